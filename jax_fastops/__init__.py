@@ -1,0 +1,17 @@
+"""Fused, memory-bound operations for JAX, as native kernels behind XLA's FFI.
+
+The functions look and differentiate like ``jax.nn``; see each one's docstring for what it equals
+and what it keeps for the backward.
+"""
+
+from jax_fastops import _native
+
+_native.register()
+
+from jax_fastops._export import export_checks  # noqa: E402
+from jax_fastops._implementation import use_implementation  # noqa: E402
+from jax_fastops._info import info  # noqa: E402
+from jax_fastops._version import __version__  # noqa: E402
+from jax_fastops.relu import add_relu, relu  # noqa: E402
+
+__all__ = ["__version__", "add_relu", "export_checks", "info", "relu", "use_implementation"]

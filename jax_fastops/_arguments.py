@@ -1,0 +1,65 @@
+"""Checks of what users pass, at trace time, worded alike for every op."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOATING = ("float32", "bfloat16", "float16", "float64")
+
+
+def as_arrays(op: str, **arguments) -> list[jax.Array]:
+    """The arguments as JAX arrays; ``TypeError`` for what is not an array or a number."""
+    arrays = []
+    for name, value in arguments.items():
+        scalar = isinstance(value, (bool, int, float, complex, np.generic))
+        if not (scalar or isinstance(value, (jax.Array, np.ndarray)) or _is_array_like(value)):
+            raise TypeError(
+                f"{op}: {name} is {_describe(value)}; it must be a jax.Array, a NumPy array or a "
+                "number"
+            )
+        arrays.append(jnp.asarray(value))
+    return arrays
+
+
+def _is_array_like(value) -> bool:
+    return hasattr(value, "__jax_array__") or (hasattr(value, "dtype") and hasattr(value, "shape"))
+
+
+def _describe(value) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def same_floating_dtype(op: str, arrays, names) -> list[jax.Array]:
+    """Arrays of one floating dtype; numbers (weakly typed) take the dtype of the others.
+
+    Raises:
+      TypeError: a dtype is not a supported floating one, or two of them differ.
+    """
+    strong = [x for x in arrays if not x.weak_type]
+    dtype = strong[0].dtype if strong else jnp.result_type(*arrays)
+    for name, x in zip(names, arrays):
+        found = dtype if x.weak_type and not jnp.iscomplexobj(x) else x.dtype
+        if str(found) not in FLOATING:
+            raise TypeError(
+                f"{op}: {name} has dtype {found} and shape {x.shape}; the dtype must be one of "
+                f"{', '.join(FLOATING)}"
+            )
+        if found != dtype:
+            raise TypeError(
+                f"{op}: {name} has dtype {found}, but {names[0]} has dtype {dtype}; they must be "
+                "the same (use .astype on one of them)"
+            )
+    if all(x.dtype == dtype for x in arrays):
+        return list(arrays)
+    return [x if x.dtype == dtype else x.astype(dtype) for x in arrays]
+
+
+def broadcast_shape(op: str, arrays, names) -> tuple[int, ...]:
+    """The NumPy broadcast of the arrays' shapes, ``ValueError`` naming them if there is none."""
+    try:
+        return jnp.broadcast_shapes(*(x.shape for x in arrays))
+    except ValueError:
+        shapes = " and ".join(f"{n} of shape {x.shape}" for n, x in zip(names, arrays))
+        raise ValueError(f"{op}: {shapes} do not broadcast together") from None

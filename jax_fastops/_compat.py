@@ -1,0 +1,32 @@
+"""Every difference between the supported JAX versions (0.8 to the newest) that the library meets."""
+
+from __future__ import annotations
+
+import jax
+
+
+def varying_axes(x) -> frozenset:
+    """The manual mesh axes over which ``x`` varies inside ``jax.shard_map``."""
+    aval = jax.typeof(x)
+    if hasattr(aval, "vma"):
+        return frozenset(aval.vma)
+    return frozenset(aval.manual_axis_type.varying)  # jax >= 0.11
+
+
+def as_varying(x, axes: frozenset):
+    """``x`` with ``axes`` added to its varying axes; its transpose is a ``psum`` over them."""
+    missing = tuple(sorted(axes - varying_axes(x), key=str))
+    if not missing:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, missing, to="varying")
+    return jax.lax.pvary(x, missing)  # jax < 0.9
+
+
+def set_global(context, value) -> None:
+    """Set the value that ``context`` (from ``jax.make_user_context``) has in every thread."""
+    context._obj.set_global(value)
+
+
+def get_global(context):
+    return context._obj.get_global()

@@ -1,0 +1,64 @@
+"""What was built, and what runs where."""
+
+from __future__ import annotations
+
+import jax
+import jaxlib
+
+from jax_fastops import _implementation, _native
+from jax_fastops._op import ops
+from jax_fastops._version import __version__
+
+_PLATFORMS = ("cpu", "cuda")
+
+
+def info() -> dict:
+    """What this installation has, as a dictionary of plain values.
+
+    Keys: ``"version"``, ``"jax"``, ``"jaxlib"``; ``"implementation"``, the choice in force;
+    ``"modules"``, for each platform how its native module was built (compiler, FFI version, kernel
+    ABI, instruction sets or compute capabilities), or ``None`` where it was not; ``"ops"``, for
+    each op and platform ``"native"``, where it has kernels, or ``"xla"``. Starts no backend.
+    """
+    return {
+        "version": __version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "implementation": _implementation.current(),
+        "modules": _native.build_info(),
+        "ops": {
+            name: {p: "native" if op.supports(p) else "xla" for p in _PLATFORMS}
+            | {"other": "xla"}
+            for name, op in sorted(ops().items())
+        },
+    }
+
+
+def describe() -> str:
+    """``info()`` for a person to read."""
+    found = info()
+    lines = [
+        f"jax_fastops {found['version']} (jax {found['jax']}, jaxlib {found['jaxlib']})",
+        f"implementation: {found['implementation']}",
+        "",
+        "native modules",
+    ]
+    for platform, built in found["modules"].items():
+        if built is None:
+            lines.append(f"  {platform}: not built (no {platform.upper()} compiler was found)")
+            continue
+        lines.append(f"  {platform}:")
+        lines += [f"    {key}: {_plain(value)}" for key, value in built.items()]
+    lines += ["", "ops"]
+    width = max(map(len, found["ops"]))
+    for name, where in found["ops"].items():
+        places = ", ".join(f"{platform} {how}" for platform, how in where.items())
+        lines.append(f"  {name:<{width}}  {places}")
+    return "\n".join(lines)
+
+
+def _plain(value) -> str:
+    if isinstance(value, (tuple, list)):
+        separator = "." if all(isinstance(v, int) for v in value) else ", "
+        return separator.join(map(str, value))
+    return str(value)

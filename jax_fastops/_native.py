@@ -1,0 +1,126 @@
+"""Loads the native modules, checks that this jaxlib accepts them, and registers their handlers."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import pathlib
+import re
+
+import jax
+import jaxlib
+
+# Module name -> the platform name that the FFI knows it by, and the one that lowering rules use.
+_MODULES = {"_cpu": ("cpu", "cpu"), "_cuda": ("CUDA", "cuda")}
+
+_REBUILD = (
+    "Reinstall the package for this environment: 'pip install --force-reinstall --no-deps .' in a "
+    "checkout, or 'pip install --force-reinstall --no-deps --no-binary jax_fastops jax_fastops'."
+)
+
+
+def running_ffi_version() -> tuple[int, int] | None:
+    """The FFI version (major, minor) of the installed jaxlib, from the header it ships."""
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        text = header.read_text(errors="replace")
+    except OSError:
+        return None
+    found = [re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR")]
+    return (int(found[0][1]), int(found[1][1])) if all(found) else None
+
+
+def check_ffi_version(module: str, info: dict) -> None:
+    """Refuse a module built with newer FFI headers than the running jaxlib's.
+
+    XLA would refuse it too, but at the start of the backend, which then stays unusable; so nothing
+    is registered. The other direction, older headers on a newer jaxlib, is supported by XLA.
+    """
+    built, running = tuple(info["ffi_api_version"]), running_ffi_version()
+    if running is None or (built[0] == running[0] and built[1] <= running[1]):
+        return
+    raise ImportError(
+        f"jax_fastops.{module} was built against jaxlib {info['jaxlib_version']} (XLA FFI "
+        f"{built[0]}.{built[1]}), but the installed jaxlib {jaxlib.__version__} has XLA FFI "
+        f"{running[0]}.{running[1]} and would refuse it. Install jaxlib >= "
+        f"{info['jaxlib_version']}, or rebuild against this one. {_REBUILD}"
+    )
+
+
+def _load(name: str):
+    """The native module, or None where an optional one was not built."""
+    full_name = f"jax_fastops.{name}"
+    try:
+        present = importlib.util.find_spec(full_name) is not None
+    except (ImportError, ValueError):
+        present = False
+    if not present:
+        if name == "_cuda":
+            return None
+        raise ImportError(
+            f"{full_name}, the native module with the CPU kernels, is missing: the package was not "
+            f"built, or a source checkout shadows the installed one. {_REBUILD}"
+        )
+    try:
+        return importlib.import_module(full_name)
+    except ImportError as error:
+        raise ImportError(
+            f"{full_name} is there but cannot be loaded ({error}): it is damaged, or built for "
+            f"another Python or system. {_REBUILD}"
+        ) from error
+
+
+@functools.lru_cache(maxsize=None)
+def _modules() -> dict:
+    """Lowering platform -> loaded module, for the modules that were built."""
+    loaded = {}
+    for name, (_, platform) in _MODULES.items():
+        module = _load(name)
+        if module is not None:
+            check_ffi_version(name, module.build_info())
+            loaded[platform] = module
+    return loaded
+
+
+def target_name(kernel: str, platform: str) -> str:
+    """The name under which XLA knows a kernel.
+
+    It carries the kernel ABI's version, because compilation caches on disk store the name: a
+    program cached by an older version must not find a kernel that takes other buffers.
+    """
+    module = _modules().get(platform) or _modules()["cpu"]
+    return f"{kernel}.v{module.build_info()['abi']}"
+
+
+@functools.lru_cache(maxsize=None)
+def kernels(platform: str) -> frozenset[str]:
+    """The kernels registered for a lowering platform (``"cpu"``, ``"cuda"``, ...)."""
+    module = _modules().get(platform)
+    return frozenset(module.handlers()) if module is not None else frozenset()
+
+
+def build_info() -> dict:
+    """What was built, per platform; ``None`` for a platform whose module is absent."""
+    infos = {platform: None for _, platform in _MODULES.values()}
+    return infos | {platform: dict(m.build_info()) for platform, m in _modules().items()}
+
+
+def register() -> None:
+    """Register every handler with XLA. Starts no backend and needs no GPU."""
+    modules = _modules()  # all checks first: either everything is registered or nothing
+    names = set()
+    for ffi_platform, platform in _MODULES.values():
+        if platform not in modules:
+            continue
+        for kernel, stages in modules[platform].handlers().items():
+            name = target_name(kernel, platform)
+            jax.ffi.register_ffi_target(name, stages, platform=ffi_platform)
+            names.add(name)
+    for name in sorted(names):
+        jax.ffi.register_ffi_target_as_batch_partitionable(name)
+
+
+def targets() -> list[str]:
+    """The names of all registered targets."""
+    return sorted({target_name(k, p) for p in _modules() for k in kernels(p)})

@@ -1,0 +1,567 @@
+"""What an op is: one declaration, four primitives, every transformation.
+
+An :class:`Op` declares a signature, a reference in ``jax.numpy``, kernels, and what is kept for the
+backward. Each op has four primitives:
+
+* the op itself, for programs that are not differentiated: it saves nothing;
+* ``_fwd``: also returns the saved values. Differentiating the op emits it;
+* ``_lin``: the tangent map, linear in the tangents; its transpose emits ``_vjp``;
+* ``_vjp``: the backward kernel, linear in the cotangents; its transpose emits ``_lin``.
+
+``_lin`` and ``_vjp`` take the declared residuals and nothing else of the forward, so those are what
+lives between forward and backward. Their own derivatives with respect to the residuals are those of
+the reference, which makes every order of derivative exact. After partial evaluation a gradient
+program holds just ``_fwd`` and ``_vjp``.
+
+Under ``vmap`` a mapped axis becomes one more batch dimension where the signature says that the op
+treats examples independently; elsewhere (a mapped parameter, a gradient summed over rows) the
+primitive records the axis as a *level*: its meaning is ``jax.vmap`` of the unmapped primitive. All
+results of a level carry its axis in front, so no rule ever guesses an output's batch dimension, and
+per-example gradients cannot turn into their sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from jax_fastops import _implementation, _native
+from jax_fastops._kernel import (
+    Kernel,
+    compiled,
+    fold,
+    infer_avals,
+    match_varying,
+    size_of,
+    split_spec,
+)
+from jax_fastops._signature import Signature, Slot, parse_slots
+
+_OPS: dict[str, Op] = {}
+
+
+def ops() -> dict[str, Op]:
+    """All declared ops by name."""
+    return dict(_OPS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One use of an op, as its primitives carry it: slots with concrete dtypes, and options.
+
+    ``args`` are the slots of all operands, ``present`` says which of them were given (the optional
+    rest was ``None``). ``sizes`` are the named dimensions.
+    """
+
+    args: tuple[Slot, ...]
+    outs: tuple[Slot, ...]
+    saved: tuple[Slot, ...]
+    present: tuple[bool, ...]
+    options: tuple[tuple[str, Any], ...]
+    sizes: tuple[tuple[str, Any], ...]
+    implementation: str
+
+    def __repr__(self) -> str:
+        sides = (", ".join(map(str, side)) for side in (self.args, self.outs, self.saved))
+        return "'{} -> {} | {}' {}".format(*sides, self.implementation)
+
+    def spread(self, args: Sequence) -> list:
+        """Operands with ``None`` in the places of absent ones."""
+        rest = iter(args)
+        return [next(rest) if p else None for p in self.present]
+
+    def given(self, everything: Sequence) -> list:
+        """The entries of ``everything``, one per operand, whose operand was given."""
+        return [x for x, p in zip(everything, self.present) if p]
+
+
+class Op:
+    """Declares an op. Functions take arrays in the signature's order, then options by keyword.
+
+    Args:
+      name: as it shows in jaxprs and in the ``auto`` table.
+      signature: ``"operands -> results | saved"`` (see :mod:`jax_fastops._signature`); the part
+        behind ``|`` are the values that the forward kernel saves beside its results. A call may
+        give a signature of its own, where it depends on shapes or options.
+      reference: the op in ``jax.numpy``; one array or a tuple.
+      forward: the op by kernel, saving nothing; the same results.
+      save: the saved values in ``jax.numpy``, as a tuple, from the operands.
+      forward_saving: results and saved values by kernel, in one flat tuple.
+      residuals: ``(args, results, saved) -> tuple``: what the backward keeps of each. It is also
+        applied to slots, so it may only select. Default: the operands.
+      pullback: ``(residuals, cotangents) -> tuple`` of gradients in ``jax.numpy``, one per operand.
+        Default: that of the reference; the residuals must then begin with all operands.
+      pushforward: ``(residuals, tangents) -> tuple`` of result tangents in ``jax.numpy``, with
+        ``None`` for an operand that has no tangent. Goes with ``pullback``.
+      backward: the pullback by kernels, ``(residuals, cotangents, wanted) -> tuple``, one gradient
+        per operand, anything where ``wanted`` is False. Partial sums of parameter gradients are
+        summed here.
+      tangent: the pushforward by kernels; default: the reference's.
+      kernels: every kernel that the above use. A platform that lacks one takes the reference.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        signature: str,
+        reference: Callable,
+        *,
+        kernels: Sequence[Kernel] = (),
+        forward: Callable | None = None,
+        save: Callable | None = None,
+        forward_saving: Callable | None = None,
+        residuals: Callable | None = None,
+        pullback: Callable | None = None,
+        pushforward: Callable | None = None,
+        backward: Callable | None = None,
+        tangent: Callable | None = None,
+    ):
+        if (pullback is None) != (pushforward is None):
+            raise ValueError(f"{name}: 'pullback' and 'pushforward' are given together or not")
+        self.name = name
+        self.signature = signature
+        self.reference = reference
+        self.kernels = tuple(kernels)
+        self.forward = forward
+        self.save = save or (lambda *args, **options: ())
+        self.forward_saving = forward_saving
+        self.residuals = residuals or (lambda args, outs, saved: tuple(args))
+        self.pullback = pullback
+        self.pushforward = pushforward
+        self.backward = backward
+        self.tangent = tangent
+        self._plain = _Stage(self, "")
+        self._fwd = _Stage(self, "_fwd")
+        self._lin = _Stage(self, "_lin")
+        self._vjp = _Stage(self, "_vjp")
+        ad.primitive_jvps[self._plain.primitive] = self._plain_jvp
+        ad.primitive_jvps[self._fwd.primitive] = self._fwd_jvp
+        ad.primitive_jvps[self._lin.primitive] = self._lin_jvp
+        ad.primitive_jvps[self._vjp.primitive] = self._vjp_jvp
+        ad.primitive_transposes[self._lin.primitive] = self._lin_transpose
+        ad.primitive_transposes[self._vjp.primitive] = self._vjp_transpose
+        _OPS[name] = self
+
+    # -- calling ---------------------------------------------------------------------------------
+
+    def __call__(self, *args, signature: str | None = None, **options):
+        """Run the op on arrays; ``None`` stands for an optional operand that is absent."""
+        given = [x for x in args if x is not None]
+        if self.left_to_xla(*given):
+            return self.reference(*args, **options)
+        call, own_dims_sharded = self._describe(args, signature or self.signature, options)
+        if own_dims_sharded:
+            # The kernel needs these dimensions whole on one device; XLA can keep them sharded.
+            return self.reference(*args, **options)
+        outs = self._plain.bind(given, call)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def supports(self, platform: str) -> bool:
+        """Whether every kernel of this op exists for a lowering platform."""
+        return bool(self.kernels) and _native.kernels(platform).issuperset(
+            k.name for k in self.kernels
+        )
+
+    def left_to_xla(self, *arrays) -> bool:
+        """Whether the op is traced as its reference, under which XLA may fuse it as it likes.
+
+        ``auto`` does so where the kernel gains nothing on the default platform, neither alone nor
+        in a gradient.
+        """
+        implementation = _implementation.current()
+        if implementation != "auto":
+            return implementation == "xla"
+        platform = lowering_platform(jax.default_backend())
+        if not self.supports(platform):
+            return True
+        return not any(
+            self._prefers_kernel(platform, arrays[0], use) for use in ("forward", "grad")
+        )
+
+    def _prefers_kernel(self, platform: str, x, use: str) -> bool:
+        dtype = x.dtype
+        return _implementation.native_is_faster(self.name, platform, dtype, size_of(x), use)
+
+    def _describe(self, args, text: str, options: dict) -> tuple[Call, bool]:
+        left, _, right = text.partition("->")
+        results, _, kept = right.partition("|")
+        present = tuple(x is not None for x in args)
+        slots = parse_slots(left)
+        avals = [jax.typeof(x) for x in args if x is not None]
+        given = tuple(s for s, p in zip(slots, present) if p)
+        both = Signature(given, parse_slots(results) + parse_slots(kept))
+        inferred = both.infer([a.shape for a in avals], [a.dtype for a in avals])
+        bound = both.bind([a.shape for a in avals])
+        concrete = [
+            dataclasses.replace(s, dtype=str(d)) for s, (_, d) in zip(both.results, inferred)
+        ]
+        dtypes = iter(avals)
+        slots = tuple(
+            dataclasses.replace(s, dtype=str(next(dtypes).dtype) if p else None)
+            for s, p in zip(slots, present)
+        )
+        n_outs = len(parse_slots(results))
+        call = Call(
+            args=slots,
+            outs=tuple(concrete[:n_outs]),
+            saved=tuple(concrete[n_outs:]),
+            present=present,
+            options=tuple(sorted(options.items())),
+            sizes=tuple(sorted(bound.sizes.items())),
+            implementation=_implementation.current(),
+        )
+        sharded = any(
+            axis is not None for s, a in zip(given, avals) for axis in split_spec(s, a)[1]
+        )
+        return call, sharded
+
+    def _kept(self, call: Call, args, outs, saved) -> list:
+        """The residuals, ``None`` where one is an absent operand. Also for slots and flags."""
+        return list(self.residuals(tuple(call.spread(args)), tuple(outs), tuple(saved)))
+
+    def _residual_slots(self, call: Call) -> list[Slot | None]:
+        return self._kept(call, call.given(call.args), call.outs, call.saved)
+
+    def _n_residuals(self, call: Call) -> int:
+        return sum(s is not None for s in self._residual_slots(call))
+
+    def _split(self, call: Call, operands) -> tuple[list, list]:
+        n = self._n_residuals(call)
+        return list(operands[:n]), list(operands[n:])
+
+    def _spread_residuals(self, call: Call, residuals) -> list:
+        rest = iter(residuals)
+        return [None if s is None else next(rest) for s in self._residual_slots(call)]
+
+    # -- derivatives -----------------------------------------------------------------------------
+
+    def _plain_jvp(self, primals, tangents, *, call, levels, which):
+        del which
+        outs, _, tangents_out = self._differentiate(primals, tangents, call, levels)
+        return outs, tangents_out
+
+    def _fwd_jvp(self, primals, tangents, *, call, levels, which):
+        del which
+        outs, saved, tangents_out = self._differentiate(primals, tangents, call, levels)
+        saved_dots = [_zero_tangent(s) for s in saved]
+        floats = [jnp.issubdtype(s.dtype, jnp.inexact) for s in saved]
+        # The reference's pullback reads operands alone: tangents of saved values cannot matter.
+        if self.pullback is not None and any(floats):
+
+            def save(*args):
+                return list(self.save(*call.spread(args), **dict(call.options)))
+
+            dots = _jvp_of(_vmapped(save, levels), primals, tangents)
+            saved_dots = [d if f else z for d, z, f in zip(dots, saved_dots, floats)]
+        return outs + saved, tangents_out + saved_dots
+
+    def _differentiate(self, primals, tangents, call, levels):
+        results = self._fwd.bind(primals, call, levels)
+        outs, saved = results[: len(call.outs)], results[len(call.outs) :]
+        nonzero = [not _is_zero(t) for t in tangents]
+        if not any(nonzero):
+            return outs, saved, [_zero_tangent(y) for y in outs]
+        kept = [r for r in self._kept(call, primals, outs, saved) if r is not None]
+        lin_levels = tuple(
+            tuple(
+                f
+                for f in self._kept(call, flags, [True] * len(outs), [True] * len(saved))
+                if f is not None
+            )
+            + tuple(f for f, n in zip(flags, nonzero) if n)
+            for flags in levels
+        )
+        which = tuple(bool(w) for w in call.spread(nonzero))
+        moving = [t for t, n in zip(tangents, nonzero) if n]
+        return outs, saved, self._lin.bind([*kept, *moving], call, lin_levels, which)
+
+    def _lin_jvp(self, primals, tangents, *, call, levels, which):
+        out = self._lin.bind(primals, call, levels, which)
+        n = self._n_residuals(call)
+        moving = [not _is_zero(t) for t in tangents[n:]]
+        terms = []
+        if any(moving):
+            still = iter(moving)
+            fewer = tuple(w and next(still) for w in which)
+            keep = [True] * n + moving
+            dots = [t for t, m in zip(tangents[n:], moving) if m]
+            terms.append(
+                self._lin.bind([*primals[:n], *dots], call, _select_levels(levels, keep), fewer)
+            )
+        terms += self._residual_term("_lin", primals, tangents, call, levels, which)
+        return out, _add(terms, out)
+
+    def _vjp_jvp(self, primals, tangents, *, call, levels, which):
+        out = self._vjp.bind(primals, call, levels, which)
+        n = self._n_residuals(call)
+        terms = []
+        if not all(_is_zero(t) for t in tangents[n:]):
+            dots = [ad.instantiate_zeros(t) for t in tangents[n:]]
+            terms.append(self._vjp.bind([*primals[:n], *dots], call, levels, which))
+        terms += self._residual_term("_vjp", primals, tangents, call, levels, which)
+        return out, _add(terms, out)
+
+    def _residual_term(self, kind, primals, tangents, call, levels, which) -> list:
+        """The derivative of ``_lin`` or ``_vjp`` through its residuals, by the reference."""
+        n = self._n_residuals(call)
+        if all(_is_zero(t) for t in tangents[:n]):
+            return []
+        function = _vmapped(self._function(kind, call, which, native=False), levels)
+        return [
+            _jvp_of(lambda *kept: function(*kept, *primals[n:]), primals[:n], tangents[:n])
+        ]
+
+    def _lin_transpose(self, cts, *operands, call, levels, which):
+        kept, tangents = self._split(call, operands)
+        undefined = [ad.is_undefined_primal(t) for t in tangents]
+        rest = iter(undefined)
+        wanted = tuple(w and next(rest) for w in which)
+        cts = [ad.instantiate_zeros(ct) for ct in cts]
+        vjp_levels = tuple(flags[: len(kept)] + (True,) * len(cts) for flags in levels)
+        grads = iter(self._vjp.bind([*kept, *cts], call, vjp_levels, wanted))
+        flags = [[level[len(kept) + i] for level in levels] for i in range(len(tangents))]
+        summed = [_sum_unmapped(next(grads), f) if u else None for u, f in zip(undefined, flags)]
+        return [None] * len(kept) + summed
+
+    def _vjp_transpose(self, cts, *operands, call, levels, which):
+        kept, out_cts = self._split(call, operands)
+        nonzero = iter([not _is_zero(ct) for ct in cts])
+        fewer = tuple(w and next(nonzero) for w in which)
+        tangents = [ct for ct in cts if not _is_zero(ct)]
+        lin_levels = tuple(flags[: len(kept)] + (True,) * len(tangents) for flags in levels)
+        outs = self._lin.bind([*kept, *tangents], call, lin_levels, fewer)
+        summed = [
+            _sum_unmapped(y, [level[len(kept) + i] for level in levels])
+            if ad.is_undefined_primal(ct)
+            else None
+            for i, (y, ct) in enumerate(zip(outs, out_cts))
+        ]
+        return [None] * len(kept) + summed
+
+    # -- evaluation ------------------------------------------------------------------------------
+
+    def stage_signature(self, kind: str, call: Call, which: tuple[bool, ...]) -> Signature:
+        """The signature of one of the four primitives."""
+        args = tuple(call.given(call.args))
+        kept = tuple(s for s in self._residual_slots(call) if s is not None)
+        chosen = tuple(s for s, w in zip(call.args, which) if w)
+        signature = {
+            "": lambda: Signature(args, call.outs),
+            "_fwd": lambda: Signature(args, call.outs + call.saved),
+            "_lin": lambda: Signature(kept + chosen, call.outs),
+            "_vjp": lambda: Signature(kept + call.outs, chosen),
+        }[kind]()
+        return signature.with_sizes(dict(call.sizes))
+
+    def _function(self, kind: str, call: Call, which, native: bool) -> Callable:
+        """What a primitive computes, from its flat operands to a list, without levels."""
+        options = dict(call.options)
+
+        def plain(*args):
+            function = self.forward if native else self.reference
+            return _as_list(function(*call.spread(args), **options))
+
+        def fwd(*args):
+            args = call.spread(args)
+            if native:
+                return _as_list(self.forward_saving(*args, **options))
+            return _as_list(self.reference(*args, **options)) + list(self.save(*args, **options))
+
+        def lin(*operands):
+            kept, tangents = self._split(call, operands)
+            kept, rest = self._spread_residuals(call, kept), iter(tangents)
+            spread = [next(rest) if w else None for w in which]
+            function = self.tangent if native else (self.pushforward or self._reference_jvp)
+            return _as_list(function(kept, spread, **options))
+
+        def vjp(*operands):
+            kept, cts = self._split(call, operands)
+            kept = self._spread_residuals(call, kept)
+            if native:
+                grads = self.backward(kept, cts, which, **options)
+            elif self.pullback is not None:
+                grads = self.pullback(kept, cts, **options)
+            else:
+                grads = self._reference_vjp(kept, cts, which, **options)
+            return [g for g, w in zip(grads, which) if w]
+
+        return {"": plain, "_fwd": fwd, "_lin": lin, "_vjp": vjp}[kind]
+
+    def _reference_of(self, kept, which, options):
+        """The reference as a function of the operands that ``which`` marks, and those operands."""
+        args = list(kept[: len(which)])
+
+        def function(*chosen):
+            rest = iter(chosen)
+            full = [next(rest) if w else x for x, w in zip(args, which)]
+            return _as_list(self.reference(*full, **options))
+
+        return function, [x for x, w in zip(args, which) if w]
+
+    def _reference_jvp(self, kept, tangents, **options):
+        which = [t is not None for t in tangents]
+        function, chosen = self._reference_of(kept, which, options)
+        return jax.jvp(function, chosen, [t for t in tangents if t is not None])[1]
+
+    def _reference_vjp(self, kept, cts, which, **options):
+        function, chosen = self._reference_of(kept, which, options)
+        grads = iter(jax.vjp(function, *chosen)[1](list(cts)))
+        return [next(grads) if w else None for w in which]
+
+    def uses_kernel(self, kind: str, call: Call, platform: str, avals) -> bool:
+        """Whether a primitive is lowered to its kernel on a platform."""
+        functions = {
+            "": self.forward,
+            "_fwd": self.forward_saving,
+            "_lin": self.tangent,
+            "_vjp": self.backward,
+        }
+        if functions[kind] is None or not self.supports(platform):
+            return False
+        if call.implementation == "native":
+            return True
+        largest = max(avals, key=size_of)
+        return self._prefers_kernel(
+            platform,
+            jax.ShapeDtypeStruct(largest.shape, call.outs[0].dtype),
+            "forward" if kind == "" else "grad",
+        )
+
+
+class _Stage:
+    """One of an op's primitives, with the rules that all of them share."""
+
+    def __init__(self, op: Op, kind: str):
+        self.op, self.kind = op, kind
+        self.primitive = primitive = Primitive(f"fastops_{op.name}{kind}")
+        primitive.multiple_results = True
+        primitive.def_impl(lambda *xs, **params: compiled(primitive, params)(*xs))
+        primitive.def_abstract_eval(self._abstract_eval)
+        batching.primitive_batchers[primitive] = self._batch
+        mlir.register_lowering(primitive, self._lowering(None))
+        for platform in ("cpu", "cuda"):
+            mlir.register_lowering(primitive, self._lowering(platform), platform=platform)
+
+    def bind(self, operands, call: Call, levels=(), which=()) -> list:
+        operands = match_varying(operands)
+        return self.primitive.bind(*operands, call=call, levels=levels, which=which)
+
+    def _abstract_eval(self, *avals, call, levels, which):
+        inner = [_strip(a, sum(flags)) for a, flags in zip(avals, _per_operand(levels, avals))]
+        results = infer_avals(self.op.stage_signature(self.kind, call, which), inner)
+        sizes, specs = _level_axes(levels, avals)
+        return [_prepend(r, sizes, specs) for r in results]
+
+    def _batch(self, operands, dims, *, call, levels, which):
+        mapped = [d is not None for d in dims]
+        signature = self.op.stage_signature(self.kind, call, which)
+        if signature.folds(mapped):
+            before = [sum(flags) for flags in _per_operand(levels, operands)]
+            outs = self.bind(fold(signature, operands, dims, before), call, levels, which)
+            return outs, [len(levels)] * len(outs)
+        fronts = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
+        outs = self.bind(fronts, call, (tuple(mapped), *levels), which)
+        return outs, [0] * len(outs)
+
+    def _lowering(self, platform: str | None):
+        def rule(ctx, *operands, call, levels, which):
+            native = platform is not None and self.op.uses_kernel(
+                self.kind, call, platform, ctx.avals_in
+            )
+            function = self.op._function(self.kind, call, which, native)
+            lowered = mlir.lower_fun(_vmapped(function, levels), multiple_results=True)
+            return lowered(ctx, *operands)
+
+        return rule
+
+
+def lowering_platform(backend: str) -> str:
+    """The name that lowering rules use for a JAX backend (``"gpu"`` means CUDA or ROCm)."""
+    if backend != "gpu":
+        return backend
+    return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
+
+
+def _as_list(outs) -> list:
+    return list(outs) if isinstance(outs, (tuple, list)) else [outs]
+
+
+def _zero_tangent(primal) -> ad.Zero:
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def _is_zero(tangent) -> bool:
+    return type(tangent) is ad.Zero or getattr(tangent, "dtype", None) == jax.dtypes.float0
+
+
+def _vmapped(function: Callable, levels) -> Callable:
+    """``function`` under one ``jax.vmap`` per level, the first level outermost."""
+    for flags in reversed(levels):
+        function = jax.vmap(function, in_axes=tuple(0 if f else None for f in flags))
+    return function
+
+
+def _jvp_of(function: Callable, primals, tangents) -> list:
+    """Tangents of ``function`` along the nonzero ``tangents`` alone."""
+    moving = [not _is_zero(t) for t in tangents]
+
+    def partial(*chosen):
+        rest = iter(chosen)
+        return function(*(next(rest) if m else p for p, m in zip(primals, moving)))
+
+    chosen = [p for p, m in zip(primals, moving) if m]
+    return list(jax.jvp(partial, chosen, [t for t, m in zip(tangents, moving) if m])[1])
+
+
+def _add(terms: list[list], like: list) -> list:
+    if not terms:
+        return [_zero_tangent(y) for y in like]
+    total = terms[0]
+    for term in terms[1:]:
+        total = [a + b for a, b in zip(total, term)]
+    return total
+
+
+def _sum_unmapped(x, flags):
+    """Sum over the level axes along which the primal had no axis of its own."""
+    axes = tuple(i for i, f in enumerate(flags) if not f)
+    return x.sum(axes) if axes else x
+
+
+def _select_levels(levels, keep):
+    return tuple(tuple(f for f, k in zip(flags, keep) if k) for flags in levels)
+
+
+def _per_operand(levels, operands) -> list[tuple[bool, ...]]:
+    return [tuple(flags[i] for flags in levels) for i in range(len(operands))]
+
+
+def _level_axes(levels, avals) -> tuple[list, list]:
+    """Size and sharding of each level's axis, from the first operand that has it."""
+    sizes, specs = [], []
+    for at, flags in enumerate(levels):
+        i = flags.index(True)
+        axis = sum(level[i] for level in levels[:at])
+        spec = tuple(avals[i].sharding.spec)
+        sizes.append(avals[i].shape[axis])
+        specs.append(spec[axis] if axis < len(spec) else None)
+    return sizes, specs
+
+
+def _strip(aval, n: int):
+    """``aval`` without its first ``n`` dimensions."""
+    spec = PartitionSpec(*tuple(aval.sharding.spec)[n:])
+    return aval.update(shape=aval.shape[n:], sharding=aval.sharding.update(spec=spec))
+
+
+def _prepend(aval, sizes, specs):
+    spec = PartitionSpec(*specs, *aval.sharding.spec)
+    shape = (*sizes, *aval.shape)
+    return aval.update(shape=shape, sharding=aval.sharding.update(spec=spec))

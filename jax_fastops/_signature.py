@@ -1,0 +1,189 @@
+"""Signature strings: the one source of an op's shapes, dtypes, batching and sharding.
+
+A signature reads like einops: ``"... n, h -> ... n, ... ceil(n/8) :uint8, h :1"``.
+
+* Operands stand left of ``->``, results right of it, separated by commas.
+* ``...`` is any number of leading *batch* dimensions: the op treats every index into them
+  independently. All operands and results that have it share it.
+* A name (``n``) is a dimension of its own; the same name is the same size everywhere.
+* ``ceil(n/8)`` is a size derived from a name, a number is that size exactly.
+* A result may name its dtype behind a colon: a dtype (``:uint8``), the dtype of an operand
+  (``:1``), or ``:acc``, the accumulator of the first operand (float64 for float64, float32 for
+  the narrower types). Without one it has the dtype of the first operand.
+
+What follows from the string alone: result shapes and dtypes (:meth:`Signature.infer`), whether a
+mapped axis can be folded into ``...`` (:meth:`Signature.folds`), how many leading dimensions of a
+call are batch dimensions, and the Shardy rule of the call (:mod:`jax_fastops._kernel`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+_CEIL = re.compile(r"^ceil\(([A-Za-z_]\w*)/(\d+)\)$")
+_NAME = re.compile(r"^[A-Za-z_]\w*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """One non-batch dimension: a name, ``ceil(name/divisor)``, or a fixed size."""
+
+    name: str | None
+    divisor: int = 1
+    size: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Dim:
+        if text.isdigit():
+            return cls(None, size=int(text))
+        if match := _CEIL.match(text):
+            return cls(match[1], divisor=int(match[2]))
+        if _NAME.match(text):
+            return cls(text)
+        raise ValueError(f"cannot read dimension {text!r} in a signature")
+
+    def resolve(self, sizes: dict[str, Any]) -> Any:
+        if self.name is None:
+            return self.size
+        if self.divisor == 1:
+            return sizes[self.name]
+        return (sizes[self.name] + self.divisor - 1) // self.divisor
+
+    def __str__(self) -> str:
+        if self.name is None:
+            return str(self.size)
+        return self.name if self.divisor == 1 else f"ceil({self.name}/{self.divisor})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One operand or result: batch dimensions or not, then its own dimensions, then a dtype rule."""
+
+    batched: bool
+    dims: tuple[Dim, ...]
+    dtype: str | int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Slot:
+        dims, _, dtype = text.partition(":")
+        words = dims.split()
+        batched = bool(words) and words[0] == "..."
+        rule: str | int | None = dtype.strip() or None
+        if isinstance(rule, str) and rule.isdigit():
+            rule = int(rule)
+        return cls(batched, tuple(Dim.parse(w) for w in words[batched:]), rule)
+
+    def __str__(self) -> str:
+        words = (["..."] if self.batched else []) + [str(d) for d in self.dims]
+        return " ".join(words + ([f":{self.dtype}"] if self.dtype is not None else []))
+
+
+def accumulator_dtype(dtype) -> np.dtype:
+    """The dtype in which sums and statistics of ``dtype`` data are kept."""
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype("float64") if dtype == jnp.float64 else jnp.dtype("float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A signature applied to shapes: the batch shape and the size of every named dimension."""
+
+    batch: tuple
+    sizes: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """A parsed signature. Hashable, so that it can be a parameter of a primitive."""
+
+    operands: tuple[Slot, ...]
+    results: tuple[Slot, ...]
+
+    @classmethod
+    @functools.lru_cache(maxsize=None)
+    def parse(cls, text: str) -> Signature:
+        left, arrow, right = text.partition("->")
+        if not arrow:
+            raise ValueError(f"signature {text!r} has no '->'")
+        return cls(parse_slots(left), parse_slots(right))
+
+    def __str__(self) -> str:
+        sides = (", ".join(map(str, side)) for side in (self.operands, self.results))
+        return " -> ".join(sides)
+
+    def bind(self, shapes: Sequence[Sequence]) -> Bound:
+        """Match ``shapes`` against the operands; ``ValueError`` where they disagree."""
+        if len(shapes) != len(self.operands):
+            raise ValueError(f"'{self}' takes {len(self.operands)} operands, got {len(shapes)}")
+        batch: tuple | None = None
+        sizes: dict[str, Any] = {}
+        for slot, shape in zip(self.operands, shapes):
+            n_batch = len(shape) - len(slot.dims)
+            if n_batch < 0 or (n_batch and not slot.batched):
+                raise ValueError(f"shape {tuple(shape)} does not fit '{slot}' of '{self}'")
+            if slot.batched:
+                head = tuple(shape[:n_batch])
+                if batch is not None and head != batch:
+                    raise ValueError(f"leading dimensions {head} and {batch} differ in '{self}'")
+                batch = head
+            for dim, size in zip(slot.dims, shape[n_batch:]):
+                if dim.name is not None and dim.divisor == 1:
+                    if sizes.setdefault(dim.name, size) != size:
+                        raise ValueError(
+                            f"dimension '{dim.name}' of '{self}' is both {sizes[dim.name]} and {size}"
+                        )
+        for slot, shape in zip(self.operands, shapes):  # derived sizes, now that names are known
+            for dim, size in zip(slot.dims, shape[len(shape) - len(slot.dims) :]):
+                if (dim.name is None or dim.name in sizes) and dim.resolve(sizes) != size:
+                    raise ValueError(f"dimension '{dim}' of '{self}' cannot be {size}")
+        return Bound(batch or (), sizes)
+
+    def infer(self, shapes: Sequence[Sequence], dtypes: Sequence) -> list[tuple[tuple, np.dtype]]:
+        """The shape and dtype of every result."""
+        bound = self.bind(shapes)
+        results = []
+        for slot in self.results:
+            try:
+                own = tuple(dim.resolve(bound.sizes) for dim in slot.dims)
+            except KeyError as missing:
+                raise ValueError(f"no operand of '{self}' has dimension {missing}") from None
+            results.append(((bound.batch if slot.batched else ()) + own, _dtype(slot, dtypes)))
+        return results
+
+    def folds(self, mapped: Sequence[bool]) -> bool:
+        """Whether a mapped axis of the flagged operands is just one more batch dimension."""
+        only_batched = all(s.batched for s, m in zip(self.operands, mapped) if m)
+        return only_batched and all(s.batched for s in self.results)
+
+    def with_sizes(self, sizes: dict[str, int]) -> Signature:
+        """The same signature with names that no operand determines replaced by their sizes."""
+        known = {d.name for s in self.operands for d in s.dims if d.divisor == 1}
+
+        def fix(slot: Slot) -> Slot:
+            dims = tuple(
+                d if d.name is None or d.name in known else Dim(None, size=d.resolve(sizes))
+                for d in slot.dims
+            )
+            return dataclasses.replace(slot, dims=dims)
+
+        return Signature(tuple(map(fix, self.operands)), tuple(map(fix, self.results)))
+
+
+def _dtype(slot: Slot, dtypes: Sequence) -> np.dtype:
+    if slot.dtype is None:
+        return jnp.dtype(dtypes[0])
+    if isinstance(slot.dtype, int):
+        return jnp.dtype(dtypes[slot.dtype])
+    return accumulator_dtype(dtypes[0]) if slot.dtype == "acc" else jnp.dtype(slot.dtype)
+
+
+def parse_slots(text: str) -> tuple[Slot, ...]:
+    """Parse one side of a signature; the empty string has no slots."""
+    return tuple(Slot.parse(part) for part in text.split(",")) if text.strip() else ()

@@ -1,0 +1,85 @@
+"""Views of an array in which every dimension that people shard is a leading one.
+
+XLA partitions a custom call over leading dimensions only. An element-wise op that keeps one bit per
+element therefore sees ``x`` as ``(..., n)`` with a short last dimension, eight elements to a mask
+byte, and everything in front of it is a batch dimension. The reshape costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+
+def mask_view(shape, sharding=None) -> tuple[tuple, tuple | None] | None:
+    """The shape ``(..., n)`` in which an array of ``shape`` gets its mask, and that view's spec.
+
+    ``n`` is 8 where the last axis is a multiple of 8, or some trailing axes merged are; the mask
+    then has one byte for every eight elements, whatever the shape. The first axis is never merged,
+    so that a sharded batch stays local. Where nothing divides, each row of ``n`` elements pads its
+    last mask byte.
+
+    ``sharding`` is the array's, where it is part of the type (explicit mesh axes). A view is then
+    chosen in which the shards stay whole; ``None`` is returned if there is no such view.
+    """
+    spec = _explicit_spec(sharding, len(shape))
+    for view, merged in _candidates(shape):
+        if spec is None:
+            return view, None
+        view_spec = _view_spec(shape, spec, view, merged, sharding)
+        if view_spec is not None:
+            return view, view_spec
+    return None
+
+
+def _candidates(shape):
+    """Views in the order of preference, each with the number of leading axes it leaves alone."""
+    if not shape:
+        yield (1,), 0
+        return
+    first = len(shape) - 1
+    for lead in range(first, min(1, first) - 1, -1):
+        size = math.prod(shape[lead:])
+        if size % 8 == 0:
+            yield (*shape[:lead], size // 8, 8), lead
+    for lead in dict.fromkeys((min(1, first), first)):
+        yield (*shape[:lead], math.prod(shape[lead:])), lead
+
+
+def _explicit_spec(sharding, rank: int) -> tuple | None:
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return None
+    spec = tuple(sharding.spec)
+    return spec + (None,) * (rank - len(spec))
+
+
+def _view_spec(shape, spec, view, lead, sharding) -> tuple | None:
+    """The view's partition spec, or None where a shard of the array is not a shard of the view."""
+    merged = spec[lead:]
+    if any(axis is not None for axis in merged[1:]):
+        # An inner axis is sharded: fine only if it is the innermost one on its own.
+        return None
+    axis = merged[0] if merged else None
+    if len(view) == lead + 1:  # one padded row per index of the leading axes
+        return None if axis is not None else (*spec[:lead], None)
+    names = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    parts = math.prod(sharding.mesh.shape[name] for name in names)
+    return (*spec[:lead], axis, None) if view[lead] % parts == 0 else None
+
+
+def reshape(x, shape, spec: tuple | None):
+    """``x`` in another shape; ``spec`` is the result's sharding where it is part of the type."""
+    if spec is None:
+        return jax.lax.reshape(x, shape)
+    return jax.lax.reshape(x, shape, out_sharding=PartitionSpec(*spec))
+
+
+def merged_sharding(arrays):
+    """The sharding that an element-wise result of arrays of one shape has."""
+    shardings = [jax.typeof(x).sharding for x in arrays]
+    if all(s == shardings[0] for s in shardings):
+        return shardings[0]
+    return jax.eval_shape(lambda *xs: sum(xs[1:], start=xs[0]), *arrays).sharding

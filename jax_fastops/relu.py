@@ -1,0 +1,135 @@
+"""``relu`` and ``add_relu``: the backward reads one bit per element.
+
+The forward writes ``x > 0`` as a bitmask, eight elements to a byte, and the backward selects the
+cotangent by it: ``1/32`` (float32) or ``1/16`` (bfloat16) of the bytes that keeping ``x`` or the
+output would take, and a third less traffic in the backward.
+
+Source: OneFlow, "How to implement an efficient BatchNorm+ReLU": the bitmask ReLU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_fastops._arguments import as_arrays, broadcast_shape, same_floating_dtype
+from jax_fastops._bits import pack, select
+from jax_fastops._implementation import current
+from jax_fastops._kernel import Kernel
+from jax_fastops._op import Op
+from jax_fastops._views import mask_view, merged_sharding, reshape
+
+_MASK = "... ceil(n/8) :uint8"
+_RELU = Kernel.declare("relu", "... n -> ... n")
+_RELU_FWD = Kernel.declare("relu_fwd", f"... n -> ... n, {_MASK}")
+_ADD_RELU = Kernel.declare("add_relu", "... n, ... n -> ... n")
+_ADD_RELU_FWD = Kernel.declare("add_relu_fwd", f"... n, ... n -> ... n, {_MASK}")
+_SELECT = Kernel.declare("relu_bwd", "... ceil(n/8), ... n -> ... n :1")
+
+
+_relu = Op(
+    "relu",
+    f"... n -> ... n | {_MASK}",
+    jax.nn.relu,
+    kernels=(_RELU, _RELU_FWD, _SELECT),
+    forward=_RELU,
+    save=lambda x: (pack(x > 0),),
+    forward_saving=_RELU_FWD,
+    residuals=lambda args, outs, saved: saved,
+    pullback=lambda kept, cts: (select(*kept, *cts),),
+    pushforward=lambda kept, tangents: select(*kept, *tangents),
+    backward=lambda kept, cts, wanted: _SELECT(*kept, *cts),
+    tangent=lambda kept, tangents: _SELECT(*kept, *tangents),
+)
+
+
+def _sum_of_given(tangents):
+    return functools.reduce(jnp.add, [t for t in tangents if t is not None])
+
+
+_add_relu = Op(
+    "add_relu",
+    f"... n, ... n -> ... n | {_MASK}",
+    lambda x, y: jax.nn.relu(x + y),
+    kernels=(_ADD_RELU, _ADD_RELU_FWD, _SELECT),
+    forward=_ADD_RELU,
+    save=lambda x, y: (pack(x + y > 0),),
+    forward_saving=_ADD_RELU_FWD,
+    residuals=lambda args, outs, saved: saved,
+    pullback=lambda kept, cts: (select(*kept, *cts),) * 2,
+    pushforward=lambda kept, tangents: select(*kept, _sum_of_given(tangents)),
+    backward=lambda kept, cts, wanted: _SELECT(*kept, *cts) * 2,
+    tangent=lambda kept, tangents: _SELECT(*kept, _sum_of_given(tangents)),
+)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _apply(op: Op, *arrays):
+    """Apply an element-wise op in the view that its mask wants."""
+    shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
+    expanded = [x if x.shape == shape else jnp.broadcast_to(x, shape) for x in arrays]
+    # The kernel would read an expanded copy of a broadcast operand; XLA reads the operand itself.
+    copies = any(x is not e for x, e in zip(arrays, expanded))
+    if op.left_to_xla(*arrays) or (copies and current() == "auto"):
+        return op.reference(*arrays)
+    arrays = expanded
+    sharding = merged_sharding(arrays)
+    viewed = mask_view(shape, sharding)
+    if viewed is None:  # sharded so finely that one mask byte would straddle two devices
+        return op.reference(*arrays)
+    view, spec = viewed
+    y = op(*(reshape(x, view, spec) for x in arrays))
+    return reshape(y, shape, None if spec is None else tuple(sharding.spec))
+
+
+def relu(x) -> jax.Array:
+    """Rectified linear unit: ``jax.nn.relu(x)``, that is ``max(x, 0)``.
+
+    NaN stays NaN, ``-0.0`` becomes ``+0.0``; the gradient is 0 at 0 and at NaN.
+
+    Args:
+      x: array of any shape; float32, bfloat16, float16 or float64.
+
+    Returns:
+      An array of the shape and dtype of ``x``.
+
+    Saved for the backward: one bit per element (uint8, ``ceil(n / 8)`` bytes for a last axis, or
+    merged trailing axes, of ``n`` elements), and nothing else.
+
+    Raises:
+      TypeError: ``x`` is not an array or number, or has another dtype.
+
+    Source: OneFlow, bitmask ReLU.
+    """
+    (x,) = same_floating_dtype("relu", as_arrays("relu", x=x), ["x"])
+    return _apply(_relu, x)
+
+
+def add_relu(x, y) -> jax.Array:
+    """Sum, then rectified linear unit: ``jax.nn.relu(x + y)`` in one pass.
+
+    The gradients with respect to ``x`` and ``y`` are the same array (before the sum over broadcast
+    axes), from one mask. The sum is rounded to the dtype before it is compared with zero.
+
+    Args:
+      x: array of any shape; float32, bfloat16, float16 or float64.
+      y: array of the same dtype, whose shape broadcasts with that of ``x``. With different shapes
+        the kernel reads a broadcast copy, and ``auto`` leaves the op to XLA, which needs none.
+
+    Returns:
+      An array of the broadcast shape, in the dtype of ``x``.
+
+    Saved for the backward: one bit per element of the result (uint8), and nothing else.
+
+    Raises:
+      TypeError: an argument is not an array or number, or the dtypes are not one supported dtype.
+      ValueError: the shapes do not broadcast.
+
+    Source: OneFlow, BatchNorm + Add + ReLU.
+    """
+    names = ["x", "y"]
+    arrays = same_floating_dtype("add_relu", as_arrays("add_relu", x=x, y=y), names)
+    broadcast_shape("add_relu", arrays, names)
+    return _apply(_add_relu, *arrays)

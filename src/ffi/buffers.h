@@ -1,0 +1,116 @@
+// What handlers of every backend need to look at their buffers: element types that kernels know, a
+// view as rows x columns, and checks whose errors name the op, the buffers and their shapes.
+//
+// The checks repeat what the Python side guarantees. They cost nanoseconds, and they turn a program
+// that was compiled against other kernels, or a hand-written ffi_call, into an error instead of a
+// stray write.
+#ifndef JAX_FASTOPS_FFI_BUFFERS_H_
+#define JAX_FASTOPS_FFI_BUFFERS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <sstream>
+#include <string>
+
+#include "dtype.h"
+#include "xla/ffi/api/ffi.h"
+
+// Leaves the handler with the error that `expression` evaluates to, if it is one.
+#define FASTOPS_RETURN_IF_ERROR(expression)            \
+  do {                                                 \
+    ::xla::ffi::Error fastops_error = (expression);    \
+    if (fastops_error.failure()) return fastops_error; \
+  } while (false)
+
+namespace jax_fastops {
+
+namespace ffi = ::xla::ffi;
+
+// A buffer and the name that messages give it.
+struct NamedBuffer {
+  NamedBuffer(const char* name, const ffi::AnyBuffer& buffer) : name(name), buffer(buffer) {}
+  NamedBuffer(const char* name, ffi::Result<ffi::AnyBuffer> result) : name(name), buffer(*result) {}
+
+  const char* name;
+  ffi::AnyBuffer buffer;
+};
+
+// A buffer seen as a row-major matrix.
+struct MatrixView {
+  int64_t rows;
+  int64_t columns;
+};
+
+inline MatrixView AsMatrix(const ffi::AnyBuffer& buffer, size_t column_dims) {
+  const auto dims = buffer.dimensions();
+  const size_t row_dims = dims.size() > column_dims ? dims.size() - column_dims : 0;
+  MatrixView view{1, 1};
+  for (size_t i = 0; i < dims.size(); ++i) (i < row_dims ? view.rows : view.columns) *= dims[i];
+  return view;
+}
+
+// "x f32[2,3]"
+inline std::string Describe(const NamedBuffer& named) {
+  std::ostringstream out;
+  out << named.name << " " << named.buffer.element_type() << "[";
+  const auto dims = named.buffer.dimensions();
+  for (size_t i = 0; i < dims.size(); ++i) out << (i == 0 ? "" : ",") << dims[i];
+  out << "]";
+  return out.str();
+}
+
+inline ffi::Error InvalidArgument(const char* op, const std::string& what) {
+  return ffi::Error::InvalidArgument(std::string("jax_fastops.") + op + ": " + what);
+}
+
+// Sets `*dtype` to the element type, if kernels compute in it.
+inline ffi::Error CheckFloating(const char* op, const NamedBuffer& x, DType* dtype) {
+  switch (x.buffer.element_type()) {
+    case ffi::DataType::F32:
+      *dtype = DType::kF32;
+      return ffi::Error::Success();
+    case ffi::DataType::BF16:
+      *dtype = DType::kBF16;
+      return ffi::Error::Success();
+    case ffi::DataType::F16:
+      *dtype = DType::kF16;
+      return ffi::Error::Success();
+    case ffi::DataType::F64:
+      *dtype = DType::kF64;
+      return ffi::Error::Success();
+    default:
+      *dtype = DType::kF32;  // not used
+      return InvalidArgument(op, Describe(x) + " must be f32, bf16, f16 or f64");
+  }
+}
+
+inline ffi::Error CheckSameShapeAndType(const char* op, const NamedBuffer& a,
+                                        const NamedBuffer& b) {
+  const auto a_dims = a.buffer.dimensions();
+  const auto b_dims = b.buffer.dimensions();
+  bool same = a.buffer.element_type() == b.buffer.element_type() && a_dims.size() == b_dims.size();
+  for (size_t i = 0; same && i < a_dims.size(); ++i) same = a_dims[i] == b_dims[i];
+  if (same) return ffi::Error::Success();
+  return InvalidArgument(op, Describe(a) + " and " + Describe(b) + " must agree in shape and type");
+}
+
+// The bitmask of `x[..., n]` is `u8[..., ceil(n / 8)]`.
+inline ffi::Error CheckBitmask(const char* op, const NamedBuffer& mask, const NamedBuffer& x) {
+  const auto mask_dims = mask.buffer.dimensions();
+  const auto x_dims = x.buffer.dimensions();
+  bool valid = mask.buffer.element_type() == ffi::DataType::U8 && x_dims.size() >= 1 &&
+               mask_dims.size() == x_dims.size();
+  for (size_t i = 0; valid && i + 1 < x_dims.size(); ++i) valid = mask_dims[i] == x_dims[i];
+  if (valid) {
+    const int64_t columns = x_dims[x_dims.size() - 1];
+    valid = mask_dims[x_dims.size() - 1] == columns / 8 + (columns % 8 != 0);
+  }
+  if (valid) return ffi::Error::Success();
+  return InvalidArgument(op, Describe(mask) +
+                                 " must be u8, with one byte per 8 elements of the last axis of " +
+                                 Describe(x));
+}
+
+}  // namespace jax_fastops
+
+#endif  // JAX_FASTOPS_FFI_BUFFERS_H_

@@ -1,0 +1,234 @@
+"""The op layer on toy ops: derivatives of every order, levels of vmap, optional operands, options."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_ops
+from harness import compat
+
+import jax_fastops as fo
+
+X = np.random.default_rng(0).normal(size=(3, 5, 6))
+SCALE = np.random.default_rng(1).normal(size=(6,))
+
+
+@pytest.fixture(autouse=True)
+def native_in_float64():
+    with fo.use_implementation("native"), compat.x64():
+        yield
+
+
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def loss(f):
+    def total(*args):
+        return sum(jnp.sum(jnp.sin(y * (i + 1.5))) for i, y in enumerate(jax.tree.leaves(f(*args))))
+
+    return total
+
+
+# name -> (op, reference, arguments of one example)
+CASES = {
+    "scaled_relu": (toy_ops.scaled_relu, toy_ops.scaled_relu.reference, (X[0], SCALE)),
+    "softmax": (toy_ops.softmax, toy_ops.softmax.reference, (X[0],)),
+    "unit": (toy_ops.unit, toy_ops.unit.reference, (X[0],)),
+    "affine": (
+        lambda x, s, b: toy_ops.affine(x, s, b, power=3),
+        lambda x, s, b: toy_ops.affine.reference(x, s, b, power=3),
+        (X[0], SCALE, SCALE * 2),
+    ),
+    "affine without scale": (
+        lambda x, b: toy_ops.affine(x, None, b, power=2),
+        lambda x, b: toy_ops.affine.reference(x, None, b, power=2),
+        (X[0], SCALE),
+    ),
+    "moments": (toy_ops.moments, toy_ops.moments.reference, (X[0],)),
+    "transpose": (
+        lambda x: toy_ops.transpose(x, (1, 0)), lambda x: jnp.transpose(x, (1, 0)), (X[0],)
+    ),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]
+
+
+def both(transform, case):
+    op, reference, args = case
+    return jax.jit(transform(op))(*args), jax.jit(transform(reference))(*args)
+
+
+def argnums(args):
+    return tuple(range(len(args)))
+
+
+def test_value(case):
+    assert_same(*both(lambda f: f, case))
+
+
+def test_value_and_gradients_without_jit(case):
+    op, reference, args = case
+    assert_same(op(*args), reference(*args))
+    every = argnums(args)
+    assert_same(jax.grad(loss(op), every)(*args), jax.grad(loss(reference), every)(*args))
+
+
+def test_gradients(case):
+    assert_same(*both(lambda f: jax.grad(loss(f), argnums(case[2])), case))
+
+
+def test_gradient_of_each_argument_alone(case):
+    for i in argnums(case[2]):
+        assert_same(*both(lambda f, i=i: jax.grad(loss(f), i), case))
+
+
+def test_jvp(case):
+    def transform(f):
+        return lambda *args: jax.jvp(f, args, tuple(jnp.cos(a) for a in args))
+
+    assert_same(*both(transform, case))
+
+
+def test_jvp_in_each_argument_alone(case):
+    for i in argnums(case[2]):
+
+        def transform(f, i=i):
+            def g(*args):
+                return jax.jvp(lambda a: f(*args[:i], a, *args[i + 1 :]), args[i : i + 1],
+                               (jnp.cos(args[i]),))
+            return g
+
+        assert_same(*both(transform, case))
+
+
+@pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize("inner", [jax.jacfwd, jax.jacrev])
+def test_second_order(case, inner, outer):
+    nums = argnums(case[2])
+    assert_same(*both(lambda f: outer(inner(loss(f), nums), nums), case))
+
+
+def test_third_order(case):
+    def transform(f):
+        def norm(g):
+            return lambda *args: sum(jnp.sum(x**2) for x in jax.tree.leaves(g(*args)))
+
+        nums = argnums(case[2])
+        return jax.grad(norm(jax.grad(norm(jax.grad(loss(f), nums)), nums)), nums)
+
+    assert_same(*both(transform, case))
+
+
+def test_gradients_per_example_with_unmapped_parameters(case):
+    _, _, args = case
+
+    def transform(f):
+        in_axes = (0,) + (None,) * (len(args) - 1)
+        per_example = jax.vmap(jax.grad(loss(f), argnums(args)), in_axes)
+        return lambda x, *rest: per_example(jnp.stack([x, 2 * x, -x]), *rest)
+
+    actual, expected = both(transform, case)
+    assert all(g.shape[0] == 3 for g in jax.tree.leaves(actual))
+    assert_same(actual, expected)
+
+
+def test_gradients_per_example_with_mapped_parameters(case):
+    def transform(f):
+        g = jax.vmap(jax.grad(loss(f), argnums(case[2])))
+        return lambda *args: g(*(jnp.stack([a, 2 * a, -a]) for a in args))
+
+    assert_same(*both(transform, case))
+
+
+def test_only_parameters_mapped(case):
+    _, _, args = case
+    if len(args) == 1:
+        pytest.skip("no parameters")
+
+    def transform(f):
+        g = jax.vmap(f, (None,) + (0,) * (len(args) - 1))
+        value = jax.grad(lambda *a: loss(g)(*a), argnums(args))
+        return lambda x, *rest: value(x, *(jnp.stack([r, 2 * r]) for r in rest))
+
+    assert_same(*both(transform, case))
+
+
+def test_nested_vmap_of_gradients(case):
+    def transform(f):
+        g = jax.grad(loss(f), argnums(case[2]))
+        outer = (0,) * len(case[2])
+        inner = (0,) + (None,) * (len(case[2]) - 1)
+        g = jax.vmap(jax.vmap(g, inner), outer)
+        return lambda x, *rest: g(
+            jnp.stack([jnp.stack([x, 2 * x]), jnp.stack([-x, 3 * x])]),
+            *(jnp.stack([r, 2 * r]) for r in rest),
+        )
+
+    assert_same(*both(transform, case))
+
+
+def test_gradient_of_vmap_of_gradient(case):
+    nums = argnums(case[2])
+
+    def transform(f):
+        def inner(*args):
+            per_example = jax.vmap(jax.grad(loss(f), nums), (0,) + (None,) * (len(args) - 1))
+            x, *rest = args
+            grads = per_example(jnp.stack([x, 2 * x]), *rest)
+            return sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(grads))
+
+        return jax.grad(inner, nums)
+
+    assert_same(*both(transform, case))
+
+
+def test_remat_and_scan(case):
+    op, reference, args = case
+
+    def transform(f):
+        def run(*args):
+            def body(carry, _):
+                return carry + jax.checkpoint(loss(f))(*args), None
+
+            return jax.lax.scan(body, 0.0, None, length=3)[0]
+
+        return jax.grad(run, argnums(args))
+
+    assert_same(*both(transform, case))
+
+
+def test_a_gradient_program_holds_just_the_two_kernels():
+    program = jax.jit(jax.grad(loss(toy_ops.scaled_relu), (0, 1))).trace(X, SCALE).jaxpr
+    names = [str(eqn.primitive) for eqn in program.eqns if "fastops" in str(eqn.primitive)]
+    assert names == ["fastops_toy_scaled_relu_fwd", "fastops_toy_scaled_relu_vjp"]
+
+
+def test_an_op_keeps_what_it_declares():
+    leaves = jax.tree.leaves(jax.vjp(toy_ops.softmax, X)[1])
+    assert [(v.shape, v.dtype) for v in leaves] == [(X.shape, X.dtype)]
+
+
+def test_gradient_with_respect_to_one_operand_computes_that_one():
+    program = jax.jit(jax.grad(loss(toy_ops.scaled_relu), 1)).trace(X, SCALE).jaxpr
+    (vjp,) = [e for e in program.eqns if str(e.primitive).endswith("_vjp")]
+    assert len(vjp.outvars) == 1 and vjp.outvars[0].aval.shape == SCALE.shape
+
+
+def test_gather_like_ops_take_any_dtype():
+    for dtype in ("int32", "bool", "complex64", "uint8"):
+        x = (X > 0).astype(dtype)
+        out = jax.jit(lambda x: toy_ops.transpose(x, (2, 0, 1)))(x)
+        assert out.dtype == x.dtype
+        np.testing.assert_array_equal(out, np.transpose(x, (2, 0, 1)))
+
+
+def test_pullback_without_pushforward_is_refused():
+    with pytest.raises(ValueError, match="pushforward"):
+        toy_ops.Op("toy_half", "... -> ...", jnp.sin, pullback=lambda kept, cts: cts)

@@ -1,0 +1,85 @@
+"""The signature language: shapes, dtypes, what folds, and the sharding rule made from it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fastops._kernel import sharding_rule
+from jax_fastops._signature import Signature
+
+F32, BF16, F64 = (jnp.dtype(d) for d in ("float32", "bfloat16", "float64"))
+
+
+def infer(text, *operands):
+    return Signature.parse(text).infer([s for s, _ in operands], [d for _, d in operands])
+
+
+def test_shapes_and_dtypes_follow_from_the_string():
+    found = infer("... n, n -> ... n, ... ceil(n/8) :uint8, n :1, ... :acc, 3",
+                  ((2, 5, 9), BF16), ((9,), F32))
+    assert found == [
+        ((2, 5, 9), BF16),
+        ((2, 5, 2), jnp.dtype("uint8")),
+        ((9,), F32),
+        ((2, 5), F32),
+        ((3,), BF16),
+    ]
+
+
+@pytest.mark.parametrize("dtype, kept", [(F64, F64), (F32, F32), (BF16, F32)])
+def test_accumulators_are_at_least_float32(dtype, kept):
+    assert infer("... n -> ... :acc", ((4, 3), dtype)) == [((4,), kept)]
+
+
+def test_no_batch_dimensions_is_a_batch_of_rank_zero():
+    assert infer("... n -> ... n, ...", ((7,), F32)) == [((7,), F32), ((), F32)]
+
+
+@pytest.mark.parametrize(
+    "text, shapes, message",
+    [
+        ("... n, n -> ... n", [(2, 3), (4,)], "dimension 'n'"),
+        ("... n, ... n -> ... n", [(2, 3), (5, 3)], "leading dimensions"),
+        ("a b -> b a", [(2, 3, 4)], "does not fit"),
+        ("... n, ... ceil(n/8) -> ... n", [(2, 9), (2, 3)], "cannot be 3"),
+        ("... n -> ... n", [(2, 3), (3,)], "takes 1 operands, got 2"),
+        ("... n -> ... m", [(2, 3)], "no operand of"),
+        ("... n+1 -> ... n", [(2, 3)], "cannot read dimension"),
+        ("... n", [(2, 3)], "no '->'"),
+    ],
+)
+def test_what_does_not_fit_is_said(text, shapes, message):
+    with pytest.raises(ValueError, match=message):
+        Signature.parse(text).infer(shapes, [F32] * len(shapes))
+
+
+@pytest.mark.parametrize(
+    "text, mapped, folds",
+    [
+        ("... n -> ... n", [True], True),
+        ("... n, n -> ... n", [True, False], True),
+        ("... n, n -> ... n", [True, True], False),
+        ("... n, n -> ... n", [False, True], False),
+        ("... n, ... n -> ... n", [True, False], True),
+        ("... n -> n", [True], False),
+        ("a b -> b a", [True], False),
+    ],
+)
+def test_a_mapped_axis_folds_only_where_examples_are_independent(text, mapped, folds):
+    assert Signature.parse(text).folds(mapped) is folds
+
+
+def test_names_that_no_operand_fixes_are_replaced_by_sizes():
+    signature = Signature.parse("... ceil(n/8) -> ... n").with_sizes({"n": 13})
+    assert signature.infer([(4, 2)], [F32]) == [((4, 13), F32)]
+
+
+def test_sharding_rule_shares_batch_factors_and_replicates_the_rest():
+    signature = Signature.parse("... n, n -> ... n, ... ceil(n/8) :uint8, n")
+    avals = [jax.ShapeDtypeStruct(s, np.float32) for s in [(2, 3, 16), (16,)]]
+    outs = [jax.ShapeDtypeStruct(s, np.float32) for s in [(2, 3, 16), (2, 3, 2), (16,)]]
+    assert sharding_rule(signature, avals, outs, 2) == (
+        "#sdy.op_sharding_rule<([i, j, k], [k])->([i, j, k], [i, j, l], [k]) "
+        "{i=2, j=3, k=16, l=2} need_replication={k, l}, custom>"
+    )
