@@ -1,0 +1,105 @@
+"""Measures every case on the device that JAX has, shows a table, writes JSON and a chart."""
+
+import argparse
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import RESULTS
+
+
+def main() -> None:
+    options = parse()
+    console = Console()
+    if options.plot_only:
+        draw(json.loads(options.plot_only.read_text()), options.plot_only, console)
+    elif options.auto_table:
+        auto_table(options, console)
+    else:
+        benchmark(options, console)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    add = parser.add_argument
+    add("--ops", nargs="+", metavar="OP", help="these ops (default: all)")
+    add("--dtypes", nargs="+", metavar="DTYPE", help="these dtypes (default: all)")
+    add("--filter", default="", metavar="TEXT", help="cases whose name contains TEXT")
+    add("--scale", choices=("gpu", "cpu"), help="sizes (default: those of the platform)")
+    add("--repeats", type=int, metavar="N", help="rounds (default: 25; with --quick, 5)")
+    add("--quick", action="store_true", help="few rounds, float32 and bfloat16, sizes of a CPU")
+    add("--clock", choices=("auto", "profiler", "chain", "wall"), default="auto")
+    add("--out", type=Path, default=RESULTS, metavar="DIR", help=f"default: {RESULTS.name}/ here")
+    add("--plot-only", type=Path, metavar="JSON", help="redraw the chart of earlier results")
+    add("--auto-table", action="store_true", help="regenerate jax_fastops/auto_table.json")
+    options = parser.parse_args()
+    options.rounds = options.repeats or (5 if options.quick else 25)
+    if options.quick:
+        options.dtypes = options.dtypes or ["float32", "bfloat16"]
+    return options
+
+
+def benchmark(options: argparse.Namespace, console: Console) -> None:
+    """Run the cases, show them, write ``<device>.json`` and ``<device>.png``."""
+    from benchmarks import report
+    from benchmarks.cases import cases, select_ops
+    from benchmarks.environment import platform_name
+    from benchmarks.run import run
+
+    scale = options.scale or ("cpu" if options.quick or platform_name() == "cpu" else "gpu")
+    chosen = list(cases(scale, select_ops(options.ops), options.dtypes, options.filter))
+    if not chosen:
+        raise SystemExit("no case fits these options")
+    with progress(console, len(chosen)) as on_case:
+        results = run(chosen, options.rounds, options.clock, on_case)
+    report.show(results, console)
+    path = report.save(results, options.out)
+    console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    draw(results, path, console)
+
+
+def draw(results: dict, path: Path, console: Console) -> None:
+    """Write the chart beside the JSON at ``path``."""
+    try:
+        from benchmarks import plot
+    except ModuleNotFoundError as error:
+        console.print(f"no chart: {error.name} is not installed")
+        return
+    chart = plot.draw(results, path.with_suffix(".png"))
+    console.print(f"wrote {chart}", highlight=False, soft_wrap=True)
+
+
+def auto_table(options: argparse.Namespace, console: Console) -> None:
+    """Regenerate this platform's part of the table that `auto` chooses by."""
+    from benchmarks import auto
+    from benchmarks.cases import select_ops
+
+    sizes = [size for size in auto.SIZES if size <= 2**22] if options.quick else auto.SIZES
+    auto.regenerate(
+        select_ops(options.ops),
+        options.dtypes,
+        options.rounds,
+        sizes,
+        clock=options.clock,
+        log=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
+    )
+    console.print(f"wrote {auto.TABLE}")
+
+
+@contextmanager
+def progress(console: Console, total: int):
+    """A callback for each case that starts: a bar on a terminal, a line elsewhere."""
+    if not console.is_terminal:
+        yield lambda index, case: console.print(f"[{index + 1}/{total}] {case.name}", markup=False)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("copy", total=total)
+        yield lambda index, case: bar.update(task, completed=index, description=case.name)
+
+
+if __name__ == "__main__":
+    main()

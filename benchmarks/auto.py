@@ -1,0 +1,83 @@
+"""Regenerates the table by which `auto` chooses between the kernel and XLA.
+
+The table is ``{op: {platform: {dtype: {"forward": n, "grad": n}}}}``: the smallest number of
+elements from which the kernel is used, for a forward alone and for a differentiated call;
+``null`` is never. Other platforms' entries are kept.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import ROOT, measure
+from benchmarks.cases import DTYPES, Case, Op
+from benchmarks.environment import platform_name
+from benchmarks.programs import operands
+from benchmarks.run import build, precision
+
+TABLE = ROOT / "jax_fastops" / "auto_table.json"
+SIZES = tuple(2**power for power in range(10, 27, 2))  # elements of the main operand
+PHASES = {"forward": "forward", "grad": "step"}
+MARGIN = 0.02  # a difference that two runs of the same program can show
+
+
+def regenerate(
+    ops: Sequence[Op],
+    dtypes: Sequence[str] | None,
+    rounds: int,
+    sizes: Sequence[int] = SIZES,
+    path: Path = TABLE,
+    clock: str = "auto",
+    log: Callable[[str], None] = print,
+) -> dict:
+    """Measure, and merge this platform's entries into the table at ``path``."""
+    _, timer = measure.clock(clock)
+    table = json.loads(path.read_text()) if path.exists() else {}
+    for op in ops:
+        entries = table.setdefault(op.name, {}).setdefault(platform_name(), {})
+        for dtype in dtypes or DTYPES:
+            entries[dtype] = thresholds(op, dtype, timer, rounds, sizes, log)
+    path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+    return table
+
+
+def thresholds(op: Op, dtype: str, timer: measure.Clock, rounds: int, sizes, log) -> dict:
+    """{"forward": elements or None, "grad": elements or None} of one op and dtype."""
+    ratios: dict[str, dict[int, float]] = {name: {} for name in PHASES}
+    for size in sizes:
+        for name, ratio in _ratios(op, dtype, size, timer, rounds).items():
+            ratios[name][size] = ratio
+        shown = ", ".join(f"{name} {ratios[name][size]:.2f}" for name in PHASES)
+        log(f"{op.name} {dtype} {size} elements: native / jax.nn time {shown}")
+    found = {name: threshold(ratios[name]) for name in PHASES}
+    if op.fuses:
+        found["forward"] = None  # alone the kernel may win, but a forward is seldom alone
+    log(f"{op.name} {dtype}: {found}")
+    return found
+
+
+def threshold(ratios: dict[int, float]) -> int | None:
+    """The size from which the kernel wins: clearly there, and no clear loss at any larger one."""
+    best = None
+    for size in sorted(ratios, reverse=True):
+        if ratios[size] > 1 + MARGIN:
+            break
+        if ratios[size] < 1 - MARGIN:
+            best = size
+    return best
+
+
+def _ratios(op: Op, dtype: str, size: int, timer: measure.Clock, rounds: int) -> dict[str, float]:
+    """Time of the kernel over that of jax.nn, by name of phase.
+
+    The fastest calls are compared: whatever else the machine does can only slow a call down.
+    """
+    case = Case(op, f"{size}", op.of_size(size), dtype)
+    rounds = rounds if size > 2**20 else 2 * rounds + 1  # short calls vary more
+    with precision(dtype):
+        data = operands(case)
+        sides = [build(case, name, data, PHASES.values()).programs for name in ("native", "jax.nn")]
+        timings = timer([side[phase] for phase in PHASES.values() for side in sides], rounds)
+    return {
+        name: timings[2 * i].fastest / timings[2 * i + 1].fastest for i, name in enumerate(PHASES)
+    }

@@ -1,0 +1,80 @@
+"""What the numbers were measured on: hardware and versions."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+
+def platform_name() -> str:
+    """ "cpu", "cuda" or "rocm" (JAX calls the latter two "gpu")."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def hardware() -> dict:
+    """The first device's kind, how many there are, the driver, the CPU."""
+    devices = jax.devices()
+    return {
+        "platform": platform_name(),
+        "device": cpu_model() if devices[0].platform == "cpu" else devices[0].device_kind,
+        "device_count": len(devices),
+        "driver": _driver() if devices[0].platform == "gpu" else None,
+        "cpu": cpu_model(),
+        "cores": _cores(),
+        "machine": platform.machine(),
+    }
+
+
+def versions() -> dict:
+    """Of Python, JAX, this package and, on a GPU, the CUDA that JAX was built with."""
+    cuda = re.search(r"cuda (\d+)", jax.devices()[0].client.platform_version)
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("jax", "jaxlib", "jax_fastops", "numpy")},
+        "cuda": cuda[1] if cuda else None,
+    }
+
+
+def slug(results: dict) -> str:
+    """A file name for results: the device's, and for a CPU its cores, which set its speed."""
+    name = results["hardware"]["device"]
+    if results["hardware"]["platform"] == "cpu":
+        name += f" {results['hardware']['cores']} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def cpu_model() -> str:
+    """As the kernel names it, where it does."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    if not (tool := shutil.which("nvidia-smi")):
+        return None
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.split("\n")[0].strip() or None
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

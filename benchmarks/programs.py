@@ -1,0 +1,294 @@
+"""The four compiled programs that are timed for a case: what each computes and what it returns.
+
+``forward``         the op, not differentiated
+``forward_saving``  the op, and what its backward keeps
+``backward``        the gradients, from what was kept and the cotangents
+``step``            forward and backward as one program, with an optimisation barrier between
+
+Three things would spoil such programs, and are dealt with here:
+
+- A jitted function that returns one of its inputs, or the same value twice, copies it. Outputs
+  that are inputs, repetitions of another output, or constants are left out (``distinct``,
+  ``unrepeated``).
+- What XLA could recompute for nothing (a constant) is not handed to the backward as an array.
+- Fresh outputs can cost more than the op: on a CPU, the first write to a new page costs several
+  times the write itself. Every program is given its previous outputs to write to (donated).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from benchmarks.cases import Case
+
+PHASES = ("forward", "forward_saving", "backward", "step")
+
+
+@dataclass
+class Program:
+    """A compiled program with its arguments. A call returns its outputs and overwrites the last."""
+
+    name: str
+    function: Callable  # flat arrays in, list of arrays out
+    args: list[jax.Array]
+
+    def compile(self) -> None:
+        """Compile now, under whatever implementation is being asked for."""
+        self.compiled  # noqa: B018
+
+    @cached_property
+    def compiled(self):
+        def program(*flat):
+            return self.function(*flat[: len(self.args)])
+
+        program.__name__ = self.name  # the HLO module's name, which a profile shows
+        donated = tuple(range(len(self.args), len(self.args) + len(self.outputs)))
+        jitted = jax.jit(program, donate_argnums=donated, keep_unused=True)
+        return jitted.lower(*self.args, *self.outputs).compile()
+
+    @cached_property
+    def outputs(self) -> list[jax.Array]:
+        shapes = jax.eval_shape(self.function, *self.args)
+        return [jnp.zeros(s.shape, s.dtype) for s in shapes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arguments and outputs."""
+        return sum(array.nbytes for array in (*self.args, *self.outputs))
+
+    @property
+    def temp_bytes(self) -> int | None:
+        """Peak temporary memory of one call, in bytes."""
+        stats = self.compiled.memory_analysis()
+        return None if stats is None else int(stats.temp_size_in_bytes)
+
+    def __call__(self) -> list[jax.Array]:
+        self.outputs = self.compiled(*self.args, *self.outputs)
+        return self.outputs
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an output of a traced function comes from.
+
+    ``kind`` is "computed" (``index`` counts these), "input" or "output" (``index`` is the
+    position of the input, or of the earlier output, that it equals) or "constant".
+    """
+
+    kind: str
+    index: int = 0
+
+
+def distinct(function: Callable, args: Sequence) -> tuple[Callable, list[Source]]:
+    """``function`` with its computed outputs alone, and where each of its outputs comes from."""
+    closed = jax.make_jaxpr(function)(*args)
+    sources: list[Source] = []
+    for position in range(len(closed.jaxpr.outvars)):
+        computed = sum(s.kind == "computed" for s in sources)
+        sources.append(_source(closed.jaxpr, position, computed))
+    kept = [s.kind == "computed" for s in sources]
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, kept, instantiate=True)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, closed.consts)), sources
+
+
+def _source(jaxpr, position: int, computed: int) -> Source:
+    outvars, var = list(jaxpr.outvars), jaxpr.outvars[position]
+    if isinstance(var, core.Literal):
+        return Source("constant")
+    for kind, candidates in (("input", list(jaxpr.invars)), ("output", outvars[:position])):
+        for index, candidate in enumerate(candidates):
+            if candidate is var:
+                return Source(kind, index)
+    only = [index == position for index in range(len(outvars))]
+    _, used = partial_eval.dce_jaxpr(jaxpr, only, instantiate=False)
+    return Source("computed", computed) if any(used) else Source("constant")
+
+
+def unrepeated(function: Callable, args: Sequence) -> Callable:
+    """``function`` without the outputs that its lowered program returns a second time.
+
+    Gradients that are one array (of both terms of a sum, say) go to their consumers without a copy
+    in a real program; a program that returned both would copy.
+    """
+
+    def program(*flat):  # a new function: a trace of the old one may be cached
+        return function(*flat)
+
+    first = first_returned(jax.jit(program).lower(*args).as_text())
+
+    def lean(*flat):
+        outputs = function(*flat)
+        return [outputs[position] for position in first]
+
+    return lean
+
+
+# Operations that give the same array for the same operands, one to a line of a lowered program.
+_PURE = re.compile(r"(call|stablehlo\.(reshape|slice|convert|transpose|pad|broadcast_in_dim)) ")
+
+
+def first_returned(stablehlo: str) -> list[int]:
+    """Positions of the distinct values that a lowered program's main function returns."""
+    canonical: dict[str, str] = {}
+    known: dict[str, str] = {}
+    for line in stablehlo.partition("@main")[2].splitlines():
+        if found := re.match(r"\s*return (.*?) :", line):
+            values = [_renamed(value, canonical) for value in found[1].split(", ")]
+            return [i for i, value in enumerate(values) if value not in values[:i]]
+        if found := re.match(r"\s*(%\w+)(?::\d+)? = (.*)", line):
+            name, meaning = found[1], _renamed(found[2], canonical)
+            canonical[name] = known.setdefault(meaning, name) if _PURE.match(meaning) else name
+    raise ValueError("a lowered program whose main function returns nothing")
+
+
+def _renamed(text: str, canonical: dict[str, str]) -> str:
+    return re.sub(r"%\w+", lambda name: canonical.get(name[0], name[0]), text)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A case's arrays, shared by everything that is timed on it."""
+
+    args: list[jax.Array]
+    cotangents: list[jax.Array]
+    results: jax.tree_util.PyTreeDef
+
+
+def operands(case: Case) -> Operands:
+    """Normally distributed operands and cotangents of ``case``."""
+    args = [_random(i, shape, case.dtype) for i, shape in enumerate(case.shapes)]
+    results, treedef = jax.tree.flatten(jax.eval_shape(case.op.reference, *args))
+    cotangents = [_random(100 + i, r.shape, r.dtype) for i, r in enumerate(results)]
+    return Operands(args, cotangents, treedef)
+
+
+def _random(seed: int, shape, dtype) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+@dataclass
+class Contender:
+    """One implementation of a case: its programs by phase, and what it keeps for the backward."""
+
+    programs: dict[str, Program] = field(default_factory=dict)
+    saved: dict[str, int] | None = None  # bytes, see `_saved_bytes`
+
+
+def contender(
+    function: Callable,
+    differentiated: tuple[int, ...],
+    data: Operands,
+    prefix: str,
+    phases: Sequence[str] = PHASES,
+) -> Contender:
+    """Compile the programs of ``function``. Their names are ``prefix``, "_" and the phase."""
+    pull = _Pullback(function, differentiated, data.results)
+    args, cts = data.args, data.cotangents
+    result = Contender()
+
+    def add(phase: str, body: Callable, *arrays: jax.Array) -> list[Source]:
+        lean, sources = distinct(body, arrays)
+        if phase in ("backward", "step"):
+            lean = unrepeated(lean, arrays)
+        program = Program(f"{prefix}_{phase}", lean, list(arrays))
+        program.compile()
+        result.programs[phase] = program
+        return sources
+
+    if "forward" in phases:
+        add("forward", lambda *a: jax.tree.leaves(function(*a)), *args)
+    if "backward" in phases:
+        sources = add("forward_saving", pull.forward_saving, *args)
+        kept = [jnp.array(a) for a in result.programs["forward_saving"]()]
+        add("backward", pull.backward(sources, len(args), len(kept)), *args, *kept, *cts)
+        result.saved = _saved_bytes(sources, len(cts), args, kept)
+        result.saved["constants"] = pull.constant_bytes(sources, args)
+    if "step" in phases:
+        add("step", lambda *a: pull.step(a[: len(args)], a[len(args) :]), *args, *cts)
+    return result
+
+
+class _Pullback:
+    """The differentiated forms of a function, over flat lists of arrays."""
+
+    def __init__(self, function: Callable, positions: tuple[int, ...], treedef):
+        self.function, self.positions, self.treedef = function, positions, treedef
+
+    def vjp(self, args):
+        """The results' leaves and the pullback, whose own leaves are what it keeps."""
+
+        def of_differentiated(*chosen):
+            full = list(args)
+            for position, value in zip(self.positions, chosen, strict=True):
+                full[position] = value
+            return self.function(*full)
+
+        results, pullback = jax.vjp(of_differentiated, *(args[p] for p in self.positions))
+        return jax.tree.leaves(results), pullback
+
+    def forward_saving(self, *args):
+        results, pullback = self.vjp(args)
+        return [*results, *jax.tree.leaves(pullback)]
+
+    def backward(self, sources: list[Source], inputs: int, kept: int) -> Callable:
+        """Of (inputs, computed outputs of forward_saving, cotangents): the gradients."""
+
+        def gradients(*flat):
+            args, saved, cts = flat[:inputs], flat[inputs : inputs + kept], flat[inputs + kept :]
+            results, pullback = self.vjp(args)
+            leaves, treedef = jax.tree.flatten(pullback)
+            first = len(results)
+            computed = [_lookup(sources, i, args, saved) for i in range(first, len(sources))]
+            leaves = [
+                old if new is None else new for old, new in zip(leaves, computed, strict=True)
+            ]
+            return self.gradients(jax.tree.unflatten(treedef, leaves), cts)
+
+        return gradients
+
+    def step(self, args, cts):
+        results, pullback = self.vjp(args)
+        results, cts = jax.lax.optimization_barrier((results, list(cts)))
+        return [*results, *self.gradients(pullback, cts)]
+
+    def gradients(self, pullback, cts) -> list:
+        return jax.tree.leaves(pullback(jax.tree.unflatten(self.treedef, cts)))
+
+    def constant_bytes(self, sources: list[Source], args) -> int:
+        """Bytes of the kept arrays that depend on no operand, which no compiled program keeps."""
+        outputs = jax.eval_shape(self.forward_saving, *args)
+        pairs = zip(sources, outputs, strict=True)
+        return sum(o.size * o.dtype.itemsize for s, o in pairs if s.kind == "constant")
+
+
+def _lookup(sources: list[Source], position: int, args, saved):
+    """The array that output ``position`` stands for, or None for a constant."""
+    source = sources[position]
+    if source.kind == "output":
+        return _lookup(sources, source.index, args, saved)
+    if source.kind == "constant":
+        return None
+    return (args if source.kind == "input" else saved)[source.index]
+
+
+def _saved_bytes(sources: list[Source], results: int, args, kept) -> dict[str, int]:
+    """Bytes alive between forward and backward, of distinct arrays: in total, and of these the
+    operands and the results themselves, which the caller may hold anyway.
+    """
+    inputs = {s.index for s in sources[results:] if s.kind == "input"}
+    repeated = {s.index for s in sources[results:] if s.kind == "output" and s.index < results}
+    own_results = [sources[i] for i in repeated if sources[i].kind == "computed"]
+    result_bytes = sum(kept[s.index].nbytes for s in own_results)
+    input_bytes = sum(args[i].nbytes for i in inputs)
+    own = sum(kept[s.index].nbytes for s in sources[results:] if s.kind == "computed")
+    return {
+        "total": own + input_bytes + result_bytes,
+        "operands": input_bytes,
+        "results": result_bytes,
+    }

@@ -1,0 +1,234 @@
+"""The installed package: what it reports, how it fails, how its switch behaves."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_fastops as fo
+from jax_fastops import _native
+
+PACKAGE = pathlib.Path(fo.__file__).parent
+
+
+def run(code, **env):
+    """Run Python code in a fresh process on the CPU, in a folder that shadows nothing."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=pathlib.Path(__file__).parent,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
+        timeout=300,
+    )
+
+
+@pytest.fixture
+def copy_of_package(tmp_path):
+    """A copy of the installed package and its metadata, first on a child's path."""
+    target = tmp_path / "jax_fastops"
+    shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns("__pycache__"))
+    for metadata in PACKAGE.parent.glob("jax_fastops-*.dist-info"):
+        shutil.copytree(metadata, tmp_path / metadata.name)
+    return target
+
+
+USE_JAX_AFTERWARDS = """
+import jax, jax.numpy as jnp
+try:
+    import jax_fastops
+except ImportError as error:
+    print("ImportError:", error)
+print("backend works:", float(jnp.ones(3).sum()), jax.devices()[0].platform)
+"""
+
+
+def native_file(package, name):
+    return next(package.glob(f"{name}.*.so"))
+
+
+def test_a_module_built_with_newer_headers_is_refused_and_the_backend_lives(copy_of_package):
+    # The installed jaxlib pretends to have older FFI headers than those the module was built with.
+    headers = copy_of_package.parent / "include" / "xla" / "ffi" / "api"
+    headers.mkdir(parents=True)
+    (headers / "c_api.h").write_text("#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 0\n")
+    pretend = f"import jax.ffi; jax.ffi.include_dir = lambda: {str(headers.parents[2])!r}\n"
+    done = run(pretend + USE_JAX_AFTERWARDS, PYTHONPATH=str(copy_of_package.parent))
+    built = ".".join(map(str, fo.info()["modules"]["cpu"]["ffi_api_version"]))
+    assert "ImportError: jax_fastops._cpu was built against jaxlib" in done.stdout, done.stderr
+    assert f"XLA FFI {built}" in done.stdout and "has XLA FFI 0.0" in done.stdout
+    assert "rebuild" in done.stdout
+    assert "backend works: 3.0 cpu" in done.stdout
+
+
+def test_a_module_built_with_older_or_equal_headers_is_accepted():
+    running = _native.running_ffi_version()
+    assert running is not None
+    for minor in range(running[1] + 1):
+        _native.check_ffi_version(
+            "_cpu", {"ffi_api_version": (running[0], minor), "jaxlib_version": "0"}
+        )
+    with pytest.raises(ImportError, match=r"has XLA FFI"):
+        _native.check_ffi_version(
+            "_cpu", {"ffi_api_version": (running[0] + 1, 0), "jaxlib_version": "0"}
+        )
+
+
+def test_a_missing_cpu_module_says_what_to_do(copy_of_package):
+    native_file(copy_of_package, "_cpu").unlink()
+    done = run(USE_JAX_AFTERWARDS, PYTHONPATH=str(copy_of_package.parent))
+    assert "ImportError: jax_fastops._cpu" in done.stdout, done.stderr
+    assert "is missing" in done.stdout and "Reinstall" in done.stdout
+    assert "backend works: 3.0 cpu" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["_cpu", "_cuda"])
+def test_a_damaged_module_says_what_to_do(copy_of_package, name):
+    suffix = native_file(copy_of_package, "_cpu").name.removeprefix("_cpu")
+    (copy_of_package / f"{name}{suffix}").write_bytes(b"\x7fELF, but no more than that")
+    done = run(USE_JAX_AFTERWARDS, PYTHONPATH=str(copy_of_package.parent))
+    assert f"ImportError: jax_fastops.{name} is there but cannot be loaded" in done.stdout
+    assert "Reinstall" in done.stdout
+    assert "backend works: 3.0 cpu" in done.stdout
+
+
+def test_without_the_cuda_module_the_cpu_works_and_info_says_so(copy_of_package):
+    for file in copy_of_package.glob("_cuda.*"):
+        file.unlink()
+    code = "import json, jax_fastops as fo; print(json.dumps(fo.info())); print(fo.relu(-1.0))"
+    done = run(code, PYTHONPATH=str(copy_of_package.parent))
+    info, value = done.stdout.splitlines()
+    info = json.loads(info)
+    assert info["modules"]["cuda"] is None
+    assert info["ops"]["relu"] == {"cpu": "native", "cuda": "xla", "other": "xla"}
+    assert value == "0.0"
+
+
+def test_importing_starts_no_backend():
+    code = "import jax_fastops, jax._src.xla_bridge as b; fo = jax_fastops.info(); print(b._backends)"
+    assert run(code).stdout.strip() == "{}"
+
+
+def test_info():
+    info = fo.info()
+    assert info["version"] == fo.__version__
+    assert info["jax"] == jax.__version__
+    cpu = info["modules"]["cpu"]
+    assert cpu["isa"] in cpu["isa_built"]
+    assert info["ops"]["relu"]["cpu"] == info["ops"]["add_relu"]["cpu"] == "native"
+    json.dumps(info)  # plain values
+
+
+def test_python_m_prints_info():
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_fastops"],
+        capture_output=True,
+        text=True,
+        cwd=pathlib.Path(__file__).parent,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    for word in (fo.__version__, jax.__version__, "isa", "add_relu", "implementation: auto"):
+        assert word in done.stdout
+
+
+def test_export_checks_cover_every_kernel():
+    handlers = sum(len(_native.kernels(p)) for p in ("cpu",))
+    checks = fo.export_checks()
+    assert len(checks) >= handlers > 0
+    assert all(isinstance(c, jax.export.DisabledSafetyCheck) for c in checks)
+
+
+def test_target_names_carry_the_abi_version():
+    abi = fo.info()["modules"]["cpu"]["abi"]
+    assert _native.target_name("jax_fastops.relu", "cpu") == f"jax_fastops.relu.v{abi}"
+
+
+# The switch -----------------------------------------------------------------------------------------
+
+X = np.arange(-32, 32, dtype=np.float32)
+
+
+def calls_kernel(f, *args):
+    return "jax_fastops.relu" in f.lower(*args).as_text()
+
+
+def test_the_context_manager_holds_for_its_block_and_jit_is_traced_again():
+    f = jax.jit(lambda x: fo.relu(x))
+    assert not calls_kernel(f, X)
+    with fo.use_implementation("native"):
+        assert calls_kernel(f, X)
+        with fo.use_implementation("xla"):
+            assert not calls_kernel(f, X)
+        assert calls_kernel(f, X)
+    assert not calls_kernel(f, X)
+
+
+def test_the_setter_holds_in_other_threads_too():
+    import threading
+
+    seen = []
+    try:
+        fo.use_implementation("native")
+        thread = threading.Thread(target=lambda: seen.append(fo.info()["implementation"]))
+        thread.start()
+        thread.join()
+        seen.append(fo.info()["implementation"])
+    finally:
+        fo.use_implementation("auto")
+    assert seen == ["native", "native"]
+
+
+def test_a_context_stays_in_its_thread():
+    import threading
+
+    seen = []
+    with fo.use_implementation("native"):
+        thread = threading.Thread(target=lambda: seen.append(fo.info()["implementation"]))
+        thread.start()
+        thread.join()
+    assert seen == ["auto"]
+
+
+def test_an_exception_leaves_the_choice_as_it_was():
+    with pytest.raises(RuntimeError), fo.use_implementation("xla"):
+        raise RuntimeError
+    assert fo.info()["implementation"] == "auto"
+
+
+def test_unknown_implementations_are_named():
+    with pytest.raises(ValueError, match=r"'fast'.*'auto', 'native', 'xla'"):
+        fo.use_implementation("fast")
+    assert fo.info()["implementation"] == "auto"
+
+
+def test_the_environment_variable_sets_the_initial_choice():
+    code = "import jax_fastops as fo; print(fo.info()['implementation'])"
+    assert run(code, JAX_FASTOPS_IMPLEMENTATION="native").stdout.strip() == "native"
+    wrong = run(code, JAX_FASTOPS_IMPLEMENTATION="quick")
+    assert "JAX_FASTOPS_IMPLEMENTATION" in wrong.stderr and "'quick'" in wrong.stderr
+
+
+@pytest.mark.parametrize("implementation", ["auto", "native", "xla"])
+def test_every_implementation_gives_the_same_bits(implementation):
+    with fo.use_implementation(implementation):
+        value, grad = jax.jit(jax.value_and_grad(lambda x: fo.relu(x).sum()))(X)
+    assert value == jax.nn.relu(X).sum()
+    np.testing.assert_array_equal(grad, (X > 0).astype(np.float32))
+
+
+def test_a_platform_without_kernels_takes_the_reference():
+    def f(x):
+        return jnp.sum(fo.relu(x) * 2)
+
+    with fo.use_implementation("native"):
+        exported = jax.export.export(jax.jit(jax.grad(f)), platforms=["tpu"])(X)
+    assert "custom_call" not in exported.mlir_module()
+    assert "select" in exported.mlir_module()
