@@ -45,15 +45,13 @@ struct ReluParams {
 enum class Mask { kNone, kFlat, kRagged };
 
 // What can be chosen freely; relu's choices are in DefaultTuning.
-template <int kThreads_, int kWords_, int kInFlight_, CacheHint kLoad_, CacheHint kStore_,
-          bool kPersistent_ = false>
+template <int kThreads_, int kWords_, int kInFlight_, CacheHint kLoad_, CacheHint kStore_>
 struct Tuning {
   static constexpr int kThreads = kThreads_;    // per block
   static constexpr int kWords = kWords_;        // mask words per lane: 1024 elements of a tile each
   static constexpr int kInFlight = kInFlight_;  // loads issued together, per lane and operand
   static constexpr CacheHint kLoad = kLoad_;
   static constexpr CacheHint kStore = kStore_;
-  static constexpr bool kPersistent = kPersistent_;  // warps go on to further tiles
 };
 
 // x and dy are read once and would only push other things out of the caches; y and dx are what the
@@ -66,10 +64,20 @@ using DefaultTuning = Tuning<256, sizeof(T) == 2 ? 2 : 1, sizeof(T) == 8 ? 4 : 8
 constexpr int kChunkLoads = 8;
 constexpr int kChunk = kChunkLoads * kWarpSize;
 
-// max(x, 0) as one comparison: NaN fails it and stays, -0 passes it and becomes +0.
+// max(x, 0) with the hardware's maximum that propagates NaN, which XLA uses too: -0 becomes +0, and
+// NaN the canonical NaN. For float64 there is no such instruction: NaN fails the comparison and
+// stays.
 template <typename T>
 __device__ __forceinline__ T ReluOf(T x) {
-  return !(ToCompute(x) <= 0) ? x : FromCompute<T>(0);
+  if constexpr (sizeof(T) == 2) {
+    return __hmax_nan(x, FromCompute<T>(0));
+  } else if constexpr (sizeof(T) == 4) {
+    float y;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    return y;
+  } else {
+    return !(x <= 0) ? x : T{0};
+  }
 }
 
 template <typename T>
@@ -101,18 +109,17 @@ __device__ __forceinline__ uint32_t ReluInPlace(Packed128<T>& x) {
   uint32_t bits = 0;
   if constexpr (sizeof(T) == 2) {
     using Pair = PairOf<T>;
-    const Packed128<Pair> pairs = Reinterpret<Pair>(x);
-    Packed128<uint32_t> words = Reinterpret<uint32_t>(x);
+    Packed128<Pair> pairs = Reinterpret<Pair>(x);
     const Pair zero = Broadcast(FromCompute<T>(0));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       // Comparisons give 16 ones or zeros per half; the lower halves' go to even bits, the upper
       // ones' to the same bits 16 further up.
-      words[i] &= __hgtu2_mask(pairs[i], zero);
       bits |= __hgt2_mask(pairs[i], zero) & (0x00010001u << 2 * i);
+      pairs[i] = __hmax2_nan(pairs[i], zero);
     }
     bits = (bits | bits >> 15) & 0xff;
-    x = Reinterpret<T>(words);
+    x = Reinterpret<T>(pairs);
   } else {
 #pragma unroll
     for (int i = 0; i < x.kSize; ++i) {
@@ -327,15 +334,8 @@ __device__ __forceinline__ void ForEachTile(int64_t size, const TileFn& tile_fn,
   constexpr int kTile = kMaskTile * Tune::kWords;
   constexpr int kWarps = Tune::kThreads / kWarpSize;
   const int64_t tiles = size / kTile;
-  int64_t warp = int64_t{blockIdx.x} * kWarps + WarpIndex();
-  if constexpr (Tune::kPersistent) {
-    for (; warp < tiles; warp += int64_t{gridDim.x} * kWarps) tile_fn(warp * kTile);
-    for (;; warp += int64_t{gridDim.x} * kWarps) {
-      const int64_t begin = tiles * kTile + (warp - tiles) * kChunk;
-      if (begin >= size) return;
-      chunk_fn(begin);
-    }
-  } else if (warp < tiles) {
+  const int64_t warp = int64_t{blockIdx.x} * kWarps + WarpIndex();
+  if (warp < tiles) {
     tile_fn(warp * kTile);
   } else {
     const int64_t begin = tiles * kTile + (warp - tiles) * kChunk;
