@@ -7,9 +7,11 @@ byte, and everything in front of it is a batch dimension. The reshape costs noth
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 
@@ -77,9 +79,25 @@ def reshape(x, shape, spec: tuple | None):
     return jax.lax.reshape(x, shape, out_sharding=PartitionSpec(*spec))
 
 
-def merged_sharding(arrays):
-    """The sharding that an element-wise result of arrays of one shape has."""
-    shardings = [jax.typeof(x).sharding for x in arrays]
-    if all(s == shardings[0] for s in shardings):
-        return shardings[0]
-    return jax.eval_shape(lambda *xs: sum(xs[1:], start=xs[0]), *arrays).sharding
+def broadcast_type(arrays):
+    """The shape, dtype and sharding of an element-wise result, as ``jnp.add`` has them."""
+    types = [jax.typeof(x) for x in arrays]
+    if all(t == types[0] for t in types):
+        return types[0]
+    return jax.eval_shape(lambda *xs: functools.reduce(jnp.add, xs), *arrays)
+
+
+def broadcast_to(x, result):
+    """``x`` broadcast to the shape and, where it is part of the type, the sharding of ``result``.
+
+    The sharding has to come with the broadcast: were the copy replicated and resharded, its
+    gradient would be gathered before it is summed.
+    """
+    explicit = _explicit_spec(result.sharding, len(result.shape)) is not None
+    if x.shape == result.shape and not (explicit and jax.typeof(x).sharding != result.sharding):
+        return x
+    if not explicit:
+        return jnp.broadcast_to(x, result.shape)
+    if x.shape == result.shape:
+        return jax.sharding.reshard(x, result.sharding)
+    return jnp.broadcast_to(x, result.shape, out_sharding=result.sharding)

@@ -19,7 +19,7 @@ from jax_fastops._bits import pack, select
 from jax_fastops._implementation import current
 from jax_fastops._kernel import Kernel
 from jax_fastops._op import Op
-from jax_fastops._views import mask_view, merged_sharding, reshape
+from jax_fastops._views import broadcast_to, broadcast_type, mask_view, reshape
 
 _MASK = "... ceil(n/8) :uint8"
 _RELU = Kernel.declare("relu", "... n -> ... n")
@@ -68,20 +68,17 @@ _add_relu = Op(
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _apply(op: Op, *arrays):
     """Apply an element-wise op in the view that its mask wants."""
-    shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
-    expanded = [x if x.shape == shape else jnp.broadcast_to(x, shape) for x in arrays]
+    result = broadcast_type(arrays)
     # The kernel would read an expanded copy of a broadcast operand; XLA reads the operand itself.
-    copies = any(x is not e for x, e in zip(arrays, expanded))
+    copies = any(x.shape != result.shape for x in arrays)
     if op.left_to_xla(*arrays) or (copies and current() == "auto"):
         return op.reference(*arrays)
-    arrays = expanded
-    sharding = merged_sharding(arrays)
-    viewed = mask_view(shape, sharding)
+    viewed = mask_view(result.shape, result.sharding)
     if viewed is None:  # sharded so finely that one mask byte would straddle two devices
         return op.reference(*arrays)
     view, spec = viewed
-    y = op(*(reshape(x, view, spec) for x in arrays))
-    return reshape(y, shape, None if spec is None else tuple(sharding.spec))
+    y = op(*(reshape(broadcast_to(x, result), view, spec) for x in arrays))
+    return reshape(y, result.shape, None if spec is None else tuple(result.sharding.spec))
 
 
 def relu(x) -> jax.Array:

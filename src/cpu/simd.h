@@ -296,7 +296,7 @@ typedef uint32_t U32x4 __attribute__((vector_size(16)));
 typedef int64_t I64x2 __attribute__((vector_size(16)));
 
 // Lanes are all ones or all zeros: the low half of each, a's first.
-FASTOPS_INLINE I16x8 Narrow(I32x4 a, I32x4 b) {
+FASTOPS_INLINE I16x8 NarrowTo16(I32x4 a, I32x4 b) {
 #if defined(__SSE2__)
   return (I16x8)_mm_packs_epi32((__m128i)a, (__m128i)b);
 #elif defined(__aarch64__)
@@ -308,7 +308,7 @@ FASTOPS_INLINE I16x8 Narrow(I32x4 a, I32x4 b) {
 #endif
 }
 
-FASTOPS_INLINE I32x4 Narrow(I64x2 a, I64x2 b) {
+FASTOPS_INLINE I32x4 NarrowTo32(I64x2 a, I64x2 b) {
 #if defined(__SSE2__)
   return (I32x4)_mm_shuffle_ps((__m128)a, (__m128)b, 0x88);
 #elif defined(__aarch64__)
@@ -375,7 +375,7 @@ struct F32 {
   static FASTOPS_INLINE F32x4 Kept(F32x4 x) { return (F32x4)(~(x <= 0.0f) & (I32x4)x); }
   static FASTOPS_INLINE Bits Positive(Vec x, Vec* kept) {
     *kept = {Kept(x.low), Kept(x.high)};
-    return FromLanes(Narrow(x.low > 0.0f, x.high > 0.0f));
+    return FromLanes(NarrowTo16(x.low > 0.0f, x.high > 0.0f));
   }
   static FASTOPS_INLINE F32x4 SelectHalf(int bits, I32x4 lane, F32x4 x) {
     const I32x4 all = {bits, bits, bits, bits};
@@ -406,8 +406,8 @@ struct F64 {
     for (int i = 0; i < 4; ++i) {
       kept->part[i] = (F64x2)(~(x.part[i] <= 0.0) & (I64x2)x.part[i]);
     }
-    return FromLanes(
-        Narrow(Narrow(x.part[0] > 0.0, x.part[1] > 0.0), Narrow(x.part[2] > 0.0, x.part[3] > 0.0)));
+    return FromLanes(NarrowTo16(NarrowTo32((I64x2)(x.part[0] > 0.0), (I64x2)(x.part[1] > 0.0)),
+                                NarrowTo32((I64x2)(x.part[2] > 0.0), (I64x2)(x.part[3] > 0.0))));
   }
   static FASTOPS_INLINE Vec Select(Bits bits, Vec x) {
     for (int i = 0; i < 4; ++i) {
