@@ -5,13 +5,12 @@ and what it keeps for the backward.
 """
 
 from jax_fastops import _native
-
-_native.register()
-
-from jax_fastops._export import export_checks  # noqa: E402
-from jax_fastops._implementation import use_implementation  # noqa: E402
-from jax_fastops._info import info  # noqa: E402
-from jax_fastops._version import __version__  # noqa: E402
-from jax_fastops.relu import add_relu, relu  # noqa: E402
+from jax_fastops._export import export_checks
+from jax_fastops._implementation import use_implementation
+from jax_fastops._info import info
+from jax_fastops._version import __version__
+from jax_fastops.relu import add_relu, relu
 
 __all__ = ["__version__", "add_relu", "export_checks", "info", "relu", "use_implementation"]
+
+_native.register()

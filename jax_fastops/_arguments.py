@@ -39,7 +39,7 @@ def same_floating_dtype(op: str, arrays, names) -> list[jax.Array]:
     """
     strong = [x for x in arrays if not x.weak_type]
     dtype = strong[0].dtype if strong else jnp.result_type(*arrays)
-    for name, x in zip(names, arrays):
+    for name, x in zip(names, arrays, strict=True):
         found = dtype if x.weak_type and not jnp.iscomplexobj(x) else x.dtype
         if str(found) not in FLOATING:
             raise TypeError(
@@ -61,5 +61,5 @@ def broadcast_shape(op: str, arrays, names) -> tuple[int, ...]:
     try:
         return jnp.broadcast_shapes(*(x.shape for x in arrays))
     except ValueError:
-        shapes = " and ".join(f"{n} of shape {x.shape}" for n, x in zip(names, arrays))
+        shapes = " and ".join(f"{n} of shape {x.shape}" for n, x in zip(names, arrays, strict=True))
         raise ValueError(f"{op}: {shapes} do not broadcast together") from None

@@ -1,4 +1,4 @@
-"""Every difference between the supported JAX versions (0.8 to the newest) that the library meets."""
+"""Every difference between the supported JAX versions (0.8 to the newest) that matters here."""
 
 from __future__ import annotations
 

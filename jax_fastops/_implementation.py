@@ -68,7 +68,7 @@ class use_implementation:
         self._local.__exit__(*exc_info)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def table() -> dict:
     """The measured crossovers: ``table()[op][platform][dtype][use]`` is a number of elements.
 

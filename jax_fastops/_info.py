@@ -27,8 +27,7 @@ def info() -> dict:
         "implementation": _implementation.current(),
         "modules": _native.build_info(),
         "ops": {
-            name: {p: "native" if op.supports(p) else "xla" for p in _PLATFORMS}
-            | {"other": "xla"}
+            name: {p: "native" if op.supports(p) else "xla" for p in _PLATFORMS} | {"other": "xla"}
             for name, op in sorted(ops().items())
         },
     }

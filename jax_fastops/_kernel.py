@@ -74,7 +74,7 @@ def infer_avals(signature: Signature, avals) -> list:
     batch_spec = _batch_spec(signature, avals)
     weak = all(a.weak_type for a in avals)
     out = []
-    for slot, (shape, dtype) in zip(signature.results, results):
+    for slot, (shape, dtype) in zip(signature.results, results, strict=True):
         spec = (batch_spec if slot.batched else ()) + (None,) * len(slot.dims)
         sharding = avals[0].sharding.update(spec=PartitionSpec(*spec))
         out.append(avals[0].update(shape=shape, dtype=dtype, weak_type=weak, sharding=sharding))
@@ -84,19 +84,19 @@ def infer_avals(signature: Signature, avals) -> list:
 def _batch_spec(signature: Signature, avals) -> tuple:
     """The sharding of ``...``, merged over the operands as ``jnp.add`` merges its operands'."""
     merged: tuple | None = None
-    for slot, aval in zip(signature.operands, avals):
+    for slot, aval in zip(signature.operands, avals, strict=True):
         if not slot.batched:
             continue
         spec = split_spec(slot, aval)[0]
         if merged is None:
             merged = spec
-        clash = [(a, b) for a, b in zip(merged, spec) if None not in (a, b) and a != b]
+        clash = [(a, b) for a, b in zip(merged, spec, strict=True) if None not in (a, b) and a != b]
         if clash:
             raise ValueError(
                 f"operands of '{signature}' are sharded differently along a leading dimension: "
                 f"{clash[0][0]!r} and {clash[0][1]!r}; use jax.sharding.reshard on one of them"
             )
-        merged = tuple(b if a is None else a for a, b in zip(merged, spec))
+        merged = tuple(b if a is None else a for a, b in zip(merged, spec, strict=True))
     return merged or ()
 
 
@@ -115,9 +115,11 @@ def fold(signature: Signature, operands, dims, before: Sequence[int] | None = No
     all of them must have the same leading dimensions. ``before`` counts dimensions of each operand
     that stay in front of the mapped one.
     """
-    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     folded = []
-    for slot, x, d, at in zip(signature.operands, operands, dims, before or [0] * len(operands)):
+    for slot, x, d, at in zip(
+        signature.operands, operands, dims, before or [0] * len(operands), strict=True
+    ):
         if d is not None:
             x = jnp.moveaxis(x, d, at)
         elif slot.batched:
@@ -132,7 +134,7 @@ def compiled(primitive: Primitive, params: dict):
     return _compiled(primitive, tuple(sorted(params.items(), key=lambda item: item[0])))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiled(primitive: Primitive, params: tuple):
     return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
@@ -154,11 +156,13 @@ def _batch(operands, dims, *, kernel, signature, attributes):
     if signature.folds(mapped):
         outs = kernel_call_p.bind(*match_varying(fold(signature, operands, dims)), **params)
     else:
-        fronts = [jnp.moveaxis(x, d, 0) for x, d, m in zip(operands, dims, mapped) if m]
+        fronts = [
+            jnp.moveaxis(x, d, 0) for x, d, m in zip(operands, dims, mapped, strict=True) if m
+        ]
 
         def one(examples):
             rest = iter(examples)
-            args = [next(rest) if m else x for x, m in zip(operands, mapped)]
+            args = [next(rest) if m else x for x, m in zip(operands, mapped, strict=True)]
             return kernel_call_p.bind(*match_varying(args), **params)
 
         outs = jax.lax.map(one, fronts)
@@ -199,10 +203,10 @@ def sharding_rule(signature: Signature, avals_in, avals_out, n_batch: int) -> st
     sides = []
     for slots, avals in ((signature.operands, avals_in), (signature.results, avals_out)):
         side = []
-        for slot, aval in zip(slots, avals):
+        for slot, aval in zip(slots, avals, strict=True):
             batch = range(n_batch) if slot.batched else ()
             keys = [("batch", d) for d in batch] + [("own", str(d)) for d in slot.dims]
-            for key, size in zip(keys, aval.shape):
+            for key, size in zip(keys, aval.shape, strict=True):
                 factors.setdefault(key, size)
             side.append(keys)
         sides.append(side)

@@ -71,7 +71,7 @@ def _load(name: str):
         ) from error
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _modules() -> dict:
     """Lowering platform -> loaded module, for the modules that were built."""
     loaded = {}
@@ -93,7 +93,7 @@ def target_name(kernel: str, platform: str) -> str:
     return f"{kernel}.v{module.build_info()['abi']}"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def kernels(platform: str) -> frozenset[str]:
     """The kernels registered for a lowering platform (``"cpu"``, ``"cuda"``, ...)."""
     module = _modules().get(platform)

@@ -79,7 +79,7 @@ class Call:
 
     def given(self, everything: Sequence) -> list:
         """The entries of ``everything``, one per operand, whose operand was given."""
-        return [x for x, p in zip(everything, self.present) if p]
+        return [x for x, p in zip(everything, self.present, strict=True) if p]
 
 
 class Op:
@@ -195,17 +195,18 @@ class Op:
         present = tuple(x is not None for x in args)
         slots = parse_slots(left)
         avals = [jax.typeof(x) for x in args if x is not None]
-        given = tuple(s for s, p in zip(slots, present) if p)
+        given = tuple(s for s, p in zip(slots, present, strict=True) if p)
         both = Signature(given, parse_slots(results) + parse_slots(kept))
         inferred = both.infer([a.shape for a in avals], [a.dtype for a in avals])
         bound = both.bind([a.shape for a in avals])
         concrete = [
-            dataclasses.replace(s, dtype=str(d)) for s, (_, d) in zip(both.results, inferred)
+            dataclasses.replace(s, dtype=str(d))
+            for s, (_, d) in zip(both.results, inferred, strict=True)
         ]
         dtypes = iter(avals)
         slots = tuple(
             dataclasses.replace(s, dtype=str(next(dtypes).dtype) if p else None)
-            for s, p in zip(slots, present)
+            for s, p in zip(slots, present, strict=True)
         )
         n_outs = len(parse_slots(results))
         call = Call(
@@ -218,7 +219,9 @@ class Op:
             implementation=_implementation.current(),
         )
         sharded = any(
-            axis is not None for s, a in zip(given, avals) for axis in split_spec(s, a)[1]
+            axis is not None
+            for s, a in zip(given, avals, strict=True)
+            for axis in split_spec(s, a)[1]
         )
         return call, sharded
 
@@ -259,7 +262,7 @@ class Op:
                 return list(self.save(*call.spread(args), **dict(call.options)))
 
             dots = _jvp_of(_vmapped(save, levels), primals, tangents)
-            saved_dots = [d if f else z for d, z, f in zip(dots, saved_dots, floats)]
+            saved_dots = [d if f else z for d, z, f in zip(dots, saved_dots, floats, strict=True)]
         return outs + saved, tangents_out + saved_dots
 
     def _differentiate(self, primals, tangents, call, levels):
@@ -275,11 +278,11 @@ class Op:
                 for f in self._kept(call, flags, [True] * len(outs), [True] * len(saved))
                 if f is not None
             )
-            + tuple(f for f, n in zip(flags, nonzero) if n)
+            + tuple(f for f, n in zip(flags, nonzero, strict=True) if n)
             for flags in levels
         )
         which = tuple(bool(w) for w in call.spread(nonzero))
-        moving = [t for t, n in zip(tangents, nonzero) if n]
+        moving = [t for t, n in zip(tangents, nonzero, strict=True) if n]
         return outs, saved, self._lin.bind([*kept, *moving], call, lin_levels, which)
 
     def _lin_jvp(self, primals, tangents, *, call, levels, which):
@@ -291,7 +294,7 @@ class Op:
             still = iter(moving)
             fewer = tuple(w and next(still) for w in which)
             keep = [True] * n + moving
-            dots = [t for t, m in zip(tangents[n:], moving) if m]
+            dots = [t for t, m in zip(tangents[n:], moving, strict=True) if m]
             terms.append(
                 self._lin.bind([*primals[:n], *dots], call, _select_levels(levels, keep), fewer)
             )
@@ -314,9 +317,7 @@ class Op:
         if all(_is_zero(t) for t in tangents[:n]):
             return []
         function = _vmapped(self._function(kind, call, which, native=False), levels)
-        return [
-            _jvp_of(lambda *kept: function(*kept, *primals[n:]), primals[:n], tangents[:n])
-        ]
+        return [_jvp_of(lambda *kept: function(*kept, *primals[n:]), primals[:n], tangents[:n])]
 
     def _lin_transpose(self, cts, *operands, call, levels, which):
         kept, tangents = self._split(call, operands)
@@ -327,7 +328,10 @@ class Op:
         vjp_levels = tuple(flags[: len(kept)] + (True,) * len(cts) for flags in levels)
         grads = iter(self._vjp.bind([*kept, *cts], call, vjp_levels, wanted))
         flags = [[level[len(kept) + i] for level in levels] for i in range(len(tangents))]
-        summed = [_sum_unmapped(next(grads), f) if u else None for u, f in zip(undefined, flags)]
+        summed = [
+            _sum_unmapped(next(grads), f) if u else None
+            for u, f in zip(undefined, flags, strict=True)
+        ]
         return [None] * len(kept) + summed
 
     def _vjp_transpose(self, cts, *operands, call, levels, which):
@@ -341,7 +345,7 @@ class Op:
             _sum_unmapped(y, [level[len(kept) + i] for level in levels])
             if ad.is_undefined_primal(ct)
             else None
-            for i, (y, ct) in enumerate(zip(outs, out_cts))
+            for i, (y, ct) in enumerate(zip(outs, out_cts, strict=True))
         ]
         return [None] * len(kept) + summed
 
@@ -351,7 +355,7 @@ class Op:
         """The signature of one of the four primitives."""
         args = tuple(call.given(call.args))
         kept = tuple(s for s in self._residual_slots(call) if s is not None)
-        chosen = tuple(s for s, w in zip(call.args, which) if w)
+        chosen = tuple(s for s, w in zip(call.args, which or call.present, strict=True) if w)
         signature = {
             "": lambda: Signature(args, call.outs),
             "_fwd": lambda: Signature(args, call.outs + call.saved),
@@ -390,7 +394,7 @@ class Op:
                 grads = self.pullback(kept, cts, **options)
             else:
                 grads = self._reference_vjp(kept, cts, which, **options)
-            return [g for g, w in zip(grads, which) if w]
+            return [g for g, w in zip(grads, which, strict=True) if w]
 
         return {"": plain, "_fwd": fwd, "_lin": lin, "_vjp": vjp}[kind]
 
@@ -400,10 +404,10 @@ class Op:
 
         def function(*chosen):
             rest = iter(chosen)
-            full = [next(rest) if w else x for x, w in zip(args, which)]
+            full = [next(rest) if w else x for x, w in zip(args, which, strict=True)]
             return _as_list(self.reference(*full, **options))
 
-        return function, [x for x, w in zip(args, which) if w]
+        return function, [x for x, w in zip(args, which, strict=True) if w]
 
     def _reference_jvp(self, kept, tangents, **options):
         which = [t is not None for t in tangents]
@@ -454,7 +458,10 @@ class _Stage:
         return self.primitive.bind(*operands, call=call, levels=levels, which=which)
 
     def _abstract_eval(self, *avals, call, levels, which):
-        inner = [_strip(a, sum(flags)) for a, flags in zip(avals, _per_operand(levels, avals))]
+        inner = [
+            _strip(a, sum(flags))
+            for a, flags in zip(avals, _per_operand(levels, avals), strict=True)
+        ]
         results = infer_avals(self.op.stage_signature(self.kind, call, which), inner)
         sizes, specs = _level_axes(levels, avals)
         return [_prepend(r, sizes, specs) for r in results]
@@ -466,7 +473,9 @@ class _Stage:
             before = [sum(flags) for flags in _per_operand(levels, operands)]
             outs = self.bind(fold(signature, operands, dims, before), call, levels, which)
             return outs, [len(levels)] * len(outs)
-        fronts = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
+        fronts = [
+            x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)
+        ]
         outs = self.bind(fronts, call, (tuple(mapped), *levels), which)
         return outs, [0] * len(outs)
 
@@ -514,10 +523,12 @@ def _jvp_of(function: Callable, primals, tangents) -> list:
 
     def partial(*chosen):
         rest = iter(chosen)
-        return function(*(next(rest) if m else p for p, m in zip(primals, moving)))
+        return function(*(next(rest) if m else p for p, m in zip(primals, moving, strict=True)))
 
-    chosen = [p for p, m in zip(primals, moving) if m]
-    return list(jax.jvp(partial, chosen, [t for t, m in zip(tangents, moving) if m])[1])
+    chosen = [p for p, m in zip(primals, moving, strict=True) if m]
+    return list(
+        jax.jvp(partial, chosen, [t for t, m in zip(tangents, moving, strict=True) if m])[1]
+    )
 
 
 def _add(terms: list[list], like: list) -> list:
@@ -525,7 +536,7 @@ def _add(terms: list[list], like: list) -> list:
         return [_zero_tangent(y) for y in like]
     total = terms[0]
     for term in terms[1:]:
-        total = [a + b for a, b in zip(total, term)]
+        total = [a + b for a, b in zip(total, term, strict=True)]
     return total
 
 
@@ -536,7 +547,7 @@ def _sum_unmapped(x, flags):
 
 
 def _select_levels(levels, keep):
-    return tuple(tuple(f for f, k in zip(flags, keep) if k) for flags in levels)
+    return tuple(tuple(f for f, k in zip(flags, keep, strict=True) if k) for flags in levels)
 
 
 def _per_operand(levels, operands) -> list[tuple[bool, ...]]:

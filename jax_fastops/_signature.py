@@ -64,7 +64,7 @@ class Dim:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One operand or result: batch dimensions or not, then its own dimensions, then a dtype rule."""
+    """One operand or result: batch dimensions or not, its own dimensions, a dtype rule."""
 
     batched: bool
     dims: tuple[Dim, ...]
@@ -107,7 +107,7 @@ class Signature:
     results: tuple[Slot, ...]
 
     @classmethod
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def parse(cls, text: str) -> Signature:
         left, arrow, right = text.partition("->")
         if not arrow:
@@ -124,7 +124,7 @@ class Signature:
             raise ValueError(f"'{self}' takes {len(self.operands)} operands, got {len(shapes)}")
         batch: tuple | None = None
         sizes: dict[str, Any] = {}
-        for slot, shape in zip(self.operands, shapes):
+        for slot, shape in zip(self.operands, shapes, strict=True):
             n_batch = len(shape) - len(slot.dims)
             if n_batch < 0 or (n_batch and not slot.batched):
                 raise ValueError(f"shape {tuple(shape)} does not fit '{slot}' of '{self}'")
@@ -133,14 +133,17 @@ class Signature:
                 if batch is not None and head != batch:
                     raise ValueError(f"leading dimensions {head} and {batch} differ in '{self}'")
                 batch = head
-            for dim, size in zip(slot.dims, shape[n_batch:]):
+            for dim, size in zip(slot.dims, shape[n_batch:], strict=True):
                 if dim.name is not None and dim.divisor == 1:
                     if sizes.setdefault(dim.name, size) != size:
+                        other = sizes[dim.name]
                         raise ValueError(
-                            f"dimension '{dim.name}' of '{self}' is both {sizes[dim.name]} and {size}"
+                            f"dimension '{dim.name}' of '{self}' is both {other} and {size}"
                         )
-        for slot, shape in zip(self.operands, shapes):  # derived sizes, now that names are known
-            for dim, size in zip(slot.dims, shape[len(shape) - len(slot.dims) :]):
+        for slot, shape in zip(
+            self.operands, shapes, strict=True
+        ):  # derived sizes, now that names are known
+            for dim, size in zip(slot.dims, shape[len(shape) - len(slot.dims) :], strict=True):
                 if (dim.name is None or dim.name in sizes) and dim.resolve(sizes) != size:
                     raise ValueError(f"dimension '{dim}' of '{self}' cannot be {size}")
         return Bound(batch or (), sizes)
@@ -159,7 +162,7 @@ class Signature:
 
     def folds(self, mapped: Sequence[bool]) -> bool:
         """Whether a mapped axis of the flagged operands is just one more batch dimension."""
-        only_batched = all(s.batched for s, m in zip(self.operands, mapped) if m)
+        only_batched = all(s.batched for s, m in zip(self.operands, mapped, strict=True) if m)
         return only_batched and all(s.batched for s in self.results)
 
     def with_sizes(self, sizes: dict[str, int]) -> Signature:

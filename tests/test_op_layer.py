@@ -1,4 +1,4 @@
-"""The op layer on toy ops: derivatives of every order, levels of vmap, optional operands, options."""
+"""The op layer on toy ops: every order of derivative, levels of vmap, optional operands."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def native_in_float64():
 
 def assert_same(actual, expected):
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
@@ -50,7 +50,9 @@ CASES = {
     ),
     "moments": (toy_ops.moments, toy_ops.moments.reference, (X[0],)),
     "transpose": (
-        lambda x: toy_ops.transpose(x, (1, 0)), lambda x: jnp.transpose(x, (1, 0)), (X[0],)
+        lambda x: toy_ops.transpose(x, (1, 0)),
+        lambda x: jnp.transpose(x, (1, 0)),
+        (X[0],),
     ),
 }
 
@@ -101,8 +103,10 @@ def test_jvp_in_each_argument_alone(case):
 
         def transform(f, i=i):
             def g(*args):
-                return jax.jvp(lambda a: f(*args[:i], a, *args[i + 1 :]), args[i : i + 1],
-                               (jnp.cos(args[i]),))
+                return jax.jvp(
+                    lambda a: f(*args[:i], a, *args[i + 1 :]), args[i : i + 1], (jnp.cos(args[i]),)
+                )
+
             return g
 
         assert_same(*both(transform, case))
@@ -190,7 +194,7 @@ def test_gradient_of_vmap_of_gradient(case):
 
 
 def test_remat_and_scan(case):
-    op, reference, args = case
+    args = case[2]
 
     def transform(f):
         def run(*args):

@@ -112,7 +112,11 @@ def test_without_the_cuda_module_the_cpu_works_and_info_says_so(copy_of_package)
 
 
 def test_importing_starts_no_backend():
-    code = "import jax_fastops, jax._src.xla_bridge as b; fo = jax_fastops.info(); print(b._backends)"
+    code = (
+        "import jax_fastops, jax._src.xla_bridge as bridge\n"
+        "jax_fastops.info()\n"
+        "print(bridge._backends)"
+    )
     assert run(code).stdout.strip() == "{}"
 
 
@@ -151,7 +155,7 @@ def test_target_names_carry_the_abi_version():
     assert _native.target_name("jax_fastops.relu", "cpu") == f"jax_fastops.relu.v{abi}"
 
 
-# The switch -----------------------------------------------------------------------------------------
+# The switch ---------------------------------------------------------------------------------------
 
 X = np.arange(-32, 32, dtype=np.float32)
 

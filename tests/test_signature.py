@@ -16,8 +16,9 @@ def infer(text, *operands):
 
 
 def test_shapes_and_dtypes_follow_from_the_string():
-    found = infer("... n, n -> ... n, ... ceil(n/8) :uint8, n :1, ... :acc, 3",
-                  ((2, 5, 9), BF16), ((9,), F32))
+    found = infer(
+        "... n, n -> ... n, ... ceil(n/8) :uint8, n :1, ... :acc, 3", ((2, 5, 9), BF16), ((9,), F32)
+    )
     assert found == [
         ((2, 5, 9), BF16),
         ((2, 5, 2), jnp.dtype("uint8")),

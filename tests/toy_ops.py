@@ -6,7 +6,7 @@ They are declared as any op is, so what they show of the op layer holds for fami
 import jax
 import jax.numpy as jnp
 
-from jax_fastops._bits import pack, select
+from jax_fastops._bits import pack
 from jax_fastops._kernel import Kernel
 from jax_fastops._op import Op
 
