@@ -61,7 +61,6 @@ get_filename_component(fastops_nvcc "${fastops_nvcc}" REALPATH)
 get_filename_component(fastops_cuda_root "${fastops_nvcc}/../.." ABSOLUTE)
 if(fastops_cuda_root MATCHES "/nvidia/cu[0-9]+$")
   set(ENV{NVCC_APPEND_FLAGS} "$ENV{NVCC_APPEND_FLAGS} -L\"${fastops_cuda_root}/lib\"")
-  set(CUDAToolkit_ROOT "${fastops_cuda_root}")
 endif()
 
 # Tries the compiler in a project of its own, so that a broken one is no error here.

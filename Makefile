@@ -1,0 +1,144 @@
+## make demo        train a classifier on jax_fastops and on jax.nn, and compare the two
+## make test        the quick tests
+## make test-slow   the exhaustive rest
+## make test-all    both
+## make sanitize    tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+## make bench       measure every op on the device that JAX has
+## make plots       redraw the charts in benchmarks/results
+## make format      format all sources
+## make lint        check formatting and style
+## make wheel       build a wheel into dist/
+## make cuda-nvcc   install a CUDA compiler from PyPI into the environment, for building
+## make clean       remove what was built, and the environments
+##
+## Each target first sets up a virtual environment with the package in it, from Python 3.11 or later,
+## make and a C++ compiler; that is done again where the sources or these variables change:
+##
+##   PYTHON=python3         the interpreter to make the environment from
+##   VENV=.venv             the environment
+##   JAX_VERSION=0.8.0      the jax to install (default: the newest; the environment's name shows it)
+##   JAX='jax[cuda13]'      the requirement for jax (default: jax, which has no GPU support)
+##   JAX_FASTOPS_CUDA=AUTO  build CUDA kernels: ON, OFF or AUTO, where there is a CUDA compiler
+##                          (default: AUTO if nvidia-smi is on the PATH, else OFF)
+##   CUDAARCHS=90           for these compute capabilities (default: 8.0, 9.0 and PTX for later ones)
+##   WHEEL=dist/NAME.whl    install this wheel and build nothing
+##   JOBS=2                 test processes (default: the cores, at most 8)
+##   PYTEST_ARGS='-k vmap'  more arguments for pytest
+##   DEMO_ARGS=--quick      arguments for the demo; likewise BENCH_ARGS for the benchmark
+
+PYTHON ?= python3
+JAX ?= jax
+VENV ?= .venv$(if $(JAX_VERSION),-jax-$(JAX_VERSION))
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
+
+ifeq ($(JAX_FASTOPS_CUDA),)
+override JAX_FASTOPS_CUDA := $(if $(shell command -v nvidia-smi 2>/dev/null),AUTO,OFF)
+endif
+export JAX_FASTOPS_CUDA
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+SOURCES := CMakeLists.txt pyproject.toml \
+  $(shell find src cmake jax_fastops -type f ! -path '*/__pycache__/*')
+NATIVE := $(shell find src -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CONFIG = $(JAX) $(JAX_VERSION) cuda:$(JAX_FASTOPS_CUDA) $(CUDAARCHS) $(WHEEL)
+# The requirements of one of pyproject.toml's extras, a line each.
+requirements = $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))\
+  ["project"]["optional-dependencies"]["$(1)"], sep="\n")'
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow test-all sanitize bench plots format lint wheel cuda-nvcc clean FORCE
+
+help:
+	@sed -n 's/^## \{0,1\}//p' Makefile
+
+demo: $(VENV)/.package
+	$(BIN)/python demo $(DEMO_ARGS)
+
+test: $(VENV)/.package
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.package
+	$(BIN)/python -m pytest -m slow -n $(JOBS) $(PYTEST_ARGS)
+
+test-all: $(VENV)/.package
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+bench: $(VENV)/.package
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+plots: $(VENV)/.package
+	@for file in benchmarks/results/*.json; do $(BIN)/python -m benchmarks --plot-only $$file || exit; done
+
+format: $(VENV)/.tools
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
+
+lint: $(VENV)/.tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+wheel: | $(BIN)/python
+	rm -f dist/jax_fastops-*.whl
+	$(PIP) wheel --no-deps --wheel-dir dist .
+
+cuda-nvcc: $(VENV)/.cuda-nvcc
+
+clean:
+	rm -rf build dist demo/out .venv .venv-jax-*
+
+# ---- Sanitizers ----------------------------------------------------------------------------------
+#
+# A second copy of the package, whose CPU module is instrumented, in front of the installed one. The
+# interpreter is not instrumented, so the run-time libraries are loaded ahead of it; the C++ library
+# too, whose exceptions they intercept. Python and XLA keep memory until the process ends, so leaks
+# say nothing. Needs GCC.
+
+SANITIZED := $(CURDIR)/build/sanitized
+# Reports go to files: a test that takes the process down takes pytest's captured output with it.
+REPORT := $(CURDIR)/build/sanitizer-report
+library = $(shell $(CXX) -print-file-name=$(1))
+
+sanitize: $(VENV)/.package
+	CXX=$(CXX) JAX_FASTOPS_CUDA=OFF JAX_FASTOPS_SANITIZE='address;undefined' $(PIP) install --no-deps \
+	  --upgrade --target $(SANITIZED) --config-settings=cmake.build-type=RelWithDebInfo \
+	  --config-settings=build-dir=build/sanitized-objects .
+	rm -f $(REPORT).*
+	JAX_FASTOPS_TEST_PLATFORM=cpu PYTHONPATH=$(SANITIZED) \
+	  ASAN_OPTIONS=detect_leaks=0:log_path=$(REPORT) \
+	  UBSAN_OPTIONS=print_stacktrace=1:log_path=$(REPORT) \
+	  LD_PRELOAD="$(call library,libasan.so) $(call library,libubsan.so) $(call library,libstdc++.so)" \
+	  $(BIN)/python -m pytest -m "not slow" -n $(JOBS) tests/test_relu.py $(PYTEST_ARGS); \
+	status=$$?; cat $(REPORT).* 2>/dev/null && status=1; exit $$status
+
+# ---- The environment -----------------------------------------------------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or later is needed: set PYTHON (now: $(PYTHON))"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Written anew only where it would change.
+$(VENV)/.config: FORCE | $(BIN)/python
+	@echo '$(CONFIG)' | cmp -s - $@ || echo '$(CONFIG)' > $@
+
+# pip would keep an installed version over a wheel of the same version. The stamp has the time of the
+# start, so that sources changed meanwhile count as newer.
+$(VENV)/.package: $(SOURCES) $(WHEEL) $(VENV)/.config | $(BIN)/python
+	@touch $@.started
+	$(if $(WHEEL),$(PIP) uninstall --quiet --yes jax_fastops)
+	$(PIP) install '$(or $(WHEEL),.)[test,demo,bench]' '$(JAX)$(if $(JAX_VERSION),==$(JAX_VERSION))'
+	@mv $@.started $@
+
+$(VENV)/.tools: pyproject.toml | $(BIN)/python
+	$(call requirements,dev) > $@.txt
+	$(PIP) install -r $@.txt
+	@touch $@
+
+$(VENV)/.cuda-nvcc: pyproject.toml | $(BIN)/python
+	$(call requirements,cuda-build) > $@.txt
+	$(PIP) install -r $@.txt
+	@touch $@

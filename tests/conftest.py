@@ -1,0 +1,53 @@
+"""Prepares the process before JAX is imported: the platform, eight CPU devices, which `jax_fastops`
+is tested.
+
+`JAX_FASTOPS_TEST_PLATFORM=cpu|cuda` chooses the platform; without it the tests run on what JAX has.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+CHECKOUT = TESTS.parent
+DEVICE_COUNT = "--xla_force_host_platform_device_count"
+
+platform = os.environ.get("JAX_FASTOPS_TEST_PLATFORM")
+if platform not in (None, "", "cpu", "cuda"):
+    raise ValueError(f"JAX_FASTOPS_TEST_PLATFORM={platform!r}; it takes 'cpu' or 'cuda'")
+if platform:
+    # The float64 oracle always runs on the CPU, so the CPU stays available beside a GPU.
+    os.environ["JAX_PLATFORMS"] = "cpu" if platform == "cpu" else "cuda,cpu"
+if DEVICE_COUNT not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT}=8".strip()
+# Several test processes share one GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# The native modules exist only in the installed package: the source folder beside this one must not
+# shadow it (`python -m pytest` puts the current folder first on the path), while `harness` must be
+# found. Helper processes inherit neither, so they are started in this folder.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != CHECKOUT]
+if str(TESTS) not in sys.path:
+    sys.path.insert(0, str(TESTS))
+
+import pytest  # noqa: E402
+
+pytest.register_assert_rewrite("harness")
+
+
+def pytest_configure(config):
+    # A donated buffer that cannot be reused is no defect of an op, and small ones often cannot.
+    config.addinivalue_line("filterwarnings", "ignore:Some donated buffers were not usable")
+
+
+def pytest_report_header():
+    import jax
+
+    try:
+        import jax_fastops
+
+        where = Path(jax_fastops.__file__).parent
+    except ImportError as error:
+        where = f"not importable ({error})"
+    devices = jax.devices()
+    return f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}; jax_fastops: {where}"

@@ -1,0 +1,37 @@
+"""Puts an op through every transformation of JAX and compares it with its reference.
+
+A test file declares one `Case` per op and hands its cases to `checks`; each check is a separate,
+named test:
+
+    RELU = Case(name="relu", fn=fo.relu, reference=jax.nn.relu, make_args=..., exact=True, ...)
+
+    @checks(RELU)
+    def test_harness(check):
+        check()
+
+`pytest -k "relu and vmap"` then runs the vmap checks of that op. The files here:
+
+    case.py        `Case`, `Sharding`, and `checks`, which turns cases into parametrised tests
+    numerics.py    bitwise equality, errors against the float64 oracle, random and special values
+    transforms.py  jit, jvp, vjp, second and third order, vmap, remat, control flow, donation,
+    linearize, x64 sharding.py    meshes in Auto and Explicit mode, shard_map, collectives in the
+    compiled program export.py      jax.export
+    cache.py       a second process hits the persistent compilation cache
+    properties.py  hypothesis: any shape, special values
+    compat.py      what differs between JAX versions
+"""
+
+from harness.case import Case, Check, Sharding, checks, implementation
+from harness.numerics import Tolerance, assert_bitwise_equal, assert_matches, errors
+
+__all__ = [
+    "Case",
+    "Check",
+    "Sharding",
+    "Tolerance",
+    "assert_bitwise_equal",
+    "assert_matches",
+    "checks",
+    "errors",
+    "implementation",
+]

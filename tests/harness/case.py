@@ -1,0 +1,259 @@
+"""What the harness is told about an op, and how that becomes tests."""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from harness.compat import x64
+from harness.numerics import DEFAULT_TOLERANCE, Tolerance, is_float, normal
+
+FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+Arrays = tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """One way to spread the arguments over a mesh axis.
+
+    Attributes:
+      name: what is spread: "batch", "features", ...
+      inputs: for each argument the dimension that is spread, or None for a replicated argument.
+      outputs: the same for each output.
+      forward_all_reduces: how many all-reduces the op needs forward; every other collective is an
+        error.
+      gradient_all_reduces: how many the gradients need more (one per summed parameter).
+      shard_map: whether the op means the same on a shard as on the whole, so that it can be
+        compared in `shard_map`.
+    """
+
+    name: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    forward_all_reduces: int = 0
+    gradient_all_reduces: int = 0
+    shard_map: bool = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """An op, what it must equal, and what it can be tested on.
+
+    Attributes:
+      name: appears in the test's name.
+      fn: the op, as a function of its array arguments alone.
+      reference: the plain JAX function that `fn` must equal.
+      make_args: draws the arguments as NumPy arrays, from a random generator and a dtype. Small:
+        Hessians are taken.
+      make_sharded_args: likewise, with every dimension that `shardings` names a multiple of 8
+        shards' worth. Default: `make_args`.
+      dtypes: what the op takes. Quick tests take the first, and each for the basic checks.
+      differentiable: the arguments that have gradients. Default: those of a floating dtype.
+      linear: the arguments in which the op is jointly linear, for `jax.linear_transpose`.
+      exact: the op has no rounding of its own: value, tangents and gradients have the reference's
+        bits.
+      tolerance: what an op that is not exact may be off.
+      shardings: over what the op shards, and with how many all-reduces.
+      shards_under_vmap: a mapped axis can be spread over the mesh with no collective, whichever
+        arguments it maps.
+      symbolic: for each argument the symbolic shape for `jax.export`, or None if the op takes fixed
+        sizes only.
+      shapes: a hypothesis strategy that draws one shape per argument (see properties.py).
+      modes: the implementations under test; the first runs every check, the others the basic ones
+        unless slow tests run. None leaves the implementation alone.
+      thorough: the quick tests leave out no detail (see `Check`). Costs about a minute of a core.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    reference: Callable[..., Any]
+    make_args: Callable[[np.random.Generator, Any], Arrays]
+    make_sharded_args: Callable[[np.random.Generator, Any], Arrays] | None = None
+    dtypes: tuple[str, ...] = FLOAT_DTYPES
+    differentiable: tuple[int, ...] | None = None
+    linear: tuple[int, ...] = ()
+    exact: bool = False
+    tolerance: Tolerance = DEFAULT_TOLERANCE
+    shardings: tuple[Sharding, ...] = ()
+    shards_under_vmap: bool = True
+    symbolic: tuple[str, ...] | None = None
+    shapes: Any = None
+    modes: tuple[str | None, ...] = ("native", "auto")
+    thorough: bool = False
+
+    def __repr__(self) -> str:
+        return f"Case({self.name})"
+
+    def rng(self, name: str) -> np.random.Generator:
+        """A generator that depends on the case and the check alone: a failure can be repeated."""
+        return np.random.default_rng(zlib.crc32(f"{self.name}/{name}".encode()))
+
+    @property
+    def example(self) -> Arrays:
+        return self.make_args(self.rng("example"), jnp.dtype(self.dtypes[0]))
+
+    @property
+    def diff(self) -> tuple[int, ...]:
+        """The indices of the differentiable arguments."""
+        if self.differentiable is not None:
+            return self.differentiable
+        return tuple(i for i, arg in enumerate(self.example) if is_float(arg.dtype))
+
+    def subsets(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Named sets of arguments: each alone, then all."""
+        count = len(self.example)
+        if count > 1:
+            yield from ((f"x{i}", (i,)) for i in range(count))
+        yield "all", tuple(range(count))
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A named check of one case.
+
+    Attributes:
+      name: unique among the checks of a case.
+      run: takes the case, the implementation mode and the dtype, and raises on failure.
+      basic: a quick test in every dtype and in every mode; other checks are so in the first dtype
+        and mode alone.
+      every_dtype: it makes sense in another dtype than the first.
+      every_mode: it makes sense in another mode than the first.
+      detail: it differs from another check in detail only; a quick test only if the case is
+        `thorough`.
+      slow: it is never among the quick tests.
+    """
+
+    name: str
+    run: Callable[[Case, str | None, Any], None]
+    basic: bool = False
+    every_dtype: bool = True
+    every_mode: bool = True
+    detail: bool = False
+    slow: bool = False
+
+
+def implementation(mode: str | None) -> contextlib.AbstractContextManager[Any]:
+    """`fo.use_implementation(mode)`; nothing for None."""
+    if mode is None:
+        return contextlib.nullcontext()
+    import jax_fastops as fo
+
+    return fo.use_implementation(mode)
+
+
+def outputs(result: Any) -> tuple[Any, ...]:
+    """An op's outputs as a flat tuple."""
+    return tuple(jax.tree.leaves(result))
+
+
+def float_outputs(result: Any) -> tuple[Any, ...]:
+    """The outputs that have gradients."""
+    return tuple(out for out in outputs(result) if is_float(out.dtype))
+
+
+def of(
+    fn: Callable[..., Any], args: Iterable[Any], indices: Iterable[int]
+) -> Callable[..., tuple[Any, ...]]:
+    """`fn` as a function of the chosen arguments alone, giving its differentiable outputs."""
+    args, indices = tuple(args), tuple(indices)
+    return lambda *chosen: float_outputs(fn(*put(args, indices, chosen)))
+
+
+def put(args: Iterable[Any], indices: Iterable[int], values: Iterable[Any]) -> tuple[Any, ...]:
+    """`args` with some of them replaced."""
+    full = list(args)
+    for i, value in zip(indices, values, strict=True):
+        full[i] = value
+    return tuple(full)
+
+
+def take(values: Iterable[Any], indices: Iterable[int]) -> tuple[Any, ...]:
+    values = tuple(values)
+    return tuple(values[i] for i in indices)
+
+
+def like_outputs(case: Case, rng: np.random.Generator, args: Arrays) -> Arrays:
+    """Random cotangents for the differentiable outputs."""
+    with x64(any(arg.dtype == np.float64 for arg in args)):
+        shapes = jax.eval_shape(lambda *a: float_outputs(case.reference(*a)), *args)
+    return tuple(normal(rng, s.shape, s.dtype) for s in shapes)
+
+
+def like(rng: np.random.Generator, args: Iterable[Any]) -> Arrays:
+    """Random tangents for arguments."""
+    return tuple(normal(rng, arg.shape, arg.dtype) for arg in args)
+
+
+def all_checks(case: Case) -> list[Check]:
+    """Every check that applies to a case."""
+    from harness import export, properties, sharding, transforms
+
+    found = [
+        check
+        for module in (transforms, sharding, export, properties)
+        for check in module.checks(case)
+    ]
+    names = [check.name for check in found]
+    assert len(set(names)) == len(names), f"{case}: two checks have one name"
+    return found
+
+
+def find(
+    case: Case, name: str, mode: str | None = None, dtype: str | None = None
+) -> Callable[[], None]:
+    """One check of a case by its name, ready to run."""
+    (check,) = (check for check in all_checks(case) if check.name == name)
+    return lambda: check.run(case, mode, jnp.dtype(dtype or case.dtypes[0]))
+
+
+def runs(case: Case, check: Check) -> Iterator[tuple[str | None, str, bool]]:
+    """The modes and dtypes in which a check runs, and whether it is a quick test there.
+
+    Each mode and each dtype occurs, but beside the first mode and dtype not every pair of them.
+    """
+    modes = case.modes if check.every_mode else case.modes[:1]
+    dtypes = case.dtypes if check.every_dtype else case.dtypes[:1]
+    quick = not check.slow and (case.thorough or not check.detail)
+    for mode in modes:
+        for dtype in dtypes:
+            firsts = (mode == modes[0]) + (dtype == dtypes[0])
+            if firsts:
+                yield mode, dtype, quick and (firsts == 2 or check.basic)
+
+
+def checks(*cases: Case) -> pytest.MarkDecorator:
+    """Parametrises a test over every check of the cases; the test calls its argument `check`."""
+    from harness import cache
+
+    file = sys._getframe(1).f_code.co_filename
+    found = []
+    for case in cases:
+        for check in all_checks(case):
+            for mode, dtype, quick in runs(case, check):
+                found.append(
+                    pytest.param(
+                        functools.partial(check.run, case, mode, jnp.dtype(dtype)),
+                        id="-".join(filter(None, (case.name, mode, dtype, check.name))),
+                        marks=() if quick else pytest.mark.slow,
+                    )
+                )
+    for mode in dict.fromkeys(case.modes[0] for case in cases):
+        group = [case for case in cases if case.modes[0] == mode]
+        found.append(
+            pytest.param(
+                functools.partial(cache.run, file, group, mode),
+                id="-".join(
+                    filter(None, (*(case.name for case in group), mode, "persistent_cache"))
+                ),
+            )
+        )
+    return pytest.mark.parametrize("check", found)

@@ -1,0 +1,46 @@
+"""The one place where the tests look at the version of JAX."""
+
+import contextlib
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+
+@contextlib.contextmanager
+def x64(enabled: bool = True):
+    """64-bit types inside the context; does nothing if `enabled` is false."""
+    if not enabled:
+        yield
+        return
+    if hasattr(jax, "enable_x64"):
+        context = jax.enable_x64(True)
+    else:
+        from jax.experimental import enable_x64
+
+        context = enable_x64()
+    with context:
+        yield
+
+
+def make_mesh(sizes: Mapping[str, int], axis_type: AxisType) -> Mesh:
+    """A mesh over the first devices; JAX's default type of axis changed in 0.9."""
+    count = int(np.prod(list(sizes.values())))
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(axis_type,) * len(sizes),
+        devices=jax.devices()[:count],
+    )
+
+
+def saved_residuals(fn, *args) -> str:
+    """What `jax.ad_checkpoint.print_saved_residuals` prints for `fn`."""
+    import io
+
+    from jax.ad_checkpoint import print_saved_residuals
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print_saved_residuals(fn, *args)
+    return out.getvalue()

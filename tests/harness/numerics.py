@@ -1,0 +1,177 @@
+"""Comparison of results, and the values that arguments are made of.
+
+Two rules. An exact op must give the bits of its reference on the same platform (any NaN equals any
+NaN). Any other op may be at most twice as far from the float64 oracle as its reference is, in norm
+and in the worst element.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far a result may be from the oracle.
+
+    Attributes:
+      factor: the multiple of the reference's own error.
+      ulps: the error, in units of the dtype's epsilon, that is accepted in the worst element
+        whatever the reference's error (the reference can be exact by luck). The norm gets half of
+        it.
+      small: elements smaller than this multiple of the root mean square are measured against that
+        instead of against themselves. 0 measures every element against itself, which is right for
+        positive sums.
+    """
+
+    factor: float = 2.0
+    ulps: float = 1.0
+    small: float = 1.0
+
+
+DEFAULT_TOLERANCE = Tolerance()
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """Relative errors against the oracle: in norm, and of the worst element (and where that is)."""
+
+    norm: float
+    worst: float
+    index: tuple[int, ...]
+
+
+def is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def same_bits(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Elementwise: the same bits, or both NaN."""
+    if not is_float(want.dtype):
+        return got == want
+    unsigned = np.dtype(f"u{want.dtype.itemsize}")
+    bits = np.ascontiguousarray(got).view(unsigned) == np.ascontiguousarray(want).view(unsigned)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return (bits | (np.isnan(got) & np.isnan(want))).reshape(want.shape)
+
+
+def errors(got: np.ndarray, oracle: np.ndarray, small: float = 1.0) -> Errors:
+    """The relative errors of `got`; elements that are not finite in either are left out."""
+    got, oracle = np.asarray(got, np.float64), np.asarray(oracle, np.float64)
+    finite = np.isfinite(got) & np.isfinite(oracle)
+    if not finite.any():
+        return Errors(0.0, 0.0, ())
+    exact = np.where(finite, oracle, 0.0)
+    difference = np.abs(np.where(finite, got, 0.0) - exact)
+    norm = float(np.sqrt(np.mean(exact**2)))
+    if norm == 0.0:  # the exact result is zero everywhere: the error is absolute
+        relative, total = difference, float(np.sqrt(np.mean(difference**2)))
+    else:
+        scale = np.maximum(np.abs(exact), small * norm)
+        relative = np.divide(difference, scale, out=np.zeros_like(difference), where=difference > 0)
+        total = float(np.sqrt(np.mean(difference**2))) / norm
+    index = np.unravel_index(int(np.argmax(relative)), relative.shape)
+    return Errors(total, float(relative[index]), tuple(int(i) for i in index))
+
+
+def assert_bitwise_equal(got: Any, want: Any, where: str = "result") -> None:
+    """Two arrays have one shape, one dtype and the same bits (any NaN equals any NaN)."""
+    got, want = _pair(got, want, where)
+    same = same_bits(got, want)
+    if not same.all():
+        first = tuple(int(i) for i in np.argwhere(~same)[0])
+        raise AssertionError(
+            f"{where}: {int((~same).sum())} of {same.size} elements differ in their bits from the "
+            f"reference; the first at {first}: got {got[first]!r}, want {want[first]!r}"
+        )
+
+
+def assert_accurate(
+    got: Any,
+    want: Any,
+    oracle: Any,
+    tolerance: Tolerance = DEFAULT_TOLERANCE,
+    where: str = "result",
+) -> None:
+    """`got` is about as close to `oracle` as `want`, the reference in the same dtype, is."""
+    got, want = _pair(got, want, where)
+    oracle = np.asarray(oracle)
+    assert oracle.shape == want.shape, (
+        f"{where}: the oracle has shape {oracle.shape}, not {want.shape}"
+    )
+    special = ~np.isfinite(want)
+    if not same_bits(got[special], want[special]).all() or not np.isfinite(got[~special]).all():
+        raise AssertionError(
+            f"{where}: NaN and Inf are not where the reference has them:\n{got}\nwant:\n{want}"
+        )
+    eps = float(jnp.finfo(want.dtype).eps)
+    ours, theirs = errors(got, oracle, tolerance.small), errors(want, oracle, tolerance.small)
+    for name, floor in (("norm", tolerance.ulps * eps / 2), ("worst", tolerance.ulps * eps)):
+        mine, limit = getattr(ours, name), max(tolerance.factor * getattr(theirs, name), floor)
+        if mine > limit:
+            at, reference = ours.index, getattr(theirs, name)
+            raise AssertionError(
+                f"{where}: relative error ({name}) {mine:.3g}, more than {limit:.3g} (the "
+                f"reference's is {reference:.3g}); the worst is at {at}: got {got[at]}, the "
+                f"reference gives {want[at]}, exact is {oracle[at]}"
+            )
+
+
+def assert_matches(
+    got: Any,
+    want: Any,
+    oracle: Any = None,
+    tolerance: Tolerance = DEFAULT_TOLERANCE,
+    where: str = "result",
+) -> None:
+    """Compares two pytrees of arrays: by accuracy if there is an oracle, else bit by bit."""
+    got_leaves, got_tree = jax.tree_util.tree_flatten_with_path(got)
+    want_leaves, want_tree = jax.tree_util.tree_flatten_with_path(want)
+    assert got_tree == want_tree, (
+        f"{where}: the result is {got_tree}, the reference gives {want_tree}"
+    )
+    oracle_leaves: Sequence[Any] = (
+        jax.tree.leaves(oracle) if oracle is not None else [None] * len(want_leaves)
+    )
+    for (path, mine), (_, theirs), exact in zip(
+        got_leaves, want_leaves, oracle_leaves, strict=True
+    ):
+        name = where + jax.tree_util.keystr(path)
+        if exact is None or not is_float(theirs.dtype):
+            assert_bitwise_equal(mine, theirs, name)
+        else:
+            assert_accurate(mine, theirs, exact, tolerance, name)
+
+
+def _pair(got: Any, want: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.dtype == want.dtype, f"{where}: dtype {got.dtype}, the reference has {want.dtype}"
+    assert got.shape == want.shape, f"{where}: shape {got.shape}, the reference has {want.shape}"
+    return got, want
+
+
+def normal(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Standard normal values."""
+    return np.asarray(rng.standard_normal(tuple(shape))).astype(dtype)
+
+
+def specials(dtype: Any) -> np.ndarray:
+    """The values that go wrong first: zeros, NaN, infinities, subnormals, the ends of the range."""
+    info = jnp.finfo(dtype)
+    positive = [0.0, np.inf, info.smallest_subnormal, info.smallest_normal, info.max, 1.0]
+    halfway = np.asarray(info.smallest_normal).astype(dtype) / np.asarray(2).astype(dtype)
+    values = np.asarray([*positive, np.nan]).astype(dtype)
+    return np.concatenate([values, -values, np.asarray([halfway, -halfway]).astype(dtype)])
+
+
+def sprinkled(
+    rng: np.random.Generator, shape: Sequence[int], dtype: Any, share: float = 0.3
+) -> np.ndarray:
+    """Normal values, a `share` of them replaced by special ones."""
+    values = normal(rng, shape, dtype)
+    chosen = rng.choice(specials(dtype), size=values.shape)
+    return np.where(rng.random(values.shape) < share, chosen, values)

@@ -1,0 +1,106 @@
+"""Property-based checks: shapes drawn by hypothesis, values random with special ones among them.
+
+A case's `shapes` is a strategy that draws one shape per argument. The values come from a drawn
+seed, so that hypothesis shrinks the shapes and not thousands of numbers. Primals, tangents and
+cotangents all hold special values.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import jax
+import numpy as np
+from hypothesis import strategies as st
+
+from harness.case import Case, Check, implementation, like_outputs, of, outputs, take
+from harness.compat import x64
+from harness.numerics import assert_matches, is_float, normal, sprinkled
+from harness.transforms import oracle
+
+QUICK, MANY = 15, 100
+
+
+@st.composite
+def shapes(
+    draw: Any, min_rank: int = 0, max_rank: int = 5, max_size: int = 2048
+) -> tuple[int, ...]:
+    """Any shape: zero and odd sizes, a last axis often long and often a multiple of eight."""
+    rank = draw(st.integers(min_rank, max_rank))
+    small = st.one_of(st.integers(0, 7), st.sampled_from([1, 2, 3, 8, 16]))
+    last = st.one_of(small, st.sampled_from([8, 24, 31, 33, 64, 127, 128, 250, 257, 1000, 1024]))
+    shape = [draw(last if axis == rank - 1 else small) for axis in range(rank)]
+    while np.prod(shape, dtype=int) > max_size:
+        shape[int(np.argmax(shape))] //= 2
+    return tuple(shape)
+
+
+def same_shapes(count: int, **kwargs: Any) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
+    """One shape for `count` arguments."""
+    return shapes(**kwargs).map(lambda shape: (shape,) * count)
+
+
+def program(fn, case: Case):
+    """Outputs, gradients and tangents at once: one compilation per shape."""
+
+    def run(args, tangents, cotangents):
+        out = outputs(fn(*args))
+        if not case.diff:
+            return out
+        restricted, primals = of(fn, args, case.diff), take(args, case.diff)
+        return (
+            out,
+            jax.vjp(restricted, *primals)[1](cotangents),
+            jax.jvp(restricted, primals, tangents)[1],
+        )
+
+    return run
+
+
+def run(special: bool, examples: int, case: Case, mode: str | None, dtype: Any) -> None:
+    fill = sprinkled if special else normal
+
+    @hypothesis.settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(case.shapes, st.integers(0, 2**32 - 1))
+    def check(drawn, seed):
+        rng = np.random.default_rng(seed)
+        args = tuple(
+            fill(rng, shape, arg.dtype) if is_float(arg.dtype) else _like(rng, shape, arg)
+            for shape, arg in zip(drawn, template, strict=True)
+        )
+        tangents = tuple(fill(rng, arg.shape, arg.dtype) for arg in take(args, case.diff))
+        cotangents = tuple(fill(rng, c.shape, c.dtype) for c in like_outputs(case, rng, args))
+        values = (args, tangents, cotangents)
+        with implementation(mode):
+            got = jax.jit(program(case.fn, case))(*values)
+        want = jax.jit(program(case.reference, case))(*values)
+        exact = None
+        if not case.exact:
+            exact = oracle(program(case.reference, case), *values)
+        assert_matches(got, want, exact, case.tolerance)
+
+    template = case.make_args(case.rng("template"), dtype)
+    with x64(dtype == np.float64):
+        check()
+
+
+def _like(rng: np.random.Generator, shape: tuple[int, ...], template: np.ndarray) -> np.ndarray:
+    """Values of an argument that is no float: drawn from those of the example."""
+    return rng.choice(template.reshape(-1), size=shape).astype(template.dtype)
+
+
+def checks(case: Case) -> Iterator[Check]:
+    if case.shapes is None:
+        return
+    yield Check("properties/special_values", functools.partial(run, True, QUICK), basic=True)
+    yield Check("properties/many", functools.partial(run, True, MANY), slow=True)
+    if not case.exact:
+        yield Check("properties/values", functools.partial(run, False, QUICK), basic=True)
+        yield Check("properties/many_values", functools.partial(run, False, MANY), slow=True)

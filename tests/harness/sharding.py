@@ -1,0 +1,448 @@
+"""Checks over a mesh: the value is the unsharded one, it stays spread, and nothing is communicated
+that need not be.
+
+Forward and backward are compiled apart: the backward takes its cotangents as arguments, spread as
+the outputs are. Collectives are counted in the compiled program of the whole. They need two
+devices, and use up to eight.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from harness.case import (
+    Case,
+    Check,
+    Sharding,
+    float_outputs,
+    implementation,
+    like_outputs,
+    of,
+    outputs,
+    take,
+)
+from harness.compat import make_mesh, x64
+from harness.numerics import assert_matches
+from harness.transforms import oracle
+
+COLLECTIVE = re.compile(
+    r"\s(all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
+    r"|collective-broadcast)(?:-start)?\("
+)
+
+# A layout is a list of shardings, each over the mesh axis of the same position.
+AXES = ("a", "b")
+
+
+def device_count() -> int:
+    return min(8, 1 << (len(jax.devices()).bit_length() - 1))
+
+
+def mesh_for(axis_type: AxisType, axes: int) -> Mesh:
+    """All devices, as one axis or as two."""
+    count = device_count()
+    if count < 2:
+        pytest.skip("needs two devices")
+    return make_mesh({"a": count} if axes == 1 else {"a": 2, "b": count // 2}, axis_type)
+
+
+def collectives(compiled: str) -> dict[str, int]:
+    """How many collective operations of each kind a compiled program has."""
+    return dict(collections.Counter(COLLECTIVE.findall(compiled)))
+
+
+def assert_collectives(compiled: str, all_reduces: int, axes: int = 1) -> None:
+    """None, or one to `all_reduces` all-reduces per mesh axis: XLA may combine them."""
+    found = collectives(compiled)
+    if all_reduces == 0:
+        assert not found, f"the program communicates: {found}"
+    else:
+        count = found.pop("all-reduce", 0)
+        assert not found, f"the program communicates otherwise than by all-reduces: {found}"
+        assert 1 <= count <= all_reduces * axes, (
+            f"{count} all-reduces; {all_reduces} sums are needed"
+        )
+
+
+def spec(ndim: int, dims: Sequence[int | None]) -> P:
+    """A spec in which `dims[k]` is spread over mesh axis k; two axes may share a dimension."""
+    parts: list[Any] = [()] * ndim
+    for axis, dim in zip(AXES, dims, strict=False):
+        if dim is not None:
+            parts[dim] = (*parts[dim], axis)
+    return P(*(part[0] if len(part) == 1 else part or None for part in parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What is spread over a mesh, in one or two ways at once."""
+
+    shardings: tuple[Sharding, ...]
+
+    @property
+    def name(self) -> str:
+        return "+".join(sharding.name for sharding in self.shardings)
+
+    def inputs(self, args: Sequence[Any]) -> tuple[P, ...]:
+        return tuple(
+            spec(arg.ndim, [s.inputs[i] for s in self.shardings]) for i, arg in enumerate(args)
+        )
+
+    def outputs(self, outs: Sequence[Any]) -> tuple[P, ...]:
+        return tuple(
+            spec(out.ndim, [s.outputs[i] for s in self.shardings]) for i, out in enumerate(outs)
+        )
+
+    def all_reduces(self, backward: bool) -> int:
+        forward = sum(s.forward_all_reduces for s in self.shardings)
+        return forward + backward * sum(s.gradient_all_reduces for s in self.shardings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Something to run over a mesh: `make(fn)` takes the flat arguments that `specs` describes."""
+
+    make: Callable[[Callable[..., Any]], Callable[..., tuple[Any, ...]]]
+    args: tuple[Any, ...]
+    specs: tuple[P, ...]
+    results: tuple[P, ...]
+
+
+def forward_program(args, in_specs, out_specs) -> Program:
+    return Program(
+        lambda fn: lambda *args: outputs(fn(*args)), tuple(args), tuple(in_specs), tuple(out_specs)
+    )
+
+
+def backward_program(case: Case, args, cotangents, in_specs, out_specs) -> Program:
+    """The gradients of all differentiable arguments."""
+    count = len(args)
+
+    def make(fn):
+        def gradients(*values):
+            args, cotangents = values[:count], values[count:]
+            pullback = jax.vjp(of(fn, args, case.diff), *take(args, case.diff))[1]
+            return pullback(cotangents)
+
+        return gradients
+
+    return Program(make, (*args, *cotangents), (*in_specs, *out_specs), take(in_specs, case.diff))
+
+
+def unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn
+
+
+def shard_map(mesh: Mesh, program: Program) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`jax.shard_map`, with the specs of a program."""
+    return functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=program.specs,
+        out_specs=program.results,
+        check_vma=True,
+    )
+
+
+def unsharded(case: Case, program: Program, key: Any, with_oracle: bool) -> tuple[Any, Any]:
+    """What the reference gives on one device, and the oracle; the same for many ways to shard."""
+    key = (case, program.args[0].dtype, with_oracle, key)
+    if key not in _unsharded:
+        with x64(program.args[0].dtype == np.float64):
+            want = jax.jit(program.make(case.reference))(*program.args)
+        exact = oracle(program.make(case.reference), *program.args) if with_oracle else None
+        _unsharded[key] = jax.tree.map(np.asarray, want), exact
+    return _unsharded[key]
+
+
+_unsharded: dict[Any, tuple[Any, Any]] = {}
+
+
+def compare(
+    case: Case,
+    mode: str | None,
+    mesh: Mesh,
+    program: Program,
+    key: Any,
+    all_reduces: int,
+    *,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = unwrapped,
+    plain: Program | None = None,
+    compiled: bool = True,
+    context: bool = True,
+) -> None:
+    """Runs a program over the mesh and compares it with the unsharded reference.
+
+    Args:
+      case, mode: what runs.
+      mesh: over what.
+      program: what is done with the op.
+      key: names the inputs and what is done with them, among all programs of the case.
+      all_reduces: how many all-reduces the program needs.
+      wrap: put around the program: `jax.shard_map`, say.
+      plain: the program for the unsharded reference. Default: the same.
+      compiled: under `jax.jit`, where collectives are counted; otherwise operation by operation.
+      context: the mesh is set as the current one. Not everybody does that in Auto mode.
+    """
+    want, exact = unsharded(case, plain or program, key, not case.exact or all_reduces > 0)
+    types: list[Any] = []
+
+    def watched(*args):
+        results = wrap(program.make(case.fn))(*args)
+        types[:] = [jax.typeof(r).sharding.spec for r in results]
+        return results
+
+    current = jax.set_mesh(mesh) if context else contextlib.nullcontext()
+    with x64(program.args[0].dtype == np.float64), current, implementation(mode):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, s))
+            for a, s in zip(program.args, program.specs, strict=True)
+        ]
+        if compiled:
+            executable = jax.jit(watched).lower(*placed).compile()
+            got = executable(*placed)
+        else:
+            got = watched(*placed)
+    for k, (result, expected) in enumerate(zip(got, program.results, strict=True)):
+        if any(expected):
+            assert_layout(f"result {k}", result, NamedSharding(mesh, expected))
+            if AxisType.Explicit in mesh.axis_types:
+                full = P(*(*expected, *[None] * result.ndim)[: result.ndim])
+                assert P(*types[k]) == full, f"result {k} has the type {types[k]}, not {full}"
+    tolerance = case.tolerance
+    if exact is not None:  # a shard's sums are added up in another order than the whole's
+        tolerance = dataclasses.replace(tolerance, ulps=max(tolerance.ulps, 8.0))
+    assert_matches(jax.tree.map(np.asarray, got), want, exact, tolerance)
+    if compiled:
+        assert_collectives(executable.as_text(), all_reduces, len(mesh.axis_names))
+
+
+def assert_layout(name: str, result: jax.Array, sharding: NamedSharding) -> None:
+    assert result.sharding.is_equivalent_to(sharding, result.ndim), (
+        f"{name} is laid out as {result.sharding}, not as {sharding}"
+    )
+    # The shards must not only be labelled so: each must have the size of a shard.
+    shape = sharding.shard_shape(result.shape)
+    assert all(shard.data.shape == shape for shard in result.addressable_shards)
+
+
+def sharded_inputs(case: Case, name: str, dtype: Any):
+    rng = case.rng(name)
+    args = (case.make_sharded_args or case.make_args)(rng, dtype)
+    return args, like_outputs(case, rng, args)
+
+
+def output_types(case: Case, args: Sequence[Any]) -> tuple[Any, ...]:
+    with x64(any(arg.dtype == np.float64 for arg in args)):
+        return outputs(jax.eval_shape(case.reference, *args))
+
+
+def layout_program(layout: Layout, backward: bool, case: Case, dtype: Any) -> Program:
+    args, cotangents = sharded_inputs(case, layout.name, dtype)
+    outs = output_types(case, args)
+    in_specs = layout.inputs(args)
+    if backward:
+        cotangent_specs = layout.outputs(float_outputs(outs))
+        return backward_program(case, args, cotangents, in_specs, cotangent_specs)
+    return forward_program(args, in_specs, layout.outputs(outs))
+
+
+def run_jit(layout, axis_type, backward, case, mode, dtype, compiled=True) -> None:
+    """The op of arguments that lie on the mesh."""
+    axes = len(layout.shardings)
+    mesh = mesh_for(axis_type, axes)
+    program = layout_program(layout, backward, case, dtype)
+    compare(
+        case,
+        mode,
+        mesh,
+        program,
+        (layout.name, backward),
+        layout.all_reduces(backward),
+        compiled=compiled,
+        context=axis_type == AxisType.Explicit or axes == 2,
+    )
+
+
+def run_shard_map(layout, direction, case, mode, dtype) -> None:
+    """The op inside `jax.shard_map`, differentiated inside, from outside, or not at all."""
+    mesh = mesh_for(AxisType.Auto, len(layout.shardings))
+    forward = layout_program(layout, False, case, dtype)
+    backward = layout_program(layout, True, case, dtype) if case.diff else forward
+    over_mesh = functools.partial(shard_map, mesh)
+    if direction == "wrong_specs":
+        for program in (forward, backward):
+            wrong_specs(case, mode, program, over_mesh)
+        return
+    program, wrap = (forward if direction == "value" else backward), None
+    if direction == "vjp_outside":
+        mapped = over_mesh(forward)
+        outside = lambda fn: backward.make(mapped(forward.make(fn)))  # noqa: E731
+        program, wrap = dataclasses.replace(backward, make=outside), unwrapped
+    compare(
+        case,
+        mode,
+        mesh,
+        program,
+        (layout.name, direction != "value"),
+        layout.all_reduces(direction != "value"),
+        wrap=wrap or over_mesh(program),
+        plain=forward if direction == "value" else backward,
+    )
+
+
+def wrong_specs(case, mode, program, over_mesh) -> None:
+    """A result that varies over the mesh must not pass for one that does not."""
+    with x64(program.args[0].dtype == np.float64), implementation(mode):
+        for k, result in enumerate(program.results):
+            if not any(result):
+                continue
+            results = [P() if i == k else r for i, r in enumerate(program.results)]
+            wrong = over_mesh(dataclasses.replace(program, results=tuple(results)))
+            with pytest.raises(ValueError, match="out_specs"):
+                jax.eval_shape(wrong(program.make(case.fn)), *program.args)
+
+
+def example_program(
+    case: Case, subset: tuple[int, ...], count: int, backward: bool, dtype: Any
+) -> Program:
+    """Something to do with `count` examples, in which the arguments of `subset` are stacks.
+
+    The stacks, and the cotangents, lie along the mesh; the other arguments are everywhere.
+    """
+    rng = case.rng(f"examples{subset}{count}")
+    draws = [case.make_args(rng, dtype) for _ in range(count)]
+    args = tuple(
+        np.stack([draw[i] for draw in draws]) if i in subset else single
+        for i, single in enumerate(draws[0])
+    )
+    specs = [P("a") if i in subset else P() for i in range(len(args))]
+    if not backward:
+        return forward_program(args, specs, [P("a")] * len(output_types(case, draws[0])))
+    cotangents = [like_outputs(case, rng, draws[0]) for _ in range(count)]
+    stacks = [np.stack(c) for c in zip(*cotangents, strict=True)]
+    return backward_program(case, args, stacks, specs, [P("a")] * len(stacks))
+
+
+def run_mixed(subset, backward, case, mode, dtype) -> None:
+    """In `shard_map`, some arguments differ between devices and the others are the same on all."""
+    mesh = mesh_for(AxisType.Auto, 1)
+    program = example_program(case, subset, device_count(), backward, dtype)
+
+    def of_one(fn):
+        """The op of one example, as a function of stacks of one."""
+
+        def one(*args):
+            picked = (arg[0] if i in subset else arg for i, arg in enumerate(args))
+            return tuple(out[None] for out in outputs(fn(*picked)))
+
+        return one
+
+    def of_each(fn):
+        axes = tuple(0 if i in subset else None for i in range(len(case.example)))
+        return lambda *args: outputs(jax.vmap(fn, axes)(*args))
+
+    compare(
+        case,
+        mode,
+        mesh,
+        dataclasses.replace(program, make=lambda fn: program.make(of_one(fn))),
+        ("varying", subset, backward),
+        sum(i not in subset for i in case.diff) if backward else 0,
+        wrap=shard_map(mesh, program),
+        plain=dataclasses.replace(program, make=lambda fn: program.make(of_each(fn))),
+    )
+
+
+def run_vmap(subset, kind, backward, case, mode, dtype) -> None:
+    """A mapped axis over the mesh: examples, and per-example gradients, stay where they are."""
+    mesh = mesh_for(AxisType.Explicit if kind == "explicit" else AxisType.Auto, 1)
+    single = example_program(case, subset, 2 * device_count(), backward, dtype)
+    axes = tuple(0 if any(s) else None for s in single.specs)
+    results = (P("a"),) * len(single.results)
+
+    def program(spmd_axis_name):
+        def make(fn):
+            return jax.vmap(single.make(fn), axes, spmd_axis_name=spmd_axis_name)
+
+        return dataclasses.replace(single, make=make, results=results)
+
+    mapped = program("a" if kind == "auto" else None)
+    compare(
+        case,
+        mode,
+        mesh,
+        mapped,
+        ("vmap", subset, backward),
+        0,
+        wrap=shard_map(mesh, mapped) if kind == "shard_map" else unwrapped,
+        plain=program(None),
+    )
+
+
+def layouts(case: Case) -> Iterator[Layout]:
+    """Each sharding alone, each pair over two mesh axes, and each alone over two mesh axes."""
+    for sharding in case.shardings:
+        yield Layout((sharding,))
+    for pair in itertools.combinations(case.shardings, 2):
+        yield Layout(pair)
+    for sharding in case.shardings:
+        yield Layout((sharding, sharding))
+
+
+# How an op is spread does not depend on its dtype.
+check = functools.partial(Check, every_dtype=False)
+
+
+def layout_checks(case: Case, layout: Layout) -> Iterator[Check]:
+    partial = functools.partial
+    two = len(layout.shardings) == 2
+    # One dimension over two mesh axes is much the same for every dimension.
+    slow = two and layout.shardings[0] == layout.shardings[1] != case.shardings[0]
+    kinds = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    for kind, axis_type in kinds.items():
+        name = f"sharded/{kind}/{layout.name}"
+        value = partial(run_jit, layout, axis_type, False)
+        yield check(f"{name}/value", value, detail=two, slow=slow)
+        if case.diff:
+            yield check(f"{name}/vjp", partial(run_jit, layout, axis_type, True), slow=slow)
+        if layout.shardings == case.shardings[:1]:
+            eager = partial(run_jit, layout, axis_type, bool(case.diff), compiled=False)
+            yield check(f"{name}/eager", eager, detail=True)
+    if all(sharding.shard_map for sharding in layout.shardings):
+        for kind in ("value", "vjp_inside", "vjp_outside", "wrong_specs"):
+            if case.diff or not kind.startswith("vjp"):
+                run = partial(run_shard_map, layout, kind)
+                detail = two or kind == "value"
+                yield check(f"shard_map/{layout.name}/{kind}", run, detail=detail, slow=slow)
+
+
+def checks(case: Case) -> Iterator[Check]:
+    partial = functools.partial
+    for layout in layouts(case):
+        yield from layout_checks(case, layout)
+    for name, subset in case.subsets():
+        everything = len(subset) == len(case.example)
+        for backward in (False, True) if case.diff else (False,):
+            what = f"{name}/{'vjp' if backward else 'value'}"
+            if not everything:
+                yield check(f"shard_map/varying/{what}", partial(run_mixed, subset, backward))
+            if not (everything or case.shards_under_vmap):
+                continue
+            # In shard_map JAX sums the gradients of an argument that is the same on all devices:
+            # there are no per-example gradients of it, so there every argument is a stack.
+            for kind in ("auto", "explicit", *(["shard_map"] if everything else [])):
+                run = partial(run_vmap, subset, kind, backward)
+                detail = not (backward and everything)
+                yield check(f"sharded_vmap/{kind}/{what}", run, detail=detail)
