@@ -69,7 +69,9 @@ bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 plots: $(VENV)/.package
-	@for file in benchmarks/results/*.json; do $(BIN)/python -m benchmarks --plot-only $$file || exit; done
+	@for file in $(wildcard benchmarks/results/*.json); do \
+	  $(BIN)/python -m benchmarks --plot-only $$file || exit; \
+	done
 
 format: $(VENV)/.tools
 	$(BIN)/ruff check --fix .
