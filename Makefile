@@ -5,6 +5,7 @@
 ## make sanitize    tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 ## make bench       measure every op on the device that JAX has
 ## make plots       redraw the charts in benchmarks/results
+## make readme      put the results into the README's tables
 ## make format      format all sources
 ## make lint        check formatting and style
 ## make wheel       build a wheel into dist/
@@ -48,7 +49,7 @@ requirements = $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pypro
   ["project"]["optional-dependencies"]["$(1)"], sep="\n")'
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all sanitize bench plots format lint wheel cuda-nvcc clean FORCE
+.PHONY: help demo test test-slow test-all sanitize bench plots readme format lint wheel cuda-nvcc clean FORCE
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -72,6 +73,9 @@ plots: $(VENV)/.package
 	@for file in $(wildcard benchmarks/results/*.json); do \
 	  $(BIN)/python -m benchmarks --plot-only $$file || exit; \
 	done
+
+readme: $(VENV)/.package
+	$(BIN)/python -m benchmarks.readme
 
 format: $(VENV)/.tools
 	$(BIN)/ruff check --fix .
