@@ -28,7 +28,7 @@ class InlineExecutor final : public Executor {
 };
 
 // Below this many bytes moved, waking another thread costs more than it saves.
-inline constexpr int64_t kParallelBytes = 64 << 10;
+inline constexpr int64_t kParallelBytes = 128 << 10;
 
 // Calls body(begin, end) on pieces of [0, total) that together cover it. `bytes_per_item` is the
 // memory traffic of one item; pieces begin at multiples of `multiple`. There are a few pieces per
