@@ -19,7 +19,10 @@ def as_arrays(op: str, **arguments) -> list[jax.Array]:
                 f"{op}: {name} is {_describe(value)}; it must be a jax.Array, a NumPy array or a "
                 "number"
             )
-        arrays.append(jnp.asarray(value))
+        try:
+            arrays.append(jnp.asarray(value))
+        except TypeError as error:  # an array of strings, say
+            raise TypeError(f"{op}: {name} is {_describe(value)}: {error}") from error
     return arrays
 
 
@@ -28,7 +31,11 @@ def _is_array_like(value) -> bool:
 
 
 def _describe(value) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def _is_weak(x) -> bool:
+    return getattr(x, "weak_type", False)  # arrays of extended dtypes (PRNG keys) have none
 
 
 def same_floating_dtype(op: str, arrays, names) -> list[jax.Array]:
@@ -37,10 +44,10 @@ def same_floating_dtype(op: str, arrays, names) -> list[jax.Array]:
     Raises:
       TypeError: a dtype is not a supported floating one, or two of them differ.
     """
-    strong = [x for x in arrays if not x.weak_type]
+    strong = [x for x in arrays if not _is_weak(x)]
     dtype = strong[0].dtype if strong else jnp.result_type(*arrays)
     for name, x in zip(names, arrays, strict=True):
-        found = dtype if x.weak_type and not jnp.iscomplexobj(x) else x.dtype
+        found = dtype if _is_weak(x) and not jnp.iscomplexobj(x) else x.dtype
         if str(found) not in FLOATING:
             raise TypeError(
                 f"{op}: {name} has dtype {found} and shape {x.shape}; the dtype must be one of "

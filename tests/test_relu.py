@@ -511,6 +511,8 @@ REFUSED = {
     "None": (None, ["None", "array"]),
     "list": ([1.0, 2.0], ["list", "array"]),
     "object": (object(), ["object", "array"]),
+    "strings": (np.array(["a", "b"]), ["ndarray"]),
+    "PRNG key": (jax.random.key(0), ["key<", "()", "float32"]),
 }
 
 
