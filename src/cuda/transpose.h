@@ -1,0 +1,28 @@
+// Transposition of dense arrays on raw device pointers: any rank, any permutation, any element of
+// 1, 2, 4, 8 or 16 bytes.
+//
+// Enqueues at most one kernel on `stream` and returns what the launch returned. Neither allocates
+// nor synchronises, so it may be captured into a CUDA graph, once LoadTransposeKernels has run on
+// the device. Arrays without elements succeed without a launch. Pointers need no more alignment
+// than an element does; x and y must not overlap.
+#ifndef JAX_FASTOPS_CUDA_TRANSPOSE_H_
+#define JAX_FASTOPS_CUDA_TRANSPOSE_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace jax_fastops::cuda {
+
+// y[i0, i1, ...] = x[...], where dimension i of y is dimension axes[i] of x. `dims` are x's.
+cudaError_t Transpose(const void* x, void* y, const int64_t* dims, const int* axes, int rank,
+                      int64_t itemsize, cudaStream_t stream);
+
+// Loads every kernel of the above into the current device. The CUDA runtime otherwise loads a
+// kernel at its first launch, which fails while a stream is being captured. After the first call on
+// a device it costs nothing.
+cudaError_t LoadTransposeKernels();
+
+}  // namespace jax_fastops::cuda
+
+#endif  // JAX_FASTOPS_CUDA_TRANSPOSE_H_
