@@ -43,6 +43,8 @@ PIP := $(BIN)/python -m pip
 SOURCES := CMakeLists.txt pyproject.toml \
   $(shell find src cmake jax_fastops -type f ! -path '*/__pycache__/*')
 NATIVE := $(shell find src -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+# Tests of kernels, rather than of the Python around them.
+NATIVE_TESTS := tests/test_relu.py $(wildcard tests/test_transpose.py tests/test_heads.py)
 CONFIG = $(JAX) $(JAX_VERSION) cuda:$(JAX_FASTOPS_CUDA) $(CUDAARCHS) $(WHEEL)
 # The requirements of one of pyproject.toml's extras, a line each.
 requirements = $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))\
@@ -117,7 +119,7 @@ sanitize: $(VENV)/.package
 	  ASAN_OPTIONS=detect_leaks=0:log_path=$(REPORT) \
 	  UBSAN_OPTIONS=print_stacktrace=1:log_path=$(REPORT) \
 	  LD_PRELOAD="$(call library,libasan.so) $(call library,libubsan.so) $(call library,libstdc++.so)" \
-	  $(BIN)/python -m pytest -m "not slow" -n $(JOBS) tests/test_relu.py $(PYTEST_ARGS); \
+	  $(BIN)/python -m pytest -m "not slow" -n $(JOBS) $(NATIVE_TESTS) $(PYTEST_ARGS); \
 	status=$$?; cat $(REPORT).* 2>/dev/null && status=1; exit $$status
 
 # ---- The environment -----------------------------------------------------------------------------

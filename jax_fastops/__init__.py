@@ -9,8 +9,21 @@ from jax_fastops._export import export_checks
 from jax_fastops._implementation import use_implementation
 from jax_fastops._info import info
 from jax_fastops._version import __version__
+from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
 from jax_fastops.relu import add_relu, relu
+from jax_fastops.transpose import transpose
 
-__all__ = ["__version__", "add_relu", "export_checks", "info", "relu", "use_implementation"]
+__all__ = [
+    "__version__",
+    "add_relu",
+    "export_checks",
+    "info",
+    "merge_heads",
+    "relu",
+    "split_heads",
+    "split_qkv_heads",
+    "transpose",
+    "use_implementation",
+]
 
 _native.register()

@@ -27,7 +27,7 @@ def as_arrays(op: str, **arguments) -> list[jax.Array]:
 
 
 def _is_array_like(value) -> bool:
-    return hasattr(value, "__jax_array__") or (hasattr(value, "dtype") and hasattr(value, "shape"))
+    return hasattr(value, "__jax_array__") or hasattr(value, "__array__")
 
 
 def _describe(value) -> str:
@@ -46,6 +46,7 @@ def same_floating_dtype(op: str, arrays, names) -> list[jax.Array]:
     """
     strong = [x for x in arrays if not _is_weak(x)]
     dtype = strong[0].dtype if strong else jnp.result_type(*arrays)
+    first = next((n for n, x in zip(names, arrays, strict=True) if not _is_weak(x)), names[0])
     for name, x in zip(names, arrays, strict=True):
         found = dtype if _is_weak(x) and not jnp.iscomplexobj(x) else x.dtype
         if str(found) not in FLOATING:
@@ -55,11 +56,13 @@ def same_floating_dtype(op: str, arrays, names) -> list[jax.Array]:
             )
         if found != dtype:
             raise TypeError(
-                f"{op}: {name} has dtype {found}, but {names[0]} has dtype {dtype}; they must be "
+                f"{op}: {name} has dtype {found}, but {first} has dtype {dtype}; they must be "
                 "the same (use .astype on one of them)"
             )
     if all(x.dtype == dtype for x in arrays):
         return list(arrays)
+    if not strong:  # weak they stay
+        return [x if x.dtype == dtype else x + 0.0 for x in arrays]
     return [x if x.dtype == dtype else x.astype(dtype) for x in arrays]
 
 

@@ -23,6 +23,12 @@ def as_varying(x, axes: frozenset):
     return jax.lax.pvary(x, missing)  # jax < 0.9
 
 
+def has_partial_sums(x) -> bool:
+    """Whether the type of ``x`` says that it is, or its gradient becomes, a sum over devices."""
+    spec = getattr(jax.typeof(x).sharding, "spec", None)
+    return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
+
+
 def set_global(context, value) -> None:
     """Set the value that ``context`` (from ``jax.make_user_context``) has in every thread."""
     context._obj.set_global(value)
@@ -30,3 +36,11 @@ def set_global(context, value) -> None:
 
 def get_global(context):
     return context._obj.get_global()
+
+
+def is_partitioned(ctx) -> bool:
+    """Whether XLA may partition what a lowering rule emits: several devices, not all by hand."""
+    axes = ctx.module_context.axis_context
+    if hasattr(axes, "num_devices"):
+        return axes.num_devices != 1
+    return set(getattr(axes.mesh, "axis_names", ())) != set(axes.manual_axes)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import threading
+import weakref
 from importlib import resources
 
 import jax
+import numpy as np
 
 from jax_fastops import _compat
 
@@ -46,7 +49,8 @@ class use_implementation:
     ``"auto"``, the default, whichever was measured faster for the op, platform, dtype and size.
     A platform without kernels always takes the reference. The environment variable
     ``JAX_FASTOPS_IMPLEMENTATION`` sets the initial choice. Functions under ``jax.jit`` are traced
-    again when the choice changes.
+    again when the choice changes. ``"auto"`` looks at the default backend, and at the size of one
+    example under ``jax.vmap``.
 
     Raises:
       ValueError: the name is none of the three.
@@ -54,18 +58,57 @@ class use_implementation:
 
     def __init__(self, implementation: str):
         self._value = _checked(implementation, "use_implementation")
-        self._before = _compat.get_global(_context)
-        _compat.set_global(_context, self._value)
-        self._local = None
+        self._blocks: list = []  # the `with` statements that this object is in
+        _choices.append(self)
 
     def __enter__(self) -> use_implementation:
-        _compat.set_global(_context, self._before)
-        self._local = _context(self._value)
-        self._local.__enter__()
+        _choices.remove(self)  # it was no plain call
+        block = _context(self._value)
+        block.__enter__()
+        self._blocks.append(block)
         return self
 
     def __exit__(self, *exc_info) -> None:
-        self._local.__exit__(*exc_info)
+        self._blocks.pop().__exit__(*exc_info)
+
+
+class _Choices:
+    """The plain calls of ``use_implementation``; the last one sets the choice of the process.
+
+    Whether a call is a plain one shows only when its object is entered, or can no longer be. Until
+    then it counts as one; once entered, the choice is what it would have been without it.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._settled = _compat.get_global(_context)
+        self._pending: list[tuple[weakref.ref, str]] = []
+
+    def append(self, choice: use_implementation) -> None:
+        with self._lock:
+            self._settle()
+            self._pending.append((weakref.ref(choice), choice._value))
+            self._set()
+
+    def remove(self, choice: use_implementation) -> None:
+        with self._lock:
+            self._pending = [entry for entry in self._pending if entry[0]() is not choice]
+            self._set()
+
+    def _settle(self) -> None:
+        """Forgets the calls that a later plain call has overruled for good."""
+        for i in reversed(range(len(self._pending))):
+            if self._pending[i][0]() is None:
+                self._settled = self._pending[i][1]
+                self._pending = self._pending[i + 1 :]
+                break
+
+    def _set(self) -> None:
+        last = self._pending[-1][1] if self._pending else self._settled
+        _compat.set_global(_context, last)
+
+
+_choices = _Choices()
 
 
 @functools.cache
@@ -77,6 +120,12 @@ def table() -> dict:
     ``python -m benchmarks --auto-table`` writes the file.
     """
     return json.loads(resources.files("jax_fastops").joinpath("auto_table.json").read_text())
+
+
+def by_width(dtype) -> str:
+    """The dtype that stands in the table for all of its width, for ops that only move elements."""
+    names = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64", 16: "complex128"}
+    return names[np.dtype(dtype).itemsize]
 
 
 def native_is_faster(op: str, platform: str, dtype, size: int, use: str) -> bool:

@@ -44,7 +44,7 @@ def describe() -> str:
     ]
     for platform, built in found["modules"].items():
         if built is None:
-            lines.append(f"  {platform}: not built (no {platform.upper()} compiler was found)")
+            lines.append(f"  {platform}: not built")
             continue
         lines.append(f"  {platform}:")
         lines += [f"    {key}: {_plain(value)}" for key, value in built.items()]

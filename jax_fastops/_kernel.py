@@ -7,7 +7,15 @@ call. Its rules:
 * ``vmap``: fold the mapped axis into ``...`` where the signature allows it, else one call per
   example;
 * partitioning: the leading dimensions that belong to ``...`` are batch dimensions, over which XLA
-  runs the call on local shapes; every other dimension is replicated first.
+  runs the call on local shapes, and so are those with a star in the signature; every other
+  dimension is replicated first.
+
+XLA partitions a custom call over leading dimensions only. A call with stars that may be partitioned
+is therefore emitted in its *batch-first form*: the dimensions with a star are moved behind ``...``
+by a transposition of the logical shape alone, and the layouts that the call demands of its buffers
+keep every dimension where it is in memory. On a GPU XLA makes a bitcast of each such transposition.
+On a CPU it may copy instead; so wherever one device runs the whole call, it is emitted as it is.
+Handlers are told by the attribute ``batch_first`` which form they see.
 """
 
 from __future__ import annotations
@@ -23,10 +31,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fastops import _compat, _native
-from jax_fastops._signature import Signature, Slot
+from jax_fastops._signature import Dim, Signature, Slot
+from jax_fastops._views import explicit_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +54,7 @@ class Kernel:
     def declare(cls, name: str, signature: str) -> Kernel:
         parsed = Signature.parse(signature)
         if not any(slot.dims for slot in parsed.operands + parsed.results):
-            # Seen with jax 0.8 to 0.11: XLA gathers the operands of a call that has batch
-            # dimensions alone, and partitions it as soon as one buffer has another dimension.
+            # See _batch_first: a call of batch dimensions alone would be gathered.
             raise ValueError(f"{name}: '{signature}' needs a dimension behind '...' somewhere")
         return cls(f"jax_fastops.{name}", parsed)
 
@@ -56,6 +64,7 @@ class Kernel:
             kernel=self.name,
             signature=self.signature,
             attributes=tuple(sorted(attributes.items())),
+            layouts=None,
         )
 
 
@@ -72,10 +81,12 @@ def infer_avals(signature: Signature, avals) -> list:
     """Result avals, derived from operand avals so that shardings and varying axes carry over."""
     results = signature.infer([a.shape for a in avals], [a.dtype for a in avals])
     batch_spec = _batch_spec(signature, avals)
+    free = {name: _free_axis(signature, avals, name) for name in signature.free}
     weak = all(a.weak_type for a in avals)
     out = []
     for slot, (shape, dtype) in zip(signature.results, results, strict=True):
-        spec = (batch_spec if slot.batched else ()) + (None,) * len(slot.dims)
+        own = tuple(free[d.name] if d.free else None for d in slot.dims)
+        spec = (batch_spec if slot.batched else ()) + own
         sharding = avals[0].sharding.update(spec=PartitionSpec(*spec))
         out.append(avals[0].update(shape=shape, dtype=dtype, weak_type=weak, sharding=sharding))
     return out
@@ -83,21 +94,34 @@ def infer_avals(signature: Signature, avals) -> list:
 
 def _batch_spec(signature: Signature, avals) -> tuple:
     """The sharding of ``...``, merged over the operands as ``jnp.add`` merges its operands'."""
-    merged: tuple | None = None
-    for slot, aval in zip(signature.operands, avals, strict=True):
-        if not slot.batched:
-            continue
-        spec = split_spec(slot, aval)[0]
-        if merged is None:
-            merged = spec
-        clash = [(a, b) for a, b in zip(merged, spec, strict=True) if None not in (a, b) and a != b]
-        if clash:
-            raise ValueError(
-                f"operands of '{signature}' are sharded differently along a leading dimension: "
-                f"{clash[0][0]!r} and {clash[0][1]!r}; use jax.sharding.reshard on one of them"
-            )
-        merged = tuple(b if a is None else a for a, b in zip(merged, spec, strict=True))
-    return merged or ()
+    pairs = zip(signature.operands, avals, strict=True)
+    specs = [split_spec(slot, aval)[0] for slot, aval in pairs if slot.batched]
+    return tuple(_merged(signature, axes) for axes in zip(*specs, strict=True))
+
+
+def _free_axis(signature: Signature, avals, name: str):
+    """The sharding of a dimension with a star, merged over the operands."""
+    pairs = zip(signature.operands, avals, strict=True)
+    return _merged(
+        signature,
+        [
+            axis
+            for slot, aval in pairs
+            for dim, axis in zip(slot.dims, split_spec(slot, aval)[1], strict=True)
+            if dim.free and dim.name == name
+        ],
+    )
+
+
+def _merged(signature: Signature, axes):
+    """The one mesh axis, or tuple of them, among the shardings of a dimension in each operand."""
+    found = list(dict.fromkeys(axis for axis in axes if axis is not None))
+    if len(found) > 1:
+        raise ValueError(
+            f"operands of '{signature}' are sharded differently along one dimension: "
+            f"{found[0]!r} and {found[1]!r}; use jax.sharding.reshard on one of them"
+        )
+    return found[0] if found else None
 
 
 def split_spec(slot: Slot, aval) -> tuple[tuple, tuple]:
@@ -115,7 +139,7 @@ def fold(signature: Signature, operands, dims, before: Sequence[int] | None = No
     all of them must have the same leading dimensions. ``before`` counts dimensions of each operand
     that stay in front of the mapped one.
     """
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    size, axis, mesh = mapped_axis(operands, dims)
     folded = []
     for slot, x, d, at in zip(
         signature.operands, operands, dims, before or [0] * len(operands), strict=True
@@ -124,14 +148,44 @@ def fold(signature: Signature, operands, dims, before: Sequence[int] | None = No
             x = jnp.moveaxis(x, d, at)
         elif slot.batched:
             x = jnp.expand_dims(x, at)
-            x = jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :]))
+            shape = (*x.shape[:at], size, *x.shape[at + 1 :])
+            if axis is None:
+                x = jnp.broadcast_to(x, shape)
+            else:  # as the mapped operands are, else its gradient has another type than it
+                own = explicit_spec(jax.typeof(x).sharding, x.ndim) or (None,) * x.ndim
+                spec = PartitionSpec(*own[:at], axis, *own[at + 1 :])
+                x = jnp.broadcast_to(x, shape, out_sharding=NamedSharding(mesh, spec))
         folded.append(x)
     return folded
 
 
+def mapped_axis(operands, dims) -> tuple[Any, Any, Any]:
+    """Size of a mapped axis and, where its sharding is part of the type, mesh axis and mesh."""
+    found = [(x, d) for x, d in zip(operands, dims, strict=True) if d is not None]
+    for x, d in found:
+        sharding = jax.typeof(x).sharding
+        spec = explicit_spec(sharding, x.ndim)
+        if spec is not None and spec[d] is not None:
+            return x.shape[d], spec[d], sharding.mesh
+    x, d = found[0]
+    return x.shape[d], None, None
+
+
+def with_leading_axis(x, axis, mesh):
+    """``x`` with its first dimension spread over a mesh axis, or over none."""
+    own = explicit_spec(jax.typeof(x).sharding, x.ndim) or (None,) * x.ndim
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(axis, *own[1:])))
+
+
 def compiled(primitive: Primitive, params: dict):
     """The jitted call of a primitive, for evaluation outside of ``jax.jit``."""
-    return _compiled(primitive, tuple(sorted(params.items(), key=lambda item: item[0])))
+    call = _compiled(primitive, tuple(sorted(params.items(), key=lambda item: item[0])))
+
+    def run(*operands):
+        with jax.disable_jit(False):  # a kernel cannot be run but by XLA
+            return call(*operands)
+
+    return run
 
 
 @functools.cache
@@ -145,13 +199,14 @@ kernel_call_p.def_impl(lambda *operands, **params: compiled(kernel_call_p, param
 
 
 @kernel_call_p.def_abstract_eval
-def _abstract_eval(*avals, kernel, signature, attributes):
-    del kernel, attributes
+def _abstract_eval(*avals, kernel, signature, attributes, layouts):
+    del kernel, attributes, layouts
     return infer_avals(signature, avals)
 
 
-def _batch(operands, dims, *, kernel, signature, attributes):
-    params = dict(kernel=kernel, signature=signature, attributes=attributes)
+def _batch(operands, dims, *, kernel, signature, attributes, layouts):
+    assert layouts is None, "the batch-first form exists in lowering rules alone"
+    params = dict(kernel=kernel, signature=signature, attributes=attributes, layouts=None)
     mapped = [d is not None for d in dims]
     if signature.folds(mapped):
         outs = kernel_call_p.bind(*match_varying(fold(signature, operands, dims)), **params)
@@ -165,7 +220,12 @@ def _batch(operands, dims, *, kernel, signature, attributes):
             args = [next(rest) if m else x for x, m in zip(operands, mapped, strict=True)]
             return kernel_call_p.bind(*match_varying(args), **params)
 
-        outs = jax.lax.map(one, fronts)
+        _, axis, mesh = mapped_axis(operands, dims)
+        if axis is None:
+            outs = jax.lax.map(one, fronts)
+        else:  # a loop runs over whole axes alone
+            outs = jax.lax.map(one, [with_leading_axis(x, None, mesh) for x in fronts])
+            outs = [with_leading_axis(y, axis, mesh) for y in outs]
     return outs, [0] * len(outs)
 
 
@@ -173,9 +233,20 @@ batching.primitive_batchers[kernel_call_p] = _batch
 
 
 def _lower(platform: str):
-    def rule(ctx, *operands, kernel, signature, attributes):
-        lowering = jax.ffi.ffi_lowering(_native.target_name(kernel, platform))
-        results = lowering(ctx, *operands, **dict(attributes))
+    def rule(ctx, *operands, kernel, signature, attributes, layouts):
+        if signature.free and _compat.is_partitioned(ctx):
+            form = functools.partial(
+                _batch_first, kernel=kernel, signature=signature, attributes=attributes
+            )
+            return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
+        if signature.free:
+            attributes = (*attributes, ("batch_first", np.bool_(False)))
+        into, out_of = layouts or (None, None)
+        lowering = jax.ffi.ffi_lowering(
+            _native.target_name(kernel, platform), operand_layouts=into, result_layouts=out_of
+        )
+        arrays = {k: np.array(v, np.int64) if isinstance(v, tuple) else v for k, v in attributes}
+        results = lowering(ctx, *operands, **arrays)
         bound = signature.bind([a.shape for a in ctx.avals_in])
         # The partitioner needs sizes: with symbolic ones (jax.export) the call is left replicated.
         if all(isinstance(d, int) for a in (*ctx.avals_in, *ctx.avals_out) for d in a.shape):
@@ -188,6 +259,53 @@ def _lower(platform: str):
         return results
 
     return rule
+
+
+def _batch_first(*operands, kernel, signature: Signature, attributes) -> list[jax.Array]:
+    """The call in its batch-first form, with the transpositions that lead to it and back."""
+    n_batch = len(signature.bind([x.shape for x in operands]).batch)
+
+    def order(slot: Slot) -> tuple[int, ...]:
+        """Where the dimensions of the form are in the slot."""
+        at = {d.name: n_batch + i for i, d in enumerate(slot.dims) if d.free}
+        own = [n_batch * slot.batched + i for i, d in enumerate(slot.dims) if not d.free]
+        free = [at[name] for name in signature.free] if slot.batched else []
+        return (*range(n_batch * slot.batched), *free, *own)
+
+    # Seen with jax 0.8 to 0.11: XLA gathers operands that have batch dimensions alone, and does not
+    # as soon as they have one dimension more.
+    slots = signature.operands + signature.results
+    padded = not any(slot.own for slot in slots)
+    pad = (Dim(None, size=1),) * padded
+    inner = [dataclasses.replace(slot, dims=slot.own + pad) for slot in slots]
+    orders = [order(slot) for slot in slots]
+    layouts = [(*([len(o)] * padded), *_minor_to_major(o)) for o in orders]
+    count = len(operands)
+
+    def enter(x, o):
+        x = jax.lax.transpose(x, o)
+        return jax.lax.expand_dims(x, (x.ndim,)) if padded else x
+
+    def leave(y, o):
+        return jax.lax.transpose(jax.lax.squeeze(y, (y.ndim - 1,)) if padded else y, _inverse(o))
+
+    results = kernel_call_p.bind(
+        *map(enter, operands, orders[:count]),
+        kernel=kernel,
+        signature=Signature(tuple(inner[:count]), tuple(inner[count:])),
+        attributes=(*attributes, ("batch_first", np.bool_(True))),
+        layouts=(tuple(layouts[:count]), tuple(layouts[count:])),
+    )
+    return list(map(leave, results, orders[count:]))
+
+
+def _minor_to_major(order: Sequence[int]) -> tuple[int, ...]:
+    """The layout of an array transposed by ``order`` that leaves the elements where they were."""
+    return tuple(reversed(_inverse(order)))
+
+
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argsort(order))
 
 
 for _platform in ("cpu", "cuda"):
@@ -205,7 +323,11 @@ def sharding_rule(signature: Signature, avals_in, avals_out, n_batch: int) -> st
         side = []
         for slot, aval in zip(slots, avals, strict=True):
             batch = range(n_batch) if slot.batched else ()
-            keys = [("batch", d) for d in batch] + [("own", str(d)) for d in slot.dims]
+            # A name is one factor wherever it stands; a mere size is a factor of its own.
+            own = [
+                str(d) if d.name else (len(sides), len(side), i) for i, d in enumerate(slot.dims)
+            ]
+            keys = [("batch", d) for d in batch] + [("own", key) for key in own]
             for key, size in zip(keys, aval.shape, strict=True):
                 factors.setdefault(key, size)
             side.append(keys)

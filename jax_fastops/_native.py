@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import pathlib
 import re
+import warnings
 
 import jax
 import jaxlib
@@ -98,6 +99,56 @@ def kernels(platform: str) -> frozenset[str]:
     """The kernels registered for a lowering platform (``"cpu"``, ``"cuda"``, ...)."""
     module = _modules().get(platform)
     return frozenset(module.handlers()) if module is not None else frozenset()
+
+
+@functools.cache
+def runs_here(platform: str) -> bool:
+    """Whether the kernels can run on this process' devices of a platform; warns where not.
+
+    A program that is compiled for devices that are not here is taken to find the right ones.
+    """
+    if platform != "cuda":
+        return True
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return True
+    info = _modules()["cuda"].build_info()
+    problem = None
+    for device in devices:
+        if not any(_covers(name, device.compute_capability) for name in info["architectures"]):
+            have = ", ".join(info["architectures"])
+            problem = (
+                f"{device.device_kind} has compute capability {device.compute_capability}, "
+                f"and the kernels were built for {have}"
+            )
+    if 0 < info["driver_version"] // 1000 < int(info["runtime_version"].split(".")[0]):
+        problem = (
+            f"the driver supports CUDA {info['driver_version'] // 1000}, and the kernels "
+            f"were built with CUDA {info['runtime_version']}"
+        )
+    if problem is not None:
+        warnings.warn(
+            f"jax_fastops: {problem}; jax.numpy is used instead. Rebuild the package for this "
+            "machine (CUDAARCHS=native) to have the kernels.",
+            stacklevel=2,
+        )
+    return problem is None
+
+
+def _covers(architecture: str, capability: str) -> bool:
+    """Whether code for "80-real" (that and later minors), "90-virtual" (that and later), or "90"
+    (both) runs on a device of a compute capability ("9.0")."""
+    number, _, kind = architecture.partition("-")
+    if not number[:1].isdigit():
+        return True  # "native", "all": made for what is here
+    suffix = number.lstrip("0123456789")  # "a", "f": for this very architecture or its family
+    built = divmod(int(number.removesuffix(suffix)), 10)
+    device = tuple(map(int, capability.split(".")))
+    if suffix:
+        return built == device
+    real = kind != "virtual" and built[0] == device[0] and built <= device
+    return real or (kind != "real" and built <= device)
 
 
 def build_info() -> dict:

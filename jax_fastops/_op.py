@@ -32,7 +32,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from jax_fastops import _implementation, _native
+from jax_fastops import _compat, _implementation, _native
 from jax_fastops._kernel import (
     Kernel,
     compiled,
@@ -104,6 +104,13 @@ class Op:
         per operand, anything where ``wanted`` is False. Partial sums of parameter gradients are
         summed here.
       tangent: the pushforward by kernels; default: the reference's.
+      batch: for an op of one operand and one result that keeps nothing: how it takes a mapped axis
+        wherever that is, so that ``vmap`` moves no data. ``batch(options, operand=i)`` gives the
+        signature and options of the op that maps an operand with the axis at ``i`` to a result with
+        the axis in front; ``batch(options, result=i)``, those of the op that maps an operand with
+        the axis in front to a result with it at ``i``.
+      dtype_class: the name of a dtype in the ``auto`` table, for ops to which only its width
+        matters.
       kernels: every kernel that the above use. A platform that lacks one takes the reference.
     """
 
@@ -122,6 +129,8 @@ class Op:
         pushforward: Callable | None = None,
         backward: Callable | None = None,
         tangent: Callable | None = None,
+        batch: Callable | None = None,
+        dtype_class: Callable = str,
     ):
         if (pullback is None) != (pushforward is None):
             raise ValueError(f"{name}: 'pullback' and 'pushforward' are given together or not")
@@ -137,6 +146,8 @@ class Op:
         self.pushforward = pushforward
         self.backward = backward
         self.tangent = tangent
+        self.batch = batch
+        self.dtype_class = dtype_class
         self._plain = _Stage(self, "")
         self._fwd = _Stage(self, "_fwd")
         self._lin = _Stage(self, "_lin")
@@ -176,17 +187,19 @@ class Op:
         in a gradient.
         """
         implementation = _implementation.current()
-        if implementation != "auto":
-            return implementation == "xla"
+        if implementation == "xla" or any(map(_compat.has_partial_sums, arrays)):
+            return True
+        if implementation == "native":
+            return False
         platform = lowering_platform(jax.default_backend())
-        if not self.supports(platform):
+        if not (self.supports(platform) and _native.runs_here(platform)):
             return True
         return not any(
             self._prefers_kernel(platform, arrays[0], use) for use in ("forward", "grad")
         )
 
     def _prefers_kernel(self, platform: str, x, use: str) -> bool:
-        dtype = x.dtype
+        dtype = self.dtype_class(x.dtype)
         return _implementation.native_is_faster(self.name, platform, dtype, size_of(x), use)
 
     def _describe(self, args, text: str, options: dict) -> tuple[Call, bool]:
@@ -219,9 +232,9 @@ class Op:
             implementation=_implementation.current(),
         )
         sharded = any(
-            axis is not None
+            axis is not None and not dim.free
             for s, a in zip(given, avals, strict=True)
-            for axis in split_spec(s, a)[1]
+            for dim, axis in zip(s.dims, split_spec(s, a)[1], strict=True)
         )
         return call, sharded
 
@@ -271,6 +284,9 @@ class Op:
         nonzero = [not _is_zero(t) for t in tangents]
         if not any(nonzero):
             return outs, saved, [_zero_tangent(y) for y in outs]
+        if not self._determines_results(call, nonzero):
+            reference = _vmapped(self._function("", call, (), native=False), levels)
+            return outs, saved, _jvp_of(reference, primals, tangents)
         kept = [r for r in self._kept(call, primals, outs, saved) if r is not None]
         lin_levels = tuple(
             tuple(
@@ -285,9 +301,19 @@ class Op:
         moving = [t for t, n in zip(tangents, nonzero, strict=True) if n]
         return outs, saved, self._lin.bind([*kept, *moving], call, lin_levels, which)
 
+    def _determines_results(self, call: Call, moving) -> bool:
+        """Whether the residuals and the tangents of those operands tell the results' shapes.
+
+        A bias' tangent does not; the derivative along a bias alone is that of the reference.
+        """
+        operands = [s for s in self._residual_slots(call) if s is not None]
+        operands += [s for s, m in zip(call.given(call.args), moving, strict=True) if m]
+        return any(s.batched for s in operands) or not any(s.batched for s in call.outs)
+
     def _lin_jvp(self, primals, tangents, *, call, levels, which):
         out = self._lin.bind(primals, call, levels, which)
         n = self._n_residuals(call)
+        tangents = self._determining(call, which, tangents, n)
         moving = [not _is_zero(t) for t in tangents[n:]]
         terms = []
         if any(moving):
@@ -300,6 +326,16 @@ class Op:
             )
         terms += self._residual_term("_lin", primals, tangents, call, levels, which)
         return out, _add(terms, out)
+
+    def _determining(self, call: Call, which, tangents, n: int) -> list:
+        """Tangents of a linear map's operands behind the first ``n``, zeros among them made real
+        where the others do not tell the results' shapes."""
+        tangents = list(tangents)
+        still = iter(not _is_zero(t) for t in tangents[n:])
+        moving = call.given([w and next(still) for w in which])
+        if any(moving) and not self._determines_results(call, moving):
+            tangents[n:] = [ad.instantiate_zeros(t) for t in tangents[n:]]
+        return tangents
 
     def _vjp_jvp(self, primals, tangents, *, call, levels, which):
         out = self._vjp.bind(primals, call, levels, which)
@@ -336,6 +372,7 @@ class Op:
 
     def _vjp_transpose(self, cts, *operands, call, levels, which):
         kept, out_cts = self._split(call, operands)
+        cts = self._determining(call, which, cts, 0)
         nonzero = iter([not _is_zero(ct) for ct in cts])
         fewer = tuple(w and next(nonzero) for w in which)
         tangents = [ct for ct in cts if not _is_zero(ct)]
@@ -348,6 +385,19 @@ class Op:
             for i, (y, ct) in enumerate(zip(outs, out_cts, strict=True))
         ]
         return [None] * len(kept) + summed
+
+    def batched_call(self, call: Call, **where) -> Call:
+        """The call that takes a mapped axis at a position of its operand or result."""
+        text, options = self.batch(dict(call.options), **where)
+        left, _, right = text.partition("->")
+        (operand,), (result,) = parse_slots(left), parse_slots(right)
+        return dataclasses.replace(
+            call,
+            args=(dataclasses.replace(operand, dtype=call.args[0].dtype),),
+            outs=(dataclasses.replace(result, dtype=call.outs[0].dtype),),
+            options=tuple(sorted(options.items())),
+            sizes=(),
+        )
 
     # -- evaluation ------------------------------------------------------------------------------
 
@@ -429,6 +479,8 @@ class Op:
         }
         if functions[kind] is None or not self.supports(platform):
             return False
+        if not _native.runs_here(platform):
+            return False
         if call.implementation == "native":
             return True
         largest = max(avals, key=size_of)
@@ -467,6 +519,11 @@ class _Stage:
         return [_prepend(r, sizes, specs) for r in results]
 
     def _batch(self, operands, dims, *, call, levels, which):
+        if self.op.batch is not None:
+            (at,) = dims
+            where = {"result": at} if self.kind == "_vjp" else {"operand": at}
+            outs = self.bind(operands, self.op.batched_call(call, **where), levels, which)
+            return outs, [0] * len(outs)
         mapped = [d is not None for d in dims]
         signature = self.op.stage_signature(self.kind, call, which)
         if signature.folds(mapped):

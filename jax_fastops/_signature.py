@@ -6,6 +6,8 @@ A signature reads like einops: ``"... n, h -> ... n, ... ceil(n/8) :uint8, h :1"
 * ``...`` is any number of leading *batch* dimensions: the op treats every index into them
   independently. All operands and results that have it share it.
 * A name (``n``) is a dimension of its own; the same name is the same size everywhere.
+* A name with a star (``*s``) is like a batch dimension, but may stand anywhere: the op treats every
+  index into it independently. It stands in every slot that has ``...``.
 * ``ceil(n/8)`` is a size derived from a name, a number is that size exactly.
 * A result may name its dtype behind a colon: a dtype (``:uint8``), the dtype of an operand
   (``:1``), or ``:acc``, the accumulator of the first operand (float64 for float64, float32 for
@@ -33,14 +35,17 @@ _NAME = re.compile(r"^[A-Za-z_]\w*$")
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """One non-batch dimension: a name, ``ceil(name/divisor)``, or a fixed size."""
+    """One dimension behind ``...``: a name, ``ceil(name/divisor)``, or a fixed size."""
 
     name: str | None
     divisor: int = 1
     size: int | None = None
+    free: bool = False  # with a star
 
     @classmethod
     def parse(cls, text: str) -> Dim:
+        if text.startswith("*") and _NAME.match(text[1:]):
+            return cls(text[1:], free=True)
         if text.isdigit():
             return cls(None, size=int(text))
         if match := _CEIL.match(text):
@@ -59,7 +64,9 @@ class Dim:
     def __str__(self) -> str:
         if self.name is None:
             return str(self.size)
-        return self.name if self.divisor == 1 else f"ceil({self.name}/{self.divisor})"
+        if self.divisor != 1:
+            return f"ceil({self.name}/{self.divisor})"
+        return f"*{self.name}" if self.free else self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +86,16 @@ class Slot:
         if isinstance(rule, str) and rule.isdigit():
             rule = int(rule)
         return cls(batched, tuple(Dim.parse(w) for w in words[batched:]), rule)
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """The names with a star, in order."""
+        return tuple(d.name for d in self.dims if d.free)
+
+    @property
+    def own(self) -> tuple[Dim, ...]:
+        """The dimensions that the op does not treat independently."""
+        return tuple(d for d in self.dims if not d.free)
 
     def __str__(self) -> str:
         words = (["..."] if self.batched else []) + [str(d) for d in self.dims]
@@ -113,6 +130,18 @@ class Signature:
         if not arrow:
             raise ValueError(f"signature {text!r} has no '->'")
         return cls(parse_slots(left), parse_slots(right))
+
+    def __post_init__(self):
+        stars = {frozenset(s.free) if s.batched else None for s in self.operands + self.results}
+        if len(stars - {None}) > 1:
+            raise ValueError(f"the slots of '{self}' with '...' have different names with a star")
+        if any(s.free for s in self.operands + self.results if not s.batched):
+            raise ValueError(f"a slot of '{self}' has a name with a star but no '...'")
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """The names with a star, in the order of the first result that has them."""
+        return next((s.free for s in self.results + self.operands if s.free), ())
 
     def __str__(self) -> str:
         sides = (", ".join(map(str, side)) for side in (self.operands, self.results))
@@ -171,12 +200,17 @@ class Signature:
 
         def fix(slot: Slot) -> Slot:
             dims = tuple(
-                d if d.name is None or d.name in known else Dim(None, size=d.resolve(sizes))
-                for d in slot.dims
+                d if d.name is None or d.name in known else _fixed(d, sizes) for d in slot.dims
             )
             return dataclasses.replace(slot, dims=dims)
 
         return Signature(tuple(map(fix, self.operands)), tuple(map(fix, self.results)))
+
+
+def _fixed(dim: Dim, sizes: dict[str, Any]) -> Dim:
+    if dim.free:
+        raise ValueError(f"no operand has the dimension '{dim}'")
+    return Dim(None, size=dim.resolve(sizes))
 
 
 def _dtype(slot: Slot, dtypes: Sequence) -> np.dtype:

@@ -26,7 +26,7 @@ def mask_view(shape, sharding=None) -> tuple[tuple, tuple | None] | None:
     ``sharding`` is the array's, where it is part of the type (explicit mesh axes). A view is then
     chosen in which the shards stay whole; ``None`` is returned if there is no such view.
     """
-    spec = _explicit_spec(sharding, len(shape))
+    spec = explicit_spec(sharding, len(shape))
     for view, merged in _candidates(shape):
         if spec is None:
             return view, None
@@ -50,7 +50,8 @@ def _candidates(shape):
         yield (*shape[:lead], math.prod(shape[lead:])), lead
 
 
-def _explicit_spec(sharding, rank: int) -> tuple | None:
+def explicit_spec(sharding, rank: int) -> tuple | None:
+    """The partition spec of an array whose sharding is part of its type, else None."""
     mesh = getattr(sharding, "mesh", None)
     if mesh is None or mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return None
@@ -67,9 +68,14 @@ def _view_spec(shape, spec, view, lead, sharding) -> tuple | None:
     axis = merged[0] if merged else None
     if len(view) == lead + 1:  # one padded row per index of the leading axes
         return None if axis is not None else (*spec[:lead], None)
-    names = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    parts = math.prod(sharding.mesh.shape[name] for name in names)
+    parts = parts_of(axis, sharding)
     return (*spec[:lead], axis, None) if view[lead] % parts == 0 else None
+
+
+def parts_of(axis, sharding) -> int:
+    """Over how many devices an entry of a partition spec spreads a dimension."""
+    names = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def reshape(x, shape, spec: tuple | None):
@@ -77,6 +83,37 @@ def reshape(x, shape, spec: tuple | None):
     if spec is None:
         return jax.lax.reshape(x, shape)
     return jax.lax.reshape(x, shape, out_sharding=PartitionSpec(*spec))
+
+
+def split_last(x, sizes: tuple[int, ...]):
+    """``x`` with its last dimension as dimensions of these ``sizes``.
+
+    Where the sharding is part of the type, that of the last dimension goes to the first of them; if
+    that cannot be spread so, the dimension is gathered first.
+    """
+    kind = jax.typeof(x).sharding
+    spec = explicit_spec(kind, x.ndim)
+    shape = (*x.shape[:-1], *sizes)
+    if spec is None:
+        return jax.lax.reshape(x, shape)
+    *lead, last = spec
+    if sizes[0] % parts_of(last, kind):
+        x, last = jax.sharding.reshard(x, kind.update(spec=PartitionSpec(*lead, None))), None
+    return reshape(x, shape, (*lead, last, *(None,) * (len(sizes) - 1)))
+
+
+def merge_last(x, count: int = 2):
+    """``x`` with its last ``count`` dimensions merged; the inverse of ``split_last``."""
+    kind = jax.typeof(x).sharding
+    spec = explicit_spec(kind, x.ndim)
+    lead = x.ndim - count
+    shape = (*x.shape[:lead], math.prod(x.shape[lead:]))
+    if spec is None:
+        return jax.lax.reshape(x, shape)
+    if any(axis is not None for axis in spec[lead + 1 :]):
+        outer = (*spec[: lead + 1], *(None,) * (count - 1))
+        x = jax.sharding.reshard(x, kind.update(spec=PartitionSpec(*outer)))
+    return reshape(x, shape, spec[: lead + 1])
 
 
 def broadcast_type(arrays):
@@ -93,7 +130,7 @@ def broadcast_to(x, result):
     The sharding has to come with the broadcast: were the copy replicated and resharded, its
     gradient would be gathered before it is summed.
     """
-    explicit = _explicit_spec(result.sharding, len(result.shape)) is not None
+    explicit = explicit_spec(result.sharding, len(result.shape)) is not None
     if x.shape == result.shape and not (explicit and jax.typeof(x).sharding != result.sharding):
         return x
     if not explicit:

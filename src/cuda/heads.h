@@ -2,8 +2,8 @@
 // bias and its gradient in the same pass. Shapes are in heads_shape.h.
 //
 // Every function enqueues at most one kernel on `stream` and returns what the launch returned. None
-// allocates or synchronises, so all may be captured into a CUDA graph, once LoadHeadsKernels has run
-// on the device. Arrays without elements succeed; sums are then set to 0. Pointers need no more
+// allocates or synchronises, so all may be captured into a CUDA graph, once LoadHeadsKernels has
+// run on the device. Arrays without elements succeed; sums are then set to 0. Pointers need no more
 // alignment than an element does; outputs must not overlap inputs.
 #ifndef JAX_FASTOPS_CUDA_HEADS_H_
 #define JAX_FASTOPS_CUDA_HEADS_H_

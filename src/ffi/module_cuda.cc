@@ -25,6 +25,10 @@ nanobind::dict BuildInfo() {
   info["runtime_version"] =
       (std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10))
           .c_str();
+  // 0 without a driver. A driver runs every runtime of its major version.
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+  info["driver_version"] = driver;
   return info;
 }
 

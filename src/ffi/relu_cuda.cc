@@ -12,9 +12,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include <string>
-
 #include "ffi/buffers.h"
+#include "ffi/cuda_errors.h"
 #include "ffi/registry.h"
 
 namespace jax_fastops {
@@ -23,12 +22,6 @@ namespace {
 using Arg = ffi::AnyBuffer;
 using Ret = ffi::Result<ffi::AnyBuffer>;
 using Stream = ffi::PlatformStream<cudaStream_t>;
-
-ffi::Error ToError(const char* op, cudaError_t status) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("jax_fastops.") + op + ": " + cudaGetErrorName(status) +
-                              ": " + cudaGetErrorString(status));
-}
 
 uint8_t* Bytes(const ffi::AnyBuffer& buffer) {
   return static_cast<uint8_t*>(buffer.untyped_data());

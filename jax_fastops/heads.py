@@ -1,0 +1,331 @@
+"""``split_heads``, ``split_qkv_heads`` and ``merge_heads``: between features and attention heads.
+
+A bias is added while the elements are moved, and its gradient is summed while the cotangents are
+moved back: each pass reads and writes every element once. The sums are made over groups of rows of
+the sequence, in the accumulator's type, and added up by XLA. Without a bias, splitting and merging
+are transpositions.
+
+Source: FasterTransformer, ``add_QKV_bias`` and ``transpose``.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from jax_fastops._arguments import FLOATING, as_arrays
+from jax_fastops._implementation import by_width
+from jax_fastops._kernel import Kernel
+from jax_fastops._op import Op
+from jax_fastops._signature import accumulator_dtype
+from jax_fastops._views import explicit_spec, merge_last, parts_of, reshape, split_last
+from jax_fastops.transpose import is_movable, permute
+
+# About how many rows one partial sum of the bias' gradient covers. With fewer the sums are more
+# traffic, with more there are too few pieces of work where the batch is small.
+_SUM_ROWS = 64
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _split_kernel(parts: int, heads: int, head_size: int, with_bias: bool) -> Kernel:
+    features = parts * heads * head_size
+    bias = f", {features}" if with_bias else ""
+    results = ", ".join([f"... {heads} *s {head_size}"] * parts)
+    return Kernel.declare("split_heads", f"... *s {features}{bias} -> {results}")
+
+
+@functools.cache
+def _merge_kernel(parts: int, heads: int, head_size: int) -> Kernel:
+    operands = ", ".join([f"... {heads} *s {head_size}"] * parts)
+    return Kernel.declare("merge_heads", f"{operands} -> ... *s {parts * heads * head_size}")
+
+
+@functools.cache
+def _merge_sum_kernel(parts: int, heads: int, head_size: int, rows: int, sums: int) -> Kernel:
+    """Also sums over the sequence, in ``sums`` pieces of every group of ``rows`` rows."""
+    operands = ", ".join([f"... {heads} *g {rows} {head_size}"] * parts)
+    features = parts * heads * head_size
+    results = f"... *g {rows} {features}, ... *g {sums} {features} :acc"
+    return Kernel.declare("merge_heads", f"{operands} -> {results}")
+
+
+def _split(x, bias, *, num_heads: int, parts: int, **_):
+    head_size = x.shape[-1] // (parts * num_heads)
+    kernel = _split_kernel(parts, num_heads, head_size, bias is not None)
+    return kernel(x, *(() if bias is None else (bias,)))
+
+
+def _merge(kept, cts, wanted, *, num_heads: int, parts: int, wide: bool):
+    """The gradients of x and of the bias, in one pass over the cotangents."""
+    del kept
+    sequence, head_size = cts[0].shape[-2:]
+    dtype = accumulator_dtype(cts[0].dtype) if wide else cts[0].dtype
+    if not wanted[0]:
+        return None, _sum_rows(cts, dtype)
+    if not wanted[1]:
+        return *_merge_kernel(parts, num_heads, head_size)(*cts), None
+    kind = jax.typeof(cts[0]).sharding
+    spec = explicit_spec(kind, cts[0].ndim)
+    rows = _group_rows(sequence // (1 if spec is None else parts_of(spec[-2], kind)))
+    kernel = _merge_sum_kernel(parts, num_heads, head_size, rows, -(-rows // _SUM_ROWS))
+
+    def grouped(ct):
+        shape = (*ct.shape[:-2], sequence // rows, rows, head_size)
+        own = explicit_spec(jax.typeof(ct).sharding, ct.ndim)
+        return reshape(ct, shape, own and (*own[:-1], None, own[-1]))
+
+    dx, sums = kernel(*map(grouped, cts))
+    shape = (*dx.shape[:-3], sequence, dx.shape[-1])
+    own = explicit_spec(jax.typeof(dx).sharding, dx.ndim)
+    dx = reshape(dx, shape, own and (*own[:-2], own[-1]))
+    return dx, sums.sum(tuple(range(sums.ndim - 1))).astype(dtype)
+
+
+def _group_rows(sequence: int) -> int:
+    """How many rows of the sequence make a group, which shards do not cut.
+
+    A divisor of the (local) sequence of at most ``_SUM_ROWS``, if there is one that is not tiny;
+    else the whole sequence is one group.
+    """
+    largest = max(n for n in range(1, min(sequence, _SUM_ROWS) + 1) if sequence % n == 0)
+    return largest if 4 * largest >= _SUM_ROWS else sequence
+
+
+# ---- references ----------------------------------------------------------------------------------
+
+
+def _add_bias(x, bias):
+    """``x + bias`` in the dtype of ``x``, rounded once."""
+    if bias is None:
+        return x
+    wide = jnp.promote_types(x.dtype, bias.dtype)
+    return (x.astype(wide) + bias.astype(wide)).astype(x.dtype)
+
+
+def _split_reference(x, bias, *, num_heads: int, parts: int, **_):
+    x = _add_bias(x, bias)
+    head_size = x.shape[-1] // (parts * num_heads)
+    if parts == 1:
+        return jnp.swapaxes(split_last(x, (num_heads, head_size)), -3, -2)
+    x = split_last(x, (parts, num_heads, head_size))
+    return tuple(jnp.swapaxes(x[..., p, :, :], -3, -2) for p in range(parts))
+
+
+def _merge_reference(cts):
+    merged = jnp.stack([jnp.swapaxes(ct, -3, -2) for ct in cts], axis=-3)
+    return merge_last(merged, 3)
+
+
+def _sum_rows(cts, dtype):
+    """The gradient of the bias, from the cotangents alone."""
+    wide = accumulator_dtype(cts[0].dtype)
+    keep = (cts[0].ndim - 3, cts[0].ndim - 1)
+    axes = tuple(i for i in range(cts[0].ndim) if i not in keep)
+    return jnp.concatenate([ct.astype(wide).sum(axes).reshape(-1) for ct in cts]).astype(dtype)
+
+
+def _pullback(kept, cts, *, wide: bool, **_):
+    del kept
+    dtype = accumulator_dtype(cts[0].dtype) if wide else cts[0].dtype
+    sums = _sum_rows(cts, dtype) if jnp.issubdtype(dtype, jnp.inexact) else None
+    return _merge_reference(cts), sums
+
+
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+def _declare(name: str, parts: int) -> Op:
+    results = ", ".join(["... h *s d"] * parts)
+    return Op(
+        name,
+        f"... *s f, f -> {results}",
+        _split_reference,
+        kernels=(_split_kernel(parts, 1, 1, True), _merge_kernel(parts, 1, 1)),
+        forward=_split,
+        forward_saving=_split,
+        residuals=lambda args, outs, saved: (),
+        pullback=_pullback,
+        pushforward=lambda kept, tangents, **options: _split_reference(*tangents, **options),
+        backward=_merge,
+        tangent=lambda kept, tangents, **options: _split(*tangents, **options),
+        dtype_class=by_width,
+    )
+
+
+_OPS = {1: _declare("split_heads", 1), 3: _declare("split_qkv_heads", 3)}
+
+
+def _apply(name: str, x, bias, num_heads, parts: int):
+    given = {} if bias is None else {"bias": bias}
+    x, *rest = as_arrays(name, x=x, **given)
+    bias = rest[0] if rest else None
+    num_heads, head_size = _check(name, x, bias, num_heads, parts)
+    options = dict(num_heads=num_heads, parts=parts)
+    if parts == 1 and (bias is None or not _has_kernel(x, bias) or _features_sharded(x)):
+        # What is left when XLA adds the bias is a transposition.
+        return _swap(split_last(_add_bias(x, bias), (num_heads, head_size)))
+    if not _has_kernel(x, bias):
+        return _split_reference(x, bias, **options)
+    wide = bias is not None and bias.dtype != x.dtype
+    if wide:
+        bias = bias.astype(accumulator_dtype(x.dtype))
+        wide = bias.dtype != x.dtype
+    results = ", ".join([f"... {num_heads} *s {head_size}"] * parts)
+    signature = f"... *s {x.shape[-1]}, {x.shape[-1]} -> {results}"
+    return _OPS[parts](x, bias, signature=signature, wide=wide, **options)
+
+
+def _has_kernel(x, bias) -> bool:
+    fixed = all(isinstance(d, int) for d in x.shape[-2:]) and 0 not in x.shape
+    return fixed and is_movable(x.dtype) and (bias is None or str(x.dtype) in FLOATING)
+
+
+def _features_sharded(x) -> bool:
+    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    return spec is not None and spec[-1] is not None
+
+
+def _swap(x):
+    """Exchanges the sequence and the heads."""
+    n = x.ndim
+    return permute(x, (*range(n - 3), n - 2, n - 3, n - 1))
+
+
+def _check(name: str, x, bias, num_heads, parts: int) -> tuple[int, int]:
+    """``num_heads`` and the size of a head."""
+    try:
+        num_heads = operator.index(num_heads)
+    except TypeError:
+        raise TypeError(f"{name}: num_heads is {num_heads!r}; it must be an integer") from None
+    argument = "x" if parts == 1 else "qkv"
+    if x.ndim < 2:
+        raise ValueError(
+            f"{name}: {argument} has shape {x.shape}; it must have at least 2 dimensions, "
+            "[..., sequence, features]"
+        )
+    features = x.shape[-1]
+    if num_heads < 1:
+        raise ValueError(f"{name}: num_heads is {num_heads}; it must be at least 1")
+    if features % (parts * num_heads) != 0:
+        pieces = f"{parts} * num_heads = {parts * num_heads}" if parts > 1 else f"{num_heads}"
+        raise ValueError(
+            f"{name}: num_heads is {num_heads}, and the last axis of {argument}, of shape "
+            f"{x.shape}, cannot be divided into {pieces} equal parts"
+        )
+    if bias is None:
+        return num_heads, features // (parts * num_heads)
+    if bias.shape != (features,):
+        raise ValueError(
+            f"{name}: bias has shape {bias.shape}; it must be ({features},), the last axis of "
+            f"{argument}"
+        )
+    both_floating = str(x.dtype) in FLOATING and str(bias.dtype) in FLOATING
+    if bias.dtype != x.dtype and not both_floating:
+        raise TypeError(
+            f"{name}: bias has dtype {bias.dtype} and {argument} has dtype {x.dtype}; they must be "
+            f"the same, or both be among {', '.join(FLOATING)}"
+        )
+    return num_heads, features // (parts * num_heads)
+
+
+def split_heads(x, bias=None, *, num_heads: int) -> jax.Array:
+    """Add a bias and split features into heads: ``[..., S, H*D]`` to ``[..., H, S, D]``.
+
+    Equals ``jnp.swapaxes((x + bias).reshape(..., S, H, D), -3, -2)``, in one pass.
+
+    Args:
+      x: array ``[..., S, H*D]`` of any dtype, with any number of leading dimensions.
+      bias: array ``[H*D]``, or ``None``. Of the dtype of ``x``, or both floating: the sum is then
+        made in float32 (float64 for float64) and rounded once to the dtype of ``x``.
+      num_heads: ``H``, which divides the last axis of ``x``.
+
+    Returns:
+      An array ``[..., H, S, D]`` of the dtype of ``x``.
+
+    Saved for the backward: nothing. The backward moves the cotangent back and sums the bias'
+    gradient, in float32 (float64 for float64), in the same pass.
+
+    Sharding: over the leading dimensions and the sequence, and without a bias over the heads, with
+    no communication (an all-reduce for the bias' gradient). With a bias and features sharded over
+    an explicit mesh axis, XLA adds the bias and the kernel moves the sum; over an auto mesh axis
+    the features are gathered, so add such a bias before the call.
+
+    Raises:
+      TypeError: ``x`` or ``bias`` is not an array, ``num_heads`` not an integer, or the dtypes do
+        not go together.
+      ValueError: ``x`` has less than two dimensions, ``num_heads`` does not divide the last axis,
+        or ``bias`` has another shape.
+
+    Source: FasterTransformer, ``add_QKV_bias``.
+    """
+    return _apply("split_heads", x, bias, num_heads, 1)
+
+
+def split_qkv_heads(qkv, bias=None, *, num_heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Add a bias and split ``[..., S, 3*H*D]`` into queries, keys and values ``[..., H, S, D]``.
+
+    Equals ``jnp.moveaxis((qkv + bias).reshape(..., S, 3, H, D), (-3, -2), (0, -3))`` unpacked, in
+    one pass: one kernel writes all three.
+
+    Args:
+      qkv: array ``[..., S, 3*H*D]`` of any dtype, with any number of leading dimensions; queries
+        first, then keys, then values.
+      bias: array ``[3*H*D]``, or ``None``. Of the dtype of ``qkv``, or both floating: the sum is
+        then made in float32 (float64 for float64) and rounded once to the dtype of ``qkv``.
+      num_heads: ``H``; the last axis of ``qkv`` is a multiple of ``3 * H``.
+
+    Returns:
+      Three arrays ``[..., H, S, D]`` of the dtype of ``qkv``.
+
+    Saved for the backward: nothing. The backward merges the three cotangents and sums the bias'
+    gradient, in float32 (float64 for float64), in the same pass.
+
+    Sharding: over the leading dimensions and the sequence, with no communication (an all-reduce for
+    the bias' gradient). Sharded features are gathered: shards of ``3*H*D`` are not shards of ``H``.
+
+    Raises:
+      TypeError: ``qkv`` or ``bias`` is not an array, ``num_heads`` not an integer, or the dtypes do
+        not go together.
+      ValueError: ``qkv`` has less than two dimensions, ``3 * num_heads`` does not divide the last
+        axis, or ``bias`` has another shape.
+
+    Source: FasterTransformer, ``add_QKV_bias``.
+    """
+    return _apply("split_qkv_heads", qkv, bias, num_heads, 3)
+
+
+def merge_heads(x) -> jax.Array:
+    """Merge heads into features: ``[..., H, S, D]`` to ``[..., S, H*D]``.
+
+    Equals ``jnp.swapaxes(x, -3, -2).reshape(..., S, H*D)``.
+
+    Args:
+      x: array ``[..., H, S, D]`` of any dtype, with any number of leading dimensions.
+
+    Returns:
+      An array ``[..., S, H*D]`` of the dtype of ``x``.
+
+    Saved for the backward: nothing.
+
+    Sharding: over every dimension but ``D``, without communication; sharded heads become sharded
+    features.
+
+    Raises:
+      TypeError: ``x`` is not an array.
+      ValueError: ``x`` has less than three dimensions.
+
+    Source: FasterTransformer, ``transpose``.
+    """
+    (x,) = as_arrays("merge_heads", x=x)
+    if x.ndim < 3:
+        raise ValueError(
+            f"merge_heads: x has shape {x.shape}; it must have at least 3 dimensions, "
+            "[..., heads, sequence, head_size]"
+        )
+    return merge_last(_swap(x))

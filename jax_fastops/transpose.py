@@ -1,0 +1,147 @@
+"""``transpose``: any permutation of any array's dimensions, at the speed of a copy.
+
+Every dimension is independent of the others, so the op shards over all of them; a mapped axis of
+``vmap`` is one more dimension of the permutation, wherever it stands.
+
+Source: OneFlow, "How to implement a permute / transpose operator".
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastops._arguments import as_arrays
+from jax_fastops._implementation import by_width
+from jax_fastops._kernel import Kernel
+from jax_fastops._op import Op
+
+# Several elements to a byte.
+_PACKED = ("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+
+
+@functools.cache
+def _signature(axes: tuple[int, ...]) -> str:
+    """Of the transposition by ``axes``; leading dimensions that stay are ``...``."""
+    lead = _leading(axes)
+    names = [f"*d{i}" for i in range(len(axes))]
+    left, right = " ".join(names[lead:]), " ".join(names[i] for i in axes[lead:])
+    return f"... {left} -> ... {right}"
+
+
+def _leading(axes: tuple[int, ...]) -> int:
+    """How many leading dimensions stay where they are."""
+    return next((i for i, axis in enumerate(axes) if axis != i), len(axes))
+
+
+@functools.cache
+def _kernel(axes: tuple[int, ...]) -> Kernel:
+    return Kernel.declare("transpose", _signature(axes))
+
+
+def _move(x, axes: tuple[int, ...]):
+    lead = _leading(axes)
+    return _kernel(axes)(x, axes=tuple(axis - lead for axis in axes[lead:]))
+
+
+def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argsort(axes))
+
+
+def _batch(options: dict, *, operand: int | None = None, result: int | None = None):
+    """The transposition with a mapped axis in the given place, and in front on the other side."""
+    axes = options["axes"]
+    if operand is not None:
+        wider = (operand, *(axis + (axis >= operand) for axis in axes))
+    else:
+        wider = tuple(axis + 1 for axis in axes)
+        wider = (*wider[:result], 0, *wider[result:])
+    return _signature(wider), {"axes": wider}
+
+
+_transpose = Op(
+    "transpose",
+    "... *m *n -> ... *n *m",
+    lambda x, axes: jnp.transpose(x, axes),
+    kernels=(_kernel((1, 0)),),
+    forward=_move,
+    forward_saving=_move,
+    residuals=lambda args, outs, saved: (),
+    pullback=lambda kept, cts, axes: (jnp.transpose(*cts, _inverse(axes)),),
+    pushforward=lambda kept, tangents, axes: jnp.transpose(*tangents, axes),
+    backward=lambda kept, cts, wanted, axes: _move(*cts, _inverse(axes)),
+    tangent=lambda kept, tangents, axes: _move(*tangents, axes),
+    batch=_batch,
+    dtype_class=by_width,
+)
+
+
+def permute(x, axes: tuple[int, ...]):
+    """``jnp.transpose(x, axes)``, by the kernel where that is the choice; ``axes`` is valid."""
+    if _moves_nothing(x.shape, axes) or not is_movable(x.dtype):
+        return jnp.transpose(x, axes)
+    return _transpose(x, signature=_signature(axes), axes=axes)
+
+
+def _moves_nothing(shape, axes) -> bool:
+    """Whether the elements stay in their order: XLA then makes a bitcast of the transposition."""
+    moved = [axis for axis in axes if not (isinstance(shape[axis], int) and shape[axis] == 1)]
+    return moved == sorted(moved) or 0 in shape
+
+
+def is_movable(dtype) -> bool:
+    """Whether elements are whole bytes of memory: not two to a byte, nor PRNG keys."""
+    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and str(dtype) not in _PACKED
+
+
+def transpose(x, axes: Sequence[int] | None = None) -> jax.Array:
+    """Permute the dimensions of an array: ``jnp.transpose(x, axes)``.
+
+    Args:
+      x: array of any shape and dtype.
+      axes: dimension ``i`` of the result is dimension ``axes[i]`` of ``x``; a permutation of
+        ``range(x.ndim)``, in which negative numbers count from the end. Default: reversed.
+
+    Returns:
+      An array of the dtype of ``x``, with the same bits. Where no dimension longer than 1 changes
+      its place, no data is moved.
+
+    Saved for the backward: nothing. The gradient is the inverse transposition, by the same kernel.
+
+    Sharding: over every dimension, without communication; the mesh axes follow their dimensions.
+
+    Raises:
+      TypeError: ``x`` is not an array or number; ``axes`` is not a sequence of integers, or not a
+        permutation (an axis is repeated or missing).
+      ValueError: an axis is out of bounds.
+
+    Source: OneFlow, permute.
+    """
+    (x,) = as_arrays("transpose", x=x)
+    return permute(x, _canonical(axes, x.shape))
+
+
+def _canonical(axes, shape) -> tuple[int, ...]:
+    """``axes`` counted from 0, or the error that ``jnp.transpose`` raises."""
+    rank = len(shape)
+    if axes is None:
+        return tuple(reversed(range(rank)))
+    given = tuple(operator.index(axis) for axis in axes)
+    for axis in given:
+        if not -rank <= axis < rank:
+            raise ValueError(
+                f"transpose: axis {axis} is out of bounds for array of dimension {rank}"
+            )
+    found = tuple(axis % rank for axis in given)
+    if sorted(found) != list(range(rank)):
+        problem = "repeated axis" if len(set(found)) < len(found) else "axes don't match array"
+        raise TypeError(
+            f"transpose: {problem}: the permutation isn't a permutation of operand dimensions, got "
+            f"permutation {given} for operand shape {tuple(shape)}"
+        )
+    return found

@@ -1,0 +1,34 @@
+// The kernels of the head ops for one instruction set. Included by the files that are compiled
+// several times: see isa.h for what such a header may hold.
+#ifndef JAX_FASTOPS_CPU_HEADS_SIMD_H_
+#define JAX_FASTOPS_CPU_HEADS_SIMD_H_
+
+#include <stdint.h>
+
+#include "cpu/isa.h"
+#include "dtype.h"
+
+namespace jax_fastops::cpu {
+
+// Strides are in bytes, from row to row; a row's elements are contiguous.
+struct HeadsKernels {
+  // y[r, i] = x[r, i] + bias[i] for r < rows and i < n
+  using AddBias = void(const char* x, int64_t x_stride, const void* bias, char* y, int64_t y_stride,
+                       int64_t rows, int64_t n);
+  // y[r, i] = x[r, i], unless y is null, and sums[i] += sum over r of x[r, i]; `first` sets the
+  // sums instead. The sum over r begins at 0 and goes up in order.
+  using AddRows = void(const char* x, int64_t x_stride, char* y, int64_t y_stride, int64_t rows,
+                       int64_t n, void* sums, bool first);
+
+  // By DType. The bias has the type of x, or is float32 beside a 16-bit x.
+  AddBias* add_bias[kNumDTypes];
+  AddBias* add_wide_bias[kNumDTypes];
+  AddRows* add_rows[kNumDTypes];
+  // How many elements a row needs at least for these to be fast.
+  int fast[kNumDTypes];
+};
+FASTOPS_DECLARE_KERNELS(HeadsKernels, heads_kernels)
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_CPU_HEADS_SIMD_H_

@@ -1,0 +1,554 @@
+// The inner loops of transpose.h: a matrix with rows that are contiguous in the input and columns
+// that are contiguous in the output, and rows that stay rows.
+//
+// A tile is as many rows as a register holds units, of one register each: every load and every
+// store is a whole register, with AVX-512 a whole cache line. A register is made of lanes of 16
+// bytes, in which shuffles are cheap, and a lane of N units. So the rows are transposed N at a
+// time, each lane by itself (log2 N rounds of interleaving), and then the lanes, which are a square
+// of their own, trade places. For units of 1 and 2 bytes a tile has more registers than the
+// machine, and the compiler keeps what waits for the second step on the stack, in the first-level
+// cache.
+//
+// The edges: what is left of a long side is covered by one more tile that is moved back to overlap
+// the last, so that hardly a tile is incomplete. Sides that are shorter than a tile are common
+// (images of 3 channels). Up to N columns, a lane takes a row: the second step then happens in the
+// loads. Up to N rows, a lane is all there is of a column, and is stored by itself.
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12 takes the deliberately undefined registers inside its own AVX-512 headers for mistakes.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+#include "cpu/transpose_simd.h"
+
+#include "cpu/simd.h"
+
+namespace jax_fastops::cpu::FASTOPS_ISA {
+namespace {
+
+// ---- Registers: of kLanes lanes of 16 bytes
+// ------------------------------------------------------
+
+#if defined(__SSE2__)
+
+using Lane = __m128i;
+
+FASTOPS_INLINE Lane ZeroLane() { return _mm_setzero_si128(); }
+FASTOPS_INLINE Lane LoadLane(const void* p) { return _mm_loadu_si128(static_cast<const Lane*>(p)); }
+FASTOPS_INLINE void StoreLane(void* p, Lane v) { _mm_storeu_si128(static_cast<Lane*>(p), v); }
+
+template <int kUnit>
+FASTOPS_INLINE Lane Low(Lane a, Lane b) {
+  if constexpr (kUnit == 1) return _mm_unpacklo_epi8(a, b);
+  if constexpr (kUnit == 2) return _mm_unpacklo_epi16(a, b);
+  if constexpr (kUnit == 4) return _mm_unpacklo_epi32(a, b);
+  return _mm_unpacklo_epi64(a, b);
+}
+template <int kUnit>
+FASTOPS_INLINE Lane High(Lane a, Lane b) {
+  if constexpr (kUnit == 1) return _mm_unpackhi_epi8(a, b);
+  if constexpr (kUnit == 2) return _mm_unpackhi_epi16(a, b);
+  if constexpr (kUnit == 4) return _mm_unpackhi_epi32(a, b);
+  return _mm_unpackhi_epi64(a, b);
+}
+
+#else
+
+typedef uint8_t Lane __attribute__((vector_size(16)));
+
+FASTOPS_INLINE Lane ZeroLane() { return Lane{}; }
+FASTOPS_INLINE Lane LoadLane(const void* p) { return LoadVector<Lane>(p); }
+FASTOPS_INLINE void StoreLane(void* p, Lane v) { StoreVector(p, v); }
+
+// Units of a and b in turn, from the units `first` on.
+template <int kUnit>
+FASTOPS_INLINE Lane Interleave(Lane a, Lane b, int first) {
+  char from[2][16], to[16];
+  memcpy(from[0], &a, 16);
+  memcpy(from[1], &b, 16);
+  for (int i = 0; i < 16 / kUnit; ++i) {
+    memcpy(to + i * kUnit, from[i % 2] + (first + i / 2) * kUnit, kUnit);
+  }
+  return LoadVector<Lane>(to);
+}
+
+#if defined(__aarch64__)
+template <int kUnit>
+FASTOPS_INLINE Lane Low(Lane a, Lane b) {
+  if constexpr (kUnit == 1) return (Lane)vzip1q_u8((uint8x16_t)a, (uint8x16_t)b);
+  if constexpr (kUnit == 2) return (Lane)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b);
+  if constexpr (kUnit == 4) return (Lane)vzip1q_u32((uint32x4_t)a, (uint32x4_t)b);
+  return (Lane)vzip1q_u64((uint64x2_t)a, (uint64x2_t)b);
+}
+template <int kUnit>
+FASTOPS_INLINE Lane High(Lane a, Lane b) {
+  if constexpr (kUnit == 1) return (Lane)vzip2q_u8((uint8x16_t)a, (uint8x16_t)b);
+  if constexpr (kUnit == 2) return (Lane)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b);
+  if constexpr (kUnit == 4) return (Lane)vzip2q_u32((uint32x4_t)a, (uint32x4_t)b);
+  return (Lane)vzip2q_u64((uint64x2_t)a, (uint64x2_t)b);
+}
+#else
+template <int kUnit>
+FASTOPS_INLINE Lane Low(Lane a, Lane b) {
+  return Interleave<kUnit>(a, b, 0);
+}
+template <int kUnit>
+FASTOPS_INLINE Lane High(Lane a, Lane b) {
+  return Interleave<kUnit>(a, b, 8 / kUnit);
+}
+#endif
+
+#endif
+
+// Parts of a lane, of 0 to 16 bytes. Nothing beyond them is touched.
+#if FASTOPS_ISA_LEVEL == 2
+FASTOPS_INLINE __mmask16 FirstBytes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+FASTOPS_INLINE Lane LoadPart(const char* p, int64_t n) {
+  return _mm_maskz_loadu_epi8(FirstBytes(n), p);
+}
+FASTOPS_INLINE void StorePart(char* p, Lane v, int64_t n) {
+  _mm_mask_storeu_epi8(p, FirstBytes(n), v);
+}
+#else
+template <int kPiece>
+FASTOPS_INLINE int64_t CopyPiece(char* to, const char* from, int64_t at, int64_t n) {
+  if ((n & kPiece) == 0) return at;
+  memcpy(to + at, from + at, kPiece);
+  return at + kPiece;
+}
+FASTOPS_INLINE void CopyPart(char* to, const char* from, int64_t n) {
+  int64_t at = CopyPiece<8>(to, from, 0, n);
+  at = CopyPiece<4>(to, from, at, n);
+  at = CopyPiece<2>(to, from, at, n);
+  CopyPiece<1>(to, from, at, n);
+}
+FASTOPS_INLINE Lane LoadPart(const char* p, int64_t n) {
+  if (n == 16) return LoadLane(p);
+  char block[16] = {};
+  CopyPart(block, p, n);
+  return LoadLane(block);
+}
+FASTOPS_INLINE void StorePart(char* p, Lane v, int64_t n) {
+  if (n == 16) return StoreLane(p, v);
+  char block[16];
+  StoreLane(block, v);
+  CopyPart(p, block, n);
+}
+#endif
+
+#if FASTOPS_ISA_LEVEL == 2
+
+using Reg = __m512i;
+constexpr int kLanes = 4;
+
+FASTOPS_INLINE Reg Zero() { return _mm512_setzero_si512(); }
+FASTOPS_INLINE Reg Load(const void* p) { return _mm512_loadu_si512(p); }
+FASTOPS_INLINE void Store(void* p, Reg v) { _mm512_storeu_si512(p, v); }
+FASTOPS_INLINE void Stream(void* p, Reg v) { _mm512_stream_si512(static_cast<Reg*>(p), v); }
+FASTOPS_INLINE Reg LoadPart512(const char* p, int64_t n) {
+  return _mm512_maskz_loadu_epi8(_bzhi_u64(~uint64_t{0}, static_cast<unsigned>(n)), p);
+}
+FASTOPS_INLINE void StorePart512(char* p, Reg v, int64_t n) {
+  _mm512_mask_storeu_epi8(p, _bzhi_u64(~uint64_t{0}, static_cast<unsigned>(n)), v);
+}
+FASTOPS_INLINE Reg FromLanes(const Lane (&l)[kLanes]) {
+  const Reg low = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set_m128i(l[1], l[0])),
+                                     _mm256_set_m128i(l[3], l[2]), 1);
+  return low;
+}
+template <int kIndex>
+FASTOPS_INLINE Lane GetLane(Reg v) {
+  return _mm512_extracti32x4_epi32(v, kIndex);
+}
+template <int kUnit>
+FASTOPS_INLINE Reg Low(Reg a, Reg b) {
+  if constexpr (kUnit == 1) return _mm512_unpacklo_epi8(a, b);
+  if constexpr (kUnit == 2) return _mm512_unpacklo_epi16(a, b);
+  if constexpr (kUnit == 4) return _mm512_unpacklo_epi32(a, b);
+  return _mm512_unpacklo_epi64(a, b);
+}
+template <int kUnit>
+FASTOPS_INLINE Reg High(Reg a, Reg b) {
+  if constexpr (kUnit == 1) return _mm512_unpackhi_epi8(a, b);
+  if constexpr (kUnit == 2) return _mm512_unpackhi_epi16(a, b);
+  if constexpr (kUnit == 4) return _mm512_unpackhi_epi32(a, b);
+  return _mm512_unpackhi_epi64(a, b);
+}
+// The lanes of four registers as the rows of a square: its transpose.
+FASTOPS_INLINE void TransposeLanes(Reg (&r)[kLanes]) {
+  const Reg a = _mm512_shuffle_i64x2(r[0], r[1], 0x44), b = _mm512_shuffle_i64x2(r[2], r[3], 0x44);
+  const Reg c = _mm512_shuffle_i64x2(r[0], r[1], 0xEE), d = _mm512_shuffle_i64x2(r[2], r[3], 0xEE);
+  r[0] = _mm512_shuffle_i64x2(a, b, 0x88);
+  r[1] = _mm512_shuffle_i64x2(a, b, 0xDD);
+  r[2] = _mm512_shuffle_i64x2(c, d, 0x88);
+  r[3] = _mm512_shuffle_i64x2(c, d, 0xDD);
+}
+
+#elif FASTOPS_ISA_LEVEL == 1
+
+using Reg = __m256i;
+constexpr int kLanes = 2;
+
+FASTOPS_INLINE Reg Zero() { return _mm256_setzero_si256(); }
+FASTOPS_INLINE Reg Load(const void* p) { return _mm256_loadu_si256(static_cast<const Reg*>(p)); }
+FASTOPS_INLINE void Store(void* p, Reg v) { _mm256_storeu_si256(static_cast<Reg*>(p), v); }
+FASTOPS_INLINE void Stream(void* p, Reg v) { _mm256_stream_si256(static_cast<Reg*>(p), v); }
+FASTOPS_INLINE Reg FromLanes(const Lane (&l)[kLanes]) { return _mm256_set_m128i(l[1], l[0]); }
+template <int kIndex>
+FASTOPS_INLINE Lane GetLane(Reg v) {
+  return _mm256_extracti128_si256(v, kIndex);
+}
+template <int kUnit>
+FASTOPS_INLINE Reg Low(Reg a, Reg b) {
+  if constexpr (kUnit == 1) return _mm256_unpacklo_epi8(a, b);
+  if constexpr (kUnit == 2) return _mm256_unpacklo_epi16(a, b);
+  if constexpr (kUnit == 4) return _mm256_unpacklo_epi32(a, b);
+  return _mm256_unpacklo_epi64(a, b);
+}
+template <int kUnit>
+FASTOPS_INLINE Reg High(Reg a, Reg b) {
+  if constexpr (kUnit == 1) return _mm256_unpackhi_epi8(a, b);
+  if constexpr (kUnit == 2) return _mm256_unpackhi_epi16(a, b);
+  if constexpr (kUnit == 4) return _mm256_unpackhi_epi32(a, b);
+  return _mm256_unpackhi_epi64(a, b);
+}
+FASTOPS_INLINE void TransposeLanes(Reg (&r)[kLanes]) {
+  const Reg a = _mm256_permute2x128_si256(r[0], r[1], 0x20);
+  r[1] = _mm256_permute2x128_si256(r[0], r[1], 0x31);
+  r[0] = a;
+}
+
+#else
+
+using Reg = Lane;
+constexpr int kLanes = 1;
+
+FASTOPS_INLINE Reg Zero() { return ZeroLane(); }
+FASTOPS_INLINE Reg Load(const void* p) { return LoadLane(p); }
+FASTOPS_INLINE void Store(void* p, Reg v) { StoreLane(p, v); }
+FASTOPS_INLINE void Stream(void* p, Reg v) { StreamVector(p, v); }
+FASTOPS_INLINE Reg FromLanes(const Lane (&l)[kLanes]) { return l[0]; }
+template <int kIndex>
+FASTOPS_INLINE Lane GetLane(Reg v) {
+  return v;
+}
+FASTOPS_INLINE void TransposeLanes(Reg (&)[kLanes]) {}
+
+#endif
+
+constexpr int64_t kBytes = sizeof(Reg);
+
+// Parts of a register, of 0 to kBytes bytes.
+FASTOPS_INLINE Reg LoadRegPart(const char* p, int64_t n) {
+#if FASTOPS_ISA_LEVEL == 2
+  return LoadPart512(p, n);
+#else
+  if (n == kBytes) return Load(p);
+  Lane lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    const int64_t left = n - 16 * i;
+    lanes[i] = left <= 0 ? ZeroLane() : LoadPart(p + 16 * i, left < 16 ? left : 16);
+  }
+  return FromLanes(lanes);
+#endif
+}
+
+template <int kIndex = 0>
+FASTOPS_INLINE void StoreLanes(char* p, Reg v, int64_t n) {
+  if constexpr (kIndex < kLanes) {
+    if (n <= 16 * kIndex) return;
+    const int64_t left = n - 16 * kIndex;
+    StorePart(p + 16 * kIndex, GetLane<kIndex>(v), left < 16 ? left : 16);
+    StoreLanes<kIndex + 1>(p, v, n);
+  }
+}
+FASTOPS_INLINE void StoreRegPart(char* p, Reg v, int64_t n) {
+#if FASTOPS_ISA_LEVEL == 2
+  StorePart512(p, v, n);
+#else
+  if (n == kBytes) return Store(p, v);
+  StoreLanes(p, v, n);
+#endif
+}
+
+// ---- Tiles
+// ---------------------------------------------------------------------------------------
+
+// Where a matrix lies, as in TransposeKernels::Matrix.
+struct Place {
+  const char* in;
+  int64_t in_stride;
+  char* out;
+  int64_t out_stride;
+};
+
+template <int kUnit>
+struct Transpose {
+  static constexpr int N = 16 / kUnit;          // units per lane
+  static constexpr int64_t kTile = N * kLanes;  // units per register
+
+  // The transpose of every lane: of r, N rows, to r, N columns.
+  static FASTOPS_INLINE void InLanes(Reg (&r)[N]) {
+#pragma GCC unroll 4
+    for (int step = 1; step < N; step *= 2) {
+      Reg next[N];
+#pragma GCC unroll 8
+      for (int i = 0; i < N / 2; ++i) {
+        next[2 * i] = Low<kUnit>(r[i], r[i + N / 2]);
+        next[2 * i + 1] = High<kUnit>(r[i], r[i + N / 2]);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) r[i] = next[i];
+    }
+  }
+
+  template <bool kStream>
+  static FASTOPS_INLINE void Whole(const Place& m) {
+    Reg part[kLanes][N];
+#pragma GCC unroll 4
+    for (int g = 0; g < kLanes; ++g) {
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) part[g][i] = Load(m.in + (g * N + i) * m.in_stride);
+      InLanes(part[g]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) {
+      Reg column[kLanes];
+#pragma GCC unroll 4
+      for (int g = 0; g < kLanes; ++g) column[g] = part[g][i];
+      TransposeLanes(column);
+#pragma GCC unroll 4
+      for (int l = 0; l < kLanes; ++l) {
+        char* to = m.out + (l * N + i) * m.out_stride;
+        if constexpr (kStream) {
+          Stream(to, column[l]);
+        } else {
+          Store(to, column[l]);
+        }
+      }
+    }
+  }
+
+  // rows, columns <= kTile
+  static __attribute__((noinline)) void Part(const Place& m, int64_t rows, int64_t columns) {
+    Reg part[kLanes][N];
+#pragma GCC unroll 4
+    for (int g = 0; g < kLanes; ++g) {
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) {
+        const int64_t row = g * N + i;
+        part[g][i] = row < rows ? LoadRegPart(m.in + row * m.in_stride, columns * kUnit) : Zero();
+      }
+      if (g * N < rows) InLanes(part[g]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) {
+      Reg column[kLanes];
+#pragma GCC unroll 4
+      for (int g = 0; g < kLanes; ++g) column[g] = part[g][i];
+      TransposeLanes(column);
+#pragma GCC unroll 4
+      for (int l = 0; l < kLanes; ++l) {
+        const int64_t c = l * N + i;
+        if (c < columns) StoreRegPart(m.out + c * m.out_stride, column[l], rows * kUnit);
+      }
+    }
+  }
+
+  // Any number of rows of up to N columns.
+  static __attribute__((noinline)) void FewColumns(const Place& m, int64_t rows, int64_t columns) {
+    for (int64_t r = 0; r < rows; r += kTile) {
+      const int64_t left = rows - r;
+      Reg column[N];
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) {
+        Lane row[kLanes];
+#pragma GCC unroll 4
+        for (int g = 0; g < kLanes; ++g) {
+          const int64_t at = g * N + i;
+          row[g] =
+              at < left ? LoadPart(m.in + (r + at) * m.in_stride, columns * kUnit) : ZeroLane();
+        }
+        column[i] = FromLanes(row);
+      }
+      InLanes(column);
+      const int64_t bytes = (left < kTile ? left : kTile) * kUnit;
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) {
+        if (i < columns) StoreRegPart(m.out + i * m.out_stride + r * kUnit, column[i], bytes);
+      }
+    }
+  }
+
+  template <int kLane = 0>
+  static FASTOPS_INLINE void StoreColumns(const Reg (&column)[N], char* out, int64_t out_stride,
+                                          int64_t columns, int64_t bytes) {
+    if constexpr (kLane < kLanes) {
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) {
+        const int64_t c = kLane * N + i;
+        if (c < columns) StorePart(out + c * out_stride, GetLane<kLane>(column[i]), bytes);
+      }
+      StoreColumns<kLane + 1>(column, out, out_stride, columns, bytes);
+    }
+  }
+
+  // Up to N rows of any number of columns.
+  static __attribute__((noinline)) void FewRows(const Place& m, int64_t rows, int64_t columns) {
+    for (int64_t c = 0; c < columns; c += kTile) {
+      const int64_t left = columns - c < kTile ? columns - c : kTile;
+      Reg part[N];
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) {
+        part[i] = i < rows ? LoadRegPart(m.in + i * m.in_stride + c * kUnit, left * kUnit) : Zero();
+      }
+      InLanes(part);
+      StoreColumns(part, m.out + c * m.out_stride, m.out_stride, left, rows * kUnit);
+    }
+  }
+
+  static FASTOPS_INLINE Place At(const Place& m, int64_t row, int64_t column) {
+    return {m.in + row * m.in_stride + column * kUnit, m.in_stride,
+            m.out + column * m.out_stride + row * kUnit, m.out_stride};
+  }
+
+  // Tiles follow one another along the output's rows, so that a line that two of them share is
+  // finished while it is in the first-level cache.
+  template <bool kStream>
+  static FASTOPS_INLINE void Tiles(const Place& m, int64_t rows, int64_t columns) {
+    if (columns <= N) return FewColumns(m, rows, columns);
+    if (rows <= N) return FewRows(m, rows, columns);
+    if (rows < kTile || columns < kTile) {
+      for (int64_t c = 0; c < columns; c += kTile) {
+        for (int64_t r = 0; r < rows; r += kTile) {
+          Part(At(m, r, c), rows - r < kTile ? rows - r : kTile,
+               columns - c < kTile ? columns - c : kTile);
+        }
+      }
+      return;
+    }
+    for (int64_t c = 0; c < columns; c += kTile) {
+      if (columns - c <= N && columns % kTile != 0) {
+        FewColumns(At(m, 0, c), rows, columns - c);
+        break;
+      }
+      if (c + kTile > columns) c = columns - kTile;
+      int64_t r = 0;
+      for (; r + kTile <= rows; r += kTile) Whole<kStream>(At(m, r, c));
+      if (r == rows) continue;
+      if (rows - r <= N) {
+        FewRows(At(m, r, c), rows - r, kTile);
+      } else {
+        Whole<false>(At(m, rows - kTile, c));
+      }
+    }
+  }
+
+  static void Run(const LoopNest& nest, const char* in, int64_t in_stride, char* out,
+                  int64_t out_stride, int64_t rows, int64_t columns, bool stream) {
+    stream = stream && (reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(out_stride)) %
+                               static_cast<uintptr_t>(kBytes) ==
+                           0;
+    for (int d = 0; d < nest.rank; ++d) {
+      stream = stream && nest.out_step[d] % kBytes == 0;
+    }
+    if (stream) {
+      Loop(nest, in, out, [&](const char* i, char* o) {
+        Tiles<true>({i, in_stride, o, out_stride}, rows, columns);
+      });
+    } else {
+      Loop(nest, in, out, [&](const char* i, char* o) {
+        Tiles<false>({i, in_stride, o, out_stride}, rows, columns);
+      });
+    }
+  }
+
+  template <typename Body>
+  static FASTOPS_INLINE void Loop(const LoopNest& nest, const char* in, char* out,
+                                  const Body& body) {
+    int64_t index[LoopNest::kMaxRank];
+    for (int d = 0; d < nest.rank; ++d) index[d] = 0;
+    for (;;) {
+      body(in, out);
+      int d = nest.rank - 1;
+      for (; d >= 0; --d) {
+        in += nest.in_step[d];
+        out += nest.out_step[d];
+        if (++index[d] < nest.size[d]) break;
+        in -= nest.in_step[d] * nest.size[d];
+        out -= nest.out_step[d] * nest.size[d];
+        index[d] = 0;
+      }
+      if (d < 0) return;
+    }
+  }
+};
+
+// ---- Rows
+// ----------------------------------------------------------------------------------------
+
+template <int64_t kRow>
+FASTOPS_INLINE void CopyFixed(char* to, const char* from) {
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kRow; i += kBytes) Store(to + i, Load(from + i));
+}
+
+// More than kBytes bytes, the last ones as a register that overlaps the one before.
+FASTOPS_INLINE void CopyLong(char* to, const char* from, int64_t n) {
+  const Reg last = Load(from + n - kBytes);
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < n - kBytes; i += kBytes) Store(to + i, Load(from + i));
+  Store(to + n - kBytes, last);
+}
+
+FASTOPS_INLINE void CopyShort(char* to, const char* from, int64_t n) {
+  StoreRegPart(to, LoadRegPart(from, n), n);
+}
+
+// From here on the C library's copy is faster.
+constexpr int64_t kLibraryRow = 4096;
+
+template <typename Copy>
+FASTOPS_INLINE void LoopRows(const LoopNest& nest, const char* in, char* out, const Copy& copy) {
+  if (nest.rank == 0) return copy(out, in);
+  LoopNest outer = nest;
+  --outer.rank;
+  const int64_t n = nest.size[outer.rank];
+  const int64_t in_step = nest.in_step[outer.rank], out_step = nest.out_step[outer.rank];
+  Transpose<1>::Loop(outer, in, out, [&](const char* i, char* o) {
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < n; ++k) copy(o + k * out_step, i + k * in_step);
+  });
+}
+
+void Rows(const LoopNest& nest, const char* in, char* out, int64_t bytes) {
+  switch (bytes) {
+    case 64:
+      return LoopRows(nest, in, out, [](char* o, const char* i) { CopyFixed<64>(o, i); });
+    case 128:
+      return LoopRows(nest, in, out, [](char* o, const char* i) { CopyFixed<128>(o, i); });
+    case 256:
+      return LoopRows(nest, in, out, [](char* o, const char* i) { CopyFixed<256>(o, i); });
+    case 512:
+      return LoopRows(nest, in, out, [](char* o, const char* i) { CopyFixed<512>(o, i); });
+    default:
+      break;
+  }
+  if (bytes <= kBytes) {
+    LoopRows(nest, in, out, [bytes](char* o, const char* i) { CopyShort(o, i, bytes); });
+  } else if (bytes < kLibraryRow) {
+    LoopRows(nest, in, out, [bytes](char* o, const char* i) { CopyLong(o, i, bytes); });
+  } else {
+    LoopRows(nest, in, out,
+             [bytes](char* o, const char* i) { memcpy(o, i, static_cast<size_t>(bytes)); });
+  }
+}
+
+}  // namespace
+
+extern const TransposeKernels transpose_kernels;
+const TransposeKernels transpose_kernels = {
+    {Transpose<1>::Run, Transpose<2>::Run, Transpose<4>::Run, Transpose<8>::Run,
+     Transpose<16>::Run},
+    Rows};
+
+}  // namespace jax_fastops::cpu::FASTOPS_ISA

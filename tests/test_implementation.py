@@ -1,0 +1,145 @@
+"""Which implementation runs: the setter, the context manager, and what kernels cannot do here."""
+
+import gc
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_fastops as fo
+from jax_fastops import _native
+from jax_fastops._implementation import current
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    before = current()
+    yield
+    fo.use_implementation(before)
+
+
+def test_an_object_set_earlier_can_be_entered_later():
+    native = fo.use_implementation("native")
+    fo.use_implementation("xla")
+    with native:
+        assert current() == "native"
+    assert current() == "xla"
+
+
+def test_a_choice_made_while_a_context_manager_waits_is_kept():
+    waiting = fo.use_implementation("xla")
+    fo.use_implementation("native")
+    with waiting:
+        assert current() == "xla"
+    assert current() == "native"
+
+
+def test_an_object_can_be_entered_again_inside_itself():
+    xla = fo.use_implementation("xla")
+    fo.use_implementation("native")
+    with xla:
+        with xla:
+            assert current() == "xla"
+        assert current() == "xla"
+    assert current() == "native"
+    fo.use_implementation("auto")
+    assert current() == "auto"
+
+
+def test_threads_in_blocks_leave_the_choice_of_the_process_alone():
+    fo.use_implementation("auto")
+    wrong = []
+
+    def work(value):
+        for _ in range(2000):
+            with fo.use_implementation(value):
+                if current() != value:
+                    wrong.append(current())
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in ("native", "xla")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert current() == "auto"
+
+
+def test_plain_calls_leave_nothing_behind():
+    from jax_fastops import _implementation
+
+    for _ in range(50):
+        fo.use_implementation("native")
+    gc.collect()
+    fo.use_implementation("xla")
+    assert len(_implementation._choices._pending) <= 2
+    assert current() == "xla"
+
+
+@pytest.mark.parametrize("op", [fo.relu, fo.transpose])
+def test_without_jit(op):
+    x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
+    with fo.use_implementation("native"):
+        expected = op(jnp.asarray(x))
+        with jax.disable_jit():
+            np.testing.assert_array_equal(op(jnp.asarray(x)), expected)
+            gradient = jax.grad(lambda x: (op(x) ** 2).sum())(jnp.asarray(x))
+    np.testing.assert_array_equal(gradient, jax.grad(lambda x: (op(x) ** 2).sum())(x))
+
+
+@pytest.mark.parametrize(
+    "architecture, capability, covered",
+    [
+        ("90-real", "9.0", True),
+        ("80-real", "8.6", True),
+        ("86-real", "8.0", False),
+        ("80-real", "9.0", False),
+        ("90-virtual", "12.0", True),
+        ("90-virtual", "8.9", False),
+        ("80", "9.0", True),
+        ("90a-real", "9.0", True),
+        ("90a", "10.0", False),
+        ("100-real", "10.3", True),
+        ("120-virtual", "10.0", False),
+        ("native", "7.5", True),
+    ],
+)
+def test_which_devices_a_build_covers(architecture, capability, covered):
+    assert _native._covers(architecture, capability) is covered
+
+
+def test_kernels_that_cannot_run_here_are_not_used(monkeypatch):
+    monkeypatch.setattr(_native, "runs_here", lambda platform: False)
+    x = jnp.ones((64, 33))
+    with fo.use_implementation("native"):
+        text = jax.jit(lambda x: fo.relu(fo.transpose(x))).lower(x).as_text()
+    assert "custom_call" not in text
+
+
+def test_weakly_typed_numbers_of_different_kinds_stay_weak():
+    expected = jax.nn.relu(jnp.add(1, 2.5))
+    found = fo.add_relu(1, 2.5)
+    assert found == expected
+    assert (found * jnp.bfloat16(1)).dtype == (expected * jnp.bfloat16(1)).dtype == jnp.bfloat16
+
+
+def test_a_dtype_error_names_the_argument_that_sets_the_dtype():
+    from jax_fastops._arguments import as_arrays, same_floating_dtype
+
+    arrays = as_arrays("op", a=0.0, b=jnp.ones(2, jnp.bfloat16), c=jnp.ones(2, jnp.float32))
+    with pytest.raises(TypeError, match="c has dtype float32, but b has dtype bfloat16"):
+        same_floating_dtype("op", arrays, ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("value", [jax.ShapeDtypeStruct((3,), "float32"), "text", None, [1.0]])
+def test_what_is_no_array_is_refused(value):
+    with pytest.raises(TypeError, match="relu: x is"):
+        fo.relu(value)
+
+
+def test_a_reference_is_refused():
+    reference = jax.new_ref(jnp.ones(3))
+    with pytest.raises(TypeError, match="relu: x is of type Ref"):
+        fo.relu(reference)
