@@ -25,7 +25,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     add = parser.add_argument
-    add("--ops", nargs="+", metavar="OP", help="these ops (default: all)")
+    add("--ops", nargs="+", metavar="OP", help="these ops or families of ops (default: all)")
     add("--dtypes", nargs="+", metavar="DTYPE", help="these dtypes (default: all)")
     add("--filter", default="", metavar="TEXT", help="cases whose name contains TEXT")
     add("--scale", choices=("gpu", "cpu"), help="sizes (default: those of the platform)")
@@ -34,6 +34,7 @@ def parse() -> argparse.Namespace:
     add("--clock", choices=("auto", "profiler", "chain", "wall"), default="auto")
     add("--out", type=Path, default=RESULTS, metavar="DIR", help=f"default: {RESULTS.name}/ here")
     add("--plot-only", type=Path, metavar="JSON", help="redraw the chart of earlier results")
+    add("--torch", action="store_true", help="PyTorch beside JAX, on a GPU where it is installed")
     add("--auto-table", action="store_true", help="regenerate jax_fastops/auto_table.json")
     options = parser.parse_args()
     options.rounds = options.repeats or (5 if options.quick else 25)
@@ -43,26 +44,33 @@ def parse() -> argparse.Namespace:
 
 
 def benchmark(options: argparse.Namespace, console: Console) -> None:
-    """Run the cases, show them, write ``<device>.json`` and ``<device>.png``."""
-    from benchmarks import report
+    """Run the cases, show them, write ``<device>-<family>.json`` and the same as ``.png``."""
+    from benchmarks import pytorch, report
     from benchmarks.cases import cases, select_ops
     from benchmarks.environment import platform_name
     from benchmarks.run import run
 
+    if options.torch:
+        pytorch.share_gpu()
     scale = options.scale or ("cpu" if options.quick or platform_name() == "cpu" else "gpu")
     chosen = list(cases(scale, select_ops(options.ops), options.dtypes, options.filter))
     if not chosen:
         raise SystemExit("no case fits these options")
+    if options.torch and (reason := pytorch.unavailable()):
+        console.print(f"no columns of PyTorch: {reason}")
+        options.torch = False
     with progress(console, len(chosen)) as on_case:
-        results = run(chosen, options.rounds, options.clock, on_case)
+        results = run(chosen, options.rounds, options.clock, on_case, options.torch)
     report.show(results, console)
-    path = report.save(results, options.out)
-    console.print(f"wrote {path}", highlight=False, soft_wrap=True)
-    draw(results, path, console)
+    for path, part in report.save(results, options.out).items():
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        draw(part, path, console)
 
 
 def draw(results: dict, path: Path, console: Console) -> None:
-    """Write the chart beside the JSON at ``path``."""
+    """Write the chart beside the JSON at ``path``, if it is one of cases."""
+    if "cases" not in results:
+        return
     try:
         from benchmarks import plot
     except ModuleNotFoundError as error:

@@ -2,15 +2,20 @@
 
 The table is ``{op: {platform: {dtype: {"forward": n, "grad": n}}}}``: the smallest number of
 elements from which the kernel is used, for a forward alone and for a differentiated call;
-``null`` is never. Other platforms' entries are kept.
+``null`` is never. Other platforms' entries are kept. An op whose derivative is the op itself, and
+integers, are measured as a forward alone, which then stands for both.
+
+Where speed depends on more than the number of elements (a permutation, a bias), a size is measured
+in several layouts. The kernel must lose in none of them.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import ROOT, measure
-from benchmarks.cases import DTYPES, Case, Op
+from benchmarks.cases import Case, Layout, Op
 from benchmarks.environment import platform_name
 from benchmarks.programs import operands
 from benchmarks.run import build, precision
@@ -33,9 +38,10 @@ def regenerate(
     """Measure, and merge this platform's entries into the table at ``path``."""
     _, timer = measure.clock(clock)
     table = json.loads(path.read_text()) if path.exists() else {}
-    for op in ops:
+    for op in (op for op in ops if not op.kernel_of):
         entries = table.setdefault(op.name, {}).setdefault(platform_name(), {})
-        for dtype in dtypes or DTYPES:
+        known = dict.fromkeys(dtype for layout in op.of_size(sizes[0]) for dtype in layout.dtypes)
+        for dtype in (dtype for dtype in known if not dtypes or dtype in dtypes):
             entries[dtype] = thresholds(op, dtype, timer, rounds, sizes, log)
     path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
     return table
@@ -45,15 +51,23 @@ def thresholds(op: Op, dtype: str, timer: measure.Clock, rounds: int, sizes, log
     """{"forward": elements or None, "grad": elements or None} of one op and dtype."""
     ratios: dict[str, dict[int, float]] = {name: {} for name in PHASES}
     for size in sizes:
-        for name, ratio in _ratios(op, dtype, size, timer, rounds).items():
-            ratios[name][size] = ratio
-        shown = ", ".join(f"{name} {ratios[name][size]:.2f}" for name in PHASES)
-        log(f"{op.name} {dtype} {size} elements: native / jax.nn time {shown}")
+        seen = []
+        for layout in (layout for layout in op.of_size(size) if dtype in layout.dtypes):
+            seen.append(_ratios(op, layout, dtype, timer, rounds))
+            shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in seen[-1].items())
+            log(f"{op.name} {dtype} {layout.label}: native / jax.nn time {shown}")
+        for name in PHASES:
+            ratios[name][size] = combined([found[name] for found in seen])
     found = {name: threshold(ratios[name]) for name in PHASES}
     if op.fuses:
         found["forward"] = None  # alone the kernel may win, but a forward is seldom alone
     log(f"{op.name} {dtype}: {found}")
     return found
+
+
+def combined(ratios: Sequence[float]) -> float:
+    """One ratio for several layouts: the clearest loss, or the clearest gain where none loses."""
+    return max(ratios) if max(ratios) > 1 + MARGIN else min(ratios)
 
 
 def threshold(ratios: dict[int, float]) -> int | None:
@@ -67,17 +81,24 @@ def threshold(ratios: dict[int, float]) -> int | None:
     return best
 
 
-def _ratios(op: Op, dtype: str, size: int, timer: measure.Clock, rounds: int) -> dict[str, float]:
+def _ratios(
+    op: Op, layout: Layout, dtype: str, timer: measure.Clock, rounds: int
+) -> dict[str, float]:
     """Time of the kernel over that of jax.nn, by name of phase.
 
     The fastest calls are compared: whatever else the machine does can only slow a call down.
     """
-    case = Case(op, f"{size}", op.of_size(size), dtype)
+    case = Case(op, layout, "gpu", dtype)
+    size = math.prod(case.shapes[0])
     rounds = rounds if size > 2**20 else 2 * rounds + 1  # short calls vary more
+    phases = {name: phase if phase in case.phases else "forward" for name, phase in PHASES.items()}
+    measured = list(dict.fromkeys(phases.values()))
     with precision(dtype):
         data = operands(case)
-        sides = [build(case, name, data, PHASES.values()).programs for name in ("native", "jax.nn")]
-        timings = timer([side[phase] for phase in PHASES.values() for side in sides], rounds)
-    return {
-        name: timings[2 * i].fastest / timings[2 * i + 1].fastest for i, name in enumerate(PHASES)
+        sides = [build(case, name, data, measured).programs for name in ("native", "jax.nn")]
+        timings = timer([side[phase] for phase in measured for side in sides], rounds)
+    ratios = {
+        phase: timings[2 * i].fastest / timings[2 * i + 1].fastest
+        for i, phase in enumerate(measured)
     }
+    return {name: ratios[phase] for name, phase in phases.items()}

@@ -33,12 +33,12 @@ def hardware() -> dict:
     }
 
 
-def versions() -> dict:
-    """Of Python, JAX, this package and, on a GPU, the CUDA that JAX was built with."""
+def versions(*more: str) -> dict:
+    """Of Python, JAX, this package, what ``more`` names and the CUDA that JAX was built with."""
     cuda = re.search(r"cuda (\d+)", jax.devices()[0].client.platform_version)
     return {
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("jax", "jaxlib", "jax_fastops", "numpy")},
+        **{name: _version(name) for name in ("jax", "jaxlib", "jax_fastops", "numpy", *more)},
         "cuda": cuda[1] if cuda else None,
     }
 

@@ -24,6 +24,9 @@ import jax.numpy as jnp
 from benchmarks import profile
 from benchmarks.programs import Program
 
+# What is timed is a `programs.Program`, or a `pytorch.Program` with the same members, whose calls
+# wait for their results.
+
 MIB = 2**20
 FLUSH = "flush_cache"
 SMALL = MIB  # bytes; what a core's own cache holds, and the op before would have left there
@@ -84,7 +87,7 @@ def wall(programs: Sequence[Program], rounds: int) -> list[Timing]:
     for index in _turns(len(programs), rounds):
         samples[index].append(_wall_sample(programs[index]))
     return [
-        Timing(tuple(times), launches(program.compiled.as_text()), "wall")
+        Timing(tuple(times), launches(program), "wall")
         for program, times in zip(programs, samples, strict=True)
     ]
 
@@ -105,10 +108,13 @@ def profiled(programs: Sequence[Program], rounds: int) -> list[Timing]:
     for program in [*programs, flush]:
         jax.block_until_ready(program())
     turns = _turns(len(programs), rounds)
+    mixed = not all(isinstance(program, Program) for program in programs)
 
     def work():
         for index in turns:
-            flush()
+            flushed = flush()
+            if mixed:  # another framework's streams do not wait for JAX's; treat all alike
+                jax.block_until_ready(flushed)
             last = programs[index]()
         jax.block_until_ready(last)
 
@@ -161,26 +167,12 @@ def chain(programs: Sequence[Program], rounds: int, length: int = 16) -> list[Ti
     for program in programs:
         size = sum(a.nbytes for a in program.outputs) or 1
         lengths.append(max(1, min(length, 4096 * MIB // size)))
-        chains.append(_chained(program, lengths[-1]))
+        chains.append(program.repeated(lengths[-1]))
     timings = wall(chains, rounds)
     return [
-        Timing(tuple(t / n for t in timing.samples), launches(program.compiled.as_text()), "chain")
+        Timing(tuple(t / n for t in timing.samples), launches(program), "chain")
         for timing, n, program in zip(timings, lengths, programs, strict=True)
     ]
-
-
-def _chained(program: Program, length: int) -> Program:
-    """``length`` calls in one program; each starts only when the one before has ended."""
-
-    def calls(*args):
-        results = []
-        for _ in range(length):
-            outputs = program.function(*args)
-            outputs, args = jax.lax.optimization_barrier((outputs, args))
-            results += outputs
-        return results
-
-    return Program(f"{program.name}_x{length}", calls, program.args)
 
 
 def _turns(count: int, rounds: int) -> list[int]:
@@ -242,8 +234,13 @@ FREE = {
 }
 
 
-def launches(hlo: str) -> int:
-    """How many kernels, library calls and copies a compiled module's entry computation runs."""
+def launches(program: Program) -> int:
+    """How many kernels, library calls and copies a compiled module's entry computation runs; 0 for
+    a program that is not XLA's.
+    """
+    if not isinstance(program, Program):
+        return 0
+    hlo = program.compiled.as_text()
     entry = hlo[hlo.index("\nENTRY ") :].split("\n}")[0]
     return sum(opcode not in FREE for opcode in map(_opcode, entry.splitlines()[2:]) if opcode)
 

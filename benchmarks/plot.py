@@ -14,15 +14,16 @@ TOP = 2.5  # bars beyond this many floors are cut, with their height written on 
 
 def draw(results: dict, path: Path) -> Path:
     """Write a PNG with a row of panels for each dtype and a column for each phase."""
+    phases = [p for p in PANELS if any(p in case["floor_us"] for case in results["cases"])]
     dtypes = list(dict.fromkeys(case["dtype"] for case in results["cases"]))
     by_dtype = {d: [c for c in results["cases"] if c["dtype"] == d] for d in dtypes}
     widest = max(map(len, by_dtype.values()))
-    size = (len(PANELS) * max(3.4, 0.62 * widest + 0.8), 2.6 * len(dtypes) + 1.2)
+    size = (len(phases) * max(3.4, 0.62 * widest + 0.8), 2.6 * len(dtypes) + 1.2)
     figure, grid = plt.subplots(
-        len(dtypes), len(PANELS), figsize=size, squeeze=False, sharey=True, layout="constrained"
+        len(dtypes), len(phases), figsize=size, squeeze=False, sharey=True, layout="constrained"
     )
     for row, dtype in zip(grid, dtypes, strict=True):
-        for axes, phase in zip(row, PANELS, strict=True):
+        for axes, phase in zip(row, phases, strict=True):
             _panel(axes, by_dtype[dtype], phase)
             axes.set_xlim(-0.6, widest - 0.4)
             axes.set_title(f"{phase}, {dtype}", fontsize=10)
@@ -73,7 +74,8 @@ def _panel(axes, cases: list[dict], phase: str) -> None:
 
 def _height(case: dict, name: str, phase: str) -> float:
     entry = case["results"].get(name)
-    return entry["phases"][phase]["of_floor"] if entry else 0.0
+    numbers = entry and entry["phases"].get(phase)
+    return numbers["of_floor"] if numbers else 0.0
 
 
 def _label(case: dict) -> str:

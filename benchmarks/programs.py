@@ -1,9 +1,11 @@
-"""The four compiled programs that are timed for a case: what each computes and what it returns.
+"""The compiled programs that are timed for a case: what each computes and what it returns.
 
 ``forward``         the op, not differentiated
 ``forward_saving``  the op, and what its backward keeps
 ``backward``        the gradients, from what was kept and the cotangents
 ``step``            forward and backward as one program, with an optimisation barrier between
+
+An op whose derivative is the op itself, and integers, have the first alone.
 
 Three things would spoil such programs, and are dealt with here:
 
@@ -18,16 +20,14 @@ Three things would spoil such programs, and are dealt with here:
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from benchmarks.cases import Case
-
-PHASES = ("forward", "forward_saving", "backward", "step")
+from benchmarks.cases import PHASES, Case
 
 
 @dataclass
@@ -71,6 +71,23 @@ class Program:
     def __call__(self) -> list[jax.Array]:
         self.outputs = self.compiled(*self.args, *self.outputs)
         return self.outputs
+
+    def results(self) -> list[jax.Array]:
+        """What a call computes, to be compared."""
+        return self()
+
+    def repeated(self, length: int) -> "Program":
+        """``length`` calls in one program; each starts only when the one before has ended."""
+
+        def calls(*args):
+            results = []
+            for _ in range(length):
+                outputs = self.function(*args)
+                outputs, args = jax.lax.optimization_barrier((outputs, args))
+                results += outputs
+            return results
+
+        return Program(f"{self.name}_x{length}", calls, self.args)
 
 
 @dataclass(frozen=True)
@@ -161,15 +178,36 @@ class Operands:
 
 
 def operands(case: Case) -> Operands:
-    """Normally distributed operands and cotangents of ``case``."""
-    args = [_random(i, shape, case.dtype) for i, shape in enumerate(case.shapes)]
-    results, treedef = jax.tree.flatten(jax.eval_shape(case.op.reference, *args))
-    cotangents = [_random(100 + i, r.shape, r.dtype) for i, r in enumerate(results)]
+    """Random operands of ``case``, and cotangents if it is differentiated."""
+    args = [random(i, shape, case.dtype) for i, shape in enumerate(case.shapes)]
+    function = partial(case.op.reference, **case.layout.options)
+    return operands_of(function, args, differentiated=case.phases != ("forward",))
+
+
+def operands_of(function: Callable, args: list[jax.Array], differentiated: bool) -> Operands:
+    """``args`` with cotangents for the results of ``function``."""
+    results, treedef = jax.tree.flatten(jax.eval_shape(function, *args))
+    wanted = results if differentiated else []
+    cotangents = [random(100 + i, r.shape, r.dtype) for i, r in enumerate(wanted)]
     return Operands(args, cotangents, treedef)
 
 
-def _random(seed: int, shape, dtype) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+def random(seed: int, shape, dtype) -> jax.Array:
+    """Normally distributed; integers are a hash of their position, made without temporaries, which
+    for arrays of gigabytes would not fit.
+    """
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return _hashed(seed, tuple(shape), jnp.dtype(dtype))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _hashed(seed, shape, dtype) -> jax.Array:
+    place = jnp.full((), seed, jnp.uint32)
+    for axis in range(len(shape)):
+        step = jnp.uint32(2654435761 + 2 * axis)  # odd, and not the same for two axes
+        place = (place + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)) * step
+    return (place >> 24).astype(dtype)
 
 
 @dataclass

@@ -20,6 +20,13 @@ PHASES = (
     ("backward", "backward"),
     ("both, one step", "step"),
 )
+MOVES = {"forward": "forward", "backward": "backward", "step": "both, one step"}
+CONTENDERS = {
+    "native": "ours",
+    "jax.nn": "XLA",
+    "torch": "PyTorch",
+    "torch.compile": "PyTorch, compiled",
+}
 
 
 def main() -> None:
@@ -36,18 +43,29 @@ def main() -> None:
 
 
 def table(name: str) -> str:
-    """The Markdown of one results file: a row per case, a column per phase, ours beside XLA's."""
+    """The Markdown of one results file: what ops keep and all phases, if they keep anything;
+    multiples of the floor beside PyTorch's, if they only move elements."""
     results = json.loads((RESULTS / f"{name}.json").read_text())
-    header = ["op, shape", "dtype", *(title for title, _ in PHASES), "kept: ours / XLA"]
-    rows = [row(case) for case in results["cases"]]
+    header, rows = (phase_table if keeps(results) else multiples_table)(results)
     lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
     return f"{headline(results)}.\n\n" + "\n".join(lines) + "\n"
 
 
+def keeps(results: dict) -> bool:
+    """Whether an op of ours keeps anything between forward and backward."""
+    entries = (case["results"].get("native") for case in results["cases"])
+    return any(e and e["saved_bytes"] and e["saved_bytes"]["total"] for e in entries)
+
+
+def phase_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """A row per case, a column per phase, ours beside XLA's."""
+    header = ["op, shape", "dtype", *(title for title, _ in PHASES), "kept: ours / XLA"]
+    return header, [row(case) for case in results["cases"]]
+
+
 def row(case: dict) -> list[str]:
-    shapes = " ".join(f"({', '.join(map(str, s))})" for s in case["shapes"])
     ours, xla = case["results"]["native"], case["results"]["jax.nn"]
-    cells = [f"`{case['op']}` {shapes}", case["dtype"]]
+    cells = [what(case), case["dtype"]]
     cells += [phase(ours["phases"][key], xla["phases"][key]) for _, key in PHASES]
     return [*cells, " / ".join(mib(side["saved_bytes"]["total"]) for side in (ours, xla))]
 
@@ -58,6 +76,48 @@ def phase(ours: dict, xla: dict) -> str:
     faster = 0 if ours["median_us"] <= xla["median_us"] else 1
     texts[faster] = f"**{texts[faster]}**"
     return " / ".join(texts)
+
+
+def multiples_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """A row per case and phase, a column per contender, the fastest in bold."""
+    measured = {name for case in results["cases"] for name in case["results"]}
+    names = [name for name in CONTENDERS if name in measured]
+    several = any(len(case["floor_us"]) > 1 for case in results["cases"])
+    header = ["op, shape", "dtype", *(["phase"] if several else []), "floor"]
+    rows = []
+    for case in results["cases"]:
+        for key, title in MOVES.items():
+            if key not in case["floor_us"]:
+                continue
+            entries = [case["results"].get(name) for name in names]
+            times = [e and e["phases"].get(key, {}).get("of_floor") for e in entries]
+            cells = [what(case), case["dtype"], *([title] if several else [])]
+            cells.append(f"{case['floor_us'][key]:.3g} µs")
+            rows.append([*cells, *multiples(times)])
+    return [*header, *(CONTENDERS[name] for name in names)], rows
+
+
+def multiples(times: list[float | None]) -> list[str]:
+    """``1.03``, or ``-`` for what was not measured."""
+    best = min((t for t in times if t), default=None)
+    texts = [f"{t:.2f}" if t else "-" for t in times]
+    return [f"**{s}**" if t and t == best else s for s, t in zip(texts, times, strict=True)]
+
+
+def what(case: dict) -> str:
+    """The op, its operands' shapes and its options."""
+    shapes = " ".join(map(_tuple, case["shapes"]))
+    options = case.get("options", {})
+    text = f"`{case['op']}` {shapes}"
+    if "axes" in options:
+        text += f" → {_tuple(options['axes'])}"
+    if "num_heads" in options:
+        text += f", {options['num_heads']} heads"
+    return text
+
+
+def _tuple(numbers: list[int]) -> str:
+    return f"({', '.join(map(str, numbers))})"
 
 
 def mib(n_bytes: int) -> str:

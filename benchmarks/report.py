@@ -9,17 +9,32 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.environment import slug
-from benchmarks.programs import PHASES
 
-COLUMNS = ("native", "auto", "jax.nn")
+CONTENDERS = ("native", "auto", "jax.nn", "torch", "torch.compile")
+OURS = CONTENDERS[:2]
 
 
-def save(results: dict, folder: Path) -> Path:
-    """Write ``results`` to ``folder``, in a file named after the device."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{slug(results)}.json"
+def save(results: dict, folder: Path) -> dict[Path, dict]:
+    """Write ``results`` to ``folder``: a file for each family of ops, named after the device."""
+    written = {}
+    for family in dict.fromkeys(case["family"] for case in results["cases"]):
+        mine = results | {"cases": [c for c in results["cases"] if c["family"] == family]}
+        path = folder / f"{slug(results)}-{family}.json"
+        write(path, mine)
+        written[path] = mine
+    return written
+
+
+def write(path: Path, results: dict) -> None:
+    """Write JSON, with the folder that it goes to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
-    return path
+
+
+def contenders(results: dict) -> list[str]:
+    """Those that were measured; the three of JAX's are always shown."""
+    measured = {name for case in results["cases"] for name in case["results"]}
+    return [name for name in CONTENDERS if name in measured or not name.startswith("torch")]
 
 
 def _rounded(value):
@@ -34,22 +49,28 @@ def _rounded(value):
 def show(results: dict, console: Console) -> None:
     """Tables on a terminal, plain lines elsewhere."""
     console.print(headline(results), highlight=False, soft_wrap=True)
-    for title, header, rows in (TIMES, MEMORY):
+    for title, header, rows in (times(results), memory(results)):
+        if not rows:
+            continue
         if console.is_terminal:
-            console.print(_table(title, header, rows(results)))
+            console.print(_table(title, header, rows))
         else:
-            _lines(title, header, rows(results), console)
+            _lines(title, header, rows, console)
     for text in errors(results):
         console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def headline(results: dict) -> str:
-    """What was measured on, and the copy that sets the floor."""
-    hardware, versions, copy = results["hardware"], results["versions"], results["copy"]
+    """What was measured on, and the copy that sets the floor, if there is one."""
+    hardware, versions, copy = results["hardware"], results["versions"], results.get("copy")
+    torch = f", PyTorch {versions['torch']}" if "torch" in versions else ""
+    speed = copy and (
+        f"streaming copy {copy['gbs']:.0f} GB/s (from {copy['min_gbs']:.0f} to "
+        f"{copy['max_gbs']:.0f}); "
+    )
     return (
         f"{hardware['device']} ({hardware['platform']}, {hardware['cores']} CPU cores), "
-        f"jax {versions['jax']}, jax_fastops {versions['jax_fastops']}; streaming copy "
-        f"{copy['gbs']:.0f} GB/s (from {copy['min_gbs']:.0f} to {copy['max_gbs']:.0f}); "
+        f"jax {versions['jax']}, jax_fastops {versions['jax_fastops']}{torch}; {speed or ''}"
         f"{results['clock']} clock, median of {results['rounds']} rounds"
     )
 
@@ -61,42 +82,42 @@ def errors(results: dict) -> Iterator[str]:
             yield f"{_name(case)}, {name}: {error}"
 
 
-def times(results: dict) -> Iterator[list[str]]:
+Rows = tuple[str, tuple[str, ...], list[list[str]]]  # title, header, rows
+
+
+def times(results: dict) -> Rows:
     """A row for each case and phase: µs and multiples of the floor, speed-ups over jax.nn."""
-    for case in results["cases"]:
-        for phase in PHASES:
-            entries = [case["results"].get(name) for name in COLUMNS]
-            yield [
-                _name(case),
-                phase.replace("_", " "),
-                f"{case['floor_us'][phase]:.1f}",
-                *(_time(entry, phase) for entry in entries),
-                *(_speedup(entry, phase) for entry in entries[:2]),
-                " ".join(_launches(entry, phase) for entry in entries),
-            ]
+    names = contenders(results)
+    title = f"Time in µs (and over the floor); speed-ups over jax.nn; kernels of {', '.join(names)}"
+
+    def rows():
+        for case in results["cases"]:
+            entries = {name: case["results"].get(name) for name in names}
+            for phase, floor in case["floor_us"].items():
+                numbers = [e and e["phases"].get(phase) for e in entries.values()]
+                ours = [e and e["phases"].get(phase) for e in map(entries.get, OURS)]
+                launches = [str(n["launches"]) if n else "-" for n in numbers]
+                cells = [phase.replace("_", " "), f"{floor:.1f}", *map(_time, numbers)]
+                yield [_name(case), *cells, *map(_speedup, ours), " ".join(launches)]
+
+    return title, ("case", "phase", "floor", *names, *OURS, "kernels"), list(rows())
 
 
-def memory(results: dict) -> Iterator[list[str]]:
-    """A row for each case: bytes kept between forward and backward, temporaries of a step."""
-    for case in results["cases"]:
-        entries = [case["results"].get(name) for name in COLUMNS]
-        saved = [_bytes(e and (e["saved_bytes"] or {}).get("total")) for e in entries]
-        yield [_name(case), *saved, *(_bytes(e and e["temp_bytes"]) for e in entries)]
+def memory(results: dict) -> Rows:
+    """A row for each differentiated case: bytes kept for the backward, temporaries of a step."""
+    names = [name for name in contenders(results) if not name.startswith("torch")]
+
+    def rows():
+        for case in (c for c in results["cases"] if "backward" in c["floor_us"]):
+            entries = [case["results"].get(name) for name in names]
+            saved = [_bytes(e and (e["saved_bytes"] or {}).get("total")) for e in entries]
+            yield [_name(case), *saved, *(_bytes(e and e["temp_bytes"]) for e in entries)]
+
+    header = ("case", *(f"{name} {what}" for what in ("keeps", "temp") for name in names))
+    return "Kept between forward and backward; peak temporaries of a step", header, list(rows())
 
 
-TIMES = (
-    "Time in µs (and over the floor); speed-ups over jax.nn; kernels of native, auto, jax.nn",
-    ("case", "phase", "floor", "native", "auto", "jax.nn", "native", "auto", "kernels"),
-    times,
-)
-MEMORY = (
-    "Kept between forward and backward; peak temporaries of a step",
-    ("case", *(f"{name} {what}" for what in ("keeps", "temp") for name in COLUMNS)),
-    memory,
-)
-
-
-def _table(title: str, header: tuple[str, ...], rows: Iterator[list[str]]) -> Table:
+def _table(title: str, header: tuple[str, ...], rows: list[list[str]]) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     for name in header:
         left = name in ("case", "phase")
@@ -134,20 +155,13 @@ def _name(case: dict) -> str:
     return f"{case['op']} {case['label']} {case['dtype']}"
 
 
-def _time(entry: dict | None, phase: str) -> str:
-    if not entry:
-        return "-"
-    numbers = entry["phases"][phase]
-    return f"{numbers['median_us']:.1f} ({numbers['of_floor']:.2f})"
+def _time(numbers: dict | None) -> str:
+    return f"{numbers['median_us']:.1f} ({numbers['of_floor']:.2f})" if numbers else "-"
 
 
-def _speedup(entry: dict | None, phase: str) -> str:
-    speedup = entry and entry["phases"][phase].get("speedup")
+def _speedup(numbers: dict | None) -> str:
+    speedup = numbers and numbers.get("speedup")
     return f"{speedup:.2f}x" if speedup else "-"
-
-
-def _launches(entry: dict | None, phase: str) -> str:
-    return str(entry["phases"][phase]["launches"]) if entry else "-"
 
 
 def _bytes(count: int | None) -> str:

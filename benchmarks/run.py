@@ -1,19 +1,23 @@
-"""Runs cases: our kernel, what `auto` picks and jax.nn, side by side, into one dict of results."""
+"""Runs cases: our kernel, what `auto` picks, JAX's own functions and, if asked for, PyTorch's, side
+by side, into one dict of results.
+"""
 
 import datetime
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import environment, measure
-from benchmarks.cases import Case, fo
-from benchmarks.programs import PHASES, Contender, Operands, Program, contender, operands
+from benchmarks import environment, measure, pytorch
+from benchmarks.cases import PHASES, Case, fo
+from benchmarks.programs import Contender, Operands, Program, contender, operands
 
-CONTENDERS = ("native", "auto", "jax.nn")
+CONTENDERS = ("native", "auto", "jax.nn")  # the last: JAX's own, jax.numpy's where there is no nn
+WIDE = ("float64", "complex128")
 
 
 def run(
@@ -21,6 +25,7 @@ def run(
     rounds: int,
     clock: str = "auto",
     on_case: Callable[[int, Case], None] = lambda index, case: None,
+    torch: bool = False,
 ) -> dict:
     """Measure every case: hardware, versions, the copy's bandwidth (B/s) and all raw numbers."""
     clock, timer = measure.clock(clock)
@@ -28,11 +33,13 @@ def run(
     measured = []
     for index, case in enumerate(cases):
         on_case(index, case)
-        measured.append(run_case(case, copy, timer, rounds))
+        measured.append(run_case(case, copy, timer, rounds, torch))
+        if torch:
+            pytorch.release()
     results = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": environment.hardware(),
-        "versions": environment.versions(),
+        "versions": environment.versions(*(["torch"] if torch else [])),
         "clock": clock,
         "rounds": rounds,
         "copy": {"bytes": 2 * copy.args[0].nbytes},
@@ -42,32 +49,36 @@ def run(
     return results
 
 
-def run_case(case: Case, copy: Program, timer: measure.Clock, rounds: int) -> dict:
+def run_case(
+    case: Case, copy: Program, timer: measure.Clock, rounds: int, torch: bool = False
+) -> dict:
     """The raw numbers of one case, and the copy's, which takes its turns among the programs."""
     with precision(case.dtype):
         data = operands(case)
         contenders, errors = {}, {}
-        for name in CONTENDERS:
+        for name in CONTENDERS + (pytorch.CONTENDERS if torch and case.op.torch else ()):
             try:
                 contenders[name] = build(case, name, data)
             except Exception as error:  # a missing kernel must not lose the other cases
                 errors[name] = f"{type(error).__name__}: {error}"
         if "jax.nn" in contenders:
-            errors |= disagreements(contenders, case.dtype)
+            errors |= disagreements(contenders, case)
         timings, copying = _time(contenders, copy, timer, rounds)
     return {
         "op": case.op.name,
-        "label": case.label,
+        "family": case.op.family,
+        "label": case.layout.label,
+        "options": dict(case.layout.options),
         "shapes": [list(shape) for shape in case.shapes],
         "dtype": case.dtype,
-        "elements": math.prod(case.shape),
-        "bytes": {phase: getattr(case.traffic, phase) for phase in PHASES},
+        "elements": math.prod(case.shapes[0]),
+        "bytes": {phase: getattr(case.traffic, phase) for phase in case.phases},
         "copy": copying,
         "results": {
             name: {
                 "phases": timings[name],
                 "saved_bytes": contenders[name].saved,
-                "temp_bytes": contenders[name].programs["step"].temp_bytes,
+                "temp_bytes": contenders[name].programs[case.phases[-1]].temp_bytes,
             }
             for name in contenders
         },
@@ -77,34 +88,52 @@ def run_case(case: Case, copy: Program, timer: measure.Clock, rounds: int) -> di
 
 def precision(dtype: str):
     """64-bit types for the cases that need them, and for no other."""
-    return jax.enable_x64(True) if dtype == "float64" else nullcontext()
+    return jax.enable_x64(True) if dtype in WIDE else nullcontext()
 
 
-def build(case: Case, name: str, data: Operands, phases: Iterable[str] = PHASES) -> Contender:
-    """The programs of one contender, "native", "auto" or "jax.nn"."""
+def build(case: Case, name: str, data: Operands, phases: Iterable[str] | None = None) -> Contender:
+    """The programs of one contender: one of `CONTENDERS`, or of PyTorch's."""
+    phases = case.phases if phases is None else phases
+    if name in pytorch.CONTENDERS:
+        return pytorch.contender(case, name, data, phases)
     prefix = name.replace(".", "_")
-    positions = case.op.differentiated
+    ours, reference = (
+        partial(function, **case.layout.options) for function in (case.op.ours, case.op.reference)
+    )
     if name == "jax.nn":
-        return contender(case.op.reference, positions, data, prefix, phases)
+        return contender(reference, case.differentiated, data, prefix, phases)
     platform = environment.platform_name()
-    if name == "native" and fo.info()["ops"][case.op.name].get(platform) != "native":
+    kernels = fo.info()["ops"][case.op.kernel_of or case.op.name]
+    if name == "native" and kernels.get(platform) != "native":
         raise RuntimeError(f"this installation has no kernel for {platform}")
     with fo.use_implementation(name):
-        return contender(case.op.ours, positions, data, prefix, phases)
+        return contender(ours, case.differentiated, data, prefix, phases)
 
 
-def disagreements(contenders: dict[str, Contender], dtype: str) -> dict[str, str]:
-    """Which contenders compute something else than jax.nn: there a time means nothing."""
-    expected = contenders["jax.nn"].programs["step"]()
-    tolerance = 8 * float(jnp.finfo(dtype).eps)
+def disagreements(contenders: dict[str, Contender], case: Case) -> dict[str, str]:
+    """Which contenders compute something else than jax.nn: there a time means nothing.
+
+    The results are compared, and the gradients where there are some: exactly for an op that only
+    moves elements, to some units of rounding else.
+    """
+    phase = "step" if "step" in case.phases else "forward"
+    expected = contenders["jax.nn"].programs[phase].results()
     found = {}
     for name in contenders.keys() - {"jax.nn"}:
-        other = contenders[name]
-        pairs = zip(other.programs["step"](), expected, strict=False)
+        pairs = list(zip(contenders[name].programs[phase].results(), expected, strict=False))
+        if case.op.exact or not jnp.issubdtype(case.dtype, jnp.inexact):
+            if not all(_equal(ours, theirs) for ours, theirs in pairs):
+                found[name] = "results differ from jax.nn"
+            continue
         worst = max(_distance(ours, theirs) for ours, theirs in pairs)
-        if not worst <= tolerance:
+        if not worst <= 8 * float(jnp.finfo(case.dtype).eps):
             found[name] = f"results differ from jax.nn by {worst:.1e} in norm"
     return found
+
+
+@jax.jit  # as one program, which has no temporaries the size of the operands
+def _equal(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+    return jnp.array_equal(ours, theirs)
 
 
 def _distance(ours: jax.Array, theirs: jax.Array) -> float:
@@ -115,7 +144,12 @@ def _distance(ours: jax.Array, theirs: jax.Array) -> float:
 
 def _time(contenders: dict[str, Contender], copy: Program, timer: measure.Clock, rounds: int):
     """{contender: {phase: numbers}} and the copy's numbers; one phase's turns are side by side."""
-    keys = [(name, phase) for phase in PHASES for name in contenders]
+    keys = [
+        (name, phase)
+        for phase in PHASES
+        for name in contenders
+        if phase in contenders[name].programs
+    ]
     programs = [contenders[name].programs[phase] for name, phase in keys]
     *timings, copying = timer([*programs, copy], rounds)
     found: dict = {name: {} for name in contenders}
@@ -138,6 +172,6 @@ def add_floors(results: dict) -> None:
         for entry in case["results"].values():
             for phase, numbers in entry["phases"].items():
                 numbers["of_floor"] = numbers["median_us"] / case["floor_us"][phase]
-                if theirs:
+                if theirs and phase in theirs:
                     numbers["speedup"] = theirs[phase]["median_us"] / numbers["median_us"]
     copy |= {"gbs": statistics.median(speeds), "min_gbs": min(speeds), "max_gbs": max(speeds)}

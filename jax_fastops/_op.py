@@ -109,6 +109,8 @@ class Op:
         signature and options of the op that maps an operand with the axis at ``i`` to a result with
         the axis in front; ``batch(options, result=i)``, those of the op that maps an operand with
         the axis in front to a result with it at ``i``.
+      table_row: the name in the ``auto`` table, from the options, for ops that are several things
+        to it. Default: the op's name.
       dtype_class: the name of a dtype in the ``auto`` table, for ops to which only its width
         matters.
       kernels: every kernel that the above use. A platform that lacks one takes the reference.
@@ -130,6 +132,7 @@ class Op:
         backward: Callable | None = None,
         tangent: Callable | None = None,
         batch: Callable | None = None,
+        table_row: Callable | None = None,
         dtype_class: Callable = str,
     ):
         if (pullback is None) != (pushforward is None):
@@ -147,6 +150,7 @@ class Op:
         self.backward = backward
         self.tangent = tangent
         self.batch = batch
+        self.table_row = table_row or (lambda **options: name)
         self.dtype_class = dtype_class
         self._plain = _Stage(self, "")
         self._fwd = _Stage(self, "_fwd")
@@ -156,6 +160,7 @@ class Op:
         ad.primitive_jvps[self._fwd.primitive] = self._fwd_jvp
         ad.primitive_jvps[self._lin.primitive] = self._lin_jvp
         ad.primitive_jvps[self._vjp.primitive] = self._vjp_jvp
+        ad.primitive_transposes[self._plain.primitive] = self._plain_transpose
         ad.primitive_transposes[self._lin.primitive] = self._lin_transpose
         ad.primitive_transposes[self._vjp.primitive] = self._vjp_transpose
         _OPS[name] = self
@@ -165,7 +170,7 @@ class Op:
     def __call__(self, *args, signature: str | None = None, **options):
         """Run the op on arrays; ``None`` stands for an optional operand that is absent."""
         given = [x for x in args if x is not None]
-        if self.left_to_xla(*given):
+        if self.left_to_xla(*given, **options):
             return self.reference(*args, **options)
         call, own_dims_sharded = self._describe(args, signature or self.signature, options)
         if own_dims_sharded:
@@ -180,7 +185,7 @@ class Op:
             k.name for k in self.kernels
         )
 
-    def left_to_xla(self, *arrays) -> bool:
+    def left_to_xla(self, *arrays, **options) -> bool:
         """Whether the op is traced as its reference, under which XLA may fuse it as it likes.
 
         ``auto`` does so where the kernel gains nothing on the default platform, neither alone nor
@@ -195,12 +200,12 @@ class Op:
         if not (self.supports(platform) and _native.runs_here(platform)):
             return True
         return not any(
-            self._prefers_kernel(platform, arrays[0], use) for use in ("forward", "grad")
+            self._prefers_kernel(platform, arrays[0], use, options) for use in ("forward", "grad")
         )
 
-    def _prefers_kernel(self, platform: str, x, use: str) -> bool:
-        dtype = self.dtype_class(x.dtype)
-        return _implementation.native_is_faster(self.name, platform, dtype, size_of(x), use)
+    def _prefers_kernel(self, platform: str, x, use: str, options: dict) -> bool:
+        row, dtype = self.table_row(**options), self.dtype_class(x.dtype)
+        return _implementation.native_is_faster(row, platform, dtype, size_of(x), use)
 
     def _describe(self, args, text: str, options: dict) -> tuple[Call, bool]:
         left, _, right = text.partition("->")
@@ -355,6 +360,20 @@ class Op:
         function = _vmapped(self._function(kind, call, which, native=False), levels)
         return [_jvp_of(lambda *kept: function(*kept, *primals[n:]), primals[:n], tangents[:n])]
 
+    def _plain_transpose(self, cts, *operands, call, levels, which):
+        """For ``jax.linear_transpose`` of an op that keeps nothing, which is therefore linear."""
+        del which
+        if self._n_residuals(call):
+            raise NotImplementedError(f"{self.name} is not linear, and cannot be transposed")
+        undefined = [ad.is_undefined_primal(x) for x in operands]
+        cts = [ad.instantiate_zeros(ct) for ct in cts]
+        wanted = tuple(bool(u) for u in call.spread(undefined))
+        grads = iter(self._vjp.bind(cts, call, tuple((True,) * len(cts) for _ in levels), wanted))
+        return [
+            _sum_unmapped(next(grads), [level[i] for level in levels]) if u else None
+            for i, u in enumerate(undefined)
+        ]
+
     def _lin_transpose(self, cts, *operands, call, levels, which):
         kept, tangents = self._split(call, operands)
         undefined = [ad.is_undefined_primal(t) for t in tangents]
@@ -488,6 +507,7 @@ class Op:
             platform,
             jax.ShapeDtypeStruct(largest.shape, call.outs[0].dtype),
             "forward" if kind == "" else "grad",
+            dict(call.options),
         )
 
 

@@ -26,7 +26,7 @@ from jax_fastops.transpose import is_movable, permute
 
 # About how many rows one partial sum of the bias' gradient covers. With fewer the sums are more
 # traffic, with more there are too few pieces of work where the batch is small.
-_SUM_ROWS = 64
+_SUM_ROWS = 128
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -162,8 +162,8 @@ _OPS = {1: _declare("split_heads", 1), 3: _declare("split_qkv_heads", 3)}
 
 
 def _apply(name: str, x, bias, num_heads, parts: int):
-    given = {} if bias is None else {"bias": bias}
-    x, *rest = as_arrays(name, x=x, **given)
+    given = {"x" if parts == 1 else "qkv": x} | ({} if bias is None else {"bias": bias})
+    x, *rest = as_arrays(name, **given)
     bias = rest[0] if rest else None
     num_heads, head_size = _check(name, x, bias, num_heads, parts)
     options = dict(num_heads=num_heads, parts=parts)
@@ -254,7 +254,9 @@ def split_heads(x, bias=None, *, num_heads: int) -> jax.Array:
     Sharding: over the leading dimensions and the sequence, and without a bias over the heads, with
     no communication (an all-reduce for the bias' gradient). With a bias and features sharded over
     an explicit mesh axis, XLA adds the bias and the kernel moves the sum; over an auto mesh axis
-    the features are gathered, so add such a bias before the call.
+    the features are gathered, so add such a bias before the call. The bias' gradient is summed over
+    groups of at most 128 rows of the sequence, or the whole of it; where an auto mesh axis cuts
+    through a group, the backward gathers the sequence.
 
     Raises:
       TypeError: ``x`` or ``bias`` is not an array, ``num_heads`` not an integer, or the dtypes do
@@ -288,6 +290,8 @@ def split_qkv_heads(qkv, bias=None, *, num_heads: int) -> tuple[jax.Array, jax.A
 
     Sharding: over the leading dimensions and the sequence, with no communication (an all-reduce for
     the bias' gradient). Sharded features are gathered: shards of ``3*H*D`` are not shards of ``H``.
+    The bias' gradient is summed over groups of at most 128 rows of the sequence, or the whole of it;
+    where an auto mesh axis cuts through a group, the backward gathers the sequence.
 
     Raises:
       TypeError: ``qkv`` or ``bias`` is not an array, ``num_heads`` not an integer, or the dtypes do

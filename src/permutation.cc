@@ -89,4 +89,22 @@ FastDivisor::FastDivisor(uint32_t d) : divisor(d) {
   multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + l)) + d - 1) / d);
 }
 
+FastDivisor64::FastDivisor64(uint64_t d) : divisor(d) {
+  if (d == 1) return;
+  uint32_t l = 1;
+  while ((uint64_t{1} << l) < d) ++l;
+  shift = l - 1;
+  // ceil(2^(63 + l) / d), by long division: 128-bit integers are not in every compiler.
+  uint64_t quotient = 0, remainder = uint64_t{1} << (l - 1);  // of 2^(l - 1): below d
+  for (int i = 0; i < 64; ++i) {
+    remainder *= 2;  // d < 2^63: no overflow
+    quotient *= 2;
+    if (remainder >= d) {
+      remainder -= d;
+      ++quotient;
+    }
+  }
+  multiplier = quotient + (remainder != 0 ? 1 : 0);
+}
+
 }  // namespace jax_fastops

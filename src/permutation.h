@@ -113,6 +113,16 @@ struct FastDivisor {
   explicit FastDivisor(uint32_t d);
 };
 
+// The same for 0 <= n < 2^63 and 1 <= divisor < 2^63.
+struct FastDivisor64 {
+  uint64_t divisor = 1;
+  uint64_t multiplier = 0;
+  uint32_t shift = 0;
+
+  FastDivisor64() = default;
+  explicit FastDivisor64(uint64_t d);
+};
+
 }  // namespace jax_fastops
 
 #endif  // JAX_FASTOPS_PERMUTATION_H_

@@ -48,6 +48,7 @@ CASES = {
         lambda x, b: toy_ops.affine.reference(x, None, b, power=2),
         (X[0], SCALE),
     ),
+    "add_bias": (toy_ops.add_bias, toy_ops.add_bias.reference, (X[0], SCALE)),
     "moments": (toy_ops.moments, toy_ops.moments.reference, (X[0],)),
     "transpose": (
         lambda x: toy_ops.transpose(x, (1, 0)),
@@ -217,6 +218,10 @@ def test_a_gradient_program_holds_just_the_two_kernels():
 def test_an_op_keeps_what_it_declares():
     leaves = jax.tree.leaves(jax.vjp(toy_ops.softmax, X)[1])
     assert [(v.shape, v.dtype) for v in leaves] == [(X.shape, X.dtype)]
+
+
+def test_an_op_may_keep_nothing():
+    assert not jax.tree.leaves(jax.vjp(toy_ops.add_bias, X, SCALE)[1])
 
 
 def test_gradient_with_respect_to_one_operand_computes_that_one():

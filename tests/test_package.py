@@ -126,7 +126,8 @@ def test_info():
     assert info["jax"] == jax.__version__
     cpu = info["modules"]["cpu"]
     assert cpu["isa"] in cpu["isa_built"]
-    assert info["ops"]["relu"]["cpu"] == info["ops"]["add_relu"]["cpu"] == "native"
+    for op in ("relu", "add_relu", "transpose", "split_heads", "split_qkv_heads"):
+        assert info["ops"][op]["cpu"] == "native" and info["ops"][op]["other"] == "xla"
     json.dumps(info)  # plain values
 
 

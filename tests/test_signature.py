@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import compat
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jax_fastops._kernel import sharding_rule
+from jax_fastops._kernel import infer_avals, sharding_rule
 from jax_fastops._signature import Signature
 
 F32, BF16, F64 = (jnp.dtype(d) for d in ("float32", "bfloat16", "float64"))
@@ -48,6 +51,12 @@ def test_no_batch_dimensions_is_a_batch_of_rank_zero():
         ("... n -> ... m", [(2, 3)], "no operand of"),
         ("... n+1 -> ... n", [(2, 3)], "cannot read dimension"),
         ("... n", [(2, 3)], "no '->'"),
+        ("... *s n -> ... n", [(2, 3, 4)], "different names with a star"),
+        ("... *s, ... *t -> ... *s", [(2, 3), (2, 3)], "different names with a star"),
+        ("... *s, *s -> ... *s", [(2, 3), (3,)], "no '...'"),
+        ("*s -> *s", [(3,)], "no '...'"),
+        ("... *s n, ... n *s -> ... *s", [(2, 3, 4), (2, 4, 5)], "dimension 's'"),
+        ("... *ceil(n/8) -> ... n", [(2, 3)], "cannot read dimension"),
     ],
 )
 def test_what_does_not_fit_is_said(text, shapes, message):
@@ -65,15 +74,58 @@ def test_what_does_not_fit_is_said(text, shapes, message):
         ("... n, ... n -> ... n", [True, False], True),
         ("... n -> n", [True], False),
         ("a b -> b a", [True], False),
+        ("... *a *b -> ... *b *a", [True], True),
+        ("... *s n, n -> ... *s n", [True, False], True),
+        ("... *s n, n -> ... *s n", [True, True], False),
     ],
 )
 def test_a_mapped_axis_folds_only_where_examples_are_independent(text, mapped, folds):
     assert Signature.parse(text).folds(mapped) is folds
 
 
+def test_names_with_a_star_stand_anywhere():
+    found = infer("... *a n *b -> ... *b *a, ... n *b *a :acc", ((2, 3, 4, 5), BF16))
+    assert found == [((2, 5, 3), BF16), ((2, 4, 5, 3), F32)]
+    signature = Signature.parse("... *a n *b -> ... *b *a")
+    assert signature.free == ("b", "a") and signature.operands[0].free == ("a", "b")
+    assert [d.name for d in signature.operands[0].own] == ["n"]
+
+
+def test_a_signature_is_written_as_it_is_read():
+    text = "... *s n, n -> ... n *s :uint8, ... *s ceil(n/8), n :acc"
+    assert str(Signature.parse(text)) != str(Signature.parse(text.replace("*s", "s")))
+    assert Signature.parse(str(Signature.parse(text))) == Signature.parse(text)
+
+
+def test_the_shards_of_a_dimension_follow_its_star():
+    mesh = compat.make_mesh({"a": 1, "b": 1}, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        avals = [
+            jax.typeof(jax.device_put(np.ones((2, 3, 4), np.float32), NamedSharding(mesh, spec)))
+            for spec in (P("a", "b", None), P(None, None, None), P(None, None, "a"))
+        ]
+        both = Signature.parse("... *s n, ... *s n -> ... n *s, ... *s, n")
+        found = infer_avals(both, [avals[1], avals[0]])
+        assert [a.sharding.spec for a in found] == [P("a", None, "b"), P("a", "b"), P(None)]
+        swap = Signature.parse("... *s *t, ... *t *s -> ... *s *t")
+        turned = jax.typeof(
+            jax.device_put(np.ones((2, 4, 3), np.float32), NamedSharding(mesh, P(None, "b", "a")))
+        )
+        # The second operand shards t over b and s over a; the first s over b.
+        with pytest.raises(
+            ValueError, match="sharded differently along one dimension: 'b' and 'a'"
+        ):
+            infer_avals(swap, [avals[0], turned])
+
+
 def test_names_that_no_operand_fixes_are_replaced_by_sizes():
     signature = Signature.parse("... ceil(n/8) -> ... n").with_sizes({"n": 13})
     assert signature.infer([(4, 2)], [F32]) == [((4, 13), F32)]
+
+
+def test_a_star_needs_an_operand_that_has_it():
+    with pytest.raises(ValueError, match=r"no operand has the dimension '\*s'"):
+        Signature.parse("n -> ... *s n").with_sizes({"s": 3, "n": 4})
 
 
 def test_sharding_rule_shares_batch_factors_and_replicates_the_rest():
@@ -83,4 +135,14 @@ def test_sharding_rule_shares_batch_factors_and_replicates_the_rest():
     assert sharding_rule(signature, avals, outs, 2) == (
         "#sdy.op_sharding_rule<([i, j, k], [k])->([i, j, k], [i, j, l], [k]) "
         "{i=2, j=3, k=16, l=2} need_replication={k, l}, custom>"
+    )
+
+
+def test_sharding_rule_has_a_factor_for_each_mere_size():
+    """Two sizes that are equal are not the same dimension."""
+    signature = Signature.parse("... 4 -> ... 4, ... 1")
+    avals = [jax.ShapeDtypeStruct(s, np.float32) for s in [(2, 4), (2, 4), (2, 1)]]
+    assert sharding_rule(signature, avals[:1], avals[1:], 1) == (
+        "#sdy.op_sharding_rule<([i, j])->([i, k], [i, l]) "
+        "{i=2, j=4, k=4, l=1} need_replication={j, k, l}, custom>"
     )

@@ -100,3 +100,16 @@ def transpose(x, axes):
     letters = "abcdefgh"[: x.ndim]
     signature = f"{' '.join(letters)} -> {' '.join(letters[a] for a in axes)}"
     return move_axes(x, signature=signature, axes=tuple(axes))
+
+
+# Linear, so it keeps nothing: only the tangent of the first operand tells the result's shape.
+add_bias = Op(
+    "toy_add_bias",
+    "... n, n -> ... n",
+    lambda x, bias: x + bias,
+    residuals=lambda args, outs, saved: (),
+    pullback=lambda kept, cts: (cts[0], _sum_batch(cts[0])),
+    pushforward=lambda kept, tangents: (
+        tangents[0] if tangents[1] is None else tangents[0] + tangents[1]
+    ),
+)

@@ -100,15 +100,25 @@ struct Boxes {
   }
 };
 
-// Moves a box of heads x rows, each of `bytes` bytes, that lie apart in the two layouts by these
-// strides, in bytes. What is a neighbour in the merged layout is a head.
+// Where heads or rows are no longer than a unit of a transposition, they are one.
+int UnitLog(int64_t bytes) {
+  for (int i = 0; i < 5; ++i) {
+    if (bytes == int64_t{1} << i) return i;
+  }
+  return -1;
+}
+
+// Moves rows x heads pieces of `bytes` bytes, which are `row` and `head` bytes apart in the two
+// arrays. In the merged layout heads are neighbours, in the split one rows are.
 void MoveToSplit(const char* in, int64_t in_row, int64_t in_head, char* out, int64_t out_row,
                  int64_t out_head, int64_t rows, int64_t heads, int64_t bytes) {
   LoopNest nest;
-  if (bytes <= 16 && (bytes & (bytes - 1)) == 0 && in_head == bytes && out_row == bytes) {
-    int unit_log = 0;
-    while ((int64_t{1} << unit_log) < bytes) ++unit_log;
-    Movers().matrix[unit_log](nest, in, in_row, out, out_head, rows, heads, false);
+  const int unit_log = UnitLog(bytes);
+  if (unit_log >= 0 && in_head == bytes && out_row == bytes) {
+    int64_t row_offset[kBoxRows], head_offset[kSmallBoxRowBytes];
+    for (int64_t i = 0; i < rows; ++i) row_offset[i] = i * in_row;
+    for (int64_t i = 0; i < heads; ++i) head_offset[i] = i * out_head;
+    Movers().matrix[unit_log](nest, in, row_offset, out, head_offset, rows, heads, false);
     return;
   }
   nest.Add(heads, in_head, out_head);
@@ -119,10 +129,12 @@ void MoveToSplit(const char* in, int64_t in_row, int64_t in_head, char* out, int
 void MoveToMerged(const char* in, int64_t in_row, int64_t in_head, char* out, int64_t out_row,
                   int64_t out_head, int64_t rows, int64_t heads, int64_t bytes) {
   LoopNest nest;
-  if (bytes <= 16 && (bytes & (bytes - 1)) == 0 && in_row == bytes && out_head == bytes) {
-    int unit_log = 0;
-    while ((int64_t{1} << unit_log) < bytes) ++unit_log;
-    Movers().matrix[unit_log](nest, in, in_head, out, out_row, heads, rows, false);
+  const int unit_log = UnitLog(bytes);
+  if (unit_log >= 0 && in_row == bytes && out_head == bytes) {
+    int64_t row_offset[kBoxRows], head_offset[kSmallBoxRowBytes];
+    for (int64_t i = 0; i < rows; ++i) row_offset[i] = i * out_row;
+    for (int64_t i = 0; i < heads; ++i) head_offset[i] = i * in_head;
+    Movers().matrix[unit_log](nest, in, head_offset, out, row_offset, heads, rows, false);
     return;
   }
   nest.Add(rows, in_row, out_row);

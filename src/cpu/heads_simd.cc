@@ -9,8 +9,7 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// ---- Blocks in the type of sums: a block of T as one or two registers
-// ----------------------------
+// ---- Blocks in the type of sums: a block of T as one or two registers ---------------------------
 //
 //   Wide         the registers
 //   Sum          an element of them
@@ -123,8 +122,7 @@ struct WideF16 : WideHalves {
 #endif
 };
 
-// ---- The bias
-// ------------------------------------------------------------------------------------
+// ---- The bias -----------------------------------------------------------------------------------
 
 template <typename T>
 struct OwnBias {
@@ -213,8 +211,7 @@ struct AddBias {
   };
 };
 
-// ---- The sums
-// ------------------------------------------------------------------------------------
+// ---- The sums -----------------------------------------------------------------------------------
 
 template <typename T, typename W>
 struct AddRows {

@@ -25,8 +25,7 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// ---- Registers: of kLanes lanes of 16 bytes
-// ------------------------------------------------------
+// ---- Registers: of kLanes lanes of 16 bytes -----------------------------------------------------
 
 #if defined(__SSE2__)
 
@@ -270,15 +269,35 @@ FASTOPS_INLINE void StoreRegPart(char* p, Reg v, int64_t n) {
 #endif
 }
 
-// ---- Tiles
-// ---------------------------------------------------------------------------------------
+// Calls body(in, out) for each turn of the outer `rank` loops of a nest.
+template <typename Body>
+FASTOPS_INLINE void Loop(const LoopNest& nest, int rank, const char* in, char* out,
+                         const Body& body) {
+  int64_t index[LoopNest::kMaxRank];
+  for (int d = 0; d < rank; ++d) index[d] = 0;
+  for (;;) {
+    body(in, out);
+    int d = rank - 1;
+    for (; d >= 0; --d) {
+      in += nest.in_step[d];
+      out += nest.out_step[d];
+      if (++index[d] < nest.size[d]) break;
+      in -= nest.in_step[d] * nest.size[d];
+      out -= nest.out_step[d] * nest.size[d];
+      index[d] = 0;
+    }
+    if (d < 0) return;
+  }
+}
+
+// ---- Tiles --------------------------------------------------------------------------------------
 
 // Where a matrix lies, as in TransposeKernels::Matrix.
 struct Place {
   const char* in;
-  int64_t in_stride;
+  const int64_t* row;
   char* out;
-  int64_t out_stride;
+  const int64_t* column;
 };
 
 template <int kUnit>
@@ -307,7 +326,7 @@ struct Transpose {
 #pragma GCC unroll 4
     for (int g = 0; g < kLanes; ++g) {
 #pragma GCC unroll 16
-      for (int i = 0; i < N; ++i) part[g][i] = Load(m.in + (g * N + i) * m.in_stride);
+      for (int i = 0; i < N; ++i) part[g][i] = Load(m.in + m.row[g * N + i]);
       InLanes(part[g]);
     }
 #pragma GCC unroll 16
@@ -318,7 +337,7 @@ struct Transpose {
       TransposeLanes(column);
 #pragma GCC unroll 4
       for (int l = 0; l < kLanes; ++l) {
-        char* to = m.out + (l * N + i) * m.out_stride;
+        char* to = m.out + m.column[l * N + i];
         if constexpr (kStream) {
           Stream(to, column[l]);
         } else {
@@ -336,7 +355,7 @@ struct Transpose {
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i) {
         const int64_t row = g * N + i;
-        part[g][i] = row < rows ? LoadRegPart(m.in + row * m.in_stride, columns * kUnit) : Zero();
+        part[g][i] = row < rows ? LoadRegPart(m.in + m.row[row], columns * kUnit) : Zero();
       }
       if (g * N < rows) InLanes(part[g]);
     }
@@ -349,7 +368,7 @@ struct Transpose {
 #pragma GCC unroll 4
       for (int l = 0; l < kLanes; ++l) {
         const int64_t c = l * N + i;
-        if (c < columns) StoreRegPart(m.out + c * m.out_stride, column[l], rows * kUnit);
+        if (c < columns) StoreRegPart(m.out + m.column[c], column[l], rows * kUnit);
       }
     }
   }
@@ -365,8 +384,7 @@ struct Transpose {
 #pragma GCC unroll 4
         for (int g = 0; g < kLanes; ++g) {
           const int64_t at = g * N + i;
-          row[g] =
-              at < left ? LoadPart(m.in + (r + at) * m.in_stride, columns * kUnit) : ZeroLane();
+          row[g] = at < left ? LoadPart(m.in + m.row[r + at], columns * kUnit) : ZeroLane();
         }
         column[i] = FromLanes(row);
       }
@@ -374,21 +392,21 @@ struct Transpose {
       const int64_t bytes = (left < kTile ? left : kTile) * kUnit;
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i) {
-        if (i < columns) StoreRegPart(m.out + i * m.out_stride + r * kUnit, column[i], bytes);
+        if (i < columns) StoreRegPart(m.out + m.column[i] + r * kUnit, column[i], bytes);
       }
     }
   }
 
   template <int kLane = 0>
-  static FASTOPS_INLINE void StoreColumns(const Reg (&column)[N], char* out, int64_t out_stride,
+  static FASTOPS_INLINE void StoreColumns(const Reg (&value)[N], char* out, const int64_t* column,
                                           int64_t columns, int64_t bytes) {
     if constexpr (kLane < kLanes) {
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i) {
         const int64_t c = kLane * N + i;
-        if (c < columns) StorePart(out + c * out_stride, GetLane<kLane>(column[i]), bytes);
+        if (c < columns) StorePart(out + column[c], GetLane<kLane>(value[i]), bytes);
       }
-      StoreColumns<kLane + 1>(column, out, out_stride, columns, bytes);
+      StoreColumns<kLane + 1>(value, out, column, columns, bytes);
     }
   }
 
@@ -399,16 +417,15 @@ struct Transpose {
       Reg part[N];
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i) {
-        part[i] = i < rows ? LoadRegPart(m.in + i * m.in_stride + c * kUnit, left * kUnit) : Zero();
+        part[i] = i < rows ? LoadRegPart(m.in + m.row[i] + c * kUnit, left * kUnit) : Zero();
       }
       InLanes(part);
-      StoreColumns(part, m.out + c * m.out_stride, m.out_stride, left, rows * kUnit);
+      StoreColumns(part, m.out, m.column + c, left, rows * kUnit);
     }
   }
 
   static FASTOPS_INLINE Place At(const Place& m, int64_t row, int64_t column) {
-    return {m.in + row * m.in_stride + column * kUnit, m.in_stride,
-            m.out + column * m.out_stride + row * kUnit, m.out_stride};
+    return {m.in + column * kUnit, m.row + row, m.out + row * kUnit, m.column + column};
   }
 
   // Tiles follow one another along the output's rows, so that a line that two of them share is
@@ -443,48 +460,20 @@ struct Transpose {
     }
   }
 
-  static void Run(const LoopNest& nest, const char* in, int64_t in_stride, char* out,
-                  int64_t out_stride, int64_t rows, int64_t columns, bool stream) {
-    stream = stream && (reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(out_stride)) %
-                               static_cast<uintptr_t>(kBytes) ==
-                           0;
-    for (int d = 0; d < nest.rank; ++d) {
-      stream = stream && nest.out_step[d] % kBytes == 0;
-    }
-    if (stream) {
-      Loop(nest, in, out, [&](const char* i, char* o) {
-        Tiles<true>({i, in_stride, o, out_stride}, rows, columns);
-      });
+  static void Run(const LoopNest& nest, const char* in, const int64_t* row, char* out,
+                  const int64_t* column, int64_t rows, int64_t columns, bool stream) {
+    if (stream && kBytes == 64) {  // else a line would leave in pieces
+      Loop(nest, nest.rank, in, out,
+           [&](const char* i, char* o) { Tiles<true>({i, row, o, column}, rows, columns); });
+      StreamFence();
     } else {
-      Loop(nest, in, out, [&](const char* i, char* o) {
-        Tiles<false>({i, in_stride, o, out_stride}, rows, columns);
-      });
-    }
-  }
-
-  template <typename Body>
-  static FASTOPS_INLINE void Loop(const LoopNest& nest, const char* in, char* out,
-                                  const Body& body) {
-    int64_t index[LoopNest::kMaxRank];
-    for (int d = 0; d < nest.rank; ++d) index[d] = 0;
-    for (;;) {
-      body(in, out);
-      int d = nest.rank - 1;
-      for (; d >= 0; --d) {
-        in += nest.in_step[d];
-        out += nest.out_step[d];
-        if (++index[d] < nest.size[d]) break;
-        in -= nest.in_step[d] * nest.size[d];
-        out -= nest.out_step[d] * nest.size[d];
-        index[d] = 0;
-      }
-      if (d < 0) return;
+      Loop(nest, nest.rank, in, out,
+           [&](const char* i, char* o) { Tiles<false>({i, row, o, column}, rows, columns); });
     }
   }
 };
 
-// ---- Rows
-// ----------------------------------------------------------------------------------------
+// ---- Rows ---------------------------------------------------------------------------------------
 
 template <int64_t kRow>
 FASTOPS_INLINE void CopyFixed(char* to, const char* from) {
@@ -510,11 +499,10 @@ constexpr int64_t kLibraryRow = 4096;
 template <typename Copy>
 FASTOPS_INLINE void LoopRows(const LoopNest& nest, const char* in, char* out, const Copy& copy) {
   if (nest.rank == 0) return copy(out, in);
-  LoopNest outer = nest;
-  --outer.rank;
-  const int64_t n = nest.size[outer.rank];
-  const int64_t in_step = nest.in_step[outer.rank], out_step = nest.out_step[outer.rank];
-  Transpose<1>::Loop(outer, in, out, [&](const char* i, char* o) {
+  const int last = nest.rank - 1;
+  const int64_t n = nest.size[last];
+  const int64_t in_step = nest.in_step[last], out_step = nest.out_step[last];
+  Loop(nest, last, in, out, [&](const char* i, char* o) {
 #pragma GCC unroll 2
     for (int64_t k = 0; k < n; ++k) copy(o + k * out_step, i + k * in_step);
   });

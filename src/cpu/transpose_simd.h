@@ -28,10 +28,11 @@ struct LoopNest {
 
 struct TransposeKernels {
   // For each turn of the nest, and every r < rows and c < columns:
-  //   out[c * out_stride + r * unit] = in[r * in_stride + c * unit]
-  // Strides are in bytes. `stream` asks for stores that go past the caches.
-  using Matrix = void(const LoopNest& nest, const char* in, int64_t in_stride, char* out,
-                      int64_t out_stride, int64_t rows, int64_t columns, bool stream);
+  //   out[column_offset[c] + r * unit] = in[row_offset[r] + c * unit]
+  // Offsets are in bytes. `stream` asks for stores that go past the caches: all that is written
+  // must then begin and end at whole cache lines.
+  using Matrix = void(const LoopNest& nest, const char* in, const int64_t* row_offset, char* out,
+                      const int64_t* column_offset, int64_t rows, int64_t columns, bool stream);
   // Copies `bytes` bytes for each turn of the nest.
   using Rows = void(const LoopNest& nest, const char* in, char* out, int64_t bytes);
 

@@ -28,8 +28,8 @@ ffi::Error SplitHeadsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Remaining
   }
   const auto b = bias.get<ffi::AnyBuffer>(0);
   if (bias.size() != 1 || b.has_error()) return InvalidArgument(op, "takes x and a bias");
-  DType dtype;
-  bool wide;
+  DType dtype = DType::kF32;
+  bool wide = false;
   FASTOPS_RETURN_IF_ERROR(
       CheckBias(op, {"x", x}, {"bias", *b}, view.shape.features(), &dtype, &wide));
   cpu::SplitHeadsAddBias(view.shape, dtype, wide, x.untyped_data(), b->untyped_data(), pointers,
@@ -54,7 +54,7 @@ ffi::Error MergeHeadsImpl(ffi::ThreadPool pool, ffi::RemainingArgs y, ffi::Resul
   if (sums.size() != 1 || s.has_error()) return InvalidArgument(op, "gives x and sums");
   const NamedBuffer named("sums", *s);
   FASTOPS_RETURN_IF_ERROR(ReadHeads(op, {"x", x}, operands, &named, batch_first, &view));
-  DType dtype;
+  DType dtype = DType::kF32;
   FASTOPS_RETURN_IF_ERROR(CheckSums(op, {"x", x}, named, &dtype));
   cpu::MergeHeadsWithSums(view.shape, dtype, pointers, x->untyped_data(), view.sums,
                           (*s)->untyped_data(), executor);

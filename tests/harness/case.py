@@ -64,13 +64,16 @@ class Case:
       tolerance: what an op that is not exact may be off.
       shardings: over what the op shards, and with how many all-reduces.
       shards_under_vmap: a mapped axis can be spread over the mesh with no collective, whichever
-        arguments it maps.
+        arguments it maps. False: not where a parameter is mapped, or its gradients are per example;
+        such a call is made once for each example.
       symbolic: for each argument the symbolic shape for `jax.export`, or None if the op takes fixed
         sizes only.
       shapes: a hypothesis strategy that draws one shape per argument (see properties.py).
       modes: the implementations under test; the first runs every check, the others the basic ones
         unless slow tests run. None leaves the implementation alone.
       thorough: the quick tests leave out no detail (see `Check`). Costs about a minute of a core.
+      basic_only: there are no checks but the basic ones, for what differs from another case in its
+        shapes or dtypes alone.
     """
 
     name: str
@@ -89,6 +92,7 @@ class Case:
     shapes: Any = None
     modes: tuple[str | None, ...] = ("native", "auto")
     thorough: bool = False
+    basic_only: bool = False
 
     def __repr__(self) -> str:
         return f"Case({self.name})"
@@ -204,7 +208,7 @@ def all_checks(case: Case) -> list[Check]:
     ]
     names = [check.name for check in found]
     assert len(set(names)) == len(names), f"{case}: two checks have one name"
-    return found
+    return [check for check in found if check.basic or not case.basic_only]
 
 
 def find(

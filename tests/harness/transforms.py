@@ -354,6 +354,9 @@ def carry_step(fn, args, carry):
     """The next carry, which is the op of the carry where that has the right shape."""
     out = outputs(fn(carry, *args[1:]))
     first = out[0]
+    if not is_float(carry.dtype):
+        same = first.shape == carry.shape and first.dtype == carry.dtype
+        return (first if same else carry[..., ::-1]), out
     if first.shape == carry.shape and first.dtype == carry.dtype:
         return carry / 2 + first / 4 + args[0] / 2, out
     return carry * 0.75, out

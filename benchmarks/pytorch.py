@@ -1,0 +1,131 @@
+"""PyTorch beside JAX: eager and compiled by Inductor (``python -m benchmarks --torch``).
+
+Both frameworks share a process, the operands (through DLPack, without a copy), the flush of the
+cache, the rounds and the clock: JAX's profiler sees every kernel of the process. JAX must not take
+most of the GPU's memory in advance then: see ``share_gpu``.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+
+from benchmarks.cases import Case
+from benchmarks.programs import Contender, Operands
+
+CONTENDERS = ("torch", "torch.compile")
+
+
+def share_gpu() -> None:
+    """Before JAX's first use of the GPU: let it take memory as it is needed, and leave the rest.
+
+    Also compile in this process: Inductor would fork, which a process with JAX's threads must not.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def unavailable() -> str | None:
+    """Why there can be no columns of PyTorch, if so."""
+    if jax.devices()[0].platform != "gpu":
+        return "PyTorch is measured on a GPU only"
+    if importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "this PyTorch sees no GPU"
+
+
+@dataclass
+class Program:
+    """Work of PyTorch's, to be timed like a `programs.Program`. A call waits for the GPU."""
+
+    name: str
+    function: Callable[[], Iterable]  # returns tensors
+    calls: int = 1
+    outputs: list = field(default_factory=list)
+    temp_bytes: int | None = None
+
+    def __post_init__(self):
+        self()  # compiles, where something is compiled, and fails here if anywhere
+
+    def __call__(self) -> list:
+        import torch
+
+        for _ in range(self.calls):
+            self.outputs = list(self.function())
+        torch.cuda.synchronize()
+        return self.outputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the outputs."""
+        return sum(tensor.nbytes for tensor in self.outputs)
+
+    def results(self) -> list[jax.Array]:
+        """What a call computes, as JAX's arrays."""
+        return [jax.dlpack.from_dlpack(tensor.detach().contiguous()) for tensor in self()]
+
+    def repeated(self, length: int) -> "Program":
+        """``length`` calls, of which the host waits for the last."""
+        return Program(f"{self.name}_x{length}", self.function, length)
+
+
+def contender(case: Case, name: str, data: Operands, phases: Iterable[str]) -> Contender:
+    """The programs of ``case`` in PyTorch; ``name`` is "torch" or "torch.compile".
+
+    There is none that returns what the backward keeps: autograd does not show it.
+    """
+    import torch
+
+    function = partial(case.op.torch, **case.layout.options)
+    if name == "torch.compile":
+        torch._dynamo.reset()  # else a second shape would be compiled as one of any size
+        torch._functorch.config.donated_buffer = False  # a backward is run many times here
+        function = torch.compile(function, dynamic=False)
+    args = [torch.from_dlpack(array) for array in data.args]
+    cotangents = [torch.from_dlpack(array) for array in data.cotangents]
+    result = Contender()
+
+    def add(phase: str, work: Callable) -> None:
+        result.programs[phase] = Program(f"{name}_{phase}", work)
+
+    def forward():
+        with torch.no_grad():
+            return _several(function(*args))
+
+    def step():
+        results = _several(function(*leaves))
+        return [*results, *gradients(results)]
+
+    def gradients(results, **options):
+        wanted = [leaves[position] for position in case.differentiated]
+        return torch.autograd.grad(results, wanted, cotangents, **options)
+
+    if "forward" in phases:
+        add("forward", forward)
+    if cotangents:
+        leaves = [
+            array.detach().requires_grad_(position in case.differentiated)
+            for position, array in enumerate(args)
+        ]
+        recorded = _several(function(*leaves))
+        if "backward" in phases:
+            add("backward", partial(gradients, recorded, retain_graph=True))
+        if "step" in phases:
+            add("step", step)
+    return result
+
+
+def release() -> None:
+    """Give memory that no tensor uses any longer back to the GPU, for JAX's next case."""
+    import torch
+
+    torch.cuda.empty_cache()
+
+
+def _several(results) -> tuple:
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)

@@ -1,0 +1,559 @@
+// Splitting features into attention heads, with or without the bias, and merging them again, with
+// or without the sums that are the bias' gradient. One launch does all of it, for the three parts
+// of QKV too.
+//
+// It moves every element once and is bound by memory: there is one kernel, which goes either way,
+// and it is shaped by its accesses alone.
+//
+// - What moves is a *unit* of 1 to 16 bytes, the widest that a head's row is a multiple of and that
+//   the pointers are aligned to; for heads of 64 elements 16 bytes. Units are contiguous along a
+//   row of x, all of its features, and along a head of y, all of its rows.
+// - A thread keeps to one column of units, so that part, head and bias are found once, and takes
+//   four rows of it or more, all loaded before the first is stored. Saturating an H100's memory
+//   takes about 3.35 TB/s times 0.8 us = 20 KB in flight per SM; with 16-byte units 80 KB or more
+//   are.
+// - A block takes a tile: a run of rows by so many columns, with `row_lanes` threads to a column.
+//   A warp as wide as 32 columns moves 512 neighbouring bytes of x, and pieces of a head's row of
+//   y, or several. Columns are counted on from one run to the next, so that no lane is idle where a
+//   row ends.
+// - Units of less than 16 bytes come with rows of y or x that share sectors, the 32 bytes that
+//   memory is written in. A sector that is written in two pieces costs little only if the second
+//   follows soon. So these tiles are as wide as a block, and where a head is less than a sector, a
+//   warp takes several rows and is that much narrower.
+// - The sums: a thread adds up the rows that it moves anyway, in registers; a tile is as long as
+//   the run that is summed, so its row lanes meet in shared memory, once, and write the sum. There
+//   are no atomics: the same input gives the same bits. Sums of 128 rows are 0.8% more traffic for
+//   bfloat16, 0.4% for float32.
+#include "cuda/heads.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <limits>
+
+#include "cuda/packed.cuh"
+#include "permutation.h"
+
+namespace jax_fastops::cuda {
+namespace {
+
+// -------------------------------------------------------------------------------------------------
+// Kernels
+
+constexpr int kThreads = 256;
+constexpr int kWarpSize = 32;
+
+struct HeadsParams {
+  char* x;  // read by a split, written by a merge
+  char* y[kMaxHeadParts];
+  const void* bias;
+  void* sums;
+
+  // In units: a row of x, and a row of a head.
+  FastDivisor row;
+  FastDivisor head;
+  FastDivisor heads;
+  int64_t batch;
+  int64_t sequence;
+
+  // A sequence is groups of `group_rows` rows, a group is `subgroups` runs of `run_rows`.
+  FastDivisor subgroups;
+  int64_t group_rows;
+  int64_t run_rows;
+  int64_t runs;  // per sequence
+
+  // The tile is 1 << log_columns units wide, with 1 << log_row_lanes threads to each of them. Of
+  // those, 1 << log_warp_rows are in one warp.
+  int log_columns;
+  int log_row_lanes;
+  int log_warp_rows;
+  int passes;      // with the sums: how often a thread takes so many rows as it has in flight
+  int64_t x_step;  // bytes from one row of a thread to its next
+  int64_t y_step;
+
+  // Columns are counted in 32 bits, so the grid has a plane for each slab of so many batches, and
+  // of so many runs of each; there is more than one slab where columns, of all runs together, are
+  // more than 2^31.
+  int64_t slab_batches;
+  FastDivisor slab_runs;
+};
+
+enum class Work { kSplit, kSplitAddBias, kMerge, kMergeWithSums };
+
+constexpr bool IsSplit(Work work) { return work == Work::kSplit || work == Work::kSplitAddBias; }
+
+// How many rows a thread has in flight. With 16 bytes to each, four measured 1 to 2% faster than
+// eight; but with the sums eight, so that 128 rows are done in one go by 16 row lanes. Narrow units
+// have a lot of instructions to share: those that find the column.
+constexpr int InFlight(int unit, bool sums) {
+  if (unit <= 2) return 16;
+  return unit < 16 || sums ? 8 : 4;
+}
+
+// How wide a tile is at most. With the sums it matters more to take the run in one pass: four
+// passes measured 2% (float32) to 7% (bfloat16) slower than one.
+constexpr int MaxColumns(int unit, bool sums) {
+  if (unit < 16) return kThreads;
+  return sums ? 16 : 32;
+}
+
+template <int kBytes>
+struct BitsOfUnit;
+template <>
+struct BitsOfUnit<1> {
+  using Type = uint8_t;
+};
+template <>
+struct BitsOfUnit<2> {
+  using Type = uint16_t;
+};
+template <>
+struct BitsOfUnit<4> {
+  using Type = uint32_t;
+};
+template <>
+struct BitsOfUnit<8> {
+  using Type = uint2;
+};
+template <>
+struct BitsOfUnit<16> {
+  using Type = uint4;
+};
+
+// The elements of a unit.
+template <typename T, int kBytes>
+struct Unit {
+  static constexpr int kSize = kBytes / sizeof(T);
+  using Bits = typename BitsOfUnit<kBytes>::Type;
+
+  T elements[kSize];
+
+  // The address must be aligned to kBytes.
+  static __device__ __forceinline__ Unit Load(const void* p) {
+    const Bits bits = *static_cast<const Bits*>(p);
+    Unit unit;
+    memcpy(unit.elements, &bits, kBytes);
+    return unit;
+  }
+  __device__ __forceinline__ void Store(void* p) const {
+    Bits bits;
+    memcpy(&bits, elements, kBytes);
+    *static_cast<Bits*>(p) = bits;
+  }
+};
+
+// n / d for n < 2^31.
+__device__ __forceinline__ uint32_t Divide(uint32_t n, const FastDivisor& d) {
+  return d.divisor == 1 ? n : __umulhi(n, d.multiplier) >> d.shift;
+}
+
+// The bias of a column: kSize elements of type B, in the type that sums are made in.
+template <typename T, typename B, int kSize>
+__device__ __forceinline__ void LoadBias(const void* bias, uint32_t column,
+                                         ComputeType<T> (&values)[kSize]) {
+  constexpr int kBytes = kSize * sizeof(B);
+  constexpr int kPiece = kBytes < 16 ? kBytes : 16;  // 8 elements of 16 bits have 32 bytes of bias
+  using Piece = Unit<B, kPiece>;
+  const char* p = static_cast<const char*>(bias) + int64_t{column} * kBytes;
+#pragma unroll
+  for (int first = 0; first < kSize; first += Piece::kSize) {
+    const Piece piece = Piece::Load(p + first * sizeof(B));
+#pragma unroll
+    for (int i = 0; i < Piece::kSize; ++i) values[first + i] = ToCompute(piece.elements[i]);
+  }
+}
+
+// T is the type of the elements, and B that of the bias; where there is no arithmetic, both are the
+// unit's bits.
+template <Work kWork, typename T, typename B, int kUnit,
+          int kInFlight = InFlight(kUnit, kWork == Work::kMergeWithSums)>
+__global__ void __launch_bounds__(kThreads) HeadsKernel(const HeadsParams p) {
+  using U = Unit<T, kUnit>;
+  constexpr bool kBias = kWork == Work::kSplitAddBias;
+  constexpr bool kSums = kWork == Work::kMergeWithSums;
+
+  const int columns = 1 << p.log_columns;
+  const int row_lanes = 1 << p.log_row_lanes;
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x / kWarpSize;
+  const int log_warp_columns = 5 - p.log_warp_rows;
+  const int column =
+      (lane & ((1 << log_warp_columns) - 1)) | ((warp << log_warp_columns) & (columns - 1));
+  const int row_lane = lane >> log_warp_columns | warp >> (p.log_columns - log_warp_columns)
+                                                              << p.log_warp_rows;
+
+  // The slab, and how many columns there are in it.
+  const int64_t first_batch = blockIdx.y * p.slab_batches;
+  const int64_t first_run = int64_t{blockIdx.z} * p.slab_runs.divisor;
+  const uint32_t slab_columns =
+      static_cast<uint32_t>(min(p.slab_batches, p.batch - first_batch)) *
+      static_cast<uint32_t>(min(int64_t{p.slab_runs.divisor}, p.runs - first_run)) * p.row.divisor;
+  const uint32_t tile = blockIdx.x << p.log_columns;
+
+  [[maybe_unused]] ComputeType<std::conditional_t<kSums, T, float>> totals[U::kSize] = {};
+
+  char* x = nullptr;
+  char* y = nullptr;
+  int left = 0;  // rows of this thread
+  [[maybe_unused]] uint32_t in_row = 0;
+
+  const uint32_t index = tile + column;
+  if (index < slab_columns) {
+    const uint32_t slab_run = Divide(index, p.row);
+    in_row = index - slab_run * p.row.divisor;
+    const uint32_t slab_batch = Divide(slab_run, p.slab_runs);
+    const uint32_t run =
+        static_cast<uint32_t>(first_run) + slab_run - slab_batch * p.slab_runs.divisor;
+    const uint32_t group = Divide(run, p.subgroups);
+    const int64_t in_group = (run - group * p.subgroups.divisor) * p.run_rows;
+    const uint32_t any_head = Divide(in_row, p.head);
+    const uint32_t in_head = in_row - any_head * p.head.divisor;
+    const uint32_t part = Divide(any_head, p.heads);
+    const uint32_t head = any_head - part * p.heads.divisor;
+
+    const int64_t batch = first_batch + slab_batch;
+    const int64_t row = group * p.group_rows + in_group + row_lane;
+    x = p.x + ((batch * p.sequence + row) * p.row.divisor + in_row) * kUnit;
+    // Selected, not indexed: parameters are indexed through a copy in local memory.
+    y = part == 0 ? p.y[0] : part == 1 ? p.y[1] : p.y[2];
+    y += (((batch * p.heads.divisor + head) * p.sequence + row) * p.head.divisor + in_head) * kUnit;
+
+    // The run may be shorter than others, or empty.
+    const int64_t rows = min(p.run_rows, p.group_rows - in_group) - row_lane + row_lanes - 1;
+    left = rows > 0 ? static_cast<int>(rows >> p.log_row_lanes) : 0;
+  } else if constexpr (!kSums) {
+    return;
+  }
+
+  [[maybe_unused]] ComputeType<std::conditional_t<kBias, T, float>> bias[U::kSize];
+  if constexpr (kBias) LoadBias<T, B>(p.bias, in_row, bias);
+
+  for (int pass = 0; pass < (kSums ? p.passes : 1); ++pass) {
+    // Keeps the warps of a tile together, whose narrow units share sectors: from 1.72 of the floor
+    // to 1.34 for heads of 127 floats, 512 rows in 32 passes, on an H100. Nothing is handed over.
+    if (kSums && pass > 0) __syncthreads();
+    U values[kInFlight];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      if (k < left) {
+        values[k] = U::Load(IsSplit(kWork) ? x : y);
+      } else if constexpr (kSums) {
+        memset(&values[k], 0, sizeof(U));
+      }
+      (IsSplit(kWork) ? x : y) += IsSplit(kWork) ? p.x_step : p.y_step;
+    }
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      if constexpr (kBias) {
+#pragma unroll
+        for (int i = 0; i < U::kSize; ++i) {
+          values[k].elements[i] = FromCompute<T>(ToCompute(values[k].elements[i]) + bias[i]);
+        }
+      } else if constexpr (kSums) {
+#pragma unroll
+        for (int i = 0; i < U::kSize; ++i) totals[i] += ToCompute(values[k].elements[i]);
+      }
+      if (k < left) values[k].Store(IsSplit(kWork) ? y : x);
+      (IsSplit(kWork) ? y : x) += IsSplit(kWork) ? p.y_step : p.x_step;
+    }
+    left -= kInFlight;
+  }
+
+  if constexpr (kSums) {
+    using Sum = ComputeType<T>;
+    __shared__ Sum shared[kThreads * U::kSize];  // [row_lanes][columns][kSize]
+#pragma unroll
+    for (int i = 0; i < U::kSize; ++i)
+      shared[(row_lane * columns + column) * U::kSize + i] = totals[i];
+    __syncthreads();
+
+    if (tile >= slab_columns) return;
+    const int width = columns * U::kSize;
+    const int live = min(slab_columns - tile, static_cast<uint32_t>(columns)) * U::kSize;
+    Sum* sums = static_cast<Sum*>(p.sums) +
+                ((first_batch * p.runs + first_run) * p.row.divisor + tile) * U::kSize;
+    for (int i = threadIdx.x; i < live; i += kThreads) {
+      Sum sum = shared[i];
+#pragma unroll 8
+      for (int lane = 1; lane < row_lanes; ++lane) sum += shared[lane * width + i];
+      sums[i] = sum;
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Launches
+
+using Kernel = void (*)(HeadsParams);
+
+template <Work kWork, int kUnit>
+Kernel MoveKernel() {
+  using Bits = typename BitsOfUnit<kUnit>::Type;
+  return HeadsKernel<kWork, Bits, Bits, kUnit>;
+}
+
+// None where an element does not fit the unit.
+template <Work kWork, typename T, typename B, int kUnit>
+Kernel TypedKernel() {
+  if constexpr (kUnit < static_cast<int>(sizeof(T))) {
+    return nullptr;
+  } else {
+    return HeadsKernel<kWork, T, B, kUnit>;
+  }
+}
+
+template <Work kWork, int kUnit>
+Kernel KernelOfUnit([[maybe_unused]] DType dtype, [[maybe_unused]] bool wide_bias) {
+  if constexpr (kWork == Work::kSplit || kWork == Work::kMerge) {
+    return MoveKernel<kWork, kUnit>();
+  } else {
+    // Sums have no bias, so none that is wide.
+    constexpr bool kBias = kWork == Work::kSplitAddBias;
+    switch (dtype) {
+      case DType::kF32:
+        return TypedKernel<kWork, float, float, kUnit>();
+      case DType::kBF16:
+        if constexpr (kBias) {
+          if (wide_bias) return TypedKernel<kWork, __nv_bfloat16, float, kUnit>();
+        }
+        return TypedKernel<kWork, __nv_bfloat16, __nv_bfloat16, kUnit>();
+      case DType::kF16:
+        if constexpr (kBias) {
+          if (wide_bias) return TypedKernel<kWork, __half, float, kUnit>();
+        }
+        return TypedKernel<kWork, __half, __half, kUnit>();
+      case DType::kF64:
+        return TypedKernel<kWork, double, double, kUnit>();
+    }
+    return nullptr;
+  }
+}
+
+template <Work kWork>
+Kernel KernelOf(int unit, DType dtype, bool wide_bias) {
+  switch (unit) {
+    case 1:
+      return KernelOfUnit<kWork, 1>(dtype, wide_bias);
+    case 2:
+      return KernelOfUnit<kWork, 2>(dtype, wide_bias);
+    case 4:
+      return KernelOfUnit<kWork, 4>(dtype, wide_bias);
+    case 8:
+      return KernelOfUnit<kWork, 8>(dtype, wide_bias);
+    default:
+      return KernelOfUnit<kWork, 16>(dtype, wide_bias);
+  }
+}
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t PowerOfTwoFrom(int64_t n) {
+  int64_t power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
+int Log2(int64_t power) {
+  int log = 0;
+  while (int64_t{1} << log < power) ++log;
+  return log;
+}
+
+// The widest unit, in bytes.
+int UnitOf(const HeadsShape& shape, int64_t itemsize, const void* x, const void* const* y) {
+  int64_t bits = 16 | shape.head_size * itemsize;
+  bits |= CommonAlignment({x});
+  for (int64_t part = 0; part < shape.parts; ++part) bits |= CommonAlignment({y[part]});
+  return static_cast<int>(bits & -bits);
+}
+
+// What a launch needs beside its pointers.
+struct Plan {
+  HeadsParams params;
+  dim3 grid;
+  bool valid = false;
+};
+
+// `sums` is null where there are none: the runs are then free to choose.
+Plan MakePlan(const HeadsShape& shape, int64_t itemsize, int unit, bool split,
+              const HeadsSums* sums) {
+  Plan plan;
+  HeadsParams& p = plan.params;
+  const int64_t head = shape.head_size * itemsize / unit;
+  const int64_t row = shape.parts * shape.heads * head;
+  // Columns are counted in 32 bits, and a tile may reach beyond the last one.
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max() - kThreads;
+  if (row > kLimit) return plan;
+
+  // The tile. There should be as many row lanes as take the run in one go; at least as many as a
+  // warp has, and so many that a tile is not wider than x; but no more than rows.
+  const int64_t run_rows =
+      sums == nullptr ? shape.sequence : CeilDiv(shape.sequence / sums->groups, sums->subgroups);
+  const int in_flight = InFlight(unit, sums != nullptr);
+  // Of heads smaller than a sector, a warp takes as many rows as make one in y; but where x is
+  // written, no more than leave it a sector wide in x.
+  int64_t warp_rows = 1;
+  while (warp_rows < 8 && warp_rows * head * unit < 32) warp_rows *= 2;
+  if (!split) warp_rows = std::min<int64_t>(warp_rows, unit);
+  int64_t row_lanes = std::min<int64_t>(kThreads / MaxColumns(unit, sums != nullptr),
+                                        PowerOfTwoFrom(CeilDiv(run_rows, in_flight)));
+  row_lanes = std::max<int64_t>(
+      {row_lanes, warp_rows, kThreads / std::min<int64_t>(kThreads, PowerOfTwoFrom(row))});
+  row_lanes = std::min(row_lanes, PowerOfTwoFrom(run_rows));
+  const int64_t columns = kThreads / row_lanes;
+  warp_rows = std::max(std::min(warp_rows, row_lanes), kWarpSize / columns);
+  p.log_columns = Log2(columns);
+  p.log_row_lanes = Log2(row_lanes);
+  p.log_warp_rows = Log2(warp_rows);
+  p.x_step = row_lanes * row * unit;
+  p.y_step = row_lanes * head * unit;
+
+  // The runs: of the sums, or of equal length, as close as can be to what a tile has in flight.
+  int64_t groups = 1, subgroups;
+  p.run_rows = run_rows;
+  if (sums == nullptr) {
+    subgroups = CeilDiv(shape.sequence, row_lanes * in_flight);
+    p.run_rows = CeilDiv(shape.sequence, subgroups);
+    subgroups = CeilDiv(shape.sequence, p.run_rows);
+  } else {
+    groups = sums->groups;
+    p.passes = static_cast<int>(CeilDiv(run_rows, row_lanes * in_flight));
+    subgroups = sums->subgroups;
+  }
+  p.group_rows = shape.sequence / groups;
+  p.runs = groups * subgroups;
+  // Rows of a run are counted in 32 bits, too.
+  if (p.runs > kLimit || p.run_rows > kLimit) return plan;
+
+  const int64_t slab_runs = std::min(p.runs, kLimit / row);
+  const int64_t run_slabs = CeilDiv(p.runs, slab_runs);
+  p.slab_batches =
+      run_slabs > 1 ? 1 : std::min(shape.batch, std::max<int64_t>(1, kLimit / (slab_runs * row)));
+  const int64_t batch_slabs = CeilDiv(shape.batch, p.slab_batches);
+  if (run_slabs > 65535 || batch_slabs > 65535) return plan;
+
+  p.batch = shape.batch;
+  p.sequence = shape.sequence;
+  p.row = FastDivisor(static_cast<uint32_t>(row));
+  p.head = FastDivisor(static_cast<uint32_t>(head));
+  p.heads = FastDivisor(static_cast<uint32_t>(shape.heads));
+  p.subgroups = FastDivisor(static_cast<uint32_t>(subgroups));
+  p.slab_runs = FastDivisor(static_cast<uint32_t>(slab_runs));
+  const int64_t blocks = CeilDiv(p.slab_batches * slab_runs * row, columns);
+  plan.grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(batch_slabs),
+                   static_cast<unsigned>(run_slabs));
+  plan.valid = true;
+  return plan;
+}
+
+// The same elements in the same places, with as few and as long sequences as there can be.
+HeadsShape Simplify(HeadsShape shape) {
+  if (shape.sequence == 1) {
+    shape.head_size *= shape.heads;
+    shape.heads = 1;
+  }
+  if (shape.heads == 1) {
+    shape.sequence *= shape.batch;
+    shape.batch = 1;
+  }
+  return shape;
+}
+
+cudaError_t Launch(Kernel kernel, Plan plan, const void* x, const void* const* y, int64_t parts,
+                   const void* bias, void* sums, cudaStream_t stream) {
+  if (!plan.valid) return cudaErrorInvalidConfiguration;
+  // What is read and what is written depends on the kernel.
+  plan.params.x = static_cast<char*>(const_cast<void*>(x));
+  for (int part = 0; part < kMaxHeadParts; ++part) {
+    plan.params.y[part] = part < parts ? static_cast<char*>(const_cast<void*>(y[part])) : nullptr;
+  }
+  plan.params.bias = bias;
+  plan.params.sums = sums;
+  void* arguments[] = {&plan.params};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), plan.grid, dim3(kThreads),
+                          arguments, 0, stream);
+}
+
+template <Work kWork>
+cudaError_t Move(HeadsShape shape, int64_t itemsize, const void* x, const void* const* y,
+                 cudaStream_t stream) {
+  if (shape.size() == 0) return cudaSuccess;
+  shape = Simplify(shape);
+  const int unit = UnitOf(shape, itemsize, x, y);
+  return Launch(KernelOf<kWork>(unit, DType::kF32, false),
+                MakePlan(shape, itemsize, unit, IsSplit(kWork), nullptr), x, y, shape.parts,
+                nullptr, nullptr, stream);
+}
+
+}  // namespace
+
+cudaError_t SplitHeads(const HeadsShape& shape, int64_t itemsize, const void* x, void* const* y,
+                       cudaStream_t stream) {
+  return Move<Work::kSplit>(shape, itemsize, x, y, stream);
+}
+
+cudaError_t SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bias, const void* x,
+                              const void* bias, void* const* y, cudaStream_t stream) {
+  if (shape.size() == 0) return cudaSuccess;
+  const int64_t itemsize = DTypeSize(dtype);
+  wide_bias = wide_bias && itemsize == 2;
+  const HeadsShape simple = Simplify(shape);
+  int unit = UnitOf(simple, itemsize, x, y);
+  // A unit's bias is loaded 16 bytes at a time, or all at once.
+  const int64_t bias_alignment = CommonAlignment({bias});
+  const int64_t bias_ratio = wide_bias ? 2 : 1;
+  while (std::min<int64_t>(16, unit * bias_ratio) > bias_alignment) unit /= 2;
+  return Launch(KernelOf<Work::kSplitAddBias>(unit, dtype, wide_bias),
+                MakePlan(simple, itemsize, unit, true, nullptr), x, y, simple.parts, bias, nullptr,
+                stream);
+}
+
+cudaError_t MergeHeads(const HeadsShape& shape, int64_t itemsize, const void* const* y, void* x,
+                       cudaStream_t stream) {
+  return Move<Work::kMerge>(shape, itemsize, x, y, stream);
+}
+
+cudaError_t MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const* y, void* x,
+                               const HeadsSums& layout, void* sums, cudaStream_t stream) {
+  const int64_t itemsize = DTypeSize(dtype);
+  if (shape.size() == 0) {
+    const int64_t count = shape.batch * layout.groups * layout.subgroups * shape.features();
+    if (count == 0) return cudaSuccess;
+    return cudaMemsetAsync(sums, 0, count * std::max<int64_t>(itemsize, sizeof(float)), stream);
+  }
+  const int unit = UnitOf(shape, itemsize, x, y);
+  return Launch(KernelOf<Work::kMergeWithSums>(unit, dtype, false),
+                MakePlan(shape, itemsize, unit, false, &layout), x, y, shape.parts, nullptr, sums,
+                stream);
+}
+
+cudaError_t LoadHeadsKernels() {
+  constexpr int kMaxDevices = 256;
+  static std::atomic<bool> loaded[kMaxDevices];
+  int device;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device < kMaxDevices && loaded[device].load(std::memory_order_acquire)) return cudaSuccess;
+
+  for (int unit = 1; unit <= 16; unit *= 2) {
+    for (int i = 0; i < kNumDTypes; ++i) {
+      const DType dtype = static_cast<DType>(i);
+      for (const Kernel kernel : {KernelOf<Work::kSplit>(unit, dtype, false),
+                                  KernelOf<Work::kSplitAddBias>(unit, dtype, false),
+                                  KernelOf<Work::kSplitAddBias>(unit, dtype, true),
+                                  KernelOf<Work::kMerge>(unit, dtype, false),
+                                  KernelOf<Work::kMergeWithSums>(unit, dtype, false)}) {
+        if (kernel == nullptr) continue;
+        // Asking for a kernel's attributes is what makes the runtime load it.
+        cudaFuncAttributes attributes;
+        error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+        if (error != cudaSuccess) return error;
+      }
+    }
+  }
+  // Two threads that get here at once have both loaded everything: harmless.
+  if (device < kMaxDevices) loaded[device].store(true, std::memory_order_release);
+  return cudaSuccess;
+}
+
+}  // namespace jax_fastops::cuda

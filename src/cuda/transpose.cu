@@ -1,0 +1,1269 @@
+// y = transpose(x, axes): any rank, any permutation, elements of 1, 2, 4, 8 or 16 bytes.
+//
+// Nothing is computed, so the floor is a copy: every byte read once and written once. What keeps a
+// transposition from it is that what is contiguous in the input is not so in the output, while both
+// sides want long contiguous accesses: DRAM and L2 move sectors of 32 bytes, and one SM has about
+// 75 clocks for 512 bytes to be read and written, in which a warp can issue no more than a few
+// accesses per byte. What is known once per shape (Normalize, then Plan below, cached) chooses one
+// of four kernels.
+//
+// - Rows (UnitRowsKernel, ByteRowsKernel): the minor dimension stays. A copy of rows; each thread
+//   moves four units of 16 bytes, which are neighbours in the output. Rows whose length is not a
+//   multiple of 16 bytes are still written 16 bytes at a time: an unaligned window of the input is
+//   two aligned loads and a shift, and where a row ends within the 16 bytes, a second window.
+// - Tile (TileKernel): the minor dimension moves. A tile has a run of elements that are contiguous
+//   in the input on one side and a run that are contiguous in the output on the other. A run spans
+//   several dimensions where one is short: (96, 97, 98, 99) reversed is, for the tiles, a matrix of
+//   9312 rows and 9702 columns, whose rows and columns each start anywhere. Tiles are 16 KB, read
+//   and written 16 bytes at a time, 128 to 512 contiguous bytes per row and column. Elements of 1
+//   and 2 bytes are transposed in registers in squares of 4 by 4 and 2 by 2, so that shared memory
+//   sees words only, and a swizzle of 16-byte chunks keeps every access free of bank conflicts.
+//   Rows that are not aligned to 16 bytes are read in words (below a word by two loads and a
+//   shift), columns that are not are written in words with single elements at their ends.
+// - Box (BoxKernel): the two runs need the same dimension, because one is short (3 channels), or
+//   dimensions are permuted within a small block. A box of the array, a few KB, is copied to shared
+//   memory as it lies, and gathered from there in the order of the output; where each element comes
+//   from is the same for every box, so a table of 16-bit addresses says it, made once per block.
+//   Blocks are persistent, for the table's sake.
+//
+// Offsets into the arrays are 64-bit but computed once per row of a tile; all other indices fit 32
+// bits, since they count tiles, or units within one. The row kernels, where every thread computes
+// offsets, exist for 32- and for 64-bit indices. Divisions are multiplications by reciprocals that
+// the plan holds.
+#include "cuda/transpose.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "cuda/packed.cuh"
+#include "permutation.h"
+
+namespace jax_fastops::cuda {
+namespace {
+
+constexpr int kThreads = 256;     // of the tile and row kernels
+constexpr int kBoxThreads = 128;  // of the box kernel
+constexpr int kUnitsPerThread = 4;
+
+// -------------------------------------------------------------------------------------------------
+// Index arithmetic
+
+__device__ __forceinline__ uint32_t Divide(uint32_t n, const FastDivisor& d) {
+  return d.divisor == 1 ? n : __umulhi(n, d.multiplier) >> d.shift;
+}
+
+__device__ __forceinline__ uint64_t Divide(uint64_t n, const FastDivisor64& d) {
+  return d.divisor == 1 ? n : __umul64hi(n, d.multiplier) >> d.shift;
+}
+
+// Divides n by d and returns the remainder.
+template <typename Index, typename Divisor>
+__device__ __forceinline__ Index TakeRemainder(Index& n, const Divisor& d) {
+  const Index quotient = Divide(n, d);
+  const Index remainder = n - quotient * d.divisor;
+  n = quotient;
+  return remainder;
+}
+
+// A dimension that an index is taken apart by, with its strides in bytes.
+struct Dim {
+  FastDivisor size;
+  int64_t in_stride;
+  int64_t out_stride;
+};
+
+// -------------------------------------------------------------------------------------------------
+// Words of bytes at any address
+
+template <int kBytes>
+struct WordOfSize;
+template <>
+struct WordOfSize<1> {
+  using Type = uint8_t;
+};
+template <>
+struct WordOfSize<2> {
+  using Type = uint16_t;
+};
+template <>
+struct WordOfSize<4> {
+  using Type = uint32_t;
+};
+template <>
+struct WordOfSize<8> {
+  using Type = uint2;
+};
+template <>
+struct WordOfSize<16> {
+  using Type = uint4;
+};
+template <int kBytes>
+using Word = typename WordOfSize<kBytes>::Type;
+
+template <typename T>
+__device__ __forceinline__ T Load(const char* p) {
+  return *reinterpret_cast<const T*>(p);
+}
+template <typename T>
+__device__ __forceinline__ void Store(char* p, T value) {
+  *reinterpret_cast<T*>(p) = value;
+}
+
+__device__ __forceinline__ const char* AlignDown(const char* p, int alignment) {
+  return reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) & ~uintptr_t(alignment - 1));
+}
+__device__ __forceinline__ int Misalignment(const char* p, int alignment) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(p)) & (alignment - 1);
+}
+
+// The four bytes at p, from the two aligned words that hold them; both must be readable.
+__device__ __forceinline__ uint32_t LoadWindow(const char* p) {
+  const char* aligned = AlignDown(p, 4);
+  const uint32_t low = Load<uint32_t>(aligned);
+  const uint32_t high = Load<uint32_t>(aligned + 4);
+  return __funnelshift_r(low, high, 8 * Misalignment(p, 4));
+}
+
+// The same byte by byte, reading only what lies before `end`.
+__device__ __forceinline__ uint32_t LoadBytes(const char* p, const char* end) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (p + i < end) word |= uint32_t{Load<uint8_t>(p + i)} << 8 * i;
+  }
+  return word;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Rows: the minor dimension stays
+
+template <typename Index>
+struct RowDim {
+  std::conditional_t<sizeof(Index) == 4, FastDivisor, FastDivisor64> size;
+  int64_t in_stride;
+};
+
+template <typename Index>
+struct RowParams {
+  const char* x;
+  char* y;
+  int64_t bytes;
+  Index count;  // units
+  int rank;
+  RowDim<Index> dims[kMaxPermutationRank];  // minor to major; strides in bytes
+};
+
+// Where byte or unit n of the output comes from. `dims` begins with the row.
+template <typename Index>
+__device__ __forceinline__ int64_t InputOffset(const RowParams<Index>& p, int first, Index n) {
+  int64_t offset = 0;
+  for (int d = first; d < p.rank - 1; ++d) {
+    offset += static_cast<int64_t>(TakeRemainder(n, p.dims[d].size)) * p.dims[d].in_stride;
+  }
+  return offset + static_cast<int64_t>(n) * p.dims[p.rank - 1].in_stride;
+}
+
+template <int kUnit, typename Index>
+__global__ void __launch_bounds__(kThreads)
+    UnitRowsKernel(const __grid_constant__ RowParams<Index> p) {
+  using T = Word<kUnit>;
+  const Index begin = Index{blockIdx.x} * (kThreads * kUnitsPerThread) + threadIdx.x;
+  T units[kUnitsPerThread];
+#pragma unroll
+  for (int k = 0; k < kUnitsPerThread; ++k) {
+    const Index n = begin + k * kThreads;
+    if (n < p.count) units[k] = Load<T>(p.x + InputOffset(p, 0, n));
+  }
+#pragma unroll
+  for (int k = 0; k < kUnitsPerThread; ++k) {
+    const Index n = begin + k * kThreads;
+    if (n < p.count) Store<T>(p.y + static_cast<int64_t>(n) * kUnit, units[k]);
+  }
+}
+
+// The 16 bytes at an address of any alignment.
+struct Window {
+  uint4 low, high;
+  int shift;  // bytes
+
+  // False where the aligned chunks that hold the window are not all within [begin, end).
+  __device__ __forceinline__ bool TryLoad(const char* p, const char* begin, const char* end) {
+    const char* aligned = AlignDown(p, 16);
+    shift = Misalignment(p, 16);
+    if (aligned < begin || aligned + 32 > end) return false;
+    low = Load<uint4>(aligned);
+    high = Load<uint4>(aligned + 16);
+    return true;
+  }
+
+  __device__ __forceinline__ uint4 Get() const {
+    uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 6; ++i) words[i] = shift & 8 ? words[i + 2] : words[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) words[i] = shift & 4 ? words[i + 1] : words[i];
+    uint4 result;
+    const int bits = 8 * (shift & 3);
+    result.x = __funnelshift_r(words[0], words[1], bits);
+    result.y = __funnelshift_r(words[1], words[2], bits);
+    result.z = __funnelshift_r(words[2], words[3], bits);
+    result.w = __funnelshift_r(words[3], words[4], bits);
+    return result;
+  }
+};
+
+// The first `count` bytes of a, the others of b.
+__device__ __forceinline__ uint4 Merge(uint4 a, uint4 b, int count) {
+  const auto merge = [](uint32_t a, uint32_t b, int count) {
+    const uint32_t mask = count >= 4 ? ~0u : count <= 0 ? 0u : (1u << 8 * count) - 1;
+    return (a & mask) | (b & ~mask);
+  };
+  a.x = merge(a.x, b.x, count);
+  a.y = merge(a.y, b.y, count - 4);
+  a.z = merge(a.z, b.z, count - 8);
+  a.w = merge(a.w, b.w, count - 12);
+  return a;
+}
+
+// Rows of at least 16 bytes, of any length and alignment. `count` is in bytes, and so is dims[0].
+template <typename Index>
+__global__ void __launch_bounds__(kThreads)
+    ByteRowsKernel(const __grid_constant__ RowParams<Index> p) {
+  constexpr int kChunks = 2;  // per thread
+  const int head = (16 - Misalignment(p.y, 16)) & 15;
+  const char* end = p.x + p.bytes;
+  const int64_t row = p.dims[0].size.divisor;
+
+  Window first[kChunks], second[kChunks];
+  int64_t begin[kChunks];  // of the chunk in the output; the first chunk may begin before it
+  int rest[kChunks];       // of the row, from there
+  bool wide[kChunks];
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    const int64_t chunk = int64_t{blockIdx.x} * (kThreads * kChunks) + k * kThreads + threadIdx.x;
+    begin[k] = 16 * chunk + head - 16;
+    rest[k] = 16;
+    wide[k] = begin[k] >= 0 && begin[k] + 16 <= p.bytes;
+    if (!wide[k]) continue;
+    Index n = static_cast<Index>(begin[k]);
+    const int64_t within = static_cast<int64_t>(TakeRemainder(n, p.dims[0].size));
+    wide[k] = first[k].TryLoad(p.x + InputOffset(p, 1, n) + within, p.x, end);
+    if (row - within < 16) {
+      rest[k] = static_cast<int>(row - within);
+      // At the very end of the array there is no next row, but then nothing of the chunk is left.
+      const char* next = p.x + InputOffset(p, 1, static_cast<Index>(n + 1)) - rest[k];
+      wide[k] = second[k].TryLoad(next, p.x, end) && wide[k];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    if (wide[k]) {
+      uint4 value = first[k].Get();
+      if (rest[k] < 16) value = Merge(value, second[k].Get(), rest[k]);
+      Store<uint4>(p.y + begin[k], value);
+    } else {
+      for (int64_t b = max(begin[k], int64_t{0}); b < min(begin[k] + 16, p.bytes); ++b) {
+        Index n = static_cast<Index>(b);
+        const int64_t within = static_cast<int64_t>(TakeRemainder(n, p.dims[0].size));
+        p.y[b] = p.x[InputOffset(p, 1, n) + within];
+      }
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Tiles: the minor dimension moves
+
+// A tile has kRows rows, which are contiguous in the input, of kColumns elements; its columns are
+// contiguous in the output.
+template <int kElement>
+struct TileShape {
+  static constexpr int kColumns = kElement == 1 ? 128 : kElement <= 4 ? 64 : 32;
+  static constexpr int kRows = kElement <= 2 ? 128 : kElement <= 8 ? 64 : 32;
+};
+
+struct TileParams {
+  const char* x;
+  const char* x_end;
+  char* y;
+  int64_t columns;  // of the matrix that the tiles are of: the runs' lengths
+  int64_t rows;
+  // Tiles are numbered down a band of columns, `band` tiles high, then along it, so that blocks
+  // that run together read and write neighbouring memory.
+  FastDivisor tiles;       // per matrix
+  FastDivisor band_tiles;  // per band
+  FastDivisor band, last_band;
+  uint32_t last_band_index;
+  int column_dims, row_dims, rank;
+  Dim dims[kMaxPermutationRank];  // of a row, of a column, then the others; each minor to major
+};
+
+// The offset of element `index` of a run that spans `count` dimensions.
+template <int64_t Dim::* kStride>
+__device__ __forceinline__ int64_t RunOffset(const Dim* dims, int count, int64_t index) {
+  if (count == 1) return index * dims[0].*kStride;
+  int64_t offset = 0;
+  uint32_t n = static_cast<uint32_t>(index);
+  for (int d = 0; d < count - 1; ++d) {
+    offset += static_cast<int64_t>(TakeRemainder(n, dims[d].size)) * (dims[d].*kStride);
+  }
+  return offset + static_cast<int64_t>(n) * (dims[count - 1].*kStride);
+}
+
+__device__ __forceinline__ uint32_t& Component(uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// Transposes a square of one word per row in place.
+__device__ __forceinline__ void TransposeSquare(uint32_t (&w)[1]) {}
+__device__ __forceinline__ void TransposeSquare(uint32_t (&w)[2]) {
+  const uint32_t a = w[0], b = w[1];
+  w[0] = __byte_perm(a, b, 0x5410);
+  w[1] = __byte_perm(a, b, 0x7632);
+}
+__device__ __forceinline__ void TransposeSquare(uint32_t (&w)[4]) {
+  const uint32_t a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[0], w[1], 0x7362);
+  const uint32_t c = __byte_perm(w[2], w[3], 0x5140), d = __byte_perm(w[2], w[3], 0x7362);
+  w[0] = __byte_perm(a, c, 0x5410);
+  w[1] = __byte_perm(a, c, 0x7632);
+  w[2] = __byte_perm(b, d, 0x5410);
+  w[3] = __byte_perm(b, d, 0x7632);
+}
+
+// Whether rows, or columns, can be accessed 16 bytes at a time.
+template <int kElement, bool kWideIn, bool kWideOut>
+__global__ void __launch_bounds__(kThreads) TileKernel(const __grid_constant__ TileParams p) {
+  constexpr int kColumns = TileShape<kElement>::kColumns;
+  constexpr int kRows = TileShape<kElement>::kRows;
+  constexpr int kWord = kElement < 4 ? 4 : kElement;  // bytes
+  constexpr int kPack = kWord / kElement;             // elements per word
+  constexpr int kVector = 16 / kElement;              // elements per chunk of 16 bytes
+  constexpr int kChunks = kRows / kVector;            // per column
+  constexpr int kWordsPerChunk = 16 / kWord;
+  using WordType = Word<kWord>;
+
+  // Column by column. The chunks of column c are permuted by Swizzle(c).
+  __shared__ uint4 tile[kColumns * kChunks];
+  __shared__ const char* rows[kRows];
+  __shared__ char* columns[kColumns];
+  const auto swizzle = [](int column) { return column / (kWideIn ? kVector : kPack) % 8; };
+  const auto chunk_at = [&](int column, int chunk) {
+    return &tile[column * kChunks + (chunk ^ swizzle(column))];
+  };
+  const auto word_at = [&](int column, int word) {
+    return reinterpret_cast<WordType*>(chunk_at(column, word / kWordsPerChunk)) +
+           word % kWordsPerChunk;
+  };
+
+  // Which tile.
+  uint32_t n = blockIdx.x;
+  uint32_t index = TakeRemainder(n, p.tiles);
+  const uint32_t band = Divide(index, p.band_tiles);
+  index -= band * p.band_tiles.divisor;
+  const uint32_t row_index = TakeRemainder(index, band == p.last_band_index ? p.last_band : p.band);
+  const int64_t first_row = (int64_t{band} * p.band.divisor + row_index) * kRows;
+  const int64_t first_column = int64_t{index} * kColumns;
+  const int live_rows = static_cast<int>(min(p.rows - first_row, int64_t{kRows}));
+  const int live_columns = static_cast<int>(min(p.columns - first_column, int64_t{kColumns}));
+
+  const char* x = p.x + first_column * kElement;
+  char* y = p.y + first_row * kElement;
+  for (int d = p.column_dims + p.row_dims; d < p.rank; ++d) {
+    const int64_t i = TakeRemainder(n, p.dims[d].size);
+    x += i * p.dims[d].in_stride;
+    y += i * p.dims[d].out_stride;
+  }
+
+  // Where its rows and columns are. Rows beyond the end repeat the last one: they may be read.
+  bool readable = true;  // whether windows may be read in whole, and a word more
+  for (int i = threadIdx.x; i < kRows + kColumns; i += kThreads) {
+    if (i < kRows) {
+      const int64_t row = first_row + min(i, live_rows - 1);
+      rows[i] = x + RunOffset<&Dim::in_stride>(p.dims + p.column_dims, p.row_dims, row);
+      readable = rows[i] >= p.x + 4 && rows[i] + kColumns * kElement + 4 <= p.x_end;
+    } else {
+      const int column = min(i - kRows, live_columns - 1);
+      columns[i - kRows] =
+          y + RunOffset<&Dim::out_stride>(p.dims, p.column_dims, first_column + column);
+    }
+  }
+  if constexpr (!kWideIn && kElement < 4) {
+    readable = __syncthreads_and(readable);
+  } else {
+    __syncthreads();
+  }
+
+  if constexpr (kWideIn) {
+    // A thread takes 16 bytes of kPack neighbouring rows. A warp takes 128 bytes of four such.
+    constexpr int kAcross = kColumns / kVector / 8;
+    constexpr int kUnits = kColumns / kVector * (kRows / kPack) / kThreads;
+    uint4 v[kUnits][kPack];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const int unit = threadIdx.x + u * kThreads;
+      const int vector = unit % 8 + unit / 32 % kAcross * 8;
+      const int word = unit / 8 % 4 + unit / 32 / kAcross * 4;
+#pragma unroll
+      for (int r = 0; r < kPack; ++r) {
+        if (vector * kVector < live_columns) {
+          v[u][r] = Load<uint4>(rows[word * kPack + r] + vector * 16);
+        }
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const int unit = threadIdx.x + u * kThreads;
+      const int vector = unit % 8 + unit / 32 % kAcross * 8;
+      const int word = unit / 8 % 4 + unit / 32 / kAcross * 4;
+      if constexpr (kElement == 16) {
+        *word_at(vector, word) = v[u][0];
+      } else if constexpr (kElement == 8) {
+        *word_at(vector * 2, word) = make_uint2(v[u][0].x, v[u][0].y);
+        *word_at(vector * 2 + 1, word) = make_uint2(v[u][0].z, v[u][0].w);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          uint32_t square[kPack];
+#pragma unroll
+          for (int r = 0; r < kPack; ++r) square[r] = Component(v[u][r], i);
+          TransposeSquare(square);
+#pragma unroll
+          for (int r = 0; r < kPack; ++r) {
+            *word_at(vector * kVector + i * kPack + r, word) = square[r];
+          }
+        }
+      }
+    }
+  } else {
+    // A thread takes one word of as many neighbouring rows as fill a chunk of the column.
+    constexpr int kAcross = kColumns / kPack;
+    constexpr int kUnits = kAcross * kChunks / kThreads;
+    constexpr int kTogether = kElement == 1 ? 1 : kElement == 2 ? 2 : kUnits;  // units
+#pragma unroll
+    for (int first = 0; first < kUnits; first += kTogether) {
+      WordType v[kTogether][kVector];
+      const auto load_all = [&](const auto& load) {
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) {
+          const int unit = threadIdx.x + (first + u) * kThreads;
+          const int across = unit % kAcross, chunk = unit / kAcross;
+#pragma unroll
+          for (int r = 0; r < kVector; ++r) {
+            v[u][r] = load(rows[chunk * kVector + r] + across * kWord, across);
+          }
+        }
+      };
+      if constexpr (kElement >= 4) {
+        load_all([&](const char* address, int across) {
+          return across < live_columns ? Load<WordType>(address) : WordType{};
+        });
+      } else if (readable) {
+        load_all([&](const char* address, int) { return LoadWindow(address); });
+      } else {
+        load_all([&](const char* address, int) { return LoadBytes(address, p.x_end); });
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        const int unit = threadIdx.x + (first + u) * kThreads;
+        const int across = unit % kAcross, chunk = unit / kAcross;
+        if constexpr (kElement == 8) {
+          *chunk_at(across, chunk) = make_uint4(v[u][0].x, v[u][0].y, v[u][1].x, v[u][1].y);
+        } else if constexpr (kElement < 8) {
+          uint4 chunks[kPack];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            uint32_t square[kPack];
+#pragma unroll
+            for (int r = 0; r < kPack; ++r) square[r] = v[u][i * kPack + r];
+            TransposeSquare(square);
+#pragma unroll
+            for (int r = 0; r < kPack; ++r) Component(chunks[r], i) = square[r];
+          }
+#pragma unroll
+          for (int r = 0; r < kPack; ++r) *chunk_at(across * kPack + r, chunk) = chunks[r];
+        }
+      }
+    }
+  }
+  __syncthreads();
+
+  if constexpr (kWideOut) {
+    constexpr int kUnits = kColumns * kChunks / kThreads;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const int unit = threadIdx.x + u * kThreads;
+      const int chunk = unit % kChunks, column = unit / kChunks;
+      if (column < live_columns && chunk * kVector < live_rows) {
+        Store<uint4>(columns[column] + chunk * 16, *chunk_at(column, chunk));
+      }
+    }
+  } else if constexpr (kElement >= 4) {
+    constexpr int kUnits = kColumns * kRows / kThreads;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const int unit = threadIdx.x + u * kThreads;
+      const int row = unit % kRows, column = unit / kRows;
+      if (column < live_columns && row < live_rows) {
+        Store<WordType>(columns[column] + row * kElement, *word_at(column, row));
+      }
+    }
+  } else {
+    // The aligned words within a column, and then the up to three bytes before and behind them.
+    constexpr int kWords = kRows / kPack;
+    constexpr int kUnits = kColumns * kWords / kThreads;
+    const int bytes = live_rows * kElement;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const int unit = threadIdx.x + u * kThreads;
+      const int word = unit % kWords, column = unit / kWords;
+      char* address = columns[column];
+      const int head = (4 - Misalignment(address, 4)) & 3;
+      if (column < live_columns && 4 * word + head + 4 <= bytes) {
+        const uint32_t low = *word_at(column, word);
+        const uint32_t high = *word_at(column, min(word + 1, kWords - 1));
+        Store<uint32_t>(address + 4 * word + head, __funnelshift_r(low, high, 8 * head));
+      }
+    }
+    constexpr int kEnds = 8 / kElement;  // per column
+    for (int unit = threadIdx.x; unit < kColumns * kEnds; unit += kThreads) {
+      const int column = unit / kEnds;
+      if (column >= live_columns) break;
+      char* address = columns[column];
+      const int head = (4 - Misalignment(address, 4)) & 3;
+      int begin = unit % kEnds * kElement, limit = min(head, bytes);
+      if (begin >= 4) {
+        begin += head - 4 + (max(bytes - head, 0) & ~3);
+        limit = bytes;
+      }
+      if (begin < limit) {
+        const uint32_t word = *word_at(column, begin / 4) >> begin % 4 * 8;
+        Store<Word<kElement>>(address + begin, static_cast<Word<kElement>>(word));
+      }
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Boxes: the runs share a dimension
+
+// The dimensions of a box. 16 KB has no room for more of two elements each.
+constexpr int kMaxBoxRank = 16;
+
+struct BoxDim {
+  FastDivisor size;  // of the box
+  uint32_t shared_stride;
+  int64_t stride;  // in the input or the output, in bytes
+};
+
+// One side of the boxes: segments that are contiguous in the array. Lengths are in elements.
+struct BoxSide {
+  FastDivisor length;   // of a segment
+  FastDivisor vectors;  // of 16 bytes per segment, rounded up
+  FastDivisor words;    // of 4 bytes or an element
+  uint32_t pitch;       // `length` rounded up to 16 bytes
+  uint32_t count;       // of segments
+  int64_t last_offset;  // of the last segment, in bytes
+  bool wide;            // whether all segments of an aligned box are aligned to 16 bytes
+  int run_dims, segment_dims;
+  BoxDim dims[kMaxBoxRank];  // of a segment, then those that number them; each minor to major
+};
+
+struct BoxParams {
+  const char* x;
+  char* y;
+  int64_t bytes;
+  BoxSide in, out;
+  // The one or two dimensions of which a box has only a part: the major one of the input's and of
+  // the output's segments; -1: none. If they are two, each numbers the other side's segments, as
+  // the most major dimension.
+  int in_part, out_part;                  // in `dims`
+  uint32_t in_part_size, out_part_size;   // of the box
+  int64_t in_part_total, out_part_total;  // of the array
+  uint32_t table_bytes, data_bytes;
+  uint32_t boxes;
+  int rank;
+  Dim dims[kMaxPermutationRank];  // that number the boxes, minor to major
+};
+
+// Where byte b of a box is in shared memory: 16 bytes are left out every 128, so that columns of
+// power-of-two pitch do not lie in one bank.
+__host__ __device__ constexpr uint32_t Padded(uint32_t b) { return b + b / 128 * 16; }
+
+__device__ __forceinline__ uint32_t SharedOffset(const BoxDim* dims, int count, uint32_t n) {
+  uint32_t offset = 0;
+  for (int d = 0; d < count; ++d) offset += TakeRemainder(n, dims[d].size) * dims[d].shared_stride;
+  return offset;
+}
+
+__device__ __forceinline__ int64_t SegmentOffset(const BoxSide& side, uint32_t n) {
+  int64_t offset = 0;
+  for (int d = side.run_dims; d < side.run_dims + side.segment_dims; ++d) {
+    offset += static_cast<int64_t>(TakeRemainder(n, side.dims[d].size)) * side.dims[d].stride;
+  }
+  return offset;
+}
+
+template <int kElement>
+__global__ void __launch_bounds__(kBoxThreads) BoxKernel(const __grid_constant__ BoxParams p) {
+  constexpr int kVector = 16 / kElement;
+  constexpr int kWord = kElement < 4 ? 4 : kElement;
+  constexpr int kPack = kWord / kElement;
+  constexpr int kTogether = 4;
+  using Element = Word<kElement>;
+  using WordType = Word<kWord>;
+
+  // The table, the box, the segments' offsets.
+  extern __shared__ uint4 shared[];
+  uint16_t* table = reinterpret_cast<uint16_t*>(shared);
+  char* data = reinterpret_cast<char*>(shared) + p.table_bytes;
+  int64_t* in_offsets = reinterpret_cast<int64_t*>(data + p.data_bytes);
+  int64_t* out_offsets = in_offsets + p.in.count;
+
+  for (uint32_t i = threadIdx.x; i < p.in.count; i += kBoxThreads) {
+    in_offsets[i] = SegmentOffset(p.in, i);
+  }
+  for (uint32_t i = threadIdx.x; i < p.out.count; i += kBoxThreads) {
+    out_offsets[i] = SegmentOffset(p.out, i);
+  }
+  for (uint32_t i = threadIdx.x; i < p.out.count * p.out.length.divisor; i += kBoxThreads) {
+    uint32_t segment = i;
+    const uint32_t within = TakeRemainder(segment, p.out.length);
+    const uint32_t from = SharedOffset(p.out.dims, p.out.run_dims, within) +
+                          SharedOffset(p.out.dims + p.out.run_dims, p.out.segment_dims, segment);
+    table[segment * p.out.pitch + within] = static_cast<uint16_t>(Padded(from * kElement));
+  }
+  const auto element = [&](uint32_t address) { return Load<Element>(data + address); };
+
+  for (uint32_t box = blockIdx.x; box < p.boxes; box += gridDim.x) {
+    const char* x = p.x;
+    char* y = p.y;
+    uint32_t in_length = p.in.length.divisor, in_count = p.in.count;
+    uint32_t out_length = p.out.length.divisor, out_count = p.out.count;
+    uint32_t n = box;
+    for (int d = 0; d < p.rank; ++d) {
+      const int64_t i = TakeRemainder(n, p.dims[d].size);
+      x += i * p.dims[d].in_stride;
+      y += i * p.dims[d].out_stride;
+      if (d == p.in_part && (i + 1) * p.in_part_size > p.in_part_total) {
+        const uint32_t part = static_cast<uint32_t>(p.in_part_total - i * p.in_part_size);
+        in_length = in_length / p.in_part_size * part;
+        if (p.in_part == p.out_part) {
+          out_length = out_length / p.in_part_size * part;
+        } else {
+          out_count = out_count / p.in_part_size * part;
+        }
+      }
+      if (d == p.out_part && p.in_part != p.out_part &&
+          (i + 1) * p.out_part_size > p.out_part_total) {
+        const uint32_t part = static_cast<uint32_t>(p.out_part_total - i * p.out_part_size);
+        out_length = out_length / p.out_part_size * part;
+        in_count = in_count / p.out_part_size * part;
+      }
+    }
+
+    const auto shared_at = [&](uint32_t segment, uint32_t within) {
+      return data + Padded((segment * p.in.pitch + within) * kElement);
+    };
+    __syncthreads();  // the previous box has been read
+    if (kElement == 16 || (p.in.wide && Misalignment(x, 16) == 0 && in_length % kVector == 0)) {
+      const uint32_t total = in_count * p.in.vectors.divisor;
+      for (uint32_t first = threadIdx.x; first < total; first += kBoxThreads * kTogether) {
+        uint4 v[kTogether];
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          uint32_t segment = first + k * kBoxThreads;
+          const bool live = segment < total;
+          const uint32_t within = TakeRemainder(segment, p.in.vectors) * kVector;
+          if (live && within < in_length) {
+            v[k] = Load<uint4>(x + in_offsets[segment] + within * kElement);
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          uint32_t segment = first + k * kBoxThreads;
+          const bool live = segment < total;
+          const uint32_t within = TakeRemainder(segment, p.in.vectors) * kVector;
+          if (live && within < in_length) {
+            *reinterpret_cast<uint4*>(shared_at(segment, within)) = v[k];
+          }
+        }
+      }
+    } else {
+      const char* end = p.x + p.bytes;
+      const bool readable =
+          x >= p.x + 4 && x + p.in.last_offset + (p.in.length.divisor * kElement + 8) <= end;
+      const uint32_t total = in_count * p.in.words.divisor;
+      for (uint32_t first = threadIdx.x; first < total; first += kBoxThreads * kTogether) {
+        WordType v[kTogether];
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          uint32_t segment = first + k * kBoxThreads;
+          const bool live = segment < total;
+          const uint32_t within = TakeRemainder(segment, p.in.words) * kPack;
+          if (live && within < in_length) {
+            const char* address = x + in_offsets[segment] + within * kElement;
+            if constexpr (kElement >= 4) {
+              v[k] = Load<WordType>(address);
+            } else {
+              v[k] = readable ? LoadWindow(address) : LoadBytes(address, end);
+            }
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          uint32_t segment = first + k * kBoxThreads;
+          const bool live = segment < total;
+          const uint32_t within = TakeRemainder(segment, p.in.words) * kPack;
+          if (live && within < in_length) {
+            *reinterpret_cast<WordType*>(shared_at(segment, within)) = v[k];
+          }
+        }
+      }
+    }
+    __syncthreads();
+
+    if (kElement == 16 || (p.out.wide && Misalignment(y, 16) == 0 && out_length % kVector == 0)) {
+      const uint32_t total = out_count * p.out.vectors.divisor;
+#pragma unroll 2
+      for (uint32_t unit = threadIdx.x; unit < total; unit += kBoxThreads) {
+        uint32_t segment = unit;
+        const uint32_t within = TakeRemainder(segment, p.out.vectors) * kVector;
+        if (within >= out_length) continue;
+        const uint16_t* from = table + segment * p.out.pitch + within;
+        Packed128<Element> packed;
+        constexpr int kEntries = kVector < 8 ? kVector : 8;
+#pragma unroll
+        for (int i = 0; i < kVector; i += kEntries) {
+          const auto entries = Load<Word<kEntries * 2>>(reinterpret_cast<const char*>(from + i));
+          uint16_t addresses[kEntries];
+          memcpy(addresses, &entries, sizeof(addresses));
+#pragma unroll
+          for (int j = 0; j < kEntries; ++j) packed[i + j] = element(addresses[j]);
+        }
+        StorePacked(reinterpret_cast<Element*>(y + out_offsets[segment]) + within, packed);
+      }
+    } else {
+      const uint32_t total = out_count * p.out.words.divisor;
+#pragma unroll 2
+      for (uint32_t unit = threadIdx.x; unit < total; unit += kBoxThreads) {
+        uint32_t segment = unit;
+        uint32_t within = TakeRemainder(segment, p.out.words) * kPack;
+        char* address = y + out_offsets[segment];
+        const uint16_t* from = table + segment * p.out.pitch;
+        if constexpr (kElement >= 4) {
+          if (within < out_length) {
+            Store<Element>(address + within * kElement, element(from[within]));
+          }
+        } else {
+          // The first word of a segment comes with the elements before it, the last one with
+          // those behind it.
+          const uint32_t head = min(((4 - Misalignment(address, 4)) & 3) / kElement, out_length);
+          if (within == 0) {
+            for (uint32_t i = 0; i < head; ++i) {
+              Store<Element>(address + i * kElement, element(from[i]));
+            }
+          }
+          within += head;
+          if (within + kPack <= out_length) {
+            uint32_t word = 0;
+#pragma unroll
+            for (int i = 0; i < kPack; ++i) {
+              word |= uint32_t{element(from[within + i])} << 8 * kElement * i;
+            }
+            Store<uint32_t>(address + within * kElement, word);
+          } else {
+            for (uint32_t i = within; i < out_length; ++i) {
+              Store<Element>(address + i * kElement, element(from[i]));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Plans
+
+enum class Variant { kCopy, kUnitRows, kByteRows, kTile, kBox };
+
+// Everything about a shape but the pointers.
+struct TransposePlan {
+  Variant variant = Variant::kCopy;
+  int unit = 1;  // bytes
+  bool wide_index = false;
+  bool wide_in = false, wide_out = false;
+  int64_t blocks = 0;
+  size_t shared_bytes = 0;
+  RowParams<uint32_t> rows;
+  RowParams<uint64_t> wide_rows;
+  TileParams tile;
+  BoxParams box;
+};
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The dimensions of a permutation in the order of the input, minor to major.
+std::vector<int> InputOrder(const Permutation& p) {
+  std::vector<int> order(p.rank);
+  for (int i = 0; i < p.rank; ++i) order[i] = i;
+  std::sort(order.begin(), order.end(),
+            [&p](int a, int b) { return p.in_stride[a] < p.in_stride[b]; });
+  return order;
+}
+
+std::vector<int> OutputOrder(const Permutation& p) {
+  std::vector<int> order(p.rank);
+  for (int i = 0; i < p.rank; ++i) order[i] = p.rank - 1 - i;
+  return order;
+}
+
+template <typename Index>
+void SetRows(const Permutation& p, bool bytes, RowParams<Index>* rows) {
+  rows->bytes = p.count * p.unit;
+  rows->count = static_cast<Index>(bytes ? p.count * p.unit : p.count);
+  rows->rank = p.rank;
+  for (int d = 0; d < p.rank; ++d) {
+    const int from = p.rank - 1 - d;
+    const int64_t size = p.size[from] * (bytes && d == 0 ? p.unit : 1);
+    using Divisor = decltype(rows->dims[d].size);
+    // The most major dimension is not divided by, and may be too large to.
+    rows->dims[d].size = d > 0 && d == p.rank - 1 ? Divisor() : Divisor(size);
+    rows->dims[d].in_stride = p.in_stride[from] * (bytes && d == 0 ? 1 : p.unit);
+  }
+}
+
+void PlanRows(const Permutation& p, TransposePlan* plan) {
+  const bool bytes = p.unit < 16;
+  plan->variant = bytes ? Variant::kByteRows : Variant::kUnitRows;
+  const int64_t count = bytes ? p.count * p.unit : p.count;
+  // Room for the threads of the last block.
+  plan->wide_index = count > (int64_t{1} << 31) - 4096;
+  plan->blocks =
+      bytes ? CeilDiv(count / 16 + 2, kThreads * 2) : CeilDiv(count, kThreads * kUnitsPerThread);
+  if (plan->wide_index) {
+    SetRows(p, bytes, &plan->wide_rows);
+  } else {
+    SetRows(p, bytes, &plan->rows);
+  }
+}
+
+Dim MakeDim(const Permutation& p, int d, int64_t size) {
+  // Dimensions of 2^31 elements are never divided by: a run that has one spans no other.
+  return {FastDivisor(static_cast<uint32_t>(std::min<int64_t>(size, 0x7fffffff))),
+          p.in_stride[d] * p.unit, p.out_stride[d] * p.unit};
+}
+
+template <int kElement>
+bool PlanTiles(const Permutation& p, const TransposeShape& shape, TransposePlan* plan) {
+  constexpr int kColumns = TileShape<kElement>::kColumns, kRows = TileShape<kElement>::kRows;
+  const std::vector<int> in_order = InputOrder(p);
+  std::vector<bool> used(p.rank, false);
+  // The runs. A run is long enough once less than 5% of its tiles is wasted; the one that wastes
+  // more takes the next dimension first.
+  std::vector<int> columns, rows;  // dimensions, minor to major
+  int64_t columns_size = 1, rows_size = 1;
+  const auto waste = [](int64_t size, int64_t tile) {
+    return static_cast<double>(CeilDiv(size, tile) * tile) / static_cast<double>(size);
+  };
+  const auto take = [&](int d, std::vector<int>* run, int64_t* size) {
+    used[d] = true;
+    run->push_back(d);
+    *size *= p.size[d];
+  };
+  take(in_order[0], &columns, &columns_size);
+  take(p.rank - 1, &rows, &rows_size);
+  for (;;) {
+    const auto next = [&](const std::vector<int>& run, int64_t size, bool input) {
+      const int i = static_cast<int>(run.size());
+      if (i >= p.rank) return -1;
+      const int d = input ? in_order[i] : p.rank - 1 - i;
+      return used[d] || size * p.size[d] > 0x7fffffff ? -1 : d;
+    };
+    double columns_waste = waste(columns_size, kColumns), rows_waste = waste(rows_size, kRows);
+    const int next_column = next(columns, columns_size, true);
+    const int next_row = next(rows, rows_size, false);
+    if (next_column < 0) columns_waste = 0;
+    if (next_row < 0) rows_waste = 0;
+    if (std::max(columns_waste, rows_waste) < 1.05) break;
+    if (columns_waste >= rows_waste) {
+      take(next_column, &columns, &columns_size);
+    } else {
+      take(next_row, &rows, &rows_size);
+    }
+  }
+  if (waste(columns_size, kColumns) * waste(rows_size, kRows) > 1.34) return false;
+
+  TileParams& tile = plan->tile;
+  plan->variant = Variant::kTile;
+  tile.columns = columns_size;
+  tile.rows = rows_size;
+  tile.column_dims = static_cast<int>(columns.size());
+  tile.row_dims = static_cast<int>(rows.size());
+  tile.rank = 0;
+  for (const int d : columns) tile.dims[tile.rank++] = MakeDim(p, d, p.size[d]);
+  for (const int d : rows) tile.dims[tile.rank++] = MakeDim(p, d, p.size[d]);
+  int64_t matrices = 1;
+  for (int d = p.rank - 1; d >= 0; --d) {
+    if (used[d]) continue;
+    tile.dims[tile.rank++] = MakeDim(p, d, p.size[d]);
+    matrices *= p.size[d];
+  }
+
+  const int64_t down = CeilDiv(rows_size, kRows), along = CeilDiv(columns_size, kColumns);
+  const int64_t band = std::min<int64_t>(down, 32);
+  const int64_t bands = CeilDiv(down, band);
+  plan->blocks = matrices * down * along;
+  if (plan->blocks > 0x7fffffff) return false;
+  tile.tiles = FastDivisor(static_cast<uint32_t>(down * along));
+  tile.band_tiles = FastDivisor(static_cast<uint32_t>(band * along));
+  tile.band = FastDivisor(static_cast<uint32_t>(band));
+  tile.last_band = FastDivisor(static_cast<uint32_t>(down - (bands - 1) * band));
+  tile.last_band_index = static_cast<uint32_t>(bands - 1);
+
+  // Wide accesses need every row, or column, to begin and end on 16 bytes.
+  constexpr int kVector = 16 / kElement;
+  plan->wide_in = shape.alignment == 16 && columns_size % kVector == 0;
+  plan->wide_out = shape.alignment == 16 && rows_size % kVector == 0;
+  for (int d = 0; d < p.rank; ++d) {
+    const bool in_columns = std::find(columns.begin(), columns.end(), d) != columns.end();
+    const bool in_rows = std::find(rows.begin(), rows.end(), d) != rows.end();
+    if (!in_columns && p.in_stride[d] % kVector != 0) plan->wide_in = false;
+    if (!in_rows && p.out_stride[d] % kVector != 0) plan->wide_out = false;
+  }
+  return true;
+}
+
+// Where the parts of a dimension begin, 32 and 16 divide if possible.
+int64_t RoundPart(int64_t part) {
+  if (part >= 32) return part / 32 * 32;
+  int64_t power = 1;
+  while (power * 2 <= part) power *= 2;
+  return power;
+}
+
+void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan* plan) {
+  plan->variant = Variant::kBox;
+  BoxParams& box = plan->box;
+  const int vector = static_cast<int>(16 / p.unit);
+  const std::vector<int> in_order = InputOrder(p);
+  const std::vector<int> out_order = OutputOrder(p);
+
+  // The extents: runs as long as fit.
+  const int64_t most = (p.unit <= 2 ? 8192 : 16384) / p.unit;  // elements
+  std::vector<int64_t> extent(p.rank);
+  for (int64_t target = most;; target /= 2) {
+    std::fill(extent.begin(), extent.end(), 1);
+    for (const std::vector<int>* order : {&in_order, &out_order}) {
+      int64_t run = 1;
+      for (const int d : *order) {
+        int64_t part = std::min(p.size[d], CeilDiv(target, run));
+        if (part < p.size[d]) part = RoundPart(part);
+        extent[d] = std::max(extent[d], part);
+        run *= extent[d];
+        if (extent[d] < p.size[d] || run >= target) break;
+      }
+    }
+    int64_t volume = 1;
+    for (int d = 0; d < p.rank; ++d) volume = std::min(volume * extent[d], int64_t{1} << 40);
+    if (volume <= most) break;
+  }
+
+  // The runs that this gives, and which dimensions only have a part in a box.
+  const auto run_of = [&](const std::vector<int>& order) {
+    std::vector<int> run;
+    for (const int d : order) {
+      if (extent[d] == 1) break;
+      run.push_back(d);
+      if (extent[d] < p.size[d]) break;
+    }
+    return run;
+  };
+  const auto part_of = [&](const std::vector<int>& run) {
+    return !run.empty() && extent[run.back()] < p.size[run.back()] ? run.back() : -1;
+  };
+  const std::vector<int> in_run = run_of(in_order), out_run = run_of(out_order);
+  const int in_part = part_of(in_run), out_part = part_of(out_run);
+
+  // The segments of a side are numbered by the box's other dimensions, the other side's part last.
+  const auto segments_of = [&](const std::vector<int>& order, const std::vector<int>& run,
+                               int last) {
+    std::vector<int> dims;
+    for (const int d : order) {
+      if (extent[d] == 1 || d == last) continue;
+      if (std::find(run.begin(), run.end(), d) == run.end()) dims.push_back(d);
+    }
+    if (last >= 0 && std::find(run.begin(), run.end(), last) == run.end()) dims.push_back(last);
+    return dims;
+  };
+  const std::vector<int> in_segments = segments_of(in_order, in_run, out_part);
+  const std::vector<int> out_segments = segments_of(out_order, out_run, in_part);
+
+  std::vector<uint32_t> shared_stride(p.rank, 0);
+  const auto set_side = [&](const std::vector<int>& run, const std::vector<int>& segments,
+                            const int64_t* strides, bool input, BoxSide* side) {
+    int64_t length = 1, count = 1;
+    for (const int d : run) length *= extent[d];
+    for (const int d : segments) count *= extent[d];
+    side->pitch = static_cast<uint32_t>(CeilDiv(length, vector) * vector);
+    if (input) {
+      uint32_t stride = 1;
+      for (const int d : run) {
+        shared_stride[d] = stride;
+        stride *= static_cast<uint32_t>(extent[d]);
+      }
+      stride = side->pitch;
+      for (const int d : segments) {
+        shared_stride[d] = stride;
+        stride *= static_cast<uint32_t>(extent[d]);
+      }
+    }
+    side->length = FastDivisor(static_cast<uint32_t>(length));
+    side->vectors = FastDivisor(static_cast<uint32_t>(CeilDiv(length, vector)));
+    side->words =
+        FastDivisor(static_cast<uint32_t>(p.unit < 4 ? CeilDiv(length * p.unit, 4) : length));
+    side->count = static_cast<uint32_t>(count);
+    side->run_dims = static_cast<int>(run.size());
+    side->segment_dims = static_cast<int>(segments.size());
+    side->last_offset = 0;
+    side->wide = shape.alignment == 16 || p.unit == 16;
+    int i = 0;
+    for (const std::vector<int>* dims : {&run, &segments}) {
+      for (const int d : *dims) {
+        side->dims[i++] = {FastDivisor(static_cast<uint32_t>(extent[d])), shared_stride[d],
+                           strides[d] * p.unit};
+        if (dims != &segments) continue;
+        side->last_offset += (extent[d] - 1) * strides[d] * p.unit;
+        if (strides[d] % vector != 0) side->wide = false;
+      }
+    }
+  };
+  set_side(in_run, in_segments, p.in_stride, true, &box.in);
+  set_side(out_run, out_segments, p.out_stride, false, &box.out);
+
+  box.bytes = p.count * p.unit;
+  box.in_part = box.out_part = -1;
+  box.in_part_size = box.out_part_size = 1;
+  box.in_part_total = box.out_part_total = 1;
+  box.rank = 0;
+  int64_t boxes = 1;
+  for (const int d : out_order) {
+    const int64_t size = CeilDiv(p.size[d], extent[d]);
+    if (size == 1) continue;
+    if (d == in_part) {
+      box.in_part = box.rank;
+      box.in_part_size = static_cast<uint32_t>(extent[d]);
+      box.in_part_total = p.size[d];
+    }
+    if (d == out_part) {
+      box.out_part = box.rank;
+      box.out_part_size = static_cast<uint32_t>(extent[d]);
+      box.out_part_total = p.size[d];
+    }
+    box.dims[box.rank] = {FastDivisor(static_cast<uint32_t>(size)),
+                          p.in_stride[d] * extent[d] * p.unit,
+                          p.out_stride[d] * extent[d] * p.unit};
+    ++box.rank;
+    boxes *= size;
+  }
+  box.boxes = static_cast<uint32_t>(boxes);
+  box.table_bytes = static_cast<uint32_t>(CeilDiv(box.out.count * box.out.pitch * 2, 16) * 16);
+  box.data_bytes = static_cast<uint32_t>(
+      CeilDiv(Padded(static_cast<uint32_t>(box.in.count * box.in.pitch * p.unit)) + 16, 16) * 16);
+  plan->shared_bytes = box.table_bytes + box.data_bytes + 8 * (box.in.count + box.out.count);
+  plan->blocks = boxes;
+}
+
+TransposePlan MakePlan(const TransposeShape& shape) {
+  const Permutation p = Normalize(shape);
+  TransposePlan plan;
+  plan.unit = static_cast<int>(p.unit);
+  if (p.IsCopy()) return plan;
+  if (p.KeepsMinor() && (p.unit == 16 || p.size[p.rank - 1] * p.unit >= 16)) {
+    PlanRows(p, &plan);
+    return plan;
+  }
+  bool tiles = false;
+  if (!p.KeepsMinor()) {
+    switch (p.unit) {
+      case 1:
+        tiles = PlanTiles<1>(p, shape, &plan);
+        break;
+      case 2:
+        tiles = PlanTiles<2>(p, shape, &plan);
+        break;
+      case 4:
+        tiles = PlanTiles<4>(p, shape, &plan);
+        break;
+      case 8:
+        tiles = PlanTiles<8>(p, shape, &plan);
+        break;
+      default:
+        tiles = PlanTiles<16>(p, shape, &plan);
+    }
+  }
+  if (!tiles) PlanBoxes(p, shape, &plan);
+  return plan;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Launches
+
+using TileFunction = void (*)(TileParams);
+using BoxFunction = void (*)(BoxParams);
+
+template <int kElement>
+TileFunction TileOf(bool wide_in, bool wide_out) {
+  if (wide_in) {
+    return wide_out ? TileKernel<kElement, true, true> : TileKernel<kElement, true, false>;
+  }
+  return wide_out ? TileKernel<kElement, false, true> : TileKernel<kElement, false, false>;
+}
+
+TileFunction TileOf(int unit, bool wide_in, bool wide_out) {
+  switch (unit) {
+    case 1:
+      return TileOf<1>(wide_in, wide_out);
+    case 2:
+      return TileOf<2>(wide_in, wide_out);
+    case 4:
+      return TileOf<4>(wide_in, wide_out);
+    case 8:
+      return TileOf<8>(wide_in, wide_out);
+    default:
+      return TileKernel<16, true, true>;
+  }
+}
+
+BoxFunction BoxOf(int unit) {
+  switch (unit) {
+    case 1:
+      return BoxKernel<1>;
+    case 2:
+      return BoxKernel<2>;
+    case 4:
+      return BoxKernel<4>;
+    case 8:
+      return BoxKernel<8>;
+    default:
+      return BoxKernel<16>;
+  }
+}
+
+template <typename Params>
+cudaError_t Launch(void (*kernel)(Params), Params params, const void* x, void* y, int64_t blocks,
+                   int threads, size_t shared_bytes, cudaStream_t stream) {
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  params.x = static_cast<const char*>(x);
+  params.y = static_cast<char*>(y);
+  void* arguments[] = {&params};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
+                          dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments,
+                          shared_bytes, stream);
+}
+
+// How many blocks of the box kernel run at once, about: for a persistent grid.
+cudaError_t ResidentBoxes(size_t shared_bytes, int64_t* blocks) {
+  int device, processors, shared;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  if (error != cudaSuccess) return error;
+  const int64_t fit = shared / static_cast<int64_t>(shared_bytes + 1024);
+  *blocks = processors * std::max<int64_t>(1, std::min<int64_t>(fit, 12));
+  return cudaSuccess;
+}
+
+cudaError_t LaunchPlan(const TransposePlan& plan, const void* x, void* y, int64_t bytes,
+                       cudaStream_t stream) {
+  switch (plan.variant) {
+    case Variant::kCopy:
+      return cudaMemcpyAsync(y, x, bytes, cudaMemcpyDeviceToDevice, stream);
+    case Variant::kUnitRows:
+      if (plan.wide_index) {
+        return Launch(UnitRowsKernel<16, uint64_t>, plan.wide_rows, x, y, plan.blocks, kThreads, 0,
+                      stream);
+      }
+      return Launch(UnitRowsKernel<16, uint32_t>, plan.rows, x, y, plan.blocks, kThreads, 0,
+                    stream);
+    case Variant::kByteRows:
+      if (plan.wide_index) {
+        return Launch(ByteRowsKernel<uint64_t>, plan.wide_rows, x, y, plan.blocks, kThreads, 0,
+                      stream);
+      }
+      return Launch(ByteRowsKernel<uint32_t>, plan.rows, x, y, plan.blocks, kThreads, 0, stream);
+    case Variant::kTile: {
+      TileParams params = plan.tile;
+      params.x_end = static_cast<const char*>(x) + bytes;
+      return Launch(TileOf(plan.unit, plan.wide_in, plan.wide_out), params, x, y, plan.blocks,
+                    kThreads, 0, stream);
+    }
+    case Variant::kBox: {
+      int64_t resident;
+      const cudaError_t error = ResidentBoxes(plan.shared_bytes, &resident);
+      if (error != cudaSuccess) return error;
+      return Launch(BoxOf(plan.unit), plan.box, x, y, std::min(plan.blocks, resident), kBoxThreads,
+                    plan.shared_bytes, stream);
+    }
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t Transpose(const void* x, void* y, const int64_t* dims, const int* axes, int rank,
+                      int64_t itemsize, cudaStream_t stream) {
+  TransposeShape shape;
+  shape.dims.assign(dims, dims + rank);
+  shape.axes.assign(axes, axes + rank);
+  shape.itemsize = itemsize;
+  shape.alignment = CommonAlignment({x, y});
+  int64_t bytes = itemsize;
+  for (const int64_t dim : shape.dims) bytes *= dim;
+  if (bytes == 0) return cudaSuccess;
+
+  static PlanCache<TransposePlan> plans;
+  const std::shared_ptr<const TransposePlan> plan = plans.Get(shape, MakePlan);
+  return LaunchPlan(*plan, x, y, bytes, stream);
+}
+
+cudaError_t LoadTransposeKernels() {
+  constexpr int kMaxDevices = 256;
+  static std::atomic<bool> loaded[kMaxDevices];
+  int device;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device < kMaxDevices && loaded[device].load(std::memory_order_acquire)) return cudaSuccess;
+
+  std::vector<const void*> kernels = {
+      reinterpret_cast<const void*>(UnitRowsKernel<16, uint32_t>),
+      reinterpret_cast<const void*>(UnitRowsKernel<16, uint64_t>),
+      reinterpret_cast<const void*>(ByteRowsKernel<uint32_t>),
+      reinterpret_cast<const void*>(ByteRowsKernel<uint64_t>),
+  };
+  for (const int unit : {1, 2, 4, 8, 16}) {
+    kernels.push_back(reinterpret_cast<const void*>(BoxOf(unit)));
+    for (const bool wide_in : {false, true}) {
+      for (const bool wide_out : {false, true}) {
+        kernels.push_back(reinterpret_cast<const void*>(TileOf(unit, wide_in, wide_out)));
+      }
+    }
+  }
+  for (const void* kernel : kernels) {
+    // Asking for a kernel's attributes is what makes the runtime load it.
+    cudaFuncAttributes attributes;
+    error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+  }
+  // Two threads that get here at once have both loaded everything: harmless.
+  if (device < kMaxDevices) loaded[device].store(true, std::memory_order_release);
+  return cudaSuccess;
+}
+
+}  // namespace jax_fastops::cuda

@@ -1,0 +1,976 @@
+"""`split_heads`, `split_qkv_heads`, `merge_heads`: transformations, sums, dtypes, errors."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import Case, Sharding, Tolerance, assert_bitwise_equal, assert_matches, checks
+from harness.case import outputs
+from harness.compat import make_mesh, saved_residuals, x64
+from harness.numerics import is_float, normal, sprinkled
+from harness.properties import shapes
+from harness.sharding import assert_collectives, assert_layout, device_count
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+from jax_fastops.heads import _group_rows
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+def add(x, bias):
+    """The sum in the wider dtype, rounded once."""
+    if bias is None:
+        return x
+    wide = jnp.promote_types(x.dtype, bias.dtype)
+    return (x.astype(wide) + bias.astype(wide)).astype(x.dtype)
+
+
+def reference_split(x, bias=None, *, num_heads):
+    x = add(x, bias)
+    size = x.shape[-1] // num_heads
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], num_heads, size), -3, -2)
+
+
+def reference_split_qkv(qkv, bias=None, *, num_heads):
+    # The gradient of `split` is a concatenation. That of slices is a sum, in which -0 is lost.
+    parts = jnp.split(add(qkv, bias), 3, axis=-1)
+    return tuple(reference_split(part, num_heads=num_heads) for part in parts)
+
+
+def reference_merge(x):
+    x = jnp.swapaxes(x, -3, -2)
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def any_value(rng, shape, dtype):
+    dtype = jnp.dtype(dtype)
+    if is_float(dtype):
+        return normal(rng, shape, dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return (normal(rng, shape, np.float64) + 1j * normal(rng, shape, np.float64)).astype(dtype)
+    return rng.integers(0, 2 if dtype == np.bool_ else 100, shape).astype(dtype)
+
+
+def draws(*sizes, dtypes=(None, None)):
+    """Draws arguments of the given shapes, of dtypes of their own where they are given."""
+
+    def make(rng, dtype):
+        own = [d or dtype for d in dtypes[: len(sizes)]]
+        return tuple(any_value(rng, s, d) for s, d in zip(sizes, own, strict=True))
+
+    return make
+
+
+def split_shapes(unit):
+    """Shapes of x, whose last axis is a multiple of `unit`.
+
+    For no case with a bias: a sum of the largest numbers overflows in one order and not in another.
+    """
+
+    def join(lead, sequence, size):
+        return ((*lead, sequence, unit * size),)
+
+    lead = shapes(0, 2, max_size=6)
+    return st.builds(join, lead, st.integers(0, 70), st.integers(0, 5))
+
+
+BIAS_SUM = Tolerance(ulps=4.0)
+
+SPLIT = Case(
+    name="split_heads",
+    fn=lambda x: fo.split_heads(x, num_heads=8),
+    reference=lambda x: reference_split(x, num_heads=8),
+    make_args=draws((2, 3, 16)),
+    make_sharded_args=draws((8, 16, 64)),
+    linear=(0,),
+    exact=True,
+    shardings=(
+        Sharding("batch", (0,), (0,)),
+        Sharding("sequence", (1,), (2,)),
+        # The number of heads of a shard is another.
+        Sharding("heads", (2,), (1,), shard_map=False),
+    ),
+    symbolic=("b, s, 16",),
+    shapes=split_shapes(8),
+)
+
+SPLIT_BIAS = Case(
+    name="split_heads_bias",
+    fn=lambda x, b: fo.split_heads(x, b, num_heads=2),
+    reference=lambda x, b: reference_split(x, b, num_heads=2),
+    make_args=draws((2, 3, 8), (8,)),
+    make_sharded_args=draws((8, 512, 8), (8,)),
+    linear=(0, 1),
+    tolerance=BIAS_SUM,
+    shardings=(
+        Sharding("batch", (0, None), (0,), gradient_all_reduces=1),
+        Sharding("sequence", (1, None), (2,), gradient_all_reduces=1),
+    ),
+    shards_under_vmap=False,
+    symbolic=("b, 3, 8", "8"),
+)
+
+QKV = Case(
+    name="split_qkv_heads",
+    fn=lambda x: fo.split_qkv_heads(x, num_heads=2),
+    reference=lambda x: reference_split_qkv(x, num_heads=2),
+    make_args=draws((2, 3, 12)),
+    make_sharded_args=draws((8, 16, 24)),
+    dtypes=("bfloat16", "float32"),
+    linear=(0,),
+    exact=True,
+    shardings=(Sharding("sequence", (1,), (2, 2, 2)),),
+    shapes=split_shapes(6),
+)
+
+QKV_BIAS = Case(
+    name="split_qkv_heads_bias",
+    fn=lambda x, b: fo.split_qkv_heads(x, b, num_heads=2),
+    reference=lambda x, b: reference_split_qkv(x, b, num_heads=2),
+    make_args=draws((2, 3, 12), (12,)),
+    make_sharded_args=draws((8, 512, 12), (12,)),
+    linear=(0, 1),
+    tolerance=BIAS_SUM,
+    shardings=(
+        Sharding("batch", (0, None), (0, 0, 0), gradient_all_reduces=1),
+        Sharding("sequence", (1, None), (2, 2, 2), gradient_all_reduces=1),
+    ),
+    shards_under_vmap=False,
+)
+
+# Parameters are often kept in float32 beside data in half precision.
+QKV_FLOAT32_BIAS = Case(
+    name="split_qkv_heads_float32_bias",
+    fn=QKV_BIAS.fn,
+    reference=QKV_BIAS.reference,
+    make_args=draws((2, 3, 12), (12,), dtypes=(None, np.float32)),
+    dtypes=("bfloat16", "float16"),
+    linear=(0, 1),
+    tolerance=BIAS_SUM,
+    basic_only=True,
+)
+
+MERGE = Case(
+    name="merge_heads",
+    fn=fo.merge_heads,
+    reference=reference_merge,
+    make_args=draws((2, 4, 3, 2)),
+    make_sharded_args=draws((8, 16, 24, 3)),
+    linear=(0,),
+    exact=True,
+    shardings=(
+        Sharding("heads", (1,), (2,)),
+        Sharding("batch", (0,), (0,)),
+        Sharding("sequence", (2,), (1,)),
+    ),
+    symbolic=("b, 4, s, 2",),
+    shapes=shapes(3, 5).map(lambda shape: (shape,)),
+)
+
+# Their numbers are moved like any; XLA adds the bias.
+NO_FLOATS = ("int32", "bool", "complex64", "int8")
+SPLIT_NUMBERS = Case(
+    name="split_heads_numbers",
+    fn=SPLIT_BIAS.fn,
+    reference=SPLIT_BIAS.reference,
+    make_args=draws((2, 3, 8), (8,)),
+    dtypes=NO_FLOATS,
+    exact=True,
+    basic_only=True,
+)
+QKV_NUMBERS = Case(
+    name="split_qkv_heads_numbers",
+    fn=lambda x, b: (fo.split_qkv_heads(x, b, num_heads=2), fo.split_qkv_heads(x, num_heads=2)),
+    reference=lambda x, b: (
+        reference_split_qkv(x, b, num_heads=2),
+        reference_split_qkv(x, num_heads=2),
+    ),
+    make_args=draws((2, 3, 12), (12,)),
+    dtypes=NO_FLOATS,
+    exact=True,
+    basic_only=True,
+)
+MERGE_NUMBERS = Case(
+    name="merge_heads_numbers",
+    fn=fo.merge_heads,
+    reference=reference_merge,
+    make_args=draws((2, 4, 3, 2)),
+    dtypes=(*NO_FLOATS, "float8_e4m3fn"),
+    exact=True,
+    basic_only=True,
+)
+
+CASES = (SPLIT, SPLIT_BIAS, QKV, QKV_BIAS, QKV_FLOAT32_BIAS, MERGE)
+NUMBERS = (SPLIT_NUMBERS, QKV_NUMBERS, MERGE_NUMBERS)
+
+
+@checks(*CASES, *NUMBERS)
+def test_harness(check):
+    check()
+
+
+@pytest.fixture(autouse=True)
+def native():
+    with fo.use_implementation("native"):
+        yield
+
+
+# name -> (op, reference), of x and a bias and the number of heads
+SPLITS = {
+    "split_heads": (fo.split_heads, reference_split, 1),
+    "split_qkv_heads": (fo.split_qkv_heads, reference_split_qkv, 3),
+}
+
+
+@pytest.fixture(params=SPLITS)
+def split(request):
+    """An op, its reference, and how many results it has."""
+    return SPLITS[request.param]
+
+
+@pytest.fixture(params=FLOATS)
+def dtype(request):
+    with x64(request.param == "float64"):
+        yield jnp.dtype(request.param)
+
+
+def value_and_gradients(fn):
+    def run(args, cotangents):
+        out, pullback = jax.vjp(lambda *args: outputs(fn(*args)), *args)
+        return out, pullback(cotangents)
+
+    return run
+
+
+def example(rng, parts, lead, sequence, heads, size, dtype, fill=normal):
+    """x, a bias, and cotangents."""
+    features = parts * heads * size
+    args = fill(rng, (*lead, sequence, features), dtype), fill(rng, (features,), dtype)
+    return args, tuple(fill(rng, (*lead, heads, sequence, size), dtype) for _ in range(parts))
+
+
+def exact_bias_gradient(cts):
+    """In float64, from NumPy."""
+    sums = [ct.astype(np.float64) for ct in cts]
+    return np.concatenate([s.sum((*range(s.ndim - 3), -2)).reshape(-1) for s in sums])
+
+
+# Values -------------------------------------------------------------------------------------------
+
+SHAPES = [
+    # leading dimensions, sequence, heads, size of a head
+    ((), 1, 1, 1),
+    ((), 5, 3, 7),
+    ((2,), 9, 1, 5),
+    ((2,), 1, 12, 64),
+    ((3,), 33, 5, 1),
+    ((2,), 64, 4, 16),
+    ((1, 2), 17, 3, 31),
+    ((2, 1, 2), 7, 2, 33),
+    ((1,), 65, 2, 80),
+    ((2,), 130, 2, 128),
+    ((0,), 4, 2, 4),
+    ((2,), 0, 2, 4),
+    ((2,), 4, 2, 0),
+]
+
+
+def merged(cts):
+    """The gradient of x. By NumPy: XLA loses subnormals and the sign of zeros on the way."""
+    parts = [np.swapaxes(np.asarray(ct), -3, -2) for ct in cts]
+    parts = [p.reshape(*p.shape[:-2], p.shape[-2] * p.shape[-1]) for p in parts]
+    return np.concatenate(parts, axis=-1)
+
+
+def heads_of(x, parts, heads, size):
+    """The results without a bias, by NumPy."""
+    pieces = np.split(np.asarray(x), parts, axis=-1)
+    return tuple(np.swapaxes(p.reshape(*p.shape[:-1], heads, size), -3, -2) for p in pieces)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_values_and_gradients(split, dtype, with_bias):
+    """Results and the gradient of x have the reference's bits, special values included."""
+    fn, _, parts = split
+    rng = np.random.default_rng(0)
+    examples = [example(rng, parts, *s, dtype, sprinkled) for s in SHAPES]
+    heads = [s[2] for s in SHAPES]
+
+    def run(examples):
+        results = []
+        for ((x, bias), cts), h in zip(examples, heads, strict=True):
+            args = (x, bias)[: 1 + with_bias]
+            out, gradients = value_and_gradients(functools.partial(fn, num_heads=h))(args, cts)
+            results.append((out, gradients[0]))
+        return results
+
+    sums = [x for (x, _), _ in examples]
+    if with_bias:
+        sums = jax.jit(lambda examples: [add(*args) for args, _ in examples])(examples)
+    for (out, gradient), x, (_, cts), s in zip(
+        jax.jit(run)(examples), sums, examples, SHAPES, strict=True
+    ):
+        assert_matches(out, heads_of(x, parts, *s[2:]), where=f"the result, {s}")
+        assert_bitwise_equal(gradient, merged(cts), f"the gradient, {s}")
+
+
+def test_merge_values_and_gradients(dtype):
+    rng = np.random.default_rng(1)
+    examples = []
+    for lead, sequence, heads, size in SHAPES:
+        x = sprinkled(rng, (*lead, heads, sequence, size), dtype)
+        examples.append(((x,), (sprinkled(rng, (*lead, sequence, heads * size), dtype),)))
+    results = jax.jit(lambda all: [value_and_gradients(fo.merge_heads)(*e) for e in all])(examples)
+    for (out, gradients), (args, cts), s in zip(results, examples, SHAPES, strict=True):
+        assert_bitwise_equal(out[0], merged(args), f"the result, {s}")
+        assert_bitwise_equal(gradients[0], *heads_of(cts[0], 1, *s[2:]), f"the gradient, {s}")
+
+
+def test_bias_gradient(split, dtype):
+    """The sum over all rows is close to that in float64, whatever the shape."""
+    fn, _, parts = split
+    rng = np.random.default_rng(2)
+    for lead, sequence, heads, size in SHAPES:
+        args, cts = example(rng, parts, lead, sequence, heads, size, dtype)
+        gradient = jax.jit(value_and_gradients(functools.partial(fn, num_heads=heads)))(args, cts)
+        gradient = gradient[1][1]
+        assert gradient.dtype == dtype and gradient.shape == args[1].shape
+        assert_sum(gradient, cts, dtype)
+
+
+def assert_sum(gradient, cts, dtype):
+    """A sum of normal numbers in float32 (float64), rounded once."""
+    rows = cts[0].size // max(1, cts[0].shape[-1] * cts[0].shape[-3])
+    wide = jnp.finfo(jnp.promote_types(dtype, np.float32)).eps
+    exact = exact_bias_gradient(cts)
+    error = np.abs(np.asarray(gradient, np.float64) - exact)
+    limit = jnp.finfo(dtype).eps * np.abs(exact) + wide * (rows + 1)
+    if dtype == np.float16:
+        limit += 1e-7
+    assert (error <= limit).all(), f"off by {(error - limit).max()}"
+
+
+SEQUENCES = [1, 2, 3, 15, 16, 17, 31, 61, 63, 64, 65, 67, 97, 122, 127, 128, 129, 190, 201, 257]
+
+
+@pytest.mark.parametrize(
+    "sequences",
+    [
+        SEQUENCES[:10],
+        SEQUENCES[10:],
+        [509, 1021, 4095, 4096, 4097, 4099],
+        pytest.param(list(range(1, 201)), marks=pytest.mark.slow),
+    ],
+    ids=lambda s: f"{s[0]}to{s[-1]}",
+)
+def test_groups_of_rows(split, sequences):
+    """However the sequence is cut into groups of rows, every row is in the sum once."""
+    fn, reference, parts = split
+    rng = np.random.default_rng(3)
+    examples = [example(rng, parts, (2,), s, 2, 3, np.float32) for s in sequences]
+    run = value_and_gradients(functools.partial(fn, num_heads=2))
+    results = jax.jit(lambda all: [run(*e)[1] for e in all])(examples)
+    plain = value_and_gradients(functools.partial(reference, num_heads=2))
+    for (args, cts), (dx, db) in zip(examples, results, strict=True):
+        assert_sum(db, cts, np.float32)
+        assert_bitwise_equal(dx, plain(args, cts)[1][0], f"sequence {args[0].shape}")
+
+
+@pytest.mark.parametrize("sequence", [1, 2, 7, 16, 64, 65, 67, 97, 122, 4096, 4097, 4099, 6 * 64])
+def test_groups_are_whole(sequence):
+    rows = _group_rows(sequence)
+    assert sequence % rows == 0
+    # Neither so small that the sums are traffic, nor cut where that is not needed.
+    assert rows == sequence or 32 <= rows <= 128
+
+
+# What is kept, and what runs ----------------------------------------------------------------------
+
+
+def kernels(fn, *args):
+    """The native kernels that a compiled program calls, in order of their names."""
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
+
+
+def pull(fn):
+    return lambda args, cts: value_and_gradients(fn)(args, cts)[1]
+
+
+def test_one_kernel_each_way(split):
+    fn, _, parts = split
+    (x, bias), cts = example(np.random.default_rng(4), parts, (2,), 6, 2, 4, np.float32)
+    fn = functools.partial(fn, num_heads=2)
+    moves = ["transpose"] if parts == 1 else None
+    assert kernels(fn, x, bias) == ["split_heads"]
+    assert kernels(pull(fn), (x, bias), cts) == ["merge_heads"]
+    assert kernels(fn, x) == (moves or ["split_heads"])
+    assert kernels(pull(fn), (x,), cts) == (moves or ["merge_heads"])
+
+
+def test_merge_is_one_kernel_each_way():
+    x = np.ones((2, 3, 4, 5), np.float32)
+    assert kernels(fo.merge_heads, x) == ["transpose"]
+    assert kernels(pull(fo.merge_heads), (x,), (np.ones((2, 4, 15), np.float32),)) == ["transpose"]
+
+
+def test_nothing_to_move_is_no_kernel():
+    x = np.ones((2, 5, 6), np.float32)
+    assert not kernels(lambda x: fo.split_heads(x, num_heads=1), x)
+    assert not kernels(lambda x: fo.split_heads(x, num_heads=3), x[:, :1])
+    assert not kernels(fo.merge_heads, x[:, None])
+    assert not kernels(fo.merge_heads, x[:, :, None])
+
+
+def test_the_gradient_of_one_argument_computes_that_one(split):
+    """Without the other's gradient there is no sum, or nothing moved."""
+    fn, _, parts = split
+    (x, bias), cts = example(np.random.default_rng(5), parts, (2,), 6, 2, 4, np.float32)
+    fn = functools.partial(fn, num_heads=2)
+    of_x = lambda x, cts: pull(lambda x: fn(x, bias))((x,), cts)  # noqa: E731
+    of_bias = lambda bias, cts: pull(lambda bias: fn(x, bias))((bias,), cts)  # noqa: E731
+    assert kernels(of_x, x, cts) == ["merge_heads"]
+    assert kernels(of_bias, bias, cts) == []
+    everything = jax.jit(pull(fn))((x, bias), cts)
+    assert_bitwise_equal(jax.jit(of_x)(x, cts)[0], everything[0])
+    np.testing.assert_allclose(jax.jit(of_bias)(bias, cts)[0], everything[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_nothing_is_kept(split, jitted):
+    fn, _, parts = split
+    (x, bias), _ = example(np.random.default_rng(6), parts, (2,), 6, 2, 4, np.float32)
+    fn = functools.partial(fn, num_heads=2)
+    for args in ((x,), (x, bias), (x.astype(jnp.bfloat16), bias)):
+        assert not jax.tree.leaves(jax.vjp(jax.jit(fn) if jitted else fn, *args)[1])
+    merge = jax.jit(fo.merge_heads) if jitted else fo.merge_heads
+    assert not jax.tree.leaves(jax.vjp(merge, np.ones((2, 3, 4, 5), np.float32))[1])
+
+
+def test_nothing_is_kept_in_a_model():
+    x, w = np.ones((2, 4, 3), np.float32), np.ones((3, 24), np.float32)
+    bias = np.ones(24, np.float32)
+
+    def loss(w, bias):
+        return sum(part.sum() for part in fo.split_qkv_heads(x @ w, bias, num_heads=2))
+
+    lines = saved_residuals(loss, w, bias).splitlines()
+    assert not [line for line in lines if "argument" not in line and "constant" not in line], lines
+
+
+# Derivatives and vmap -----------------------------------------------------------------------------
+
+
+def loss(fn):
+    def total(x, bias):
+        terms = outputs(fn(x, bias, num_heads=2))
+        return sum(jnp.sum(jnp.sin(y * (i + 1.5))) for i, y in enumerate(terms))
+
+    return total
+
+
+def assert_close(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+TRANSFORMS = {
+    "bias gradients per example": lambda f: jax.vmap(jax.grad(loss(f), (0, 1)), (0, None)),
+    "bias gradients alone per example": lambda f: jax.vmap(jax.grad(loss(f), 1), (0, None)),
+    "bias gradients per example, axis elsewhere": lambda f: jax.vmap(
+        jax.grad(loss(f), (0, 1)), (1, None), (1, -1)
+    ),
+    "hessian per example": lambda f: jax.vmap(jax.hessian(loss(f), (0, 1)), (0, None)),
+    "gradient of the sum over examples": lambda f: jax.grad(
+        lambda x, b: jnp.sum(jax.vmap(loss(f), (0, None))(x, b) ** 2), (0, 1)
+    ),
+    "bias mapped, x not": lambda f: (
+        lambda x, b: jax.vmap(jax.value_and_grad(loss(f), (0, 1)), (None, 0))(
+            x, jnp.stack([b, 2 * b, -b])
+        )
+    ),
+    "both mapped": lambda f: (
+        lambda x, b: jax.vmap(jax.value_and_grad(loss(f), (0, 1)), (2, 1))(
+            jnp.stack([x, -x], 2), jnp.stack([b, 2 * b], 1)
+        )
+    ),
+    "nested, x outside and bias inside": lambda f: (
+        lambda x, b: jax.vmap(jax.vmap(jax.grad(loss(f), (0, 1)), (None, 0)), (0, None))(
+            x, jnp.stack([b, 2 * b, -b])
+        )
+    ),
+    "nested, bias outside and x inside": lambda f: (
+        lambda x, b: jax.vmap(jax.vmap(jax.grad(loss(f), (0, 1)), (1, None)), (None, 0))(
+            x, jnp.stack([b, 2 * b, -b])
+        )
+    ),
+    "gradient of gradients per example": lambda f: jax.grad(
+        lambda x, b: sum(
+            jnp.sum(jnp.sin(g)) for g in jax.vmap(jax.grad(loss(f), (0, 1)), (0, None))(x, b)
+        ),
+        (0, 1),
+    ),
+    "jvp along x": lambda f: (
+        lambda x, b: jax.jvp(lambda x: f(x, b, num_heads=2), (x,), (jnp.cos(x),))
+    ),
+    "jvp along the bias": lambda f: (
+        lambda x, b: jax.jvp(lambda b: f(x, b, num_heads=2), (b,), (jnp.cos(b),))
+    ),
+    "jvp along both": lambda f: (
+        lambda x, b: jax.jvp(lambda x, b: f(x, b, num_heads=2), (x, b), (jnp.cos(x), jnp.sin(b)))
+    ),
+    "jvp along the bias per example": lambda f: (
+        lambda x, b: jax.vmap(
+            lambda x, t: jax.jvp(lambda b: f(x, b, num_heads=2), (b,), (t,)), (0, 0)
+        )(x, jnp.stack([b, -b]))
+    ),
+    "second order along the bias": lambda f: (
+        lambda x, b: jax.jvp(jax.grad(loss(f), (0, 1)), (x, b), (jnp.zeros_like(x), jnp.cos(b)))
+    ),
+    "reverse over forward along the bias": lambda f: jax.grad(
+        lambda x, b: jax.jvp(lambda b: loss(f)(x, b), (b,), (jnp.cos(b),))[1], (0, 1)
+    ),
+    "linearized along the bias, transposed": lambda f: (
+        lambda x, b: jax.linear_transpose(jax.linearize(lambda b: f(x, b, num_heads=2), b)[1], b)(
+            f(x, b, num_heads=2)
+        )
+    ),
+    "third order": lambda f: jax.grad(
+        lambda x, b: jnp.sum(
+            jnp.sin(jax.grad(lambda b: jnp.sum(jax.grad(loss(f), 0)(x, b) ** 2))(b))
+        ),
+        (0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", list(TRANSFORMS.values()), ids=TRANSFORMS)
+def test_derivatives(split, transform):
+    fn, reference, parts = split
+    with x64():
+        rng = np.random.default_rng(7)
+        args, _ = example(rng, parts, (2,), 3, 2, 2, np.float64)
+        got, want = (jax.jit(transform(f))(*args) for f in (fn, reference))
+        assert_close(got, want)
+
+
+def test_bias_gradients_per_example_are_not_their_sum(split):
+    fn, _, parts = split
+    (x, bias), cts = example(np.random.default_rng(8), parts, (3,), 70, 2, 4, np.float32)
+    run = value_and_gradients(functools.partial(fn, num_heads=2))
+    each = jax.jit(jax.vmap(lambda x, cts: run((x, bias), cts)[1][1]))(x, cts)
+    assert each.shape == (3, *bias.shape)
+    for i in range(3):
+        assert_sum(each[i], [ct[i] for ct in cts], np.float32)
+
+
+# Dtypes -------------------------------------------------------------------------------------------
+
+MODES = ("native", "auto", "xla")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_mixed_dtypes_are_rounded_once(split, mode):
+    fn, _, _ = split
+    x = jnp.ones((1, 1, 6), jnp.bfloat16)
+    # Halfway between two numbers of bfloat16, and a bit more: rounded twice, it is 1.
+    bias = np.full(6, 2.0**-8 + 2.0**-20, np.float32)
+    with fo.use_implementation(mode):
+        for result in outputs(jax.jit(functools.partial(fn, num_heads=2))(x, bias)):
+            assert result.dtype == jnp.bfloat16
+            assert (np.asarray(result) == np.asarray(1 + 2.0**-7).astype(jnp.bfloat16)).all()
+        wide = jax.jit(functools.partial(fn, num_heads=2))(
+            x.astype(np.float32), jnp.ones(6, "bfloat16")
+        )
+        assert all(r.dtype == np.float32 and (np.asarray(r) == 2).all() for r in outputs(wide))
+
+
+MIXED = [
+    ("bfloat16", "float32"),
+    ("float16", "float32"),
+    ("bfloat16", "float16"),
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+    ("float64", "float32"),
+    ("float64", "bfloat16"),
+    ("float32", "float64"),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("of_x", "of_bias"), MIXED)
+def test_mixed_dtypes(split, of_x, of_bias, mode):
+    """The sum is made in float32 (float64 for float64); gradients have their argument's dtype."""
+    fn, _, parts = split
+    (x, bias), cts = example(np.random.default_rng(9), parts, (2,), 70, 2, 4, np.float64)
+    x, bias = x.astype(jnp.dtype(of_x)), bias.astype(jnp.dtype(of_bias))
+    cts = tuple(ct.astype(jnp.dtype(of_x)) for ct in cts)
+    acc = np.float64 if of_x == "float64" else np.float32
+    with x64("float64" in (of_x, of_bias)), fo.use_implementation(mode):
+        run = jax.jit(value_and_gradients(functools.partial(fn, num_heads=2)))
+        outs, (dx, db) = run((x, bias), cts)
+        wide = (x.astype(acc) + bias.astype(acc)).astype(x.dtype)
+        want = outputs(
+            SPLITS["split_qkv_heads" if parts == 3 else "split_heads"][1](wide, num_heads=2)
+        )
+        assert_matches(outs, want)
+        assert dx.dtype == x.dtype and db.dtype == bias.dtype
+        coarse = max((bias.dtype, np.dtype(acc)), key=lambda d: float(jnp.finfo(d).eps))
+        exact = exact_bias_gradient(cts)
+        limit = float(jnp.finfo(coarse).eps) * (np.abs(exact) + 1e-2) + 140 * jnp.finfo(acc).eps
+        assert (np.abs(np.asarray(db, np.float64) - exact) <= limit).all()
+
+
+def test_random_keys_and_small_integers():
+    keys = jax.random.split(jax.random.key(0), (2, 3, 12))
+    data = np.asarray(jax.random.key_data(keys))
+    heads = data.reshape(2, 3, 2, 6, -1).swapaxes(1, 2)
+    got = fo.split_heads(keys, num_heads=2)
+    assert got.dtype == keys.dtype and got.shape == (2, 2, 3, 6)
+    assert np.array_equal(np.asarray(jax.random.key_data(got)), heads)
+    assert np.array_equal(np.asarray(jax.random.key_data(fo.merge_heads(got))), data)
+    parts = data.reshape(2, 3, 3, 2, 2, -1)
+    for i, part in enumerate(fo.split_qkv_heads(keys, num_heads=2)):
+        assert np.array_equal(np.asarray(jax.random.key_data(part)), parts[:, :, i].swapaxes(1, 2))
+    x = (np.arange(72).reshape(2, 3, 12) % 7).astype(jnp.int4)
+    small = fo.split_heads(x, num_heads=2)
+    assert small.dtype == jnp.int4
+    want = x.astype(np.int8).reshape(2, 3, 2, 6).swapaxes(1, 2)
+    assert np.array_equal(np.asarray(small).astype(np.int8), want)
+    assert np.array_equal(np.asarray(fo.merge_heads(small)).astype(np.int8), x.astype(np.int8))
+
+
+def test_numpy_arrays_and_weak_types(split):
+    fn, reference, _ = split
+    x = np.arange(36, dtype=np.float32).reshape(1, 3, 12)
+    bias = np.arange(12, dtype=np.float32)
+    for result in outputs(fn(x, bias, num_heads=2)):
+        assert isinstance(result, jax.Array) and result.dtype == np.float32
+    weak = jnp.broadcast_to(jnp.asarray(2.0), (1, 3, 12))
+    assert weak.weak_type
+    for args in ((weak,), (weak, bias), (weak, weak[0, 0])):
+        for mode in MODES:
+            with fo.use_implementation(mode):
+                got = outputs(fn(*args, num_heads=2))
+            for mine, theirs in zip(got, outputs(reference(*args, num_heads=2)), strict=True):
+                assert mine.dtype == theirs.dtype
+                np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("heads", [np.int64(2), np.uint8(2), True])
+def test_number_of_heads_of_any_integer_type(split, heads):
+    fn, reference, _ = split
+    x = np.arange(36, dtype=np.float32).reshape(1, 3, 12)
+    got, want = fn(x, num_heads=heads), reference(x, num_heads=int(heads))
+    assert_matches(outputs(got), outputs(want))
+
+
+# Sharding with explicit mesh axes -----------------------------------------------------------------
+
+
+def explicit_mesh():
+    count = device_count()
+    if count < 2:
+        pytest.skip("needs two devices")
+    return make_mesh({"a": count}, AxisType.Explicit)
+
+
+# name -> (parts, spec of x, of the bias or None, of a result), for 16 heads on up to 8 devices
+SPECS = {
+    "batch": (P("a", None, None), P(None), P("a", None, None, None)),
+    "sequence": (P(None, "a", None), P(None), P(None, None, "a", None)),
+    "features": (P(None, None, "a"), P(None), P(None, "a", None, None)),
+    "features and bias": (P(None, None, "a"), P("a"), P(None, "a", None, None)),
+    "bias": (P(None, None, None), P("a"), P(None, "a", None, None)),
+    "nothing": (P(None, None, None), P(None), P(None, None, None, None)),
+}
+
+
+def over_mesh(mesh, fn, args, specs, cts, ct_spec):
+    """Results and gradients over a mesh, their types, and the compiled program."""
+    types = []
+
+    def run(args, cts):
+        results = value_and_gradients(fn)(args, cts)
+        types[:] = [jax.typeof(y).sharding.spec for y in jax.tree.leaves(results)]
+        return results
+
+    with jax.set_mesh(mesh):
+        args = tuple(
+            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)
+        )
+        cts = tuple(jax.device_put(ct, NamedSharding(mesh, ct_spec)) for ct in cts)
+        program = jax.jit(run).lower(args, cts).compile()
+        return program(args, cts), types, program.as_text()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("name", SPECS)
+def test_explicit_types_of_split_heads(name, with_bias):
+    mesh = explicit_mesh()
+    of_x, of_bias, of_result = SPECS[name]
+    if not with_bias and name == "bias":
+        of_result = P(None, None, None, None)
+    args, cts = example(np.random.default_rng(10), 1, (8,), 16, 16, 4, np.float32)
+    args, specs = args[: 1 + with_bias], (of_x, of_bias)[: 1 + with_bias]
+    fn = lambda *args: fo.split_heads(*args, num_heads=16)  # noqa: E731
+    (outs, gradients), types, _ = over_mesh(mesh, fn, args, specs, cts, of_result)
+    assert types == [of_result, *specs]
+    assert_layout("the result", outs[0], NamedSharding(mesh, of_result))
+    assert_bitwise_equal(outs[0], reference_split(*args, num_heads=16))
+    assert_bitwise_equal(gradients[0], reference_merge(cts[0]))
+    if with_bias:
+        assert_sum(gradients[1], cts, np.float32)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("name", ["batch", "sequence", "features", "features and bias", "nothing"])
+def test_explicit_types_of_split_qkv_heads(name, with_bias):
+    """Sharded features are gathered, and the results are right."""
+    mesh = explicit_mesh()
+    of_x, of_bias, of_result = SPECS[name]
+    if "features" in name:
+        of_result = P(None, None, None, None)
+    args, cts = example(np.random.default_rng(11), 3, (8,), 16, 8, 4, np.float32)
+    args, specs = args[: 1 + with_bias], (of_x, of_bias)[: 1 + with_bias]
+    fn = lambda *args: fo.split_qkv_heads(*args, num_heads=8)  # noqa: E731
+    (outs, gradients), types, _ = over_mesh(mesh, fn, args, specs, cts, of_result)
+    assert types == [of_result] * 3 + list(specs)
+    assert_matches(outs, reference_split_qkv(*args, num_heads=8))
+    assert_bitwise_equal(gradients[0], merged(cts))
+    if with_bias:
+        assert_sum(gradients[1], cts, np.float32)
+
+
+@pytest.mark.parametrize("heads", [3, 4])
+def test_heads_that_the_devices_do_not_divide_are_gathered(heads):
+    mesh = explicit_mesh()
+    args, cts = example(np.random.default_rng(12), 1, (2,), 5, heads, 8, np.float32)
+    for count in (1, 2):
+        fn = lambda *args: fo.split_heads(*args, num_heads=heads)  # noqa: E731
+        specs = (P(None, None, "a"), P(None))[:count]
+        if heads % mesh.size == 0:
+            continue
+        result = over_mesh(mesh, fn, args[:count], specs, cts, P(None, None, None, None))
+        (outs, gradients), types, _ = result
+        assert types[0] == P(None, None, None, None) and types[1] == specs[0]
+        assert_bitwise_equal(outs[0], reference_split(*args[:count], num_heads=heads))
+        assert_bitwise_equal(gradients[0], reference_merge(cts[0]))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (P("a", None, None, None), P("a", None, None)),
+        (P(None, "a", None, None), P(None, None, "a")),
+        (P(None, None, "a", None), P(None, "a", None)),
+        (P(None, None, None, "a"), P(None, None, None)),
+    ],
+    ids=str,
+)
+def test_explicit_types_of_merge_heads(given, expected):
+    mesh = explicit_mesh()
+    rng = np.random.default_rng(13)
+    x, ct = normal(rng, (8, 16, 24, 8), np.float32), normal(rng, (8, 24, 128), np.float32)
+    (outs, gradients), types, text = over_mesh(
+        mesh, fo.merge_heads, (x,), (given,), (ct,), expected
+    )
+    assert types == [expected, given]
+    assert_bitwise_equal(outs[0], reference_merge(x))
+    assert_bitwise_equal(gradients[0], reference_split(ct, num_heads=16))
+    if given[3] is None:
+        assert_collectives(text, 0)
+
+
+# With explicit mesh axes the rows of a shard may make one group, several, or not be cut at all.
+# With auto ones nobody knows the shards: whole groups fall on each device, or all is gathered.
+SHARDS = [("Explicit", rows) for rows in (1, 3, 17, 64, 67, 96, 128)]
+SHARDS += [("Auto", rows) for rows in (128, 256, 640)]
+GATHERED = [1, 3, 17, 67, 96]
+
+
+def split_over_sequence(split, axis_type, rows):
+    """Gradients where every device has so many rows of the sequence; they are right."""
+    fn, _, parts = split
+    count = explicit_mesh().size
+    mesh = make_mesh({"a": count}, axis_type)
+    args, cts = example(np.random.default_rng(14), parts, (2,), count * rows, 2, 3, np.float32)
+    specs, of_result = (P(None, "a", None), P(None)), P(None, None, "a", None)
+    split = functools.partial(fn, num_heads=2)
+    (_, (dx, db)), _, text = over_mesh(mesh, split, args, specs, cts, of_result)
+    assert_sum(db, cts, np.float32)
+    assert_bitwise_equal(dx, merged(cts))
+    return dx, NamedSharding(mesh, specs[0]), text
+
+
+@pytest.mark.parametrize(("axis_type", "rows"), SHARDS)
+def test_sharded_sequences(split, axis_type, rows):
+    """Whatever the length of a shard: one all-reduce for the bias, and the right sum."""
+    dx, sharding, text = split_over_sequence(split, AxisType[axis_type], rows)
+    assert_layout("the gradient of x", dx, sharding)
+    assert_collectives(text, 1)
+
+
+@pytest.mark.parametrize("rows", GATHERED)
+def test_sequences_whose_groups_lie_on_several_devices(split, rows):
+    split_over_sequence(split, AxisType.Auto, rows)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sequences_with_no_even_shards(split, size):
+    """With an auto mesh axis, a sequence that the devices do not divide is right all the same."""
+    fn, _, parts = split
+    mesh = make_mesh({"a": explicit_mesh().size}, AxisType.Auto)
+    args, cts = example(np.random.default_rng(15), parts, (2,), 8 * size + 1, 2, 3, np.float32)
+    run = value_and_gradients(functools.partial(fn, num_heads=2))
+    where = NamedSharding(mesh, P(None, "a"))
+
+    def constrained(args, cts):
+        x = jax.lax.with_sharding_constraint(args[0] * 2, where)
+        return run((x, args[1]), cts)
+
+    outs, (dx, db) = jax.jit(constrained)(args, cts)
+    reference = SPLITS["split_heads" if parts == 1 else "split_qkv_heads"][1]
+    assert_matches(outs, outputs(reference(args[0] * 2, args[1], num_heads=2)))
+    assert_bitwise_equal(dx, merged(cts))
+    assert_sum(db, cts, np.float32)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+def test_features_sharded_with_a_bias_in_every_mode(split, axis_type):
+    fn, reference, parts = split
+    mesh = make_mesh({"a": explicit_mesh().size}, axis_type)
+    args, cts = example(np.random.default_rng(16), parts, (2,), 6, 8, 4, np.float32)
+    of_result = P(None, "a", None, None) if parts == 1 else P(None, None, None, None)
+    for mode in MODES:
+        with fo.use_implementation(mode):
+            split = lambda *args: fn(*args, num_heads=8)  # noqa: E731
+            specs = (P(None, None, "a"), P("a"))
+            (outs, (dx, db)), _, _ = over_mesh(mesh, split, args, specs, cts, of_result)
+        assert_matches(outs, outputs(reference(*args, num_heads=8)))
+        assert_bitwise_equal(dx, merged(cts))
+        assert_sum(db, cts, np.float32)
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+X = np.zeros((2, 3, 12), np.float32)
+BIAS = np.zeros(12, np.float32)
+
+REFUSED = {
+    "no heads": ((X,), 0, ValueError, ["num_heads is 0", "at least 1"]),
+    "negative": ((X,), -2, ValueError, ["num_heads is -2", "at least 1"]),
+    "not dividing": ((X,), 5, ValueError, ["num_heads is 5", "(2, 3, 12)", "equal parts"]),
+    "float": ((X,), 2.0, TypeError, ["num_heads is 2.0", "an integer"]),
+    "None": ((X,), None, TypeError, ["num_heads is None", "an integer"]),
+    "text": ((X,), "2", TypeError, ["num_heads is '2'", "an integer"]),
+    "array of two": ((X,), np.ones(2, int), TypeError, ["num_heads is", "an integer"]),
+    "one dimension": ((X[0, 0],), 2, ValueError, ["(12,)", "2 dimensions"]),
+    "a number": ((2.0,), 2, ValueError, ["()", "2 dimensions"]),
+    "short bias": ((X, BIAS[:4]), 2, ValueError, ["bias", "(4,)", "(12,)"]),
+    "scalar bias": ((X, 1.0), 2, ValueError, ["bias", "()", "(12,)"]),
+    "wide bias": ((X, X), 2, ValueError, ["bias", "(2, 3, 12)", "(12,)"]),
+    "integer bias": ((X, BIAS.astype(int)), 2, TypeError, ["bias", "int32", "float32"]),
+    "complex bias": ((X, BIAS * 1j), 2, TypeError, ["bias", "complex64", "float32"]),
+    "float bias of integers": (
+        (X.astype(np.int32), BIAS),
+        2,
+        TypeError,
+        ["bias", "float32", "int32"],
+    ),
+    "other integers": (
+        (X.astype(np.int32), BIAS.astype(np.int8)),
+        2,
+        TypeError,
+        ["bias", "int8", "int32"],
+    ),
+    "text for x": (("text",), 2, TypeError, ["str", "array"]),
+    "None for x": ((None,), 2, TypeError, ["None", "array"]),
+    "text for the bias": ((X, "text"), 2, TypeError, ["bias", "str", "array"]),
+    "list for the bias": ((X, [0.0] * 12), 2, TypeError, ["bias", "list", "array"]),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize(("args", "heads", "error", "words"), list(REFUSED.values()), ids=REFUSED)
+def test_refused(args, heads, error, words, name, mode):
+    """The message names the op, the argument, what was given, and what is accepted."""
+    first = "x" if name == "split_heads" else "qkv"
+    with fo.use_implementation(mode), pytest.raises(error) as raised:
+        SPLITS[name][0](*args, num_heads=heads)
+    message = str(raised.value)
+    names = [name, *words]
+    if "num_heads" not in message and "bias" not in message:
+        names.append(f"{first} ")
+    assert not [word for word in names if word not in message], message
+
+
+def test_three_times_the_heads_must_divide():
+    with pytest.raises(ValueError, match=r"num_heads is 4.*qkv.*\(2, 3, 18\).*3 \* num_heads = 12"):
+        fo.split_qkv_heads(np.zeros((2, 3, 18), np.float32), num_heads=4)
+    with pytest.raises(ValueError, match=r"num_heads is 4"):
+        fo.split_qkv_heads(np.zeros((2, 3, 16), np.float32), num_heads=4)
+
+
+def test_num_heads_is_given_by_name(split):
+    fn, _, _ = split
+    with pytest.raises(TypeError):
+        fn(X)
+    with pytest.raises(TypeError):
+        fn(X, BIAS, 2)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 5)], ids=str)
+def test_merge_refuses_few_dimensions(shape):
+    with pytest.raises(ValueError, match=r"merge_heads: x .*3 dimensions") as error:
+        fo.merge_heads(np.zeros(shape, np.float32))
+    assert str(shape) in str(error.value)
+
+
+def test_merge_refuses_what_is_no_array():
+    with pytest.raises(TypeError, match="merge_heads: x is None"):
+        fo.merge_heads(None)
+
+
+def test_refused_under_jit_before_anything_runs(split):
+    fn, _, _ = split
+    with pytest.raises(ValueError, match="num_heads is 5"):
+        jax.eval_shape(lambda x: fn(x, num_heads=5), jax.ShapeDtypeStruct((2, 12), np.float32))
+
+
+# Implementations ----------------------------------------------------------------------------------
+
+
+def test_implementations_agree(split, dtype):
+    """The same bits, but for the order of the bias' sum."""
+    fn, _, parts = split
+    args, cts = example(np.random.default_rng(17), parts, (2,), 70, 3, 5, dtype)
+    results = {}
+    for mode in MODES:
+        with fo.use_implementation(mode):
+            run = jax.jit(value_and_gradients(functools.partial(fn, num_heads=3)))
+            results[mode] = run(args, cts)
+            if mode == "xla":
+                assert not kernels(run, args, cts)
+    for mode in ("native", "auto"):
+        outs, (dx, db) = results[mode]
+        assert_matches((outs, dx), (results["xla"][0], results["xla"][1][0]))
+        assert_sum(db, cts, dtype)
+
+
+@pytest.mark.parametrize("platform", ["tpu"])
+def test_a_platform_without_kernels_takes_the_reference(split, platform):
+    fn, _, parts = split
+    args, cts = example(np.random.default_rng(18), parts, (2,), 6, 2, 4, np.float32)
+    run = jax.jit(value_and_gradients(functools.partial(fn, num_heads=2)))
+    exported = jax.export.export(run, platforms=[platform])(args, cts)
+    assert "custom_call" not in exported.mlir_module()
