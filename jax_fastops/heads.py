@@ -192,9 +192,12 @@ def _features_sharded(x) -> bool:
 
 
 def _swap(x):
-    """Exchanges the sequence and the heads."""
+    """Exchanges the sequence and the heads.
+
+    In attention no matrix product can do without: it would need two batch dimensions apart.
+    """
     n = x.ndim
-    return permute(x, (*range(n - 3), n - 2, n - 3, n - 1))
+    return permute(x, (*range(n - 3), n - 2, n - 3, n - 1), fuses=False)
 
 
 def _check(name: str, x, bias, num_heads, parts: int) -> tuple[int, int]:
@@ -290,8 +293,8 @@ def split_qkv_heads(qkv, bias=None, *, num_heads: int) -> tuple[jax.Array, jax.A
 
     Sharding: over the leading dimensions and the sequence, with no communication (an all-reduce for
     the bias' gradient). Sharded features are gathered: shards of ``3*H*D`` are not shards of ``H``.
-    The bias' gradient is summed over groups of at most 128 rows of the sequence, or the whole of it;
-    where an auto mesh axis cuts through a group, the backward gathers the sequence.
+    The bias' gradient is summed over groups of at most 128 rows of the sequence, or all of it; where
+    an auto mesh axis cuts through a group, the backward gathers the sequence.
 
     Raises:
       TypeError: ``qkv`` or ``bias`` is not an array, ``num_heads`` not an integer, or the dtypes do

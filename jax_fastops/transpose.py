@@ -88,16 +88,27 @@ _transpose = Op(
 )
 
 
-def permute(x, axes: tuple[int, ...]):
-    """``jnp.transpose(x, axes)``, by the kernel where that is the choice; ``axes`` is valid."""
+def permute(x, axes: tuple[int, ...], fuses: bool = True):
+    """``jnp.transpose(x, axes)``, by the kernel where that is the choice; ``axes`` is valid.
+
+    ``fuses`` says that nothing is known of the neighbours in a program.
+    """
     if _moves_nothing(x.shape, axes) or not is_movable(x.dtype):
         return jnp.transpose(x, axes)
-    # In a program, a matrix product before or after takes transposed matrices for nothing
-    # (measured: at most 1% apart from the product without it). Alone, the kernel is faster.
     in_program = isinstance(x, jax.core.Tracer)
-    if current() == "auto" and in_program and _transposes_matrices(x.shape, axes):
+    if current() == "auto" and fuses and in_program and _fuses(x.shape, axes):
         return jnp.transpose(x, axes)
     return _transpose(x, signature=_signature(axes), axes=axes)
+
+
+def _fuses(shape, axes) -> bool:
+    """Whether XLA, in a program, may well do without the pass over memory (see the README).
+
+    A matrix product takes matrices transposed or not at one speed, and rows that stay rows are read
+    where they are by whatever XLA fuses the transposition into. Alone the kernel is faster.
+    """
+    axes = [axis for axis in axes if not (isinstance(shape[axis], int) and shape[axis] == 1)]
+    return axes[-1] == max(axes) or _transposes_matrices(axes)
 
 
 def _moves_nothing(shape, axes) -> bool:
@@ -106,13 +117,12 @@ def _moves_nothing(shape, axes) -> bool:
     return moved == sorted(moved) or 0 in shape
 
 
-def _transposes_matrices(shape, axes) -> bool:
-    """Whether two runs of dimensions behind those that stay in front change places."""
-    axes = [axis for axis in axes if not (isinstance(shape[axis], int) and shape[axis] == 1)]
-    moved = [axis for i, axis in enumerate(axes) if axis != sorted(axes)[i]]
-    falls = sum(a > b for a, b in itertools.pairwise(moved))
-    tail = sorted(axes)[len(axes) - len(moved) :] if moved else []
-    return falls == 1 and sorted(moved) == tail and moved[-1] != tail[-1]
+def _transposes_matrices(axes: list[int]) -> bool:
+    """Whether two runs of dimensions, behind those that stay in front, change places."""
+    ordered = sorted(axes)
+    lead = next(i for i, axis in enumerate(axes) if axis != ordered[i])
+    moved = axes[lead:]
+    return sum(a > b for a, b in itertools.pairwise(moved)) == 1 and moved[-1] != ordered[-1]
 
 
 def is_movable(dtype) -> bool:
