@@ -2,9 +2,9 @@
 //
 // Nothing is computed, so the floor is a copy: every byte read once and written once. What keeps a
 // transposition from it is that what is contiguous in the input is not so in the output, while both
-// sides want long contiguous accesses: DRAM and L2 move sectors of 32 bytes, and one SM has about
-// 75 clocks for 512 bytes to be read and written, in which a warp can issue no more than a few
-// accesses per byte. What is known once per shape (Normalize, then Plan below, cached) chooses one
+// sides want long contiguous accesses: DRAM and L2 move sectors of 32 bytes, and an SM of an H100
+// has about 75 clocks for every 512 bytes to be read and written, too few to handle them one by
+// one. What is known once per shape (Normalize, then Plan below, cached) chooses one
 // of four kernels.
 //
 // - Rows (UnitRowsKernel, ByteRowsKernel): the minor dimension stays. A copy of rows; each thread
@@ -17,14 +17,17 @@
 //   9312 rows and 9702 columns, whose rows and columns each start anywhere. Tiles are 16 KB, read
 //   and written 16 bytes at a time, 128 to 512 contiguous bytes per row and column. Elements of 1
 //   and 2 bytes are transposed in registers in squares of 4 by 4 and 2 by 2, so that shared memory
-//   sees words only, and a swizzle of 16-byte chunks keeps every access free of bank conflicts.
-//   Rows that are not aligned to 16 bytes are read in words (below a word by two loads and a
-//   shift), columns that are not are written in words with single elements at their ends.
+//   sees words only, and a swizzle of 16-byte chunks keeps its banks apart.
+//   Rows that are not aligned to 16 bytes are read by element, those of 1 and 2 bytes by unaligned
+//   windows again. Columns that are not are still written in whole aligned sectors: the tile is
+//   skewed, see there.
 // - Box (BoxKernel): the two runs need the same dimension, because one is short (3 channels), or
-//   dimensions are permuted within a small block. A box of the array, a few KB, is copied to shared
-//   memory as it lies, and gathered from there in the order of the output; where each element comes
-//   from is the same for every box, so a table of 16-bit addresses says it, made once per block.
-//   Blocks are persistent, for the table's sake.
+//   dimensions are permuted within a small block. A box of the array, 8 or 16 KB, is copied to
+//   shared memory as it lies, and gathered from there in the order of the output; where each
+//   element comes from is the same for every box, so a table of 16-bit addresses says it. Blocks
+//   are persistent, so that each makes the table once, a dimension at a time; one chain of
+//   divisions per entry took a third of bfloat16's time. Segments of the output that are not
+//   aligned are gathered into shared memory first and written from there in aligned chunks.
 //
 // Offsets into the arrays are 64-bit but computed once per row of a tile; all other indices fit 32
 // bits, since they count tiles, or units within one. The row kernels, where every thread computes
@@ -47,6 +50,7 @@ namespace {
 
 constexpr int kThreads = 256;     // of the tile and row kernels
 constexpr int kBoxThreads = 128;  // of the box kernel
+constexpr int kBoxBlocks = 8;     // per SM, shared memory permitting
 constexpr int kUnitsPerThread = 4;
 
 // -------------------------------------------------------------------------------------------------
@@ -120,22 +124,54 @@ __device__ __forceinline__ int Misalignment(const char* p, int alignment) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(p)) & (alignment - 1);
 }
 
-// The four bytes at p, from the two aligned words that hold them; both must be readable.
-__device__ __forceinline__ uint32_t LoadWindow(const char* p) {
-  const char* aligned = AlignDown(p, 4);
-  const uint32_t low = Load<uint32_t>(aligned);
-  const uint32_t high = Load<uint32_t>(aligned + 4);
-  return __funnelshift_r(low, high, 8 * Misalignment(p, 4));
-}
+// The 16 bytes at an address of any alignment, from the two aligned chunks that hold them; both
+// must be readable.
+struct Window {
+  uint4 low, high;
+  int shift;  // bytes
+
+  Window() = default;
+  __device__ __forceinline__ Window(uint4 low, uint4 high, int shift)
+      : low(low), high(high), shift(shift) {}
+  __device__ __forceinline__ explicit Window(const char* p)
+      : low(Load<uint4>(AlignDown(p, 16))),
+        high(Load<uint4>(AlignDown(p, 16) + 16)),
+        shift(Misalignment(p, 16)) {}
+
+  // Whether the window at p may be loaded from an array.
+  static __device__ __forceinline__ bool IsReadable(const char* p, const char* begin,
+                                                    const char* end) {
+    return AlignDown(p, 16) >= begin && AlignDown(p, 16) + 32 <= end;
+  }
+
+  __device__ __forceinline__ uint4 Get() const {
+    uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 6; ++i) words[i] = shift & 8 ? words[i + 2] : words[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) words[i] = shift & 4 ? words[i + 1] : words[i];
+    uint4 result;
+    const int bits = 8 * (shift & 3);
+    result.x = __funnelshift_r(words[0], words[1], bits);
+    result.y = __funnelshift_r(words[1], words[2], bits);
+    result.z = __funnelshift_r(words[2], words[3], bits);
+    result.w = __funnelshift_r(words[3], words[4], bits);
+    return result;
+  }
+};
+
+__device__ __forceinline__ uint4 Vector(const uint4& v) { return v; }
+__device__ __forceinline__ uint4 Vector(const Window& window) { return window.Get(); }
 
 // The same byte by byte, reading only what lies before `end`.
-__device__ __forceinline__ uint32_t LoadBytes(const char* p, const char* end) {
-  uint32_t word = 0;
+__device__ __forceinline__ uint4 LoadBytes(const char* p, const char* end) {
+  uint32_t words[4] = {};
+  for (int i = 0; i < 16 && p + i < end; ++i) {
+    const uint32_t byte = uint32_t{Load<uint8_t>(p + i)} << i % 4 * 8;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (p + i < end) word |= uint32_t{Load<uint8_t>(p + i)} << 8 * i;
+    for (int j = 0; j < 4; ++j) words[j] |= i / 4 == j ? byte : 0;
   }
-  return word;
+  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -185,37 +221,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The 16 bytes at an address of any alignment.
-struct Window {
-  uint4 low, high;
-  int shift;  // bytes
-
-  // False where the aligned chunks that hold the window are not all within [begin, end).
-  __device__ __forceinline__ bool TryLoad(const char* p, const char* begin, const char* end) {
-    const char* aligned = AlignDown(p, 16);
-    shift = Misalignment(p, 16);
-    if (aligned < begin || aligned + 32 > end) return false;
-    low = Load<uint4>(aligned);
-    high = Load<uint4>(aligned + 16);
-    return true;
-  }
-
-  __device__ __forceinline__ uint4 Get() const {
-    uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-    for (int i = 0; i < 6; ++i) words[i] = shift & 8 ? words[i + 2] : words[i];
-#pragma unroll
-    for (int i = 0; i < 5; ++i) words[i] = shift & 4 ? words[i + 1] : words[i];
-    uint4 result;
-    const int bits = 8 * (shift & 3);
-    result.x = __funnelshift_r(words[0], words[1], bits);
-    result.y = __funnelshift_r(words[1], words[2], bits);
-    result.z = __funnelshift_r(words[2], words[3], bits);
-    result.w = __funnelshift_r(words[3], words[4], bits);
-    return result;
-  }
-};
-
 // The first `count` bytes of a, the others of b.
 __device__ __forceinline__ uint4 Merge(uint4 a, uint4 b, int count) {
   const auto merge = [](uint32_t a, uint32_t b, int count) {
@@ -251,12 +256,15 @@ __global__ void __launch_bounds__(kThreads)
     if (!wide[k]) continue;
     Index n = static_cast<Index>(begin[k]);
     const int64_t within = static_cast<int64_t>(TakeRemainder(n, p.dims[0].size));
-    wide[k] = first[k].TryLoad(p.x + InputOffset(p, 1, n) + within, p.x, end);
+    const char* from = p.x + InputOffset(p, 1, n) + within;
+    wide[k] = Window::IsReadable(from, p.x, end);
+    if (wide[k]) first[k] = Window(from);
     if (row - within < 16) {
       rest[k] = static_cast<int>(row - within);
       // At the very end of the array there is no next row, but then nothing of the chunk is left.
       const char* next = p.x + InputOffset(p, 1, static_cast<Index>(n + 1)) - rest[k];
-      wide[k] = second[k].TryLoad(next, p.x, end) && wide[k];
+      wide[k] = wide[k] && Window::IsReadable(next, p.x, end);
+      if (wide[k]) second[k] = Window(next);
     }
   }
 #pragma unroll
@@ -334,25 +342,37 @@ __device__ __forceinline__ void TransposeSquare(uint32_t (&w)[4]) {
   w[3] = __byte_perm(b, d, 0x7632);
 }
 
-// Whether rows, or columns, can be accessed 16 bytes at a time.
+// Whether rows, or columns, are aligned to 16 bytes. Columns that are not are written in aligned
+// sectors all the same (a sector written in part costs L2 a good deal): of each column the tile
+// leaves the part of the first sector to the tile above, and has as many more rows at its end. Only
+// the first and the last tile of a column write single elements.
 template <int kElement, bool kWideIn, bool kWideOut>
-__global__ void __launch_bounds__(kThreads) TileKernel(const __grid_constant__ TileParams p) {
+__global__ void __launch_bounds__(kThreads, 4) TileKernel(const __grid_constant__ TileParams p) {
   constexpr int kColumns = TileShape<kElement>::kColumns;
   constexpr int kRows = TileShape<kElement>::kRows;
+  constexpr int kSector = 32;  // bytes
+  constexpr int kMoreRows = kWideOut ? 0 : kSector / kElement;
+  constexpr int kAllRows = kRows + kMoreRows;
   constexpr int kWord = kElement < 4 ? 4 : kElement;  // bytes
   constexpr int kPack = kWord / kElement;             // elements per word
   constexpr int kVector = 16 / kElement;              // elements per chunk of 16 bytes
   constexpr int kChunks = kRows / kVector;            // per column
+  constexpr int kMoreChunks = kMoreRows / kVector;
   constexpr int kWordsPerChunk = 16 / kWord;
+  constexpr bool kByWords = !kWideIn && kElement >= 4;  // elements are read one by one
   using WordType = Word<kWord>;
 
-  // Column by column. The chunks of column c are permuted by Swizzle(c).
-  __shared__ uint4 tile[kColumns * kChunks];
-  __shared__ const char* rows[kRows];
+  // Column by column. The chunks of a column are permuted by an exclusive or, so that neither the
+  // stores of words or chunks below nor the loads of a column's chunks meet in a bank. The chunks
+  // of the additional rows follow.
+  __shared__ uint4 tile[kColumns * (kChunks + kMoreChunks)];
+  __shared__ const char* rows[kAllRows];
   __shared__ char* columns[kColumns];
-  const auto swizzle = [](int column) { return column / (kWideIn ? kVector : kPack) % 8; };
   const auto chunk_at = [&](int column, int chunk) {
-    return &tile[column * kChunks + (chunk ^ swizzle(column))];
+    if (!kWideOut && chunk >= kChunks) {
+      return &tile[kColumns * kChunks + column * kMoreChunks + (chunk - kChunks)];
+    }
+    return &tile[column * kChunks + (chunk ^ (column / (kByWords ? 1 : kVector) % 8))];
   };
   const auto word_at = [&](int column, int word) {
     return reinterpret_cast<WordType*>(chunk_at(column, word / kWordsPerChunk)) +
@@ -367,7 +387,7 @@ __global__ void __launch_bounds__(kThreads) TileKernel(const __grid_constant__ T
   const uint32_t row_index = TakeRemainder(index, band == p.last_band_index ? p.last_band : p.band);
   const int64_t first_row = (int64_t{band} * p.band.divisor + row_index) * kRows;
   const int64_t first_column = int64_t{index} * kColumns;
-  const int live_rows = static_cast<int>(min(p.rows - first_row, int64_t{kRows}));
+  const int live_rows = static_cast<int>(min(p.rows - first_row, int64_t{kAllRows}));
   const int live_columns = static_cast<int>(min(p.columns - first_column, int64_t{kColumns}));
 
   const char* x = p.x + first_column * kElement;
@@ -379,169 +399,161 @@ __global__ void __launch_bounds__(kThreads) TileKernel(const __grid_constant__ T
   }
 
   // Where its rows and columns are. Rows beyond the end repeat the last one: they may be read.
-  bool readable = true;  // whether windows may be read in whole, and a word more
-  for (int i = threadIdx.x; i < kRows + kColumns; i += kThreads) {
-    if (i < kRows) {
+  bool readable = true;  // whether all windows may be read
+  for (int i = threadIdx.x; i < kAllRows + kColumns; i += kThreads) {
+    if (i < kAllRows) {
       const int64_t row = first_row + min(i, live_rows - 1);
       rows[i] = x + RunOffset<&Dim::in_stride>(p.dims + p.column_dims, p.row_dims, row);
-      readable = rows[i] >= p.x + 4 && rows[i] + kColumns * kElement + 4 <= p.x_end;
+      const char* aligned = AlignDown(rows[i], 16);
+      if (aligned < p.x || aligned + (kColumns * kElement + 16) > p.x_end) readable = false;
     } else {
-      const int column = min(i - kRows, live_columns - 1);
-      columns[i - kRows] =
+      const int column = min(i - kAllRows, live_columns - 1);
+      columns[i - kAllRows] =
           y + RunOffset<&Dim::out_stride>(p.dims, p.column_dims, first_column + column);
     }
   }
-  if constexpr (!kWideIn && kElement < 4) {
-    readable = __syncthreads_and(readable);
-  } else {
+  if constexpr (kWideIn || kByWords) {
     __syncthreads();
+  } else {
+    readable = __syncthreads_and(readable);
   }
 
-  if constexpr (kWideIn) {
-    // A thread takes 16 bytes of kPack neighbouring rows. A warp takes 128 bytes of four such.
-    constexpr int kAcross = kColumns / kVector / 8;
-    constexpr int kUnits = kColumns / kVector * (kRows / kPack) / kThreads;
-    uint4 v[kUnits][kPack];
+  if constexpr (kByWords) {
+    // A thread takes as many neighbouring rows of one column as fill a chunk.
+    constexpr int kTotal = kColumns * (kChunks + kMoreChunks);
+    constexpr int kUnits = (kTotal + kThreads - 1) / kThreads;
+    WordType v[kUnits][kVector];
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       const int unit = threadIdx.x + u * kThreads;
-      const int vector = unit % 8 + unit / 32 % kAcross * 8;
-      const int word = unit / 8 % 4 + unit / 32 / kAcross * 4;
+      const int column = unit % kColumns, chunk = unit / kColumns;
+      if ((kTotal % kThreads == 0 || unit < kTotal) && column < live_columns) {
 #pragma unroll
-      for (int r = 0; r < kPack; ++r) {
-        if (vector * kVector < live_columns) {
-          v[u][r] = Load<uint4>(rows[word * kPack + r] + vector * 16);
+        for (int r = 0; r < kVector; ++r) {
+          v[u][r] = Load<WordType>(rows[chunk * kVector + r] + column * kElement);
         }
       }
     }
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       const int unit = threadIdx.x + u * kThreads;
-      const int vector = unit % 8 + unit / 32 % kAcross * 8;
-      const int word = unit / 8 % 4 + unit / 32 / kAcross * 4;
-      if constexpr (kElement == 16) {
-        *word_at(vector, word) = v[u][0];
-      } else if constexpr (kElement == 8) {
-        *word_at(vector * 2, word) = make_uint2(v[u][0].x, v[u][0].y);
-        *word_at(vector * 2 + 1, word) = make_uint2(v[u][0].z, v[u][0].w);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          uint32_t square[kPack];
-#pragma unroll
-          for (int r = 0; r < kPack; ++r) square[r] = Component(v[u][r], i);
-          TransposeSquare(square);
-#pragma unroll
-          for (int r = 0; r < kPack; ++r) {
-            *word_at(vector * kVector + i * kPack + r, word) = square[r];
-          }
-        }
-      }
+      const int column = unit % kColumns, chunk = unit / kColumns;
+      if (kTotal % kThreads != 0 && unit >= kTotal) continue;
+      uint4 packed;
+      memcpy(&packed, v[u], 16);
+      *chunk_at(column, chunk) = packed;
     }
   } else {
-    // A thread takes one word of as many neighbouring rows as fill a chunk of the column.
-    constexpr int kAcross = kColumns / kPack;
-    constexpr int kUnits = kAcross * kChunks / kThreads;
-    constexpr int kTogether = kElement == 1 ? 1 : kElement == 2 ? 2 : kUnits;  // units
+    // A thread takes 16 bytes of kPack neighbouring rows. A warp takes 128 bytes of four such.
+    constexpr int kAcross = kColumns / kVector / 8;
+    constexpr int kTotal = kColumns / kVector * (kAllRows / kPack);
+    constexpr int kUnits = (kTotal + kThreads - 1) / kThreads;
+    // Windows take twice the registers: fewer of them at a time.
+    constexpr int kTogether = kWideIn ? kUnits : 4 / kPack;
 #pragma unroll
     for (int first = 0; first < kUnits; first += kTogether) {
-      WordType v[kTogether][kVector];
-      const auto load_all = [&](const auto& load) {
+      uint4 v[kTogether][kPack];
+      const auto for_each_unit = [&](const auto& visit) {
 #pragma unroll
-        for (int u = 0; u < kTogether; ++u) {
+        for (int u = 0; u < kTogether && first + u < kUnits; ++u) {
           const int unit = threadIdx.x + (first + u) * kThreads;
-          const int across = unit % kAcross, chunk = unit / kAcross;
-#pragma unroll
-          for (int r = 0; r < kVector; ++r) {
-            v[u][r] = load(rows[chunk * kVector + r] + across * kWord, across);
+          const int vector = unit % 8 + unit / 32 % kAcross * 8;
+          const int word = unit / 8 % 4 + unit / 32 / kAcross * 4;
+          if ((kTotal % kThreads == 0 || unit < kTotal) && vector * kVector < live_columns) {
+            visit(u, vector, word);
           }
         }
       };
-      if constexpr (kElement >= 4) {
-        load_all([&](const char* address, int across) {
-          return across < live_columns ? Load<WordType>(address) : WordType{};
-        });
-      } else if (readable) {
-        load_all([&](const char* address, int) { return LoadWindow(address); });
-      } else {
-        load_all([&](const char* address, int) { return LoadBytes(address, p.x_end); });
-      }
+      const auto load = [&](const auto& load_vector) {
+        for_each_unit([&](int u, int vector, int word) {
 #pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        const int unit = threadIdx.x + (first + u) * kThreads;
-        const int across = unit % kAcross, chunk = unit / kAcross;
-        if constexpr (kElement == 8) {
-          *chunk_at(across, chunk) = make_uint4(v[u][0].x, v[u][0].y, v[u][1].x, v[u][1].y);
-        } else if constexpr (kElement < 8) {
-          uint4 chunks[kPack];
+          for (int r = 0; r < kPack; ++r) {
+            load_vector(rows[word * kPack + r] + vector * 16, u, r);
+          }
+        });
+      };
+      if constexpr (kWideIn) {
+        load([&](const char* address, int u, int r) { v[u][r] = Load<uint4>(address); });
+      } else if (readable) {
+        Window windows[kTogether][kPack];
+        load([&](const char* address, int u, int r) { windows[u][r] = Window(address); });
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) {
+#pragma unroll
+          for (int r = 0; r < kPack; ++r) v[u][r] = windows[u][r].Get();
+        }
+      } else {
+        load([&](const char* address, int u, int r) { v[u][r] = LoadBytes(address, p.x_end); });
+      }
+      for_each_unit([&](int u, int vector, int word) {
+        if constexpr (kElement == 16) {
+          *word_at(vector, word) = v[u][0];
+        } else if constexpr (kElement == 8) {
+          *word_at(vector * 2, word) = make_uint2(v[u][0].x, v[u][0].y);
+          *word_at(vector * 2 + 1, word) = make_uint2(v[u][0].z, v[u][0].w);
+        } else {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             uint32_t square[kPack];
 #pragma unroll
-            for (int r = 0; r < kPack; ++r) square[r] = v[u][i * kPack + r];
+            for (int r = 0; r < kPack; ++r) square[r] = Component(v[u][r], i);
             TransposeSquare(square);
 #pragma unroll
-            for (int r = 0; r < kPack; ++r) Component(chunks[r], i) = square[r];
+            for (int r = 0; r < kPack; ++r) {
+              *word_at(vector * kVector + i * kPack + r, word) = square[r];
+            }
           }
-#pragma unroll
-          for (int r = 0; r < kPack; ++r) *chunk_at(across * kPack + r, chunk) = chunks[r];
         }
-      }
+      });
     }
   }
   __syncthreads();
 
-  if constexpr (kWideOut) {
-    constexpr int kUnits = kColumns * kChunks / kThreads;
+  constexpr int kUnits = kColumns * kChunks / kThreads;
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const int unit = threadIdx.x + u * kThreads;
-      const int chunk = unit % kChunks, column = unit / kChunks;
-      if (column < live_columns && chunk * kVector < live_rows) {
+  for (int u = 0; u < kUnits; ++u) {
+    const int unit = threadIdx.x + u * kThreads;
+    const int chunk = unit % kChunks, column = unit / kChunks;
+    if (column >= live_columns) continue;
+    if constexpr (kWideOut) {
+      if (chunk * kVector < live_rows) {
         Store<uint4>(columns[column] + chunk * 16, *chunk_at(column, chunk));
       }
-    }
-  } else if constexpr (kElement >= 4) {
-    constexpr int kUnits = kColumns * kRows / kThreads;
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const int unit = threadIdx.x + u * kThreads;
-      const int row = unit % kRows, column = unit / kRows;
-      if (column < live_columns && row < live_rows) {
-        Store<WordType>(columns[column] + row * kElement, *word_at(column, row));
-      }
-    }
-  } else {
-    // The aligned words within a column, and then the up to three bytes before and behind them.
-    constexpr int kWords = kRows / kPack;
-    constexpr int kUnits = kColumns * kWords / kThreads;
-    const int bytes = live_rows * kElement;
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const int unit = threadIdx.x + u * kThreads;
-      const int word = unit % kWords, column = unit / kWords;
+    } else {
+      // The first aligned sector begins `skip` bytes into the column.
       char* address = columns[column];
-      const int head = (4 - Misalignment(address, 4)) & 3;
-      if (column < live_columns && 4 * word + head + 4 <= bytes) {
-        const uint32_t low = *word_at(column, word);
-        const uint32_t high = *word_at(column, min(word + 1, kWords - 1));
-        Store<uint32_t>(address + 4 * word + head, __funnelshift_r(low, high, 8 * head));
+      const int skip = -Misalignment(address, kSector) & (kSector - 1);
+      const int from = skip / 16 + chunk;
+      if (skip + chunk * 16 + 16 <= live_rows * kElement) {
+        const Window window(*chunk_at(column, from),
+                            *chunk_at(column, min(from + 1, kChunks + kMoreChunks - 1)), skip % 16);
+        Store<uint4>(address + skip + chunk * 16, window.Get());
       }
     }
-    constexpr int kEnds = 8 / kElement;  // per column
-    for (int unit = threadIdx.x; unit < kColumns * kEnds; unit += kThreads) {
-      const int column = unit / kEnds;
-      if (column >= live_columns) break;
-      char* address = columns[column];
-      const int head = (4 - Misalignment(address, 4)) & 3;
-      int begin = unit % kEnds * kElement, limit = min(head, bytes);
-      if (begin >= 4) {
-        begin += head - 4 + (max(bytes - head, 0) & ~3);
-        limit = bytes;
+  }
+  if constexpr (!kWideOut) {
+    // What precedes the first sector of a column and what is left of the last chunk.
+    const auto store_element = [&](int column, int row) {
+      const char* word = reinterpret_cast<const char*>(word_at(column, row / kPack));
+      Store<Word<kElement>>(columns[column] + row * kElement,
+                            Load<Word<kElement>>(word + row % kPack * kElement));
+    };
+    if (first_row == 0) {
+      for (int unit = threadIdx.x; unit < kColumns * kMoreRows; unit += kThreads) {
+        const int row = unit % kMoreRows, column = unit / kMoreRows;
+        if (column >= live_columns) break;
+        const int skip = -Misalignment(columns[column], kSector) & (kSector - 1);
+        if (row < live_rows && row * kElement < skip) store_element(column, row);
       }
-      if (begin < limit) {
-        const uint32_t word = *word_at(column, begin / 4) >> begin % 4 * 8;
-        Store<Word<kElement>>(address + begin, static_cast<Word<kElement>>(word));
+    }
+    if (live_rows < kAllRows) {
+      for (int unit = threadIdx.x; unit < kColumns * kVector; unit += kThreads) {
+        const int column = unit / kVector;
+        if (column >= live_columns) break;
+        const int skip = -Misalignment(columns[column], kSector) & (kSector - 1);
+        const int rest = min(live_rows * kElement - skip, kRows * kElement);
+        const int row = (skip + (rest & ~15)) / kElement + unit % kVector;
+        if (rest > 0 && row * kElement < skip + rest) store_element(column, row);
       }
     }
   }
@@ -554,7 +566,8 @@ __global__ void __launch_bounds__(kThreads) TileKernel(const __grid_constant__ T
 constexpr int kMaxBoxRank = 16;
 
 struct BoxDim {
-  FastDivisor size;  // of the box
+  FastDivisor size;    // of the box
+  FastDivisor before;  // entries of the table that come from the dimensions before
   uint32_t shared_stride;
   int64_t stride;  // in the input or the output, in bytes
 };
@@ -563,7 +576,6 @@ struct BoxDim {
 struct BoxSide {
   FastDivisor length;   // of a segment
   FastDivisor vectors;  // of 16 bytes per segment, rounded up
-  FastDivisor words;    // of 4 bytes or an element
   uint32_t pitch;       // `length` rounded up to 16 bytes
   uint32_t count;       // of segments
   int64_t last_offset;  // of the last segment, in bytes
@@ -583,7 +595,7 @@ struct BoxParams {
   int in_part, out_part;                  // in `dims`
   uint32_t in_part_size, out_part_size;   // of the box
   int64_t in_part_total, out_part_total;  // of the array
-  uint32_t table_bytes, data_bytes;
+  uint32_t table_bytes, data_bytes, staged_bytes;
   uint32_t boxes;
   int rank;
   Dim dims[kMaxPermutationRank];  // that number the boxes, minor to major
@@ -592,12 +604,6 @@ struct BoxParams {
 // Where byte b of a box is in shared memory: 16 bytes are left out every 128, so that columns of
 // power-of-two pitch do not lie in one bank.
 __host__ __device__ constexpr uint32_t Padded(uint32_t b) { return b + b / 128 * 16; }
-
-__device__ __forceinline__ uint32_t SharedOffset(const BoxDim* dims, int count, uint32_t n) {
-  uint32_t offset = 0;
-  for (int d = 0; d < count; ++d) offset += TakeRemainder(n, dims[d].size) * dims[d].shared_stride;
-  return offset;
-}
 
 __device__ __forceinline__ int64_t SegmentOffset(const BoxSide& side, uint32_t n) {
   int64_t offset = 0;
@@ -608,19 +614,18 @@ __device__ __forceinline__ int64_t SegmentOffset(const BoxSide& side, uint32_t n
 }
 
 template <int kElement>
-__global__ void __launch_bounds__(kBoxThreads) BoxKernel(const __grid_constant__ BoxParams p) {
+__global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
+    BoxKernel(const __grid_constant__ BoxParams p) {
   constexpr int kVector = 16 / kElement;
-  constexpr int kWord = kElement < 4 ? 4 : kElement;
-  constexpr int kPack = kWord / kElement;
   constexpr int kTogether = 4;
   using Element = Word<kElement>;
-  using WordType = Word<kWord>;
 
   // The table, the box, the segments' offsets.
   extern __shared__ uint4 shared[];
   uint16_t* table = reinterpret_cast<uint16_t*>(shared);
   char* data = reinterpret_cast<char*>(shared) + p.table_bytes;
-  int64_t* in_offsets = reinterpret_cast<int64_t*>(data + p.data_bytes);
+  char* staged = data + p.data_bytes;
+  int64_t* in_offsets = reinterpret_cast<int64_t*>(staged + p.staged_bytes);
   int64_t* out_offsets = in_offsets + p.in.count;
 
   for (uint32_t i = threadIdx.x; i < p.in.count; i += kBoxThreads) {
@@ -629,12 +634,24 @@ __global__ void __launch_bounds__(kBoxThreads) BoxKernel(const __grid_constant__
   for (uint32_t i = threadIdx.x; i < p.out.count; i += kBoxThreads) {
     out_offsets[i] = SegmentOffset(p.out, i);
   }
-  for (uint32_t i = threadIdx.x; i < p.out.count * p.out.length.divisor; i += kBoxThreads) {
-    uint32_t segment = i;
-    const uint32_t within = TakeRemainder(segment, p.out.length);
-    const uint32_t from = SharedOffset(p.out.dims, p.out.run_dims, within) +
-                          SharedOffset(p.out.dims + p.out.run_dims, p.out.segment_dims, segment);
-    table[segment * p.out.pitch + within] = static_cast<uint16_t>(Padded(from * kElement));
+  // The table, dimension by dimension: every further index repeats what is there, so much further
+  // on. Entries between segments, of which there are some where a segment does not end on 16 bytes,
+  // may be read too and have to be addresses.
+  const uint32_t entries = p.out.count * p.out.pitch;
+  for (uint32_t i = threadIdx.x; i < entries; i += kBoxThreads) table[i] = 0;
+  for (int d = 0; d < p.out.run_dims + p.out.segment_dims; ++d) {
+    __syncthreads();
+    const BoxDim& dim = p.out.dims[d];
+    const uint32_t before = dim.before.divisor, limit = before * dim.size.divisor;
+    for (uint32_t i = before + threadIdx.x; i < limit; i += kBoxThreads) {
+      uint32_t quotient = i;
+      const uint32_t repeated = TakeRemainder(quotient, dim.before);
+      table[i] = static_cast<uint16_t>(table[repeated] + quotient * dim.shared_stride);
+    }
+  }
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < entries; i += kBoxThreads) {
+    table[i] = static_cast<uint16_t>(Padded(table[i] * kElement));
   }
   const auto element = [&](uint32_t address) { return Load<Element>(data + address); };
 
@@ -665,21 +682,18 @@ __global__ void __launch_bounds__(kBoxThreads) BoxKernel(const __grid_constant__
       }
     }
 
-    const auto shared_at = [&](uint32_t segment, uint32_t within) {
-      return data + Padded((segment * p.in.pitch + within) * kElement);
-    };
     __syncthreads();  // the previous box has been read
-    if (kElement == 16 || (p.in.wide && Misalignment(x, 16) == 0 && in_length % kVector == 0)) {
+    const auto load_segments = [&](const auto& load) {
       const uint32_t total = in_count * p.in.vectors.divisor;
       for (uint32_t first = threadIdx.x; first < total; first += kBoxThreads * kTogether) {
-        uint4 v[kTogether];
+        decltype(load(x)) v[kTogether];
 #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
           uint32_t segment = first + k * kBoxThreads;
           const bool live = segment < total;
           const uint32_t within = TakeRemainder(segment, p.in.vectors) * kVector;
           if (live && within < in_length) {
-            v[k] = Load<uint4>(x + in_offsets[segment] + within * kElement);
+            v[k] = load(x + in_offsets[segment] + within * kElement);
           }
         }
 #pragma unroll
@@ -688,98 +702,93 @@ __global__ void __launch_bounds__(kBoxThreads) BoxKernel(const __grid_constant__
           const bool live = segment < total;
           const uint32_t within = TakeRemainder(segment, p.in.vectors) * kVector;
           if (live && within < in_length) {
-            *reinterpret_cast<uint4*>(shared_at(segment, within)) = v[k];
+            *reinterpret_cast<uint4*>(data + Padded((segment * p.in.pitch + within) * kElement)) =
+                Vector(v[k]);
           }
         }
       }
+    };
+    const char* end = p.x + p.bytes;
+    if (kElement == 16 || (p.in.wide && Misalignment(x, 16) == 0 && in_length % kVector == 0)) {
+      load_segments([](const char* address) { return Load<uint4>(address); });
+    } else if (AlignDown(x, 16) >= p.x &&
+               x + p.in.last_offset + (p.in.length.divisor * kElement + 32) <= end) {
+      load_segments([](const char* address) { return Window(address); });
     } else {
-      const char* end = p.x + p.bytes;
-      const bool readable =
-          x >= p.x + 4 && x + p.in.last_offset + (p.in.length.divisor * kElement + 8) <= end;
-      const uint32_t total = in_count * p.in.words.divisor;
-      for (uint32_t first = threadIdx.x; first < total; first += kBoxThreads * kTogether) {
-        WordType v[kTogether];
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k) {
-          uint32_t segment = first + k * kBoxThreads;
-          const bool live = segment < total;
-          const uint32_t within = TakeRemainder(segment, p.in.words) * kPack;
-          if (live && within < in_length) {
-            const char* address = x + in_offsets[segment] + within * kElement;
-            if constexpr (kElement >= 4) {
-              v[k] = Load<WordType>(address);
-            } else {
-              v[k] = readable ? LoadWindow(address) : LoadBytes(address, end);
-            }
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k) {
-          uint32_t segment = first + k * kBoxThreads;
-          const bool live = segment < total;
-          const uint32_t within = TakeRemainder(segment, p.in.words) * kPack;
-          if (live && within < in_length) {
-            *reinterpret_cast<WordType*>(shared_at(segment, within)) = v[k];
-          }
-        }
-      }
+      load_segments([&](const char* address) { return LoadBytes(address, end); });
     }
     __syncthreads();
 
+    // The chunk of 16 bytes that begins at entry `from` of the table.
+    const auto gather = [&](const uint16_t* from) {
+      Packed128<Element> packed;
+      constexpr int kEntries = kVector < 8 ? kVector : 8;
+#pragma unroll
+      for (int i = 0; i < kVector; i += kEntries) {
+        const auto entries = Load<Word<kEntries * 2>>(reinterpret_cast<const char*>(from + i));
+        uint16_t addresses[kEntries];
+        memcpy(addresses, &entries, sizeof(addresses));
+#pragma unroll
+        for (int j = 0; j < kEntries; ++j) packed[i + j] = element(addresses[j]);
+      }
+      uint4 chunk;
+      memcpy(&chunk, packed.payload, 16);
+      return chunk;
+    };
+    const uint32_t total = out_count * p.out.vectors.divisor;
     if (kElement == 16 || (p.out.wide && Misalignment(y, 16) == 0 && out_length % kVector == 0)) {
-      const uint32_t total = out_count * p.out.vectors.divisor;
 #pragma unroll 2
       for (uint32_t unit = threadIdx.x; unit < total; unit += kBoxThreads) {
         uint32_t segment = unit;
         const uint32_t within = TakeRemainder(segment, p.out.vectors) * kVector;
-        if (within >= out_length) continue;
-        const uint16_t* from = table + segment * p.out.pitch + within;
-        Packed128<Element> packed;
-        constexpr int kEntries = kVector < 8 ? kVector : 8;
-#pragma unroll
-        for (int i = 0; i < kVector; i += kEntries) {
-          const auto entries = Load<Word<kEntries * 2>>(reinterpret_cast<const char*>(from + i));
-          uint16_t addresses[kEntries];
-          memcpy(addresses, &entries, sizeof(addresses));
-#pragma unroll
-          for (int j = 0; j < kEntries; ++j) packed[i + j] = element(addresses[j]);
+        if (within < out_length) {
+          Store<uint4>(y + out_offsets[segment] + within * kElement,
+                       gather(table + segment * p.out.pitch + within));
         }
-        StorePacked(reinterpret_cast<Element*>(y + out_offsets[segment]) + within, packed);
+      }
+    } else if (kElement >= 4 || p.staged_bytes == 0) {
+      for (uint32_t unit = threadIdx.x; unit < out_count * p.out.length.divisor;
+           unit += kBoxThreads) {
+        uint32_t segment = unit;
+        const uint32_t within = TakeRemainder(segment, p.out.length);
+        if (within < out_length) {
+          Store<Element>(y + out_offsets[segment] + within * kElement,
+                         element(table[segment * p.out.pitch + within]));
+        }
       }
     } else {
-      const uint32_t total = out_count * p.out.words.divisor;
+      // In the order of the output to shared memory, from there in aligned chunks.
+#pragma unroll 2
+      for (uint32_t unit = threadIdx.x; unit < total; unit += kBoxThreads) {
+        Store<uint4>(staged + unit * 16, gather(table + unit * kVector));
+      }
+      __syncthreads();
+      const int bytes = static_cast<int>(out_length) * kElement;
 #pragma unroll 2
       for (uint32_t unit = threadIdx.x; unit < total; unit += kBoxThreads) {
         uint32_t segment = unit;
-        uint32_t within = TakeRemainder(segment, p.out.words) * kPack;
+        const uint32_t chunk = TakeRemainder(segment, p.out.vectors);
         char* address = y + out_offsets[segment];
-        const uint16_t* from = table + segment * p.out.pitch;
-        if constexpr (kElement >= 4) {
-          if (within < out_length) {
-            Store<Element>(address + within * kElement, element(from[within]));
-          }
-        } else {
-          // The first word of a segment comes with the elements before it, the last one with
-          // those behind it.
-          const uint32_t head = min(((4 - Misalignment(address, 4)) & 3) / kElement, out_length);
-          if (within == 0) {
-            for (uint32_t i = 0; i < head; ++i) {
-              Store<Element>(address + i * kElement, element(from[i]));
-            }
-          }
-          within += head;
-          if (within + kPack <= out_length) {
-            uint32_t word = 0;
-#pragma unroll
-            for (int i = 0; i < kPack; ++i) {
-              word |= uint32_t{element(from[within + i])} << 8 * kElement * i;
-            }
-            Store<uint32_t>(address + within * kElement, word);
-          } else {
-            for (uint32_t i = within; i < out_length; ++i) {
-              Store<Element>(address + i * kElement, element(from[i]));
-            }
-          }
+        const int skip = -Misalignment(address, 16) & 15;
+        const int begin = skip + static_cast<int>(chunk) * 16;
+        if (begin + 16 <= bytes) {
+          const char* from = staged + (segment * p.out.vectors.divisor + chunk) * 16;
+          const Window window(Load<uint4>(from), Load<uint4>(from + 16), skip);
+          Store<uint4>(address + begin, window.Get());
+        }
+      }
+      // What precedes the first chunk of a segment, and what is left behind the last one.
+      constexpr int kEnds = 32 / kElement;
+      for (uint32_t unit = threadIdx.x; unit < out_count * kEnds; unit += kBoxThreads) {
+        const uint32_t segment = unit / kEnds;
+        char* address = y + out_offsets[segment];
+        const int skip = min(-Misalignment(address, 16) & 15, bytes);
+        int b = static_cast<int>(unit % kEnds) * kElement;
+        const int limit = b < 16 ? skip : bytes;
+        if (b >= 16) b += skip - 16 + ((bytes - skip) & ~15);
+        if (b < limit) {
+          const char* from = staged + segment * p.out.vectors.divisor * 16;
+          Store<Element>(address + b, Load<Element>(from + b));
         }
       }
     }
@@ -1024,18 +1033,19 @@ void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan*
     }
     side->length = FastDivisor(static_cast<uint32_t>(length));
     side->vectors = FastDivisor(static_cast<uint32_t>(CeilDiv(length, vector)));
-    side->words =
-        FastDivisor(static_cast<uint32_t>(p.unit < 4 ? CeilDiv(length * p.unit, 4) : length));
     side->count = static_cast<uint32_t>(count);
     side->run_dims = static_cast<int>(run.size());
     side->segment_dims = static_cast<int>(segments.size());
     side->last_offset = 0;
     side->wide = shape.alignment == 16 || p.unit == 16;
     int i = 0;
+    uint32_t before = 1;
     for (const std::vector<int>* dims : {&run, &segments}) {
+      if (dims == &segments) before = side->pitch;
       for (const int d : *dims) {
-        side->dims[i++] = {FastDivisor(static_cast<uint32_t>(extent[d])), shared_stride[d],
-                           strides[d] * p.unit};
+        side->dims[i++] = {FastDivisor(static_cast<uint32_t>(extent[d])), FastDivisor(before),
+                           shared_stride[d], strides[d] * p.unit};
+        before *= static_cast<uint32_t>(extent[d]);
         if (dims != &segments) continue;
         side->last_offset += (extent[d] - 1) * strides[d] * p.unit;
         if (strides[d] % vector != 0) side->wide = false;
@@ -1074,7 +1084,14 @@ void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan*
   box.table_bytes = static_cast<uint32_t>(CeilDiv(box.out.count * box.out.pitch * 2, 16) * 16);
   box.data_bytes = static_cast<uint32_t>(
       CeilDiv(Padded(static_cast<uint32_t>(box.in.count * box.in.pitch * p.unit)) + 16, 16) * 16);
-  plan->shared_bytes = box.table_bytes + box.data_bytes + 8 * (box.in.count + box.out.count);
+  // Boxes at the end may still be unaligned where the others are not; they are few.
+  bool aligned = box.out.wide && box.out.length.divisor % vector == 0;
+  for (int d = 0; d < box.rank; ++d) aligned = aligned && box.dims[d].out_stride % 16 == 0;
+  box.staged_bytes = aligned || p.unit >= 4
+                         ? 0
+                         : static_cast<uint32_t>((box.out.count * box.out.pitch + vector) * p.unit);
+  plan->shared_bytes =
+      box.table_bytes + box.data_bytes + box.staged_bytes + 8 * (box.in.count + box.out.count);
   plan->blocks = boxes;
 }
 
@@ -1176,7 +1193,7 @@ cudaError_t ResidentBoxes(size_t shared_bytes, int64_t* blocks) {
   error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error != cudaSuccess) return error;
   const int64_t fit = shared / static_cast<int64_t>(shared_bytes + 1024);
-  *blocks = processors * std::max<int64_t>(1, std::min<int64_t>(fit, 12));
+  *blocks = processors * std::max<int64_t>(1, std::min<int64_t>(fit, kBoxBlocks));
   return cudaSuccess;
 }
 
