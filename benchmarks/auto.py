@@ -39,30 +39,34 @@ def regenerate(
     _, timer = measure.clock(clock)
     table = json.loads(path.read_text()) if path.exists() else {}
     for op in (op for op in ops if not op.kernel_of):
-        entries = table.setdefault(op.name, {}).setdefault(platform_name(), {})
         known = dict.fromkeys(dtype for layout in op.of_size(sizes[0]) for dtype in layout.dtypes)
         for dtype in (dtype for dtype in known if not dtypes or dtype in dtypes):
-            entries[dtype] = thresholds(op, dtype, timer, rounds, sizes, log)
+            for row, found in thresholds(op, dtype, timer, rounds, sizes, log).items():
+                table.setdefault(row, {}).setdefault(platform_name(), {})[dtype] = found
     path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
     return table
 
 
 def thresholds(op: Op, dtype: str, timer: measure.Clock, rounds: int, sizes, log) -> dict:
-    """{"forward": elements or None, "grad": elements or None} of one op and dtype."""
-    ratios: dict[str, dict[int, float]] = {name: {} for name in PHASES}
+    """{"forward": elements or None, "grad": elements or None} of a dtype, by row of the table."""
+    ratios: dict[str, dict[str, dict[int, float]]] = {}
     for size in sizes:
-        seen = []
+        seen: dict[str, list[dict[str, float]]] = {}
         for layout in (layout for layout in op.of_size(size) if dtype in layout.dtypes):
-            seen.append(_ratios(op, layout, dtype, timer, rounds))
-            shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in seen[-1].items())
+            found = _ratios(op, layout, dtype, timer, rounds)
+            seen.setdefault(op.table_row(layout) if op.table_row else op.name, []).append(found)
+            shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in found.items())
             log(f"{op.name} {dtype} {layout.label}: native / jax.nn time {shown}")
-        for name in PHASES:
-            ratios[name][size] = combined([found[name] for found in seen])
-    found = {name: threshold(ratios[name]) for name in PHASES}
-    if op.fuses:
-        found["forward"] = None  # alone the kernel may win, but a forward is seldom alone
-    log(f"{op.name} {dtype}: {found}")
-    return found
+        for row, of_layouts in seen.items():
+            for name in PHASES:
+                by_size = ratios.setdefault(row, {}).setdefault(name, {})
+                by_size[size] = combined([found[name] for found in of_layouts])
+    rows = {row: {name: threshold(r[name]) for name in PHASES} for row, r in ratios.items()}
+    for row, found in rows.items():
+        if op.fuses:
+            found["forward"] = None  # alone the kernel may win, but a forward is seldom alone
+        log(f"{row} {dtype}: {found}")
+    return rows
 
 
 def combined(ratios: Sequence[float]) -> float:

@@ -74,6 +74,7 @@ class Op:
     # What stands for a number of elements in the `auto` table: `auto` takes the kernel where it
     # gains on one of these layouts and loses on none.
     of_size: Callable[[int], tuple[Layout, ...]] = _rows_of_1024
+    table_row: Callable[[Layout], str] | None = None  # in the `auto` table; default: the name
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def torch_split(x, bias=None, *, num_heads: int):
 
 
 def _transposes_of_size(elements: int) -> tuple[Layout, ...]:
-    """A matrix, small matrices of a batch, and rows that stay whole: other kernels in XLA too."""
+    """A matrix, small matrices of a batch, a reversal, and rows that stay whole."""
     side = 2 ** (elements.bit_length() // 2)
     channels = 64 if elements >= 2**16 else 16
     heads = (16, 64) if elements >= 2**16 else (4, 16)  # how many, and their size
@@ -188,12 +189,18 @@ def _transposes_of_size(elements: int) -> tuple[Layout, ...]:
             min(4096, elements // channels),
             channels,
         ),
+        (2, 1, 0): (elements // (channels * 64), channels, 64),
         (0, 2, 1, 3): (elements // (length * math.prod(heads)), length, *heads),
     }
     return tuple(
         Layout(f"{axes} {elements}", shape, shape, WIDTHS, {"axes": axes})
         for axes, shape in shapes.items()
     )
+
+
+def _row_of(axes: tuple[int, ...]) -> str:
+    """Rows that stay whole have a row of their own in the `auto` table."""
+    return "transpose_rows" if axes[-1] == len(axes) - 1 else "transpose"
 
 
 def _splits_of_size(parts: int) -> Callable[[int], tuple[Layout, ...]]:
@@ -288,6 +295,7 @@ OPS = (
         phases=("forward",),
         exact=True,
         of_size=_transposes_of_size,
+        table_row=lambda layout: _row_of(layout.options["axes"]),
     ),
     Op(
         name="split_heads",

@@ -293,8 +293,8 @@ def split_qkv_heads(qkv, bias=None, *, num_heads: int) -> tuple[jax.Array, jax.A
 
     Sharding: over the leading dimensions and the sequence, with no communication (an all-reduce for
     the bias' gradient). Sharded features are gathered: shards of ``3*H*D`` are not shards of ``H``.
-    The bias' gradient is summed over groups of at most 128 rows of the sequence, or all of it; where
-    an auto mesh axis cuts through a group, the backward gathers the sequence.
+    The bias' gradient is summed over groups of at most 128 rows of the sequence, or all of it;
+    where an auto mesh axis cuts through a group, the backward gathers the sequence.
 
     Raises:
       TypeError: ``qkv`` or ``bias`` is not an array, ``num_heads`` not an integer, or the dtypes do
