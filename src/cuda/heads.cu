@@ -261,6 +261,7 @@ __global__ void __launch_bounds__(kThreads) HeadsKernel(const HeadsParams p) {
 
   if constexpr (kSums) {
     using Sum = ComputeType<T>;
+    constexpr int kLanesPerRun = 8;
     __shared__ Sum shared[kThreads * U::kSize];  // [row_lanes][columns][kSize]
 #pragma unroll
     for (int i = 0; i < U::kSize; ++i)
@@ -273,9 +274,16 @@ __global__ void __launch_bounds__(kThreads) HeadsKernel(const HeadsParams p) {
     Sum* sums = static_cast<Sum*>(p.sums) +
                 ((first_batch * p.runs + first_run) * p.row.divisor + tile) * U::kSize;
     for (int i = threadIdx.x; i < live; i += kThreads) {
-      Sum sum = shared[i];
-#pragma unroll 8
-      for (int lane = 1; lane < row_lanes; ++lane) sum += shared[lane * width + i];
+      // In runs of 8: one sum of up to 256 lanes would round too often.
+      Sum sum = 0;
+      for (int first = 0; first < row_lanes; first += kLanesPerRun) {
+        Sum run = shared[first * width + i];
+#pragma unroll
+        for (int lane = 1; lane < kLanesPerRun; ++lane) {
+          if (first + lane < row_lanes) run += shared[(first + lane) * width + i];
+        }
+        sum += run;
+      }
       sums[i] = sum;
     }
   }
