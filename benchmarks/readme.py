@@ -21,6 +21,7 @@ PHASES = (
     ("both, one step", "step"),
 )
 MOVES = {"forward": "forward", "backward": "backward", "step": "both, one step"}
+WAYS = {"native": "kernels", "xla": "XLA", "auto": '`"auto"`', "without": "without the move"}
 CONTENDERS = {
     "native": "ours",
     "jax.nn": "XLA",
@@ -44,9 +45,12 @@ def main() -> None:
 
 def table(name: str) -> str:
     """The Markdown of one results file: what ops keep and all phases, if they keep anything;
-    multiples of the floor beside PyTorch's, if they only move elements."""
+    multiples of the floor beside PyTorch's, if they only move elements; times of whole blocks."""
     results = json.loads((RESULTS / f"{name}.json").read_text())
-    header, rows = (phase_table if keeps(results) else multiples_table)(results)
+    if "blocks" in results:
+        header, rows = blocks_table(results)
+    else:
+        header, rows = (phase_table if keeps(results) else multiples_table)(results)
     lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
     return f"{headline(results)}.\n\n" + "\n".join(lines) + "\n"
 
@@ -102,6 +106,23 @@ def multiples(times: list[float | None]) -> list[str]:
     best = min((t for t in times if t), default=None)
     texts = [f"{t:.2f}" if t else "-" for t in times]
     return [f"**{s}**" if t and t == best else s for s, t in zip(texts, times, strict=True)]
+
+
+def blocks_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """A row per block and phase, µs and kernels of each way to make its transpositions."""
+    rows = []
+    for block in results["blocks"]:
+        for key in block["results"]["native"]:
+            sides = [block["results"].get(way, {}).get(key) for way in WAYS]
+            best = min(side["median_us"] for side in sides[:2])  # kernels, XLA
+            shapes = " ".join(map(_tuple, block["shapes"]))
+            cells = [f"{block['block']}, {shapes}", block["dtype"], MOVES[key]]
+            for way, side in zip(WAYS, sides, strict=True):
+                text = f"{side['median_us']:.4g} µs ({side['launches']})" if side else "-"
+                bold = side and way in ("native", "xla") and side["median_us"] == best
+                cells.append(f"**{text}**" if bold else text)
+            rows.append(cells)
+    return ["block", "dtype", "phase", *WAYS.values()], rows
 
 
 def what(case: dict) -> str:
