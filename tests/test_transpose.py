@@ -53,7 +53,14 @@ def permutation(axes, sizes, sharded=(), **options):
 
 T10 = permutation((1, 0), (3, 5), symbolic=("a, 5",))
 T021 = permutation((0, 2, 1), (2, 3, 5), basic_only=True)
-T201 = permutation((2, 0, 1), (2, 3, 5), (0, 1, 2), symbolic=("2, b, 5",))
+T201 = permutation(
+    (2, 0, 1),
+    (2, 3, 5),
+    (0, 1, 2),
+    symbolic=("2, b, 5",),
+    dtypes=("float32", "bfloat16"),
+    modes=("native",),
+)
 T0312 = permutation((0, 3, 1, 2), (2, 3, 2, 5), basic_only=True)
 T3210 = permutation((3, 2, 1, 0), (2, 3, 4, 5), basic_only=True)
 T1032 = permutation(
