@@ -36,6 +36,7 @@ def parse() -> argparse.Namespace:
     add("--plot-only", type=Path, metavar="JSON", help="redraw the chart of earlier results")
     add("--torch", action="store_true", help="PyTorch beside JAX, on a GPU where it is installed")
     add("--auto-table", action="store_true", help="regenerate jax_fastops/auto_table.json")
+    add("--sizes", nargs="+", type=int, metavar="N", help="elements, for the table (powers of two)")
     options = parser.parse_args()
     options.rounds = options.repeats or (5 if options.quick else 25)
     if options.quick:
@@ -85,7 +86,8 @@ def auto_table(options: argparse.Namespace, console: Console) -> None:
     from benchmarks import auto
     from benchmarks.cases import select_ops
 
-    sizes = [size for size in auto.SIZES if size <= 2**22] if options.quick else auto.SIZES
+    default = [size for size in auto.SIZES if size <= 2**22] if options.quick else auto.SIZES
+    sizes = options.sizes or default
     auto.regenerate(
         select_ops(options.ops),
         options.dtypes,

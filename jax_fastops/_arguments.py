@@ -20,7 +20,8 @@ def as_arrays(op: str, **arguments) -> list[jax.Array]:
                 "number"
             )
         try:
-            arrays.append(jnp.asarray(value))
+            # Arrays as they are: in jax 0.8 jnp.asarray gives those under vmap a wrong sharding.
+            arrays.append(value if isinstance(value, jax.Array) else jnp.asarray(value))
         except TypeError as error:  # an array of strings, say
             raise TypeError(f"{op}: {name} is {_describe(value)}: {error}") from error
     return arrays

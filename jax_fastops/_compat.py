@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 
 
@@ -38,9 +40,10 @@ def get_global(context):
     return context._obj.get_global()
 
 
-def is_partitioned(ctx) -> bool:
-    """Whether XLA may partition what a lowering rule emits: several devices, not all by hand."""
+def partitions(ctx) -> int:
+    """Over how many devices XLA may partition what a lowering rule emits."""
     axes = ctx.module_context.axis_context
     if hasattr(axes, "num_devices"):
-        return axes.num_devices != 1
-    return set(getattr(axes.mesh, "axis_names", ())) != set(axes.manual_axes)
+        return axes.num_devices or 1
+    sizes = dict(axes.mesh.shape)
+    return math.prod(n for name, n in sizes.items() if name not in axes.manual_axes)

@@ -58,25 +58,27 @@ class use_implementation:
 
     def __init__(self, implementation: str):
         self._value = _checked(implementation, "use_implementation")
-        self._blocks: list = []  # the `with` statements that this object is in
+        self._blocks = threading.local()  # the `with` statements that this object is in
         _choices.append(self)
 
     def __enter__(self) -> use_implementation:
         _choices.remove(self)  # it was no plain call
         block = _context(self._value)
         block.__enter__()
-        self._blocks.append(block)
+        self._blocks.__dict__.setdefault("entered", []).append(block)
         return self
 
     def __exit__(self, *exc_info) -> None:
-        self._blocks.pop().__exit__(*exc_info)
+        self._blocks.entered.pop().__exit__(*exc_info)
 
 
 class _Choices:
     """The plain calls of ``use_implementation``; the last one sets the choice of the process.
 
     Whether a call is a plain one shows only when its object is entered, or can no longer be. Until
-    then it counts as one; once entered, the choice is what it would have been without it.
+    then it counts as one (a notebook keeps every result it shows, so one cannot wait); once
+    entered, the choice is what it would have been without it. Other threads may thus see a block's
+    choice for the moment in which the block begins.
     """
 
     def __init__(self):

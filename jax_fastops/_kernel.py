@@ -20,9 +20,11 @@ Handlers are told by the attribute ``batch_first`` which form they see.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,6 +161,24 @@ def fold(signature: Signature, operands, dims, before: Sequence[int] | None = No
     return folded
 
 
+_lowering = threading.local()
+
+
+@contextlib.contextmanager
+def partitioned_over(devices: int):
+    """Tells what is lowered inside over how many devices XLA may partition it."""
+    before, _lowering.devices = getattr(_lowering, "devices", 1), devices
+    try:
+        yield
+    finally:
+        _lowering.devices = before
+
+
+def partitions() -> int:
+    """Over how many devices XLA may partition the call that is being lowered."""
+    return getattr(_lowering, "devices", 1)
+
+
 def mapped_axis(operands, dims) -> tuple[Any, Any, Any]:
     """Size of a mapped axis and, where its sharding is part of the type, mesh axis and mesh."""
     found = [(x, d) for x, d in zip(operands, dims, strict=True) if d is not None]
@@ -234,7 +254,7 @@ batching.primitive_batchers[kernel_call_p] = _batch
 
 def _lower(platform: str):
     def rule(ctx, *operands, kernel, signature, attributes, layouts):
-        if signature.free and _compat.is_partitioned(ctx):
+        if signature.free and _compat.partitions(ctx) > 1:
             form = functools.partial(
                 _batch_first, kernel=kernel, signature=signature, attributes=attributes
             )

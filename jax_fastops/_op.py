@@ -39,6 +39,7 @@ from jax_fastops._kernel import (
     fold,
     infer_avals,
     match_varying,
+    partitioned_over,
     size_of,
     split_spec,
 )
@@ -563,7 +564,8 @@ class _Stage:
             )
             function = self.op._function(self.kind, call, which, native)
             lowered = mlir.lower_fun(_vmapped(function, levels), multiple_results=True)
-            return lowered(ctx, *operands)
+            with partitioned_over(_compat.partitions(ctx)):
+                return lowered(ctx, *operands)
 
         return rule
 

@@ -11,6 +11,7 @@ Source: FasterTransformer, ``add_QKV_bias`` and ``transpose``.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 
 from jax_fastops._arguments import FLOATING, as_arrays
 from jax_fastops._implementation import by_width
-from jax_fastops._kernel import Kernel
+from jax_fastops._kernel import Kernel, partitions
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, merge_last, parts_of, reshape, split_last
@@ -27,6 +28,8 @@ from jax_fastops.transpose import is_movable, permute
 # About how many rows one partial sum of the bias' gradient covers. With fewer the sums are more
 # traffic, with more there are too few pieces of work where the batch is small.
 _SUM_ROWS = 128
+# A sequence of fewer rows has more sums to move than another reading of the cotangents costs.
+_FEWEST_ROWS = 3
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -68,11 +71,15 @@ def _merge(kept, cts, wanted, *, num_heads: int, parts: int, wide: bool):
     dtype = accumulator_dtype(cts[0].dtype) if wide else cts[0].dtype
     if not wanted[0]:
         return None, _sum_rows(cts, dtype)
+    if wanted[1] and sequence < _FEWEST_ROWS:
+        dx, _ = _merge((), cts, (True, False), num_heads=num_heads, parts=parts, wide=wide)
+        return dx, _sum_rows(cts, dtype)
     if not wanted[1]:
         return *_merge_kernel(parts, num_heads, head_size)(*cts), None
     kind = jax.typeof(cts[0]).sharding
     spec = explicit_spec(kind, cts[0].ndim)
-    rows = _group_rows(sequence // (1 if spec is None else parts_of(spec[-2], kind)))
+    shards = _auto_shards(sequence) if spec is None else parts_of(spec[-2], kind)
+    rows = _group_rows(sequence // shards)
     kernel = _merge_sum_kernel(parts, num_heads, head_size, rows, -(-rows // _SUM_ROWS))
 
     def grouped(ct):
@@ -85,6 +92,15 @@ def _merge(kept, cts, wanted, *, num_heads: int, parts: int, wide: bool):
     own = explicit_spec(jax.typeof(dx).sharding, dx.ndim)
     dx = reshape(dx, shape, own and (*own[:-2], own[-1]))
     return dx, sums.sum(tuple(range(sums.ndim - 1))).astype(dtype)
+
+
+def _auto_shards(sequence: int) -> int:
+    """Into how many shards the sequence may be cut under auto mesh axes, which do not tell.
+
+    As many as there are devices, so that groups of rows stay whole, unless the shards were short.
+    """
+    most = math.gcd(sequence, partitions())
+    return max(n for n in range(1, most + 1) if most % n == 0 and (n == 1 or sequence >= 32 * n))
 
 
 def _group_rows(sequence: int) -> int:
@@ -101,10 +117,16 @@ def _group_rows(sequence: int) -> int:
 
 
 def _add_bias(x, bias):
-    """``x + bias`` in the dtype of ``x``, rounded once."""
+    """``x + bias`` in the dtype of ``x``, rounded once.
+
+    Floating numbers are added in the accumulator's dtype: the bits are the same, and so is the
+    dtype in which the bias' gradient is summed.
+    """
     if bias is None:
         return x
     wide = jnp.promote_types(x.dtype, bias.dtype)
+    if jnp.issubdtype(wide, jnp.floating):
+        wide = jnp.promote_types(wide, accumulator_dtype(x.dtype))
     return (x.astype(wide) + bias.astype(wide)).astype(x.dtype)
 
 
@@ -257,9 +279,8 @@ def split_heads(x, bias=None, *, num_heads: int) -> jax.Array:
     Sharding: over the leading dimensions and the sequence, and without a bias over the heads, with
     no communication (an all-reduce for the bias' gradient). With a bias and features sharded over
     an explicit mesh axis, XLA adds the bias and the kernel moves the sum; over an auto mesh axis
-    the features are gathered, so add such a bias before the call. The bias' gradient is summed over
-    groups of at most 128 rows of the sequence, or the whole of it; where an auto mesh axis cuts
-    through a group, the backward gathers the sequence.
+    the features are gathered, so add such a bias before the call. Under auto axes a device's
+    part of the sequence must have 32 rows or more, else the backward of a bias gathers it.
 
     Raises:
       TypeError: ``x`` or ``bias`` is not an array, ``num_heads`` not an integer, or the dtypes do
@@ -293,8 +314,8 @@ def split_qkv_heads(qkv, bias=None, *, num_heads: int) -> tuple[jax.Array, jax.A
 
     Sharding: over the leading dimensions and the sequence, with no communication (an all-reduce for
     the bias' gradient). Sharded features are gathered: shards of ``3*H*D`` are not shards of ``H``.
-    The bias' gradient is summed over groups of at most 128 rows of the sequence, or all of it;
-    where an auto mesh axis cuts through a group, the backward gathers the sequence.
+    Under auto axes a device's part of the sequence must have 32 rows or more, else the backward of
+    a bias gathers it.
 
     Raises:
       TypeError: ``qkv`` or ``bias`` is not an array, ``num_heads`` not an integer, or the dtypes do

@@ -143,3 +143,27 @@ def test_a_reference_is_refused():
     reference = jax.new_ref(jnp.ones(3))
     with pytest.raises(TypeError, match="relu: x is of type Ref"):
         fo.relu(reference)
+
+
+def test_one_object_in_two_threads():
+    native = fo.use_implementation("native")
+    fo.use_implementation("auto")
+    entered, leave = threading.Event(), threading.Event()
+    seen = []
+
+    def other():
+        with native:
+            entered.set()
+            leave.wait()
+        seen.append(current())
+
+    thread = threading.Thread(target=other)
+    with native:
+        thread.start()
+        entered.wait()
+    assert current() == "auto"
+    with native:
+        leave.set()
+        thread.join()
+        assert current() == "native"
+    assert seen == ["auto"]

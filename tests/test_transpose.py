@@ -658,3 +658,18 @@ def test_a_platform_without_kernels_takes_the_reference():
     x = np.zeros((4, 5), np.float32)
     exported = jax.export.export(jax.jit(fo.transpose), platforms=["tpu"])(x)
     assert "custom_call" not in exported.mlir_module()
+
+
+@pytest.mark.parametrize("mapped", [0, 1, 2])
+@pytest.mark.parametrize("spread", [0, 1, 2])
+def test_explicit_types_under_vmap_are_those_of_jnp(mapped, spread):
+    mesh = make_mesh({"a": devices()}, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x = normal(np.random.default_rng(21), (8, 16, 24), np.float32)
+        x = jax.device_put(x, NamedSharding(mesh, spec(3, [spread])))
+        got, want = (jax.vmap(f, in_axes=mapped)(x) for f in (fo.transpose, jnp.transpose))
+        assert jax.typeof(got).sharding == jax.typeof(want).sharding
+        assert_bitwise_equal(got, want)
+        gradient = jax.grad(lambda x: (jax.vmap(fo.transpose, in_axes=mapped)(x) ** 2).sum())(x)
+        assert jax.typeof(gradient).sharding == jax.typeof(x).sharding
+        assert_bitwise_equal(gradient, 2 * x)

@@ -19,6 +19,22 @@ namespace jax_fastops {
 // ---- transpose
 // -----------------------------------------------------------------------------------
 
+// Bytes per element; 0 for types that XLA packs, several to a byte, and for what is no element.
+inline int64_t WholeBytes(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::S1:
+    case ffi::DataType::S2:
+    case ffi::DataType::S4:
+    case ffi::DataType::U1:
+    case ffi::DataType::U2:
+    case ffi::DataType::U4:
+    case ffi::DataType::F4E2M1FN:
+      return 0;
+    default:
+      return static_cast<int64_t>(ffi::ByteWidth(type));
+  }
+}
+
 struct TransposeView {
   std::vector<int64_t> dims;  // x's, as in memory
   std::vector<int> axes;
@@ -39,8 +55,10 @@ inline ffi::Error ReadTranspose(const NamedBuffer& x, const NamedBuffer& y,
   };
   if (tail.size() > rank || y_dims.size() != x_dims.size())
     return mismatch("ranks do not fit the permutation");
+  if (batch_first && (x_dims.size() == 0 || x_dims[rank] != 1 || y_dims[rank] != 1))
+    return mismatch("batch-first, the last dimension must be 1");
   if (x.buffer.element_type() != y.buffer.element_type()) return mismatch("types differ");
-  view->itemsize = static_cast<int64_t>(ffi::ByteWidth(x.buffer.element_type()));
+  view->itemsize = WholeBytes(x.buffer.element_type());
   if (view->itemsize == 0) return mismatch("elements of unknown size");
 
   const size_t lead = rank - tail.size();
@@ -123,7 +141,7 @@ inline ffi::Error ReadHeads(const char* op, const NamedBuffer& merged,
   }
   if (merged.buffer.element_type() != split.front().buffer.element_type())
     return mismatch(split.front());
-  view->itemsize = static_cast<int64_t>(ffi::ByteWidth(merged.buffer.element_type()));
+  view->itemsize = WholeBytes(merged.buffer.element_type());
   if (view->itemsize == 0) return mismatch(split.front());
 
   const size_t batch = m.size() - rows - 1;  // batch dimensions
@@ -149,6 +167,7 @@ inline ffi::Error ReadHeads(const char* op, const NamedBuffer& merged,
   if (!fits) return mismatch(*sums);
   view->sums.groups = m[batch];
   view->sums.subgroups = p[batch + 1];
+  if (view->sums.subgroups < 1 && shape.size() > 0) return mismatch(*sums);
   return ffi::Error::Success();
 }
 
