@@ -9,6 +9,7 @@ Three clocks, all in seconds per call:
               than 1 MiB are timed over ten warm calls: what they cost is the call itself.
 """
 
+import random
 import re
 import statistics
 import time
@@ -176,8 +177,12 @@ def chain(programs: Sequence[Program], rounds: int, length: int = 16) -> list[Ti
 
 
 def _turns(count: int, rounds: int) -> list[int]:
-    """Whose turn it is: every program once a round, starting with another one each round."""
-    return [(start + i) % count for start in range(rounds) for i in range(count)]
+    """Whose turn it is: every program once a round, in an order drawn anew each round.
+
+    A program pays for what the one before it left in the caches, so no two may always meet.
+    """
+    shuffle = random.Random(0).sample
+    return [index for _ in range(rounds) for index in shuffle(range(count), count)]
 
 
 def flush():

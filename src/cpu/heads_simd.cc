@@ -148,6 +148,10 @@ struct WideBias {
   }
 };
 
+// Rows are too far apart for the hardware to fetch them in advance: this many ahead are asked for.
+// Beyond the last row it does no harm.
+constexpr int64_t kAhead = 8;
+
 template <typename T, typename B>
 struct AddBias {
   // kBlocks blocks of columns, down all rows
@@ -157,7 +161,15 @@ struct AddBias {
     typename B::Vec b[kBlocks];
 #pragma GCC unroll 4
     for (int k = 0; k < kBlocks; ++k) b[k] = B::Load(bias + k * T::kLanes * B::kBytes);
+    const uintptr_t in_ahead = static_cast<uintptr_t>(kAhead * x_stride);
+    const uintptr_t out_ahead = static_cast<uintptr_t>(kAhead * y_stride);
     for (int64_t r = 0; r < rows; ++r) {
+      for (uintptr_t at = 0; at < kBlocks * T::kLanes * T::kBytes; at += 64) {
+        __builtin_prefetch(
+            reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(x) + in_ahead + at), 0);
+        __builtin_prefetch(
+            reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(y) + out_ahead + at), 1);
+      }
 #pragma GCC unroll 4
       for (int k = 0; k < kBlocks; ++k) {
         const int64_t at = k * T::kLanes * T::kBytes;

@@ -12,7 +12,10 @@
 // The edges: what is left of a long side is covered by one more tile that is moved back to overlap
 // the last, so that hardly a tile is incomplete. Sides that are shorter than a tile are common
 // (images of 3 channels). Up to N columns, a lane takes a row: the second step then happens in the
-// loads. Up to N rows, a lane is all there is of a column, and is stored by itself.
+// loads. Up to N rows, a lane is all there is of a column, and is stored by itself: each as a part,
+// or, where columns follow one another without a gap, each as a whole that the next one overlaps,
+// in a buffer that is then written in whole cache lines. Then stores can
+// go past the caches too.
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC 12 takes the deliberately undefined registers inside its own AVX-512 headers for mistakes.
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -143,7 +146,12 @@ FASTOPS_INLINE Reg Zero() { return _mm512_setzero_si512(); }
 FASTOPS_INLINE Reg Load(const void* p) { return _mm512_loadu_si512(p); }
 FASTOPS_INLINE void Store(void* p, Reg v) { _mm512_storeu_si512(p, v); }
 FASTOPS_INLINE void Stream(void* p, Reg v) { _mm512_stream_si512(static_cast<Reg*>(p), v); }
+// Masked loads of what is not in the cache take two to three times as long as plain ones.
 FASTOPS_INLINE Reg LoadPart512(const char* p, int64_t n) {
+  if (n == 64) return Load(p);
+  if (n == 32)
+    return _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  if (n == 16) return _mm512_zextsi128_si512(LoadLane(p));
   return _mm512_maskz_loadu_epi8(_bzhi_u64(~uint64_t{0}, static_cast<unsigned>(n)), p);
 }
 FASTOPS_INLINE void StorePart512(char* p, Reg v, int64_t n) {
@@ -235,6 +243,7 @@ FASTOPS_INLINE void TransposeLanes(Reg (&)[kLanes]) {}
 #endif
 
 constexpr int64_t kBytes = sizeof(Reg);
+constexpr int64_t kLine = 64;
 
 // Parts of a register, of 0 to kBytes bytes.
 FASTOPS_INLINE Reg LoadRegPart(const char* p, int64_t n) {
@@ -424,6 +433,67 @@ struct Transpose {
     }
   }
 
+  template <int kLane = 0>
+  static FASTOPS_INLINE void StoreOverlapping(const Reg (&value)[N], char* out, int64_t step,
+                                              int64_t columns) {
+    if constexpr (kLane < kLanes) {
+      if (kLane * N >= columns) return;
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) {
+        StoreLane(out + (kLane * N + i) * step, GetLane<kLane>(value[i]));
+      }
+      StoreOverlapping<kLane + 1>(value, out, step, columns);
+    }
+  }
+
+  // As TransposeKernels::Dense.
+  static void Dense(const LoopNest& nest, const char* in, const int64_t* row, char* out,
+                    int64_t rows, int64_t columns, bool stream) {
+    // The buffer holds what is next in the output, from the beginning of a cache line on.
+    constexpr int64_t kFull = 4096;
+    alignas(64) char buffer[kFull + N * kBytes + 2 * kLine];
+    int64_t begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(out) % kLine);
+    int64_t end = begin;
+    const int64_t step = rows * kUnit;
+    Loop(nest, nest.rank, in, out, [&](const char* from, char*) {
+      for (int64_t c = 0; c < columns; c += kTile) {
+        const int64_t left = columns - c < kTile ? columns - c : kTile;
+        Reg part[N];
+#pragma GCC unroll 16
+        for (int i = 0; i < N; ++i) {
+          part[i] = i < rows ? LoadRegPart(from + row[i] + c * kUnit, left * kUnit) : Zero();
+        }
+        InLanes(part);
+        StoreOverlapping(part, buffer + end, step, left);
+        end += left * step;
+        if (end < kFull) continue;
+        const int64_t lines = end / kLine * kLine;
+        out = WriteLines(out, buffer, begin, lines, stream);
+        begin = 0;
+        end -= lines;
+        memcpy(buffer, buffer + lines, kLine);
+      }
+    });
+    memcpy(out, buffer + begin, static_cast<size_t>(end - begin));
+    if (stream) StreamFence();
+  }
+
+  // Writes [begin, end) of the buffer, where `end` is that of a line. Returns the end of it.
+  static FASTOPS_INLINE char* WriteLines(char* out, const char* buffer, int64_t begin, int64_t end,
+                                         bool stream) {
+    if (begin > 0) {
+      memcpy(out, buffer + begin, static_cast<size_t>(kLine - begin));
+      out += kLine - begin;
+      begin = kLine;
+    }
+    if (stream) {
+      for (int64_t i = begin; i < end; i += kBytes, out += kBytes) Stream(out, Load(buffer + i));
+    } else {
+      for (int64_t i = begin; i < end; i += kBytes, out += kBytes) Store(out, Load(buffer + i));
+    }
+    return out;
+  }
+
   static FASTOPS_INLINE Place At(const Place& m, int64_t row, int64_t column) {
     return {m.in + column * kUnit, m.row + row, m.out + row * kUnit, m.column + column};
   }
@@ -496,12 +566,41 @@ FASTOPS_INLINE void CopyShort(char* to, const char* from, int64_t n) {
 // From here on the C library's copy is faster.
 constexpr int64_t kLibraryRow = 4096;
 
+// Rows of up to kAheadBytes that lie far apart look like no pattern to the hardware, which then
+// fetches nothing in advance. This asks for the row that comes kAhead rows later, on both sides.
+// Where that is beyond the nest it is often the next block's, and at worst of no use.
+constexpr int64_t kAhead = 8;
+constexpr int64_t kAheadBytes = 512;
+constexpr int64_t kFarRows = 1024;
+
+FASTOPS_INLINE void FetchAhead(char* to, int64_t out_step, const char* from, int64_t in_step,
+                               int64_t n) {
+  const uintptr_t in = reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(kAhead * in_step);
+  const uintptr_t out = reinterpret_cast<uintptr_t>(to) + static_cast<uintptr_t>(kAhead * out_step);
+  for (int64_t i = 0; i < n; i += kLine) {
+    const uintptr_t at = static_cast<uintptr_t>(i);
+    __builtin_prefetch(reinterpret_cast<const void*>(in + at), 0);
+    __builtin_prefetch(reinterpret_cast<const void*>(out + at), 1);
+  }
+}
+
 template <typename Copy>
-FASTOPS_INLINE void LoopRows(const LoopNest& nest, const char* in, char* out, const Copy& copy) {
+FASTOPS_INLINE void LoopRows(const LoopNest& nest, const char* in, char* out, int64_t bytes,
+                             const Copy& copy) {
   if (nest.rank == 0) return copy(out, in);
   const int last = nest.rank - 1;
   const int64_t n = nest.size[last];
   const int64_t in_step = nest.in_step[last], out_step = nest.out_step[last];
+  const bool far = in_step >= kFarRows || out_step >= kFarRows;
+  if (far && bytes >= kLine && bytes <= kAheadBytes) {
+    Loop(nest, last, in, out, [&](const char* i, char* o) {
+      for (int64_t k = 0; k < n; ++k) {
+        FetchAhead(o + k * out_step, out_step, i + k * in_step, in_step, bytes);
+        copy(o + k * out_step, i + k * in_step);
+      }
+    });
+    return;
+  }
   Loop(nest, last, in, out, [&](const char* i, char* o) {
 #pragma GCC unroll 2
     for (int64_t k = 0; k < n; ++k) copy(o + k * out_step, i + k * in_step);
@@ -511,22 +610,22 @@ FASTOPS_INLINE void LoopRows(const LoopNest& nest, const char* in, char* out, co
 void Rows(const LoopNest& nest, const char* in, char* out, int64_t bytes) {
   switch (bytes) {
     case 64:
-      return LoopRows(nest, in, out, [](char* o, const char* i) { CopyFixed<64>(o, i); });
+      return LoopRows(nest, in, out, 64, [](char* o, const char* i) { CopyFixed<64>(o, i); });
     case 128:
-      return LoopRows(nest, in, out, [](char* o, const char* i) { CopyFixed<128>(o, i); });
+      return LoopRows(nest, in, out, 128, [](char* o, const char* i) { CopyFixed<128>(o, i); });
     case 256:
-      return LoopRows(nest, in, out, [](char* o, const char* i) { CopyFixed<256>(o, i); });
+      return LoopRows(nest, in, out, 256, [](char* o, const char* i) { CopyFixed<256>(o, i); });
     case 512:
-      return LoopRows(nest, in, out, [](char* o, const char* i) { CopyFixed<512>(o, i); });
+      return LoopRows(nest, in, out, 512, [](char* o, const char* i) { CopyFixed<512>(o, i); });
     default:
       break;
   }
   if (bytes <= kBytes) {
-    LoopRows(nest, in, out, [bytes](char* o, const char* i) { CopyShort(o, i, bytes); });
+    LoopRows(nest, in, out, bytes, [bytes](char* o, const char* i) { CopyShort(o, i, bytes); });
   } else if (bytes < kLibraryRow) {
-    LoopRows(nest, in, out, [bytes](char* o, const char* i) { CopyLong(o, i, bytes); });
+    LoopRows(nest, in, out, bytes, [bytes](char* o, const char* i) { CopyLong(o, i, bytes); });
   } else {
-    LoopRows(nest, in, out,
+    LoopRows(nest, in, out, bytes,
              [bytes](char* o, const char* i) { memcpy(o, i, static_cast<size_t>(bytes)); });
   }
 }
@@ -537,6 +636,8 @@ extern const TransposeKernels transpose_kernels;
 const TransposeKernels transpose_kernels = {
     {Transpose<1>::Run, Transpose<2>::Run, Transpose<4>::Run, Transpose<8>::Run,
      Transpose<16>::Run},
+    {Transpose<1>::Dense, Transpose<2>::Dense, Transpose<4>::Dense, Transpose<8>::Dense,
+     Transpose<16>::Dense},
     Rows};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -33,10 +33,16 @@ struct TransposeKernels {
   // must then begin and end at whole cache lines.
   using Matrix = void(const LoopNest& nest, const char* in, const int64_t* row_offset, char* out,
                       const int64_t* column_offset, int64_t rows, int64_t columns, bool stream);
+  // A matrix of at most 16 / unit rows whose columns follow one another in the output without a
+  // gap, as the turns of the nest do: all of `out` is written, in order. `stream` asks for stores
+  // that go past the caches, of whatever whole cache lines there are.
+  using Dense = void(const LoopNest& nest, const char* in, const int64_t* row_offset, char* out,
+                     int64_t rows, int64_t columns, bool stream);
   // Copies `bytes` bytes for each turn of the nest.
   using Rows = void(const LoopNest& nest, const char* in, char* out, int64_t bytes);
 
   Matrix* matrix[5];  // by the binary logarithm of the unit
+  Dense* dense[5];
   Rows* rows;
 };
 FASTOPS_DECLARE_KERNELS(TransposeKernels, transpose_kernels)
