@@ -136,7 +136,9 @@ def _split_reference(x, bias, *, num_heads: int, parts: int, **_):
     if parts == 1:
         return jnp.swapaxes(split_last(x, (num_heads, head_size)), -3, -2)
     x = split_last(x, (parts, num_heads, head_size))
-    return tuple(jnp.swapaxes(x[..., p, :, :], -3, -2) for p in range(parts))
+    # Not by indexing, whose gradient adds zeros: -0 would become +0.
+    pieces = jax.lax.split(x, (1,) * parts, axis=x.ndim - 3)
+    return tuple(jnp.swapaxes(jnp.squeeze(piece, -3), -3, -2) for piece in pieces)
 
 
 def _merge_reference(cts):
