@@ -27,10 +27,10 @@
 #include "cuda/heads.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <limits>
 
+#include "cuda/load_kernels.h"
 #include "cuda/packed.cuh"
 #include "permutation.h"
 
@@ -536,32 +536,21 @@ cudaError_t MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void*
 }
 
 cudaError_t LoadHeadsKernels() {
-  constexpr int kMaxDevices = 256;
-  static std::atomic<bool> loaded[kMaxDevices];
-  int device;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  if (device < kMaxDevices && loaded[device].load(std::memory_order_acquire)) return cudaSuccess;
-
-  for (int unit = 1; unit <= 16; unit *= 2) {
-    for (int i = 0; i < kNumDTypes; ++i) {
-      const DType dtype = static_cast<DType>(i);
-      for (const Kernel kernel : {KernelOf<Work::kSplit>(unit, dtype, false),
-                                  KernelOf<Work::kSplitAddBias>(unit, dtype, false),
-                                  KernelOf<Work::kSplitAddBias>(unit, dtype, true),
-                                  KernelOf<Work::kMerge>(unit, dtype, false),
-                                  KernelOf<Work::kMergeWithSums>(unit, dtype, false)}) {
-        if (kernel == nullptr) continue;
-        // Asking for a kernel's attributes is what makes the runtime load it.
-        cudaFuncAttributes attributes;
-        error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
-        if (error != cudaSuccess) return error;
+  static KernelLoader loader;
+  return loader.Load([](const auto& load) {
+    for (int unit = 1; unit <= 16; unit *= 2) {
+      for (int i = 0; i < kNumDTypes; ++i) {
+        const DType dtype = static_cast<DType>(i);
+        for (const Kernel kernel : {KernelOf<Work::kSplit>(unit, dtype, false),
+                                    KernelOf<Work::kSplitAddBias>(unit, dtype, false),
+                                    KernelOf<Work::kSplitAddBias>(unit, dtype, true),
+                                    KernelOf<Work::kMerge>(unit, dtype, false),
+                                    KernelOf<Work::kMergeWithSums>(unit, dtype, false)}) {
+          load(reinterpret_cast<const void*>(kernel));
+        }
       }
     }
-  }
-  // Two threads that get here at once have both loaded everything: harmless.
-  if (device < kMaxDevices) loaded[device].store(true, std::memory_order_release);
-  return cudaSuccess;
+  });
 }
 
 }  // namespace jax_fastops::cuda

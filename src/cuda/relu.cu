@@ -21,9 +21,8 @@
 // for another.
 #include "cuda/relu.h"
 
-#include <atomic>
-
 #include "cuda/bitmask.cuh"
+#include "cuda/load_kernels.h"
 #include "cuda/packed.cuh"
 
 namespace jax_fastops::cuda {
@@ -525,28 +524,17 @@ cudaError_t AddReluForward(DType dtype, const void* x, const void* y, void* z, u
 }
 
 cudaError_t LoadReluKernels() {
-  constexpr int kMaxDevices = 256;
-  static std::atomic<bool> loaded[kMaxDevices];
-  int device;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  if (device < kMaxDevices && loaded[device].load(std::memory_order_acquire)) return cudaSuccess;
-
-  for (int operation = 0; operation < kNumOperations; ++operation) {
-    for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
-      const KernelSet set = KernelsOf(static_cast<Operation>(operation), static_cast<DType>(dtype));
-      for (const KernelEntry& entry : {set.flat, set.ragged, set.chunks}) {
-        if (entry.kernel == nullptr) continue;
-        // Asking for a kernel's attributes is what makes the runtime load it.
-        cudaFuncAttributes attributes;
-        error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(entry.kernel));
-        if (error != cudaSuccess) return error;
+  static KernelLoader loader;
+  return loader.Load([](const auto& load) {
+    for (int operation = 0; operation < kNumOperations; ++operation) {
+      for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
+        const KernelSet set =
+            KernelsOf(static_cast<Operation>(operation), static_cast<DType>(dtype));
+        for (const KernelEntry& entry : {set.flat, set.ragged, set.chunks})
+          load(reinterpret_cast<const void*>(entry.kernel));
       }
     }
-  }
-  // Two threads that get here at once have both loaded everything: harmless.
-  if (device < kMaxDevices) loaded[device].store(true, std::memory_order_release);
-  return cudaSuccess;
+  });
 }
 
 }  // namespace jax_fastops::cuda
