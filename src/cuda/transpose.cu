@@ -26,8 +26,10 @@
 //   shared memory as it lies, and gathered from there in the order of the output; where each
 //   element comes from is the same for every box, so a table of 16-bit addresses says it. Blocks
 //   are persistent, so that each makes the table once, a dimension at a time; one chain of
-//   divisions per entry took a third of bfloat16's time. Segments of the output that are not
-//   aligned are gathered into shared memory first and written from there in aligned chunks.
+//   divisions per entry took a third of bfloat16's time. A thread gathers one word of 4 bytes at a
+//   time, and where a box lies in shared memory is chosen so that the banks that a warp gathers
+//   from are apart. Segments of the output that are not aligned are gathered into shared memory
+//   first and written from there in aligned chunks.
 //
 // Offsets into the arrays are 64-bit but computed once per row of a tile; all other indices fit 32
 // bits, since they count tiles, or units within one. The row kernels, where every thread computes
@@ -36,12 +38,12 @@
 #include "cuda/transpose.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <memory>
 #include <type_traits>
 #include <vector>
 
+#include "cuda/load_kernels.h"
 #include "cuda/packed.cuh"
 #include "permutation.h"
 
@@ -576,6 +578,7 @@ struct BoxDim {
 struct BoxSide {
   FastDivisor length;   // of a segment
   FastDivisor vectors;  // of 16 bytes per segment, rounded up
+  FastDivisor words;    // of 4 bytes in `vectors`
   uint32_t pitch;       // `length` rounded up to 16 bytes
   uint32_t count;       // of segments
   int64_t last_offset;  // of the last segment, in bytes
@@ -584,11 +587,35 @@ struct BoxSide {
   BoxDim dims[kMaxBoxRank];  // of a segment, then those that number them; each minor to major
 };
 
+// Where a box is in shared memory, so that what a warp gathers at a time, often columns of
+// power-of-two pitch, does not lie in a few banks: 16 bytes are left out every 2^pad_shift. That
+// alone cannot tell apart the four words of a chunk of 16 bytes, of which most patterns take the
+// same one in all chunks; so they are rotated, further every 2^turn_shift chunks.
+struct BoxLayout {
+  uint32_t pad_shift = 7;
+  uint32_t turn_shift = 31;
+
+  __host__ __device__ uint32_t Pad(uint32_t byte) const { return byte + (byte >> pad_shift) * 16; }
+  __host__ __device__ uint32_t Turn(uint32_t byte) const { return byte >> 4 >> turn_shift & 3; }
+  // Where byte b of a box is.
+  __host__ __device__ uint32_t Place(uint32_t byte) const {
+    return Pad(byte & ~15u) + ((byte + 4 * Turn(byte)) & 15);
+  }
+};
+
+// The words of a chunk, each `turn` further on.
+__device__ __forceinline__ uint4 Rotate(uint4 v, uint32_t turn) {
+  if (turn & 1) v = make_uint4(v.w, v.x, v.y, v.z);
+  if (turn & 2) v = make_uint4(v.z, v.w, v.x, v.y);
+  return v;
+}
+
 struct BoxParams {
   const char* x;
   char* y;
   int64_t bytes;
   BoxSide in, out;
+  BoxLayout layout;
   // The one or two dimensions of which a box has only a part: the major one of the input's and of
   // the output's segments; -1: none. If they are two, each numbers the other side's segments, as
   // the most major dimension.
@@ -601,10 +628,6 @@ struct BoxParams {
   Dim dims[kMaxPermutationRank];  // that number the boxes, minor to major
 };
 
-// Where byte b of a box is in shared memory: 16 bytes are left out every 128, so that columns of
-// power-of-two pitch do not lie in one bank.
-__host__ __device__ constexpr uint32_t Padded(uint32_t b) { return b + b / 128 * 16; }
-
 __device__ __forceinline__ int64_t SegmentOffset(const BoxSide& side, uint32_t n) {
   int64_t offset = 0;
   for (int d = side.run_dims; d < side.run_dims + side.segment_dims; ++d) {
@@ -613,12 +636,18 @@ __device__ __forceinline__ int64_t SegmentOffset(const BoxSide& side, uint32_t n
   return offset;
 }
 
-template <int kElement>
+// kWords: whether a thread gathers a word at a time, not a chunk of 16 bytes. Lanes that gather
+// chunks are often a multiple of 16 bytes apart in the box as well, in a quarter of the banks.
+template <int kElement, bool kWords>
 __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
     BoxKernel(const __grid_constant__ BoxParams p) {
   constexpr int kVector = 16 / kElement;
   constexpr int kTogether = 4;
   using Element = Word<kElement>;
+
+  // The default layout is known when this is compiled, which saves shifts.
+  BoxLayout layout;
+  if constexpr (kWords) layout = p.layout;
 
   // The table, the box, the segments' offsets.
   extern __shared__ uint4 shared[];
@@ -651,7 +680,7 @@ __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
   }
   __syncthreads();
   for (uint32_t i = threadIdx.x; i < entries; i += kBoxThreads) {
-    table[i] = static_cast<uint16_t>(Padded(table[i] * kElement));
+    table[i] = static_cast<uint16_t>(layout.Place(table[i] * kElement));
   }
   const auto element = [&](uint32_t address) { return Load<Element>(data + address); };
 
@@ -702,8 +731,10 @@ __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
           const bool live = segment < total;
           const uint32_t within = TakeRemainder(segment, p.in.vectors) * kVector;
           if (live && within < in_length) {
-            *reinterpret_cast<uint4*>(data + Padded((segment * p.in.pitch + within) * kElement)) =
-                Vector(v[k]);
+            const uint32_t at = (segment * p.in.pitch + within) * kElement;
+            uint4 value = Vector(v[k]);
+            if constexpr (kWords) value = Rotate(value, layout.Turn(at));
+            Store<uint4>(data + layout.Pad(at), value);
           }
         }
       }
@@ -719,31 +750,35 @@ __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
     }
     __syncthreads();
 
-    // The chunk of 16 bytes that begins at entry `from` of the table.
+    // The bytes that begin at entry `from` of the table: a word, or a chunk of 16 bytes.
+    using Gathered = std::conditional_t<kWords, uint32_t, uint4>;
+    constexpr int kGathered = sizeof(Gathered) / kElement;  // elements
     const auto gather = [&](const uint16_t* from) {
-      Packed128<Element> packed;
-      constexpr int kEntries = kVector < 8 ? kVector : 8;
+      Element elements[kGathered];
+      constexpr int kEntries = kGathered < 8 ? kGathered : 8;
 #pragma unroll
-      for (int i = 0; i < kVector; i += kEntries) {
+      for (int i = 0; i < kGathered; i += kEntries) {
         const auto entries = Load<Word<kEntries * 2>>(reinterpret_cast<const char*>(from + i));
         uint16_t addresses[kEntries];
         memcpy(addresses, &entries, sizeof(addresses));
 #pragma unroll
-        for (int j = 0; j < kEntries; ++j) packed[i + j] = element(addresses[j]);
+        for (int j = 0; j < kEntries; ++j) elements[i + j] = element(addresses[j]);
       }
-      uint4 chunk;
-      memcpy(&chunk, packed.payload, 16);
-      return chunk;
+      Gathered gathered;
+      memcpy(&gathered, elements, sizeof(gathered));
+      return gathered;
     };
-    const uint32_t total = out_count * p.out.vectors.divisor;
+    const FastDivisor& per_segment = kWords ? p.out.words : p.out.vectors;
+    constexpr int kUnroll = kWords ? 4 : 2;
+    const uint32_t units = out_count * per_segment.divisor;
     if (kElement == 16 || (p.out.wide && Misalignment(y, 16) == 0 && out_length % kVector == 0)) {
-#pragma unroll 2
-      for (uint32_t unit = threadIdx.x; unit < total; unit += kBoxThreads) {
+#pragma unroll kUnroll
+      for (uint32_t unit = threadIdx.x; unit < units; unit += kBoxThreads) {
         uint32_t segment = unit;
-        const uint32_t within = TakeRemainder(segment, p.out.vectors) * kVector;
+        const uint32_t within = TakeRemainder(segment, per_segment) * kGathered;
         if (within < out_length) {
-          Store<uint4>(y + out_offsets[segment] + within * kElement,
-                       gather(table + segment * p.out.pitch + within));
+          Store<Gathered>(y + out_offsets[segment] + within * kElement,
+                          gather(table + segment * p.out.pitch + within));
         }
       }
     } else if (kElement >= 4 || p.staged_bytes == 0) {
@@ -758,11 +793,12 @@ __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
       }
     } else {
       // In the order of the output to shared memory, from there in aligned chunks.
-#pragma unroll 2
-      for (uint32_t unit = threadIdx.x; unit < total; unit += kBoxThreads) {
-        Store<uint4>(staged + unit * 16, gather(table + unit * kVector));
+#pragma unroll kUnroll
+      for (uint32_t unit = threadIdx.x; unit < units; unit += kBoxThreads) {
+        Store<Gathered>(staged + unit * sizeof(Gathered), gather(table + unit * kGathered));
       }
       __syncthreads();
+      const uint32_t total = out_count * p.out.vectors.divisor;
       const int bytes = static_cast<int>(out_length) * kElement;
 #pragma unroll 2
       for (uint32_t unit = threadIdx.x; unit < total; unit += kBoxThreads) {
@@ -807,6 +843,7 @@ struct TransposePlan {
   bool wide_index = false;
   bool wide_in = false, wide_out = false;
   int64_t blocks = 0;
+  bool box_words = false;
   size_t shared_bytes = 0;
   RowParams<uint32_t> rows;
   RowParams<uint64_t> wide_rows;
@@ -955,6 +992,67 @@ int64_t RoundPart(int64_t part) {
   return power;
 }
 
+// How many times the shared memory is accessed in all when some warps of the box kernel gather
+// units of so many bytes, an element of each at a time.
+int GatherAccesses(const BoxParams& box, uint32_t element, uint32_t unit_bytes,
+                   const BoxLayout& layout) {
+  constexpr uint32_t kWarps = 12;
+  const uint32_t per_unit = unit_bytes / element;
+  const uint32_t per_segment = box.out.pitch / per_unit;
+  const uint32_t units = box.out.count * per_segment;
+  int accesses = 0;
+  for (uint32_t warp = 0; warp < kWarps; ++warp) {
+    const uint32_t first = units * warp / kWarps / 32 * 32;
+    for (uint32_t j = 0; j < per_unit; ++j) {
+      uint32_t words[32][32], counts[32] = {};  // that differ, by bank
+      for (uint32_t unit = first; unit < std::min(first + 32, units); ++unit) {
+        // As the kernel makes its table.
+        uint32_t segment = unit / per_segment;
+        uint32_t within = unit % per_segment * per_unit + j;
+        uint32_t address = 0;
+        if (within >= box.out.length.divisor) continue;
+        for (int d = 0; d < box.out.run_dims + box.out.segment_dims; ++d) {
+          uint32_t& index = d < box.out.run_dims ? within : segment;
+          address += index % box.out.dims[d].size.divisor * box.out.dims[d].shared_stride;
+          index /= box.out.dims[d].size.divisor;
+        }
+        const uint32_t word = layout.Place(address * element) / 4, bank = word % 32;
+        uint32_t* end = words[bank] + counts[bank];
+        if (std::find(words[bank], end, word) != end) continue;
+        *end = word;
+        ++counts[bank];
+      }
+      accesses += static_cast<int>(*std::max_element(counts, counts + 32));
+    }
+  }
+  return accesses;
+}
+
+// Returns whether words are to be gathered.
+bool ChooseLayout(uint32_t element, BoxParams* box) {
+  if (element > 2) return false;
+  const int chunks = GatherAccesses(*box, element, 16, box->layout);
+  BoxLayout best;
+  int fewest = GatherAccesses(*box, element, 4, best);
+  for (const uint32_t pad_shift : {7u, 6u, 8u, 9u}) {
+    for (const uint32_t turn_shift : {31u, 0u, 1u, 2u, 3u, 4u, 5u, 6u}) {
+      BoxLayout layout;
+      layout.pad_shift = pad_shift;
+      layout.turn_shift = turn_shift;
+      const int accesses = GatherAccesses(*box, element, 4, layout);
+      if (accesses >= fewest) continue;
+      fewest = accesses;
+      best = layout;
+    }
+  }
+  // A word costs more instructions per byte, so the banks must have been the bound by far: an
+  // element takes four times the accesses of a word's, six times with half as many elements per
+  // word. Four words are as many bytes as a chunk.
+  if (chunks < (element == 1 ? 4 : 6) * 4 * fewest) return false;
+  box->layout = best;
+  return true;
+}
+
 void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan* plan) {
   plan->variant = Variant::kBox;
   BoxParams& box = plan->box;
@@ -1033,6 +1131,7 @@ void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan*
     }
     side->length = FastDivisor(static_cast<uint32_t>(length));
     side->vectors = FastDivisor(static_cast<uint32_t>(CeilDiv(length, vector)));
+    side->words = FastDivisor(side->vectors.divisor * 4);
     side->count = static_cast<uint32_t>(count);
     side->run_dims = static_cast<int>(run.size());
     side->segment_dims = static_cast<int>(segments.size());
@@ -1082,8 +1181,9 @@ void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan*
   }
   box.boxes = static_cast<uint32_t>(boxes);
   box.table_bytes = static_cast<uint32_t>(CeilDiv(box.out.count * box.out.pitch * 2, 16) * 16);
-  box.data_bytes = static_cast<uint32_t>(
-      CeilDiv(Padded(static_cast<uint32_t>(box.in.count * box.in.pitch * p.unit)) + 16, 16) * 16);
+  plan->box_words = ChooseLayout(static_cast<uint32_t>(p.unit), &box);
+  box.data_bytes =
+      box.layout.Pad(static_cast<uint32_t>(box.in.count * box.in.pitch * p.unit)) / 16 * 16 + 32;
   // Boxes at the end may still be unaligned where the others are not; they are few.
   bool aligned = box.out.wide && box.out.length.divisor % vector == 0;
   for (int d = 0; d < box.rank; ++d) aligned = aligned && box.dims[d].out_stride % 16 == 0;
@@ -1156,18 +1256,18 @@ TileFunction TileOf(int unit, bool wide_in, bool wide_out) {
   }
 }
 
-BoxFunction BoxOf(int unit) {
+BoxFunction BoxOf(int unit, bool words) {
   switch (unit) {
     case 1:
-      return BoxKernel<1>;
+      return words ? BoxKernel<1, true> : BoxKernel<1, false>;
     case 2:
-      return BoxKernel<2>;
+      return words ? BoxKernel<2, true> : BoxKernel<2, false>;
     case 4:
-      return BoxKernel<4>;
+      return BoxKernel<4, false>;
     case 8:
-      return BoxKernel<8>;
+      return BoxKernel<8, false>;
     default:
-      return BoxKernel<16>;
+      return BoxKernel<16, false>;
   }
 }
 
@@ -1225,8 +1325,8 @@ cudaError_t LaunchPlan(const TransposePlan& plan, const void* x, void* y, int64_
       int64_t resident;
       const cudaError_t error = ResidentBoxes(plan.shared_bytes, &resident);
       if (error != cudaSuccess) return error;
-      return Launch(BoxOf(plan.unit), plan.box, x, y, std::min(plan.blocks, resident), kBoxThreads,
-                    plan.shared_bytes, stream);
+      return Launch(BoxOf(plan.unit, plan.box_words), plan.box, x, y,
+                    std::min(plan.blocks, resident), kBoxThreads, plan.shared_bytes, stream);
     }
   }
   return cudaErrorInvalidValue;
@@ -1251,36 +1351,21 @@ cudaError_t Transpose(const void* x, void* y, const int64_t* dims, const int* ax
 }
 
 cudaError_t LoadTransposeKernels() {
-  constexpr int kMaxDevices = 256;
-  static std::atomic<bool> loaded[kMaxDevices];
-  int device;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  if (device < kMaxDevices && loaded[device].load(std::memory_order_acquire)) return cudaSuccess;
-
-  std::vector<const void*> kernels = {
-      reinterpret_cast<const void*>(UnitRowsKernel<16, uint32_t>),
-      reinterpret_cast<const void*>(UnitRowsKernel<16, uint64_t>),
-      reinterpret_cast<const void*>(ByteRowsKernel<uint32_t>),
-      reinterpret_cast<const void*>(ByteRowsKernel<uint64_t>),
-  };
-  for (const int unit : {1, 2, 4, 8, 16}) {
-    kernels.push_back(reinterpret_cast<const void*>(BoxOf(unit)));
-    for (const bool wide_in : {false, true}) {
-      for (const bool wide_out : {false, true}) {
-        kernels.push_back(reinterpret_cast<const void*>(TileOf(unit, wide_in, wide_out)));
+  static KernelLoader loader;
+  return loader.Load([](const auto& load) {
+    load(reinterpret_cast<const void*>(UnitRowsKernel<16, uint32_t>));
+    load(reinterpret_cast<const void*>(UnitRowsKernel<16, uint64_t>));
+    load(reinterpret_cast<const void*>(ByteRowsKernel<uint32_t>));
+    load(reinterpret_cast<const void*>(ByteRowsKernel<uint64_t>));
+    for (const int unit : {1, 2, 4, 8, 16}) {
+      for (const bool words : {false, true})
+        load(reinterpret_cast<const void*>(BoxOf(unit, words)));
+      for (const bool wide_in : {false, true}) {
+        for (const bool wide_out : {false, true})
+          load(reinterpret_cast<const void*>(TileOf(unit, wide_in, wide_out)));
       }
     }
-  }
-  for (const void* kernel : kernels) {
-    // Asking for a kernel's attributes is what makes the runtime load it.
-    cudaFuncAttributes attributes;
-    error = cudaFuncGetAttributes(&attributes, kernel);
-    if (error != cudaSuccess) return error;
-  }
-  // Two threads that get here at once have both loaded everything: harmless.
-  if (device < kMaxDevices) loaded[device].store(true, std::memory_order_release);
-  return cudaSuccess;
+  });
 }
 
 }  // namespace jax_fastops::cuda
