@@ -52,6 +52,7 @@ namespace {
 
 constexpr int kThreads = 256;     // of the tile and row kernels
 constexpr int kBoxThreads = 128;  // of the box kernel
+constexpr int kFewBoxes = 2560;   // about 2.5 for each block that an H100 holds
 constexpr int kBoxBlocks = 8;     // per SM, shared memory permitting
 constexpr int kUnitsPerThread = 4;
 
@@ -1061,7 +1062,10 @@ void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan*
   const std::vector<int> out_order = OutputOrder(p);
 
   // The extents: runs as long as fit.
-  const int64_t most = (p.unit <= 2 ? 8192 : 16384) / p.unit;  // elements
+  // Each block makes its table anew, so a small array has smaller boxes, several for each block.
+  int64_t box_bytes = p.unit <= 2 ? 8192 : 16384;
+  if (p.count * p.unit / box_bytes < kFewBoxes) box_bytes /= 2;
+  const int64_t most = box_bytes / p.unit;  // elements
   std::vector<int64_t> extent(p.rank);
   for (int64_t target = most;; target /= 2) {
     std::fill(extent.begin(), extent.end(), 1);
