@@ -1062,9 +1062,11 @@ void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan*
   const std::vector<int> out_order = OutputOrder(p);
 
   // The extents: runs as long as fit.
-  // Each block makes its table anew, so a small array has smaller boxes, several for each block.
+  // Each block makes its table anew, so a small array has smaller boxes, several for each block. On
+  // an H100 that takes 9.4 Mi elements of rank 8 from 3.3 to 2.4 of the floor for 1 byte, from 1.11
+  // to 0.96 for 4 bytes, but from 1.39 to 1.59 for 2 bytes, which keep theirs.
   int64_t box_bytes = p.unit <= 2 ? 8192 : 16384;
-  if (p.count * p.unit / box_bytes < kFewBoxes) box_bytes /= 2;
+  if (p.unit != 2 && p.count * p.unit / box_bytes < kFewBoxes) box_bytes /= 2;
   const int64_t most = box_bytes / p.unit;  // elements
   std::vector<int64_t> extent(p.rank);
   for (int64_t target = most;; target /= 2) {
