@@ -96,19 +96,22 @@ def permute(x, axes: tuple[int, ...], fuses: bool = True):
     if _moves_nothing(x.shape, axes) or not is_movable(x.dtype):
         return jnp.transpose(x, axes)
     in_program = isinstance(x, jax.core.Tracer)
-    if current() == "auto" and fuses and in_program and _fuses(x.shape, axes):
+    if current() == "auto" and fuses and in_program and _fuses(x, axes):
         return jnp.transpose(x, axes)
     return _transpose(x, signature=_signature(axes), axes=axes)
 
 
-def _fuses(shape, axes) -> bool:
+def _fuses(x, axes) -> bool:
     """Whether XLA, in a program, may well do without the pass over memory (see the README).
 
     A matrix product takes matrices transposed or not at one speed, and rows that stay rows are read
-    where they are by whatever XLA fuses the transposition into. Alone the kernel is faster.
+    where they are by whatever XLA fuses the transposition into. On a GPU the kernel is no faster
+    than XLA's for 4 bytes and more, so that a neighbour that XLA may fuse decides.
     """
-    axes = [axis for axis in axes if not (isinstance(shape[axis], int) and shape[axis] == 1)]
-    return axes[-1] == max(axes) or _transposes_matrices(axes)
+    axes = [axis for axis in axes if not (isinstance(x.shape[axis], int) and x.shape[axis] == 1)]
+    if axes[-1] == max(axes) or _transposes_matrices(axes):
+        return True
+    return x.dtype.itemsize >= 4 and jax.default_backend() != "cpu"
 
 
 def _moves_nothing(shape, axes) -> bool:
