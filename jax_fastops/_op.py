@@ -559,9 +559,9 @@ class _Stage:
 
     def _lowering(self, platform: str | None):
         def rule(ctx, *operands, call, levels, which):
-            native = platform is not None and self.op.uses_kernel(
-                self.kind, call, platform, ctx.avals_in
-            )
+            # An op's size is that of its largest array, whichever side of a stage it is on.
+            avals = (*ctx.avals_in, *ctx.avals_out)
+            native = platform is not None and self.op.uses_kernel(self.kind, call, platform, avals)
             function = self.op._function(self.kind, call, which, native)
             lowered = mlir.lower_fun(_vmapped(function, levels), multiple_results=True)
             with partitioned_over(_compat.partitions(ctx)):
