@@ -60,8 +60,25 @@ def _merge_sum_kernel(parts: int, heads: int, head_size: int, rows: int, sums: i
 
 def _split(x, bias, *, num_heads: int, parts: int, **_):
     head_size = x.shape[-1] // (parts * num_heads)
-    kernel = _split_kernel(parts, num_heads, head_size, bias is not None)
-    return kernel(x, *(() if bias is None else (bias,)))
+    plain = _split_kernel(parts, num_heads, head_size, False)
+    if bias is None:
+        return plain(x)
+    kernel = _split_kernel(parts, num_heads, head_size, True)
+
+    # A bias for each example is no parameter that rows share, and would make a call for each: XLA
+    # adds it then.
+    @jax.custom_batching.custom_vmap
+    def biased(x, bias):
+        return kernel(x, bias)
+
+    @biased.def_vmap
+    def _(axis_size, mapped, x, bias):
+        del axis_size
+        axes = [0 if m else None for m in mapped]
+        each = (lambda x, bias: plain(_add_bias(x, bias))) if mapped[1] else biased
+        return jax.vmap(each, in_axes=axes)(x, bias), [True] * parts
+
+    return biased(x, bias)
 
 
 def _merge(kept, cts, wanted, *, num_heads: int, parts: int, wide: bool):
