@@ -213,10 +213,9 @@ def _apply(name: str, x, bias, num_heads, parts: int):
         return _swap(split_last(_add_bias(x, bias), (num_heads, head_size)))
     if not _has_kernel(x, bias):
         return _split_reference(x, bias, **options)
-    wide = bias is not None and bias.dtype != x.dtype
-    if wide:
+    if bias is not None and bias.dtype != x.dtype:
         bias = bias.astype(accumulator_dtype(x.dtype))
-        wide = bias.dtype != x.dtype
+    wide = bias is not None and bias.dtype != x.dtype
     results = ", ".join([f"... {num_heads} *s {head_size}"] * parts)
     signature = f"... *s {x.shape[-1]}, {x.shape[-1]} -> {results}"
     return _OPS[parts](x, bias, signature=signature, wide=wide, **options)

@@ -252,12 +252,13 @@ struct AddRows {
     Sum stored[kSize];
 #pragma GCC unroll 4
     for (int k = 0; k < kBlocks; ++k) W::Store(stored + k * T::kLanes, total[k]);
-    Finish(stored, kSize, sums, first, n);
+    Finish(stored, kSize - static_cast<int>(n), kSize, sums, first);
   }
 
-  // sums[i] is of element i of the blocks. `sums` may be unaligned.
-  static FASTOPS_INLINE void Finish(const Sum* stored, int size, Sum* sums, bool first, int64_t n) {
-    for (int i = size - static_cast<int>(n); i < size; ++i) {
+  // sums[i] is of element i of the blocks, for those from `begin` to `end`. `sums` may be
+  // unaligned.
+  static FASTOPS_INLINE void Finish(const Sum* stored, int begin, int end, Sum* sums, bool first) {
+    for (int i = begin; i < end; ++i) {
       Sum value = stored[i / T::kLanes * T::kLanes + W::At(i % T::kLanes)];
       if (!first) {
         Sum before;
@@ -282,18 +283,9 @@ struct AddRows {
       x += x_stride;
       if constexpr (kCopy) y += y_stride;
     }
-    Sum stored[T::kLanes], in_order[T::kLanes];
+    Sum stored[T::kLanes];
     W::Store(stored, total);
-    for (int i = 0; i < T::kLanes; ++i) in_order[i] = stored[W::At(i)];
-    for (int i = 0; i < n; ++i) {
-      Sum value = in_order[i];
-      if (!first) {
-        Sum before;
-        memcpy(&before, sums + i, sizeof(Sum));
-        value += before;
-      }
-      memcpy(sums + i, &value, sizeof(Sum));
-    }
+    Finish(stored, 0, static_cast<int>(n), sums, first);
   }
 
   template <bool kCopy>

@@ -30,6 +30,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "cuda/divide.cuh"
 #include "cuda/load_kernels.h"
 #include "cuda/packed.cuh"
 #include "permutation.h"
@@ -97,34 +98,11 @@ constexpr int MaxColumns(int unit, bool sums) {
   return sums ? 16 : 32;
 }
 
-template <int kBytes>
-struct BitsOfUnit;
-template <>
-struct BitsOfUnit<1> {
-  using Type = uint8_t;
-};
-template <>
-struct BitsOfUnit<2> {
-  using Type = uint16_t;
-};
-template <>
-struct BitsOfUnit<4> {
-  using Type = uint32_t;
-};
-template <>
-struct BitsOfUnit<8> {
-  using Type = uint2;
-};
-template <>
-struct BitsOfUnit<16> {
-  using Type = uint4;
-};
-
 // The elements of a unit.
 template <typename T, int kBytes>
 struct Unit {
   static constexpr int kSize = kBytes / sizeof(T);
-  using Bits = typename BitsOfUnit<kBytes>::Type;
+  using Bits = Word<kBytes>;
 
   T elements[kSize];
 
@@ -141,11 +119,6 @@ struct Unit {
     *static_cast<Bits*>(p) = bits;
   }
 };
-
-// n / d for n < 2^31.
-__device__ __forceinline__ uint32_t Divide(uint32_t n, const FastDivisor& d) {
-  return d.divisor == 1 ? n : __umulhi(n, d.multiplier) >> d.shift;
-}
 
 // The bias of a column: kSize elements of type B, in the type that sums are made in.
 template <typename T, typename B, int kSize>
@@ -296,7 +269,7 @@ using Kernel = void (*)(HeadsParams);
 
 template <Work kWork, int kUnit>
 Kernel MoveKernel() {
-  using Bits = typename BitsOfUnit<kUnit>::Type;
+  using Bits = Word<kUnit>;
   return HeadsKernel<kWork, Bits, Bits, kUnit>;
 }
 

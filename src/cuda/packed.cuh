@@ -36,6 +36,32 @@ struct alignas(16) Packed128 {
   __device__ __forceinline__ const T& operator[](int i) const { return payload[i]; }
 };
 
+// The register type of so many bytes that are moved at once, whatever they are.
+template <int kBytes>
+struct WordOfSize;
+template <>
+struct WordOfSize<1> {
+  using Type = uint8_t;
+};
+template <>
+struct WordOfSize<2> {
+  using Type = uint16_t;
+};
+template <>
+struct WordOfSize<4> {
+  using Type = uint32_t;
+};
+template <>
+struct WordOfSize<8> {
+  using Type = uint2;
+};
+template <>
+struct WordOfSize<16> {
+  using Type = uint4;
+};
+template <int kBytes>
+using Word = typename WordOfSize<kBytes>::Type;
+
 // The same 16 bytes as elements of another type.
 template <typename U, typename T>
 __device__ __forceinline__ Packed128<U> Reinterpret(const Packed128<T>& packed) {

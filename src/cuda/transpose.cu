@@ -43,6 +43,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "cuda/divide.cuh"
 #include "cuda/load_kernels.h"
 #include "cuda/packed.cuh"
 #include "permutation.h"
@@ -58,14 +59,6 @@ constexpr int kUnitsPerThread = 4;
 
 // -------------------------------------------------------------------------------------------------
 // Index arithmetic
-
-__device__ __forceinline__ uint32_t Divide(uint32_t n, const FastDivisor& d) {
-  return d.divisor == 1 ? n : __umulhi(n, d.multiplier) >> d.shift;
-}
-
-__device__ __forceinline__ uint64_t Divide(uint64_t n, const FastDivisor64& d) {
-  return d.divisor == 1 ? n : __umul64hi(n, d.multiplier) >> d.shift;
-}
 
 // Divides n by d and returns the remainder.
 template <typename Index, typename Divisor>
@@ -85,31 +78,6 @@ struct Dim {
 
 // -------------------------------------------------------------------------------------------------
 // Words of bytes at any address
-
-template <int kBytes>
-struct WordOfSize;
-template <>
-struct WordOfSize<1> {
-  using Type = uint8_t;
-};
-template <>
-struct WordOfSize<2> {
-  using Type = uint16_t;
-};
-template <>
-struct WordOfSize<4> {
-  using Type = uint32_t;
-};
-template <>
-struct WordOfSize<8> {
-  using Type = uint2;
-};
-template <>
-struct WordOfSize<16> {
-  using Type = uint4;
-};
-template <int kBytes>
-using Word = typename WordOfSize<kBytes>::Type;
 
 template <typename T>
 __device__ __forceinline__ T Load(const char* p) {
