@@ -33,6 +33,7 @@
 #include "cuda/divide.cuh"
 #include "cuda/load_kernels.h"
 #include "cuda/packed.cuh"
+#include "cuda/unit.cuh"
 #include "permutation.h"
 
 namespace jax_fastops::cuda {
@@ -98,44 +99,6 @@ constexpr int MaxColumns(int unit, bool sums) {
   return sums ? 16 : 32;
 }
 
-// The elements of a unit.
-template <typename T, int kBytes>
-struct Unit {
-  static constexpr int kSize = kBytes / sizeof(T);
-  using Bits = Word<kBytes>;
-
-  T elements[kSize];
-
-  // The address must be aligned to kBytes.
-  static __device__ __forceinline__ Unit Load(const void* p) {
-    const Bits bits = *static_cast<const Bits*>(p);
-    Unit unit;
-    memcpy(unit.elements, &bits, kBytes);
-    return unit;
-  }
-  __device__ __forceinline__ void Store(void* p) const {
-    Bits bits;
-    memcpy(&bits, elements, kBytes);
-    *static_cast<Bits*>(p) = bits;
-  }
-};
-
-// The bias of a column: kSize elements of type B, in the type that sums are made in.
-template <typename T, typename B, int kSize>
-__device__ __forceinline__ void LoadBias(const void* bias, uint32_t column,
-                                         ComputeType<T> (&values)[kSize]) {
-  constexpr int kBytes = kSize * sizeof(B);
-  constexpr int kPiece = kBytes < 16 ? kBytes : 16;  // 8 elements of 16 bits have 32 bytes of bias
-  using Piece = Unit<B, kPiece>;
-  const char* p = static_cast<const char*>(bias) + int64_t{column} * kBytes;
-#pragma unroll
-  for (int first = 0; first < kSize; first += Piece::kSize) {
-    const Piece piece = Piece::Load(p + first * sizeof(B));
-#pragma unroll
-    for (int i = 0; i < Piece::kSize; ++i) values[first + i] = ToCompute(piece.elements[i]);
-  }
-}
-
 // T is the type of the elements, and B that of the bias; where there is no arithmetic, both are the
 // unit's bits.
 template <Work kWork, typename T, typename B, int kUnit,
@@ -199,7 +162,7 @@ __global__ void __launch_bounds__(kThreads) HeadsKernel(const HeadsParams p) {
   }
 
   [[maybe_unused]] ComputeType<std::conditional_t<kBias, T, float>> bias[U::kSize];
-  if constexpr (kBias) LoadBias<T, B>(p.bias, in_row, bias);
+  if constexpr (kBias) LoadParameter<T, B>(p.bias, int64_t{in_row} * U::kSize, bias);
 
   for (int pass = 0; pass < (kSums ? p.passes : 1); ++pass) {
     // Keeps the warps of a tile together, whose narrow units share sectors: from 1.72 of the floor

@@ -1,0 +1,19 @@
+// Layer norm and RMS norm on the CPU; norm_shape.h says what is computed. Workspaces are not used.
+#ifndef JAX_FASTOPS_CPU_NORM_H_
+#define JAX_FASTOPS_CPU_NORM_H_
+
+#include "cpu/parallel.h"
+#include "dtype.h"
+#include "norm_shape.h"
+
+namespace jax_fastops::cpu {
+
+void NormForward(const NormShape& shape, NormKind kind, DType dtype, double eps,
+                 const NormForwardArrays& arrays, Executor& executor);
+
+void NormBackward(const NormShape& shape, NormKind kind, DType dtype,
+                  const NormBackwardArrays& arrays, Executor& executor);
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_CPU_NORM_H_

@@ -1,0 +1,73 @@
+// What a layer norm or an RMS norm runs over, and its arrays, shared by the backends.
+#ifndef JAX_FASTOPS_NORM_SHAPE_H_
+#define JAX_FASTOPS_NORM_SHAPE_H_
+
+#include <cstdint>
+
+namespace jax_fastops {
+
+// Row-major arrays [batch, rows, n], each row of n elements normalised by itself. Parameter
+// gradients are summed over the rows of each of the `batch` groups apart, into `sums` partial sums
+// each: [batch, sums, n]. Partial sum p of a group covers the rows from p * rows / sums to
+// (p + 1) * rows / sums, or any other fixed choice of rows, as long as each row is in one of them.
+struct NormShape {
+  int64_t batch = 1;
+  int64_t rows = 1;
+  int64_t n = 1;
+  int64_t sums = 1;
+
+  int64_t all_rows() const { return batch * rows; }
+};
+
+enum class NormKind : uint8_t {
+  kLayer,  // (s - mean(s)) * rsqrt(var(s) + eps), var biased
+  kRms,    // s * rsqrt(mean(s^2) + eps)
+};
+
+// A parameter [n], of the element type of x, or `wide`: of its accumulator's type.
+struct NormParameter {
+  const void* data = nullptr;  // null: absent
+  bool wide = false;
+};
+
+// y = norm(s) * scale + bias. s is x, or, with a residual or an input bias, x + input_bias +
+// residual, summed in the accumulator's type and rounded once to the element type; the statistics
+// are those of the rounded s.
+struct NormForwardArrays {
+  const void* x = nullptr;
+  const void* residual = nullptr;  // null: absent
+  NormParameter input_bias;
+  NormParameter scale;
+  NormParameter bias;  // layer norm alone
+  void* y = nullptr;
+  void* sum = nullptr;   // s; null: not stored
+  void* mean = nullptr;  // [batch, rows], accumulator's type; null: not stored (RMS norm: never)
+  void* rstd = nullptr;  // rsqrt(var + eps), or rsqrt(mean(s^2) + eps); null: not stored
+  // Of ceil(n / 1024) elements of the accumulator's type for each row, where n > kNormWorkspace.
+  void* workspace = nullptr;
+};
+
+// With xhat = (s - mean) * rstd (RMS norm: s * rstd) and g = dy * scale:
+//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum   (RMS norm: without mean(g))
+//   dscale = sum over rows of dy * xhat,  dbias = of dy,  dinput_bias = of dx, before it is rounded
+struct NormBackwardArrays {
+  const void* dy = nullptr;
+  const void* s = nullptr;
+  const void* mean = nullptr;  // null for RMS norm
+  const void* rstd = nullptr;
+  NormParameter scale;
+  const void* dsum = nullptr;  // the cotangent of the sum, of the element type; null: absent
+  void* dx = nullptr;
+  // Partial sums [batch, sums, n] of the accumulator's type; null: not wanted.
+  void* dscale = nullptr;
+  void* dbias = nullptr;
+  void* dinput_bias = nullptr;
+  void* workspace = nullptr;  // as in the forward
+};
+
+// Rows longer than this come with a workspace.
+inline constexpr int64_t kNormWorkspace = 16384;
+
+}  // namespace jax_fastops
+
+#endif  // JAX_FASTOPS_NORM_SHAPE_H_
