@@ -10,7 +10,9 @@ from jax_fastops._implementation import use_implementation
 from jax_fastops._info import info
 from jax_fastops._version import __version__
 from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
+from jax_fastops.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from jax_fastops.relu import add_relu, relu
+from jax_fastops.softmax import log_softmax, softmax
 from jax_fastops.transpose import transpose
 
 __all__ = [
@@ -18,8 +20,14 @@ __all__ = [
     "add_relu",
     "export_checks",
     "info",
+    "layer_norm",
+    "log_softmax",
     "merge_heads",
     "relu",
+    "residual_layer_norm",
+    "residual_rms_norm",
+    "rms_norm",
+    "softmax",
     "split_heads",
     "split_qkv_heads",
     "transpose",

@@ -33,11 +33,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fastops import _compat, _native
 from jax_fastops._signature import Dim, Signature, Slot
-from jax_fastops._views import explicit_spec
+from jax_fastops._views import explicit_spec, parts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def infer_avals(signature: Signature, avals) -> list:
 def _batch_spec(signature: Signature, avals) -> tuple:
     """The sharding of ``...``, merged over the operands as ``jnp.add`` merges its operands'."""
     pairs = zip(signature.operands, avals, strict=True)
-    specs = [split_spec(slot, aval)[0] for slot, aval in pairs if slot.batched]
+    specs = [split_spec(slot, aval)[0] for slot, aval in pairs if slot.batched and not slot.spread]
     return tuple(_merged(signature, axes) for axes in zip(*specs, strict=True))
 
 
@@ -110,7 +110,7 @@ def _free_axis(signature: Signature, avals, name: str):
             axis
             for slot, aval in pairs
             for dim, axis in zip(slot.dims, split_spec(slot, aval)[1], strict=True)
-            if dim.free and dim.name == name
+            if dim.free and dim.name == name and not slot.spread
         ],
     )
 
@@ -138,8 +138,8 @@ def fold(signature: Signature, operands, dims, before: Sequence[int] | None = No
     """Operands with the mapped axis as their first batch dimension.
 
     For use where :meth:`Signature.folds`. A ``...`` operand that is not mapped is broadcast, since
-    all of them must have the same leading dimensions. ``before`` counts dimensions of each operand
-    that stay in front of the mapped one.
+    all of them must have the same leading dimensions; one of ``~...`` need not be. ``before``
+    counts dimensions of each operand that stay in front of the mapped one.
     """
     size, axis, mesh = mapped_axis(operands, dims)
     folded = []
@@ -148,6 +148,8 @@ def fold(signature: Signature, operands, dims, before: Sequence[int] | None = No
     ):
         if d is not None:
             x = jnp.moveaxis(x, d, at)
+        elif slot.spread:
+            x = jnp.expand_dims(x, at)
         elif slot.batched:
             x = jnp.expand_dims(x, at)
             shape = (*x.shape[:at], size, *x.shape[at + 1 :])
@@ -177,6 +179,17 @@ def partitioned_over(devices: int):
 def partitions() -> int:
     """Over how many devices XLA may partition the call that is being lowered."""
     return getattr(_lowering, "devices", 1)
+
+
+def auto_shards(length: int, shortest: int) -> int:
+    """Into how many shards a dimension may be cut under auto mesh axes, which do not tell.
+
+    As many as there are devices, so that groups of rows stay whole, unless the shards were shorter
+    than ``shortest``.
+    """
+    most = math.gcd(length, partitions())
+    fits = (n for n in range(1, most + 1) if most % n == 0 and (n == 1 or length >= shortest * n))
+    return max(fits)
 
 
 def mapped_axis(operands, dims) -> tuple[Any, Any, Any]:
@@ -254,10 +267,16 @@ batching.primitive_batchers[kernel_call_p] = _batch
 
 def _lower(platform: str):
     def rule(ctx, *operands, kernel, signature, attributes, layouts):
-        if signature.free and _compat.partitions(ctx) > 1:
-            form = functools.partial(
-                _batch_first, kernel=kernel, signature=signature, attributes=attributes
-            )
+        devices = _compat.partitions(ctx)
+        unshared = any(slot.spread or not slot.batched for slot in signature.operands)
+        if (signature.free or unshared) and devices > 1 and layouts is None:
+
+            def form(*operands):
+                operands = spread_out(signature, operands, devices)
+                return _batch_first(
+                    *operands, kernel=kernel, signature=signature, attributes=attributes
+                )
+
             return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
         if signature.free:
             attributes = (*attributes, ("batch_first", np.bool_(False)))
@@ -281,6 +300,50 @@ def _lower(platform: str):
     return rule
 
 
+def spread_out(signature: Signature, operands, devices: int) -> list[jax.Array]:
+    """Operands with as many copies as shards along the dimensions where one index stands for all.
+
+    XLA cuts all operands of a call alike, and would pad a dimension of size 1 with zeros. Where the
+    type does not tell the shards, there is a copy for every device.
+    """
+    operands = list(operands)
+    for i, slot in enumerate(signature.operands):
+        if slot.spread:
+            shape, spec = spread_shape(signature, operands, i, devices)
+            x = operands[i]
+            if spec is None:
+                operands[i] = jnp.broadcast_to(x, shape)
+            elif shape != x.shape:
+                sharding = jax.typeof(operands[0]).sharding.update(spec=PartitionSpec(*spec))
+                operands[i] = jnp.broadcast_to(x, shape, out_sharding=sharding)
+    return operands
+
+
+def spread_shape(signature: Signature, operands, index: int, devices: int):
+    """The shape of an operand with ``~...`` in a program for so many devices, and its partition
+    spec where that is part of the type, else None."""
+    slot, aval = signature.operands[index], jax.typeof(operands[index])
+    avals = [jax.typeof(x) for x in operands]
+    bound = signature.bind([a.shape for a in avals])
+    batch_axes = _batch_spec(signature, avals)
+    n_batch = len(bound.batch)
+    own_spec = explicit_spec(aval.sharding, aval.ndim)
+    kind = avals[0].sharding
+    known = own_spec is not None and AxisType.Auto not in kind.mesh.axis_types
+    shape, spec = [], []
+    for d, size in enumerate(aval.shape):
+        dim = slot.dims[d - n_batch] if d >= n_batch else None
+        whole = size if dim and not dim.free else bound.sizes[dim.name] if dim else bound.batch[d]
+        axis = own_spec[d] if own_spec else None
+        if size != whole:
+            found = _free_axis(signature, avals, dim.name) if dim else batch_axes[d]
+            axis = found if own_spec else None
+            size = parts_of(found, kind) if known else devices
+        shape.append(size)
+        spec.append(axis)
+    return tuple(shape), None if own_spec is None else tuple(spec)
+
+
 def _batch_first(*operands, kernel, signature: Signature, attributes) -> list[jax.Array]:
     """The call in its batch-first form, with the transpositions that lead to it and back."""
     n_batch = len(signature.bind([x.shape for x in operands]).batch)
@@ -302,21 +365,34 @@ def _batch_first(*operands, kernel, signature: Signature, attributes) -> list[ja
     layouts = [(*([len(o)] * padded), *_minor_to_major(o)) for o in orders]
     count = len(operands)
 
-    def enter(x, o):
-        x = jax.lax.transpose(x, o)
-        return jax.lax.expand_dims(x, (x.ndim,)) if padded else x
+    # XLA cuts the leading dimensions of a parameter too, unless it has fewer than there are batch
+    # dimensions. So there are more of them, of size 1.
+    n_lead = n_batch + len(signature.free)
+    ranks = [len(slot.dims) for slot in signature.operands if not slot.batched]
+    ones = max([0, *(rank + 1 - n_lead for rank in ranks)]) if n_lead else 0
+    more = tuple(range(ones))
+    layouts = [
+        (*(d + ones for d in layout), *reversed(more)) if slot.batched else layout
+        for layout, slot in zip(layouts, slots, strict=True)
+    ]
 
-    def leave(y, o):
+    def enter(x, o, slot):
+        x = jax.lax.transpose(x, o)
+        x = jax.lax.expand_dims(x, (x.ndim,)) if padded else x
+        return jax.lax.expand_dims(x, more) if ones and slot.batched else x
+
+    def leave(y, o, slot):
+        y = jax.lax.squeeze(y, more) if ones and slot.batched else y
         return jax.lax.transpose(jax.lax.squeeze(y, (y.ndim - 1,)) if padded else y, _inverse(o))
 
     results = kernel_call_p.bind(
-        *map(enter, operands, orders[:count]),
+        *map(enter, operands, orders[:count], slots[:count]),
         kernel=kernel,
         signature=Signature(tuple(inner[:count]), tuple(inner[count:])),
-        attributes=(*attributes, ("batch_first", np.bool_(True))),
+        attributes=(*attributes, *[("batch_first", np.bool_(True))] * bool(signature.free)),
         layouts=(tuple(layouts[:count]), tuple(layouts[count:])),
     )
-    return list(map(leave, results, orders[count:]))
+    return list(map(leave, results, orders[count:], slots[count:]))
 
 
 def _minor_to_major(order: Sequence[int]) -> tuple[int, ...]:
@@ -348,6 +424,11 @@ def sharding_rule(signature: Signature, avals_in, avals_out, n_batch: int) -> st
                 str(d) if d.name else (len(sides), len(side), i) for i, d in enumerate(slot.dims)
             ]
             keys = [("batch", d) for d in batch] + [("own", key) for key in own]
+            if slot.spread:  # its sizes differ where it has copies
+                keys = [
+                    key if factors.get(key, size) == size else ("copies", i, key)
+                    for i, (key, size) in enumerate(zip(keys, aval.shape, strict=True))
+                ]
             for key, size in zip(keys, aval.shape, strict=True):
                 factors.setdefault(key, size)
             side.append(keys)

@@ -103,7 +103,7 @@ class Op:
         ``None`` for an operand that has no tangent. Goes with ``pullback``.
       backward: the pullback by kernels, ``(residuals, cotangents, wanted) -> tuple``, one gradient
         per operand, anything where ``wanted`` is False. Partial sums of parameter gradients are
-        summed here.
+        summed here. They may be of the accumulator's dtype; the op casts them.
       tangent: the pushforward by kernels; default: the reference's.
       batch: for an op of one operand and one result that keeps nothing: how it takes a mapped axis
         wherever that is, so that ``vmap`` moves no data. ``batch(options, operand=i)`` gives the
@@ -314,7 +314,8 @@ class Op:
         """
         operands = [s for s in self._residual_slots(call) if s is not None]
         operands += [s for s, m in zip(call.given(call.args), moving, strict=True) if m]
-        return any(s.batched for s in operands) or not any(s.batched for s in call.outs)
+        tells = any(s.batched and not s.spread for s in operands)
+        return tells or not any(s.batched for s in call.outs)
 
     def _lin_jvp(self, primals, tangents, *, call, levels, which):
         out = self._lin.bind(primals, call, levels, which)
@@ -464,7 +465,11 @@ class Op:
                 grads = self.pullback(kept, cts, **options)
             else:
                 grads = self._reference_vjp(kept, cts, which, **options)
-            return [g for g, w in zip(grads, which, strict=True) if w]
+            return [
+                g.astype(slot.dtype)  # sums come in the accumulator's dtype
+                for g, slot, w in zip(grads, call.args, which, strict=True)
+                if w
+            ]
 
         return {"": plain, "_fwd": fwd, "_lin": lin, "_vjp": vjp}[kind]
 

@@ -5,6 +5,9 @@ A signature reads like einops: ``"... n, h -> ... n, ... ceil(n/8) :uint8, h :1"
 * Operands stand left of ``->``, results right of it, separated by commas.
 * ``...`` is any number of leading *batch* dimensions: the op treats every index into them
   independently. All operands and results that have it share it.
+* ``~...`` is the same dimensions in sizes of the operand's own, as many of them: where a size
+  differs from that of ``...``, index 0 stands for all. The operand is never expanded to the others'
+  shape. Dimensions with a star in such an operand may differ alike.
 * A name (``n``) is a dimension of its own; the same name is the same size everywhere.
 * A name with a star (``*s``) is like a batch dimension, but may stand anywhere: the op treats every
   index into it independently. It stands in every slot that has ``...``.
@@ -76,16 +79,18 @@ class Slot:
     batched: bool
     dims: tuple[Dim, ...]
     dtype: str | int | None = None
+    spread: bool = False  # with "~...": one index may stand for all
 
     @classmethod
     def parse(cls, text: str) -> Slot:
         dims, _, dtype = text.partition(":")
         words = dims.split()
-        batched = bool(words) and words[0] == "..."
+        spread = bool(words) and words[0] == "~..."
+        batched = spread or (bool(words) and words[0] == "...")
         rule: str | int | None = dtype.strip() or None
         if isinstance(rule, str) and rule.isdigit():
             rule = int(rule)
-        return cls(batched, tuple(Dim.parse(w) for w in words[batched:]), rule)
+        return cls(batched, tuple(Dim.parse(w) for w in words[batched:]), rule, spread)
 
     @property
     def free(self) -> tuple[str, ...]:
@@ -98,7 +103,8 @@ class Slot:
         return tuple(d for d in self.dims if not d.free)
 
     def __str__(self) -> str:
-        words = (["..."] if self.batched else []) + [str(d) for d in self.dims]
+        lead = ["~..." if self.spread else "..."] if self.batched else []
+        words = lead + [str(d) for d in self.dims]
         return " ".join(words + ([f":{self.dtype}"] if self.dtype is not None else []))
 
 
@@ -137,6 +143,8 @@ class Signature:
             raise ValueError(f"the slots of '{self}' with '...' have different names with a star")
         if any(s.free for s in self.operands + self.results if not s.batched):
             raise ValueError(f"a slot of '{self}' has a name with a star but no '...'")
+        if any(s.spread for s in self.results):
+            raise ValueError(f"a result of '{self}' has '~...'")
 
     @property
     def free(self) -> tuple[str, ...]:
@@ -157,13 +165,13 @@ class Signature:
             n_batch = len(shape) - len(slot.dims)
             if n_batch < 0 or (n_batch and not slot.batched):
                 raise ValueError(f"shape {tuple(shape)} does not fit '{slot}' of '{self}'")
-            if slot.batched:
+            if slot.batched and not slot.spread:
                 head = tuple(shape[:n_batch])
                 if batch is not None and head != batch:
                     raise ValueError(f"leading dimensions {head} and {batch} differ in '{self}'")
                 batch = head
             for dim, size in zip(slot.dims, shape[n_batch:], strict=True):
-                if dim.name is not None and dim.divisor == 1:
+                if dim.name is not None and dim.divisor == 1 and not (slot.spread and dim.free):
                     if sizes.setdefault(dim.name, size) != size:
                         other = sizes[dim.name]
                         raise ValueError(
@@ -172,8 +180,12 @@ class Signature:
         for slot, shape in zip(
             self.operands, shapes, strict=True
         ):  # derived sizes, now that names are known
-            for dim, size in zip(slot.dims, shape[len(shape) - len(slot.dims) :], strict=True):
-                if (dim.name is None or dim.name in sizes) and dim.resolve(sizes) != size:
+            n_batch = len(shape) - len(slot.dims)
+            if slot.spread and n_batch != len(batch or ()):
+                raise ValueError(f"shape {tuple(shape)} has not the rank of '...' in '{self}'")
+            for dim, size in zip(slot.dims, shape[n_batch:], strict=True):
+                known = (dim.name is None or dim.name in sizes) and not (slot.spread and dim.free)
+                if known and dim.resolve(sizes) != size:
                     raise ValueError(f"dimension '{dim}' of '{self}' cannot be {size}")
         return Bound(batch or (), sizes)
 

@@ -11,7 +11,6 @@ Source: FasterTransformer, ``add_QKV_bias`` and ``transpose``.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 
 import jax
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 
 from jax_fastops._arguments import FLOATING, as_arrays
 from jax_fastops._implementation import by_width
-from jax_fastops._kernel import Kernel, partitions
+from jax_fastops._kernel import Kernel, auto_shards
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, merge_last, parts_of, reshape, split_last
@@ -81,21 +80,20 @@ def _split(x, bias, *, num_heads: int, parts: int, **_):
     return biased(x, bias)
 
 
-def _merge(kept, cts, wanted, *, num_heads: int, parts: int, wide: bool):
+def _merge(kept, cts, wanted, *, num_heads: int, parts: int):
     """The gradients of x and of the bias, in one pass over the cotangents."""
     del kept
     sequence, head_size = cts[0].shape[-2:]
-    dtype = accumulator_dtype(cts[0].dtype) if wide else cts[0].dtype
     if not wanted[0]:
-        return None, _sum_rows(cts, dtype)
+        return None, _sum_rows(cts)
     if wanted[1] and sequence < _FEWEST_ROWS:
-        dx, _ = _merge((), cts, (True, False), num_heads=num_heads, parts=parts, wide=wide)
-        return dx, _sum_rows(cts, dtype)
+        dx, _ = _merge((), cts, (True, False), num_heads=num_heads, parts=parts)
+        return dx, _sum_rows(cts)
     if not wanted[1]:
         return *_merge_kernel(parts, num_heads, head_size)(*cts), None
     kind = jax.typeof(cts[0]).sharding
     spec = explicit_spec(kind, cts[0].ndim)
-    shards = _auto_shards(sequence) if spec is None else parts_of(spec[-2], kind)
+    shards = auto_shards(sequence, 32) if spec is None else parts_of(spec[-2], kind)
     rows = _group_rows(sequence // shards)
     kernel = _merge_sum_kernel(parts, num_heads, head_size, rows, -(-rows // _SUM_ROWS))
 
@@ -108,16 +106,7 @@ def _merge(kept, cts, wanted, *, num_heads: int, parts: int, wide: bool):
     shape = (*dx.shape[:-3], sequence, dx.shape[-1])
     own = explicit_spec(jax.typeof(dx).sharding, dx.ndim)
     dx = reshape(dx, shape, own and (*own[:-2], own[-1]))
-    return dx, sums.sum(tuple(range(sums.ndim - 1))).astype(dtype)
-
-
-def _auto_shards(sequence: int) -> int:
-    """Into how many shards the sequence may be cut under auto mesh axes, which do not tell.
-
-    As many as there are devices, so that groups of rows stay whole, unless the shards were short.
-    """
-    most = math.gcd(sequence, partitions())
-    return max(n for n in range(1, most + 1) if most % n == 0 and (n == 1 or sequence >= 32 * n))
+    return dx, sums.sum(tuple(range(sums.ndim - 1)))
 
 
 def _group_rows(sequence: int) -> int:
@@ -163,18 +152,17 @@ def _merge_reference(cts):
     return merge_last(merged, 3)
 
 
-def _sum_rows(cts, dtype):
-    """The gradient of the bias, from the cotangents alone."""
+def _sum_rows(cts):
+    """The gradient of the bias in the accumulator's dtype, from the cotangents alone."""
     wide = accumulator_dtype(cts[0].dtype)
     keep = (cts[0].ndim - 3, cts[0].ndim - 1)
     axes = tuple(i for i in range(cts[0].ndim) if i not in keep)
-    return jnp.concatenate([ct.astype(wide).sum(axes).reshape(-1) for ct in cts]).astype(dtype)
+    return jnp.concatenate([ct.astype(wide).sum(axes).reshape(-1) for ct in cts])
 
 
-def _pullback(kept, cts, *, wide: bool, **_):
+def _pullback(kept, cts, **_):
     del kept
-    dtype = accumulator_dtype(cts[0].dtype) if wide else cts[0].dtype
-    sums = _sum_rows(cts, dtype) if jnp.issubdtype(dtype, jnp.inexact) else None
+    sums = _sum_rows(cts) if jnp.issubdtype(cts[0].dtype, jnp.inexact) else None
     return _merge_reference(cts), sums
 
 
@@ -215,10 +203,9 @@ def _apply(name: str, x, bias, num_heads, parts: int):
         return _split_reference(x, bias, **options)
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.astype(accumulator_dtype(x.dtype))
-    wide = bias is not None and bias.dtype != x.dtype
     results = ", ".join([f"... {num_heads} *s {head_size}"] * parts)
     signature = f"... *s {x.shape[-1]}, {x.shape[-1]} -> {results}"
-    return _OPS[parts](x, bias, signature=signature, wide=wide, **options)
+    return _OPS[parts](x, bias, signature=signature, **options)
 
 
 def _has_kernel(x, bias) -> bool:

@@ -994,3 +994,19 @@ def test_a_bias_alone_is_summed_in_float32(split):
 
     expected = float(jnp.bfloat16(4 * 1031))
     np.testing.assert_array_equal(jax.grad(total)(bias).astype(np.float32), expected)
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_a_sequence_without_batch_is_sharded_beside_a_whole_bias(split, axis_type):
+    """XLA cuts a bias too that has as many dimensions as there are batch dimensions."""
+    fn, reference, parts = split
+    size = explicit_mesh().size
+    mesh = make_mesh({"a": size}, AxisType[axis_type])
+    args, cts = example(np.random.default_rng(16), parts, (), 32 * size, 2, 3, np.float32)
+    run = functools.partial(fn, num_heads=2)
+    result = over_mesh(mesh, run, args, (P("a", None), P(None)), cts, P(None, "a", None))
+    (outs, (dx, db)), _, text = result
+    assert_matches(outs, outputs(reference(*args, num_heads=2)))
+    assert_bitwise_equal(dx, merged(cts))
+    assert_sum(db, cts, np.float32)
+    assert_collectives(text, 1)

@@ -1,0 +1,341 @@
+"""``softmax`` and ``log_softmax``, with a scale and a mask, over any axis.
+
+One kernel reads ``x`` once and writes the result once: a row stays on the chip between its maximum,
+its sum and its result. The scale is folded into the read, and so is the mask, which is read in its
+own shape. The backward needs the result alone, and is one pass too.
+
+Sources: FasterTransformer, ``softmax``; OneFlow, softmax in three tiers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastops._arguments import as_arrays, same_floating_dtype
+from jax_fastops._kernel import Kernel, partitions, spread_shape
+from jax_fastops._op import Op
+from jax_fastops._signature import accumulator_dtype
+
+# Rows longer than this come with a workspace for the kernels (cuda/softmax.h).
+_WORKSPACE = 16384
+_MOST_MASK_DIMS = 16  # of which neighbours that are broadcast alike count once
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+def _stars(inner: int) -> str:
+    """The dimensions behind the axis: rows are independent along them."""
+    return "".join(f" *i{k}" for k in range(inner))
+
+
+def _signature(arrays: int, inner: int, mask: bool, workspace: bool) -> str:
+    behind = _stars(inner)
+    operands = [f"... n{behind}"] * arrays + [f"~... m{behind}"] * mask
+    results = [f"... n{behind}"] + [f"... ceil(n/1024){behind} :acc"] * workspace
+    return f"{', '.join(operands)} -> {', '.join(results)}"
+
+
+@functools.cache
+def _kernel(name: str, inner: int, mask: bool, workspace: bool) -> Kernel:
+    arrays = 2 if name == "softmax_bwd" else 1
+    return Kernel.declare(name, _signature(arrays, inner, mask, workspace))
+
+
+def _needs_workspace(n) -> bool:
+    return not isinstance(n, int) or n > _WORKSPACE
+
+
+def _forward(x, where, *, scale: float, log: bool, inner: int):
+    kernel = _kernel("softmax", inner, where is not None, _needs_workspace(x.shape[-1 - inner]))
+    operands = [x] if where is None else [x, where]
+    if _copies_too_much(kernel, operands):
+        return _reference(x, where, scale=scale, log=log, inner=inner)
+    attributes = dict(scale=np.float64(scale), log=np.bool_(log), inner=np.int64(inner))
+    return kernel(*operands, **attributes)[0]
+
+
+def _backward(kept, cts, wanted, *, scale: float, log: bool, inner: int, masked: bool):
+    del wanted
+    y, where = kept if log else (*kept, None)
+    (dy,) = cts
+    kernel = _kernel("softmax_bwd", inner, where is not None, _needs_workspace(y.shape[-1 - inner]))
+    operands = [y, dy] if where is None else [y, dy, where]
+    if _copies_too_much(kernel, operands):
+        return _pullback(kept, cts, scale=scale, log=log, inner=inner, masked=masked)
+    attributes = dict(scale=np.float64(scale), log=np.bool_(log), inner=np.int64(inner))
+    return kernel(*operands, masked=np.bool_(masked), **attributes)[0], None
+
+
+def _copies_too_much(kernel: Kernel, operands) -> bool:
+    """Whether a mask would grow to half of what it masks in a program for many devices.
+
+    Under auto mesh axes it has a copy for each device along every dimension that it is broadcast
+    along (see ``spread_out``). Then XLA, which needs none, does the work.
+    """
+    devices = partitions()
+    if devices == 1 or len(kernel.signature.operands) < 2:
+        return False
+    at = len(operands) - 1
+    if not kernel.signature.operands[at].spread:
+        return False
+    x = operands[0]
+    shape, _ = spread_shape(kernel.signature, operands, at, devices)
+    if not all(isinstance(d, int) for d in (*shape, *x.shape)):
+        return True
+    return 2 * math.prod(shape) > x.size * x.dtype.itemsize
+
+
+# ---- references ----------------------------------------------------------------------------------
+
+
+def _reference(x, where, *, scale: float, log: bool, inner: int, **_):
+    scaled = x if scale == 1.0 else x * scale
+    function = jax.nn.log_softmax if log else jax.nn.softmax
+    return function(scaled, axis=-1 - inner, where=where)
+
+
+def _select(keep, x):
+    return jnp.where(keep, x, jnp.zeros_like(x))
+
+
+def _kept_values(kept, log: bool, masked: bool):
+    """Of the saved result: probabilities in the accumulator's dtype, and what the mask left."""
+    y, where = kept if log else (*kept, None)
+    wide = y.astype(accumulator_dtype(y.dtype))
+    if not masked:
+        return (jnp.exp(wide) if log else wide), None
+    if log:
+        return jnp.exp(wide), jnp.broadcast_to(where, y.shape)
+    return wide, y != 0
+
+
+def _pullback(kept, cts, *, scale: float, log: bool, inner: int, masked: bool):
+    p, left = _kept_values(kept, log, masked)
+    dy = cts[0].astype(p.dtype)
+    dy = dy if left is None else _select(left, dy)
+    axis = p.ndim - 1 - inner
+    if log:
+        dx = dy - p * dy.sum(axis, keepdims=True)
+    else:
+        dx = p * (dy - (p * dy).sum(axis, keepdims=True))
+    dx = dx if left is None else _select(left, dx)
+    return (dx * scale).astype(cts[0].dtype), None
+
+
+def _pushforward(kept, tangents, *, scale: float, log: bool, inner: int, masked: bool):
+    p, left = _kept_values(kept, log, masked)
+    dtype = tangents[0].dtype
+    dx = tangents[0].astype(p.dtype) * scale
+    dx = dx if left is None else _select(left, dx)
+    dy = dx - (p * dx).sum(p.ndim - 1 - inner, keepdims=True)
+    dy = dy if log else p * dy
+    return (dy if left is None else _select(left, dy)).astype(dtype)
+
+
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+def _declare(name: str, log: bool) -> Op:
+    def residuals(args, outs, saved):
+        # exp(-inf) does not tell a masked element from a -inf of x; a probability of 0 does not
+        # have to: its cotangent counts for nothing either way.
+        return (outs[0], args[1]) if log else (outs[0],)
+
+    def forward(x, where, *, masked, **options):
+        return _forward(x, where, log=log, **options)
+
+    return Op(
+        name,
+        "... n, ~... m -> ... n",
+        functools.partial(_reference, log=log),
+        kernels=(_kernel("softmax", 0, True, False), _kernel("softmax_bwd", 0, True, False)),
+        forward=forward,
+        forward_saving=forward,
+        residuals=residuals,
+        pullback=functools.partial(_pullback, log=log),
+        pushforward=functools.partial(_pushforward, log=log),
+        backward=functools.partial(_backward, log=log),
+        table_row=lambda masked, inner, **_: (
+            f"{name}_axis" if inner else f"{name}_where" if masked else name
+        ),
+    )
+
+
+_OPS = {name: _declare(name, name == "log_softmax") for name in ("softmax", "log_softmax")}
+
+
+def _apply(name: str, x, axis, where, scale):
+    given = {"x": x} | ({} if where is None else {"where": where})
+    x, *rest = as_arrays(name, **given)
+    (x,) = same_floating_dtype(name, [x], ["x"])
+    where = _check_where(name, x, rest[0]) if rest else None
+    scale = _check_scale(name, scale)
+    axes = _check_axes(name, x, axis)
+    if 0 in x.shape or len(axes) != 1 or not _has_kernel(x, where):
+        return _of_axes(name, x, axes, where, scale)
+    inner = x.ndim - 1 - axes[0]
+    behind = _stars(inner)
+    return _OPS[name](
+        x,
+        where,
+        signature=f"... n{behind}, ~... m{behind} -> ... n{behind}",
+        scale=scale,
+        inner=inner,
+        masked=where is not None,
+    )
+
+
+def _of_axes(name: str, x, axes: tuple[int, ...], where, scale: float):
+    """Over no axis or several: neighbours are merged into one, others are left to XLA."""
+    together = len(axes) > 1 and axes == tuple(range(axes[0], axes[-1] + 1))
+    shape = x.shape[axes[0] : axes[-1] + 1] if axes else ()
+    whole = where is None or where.shape[axes[0] : axes[-1] + 1] in (shape, (1,) * len(shape))
+    plain = jax.typeof(x).sharding.mesh.empty  # else merging could cut across shards
+    if 0 in x.shape or not (together and whole and plain):
+        scaled = x if scale == 1.0 else x * scale
+        function = jax.nn.log_softmax if name == "log_softmax" else jax.nn.softmax
+        return function(scaled, axis=axes, where=where)
+
+    def merged(z):
+        return jax.lax.reshape(
+            z,
+            (
+                *z.shape[: axes[0]],
+                math.prod(z.shape[axes[0] : axes[-1] + 1]),
+                *z.shape[axes[-1] + 1 :],
+            ),
+        )
+
+    y = _apply(name, merged(x), axes[0], None if where is None else merged(where), scale)
+    return jax.lax.reshape(y, x.shape)
+
+
+def _has_kernel(x, where) -> bool:
+    return where is None or x.ndim <= _MOST_MASK_DIMS
+
+
+def _check_where(name: str, x, where):
+    """The mask with the rank of ``x``."""
+    if where.dtype != jnp.bool_:
+        raise TypeError(
+            f"{name}: where has dtype {where.dtype} and shape {where.shape}; it must be boolean "
+            "(True where an element counts)"
+        )
+    try:
+        fits = jnp.broadcast_shapes(where.shape, x.shape) == x.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name}: where has shape {where.shape}, which does not broadcast to the shape "
+            f"{x.shape} of x"
+        )
+    return jnp.expand_dims(where, tuple(range(x.ndim - where.ndim)))
+
+
+def _check_scale(name: str, scale) -> float:
+    if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (numbers.Real, np.number)):
+        raise TypeError(
+            f"{name}: scale is of type {type(scale).__name__}; it must be a Python or NumPy number "
+            "(multiply x by what is an array)"
+        )
+    return float(scale)
+
+
+def _check_axes(name: str, x, axis) -> tuple[int, ...]:
+    """Axes from 0 on, in order."""
+    if axis is None:
+        return tuple(range(x.ndim))
+    try:
+        axes = [operator.index(a) for a in (axis if isinstance(axis, (tuple, list)) else [axis])]
+    except TypeError:
+        raise TypeError(
+            f"{name}: axis is {axis!r}; it must be an integer, a tuple of integers or None"
+        ) from None
+    for a in axes:
+        if not -x.ndim <= a < x.ndim:
+            raise ValueError(
+                f"{name}: axis is {axis!r}, out of range for x of shape {x.shape}: it must be from "
+                f"{-x.ndim} to {x.ndim - 1}"
+            )
+    axes = sorted(a % x.ndim for a in axes)
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{name}: axis is {axis!r}, which names an axis twice")
+    return tuple(axes)
+
+
+def softmax(x, *, axis=-1, where=None, scale: float = 1.0) -> jax.Array:
+    """Softmax of ``scale * x`` over an axis: ``exp(scale * x)`` over its sum.
+
+    Equals ``jax.nn.softmax(scale * x, axis=axis, where=where)``; computed in float32 (float64 for
+    float64) and rounded once.
+
+    Args:
+      x: array of any shape; float32, bfloat16, float16 or float64.
+      axis: the axis that sums to 1; a tuple of axes, or ``None`` for all, sums over them together.
+      where: boolean array that broadcasts to the shape of ``x``: elements where it is False do not
+        count, whatever they are, and come out as 0. It is read in its own shape, never expanded. A
+        row without any element comes out as 0.
+      scale: a Python or NumPy number that ``x`` is multiplied by. It is part of the compiled
+        program: each value compiles again.
+
+    Returns:
+      An array of the shape and dtype of ``x``.
+
+    Saved for the backward: the result alone. The gradient of an element whose result is 0 is 0 if
+    there is a ``where``, even where the cotangent is infinite or NaN.
+
+    Sharding: over every dimension but ``axis``, with no communication. Over an auto mesh axis, a
+    sharded ``axis`` is gathered; over an explicit one XLA does the work. In a program for several
+    devices with auto mesh axes the mask has a copy for each of them along dimensions that it is
+    broadcast along; where that would be half as large as ``x``, XLA does the work.
+
+    Raises:
+      TypeError: ``x`` or ``where`` is not an array, the dtype is not supported, ``where`` is not
+        boolean, ``axis`` is no integer, or ``scale`` is not a number.
+      ValueError: ``axis`` is out of range, or ``where`` does not broadcast to the shape of ``x``.
+
+    Sources: FasterTransformer, ``softmax``; OneFlow, softmax.
+    """
+    return _apply("softmax", x, axis, where, scale)
+
+
+def log_softmax(x, *, axis=-1, where=None, scale: float = 1.0) -> jax.Array:
+    """Logarithm of the softmax of ``scale * x``: ``scale * x - log(sum(exp(scale * x)))``.
+
+    Equals ``jax.nn.log_softmax(scale * x, axis=axis, where=where)``; computed in float32 (float64
+    for float64) and rounded once.
+
+    Args:
+      x: array of any shape; float32, bfloat16, float16 or float64.
+      axis: the axis whose exponentials sum to 1; a tuple of axes, or ``None`` for all, sums over
+        them together.
+      where: boolean array that broadcasts to the shape of ``x``: elements where it is False do not
+        count, whatever they are, and come out as -inf. It is read in its own shape, never expanded.
+      scale: a Python or NumPy number that ``x`` is multiplied by. It is part of the compiled
+        program: each value compiles again.
+
+    Returns:
+      An array of the shape and dtype of ``x``.
+
+    Saved for the backward: the result, and ``where``, if given, in its own shape: a masked -inf
+    cannot be told from one that ``x`` had.
+
+    Sharding: as :func:`softmax`.
+
+    Raises:
+      TypeError: ``x`` or ``where`` is not an array, the dtype is not supported, ``where`` is not
+        boolean, ``axis`` is no integer, or ``scale`` is not a number.
+      ValueError: ``axis`` is out of range, or ``where`` does not broadcast to the shape of ``x``.
+
+    Source: OneFlow, softmax.
+    """
+    return _apply("log_softmax", x, axis, where, scale)

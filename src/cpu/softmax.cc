@@ -1,0 +1,650 @@
+// Rows of neighbours (inner = 1) are read from memory once: up to kSoftmaxPiece elements a row goes
+// through a buffer in the first-level cache; a longer one is cut into pieces of that size, whose
+// maxima and sums are combined, and is then read again, out of the second or third-level cache.
+// Where there are fewer rows than threads, the pieces are what threads share. What is combined, and
+// in what order, depends on the shape alone, so the number of threads does not show in results.
+//
+// Along another axis the vectors run over neighbouring columns. A tile of columns as long as the
+// axis goes through a buffer as one, where that fits the second-level cache; else in chunks of rows,
+// which are combined as the pieces of a row are. Where inner is small, several rows are taken for
+// one wide row, so that vectors are full, and statistics of columns that belong together are
+// combined as well.
+//
+// A mask is read where it is. Only where its elements are not neighbours as those of x are, what
+// belongs to a piece or tile is gathered into bytes for that piece.
+#include "cpu/softmax.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "cpu/softmax_simd.h"
+
+namespace jax_fastops::cpu {
+namespace {
+
+const SoftmaxKernels& Kernels() {
+  static const SoftmaxKernels& kernels = FASTOPS_KERNELS(softmax_kernels);
+  return kernels;
+}
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a - 1) / b + 1; }
+int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
+int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+
+// As for relu.cc, where the reasons are.
+bool ShouldStream(int64_t output_bytes) {
+  return output_bytes >= int64_t{16} << 20 && output_bytes < int64_t{32} << 20;
+}
+
+int64_t MaskOffset(const MaskIndex& index, int64_t i) {
+  int64_t offset = 0;
+  for (int d = index.rank - 1; d >= 0; --d) {
+    offset += i % index.size[d] * index.stride[d];
+    i /= index.size[d];
+  }
+  return offset;
+}
+
+// ---- Rows ---------------------------------------------------------------------------------------
+
+// The mask of elements [begin, begin + count) of a row as neighbours: in place, or in `bytes`.
+const uint8_t* RowMask(const SoftmaxMask& mask, int64_t row, int64_t begin, int64_t count,
+                       uint8_t* bytes) {
+  if (mask.data == nullptr) return nullptr;
+  const uint8_t* first = mask.data + MaskOffset(mask.outer, row) + begin * mask.stride;
+  if (mask.stride == 1) return first;
+  if (mask.stride == 0) {
+    std::memset(bytes, *first, static_cast<size_t>(count));
+  } else {
+    for (int64_t i = 0; i < count; ++i) bytes[i] = first[i * mask.stride];
+  }
+  return bytes;
+}
+
+// Whether the pieces of one row after the other are shared by the threads, rather than the rows.
+bool ShouldSplitRows(int64_t rows, int64_t row_bytes, const Executor& executor) {
+  if (executor.threads() <= 1 || row_bytes < 2 * kParallelBytes) return false;
+  return rows < executor.threads() ||
+         (rows < 4 * executor.threads() && row_bytes >= int64_t{4} << 20);
+}
+
+// Calls body(row, inner executor, state), where state is of this thread.
+template <typename State, typename Body>
+void OverLongRows(int64_t rows, int64_t row_bytes, Executor& executor, const State& initial,
+                  const Body& body) {
+  if (ShouldSplitRows(rows, row_bytes, executor)) {
+    State state = initial;
+    for (int64_t row = 0; row < rows; ++row) body(row, executor, state);
+    return;
+  }
+  ParallelFor(executor, rows, 1, static_cast<double>(row_bytes), [&](int64_t begin, int64_t end) {
+    State state = initial;
+    InlineExecutor here;
+    for (int64_t row = begin; row < end; ++row) body(row, here, state);
+  });
+}
+
+// Calls body(piece, begin, count) for the pieces of a row.
+template <typename Body>
+void OverPieces(int64_t n, double bytes_per_element, Executor& executor, const Body& body) {
+  ParallelFor(executor, CeilDiv(n, kSoftmaxPiece), 1,
+              bytes_per_element * static_cast<double>(kSoftmaxPiece),
+              [&](int64_t first, int64_t last) {
+                for (int64_t piece = first; piece < last; ++piece) {
+                  const int64_t begin = piece * kSoftmaxPiece;
+                  body(piece, begin, Min(kSoftmaxPiece, n - begin));
+                }
+              });
+}
+
+struct Stats {
+  double maximum = -std::numeric_limits<double>::infinity();
+  double sum = 0;
+};
+
+// A part without anything above -inf adds nothing, but a NaN stays.
+template <typename Scalar>
+void Rescale(double overall, Scalar maximum, double sum, double* total) {
+  const bool nothing = maximum == -std::numeric_limits<Scalar>::infinity();
+  *total += sum * (nothing ? 0 : std::exp(static_cast<double>(maximum) - overall));
+}
+
+Stats Combine(const std::vector<Stats>& pieces) {
+  Stats all;
+  for (const Stats& piece : pieces) {
+    if (piece.maximum > all.maximum) all.maximum = piece.maximum;
+  }
+  for (const Stats& piece : pieces) Rescale(all.maximum, piece.maximum, piece.sum, &all.sum);
+  return all;
+}
+
+void ForwardRows(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
+                 const SoftmaxCall& call, const char* x, char* y, Executor& executor) {
+  const int type = static_cast<int>(dtype);
+  const int64_t n = shape.n;
+  const int64_t row_bytes = n * static_cast<int64_t>(DTypeSize(dtype));
+  if (n > kSoftmaxPiece) {
+    const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
+    const std::vector<Stats> none(static_cast<size_t>(CeilDiv(n, kSoftmaxPiece)));
+    OverLongRows(shape.outer, 2 * row_bytes, executor, none,
+                 [&](int64_t row, Executor& inner, std::vector<Stats>& pieces) {
+                   OverPieces(n, static_cast<double>(itemsize), inner,
+                              [&](int64_t piece, int64_t begin, int64_t count) {
+                                uint8_t bytes[kSoftmaxPiece];
+                                Stats& stats = pieces[static_cast<size_t>(piece)];
+                                Kernels().stats[type](call, x + row * row_bytes + begin * itemsize,
+                                                      RowMask(mask, row, begin, count, bytes),
+                                                      count, &stats.maximum, &stats.sum);
+                              });
+                   const Stats all = Combine(pieces);
+                   OverPieces(n, static_cast<double>(2 * itemsize), inner,
+                              [&](int64_t, int64_t begin, int64_t count) {
+                                uint8_t bytes[kSoftmaxPiece];
+                                const int64_t at = row * row_bytes + begin * itemsize;
+                                Kernels().finish[type](call, x + at,
+                                                       RowMask(mask, row, begin, count, bytes),
+                                                       y + at, count, all.maximum, all.sum);
+                              });
+                 });
+    return;
+  }
+  auto* kernel = Kernels().rows[type];
+  ParallelFor(executor, shape.outer, 1, 2.0 * static_cast<double>(row_bytes),
+              [&](int64_t begin, int64_t end) {
+                if (mask.data == nullptr) {
+                  kernel(call, x + begin * row_bytes, nullptr, 0, y + begin * row_bytes,
+                         end - begin, n);
+                  return;
+                }
+                uint8_t bytes[kSoftmaxPiece];
+                for (int64_t row = begin; row < end;) {
+                  // Rows whose masks are equally far apart go together.
+                  int64_t rows = 1, mask_stride = 0;
+                  if (mask.stride == 1 && mask.outer.rank == 0) {
+                    rows = end - row;
+                  } else if (mask.stride == 1) {
+                    const int64_t size = mask.outer.size[mask.outer.rank - 1];
+                    rows = Min(end - row, size - row % size);
+                    mask_stride = mask.outer.stride[mask.outer.rank - 1];
+                  }
+                  kernel(call, x + row * row_bytes, RowMask(mask, row, 0, n, bytes), mask_stride,
+                         y + row * row_bytes, rows, n);
+                  row += rows;
+                }
+              });
+}
+
+void BackwardRows(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
+                  const SoftmaxCall& call, const char* y, const char* dy, char* dx,
+                  Executor& executor) {
+  const int type = static_cast<int>(dtype);
+  const int64_t n = shape.n, itemsize = static_cast<int64_t>(DTypeSize(dtype));
+  const std::vector<double> none(static_cast<size_t>(CeilDiv(n, kSoftmaxPiece)));
+  OverLongRows(
+      shape.outer, 3 * n * itemsize, executor, none,
+      [&](int64_t row, Executor& inner, std::vector<double>& sums) {
+        OverPieces(n, static_cast<double>(2 * itemsize), inner,
+                   [&](int64_t piece, int64_t begin, int64_t count) {
+                     uint8_t bytes[kSoftmaxPiece];
+                     const int64_t at = (row * n + begin) * itemsize;
+                     sums[static_cast<size_t>(piece)] = Kernels().backward_sum[type](
+                         call, y + at, dy + at, RowMask(mask, row, begin, count, bytes), count);
+                   });
+        double sum = 0;
+        for (double piece : sums) sum += piece;
+        OverPieces(n, static_cast<double>(3 * itemsize), inner,
+                   [&](int64_t, int64_t begin, int64_t count) {
+                     uint8_t bytes[kSoftmaxPiece];
+                     const int64_t at = (row * n + begin) * itemsize;
+                     Kernels().backward_finish[type](call, y + at, dy + at,
+                                                     RowMask(mask, row, begin, count, bytes),
+                                                     dx + at, count, sum);
+                   });
+      });
+}
+
+// ---- Columns ------------------------------------------------------------------------------------
+
+// What is kept in buffers at a time, of the second-level cache.
+constexpr int64_t kTileBytes = 512 << 10;
+// The same where there are few tiles, so that threads have chunks to share.
+constexpr int64_t kFewTiles = 16, kFewTileBytes = 128 << 10;
+constexpr int64_t kChunkBytes = 128 << 10;
+// Columns of a tile.
+constexpr int64_t kMinColumns = 64, kMaxColumns = 2048;
+// Inner sizes below kMinColumns are folded to about this.
+constexpr int64_t kFoldedColumns = 512;
+// A chunk of the gradient's sums: their error grows with it.
+constexpr int64_t kSumRows = 128;
+
+// How [n, inner] is cut: into `rows` rows of `fold` * inner elements, with a last one of `rest`
+// elements, if not 0; these into tiles of `columns`, and into chunks of `chunk_rows` rows.
+struct Cut {
+  int64_t n, inner;
+  int64_t fold, rows, rest;
+  int64_t columns, tiles;
+  int64_t chunk_rows, chunks;
+
+  // A tile is `bytes_per_element` wide for each of its elements.
+  Cut(const SoftmaxShape& shape, int64_t bytes_per_element) : n(shape.n), inner(shape.inner) {
+    fold = inner >= kMinColumns ? 1 : Min(n, Max(1, kFoldedColumns / inner));
+    rows = n / fold;
+    rest = n % fold * inner;
+    columns = fold * inner;
+    if (fold == 1) {
+      const int64_t fits = kTileBytes / (n * bytes_per_element) / kMinColumns * kMinColumns;
+      columns = Min(inner, Min(kMaxColumns, Max(kMinColumns, fits)));
+    }
+    tiles = CeilDiv(fold * inner, columns);
+    chunk_rows = 0;
+    chunks = 1;
+  }
+
+  void Chunks(int64_t rows_of_chunk) {
+    chunk_rows = Max(1, Min(rows, rows_of_chunk));
+    chunks = CeilDiv(rows, chunk_rows);
+  }
+};
+
+// Some rows of a tile, and where they are.
+struct Place {
+  int64_t outer, column;  // column: of the tile's first
+  int64_t row, rows;      // folded rows
+  int64_t columns;
+  int64_t element;  // the first
+};
+
+// The rows of a chunk; the last chunk has the rest too.
+template <typename Body>
+void OverParts(const Cut& cut, int64_t outer, int64_t tile, int64_t chunk, const Body& body) {
+  Place place;
+  place.outer = outer;
+  place.column = tile * cut.columns;
+  place.row = chunk * cut.chunk_rows;
+  place.rows = Min(cut.chunk_rows, cut.rows - place.row);
+  place.columns = Min(cut.columns, cut.fold * cut.inner - place.column);
+  place.element = (outer * cut.n + place.row * cut.fold) * cut.inner + place.column;
+  body(place);
+  if (chunk == cut.chunks - 1 && cut.rest > 0) {
+    place.row += place.rows;
+    place.element += place.rows * cut.fold * cut.inner;
+    place.rows = 1;
+    place.columns = cut.rest;
+    body(place);
+  }
+}
+
+// What a thread needs for one tile after the other.
+template <typename Scalar>
+struct Workspace {
+  std::unique_ptr<char[]> memory;
+  Scalar *buffer = nullptr, *maxima, *shift, *factor;
+  uint8_t* bytes = nullptr;
+  std::vector<int64_t> offsets;
+
+  Workspace(int64_t buffer_size, int64_t width, int64_t byte_size) {
+    constexpr int64_t kLine = 64;
+    const int64_t scalar = static_cast<int64_t>(sizeof(Scalar));
+    const int64_t sizes[] = {RoundUp(Max(1, buffer_size * scalar), kLine),
+                             RoundUp(width * scalar, kLine)};
+    const int64_t bytes_at = sizes[0] + 3 * sizes[1];
+    memory.reset(new char[static_cast<size_t>(bytes_at + byte_size + kLine)]);
+    char* p = memory.get();
+    p += (kLine - static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) % kLine)) % kLine;
+    buffer = reinterpret_cast<Scalar*>(p);
+    maxima = reinterpret_cast<Scalar*>(p + sizes[0]);
+    shift = reinterpret_cast<Scalar*>(p + sizes[0] + sizes[1]);
+    factor = reinterpret_cast<Scalar*>(p + sizes[0] + 2 * sizes[1]);
+    bytes = reinterpret_cast<uint8_t*>(p + bytes_at);
+  }
+};
+
+// Whether the mask of a tile lies as x does.
+bool InPlace(const SoftmaxMask& mask, const Cut& cut) {
+  return mask.data == nullptr ||
+         (mask.inner.rank == 1 && mask.inner.stride[0] == 1 &&
+          (cut.fold == 1 || mask.stride == cut.inner));
+}
+
+// Points a tile at the mask of its rows, which is gathered if it has to be.
+template <typename Scalar>
+void SetMask(const SoftmaxMask& mask, const Cut& cut, const Place& place,
+             Workspace<Scalar>& workspace, uint8_t* bytes, SoftmaxTile* tile) {
+  tile->mask = nullptr;
+  tile->mask_stride = 0;
+  if (mask.data == nullptr) return;
+  const int64_t row_stride = cut.fold * mask.stride;
+  const uint8_t* first = mask.data + MaskOffset(mask.outer, place.outer) + place.row * row_stride;
+  if (InPlace(mask, cut)) {
+    tile->mask = first + place.column;
+    tile->mask_stride = row_stride;
+    return;
+  }
+  const size_t columns = static_cast<size_t>(place.columns);
+  std::vector<int64_t>& offsets = workspace.offsets;
+  const bool uniform = mask.inner.rank == 0 && cut.fold == 1;
+  if (!uniform) {
+    offsets.resize(columns);
+    for (int64_t i = 0; i < place.columns; ++i) {
+      const int64_t at = place.column + i;
+      offsets[static_cast<size_t>(i)] =
+          at / cut.inner * mask.stride + MaskOffset(mask.inner, at % cut.inner);
+    }
+  }
+  tile->mask = bytes;
+  tile->mask_stride = row_stride == 0 ? 0 : place.columns;
+  const int64_t rows = row_stride == 0 ? 1 : place.rows;
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint8_t* row = first + r * row_stride;
+    if (uniform) {
+      std::memset(bytes, *row, columns);
+    } else {
+      for (size_t i = 0; i < columns; ++i) bytes[i] = row[offsets[i]];
+    }
+    bytes += columns;
+  }
+}
+
+// Work of a group is the chunks of one tile.
+template <typename State, typename Body>
+void OverGroups(const SoftmaxShape& shape, const Cut& cut, int64_t itemsize, Executor& executor,
+                const State& make, const Body& body) {
+  const int64_t groups = shape.outer * cut.tiles;
+  const double bytes = static_cast<double>(shape.n * cut.inner * itemsize) /
+                       static_cast<double>(cut.tiles);
+  if (cut.chunks > 1 && groups < executor.threads() && bytes >= 2.0 * kParallelBytes) {
+    for (int64_t group = 0; group < groups; ++group) {
+      auto state = make();
+      body(group / cut.tiles, group % cut.tiles, executor, state);
+    }
+    return;
+  }
+  ParallelFor(executor, groups, 1, bytes, [&](int64_t begin, int64_t end) {
+    InlineExecutor here;
+    auto state = make();
+    for (int64_t group = begin; group < end; ++group) {
+      body(group / cut.tiles, group % cut.tiles, here, state);
+    }
+  });
+}
+
+template <typename Scalar>
+class ForwardColumns {
+ public:
+  ForwardColumns(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
+                 const SoftmaxCall& call, const char* x, char* y)
+      : shape_(shape),
+        mask_(mask),
+        call_(call),
+        x_(x),
+        y_(y),
+        type_(static_cast<int>(dtype)),
+        itemsize_(static_cast<int64_t>(DTypeSize(dtype))),
+        cut_(shape, static_cast<int64_t>(sizeof(Scalar))) {
+    width_ = RoundUp(cut_.columns, Kernels().block[type_]);
+    const int64_t row_bytes = width_ * static_cast<int64_t>(sizeof(Scalar));
+    const int64_t most = shape.outer * cut_.tiles < kFewTiles ? kFewTileBytes : kTileBytes;
+    cut_.Chunks((cut_.rows + 1) * row_bytes <= most ? cut_.rows : kChunkBytes / row_bytes);
+  }
+
+  void Run(Executor& executor) {
+    if (cut_.chunks == 1) {
+      const auto make = [&] { return MakeWorkspace(); };
+      OverGroups(shape_, cut_, 2 * itemsize_, executor, make,
+                 [&](int64_t outer, int64_t tile, Executor&, Workspace<Scalar>& workspace) {
+                   OneChunk(outer, tile, workspace);
+                 });
+      return;
+    }
+    // The maxima and the sums of every chunk.
+    const auto make = [&] {
+      return std::vector<Scalar>(static_cast<size_t>(2 * width_ * (cut_.chunks + 1)));
+    };
+    OverGroups(shape_, cut_, 2 * itemsize_, executor, make,
+               [&](int64_t outer, int64_t tile, Executor& inner, std::vector<Scalar>& stats) {
+                 ManyChunks(outer, tile, inner, stats.data());
+               });
+  }
+
+ private:
+  static constexpr Scalar kInfinity = std::numeric_limits<Scalar>::infinity();
+
+  Workspace<Scalar> MakeWorkspace() const {
+    const int64_t rows = cut_.chunk_rows + 1;
+    return Workspace<Scalar>(rows * width_, width_, InPlace(mask_, cut_) ? 0 : rows * width_);
+  }
+
+  SoftmaxTile TileAt(const Place& place) const {
+    return {place.rows, place.columns, cut_.fold * cut_.inner, nullptr, 0, width_};
+  }
+
+  static Scalar Shift(Scalar maximum) { return maximum == -kInfinity ? 0 : maximum; }
+
+  // What y is made with, from the sum of a whole column; NaN where there is no proper one.
+  Scalar Factor(Scalar maximum, double sum) const {
+    if (maximum == -kInfinity || !(sum < std::numeric_limits<double>::infinity())) {
+      return std::numeric_limits<Scalar>::quiet_NaN();
+    }
+    return static_cast<Scalar>(call_.log ? std::log(sum) : 1 / sum);
+  }
+
+  // Where the rows of a part are in a workspace: those of the rest after the others.
+  int64_t BufferRow(int64_t chunk, const Place& place) const {
+    return place.row - chunk * cut_.chunk_rows;
+  }
+
+  void FillChunk(int64_t outer, int64_t tile, int64_t chunk, Workspace<Scalar>& workspace,
+                 Scalar* maxima) {
+    for (int64_t i = 0; i < width_; ++i) maxima[i] = -kInfinity;
+    OverParts(cut_, outer, tile, chunk, [&](const Place& place) {
+      SoftmaxTile part = TileAt(place);
+      const int64_t at = BufferRow(chunk, place) * width_;
+      SetMask(mask_, cut_, place, workspace, workspace.bytes + at, &part);
+      Kernels().tile_max[type_](call_, part, x_ + place.element * itemsize_,
+                                workspace.buffer + at, maxima);
+    });
+  }
+
+  void SumChunk(int64_t outer, int64_t tile, int64_t chunk, Workspace<Scalar>& workspace,
+                const Scalar* shift, Scalar* sums, bool store) {
+    for (int64_t i = 0; i < width_; ++i) sums[i] = 0;
+    OverParts(cut_, outer, tile, chunk, [&](const Place& place) {
+      Kernels().tile_sum[type_](TileAt(place), workspace.buffer + BufferRow(chunk, place) * width_,
+                                shift, sums, store);
+    });
+  }
+
+  void OneChunk(int64_t outer, int64_t tile, Workspace<Scalar>& workspace) {
+    Scalar* maxima = workspace.maxima;
+    FillChunk(outer, tile, 0, workspace, maxima);
+    const int64_t own = cut_.columns / cut_.fold;  // columns that are different
+    for (int64_t j = 0; j < own && cut_.fold > 1; ++j) {
+      for (int64_t f = 1; f < cut_.fold; ++f) {
+        if (maxima[f * own + j] > maxima[j]) maxima[j] = maxima[f * own + j];
+      }
+      for (int64_t f = 1; f < cut_.fold; ++f) maxima[f * own + j] = maxima[j];
+    }
+    for (int64_t i = 0; i < width_; ++i) workspace.shift[i] = Shift(maxima[i]);
+    SumChunk(outer, tile, 0, workspace, workspace.shift, workspace.factor, !call_.log);
+    bool proper = true;
+    const int64_t columns = Min(cut_.columns, cut_.fold * cut_.inner - tile * cut_.columns);
+    for (int64_t j = 0; j < columns / cut_.fold; ++j) {
+      double sum = 0;
+      for (int64_t f = 0; f < cut_.fold; ++f) {
+        sum += static_cast<double>(workspace.factor[f * own + j]);
+      }
+      const Scalar factor = Factor(maxima[j], sum);
+      proper = proper && factor == factor;
+      for (int64_t f = 0; f < cut_.fold; ++f) workspace.factor[f * own + j] = factor;
+    }
+    OverParts(cut_, outer, tile, 0, [&](const Place& place) {
+      SoftmaxTile part = TileAt(place);
+      const int64_t at = BufferRow(0, place) * width_;
+      // What is masked is already 0, or -inf, unless the column is NaN.
+      if (!proper) SetMask(mask_, cut_, place, workspace, workspace.bytes + at, &part);
+      Kernels().tile_finish[type_](call_, part, workspace.buffer + at, workspace.shift,
+                                   workspace.factor, y_ + place.element * itemsize_);
+    });
+  }
+
+  void ManyChunks(int64_t outer, int64_t tile, Executor& executor, Scalar* stats) {
+    const double chunk_bytes = static_cast<double>(cut_.chunk_rows * cut_.columns * itemsize_);
+    ParallelFor(executor, cut_.chunks, 1, chunk_bytes, [&](int64_t begin, int64_t end) {
+      Workspace<Scalar> workspace = MakeWorkspace();
+      for (int64_t chunk = begin; chunk < end; ++chunk) {
+        Scalar* maxima = stats + 2 * width_ * chunk;
+        FillChunk(outer, tile, chunk, workspace, maxima);
+        for (int64_t i = 0; i < width_; ++i) workspace.shift[i] = Shift(maxima[i]);
+        SumChunk(outer, tile, chunk, workspace, workspace.shift, maxima + width_, false);
+      }
+    });
+    Scalar* shift = stats + 2 * width_ * cut_.chunks;
+    Scalar* factor = shift + width_;
+    const int64_t columns = Min(cut_.columns, cut_.fold * cut_.inner - tile * cut_.columns);
+    const int64_t own = columns / cut_.fold;
+    for (int64_t j = 0; j < own; ++j) {
+      Scalar maximum = -kInfinity;
+      const auto each = [&](const auto& f) {
+        for (int64_t chunk = 0; chunk < cut_.chunks; ++chunk) {
+          const Scalar* maxima = stats + 2 * width_ * chunk;
+          for (int64_t i = j; i < columns; i += own) f(maxima[i], maxima[width_ + i]);
+        }
+      };
+      each([&](Scalar most, Scalar) { maximum = most > maximum ? most : maximum; });
+      double sum = 0;
+      each([&](Scalar most, Scalar some) {
+        Rescale(static_cast<double>(maximum), most, static_cast<double>(some), &sum);
+      });
+      for (int64_t i = j; i < columns; i += own) {
+        shift[i] = maximum;
+        factor[i] = Factor(maximum, sum);
+      }
+    }
+    ParallelFor(executor, cut_.chunks, 1, 2 * chunk_bytes, [&](int64_t begin, int64_t end) {
+      const int64_t rows = cut_.chunk_rows + 1;
+      Workspace<Scalar> workspace(0, 0, InPlace(mask_, cut_) ? 0 : rows * width_);
+      for (int64_t chunk = begin; chunk < end; ++chunk) {
+        OverParts(cut_, outer, tile, chunk, [&](const Place& place) {
+          SoftmaxTile part = TileAt(place);
+          SetMask(mask_, cut_, place, workspace, workspace.bytes, &part);
+          Kernels().tile_redo[type_](call_, part, x_ + place.element * itemsize_, shift, factor,
+                                     y_ + place.element * itemsize_);
+        });
+      }
+    });
+  }
+
+  const SoftmaxShape& shape_;
+  const SoftmaxMask& mask_;
+  const SoftmaxCall& call_;
+  const char* x_;
+  char* y_;
+  int type_;
+  int64_t itemsize_;
+  Cut cut_;
+  int64_t width_;
+};
+
+template <typename Scalar>
+void BackwardColumns(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
+                     const SoftmaxCall& call, const char* y, const char* dy, char* dx,
+                     Executor& executor) {
+  const int type = static_cast<int>(dtype);
+  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
+  Cut cut(shape, 2 * itemsize);
+  cut.Chunks(kSumRows);
+  const int64_t width = RoundUp(cut.columns, Kernels().block[type]);
+  const double chunk_bytes = static_cast<double>(cut.chunk_rows * cut.columns * itemsize);
+  const int64_t mask_bytes = InPlace(mask, cut) ? 0 : cut.chunk_rows * width;
+  const auto tile_at = [&](const Place& place) -> SoftmaxTile {
+    return {place.rows, place.columns, cut.fold * cut.inner, nullptr, 0, width};
+  };
+  // The sums of every chunk, and those of the columns.
+  const auto make = [&] {
+    return std::vector<Scalar>(static_cast<size_t>(width * (cut.chunks + 1)));
+  };
+  OverGroups(
+      shape, cut, 3 * itemsize, executor, make,
+      [&](int64_t outer, int64_t tile, Executor& inner, std::vector<Scalar>& stats) {
+        ParallelFor(inner, cut.chunks, 1, 2 * chunk_bytes, [&](int64_t begin, int64_t end) {
+          Workspace<Scalar> workspace(0, 0, mask_bytes);
+          for (int64_t chunk = begin; chunk < end; ++chunk) {
+            Scalar* sums = stats.data() + width * chunk;
+            for (int64_t i = 0; i < width; ++i) sums[i] = 0;
+            OverParts(cut, outer, tile, chunk, [&](const Place& place) {
+              SoftmaxTile part = tile_at(place);
+              SetMask(mask, cut, place, workspace, workspace.bytes, &part);
+              const int64_t at = place.element * itemsize;
+              Kernels().tile_backward_sum[type](call, part, y + at, dy + at, sums);
+            });
+          }
+        });
+        Scalar* all = stats.data() + width * cut.chunks;
+        const int64_t columns = Min(cut.columns, cut.fold * cut.inner - tile * cut.columns);
+        const int64_t own = columns / cut.fold;
+        for (int64_t j = 0; j < own; ++j) {
+          double sum = 0;
+          for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) {
+            for (int64_t i = j; i < columns; i += own) {
+              sum += static_cast<double>(stats[static_cast<size_t>(width * chunk + i)]);
+            }
+          }
+          for (int64_t i = j; i < columns; i += own) all[i] = static_cast<Scalar>(sum);
+        }
+        ParallelFor(inner, cut.chunks, 1, 3 * chunk_bytes, [&](int64_t begin, int64_t end) {
+          Workspace<Scalar> workspace(0, 0, mask_bytes);
+          for (int64_t chunk = begin; chunk < end; ++chunk) {
+            OverParts(cut, outer, tile, chunk, [&](const Place& place) {
+              SoftmaxTile part = tile_at(place);
+              SetMask(mask, cut, place, workspace, workspace.bytes, &part);
+              const int64_t at = place.element * itemsize;
+              Kernels().tile_backward_finish[type](call, part, y + at, dy + at, all, dx + at);
+            });
+          }
+        });
+      });
+}
+
+}  // namespace
+
+void SoftmaxForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype, bool log,
+                    double scale, const void* x_data, void* y_data, Executor& executor) {
+  if (shape.rows() == 0 || shape.n == 0) return;
+  const char* x = static_cast<const char*>(x_data);
+  char* y = static_cast<char*>(y_data);
+  const int64_t bytes = shape.rows() * shape.n * static_cast<int64_t>(DTypeSize(dtype));
+  const SoftmaxCall call = {scale, log, mask.data != nullptr, ShouldStream(bytes)};
+  if (shape.inner == 1) {
+    ForwardRows(shape, mask, dtype, call, x, y, executor);
+  } else if (dtype == DType::kF64) {
+    ForwardColumns<double>(shape, mask, dtype, call, x, y).Run(executor);
+  } else {
+    ForwardColumns<float>(shape, mask, dtype, call, x, y).Run(executor);
+  }
+}
+
+void SoftmaxBackward(const SoftmaxShape& shape, bool masked, const SoftmaxMask& mask, DType dtype,
+                     bool log, double scale, const void* y_data, const void* dy_data, void* dx_data,
+                     Executor& executor) {
+  if (shape.rows() == 0 || shape.n == 0) return;
+  const char* y = static_cast<const char*>(y_data);
+  const char* dy = static_cast<const char*>(dy_data);
+  char* dx = static_cast<char*>(dx_data);
+  const int64_t bytes = shape.rows() * shape.n * static_cast<int64_t>(DTypeSize(dtype));
+  // For softmax y says what is left out; for its logarithm, the mask.
+  const SoftmaxMask used = log ? mask : SoftmaxMask();
+  const SoftmaxCall call = {scale, log, log ? mask.data != nullptr : masked, ShouldStream(bytes)};
+  if (shape.inner == 1) {
+    BackwardRows(shape, used, dtype, call, y, dy, dx, executor);
+  } else if (dtype == DType::kF64) {
+    BackwardColumns<double>(shape, used, dtype, call, y, dy, dx, executor);
+  } else {
+    BackwardColumns<float>(shape, used, dtype, call, y, dy, dx, executor);
+  }
+}
+
+}  // namespace jax_fastops::cpu
