@@ -35,7 +35,8 @@ class Traffic:
 @dataclass(frozen=True)
 class Layout:
     """A named size: the main operand's shape on a GPU and on a CPU, the dtypes it runs in, and
-    what goes with a shape: options of the call, and how many trailing operands are left out.
+    what goes with a shape: options of the call, how many trailing operands are left out, and the
+    shapes of the others.
     """
 
     label: str
@@ -44,6 +45,8 @@ class Layout:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     options: Mapping = field(default_factory=dict)
     without: int = 0
+    # Every operand's shape from the main one's, where the layout has others than its op.
+    operands: Callable[[Shape], tuple[Shape, ...]] | None = None
 
     def shape(self, scale: str) -> Shape:
         return self.gpu if scale == "gpu" else self.cpu
@@ -65,7 +68,9 @@ class Op:
     operands: Callable[[Shape], tuple[Shape, ...]]  # every operand's shape from the main one's
     traffic: Callable[[tuple[Shape, ...], int], Traffic]  # from shapes and bytes per element
     layouts: tuple[Layout, ...]
-    torch: Callable | None = None  # the same of PyTorch's tensors, which it needs no import for
+    torch: Callable | None = None  # the same of PyTorch's tensors
+    # The operands that are not of the case's dtype: by position.
+    operand_dtypes: Mapping[int, str] = field(default_factory=dict)
     differentiated: tuple[int, ...] = (0,)  # positions of the operands that get a gradient
     phases: tuple[str, ...] = PHASES  # forward alone where the derivative is the op itself
     exact: bool = False  # moves bits: anything but equality is a mistake
@@ -88,8 +93,15 @@ class Case:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        everything = self.op.operands(self.layout.shape(self.scale))
+        of_main = self.layout.operands or self.op.operands
+        everything = of_main(self.layout.shape(self.scale))
         return everything[: len(everything) - self.layout.without]
+
+    @property
+    def operand_dtypes(self) -> tuple[str, ...]:
+        """The dtype of every operand."""
+        own = self.op.operand_dtypes
+        return tuple(own.get(i, self.dtype) for i in range(len(self.shapes)))
 
     @property
     def differentiated(self) -> tuple[int, ...]:
@@ -140,6 +152,78 @@ def moved(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
     array, *others = (math.prod(shape) * itemsize for shape in shapes)
     total = 2 * array + sum(others)
     return Traffic(total, total, total)
+
+
+def rows_kept(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
+    """Traffic of a softmax, whose result is all that the backward needs, with a mask of bytes."""
+    array = math.prod(shapes[0]) * itemsize
+    masks = sum(math.prod(shape) for shape in shapes[1:])
+    return Traffic(2 * array + masks, 2 * array + masks, 3 * array)
+
+
+def normalised(arrays: int, statistics: int) -> Callable[[tuple[Shape, ...], int], Traffic]:
+    """Traffic of a norm of the sum of so many arrays, which writes the sum for its backward if
+    there are several; parameters and statistics are float32."""
+
+    def traffic(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
+        array = math.prod(shapes[0]) * itemsize
+        kept = statistics * 4 * math.prod(shapes[0][:-1])
+        parameters = sum(4 * math.prod(shape) for shape in shapes[arrays:])
+        forward = (arrays + 1) * array + parameters
+        saving = forward + kept + (array if arrays > 1 else 0)
+        return Traffic(forward, saving, 3 * array + kept + 2 * parameters)
+
+    return traffic
+
+
+def with_parameters(arrays: int, parameters: int) -> Callable[[Shape], tuple[Shape, ...]]:
+    """Arrays of the main shape, and parameters for its last axis."""
+    return lambda shape: (shape,) * arrays + (shape[-1:],) * parameters
+
+
+def mask_of_keys(shape: Shape) -> tuple[Shape, ...]:
+    """Scores of attention, and a mask that says which keys there are: (B, 1, 1, L)."""
+    return shape, (shape[0], 1, 1, shape[-1])
+
+
+def mask_of_pairs(shape: Shape) -> tuple[Shape, ...]:
+    """Scores of attention, and a mask of queries and keys, the same for all heads: (B, 1, L, L)."""
+    return shape, (shape[0], 1, *shape[-2:])
+
+
+def torch_softmax(x, where=None, *, scale=1.0, axis=-1):
+    x = x if scale == 1.0 else x * scale
+    x = x if where is None else x.masked_fill(~where, float("-inf"))
+    return x.softmax(axis)
+
+
+def plain_layer_norm(x, scale, bias):
+    """In float32, as models write it."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    centred = wide - wide.mean(-1, keepdims=True)
+    rstd = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + 1e-6)
+    return (centred * rstd * scale + bias).astype(x.dtype)
+
+
+def plain_rms_norm(x, scale):
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6) * scale).astype(
+        x.dtype
+    )
+
+
+def torch_layer_norm(x, scale, bias):
+    import torch
+
+    return torch.nn.functional.layer_norm(
+        x, x.shape[-1:], scale.to(x.dtype), bias.to(x.dtype), 1e-6
+    )
+
+
+def torch_rms_norm(x, scale):
+    import torch
+
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], scale.to(x.dtype), 1e-6)
 
 
 def merge_by_reshape(x):
@@ -256,6 +340,77 @@ TRANSPOSES = (
     Layout("2^31 + 1", (3, 715827883), (3, 44739243), ("int8",), _axes(1, 0)),
 )
 
+MASKED = {"scale": 0.125}
+SOFTMAXES = (
+    *(
+        Layout(f"{mask} {gpu[-1]}", gpu, cpu, options=MASKED, operands=operands)
+        for gpu, cpu in (
+            ((32, 12, 512, 512), (4, 12, 256, 256)),
+            ((8, 16, 2048, 2048), (1, 2, 1024, 1024)),
+            ((64, 12, 128, 128), (16, 12, 128, 128)),
+        )
+        for mask, operands in (("mask (B,1,1,L)", mask_of_keys), ("mask (B,1,L,L)", mask_of_pairs))
+    ),
+    Layout("rows", (65536, 1024), (4096, 1024), without=1),
+    Layout("odd rows", (65536, 1001), (4096, 1001), without=1),
+    Layout("vocabulary", (4096, 32768), (128, 32768), without=1),
+    Layout("long rows", (512, 262144), (16, 262144), without=1),
+    Layout("huge rows", (8, 4194304), (1, 4194304), without=1),
+    Layout("axis 1", (64, 1000, 512), (8, 1000, 512), options={"axis": 1}, without=1),
+)
+
+
+def _softmaxes_of_size(elements: int) -> tuple[Layout, ...]:
+    """Rows of a model's width and of a short sequence's, masks, and an axis in the middle."""
+    rows = max(1, elements // 1024)
+    heads = max(1, elements // (128 * 128))
+    length = min(128, math.isqrt(elements))
+    square = (heads, 1, elements // heads // length, length)
+    inner = min(64, elements // 16)
+    return (
+        Layout(
+            f"rows {elements}", (rows, elements // rows), (rows, elements // rows), DTYPES, {}, 1
+        ),
+        Layout(f"short {elements}", (elements // 128 or 1, 128), (1, 1), DTYPES, {}, 1),
+        Layout(f"mask {elements}", square, square, DTYPES, MASKED, operands=mask_of_keys),
+        Layout(
+            f"axis {elements}",
+            (elements // (16 * inner), 16, inner),
+            (1, 1),
+            DTYPES,
+            {"axis": 1},
+            1,
+        ),
+    )
+
+
+def _row_of_softmax(name: str) -> Callable[[Layout], str]:
+    def row(layout: Layout) -> str:
+        if "axis" in layout.options:
+            return f"{name}_axis"
+        return name if layout.without else f"{name}_where"
+
+    return row
+
+
+NORMS = (
+    Layout("BERT-base", (32768, 768), (4096, 768)),
+    Layout("BERT-large", (32768, 1024), (4096, 1024)),
+    Layout("wide", (16384, 4096), (1024, 4096)),
+    Layout("wider", (4096, 16384), (256, 16384)),
+    Layout("widest", (1024, 65536), (64, 65536)),
+    Layout("odd", (30000, 1001), (4000, 1001)),
+)
+
+
+def _norms_of_size(elements: int) -> tuple[Layout, ...]:
+    """Rows of two widths."""
+    widths = [n for n in (256, 1024) if n <= elements]
+    return tuple(
+        Layout(f"{n} {elements}", (elements // n, n), (elements // n, n), DTYPES) for n in widths
+    )
+
+
 BERT = (32, 512, 768), (2, 512, 768)  # BERT-base's activations, on a GPU and on a CPU
 BERT_QKV = (32, 512, 3 * 768), (2, 512, 3 * 768)
 BERT_HEADS = (32, 12, 512, 64), (2, 12, 512, 64)
@@ -336,6 +491,97 @@ OPS = (
         layouts=(Layout("BERT", *BERT_HEADS, MOVED),),
         phases=("forward",),
         exact=True,
+    ),
+    Op(
+        name="softmax",
+        family="softmax",
+        ours=lambda x, where=None, **options: fo.softmax(x, where=where, **options),
+        reference=lambda x, where=None, scale=1.0, axis=-1: jax.nn.softmax(
+            x if scale == 1.0 else scale * x, axis, where=where
+        ),
+        torch=torch_softmax,
+        operands=mask_of_keys,
+        operand_dtypes={1: "bool"},
+        traffic=rows_kept,
+        layouts=SOFTMAXES,
+        of_size=_softmaxes_of_size,
+        table_row=_row_of_softmax("softmax"),
+    ),
+    Op(
+        name="log_softmax",
+        family="softmax",
+        ours=lambda x, where=None, **options: fo.log_softmax(x, where=where, **options),
+        reference=lambda x, where=None, scale=1.0, axis=-1: jax.nn.log_softmax(
+            x if scale == 1.0 else scale * x, axis, where=where
+        ),
+        torch=lambda x, axis=-1: x.log_softmax(axis),
+        operands=mask_of_keys,
+        operand_dtypes={1: "bool"},
+        traffic=rows_kept,
+        layouts=(
+            Layout("rows", (65536, 1024), (4096, 1024), without=1),
+            Layout("vocabulary", (4096, 32768), (128, 32768), without=1),
+        ),
+        of_size=_softmaxes_of_size,
+        table_row=_row_of_softmax("log_softmax"),
+    ),
+    Op(
+        name="layer_norm",
+        family="norm",
+        ours=fo.layer_norm,
+        reference=plain_layer_norm,
+        torch=torch_layer_norm,
+        operands=with_parameters(1, 2),
+        operand_dtypes={1: "float32", 2: "float32"},
+        traffic=normalised(1, 2),
+        layouts=NORMS,
+        differentiated=(0, 1, 2),
+        of_size=_norms_of_size,
+    ),
+    Op(
+        name="residual_layer_norm",
+        family="norm",
+        ours=lambda x, residual, input_bias, scale, bias: fo.residual_layer_norm(
+            x, residual, scale, bias, input_bias=input_bias
+        ),
+        reference=lambda x, residual, input_bias, scale, bias: plain_layer_norm(
+            (x + input_bias + residual).astype(x.dtype), scale, bias
+        ),
+        torch=lambda x, residual, input_bias, scale, bias: torch_layer_norm(
+            x + input_bias.to(x.dtype) + residual, scale, bias
+        ),
+        operands=with_parameters(2, 3),
+        operand_dtypes={2: "float32", 3: "float32", 4: "float32"},
+        traffic=normalised(2, 2),
+        layouts=NORMS,
+        differentiated=(0, 1, 2, 3, 4),
+        of_size=_norms_of_size,
+    ),
+    Op(
+        name="rms_norm",
+        family="norm",
+        ours=fo.rms_norm,
+        reference=plain_rms_norm,
+        torch=torch_rms_norm,
+        operands=with_parameters(1, 1),
+        operand_dtypes={1: "float32"},
+        traffic=normalised(1, 1),
+        layouts=NORMS,
+        differentiated=(0, 1),
+        of_size=_norms_of_size,
+    ),
+    Op(
+        name="residual_rms_norm",
+        family="norm",
+        ours=lambda x, residual, scale: fo.residual_rms_norm(x, residual, scale),
+        reference=lambda x, residual, scale: plain_rms_norm(x + residual, scale),
+        torch=lambda x, residual, scale: torch_rms_norm(x + residual, scale),
+        operands=with_parameters(2, 1),
+        operand_dtypes={2: "float32"},
+        traffic=normalised(2, 1),
+        layouts=(NORMS[2],),
+        differentiated=(0, 1, 2),
+        of_size=_norms_of_size,
     ),
 )
 

@@ -16,7 +16,7 @@ README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 PHASES = (
     ("forward", "forward"),
-    ("forward that keeps the mask", "forward_saving"),
+    ("forward that saves", "forward_saving"),
     ("backward", "backward"),
     ("both, one step", "step"),
 )
@@ -45,12 +45,17 @@ def main() -> None:
 
 def table(name: str) -> str:
     """The Markdown of one results file: what ops keep and all phases, if they keep anything;
-    multiples of the floor beside PyTorch's, if they only move elements; times of whole blocks."""
+    multiples of the floor beside PyTorch's, if they only move elements or PyTorch was measured;
+    times of whole blocks; errors."""
     results = json.loads((RESULTS / f"{name}.json").read_text())
     if "blocks" in results:
         header, rows = blocks_table(results)
+    elif "accuracy" in results:
+        header, rows = accuracy_table(results)
     else:
-        header, rows = (phase_table if keeps(results) else multiples_table)(results)
+        compared = any("torch" in case["results"] for case in results["cases"])
+        of_phases = contenders_table if compared else phase_table
+        header, rows = (of_phases if keeps(results) else multiples_table)(results)
     lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
     return f"{headline(results)}.\n\n" + "\n".join(lines) + "\n"
 
@@ -65,6 +70,23 @@ def phase_table(results: dict) -> tuple[list[str], list[list[str]]]:
     """A row per case, a column per phase, ours beside XLA's."""
     header = ["op, shape", "dtype", *(title for title, _ in PHASES), "kept: ours / XLA"]
     return header, [row(case) for case in results["cases"]]
+
+
+def contenders_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """A row per case, a column per phase: multiples of the floor of every contender."""
+    names = list(CONTENDERS)
+    who = " / ".join(CONTENDERS.values())
+    header = ["op, shape", "dtype", *(f"{title}: {who}" for title in list(MOVES.values())[:1])]
+    header += list(MOVES.values())[1:]
+    rows = []
+    for case in results["cases"]:
+        cells = [what(case), case["dtype"]]
+        for key in MOVES:
+            entries = [case["results"].get(name) for name in names]
+            times = [e and e["phases"].get(key, {}).get("of_floor") for e in entries]
+            cells.append(" / ".join(multiples(times)))
+        rows.append(cells)
+    return header, rows
 
 
 def row(case: dict) -> list[str]:
@@ -125,6 +147,19 @@ def blocks_table(results: dict) -> tuple[list[str], list[list[str]]]:
     return ["block", "dtype", "phase", *WAYS.values()], rows
 
 
+def accuracy_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """A row per op, dtype and kind of data: worst errors, ours beside jax.nn's."""
+    header = ["op", "dtype", "data", "results: ours / jax.nn", "gradients: ours / jax.nn"]
+    rows = []
+    for entry in results["accuracy"]:
+        cells = [f"`{entry['op']}`", entry["dtype"], entry["data"].replace("_", " ")]
+        for part in ("results", "gradients"):
+            sides = entry["errors"][part]
+            cells.append(f"{sides['ours']:.2g} / {sides['jax.nn']:.2g}")
+        rows.append(cells)
+    return header, rows
+
+
 def what(case: dict) -> str:
     """The op, its operands' shapes and its options."""
     shapes = " ".join(map(_tuple, case["shapes"]))
@@ -134,6 +169,10 @@ def what(case: dict) -> str:
         text += f" → {_tuple(options['axes'])}"
     if "num_heads" in options:
         text += f", {options['num_heads']} heads"
+    if "axis" in options:
+        text += f", axis {options['axis']}"
+    if "scale" in options:
+        text += f", scale {options['scale']}"
     return text
 
 

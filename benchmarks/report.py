@@ -68,11 +68,13 @@ def headline(results: dict) -> str:
         f"streaming copy {copy['gbs']:.0f} GB/s (from {copy['min_gbs']:.0f} to "
         f"{copy['max_gbs']:.0f}); "
     )
-    return (
+    what = (
         f"{hardware['device']} ({hardware['platform']}, {hardware['cores']} CPU cores), "
-        f"jax {versions['jax']}, jax_fastops {versions['jax_fastops']}{torch}; {speed or ''}"
-        f"{results['clock']} clock, median of {results['rounds']} rounds"
+        f"jax {versions['jax']}, jax_fastops {versions['jax_fastops']}{torch}"
     )
+    if "clock" not in results:  # nothing was timed
+        return what
+    return f"{what}; {speed or ''}{results['clock']} clock, median of {results['rounds']} rounds"
 
 
 def errors(results: dict) -> Iterator[str]:

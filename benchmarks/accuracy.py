@@ -1,0 +1,168 @@
+"""How far from exact are the results? ``python -m benchmarks.accuracy``
+
+Ours beside jax.nn's (jax.numpy's, where there is no nn) in the same dtype, for ordinary data and
+for data that is hard: rows far from zero, one element that dominates, rows that are all equal,
+numbers next to the smallest, Inf and NaN. Exact is the reference in float64 on the CPU, of the same
+rounded operands.
+
+An error is that of the worst element, in units of the dtype's epsilon; of elements that are smaller
+than the root mean square of their array, relative to that. ``special`` counts the elements that are
+NaN or infinite in one result and not so, or another one, in jax.nn's.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import RESULTS, environment
+from benchmarks.cases import OPS, Op, fo
+from benchmarks.report import headline, write
+
+DTYPES = ("float32", "bfloat16", "float16")
+FAMILIES = ("softmax", "norm")
+SHAPE = (512, 1000)
+
+
+def ordinary(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def far_from_zero(x: np.ndarray) -> np.ndarray:
+    """Unit variance around 1e4."""
+    return x + 1e4
+
+
+def dominated(x: np.ndarray) -> np.ndarray:
+    """One element of each row outweighs the others."""
+    x = x.copy()
+    x[np.arange(len(x)), np.arange(len(x)) % x.shape[1]] = 80.0
+    return x
+
+
+def all_equal(x: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(x[:, :1], x.shape)
+
+
+def tiny(x: np.ndarray) -> np.ndarray:
+    """Some are subnormal in float32 and bfloat16."""
+    return x * 1e-38
+
+
+def infinite(x: np.ndarray) -> np.ndarray:
+    """-Inf here and there, and +Inf in some rows."""
+    x = x.copy()
+    x[::3, ::7] = -np.inf
+    x[::5, 3] = np.inf
+    return x
+
+
+def not_a_number(x: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x[::4, 5] = np.nan
+    return x
+
+
+DATA: tuple[Callable[[np.ndarray], np.ndarray], ...] = (
+    ordinary,
+    far_from_zero,
+    dominated,
+    all_equal,
+    tiny,
+    infinite,
+    not_a_number,
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
+    options = parser.parse_args()
+    results = {
+        "hardware": environment.hardware(),
+        "versions": environment.versions(),
+        "accuracy": list(rows()),
+    }
+    path = options.out / f"accuracy-{environment.slug(results)}.json"
+    write(path, results)
+    print(f"{headline(results)}\nwrote {path}")
+
+
+def rows() -> Iterator[dict]:
+    """A row for each op, dtype and kind of data, printed as it comes."""
+    for op in (op for op in OPS if op.family in FAMILIES):
+        for dtype in DTYPES:
+            for data in DATA:
+                found = {
+                    "op": op.name,
+                    "dtype": dtype,
+                    "data": data.__name__,
+                    **compared(op, dtype, data),
+                }
+                print(found["op"], dtype, found["data"], found["errors"], found["special"])
+                yield found
+
+
+def compared(op: Op, dtype: str, data: Callable) -> dict:
+    """Worst errors of results and of gradients, ours and jax.nn's, in epsilons."""
+    random = np.random.default_rng(0)
+    shapes = op.operands(SHAPE) if op.family == "norm" else (SHAPE,)
+    normal = [random.standard_normal(shape) for shape in shapes]
+    normal = [data(x) if x.ndim > 1 else x for x in normal]
+    dtypes = [jnp.dtype(op.operand_dtypes.get(i, dtype)) for i in range(len(shapes))]
+    with np.errstate(over="ignore"):
+        rounded = [np.asarray(x).astype(d) for x, d in zip(normal, dtypes, strict=True)]
+    cotangent = random.standard_normal(SHAPE).astype(jnp.dtype(dtype))
+    with fo.use_implementation("native"):
+        ours = evaluated(op.ours, rounded, cotangent)
+    theirs = evaluated(op.reference, rounded, cotangent)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = [x.astype(np.float64) for x in rounded]
+        exact = evaluated(op.reference, wide, cotangent.astype(np.float64))
+    names = ("results", *(["gradients"] * (len(ours) - 1)))
+    errors: dict = {}
+    special = 0
+    eps = float(jnp.finfo(dtype).eps)
+    for name, mine, other, true in zip(names, ours, theirs, exact, strict=True):
+        special += differently_special(mine, other)
+        for side, found in (("ours", mine), ("jax.nn", other)):
+            worst = worst_error(found, true) / eps
+            errors.setdefault(name, {}).setdefault(side, 0.0)
+            errors[name][side] = max(errors[name][side], worst)
+    return {"errors": errors, "special": special}
+
+
+def evaluated(function: Callable, args: list, cotangent) -> list[np.ndarray]:
+    """The result and the gradients of all operands, in float64."""
+
+    @jax.jit
+    def both(args, cotangent):
+        result, pullback = jax.vjp(partial(function), *args)
+        return [result, *pullback(cotangent)]
+
+    return [np.asarray(x).astype(np.float64) for x in both(args, cotangent)]
+
+
+def worst_error(found: np.ndarray, exact: np.ndarray) -> float:
+    """Of the elements that are finite in both."""
+    finite = np.isfinite(found) & np.isfinite(exact)
+    if not finite.any():
+        return 0.0
+    found, exact = found[finite], exact[finite]
+    scale = np.maximum(np.abs(exact), np.sqrt(np.mean(exact**2)))
+    difference = np.abs(found - exact)
+    return float(np.max(np.divide(difference, scale, out=np.zeros_like(scale), where=scale > 0)))
+
+
+def differently_special(ours: np.ndarray, theirs: np.ndarray) -> int:
+    either = ~(np.isfinite(ours) & np.isfinite(theirs))
+    same = (np.isnan(ours) & np.isnan(theirs)) | (ours == theirs)
+    return int((either & ~same).sum())
+
+
+if __name__ == "__main__":
+    main()
