@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +67,21 @@ def same_floating_dtype(op: str, arrays, names) -> list[jax.Array]:
     if not strong:  # weak they stay
         return [x if x.dtype == dtype else x + 0.0 for x in arrays]
     return [x if x.dtype == dtype else x.astype(dtype) for x in arrays]
+
+
+def not_weak(x) -> jax.Array:
+    """``x`` with a dtype of its own, as the functions of ``jax.nn`` that reduce give it."""
+    return jax.lax.convert_element_type(x, x.dtype) if _is_weak(x) else x
+
+
+def real_number(op: str, name: str, value, advice: str = "") -> float:
+    """A Python or NumPy number, which becomes part of the program; ``TypeError`` for others."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"{op}: {name} is of type {type(value).__name__}; it must be a Python or NumPy number"
+            f"{advice}"
+        )
+    return float(value)
 
 
 def broadcast_shape(op: str, arrays, names) -> tuple[int, ...]:

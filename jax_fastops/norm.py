@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastops._arguments import FLOATING, as_arrays, same_floating_dtype
+from jax_fastops._arguments import (
+    FLOATING,
+    as_arrays,
+    not_weak,
+    real_number,
+    same_floating_dtype,
+)
 from jax_fastops._kernel import Kernel, auto_shards, partitions
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
@@ -294,7 +299,7 @@ _OPS = {name: _declare(name, rms) for name, rms in _RMS.items()}
 def _apply(name, x, scale, bias, eps, residual=None, input_bias=None, return_sum=False):
     given = {"x": x} | ({"residual": residual} if name.startswith("residual") else {})
     arrays = same_floating_dtype(name, as_arrays(name, **given), list(given))
-    x, residual = arrays if len(arrays) == 2 else (*arrays, None)
+    x, residual = map(not_weak, arrays) if len(arrays) == 2 else (not_weak(arrays[0]), None)
     if x.ndim == 0:
         raise ValueError(f"{name}: x has shape (); it must have at least 1 dimension")
     if residual is not None and residual.shape != x.shape:
@@ -335,14 +340,10 @@ def _check_parameter(name: str, x, parameter: str, value):
 
 
 def _check_eps(name: str, eps) -> float:
-    number = isinstance(eps, (numbers.Real, np.number)) and not isinstance(eps, (bool, np.bool_))
-    if not number:
-        raise TypeError(
-            f"{name}: eps is of type {type(eps).__name__}; it must be a Python or NumPy number"
-        )
+    eps = real_number(name, "eps", eps)
     if math.isnan(eps):
         raise ValueError(f"{name}: eps is {eps!r}; it must be a number")
-    return float(eps)
+    return eps
 
 
 def layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6) -> jax.Array:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastops._arguments import as_arrays, same_floating_dtype
+from jax_fastops._arguments import as_arrays, not_weak, real_number, same_floating_dtype
 from jax_fastops._kernel import Kernel, partitions, spread_shape
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
@@ -175,9 +174,9 @@ _OPS = {name: _declare(name, name == "log_softmax") for name in ("softmax", "log
 def _apply(name: str, x, axis, where, scale):
     given = {"x": x} | ({} if where is None else {"where": where})
     x, *rest = as_arrays(name, **given)
-    (x,) = same_floating_dtype(name, [x], ["x"])
+    (x,) = map(not_weak, same_floating_dtype(name, [x], ["x"]))
     where = _check_where(name, x, rest[0]) if rest else None
-    scale = _check_scale(name, scale)
+    scale = real_number(name, "scale", scale, " (multiply x by what is an array)")
     axes = _check_axes(name, x, axis)
     if 0 in x.shape or len(axes) != 1 or not _has_kernel(x, where):
         return _of_axes(name, x, axes, where, scale)
@@ -196,8 +195,9 @@ def _apply(name: str, x, axis, where, scale):
 def _of_axes(name: str, x, axes: tuple[int, ...], where, scale: float):
     """Over no axis or several: neighbours are merged into one, others are left to XLA."""
     together = len(axes) > 1 and axes == tuple(range(axes[0], axes[-1] + 1))
-    shape = x.shape[axes[0] : axes[-1] + 1] if axes else ()
-    whole = where is None or where.shape[axes[0] : axes[-1] + 1] in (shape, (1,) * len(shape))
+    shape = x.shape[axes[0] : axes[-1] + 1] if together else ()
+    ones = (1,) * len(shape)
+    whole = not together or where is None or where.shape[axes[0] : axes[-1] + 1] in (shape, ones)
     plain = jax.typeof(x).sharding.mesh.empty  # else merging could cut across shards
     if 0 in x.shape or not (together and whole and plain):
         scaled = x if scale == 1.0 else x * scale
@@ -239,15 +239,6 @@ def _check_where(name: str, x, where):
             f"{x.shape} of x"
         )
     return jnp.expand_dims(where, tuple(range(x.ndim - where.ndim)))
-
-
-def _check_scale(name: str, scale) -> float:
-    if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (numbers.Real, np.number)):
-        raise TypeError(
-            f"{name}: scale is of type {type(scale).__name__}; it must be a Python or NumPy number "
-            "(multiply x by what is an array)"
-        )
-    return float(scale)
 
 
 def _check_axes(name: str, x, axis) -> tuple[int, ...]:
