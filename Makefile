@@ -119,7 +119,7 @@ sanitize: $(VENV)/.package
 	  ASAN_OPTIONS=detect_leaks=0:log_path=$(REPORT) \
 	  UBSAN_OPTIONS=print_stacktrace=1:log_path=$(REPORT) \
 	  LD_PRELOAD="$(call library,libasan.so) $(call library,libubsan.so) $(call library,libstdc++.so)" \
-	  $(BIN)/python -m pytest -m "not slow" -n $(JOBS) $(NATIVE_TESTS) $(PYTEST_ARGS); \
+	  $(BIN)/python -m pytest -m "not slow" -k "not shard" -n $(JOBS) $(NATIVE_TESTS) $(PYTEST_ARGS); \
 	status=$$?; cat $(REPORT).* 2>/dev/null && status=1; exit $$status
 
 # ---- The environment -----------------------------------------------------------------------------

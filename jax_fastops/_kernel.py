@@ -210,6 +210,30 @@ def with_leading_axis(x, axis, mesh):
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(axis, *own[1:])))
 
 
+def unless_mapped(function, otherwise, positions: Sequence[int]):
+    """``function`` of arrays, but ``otherwise`` under a ``vmap`` that maps one of ``positions``.
+
+    For a kernel with parameters that rows share: parameters of each example would make it a call
+    for each, while XLA has no need of a loop.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*arrays):
+        return function(*arrays)
+
+    @call.def_vmap
+    def _(axis_size, mapped, *arrays):
+        del axis_size
+        axes = [0 if m else None for m in mapped]
+        outer = jax.vmap(otherwise, in_axes=axes)
+        if not any(mapped[i] for i in positions):  # a vmap around this one may map them
+            outer = unless_mapped(jax.vmap(function, in_axes=axes), outer, positions)
+        outs = outer(*arrays)
+        return outs, jax.tree.map(lambda _: True, outs)
+
+    return call
+
+
 def compiled(primitive: Primitive, params: dict):
     """The jitted call of a primitive, for evaluation outside of ``jax.jit``."""
     call = _compiled(primitive, tuple(sorted(params.items(), key=lambda item: item[0])))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jax_fastops._arguments import FLOATING, as_arrays
 from jax_fastops._implementation import by_width
-from jax_fastops._kernel import Kernel, auto_shards
+from jax_fastops._kernel import Kernel, auto_shards, unless_mapped
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, merge_last, parts_of, reshape, split_last
@@ -64,19 +64,7 @@ def _split(x, bias, *, num_heads: int, parts: int, **_):
         return plain(x)
     kernel = _split_kernel(parts, num_heads, head_size, True)
 
-    # A bias for each example is no parameter that rows share, and would make a call for each: XLA
-    # adds it then.
-    @jax.custom_batching.custom_vmap
-    def biased(x, bias):
-        return kernel(x, bias)
-
-    @biased.def_vmap
-    def _(axis_size, mapped, x, bias):
-        del axis_size
-        axes = [0 if m else None for m in mapped]
-        each = (lambda x, bias: plain(_add_bias(x, bias))) if mapped[1] else biased
-        return jax.vmap(each, in_axes=axes)(x, bias), [True] * parts
-
+    biased = unless_mapped(kernel, lambda x, bias: plain(_add_bias(x, bias)), [1])
     return biased(x, bias)
 
 

@@ -85,9 +85,9 @@ void NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   const int64_t sums_bytes = shape.n * accumulator;
   const int64_t partials = shape.batch * shape.sums;
   if (partials <= 0 || shape.n == 0) return;
-  const double bytes_per_partial = bytes_per_row * static_cast<double>(rows) /
-                                       static_cast<double>(partials) +
-                                   static_cast<double>(wanted * sums_bytes);
+  const double bytes_per_partial =
+      bytes_per_row * static_cast<double>(rows) / static_cast<double>(partials) +
+      static_cast<double>(wanted * sums_bytes);
   ParallelFor(executor, partials, 1, bytes_per_partial, [&](int64_t first, int64_t last) {
     for (int64_t partial = first; partial < last; ++partial) {
       const int64_t group = partial / shape.sums, p = partial % shape.sums;
@@ -95,8 +95,7 @@ void NormBackward(const NormShape& shape, NormKind kind, DType dtype,
       const int64_t quotient = shape.rows / shape.sums, remainder = shape.rows % shape.sums;
       const int64_t begin = p * quotient + p * remainder / shape.sums;
       const int64_t end = (p + 1) * quotient + (p + 1) * remainder / shape.sums;
-      NormBackwardArrays from =
-          FromRow(arrays, group * shape.rows + begin, row_bytes, accumulator);
+      NormBackwardArrays from = FromRow(arrays, group * shape.rows + begin, row_bytes, accumulator);
       from.dscale = Offset(arrays.dscale, partial * sums_bytes);
       from.dbias = Offset(arrays.dbias, partial * sums_bytes);
       from.dinput_bias = Offset(arrays.dinput_bias, partial * sums_bytes);

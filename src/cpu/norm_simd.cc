@@ -1,14 +1,14 @@
 // The inner loops of norm.cc.
 //
-// Forward: a row is read from memory once and stays in the caches for the passes that follow: the
-// mean, the sum of the squared deviations from it (never a difference of two large sums), and y.
-// Where x, a residual and a bias are added up without being stored, each pass does so again, which
-// takes less time than a buffer of any length would.
+// Forward: a row of one block stays in registers. A longer one is read from memory once and stays
+// in the caches for the passes that follow: the mean, the sum of the squared deviations from it
+// (never a difference of two large sums), and y. Where x, a residual and a bias are added up,
+// each pass does so again, which takes less time than a buffer of any length would.
 //
 // Backward: a few rows at a time, so that the scale is loaded and the sums over rows are updated
 // once for all of them: those pass through the first-level cache, and rows wider than it would wait
-// for the second otherwise. One pass takes what dx needs of each row, the other makes dx and adds to
-// the sums.
+// for the second otherwise. One pass takes what dx needs of each row, the other makes dx and adds
+// to the sums.
 #include "cpu/norm_simd.h"
 
 #include "cpu/simd_math.h"
@@ -16,23 +16,15 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// Sums are taken over so many blocks at a time, and then added up: their error grows with the
-// number of these, which the number of lanes divides once more.
-constexpr int64_t kSegmentBlocks = 64;
+// Sums are taken over so many blocks at a time, and then added up: one element that dominates a row
+// is rounded with every number that is added to it.
+constexpr int64_t kSegmentBlocks = 8;
+
+// Rows that the forward takes at a time: so many elements in all.
+constexpr int64_t kMaxGroup = 8, kGroupElements = 4096;
 
 // Rows that the backward takes at a time: what registers there are for.
 constexpr int kRows = FASTOPS_ISA_LEVEL == 2 ? 4 : 2;
-
-template <typename A>
-struct SameTypeOf;
-template <>
-struct SameTypeOf<Floats> {
-  using Element = E32;
-};
-template <>
-struct SameTypeOf<Doubles> {
-  using Element = E64;
-};
 
 template <typename E>
 struct Norm {
@@ -74,35 +66,31 @@ struct Norm {
     bool is_sum() const { return residual != nullptr || bias.data != nullptr; }
   };
 
-  // A block of s as it is stored. kSum: there is something to add.
+  // A block of s. kSum: there is something to add; the sum is rounded as it is stored.
   template <bool kSum, typename Extent>
-  static FASTOPS_INLINE typename E::Raw RawSource(Extent extent, const Source& source, int64_t i,
-                                                  int64_t count) {
+  static FASTOPS_INLINE Pair<A> Load(Extent extent, const Source& source, int64_t i,
+                                     int64_t count) {
     const int64_t at = i * E::kBytes;
-    if constexpr (!kSum) {
-      if constexpr (Extent::kWhole) {
-        return E::Load(source.x + at);
-      } else {
-        return E::LoadPart(source.x + at, count);
-      }
-    } else {
-      Pair<A> s = LoadElements<E>(extent, source.x + at, count);
+    Pair<A> s = LoadElements<E>(extent, source.x + at, count);
+    if constexpr (kSum) {
       if (source.bias.data != nullptr) s = Add(s, Parameter(extent, source.bias, i, count));
       if (source.residual != nullptr) {
         s = Add(s, LoadElements<E>(extent, source.residual + at, count));
       }
-      return E::Narrow(s);
+      s = E::Widen(E::Narrow(s));
     }
+    return s;
   }
 
   // y from s, with kSum the sum once more.
   template <bool kSum, bool kStream>
   static FASTOPS_INLINE void Store(const Source& source, const NormForwardArrays& arrays, char* y,
-                                   int64_t n, Scalar mean, Scalar rstd) {
+                                   int64_t n, Scalar mean, Scalar correction, Scalar rstd) {
     const Pair<A> means = SetPair<A>(mean), rstds = SetPair<A>(rstd);
+    const Pair<A> corrections = SetPair<A>(correction);
     const auto block = [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-      Pair<A> v = E::Widen(RawSource<kSum>(extent, source, i, count));
-      v = Mul(Sub(v, means), rstds);
+      Pair<A> v = Load<kSum>(extent, source, i, count);
+      v = Mul(Sub(Sub(v, means), corrections), rstds);
       if (arrays.scale.data != nullptr) v = Mul(v, Parameter(extent, arrays.scale, i, count));
       if (arrays.bias.data != nullptr) v = Add(v, Parameter(extent, arrays.bias, i, count));
       StoreElements<E, kStream>(extent, y + i * E::kBytes, E::Narrow(v), count);
@@ -117,9 +105,10 @@ struct Norm {
   template <bool kLayer, bool kSum>
   static FASTOPS_INLINE Scalar FirstSum(const Source& source, char* sum, int64_t n) {
     return SumOverRow(n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-      const typename E::Raw raw = RawSource<kSum>(extent, source, i, count);
-      if (sum != nullptr) StoreElements<E, false>(extent, sum + i * E::kBytes, raw, count);
-      const Pair<A> s = E::Widen(raw);
+      const Pair<A> s = Load<kSum>(extent, source, i, count);
+      if (sum != nullptr) {
+        StoreElements<E, false>(extent, sum + i * E::kBytes, E::Narrow(s), count);
+      }
       if constexpr (kLayer) {
         return s;
       } else {
@@ -128,50 +117,141 @@ struct Norm {
     });
   }
 
+  // Sums of the deviations from the mean, and of their squares. The former is 0 but for the mean's
+  // rounding error, which it corrects: that matters where the mean is large beside the deviations.
+  struct Deviations {
+    double sum, squares;
+  };
+
   template <bool kSum>
-  static FASTOPS_INLINE Scalar SquaresOfDeviations(const Source& source, int64_t n, Scalar mean) {
+  static FASTOPS_INLINE Deviations DeviationsOf(const Source& source, int64_t n, Scalar mean) {
     const Pair<A> means = SetPair<A>(mean);
-    return SumOverRow(n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-      Pair<A> d = Sub(E::Widen(RawSource<kSum>(extent, source, i, count)), means);
-      if constexpr (!decltype(extent)::kWhole) {
-        d = Select(FirstOfPair<A>(count), d, SetPair<A>(0));
-      }
-      return Mul(d, d);
-    });
+    Pair<A> total = SetPair<A>(0), total_squares = SetPair<A>(0);
+    for (int64_t begin = 0; begin < n;) {
+      const int64_t end = n - begin > kSegmentBlocks * kBlock ? begin + kSegmentBlocks * kBlock : n;
+      Pair<A> sum = SetPair<A>(0), squares = SetPair<A>(0);
+      OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+        Pair<A> d = Sub(Load<kSum>(extent, source, i, count), means);
+        if constexpr (!decltype(extent)::kWhole) {
+          d = Select(FirstOfPair<A>(count), d, SetPair<A>(0));
+        }
+        sum = Add(sum, d);
+        squares = Add(squares, Mul(d, d));
+      });
+      total = Add(total, sum);
+      total_squares = Add(total_squares, squares);
+      begin = end;
+    }
+    return {static_cast<double>(SumOf(total)), static_cast<double>(SumOf(total_squares))};
   }
 
+  static FASTOPS_INLINE bool IsFinite(double x) { return x - x == 0; }
+
+  static FASTOPS_INLINE Source SourceAt(const NormForwardArrays& arrays, int64_t row, int64_t n) {
+    const int64_t at = row * n * E::kBytes;
+    Source source = {static_cast<const char*>(arrays.x) + at, nullptr, arrays.input_bias};
+    if (arrays.residual != nullptr) {
+      source.residual = static_cast<const char*>(arrays.residual) + at;
+    }
+    return source;
+  }
+
+  // The block without its mean; what is behind the end of the row stays 0.
+  template <typename Extent>
+  static FASTOPS_INLINE Pair<A> Centred(Extent, Pair<A> v, Scalar mean, int64_t count) {
+    v = Sub(v, SetPair<A>(mean));
+    if constexpr (!Extent::kWhole) v = Select(FirstOfPair<A>(count), v, SetPair<A>(0));
+    return v;
+  }
+
+  // Rows of one block never leave the registers.
+  template <bool kLayer, typename Extent>
+  static FASTOPS_INLINE void OneBlockRows(Extent extent, const NormForwardArrays& arrays,
+                                          double eps, int64_t rows, int64_t n) {
+    const double inverse = 1 / static_cast<double>(n);
+    for (int64_t row = 0; row < rows; ++row) {
+      const Source source = SourceAt(arrays, row, n);
+      Pair<A> v =
+          source.is_sum() ? Load<true>(extent, source, 0, n) : Load<false>(extent, source, 0, n);
+      const int64_t at = row * n * E::kBytes;
+      if (arrays.sum != nullptr) {
+        StoreElements<E, false>(extent, static_cast<char*>(arrays.sum) + at, E::Narrow(v), n);
+      }
+      if constexpr (kLayer) {
+        Scalar mean = static_cast<Scalar>(static_cast<double>(SumOf(v)) * inverse);
+        v = Centred(extent, v, mean, n);
+        const double rest = static_cast<double>(SumOf(v)) * inverse;
+        if (IsFinite(rest)) {
+          v = Centred(extent, v, static_cast<Scalar>(rest), n);
+          mean += static_cast<Scalar>(rest);
+        }
+        if (arrays.mean != nullptr) memcpy(At(arrays.mean, row), &mean, sizeof(mean));
+      }
+      const double variance = static_cast<double>(SumOf(Mul(v, v))) * inverse;
+      const Scalar rstd = static_cast<Scalar>(1 / __builtin_sqrt(variance + eps));
+      if (arrays.rstd != nullptr) memcpy(At(arrays.rstd, row), &rstd, sizeof(rstd));
+      v = Mul(v, SetPair<A>(rstd));
+      if (arrays.scale.data != nullptr) v = Mul(v, Parameter(extent, arrays.scale, 0, n));
+      if (arrays.bias.data != nullptr) v = Add(v, Parameter(extent, arrays.bias, 0, n));
+      StoreElements<E, false>(extent, static_cast<char*>(arrays.y) + at, E::Narrow(v), n);
+    }
+  }
+
+  // Short rows are taken a few at a time, each step for all of them: what ends a step, with the
+  // lanes of one vector combined, takes longer than the rest of a short row, and is overlapped with
+  // the same of the others.
   template <bool kLayer, bool kStream>
   static void ForwardRows(const NormForwardArrays& arrays, double eps, int64_t rows, int64_t n) {
-    const int64_t row_bytes = n * E::kBytes;
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = r * row_bytes;
-      Source source = {static_cast<const char*>(arrays.x) + at, nullptr, arrays.input_bias};
-      if (arrays.residual != nullptr) {
-        source.residual = static_cast<const char*>(arrays.residual) + at;
+    if (n == kBlock) return OneBlockRows<kLayer>(Whole(), arrays, eps, rows, n);
+    if (n < kBlock && n > 0) return OneBlockRows<kLayer>(Part(), arrays, eps, rows, n);
+    const int64_t fit = kGroupElements / (n > 0 ? n : 1);
+    const int64_t group = fit < 1 ? 1 : fit < kMaxGroup ? fit : kMaxGroup;
+    const double inverse = 1 / static_cast<double>(n);
+    for (int64_t row = 0; row < rows; row += group) {
+      const int64_t count = rows - row < group ? rows - row : group;
+      Scalar mean[kMaxGroup], correction[kMaxGroup] = {}, rstd[kMaxGroup];
+      double squares[kMaxGroup] = {};
+      for (int64_t k = 0; k < count; ++k) {
+        const Source source = SourceAt(arrays, row + k, n);
+        char* sum = arrays.sum == nullptr
+                        ? nullptr
+                        : static_cast<char*>(arrays.sum) + (row + k) * n * E::kBytes;
+        const Scalar first = source.is_sum() ? FirstSum<kLayer, true>(source, sum, n)
+                                             : FirstSum<kLayer, false>(source, sum, n);
+        mean[k] = kLayer ? static_cast<Scalar>(static_cast<double>(first) * inverse) : 0;
+        squares[k] = static_cast<double>(first);
       }
-      char* sum = arrays.sum == nullptr ? nullptr : static_cast<char*>(arrays.sum) + at;
-      Scalar first;
-      if (source.is_sum()) {
-        first = FirstSum<kLayer, true>(source, sum, n);
-        if (sum != nullptr) source = {sum, nullptr, {}};
-      } else {
-        first = FirstSum<kLayer, false>(source, sum, n);
+      for (int64_t k = 0; k < count && kLayer; ++k) {
+        const Source source = SourceAt(arrays, row + k, n);
+        const Deviations deviations = source.is_sum() ? DeviationsOf<true>(source, n, mean[k])
+                                                      : DeviationsOf<false>(source, n, mean[k]);
+        squares[k] = deviations.squares;
+        const double rest = deviations.sum * inverse;
+        if (!IsFinite(rest)) continue;
+        correction[k] = static_cast<Scalar>(rest);
+        const double excess = deviations.sum * rest;
+        if (IsFinite(excess)) squares[k] -= excess;
+        if (squares[k] < 0) squares[k] = 0;  // by a rounding
       }
-      const double count = static_cast<double>(n);
-      const Scalar mean = kLayer ? static_cast<Scalar>(static_cast<double>(first) / count) : 0;
-      double squares = static_cast<double>(first);
-      if constexpr (kLayer) {
-        squares = static_cast<double>(source.is_sum() ? SquaresOfDeviations<true>(source, n, mean)
-                                                      : SquaresOfDeviations<false>(source, n, mean));
+      for (int64_t k = 0; k < kMaxGroup; k += Doubles::kLanes) {
+        const Doubles::Vec variance =
+            Doubles::Mul(Doubles::Load(squares + k), Doubles::Set(inverse));
+        Doubles::Store(squares + k, Doubles::Rsqrt(Doubles::Add(variance, Doubles::Set(eps))));
       }
-      const Scalar rstd = static_cast<Scalar>(1 / __builtin_sqrt(squares / count + eps));
-      if (arrays.mean != nullptr) memcpy(At(arrays.mean, r), &mean, sizeof(mean));
-      if (arrays.rstd != nullptr) memcpy(At(arrays.rstd, r), &rstd, sizeof(rstd));
-      char* y = static_cast<char*>(arrays.y) + at;
-      if (source.is_sum()) {
-        Store<true, kStream>(source, arrays, y, n, mean, rstd);
-      } else {
-        Store<false, kStream>(source, arrays, y, n, mean, rstd);
+      for (int64_t k = 0; k < kMaxGroup; ++k) rstd[k] = static_cast<Scalar>(squares[k]);
+      for (int64_t k = 0; k < count; ++k) {
+        const Scalar corrected = mean[k] + correction[k];
+        if (arrays.mean != nullptr) memcpy(At(arrays.mean, row + k), &corrected, sizeof(Scalar));
+        if (arrays.rstd != nullptr) memcpy(At(arrays.rstd, row + k), &rstd[k], sizeof(Scalar));
+      }
+      for (int64_t k = 0; k < count; ++k) {
+        const Source source = SourceAt(arrays, row + k, n);
+        char* y = static_cast<char*>(arrays.y) + (row + k) * n * E::kBytes;
+        if (source.is_sum()) {
+          Store<true, kStream>(source, arrays, y, n, mean[k], correction[k], rstd[k]);
+        } else {
+          Store<false, kStream>(source, arrays, y, n, mean[k], correction[k], rstd[k]);
+        }
       }
     }
     if constexpr (kStream) StreamFence();
@@ -263,9 +343,8 @@ struct Norm {
     const int64_t row_bytes = n * E::kBytes;
     const char* dy = static_cast<const char*>(arrays.dy) + row * row_bytes;
     const char* s = static_cast<const char*>(arrays.s) + row * row_bytes;
-    const char* dsum = arrays.dsum == nullptr
-                           ? nullptr
-                           : static_cast<const char*>(arrays.dsum) + row * row_bytes;
+    const char* dsum =
+        arrays.dsum == nullptr ? nullptr : static_cast<const char*>(arrays.dsum) + row * row_bytes;
     char* dx = static_cast<char*>(arrays.dx) + row * row_bytes;
     Scalar mean[kCount], rstd[kCount];
     for (int k = 0; k < kCount; ++k) {

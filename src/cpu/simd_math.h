@@ -8,9 +8,11 @@
 //   MulAdd(a, b, c)      a * b + c, rounded once where the machine can
 //   Max(a, b)            b where either is NaN
 //   Exp
+//   Rsqrt                1 / sqrt(v), of Doubles alone
 //   FirstLanes(n)        the lanes below n, which may be less than 0 and more than kLanes
 //   FromBytes(p)         the lanes whose byte is not 0
 //   NotZero(v)           the lanes that are not 0, by floating-point comparison; NaN is not 0
+//   Equal(a, b)          the lanes where a = b
 //   Select(m, a, b)      a in the lanes of the mask, else b
 //   Sum, Largest         over the lanes
 //
@@ -73,6 +75,9 @@ struct ExpOf<double> {
       0x1.28ad9be8bf84dp-22, 0x1.ad7f410eca90cp-26};
 };
 
+// Greatest error found (float: every seventh of the numbers there are; double: 10^7 random
+// ones): 1.01 units in the last place for float, 1.03 for double, 0.98 for both without FMA; of
+// subnormal results 0.77.
 template <typename A>
 FASTOPS_INLINE typename A::Vec ExpVector(typename A::Vec x) {
   using C = ExpOf<typename A::Scalar>;
@@ -87,6 +92,32 @@ FASTOPS_INLINE typename A::Vec ExpVector(typename A::Vec x) {
   for (int i = C::kTerms - 2; i >= 0; --i) q = A::MulAdd(q, r, A::Set(C::kQ[i]));
   const Vec p = A::Add(A::Set(1), A::MulAdd(A::Mul(r, r), q, r));
   return A::TimesPowerOf2(p, n);
+}
+
+// log(x) for a normal x > 0, without a call. x = 2^k * m with 1/sqrt(2) <= m < sqrt(2), and
+// log(m) = 2 artanh(f) with f = (m - 1) / (m + 1), |f| < 0.172, by its series. At most 2.0 units in
+// the last place off for 1 <= x < 10^12, and 0 for 1.
+FASTOPS_INLINE float Log(float x) {
+  const int32_t bits = __builtin_bit_cast(int32_t, x);
+  const int32_t k = (bits - 0x3f3504f3) >> 23;
+  const float m = __builtin_bit_cast(float, bits - k * (1 << 23)), n = static_cast<float>(k);
+  const float f = (m - 1) / (m + 1), z = f * f;
+  const float p = 2.0f / 3 + z * (2.0f / 5 + z * (2.0f / 7 + z * (2.0f / 9)));
+  const float r = 2 * f + (f * z * p + n * ExpOf<float>::kLn2Low);
+  return n * ExpOf<float>::kLn2High + r;
+}
+
+FASTOPS_INLINE double Log(double x) {
+  const int64_t bits = __builtin_bit_cast(int64_t, x);
+  const int64_t k = (bits - 0x3fe6a09e667f3bcd) >> 52;
+  const double m = __builtin_bit_cast(double, bits - k * (int64_t{1} << 52));
+  const double n = static_cast<double>(k);
+  const double f = (m - 1) / (m + 1), z = f * f;
+  double p = 2.0 / 25;
+#pragma GCC unroll 16
+  for (int i = 23; i >= 3; i -= 2) p = 2.0 / i + z * p;
+  const double r = 2 * f + (f * z * p + n * ExpOf<double>::kLn2Low);
+  return n * ExpOf<double>::kLn2High + r;
 }
 
 #if FASTOPS_ISA_LEVEL == 2  // ---- AVX-512 ----
@@ -119,9 +150,10 @@ struct Floats {
   static FASTOPS_INLINE Mask NotZero(Vec v) {
     return _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
   }
+  static FASTOPS_INLINE Mask Equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
   static FASTOPS_INLINE Vec Select(Mask m, Vec a, Vec b) { return _mm512_mask_blend_ps(m, b, a); }
-  // GCC 12's own reductions and casts warn of undefined registers. With all lanes asked for, the masked
-  // extraction is the plain one.
+  // GCC 12's own reductions and casts warn of undefined registers. With all lanes asked for, the
+  // masked extraction is the plain one.
   template <int kWhich>
   static FASTOPS_INLINE __m256 Half(Vec v) {
     return _mm512_maskz_extractf32x8_ps(0xff, v, kWhich);
@@ -157,6 +189,7 @@ struct Doubles {
   static FASTOPS_INLINE Vec Min(Vec a, Vec b) { return _mm512_min_pd(a, b); }
   static FASTOPS_INLINE Vec RoundToInteger(Vec v) { return _mm512_roundscale_pd(v, 8); }
   static FASTOPS_INLINE Vec TimesPowerOf2(Vec v, Vec n) { return _mm512_scalef_pd(v, n); }
+  static FASTOPS_INLINE Vec Rsqrt(Vec v) { return _mm512_div_pd(Set(1), _mm512_sqrt_pd(v)); }
   static FASTOPS_INLINE Vec Exp(Vec x) { return ExpVector<Doubles>(x); }
   static FASTOPS_INLINE Mask FirstLanes(int64_t n) {
     return static_cast<Mask>(n >= kLanes ? 0xff : n <= 0 ? 0 : (1 << n) - 1);
@@ -168,6 +201,7 @@ struct Doubles {
   static FASTOPS_INLINE Mask NotZero(Vec v) {
     return _mm512_cmp_pd_mask(v, _mm512_setzero_pd(), _CMP_NEQ_UQ);
   }
+  static FASTOPS_INLINE Mask Equal(Vec a, Vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
   static FASTOPS_INLINE Vec Select(Mask m, Vec a, Vec b) { return _mm512_mask_blend_pd(m, b, a); }
   template <int kWhich>
   static FASTOPS_INLINE __m256d Half(Vec v) {
@@ -219,8 +253,8 @@ struct Floats {
   static FASTOPS_INLINE Vec Exp(Vec x) { return ExpVector<Floats>(x); }
   static FASTOPS_INLINE Mask FirstLanes(int64_t n) {
     const int count = n >= kLanes ? kLanes : n <= 0 ? 0 : static_cast<int>(n);
-    return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count),
-                                                  _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
+    return _mm256_castsi256_ps(
+        _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
   }
   static FASTOPS_INLINE Mask FromBytes(const uint8_t* p) {
     const __m256i lanes =
@@ -230,6 +264,7 @@ struct Floats {
   static FASTOPS_INLINE Mask NotZero(Vec v) {
     return _mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_NEQ_UQ);
   }
+  static FASTOPS_INLINE Mask Equal(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
   static FASTOPS_INLINE Vec Select(Mask m, Vec a, Vec b) { return _mm256_blendv_ps(b, a, m); }
   static FASTOPS_INLINE Scalar Sum(Vec v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -252,9 +287,7 @@ struct Doubles {
   static FASTOPS_INLINE Vec Load(const void* p) {
     return _mm256_loadu_pd(static_cast<const double*>(p));
   }
-  static FASTOPS_INLINE void Store(void* p, Vec v) {
-    _mm256_storeu_pd(static_cast<double*>(p), v);
-  }
+  static FASTOPS_INLINE void Store(void* p, Vec v) { _mm256_storeu_pd(static_cast<double*>(p), v); }
   static FASTOPS_INLINE Vec Add(Vec a, Vec b) { return _mm256_add_pd(a, b); }
   static FASTOPS_INLINE Vec Sub(Vec a, Vec b) { return _mm256_sub_pd(a, b); }
   static FASTOPS_INLINE Vec Mul(Vec a, Vec b) { return _mm256_mul_pd(a, b); }
@@ -263,6 +296,7 @@ struct Doubles {
   static FASTOPS_INLINE Vec Max(Vec a, Vec b) { return _mm256_max_pd(a, b); }
   static FASTOPS_INLINE Vec Min(Vec a, Vec b) { return _mm256_min_pd(a, b); }
   static FASTOPS_INLINE Vec RoundToInteger(Vec v) { return _mm256_round_pd(v, 8); }
+  static FASTOPS_INLINE Vec Rsqrt(Vec v) { return _mm256_div_pd(Set(1), _mm256_sqrt_pd(v)); }
   static FASTOPS_INLINE Vec PowerOf2(Vec biased) {
     return _mm256_castsi256_pd(
         _mm256_slli_epi64(_mm256_castpd_si256(biased), ExpOf<double>::kMantissa));
@@ -288,6 +322,7 @@ struct Doubles {
   static FASTOPS_INLINE Mask NotZero(Vec v) {
     return _mm256_cmp_pd(v, _mm256_setzero_pd(), _CMP_NEQ_UQ);
   }
+  static FASTOPS_INLINE Mask Equal(Vec a, Vec b) { return _mm256_cmp_pd(a, b, _CMP_EQ_OQ); }
   static FASTOPS_INLINE Vec Select(Mask m, Vec a, Vec b) { return _mm256_blendv_pd(b, a, m); }
   static FASTOPS_INLINE Scalar Sum(Vec v) {
     const __m128d s = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
@@ -335,14 +370,15 @@ struct SmallVectors {
     const Scalar count = (Scalar)(n >= kLanes ? kLanes : n);
     Vec lane;
     for (int i = 0; i < kLanes; ++i) lane[i] = (Scalar)i;
-    return lane < Set(count);
+    return (Mask)(lane < Set(count));
   }
   static FASTOPS_INLINE Mask FromBytes(const uint8_t* p) {
     Mask m;
     for (int i = 0; i < kLanes; ++i) m[i] = p[i];
-    return m != 0;
+    return (Mask)(m != 0);
   }
-  static FASTOPS_INLINE Mask NotZero(Vec v) { return v != (Scalar)0; }
+  static FASTOPS_INLINE Mask NotZero(Vec v) { return (Mask)(v != (Scalar)0); }
+  static FASTOPS_INLINE Mask Equal(Vec a, Vec b) { return (Mask)(a == b); }
 };
 
 struct Floats : SmallVectors<float, F32x4, I32x4, 4> {
@@ -361,8 +397,8 @@ struct Floats : SmallVectors<float, F32x4, I32x4, 4> {
   static FASTOPS_INLINE Vec Max(Vec a, Vec b) { return (Vec)_mm_max_ps((__m128)a, (__m128)b); }
   static FASTOPS_INLINE Vec Min(Vec a, Vec b) { return (Vec)_mm_min_ps((__m128)a, (__m128)b); }
 #else
-  static FASTOPS_INLINE Vec Max(Vec a, Vec b) { return Select(a > b, a, b); }
-  static FASTOPS_INLINE Vec Min(Vec a, Vec b) { return Select(a < b, a, b); }
+  static FASTOPS_INLINE Vec Max(Vec a, Vec b) { return Select((Mask)(a > b), a, b); }
+  static FASTOPS_INLINE Vec Min(Vec a, Vec b) { return Select((Mask)(a < b), a, b); }
 #endif
   static FASTOPS_INLINE Vec Exp(Vec x) { return ExpVector<Floats>(x); }
   static FASTOPS_INLINE Scalar Sum(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
@@ -388,8 +424,18 @@ struct Doubles : SmallVectors<double, F64x2, I64x2, 2> {
   static FASTOPS_INLINE Vec Max(Vec a, Vec b) { return (Vec)_mm_max_pd((__m128d)a, (__m128d)b); }
   static FASTOPS_INLINE Vec Min(Vec a, Vec b) { return (Vec)_mm_min_pd((__m128d)a, (__m128d)b); }
 #else
-  static FASTOPS_INLINE Vec Max(Vec a, Vec b) { return Select(a > b, a, b); }
-  static FASTOPS_INLINE Vec Min(Vec a, Vec b) { return Select(a < b, a, b); }
+  static FASTOPS_INLINE Vec Max(Vec a, Vec b) { return Select((Mask)(a > b), a, b); }
+  static FASTOPS_INLINE Vec Min(Vec a, Vec b) { return Select((Mask)(a < b), a, b); }
+#endif
+#if defined(__SSE2__)
+  static FASTOPS_INLINE Vec Rsqrt(Vec v) { return Set(1) / (Vec)_mm_sqrt_pd((__m128d)v); }
+#elif defined(__aarch64__)
+  static FASTOPS_INLINE Vec Rsqrt(Vec v) { return Set(1) / (Vec)vsqrtq_f64((float64x2_t)v); }
+#else
+  static FASTOPS_INLINE Vec Rsqrt(Vec v) {
+    const Vec root = {__builtin_sqrt(v[0]), __builtin_sqrt(v[1])};
+    return Set(1) / root;
+  }
 #endif
   static FASTOPS_INLINE Vec Exp(Vec x) { return ExpVector<Doubles>(x); }
   static FASTOPS_INLINE Scalar Sum(Vec v) { return v[0] + v[1]; }
@@ -447,9 +493,21 @@ template <typename A>
 FASTOPS_INLINE Pair<A> Exp(Pair<A> x) {
   return {{A::Exp(x.part[0]), A::Exp(x.part[1])}};
 }
+// Each by itself: there are few of them.
+template <typename A>
+FASTOPS_INLINE Pair<A> LogOf(Pair<A> x) {
+  typename A::Scalar values[2 * A::kLanes];
+  StorePair<A>(values, x);
+  for (int i = 0; i < 2 * A::kLanes; ++i) values[i] = Log(values[i]);
+  return LoadPair<A>(values);
+}
 template <typename A>
 FASTOPS_INLINE PairMask<A> NotZero(Pair<A> x) {
   return {{A::NotZero(x.part[0]), A::NotZero(x.part[1])}};
+}
+template <typename A>
+FASTOPS_INLINE PairMask<A> Equal(Pair<A> a, Pair<A> b) {
+  return {{A::Equal(a.part[0], b.part[0]), A::Equal(a.part[1], b.part[1])}};
 }
 template <typename A>
 FASTOPS_INLINE Pair<A> Select(PairMask<A> m, Pair<A> a, Pair<A> b) {
@@ -519,8 +577,9 @@ struct E32 : SameElement<Floats, F32> {
     _mm512_stream_ps(static_cast<float*>(p) + 16, v.part[1]);
   }
   static FASTOPS_INLINE Raw LoadPart(const void* p, int64_t n) {
-    return {{_mm512_maskz_loadu_ps(A::FirstLanes(n), p),
-             _mm512_maskz_loadu_ps(A::FirstLanes(n - 16), static_cast<const float*>(p) + 16)}};
+    return {
+        { _mm512_maskz_loadu_ps(A::FirstLanes(n), p),
+          _mm512_maskz_loadu_ps(A::FirstLanes(n - 16), static_cast<const float*>(p) + 16) }};
   }
   static FASTOPS_INLINE void StorePart(void* p, Raw v, int64_t n) {
     _mm512_mask_storeu_ps(p, A::FirstLanes(n), v.part[0]);
@@ -533,8 +592,9 @@ struct E32 : SameElement<Floats, F32> {
   }
   static FASTOPS_INLINE __m256i Lanes(int64_t n) { return _mm256_castps_si256(A::FirstLanes(n)); }
   static FASTOPS_INLINE Raw LoadPart(const void* p, int64_t n) {
-    return {{_mm256_maskload_ps(static_cast<const float*>(p), Lanes(n)),
-             _mm256_maskload_ps(static_cast<const float*>(p) + 8, Lanes(n - 8))}};
+    return {
+        { _mm256_maskload_ps(static_cast<const float*>(p), Lanes(n)),
+          _mm256_maskload_ps(static_cast<const float*>(p) + 8, Lanes(n - 8)) }};
   }
   static FASTOPS_INLINE void StorePart(void* p, Raw v, int64_t n) {
     _mm256_maskstore_ps(static_cast<float*>(p), Lanes(n), v.part[0]);
@@ -561,8 +621,9 @@ struct E64 : SameElement<Doubles, F64> {
     _mm512_stream_pd(static_cast<double*>(p) + 8, v.part[1]);
   }
   static FASTOPS_INLINE Raw LoadPart(const void* p, int64_t n) {
-    return {{_mm512_maskz_loadu_pd(A::FirstLanes(n), p),
-             _mm512_maskz_loadu_pd(A::FirstLanes(n - 8), static_cast<const double*>(p) + 8)}};
+    return {
+        { _mm512_maskz_loadu_pd(A::FirstLanes(n), p),
+          _mm512_maskz_loadu_pd(A::FirstLanes(n - 8), static_cast<const double*>(p) + 8) }};
   }
   static FASTOPS_INLINE void StorePart(void* p, Raw v, int64_t n) {
     _mm512_mask_storeu_pd(p, A::FirstLanes(n), v.part[0]);
@@ -575,8 +636,9 @@ struct E64 : SameElement<Doubles, F64> {
   }
   static FASTOPS_INLINE __m256i Lanes(int64_t n) { return _mm256_castpd_si256(A::FirstLanes(n)); }
   static FASTOPS_INLINE Raw LoadPart(const void* p, int64_t n) {
-    return {{_mm256_maskload_pd(static_cast<const double*>(p), Lanes(n)),
-             _mm256_maskload_pd(static_cast<const double*>(p) + 4, Lanes(n - 4))}};
+    return {
+        { _mm256_maskload_pd(static_cast<const double*>(p), Lanes(n)),
+          _mm256_maskload_pd(static_cast<const double*>(p) + 4, Lanes(n - 4)) }};
   }
   static FASTOPS_INLINE void StorePart(void* p, Raw v, int64_t n) {
     _mm256_maskstore_pd(static_cast<double*>(p), Lanes(n), v.part[0]);
@@ -594,6 +656,18 @@ struct E64 : SameElement<Doubles, F64> {
     StorePartThroughStack<E64>(p, v, n);
   }
 #endif
+};
+
+// The element type that is the accumulator itself.
+template <typename A>
+struct SameTypeOf;
+template <>
+struct SameTypeOf<Floats> {
+  using Element = E32;
+};
+template <>
+struct SameTypeOf<Doubles> {
+  using Element = E64;
 };
 
 // 16-bit elements: a block is one register.
@@ -656,16 +730,34 @@ FASTOPS_INLINE I16x8 PackHighHalves(U32x4 a, U32x4 b) {
 #endif
 
 struct EBF16 : HalfElement<BF16> {
+#if FASTOPS_ISA_LEVEL == 2
+  // Word `first` + i to the upper half of lane i.
+  static FASTOPS_INLINE __m512i Spread(int first) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_slli_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(first)), 16);
+  }
+  // The upper halves of the lanes of two vectors, as words of them as one.
+  static FASTOPS_INLINE __m512i HighHalves() {
+    const __m512i even =
+        _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60);
+    return _mm512_add_epi32(_mm512_or_si512(even, _mm512_slli_epi32(even, 16)),
+                            _mm512_set1_epi32(0x30001));
+  }
+  // As BF16::Round, with an instruction less.
+  static FASTOPS_INLINE __m512i Rounded(__m512 f) {
+    const __m512i bits = _mm512_castps_si512(f);
+    const __m512i up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+    const __m512i even = _mm512_mask_sub_epi32(
+        up, _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000)), up, _mm512_set1_epi32(-1));
+    return _mm512_mask_or_epi32(even, _mm512_cmp_ps_mask(f, f, _CMP_UNORD_Q), bits,
+                                _mm512_set1_epi32(0x400000));
+  }
+#endif
   static FASTOPS_INLINE Pair<A> Widen(Raw v) {
 #if FASTOPS_ISA_LEVEL == 2
-    // Word i to the upper half of lane i, zero to the lower.
-    const __m512i zero = _mm512_setzero_si512();
-    const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(v));
-    const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(v, 1));
-    (void)zero;
-    return {
-        { _mm512_castsi512_ps(_mm512_slli_epi32(low, 16)),
-          _mm512_castsi512_ps(_mm512_slli_epi32(high, 16)) }};
+    const __m512i low = _mm512_maskz_permutexvar_epi16(0xAAAAAAAA, Spread(0), v);
+    const __m512i high = _mm512_maskz_permutexvar_epi16(0xAAAAAAAA, Spread(16), v);
+    return {{ _mm512_castsi512_ps(low), _mm512_castsi512_ps(high) }};
 #elif FASTOPS_ISA_LEVEL == 1
     const __m256i low = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(v));
     const __m256i high = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(v, 1));
@@ -678,10 +770,7 @@ struct EBF16 : HalfElement<BF16> {
   }
   static FASTOPS_INLINE Raw Narrow(Pair<A> v) {
 #if FASTOPS_ISA_LEVEL == 2
-    const __m512i low = _mm512_srli_epi32(BF16::Round(v.part[0]), 16);
-    const __m512i high = _mm512_srli_epi32(BF16::Round(v.part[1]), 16);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(low)),
-                              _mm512_cvtepi32_epi16(high), 1);
+    return _mm512_permutex2var_epi16(Rounded(v.part[0]), HighHalves(), Rounded(v.part[1]));
 #elif FASTOPS_ISA_LEVEL == 1
     const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(BF16::Round(v.part[0]), 16),
                                                _mm256_srli_epi32(BF16::Round(v.part[1]), 16));

@@ -1,11 +1,12 @@
 // The inner loops of softmax.cc.
 //
-// A short row goes through a buffer of accumulators that stays in the first-level cache: scaled
-// with its maximum taken, then replaced by its exponentials with their sum taken, then scaled into
-// y. Elements that the mask leaves out, and lanes behind the end of the row, are -inf in the
-// buffer: they lose every maximum and their exponential is 0, so only the first pass looks at the
-// mask. Where that fails - the maximum is infinite, or there is a NaN - the sum is NaN, all that
-// the mask lets through is NaN, and the row is filled accordingly.
+// A row of one block stays in registers. A longer one, up to a piece, goes through a buffer of
+// accumulators that stays in the first-level cache: scaled with its maximum taken, then replaced by
+// its exponentials with their sum taken, then scaled into y. Elements that the mask leaves out, and
+// lanes behind the end of the row, are -inf in the buffer: they lose every maximum and their
+// exponential is 0, so only the first pass looks at the mask. Where that fails - the maximum is
+// infinite, or there is a NaN - the sum is NaN, all that the mask lets through is NaN, and the row
+// is filled accordingly.
 #include "cpu/softmax_simd.h"
 
 #include "cpu/simd_math.h"
@@ -16,6 +17,12 @@ namespace {
 // Sums are taken over so many blocks at a time, and then added up: their error grows with the
 // number of these, which the number of lanes divides once more.
 constexpr int64_t kSegmentBlocks = 64;
+
+// Rows of one block that there are registers for.
+constexpr int kBlockRows = FASTOPS_ISA_LEVEL == 2 ? 4 : 2;
+
+// Rows taken at a time, at most.
+constexpr int64_t kMaxGroup = 8;
 
 constexpr double kInfinity = __builtin_inf();
 
@@ -95,28 +102,79 @@ struct Softmax {
     }
   }
 
-  template <bool kMask, bool kLog, bool kStream>
-  static FASTOPS_INLINE void Row(const char* x, const uint8_t* mask, char* y, int64_t n,
-                                 Scalar scale, Scalar* buffer) {
-    const Scalar maximum = Fill<kMask>(x, mask, n, scale, buffer);
-    const Scalar sum = ExpSum<!kLog>(buffer, RoundUp(n), maximum);
-    if (!Proper(sum)) return FillBad(mask, y, n, kLog);
-    const Pair<A> shifts = SetPair<A>(maximum);
-    const Pair<A> factors = SetPair<A>(Factor<kLog>(sum));
-    OverRow<kStream>(y, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-      Pair<A> v = LoadPair<A>(buffer + i);
-      if constexpr (kLog) {
-        v = Sub(Sub(v, shifts), factors);
-      } else {
-        v = Mul(v, factors);
-      }
-      StoreElements<E, kStream>(extent, y + i * E::kBytes, E::Narrow(v), count);
-    });
+  template <bool kLog>
+  static FASTOPS_INLINE Scalar Factor(Scalar sum) {
+    if constexpr (kLog) return Log(sum);
+    return 1 / sum;
   }
 
-  template <bool kLog>
-  static FASTOPS_INLINE Scalar Factor(double sum) {
-    return static_cast<Scalar>(kLog ? __builtin_log(sum) : 1 / sum);
+  // Short rows are taken a few at a time, each step for all of them: what ends a step, with the
+  // lanes of one vector combined, takes longer than the rest of a short row, and is overlapped with
+  // the same of the others.
+  static FASTOPS_INLINE int64_t GroupOf(int64_t n) {
+    const int64_t fit = kSoftmaxPiece / RoundUp(n);
+    return fit < kMaxGroup ? fit : kMaxGroup;
+  }
+
+  // Rows of one block never leave the registers. kCount of them, step by step.
+  template <bool kMask, bool kLog, int kCount, typename Extent>
+  static FASTOPS_INLINE void BlockRows(Extent extent, Pair<A> scales, const char* x,
+                                       const uint8_t* mask, int64_t mask_stride, char* y,
+                                       int64_t n) {
+    const int64_t row_bytes = n * E::kBytes;
+    Pair<A> v[kCount], e[kCount];
+    Scalar sum[kCount];
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) {
+      const uint8_t* row_mask = kMask ? mask + k * mask_stride : nullptr;
+      v[k] = Scaled<kMask>(extent, x + k * row_bytes, row_mask, 0, n, scales);
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) v[k] = Sub(v[k], SetPair<A>(LargestOf(v[k])));
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) e[k] = Exp(v[k]);
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) sum[k] = SumOf(e[k]);
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) {
+      char* to = y + k * row_bytes;
+      if (Proper(sum[k])) {
+        const Pair<A> factors = SetPair<A>(Factor<kLog>(sum[k]));
+        const Pair<A> result = kLog ? Sub(v[k], factors) : Mul(e[k], factors);
+        StoreElements<E, false>(extent, to, E::Narrow(result), n);
+      } else {
+        FillBad(kMask ? mask + k * mask_stride : nullptr, to, n, kLog);
+      }
+    }
+  }
+
+  template <bool kMask, bool kLog, typename Extent>
+  static FASTOPS_INLINE void OneBlockRows(Extent extent, const SoftmaxCall& call, const char* x,
+                                          const uint8_t* mask, int64_t mask_stride, char* y,
+                                          int64_t rows, int64_t n) {
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    for (int64_t row = 0; row < rows;) {
+      const uint8_t* row_mask = kMask ? mask + row * mask_stride : nullptr;
+      const int64_t at = row * n * E::kBytes;
+      if (rows - row >= kBlockRows) {
+        BlockRows<kMask, kLog, kBlockRows>(extent, scales, x + at, row_mask, mask_stride, y + at,
+                                           n);
+        row += kBlockRows;
+      } else {
+        BlockRows<kMask, kLog, 1>(extent, scales, x + at, row_mask, mask_stride, y + at, n);
+        ++row;
+      }
+    }
+  }
+
+  template <bool kMask, bool kLog>
+  static void AnyBlockRows(const SoftmaxCall& call, const char* x, const uint8_t* mask,
+                           int64_t mask_stride, char* y, int64_t rows, int64_t n) {
+    if (n == kBlock) {
+      OneBlockRows<kMask, kLog>(Whole(), call, x, mask, mask_stride, y, rows, n);
+    } else {
+      OneBlockRows<kMask, kLog>(Part(), call, x, mask, mask_stride, y, rows, n);
+    }
   }
 
   template <bool kMask, bool kLog, bool kStream>
@@ -124,11 +182,40 @@ struct Softmax {
                        int64_t mask_stride, char* y, int64_t rows, int64_t n) {
     // A head of y that is not aligned makes the last pass read whole blocks that begin anywhere.
     alignas(64) Scalar buffer[kSoftmaxPiece + kBlock];
-    for (int64_t r = 0; r < rows; ++r) {
-      Row<kMask, kLog, kStream>(x, mask, y, n, static_cast<Scalar>(call.scale), buffer);
-      x += n * E::kBytes;
-      y += n * E::kBytes;
-      if constexpr (kMask) mask += mask_stride;
+    const Scalar scale = static_cast<Scalar>(call.scale);
+    const int64_t stride = RoundUp(n), group = GroupOf(n), row_bytes = n * E::kBytes;
+    for (int64_t row = 0; row < rows; row += group) {
+      const int64_t count = rows - row < group ? rows - row : group;
+      Scalar maximum[kMaxGroup], sum[kMaxGroup];
+      for (int64_t k = 0; k < count; ++k) {
+        maximum[k] = Fill<kMask>(x + k * row_bytes, mask + (kMask ? k * mask_stride : 0), n, scale,
+                                 buffer + k * stride);
+      }
+      for (int64_t k = 0; k < count; ++k) {
+        sum[k] = ExpSum<!kLog>(buffer + k * stride, stride, maximum[k]);
+      }
+      for (int64_t k = 0; k < count; ++k) {
+        const Scalar* from = buffer + k * stride;
+        char* to = y + k * row_bytes;
+        if (!Proper(sum[k])) {
+          FillBad(kMask ? mask + k * mask_stride : nullptr, to, n, kLog);
+          continue;
+        }
+        const Pair<A> shifts = SetPair<A>(maximum[k]);
+        const Pair<A> factors = SetPair<A>(Factor<kLog>(sum[k]));
+        OverRow<kStream>(to, n, [&](auto extent, int64_t i, int64_t part) FASTOPS_LAMBDA {
+          Pair<A> v = LoadPair<A>(from + i);
+          if constexpr (kLog) {
+            v = Sub(Sub(v, shifts), factors);
+          } else {
+            v = Mul(v, factors);
+          }
+          StoreElements<E, kStream>(extent, to + i * E::kBytes, E::Narrow(v), part);
+        });
+      }
+      x += count * row_bytes;
+      y += count * row_bytes;
+      if constexpr (kMask) mask += count * mask_stride;
     }
     if constexpr (kStream) StreamFence();
   }
@@ -136,6 +223,10 @@ struct Softmax {
   template <bool kMask>
   static void MaybeMaskedRows(const SoftmaxCall& call, const char* x, const uint8_t* mask,
                               int64_t mask_stride, char* y, int64_t rows, int64_t n) {
+    if (n <= kBlock) {
+      return call.log ? AnyBlockRows<kMask, true>(call, x, mask, mask_stride, y, rows, n)
+                      : AnyBlockRows<kMask, false>(call, x, mask, mask_stride, y, rows, n);
+    }
     if (call.log && call.stream) {
       SomeRows<kMask, true, true>(call, x, mask, mask_stride, y, rows, n);
     } else if (call.log) {
@@ -176,7 +267,7 @@ struct Softmax {
                           int64_t n, double maximum, double sum) {
     const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
     const Pair<A> shifts = SetPair<A>(static_cast<Scalar>(maximum));
-    const Pair<A> factors = SetPair<A>(Factor<kLog>(sum));
+    const Pair<A> factors = SetPair<A>(static_cast<Scalar>(kLog ? __builtin_log(sum) : 1 / sum));
     OverRow<kStream>(y, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
       Pair<A> v = Sub(Scaled<kMask>(extent, x, mask, i, count, scales), shifts);
       if constexpr (kLog) {
@@ -289,7 +380,80 @@ struct Softmax {
       StoreElements<E, kStream>(extent, dx + i * E::kBytes,
                                 E::Narrow(Gradient<kLog, kOut>(v, d, keep, scales, sums)), count);
     });
+  }
+
+  template <bool kLog, bool kOut, typename Extent>
+  static FASTOPS_INLINE void OneBlockGradients(Extent extent, const SoftmaxCall& call,
+                                               const char* y, const char* dy, const uint8_t* mask,
+                                               int64_t mask_stride, char* dx, int64_t rows,
+                                               int64_t n) {
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    for (int64_t row = 0; row < rows; ++row) {
+      const Pair<A> v = LoadElements<E>(extent, y, n), d = LoadElements<E>(extent, dy, n);
+      const PairMask<A> keep = Keep<kLog, kOut>(extent, v, mask, 0, n);
+      const Pair<A> sum = SetPair<A>(SumOf(Term<kLog, kOut>(v, d, keep)));
+      StoreElements<E, false>(extent, dx, E::Narrow(Gradient<kLog, kOut>(v, d, keep, scales, sum)),
+                              n);
+      y += n * E::kBytes;
+      dy += n * E::kBytes;
+      dx += n * E::kBytes;
+      if constexpr (kLog && kOut) mask += mask_stride;
+    }
+  }
+
+  template <bool kLog, bool kOut, bool kStream>
+  static void GradientsOfRows(const SoftmaxCall& call, const char* y, const char* dy,
+                              const uint8_t* mask, int64_t mask_stride, char* dx, int64_t rows,
+                              int64_t n) {
+    const int64_t group = GroupOf(n), row_bytes = n * E::kBytes;
+    for (int64_t row = 0; row < rows; row += group) {
+      const int64_t count = rows - row < group ? rows - row : group;
+      double sum[kMaxGroup];
+      const auto mask_of = [&](int64_t k) FASTOPS_LAMBDA {
+        return kLog && kOut ? mask + (row + k) * mask_stride : nullptr;
+      };
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t at = (row + k) * row_bytes;
+        sum[k] = SumOfRow<kLog, kOut>(y + at, dy + at, mask_of(k), n);
+      }
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t at = (row + k) * row_bytes;
+        GradientOfRow<kLog, kOut, kStream>(call, y + at, dy + at, mask_of(k), dx + at, n, sum[k]);
+      }
+    }
     if constexpr (kStream) StreamFence();
+  }
+
+  template <bool kLog, bool kOut>
+  static void MaybeStreamGradients(const SoftmaxCall& call, const char* y, const char* dy,
+                                   const uint8_t* mask, int64_t mask_stride, char* dx, int64_t rows,
+                                   int64_t n) {
+    if (n == kBlock) {
+      return OneBlockGradients<kLog, kOut>(Whole(), call, y, dy, mask, mask_stride, dx, rows, n);
+    }
+    if (n < kBlock) {
+      return OneBlockGradients<kLog, kOut>(Part(), call, y, dy, mask, mask_stride, dx, rows, n);
+    }
+    if (call.stream) {
+      GradientsOfRows<kLog, kOut, true>(call, y, dy, mask, mask_stride, dx, rows, n);
+    } else {
+      GradientsOfRows<kLog, kOut, false>(call, y, dy, mask, mask_stride, dx, rows, n);
+    }
+  }
+
+  static void BackwardRows(const SoftmaxCall& call, const void* y_data, const void* dy_data,
+                           const uint8_t* mask, int64_t mask_stride, void* dx_data, int64_t rows,
+                           int64_t n) {
+    const char* y = static_cast<const char*>(y_data);
+    const char* dy = static_cast<const char*>(dy_data);
+    char* dx = static_cast<char*>(dx_data);
+    if (call.log) {
+      call.masked ? MaybeStreamGradients<true, true>(call, y, dy, mask, mask_stride, dx, rows, n)
+                  : MaybeStreamGradients<true, false>(call, y, dy, mask, mask_stride, dx, rows, n);
+    } else {
+      call.masked ? MaybeStreamGradients<false, true>(call, y, dy, mask, mask_stride, dx, rows, n)
+                  : MaybeStreamGradients<false, false>(call, y, dy, mask, mask_stride, dx, rows, n);
+    }
   }
 
   template <bool kLog, bool kOut>
@@ -297,6 +461,7 @@ struct Softmax {
                                   const uint8_t* mask, char* dx, int64_t n, double sum) {
     if (call.stream) {
       GradientOfRow<kLog, kOut, true>(call, y, dy, mask, dx, n, sum);
+      StreamFence();
     } else {
       GradientOfRow<kLog, kOut, false>(call, y, dy, mask, dx, n, sum);
     }
@@ -321,12 +486,13 @@ struct Softmax {
   // Rows of a tile are too far apart for the hardware to fetch them in advance. Asking for what is
   // beyond the last row does no harm.
   static constexpr int64_t kAhead = 8;
+  template <bool kWrite>
   static FASTOPS_INLINE void Fetch(const char* row, int64_t stride_bytes, int64_t columns) {
-    const uintptr_t at = reinterpret_cast<uintptr_t>(row) + static_cast<uintptr_t>(kAhead) *
-                                                                static_cast<uintptr_t>(stride_bytes);
+    const uintptr_t at = reinterpret_cast<uintptr_t>(row) +
+                         static_cast<uintptr_t>(kAhead) * static_cast<uintptr_t>(stride_bytes);
     const uintptr_t bytes = static_cast<uintptr_t>(columns * E::kBytes);
     for (uintptr_t i = 0; i < bytes; i += 64) {
-      __builtin_prefetch(reinterpret_cast<const void*>(at + i));
+      __builtin_prefetch(reinterpret_cast<const void*>(at + i), kWrite ? 1 : 0);
     }
   }
 
@@ -336,13 +502,13 @@ struct Softmax {
     const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
     const uint8_t* mask = tile.mask;
     for (int64_t r = 0; r < tile.rows; ++r) {
-      Fetch(x, tile.stride * E::kBytes, tile.columns);
-      OverBlocks<kBlock>(
-          0, tile.columns, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-            const Pair<A> z = Scaled<kMask>(extent, x, mask, i, count, scales);
-            StorePair<A>(buffer + i, z);
-            StorePair<A>(maxima + i, Max(z, LoadPair<A>(maxima + i)));
-          });
+      Fetch<false>(x, tile.stride * E::kBytes, tile.columns);
+      OverBlocks<kBlock>(0, tile.columns,
+                         [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                           const Pair<A> z = Scaled<kMask>(extent, x, mask, i, count, scales);
+                           StorePair<A>(buffer + i, z);
+                           StorePair<A>(maxima + i, Max(z, LoadPair<A>(maxima + i)));
+                         });
       x += tile.stride * E::kBytes;
       buffer += tile.buffer_stride;
       if constexpr (kMask) mask += tile.mask_stride;
@@ -362,22 +528,22 @@ struct Softmax {
 
   template <bool kStore>
   static void SumTile(const SoftmaxTile& tile, Scalar* buffer, const Scalar* shift, Scalar* sums) {
-    for (int64_t j = 0; j < tile.columns; j += kBlock) {
-      const Pair<A> shifts = LoadPair<A>(shift + j);
-      Pair<A> total = LoadPair<A>(sums + j);
-      Scalar* p = buffer + j;
-      for (int64_t r = 0; r < tile.rows;) {
-        const int64_t end = tile.rows - r > kSegmentBlocks ? r + kSegmentBlocks : tile.rows;
-        Pair<A> sum = SetPair<A>(0);
-        for (; r < end; ++r) {
-          const Pair<A> e = Exp(Sub(LoadPair<A>(p), shifts));
-          if constexpr (kStore) StorePair<A>(p, e);
-          sum = Add(sum, e);
-          p += tile.buffer_stride;
+    alignas(64) Scalar some[kSoftmaxMaxColumns];
+    const int64_t width = RoundUp(tile.columns);
+    for (int64_t r = 0; r < tile.rows;) {
+      const int64_t end = tile.rows - r > kSegmentBlocks ? r + kSegmentBlocks : tile.rows;
+      for (int64_t j = 0; j < width; j += kBlock) StorePair<A>(some + j, SetPair<A>(0));
+      for (; r < end; ++r) {
+        for (int64_t j = 0; j < width; j += kBlock) {
+          const Pair<A> e = Exp(Sub(LoadPair<A>(buffer + j), LoadPair<A>(shift + j)));
+          if constexpr (kStore) StorePair<A>(buffer + j, e);
+          StorePair<A>(some + j, Add(LoadPair<A>(some + j), e));
         }
-        total = Add(total, sum);
+        buffer += tile.buffer_stride;
       }
-      StorePair<A>(sums + j, total);
+      for (int64_t j = 0; j < width; j += kBlock) {
+        StorePair<A>(sums + j, Add(LoadPair<A>(sums + j), LoadPair<A>(some + j)));
+      }
     }
   }
 
@@ -392,6 +558,60 @@ struct Softmax {
     }
   }
 
+  // What column j has in all parts. A part without anything above -inf adds nothing, but a NaN
+  // stays.
+  static void TileCombine(const void* maxima_data, const void* sums_data, int64_t parts,
+                          int64_t stride, int64_t columns, void* maximum_data, void* sum_data) {
+    const char* maxima = static_cast<const char*>(maxima_data);
+    const char* sums = static_cast<const char*>(sums_data);
+    char* maximum = static_cast<char*>(maximum_data);
+    char* sum = static_cast<char*>(sum_data);
+    using S = typename SameTypeOf<A>::Element;
+    const Pair<A> least = SetPair<A>(MinusInfinity());
+    OverBlocks<kBlock>(0, columns, [&](auto extent, int64_t j, int64_t count) FASTOPS_LAMBDA {
+      Pair<A> most = least;
+      for (int64_t p = 0; p < parts; ++p) {
+        most = Max(LoadElements<S>(extent, maxima + (p * stride + j) * S::kBytes, count), most);
+      }
+      Pair<A> total = SetPair<A>(0);
+      for (int64_t p = 0; p < parts; ++p) {
+        const int64_t at = (p * stride + j) * S::kBytes;
+        const Pair<A> m = LoadElements<S>(extent, maxima + at, count);
+        const Pair<A> factor = Select(Equal(m, least), SetPair<A>(0), Exp(Sub(m, most)));
+        total = Add(total, Mul(LoadElements<S>(extent, sums + at, count), factor));
+      }
+      StoreElements<S, false>(extent, maximum + j * S::kBytes, most, count);
+      StoreElements<S, false>(extent, sum + j * S::kBytes, total, count);
+    });
+  }
+
+  static bool TileFactors(const SoftmaxCall& call, int64_t columns, const void* maxima_data,
+                          void* sums_data) {
+    const Scalar* maxima = static_cast<const Scalar*>(maxima_data);
+    Scalar* sums = static_cast<Scalar*>(sums_data);
+    const Scalar nan = static_cast<Scalar>(__builtin_nan(""));
+    int64_t bad = 0;
+    for (int64_t j = 0; j < columns; ++j) {
+      bad += !(sums[j] < kInfinity && maxima[j] > MinusInfinity());
+    }
+    // The logarithm of what is not a sum is a number too.
+    for (int64_t j = 0; j < columns && bad > 0; ++j) {
+      if (!(sums[j] < kInfinity && maxima[j] > MinusInfinity())) sums[j] = 0;
+    }
+    if (call.log) {
+      using S = typename SameTypeOf<A>::Element;
+      char* p = static_cast<char*>(sums_data);
+      OverBlocks<kBlock>(0, columns, [&](auto extent, int64_t j, int64_t count) FASTOPS_LAMBDA {
+        const Pair<A> sum = LoadElements<S>(extent, p + j * S::kBytes, count);
+        const Pair<A> log = Select(NotZero(sum), LogOf(sum), SetPair<A>(nan));
+        StoreElements<S, false>(extent, p + j * S::kBytes, log, count);
+      });
+    } else {
+      for (int64_t j = 0; j < columns; ++j) sums[j] = sums[j] == 0 ? nan : 1 / sums[j];
+    }
+    return bad == 0;
+  }
+
   // From the buffer, or, with kRedo, from x.
   template <bool kMask, bool kLog, bool kRedo>
   static void FinishTile(const SoftmaxCall& call, const SoftmaxTile& tile, const char* from,
@@ -400,25 +620,27 @@ struct Softmax {
     const Pair<A> left_out = SetPair<A>(kLog ? MinusInfinity() : 0);
     const uint8_t* mask = tile.mask;
     for (int64_t r = 0; r < tile.rows; ++r) {
-      if constexpr (kRedo) Fetch(from, tile.stride * E::kBytes, tile.columns);
-      OverBlocks<kBlock>(
-          0, tile.columns, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-            Pair<A> v;
-            if constexpr (kRedo) {
-              v = Mul(LoadElements<E>(extent, from + i * E::kBytes, count), scales);
-            } else {
-              v = LoadPair<A>(reinterpret_cast<const Scalar*>(from) + i);
-            }
-            if constexpr (kLog || kRedo) v = Sub(v, LoadPair<A>(shift + i));
-            if constexpr (kLog) {
-              v = Sub(v, LoadPair<A>(factor + i));
-            } else {
-              if constexpr (kRedo) v = Exp(v);
-              v = Mul(v, LoadPair<A>(factor + i));
-            }
-            if constexpr (kMask) v = Select(LoadMask<A>(extent, mask + i, count), v, left_out);
-            StoreElements<E, false>(extent, y + i * E::kBytes, E::Narrow(v), count);
-          });
+      if constexpr (kRedo) Fetch<false>(from, tile.stride * E::kBytes, tile.columns);
+      Fetch<true>(y, tile.stride * E::kBytes, tile.columns);
+      OverBlocks<kBlock>(0, tile.columns,
+                         [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                           Pair<A> v;
+                           if constexpr (kRedo) {
+                             v = Mul(LoadElements<E>(extent, from + i * E::kBytes, count), scales);
+                           } else {
+                             v = LoadPair<A>(reinterpret_cast<const Scalar*>(from) + i);
+                           }
+                           if constexpr (kLog || kRedo) v = Sub(v, LoadPair<A>(shift + i));
+                           if constexpr (kLog) {
+                             v = Sub(v, LoadPair<A>(factor + i));
+                           } else {
+                             if constexpr (kRedo) v = Exp(v);
+                             v = Mul(v, LoadPair<A>(factor + i));
+                           }
+                           if constexpr (kMask)
+                             v = Select(LoadMask<A>(extent, mask + i, count), v, left_out);
+                           StoreElements<E, false>(extent, y + i * E::kBytes, E::Narrow(v), count);
+                         });
       from += kRedo ? tile.stride * E::kBytes
                     : tile.buffer_stride * static_cast<int64_t>(sizeof(Scalar));
       y += tile.stride * E::kBytes;
@@ -458,17 +680,18 @@ struct Softmax {
     const int64_t stride = tile.stride * E::kBytes;
     const uint8_t* mask = tile.mask;
     for (int64_t r = 0; r < tile.rows; ++r) {
-      if constexpr (!kLog) Fetch(y, stride, tile.columns);
-      Fetch(dy, stride, tile.columns);
-      OverBlocks<kBlock>(
-          0, tile.columns, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-            const Pair<A> d = LoadElements<E>(extent, dy + i * E::kBytes, count);
-            Pair<A> v = d;
-            if constexpr (!kLog) v = LoadElements<E>(extent, y + i * E::kBytes, count);
-            const Pair<A> term =
-                Term<kLog, kOut>(v, d, Keep<kLog, kOut>(extent, v, mask, i, count));
-            StorePair<A>(sums + i, Add(LoadPair<A>(sums + i), term));
-          });
+      if constexpr (!kLog) Fetch<false>(y, stride, tile.columns);
+      Fetch<false>(dy, stride, tile.columns);
+      OverBlocks<kBlock>(0, tile.columns,
+                         [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                           const Pair<A> d = LoadElements<E>(extent, dy + i * E::kBytes, count);
+                           Pair<A> v = d;
+                           if constexpr (!kLog)
+                             v = LoadElements<E>(extent, y + i * E::kBytes, count);
+                           const Pair<A> term =
+                               Term<kLog, kOut>(v, d, Keep<kLog, kOut>(extent, v, mask, i, count));
+                           StorePair<A>(sums + i, Add(LoadPair<A>(sums + i), term));
+                         });
       y += stride;
       dy += stride;
       if constexpr (kLog && kOut) mask += tile.mask_stride;
@@ -496,13 +719,13 @@ struct Softmax {
     const int64_t stride = tile.stride * E::kBytes;
     const uint8_t* mask = tile.mask;
     for (int64_t r = 0; r < tile.rows; ++r) {
+      Fetch<true>(dx, stride, tile.columns);
       OverBlocks<kBlock>(
           0, tile.columns, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
             const Pair<A> v = LoadElements<E>(extent, y + i * E::kBytes, count);
             const Pair<A> d = LoadElements<E>(extent, dy + i * E::kBytes, count);
-            const Pair<A> g =
-                Gradient<kLog, kOut>(v, d, Keep<kLog, kOut>(extent, v, mask, i, count), scales,
-                                     LoadPair<A>(sums + i));
+            const Pair<A> g = Gradient<kLog, kOut>(
+                v, d, Keep<kLog, kOut>(extent, v, mask, i, count), scales, LoadPair<A>(sums + i));
             StoreElements<E, false>(extent, dx + i * E::kBytes, E::Narrow(g), count);
           });
       y += stride;
@@ -532,16 +755,19 @@ struct Softmax {
 }  // namespace
 
 #define FASTOPS_BY_DTYPE(name) \
-  { Softmax<E32>::name, Softmax<EBF16>::name, Softmax<EF16>::name, Softmax<E64>::name }
+  {Softmax<E32>::name, Softmax<EBF16>::name, Softmax<EF16>::name, Softmax<E64>::name}
 
 extern const SoftmaxKernels softmax_kernels;
 const SoftmaxKernels softmax_kernels = {FASTOPS_BY_DTYPE(Rows),
+                                        FASTOPS_BY_DTYPE(BackwardRows),
                                         FASTOPS_BY_DTYPE(Stats),
                                         FASTOPS_BY_DTYPE(Finish),
                                         FASTOPS_BY_DTYPE(BackwardSum),
                                         FASTOPS_BY_DTYPE(BackwardFinish),
                                         FASTOPS_BY_DTYPE(TileMax),
                                         FASTOPS_BY_DTYPE(TileSum),
+                                        FASTOPS_BY_DTYPE(TileCombine),
+                                        FASTOPS_BY_DTYPE(TileFactors),
                                         FASTOPS_BY_DTYPE(TileFinish),
                                         FASTOPS_BY_DTYPE(TileRedo),
                                         FASTOPS_BY_DTYPE(TileBackwardSum),

@@ -12,6 +12,8 @@ namespace jax_fastops::cpu {
 
 // Statistics of a row are taken from pieces of at most this many elements.
 inline constexpr int64_t kSoftmaxPiece = 4096;
+// Tiles of columns have at most this many.
+inline constexpr int64_t kSoftmaxMaxColumns = 2048;
 
 // What both directions need to know of a call.
 struct SoftmaxCall {
@@ -42,6 +44,10 @@ struct SoftmaxKernels {
   // mask's rows are `mask_stride` apart.
   using Rows = void(const SoftmaxCall& call, const void* x, const uint8_t* mask,
                     int64_t mask_stride, void* y, int64_t rows, int64_t n);
+  // dx of `rows` rows of n <= kSoftmaxPiece elements.
+  using BackwardRows = void(const SoftmaxCall& call, const void* y, const void* dy,
+                            const uint8_t* mask, int64_t mask_stride, void* dx, int64_t rows,
+                            int64_t n);
   // Of a piece of a row, n <= kSoftmaxPiece.
   using Stats = void(const SoftmaxCall& call, const void* x, const uint8_t* mask, int64_t n,
                      double* maximum, double* sum);
@@ -64,6 +70,13 @@ struct SoftmaxKernels {
   // columns that `shift` gives differ from the maxima where those are infinite.
   using TileSum = void(const SoftmaxTile& tile, void* buffer, const void* shift, void* sums,
                        bool store);
+  // The statistics of columns from those of `parts` parts, `stride` apart; may be done in place.
+  using TileCombine = void(const void* maxima, const void* sums, int64_t parts, int64_t stride,
+                           int64_t columns, void* maximum, void* sum);
+  // Replaces the sums by what TileFinish needs, NaN for columns without a proper sum: whether all
+  // columns have one.
+  using TileFactors = bool(const SoftmaxCall& call, int64_t columns, const void* maxima,
+                           void* sums);
   // y from the buffer of TileMax, with `log`, or else of TileSum: (buffer - shift) - factor, or
   // buffer * factor. The mask, if any, is applied.
   using TileFinish = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* buffer,
@@ -79,12 +92,15 @@ struct SoftmaxKernels {
 
   // By DType.
   Rows* rows[kNumDTypes];
+  BackwardRows* backward_rows[kNumDTypes];
   Stats* stats[kNumDTypes];
   Finish* finish[kNumDTypes];
   BackwardSum* backward_sum[kNumDTypes];
   BackwardFinish* backward_finish[kNumDTypes];
   TileMax* tile_max[kNumDTypes];
   TileSum* tile_sum[kNumDTypes];
+  TileCombine* tile_combine[kNumDTypes];
+  TileFactors* tile_factors[kNumDTypes];
   TileFinish* tile_finish[kNumDTypes];
   TileRedo* tile_redo[kNumDTypes];
   TileBackwardSum* tile_backward_sum[kNumDTypes];

@@ -99,11 +99,10 @@ class RowGroup {
           const int slot = BlockRank() * kWarps + warp;
 #pragma unroll
           for (int i = 0; i < kCount; ++i) {
-            *cooperative_groups::this_cluster().map_shared_rank(&scratch.values[phase][i][slot],
-                                                                lane) = values[i];
+            *InBlock(&scratch.values[phase][i][slot], lane) = values[i];
           }
         }
-        cooperative_groups::this_cluster().sync();
+        SyncCluster();
       }
       constexpr int kSlots = kWarps * kCluster;
 #pragma unroll
@@ -115,7 +114,7 @@ class RowGroup {
         }
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) {
-          if (lanes < kSlots) value = op(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+          value = op(value, __shfl_xor_sync(0xffffffffu, value, lanes));
         }
         values[i] = value;
       }
@@ -125,7 +124,25 @@ class RowGroup {
 
   // Before the first reduction of a kernel: no block writes into another that has not begun.
   static __device__ __forceinline__ void Begin() {
-    if constexpr (kCluster > 1) cooperative_groups::this_cluster().sync();
+    if constexpr (kCluster > 1) SyncCluster();
+  }
+
+ private:
+  // Older devices have no clusters, and their headers no names for them.
+  static __device__ __forceinline__ void SyncCluster() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    cooperative_groups::this_cluster().sync();
+#endif
+  }
+
+  // Where `p`, in this block's shared memory, is in that of another block of the cluster.
+  template <typename A>
+  static __device__ __forceinline__ A* InBlock(A* p, [[maybe_unused]] int rank) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    return cooperative_groups::this_cluster().map_shared_rank(p, rank);
+#else
+    return p;
+#endif
   }
 };
 

@@ -1,0 +1,384 @@
+// Which kernel a softmax runs on, and with what launch. Included once by the forward and once by
+// the backward, which are compiled apart.
+#ifndef JAX_FASTOPS_CUDA_SOFTMAX_LAUNCH_CUH_
+#define JAX_FASTOPS_CUDA_SOFTMAX_LAUNCH_CUH_
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "cuda/load_kernels.h"
+#include "cuda/softmax.h"
+#include "cuda/softmax_columns.cuh"
+#include "cuda/softmax_rows.cuh"
+#include "cuda/softmax_run.h"
+#include "dtype.h"
+
+namespace jax_fastops::cuda::softmax {
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
+
+// -------------------------------------------------------------------------------------------------
+// Tables
+
+using RowsFunction = void (*)(Params);
+using BlockFunction = void (*)(Params, int);
+using LongFunction = void (*)(Params, LongParams);
+using ColumnsFunction = void (*)(Params, ColumnsParams);
+
+// A RowsKernel: for rows of up to so many units.
+struct RowsLaunch {
+  int units;
+  int threads;
+  int rows_per_block;
+  RowsFunction function;
+};
+
+template <typename T, Op kOp, int kBytes, int kLanes, int kUnits, int kRows, bool kAligned = true>
+RowsLaunch MakeRows() {
+  return {kLanes * kUnits, RowThreads(kLanes), RowThreads(kLanes) / kLanes * kRows,
+          RowsKernel<T, kOp, kLanes, kUnits, kRows, kBytes, kAligned>};
+}
+
+// A BlockKernel.
+struct BlockLaunch {
+  int threads;
+  int cluster;
+  BlockFunction function;
+};
+
+template <typename T, Op kOp, int kThreads, int kCluster>
+BlockLaunch MakeBlock() {
+  return {kThreads, kCluster, BlockKernel<T, kOp, kThreads, kCluster>};
+}
+
+inline constexpr int kUnitRows = 10, kRaggedRows = 5, kElementRows = 5, kBlocks = 6;
+
+// Of columns: four elements, more would be too many registers for their maxima and sums.
+template <typename T>
+inline constexpr int kColumnUnit = sizeof(T) == 2 ? 8 : 16;
+
+template <typename T, Op kOp>
+struct Table {
+  static constexpr bool kHasUnits = sizeof(T) < 8;  // of 16 bytes, along rows
+
+  RowsLaunch unit_rows[kUnitRows] = {};
+  RowsLaunch ragged_rows[kRaggedRows] = {};  // that begin or end within a unit
+  BlockLaunch blocks[kBlocks] = {};
+  LongFunction long_rows = nullptr;
+  RowsLaunch element_rows[kElementRows] = {
+      MakeRows<T, kOp, sizeof(T), 4, 1, 4>(), MakeRows<T, kOp, sizeof(T), 4, 4, 1>(),
+      MakeRows<T, kOp, sizeof(T), 32, 1, 4>(), MakeRows<T, kOp, sizeof(T), 32, 4, 1>(),
+      MakeRows<T, kOp, sizeof(T), 32, 16, 1>()};
+  ColumnsFunction unit_columns = ColumnsKernel<T, kOp, kColumnUnit<T>>;
+  ColumnsFunction element_columns = ColumnsKernel<T, kOp, sizeof(T)>;
+
+  Table() {
+    if constexpr (kHasUnits) {
+      const RowsLaunch rows[] = {
+          MakeRows<T, kOp, 16, 2, 1, 4>(),   MakeRows<T, kOp, 16, 4, 1, 4>(),
+          MakeRows<T, kOp, 16, 8, 1, 4>(),   MakeRows<T, kOp, 16, 8, 2, 2>(),
+          MakeRows<T, kOp, 16, 8, 4, 1>(),   MakeRows<T, kOp, 16, 16, 4, 1>(),
+          MakeRows<T, kOp, 16, 32, 4, 1>(),  MakeRows<T, kOp, 16, 64, 4, 1>(),
+          MakeRows<T, kOp, 16, 128, 4, 1>(), MakeRows<T, kOp, 16, 256, 4, 1>()};
+      std::copy(std::begin(rows), std::end(rows), unit_rows);
+      const RowsLaunch ragged[] = {
+          MakeRows<T, kOp, 16, 16, 4, 1, false>(), MakeRows<T, kOp, 16, 32, 4, 1, false>(),
+          MakeRows<T, kOp, 16, 64, 4, 1, false>(), MakeRows<T, kOp, 16, 128, 4, 1, false>(),
+          MakeRows<T, kOp, 16, 256, 4, 1, false>()};
+      std::copy(std::begin(ragged), std::end(ragged), ragged_rows);
+      const BlockLaunch all[] = {MakeBlock<T, kOp, 256, 1>(),  MakeBlock<T, kOp, 256, 2>(),
+                                 MakeBlock<T, kOp, 256, 4>(),  MakeBlock<T, kOp, 256, 8>(),
+                                 MakeBlock<T, kOp, 256, 16>(), MakeBlock<T, kOp, 512, 16>()};
+      std::copy(std::begin(all), std::end(all), blocks);
+      long_rows = LongKernel<T, kOp>;
+    }
+  }
+};
+
+template <typename T, Op kOp>
+const Table<T, kOp>& TableOf() {
+  static const Table<T, kOp> table;
+  return table;
+}
+
+// Calls `visit` with the table.
+template <bool kGrad, typename Visit>
+cudaError_t WithTable(DType dtype, bool log, const Visit& visit) {
+  constexpr Op kPlain = kGrad ? Op::kSoftmaxGrad : Op::kSoftmax;
+  constexpr Op kLog = kGrad ? Op::kLogSoftmaxGrad : Op::kLogSoftmax;
+  switch (dtype) {
+    case DType::kF32:
+      return log ? visit(TableOf<float, kLog>()) : visit(TableOf<float, kPlain>());
+    case DType::kBF16:
+      return log ? visit(TableOf<__nv_bfloat16, kLog>()) : visit(TableOf<__nv_bfloat16, kPlain>());
+    case DType::kF16:
+      return log ? visit(TableOf<__half, kLog>()) : visit(TableOf<__half, kPlain>());
+    case DType::kF64:
+      return log ? visit(TableOf<double, kLog>()) : visit(TableOf<double, kPlain>());
+  }
+  return cudaErrorInvalidValue;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Launches
+
+template <typename... Arguments>
+cudaError_t Launch(void (*function)(Arguments...), dim3 grid, int threads, int shared_bytes,
+                   int cluster, cudaStream_t stream, Arguments... arguments) {
+  void* pointers[] = {&arguments...};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(function), pointers);
+}
+
+inline cudaError_t LaunchRows(const RowsLaunch& launch, const Params& p, cudaStream_t stream) {
+  const int64_t blocks = CeilDiv(p.outer, launch.rows_per_block);
+  if (blocks > kMaxGrid) return cudaErrorInvalidConfiguration;
+  return Launch(launch.function, dim3(static_cast<unsigned>(blocks)), launch.threads, 0, 1, stream,
+                p);
+}
+
+inline cudaError_t LaunchBlock(const BlockLaunch& launch, const Params& p, int block_units,
+                               int shared_bytes, cudaStream_t stream) {
+  const int64_t blocks = p.outer * launch.cluster;
+  if (blocks > kMaxGrid) return cudaErrorInvalidConfiguration;
+  return Launch(launch.function, dim3(static_cast<unsigned>(blocks)), launch.threads, shared_bytes,
+                launch.cluster, stream, p, block_units);
+}
+
+template <typename A>
+cudaError_t LaunchLong(LongFunction function, const Params& p, int64_t row_units, int processors,
+                       void* workspace, cudaStream_t stream) {
+  LongParams q;
+  // With one batch to a chunk, that is 16 KB, tickets were the bound: 2.2 of the floor for float32
+  // (8, 4194304) on an H100, 1.6 with four. Leads of half as many chunks measured 5 to 10% slower.
+  q.batches = 4;
+  q.chunks = CeilDiv(row_units, q.batches * kBatchUnits);
+  const int64_t jobs = p.outer * q.chunks;
+  if (2 * jobs > kMaxGrid) return cudaErrorInvalidConfiguration;
+  int resident = 0;
+  cudaError_t error =
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, function, kLongThreads, 0);
+  if (error != cudaSuccess) return error;
+  const int64_t blocks = std::min<int64_t>(2 * jobs, int64_t{processors} * resident);
+  q.lead = std::min(jobs, q.chunks + blocks);
+
+  // Counters first, then what is aligned to 8 bytes.
+  const int64_t counters = (1 + 2 * p.outer + 1) / 2 * 2;
+  q.ticket = static_cast<uint32_t*>(workspace);
+  q.done = q.ticket + 1;
+  q.ready = q.done + p.outer;
+  q.results = q.ticket + counters;
+  q.partials = static_cast<A*>(q.results) + 2 * p.outer;
+  error = cudaMemsetAsync(workspace, 0, counters * sizeof(uint32_t), stream);
+  if (error != cudaSuccess) return error;
+  return Launch(function, dim3(static_cast<unsigned>(blocks)), kLongThreads, 0, 1, stream, p, q);
+}
+
+inline int Log2(int64_t power) {
+  int log = 0;
+  while (int64_t{1} << log < power) ++log;
+  return log;
+}
+
+// `bytes`: of a unit, of `size` elements. `accumulator`: bytes.
+inline cudaError_t LaunchColumns(ColumnsFunction function, const Params& p, int bytes, int size,
+                                 int accumulator, bool grad, const Limits& limits, void* workspace,
+                                 cudaStream_t stream) {
+  ColumnsParams q;
+  const int64_t row_units = p.inner / size;
+  q.row_units = FastDivisor64(static_cast<uint64_t>(row_units));
+  q.columns = p.outer * row_units;
+  q.stage = Stage::kAll;
+  q.chunk = p.n;
+  q.chunks = 1;
+  q.partials = workspace;
+  const int threads = ColumnThreads(grad);
+  const int log_threads = Log2(threads);
+
+  const auto scratch_bytes = [&](int log_width) {
+    const int64_t parts = threads >> std::max(log_width, 5);
+    return parts == 1 ? 0 : (parts << log_width) * size * accumulator;
+  };
+  const auto held_bytes = [&](int log_width) {
+    const int64_t places = CeilDiv(p.n, threads >> log_width) * threads;
+    return (places * bytes * (grad ? 2 : 1) + 15) / 16 * 16;
+  };
+  const auto tiles = [&](int log_width) { return CeilDiv(q.columns, int64_t{1} << log_width); };
+  // No wider than a row, unless there were more lanes than elements of n; and no narrower than 64
+  // bytes, unless the row is: with 32, a sector, the backward measured 1.29 of the floor, not 1.10.
+  const int narrow = std::max(0, log_threads - Log2(p.n));
+  const int widest = std::min(log_threads, std::max(narrow, Log2(row_units)));
+  const int sector = std::min(widest, std::max(narrow, Log2(64 / bytes)));
+  const auto fits = [&](int log_width, int64_t bytes_there) {
+    return held_bytes(log_width) + scratch_bytes(log_width) <= bytes_there;
+  };
+  int width = widest;
+  while (width > sector && (!fits(width, kThirdOfShared) || tiles(width) < 2 * limits.processors)) {
+    --width;
+  }
+  q.held = fits(width, limits.shared_bytes);
+  if (!q.held) width = std::min(widest, std::max(narrow, Log2(128 / bytes)));
+  q.log_width = width;
+  const int64_t held = q.held ? held_bytes(width) : 0;
+  q.scratch = static_cast<int>(held / 16);
+  const int shared_bytes = static_cast<int>(held + scratch_bytes(width));
+  if (tiles(width) > kMaxGrid) return cudaErrorInvalidConfiguration;
+  dim3 grid(static_cast<unsigned>(tiles(width)));
+
+  constexpr int64_t kMinChunk = 4096, kMaxChunks = 1024;
+  const int64_t wanted = std::min(kMaxChunks, CeilDiv(4 * limits.processors, tiles(width)));
+  if (!q.held && p.n > kSoftmaxWorkspace && wanted > 1) {
+    q.chunk = std::max(kMinChunk, CeilDiv(p.n, wanted));
+    q.chunks = CeilDiv(p.n, q.chunk);
+    grid.y = static_cast<unsigned>(q.chunks);
+    q.stage = Stage::kReduce;
+    const cudaError_t error = Launch(function, grid, threads, shared_bytes, 1, stream, p, q);
+    if (error != cudaSuccess) return error;
+    q.stage = Stage::kWrite;
+  }
+  return Launch(function, grid, threads, shared_bytes, 1, stream, p, q);
+}
+
+// Whether the mask can be loaded `size` elements at once, that being 1 or more.
+inline bool MaskHasUnits(const Params& p, int size) {
+  int64_t bits = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.mask));
+  for (int i = 0; i < p.mask_outer.rank; ++i) bits |= p.mask_outer.stride[i];
+  if (p.inner == 1) return p.mask_stride == 1 && (bits | p.n) % size == 0;
+  return p.mask_inner.rank == 1 && p.mask_inner.stride[0] == 1 &&
+         (bits | p.mask_stride) % size == 0;
+}
+
+template <bool kGrad>
+cudaError_t Run(const Params& params, DType dtype, bool log, void* workspace, cudaStream_t stream) {
+  Params p = params;
+  if (p.outer == 0 || p.n == 0 || p.inner == 0) return cudaSuccess;
+  Limits limits;
+  const cudaError_t error = GetLimits(&limits);
+  if (error != cudaSuccess) return error;
+
+  const int itemsize = static_cast<int>(DTypeSize(dtype));
+  const int size = 16 / itemsize;
+  const auto misalignment = [](const void* pointer) {
+    return reinterpret_cast<uintptr_t>(pointer) % 16;
+  };
+  const bool alike = misalignment(p.a) == misalignment(p.out) &&
+                     (!kGrad || misalignment(p.a) == misalignment(p.b));
+  const bool aligned = alike && misalignment(p.a) == 0 && p.n % size == 0;
+  const int column_size = itemsize == 8 ? 2 : 4;
+  const int64_t column_unit = column_size * itemsize;
+  const bool column_units = p.inner % column_size == 0 &&
+                            (reinterpret_cast<uintptr_t>(p.a) | reinterpret_cast<uintptr_t>(p.b) |
+                             reinterpret_cast<uintptr_t>(p.out)) %
+                                    column_unit ==
+                                0;
+
+  return WithTable<kGrad>(dtype, log, [&](const auto& table) {
+    const auto columns = [&] {
+      const bool reads_mask = p.mask != nullptr;
+      const bool units = p.inner > 1 && column_units &&
+                         (!reads_mask || p.mask_inner.rank == 0 || MaskHasUnits(p, column_size));
+      p.mask_units = reads_mask && units && p.mask_inner.rank > 0;
+      const int accumulator = std::max<int>(itemsize, sizeof(float));
+      return units ? LaunchColumns(table.unit_columns, p, static_cast<int>(column_unit),
+                                   column_size, accumulator, kGrad, limits, workspace, stream)
+                   : LaunchColumns(table.element_columns, p, itemsize, 1, accumulator, kGrad,
+                                   limits, workspace, stream);
+    };
+    if (p.inner > 1) return columns();
+
+    constexpr int64_t kFewElements = 64;
+    if (!table.kHasUnits || !alike || (!aligned && p.n <= kFewElements)) {
+      p.mask_units = false;
+      for (const RowsLaunch& launch : table.element_rows) {
+        if (p.n <= launch.units) return LaunchRows(launch, p, stream);
+      }
+      return columns();
+    }
+
+    p.mask_units = p.mask != nullptr && aligned && MaskHasUnits(p, size);
+    const int64_t units = aligned ? p.n / size : (p.n + 2 * size - 2) / size;
+    for (const RowsLaunch& launch : table.unit_rows) {
+      if (aligned && units <= launch.units) return LaunchRows(launch, p, stream);
+    }
+    for (const RowsLaunch& launch : table.ragged_rows) {
+      if (units <= launch.units) return LaunchRows(launch, p, stream);
+    }
+    // The smallest cluster that leaves room for another one on an SM: with twice as many blocks, of
+    // half the size, rows of 50257 and of 128256 elements measured 1 to 8% slower.
+    for (const BlockLaunch& launch : table.blocks) {
+      const int64_t block_units = CeilDiv(units, launch.cluster);
+      const int64_t bytes = block_units * 16 * (kGrad ? 2 : 1);
+      const int64_t most = launch.threads == 256 ? kHalfOfShared : kMostOfShared;
+      if (launch.cluster <= limits.cluster &&
+          bytes <= std::min<int64_t>(most, limits.shared_bytes)) {
+        return LaunchBlock(launch, p, static_cast<int>(block_units), static_cast<int>(bytes),
+                           stream);
+      }
+    }
+    if (p.n <= kSoftmaxWorkspace) return columns();
+    return LaunchLong<float>(table.long_rows, p, units, limits.processors, workspace, stream);
+  });
+}
+
+template <bool kGrad>
+cudaError_t LoadKernels() {
+  static KernelLoader loader;
+  Limits limits;
+  cudaError_t error = GetLimits(&limits);
+  if (error != cudaSuccess) return error;
+  cudaError_t attribute_error = cudaSuccess;
+  error = loader.Load([&](const auto& load) {
+    const auto load_shared = [&](auto function, bool cluster) {
+      const void* kernel = reinterpret_cast<const void*>(function);
+      load(kernel);
+      if (kernel == nullptr || attribute_error != cudaSuccess) return;
+      attribute_error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             limits.shared_bytes);
+      if (cluster && attribute_error == cudaSuccess) {
+        attribute_error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      }
+    };
+    for (int i = 0; i < kNumDTypes; ++i) {
+      for (const bool log : {false, true}) {
+        WithTable<kGrad>(static_cast<DType>(i), log, [&](const auto& table) {
+          for (const RowsLaunch& launch : table.unit_rows) {
+            load(reinterpret_cast<const void*>(launch.function));
+          }
+          for (const RowsLaunch& launch : table.ragged_rows) {
+            load(reinterpret_cast<const void*>(launch.function));
+          }
+          for (const RowsLaunch& launch : table.element_rows) {
+            load(reinterpret_cast<const void*>(launch.function));
+          }
+          for (const BlockLaunch& launch : table.blocks) {
+            if (launch.cluster <= limits.cluster) load_shared(launch.function, launch.cluster > 8);
+          }
+          load(reinterpret_cast<const void*>(table.long_rows));
+          load_shared(table.unit_columns, false);
+          load_shared(table.element_columns, false);
+          return cudaSuccess;
+        });
+      }
+    }
+  });
+  return error != cudaSuccess ? error : attribute_error;
+}
+
+}  // namespace jax_fastops::cuda::softmax
+
+#endif  // JAX_FASTOPS_CUDA_SOFTMAX_LAUNCH_CUH_

@@ -1,0 +1,450 @@
+// What is computed of an element, whatever the threads are that hold its row, and how kernels find
+// their part of the mask.
+#ifndef JAX_FASTOPS_CUDA_SOFTMAX_MATH_CUH_
+#define JAX_FASTOPS_CUDA_SOFTMAX_MATH_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/divide.cuh"
+#include "cuda/packed.cuh"
+#include "cuda/unit.cuh"
+#include "permutation.h"
+#include "softmax_shape.h"
+
+namespace jax_fastops::cuda::softmax {
+
+enum class Op { kSoftmax, kLogSoftmax, kSoftmaxGrad, kLogSoftmaxGrad };
+
+constexpr bool IsGrad(Op op) { return op == Op::kSoftmaxGrad || op == Op::kLogSoftmaxGrad; }
+constexpr bool IsLog(Op op) { return op == Op::kLogSoftmax || op == Op::kLogSoftmaxGrad; }
+
+// A MaskIndex, ready for division.
+struct MaskDivisors {
+  int rank = 0;
+  bool narrow = true;  // fewer than 2^31 indices
+  FastDivisor divisor[kMaxMaskRank];
+  int64_t size[kMaxMaskRank];
+  int64_t stride[kMaxMaskRank];
+
+  __device__ __forceinline__ int64_t Offset(int64_t index) const {
+    int64_t offset[1] = {index};
+    ToOffsets(offset);
+    return offset[0];
+  }
+
+  // Of several indices, in their place.
+  template <int kCount>
+  __device__ __forceinline__ void ToOffsets(int64_t (&indices)[kCount]) const {
+    int64_t offsets[kCount] = {};
+    if (narrow) {
+      uint32_t left[kCount];
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) left[k] = static_cast<uint32_t>(indices[k]);
+#pragma unroll 1
+      for (int i = rank - 1; i > 0; --i) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+          const uint32_t major = Divide(left[k], divisor[i]);
+          offsets[k] += (left[k] - major * divisor[i].divisor) * stride[i];
+          left[k] = major;
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) indices[k] = left[k];
+    } else {
+#pragma unroll 1
+      for (int i = rank - 1; i > 0; --i) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+          offsets[k] += indices[k] % size[i] * stride[i];
+          indices[k] /= size[i];
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      indices[k] = rank == 0 ? 0 : offsets[k] + indices[k] * stride[0];
+    }
+  }
+};
+
+struct Params {
+  const void* a;  // x, or y
+  const void* b;  // dy
+  void* out;      // y, or dx
+  int64_t outer;
+  int64_t n;
+  int64_t inner;
+  double scale;
+  bool zero_scale;  // x counts as 0 * x, and the scale as 1
+  bool skip_zeros;  // masked kSoftmaxGrad: elements with y = 0 take no part
+
+  const uint8_t* mask;  // null: none
+  int64_t mask_stride;  // along n
+  bool mask_units;      // the mask of a unit may be loaded at once
+  MaskDivisors mask_outer;
+  MaskDivisors mask_inner;
+};
+
+// -------------------------------------------------------------------------------------------------
+// Units in registers
+
+// A unit as a thread holds it. Elements of 16 bits stay two to a register, from one pass over them
+// to the next: as an array of elements they would take one each.
+template <typename T, int kBytes>
+struct Held {
+  using A = ComputeType<T>;
+  using U = Unit<T, kBytes>;
+  using W = std::conditional_t<kBytes == 2, uint16_t, uint32_t>;
+  static constexpr int kSize = U::kSize;
+  static constexpr int kWords = kBytes / sizeof(W);
+  static constexpr bool kPairs = sizeof(T) == 2 && kBytes > 2;
+
+  W words[kWords];
+
+  Held() = default;
+  explicit __device__ __forceinline__ Held(const U& unit) { memcpy(words, unit.elements, kBytes); }
+
+  template <CacheHint kHint = CacheHint::kDefault>
+  static __device__ __forceinline__ Held Load(const void* p) {
+    return Held(U::template Load<kHint>(p));
+  }
+  template <CacheHint kHint = CacheHint::kDefault>
+  __device__ __forceinline__ void Store(void* p) const {
+    Get().template Store<kHint>(p);
+  }
+
+  __device__ __forceinline__ U Get() const {
+    U unit;
+    memcpy(unit.elements, words, kBytes);
+    return unit;
+  }
+
+  static __device__ __forceinline__ Held Filled(T value) {
+    U unit;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) unit.elements[i] = value;
+    return Held(unit);
+  }
+
+  __device__ __forceinline__ void Unpack(A (&values)[kSize]) const {
+    if constexpr (kPairs && std::is_same_v<T, __nv_bfloat16>) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        values[2 * i] = __uint_as_float(words[i] << 16);
+        values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+      }
+    } else if constexpr (kPairs) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const float2 both = __half22float2(Pair(i));
+        values[2 * i] = both.x;
+        values[2 * i + 1] = both.y;
+      }
+    } else {
+      const U unit = Get();
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[i] = ToCompute(unit.elements[i]);
+    }
+  }
+
+  __device__ __forceinline__ void Pack(const A (&values)[kSize]) {
+    if constexpr (kPairs) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        PairOf<T> pair;
+        if constexpr (std::is_same_v<T, __half>) {
+          pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
+        } else {
+          pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+        }
+        memcpy(words + i, &pair, 4);
+      }
+    } else {
+      U unit;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) unit.elements[i] = FromCompute<T>(values[i]);
+      memcpy(words, unit.elements, kBytes);
+    }
+  }
+
+  __device__ __forceinline__ PairOf<T> Pair(int i) const {
+    PairOf<T> pair;
+    memcpy(&pair, words + i, 4);
+    return pair;
+  }
+
+  // Between passes: what the last one has unpacked is not to be kept for the next.
+  __device__ __forceinline__ void Forget() {
+    if constexpr (kPairs) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(words[i]));
+    }
+  }
+
+  // Replaces the elements whose byte of the mask, 0 or 1, is 0.
+  __device__ __forceinline__ void Exclude(const Unit<uint8_t, kSize>& keep, T excluded) {
+    if constexpr (kPairs && kSize % 4 == 0) {
+      const uint32_t pair = Filled(excluded).words[0];
+#pragma unroll
+      for (int i = 0; i < kWords; i += 2) {
+        uint32_t bytes;
+        memcpy(&bytes, keep.elements + 2 * i, 4);
+        bytes *= 0xff;
+        const uint32_t low = __byte_perm(bytes, 0, 0x1100), high = __byte_perm(bytes, 0, 0x3322);
+        words[i] = (words[i] & low) | (pair & ~low);
+        words[i + 1] = (words[i + 1] & high) | (pair & ~high);
+      }
+    } else {
+      U unit = Get();
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        if (keep.elements[i] == 0) unit.elements[i] = excluded;
+      }
+      memcpy(words, unit.elements, kBytes);
+    }
+  }
+
+  // x * 0: NaN where x is infinite or NaN. Elements that are `excluded` where `inside` is false.
+  template <typename Inside>
+  __device__ __forceinline__ void TimesZero(const Inside& inside, T excluded) {
+    U unit = Get();
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const T zero = FromCompute<T>(ToCompute(unit.elements[i]) * A(0));
+      unit.elements[i] = inside(i) ? zero : excluded;
+    }
+    memcpy(words, unit.elements, kBytes);
+  }
+};
+
+// -------------------------------------------------------------------------------------------------
+// Rows
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+// 2^d; a subnormal result is 0.
+__device__ __forceinline__ float PowerOfTwo(float d) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(d));
+  return power;
+}
+
+__device__ __forceinline__ float MulAdd(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double MulAdd(double a, double b, double c) { return fma(a, b, c); }
+__device__ __forceinline__ float ExpOf(float d) { return expf(d); }
+__device__ __forceinline__ double ExpOf(double d) { return exp(d); }
+
+// The element of which scale * x is the maximum: the largest, or with a negative scale the
+// smallest. Of types of 16 bits, two elements at once.
+template <typename T, int kBytes>
+struct Top {
+  using A = ComputeType<T>;
+  using H = Held<T, kBytes>;
+
+  A value = -A(INFINITY);
+  PairOf<std::conditional_t<sizeof(T) == 2, T, __half>> pair;
+  bool negative;
+
+  explicit __device__ __forceinline__ Top(A scale) : negative(scale < 0) {
+    if constexpr (H::kPairs) pair = H::Filled(FromCompute<T>(-A(INFINITY))).Pair(0);
+  }
+  __device__ __forceinline__ void Add(const H& x) {
+    if constexpr (H::kPairs) {
+      const uint32_t sign = negative ? 0x80008000u : 0u;
+#pragma unroll
+      for (int i = 0; i < H::kWords; ++i) {
+        H flipped;
+        flipped.words[0] = x.words[i] ^ sign;
+        pair = __hmax2(pair, flipped.Pair(0));
+      }
+    } else {
+      A values[H::kSize];
+      x.Unpack(values);
+#pragma unroll
+      for (int i = 0; i < H::kSize; ++i) value = fmax(value, negative ? -values[i] : values[i]);
+    }
+  }
+  // Of -x, if the scale is negative: so maxima of maxima are what they should be.
+  __device__ __forceinline__ A Get() const {
+    if constexpr (H::kPairs) return fmax(ToCompute(pair.x), ToCompute(pair.y));
+    return value;
+  }
+};
+
+// What Top has found, as an element; NaN if the scale makes it infinite.
+template <typename A>
+__device__ __forceinline__ A TopElement(A top, A scale) {
+  if (scale < 0) top = -top;
+  return fabs(top * scale) < A(INFINITY) ? top : A(NAN);
+}
+
+// A sum of powers below one top, as below another. A top of -inf stands for a sum of nothing, which
+// is 0, or NaN. Tops are as Top::Get gives them, so the scale counts without its sign.
+template <typename A>
+__device__ __forceinline__ A Corrected(A total, A from, A to, A scale) {
+  return from == -A(INFINITY) ? total : total * ExpOf((from - to) * fabs(scale));
+}
+
+// The forward of one row, of which the top element and the sum are known. The top is subtracted
+// before anything else: rows far from 0 lose nothing. What is excluded is held as the element that
+// the scale makes -inf of, so that it adds 0 to the sum and comes out as 0, or -inf, unless the row
+// is undefined: where its maximum is infinite, as that of an excluded row is, or where it has a
+// NaN, the sum is NaN.
+//
+// For types of 16 bits, powers are 2^64 as large, and so is the sum: the subnormal results that the
+// instruction for powers of two would flush then come from a product.
+template <typename T, bool kLog>
+struct Normalizer {
+  using A = ComputeType<T>;
+  static constexpr bool kShifted = sizeof(T) == 2 && !kLog;
+
+  A factor;  // the scale; for types of 16 bits times log2(e), unless kLog
+  A top;
+  A last;  // the sum's reciprocal, or logarithm
+
+  __device__ __forceinline__ Normalizer(A scale, A top)
+      : factor(sizeof(T) == 2 && !kLog ? scale * A(kLog2E) : scale), top(top), last(0) {}
+  __device__ __forceinline__ void SetTotal(A total) {
+    if constexpr (kLog) {
+      last = log(total);
+    } else {
+      last = A(1) / total;
+    }
+  }
+
+  // What the sum is of.
+  __device__ __forceinline__ A Power(A x) const {
+    const A d = x - top;
+    if constexpr (kShifted) return PowerOfTwo(fmaf(d, factor, 64.0f));
+    if constexpr (sizeof(T) == 2) return PowerOfTwo(d * factor * kLog2E);
+    return ExpOf(d * factor);
+  }
+  __device__ __forceinline__ A operator()(A x) const {
+    if constexpr (kLog) return (x - top) * factor - last;
+    return Power(x) * last;
+  }
+  static __device__ __forceinline__ bool Undefined(A total) { return !(total < A(INFINITY)); }
+};
+
+// The backward of one row. Of what is excluded, y is held as -inf (log) or 0 and dy as 0.
+template <typename T, bool kLog>
+struct Gradient {
+  using A = ComputeType<T>;
+
+  A scale;
+  A sum;  // log: times 2^-32 for types of 16 bits; else: times the scale
+  bool skip_zeros;
+
+  __device__ __forceinline__ Gradient(A scale, A total, bool skip_zeros)
+      : scale(scale), sum(total), skip_zeros(skip_zeros) {
+    if constexpr (!kLog) {
+      sum *= scale;
+    } else if constexpr (sizeof(T) == 2) {
+      sum *= 2.3283064365386963e-10f;
+    }
+  }
+  static __device__ __forceinline__ A Term(A y, A dy, bool skip_zeros) {
+    if constexpr (kLog) return dy;
+    return skip_zeros && y == A(0) ? A(0) : y * dy;
+  }
+  __device__ __forceinline__ A operator()(A y, A dy) const {
+    if constexpr (kLog) {
+      if constexpr (sizeof(T) == 2) {
+        return scale * fmaf(-PowerOfTwo(fmaf(y, kLog2E, 32.0f)), sum, dy);
+      }
+      return scale * MulAdd(-ExpOf(y), sum, dy);
+    }
+    return skip_zeros && y == A(0) ? A(0) : y * MulAdd(dy, scale, -sum);
+  }
+  static __device__ __forceinline__ bool Undefined(A total, A scale) {
+    return !(fabs(total * scale) < A(INFINITY));
+  }
+};
+
+// The element that stands for an excluded one.
+template <typename T, Op kOp>
+__device__ __forceinline__ T Excluded(ComputeType<T> scale) {
+  using A = ComputeType<T>;
+  if constexpr (kOp == Op::kSoftmaxGrad) return FromCompute<T>(A(0));
+  if constexpr (kOp == Op::kLogSoftmaxGrad) return FromCompute<T>(-A(INFINITY));
+  return FromCompute<T>(scale < A(0) ? A(INFINITY) : -A(INFINITY));
+}
+
+// What an excluded element comes out as.
+template <typename T, Op kOp>
+__device__ __forceinline__ T ExcludedResult() {
+  using A = ComputeType<T>;
+  return FromCompute<T>(kOp == Op::kLogSoftmax ? -A(INFINITY) : A(0));
+}
+
+// -------------------------------------------------------------------------------------------------
+// Passes over one unit
+
+// Their sum, in pairs of pairs: quicker, and more accurate, than one after the other.
+template <typename A, int kSize>
+__device__ __forceinline__ A SumOf(A (&values)[kSize]) {
+#pragma unroll
+  for (int half = kSize / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) values[i] += values[i + half];
+  }
+  return values[0];
+}
+
+template <bool kLog, typename T, int kBytes>
+__device__ __forceinline__ void AddTerms(const Held<T, kBytes>& y, const Held<T, kBytes>& dy,
+                                         bool skip_zeros, ComputeType<T>& sum) {
+  constexpr int kSize = Held<T, kBytes>::kSize;
+  ComputeType<T> ys[kSize], dys[kSize];
+  y.Unpack(ys);
+  dy.Unpack(dys);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) ys[i] = Gradient<T, kLog>::Term(ys[i], dys[i], skip_zeros);
+  sum += SumOf(ys);
+}
+
+// Puts the gradient in y's place.
+template <bool kLog, typename T, int kBytes>
+__device__ __forceinline__ void ToGradient(const Gradient<T, kLog>& gradient, Held<T, kBytes>& y,
+                                           const Held<T, kBytes>& dy) {
+  constexpr int kSize = Held<T, kBytes>::kSize;
+  ComputeType<T> ys[kSize], dys[kSize];
+  y.Unpack(ys);
+  dy.Unpack(dys);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) ys[i] = gradient(ys[i], dys[i]);
+  y.Pack(ys);
+}
+
+// Whether the powers that are summed can take the elements' place: where they are as wide.
+template <typename T, bool kLog>
+inline constexpr bool kKeepsPowers = sizeof(T) >= 4 && !kLog;
+
+template <bool kLog, typename T, int kBytes>
+__device__ __forceinline__ void AddPowers(const Normalizer<T, kLog>& normalize, Held<T, kBytes>& x,
+                                          ComputeType<T>& total) {
+  constexpr int kSize = Held<T, kBytes>::kSize;
+  ComputeType<T> xs[kSize];
+  x.Unpack(xs);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) xs[i] = normalize.Power(xs[i]);
+  if constexpr (kKeepsPowers<T, kLog>) x.Pack(xs);
+  total += SumOf(xs);
+}
+
+// Puts the result in the place of x, or of its power.
+template <bool kPowers, bool kLog, typename T, int kBytes>
+__device__ __forceinline__ void ToResult(const Normalizer<T, kLog>& normalize, Held<T, kBytes>& x) {
+  constexpr int kSize = Held<T, kBytes>::kSize;
+  ComputeType<T> xs[kSize];
+  x.Unpack(xs);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) xs[i] = kPowers ? xs[i] * normalize.last : normalize(xs[i]);
+  x.Pack(xs);
+}
+
+}  // namespace jax_fastops::cuda::softmax
+
+#endif  // JAX_FASTOPS_CUDA_SOFTMAX_MATH_CUH_

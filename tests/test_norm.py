@@ -1,0 +1,1380 @@
+"""The norms: transformations, shapes, parameters, special values, what is kept and refused."""
+
+import functools
+import itertools
+import math
+import re
+import zlib
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import pytest
+from harness import Case, Sharding, Tolerance, assert_bitwise_equal, assert_matches, checks
+from harness.case import FLOAT_DTYPES, outputs
+from harness.compat import make_mesh, saved_residuals, x64
+from harness.numerics import normal
+from harness.sharding import assert_collectives, assert_layout, collectives, device_count
+from harness.transforms import oracle
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+
+# name -> what it takes behind x, in the order of its signature and then by name
+OPS = {
+    "layer_norm": ("scale", "bias"),
+    "rms_norm": ("scale",),
+    "residual_layer_norm": ("residual", "scale", "bias", "input_bias"),
+    "residual_rms_norm": ("residual", "scale", "input_bias"),
+}
+
+
+def reference(
+    name, x, *, residual=None, scale=None, bias=None, input_bias=None, eps=1e-6, return_sum=False
+):
+    """In float32, or float64; the sum is rounded, as it would be between two layers.
+
+    What is exact is the same in float64, in which it is not.
+    """
+    wide = jnp.promote_types(x.dtype, np.float32)
+    s = x.astype(wide)
+    s = s if input_bias is None else s + input_bias.astype(wide)
+    s = s if residual is None else s + residual.astype(wide)
+    # XLA on a GPU would leave the rounding out, which no one asks it to.
+    y = jax.lax.optimization_barrier(s.astype(x.dtype)).astype(wide)
+    if "rms" not in name:
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    y = y if scale is None else y * scale.astype(wide)
+    y = (y if bias is None else y + bias.astype(wide)).astype(x.dtype)
+    return (y, s.astype(x.dtype)) if return_sum else y
+
+
+def variant(name, given, **options):
+    """The op and its reference, as functions of x and of what is given beside it."""
+    op = getattr(fo, name)
+    plain = functools.partial(reference, name)
+    return tuple(
+        lambda x, *rest, f=f: f(x, **dict(zip(given, rest, strict=True)), **options)
+        for f in (op, plain)
+    )
+
+
+def draws(shape, given, parameters=None):
+    """Draws x, and what is given beside it; the scale is about 1."""
+
+    def make(rng, dtype):
+        args = [normal(rng, shape, dtype)]
+        for what in given:
+            if what == "residual":
+                args.append(normal(rng, shape, dtype))
+                continue
+            own = parameters or dtype
+            value = normal(rng, shape[-1:], np.float64)
+            args.append((value / 4 + 1 if what == "scale" else value).astype(own))
+        return tuple(args)
+
+    return make
+
+
+def spread(name, dim, given, results=1):
+    """x and the residual are sharded, parameters are not, and their gradients are sums."""
+    return Sharding(
+        name,
+        (dim, *(dim if what == "residual" else None for what in given)),
+        (dim,) * results,
+        gradient_all_reduces=sum(what != "residual" for what in given),
+    )
+
+
+def case(name, op, given, shape, sharded=None, parameters=None, eps=1e-6, **more):
+    return_sum = more.pop("return_sum", False)
+    options = {"return_sum": True} if return_sum else {}
+    fn, plain = variant(op, given, eps=eps, **options)
+    if sharded is not None:
+        more["make_sharded_args"] = draws(sharded, given, parameters)
+        names = ("batch", "sequence")[: len(sharded) - 1]
+        more["shardings"] = tuple(
+            spread(n, dim, given, 1 + return_sum) for dim, n in enumerate(names)
+        )
+    return Case(
+        name=name,
+        fn=fn,
+        reference=plain,
+        make_args=draws(shape, given, parameters),
+        tolerance=Tolerance(ulps=16.0),
+        shards_under_vmap=set(given) <= {"residual"},
+        **more,
+    )
+
+
+LAYER_NORM = case(
+    "layer_norm",
+    "layer_norm",
+    ("scale", "bias"),
+    (3, 7),
+    (64, 12),
+    symbolic=("b, n", "n", "n"),
+)
+
+RESIDUAL_RMS_NORM = case(
+    "residual_rms_norm",
+    "residual_rms_norm",
+    ("residual", "scale", "input_bias"),
+    (2, 2, 5),
+    (64, 12),
+    return_sum=True,
+    eps=0.1,
+    dtypes=("float32", "bfloat16"),
+    modes=("native",),
+    symbolic=("b, s, n", "b, s, n", "n", "n"),
+)
+
+RMS_NORM = case(
+    "rms_norm", "rms_norm", ("scale",), (3, 8), (16, 8), eps=1e-3, symbolic=("b, 8", "8")
+)
+
+PLAIN_LAYER_NORM = case(
+    "plain_layer_norm", "layer_norm", (), (3, 2, 5), (8, 16, 5), symbolic=("a, b, n",), eps=0.5
+)
+
+RESIDUAL_LAYER_NORM = case(
+    "residual_layer_norm",
+    "residual_layer_norm",
+    ("residual", "scale", "bias", "input_bias"),
+    (3, 9),
+    (8, 64, 9),
+    dtypes=("float32", "bfloat16", "float16"),
+    modes=("native",),
+    symbolic=("b, 9", "b, 9", "9", "9", "9"),
+)
+
+PRE_NORM = case(
+    "pre_norm",
+    "residual_layer_norm",
+    ("residual", "scale"),
+    (2, 3, 4),
+    (16, 8, 4),
+    return_sum=True,
+    dtypes=("bfloat16", "float32"),
+    modes=("native",),
+)
+
+# Parameters are often kept in float32 beside data in half precision.
+FLOAT32_PARAMETERS = case(
+    "float32_parameters",
+    "residual_layer_norm",
+    ("residual", "scale", "bias", "input_bias"),
+    (4, 16),
+    (16, 16),
+    parameters=np.float32,
+    return_sum=True,
+    dtypes=("bfloat16", "float16"),
+    modes=("native",),
+)
+
+basic = functools.partial(case, basic_only=True, modes=("native",))
+SINGLE, HALF = ("float32",), ("bfloat16",)
+MIXED = basic("float32_scale", "rms_norm", ("scale",), (4, 16), parameters=np.float32, dtypes=HALF)
+MIXED_ALL = basic(
+    "float32_all",
+    "residual_layer_norm",
+    OPS["residual_layer_norm"],
+    (4, 16),
+    parameters=np.float32,
+    return_sum=True,
+    dtypes=HALF,
+)
+BIAS_ALONE = basic("bias_alone", "layer_norm", ("bias",), (3, 33), dtypes=SINGLE)
+SCALE_ALONE = basic("scale_alone", "layer_norm", ("scale",), (3, 33), dtypes=HALF)
+RESIDUAL_ALONE = basic(
+    "residual_alone", "residual_layer_norm", ("residual",), (2, 8), dtypes=SINGLE
+)
+INPUT_BIAS_ALONE = basic(
+    "input_bias_alone", "residual_rms_norm", ("residual", "input_bias"), (5, 7), dtypes=SINGLE
+)
+SUM_ALONE = basic(
+    "sum_alone", "residual_rms_norm", ("residual",), (3, 17), return_sum=True, dtypes=HALF
+)
+LONG = basic("long", "layer_norm", ("scale", "bias"), (2, 1001), dtypes=HALF)
+ONE = basic("one", "rms_norm", ("scale",), (4, 1), eps=0.5, dtypes=SINGLE)
+ONE_ROW = basic("one_row", "layer_norm", ("scale", "bias"), (9,), dtypes=SINGLE)
+
+QUICK = (LAYER_NORM,)
+BASIC = (
+    MIXED,
+    MIXED_ALL,
+    BIAS_ALONE,
+    SCALE_ALONE,
+    RESIDUAL_ALONE,
+    INPUT_BIAS_ALONE,
+    SUM_ALONE,
+    LONG,
+    ONE,
+    ONE_ROW,
+)
+SLOW = (
+    RESIDUAL_RMS_NORM,
+    RMS_NORM,
+    PLAIN_LAYER_NORM,
+    RESIDUAL_LAYER_NORM,
+    PRE_NORM,
+    FLOAT32_PARAMETERS,
+)
+
+
+@checks(*QUICK, *BASIC)
+def test_harness(check):
+    check()
+
+
+@pytest.mark.slow
+@checks(*SLOW)
+def test_harness_of_variants(check):
+    check()
+
+
+@pytest.fixture(autouse=True)
+def native():
+    with fo.use_implementation("native"):
+        yield
+
+
+@pytest.fixture(params=OPS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(params=FLOAT_DTYPES)
+def dtype(request):
+    with x64(request.param == "float64"):
+        yield jnp.dtype(request.param)
+
+
+def value_and_gradients(fn):
+    def run(args, cotangents):
+        out, pullback = jax.vjp(lambda *args: outputs(fn(*args)), *args)
+        return out, pullback(tuple(cotangents))
+
+    return run
+
+
+# Shapes -------------------------------------------------------------------------------------------
+
+
+def growth(n):
+    """How many units of rounding a sum of `n` terms may be off: partial sums in many lanes."""
+    return 4 + math.sqrt(n) / 8
+
+
+def assert_within(got, exact, unit, wide, where):
+    """At most half a unit in the last place off, and `unit` roundings of the dtype `wide`."""
+    info = jnp.finfo(got.dtype)
+    # XLA and the kernels may take subnormals of wide types for 0.
+    least = info.smallest_subnormal if got.dtype == np.float16 else info.smallest_normal
+    got = got.astype(np.float64)
+    eps = float(np.finfo(wide).eps)
+    limit = 0.51 * float(info.eps) * np.abs(exact) + eps * unit + 1.01 * float(least)
+    error = np.abs(got - exact)
+    assert np.isfinite(got).all(), f"{where}: not finite"
+    worst = np.unravel_index(np.argmax(error - limit), error.shape)
+    assert (error <= limit).all(), (
+        f"{where}: off by {error[worst]:.3g} at {worst}, more than {limit[worst]:.3g}: got "
+        f"{got[worst]}, exact is {exact[worst]}"
+    )
+
+
+def mean(a):
+    return a.mean(-1, keepdims=True)
+
+
+def check_one(name, dtype, values, cotangents, got, gradients, eps, what):
+    """Against float64, from NumPy. `values` are x and what is given beside it, by name."""
+    wide = np.float64 if dtype == np.float64 else np.float32
+    x, given = values["x"], {k: v.astype(np.float64) for k, v in values.items()}
+    s = x.astype(wide)
+    s = s + values["input_bias"].astype(wide) if "input_bias" in values else s
+    s = s + values["residual"].astype(wide) if "residual" in values else s
+    saved = s.astype(dtype)
+    if len(got) == 2:
+        assert_bitwise_equal(got[1], saved, f"sum of {what}")
+    s = saved.astype(np.float64)
+    n = s.shape[-1]
+    rows = tuple(range(s.ndim - 1))
+    count = math.prod(s.shape[:-1])
+    layer = "rms" not in name
+    centre = mean(s) if layer else 0
+    rstd = 1 / np.sqrt(mean((s - centre) ** 2) + eps)
+    xhat = (s - centre) * rstd
+    # How much larger than the deviations the numbers are: their roundings are as many times larger.
+    ratio = 1 + rstd * (mean(np.abs(s)) + np.abs(s)) if layer else 1.0
+    scale = given.get("scale", np.ones(n))
+    y = xhat * scale + given.get("bias", 0)
+    unit = np.abs(scale) * growth(n) * (ratio + 3 * np.abs(xhat)) + np.abs(given.get("bias", 0))
+    assert_within(got[0], y, unit, wide, what)
+
+    dy = cotangents[0].astype(np.float64)
+    g = dy * scale
+    inner = g - xhat * mean(g * xhat)
+    inner = inner - mean(g) if layer else inner
+    dx = rstd * inner
+    size = np.abs(xhat) + ratio
+    unit = rstd * growth(n) * 2 * (np.abs(g) + mean(np.abs(g)) + size * mean(np.abs(g) * size))
+    if len(got) == 2:
+        dx = dx + cotangents[1].astype(np.float64)
+        unit = unit + np.abs(dx)
+    found = dict(zip(values, gradients, strict=True))
+    assert_within(found["x"], dx, unit, wide, f"gradient of x, {what}")
+    if "residual" in found:
+        assert_bitwise_equal(found["residual"], found["x"], f"gradient of the residual, {what}")
+    sums = {
+        "scale": (dy * xhat, np.abs(dy) * size * growth(n)),
+        "bias": (dy, np.abs(dy)),
+        "input_bias": (dx, unit),
+    }
+    for key, (terms, of_terms) in sums.items():
+        if key in found:
+            assert found[key].dtype == values[key].dtype
+            of_sum = of_terms.sum(rows) + growth(count) * np.abs(terms).sum(rows)
+            total = terms.sum(rows)
+            assert_within(found[key], total, of_sum, wide, f"gradient of {key}, {what}")
+
+
+def uneven(rng, shape, dtype):
+    """Values of which the first and the last of a row, and the last rows, weigh most."""
+    x = rng.standard_normal(shape)
+    x[..., :2] *= 5
+    x[..., -3:] *= 6
+    if len(shape) > 1:
+        x[..., -1:, :] *= 3
+    return x.astype(dtype)
+
+
+def check_shapes(name, dtype, shapes, given=None, parameters=None, eps=1e-6, return_sum=False):
+    """Value and gradients of many shapes in one program."""
+    given = OPS[name] if given is None else given
+    rng = np.random.default_rng(zlib.crc32(f"{name}{shapes}".encode()))
+    options = {"return_sum": True} if return_sum else {}
+    fn = variant(name, given, eps=eps, **options)[0]
+    examples = []
+    for shape in shapes:
+        args = draws(shape, given, parameters)(rng, dtype)
+        args = tuple(
+            uneven(rng, shape, dtype) if a.shape == shape and len(shape) > 1 else a for a in args
+        )
+        examples.append((args, [uneven(rng, shape, dtype) for _ in range(1 + return_sum)]))
+    results = jax.jit(lambda all: [value_and_gradients(fn)(*e) for e in all])(examples)
+    for shape, (args, cts), (got, gradients) in zip(shapes, examples, results, strict=True):
+        values = dict(zip(("x", *given), args, strict=True))
+        got, gradients = jax.tree.map(np.asarray, (got, gradients))
+        what = f"{name}({', '.join(values)}) of {dtype}{shape}"
+        assert got[0].dtype == dtype and got[0].shape == shape, what
+        check_one(name, dtype, values, cts, got, gradients, eps, what)
+
+
+LENGTHS = {
+    "1to40": [*range(1, 41)],
+    "to1025": [*(n + d for n in (64, 128, 256, 512, 1024) for d in (-1, 0, 1)), 1000, 1001],
+    "to8191": [2047, 2048, 2049, 4095, 4096, 4097, 8191],
+    "to32769": [16383, 16384, 16385, 32768, 32769],
+    "to100003": [65536, 100003],
+}
+SHORT = {key: LENGTHS[key] for key in ("1to40", "to1025")}
+# The residual ones with all they take have every part of the others.
+WHOLE = ("residual_layer_norm", "residual_rms_norm")
+
+
+LONGER = [pytest.param(LENGTHS[key], marks=pytest.mark.slow, id=key) for key in LENGTHS]
+
+
+@pytest.mark.parametrize("op", WHOLE)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_lengths(op, kind, lengths):
+    """Every length of a row, few rows."""
+    check_shapes(op, jnp.dtype(kind), [(3, n) for n in lengths], return_sum=True)
+
+
+@pytest.mark.parametrize("op", WHOLE)
+@pytest.mark.parametrize("lengths", [[1, 2, 3, 7, 8, 9, 17, 33, 64, 100, 1001], *LONGER])
+def test_lengths_every_dtype(op, dtype, lengths):
+    check_shapes(op, dtype, [(3, n) for n in lengths], return_sum=True)
+
+
+@pytest.mark.parametrize("lengths", SHORT.values(), ids=SHORT)
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_lengths_without_a_residual(op, lengths):
+    for kind in ("float32", "bfloat16"):
+        check_shapes(op, jnp.dtype(kind), [(2, n) for n in lengths[::2]], eps=1e-3)
+
+
+ROWS = [1, 2, 3, 5, 8, 17, 63, 64, 65, 127, 263, 264, 265, 529, 1031, 4097]
+
+
+@pytest.mark.parametrize("op", WHOLE)
+def test_numbers_of_rows(op):
+    """However the rows are cut into groups, each is in the parameters' gradients once."""
+    check_shapes(op, jnp.dtype("float32"), [(rows, 5) for rows in ROWS])
+    check_shapes(op, jnp.dtype("bfloat16"), [(rows, 40) for rows in ROWS], parameters=np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2, 5, 67, 264, 1031])
+@pytest.mark.parametrize("lengths", SHORT.values(), ids=SHORT)
+def test_rows(name, dtype, rows, lengths):
+    check_shapes(name, dtype, [(rows, n) for n in lengths])
+
+
+def subsets(names):
+    return [c for k in range(len(names) + 1) for c in itertools.combinations(names, k)]
+
+
+@pytest.mark.parametrize("return_sum", [False, True])
+@pytest.mark.parametrize("parameters", [None, np.float32])
+def test_every_set_of_parameters(name, parameters, return_sum):
+    """All, some and none of them, of the dtype of x and of float32."""
+    if return_sum and not name.startswith("residual"):
+        pytest.skip("there is no sum")
+    kind = jnp.dtype("bfloat16" if parameters else "float32")
+    residual = ("residual",) * name.startswith("residual")
+    for chosen in subsets([what for what in OPS[name] if what != "residual"]):
+        check_shapes(name, kind, [(6, 33)], (*residual, *chosen), parameters, return_sum=return_sum)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("return_sum", [False, True])
+@pytest.mark.parametrize("lengths", [[1, 3, 8, 100, 1000, 1001, 16385], [5000, 40000]], ids=str)
+def test_every_set_of_parameters_in_every_dtype(name, dtype, lengths, return_sum):
+    if return_sum and not name.startswith("residual"):
+        pytest.skip("there is no sum")
+    residual = ("residual",) * name.startswith("residual")
+    wide = np.float64 if dtype == np.float64 else np.float32
+    for chosen in subsets([what for what in OPS[name] if what != "residual"]):
+        for parameters in (None, wide):
+            given = (*residual, *chosen)
+            shapes = [(11, n) for n in lengths]
+            check_shapes(name, dtype, shapes, given, parameters, return_sum=return_sum)
+
+
+def test_ranks(name):
+    shapes = [(7,), (1,), (100,), (2, 3, 4, 5), (1, 1, 1, 9), (3, 1, 2, 1), (2, 1, 3, 1, 2, 8)]
+    check_shapes(name, jnp.dtype("float32"), shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [131072, 262144, 262145, 1 << 20, (1 << 22) + 1, (1 << 24) + 3])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_very_long(name, kind, n):
+    check_shapes(name, jnp.dtype(kind), [(3 if n < 1 << 20 else 1, n)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_many_elements(name, kind):
+    check_shapes(name, jnp.dtype(kind), [(20011, 1000)])
+    check_shapes(name, jnp.dtype(kind), [(3, 1000, 4096)])
+    check_shapes(name, jnp.dtype(kind), [(1 << 19, 17)])
+
+
+def test_offsets(name, dtype):
+    """Numbers that are large beside their deviations: as accurate as the reference."""
+    if "rms" in name or dtype == np.float64:
+        pytest.skip("there is no mean, or nothing more accurate to compare with")
+    offset, size = (1e4, 1.0) if jnp.finfo(dtype).eps < 1e-4 else (64.0, 4.0)
+    rng = np.random.default_rng(1)
+    for n in (9, 1000):
+        x = (offset + size * rng.standard_normal((4, n))).astype(dtype)
+        given = OPS[name]
+        args = (x, *draws(x.shape, given)(rng, dtype)[1:])
+        fn, plain = (value_and_gradients(f) for f in variant(name, given))
+        cts = (normal(rng, x.shape, dtype),)
+        got, want = jax.jit(fn)(args, cts), jax.jit(plain)(args, cts)
+        exact = oracle(plain, args, cts)
+        assert_matches(got, want, exact, Tolerance(ulps=8.0, factor=4.0), f"{n} columns")
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5, 1.0, 1e6, 1, np.float32(0.25), np.float64(1e-3)])
+def test_eps(name, eps):
+    check_shapes(name, jnp.dtype("float32"), [(4, 8), (3, 37), (2, 1000)], eps=eps)
+
+
+def test_a_negative_eps_is_taken_as_it_is(name):
+    x = 2 * np.ones((1, 4), np.float32) * np.array([1, -1, 1, -1], np.float32)
+    kwargs = {"residual": np.zeros_like(x)} if "residual" in OPS[name] else {}
+    assert_bitwise_equal(getattr(fo, name)(x, eps=-3.0, **kwargs), x)
+
+
+# Special values -----------------------------------------------------------------------------------
+
+
+def special_rows(n, dtype):
+    """name -> a row of `n` elements."""
+    info = jnp.finfo(dtype)
+    base = np.random.default_rng(n).standard_normal(n)
+
+    def at(*places_and_values):
+        row = base.copy()
+        for place, value in places_and_values:
+            row[place] = value
+        return row
+
+    inf, nan, half = np.inf, np.nan, n // 2
+    rows = {
+        "NaN": at((half, nan)),
+        "NaN at the end": at((-1, nan)),
+        "+inf": at((half, inf)),
+        "-inf at the end": at((-1, -inf)),
+        "+inf and -inf": at((0, inf), (-1, -inf)),
+        "all inf": np.full(n, inf),
+        "all NaN": np.full(n, nan),
+        "zeros": np.zeros(n),
+        "-0": np.full(n, -0.0),
+        "equal": np.full(n, 2.0),
+        "one dominates": at((half, 1e3)),
+        "the largest": at((half, float(info.max))),
+        "all the largest": np.full(n, float(info.max)),
+        "small": base * 1e-3,
+        "subnormal": np.linspace(0, 1, n) * float(info.smallest_normal),
+    }
+    return {what: row.astype(dtype) for what, row in rows.items()}
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.0])
+@pytest.mark.parametrize("n", [32, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8, 256))])
+def test_special_values(name, dtype, n, eps):
+    """NaN and infinities are where the reference has them, in values and gradients of x."""
+    rows = special_rows(n, dtype)
+    if eps == 0:
+        del rows["subnormal"]  # they may be taken for 0
+    x = np.stack(list(rows.values()))
+    rng = np.random.default_rng(2)
+    given = tuple(what for what in OPS[name] if what != "input_bias")
+    args = (x, *draws(x.shape, given)(rng, dtype)[1:])
+    if "residual" in given:
+        args = (x, np.zeros_like(x), *args[2:])
+    dy = (normal(rng, x.shape, dtype),)
+    fn, plain = variant(name, given, eps=eps)
+
+    def run(fn):
+        def each(args, cts):
+            """The gradient of x alone: those of parameters are NaN in any case."""
+            out, pullback = jax.vjp(lambda x: outputs(fn(x, *args[1:])), args[0])
+            return out[0], pullback(cts)[0]
+
+        return jax.jit(each)
+
+    got, want = run(fn)(args, dy), run(plain)(args, dy)
+    for what, mine, theirs in zip(("value", "gradient"), got, want, strict=True):
+        mine, theirs = np.asarray(mine).astype(np.float64), np.asarray(theirs).astype(np.float64)
+        for row, found, expected in zip(rows, mine, theirs, strict=True):
+            where = f"{what} of {row!r}: got {found[:4]}..., want {expected[:4]}..."
+            if "largest" in row and np.isfinite(found).all():
+                continue  # whether a sum overflows depends on its order
+            kinds = [
+                np.isnan(a) * 1 + np.isposinf(a) * 2 + np.isneginf(a) * 3 for a in (found, expected)
+            ]
+            np.testing.assert_array_equal(*kinds, err_msg=where)
+            finite = np.isfinite(expected)
+            if what == "value" and finite.any():
+                limit = 4 * float(jnp.finfo(dtype).eps) * np.abs(expected[finite]).max()
+                assert np.abs(found - expected)[finite].max() <= limit + 1e-37, where
+
+
+def test_gradients_of_rows_without_deviations(dtype):
+    """Of a sum that is rounded: the rounding is no deviation."""
+    for n in (1, 8, 100):
+        x, residual = np.ones((2, n), dtype), np.full((2, n), 0.003, dtype)
+        scale, dy = np.ones(n, dtype), normal(np.random.default_rng(n), (2, n), dtype)
+        fn = value_and_gradients(lambda *args: fo.residual_layer_norm(*args))
+        _, (dx, _, dscale) = jax.jit(fn)((x, residual, scale), (dy,))
+        dx, dscale, g = (np.asarray(a).astype(np.float64) for a in (dx, dscale, dy))
+        size = np.abs(g).max()
+        # eps is 1e-6: without deviations the reciprocal standard deviation is 1000.
+        limit = 1000 * size * max(1e-4, float(jnp.finfo(dtype).eps))
+        np.testing.assert_allclose(dx, 1000 * (g - mean(g)), atol=limit, rtol=1e-2)
+        np.testing.assert_allclose(dscale, 0, atol=2e-2 * size)
+
+
+def test_constant_rows(name, dtype):
+    """Without an eps a row without deviations is NaN; with one it is the bias."""
+    x = np.full((3, 16), 2, dtype)
+    kwargs = {"residual": np.zeros_like(x)} if "residual" in OPS[name] else {}
+    fn = functools.partial(getattr(fo, name), **kwargs)
+    y = np.asarray(jax.jit(functools.partial(fn, eps=0.0))(x)).astype(np.float64)
+    if "rms" in name:
+        assert (y == 1).all()
+        return
+    assert np.isnan(y).all()
+    bias = np.arange(16).astype(dtype)
+    np.testing.assert_array_equal(
+        np.asarray(fn(x, bias=bias)).astype(np.float64), np.broadcast_to(np.arange(16.0), (3, 16))
+    )
+    dx = jax.vjp(fn, x)[1](np.full_like(x, 3))[0]
+    assert not np.asarray(dx).astype(np.float64).any()
+
+
+def test_rows_do_not_touch_each_other(name, dtype):
+    """NaN in a row: the others' values and gradients keep their bits, parameters' are NaN."""
+    rng = np.random.default_rng(3)
+    given = OPS[name]
+    args = draws((67, 37), given)(rng, dtype)
+    dy = (normal(rng, (67, 37), dtype),)
+    run = jax.jit(value_and_gradients(variant(name, given)[0]))
+    (y,), gradients = jax.tree.map(np.asarray, run(args, dy))
+    x = args[0].copy()
+    x[13, 5] = np.nan
+    (other,), others = jax.tree.map(np.asarray, run((x, *args[1:]), dy))
+    rest = np.arange(67) != 13
+    assert_bitwise_equal(other[rest], y[rest])
+    assert_bitwise_equal(others[0][rest], gradients[0][rest])
+    assert np.isnan(other[13].astype(np.float64)).all()
+    assert np.isnan(others[0][13].astype(np.float64)).all()
+    found = dict(zip(("x", *given), others, strict=True))
+    for what in ("scale", "input_bias"):
+        if what in found:
+            assert np.isnan(found[what].astype(np.float64)).all()
+    if "bias" in found:
+        assert np.isfinite(found["bias"].astype(np.float64)).all()
+
+
+@pytest.mark.parametrize(
+    "value", [np.inf, np.nan, pytest.param(-np.inf, marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize(
+    "kind", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+)
+def test_special_cotangents(name, kind, value):
+    """They reach every gradient of their row, and the sums."""
+    dtype = jnp.dtype(kind)
+    rng = np.random.default_rng(4)
+    given = OPS[name]
+    args = draws((5, 32), given)(rng, dtype)
+    dy = normal(rng, (5, 32), dtype)
+    dy[2, 7] = value
+    fn, plain = (jax.jit(value_and_gradients(f)) for f in variant(name, given))
+    got, want = (jax.tree.map(np.asarray, f(args, (dy,))[1]) for f in (fn, plain))
+    for what, mine, theirs in zip(("x", *given), got, want, strict=True):
+        mine, theirs = mine.astype(np.float64), theirs.astype(np.float64)
+        # Whether it is NaN or infinite there depends on what is subtracted first.
+        np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs), err_msg=what)
+        if np.isnan(value):
+            np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs), err_msg=what)
+
+
+def test_the_sum_is_rounded_once(dtype):
+    """And the norm is that of the rounded sum."""
+    if dtype == np.float64:
+        pytest.skip("it has no wider dtype")
+    eps = float(jnp.finfo(dtype).eps)
+    x = np.ones((4, 64), dtype)
+    if dtype != np.float32:
+        # Half of what 1 can be told from, and a bit: rounded twice, the sum is 1.
+        residual, bias = np.full_like(x, eps / 2), np.full(64, eps / 1024, dtype)
+        for name in WHOLE:
+            op = getattr(fo, name)
+            assert_bitwise_equal(
+                op(x, residual, input_bias=bias, return_sum=True)[1], np.full_like(x, 1 + eps)
+            )
+    # The deviations are lost in the rounded sum.
+    sign = np.where(np.arange(64) % 2, 1, -1)
+    residual = np.broadcast_to(sign * eps / 8, x.shape).astype(dtype)
+    y, s = fo.residual_layer_norm(x, residual, return_sum=True)
+    assert_bitwise_equal(s, x)
+    assert_bitwise_equal(y, np.zeros_like(x))
+
+
+# Determinism and implementations ------------------------------------------------------------------
+
+
+def targets(text):
+    """The native kernels that a compiled program calls, in order of their names."""
+    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
+
+
+def kernels(fn, *args):
+    return targets(jax.jit(fn).lower(*args).compile().as_text())
+
+
+def example(name, shape=(6, 5, 16), dtype=np.float32, given=None, seed=6, count=1):
+    """Functions of x and what is given (all by default), their arguments, cotangents."""
+    given = OPS[name] if given is None else given
+    rng = np.random.default_rng(seed)
+    args = draws(shape, given)(rng, jnp.dtype(dtype))
+    cts = tuple(normal(rng, shape, jnp.dtype(dtype)) for _ in range(count))
+    return variant(name, given), args, cts
+
+
+def test_two_runs_give_the_same_bits(name, dtype):
+    for shape in ((257, 133), (3, 40001), (2, 3, 5, 1024)):
+        (fn, _), args, cts = example(name, shape, dtype)
+        run = jax.jit(value_and_gradients(fn))
+        first = jax.tree.map(np.asarray, run(args, cts))
+        for _ in range(2):
+            assert_matches(run(args, cts), first)
+
+
+def test_one_kernel_each_way(name):
+    (fn, _), args, cts = example(name)
+    assert kernels(fn, *args) == ["norm"]
+    assert kernels(value_and_gradients(fn), args, cts) == ["norm", "norm_bwd"]
+    with fo.use_implementation("xla"):
+        assert not kernels(value_and_gradients(fn), args, cts)
+
+
+def test_a_gradient_computes_what_is_wanted(name):
+    """Of x alone, nothing is summed over rows; of a parameter alone, the same bits as of all."""
+    (fn, _), args, cts = example(name)
+    everything = jax.jit(value_and_gradients(fn))(args, cts)[1]
+    for i, what in enumerate(("x", *OPS[name])):
+
+        def of_one(arg, i=i):
+            one = lambda a: outputs(fn(*args[:i], a, *args[i + 1 :]))  # noqa: E731
+            return jax.vjp(one, arg)[1](cts)[0]
+
+        text = jax.jit(of_one).lower(args[i]).compile().as_text()
+        assert targets(text) == ["norm", "norm_bwd"]
+        call = next(line for line in text.splitlines() if "jax_fastops.norm_bwd" in line)
+        wanted = {key: f"{key} = true" in call for key in ("dscale", "dbias", "dinput_bias")}
+        assert wanted == {key: key == f"d{what}" for key in wanted}, call
+        assert_bitwise_equal(jax.jit(of_one)(args[i]), everything[i], what)
+
+
+def test_the_residual_has_the_gradient_of_x():
+    """One array, made once."""
+    for name in WHOLE:
+        (fn, _), args, cts = example(name)
+        gradients = jax.jit(value_and_gradients(fn))(args, cts)[1]
+        assert_bitwise_equal(gradients[1], gradients[0])
+        text = jax.jit(value_and_gradients(fn)).lower(args, cts).compile().as_text()
+        assert len(targets(text)) == 2
+
+
+def test_implementations_agree(name, dtype):
+    (fn, _), args, cts = example(name, (6, 5, 32), dtype)
+    results = {}
+    for mode in ("native", "auto", "xla"):
+        with fo.use_implementation(mode):
+            results[mode] = jax.jit(value_and_gradients(fn))(args, cts)
+    eps = float(jnp.finfo(dtype).eps)
+    for mode in ("native", "auto"):
+        for mine, theirs in zip(
+            jax.tree.leaves(results[mode]), jax.tree.leaves(results["xla"]), strict=True
+        ):
+            mine, theirs = (np.asarray(a).astype(np.float64) for a in (mine, theirs))
+            size = max(1, np.abs(theirs).max())
+            np.testing.assert_allclose(mine, theirs, rtol=8 * eps, atol=8 * eps * size)
+
+
+def test_a_platform_without_kernels_takes_the_reference(name):
+    (fn, _), args, cts = example(name)
+    exported = jax.export.export(jax.jit(value_and_gradients(fn)), platforms=["tpu"])(args, cts)
+    assert "custom_call" not in exported.mlir_module()
+
+
+def test_export_names_the_kernels(name):
+    (fn, _), args, cts = example(name)
+    platforms = ("cpu", "cuda")
+    program = jax.jit(value_and_gradients(fn))
+    exported = jax.export.export(program, platforms=platforms, disabled_checks=fo.export_checks())(
+        args, cts
+    )
+    built = [platform for platform in platforms if fo.info()["modules"][platform]]
+    for kernel in ("norm", "norm_bwd"):
+        assert exported.mlir_module().count(f"@jax_fastops.{kernel}.") == len(built)
+
+
+def test_one_export_serves_every_size(name):
+    """Lengths of rows too: those that come with a workspace and those that do not."""
+    b, n = jax.export.symbolic_shape("b, n")
+    given = OPS[name]
+    fn, plain = variant(name, given)
+    array, row = (jax.ShapeDtypeStruct(s, np.float32) for s in ((b, n), (n,)))
+    symbols = (array, *(array if what == "residual" else row for what in given))
+    program = jax.jit(value_and_gradients(fn))
+    exported = jax.export.export(program, disabled_checks=fo.export_checks())(symbols, (array,))
+    back = jax.export.deserialize(exported.serialize())
+    for size in ((2, 3), (5, 64), (1, 1), (3, 20000)):
+        _, args, cts = example(name, size)
+        got, want = back.call(args, cts), jax.jit(value_and_gradients(plain))(args, cts)
+        for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+# What is kept for the backward --------------------------------------------------------------------
+
+
+def kept(fn, *args):
+    leaves = jax.tree.leaves(jax.vjp(fn, *args)[1])
+    return sorted((str(leaf.dtype), leaf.shape) for leaf in leaves)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("return_sum", [False, True])
+def test_what_is_kept(name, dtype, jitted, return_sum):
+    """x or the sum, the scale, and the statistics; neither the biases nor the result."""
+    if return_sum and not name.startswith("residual"):
+        pytest.skip("there is no sum")
+    options = {"return_sum": True} if return_sum else {}
+    wide = "float64" if dtype == np.float64 else "float32"
+    statistics = [(wide, (4, 3))] * (1 if "rms" in name else 2)
+    residual = ("residual",) * name.startswith("residual")
+    for chosen in subsets([what for what in OPS[name] if what != "residual"]):
+        given = (*residual, *chosen)
+        fn = variant(name, given, **options)[0]
+        fn = jax.jit(fn) if jitted else fn
+        args = draws((4, 3, 9), given)(np.random.default_rng(7), dtype)
+        scale = [(str(dtype), (9,))] * ("scale" in given)
+        assert kept(fn, *args) == sorted([(str(dtype), (4, 3, 9)), *scale, *statistics]), given
+
+
+def test_the_returned_sum_is_the_kept_one():
+    """Not a copy of it."""
+    for name in WHOLE:
+        (fn, _), args, _ = example(name, count=2)
+        fn = functools.partial(getattr(fo, name), return_sum=True)
+        (_, s), pullback = jax.vjp(fn, *args[:2])
+        pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pullback)]
+        assert s.unsafe_buffer_pointer() in pointers
+        large = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape == s.shape]
+        assert len(large) == 1
+
+
+def test_what_is_kept_in_a_model(name):
+    """Of what a layer before made, one array."""
+    x, w = np.ones((4, 3), np.float32), np.ones((3, 16), np.float32)
+    scale, bias = np.ones(16, np.float32), np.ones(16, np.float32)
+    rest = {"scale": scale}
+    if "residual" in OPS[name]:
+        rest["residual"] = np.ones((4, 16), np.float32)
+    if "input_bias" in OPS[name]:
+        rest["input_bias"] = bias
+    lines = saved_residuals(lambda w: getattr(fo, name)(x @ w, **rest).sum(), w).splitlines()
+    made = [line for line in lines if "argument" not in line and "constant" not in line]
+    large = [line for line in made if line.startswith("f32[4,16]")]
+    small = [line for line in made if line.startswith("f32[4]")]
+    assert len(large) == 1 and len(small) == (1 if "rms" in name else 2), lines
+    assert len(made) == len(large) + len(small), lines
+
+
+# vmap and derivatives -----------------------------------------------------------------------------
+
+
+def loss(fn):
+    def total(*args):
+        terms = outputs(fn(*args))
+        return sum(jnp.sum(jnp.sin(y * (i + 1.5))) for i, y in enumerate(terms))
+
+    return total
+
+
+def stack(a):
+    return jnp.stack([a, -2 * a, a / 2])
+
+
+def mapped(args, which):
+    """in_axes, and the arguments of which some are stacked."""
+    axes = tuple(0 if i in which else None for i in range(len(args)))
+    return axes, tuple(stack(a) if i in which else a for i, a in enumerate(args))
+
+
+def gradients(fn, args):
+    return jax.grad(loss(fn), tuple(range(len(args))))
+
+
+TRANSFORMS = {
+    "gradients per example": lambda f, a: jax.vmap(gradients(f, a), (0,) + (None,) * (len(a) - 1)),
+    "gradients per example, axis elsewhere": lambda f, a: jax.vmap(
+        gradients(f, a), (1,) + (None,) * (len(a) - 1), (1, *(-1 for _ in a[1:]))
+    ),
+    "gradients per example, mapped parameters": lambda f, a: (
+        lambda *args: jax.vmap(gradients(f, a))(*map(stack, args))
+    ),
+    "parameters alone mapped": lambda f, a: (
+        lambda x, *rest: jax.vmap(gradients(f, a), (None,) + (0,) * len(rest))(x, *map(stack, rest))
+    ),
+    "gradient of the last alone per example": lambda f, a: jax.vmap(
+        jax.grad(loss(f), len(a) - 1), (0,) + (None,) * (len(a) - 1)
+    ),
+    "nested": lambda f, a: (
+        lambda x, *rest: jax.vmap(
+            jax.vmap(gradients(f, a), (0,) + (None,) * len(rest)), (None,) + (0,) * len(rest)
+        )(x, *map(stack, rest))
+    ),
+    "gradient of gradients per example": lambda f, a: jax.grad(
+        lambda *args: sum(
+            jnp.sum(jnp.sin(g))
+            for g in jax.vmap(gradients(f, a), (0,) + (None,) * (len(a) - 1))(*args)
+        ),
+        tuple(range(len(a))),
+    ),
+    "gradient of a sum over examples": lambda f, a: jax.grad(
+        lambda *args: jnp.sum(jax.vmap(loss(f), (0,) + (None,) * (len(a) - 1))(*args) ** 2),
+        tuple(range(len(a))),
+    ),
+    "hessian": lambda f, a: jax.hessian(loss(f), tuple(range(len(a)))),
+    "jvp along everything": lambda f, a: (
+        lambda *args: jax.jvp(f, args, tuple(jnp.cos(x) for x in args))
+    ),
+    "jvp along the last": lambda f, a: (
+        lambda *args: jax.jvp(lambda b: f(*args[:-1], b), args[-1:], (jnp.cos(args[-1]),))
+    ),
+    "jvp along the last per example": lambda f, a: (
+        lambda *args: jax.vmap(
+            lambda x, t: jax.jvp(lambda b: f(x, *args[1:-1], b), args[-1:], (t,))[1]
+        )(args[0], stack(jnp.cos(args[-1])))
+    ),
+    "reverse over forward along the last": lambda f, a: jax.grad(
+        lambda *args: jax.jvp(lambda b: loss(f)(*args[:-1], b), args[-1:], (jnp.cos(args[-1]),))[1],
+        tuple(range(len(a))),
+    ),
+    "third order": lambda f, a: jax.grad(
+        lambda *args: sum(
+            jnp.sum(jnp.sin(g))
+            for g in jax.grad(
+                lambda *b: sum(jnp.sum(g**2) for g in gradients(f, a)(*b)), tuple(range(len(a)))
+            )(*args)
+        ),
+        tuple(range(len(a))),
+    ),
+    "checkpoint in a scan": lambda f, a: jax.grad(
+        lambda *args: jax.lax.scan(
+            lambda c, _: (c + jax.checkpoint(loss(f))(*args), None), 0.0, None, length=2
+        )[0],
+        tuple(range(len(a))),
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    "op",
+    [
+        "layer_norm",
+        "residual_rms_norm",
+        pytest.param("rms_norm", marks=pytest.mark.slow),
+        pytest.param("residual_layer_norm", marks=pytest.mark.slow),
+    ],
+)
+def test_derivatives_and_vmap(op, transform):
+    with x64():
+        (fn, plain), args, _ = example(op, (3, 3, 4), np.float64)
+        if op == "residual_rms_norm":
+            fn, plain = variant(op, OPS[op], return_sum=True)
+        residual = args[1:2] if "residual" in OPS[op] else ()
+        # The residual is a constant: what is mapped is x, and parameters.
+        args = (args[0], *args[1 + len(residual) :])
+        if residual:
+            fn, plain = (
+                lambda x, *rest, f=f: f(x, jnp.sin(x) + residual[0].ravel()[0], *rest)
+                for f in (fn, plain)
+            )
+        got, want = (jax.jit(TRANSFORMS[transform](f, args))(*args) for f in (fn, plain))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert mine.dtype == np.float64 and mine.shape == theirs.shape
+        size = max(1, np.abs(np.asarray(theirs)).max())
+        np.testing.assert_allclose(mine, theirs, rtol=1e-8, atol=1e-9 * size)
+
+
+def test_gradients_per_example_are_those_of_a_loop(name, dtype):
+    """Not their sum: parameters that are not mapped have a gradient for each example."""
+    (fn, _), args, cts = example(name, (4, 70, 24), dtype)
+    axes = tuple(0 if a.ndim == 3 else None for a in args)
+    run = lambda args, cts: value_and_gradients(fn)(args, cts)[1]  # noqa: E731
+    each = jax.jit(jax.vmap(run, (axes, 0)))(args, cts)
+    single = jax.jit(run)
+    for i in range(4):
+        picked = tuple(a[i] if a.ndim == 3 else a for a in args)
+        want = single(picked, tuple(ct[i] for ct in cts))
+        for what, mine, theirs in zip(("x", *OPS[name]), each, want, strict=True):
+            assert mine.shape == (4, *theirs.shape) and mine.dtype == theirs.dtype == dtype
+            mine, theirs = (np.asarray(a).astype(np.float64) for a in (mine[i], theirs))
+            eps = float(jnp.finfo(dtype).eps)
+            size = np.abs(theirs).max()
+            np.testing.assert_allclose(
+                mine, theirs, atol=4 * eps * size, rtol=4 * eps, err_msg=what
+            )
+
+
+def test_gradients_per_example_are_one_kernel_call(name):
+    """The mapped axis is a batch dimension with sums of its own, not a loop."""
+    (fn, _), args, cts = example(name, (4, 70, 24))
+    given = ("x", *OPS[name])
+    axes = tuple(0 if a.ndim == 3 else None for a in args)
+    program = jax.vmap(lambda args, cts: value_and_gradients(fn)(args, cts)[1], (axes, 0))
+    text = jax.jit(program).lower(args, cts).compile().as_text()
+    assert targets(text) == ["norm", "norm_bwd"], given
+    assert " while(" not in text
+
+
+def test_the_pullback_is_linear(name, dtype):
+    rng = np.random.default_rng(8)
+    given = OPS[name]
+    args = draws((5, 32), given)(rng, dtype)
+    a, b = ((rng.integers(-8, 8, (5, 32)) / 8).astype(dtype) for _ in range(2))
+    pullback = jax.vjp(variant(name, given)[0], *args)[1]
+    wide = lambda ct: [np.asarray(g).astype(np.float64) for g in pullback(ct)]  # noqa: E731
+    eps = float(jnp.finfo(dtype).eps)
+    for both, one, other in zip(wide(2 * a - b), wide(a), wide(b), strict=True):
+        size = np.abs(one).max() + np.abs(other).max()
+        np.testing.assert_allclose(both, 2 * one - other, rtol=0, atol=4 * eps * size)
+    for four, one in zip(pullback(4 * a), pullback(a), strict=True):
+        assert_bitwise_equal(four, 4 * np.asarray(one))
+    assert not any(g.any() for g in wide(np.zeros_like(a)))
+
+
+def test_gradients_match_differences(name):
+    with x64():
+        (fn, _), args, _ = example(name, (3, 5), np.float64)
+        jax.test_util.check_grads(fn, args, order=2, rtol=1e-4, atol=1e-4)
+
+
+# Sharding -----------------------------------------------------------------------------------------
+
+KINDS = pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+)
+
+
+def eight(axis_type):
+    count = device_count()
+    if count < 2:
+        pytest.skip("needs two devices")
+    return make_mesh({"a": count}, axis_type)
+
+
+def over_mesh(mesh, fn, args, specs, cts, ct_spec):
+    """Results over a mesh and the compiled program."""
+    with jax.set_mesh(mesh):
+        put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))  # noqa: E731
+        args = tuple(put(a, s) for a, s in zip(args, specs, strict=True))
+        cts = tuple(put(ct, ct_spec) for ct in cts)
+        program = jax.jit(value_and_gradients(fn)).lower(args, cts).compile()
+        return program(args, cts), program.as_text()
+
+
+def reduced_arrays(text):
+    """How many arrays the all-reduces of a program sum: XLA may make one operation of several."""
+    found = re.findall(r"= (\(?[^=]*?\)?) all-reduce(?:-start)?\(", text)
+    return sum(len(re.findall(r"\w+\[", types)) for types in found)
+
+
+def assert_close(got, want):
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-5)
+
+
+SHARDED = {"batch": P("a"), "sequence": P(None, "a"), "rows of a matrix": P("a")}
+
+
+@KINDS
+@pytest.mark.parametrize("layout", SHARDED)
+def test_sharded(name, axis_type, layout):
+    """One all-reduce for each parameter's gradient, and nothing else is communicated."""
+    mesh = eight(axis_type)
+    spec = SHARDED[layout]
+    shape = (128, 24) if "matrix" in layout else (8, 64, 24)
+    (fn, plain), args, cts = example(name, shape)
+    specs = tuple(spec if a.ndim > 1 else P() for a in args)
+    got, text = over_mesh(mesh, fn, args, specs, cts, spec)
+    assert_close(got, jax.jit(value_and_gradients(plain))(args, cts))
+    for result in (got[0][0], got[1][0]):
+        assert_layout(layout, result, NamedSharding(mesh, spec))
+    parameters = sum(a.ndim == 1 for a in args)
+    assert set(collectives(text)) == {"all-reduce"}
+    assert reduced_arrays(text) == parameters
+    assert targets(text) == ["norm", "norm_bwd"]
+
+
+@KINDS
+def test_what_is_not_summed_is_not_communicated(name, axis_type):
+    mesh = eight(axis_type)
+    given = ("residual",) * name.startswith("residual")
+    (fn, plain), args, cts = example(name, (8, 64, 24), given=given)
+    for spec in (P("a"), P(None, "a")):
+        specs = (spec,) * len(args)
+        got, text = over_mesh(mesh, fn, args, specs, cts, spec)
+        assert_close(got, jax.jit(value_and_gradients(plain))(args, cts))
+        assert_collectives(text, 0)
+        assert targets(text) == ["norm", "norm_bwd"]
+
+
+@KINDS
+def test_a_sharded_last_axis(name, axis_type):
+    """The result is right; with an explicit mesh XLA keeps it sharded, and sums over devices."""
+    mesh = eight(axis_type)
+    (fn, plain), args, cts = example(name, (6, 128))
+    specs = tuple(P(None, "a") if a.ndim > 1 else P("a") for a in args)
+    got, text = over_mesh(mesh, fn, args, specs, cts, P(None, "a"))
+    assert_close(got, jax.jit(value_and_gradients(plain))(args, cts))
+    if axis_type == AxisType.Explicit:
+        assert_layout("the result", got[0][0], NamedSharding(mesh, P(None, "a")))
+        assert set(collectives(text)) == {"all-reduce"} and not targets(text)
+
+
+@pytest.mark.parametrize("rows", [3, 63])
+def test_rows_that_the_devices_do_not_divide(name, rows):
+    mesh = eight(AxisType.Auto)
+    (fn, plain), args, cts = example(name, (rows, 5, 24))
+    where = NamedSharding(mesh, P("a"))
+
+    def constrained(f):
+        def run(args, cts):
+            x = args[0] * 2
+            x = jax.lax.with_sharding_constraint(x, where) if f is fn else x
+            return value_and_gradients(f)((x, *args[1:]), cts)
+
+        return jax.jit(run)
+
+    assert_close(constrained(fn)(args, cts), constrained(plain)(args, cts))
+
+
+def test_shard_map(name):
+    """Parameters are the same on all devices: their gradients are summed by one psum each."""
+    mesh = eight(AxisType.Auto)
+    (fn, plain), args, cts = example(name, (16, 8, 24))
+    specs = tuple(P("a") if a.ndim > 1 else P() for a in args)
+    sharded = jax.shard_map(
+        value_and_gradients(fn),
+        mesh=mesh,
+        in_specs=(specs, (P("a"),)),
+        out_specs=((P("a"),), specs),
+    )
+    program = jax.jit(sharded).lower(args, cts).compile()
+    assert_close(program(args, cts), jax.jit(value_and_gradients(plain))(args, cts))
+    assert set(collectives(program.as_text())) == {"all-reduce"}
+    assert targets(program.as_text()) == ["norm", "norm_bwd"]
+
+
+# Sizes and types ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4), (0, 0), (1, 0, 1)], ids=str)
+@pytest.mark.parametrize("mode", ["native", "xla"])
+def test_empty_arrays(name, shape, mode):
+    """Of no rows, parameters' gradients are 0."""
+    (fn, _), args, cts = example(name, shape, jnp.bfloat16)
+    with fo.use_implementation(mode):
+        (y,), found = jax.jit(value_and_gradients(fn))(args, cts)
+    assert y.shape == shape and y.dtype == jnp.bfloat16
+    for gradient, arg in zip(found, args, strict=True):
+        assert gradient.shape == arg.shape and gradient.dtype == arg.dtype
+        assert not np.asarray(gradient).astype(np.float32).any()
+
+
+@pytest.mark.parametrize("mode", ["native", "auto", "xla"])
+def test_numpy_arrays_and_weak_types(name, mode):
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    more = {"residual": x[::-1].copy()} if "residual" in OPS[name] else {}
+    op = getattr(fo, name)
+    with fo.use_implementation(mode):
+        got = op(x, scale=np.ones(4, np.float32), **more)
+        assert isinstance(got, jax.Array) and got.dtype == np.float32 and not got.weak_type
+        # A parameter of another floating dtype, and a weakly typed one.
+        for scale in (jnp.full(4, 2, jnp.bfloat16), jnp.full(4, 2.0), np.full(4, 2, np.float16)):
+            assert_bitwise_equal(op(x, scale=scale, **more), 2 * np.asarray(got))
+        weak = jnp.broadcast_to(jnp.asarray(2.0), (3, 4))
+        more = {"residual": weak} if more else {}
+        strong = {key: np.full((3, 4), 2, np.float32) for key in more}
+        y, want = op(weak, **more), op(np.full((3, 4), 2, np.float32), **strong)
+        assert y.dtype == np.float32
+        assert_bitwise_equal(y, want)
+
+
+def test_a_weak_residual_takes_the_dtype_of_x():
+    x = jnp.ones((2, 4), jnp.bfloat16)
+    weak = jnp.broadcast_to(jnp.asarray(2.0), (2, 4))
+    for name in WHOLE:
+        y, s = getattr(fo, name)(x, weak, return_sum=True)
+        assert y.dtype == s.dtype == jnp.bfloat16
+        assert_bitwise_equal(s, np.full((2, 4), 3, jnp.bfloat16))
+
+
+WIDTHS = [(x, p) for x in FLOAT_DTYPES for p in FLOAT_DTYPES if x != p]
+
+
+@pytest.mark.parametrize("mode", ["native", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("of_x", "of_parameters"), WIDTHS)
+def test_parameters_of_every_dtype(of_x, of_parameters, mode):
+    """The result has the dtype of x, gradients that of what they belong to."""
+    name = "residual_layer_norm"
+    with x64("float64" in (of_x, of_parameters)), fo.use_implementation(mode):
+        dtype, parameters = jnp.dtype(of_x), jnp.dtype(of_parameters)
+        given = OPS[name]
+        rng = np.random.default_rng(9)
+        args = draws((40, 24), given, parameters)(rng, dtype)
+        cts = (normal(rng, (40, 24), dtype),)
+        (y,), found = jax.jit(value_and_gradients(variant(name, given)[0]))(args, cts)
+        assert y.dtype == dtype and [g.dtype for g in found] == [a.dtype for a in args]
+        # XLA may leave out the rounding of the sum.
+        if mode == "native" and (parameters != np.float64 or dtype == np.float64):
+            values = dict(zip(("x", *given), args, strict=True))
+            got = jax.tree.map(np.asarray, ((y,), found))
+            check_one(name, dtype, values, cts, *got, 1e-6, f"{of_x}, {of_parameters}")
+
+
+def test_float64_without_x64_is_float32(name):
+    x = np.arange(12.0).reshape(3, 4)
+    more = {"residual": x} if "residual" in OPS[name] else {}
+    assert x.dtype == np.float64 and getattr(fo, name)(x, **more).dtype == np.float32
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_slices_reversals_and_transpositions(name, kind):
+    """Operands that XLA may give as they lie in a larger buffer."""
+    dtype = jnp.dtype(kind)
+    rng = np.random.default_rng(10)
+    views = [
+        lambda a: a.T[:, :9],
+        lambda a: a[1:, 3:12],
+        lambda a: jax.lax.dynamic_slice(a, (2, 1), (4, 9)),
+        lambda a: a[::-1, 1:10],
+        lambda a: a.reshape(-1)[7:16],
+    ]
+    x, residual, dy = (normal(rng, (9, 40), dtype) for _ in range(3))
+    parameters = {w: normal(rng, (12,), dtype) for w in OPS[name] if w != "residual"}
+    more = {"residual": residual} if "residual" in OPS[name] else {}
+
+    def run(x, more, parameters, dy):
+        fn = lambda x, p: (getattr(fo, name)(x, **more, **p),)  # noqa: E731
+        return value_and_gradients(fn)((x, parameters), (dy,))
+
+    def every(x, more, parameters, dy):
+        results = []
+        for view in views:
+            cut = jax.tree.map(view, (x, more))
+            results.append(run(*cut, {k: p[2:11] for k, p in parameters.items()}, view(dy)))
+        return results
+
+    got = jax.jit(every)(x, more, parameters, dy)
+    for view, mine in zip(views, got, strict=True):
+        parts = jax.tree.map(lambda a, view=view: np.asarray(view(jnp.asarray(a))), (x, more, dy))
+        cut = {k: p[2:11].copy() for k, p in parameters.items()}
+        (want, want_grads) = jax.jit(run)(*parts[:2], cut, parts[2])
+        assert_bitwise_equal(mine[0][0], want[0])
+        assert_bitwise_equal(mine[1][0], want_grads[0])
+        for key in cut:
+            assert_bitwise_equal(mine[1][1][key], want_grads[1][key], key)
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+X = normal(np.random.default_rng(11), (2, 3, 8), np.float32)
+ROW = np.ones(8, np.float32)
+
+BAD_PARAMETERS = {
+    "short": (np.ones(7, np.float32), ValueError, ["(7,)", "(8,)", "(2, 3, 8)"]),
+    "of one": (np.ones(1, np.float32), ValueError, ["(1,)", "(8,)"]),
+    "a number": (2.0, ValueError, ["()", "(8,)"]),
+    "of two dimensions": (np.ones((1, 8), np.float32), ValueError, ["(1, 8)", "(8,)"]),
+    "of the shape of x": (X, ValueError, ["(2, 3, 8)", "(8,)"]),
+    "integers": (np.ones(8, np.int32), TypeError, ["int32", "float32", "(8,)"]),
+    "booleans": (np.ones(8, bool), TypeError, ["bool", "float32"]),
+    "complex": (np.ones(8, np.complex64), TypeError, ["complex64", "float32"]),
+    "a list": ([1.0] * 8, TypeError, ["list", "array"]),
+    "a text": ("ones", TypeError, ["str", "array"]),
+}
+
+BAD_X = {
+    "integers": (X.astype(np.int32), TypeError, ["x has dtype int32", "(2, 3, 8)", "float32"]),
+    "booleans": (X > 0, TypeError, ["x has dtype bool", "float32"]),
+    "complex": (X * 1j, TypeError, ["x has dtype complex64", "float32"]),
+    "eight bits": (X.astype(jnp.float8_e4m3fn), TypeError, ["x has dtype float8", "float32"]),
+    "None": (None, TypeError, ["x is None", "array"]),
+    "a list": ([1.0, 2.0], TypeError, ["x is of type list", "array"]),
+    "a text": ("text", TypeError, ["x is of type str", "array"]),
+    "keys": (jax.random.key(0), TypeError, ["x has dtype key<"]),
+    "no dimension": (np.float32(1), ValueError, ["x has shape ()", "1 dimension"]),
+    "a number": (2.0, ValueError, ["x has shape ()", "1 dimension"]),
+}
+
+BAD_EPS = {
+    "None": (None, TypeError, ["NoneType", "number"]),
+    "a text": ("1e-6", TypeError, ["str", "number"]),
+    "an array": (np.ones(2), TypeError, ["ndarray", "number"]),
+    "a jax.Array": (jnp.float32(1e-6), TypeError, ["number"]),
+    "a bool": (True, TypeError, ["bool", "number"]),
+    "complex": (1j, TypeError, ["complex", "number"]),
+    "a complex of NumPy": (np.complex64(1), TypeError, ["complex", "number"]),
+    "NaN": (float("nan"), ValueError, ["nan"]),
+    "a NaN of NumPy": (np.float32("nan"), ValueError, ["nan"]),
+}
+
+BAD_RESIDUALS = {
+    "of another shape": (X[:1], ValueError, ["(1, 3, 8)", "(2, 3, 8)"]),
+    "of fewer dimensions": (ROW, ValueError, ["(8,)", "(2, 3, 8)"]),
+    "of another dtype": (X.astype(jnp.bfloat16), TypeError, ["bfloat16", "x has dtype float32"]),
+    "integers": (X.astype(np.int32), TypeError, ["int32", "float32"]),
+    "a number": (1.0, ValueError, ["()", "(2, 3, 8)"]),
+    "None": (None, TypeError, ["None", "array"]),
+    "a list": ([1.0], TypeError, ["list", "array"]),
+}
+
+
+def refused(name, error, words, x=X, **kwargs):
+    """The message names the op, the argument, what was given, and what is accepted."""
+    if "residual" in OPS[name] and "residual" not in kwargs:
+        kwargs["residual"] = X
+    with pytest.raises(error) as raised:
+        getattr(fo, name)(x, **kwargs)
+    message = str(raised.value)
+    assert not [word for word in (f"{name}:", *words) if word not in message], message
+
+
+@pytest.mark.parametrize("what", BAD_PARAMETERS)
+def test_refused_parameters(name, what):
+    value, error, words = BAD_PARAMETERS[what]
+    for parameter in OPS[name]:
+        if parameter != "residual":
+            refused(name, error, [parameter, *words], **{parameter: value})
+
+
+@pytest.mark.parametrize("what", BAD_X)
+def test_refused_x(name, what):
+    x, error, words = BAD_X[what]
+    # Of two arrays the first that is wrong is named; the residual is no better here.
+    more = {"residual": x} if "residual" in OPS[name] else {}
+    refused(name, error, words, x, **more)
+
+
+@pytest.mark.parametrize("what", BAD_EPS)
+def test_refused_eps(name, what):
+    eps, error, words = BAD_EPS[what]
+    refused(name, error, ["eps is", *words], eps=eps)
+
+
+@pytest.mark.parametrize("what", BAD_RESIDUALS)
+@pytest.mark.parametrize("op", WHOLE)
+def test_refused_residuals(op, what):
+    residual, error, words = BAD_RESIDUALS[what]
+    refused(op, error, ["residual", *words], residual=residual)
+
+
+def test_a_traced_eps_is_refused(name):
+    more = {"residual": X} if "residual" in OPS[name] else {}
+    with pytest.raises(TypeError, match=r"eps is of type \w*Tracer"):
+        jax.jit(lambda x, e: getattr(fo, name)(x, eps=e, **more))(X, 1e-6)
+
+
+def test_arguments_that_there_are_not():
+    with pytest.raises(TypeError):
+        fo.rms_norm(X, ROW, ROW)
+    with pytest.raises(TypeError):
+        fo.residual_rms_norm(X, X, ROW, ROW)
+    with pytest.raises(TypeError):
+        fo.layer_norm(X, ROW, ROW, 1e-6)
+    with pytest.raises(TypeError):
+        fo.residual_layer_norm(X)
+    with pytest.raises(TypeError):
+        fo.layer_norm(X, return_sum=True)
+
+
+def test_refused_under_jit_before_anything_runs(name):
+    shape = jax.ShapeDtypeStruct((2, 8), np.float32)
+    more = (shape,) if "residual" in OPS[name] else ()
+    with pytest.raises(ValueError, match=r"scale has shape \(7,\)"):
+        jax.eval_shape(getattr(fo, name), shape, *more, jax.ShapeDtypeStruct((7,), np.float32))

@@ -1,0 +1,317 @@
+"""Slots with `~...`: dimensions in sizes of the operand's own, where index 0 may stand for all."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import compat
+from harness.sharding import device_count
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+from jax_fastops._kernel import (
+    fold,
+    infer_avals,
+    partitioned_over,
+    partitions,
+    sharding_rule,
+    spread_out,
+    spread_shape,
+)
+from jax_fastops._op import Op
+from jax_fastops._signature import Signature
+
+F32, BOOL = jnp.dtype("float32"), jnp.dtype("bool")
+MASKED = "... n, ~... m -> ... n"
+INNER = "... n *i, ~... m *i -> ... n *i"
+
+
+def infer(text, *shapes):
+    return Signature.parse(text).infer(shapes, [F32, BOOL, F32][: len(shapes)])
+
+
+# The grammar --------------------------------------------------------------------------------------
+
+
+def test_it_is_read_and_written():
+    signature = Signature.parse(MASKED)
+    x, mask = signature.operands
+    assert mask.spread and mask.batched and not x.spread and x.batched
+    assert [d.name for d in mask.dims] == ["m"]
+    assert not signature.results[0].spread
+    for text in (MASKED, INNER, "... n, ~... ceil(n/8) :uint8 -> ... n"):
+        parsed = Signature.parse(text)
+        assert str(parsed) == text
+        assert Signature.parse(str(parsed)) == parsed
+    assert Signature.parse(MASKED) != Signature.parse(MASKED.replace("~", ""))
+
+
+@pytest.mark.parametrize("text", ["... n -> ~... n", "... n, ~... m -> ... n, ~... m"])
+def test_a_result_has_no_sizes_of_its_own(text):
+    with pytest.raises(ValueError, match=r"a result of .* has '~\.\.\.'"):
+        Signature.parse(text)
+
+
+def test_it_has_the_names_with_a_star_of_the_others():
+    with pytest.raises(ValueError, match="different names with a star"):
+        Signature.parse("... n *i, ~... m -> ... n *i")
+    with pytest.raises(ValueError, match="different names with a star"):
+        Signature.parse("... n, ~... m *i -> ... n")
+
+
+@pytest.mark.parametrize(
+    "mask", [(2, 3, 5), (1, 3, 5), (2, 1, 5), (1, 1, 5), (2, 3, 1), (1, 1, 1)], ids=str
+)
+def test_its_sizes_do_not_matter_for_the_results(mask):
+    assert infer(MASKED, (2, 3, 5), mask) == [((2, 3, 5), F32)]
+
+
+@pytest.mark.parametrize("mask", [(2, 5, 4), (1, 1, 4), (2, 5, 1), (2, 1, 1)], ids=str)
+def test_dimensions_with_a_star_may_differ(mask):
+    assert infer(INNER, (2, 5, 4), mask) == [((2, 5, 4), F32)]
+
+
+def test_it_may_come_first():
+    """What the leading dimensions are, the others say."""
+    assert infer("~... m, ... n -> ... n", (1, 1, 5), (2, 3, 7)) == [((2, 3, 7), F32)]
+    bound = Signature.parse("~... m, ... n -> ... n").bind([(1, 1, 5), (2, 3, 7)])
+    assert bound.batch == (2, 3) and bound.sizes == {"m": 5, "n": 7}
+
+
+@pytest.mark.parametrize(
+    "text, shapes, message",
+    [
+        (MASKED, [(2, 3, 5), (3, 5)], r"shape \(3, 5\) has not the rank of '\.\.\.'"),
+        (MASKED, [(2, 3, 5), (1, 2, 3, 5)], "has not the rank of"),
+        (MASKED, [(2, 3, 5), ()], r"shape \(\) does not fit '~\.\.\. m'"),
+        ("... n, ~... n -> ... n", [(2, 5), (1, 4)], "dimension 'n' .* is both 5 and 4"),
+        ("... n, ~... ceil(n/8) -> ... n", [(2, 9), (1, 3)], "cannot be 3"),
+        ("... n, ~... 4 -> ... n", [(2, 9), (1, 3)], "cannot be 3"),
+        ("... n, ~... m, ... n -> ... n", [(2, 5), (1, 5), (3, 5)], "leading dimensions"),
+        ("... n, ~... m -> ... n", [(2, 5)], "takes 2 operands, got 1"),
+    ],
+)
+def test_what_does_not_fit_is_said(text, shapes, message):
+    with pytest.raises(ValueError, match=message):
+        Signature.parse(text).infer(shapes, [F32] * len(shapes))
+
+
+@pytest.mark.parametrize(
+    "text, mapped, folds",
+    [
+        (MASKED, [True, False], True),
+        (MASKED, [False, True], True),
+        (MASKED, [True, True], True),
+        (INNER, [True, False], True),
+        ("... n, ~... m, n -> ... n", [True, True, False], True),
+        ("... n, ~... m, n -> ... n", [False, False, True], False),
+        ("... n, ~... m -> ... n, n", [True, False], False),
+    ],
+)
+def test_a_mapped_axis_folds(text, mapped, folds):
+    assert Signature.parse(text).folds(mapped) is folds
+
+
+# What is made of it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dims, shapes",
+    [
+        # (x, mask) -> their shapes, folded: the mask is not expanded
+        ((0, None), [(7, 2, 5), (1, 1, 5)]),
+        ((1, None), [(2, 7, 5), (1, 1, 5)]),
+        ((None, 0), [(7, 2, 5), (7, 1, 5)]),
+        ((None, 2), [(7, 2, 5), (7, 1, 5)]),
+        ((0, 1), [(7, 2, 5), (7, 1, 5)]),
+    ],
+)
+def test_folding_expands_everything_else(dims, shapes):
+    x, mask = np.zeros((2, 5)), np.zeros((1, 5), bool)
+    operands = [
+        a if d is None else np.stack([a] * 7, d) for a, d in zip((x, mask), dims, strict=True)
+    ]
+    operands = [jnp.asarray(a) for a in operands]
+    folded = fold(Signature.parse(MASKED), operands, dims)
+    expected = [(7, 2, 5), shapes[1]]
+    assert [a.shape for a in folded] == expected
+
+
+def test_the_mask_says_nothing_about_shards():
+    mesh = compat.make_mesh({"a": 1, "b": 1}, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        put = lambda a, spec: jax.typeof(jax.device_put(a, NamedSharding(mesh, spec)))  # noqa: E731
+        x = put(np.ones((2, 3, 4), np.float32), P("a", None, None))
+        for spec in (P(None, None, None), P("b", None, None), P("b", "a", None)):
+            mask = put(np.ones((2, 3, 4), bool), spec)
+            (out,) = infer_avals(Signature.parse(MASKED), [x, mask])
+            assert out.sharding.spec == P("a", None, None)
+        inner = Signature.parse(INNER)
+        x = put(np.ones((2, 3, 4), np.float32), P(None, None, "a"))
+        (out,) = infer_avals(inner, [x, put(np.ones((1, 3, 4), bool), P(None, None, "b"))])
+        assert out.sharding.spec == P(None, None, "a")
+
+
+def shapes_of(*shapes):
+    return [jax.ShapeDtypeStruct(s, np.float32) for s in shapes]
+
+
+@pytest.mark.parametrize(
+    "mask, rule",
+    [
+        ((2, 3, 16), "([i, j, k], [i, j, l])->([i, j, k]) {i=2, j=3, k=16, l=16}"),
+        ((2, 3, 1), "([i, j, k], [i, j, l])->([i, j, k]) {i=2, j=3, k=16, l=1}"),
+        ((1, 3, 16), "([i, j, k], [l, j, m])->([i, j, k]) {i=2, j=3, k=16, l=1, m=16}"),
+        ((8, 3, 16), "([i, j, k], [l, j, m])->([i, j, k]) {i=2, j=3, k=16, l=8, m=16}"),
+        ((1, 1, 1), "([i, j, k], [l, m, n])->([i, j, k]) {i=2, j=3, k=16, l=1, m=1, n=1}"),
+    ],
+    ids=str,
+)
+def test_sharding_rule_has_a_factor_for_each_size_that_differs(mask, rule):
+    signature = Signature.parse(MASKED)
+    found = sharding_rule(signature, shapes_of((2, 3, 16), mask), shapes_of((2, 3, 16)), 2)
+    last = rule.split("])->")[0][-1]  # of the mask's row
+    assert found == f"#sdy.op_sharding_rule<{rule} need_replication={{k, {last}}}, custom>"
+
+
+def test_copies_are_made_for_every_device_where_nothing_tells_the_shards():
+    signature = Signature.parse(MASKED)
+    x = jnp.zeros((16, 6, 5))
+    for mask, expected in (
+        ((1, 1, 5), (8, 8, 5)),
+        ((16, 1, 5), (16, 8, 5)),
+        ((1, 6, 1), (8, 6, 1)),
+        ((16, 6, 5), (16, 6, 5)),
+    ):
+        where = jnp.arange(np.prod(mask)).reshape(mask)
+        shape, spec = spread_shape(signature, [x, where], 1, 8)
+        assert shape == expected and spec is None
+        first, second = spread_out(signature, [x, where], 8)
+        assert first is x and second.shape == expected
+        np.testing.assert_array_equal(second, np.broadcast_to(where, expected))
+
+
+def test_copies_along_dimensions_with_a_star():
+    signature = Signature.parse(INNER)
+    x = jnp.zeros((16, 5, 6))
+    shape, spec = spread_shape(signature, [x, jnp.zeros((1, 5, 1), bool)], 1, 8)
+    assert shape == (8, 5, 8) and spec is None
+    # The row is no dimension to cut: it has no copies.
+    assert spread_shape(signature, [x, jnp.zeros((16, 1, 6), bool)], 1, 8)[0] == (16, 1, 6)
+
+
+def test_copies_are_as_many_as_the_shards_that_the_type_tells():
+    count = device_count()
+    if count < 4:
+        pytest.skip("needs four devices")
+    mesh = compat.make_mesh({"a": 2, "b": count // 2}, AxisType.Explicit)
+    signature = Signature.parse(MASKED)
+    with jax.set_mesh(mesh):
+        put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+        x = put(jnp.zeros((16, 24, 5)), P("a", "b", None))
+        mask = put(jnp.zeros((1, 1, 5), bool), P(None, None, None))
+        shape, spec = spread_shape(signature, [x, mask], 1, count)
+        assert shape == (2, count // 2, 5) and spec == ("a", "b", None)
+        mask = put(jnp.zeros((16, 1, 5), bool), P("a", None, None))
+        shape, spec = spread_shape(signature, [x, mask], 1, count)
+        assert shape == (16, count // 2, 5) and spec == ("a", "b", None)
+        x = put(jnp.zeros((16, 24, 5)), P(None, None, None))
+        mask = put(jnp.zeros((1, 1, 5), bool), P(None, None, None))
+        assert spread_shape(signature, [x, mask], 1, count)[0] == (1, 1, 5)
+
+
+def test_the_number_of_devices_is_told_inside_of_a_block_alone():
+    assert partitions() == 1
+    with partitioned_over(8):
+        assert partitions() == 8
+        with partitioned_over(2):
+            assert partitions() == 2
+        assert partitions() == 8
+    assert partitions() == 1
+    with pytest.raises(ZeroDivisionError), partitioned_over(8):
+        raise ZeroDivisionError
+    assert partitions() == 1
+
+
+# An op with one -----------------------------------------------------------------------------------
+
+
+def _masked(x, where):
+    y = jnp.where(where, jnp.sin(x), 0)
+    return y / (1 + jnp.sum(y * y, axis=-1, keepdims=True))
+
+
+masked_unit = Op("toy_masked_unit", MASKED, _masked)
+
+X = np.random.default_rng(0).normal(size=(4, 3, 5))
+WHERE = np.random.default_rng(1).random((4, 1, 5)) < 0.7
+gained = Op("toy_gained", "... n, ~... n -> ... n", lambda x, gain: jnp.sin(x) * gain)
+
+
+@pytest.fixture(autouse=True)
+def native_in_float64():
+    with fo.use_implementation("native"), compat.x64():
+        yield
+
+
+def stack(a):
+    return jnp.stack([a, a[..., ::-1], a])
+
+
+TRANSFORMS = {
+    "value": lambda f: f,
+    "gradient": lambda f: jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w)))),
+    "x mapped": lambda f: lambda x, w: jax.vmap(f, (0, None))(stack(x), w),
+    "mask mapped": lambda f: lambda x, w: jax.vmap(f, (None, 0))(x, stack(w)),
+    "both mapped": lambda f: lambda x, w: jax.vmap(f, (0, 0), 1)(stack(x), stack(w)),
+    "nested": lambda f: (
+        lambda x, w: jax.vmap(jax.vmap(f, (None, 0)), (0, None))(stack(x), stack(w))
+    ),
+    "gradients per example": lambda f: (
+        lambda x, w: jax.vmap(jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w)))), (0, None))(
+            stack(x), w
+        )
+    ),
+    "gradients per mask": lambda f: (
+        lambda x, w: jax.vmap(jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w)))), (None, 0))(
+            x, stack(w)
+        )
+    ),
+    "jvp": lambda f: lambda x, w: jax.jvp(lambda x: f(x, w), (x,), (jnp.cos(x),)),
+    "hessian": lambda f: jax.hessian(lambda x, w: jnp.sum(jnp.sin(f(x, w)))),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("where", [WHERE, WHERE[:1, :, :1]], ids=np.shape)
+def test_an_op_with_a_mask(transform, where):
+    got, want = (jax.jit(transform(f))(X, where) for f in (masked_unit, masked_unit.reference))
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
+        np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_mask_without_a_leading_dimension_of_its_own_rank_is_refused():
+    with pytest.raises(ValueError, match="has not the rank"):
+        masked_unit(X, WHERE[0])
+
+
+def test_the_op_is_one_equation_under_vmap():
+    """No level: a mapped axis is one more leading dimension, of x alone or of both."""
+    for axes, args in (((0, None), (stack(X), WHERE)), ((None, 0), (X, stack(WHERE)))):
+        jaxpr = jax.jit(jax.vmap(masked_unit, axes)).trace(*args).jaxpr
+        (op,) = [e for e in jaxpr.eqns if "toy_masked_unit" in str(e.primitive)]
+        assert op.params["levels"] == ()
+        assert op.invars[0].aval.shape == (3, 4, 3, 5)
+        assert op.invars[1].aval.size == args[1].size
+
+
+def test_it_has_no_gradient():
+    """A result has no sizes of its own, so a gradient has none either; that of x is as ever."""
+    gain = np.random.default_rng(3).normal(size=(1, 1, 5))
+    loss = lambda f: lambda x, g: jnp.sum(jnp.sin(f(x, g)))  # noqa: E731
+    got, want = (jax.grad(loss(f))(X, gain) for f in (gained, gained.reference))
+    np.testing.assert_allclose(got, want, rtol=1e-10)
+    with pytest.raises(ValueError, match=r"a result of .* has '~\.\.\.'"):
+        jax.grad(loss(gained), 1)(X, gain)

@@ -1,0 +1,1522 @@
+"""`softmax` and `log_softmax`: transformations, shapes, masks, special values, what is saved."""
+
+import functools
+import itertools
+import math
+import re
+import zlib
+
+import hypothesis
+import jax
+import jax.export
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import pytest
+from harness import (
+    Case,
+    Sharding,
+    Tolerance,
+    assert_bitwise_equal,
+    assert_matches,
+    checks,
+    implementation,
+)
+from harness.case import FLOAT_DTYPES
+from harness.compat import make_mesh, saved_residuals, x64
+from harness.numerics import normal
+from harness.sharding import assert_collectives, assert_layout, collectives, device_count
+from harness.transforms import oracle
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+
+OPS = {"softmax": fo.softmax, "log_softmax": fo.log_softmax}
+
+
+def reference(name, x, axis=-1, where=None, scale=1.0):
+    return getattr(jax.nn, name)(x * scale if scale != 1.0 else x, axis=axis, where=where)
+
+
+def variant(name, masked=False, **options):
+    """The op and its reference, as functions of `x` and, if masked, `where`.
+
+    The masked results of log_softmax are -inf: they are left out, so that losses are finite.
+    """
+    ops = OPS[name], functools.partial(reference, name)
+    if not masked:
+        return tuple(lambda x, op=op: op(x, **options) for op in ops)
+
+    def of(op):
+        if name == "softmax":
+            return lambda x, where: op(x, where=where, **options)
+        return lambda x, where: jnp.where(where, op(x, where=where, **options), 0)
+
+    return tuple(map(of, ops))
+
+
+def random_mask(rng, shape, keep=0.7):
+    return rng.random(shape) < keep
+
+
+def draws(shape, mask=None):
+    """Draws x, and a mask, of the given shapes; each row of the mask has elements left."""
+
+    def make(rng, dtype):
+        x = normal(rng, shape, dtype)
+        if mask is None:
+            return (x,)
+        where = random_mask(rng, mask)
+        if where.ndim:
+            where[..., :1] = True
+        return x, where
+
+    return make
+
+
+def case(name, op, shape, mask=None, sharded=None, sharded_mask=None, axis=-1, scale=1.0, **more):
+    fn, plain = variant(op, mask is not None, axis=axis, scale=scale)
+    make_sharded = {} if sharded is None else {"make_sharded_args": draws(sharded, sharded_mask)}
+    return Case(
+        name=name,
+        fn=fn,
+        reference=plain,
+        make_args=draws(shape, mask),
+        tolerance=Tolerance(ulps=8.0),
+        **make_sharded,
+        **more,
+    )
+
+
+SOFTMAX = case(
+    "softmax",
+    "softmax",
+    (3, 7),
+    sharded=(16, 7),
+    shardings=(Sharding("batch", (0,), (0,)),),
+    symbolic=("b, n",),
+)
+
+# A mask of padding: it is the same for all heads and queries.
+SOFTMAX_PADDED = case(
+    "softmax_padded",
+    "softmax",
+    (2, 2, 3, 5),
+    (2, 1, 1, 5),
+    (8, 8, 16, 12),
+    (8, 1, 1, 12),
+    dtypes=("float32", "bfloat16"),
+    modes=("native",),
+    shardings=(Sharding("heads", (1, None), (1,)),),
+    symbolic=("b, h, q, k", "b, 1, 1, k"),
+)
+
+# A mask of each query, the same for all heads, and a scale: attention.
+SOFTMAX_ATTENTION = case(
+    "softmax_attention",
+    "softmax",
+    (2, 2, 3, 4),
+    (2, 1, 3, 4),
+    (16, 8, 16, 8),
+    (16, 1, 16, 8),
+    scale=0.25,
+    dtypes=("bfloat16", "float32"),
+    modes=("native",),
+    shardings=(
+        Sharding("batch", (0, 0), (0,)),
+        Sharding("heads", (1, None), (1,)),
+        Sharding("queries", (2, 2), (2,)),
+    ),
+)
+
+SOFTMAX_AXIS = case(
+    "softmax_axis",
+    "softmax",
+    (2, 4, 3),
+    (1, 4, 1),
+    (8, 4, 16),
+    (1, 4, 1),
+    axis=1,
+    scale=-1.5,
+    dtypes=("float32", "float16"),
+    shardings=(
+        Sharding("batch", (0, None), (0,)),
+        Sharding("inner", (2, None), (2,)),
+    ),
+    symbolic=("b, 4, i", "1, 4, 1"),
+)
+
+LOG_SOFTMAX = case(
+    "log_softmax",
+    "log_softmax",
+    (2, 3, 5),
+    sharded=(8, 16, 5),
+    scale=0.7,
+    shardings=(Sharding("batch", (0,), (0,)), Sharding("sequence", (1,), (1,))),
+    symbolic=("b, s, n",),
+)
+
+LOG_SOFTMAX_PADDED = case(
+    "log_softmax_padded",
+    "log_softmax",
+    (2, 2, 5),
+    (2, 1, 5),
+    (8, 16, 12),
+    (8, 1, 12),
+    dtypes=("float32", "bfloat16"),
+    shardings=(Sharding("batch", (0, 0), (0,)), Sharding("heads", (1, None), (1,))),
+    symbolic=("b, h, k", "b, 1, k"),
+)
+
+LOG_SOFTMAX_AXIS = case(
+    "log_softmax_axis",
+    "log_softmax",
+    (5, 2, 3),
+    (5, 1, 3),
+    (5, 8, 16),
+    (5, 1, 16),
+    axis=0,
+    dtypes=("float32", "bfloat16"),
+    shardings=(
+        Sharding("first", (1, None), (1,)),
+        Sharding("second", (2, 2), (2,)),
+    ),
+)
+
+basic = functools.partial(case, basic_only=True, modes=("native",))
+SINGLE, HALF = ("float32",), ("bfloat16",)
+
+# Masks of other shapes, and lengths that are no multiple of a vector.
+ROW_MASK = basic("softmax_row_mask", "softmax", (2, 3, 33), (33,), scale=2.0, dtypes=SINGLE)
+FULL_MASK = basic("softmax_full_mask", "softmax", (3, 17), (3, 17), dtypes=HALF)
+LONG = basic("softmax_long", "softmax", (2, 1001), dtypes=HALF)
+ONE = basic("softmax_one", "softmax", (5, 1), (5, 1), dtypes=SINGLE)
+FIRST_AXIS = basic("softmax_first_axis", "softmax", (9, 11), (9, 11), axis=0, dtypes=SINGLE)
+COLUMN_MASK = basic("softmax_column_mask", "softmax", (4, 3, 8), (3, 1), dtypes=HALF)
+LOG_SHORT = basic("log_short", "log_softmax", (2, 3, 5), scale=0.7, dtypes=SINGLE)
+LOG_ROW_MASK = basic("log_row_mask", "log_softmax", (3, 8), (8,), scale=-0.5, dtypes=SINGLE)
+LOG_FULL_MASK = basic("log_full_mask", "log_softmax", (2, 129), (2, 129), dtypes=SINGLE)
+LOG_MIDDLE = basic("log_middle", "log_softmax", (2, 7, 2, 3), (2, 7, 1, 3), axis=1, dtypes=HALF)
+
+QUICK = (SOFTMAX_PADDED,)
+BASIC = (ROW_MASK, FULL_MASK, LONG, ONE, FIRST_AXIS, COLUMN_MASK)
+LOG_BASIC = (LOG_SHORT, LOG_ROW_MASK, LOG_FULL_MASK, LOG_MIDDLE)
+SLOW = (SOFTMAX, LOG_SOFTMAX, SOFTMAX_ATTENTION, SOFTMAX_AXIS, LOG_SOFTMAX_PADDED, LOG_SOFTMAX_AXIS)
+
+
+@checks(*QUICK, *BASIC, *LOG_BASIC)
+def test_harness(check):
+    check()
+
+
+@pytest.mark.slow
+@checks(*SLOW)
+def test_harness_of_variants(check):
+    check()
+
+
+@pytest.fixture(autouse=True)
+def native():
+    with fo.use_implementation("native"):
+        yield
+
+
+@pytest.fixture(params=OPS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(params=FLOAT_DTYPES)
+def dtype(request):
+    with x64(request.param == "float64"):
+        yield jnp.dtype(request.param)
+
+
+def value_and_gradient(fn):
+    def run(x, dy, *rest):
+        y, pullback = jax.vjp(lambda x: fn(x, *rest), x)
+        return y, pullback(dy)[0]
+
+    return run
+
+
+# Shapes -------------------------------------------------------------------------------------------
+
+
+def exact_value(name, x, axis, where, scale):
+    """In float64, from NumPy; -inf or 0 where there is a mask. And the largest exponent's size."""
+    z = x.astype(np.float64) * scale
+    z = z if where is None else np.where(where, z, -np.inf)
+    top = z.max(axis, keepdims=True)
+    shifted = z - np.where(np.isfinite(top), top, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        total = np.exp(shifted).sum(axis, keepdims=True)
+        y = shifted - np.log(total) if name == "log_softmax" else np.exp(shifted) / total
+    if where is not None:
+        y = np.where(where, y, -np.inf if name == "log_softmax" else 0)
+    return y, np.abs(np.where(np.isfinite(z), z, 0))
+
+
+def exact_gradient(name, y, dy, axis, where, scale):
+    """Likewise, from the rounded result, and how large a unit of rounding may make the error."""
+    y, dy = y.astype(np.float64), dy.astype(np.float64)
+    keep = np.ones(y.shape, bool) if where is None else np.broadcast_to(where, y.shape)
+    p = np.where(keep, np.exp(y) if name == "log_softmax" else y, 0)
+    dy = np.where(keep, dy, 0)
+    weight = np.ones_like(p) if name == "log_softmax" else p
+    total = (weight * dy).sum(axis, keepdims=True)
+    size = np.abs(weight * dy).sum(axis, keepdims=True) * growth(y.shape, axis)
+    if name == "log_softmax":
+        exponent = np.where(keep, np.abs(y), 0)
+        unit = np.abs(dy) + p * (size + np.abs(total) * (4 + exponent))
+        return np.where(keep, scale * (dy - p * total), 0), abs(scale) * unit
+    return scale * p * (dy - total), abs(scale) * p * (size + 3 * (np.abs(dy) + np.abs(total)))
+
+
+def growth(shape, axis):
+    """How many units of rounding a sum over an axis may be off.
+
+    Partial sums are made in many lanes, unless the lanes are other rows.
+    """
+    alone = math.prod(shape[axis:][1:]) == 1 if axis != -1 else True
+    return 4 + math.sqrt(shape[axis]) / (8 if alone else 2)
+
+
+def assert_within(got, exact, unit, where):
+    """At most half a unit in the last place off, and `unit` roundings of the accumulator."""
+    dtype = got.dtype
+    wide = np.finfo(np.promote_types(dtype, np.float32) if dtype != jnp.bfloat16 else np.float32)
+    info = jnp.finfo(dtype)
+    # XLA and the kernels may take subnormals of wide types for 0.
+    least = info.smallest_subnormal if dtype == np.float16 else info.smallest_normal
+    got = got.astype(np.float64)
+    finite = np.isfinite(exact)
+    np.testing.assert_array_equal(got[~finite], exact[~finite], err_msg=where)
+    exact = np.where(finite, exact, 0)
+    limit = 0.51 * float(info.eps) * np.abs(exact) + float(wide.eps) * unit + 1.01 * float(least)
+    error = np.where(finite, np.abs(got - exact), 0)
+    worst = np.unravel_index(np.argmax(error - limit), error.shape)
+    assert (error <= limit).all(), (
+        f"{where}: off by {error[worst]:.3g} at {worst}, more than {limit[worst]:.3g}: got "
+        f"{got[worst]}, exact is {exact[worst]}"
+    )
+
+
+def uneven(rng, shape, axis, dtype):
+    """Values of which the first and the last along the axis weigh most: none may be left out."""
+    x = rng.standard_normal(shape) * 2
+    view = np.moveaxis(x, axis, -1)
+    view[..., :2] += math.log(shape[axis])
+    view[..., -3:] += math.log(shape[axis])
+    return x.astype(dtype)
+
+
+def check_shapes(name, dtype, examples, scale=1.0):
+    """Value and gradient of many shapes in one program: (shape, axis, shape of the mask)."""
+    rng = np.random.default_rng(zlib.crc32(str(examples).encode()))
+    axes = [axis for _, axis, _ in examples]
+    values = []
+    for shape, axis, mask in examples:
+        where = None if mask is None else random_mask(rng, mask, rng.choice([0.2, 0.7, 0.97]))
+        values.append((uneven(rng, shape, axis, dtype), uneven(rng, shape, axis, dtype), where))
+
+    @jax.jit
+    def run(values):
+        return [
+            value_and_gradient(lambda x, w, a=a: OPS[name](x, where=w, axis=a, scale=scale))(*v)
+            for v, a in zip(values, axes, strict=True)
+        ]
+
+    results = jax.tree.map(np.asarray, run(values))
+    for (shape, axis, mask), (x, dy, where), (y, dx) in zip(examples, values, results, strict=True):
+        what = f"{name} of {dtype}{shape} over {axis}, mask {mask}"
+        assert y.dtype == dx.dtype == dtype and y.shape == dx.shape == x.shape, what
+        exact, size = exact_value(name, x, axis, where, scale)
+        # The exponent is rounded as it is scaled and as the maximum is taken away.
+        size = 2 * size.max(axis, keepdims=True) + growth(shape, axis)
+        unit = size + np.abs(np.where(np.isfinite(exact), exact, 0))
+        assert_within(y, exact, unit if name == "log_softmax" else unit * exact, what)
+        assert_within(dx, *exact_gradient(name, y, dy, axis, where, scale), f"gradient of {what}")
+
+
+LENGTHS = {
+    "1to40": [*range(1, 41)],
+    "to1025": [*(n + d for n in (64, 128, 256, 512, 1024) for d in (-1, 0, 1)), 1000, 1001],
+    "to8191": [2047, 2048, 2049, 4095, 4096, 4097, 8191],
+    "to32769": [16383, 16384, 16385, 32768, 32769],
+    "to100003": [65536, 100003],
+}
+SHORT = {key: LENGTHS[key] for key in ("1to40", "to1025")}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_lengths(name, dtype, lengths):
+    """Every length of a row, few rows."""
+    check_shapes(name, dtype, [((3, n), 1, None) for n in lengths])
+
+
+@pytest.mark.parametrize("lengths", SHORT.values(), ids=SHORT)
+def test_many_rows(name, lengths):
+    """More rows than are worked on at once, a prime number of them."""
+    dtype = jnp.bfloat16 if name == "softmax" else np.float32
+    check_shapes(name, jnp.dtype(dtype), [((1031, n), 1, None) for n in lengths[::4]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2, 5, 67, 4099])
+@pytest.mark.parametrize("lengths", SHORT.values(), ids=SHORT)
+def test_rows(name, dtype, rows, lengths):
+    check_shapes(name, dtype, [((rows, n), 1, None) for n in lengths], scale=-0.37)
+
+
+MASKED = {
+    "row": lambda r, n: (n,),
+    "each": lambda r, n: (r, n),
+    "column": lambda r, n: (r, 1),
+    "all": lambda r, n: (),
+}
+
+
+@pytest.mark.parametrize("mask", MASKED.values(), ids=MASKED)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_masked_lengths(name, kind, mask):
+    lengths = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 129, 513, 1000, 1001, 1024]
+    lengths += [4097, 16385]
+    examples = [((5, n), 1, mask(5, n)) for n in lengths]
+    check_shapes(name, jnp.dtype(kind), examples, scale=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKED.values(), ids=MASKED)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_masked_lengths_every_dtype(name, dtype, mask, lengths):
+    check_shapes(name, dtype, [((3, n), 1, mask(3, n)) for n in lengths], scale=1.7)
+
+
+INNER = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 64, 100, 513]
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_other_axes(name, kind, masked):
+    """Rows whose elements lie `inner` apart."""
+    shapes = [(2, 1 + 7 * i % 40, inner) for i, inner in enumerate(INNER)]
+    masks = itertools.cycle([(1, 1), (3, 1), (3, 2)] if masked else [None])
+
+    def mask(outer, n, inner):
+        kind = next(masks)
+        return (
+            None if kind is None else (outer if kind[0] == 3 else 1, n, inner * (kind[1] == 2) or 1)
+        )
+
+    shapes += [(3, 5000, 3), (1, 1025, 17), (2, 300, 64), (7, 129, 1), (1, 20000, 2)]
+    check_shapes(name, jnp.dtype(kind), [(s, 1, mask(*s)) for s in shapes], scale=0.9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 33, 129, 1000, 5000])
+def test_other_axes_every_dtype(name, dtype, n):
+    examples = [((2, n, inner), 1, None) for inner in INNER if n * inner < 600_000]
+    examples += [((2, n, inner), 1, (n, inner)) for inner in INNER[::3] if n * inner < 600_000]
+    examples += [((2, n, inner), 1, (2, n, 1)) for inner in INNER[1::3] if n * inner < 600_000]
+    examples += [((2, n, inner), 1, (2, 1, inner)) for inner in INNER[2::3] if n * inner < 600_000]
+    check_shapes(name, dtype, examples)
+
+
+def test_rows_that_are_no_rows(name):
+    """One row alone, of rank 1; and long leading dimensions."""
+    shapes = [((n,), 0, None) for n in (1, 2, 9, 1001, 40000)]
+    shapes += [((1, 1, 1, n), 3, (n,)) for n in (1, 9, 1001)]
+    shapes += [((2, 1, 3, 1, 2, 5), axis, None) for axis in range(6)]
+    check_shapes(name, jnp.dtype(np.float32), shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [131072, 262144, 262145, 1 << 20, (1 << 22) + 1, (1 << 24) + 3])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_very_long(name, kind, n, masked):
+    rows = 3 if n < 1 << 20 else 1
+    mask = (1, n) if masked else None
+    check_shapes(name, jnp.dtype(kind), [((rows, n), 1, mask)], scale=0.8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_many_elements(name, kind):
+    """Rows and lengths whose product is large."""
+    check_shapes(name, jnp.dtype(kind), [((30011, 1000), 1, (1000,))])
+    check_shapes(name, jnp.dtype(kind), [((7, 2048, 1025), 1, None)])
+    check_shapes(name, jnp.dtype(kind), [((1 << 20, 17), 1, None)])
+
+
+# Masks --------------------------------------------------------------------------------------------
+
+
+@st.composite
+def masked_shapes(draw):
+    """A shape, an axis, and the shape of a mask that broadcasts to it, with a rank of its own."""
+    rank = draw(st.integers(1, 6))
+    sizes = st.one_of(st.integers(1, 4), st.sampled_from([1, 5, 9]))
+    shape = [draw(sizes) for _ in range(rank)]
+    axis = draw(st.integers(0, rank - 1))
+    shape[axis] = draw(st.one_of(st.integers(1, 12), st.sampled_from([16, 31, 33, 64, 100])))
+    while math.prod(shape) > 20_000:
+        shape[int(np.argmax(shape))] //= 2
+    mask = [n if draw(st.booleans()) else 1 for n in shape]
+    missing = draw(st.integers(0, rank))
+    return tuple(shape), axis - rank * draw(st.booleans()), tuple(mask[missing:])
+
+
+def masks_of_any_shape(examples):
+    @hypothesis.settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(
+        st.lists(masked_shapes(), min_size=8, max_size=8), st.sampled_from([1.0, -2.5])
+    )
+    def check(examples, scale):
+        for name, kind in (("softmax", np.float32), ("log_softmax", jnp.bfloat16)):
+            check_shapes(name, jnp.dtype(kind), examples, scale=scale)
+
+    check()
+
+
+def test_masks_of_any_shape():
+    masks_of_any_shape(6)
+
+
+@pytest.mark.slow
+def test_masks_of_more_shapes():
+    masks_of_any_shape(150)
+
+
+@pytest.mark.parametrize("rank", [16, 17, 20])
+def test_masks_of_high_rank(name, rank):
+    """The kernels take masks of up to 16 dimensions, XLA the others."""
+    shape = (2,) + (1, 2) * 5 + (1,) * (rank - 12) + (3,)
+    mask = tuple(n if i % 4 < 2 else 1 for i, n in enumerate(shape))
+    check_shapes(name, jnp.dtype(np.float32), [(shape, rank - 1, mask), (shape, 0, mask)])
+
+
+def test_a_mask_that_alternates_along_every_dimension(name):
+    """No two neighbours of the 16 dimensions are alike, so none can be merged."""
+    shape = (2,) * 12 + (3, 2, 2, 2)
+    for first in (0, 1):
+        mask = tuple(n if i % 2 == first else 1 for i, n in enumerate(shape))
+        examples = [(shape, axis, mask) for axis in (0, 7, 12, 15)]
+        check_shapes(name, jnp.dtype(np.float32), examples)
+
+
+# Special values -----------------------------------------------------------------------------------
+
+
+def special_rows(n, dtype):
+    """name -> a row of `n` elements."""
+    info = jnp.finfo(dtype)
+    rng = np.random.default_rng(n)
+    base = rng.standard_normal(n)
+
+    def at(**places):
+        row = base.copy()
+        for place, value in places.items():
+            row[{"first": 0, "middle": n // 2, "last": n - 1}[place]] = value
+        return row
+
+    inf, nan = np.inf, np.nan
+    ramp = np.linspace(0, 1, n)
+    rows = {
+        "NaN": at(middle=nan),
+        "NaN at the end": at(last=nan),
+        "+inf": at(middle=inf),
+        "+inf at the end": at(last=inf),
+        "two +inf": at(first=inf, last=inf),
+        "-inf": at(middle=-inf),
+        "-inf but one": np.where(np.arange(n) == n // 2, 3.0, -inf),
+        "+inf and -inf": at(first=inf, last=-inf),
+        "NaN and +inf": at(first=inf, last=nan),
+        "NaN and -inf": at(first=-inf, last=nan),
+        "all -inf": np.full(n, -inf),
+        "all +inf": np.full(n, inf),
+        "all NaN": np.full(n, nan),
+        "all equal": np.full(n, 1.7),
+        "all -0": np.full(n, -0.0),
+        "subnormal": ramp * float(info.smallest_normal),
+        "offset": base + 1e4,
+        "negative offset": base - 1e4,
+        "one dominates": at(middle=1e3),
+        "one dominates at the end": at(last=60),
+        "far apart": 200 * base,
+        "the largest": np.where(ramp < 0.5, float(info.max), 0),
+        "the largest alone": np.full(n, float(info.max)),
+        "the smallest": np.where(ramp < 0.5, -float(info.max), 1),
+        "the smallest alone": np.full(n, -float(info.max)),
+        "underflow": -ramp * 110,
+    }
+    return {what: row.astype(dtype) for what, row in rows.items()}
+
+
+def compare_rows(name, dtype, x, dy, where=None, scale=1.0):
+    """Values and gradients; NaN and infinities are where jax.nn has them."""
+
+    def of(fn):
+        def run(x, dy, *rest):
+            where = rest[0] if rest else None
+            return value_and_gradient(lambda x: fn(x, where=where, scale=scale))(x, dy)
+
+        return run
+
+    values = (x, dy) if where is None else (x, dy, where)
+    plain = of(functools.partial(reference, name))
+    got, want = (jax.jit(of(fn))(*values) for fn in (OPS[name], functools.partial(reference, name)))
+    exact = oracle(plain, *values)
+    eps = float(jnp.finfo(dtype).eps)
+    # Each row for itself: in one array the large ones would cover the small ones. A gradient is a
+    # difference of things as large as the cotangent, made from rounded results.
+    with np.errstate(all="ignore"):
+        wide = np.abs(dy.astype(np.float64))
+    of_dy = np.where(np.isfinite(wide), wide, 0).max(1, keepdims=True)
+    for what, mine, theirs, best in zip(("value", "gradient"), got, want, exact, strict=True):
+        mine, theirs = (np.asarray(a).astype(np.float64) for a in (mine, theirs))
+        finite = np.isfinite(theirs)
+        np.testing.assert_array_equal(
+            np.where(finite, 0, theirs), np.where(np.isfinite(mine), 0, mine), err_msg=what
+        )
+        both = finite & np.isfinite(best)
+        best = np.where(both, best, 0)
+        if what == "value":
+            exponent = np.abs(best) if name == "softmax" else np.maximum(1, np.abs(best))
+            limit = (4 * eps + 4e-5 * (dtype != np.float64)) * exponent
+        else:
+            limit = 4 * eps * of_dy * max(1, math.log(x.shape[1]))
+        least = 2 * float(jnp.finfo(dtype).smallest_normal)
+        error = np.where(both, np.abs(np.where(both, mine, 0) - best), 0)
+        row, at = np.unravel_index(np.argmax(error - limit), error.shape)
+        assert (error <= limit + least).all(), (
+            f"{what} of row {row}, {at}: got {mine[row, at]}, jax.nn gives {theirs[row, at]}, "
+            f"exact is {best[row, at]}"
+        )
+    return tuple(np.asarray(a) for a in got)
+
+
+SPECIAL_LENGTHS = [37, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 9, 259))]
+
+
+@pytest.mark.parametrize("n", SPECIAL_LENGTHS)
+def test_special_values(name, dtype, n):
+    rows = special_rows(n, dtype)
+    dy = normal(np.random.default_rng(1), (len(rows), n), dtype)
+    y, _ = compare_rows(name, dtype, np.stack(list(rows.values())), dy)
+    got = dict(zip(rows, y.astype(np.float64), strict=True))
+    assert np.isnan(got["all -inf"]).all() and np.isnan(got["+inf"]).all()
+    assert np.isfinite(got["the largest alone"]).all()
+    at_inf = got["-inf but one"]
+    assert at_inf[n // 2] == (0 if name == "log_softmax" else 1)
+    np.testing.assert_allclose(
+        got["all -0"], -math.log(n) if name == "log_softmax" else 1 / n, 1e-2
+    )
+
+
+@pytest.mark.parametrize("n", SPECIAL_LENGTHS)
+def test_special_values_beside_a_mask(name, dtype, n):
+    """The mask leaves out half of each row, now the special values and now the others."""
+    rows = special_rows(n, dtype)
+    x = np.repeat(np.stack(list(rows.values())), 3, axis=0)
+    rng = np.random.default_rng(2)
+    where = random_mask(rng, x.shape, 0.5)
+    where[0::3, n // 2], where[1::3, n // 2], where[2::3, -1] = True, False, False
+    where[1::3, 0] = True
+    compare_rows(name, dtype, x, normal(rng, x.shape, dtype), where)
+
+
+@pytest.mark.parametrize("n", SPECIAL_LENGTHS)
+def test_special_cotangents(name, dtype, n):
+    rng = np.random.default_rng(3)
+    places = [0, n // 2, n - 1]
+    values = [np.inf, -np.inf, np.nan, float(jnp.finfo(dtype).smallest_normal), 0.0]
+    dy = normal(rng, (len(places) * len(values), n), dtype)
+    for row, (place, value) in enumerate(itertools.product(places, values)):
+        dy[row, place] = value
+    compare_rows(name, dtype, normal(rng, dy.shape, dtype), dy)
+
+
+def special_fill(rng, shape, dtype):
+    values = np.asarray([np.nan, np.inf, -np.inf, jnp.finfo(dtype).max, 0.0]).astype(dtype)
+    return rng.choice(values, size=shape)
+
+
+SHARED_MASKS = [(6, 37), (1, 37), (6, 1), (37,)]
+
+
+@pytest.mark.parametrize("mask", SHARED_MASKS, ids=str)
+@pytest.mark.parametrize("axis", [1, 0])
+def test_what_is_masked_does_not_matter(name, dtype, mask, axis):
+    """Whatever x and the cotangent are there: the same bits elsewhere, and a gradient of 0."""
+    rng = np.random.default_rng(4)
+    x, dy = (normal(rng, (6, 37), dtype) for _ in range(2))
+    where = random_mask(rng, mask, 0.6)
+    keep = np.broadcast_to(where, x.shape)
+    other = np.where(keep, x, special_fill(rng, x.shape, dtype))
+    other_dy = np.where(keep, dy, special_fill(rng, x.shape, dtype))
+    assert (~np.isfinite(other_dy)).any()
+    fn = jax.jit(value_and_gradient(functools.partial(OPS[name], where=where, axis=axis)))
+    y, dx = map(np.asarray, fn(x, dy))
+    assert_matches(fn(other, other_dy), (y, dx))
+    outside = np.asarray(-np.inf if name == "log_softmax" else 0, dtype)
+    assert_bitwise_equal(y[~keep], np.broadcast_to(outside, y[~keep].shape))
+    assert_bitwise_equal(dx[~keep], np.zeros_like(dx[~keep]))
+    assert np.isfinite(dx).all() and (y[keep] != outside).all()
+
+
+@pytest.mark.parametrize("mode", ["native", "xla"])
+def test_fully_masked_rows(name, dtype, mode):
+    """They come out as 0 (-inf), and have no gradient whatever the cotangent."""
+    rng = np.random.default_rng(5)
+    x, dy = normal(rng, (4, 3, 19), dtype), special_fill(rng, (4, 3, 19), dtype)
+    where = np.array([True, False, True, False])[:, None, None]
+    dy[~np.broadcast_to(where, dy.shape)[..., 0]] = 1.0
+    dy[0], dy[2] = 1.0, 2.0
+    with implementation(mode):
+        y, dx = jax.jit(value_and_gradient(functools.partial(OPS[name], where=where)))(x, dy)
+    y, dx = np.asarray(y), np.asarray(dx)
+    outside = np.asarray(-np.inf if name == "log_softmax" else 0, dtype)
+    assert_bitwise_equal(y[1::2], np.broadcast_to(outside, y[1::2].shape))
+    assert_bitwise_equal(dx[1::2], np.zeros_like(dx[1::2]))
+    assert np.isfinite(y[::2]).all() and np.isfinite(dx[::2]).all()
+
+
+def test_fully_masked_rows_under_special_cotangents(name, dtype):
+    rng = np.random.default_rng(6)
+    x, dy = normal(rng, (4, 19), dtype), special_fill(rng, (4, 19), dtype)
+    for where in (False, np.zeros(19, bool), np.zeros((4, 1), bool), np.zeros((4, 19), bool)):
+        fn = functools.partial(OPS[name], where=where)
+        dx = jax.jit(value_and_gradient(fn))(x, dy)[1]
+        assert_bitwise_equal(dx, np.zeros_like(x))
+
+
+def test_a_result_of_zero_has_no_gradient_beside_a_mask():
+    """softmax keeps no mask: what it does not tell from a masked element counts as one."""
+    x = np.array([[0.0, -1e4, 1.0, 2.0]], np.float32)
+    dy = np.array([[1.0, np.nan, 2.0, np.inf]], np.float32)
+    where = np.array([True, True, True, False])
+    dx = jax.vjp(lambda x: fo.softmax(x, where=where), x)[1](dy)[0]
+    assert np.isfinite(np.asarray(dx)).all() and not dx[0, 1] and not dx[0, 3]
+    dx = jax.vjp(fo.softmax, x)[1](dy)[0]
+    assert np.isnan(np.asarray(dx)).all()
+
+
+def test_offsets_change_nothing(name, dtype):
+    """A row and the same row moved by a power of two: the same bits."""
+    rng = np.random.default_rng(7)
+    x = (rng.integers(-16, 16, (5, 100)) / 4).astype(dtype)
+    y = OPS[name](x)
+    for offset in (8.0, -16.0):
+        assert_bitwise_equal(OPS[name](x + np.asarray(offset, dtype)), y)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1.0, -1.0, 1e-3, 30.0, 1e30, -1e30, np.inf, np.nan])
+def test_scales(name, scale):
+    rng = np.random.default_rng(8)
+    x, dy = (normal(rng, (5, 41), np.float32) for _ in range(2))
+    x[1, 3], x[2, 4] = 0.0, 1e3
+
+    def with_scale(fn):
+        return value_and_gradient(functools.partial(fn, scale=scale))
+
+    got = jax.jit(with_scale(OPS[name]))(x, dy)
+    # Not compiled: XLA makes one operation of the product and the difference behind it, and then
+    # the largest exponent is not 0.
+    want = with_scale(functools.partial(reference, name))(x, dy)
+    for mine, theirs in zip(got, want, strict=True):
+        size = max(1, abs(scale)) if np.isfinite(scale) else 1
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6 * size)
+
+
+@pytest.mark.parametrize("number", [2, np.float32(0.5), np.int8(-2), np.float64(0.1)], ids=repr)
+def test_scales_of_any_number_type(name, number):
+    x = normal(np.random.default_rng(9), (3, 5), np.float32)
+    got = OPS[name](x, scale=number)
+    assert got.dtype == np.float32
+    assert_bitwise_equal(got, OPS[name](x, scale=float(number)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_every_value_of_two_bytes(name, kind):
+    """All 65536 values as one element of a row beside another."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(jnp.dtype(kind))
+    x = np.stack([values, np.zeros_like(values)], 1)
+    y = np.asarray(OPS[name](x)).astype(np.float64)
+    with np.errstate(all="ignore"):
+        exact = exact_value(name, np.nan_to_num(x, nan=0, posinf=0, neginf=0), 1, None, 1.0)[0]
+    plain = np.isfinite(x.astype(np.float64)).all(1)
+    assert_within(
+        np.asarray(OPS[name](x))[plain], exact[plain], 8 * np.abs(exact[plain]) + 8, "values"
+    )
+    assert np.isnan(y[np.isnan(x[:, 0].astype(np.float64))]).all()
+
+
+# Determinism and implementations ------------------------------------------------------------------
+
+
+def test_two_runs_give_the_same_bits(name, dtype):
+    rng = np.random.default_rng(10)
+    for shape, axis in (((37, 1001), 1), ((5, 333, 9), 1), ((2, 40001), 1)):
+        x, dy = (normal(rng, shape, dtype) for _ in range(2))
+        where = random_mask(rng, shape[axis:])
+        run = jax.jit(value_and_gradient(functools.partial(OPS[name], where=where, axis=axis)))
+        first = jax.tree.map(np.asarray, run(x, dy))
+        for _ in range(2):
+            assert_matches(run(x, dy), first)
+
+
+def test_a_row_does_not_depend_on_the_others(name):
+    rng = np.random.default_rng(11)
+    x, dy = (normal(rng, (67, 133), np.float32) for _ in range(2))
+    run = jax.jit(value_and_gradient(OPS[name]))
+    y, dx = map(np.asarray, run(x, dy))
+    x[1:], dy[1:] = np.nan, np.nan
+    other, other_dx = run(x, dy)
+    assert_bitwise_equal(other[0], y[0])
+    assert_bitwise_equal(other_dx[0], dx[0])
+
+
+def targets(text):
+    """The native kernels that a compiled program calls, in order of their names."""
+    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
+
+
+def kernels(fn, *args):
+    return targets(jax.jit(fn).lower(*args).compile().as_text())
+
+
+X = normal(np.random.default_rng(12), (2, 3, 4, 8), np.float32)
+MASK = np.array([True] * 5 + [False] * 3)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1, 2])
+@pytest.mark.parametrize("where", [None, MASK], ids=["plain", "masked"])
+def test_one_kernel_each_way(name, axis, where):
+    fn = functools.partial(OPS[name], axis=axis, where=where)
+    assert kernels(fn, X) == ["softmax"]
+    assert kernels(value_and_gradient(fn), X, X) == ["softmax", "softmax_bwd"]
+    assert kernels(lambda x, dy: jax.vjp(fn, x)[1](dy), X, X) == ["softmax", "softmax_bwd"]
+    with fo.use_implementation("xla"):
+        assert not kernels(value_and_gradient(fn), X, X)
+
+
+def test_nothing_but_the_kernels_runs():
+    """Neither the scale nor the mask is work of its own, and no dimension is moved."""
+    where = np.ones((2, 1, 1, 8), bool)
+    for axis in (-1, 2, 1):
+        fn = functools.partial(fo.softmax, scale=0.3, axis=axis)
+        program = jax.jit(lambda x, w, dy, fn=fn: jax.vjp(lambda x: fn(x, where=w), x)[1](dy)[0])
+        text = program.lower(X, where, X).compile().as_text()
+        entry = text[text.index("ENTRY") :]
+        ops = re.findall(r"= (?:\([^=]*?\)|\S+) ([a-z][\w-]*)\(", entry)
+        extra = set(ops) - {"parameter", "custom-call", "get-tuple-element", "tuple", "bitcast"}
+        assert not extra, entry
+
+
+def test_implementations_agree(name, dtype):
+    rng = np.random.default_rng(13)
+    x, dy = (normal(rng, (4, 3, 50), dtype) for _ in range(2))
+    fn = functools.partial(OPS[name], where=random_mask(rng, (50,)), scale=0.5)
+    results = {}
+    for mode in ("native", "auto", "xla"):
+        with fo.use_implementation(mode):
+            results[mode] = jax.jit(value_and_gradient(fn))(x, dy)
+    eps = float(jnp.finfo(dtype).eps)
+    for mode in ("native", "auto"):
+        for mine, theirs in zip(results[mode], results["xla"], strict=True):
+            mine, theirs = (np.asarray(a, np.float64) for a in (mine, theirs))
+            np.testing.assert_allclose(mine, theirs, rtol=8 * eps, atol=8 * eps)
+
+
+def test_a_platform_without_kernels_takes_the_reference(name):
+    fn = value_and_gradient(functools.partial(OPS[name], where=MASK))
+    exported = jax.export.export(jax.jit(fn), platforms=["tpu"])(X, X)
+    assert "custom_call" not in exported.mlir_module()
+
+
+def test_export_names_the_kernels(name):
+    platforms = ("cpu", "cuda")
+    fn = value_and_gradient(functools.partial(OPS[name], where=MASK, axis=1))
+    exported = jax.export.export(
+        jax.jit(fn), platforms=platforms, disabled_checks=fo.export_checks()
+    )(X, X)
+    built = [platform for platform in platforms if fo.info()["modules"][platform]]
+    for kernel in ("softmax", "softmax_bwd"):
+        assert exported.mlir_module().count(f"@jax_fastops.{kernel}.") == len(built)
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_export_serves_every_size(name, axis, masked):
+    """Lengths of rows too: those that come with a workspace and those that do not."""
+    b, n = jax.export.symbolic_shape("b, n")
+    shape = jax.ShapeDtypeStruct((b, n), np.float32)
+    fn = value_and_gradient(
+        lambda x, *w: OPS[name](x, axis=axis, where=w[0] if w else None, scale=0.5)
+    )
+    symbols = (shape, shape) + (jax.ShapeDtypeStruct((1, n), np.bool_),) * masked
+    exported = jax.export.export(jax.jit(fn), disabled_checks=fo.export_checks())(*symbols)
+    back = jax.export.deserialize(exported.serialize())
+    rng = np.random.default_rng(14)
+    for size in ((2, 3), (5, 64), (1, 1), (3, 20000)):
+        x, dy = (normal(rng, size, np.float32) for _ in range(2))
+        rest = (random_mask(rng, (1, size[1]), 0.9),) * masked
+        got, want = back.call(x, dy, *rest), jax.jit(fn)(x, dy, *rest)
+        for mine, theirs in zip(got, want, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+# What is kept for the backward --------------------------------------------------------------------
+
+
+def kept(fn, *args):
+    leaves = jax.tree.leaves(jax.vjp(fn, *args)[1])
+    return sorted((str(leaf.dtype), leaf.shape) for leaf in leaves)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("mask", [None, (5, 1, 1, 9), (9,), (4, 1), (5, 3, 4, 9)], ids=str)
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_what_is_kept(name, dtype, jitted, mask, axis):
+    """The result, and for log_softmax the mask in its own shape."""
+    x = normal(np.random.default_rng(15), (5, 3, 4, 9), dtype)
+    where = None if mask is None else np.ones(mask, bool)
+    fn = functools.partial(OPS[name], axis=axis, scale=0.5)
+    fn = jax.jit(fn) if jitted else fn
+    own = [] if mask is None or name == "softmax" else [("bool", (1,) * (4 - len(mask)) + mask)]
+    assert kept(lambda x: fn(x, where=where), x) == sorted([(str(dtype), x.shape), *own])
+
+
+def test_the_result_itself_is_kept(name):
+    """Not a copy of it: nothing is kept beside what the forward returns."""
+    y, pullback = jax.vjp(OPS[name], X)
+    (leaf,) = jax.tree.leaves(pullback)
+    assert leaf.unsafe_buffer_pointer() == y.unsafe_buffer_pointer()
+
+
+def test_what_is_kept_in_a_model(name):
+    x, w = np.ones((4, 3), np.float32), np.ones((3, 16), np.float32)
+    mask = np.ones((4, 1), bool)
+    for where in (None, mask):
+        fn = lambda w, where=where: OPS[name](x @ w, where=where, scale=0.5).sum()  # noqa: E731
+        lines = saved_residuals(fn, w).splitlines()
+        made = [line for line in lines if "argument" not in line and "constant" not in line]
+        arrays = [line for line in made if not line.startswith("bool")]
+        assert len(arrays) == 1 and arrays[0].startswith("f32[4,16]"), lines
+        assert not [line for line in made if line.startswith("bool[4,16]")], lines
+
+
+# vmap and derivatives -----------------------------------------------------------------------------
+
+
+def loss(fn):
+    def total(x, where):
+        y = fn(x, where)
+        return jnp.sum(jnp.sin(jnp.where(where, y, 0) * 1.5))
+
+    return total
+
+
+def stacked(x):
+    return jnp.stack([x, -2 * x, x / 2])
+
+
+def others(where):
+    return jnp.stack([where, jnp.ones_like(where), ~where])
+
+
+TRANSFORMS = {
+    "value": lambda f: f,
+    "x mapped": lambda f: lambda x, w: jax.vmap(f, (0, None))(stacked(x), w),
+    "x mapped elsewhere": lambda f: (
+        lambda x, w: jax.vmap(f, (2, None), -1)(jnp.moveaxis(stacked(x), 0, 2), w)
+    ),
+    "mask mapped": lambda f: lambda x, w: jax.vmap(f, (None, 0))(x, others(w)),
+    "mask mapped, at the end": lambda f: (
+        lambda x, w: jax.vmap(f, (None, -1), 1)(x, jnp.moveaxis(others(w), 0, -1))
+    ),
+    "both mapped": lambda f: lambda x, w: jax.vmap(f)(stacked(x), others(w)),
+    "both mapped, elsewhere": lambda f: (
+        lambda x, w: jax.vmap(f, (1, -1))(
+            jnp.moveaxis(stacked(x), 0, 1), jnp.moveaxis(others(w), 0, -1)
+        )
+    ),
+    "x outside, mask inside": lambda f: (
+        lambda x, w: jax.vmap(jax.vmap(f, (None, 0)), (0, None))(stacked(x), others(w))
+    ),
+    "mask outside, x inside": lambda f: (
+        lambda x, w: jax.vmap(jax.vmap(f, (0, None)), (None, 0), -1)(stacked(x), others(w))
+    ),
+    "gradient": lambda f: jax.grad(loss(f)),
+    "gradient per example": lambda f: (
+        lambda x, w: jax.vmap(jax.grad(loss(f)), (0, None))(stacked(x), w)
+    ),
+    "gradient per mask": lambda f: (
+        lambda x, w: jax.vmap(jax.grad(loss(f)), (None, 0))(x, others(w))
+    ),
+    "gradient per example and mask": lambda f: (
+        lambda x, w: jax.vmap(jax.vmap(jax.grad(loss(f)), (None, 0)), (0, None))(
+            stacked(x), others(w)
+        )
+    ),
+    "gradient of a sum over masks": lambda f: jax.grad(
+        lambda x, w: jnp.sum(jax.vmap(loss(f), (None, 0))(x, others(w)) ** 2)
+    ),
+    "jvp per example": lambda f: (
+        lambda x, w: jax.vmap(lambda x: jax.jvp(lambda x: f(x, w), (x,), (jnp.cos(x),))[1])(
+            stacked(x)
+        )
+    ),
+    "many tangents": lambda f: (
+        lambda x, w: jax.vmap(jax.linearize(lambda x: f(x, w), x)[1])(stacked(jnp.cos(x)))
+    ),
+    "many cotangents": lambda f: (
+        lambda x, w: jax.vmap(jax.vjp(lambda x: f(x, w), x)[1])(stacked(jnp.cos(x)))[0]
+    ),
+    "forward over reverse": lambda f: (
+        lambda x, w: jax.jvp(lambda x: jax.grad(loss(f))(x, w), (x,), (jnp.cos(x),))[1]
+    ),
+    "reverse over forward": lambda f: jax.grad(
+        lambda x, w: jax.jvp(lambda x: loss(f)(x, w), (x,), (jnp.cos(x),))[1]
+    ),
+    "reverse over reverse": lambda f: jax.grad(
+        lambda x, w: jnp.sum(jnp.sin(jax.grad(loss(f))(x, w)))
+    ),
+    "second order per mask": lambda f: (
+        lambda x, w: jax.vmap(
+            jax.grad(lambda x, w: jnp.sum(jnp.sin(jax.grad(loss(f))(x, w)))), (None, 0)
+        )(x, others(w))
+    ),
+    "third order": lambda f: jax.grad(
+        lambda x, w: jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(loss(f))(x, w))))(x) ** 2)
+    ),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(loss(f))),
+    "checkpoint in a scan": lambda f: jax.grad(
+        lambda x, w: jax.lax.scan(lambda c, w: (c + jax.checkpoint(loss(f))(x, w), None), 0.0, w)[0]
+    ),
+}
+
+
+def some_are_slow(transform, axis):
+    """Quick: each transform over one axis; the axis is in the middle for every other."""
+    quick = axis == (1 if list(TRANSFORMS).index(transform) % 2 else -1)
+    return pytest.param(transform, axis, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("transform", "axis"),
+    list(itertools.starmap(some_are_slow, itertools.product(TRANSFORMS, [-1, 0, 1]))),
+)
+def test_derivatives_and_vmap(name, transform, axis):
+    if "scan" in transform:
+        axis = 1
+    rng = np.random.default_rng(16)
+    x = rng.standard_normal((3, 2, 4))
+    where = random_mask(rng, (3, 1, 4))
+    where[0], where[:, :, 0], where[:, :, 1:3] = True, True, False
+
+    def wrapped(fn):
+        return TRANSFORMS[transform](
+            lambda x, w: jnp.where(w, fn(x, where=w, axis=axis, scale=0.7), 0)
+        )
+
+    with x64():
+        got = jax.jit(wrapped(OPS[name]))(x, where)
+        want = jax.jit(wrapped(functools.partial(reference, name)))(x, where)
+    assert got.dtype == np.float64 and got.shape == want.shape
+    assert np.isfinite(np.asarray(want)).all()
+    np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-10)
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those of inner ones too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def assert_mask_is_not_expanded(fn, x, where):
+    """No boolean array in the program, traced or compiled, has more elements than the mask has."""
+    traced = jax.jit(fn).trace(x, where)
+    for eqn in equations(traced.jaxpr.jaxpr):
+        for var in eqn.outvars:
+            large = var.aval.dtype == bool and var.aval.size > where.size
+            assert not large, f"{eqn.primitive} makes {var.aval} of a mask of shape {where.shape}"
+    sizes = [
+        math.prod(map(int, filter(None, dims.split(","))))
+        for dims in re.findall(r"pred\[([\d,]*)\]", traced.lower().compile().as_text())
+    ]
+    assert sizes and max(sizes) <= where.size
+
+
+UNEXPANDED = {
+    "plain": lambda f: f,
+    "x mapped": lambda f: jax.vmap(f, (0, None)),
+    "x mapped at the end": lambda f: jax.vmap(f, (3, None), 1),
+    "x mapped twice": lambda f: jax.vmap(jax.vmap(f, (0, None)), (1, None)),
+    "in a scan": lambda f: lambda x, w: jax.lax.scan(lambda c, x: (c, f(x, w)), 0, x)[1],
+}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("transform", UNEXPANDED)
+def test_a_mask_is_never_expanded(name, transform, backward):
+    x = normal(np.random.default_rng(17), (6, 5, 3, 7), np.float32)
+    where = np.ones((5, 1, 7) if "twice" not in transform else (1, 7), bool)
+    if "end" in transform:
+        where = np.ones((6, 1, 3), bool)
+
+    def fn(x, w):
+        if not backward:
+            return OPS[name](x, where=w)
+        return value_and_gradient(functools.partial(OPS[name], where=w))(x, x)
+
+    assert_mask_is_not_expanded(UNEXPANDED[transform](fn), x, where)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_mapped_mask_is_not_expanded(name, backward):
+    """It alone is mapped: x has a copy for each, but the mask stays as it is."""
+    x = normal(np.random.default_rng(18), (5, 3, 7), np.float32)
+    where = np.ones((4, 5, 1, 7), bool)
+
+    def fn(x, w):
+        if not backward:
+            return OPS[name](x, where=w)
+        return value_and_gradient(functools.partial(OPS[name], where=w))(x, x)
+
+    assert_mask_is_not_expanded(jax.vmap(fn, (None, 0)), x, where)
+    assert_mask_is_not_expanded(jax.vmap(fn, (None, 1), -1), x, np.moveaxis(where, 0, 1))
+
+
+def test_one_kernel_under_vmap(name):
+    """A mapped axis is one more batch dimension, not a loop."""
+    where = np.ones((3, 1, 8), bool)
+    fn = functools.partial(OPS[name], where=where)
+    assert kernels(jax.vmap(fn), X) == ["softmax"]
+    program = jax.vmap(value_and_gradient(fn), (0, 0))
+    assert kernels(program, X, X) == ["softmax", "softmax_bwd"]
+    assert "while" not in jax.jit(program).lower(X, X).compile().as_text()
+
+
+def test_the_pullback_is_linear(name, dtype):
+    rng = np.random.default_rng(19)
+    x, a, b = ((rng.integers(-8, 8, (5, 33)) / 8).astype(dtype) for _ in range(3))
+    pullback = jax.vjp(functools.partial(OPS[name], where=random_mask(rng, (33,))), x)[1]
+    wide = lambda ct: np.asarray(pullback(ct)[0], np.float64)  # noqa: E731
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(wide(2 * a - b), 2 * wide(a) - wide(b), rtol=8 * eps, atol=8 * eps)
+    assert_bitwise_equal(pullback(4 * a)[0], 4 * pullback(a)[0])
+    assert not wide(np.zeros_like(a)).any()
+
+
+def test_gradients_match_differences(name):
+    rng = np.random.default_rng(20)
+    where = random_mask(rng, (3, 1, 5), 0.8)
+    with x64():
+        fn = lambda x: jnp.where(where, OPS[name](x, where=where, axis=1, scale=0.3), 0)  # noqa: E731
+        jax.test_util.check_grads(fn, (rng.standard_normal((3, 4, 5)),), order=2)
+
+
+# Sharding -----------------------------------------------------------------------------------------
+
+KINDS = pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+)
+
+
+def eight(axis_type):
+    count = device_count()
+    if count < 2:
+        pytest.skip("needs two devices")
+    return make_mesh({"a": count}, axis_type)
+
+
+def over_mesh(mesh, fn, values, specs):
+    """Results over a mesh and the compiled program."""
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(values, specs, strict=True)
+        ]
+        program = jax.jit(fn).lower(*placed).compile()
+        return program(*placed), program.as_text()
+
+
+def assert_close(got, want):
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+SHARDED = {
+    # specs of x and the mask, shape of the mask for an x of (8, 16, 24, 32), the axis
+    "batch": (P("a"), P("a"), (8, 1, 1, 32), -1),
+    "batch, one mask": (P("a"), P(), (32,), -1),
+    "heads": (P(None, "a"), P(), (8, 1, 1, 32), -1),
+    "heads, causal": (P(None, "a"), P(), (24, 32), -1),
+    "queries": (P(None, None, "a"), P(None, None, "a"), (8, 1, 24, 32), -1),
+    "queries, one mask": (P(None, None, "a"), P(), (8, 1, 1, 32), -1),
+    "behind the axis": (P(None, None, None, "a"), P(), (8, 16, 24, 1), 2),
+    "behind the axis, masks too": (P(None, None, None, "a"), P(None, "a"), (24, 32), 2),
+    "around the axis": (P("a"), P(), (16, 1, 1), 1),
+    "no mask": (P(None, "a"), None, None, -1),
+}
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(
+            name,
+            layout,
+            marks=() if name == "softmax" or "masks too" in layout else pytest.mark.slow,
+        )
+        for name, layout in itertools.product(OPS, SHARDED)
+    ],
+)
+def test_sharded(name, axis_type, layout):
+    """Over every dimension but the axis: nothing is communicated, and every result stays."""
+    of_x, of_mask, mask, axis = SHARDED[layout]
+    mesh = eight(axis_type)
+    rng = np.random.default_rng(21)
+    x, dy = (normal(rng, (8, 16, 24, 32), np.float32) for _ in range(2))
+    rest = () if mask is None else (random_mask(rng, mask, 0.8),)
+    specs = (of_x, of_x) if mask is None else (of_x, of_x, of_mask)
+
+    def run(op):
+        return value_and_gradient(
+            lambda x, *w: op(x, where=w[0] if w else None, axis=axis, scale=0.5)
+        )
+
+    got, text = over_mesh(mesh, run(OPS[name]), (x, dy, *rest), specs)
+    assert_close(got, jax.jit(run(functools.partial(reference, name)))(x, dy, *rest))
+    for result in got:
+        assert_layout(layout, result, NamedSharding(mesh, of_x))
+    assert_collectives(text, 0)
+    if axis_type == AxisType.Explicit or mask is None or math.prod(mask) < 512:
+        assert targets(text) == ["softmax", "softmax_bwd"]
+
+
+@KINDS
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_sharded_axis(name, axis_type, axis, masked):
+    """The result is right; with an explicit mesh XLA keeps it sharded, and sums over devices."""
+    mesh = eight(axis_type)
+    rng = np.random.default_rng(22)
+    shape = (6, 128) if axis == -1 else (128, 6)
+    spec = P(None, "a") if axis == -1 else P("a", None)
+    x, dy = (normal(rng, shape, np.float32) for _ in range(2))
+    mask = (128,) if axis == -1 else (128, 1)
+    rest = (random_mask(rng, mask, 0.8),) * masked
+    specs = (spec, spec) + (P(),) * masked
+
+    def run(op):
+        return value_and_gradient(lambda x, *w: op(x, where=w[0] if w else None, axis=axis))
+
+    got, text = over_mesh(mesh, run(OPS[name]), (x, dy, *rest), specs)
+    assert_close(got, jax.jit(run(functools.partial(reference, name)))(x, dy, *rest))
+    if axis_type == AxisType.Explicit:
+        for result in got:
+            assert_layout("a result", result, NamedSharding(mesh, spec))
+        assert set(collectives(text)) == {"all-reduce"} and not targets(text)
+
+
+@pytest.mark.parametrize(("rows", "native"), [(1024, True), (8, True), (2, False)])
+def test_a_mask_that_would_grow_leaves_the_work_to_xla(name, rows, native):
+    """With auto axes it has a copy for each device along what it is broadcast along."""
+    mesh = eight(AxisType.Auto)
+    rng = np.random.default_rng(23)
+    x = normal(rng, (8, rows, 40), np.float32)
+    where = random_mask(rng, (40,), 0.8)
+    run = lambda op: lambda x, dy: value_and_gradient(lambda x: op(x, where=where))(x, dy)  # noqa: E731
+    got, text = over_mesh(mesh, run(OPS[name]), (x, x), (P("a"), P("a")))
+    assert_close(got, jax.jit(run(functools.partial(reference, name)))(x, x))
+    assert_collectives(text, 0)
+    if mesh.size == 8:  # the copies of the mask have 8 * 8 * 40 bytes, x has 8 * rows * 40 * 4
+        # The backward of softmax takes no mask.
+        backward = ["softmax_bwd"] * (native or name == "softmax")
+        assert targets(text) == ["softmax"] * native + backward
+
+
+@KINDS
+def test_a_mask_sharded_otherwise_than_x(name, axis_type):
+    """Whatever the shards of the mask, the result is right and laid out as x is."""
+    mesh = eight(axis_type)
+    rng = np.random.default_rng(24)
+    x = normal(rng, (16, 8, 40), np.float32)
+    where = random_mask(rng, (16, 8, 40), 0.8)
+    run = lambda op: lambda x, w: value_and_gradient(lambda x: op(x, where=w))(x, x)  # noqa: E731
+    want = jax.jit(run(functools.partial(reference, name)))(x, where)
+    for of_x, of_mask in ((P("a"), P()), (P(), P())):
+        got, _ = over_mesh(mesh, run(OPS[name]), (x, where), (of_x, of_mask))
+        assert_close(got, want)
+        for result in got:
+            assert_layout("a result", result, NamedSharding(mesh, of_x))
+
+
+def test_shard_map_over_what_the_mask_is_broadcast_along(name):
+    mesh = eight(AxisType.Auto)
+    rng = np.random.default_rng(25)
+    x = normal(rng, (4, 16, 40), np.float32)
+    where = random_mask(rng, (4, 1, 40), 0.8)
+
+    def run(op):
+        def of_shard(x, w):
+            return value_and_gradient(lambda x: op(x, where=w))(x, x)
+
+        return of_shard
+
+    spec = P(None, "a")
+    mapped = jax.shard_map(run(OPS[name]), mesh=mesh, in_specs=(spec, P()), out_specs=spec)
+    program = jax.jit(mapped).lower(x, where).compile()
+    assert_close(program(x, where), jax.jit(run(functools.partial(reference, name)))(x, where))
+    assert_collectives(program.as_text(), 0)
+    assert targets(program.as_text()) == ["softmax", "softmax_bwd"]
+
+
+# Axes, sizes, types -------------------------------------------------------------------------------
+
+
+SEVERAL = [None, (), (0, 1), (-1, -2), (2, 0), (1,), [0, 1, 2, 3], np.int64(2), (1, 2, 3)]
+
+
+@pytest.mark.parametrize("mask", [None, (3, 4, 5, 2), (1, 1, 1, 2), (4, 1, 1), ()], ids=str)
+def test_several_axes(name, mask):
+    """All of them together sum to 1."""
+    rng = np.random.default_rng(26)
+    x, dy = (normal(rng, (3, 4, 5, 2), np.float32) for _ in range(2))
+    where = None if mask is None else random_mask(rng, mask, 0.7 if mask else 1.1)
+
+    def run(op, axes):
+        def of_each(x, dy):
+            return [
+                value_and_gradient(functools.partial(op, axis=a, where=where, scale=2))(x, dy)
+                for a in axes
+            ]
+
+        return jax.jit(of_each)(x, dy)
+
+    several = SEVERAL if mask is None else SEVERAL[:4]
+    axes = [tuple(a) if isinstance(a, (tuple, list)) else a for a in several]
+    axes = [tuple(range(4)) if a is None else a for a in axes]
+    got, want = run(OPS[name], several), run(functools.partial(reference, name), axes)
+    for axis, mine, theirs in zip(axes, got, want, strict=True):
+        assert_close(mine, theirs)
+        if name == "softmax":
+            total = np.asarray(mine[0]).sum(axis)
+            assert (np.isclose(total, 1, rtol=1e-5) | (total == 0)).all()
+
+
+def test_neighbouring_axes_are_one_kernel(name):
+    assert kernels(functools.partial(OPS[name], axis=(1, 2)), X) == ["softmax"]
+    assert kernels(functools.partial(OPS[name], axis=None), X) == ["softmax"]
+    assert kernels(functools.partial(OPS[name], axis=(0, 2)), X) == []
+
+
+def test_several_axes_of_explicit_meshes(name):
+    """Nothing is merged across shards."""
+    mesh = eight(AxisType.Explicit)
+    x = normal(np.random.default_rng(27), (16, 4, 5), np.float32)
+    for axis in ((0, 1), (1, 2), None):
+        fn = functools.partial(OPS[name], axis=axis)
+        (got,), _ = over_mesh(mesh, lambda x, fn=fn: (fn(x),), (x,), (P("a"),))
+        want = reference(name, x, axis if axis is not None else (0, 1, 2))
+        assert_close([got], [want])
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4), (0, 0), (1, 0, 1)], ids=str)
+def test_empty_arrays(name, shape):
+    x = np.zeros(shape, jnp.bfloat16)
+    masks = [None, np.ones(shape, bool), np.zeros(shape[-1:], bool)]
+    axes = [*range(len(shape)), None, tuple(range(len(shape)))]
+
+    def run(x):
+        return [
+            value_and_gradient(functools.partial(OPS[name], axis=axis, where=where))(x, x)
+            for axis in axes
+            for where in masks
+        ]
+
+    for result in jax.tree.leaves(jax.jit(run)(x)):
+        assert result.shape == shape and result.dtype == x.dtype
+    assert jax.vmap(OPS[name])(np.zeros((3, *shape), x.dtype)).shape == (3, *shape)
+
+
+@pytest.mark.parametrize("mode", ["native", "auto", "xla"])
+def test_numbers(name, mode):
+    """Of no dimensions: over all of their axes, which are none."""
+    with fo.use_implementation(mode):
+        for number in (2.5, np.float32(2.5), jnp.float32(2.5)):
+            got = OPS[name](number, axis=None)
+            want = reference(name, number, ())
+            assert_bitwise_equal(got, want)
+            assert got.weak_type == want.weak_type
+            assert float(got) == (0.0 if name == "log_softmax" else 1.0)
+        got = OPS[name](2.5, axis=None, where=False)
+        assert float(got) == (-np.inf if name == "log_softmax" else 0.0)
+
+
+@pytest.mark.parametrize("mode", ["native", "auto", "xla"])
+def test_numpy_arrays_and_weak_types(name, mode):
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    with fo.use_implementation(mode):
+        got = OPS[name](x, where=np.array([True, False, True, True]))
+        assert isinstance(got, jax.Array) and got.dtype == np.float32 and not got.weak_type
+        weak = jnp.broadcast_to(jnp.asarray(2.0), (3, 4))
+        assert weak.weak_type
+        for kwargs in ({}, {"where": True}, {"scale": 2}, {"axis": 0}):
+            y = OPS[name](weak, **kwargs)
+            assert y.dtype == np.float32, kwargs
+            assert y.weak_type == reference(name, weak, **kwargs).weak_type, kwargs
+            assert_bitwise_equal(y, OPS[name](np.full((3, 4), 2, np.float32), **kwargs))
+        # A Python bool, and an array that is one: the same.
+        assert_bitwise_equal(OPS[name](x, where=True), OPS[name](x))
+
+
+def test_float64_without_x64_is_float32(name):
+    x = np.arange(4.0)
+    assert x.dtype == np.float64 and OPS[name](x).dtype == np.float32
+
+
+def test_slices_reversals_and_transpositions(name, dtype):
+    """Operands that XLA may give as they lie in a larger buffer."""
+    rng = np.random.default_rng(28)
+    views = [
+        lambda a: a.T,
+        lambda a: a[1:],
+        lambda a: a[:, 3:],
+        lambda a: a[:, ::2],
+        lambda a: jax.lax.dynamic_slice(a, (2, 1), (4, 31)),
+        lambda a: a[::-1, 1:],
+        lambda a: a.reshape(-1)[7:],
+    ]
+    x, dy = (normal(rng, (9, 40), dtype) for _ in range(2))
+    run = value_and_gradient(OPS[name])
+    got = jax.jit(lambda x, dy: [run(v(x), v(dy)) for v in views])(x, dy)
+    for view, mine in zip(views, got, strict=True):
+        parts = [np.asarray(view(jnp.asarray(a))) for a in (x, dy)]
+        assert_matches(mine, jax.tree.map(np.asarray, jax.jit(run)(*parts)))
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+REFUSED = {
+    # x, keyword arguments, error, words of the message
+    "where of integers": (X, {"where": np.ones(8, int)}, TypeError, ["where", "int", "boolean"]),
+    "where of floats": (X, {"where": np.ones(8, np.float32)}, TypeError, ["where", "float32"]),
+    "where a list": (X, {"where": [True] * 8}, TypeError, ["where", "list", "array"]),
+    "where a text": (X, {"where": "yes"}, TypeError, ["where", "str", "array"]),
+    "where too long": (
+        X,
+        {"where": np.ones(9, bool)},
+        ValueError,
+        ["where", "(9,)", "(2, 3, 4, 8)"],
+    ),
+    "where of another shape": (
+        X,
+        {"where": np.ones((3, 2, 1, 1), bool)},
+        ValueError,
+        ["where", "(3, 2, 1, 1)", "(2, 3, 4, 8)"],
+    ),
+    "where of more dimensions": (
+        X,
+        {"where": np.ones((1, 2, 3, 4, 8), bool)},
+        ValueError,
+        ["where", "(1, 2, 3, 4, 8)", "(2, 3, 4, 8)"],
+    ),
+    "where larger than x": (
+        X[:, :1],
+        {"where": np.ones((3, 1, 1), bool)},
+        ValueError,
+        ["where", "(3, 1, 1)", "(2, 1, 4, 8)"],
+    ),
+    "empty where": (X, {"where": np.ones((0,), bool)}, ValueError, ["where", "(0,)"]),
+    "axis too large": (X, {"axis": 4}, ValueError, ["axis is 4", "(2, 3, 4, 8)", "-4 to 3"]),
+    "axis too small": (X, {"axis": -5}, ValueError, ["axis is -5", "(2, 3, 4, 8)", "-4 to 3"]),
+    "an axis too large": (X, {"axis": (0, 7)}, ValueError, ["axis is (0, 7)", "-4 to 3"]),
+    "axis twice": (X, {"axis": (1, 1)}, ValueError, ["axis is (1, 1)", "twice"]),
+    "axis twice, from the end": (X, {"axis": (3, -1)}, ValueError, ["axis is (3, -1)", "twice"]),
+    "axis a float": (X, {"axis": 1.0}, TypeError, ["axis is 1.0", "an integer"]),
+    "axis a text": (X, {"axis": "last"}, TypeError, ["axis is 'last'", "an integer"]),
+    "axes of floats": (X, {"axis": (0, 1.5)}, TypeError, ["axis is (0, 1.5)", "an integer"]),
+    "axis an array": (X, {"axis": np.ones(2, int)}, TypeError, ["axis is", "an integer"]),
+    "scale an array": (X, {"scale": np.ones(8)}, TypeError, ["scale", "ndarray", "number"]),
+    "scale a jax.Array": (X, {"scale": jnp.float32(2)}, TypeError, ["scale", "number", "multiply"]),
+    "scale a text": (X, {"scale": "2"}, TypeError, ["scale", "str", "number"]),
+    "scale None": (X, {"scale": None}, TypeError, ["scale", "NoneType", "number"]),
+    "scale a bool": (X, {"scale": True}, TypeError, ["scale", "bool", "number"]),
+    "scale complex": (X, {"scale": 1j}, TypeError, ["scale", "complex", "number"]),
+    "scale a complex of NumPy": (X, {"scale": np.complex64(1)}, TypeError, ["scale", "complex"]),
+    "integers": (
+        X.astype(np.int32),
+        {},
+        TypeError,
+        ["x has dtype int32", "float32", "(2, 3, 4, 8)"],
+    ),
+    "booleans": (X > 0, {}, TypeError, ["x has dtype bool", "float32"]),
+    "complex": (X * 1j, {}, TypeError, ["x has dtype complex64", "float32"]),
+    "eight bits": (X.astype(jnp.float8_e4m3fn), {}, TypeError, ["x has dtype float8", "float32"]),
+    "an integer": (3, {"axis": None}, TypeError, ["x has dtype int32"]),
+    "no dimension": (np.float32(1), {}, ValueError, ["axis is -1", "()"]),
+    "None": (None, {}, TypeError, ["x is None", "array"]),
+    "a list": ([1.0, 2.0], {}, TypeError, ["x is of type list", "array"]),
+    "a text": ("text", {}, TypeError, ["x is of type str", "array"]),
+    "keys": (jax.random.key(0), {"axis": None}, TypeError, ["x has dtype key<"]),
+}
+
+
+@pytest.mark.parametrize("mode", ["native", "xla"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(name, what, mode):
+    """The message names the op, the argument, what was given, and what is accepted."""
+    x, kwargs, error, words = REFUSED[what]
+    with fo.use_implementation(mode), pytest.raises(error) as raised:
+        OPS[name](x, **kwargs)
+    message = str(raised.value)
+    assert not [word for word in (f"{name}:", *words) if word not in message], message
+
+
+def test_a_traced_scale_is_refused(name):
+    with pytest.raises(TypeError, match=r"scale is of type \w*Tracer"):
+        jax.jit(lambda x, s: OPS[name](x, scale=s))(X, 2.0)
+
+
+def test_options_are_given_by_name(name):
+    with pytest.raises(TypeError):
+        OPS[name](X, -1)
+    with pytest.raises(TypeError):
+        OPS[name]()
+
+
+def test_refused_under_jit_before_anything_runs(name):
+    shape = jax.ShapeDtypeStruct((2, 3), np.float32)
+    with pytest.raises(ValueError, match="axis is 2"):
+        jax.eval_shape(functools.partial(OPS[name], axis=2), shape)
+    with pytest.raises(ValueError, match=r"where has shape \(2,\)"):
+        jax.eval_shape(
+            lambda x, w: OPS[name](x, where=w), shape, jax.ShapeDtypeStruct((2,), np.bool_)
+        )
+
+
+def test_a_mask_has_no_gradient(name):
+    with pytest.raises(TypeError, match="bool"):
+        jax.grad(lambda w: OPS[name](X, where=w).sum())(MASK)
+    gradient = jax.grad(lambda w: OPS[name](X, where=w).sum(), allow_int=True)(MASK)
+    assert gradient.dtype == jax.dtypes.float0
