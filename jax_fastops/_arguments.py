@@ -81,7 +81,10 @@ def real_number(op: str, name: str, value, advice: str = "") -> float:
             f"{op}: {name} is of type {type(value).__name__}; it must be a Python or NumPy number"
             f"{advice}"
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{op}: {name} is {value}, which no float can hold") from None
 
 
 def broadcast_shape(op: str, arrays, names) -> tuple[int, ...]:

@@ -181,15 +181,22 @@ def partitions() -> int:
     return getattr(_lowering, "devices", 1)
 
 
-def auto_shards(length: int, shortest: int) -> int:
-    """Into how many shards a dimension may be cut under auto mesh axes, which do not tell.
+def shards_of(length, axis, sharding, shortest: int) -> int:
+    """Into how many equal shards a dimension is cut, or may be.
 
-    As many as there are devices, so that groups of rows stay whole, unless the shards were shorter
-    than ``shortest``.
+    ``axis`` is the dimension's entry in the partition spec where that is part of the type. Auto
+    mesh axes do not tell: they may make as many shards as there are devices, so groups of rows stay
+    whole if there are as many. Not where the shards were shorter than ``shortest``.
     """
-    most = math.gcd(length, partitions())
-    fits = (n for n in range(1, most + 1) if most % n == 0 and (n == 1 or length >= shortest * n))
-    return max(fits)
+    mesh = sharding.mesh
+    known = parts_of(axis, sharding)
+    told = not mesh.empty and AxisType.Explicit in mesh.axis_types
+    if (told and AxisType.Auto not in mesh.axis_types) or not isinstance(length, int):
+        return known
+    rest = length // known
+    most = math.gcd(rest, partitions())
+    fits = (n for n in range(1, most + 1) if most % n == 0 and (n == 1 or rest >= shortest * n))
+    return known * max(fits)
 
 
 def mapped_axis(operands, dims) -> tuple[Any, Any, Any]:

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from jax_fastops._arguments import FLOATING, as_arrays
 from jax_fastops._implementation import by_width
-from jax_fastops._kernel import Kernel, auto_shards, unless_mapped
+from jax_fastops._kernel import Kernel, shards_of, unless_mapped
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import explicit_spec, merge_last, parts_of, reshape, split_last
+from jax_fastops._views import explicit_spec, merge_last, reshape, split_last
 from jax_fastops.transpose import is_movable, permute
 
 # About how many rows one partial sum of the bias' gradient covers. With fewer the sums are more
@@ -81,7 +81,7 @@ def _merge(kept, cts, wanted, *, num_heads: int, parts: int):
         return *_merge_kernel(parts, num_heads, head_size)(*cts), None
     kind = jax.typeof(cts[0]).sharding
     spec = explicit_spec(kind, cts[0].ndim)
-    shards = auto_shards(sequence, 32) if spec is None else parts_of(spec[-2], kind)
+    shards = shards_of(sequence, spec and spec[-2], kind, 32)
     rows = _group_rows(sequence // shards)
     kernel = _merge_sum_kernel(parts, num_heads, head_size, rows, -(-rows // _SUM_ROWS))
 

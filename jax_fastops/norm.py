@@ -24,12 +24,12 @@ from jax_fastops._arguments import (
     real_number,
     same_floating_dtype,
 )
-from jax_fastops._kernel import Kernel, auto_shards, partitions, unless_mapped
+from jax_fastops._kernel import Kernel, partitions, shards_of, unless_mapped
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import explicit_spec, parts_of, reshape
+from jax_fastops._views import explicit_spec, reshape
 
-# Rows longer than this come with a workspace for the kernels (kNormWorkspace in norm_shape.h).
+# Rows longer than this come with a workspace in the forward (kNormWorkspace in norm_shape.h).
 _WORKSPACE = 16384
 
 
@@ -48,7 +48,7 @@ def _forward_kernel(
 
 @functools.cache
 def _backward_kernel(
-    arrays: int, statistics: int, scale: bool, parameters: int, sums: int, workspace: bool
+    arrays: int, statistics: int, scale: bool, parameters: int, sums: int
 ) -> Kernel:
     """``arrays`` counts dy, s and dsum; ``parameters``, the gradients that are summed."""
     row = "r n" if parameters else "n"
@@ -56,7 +56,6 @@ def _backward_kernel(
     inputs = [f"... {row}"] * 2 + [f"... {one}"] * statistics + ["n"] * scale
     inputs += [f"... {row}"] * (arrays - 2)
     outputs = [f"... {row}"] + [f"... {sums} n :acc"] * parameters
-    outputs += [f"... {one} ceil(n/1024) :acc"] * workspace
     return Kernel.declare("norm_bwd", f"{', '.join(inputs)} -> {', '.join(outputs)}")
 
 
@@ -136,13 +135,10 @@ def _gradients(kept, cts, wanted, *, rms, eps, return_sum):
     summing = any(wants.values())
     split, join, sums = _groups(dy) if summing else (lambda a: a, lambda a: a, 0)
     arrays = [split(a) for a in (dy, s, dsum) if a is not None]
-    workspace = _needs_workspace(s.shape[-1])
     kernel = _backward_kernel(
-        len(arrays), len(statistics), scale is not None, sum(wants.values()), sums, workspace
+        len(arrays), len(statistics), scale is not None, sum(wants.values()), sums
     )
-    flags = _flags(
-        rms=rms, scale=scale is not None, dsum=dsum is not None, workspace=workspace, **wants
-    )
+    flags = _flags(rms=rms, scale=scale is not None, dsum=dsum is not None, **wants)
     dx, *rest = kernel(
         *arrays[:2],
         *(split(a, rows_last=True) if summing else a for a in statistics),
@@ -175,7 +171,7 @@ def _groups(x):
         groups: tuple = (math.prod(lead),)
     else:
         kind = jax.typeof(x).sharding
-        shards = auto_shards(lead[-1], 1) if spec is None else parts_of(spec[-2], kind)
+        shards = shards_of(lead[-1], spec and spec[-2], kind, 1)
         groups = (*lead[:-1], shards, lead[-1] // shards)
 
     def split(a, rows_last=False):
@@ -321,7 +317,7 @@ def _declare(name: str, rms: bool) -> Op:
         bound(_reference),
         kernels=(
             _forward_kernel(1, 1, 1, 0, False),
-            _backward_kernel(2, 1, True, 0, 0, False),
+            _backward_kernel(2, 1, True, 0, 0),
         ),
         forward=forward,
         save=bound(_save),

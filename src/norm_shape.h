@@ -62,10 +62,9 @@ struct NormBackwardArrays {
   void* dscale = nullptr;
   void* dbias = nullptr;
   void* dinput_bias = nullptr;
-  void* workspace = nullptr;  // as in the forward
 };
 
-// Rows longer than this come with a workspace.
+// Rows longer than this come with a workspace in the forward.
 inline constexpr int64_t kNormWorkspace = 16384;
 
 }  // namespace jax_fastops

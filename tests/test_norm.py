@@ -1378,3 +1378,31 @@ def test_refused_under_jit_before_anything_runs(name):
     more = (shape,) if "residual" in OPS[name] else ()
     with pytest.raises(ValueError, match=r"scale has shape \(7,\)"):
         jax.eval_shape(getattr(fo, name), shape, *more, jax.ShapeDtypeStruct((7,), np.float32))
+
+
+def test_a_gradient_of_any_size_over_several_devices_can_be_exported():
+    """Nobody knows into how many shards such a dimension is cut: it is one group."""
+    mesh = make_mesh({"a": device_count()}, AxisType.Auto)
+    (fn, _), args, cts = example("layer_norm", (8, 4, 16), np.float32)
+    b, s = jax.export.symbolic_shape(f"{mesh.size}*b, s")
+    rows = NamedSharding(mesh, P("a"))
+    whole = NamedSharding(mesh, P())
+    shapes = [jax.ShapeDtypeStruct((b, s, 16), np.float32)] + [
+        jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args[1:]
+    ]
+    run = jax.jit(
+        lambda args, ct: value_and_gradients(fn)(args, (ct,)),
+        in_shardings=((rows, *[whole] * len(args[1:])), rows),
+    )
+    exported = jax.export.export(run, disabled_checks=fo.export_checks())(tuple(shapes), shapes[0])
+    got = jax.jit(exported.call)(
+        jax.device_put(tuple(args), (rows, *[whole] * len(args[1:]))), jax.device_put(cts[0], rows)
+    )
+    want = value_and_gradients(fn)(args, cts)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_numbers_that_no_float_can_hold_are_refused():
+    with pytest.raises(ValueError, match="eps"):
+        fo.layer_norm(np.ones((2, 3), np.float32), eps=10**400)

@@ -1,6 +1,6 @@
 // Layer norm and RMS norm, with what is added before them, on raw device pointers.
 //
-// Every function enqueues kernels (and at most a memset) on `stream` and returns what the launch
+// Every function enqueues kernels (and perhaps memsets) on `stream` and returns what the launch
 // returned. None allocates or synchronises, so all may be captured into a CUDA graph, once their
 // kernels were loaded into the device. Sizes of zero succeed; without rows the partial sums are
 // zeroed. Pointers need no more alignment than an element does; outputs must not overlap inputs.

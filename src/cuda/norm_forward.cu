@@ -1020,17 +1020,19 @@ cudaError_t NormForward(const NormShape& shape, NormKind kind, DType dtype, doub
 
 cudaError_t LoadNormForwardKernels() {
   static KernelLoader loader;
-  cudaError_t error = cudaSuccess;
-  const cudaError_t loaded = loader.Load([&error](const auto& load) {
+  return loader.Load([](const auto& load) {
     for (int i = 0; i < kNumDTypes; ++i) {
       for (const Access access : {Access::kWide, Access::kPair, Access::kElement}) {
         const Family& family = FamilyOf(static_cast<DType>(i), access);
         for (int form = 0; form < family.size; ++form) {
           const void* kernel = reinterpret_cast<const void*>(family.forms[form].kernel);
           load(kernel);
-          if (family.forms[form].kept > 0 && error == cudaSuccess) {
-            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         static_cast<int>(3 * family.forms[form].kept));
+          // A device with less shared memory refuses: then launches of this form fail, and no
+          // other.
+          const int kept = static_cast<int>(3 * family.forms[form].kept);
+          if (kept > 0 && cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               kept) != cudaSuccess) {
+            cudaGetLastError();
           }
         }
         load(reinterpret_cast<const void*>(family.chunk));
@@ -1038,7 +1040,6 @@ cudaError_t LoadNormForwardKernels() {
       }
     }
   });
-  return loaded != cudaSuccess ? loaded : error;
 }
 
 }  // namespace jax_fastops::cuda

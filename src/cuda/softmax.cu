@@ -47,16 +47,18 @@ int LargestCluster(int shared_bytes) {
 }
 
 cudaError_t FindLimits(int device, Limits* limits) {
-  int major = 0;
-  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  // Code that was compiled for older devices has nothing in its kernels for clusters.
+  cudaFuncAttributes probe;
+  cudaError_t error = cudaFuncGetAttributes(&probe, ClusterProbe);
   if (error != cudaSuccess) return error;
+  const bool clusters = std::min(probe.ptxVersion, probe.binaryVersion) >= 90;
   error = cudaDeviceGetAttribute(&limits->processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
                                  device);
   if (error != cudaSuccess) return error;
   limits->shared_bytes -= 2048;  // what kernels declare themselves, or the system takes
-  limits->cluster = major >= 9 ? LargestCluster(std::min(limits->shared_bytes, kMostOfShared)) : 1;
+  limits->cluster = clusters ? LargestCluster(std::min(limits->shared_bytes, kMostOfShared)) : 1;
   return cudaSuccess;
 }
 
@@ -124,7 +126,8 @@ cudaError_t SoftmaxForward(const SoftmaxShape& shape, const SoftmaxMask& mask, D
                            bool log, double scale, const void* x, void* y, void* workspace,
                            cudaStream_t stream) {
   softmax::Params p = softmax::MakeParams(shape, mask, scale);
-  p.zero_scale = scale == 0;
+  // As it is computed with: the scale of float64 alone can be that small.
+  p.zero_scale = dtype == DType::kF64 ? scale == 0 : static_cast<float>(scale) == 0;
   if (p.zero_scale) p.scale = 1;
   p.a = x;
   p.out = y;

@@ -5,7 +5,7 @@
 //   norm      x[..., n], [residual], [input_bias[n]], [scale[n]], [bias[n]]
 //             -> y, [sum], [mean[...]], [rstd[...]], [workspace]
 //   norm_bwd  dy[..., r, n], s, [mean], rstd, [scale], [dsum]
-//             -> dx, [dscale[..., sums, n]], [dbias], [dinput_bias], [workspace]
+//             -> dx, [dscale[..., sums, n]], [dbias], [dinput_bias]
 // Further attributes: `rms`, `eps`.
 #ifndef JAX_FASTOPS_FFI_NORM_BUFFERS_H_
 #define JAX_FASTOPS_FFI_NORM_BUFFERS_H_
@@ -207,7 +207,6 @@ inline ffi::Error ReadNormBackward(const char* op, const ffi::RemainingArgs& arg
   if (read.Flag("dscale")) arrays->dscale = read.SumsResult("dscale");
   if (read.Flag("dbias")) arrays->dbias = read.SumsResult("dbias");
   if (read.Flag("dinput_bias")) arrays->dinput_bias = read.SumsResult("dinput_bias");
-  if (read.Flag("workspace")) arrays->workspace = read.WorkspaceResult("workspace");
   FASTOPS_RETURN_IF_ERROR(read.Finish());
   call->kind = rms ? NormKind::kRms : NormKind::kLayer;
   call->dtype = read.dtype();
