@@ -105,7 +105,7 @@ def case(name, op, given, shape, sharded=None, parameters=None, eps=1e-6, **more
         fn=fn,
         reference=plain,
         make_args=draws(shape, given, parameters),
-        tolerance=Tolerance(ulps=16.0),
+        tolerance=Tolerance(ulps=32.0),
         shards_under_vmap=set(given) <= {"residual"},
         **more,
     )

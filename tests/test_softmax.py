@@ -84,7 +84,7 @@ def case(name, op, shape, mask=None, sharded=None, sharded_mask=None, axis=-1, s
         fn=fn,
         reference=plain,
         make_args=draws(shape, mask),
-        tolerance=Tolerance(ulps=8.0),
+        tolerance=Tolerance(ulps=12.0),
         **make_sharded,
         **more,
     )

@@ -286,7 +286,8 @@ def vmap_nested(fn, inputs, mapped):
     """A map over the leading axis in a map over the last; the outputs get them first and last."""
     axes = in_axes(inputs, mapped)
     doubled = tuple(
-        a if x is None else jnp.stack([a, -a], -1) for a, x in zip(inputs.args, axes, strict=True)
+        a if x is None else jnp.stack([a, ~a if a.dtype == bool else -a], -1)
+        for a, x in zip(inputs.args, axes, strict=True)
     )
     outer = tuple(None if x is None else -1 for x in axes)
     return outputs(jax.vmap(jax.vmap(fn, axes), outer, -1)(*doubled))
