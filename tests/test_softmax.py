@@ -37,7 +37,8 @@ OPS = {"softmax": fo.softmax, "log_softmax": fo.log_softmax}
 
 
 def reference(name, x, axis=-1, where=None, scale=1.0):
-    return getattr(jax.nn, name)(x * scale if scale != 1.0 else x, axis=axis, where=where)
+    scaled = x if scale == 1.0 else jnp.multiply(x, scale)  # NumPy would widen bfloat16
+    return getattr(jax.nn, name)(scaled, axis=axis, where=where)
 
 
 def variant(name, masked=False, **options):
@@ -441,6 +442,25 @@ def test_very_long(name, kind, n, masked):
     rows = 3 if n < 1 << 20 else 1
     mask = (1, n) if masked else None
     check_shapes(name, jnp.dtype(kind), [((rows, n), 1, mask)], scale=0.8)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_long_rows_one_after_the_other(name, kind):
+    """In one program, where a GPU's kernels are recorded as a graph; rows that blocks share."""
+    x = normal(np.random.default_rng(3), (5, 300_001), jnp.dtype(kind))
+    op = OPS[name]
+
+    def several(x):
+        def loss(x):
+            return sum(jnp.sum(op(x, scale=k / 4) * x) for k in range(1, 7))
+
+        return loss(x), jax.grad(loss)(x)
+
+    expected = [functools.partial(op, scale=k / 4) for k in range(1, 7)]
+    chain = jax.jit(lambda x: [f(x) for f in expected])
+    for got, f in zip(chain(x), expected, strict=True):
+        assert_bitwise_equal(got, jax.jit(f)(x))
+    assert_bitwise_equal(jax.jit(several)(x)[1], jax.jit(several)(x)[1])
 
 
 @pytest.mark.slow

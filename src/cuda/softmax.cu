@@ -1,5 +1,6 @@
-// The interface of softmax and log-softmax. The kernels are in softmax_rows.cuh (along the minor
-// axis) and softmax_columns.cuh (along any other), the choice between them in softmax_launch.cuh.
+// The interface of softmax and log-softmax. The kernels are in softmax_rows.cuh and
+// softmax_gang.cuh (along the minor axis), softmax_columns.cuh and softmax_column_registers.cuh
+// (along any other), the choice between them in softmax_launch.cuh.
 #include "cuda/softmax.h"
 
 #include <algorithm>

@@ -37,9 +37,141 @@ struct ColumnsParams {
   int scratch;     // where in shared memory, in units of 16 bytes, lanes meet
 };
 
-// Reduces each of `values` over the lanes of a column.
-template <int kThreads, typename Op, typename A, int kSize>
-__device__ __forceinline__ void ReduceLanes(Op op, A (&values)[kSize], A* scratch, int log_width) {
+// What a thread has of one column of units: every `lanes`-th of n, from `first` on.
+template <typename T, Op kOp, int kBytes>
+struct Column {
+  using H = Held<T, kBytes>;
+  using Keep = Unit<uint8_t, H::kSize>;
+  static constexpr bool kGrad = IsGrad(kOp);
+
+  const Params& p;
+  T excluded;
+  int64_t origin;  // of the first, in elements of the array
+  int64_t step;
+  const uint8_t* mask;  // of the first
+  int64_t mask_step;
+
+  // `column`: its index among the units of all of outer and inner.
+  __device__ __forceinline__ Column(const Params& p, const FastDivisor64& row_units, int64_t column,
+                                    int64_t first, int lanes)
+      : p(p),
+        excluded(Excluded<T, kOp>(static_cast<ComputeType<T>>(p.scale))),
+        step(p.inner * lanes),
+        mask(kOp != Op::kSoftmaxGrad ? p.mask : nullptr),
+        mask_step(p.mask_stride * lanes) {
+    const int64_t outer = Divide(static_cast<uint64_t>(column), row_units);
+    const int64_t in_row = (column - outer * static_cast<int64_t>(row_units.divisor)) * H::kSize;
+    origin = (outer * p.n + first) * p.inner + in_row;
+    if (mask != nullptr) {
+      mask += p.mask_outer.Offset(outer) + p.mask_inner.Offset(in_row) + first * p.mask_stride;
+    }
+  }
+
+  // The index-th unit.
+  __device__ __forceinline__ T* Address(const void* array, int64_t index) const {
+    return const_cast<T*>(static_cast<const T*>(array)) + (origin + index * step);
+  }
+  __device__ __forceinline__ H Load(const void* array, int64_t index) const {
+    return H::template Load<CacheHint::kNoAllocate>(Address(array, index));
+  }
+  __device__ __forceinline__ Keep LoadMask(int64_t index) const {
+    const uint8_t* bytes = mask + index * mask_step;
+    if (p.mask_units) return Keep::Load(bytes);
+    Keep keep;  // broadcast over inner, or a unit of one element
+#pragma unroll
+    for (int i = 0; i < H::kSize; ++i) keep.elements[i] = *bytes;
+    return keep;
+  }
+
+  // What the mask and the scale make of it; and whether they do anything.
+  __device__ __forceinline__ bool Changes() const {
+    return mask != nullptr || (!kGrad && p.zero_scale);
+  }
+  __device__ __forceinline__ void TimesZero(H& a) const {
+    a.TimesZero([](int) { return true; }, excluded);
+  }
+  __device__ __forceinline__ void Exclude(const Keep& keep, H& a, [[maybe_unused]] H& b) const {
+    a.Exclude(keep, excluded);
+    if constexpr (kGrad) b.Exclude(keep, FromCompute<T>(0));
+  }
+  __device__ __forceinline__ void Change(int64_t index, H& a, H& b) const {
+    if (!kGrad && p.zero_scale) TimesZero(a);
+    if (mask != nullptr) Exclude(LoadMask(index), a, b);
+  }
+};
+
+// The largest of each of a unit's elements; as in Top.
+template <typename T, int kBytes>
+struct ColumnTops {
+  using A = ComputeType<T>;
+  using H = Held<T, kBytes>;
+  static constexpr int kSize = H::kSize;
+
+  A values[kSize];
+  PairOf<std::conditional_t<sizeof(T) == 2, T, __half>> pairs[H::kWords];
+  bool negative;
+
+  explicit __device__ __forceinline__ ColumnTops(A scale) : negative(scale < 0) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] = Max::Identity<A>();
+    if constexpr (H::kPairs) {
+#pragma unroll
+      for (int i = 0; i < H::kWords; ++i) {
+        pairs[i] = H::Filled(FromCompute<T>(-A(INFINITY))).Pair(0);
+      }
+    }
+  }
+  __device__ __forceinline__ void Add(const H& x) {
+    if constexpr (H::kPairs) {
+      const uint32_t sign = negative ? 0x80008000u : 0u;
+#pragma unroll
+      for (int i = 0; i < H::kWords; ++i) {
+        H flipped;
+        flipped.words[0] = x.words[i] ^ sign;
+        pairs[i] = __hmax2(pairs[i], flipped.Pair(0));
+      }
+    } else {
+      A xs[kSize];
+      x.Unpack(xs);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[i] = Max()(values[i], negative ? -xs[i] : xs[i]);
+    }
+  }
+  __device__ __forceinline__ void Get(A (&tops)[kSize]) const {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) tops[i] = values[i];
+    if constexpr (H::kPairs) {
+#pragma unroll
+      for (int i = 0; i < H::kWords; ++i) {
+        tops[2 * i] = ToCompute(pairs[i].x);
+        tops[2 * i + 1] = ToCompute(pairs[i].y);
+      }
+    }
+  }
+};
+
+// To the sum of each of a unit's elements.
+template <bool kLog, typename T, int kBytes>
+__device__ __forceinline__ void AddColumnTerms(const Held<T, kBytes>& y, const Held<T, kBytes>& dy,
+                                               bool skip_zeros,
+                                               ComputeType<T> (&totals)[Held<T, kBytes>::kSize]) {
+  constexpr int kSize = Held<T, kBytes>::kSize;
+  ComputeType<T> ys[kSize], dys[kSize];
+  y.Unpack(ys);
+  dy.Unpack(dys);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    totals[i] += Gradient<T, kLog>::Term(ys[i], dys[i], skip_zeros);
+  }
+}
+
+// Reduces each of `values` over the lanes of a column. `threads`: those of the tile, all of the
+// block, or the 32 of a warp if it has a tile of its own; the lanes of one column are 1 <<
+// log_width threads apart. `scratch`: of as many of `values` as the tile has columns, for each of
+// its warps or each of its lanes, whichever are fewer.
+template <typename Op, typename A, int kSize>
+__device__ __forceinline__ void ReduceLanes(Op op, A (&values)[kSize], A* scratch, int log_width,
+                                            int threads) {
   constexpr int kPiece = kSize * sizeof(A) < 16 ? kSize * sizeof(A) : 16;
   using Piece = Unit<A, kPiece>;
   const int width = 1 << log_width;
@@ -49,28 +181,37 @@ __device__ __forceinline__ void ReduceLanes(Op op, A (&values)[kSize], A* scratc
       values[i] = op(values[i], __shfl_xor_sync(0xffffffffu, values[i], lanes));
     }
   }
-  const int parts = kThreads / max(width, 32);
+  const int parts = threads / max(width, 32);
   if (parts == 1) return;
   const int column = threadIdx.x & (width - 1);
   const int part = width < 32 ? threadIdx.x / 32 : threadIdx.x >> log_width;
   __syncthreads();  // others may still read what the last reduction has left
   if (threadIdx.x % 32 < width) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) scratch[(part * width + column) * kSize + i] = values[i];
+    for (int at = 0; at < kSize; at += Piece::kSize) {
+      Piece piece;
+#pragma unroll
+      for (int i = 0; i < Piece::kSize; ++i) piece.elements[i] = values[at + i];
+      piece.Store(scratch + (part * width + column) * kSize + at);
+    }
+  }
+  __syncthreads();
+  // One thread to a value: if each read all that it needs, that were a multiple of the
+  // instructions.
+  for (int at = threadIdx.x; at < width * kSize; at += threads) {
+    A value = scratch[at];
+#pragma unroll 4
+    for (int other = 1; other < parts; ++other) {
+      value = op(value, scratch[other * width * kSize + at]);
+    }
+    scratch[at] = value;
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) values[i] = Op::template Identity<A>();
-#pragma unroll 4
-  for (int other = 0; other < parts; ++other) {
+  for (int at = 0; at < kSize; at += Piece::kSize) {
+    const Piece piece = Piece::Load(scratch + column * kSize + at);
 #pragma unroll
-    for (int at = 0; at < kSize; at += Piece::kSize) {
-      const Piece piece = Piece::Load(scratch + (other * width + column) * kSize + at);
-#pragma unroll
-      for (int i = 0; i < Piece::kSize; ++i) {
-        values[at + i] = op(values[at + i], piece.elements[i]);
-      }
-    }
+    for (int i = 0; i < Piece::kSize; ++i) values[at + i] = piece.elements[i];
   }
 }
 
@@ -79,11 +220,9 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
     ColumnsKernel(const __grid_constant__ Params p, const __grid_constant__ ColumnsParams q) {
   using A = ComputeType<T>;
   using H = Held<T, kBytes>;
-  using Keep = Unit<uint8_t, H::kSize>;
   constexpr bool kGrad = IsGrad(kOp);
   constexpr bool kLog = IsLog(kOp);
   constexpr int kThreads = ColumnThreads(kGrad);
-  constexpr bool kReadsMask = kOp != Op::kSoftmaxGrad;
   constexpr int kSize = H::kSize;
   constexpr int kBatch = (kBytes >= 8 ? 4 : 8) / (kGrad ? 2 : 1);
   using Normalize = Normalizer<T, kLog>;
@@ -96,52 +235,23 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
   const int lane = threadIdx.x >> q.log_width;
   const int64_t column = int64_t{blockIdx.x} * width + (threadIdx.x & (width - 1));
   const bool live = column < q.columns;
-  const int64_t outer = Divide(static_cast<uint64_t>(live ? column : 0), q.row_units);
-  const int64_t in_row =
-      live ? (column - outer * static_cast<int64_t>(q.row_units.divisor)) * kSize : 0;
   const int64_t begin = blockIdx.y * q.chunk + lane;
   const int64_t end = live ? min(p.n, (blockIdx.y + 1) * q.chunk) : 0;
   // How many elements of n are this thread's.
   const int64_t count = end > begin ? (end - begin + lanes - 1) / lanes : 0;
-  const int64_t step = p.inner * lanes;
-  const int64_t origin = (outer * p.n + begin) * p.inner + in_row;
-
-  const uint8_t* mask = kReadsMask ? p.mask : nullptr;
-  if (mask != nullptr) {
-    mask += p.mask_outer.Offset(outer) + p.mask_inner.Offset(in_row) + begin * p.mask_stride;
-  }
+  const Column<T, kOp, kBytes> part(p, q.row_units, live ? column : 0, begin, lanes);
   const A scale = static_cast<A>(p.scale);
-  const T excluded = Excluded<T, kOp>(scale);
   [[maybe_unused]] const T zero = FromCompute<T>(0);
   const int places = q.held ? static_cast<int>(count) : 0;
   H* const held_a = reinterpret_cast<H*>(shared) + threadIdx.x;
   H* const held_b = held_a + (q.chunk + lanes - 1) / lanes * kThreads;
 
-  const auto address = [&](const void* array, int64_t index) {
-    return static_cast<const T*>(array) + (origin + index * step);
-  };
   // The index-th of this thread, as it is in the array.
   const auto load = [&](int64_t index, H& a, H& b) {
-    a = H::template Load<CacheHint::kNoAllocate>(address(p.a, index));
-    if constexpr (kGrad) b = H::template Load<CacheHint::kNoAllocate>(address(p.b, index));
+    a = part.Load(p.a, index);
+    if constexpr (kGrad) b = part.Load(p.b, index);
   };
-  // What the mask and the scale make of it; and whether they do anything.
-  const bool changes = mask != nullptr || (!kGrad && p.zero_scale);
-  const auto load_mask = [&](int64_t index) {
-    const uint8_t* bytes = mask + index * lanes * p.mask_stride;
-    if (p.mask_units) return Keep::Load(bytes);
-    Keep keep;  // broadcast over inner, or a unit of one element
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) keep.elements[i] = *bytes;
-    return keep;
-  };
-  const auto change = [&](int64_t index, H& a, [[maybe_unused]] H& b) {
-    if (!kGrad && p.zero_scale) a.TimesZero([](int) { return true; }, excluded);
-    if (mask == nullptr) return;
-    const Keep keep = load_mask(index);
-    a.Exclude(keep, excluded);
-    if constexpr (kGrad) b.Exclude(keep, zero);
-  };
+  const bool changes = part.Changes();
 
   [[maybe_unused]] A tops[kSize];
   A totals[kSize];
@@ -161,32 +271,16 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
     return Normalize(scale, tops[i] == -A(INFINITY) ? A(0) : TopElement(tops[i], scale));
   };
 
-  const auto add_terms = [&](const H& a, const H& b) {
-    A as[kSize], bs[kSize];
-    a.Unpack(as);
-    b.Unpack(bs);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      totals[i] += Gradient<T, kLog>::Term(as[i], bs[i], p.skip_zeros);
-    }
-  };
-  const auto add_tops = [&](const H& a) {
-    A as[kSize];
-    a.Unpack(as);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) tops[i] = Max()(tops[i], scale < 0 ? -as[i] : as[i]);
-  };
-
   if (q.stage != Stage::kWrite && q.held) {
-    [[maybe_unused]] const T* from_a = address(p.a, 0);
-    [[maybe_unused]] const T* from_b = kGrad ? address(p.b, 0) : nullptr;
+    [[maybe_unused]] const T* from_a = part.Address(p.a, 0);
+    [[maybe_unused]] const T* from_b = kGrad ? part.Address(p.b, 0) : nullptr;
 #pragma unroll 4
     for (int k = 0; k < places; ++k) {
       if constexpr (kBytes >= 4) {
         CopyAsync<kBytes>(held_a + k * kThreads, from_a);
         if constexpr (kGrad) CopyAsync<kBytes>(held_b + k * kThreads, from_b);
-        from_a += step;
-        if constexpr (kGrad) from_b += step;
+        from_a += part.step;
+        if constexpr (kGrad) from_b += part.step;
       } else if (k % kBatch == 0) {
         H a[kBatch], b[kBatch];
 #pragma unroll
@@ -203,41 +297,23 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
       }
     }
     AwaitCopies();
-    [[maybe_unused]] PairOf<std::conditional_t<sizeof(T) == 2, T, __half>> pairs[H::kWords];
-    if constexpr (H::kPairs) {
-#pragma unroll
-      for (int i = 0; i < H::kWords; ++i) {
-        pairs[i] = H::Filled(FromCompute<T>(-A(INFINITY))).Pair(0);
-      }
-    }
+    [[maybe_unused]] ColumnTops<T, kBytes> largest(scale);
 #pragma unroll 4
     for (int k = 0; k < places; ++k) {
       H a = H::Load(held_a + k * kThreads), b;
       if constexpr (kGrad) b = H::Load(held_b + k * kThreads);
       if (changes) {
-        change(k, a, b);
+        part.Change(k, a, b);
         a.Store(held_a + k * kThreads);
         if constexpr (kGrad) b.Store(held_b + k * kThreads);
       }
       if constexpr (kGrad) {
-        add_terms(a, b);
-      } else if constexpr (H::kPairs) {
-#pragma unroll
-        for (int i = 0; i < H::kWords; ++i) {
-          a.words[i] ^= scale < 0 ? 0x80008000u : 0u;
-          pairs[i] = __hmax2(pairs[i], a.Pair(i));
-        }
+        AddColumnTerms<kLog>(a, b, p.skip_zeros, totals);
       } else {
-        add_tops(a);
+        largest.Add(a);
       }
     }
-    if constexpr (!kGrad && H::kPairs) {
-#pragma unroll
-      for (int i = 0; i < H::kWords; ++i) {
-        tops[2 * i] = ToCompute(pairs[i].x);
-        tops[2 * i + 1] = ToCompute(pairs[i].y);
-      }
-    }
+    if constexpr (!kGrad) largest.Get(tops);
   } else if (q.stage != Stage::kWrite) {
     for (int64_t first = 0; first < count; first += kBatch) {
       H a[kBatch], b[kBatch];
@@ -246,18 +322,20 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
         if (first + k < count) {
           load(first + k, a[k], b[k]);
         } else {
-          a[k] = H::Filled(excluded);
+          a[k] = H::Filled(part.excluded);
           b[k] = H::Filled(zero);
         }
       }
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        if (changes && first + k < count) change(first + k, a[k], b[k]);
+        if (changes && first + k < count) part.Change(first + k, a[k], b[k]);
         a[k].Forget();
       }
       if constexpr (kGrad) {
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) add_terms(a[k], b[k]);
+        for (int k = 0; k < kBatch; ++k) {
+          AddColumnTerms<kLog>(a[k], b[k], p.skip_zeros, totals);
+        }
       } else {
         A batch[kSize], as[kSize];
 #pragma unroll
@@ -302,7 +380,7 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
     A top[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) top[i] = tops[i];
-    ReduceLanes<kThreads>(Max(), top, scratch, q.log_width);
+    ReduceLanes(Max(), top, scratch, q.log_width, kThreads);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) raise(i, top[i]);
     if (q.held) {
@@ -323,7 +401,7 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
       }
     }
   }
-  ReduceLanes<kThreads>(Sum(), totals, scratch, q.log_width);
+  ReduceLanes(Sum(), totals, scratch, q.log_width, kThreads);
 
   if (q.stage == Stage::kReduce) {
     if (lane == 0 && live) {
@@ -353,7 +431,7 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
       totals[i] = normalize.last;
     }
   }
-  if (mask == nullptr) undefined = 0;
+  if (part.mask == nullptr) undefined = 0;
 
   const auto store = [&](int64_t index, T* to, H& a, [[maybe_unused]] const H& b) {
     A as[kSize];
@@ -376,7 +454,7 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
       }
     }
     if (undefined != 0) {  // rare: what the mask leaves out is known by its bytes alone
-      const Keep keep = load_mask(index);
+      const auto keep = part.LoadMask(index);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         if ((undefined >> i & 1) != 0 && keep.elements[i] == 0) {
@@ -388,13 +466,13 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
     a.Store(to);
   };
   if (q.held) {
-    T* to = const_cast<T*>(address(p.out, 0));
+    T* to = part.Address(p.out, 0);
 #pragma unroll 4
     for (int k = 0; k < places; ++k) {
       H a = H::Load(held_a + k * kThreads), b;
       if constexpr (kGrad) b = H::Load(held_b + k * kThreads);
       store(k, to, a, b);
-      to += step;
+      to += part.step;
     }
     return;
   }
@@ -407,8 +485,8 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       if (first + k >= count) break;
-      if (changes) change(first + k, a[k], b[k]);
-      store(first + k, const_cast<T*>(address(p.out, first + k)), a[k], b[k]);
+      if (changes) part.Change(first + k, a[k], b[k]);
+      store(first + k, part.Address(p.out, first + k), a[k], b[k]);
     }
   }
 }

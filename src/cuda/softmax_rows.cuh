@@ -9,6 +9,7 @@
 //   copies are asynchronous and take no registers, and a thread touches only what it has copied
 //   itself, so the reductions are the only barriers. Several blocks share an SM: some load while
 //   others compute or store.
+// - GangKernel (softmax_gang.cuh): longer ones by several blocks, up to the whole device.
 // - LongKernel: rows that fit nowhere are read twice, the second time from L2.
 //
 // A row that does not begin or end at a multiple of 16 bytes is still moved in aligned units of 16
