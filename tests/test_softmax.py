@@ -1258,8 +1258,8 @@ def test_a_sharded_axis(name, axis_type, axis, masked):
         assert set(collectives(text)) == {"all-reduce"} and not targets(text)
 
 
-@pytest.mark.parametrize(("rows", "native"), [(1024, True), (8, True), (2, False)])
-def test_a_mask_that_would_grow_leaves_the_work_to_xla(name, rows, native):
+@pytest.mark.parametrize(("rows", "masking"), [(1024, True), (8, True), (2, False)])
+def test_a_mask_that_would_grow_leaves_the_work_to_xla(name, rows, masking):
     """With auto axes it has a copy for each device along what it is broadcast along."""
     mesh = eight(AxisType.Auto)
     rng = np.random.default_rng(23)
@@ -1271,8 +1271,8 @@ def test_a_mask_that_would_grow_leaves_the_work_to_xla(name, rows, native):
     assert_collectives(text, 0)
     if mesh.size == 8:  # the copies of the mask have 8 * 8 * 40 bytes, x has 8 * rows * 40 * 4
         # The backward of softmax takes no mask.
-        backward = ["softmax_bwd"] * (native or name == "softmax")
-        assert targets(text) == ["softmax"] * native + backward
+        backward = ["softmax_bwd"] * (masking or name == "softmax")
+        assert targets(text) == ["softmax"] * masking + backward
 
 
 @KINDS
