@@ -367,6 +367,7 @@ def _softmaxes_of_size(elements: int) -> tuple[Layout, ...]:
     length = min(128, math.isqrt(elements))
     square = (heads, 1, elements // heads // length, length)
     inner = min(64, elements // 16)
+    long = (elements // 32768, 32768)
     return (
         Layout(
             f"rows {elements}", (rows, elements // rows), (rows, elements // rows), DTYPES, {}, 1
@@ -381,14 +382,14 @@ def _softmaxes_of_size(elements: int) -> tuple[Layout, ...]:
             {"axis": 1},
             1,
         ),
-    )
+    ) + (() if long[0] == 0 else (Layout(f"long {elements}", long, long, DTYPES, {}, 1),))
 
 
 def _row_of_softmax(name: str) -> Callable[[Layout], str]:
     def row(layout: Layout) -> str:
         if "axis" in layout.options:
             return f"{name}_axis"
-        return name if layout.without else f"{name}_where"
+        return _row_of_rows(name)(layout) if layout.without else f"{name}_where"
 
     return row
 
@@ -403,9 +404,14 @@ NORMS = (
 )
 
 
+def _row_of_rows(name: str) -> Callable[[Layout], str]:
+    """Long rows have a row of their own in the `auto` table."""
+    return lambda layout: f"{name}_long" if layout.gpu[-1] > 4096 else name
+
+
 def _norms_of_size(elements: int) -> tuple[Layout, ...]:
-    """Rows of two widths."""
-    widths = [n for n in (256, 1024) if n <= elements]
+    """Rows of two widths, and long ones."""
+    widths = [n for n in (256, 1024, 16384) if n <= elements]
     return tuple(
         Layout(f"{n} {elements}", (elements // n, n), (elements // n, n), DTYPES) for n in widths
     )
@@ -537,6 +543,7 @@ OPS = (
         layouts=NORMS,
         differentiated=(0, 1, 2),
         of_size=_norms_of_size,
+        table_row=_row_of_rows("layer_norm"),
     ),
     Op(
         name="residual_layer_norm",
@@ -556,6 +563,7 @@ OPS = (
         layouts=NORMS,
         differentiated=(0, 1, 2, 3, 4),
         of_size=_norms_of_size,
+        table_row=_row_of_rows("residual_layer_norm"),
     ),
     Op(
         name="rms_norm",
@@ -569,6 +577,7 @@ OPS = (
         layouts=NORMS,
         differentiated=(0, 1),
         of_size=_norms_of_size,
+        table_row=_row_of_rows("rms_norm"),
     ),
     Op(
         name="residual_rms_norm",
@@ -582,6 +591,7 @@ OPS = (
         layouts=(NORMS[2],),
         differentiated=(0, 1, 2),
         of_size=_norms_of_size,
+        table_row=_row_of_rows("residual_rms_norm"),
     ),
 )
 

@@ -480,6 +480,14 @@ def _factor_name(index: int) -> str:
     return chr(ord("i") + index) if index < 18 else f"z_{index - 17}"
 
 
+def has_long_rows(x) -> bool:
+    """Whether rows are as long as those with a row of their own in the ``auto`` table.
+
+    XLA reads them twice.
+    """
+    return x.ndim > 0 and isinstance(x.shape[-1], int) and x.shape[-1] > 4096
+
+
 def size_of(x) -> int:
     """Number of elements, or a large number where the shape is symbolic."""
     shape = np.shape(x)

@@ -110,8 +110,8 @@ class Op:
         signature and options of the op that maps an operand with the axis at ``i`` to a result with
         the axis in front; ``batch(options, result=i)``, those of the op that maps an operand with
         the axis in front to a result with it at ``i``.
-      table_row: the name in the ``auto`` table, from the options, for ops that are several things
-        to it. Default: the op's name.
+      table_row: the name in the ``auto`` table, from the first operand and the options, for ops
+        that are several things to it. Default: the op's name.
       dtype_class: the name of a dtype in the ``auto`` table, for ops to which only its width
         matters.
       kernels: every kernel that the above use. A platform that lacks one takes the reference.
@@ -151,7 +151,7 @@ class Op:
         self.backward = backward
         self.tangent = tangent
         self.batch = batch
-        self.table_row = table_row or (lambda **options: name)
+        self.table_row = table_row or (lambda x, **options: name)
         self.dtype_class = dtype_class
         self._plain = _Stage(self, "")
         self._fwd = _Stage(self, "_fwd")
@@ -205,7 +205,7 @@ class Op:
         )
 
     def _prefers_kernel(self, platform: str, x, use: str, options: dict) -> bool:
-        row, dtype = self.table_row(**options), self.dtype_class(x.dtype)
+        row, dtype = self.table_row(x, **options), self.dtype_class(x.dtype)
         return _implementation.native_is_faster(row, platform, dtype, size_of(x), use)
 
     def _describe(self, args, text: str, options: dict) -> tuple[Call, bool]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops._arguments import as_arrays, not_weak, real_number, same_floating_dtype
-from jax_fastops._kernel import Kernel, partitions, spread_shape
+from jax_fastops._kernel import Kernel, has_long_rows, partitions, spread_shape
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 
@@ -46,6 +46,13 @@ def _signature(arrays: int, inner: int, mask: bool, workspace: bool) -> str:
 def _kernel(name: str, inner: int, mask: bool, workspace: bool) -> Kernel:
     arrays = 2 if name == "softmax_bwd" else 1
     return Kernel.declare(name, _signature(arrays, inner, mask, workspace))
+
+
+def _table_row(name: str, x, *, masked: bool, inner: int, **_) -> str:
+    """Another axis, a mask and long rows are other matters than short rows."""
+    if inner or masked:
+        return f"{name}_axis" if inner else f"{name}_where"
+    return f"{name}_long" if has_long_rows(x) else name
 
 
 def _needs_workspace(n) -> bool:
@@ -162,9 +169,7 @@ def _declare(name: str, log: bool) -> Op:
         pullback=functools.partial(_pullback, log=log),
         pushforward=functools.partial(_pushforward, log=log),
         backward=functools.partial(_backward, log=log),
-        table_row=lambda masked, inner, **_: (
-            f"{name}_axis" if inner else f"{name}_where" if masked else name
-        ),
+        table_row=functools.partial(_table_row, name),
     )
 
 

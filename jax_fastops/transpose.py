@@ -65,7 +65,7 @@ def _batch(options: dict, *, operand: int | None = None, result: int | None = No
     return _signature(wider), {"axes": wider}
 
 
-def _table_row(axes: tuple[int, ...]) -> str:
+def _table_row(x, axes: tuple[int, ...]) -> str:
     """Whole rows that move are another matter than rows that become columns."""
     return "transpose_rows" if axes[-1] == len(axes) - 1 else "transpose"
 
