@@ -406,7 +406,7 @@ NORMS = (
 
 def _row_of_rows(name: str) -> Callable[[Layout], str]:
     """Long rows have a row of their own in the `auto` table."""
-    return lambda layout: f"{name}_long" if layout.gpu[-1] > 4096 else name
+    return lambda layout: f"{name}_long" if layout.gpu[-1] > fo._kernel.LONG_ROW else name
 
 
 def _norms_of_size(elements: int) -> tuple[Layout, ...]:

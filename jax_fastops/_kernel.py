@@ -480,12 +480,17 @@ def _factor_name(index: int) -> str:
     return chr(ord("i") + index) if index < 18 else f"z_{index - 17}"
 
 
+LONG_ROW = 4096  # of so many elements no row is a long one yet
+
+
 def has_long_rows(x) -> bool:
     """Whether rows are as long as those with a row of their own in the ``auto`` table.
 
-    XLA reads them twice.
+    XLA reads them twice. Symbolic sizes count as large, as in `size_of`.
     """
-    return x.ndim > 0 and isinstance(x.shape[-1], int) and x.shape[-1] > 4096
+    if x.ndim == 0:
+        return False
+    return not isinstance(x.shape[-1], int) or x.shape[-1] > LONG_ROW
 
 
 def size_of(x) -> int:

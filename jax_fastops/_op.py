@@ -110,8 +110,9 @@ class Op:
         signature and options of the op that maps an operand with the axis at ``i`` to a result with
         the axis in front; ``batch(options, result=i)``, those of the op that maps an operand with
         the axis in front to a result with it at ``i``.
-      table_row: the name in the ``auto`` table, from the first operand and the options, for ops
-        that are several things to it. Default: the op's name.
+      table_row: the name in the ``auto`` table, from the shape of the largest array (the first of
+        those as large) and the options, for ops that are several things to it. Default: the op's
+        name.
       dtype_class: the name of a dtype in the ``auto`` table, for ops to which only its width
         matters.
       kernels: every kernel that the above use. A platform that lacks one takes the reference.

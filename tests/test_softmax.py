@@ -444,6 +444,15 @@ def test_very_long(name, kind, n, masked):
     check_shapes(name, jnp.dtype(kind), [((rows, n), 1, mask)], scale=0.8)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "shape"), [("float32", (5, 1048577)), ("bfloat16", (7, 2097153))])
+@pytest.mark.parametrize("masked", [False, True])
+def test_very_long_rows_one_after_the_other(name, kind, shape, masked):
+    """More of them than all blocks of a GPU hold at a time; each begins elsewhere in a vector."""
+    mask = (shape[0], 1) if masked else None
+    check_shapes(name, jnp.dtype(kind), [(shape, 1, mask)], scale=0.8)
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_long_rows_one_after_the_other(name, kind):
     """In one program, where a GPU's kernels are recorded as a graph; rows that blocks share."""
@@ -615,6 +624,7 @@ def compare_rows(name, dtype, x, dy, where=None, scale=1.0):
             limit = (4 * eps + 4e-5 * (dtype != np.float64)) * exponent
         else:
             limit = 4 * eps * of_dy * max(1, math.log(x.shape[1]))
+            limit = limit + 16 * eps * np.abs(best)
         least = 2 * float(jnp.finfo(dtype).smallest_normal)
         error = np.where(both, np.abs(np.where(both, mine, 0) - best), 0)
         row, at = np.unravel_index(np.argmax(error - limit), error.shape)
@@ -653,6 +663,38 @@ def test_special_values_beside_a_mask(name, dtype, n):
     where[0::3, n // 2], where[1::3, n // 2], where[2::3, -1] = True, False, False
     where[1::3, 0] = True
     compare_rows(name, dtype, x, normal(rng, x.shape, dtype), where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scale", [1.0, -1.5, 2.0, 0.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_special_values_of_long_rows(name, kind, scale, masked):
+    """Rows that blocks share, several to each block, none aligned as the one before."""
+    n, dtype = 300_007, jnp.dtype(kind)
+    rows = special_rows(n, dtype)
+    # Where the product of the scale and a large element is rounded, results are as far off.
+    exact = math.frexp(scale)[0] in (0, 0.5)
+    x = np.stack([row for what, row in rows.items() if exact or "offset" not in what])
+    rng = np.random.default_rng(5)
+    where = None
+    if masked:
+        where = random_mask(rng, x.shape, 0.5)
+        where[::3, : n // 3] = False
+        where[1::5] = False
+    compare_rows(name, dtype, x, normal(rng, x.shape, dtype), where, scale)
+
+
+@pytest.mark.parametrize("shape", [(2, 1000), (2, 40_001), (2, 300_001), (20_001, 3), (300_001, 2)])
+@pytest.mark.parametrize("scale", [2.0, -2.0])
+def test_a_part_of_a_row_that_the_scale_makes_minus_infinity(name, shape, scale):
+    """It adds nothing; the row is what the rest of it makes of it."""
+    axis = int(shape[0] < shape[1])
+    x = normal(np.random.default_rng(6), shape, np.float32)
+    np.moveaxis(x, axis, 0)[shape[axis] // 2 :] = -np.sign(scale) * np.finfo(np.float32).max
+    y = OPS[name](x, axis=axis, scale=scale)
+    np.testing.assert_allclose(y, reference(name, x, axis, scale=scale), rtol=1e-4, atol=1e-9)
+    assert not np.isnan(y).any()
 
 
 @pytest.mark.parametrize("n", SPECIAL_LENGTHS)

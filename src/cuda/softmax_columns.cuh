@@ -267,9 +267,7 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
       tops[i] = to;
     }
   };
-  const auto normalizer = [&](int i) {
-    return Normalize(scale, tops[i] == -A(INFINITY) ? A(0) : TopElement(tops[i], scale));
-  };
+  const auto normalizer = [&](int i) { return Normalize(scale, PartTopElement(tops[i], scale)); };
 
   if (q.stage != Stage::kWrite && q.held) {
     [[maybe_unused]] const T* from_a = part.Address(p.a, 0);
@@ -424,7 +422,7 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
       undefined |= uint32_t{Gradient<T, kLog>::Undefined(totals[i], scale)} << i;
       totals[i] = Gradient<T, kLog>(scale, totals[i], false).sum;
     } else {
-      if (tops[i] == -A(INFINITY)) totals[i] = A(NAN);
+      if (IsBottom(tops[i], scale)) totals[i] = A(NAN);
       undefined |= uint32_t{Normalize::Undefined(totals[i])} << i;
       Normalize normalize = normalizer(i);
       normalize.SetTotal(totals[i]);

@@ -1,5 +1,5 @@
-// Softmax along the minor axis, for rows that no block and no cluster can hold: a gang of blocks,
-// of the whole device if need be, holds a row.
+// Softmax along the minor axis, for rows that no cluster can hold, or none as fast: a gang of
+// blocks, of the whole device if need be, holds a row.
 //
 // Blocks stay for the whole launch, one to an SM, and go from row to row. What a thread holds of
 // its row is in registers; beside them shared memory is a ring, of slots that belong to a thread,
@@ -118,21 +118,21 @@ struct GangRing {
     if (!masked && !zero) return;
     constexpr int kBatch = 4;
 #pragma unroll 1
-    for (int first = 0; GangUnit(first) < units; first += kBatch) {
+    for (int start = 0; GangUnit(start) < units; start += kBatch) {
       typename Part::Keep keep[kBatch];
       if (masked) {
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
-          const int unit = GangUnit(first + k);
+          const int unit = GangUnit(start + k);
           keep[k] = p.mask_units ? part.LoadMask(unit) : part.GatherMask(p, unit);
         }
       }
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        if (GangUnit(first + k) >= units) break;
-        uint4* const slot = Slot(copy + first + k);
+        if (GangUnit(start + k) >= units) break;
+        uint4* const slot = Slot(copy + start + k);
         H held = H::Load(slot);
-        if (zero) part.TimesZero(GangUnit(first + k), held, outside);
+        if (zero) part.TimesZero(GangUnit(start + k), held, outside);
         if (masked) held.Exclude(keep[k], outside);
         held.Store(slot);
       }
@@ -329,8 +329,7 @@ __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q
           top.Add(x[k]);
         }
         const A both = Max()(sum.top[0], top.Get());
-        const Normalizer<T, kLog> normalize(scale,
-                                            both == -A(INFINITY) ? A(0) : TopElement(both, scale));
+        const Normalizer<T, kLog> normalize(scale, PartTopElement(both, scale));
         A total = 0;
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
@@ -347,7 +346,7 @@ __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q
     const bool writes = to_write >= 0;
     if (writes) meeting.Collect(to_write, last, scale);
     // Nothing but -inf: undefined, as everywhere else.
-    const A total = last.top[0] == -A(INFINITY) ? A(NAN) : last.total[0];
+    const A total = IsBottom(last.top[0], scale) ? A(NAN) : last.total[0];
     Normalizer<T, kLog> normalize(scale, TopElement(last.top[0], scale));
     normalize.SetTotal(total);
     const bool undefined = p.mask != nullptr && normalize.Undefined(total);
@@ -437,6 +436,9 @@ __device__ __forceinline__ void GangBackward(const Params& p, const GangParams& 
     place.NextParts(row + q.gangs, parts);
   }
 }
+
+// What Limits leaves for the shared memory that kernels declare themselves.
+static_assert(sizeof(GangSum<float, false>::Shared) + sizeof(GangStores<float>::Ends) <= 2048);
 
 template <typename T, Op kOp>
 __global__ void __launch_bounds__(kGangThreads, 1)

@@ -539,7 +539,8 @@ cudaError_t LoadKernels() {
           load_shared(table.gang, false);
           load(reinterpret_cast<const void*>(table.long_rows));
           for (const ColumnRegistersLaunch& launch : table.column_registers) {
-            if (launch.blocks <= limits.cluster) load_shared(launch.function, false);
+            // With several blocks, clusters of fewer than the most are planned too.
+            if (launch.blocks == 1 || limits.cluster > 1) load_shared(launch.function, false);
           }
           load_shared(table.unit_columns, false);
           load_shared(table.element_columns, false);

@@ -280,6 +280,19 @@ __device__ __forceinline__ A TopElement(A top, A scale) {
   return fabs(top * scale) < A(INFINITY) ? top : A(NAN);
 }
 
+// Whether the scale makes a top, as Top::Get gives it, -inf. That of a whole row leaves the row
+// undefined; elements below that of a part add nothing to what the rest of the row may have.
+template <typename A>
+__device__ __forceinline__ bool IsBottom(A top, A scale) {
+  return top * fabs(scale) == -A(INFINITY);
+}
+
+// The element that is subtracted from those of a part of a row, as far as it is known.
+template <typename A>
+__device__ __forceinline__ A PartTopElement(A top, A scale) {
+  return IsBottom(top, scale) ? A(0) : TopElement(top, scale);
+}
+
 // A sum of powers below one top, as below another. A top of -inf stands for a sum of nothing, which
 // is 0, or NaN. Tops are as Top::Get gives them, so the scale counts without its sign.
 template <typename A>

@@ -690,7 +690,7 @@ __global__ void __launch_bounds__(kLongThreads, 4)
         for (int k = 0; k < kLongUnits; ++k) top.Add(a[k]);
         forget();
         const A both = Max()(sum.top[0], top.Get());
-        normalize.top = both == -A(INFINITY) ? A(0) : TopElement(both, scale);
+        normalize.top = PartTopElement(both, scale);
         A total = 0;
 #pragma unroll
         for (int k = 0; k < kLongUnits; ++k) {
@@ -741,7 +741,7 @@ __global__ void __launch_bounds__(kLongThreads, 4)
         sum.AllReduce(scale);
         if (lane == 0) {
           // Nothing but -inf: undefined, as everywhere else.
-          if (!kGrad && sum.top[0] == -A(INFINITY)) sum.total[0] = A(NAN);
+          if (!kGrad && IsBottom(sum.top[0], scale)) sum.total[0] = A(NAN);
           results[kValues * row] = sum.total[0];
           if constexpr (!kGrad) results[kValues * row + kValues - 1] = sum.top[0];
           __threadfence();
