@@ -368,6 +368,7 @@ def _softmaxes_of_size(elements: int) -> tuple[Layout, ...]:
     square = (heads, 1, elements // heads // length, length)
     inner = min(64, elements // 16)
     long = (elements // 32768, 32768)
+    long_rows = (Layout(f"long {elements}", long, long, DTYPES, {}, 1),) if long[0] else ()
     return (
         Layout(
             f"rows {elements}", (rows, elements // rows), (rows, elements // rows), DTYPES, {}, 1
@@ -382,7 +383,8 @@ def _softmaxes_of_size(elements: int) -> tuple[Layout, ...]:
             {"axis": 1},
             1,
         ),
-    ) + (() if long[0] == 0 else (Layout(f"long {elements}", long, long, DTYPES, {}, 1),))
+        *long_rows,
+    )
 
 
 def _row_of_softmax(name: str) -> Callable[[Layout], str]:
@@ -406,7 +408,7 @@ NORMS = (
 
 def _row_of_rows(name: str) -> Callable[[Layout], str]:
     """Long rows have a row of their own in the `auto` table."""
-    return lambda layout: f"{name}_long" if layout.gpu[-1] > fo._kernel.LONG_ROW else name
+    return lambda layout: fo._implementation.by_row_length(name, layout.gpu)
 
 
 def _norms_of_size(elements: int) -> tuple[Layout, ...]:

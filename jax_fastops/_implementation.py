@@ -130,6 +130,16 @@ def by_width(dtype) -> str:
     return names[np.dtype(dtype).itemsize]
 
 
+def by_row_length(name: str, shape) -> str:
+    """The row of the table for an op along the last dimension.
+
+    Long rows, which XLA reads twice, are another matter than short ones. Symbolic lengths count as
+    long.
+    """
+    long = len(shape) > 0 and (not isinstance(shape[-1], int) or shape[-1] > 4096)
+    return f"{name}_long" if long else name
+
+
 def native_is_faster(op: str, platform: str, dtype, size: int, use: str) -> bool:
     """Whether the table prefers the kernel. What was never measured is left to the kernel in
     gradients and to XLA, which can fuse, in a lone forward."""

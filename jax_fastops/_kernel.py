@@ -480,19 +480,6 @@ def _factor_name(index: int) -> str:
     return chr(ord("i") + index) if index < 18 else f"z_{index - 17}"
 
 
-LONG_ROW = 4096  # of so many elements no row is a long one yet
-
-
-def has_long_rows(x) -> bool:
-    """Whether rows are as long as those with a row of their own in the ``auto`` table.
-
-    XLA reads them twice. Symbolic sizes count as large, as in `size_of`.
-    """
-    if x.ndim == 0:
-        return False
-    return not isinstance(x.shape[-1], int) or x.shape[-1] > LONG_ROW
-
-
 def size_of(x) -> int:
     """Number of elements, or a large number where the shape is symbolic."""
     shape = np.shape(x)

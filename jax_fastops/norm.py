@@ -24,13 +24,8 @@ from jax_fastops._arguments import (
     real_number,
     same_floating_dtype,
 )
-from jax_fastops._kernel import (
-    Kernel,
-    has_long_rows,
-    partitions,
-    shards_of,
-    unless_mapped,
-)
+from jax_fastops._implementation import by_row_length
+from jax_fastops._kernel import Kernel, partitions, shards_of, unless_mapped
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, reshape
@@ -332,7 +327,7 @@ def _declare(name: str, rms: bool) -> Op:
         pullback=bound(_pullback),
         pushforward=bound(_pushforward),
         backward=bound(_backward),
-        table_row=lambda x, **_: f"{name}_long" if has_long_rows(x) else name,
+        table_row=lambda x, **_: by_row_length(name, x.shape),
     )
 
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops._arguments import as_arrays, not_weak, real_number, same_floating_dtype
-from jax_fastops._kernel import Kernel, has_long_rows, partitions, spread_shape
+from jax_fastops._implementation import by_row_length
+from jax_fastops._kernel import Kernel, partitions, spread_shape
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 
@@ -52,7 +53,7 @@ def _table_row(name: str, x, *, masked: bool, inner: int, **_) -> str:
     """Another axis, a mask and long rows are other matters than short rows."""
     if inner or masked:
         return f"{name}_axis" if inner else f"{name}_where"
-    return f"{name}_long" if has_long_rows(x) else name
+    return by_row_length(name, x.shape)
 
 
 def _needs_workspace(n) -> bool:
