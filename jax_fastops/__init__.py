@@ -9,18 +9,23 @@ from jax_fastops._export import export_checks
 from jax_fastops._implementation import use_implementation
 from jax_fastops._info import info
 from jax_fastops._version import __version__
+from jax_fastops.bias_act import bias_act
 from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
+from jax_fastops.lerp import lerp
 from jax_fastops.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from jax_fastops.relu import add_relu, relu
 from jax_fastops.softmax import log_softmax, softmax
 from jax_fastops.transpose import transpose
+from jax_fastops.window_sum import window_sum
 
 __all__ = [
     "__version__",
     "add_relu",
+    "bias_act",
     "export_checks",
     "info",
     "layer_norm",
+    "lerp",
     "log_softmax",
     "merge_heads",
     "relu",
@@ -32,6 +37,7 @@ __all__ = [
     "split_qkv_heads",
     "transpose",
     "use_implementation",
+    "window_sum",
 ]
 
 _native.register()

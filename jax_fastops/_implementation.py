@@ -118,7 +118,7 @@ def table() -> dict:
     """The measured crossovers: ``table()[op][platform][dtype][use]`` is a number of elements.
 
     ``use`` is ``"forward"`` (not differentiated) or ``"grad"`` (forward and backward together).
-    From that many elements of the first operand on the kernel is faster; ``None`` means never.
+    From that many elements of the largest array on the kernel is faster; ``None`` means never.
     ``python -m benchmarks --auto-table`` writes the file.
     """
     return json.loads(resources.files("jax_fastops").joinpath("auto_table.json").read_text())
@@ -138,6 +138,20 @@ def by_row_length(name: str, shape) -> str:
     """
     long = len(shape) > 0 and (not isinstance(shape[-1], int) or shape[-1] > 4096)
     return f"{name}_long" if long else name
+
+
+def by_radius(name: str, radius: int, across: bool) -> str:
+    """The row of the table for an op over windows, across rows or along them.
+
+    XLA's time grows with the radius, and is least along rows.
+    """
+    return f"{name}{'_axis' if across else ''}{'_narrow' if radius < 4 else ''}"
+
+
+def unless_ragged(name: str, shape) -> str:
+    """The row of the table for an element-wise op whose rows kernels move by 16 bytes, or not."""
+    ragged = len(shape) > 0 and isinstance(shape[-1], int) and shape[-1] % 8 != 0
+    return f"{name}_ragged" if ragged else name
 
 
 def native_is_faster(op: str, platform: str, dtype, size: int, use: str) -> bool:

@@ -36,7 +36,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fastops import _compat, _native
-from jax_fastops._signature import Dim, Signature, Slot
+from jax_fastops._signature import Bound, Dim, Signature, Slot
 from jax_fastops._views import explicit_spec, parts_of
 
 
@@ -85,32 +85,61 @@ def infer_avals(signature: Signature, avals) -> list:
     batch_spec = _batch_spec(signature, avals)
     free = {name: _free_axis(signature, avals, name) for name in signature.free}
     weak = all(a.weak_type for a in avals)
+    kind = kind_of(avals)
     out = []
     for slot, (shape, dtype) in zip(signature.results, results, strict=True):
-        own = tuple(free[d.name] if d.free else None for d in slot.dims)
-        spec = (batch_spec if slot.batched else ()) + own
-        sharding = avals[0].sharding.update(spec=PartitionSpec(*spec))
+        if slot.like is None:
+            own = tuple(free[d.name] if d.free else None for d in slot.dims)
+            spec = (batch_spec if slot.batched else ()) + own
+        else:
+            spec = tuple(avals[slot.like].sharding.spec)
+        sharding = kind.update(spec=PartitionSpec(*spec))
         out.append(avals[0].update(shape=shape, dtype=dtype, weak_type=weak, sharding=sharding))
     return out
 
 
+def kind_of(avals):
+    """A sharding of the mesh that the operands lie on; a number may lie on none."""
+    shardings = [aval.sharding for aval in avals]
+    return next((s for s in shardings if not s.mesh.empty), shardings[0])
+
+
 def _batch_spec(signature: Signature, avals) -> tuple:
-    """The sharding of ``...``, merged over the operands as ``jnp.add`` merges its operands'."""
-    pairs = zip(signature.operands, avals, strict=True)
-    specs = [split_spec(slot, aval)[0] for slot, aval in pairs if slot.batched and not slot.spread]
+    """The sharding of ``...``, merged over the operands as ``jnp.add`` merges its operands'.
+
+    An operand with ``~...`` says nothing about it, unless all operands are such.
+    """
+    pairs = list(zip(signature.operands, avals, strict=True))
+    if not signature.spreads_alone:
+        specs = [split_spec(slot, a)[0] for slot, a in pairs if slot.batched and not slot.spread]
+    else:
+        batch = signature.bind([a.shape for a in avals]).batch
+        specs = [
+            tuple(
+                axis if size == whole else None
+                for axis, size, whole in zip(split_spec(slot, a)[0], a.shape, batch, strict=False)
+            )
+            for slot, a in pairs
+            if slot.spread
+        ]
     return tuple(_merged(signature, axes) for axes in zip(*specs, strict=True))
 
 
 def _free_axis(signature: Signature, avals, name: str):
     """The sharding of a dimension with a star, merged over the operands."""
-    pairs = zip(signature.operands, avals, strict=True)
+    alone = signature.spreads_alone
+    whole = signature.bind([a.shape for a in avals]).sizes[name] if alone else None
     return _merged(
         signature,
         [
             axis
-            for slot, aval in pairs
-            for dim, axis in zip(slot.dims, split_spec(slot, aval)[1], strict=True)
-            if dim.free and dim.name == name and not slot.spread
+            for slot, aval in zip(signature.operands, avals, strict=True)
+            for i, (dim, axis) in enumerate(
+                zip(slot.dims, split_spec(slot, aval)[1], strict=True), -len(slot.dims)
+            )
+            if dim.free
+            and dim.name == name
+            and (aval.shape[i] == whole if alone else not slot.spread)
         ],
     )
 
@@ -138,17 +167,19 @@ def fold(signature: Signature, operands, dims, before: Sequence[int] | None = No
     """Operands with the mapped axis as their first batch dimension.
 
     For use where :meth:`Signature.folds`. A ``...`` operand that is not mapped is broadcast, since
-    all of them must have the same leading dimensions; one of ``~...`` need not be. ``before``
-    counts dimensions of each operand that stay in front of the mapped one.
+    all of them must have the same leading dimensions; one of ``~...`` need not be, unless a result
+    has its shape: that would be a sum over the mapped axis, where one for each index is meant.
+    ``before`` counts dimensions of each operand that stay in front of the mapped one.
     """
     size, axis, mesh = mapped_axis(operands, dims)
+    shaping = {slot.like for slot in signature.results}
     folded = []
-    for slot, x, d, at in zip(
-        signature.operands, operands, dims, before or [0] * len(operands), strict=True
+    for i, (slot, x, d, at) in enumerate(
+        zip(signature.operands, operands, dims, before or [0] * len(operands), strict=True)
     ):
         if d is not None:
             x = jnp.moveaxis(x, d, at)
-        elif slot.spread:
+        elif slot.spread and i not in shaping:
             x = jnp.expand_dims(x, at)
         elif slot.batched:
             x = jnp.expand_dims(x, at)
@@ -303,9 +334,14 @@ def _lower(platform: str):
         if (signature.free or unshared) and devices > 1 and layouts is None:
 
             def form(*operands):
+                bound = signature.bind([x.shape for x in operands])
                 operands = spread_out(signature, operands, devices)
                 return _batch_first(
-                    *operands, kernel=kernel, signature=signature, attributes=attributes
+                    *operands,
+                    kernel=kernel,
+                    signature=signature,
+                    attributes=attributes,
+                    bound=bound,
                 )
 
             return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
@@ -337,17 +373,18 @@ def spread_out(signature: Signature, operands, devices: int) -> list[jax.Array]:
     XLA cuts all operands of a call alike, and would pad a dimension of size 1 with zeros. Where the
     type does not tell the shards, there is a copy for every device.
     """
-    operands = list(operands)
+    spread = list(operands)
+    kind = kind_of([jax.typeof(x) for x in operands])
     for i, slot in enumerate(signature.operands):
         if slot.spread:
             shape, spec = spread_shape(signature, operands, i, devices)
             x = operands[i]
             if spec is None:
-                operands[i] = jnp.broadcast_to(x, shape)
+                spread[i] = jnp.broadcast_to(x, shape)
             elif shape != x.shape:
-                sharding = jax.typeof(operands[0]).sharding.update(spec=PartitionSpec(*spec))
-                operands[i] = jnp.broadcast_to(x, shape, out_sharding=sharding)
-    return operands
+                sharding = kind.update(spec=PartitionSpec(*spec))
+                spread[i] = jnp.broadcast_to(x, shape, out_sharding=sharding)
+    return spread
 
 
 def spread_shape(signature: Signature, operands, index: int, devices: int):
@@ -358,8 +395,8 @@ def spread_shape(signature: Signature, operands, index: int, devices: int):
     bound = signature.bind([a.shape for a in avals])
     batch_axes = _batch_spec(signature, avals)
     n_batch = len(bound.batch)
+    kind = kind_of(avals)
     own_spec = explicit_spec(aval.sharding, aval.ndim)
-    kind = avals[0].sharding
     known = own_spec is not None and AxisType.Auto not in kind.mesh.axis_types
     shape, spec = [], []
     for d, size in enumerate(aval.shape):
@@ -375,9 +412,14 @@ def spread_shape(signature: Signature, operands, index: int, devices: int):
     return tuple(shape), None if own_spec is None else tuple(spec)
 
 
-def _batch_first(*operands, kernel, signature: Signature, attributes) -> list[jax.Array]:
-    """The call in its batch-first form, with the transpositions that lead to it and back."""
-    n_batch = len(signature.bind([x.shape for x in operands]).batch)
+def _batch_first(
+    *operands, kernel, signature: Signature, attributes, bound: Bound
+) -> list[jax.Array]:
+    """The call in its batch-first form, with the transpositions that lead to it and back.
+
+    ``bound`` is what the signature was bound to before operands got copies.
+    """
+    n_batch = len(bound.batch)
 
     def order(slot: Slot) -> tuple[int, ...]:
         """Where the dimensions of the form are in the slot."""
@@ -416,10 +458,13 @@ def _batch_first(*operands, kernel, signature: Signature, attributes) -> list[ja
         y = jax.lax.squeeze(y, more) if ones and slot.batched else y
         return jax.lax.transpose(jax.lax.squeeze(y, (y.ndim - 1,)) if padded else y, _inverse(o))
 
+    whole = None
+    if signature.spreads_alone:
+        whole = (1,) * ones + bound.batch + tuple(bound.sizes[name] for name in signature.free)
     results = kernel_call_p.bind(
         *map(enter, operands, orders[:count], slots[:count]),
         kernel=kernel,
-        signature=Signature(tuple(inner[:count]), tuple(inner[count:])),
+        signature=Signature(tuple(inner[:count]), tuple(inner[count:]), whole),
         attributes=(*attributes, *[("batch_first", np.bool_(True))] * bool(signature.free)),
         layouts=(tuple(layouts[:count]), tuple(layouts[count:])),
     )
@@ -444,26 +489,35 @@ def sharding_rule(signature: Signature, avals_in, avals_out, n_batch: int) -> st
 
     Factors are lettered i, j, k, ... in order of appearance, as the attribute's parser demands.
     """
-    factors: dict[Any, int] = {}  # what a dimension stands for -> its size
+    avals = (avals_in, avals_out)
     sides = []
-    for slots, avals in ((signature.operands, avals_in), (signature.results, avals_out)):
+    for slots in (signature.operands, signature.results):
         side = []
-        for slot, aval in zip(slots, avals, strict=True):
+        for slot in slots:
             batch = range(n_batch) if slot.batched else ()
             # A name is one factor wherever it stands; a mere size is a factor of its own.
             own = [
                 str(d) if d.name else (len(sides), len(side), i) for i, d in enumerate(slot.dims)
             ]
-            keys = [("batch", d) for d in batch] + [("own", key) for key in own]
-            if slot.spread:  # its sizes differ where it has copies
-                keys = [
-                    key if factors.get(key, size) == size else ("copies", i, key)
-                    for i, (key, size) in enumerate(zip(keys, aval.shape, strict=True))
-                ]
-            for key, size in zip(keys, aval.shape, strict=True):
-                factors.setdefault(key, size)
-            side.append(keys)
+            side.append([("batch", d) for d in batch] + [("own", key) for key in own])
         sides.append(side)
+    # What a dimension stands for -> its size. Operands with copies do not tell the size of another.
+    known: dict[Any, int] = {}
+    for slots, side, types in zip(
+        (signature.operands, signature.results), sides, avals, strict=True
+    ):
+        for slot, keys, aval in zip(slots, side, types, strict=True):
+            if not slot.spread:
+                known.update(zip(keys, aval.shape, strict=True))
+    factors: dict[Any, int] = {}
+    for side, types in zip(sides, avals, strict=True):
+        for at, aval in enumerate(types):
+            side[at] = [
+                key if known.setdefault(key, size) == size else ("copies", i, key, size)
+                for i, (key, size) in enumerate(zip(side[at], aval.shape, strict=True))
+            ]
+            for key, size in zip(side[at], aval.shape, strict=True):
+                factors.setdefault(key, size)
     letters = {key: _factor_name(i) for i, key in enumerate(factors)}
     left, right = (
         ", ".join("[" + ", ".join(letters[k] for k in keys) + "]" for keys in side)

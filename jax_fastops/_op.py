@@ -44,6 +44,7 @@ from jax_fastops._kernel import (
     split_spec,
 )
 from jax_fastops._signature import Signature, Slot, parse_slots
+from jax_fastops._views import broadcast_to, broadcast_type
 
 _OPS: dict[str, Op] = {}
 
@@ -96,7 +97,8 @@ class Op:
       save: the saved values in ``jax.numpy``, as a tuple, from the operands.
       forward_saving: results and saved values by kernel, in one flat tuple.
       residuals: ``(args, results, saved) -> tuple``: what the backward keeps of each. It is also
-        applied to slots, so it may only select. Default: the operands.
+        applied to slots, so it may only select. Default: the operands. An operand with ``~...`` has
+        a gradient only if it is kept: its shape is that of the gradient.
       pullback: ``(residuals, cotangents) -> tuple`` of gradients in ``jax.numpy``, one per operand.
         Default: that of the reference; the residuals must then begin with all operands.
       pushforward: ``(residuals, tangents) -> tuple`` of result tangents in ``jax.numpy``, with
@@ -201,8 +203,9 @@ class Op:
         platform = lowering_platform(jax.default_backend())
         if not (self.supports(platform) and _native.runs_here(platform)):
             return True
+        largest = max(arrays, key=size_of)
         return not any(
-            self._prefers_kernel(platform, arrays[0], use, options) for use in ("forward", "grad")
+            self._prefers_kernel(platform, largest, use, options) for use in ("forward", "grad")
         )
 
     def _prefers_kernel(self, platform: str, x, use: str, options: dict) -> bool:
@@ -316,7 +319,18 @@ class Op:
         operands = [s for s in self._residual_slots(call) if s is not None]
         operands += [s for s, m in zip(call.given(call.args), moving, strict=True) if m]
         tells = any(s.batched and not s.spread for s in operands)
+        args = call.given(call.args)
+        if all(s.spread for s in args if s.batched):  # they tell it together
+            kept = self._kept_args(call)
+            tells = tells or all(p in kept for p, s in enumerate(call.args) if s.spread)
         return tells or not any(s.batched for s in call.outs)
+
+    def _kept_args(self, call: Call) -> dict[int, int]:
+        """Which of the operands are kept, and where among the residuals."""
+        positions = call.given(range(len(call.args)))
+        kept = self._kept(call, positions, ["result"] * len(call.outs), ["saved"] * len(call.saved))
+        kept = [p for p in kept if p is not None]
+        return {p: i for i, p in enumerate(kept) if isinstance(p, int)}
 
     def _lin_jvp(self, primals, tangents, *, call, levels, which):
         out = self._lin.bind(primals, call, levels, which)
@@ -382,15 +396,37 @@ class Op:
         undefined = [ad.is_undefined_primal(t) for t in tangents]
         rest = iter(undefined)
         wanted = tuple(w and next(rest) for w in which)
+        kept = self._as_large_as_tangents(call, kept, tangents, which)
         cts = [ad.instantiate_zeros(ct) for ct in cts]
         vjp_levels = tuple(flags[: len(kept)] + (True,) * len(cts) for flags in levels)
         grads = iter(self._vjp.bind([*kept, *cts], call, vjp_levels, wanted))
         flags = [[level[len(kept) + i] for level in levels] for i in range(len(tangents))]
         summed = [
-            _sum_unmapped(next(grads), f) if u else None
-            for u, f in zip(undefined, flags, strict=True)
+            _fit(_sum_unmapped(next(grads), f), t.aval) if ad.is_undefined_primal(t) else None
+            for t, f in zip(tangents, flags, strict=True)
         ]
         return [None] * len(kept) + summed
+
+    def _as_large_as_tangents(self, call: Call, kept, tangents, which) -> list:
+        """Residuals that give gradients of their own shape, in that of the tangents.
+
+        Where a mapped axis went into ``...``, a tangent may have it and its operand not.
+        """
+        kept, rest, places = list(kept), iter(tangents), self._kept_args(call)
+        for p, slot in enumerate(call.args):
+            tangent = next(rest) if which[p] else None
+            if slot.spread and p in places and ad.is_undefined_primal(tangent):
+                x, aval = kept[places[p]], tangent.aval
+                n = min(x.ndim, aval.ndim)  # they differ where there are levels
+                shape = (
+                    *x.shape[: x.ndim - n],
+                    *jnp.broadcast_shapes(x.shape[x.ndim - n :], aval.shape[aval.ndim - n :]),
+                )
+                if shape == aval.shape:
+                    kept[places[p]] = _fit(x, aval)
+                elif shape != x.shape:
+                    kept[places[p]] = jnp.broadcast_to(x, shape)
+        return kept
 
     def _vjp_transpose(self, cts, *operands, call, levels, which):
         kept, out_cts = self._split(call, operands)
@@ -401,7 +437,7 @@ class Op:
         lin_levels = tuple(flags[: len(kept)] + (True,) * len(tangents) for flags in levels)
         outs = self._lin.bind([*kept, *tangents], call, lin_levels, fewer)
         summed = [
-            _sum_unmapped(y, [level[len(kept) + i] for level in levels])
+            _fit(_sum_unmapped(y, [level[len(kept) + i] for level in levels]), ct.aval)
             if ad.is_undefined_primal(ct)
             else None
             for i, (y, ct) in enumerate(zip(outs, out_cts, strict=True))
@@ -427,12 +463,22 @@ class Op:
         """The signature of one of the four primitives."""
         args = tuple(call.given(call.args))
         kept = tuple(s for s in self._residual_slots(call) if s is not None)
-        chosen = tuple(s for s, w in zip(call.args, which or call.present, strict=True) if w)
+        chosen = [p for p, w in enumerate(which or call.present) if w]
+
+        def gradients() -> tuple[Slot, ...]:
+            places = self._kept_args(call)
+            return tuple(
+                dataclasses.replace(call.args[p], spread=False, like=places[p])
+                if call.args[p].spread and p in places
+                else call.args[p]
+                for p in chosen
+            )
+
         signature = {
             "": lambda: Signature(args, call.outs),
             "_fwd": lambda: Signature(args, call.outs + call.saved),
-            "_lin": lambda: Signature(kept + chosen, call.outs),
-            "_vjp": lambda: Signature(kept + call.outs, chosen),
+            "_lin": lambda: Signature(kept + tuple(call.args[p] for p in chosen), call.outs),
+            "_vjp": lambda: Signature(kept + call.outs, gradients()),
         }[kind]()
         return signature.with_sizes(dict(call.sizes))
 
@@ -488,7 +534,12 @@ class Op:
     def _reference_jvp(self, kept, tangents, **options):
         which = [t is not None for t in tangents]
         function, chosen = self._reference_of(kept, which, options)
-        return jax.jvp(function, chosen, [t for t in tangents if t is not None])[1]
+        moving = [t for t in tangents if t is not None]
+        for i, pair in enumerate(zip(chosen, moving, strict=True)):
+            if pair[0].shape != pair[1].shape:  # a mapped axis that one has and the other has not
+                whole = broadcast_type(pair)
+                chosen[i], moving[i] = (broadcast_to(x, whole) for x in pair)
+        return jax.jvp(function, chosen, moving)[1]
 
     def _reference_vjp(self, kept, cts, which, **options):
         function, chosen = self._reference_of(kept, which, options)
@@ -622,7 +673,19 @@ def _add(terms: list[list], like: list) -> list:
     total = terms[0]
     for term in terms[1:]:
         total = [a + b for a, b in zip(total, term, strict=True)]
-    return total
+    return [_fit(t, jax.typeof(y)) for t, y in zip(total, like, strict=True)]
+
+
+def _fit(x, aval):
+    """What is linear in an operand with ``~...``, or its gradient, in the shape that it is due in.
+
+    A mapped axis that not all operands have is a dimension of size 1 in some of them.
+    """
+    if x.shape == aval.shape:
+        return x
+    pairs = enumerate(zip(x.shape, aval.shape, strict=True))
+    summed = tuple(i for i, (mine, due) in pairs if due == 1 and mine != 1)
+    return broadcast_to(x.sum(summed, keepdims=True) if summed else x, aval)
 
 
 def _sum_unmapped(x, flags):

@@ -7,7 +7,8 @@ A signature reads like einops: ``"... n, h -> ... n, ... ceil(n/8) :uint8, h :1"
   independently. All operands and results that have it share it.
 * ``~...`` is the same dimensions in sizes of the operand's own, as many of them: where a size
   differs from that of ``...``, index 0 stands for all. The operand is never expanded to the others'
-  shape. Dimensions with a star in such an operand may differ alike.
+  shape. Dimensions with a star in such an operand may differ alike. Where no operand has ``...``
+  itself, it is the NumPy broadcast of those that have ``~...``, and so are dimensions with a star.
 * A name (``n``) is a dimension of its own; the same name is the same size everywhere.
 * A name with a star (``*s``) is like a batch dimension, but may stand anywhere: the op treats every
   index into it independently. It stands in every slot that has ``...``.
@@ -80,6 +81,7 @@ class Slot:
     dims: tuple[Dim, ...]
     dtype: str | int | None = None
     spread: bool = False  # with "~...": one index may stand for all
+    like: int | None = None  # a result of the shape and sharding of an operand with "~..."
 
     @classmethod
     def parse(cls, text: str) -> Slot:
@@ -128,6 +130,7 @@ class Signature:
 
     operands: tuple[Slot, ...]
     results: tuple[Slot, ...]
+    batch: tuple | None = None  # what "..." is, where operands with copies cannot tell
 
     @classmethod
     @functools.cache
@@ -143,7 +146,7 @@ class Signature:
             raise ValueError(f"the slots of '{self}' with '...' have different names with a star")
         if any(s.free for s in self.operands + self.results if not s.batched):
             raise ValueError(f"a slot of '{self}' has a name with a star but no '...'")
-        if any(s.spread for s in self.results):
+        if any(s.spread and s.like is None for s in self.results):
             raise ValueError(f"a result of '{self}' has '~...'")
 
     @property
@@ -159,8 +162,10 @@ class Signature:
         """Match ``shapes`` against the operands; ``ValueError`` where they disagree."""
         if len(shapes) != len(self.operands):
             raise ValueError(f"'{self}' takes {len(self.operands)} operands, got {len(shapes)}")
-        batch: tuple | None = None
+        batch: tuple | None = self.batch
         sizes: dict[str, Any] = {}
+        if batch is None and self.spreads_alone:
+            batch, sizes = self._broadcast(shapes)
         for slot, shape in zip(self.operands, shapes, strict=True):
             n_batch = len(shape) - len(slot.dims)
             if n_batch < 0 or (n_batch and not slot.batched):
@@ -189,11 +194,40 @@ class Signature:
                     raise ValueError(f"dimension '{dim}' of '{self}' cannot be {size}")
         return Bound(batch or (), sizes)
 
+    @property
+    def spreads_alone(self) -> bool:
+        """Whether ``...`` is what the operands with ``~...`` broadcast to."""
+        batched = [slot for slot in self.operands if slot.batched]
+        return bool(batched) and all(slot.spread for slot in batched)
+
+    def _broadcast(self, shapes: Sequence[Sequence]) -> tuple[tuple, dict[str, Any]]:
+        """The batch shape and the sizes with a star of operands that all have ``~...``."""
+        heads, stars = [], {name: [] for name in self.free}
+        for slot, shape in zip(self.operands, shapes, strict=True):
+            n_batch = len(shape) - len(slot.dims)
+            if slot.spread and n_batch >= 0:
+                heads.append(tuple(shape[:n_batch]))
+                for dim, size in zip(slot.dims, shape[n_batch:], strict=True):
+                    if dim.free:
+                        stars[dim.name].append((size,))
+        if len({len(head) for head in heads}) > 1:
+            raise ValueError(f"leading dimensions {heads[0]} and {heads[-1]} differ in '{self}'")
+        try:
+            batch = jnp.broadcast_shapes(*heads)
+            sizes = {name: jnp.broadcast_shapes(*found)[0] for name, found in stars.items()}
+        except ValueError:
+            shapes = " and ".join(str(tuple(shape)) for shape in shapes)
+            raise ValueError(f"shapes {shapes} do not broadcast in '{self}'") from None
+        return tuple(batch), sizes
+
     def infer(self, shapes: Sequence[Sequence], dtypes: Sequence) -> list[tuple[tuple, np.dtype]]:
         """The shape and dtype of every result."""
         bound = self.bind(shapes)
         results = []
         for slot in self.results:
+            if slot.like is not None:
+                results.append((tuple(shapes[slot.like]), _dtype(slot, dtypes)))
+                continue
             try:
                 own = tuple(dim.resolve(bound.sizes) for dim in slot.dims)
             except KeyError as missing:
@@ -216,7 +250,8 @@ class Signature:
             )
             return dataclasses.replace(slot, dims=dims)
 
-        return Signature(tuple(map(fix, self.operands)), tuple(map(fix, self.results)))
+        operands, results = tuple(map(fix, self.operands)), tuple(map(fix, self.results))
+        return dataclasses.replace(self, operands=operands, results=results)
 
 
 def _fixed(dim: Dim, sizes: dict[str, Any]) -> Dim:

@@ -1,5 +1,7 @@
 """Slots with `~...`: dimensions in sizes of the operand's own, where index 0 may stand for all."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -307,11 +309,164 @@ def test_the_op_is_one_equation_under_vmap():
         assert op.invars[1].aval.size == args[1].size
 
 
-def test_it_has_no_gradient():
-    """A result has no sizes of its own, so a gradient has none either; that of x is as ever."""
-    gain = np.random.default_rng(3).normal(size=(1, 1, 5))
-    loss = lambda f: lambda x, g: jnp.sum(jnp.sin(f(x, g)))  # noqa: E731
-    got, want = (jax.grad(loss(f))(X, gain) for f in (gained, gained.reference))
-    np.testing.assert_allclose(got, want, rtol=1e-10)
+# Operands that all have it ------------------------------------------------------------------------
+
+BOTH = "~... *n, ~... *n -> ... *n"
+
+
+@pytest.mark.parametrize(
+    "shapes, result",
+    [
+        ([(2, 1, 5), (1, 3, 5)], (2, 3, 5)),
+        ([(1, 1, 1), (2, 3, 5)], (2, 3, 5)),
+        ([(2, 3, 1), (1, 1, 5)], (2, 3, 5)),
+        ([(1,), (1,)], (1,)),
+        ([(0, 5), (1, 1)], (0, 5)),
+    ],
+    ids=str,
+)
+def test_the_result_is_what_they_broadcast_to(shapes, result):
+    assert infer(BOTH, *shapes) == [(result, F32)]
+    bound = Signature.parse(BOTH).bind(shapes)
+    assert (*bound.batch, bound.sizes["n"]) == result
+
+
+def test_names_of_their_own_are_no_part_of_that():
+    assert infer("~... n, ~... m -> ... n", (2, 1, 5), (1, 3, 1)) == [((2, 3, 5), F32)]
+
+
+@pytest.mark.parametrize(
+    "shapes, message",
+    [
+        ([(2, 3, 5), (4, 3, 5)], r"\(2, 3, 5\) and \(4, 3, 5\) do not broadcast"),
+        ([(2, 3, 5), (2, 3, 4)], "do not broadcast"),
+        ([(2, 3, 5), (3, 5)], "leading dimensions"),
+    ],
+)
+def test_shapes_that_do_not_broadcast(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        infer(BOTH, *shapes)
+
+
+def test_the_batch_shape_can_be_told():
+    """Operands with copies have sizes that do not broadcast."""
+    signature = Signature.parse(BOTH)
+    told = dataclasses.replace(signature, batch=(16, 24))
+    shapes = [(16, 8, 1), (8, 24, 1)]
+    assert told.bind(shapes).batch == (16, 24)
+    with pytest.raises(ValueError, match="do not broadcast"):
+        signature.bind(shapes)
+
+
+def test_they_get_copies_of_each_others_dimensions():
+    signature = Signature.parse(BOTH)
+    x, y = jnp.arange(16.0)[:, None], jnp.arange(24.0)[None]
+    first, second = spread_out(signature, [x, y], 8)
+    assert first.shape == (16, 8) and second.shape == (8, 24)
+    np.testing.assert_array_equal(first, np.broadcast_to(x, (16, 8)))
+    np.testing.assert_array_equal(second, np.broadcast_to(y, (8, 24)))
+
+
+@pytest.mark.parametrize(
+    "x, y, rule",
+    [
+        ((16, 24), (16, 24), "([i, j], [i, j])->([i, j]) {i=16, j=24}"),
+        ((8, 24), (16, 24), "([i, j], [k, j])->([k, j]) {i=8, j=24, k=16}"),
+        ((8, 24), (16, 8), "([i, j], [k, l])->([k, j]) {i=8, j=24, k=16, l=8}"),
+        ((1, 1), (16, 24), "([i, j], [k, l])->([k, l]) {i=1, j=1, k=16, l=24}"),
+    ],
+)
+def test_sharding_rule_takes_whole_sizes_from_the_result(x, y, rule):
+    signature = Signature.parse("~..., ~... -> ...")
+    found = sharding_rule(signature, shapes_of(x, y), shapes_of((16, 24)), 2)
+    assert found == f"#sdy.op_sharding_rule<{rule}, custom>"
+
+
+def test_those_of_full_size_say_how_it_is_sharded():
+    mesh = compat.make_mesh({"a": 1, "b": 1}, AxisType.Explicit)
+    signature = Signature.parse(BOTH)
+    with jax.set_mesh(mesh):
+        put = lambda shape, spec: jax.typeof(  # noqa: E731
+            jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec))
+        )
+        for x, y, expected in (
+            (put((4, 1), P("a", None)), put((1, 6), P(None, "b")), P("a", "b")),
+            (put((4, 6), P(None, None)), put((4, 6), P("a", "b")), P("a", "b")),
+            (put((4, 6), P("a", None)), put((1, 1), P(None, None)), P("a", None)),
+        ):
+            (out,) = infer_avals(signature, [x, y])
+            assert out.shape == (4, 6) and out.sharding.spec == expected
+        with pytest.raises(ValueError, match="sharded differently"):
+            infer_avals(signature, [put((4, 6), P("a", None)), put((4, 6), P("b", None))])
+
+
+# Gradients ----------------------------------------------------------------------------------------
+
+
+def test_a_result_can_be_like_an_operand():
+    signature = Signature.parse("~... n, ... n -> ... n")
+    like = dataclasses.replace(signature.results[0], like=0)
+    signature = dataclasses.replace(signature, results=(like,))
+    assert signature.infer([(1, 3, 5), (2, 3, 5)], [F32, F32]) == [((1, 3, 5), F32)]
+    # Else the sum over the mapped axis would pass for what each index has.
+    gain, x = jnp.zeros((1, 5)), jnp.zeros((7, 2, 5))
+    assert [a.shape for a in fold(signature, [gain, x], (None, 0))] == [(7, 1, 5), (7, 2, 5)]
+
+
+GAIN = np.random.default_rng(3).normal(size=(1, 1, 5))
+both_spread = Op("toy_both_spread", BOTH, lambda x, y: jnp.sin(x) * jnp.cos(y))
+no_gain = Op(
+    "toy_no_gain",
+    "... n, ~... n -> ... n",
+    jnp.add,
+    residuals=lambda args, outs, saved: (args[0],),
+    pullback=lambda kept, cts: (cts[0], cts[0]),
+    pushforward=lambda kept, tangents: sum(t for t in tangents if t is not None),
+)
+
+
+def scalar(f):
+    return lambda x, g: jnp.sum(jnp.sin(f(x, g)))
+
+
+def stack_first(a):
+    return jnp.stack([a, 2 * a, -a])
+
+
+GRADIENTS = {
+    "gradients": lambda f: jax.grad(scalar(f), (0, 1)),
+    "the gain's": lambda f: jax.grad(scalar(f), 1),
+    "per x": lambda f: (
+        lambda x, g: jax.vmap(jax.grad(scalar(f), (0, 1)), (0, None))(stack_first(x), g)
+    ),
+    "per gain": lambda f: (
+        lambda x, g: jax.vmap(jax.grad(scalar(f), (0, 1)), (None, 0))(x, stack_first(g))
+    ),
+    "of a map": lambda f: jax.grad(
+        lambda x, g: jax.vmap(scalar(f), (0, None))(stack_first(x), g).sum(), (0, 1)
+    ),
+    "jvp": lambda f: lambda x, g: jax.jvp(f, (x, g), (jnp.cos(x), jnp.sin(g))),
+    "jvp along the gain": lambda f: lambda x, g: jax.jvp(lambda g: f(x, g), (g,), (jnp.sin(g),)),
+    "tangents of a map": lambda f: (
+        lambda x, g: jax.vmap(jax.linearize(f, x, g)[1], (None, 0))(x, stack_first(g))
+    ),
+    "hvp": lambda f: lambda x, g: jax.jvp(jax.grad(scalar(f), (0, 1)), (x, g), (x, g)),
+    "hessian": lambda f: jax.hessian(scalar(f), (0, 1)),
+    "reverse over reverse": lambda f: jax.grad(
+        lambda x, g: sum(jnp.sum(jnp.cos(d)) for d in jax.grad(scalar(f), (0, 1))(x, g)), (0, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("op", [gained, both_spread], ids=lambda op: op.name)
+def test_it_has_a_gradient_of_its_own_shape(transform, op):
+    got, want = (jax.jit(transform(f))(X, GAIN) for f in (op, op.reference))
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_it_has_none_if_it_is_not_kept():
     with pytest.raises(ValueError, match=r"a result of .* has '~\.\.\.'"):
-        jax.grad(loss(gained), 1)(X, gain)
+        jax.grad(scalar(no_gain), 1)(X, GAIN)

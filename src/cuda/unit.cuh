@@ -45,6 +45,16 @@ struct Unit {
   }
 };
 
+// Element i of the bits of several. A load that is conditional is best kept as bits until it is
+// used: of 16-bit elements the compiler otherwise takes each out of its register right behind the
+// load, which so waits for the memory before the next one is issued.
+template <typename T, typename Bits>
+__device__ __forceinline__ T ElementOf(const Bits& bits, int i) {
+  T elements[sizeof(Bits) / sizeof(T)];
+  memcpy(elements, &bits, sizeof(Bits));
+  return elements[i];
+}
+
 // kSize elements of a parameter of type P, from element `first` on, in the type that T is computed
 // in. Aligned to kSize elements, or to 16 bytes where that is less.
 template <typename T, typename P, int kSize>

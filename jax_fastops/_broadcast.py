@@ -1,0 +1,222 @@
+"""What element-wise ops with broadcast operands share: operands are read in their own shapes, and
+gradients are summed to those shapes by the kernel that makes them.
+
+A kernel with sums is declared for each call, for its signature says what is summed. A dimension
+along which nothing is summed has a star. One along which something is has to stay whole, unless it
+may be sharded: then it is split in two, into shards and what is within a shard, and there is a
+partial sum for each shard, which XLA adds up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastops._kernel import Kernel, partitions, shards_of, size_of, spread_shape
+from jax_fastops._views import explicit_spec, reshape
+
+_MOST_DIMS = 16  # kMaxBroadcastRank in broadcast.h
+_WORKSPACE = 8  # as many elements to an element of the workspace
+
+
+def of_rank(x, rank: int) -> jax.Array:
+    """``x`` with as many leading dimensions of size 1 as it takes."""
+    return jax.lax.expand_dims(x, tuple(range(rank - x.ndim))) if x.ndim < rank else x
+
+
+def has_kernel(shape) -> bool:
+    """Whether the kernels take a result of this shape."""
+    return len(shape) <= _MOST_DIMS and 0 not in shape
+
+
+def copies_too_much(kernel: Kernel, operands) -> bool:
+    """Whether an operand would grow to half of the largest array in a program for many devices.
+
+    Under auto mesh axes it has a copy for each device along every dimension that it is broadcast
+    along (see ``spread_out``). Then XLA, which needs none, does the work.
+    """
+    devices = partitions()
+    if devices == 1:
+        return False
+    shapes = [x.shape for x in operands]
+    if not all(isinstance(d, int) for shape in shapes for d in shape):
+        return True
+    buffers = kernel.signature.infer(shapes, [x.dtype for x in operands])
+    buffers += [(x.shape, x.dtype) for x in operands]
+    largest = max(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
+    for i, (slot, x) in enumerate(zip(kernel.signature.operands, operands, strict=True)):
+        if slot.spread:
+            shape, _ = spread_shape(kernel.signature, operands, i, devices)
+            if shape != x.shape and 2 * math.prod(shape) * x.dtype.itemsize > largest:
+                return True
+    return False
+
+
+def call(kernel: Kernel, operands, otherwise: Callable, **attributes):
+    """The results of a forward kernel, or ``otherwise()`` where it cannot do."""
+    shape = jnp.broadcast_shapes(*(x.shape for x in operands))
+    if not has_kernel(shape) or copies_too_much(kernel, operands):
+        return otherwise()
+    stars = tuple(int(dim.free) for dim in kernel.signature.results[0].dims)
+    return tuple(kernel(*operands, stars=stars, **attributes))
+
+
+def pullback_of(reference: Callable, operands, cts, wanted) -> tuple:
+    """Gradients in ``jax.numpy``, ``None`` where they are not wanted."""
+
+    def function(*chosen):
+        rest = iter(chosen)
+        full = [next(rest) if w else x for x, w in zip(operands, wanted, strict=True)]
+        return reference(*full)
+
+    chosen = [x for x, w in zip(operands, wanted, strict=True) if w]
+    grads = iter(jax.vjp(function, *chosen)[1](*cts))
+    return tuple(next(grads) if w else None for w in wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dimension:
+    """How a dimension of the cotangent is seen by the kernel."""
+
+    index: int
+    size: object
+    whole: bool  # not sharded, or at most into ``shards``
+    shards: int = 1
+
+    def words(self, own: str) -> str:
+        if not self.whole:
+            return f"*k{self.index}"
+        return f"*s{self.index} {own}" if self.shards > 1 else own
+
+    @property
+    def stars(self) -> tuple[int, ...]:
+        return (1, 0) if self.shards > 1 else (0,) if self.whole else (1,)
+
+
+def pull_back(
+    name: str,
+    dy,
+    operands: Sequence,
+    targets: dict,
+    otherwise: Callable,
+    *,
+    bits: bool = False,
+    **attributes,
+) -> tuple:
+    """Gradients by the kernel ``name``, from the cotangent and ``operands`` of its rank.
+
+    ``targets`` has for each gradient, by the name of the attribute that tells of it, the type of
+    what it is the gradient of; ``None`` where it is not wanted. ``bits``: the operand is a mask
+    with a byte for every 8 elements of the last dimension. ``otherwise`` gives the gradients where
+    the kernel cannot do.
+    """
+    wanted = {key: t for key, t in targets.items() if t is not None}
+    cut = partitions() > 1
+    kind = jax.typeof(dy).sharding
+    spec = explicit_spec(kind, dy.ndim)
+    symbolic = not all(isinstance(d, int) for d in dy.shape)
+    if symbolic and (cut or spec is not None):
+        return otherwise()
+
+    dims = []
+    for d, size in enumerate(dy.shape):
+        row = bits and d == dy.ndim - 1
+        summed = any(t.shape[d] != size for t in wanted.values())
+        shards = 1
+        if summed and not row and (cut or spec is not None):
+            shards = shards_of(size, spec and spec[d], kind, 1)
+        dims.append(_Dimension(d, size, summed or row, shards))
+    rank = sum(len(dim.stars) for dim in dims)
+    if not has_kernel(dy.shape) or rank > _MOST_DIMS:
+        return otherwise()
+
+    def slot(own: Sequence[str]) -> str:
+        return " ".join(["...", *(dim.words(word) for dim, word in zip(dims, own, strict=True))])
+
+    def own(shape) -> list[str]:
+        return [
+            f"r{d.index}" if size == d.size else "1" for d, size in zip(dims, shape, strict=True)
+        ]
+
+    rows = [f"r{d.index}" for d in dims]
+    if bits:
+        inputs = [slot(rows), slot([*rows[:-1], f"ceil({rows[-1]}/8)"])]
+    else:
+        inputs = [slot(rows), *("~" + slot(own(x.shape)) for x in operands)]
+    outputs = []
+    for t in wanted.values():
+        partial = any(d.shards > 1 and t.shape[d.index] != d.size for d in dims)
+        outputs.append(f"{slot(own(t.shape))} :{'acc' if partial else t.dtype}")
+    workspace = any(t.shape != dy.shape for t in wanted.values())
+    if workspace:
+        largest = max((d for d in dims if d.whole), key=lambda d: _within(d))
+        parts = list(rows)
+        parts[largest.index] = f"ceil(r{largest.index}/{_WORKSPACE})"
+        outputs.append(f"{slot(parts)} :acc")
+    kernel = _declared(name, f"{', '.join(inputs)} -> {', '.join(outputs)}")
+
+    views = [_view(x, dims) for x in (dy, *operands)]
+    if copies_too_much(kernel, views):
+        return otherwise()
+    flags = {key: np.bool_(t is not None) for key, t in targets.items()}
+    stars = tuple(star for dim in dims for star in dim.stars)
+    results = kernel(*views, stars=stars, workspace=np.bool_(workspace), **flags, **attributes)
+    found = dict(zip(wanted, results, strict=False))
+    return tuple(None if t is None else _back(found[key], t, dims) for key, t in targets.items())
+
+
+@functools.cache
+def _declared(name: str, signature: str) -> Kernel:
+    return Kernel.declare(name, signature)
+
+
+def _within(dim: _Dimension) -> int:
+    return dim.size // dim.shards if isinstance(dim.size, int) else 1 << 40
+
+
+def _view(x, dims: Sequence[_Dimension]):
+    """``x`` with the dimensions that may be sharded split."""
+    if all(d.shards == 1 for d in dims):
+        return x
+    own = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    shape, spec = [], []
+    for d, size in zip(dims, x.shape, strict=True):
+        axis = own[d.index] if own else None
+        if d.shards == 1:
+            shape, spec = [*shape, size], [*spec, axis]
+        else:
+            split = (d.shards, size // d.shards) if size == d.size else (1, 1)
+            shape, spec = [*shape, *split], [*spec, axis, None]
+    return reshape(x, tuple(shape), own and tuple(spec))
+
+
+def _back(g, target, dims: Sequence[_Dimension]):
+    """A gradient in the shape and sharding of ``target``, its partial sums added up."""
+    at, summed = 0, []
+    for d in dims:
+        if d.shards > 1 and target.shape[d.index] != d.size:
+            summed.append(at)
+        at += len(d.stars)
+    g = g.sum(tuple(summed)) if summed else g
+    own = explicit_spec(jax.typeof(g).sharding, g.ndim)
+    if g.shape != target.shape:
+        spec, at = [], 0
+        for d in dims:
+            spec.append(own[at] if own else None)
+            at += 2 if d.shards > 1 and target.shape[d.index] == d.size else 1
+        g = reshape(g, target.shape, own and tuple(spec))
+    due = explicit_spec(target.sharding, g.ndim)
+    if due is not None and explicit_spec(jax.typeof(g).sharding, g.ndim) != due:
+        g = jax.sharding.reshard(g, target.sharding)
+    return g
+
+
+def is_broadcast(arrays, shape) -> bool:
+    """Whether one of the arrays is broadcast, and is no single element."""
+    return any(x.shape != tuple(shape) and size_of(x) != 1 for x in arrays)

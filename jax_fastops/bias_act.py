@@ -1,0 +1,258 @@
+"""``bias_act``: an activation of a sum, in one pass each way.
+
+The backward reads the cotangent, ``x`` and the bias once, and sums the bias' gradient on the chip
+while it writes that of ``x``. For relu it reads one bit per element in place of ``x``.
+
+Source: FasterTransformer, ``add_bias_act``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastops._arguments import as_arrays, same_floating_dtype
+from jax_fastops._bits import pack, select
+from jax_fastops._broadcast import call, has_kernel, of_rank, pull_back, pullback_of
+from jax_fastops._implementation import unless_ragged
+from jax_fastops._kernel import Kernel, match_varying
+from jax_fastops._op import Op
+from jax_fastops._signature import accumulator_dtype
+from jax_fastops._views import (
+    broadcast_to,
+    broadcast_type,
+    explicit_spec,
+    merge_last,
+    parts_of,
+    split_last,
+)
+from jax_fastops.relu import add_relu
+
+# As in elementwise.h.
+_CODES = {"gelu": 0, "gelu_exact": 1, "silu": 2, "relu": 3}
+_FUNCTIONS = {
+    "gelu": jax.nn.gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+}
+
+_BIAS_ACT = Kernel.declare("bias_act", "~... *n, ~... *n -> ... *n")
+_BIAS_ACT_BWD = Kernel.declare("bias_act_bwd", "... *n, ~... *n, ~... *n -> ... *n")
+_MASK = "... ceil(n/8) :uint8"
+_BIAS_RELU = Kernel.declare("bias_act", "... n, ~... m -> ... n")
+_BIAS_RELU_FWD = Kernel.declare("bias_act", f"... n, ~... m -> ... n, {_MASK}")
+_BIAS_RELU_BWD = Kernel.declare("bias_relu_bwd", "... n, ... ceil(n/8) -> ... n")
+
+
+def _sum(x, bias):
+    wide = accumulator_dtype(x.dtype)
+    return x.astype(wide) + bias.astype(wide)
+
+
+def _reference(x, bias, *, activation: str):
+    return _FUNCTIONS[activation](_sum(x, bias)).astype(x.dtype)
+
+
+def _attributes(activation: str, mask: bool) -> dict:
+    return dict(activation=np.int64(_CODES[activation]), mask=np.bool_(mask))
+
+
+def _forward(x, bias, *, activation: str):
+    reference = functools.partial(_reference, activation=activation)
+    return call(
+        _BIAS_ACT, (x, bias), lambda: (reference(x, bias),), **_attributes(activation, False)
+    )
+
+
+def _backward(kept, cts, wanted, *, activation: str):
+    types = [jax.typeof(x) if w else None for x, w in zip(kept, wanted, strict=True)]
+    reference = functools.partial(_reference, activation=activation)
+    return pull_back(
+        "bias_act_bwd",
+        cts[0],
+        kept,
+        dict(dx=types[0], dbias=types[1]),
+        lambda: pullback_of(reference, kept, cts, wanted),
+        activation=np.int64(_CODES[activation]),
+    )
+
+
+_bias_act = Op(
+    "bias_act",
+    "~... *n, ~... *n -> ... *n",
+    _reference,
+    kernels=(_BIAS_ACT, _BIAS_ACT_BWD),
+    forward=_forward,
+    forward_saving=_forward,
+    backward=_backward,
+    table_row=lambda x, *, activation: unless_ragged(f"bias_{activation}", x.shape),
+)
+
+
+# ---- relu: rows with a mask ----------------------------------------------------------------------
+
+
+def _relu_reference(x, bias, **_):
+    return _reference(x, bias, activation="relu")
+
+
+def _relu_save(x, bias, **_):
+    return (pack(_sum(x, bias) > 0),)
+
+
+def _relu_forward(x, bias, **_):
+    return call(
+        _BIAS_RELU,
+        (x, bias),
+        lambda: (_relu_reference(x, bias),),
+        **_attributes("relu", False),
+    )
+
+
+def _relu_forward_saving(x, bias, **_):
+    return call(
+        _BIAS_RELU_FWD,
+        (x, bias),
+        lambda: (_relu_reference(x, bias), *_relu_save(x, bias)),
+        **_attributes("relu", True),
+    )
+
+
+def _relu_pullback(kept, cts, **_):
+    mask, bias = kept
+    dx = select(mask, *cts)
+    wide = dx.astype(accumulator_dtype(dx.dtype))
+    pairs = enumerate(zip(dx.shape, bias.shape, strict=True))
+    summed = tuple(d for d, (size, own) in pairs if size != own)
+    return dx, wide.sum(summed, keepdims=True)
+
+
+def _relu_pushforward(kept, tangents, *, row, dtype):
+    dx, dbias = tangents
+    if dbias is not None:
+        dbias = jnp.broadcast_to(dbias, (*dbias.shape[:-1], row))
+    total = dx if dbias is None else dbias if dx is None else _sum(dx, dbias)
+    return select(kept[0], total.astype(dtype))
+
+
+def _relu_backward(kept, cts, wanted, **_):
+    (mask, bias), (dy,) = kept, cts
+    return pull_back(
+        "bias_relu_bwd",
+        dy,
+        (mask,),
+        dict(
+            dx=jax.typeof(dy) if wanted[0] else None, dbias=jax.typeof(bias) if wanted[1] else None
+        ),
+        lambda: _relu_pullback(kept, cts),
+        bits=True,
+    )
+
+
+_bias_relu = Op(
+    "bias_relu",
+    f"... n, ~... m -> ... n | {_MASK}",
+    _relu_reference,
+    kernels=(_BIAS_RELU, _BIAS_RELU_FWD, _BIAS_RELU_BWD),
+    forward=_relu_forward,
+    save=_relu_save,
+    forward_saving=_relu_forward_saving,
+    # Of the bias the shape alone matters: its gradient has it.
+    residuals=lambda args, outs, saved: (saved[0], args[1]),
+    pullback=_relu_pullback,
+    pushforward=_relu_pushforward,
+    backward=_relu_backward,
+    table_row=lambda x, **_: unless_ragged("bias_relu", x.shape),
+)
+
+
+def _apply_relu(x, bias):
+    """With rows of 8 elements to a byte, where the last axis can be cut so, else whole rows."""
+    if bias.shape == x.shape and bias.dtype == x.dtype:
+        return add_relu(x, bias)  # which keeps nothing else
+    if _bias_relu.left_to_xla(x, bias):
+        return _relu_reference(x, bias)
+    result = broadcast_type([x, bias])
+    x = broadcast_to(x, result)
+    n = x.shape[-1]
+    spec = explicit_spec(result.sharding, x.ndim)
+    parts = parts_of(spec[-1], result.sharding) if spec else 1
+    if not isinstance(n, int) or n % (8 * parts):
+        return _bias_relu(x, bias, row=n, dtype=str(x.dtype))
+    sizes = (n // 8, 8)
+    bias = split_last(bias, sizes if bias.shape[-1] == n else (1, 1))
+    y = _bias_relu(split_last(x, sizes), bias, row=8, dtype=str(x.dtype))
+    return merge_last(y)
+
+
+def _check(x, bias, activation) -> list[jax.Array]:
+    if not isinstance(activation, str) or activation not in _CODES:
+        known = ", ".join(repr(name) for name in _CODES)
+        raise ValueError(f"bias_act: activation is {activation!r}; it must be one of {known}")
+    arrays = as_arrays("bias_act", x=x, bias=bias)
+    names = ["x", "bias"]
+    if any(getattr(a, "weak_type", False) for a in arrays):
+        x, bias = same_floating_dtype("bias_act", arrays, names)
+    else:
+        x, bias = (
+            same_floating_dtype("bias_act", [a], [name])[0]
+            for a, name in zip(arrays, names, strict=True)
+        )
+    try:
+        fits = jnp.broadcast_shapes(bias.shape, x.shape) == x.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"bias_act: bias has shape {bias.shape}, which does not broadcast to the shape "
+            f"{x.shape} of x"
+        )
+    if bias.dtype != x.dtype:
+        bias = bias.astype(accumulator_dtype(x.dtype))
+    return match_varying([x, of_rank(bias, x.ndim)])
+
+
+def bias_act(x, bias, *, activation: str = "gelu") -> jax.Array:
+    """An activation of a sum: ``act(x + bias)``.
+
+    The sum and the activation are computed in float32 (float64 for float64), and the result is
+    rounded once.
+
+    Args:
+      x: array of any shape; float32, bfloat16, float16 or float64.
+      bias: array that broadcasts to the shape of ``x``, typically ``[h]``, of a floating dtype of
+        its own. It is read in its own shape.
+      activation: ``"gelu"`` (``jax.nn.gelu``, by tanh), ``"gelu_exact"`` (by erf), ``"silu"`` or
+        ``"relu"``.
+
+    Returns:
+      An array of the shape and dtype of ``x``.
+
+    Saved for the backward: ``x`` and the bias. For relu one bit per element (uint8), and the bias
+    for the sake of its shape.
+
+    Sharding: over every dimension, with no communication but one all-reduce for the bias' gradient
+    where a dimension that it is summed over is sharded. In a program for several devices with auto
+    mesh axes the bias has a copy for each of them along dimensions that it is broadcast along;
+    where that would be half as large as ``x``, XLA does the work. With relu, shards of the last
+    axis are of multiples of 8 elements; XLA does the work where they are not.
+
+    Raises:
+      TypeError: an argument is not an array or number, or a dtype is not supported.
+      ValueError: the activation is not known, or the bias does not broadcast to the shape of ``x``.
+
+    Source: FasterTransformer, ``add_bias_act``.
+    """
+    x, bias = _check(x, bias, activation)
+    if not has_kernel(x.shape):
+        return _reference(x, bias, activation=activation)
+    if x.ndim == 0:
+        x, bias = of_rank(x, 1), of_rank(bias, 1)
+        return jnp.squeeze(bias_act(x, bias, activation=activation), 0)
+    if activation == "relu":
+        return _apply_relu(x, bias)
+    return _bias_act(x, bias, activation=activation)

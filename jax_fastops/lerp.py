@@ -1,0 +1,139 @@
+"""``lerp``: linear interpolation with operands of any shapes that broadcast.
+
+One kernel reads each operand in its own shape and writes the result; the backward reads the
+cotangent and the operands once, and writes all gradients, those of broadcast operands summed on the
+chip in the same pass.
+
+Source: Paddle, ``lerp``; there with its own kernels for up to six dimensions, here for any.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_fastops._arguments import as_arrays, broadcast_shape, same_floating_dtype
+from jax_fastops._broadcast import call, has_kernel, is_broadcast, of_rank, pull_back, pullback_of
+from jax_fastops._implementation import unless_ragged
+from jax_fastops._kernel import Kernel, match_varying
+from jax_fastops._op import Op
+from jax_fastops._signature import accumulator_dtype
+from jax_fastops._views import broadcast_to
+
+_SIGNATURE = "~... *n, ~... *n, ~... *n -> ... *n"
+_LERP = Kernel.declare("lerp", _SIGNATURE)
+_LERP_BWD = Kernel.declare("lerp_bwd", "... *n, ~... *n, ~... *n, ~... *n -> ... *n")
+
+
+@functools.partial(jax.custom_jvp)
+def _interpolate(start, end, weight):
+    wide = accumulator_dtype(start.dtype)
+    s, e, w = (x.astype(wide) for x in (start, end, weight))
+    d = e - s
+    near = s + w * d
+    y = jnp.where(w < 0.5, near, e - (1 - w) * d)
+    y = jnp.where(w == 0, s, jnp.where(w == 1, e, y))
+    return jnp.where(jnp.isfinite(d), y, near).astype(start.dtype)
+
+
+@functools.partial(_interpolate.defjvp, symbolic_zeros=True)
+def _interpolate_jvp(primals, tangents):
+    """Of ``start + weight * (end - start)``, whichever way the value is computed."""
+    y = _interpolate(*primals)
+    wide = accumulator_dtype(y.dtype)
+    s, e, w = (x.astype(wide) for x in primals)
+    factors = (lambda: 1 - w, lambda: w, lambda: e - s)
+    terms = [
+        factor() * t.astype(wide)
+        for factor, t in zip(factors, tangents, strict=True)
+        if not isinstance(t, jax.custom_derivatives.SymbolicZero)
+    ]
+    if not terms:
+        return y, jnp.zeros_like(y)
+    dy = functools.reduce(jnp.add, terms).astype(y.dtype)
+    return y, match_varying([broadcast_to(dy, jax.typeof(y)), y])[0]
+
+
+def _reference(start, end, weight, **_):
+    return _interpolate(start, end, weight)
+
+
+def _forward(start, end, weight, **_):
+    operands = (start, end, weight)
+    return call(_LERP, operands, lambda: (_interpolate(*operands),))
+
+
+def _backward(kept, cts, wanted, **_):
+    names = ("dstart", "dend", "dweight")
+    types = [jax.typeof(x) if w else None for x, w in zip(kept, wanted, strict=True)]
+    return pull_back(
+        "lerp_bwd",
+        cts[0],
+        kept,
+        dict(zip(names, types, strict=True)),
+        lambda: pullback_of(_interpolate, kept, cts, wanted),
+    )
+
+
+_lerp = Op(
+    "lerp",
+    _SIGNATURE,
+    _reference,
+    kernels=(_LERP, _LERP_BWD),
+    forward=_forward,
+    forward_saving=_forward,
+    backward=_backward,
+    # Flat, it is the same whatever its rows are.
+    table_row=lambda x, *, broadcast: (
+        unless_ragged("lerp_broadcast", x.shape) if broadcast else "lerp"
+    ),
+)
+
+
+def lerp(start, end, weight) -> jax.Array:
+    """Linear interpolation: ``start + weight * (end - start)``.
+
+    The three broadcast as in NumPy; none of them is expanded. With ``d = end - start``, the result
+    is
+
+    - ``start + weight * d`` where ``d`` is not finite; elsewhere
+    - ``start`` where ``weight == 0`` and ``end`` where ``weight == 1``, to the last bit;
+    - ``start + weight * d`` where ``weight < 0.5``;
+    - ``end - (1 - weight) * d`` where it is not.
+
+    Computed in float32 (float64 for float64) and rounded once. Derivatives of every order are those
+    of ``start + weight * (end - start)``.
+
+    Args:
+      start: array of any shape, or a number; float32, bfloat16, float16 or float64.
+      end: likewise, of the same dtype.
+      weight: likewise; it may lie outside of ``[0, 1]``.
+
+    Returns:
+      An array of the shape that the three broadcast to, and of their dtype.
+
+    Saved for the backward: the three operands, each in its own shape.
+
+    Sharding: over every dimension, with no communication but one all-reduce for each gradient that
+    is summed over a sharded dimension. In a program for several devices with auto mesh axes a
+    broadcast operand has a copy for each of them along dimensions that it is broadcast along; where
+    that would be half as large as the result, XLA does the work.
+
+    Raises:
+      TypeError: an argument is not an array or number, or the dtypes are not one supported dtype.
+      ValueError: the shapes do not broadcast.
+
+    Source: Paddle, ``lerp``.
+    """
+    names = ["start", "end", "weight"]
+    arrays = as_arrays("lerp", start=start, end=end, weight=weight)
+    arrays = same_floating_dtype("lerp", arrays, names)
+    shape = broadcast_shape("lerp", arrays, names)
+    arrays = match_varying([of_rank(x, len(shape)) for x in arrays])
+    if not has_kernel(shape):
+        return _interpolate(*arrays)
+    if not shape:
+        return jnp.squeeze(lerp(*(of_rank(x, 1) for x in arrays)), 0)
+    return _lerp(*arrays, broadcast=is_broadcast(arrays, shape))

@@ -1,0 +1,23 @@
+// The kernels of bias_act for one instruction set. Included by the files that are compiled several
+// times: see isa.h for what such a header may hold.
+#ifndef JAX_FASTOPS_CPU_BIAS_ACT_SIMD_H_
+#define JAX_FASTOPS_CPU_BIAS_ACT_SIMD_H_
+
+#include "cpu/blocks_simd.h"
+
+namespace jax_fastops::cpu {
+
+inline constexpr int kNumActivations = 4;
+
+// By Activation and DType.
+struct BiasActKernels {
+  // x, bias; the result, and for relu the mask.
+  BlockKernel* forward[kNumActivations][kNumDTypes];
+  // dy, x, bias (for relu: dy, the mask); dx, dbias.
+  BlockKernel* backward[kNumActivations][kNumDTypes];
+};
+FASTOPS_DECLARE_KERNELS(BiasActKernels, bias_act_kernels)
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_CPU_BIAS_ACT_SIMD_H_

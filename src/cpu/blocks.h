@@ -1,0 +1,39 @@
+// The element-wise engine: one pass of a kernel over operands that are broadcast against each
+// other, and the gradients' sums over the dimensions along which an operand was broadcast. A new op
+// is a kernel of dense blocks (blocks_simd.h) and a list of its arrays.
+#ifndef JAX_FASTOPS_CPU_BLOCKS_H_
+#define JAX_FASTOPS_CPU_BLOCKS_H_
+
+#include "broadcast.h"
+#include "cpu/blocks_simd.h"
+#include "cpu/parallel.h"
+#include "dtype.h"
+
+namespace jax_fastops::cpu {
+
+inline constexpr int kMaxInputs = 4, kMaxOutputs = 3;
+// In place of an index of the shape's arrays: the array is as the result.
+inline constexpr int kResult = -1;
+
+enum class Storage : uint8_t { kElement, kWide, kBits };
+
+struct InputArray {
+  const void* data = nullptr;
+  int array = kResult;  // its strides need not be dense
+  Storage storage = Storage::kElement;
+};
+
+struct OutputArray {
+  void* data = nullptr;  // null: not wanted
+  int array = kResult;   // where its stride is 0, what the kernel writes is added up
+  Storage storage = Storage::kElement;
+};
+
+// Calls the kernel on blocks that together are the result. Two calls with the same shape and the
+// same number of threads have the same bits.
+void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, int inputs,
+               const OutputArray* out, int outputs, BlockKernel* kernel, Executor& executor);
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_CPU_BLOCKS_H_

@@ -1,0 +1,39 @@
+// One pass of the element-wise engine each: blocks.cc.
+#include "cpu/lerp.h"
+
+#include "cpu/blocks.h"
+#include "cpu/lerp_simd.h"
+
+namespace jax_fastops::cpu {
+namespace {
+
+const LerpKernels& Kernels() {
+  static const LerpKernels& kernels = FASTOPS_KERNELS(lerp_kernels);
+  return kernels;
+}
+
+Storage StorageOf(bool wide) { return wide ? Storage::kWide : Storage::kElement; }
+
+}  // namespace
+
+void LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3], void* out,
+                 Executor& executor) {
+  InputArray in[3];
+  for (int i = 0; i < 3; ++i) in[i] = {operands[i].data, i, StorageOf(operands[i].wide)};
+  const OutputArray result = {out, kResult, Storage::kElement};
+  RunBlocks(shape, dtype, in, 3, &result, 1, Kernels().forward[static_cast<int>(dtype)], executor);
+}
+
+void LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
+                  const Operand operands[3], const Gradient gradients[3], SumWorkspace,
+                  Executor& executor) {
+  InputArray in[4] = {{dy, kResult, Storage::kElement}};
+  OutputArray out[3];
+  for (int i = 0; i < 3; ++i) {
+    in[i + 1] = {operands[i].data, i, StorageOf(operands[i].wide)};
+    out[i] = {gradients[i].data, 3 + i, StorageOf(gradients[i].wide)};
+  }
+  RunBlocks(shape, dtype, in, 4, out, 3, Kernels().backward[static_cast<int>(dtype)], executor);
+}
+
+}  // namespace jax_fastops::cpu

@@ -1,0 +1,24 @@
+// lerp on the CPU: cpu/lerp.cc.
+#ifndef JAX_FASTOPS_CPU_LERP_H_
+#define JAX_FASTOPS_CPU_LERP_H_
+
+#include "broadcast.h"
+#include "cpu/parallel.h"
+#include "dtype.h"
+#include "elementwise.h"
+
+namespace jax_fastops::cpu {
+
+// out = start + weight * (end - start). Arrays of `shape`: start, end, weight.
+void LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3], void* out,
+                 Executor& executor);
+
+// Arrays of `shape`: start, end, weight, and their gradients (the strides of one that is not wanted
+// are those of the result).
+void LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
+                  const Operand operands[3], const Gradient gradients[3], SumWorkspace workspace,
+                  Executor& executor);
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_CPU_LERP_H_

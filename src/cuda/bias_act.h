@@ -1,0 +1,37 @@
+// CUDA launchers of bias_act; cuda/bias_act.cu says how they work.
+#ifndef JAX_FASTOPS_CUDA_BIAS_ACT_H_
+#define JAX_FASTOPS_CUDA_BIAS_ACT_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "broadcast.h"
+#include "dtype.h"
+#include "elementwise.h"
+
+namespace jax_fastops::cuda {
+
+// Loads all kernels into the current device. To be called before a stream is captured.
+cudaError_t LoadBiasActKernels();
+
+// out = act(x + bias). Arrays of `shape`: x, bias; for relu with a mask, the mask too, whose
+// strides count bits. `mask` is null where it is not wanted; bit i of a byte is set where element i
+// of its eight is greater than 0, and unused bits at the end of a row are 0.
+cudaError_t BiasActForward(const BroadcastShape& shape, DType dtype, Activation activation,
+                           const Operand operands[2], void* out, uint8_t* mask,
+                           cudaStream_t stream);
+
+// Arrays of `shape`: x, bias, dx, dbias; the strides of one that is not wanted are the result's.
+cudaError_t BiasActBackward(const BroadcastShape& shape, DType dtype, Activation activation,
+                            const void* dy, const Operand operands[2], const Gradient gradients[2],
+                            SumWorkspace workspace, cudaStream_t stream);
+
+// Arrays of `shape`: the mask, dx, dbias. The cotangent is selected by the mask, never multiplied.
+cudaError_t BiasReluBackward(const BroadcastShape& shape, DType dtype, const void* dy,
+                             const uint8_t* mask, const Gradient gradients[2],
+                             SumWorkspace workspace, cudaStream_t stream);
+
+}  // namespace jax_fastops::cuda
+
+#endif  // JAX_FASTOPS_CUDA_BIAS_ACT_H_

@@ -1,0 +1,8 @@
+// bias_act's kernels for gelu; cuda/bias_act.cu says what they compute.
+#include "cuda/bias_act_of.cuh"
+
+namespace jax_fastops::cuda {
+
+FASTOPS_INSTANTIATE_BIAS_ACT(Gelu);
+
+}  // namespace jax_fastops::cuda

@@ -1,0 +1,35 @@
+// The launchers of bias_act for one activation: a source file each, since each has some sixty
+// kernels to compile.
+#ifndef JAX_FASTOPS_CUDA_BIAS_ACT_OF_H_
+#define JAX_FASTOPS_CUDA_BIAS_ACT_OF_H_
+
+#include <cuda_runtime_api.h>
+
+#include <functional>
+
+#include "broadcast.h"
+#include "dtype.h"
+#include "elementwise.h"
+
+namespace jax_fastops::cuda {
+
+struct Gelu;
+struct GeluExact;
+struct Silu;
+
+// Gives every kernel of an activation to `load`.
+template <typename Act>
+void LoadBiasActOf(const std::function<void(const void*)>& load);
+
+template <typename Act>
+cudaError_t BiasActForwardOf(const BroadcastShape& shape, DType dtype, const Operand operands[2],
+                             void* out, cudaStream_t stream);
+
+template <typename Act>
+cudaError_t BiasActBackwardOf(const BroadcastShape& shape, DType dtype, const void* dy,
+                              const Operand operands[2], const Gradient gradients[2],
+                              SumWorkspace workspace, cudaStream_t stream);
+
+}  // namespace jax_fastops::cuda
+
+#endif  // JAX_FASTOPS_CUDA_BIAS_ACT_OF_H_

@@ -1,0 +1,88 @@
+// What the element-wise kernels over broadcast operands share: how a thread loads some neighbouring
+// elements of an operand, whatever it is broadcast along.
+//
+// Loads are apart from conversions: a thread first issues the loads of all operands, and looks at
+// none of them before all are on their way. So what is loaded is kept as the bits that came: were
+// it kept as elements, the compiler would take 16-bit ones out of their registers at once, behind
+// the very load, wherever the load is conditional. That cost a third of the bandwidth.
+#ifndef JAX_FASTOPS_CUDA_ELEMENTWISE_CUH_
+#define JAX_FASTOPS_CUDA_ELEMENTWISE_CUH_
+
+#include <cstdint>
+
+#include "cuda/unit.cuh"
+#include "elementwise.h"
+
+namespace jax_fastops::cuda {
+
+// What an operand is to the elements of one unit.
+enum class Reach : uint8_t {
+  kNeighbours,  // its elements are neighbours too, and aligned as the unit is
+  kOne,         // one element for all
+  kBits,        // bits of one byte
+};
+
+// Elements of an operand as they were loaded.
+template <typename T, int kBytes, bool kMayBeWide>
+struct Loaded {
+  using C = ComputeType<T>;
+  static constexpr int kSize = kBytes / sizeof(T);
+  static constexpr bool kWide = kMayBeWide && sizeof(T) < sizeof(C);
+
+  Word<kBytes> neighbours;
+  T one;
+  C wide_neighbours[kWide ? kSize : 1];
+  C wide_one;
+
+  // `offset` is in elements.
+  __device__ __forceinline__ void Load(const void* data, int64_t offset, Reach reach, bool wide) {
+    if constexpr (kWide) {
+      if (wide) {
+        const C* p = static_cast<const C*>(data) + offset;
+        if (reach == Reach::kOne) {
+          wide_one = *p;
+        } else {
+          constexpr int kPiece = kSize * sizeof(C) < 16 ? kSize * sizeof(C) : 16;
+          using Piece = Unit<C, kPiece>;
+#pragma unroll
+          for (int at = 0; at < kSize; at += Piece::kSize) {
+            const Piece piece = Piece::Load(p + at);
+#pragma unroll
+            for (int i = 0; i < Piece::kSize; ++i) wide_neighbours[at + i] = piece.elements[i];
+          }
+        }
+        return;
+      }
+    }
+    const T* p = static_cast<const T*>(data) + offset;
+    if (reach == Reach::kOne) {
+      one = *p;
+    } else {
+      neighbours = *reinterpret_cast<const Word<kBytes>*>(p);
+    }
+  }
+
+  // In the type that T is computed in. What the operand is, is asked once, not for each element.
+  __device__ __forceinline__ void Expand(C (&values)[kSize], Reach reach, bool wide) const {
+    if constexpr (kWide) {
+      if (wide) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          values[i] = reach == Reach::kOne ? wide_one : wide_neighbours[i];
+        }
+        return;
+      }
+    }
+    if (reach == Reach::kOne) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[i] = ToCompute(one);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[i] = ToCompute(ElementOf<T>(neighbours, i));
+    }
+  }
+};
+
+}  // namespace jax_fastops::cuda
+
+#endif  // JAX_FASTOPS_CUDA_ELEMENTWISE_CUH_

@@ -1,0 +1,77 @@
+// lerp: start + weight * (end - start), over operands broadcast against one another, and its
+// gradients
+//
+//   dstart = dy * (1 - weight),  dend = dy * weight,  dweight = dy * (end - start),
+//
+// each summed over what its operand is broadcast along. cuda/elementwise_forward.cuh and
+// cuda/elementwise_backward.cuh say how.
+//
+// Source: Paddle, lerp.
+#include "cuda/lerp.h"
+
+#include "cuda/elementwise_backward.cuh"
+#include "cuda/elementwise_forward.cuh"
+#include "cuda/load_kernels.h"
+
+namespace jax_fastops::cuda {
+namespace {
+
+struct Lerp {
+  static constexpr int kOperands = 3;
+  static constexpr int kGradients = 3;
+  static constexpr bool kMayBeWide = false;
+  static constexpr bool kBits = false;
+  static constexpr bool kFirstIsFull = false;
+  static constexpr bool kShortUnits = false;
+
+  // From the nearer end, so that a weight of 0 or 1 gives that end: selected, since to add 0 may
+  // turn a -0 into a +0. Where the distance is not finite, as written above, with what NaN that
+  // gives.
+  template <typename T>
+  static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[3]) {
+    using C = ComputeType<T>;
+    const C distance = x[1] - x[0], weight = x[2];
+    const bool finite = fabs(distance) < C(INFINITY);
+    const bool from_start = weight < C(0.5) || !finite;
+    const C near = from_start ? x[0] : x[1];
+    const C way = from_start ? weight : weight - C(1);
+    const C y = fma(way, distance, near);
+    return way == C(0) && finite ? near : y;
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ void Gradients(ComputeType<T> dy, const ComputeType<T> (&x)[3],
+                                                   ComputeType<T> (&g)[3]) {
+    g[0] = dy * (ComputeType<T>(1) - x[2]);
+    g[1] = dy * x[2];
+    g[2] = dy * (x[1] - x[0]);
+  }
+
+  static void Needed(const bool* wanted, bool* needed) {
+    needed[0] = needed[1] = wanted[2];
+    needed[2] = wanted[0] || wanted[1];
+  }
+};
+
+}  // namespace
+
+cudaError_t LoadLerpKernels() {
+  static KernelLoader loader;
+  return loader.Load([](const auto& load) {
+    LoadElementwiseForward<Lerp>(load);
+    LoadElementwiseBackward<Lerp>(load);
+  });
+}
+
+cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3],
+                        void* out, cudaStream_t stream) {
+  return ElementwiseForward<Lerp>(shape, dtype, operands, out, stream);
+}
+
+cudaError_t LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
+                         const Operand operands[3], const Gradient gradients[3],
+                         SumWorkspace workspace, cudaStream_t stream) {
+  return ElementwiseBackward<Lerp>(shape, dtype, dy, operands, gradients, workspace, stream);
+}
+
+}  // namespace jax_fastops::cuda

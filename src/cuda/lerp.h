@@ -1,0 +1,28 @@
+// CUDA launchers of lerp; cuda/lerp.cu says how they work.
+#ifndef JAX_FASTOPS_CUDA_LERP_H_
+#define JAX_FASTOPS_CUDA_LERP_H_
+
+#include <cuda_runtime_api.h>
+
+#include "broadcast.h"
+#include "dtype.h"
+#include "elementwise.h"
+
+namespace jax_fastops::cuda {
+
+// Loads all kernels into the current device. To be called before a stream is captured.
+cudaError_t LoadLerpKernels();
+
+// out = start + weight * (end - start). Arrays of `shape`: start, end, weight.
+cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3],
+                        void* out, cudaStream_t stream);
+
+// Arrays of `shape`: start, end, weight, and their gradients (the strides of one that is not wanted
+// are those of the result).
+cudaError_t LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
+                         const Operand operands[3], const Gradient gradients[3],
+                         SumWorkspace workspace, cudaStream_t stream);
+
+}  // namespace jax_fastops::cuda
+
+#endif  // JAX_FASTOPS_CUDA_LERP_H_

@@ -1,0 +1,39 @@
+// The element-wise ops over broadcast operands, and their arrays, shared by the backends.
+#ifndef JAX_FASTOPS_ELEMENTWISE_H_
+#define JAX_FASTOPS_ELEMENTWISE_H_
+
+#include <cstdint>
+
+namespace jax_fastops {
+
+enum class Activation : uint8_t {
+  kGelu = 0,       // jax.nn.gelu's default, by tanh
+  kGeluExact = 1,  // by erf
+  kSilu = 2,
+  kRelu = 3,  // keeps one bit per element
+};
+
+inline constexpr int kMaxElementwiseOperands = 3;
+
+struct Operand {
+  const void* data = nullptr;
+  bool wide = false;  // of the accumulator's type, not the element type
+};
+
+// The gradient of an operand: summed over the dimensions along which its stride is 0.
+struct Gradient {
+  void* data = nullptr;  // null: not wanted
+  bool wide = false;     // of the accumulator's type, not the element type
+};
+
+// Memory for partial sums, in elements of the accumulator's type; none is needed where every
+// gradient that is wanted has the shape of the result. The more there is, the more blocks can work
+// on one sum.
+struct SumWorkspace {
+  void* data = nullptr;
+  int64_t size = 0;
+};
+
+}  // namespace jax_fastops
+
+#endif  // JAX_FASTOPS_ELEMENTWISE_H_

@@ -1,0 +1,63 @@
+// CUDA handlers of lerp; ffi/elementwise_buffers.h says what they take.
+#include <cuda_runtime_api.h>
+
+#include "cuda/lerp.h"
+#include "ffi/cuda_errors.h"
+#include "ffi/elementwise_buffers.h"
+#include "ffi/registry.h"
+
+namespace jax_fastops {
+namespace {
+
+ffi::Error LerpImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    ffi::Dictionary attributes) {
+  ElementwiseCall call;
+  FASTOPS_RETURN_IF_ERROR(ReadLerp(args, rets, attributes, &call));
+  if (call.shape.elements() == 0) return ffi::Error::Success();
+  return ToError("lerp",
+                 cuda::LerpForward(call.shape, call.dtype, call.operands, call.out, stream));
+}
+
+ffi::Error LerpBwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       ffi::Dictionary attributes) {
+  ElementwiseCall call;
+  FASTOPS_RETURN_IF_ERROR(ReadLerpBackward(args, rets, attributes, &call));
+  if (call.shape.elements() == 0) {  // sums of nothing
+    for (int i = 0; i < 3; ++i) {
+      if (call.gradient_bytes[i] == 0) continue;
+      FASTOPS_RETURN_IF_ERROR(ToError(
+          "lerp_bwd", cudaMemsetAsync(call.gradients[i].data, 0, call.gradient_bytes[i], stream)));
+    }
+    return ffi::Error::Success();
+  }
+  return ToError("lerp_bwd", cuda::LerpBackward(call.shape, call.dtype, call.dy, call.operands,
+                                                call.gradients, call.workspace, stream));
+}
+
+ffi::Error InitializeImpl(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  return ToError("lerp (loading kernels)", cuda::LoadLerpKernels());
+}
+
+XLA_FFI_DEFINE_HANDLER(
+    kInitialize, InitializeImpl,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(kLerp, LerpImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kLerpBwd, LerpBwdImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+FASTOPS_REGISTER("jax_fastops.lerp", kLerp, kInitialize);
+FASTOPS_REGISTER("jax_fastops.lerp_bwd", kLerpBwd, kInitialize);
+
+}  // namespace
+}  // namespace jax_fastops

@@ -1,0 +1,31 @@
+// CPU handler of the windowed sum; ffi/window_sum_buffers.h says what it takes.
+#include "cpu/window_sum.h"
+
+#include "ffi/executor.h"
+#include "ffi/registry.h"
+#include "ffi/window_sum_buffers.h"
+
+namespace jax_fastops {
+namespace {
+
+ffi::Error WindowSumImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                         ffi::RemainingRets workspace, ffi::Dictionary attributes) {
+  WindowSumCall call;
+  FASTOPS_RETURN_IF_ERROR(ReadWindowSum(x, y, workspace, attributes, &call));
+  XlaExecutor executor(pool);
+  cpu::WindowSum(call.shape, call.dtype, x.untyped_data(), y->untyped_data(), executor);
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kWindowSum, WindowSumImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Ret<ffi::AnyBuffer>()  // y
+                           .RemainingRets()        // workspace
+                           .Attrs());
+
+FASTOPS_REGISTER("jax_fastops.window_sum", kWindowSum);
+
+}  // namespace
+}  // namespace jax_fastops

@@ -1,0 +1,39 @@
+// CUDA handler of the windowed sum; ffi/window_sum_buffers.h says what it takes.
+#include <cuda_runtime_api.h>
+
+#include "cuda/window_sum.h"
+#include "ffi/cuda_errors.h"
+#include "ffi/registry.h"
+#include "ffi/window_sum_buffers.h"
+
+namespace jax_fastops {
+namespace {
+
+ffi::Error WindowSumImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                         ffi::RemainingRets workspace, ffi::Dictionary attributes) {
+  WindowSumCall call;
+  FASTOPS_RETURN_IF_ERROR(ReadWindowSum(x, y, workspace, attributes, &call));
+  return ToError("window_sum", cuda::WindowSum(call.shape, call.dtype, x.untyped_data(),
+                                               y->untyped_data(), call.workspace, stream));
+}
+
+ffi::Error InitializeImpl(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  return ToError("window_sum (loading kernels)", cuda::LoadWindowSumKernels());
+}
+
+XLA_FFI_DEFINE_HANDLER(
+    kInitialize, InitializeImpl,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(kWindowSum, WindowSumImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Ret<ffi::AnyBuffer>()  // y
+                           .RemainingRets()        // workspace
+                           .Attrs(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+FASTOPS_REGISTER("jax_fastops.window_sum", kWindowSum, kInitialize);
+
+}  // namespace
+}  // namespace jax_fastops

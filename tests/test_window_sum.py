@@ -1,0 +1,542 @@
+"""`window_sum`: transformations, shapes, paddings, special values, where an error does not grow."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import pytest
+from harness import Case, Sharding, Tolerance, checks
+from harness.case import FLOAT_DTYPES
+from harness.compat import make_mesh, saved_residuals, x64
+from harness.numerics import normal
+from harness.sharding import assert_collectives, assert_layout, collectives, device_count
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+
+
+def reference(x, radius, *, axis=-1, padding="VALID"):
+    """As one writes it in JAX, summed in float32 or wider."""
+    x = jnp.asarray(x)
+    axis %= x.ndim
+    window, pad = [1] * x.ndim, [(0, 0)] * x.ndim
+    window[axis] = 2 * radius + 1
+    pad[axis] = (radius, radius) if padding == "SAME" else (0, 0)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    zero = np.zeros((), wide.dtype)
+    sums = jax.lax.reduce_window(wide, zero, jax.lax.add, window, [1] * x.ndim, pad)
+    return sums.astype(x.dtype)
+
+
+def exact(x, radius, axis, padding, add=np.add):
+    """In float64, element by element of the window."""
+    x = np.moveaxis(np.asarray(x).astype(np.float64), axis, -1)
+    n = x.shape[-1]
+    radius = min(radius, n) if padding == "SAME" else radius
+    if padding == "SAME":
+        x = (
+            np.concatenate([np.zeros((*x.shape[:-1], radius))] * 2, -1)
+            if n == 0
+            else np.pad(x, [(0, 0)] * (x.ndim - 1) + [(radius, radius)])
+        )
+    m = x.shape[-1] - 2 * radius
+    total = np.zeros((*x.shape[:-1], m))
+    for k in range(2 * radius + 1):
+        total = add(total, x[..., k : k + m])
+    return np.moveaxis(total, -1, axis)
+
+
+def case(name, shape, radius, sharded=None, axis=-1, padding="VALID", **more):
+    options = dict(radius=radius, axis=axis, padding=padding)
+    draw = lambda sizes: lambda rng, dtype: (normal(rng, sizes, dtype),)  # noqa: E731
+    make_sharded = {} if sharded is None else {"make_sharded_args": draw(sharded)}
+    return Case(
+        name=name,
+        fn=lambda x: fo.window_sum(x, **options),
+        reference=lambda x: reference(x, **options),
+        make_args=draw(shape),
+        linear=(0,),
+        tolerance=Tolerance(ulps=4.0),
+        **make_sharded,
+        **more,
+    )
+
+
+SAME = case(
+    "same",
+    (3, 7),
+    2,
+    (16, 7),
+    padding="SAME",
+    dtypes=("float32", "bfloat16"),
+    modes=("native",),
+    shardings=(Sharding("batch", (0,), (0,)),),
+    symbolic=("b, n",),
+)
+VALID_MIDDLE = case(
+    "valid_middle",
+    (2, 6, 3),
+    1,
+    (8, 6, 16),
+    axis=1,
+    dtypes=("float32", "float16"),
+    modes=("native",),
+    shardings=(Sharding("batch", (0,), (0,)), Sharding("inner", (2,), (2,))),
+    symbolic=("b, 6, i",),
+)
+VALID = case(
+    "valid",
+    (3, 9),
+    2,
+    (16, 9),
+    shardings=(Sharding("batch", (0,), (0,)),),
+    symbolic=("b, n",),
+)
+SAME_FIRST = case(
+    "same_first",
+    (5, 2, 3),
+    3,
+    (5, 8, 16),
+    axis=0,
+    padding="SAME",
+    shardings=(Sharding("first", (1,), (1,)), Sharding("second", (2,), (2,))),
+    symbolic=("n, b, i",),
+)
+basic = functools.partial(case, basic_only=True, modes=("native",))
+WIDE = basic("wide", (2, 41), 15, dtypes=("bfloat16",))
+WIDE_AXIS = basic("wide_axis", (41, 5), 17, axis=0, dtypes=("float32",))
+BEYOND = basic("beyond", (3, 5), 9, padding="SAME", dtypes=("float16",))
+COPY = basic("copy", (3, 5), 0, dtypes=("float32",))
+VECTOR = basic("vector", (33,), 3, dtypes=("float64",))
+
+
+@checks(VALID_MIDDLE, WIDE, WIDE_AXIS, BEYOND, COPY, VECTOR)
+def test_harness(check):
+    check()
+
+
+@pytest.mark.slow
+@checks(SAME, VALID, SAME_FIRST)
+def test_harness_of_variants(check):
+    check()
+
+
+@pytest.fixture(autouse=True)
+def native():
+    with fo.use_implementation("native"):
+        yield
+
+
+@pytest.fixture(params=FLOAT_DTYPES)
+def dtype(request):
+    with x64(request.param == "float64"):
+        yield jnp.dtype(request.param)
+
+
+def value_and_gradient(fn):
+    def run(x, dy):
+        y, pullback = jax.vjp(fn, x)
+        return y, pullback(dy)[0]
+
+    return run
+
+
+# Shapes -------------------------------------------------------------------------------------------
+
+
+def whole(rng, shape, dtype):
+    """Numbers whose sums are exact in every accumulator."""
+    return (rng.integers(-64, 65, shape) / 16).astype(dtype)
+
+
+def check_shapes(dtype, examples):
+    """Value and gradient of many shapes in one program: (shape, radius, axis, padding).
+
+    The sums are exact: all that is left is one rounding, so the bits are known.
+    """
+    rng = np.random.default_rng(1)
+    xs = [whole(rng, shape, dtype) for shape, *_ in examples]
+    fns = [
+        functools.partial(fo.window_sum, radius=radius, axis=axis, padding=padding)
+        for _, radius, axis, padding in examples
+    ]
+    dys = [whole(rng, jax.eval_shape(fn, x).shape, dtype) for fn, x in zip(fns, xs, strict=True)]
+
+    @jax.jit
+    def run(xs, dys):
+        pairs = zip(fns, xs, dys, strict=True)
+        return [value_and_gradient(fn)(x, dy) for fn, x, dy in pairs]
+
+    for (y, dx), x, dy, example in zip(run(xs, dys), xs, dys, examples, strict=True):
+        shape, radius, axis, padding = example
+        n = shape[axis]
+        want = exact(x, radius, axis, padding).astype(dtype)
+        np.testing.assert_array_equal(np.asarray(y), want, err_msg=str(example))
+        # The transpose: the windows of dy that contain an element of x.
+        pad = [(0, 0)] * x.ndim
+        pad[axis] = (2 * radius, 2 * radius) if padding == "VALID" else (min(radius, n),) * 2
+        reach = radius if padding == "VALID" else min(radius, n)
+        want = exact(np.pad(np.asarray(dy).astype(np.float64), pad), reach, axis, "VALID")
+        np.testing.assert_array_equal(np.asarray(dx), want.astype(dtype), err_msg=str(example))
+
+
+LAST = [
+    ((3, n), radius, -1, padding)
+    for n, radius in itertools.product((1, 7, 33, 100, 1003, 4111), (1, 2, 3, 8, 16, 129, 501))
+    for padding in ("VALID", "SAME")
+    if padding == "SAME" or n > 2 * radius
+]
+OTHER = [
+    (shape, radius, axis, padding)
+    for (shape, axis), radius in itertools.product(
+        [((67, 3), 0), ((2, 130, 7), 1), ((300, 65), 0), ((2, 71, 2, 16), 1), ((40, 300), 0)],
+        (1, 3, 4, 16, 33, 200),
+    )
+    for padding in ("VALID", "SAME")
+    if padding == "SAME" or shape[axis] > 2 * radius
+]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_last_axis(dtype, part):
+    check_shapes(dtype, LAST[part::4] if dtype == np.float32 else LAST[part::12])
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_other_axes(dtype, part):
+    check_shapes(dtype, OTHER[part::4] if dtype == np.float32 else OTHER[part::12])
+
+
+def test_long_windows(dtype):
+    """Longer than a tile, than what a workspace is for, and than the axis."""
+    examples = [
+        ((2, 9001), 1024, -1, "VALID"),
+        ((2, 9001), 1025, -1, "SAME"),
+        ((9001,), 4500, -1, "VALID"),
+        ((2, 7000), 100_000, -1, "SAME"),
+        ((5003, 3), 1024, 0, "SAME"),
+        ((5003, 3), 2000, 0, "VALID"),
+        ((2, 300, 33), 140, 1, "VALID"),
+    ]
+    check_shapes(dtype, examples if dtype == np.float32 else examples[1::3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_any_shape(dtype, seed):
+    rng = np.random.default_rng(seed)
+    examples = []
+    while len(examples) < 12:
+        shape = tuple(int(i) for i in rng.integers(1, (4, 40, 3000)[rng.integers(3)], 1))
+        shape = tuple(rng.integers(1, 5, rng.integers(0, 3))) + shape
+        shape += tuple(rng.integers(1, 40, rng.integers(0, 3)))
+        shape = tuple(map(int, shape))
+        axis = int(rng.integers(len(shape)))
+        radius = int(rng.integers(0, (3, 20, 600, 3000)[rng.integers(4)]))
+        padding = ("VALID", "SAME")[rng.integers(2)]
+        if np.prod(shape) <= 200_000 and (padding == "SAME" or shape[axis] > 2 * radius):
+            examples.append((shape, radius, axis, padding))
+    check_shapes(dtype, examples)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (3, 0, 4)])
+@pytest.mark.parametrize("axis", [0, -1])
+def test_no_elements(shape, axis):
+    x = jnp.zeros(shape)
+    y, dx = value_and_gradient(lambda x: fo.window_sum(x, 2, axis=axis, padding="SAME"))(x, x)
+    assert y.shape == dx.shape == shape
+    if shape[axis] >= 5:
+        assert fo.window_sum(x, 2, axis=axis).size == 0
+
+
+def test_radius_0_changes_nothing(dtype):
+    x = normal(np.random.default_rng(2), (3, 5), dtype)
+    for padding in ("VALID", "SAME"):
+        np.testing.assert_array_equal(fo.window_sum(x, 0, axis=0, padding=padding), x)
+
+
+# Numbers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((2, 30_001), -1), ((9_001, 5), 0)])
+@pytest.mark.parametrize("radius", [2, 16, 256, 1500])
+def test_errors_do_not_grow_with_the_position(shape, axis, radius):
+    """Behind large elements the sums are as exact as elsewhere: nothing is subtracted."""
+    rng = np.random.default_rng(3)
+    x = np.abs(rng.standard_normal(shape)).astype(np.float32)
+    first = np.moveaxis(x, axis, 0)
+    first[:1000] *= 1e20
+    y = np.moveaxis(np.asarray(fo.window_sum(x, radius, axis=axis)), axis, 0).astype(np.float64)
+    want = np.moveaxis(exact(x, radius, axis, "VALID"), axis, 0)
+    error = np.abs(y - want) / want
+    assert error.max() < 2e-6
+    assert error[1000:].max() < 2e-6
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((4, 8_000), -1), ((8_000, 4), 0)])
+@pytest.mark.parametrize("radius", [2, 16, 256, 1500])
+def test_errors_are_no_larger_than_those_of_xla(shape, axis, radius):
+    rng = np.random.default_rng(4)
+    x = np.abs(rng.standard_normal(shape)).astype(np.float32)
+    want = exact(x, radius, axis, "SAME")
+
+    def error(sums):
+        return np.sqrt(np.mean((np.asarray(sums, np.float64) / want - 1) ** 2))
+
+    mine = error(fo.window_sum(x, radius, axis=axis, padding="SAME"))
+    theirs = error(jax.jit(lambda x: reference(x, radius, axis=axis, padding="SAME"))(x))
+    assert mine <= 2 * theirs + 2e-8
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("radius", [1, 3, 16, 100, 1100])
+@pytest.mark.parametrize(("shape", "axis"), [((2, 5_000), -1), ((2, 3_000, 3), 1)])
+def test_a_bad_element_is_in_its_windows_alone(bad, radius, shape, axis):
+    x = np.ones(shape, np.float32)
+    where = [0, 17, 1234, shape[axis] - 1]
+    lines = np.moveaxis(x, axis, -1)
+    lines[0, ..., where] = bad
+    y = np.moveaxis(np.asarray(fo.window_sum(x, radius, axis=axis, padding="SAME")), axis, -1)
+    hit = np.zeros(shape[axis], bool)
+    for at in where:
+        hit[max(0, at - radius) : at + radius + 1] = True
+    np.testing.assert_array_equal(~np.isfinite(y[0]), np.broadcast_to(hit, y[0].shape))
+    assert np.isfinite(y[1]).all()
+    if not np.isnan(bad):
+        np.testing.assert_array_equal(y[0][..., hit], np.float32(bad))
+
+
+def test_infinities_of_both_signs():
+    x = np.zeros((200,), np.float32)
+    x[50], x[60] = np.inf, -np.inf
+    y = np.asarray(fo.window_sum(x, 8, padding="SAME"))
+    at = np.arange(200)
+    plus, minus = np.abs(at - 50) <= 8, np.abs(at - 60) <= 8
+    np.testing.assert_array_equal(np.isnan(y), plus & minus)
+    np.testing.assert_array_equal(y == np.inf, plus & ~minus)
+    np.testing.assert_array_equal(y == -np.inf, minus & ~plus)
+
+
+def test_sums_of_two_bytes_are_rounded_once():
+    """256 + 1 + 1 + ... stays 256 in bfloat16; the sum does not."""
+    x = np.ones((1, 4001), jnp.bfloat16)
+    x[0, 1000] = 256
+    for radius in (8, 100):
+        y = np.asarray(fo.window_sum(x, radius)).astype(np.float32)
+        want = np.asarray(jnp.asarray(256.0 + 2 * radius, jnp.bfloat16)).astype(np.float32)
+        assert y.max() == want > 256
+
+
+def test_offsets_change_nothing(dtype):
+    """Rows that begin anywhere in memory."""
+    rng = np.random.default_rng(5)
+    x = whole(rng, (9, 1000 + 9), dtype)
+    run = jax.jit(lambda x: [fo.window_sum(x[i, i : i + 1000], 5) for i in range(9)])
+    for i, y in enumerate(run(x)):
+        want = exact(x[i, i : i + 1000], 5, -1, "VALID").astype(dtype)
+        np.testing.assert_array_equal(np.asarray(y), want)
+
+
+def test_gradients_match_differences():
+    with x64(True):
+        x = normal(np.random.default_rng(6), (3, 12, 2), np.float64)
+        for padding in ("VALID", "SAME"):
+            fn = functools.partial(fo.window_sum, radius=2, axis=1, padding=padding)
+            jax.test_util.check_grads(fn, (x,), order=2, modes=["fwd", "rev"])
+
+
+# Programs -----------------------------------------------------------------------------------------
+
+
+def targets(text):
+    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
+
+
+def kernels(fn, *args):
+    return targets(jax.jit(fn).lower(*args).compile().as_text())
+
+
+X = normal(np.random.default_rng(7), (2, 9, 4, 8), np.float32)
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize("padding", ["VALID", "SAME"])
+def test_one_kernel_each_way(axis, padding):
+    fn = functools.partial(fo.window_sum, radius=2, axis=axis, padding=padding)
+    dy = np.asarray(fn(X))
+    assert kernels(fn, X) == ["window_sum"]
+    assert kernels(value_and_gradient(fn), X, dy) == ["window_sum"] * 2
+    assert kernels(lambda x, dx: jax.jvp(fn, (x,), (dx,))[1], X, X) == ["window_sum"]
+    assert kernels(lambda dy: jax.linear_transpose(fn, X)(dy), dy) == ["window_sum"]
+    assert kernels(jax.vmap(fn, 2), X) == ["window_sum"]
+    with fo.use_implementation("xla"):
+        assert not kernels(value_and_gradient(fn), X, dy)
+
+
+@pytest.mark.parametrize("padding", ["VALID", "SAME"])
+def test_nothing_is_kept(dtype, padding):
+    x = normal(np.random.default_rng(8), (5, 9), dtype)
+    fn = functools.partial(fo.window_sum, radius=2, padding=padding)
+    assert not jax.tree.leaves(jax.vjp(fn, x)[1])
+    assert not jax.tree.leaves(jax.vjp(jax.jit(fn), x)[1])
+    assert not saved_residuals(fn, x).strip()
+
+
+def test_implementations_agree(dtype):
+    x = whole(np.random.default_rng(9), (4, 50, 3), dtype)
+    results = {}
+    for mode in ("native", "auto", "xla"):
+        with fo.use_implementation(mode):
+            fn = functools.partial(fo.window_sum, radius=7, axis=1)
+            results[mode] = jax.jit(value_and_gradient(fn))(x, x[:, :36])
+    for mode in ("native", "auto"):
+        for mine, theirs in zip(results[mode], results["xla"], strict=True):
+            np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+
+
+def test_a_platform_without_kernels_takes_the_reference():
+    fn = value_and_gradient(functools.partial(fo.window_sum, radius=1, padding="SAME"))
+    exported = jax.export.export(jax.jit(fn), platforms=["tpu"])(X, X)
+    assert "custom_call" not in exported.mlir_module()
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+@pytest.mark.parametrize("padding", ["VALID", "SAME"])
+def test_one_export_serves_every_size(axis, padding):
+    fn = lambda x: fo.window_sum(x, 3, axis=axis, padding=padding)  # noqa: E731
+    both = lambda x: (fn(x), jax.grad(lambda x: (fn(x) ** 2).sum())(x))  # noqa: E731
+    scope = jax.export.SymbolicScope(["n >= 7", "b >= 7"])
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, n", scope=scope), np.float32)
+    exported = jax.export.export(jax.jit(both), disabled_checks=fo.export_checks())(shape)
+    back = jax.export.deserialize(exported.serialize())
+    rng = np.random.default_rng(10)
+    for size in ((7, 9), (64, 33), (300, 301)):
+        x = normal(rng, size, np.float32)
+        for mine, theirs in zip(back.call(x), jax.jit(both)(x), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_an_export_serves_long_windows_of_any_axis():
+    """With a workspace, whether the axis needs it or not."""
+    fn = lambda x: fo.window_sum(x, 1500, padding="SAME")  # noqa: E731
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, n"), np.float32)
+    exported = jax.export.export(jax.jit(fn), disabled_checks=fo.export_checks())(shape)
+    rng = np.random.default_rng(11)
+    for size in ((1, 9), (2, 4001)):
+        x = whole(rng, size, np.float32)
+        np.testing.assert_array_equal(exported.call(x), exact(x, 1500, -1, "SAME"))
+
+
+# Sharding -----------------------------------------------------------------------------------------
+
+KINDS = pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+)
+
+
+def over_mesh(axis_type, fn, values, spec):
+    if device_count() < 2:
+        pytest.skip("needs two devices")
+    mesh = make_mesh({"a": device_count()}, axis_type)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(v, NamedSharding(mesh, spec)) for v in values]
+        program = jax.jit(fn).lower(*placed).compile()
+        return mesh, program(*placed), program.as_text()
+
+
+@KINDS
+@pytest.mark.parametrize("padding", ["VALID", "SAME"])
+@pytest.mark.parametrize(("axis", "sharded"), [(-1, 0), (1, 0), (1, 2), (0, 1), (0, 2)])
+def test_sharded(axis_type, padding, axis, sharded):
+    """Over every dimension but the axis: nothing is communicated, and every result stays."""
+    x = normal(np.random.default_rng(12), (16, 24, 16), np.float32)
+    fn = lambda x: reference(x, 3, axis=axis, padding=padding)  # noqa: E731
+    dy = np.asarray(fn(x))
+    want = jax.jit(value_and_gradient(fn))(x, dy)
+    spec = P(*(("a" if d == sharded else None) for d in range(3)))
+    mine = lambda x: fo.window_sum(x, 3, axis=axis, padding=padding)  # noqa: E731
+    mesh, got, text = over_mesh(axis_type, value_and_gradient(mine), (x, dy), spec)
+    for result, right in zip(got, want, strict=True):
+        np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-5)
+        assert_layout("a result", result, NamedSharding(mesh, spec))
+    assert_collectives(text, 0)
+    assert targets(text) == ["window_sum"] * 2
+
+
+def test_a_sharded_axis():
+    """Over an auto mesh axis it is gathered."""
+    x = normal(np.random.default_rng(13), (6, 128), np.float32)
+    fn = lambda x: fo.window_sum(x, 3, padding="SAME")  # noqa: E731
+    want = reference(x, 3, padding="SAME")
+    _, got, text = over_mesh(AxisType.Auto, fn, (x,), P(None, "a"))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert targets(text) == ["window_sum"] and collectives(text)
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+ARRAY = np.ones((3, 5), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fo.window_sum(None, 1), TypeError, "window_sum: x is None; it must be"),
+        (lambda: fo.window_sum([1.0], 1), TypeError, "window_sum: x is of type list"),
+        (
+            lambda: fo.window_sum(np.ones(5, int), 1),
+            TypeError,
+            r"x has dtype int.* and shape \(5,\)",
+        ),
+        (
+            lambda: fo.window_sum(ARRAY, 1.0),
+            TypeError,
+            "radius is 1.0; it must be a Python integer",
+        ),
+        (lambda: fo.window_sum(ARRAY, None), TypeError, "radius is None; it must be a Python"),
+        (lambda: fo.window_sum(ARRAY, -1), ValueError, "radius is -1; it must be 0 or more"),
+        (
+            lambda: fo.window_sum(ARRAY, 1, axis=0.5),
+            TypeError,
+            "axis is 0.5; it must be an integer",
+        ),
+        (lambda: fo.window_sum(ARRAY, 1, axis=None), TypeError, "axis is None; it must be an int"),
+        (
+            lambda: fo.window_sum(ARRAY, 1, axis=2),
+            ValueError,
+            r"axis is 2, out of range for x of sh",
+        ),
+        (lambda: fo.window_sum(ARRAY, 1, axis=-3), ValueError, "it must be from -2 to 1"),
+        (lambda: fo.window_sum(np.float32(1), 1), ValueError, r"x of shape \(\) has no axis"),
+        (
+            lambda: fo.window_sum(ARRAY, 3),
+            ValueError,
+            "a window has 7 elements .* has 5; padding 'S",
+        ),
+        (
+            lambda: fo.window_sum(ARRAY, 2, axis=0),
+            ValueError,
+            r"axis 0 of x of shape \(3, 5\) has 3",
+        ),
+        (
+            lambda: fo.window_sum(ARRAY, 1, padding="full"),
+            ValueError,
+            "padding is 'full'; it must be one of 'VALID', 'SAME'",
+        ),
+        (lambda: fo.window_sum(ARRAY, 1, padding=None), ValueError, "padding is None; it must be"),
+        (
+            lambda: jax.jit(fo.window_sum)(ARRAY, 1),
+            TypeError,
+            "radius is .*; it must be a Python integer",
+        ),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
