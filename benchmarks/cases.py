@@ -176,6 +176,22 @@ def normalised(arrays: int, statistics: int) -> Callable[[tuple[Shape, ...], int
     return traffic
 
 
+def broadcast_together(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
+    """Traffic of an element-wise op: each operand is read, and each gradient written, in its own
+    shape."""
+    array = math.prod(jnp.broadcast_shapes(*shapes)) * itemsize
+    operands = sum(math.prod(shape) for shape in shapes) * itemsize
+    return Traffic(operands + array, operands + array, array + 2 * operands)
+
+
+def with_bias_and_mask(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
+    """The same for relu, whose backward reads a bit per element, and no operand."""
+    array, bias = (math.prod(shape) * itemsize for shape in shapes)
+    mask = math.prod(shapes[0][:-1]) * -(-shapes[0][-1] // 8)
+    forward = 2 * array + bias
+    return Traffic(forward, forward + mask, 2 * array + mask + bias)
+
+
 def with_parameters(arrays: int, parameters: int) -> Callable[[Shape], tuple[Shape, ...]]:
     """Arrays of the main shape, and parameters for its last axis."""
     return lambda shape: (shape,) * arrays + (shape[-1:],) * parameters
@@ -224,6 +240,55 @@ def torch_rms_norm(x, scale):
     import torch
 
     return torch.nn.functional.rms_norm(x, x.shape[-1:], scale.to(x.dtype), 1e-6)
+
+
+def plain_lerp(start, end, weight):
+    return start + weight * (end - start)
+
+
+def torch_lerp(start, end, weight):
+    return start.lerp(end, weight)
+
+
+def _activation(name: str) -> Callable:
+    """The function of jax.nn."""
+    exact = {"gelu_exact": lambda x: jax.nn.gelu(x, approximate=False)}
+    return exact.get(name) or getattr(jax.nn, name)
+
+
+def plain_bias_act(x, bias, activation):
+    return _activation(activation)(x + bias)
+
+
+def torch_bias_act(x, bias, activation):
+    from torch.nn import functional
+
+    exact = {
+        "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+        "gelu_exact": functional.gelu,
+    }
+    return (exact.get(activation) or getattr(functional, activation))(x + bias)
+
+
+def plain_window_sum(x, radius, axis=-1, padding="VALID"):
+    """In float32, as one writes it in JAX."""
+    window = [2 * radius + 1 if d == axis % x.ndim else 1 for d in range(x.ndim)]
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    zero = wide.dtype.type(0)
+    sums = jax.lax.reduce_window(wide, zero, jax.lax.add, window, (1,) * x.ndim, padding)
+    return sums.astype(x.dtype)
+
+
+def torch_window_sum(x, radius, axis=-1, padding="VALID"):
+    """By pooling, which divides by the length of the window."""
+    import torch
+
+    lines = x.movedim(axis, -1)
+    pad = radius if padding == "SAME" else 0
+    flat = lines.reshape(-1, 1, lines.shape[-1])
+    means = torch.nn.functional.avg_pool1d(flat, 2 * radius + 1, 1, pad)
+    sums = means.mul(2 * radius + 1).reshape(*lines.shape[:-1], -1)
+    return sums.movedim(-1, axis).contiguous()
 
 
 def merge_by_reshape(x):
@@ -419,6 +484,124 @@ def _norms_of_size(elements: int) -> tuple[Layout, ...]:
     )
 
 
+def _scalar_weight(shape: Shape) -> tuple[Shape, ...]:
+    return shape, shape, (1,)
+
+
+def _start_of_batch(shape: Shape) -> tuple[Shape, ...]:
+    return (shape[0], *(1 for _ in shape[1:])), shape, (1,)
+
+
+def _planes(shape: Shape) -> tuple[Shape, ...]:
+    a, b, c = shape
+    return (a, 1, c), (1, b, c), (a, b, 1)
+
+
+def _row_all_column(shape: Shape) -> tuple[Shape, ...]:
+    return shape[-1:], shape, (*shape[:-1], 1)
+
+
+def _alternating(shape: Shape) -> tuple[Shape, ...]:
+    """Start and end each have every other dimension."""
+    even = tuple(size if d % 2 == 0 else 1 for d, size in enumerate(shape))
+    odd = tuple(size if d % 2 else 1 for d, size in enumerate(shape))
+    return even, odd, shape
+
+
+IMAGES = (16, 3, 1024, 1024), (16, 3, 256, 256)
+LERPS = (
+    Layout("all alike", *IMAGES),
+    Layout("weight (1,)", *IMAGES, operands=_scalar_weight),
+    Layout("start (16, 1, 1, 1), weight (1,)", *IMAGES, operands=_start_of_batch),
+    Layout("three planes", (1024, 64, 1024), (256, 64, 256), operands=_planes),
+    Layout("row, all, column", (16384, 4096), (4096, 1024), operands=_row_all_column),
+    Layout("rank 7", (8, 16, 8, 16, 8, 16, 64), (4, 8, 4, 8, 4, 8, 128), operands=_alternating),
+    Layout("odd row, all, column", (30000, 1001), (4000, 1001), operands=_row_all_column),
+)
+
+
+def _lerps_of_size(elements: int) -> tuple[Layout, ...]:
+    shape = (max(1, elements // 1024), min(1024, elements))
+    odd = (max(1, elements // 1001), min(1001, elements - 1))
+    return (
+        Layout(f"alike {elements}", shape, shape, DTYPES),
+        Layout(f"weight {elements}", shape, shape, DTYPES, operands=_scalar_weight),
+        Layout(f"broadcast {elements}", shape, shape, DTYPES, operands=_row_all_column),
+        Layout(f"odd broadcast {elements}", odd, odd, DTYPES, operands=_row_all_column),
+    )
+
+
+def _row_of_lerp(layout: Layout) -> str:
+    broadcast = layout.operands is _row_all_column
+    unless_ragged = fo._implementation.unless_ragged
+    return unless_ragged("lerp_broadcast", layout.gpu) if broadcast else "lerp"
+
+
+def _row_of_activation(layout: Layout) -> str:
+    name = f"bias_{layout.options['activation']}"
+    return fo._implementation.unless_ragged(name, layout.gpu)
+
+
+SMOOTH = ("gelu", "gelu_exact", "silu")
+
+
+def _activations(names: tuple[str, ...]) -> tuple[Layout, ...]:
+    return tuple(
+        Layout(f"{name}{label}", gpu, cpu, options={"activation": name})
+        for name in names
+        for label, gpu, cpu in (
+            ("", (32768, 4096), (4096, 1024)),
+            (", odd", (30000, 1001), (4000, 1001)),
+        )
+    )
+
+
+def _activations_of_size(names: tuple[str, ...]) -> Callable[[int], tuple[Layout, ...]]:
+    def of_size(elements: int) -> tuple[Layout, ...]:
+        shape = (max(1, elements // 1024), min(1024, elements))
+        odd = (max(1, elements // 1001), min(1001, elements - 1))
+        return tuple(
+            Layout(f"{name} {shape[1]} {elements}", shape, shape, DTYPES, {"activation": name})
+            for name in names
+            for shape in (shape, odd)
+        )
+
+    return of_size
+
+
+def _window(radius: int, axis: int) -> dict:
+    """Around each element: the derivative is the same sum."""
+    return {"radius": radius, "axis": axis, "padding": "SAME"}
+
+
+WINDOWS = (
+    *(Layout(f"radius {r}", (4096, 16384), (256, 16384), options=_window(r, -1)) for r in (2, 16)),
+    Layout("radius 256", (4096, 16384), (128, 16384), options=_window(256, -1)),
+    *(
+        Layout(f"axis 0, radius {r}", (16384, 4096), (16384, 256), options=_window(r, 0))
+        for r in (2, 16)
+    ),
+    Layout("axis 0, radius 256", (16384, 4096), (4096, 256), options=_window(256, 0)),
+    Layout("odd, radius 16", (4097, 16381), (257, 16381), options=_window(16, -1)),
+    Layout("axis 0, odd, radius 16", (16381, 4097), (16381, 257), options=_window(16, 0)),
+)
+
+
+def _windows_of_size(elements: int) -> tuple[Layout, ...]:
+    """Short windows, which XLA is fast at, and others; along rows and along columns."""
+    n = min(1024, elements)
+    return tuple(
+        Layout(f"axis {axis}, radius {r} {elements}", shape, shape, DTYPES, _window(r, axis))
+        for shape, axis in (((elements // n, n), -1), ((n, elements // n), 0))
+        for r in (2, 16)
+    )
+
+
+def _row_of_windows(layout: Layout) -> str:
+    radius, across = layout.options["radius"], layout.options["axis"] == 0
+    return fo._implementation.by_radius("window_sum", radius, across)
+
+
 BERT = (32, 512, 768), (2, 512, 768)  # BERT-base's activations, on a GPU and on a CPU
 BERT_QKV = (32, 512, 3 * 768), (2, 512, 3 * 768)
 BERT_HEADS = (32, 12, 512, 64), (2, 12, 512, 64)
@@ -594,6 +777,58 @@ OPS = (
         differentiated=(0, 1, 2),
         of_size=_norms_of_size,
         table_row=_row_of_rows("residual_rms_norm"),
+    ),
+    Op(
+        name="lerp",
+        family="lerp",
+        ours=fo.lerp,
+        reference=plain_lerp,
+        torch=torch_lerp,
+        operands=same(3),
+        traffic=broadcast_together,
+        layouts=LERPS,
+        differentiated=(0, 1, 2),
+        of_size=_lerps_of_size,
+        table_row=_row_of_lerp,
+    ),
+    Op(
+        name="bias_act",
+        family="bias_act",
+        ours=fo.bias_act,
+        reference=plain_bias_act,
+        torch=torch_bias_act,
+        operands=with_bias,
+        traffic=broadcast_together,
+        layouts=_activations(SMOOTH),
+        differentiated=(0, 1),
+        of_size=_activations_of_size(SMOOTH),
+        table_row=_row_of_activation,
+    ),
+    Op(
+        name="bias_relu",
+        family="bias_act",
+        ours=fo.bias_act,
+        reference=plain_bias_act,
+        torch=torch_bias_act,
+        operands=with_bias,
+        traffic=with_bias_and_mask,
+        layouts=_activations(("relu",)),
+        differentiated=(0, 1),
+        of_size=_activations_of_size(("relu",)),
+        table_row=_row_of_activation,
+    ),
+    Op(
+        name="window_sum",
+        family="window_sum",
+        ours=fo.window_sum,
+        reference=plain_window_sum,
+        torch=torch_window_sum,
+        operands=same(1),
+        traffic=moved,
+        layouts=WINDOWS,
+        phases=("forward",),
+        of_size=_windows_of_size,
+        table_row=_row_of_windows,
     ),
 )
 
