@@ -173,6 +173,10 @@ def what(case: dict) -> str:
         text += f", axis {options['axis']}"
     if "scale" in options:
         text += f", scale {options['scale']}"
+    if "radius" in options:
+        text += f", radius {options['radius']}"
+    if "activation" in options:
+        text += f", {options['activation']}"
     return text
 
 

@@ -134,8 +134,10 @@ struct BackwardShape {
   static constexpr int kSize = kBytes / sizeof(T);
   static constexpr int kElements = sizeof(T) == 8 ? 4 : 8;  // of a chunk
   static constexpr int kUnits = kElements / kSize;
-  static constexpr bool kMore = sizeof(T) == 2 && kKinds != kAnyKinds && !F::kMayBeWide &&
-                                CountColumns(kKinds, F::kGradients) < 2;
+  // Of a bitmask and dy there is little to load; of 16-bit elements registers hold twice as many.
+  static constexpr bool kMore =
+      kKinds != kAnyKinds &&
+      (F::kBits || (sizeof(T) == 2 && !F::kMayBeWide && CountColumns(kKinds, F::kGradients) < 2));
   static constexpr int kInFlight = kMore ? 4 : 2;
   static constexpr int kSteps = kUnits >= kInFlight ? 1 : kInFlight / kUnits;
 };
