@@ -12,7 +12,7 @@ A signature reads like einops: ``"... n, h -> ... n, ... ceil(n/8) :uint8, h :1"
 * A name (``n``) is a dimension of its own; the same name is the same size everywhere.
 * A name with a star (``*s``) is like a batch dimension, but may stand anywhere: the op treats every
   index into it independently. It stands in every slot that has ``...``.
-* ``ceil(n/8)`` is a size derived from a name, a number is that size exactly.
+* ``ceil(n/8)`` and ``n-4`` are sizes derived from a name, a number is that size exactly.
 * A result may name its dtype behind a colon: a dtype (``:uint8``), the dtype of an operand
   (``:1``), or ``:acc``, the accumulator of the first operand (float64 for float64, float32 for
   the narrower types). Without one it has the dtype of the first operand.
@@ -34,15 +34,18 @@ import jax.numpy as jnp
 import numpy as np
 
 _CEIL = re.compile(r"^ceil\(([A-Za-z_]\w*)/(\d+)\)$")
+_SHIFT = re.compile(r"^([A-Za-z_]\w*)([+-]\d+)$")
 _NAME = re.compile(r"^[A-Za-z_]\w*$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """One dimension behind ``...``: a name, ``ceil(name/divisor)``, or a fixed size."""
+    """One dimension behind ``...``: a name, ``ceil(name/divisor)``, ``name+offset``, or a fixed
+    size."""
 
     name: str | None
     divisor: int = 1
+    offset: int = 0
     size: int | None = None
     free: bool = False  # with a star
 
@@ -54,6 +57,8 @@ class Dim:
             return cls(None, size=int(text))
         if match := _CEIL.match(text):
             return cls(match[1], divisor=int(match[2]))
+        if match := _SHIFT.match(text):
+            return cls(match[1], offset=int(match[2]))
         if _NAME.match(text):
             return cls(text)
         raise ValueError(f"cannot read dimension {text!r} in a signature")
@@ -62,7 +67,7 @@ class Dim:
         if self.name is None:
             return self.size
         if self.divisor == 1:
-            return sizes[self.name]
+            return sizes[self.name] + self.offset
         return (sizes[self.name] + self.divisor - 1) // self.divisor
 
     def __str__(self) -> str:
@@ -70,7 +75,14 @@ class Dim:
             return str(self.size)
         if self.divisor != 1:
             return f"ceil({self.name}/{self.divisor})"
+        if self.offset:
+            return f"{self.name}{self.offset:+d}"
         return f"*{self.name}" if self.free else self.name
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a name alone, and so tells the size that the name stands for."""
+        return self.name is not None and self.divisor == 1 and self.offset == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +188,7 @@ class Signature:
                     raise ValueError(f"leading dimensions {head} and {batch} differ in '{self}'")
                 batch = head
             for dim, size in zip(slot.dims, shape[n_batch:], strict=True):
-                if dim.name is not None and dim.divisor == 1 and not (slot.spread and dim.free):
+                if dim.plain and not (slot.spread and dim.free):
                     if sizes.setdefault(dim.name, size) != size:
                         other = sizes[dim.name]
                         raise ValueError(
@@ -242,7 +254,7 @@ class Signature:
 
     def with_sizes(self, sizes: dict[str, int]) -> Signature:
         """The same signature with names that no operand determines replaced by their sizes."""
-        known = {d.name for s in self.operands for d in s.dims if d.divisor == 1}
+        known = {d.name for s in self.operands for d in s.dims if d.plain}
 
         def fix(slot: Slot) -> Slot:
             dims = tuple(

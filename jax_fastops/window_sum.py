@@ -32,29 +32,29 @@ _SHORT_AXIS = 256
 _MOST = 1 << 40
 
 
-def _signature(inner: int, length: int | None, workspace: bool = False) -> str:
-    """Of sums along an axis with so many dimensions behind it; ``None``: as many as elements."""
+def _signature(inner: int, length: str, workspace: bool = False) -> str:
+    """Of sums along an axis with so many dimensions behind it."""
     behind = "".join(f" *i{k}" for k in range(inner))
-    result = f"... {'n' if length is None else length}{behind}"
+    result = f"... {length}{behind}"
     more = f", ... ceil(n/8){behind} :acc" if workspace else ""
     return f"... n{behind} -> {result}{more}"
 
 
 @functools.cache
-def _kernel(inner: int, length: int | None, workspace: bool) -> Kernel:
+def _kernel(inner: int, length: str, workspace: bool) -> Kernel:
     return Kernel.declare("window_sum", _signature(inner, length, workspace))
 
 
-def _length(n, radius: int, pad: int) -> int | None:
-    """How many windows there are along an axis; ``None``: as many as elements."""
-    return None if pad == radius else n + 2 * (pad - radius)
+def _length(radius: int, pad: int) -> str:
+    """How many windows there are along an axis of ``n`` elements."""
+    return "n" if pad == radius else f"n{2 * (pad - radius):+d}"
 
 
 def _sums(x, *, radius: int, pad: int, inner: int):
     n = x.shape[-1 - inner]
     long_axis = not isinstance(n, int) or n > _SHORT_AXIS
     workspace = long_axis and 2 * radius + 1 > _LONG_WINDOW
-    kernel = _kernel(inner, _length(n, radius, pad), workspace)
+    kernel = _kernel(inner, _length(radius, pad), workspace)
     attributes = dict(radius=np.int64(radius), padding=np.int64(pad), inner=np.int64(inner))
     return kernel(x, **attributes)[0]
 
@@ -78,7 +78,7 @@ _window_sum = Op(
     "window_sum",
     "... n -> ... n",
     _reference,
-    kernels=(_kernel(0, None, False),),
+    kernels=(_kernel(0, "n", False),),
     forward=_sums,
     forward_saving=_sums,
     residuals=lambda args, outs, saved: (),
@@ -112,8 +112,7 @@ def window_sum(x, radius: int, *, axis: int = -1, padding: str = "VALID") -> jax
     element, by the same kernel.
 
     Sharding: over every dimension but ``axis``, with no communication. Over an auto mesh axis, a
-    sharded ``axis`` is gathered; over an explicit one XLA does the work. With a symbolic size of
-    ``axis`` (``jax.export``) and ``"VALID"``, too.
+    sharded ``axis`` is gathered; over an explicit one XLA does the work.
 
     Raises:
       TypeError: ``x`` is not an array, its dtype is not supported, or ``radius`` or ``axis`` is not
@@ -141,9 +140,9 @@ def window_sum(x, radius: int, *, axis: int = -1, padding: str = "VALID") -> jax
             f"{axis} of x of shape {x.shape} has {n}; padding 'SAME' allows it"
         )
     options = dict(radius=radius, pad=radius if same else 0, inner=x.ndim - 1 - axis)
-    if 0 in x.shape or not (same or isinstance(n, int)):
+    if 0 in x.shape:
         return _reference(x, **options)
-    length = _length(n, radius, options["pad"])
+    length = _length(radius, options["pad"])
     return _window_sum(x, signature=_signature(options["inner"], length), **options)
 
 

@@ -31,6 +31,13 @@ def test_shapes_and_dtypes_follow_from_the_string():
     ]
 
 
+def test_a_size_may_differ_by_a_number_from_another():
+    assert infer("... n *i -> ... n-4 *i, ... n+2 *i", ((2, 9, 3), F32)) == [
+        ((2, 5, 3), F32),
+        ((2, 11, 3), F32),
+    ]
+
+
 @pytest.mark.parametrize("dtype, kept", [(F64, F64), (F32, F32), (BF16, F32)])
 def test_accumulators_are_at_least_float32(dtype, kept):
     assert infer("... n -> ... :acc", ((4, 3), dtype)) == [((4,), kept)]
@@ -49,7 +56,9 @@ def test_no_batch_dimensions_is_a_batch_of_rank_zero():
         ("... n, ... ceil(n/8) -> ... n", [(2, 9), (2, 3)], "cannot be 3"),
         ("... n -> ... n", [(2, 3), (3,)], "takes 1 operands, got 2"),
         ("... n -> ... m", [(2, 3)], "no operand of"),
-        ("... n+1 -> ... n", [(2, 3)], "cannot read dimension"),
+        ("... n+1 -> ... n", [(2, 3)], "no operand of"),
+        ("... n, ... n-2 -> ... n", [(2, 9), (2, 8)], "cannot be 8"),
+        ("... n*2 -> ... n", [(2, 3)], "cannot read dimension"),
         ("... n", [(2, 3)], "no '->'"),
         ("... *s n -> ... n", [(2, 3, 4)], "different names with a star"),
         ("... *s, ... *t -> ... *s", [(2, 3), (2, 3)], "different names with a star"),
