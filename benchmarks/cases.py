@@ -533,13 +533,13 @@ def _lerps_of_size(elements: int) -> tuple[Layout, ...]:
 
 def _row_of_lerp(layout: Layout) -> str:
     broadcast = layout.operands is _row_all_column
-    unless_ragged = fo._implementation.unless_ragged
-    return unless_ragged("lerp_broadcast", layout.gpu) if broadcast else "lerp"
+    by_rows = fo._implementation.by_rows
+    return by_rows("lerp_broadcast", layout.gpu) if broadcast else "lerp"
 
 
 def _row_of_activation(layout: Layout) -> str:
     name = f"bias_{layout.options['activation']}"
-    return fo._implementation.unless_ragged(name, layout.gpu)
+    return fo._implementation.by_rows(name, layout.gpu)
 
 
 SMOOTH = ("gelu", "gelu_exact", "silu")

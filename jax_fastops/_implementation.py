@@ -148,10 +148,16 @@ def by_radius(name: str, radius: int, across: bool) -> str:
     return f"{name}{'_axis' if across else ''}{'_narrow' if radius < 4 else ''}"
 
 
-def unless_ragged(name: str, shape) -> str:
-    """The row of the table for an element-wise op whose rows kernels move by 16 bytes, or not."""
-    ragged = len(shape) > 0 and isinstance(shape[-1], int) and shape[-1] % 8 != 0
-    return f"{name}_ragged" if ragged else name
+def by_rows(name: str, shape) -> str:
+    """The row of the table for an element-wise op with operands that are broadcast.
+
+    Rows that are no multiple of 16 bytes, and short ones, which groups of lanes share, are other
+    matters than long ones.
+    """
+    length = shape[-1] if len(shape) else 1
+    if not isinstance(length, int):
+        return name
+    return f"{name}_ragged" if length % 8 else f"{name}_short" if length < 256 else name
 
 
 def native_is_faster(op: str, platform: str, dtype, size: int, use: str) -> bool:

@@ -143,6 +143,8 @@ class Op:
             raise ValueError(f"{name}: 'pullback' and 'pushforward' are given together or not")
         self.name = name
         self.signature = signature
+        batched = [slot for slot in parse_slots(signature.partition("->")[0]) if slot.batched]
+        self._broadcasts = bool(batched) and all(slot.spread for slot in batched)
         self.reference = reference
         self.kernels = tuple(kernels)
         self.forward = forward
@@ -204,6 +206,9 @@ class Op:
         if not (self.supports(platform) and _native.runs_here(platform)):
             return True
         largest = max(arrays, key=size_of)
+        if self._broadcasts:  # to what may be larger than any of them
+            shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
+            largest = jax.ShapeDtypeStruct(shape, arrays[0].dtype)
         return not any(
             self._prefers_kernel(platform, largest, use, options) for use in ("forward", "grad")
         )

@@ -17,7 +17,7 @@ import numpy as np
 from jax_fastops._arguments import as_arrays, same_floating_dtype
 from jax_fastops._bits import pack, select
 from jax_fastops._broadcast import call, has_kernel, of_rank, pull_back, pullback_of
-from jax_fastops._implementation import unless_ragged
+from jax_fastops._implementation import by_rows
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
@@ -89,7 +89,7 @@ _bias_act = Op(
     forward=_forward,
     forward_saving=_forward,
     backward=_backward,
-    table_row=lambda x, *, activation: unless_ragged(f"bias_{activation}", x.shape),
+    table_row=lambda x, *, activation: by_rows(f"bias_{activation}", x.shape),
 )
 
 
@@ -153,6 +153,11 @@ def _relu_backward(kept, cts, wanted, **_):
     )
 
 
+def _relu_row(n) -> str:
+    """Of the table; rows of 8 elements, a mask's byte each, lie in longer ones."""
+    return "bias_relu" if n == 8 else by_rows("bias_relu", (n,))
+
+
 _bias_relu = Op(
     "bias_relu",
     f"... n, ~... m -> ... n | {_MASK}",
@@ -166,7 +171,7 @@ _bias_relu = Op(
     pullback=_relu_pullback,
     pushforward=_relu_pushforward,
     backward=_relu_backward,
-    table_row=lambda x, **_: unless_ragged("bias_relu", x.shape),
+    table_row=lambda x, **_: _relu_row(x.shape[-1]),
 )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_fastops._arguments import as_arrays, broadcast_shape, same_floating_dtype
 from jax_fastops._broadcast import call, has_kernel, is_broadcast, of_rank, pull_back, pullback_of
-from jax_fastops._implementation import unless_ragged
+from jax_fastops._implementation import by_rows
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
@@ -86,9 +86,7 @@ _lerp = Op(
     forward_saving=_forward,
     backward=_backward,
     # Flat, it is the same whatever its rows are.
-    table_row=lambda x, *, broadcast: (
-        unless_ragged("lerp_broadcast", x.shape) if broadcast else "lerp"
-    ),
+    table_row=lambda x, *, broadcast: by_rows("lerp_broadcast", x.shape) if broadcast else "lerp",
 )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_fastops as fo
-from jax_fastops import _native
+from jax_fastops import _implementation, _native
 from jax_fastops._implementation import current
 
 
@@ -167,3 +167,24 @@ def test_one_object_in_two_threads():
         thread.join()
         assert current() == "native"
     assert seen == ["auto"]
+
+
+def test_auto_goes_by_the_size_of_what_operands_broadcast_to(monkeypatch):
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    rows = {
+        "lerp_broadcast": {"forward": 64 * 512, "grad": 64 * 512},
+        "lerp_broadcast_ragged": {"forward": None, "grad": None},
+        "lerp_broadcast_short": {"forward": None, "grad": None},
+    }
+    table = {row: {platform: {"float32": found}} for row, found in rows.items()}
+    monkeypatch.setattr(_implementation, "table", lambda: table)
+    fo.use_implementation("auto")
+
+    def takes_kernel(*shapes):
+        args = [jnp.ones(shape) for shape in shapes]
+        return "fastops_lerp" in str(jax.make_jaxpr(lambda *xs: fo.lerp(*xs))(*args))
+
+    assert takes_kernel((64, 1), (1, 512), (1,))
+    assert not takes_kernel((63, 1), (1, 512), (1,))
+    assert not takes_kernel((64, 1), (1, 513), (1,))
+    assert not takes_kernel((1024, 1), (1, 64), (1,))
