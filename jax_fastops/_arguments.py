@@ -93,4 +93,4 @@ def broadcast_shape(op: str, arrays, names) -> tuple[int, ...]:
         return jnp.broadcast_shapes(*(x.shape for x in arrays))
     except ValueError:
         shapes = " and ".join(f"{n} of shape {x.shape}" for n, x in zip(names, arrays, strict=True))
-        raise ValueError(f"{op}: {shapes} do not broadcast together") from None
+        raise ValueError(f"{op}: Incompatible shapes for broadcasting: {shapes}") from None

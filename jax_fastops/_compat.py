@@ -5,6 +5,13 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.core
+
+# Raised where a symbolic size cannot be compared.
+InconclusiveDimensionOperation = (
+    getattr(jax.errors, "InconclusiveDimensionOperation", None)
+    or jax.core.InconclusiveDimensionOperation  # jax < 0.10
+)
 
 
 def varying_axes(x) -> frozenset:

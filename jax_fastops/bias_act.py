@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastops._arguments import as_arrays, same_floating_dtype
+from jax_fastops._arguments import as_arrays, not_weak, same_floating_dtype
 from jax_fastops._bits import pack, select
 from jax_fastops._broadcast import call, has_kernel, of_rank, pull_back, pullback_of
 from jax_fastops._implementation import by_rows
@@ -218,7 +218,7 @@ def _check(x, bias, activation) -> list[jax.Array]:
         )
     if bias.dtype != x.dtype:
         bias = bias.astype(accumulator_dtype(x.dtype))
-    return match_varying([x, of_rank(bias, x.ndim)])
+    return match_varying([not_weak(x), of_rank(not_weak(bias), x.ndim)])
 
 
 def bias_act(x, bias, *, activation: str = "gelu") -> jax.Array:

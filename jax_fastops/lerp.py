@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_fastops._arguments import as_arrays, broadcast_shape, same_floating_dtype
+from jax_fastops._arguments import as_arrays, broadcast_shape, not_weak, same_floating_dtype
 from jax_fastops._broadcast import call, has_kernel, is_broadcast, of_rank, pull_back, pullback_of
 from jax_fastops._implementation import by_rows
 from jax_fastops._kernel import Kernel, match_varying
@@ -127,7 +127,7 @@ def lerp(start, end, weight) -> jax.Array:
     """
     names = ["start", "end", "weight"]
     arrays = as_arrays("lerp", start=start, end=end, weight=weight)
-    arrays = same_floating_dtype("lerp", arrays, names)
+    arrays = list(map(not_weak, same_floating_dtype("lerp", arrays, names)))
     shape = broadcast_shape("lerp", arrays, names)
     arrays = match_varying([of_rank(x, len(shape)) for x in arrays])
     if not has_kernel(shape):

@@ -1,8 +1,8 @@
 """``window_sum``: sums over a window that slides along an axis.
 
 One kernel serves the op, its gradient and its tangent: it takes any padding with zeros, and the
-transpose of a windowed sum is a windowed sum with the padding that is left. Its cost does not
-depend on the window: a window is made of sums that neighbouring windows share. Nothing is
+transpose of a windowed sum is a windowed sum with the padding that is left. Its cost grows little
+with the window: a window is made of sums that neighbouring windows share. Nothing is
 subtracted to that end, so the error of a sum does not depend on where it is, and a NaN reaches just
 the windows that contain it.
 
@@ -17,6 +17,7 @@ import operator
 import jax
 import numpy as np
 
+from jax_fastops import _compat
 from jax_fastops._arguments import as_arrays, not_weak, same_floating_dtype
 from jax_fastops._implementation import by_radius
 from jax_fastops._kernel import Kernel
@@ -94,7 +95,7 @@ def window_sum(x, radius: int, *, axis: int = -1, padding: str = "VALID") -> jax
     """Sums over windows of ``2 * radius + 1`` neighbours along an axis.
 
     Equals ``jax.lax.reduce_window`` with ``jax.lax.add`` and strides of 1; summed in float32
-    (float64 for float64) and rounded once. It takes as long for any radius.
+    (float64 for float64) and rounded once. Its time grows little with the radius.
 
     Args:
       x: array of one dimension or more; float32, bfloat16, float16 or float64.
@@ -112,7 +113,8 @@ def window_sum(x, radius: int, *, axis: int = -1, padding: str = "VALID") -> jax
     element, by the same kernel.
 
     Sharding: over every dimension but ``axis``, with no communication. Over an auto mesh axis, a
-    sharded ``axis`` is gathered; over an explicit one XLA does the work.
+    sharded ``axis`` is gathered; over an explicit one XLA does the work. So it does with
+    ``"VALID"`` and a symbolic size of ``axis`` (``jax.export``) not known to hold a window.
 
     Raises:
       TypeError: ``x`` is not an array, its dtype is not supported, or ``radius`` or ``axis`` is not
@@ -140,10 +142,18 @@ def window_sum(x, radius: int, *, axis: int = -1, padding: str = "VALID") -> jax
             f"{axis} of x of shape {x.shape} has {n}; padding 'SAME' allows it"
         )
     options = dict(radius=radius, pad=radius if same else 0, inner=x.ndim - 1 - axis)
-    if 0 in x.shape:
+    if 0 in x.shape or not (same or _has_room(n, 2 * radius)):
         return _reference(x, **options)
     length = _length(radius, options["pad"])
     return _window_sum(x, signature=_signature(options["inner"], length), **options)
+
+
+def _has_room(n, least: int) -> bool:
+    """Whether a size is known to be so large; of a symbolic one, from its constraints."""
+    try:
+        return bool(n >= least)
+    except _compat.InconclusiveDimensionOperation:
+        return False
 
 
 def _check_radius(radius) -> int:

@@ -362,6 +362,15 @@ def test_nan_infinity_and_large_values(activation, dtype, bias):
         np.testing.assert_allclose(got, want, rtol=4 * float(info.eps) + 64 * wide, atol=64 * wide)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_at_infinity_and_nan(activation, mode):
+    x = np.float32([np.inf, -np.inf, np.nan, 30.0, -30.0, 0.0, 1.0, -1.0])
+    with fo.use_implementation(mode):
+        got = jax.grad(lambda x: fo.bias_act(x, np.float32(0), activation=activation).sum())(x)
+    want = jax.grad(lambda x: reference(x, np.float32(0), activation=activation).sum())(x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_relu_selects(dtype):
     """Bits of jax.nn.relu, and of the cotangent or 0: nothing is multiplied."""
     values = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.5, -1.5, 1e-3]).astype(dtype)

@@ -424,6 +424,17 @@ def test_one_export_serves_every_size(axis, padding):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_an_export_of_an_axis_that_may_be_too_short():
+    """Without constraints nobody knows whether there is a window, so XLA does the work."""
+    both = lambda x: (fo.window_sum(x, 3), jax.grad(lambda x: fo.window_sum(x, 3).sum())(x))  # noqa: E731
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, n"), np.float32)
+    exported = jax.export.export(jax.jit(both), disabled_checks=fo.export_checks())(shape)
+    x = normal(np.random.default_rng(12), (3, 9), np.float32)
+    for mine, theirs in zip(exported.call(x), jax.jit(both)(x), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert exported.call(np.zeros((3, 5), np.float32))[0].shape == (3, 0)
+
+
 def test_an_export_serves_long_windows_of_any_axis():
     """With a workspace, whether the axis needs it or not."""
     fn = lambda x: fo.window_sum(x, 1500, padding="SAME")  # noqa: E731

@@ -25,8 +25,8 @@
 // g(a) = erfcx(a / sqrt 2) / 2 falls like 1 / a. It is q times a polynomial of q = 1 / (1 + c a),
 // fitted for the smallest relative error over the a that matter.
 //
-// As in jax.nn, NaN gives NaN, and y(-inf) is NaN, an infinity times 0. y' at an infinity is NaN in
-// jax.nn; here it is the limit. float64 has time for the math library.
+// As in jax.nn, NaN gives NaN, y(-inf) is NaN, an infinity times 0, and so is y' at an infinity:
+// what computes the limit there is added to s - s. float64 has time for the math library.
 #ifndef JAX_FASTOPS_CUDA_ACTIVATION_CUH_
 #define JAX_FASTOPS_CUDA_ACTIVATION_CUH_
 
@@ -125,7 +125,8 @@ struct Gelu {
     const A a = activation::Magnitude(s, kLimit<T>);
     const A a2 = a * a;
     return activation::LogisticDerivative<T>(s, Exp<T>(a, a2),
-                                             a * (A(3 * kCubic) * a2 + A(kLinear)));
+                                             a * (A(3 * kCubic) * a2 + A(kLinear))) +
+           (s - s);
   }
 
  private:
@@ -156,7 +157,7 @@ struct Silu {
   template <typename T>
   static __device__ __forceinline__ ComputeType<T> Derivative(ComputeType<T> s) {
     const ComputeType<T> a = activation::Magnitude(s, kLimit<T>);
-    return activation::LogisticDerivative<T>(s, Exp<T>(a), a);
+    return activation::LogisticDerivative<T>(s, Exp<T>(a), a) + (s - s);
   }
 
  private:
@@ -191,12 +192,13 @@ struct GeluExact {
   template <typename T>
   static __device__ __forceinline__ ComputeType<T> Derivative(ComputeType<T> s) {
     if constexpr (sizeof(T) == 8) {
-      s = s < -40.0 ? -40.0 : s > 40.0 ? 40.0 : s;
-      return 0.5 * erfc(-s * kSqrtHalf) + s * (kDensity * exp(-0.5 * (s * s)));
+      const double t = s < -40.0 ? -40.0 : s > 40.0 ? 40.0 : s;
+      return 0.5 * erfc(-t * kSqrtHalf) + t * (kDensity * exp(-0.5 * (t * t))) + (s - s);
     } else {
       const Normal n = NormalOf<T>(s);
       const float below = fmaf(n.a * n.e, -static_cast<float>(kDensity), n.below);
-      return s < 0.0f ? below * activation::kUnshift<T> : 1.0f - below * activation::kUnshift<T>;
+      const float far = below * activation::kUnshift<T>;
+      return (s < 0.0f ? far : 1.0f - far) + (s - s);
     }
   }
 

@@ -4,11 +4,20 @@
 //
 //   struct F {
 //     static constexpr int kOperands = ..., kGradients = ...;
-//     static constexpr bool kMayBeWide = ...;  // whether an operand may be of the accumulator's
-//     type static constexpr bool kBits = ...;       // whether operand 0 is a bitmask; its values:
-//     0 and 1 template <typename T> static __device__ void Gradients(ComputeType<T> dy, const
-//     ComputeType<T> (&x)[kOperands],
+//     // Whether an operand may be of the accumulator's type.
+//     static constexpr bool kMayBeWide = ...;
+//     // Whether operand 0 is a bitmask. Its values are 0 and 1.
+//     static constexpr bool kBits = ...;
+//     // Whether gradient 0 has the result's shape, always.
+//     static constexpr bool kFirstIsFull = ...;
+//     // Whether rows that are no multiple of 16 bytes are worth kernels of their own.
+//     static constexpr bool kShortUnits = ...;
+//     template <typename T>
+//     static __device__ void Gradients(ComputeType<T> dy,
+//                                      const ComputeType<T> (&x)[kOperands],
 //                                      ComputeType<T> (&g)[kGradients]);
+//     // Which operands the gradients that are wanted need.
+//     static void Needed(const bool* wanted, bool* needed);
 //   };
 //
 // Bound by memory, so every array is read once, and what is summed stays on the chip as long as

@@ -3,9 +3,10 @@
 //
 //   struct F {
 //     static constexpr int kOperands = ...;
-//     static constexpr bool kMayBeWide = ...;  // whether an operand may be of the accumulator's
-//     type template <typename T> static __device__ ComputeType<T> Value(const ComputeType<T>
-//     (&x)[kOperands]);
+//     // Whether an operand may be of the accumulator's type.
+//     static constexpr bool kMayBeWide = ...;
+//     template <typename T>
+//     static __device__ ComputeType<T> Value(const ComputeType<T> (&x)[kOperands]);
 //   };
 //
 // Bound by memory, so shaped by its accesses: a thread takes units of 16 bytes of the flat result,

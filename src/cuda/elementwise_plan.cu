@@ -158,10 +158,15 @@ BoxPlan CachedBoxes(const BroadcastShape& shape, const int* arrays, int sums,
   };
   add(shape.size, shape.rank);
   for (int s = 0; s < sums; ++s) add(shape.stride[arrays[s]], shape.rank);
-  const int64_t rest[] = {shape.rank,           sums,
-                          limits.unit,          limits.units,
-                          limits.table_columns, limits.accumulator_bytes,
-                          limits.slot_bytes,    limits.workspace,
+  const int64_t rest[] = {shape.rank,
+                          sums,
+                          limits.unit,
+                          limits.units,
+                          limits.table_columns,
+                          limits.element_bytes,
+                          limits.accumulator_bytes,
+                          limits.slot_bytes,
+                          limits.workspace,
                           limits.processors};
   add(rest, sizeof(rest) / sizeof(rest[0]));
   std::lock_guard<std::mutex> lock(mutex);

@@ -19,9 +19,8 @@ namespace window_sum {
 namespace {
 
 constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
-constexpr int64_t kDirectAxis = 64;      // no longer axes are summed directly
-constexpr int kSharedLimit = 227 << 10;  // of a block
-constexpr int kSharedOfTwo = 112 << 10;  // of each of two blocks on one multiprocessor
+constexpr int64_t kDirectAxis = 64;       // no longer axes are summed directly
+constexpr int kSharedPerBlock = 1 << 10;  // that the device keeps of each block's shared memory
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -31,6 +30,7 @@ struct Run {
   void* y;
   void* workspace;
   int processors;
+  int shared;  // the shared memory that a block may have
   cudaStream_t stream;
 };
 
@@ -128,11 +128,12 @@ cudaError_t LaunchColumns(const Run& run) {
     return (s.window() - 1 + step()) * (kSize << log_width) * static_cast<int64_t>(sizeof(A));
   };
   // As wide as two blocks find room for; down to a sector of memory if one does.
-  while (log_width > 0 && shared() > ((kBytes << log_width) > 32 ? kSharedOfTwo : kSharedLimit)) {
+  const int of_two = run.shared / 2 - kSharedPerBlock;
+  while (log_width > 0 && shared() > ((kBytes << log_width) > 32 ? of_two : run.shared)) {
     --log_width;
   }
   while (log_width > 0 && int64_t{1} << (log_width - 1) >= units) --log_width;
-  if (shared() > kSharedLimit) return cudaErrorInvalidConfiguration;
+  if (shared() > run.shared) return cudaErrorInvalidConfiguration;
 
   ColumnsParams params;
   params.x = static_cast<const char*>(run.x);
@@ -153,8 +154,9 @@ cudaError_t LaunchColumns(const Run& run) {
   // A segment reads a window before its first sum; too few blocks leave multiprocessors idle.
   const int64_t strips = CeilDiv(units, int64_t{1} << log_width), lines = s.outer * strips;
   const int64_t resident =
-      run.processors * std::min<int64_t>(kColumnBlocks<T, kBytes>,
-                                         std::max<int64_t>(1, kSharedLimit / (shared() + 1024)));
+      run.processors *
+      std::min<int64_t>(kColumnBlocks<T, kBytes>,
+                        std::max<int64_t>(1, run.shared / (shared() + kSharedPerBlock)));
   int64_t best = 1;
   double least = std::numeric_limits<double>::infinity();
   const int64_t most = std::min<int64_t>(256, CeilDiv(s.m(), step()));
@@ -257,8 +259,16 @@ cudaError_t OfType(const Run& run) {
   return s.inner == 1 ? LaunchRows<T>(run) : OfUnit<T, Columns>(run);
 }
 
+// The shared memory that a block may have.
+cudaError_t SharedLimit(int* bytes) {
+  int device;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+}
+
 template <typename T, typename Load>
-cudaError_t LoadType(const Load& load) {
+cudaError_t LoadType(int shared_limit, const Load& load) {
   using A = ComputeType<T>;
   constexpr int kNarrow = sizeof(T) < 4 ? 4 : sizeof(T);
   load(reinterpret_cast<const void*>(DirectKernel<T, 16>));
@@ -271,13 +281,14 @@ cudaError_t LoadType(const Load& load) {
                           reinterpret_cast<const void*>(ColumnsKernel<T, 16>),
                           reinterpret_cast<const void*>(ColumnsKernel<T, kNarrow>),
                           reinterpret_cast<const void*>(ColumnsKernel<T, sizeof(T)>)};
+  cudaError_t first = cudaSuccess;
   for (const void* kernel : shared) {
     load(kernel);
     const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
-    if (error != cudaSuccess) return error;
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit);
+    if (first == cudaSuccess) first = error;
   }
-  return cudaSuccess;
+  return first;
 }
 
 }  // namespace
@@ -286,11 +297,13 @@ cudaError_t LoadType(const Load& load) {
 cudaError_t WindowSum(const WindowSumShape& shape, DType dtype, const void* x, void* y,
                       void* workspace, cudaStream_t stream) {
   if (shape.outer * shape.inner == 0 || shape.m() <= 0) return cudaSuccess;
-  window_sum::Run run = {shape, x, y, workspace, 0, stream};
+  window_sum::Run run = {shape, x, y, workspace, 0, 0, stream};
   int device;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&run.processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  error = window_sum::SharedLimit(&run.shared);
   if (error != cudaSuccess) return error;
   switch (dtype) {
     case DType::kF32:
@@ -310,10 +323,12 @@ cudaError_t LoadWindowSumKernels() {
   cudaError_t error = cudaSuccess;
   const cudaError_t loaded = loader.Load([&error](const auto& load) {
     const auto all = [&error](cudaError_t one) { error = error != cudaSuccess ? error : one; };
-    all(window_sum::LoadType<float>(load));
-    all(window_sum::LoadType<__nv_bfloat16>(load));
-    all(window_sum::LoadType<__half>(load));
-    all(window_sum::LoadType<double>(load));
+    int shared = 0;
+    all(window_sum::SharedLimit(&shared));
+    all(window_sum::LoadType<float>(shared, load));
+    all(window_sum::LoadType<__nv_bfloat16>(shared, load));
+    all(window_sum::LoadType<__half>(shared, load));
+    all(window_sum::LoadType<double>(shared, load));
   });
   return error != cudaSuccess ? error : loaded;
 }

@@ -296,7 +296,9 @@ inline ffi::Error ReadBiasAct(const ffi::RemainingArgs& args, const ffi::Remaini
   call->operands[0] = read.ReadOperand("x");
   call->operands[1] = read.ReadOperand("bias");
   if (read.Flag("mask")) call->mask = read.MaskResult("mask");
-  return read.Finish(call);
+  FASTOPS_RETURN_IF_ERROR(read.Finish(call));
+  if (call->activation != Activation::kRelu || call->shape.IsFull(0)) return ffi::Error::Success();
+  return InvalidArgument("bias_act", "with relu, x must have the shape of y");
 }
 
 inline ffi::Error ReadBiasActBackward(const ffi::RemainingArgs& args,
@@ -304,6 +306,8 @@ inline ffi::Error ReadBiasActBackward(const ffi::RemainingArgs& args,
                                       const ffi::Dictionary& attributes, ElementwiseCall* call) {
   ElementwiseReader read("bias_act_bwd", args, rets, attributes);
   call->activation = read.ReadActivation();
+  if (call->activation == Activation::kRelu)
+    return InvalidArgument("bias_act_bwd", "relu has bias_relu_bwd, which reads a mask");
   call->dy = read.Whole("dy");
   call->operands[0] = read.ReadOperand("x");
   call->operands[1] = read.ReadOperand("bias");

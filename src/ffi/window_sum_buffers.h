@@ -32,8 +32,8 @@ inline ffi::Error ReadWindowSum(const ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuf
   const auto inner = attributes.get<int64_t>("inner");
   if (radius.has_error() || padding.has_error() || inner.has_error())
     return InvalidArgument(op, "the attributes 'radius', 'padding' and 'inner' are needed");
-  const bool batch_first =
-      attributes.contains("batch_first") && *attributes.get<bool>("batch_first");
+  const auto reordered = attributes.get<bool>("batch_first");
+  const bool batch_first = !reordered.has_error() && *reordered;
   const NamedBuffer from("x", x), to("y", y);
   FASTOPS_RETURN_IF_ERROR(CheckFloating(op, from, &call->dtype));
   const auto mismatch = [&](const char* what) {
@@ -70,8 +70,11 @@ inline ffi::Error ReadWindowSum(const ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuf
     auto buffer = workspace.get<ffi::AnyBuffer>(0);
     if (buffer.has_error()) return buffer.error();
     const int64_t needed = shape.outer * ((shape.n + 7) / 8) * shape.inner;
-    if (static_cast<int64_t>((*buffer)->element_count()) < needed)
-      return InvalidArgument(op, Describe({"workspace", *buffer}) + " is too small");
+    const auto wide = call->dtype == DType::kF64 ? ffi::DataType::F64 : ffi::DataType::F32;
+    if (static_cast<int64_t>((*buffer)->element_count()) < needed ||
+        (*buffer)->element_type() != wide)
+      return InvalidArgument(op,
+                             Describe({"workspace", *buffer}) + " does not fit " + Describe(from));
     call->workspace = (*buffer)->untyped_data();
   }
   return ffi::Error::Success();
