@@ -32,7 +32,8 @@ struct BroadcastShape {
   bool IsFull(int array) const;
   // Whether it has one element for everything.
   bool IsScalar(int array) const;
-  // The distance between neighbours along the innermost dimension: 0 or 1.
+  // The distance between neighbours along the innermost dimension: 0 or 1, or more where what they
+  // are neighbours along was dropped (a mask's bytes of one bit; copies along a dimension of 1).
   int64_t InnerStride(int array) const { return rank == 0 ? 0 : stride[array][rank - 1]; }
 };
 
