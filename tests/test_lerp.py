@@ -237,6 +237,28 @@ def test_large_sums(kind, shapes):
     check_shapes(jnp.dtype(kind), [shapes])
 
 
+# Sums of every kind, over several boxes of the CUDA kernels: columns, slots, rows; one and two of
+# them; rows that a warp takes, that several share a warp, and that are no multiple of 16 bytes.
+MANY_BOXES = [
+    ((1, 512), (700, 512), (700, 1)),
+    ((1, 515), (700, 515), (700, 1)),
+    ((1, 24), (9000, 24), (9000, 1)),
+    ((40, 1, 512), (1, 33, 512), (40, 33, 1)),
+    ((40, 1, 96), (1, 70, 96), (40, 70, 1)),
+    ((300, 1, 257), (1, 5, 257), (300, 5, 1)),
+    ((4, 1, 4, 1, 4, 1, 64), (1, 8, 1, 8, 1, 8, 1), (4, 8, 4, 8, 4, 8, 64)),
+    ((60, 1, 1024), (60, 6, 1024), (1, 1, 1024)),
+    ((1, 300_000), (1, 1), (1, 300_000)),
+    ((16, 1), (16, 20_000), (1, 1)),
+    ((100_000, 3), (1, 3), (100_000, 1)),
+]
+
+
+@pytest.mark.parametrize("shapes", MANY_BOXES, ids=str)
+def test_many_boxes(dtype, shapes):
+    check_shapes(dtype, [shapes])
+
+
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
 def test_some_gradients(wanted):
     shapes = [
