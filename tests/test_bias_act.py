@@ -53,7 +53,7 @@ def case(name, activation, shape, bias, sharded=None, sharded_bias=None, bias_dt
         fn=functools.partial(fo.bias_act, activation=activation),
         reference=functools.partial(reference, activation=activation),
         make_args=draws(shape, bias, bias_dtype),
-        tolerance=Tolerance(ulps=24.0),
+        tolerance=Tolerance(ulps=96.0),  # sums in which terms cancel
         **more,
     )
 
