@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastops._kernel import Kernel, partitions, shards_of, size_of, spread_shape
+from jax_fastops._kernel import Kernel, copies_too_much, partitions, shards_of, size_of
 from jax_fastops._views import explicit_spec, reshape
 
 _MOST_DIMS = 16  # kMaxBroadcastRank in broadcast.h
@@ -33,29 +32,6 @@ def of_rank(x, rank: int) -> jax.Array:
 def has_kernel(shape) -> bool:
     """Whether the kernels take a result of this shape."""
     return len(shape) <= _MOST_DIMS and 0 not in shape
-
-
-def copies_too_much(kernel: Kernel, operands) -> bool:
-    """Whether an operand would grow to half of the largest array in a program for many devices.
-
-    Under auto mesh axes it has a copy for each device along every dimension that it is broadcast
-    along (see ``spread_out``). Then XLA, which needs none, does the work.
-    """
-    devices = partitions()
-    if devices == 1:
-        return False
-    shapes = [x.shape for x in operands]
-    if not all(isinstance(d, int) for shape in shapes for d in shape):
-        return True
-    buffers = kernel.signature.infer(shapes, [x.dtype for x in operands])
-    buffers += [(x.shape, x.dtype) for x in operands]
-    largest = max(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
-    for i, (slot, x) in enumerate(zip(kernel.signature.operands, operands, strict=True)):
-        if slot.spread:
-            shape, _ = spread_shape(kernel.signature, operands, i, devices)
-            if shape != x.shape and 2 * math.prod(shape) * x.dtype.itemsize > largest:
-                return True
-    return False
 
 
 def call(kernel: Kernel, operands, otherwise: Callable, **attributes):

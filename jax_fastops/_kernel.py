@@ -412,6 +412,29 @@ def spread_shape(signature: Signature, operands, index: int, devices: int):
     return tuple(shape), None if own_spec is None else tuple(spec)
 
 
+def copies_too_much(kernel: Kernel, operands) -> bool:
+    """Whether an operand would grow to half of the largest buffer in a program for many devices.
+
+    Under auto mesh axes it has a copy for each device along every dimension that it is broadcast
+    along (see ``spread_out``). Then XLA, which needs none, does the work.
+    """
+    devices, signature = partitions(), kernel.signature
+    if devices == 1 or not any(slot.spread for slot in signature.operands):
+        return False
+    shapes = [x.shape for x in operands]
+    if not all(isinstance(d, int) for shape in shapes for d in shape):
+        return True
+    buffers = signature.infer(shapes, [x.dtype for x in operands])
+    buffers += [(x.shape, x.dtype) for x in operands]
+    largest = max(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
+    for i, (slot, x) in enumerate(zip(signature.operands, operands, strict=True)):
+        if slot.spread:
+            shape, _ = spread_shape(signature, operands, i, devices)
+            if shape != x.shape and 2 * math.prod(shape) * x.dtype.itemsize > largest:
+                return True
+    return False
+
+
 def _batch_first(
     *operands, kernel, signature: Signature, attributes, bound: Bound
 ) -> list[jax.Array]:

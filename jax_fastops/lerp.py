@@ -27,7 +27,7 @@ _LERP = Kernel.declare("lerp", _SIGNATURE)
 _LERP_BWD = Kernel.declare("lerp_bwd", "... *n, ~... *n, ~... *n, ~... *n -> ... *n")
 
 
-@functools.partial(jax.custom_jvp)
+@jax.custom_jvp
 def _interpolate(start, end, weight):
     wide = accumulator_dtype(start.dtype)
     s, e, w = (x.astype(wide) for x in (start, end, weight))

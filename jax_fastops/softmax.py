@@ -19,7 +19,7 @@ import numpy as np
 
 from jax_fastops._arguments import as_arrays, not_weak, real_number, same_floating_dtype
 from jax_fastops._implementation import by_row_length
-from jax_fastops._kernel import Kernel, partitions, spread_shape
+from jax_fastops._kernel import Kernel, copies_too_much
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 
@@ -63,7 +63,7 @@ def _needs_workspace(n) -> bool:
 def _forward(x, where, *, scale: float, log: bool, inner: int):
     kernel = _kernel("softmax", inner, where is not None, _needs_workspace(x.shape[-1 - inner]))
     operands = [x] if where is None else [x, where]
-    if _copies_too_much(kernel, operands):
+    if copies_too_much(kernel, operands):
         return _reference(x, where, scale=scale, log=log, inner=inner)
     attributes = dict(scale=np.float64(scale), log=np.bool_(log), inner=np.int64(inner))
     return kernel(*operands, **attributes)[0]
@@ -75,29 +75,10 @@ def _backward(kept, cts, wanted, *, scale: float, log: bool, inner: int, masked:
     (dy,) = cts
     kernel = _kernel("softmax_bwd", inner, where is not None, _needs_workspace(y.shape[-1 - inner]))
     operands = [y, dy] if where is None else [y, dy, where]
-    if _copies_too_much(kernel, operands):
+    if copies_too_much(kernel, operands):
         return _pullback(kept, cts, scale=scale, log=log, inner=inner, masked=masked)
     attributes = dict(scale=np.float64(scale), log=np.bool_(log), inner=np.int64(inner))
     return kernel(*operands, masked=np.bool_(masked), **attributes)[0], None
-
-
-def _copies_too_much(kernel: Kernel, operands) -> bool:
-    """Whether a mask would grow to half of what it masks in a program for many devices.
-
-    Under auto mesh axes it has a copy for each device along every dimension that it is broadcast
-    along (see ``spread_out``). Then XLA, which needs none, does the work.
-    """
-    devices = partitions()
-    if devices == 1 or len(kernel.signature.operands) < 2:
-        return False
-    at = len(operands) - 1
-    if not kernel.signature.operands[at].spread:
-        return False
-    x = operands[0]
-    shape, _ = spread_shape(kernel.signature, operands, at, devices)
-    if not all(isinstance(d, int) for d in (*shape, *x.shape)):
-        return True
-    return 2 * math.prod(shape) > x.size * x.dtype.itemsize
 
 
 # ---- references ----------------------------------------------------------------------------------
