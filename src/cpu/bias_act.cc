@@ -12,15 +12,6 @@ const BiasActKernels& Kernels() {
   return kernels;
 }
 
-Storage StorageOf(bool wide) { return wide ? Storage::kWide : Storage::kElement; }
-
-InputArray Input(const Operand& operand, int array) {
-  return {operand.data, array, StorageOf(operand.wide)};
-}
-OutputArray Output(const Gradient& gradient, int array) {
-  return {gradient.data, array, StorageOf(gradient.wide)};
-}
-
 }  // namespace
 
 void BiasActForward(const BroadcastShape& shape, DType dtype, Activation activation,

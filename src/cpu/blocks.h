@@ -8,6 +8,7 @@
 #include "cpu/blocks_simd.h"
 #include "cpu/parallel.h"
 #include "dtype.h"
+#include "elementwise.h"
 
 namespace jax_fastops::cpu {
 
@@ -28,6 +29,14 @@ struct OutputArray {
   int array = kResult;   // where its stride is 0, what the kernel writes is added up
   Storage storage = Storage::kElement;
 };
+
+inline Storage StorageOf(bool wide) { return wide ? Storage::kWide : Storage::kElement; }
+inline InputArray Input(const Operand& operand, int array) {
+  return {operand.data, array, StorageOf(operand.wide)};
+}
+inline OutputArray Output(const Gradient& gradient, int array) {
+  return {gradient.data, array, StorageOf(gradient.wide)};
+}
 
 // Calls the kernel on blocks that together are the result. Two calls with the same shape and the
 // same number of threads have the same bits.

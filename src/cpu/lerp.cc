@@ -12,14 +12,12 @@ const LerpKernels& Kernels() {
   return kernels;
 }
 
-Storage StorageOf(bool wide) { return wide ? Storage::kWide : Storage::kElement; }
-
 }  // namespace
 
 void LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3], void* out,
                  Executor& executor) {
   InputArray in[3];
-  for (int i = 0; i < 3; ++i) in[i] = {operands[i].data, i, StorageOf(operands[i].wide)};
+  for (int i = 0; i < 3; ++i) in[i] = Input(operands[i], i);
   const OutputArray result = {out, kResult, Storage::kElement};
   RunBlocks(shape, dtype, in, 3, &result, 1, Kernels().forward[static_cast<int>(dtype)], executor);
 }
@@ -30,8 +28,8 @@ void LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
   InputArray in[4] = {{dy, kResult, Storage::kElement}};
   OutputArray out[3];
   for (int i = 0; i < 3; ++i) {
-    in[i + 1] = {operands[i].data, i, StorageOf(operands[i].wide)};
-    out[i] = {gradients[i].data, 3 + i, StorageOf(gradients[i].wide)};
+    in[i + 1] = Input(operands[i], i);
+    out[i] = Output(gradients[i], 3 + i);
   }
   RunBlocks(shape, dtype, in, 4, out, 3, Kernels().backward[static_cast<int>(dtype)], executor);
 }

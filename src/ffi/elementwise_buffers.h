@@ -47,6 +47,17 @@ struct ElementwiseCall {
   Gradient gradients[kMaxElementwiseOperands];
   size_t gradient_bytes[kMaxElementwiseOperands] = {};
   SumWorkspace workspace;
+
+  bool IsEmpty() const { return shape.elements() == 0; }
+  // Of an empty result the gradients are sums of nothing: `zero(data, bytes)` clears one.
+  template <typename Zero>
+  ffi::Error ClearGradients(const Zero& zero) const {
+    for (int i = 0; i < kMaxElementwiseOperands; ++i) {
+      if (gradient_bytes[i] == 0) continue;
+      FASTOPS_RETURN_IF_ERROR(zero(gradients[i].data, gradient_bytes[i]));
+    }
+    return ffi::Error::Success();
+  }
 };
 
 // Takes the buffers of a call one after the other, and checks each against what it must be. After

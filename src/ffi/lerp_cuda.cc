@@ -2,8 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/lerp.h"
-#include "ffi/cuda_errors.h"
-#include "ffi/elementwise_buffers.h"
+#include "ffi/elementwise_cuda.h"
 #include "ffi/registry.h"
 
 namespace jax_fastops {
@@ -11,27 +10,20 @@ namespace {
 
 ffi::Error LerpImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                     ffi::Dictionary attributes) {
-  ElementwiseCall call;
-  FASTOPS_RETURN_IF_ERROR(ReadLerp(args, rets, attributes, &call));
-  if (call.shape.elements() == 0) return ffi::Error::Success();
-  return ToError("lerp",
-                 cuda::LerpForward(call.shape, call.dtype, call.operands, call.out, stream));
+  return LaunchElementwise(
+      "lerp", stream, args, rets, attributes, ReadLerp, [stream](const ElementwiseCall& call) {
+        return cuda::LerpForward(call.shape, call.dtype, call.operands, call.out, stream);
+      });
 }
 
 ffi::Error LerpBwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        ffi::Dictionary attributes) {
-  ElementwiseCall call;
-  FASTOPS_RETURN_IF_ERROR(ReadLerpBackward(args, rets, attributes, &call));
-  if (call.shape.elements() == 0) {  // sums of nothing
-    for (int i = 0; i < 3; ++i) {
-      if (call.gradient_bytes[i] == 0) continue;
-      FASTOPS_RETURN_IF_ERROR(ToError(
-          "lerp_bwd", cudaMemsetAsync(call.gradients[i].data, 0, call.gradient_bytes[i], stream)));
-    }
-    return ffi::Error::Success();
-  }
-  return ToError("lerp_bwd", cuda::LerpBackward(call.shape, call.dtype, call.dy, call.operands,
-                                                call.gradients, call.workspace, stream));
+  return LaunchElementwise("lerp_bwd", stream, args, rets, attributes, ReadLerpBackward,
+                           [stream](const ElementwiseCall& call) {
+                             return cuda::LerpBackward(call.shape, call.dtype, call.dy,
+                                                       call.operands, call.gradients,
+                                                       call.workspace, stream);
+                           });
 }
 
 ffi::Error InitializeImpl(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
