@@ -12,6 +12,7 @@ NaN or infinite in one result and not so, or another one, in jax.nn's.
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +25,34 @@ from benchmarks.cases import OPS, Op, fo
 from benchmarks.report import headline, write
 
 DTYPES = ("float32", "bfloat16", "float16")
-FAMILIES = ("softmax", "norm")
 SHAPE = (512, 1000)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An op with the options and the operands' shapes that it is looked at with."""
+
+    op: Op
+    label: str
+    shapes: tuple[tuple[int, ...], ...] = (SHAPE,)
+    options: dict = field(default_factory=dict)
+
+
+def variants() -> Iterator[Variant]:
+    """Every op that computes something."""
+    for op in OPS:
+        if op.family == "softmax":
+            yield Variant(op, op.name)
+        elif op.family in ("norm", "lerp"):
+            yield Variant(op, op.name, op.operands(SHAPE))
+        elif op.family == "bias_act":
+            for activation in dict.fromkeys(layout.options["activation"] for layout in op.layouts):
+                options = {"activation": activation}
+                yield Variant(op, f"bias_act, {activation}", op.operands(SHAPE), options)
+        elif op.family == "window_sum":
+            for radius in (2, 16):
+                options = {"radius": radius, "padding": "SAME"}
+                yield Variant(op, f"window_sum, radius {radius}", options=options)
 
 
 def ordinary(x: np.ndarray) -> np.ndarray:
@@ -94,35 +121,36 @@ def main() -> None:
 
 def rows() -> Iterator[dict]:
     """A row for each op, dtype and kind of data, printed as it comes."""
-    for op in (op for op in OPS if op.family in FAMILIES):
+    for variant in variants():
         for dtype in DTYPES:
             for data in DATA:
                 found = {
-                    "op": op.name,
+                    "op": variant.label,
                     "dtype": dtype,
                     "data": data.__name__,
-                    **compared(op, dtype, data),
+                    **compared(variant, dtype, data),
                 }
                 print(found["op"], dtype, found["data"], found["errors"], found["special"])
                 yield found
 
 
-def compared(op: Op, dtype: str, data: Callable) -> dict:
+def compared(variant: Variant, dtype: str, data: Callable) -> dict:
     """Worst errors of results and of gradients, ours and jax.nn's, in epsilons."""
+    op = variant.op
     random = np.random.default_rng(0)
-    shapes = op.operands(SHAPE) if op.family == "norm" else (SHAPE,)
-    normal = [random.standard_normal(shape) for shape in shapes]
+    normal = [random.standard_normal(shape) for shape in variant.shapes]
     normal = [data(x) if x.ndim > 1 else x for x in normal]
-    dtypes = [jnp.dtype(op.operand_dtypes.get(i, dtype)) for i in range(len(shapes))]
+    dtypes = [jnp.dtype(op.operand_dtypes.get(i, dtype)) for i in range(len(variant.shapes))]
     with np.errstate(over="ignore"):
         rounded = [np.asarray(x).astype(d) for x, d in zip(normal, dtypes, strict=True)]
     cotangent = random.standard_normal(SHAPE).astype(jnp.dtype(dtype))
     with fo.use_implementation("native"):
-        ours = evaluated(op.ours, rounded, cotangent)
-    theirs = evaluated(op.reference, rounded, cotangent)
+        ours = evaluated(partial(op.ours, **variant.options), rounded, cotangent)
+    reference = partial(op.reference, **variant.options)
+    theirs = evaluated(reference, rounded, cotangent)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = [x.astype(np.float64) for x in rounded]
-        exact = evaluated(op.reference, wide, cotangent.astype(np.float64))
+        exact = evaluated(reference, wide, cotangent.astype(np.float64))
     names = ("results", *(["gradients"] * (len(ours) - 1)))
     errors: dict = {}
     special = 0
@@ -141,7 +169,7 @@ def evaluated(function: Callable, args: list, cotangent) -> list[np.ndarray]:
 
     @jax.jit
     def both(args, cotangent):
-        result, pullback = jax.vjp(partial(function), *args)
+        result, pullback = jax.vjp(function, *args)
         return [result, *pullback(cotangent)]
 
     return [np.asarray(x).astype(np.float64) for x in both(args, cotangent)]

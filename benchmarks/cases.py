@@ -586,6 +586,15 @@ WINDOWS = (
     Layout("axis 0, odd, radius 16", (16381, 4097), (16381, 257), options=_window(16, 0)),
 )
 
+# What is cut off at the ends is a thousandth of an array, and counted as if it were there.
+VALID_WINDOWS = tuple(
+    Layout(label, gpu, cpu, options={"radius": 16, "axis": axis, "padding": "VALID"})
+    for label, gpu, cpu, axis in (
+        ("VALID, radius 16", (4096, 16384), (256, 16384), -1),
+        ("VALID, axis 0, radius 16", (16384, 4096), (16384, 256), 0),
+    )
+)
+
 
 def _windows_of_size(elements: int) -> tuple[Layout, ...]:
     """Short windows, which XLA is fast at, and others; along rows and along columns."""
@@ -829,6 +838,18 @@ OPS = (
         phases=("forward",),
         of_size=_windows_of_size,
         table_row=_row_of_windows,
+    ),
+    Op(
+        name="window_sum_valid",
+        family="window_sum",
+        kernel_of="window_sum",
+        ours=fo.window_sum,
+        reference=plain_window_sum,
+        torch=torch_window_sum,
+        operands=same(1),
+        traffic=moved,
+        layouts=VALID_WINDOWS,
+        phases=("forward", "backward"),
     ),
 )
 

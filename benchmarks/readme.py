@@ -175,6 +175,8 @@ def what(case: dict) -> str:
         text += f", scale {options['scale']}"
     if "radius" in options:
         text += f", radius {options['radius']}"
+    if "padding" in options:
+        text += f", {options['padding']}"
     if "activation" in options:
         text += f", {options['activation']}"
     return text

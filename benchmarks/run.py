@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import environment, measure, pytorch
-from benchmarks.cases import PHASES, Case, fo
+from benchmarks.cases import Case, fo
 from benchmarks.programs import Contender, Operands, Program, contender, operands
 
 CONTENDERS = ("native", "auto", "jax.nn")  # the last: JAX's own, jax.numpy's where there is no nn
@@ -63,7 +63,7 @@ def run_case(
                 errors[name] = f"{type(error).__name__}: {error}"
         if "jax.nn" in contenders:
             errors |= disagreements(contenders, case)
-        timings, copying = _time(contenders, copy, timer, rounds)
+        timings, copying = _time(contenders, case.phases, copy, timer, rounds)
     return {
         "op": case.op.name,
         "family": case.op.family,
@@ -116,11 +116,16 @@ def disagreements(contenders: dict[str, Contender], case: Case) -> dict[str, str
     The results are compared, and the gradients where there are some: exactly for an op that only
     moves elements, to some units of rounding else.
     """
-    phase = "step" if "step" in case.phases else "forward"
-    expected = contenders["jax.nn"].programs[phase].results()
+    phases = ("step",) if "step" in case.phases else case.phases
+
+    def results(name: str) -> list:
+        programs = contenders[name].programs
+        return [array for phase in phases for array in programs[phase].results()]
+
+    expected = results("jax.nn")
     found = {}
     for name in contenders.keys() - {"jax.nn"}:
-        pairs = list(zip(contenders[name].programs[phase].results(), expected, strict=False))
+        pairs = list(zip(results(name), expected, strict=False))
         if case.op.exact or not jnp.issubdtype(case.dtype, jnp.inexact):
             if not all(_equal(ours, theirs) for ours, theirs in pairs):
                 found[name] = "results differ from jax.nn"
@@ -142,11 +147,17 @@ def _distance(ours: jax.Array, theirs: jax.Array) -> float:
     return float(jnp.linalg.norm((ours - theirs).ravel()) / (jnp.linalg.norm(theirs.ravel()) or 1))
 
 
-def _time(contenders: dict[str, Contender], copy: Program, timer: measure.Clock, rounds: int):
+def _time(
+    contenders: dict[str, Contender],
+    phases: Iterable[str],
+    copy: Program,
+    timer: measure.Clock,
+    rounds: int,
+):
     """{contender: {phase: numbers}} and the copy's numbers; one phase's turns are side by side."""
     keys = [
         (name, phase)
-        for phase in PHASES
+        for phase in phases
         for name in contenders
         if phase in contenders[name].programs
     ]
