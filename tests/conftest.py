@@ -35,6 +35,25 @@ import pytest  # noqa: E402
 pytest.register_assert_rewrite("harness")
 
 
+@pytest.fixture
+def native():
+    """The kernels, where `auto` would take XLA too."""
+    import jax_fastops as fo
+
+    with fo.use_implementation("native"):
+        yield
+
+
+@pytest.fixture(params=("float32", "bfloat16", "float16", "float64"))
+def dtype(request):
+    """Every dtype that ops compute in."""
+    import jax.numpy as jnp
+    from harness.compat import x64
+
+    with x64(request.param == "float64"):
+        yield jnp.dtype(request.param)
+
+
 def pytest_configure(config):
     # A donated buffer that cannot be reused is no defect of an op, and small ones often cannot.
     config.addinivalue_line("filterwarnings", "ignore:Some donated buffers were not usable")

@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, assert_matches, checks, implementation
-from harness.case import FLOAT_DTYPES
 from harness.compat import make_mesh, saved_residuals, x64
-from harness.numerics import normal
+from harness.numerics import assert_within, normal, unbroadcast
+from harness.properties import settings
 from harness.sharding import assert_layout, collectives, device_count
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
+
+pytestmark = pytest.mark.usefixtures("native")
 
 FUNCTIONS = {
     "gelu": jax.nn.gelu,
@@ -160,18 +162,6 @@ def test_harness_of_variants(check):
     check()
 
 
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
-
-
-@pytest.fixture(params=FLOAT_DTYPES)
-def dtype(request):
-    with x64(request.param == "float64"):
-        yield jnp.dtype(request.param)
-
-
 @pytest.fixture(params=FUNCTIONS)
 def activation(request):
     return request.param
@@ -194,27 +184,6 @@ def value_and_gradients(fn, **options):
 
 
 # Shapes -------------------------------------------------------------------------------------------
-
-
-def unbroadcast(x, shape):
-    lead = x.ndim - len(shape)
-    axes = tuple(range(lead)) + tuple(
-        i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1
-    )
-    return x.sum(axes).reshape(shape)
-
-
-def assert_within(got, exact, unit, where):
-    """Half a unit in the last place, and `unit` roundings of the accumulator."""
-    dtype = got.dtype
-    wide = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
-    got = np.asarray(got).astype(np.float64)
-    limit = 0.51 * float(jnp.finfo(dtype).eps) * np.abs(exact) + wide * unit
-    limit = limit + 1.01 * float(jnp.finfo(dtype).smallest_normal)
-    error = np.abs(got - exact)
-    assert (error <= limit).all(), (
-        f"{where}: off by {error.max():.3g}, more than {limit.reshape(-1)[error.argmax()]:.3g}"
-    )
 
 
 def check_shapes(activation, dtype, examples, bias_dtype=None):
@@ -285,13 +254,7 @@ def pairs(draw):
 
 
 def any_shapes(examples, dtypes=(np.float32, jnp.bfloat16)):
-    @hypothesis.settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    @settings(examples)
     @hypothesis.given(
         st.lists(pairs(), min_size=8, max_size=8), st.sampled_from([*FUNCTIONS]), st.booleans()
     )

@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 import jax_fastops as fo
 from jax_fastops.heads import _group_rows
 
+pytestmark = pytest.mark.usefixtures("native")
+
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -221,12 +223,6 @@ def test_harness(check):
     check()
 
 
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
-
-
 # name -> (op, reference), of x and a bias and the number of heads
 SPLITS = {
     "split_heads": (fo.split_heads, reference_split, 1),
@@ -238,12 +234,6 @@ SPLITS = {
 def split(request):
     """An op, its reference, and how many results it has."""
     return SPLITS[request.param]
-
-
-@pytest.fixture(params=FLOATS)
-def dtype(request):
-    with x64(request.param == "float64"):
-        yield jnp.dtype(request.param)
 
 
 def value_and_gradients(fn):

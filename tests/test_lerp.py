@@ -20,15 +20,17 @@ from harness import (
     checks,
     implementation,
 )
-from harness.case import FLOAT_DTYPES
 from harness.compat import make_mesh, x64
-from harness.numerics import normal
+from harness.numerics import assert_within, normal, unbroadcast
+from harness.properties import settings
 from harness.sharding import assert_layout, collectives, device_count
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
+
+pytestmark = pytest.mark.usefixtures("native")
 
 MODES = ("native", "auto", "xla")
 
@@ -129,18 +131,6 @@ def test_harness_of_variants(check):
     check()
 
 
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
-
-
-@pytest.fixture(params=FLOAT_DTYPES)
-def dtype(request):
-    with x64(request.param == "float64"):
-        yield jnp.dtype(request.param)
-
-
 def value_and_gradients(fn, wanted=(0, 1, 2)):
     def run(dy, *args):
         y, pullback = jax.vjp(
@@ -155,28 +145,6 @@ def value_and_gradients(fn, wanted=(0, 1, 2)):
 
 
 # Shapes -------------------------------------------------------------------------------------------
-
-
-def unbroadcast(x, shape):
-    """The sum over what was broadcast, and the sum of absolute values."""
-    lead = x.ndim - len(shape)
-    axes = tuple(range(lead)) + tuple(
-        i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1
-    )
-    return (x.sum(axes).reshape(shape), np.abs(x).sum(axes).reshape(shape))
-
-
-def assert_within(got, exact, unit, where):
-    """Half a unit in the last place, and `unit` roundings of the accumulator."""
-    dtype = got.dtype
-    wide = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
-    got = np.asarray(got).astype(np.float64)
-    limit = 0.51 * float(jnp.finfo(dtype).eps) * np.abs(exact) + wide * unit
-    limit = limit + 1.01 * float(jnp.finfo(dtype).smallest_normal)
-    error = np.abs(got - exact)
-    assert (error <= limit).all(), (
-        f"{where}: off by {error.max():.3g}, more than {limit.reshape(-1)[error.argmax()]:.3g}"
-    )
 
 
 def check_shapes(dtype, examples, wanted=(0, 1, 2)):
@@ -198,8 +166,8 @@ def check_shapes(dtype, examples, wanted=(0, 1, 2)):
         large = (np.abs(dy) * (1 + np.abs(w)), np.abs(dy * w), np.abs(dy) * (np.abs(e) + np.abs(s)))
         for i, g in zip(wanted, grads, strict=True):
             assert g.dtype == dtype and g.shape == args[i].shape, what
-            total = unbroadcast(np.broadcast_to(exact[i], dy.shape), g.shape)[0]
-            unit = unbroadcast(np.broadcast_to(large[i], dy.shape), g.shape)[1]
+            total = unbroadcast(np.broadcast_to(exact[i], dy.shape), g.shape)
+            unit = unbroadcast(np.abs(np.broadcast_to(large[i], dy.shape)), g.shape)
             terms = dy.size / max(1, g.size)
             assert_within(g, total, (4 + math.sqrt(terms)) * unit, f"gradient {i} of {what}")
 
@@ -287,13 +255,7 @@ def triples(draw):
 
 
 def any_shapes(examples, dtypes=(np.float32, jnp.bfloat16)):
-    @hypothesis.settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    @settings(examples)
     @hypothesis.given(st.lists(triples(), min_size=8, max_size=8))
     def check(drawn):
         for kind in dtypes:

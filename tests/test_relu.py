@@ -16,8 +16,8 @@ from harness import (
     checks,
     implementation,
 )
-from harness.case import FLOAT_DTYPES, find
-from harness.compat import make_mesh, saved_residuals, x64
+from harness.case import find
+from harness.compat import make_mesh, saved_residuals
 from harness.numerics import normal, specials, sprinkled
 from harness.properties import same_shapes
 from harness.sharding import device_count
@@ -120,22 +120,10 @@ def case(request):
     return OPS[request.param]
 
 
-@pytest.fixture(params=FLOAT_DTYPES)
-def dtype(request):
-    with x64(request.param == "float64"):
-        yield jnp.dtype(request.param)
-
-
 @pytest.fixture(params=["native", "auto"])
 def mode(request):
     with fo.use_implementation(request.param):
         yield request.param
-
-
-@pytest.fixture
-def native():
-    with fo.use_implementation("native"):
-        yield
 
 
 def arity(case):

@@ -22,9 +22,9 @@ from harness import (
     checks,
     implementation,
 )
-from harness.case import FLOAT_DTYPES
 from harness.compat import make_mesh, saved_residuals, x64
-from harness.numerics import normal
+from harness.numerics import assert_within, normal
+from harness.properties import settings
 from harness.sharding import assert_collectives, assert_layout, collectives, device_count
 from harness.transforms import oracle
 from hypothesis import strategies as st
@@ -32,6 +32,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
+
+pytestmark = pytest.mark.usefixtures("native")
 
 OPS = {"softmax": fo.softmax, "log_softmax": fo.log_softmax}
 
@@ -218,21 +220,9 @@ def test_harness_of_variants(check):
     check()
 
 
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
-
-
 @pytest.fixture(params=OPS)
 def name(request):
     return request.param
-
-
-@pytest.fixture(params=FLOAT_DTYPES)
-def dtype(request):
-    with x64(request.param == "float64"):
-        yield jnp.dtype(request.param)
 
 
 def value_and_gradient(fn):
@@ -283,26 +273,6 @@ def growth(shape, axis):
     """
     alone = math.prod(shape[axis:][1:]) == 1 if axis != -1 else True
     return 4 + math.sqrt(shape[axis]) / (8 if alone else 2)
-
-
-def assert_within(got, exact, unit, where):
-    """At most half a unit in the last place off, and `unit` roundings of the accumulator."""
-    dtype = got.dtype
-    wide = np.finfo(np.promote_types(dtype, np.float32) if dtype != jnp.bfloat16 else np.float32)
-    info = jnp.finfo(dtype)
-    # XLA and the kernels may take subnormals of wide types for 0.
-    least = info.smallest_subnormal if dtype == np.float16 else info.smallest_normal
-    got = got.astype(np.float64)
-    finite = np.isfinite(exact)
-    np.testing.assert_array_equal(got[~finite], exact[~finite], err_msg=where)
-    exact = np.where(finite, exact, 0)
-    limit = 0.51 * float(info.eps) * np.abs(exact) + float(wide.eps) * unit + 1.01 * float(least)
-    error = np.where(finite, np.abs(got - exact), 0)
-    worst = np.unravel_index(np.argmax(error - limit), error.shape)
-    assert (error <= limit).all(), (
-        f"{where}: off by {error[worst]:.3g} at {worst}, more than {limit[worst]:.3g}: got "
-        f"{got[worst]}, exact is {exact[worst]}"
-    )
 
 
 def uneven(rng, shape, axis, dtype):
@@ -494,13 +464,7 @@ def masked_shapes(draw):
 
 
 def masks_of_any_shape(examples):
-    @hypothesis.settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    @settings(examples)
     @hypothesis.given(
         st.lists(masked_shapes(), min_size=8, max_size=8), st.sampled_from([1.0, -2.5])
     )

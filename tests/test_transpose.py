@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 
+pytestmark = pytest.mark.usefixtures("native")
+
 # One dtype for each size of an element.
 WIDTHS = ("uint8", "bfloat16", "float32", "float64", "complex128")
 
@@ -76,12 +78,6 @@ TBOOL = permutation((2, 1, 0), (3, 2, 5), dtypes=("bool",), linear=(), basic_onl
 @checks(T10, T021, T201, T0312, T3210, T1032, T102, TBOOL)
 def test_harness(check):
     check()
-
-
-@pytest.fixture(autouse=True)
-def native(request):
-    with fo.use_implementation("native"):
-        yield
 
 
 # Every permutation --------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import jax.test_util
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
-from harness.case import FLOAT_DTYPES
 from harness.compat import make_mesh, saved_residuals, x64
 from harness.numerics import normal
 from harness.sharding import assert_collectives, assert_layout, collectives, device_count
@@ -19,6 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
+
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def reference(x, radius, *, axis=-1, padding="VALID"):
@@ -125,18 +126,6 @@ def test_harness(check):
 @checks(SAME, VALID, SAME_FIRST)
 def test_harness_of_variants(check):
     check()
-
-
-@pytest.fixture(autouse=True)
-def native():
-    with fo.use_implementation("native"):
-        yield
-
-
-@pytest.fixture(params=FLOAT_DTYPES)
-def dtype(request):
-    with x64(request.param == "float64"):
-        yield jnp.dtype(request.param)
 
 
 def value_and_gradient(fn):

@@ -147,6 +147,41 @@ def assert_matches(
             assert_accurate(mine, theirs, exact, tolerance, name)
 
 
+def assert_within(
+    got: np.ndarray, exact: np.ndarray, unit: Any, where: str, wide: Any = None
+) -> None:
+    """At most half a unit in the last place off, and `unit` roundings of the accumulator's dtype
+    (default: float32 or wider); what is not finite is the same."""
+    got = np.asarray(got)
+    info = jnp.finfo(got.dtype)
+    if wide is None:
+        wide = jnp.promote_types(got.dtype, jnp.float32)
+    eps = float(jnp.finfo(wide).eps)
+    # XLA and the kernels may take subnormals of wide types for 0.
+    least = info.smallest_subnormal if got.dtype == np.float16 else info.smallest_normal
+    got = got.astype(np.float64)
+    finite = np.isfinite(exact)
+    np.testing.assert_array_equal(got[~finite], exact[~finite], err_msg=where)
+    exact = np.where(finite, exact, 0)
+    limit = 0.51 * float(info.eps) * np.abs(exact) + eps * unit + 1.01 * float(least)
+    error = np.where(finite, np.abs(got - exact), 0)
+    if not (error <= limit).all():
+        worst = np.unravel_index(np.argmax(error - limit), error.shape)
+        raise AssertionError(
+            f"{where}: off by {error[worst]:.3g} at {worst}, more than {limit[worst]:.3g}: got "
+            f"{got[worst]}, exact is {exact[worst]}"
+        )
+
+
+def unbroadcast(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """The sum over what an array of `shape` is broadcast along to be like `x`."""
+    lead = x.ndim - len(shape)
+    axes = tuple(range(lead)) + tuple(
+        i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1
+    )
+    return x.sum(axes).reshape(shape)
+
+
 def _pair(got: Any, want: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
     got, want = np.asarray(got), np.asarray(want)
     assert got.dtype == want.dtype, f"{where}: dtype {got.dtype}, the reference has {want.dtype}"

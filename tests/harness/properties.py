@@ -36,6 +36,17 @@ def shapes(
     return tuple(shape)
 
 
+def settings(examples: int) -> hypothesis.settings:
+    """So many examples, the same in every run; to compile one may take any time."""
+    return hypothesis.settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+
 def same_shapes(count: int, **kwargs: Any) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
     """One shape for `count` arguments."""
     return shapes(**kwargs).map(lambda shape: (shape,) * count)
@@ -61,13 +72,7 @@ def program(fn, case: Case):
 def run(special: bool, examples: int, case: Case, mode: str | None, dtype: Any) -> None:
     fill = sprinkled if special else normal
 
-    @hypothesis.settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    @settings(examples)
     @hypothesis.given(case.shapes, st.integers(0, 2**32 - 1))
     def check(drawn, seed):
         rng = np.random.default_rng(seed)
