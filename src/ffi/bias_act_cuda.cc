@@ -38,34 +38,10 @@ ffi::Error BiasReluBwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Re
                            });
 }
 
-ffi::Error InitializeImpl(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  return ToError("bias_act (loading kernels)", cuda::LoadBiasActKernels());
-}
-
-XLA_FFI_DEFINE_HANDLER(
-    kInitialize, InitializeImpl,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER(kBiasAct, BiasActImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kBiasActBwd, BiasActBwdImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kBiasReluBwd, BiasReluBwdImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
+FASTOPS_CUDA_INITIALIZE(kInitialize, "bias_act", cuda::LoadBiasActKernels);
+FASTOPS_CUDA_HANDLER(kBiasAct, BiasActImpl);
+FASTOPS_CUDA_HANDLER(kBiasActBwd, BiasActBwdImpl);
+FASTOPS_CUDA_HANDLER(kBiasReluBwd, BiasReluBwdImpl);
 
 FASTOPS_REGISTER("jax_fastops.bias_act", kBiasAct, kInitialize);
 FASTOPS_REGISTER("jax_fastops.bias_act_bwd", kBiasActBwd, kInitialize);

@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "ffi/cuda_errors.h"
+#include "ffi/handler_cuda.h"
 #include "ffi/elementwise_buffers.h"
 
 namespace jax_fastops {

@@ -11,7 +11,7 @@
 
 #include <vector>
 
-#include "ffi/cuda_errors.h"
+#include "ffi/handler_cuda.h"
 #include "ffi/layout_buffers.h"
 #include "ffi/registry.h"
 
@@ -62,13 +62,7 @@ ffi::Error MergeHeadsImpl(cudaStream_t stream, ffi::RemainingArgs y, ffi::Result
                                               view.sums, (*s)->untyped_data(), stream));
 }
 
-ffi::Error InitializeImpl(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  return ToError("heads (loading kernels)", cuda::LoadHeadsKernels());
-}
-
-XLA_FFI_DEFINE_HANDLER(
-    kInitialize, InitializeImpl,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
+FASTOPS_CUDA_INITIALIZE(kInitialize, "heads", cuda::LoadHeadsKernels);
 XLA_FFI_DEFINE_HANDLER(kSplitHeads, SplitHeadsImpl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()

@@ -26,27 +26,9 @@ ffi::Error LerpBwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
                            });
 }
 
-ffi::Error InitializeImpl(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  return ToError("lerp (loading kernels)", cuda::LoadLerpKernels());
-}
-
-XLA_FFI_DEFINE_HANDLER(
-    kInitialize, InitializeImpl,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER(kLerp, LerpImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kLerpBwd, LerpBwdImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
+FASTOPS_CUDA_INITIALIZE(kInitialize, "lerp", cuda::LoadLerpKernels);
+FASTOPS_CUDA_HANDLER(kLerp, LerpImpl);
+FASTOPS_CUDA_HANDLER(kLerpBwd, LerpBwdImpl);
 
 FASTOPS_REGISTER("jax_fastops.lerp", kLerp, kInitialize);
 FASTOPS_REGISTER("jax_fastops.lerp_bwd", kLerpBwd, kInitialize);

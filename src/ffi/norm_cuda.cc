@@ -2,7 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/norm.h"
-#include "ffi/cuda_errors.h"
+#include "ffi/handler_cuda.h"
 #include "ffi/norm_buffers.h"
 #include "ffi/registry.h"
 
@@ -26,34 +26,10 @@ ffi::Error NormBwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   return ToError("norm_bwd", cuda::NormBackward(call.shape, call.kind, call.dtype, arrays, stream));
 }
 
-ffi::Error InitializeForward(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  return ToError("norm (loading kernels)", cuda::LoadNormForwardKernels());
-}
-
-ffi::Error InitializeBackward(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  return ToError("norm_bwd (loading kernels)", cuda::LoadNormBackwardKernels());
-}
-
-XLA_FFI_DEFINE_HANDLER(
-    kInitializeForward, InitializeForward,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER(
-    kInitializeBackward, InitializeBackward,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER(kNorm, NormImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kNormBwd, NormBwdImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
+FASTOPS_CUDA_INITIALIZE(kInitializeForward, "norm", cuda::LoadNormForwardKernels);
+FASTOPS_CUDA_INITIALIZE(kInitializeBackward, "norm_bwd", cuda::LoadNormBackwardKernels);
+FASTOPS_CUDA_HANDLER(kNorm, NormImpl);
+FASTOPS_CUDA_HANDLER(kNormBwd, NormBwdImpl);
 
 FASTOPS_REGISTER("jax_fastops.norm", kNorm, kInitializeForward);
 FASTOPS_REGISTER("jax_fastops.norm_bwd", kNormBwd, kInitializeBackward);

@@ -13,7 +13,7 @@
 #include <cuda_runtime_api.h>
 
 #include "ffi/buffers.h"
-#include "ffi/cuda_errors.h"
+#include "ffi/handler_cuda.h"
 #include "ffi/registry.h"
 
 namespace jax_fastops {
@@ -80,13 +80,7 @@ ffi::Error AddReluFwdImpl(cudaStream_t stream, Arg x, Arg y, Ret z, Ret mask) {
 
 // One handler for all targets, so it looks at no operand. XLA calls it before every execution, on
 // the device of the execution.
-ffi::Error InitializeImpl(ffi::RemainingArgs, ffi::RemainingRets) {
-  return ToError("relu (loading kernels)", cuda::LoadReluKernels());
-}
-
-XLA_FFI_DEFINE_HANDLER(
-    kInitialize, InitializeImpl,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets());
+FASTOPS_CUDA_INITIALIZE(kInitialize, "relu", cuda::LoadReluKernels);
 XLA_FFI_DEFINE_HANDLER(kRelu, ReluImpl,
                        ffi::Ffi::Bind()
                            .Ctx<Stream>()

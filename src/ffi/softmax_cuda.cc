@@ -2,7 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/softmax.h"
-#include "ffi/cuda_errors.h"
+#include "ffi/handler_cuda.h"
 #include "ffi/registry.h"
 #include "ffi/softmax_buffers.h"
 
@@ -31,13 +31,7 @@ ffi::Error SoftmaxBwdImpl(cudaStream_t stream, ffi::AnyBuffer y, ffi::AnyBuffer 
                                        dx->untyped_data(), call.workspace, stream));
 }
 
-ffi::Error InitializeImpl(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  return ToError("softmax (loading kernels)", cuda::LoadSoftmaxKernels());
-}
-
-XLA_FFI_DEFINE_HANDLER(
-    kInitialize, InitializeImpl,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
+FASTOPS_CUDA_INITIALIZE(kInitialize, "softmax", cuda::LoadSoftmaxKernels);
 XLA_FFI_DEFINE_HANDLER(kSoftmax, SoftmaxImpl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()

@@ -8,7 +8,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "ffi/cuda_errors.h"
+#include "ffi/handler_cuda.h"
 #include "ffi/layout_buffers.h"
 #include "ffi/registry.h"
 
@@ -24,13 +24,7 @@ ffi::Error TransposeImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi:
                                               view.itemsize, stream));
 }
 
-ffi::Error InitializeImpl(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  return ToError("transpose (loading kernels)", cuda::LoadTransposeKernels());
-}
-
-XLA_FFI_DEFINE_HANDLER(
-    kInitialize, InitializeImpl,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
+FASTOPS_CUDA_INITIALIZE(kInitialize, "transpose", cuda::LoadTransposeKernels);
 XLA_FFI_DEFINE_HANDLER(kTranspose, TransposeImpl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()

@@ -2,7 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/window_sum.h"
-#include "ffi/cuda_errors.h"
+#include "ffi/handler_cuda.h"
 #include "ffi/registry.h"
 #include "ffi/window_sum_buffers.h"
 
@@ -17,13 +17,7 @@ ffi::Error WindowSumImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi:
                                                y->untyped_data(), call.workspace, stream));
 }
 
-ffi::Error InitializeImpl(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  return ToError("window_sum (loading kernels)", cuda::LoadWindowSumKernels());
-}
-
-XLA_FFI_DEFINE_HANDLER(
-    kInitialize, InitializeImpl,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs());
+FASTOPS_CUDA_INITIALIZE(kInitialize, "window_sum", cuda::LoadWindowSumKernels);
 XLA_FFI_DEFINE_HANDLER(kWindowSum, WindowSumImpl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
