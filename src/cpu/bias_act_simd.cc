@@ -27,8 +27,8 @@ struct BiasAct {
     const BlockArray dy = in[0], x = in[1], bias = in[2], dx = out[0], dbias = out[1];
     OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
       const Pair<A> s =
-          Add(LoadBlock<E>(extent, x, i, count), LoadBlock<E>(extent, bias, i, count));
-      const Pair<A> g = Mul(LoadBlock<E>(extent, dy, i, count),
+          Add(LoadBlockAhead<E>(extent, x, i, count), LoadBlockAhead<E>(extent, bias, i, count));
+      const Pair<A> g = Mul(LoadBlockAhead<E>(extent, dy, i, count),
                             Each<A>([](Vec v) FASTOPS_LAMBDA { return F::Derivative(v); }, s));
       StoreBlock<E>(extent, dx, i, count, g);
       StoreBlock<E>(extent, dbias, i, count, g);
@@ -59,7 +59,7 @@ struct BiasRelu {
     const BlockArray dy = in[0], mask = in[1], dx = out[0], dbias = out[1];
     OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
       const Pair<A> g = Select(LoadBits<E>(extent, mask, i, count),
-                               LoadBlock<E>(extent, dy, i, count), SetPair<A>(0));
+                               Loaded(LoadBlockAhead<E>(extent, dy, i, count)), SetPair<A>(0));
       StoreBlock<E>(extent, dx, i, count, g);
       StoreBlock<E>(extent, dbias, i, count, g);
     });

@@ -152,6 +152,37 @@ FASTOPS_INLINE Pair<typename E::A> LoadBlock(Extent extent, const BlockArray& ar
   return LoadElements<E>(extent, array.data + at * E::kBytes, count);
 }
 
+// The same in a backward. While blocks.cc adds up what the kernel has written, nothing is read from
+// memory: so the kernel asks for the next block's. On one core of an EPYC, float32: lerp's 2.4 ->
+// 1.6 ms where all gradients are sums, bias_act's for silu 1.50 -> 1.31; 2 KiB ahead is less good,
+// 8 no better; forwards, which add up nothing, lose 5%. What lies on the stack is in the cache; to
+// ask for it costs less than to tell it apart.
+constexpr int64_t kFetchAhead = 4096;
+
+template <typename E, typename Extent>
+FASTOPS_INLINE Pair<typename E::A> LoadBlockAhead(Extent extent, const BlockArray& array, int64_t i,
+                                                  int64_t count) {
+  const int64_t at = i & array.mask;
+  if constexpr (Extent::kWhole) {
+    FetchAhead(array.data + at * E::kBytes, kFetchAhead);
+    if constexpr (E::kBlock * E::kBytes > 64) {
+      FetchAhead(array.data + at * E::kBytes, kFetchAhead + 64);
+    }
+  }
+  return LoadBlock<E>(extent, array, i, count);
+}
+
+// What a mask will be applied to. The compiler makes a load and a select one masked load, which is
+// several times as slow where the line is not in the cache: bias_act's backward for relu, 16 MiB of
+// float32 on one core of an EPYC 2.3 ms, so 0.9.
+template <typename A>
+FASTOPS_INLINE Pair<A> Loaded(Pair<A> v) {
+#if FASTOPS_ISA_LEVEL == 2
+  __asm__("" : "+v"(v.part[0]), "+v"(v.part[1]));
+#endif
+  return v;
+}
+
 template <typename E, typename Extent>
 FASTOPS_INLINE void PutBlock(Extent extent, const BlockArray& array, int64_t i, int64_t count,
                              typename E::Raw v) {
@@ -169,6 +200,11 @@ FASTOPS_INLINE void StoreBlock(Extent extent, const BlockArray& array, int64_t i
                                Pair<typename E::A> v) {
   using Wide = typename SameTypeOf<typename E::A>::Element;
   if (array.data == nullptr) return;
+  if (array.add) {
+    char* const to = array.data + (i & array.mask) * Wide::kBytes;
+    return StoreElements<Wide, false>(extent, to, Add(LoadElements<Wide>(extent, to, count), v),
+                                      count);
+  }
   if constexpr (kHasWide<E>) {
     if (array.wide) return PutBlock<Wide>(extent, array, i, count, v);
   }

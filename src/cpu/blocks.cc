@@ -3,7 +3,8 @@
 // dense blocks alone. Of an operand that is broadcast within a block, a dense copy is made on the
 // stack, by a table of offsets that is worked out once per call: so short dimensions, in any
 // number, cost a few instructions per element, and long ones nothing. A block's result that is a
-// gradient to be summed stays on the stack as well, and is added to sums in double.
+// gradient to be summed stays on the stack as well, where that of a few blocks is added up, and is
+// then added to sums in double.
 //
 // Strides that are not 0 need not be dense: of several copies along a dimension one is read, and
 // what lies between neighbours is skipped.
@@ -22,11 +23,16 @@
 namespace jax_fastops::cpu {
 namespace {
 
-// Elements of a block where parts of it lie on the stack, and otherwise. Rows that are shorter than
-// kShortRow are taken several at a time.
-constexpr int64_t kTile = 1024, kLongTile = 8192, kShortRow = 256;
+// Elements of a block where parts of it lie on the stack, and otherwise. Rows of up to half of a
+// block are taken several at a time.
+constexpr int64_t kTile = 1024, kLongTile = 8192;
 constexpr int kTileBytes = static_cast<int>(kTile) * 8;
 constexpr int kMaxLoops = kMaxBroadcastRank + 1, kMaxSlots = kMaxInputs + kMaxOutputs;
+// Values are added to one another in their own type, before they go to sums in double, as many as
+// this at a time: that is a register's addition in place of four conversions and two additions, and
+// of no more error than that of the products themselves. A block's sum to one value is kept as
+// kPartialSums of them.
+constexpr int64_t kMostDepth = 8, kPartialSums = 128;
 // Sums that the second-level cache holds beside the rest, in doubles.
 constexpr int64_t kFewSums = 32 << 10;
 
@@ -35,13 +41,15 @@ const BlockHelpers& Kernels() {
   return kernels;
 }
 
-// As for relu.cc, where the reasons are.
+// As for relu.cc, where the reasons are, but from 12 MiB on: beside the operands less of the result
+// would have stayed in the cache. lerp of 3 Mi float32, one core of an EPYC with 32 MiB of
+// last-level cache: forward 0.88 -> 0.69 ms, backward with two dense gradients 1.66 -> 1.16.
 bool ShouldStream(int64_t output_bytes) {
-  return output_bytes >= int64_t{16} << 20 && output_bytes < int64_t{32} << 20;
+  return output_bytes >= int64_t{12} << 20 && output_bytes < int64_t{32} << 20;
 }
 
 // How an array lies within a block.
-enum class Pattern : uint8_t { kDense, kSplat, kRows };
+enum class Pattern : uint8_t { kDense, kSplat, kPeriod, kRows };
 
 // An array, input or output.
 struct Slot {
@@ -49,6 +57,7 @@ struct Slot {
   Storage storage;
   int bytes;  // of an element; bits have none
   Pattern pattern;
+  int64_t period;  // of kPeriod: so many elements, again and again
   int64_t stride[kMaxBroadcastRank];
   int64_t step[kMaxLoops];
   const int64_t* offsets;
@@ -68,7 +77,6 @@ struct Sum {
   int64_t size;          // of a slice, in sums
   int64_t step[kMaxLoops];
   int64_t length, last_length;  // elements of the gradient in a block, and in one of the last chunk
-  bool spread;  // neighbouring blocks have the same sums: they are added up as they are first
 };
 
 struct Plan {
@@ -105,16 +113,29 @@ struct Plan {
   }
 };
 
-Pattern PatternOf(const Plan& plan, const int64_t* stride, bool bits) {
-  bool dense = true, splat = !bits;
-  int64_t expected = 1;
+void SetPattern(const Plan& plan, Slot* s) {
+  int64_t dense = 1;      // elements of the dimensions inside of the first with a stride of 0
+  bool repeated = false;  // such a dimension was met
+  s->pattern = Pattern::kRows;
   for (int d = plan.rank - 1; d >= plan.cut; --d) {
     if (plan.size[d] == 1) continue;
-    dense = dense && stride[d] == expected;
-    splat = splat && stride[d] == 0;
-    expected *= plan.size[d];
+    if (s->stride[d] != (repeated ? 0 : dense)) {
+      if (repeated || s->stride[d] != 0) return;
+      repeated = true;
+    } else if (!repeated) {
+      dense *= plan.size[d];
+    }
   }
-  return dense ? Pattern::kDense : splat ? Pattern::kSplat : Pattern::kRows;
+  if (!repeated) {
+    s->pattern = Pattern::kDense;
+  } else if (s->storage == Storage::kBits) {
+    return;
+  } else if (dense == 1) {
+    s->pattern = Pattern::kSplat;
+  } else if (dense >= kLeastPeriod && (dense & (dense - 1)) == 0) {
+    s->pattern = Pattern::kPeriod;
+    s->period = dense;
+  }
 }
 
 // How far an operand reaches in `count` indices of the dimension that is cut, in elements. Not how
@@ -152,23 +173,27 @@ void AddSlot(const BroadcastShape& shape, Plan* plan, void* data, int array, Sto
   }
 }
 
-// Loops are the dimensions outside of the one that is cut, and its chunks, but for those of one
-// turn. `order` lists them.
-void SetLoops(Plan* plan, const int* order, int loops) {
+// A loop over a dimension, `indices` of them a turn.
+struct Loop {
+  int dimension;
+  int64_t extent, indices;
+};
+
+// Sets the loops, but for those of one turn.
+void SetLoops(Plan* plan, const Loop* order, int loops) {
   plan->loops = 0;
   plan->chunk_loop = -1;
   plan->blocks = 1;
   for (int i = 0; i < loops; ++i) {
-    const int d = order[i];
-    const int64_t extent = d == plan->cut ? plan->chunks : plan->size[d];
-    if (extent == 1) continue;
+    const Loop& loop = order[i];
+    if (loop.extent == 1) continue;
     const int l = plan->loops++;
-    plan->extent[l] = extent;
-    plan->blocks *= extent;
-    if (d == plan->cut) plan->chunk_loop = l;
+    plan->extent[l] = loop.extent;
+    plan->blocks *= loop.extent;
+    if (loop.dimension == plan->cut) plan->chunk_loop = l;
     for (int i_slot = 0; i_slot < plan->slots; ++i_slot) {
       Slot& s = plan->slot[i_slot];
-      s.step[l] = s.stride[d] * (d == plan->cut ? plan->chunk : 1);
+      s.step[l] = s.stride[loop.dimension] * loop.indices;
     }
   }
   for (int i = 0; i < plan->sums; ++i) {
@@ -188,7 +213,6 @@ void SetLoops(Plan* plan, const int* order, int loops) {
       sum.step[l] = sum.size;
       sum.size *= plan->extent[l];
     }
-    sum.spread = s.pattern == Pattern::kRows && plan->loops > 0 && s.step[plan->loops - 1] == 0;
   }
 }
 
@@ -198,23 +222,63 @@ int64_t SizeOfSums(const Plan& plan) {
   return size;
 }
 
-// The loops in the result's order, which memory likes best, unless sums would become many: then
-// those come first that are summed for the fewest gradients.
+// How many values of a block of n are held of a gradient that is summed.
+int64_t WidthOf(const Slot& s, int64_t n) {
+  const int64_t width = s.pattern == Pattern::kSplat    ? kPartialSums
+                        : s.pattern == Pattern::kPeriod ? s.period
+                                                        : n;
+  return std::min(n, width);
+}
+
+// How many values of a block go to sums in double right away if the dimension's loop is the
+// innermost.
+int64_t CostOfInnermost(const Plan& plan, int dimension) {
+  int64_t cost = 0;
+  for (int i = 0; i < plan.sums; ++i) {
+    const Slot& s = plan.slot[plan.sum[i].slot];
+    if (s.stride[dimension] != 0) cost += WidthOf(s, plan.chunk * plan.inside);
+  }
+  return cost;
+}
+
+// Loops are the dimensions outside of the one that is cut, and its chunks. They are in the result's
+// order, which memory likes best, unless sums would become many: then those come first that are
+// summed for the fewest gradients. And a few turns of the second but innermost are taken inside of
+// that, if so more blocks in succession have the same sums.
 void ChooseLoops(Plan* plan) {
-  int order[kMaxLoops], other[kMaxLoops], summed[kMaxLoops] = {};
-  const int loops = plan->cut + 1;
-  for (int d = 0; d < loops; ++d) {
-    order[d] = other[d] = d;
+  Loop order[kMaxLoops], other[kMaxLoops];
+  int summed[kMaxLoops] = {}, loops = 0;
+  for (int d = 0; d <= plan->cut; ++d) {
+    const int64_t extent = d == plan->cut ? plan->chunks : plan->size[d];
+    if (extent == 1) continue;
     for (int i = 0; i < plan->sums; ++i) {
       summed[d] += plan->slot[plan->sum[i].slot].stride[d] == 0 ? 1 : 0;
     }
+    order[loops] = other[loops] = {d, extent, d == plan->cut ? plan->chunk : 1};
+    ++loops;
   }
   SetLoops(plan, order, loops);
   const int64_t size = SizeOfSums(*plan);
-  if (size <= kFewSums) return;
-  std::stable_sort(other, other + loops, [&](int a, int b) { return summed[a] < summed[b]; });
-  SetLoops(plan, other, loops);
-  if (SizeOfSums(*plan) > size / 2) SetLoops(plan, order, loops);
+  if (size > kFewSums) {
+    std::stable_sort(other, other + loops, [&](const Loop& a, const Loop& b) {
+      return summed[a.dimension] < summed[b.dimension];
+    });
+    SetLoops(plan, other, loops);
+    if (SizeOfSums(*plan) > size / 2) SetLoops(plan, order, loops);
+    return;
+  }
+  if (loops < 2 || loops == kMaxLoops) return;
+  const Loop inner = order[loops - 1], outer = order[loops - 2];
+  if (outer.extent % kMostDepth != 0 ||
+      CostOfInnermost(*plan, outer.dimension) >= CostOfInnermost(*plan, inner.dimension)) {
+    return;
+  }
+  std::copy(order, order + loops, other);
+  other[loops - 2].extent /= kMostDepth;
+  other[loops - 2].indices *= kMostDepth;
+  other[loops] = {outer.dimension, kMostDepth, outer.indices};
+  SetLoops(plan, other, loops + 1);
+  if (SizeOfSums(*plan) > kFewSums) SetLoops(plan, order, loops);
 }
 
 void ChooseBlocks(Plan* plan) {
@@ -228,7 +292,7 @@ void ChooseBlocks(Plan* plan) {
     on_stack |= !dense && plan->size[last] > 1;
   }
   int64_t most = on_stack ? kTile : kLongTile;
-  if (plan->size[last] < kShortRow) {
+  if (plan->size[last] <= kTile / 2) {
     while (plan->cut > 0 && plan->inside * plan->size[plan->cut] <= kTile / 2) {
       plan->inside *= plan->size[plan->cut--];
     }
@@ -243,8 +307,7 @@ void ChooseBlocks(Plan* plan) {
   plan->chunks = (size - 1) / plan->chunk + 1;
   plan->last_chunk = size - (plan->chunks - 1) * plan->chunk;
   for (int i = 0; i < plan->slots; ++i) {
-    Slot& s = plan->slot[i];
-    s.pattern = PatternOf(*plan, s.stride, s.storage == Storage::kBits);
+    SetPattern(*plan, &plan->slot[i]);
   }
 }
 
@@ -408,14 +471,14 @@ struct SumState {
   double* begun;          // where a piece's first slice is, if others have the beginning of it
   int64_t blocks_left;    // of the slice
   int64_t offset, chunk;  // of its first block
-  double* spread_to;      // where `spread` belongs; null if it holds nothing
-  int64_t spread_n;
+  double* held_to;        // where the values that are held belong; null if none are
+  int64_t held_n;         // elements of their blocks
+  int64_t held_depth;     // so many have been added to one another
 };
 
 struct Scratch {
   alignas(64) char in[kMaxInputs][kTileBytes];
   alignas(64) char out[kMaxOutputs][kTileBytes];
-  alignas(64) double spread[kMaxOutputs][kTile];
 };
 
 class Piece {
@@ -443,7 +506,7 @@ class Piece {
       state.begun = done == 0 ? nullptr : workspace;
       state.slice = done == 0 ? workspace + sum.size : workspace;
       state.blocks_left = sum.slice_blocks - done;
-      state.spread_to = nullptr;
+      state.held_to = nullptr;
       workspace += 2 * sum.size;
       Begin(i);
     }
@@ -466,7 +529,7 @@ class Piece {
         Begin(i);
       }
     }
-    for (int i = 0; i < plan_.sums; ++i) FlushSpread(i);
+    for (int i = 0; i < plan_.sums; ++i) Flush(i);
     if (streamed_) kernels_.fence();
   }
 
@@ -493,7 +556,7 @@ class Piece {
   // A slice ends behind this block.
   void End(int i) {
     SumState& state = state_[i];
-    FlushSpread(i);
+    Flush(i);
     if (state.slice == state.begun) {
       state.slice += plan_.sum[i].size;
     } else {
@@ -501,28 +564,56 @@ class Piece {
     }
   }
 
-  void FlushSpread(int i) {
+  // Where the kernel puts a block's values of a gradient: where neighbouring blocks have the same
+  // sums, onto those of the blocks before it.
+  void Hold(int i, int64_t n, BlockArray* array) {
     SumState& state = state_[i];
-    if (state.spread_to == nullptr) return;
-    kernels_.add_rows[1](scratch_.spread[i],
-                         plan_.Rows(plan_.slot[plan_.sum[i].slot], state.spread_n),
-                         state.spread_to);
-    state.spread_to = nullptr;
+    double* const to = state.slice + sum_offset_[i];
+    const int64_t width = WidthOf(plan_.slot[plan_.sum[i].slot], n),
+                  depth = std::max<int64_t>(1, n / width);
+    bool add = to == state.held_to && n == state.held_n && state.held_depth + depth <= kMostDepth;
+    if (!add) {
+      Flush(i);
+      state.held_to = to;
+      state.held_n = n;
+      state.held_depth = 0;
+    }
+    state.held_depth += depth;
+    if (width < n) {
+      if (!add) std::memset(array->data, 0, static_cast<size_t>(width << 2 << plan_.accumulator));
+      array->mask = width - 1;
+      add = true;
+    }
+    array->add = add;
+  }
+
+  void Flush(int i) {
+    SumState& state = state_[i];
+    double* const to = state.held_to;
+    if (to == nullptr) return;
+    state.held_to = nullptr;
+    const int type = plan_.accumulator, at = plan_.sum[i].slot;
+    const Slot& s = plan_.slot[at];
+    const char* const values = scratch_.out[at - plan_.inputs];
+    if (s.pattern == Pattern::kSplat) {
+      *to += kernels_.sum[type](values, WidthOf(s, state.held_n));
+    } else if (s.pattern == Pattern::kRows) {
+      kernels_.add_rows[type](values, plan_.Rows(s, state.held_n), to);
+    } else {
+      kernels_.add[type](values, WidthOf(s, state.held_n), to);
+    }
   }
 
   void Block(int64_t n) {
     BlockArray in[kMaxInputs], out[kMaxOutputs];
     for (int i = 0; i < plan_.inputs; ++i) in[i] = Input(i, n);
     const int outputs = std::min(plan_.slots - plan_.inputs, kMaxOutputs);
-    for (int i = 0; i < outputs; ++i) out[i] = Output(i);
+    for (int i = 0; i < outputs; ++i) out[i] = Output(i, n);
     plan_.kernel(n, in, out);
     for (int i = 0; i < outputs; ++i) {
       const int at = plan_.inputs + i;
       const Slot& s = plan_.slot[at];
-      if (s.data == nullptr) continue;
-      if (plan_.sum_of[i] >= 0) {
-        AddUp(plan_.sum_of[i], scratch_.out[i], n);
-      } else if (s.pattern == Pattern::kRows) {
+      if (s.data != nullptr && plan_.sum_of[i] < 0 && s.pattern == Pattern::kRows) {
         ScatterBits(reinterpret_cast<uint8_t*>(scratch_.out[i]), plan_.Rows(s, n), s.byte_rows,
                     reinterpret_cast<uint8_t*>(s.At(offset_[at])));
       }
@@ -536,6 +627,11 @@ class Piece {
     array.wide = s.storage == Storage::kWide;
     if (s.pattern == Pattern::kDense) {
       array.data = from;
+      return array;
+    }
+    if (s.pattern == Pattern::kPeriod) {
+      array.data = from;
+      array.mask = s.period - 1;
       return array;
     }
     array.data = scratch_.in[i];
@@ -563,7 +659,7 @@ class Piece {
     return array;
   }
 
-  BlockArray Output(int i) {
+  BlockArray Output(int i, int64_t n) {
     const int at = plan_.inputs + i;
     const Slot& s = plan_.slot[at];
     BlockArray array;
@@ -571,6 +667,7 @@ class Piece {
     if (plan_.sum_of[i] >= 0 || s.pattern == Pattern::kRows) {
       array.data = scratch_.out[i];
       array.wide = true;
+      if (plan_.sum_of[i] >= 0) Hold(plan_.sum_of[i], n, &array);
       return array;
     }
     array.data = s.At(offset_[at]);
@@ -578,28 +675,6 @@ class Piece {
     array.stream = plan_.stream[i] && reinterpret_cast<uintptr_t>(array.data) % 64 == 0;
     streamed_ |= array.stream;
     return array;
-  }
-
-  void AddUp(int i, const void* values, int64_t n) {
-    const Slot& s = plan_.slot[plan_.sum[i].slot];
-    SumState& state = state_[i];
-    double* const to = state.slice + sum_offset_[i];
-    const int type = plan_.accumulator;
-    if (s.pattern == Pattern::kDense) {
-      kernels_.add[type](values, n, to);
-    } else if (s.pattern == Pattern::kSplat) {
-      *to += kernels_.sum[type](values, n);
-    } else if (!plan_.sum[i].spread) {
-      kernels_.add_rows[type](values, plan_.Rows(s, n), to);
-    } else {
-      if (to != state.spread_to || n != state.spread_n) {
-        FlushSpread(i);
-        state.spread_to = to;
-        state.spread_n = n;
-        std::memset(scratch_.spread[i], 0, static_cast<size_t>(n) * sizeof(double));
-      }
-      kernels_.add[type](values, n, scratch_.spread[i]);
-    }
   }
 
   const Plan& plan_;
@@ -695,7 +770,8 @@ void ChoosePieces(Plan* plan, int64_t elements, int threads) {
     }
   }
   const int64_t sums = SizeOfSums(*plan);
-  int64_t pieces = int64_t{threads} * (sums > 0 ? 4 : 8);
+  // Every piece clears its slices and adds them to the next one's: fewer where that is much.
+  int64_t pieces = int64_t{threads} * (sums > kFewSums / 8 ? 2 : sums > 0 ? 4 : 8);
   if (bytes < static_cast<double>(pieces) * static_cast<double>(kParallelBytes)) {
     pieces = static_cast<int64_t>(bytes / static_cast<double>(kParallelBytes));
   }
@@ -761,6 +837,12 @@ void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, i
     if (i < inputs && s.bytes > 0) FillPermutation(plan, &s, &tables[i]);
   }
   ChooseLoops(&plan);
+  // Where only some blocks begin at a cache line, to stream those gains nothing: rows of 1001
+  // floats took 1.1 to 1.3 times as long.
+  for (int i = 0; i < outputs; ++i) {
+    const Slot& s = plan.slot[inputs + i];
+    for (int l = 0; l < plan.loops; ++l) plan.stream[i] &= s.step[l] * s.bytes % 64 == 0;
+  }
   ChoosePieces(&plan, elements, executor.threads());
   const int64_t pieces = (plan.blocks - 1) / plan.piece_blocks + 1;
   // Uninitialised: a piece clears what it uses.

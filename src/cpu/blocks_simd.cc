@@ -10,8 +10,9 @@ namespace {
 
 template <typename T>
 void Expand(const void* source, const BlockRows& rows, void* dense) {
-  constexpr int64_t kGroup = 16 / static_cast<int64_t>(sizeof(T));
+  constexpr int64_t kGroup = 16 / static_cast<int64_t>(sizeof(T)), kLine = 4 * kGroup;
   typedef T Values __attribute__((vector_size(16)));
+  typedef T Line __attribute__((vector_size(64)));
   const T* from = static_cast<const T*>(source);
   T* to = static_cast<T*>(dense);
   const int64_t inner = rows.inner;
@@ -21,10 +22,13 @@ void Expand(const void* source, const BlockRows& rows, void* dense) {
     if (rows.step == 0) {
       const T value = *p;
       const Values values = Values{} + value;
+      const Line line = Line{} + value;
+      for (; i + kLine <= inner; i += kLine) memcpy(to + i, &line, sizeof(line));
       for (; i + kGroup <= inner; i += kGroup) memcpy(to + i, &values, sizeof(values));
 #pragma GCC unroll 1
       for (; i < inner; ++i) to[i] = value;
     } else if (rows.step == 1) {
+      for (; i + kLine <= inner; i += kLine) memcpy(to + i, p + i, sizeof(Line));
       for (; i + kGroup <= inner; i += kGroup) memcpy(to + i, p + i, sizeof(Values));
 #pragma GCC unroll 1
       for (; i < inner; ++i) to[i] = p[i];
@@ -130,14 +134,26 @@ struct Vector8<double> {
 };
 
 template <typename T>
+FASTOPS_INLINE void AddWide(const T* values, Doubles8* sums) {
+#if FASTOPS_ISA_LEVEL == 2
+  // Of a vector of its own GCC converts the halves and puts them together.
+  if constexpr (sizeof(T) == 4) {
+    *sums += (Doubles8)_mm512_cvtps_pd(_mm256_loadu_ps(values));
+    return;
+  }
+#endif
+  typename Vector8<T>::Type v;
+  memcpy(&v, values, sizeof(v));
+  *sums += __builtin_convertvector(v, Doubles8);
+}
+
+template <typename T>
 FASTOPS_INLINE void AddRun(const T* values, int64_t n, double* sums) {
   int64_t i = 0;
   for (; i + kWide <= n; i += kWide) {
-    typename Vector8<T>::Type v;
     Doubles8 s;
-    memcpy(&v, values + i, sizeof(v));
     memcpy(&s, sums + i, sizeof(s));
-    s += __builtin_convertvector(v, Doubles8);
+    AddWide(values + i, &s);
     memcpy(sums + i, &s, sizeof(s));
   }
 #pragma GCC unroll 1
@@ -150,18 +166,26 @@ FASTOPS_INLINE double SumRun(const T* values, int64_t n) {
   int64_t i = 0;
   if (n >= kWide) {
     Doubles8 sum[4] = {};
-    for (; i + 4 * kWide <= n; i += 4 * kWide) {
-      for (int k = 0; k < 4; ++k) {
-        typename Vector8<T>::Type v;
-        memcpy(&v, values + i + k * kWide, sizeof(v));
-        sum[k] += __builtin_convertvector(v, Doubles8);
+    if constexpr (sizeof(T) == 4) {
+      // Four at a time as floats, which takes a quarter of the conversions.
+      typedef T Line __attribute__((vector_size(8 * kWide)));
+      for (; i + 8 * kWide <= n; i += 8 * kWide) {
+        Line a, b, c, d;
+        memcpy(&a, values + i, sizeof(a));
+        memcpy(&b, values + i + 2 * kWide, sizeof(b));
+        memcpy(&c, values + i + 4 * kWide, sizeof(c));
+        memcpy(&d, values + i + 6 * kWide, sizeof(d));
+        const Line four = (a + b) + (c + d);
+        T parts[2 * kWide];
+        memcpy(parts, &four, sizeof(parts));
+        AddWide(parts, &sum[0]);
+        AddWide(parts + kWide, &sum[1]);
       }
     }
-    for (; i + kWide <= n; i += kWide) {
-      typename Vector8<T>::Type v;
-      memcpy(&v, values + i, sizeof(v));
-      sum[0] += __builtin_convertvector(v, Doubles8);
+    for (; i + 4 * kWide <= n; i += 4 * kWide) {
+      for (int k = 0; k < 4; ++k) AddWide(values + i + k * kWide, &sum[k]);
     }
+    for (; i + kWide <= n; i += kWide) AddWide(values + i, &sum[0]);
     const Doubles8 all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     rest = ((all[0] + all[4]) + (all[2] + all[6])) + ((all[1] + all[5]) + (all[3] + all[7]));
   }
@@ -197,12 +221,15 @@ void Write(const double* sums, int64_t n, void* result) {
   using Scalar = typename E::A::Scalar;
   char* to = static_cast<char*>(result);
   if (n == 1) {
-    Scalar block[E::kBlock] = {static_cast<Scalar>(sums[0])};
-    E::StorePart(to, E::Narrow(LoadPair<typename E::A>(block)), 1);
+    // Not a masked store: one value after the other, that takes 50 ns each on an EPYC.
+    alignas(64) char block[E::kBlock * E::kBytes];
+    E::Store(block, E::Narrow(SetPair<typename E::A>(static_cast<Scalar>(sums[0]))));
+    memcpy(to, block, E::kBytes);
     return;
   }
   OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
     Scalar block[E::kBlock] = {};
+    if constexpr (decltype(extent)::kWhole) count = E::kBlock;  // known to the compiler
     for (int64_t k = 0; k < count; ++k) block[k] = static_cast<Scalar>(sums[i + k]);
     StoreElements<E, false>(extent, to + i * E::kBytes, E::Narrow(LoadPair<typename E::A>(block)),
                             count);

@@ -14,13 +14,17 @@ namespace jax_fastops::cpu {
 // An array as a kernel sees it: a dense run of as many elements as the block has.
 struct BlockArray {
   char* data = nullptr;  // an output that is not wanted is null
-  // All ones; 0 if one value, repeated for as long as the widest block of registers, stands for
-  // all. An offset is masked with it.
+  // An offset is masked with it: all ones; one less than a power of 2 if so many values, a multiple
+  // of the widest block of registers, are repeated; 0 if one value is, which then fills
+  // kSplatBytes.
   int64_t mask = -1;
   bool wide = false;    // of the accumulator's type, not the element type
   bool stream = false;  // of an output: past the caches; aligned to a cache line
+  bool add = false;     // of a wide output: added to what is there
 };
 
+// The greatest kBlock of all element types (simd_math.h): what has a shorter period is not masked.
+inline constexpr int64_t kLeastPeriod = 32;
 // The longest repeated value, in bytes.
 inline constexpr int kSplatBytes = 128;
 
@@ -55,8 +59,8 @@ struct BlockHelpers {
   // The value, as often as fits into kSplatBytes.
   void (*splat[3])(const void* source, void* values);
 
-  // By the type that is added up, float or double. Everything is added up in double: it costs
-  // little beside the memory traffic, and chains of any length are as good as pairwise sums.
+  // By the type that is added up, float or double, in double: chains of any length are as good as
+  // pairwise sums.
   void (*add[2])(const void* values, int64_t n, double* sums);
   double (*sum[2])(const void* values, int64_t n);
   void (*add_rows[2])(const void* values, const BlockRows& rows, double* sums);

@@ -42,13 +42,13 @@ struct Lerp {
     const BlockArray dy = in[0], start = in[1], end = in[2], weight = in[3];
     const BlockArray dstart = out[0], dend = out[1], dweight = out[2];
     OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-      const Pair<A> g = LoadBlock<E>(extent, dy, i, count);
-      const Pair<A> w = LoadBlock<E>(extent, weight, i, count);
+      const Pair<A> g = LoadBlockAhead<E>(extent, dy, i, count);
+      const Pair<A> w = LoadBlockAhead<E>(extent, weight, i, count);
       StoreBlock<E>(extent, dstart, i, count, Mul(g, Sub(SetPair<A>(1), w)));
       StoreBlock<E>(extent, dend, i, count, Mul(g, w));
       if (dweight.data == nullptr) return;
       const Pair<A> d =
-          Sub(LoadBlock<E>(extent, end, i, count), LoadBlock<E>(extent, start, i, count));
+          Sub(LoadBlockAhead<E>(extent, end, i, count), LoadBlockAhead<E>(extent, start, i, count));
       StoreBlock<E>(extent, dweight, i, count, Mul(g, d));
     });
   }
