@@ -24,7 +24,7 @@ struct Lerp {
     const Vec near = A::Select(at_end, end, start);
     const Vec fraction = A::Select(at_end, A::Sub(weight, A::Set(1)), weight);
     const auto there = More<A>::And(finite, A::Equal(fraction, A::Set(0)));
-    return A::Select(there, near, A::Add(near, A::Mul(fraction, d)));
+    return A::Select(there, near, A::MulAdd(fraction, d, near));
   }
 
   static void Forward(int64_t n, const BlockArray* in, const BlockArray* out) {
