@@ -521,18 +521,27 @@ LERPS = (
 
 
 def _lerps_of_size(elements: int) -> tuple[Layout, ...]:
-    shape = (max(1, elements // 1024), min(1024, elements))
-    odd = (max(1, elements // 1001), min(1001, elements - 1))
+    shape, odd, short = _rows_of(elements)
+    planes = (max(1, elements // 2**16), 64, 1024)
     return (
         Layout(f"alike {elements}", shape, shape, DTYPES),
         Layout(f"weight {elements}", shape, shape, DTYPES, operands=_scalar_weight),
-        Layout(f"broadcast {elements}", shape, shape, DTYPES, operands=_row_all_column),
-        Layout(f"odd broadcast {elements}", odd, odd, DTYPES, operands=_row_all_column),
+        *(
+            Layout(f"broadcast {s} {elements}", s, s, DTYPES, operands=_row_all_column)
+            for s in (shape, odd, short)
+        ),
+        Layout(f"planes {elements}", planes, planes, DTYPES, operands=_planes),
     )
 
 
+def _rows_of(elements: int) -> tuple[Shape, ...]:
+    """So many elements in whole rows, in rows that are no multiple of 16 bytes, in short ones."""
+    lengths = (min(n, elements - odd) for n, odd in ((1024, 0), (1001, 1), (64, 0)))
+    return tuple((max(1, elements // n), n) for n in lengths)
+
+
 def _row_of_lerp(layout: Layout) -> str:
-    broadcast = layout.operands is _row_all_column
+    broadcast = layout.operands in (_row_all_column, _planes)
     by_rows = fo._implementation.by_rows
     return by_rows("lerp_broadcast", layout.gpu) if broadcast else "lerp"
 
@@ -558,12 +567,10 @@ def _activations(names: tuple[str, ...]) -> tuple[Layout, ...]:
 
 def _activations_of_size(names: tuple[str, ...]) -> Callable[[int], tuple[Layout, ...]]:
     def of_size(elements: int) -> tuple[Layout, ...]:
-        shape = (max(1, elements // 1024), min(1024, elements))
-        odd = (max(1, elements // 1001), min(1001, elements - 1))
         return tuple(
             Layout(f"{name} {shape[1]} {elements}", shape, shape, DTYPES, {"activation": name})
             for name in names
-            for shape in (shape, odd)
+            for shape in _rows_of(elements)
         )
 
     return of_size

@@ -181,6 +181,9 @@ struct GeluExact {
   static __device__ __forceinline__ ComputeType<T> Value(ComputeType<T> s) {
     if constexpr (sizeof(T) == 8) {
       return 0.5 * s * erfc(-s * kSqrtHalf);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      const float below = Below(s);
+      return s * (s < 0.0f ? below : 1.0f - below);
     } else {
       const Normal n = NormalOf<T>(s);
       const float below = s * n.below * activation::kUnshift<T>;
@@ -222,6 +225,22 @@ struct GeluExact {
     n.e = activation::PowerOfTwo<T>(a2, c.high, fmaf(a2, c.low, lost * c.high));
     n.below = n.e * Scaled<T>(n.a);
     return n;
+  }
+
+  // Phi(-a) to 2^-12, which is an eighth of bfloat16's own rounding: for the value alone, since y'
+  // has a zero, next to which an error of Phi shows. Here 2^-kShift is a factor of the polynomial's
+  // coefficients; the product is subnormal only where y is nearly so, and has bits enough there.
+  static __device__ __forceinline__ float Below(float s) {
+    using T = __nv_bfloat16;
+    constexpr float c = -0.5 * activation::kLog2E, unit = activation::kUnshift<T>;
+    const float a = activation::Magnitude(s, 16.0f);
+    const float e = activation::PowerOfTwo<T>(a * a, c, 0.0f);
+    const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
+    float p = 0.20884496f * unit;
+    p = fmaf(p, q, 0.035587393f * unit);
+    p = fmaf(p, q, 0.13747835f * unit);
+    p = fmaf(p, q, 0.118204355f * unit);
+    return e * (q * p);
   }
 
   // g(a).

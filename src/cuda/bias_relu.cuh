@@ -11,7 +11,9 @@
 //   whose bias has more dimensions, by one for each. That is paid per unit, not per element.
 // - Where rows are whole units, so is the unit's bias, and is loaded at once, or is one element.
 //   Otherwise a bias of at most two dimensions is loaded by elements, of which some may belong to
-//   the next row: four to five instructions each, for which there is time.
+//   the next row: four to five instructions each, for which there is time with elements of 32 bits.
+//   Under those of 16 bits it is read by aligned words and a shift (shifted.cuh), and by elements
+//   only where a row ends.
 // - Rows that do not end on whole mask bytes ("ragged") begin a new byte each, but the elements lie
 //   back to back: only the bits are dealt out to bytes.
 // - Pointers that are not aligned to 16 bytes, other biases, rows shorter than a unit, and what is
@@ -34,6 +36,7 @@
 #include "cuda/divide.cuh"
 #include "cuda/packed.cuh"
 #include "cuda/relu_of.cuh"
+#include "cuda/shifted.cuh"
 #include "dtype.h"
 #include "elementwise.h"
 #include "permutation.h"
@@ -51,6 +54,7 @@ struct BiasIndex {
   int outer_rank = 0;
   int64_t columns = 1;
   int64_t column_stride = 0;
+  uint32_t words_end = 0;  // elements of the bias in whole words; 0: not to be read by words
   int64_t outer_stride[kMaxBroadcastRank];
   FastDivisor column_divisor;
   FastDivisor outer_divisor[kMaxBroadcastRank];
@@ -165,6 +169,29 @@ __device__ __forceinline__ void LoadBiases(const BiasIndex& index, const void* b
     int64_t column[kCount];
     index.Split(at, column);
     const int64_t stride = index.column_stride, outer_stride = index.outer_stride[0];
+    if constexpr (sizeof(T) == 2) {
+      if (index.words_end > 0) {
+        Shifted<P, kSize> shifted[kCount];
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+          const uint32_t row = static_cast<uint32_t>(at[k] * outer_stride);
+          const uint32_t here = row + static_cast<uint32_t>(column[k]);
+          const int left = static_cast<int>(index.columns - column[k]);
+          if (left < kSize || here + (kSize - 1) >= index.words_end) {
+            shifted[k].Gather(p, here, row + outer_stride, left);
+          } else {
+            shifted[k].Load(p, here);
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+          P elements[kSize];
+          shifted[k].Take(elements);
+          memcpy(units[k].pieces, elements, sizeof(elements));
+        }
+        return;
+      }
+    }
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       const int left = static_cast<int>(min(index.columns - column[k], int64_t{kSize}));
@@ -425,7 +452,8 @@ inline KernelSet KernelsOf(DType dtype, bool wide) {
 }
 
 // False if there are too many dimensions, which those of `shape` cannot be.
-inline bool MakeBiasIndex(const BroadcastShape& shape, int64_t size, BiasIndex* index) {
+inline bool MakeBiasIndex(const BroadcastShape& shape, int64_t size, const void* bias,
+                          int64_t bias_itemsize, BiasIndex* index) {
   // Dimensions that only the mask keeps apart are one to the bias.
   BroadcastShape merged;
   if (!Collapse(std::vector<int64_t>(shape.size, shape.size + shape.rank),
@@ -438,6 +466,12 @@ inline bool MakeBiasIndex(const BroadcastShape& shape, int64_t size, BiasIndex* 
   index->column_stride = merged.InnerStride(0);
   index->outer_rank = std::max(merged.rank - 1, 0);
   index->outer_stride[0] = 0;
+  int64_t last = (index->columns - 1) * index->column_stride;
+  for (int i = 0; i < index->outer_rank; ++i) last += (merged.size[i] - 1) * stride[i];
+  if (index->narrow && index->column_stride == 1 && CommonAlignment({bias}) == 16) {
+    const int64_t per_word = 16 / bias_itemsize;
+    index->words_end = static_cast<uint32_t>((last + 1) / per_word * per_word);
+  }
   const auto set = [index](int64_t length, FastDivisor* narrow, FastDivisor64* wide) {
     if (index->narrow) {
       *narrow = FastDivisor(static_cast<uint32_t>(length));
@@ -485,7 +519,10 @@ inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
   params.out = out;
   params.mask = mask;
   params.size = size;
-  if (!MakeBiasIndex(shape, size, &params.index)) return cudaErrorInvalidValue;
+  const int64_t bias_itemsize = wide ? 4 : itemsize;
+  if (!MakeBiasIndex(shape, size, params.bias, bias_itemsize, &params.index)) {
+    return cudaErrorInvalidValue;
+  }
 
   // Where rows end on whole bytes, they might as well be one row; where the row's dimension has
   // been dropped, it is of size 1, and every element has a byte.
@@ -495,7 +532,7 @@ inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
 
   const KernelSet kernels = KernelsOf(dtype, wide);
   const int64_t unit = 16 / itemsize;
-  const bool units = BiasInUnits(params.index, params.bias, unit, wide ? 4 : itemsize);
+  const bool units = BiasInUnits(params.index, params.bias, unit, bias_itemsize);
   const bool gather = params.index.outer_rank <= 1 && params.index.columns >= unit;
   Kernel kernel = kernels.chunks[mask != nullptr];
   int64_t tiles = 0;

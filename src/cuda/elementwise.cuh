@@ -9,6 +9,8 @@
 #define JAX_FASTOPS_CUDA_ELEMENTWISE_CUH_
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "cuda/unit.cuh"
 #include "elementwise.h"
@@ -21,6 +23,26 @@ enum class Reach : uint8_t {
   kOne,         // one element for all
   kBits,        // bits of one byte
 };
+
+// Several elements, as bits or as an array, in the type that T is computed in. Two of bfloat16 cost
+// a shift and a mask, while the library's conversion, `asm volatile`, first takes each from its
+// word.
+template <typename T, typename Bits, int kSize>
+__device__ __forceinline__ void ToCompute(const Bits& bits, ComputeType<T> (&values)[kSize]) {
+  static_assert(sizeof(Bits) == kSize * sizeof(T));
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && kSize % 2 == 0) {
+    uint32_t pairs[kSize / 2];
+    memcpy(pairs, &bits, sizeof(bits));
+#pragma unroll
+    for (int i = 0; i < kSize; i += 2) {
+      values[i] = __uint_as_float(pairs[i / 2] << 16);
+      values[i + 1] = __uint_as_float(pairs[i / 2] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] = ToCompute(ElementOf<T>(bits, i));
+  }
+}
 
 // Elements of an operand as they were loaded.
 template <typename T, int kBytes, bool kMayBeWide>
@@ -74,11 +96,11 @@ struct Loaded {
       }
     }
     if (reach == Reach::kOne) {
+      const C the_one = ToCompute(one);  // once: conversions are not merged
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) values[i] = ToCompute(one);
+      for (int i = 0; i < kSize; ++i) values[i] = the_one;
     } else {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) values[i] = ToCompute(ElementOf<T>(neighbours, i));
+      ToCompute<T>(neighbours, values);
     }
   }
 };

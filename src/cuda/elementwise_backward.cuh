@@ -34,7 +34,12 @@
 //
 // The places of a box's rows in each array are worked out once, into a table in shared memory, so
 // dimensions of any number cost nothing in the loops. Whatever a box cannot finish goes to partial
-// sums, which a second kernel adds up. No atomics: two runs are equal to the bit.
+// sums, which a second kernel adds up (cuda/elementwise_finish.cuh). No atomics: two runs are equal
+// to the bit.
+//
+// Two patterns have passes of their own, which take them where they gain: sums over each of two
+// dimensions (cuda/elementwise_tile.cuh), and rows that are no whole number of 16 bytes, or short
+// (cuda/elementwise_rows.cuh).
 #ifndef JAX_FASTOPS_CUDA_ELEMENTWISE_BACKWARD_CUH_
 #define JAX_FASTOPS_CUDA_ELEMENTWISE_BACKWARD_CUH_
 
@@ -47,7 +52,10 @@
 
 #include "broadcast.h"
 #include "cuda/elementwise.cuh"
+#include "cuda/elementwise_finish.cuh"
 #include "cuda/elementwise_plan.h"
+#include "cuda/elementwise_rows.cuh"
+#include "cuda/elementwise_tile.cuh"
 #include "dtype.h"
 
 namespace jax_fastops::cuda {
@@ -318,7 +326,10 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
       for (int in_row = 0; in_row < (kManyRows ? 1 : p.range); in_row += kSteps) {
         Word<kBytes> dy[kSteps][kUnits];
         Operands x[kSteps][kUnits][kOperands];
-        uint32_t bits[kSteps][kUnits];
+        // Of a mask, the byte of a unit's first element, and its place: shifted at once, it would
+        // be waited for at once.
+        uint32_t byte[kSteps][kUnits];
+        Place bit[kSteps];
         Place place[kSteps], column[kSteps];
         int row_b[kSteps];
 #pragma unroll
@@ -337,13 +348,14 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
             if (!p.needed[k]) continue;
             const Place own = operand_place_a[k] + at_b[p.operand_column[k]];
             const Place offset = reach(k) == Reach::kOne ? own : own + column[s];
+            if (F::kBits && k == 0) bit[s] = offset;
 #pragma unroll
             for (int u = 0; u < kUnits; ++u) {
               if (column[s] + u * lanes * kSize >= n) continue;
               const Place at =
                   reach(k) == Reach::kOne ? offset : offset + static_cast<Place>(u * lanes * kSize);
               if (F::kBits && k == 0) {
-                bits[s][u] = static_cast<const uint8_t*>(p.operand[k].data)[at >> 3] >> (at & 7);
+                byte[s][u] = static_cast<const uint8_t*>(p.operand[k].data)[at >> 3];
               } else {
                 x[s][u][k].Load(p.operand[k].data, at, reach(k), p.operand[k].wide);
               }
@@ -365,8 +377,12 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
 #pragma unroll
             for (int k = 0; k < kOperands; ++k) {
               if (F::kBits && k == 0) {
+                const Place at = reach(k) == Reach::kOne
+                                     ? bit[s]
+                                     : bit[s] + static_cast<Place>(u * lanes * kSize);
+                const uint32_t bits = byte[s][u] >> (at & 7);
 #pragma unroll
-                for (int i = 0; i < kSize; ++i) operands[k][i] = C(bits[s][u] >> i & 1u);
+                for (int i = 0; i < kSize; ++i) operands[k][i] = bits >> i & 1u ? C(1) : C(0);
               } else {
                 x[s][u][k].Expand(operands[k], reach(k), p.operand[k].wide);
               }
@@ -533,79 +549,6 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
   }
 }
 
-// ---- the second kernel -------------------------------------------------------------------------
-
-struct FinishSum {
-  const void* parts;
-  void* out;
-  bool wide;
-  // Along A, B and the innermost dimension: what is kept, and what is added up; one of the two is 1
-  // each. `step`: how far apart neighbours are.
-  int64_t kept[3], added[3], step[3];
-  int rank_a, rank_b;
-  int64_t size_a[kMaxBroadcastRank], size_b[kMaxBroadcastRank];
-  int64_t stride_a[kMaxBroadcastRank], stride_b[kMaxBroadcastRank];
-  int width;  // elements of the gradient that a block sums: 1, 32 or 256
-};
-
-struct FinishParams {
-  FinishSum sum[kMaxSums];
-};
-
-template <typename T>
-__global__ __launch_bounds__(kBoxThreads) void FinishSumsKernel(
-    const __grid_constant__ FinishParams p) {
-  using C = ComputeType<T>;
-  __shared__ C exchange[kBoxThreads];
-  const FinishSum& sum = p.sum[blockIdx.y];
-  const int width = sum.width, share = kBoxThreads / width;
-  const int64_t total = sum.kept[0] * sum.kept[1] * sum.kept[2];
-  const int64_t first = int64_t{blockIdx.x} * width;
-  if (first >= total) return;
-  const int64_t index = first + threadIdx.x % width;
-  const int64_t c = index % sum.kept[2], ab = index / sum.kept[2];
-  const int64_t b = ab % sum.kept[1], a = ab / sum.kept[1];
-
-  C value = C(0);
-  if (index < total) {
-    const C* const parts = static_cast<const C*>(sum.parts) + a * sum.step[0] * (sum.kept[0] > 1) +
-                           b * sum.step[1] * (sum.kept[1] > 1) + c * (sum.kept[2] > 1);
-    // As many as there are blocks at most.
-    const uint32_t inner = static_cast<uint32_t>(sum.added[2]);
-    const uint32_t middle = static_cast<uint32_t>(sum.added[1]);
-    const uint32_t count = static_cast<uint32_t>(sum.added[0]) * middle * inner;
-#pragma unroll 4
-    for (uint32_t i = threadIdx.x / width; i < count; i += share) {
-      const uint32_t outer = i / inner;
-      value += parts[outer / middle * sum.step[0] + outer % middle * sum.step[1] + i % inner];
-    }
-  }
-  exchange[threadIdx.x] = value;
-  __syncthreads();
-  for (int step = share / 2; step > 0; step /= 2) {
-    if (static_cast<int>(threadIdx.x) / width < step) {
-      exchange[threadIdx.x] += exchange[threadIdx.x + step * width];
-    }
-    __syncthreads();
-  }
-  if (static_cast<int>(threadIdx.x) >= width || index >= total) return;
-  int64_t place = c, rest = a;
-  for (int d = sum.rank_a - 1; d >= 0; --d) {
-    place += rest % sum.size_a[d] * sum.stride_a[d];
-    rest /= sum.size_a[d];
-  }
-  rest = b;
-  for (int d = sum.rank_b - 1; d >= 0; --d) {
-    place += rest % sum.size_b[d] * sum.stride_b[d];
-    rest /= sum.size_b[d];
-  }
-  if (sum.wide) {
-    static_cast<C*>(sum.out)[place] = exchange[threadIdx.x];
-  } else {
-    static_cast<T*>(sum.out)[place] = FromCompute<T>(exchange[threadIdx.x]);
-  }
-}
-
 // ---- launching ---------------------------------------------------------------------------------
 
 // 8 elements of 4 bytes, or 4 of 8, per thread.
@@ -638,7 +581,14 @@ class BackwardLauncher {
       if (!shape.IsFull(F::kOperands + g)) summed[sums++] = g;
     }
     if (!any) return cudaSuccess;
-    cudaError_t error = Pass(shape, dy, operands, gradients, summed, sums, true, workspace, stream);
+    cudaError_t error;
+    if (TileLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream, &error)) {
+      return error;
+    }
+    if (RowsLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream, &error)) {
+      return error;
+    }
+    error = Pass(shape, dy, operands, gradients, summed, sums, true, workspace, stream);
     if (error != cudaErrorInvalidValue || sums < 2) return error;
     // The sums cannot share a pass: one each, the first of which writes the full gradients too.
     for (int s = 0; s < sums; ++s) {
@@ -752,9 +702,8 @@ class BackwardLauncher {
 
     int slots = 0, register_columns = 0;
     p.column_source[0] = p.column_source[1] = 0;
-    int64_t used = 0, widest = 0;
-    FinishParams finish{};
-    int unfinished = 0;
+    int64_t used = 0;
+    SumsToFinish unfinished;
     for (int g = 0; g < F::kGradients; ++g) {
       p.sum[g].way = Way::kUnwanted;
       if (!write_full || gradients[g].data == nullptr || !shape.IsFull(F::kOperands + g)) continue;
@@ -792,27 +741,22 @@ class BackwardLauncher {
       C* const parts = static_cast<C*>(workspace.data) + used;
       used += from.parts();
       sum.out = parts;
-      FinishSum& last = finish.sum[unfinished++];
+      FinishSum& last = unfinished.Add();
       last.parts = parts;
       last.out = gradients[g].data;
       last.wide = gradients[g].wide;
       const int64_t all[3] = {from.parts_a, from.parts_b, from.parts_inner};
       const bool keeps[3] = {from.keeps_a, from.keeps_b, from.keeps_inner};
       const int64_t steps[3] = {from.parts_b * from.parts_inner, from.parts_inner, 1};
-      int64_t kept = 1, added = 1;
       for (int i = 0; i < 3; ++i) {
         last.kept[i] = keeps[i] ? all[i] : 1;
         last.added[i] = keeps[i] ? 1 : all[i];
         last.step[i] = steps[i];
-        kept *= last.kept[i];
-        added *= last.added[i];
       }
       if (from.keeps_a)
         Copy(shape, plan.dims_a, plan.rank_a, arrays[s], &last.rank_a, last.size_a, last.stride_a);
       if (from.keeps_b)
         Copy(shape, plan.dims_b, plan.rank_b, arrays[s], &last.rank_b, last.size_b, last.stride_b);
-      last.width = added <= 4 ? 256 : kept >= 2048 || added < 64 ? 32 : 1;
-      widest = std::max(widest, (kept + last.width - 1) / last.width);
     }
 
     p.n = shape.inner();
@@ -880,10 +824,8 @@ class BackwardLauncher {
     });
     chosen<<<blocks, kBoxThreads, shared, stream>>>(p);
     error = cudaGetLastError();
-    if (error != cudaSuccess || unfinished == 0) return error;
-    FinishSumsKernel<T>
-        <<<dim3(static_cast<unsigned>(widest), unfinished), kBoxThreads, 0, stream>>>(finish);
-    return cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    return unfinished.Launch<T>(stream);
   }
 
   static void Copy(const BroadcastShape& shape, const int* dims, int rank, int array, int* own_rank,
@@ -926,6 +868,12 @@ void LoadElementwiseBackward(const Load& load) {
     AllowBoxes(kernel);
     load(kernel);
   };
+  TileLauncher<F, float>::VisitKernels(load);
+  TileLauncher<F, __nv_bfloat16>::VisitKernels(load);
+  TileLauncher<F, __half>::VisitKernels(load);
+  RowsLauncher<F, float>::VisitKernels(load);
+  RowsLauncher<F, __nv_bfloat16>::VisitKernels(load);
+  RowsLauncher<F, __half>::VisitKernels(load);
   const auto finish = [&load](auto kernel) { load(reinterpret_cast<const void*>(kernel)); };
   BackwardLauncher<F, float>::VisitKernels(boxes);
   BackwardLauncher<F, __nv_bfloat16>::VisitKernels(boxes);

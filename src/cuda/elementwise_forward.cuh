@@ -5,6 +5,8 @@
 //     static constexpr int kOperands = ...;
 //     // Whether an operand may be of the accumulator's type.
 //     static constexpr bool kMayBeWide = ...;
+//     // Whether the first operand has the result's shape but under vmap of another alone.
+//     static constexpr bool kFirstIsFull = ...;
 //     template <typename T>
 //     static __device__ ComputeType<T> Value(const ComputeType<T> (&x)[kOperands]);
 //   };
@@ -12,9 +14,19 @@
 // Bound by memory, so shaped by its accesses: a thread takes units of 16 bytes of the flat result,
 // several in flight. Operands of the result's shape are read like it; one element for everything is
 // read once by each thread; for the others the thread finds the place of a unit, not of an element,
-// by multiplications with reciprocals that the host prepares. Where rows are no whole number of
-// units ("ragged") a unit may lie across two rows or more; then the elements of the broadcast
-// operands are read one by one, those of the others as ever.
+// by multiplications with reciprocals that the host prepares. It does so for all of its units
+// together: what is known of a dimension is loaded once, and the units' chains of multiplications
+// run side by side. Nothing of an operand can be loaded before, so this is time in which the warp
+// keeps no memory busy.
+//
+// Where rows are no whole number of units ("ragged") a unit begins anywhere in the broadcast
+// operands, and is read by aligned words and a shift (shifted.cuh). A unit in which one row ends
+// and the next begins, in rows of 1001 elements of 16 bits one of 125, is read element by element,
+// as is one at the very end of an operand. Rows shorter than a unit, and pointers that are not
+// aligned, take an element for a unit.
+//
+// Kernels that may meet wide operands hold twice the registers for them, so they are kernels of
+// their own: of two operands of 16 bits it was 122 registers in place of 64, and half the warps.
 #ifndef JAX_FASTOPS_CUDA_ELEMENTWISE_FORWARD_CUH_
 #define JAX_FASTOPS_CUDA_ELEMENTWISE_FORWARD_CUH_
 
@@ -29,6 +41,7 @@
 #include "cuda/divide.cuh"
 #include "cuda/elementwise.cuh"
 #include "cuda/elementwise_plan.h"
+#include "cuda/shifted.cuh"
 #include "dtype.h"
 
 namespace jax_fastops::cuda {
@@ -44,6 +57,7 @@ struct ForwardParams {
   Operand operand[kOperands];
   Reach reach[kOperands];  // within a unit; of a ragged one, along the innermost dimension
   bool full[kOperands];
+  uint32_t words_end[kOperands];  // ragged: elements of the operand that lie in whole words
   void* out;
   int64_t elements;
   int rank;
@@ -54,38 +68,52 @@ struct ForwardParams {
   int64_t stride[kOperands][kMaxBroadcastRank];
 };
 
-// The row of a place and where in it it is; then each operand's offset of the row.
+// The rows of kCount places and where in them they are; then each operand's offset of the row.
 template <typename Index, int kOperands>
 struct RowFinder {
   const ForwardParams<kOperands>& p;
 
-  __device__ __forceinline__ Index Over(Index n, int d) const {
+  // Replaces numbers by what is left over when they are divided by a dimension's length.
+  template <int kCount>
+  __device__ __forceinline__ void Divide(int d, Index (&n)[kCount], Index (&over)[kCount]) const {
+    const auto divide = [&](auto divisor) {
+      const Index length = static_cast<Index>(divisor.divisor);
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) {
+        over[u] = cuda::Divide(n[u], divisor);
+        n[u] -= over[u] * length;
+      }
+    };
     if constexpr (sizeof(Index) == 4) {
-      return Divide(n, p.small[d]);
+      divide(p.small[d]);
     } else {
-      return Divide(n, p.large[d]);
+      divide(p.large[d]);
     }
   }
-  __device__ __forceinline__ Index Row(Index place, Index* within) const {
-    const Index row = Over(place, p.rank - 1);
-    const Index length = sizeof(Index) == 4 ? static_cast<Index>(p.small[p.rank - 1].divisor)
-                                            : static_cast<Index>(p.large[p.rank - 1].divisor);
-    *within = place - row * length;
-    return row;
+  template <int kCount>
+  __device__ __forceinline__ void Rows(Index (&place)[kCount], Index (&row)[kCount]) const {
+    Divide(p.rank - 1, place, row);
   }
-  __device__ __forceinline__ void Offsets(Index row, Index (&offset)[kOperands]) const {
+  template <int kCount>
+  __device__ __forceinline__ void Offsets(const Index (&row)[kCount],
+                                          Index (&offset)[kCount][kOperands]) const {
+    Index digit[kCount], over[kCount];
 #pragma unroll
-    for (int k = 0; k < kOperands; ++k) offset[k] = 0;
+    for (int u = 0; u < kCount; ++u) {
+      over[u] = row[u];
+#pragma unroll
+      for (int k = 0; k < kOperands; ++k) offset[u][k] = 0;
+    }
+#pragma unroll 1
     for (int d = p.rank - 2; d >= 0; --d) {
-      Index digit = row;
-      if (d > 0) {
-        row = Over(digit, d);
-        digit -= row * (sizeof(Index) == 4 ? static_cast<Index>(p.small[d].divisor)
-                                           : static_cast<Index>(p.large[d].divisor));
-      }
+#pragma unroll
+      for (int u = 0; u < kCount; ++u) digit[u] = over[u];
+      if (d > 0) Divide(d, digit, over);
 #pragma unroll
       for (int k = 0; k < kOperands; ++k) {
-        offset[k] += digit * static_cast<Index>(p.stride[k][d]);
+        const Index stride = static_cast<Index>(p.stride[k][d]);
+#pragma unroll
+        for (int u = 0; u < kCount; ++u) offset[u][k] += digit[u] * stride;
       }
     }
   }
@@ -93,179 +121,277 @@ struct RowFinder {
 
 inline constexpr int kForwardThreads = 256;
 
-template <typename T, int kBytes>
-inline constexpr int kForwardUnits = kBytes == 16 ? (sizeof(T) == 8 ? 2 : 4) : 8;
+// Units of a thread, all in flight together.
+template <typename T, int kBytes, ForwardKind kKind, bool kWide>
+inline constexpr int kForwardUnits = kBytes < 16                                                ? 8
+                                     : sizeof(T) == 8 || kKind == ForwardKind::kRagged || kWide ? 2
+                                                                                                : 4;
 
 // Which operands have one element for a unit, a bit each; kAnyOnes: it is looked up while the
 // kernel runs.
 inline constexpr int kAnyOnes = -1;
 
-template <typename F, typename T, int kBytes, ForwardKind kKind, typename Index, int kOnes>
+// An operand's elements under a unit that may begin anywhere and, where the operand is broadcast,
+// may lie across two rows.
+template <typename T, bool kMayBeWide>
+struct Straddling {
+  using C = ComputeType<T>;
+  static constexpr int kSize = 16 / sizeof(T);
+  static constexpr bool kWide = kMayBeWide && sizeof(T) < sizeof(C);
+
+  Shifted<T, kSize> neighbours;
+  Shifted<C, kSize> wide_neighbours;
+  T ones[2];
+  C wide_ones[2];
+
+  // Of an operand of the result's shape: its own elements, aligned.
+  __device__ __forceinline__ void LoadFull(const Operand& operand, int64_t first) {
+    if constexpr (kWide) {
+      if (operand.wide) {
+        wide_neighbours.LoadAligned(operand.data, first);
+        return;
+      }
+    }
+    neighbours.LoadAligned(operand.data, first);
+  }
+
+  // The first `left` elements are from offset `here` on, those behind them from `next` on.
+  __device__ __forceinline__ void Load(const Operand& operand, Reach reach, uint32_t here,
+                                       uint32_t next, int left, uint32_t words_end) {
+    const auto load = [&](auto& some, auto& one) {
+      using E = std::remove_reference_t<decltype(one[0])>;
+      const E* data = static_cast<const E*>(operand.data);
+      if (reach == Reach::kOne) {
+        one[0] = data[here];
+        one[1] = data[next];
+      } else if (left < kSize || here + (kSize - 1) >= words_end) {
+        some.Gather(data, here, next, left);
+      } else {
+        some.Load(data, here);
+      }
+    };
+    if constexpr (kWide) {
+      if (operand.wide) {
+        load(wide_neighbours, wide_ones);
+        return;
+      }
+    }
+    load(neighbours, ones);
+  }
+
+  __device__ __forceinline__ void Expand(C (&values)[kSize], Reach reach, bool wide, bool full,
+                                         int left) const {
+    const auto expand = [&](const auto& some, const auto& one) {
+      using E = std::remove_const_t<std::remove_reference_t<decltype(one[0])>>;
+      if (reach == Reach::kOne) {
+        const C first = ToCompute(one[0]), second = ToCompute(one[1]);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) values[i] = i < left ? first : second;
+      } else {
+        E elements[kSize];
+        if (full) {
+          some.TakeAligned(elements);
+        } else {
+          some.Take(elements);
+        }
+        ToCompute<E>(elements, values);
+      }
+    };
+    if constexpr (kWide) {
+      if (wide) {
+        expand(wide_neighbours, wide_ones);
+        return;
+      }
+    }
+    expand(neighbours, ones);
+  }
+};
+
+// The result of one unit.
+template <typename F, typename T, int kSize>
+__device__ __forceinline__ Unit<T, kSize * sizeof(T)> ValuesOf(
+    const ComputeType<T> (&values)[F::kOperands][kSize]) {
+  Unit<T, kSize * sizeof(T)> y;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    ComputeType<T> x[F::kOperands];
+#pragma unroll
+    for (int k = 0; k < F::kOperands; ++k) x[k] = values[k][i];
+    y.elements[i] = FromCompute<T>(F::template Value<T>(x));
+  }
+  return y;
+}
+
+template <typename F, typename T, int kBytes, ForwardKind kKind, typename Index, int kOnes,
+          bool kWide>
 __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
     const ForwardParams<F::kOperands> p) {
   using C = ComputeType<T>;
-  using Elements = Unit<T, kBytes>;
-  using Operands = Loaded<T, kBytes, F::kMayBeWide>;
-  constexpr int kSize = Elements::kSize;
-  constexpr int kUnits = kForwardUnits<T, kBytes>;
-  const RowFinder<Index, F::kOperands> find{p};
+  constexpr bool kRagged = kKind == ForwardKind::kRagged;
+  using Operands = std::conditional_t<kRagged, Straddling<T, kWide>, Loaded<T, kBytes, kWide>>;
+  constexpr int kSize = kBytes / sizeof(T);
+  constexpr int kUnits = kForwardUnits<T, kBytes, kKind, kWide>;
+  constexpr int kOperands = F::kOperands;
+  const RowFinder<Index, kOperands> find{p};
   T* const out = static_cast<T*>(p.out);
   const auto reach = [&](int k) {
     if constexpr (kOnes == kAnyOnes) return p.reach[k];
     return kOnes >> k & 1 ? Reach::kOne : Reach::kNeighbours;
   };
-
-  const auto element = [&](int k, int64_t offset) -> C {
-    if constexpr (Operands::kWide) {
-      if (p.operand[k].wide) return static_cast<const C*>(p.operand[k].data)[offset];
-    }
-    return ToCompute(static_cast<const T*>(p.operand[k].data)[offset]);
-  };
+  // Of units of one element, neighbours are that one.
+  const auto in_unit = [&](int k) { return kSize == 1 ? Reach::kOne : reach(k); };
 
   const int64_t first = int64_t{blockIdx.x} * (kForwardThreads * kUnits) + threadIdx.x;
   const int64_t whole = p.elements / kSize;
-  Operands loaded[kUnits][F::kOperands];
-  if constexpr (kKind != ForwardKind::kRagged) {
+  // Of the thread's units, those that there are.
+  const int live = static_cast<int>(min(max(whole - first, int64_t{0}) + (kForwardThreads - 1),
+                                        int64_t{kForwardThreads} * kUnits)) /
+                   kForwardThreads;
+
+  Operands loaded[kUnits][kOperands];
+  // Operands of the result's shape are loaded before the places of the others are known.
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const int64_t unit = first + u * kForwardThreads;
-      if (unit >= whole) break;
-      Index offset[F::kOperands];
-      if constexpr (kKind == ForwardKind::kFlat) {
+  for (int u = 0; u < kUnits; ++u) {
+    if (u >= live) break;
+    const int64_t place = (first + u * kForwardThreads) * kSize;
 #pragma unroll
-        for (int k = 0; k < F::kOperands; ++k) offset[k] = 0;
+    for (int k = 0; k < kOperands; ++k) {
+      if (!p.full[k]) continue;
+      if constexpr (kRagged) {
+        loaded[u][k].LoadFull(p.operand[k], place);
       } else {
-        Index within;
-        const Index row = find.Row(static_cast<Index>(unit), &within);
-        find.Offsets(row, offset);
-#pragma unroll
-        for (int k = 0; k < F::kOperands; ++k) {
-          if (reach(k) == Reach::kNeighbours) offset[k] += within * kSize;
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < F::kOperands; ++k) {
-        loaded[u][k].Load(p.operand[k].data,
-                          p.full[k] ? unit * kSize : static_cast<int64_t>(offset[k]), reach(k),
-                          p.operand[k].wide);
+        loaded[u][k].Load(p.operand[k].data, place, in_unit(k), p.operand[k].wide);
       }
     }
+  }
+
+  Index within[kUnits], row[kUnits], offset[kUnits][kOperands];
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const int64_t unit = first + u * kForwardThreads;
-      if (unit >= whole) break;
-      C values[F::kOperands][kSize];
+  for (int u = 0; u < kUnits; ++u) {
+    within[u] = static_cast<Index>(first + u * kForwardThreads) * (kRagged ? kSize : 1);
+    row[u] = 0;
 #pragma unroll
-      for (int k = 0; k < F::kOperands; ++k) {
-        loaded[u][k].Expand(values[k], reach(k), p.operand[k].wide);
+    for (int k = 0; k < kOperands; ++k) offset[u][k] = 0;
+  }
+  if constexpr (kKind != ForwardKind::kFlat) {
+    find.Rows(within, row);
+    find.Offsets(row, offset);
+  }
+  int left[kUnits];  // ragged: of the unit's row, from its first element on
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    if (u >= live) break;
+    if constexpr (kRagged) {
+      left[u] = static_cast<int>(p.inner) - static_cast<int>(within[u]);
+      Index next[1][kOperands];
+#pragma unroll
+      for (int k = 0; k < kOperands; ++k) next[0][k] = offset[u][k];
+      if (left[u] < kSize) {
+        const Index behind[1] = {row[u] + 1};
+        find.Offsets(behind, next);
       }
-      Elements y;
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        C x[F::kOperands];
-#pragma unroll
-        for (int k = 0; k < F::kOperands; ++k) x[k] = values[k][i];
-        y.elements[i] = FromCompute<T>(F::template Value<T>(x));
+      for (int k = 0; k < kOperands; ++k) {
+        if (p.full[k]) continue;
+        const Index in_row = reach(k) == Reach::kOne ? 0 : within[u];
+        loaded[u][k].Load(p.operand[k], reach(k), offset[u][k] + in_row, next[0][k], left[u],
+                          p.words_end[k]);
       }
-      y.Store(out + unit * kSize);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kOperands; ++k) {
+        if (p.full[k]) continue;
+        const Index in_row = reach(k) == Reach::kOne || kKind == ForwardKind::kFlat ? 0 : within[u];
+        loaded[u][k].Load(p.operand[k].data, static_cast<int64_t>(offset[u][k] + in_row * kSize),
+                          in_unit(k), p.operand[k].wide);
+      }
     }
-  } else {
+  }
+
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const int64_t unit = first + u * kForwardThreads;
-      if (unit >= whole) break;
+  for (int u = 0; u < kUnits; ++u) {
+    if (u >= live) break;
+    C values[kOperands][kSize];
 #pragma unroll
-      for (int k = 0; k < F::kOperands; ++k) {
-        if (p.full[k]) {
-          loaded[u][k].Load(p.operand[k].data, unit * kSize, Reach::kNeighbours, p.operand[k].wide);
-        }
+    for (int k = 0; k < kOperands; ++k) {
+      if constexpr (kRagged) {
+        loaded[u][k].Expand(values[k], reach(k), p.operand[k].wide, p.full[k], left[u]);
+      } else {
+        loaded[u][k].Expand(values[k], in_unit(k), p.operand[k].wide);
       }
     }
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const int64_t unit = first + u * kForwardThreads;
-      if (unit >= whole) break;
-      Index within;
-      Index row = find.Row(static_cast<Index>(unit * kSize), &within);
-      Index offset[F::kOperands];
-      find.Offsets(row, offset);
-      C values[F::kOperands][kSize];
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (within == static_cast<Index>(p.inner)) {
-          within = 0;
-          find.Offsets(++row, offset);
-        }
-#pragma unroll
-        for (int k = 0; k < F::kOperands; ++k) {
-          if (!p.full[k]) {
-            values[k][i] = element(k, offset[k] + (reach(k) == Reach::kOne ? 0 : within));
-          }
-        }
-        ++within;
-      }
-#pragma unroll
-      for (int k = 0; k < F::kOperands; ++k) {
-        if (p.full[k]) loaded[u][k].Expand(values[k], Reach::kNeighbours, p.operand[k].wide);
-      }
-      Elements y;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        C x[F::kOperands];
-#pragma unroll
-        for (int k = 0; k < F::kOperands; ++k) x[k] = values[k][i];
-        y.elements[i] = FromCompute<T>(F::template Value<T>(x));
-      }
-      y.Store(out + unit * kSize);
-    }
+    ValuesOf<F, T>(values).Store(out + (first + u * kForwardThreads) * kSize);
   }
 
   // What is left behind the last whole unit, by the first threads of the last block.
   if (kSize > 1 && blockIdx.x == gridDim.x - 1) {
     const int64_t e = whole * kSize + threadIdx.x;
     if (e < p.elements) {
-      Index offset[F::kOperands];
-      Index within = 0;
-      if constexpr (kKind == ForwardKind::kRagged) {
-        const Index row = find.Row(static_cast<Index>(e), &within);
-        find.Offsets(row, offset);
-      } else {  // there is something left only if there is one row
-#pragma unroll
-        for (int k = 0; k < F::kOperands; ++k) offset[k] = 0;
-        within = static_cast<Index>(e);
+      Index rest[1] = {static_cast<Index>(e)}, its_row[1], its_offset[1][kOperands] = {};
+      if constexpr (kRagged) {  // otherwise there is something left only if there is one row
+        find.Rows(rest, its_row);
+        find.Offsets(its_row, its_offset);
       }
-      C x[F::kOperands];
+      C x[kOperands];
 #pragma unroll
-      for (int k = 0; k < F::kOperands; ++k) {
-        const Index place = offset[k] + (reach(k) == Reach::kOne ? 0 : within);
-        x[k] = element(k, p.full[k] ? e : static_cast<int64_t>(place));
+      for (int k = 0; k < kOperands; ++k) {
+        const Index place = its_offset[0][k] + (reach(k) == Reach::kOne ? 0 : rest[0]);
+        const int64_t at = p.full[k] ? e : static_cast<int64_t>(place);
+        const void* data = p.operand[k].data;
+        x[k] = kWide && p.operand[k].wide ? static_cast<const C*>(data)[at]
+                                          : ToCompute(static_cast<const T*>(data)[at]);
       }
       out[e] = FromCompute<T>(F::template Value<T>(x));
     }
   }
 }
 
-// Calls `use` with every kernel of a functor and an element type, and what it is for: bytes of a
-// unit, kind, whether for arrays of 2^31 elements and more too, and for which operands.
-template <typename F, typename T, typename Use, int... kOnes>
-void EachElementwiseForwardOf(const Use& use, std::integer_sequence<int, kOnes...>) {
-  (use(ElementwiseForwardKernel<F, T, 16, ForwardKind::kFlat, int64_t, kOnes>, 16,
-       ForwardKind::kFlat, true, kOnes),
-   ...);
-  (use(ElementwiseForwardKernel<F, T, 16, ForwardKind::kRows, uint32_t, kOnes>, 16,
-       ForwardKind::kRows, false, kOnes),
-   ...);
+// What a kernel is for.
+struct ForwardTraits {
+  int bytes;  // of a unit
+  int units;  // of a thread
+  ForwardKind kind;
+  bool large;  // arrays of 2^31 elements and more too
+  int ones;
+  bool wide;  // wide operands too
+};
+
+template <typename F, typename T, int kBytes, ForwardKind kKind, typename Index, int kOnes,
+          bool kWide, typename Use>
+void UseElementwiseForward(const Use& use) {
+  use(ElementwiseForwardKernel<F, T, kBytes, kKind, Index, kOnes, kWide>,
+      ForwardTraits{kBytes, kForwardUnits<T, kBytes, kKind, kWide>, kKind, sizeof(Index) == 8,
+                    kOnes, kWide});
 }
 
+// Kernels for a set of operands that have one element for a unit: not all of them, and as a rule
+// none that has the result's shape. What there is no kernel for is taken element by element.
+template <typename F, typename T, bool kWide, int kOnes, typename Use>
+void UseElementwiseForwardOf(const Use& use) {
+  if constexpr (kOnes + 1 < 1 << F::kOperands && !(F::kFirstIsFull && (kOnes & 1))) {
+    UseElementwiseForward<F, T, 16, ForwardKind::kFlat, int64_t, kOnes, kWide>(use);
+    UseElementwiseForward<F, T, 16, ForwardKind::kRows, uint32_t, kOnes, kWide>(use);
+    UseElementwiseForward<F, T, 16, ForwardKind::kRagged, uint32_t, kOnes, kWide>(use);
+  }
+}
+
+template <typename F, typename T, bool kWide, typename Use, int... kOnes>
+void EachElementwiseForwardOf(const Use& use, std::integer_sequence<int, kOnes...>) {
+  (UseElementwiseForwardOf<F, T, kWide, kOnes>(use), ...);
+}
+
+// Calls `use` with every kernel of a functor and an element type, and what it is for: the more
+// special ones last.
 template <typename F, typename T, typename Use>
 void EachElementwiseForward(const Use& use) {
-  use(ElementwiseForwardKernel<F, T, sizeof(T), ForwardKind::kRows, int64_t, kAnyOnes>, sizeof(T),
-      ForwardKind::kRows, true, kAnyOnes);
-  use(ElementwiseForwardKernel<F, T, 16, ForwardKind::kRagged, uint32_t, kAnyOnes>, 16,
-      ForwardKind::kRagged, false, kAnyOnes);
-  use(ElementwiseForwardKernel<F, T, 16, ForwardKind::kRows, int64_t, kAnyOnes>, 16,
-      ForwardKind::kRows, true, kAnyOnes);
-  EachElementwiseForwardOf<F, T>(use, std::make_integer_sequence<int, 1 << F::kOperands>());
+  constexpr bool kWide = F::kMayBeWide && sizeof(T) < sizeof(ComputeType<T>);
+  constexpr ForwardKind kRows = ForwardKind::kRows;
+  UseElementwiseForward<F, T, sizeof(T), kRows, int64_t, kAnyOnes, kWide>(use);
+  UseElementwiseForward<F, T, sizeof(T), kRows, uint32_t, kAnyOnes, kWide>(use);
+  UseElementwiseForward<F, T, 16, kRows, int64_t, kAnyOnes, kWide>(use);
+  const auto ones = std::make_integer_sequence<int, 1 << F::kOperands>();
+  if constexpr (kWide) EachElementwiseForwardOf<F, T, true>(use, ones);
+  EachElementwiseForwardOf<F, T, false>(use, ones);
 }
 
 template <typename F, typename T>
@@ -278,7 +404,8 @@ cudaError_t LaunchElementwiseForward(const BroadcastShape& shape, const Operand*
   p.out = out;
   p.rank = std::max(shape.rank, 1);
   p.inner = shape.inner();
-  bool flat = true;
+  bool flat = true, wide = false;
+  int ones = 0;
   uintptr_t bits = reinterpret_cast<uintptr_t>(out);
   for (int k = 0; k < kOperands; ++k) {
     p.operand[k] = operands[k];
@@ -288,51 +415,56 @@ cudaError_t LaunchElementwiseForward(const BroadcastShape& shape, const Operand*
     p.reach[k] = shape.InnerStride(k) != 0 || p.full[k] ? Reach::kNeighbours : Reach::kOne;
     flat = flat && (p.full[k] || scalar);
     if (p.reach[k] == Reach::kNeighbours) bits |= reinterpret_cast<uintptr_t>(operands[k].data);
-    for (int d = 0; d < shape.rank; ++d) p.stride[k][d] = shape.stride[k][d];
+    ones |= (p.reach[k] == Reach::kOne) << k;
+    const bool is_wide = operands[k].wide && sizeof(T) < sizeof(ComputeType<T>);
+    wide = wide || is_wide;
+    int64_t last = 0;
+    for (int d = 0; d < shape.rank; ++d) {
+      p.stride[k][d] = shape.stride[k][d];
+      last += (shape.size[d] - 1) * shape.stride[k][d];
+    }
+    const int64_t per_word = 16 / (is_wide ? sizeof(ComputeType<T>) : sizeof(T));
+    p.words_end[k] = static_cast<uint32_t>((last + 1) / per_word * per_word);
   }
   constexpr int kSize = 16 / sizeof(T);
-  const bool aligned = bits % 16 == 0;
-  const bool rows = p.inner % kSize == 0;
-  const bool large = p.elements >= (int64_t{1} << 31) - 16 * kForwardThreads;
-  const auto launch = [&](auto kernel, int size, int units, int64_t row_length) {
-    for (int d = 0; d < shape.rank; ++d) {
-      const int64_t length = d == shape.rank - 1 ? row_length : shape.size[d];
-      if (large) {
-        p.large[d] = FastDivisor64(static_cast<uint64_t>(length));
-      } else {
-        p.small[d] = FastDivisor(static_cast<uint32_t>(length));
-        p.large[d] = FastDivisor64(static_cast<uint64_t>(length));
-      }
-    }
-    const int64_t per_block = int64_t{kForwardThreads} * units * size;
-    const int64_t blocks = (p.elements + per_block - 1) / per_block;
-    kernel<<<static_cast<unsigned>(blocks), kForwardThreads, 0, stream>>>(p);
-    return cudaGetLastError();
-  };
-  // Choose among the kernels there are: the ones made for these operands come last.
-  ForwardKind kind = flat ? ForwardKind::kFlat : rows ? ForwardKind::kRows : ForwardKind::kRagged;
-  const bool short_units = !aligned || (kind == ForwardKind::kRagged && large);
-  if (short_units) kind = ForwardKind::kRows;
-  int ones = 0;
-  for (int k = 0; k < kOperands; ++k) ones |= (p.reach[k] == Reach::kOne) << k;
+  const bool large = p.elements >= (int64_t{1} << 31) - 32 * kForwardThreads;
+  const ForwardKind kind = flat                   ? ForwardKind::kFlat
+                           : p.inner % kSize == 0 ? ForwardKind::kRows
+                                                  : ForwardKind::kRagged;
+  const bool short_units =
+      bits % 16 != 0 || (kind == ForwardKind::kRagged && (large || p.inner < kSize));
+
   void (*chosen)(ForwardParams<kOperands>) = nullptr;
-  EachElementwiseForward<F, T>(
-      [&](auto kernel, int bytes, ForwardKind its_kind, bool its_large, int its_ones) {
-        if ((bytes == 16) == short_units || its_kind != kind || (its_ones >= 0 && its_ones != ones))
-          return;
-        if (its_large || !(large || short_units)) chosen = kernel;
-      });
-  if (short_units) {
-    return launch(chosen, 1, kForwardUnits<T, sizeof(T)>, p.inner);
+  ForwardTraits traits{};
+  const auto choose = [&](bool by_element) {
+    EachElementwiseForward<F, T>([&](auto kernel, const ForwardTraits& its) {
+      if ((its.bytes < 16) != by_element || (wide && !its.wide) || (large && !its.large)) return;
+      if (!by_element && its.kind != kind) return;
+      if (its.ones != kAnyOnes && its.ones != ones) return;
+      chosen = kernel;
+      traits = its;
+    });
+  };
+  choose(short_units);
+  if (chosen == nullptr) choose(true);
+
+  const int size = traits.bytes / static_cast<int>(sizeof(T));
+  for (int d = 0; d < shape.rank; ++d) {
+    const bool in_units = d == shape.rank - 1 && traits.kind == ForwardKind::kRows;
+    const int64_t length = in_units ? shape.size[d] / size : shape.size[d];
+    if (!large) p.small[d] = FastDivisor(static_cast<uint32_t>(length));
+    p.large[d] = FastDivisor64(static_cast<uint64_t>(length));
   }
-  return launch(chosen, kSize, kForwardUnits<T, 16>,
-                kind == ForwardKind::kRows ? p.inner / kSize : p.inner);
+  const int64_t per_block = int64_t{kForwardThreads} * traits.units * size;
+  const int64_t blocks = (p.elements + per_block - 1) / per_block;
+  chosen<<<static_cast<unsigned>(blocks), kForwardThreads, 0, stream>>>(p);
+  return cudaGetLastError();
 }
 
 // Gives every kernel of the forward to `load`.
 template <typename F, typename Load>
 void LoadElementwiseForward(const Load& load) {
-  const auto give = [&load](auto kernel, int, ForwardKind, bool, int) {
+  const auto give = [&load](auto kernel, const ForwardTraits&) {
     load(reinterpret_cast<const void*>(kernel));
   };
   EachElementwiseForward<F, float>(give);

@@ -31,12 +31,12 @@ struct Lerp {
   static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[3]) {
     using C = ComputeType<T>;
     const C distance = x[1] - x[0], weight = x[2];
-    const bool finite = fabs(distance) < C(INFINITY);
-    const bool from_start = weight < C(0.5) || !finite;
-    const C near = from_start ? x[0] : x[1];
+    // What depends on the weight alone is worked out once where the weight is one for many.
+    const bool from_start = weight < C(0.5);
     const C way = from_start ? weight : weight - C(1);
-    const C y = fma(way, distance, near);
-    return way == C(0) && finite ? near : y;
+    const C near = from_start ? x[0] : x[1];
+    const C y = way == C(0) ? near : fma(way, distance, near);
+    return fabs(distance) < C(INFINITY) ? y : fma(weight, distance, x[0]);
   }
 
   template <typename T>

@@ -13,6 +13,7 @@
 #include "cuda/window_sum_columns.cuh"
 #include "cuda/window_sum_long.cuh"
 #include "cuda/window_sum_rows.cuh"
+#include "cuda/window_sum_warps.cuh"
 
 namespace jax_fastops::cuda {
 namespace window_sum {
@@ -20,6 +21,7 @@ namespace {
 
 constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
 constexpr int64_t kDirectAxis = 64;       // no longer axes are summed directly
+constexpr int64_t kShiftedBytes = 256;    // of a row, from where on words at its ends are few
 constexpr int kSharedPerBlock = 1 << 10;  // that the device keeps of each block's shared memory
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -62,6 +64,53 @@ cudaError_t LaunchDirect(const Run& run) {
 }
 
 // ---- The last axis ------------------------------------------------------------------------------
+
+// Whether windows are short enough for WarpsKernel.
+template <typename T>
+bool OfWarps(const WindowSumShape& s) {
+  constexpr int64_t kSize = 16 / sizeof(T);
+  return s.window() - 1 <= (kWarpsShares + 1) * 32 * kSize &&
+         s.n + 2 * s.window() < kWarpsLongest &&
+         s.outer * CeilDiv(s.m() + kSize, 32 * kSize) < kMaxGrid - kWarpsThreads;
+}
+
+template <typename T>
+cudaError_t LaunchWarps(const Run& run) {
+  constexpr int64_t kElement = sizeof(T), kSize = 16 / kElement;
+  const WindowSumShape& s = run.shape;
+  const intptr_t x = reinterpret_cast<intptr_t>(run.x), y = reinterpret_cast<intptr_t>(run.y);
+  // A row of y may begin and end within a unit.
+  const bool whole = (y | (s.m() * kElement)) % 16 == 0;
+  const int64_t chunks = CeilDiv(s.m() + (whole ? 0 : kSize - 1), 32 * kSize);
+  const int64_t total = s.outer * chunks;
+
+  WarpsParams params;
+  params.x.begin = static_cast<const char*>(run.x);
+  params.x.end = params.x.begin + s.outer * s.n * kElement;
+  params.y = static_cast<char*>(run.y);
+  params.n = s.n;
+  params.m = s.m();
+  params.pad = static_cast<int>(s.pad);
+  params.window = static_cast<int>(s.window());
+  params.log_lanes = 0;
+  while (params.log_lanes < 5 && (kSize << (params.log_lanes + 1)) < params.window) {
+    ++params.log_lanes;
+  }
+  params.chunks = FastDivisor(static_cast<uint32_t>(chunks));
+  params.total = static_cast<uint32_t>(total);
+  const auto launch = [&](auto kernel) {
+    const int64_t blocks = CeilDiv(total, kWarpsThreads / 32 * kWarpsUnits);
+    return Launch(kernel, params, blocks, dim3(kWarpsThreads), 0, run.stream);
+  };
+  if (s.window() <= kSize + 1) {
+    return launch(WarpsKernel<T, WarpsKind::kNear>);
+  }
+  const bool aligned = (x - y - s.pad * kElement) % 16 == 0 &&
+                       (s.n - s.m()) * (s.outer > 1) * kElement % 16 == 0 &&
+                       2 * s.radius % kSize == 0;
+  return aligned ? launch(WarpsKernel<T, WarpsKind::kAligned>)
+                 : launch(WarpsKernel<T, WarpsKind::kShifted>);
+}
 
 template <typename T>
 cudaError_t LaunchRows(const Run& run) {
@@ -115,14 +164,14 @@ cudaError_t LaunchRows(const Run& run) {
 
 // ---- Other axes ---------------------------------------------------------------------------------
 
-template <typename T, int kBytes>
+template <typename T, int kBytes, bool kShifted = false>
 cudaError_t LaunchColumns(const Run& run) {
   using A = ComputeType<T>;
   constexpr int64_t kSize = kBytes / static_cast<int64_t>(sizeof(T));
   constexpr int kRows = kColumnRows<kBytes>;
   const WindowSumShape& s = run.shape;
-  const int64_t units = s.inner / kSize;
-  int log_width = kBytes == 16 ? 3 : 4;
+  const int64_t units = kShifted ? CeilDiv(s.inner + kSize - 1, kSize) : s.inner / kSize;
+  int log_width = kBytes == 16 && !kShifted ? 3 : 4;
   const auto step = [&] { return (kColumnThreads >> log_width) * kRows; };
   const auto shared = [&] {
     return (s.window() - 1 + step()) * (kSize << log_width) * static_cast<int64_t>(sizeof(A));
@@ -133,10 +182,12 @@ cudaError_t LaunchColumns(const Run& run) {
     --log_width;
   }
   while (log_width > 0 && int64_t{1} << (log_width - 1) >= units) --log_width;
+  if (kShifted && log_width == 0) return LaunchColumns<T, sizeof(T)>(run);
   if (shared() > run.shared) return cudaErrorInvalidConfiguration;
 
   ColumnsParams params;
   params.x = static_cast<const char*>(run.x);
+  params.array = {params.x, params.x + s.outer * s.n * s.inner * static_cast<int64_t>(sizeof(T))};
   params.y = static_cast<char*>(run.y);
   params.n = s.n;
   params.inner = s.inner;
@@ -152,10 +203,11 @@ cudaError_t LaunchColumns(const Run& run) {
   params.ring = static_cast<int>(s.window() - 1 + step());
 
   // A segment reads a window before its first sum; too few blocks leave multiprocessors idle.
-  const int64_t strips = CeilDiv(units, int64_t{1} << log_width), lines = s.outer * strips;
+  const int64_t strips = CeilDiv(units, (int64_t{1} << log_width) - (kShifted ? 1 : 0));
+  const int64_t lines = s.outer * strips;
   const int64_t resident =
       run.processors *
-      std::min<int64_t>(kColumnBlocks<T, kBytes>,
+      std::min<int64_t>(kColumnBlocks<T, kBytes, kShifted>,
                         std::max<int64_t>(1, run.shared / (shared() + kSharedPerBlock)));
   int64_t best = 1;
   double least = std::numeric_limits<double>::infinity();
@@ -174,8 +226,8 @@ cudaError_t LaunchColumns(const Run& run) {
   params.strips = FastDivisor64(static_cast<uint64_t>(strips));
   params.segments = FastDivisor64(static_cast<uint64_t>(segments));
   params.blocks = lines * segments;
-  return Launch(ColumnsKernel<T, kBytes>, params, params.blocks, dim3(kColumnThreads), shared(),
-                run.stream);
+  return Launch(ColumnsKernel<T, kBytes, kShifted>, params, params.blocks, dim3(kColumnThreads),
+                shared(), run.stream);
 }
 
 // ---- Long windows -------------------------------------------------------------------------------
@@ -244,7 +296,12 @@ struct Direct {
 };
 template <typename T, int kBytes>
 struct Columns {
-  cudaError_t operator()(const Run& run) const { return LaunchColumns<T, kBytes>(run); }
+  cudaError_t operator()(const Run& run) const {
+    if (kBytes < 16 && run.shape.inner >= kShiftedBytes / static_cast<int64_t>(sizeof(T))) {
+      return LaunchColumns<T, 16, true>(run);
+    }
+    return LaunchColumns<T, kBytes>(run);
+  }
 };
 
 template <typename T>
@@ -256,7 +313,8 @@ cudaError_t OfType(const Run& run) {
   }
   if (s.n <= kDirectAxis) return OfUnit<T, Direct>(run);
   if (s.window() > kWindowSumLongWindow) return LaunchTree<T>(run);
-  return s.inner == 1 ? LaunchRows<T>(run) : OfUnit<T, Columns>(run);
+  if (s.inner > 1) return OfUnit<T, Columns>(run);
+  return OfWarps<T>(s) ? LaunchWarps<T>(run) : LaunchRows<T>(run);
 }
 
 // The shared memory that a block may have.
@@ -274,11 +332,15 @@ cudaError_t LoadType(int shared_limit, const Load& load) {
   load(reinterpret_cast<const void*>(DirectKernel<T, 16>));
   load(reinterpret_cast<const void*>(DirectKernel<T, kNarrow>));
   load(reinterpret_cast<const void*>(DirectKernel<T, sizeof(T)>));
+  load(reinterpret_cast<const void*>(WarpsKernel<T, WarpsKind::kNear>));
+  load(reinterpret_cast<const void*>(WarpsKernel<T, WarpsKind::kAligned>));
+  load(reinterpret_cast<const void*>(WarpsKernel<T, WarpsKind::kShifted>));
   load(reinterpret_cast<const void*>(TreeLevelKernel<T, A>));
   load(reinterpret_cast<const void*>(TreeLevelKernel<A, A>));
   load(reinterpret_cast<const void*>(TreeKernel<T>));
   const void* shared[] = {reinterpret_cast<const void*>(RowsKernel<T>),
                           reinterpret_cast<const void*>(ColumnsKernel<T, 16>),
+                          reinterpret_cast<const void*>(ColumnsKernel<T, 16, true>),
                           reinterpret_cast<const void*>(ColumnsKernel<T, kNarrow>),
                           reinterpret_cast<const void*>(ColumnsKernel<T, sizeof(T)>)};
   cudaError_t first = cudaSuccess;

@@ -15,10 +15,12 @@
 #define JAX_FASTOPS_CUDA_WINDOW_SUM_COLUMNS_CUH_
 
 #include <cstdint>
+#include <cstring>
 
 #include "cuda/divide.cuh"
 #include "cuda/packed.cuh"
 #include "cuda/unit.cuh"
+#include "cuda/window_sum_words.cuh"
 
 namespace jax_fastops::cuda::window_sum {
 
@@ -29,8 +31,8 @@ template <int kBytes>
 inline constexpr int kColumnRows = kBytes == 16 ? 4 : 8;
 
 // Blocks that a multiprocessor has registers for: a unit of 8 elements takes as many accumulators.
-template <typename T, int kBytes>
-inline constexpr int kColumnBlocks = kBytes / sizeof(T) > 4 ? 2 : 3;
+template <typename T, int kBytes, bool kShifted = false>
+inline constexpr int kColumnBlocks = kBytes / sizeof(T) > 4 || kShifted ? 2 : 3;
 
 struct ColumnsParams {
   const char* x;
@@ -47,15 +49,42 @@ struct ColumnsParams {
   int log_width;  // of a strip, in units
   int log_group;  // threads of one group of rows
   int ring;       // rows
+  Array array;    // x
 };
 
-template <typename T, int kBytes>
-__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, kBytes>)
+// Where rows are not aligned alike: kShifted. A thread has the same columns all along, which begin
+// anywhere in memory, so it loads the two aligned words around them. Of the results, it stores the
+// aligned word that ends within its columns, the beginning of which its left neighbour has made.
+// The first thread of a row of a strip only makes such a beginning: strips overlap by a unit.
+
+// Stores the word of `to`, which is where the columns from `at` on belong, as far as it lies within
+// the row.
+template <typename T>
+__device__ __forceinline__ void StoreShifted(const uint4& left, const uint4& own, T* to, int64_t at,
+                                             int64_t inner) {
+  constexpr int kSize = 16 / sizeof(T);
+  const int shift = WordShift(to), before = shift / static_cast<int>(sizeof(T));
+  const uint4 word = ShiftUnit<sizeof(T)>(shift > 0 ? left : own, own, -shift & 15);
+  to -= before;
+  at -= before;
+  if (at >= 0 && at + kSize <= inner) {
+    __stcs(reinterpret_cast<uint4*>(to), word);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if (at + i >= 0 && at + i < inner) to[i] = ElementOf<T>(word, i);
+  }
+}
+
+template <typename T, int kBytes, bool kShifted = false>
+__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, kBytes, kShifted>)
     ColumnsKernel(const ColumnsParams p) {
   using A = ComputeType<T>;
   using U = Unit<T, kBytes>;
   using Bits = Word<kBytes>;
-  constexpr int kSize = U::kSize, kRows = kColumnRows<kBytes>;
+  static_assert(!kShifted || kBytes == 16);
+  constexpr int kSize = U::kSize, kRows = kColumnRows<kBytes>, kWords = kShifted ? 2 : 1;
   // A unit's accumulators in pieces of up to 16 bytes, a plane of the ring for each.
   constexpr int kPiece = kSize * sizeof(A) > 16 ? 16 / sizeof(A) : kSize;
   constexpr int kPlanes = kSize / kPiece;
@@ -90,30 +119,47 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, kBytes>)
     const int64_t begin =
         (above - outer * static_cast<int64_t>(p.segments.divisor)) * p.segment;  // of its sums
     const int64_t sums = p.m - begin < p.segment ? p.m - begin : p.segment;
-    const int64_t at = ((strip << p.log_width) + column) * kSize;  // of inner
-    const bool active = at < p.inner;
+    const int64_t at = kShifted ? (strip * (width - 1) + column - 1) * kSize  // of inner
+                                : ((strip << p.log_width) + column) * kSize;
+    const bool active = at >= 0 && at < p.inner;
     const T* const x = reinterpret_cast<const T*>(p.x) + outer * p.n * p.inner + at;
     T* const y = reinterpret_cast<T*>(p.y) + (outer * p.m + begin) * p.inner + at;
 
     const int64_t total = sums + p.window - 1;  // rows of x, padding included
-    const auto load = [&](int64_t first, Bits(&units)[kRows]) {
+    const auto wanted = [&](int64_t row) {
+      const int64_t j = begin + row - p.pad;
+      return active && row < total && j >= 0 && j < p.n;
+    };
+    const auto load = [&](int64_t first, Bits(&words)[kRows][kWords]) {
 #pragma unroll
       for (int k = 0; k < kRows; ++k) {
-        const int64_t row = first + slot * kRows + k, j = begin + row - p.pad;
-        units[k] = Bits{};
-        if (active && row < total && j >= 0 && j < p.n) {
-          units[k] = *reinterpret_cast<const Bits*>(x + j * p.inner);
+        const int64_t row = first + slot * kRows + k;
+        const T* const from = x + (begin + row - p.pad) * p.inner;
+        if constexpr (kShifted) {
+          LoadWords(p.array, from, wanted(row), words[k]);
+        } else {
+          words[k][0] = Bits{};
+          if (wanted(row)) words[k][0] = *reinterpret_cast<const Bits*>(from);
         }
       }
     };
 
-    Bits next[kRows];
+    Bits next[kRows][kWords];
     load(0, next);
     int base = 0;  // where in the ring the step's first row is
     for (int64_t first = 0; first < total; first += rows) {
       Bits units[kRows];
 #pragma unroll
-      for (int k = 0; k < kRows; ++k) units[k] = next[k];
+      for (int k = 0; k < kRows; ++k) {
+        if constexpr (kShifted) {
+          const int64_t row = first + slot * kRows + k;
+          const T* const from = x + (begin + row - p.pad) * p.inner;
+          PatchWords<T>(p.array, from, wanted(row), next[k]);
+          units[k] = ShiftUnit<sizeof(T)>(next[k][0], next[k][1], WordShift(from));
+        } else {
+          units[k] = next[k][0];
+        }
+      }
       if (first + rows < total) load(first + rows, next);
 
       A before[kSize], after[kSize];
@@ -205,7 +251,8 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, kBytes>)
         for (int i = 0; i < kSize; ++i) {
           before[i] += ToCompute(ElementOf<T>(units[k], i));
         }
-        if (!active || i_sum < 0 || i_sum >= sums) continue;
+        const bool summed = i_sum >= 0 && i_sum < sums;
+        if (!kShifted && (!active || !summed)) continue;
         A out[kSize];
         if (whole == 0 && k >= p.window - 1) {  // within the thread's own rows
 #pragma unroll
@@ -231,7 +278,19 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, kBytes>)
         U unit;
 #pragma unroll
         for (int i = 0; i < kSize; ++i) unit.elements[i] = FromCompute<T>(out[i]);
-        unit.template Store<CacheHint::kStreaming>(y + i_sum * p.inner);
+        if constexpr (kShifted) {
+          uint4 own, left;
+          memcpy(&own, unit.elements, 16);
+          const int from = (threadIdx.x & 31) - 1;
+          left.x = __shfl_sync(kAll, own.x, from);
+          left.y = __shfl_sync(kAll, own.y, from);
+          left.z = __shfl_sync(kAll, own.z, from);
+          left.w = __shfl_sync(kAll, own.w, from);
+          if (column == 0 || !summed) continue;
+          StoreShifted(left, own, y + i_sum * p.inner, at, p.inner);
+        } else {
+          unit.template Store<CacheHint::kStreaming>(y + i_sum * p.inner);
+        }
       }
       __syncthreads();  // the ring is written again
       base += rows;

@@ -1,4 +1,4 @@
-// Windowed sums along the last axis.
+// Windowed sums along the last axis, where windows are long.
 //
 // A block, or a few warps of it, makes a tile of one row's sums. The tile's elements and the 2 *
 // radius behind them are cut into groups that are shorter than the window: a unit of 16 bytes, or
@@ -22,6 +22,7 @@
 
 #include "cuda/divide.cuh"
 #include "cuda/packed.cuh"
+#include "cuda/window_sum_words.cuh"
 
 namespace jax_fastops::cuda::window_sum {
 
@@ -54,19 +55,6 @@ constexpr int RowShared(int threads) {
   constexpr int kSize = 16 / sizeof(T);
   return (threads * kRowUnits<T> * (kSize + 1) + kRowMiddles) *
          static_cast<int>(sizeof(ComputeType<T>));
-}
-
-// The 16 bytes that begin `shift` bytes, from 1 to 15, behind the beginning of `low`.
-__device__ __forceinline__ uint4 ShiftUnit(uint4 low, uint4 high, int shift) {
-  const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  uint32_t two[6], one[5], out[4];
-#pragma unroll
-  for (int i = 0; i < 6; ++i) two[i] = shift & 8 ? w[i + 2] : w[i];
-#pragma unroll
-  for (int i = 0; i < 5; ++i) one[i] = shift & 4 ? two[i + 1] : two[i];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) out[i] = __funnelshift_r(one[i], one[i + 1], (shift & 3) * 8);
-  return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 template <typename T>
@@ -167,7 +155,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowResident / kRowThreads)
         }
       }
 #pragma unroll
-      for (int k = 0; k < kUnits; ++k) raw[k] = ShiftUnit(raw[k], next[k], shift);
+      for (int k = 0; k < kUnits; ++k) raw[k] = ShiftUnit<sizeof(T)>(raw[k], next[k], shift);
     }
 
     A ends[kUnits];  // what is behind the thread's unit in its group
