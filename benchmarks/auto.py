@@ -61,7 +61,11 @@ def thresholds(op: Op, dtype: str, timer: measure.Clock, rounds: int, sizes, log
             for name in PHASES:
                 by_size = ratios.setdefault(row, {}).setdefault(name, {})
                 by_size[size] = combined([found[name] for found in of_layouts])
-    rows = {row: {name: threshold(r[name]) for name in PHASES} for row, r in ratios.items()}
+    gains = {"forward": max(MARGIN, op.lone_gain), "grad": MARGIN}
+    rows = {
+        row: {name: threshold(r[name], gain) for name, gain in gains.items()}
+        for row, r in ratios.items()
+    }
     for row, found in rows.items():
         if op.fuses:
             found["forward"] = None  # alone the kernel may win, but a forward is seldom alone
@@ -74,13 +78,13 @@ def combined(ratios: Sequence[float]) -> float:
     return max(ratios) if max(ratios) > 1 + MARGIN else min(ratios)
 
 
-def threshold(ratios: dict[int, float]) -> int | None:
-    """The size from which the kernel wins: clearly there, and no clear loss at any larger one."""
+def threshold(ratios: dict[int, float], gain: float) -> int | None:
+    """The size from which the kernel wins: by ``gain`` there, and no clear loss at any larger one."""
     best = None
     for size in sorted(ratios, reverse=True):
         if ratios[size] > 1 + MARGIN:
             break
-        if ratios[size] < 1 - MARGIN:
+        if ratios[size] < 1 - gain:
             best = size
     return best
 

@@ -75,6 +75,8 @@ class Op:
     phases: tuple[str, ...] = PHASES  # forward alone where the derivative is the op itself
     exact: bool = False  # moves bits: anything but equality is a mistake
     fuses: bool = False  # XLA fuses a lone forward into its neighbours, so `auto` leaves it alone
+    # What a lone forward must gain for `auto` to take the kernel, where XLA may fuse it as well.
+    lone_gain: float = 0.0
     kernel_of: str = ""  # the op of the package that this one is made of, where it is none itself
     # What stands for a number of elements in the `auto` table: `auto` takes the kernel where it
     # gains on one of these layouts and loses on none.
@@ -522,7 +524,6 @@ LERPS = (
 
 def _lerps_of_size(elements: int) -> tuple[Layout, ...]:
     shape, odd, short = _rows_of(elements)
-    planes = (max(1, elements // 2**16), 64, 1024)
     return (
         Layout(f"alike {elements}", shape, shape, DTYPES),
         Layout(f"weight {elements}", shape, shape, DTYPES, operands=_scalar_weight),
@@ -530,8 +531,20 @@ def _lerps_of_size(elements: int) -> tuple[Layout, ...]:
             Layout(f"broadcast {s} {elements}", s, s, DTYPES, operands=_row_all_column)
             for s in (shape, odd, short)
         ),
-        Layout(f"planes {elements}", planes, planes, DTYPES, operands=_planes),
+        *(
+            Layout(f"planes {s} {elements}", s, s, DTYPES, operands=_planes)
+            for s in _crossed(elements)
+        ),
+        *(
+            Layout(f"alternating {s} {elements}", s, s, DTYPES, operands=_alternating)
+            for s in ((max(1, elements // (256 * n)), 16, 16, n) for n in (64, 1024))
+        ),
     )
+
+
+def _crossed(elements: int) -> tuple[Shape, ...]:
+    """The same, of three dimensions."""
+    return tuple((max(1, rows // 64), 64, n) for rows, n in _rows_of(elements))
 
 
 def _rows_of(elements: int) -> tuple[Shape, ...]:
@@ -541,14 +554,14 @@ def _rows_of(elements: int) -> tuple[Shape, ...]:
 
 
 def _row_of_lerp(layout: Layout) -> str:
-    broadcast = layout.operands in (_row_all_column, _planes)
-    by_rows = fo._implementation.by_rows
-    return by_rows("lerp_broadcast", layout.gpu) if broadcast else "lerp"
+    shapes = (layout.operands or same(3))(layout.gpu)
+    broadcast = fo._broadcast.is_broadcast(shapes)
+    return fo._broadcast.table_row("lerp_broadcast", shapes) if broadcast else "lerp"
 
 
 def _row_of_activation(layout: Layout) -> str:
-    name = f"bias_{layout.options['activation']}"
-    return fo._implementation.by_rows(name, layout.gpu)
+    shapes = (layout.operands or with_bias)(layout.gpu)
+    return fo._broadcast.table_row(f"bias_{layout.options['activation']}", shapes)
 
 
 SMOOTH = ("gelu", "gelu_exact", "silu")
@@ -567,13 +580,25 @@ def _activations(names: tuple[str, ...]) -> tuple[Layout, ...]:
 
 def _activations_of_size(names: tuple[str, ...]) -> Callable[[int], tuple[Layout, ...]]:
     def of_size(elements: int) -> tuple[Layout, ...]:
+        def layout(name: str, shape: Shape, **more) -> Layout:
+            label = f"{name} {shape} {elements}"
+            return Layout(label, shape, shape, DTYPES, {"activation": name}, **more)
+
         return tuple(
-            Layout(f"{name} {shape[1]} {elements}", shape, shape, DTYPES, {"activation": name})
+            found
             for name in names
-            for shape in _rows_of(elements)
+            for found in (
+                *(layout(name, s) for s in _rows_of(elements)),
+                *(layout(name, s, operands=_bias_of_sequence) for s in _crossed(elements)),
+            )
         )
 
     return of_size
+
+
+def _bias_of_sequence(shape: Shape) -> tuple[Shape, ...]:
+    """A bias for each sequence of a batch."""
+    return shape, (shape[0], 1, *shape[2:])
 
 
 def _window(radius: int, axis: int) -> dict:
@@ -805,6 +830,7 @@ OPS = (
         layouts=LERPS,
         differentiated=(0, 1, 2),
         of_size=_lerps_of_size,
+        lone_gain=0.15,
         table_row=_row_of_lerp,
     ),
     Op(
@@ -818,6 +844,7 @@ OPS = (
         layouts=_activations(SMOOTH),
         differentiated=(0, 1),
         of_size=_activations_of_size(SMOOTH),
+        lone_gain=0.15,
         table_row=_row_of_activation,
     ),
     Op(
@@ -831,6 +858,7 @@ OPS = (
         layouts=_activations(("relu",)),
         differentiated=(0, 1),
         of_size=_activations_of_size(("relu",)),
+        lone_gain=0.15,
         table_row=_row_of_activation,
     ),
     Op(

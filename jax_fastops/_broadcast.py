@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastops._kernel import Kernel, copies_too_much, partitions, shards_of, size_of
+from jax_fastops._kernel import Kernel, copies_too_much, partitions, shards_of
 from jax_fastops._views import explicit_spec, reshape
 
 _MOST_DIMS = 16  # kMaxBroadcastRank in broadcast.h
@@ -193,6 +193,33 @@ def _back(g, target, dims: Sequence[_Dimension]):
     return g
 
 
-def is_broadcast(arrays, shape) -> bool:
-    """Whether one of the arrays is broadcast, and is no single element."""
-    return any(x.shape != tuple(shape) and size_of(x) != 1 for x in arrays)
+def table_row(name: str, shapes) -> str:
+    """The row of the ``auto`` table for an element-wise op of operands with these shapes.
+
+    What counts is left when neighbouring dimensions along which the same operands are broadcast are
+    one: whether those are two, rows and columns, or more (``_crossed``), and the rows' length. Rows
+    that are no multiple of 16 bytes (``_ragged``) and short ones, which groups of lanes share
+    (``_short``), are other matters than long ones.
+    """
+    result = jnp.broadcast_shapes(*shapes)
+    shapes = [(1,) * (len(result) - len(shape)) + tuple(shape) for shape in shapes]
+    shapes = [shape for shape in shapes if any(n != 1 for n in shape)]
+    length, groups, last = 1, 0, None
+    for d in reversed(range(len(result))):
+        kept = tuple(shape[d] == result[d] for shape in shapes)
+        if result[d] == 1 or not shapes:
+            continue
+        if kept != last:
+            groups, last = groups + 1, kept
+        if groups == 1:
+            length = length * result[d]
+    name = f"{name}_crossed" if groups > 2 else name
+    if not isinstance(length, int):
+        return name
+    return f"{name}_ragged" if length % 8 else f"{name}_short" if length < 256 else name
+
+
+def is_broadcast(shapes) -> bool:
+    """Whether one of the shapes is broadcast, and is no single element's."""
+    result = jnp.broadcast_shapes(*shapes)
+    return any(tuple(s) != tuple(result) and any(n != 1 for n in s) for s in shapes)

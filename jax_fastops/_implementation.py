@@ -148,18 +148,6 @@ def by_radius(name: str, radius: int, across: bool) -> str:
     return f"{name}{'_axis' if across else ''}{'_narrow' if radius < 4 else ''}"
 
 
-def by_rows(name: str, shape) -> str:
-    """The row of the table for an element-wise op with operands that are broadcast.
-
-    Rows that are no multiple of 16 bytes, and short ones, which groups of lanes share, are other
-    matters than long ones.
-    """
-    length = shape[-1] if len(shape) else 1
-    if not isinstance(length, int):
-        return name
-    return f"{name}_ragged" if length % 8 else f"{name}_short" if length < 256 else name
-
-
 def native_is_faster(op: str, platform: str, dtype, size: int, use: str) -> bool:
     """Whether the table prefers the kernel. What was never measured is left to the kernel in
     gradients and to XLA, which can fuse, in a lone forward."""

@@ -16,8 +16,14 @@ import numpy as np
 
 from jax_fastops._arguments import as_arrays, not_weak, same_floating_dtype
 from jax_fastops._bits import pack, select
-from jax_fastops._broadcast import call, has_kernel, of_rank, pull_back, pullback_of
-from jax_fastops._implementation import by_rows
+from jax_fastops._broadcast import (
+    call,
+    has_kernel,
+    of_rank,
+    pull_back,
+    pullback_of,
+    table_row,
+)
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
@@ -53,7 +59,7 @@ def _sum(x, bias):
     return x.astype(wide) + bias.astype(wide)
 
 
-def _reference(x, bias, *, activation: str):
+def _reference(x, bias, *, activation: str, **_):
     return _FUNCTIONS[activation](_sum(x, bias)).astype(x.dtype)
 
 
@@ -61,14 +67,14 @@ def _attributes(activation: str, mask: bool) -> dict:
     return dict(activation=np.int64(_CODES[activation]), mask=np.bool_(mask))
 
 
-def _forward(x, bias, *, activation: str):
+def _forward(x, bias, *, activation: str, **_):
     reference = functools.partial(_reference, activation=activation)
     return call(
         _BIAS_ACT, (x, bias), lambda: (reference(x, bias),), **_attributes(activation, False)
     )
 
 
-def _backward(kept, cts, wanted, *, activation: str):
+def _backward(kept, cts, wanted, *, activation: str, **_):
     types = [jax.typeof(x) if w else None for x, w in zip(kept, wanted, strict=True)]
     reference = functools.partial(_reference, activation=activation)
     return pull_back(
@@ -89,7 +95,7 @@ _bias_act = Op(
     forward=_forward,
     forward_saving=_forward,
     backward=_backward,
-    table_row=lambda x, *, activation: by_rows(f"bias_{activation}", x.shape),
+    table_row=lambda x, *, table, **_: table,
 )
 
 
@@ -131,7 +137,7 @@ def _relu_pullback(kept, cts, **_):
     return dx, wide.sum(summed, keepdims=True)
 
 
-def _relu_pushforward(kept, tangents, *, row, dtype):
+def _relu_pushforward(kept, tangents, *, row, dtype, **_):
     dx, dbias = tangents
     if dbias is not None:
         dbias = jnp.broadcast_to(dbias, (*dbias.shape[:-1], row))
@@ -153,11 +159,6 @@ def _relu_backward(kept, cts, wanted, **_):
     )
 
 
-def _relu_row(n) -> str:
-    """Of the table; rows of 8 elements, a mask's byte each, lie in longer ones."""
-    return "bias_relu" if n == 8 else by_rows("bias_relu", (n,))
-
-
 _bias_relu = Op(
     "bias_relu",
     f"... n, ~... m -> ... n | {_MASK}",
@@ -171,7 +172,7 @@ _bias_relu = Op(
     pullback=_relu_pullback,
     pushforward=_relu_pushforward,
     backward=_relu_backward,
-    table_row=lambda x, **_: _relu_row(x.shape[-1]),
+    table_row=lambda x, *, table, **_: table,
 )
 
 
@@ -179,7 +180,8 @@ def _apply_relu(x, bias):
     """With rows of 8 elements to a byte, where the last axis can be cut so, else whole rows."""
     if bias.shape == x.shape and bias.dtype == x.dtype:
         return add_relu(x, bias)  # which keeps nothing else
-    if _bias_relu.left_to_xla(x, bias):
+    table = table_row("bias_relu", [x.shape, bias.shape])
+    if _bias_relu.left_to_xla(x, bias, table=table):
         return _relu_reference(x, bias)
     result = broadcast_type([x, bias])
     x = broadcast_to(x, result)
@@ -187,10 +189,10 @@ def _apply_relu(x, bias):
     spec = explicit_spec(result.sharding, x.ndim)
     parts = parts_of(spec[-1], result.sharding) if spec else 1
     if not isinstance(n, int) or n % (8 * parts):
-        return _bias_relu(x, bias, row=n, dtype=str(x.dtype))
+        return _bias_relu(x, bias, row=n, dtype=str(x.dtype), table=table)
     sizes = (n // 8, 8)
     bias = split_last(bias, sizes if bias.shape[-1] == n else (1, 1))
-    y = _bias_relu(split_last(x, sizes), bias, row=8, dtype=str(x.dtype))
+    y = _bias_relu(split_last(x, sizes), bias, row=8, dtype=str(x.dtype), table=table)
     return merge_last(y)
 
 
@@ -260,4 +262,5 @@ def bias_act(x, bias, *, activation: str = "gelu") -> jax.Array:
         return jnp.squeeze(bias_act(x, bias, activation=activation), 0)
     if activation == "relu":
         return _apply_relu(x, bias)
-    return _bias_act(x, bias, activation=activation)
+    table = table_row(f"bias_{activation}", [x.shape, bias.shape])
+    return _bias_act(x, bias, activation=activation, table=table)

@@ -15,8 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastops._arguments import as_arrays, broadcast_shape, not_weak, same_floating_dtype
-from jax_fastops._broadcast import call, has_kernel, is_broadcast, of_rank, pull_back, pullback_of
-from jax_fastops._implementation import by_rows
+from jax_fastops._broadcast import (
+    call,
+    has_kernel,
+    is_broadcast,
+    of_rank,
+    pull_back,
+    pullback_of,
+    table_row,
+)
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
@@ -85,8 +92,7 @@ _lerp = Op(
     forward=_forward,
     forward_saving=_forward,
     backward=_backward,
-    # Flat, it is the same whatever its rows are.
-    table_row=lambda x, *, broadcast: by_rows("lerp_broadcast", x.shape) if broadcast else "lerp",
+    table_row=lambda x, *, row: row,
 )
 
 
@@ -134,4 +140,9 @@ def lerp(start, end, weight) -> jax.Array:
         return _interpolate(*arrays)
     if not shape:
         return jnp.squeeze(lerp(*(of_rank(x, 1) for x in arrays)), 0)
-    return _lerp(*arrays, broadcast=is_broadcast(arrays, shape))
+    return _lerp(*arrays, row=_row([x.shape for x in arrays]))
+
+
+def _row(shapes) -> str:
+    """Of the ``auto`` table. Flat, it is the same whatever its rows are."""
+    return table_row("lerp_broadcast", shapes) if is_broadcast(shapes) else "lerp"

@@ -4,8 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include "ffi/handler_cuda.h"
 #include "ffi/elementwise_buffers.h"
+#include "ffi/handler_cuda.h"
 
 namespace jax_fastops {
 
