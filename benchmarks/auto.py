@@ -79,7 +79,7 @@ def combined(ratios: Sequence[float]) -> float:
 
 
 def threshold(ratios: dict[int, float], gain: float) -> int | None:
-    """The size from which the kernel wins: by ``gain`` there, and no clear loss at any larger one."""
+    """The size from which the kernel wins, by ``gain`` there, and is not slower at a larger one."""
     best = None
     for size in sorted(ratios, reverse=True):
         if ratios[size] > 1 + MARGIN:
