@@ -49,6 +49,7 @@ def regenerate(
 
 def thresholds(op: Op, dtype: str, timer: measure.Clock, rounds: int, sizes, log) -> dict:
     """{"forward": elements or None, "grad": elements or None} of a dtype, by row of the table."""
+    gains = {"forward": max(MARGIN, op.lone_gain), "grad": MARGIN}
     ratios: dict[str, dict[str, dict[int, float]]] = {}
     for size in sizes:
         seen: dict[str, list[dict[str, float]]] = {}
@@ -56,12 +57,11 @@ def thresholds(op: Op, dtype: str, timer: measure.Clock, rounds: int, sizes, log
             found = _ratios(op, layout, dtype, timer, rounds)
             seen.setdefault(op.table_row(layout) if op.table_row else op.name, []).append(found)
             shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in found.items())
-            log(f"{op.name} {dtype} {layout.label}: native / jax.nn time {shown}")
+            log(f"{op.name} {dtype} {layout.label}: native / xla time {shown}")
         for row, of_layouts in seen.items():
             for name in PHASES:
                 by_size = ratios.setdefault(row, {}).setdefault(name, {})
-                by_size[size] = combined([found[name] for found in of_layouts])
-    gains = {"forward": max(MARGIN, op.lone_gain), "grad": MARGIN}
+                by_size[size] = combined([found[name] for found in of_layouts], gains[name])
     rows = {
         row: {name: threshold(r[name], gain) for name, gain in gains.items()}
         for row, r in ratios.items()
@@ -73,16 +73,18 @@ def thresholds(op: Op, dtype: str, timer: measure.Clock, rounds: int, sizes, log
     return rows
 
 
-def combined(ratios: Sequence[float]) -> float:
-    """One ratio for several layouts: the clearest loss, or the clearest gain where none loses."""
-    return max(ratios) if max(ratios) > 1 + MARGIN else min(ratios)
+def combined(ratios: Sequence[float], gain: float) -> float:
+    """One ratio for several layouts: the clearest loss, or the clearest gain where none loses; the
+    least gain where more than the margin is asked for."""
+    return max(ratios) if gain > MARGIN or max(ratios) > 1 + MARGIN else min(ratios)
 
 
 def threshold(ratios: dict[int, float], gain: float) -> int | None:
-    """The size from which the kernel wins, by ``gain`` there, and is not slower at a larger one."""
+    """The size from which the kernel wins by ``gain``: clearly there, and no clear loss at any
+    larger one; the same gain there where more than the margin is asked for."""
     best = None
     for size in sorted(ratios, reverse=True):
-        if ratios[size] > 1 + MARGIN:
+        if ratios[size] > (1 - gain if gain > MARGIN else 1 + MARGIN):
             break
         if ratios[size] < 1 - gain:
             best = size
@@ -92,7 +94,7 @@ def threshold(ratios: dict[int, float], gain: float) -> int | None:
 def _ratios(
     op: Op, layout: Layout, dtype: str, timer: measure.Clock, rounds: int
 ) -> dict[str, float]:
-    """Time of the kernel over that of jax.nn, by name of phase.
+    """Time of the kernel over that of what `auto` else takes, the op's reference, by name of phase.
 
     The fastest calls are compared: whatever else the machine does can only slow a call down.
     """
@@ -103,7 +105,7 @@ def _ratios(
     measured = list(dict.fromkeys(phases.values()))
     with precision(dtype):
         data = operands(case)
-        sides = [build(case, name, data, measured).programs for name in ("native", "jax.nn")]
+        sides = [build(case, name, data, measured).programs for name in ("native", "xla")]
         timings = timer([side[phase] for phase in measured for side in sides], rounds)
     ratios = {
         phase: timings[2 * i].fastest / timings[2 * i + 1].fastest

@@ -537,14 +537,15 @@ def _lerps_of_size(elements: int) -> tuple[Layout, ...]:
         ),
         *(
             Layout(f"alternating {s} {elements}", s, s, DTYPES, operands=_alternating)
-            for s in ((max(1, elements // (256 * n)), 16, 16, n) for n in (64, 1024))
+            for s in ((elements // (256 * n), 16, 16, n) for n in (64, 1024))
+            if s[0] > 1
         ),
     )
 
 
 def _crossed(elements: int) -> tuple[Shape, ...]:
-    """The same, of three dimensions."""
-    return tuple((max(1, rows // 64), 64, n) for rows, n in _rows_of(elements))
+    """The same, of three dimensions, where there are as many elements."""
+    return tuple((rows // 64, 64, n) for rows, n in _rows_of(elements) if rows >= 128)
 
 
 def _rows_of(elements: int) -> tuple[Shape, ...]:
@@ -556,12 +557,12 @@ def _rows_of(elements: int) -> tuple[Shape, ...]:
 def _row_of_lerp(layout: Layout) -> str:
     shapes = (layout.operands or same(3))(layout.gpu)
     broadcast = fo._broadcast.is_broadcast(shapes)
-    return fo._broadcast.table_row("lerp_broadcast", shapes) if broadcast else "lerp"
+    return fo._broadcast.table_row("lerp_broadcast", shapes, 4) if broadcast else "lerp"
 
 
 def _row_of_activation(layout: Layout) -> str:
     shapes = (layout.operands or with_bias)(layout.gpu)
-    return fo._broadcast.table_row(f"bias_{layout.options['activation']}", shapes)
+    return fo._broadcast.table_row(f"bias_{layout.options['activation']}", shapes, 4)
 
 
 SMOOTH = ("gelu", "gelu_exact", "silu")

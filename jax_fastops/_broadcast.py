@@ -193,8 +193,9 @@ def _back(g, target, dims: Sequence[_Dimension]):
     return g
 
 
-def table_row(name: str, shapes) -> str:
-    """The row of the ``auto`` table for an element-wise op of operands with these shapes.
+def table_row(name: str, shapes, itemsize: int) -> str:
+    """The row of the ``auto`` table for an element-wise op of operands with these shapes, whose
+    result has elements of so many bytes.
 
     What counts is left when neighbouring dimensions along which the same operands are broadcast are
     one: whether those are two, rows and columns, or more (``_crossed``), and the rows' length. Rows
@@ -216,7 +217,8 @@ def table_row(name: str, shapes) -> str:
     name = f"{name}_crossed" if groups > 2 else name
     if not isinstance(length, int):
         return name
-    return f"{name}_ragged" if length % 8 else f"{name}_short" if length < 256 else name
+    ragged = length * itemsize % 16
+    return f"{name}_ragged" if ragged else f"{name}_short" if length < 256 else name
 
 
 def is_broadcast(shapes) -> bool:

@@ -180,7 +180,7 @@ def _apply_relu(x, bias):
     """With rows of 8 elements to a byte, where the last axis can be cut so, else whole rows."""
     if bias.shape == x.shape and bias.dtype == x.dtype:
         return add_relu(x, bias)  # which keeps nothing else
-    table = table_row("bias_relu", [x.shape, bias.shape])
+    table = table_row("bias_relu", [x.shape, bias.shape], x.dtype.itemsize)
     if _bias_relu.left_to_xla(x, bias, table=table):
         return _relu_reference(x, bias)
     result = broadcast_type([x, bias])
@@ -262,5 +262,5 @@ def bias_act(x, bias, *, activation: str = "gelu") -> jax.Array:
         return jnp.squeeze(bias_act(x, bias, activation=activation), 0)
     if activation == "relu":
         return _apply_relu(x, bias)
-    table = table_row(f"bias_{activation}", [x.shape, bias.shape])
+    table = table_row(f"bias_{activation}", [x.shape, bias.shape], x.dtype.itemsize)
     return _bias_act(x, bias, activation=activation, table=table)

@@ -39,10 +39,12 @@ def _interpolate(start, end, weight):
     wide = accumulator_dtype(start.dtype)
     s, e, w = (x.astype(wide) for x in (start, end, weight))
     d = e - s
-    near = s + w * d
-    y = jnp.where(w < 0.5, near, e - (1 - w) * d)
-    y = jnp.where(w == 0, s, jnp.where(w == 1, e, y))
-    return jnp.where(jnp.isfinite(d), y, near).astype(start.dtype)
+    finite = jnp.isfinite(d)
+    at_end = (w >= 0.5) & finite
+    near = jnp.where(at_end, e, s)
+    fraction = jnp.where(at_end, w - 1, w)
+    y = jnp.where((fraction == 0) & finite, near, near + fraction * d)
+    return y.astype(start.dtype)
 
 
 @functools.partial(_interpolate.defjvp, symbolic_zeros=True)
@@ -140,9 +142,7 @@ def lerp(start, end, weight) -> jax.Array:
         return _interpolate(*arrays)
     if not shape:
         return jnp.squeeze(lerp(*(of_rank(x, 1) for x in arrays)), 0)
-    return _lerp(*arrays, row=_row([x.shape for x in arrays]))
-
-
-def _row(shapes) -> str:
-    """Of the ``auto`` table. Flat, it is the same whatever its rows are."""
-    return table_row("lerp_broadcast", shapes) if is_broadcast(shapes) else "lerp"
+    shapes, itemsize = [x.shape for x in arrays], arrays[0].dtype.itemsize
+    # Flat, it is the same whatever its rows are.
+    row = table_row("lerp_broadcast", shapes, itemsize) if is_broadcast(shapes) else "lerp"
+    return _lerp(*arrays, row=row)

@@ -10,6 +10,7 @@ import pytest
 
 import jax_fastops as fo
 from jax_fastops import _implementation, _native
+from jax_fastops._broadcast import table_row
 from jax_fastops._implementation import current
 
 
@@ -188,3 +189,21 @@ def test_auto_goes_by_the_size_of_what_operands_broadcast_to(monkeypatch):
     assert not takes_kernel((63, 1), (1, 512), (1,))
     assert not takes_kernel((64, 1), (1, 513), (1,))
     assert not takes_kernel((1024, 1), (1, 64), (1,))
+    assert not takes_kernel((64, 1), (1, 508), (1,))  # too few
+    assert takes_kernel((66, 1), (1, 508), (1,))  # a multiple of 16 bytes
+
+
+def test_the_table_has_every_row_of_the_element_wise_ops():
+    table = _implementation.table()
+    activations = ("gelu", "gelu_exact", "silu", "relu")
+    for name in ("lerp_broadcast", *(f"bias_{a}" for a in activations)):
+        for crossed in (False, True):
+            for length in (1024, 1001, 64):
+                shapes = [(4, 8, length), (4, 1, length) if crossed else (length,)]
+                row = table_row(name, shapes, 4)
+                assert set(table[row]["cuda"]) == {"float32", "bfloat16", "float16", "float64"}
+    assert table_row("x", [(4, 8, 1024), (4, 1, 1024)], 4) == "x_crossed"
+    assert table_row("x", [(4, 8, 1004), (1004,)], 4) == "x"
+    assert table_row("x", [(4, 8, 1004), (1004,)], 2) == "x_ragged"
+    assert table_row("x", [(4, 8, 16), (4, 1, 16)], 4) == "x_crossed_short"
+    assert table_row("x", [(4, 16, 16), (4, 1, 1)], 4) == "x"

@@ -184,7 +184,8 @@ LAST = [
 OTHER = [
     (shape, radius, axis, padding)
     for (shape, axis), radius in itertools.product(
-        [((67, 3), 0), ((2, 130, 7), 1), ((300, 65), 0), ((2, 71, 2, 16), 1), ((40, 300), 0)],
+        [((67, 3), 0), ((2, 130, 7), 1), ((300, 65), 0), ((2, 71, 2, 16), 1), ((40, 300), 0)]
+        + [((130, 301), 0)],
         (1, 3, 4, 16, 33, 200),
     )
     for padding in ("VALID", "SAME")
@@ -200,6 +201,12 @@ def test_last_axis(dtype, part):
 @pytest.mark.parametrize("part", range(4))
 def test_other_axes(dtype, part):
     check_shapes(dtype, OTHER[part::4] if dtype == np.float32 else OTHER[part::12])
+
+
+def test_rows_that_are_not_aligned_alike(dtype):
+    """Long enough to be read by aligned words, whatever their bytes are."""
+    kinds = ((1, "SAME"), (1, "VALID"), (9, "SAME"), (9, "VALID"), (40, "SAME"))
+    check_shapes(dtype, [((70, 301), radius, 0, padding) for radius, padding in kinds])
 
 
 def test_long_windows(dtype):
@@ -285,7 +292,9 @@ def test_errors_are_no_larger_than_those_of_xla(shape, axis, radius):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("radius", [1, 3, 16, 100, 1100])
-@pytest.mark.parametrize(("shape", "axis"), [((2, 5_000), -1), ((2, 3_000, 3), 1)])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((2, 5_000), -1), ((2, 3_000, 3), 1), ((1_300, 301), 0)]
+)
 def test_a_bad_element_is_in_its_windows_alone(bad, radius, shape, axis):
     x = np.ones(shape, np.float32)
     where = [0, 17, 1234, shape[axis] - 1]

@@ -19,8 +19,8 @@ FASTOPS_INLINE typename A::Vec Absolute(typename A::Vec x) {
   return A::Max(A::Sub(A::Set(0), x), x);  // NaN stays
 }
 
-// exp(x + rest) for x from 2 below ExpOf::kLow to 0, and NaN: A::Exp less its clamps. `rest` is
-// what x lacks of an exact value.
+// exp(x + rest) for x from a little below ExpOf::kLow to 0, and NaN: A::Exp less its clamps. `rest`
+// is what x lacks of an exact value.
 template <typename A>
 FASTOPS_INLINE typename A::Vec ExpBelow0(typename A::Vec x, typename A::Vec rest) {
   using C = ExpOf<typename A::Scalar>;
@@ -186,8 +186,10 @@ struct GeluExact {
   static FASTOPS_INLINE Vec Value(Vec x) {
     const Tail tail(x);
     const Vec rest = A::Mul(tail.exp, tail.ratio);
-    const Vec far =
-        A::Select(More<A>::Less(A::Set(0), x), A::Sub(x, A::Mul(tail.t, rest)), A::Mul(x, rest));
+    // In this order, far below 0: the product of the two small factors may be subnormal where the
+    // result is not.
+    const Vec below = A::Mul(A::Mul(x, tail.ratio), tail.exp);
+    const Vec far = A::Select(More<A>::Less(A::Set(0), x), A::Sub(x, A::Mul(tail.t, rest)), below);
     return A::Select(More<A>::Less(tail.t, A::Set(C::kNearEnd)), A::Mul(x, Near(C::kNear, x)), far);
   }
   static FASTOPS_INLINE Vec Derivative(Vec x) {

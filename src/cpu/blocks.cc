@@ -570,7 +570,7 @@ class Piece {
     SumState& state = state_[i];
     double* const to = state.slice + sum_offset_[i];
     const int64_t width = WidthOf(plan_.slot[plan_.sum[i].slot], n),
-                  depth = std::max<int64_t>(1, n / width);
+                  depth = (n + width - 1) / width;
     bool add = to == state.held_to && n == state.held_n && state.held_depth + depth <= kMostDepth;
     if (!add) {
       Flush(i);

@@ -21,7 +21,6 @@ namespace jax_fastops::cuda {
 enum class Reach : uint8_t {
   kNeighbours,  // its elements are neighbours too, and aligned as the unit is
   kOne,         // one element for all
-  kBits,        // bits of one byte
 };
 
 // Several elements, as bits or as an array, in the type that T is computed in. Two of bfloat16 cost

@@ -10,7 +10,8 @@
 //     static constexpr bool kBits = ...;
 //     // Whether gradient 0 has the result's shape, always.
 //     static constexpr bool kFirstIsFull = ...;
-//     // Whether rows that are no multiple of 16 bytes are worth kernels of their own.
+//     // Whether rows that are no multiple of 16 bytes have kernels of their own here too, where
+//     // cuda/elementwise_rows.cuh does not take them.
 //     static constexpr bool kShortUnits = ...;
 //     template <typename T>
 //     static __device__ void Gradients(ComputeType<T> dy,
@@ -402,7 +403,12 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
             for (int g = 0; g < kGradients; ++g) {
               const int kind = KindOf(kAny ? 0 : kKinds, g);
               if (kAny || kind == kPlain) {
-                if (p.sum[g].way == Way::kFull) {
+                if (kAny && p.sum[g].way == Way::kFull && p.sum[g].wide) {
+                  C* const to = static_cast<C*>(p.sum[g].out) + place[s] +
+                                static_cast<Place>(u * lanes * kSize);
+#pragma unroll
+                  for (int i = 0; i < kSize; ++i) to[i] = values[g][i];
+                } else if (p.sum[g].way == Way::kFull) {
                   Elements out;
 #pragma unroll
                   for (int i = 0; i < kSize; ++i) out.elements[i] = FromCompute<T>(values[g][i]);
@@ -709,6 +715,7 @@ class BackwardLauncher {
       if (!write_full || gradients[g].data == nullptr || !shape.IsFull(F::kOperands + g)) continue;
       p.sum[g].way = Way::kFull;
       p.sum[g].out = gradients[g].data;
+      p.sum[g].wide = gradients[g].wide && sizeof(T) < sizeof(C);
     }
     for (int s = 0; s < sums; ++s) {
       const int g = summed[s];
@@ -796,7 +803,7 @@ class BackwardLauncher {
     bool wanted[F::kGradients];
     int kinds = 0;
     // In a partitioned program an operand has copies along what its gradient keeps, or sums over:
-    // then the two are not alike.
+    // then the two are not alike. Nor are they where a gradient that is not summed is wide.
     bool alike = true;
     for (int g = 0; g < F::kGradients; ++g) {
       const Way way = p.sum[g].way;
@@ -806,7 +813,7 @@ class BackwardLauncher {
       // A gradient whose operand is none of the backward's: its place is its own.
       const int like = F::kOperands == F::kGradients ? g : F::kOperands + g;
       const bool one = shape.InnerStride(like) == 0 && !shape.IsFull(like);
-      alike = alike && (!wanted[g] || one == row);
+      alike = alike && (!wanted[g] || (one == row && !(way == Way::kFull && p.sum[g].wide)));
       kinds |= (column ? kColumn : one ? kRow : kPlain) << (2 * g);
     }
     F::Needed(wanted, p.needed);
@@ -825,7 +832,7 @@ class BackwardLauncher {
     chosen<<<blocks, kBoxThreads, shared, stream>>>(p);
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
-    return unfinished.Launch<T>(stream);
+    return unfinished.Launch(FinishSumsKernel<T>, stream);
   }
 
   static void Copy(const BroadcastShape& shape, const int* dims, int rank, int array, int* own_rank,
@@ -865,7 +872,8 @@ cudaError_t ElementwiseBackward(const BroadcastShape& given, DType dtype, const 
 template <typename F, typename Load>
 void LoadElementwiseBackward(const Load& load) {
   const auto boxes = [&load](const void* kernel) {
-    AllowBoxes(kernel);
+    // Refused where there is less: a plan then asks for no more either, or its launch says so.
+    if (AllowBoxes(kernel) != cudaSuccess) cudaGetLastError();
     load(kernel);
   };
   TileLauncher<F, float>::VisitKernels(load);

@@ -120,8 +120,32 @@ class SumsToFinish {
   // One more, to be filled in but for `small` and `width`.
   FinishSum& Add() { return params_.sum[count_++]; }
 
-  template <typename T>
-  cudaError_t Launch(cudaStream_t stream) {
+  // [planes][sizes][inner], of which the planes are added up; the gradient has the sizes' places
+  // `strides` apart.
+  void AddPlanes(const void* parts, int64_t planes, const int64_t (&sizes)[2],
+                 const int64_t (&strides)[2], int64_t inner, void* out, bool wide) {
+    FinishSum& sum = Add();
+    const int64_t kept = sizes[0] * sizes[1];
+    sum.parts = parts;
+    sum.out = out;
+    sum.wide = wide;
+    const int64_t all_kept[3] = {1, kept, inner}, all_added[3] = {planes, 1, 1};
+    const int64_t steps[3] = {kept * inner, inner, 1};
+    for (int i = 0; i < 3; ++i) {
+      sum.kept[i] = all_kept[i];
+      sum.added[i] = all_added[i];
+      sum.step[i] = steps[i];
+    }
+    sum.rank_a = 0;
+    sum.rank_b = 2;
+    for (int d = 0; d < 2; ++d) {
+      sum.size_b[d] = sizes[d];
+      sum.stride_b[d] = strides[d];
+    }
+  }
+
+  // `kernel`: FinishSumsKernel<T>, from the file that loads it. Every file has one of its own.
+  cudaError_t Launch(void (*kernel)(FinishParams), cudaStream_t stream) {
     if (count_ == 0) return cudaSuccess;
     int64_t widest = 0;
     for (int s = 0; s < count_; ++s) {
@@ -132,7 +156,7 @@ class SumsToFinish {
       widest = std::max(widest, (elements + sum.width - 1) / sum.width);
     }
     const dim3 blocks(static_cast<unsigned>(widest), count_);
-    FinishSumsKernel<T><<<blocks, kBoxThreads, 0, stream>>>(params_);
+    kernel<<<blocks, kBoxThreads, 0, stream>>>(params_);
     return cudaGetLastError();
   }
 

@@ -22,8 +22,9 @@
 // Where rows are no whole number of units ("ragged") a unit begins anywhere in the broadcast
 // operands, and is read by aligned words and a shift (shifted.cuh). A unit in which one row ends
 // and the next begins, in rows of 1001 elements of 16 bits one of 125, is read element by element,
-// as is one at the very end of an operand. Rows shorter than a unit, and pointers that are not
-// aligned, take an element for a unit.
+// as is one at the very end of an operand. Rows shorter than a unit, pointers that are not aligned,
+// ragged arrays of 2^31 elements and sets of operands that have no kernel take an element for a
+// unit.
 //
 // Kernels that may meet wide operands hold twice the registers for them, so they are kernels of
 // their own: of two operands of 16 bits it was 122 registers in place of 64, and half the warps.
@@ -225,7 +226,7 @@ __device__ __forceinline__ Unit<T, kSize * sizeof(T)> ValuesOf(
 template <typename F, typename T, int kBytes, ForwardKind kKind, typename Index, int kOnes,
           bool kWide>
 __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
-    const ForwardParams<F::kOperands> p) {
+    const __grid_constant__ ForwardParams<F::kOperands> p) {
   using C = ComputeType<T>;
   constexpr bool kRagged = kKind == ForwardKind::kRagged;
   using Operands = std::conditional_t<kRagged, Straddling<T, kWide>, Loaded<T, kBytes, kWide>>;

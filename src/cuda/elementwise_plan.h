@@ -73,7 +73,7 @@ BoxPlan CachedBoxes(const BroadcastShape& shape, const int* arrays, int sums,
 // nothing), rows of one element are put behind. False if there is no room for a dimension more.
 bool WithRows(const BroadcastShape& shape, BroadcastShape* with_rows);
 
-// What a device has for boxes.
+// What a device has.
 struct DeviceLimits {
   int processors = 0;
   int slot_bytes = 0;

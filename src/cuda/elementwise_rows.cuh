@@ -1,6 +1,7 @@
 // The backward of an element-wise op whose rows are no whole number of 16 bytes, or are short:
 // (R, n) under operands that are full, a row (1, n), a column (R, 1) or one element. The general
-// pass (cuda/elementwise_backward.cuh) moves such rows element by element.
+// pass (cuda/elementwise_backward.cuh) moves the former element by element, and looks everything up
+// for both.
 //
 // Row r begins r * n mod kSize elements behind a boundary of 16 bytes. Rows for which that is the
 // same are a class, and a block takes rows of one class only: its shift is a constant. A lane owns
@@ -487,7 +488,10 @@ class RowsLauncher {
       }
       if (kind < 0) return false;
       kinds |= kind << (2 * g);
-      if (wanted[g] && kind == kRowsFull) address |= reinterpret_cast<uintptr_t>(gradients[g].data);
+      if (wanted[g] && kind == kRowsFull) {
+        if (gradients[g].wide) return false;
+        address |= reinterpret_cast<uintptr_t>(gradients[g].data);
+      }
     }
     if (address % 16 != 0) return false;
     for (int k = 0; k < F::kOperands; ++k) {
@@ -567,24 +571,12 @@ class RowsLauncher {
       const int64_t kept = kind == kRowsVector ? n : sum.over_all ? 1 : rows;
       const int64_t parts = kind == kRowsVector ? classes * boxes : sum.over_all ? blocks : planes;
       if (parts == 1) continue;
-      FinishSum& last = unfinished.Add();
       C* const at = static_cast<C*>(workspace.data) + used;
       used += parts * kept;
       if (used > workspace.size || parts * kept >= int64_t{1} << 31) return false;
-      last.parts = at;
-      last.out = sum.out;
-      last.wide = sum.wide;
-      last.kept[0] = 1;
-      last.kept[1] = kind == kRowsVector ? 1 : kept;
-      last.kept[2] = kind == kRowsVector ? kept : 1;
-      last.added[0] = parts;
-      last.added[1] = last.added[2] = 1;
-      last.step[0] = kept;
-      last.step[1] = last.step[2] = 1;
-      last.rank_a = 0;
-      last.rank_b = 1;
-      last.size_b[0] = rows;
-      last.stride_b[0] = stride;
+      const bool vector = kind == kRowsVector;
+      unfinished.AddPlanes(at, parts, {1, vector ? 1 : kept}, {0, stride}, vector ? kept : 1,
+                           sum.out, sum.wide);
       sum.out = at;
       sum.wide = true;
       sum.plane = static_cast<uint32_t>(kept);
@@ -593,7 +585,7 @@ class RowsLauncher {
 
     chosen<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream>>>(p);
     *error = cudaGetLastError();
-    if (*error == cudaSuccess) *error = unfinished.Launch<T>(stream);
+    if (*error == cudaSuccess) *error = unfinished.Launch(FinishSumsKernel<T>, stream);
     return true;
   }
 

@@ -3,18 +3,19 @@
 // (P, Q, 1) under (P, Q, N). The general pass (cuda/elementwise_backward.cuh) keeps a sum for every
 // index of B in shared memory, and reads, adds and writes there for every element. Here
 //
-//   - a warp owns a tile of 8 indices of B by 128 columns, 32 elements per lane; operand and sums
-//     of that tile stay in registers while the warp loops over A;
+//   - a warp owns a tile of 8 indices of B by 128 columns, 32 elements per lane (half as many where
+//     the third operand is full); operand and sums of that tile stay in registers while the warp
+//     loops over A;
 //   - what it reads in the loop comes through a ring in shared memory that every thread fills for
 //     itself (cp.async): bytes in flight cost no registers, and no barrier;
 //   - the sum over B is first one of a lane, then one of the warps that share an index of A, some
 //     indices of A at a time, with one barrier for all of them;
 //   - the sums of a tile's rows are reduced together: lanes halve the rows they care for as the
-//     distance halves, so 8 rows cost 9 shuffles, not 40.
+//     distance halves, so 8 rows of 32 bits cost 9 shuffles, not 40.
 //
-// A block is 16 warps: as many as cover B, and where B is short some groups of them, which take
-// indices of A in turn and add up their sums at the end. What it cannot finish goes to partial sums
-// for the second kernel, as in the general pass. No atomics: two runs are equal to the bit.
+// A block is up to 16 warps: as many as cover B, and where B is short some groups of them, which
+// take indices of A in turn and add up their sums at the end. What it cannot finish goes to partial
+// sums for the second kernel, as in the general pass. No atomics: two runs are equal to the bit.
 #ifndef JAX_FASTOPS_CUDA_ELEMENTWISE_TILE_CUH_
 #define JAX_FASTOPS_CUDA_ELEMENTWISE_TILE_CUH_
 
@@ -26,6 +27,7 @@
 #include <utility>
 
 #include "broadcast.h"
+#include "cuda/elementwise.cuh"
 #include "cuda/elementwise_finish.cuh"
 #include "cuda/elementwise_plan.h"
 #include "cuda/unit.cuh"
@@ -126,26 +128,6 @@ __device__ __forceinline__ void AwaitCopies() {
 // Among `threads` threads that call it with this index.
 __device__ __forceinline__ void NamedBarrier(int index, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
-}
-
-// The elements of 16 bytes. Of bfloat16 an instruction each: the compiler else shifts the upper
-// ones down before it shifts them up.
-template <typename T>
-__device__ __forceinline__ void ExpandUnit(const uint4& bits,
-                                           ComputeType<T> (&values)[16 / sizeof(T)]) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      values[2 * i] = __uint_as_float(words[i] << 16);
-      values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 16 / static_cast<int>(sizeof(T)); ++i) {
-      values[i] = ToCompute(ElementOf<T>(bits, i));
-    }
-  }
 }
 
 // Sums of kCount values each over neighbouring lanes, kLanes of them. A lane gets that of value
@@ -300,7 +282,7 @@ __global__ __launch_bounds__(kTileThreads, 1) void ElementwiseTileKernel(
   // One index of A; `all`: all rows and columns of the warp exist. A constant where it is called.
   const auto add = [&](bool all, int trip, C(&sum_a)[kSize], C(&rows)[kRows]) {
     C of_a[kSize];
-    ExpandUnit<T>(unit_of(stage, kUnits - 1), of_a);
+    ToCompute<T>(unit_of(stage, kUnits - 1), of_a);
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
       C of_row = C(0);
@@ -309,9 +291,9 @@ __global__ __launch_bounds__(kTileThreads, 1) void ElementwiseTileKernel(
       }
       if (!all && j >= live_rows) continue;
       C dy[kSize], full[kFulls == 0 ? 1 : kFulls][kSize];
-      ExpandUnit<T>(unit_of(stage, j), dy);
+      ToCompute<T>(unit_of(stage, j), dy);
 #pragma unroll
-      for (int f = 0; f < kFulls; ++f) ExpandUnit<T>(unit_of(stage, kRows * (1 + f) + j), full[f]);
+      for (int f = 0; f < kFulls; ++f) ToCompute<T>(unit_of(stage, kRows * (1 + f) + j), full[f]);
       Unit<T, 16> out[kFulls == 0 ? 1 : kFulls];
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
@@ -575,7 +557,7 @@ class TileLauncher {
       bits |= reinterpret_cast<uintptr_t>(operands[k].data);
       bits |= reinterpret_cast<uintptr_t>(gradients[k].data);
       if (shape.IsFull(k)) {
-        if (wanted[k] && !shape.IsFull(F::kOperands + k)) return false;
+        if (wanted[k] && (gradients[k].wide || !shape.IsFull(F::kOperands + k))) return false;
         continue;
       }
       if (!wanted[k] || in[2] != 1 || out[2] != 1 || (in[0] == 0) == (in[1] == 0)) return false;
@@ -649,27 +631,11 @@ class TileLauncher {
                             int64_t kept_inner) {
       if (parts == 1) return;
       TileSum& sum = p.sum[g];
-      FinishSum& last = unfinished.Add();
       const int64_t plane = kept_a * kept_b * kept_inner;
       C* const at = static_cast<C*>(workspace.data) + used;
       used += parts * plane;
-      last.parts = at;
-      last.out = sum.out;
-      last.wide = sum.wide;
-      last.kept[0] = 1;
-      last.kept[1] = kept_a * kept_b;
-      last.kept[2] = kept_inner;
-      last.added[0] = parts;
-      last.added[1] = last.added[2] = 1;
-      last.step[0] = plane;
-      last.step[1] = kept_inner;
-      last.step[2] = 1;
-      last.rank_a = 0;
-      last.rank_b = 2;
-      last.size_b[0] = kept_a;
-      last.size_b[1] = kept_b;
-      last.stride_b[0] = sum.stride_a;
-      last.stride_b[1] = sum.stride_b;
+      unfinished.AddPlanes(at, parts, {kept_a, kept_b}, {sum.stride_a, sum.stride_b}, kept_inner,
+                           sum.out, sum.wide);
       sum = {at, true, static_cast<uint32_t>(plane), static_cast<uint32_t>(kept_b * kept_inner),
              static_cast<uint32_t>(kept_inner)};
     };
@@ -680,7 +646,7 @@ class TileLauncher {
     const unsigned blocks = static_cast<unsigned>(plan.chunks * plan.boxes_a * plan.boxes_b);
     chosen<<<blocks, 32 * plan.warps_b * plan.groups, shared, stream>>>(p);
     *error = cudaGetLastError();
-    if (*error == cudaSuccess) *error = unfinished.Launch<T>(stream);
+    if (*error == cudaSuccess) *error = unfinished.Launch(FinishSumsKernel<T>, stream);
     return true;
   }
 
