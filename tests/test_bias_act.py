@@ -221,7 +221,7 @@ def check_shapes(activation, dtype, examples, bias_dtype=None):
         own = 2.0**11 * np.abs(ey) if coarse else 0
         slope = 128 if coarse else 16  # and its derivative to 2^-16
         assert_within(y, ey, 8 * (1 + size) + own, what)
-        assert_within(dx, edx, 16 * ady * (1 + size), f"dx of {what}")
+        assert_within(dx, edx, slope * ady * (1 + size), f"dx of {what}")
         terms = dy.size / max(1, db.size)
         unit = unbroadcast(np.broadcast_to(ady * (1 + size), shape), bias)
         assert_within(db, edb, (slope + math.sqrt(terms)) * unit, f"dbias of {what}")
