@@ -39,12 +39,10 @@ def _interpolate(start, end, weight):
     wide = accumulator_dtype(start.dtype)
     s, e, w = (x.astype(wide) for x in (start, end, weight))
     d = e - s
-    finite = jnp.isfinite(d)
-    at_end = (w >= 0.5) & finite
-    near = jnp.where(at_end, e, s)
-    fraction = jnp.where(at_end, w - 1, w)
-    y = jnp.where((fraction == 0) & finite, near, near + fraction * d)
-    return y.astype(start.dtype)
+    near = s + w * d
+    y = jnp.where(w < 0.5, near, e - (1 - w) * d)
+    y = jnp.where(w == 0, s, jnp.where(w == 1, e, y))
+    return jnp.where(jnp.isfinite(d), y, near).astype(start.dtype)
 
 
 @functools.partial(_interpolate.defjvp, symbolic_zeros=True)
