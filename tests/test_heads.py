@@ -22,8 +22,6 @@ from jax_fastops.heads import _group_rows
 
 pytestmark = pytest.mark.usefixtures("native")
 
-FLOATS = ("float32", "bfloat16", "float16", "float64")
-
 
 def add(x, bias):
     """The sum in the wider dtype, rounded once."""
