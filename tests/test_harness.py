@@ -285,6 +285,9 @@ def test_errors():
     assert np.isclose(found.norm, 0.4 / np.sqrt(21))
     assert errors(np.zeros((0, 3)), np.zeros((0, 3))).worst == 0
     assert errors(np.asarray([1e-3]), np.asarray([0.0])).worst == 1e-3
+    one = (np.asarray([1.25]), np.asarray([1.0]))
+    assert errors(*one, lone=4.0).worst == errors(*one, lone=4.0).norm == 0.0625
+    assert errors(*one, lone=0.5) == errors(*one)
 
 
 def test_special_values_in_the_wrong_place():

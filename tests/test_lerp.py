@@ -57,7 +57,7 @@ def case(name, shapes, sharded=None, **more):
         fn=fo.lerp,
         reference=reference,
         make_args=draws(*shapes),
-        tolerance=Tolerance(ulps=16.0),
+        tolerance=Tolerance(ulps=48.0, lone=4.0),  # sums in which terms cancel
         # With auto mesh axes XLA may gather an operand where another one is mapped alone.
         shards_under_vmap=False,
         **make_sharded,

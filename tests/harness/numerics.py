@@ -26,11 +26,14 @@ class Tolerance:
       small: elements smaller than this multiple of the root mean square are measured against that
         instead of against themselves. 0 measures every element against itself, which is right for
         positive sums.
+      lone: a result of one element, which has no others to be measured against, is measured against
+        this if it is smaller: what the terms of a sum that cancels are like.
     """
 
     factor: float = 2.0
     ulps: float = 1.0
     small: float = 1.0
+    lone: float = 0.0
 
 
 DEFAULT_TOLERANCE = Tolerance()
@@ -59,7 +62,7 @@ def same_bits(got: np.ndarray, want: np.ndarray) -> np.ndarray:
         return (bits | (np.isnan(got) & np.isnan(want))).reshape(want.shape)
 
 
-def errors(got: np.ndarray, oracle: np.ndarray, small: float = 1.0) -> Errors:
+def errors(got: np.ndarray, oracle: np.ndarray, small: float = 1.0, lone: float = 0.0) -> Errors:
     """The relative errors of `got`; elements that are not finite in either are left out."""
     got, oracle = np.asarray(got, np.float64), np.asarray(oracle, np.float64)
     finite = np.isfinite(got) & np.isfinite(oracle)
@@ -68,6 +71,8 @@ def errors(got: np.ndarray, oracle: np.ndarray, small: float = 1.0) -> Errors:
     exact = np.where(finite, oracle, 0.0)
     difference = np.abs(np.where(finite, got, 0.0) - exact)
     norm = float(np.sqrt(np.mean(exact**2)))
+    if exact.size == 1:
+        norm = max(norm, lone)
     if norm == 0.0:  # the exact result is zero everywhere: the error is absolute
         relative, total = difference, float(np.sqrt(np.mean(difference**2)))
     else:
@@ -109,7 +114,7 @@ def assert_accurate(
             f"{where}: NaN and Inf are not where the reference has them:\n{got}\nwant:\n{want}"
         )
     eps = float(jnp.finfo(want.dtype).eps)
-    ours, theirs = errors(got, oracle, tolerance.small), errors(want, oracle, tolerance.small)
+    ours, theirs = (errors(x, oracle, tolerance.small, tolerance.lone) for x in (got, want))
     for name, floor in (("norm", tolerance.ulps * eps / 2), ("worst", tolerance.ulps * eps)):
         mine, limit = getattr(ours, name), max(tolerance.factor * getattr(theirs, name), floor)
         if mine > limit:
