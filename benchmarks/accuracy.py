@@ -1,9 +1,9 @@
 """How far from exact are the results? ``python -m benchmarks.accuracy``
 
-Ours beside jax.nn's (jax.numpy's, where there is no nn) in the same dtype, for ordinary data and
-for data that is hard: rows far from zero, one element that dominates, rows that are all equal,
-numbers next to the smallest, Inf and NaN. Exact is the reference in float64 on the CPU, of the same
-rounded operands.
+Ours beside jax.nn's (jax.numpy's, where there is no nn; batch norm's with the variance in two
+passes, not in one, which is faster) in the same dtype, for ordinary data and for data that is hard:
+rows far from zero, one element that dominates, rows that are all equal, numbers next to the
+smallest, Inf and NaN. Exact is the reference in float64 on the CPU, of the same rounded operands.
 
 An error is that of the worst element, in units of the dtype's epsilon; of elements that are smaller
 than the root mean square of their array, relative to that. ``special`` counts the elements that are
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import RESULTS, environment
-from benchmarks.cases import OPS, Op, fo
+from benchmarks.cases import OPS, Op, fo, of_channels, select_ops
 from benchmarks.report import headline, write
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,15 +36,22 @@ class Variant:
     label: str
     shapes: tuple[tuple[int, ...], ...] = (SHAPE,)
     options: dict = field(default_factory=dict)
+    reference: Callable | None = None  # default: the op's
 
 
-def variants() -> Iterator[Variant]:
+def variants(ops: tuple[Op, ...] = OPS) -> Iterator[Variant]:
     """Every op that computes something."""
-    for op in OPS:
+    for op in ops:
         if op.family == "softmax":
             yield Variant(op, op.name)
         elif op.family in ("norm", "lerp"):
             yield Variant(op, op.name, op.operands(SHAPE))
+        elif op.name == "batch_norm":  # without a ReLU, at whose edge gradients jump
+            two_passes = partial(op.reference, two_passes=True)
+            for axis, of_axis in ((-1, "last"), (0, "first")):
+                shapes = of_channels(2, axis)(SHAPE)
+                label = f"batch_norm, channels {of_axis}"
+                yield Variant(op, label, shapes, {"axis": axis}, two_passes)
         elif op.family == "bias_act":
             for activation in dict.fromkeys(layout.options["activation"] for layout in op.layouts):
                 options = {"activation": activation}
@@ -108,20 +115,21 @@ DATA: tuple[Callable[[np.ndarray], np.ndarray], ...] = (
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
+    parser.add_argument("--ops", nargs="+", metavar="OP", help="these ops or families of ops")
     options = parser.parse_args()
     results = {
         "hardware": environment.hardware(),
         "versions": environment.versions(),
-        "accuracy": list(rows()),
+        "accuracy": list(rows(select_ops(options.ops))),
     }
     path = options.out / f"accuracy-{environment.slug(results)}.json"
     write(path, results)
     print(f"{headline(results)}\nwrote {path}")
 
 
-def rows() -> Iterator[dict]:
+def rows(ops: tuple[Op, ...] = OPS) -> Iterator[dict]:
     """A row for each op, dtype and kind of data, printed as it comes."""
-    for variant in variants():
+    for variant in variants(ops):
         for dtype in DTYPES:
             for data in DATA:
                 found = {
@@ -146,7 +154,7 @@ def compared(variant: Variant, dtype: str, data: Callable) -> dict:
     cotangent = random.standard_normal(SHAPE).astype(jnp.dtype(dtype))
     with fo.use_implementation("native"):
         ours = evaluated(partial(op.ours, **variant.options), rounded, cotangent)
-    reference = partial(op.reference, **variant.options)
+    reference = partial(variant.reference or op.reference, **variant.options)
     theirs = evaluated(reference, rounded, cotangent)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = [x.astype(np.float64) for x in rounded]

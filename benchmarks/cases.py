@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ fo = installed("jax_fastops")
 
 Shape = tuple[int, ...]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+HALVES = ("bfloat16", "float16")
 MOVED = ("float32", "bfloat16", "int8")  # one of each width that people transpose
 WIDTHS = ("int8", "bfloat16", "float32", "float64", "complex128")  # rows of the `auto` table
 PHASES = ("forward", "forward_saving", "backward", "step")
@@ -74,6 +76,9 @@ class Op:
     differentiated: tuple[int, ...] = (0,)  # positions of the operands that get a gradient
     phases: tuple[str, ...] = PHASES  # forward alone where the derivative is the op itself
     exact: bool = False  # moves bits: anything but equality is a mistake
+    # How far apart, in norm, rounding alone may bring results: more than a few epsilons where sums
+    # that cancel are long, or where a ReLU takes what is about 0, at which its gradient jumps.
+    slack: float = 0.0
     fuses: bool = False  # XLA fuses a lone forward into its neighbours, so `auto` leaves it alone
     # What a lone forward must gain for `auto` to take the kernel, where XLA may fuse it as well.
     lone_gain: float = 0.0
@@ -178,6 +183,31 @@ def normalised(arrays: int, statistics: int) -> Callable[[tuple[Shape, ...], int
     return traffic
 
 
+def batch_normalised(relu: bool) -> Callable[[tuple[Shape, ...], int], Traffic]:
+    """Traffic of a batch norm of an array, two parameters and, perhaps, a residual.
+
+    Nothing can be normalised before all has been read, and no gradient made before both sums are
+    known: each pass reads the array, and backward the cotangent and the bits of the ReLU, again.
+    (What the L2 cache still has of the first pass is not deducted: an array that fits there may be
+    faster than the floor.) Values of the channels are too few to count.
+    """
+
+    def traffic(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
+        array = math.prod(shapes[0]) * itemsize
+        mask = -(-math.prod(shapes[0]) // 8) if relu else 0
+        residuals = (len(shapes) - 3) * array
+        forward = 3 * array + residuals
+        return Traffic(forward, forward + mask, 5 * array + residuals + 2 * mask)
+
+    return traffic
+
+
+def with_given_statistics(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
+    """Traffic of a batch norm with ReLU at inference: one pass each way."""
+    array, mask = math.prod(shapes[0]) * itemsize, -(-math.prod(shapes[0]) // 8)
+    return Traffic(2 * array, 2 * array + mask, 3 * array + mask)
+
+
 def broadcast_together(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
     """Traffic of an element-wise op: each operand is read, and each gradient written, in its own
     shape."""
@@ -199,6 +229,11 @@ def with_parameters(arrays: int, parameters: int) -> Callable[[Shape], tuple[Sha
     return lambda shape: (shape,) * arrays + (shape[-1:],) * parameters
 
 
+def of_channels(parameters: int, axis: int, residual: bool = False) -> Callable:
+    """An array, parameters for the channels along an axis of it, and perhaps a residual."""
+    return lambda shape: (shape, *((shape[axis],),) * parameters, *(shape,) * residual)
+
+
 def mask_of_keys(shape: Shape) -> tuple[Shape, ...]:
     """Scores of attention, and a mask that says which keys there are: (B, 1, 1, L)."""
     return shape, (shape[0], 1, 1, shape[-1])
@@ -215,16 +250,20 @@ def torch_softmax(x, where=None, *, scale=1.0, axis=-1):
     return x.softmax(axis)
 
 
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def plain_layer_norm(x, scale, bias):
     """In float32, as models write it."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = _wide(x)
     centred = wide - wide.mean(-1, keepdims=True)
     rstd = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + 1e-6)
     return (centred * rstd * scale + bias).astype(x.dtype)
 
 
 def plain_rms_norm(x, scale):
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = _wide(x)
     return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6) * scale).astype(
         x.dtype
     )
@@ -242,6 +281,66 @@ def torch_rms_norm(x, scale):
     import torch
 
     return torch.nn.functional.rms_norm(x, x.shape[-1:], scale.to(x.dtype), 1e-6)
+
+
+def batch_norm(x, scale, bias, residual=None, **options):
+    """The normalised array alone: what moving averages are made of gets no gradient."""
+    return fo.batch_norm(x, scale, bias, residual=residual, **options)[0]
+
+
+def plain_batch_norm(x, scale, bias, residual=None, *, axis, activation=None, two_passes=False):
+    """As flax's BatchNorm does by default, and fastest for XLA: in float32, the variance as
+    ``E[x^2] - E[x]^2``, which takes one pass over ``x``, clipped at 0.
+
+    That loses digits where the mean is large beside the deviation. Ours does not: it is as exact as
+    with ``two_passes``, for which XLA would have to read ``x`` once more.
+    """
+    wide, others = _wide(x), _other_axes(x, axis)
+    mean = wide.mean(others)
+    if two_passes:
+        var = jnp.square(wide - jnp.expand_dims(mean, others)).mean(others)
+    else:
+        var = jnp.maximum(0, jnp.square(wide).mean(others) - jnp.square(mean))
+    given = (wide, mean, var, scale, bias, residual)
+    return plain_batch_norm_inference(*given, axis=axis, activation=activation).astype(x.dtype)
+
+
+def plain_batch_norm_inference(
+    x, mean, var, scale, bias, residual=None, *, axis, activation=None, eps=1e-5
+):
+    """In float32, rounded once."""
+    others = _other_axes(x, axis)
+    mean, factor, bias = (
+        jnp.expand_dims(values, others) for values in (mean, jax.lax.rsqrt(var + eps) * scale, bias)
+    )
+    y = (_wide(x) - mean) * factor + bias
+    y = y if residual is None else y + residual
+    return (_activation(activation)(y) if activation else y).astype(x.dtype)
+
+
+def _other_axes(x, axis: int) -> tuple[int, ...]:
+    return tuple(d for d in range(x.ndim) if d != axis % x.ndim)
+
+
+def torch_batch_norm(x, scale, bias, residual=None, *, axis, activation=None):
+    """PyTorch's channels are axis 1; an array whose last axis they are is one in channels_last."""
+    from torch.nn import functional
+
+    given = (x.movedim(axis, 1), None, None, scale, bias)
+    y = functional.batch_norm(*given, training=True, eps=1e-5).movedim(1, axis)
+    y = y if residual is None else y + residual
+    return getattr(functional, activation)(y) if activation else y
+
+
+@jax.custom_vjp
+def relu_keeping_result(x):
+    """As frameworks do that have no bits: the gradient is masked by the result, ``y > 0``."""
+    return jax.nn.relu(x)
+
+
+relu_keeping_result.defvjp(
+    lambda x: (jax.nn.relu(x),) * 2, lambda y, dy: (jnp.where(y > 0, dy, jnp.zeros_like(dy)),)
+)
 
 
 def plain_lerp(start, end, weight):
@@ -275,7 +374,7 @@ def torch_bias_act(x, bias, activation):
 def plain_window_sum(x, radius, axis=-1, padding="VALID"):
     """In float32, as one writes it in JAX."""
     window = [2 * radius + 1 if d == axis % x.ndim else 1 for d in range(x.ndim)]
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = _wide(x)
     zero = wide.dtype.type(0)
     sums = jax.lax.reduce_window(wide, zero, jax.lax.add, window, (1,) * x.ndim, padding)
     return sums.astype(x.dtype)
@@ -644,6 +743,65 @@ def _row_of_windows(layout: Layout) -> str:
     return fo._implementation.by_radius("window_sum", radius, across)
 
 
+def _batches(name: str, gpu: Shape, cpu: Shape, residual: bool = False) -> tuple[Layout, ...]:
+    """Images of (n, h, w, c) with channels last, and the same with channels first."""
+
+    def layout(order: str, axis: int, gpu: Shape, cpu: Shape) -> Layout:
+        operands = of_channels(2, axis, residual)
+        return Layout(f"{order} {name}", gpu, cpu, options={"axis": axis}, operands=operands)
+
+    first = ((n, c, h, w) for n, h, w, c in (gpu, cpu))
+    return layout("NHWC", -1, gpu, cpu), layout("NCHW", 1, *first)
+
+
+# ResNet's; the last is the source's.
+BATCHES = (
+    ("56x56x64", (128, 56, 56, 64), (16, 56, 56, 64)),
+    ("28x28x128", (128, 28, 28, 128), (32, 28, 28, 128)),
+    ("7x7x2048", (128, 7, 7, 2048), (32, 7, 7, 2048)),
+    ("112x112x32", (16, 112, 112, 32), (4, 112, 112, 32)),
+)
+ODD_BATCHES = tuple((f"56x56x{c}", (128, 56, 56, c), (16, 56, 56, c)) for c in (3, 17, 63))
+ROWS = Layout("rows", (65536, 1024), (4096, 1024), options={"axis": -1})
+
+
+def _batches_of_size(elements: int) -> tuple[Layout, ...]:
+    """Channels last and first, rows, and channels that are no multiple of a vector; with a ReLU
+    or without, and with a residual."""
+    side, c = (16 if elements >= 2**16 else 4), 64
+    n = elements // (side * side * c)
+    layouts = (
+        ("NHWC", (n, side, side, c), -1, "relu", False),
+        ("NCHW", (n, c, side, side), 1, "relu", False),
+        ("rows", (elements // 256, 256), -1, "relu", True),
+        ("odd rows", (elements // 63, 63), -1, None, False),
+    )
+    return tuple(
+        Layout(
+            f"{name} {elements}",
+            shape,
+            shape,
+            DTYPES,
+            {"axis": axis, "activation": activation},
+            operands=of_channels(2, axis, residual),
+        )
+        for name, shape, axis, activation, residual in layouts
+    )
+
+
+# Variances are drawn like all operands: some are negative, but not as far as this.
+INFERENCE = {"axis": -1, "activation": "relu", "eps": 9.0}
+
+
+def _inferences_of_size(elements: int) -> tuple[Layout, ...]:
+    """The same shapes, all with a ReLU and without a residual."""
+    return tuple(
+        replace(layout, options=INFERENCE | {"axis": axis}, operands=of_channels(4, axis))
+        for layout in _batches_of_size(elements)
+        for axis in (layout.options["axis"],)
+    )
+
+
 BERT = (32, 512, 768), (2, 512, 768)  # BERT-base's activations, on a GPU and on a CPU
 BERT_QKV = (32, 512, 3 * 768), (2, 512, 3 * 768)
 BERT_HEADS = (32, 12, 512, 64), (2, 12, 512, 64)
@@ -670,6 +828,16 @@ OPS = (
         layouts=ELEMENTWISE,
         differentiated=(0, 1),
         fuses=True,
+    ),
+    Op(
+        name="relu_from_result",  # what a mask of bits gains over one made of the result
+        family="relu",
+        kernel_of="relu",
+        ours=fo.relu,
+        reference=relu_keeping_result,
+        operands=same(1),
+        traffic=masked_elementwise(1),
+        layouts=(Layout("conv", (16, 112, 112, 32), (4, 112, 112, 32), ("float32", *HALVES)),),
     ),
     Op(
         name="transpose",
@@ -820,6 +988,42 @@ OPS = (
         of_size=_norms_of_size,
         table_row=_row_of_rows("residual_rms_norm"),
     ),
+    *(
+        Op(
+            name=name,
+            family="batch_norm",
+            kernel_of=kernel_of,
+            ours=partial(batch_norm, activation=activation),
+            reference=partial(plain_batch_norm, activation=activation),
+            torch=partial(torch_batch_norm, activation=activation),
+            operands=of_channels(2, -1, residual),
+            operand_dtypes={1: "float32", 2: "float32"},
+            traffic=batch_normalised(relu=activation == "relu"),
+            layouts=(*(found for b in batches for found in _batches(*b, residual)), *more),
+            differentiated=(0, 1, 2, 3),
+            slack=1e-3 if activation else 5e-5,
+            of_size=_batches_of_size,
+        )
+        for name, kernel_of, activation, residual, batches, more in (
+            ("batch_norm", "", None, False, BATCHES, ()),
+            ("batch_norm_relu", "batch_norm", "relu", False, BATCHES + ODD_BATCHES, (ROWS,)),
+            ("batch_norm_add_relu", "batch_norm", "relu", True, BATCHES, ()),
+        )
+    ),
+    Op(
+        name="batch_norm_inference",
+        family="batch_norm",
+        ours=fo.batch_norm_inference,
+        reference=plain_batch_norm_inference,
+        operands=of_channels(4, -1),
+        operand_dtypes=dict.fromkeys((1, 2, 3, 4), "float32"),
+        traffic=with_given_statistics,
+        layouts=(Layout("NHWC 56x56x64", *BATCHES[0][1:], options=INFERENCE),),
+        differentiated=(0, 3, 4),
+        slack=1e-3,
+        fuses=True,
+        of_size=_inferences_of_size,
+    ),
     Op(
         name="lerp",
         family="lerp",
@@ -834,58 +1038,45 @@ OPS = (
         lone_gain=0.15,
         table_row=_row_of_lerp,
     ),
-    Op(
-        name="bias_act",
-        family="bias_act",
-        ours=fo.bias_act,
-        reference=plain_bias_act,
-        torch=torch_bias_act,
-        operands=with_bias,
-        traffic=broadcast_together,
-        layouts=_activations(SMOOTH),
-        differentiated=(0, 1),
-        of_size=_activations_of_size(SMOOTH),
-        lone_gain=0.15,
-        table_row=_row_of_activation,
+    *(
+        Op(
+            name=name,
+            family="bias_act",
+            ours=fo.bias_act,
+            reference=plain_bias_act,
+            torch=torch_bias_act,
+            operands=with_bias,
+            traffic=traffic,
+            layouts=_activations(activations),
+            differentiated=(0, 1),
+            of_size=_activations_of_size(activations),
+            lone_gain=0.15,
+            table_row=_row_of_activation,
+        )
+        for name, activations, traffic in (
+            ("bias_act", SMOOTH, broadcast_together),
+            ("bias_relu", ("relu",), with_bias_and_mask),
+        )
     ),
-    Op(
-        name="bias_relu",
-        family="bias_act",
-        ours=fo.bias_act,
-        reference=plain_bias_act,
-        torch=torch_bias_act,
-        operands=with_bias,
-        traffic=with_bias_and_mask,
-        layouts=_activations(("relu",)),
-        differentiated=(0, 1),
-        of_size=_activations_of_size(("relu",)),
-        lone_gain=0.15,
-        table_row=_row_of_activation,
-    ),
-    Op(
-        name="window_sum",
-        family="window_sum",
-        ours=fo.window_sum,
-        reference=plain_window_sum,
-        torch=torch_window_sum,
-        operands=same(1),
-        traffic=moved,
-        layouts=WINDOWS,
-        phases=("forward",),
-        of_size=_windows_of_size,
-        table_row=_row_of_windows,
-    ),
-    Op(
-        name="window_sum_valid",
-        family="window_sum",
-        kernel_of="window_sum",
-        ours=fo.window_sum,
-        reference=plain_window_sum,
-        torch=torch_window_sum,
-        operands=same(1),
-        traffic=moved,
-        layouts=VALID_WINDOWS,
-        phases=("forward", "backward"),
+    *(
+        Op(
+            name=name,
+            family="window_sum",
+            kernel_of=kernel_of,
+            ours=fo.window_sum,
+            reference=plain_window_sum,
+            torch=torch_window_sum,
+            operands=same(1),
+            traffic=moved,
+            layouts=layouts,
+            phases=phases,
+            of_size=_windows_of_size,
+            table_row=_row_of_windows,
+        )
+        for name, kernel_of, layouts, phases in (
+            ("window_sum", "", WINDOWS, ("forward",)),
+            ("window_sum_valid", "window_sum", VALID_WINDOWS, ("forward", "backward")),
+        )
     ),
 )
 

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+import saved
 from data import CLASSES, FEATURES
+from train import Model
 
 WIDTH, BLOCKS = 512, 4
-SMOOTHING = 0.1  # of the labels, against over-fitting on so few images
 
 
 class Activations(NamedTuple):
@@ -50,8 +51,17 @@ def logits(params: dict, x, activations: Activations):
     return affine(params["last"], h)
 
 
-def loss(params: dict, x, labels, activations: Activations):
-    """Mean cross-entropy with smoothed labels."""
-    log_p = jax.nn.log_softmax(logits(params, x, activations))
-    targets = jax.nn.one_hot(labels, CLASSES) * (1 - SMOOTHING) + SMOOTHING / CLASSES
-    return -jnp.mean(jnp.sum(targets * log_p, axis=-1))
+def model(activations: Activations) -> Model:
+    """The network with these activations. It has no statistics."""
+
+    def kept(params, statistics, x):
+        return saved.by_functions(
+            activations, lambda *functions: logits(params, x, Activations(*functions))
+        )
+
+    return Model(
+        init=lambda seed: (init(seed), {}),
+        train=lambda params, statistics, x: (logits(params, x, activations), statistics),
+        infer=lambda params, statistics, x: logits(params, x, activations),
+        kept=kept,
+    )

@@ -1,5 +1,6 @@
-"""What the demo shows at its end: a table, and the two loss curves as a picture."""
+"""What the demo shows of trainings: a table, and the loss curves as a picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -30,18 +31,39 @@ def kib(count: int) -> str:
     return f"{count / 1024:,.0f} KiB"
 
 
-def curves(ours: Training, theirs: Training, tolerance: float, path: Path) -> Path:
-    """Write the loss curves and their difference to ``path``."""
+def curves(pairs: Sequence[tuple[str, Training, Training, float]], path: Path) -> Path:
+    """Write loss curves and their differences, a column for each pair, to ``path``.
+
+    A pair is a title, two trainings, and by how much their losses may differ.
+    """
+    figure, panels = plt.subplots(
+        2,
+        len(pairs),
+        figsize=(6 * len(pairs), 6),
+        height_ratios=(3, 1),
+        sharex="col",
+        squeeze=False,
+        layout="constrained",
+    )
+    figure.suptitle("Handwritten digits: the same training, once on each library")
+    for pair, top, bottom in zip(pairs, *panels, strict=True):
+        _column(*pair, top, bottom)
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _column(title: str, ours: Training, theirs: Training, tolerance: float, top, bottom) -> None:
     steps = np.arange(1, len(ours.losses) + 1)
     gap = np.abs(np.subtract(ours.losses, theirs.losses))
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(7, 6), height_ratios=(3, 1), sharex=True, layout="constrained"
-    )
     top.plot(steps, theirs.losses, color=THEIRS, lw=6, label=theirs.name)
     top.plot(steps, ours.losses, color=OURS, lw=1.5, label=ours.name)
     top.set_ylabel("training loss")
     top.set_ylim(bottom=0)
-    top.set_title("Handwritten digits: the same training, once on each library")
+    top.set_title(title)
     top.legend(frameon=False)
     bottom.plot(steps, gap, color=OURS, lw=1.5)
     bottom.axhline(tolerance, color="#b03030", lw=1.2, ls="--")
@@ -54,9 +76,3 @@ def curves(ours: Training, theirs: Training, tolerance: float, path: Path) -> Pa
     bottom.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     bottom.set_ylabel("difference")
     bottom.set_xlabel("step")
-    for axes in (top, bottom):
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path

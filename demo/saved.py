@@ -1,12 +1,11 @@
 """Bytes kept between forward and backward: what ``jax.vjp`` hands on, less the arguments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.extend.core import Literal
 
-import model
-from model import Activations
+import train
 
 
 def saved_bytes(function: Callable, *args) -> int:
@@ -29,26 +28,32 @@ def saved_bytes(function: Callable, *args) -> int:
     return sum(v.aval.size * v.aval.dtype.itemsize for v in kept - set(program.invars))
 
 
-def by_model(activations: Activations, params, x, labels) -> int:
-    """By the whole forward of a batch: activations, matrix products and the loss."""
-
-    def forward(params, x):
-        return model.loss(params, x, labels, activations)
-
-    return saved_bytes(forward, params, x)
-
-
-def by_activations(activations: Activations, params, x) -> int:
-    """By the activations of that forward, each differentiated by itself."""
+def by_functions(functions: Sequence[Callable], forward: Callable) -> int:
+    """By these functions in a forward that takes them, each call differentiated by itself."""
     total = 0
 
     def counted(function: Callable) -> Callable:
-        def call(*args):
+        def call(*args, **options):
             nonlocal total
-            total += saved_bytes(function, *args)
-            return function(*args)
+            arrays = {name: a for name, a in options.items() if isinstance(a, jax.Array)}
+            rest = {name: a for name, a in options.items() if name not in arrays}
+
+            def of_arrays(args, arrays):
+                return function(*args, **arrays, **rest)
+
+            total += saved_bytes(of_arrays, args, arrays)
+            return function(*args, **options)
 
         return call
 
-    model.logits(params, x, Activations(*map(counted, activations)))
+    jax.eval_shape(lambda: forward(*map(counted, functions)))
     return total
+
+
+def by_training(training, x, labels) -> int:
+    """By the whole forward of a batch: the network and the loss."""
+
+    def forward(params, x):
+        return train.loss(params, training.statistics, x, labels, training.model)[0]
+
+    return saved_bytes(forward, training.params, x)

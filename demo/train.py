@@ -4,53 +4,74 @@ import functools
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import model
-from data import BATCH, Digits
-from model import Activations
+from data import BATCH, CLASSES, Digits
 
-RATE, MOMENTUM = 0.01, 0.9
+MOMENTUM = 0.9
+SMOOTHING = 0.1  # of the labels, against over-fitting on so few images
 WARM_UP = 10  # first steps, whose time is not counted
 
 
-@functools.partial(jax.jit, static_argnames="activations", donate_argnums=(0, 1))
-def update(params, velocity, rate, x, labels, *, activations: Activations):
+class Model(NamedTuple):
+    """A classifier as pure functions. ``x`` are rows of pixels; statistics may be empty."""
+
+    init: Callable  # seed -> params, statistics
+    train: Callable  # params, statistics, x -> logits, new statistics
+    infer: Callable  # params, statistics, x -> logits
+    kept: Callable  # params, statistics, x -> bytes kept by the functions that are compared
+
+
+def loss(params, statistics, x, labels, model: Model):
+    """Mean cross-entropy with smoothed labels, and the new statistics."""
+    logits, statistics = model.train(params, statistics, x)
+    targets = jax.nn.one_hot(labels, CLASSES) * (1 - SMOOTHING) + SMOOTHING / CLASSES
+    return -jnp.mean(jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1)), statistics
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnums=(0, 1, 2))
+def update(params, statistics, velocity, rate, x, labels, *, model: Model):
     """One step; also returns the loss before it."""
-    loss, grads = jax.value_and_grad(model.loss)(params, x, labels, activations)
+    (value, statistics), grads = jax.value_and_grad(loss, has_aux=True)(
+        params, statistics, x, labels, model
+    )
     velocity = jax.tree.map(lambda v, g: MOMENTUM * v - rate * g, velocity, grads)
-    return jax.tree.map(jnp.add, params, velocity), velocity, loss
+    return jax.tree.map(jnp.add, params, velocity), statistics, velocity, value
 
 
-def rates(steps: int) -> np.ndarray:
-    """The learning rate of every step: half a cosine, from ``RATE`` to 0."""
-    return (RATE * 0.5 * (1 + np.cos(np.linspace(0, np.pi, steps)))).astype(np.float32)
+def rates(first: float, steps: int) -> np.ndarray:
+    """The learning rate of every step: half a cosine, from ``first`` to 0."""
+    return (first * 0.5 * (1 + np.cos(np.linspace(0, np.pi, steps)))).astype(np.float32)
 
 
 class Training:
-    """One model in training. Two of the same seed differ in their activations alone."""
+    """One model in training. Two of the same seed differ in the functions that are compared."""
 
-    def __init__(self, name: str, activations: Activations, digits: Digits, seed: int):
-        self.name, self.activations = name, activations
-        self.params = model.init(seed)
+    def __init__(self, name: str, model: Model, digits: Digits, seed: int):
+        self.name, self.model = name, model
+        self.params, self.statistics = model.init(seed)
         self.velocity = jax.tree.map(jnp.zeros_like, self.params)
         self.losses: list[float] = []
         self.seconds: list[float] = []
         batch = (digits.train_x[:BATCH], digits.train_y[:BATCH])
-        state = (self.params, self.velocity, np.float32(RATE))
-        lowered = update.lower(*state, *batch, activations=activations)
+        lowered = update.lower(*self._state(), np.float32(0), *batch, model=model)
         self.kernels = custom_calls(lowered.as_text())  # in one step, by name
         self._update = lowered.compile()
 
+    def _state(self) -> tuple:
+        return self.params, self.statistics, self.velocity
+
     def step(self, rate: np.float32, x, labels) -> None:
         start = time.perf_counter()
-        out = self._update(self.params, self.velocity, rate, x, labels)
-        self.params, self.velocity, loss = jax.block_until_ready(out)
+        out = jax.block_until_ready(self._update(*self._state(), rate, x, labels))
         self.seconds.append(time.perf_counter() - start)
-        self.losses.append(float(loss))
+        self.params, self.statistics, self.velocity, value = out
+        self.losses.append(float(value))
 
     @property
     def step_ms(self) -> float:
@@ -59,7 +80,7 @@ class Training:
 
     def accuracy(self, x, labels) -> float:
         """The share of images, from 0 to 1, whose digit the model tells."""
-        guesses = jax.jit(model.logits, static_argnums=2)(self.params, x, self.activations)
+        guesses = jax.jit(self.model.infer)(self.params, self.statistics, x)
         return float(np.mean(np.argmax(guesses, axis=-1) == labels))
 
 

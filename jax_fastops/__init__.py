@@ -9,6 +9,7 @@ from jax_fastops._export import export_checks
 from jax_fastops._implementation import use_implementation
 from jax_fastops._info import info
 from jax_fastops._version import __version__
+from jax_fastops.batch_norm import batch_norm, batch_norm_inference
 from jax_fastops.bias_act import bias_act
 from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
 from jax_fastops.lerp import lerp
@@ -21,6 +22,8 @@ from jax_fastops.window_sum import window_sum
 __all__ = [
     "__version__",
     "add_relu",
+    "batch_norm",
+    "batch_norm_inference",
     "bias_act",
     "export_checks",
     "info",

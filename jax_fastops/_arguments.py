@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jax_fastops._signature import accumulator_dtype
 
 FLOATING = ("float32", "bfloat16", "float16", "float64")
 
@@ -85,6 +88,30 @@ def real_number(op: str, name: str, value, advice: str = "") -> float:
         return float(value)
     except OverflowError:
         raise ValueError(f"{op}: {name} is {value}, which no float can hold") from None
+
+
+def epsilon(op: str, eps) -> float:
+    """What is added to a variance."""
+    eps = real_number(op, "eps", eps)
+    if math.isnan(eps):
+        raise ValueError(f"{op}: eps is {eps!r}; it must be a number")
+    return eps
+
+
+def parameter(op: str, name: str, value, x, axis: int, what: str) -> jax.Array:
+    """Values for each index of an axis of ``x``, in its dtype or in its accumulator's."""
+    (value,) = as_arrays(op, **{name: value})
+    if value.shape != (x.shape[axis],):
+        raise ValueError(
+            f"{op}: {name} has shape {value.shape}; it must be {(x.shape[axis],)}, {what}, of "
+            f"shape {x.shape}"
+        )
+    if str(value.dtype) not in FLOATING:
+        raise TypeError(
+            f"{op}: {name} has dtype {value.dtype} and shape {value.shape}; the dtype must be one "
+            f"of {', '.join(FLOATING)}"
+        )
+    return value if value.dtype == x.dtype else value.astype(accumulator_dtype(x.dtype))
 
 
 def broadcast_shape(op: str, arrays, names) -> tuple[int, ...]:

@@ -14,10 +14,10 @@ the reference, which makes every order of derivative exact. After partial evalua
 program holds just ``_fwd`` and ``_vjp``.
 
 Under ``vmap`` a mapped axis becomes one more batch dimension where the signature says that the op
-treats examples independently; elsewhere (a mapped parameter, a gradient summed over rows) the
-primitive records the axis as a *level*: its meaning is ``jax.vmap`` of the unmapped primitive. All
-results of a level carry its axis in front, so no rule ever guesses an output's batch dimension, and
-per-example gradients cannot turn into their sum.
+treats examples independently; elsewhere (a mapped parameter, a gradient summed over rows, an op
+with statistics over the batch) the primitive records the axis as a *level*: its meaning is
+``jax.vmap`` of the unmapped primitive. All results of a level carry its axis in front, so no rule
+ever guesses an output's batch dimension, and per-example gradients cannot turn into their sum.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ class Op:
         signature and options of the op that maps an operand with the axis at ``i`` to a result with
         the axis in front; ``batch(options, result=i)``, those of the op that maps an operand with
         the axis in front to a result with it at ``i``.
+      independent: whether the op treats every index of ``...`` by itself. Where it does not, for
+        its statistics are over the batch, a mapped axis never becomes one more batch dimension.
       table_row: the name in the ``auto`` table, from the shape of the largest array (the first of
         those as large) and the options, for ops that are several things to it. Default: the op's
         name.
@@ -136,6 +138,7 @@ class Op:
         backward: Callable | None = None,
         tangent: Callable | None = None,
         batch: Callable | None = None,
+        independent: bool = True,
         table_row: Callable | None = None,
         dtype_class: Callable = str,
     ):
@@ -156,6 +159,7 @@ class Op:
         self.backward = backward
         self.tangent = tangent
         self.batch = batch
+        self.independent = independent
         self.table_row = table_row or (lambda x, **options: name)
         self.dtype_class = dtype_class
         self._plain = _Stage(self, "")
@@ -609,7 +613,7 @@ class _Stage:
             return outs, [0] * len(outs)
         mapped = [d is not None for d in dims]
         signature = self.op.stage_signature(self.kind, call, which)
-        if signature.folds(mapped):
+        if self.op.independent and signature.folds(mapped):
             before = [sum(flags) for flags in _per_operand(levels, operands)]
             outs = self.bind(fold(signature, operands, dims, before), call, levels, which)
             return outs, [len(levels)] * len(outs)

@@ -12,7 +12,8 @@ A signature reads like einops: ``"... n, h -> ... n, ... ceil(n/8) :uint8, h :1"
 * A name (``n``) is a dimension of its own; the same name is the same size everywhere.
 * A name with a star (``*s``) is like a batch dimension, but may stand anywhere: the op treats every
   index into it independently. It stands in every slot that has ``...``.
-* ``ceil(n/8)`` and ``n-4`` are sizes derived from a name, a number is that size exactly.
+* ``ceil(n/8)``, ``ceil(n*m/8)`` and ``n-4`` are sizes derived from names, a number is that size
+  exactly.
 * A result may name its dtype behind a colon: a dtype (``:uint8``), the dtype of an operand
   (``:1``), or ``:acc``, the accumulator of the first operand (float64 for float64, float32 for
   the narrower types). Without one it has the dtype of the first operand.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +35,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-_CEIL = re.compile(r"^ceil\(([A-Za-z_]\w*)/(\d+)\)$")
+_CEIL = re.compile(r"^ceil\(([A-Za-z_]\w*(?:\*[A-Za-z_]\w*)*)/(\d+)\)$")
 _SHIFT = re.compile(r"^([A-Za-z_]\w*)([+-]\d+)$")
 _NAME = re.compile(r"^[A-Za-z_]\w*$")
 
@@ -41,7 +43,7 @@ _NAME = re.compile(r"^[A-Za-z_]\w*$")
 @dataclasses.dataclass(frozen=True)
 class Dim:
     """One dimension behind ``...``: a name, ``ceil(name/divisor)``, ``name+offset``, or a fixed
-    size."""
+    size. Only in ``ceil`` the name may be a product of several."""
 
     name: str | None
     divisor: int = 1
@@ -68,7 +70,8 @@ class Dim:
             return self.size
         if self.divisor == 1:
             return sizes[self.name] + self.offset
-        return (sizes[self.name] + self.divisor - 1) // self.divisor
+        whole = math.prod(sizes[name] for name in self.names)
+        return (whole + self.divisor - 1) // self.divisor
 
     def __str__(self) -> str:
         if self.name is None:
@@ -78,6 +81,11 @@ class Dim:
         if self.offset:
             return f"{self.name}{self.offset:+d}"
         return f"*{self.name}" if self.free else self.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that it is derived from."""
+        return () if self.name is None else tuple(self.name.split("*"))
 
     @property
     def plain(self) -> bool:
@@ -201,7 +209,7 @@ class Signature:
             if slot.spread and n_batch != len(batch or ()):
                 raise ValueError(f"shape {tuple(shape)} has not the rank of '...' in '{self}'")
             for dim, size in zip(slot.dims, shape[n_batch:], strict=True):
-                known = (dim.name is None or dim.name in sizes) and not (slot.spread and dim.free)
+                known = sizes.keys() >= set(dim.names) and not (slot.spread and dim.free)
                 if known and dim.resolve(sizes) != size:
                     raise ValueError(f"dimension '{dim}' of '{self}' cannot be {size}")
         return Bound(batch or (), sizes)
@@ -257,9 +265,7 @@ class Signature:
         known = {d.name for s in self.operands for d in s.dims if d.plain}
 
         def fix(slot: Slot) -> Slot:
-            dims = tuple(
-                d if d.name is None or d.name in known else _fixed(d, sizes) for d in slot.dims
-            )
+            dims = tuple(d if known.issuperset(d.names) else _fixed(d, sizes) for d in slot.dims)
             return dataclasses.replace(slot, dims=dims)
 
         operands, results = tuple(map(fix, self.operands)), tuple(map(fix, self.results))

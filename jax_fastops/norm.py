@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops._arguments import (
-    FLOATING,
     as_arrays,
+    epsilon,
     not_weak,
-    real_number,
+    parameter,
     same_floating_dtype,
 )
 from jax_fastops._implementation import by_row_length
@@ -351,11 +351,10 @@ def _apply(name, x, scale, bias, eps, residual=None, input_bias=None, return_sum
             f"{name}: residual has shape {residual.shape}; it must have that of x, {x.shape}"
         )
     parameters = [
-        _check_parameter(name, x, parameter, value)
-        for parameter, value in (("input_bias", input_bias), ("scale", scale), ("bias", bias))
+        None if value is None else parameter(name, what, value, x, -1, "the last axis of x")
+        for what, value in (("input_bias", input_bias), ("scale", scale), ("bias", bias))
     ]
-    eps = _check_eps(name, eps)
-    options = dict(eps=eps, return_sum=bool(return_sum))
+    options = dict(eps=epsilon(name, eps), return_sum=bool(return_sum))
     if 0 in x.shape:
         return _reference(x, residual, *parameters, rms=_RMS[name], **options)
     summed = residual is not None
@@ -363,31 +362,6 @@ def _apply(name, x, scale, bias, eps, residual=None, input_bias=None, return_sum
     saved = ["... n"] * (summed and not return_sum) + ["... :acc"] * (1 if _RMS[name] else 2)
     signature = f"... n, ... n, n, n, n -> {', '.join(results)} | {', '.join(saved)}"
     return _OPS[name](x, residual, *parameters, signature=signature, **options)
-
-
-def _check_parameter(name: str, x, parameter: str, value):
-    """The parameter in the dtype of ``x``, or in its accumulator's."""
-    if value is None:
-        return None
-    (value,) = as_arrays(name, **{parameter: value})
-    if value.shape != x.shape[-1:]:
-        raise ValueError(
-            f"{name}: {parameter} has shape {value.shape}; it must be {x.shape[-1:]}, the last "
-            f"axis of x, of shape {x.shape}"
-        )
-    if str(value.dtype) not in FLOATING:
-        raise TypeError(
-            f"{name}: {parameter} has dtype {value.dtype} and shape {value.shape}; the dtype must "
-            f"be one of {', '.join(FLOATING)}"
-        )
-    return value if value.dtype == x.dtype else value.astype(accumulator_dtype(x.dtype))
-
-
-def _check_eps(name: str, eps) -> float:
-    eps = real_number(name, "eps", eps)
-    if math.isnan(eps):
-        raise ValueError(f"{name}: eps is {eps!r}; it must be a number")
-    return eps
 
 
 def layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6) -> jax.Array:

@@ -38,6 +38,17 @@ def test_a_size_may_differ_by_a_number_from_another():
     ]
 
 
+def test_a_size_may_derive_from_a_product():
+    text = "... o c i -> ... o, ... ceil(o*c*i/8) :uint8"
+    assert infer(text, ((2, 3, 5, 7), F32)) == [((2, 3), F32), ((2, 14), jnp.dtype("uint8"))]
+    assert str(Signature.parse(text)) == text
+    with_sizes = Signature.parse("... o, ... ceil(o*c/8) -> ... o, ... ceil(o*c/8)")
+    fixed = with_sizes.with_sizes({"o": 3, "c": 11})
+    assert fixed.infer([(2, 3), (2, 5)], [F32, F32])[1] == ((2, 5), F32)
+    with pytest.raises(ValueError, match="cannot be 13"):
+        infer("... o c, ... ceil(o*c/8) -> ... o", ((2, 8, 14), F32), ((2, 13), F32))
+
+
 @pytest.mark.parametrize("dtype, kept", [(F64, F64), (F32, F32), (BF16, F32)])
 def test_accumulators_are_at_least_float32(dtype, kept):
     assert infer("... n -> ... :acc", ((4, 3), dtype)) == [((4,), kept)]

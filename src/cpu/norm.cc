@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "cpu/norm_simd.h"
+#include "cpu/stream.h"
 
 namespace jax_fastops::cpu {
 namespace {
@@ -13,11 +14,6 @@ namespace {
 const NormKernels& Kernels() {
   static const NormKernels& kernels = FASTOPS_KERNELS(norm_kernels);
   return kernels;
-}
-
-// As for relu.cc, where the reasons are.
-bool ShouldStream(int64_t output_bytes) {
-  return output_bytes >= int64_t{16} << 20 && output_bytes < int64_t{32} << 20;
 }
 
 const void* Offset(const void* p, int64_t bytes) {

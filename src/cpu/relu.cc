@@ -1,6 +1,7 @@
 #include "cpu/relu.h"
 
 #include "cpu/relu_simd.h"
+#include "cpu/stream.h"
 
 namespace jax_fastops::cpu {
 namespace {
@@ -8,17 +9,6 @@ namespace {
 const ReluKernels& Kernels() {
   static const ReluKernels& kernels = FASTOPS_KERNELS(relu_kernels);
   return kernels;
-}
-
-// Stores past the caches save reading each output line before it is overwritten. Measured on two
-// cores of an EPYC with 32 MiB of last-level cache, float32, against plain stores: 0.7 times the
-// speed at 8 MiB of output, where it would have stayed in the cache; 1.3 to 1.5 times from 16 MiB
-// on, and no loss for a consumer that reads the output next. But an allocation of 32 MiB or more
-// comes fresh from the operating system each time (glibc's largest mmap threshold), the cost is in
-// its page faults, and lines that the kernel has just zeroed in the cache take a plain store
-// better: 0.7 to 0.9 times the speed there.
-bool ShouldStream(int64_t output_bytes) {
-  return output_bytes >= int64_t{16} << 20 && output_bytes < int64_t{32} << 20;
 }
 
 // Pieces of a flat array begin at whole cache lines of every operand, the mask's included.

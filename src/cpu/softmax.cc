@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "cpu/softmax_simd.h"
+#include "cpu/stream.h"
 
 namespace jax_fastops::cpu {
 namespace {
@@ -34,11 +35,6 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a - 1) / b + 1; }
 int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
-
-// As for relu.cc, where the reasons are.
-bool ShouldStream(int64_t output_bytes) {
-  return output_bytes >= int64_t{16} << 20 && output_bytes < int64_t{32} << 20;
-}
 
 int64_t MaskOffset(const MaskIndex& index, int64_t i) {
   int64_t offset = 0;

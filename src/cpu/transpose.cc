@@ -18,6 +18,7 @@
 #include <memory>
 #include <vector>
 
+#include "cpu/stream.h"
 #include "cpu/transpose_simd.h"
 #include "permutation.h"
 
@@ -38,17 +39,14 @@ struct Side {
   std::vector<int64_t> offset;  // in the other array, of each index
 };
 
-// Stores past the caches save reading each output line before it is overwritten. Measured on two
-// cores of an EPYC with 32 MiB of last-level cache: see relu.cc for outputs that the operating
-// system hands out afresh, from 32 MiB on, and for those that stay in the cache. In between, 0.7 to
-// 1.2 times the time for float32. From 8 MiB on also where columns are whole pages apart, so that
-// they compete for the same few places in the caches: 0.5 to 0.9 times for 2048 x 2048 bfloat16.
-// The same holds where a buffer is written in whole lines. Rows that stay rows are not streamed:
-// 0.9 to 1 times the time if the input is not in the caches, but 1.2 to 2 times if it is.
-bool ShouldStream(int64_t output_bytes, bool early) {
-  const int64_t least = int64_t{early ? 8 : 16} << 20;
-  return output_bytes >= least && output_bytes < int64_t{32} << 20;
-}
+// From which output size on stores go past the caches, where that is early. Measured on two cores
+// of an EPYC with 32 MiB of last-level cache: see stream.h for outputs that the operating system
+// hands out afresh, from 32 MiB on, and for those that stay in the cache. In between, 0.7 to 1.2
+// times the time for float32. From 8 MiB on also where columns are whole pages apart, so that they
+// compete for the same few places in the caches: 0.5 to 0.9 times for 2048 x 2048 bfloat16. The
+// same holds where a buffer is written in whole lines. Rows that stay rows are not streamed: 0.9 to
+// 1 times the time if the input is not in the caches, but 1.2 to 2 times if it is.
+constexpr int64_t kEarlyStreamBytes = int64_t{8} << 20;
 
 struct Plan {
   Permutation p;
@@ -60,7 +58,7 @@ struct Plan {
   Side rows, columns;    // not used where rows stay rows
   bool aligned = false;  // cache lines of the output are whole in a block, if y begins with one
   bool dense = false;    // short columns, one after the other in the output
-  bool early = false;    // see ShouldStream
+  bool early = false;    // see kEarlyStreamBytes
 };
 
 // How long a side of a block is at least, and how much a block takes, in bytes. Of 256 and
@@ -316,7 +314,7 @@ void Transpose(const void* x_data, void* y_data, const int64_t* dims, const int*
   }
   const bool stream = (plan->aligned || plan->dense) &&
                       reinterpret_cast<uintptr_t>(y) % kLine == 0 &&
-                      ShouldStream(bytes, plan->early);
+                      ShouldStream(bytes, plan->early ? kEarlyStreamBytes : kStreamBytes);
   ParallelFor(executor, plan->blocks, 1,
               2 * static_cast<double>(bytes) / static_cast<double>(plan->blocks),
               [&](int64_t begin, int64_t end) { RunBlocks(*plan, x, y, begin, end, stream); });

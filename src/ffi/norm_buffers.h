@@ -10,11 +10,10 @@
 #ifndef JAX_FASTOPS_FFI_NORM_BUFFERS_H_
 #define JAX_FASTOPS_FFI_NORM_BUFFERS_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <string>
 
+#include "ffi/buffer_reader.h"
 #include "ffi/buffers.h"
 #include "norm_shape.h"
 
@@ -27,29 +26,13 @@ struct NormCall {
   double eps = 0.0;
 };
 
-inline ffi::DataType AccumulatorType(ffi::DataType type) {
-  return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32;
-}
-
 // Takes the buffers of a call one after the other, and checks each against what it must be. After
 // the first mistake it gives null pointers alone.
-class NormReader {
+class NormReader : public BufferReader {
  public:
   NormReader(const char* op, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
              const ffi::Dictionary& attributes)
-      : op_(op), args_(args), rets_(rets), attributes_(attributes) {}
-
-  bool Flag(const char* name) {
-    const auto value = attributes_.get<bool>(name);
-    if (value.has_error()) Fail(std::string("the attribute '") + name + "' is needed");
-    return !value.has_error() && *value;
-  }
-
-  double Number(const char* name) {
-    const auto value = attributes_.get<double>(name);
-    if (value.has_error()) Fail(std::string("the attribute '") + name + "' is needed");
-    return value.has_error() ? 0.0 : *value;
-  }
+      : BufferReader(op, args, rets, attributes) {}
 
   // Of x's shape and type. The first one says what they are.
   const void* Array(const char* name) { return Check(NextArgument(name), kSame); }
@@ -70,12 +53,6 @@ class NormReader {
     return parameter;
   }
 
-  ffi::Error Finish() {
-    if (!failed_ && (next_arg_ != args_.size() || next_ret_ != rets_.size()))
-      Fail("more buffers than the attributes tell of");
-    return failed_ ? InvalidArgument(op_, what_) : ffi::Error::Success();
-  }
-
   int64_t n() const { return n_; }
   int64_t rows() const { return rows_; }
   int64_t sums() const { return sums_; }
@@ -86,37 +63,14 @@ class NormReader {
  private:
   enum Kind { kSame, kStatistic, kParameter, kWorkspace, kSums };
 
-  void Fail(const std::string& what) {
-    if (!failed_) what_ = what;
-    failed_ = true;
-  }
-
-  std::optional<NamedBuffer> NextArgument(const char* name) {
-    if (!failed_ && next_arg_ < args_.size()) {
-      const auto buffer = args_.get<ffi::AnyBuffer>(next_arg_++);
-      if (!buffer.has_error()) return NamedBuffer(name, *buffer);
-    }
-    Fail(std::string("no operand ") + name);
-    return std::nullopt;
-  }
-
-  std::optional<NamedBuffer> NextResult(const char* name) {
-    if (!failed_ && next_ret_ < rets_.size()) {
-      auto buffer = rets_.get<ffi::AnyBuffer>(next_ret_++);
-      if (!buffer.has_error()) return NamedBuffer(name, **buffer);
-    }
-    Fail(std::string("no result ") + name);
-    return std::nullopt;
-  }
-
   void* Check(const std::optional<NamedBuffer>& named, Kind kind) {
-    if (failed_) return nullptr;
+    if (failed()) return nullptr;
     const ffi::AnyBuffer& buffer = named->buffer;
     const auto dims = buffer.dimensions();
     const auto type = buffer.element_type();
     const int64_t count = static_cast<int64_t>(buffer.element_count());
     if (!begun_) {
-      const ffi::Error error = CheckFloating(op_, *named, &dtype_);
+      const ffi::Error error = CheckFloating(op(), *named, &dtype_);
       if (error.failure() || dims.size() == 0) {
         Fail(Describe(*named) + " must be f32, bf16, f16 or f64, with a dimension or more");
         return nullptr;
@@ -150,17 +104,10 @@ class NormReader {
         valid = valid && count * group_rows_ == rows_ * sums_ * n_;
         break;
     }
-    if (!valid) Fail(Describe(*named) + " does not fit the other buffers");
+    if (!valid) Mismatch(*named);
     return valid ? buffer.untyped_data() : nullptr;
   }
 
-  const char* op_;
-  const ffi::RemainingArgs& args_;
-  const ffi::RemainingRets& rets_;
-  const ffi::Dictionary& attributes_;
-  size_t next_arg_ = 0, next_ret_ = 0;
-  bool failed_ = false;
-  std::string what_;
   bool begun_ = false;
   ffi::DataType first_type_ = ffi::DataType::INVALID;
   DType dtype_ = DType::kF32;

@@ -1,0 +1,677 @@
+"""Batch norm, with the residual and the ReLU that often follow it.
+
+Training takes two passes each way: the forward reads the input for the statistics, which are merged
+from shifted sums, and again to normalise it; the backward reads input and cotangent for two sums
+per channel, and again for the gradient. Between them live the input, the statistics, and one bit
+per element for the ReLU.
+
+Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_fastops._arguments import (
+    as_arrays,
+    epsilon,
+    not_weak,
+    parameter,
+    same_floating_dtype,
+)
+from jax_fastops._bits import pack, select
+from jax_fastops._kernel import Kernel, partitions, shards_of
+from jax_fastops._op import Op
+from jax_fastops._signature import accumulator_dtype
+from jax_fastops._views import broadcast_to, explicit_spec, parts_of, reshape
+
+# An op sees an array as [..., o, c, i]: "..." is the batch, which people shard, c are the channels.
+_X = "... o c i"
+_MASK = "... ceil(o*c*i/8) :uint8"
+_CHANNELS = -2
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+#
+# They see it as groups [..., n]: what has a dimension of size 1 XLA may copy, only to change the
+# order in which it counts the dimensions.
+
+
+def _workspace(c: int, i: int) -> int:
+    """How many accumulators of workspace each group gets (batch_norm_shape.h)."""
+    return 3 * (8 * c + c * i // 16 + 2050 + (1 << 17))
+
+
+@functools.cache
+def _statistics_kernel(c: int, workspace: int) -> Kernel:
+    return Kernel.declare(
+        "batch_norm_statistics", f"... n -> ... {c} :acc, ... {c} :acc, ... {workspace} :acc"
+    )
+
+
+@functools.cache
+def _apply_kernel(parameters: int, residual: bool, mask: bool) -> Kernel:
+    operands = ["... n"] + ["... c"] * (2 + parameters) + ["... n"] * residual
+    results = ["... n"] + ["... ceil(n/8) :uint8"] * mask
+    return Kernel.declare("batch_norm_apply", f"{', '.join(operands)} -> {', '.join(results)}")
+
+
+@functools.cache
+def _sums_kernel(mask: bool, scale: bool, dx: bool, dresidual: bool, workspace: int) -> Kernel:
+    operands = ["... n"] * 2 + ["... ceil(n/8)"] * mask + ["... c"] * (1 + dx + (dx and scale))
+    results = ["... n"] * (dx + dresidual) + ["... 2 c :acc", f"... {workspace} :acc"]
+    return Kernel.declare("batch_norm_sums", f"{', '.join(operands)} -> {', '.join(results)}")
+
+
+@functools.cache
+def _backward_kernel(mask: bool, scale: bool, dresidual: bool) -> Kernel:
+    operands = ["... n"] * 2 + ["... ceil(n/8)"] * mask
+    operands += ["... c"] * (2 + scale) + ["... 2 c"] + ["... c"] * 2
+    results = ["... n"] * (1 + dresidual)
+    return Kernel.declare("batch_norm_bwd", f"{', '.join(operands)} -> {', '.join(results)}")
+
+
+def _flags(**given) -> dict:
+    """Attributes that tell the handler which buffers there are."""
+    return {name: np.bool_(value) for name, value in given.items()}
+
+
+class _Groups:
+    """How the kernels see an array ``[..., o, c, i]``: as groups, each with sums of its own.
+
+    In a program for one device the batch is one group. Where XLA may partition it, the last
+    dimension of the batch is split into as many groups as it may have shards, so that they stay
+    where they are; what the groups give is then merged with one all-reduce. Examples whose bits of
+    mask do not fill bytes (under ``vmap``) are groups.
+    """
+
+    def __init__(self, x, mask: bool = False):
+        *lead, o, c, i = self.shape = x.shape
+        kind = jax.typeof(x).sharding
+        self.spec = explicit_spec(kind, x.ndim)
+        self.mesh = kind.mesh
+        self.dtype = accumulator_dtype(x.dtype)
+        self.sizes = {"channels": np.int64(c), "inner": np.int64(i)}
+        if mask and o * c * i % 8:
+            self.lead = tuple(lead)
+        elif not lead or (self.spec is None and partitions() == 1):
+            self.lead = ()
+        else:
+            axis = self.spec and self.spec[-4]
+            self.lead = (*lead[:-1], shards_of(lead[-1], axis, kind, 1))
+
+    def _spec_of_lead(self, *own) -> tuple | None:
+        return None if self.spec is None else (*self.spec[: len(self.lead)], *own)
+
+    def split(self, x):
+        """An array of the operand's shape, or a mask, as the kernels take it."""
+        n = math.prod(x.shape) // math.prod(self.lead)
+        return reshape(x, (*self.lead, n), self._spec_of_lead(None))
+
+    def join(self, x):
+        """What :meth:`split` gave of an array of the operand's shape, in that shape."""
+        return reshape(x, self.shape, self.spec)
+
+    def join_mask(self, mask):
+        lead = self.shape[:-3]
+        n = math.prod(mask.shape) // math.prod(lead)
+        return reshape(mask, (*lead, n), self.spec and (*self.spec[:-3], None))
+
+    def spread(self, values):
+        """Values of each channel, for every group."""
+        values = values.astype(self.dtype)
+        if not self.lead:
+            return values
+        shape = (*self.lead, *values.shape)
+        spec = self._spec_of_lead(*(None for _ in values.shape))
+        if spec is None:
+            return jnp.broadcast_to(values, shape)
+        sharding = NamedSharding(self.mesh, PartitionSpec(*spec))
+        return jnp.broadcast_to(values, shape, out_sharding=sharding)
+
+    def average(self, values):
+        """The average over groups."""
+        return values.mean(tuple(range(len(self.lead)))) if self.lead else values
+
+    def merge(self, mean, var):
+        """Statistics of all groups together, from those of each."""
+        if not self.lead:
+            return mean, var
+        both = jnp.stack([mean, var], len(self.lead))
+        rows = both.shape[: len(self.lead)]
+        count = math.prod(rows)
+        # Every group's values everywhere, as a sum: the one all-reduce.
+        mine = jnp.eye(count, dtype=bool).reshape(count, *rows, 1, 1)
+        alone = jnp.broadcast_to(both[None], (count, *both.shape))
+        alone = jax.lax.select(broadcast_to(mine, jax.typeof(alone)), alone, jnp.zeros_like(alone))
+        return _merged(alone.sum(tuple(range(1, 1 + len(rows)))))
+
+
+def _merged(both):
+    """Mean and variance of equally large parts ``[parts, 2, c]`` together."""
+    mean = both[:, 0].mean(0)
+    return mean, (both[:, 1] + jnp.square(both[:, 0] - mean)).mean(0)
+
+
+def _statistics(x):
+    groups = _Groups(x)
+    kernel = _statistics_kernel(x.shape[-2], _workspace(*x.shape[-2:]))
+    mean, var, _ = kernel(groups.split(x), **groups.sizes)
+    return groups.merge(mean, var)
+
+
+def _apply(x, mean, var, scale, bias, residual, *, eps, relu, save):
+    groups = _Groups(x, relu)
+    parameters = [p for p in (scale, bias) if p is not None]
+    mask = relu and save
+    kernel = _apply_kernel(len(parameters), residual is not None, mask)
+    y, *bits = kernel(
+        groups.split(x),
+        *map(groups.spread, (mean, var, *parameters)),
+        *([] if residual is None else [groups.split(residual)]),
+        eps=np.float64(eps),
+        **groups.sizes,
+        **_flags(
+            relu=relu,
+            scale=scale is not None,
+            bias=bias is not None,
+            residual=residual is not None,
+            mask=mask,
+        ),
+    )
+    return groups.join(y), *map(groups.join_mask, bits)
+
+
+def _sums(x, dy, mask, mean, var, scale, eps, given_statistics=False, dresidual=False):
+    """The averages of g and of ``g * (x - mean)``, and with given statistics the gradients."""
+    groups = _Groups(x, mask is not None)
+    scale = scale if given_statistics else None
+    kernel = _sums_kernel(
+        mask is not None,
+        scale is not None,
+        given_statistics,
+        dresidual,
+        _workspace(*x.shape[-2:]),
+    )
+    values = [mean, *([var] if given_statistics else []), *([] if scale is None else [scale])]
+    *grads, sums, _ = kernel(
+        *(groups.split(a) for a in (x, dy, mask) if a is not None),
+        *map(groups.spread, values),
+        eps=np.float64(eps),
+        **groups.sizes,
+        **_flags(
+            mask=mask is not None, scale=scale is not None, dx=given_statistics, dresidual=dresidual
+        ),
+    )
+    return groups.average(sums), *map(groups.join, grads)
+
+
+def _backward(x, dy, mask, mean, var, scale, sums, dmean, dvar, *, eps, dresidual):
+    groups = _Groups(x, mask is not None)
+    kernel = _backward_kernel(mask is not None, scale is not None, dresidual)
+    values = [mean, var, *([] if scale is None else [scale]), sums, dmean, dvar]
+    found = kernel(
+        *(groups.split(a) for a in (x, dy, mask) if a is not None),
+        *map(groups.spread, values),
+        eps=np.float64(eps),
+        **groups.sizes,
+        **_flags(mask=mask is not None, scale=scale is not None, dresidual=dresidual),
+    )
+    return tuple(map(groups.join, found))
+
+
+# ---- references ----------------------------------------------------------------------------------
+
+
+def _along(values, channels: int):
+    """Values of each channel, to be broadcast against an array whose channels are there."""
+    return values.reshape(*values.shape, *(1,) * (-channels - 1))
+
+
+def _others(x, channels: int) -> tuple[int, ...]:
+    return tuple(axis for axis in range(x.ndim) if axis != x.ndim + channels)
+
+
+def _count(x, channels: int):
+    return math.prod(x.shape[axis] for axis in _others(x, channels))
+
+
+def _wide(x):
+    return x.astype(accumulator_dtype(x.dtype))
+
+
+def _statistics_reference(x, *, channels=_CHANNELS):
+    """Mean and biased variance of each channel, in two passes."""
+    x, axes = _wide(x), _others(x, channels)
+    mean = jnp.mean(x, axes)
+    return mean, jnp.mean(jnp.square(x - _along(mean, channels)), axes)
+
+
+def _factor(var, scale, eps: float):
+    rstd = jax.lax.rsqrt(var + eps)
+    return rstd if scale is None else rstd * scale.astype(rstd.dtype)
+
+
+def _before_activation(x, mean, var, scale, bias, residual, eps, channels):
+    """In the accumulator's dtype."""
+    z = (_wide(x) - _along(mean, channels)) * _along(_factor(var, scale, eps), channels)
+    if bias is not None:
+        z = z + _along(bias.astype(z.dtype), channels)
+    return z if residual is None else z + residual.astype(z.dtype)
+
+
+def _inference_reference(x, mean, var, scale, bias, residual, *, eps, relu, channels=_CHANNELS):
+    mean, var = (v.astype(accumulator_dtype(x.dtype)) for v in (mean, var))
+    z = _before_activation(x, mean, var, scale, bias, residual, eps, channels)
+    return (jax.nn.relu(z) if relu else z).astype(x.dtype)
+
+
+def _reference(x, scale, bias, residual, *, eps, relu, channels=_CHANNELS):
+    mean, var = _statistics_reference(x, channels=channels)
+    options = dict(eps=eps, relu=relu, channels=channels)
+    return _inference_reference(x, mean, var, scale, bias, residual, **options), mean, var
+
+
+def _flat(x):
+    """``[..., o, c, i]`` as ``[..., n]``, the order of the mask's bits."""
+    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    shape = (*x.shape[:-3], math.prod(x.shape[-3:]))
+    return reshape(x, shape, spec and (*spec[:-3], None))
+
+
+def _masked(mask, dy):
+    """The cotangent before the activation, in the accumulator's dtype."""
+    if mask is None:
+        return _wide(dy)
+    spec = explicit_spec(jax.typeof(dy).sharding, dy.ndim)
+    return _wide(reshape(select(mask, _flat(dy)), dy.shape, spec))
+
+
+def _inference_save(x, mean, var, scale, bias, residual, *, eps, relu):
+    if not relu:
+        return ()
+    mean, var = (v.astype(accumulator_dtype(x.dtype)) for v in (mean, var))
+    z = _before_activation(x, mean, var, scale, bias, residual, eps, _CHANNELS)
+    return (pack(_flat(z) > 0),)
+
+
+def _save(x, scale, bias, residual, *, eps, relu):
+    if not relu:
+        return ()
+    return _inference_save(x, *_statistics_reference(x), scale, bias, residual, eps=eps, relu=relu)
+
+
+def _parts(kept, relu: bool):
+    """x, scale, mask, mean and var of what the training op keeps."""
+    x, scale, *mask, mean, var = kept
+    return x, scale, mask[0] if relu else None, mean, var
+
+
+def _pullback(kept, cts, *, eps, relu):
+    x, scale, mask, mean, var = _parts(kept, relu)
+    dy, dmean, dvar = cts
+    g, axes, n = _masked(mask, dy), _others(x, _CHANNELS), _count(x, _CHANNELS)
+    centred = _wide(x) - _along(mean, _CHANNELS)
+    sums = jnp.stack([jnp.mean(g, axes), jnp.mean(g * centred, axes)])
+    slope = sums[1] / (var + eps)
+    dx = _along(_factor(var, scale, eps), _CHANNELS) * (
+        g - _along(sums[0], _CHANNELS) - centred * _along(slope, _CHANNELS)
+    )
+    dx = dx + _along(dmean / n, _CHANNELS) + centred * _along(2 * dvar / n, _CHANNELS)
+    return dx.astype(x.dtype), *_parameter_gradients(sums, n, var, eps), g.astype(x.dtype)
+
+
+def _parameter_gradients(sums, n, var, eps):
+    return sums[1] * n * jax.lax.rsqrt(var + eps), sums[0] * n
+
+
+def _pushforward(kept, tangents, *, eps, relu):
+    x, scale, mask, mean, var = _parts(kept, relu)
+    dx, *rest = tangents
+    if dx is None:
+        dmean, dvar = jnp.zeros_like(mean), jnp.zeros_like(var)
+    else:
+        axes = _others(x, _CHANNELS)
+        dmean = jnp.mean(_wide(dx), axes)
+        centred = _wide(x) - _along(mean, _CHANNELS)
+        dvar = 2 * jnp.mean(centred * (_wide(dx) - _along(dmean, _CHANNELS)), axes)
+    kept = (x, scale, *([] if mask is None else [mask]), mean, var)
+    moving = (dx, dmean, dvar, *rest)
+    return _inference_pushforward(kept, moving, eps=eps, relu=relu), dmean, dvar
+
+
+def _inference_pullback(kept, cts, *, eps, relu):
+    x, scale, mask, mean, var = _parts(kept, relu)
+    g, axes, n = _masked(mask, *cts), _others(x, _CHANNELS), _count(x, _CHANNELS)
+    centred = _wide(x) - _along(mean.astype(g.dtype), _CHANNELS)
+    factor = _factor(var.astype(g.dtype), scale, eps)
+    sums = jnp.stack([jnp.mean(g, axes), jnp.mean(g * centred, axes)])
+    dx = (g * _along(factor, _CHANNELS)).astype(x.dtype)
+    return dx, *_inference_sums(sums, n, var, scale, eps), g.astype(x.dtype)
+
+
+def _inference_sums(sums, n, var, scale, eps):
+    """Gradients of mean, var, scale and bias."""
+    factor = _factor(var.astype(sums.dtype), scale, eps)
+    dscale, dbias = _parameter_gradients(sums, n, var.astype(sums.dtype), eps)
+    return -factor * dbias, -0.5 * sums[1] * n * factor / (var + eps), dscale, dbias
+
+
+def _inference_pushforward(kept, tangents, *, eps, relu):
+    x, scale, mask, mean, var = _parts(kept, relu)
+    dx, dmean, dvar, dscale, dbias, dresidual = tangents
+    wide = accumulator_dtype(x.dtype)
+    along = lambda values: _along(values.astype(wide), _CHANNELS)  # noqa: E731
+    centred, var = _wide(x) - along(mean), var.astype(wide)
+    rstd, factor = jax.lax.rsqrt(var + eps), _factor(var, scale, eps)
+    dz = jnp.zeros_like(centred)
+    if dx is not None:
+        dz = dz + _wide(dx) * along(factor)
+    if dmean is not None:
+        dz = dz - along(dmean.astype(wide) * factor)
+    if dvar is not None:
+        dz = dz - centred * along(0.5 * dvar.astype(wide) * factor / (var + eps))
+    if dscale is not None:
+        dz = dz + centred * along(dscale.astype(wide) * rstd)
+    if dbias is not None:
+        dz = dz + along(dbias)
+    if dresidual is not None:
+        dz = dz + _wide(dresidual)
+    return _masked(mask, dz).astype(x.dtype)
+
+
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+def _forward(x, scale, bias, residual, *, eps, relu, save=False):
+    mean, var = _statistics(x)
+    y, *mask = _apply(x, mean, var, scale, bias, residual, eps=eps, relu=relu, save=save)
+    return y, mean, var, *mask
+
+
+def _gradients(kept, cts, wanted, *, eps, relu):
+    x, scale, mask, mean, var = _parts(kept, relu)
+    dy, dmean, dvar = cts
+    want_x, want_scale, want_bias, want_residual = wanted
+    dx = dscale = dbias = None
+    dresidual = dy
+    if want_x or want_scale or want_bias:
+        n = _count(x, _CHANNELS)
+        (sums,) = _sums(x, dy, mask, mean, var, scale, eps)
+        dscale, dbias = _parameter_gradients(sums, n, var, eps)
+        split = want_residual and relu
+    if want_x:
+        given = (x, dy, mask, mean, var, scale, sums, dmean / n, dvar / n)
+        dx, *masked = _backward(*given, eps=eps, dresidual=split)
+        dresidual = masked[0] if split else dy
+    elif want_residual and relu:
+        dresidual = _masked(mask, dy).astype(dy.dtype)
+    return dx, dscale, dbias, dresidual
+
+
+def _inference_gradients(kept, cts, wanted, *, eps, relu):
+    x, scale, mask, mean, var = _parts(kept, relu)
+    split = wanted[-1] and relu
+    sums, dx, *masked = _sums(
+        x, *cts, mask, mean, var, scale, eps, given_statistics=True, dresidual=split
+    )
+    statistics = _inference_sums(sums, _count(x, _CHANNELS), var, scale, eps)
+    return dx, *statistics, masked[0] if split else cts[0]
+
+
+_STATISTICS = Op(
+    "batch_norm_statistics",
+    f"{_X} -> c :acc, c :acc",
+    _statistics_reference,
+    kernels=(_statistics_kernel(0, 0),),
+    forward=_statistics,
+    forward_saving=_statistics,
+    independent=False,
+)
+
+_TRAINING = Op(
+    "batch_norm",
+    f"{_X}, c, c, {_X} -> {_X}, c :acc, c :acc",
+    _reference,
+    kernels=(
+        _statistics_kernel(0, 0),
+        _apply_kernel(0, False, False),
+        _sums_kernel(False, False, False, False, 0),
+        _backward_kernel(False, False, False),
+    ),
+    forward=_forward,
+    save=_save,
+    forward_saving=functools.partial(_forward, save=True),
+    residuals=lambda args, outs, saved: (*args[:2], *saved, *outs[1:]),
+    pullback=_pullback,
+    pushforward=_pushforward,
+    backward=_gradients,
+    independent=False,
+)
+
+_INFERENCE = Op(
+    "batch_norm_inference",
+    f"{_X}, c, c, c, c, {_X} -> {_X}",
+    _inference_reference,
+    kernels=(_apply_kernel(0, False, False), _sums_kernel(False, False, True, False, 0)),
+    forward=functools.partial(_apply, save=False),
+    save=_inference_save,
+    forward_saving=functools.partial(_apply, save=True),
+    residuals=lambda args, outs, saved: (args[0], args[3], *saved, *args[1:3]),
+    pullback=_inference_pullback,
+    pushforward=_inference_pushforward,
+    backward=_inference_gradients,
+)
+
+
+# ---- public functions ----------------------------------------------------------------------------
+
+
+def _view(x, at: int, relu: bool) -> tuple[tuple, tuple | None] | None:
+    """The shape ``[..., o, c, i]`` in which an array gets its mask, and that view's spec.
+
+    ``...`` is its first dimension, or a part of that which has whole bytes of mask for each index,
+    or nothing. ``None`` where the shards of explicit mesh axes do not stay whole.
+    """
+    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    first, c, inner = x.shape[0], x.shape[at], math.prod(x.shape[at + 1 :])
+    between = math.prod(x.shape[1:at])
+    rest = between * c * inner
+    together = 8 // math.gcd(rest, 8) if relu and at > 0 and isinstance(rest, int) else 1
+    if spec is not None and any(axis is not None for axis in spec[1:]):
+        return None
+    if at == 0 or (together > 1 and (not isinstance(first, int) or first % together)):
+        if spec is not None and spec[0] is not None:
+            return None
+        o = first * between if at else 1
+        return (o, c, inner), spec and (None,) * 3
+    groups = first // together
+    if spec is not None and groups % parts_of(spec[0], jax.typeof(x).sharding):
+        return None
+    return (groups, together * between, c, inner), spec and (spec[0], None, None, None)
+
+
+def _call(op: Op, x, at: int, values, residual, **options):
+    """An op on arrays of the user's shape; results of x's shape come back in it."""
+    given = [a for a in (x, *values, residual) if a is not None]
+    viewed = None
+    if not (0 in x.shape or op.left_to_xla(*given, **options)) and _fixed(x, at):
+        viewed = _view(x, at, options.get("relu", False))
+    arrays = (x,) if op is _STATISTICS else (x, residual)
+    if viewed is None:
+        return op.reference(x, *values, *arrays[1:], channels=at - x.ndim, **options)
+    shape, view_spec = viewed
+    own = None if view_spec is None else tuple(jax.typeof(x).sharding.spec)
+    x_view, *rest = (None if a is None else reshape(a, shape, view_spec) for a in arrays)
+    signature = f"{op.signature} | {_MASK}" if options.get("relu") else None
+    found = op(x_view, *values, *rest, signature=signature, **options)
+    if op is _STATISTICS:
+        return found
+    y, *statistics = found if isinstance(found, tuple) else (found,)
+    y = reshape(y, x.shape, own)
+    return (y, *statistics) if statistics else y
+
+
+def _fixed(x, at: int) -> bool:
+    """Whether the channels and what is behind them have sizes, from which a workspace follows."""
+    return all(isinstance(d, int) for d in x.shape[at:])
+
+
+def _check(op: str, x, axis, eps, activation, residual, parameters: dict):
+    """Checked arguments: x, residual, the channel axis, options, and the parameters."""
+    given = {"x": x} | ({} if residual is None else {"residual": residual})
+    arrays = same_floating_dtype(op, as_arrays(op, **given), list(given))
+    x, residual = (not_weak(arrays[0]), not_weak(arrays[1]) if residual is not None else None)
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"{op}: residual has shape {residual.shape}; it must have that of x, {x.shape}"
+        )
+    try:
+        axis = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"{op}: axis is {axis!r}; it must be an integer") from None
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"{op}: axis is {axis}; it must be in [{-x.ndim}, {x.ndim}) for x of shape {x.shape}"
+        )
+    if activation not in (None, "relu"):
+        raise ValueError(f"{op}: activation is {activation!r}; it must be None or 'relu'")
+    at = axis % x.ndim
+    what = f"axis {axis} of x"
+    values = [
+        parameter(op, name, value, x, at, what)
+        if value is not None or name in ("mean", "var")
+        else None
+        for name, value in parameters.items()
+    ]
+    options = dict(eps=epsilon(op, eps), relu=activation == "relu")
+    return x, residual, at, options, values
+
+
+def batch_norm(
+    x,
+    scale,
+    bias,
+    *,
+    axis: int = -1,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    residual=None,
+    axis_name=None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Batch norm with the statistics of this batch, as in training; optionally add and ReLU.
+
+    ``y = activation((x - mean) * rsqrt(var + eps) * scale + bias + residual)``, with the mean and
+    the biased variance over all axes but ``axis``. All of it is computed in float32 (float64 for
+    float64) and rounded once. The variance is that of the deviations from the mean: it is right
+    where the mean is far larger than the deviation.
+
+    Args:
+      x: array of float32, bfloat16, float16 or float64, with one dimension or more. Kernels work on
+        the channels as the last axis (NHWC, or 2-d) and anywhere else (NCHW) alike.
+      scale: array ``[c]`` of a floating dtype of its own, or ``None``.
+      bias: array ``[c]`` of a floating dtype of its own, or ``None``.
+      axis: the axis of the channels.
+      eps: a Python or NumPy number, added to the variance.
+      activation: ``None`` or ``"relu"``.
+      residual: array of the shape and dtype of ``x`` that is added before the activation, or
+        ``None``.
+      axis_name: name of a mapped axis (of ``jax.shard_map`` or ``jax.vmap``), or a tuple of them,
+        over which the batch is spread: the statistics are those of all its parts together, found
+        with one ``psum``.
+
+    Returns:
+      ``(y, mean, var)``: an array of the shape and dtype of ``x``, and the batch's mean and biased
+      variance, ``[c]`` of float32 (float64 for float64). All three can be differentiated.
+
+    Saved for the backward: ``x``, ``scale``, ``mean``, ``var``, and with ``"relu"`` one bit per
+    element; never ``y`` or what is before the activation.
+
+    Sharding: under ``jax.jit`` over the first axis, with one small all-reduce for the statistics of
+    the whole batch and one for the gradients. Other sharded axes are gathered over auto mesh axes,
+    and left to XLA over explicit ones; so is a first axis in whose shards the bits of the mask do
+    not fill bytes. ``jax.vmap`` gives statistics of each example.
+
+    Raises:
+      TypeError: an argument is not an array, a dtype is not supported or not that of ``x``, or
+        ``axis`` or ``eps`` is no number.
+      ValueError: ``axis`` is out of range, ``scale`` or ``bias`` has not the shape of that axis,
+        ``residual`` not that of ``x``, ``activation`` is not known, or ``eps`` is NaN.
+
+    Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
+    """
+    parameters = dict(scale=scale, bias=bias)
+    x, residual, at, options, values = _check(
+        "batch_norm", x, axis, eps, activation, residual, parameters
+    )
+    if axis_name is None:
+        return _call(_TRAINING, x, at, values, residual, **options)
+    mean, var = _over_axis(_call(_STATISTICS, x, at, [], None), axis_name)
+    return _call(_INFERENCE, x, at, [mean, var, *values], residual, **options), mean, var
+
+
+def _over_axis(statistics, axis_name):
+    """The statistics of all parts of a mapped axis together, from those of each."""
+    both = jnp.stack(statistics)
+    parts = jax.lax.psum(1, axis_name)
+    mine = jnp.arange(parts) == jax.lax.axis_index(axis_name)
+    alone = jnp.where(mine[:, None, None], both, jnp.zeros_like(both))
+    return _merged(jax.lax.psum(alone, axis_name))
+
+
+def batch_norm_inference(
+    x,
+    mean,
+    var,
+    scale,
+    bias,
+    *,
+    axis: int = -1,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    residual=None,
+) -> jax.Array:
+    """Batch norm with given statistics, as at inference; optionally add and ReLU.
+
+    ``activation((x - mean) * rsqrt(var + eps) * scale + bias + residual)``: one multiply-add per
+    element. All of it is computed in float32 (float64 for float64) and rounded once.
+
+    Args:
+      x: array of float32, bfloat16, float16 or float64, with one dimension or more.
+      mean: array ``[c]`` of a floating dtype of its own.
+      var: array ``[c]`` of a floating dtype of its own.
+      scale: array ``[c]`` of a floating dtype of its own, or ``None``.
+      bias: array ``[c]`` of a floating dtype of its own, or ``None``.
+      axis: the axis of the channels.
+      eps: a Python or NumPy number, added to ``var``.
+      activation: ``None`` or ``"relu"``.
+      residual: array of the shape and dtype of ``x`` that is added before the activation, or
+        ``None``.
+
+    Returns:
+      An array of the shape and dtype of ``x``. Differentiable with respect to all arrays.
+
+    Saved for the backward: ``x``, ``scale``, ``mean``, ``var``, and with ``"relu"`` one bit per
+    element.
+
+    Sharding: as :func:`batch_norm`, with no communication but an all-reduce for the gradients of
+    statistics and parameters.
+
+    Raises:
+      TypeError: as :func:`batch_norm`.
+      ValueError: as :func:`batch_norm`; also for ``mean`` and ``var``.
+
+    Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
+    """
+    parameters = dict(mean=mean, var=var, scale=scale, bias=bias)
+    x, residual, at, options, values = _check(
+        "batch_norm_inference", x, axis, eps, activation, residual, parameters
+    )
+    return _call(_INFERENCE, x, at, values, residual, **options)

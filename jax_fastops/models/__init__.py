@@ -1,0 +1,1 @@
+"""Models in plain JAX functions on the ops of jax_fastops, one module each."""

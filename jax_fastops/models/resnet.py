@@ -1,0 +1,472 @@
+"""ResNet-18 and ResNet-50 in plain functions; images are NHWC.
+
+``init`` makes parameters and running statistics, pytrees of arrays; ``apply`` maps images to
+logits. Every batch norm is one call with the ReLU, or the residual's addition and the ReLU, that
+follow it. Which functions those are is an argument, so that a training on ``jax_fastops`` and one
+in plain JAX differ in nothing else::
+
+    config = resnet.RESNET50
+    params, statistics = resnet.init(jax.random.key(0), config)
+    logits, statistics = resnet.apply(params, statistics, images, config, train=True)
+
+The layout is that of He et al., "Deep Residual Learning for Image Recognition", with the stride of
+a bottleneck in its 3x3 convolution ("v1.5"); names and paddings are torchvision's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_fastops._arguments import FLOATING
+from jax_fastops._signature import accumulator_dtype
+from jax_fastops.batch_norm import batch_norm, batch_norm_inference
+
+__all__ = [
+    "FASTOPS",
+    "PLAIN",
+    "RESNET18",
+    "RESNET50",
+    "SMALL",
+    "BatchNorm",
+    "Config",
+    "apply",
+    "init",
+    "plain_batch_norm",
+    "plain_batch_norm_inference",
+    "shapes",
+]
+
+# The sizes of a block's convolutions; the first 3x3 one has the block's stride.
+_SIZES = {"basic": (3, 3), "bottleneck": (1, 3, 1)}
+_EXPANSION = {"basic": 1, "bottleneck": 4}
+_STEMS = ("imagenet", "small")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a ResNet is made of. Hashable: a static argument of ``jax.jit``.
+
+    Attributes:
+      stages: how many blocks each stage has. Every stage but the first halves height and width and
+        doubles the channels.
+      block: ``"basic"`` (3x3, 3x3) or ``"bottleneck"`` (1x1, 3x3, 1x1 to four times the channels).
+      width: channels of the stem and of the first stage's inner convolutions.
+      classes: how many logits there are.
+      channels: channels of an image.
+      stem: ``"imagenet"``, a 7x7 convolution of stride 2 and a 3x3 max pooling of stride 2, or
+        ``"small"``, a 3x3 convolution of stride 1, for images of 32x32 and less.
+      dtype: in which convolutions and activations are: ``"bfloat16"``, ``"float16"``,
+        ``"float32"`` or ``"float64"``. Parameters and statistics are float32.
+      momentum: the share of a running statistic that stays in a step.
+      eps: added to variances.
+      zero_init: whether the last batch norm of a block starts with a scale of zeros, so that the
+        block starts as its shortcut (Goyal et al., 2017), or of ones.
+
+    Raises:
+      TypeError: a number is not an integer, or ``stages`` is not a sequence.
+      ValueError: a number is not positive, or a choice is not one of those above.
+    """
+
+    stages: tuple[int, ...]
+    block: str
+    width: int = 64
+    classes: int = 1000
+    channels: int = 3
+    stem: str = "imagenet"
+    dtype: str = "bfloat16"
+    momentum: float = 0.9
+    eps: float = 1e-5
+    zero_init: bool = True
+
+    def __post_init__(self):
+        try:
+            stages = tuple(self.stages)
+        except TypeError:
+            raise TypeError(
+                f"resnet: stages is {self.stages!r}; it must be a sequence of integers"
+            ) from None
+        # A list would not be hashable, and a NumPy dtype not equal to its name.
+        set_ = functools.partial(object.__setattr__, self)
+        set_("stages", tuple(_positive(f"stages[{i}]", n) for i, n in enumerate(stages)))
+        if not stages:
+            raise ValueError("resnet: stages is empty; there must be one stage or more")
+        for name in ("width", "classes", "channels"):
+            set_(name, _positive(name, getattr(self, name)))
+        _choice("block", self.block, tuple(_SIZES))
+        _choice("stem", self.stem, _STEMS)
+        set_("dtype", self.dtype if isinstance(self.dtype, str) else jnp.dtype(self.dtype).name)
+        _choice("dtype", self.dtype, FLOATING)
+        if not 0 <= self.momentum <= 1:
+            raise ValueError(f"resnet: momentum is {self.momentum!r}; it must be from 0 to 1")
+
+
+def _positive(name: str, value) -> int:
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"resnet: {name} is {value!r}; it must be an integer") from None
+    if value < 1:
+        raise ValueError(f"resnet: {name} is {value}; it must be 1 or more")
+    return value
+
+
+def _choice(name: str, value, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        accepted = ", ".join(map(repr, choices))
+        raise ValueError(f"resnet: {name} is {value!r}; it must be one of {accepted}")
+
+
+RESNET18 = Config((2, 2, 2, 2), "basic")
+RESNET50 = Config((3, 4, 6, 3), "bottleneck")
+# For images of a few pixels, such as handwritten digits: it trains on a CPU in seconds.
+SMALL = Config((1, 1, 1), "basic", width=16, classes=10, channels=1, stem="small", dtype="float32")
+
+
+# ---- batch norms ---------------------------------------------------------------------------------
+
+
+class BatchNorm(NamedTuple):
+    """The functions in which two implementations of a model differ.
+
+    Attributes:
+      training: like :func:`jax_fastops.batch_norm`.
+      inference: like :func:`jax_fastops.batch_norm_inference`.
+    """
+
+    training: Callable
+    inference: Callable
+
+
+def plain_batch_norm(
+    x,
+    scale,
+    bias,
+    *,
+    axis: int = -1,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    residual=None,
+    axis_name=None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """:func:`jax_fastops.batch_norm` as it is usually written in ``jax.numpy``.
+
+    The statistics are float32 (float64 for float64), the variance ``mean(x**2) - mean(x)**2``, as
+    in Flax: one pass over ``x``, whose difference cancels where the mean is far larger than the
+    deviation. The result is rounded to the dtype of ``x``, then added and rectified.
+
+    Arguments and results are those of :func:`jax_fastops.batch_norm`. They are not checked.
+    """
+    wide = x.astype(accumulator_dtype(x.dtype))
+    axes = tuple(k for k in range(x.ndim) if k != axis % x.ndim)
+    mean, squares = jnp.mean(wide, axes), jnp.mean(jnp.square(wide), axes)
+    if axis_name is not None:
+        mean, squares = jax.lax.pmean((mean, squares), axis_name)
+    var = jnp.maximum(squares - jnp.square(mean), 0.0)
+    y = plain_batch_norm_inference(
+        x, mean, var, scale, bias, axis=axis, eps=eps, activation=activation, residual=residual
+    )
+    return y, mean, var
+
+
+def plain_batch_norm_inference(
+    x,
+    mean,
+    var,
+    scale,
+    bias,
+    *,
+    axis: int = -1,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    residual=None,
+) -> jax.Array:
+    """:func:`jax_fastops.batch_norm_inference` as it is usually written in ``jax.numpy``.
+
+    Arguments and result are those of that function. They are not checked.
+    """
+
+    def along(values):
+        return values.reshape([-1 if k == axis % x.ndim else 1 for k in range(x.ndim)])
+
+    factor = jax.lax.rsqrt(var + eps)
+    y = (x - along(mean)) * along(factor if scale is None else factor * scale)
+    y = (y if bias is None else y + along(bias)).astype(x.dtype)
+    y = y if residual is None else y + residual
+    return jax.nn.relu(y) if activation == "relu" else y
+
+
+FASTOPS = BatchNorm(batch_norm, batch_norm_inference)
+PLAIN = BatchNorm(plain_batch_norm, plain_batch_norm_inference)
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+def shapes(config: Config) -> tuple[dict, dict]:
+    """Parameters and running statistics as ``jax.ShapeDtypeStruct``: what a checkpoint holds.
+
+    Args:
+      config: a :class:`Config`.
+
+    Returns:
+      ``(params, statistics)``. ``params`` has ``"conv1"`` and ``"bn1"`` of the stem, a list of
+      blocks in each of ``"layer1"``, ``"layer2"``, ..., and ``"fc"``. A block has ``"conv1"``,
+      ``"bn1"``, ``"conv2"``, ... and, where its shape changes, a ``"downsample"`` of ``"conv"`` and
+      ``"bn"``. A convolution is ``{"kernel": [height, width, in, out]}``, a batch norm ``{"scale":
+      [c], "bias": [c]}``, ``"fc"`` ``{"kernel": [in, classes], "bias": [classes]}``.
+      ``statistics`` has the batch norms alone, each ``{"mean": [c], "var": [c]}``. All are float32.
+    """
+    size = 7 if config.stem == "imagenet" else 3
+    params: dict = {
+        "conv1": _conv_shapes(size, config.channels, config.width),
+        "bn1": _norm_shapes(config.width),
+    }
+    n = config.width
+    for stage, blocks in enumerate(config.stages):
+        params[f"layer{stage + 1}"] = layer = []
+        for index in range(blocks):
+            block, n = _block_shapes(config, n, config.width << stage, _stride(stage, index))
+            layer.append(block)
+    params["fc"] = {"kernel": _float32(n, config.classes), "bias": _float32(config.classes)}
+    return params, _statistics_shapes(params)
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _conv_shapes(size: int, n_in: int, n_out: int) -> dict:
+    return {"kernel": _float32(size, size, n_in, n_out)}
+
+
+def _norm_shapes(n: int) -> dict:
+    return {"scale": _float32(n), "bias": _float32(n)}
+
+
+def _stride(stage: int, index: int) -> int:
+    """Of a stage's block of this index."""
+    return 2 if stage > 0 and index == 0 else 1
+
+
+def _block_shapes(config: Config, n_in: int, n_inner: int, stride: int) -> tuple[dict, int]:
+    """A block's parameters, and how many channels come out of it."""
+    sizes, n_out = _SIZES[config.block], n_inner * _EXPANSION[config.block]
+    block: dict = {}
+    n = n_in
+    for k, size in enumerate(sizes, 1):
+        n_next = n_out if k == len(sizes) else n_inner
+        block[f"conv{k}"], block[f"bn{k}"] = _conv_shapes(size, n, n_next), _norm_shapes(n_next)
+        n = n_next
+    if stride != 1 or n_in != n_out:
+        block["downsample"] = {"conv": _conv_shapes(1, n_in, n_out), "bn": _norm_shapes(n_out)}
+    return block, n_out
+
+
+def _statistics_shapes(params):
+    """What of the parameters' tree has batch norms in it, with statistics in place of them."""
+    if isinstance(params, list):
+        return [_statistics_shapes(block) for block in params]
+    if not isinstance(params, dict):
+        return None
+    if "scale" in params:
+        return {"mean": params["scale"], "var": params["scale"]}
+    inner = {name: _statistics_shapes(part) for name, part in params.items()}
+    return {name: part for name, part in inner.items() if part} or None
+
+
+def init(key, config: Config) -> tuple[dict, dict]:
+    """Parameters and running statistics of a network that has not been trained.
+
+    Convolutions are normal with variance ``2 / (height * width * out)`` (He et al., 2015, by
+    outputs), the kernel of ``"fc"`` is normal with variance ``1 / in``, scales and running
+    variances are one (but see ``Config.zero_init``), all else is zero.
+
+    Args:
+      key: a JAX random key.
+      config: a :class:`Config`.
+
+    Returns:
+      ``(params, statistics)``, arrays of the shapes that :func:`shapes` gives.
+    """
+    params, statistics = shapes(config)
+    last = f"bn{len(_SIZES[config.block])}"
+    named, tree = jax.tree.flatten_with_path(params)
+    keys = jax.random.split(key, len(named))
+    made = []
+    for one, (path, leaf) in zip(keys, named, strict=True):
+        *outer, name = (getattr(entry, "key", None) for entry in path)
+        if name == "kernel":
+            *window, n_in, n_out = leaf.shape
+            variance = 2 / (math.prod(window) * n_out) if window else 1 / n_in
+            made.append(jax.random.normal(one, leaf.shape, leaf.dtype) * math.sqrt(variance))
+        else:
+            ones = name == "scale" and not (config.zero_init and outer[-1] == last)
+            made.append(jnp.full(leaf.shape, float(ones), leaf.dtype))
+
+    def running(path, leaf):
+        return jnp.full(leaf.shape, float(path[-1].key == "var"), leaf.dtype)
+
+    return jax.tree.unflatten(tree, made), jax.tree.map_with_path(running, statistics)
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+def apply(
+    params: dict,
+    statistics: dict,
+    images,
+    config: Config,
+    *,
+    train: bool,
+    batch_norm: BatchNorm = FASTOPS,
+    axis_name=None,
+) -> tuple[jax.Array, dict]:
+    """Logits of a batch of images.
+
+    Args:
+      params: parameters, as from :func:`init`.
+      statistics: running statistics, as from :func:`init`.
+      images: array ``[n, height, width, channels]`` of a floating dtype; it is cast to
+        ``config.dtype``.
+      config: the :class:`Config` that parameters and statistics were made with.
+      train: whether batch norms use this batch's statistics and update the running ones, or use
+        the running ones.
+      batch_norm: the batch norms' implementation: ``FASTOPS``, ``PLAIN``, or a :class:`BatchNorm`
+        of two functions.
+      axis_name: in training, name of a mapped axis (of ``jax.shard_map`` or ``jax.vmap``), or a
+        tuple of them, over which the batch is spread.
+
+    Returns:
+      ``(logits, statistics)``: logits ``[n, classes]`` of float32 (float64 where ``config.dtype``
+      is that), and the new running statistics, ``momentum * old + (1 - momentum) * batch`` with the
+      biased variance of the batch, without gradients; the old ones where ``train`` is false.
+
+    Sharding: under ``jax.jit`` over the images' first axis, with parameters and statistics
+    everywhere: the statistics are those of the whole batch.
+
+    Raises:
+      TypeError: ``images`` is no array of a floating dtype, or ``batch_norm`` or ``config`` has
+        another type.
+      ValueError: ``images`` has another shape, or parameters or statistics do not fit ``config``.
+    """
+    _check(params, statistics, images, config, batch_norm)
+
+    def norm(x, params, statistics, residual=None, activation="relu"):
+        options = dict(eps=config.eps, residual=residual, activation=activation)
+        scale, bias = params["scale"], params["bias"]
+        if not train:
+            running = (statistics["mean"], statistics["var"])
+            return batch_norm.inference(x, *running, scale, bias, **options), statistics
+        y, mean, var = batch_norm.training(x, scale, bias, axis_name=axis_name, **options)
+        batch = jax.lax.stop_gradient({"mean": mean, "var": var})
+        return y, jax.tree.map(functools.partial(_running, config.momentum), statistics, batch)
+
+    new = {}
+    x = jnp.asarray(images).astype(config.dtype)
+    x = _conv(x, params["conv1"], 2 if config.stem == "imagenet" else 1)
+    x, new["bn1"] = norm(x, params["bn1"], statistics["bn1"])
+    if config.stem == "imagenet":
+        x = _max_pool(x)
+    for stage in range(len(config.stages)):
+        name = f"layer{stage + 1}"
+        new[name] = []
+        for index, block in enumerate(zip(params[name], statistics[name], strict=True)):
+            x, found = _block(x, *block, _stride(stage, index), _SIZES[config.block], norm)
+            new[name].append(found)
+    wide = accumulator_dtype(x.dtype)
+    x = jnp.mean(x, (1, 2), dtype=wide).astype(x.dtype)
+    kernel, bias = params["fc"]["kernel"].astype(x.dtype), params["fc"]["bias"]
+    return jnp.dot(x, kernel, preferred_element_type=wide) + bias, new
+
+
+def _block(x, params: dict, statistics: dict, stride: int, sizes, norm) -> tuple[jax.Array, dict]:
+    new = {}
+    shortcut = x
+    if "downsample" in params:
+        given, running = params["downsample"], statistics["downsample"]["bn"]
+        shortcut = _conv(x, given["conv"], stride)
+        shortcut, found = norm(shortcut, given["bn"], running, activation=None)
+        new["downsample"] = {"bn": found}
+    strided = sizes.index(3) + 1
+    for k in range(1, len(sizes) + 1):
+        bn, residual = f"bn{k}", shortcut if k == len(sizes) else None
+        x = _conv(x, params[f"conv{k}"], stride if k == strided else 1)
+        x, new[bn] = norm(x, params[bn], statistics[bn], residual)
+    return x, new
+
+
+def _conv(x, params: dict, stride: int):
+    """Padded by half a window on all sides; "SAME" would pad even sizes on one side if strided."""
+    kernel = params["kernel"].astype(x.dtype)
+    return jax.lax.conv_general_dilated(
+        x,
+        kernel,
+        window_strides=(stride, stride),
+        padding=[(size // 2, size // 2) for size in kernel.shape[:2]],
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+
+
+def _max_pool(x):
+    """Of 3x3 windows at stride 2."""
+    padding = ((0, 0), (1, 1), (1, 1), (0, 0))
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
+
+
+def _running(momentum: float, old, batch):
+    return (momentum * old + (1 - momentum) * batch).astype(old.dtype)
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _check(params, statistics, images, config, batch_norm) -> None:
+    if not isinstance(config, Config):
+        raise TypeError(f"resnet: config is of type {type(config).__name__}; it must be a Config")
+    if not isinstance(batch_norm, BatchNorm):
+        raise TypeError(
+            f"resnet: batch_norm is of type {type(batch_norm).__name__}; it must be a BatchNorm, "
+            "such as FASTOPS or PLAIN"
+        )
+    if not hasattr(images, "dtype") or not jnp.issubdtype(images.dtype, jnp.floating):
+        kind = getattr(images, "dtype", type(images).__name__)
+        raise TypeError(
+            f"resnet: images is of {kind}; it must be an array of a floating dtype (of uint8 "
+            "pixels, subtract the mean and divide by the deviation)"
+        )
+    if images.ndim != 4 or images.shape[-1] != config.channels:
+        raise ValueError(
+            f"resnet: images has shape {images.shape}; it must be (n, height, width, "
+            f"{config.channels})"
+        )
+    for name, given, wanted in zip(
+        ("params", "statistics"), (params, statistics), shapes(config), strict=True
+    ):
+        _check_tree(name, given, wanted)
+
+
+def _check_tree(name: str, given, wanted) -> None:
+    """``given`` has the tree and the shapes of ``wanted``."""
+
+    def sizes(tree):
+        return {jax.tree_util.keystr(p): jnp.shape(a) for p, a in jax.tree.leaves_with_path(tree)}
+
+    found, expected = sizes(given), sizes(wanted)
+    for path, shape in expected.items():
+        if path not in found:
+            raise ValueError(f"resnet: {name} has no {path}, which config has, of shape {shape}")
+        if found[path] != shape:
+            raise ValueError(
+                f"resnet: {name}{path} has shape {found[path]}; by config it must be {shape}"
+            )
+    if more := sorted(set(found) - set(expected)):
+        raise ValueError(f"resnet: {name} has {more[0]}, which config has not")

@@ -1,0 +1,92 @@
+// What a batch norm runs over, and its arrays, shared by the backends.
+#ifndef JAX_FASTOPS_BATCH_NORM_SHAPE_H_
+#define JAX_FASTOPS_BATCH_NORM_SHAPE_H_
+
+#include <cstdint>
+
+namespace jax_fastops {
+
+// Row-major arrays [groups, outer, channels, inner]: NHWC has inner = 1, NCHW has outer = N. Every
+// group has statistics of its own, over its `outer` and `inner`. Statistics, parameters and sums
+// are [groups, channels] of the accumulator's type (double for double, else float).
+//
+// A mask has one bit for each element, in ceil(outer * channels * inner / 8) bytes for each group:
+// bit j of byte k is that of element 8 * k + j of the group; bits past its last element are 0.
+struct BatchNormShape {
+  int64_t groups = 1;
+  int64_t outer = 1;
+  int64_t channels = 1;
+  int64_t inner = 1;
+
+  int64_t group_size() const { return outer * channels * inner; }  // elements
+  int64_t mask_bytes() const { return (group_size() + 7) / 8; }    // of a group
+};
+
+// mean = sum(x) / n and var = sum((x - mean)^2) / n with n = outer * inner.
+struct BatchNormStatisticsArrays {
+  const void* x = nullptr;
+  void* mean = nullptr;
+  void* var = nullptr;
+  // `workspace_size` accumulators for each group, as many as BatchNormWorkspace tells at least.
+  void* workspace = nullptr;
+  int64_t workspace_size = 0;
+};
+
+// z = (x - mean) * (rsqrt(var + eps) * scale) + bias + residual, y = relu(z) or z. Computed in the
+// accumulator's type and rounded once. relu keeps NaN.
+struct BatchNormApplyArrays {
+  const void* x = nullptr;
+  const void* mean = nullptr;
+  const void* var = nullptr;
+  const void* scale = nullptr;     // null: 1
+  const void* bias = nullptr;      // null: 0
+  const void* residual = nullptr;  // null: 0
+  void* y = nullptr;
+  void* mask = nullptr;  // z > 0; null: not stored
+};
+
+// With g = dy where the mask is set, else 0 (not a product), and n = outer * inner, the averages
+//   sums[0] = sum(g) / n,  sums[1] = sum(g * (x - mean)) / n
+// of each channel. With `dx`, also the gradients of given statistics' normalisation in the same
+// pass: dx = g * rsqrt(var + eps) * scale, and dresidual = g.
+struct BatchNormSumsArrays {
+  const void* x = nullptr;
+  const void* dy = nullptr;
+  const void* mask = nullptr;  // null: all set
+  const void* mean = nullptr;
+  const void* var = nullptr;    // null unless dx is given
+  const void* scale = nullptr;  // null: 1
+  void* dx = nullptr;           // null: not wanted
+  void* dresidual = nullptr;    // null: not wanted; not without dx
+  void* sums = nullptr;         // [groups, 2, channels]
+  void* workspace = nullptr;
+  int64_t workspace_size = 0;
+};
+
+// With g as above and a = rsqrt(var + eps) * scale:
+//   dx = a * (g - sums[0] - (x - mean) * sums[1] / (var + eps)) + dmean + 2 * dvar * (x - mean)
+// and dresidual = g. dmean and dvar are the cotangents of the statistics over their number of
+// elements.
+struct BatchNormBackwardArrays {
+  const void* x = nullptr;
+  const void* dy = nullptr;
+  const void* mask = nullptr;  // null: all set
+  const void* mean = nullptr;
+  const void* var = nullptr;
+  const void* scale = nullptr;  // null: 1
+  const void* sums = nullptr;   // [groups, 2, channels]
+  const void* dmean = nullptr;
+  const void* dvar = nullptr;
+  void* dx = nullptr;
+  void* dresidual = nullptr;  // null: not wanted
+};
+
+// The accumulators of workspace that a group needs at least; more of it lets its work be spread
+// over more blocks. Python allocates 3 * 2^17 more than this.
+inline int64_t BatchNormWorkspace(int64_t channels, int64_t inner) {
+  return 3 * (8 * channels + channels * inner / 16 + 2050);
+}
+
+}  // namespace jax_fastops
+
+#endif  // JAX_FASTOPS_BATCH_NORM_SHAPE_H_

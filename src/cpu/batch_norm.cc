@@ -1,0 +1,527 @@
+// A group is flat: outer * channels * inner elements. Where channels follow each other closely, a
+// row of channels * inner elements, or a few short rows as one, is columns: a sum for each, and
+// coefficients laid out for each, serve every layout alike, and what belongs to one channel is
+// put together in the end. Where they do not, runs of one channel are taken with its coefficients
+// in registers.
+//
+// Sums are of parts that are as they are by the shape alone: results do not depend on the number of
+// threads. They are kept in double between the kernels, in memory of their own: the workspace is of
+// the accumulators' type.
+#include "cpu/batch_norm.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "cpu/batch_norm_simd.h"
+#include "cpu/stream.h"
+
+namespace jax_fastops::cpu {
+namespace {
+
+const BatchNormKernels& Kernels() {
+  static const BatchNormKernels& kernels = FASTOPS_KERNELS(batch_norm_kernels);
+  return kernels;
+}
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t RoundUp(int64_t a, int64_t multiple) { return CeilDiv(a, multiple) * multiple; }
+
+const void* Offset(const void* p, int64_t bytes) {
+  return p == nullptr ? nullptr : static_cast<const char*>(p) + bytes;
+}
+void* Offset(void* p, int64_t bytes) {
+  return p == nullptr ? nullptr : static_cast<char*>(p) + bytes;
+}
+
+int Count(const void* p) { return p == nullptr ? 0 : 1; }
+
+constexpr int64_t kWidth = 512;      // columns at least, if there are as many rows
+constexpr int64_t kMostSums = 2048;  // columns of a strip whose sums are wanted: the L1 cache
+constexpr int64_t kMostElements = 4096;
+constexpr int64_t kSegment = 4096;      // elements of a run's piece at most
+constexpr int64_t kRunElements = 8192;  // of neighbouring runs that are taken together
+constexpr int64_t kMostRuns = 64;
+constexpr int64_t kPartBytes = 256 << 10;  // of an array, whose sums are a part of their own
+constexpr int64_t kPartElements = 256;     // of each channel: what a part costs is little beside
+constexpr int64_t kMostParts = 64;
+constexpr int64_t kFlat = 4096;  // elements that a thread takes, of runs
+
+// How the groups are cut: rows into strips or neighbouring runs of `channels` channels.
+struct Cut {
+  bool runs;
+  int64_t repeat;    // short rows as one
+  int64_t channels;  // of a strip
+  int64_t strips;
+  int64_t segment, segments;  // of a run
+
+  Cut(const BatchNormShape& shape, int64_t most) {
+    runs = shape.inner >= kBatchNormRun;
+    repeat = segments = 1;
+    segment = shape.inner;
+    const int64_t row = shape.channels * shape.inner;
+    if (runs) {
+      channels = std::clamp<int64_t>(kRunElements / shape.inner, 1, kMostRuns);
+      strips = CeilDiv(shape.channels, channels);
+      channels = CeilDiv(shape.channels, strips);
+      segment = RoundUp(CeilDiv(shape.inner, CeilDiv(shape.inner, kSegment)), kBatchNormSlack);
+      segments = CeilDiv(shape.inner, segment);
+    } else if (row > most) {
+      strips = CeilDiv(row, most);
+      channels = RoundUp(CeilDiv(shape.channels, strips), kBatchNormSlack);
+      strips = CeilDiv(shape.channels, channels);
+    } else {
+      // Of whole blocks, if that is not too many: then no row has a part of one.
+      channels = shape.channels;
+      strips = 1;
+      const int64_t unit = kBatchNormSlack / std::gcd(row, kBatchNormSlack);
+      repeat = std::max<int64_t>(1, kWidth / row);
+      if (RoundUp(repeat, unit) * row <= most) repeat = RoundUp(repeat, unit);
+      repeat = std::min(repeat, shape.outer);
+    }
+  }
+};
+
+// Accumulators from a whole cache line on.
+template <typename Scalar>
+class Buffer {
+ public:
+  explicit Buffer(int64_t n) : memory_(static_cast<size_t>(n) + kLine / sizeof(Scalar)) {
+    const size_t past = reinterpret_cast<uintptr_t>(memory_.data()) % kLine;
+    begin_ = memory_.data() + (past == 0 ? 0 : (kLine - past) / sizeof(Scalar));
+  }
+  Scalar* begin() { return begin_; }
+
+ private:
+  static constexpr size_t kLine = 64;
+  std::vector<Scalar> memory_;
+  Scalar* begin_;
+};
+
+// A value for each position of a strip, from that of channel `channel` on: those of the channels,
+// over and over. All are `otherwise` if there are none. What is behind the end of `to` is written,
+// too: kBatchNormSlack at most.
+template <typename Scalar>
+void LayOut(const Scalar* values, Scalar otherwise, const BatchNormShape& shape, int64_t channel,
+            int64_t width, Scalar* to) {
+  if (values == nullptr) {
+    std::fill(to, to + width, otherwise);
+    return;
+  }
+  const int64_t inner = shape.inner;
+  for (int64_t i = 0; i < width;) {
+    if (inner == 1) {
+      const int64_t count = std::min(shape.channels - channel, width - i);
+      std::copy(values + channel, values + channel + count, to + i);
+      i += count;
+      channel = 0;
+    } else {
+      for (int64_t k = 0; k < inner; k += 8) std::fill_n(to + i + k, 8, values[channel]);
+      i += inner;
+      channel = channel + 1 == shape.channels ? 0 : channel + 1;
+    }
+  }
+}
+
+// ---- Sums ---------------------------------------------------------------------------------------
+
+// One part of a strip's sums.
+struct Task {
+  int64_t group, part, channel, channels;
+  int64_t begin, end;  // rows of columns, pieces of runs
+};
+
+// Parts [0, parts) have the rows or pieces [begin(part), begin(part + 1)).
+struct Parts {
+  const BatchNormShape& shape;
+  const Cut& cut;
+  int64_t items;  // whole rows, or pieces
+  int64_t parts;
+
+  Parts(const BatchNormShape& s, const Cut& c, int64_t itemsize) : shape(s), cut(c) {
+    items = cut.runs ? shape.outer * cut.segments : shape.outer / cut.repeat;
+    const int64_t strip_bytes = shape.outer * cut.channels * shape.inner * itemsize;
+    parts = std::min(
+        {strip_bytes / kPartBytes, shape.outer * shape.inner / kPartElements, kMostParts, items});
+    parts = std::max<int64_t>(1, parts);
+  }
+
+  int64_t begin(int64_t part) const { return items / parts * part + items % parts * part / parts; }
+
+  // Elements of each channel in a part.
+  double elements(int64_t part) const {
+    const int64_t from = begin(part), to = begin(part + 1);
+    if (cut.runs) return static_cast<double>(Elements(to) - Elements(from));
+    const int64_t rows =
+        part + 1 == parts ? shape.outer - from * cut.repeat : (to - from) * cut.repeat;
+    return static_cast<double>(rows * shape.inner);
+  }
+
+  // Calls body(task) for each part of each strip.
+  template <typename Body>
+  void Over(Executor& executor, double bytes_per_element, const Body& body) const {
+    const double bytes = bytes_per_element * static_cast<double>(shape.outer * shape.inner) *
+                         static_cast<double>(cut.channels) / static_cast<double>(parts);
+    ParallelFor(executor, shape.groups * cut.strips * parts, 1, bytes,
+                [&](int64_t first, int64_t last) {
+                  for (int64_t i = first; i < last; ++i) {
+                    Task task;
+                    task.channel = i % cut.strips * cut.channels;
+                    task.channels = std::min(cut.channels, shape.channels - task.channel);
+                    task.part = i / cut.strips % parts;
+                    task.group = i / cut.strips / parts;
+                    task.begin = begin(task.part);
+                    task.end = begin(task.part + 1);
+                    body(task);
+                  }
+                });
+  }
+
+  BatchNormStrip Strip(const Task& task) const {
+    const int64_t row = shape.channels * shape.inner;
+    BatchNormStrip strip;
+    strip.stride = cut.repeat * row;
+    strip.first = task.begin * strip.stride + task.channel * shape.inner;
+    strip.width = cut.repeat * task.channels * shape.inner;
+    strip.rows = task.end - task.begin;
+    strip.tail = task.part + 1 == parts ? shape.outer % cut.repeat * row : 0;
+    return strip;
+  }
+
+  BatchNormRuns Runs(const Task& task) const {
+    BatchNormRuns runs;
+    runs.first = task.channel * shape.inner;
+    runs.stride = shape.channels * shape.inner;
+    runs.channels = task.channels;
+    runs.inner = shape.inner;
+    runs.segment = cut.segment;
+    runs.segments = cut.segments;
+    runs.begin = task.begin;
+    runs.end = task.end;
+    return runs;
+  }
+
+  // What the kernels want for a strip.
+  int64_t buffer() const {
+    if (cut.runs) return (4 * kBatchNormSlack + 1) * cut.channels;
+    return 3 * (cut.repeat * cut.channels * shape.inner + kBatchNormSlack);
+  }
+  // Means or sums of a strip.
+  int64_t width() const {
+    return cut.runs ? cut.channels : cut.repeat * cut.channels * shape.inner;
+  }
+
+ private:
+  // Of a channel, in the pieces before one.
+  int64_t Elements(int64_t piece) const {
+    return piece / cut.segments * shape.inner + piece % cut.segments * cut.segment;
+  }
+};
+
+template <typename Scalar>
+void Statistics(const BatchNormShape& shape, int type, int64_t itemsize,
+                const BatchNormStatisticsArrays& arrays, Executor& executor) {
+  Scalar* const mean = static_cast<Scalar*>(arrays.mean);
+  Scalar* const var = static_cast<Scalar*>(arrays.var);
+  const int64_t channels = shape.channels;
+  if (shape.outer * shape.inner == 0) {
+    std::fill(mean, mean + shape.groups * channels, std::numeric_limits<Scalar>::quiet_NaN());
+    std::fill(var, var + shape.groups * channels, std::numeric_limits<Scalar>::quiet_NaN());
+    return;
+  }
+  const Cut cut(shape, kMostSums);
+  const Parts parts(shape, cut, itemsize);
+  // [group, part, mean or squares, channel]
+  Buffer<double> moments(shape.groups * parts.parts * 2 * channels);
+  parts.Over(executor, static_cast<double>(itemsize), [&](const Task& task) {
+    const int64_t width = parts.width();
+    Buffer<Scalar> buffer(parts.buffer());
+    double* const means =
+        moments.begin() + (task.group * parts.parts + task.part) * 2 * channels + task.channel;
+    double* const squares = means + channels;
+    const void* x = Offset(arrays.x, task.group * shape.group_size() * itemsize);
+    if (cut.runs) {
+      Kernels().moments_of_runs[type](x, parts.Runs(task), buffer.begin(), means, squares);
+      return;
+    }
+    Buffer<double> own(2 * width);
+    const BatchNormStrip strip = parts.Strip(task);
+    Kernels().moments_of_columns[type](x, strip, buffer.begin(), own.begin(), own.begin() + width);
+    const int64_t row = channels * shape.inner;
+    std::vector<double> counts(static_cast<size_t>(cut.repeat));
+    for (int64_t i = 0; i < cut.repeat; ++i) {
+      counts[static_cast<size_t>(i)] =
+          static_cast<double>(strip.rows + (i * row < strip.tail ? 1 : 0));
+    }
+    Kernels().merge_moments(own.begin(), own.begin() + width, counts.data(), cut.repeat, row,
+                            task.channels, shape.inner, means, squares);
+  });
+  std::vector<double> counts;
+  for (int64_t part = 0; part < parts.parts; ++part) counts.push_back(parts.elements(part));
+  const double inverse = 1 / static_cast<double>(shape.outer * shape.inner);
+  Buffer<double> merged(2 * channels);
+  double* const squares = merged.begin() + channels;
+  for (int64_t g = 0; g < shape.groups; ++g) {
+    const double* const from = moments.begin() + g * parts.parts * 2 * channels;
+    Kernels().merge_moments(from, from + channels, counts.data(), parts.parts, 2 * channels,
+                            channels, 1, merged.begin(), squares);
+    for (int64_t c = 0; c < channels; ++c) {
+      mean[g * channels + c] = static_cast<Scalar>(merged.begin()[c]);
+      var[g * channels + c] = static_cast<Scalar>(squares[c] * inverse);
+    }
+  }
+}
+
+// The factors that rsqrt(var + eps) * scale gives, for all groups.
+template <typename Scalar>
+void Factors(const BatchNormShape& shape, const void* var, const void* scale, double eps,
+             Scalar* factor, Executor& executor) {
+  ParallelFor(executor, shape.groups * shape.channels, 64, 64.0, [&](int64_t begin, int64_t end) {
+    Kernels().factors[sizeof(Scalar) == sizeof(double)](var, scale, eps, begin, end, factor);
+  });
+}
+
+template <typename Scalar>
+void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
+          const BatchNormSumsArrays& arrays, Executor& executor) {
+  Scalar* const sums = static_cast<Scalar*>(arrays.sums);
+  const int64_t channels = shape.channels;
+  if (shape.outer * shape.inner == 0) {
+    std::fill(sums, sums + shape.groups * 2 * channels, Scalar{0});
+    return;
+  }
+  const Cut cut(shape, kMostSums);
+  const Parts parts(shape, cut, itemsize);
+  const Scalar* const mean = static_cast<const Scalar*>(arrays.mean);
+  const bool has_dx = arrays.dx != nullptr;
+  Buffer<Scalar> factor(has_dx ? shape.groups * channels : 0);
+  if (has_dx) Factors<Scalar>(shape, arrays.var, arrays.scale, eps, factor.begin(), executor);
+  // [group, part, sum or product, channel]
+  Buffer<double> all(shape.groups * parts.parts * 2 * channels);
+  const int moved = 2 + Count(arrays.dx) + Count(arrays.dresidual);
+  parts.Over(executor, static_cast<double>(moved * itemsize), [&](const Task& task) {
+    const int64_t width = parts.width();
+    Buffer<Scalar> buffer(parts.buffer());
+    double* const first =
+        all.begin() + (task.group * parts.parts + task.part) * 2 * channels + task.channel;
+    BatchNormSumsArrays from = arrays;
+    const int64_t at = task.group * shape.group_size() * itemsize;
+    from.x = Offset(arrays.x, at);
+    from.dy = Offset(arrays.dy, at);
+    from.mask = Offset(arrays.mask, task.group * shape.mask_bytes());
+    from.dx = Offset(arrays.dx, at);
+    from.dresidual = Offset(arrays.dresidual, at);
+    const Scalar* const group_mean = mean + task.group * channels;
+    const Scalar* const group_factor = factor.begin() + task.group * channels;
+    if (cut.runs) {
+      const void* coefficients[] = {group_mean + task.channel,
+                                    has_dx ? group_factor + task.channel : nullptr};
+      Kernels().sums_of_runs[type](from, parts.Runs(task), shape.mask_bytes(), coefficients,
+                                   buffer.begin(), first, first + channels);
+      return;
+    }
+    const int64_t padded = RoundUp(width, kBatchNormSlack);
+    Buffer<Scalar> table(2 * padded + kBatchNormSlack);
+    LayOut<Scalar>(group_mean, 0, shape, task.channel, padded, table.begin());
+    if (has_dx) {
+      LayOut<Scalar>(group_factor, 0, shape, task.channel, padded, table.begin() + padded);
+    }
+    const void* coefficients[] = {table.begin(), table.begin() + padded};
+    Buffer<double> own(2 * width);
+    Kernels().sums_of_columns[type](from, parts.Strip(task), shape.mask_bytes(), coefficients,
+                                    buffer.begin(), own.begin(), own.begin() + width);
+    for (int64_t i = 0; i < 2; ++i) {
+      Kernels().merge_sums(own.begin() + i * width, cut.repeat, channels * shape.inner,
+                           task.channels, shape.inner, first + i * channels);
+    }
+  });
+  const double inverse = 1 / static_cast<double>(shape.outer * shape.inner);
+  Buffer<double> merged(2 * channels);
+  for (int64_t g = 0; g < shape.groups; ++g) {
+    Kernels().merge_sums(all.begin() + g * parts.parts * 2 * channels, parts.parts, 2 * channels,
+                         2 * channels, 1, merged.begin());
+    for (int64_t c = 0; c < 2 * channels; ++c) {
+      sums[g * 2 * channels + c] = static_cast<Scalar>(merged.begin()[c] * inverse);
+    }
+  }
+}
+
+// ---- Each element by itself ---------------------------------------------------------------------
+
+// Calls kernel(group, elements) on pieces of the groups. `values` are the coefficients, [groups,
+// channels]; null is -0, which nothing is changed by that it is added to.
+template <typename Scalar, int kCount, typename Kernel>
+void OverElements(const BatchNormShape& shape, double bytes_per_element,
+                  const Scalar* const (&values)[kCount], bool stream, Executor& executor,
+                  const Kernel& kernel) {
+  const int64_t size = shape.group_size(), channels = shape.channels;
+  const Cut cut(shape, kMostElements);
+  BatchNormKernels::Elements all = {};
+  all.stream = stream;
+  if (cut.runs) {
+    std::vector<Scalar> none;
+    for (const Scalar* v : values) {
+      if (v == nullptr) none.assign(static_cast<size_t>(channels), -Scalar{0});
+    }
+    all.channels = channels;
+    all.inner = shape.inner;
+    const int64_t pieces = CeilDiv(size, kFlat);
+    ParallelFor(executor, shape.groups * pieces, 1, bytes_per_element * static_cast<double>(kFlat),
+                [&](int64_t begin, int64_t end) {
+                  while (begin < end) {
+                    const int64_t group = begin / pieces, first = begin % pieces;
+                    const int64_t last = std::min(pieces, first + end - begin);
+                    BatchNormKernels::Elements some = all;
+                    some.begin = first * kFlat;
+                    some.end = std::min(size, last * kFlat);
+                    for (int k = 0; k < kCount; ++k) {
+                      some.coefficients[k] =
+                          values[k] == nullptr ? none.data() : values[k] + group * channels;
+                    }
+                    kernel(group, some);
+                    begin += last - first;
+                  }
+                  if (stream) Kernels().fence();
+                });
+    return;
+  }
+  // Rows of a strip begin and end with a block of the group: its positions with up to two more.
+  const int64_t row = cut.repeat * channels * shape.inner;
+  const int64_t width = cut.repeat * cut.channels * shape.inner;
+  const int64_t table_size = RoundUp(width, kBatchNormSlack) + 2 * kBatchNormSlack;
+  const int64_t rows = CeilDiv(shape.outer, cut.repeat);
+  ParallelFor(
+      executor, shape.groups * cut.strips * rows, 1, bytes_per_element * static_cast<double>(width),
+      [&](int64_t begin, int64_t end) {
+        Buffer<Scalar> tables(kCount * table_size + kBatchNormSlack);
+        while (begin < end) {
+          const int64_t strip = begin / rows % cut.strips, group = begin / rows / cut.strips;
+          const int64_t first = begin % rows, last = std::min(rows, first + end - begin);
+          const int64_t channel = strip * cut.channels, from = channel * shape.inner;
+          const int64_t to = std::min(row, from + cut.repeat * cut.channels * shape.inner);
+          for (int k = 0; k < kCount; ++k) {
+            LayOut<Scalar>(values[k] == nullptr ? nullptr : values[k] + group * channels,
+                           -Scalar{0}, shape, channel, table_size, tables.begin() + k * table_size);
+          }
+          for (int64_t r = first; r < last; ++r) {
+            BatchNormKernels::Elements some = all;
+            some.begin = std::min(size, RoundUp(r * row + from, kBatchNormSlack));
+            some.end = std::min(size, RoundUp(r * row + to, kBatchNormSlack));
+            for (int k = 0; k < kCount; ++k) {
+              some.coefficients[k] =
+                  tables.begin() + k * table_size + (some.begin - (r * row + from));
+            }
+            if (some.begin < some.end) kernel(group, some);
+          }
+          begin += last - first;
+        }
+        if (stream) Kernels().fence();
+      });
+}
+
+// Whether every group of an output begins with a whole cache line, and streaming pays.
+bool CanStream(const BatchNormShape& shape, int64_t itemsize, const void* output) {
+  const int64_t group_bytes = shape.group_size() * itemsize;
+  return ShouldStream(shape.groups * group_bytes) &&
+         reinterpret_cast<uintptr_t>(output) % 64 == 0 &&
+         (shape.groups == 1 || group_bytes % 64 == 0);
+}
+
+template <typename Scalar>
+void Apply(const BatchNormShape& shape, int type, int64_t itemsize, double eps, bool relu,
+           const BatchNormApplyArrays& arrays, Executor& executor) {
+  Buffer<Scalar> factor(shape.groups * shape.channels);
+  Factors<Scalar>(shape, arrays.var, arrays.scale, eps, factor.begin(), executor);
+  const Scalar* const values[] = {static_cast<const Scalar*>(arrays.mean), factor.begin(),
+                                  static_cast<const Scalar*>(arrays.bias)};
+  const bool stream = CanStream(shape, itemsize, arrays.y);
+  const int moved = 2 + Count(arrays.residual);
+  OverElements(shape, static_cast<double>(moved * itemsize), values, stream, executor,
+               [&](int64_t group, const BatchNormKernels::Elements& elements) {
+                 const int64_t at = group * shape.group_size() * itemsize;
+                 BatchNormApplyArrays from = arrays;
+                 from.x = Offset(arrays.x, at);
+                 from.residual = Offset(arrays.residual, at);
+                 from.y = Offset(arrays.y, at);
+                 from.mask = Offset(arrays.mask, group * shape.mask_bytes());
+                 Kernels().apply[type](from, relu, elements);
+               });
+}
+
+template <typename Scalar>
+void Backward(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
+              const BatchNormBackwardArrays& arrays, Executor& executor) {
+  const int64_t channels = shape.channels, all = shape.groups * channels;
+  Buffer<Scalar> coefficients(3 * all);
+  Scalar* const factor = coefficients.begin();
+  const int64_t accumulator = sizeof(Scalar);
+  ParallelFor(executor, shape.groups, 1, static_cast<double>(64 * channels),
+              [&](int64_t begin, int64_t end) {
+                for (int64_t g = begin; g < end; ++g) {
+                  const int64_t at = g * channels, bytes = at * accumulator;
+                  BatchNormBackwardArrays from = arrays;
+                  from.var = Offset(arrays.var, bytes);
+                  from.scale = Offset(arrays.scale, bytes);
+                  from.sums = Offset(arrays.sums, 2 * bytes);
+                  from.dvar = Offset(arrays.dvar, bytes);
+                  Kernels().slopes[sizeof(Scalar) == sizeof(double)](
+                      from, eps, channels, 0, channels, factor + at, factor + all + at,
+                      factor + 2 * all + at);
+                }
+              });
+  const Scalar* const values[] = {static_cast<const Scalar*>(arrays.mean), factor, factor + all,
+                                  factor + 2 * all, static_cast<const Scalar*>(arrays.dmean)};
+  const bool stream = CanStream(shape, itemsize, arrays.dx) &&
+                      reinterpret_cast<uintptr_t>(arrays.dresidual) % 64 == 0;
+  const int moved = 3 + Count(arrays.dresidual);
+  OverElements(shape, static_cast<double>(moved * itemsize), values, stream, executor,
+               [&](int64_t group, const BatchNormKernels::Elements& elements) {
+                 const int64_t at = group * shape.group_size() * itemsize;
+                 BatchNormBackwardArrays from = arrays;
+                 from.x = Offset(arrays.x, at);
+                 from.dy = Offset(arrays.dy, at);
+                 from.mask = Offset(arrays.mask, group * shape.mask_bytes());
+                 from.dx = Offset(arrays.dx, at);
+                 from.dresidual = Offset(arrays.dresidual, at);
+                 Kernels().backward[type](from, elements);
+               });
+}
+
+bool Nothing(const BatchNormShape& shape) { return shape.groups * shape.channels == 0; }
+
+}  // namespace
+
+void BatchNormStatistics(const BatchNormShape& shape, DType dtype,
+                         const BatchNormStatisticsArrays& arrays, Executor& executor) {
+  if (Nothing(shape)) return;
+  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
+  auto* run = dtype == DType::kF64 ? Statistics<double> : Statistics<float>;
+  run(shape, static_cast<int>(dtype), itemsize, arrays, executor);
+}
+
+void BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool relu,
+                    const BatchNormApplyArrays& arrays, Executor& executor) {
+  if (shape.groups * shape.group_size() == 0) return;
+  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
+  auto* run = dtype == DType::kF64 ? Apply<double> : Apply<float>;
+  run(shape, static_cast<int>(dtype), itemsize, eps, relu, arrays, executor);
+}
+
+void BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
+                   const BatchNormSumsArrays& arrays, Executor& executor) {
+  if (Nothing(shape)) return;
+  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
+  auto* run = dtype == DType::kF64 ? Sums<double> : Sums<float>;
+  run(shape, static_cast<int>(dtype), itemsize, eps, arrays, executor);
+}
+
+void BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
+                       const BatchNormBackwardArrays& arrays, Executor& executor) {
+  if (shape.groups * shape.group_size() == 0) return;
+  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
+  auto* run = dtype == DType::kF64 ? Backward<double> : Backward<float>;
+  run(shape, static_cast<int>(dtype), itemsize, eps, arrays, executor);
+}
+
+}  // namespace jax_fastops::cpu

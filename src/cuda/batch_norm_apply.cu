@@ -1,0 +1,161 @@
+// The normalised values, with what follows them: scale, bias, residual, ReLU and its mask. Bound by
+// its arrays' bytes.
+//
+// It goes through memory backwards: the statistics' kernel has read x forwards, so that the end of
+// x is still in L2, as much as there is room for. The mean is subtracted first, not folded into
+// the bias: where it is large the difference would cancel.
+#include <cstdint>
+
+#include "cuda/batch_norm.h"
+#include "cuda/batch_norm_geometry.cuh"
+#include "cuda/batch_norm_units.cuh"
+#include "cuda/load_kernels.h"
+#include "cuda/packed.cuh"
+#include "cuda/relu_of.cuh"
+
+namespace jax_fastops::cuda {
+namespace {
+
+using namespace batch_norm;  // NOLINT: this file is a part of it
+
+struct Params {
+  Geometry geometry;
+  BatchNormApplyArrays arrays;
+  double eps;
+  bool relu;
+  bool aligned_parameters;
+  int64_t mask_bytes;  // of a group
+};
+
+template <typename T, bool kAligned, bool kResidual>
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
+    ApplyKernel(const __grid_constant__ Params p) {
+  using A = ComputeType<T>;
+  constexpr int kRows = kInFlight < T, kResidual ? 2 : 1 > ;
+
+  const Geometry& g = p.geometry;
+  const Place place = PlaceOf(g, blockIdx.x);
+  const Share share = ShareOf(g, place, threadIdx.x);
+  if (share.count == 0 && share.cut == 0) return;
+  const int64_t group = place.group * g.group_size;
+  const T* const x = static_cast<const T*>(p.arrays.x) + group;
+  const T* const residual = static_cast<const T*>(p.arrays.residual) + group;
+  T* const y = static_cast<T*>(p.arrays.y) + group;
+  uint8_t* const mask = p.arrays.mask == nullptr
+                            ? nullptr
+                            : static_cast<uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes;
+
+  A mean[kUnit], factor[kUnit], bias[kUnit];
+  struct Loaded {
+    UnitBits<T> x;
+    UnitBits<T> residual;
+  };
+  // The result's unit; its elements from `size` on have no bit in the mask.
+  const auto apply = [&](const Loaded& loaded, int64_t element, int size) {
+    A values[kUnit];
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      values[i] = fma(ToCompute(loaded.x[i]) - mean[i], factor[i], bias[i]);
+      if constexpr (kResidual) values[i] += ToCompute(loaded.residual[i]);
+      if (values[i] > 0) bits |= 1u << i;
+    }
+    if (mask != nullptr) mask[element >> 3] = static_cast<uint8_t>(bits & 0xffu >> (kUnit - size));
+    if (p.relu) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) values[i] = ReluOf(values[i]);
+    }
+    return RoundUnit<T>(values);
+  };
+
+  SweepBack<kRows, Loaded>(
+      share,
+      [&](int64_t element) {
+        Loaded loaded;
+        loaded.x = LoadUnit<T, kAligned>(x + element);
+        if constexpr (kResidual) loaded.residual = LoadUnit<T, kAligned>(residual + element);
+        return loaded;
+      },
+      [&](const Loaded&) {
+        const UnitChannels channels(g, place, share, p.aligned_parameters);
+        const A eps = static_cast<A>(p.eps);
+        A scale[kUnit];
+        channels.Load(static_cast<const A*>(p.arrays.mean), mean);
+        channels.Load(static_cast<const A*>(p.arrays.var), factor);
+        channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
+        channels.LoadOr(static_cast<const A*>(p.arrays.bias), A(0), bias);
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) factor[i] = InverseRoot(factor[i] + eps) * scale[i];
+      },
+      [&](const Loaded& loaded, int64_t element) {
+        StoreUnit<T, kAligned>(y + element, apply(loaded, element, kUnit));
+      });
+  if (share.cut > 0) {
+    const int64_t element = g.group_size - share.cut;
+    Loaded loaded;
+    loaded.x = LoadCutUnit(x + element, share.cut);
+    if constexpr (kResidual) loaded.residual = LoadCutUnit(residual + element, share.cut);
+    StoreCutUnit(y + element, apply(loaded, element, share.cut), share.cut);
+  }
+}
+
+using Kernel = void (*)(Params);
+
+template <typename T>
+Kernel KernelFor(bool aligned, bool residual) {
+  if (residual) return aligned ? ApplyKernel<T, true, true> : ApplyKernel<T, false, true>;
+  return aligned ? ApplyKernel<T, true, false> : ApplyKernel<T, false, false>;
+}
+
+Kernel KernelOf(DType dtype, bool aligned, bool residual) {
+  switch (dtype) {
+    case DType::kF32:
+      return KernelFor<float>(aligned, residual);
+    case DType::kBF16:
+      return KernelFor<__nv_bfloat16>(aligned, residual);
+    case DType::kF16:
+      return KernelFor<__half>(aligned, residual);
+    case DType::kF64:
+      return KernelFor<double>(aligned, residual);
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+cudaError_t BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool relu,
+                           const BatchNormApplyArrays& arrays, cudaStream_t stream) {
+  if (IsEmpty(shape)) return cudaSuccess;
+  Params params;
+  params.arrays = arrays;
+  params.eps = eps;
+  params.relu = relu;
+  params.aligned_parameters = IsAligned(arrays.mean) && IsAligned(arrays.var) &&
+                              IsAligned(arrays.scale) && IsAligned(arrays.bias);
+  params.mask_bytes = shape.mask_bytes();
+  BlockWish wish;
+  const cudaError_t error = MapWish(dtype, &wish);
+  if (error != cudaSuccess) return error;
+  if (!MakeGeometry(shape, wish, &params.geometry)) return cudaErrorInvalidConfiguration;
+  const bool aligned =
+      AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.residual, arrays.y);
+  const Kernel kernel = KernelOf(dtype, aligned, arrays.residual != nullptr);
+  kernel<<<BlocksOf(shape, params.geometry), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t LoadBatchNormApplyKernels() {
+  static KernelLoader loader;
+  return loader.Load([](const auto& load) {
+    for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
+      for (const bool aligned : {false, true}) {
+        for (const bool residual : {false, true}) {
+          load(reinterpret_cast<const void*>(
+              KernelOf(static_cast<DType>(dtype), aligned, residual)));
+        }
+      }
+    }
+  });
+}
+
+}  // namespace jax_fastops::cuda

@@ -1,0 +1,170 @@
+// The gradient of x, from sums that are known. Bound by its arrays' bytes; like the forward's it
+// goes through memory backwards, since the sums' kernel has read x and dy forwards.
+//
+// What the formula has of each channel is three factors:
+//   dx = a * g + b * (x - mean) + c,  a = rsqrt(var + eps) * scale,
+//   b = 2 * dvar - a * sums[1] / (var + eps),  c = dmean - a * sums[0]
+#include <cstdint>
+
+#include "cuda/batch_norm.h"
+#include "cuda/batch_norm_geometry.cuh"
+#include "cuda/batch_norm_units.cuh"
+#include "cuda/load_kernels.h"
+#include "cuda/packed.cuh"
+
+namespace jax_fastops::cuda {
+namespace {
+
+using namespace batch_norm;  // NOLINT: this file is a part of it
+
+struct Params {
+  Geometry geometry;
+  BatchNormBackwardArrays arrays;
+  double eps;
+  bool aligned_parameters;
+  int64_t mask_bytes;  // of a group
+};
+
+template <typename T, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
+    BackwardKernel(const __grid_constant__ Params p) {
+  using A = ComputeType<T>;
+  constexpr int kRows = kInFlight<T, 2>;
+
+  const Geometry& g = p.geometry;
+  const Place place = PlaceOf(g, blockIdx.x);
+  const Share share = ShareOf(g, place, threadIdx.x);
+  if (share.count == 0 && share.cut == 0) return;
+  const int64_t group = place.group * g.group_size;
+  const T* const x = static_cast<const T*>(p.arrays.x) + group;
+  const T* const dy = static_cast<const T*>(p.arrays.dy) + group;
+  T* const dx = static_cast<T*>(p.arrays.dx) + group;
+  T* const dresidual =
+      p.arrays.dresidual == nullptr ? nullptr : static_cast<T*>(p.arrays.dresidual) + group;
+  const uint8_t* const mask =
+      p.arrays.mask == nullptr
+          ? nullptr
+          : static_cast<const uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes;
+
+  A mean[kUnit], a[kUnit], b[kUnit], c[kUnit];
+  struct Loaded {
+    UnitBits<T> x;
+    UnitBits<T> g;
+    uint32_t bits;
+  };
+  const auto gradient = [&](const Loaded& loaded, const UnitBits<T>& selected) {
+    A values[kUnit];
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      const A sum = fma(ToCompute(loaded.x[i]) - mean[i], b[i], c[i]);
+      values[i] = fma(a[i], ToCompute(selected[i]), sum);
+    }
+    return RoundUnit<T>(values);
+  };
+
+  SweepBack<kRows, Loaded>(
+      share,
+      [&](int64_t element) {
+        Loaded loaded;
+        loaded.bits = MaskByte(mask, element);
+        loaded.x = LoadUnit<T, kAligned>(x + element);
+        loaded.g = LoadUnit<T, kAligned>(dy + element);
+        return loaded;
+      },
+      [&](const Loaded&) {
+        const UnitChannels channels(g, place, share, p.aligned_parameters);
+        const int64_t sums_offset = place.group * g.channels;  // they have twice a group's channels
+        const A* const sums = static_cast<const A*>(p.arrays.sums) + sums_offset;
+        const A eps = static_cast<A>(p.eps);
+        A var[kUnit], scale[kUnit];
+        channels.Load(static_cast<const A*>(p.arrays.mean), mean);
+        channels.Load(static_cast<const A*>(p.arrays.var), var);
+        channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) {
+          var[i] += eps;
+          a[i] = InverseRoot(var[i]) * scale[i];
+        }
+        channels.Load(sums + g.channels, b);
+        channels.Load(sums, c);
+        A more[kUnit];
+        channels.LoadOr(static_cast<const A*>(p.arrays.dvar), A(0), more);
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i)
+          b[i] = fma(A(2), more[i], -FastQuotient(a[i] * b[i], var[i]));
+        channels.LoadOr(static_cast<const A*>(p.arrays.dmean), A(0), more);
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) c[i] = fma(-a[i], c[i], more[i]);
+      },
+      [&](const Loaded& loaded, int64_t element) {
+        const UnitBits<T> selected = SelectUnit(loaded.bits, loaded.g);
+        if (dresidual != nullptr) StoreUnit<T, kAligned>(dresidual + element, selected);
+        StoreUnit<T, kAligned>(dx + element, gradient(loaded, selected));
+      });
+  if (share.cut > 0) {
+    const int64_t element = g.group_size - share.cut;
+    Loaded loaded;
+    loaded.bits = MaskByte(mask, element);
+    loaded.x = LoadCutUnit(x + element, share.cut);
+    loaded.g = LoadCutUnit(dy + element, share.cut);
+    const UnitBits<T> selected = SelectUnit(loaded.bits, loaded.g);
+    if (dresidual != nullptr) StoreCutUnit(dresidual + element, selected, share.cut);
+    StoreCutUnit(dx + element, gradient(loaded, selected), share.cut);
+  }
+}
+
+using Kernel = void (*)(Params);
+
+template <typename T>
+Kernel KernelFor(bool aligned) {
+  return aligned ? BackwardKernel<T, true> : BackwardKernel<T, false>;
+}
+
+Kernel KernelOf(DType dtype, bool aligned) {
+  switch (dtype) {
+    case DType::kF32:
+      return KernelFor<float>(aligned);
+    case DType::kBF16:
+      return KernelFor<__nv_bfloat16>(aligned);
+    case DType::kF16:
+      return KernelFor<__half>(aligned);
+    case DType::kF64:
+      return KernelFor<double>(aligned);
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+cudaError_t BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
+                              const BatchNormBackwardArrays& arrays, cudaStream_t stream) {
+  if (IsEmpty(shape)) return cudaSuccess;
+  Params params;
+  params.arrays = arrays;
+  params.eps = eps;
+  params.aligned_parameters = IsAligned(arrays.mean) && IsAligned(arrays.var) &&
+                              IsAligned(arrays.scale) && IsAligned(arrays.sums) &&
+                              IsAligned(arrays.dmean) && IsAligned(arrays.dvar);
+  params.mask_bytes = shape.mask_bytes();
+  BlockWish wish;
+  const cudaError_t error = MapWish(dtype, &wish);
+  if (error != cudaSuccess) return error;
+  if (!MakeGeometry(shape, wish, &params.geometry)) return cudaErrorInvalidConfiguration;
+  const bool aligned =
+      AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dx, arrays.dresidual);
+  KernelOf(dtype, aligned)<<<BlocksOf(shape, params.geometry), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t LoadBatchNormBackwardKernels() {
+  static KernelLoader loader;
+  return loader.Load([](const auto& load) {
+    for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
+      for (const bool aligned : {false, true}) {
+        load(reinterpret_cast<const void*>(KernelOf(static_cast<DType>(dtype), aligned)));
+      }
+    }
+  });
+}
+
+}  // namespace jax_fastops::cuda

@@ -1,0 +1,232 @@
+// How batch norm shares an array out: the same way for every layout, on the host and on the device.
+//
+// A group's elements are flat. Its rows have channels * inner elements; a *long row* is the fewest
+// of these that make whole units of 8 elements, or several times that. A position in a long row
+// belongs to the same channel in all of them. So a thread that owns one unit of positions, and goes
+// from long row to long row, keeps its channels' parameters and sums in registers, whether
+// neighbours differ in their channel (NHWC) or not (NCHW), and whatever the number of channels. Of
+// a mask it has a byte then.
+//
+// A block is `width` units of positions, a tile of the long row, times `lanes` long rows. Blocks of
+// the same tile are its `parts`, which take turns, so that all blocks sweep through memory
+// together. The last long row may be incomplete, and the group's last unit may be cut.
+#ifndef JAX_FASTOPS_CUDA_BATCH_NORM_GEOMETRY_CUH_
+#define JAX_FASTOPS_CUDA_BATCH_NORM_GEOMETRY_CUH_
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+
+#include "batch_norm_shape.h"
+
+namespace jax_fastops::cuda::batch_norm {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kUnit = 8;            // elements
+inline constexpr int kMinLogWidth = 5;     // a warp's accesses are to neighbours
+inline constexpr int kMaxLogWidth = 8;     // kThreads
+inline constexpr int kManyRows = 1 << 20;  // more elements than a tile has, but far from overflow
+
+struct Geometry {
+  int64_t channels;
+  int64_t inner;
+  int64_t length;      // of a long row, in elements
+  int64_t rest;        // elements behind the complete long rows
+  int64_t tiles;       // that have elements
+  int64_t group_size;  // elements
+  int64_t samples[3];  // elements of channel 0; every channel has some `inner` * channel further on
+  int32_t full_rows;   // complete long rows
+  int32_t repeats;     // how often a channel comes up in a long row; 1 where it is one tile
+  int32_t log_width;   // of a tile, in units
+  int32_t parts;       // blocks of a tile
+  int32_t cut_part;    // whose is the unit that is cut
+  int32_t cut_lane;
+  int32_t slots;      // channels that a tile can have
+  int32_t log_share;  // threads that add up a slot
+  int32_t log_run;    // of these, so many share a run of `inner` elements, and others the runs
+  bool small;         // positions fit into 31 bits
+
+  __host__ __device__ int log_lanes() const { return kMaxLogWidth - log_width; }
+  __host__ __device__ int tile_size() const { return kUnit << log_width; }
+  // Sums of each kind in the workspace of a group.
+  __host__ __device__ int64_t plane() const { return int64_t{parts} * tiles * slots; }
+};
+
+// n / d. 64-bit divisions cost a hundred instructions.
+__host__ __device__ inline int64_t DividePosition(const Geometry& g, int64_t n, int64_t d) {
+  return g.small ? static_cast<int64_t>(static_cast<uint32_t>(n) / static_cast<uint32_t>(d))
+                 : n / d;
+}
+
+// A block's place.
+struct Place {
+  int64_t tile;
+  int32_t part;
+  int32_t group;
+};
+__host__ __device__ inline Place PlaceOf(const Geometry& g, uint32_t block) {
+  const uint32_t tiles = static_cast<uint32_t>(g.tiles), parts = static_cast<uint32_t>(g.parts);
+  const uint32_t rest = block / tiles;
+  return {block - rest * tiles, static_cast<int32_t>(rest % parts),
+          static_cast<int32_t>(rest / parts)};
+}
+
+// What a thread does: `count` units, from the group's element `first` on, `stride` apart, and, with
+// cut > 0, so many elements from element group_size - cut on.
+struct Share {
+  int64_t position;  // of its units in the long row
+  int64_t first;
+  int64_t stride;
+  int32_t count;
+  int32_t cut;
+};
+__host__ __device__ inline Share ShareOf(const Geometry& g, const Place& place, int thread) {
+  const int unit = thread & ((1 << g.log_width) - 1), lane = thread >> g.log_width;
+  Share share;
+  share.position = (place.tile << g.log_width | unit) * kUnit;
+  const bool live = share.position < g.length;
+  const int rows = live ? g.full_rows + (share.position + kUnit <= g.rest) : 0;
+  const int row = place.part << g.log_lanes() | lane;
+  const int step = g.parts << g.log_lanes();
+  share.count = row < rows ? static_cast<int>(static_cast<uint32_t>(rows - 1 - row) / step) + 1 : 0;
+  share.first = row * g.length + share.position;
+  share.stride = step * g.length;
+  const int tail = static_cast<int>(g.rest % kUnit);
+  const bool cut =
+      live && share.position == g.rest - tail && place.part == g.cut_part && lane == g.cut_lane;
+  share.cut = cut ? tail : 0;
+  return share;
+}
+
+// The channels of a tile. Its elements are runs of one channel each: the first one has `head`
+// elements, the others `inner`. A channel whose run comes up again has one slot.
+struct TileRuns {
+  int64_t first;  // run, counted from the long row's start
+  int32_t head;
+  int32_t inner;
+  int32_t size;  // elements
+  int32_t runs;
+  int32_t slots;
+  int32_t period;  // the run that has the same slot again
+};
+__host__ __device__ inline TileRuns RunsOf(const Geometry& g, int64_t tile) {
+  const auto least = [](int64_t a, int64_t b) { return static_cast<int32_t>(a < b ? a : b); };
+  const int64_t begin = tile * g.tile_size();
+  TileRuns runs;
+  runs.first = DividePosition(g, begin, g.inner);
+  runs.head = least(g.inner - (begin - runs.first * g.inner), kManyRows);
+  runs.inner = least(g.inner, kManyRows);
+  runs.size = least(g.length - begin, g.tile_size());
+  runs.runs =
+      runs.size <= runs.head ? 1 : 1 + (runs.size - runs.head + runs.inner - 1) / runs.inner;
+  runs.period = least(g.channels, kManyRows);
+  runs.slots = runs.runs < runs.period ? runs.runs : runs.period;
+  return runs;
+}
+
+// The elements of a tile that are in one of its runs.
+struct Run {
+  int32_t begin, end;
+};
+__host__ __device__ inline Run RunOf(const TileRuns& runs, int run) {
+  const int begin = run == 0 ? 0 : runs.head + (run - 1) * runs.inner;
+  const int end = run == 0 ? runs.head : begin + runs.inner;
+  return {begin, end < runs.size ? end : runs.size};
+}
+
+// The tiles that have something of a channel, those of its `repeat`-th run in the long row which no
+// run before it has.
+struct TileRange {
+  int64_t begin, end;
+};
+__host__ __device__ inline TileRange TilesOf(const Geometry& g, int64_t channel, int repeat,
+                                             int64_t done) {
+  const int log_size = g.log_width + 3;
+  const int64_t first = (channel + repeat * g.channels) * g.inner;
+  const int64_t begin = first >> log_size, end = ((first + g.inner - 1) >> log_size) + 1;
+  return {begin > done ? begin : done, end < g.tiles ? end : g.tiles};
+}
+
+// What a kernel wants of its blocks.
+struct BlockWish {
+  int64_t resident;   // blocks that the device runs at once
+  int start;          // what a block's start and end take, in long rows
+  int64_t max_plane;  // a workspace's limit of Geometry::plane()
+};
+
+// False if there are more blocks or rows than can be counted.
+inline bool MakeGeometry(const BatchNormShape& shape, const BlockWish& wish, Geometry* geometry) {
+  Geometry& g = *geometry;
+  const int64_t row = shape.channels * shape.inner;
+  const int64_t least_units = row / std::gcd(row, int64_t{kUnit});  // of a long row
+  const auto ceil_div = [](int64_t n, int64_t d) { return (n + d - 1) / d; };
+  g.channels = shape.channels;
+  g.inner = shape.inner;
+  g.group_size = shape.group_size();
+  for (int i = 0; i < 3; ++i) {
+    g.samples[i] = i * (shape.outer - 1) / 2 * row + i * (shape.inner - 1) / 2;
+  }
+
+  // The narrowest tile that leaves few threads without work: neighbouring lanes then are
+  // neighbouring long rows, and there are few channels to a block. With long runs of a channel it
+  // makes no difference but for what a tile's two ends cost.
+  double best = 0;
+  for (int log_width = shape.inner >= 1024 ? kMaxLogWidth : kMinLogWidth; log_width <= kMaxLogWidth;
+       ++log_width) {
+    const int64_t width = int64_t{1} << log_width, lanes = kThreads / width;
+    const int64_t times = std::max<int64_t>(1, width / least_units);
+    const int64_t units = times * least_units, length = units * kUnit;
+    const int64_t used = std::min(units, ceil_div(g.group_size, kUnit));
+    const int64_t rows = ceil_div(g.group_size, length);
+    const double efficiency = static_cast<double>(used) / (ceil_div(used, width) * width) *
+                              static_cast<double>(rows) / (ceil_div(rows, lanes) * lanes);
+    if (efficiency <= best * 1.001) continue;
+    best = efficiency;
+    g.log_width = log_width;
+    g.length = length;
+    g.tiles = ceil_div(used, width);
+    if (efficiency >= 0.93) break;
+  }
+  const int64_t rows = g.group_size / g.length;
+  if (rows > std::numeric_limits<int32_t>::max() - 2 * kThreads) return false;
+  g.full_rows = static_cast<int32_t>(rows);
+  g.rest = g.group_size - rows * g.length;
+  g.repeats = g.tiles == 1 ? 1 : static_cast<int32_t>(g.length / row);
+  g.small = g.length < int64_t{1} << 31;
+
+  const int64_t size = g.tile_size();
+  const int64_t runs = shape.inner == 1 ? size : (size - 2) / shape.inner + 2;
+  g.slots = static_cast<int32_t>(std::min(shape.channels, runs));
+  g.log_share = 0;
+  while (g.slots << (g.log_share + 1) <= kThreads) ++g.log_share;
+  g.log_run = 0;
+  const int64_t run = std::min<int64_t>(shape.inner, size) << g.log_lanes();
+  while (g.log_run < g.log_share && int64_t{1} << g.log_run < run) ++g.log_run;
+
+  // As many parts as are done soonest, if a long row takes every block equally long.
+  const int64_t lanes = int64_t{1} << g.log_lanes();
+  const int64_t turns = ceil_div(rows + (g.rest > 0), lanes);
+  const int64_t blocks = g.tiles * shape.groups;
+  if (blocks > std::numeric_limits<int32_t>::max()) return false;
+  const int64_t most =
+      std::max<int64_t>(1, std::min({turns, wish.max_plane / (g.tiles * g.slots),
+                                     std::numeric_limits<int32_t>::max() / blocks}));
+  int64_t least_time = std::numeric_limits<int64_t>::max();
+  for (int waves = 1; waves <= 8; ++waves) {
+    const int64_t wanted = std::min(std::max<int64_t>(1, waves * wish.resident / blocks), most);
+    const int64_t longest = ceil_div(turns, wanted);
+    const int64_t parts = ceil_div(turns, longest);
+    const int64_t time = ceil_div(parts * blocks, wish.resident) * (longest + wish.start);
+    if (time >= least_time) continue;
+    least_time = time;
+    g.parts = static_cast<int32_t>(parts);
+  }
+  g.cut_lane = static_cast<int32_t>(rows % lanes);
+  g.cut_part = static_cast<int32_t>(rows / lanes % g.parts);
+  return true;
+}
+
+}  // namespace jax_fastops::cuda::batch_norm
+
+#endif  // JAX_FASTOPS_CUDA_BATCH_NORM_GEOMETRY_CUH_

@@ -1,0 +1,302 @@
+// What batch norm's kernels share: units of 8 elements, the sweep over a thread's units, and its
+// channels' parameters.
+#ifndef JAX_FASTOPS_CUDA_BATCH_NORM_UNITS_CUH_
+#define JAX_FASTOPS_CUDA_BATCH_NORM_UNITS_CUH_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "cuda/batch_norm_geometry.cuh"
+#include "cuda/packed.cuh"
+#include "dtype.h"
+
+namespace jax_fastops::cuda::batch_norm {
+
+// The blocks of an SM; what registers there are for a thread follows. Three keep enough loads on
+// their way, and the accumulators out of local memory.
+template <typename T>
+inline constexpr int kBlocksPerProcessor = sizeof(T) == 8 ? 2 : 3;
+
+// Units that a thread loads before it uses the first of them: 64 bytes of the arrays together keep
+// enough of them on their way.
+template <typename T, int kArrays>
+inline constexpr int kInFlight =
+    64 / (kUnit * sizeof(T) * kArrays) > 0 ? 64 / (kUnit * int{sizeof(T)} * kArrays) : 1;
+
+// A unit as it is in memory. It stays bits until it is used: to take an element out of its register
+// is to wait for the load, and the next loads would be issued only after that.
+template <typename T>
+struct UnitBits {
+  static constexpr int kWords = kUnit * sizeof(T) / 16;
+  uint4 words[kWords];
+
+  __device__ __forceinline__ T operator[](int i) const {
+    T elements[kUnit];
+    memcpy(elements, words, sizeof(words));
+    return elements[i];
+  }
+};
+
+// Of 16-bit types a unit is one access. Of wider ones it is several, which share their sectors: the
+// first leaves them in L1 for the others.
+template <typename T, bool kAligned>
+__device__ __forceinline__ UnitBits<T> LoadUnit(const T* p) {
+  UnitBits<T> unit;
+  if constexpr (kAligned && sizeof(T) == 2) {
+    const Packed128<T> packed = LoadPacked<CacheHint::kNoAllocate>(p);
+    memcpy(&unit.words[0], packed.payload, 16);
+  } else if constexpr (kAligned) {
+#pragma unroll
+    for (int w = 0; w < unit.kWords; ++w) {
+      unit.words[w] = __ldg(reinterpret_cast<const uint4*>(p) + w);
+    }
+  } else {
+    T elements[kUnit];
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) elements[i] = p[i];
+    memcpy(unit.words, elements, sizeof(elements));
+  }
+  return unit;
+}
+
+// The first elements of a unit that is cut; 0 behind them.
+template <typename T>
+__device__ __forceinline__ UnitBits<T> LoadCutUnit(const T* p, int cut) {
+  T elements[kUnit];
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    elements[i] = FromCompute<T>(0);
+    if (i < cut) elements[i] = p[i];
+  }
+  UnitBits<T> unit;
+  memcpy(unit.words, elements, sizeof(elements));
+  return unit;
+}
+
+// Streaming: what is written must not push out of L2 what is still to be read.
+template <typename T, bool kAligned>
+__device__ __forceinline__ void StoreUnit(T* p, const UnitBits<T>& unit) {
+#pragma unroll
+  for (int i = 0; i < (kAligned ? unit.kWords : kUnit); ++i) {
+    if constexpr (kAligned) {
+      __stcs(reinterpret_cast<uint4*>(p) + i, unit.words[i]);
+    } else {
+      p[i] = unit[i];
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void StoreCutUnit(T* p, const UnitBits<T>& unit, int cut) {
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    if (i < cut) p[i] = unit[i];
+  }
+}
+
+// Rounded once. Of 16-bit types two at once.
+template <typename T>
+__device__ __forceinline__ UnitBits<T> RoundUnit(const ComputeType<T> (&values)[kUnit]) {
+  UnitBits<T> unit;
+  if constexpr (sizeof(T) == 2) {
+    PairOf<T> pairs[kUnit / 2];
+#pragma unroll
+    for (int i = 0; i < kUnit / 2; ++i) {
+      if constexpr (std::is_same_v<T, __half>) {
+        pairs[i] = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
+      } else {
+        pairs[i] = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+      }
+    }
+    memcpy(unit.words, pairs, sizeof(pairs));
+  } else {
+    memcpy(unit.words, values, sizeof(values));
+  }
+  return unit;
+}
+
+// The elements whose bits are set; 0 elsewhere.
+template <typename T>
+__device__ __forceinline__ UnitBits<T> SelectUnit(uint32_t bits, const UnitBits<T>& unit) {
+  T elements[kUnit];
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) elements[i] = bits >> i & 1 ? unit[i] : FromCompute<T>(0);
+  UnitBits<T> selected;
+  memcpy(selected.words, elements, sizeof(elements));
+  return selected;
+}
+
+// load(element) for every unit of the thread, and use(loaded, element) for each of them in order,
+// kRows at a time. `begin(loaded)` is called once in between, behind the first loads: what it waits
+// for comes while they do. What was loaded is only there if the thread has units. `between()` is
+// called behind the other loads, if there were any.
+template <int kRows, typename Loaded, typename Load, typename Begin, typename Use, typename Between>
+__device__ __forceinline__ void Sweep(int count, int64_t first, int64_t stride, const Load& load,
+                                      const Begin& begin, const Use& use, const Between& between) {
+  Loaded loaded[kRows];
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    if (k < count) loaded[k] = load(first + k * stride);
+  }
+  begin(loaded[0]);
+  while (count > 0) {
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      if (k < count) use(loaded[k], first + k * stride);
+    }
+    count -= kRows;
+    first += kRows * stride;
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      if (k < count) loaded[k] = load(first + k * stride);
+    }
+    if (count > 0) between();
+  }
+}
+
+// From the last unit to the first: what the kernel before has read last is still in L2.
+template <int kRows, typename Loaded, typename Load, typename Begin, typename Use>
+__device__ __forceinline__ void SweepBack(const Share& share, const Load& load, const Begin& begin,
+                                          const Use& use) {
+  Sweep<kRows, Loaded>(share.count, share.first + (share.count - 1) * share.stride, -share.stride,
+                       load, begin, use, [] {});
+}
+
+// The channels of a thread's unit of positions.
+class UnitChannels {
+ public:
+  __device__ __forceinline__ UnitChannels(const Geometry& g, const Place& place, const Share& share,
+                                          bool aligned)
+      : channels_(g.channels) {
+    const int64_t run = DividePosition(g, share.position, g.inner);
+    const int64_t channel = run - DividePosition(g, run, g.channels) * g.channels;
+    const int64_t left = (run + 1) * g.inner - share.position;
+    base_ = place.group * g.channels;
+    channel_ = channel;
+    left_ = static_cast<int>(left < kUnit ? left : kUnit);
+    inner_ = static_cast<int>(g.inner < kUnit ? g.inner : kUnit);
+    vector_ = aligned && g.inner == 1 && g.channels % kUnit == 0;
+  }
+
+  // A parameter of each element. Neighbouring lanes are 32 bytes apart where inner is 1, and there
+  // each access takes as long as its cache lines are many: 16 bytes at once if possible.
+  template <typename A>
+  __device__ __forceinline__ void Load(const A* parameter, A (&values)[kUnit]) const {
+    const A* const p = parameter + base_;
+    if (vector_) {
+#pragma unroll
+      for (int i = 0; i < kUnit; i += Packed128<A>::kSize) {
+        const Packed128<A> packed = LoadPacked(p + channel_ + i);
+#pragma unroll
+        for (int k = 0; k < packed.kSize; ++k) values[i + k] = packed[k];
+      }
+    } else {
+      Gather([&](int64_t channel) { return p[channel]; }, values);
+    }
+  }
+
+  // One of Geometry::samples, at `x`, for each element: its channel's.
+  template <bool kAligned, typename T>
+  __device__ __forceinline__ UnitBits<T> LoadSample(const Geometry& g, const T* x) const {
+    if (kAligned && g.inner == 1 && g.channels % kUnit == 0)
+      return LoadUnit<T, kAligned>(x + channel_);
+    T elements[kUnit];
+    Gather([&](int64_t channel) { return x[channel * g.inner]; }, elements);
+    UnitBits<T> unit;
+    memcpy(unit.words, elements, sizeof(elements));
+    return unit;
+  }
+
+  // The same of one that may be missing.
+  template <typename A>
+  __device__ __forceinline__ void LoadOr(const A* parameter, A instead, A (&values)[kUnit]) const {
+    if (parameter != nullptr) {
+      Load(parameter, values);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) values[i] = instead;
+    }
+  }
+
+ private:
+  template <typename Get, typename V>
+  __device__ __forceinline__ void Gather(const Get& get, V (&values)[kUnit]) const {
+    if (inner_ == kUnit) {  // two channels at most
+      const V here = get(channel_);
+      const V next = left_ < kUnit ? get(channel_ + 1 == channels_ ? 0 : channel_ + 1) : here;
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) values[i] = i < left_ ? here : next;
+    } else {
+      int64_t channel = channel_;
+      int left = left_;
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        values[i] = get(channel);
+        if (--left == 0) {
+          left = inner_;
+          channel = channel + 1 == channels_ ? 0 : channel + 1;
+        }
+      }
+    }
+  }
+
+  int64_t channels_, base_, channel_;
+  int left_, inner_;  // elements of the first channel, and of the others
+  bool vector_;
+};
+
+// a / b, to 2 units in the last place.
+__device__ __forceinline__ float FastQuotient(float a, float b) { return __fdividef(a, b); }
+__device__ __forceinline__ double FastQuotient(double a, double b) { return a / b; }
+
+__device__ __forceinline__ float InverseRoot(float x) { return rsqrtf(x); }
+__device__ __forceinline__ double InverseRoot(double x) { return rsqrt(x); }
+
+// Of a missing mask every bit is set.
+__device__ __forceinline__ uint32_t MaskByte(const uint8_t* mask, int64_t element) {
+  return mask != nullptr ? mask[element >> 3] : 0xffu;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Host
+
+inline cudaError_t GetProcessors(int* processors) {
+  int device;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device);
+}
+
+// What a kernel without sums wants of its blocks.
+inline cudaError_t MapWish(DType dtype, BlockWish* wish) {
+  int processors;
+  const cudaError_t error = GetProcessors(&processors);
+  if (error != cudaSuccess) return error;
+  const int resident =
+      dtype == DType::kF64 ? kBlocksPerProcessor<double> : kBlocksPerProcessor<float>;
+  *wish = {int64_t{processors} * resident, 2, std::numeric_limits<int64_t>::max()};
+  return cudaSuccess;
+}
+
+inline bool IsAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+// Whether all groups of these arrays begin at 16 bytes.
+template <typename... Pointers>
+bool AreGroupsAligned(const BatchNormShape& shape, size_t element, Pointers... arrays) {
+  return (IsAligned(arrays) && ...) &&
+         (shape.groups == 1 || shape.group_size() % static_cast<int64_t>(16 / element) == 0);
+}
+
+inline bool IsEmpty(const BatchNormShape& shape) { return shape.groups * shape.group_size() == 0; }
+
+inline unsigned BlocksOf(const BatchNormShape& shape, const Geometry& g) {
+  return static_cast<unsigned>(g.tiles * g.parts * shape.groups);
+}
+
+}  // namespace jax_fastops::cuda::batch_norm
+
+#endif  // JAX_FASTOPS_CUDA_BATCH_NORM_UNITS_CUH_

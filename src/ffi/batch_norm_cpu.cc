@@ -1,0 +1,74 @@
+// CPU handlers of batch norm; ffi/batch_norm_buffers.h says what they take.
+#include "cpu/batch_norm.h"
+
+#include "ffi/batch_norm_buffers.h"
+#include "ffi/executor.h"
+#include "ffi/registry.h"
+
+namespace jax_fastops {
+namespace {
+
+ffi::Error StatisticsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          ffi::Dictionary attributes) {
+  BatchNormCall call;
+  BatchNormStatisticsArrays arrays;
+  FASTOPS_RETURN_IF_ERROR(
+      ReadBatchNormStatistics("batch_norm_statistics", args, rets, attributes, &call, &arrays));
+  XlaExecutor executor(pool);
+  cpu::BatchNormStatistics(call.shape, call.dtype, arrays, executor);
+  return ffi::Error::Success();
+}
+
+ffi::Error ApplyImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     ffi::Dictionary attributes) {
+  BatchNormCall call;
+  BatchNormApplyArrays arrays;
+  FASTOPS_RETURN_IF_ERROR(
+      ReadBatchNormApply("batch_norm_apply", args, rets, attributes, &call, &arrays));
+  XlaExecutor executor(pool);
+  cpu::BatchNormApply(call.shape, call.dtype, call.eps, call.relu, arrays, executor);
+  return ffi::Error::Success();
+}
+
+ffi::Error SumsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    ffi::Dictionary attributes) {
+  BatchNormCall call;
+  BatchNormSumsArrays arrays;
+  FASTOPS_RETURN_IF_ERROR(
+      ReadBatchNormSums("batch_norm_sums", args, rets, attributes, &call, &arrays));
+  XlaExecutor executor(pool);
+  cpu::BatchNormSums(call.shape, call.dtype, call.eps, arrays, executor);
+  return ffi::Error::Success();
+}
+
+ffi::Error BackwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        ffi::Dictionary attributes) {
+  BatchNormCall call;
+  BatchNormBackwardArrays arrays;
+  FASTOPS_RETURN_IF_ERROR(
+      ReadBatchNormBackward("batch_norm_bwd", args, rets, attributes, &call, &arrays));
+  XlaExecutor executor(pool);
+  cpu::BatchNormBackward(call.shape, call.dtype, call.eps, arrays, executor);
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(
+    kBatchNormStatistics, StatisticsImpl,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(
+    kBatchNormApply, ApplyImpl,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(
+    kBatchNormSums, SumsImpl,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(
+    kBatchNormBackward, BackwardImpl,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+
+FASTOPS_REGISTER("jax_fastops.batch_norm_statistics", kBatchNormStatistics);
+FASTOPS_REGISTER("jax_fastops.batch_norm_apply", kBatchNormApply);
+FASTOPS_REGISTER("jax_fastops.batch_norm_sums", kBatchNormSums);
+FASTOPS_REGISTER("jax_fastops.batch_norm_bwd", kBatchNormBackward);
+
+}  // namespace
+}  // namespace jax_fastops

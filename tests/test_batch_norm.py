@@ -1,0 +1,720 @@
+"""Batch norm: transformations, layouts, accuracy of the statistics, the mask, sharded batches."""
+
+import functools
+import itertools
+import math
+import re
+
+import hypothesis
+import jax
+import jax.export
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import pytest
+from harness import Case, Sharding, Tolerance, assert_bitwise_equal, assert_matches, checks
+from harness.case import implementation
+from harness.compat import make_mesh, saved_residuals, x64
+from harness.numerics import assert_within, normal
+from harness.properties import settings
+from harness.sharding import assert_layout, collectives, device_count
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+
+pytestmark = pytest.mark.usefixtures("native")
+
+MODES = ("native", "auto", "xla")
+
+
+def across(x, axis):
+    return tuple(i for i in range(x.ndim) if i != axis % x.ndim)
+
+
+def along(values, x, axis):
+    shape = [1] * x.ndim
+    shape[axis] = -1
+    return values.reshape(shape)
+
+
+def normalised(x, mean, var, scale, bias, residual, axis, eps, activation):
+    wide = jnp.promote_types(x.dtype, np.float32)
+    rstd = 1 / jnp.sqrt(var.astype(wide) + eps)
+    z = (x.astype(wide) - along(mean.astype(wide), x, axis)) * along(rstd, x, axis)
+    z = z if scale is None else z * along(scale.astype(wide), x, axis)
+    z = z if bias is None else z + along(bias.astype(wide), x, axis)
+    z = z if residual is None else z + residual.astype(wide)
+    return (jax.nn.relu(z) if activation else z).astype(x.dtype)
+
+
+def statistics(x, axis):
+    """Of two passes."""
+    x = x.astype(jnp.promote_types(x.dtype, np.float32))
+    mean = jnp.mean(x, across(x, axis))
+    return mean, jnp.mean(jnp.square(x - along(mean, x, axis)), across(x, axis))
+
+
+def reference(x, scale, bias, residual=None, *, axis=-1, eps=1e-5, activation=None):
+    x = jnp.asarray(x)
+    mean, var = statistics(x, axis)
+    return normalised(x, mean, var, scale, bias, residual, axis, eps, activation), mean, var
+
+
+def op(x, scale, bias, residual=None, **options):
+    return fo.batch_norm(x, scale, bias, residual=residual, **options)
+
+
+def inference_reference(
+    x, mean, var, scale, bias, residual=None, *, axis=-1, eps=1e-5, activation=None
+):
+    return normalised(jnp.asarray(x), mean, var, scale, bias, residual, axis, eps, activation)
+
+
+def inference(x, mean, var, scale, bias, residual=None, **options):
+    return fo.batch_norm_inference(x, mean, var, scale, bias, residual=residual, **options)
+
+
+def draws(shape, axis=-1, residual=False, given=False, parameters=None):
+    """x, (mean, var,) scale, bias(, residual)."""
+
+    def make(rng, dtype):
+        own, c = parameters or dtype, shape[axis]
+        values = [normal(rng, (c,), np.float64) for _ in range(4)]
+        values = [values[0], values[1] ** 2 + 0.5, values[2] / 4 + 1, values[3]]
+        values = [v.astype(own) for v in values[0 if given else 2 :]]
+        return (
+            normal(rng, shape, dtype),
+            *values,
+            *([normal(rng, shape, dtype)] if residual else []),
+        )
+
+    return make
+
+
+def case(name, shape, axis=-1, residual=False, given=False, parameters=None, **more):
+    options = dict(axis=axis, activation=more.pop("activation", None), eps=1e-2)
+    make = functools.partial(
+        draws, axis=axis, residual=residual, given=given, parameters=parameters
+    )
+    if sharded := more.pop("sharded", None):
+        spread = (0, *(None,) * (4 if given else 2), *([0] if residual else []))
+        more["make_sharded_args"] = make(sharded)
+        more["shardings"] = (
+            Sharding(
+                "batch",
+                spread,
+                (0,) if given else (0, None, None),
+                forward_all_reduces=0 if given else 1,
+                gradient_all_reduces=1,
+                shard_map=given,
+            ),
+        )
+    fn, plain = (inference, inference_reference) if given else (op, reference)
+    return Case(
+        name=name,
+        fn=functools.partial(fn, **options),
+        reference=functools.partial(plain, **options),
+        make_args=make(shape),
+        tolerance=Tolerance(ulps=96.0, lone=4.0),  # sums in which terms cancel
+        shards_under_vmap=False,
+        **more,
+    )
+
+
+NHWC = case(
+    "nhwc", (3, 2, 5), sharded=(16, 3, 4), symbolic=("b, 2, 5", "5", "5"), modes=("native",)
+)
+ADD_RELU = case(
+    "add_relu",
+    (4, 2, 4),
+    residual=True,
+    activation="relu",
+    sharded=(16, 3, 8),
+    symbolic=("b, 2, 4", "4", "4", "b, 2, 4"),
+    dtypes=("float32", "bfloat16"),
+)
+NCHW_RELU = case(
+    "nchw_relu",
+    (3, 4, 2, 3),
+    axis=1,
+    activation="relu",
+    parameters="float32",
+    sharded=(16, 3, 2, 4),
+    symbolic=("b, 4, 2, 3", "4", "4"),
+    modes=("native",),
+    dtypes=("bfloat16", "float16"),
+    basic_only=True,
+)
+# The bits of an example do not fill bytes.
+ODD_RELU = case(
+    "odd_relu",
+    (8, 3),
+    activation="relu",
+    sharded=(64, 3),
+    modes=("native",),
+    dtypes=("float32",),
+    basic_only=True,
+)
+PADDED_RELU = case(
+    "padded_relu",
+    (3, 5),
+    activation="relu",
+    modes=("native",),
+    dtypes=("float32",),
+    basic_only=True,
+)
+INFERENCE = case(
+    "inference",
+    (4, 2, 4),
+    residual=True,
+    given=True,
+    activation="relu",
+    sharded=(16, 3, 8),
+    symbolic=("b, 2, 4", "4", "4", "4", "4", "b, 2, 4"),
+    modes=("native",),
+    dtypes=("float32", "bfloat16"),
+)
+
+
+@checks(NHWC, ADD_RELU, INFERENCE)
+def test_harness(check):
+    check()
+
+
+@checks(NCHW_RELU, ODD_RELU, PADDED_RELU)
+def test_harness_of_variants(check):
+    check()
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+def value_and_gradients(fn, **options):
+    """Results and gradients, from cotangents and operands."""
+
+    def run(cts, *args):
+        out, pullback = jax.vjp(functools.partial(fn, **options), *args)
+        return out, pullback(cts)
+
+    return run
+
+
+def exact(x, scale, bias, residual, cts, axis, eps, activation):
+    """Everything in NumPy's float64."""
+    x, scale, bias, dy, dmean, dvar = (
+        np.asarray(a).astype(np.float64) for a in (x, scale, bias, *cts)
+    )
+    axes, n = across(x, axis), x.size // x.shape[axis]
+    to = functools.partial(along, x=x, axis=axis)
+    mean = x.mean(axes)
+    centred = x - to(mean)
+    var = (centred**2).mean(axes)
+    rstd = 1 / np.sqrt(var + eps)
+    z = centred * to(rstd * scale) + to(bias)
+    if residual is not None:
+        z = z + np.asarray(residual).astype(np.float64)
+    y = np.maximum(z, 0) if activation else z
+    g = np.where(z > 0, dy, 0) if activation else dy
+    sums = g.sum(axes), (g * centred).sum(axes)
+    dx = to(rstd * scale) * (g - to(sums[0] / n) - centred * to(sums[1] * rstd**2 / n))
+    dx = dx + to(dmean / n) + 2 * centred * to(dvar / n)
+    return (y, mean, var), (dx, sums[1] * rstd, sums[0], g), z
+
+
+def check_shape(shape, axis, dtype, activation="relu", residual=True, seed=0, mean=0.0):
+    rng = np.random.default_rng([seed, *shape])
+    x, scale, bias = draws(shape, axis, parameters=jnp.promote_types(dtype, np.float32))(rng, dtype)
+    x = (x.astype(np.float64) + mean).astype(dtype)
+    res = normal(rng, shape, dtype) if residual else None
+    wide = scale.dtype
+    dy = normal(rng, shape, dtype)
+    cts = (dy, *(normal(rng, scale.shape, wide) for _ in range(2)))
+    eps = 1e-3
+    options = dict(axis=axis, eps=eps, activation=activation)
+    args = (x, scale, bias, *([res] if residual else []))
+    out, grads = jax.jit(value_and_gradients(op, **options))(cts, *args)
+    want_out, want_grads, z = exact(x, scale, bias, res, cts, axis, **_without(options, "axis"))
+    n = x.size // scale.size
+    unit = 8 * (1 + abs(mean))
+    names = ("y", "mean", "var")
+    for name, got, want in zip(names, out, want_out, strict=True):
+        assert got.dtype == (x.dtype if name == "y" else wide)
+        size = np.abs(want).max() if name == "var" else 1
+        assert_within(got, want, unit * max(1, size), f"{name} of {shape}")
+    # Where z is 0 but for rounding, the mask may be either.
+    unsure = np.abs(z) < 64 * float(jnp.finfo(wide).eps) * unit if activation else np.zeros(z.shape)
+    if not unsure.any():
+        names = ("dx", "dscale", "dbias", "dresidual")
+        for name, got, want in zip(names, grads, want_grads, strict=False):
+            rows = math.sqrt(n) if name in ("dscale", "dbias") else 1
+            largest = np.abs(want).max(initial=1)
+            assert_within(got, want, unit * 4 * rows * largest, f"{name} of {shape}")
+
+
+def _without(options, name):
+    return {k: v for k, v in options.items() if k != name}
+
+
+LAYOUTS = [
+    ((4, 6, 6, 16), -1),
+    ((300, 3), -1),
+    ((5, 7, 17), 2),
+    ((8, 9, 63), -1),
+    ((33, 257), -1),
+    ((6, 2050), -1),
+    ((3, 5001), -1),
+    ((5, 4, 7, 7), 1),
+    ((2, 3, 61, 67), 1),
+    ((7, 33, 3), 1),
+    ((2, 3, 4, 5, 6), 2),
+    ((6, 50), 0),
+    ((1, 40), 1),
+    ((40,), 0),
+]
+
+
+@pytest.mark.parametrize("shape, axis", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_layouts(shape, axis, kind):
+    check_shape(shape, axis, jnp.dtype(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape, axis", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "activation, residual", list(itertools.product((None, "relu"), (False, True)))
+)
+def test_layouts_every_dtype(shape, axis, activation, residual, dtype):
+    check_shape(shape, axis, dtype, activation, residual)
+
+
+@pytest.mark.parametrize("shape, axis", [((64, 28, 28, 24), -1), ((33, 24, 28, 31), 1)], ids=str)
+def test_many_rows(shape, axis):
+    check_shape(shape, axis, jnp.dtype("float32"))
+
+
+def any_shapes(examples, kind):
+    @settings(examples)
+    @hypothesis.given(
+        st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(0, 4), st.booleans()
+    )
+    def check(shape, axis, plain):
+        activation = None if plain else "relu"
+        check_shape(tuple(shape), axis % len(shape), jnp.dtype(kind), activation)
+
+    check()
+
+
+def test_any_shapes():
+    any_shapes(25, "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_more_shapes(kind):
+    any_shapes(150, kind)
+
+
+@pytest.mark.parametrize("shape, axis", [((512, 8, 24), -1), ((64, 24, 15, 7), 1)], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_means_far_larger_than_deviations(shape, axis, mode):
+    """No worse than twice two passes; sums of squares would leave nothing of the variance."""
+    rng = np.random.default_rng(1)
+    for shift in (1e4, -3e4):
+        x = (normal(rng, shape, np.float64) + shift).astype(np.float32)
+        x[0] = shift  # values that are not like the others come first
+        with implementation(mode):
+            mean, var = jax.jit(functools.partial(op, axis=axis))(x, None, None)[1:]
+        wide = x.astype(np.float64)
+        exact_mean, exact_var = wide.mean(across(x, axis)), wide.var(across(x, axis))
+        plain_mean, plain_var = statistics(x, axis)
+        eps = float(np.finfo(np.float32).eps)
+        for got, plain, want in ((mean, plain_mean, exact_mean), (var, plain_var, exact_var)):
+            error, theirs = (np.abs(np.asarray(a) - want).max() for a in (got, plain))
+            assert error <= max(2 * theirs, eps * np.abs(want).max())
+
+
+def test_a_first_row_like_no_other():
+    x = np.random.default_rng(2).standard_normal((4096, 5)).astype(np.float32) + 1e4
+    x[:3] = 0
+    mean, var = op(x, None, None)[1:]
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(mean, wide.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(var, wide.var(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_nan_and_infinity_stay_in_their_channel(dtype, axis):
+    rng = np.random.default_rng(3)
+    shape = (6, 8, 8)
+    x, scale, bias = draws(shape, axis)(rng, dtype)
+    x = np.moveaxis(x.copy(), axis, 0)
+    for c, value in enumerate((np.nan, np.inf, -np.inf)):
+        x[c, 2, 3] = value
+    x[3, 1, 1], x[3, 2, 2] = np.inf, -np.inf
+    x = np.moveaxis(x, 0, axis)
+    cts = (normal(rng, shape, dtype), *(np.zeros(8, jnp.promote_types(dtype, np.float32)),) * 2)
+    run = lambda f: jax.jit(value_and_gradients(f, axis=axis, activation="relu"))(  # noqa: E731
+        cts, x, scale, bias
+    )
+    got, want = run(op), run(reference)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        mine, theirs = (np.asarray(a).astype(np.float64) for a in (mine, theirs))
+        np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs))
+        np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
+        close = np.isfinite(theirs)
+        limit = 32 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(mine[close], theirs[close], rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_large_values(kind):
+    """As large as the dtype allows: the squares of the deviations may overflow, nothing else."""
+    dtype = jnp.dtype(kind)
+    rng = np.random.default_rng(4)
+    top = 0.25 * float(jnp.finfo(dtype).max) if kind == "float16" else 1e18
+    x = (normal(rng, (64, 8), np.float64).clip(-3, 3) * top).astype(dtype)
+    y, mean, var = op(x, None, None)
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(mean, wide.mean(0), atol=1e-5 * top)
+    np.testing.assert_allclose(var, wide.var(0), rtol=1e-4)
+    assert np.isfinite(np.asarray(y).astype(np.float64)).all()
+
+
+def test_one_element_for_each_channel(dtype):
+    rng = np.random.default_rng(5)
+    x, scale, bias = draws((1, 8))(rng, dtype)
+    wide = jnp.promote_types(dtype, np.float32)
+    cts = (normal(rng, (1, 8), dtype), np.zeros(8, wide), np.zeros(8, wide))
+    (y, mean, var), grads = jax.jit(value_and_gradients(op))(cts, x, scale, bias)
+    assert_bitwise_equal(mean, x[0].astype(wide))
+    assert not np.asarray(var).any()
+    assert_bitwise_equal(y, (bias + jnp.zeros(8, dtype))[None])
+    dx, dscale, dbias = grads
+    assert not np.asarray(dscale).any() and not np.asarray(dx).any()
+    assert_bitwise_equal(dbias, cts[0][0])
+
+
+def test_a_cotangent_that_is_not_masked_in_is_not_multiplied():
+    x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+    y, pullback = jax.vjp(lambda r: op(x, None, None, r, activation="relu")[0], np.zeros_like(x))
+    dy = np.where(np.asarray(y) > 0, np.float32(1), np.float32(np.inf))
+    assert_bitwise_equal(pullback(dy)[0], (np.asarray(y) > 0).astype(np.float32))
+
+
+@pytest.mark.parametrize("shape, axis", [((0, 4), -1), ((3, 0), -1), ((2, 3, 0), 1)], ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_no_elements(shape, axis):
+    c = shape[axis]
+    y, mean, var = op(np.zeros(shape, np.float32), np.ones(c), np.ones(c), axis=axis)
+    assert y.shape == shape and mean.shape == var.shape == (c,)
+
+
+def test_parameters_of_another_dtype():
+    rng = np.random.default_rng(6)
+    x, scale, bias = draws((16, 8), parameters="float32")(rng, jnp.bfloat16)
+    y, mean, var = op(x, scale, bias)
+    assert (y.dtype, mean.dtype, var.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
+    grads = jax.grad(lambda *args: op(*args)[0].astype(np.float32).sum(), (0, 1, 2))(x, scale, bias)
+    assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32, jnp.float32]
+    narrow = op(x, scale.astype(jnp.bfloat16), None)[0]
+    assert narrow.dtype == jnp.bfloat16
+
+
+def test_through_the_statistics():
+    """The returned statistics have gradients, as they are or beside those of the result."""
+    rng = np.random.default_rng(7)
+    with x64():
+        x, scale, bias = draws((6, 2, 5))(rng, np.float64)
+        weights = rng.standard_normal(5)
+        for parts in ((1,), (2,), (0, 1, 2)):
+
+            def loss(fn, x, scale, bias, parts=parts):
+                out = fn(x, scale, bias, activation="relu")
+                return sum(jnp.sum(jnp.sin(out[i]) * weights) for i in parts)
+
+            got, want = (
+                jax.grad(functools.partial(loss, fn), (0, 1, 2))(x, scale, bias)
+                for fn in (op, reference)
+            )
+            for mine, theirs in zip(got, want, strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_gradients_match_differences(activation):
+    rng = np.random.default_rng(8)
+    with x64():
+        x, scale, bias, residual = draws((5, 2, 4), residual=True)(rng, np.float64)
+        bias = bias + 0.1
+        fn = functools.partial(op, activation=activation)
+        jax.test_util.check_grads(fn, (x, scale, bias, residual), order=2, rtol=1e-4, atol=1e-4)
+
+
+# What is run and what is kept ---------------------------------------------------------------------
+
+
+def targets(text):
+    return sorted(
+        line.split('custom_call_target="jax_fastops.')[1].split(".")[0].split('"')[0]
+        for line in text.splitlines()
+        if "custom_call_target=" in line and "jax_fastops." in line
+    )
+
+
+@pytest.mark.parametrize(
+    "activation, residual", list(itertools.product((None, "relu"), (False, True)))
+)
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_two_kernels_each_way(axis, activation, residual):
+    rng = np.random.default_rng(9)
+    args = draws((4, 8, 8), axis, residual)(rng, np.float32)
+    fn = functools.partial(op, axis=axis, activation=activation)
+    forward = jax.jit(fn).lower(*args).compile().as_text()
+    assert targets(forward) == ["batch_norm_apply", "batch_norm_statistics"]
+    cts = (args[0], *args[1:3])
+    text = jax.jit(value_and_gradients(fn)).lower(cts, *args).compile().as_text()
+    assert targets(text) == [
+        "batch_norm_apply",
+        "batch_norm_bwd",
+        "batch_norm_statistics",
+        "batch_norm_sums",
+    ]
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("shape", [(8, 4, 8), (16, 3), (3, 5)], ids=str)
+def test_what_is_kept(shape, activation):
+    """x, the scale, two numbers for each channel, and bits."""
+    rng = np.random.default_rng(10)
+    args = draws(shape, residual=True, parameters="float32")(rng, jnp.bfloat16)
+
+    def loss(*args):
+        return op(*args, activation=activation)[0].astype(np.float32).sum()
+
+    text = saved_residuals(loss, *args)
+    found = re.findall(r"^(\w+)\[([\d,]+)\]", text, re.MULTILINE)
+    kept = [(kind, math.prod(map(int, dims.split(",")))) for kind, dims in found]
+    c, n = shape[-1], math.prod(shape)
+    want = [("bf16", n), ("f32", c), ("f32", c), ("f32", c)]
+    assert sorted(kept) == sorted(want + [("u8", -(-n // 8))] * (activation is not None)), text
+
+
+def test_two_runs_give_the_same_bits(dtype):
+    rng = np.random.default_rng(11)
+    for shape, axis in (((64, 14, 14, 24), -1), ((16, 24, 14, 13), 1)):
+        args = draws(shape, axis, True)(rng, dtype)
+        wide = jnp.promote_types(dtype, np.float32)
+        cts = (normal(rng, shape, dtype), *(normal(rng, (24,), wide) for _ in range(2)))
+        run = jax.jit(value_and_gradients(op, axis=axis, activation="relu"))
+        first = jax.tree.map(np.asarray, run(cts, *args))
+        for _ in range(3):
+            assert_matches(run(cts, *args), first)
+
+
+def test_implementations_agree(dtype):
+    rng = np.random.default_rng(12)
+    args = draws((16, 6, 8), residual=True)(rng, dtype)
+    wide = jnp.promote_types(dtype, np.float32)
+    cts = (normal(rng, (16, 6, 8), dtype), *(normal(rng, (8,), wide) for _ in range(2)))
+    results = {}
+    for mode in MODES:
+        with implementation(mode):
+            results[mode] = jax.jit(value_and_gradients(op, activation="relu"))(cts, *args)
+    eps = float(jnp.finfo(dtype).eps)
+    for mode in MODES:
+        for mine, theirs in zip(
+            jax.tree.leaves(results[mode]), jax.tree.leaves(results["xla"]), strict=True
+        ):
+            mine, theirs = (np.asarray(a).astype(np.float64) for a in (mine, theirs))
+            np.testing.assert_allclose(mine, theirs, rtol=8 * eps, atol=64 * eps)
+
+
+def test_a_platform_without_kernels_takes_the_reference():
+    x, c = jnp.ones((4, 8)), jnp.ones(8)
+    run = jax.jit(value_and_gradients(op, activation="relu"))
+    exported = jax.export.export(run, platforms=["tpu"])((x, c, c), x, c, c)
+    assert "custom_call" not in exported.mlir_module()
+
+
+@pytest.mark.parametrize(
+    "args, options, error, message",
+    [
+        (((), (), ()), {}, ValueError, "axis is -1; it must be in"),
+        (((4, 3), (3,), (3,)), dict(axis=2), ValueError, "axis is 2"),
+        (((4, 3), (3,), (3,)), dict(axis=1.0), TypeError, "axis is 1.0; it must be an integer"),
+        (((4, 3), (4,), (3,)), {}, ValueError, r"scale has shape \(4,\); it must be \(3,\)"),
+        (((4, 3), (3,), (1, 3)), {}, ValueError, r"bias has shape \(1, 3\); it must be \(3,\)"),
+        (((4, 3), (3,), (3,), (3,)), {}, ValueError, r"residual has shape \(3,\); it must have"),
+        (((4, 3), (3,), (3,)), dict(activation="gelu"), ValueError, "None or 'relu'"),
+        (((4, 3), (3,), (3,)), dict(eps=math.nan), ValueError, "eps is nan"),
+        (((4, 3), (3,), (3,)), dict(eps="x"), TypeError, "eps is of type str"),
+    ],
+)
+def test_errors(args, options, error, message):
+    with pytest.raises(error, match=message):
+        op(*(np.ones(shape, np.float32) for shape in args), **options)
+
+
+def test_errors_of_dtypes():
+    x = np.ones((4, 3), np.float32)
+    with pytest.raises(TypeError, match="x has dtype int32"):
+        op(x.astype(np.int32), None, None)
+    with pytest.raises(TypeError, match="residual has dtype float16, but x has dtype float32"):
+        op(x, None, None, x.astype(np.float16))
+    with pytest.raises(TypeError, match="scale has dtype int32"):
+        op(x, np.ones(3, np.int32), None)
+    with pytest.raises(TypeError, match="mean is None"):
+        fo.batch_norm_inference(x, None, x[0], None, None)
+    with pytest.raises(ValueError, match=r"var has shape \(4,\)"):
+        fo.batch_norm_inference(x, x[0], np.ones(4, np.float32), None, None)
+
+
+# vmap, shards -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [(0, None, None), (1, 0, None), (None, 0, 0), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 4, 8), (6, 3)], ids=str)
+def test_a_map_has_statistics_of_each_example(axes, shape):
+    rng = np.random.default_rng(13)
+    single = draws(shape)(rng, np.float32)
+    args = [
+        a if ax is None else np.stack([a, -2 * a + 1, a * a], min(ax, a.ndim))
+        for a, ax in zip(single, axes, strict=True)
+    ]
+    axes = tuple(None if ax is None else min(ax, a.ndim - 1) for a, ax in zip(args, axes, strict=1))
+
+    def run(fn):
+        def each(*args):
+            out, pullback = jax.vjp(functools.partial(fn, activation="relu"), *args)
+            return out, pullback(jax.tree.map(jnp.cos, out))
+
+        return jax.jit(jax.vmap(each, axes))(*args)
+
+    for mine, theirs in zip(jax.tree.leaves(run(op)), jax.tree.leaves(run(reference)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_a_map_is_one_call_of_each_kernel():
+    x, c = jnp.ones((3, 8, 4, 8)), jnp.ones(8)
+    run = jax.vmap(lambda x: value_and_gradients(op, activation="relu")((x, c, c), x, c, c))
+    text = jax.jit(run).lower(x).compile().as_text()
+    assert len(targets(text)) == 4 and " while(" not in text
+
+
+def eight(axis_type=AxisType.Auto):
+    count = device_count()
+    if count < 2:
+        pytest.skip("needs two devices")
+    return make_mesh({"a": count}, axis_type)
+
+
+def spread(mesh, args, spec):
+    """Arrays of more than one dimension with `spec`, the others on every device."""
+    put = lambda a: jax.device_put(a, NamedSharding(mesh, spec if a.ndim > 1 else P()))  # noqa: E731
+    return jax.tree.map(put, args)
+
+
+SHAPES = {
+    "nhwc": ((16, 4, 3, 8), -1),
+    "nchw": ((16, 8, 3, 5), 1),
+    "three channels": ((64, 3), -1),
+    "padded": ((16, 5), -1),
+}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_sharded_batch_is_one_batch(name, activation, axis_type):
+    """One all-reduce for the statistics, one for the gradients, nothing else."""
+    mesh, (shape, axis) = eight(axis_type), SHAPES[name]
+    rng = np.random.default_rng(14)
+    args = draws(shape, axis, True)(rng, np.float32)
+    cts = (normal(rng, shape, np.float32), *(normal(rng, args[1].shape, np.float32),) * 2)
+    options = dict(axis=axis, activation=activation)
+    want = jax.jit(value_and_gradients(reference, **options))(cts, *args)
+    with jax.set_mesh(mesh):
+        cts, args = spread(mesh, (cts, args), P("a"))
+        forward = jax.jit(functools.partial(op, **options)).lower(*args).compile().as_text()
+        program = jax.jit(value_and_gradients(op, **options)).lower(cts, *args).compile()
+        got, text = program(cts, *args), program.as_text()
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-4)
+    if name == "padded" and activation and jax.device_count() > 1:
+        return  # the bits of a shard do not fill bytes
+    assert collectives(forward) == {"all-reduce": 1}
+    assert collectives(text) == {"all-reduce": 2}
+    assert len(targets(text)) == 4
+    for result in (got[0][0], got[1][0], got[1][3]):
+        assert_layout(name, result, NamedSharding(mesh, P("a")))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_batch_spread_by_shard_map(activation, check_vma):
+    mesh = eight()
+    rng = np.random.default_rng(15)
+    args = draws((16, 3, 8), residual=True)(rng, np.float32)
+    cts = (normal(rng, (16, 3, 8), np.float32), *(normal(rng, (8,), np.float32),) * 2)
+    whole, specs = P("a"), (P("a"), P(), P(), P("a"))
+
+    def part(*args):
+        return op(*args, activation=activation, axis_name="a")
+
+    mapped = jax.shard_map(
+        part, mesh=mesh, in_specs=specs, out_specs=(whole, P(), P()), check_vma=check_vma
+    )
+    got = jax.jit(value_and_gradients(mapped))(cts, *args)
+    want = jax.jit(value_and_gradients(reference, activation=activation))(cts, *args)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-4)
+    text = jax.jit(mapped).lower(*args).compile().as_text()
+    assert collectives(text) == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_batch_spread_by_vmap(activation):
+    """`axis_name` of a map: one batch of all examples."""
+    rng = np.random.default_rng(16)
+    x, scale, bias, residual = draws((24, 8), residual=True)(rng, np.float32)
+
+    def loss(fn, x, scale, bias, residual, **options):
+        y, mean, var = fn(x, scale, bias, residual, activation=activation, **options)
+        return (jnp.sin(y) * jnp.arange(8)).sum() + mean.sum() + (var * jnp.arange(8)).sum()
+
+    def parts(x, scale, bias, residual):
+        each = functools.partial(loss, op, axis_name="i")
+        split = lambda a: a.reshape(3, 8, 8)  # noqa: E731
+        run = jax.vmap(each, (0, None, None, 0), axis_name="i")
+        return run(split(x), scale, bias, split(residual)).sum()
+
+    def whole(*args):
+        y, mean, var = reference(*args, activation=activation)
+        return (jnp.sin(y) * jnp.arange(8)).sum() + 3 * (mean.sum() + (var * jnp.arange(8)).sum())
+
+    args = (x, scale, bias, residual)
+    got = jax.jit(jax.value_and_grad(parts, (0, 1, 2, 3)))(*args)
+    want = jax.jit(jax.value_and_grad(whole, (0, 1, 2, 3)))(*args)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_one_export_serves_every_batch():
+    (b,) = jax.export.symbolic_shape("b")
+    types = [jax.ShapeDtypeStruct(s, np.float32) for s in ((b, 4, 8), (8,), (8,))]
+    run = jax.jit(value_and_gradients(op, activation="relu"))
+    cts = (types[0], types[1], types[1])
+    exported = jax.export.export(run, disabled_checks=fo.export_checks())(cts, *types)
+    back = jax.export.deserialize(exported.serialize())
+    rng = np.random.default_rng(17)
+    for batch in (1, 2, 300):
+        args = draws((batch, 4, 8))(rng, np.float32)
+        cts = (normal(rng, (batch, 4, 8), np.float32), *args[1:])
+        want = jax.jit(value_and_gradients(reference, activation="relu"))(cts, *args)
+        for mine, theirs in zip(
+            jax.tree.leaves(back.call(cts, *args)), jax.tree.leaves(want), strict=True
+        ):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-3)

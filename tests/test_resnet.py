@@ -1,0 +1,452 @@
+"""ResNets: their architecture, and that ours and plain JAX's train alike, also on many devices."""
+
+import dataclasses
+import functools
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness.compat import make_mesh, x64
+from harness.sharding import collectives, device_count
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+from jax_fastops.models import resnet
+
+# Every kind of block, in few: with and without stride, with and without a projection.
+BASIC = resnet.Config((2, 1), "basic", width=8, classes=10, dtype="float32", zero_init=False)
+BOTTLENECK = resnet.Config(
+    (2, 1), "bottleneck", width=8, classes=10, dtype="float32", zero_init=False
+)
+CONFIGS = {"basic": BASIC, "bottleneck": BOTTLENECK}
+MOMENTUM, RATE = 0.9, 0.5
+
+
+@functools.cache
+def made(config: resnet.Config):
+    return jax.jit(resnet.init, static_argnums=1)(jax.random.key(0), config)
+
+
+@functools.cache
+def start(config: resnet.Config):
+    """Parameters and statistics; none that are not a kernel's are all zero or all one."""
+    params, statistics = made(config)
+    rng = np.random.default_rng(0)
+
+    def changed(path, leaf):
+        if path[-1].key == "kernel":
+            return leaf
+        return leaf + rng.uniform(0.1, 0.5, leaf.shape).astype(leaf.dtype)
+
+    return jax.tree.map_with_path(changed, (params, statistics))
+
+
+def batch(config: resnet.Config, n: int = 8, size: int = 32):
+    rng = np.random.default_rng(1)
+    images = rng.standard_normal((n, size, size, config.channels), np.float32)
+    return images, (np.arange(n) % config.classes).astype(np.int32)
+
+
+def loss(params, statistics, images, labels, config, implementation, axis_name=None):
+    logits, statistics = resnet.apply(
+        params,
+        statistics,
+        images,
+        config,
+        train=True,
+        batch_norm=implementation,
+        axis_name=axis_name,
+    )
+    each = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)
+    mean = each.mean() if axis_name is None else jax.lax.pmean(each.mean(), axis_name)
+    return mean, (logits, statistics)
+
+
+def training_step(config, implementation, axis_name=None):
+    """Parameters, statistics, images, labels to (loss, logits, statistics, gradients)."""
+
+    def step(params, statistics, images, labels):
+        (value, (logits, new)), grads = jax.value_and_grad(loss, has_aux=True)(
+            params, statistics, images, labels, config, implementation, axis_name
+        )
+        return {"loss": value, "logits": logits, "statistics": new, "gradients": grads}
+
+    return step
+
+
+@functools.cache
+def stepped(config, implementation):
+    with fo.use_implementation("native"):
+        step = jax.jit(training_step(config, implementation))
+        return jax.tree.map(np.asarray, step(*start(config), *batch(config)))
+
+
+def errors(found, wanted) -> dict[str, float]:
+    """Of each array, in norm, over the norm of what is wanted."""
+
+    def error(path, a, b):
+        assert a.shape == b.shape and a.dtype == b.dtype, jax.tree_util.keystr(path)
+        return float(np.linalg.norm(np.subtract(a, b)) / np.linalg.norm(b))
+
+    named = jax.tree.leaves_with_path(jax.tree.map_with_path(error, found, wanted))
+    return {jax.tree_util.keystr(path): value for path, value in named}
+
+
+def assert_close(found, wanted, tolerance: float) -> None:
+    for path, value in errors(found, wanted).items():
+        assert value <= tolerance, f"{path} differs by {value:.1e}"
+
+
+# ---- architecture --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, parameters, multiplications",
+    [(resnet.RESNET18, 11_689_512, 1.814e9), (resnet.RESNET50, 25_557_032, 4.089e9)],
+    ids=["18", "50"],
+)
+def test_size(config, parameters, multiplications):
+    """What torchvision states for its models, at 224 x 224: strides and paddings are in it."""
+    state = jax.eval_shape(lambda key: resnet.init(key, config), jax.random.key(0))
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, resnet.shapes(config))
+    assert sum(math.prod(a.shape) for a in jax.tree.leaves(state[0])) == parameters
+    images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
+    apply = functools.partial(resnet.apply, config=config, train=False, batch_norm=resnet.PLAIN)
+    equations = jax.make_jaxpr(apply)(*state, images).eqns
+    count = 512 * 1000 if config.block == "basic" else 2048 * 1000
+    strided = []
+    for equation in equations:
+        if equation.primitive.name == "conv_general_dilated":
+            kernel = equation.invars[1].aval.shape
+            count += equation.outvars[0].aval.size * math.prod(kernel[:3])
+            assert equation.invars[0].aval.dtype == jnp.bfloat16
+            if equation.params["window_strides"] == (2, 2):
+                strided.append(kernel[0])
+    assert count == pytest.approx(multiplications, rel=5e-4)
+    assert sorted(strided) == [1, 1, 1, 3, 3, 3, 7]
+
+
+def test_batch_norms_are_fused():
+    """ResNet-50 has 53: 49 with the ReLU behind them, 16 of these with a block's addition."""
+    calls = []
+
+    def training(x, scale, bias, *, activation, residual, **options):
+        calls.append((activation, residual is not None))
+        return resnet.plain_batch_norm(
+            x, scale, bias, activation=activation, residual=residual, **options
+        )
+
+    spy = resnet.BatchNorm(training, resnet.plain_batch_norm_inference)
+    params, statistics = resnet.shapes(resnet.RESNET50)
+    images = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
+    apply = functools.partial(resnet.apply, config=resnet.RESNET50, train=True, batch_norm=spy)
+    logits, new = jax.eval_shape(apply, params, statistics, images)
+    assert (logits.shape, logits.dtype) == ((2, 1000), jnp.float32)
+    assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, statistics)
+    kinds = (("relu", False), ("relu", True), (None, False))
+    assert [calls.count(kind) for kind in kinds] == [33, 16, 4]
+    assert len(calls) == 53
+
+
+def test_zero_init():
+    """Blocks without a projection begin as the identity, of what is positive."""
+    config = dataclasses.replace(BASIC, zero_init=True)
+    params, _ = made(config)
+    scales = [params["layer1"][0][bn]["scale"] for bn in ("bn1", "bn2")]
+    assert np.all(scales[0] == 1) and np.all(scales[1] == 0)
+    projected = params["layer2"][0]["downsample"]["bn"]["scale"]
+    assert np.all(projected == 1)
+    plain, _ = made(BASIC)
+    assert np.all(plain["layer1"][0]["bn2"]["scale"] == 1)
+    spread = float(jnp.std(params["layer1"][0]["conv1"]["kernel"]))
+    assert spread == pytest.approx(math.sqrt(2 / (9 * 8)), rel=0.1)
+    assert not np.array_equal(
+        params["layer1"][0]["conv1"]["kernel"], params["layer1"][1]["conv1"]["kernel"]
+    )
+
+
+# ---- ours and plain JAX's ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_twins_agree(kind):
+    """Logits, new statistics and the gradient of every parameter."""
+    config = CONFIGS[kind]
+    ours, plain = (stepped(config, which) for which in (resnet.FASTOPS, resnet.PLAIN))
+    assert_close(ours, plain, 5e-5)
+    assert min(np.linalg.norm(g) for g in jax.tree.leaves(ours["gradients"])) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [resnet.RESNET18, resnet.RESNET50], ids=["18", "50"])
+def test_twins_agree_in_full_depth(full):
+    """In float64, where the variance's formula does not show, so that nothing else may."""
+    config = dataclasses.replace(full, width=8, classes=10, dtype="float64")
+    given = (*start(dataclasses.replace(config, dtype="float32")), *batch(config, 4, 64))
+    with x64(), fo.use_implementation("native"):
+        given = jax.tree.map(
+            lambda a: np.asarray(a, np.float64 if a.dtype == np.float32 else None), given
+        )
+        ours, plain = (
+            jax.jit(training_step(config, which))(*given)
+            for which in (resnet.FASTOPS, resnet.PLAIN)
+        )
+        assert ours["logits"].dtype == np.float64
+        assert_close(ours, plain, 1e-9)
+
+
+def test_bfloat16():
+    """The error against float32 is that of plain JAX, for all together and for each array."""
+    config = dataclasses.replace(BASIC, dtype="bfloat16")
+    exact = stepped(BASIC, resnet.PLAIN)
+    ours, plain = (stepped(config, which) for which in (resnet.FASTOPS, resnet.PLAIN))
+    assert all(a.dtype == np.float32 for a in jax.tree.leaves(ours))
+    assert_close(ours["logits"], exact["logits"], 0.1)
+    assert_close(ours["statistics"], exact["statistics"], 0.05)
+    mine, theirs = (errors(x["gradients"], exact["gradients"]) for x in (ours, plain))
+    assert np.mean(list(mine.values())) <= 1.5 * np.mean(list(theirs.values()))
+    for path, value in mine.items():
+        assert value <= max(2 * theirs[path], 0.1), f"{path}: {value:.2f}, {theirs[path]:.2f}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_training(native, dtype):
+    """The loss of a fixed batch falls, and as plain JAX's does."""
+    config = dataclasses.replace(resnet.SMALL, stages=(1, 1), dtype=dtype)
+    curves = {}
+    for which in (resnet.FASTOPS, resnet.PLAIN):
+        step = training_step(config, which)
+
+        @jax.jit
+        def update(params, statistics, velocity, images, labels, step=step):
+            found = step(params, statistics, images, labels)
+            velocity = jax.tree.map(
+                lambda v, g: MOMENTUM * v - RATE * g, velocity, found["gradients"]
+            )
+            params = jax.tree.map(jnp.add, params, velocity)
+            return params, found["statistics"], velocity, found["loss"]
+
+        params, statistics = made(config)
+        velocity = jax.tree.map(jnp.zeros_like, params)
+        losses = curves[which] = []
+        for _ in range(30):
+            params, statistics, velocity, value = update(
+                params, statistics, velocity, *batch(config, 16, 8)
+            )
+            losses.append(float(value))
+        assert losses[0] > 2 and losses[-1] < 0.1 * losses[0]
+    gap = np.max(np.abs(np.subtract(*curves.values())))
+    assert gap <= (1e-2 if dtype == "float32" else 0.1)
+
+
+def test_new_statistics():
+    """Old and new are weighed; the batch's are those that inference gives the same logits with."""
+    config = dataclasses.replace(BASIC, momentum=0.0)
+    found = stepped(BASIC, resnet.FASTOPS)
+    params, old = start(BASIC)
+    images, _ = batch(BASIC)
+    train, infer = (
+        jax.jit(functools.partial(resnet.apply, config=config, train=train))
+        for train in (True, False)
+    )
+    logits, of_batch = train(params, old, images)
+    weighed = jax.tree.map(lambda a, b: np.asarray(0.9 * a + 0.1 * b), old, of_batch)
+    assert_close(found["statistics"], weighed, 1e-5)
+    again, kept = infer(params, of_batch, images)
+    assert_close(np.asarray(again), np.asarray(logits), 1e-5)
+    jax.tree.map(np.testing.assert_array_equal, kept, of_batch)
+
+
+def test_inference(native):
+    params, statistics = start(BOTTLENECK)
+    images, _ = batch(BOTTLENECK)
+
+    def logits(params, implementation):
+        return resnet.apply(
+            params, statistics, images, BOTTLENECK, train=False, batch_norm=implementation
+        )[0]
+
+    ours, plain = (
+        jax.jit(logits, static_argnums=1)(params, which) for which in (resnet.FASTOPS, resnet.PLAIN)
+    )
+    assert_close(np.asarray(ours), np.asarray(plain), 1e-5)
+    # Images do not see one another.
+    images = images[:3]
+    assert_close(np.asarray(logits(params, resnet.FASTOPS)), np.asarray(ours[:3]), 1e-5)
+
+
+def test_statistics_have_no_gradient():
+    params, statistics = start(resnet.SMALL)
+    images, _ = batch(resnet.SMALL, 4, 8)
+
+    def total(params):
+        new = resnet.apply(params, statistics, images, resnet.SMALL, train=True)[1]
+        return sum(map(jnp.sum, jax.tree.leaves(new)))
+
+    assert not any(np.any(g) for g in jax.tree.leaves(jax.jit(jax.grad(total))(params)))
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize("parameters", ["both", "neither"])
+def test_plain_batch_norm(axis, parameters):
+    """It takes what ours takes, and gives the same."""
+    for mine, other in zip(resnet.PLAIN, resnet.FASTOPS, strict=True):
+        mine, other = (list(inspect.signature(f).parameters.values()) for f in (mine, other))
+        assert [(p.name, p.kind, p.default) for p in mine] == [
+            (p.name, p.kind, p.default) for p in other
+        ]
+    rng = np.random.default_rng(0)
+    x, residual = rng.standard_normal((2, 4, 6, 5, 3), np.float32)
+    c = x.shape[axis]
+    given = rng.standard_normal((2, c), np.float32) if parameters == "both" else (None, None)
+    options = dict(axis=axis, eps=1e-3, residual=residual, activation="relu")
+    plain, ours = (f(x, *given, **options) for f in (resnet.plain_batch_norm, fo.batch_norm))
+    for a, b in zip(plain, ours, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    y = resnet.plain_batch_norm_inference(x, *ours[1:], *given, **options)
+    np.testing.assert_allclose(y, ours[0], rtol=1e-5, atol=1e-6)
+
+
+# ---- several devices -----------------------------------------------------------------------------
+
+
+@functools.cache
+def on_one_device():
+    given = (*start(resnet.SMALL), *batch(resnet.SMALL, 32, 8))
+    return jax.tree.map(np.asarray, jax.jit(training_step(resnet.SMALL, resnet.FASTOPS))(*given))
+
+
+def over_devices(axis_type, make):
+    """Runs ``make(mesh)`` on a batch that lies on the mesh; what it gives, and its program."""
+    if device_count() < 2:
+        pytest.skip("needs two devices")
+    mesh = make_mesh({"batch": device_count()}, axis_type)
+    everywhere, spread = NamedSharding(mesh, P()), NamedSharding(mesh, P("batch"))
+    state = jax.device_put(start(resnet.SMALL), everywhere)
+    images = jax.device_put(batch(resnet.SMALL, 32, 8), spread)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(make(mesh)).lower(*state, *images).compile()
+        return compiled(*state, *images), compiled.as_text()
+
+
+def norms(config) -> int:
+    return len(jax.tree.leaves(resnet.shapes(config)[1])) // 2
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_sharded_batch(native, axis_type):
+    """The statistics are those of the whole batch. Sums are communicated, and nothing else is."""
+    found, program = over_devices(
+        axis_type, lambda mesh: training_step(resnet.SMALL, resnet.FASTOPS)
+    )
+    counts = collectives(program)
+    leaves = len(jax.tree.leaves(resnet.shapes(resnet.SMALL)[0]))
+    # Statistics, sums of the backward, gradients of all parameters, the loss.
+    assert 0 < counts.pop("all-reduce") <= 2 * norms(resnet.SMALL) + leaves + 1
+    assert not counts
+    assert found["logits"].sharding.shard_shape(found["logits"].shape)[0] == 32 // device_count()
+    assert_close(jax.tree.map(np.asarray, found), on_one_device(), 2e-5)
+
+
+@pytest.mark.parametrize("implementation", [resnet.FASTOPS, resnet.PLAIN], ids=["ours", "plain"])
+def test_shard_map(native, implementation):
+    """The same with named axes; what is the same on all devices has a type that says so."""
+    results = {"loss": P(), "logits": P("batch"), "statistics": P(), "gradients": P()}
+    found, program = over_devices(
+        AxisType.Auto,
+        lambda mesh: jax.shard_map(
+            training_step(resnet.SMALL, implementation, "batch"),
+            mesh=mesh,
+            in_specs=(P(), P(), P("batch"), P("batch")),
+            out_specs=results,
+        ),
+    )
+    assert set(collectives(program)) == {"all-reduce"}
+    assert_close(jax.tree.map(np.asarray, found), on_one_device(), 2e-5)
+
+
+# ---- what users do with it -----------------------------------------------------------------------
+
+
+def test_checkpoint(tmp_path):
+    """The state is arrays under names, which come back without the network."""
+    state = start(resnet.SMALL)
+    named, _ = jax.tree.flatten_with_path(state)
+    assert all(isinstance(leaf, jax.Array) for _, leaf in named)
+    np.savez(tmp_path / "state.npz", **{jax.tree_util.keystr(p): leaf for p, leaf in named})
+    with np.load(tmp_path / "state.npz") as saved:
+        restored = jax.tree.map_with_path(
+            lambda path, _: saved[jax.tree_util.keystr(path)], resnet.shapes(resnet.SMALL)
+        )
+    images, _ = batch(resnet.SMALL, 4, 8)
+    before, after = (
+        resnet.apply(*state, images, resnet.SMALL, train=False)[0] for state in (state, restored)
+    )
+    np.testing.assert_array_equal(before, after)
+
+
+def test_config_is_static():
+    """Equal configs are one, however they are written."""
+    config = dataclasses.replace(resnet.SMALL, stages=[1, np.int64(1), 1], dtype=jnp.float32)
+    assert config == resnet.SMALL and hash(config) == hash(resnet.SMALL)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(stages=()), ValueError, "stages is empty"),
+        (dict(stages=2), TypeError, "stages is 2; it must be a sequence of integers"),
+        (dict(stages=(2, 0)), ValueError, r"stages\[1\] is 0; it must be 1 or more"),
+        (dict(width=8.0), TypeError, "width is 8.0; it must be an integer"),
+        (dict(block="wide"), ValueError, "block is 'wide'; it must be one of 'basic', 'bott"),
+        (dict(stem="none"), ValueError, "stem is 'none'; it must be one of 'imagenet', 'small'"),
+        (dict(dtype="int32"), ValueError, "dtype is 'int32'; it must be one of 'float32', "),
+        (dict(momentum=1.5), ValueError, "momentum is 1.5; it must be from 0 to 1"),
+    ],
+)
+def test_config_errors(changes, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(resnet.SMALL, **changes)
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        (dict(images=np.zeros((2, 8, 8, 1), np.uint8)), TypeError, "images is of uint8; it must"),
+        (dict(images="cat.png"), TypeError, "images is of str; it must be an array"),
+        (dict(images=np.zeros((8, 8, 1), np.float32)), ValueError, r"images has shape \(8, 8, 1\)"),
+        (
+            dict(images=np.zeros((2, 8, 8, 3), np.float32)),
+            ValueError,
+            r"shape \(2, 8, 8, 3\); it must be \(n, height, width, 1\)",
+        ),
+        (dict(batch_norm=fo.batch_norm), TypeError, "batch_norm is of type function; it must be a"),
+        (dict(config="resnet50"), TypeError, "config is of type str; it must be a Config"),
+        (
+            dict(config=dataclasses.replace(resnet.SMALL, width=32)),
+            ValueError,
+            r"params\['bn1'\]\['bias'\] has shape \(16,\); by config it must be \(32,\)",
+        ),
+        (
+            dict(config=dataclasses.replace(resnet.SMALL, stages=(1, 1, 1, 1))),
+            ValueError,
+            r"params\['fc'\]\['kernel'\] has shape \(64, 10\); by config it must be \(128, 10\)",
+        ),
+        (
+            dict(config=dataclasses.replace(resnet.SMALL, stages=(1, 1, 2))),
+            ValueError,
+            r"params has no \['layer3'\]\[1\]\['bn1'\]\['bias'\], which config has",
+        ),
+        (dict(statistics={}), ValueError, r"statistics has no \['bn1'\]\['mean'\]"),
+    ],
+)
+def test_errors(wrong, error, message):
+    params, statistics = resnet.shapes(resnet.SMALL)
+    given = dict(params=params, statistics=statistics, config=resnet.SMALL)
+    given |= dict(images=np.zeros((2, 8, 8, 1), np.float32)) | wrong
+    with pytest.raises(error, match=message):
+        resnet.apply(**given, train=True)
