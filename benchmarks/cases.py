@@ -760,8 +760,8 @@ BATCHES = (
     ("28x28x128", (128, 28, 28, 128), (32, 28, 28, 128)),
     ("7x7x2048", (128, 7, 7, 2048), (32, 7, 7, 2048)),
     ("112x112x32", (16, 112, 112, 32), (4, 112, 112, 32)),
+    *((f"56x56x{c}", (128, 56, 56, c), (16, 56, 56, c)) for c in (3, 17, 63)),
 )
-ODD_BATCHES = tuple((f"56x56x{c}", (128, 56, 56, c), (16, 56, 56, c)) for c in (3, 17, 63))
 ROWS = Layout("rows", (65536, 1024), (4096, 1024), options={"axis": -1})
 
 
@@ -999,15 +999,15 @@ OPS = (
             operands=of_channels(2, -1, residual),
             operand_dtypes={1: "float32", 2: "float32"},
             traffic=batch_normalised(relu=activation == "relu"),
-            layouts=(*(found for b in batches for found in _batches(*b, residual)), *more),
+            layouts=(*(found for b in BATCHES for found in _batches(*b, residual)), ROWS),
             differentiated=(0, 1, 2, 3),
             slack=1e-3 if activation else 5e-5,
             of_size=_batches_of_size,
         )
-        for name, kernel_of, activation, residual, batches, more in (
-            ("batch_norm", "", None, False, BATCHES, ()),
-            ("batch_norm_relu", "batch_norm", "relu", False, BATCHES + ODD_BATCHES, (ROWS,)),
-            ("batch_norm_add_relu", "batch_norm", "relu", True, BATCHES, ()),
+        for name, kernel_of, activation, residual in (
+            ("batch_norm", "", None, False),
+            ("batch_norm_relu", "batch_norm", "relu", False),
+            ("batch_norm_add_relu", "batch_norm", "relu", True),
         )
     ),
     Op(

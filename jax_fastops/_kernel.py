@@ -354,8 +354,10 @@ def _lower(platform: str):
         arrays = {k: np.array(v, np.int64) if isinstance(v, tuple) else v for k, v in attributes}
         results = lowering(ctx, *operands, **arrays)
         bound = signature.bind([a.shape for a in ctx.avals_in])
-        # The partitioner needs sizes: with symbolic ones (jax.export) the call is left replicated.
-        if all(isinstance(d, int) for a in (*ctx.avals_in, *ctx.avals_out) for d in a.shape):
+        # The partitioner needs sizes, of 32 bits: with others, and with symbolic ones (jax.export),
+        # the call is left replicated.
+        sizes = [d for a in (*ctx.avals_in, *ctx.avals_out) for d in a.shape]
+        if all(isinstance(d, int) and d < 1 << 31 for d in sizes):
             attrs = results[0].owner.attributes
             attrs["mhlo.frontend_attributes"] = mlir.ir.DictAttr.get(
                 {"num_batch_dims": mlir.ir.StringAttr.get(str(len(bound.batch)))}

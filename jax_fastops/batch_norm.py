@@ -44,9 +44,13 @@ _CHANNELS = -2
 # order in which it counts the dimensions.
 
 
-def _workspace(c: int, i: int) -> int:
-    """How many accumulators of workspace each group gets (batch_norm_shape.h)."""
-    return 3 * (8 * c + c * i // 16 + 2050 + (1 << 17))
+def _workspace(n, c: int, i: int) -> int:
+    """How many accumulators of workspace a group of ``n`` elements gets: what it needs at least
+    (``BatchNormWorkspace`` in batch_norm_shape.h), and to be spread over a whole GPU."""
+    least, more = 8 * c + c * i // (16 if i < 1024 else 64) + 2050, 1 << 17
+    if isinstance(n, int):
+        least, more = min(least, c * (n // 256 + 1)), min(more, n // 8)
+    return 4 * (least + more)
 
 
 @functools.cache
@@ -107,6 +111,10 @@ class _Groups:
             axis = self.spec and self.spec[-4]
             self.lead = (*lead[:-1], shards_of(lead[-1], axis, kind, 1))
 
+    def workspace(self) -> int:
+        n = math.prod(self.shape) // math.prod(self.lead)
+        return _workspace(n, *self.shape[-2:])
+
     def _spec_of_lead(self, *own) -> tuple | None:
         return None if self.spec is None else (*self.spec[: len(self.lead)], *own)
 
@@ -162,7 +170,7 @@ def _merged(both):
 
 def _statistics(x):
     groups = _Groups(x)
-    kernel = _statistics_kernel(x.shape[-2], _workspace(*x.shape[-2:]))
+    kernel = _statistics_kernel(x.shape[-2], groups.workspace())
     mean, var, _ = kernel(groups.split(x), **groups.sizes)
     return groups.merge(mean, var)
 
@@ -198,7 +206,7 @@ def _sums(x, dy, mask, mean, var, scale, eps, given_statistics=False, dresidual=
         scale is not None,
         given_statistics,
         dresidual,
-        _workspace(*x.shape[-2:]),
+        groups.workspace(),
     )
     values = [mean, *([var] if given_statistics else []), *([] if scale is None else [scale])]
     *grads, sums, _ = kernel(
@@ -240,7 +248,9 @@ def _others(x, channels: int) -> tuple[int, ...]:
 
 
 def _count(x, channels: int):
-    return math.prod(x.shape[axis] for axis in _others(x, channels))
+    """Of elements of a channel. As a float where it may be more than an int32 holds."""
+    n = math.prod(x.shape[axis] for axis in _others(x, channels))
+    return float(n) if isinstance(n, int) else n
 
 
 def _wide(x):
@@ -274,9 +284,10 @@ def _inference_reference(x, mean, var, scale, bias, residual, *, eps, relu, chan
 
 
 def _reference(x, scale, bias, residual, *, eps, relu, channels=_CHANNELS):
-    mean, var = _statistics_reference(x, channels=channels)
-    options = dict(eps=eps, relu=relu, channels=channels)
-    return _inference_reference(x, mean, var, scale, bias, residual, **options), mean, var
+    wide = _wide(x)  # once: the gradient of each cast is rounded
+    mean, var = _statistics_reference(wide, channels=channels)
+    z = _before_activation(wide, mean, var, scale, bias, residual, eps, channels)
+    return (jax.nn.relu(z) if relu else z).astype(x.dtype), mean, var
 
 
 def _flat(x):
@@ -418,6 +429,8 @@ def _gradients(kept, cts, wanted, *, eps, relu):
 
 def _inference_gradients(kept, cts, wanted, *, eps, relu):
     x, scale, mask, mean, var = _parts(kept, relu)
+    if not any(wanted[:-1]):
+        return *(None,) * 5, _masked(mask, *cts).astype(x.dtype)
     split = wanted[-1] and relu
     sums, dx, *masked = _sums(
         x, *cts, mask, mean, var, scale, eps, given_statistics=True, dresidual=split
@@ -434,6 +447,7 @@ _STATISTICS = Op(
     forward=_statistics,
     forward_saving=_statistics,
     independent=False,
+    table_row=lambda x, **options: "batch_norm",
 )
 
 _TRAINING = Op(
@@ -502,7 +516,8 @@ def _call(op: Op, x, at: int, values, residual, **options):
     """An op on arrays of the user's shape; results of x's shape come back in it."""
     given = [a for a in (x, *values, residual) if a is not None]
     viewed = None
-    if not (0 in x.shape or op.left_to_xla(*given, **options)) and _fixed(x, at):
+    trivial = 0 in x.shape or _count(x, at - x.ndim) == 1  # nothing to read, or to sum
+    if not (trivial or op.left_to_xla(*given, **options)) and _fixed(x, at):
         viewed = _view(x, at, options.get("relu", False))
     arrays = (x,) if op is _STATISTICS else (x, residual)
     if viewed is None:
@@ -585,7 +600,8 @@ def batch_norm(
         ``None``.
       axis_name: name of a mapped axis (of ``jax.shard_map`` or ``jax.vmap``), or a tuple of them,
         over which the batch is spread: the statistics are those of all its parts together, found
-        with one ``psum``.
+        with one ``psum``. The gradient of ``x`` is then a sum of two, each rounded to its dtype, as
+        in plain JAX.
 
     Returns:
       ``(y, mean, var)``: an array of the shape and dtype of ``x``, and the batch's mean and biased
@@ -595,9 +611,10 @@ def batch_norm(
     element; never ``y`` or what is before the activation.
 
     Sharding: under ``jax.jit`` over the first axis, with one small all-reduce for the statistics of
-    the whole batch and one for the gradients. Other sharded axes are gathered over auto mesh axes,
-    and left to XLA over explicit ones; so is a first axis in whose shards the bits of the mask do
-    not fill bytes. ``jax.vmap`` gives statistics of each example.
+    the whole batch (two numbers for each channel and device) and one for the gradients. Other
+    sharded axes are gathered over auto mesh axes, and left to XLA over explicit ones; so is a first
+    axis in whose shards the bits of the mask do not fill bytes. ``jax.vmap`` gives statistics of
+    each example.
 
     Raises:
       TypeError: an argument is not an array, a dtype is not supported or not that of ``x``, or

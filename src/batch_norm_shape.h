@@ -81,10 +81,14 @@ struct BatchNormBackwardArrays {
   void* dresidual = nullptr;  // null: not wanted
 };
 
-// The accumulators of workspace that a group needs at least; more of it lets its work be spread
-// over more blocks. Python allocates 3 * 2^17 more than this.
-inline int64_t BatchNormWorkspace(int64_t channels, int64_t inner) {
-  return 3 * (8 * channels + channels * inner / 16 + 2050);
+// The accumulators of workspace that a group needs at least: room for two numbers of double for
+// each channel that a block has, of a block for each piece of a row. More of it lets the work be
+// spread over more blocks. jax_fastops/batch_norm.py allocates it.
+inline int64_t BatchNormWorkspace(const BatchNormShape& shape) {
+  const int64_t row = shape.channels * shape.inner;
+  const int64_t of_rows = 8 * shape.channels + row / (shape.inner < 1024 ? 16 : 64) + 2050;
+  const int64_t of_group = shape.channels * (shape.group_size() / 256 + 1);
+  return 4 * (of_rows < of_group ? of_rows : of_group);
 }
 
 }  // namespace jax_fastops

@@ -156,3 +156,46 @@ def windows(x, radius):
     """Sums along the last axis, zeros outside."""
     padded = jnp.pad(x, ((0, 0), (radius, radius)))
     return sum(padded[:, k : k + x.shape[1]] for k in range(2 * radius + 1))
+
+
+@pytest.mark.parametrize("columns", ROWS)
+@pytest.mark.parametrize("axis", (0, 1))
+def test_batch_norm(columns, axis):
+    """Statistics of every element, results and gradients of some."""
+    x = pattern((ROWS[columns], columns), 0)
+    dy = jax.jit(behind_border)(pattern(x.shape, 1))
+
+    @jax.jit
+    def ours(x, dy):
+        (y, mean, var), pullback = jax.vjp(
+            lambda x: fo.batch_norm(x, None, None, axis=axis, activation="relu"), x
+        )
+        return y, mean, var, pullback((dy, jnp.zeros_like(mean), jnp.zeros_like(var)))[0]
+
+    @jax.jit
+    def plain(x, dy):
+        along = lambda values: jnp.expand_dims(values, 1 - axis)  # noqa: E731
+        x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
+        mean = jnp.mean(x, 1 - axis)
+        centred = x - along(mean)
+        var = jnp.mean(jnp.square(centred), 1 - axis)
+        g = jnp.where(centred > 0, dy, 0)
+        return mean, var, jnp.mean(g, 1 - axis), jnp.mean(g * centred, 1 - axis)
+
+    y, mean, var, dx = ours(x, dy)
+    exact_mean, exact_var, *sums = plain(x, dy)
+    np.testing.assert_allclose(mean, exact_mean, atol=1e-4)
+    np.testing.assert_allclose(var, exact_var, rtol=1e-3)
+    for part in somewhere(*x.shape):
+        own = part if axis == 0 else slice(None)
+        along = lambda values, own=own: jnp.expand_dims(values[own], 1 - axis)  # noqa: E731
+        centred = x[part].astype(jnp.float32) - along(mean)
+        rstd = 1 / jnp.sqrt(along(var) + 1e-5)
+        found = y[part].astype(jnp.float32)
+        np.testing.assert_allclose(found, jax.nn.relu(centred * rstd), rtol=0.01, atol=0.01)
+        g = jnp.where(found > 0, dy[part].astype(jnp.float32), 0)
+        want = rstd * (g - along(sums[0]) - centred * along(sums[1]) * rstd**2)
+        sure = np.abs(centred) > 1e-3
+        np.testing.assert_allclose(
+            np.where(sure, dx[part].astype(jnp.float32), 0), np.where(sure, want, 0), atol=0.02
+        )

@@ -26,6 +26,13 @@ CONFIGS = {"basic": BASIC, "bottleneck": BOTTLENECK}
 MOMENTUM, RATE = 0.9, 0.5
 
 
+@pytest.fixture(autouse=True)
+def exact_convolutions():
+    """On a GPU those of float32 are rounded to a few bits otherwise."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @functools.cache
 def made(config: resnet.Config):
     return jax.jit(resnet.init, static_argnums=1)(jax.random.key(0), config)

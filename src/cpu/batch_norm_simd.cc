@@ -2,7 +2,7 @@
 //
 // Sums over columns are kept for every position of a strip, in the first-level cache, and rows are
 // added a few at a time; those over runs stay in registers along each run. Either way no float sum
-// is of more than kChunk elements of a lane: double takes them from there.
+// is long: double takes them from there.
 //
 // The moments are those of deviations from a value nearby, the mean of a few elements of the chunk:
 // a variance is never the difference of two large sums. Chunks are combined by Chan's formula,

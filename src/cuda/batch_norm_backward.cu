@@ -4,6 +4,7 @@
 // What the formula has of each channel is three factors:
 //   dx = a * g + b * (x - mean) + c,  a = rsqrt(var + eps) * scale,
 //   b = 2 * dvar - a * sums[1] / (var + eps),  c = dmean - a * sums[0]
+// (a * (g - sums[0]) takes 8 registers more, and with them a tenth of the time.)
 #include <cstdint>
 
 #include "cuda/batch_norm.h"
@@ -90,8 +91,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
         A more[kUnit];
         channels.LoadOr(static_cast<const A*>(p.arrays.dvar), A(0), more);
 #pragma unroll
-        for (int i = 0; i < kUnit; ++i)
-          b[i] = fma(A(2), more[i], -FastQuotient(a[i] * b[i], var[i]));
+        for (int i = 0; i < kUnit; ++i) b[i] = fma(A(2), more[i], -(a[i] * b[i] / var[i]));
         channels.LoadOr(static_cast<const A*>(p.arrays.dmean), A(0), more);
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) c[i] = fma(-a[i], c[i], more[i]);

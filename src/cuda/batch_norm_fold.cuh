@@ -1,13 +1,12 @@
 // How batch norm's reductions come together: threads to a block's slots, and these, by a second
-// kernel, to channels. Every order is fixed by the shape and the device.
-//
-// A `Part` is what is known of some elements of one channel: kPlanes values of the accumulator's
-// type, Value(plane), Set(plane, value), and Merge(other). The default is that of no elements.
+// kernel, to channels. What is added up are pairs of numbers of the type `V`, for every channel.
+// Every order is fixed by the shape and the device.
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_FOLD_CUH_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_FOLD_CUH_
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "cuda/batch_norm_geometry.cuh"
 #include "cuda/batch_norm_units.cuh"
@@ -15,200 +14,267 @@
 
 namespace jax_fastops::cuda::batch_norm {
 
-// How many, their mean, less what all parts of the channel leave off, and the sum of their squared
-// deviations from it.
-template <typename A>
-struct Moments {
-  using Value = A;
-  static constexpr int kPlanes = 3;
-  A value[kPlanes] = {};
-
-  // Chan's formula. A mean that is not finite makes the other's infinite or NaN, as a sum over all
-  // would be; the squared deviations are NaN then already.
-  __device__ __forceinline__ void Merge(const Moments& other) {
-    const A n = value[0] + other.value[0];
-    const A delta = other.value[1] - value[1];
-    const A share = FastQuotient(other.value[0], n);
-    const bool has_both = value[0] > 0 && other.value[0] > 0;
-    if (has_both) {
-      value[1] = isfinite(delta) ? fma(delta, share, value[1])
-                                 : value[1] * A(0.5) + other.value[1] * A(0.5);
-      value[2] += other.value[2] + delta * delta * (value[0] * share);
-    } else if (other.value[0] > 0) {
-      value[1] = other.value[1];
-      value[2] = other.value[2];
-    }
-    value[0] = n;
-  }
+// Two sums of some elements of one channel.
+template <typename V>
+struct Pair {
+  V value[2] = {};
 };
 
-// Two sums.
-template <typename A>
-struct Sums {
-  using Value = A;
-  static constexpr int kPlanes = 2;
-  A value[kPlanes] = {};
-
-  __device__ __forceinline__ void Merge(const Sums& other) {
-#pragma unroll
-    for (int i = 0; i < kPlanes; ++i) value[i] += other.value[i];
-  }
-};
-
-// The parts of a block's elements, every thread's 8, in shared memory. A row's length is such that
-// neither neighbouring threads nor the elements of a unit meet in a bank; for double there is no
-// room for that.
-template <typename Part>
+// The pairs of a block's elements, every thread's 8, in shared memory. The padding is such that
+// neither neighbouring threads, nor the elements of a unit, nor neighbouring warps meet in a bank.
+template <typename V>
 struct FoldBuffer {
-  using A = typename Part::Value;
-  static constexpr int kRow = sizeof(A) == 4 ? kThreads + 4 : kThreads;
-  A value[Part::kPlanes][kUnit * kRow];
+  static constexpr int kRow = kThreads + kWarpSize + 4;
+  V value[2][kUnit * kRow];
+  V warps[2][kThreads / kWarpSize];
 
-  __device__ __forceinline__ Part Get(int index) const {
-    Part part;
-#pragma unroll
-    for (int i = 0; i < Part::kPlanes; ++i) part.value[i] = value[i][index];
-    return part;
-  }
-  __device__ __forceinline__ void Set(int index, const Part& part) {
-#pragma unroll
-    for (int i = 0; i < Part::kPlanes; ++i) value[i][index] = part.value[i];
+  __device__ __forceinline__ static int IndexOf(uint32_t thread, uint32_t i) {
+    return static_cast<int>(i * kRow + thread + thread / kWarpSize);
   }
 };
 
-// Merges the threads' parts and writes a block's to `workspace`, that of its group. All threads
-// call it.
-template <typename Part>
-__device__ __forceinline__ void Fold(const Geometry& g, const Place& place,
-                                     const Part (&parts)[kUnit], FoldBuffer<Part>& buffer,
-                                     typename Part::Value* workspace) {
-  constexpr int kRow = FoldBuffer<Part>::kRow;
+// Sums over the threads that share a slot, for all of them. All threads call it.
+template <typename V>
+__device__ __forceinline__ void SumShare(int share, V (&values)[2],
+                                         V (*warps)[kThreads / kWarpSize]) {
+  const auto sum = [&](int threads) {
+    for (int step = threads / 2; step > 0; step /= 2) {
 #pragma unroll
-  for (int i = 0; i < kUnit; ++i) buffer.Set(i * kRow + threadIdx.x, parts[i]);
+      for (int i = 0; i < 2; ++i) values[i] += __shfl_xor_sync(kFullWarp, values[i], step);
+    }
+  };
+  sum(min(share, kWarpSize));
+  if (share <= kWarpSize) return;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, of_share = share / kWarpSize;
+  if (threadIdx.x % kWarpSize == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) warps[i][warp] = values[i];
+  }
+  __syncthreads();
+  const int other = (warp & ~(of_share - 1)) | (threadIdx.x & (of_share - 1));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) values[i] = warps[i][other];
+  sum(of_share);
+}
+
+// Brings the threads' pairs together and writes a block's to `workspace`, that of its group. All
+// threads call it.
+template <typename V>
+__device__ __forceinline__ void Fold(const Geometry& g, const Place& place,
+                                     const Pair<V> (&pairs)[kUnit], FoldBuffer<V>& buffer,
+                                     V* workspace) {
+  constexpr int kBatch = 4;
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      buffer.value[k][buffer.IndexOf(threadIdx.x, i)] = pairs[i].value[k];
+    }
+  }
+  const TileRuns runs = RunsOf(g, place.tile);
   __syncthreads();
 
-  const TileRuns runs = RunsOf(g, place.tile);
   const int share = 1 << g.log_share, in_share = threadIdx.x & (share - 1);
-  const int in_run = in_share & ((1 << g.log_run) - 1), run_step = share >> g.log_run;
+  // Where a run is one element, all runs of a slot are like one with gaps.
+  const bool gaps = g.inner == 1;
+  const int log_run = gaps ? g.log_share : g.log_run;
+  const int first_run = (in_share >> log_run) * runs.period;
+  const int run_step = gaps ? runs.runs : (share >> log_run) * runs.period;
+  const uint32_t in_run = in_share & ((1 << log_run) - 1);
+  const uint32_t gap = gaps ? runs.period : 1;
+  const int log_lanes = g.log_lanes();
+  const uint32_t lanes = 1u << log_lanes;
   const int64_t plane = g.plane();
   const int64_t block = (int64_t{place.part} * g.tiles + place.tile) * g.slots;
   for (int slot = threadIdx.x >> g.log_share;; slot += kThreads >> g.log_share) {
-    Part part;
-    if (slot < runs.slots) {
-      for (int run = slot + (in_share >> g.log_run) * runs.period; run < runs.runs;
-           run += run_step * runs.period) {
-        const Run elements = RunOf(runs, run);
-        const int end = elements.end << g.log_lanes();
-        for (int at = (elements.begin << g.log_lanes()) + in_run; at < end; at += 1 << g.log_run) {
-          const int lane = at & ((1 << g.log_lanes()) - 1), element = at >> g.log_lanes();
-          part.Merge(buffer.Get(element % kUnit * kRow + (lane << g.log_width) + element / kUnit));
-        }
-      }
-    }
-    if (share > 1) {  // then there is one slot for each thread
-      for (int step = min(share, kWarpSize) / 2; step > 0; step /= 2) {
-        Part other;
+    V sums[2] = {};
+    for (int run = slot + first_run; slot < runs.slots && run < runs.runs; run += run_step) {
+      const Run elements = RunOf(runs, run);
+      const uint32_t begin = elements.begin;
+      const uint32_t size = gaps ? (runs.size - begin + gap - 1) / gap : elements.end - begin;
+      const uint32_t end = size << log_lanes;
+      for (uint32_t at = in_run; at < end; at += kBatch << log_run) {
 #pragma unroll
-        for (int i = 0; i < Part::kPlanes; ++i) {
-          other.value[i] = __shfl_down_sync(kFullWarp, part.value[i], step);
-        }
-        part.Merge(other);
-      }
-      if (share > kWarpSize) {
-        __syncthreads();
-        if (in_share % kWarpSize == 0) buffer.Set(threadIdx.x / kWarpSize, part);
-        __syncthreads();
-        if (in_share == 0) {
-          for (int warp = 1; warp < share / kWarpSize; ++warp) {
-            part.Merge(buffer.Get(threadIdx.x / kWarpSize + warp));
-          }
+        for (int k = 0; k < kBatch; ++k) {
+          const uint32_t here = at + (k << log_run);
+          if (here >= end) continue;
+          const uint32_t lane = here & (lanes - 1), element = begin + (here >> log_lanes) * gap;
+          const int index =
+              buffer.IndexOf((lane << g.log_width) + element / kUnit, element % kUnit);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) sums[i] += buffer.value[i][index];
         }
       }
     }
+    SumShare(share, sums, buffer.warps);
     if (in_share == 0 && slot < runs.slots) {
 #pragma unroll
-      for (int i = 0; i < Part::kPlanes; ++i) workspace[i * plane + block + slot] = part.value[i];
+      for (int i = 0; i < 2; ++i) workspace[i * plane + block + slot] = sums[i];
     }
+    // With a share of more than one thread there is one slot for each thread.
     if (share > 1 || slot + kThreads - static_cast<int>(threadIdx.x) >= runs.slots) break;
   }
 }
 
-// Of the second kernel a block has `kThreads >> log_share` channels, whose parts 1 << log_share
-// threads each share.
+inline constexpr int kMaxLogFinishThreads = 10;
+inline constexpr int kMaxFinishThreads = 1 << kMaxLogFinishThreads;
+
+// Of the second kernel a block has 1 << log_width channels, whose parts 1 << log_share threads
+// each share. A channel's entries are its parts, counted as if all runs had something of `tiles`
+// tiles.
 struct Finish {
   Geometry geometry;
   const void* workspace;
-  int64_t workspace_size;  // of a group
+  int64_t workspace_size;  // of a group, in accumulators
   const void* x;
   void* out[2];
   int64_t out_stride;  // from one group's to the next one's
   double n;            // elements of a channel
+  int32_t log_width;
   int32_t log_share;
   uint32_t group_blocks;
+  uint32_t tiles;
+  uint32_t entries;
+
+  int threads() const { return 1 << (log_width + log_share); }
 };
 
-// Calls write(group, channel, part) for every channel. It is bound by latency, so that loads go out
-// together, and what is long to compute is avoided.
-template <typename Part, typename Write>
+template <typename V>
+struct FinishBuffer {
+  static constexpr int kMaxWidth = kWarpSize;
+  V warps[2][kMaxFinishThreads / kWarpSize * (kUnit + 1)];
+  V channels[2][kMaxWidth];
+};
+
+// Sums over the threads that share a channel, for all of them. All threads call it.
+template <typename V>
+__device__ __forceinline__ void SumChannels(const Finish& f, V (&values)[2],
+                                            FinishBuffer<V>& buffer) {
+  if (f.log_share == 0) return;
+  const int width = 1 << f.log_width, log_warps = f.log_width + f.log_share - 5;
+  const int thread = threadIdx.x, lane = thread % kWarpSize;
+  const auto sum = [&](int from, int to) {
+    for (int step = from; step >= to; step /= 2) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) values[i] += __shfl_xor_sync(kFullWarp, values[i], step);
+    }
+  };
+  sum(kWarpSize / 2, width);
+  if (lane < width) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      buffer.warps[i][thread / kWarpSize * (width + 1) + lane] = values[i];
+    }
+  }
+  __syncthreads();
+  // A thread for each warp's sum of each channel.
+  const int channel = thread >> log_warps, warp = thread & ((1 << log_warps) - 1);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    values[i] = channel < width ? buffer.warps[i][warp * (width + 1) + channel] : V(0);
+  }
+  sum((1 << log_warps) / 2, 1);
+  if (channel < width && warp == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) buffer.channels[i][channel] = values[i];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) values[i] = buffer.channels[i][thread & (width - 1)];
+}
+
+// Where the parts of a channel are in a plane of the workspace.
+class ChannelParts {
+ public:
+  __device__ __forceinline__ ChannelParts(const Finish& f, int64_t channel)
+      : f_(f), channel_(channel), stride_(f.geometry.tiles * f.geometry.slots) {
+    first_ = IndexOf(0, 0);
+  }
+
+  // Of kSize entries, `step` apart; -1 where there is no such part.
+  template <int kSize>
+  __device__ __forceinline__ void Get(uint32_t entry, uint32_t step, uint32_t entries,
+                                      int64_t (&indices)[kSize]) const {
+    if (f_.tiles == 1 && f_.geometry.repeats == 1) {
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) indices[k] = first_ + (entry + k * step) * stride_;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) indices[k] = Get(entry + k * step);
+    }
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) indices[k] = entry + k * step < entries ? indices[k] : -1;
+  }
+
+ private:
+  __device__ __forceinline__ int64_t Get(uint32_t entry) const {
+    const Geometry& g = f_.geometry;
+    const uint32_t parts = g.parts, of_run = entry / parts;
+    const uint32_t repeat = g.repeats == 1 ? 0 : of_run / f_.tiles;
+    const int64_t index = IndexOf(static_cast<int>(repeat), of_run - repeat * f_.tiles);
+    return index < 0 ? index : index + (entry - of_run * parts) * stride_;
+  }
+
+  // Of the first part of the tile that is `nth` of those of a repeat. All but the one in which the
+  // run begins begin with the run.
+  __device__ __forceinline__ int64_t IndexOf(int repeat, uint32_t nth) const {
+    const Geometry& g = f_.geometry;
+    const int log_size = g.log_width + 3;
+    const int64_t run = channel_ + repeat * g.channels, before = run - g.channels;
+    const int64_t done = repeat == 0 ? 0 : ((before * g.inner + g.inner - 1) >> log_size) + 1;
+    const TileRange range = TilesOf(g, channel_, repeat, done);
+    const int64_t tile = range.begin + nth;
+    if (tile >= range.end) return -1;
+    // The runs that begin in the tile before this one.
+    const int64_t behind = run * g.inner - (tile << log_size);
+    const uint32_t slot =
+        behind <= 0 ? 0
+        : g.inner < behind
+            ? (static_cast<uint32_t>(behind) - 1) / static_cast<uint32_t>(g.inner) + 1
+            : 1;
+    return tile * g.slots + slot;
+  }
+
+  const Finish& f_;
+  int64_t channel_, stride_, first_;
+};
+
+// Calls write(group, channel, sums) for every channel, where `A` is the accumulator's type. It is
+// bound by latency, so that a thread's loads, in general all, go out together.
+template <typename A, typename V, typename Write>
 __device__ __forceinline__ void FinishChannels(const Finish& f, const Write& write) {
-  using A = typename Part::Value;
   constexpr int kBatch = 4;
-  __shared__ A buffer[Part::kPlanes][kThreads];
+  __shared__ FinishBuffer<V> buffer;
 
   const Geometry& g = f.geometry;
-  const int log_width = kMaxLogWidth - f.log_share, width = 1 << log_width;
-  const int share = 1 << f.log_share, in_share = threadIdx.x >> log_width;
+  const uint32_t share = 1u << f.log_share, in_share = threadIdx.x >> f.log_width;
   const int64_t group = blockIdx.x / f.group_blocks;
-  const int64_t channel =
-      (int64_t{blockIdx.x % f.group_blocks} << log_width) | (threadIdx.x & (width - 1));
-  const A* const workspace = static_cast<const A*>(f.workspace) + group * f.workspace_size;
+  const int64_t channel = (int64_t{blockIdx.x % f.group_blocks} << f.log_width) |
+                          (threadIdx.x & ((1u << f.log_width) - 1));
+  const V* const workspace =
+      reinterpret_cast<const V*>(static_cast<const A*>(f.workspace) + group * f.workspace_size);
   const int64_t plane = g.plane();
-
-  Part part;
-  if (channel < g.channels) {
-    int64_t done = 0;
-    for (int repeat = 0; repeat < g.repeats; ++repeat) {
-      const TileRange range = TilesOf(g, channel, repeat, done);
-      if (range.begin >= range.end) continue;
-      done = range.end;
-      const int64_t run = channel + repeat * g.channels;
-      const auto index_of = [&](int64_t entry) {
-        const int64_t tile = range.begin + DividePosition(g, entry, g.parts);
-        const int64_t in_tile = entry - (tile - range.begin) * g.parts;
-        const int64_t slot = run - DividePosition(g, tile << (g.log_width + 3), g.inner);
-        return (in_tile * g.tiles + tile) * g.slots + slot;
-      };
-      const int64_t entries = (range.end - range.begin) * g.parts;
-      for (int64_t entry = in_share; entry < entries; entry += kBatch * share) {
-        Part batch[kBatch];
+  const uint32_t entries = channel < g.channels ? f.entries : 0;
+  const ChannelParts parts(f, channel);
+  V sums[2] = {};
+  for (uint32_t entry = in_share; entry < entries; entry += kBatch * share) {
+    int64_t indices[kBatch];
+    parts.Get(entry, share, entries, indices);
+    Pair<V> batch[kBatch];
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          if (entry + k * share >= entries) continue;
-          const int64_t index = index_of(entry + k * share);
+    for (int k = 0; k < kBatch; ++k) {
+      if (indices[k] < 0) continue;
 #pragma unroll
-          for (int i = 0; i < Part::kPlanes; ++i) batch[k].value[i] = workspace[i * plane + index];
-        }
+      for (int i = 0; i < 2; ++i) batch[k].value[i] = workspace[i * plane + indices[k]];
+    }
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) part.Merge(batch[k]);
-      }
+    for (int k = 0; k < kBatch; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sums[i] += batch[k].value[i];
     }
   }
-
-  for (int step = share / 2; step > 0; step /= 2) {
-#pragma unroll
-    for (int i = 0; i < Part::kPlanes; ++i) buffer[i][threadIdx.x] = part.value[i];
-    __syncthreads();
-    if (in_share < step) {
-      Part other;
-#pragma unroll
-      for (int i = 0; i < Part::kPlanes; ++i) {
-        other.value[i] = buffer[i][threadIdx.x + (step << log_width)];
-      }
-      part.Merge(other);
-    }
-    __syncthreads();
-  }
-  if (in_share == 0 && channel < g.channels) write(group, channel, part);
+  SumChannels(f, sums, buffer);
+  if (in_share == 0 && channel < g.channels) write(group, channel, sums);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -221,14 +287,22 @@ inline bool MakeFinish(const BatchNormShape& shape, const Geometry& g, const voi
   finish->workspace = workspace;
   finish->workspace_size = workspace_size;
   finish->n = static_cast<double>(shape.outer) * static_cast<double>(shape.inner);
-  // Two parts for each thread, but blocks of 8 channels, which are a sector of memory.
-  const int64_t channel_tiles =
-      std::min(g.tiles, g.repeats * (g.inner / g.tile_size() + (g.inner > 1 ? 2 : 1)));
-  const int64_t parts = channel_tiles * g.parts;
-  const int most = g.channels < kUnit || parts > 4096 ? kMaxLogWidth : 5;
-  finish->log_share = 0;
-  while (finish->log_share < most && int64_t{4} << finish->log_share <= parts) ++finish->log_share;
-  const int64_t width = kThreads >> finish->log_share;
+  const int64_t tiles = g.inner > 1 ? std::min(g.tiles, g.inner / g.tile_size() + 2) : 1;
+  const int64_t entries = g.repeats * tiles * g.parts;
+  finish->tiles = static_cast<uint32_t>(tiles);
+  finish->entries = static_cast<uint32_t>(entries);  // not many more than there are blocks
+  // Two parts for each thread if there are threads for it. Blocks of 8 channels, which are a sector
+  // of memory, but of one where parts are very many; and of two warps at least.
+  int log_width = entries > 4096 ? 0 : 3;
+  while (log_width > 0 && shape.channels <= int64_t{1} << (log_width - 1)) --log_width;
+  int log_share = 0;
+  while (log_share < kMaxLogFinishThreads - log_width && int64_t{2} << log_share < entries) {
+    ++log_share;
+  }
+  log_width = std::max(log_width, 6 - log_share);
+  finish->log_width = log_width;
+  finish->log_share = log_share;
+  const int64_t width = int64_t{1} << log_width;
   const int64_t group_blocks = (shape.channels + width - 1) / width;
   finish->group_blocks = static_cast<uint32_t>(group_blocks);
   if (group_blocks * shape.groups > std::numeric_limits<int32_t>::max()) return false;

@@ -35,7 +35,6 @@ struct Geometry {
   int64_t rest;        // elements behind the complete long rows
   int64_t tiles;       // that have elements
   int64_t group_size;  // elements
-  int64_t samples[3];  // elements of channel 0; every channel has some `inner` * channel further on
   int32_t full_rows;   // complete long rows
   int32_t repeats;     // how often a channel comes up in a long row; 1 where it is one tile
   int32_t log_width;   // of a tile, in units
@@ -164,9 +163,6 @@ inline bool MakeGeometry(const BatchNormShape& shape, const BlockWish& wish, Geo
   g.channels = shape.channels;
   g.inner = shape.inner;
   g.group_size = shape.group_size();
-  for (int i = 0; i < 3; ++i) {
-    g.samples[i] = i * (shape.outer - 1) / 2 * row + i * (shape.inner - 1) / 2;
-  }
 
   // The narrowest tile that leaves few threads without work: neighbouring lanes then are
   // neighbouring long rows, and there are few channels to a block. With long runs of a channel it
@@ -181,12 +177,16 @@ inline bool MakeGeometry(const BatchNormShape& shape, const BlockWish& wish, Geo
     const int64_t rows = ceil_div(g.group_size, length);
     const double efficiency = static_cast<double>(used) / (ceil_div(used, width) * width) *
                               static_cast<double>(rows) / (ceil_div(rows, lanes) * lanes);
-    if (efficiency <= best * 1.001) continue;
+    const int64_t tiles = ceil_div(used, width);
+    // If a channel comes up several times in a long row, one that is the whole of it: then its
+    // parts are easily found.
+    const bool simpler =
+        row % kUnit != 0 && best >= 0.93 && efficiency >= 0.93 && tiles == 1 && g.tiles > 1;
+    if (!simpler && (best >= 0.93 || efficiency <= best * 1.001)) continue;
     best = efficiency;
     g.log_width = log_width;
     g.length = length;
-    g.tiles = ceil_div(used, width);
-    if (efficiency >= 0.93) break;
+    g.tiles = tiles;
   }
   const int64_t rows = g.group_size / g.length;
   if (rows > std::numeric_limits<int32_t>::max() - 2 * kThreads) return false;

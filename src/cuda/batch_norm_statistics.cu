@@ -3,12 +3,11 @@
 // A sum of squares minus the square of the sum cancels where the mean is large. So each thread sums
 // deviations, from a shift that is its channel's first value and then, whenever it has four times
 // as many values, their mean so far: the shift stays so near the mean that nothing of importance
-// cancels, without a second pass and without a division for each value. From there on there are
-// means and sums of squared deviations, merged by Chan's formula, first in the block, then by a
-// second kernel. Merging takes differences of means; so that these are not those of rounded large
-// numbers, one of the channel's values is left off all its means until the end.
+// cancels, without a second pass and without a division for each value. From there on double has
+// the digits that cancel in sums of float values and of their squares, and parts are simply added,
+// first in the block, then by a second kernel. From double values one of the channel's is taken off
+// before, since there is no wider type.
 #include <cstdint>
-#include <cstring>
 
 #include "cuda/batch_norm.h"
 #include "cuda/batch_norm_fold.cuh"
@@ -22,13 +21,21 @@ namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
 
-// What is left off a channel's means: the one in the middle of three of its values.
+// What is taken off a channel's values: 0, or of double the one in the middle of three of them. `x`
+// is the group.
 template <typename T>
-__device__ __forceinline__ T BaseOf(T a, T b, T c) {
-  using A = ComputeType<T>;
-  const A x = ToCompute(a), y = ToCompute(b), z = ToCompute(c);
-  const A middle = max(min(x, y), min(max(x, y), z));
-  return FromCompute<T>(isfinite(middle) ? middle : A(0));
+__device__ __forceinline__ double BaseOf(const Geometry& g, const T* x, int64_t channel) {
+  if constexpr (sizeof(T) < 8) {
+    return 0;
+  } else {
+    const int64_t outer = g.group_size / (g.channels * g.inner);
+    double value[3];
+    for (int i = 0; i < 3; ++i) {
+      value[i] = x[(i * (outer - 1) / 2 * g.channels + channel) * g.inner + i * (g.inner - 1) / 2];
+    }
+    const double middle = max(min(value[0], value[1]), min(max(value[0], value[1]), value[2]));
+    return isfinite(middle) ? middle : 0;
+  }
 }
 
 struct Params {
@@ -67,16 +74,14 @@ struct Deviations {
     shift = moved;
   }
 
-  __device__ __forceinline__ Moments<A> Result(A n, A inverse_n, A base) const {
-    Moments<A> moments;
-    if (n == 0) return moments;
-    const A mean = sum * inverse_n;
-    moments.value[0] = n;
-    moments.value[1] = (shift - base) + mean;
-    moments.value[2] = isfinite(squares) ? max(fma(-sum, mean, squares), A(0))
-                       : isfinite(sum)   ? squares
-                                         : A(NAN);
-    return moments;
+  // The sum of `n` values, less `base`, and that of their squares. If only squares overflow, it is
+  // infinite.
+  __device__ __forceinline__ Pair<double> Result(double n, double base) const {
+    const double d = static_cast<double>(shift) - base;
+    Pair<double> sums;
+    sums.value[0] = fma(n, d, static_cast<double>(sum));
+    sums.value[1] = fma(d, fma(n, d, 2 * static_cast<double>(sum)), static_cast<double>(squares));
+    return sums;
   }
 };
 
@@ -85,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     StatisticsKernel(const __grid_constant__ Params p) {
   using A = ComputeType<T>;
   constexpr int kRows = kInFlight<T, 1>;
-  __shared__ FoldBuffer<Moments<A>> buffer;
+  __shared__ FoldBuffer<double> buffer;
 
   const Geometry& g = p.geometry;
   const Place place = PlaceOf(g, blockIdx.x);
@@ -93,18 +98,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   const T* const x = static_cast<const T*>(p.x) + place.group * g.group_size;
 
   Deviations<A> deviations[kUnit];
-  UnitBits<T> bases = {};
   const auto begin = [&](const UnitBits<T>& unit) {
-    if (share.count == 0 && share.cut == 0) return;
-    const UnitChannels channels(g, place, share, false);
-    UnitBits<T> samples[3];
-#pragma unroll
-    for (int i = 0; i < 3; ++i) samples[i] = channels.LoadSample<kAligned>(g, x + g.samples[i]);
-    T middles[kUnit];
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i)
-      middles[i] = BaseOf(samples[0][i], samples[1][i], samples[2][i]);
-    memcpy(bases.words, middles, sizeof(middles));
     if (share.count == 0) return;
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) deviations[i].Begin(ToCompute(unit[i]));
@@ -120,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
       [&] {
         added += kRows;
         if (added < shift_at) return;
-        const A n = static_cast<A>(added), inverse_n = FastQuotient(A(1), n);
+        const A n = static_cast<A>(added), inverse_n = A(1) / n;
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) deviations[i].Shift(n, inverse_n);
         shift_at = added * 4;
@@ -136,28 +130,32 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     }
   }
 
-  Moments<A> moments[kUnit];
-  const A inverse[2] = {A(1) / static_cast<A>(share.count), A(1) / static_cast<A>(share.count + 1)};
+  double bases[kUnit] = {};
+  if (sizeof(T) == 8 && (share.count > 0 || share.cut > 0)) {
+    UnitChannels(g, place, share, false)
+        .Gather([&](int64_t channel) { return BaseOf(g, x, channel); }, bases);
+  }
+  Pair<double> sums[kUnit];
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) {
-    const bool more = i < share.cut;
-    moments[i] = deviations[i].Result(static_cast<A>(share.count + more),
-                                      more ? inverse[1] : inverse[0], ToCompute(bases[i]));
+    const int n = share.count + (i < share.cut);
+    if (n > 0) sums[i] = deviations[i].Result(n, bases[i]);
   }
-  Fold(g, place, moments, buffer, static_cast<A*>(p.workspace) + place.group * p.workspace_size);
+  Fold(g, place, sums, buffer,
+       reinterpret_cast<double*>(static_cast<A*>(p.workspace) + place.group * p.workspace_size));
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMaxFinishThreads)
     FinishStatisticsKernel(const __grid_constant__ Finish f) {
   using A = ComputeType<T>;
-  FinishChannels<Moments<A>>(f, [&](int64_t group, int64_t channel, const Moments<A>& moments) {
+  FinishChannels<A, double>(f, [&](int64_t group, int64_t channel, const double (&sums)[2]) {
     const Geometry& g = f.geometry;
-    const T* const x = static_cast<const T*>(f.x) + group * g.group_size + channel * g.inner;
-    const T base = BaseOf(x[g.samples[0]], x[g.samples[1]], x[g.samples[2]]);
+    const double base = BaseOf(g, static_cast<const T*>(f.x) + group * g.group_size, channel);
     const int64_t at = group * f.out_stride + channel;
-    static_cast<A*>(f.out[0])[at] = ToCompute(base) + moments.value[1];
-    static_cast<A*>(f.out[1])[at] = moments.value[2] / static_cast<A>(f.n);
+    const double mean = sums[0] / f.n, var = sums[1] / f.n - mean * mean;
+    static_cast<A*>(f.out[0])[at] = static_cast<A>(base + mean);
+    static_cast<A*>(f.out[1])[at] = static_cast<A>(var < 0 ? 0 : var);
   });
 }
 
@@ -201,7 +199,9 @@ cudaError_t BatchNormStatistics(const BatchNormShape& shape, DType dtype,
   params.x = arrays.x;
   params.workspace = arrays.workspace;
   params.workspace_size = arrays.workspace_size;
-  const BlockWish wish = {int64_t{processors} * kernels.resident, 3, arrays.workspace_size / 3};
+  const int64_t pairs =
+      arrays.workspace_size / (dtype == DType::kF64 ? 2 : 2 * sizeof(double) / sizeof(float));
+  const BlockWish wish = {int64_t{processors} * kernels.resident, 3, pairs};
   Finish finish;
   unsigned finish_blocks;
   if (!MakeGeometry(shape, wish, &params.geometry) ||
@@ -214,7 +214,7 @@ cudaError_t BatchNormStatistics(const BatchNormShape& shape, DType dtype,
   finish.out[1] = arrays.var;
   finish.out_stride = shape.channels;
   kernels.statistics<<<BlocksOf(shape, params.geometry), kThreads, 0, stream>>>(params);
-  kernels.finish<<<finish_blocks, kThreads, 0, stream>>>(finish);
+  kernels.finish<<<finish_blocks, finish.threads(), 0, stream>>>(finish);
   return cudaGetLastError();
 }
 

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     SumsKernel(const __grid_constant__ Params p) {
   using A = ComputeType<T>;
   constexpr int kRows = kInFlight<T, 2>;
-  __shared__ FoldBuffer<Sums<A>> buffer;
+  __shared__ FoldBuffer<A> buffer;
 
   const Geometry& g = p.geometry;
   const Place place = PlaceOf(g, blockIdx.x);
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   T* const dresidual =
       !kDx || p.arrays.dresidual == nullptr ? nullptr : static_cast<T*>(p.arrays.dresidual) + group;
 
-  Sums<A> sums[kUnit];
+  Pair<A> sums[kUnit];
   A mean[kUnit], factor[kDx ? kUnit : 1];
   struct Loaded {
     UnitBits<T> x;
@@ -118,11 +118,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
 }
 
 template <typename A>
-__global__ void __launch_bounds__(kThreads) FinishSumsKernel(const __grid_constant__ Finish f) {
-  FinishChannels<Sums<A>>(f, [&](int64_t group, int64_t channel, const Sums<A>& sums) {
+__global__ void __launch_bounds__(kMaxFinishThreads)
+    FinishSumsKernel(const __grid_constant__ Finish f) {
+  FinishChannels<A, A>(f, [&](int64_t group, int64_t channel, const A(&sums)[2]) {
     A* const out = static_cast<A*>(f.out[0]) + group * f.out_stride + channel;
-    out[0] = sums.value[0] / static_cast<A>(f.n);
-    out[f.geometry.channels] = sums.value[1] / static_cast<A>(f.n);
+    out[0] = sums[0] / static_cast<A>(f.n);
+    out[f.geometry.channels] = sums[1] / static_cast<A>(f.n);
   });
 }
 
@@ -188,7 +189,7 @@ cudaError_t BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
   finish.out[1] = nullptr;
   finish.out_stride = 2 * shape.channels;
   kernels.sums<<<BlocksOf(shape, params.geometry), kThreads, 0, stream>>>(params);
-  kernels.finish<<<finish_blocks, kThreads, 0, stream>>>(finish);
+  kernels.finish<<<finish_blocks, finish.threads(), 0, stream>>>(finish);
   return cudaGetLastError();
 }
 

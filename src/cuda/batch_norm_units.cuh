@@ -199,18 +199,6 @@ class UnitChannels {
     }
   }
 
-  // One of Geometry::samples, at `x`, for each element: its channel's.
-  template <bool kAligned, typename T>
-  __device__ __forceinline__ UnitBits<T> LoadSample(const Geometry& g, const T* x) const {
-    if (kAligned && g.inner == 1 && g.channels % kUnit == 0)
-      return LoadUnit<T, kAligned>(x + channel_);
-    T elements[kUnit];
-    Gather([&](int64_t channel) { return x[channel * g.inner]; }, elements);
-    UnitBits<T> unit;
-    memcpy(unit.words, elements, sizeof(elements));
-    return unit;
-  }
-
   // The same of one that may be missing.
   template <typename A>
   __device__ __forceinline__ void LoadOr(const A* parameter, A instead, A (&values)[kUnit]) const {
@@ -222,7 +210,7 @@ class UnitChannels {
     }
   }
 
- private:
+  // get(channel) for each element.
   template <typename Get, typename V>
   __device__ __forceinline__ void Gather(const Get& get, V (&values)[kUnit]) const {
     if (inner_ == kUnit) {  // two channels at most
@@ -244,14 +232,11 @@ class UnitChannels {
     }
   }
 
+ private:
   int64_t channels_, base_, channel_;
   int left_, inner_;  // elements of the first channel, and of the others
   bool vector_;
 };
-
-// a / b, to 2 units in the last place.
-__device__ __forceinline__ float FastQuotient(float a, float b) { return __fdividef(a, b); }
-__device__ __forceinline__ double FastQuotient(double a, double b) { return a / b; }
 
 __device__ __forceinline__ float InverseRoot(float x) { return rsqrtf(x); }
 __device__ __forceinline__ double InverseRoot(double x) { return rsqrt(x); }

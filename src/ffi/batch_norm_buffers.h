@@ -122,7 +122,7 @@ class BatchNormReader : public BufferReader {
       case kWorkspace:
         if (dims.size() > 0) workspace_size_ = dims[dims.size() - 1];
         valid = type == accumulator && Has(buffer, workspace_size_) &&
-                workspace_size_ >= BatchNormWorkspace(shape_.channels, shape_.inner);
+                workspace_size_ >= BatchNormWorkspace(shape_);
         break;
     }
     if (!valid) Mismatch(*named);
