@@ -70,6 +70,11 @@ class Kernel:
         )
 
 
+def flags(**given) -> dict:
+    """Attributes that tell a handler which buffers there are."""
+    return {name: np.bool_(value) for name, value in given.items()}
+
+
 def match_varying(operands):
     """Operands that all vary over the same manual mesh axes (those of any of them)."""
     axes = [_compat.varying_axes(x) for x in operands]

@@ -27,7 +27,7 @@ from jax_fastops._arguments import (
     same_floating_dtype,
 )
 from jax_fastops._bits import pack, select
-from jax_fastops._kernel import Kernel, partitions, shards_of
+from jax_fastops._kernel import Kernel, flags, partitions, shards_of
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import broadcast_to, explicit_spec, parts_of, reshape
@@ -80,11 +80,6 @@ def _backward_kernel(mask: bool, scale: bool, dresidual: bool) -> Kernel:
     operands += ["... c"] * (2 + scale) + ["... 2 c"] + ["... c"] * 2
     results = ["... n"] * (1 + dresidual)
     return Kernel.declare("batch_norm_bwd", f"{', '.join(operands)} -> {', '.join(results)}")
-
-
-def _flags(**given) -> dict:
-    """Attributes that tell the handler which buffers there are."""
-    return {name: np.bool_(value) for name, value in given.items()}
 
 
 class _Groups:
@@ -186,7 +181,7 @@ def _apply(x, mean, var, scale, bias, residual, *, eps, relu, save):
         *([] if residual is None else [groups.split(residual)]),
         eps=np.float64(eps),
         **groups.sizes,
-        **_flags(
+        **flags(
             relu=relu,
             scale=scale is not None,
             bias=bias is not None,
@@ -214,7 +209,7 @@ def _sums(x, dy, mask, mean, var, scale, eps, given_statistics=False, dresidual=
         *map(groups.spread, values),
         eps=np.float64(eps),
         **groups.sizes,
-        **_flags(
+        **flags(
             mask=mask is not None, scale=scale is not None, dx=given_statistics, dresidual=dresidual
         ),
     )
@@ -230,7 +225,7 @@ def _backward(x, dy, mask, mean, var, scale, sums, dmean, dvar, *, eps, dresidua
         *map(groups.spread, values),
         eps=np.float64(eps),
         **groups.sizes,
-        **_flags(mask=mask is not None, scale=scale is not None, dresidual=dresidual),
+        **flags(mask=mask is not None, scale=scale is not None, dresidual=dresidual),
     )
     return tuple(map(groups.join, found))
 

@@ -25,7 +25,7 @@ from jax_fastops._arguments import (
     same_floating_dtype,
 )
 from jax_fastops._implementation import by_row_length
-from jax_fastops._kernel import Kernel, partitions, shards_of, unless_mapped
+from jax_fastops._kernel import Kernel, flags, partitions, shards_of, unless_mapped
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, reshape
@@ -64,11 +64,6 @@ def _needs_workspace(n) -> bool:
     return not isinstance(n, int) or n > _WORKSPACE
 
 
-def _flags(**given) -> dict:
-    """Attributes that tell the handler which buffers there are."""
-    return {name: np.bool_(value) for name, value in given.items()}
-
-
 def _forward(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, save=False):
     summed = residual is not None or input_bias is not None
     give_sum = return_sum or (save and summed)
@@ -77,7 +72,7 @@ def _forward(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, save
     arrays = [a for a in (x, residual) if a is not None]
     parameters = [p for p in (input_bias, scale, bias) if p is not None]
     kernel = _forward_kernel(len(arrays), len(parameters), 1 + give_sum, statistics, workspace)
-    flags = _flags(
+    present = flags(
         rms=rms,
         residual=residual is not None,
         input_bias=input_bias is not None,
@@ -89,7 +84,7 @@ def _forward(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, save
     )
 
     def native(*given):
-        return tuple(kernel(*given, eps=np.float64(eps), **flags)[: 1 + give_sum + statistics])
+        return tuple(kernel(*given, eps=np.float64(eps), **present)[: 1 + give_sum + statistics])
 
     def plain(*given):
         rest = iter(given)
@@ -139,13 +134,13 @@ def _gradients(kept, cts, wanted, *, rms, eps, return_sum):
     kernel = _backward_kernel(
         len(arrays), len(statistics), scale is not None, sum(wants.values()), sums
     )
-    flags = _flags(rms=rms, scale=scale is not None, dsum=dsum is not None, **wants)
+    present = flags(rms=rms, scale=scale is not None, dsum=dsum is not None, **wants)
     dx, *rest = kernel(
         *arrays[:2],
         *(split(a, rows_last=True) if summing else a for a in statistics),
         *([] if scale is None else [scale]),
         *arrays[2:],
-        **flags,
+        **present,
     )
     dx = join(dx)
     partial = iter(rest)
