@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,14 @@ def real_number(op: str, name: str, value, advice: str = "") -> float:
         return float(value)
     except OverflowError:
         raise ValueError(f"{op}: {name} is {value}, which no float can hold") from None
+
+
+def integer(op: str, name: str, value) -> int:
+    """A Python or NumPy integer; ``TypeError`` for others."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{op}: {name} is {value!r}; it must be an integer") from None
 
 
 def epsilon(op: str, eps) -> float:

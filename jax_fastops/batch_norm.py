@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_fastops._arguments import (
     as_arrays,
     epsilon,
+    integer,
     not_weak,
     parameter,
     same_floating_dtype,
@@ -320,12 +320,18 @@ def _parts(kept, relu: bool):
     return x, scale, mask[0] if relu else None, mean, var
 
 
+def _sums_reference(x, dy, mask, mean):
+    """What :func:`_sums` averages, g and ``x - mean``, and the averages."""
+    g, axes = _masked(mask, dy), _others(x, _CHANNELS)
+    centred = _wide(x) - _along(mean.astype(g.dtype), _CHANNELS)
+    return g, centred, jnp.stack([jnp.mean(g, axes), jnp.mean(g * centred, axes)])
+
+
 def _pullback(kept, cts, *, eps, relu):
     x, scale, mask, mean, var = _parts(kept, relu)
     dy, dmean, dvar = cts
-    g, axes, n = _masked(mask, dy), _others(x, _CHANNELS), _count(x, _CHANNELS)
-    centred = _wide(x) - _along(mean, _CHANNELS)
-    sums = jnp.stack([jnp.mean(g, axes), jnp.mean(g * centred, axes)])
+    g, centred, sums = _sums_reference(x, dy, mask, mean)
+    n = _count(x, _CHANNELS)
     slope = sums[1] / (var + eps)
     dx = _along(_factor(var, scale, eps), _CHANNELS) * (
         g - _along(sums[0], _CHANNELS) - centred * _along(slope, _CHANNELS)
@@ -355,12 +361,11 @@ def _pushforward(kept, tangents, *, eps, relu):
 
 def _inference_pullback(kept, cts, *, eps, relu):
     x, scale, mask, mean, var = _parts(kept, relu)
-    g, axes, n = _masked(mask, *cts), _others(x, _CHANNELS), _count(x, _CHANNELS)
-    centred = _wide(x) - _along(mean.astype(g.dtype), _CHANNELS)
+    g, _, sums = _sums_reference(x, *cts, mask, mean)
     factor = _factor(var.astype(g.dtype), scale, eps)
-    sums = jnp.stack([jnp.mean(g, axes), jnp.mean(g * centred, axes)])
     dx = (g * _along(factor, _CHANNELS)).astype(x.dtype)
-    return dx, *_inference_sums(sums, n, var, scale, eps), g.astype(x.dtype)
+    given = _inference_sums(sums, _count(x, _CHANNELS), var, scale, eps)
+    return dx, *given, g.astype(x.dtype)
 
 
 def _inference_sums(sums, n, var, scale, eps):
@@ -405,21 +410,18 @@ def _forward(x, scale, bias, residual, *, eps, relu, save=False):
 def _gradients(kept, cts, wanted, *, eps, relu):
     x, scale, mask, mean, var = _parts(kept, relu)
     dy, dmean, dvar = cts
-    want_x, want_scale, want_bias, want_residual = wanted
-    dx = dscale = dbias = None
-    dresidual = dy
-    if want_x or want_scale or want_bias:
-        n = _count(x, _CHANNELS)
-        (sums,) = _sums(x, dy, mask, mean, var, scale, eps)
-        dscale, dbias = _parameter_gradients(sums, n, var, eps)
-        split = want_residual and relu
-    if want_x:
+    if not any(wanted[:-1]):
+        return None, None, None, _masked(mask, dy).astype(dy.dtype)
+    split = wanted[-1] and relu
+    n = _count(x, _CHANNELS)
+    (sums,) = _sums(x, dy, mask, mean, var, scale, eps)
+    gradients = _parameter_gradients(sums, n, var, eps)
+    if wanted[0]:
         given = (x, dy, mask, mean, var, scale, sums, dmean / n, dvar / n)
         dx, *masked = _backward(*given, eps=eps, dresidual=split)
-        dresidual = masked[0] if split else dy
-    elif want_residual and relu:
-        dresidual = _masked(mask, dy).astype(dy.dtype)
-    return dx, dscale, dbias, dresidual
+    else:
+        dx, masked = None, [_masked(mask, dy).astype(dy.dtype)]
+    return dx, *gradients, masked[0] if split else dy
 
 
 def _inference_gradients(kept, cts, wanted, *, eps, relu):
@@ -543,10 +545,7 @@ def _check(op: str, x, axis, eps, activation, residual, parameters: dict):
         raise ValueError(
             f"{op}: residual has shape {residual.shape}; it must have that of x, {x.shape}"
         )
-    try:
-        axis = operator.index(axis)
-    except TypeError:
-        raise TypeError(f"{op}: axis is {axis!r}; it must be an integer") from None
+    axis = integer(op, "axis", axis)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(
             f"{op}: axis is {axis}; it must be in [{-x.ndim}, {x.ndim}) for x of shape {x.shape}"

@@ -11,12 +11,11 @@ Source: FasterTransformer, ``add_QKV_bias`` and ``transpose``.
 from __future__ import annotations
 
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
 
-from jax_fastops._arguments import FLOATING, as_arrays
+from jax_fastops._arguments import FLOATING, as_arrays, integer
 from jax_fastops._implementation import by_width
 from jax_fastops._kernel import Kernel, shards_of, unless_mapped
 from jax_fastops._op import Op
@@ -217,10 +216,7 @@ def _swap(x):
 
 def _check(name: str, x, bias, num_heads, parts: int) -> tuple[int, int]:
     """``num_heads`` and the size of a head."""
-    try:
-        num_heads = operator.index(num_heads)
-    except TypeError:
-        raise TypeError(f"{name}: num_heads is {num_heads!r}; it must be an integer") from None
+    num_heads = integer(name, "num_heads", num_heads)
     argument = "x" if parts == 1 else "qkv"
     if x.ndim < 2:
         raise ValueError(

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jax_fastops import _compat
-from jax_fastops._arguments import as_arrays, not_weak, same_floating_dtype
+from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
 from jax_fastops._implementation import by_radius
 from jax_fastops._kernel import Kernel
 from jax_fastops._op import Op
@@ -170,10 +170,7 @@ def _check_radius(radius) -> int:
 
 def _check_axis(x, axis) -> int:
     """The axis counted from 0."""
-    try:
-        found = operator.index(axis)
-    except TypeError:
-        raise TypeError(f"window_sum: axis is {axis!r}; it must be an integer") from None
+    found = integer("window_sum", "axis", axis)
     if x.ndim == 0:
         raise ValueError(f"window_sum: axis is {found}, but x of shape () has no axis")
     if not -x.ndim <= found < x.ndim:

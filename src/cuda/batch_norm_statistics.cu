@@ -47,8 +47,8 @@ struct Params {
 
 // Sums of deviations of one channel's values from a shift.
 //
-// With a value that is not finite the sum must become what it would without the shift, and the
-// squares' sum NaN, also if only the latter overflows.
+// With a value that is not finite the sum must become what it would without the shift; the sum of
+// the squares is not finite then.
 template <typename A>
 struct Deviations {
   A shift = 0;

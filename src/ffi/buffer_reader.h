@@ -37,6 +37,7 @@ class BufferReader {
   ~BufferReader() = default;  // nobody owns a reader through this class
 
   const char* op() const { return op_; }
+  const ffi::Dictionary& attributes() const { return attributes_; }
   bool failed() const { return failed_; }
 
   void Fail(const std::string& what) {

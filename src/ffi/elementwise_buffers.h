@@ -26,11 +26,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "broadcast.h"
 #include "elementwise.h"
+#include "ffi/buffer_reader.h"
 #include "ffi/buffers.h"
 
 namespace jax_fastops {
@@ -62,11 +62,11 @@ struct ElementwiseCall {
 
 // Takes the buffers of a call one after the other, and checks each against what it must be. After
 // the first mistake it gives null pointers alone.
-class ElementwiseReader {
+class ElementwiseReader : public BufferReader {
  public:
   ElementwiseReader(const char* op, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                     const ffi::Dictionary& attributes)
-      : op_(op), args_(args), rets_(rets), attributes_(attributes) {
+      : BufferReader(op, args, rets, attributes) {
     const auto stars = attributes.get<ffi::Span<const int64_t>>("stars");
     if (stars.has_error()) {
       Fail("the attribute 'stars' is needed");
@@ -76,14 +76,8 @@ class ElementwiseReader {
     batch_first_ = attributes.contains("batch_first") && Flag("batch_first");
   }
 
-  bool Flag(const char* name) {
-    const auto value = attributes_.get<bool>(name);
-    if (value.has_error()) Fail(std::string("the attribute '") + name + "' is needed");
-    return !value.has_error() && *value;
-  }
-
   Activation ReadActivation() {
-    const auto value = attributes_.get<int64_t>("activation");
+    const auto value = attributes().get<int64_t>("activation");
     if (!value.has_error() && *value >= 0 && *value <= static_cast<int64_t>(Activation::kRelu))
       return static_cast<Activation>(*value);
     Fail("the attribute 'activation' is needed, from 0 to 3");
@@ -130,7 +124,7 @@ class ElementwiseReader {
       gradient.data = named->buffer.untyped_data();
       *bytes = named->buffer.size_bytes();
     }
-    if (!failed_) strides_.push_back(BroadcastStrides(result_, dims));
+    if (!failed()) strides_.push_back(BroadcastStrides(result_, dims));
     return gradient;
   }
 
@@ -138,7 +132,7 @@ class ElementwiseReader {
     SumWorkspace workspace;
     if (!Flag("workspace")) return workspace;
     const auto named = NextResult("workspace");
-    if (failed_) return workspace;
+    if (failed()) return workspace;
     if (named->buffer.element_type() != accumulator_) {
       Mismatch(*named);
       return workspace;
@@ -149,46 +143,18 @@ class ElementwiseReader {
   }
 
   ffi::Error Finish(ElementwiseCall* call) {
-    if (!failed_ && (next_arg_ != args_.size() || next_ret_ != rets_.size()))
-      Fail("more buffers than the attributes tell of");
-    if (!failed_ && !Collapse(result_, strides_, &call->shape))
-      Fail("the operands are broadcast in too many ways");
+    FASTOPS_RETURN_IF_ERROR(BufferReader::Finish());
+    if (!Collapse(result_, strides_, &call->shape))
+      return InvalidArgument(op(), "the operands are broadcast in too many ways");
     call->dtype = dtype_;
-    return failed_ ? InvalidArgument(op_, what_) : ffi::Error::Success();
+    return ffi::Error::Success();
   }
 
  private:
-  void Fail(const std::string& what) {
-    if (!failed_) what_ = what;
-    failed_ = true;
-  }
-
-  void Mismatch(const NamedBuffer& named) {
-    Fail(Describe(named) + " does not fit the other buffers");
-  }
-
   int64_t elements() const {
     int64_t product = 1;
     for (const int64_t size : result_) product *= size;
     return product;
-  }
-
-  std::optional<NamedBuffer> NextArgument(const char* name) {
-    if (!failed_ && next_arg_ < args_.size()) {
-      const auto buffer = args_.get<ffi::AnyBuffer>(next_arg_++);
-      if (!buffer.has_error()) return NamedBuffer(name, *buffer);
-    }
-    Fail(std::string("no operand ") + name);
-    return std::nullopt;
-  }
-
-  std::optional<NamedBuffer> NextResult(const char* name) {
-    if (!failed_ && next_ret_ < rets_.size()) {
-      auto buffer = rets_.get<ffi::AnyBuffer>(next_ret_++);
-      if (!buffer.has_error()) return NamedBuffer(name, **buffer);
-    }
-    Fail(std::string("no result ") + name);
-    return std::nullopt;
   }
 
   // The dimensions as they are in memory. All buffers have as many.
@@ -214,14 +180,14 @@ class ElementwiseReader {
   }
 
   void* ReadWhole(const std::optional<NamedBuffer>& named) {
-    if (failed_) return nullptr;
-    const ffi::Error error = CheckFloating(op_, *named, &dtype_);
+    if (failed()) return nullptr;
+    const ffi::Error error = CheckFloating(op(), *named, &dtype_);
     if (error.failure()) {
       Fail(Describe(*named) + " must be f32, bf16, f16 or f64");
       return nullptr;
     }
     type_ = named->buffer.element_type();
-    accumulator_ = type_ == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32;
+    accumulator_ = AccumulatorType(type_);
     if (!MemoryDims(*named, &result_)) return nullptr;
     begun_ = true;
     return named->buffer.untyped_data();
@@ -229,7 +195,7 @@ class ElementwiseReader {
 
   // Of the elements' type, or of the accumulator's, which may be wider.
   bool Typed(const std::optional<NamedBuffer>& named, bool* wide) {
-    if (failed_) return false;
+    if (failed()) return false;
     const auto type = named->buffer.element_type();
     *wide = type != type_;
     if (!*wide || type == accumulator_) return true;
@@ -240,7 +206,7 @@ class ElementwiseReader {
   // One bit for each element, in whole bytes for each row.
   void* ReadMask(const std::optional<NamedBuffer>& named) {
     std::vector<int64_t> dims;
-    if (failed_ || !MemoryDims(*named, &dims)) return nullptr;
+    if (failed() || !MemoryDims(*named, &dims)) return nullptr;
     bool fits = named->buffer.element_type() == ffi::DataType::U8 && !dims.empty();
     for (size_t i = 0; fits && i < dims.size(); ++i) {
       fits = dims[i] == (i + 1 < dims.size() ? result_[i] : (result_[i] + 7) / 8);
@@ -259,13 +225,6 @@ class ElementwiseReader {
     return named->buffer.untyped_data();
   }
 
-  const char* op_;
-  const ffi::RemainingArgs& args_;
-  const ffi::RemainingRets& rets_;
-  const ffi::Dictionary& attributes_;
-  size_t next_arg_ = 0, next_ret_ = 0;
-  bool failed_ = false;
-  std::string what_;
   std::vector<int64_t> stars_;
   bool batch_first_ = false;
   bool begun_ = false;
