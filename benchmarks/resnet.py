@@ -39,11 +39,12 @@ MIB = 2**20
 TIMES = ("median_us", "spread_us", "min_us", "wall_us")
 
 
-def nothing(x, scale, bias, *, activation=None, residual=None, **options):
+def nothing(x, scale, bias, *, activation=None, residual=None, fork=False, **options):
     """In place of ``batch_norm``: what is behind it alone."""
     zeros = jnp.zeros(scale.shape, jnp.float32)
     y = x if residual is None else x + residual
-    return (jax.nn.relu(y) if activation == "relu" else y), zeros, zeros
+    y = jax.nn.relu(y) if activation == "relu" else y
+    return (y, y) if fork else y, zeros, zeros
 
 
 VARIANTS = {

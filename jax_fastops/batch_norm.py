@@ -1,9 +1,9 @@
 """Batch norm, with the residual and the ReLU that often follow it.
 
 Training takes two passes each way: the forward reads the input for the statistics, which are merged
-from shifted sums, and again to normalise it; the backward reads input and cotangent for two sums
-per channel, and again for the gradient. Between them live the input, the statistics, and one bit
-per element for the ReLU.
+from shifted sums, and again to normalise it, but for what a GPU's chip holds meanwhile; the
+backward reads input and cotangent for two sums per channel, and again for the gradient. Between
+them live the input, the statistics, and one bit per element for the ReLU.
 
 Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
 """
@@ -61,6 +61,14 @@ def _statistics_kernel(c: int, workspace: int) -> Kernel:
 
 
 @functools.cache
+def _forward_kernel(c: int, parameters: int, residual: bool, mask: bool, workspace: int) -> Kernel:
+    operands = ["... n"] + ["... c"] * parameters + ["... n"] * residual
+    results = ["... n"] + [f"... {c} :acc"] * 2 + ["... ceil(n/8) :uint8"] * mask
+    results.append(f"... {workspace} :acc")
+    return Kernel.declare("batch_norm_fwd", f"{', '.join(operands)} -> {', '.join(results)}")
+
+
+@functools.cache
 def _apply_kernel(parameters: int, residual: bool, mask: bool) -> Kernel:
     operands = ["... n"] + ["... c"] * (2 + parameters) + ["... n"] * residual
     results = ["... n"] + ["... ceil(n/8) :uint8"] * mask
@@ -68,18 +76,20 @@ def _apply_kernel(parameters: int, residual: bool, mask: bool) -> Kernel:
 
 
 @functools.cache
-def _sums_kernel(mask: bool, scale: bool, dx: bool, dresidual: bool, workspace: int) -> Kernel:
-    operands = ["... n"] * 2 + ["... ceil(n/8)"] * mask + ["... c"] * (1 + dx + (dx and scale))
+def _sums_kernel(
+    dys: int, mask: bool, scale: bool, dx: bool, dresidual: bool, workspace: int
+) -> Kernel:
+    operands = ["... n"] * (1 + dys) + ["... ceil(n/8)"] * mask
+    operands += ["... c"] * (1 + dx + (dx and scale))
     results = ["... n"] * (dx + dresidual) + ["... 2 c :acc", f"... {workspace} :acc"]
     return Kernel.declare("batch_norm_sums", f"{', '.join(operands)} -> {', '.join(results)}")
 
 
 @functools.cache
-def _backward_kernel(mask: bool, scale: bool, dresidual: bool) -> Kernel:
+def _backward_kernel(mask: bool, scale: bool) -> Kernel:
     operands = ["... n"] * 2 + ["... ceil(n/8)"] * mask
     operands += ["... c"] * (2 + scale) + ["... 2 c"] + ["... c"] * 2
-    results = ["... n"] * (1 + dresidual)
-    return Kernel.declare("batch_norm_bwd", f"{', '.join(operands)} -> {', '.join(results)}")
+    return Kernel.declare("batch_norm_bwd", f"{', '.join(operands)} -> ... n")
 
 
 class _Groups:
@@ -192,11 +202,37 @@ def _apply(x, mean, var, scale, bias, residual, *, eps, relu, save):
     return groups.join(y), *map(groups.join_mask, bits)
 
 
-def _sums(x, dy, mask, mean, var, scale, eps, given_statistics=False, dresidual=False):
-    """The averages of g and of ``g * (x - mean)``, and with given statistics the gradients."""
+def _normalise(x, scale, bias, residual, eps, relu, save):
+    """Result, statistics and mask of what is one group, by one kernel."""
+    groups = _Groups(x, relu)
+    parameters = [p for p in (scale, bias) if p is not None]
+    mask = relu and save
+    kernel = _forward_kernel(
+        x.shape[-2], len(parameters), residual is not None, mask, groups.workspace()
+    )
+    y, mean, var, *bits, _ = kernel(
+        groups.split(x),
+        *map(groups.spread, parameters),
+        *([] if residual is None else [groups.split(residual)]),
+        eps=np.float64(eps),
+        **groups.sizes,
+        **flags(
+            relu=relu,
+            scale=scale is not None,
+            bias=bias is not None,
+            residual=residual is not None,
+            mask=mask,
+        ),
+    )
+    return groups.join(y), mean, var, *map(groups.join_mask, bits)
+
+
+def _sums(x, dys, mask, mean, var, scale, eps, given_statistics=False, dresidual=False):
+    """The averages of g and of ``g * (x - mean)``, with given statistics dx, and g if wanted."""
     groups = _Groups(x, mask is not None)
     scale = scale if given_statistics else None
     kernel = _sums_kernel(
+        len(dys),
         mask is not None,
         scale is not None,
         given_statistics,
@@ -205,29 +241,33 @@ def _sums(x, dy, mask, mean, var, scale, eps, given_statistics=False, dresidual=
     )
     values = [mean, *([var] if given_statistics else []), *([] if scale is None else [scale])]
     *grads, sums, _ = kernel(
-        *(groups.split(a) for a in (x, dy, mask) if a is not None),
+        *(groups.split(a) for a in (x, *dys, mask) if a is not None),
         *map(groups.spread, values),
         eps=np.float64(eps),
         **groups.sizes,
         **flags(
-            mask=mask is not None, scale=scale is not None, dx=given_statistics, dresidual=dresidual
+            dy2=len(dys) > 1,
+            mask=mask is not None,
+            scale=scale is not None,
+            dx=given_statistics,
+            dresidual=dresidual,
         ),
     )
     return groups.average(sums), *map(groups.join, grads)
 
 
-def _backward(x, dy, mask, mean, var, scale, sums, dmean, dvar, *, eps, dresidual):
+def _backward(x, dy, mask, mean, var, scale, sums, dmean, dvar, *, eps):
     groups = _Groups(x, mask is not None)
-    kernel = _backward_kernel(mask is not None, scale is not None, dresidual)
+    kernel = _backward_kernel(mask is not None, scale is not None)
     values = [mean, var, *([] if scale is None else [scale]), sums, dmean, dvar]
-    found = kernel(
+    (dx,) = kernel(
         *(groups.split(a) for a in (x, dy, mask) if a is not None),
         *map(groups.spread, values),
         eps=np.float64(eps),
         **groups.sizes,
-        **flags(mask=mask is not None, scale=scale is not None, dresidual=dresidual),
+        **flags(mask=mask is not None, scale=scale is not None),
     )
-    return tuple(map(groups.join, found))
+    return groups.join(dx)
 
 
 # ---- references ----------------------------------------------------------------------------------
@@ -278,11 +318,16 @@ def _inference_reference(x, mean, var, scale, bias, residual, *, eps, relu, chan
     return (jax.nn.relu(z) if relu else z).astype(x.dtype)
 
 
-def _reference(x, scale, bias, residual, *, eps, relu, channels=_CHANNELS):
+def _reference(x, scale, bias, residual, *, eps, relu, fork, channels=_CHANNELS):
     wide = _wide(x)  # once: the gradient of each cast is rounded
     mean, var = _statistics_reference(wide, channels=channels)
     z = _before_activation(wide, mean, var, scale, bias, residual, eps, channels)
-    return (jax.nn.relu(z) if relu else z).astype(x.dtype), mean, var
+    y = (jax.nn.relu(z) if relu else z).astype(x.dtype)
+    return *_twice_if(fork, y), mean, var
+
+
+def _twice_if(fork: bool, y) -> tuple:
+    return (y, y) if fork else (y,)
 
 
 def _flat(x):
@@ -308,7 +353,7 @@ def _inference_save(x, mean, var, scale, bias, residual, *, eps, relu):
     return (pack(_flat(z) > 0),)
 
 
-def _save(x, scale, bias, residual, *, eps, relu):
+def _save(x, scale, bias, residual, *, eps, relu, fork):
     if not relu:
         return ()
     return _inference_save(x, *_statistics_reference(x), scale, bias, residual, eps=eps, relu=relu)
@@ -327,9 +372,10 @@ def _sums_reference(x, dy, mask, mean):
     return g, centred, jnp.stack([jnp.mean(g, axes), jnp.mean(g * centred, axes)])
 
 
-def _pullback(kept, cts, *, eps, relu):
+def _pullback(kept, cts, *, eps, relu, fork):
     x, scale, mask, mean, var = _parts(kept, relu)
-    dy, dmean, dvar = cts
+    *dys, dmean, dvar = cts
+    dy = sum(dys[1:], dys[0])
     g, centred, sums = _sums_reference(x, dy, mask, mean)
     n = _count(x, _CHANNELS)
     slope = sums[1] / (var + eps)
@@ -344,7 +390,7 @@ def _parameter_gradients(sums, n, var, eps):
     return sums[1] * n * jax.lax.rsqrt(var + eps), sums[0] * n
 
 
-def _pushforward(kept, tangents, *, eps, relu):
+def _pushforward(kept, tangents, *, eps, relu, fork):
     x, scale, mask, mean, var = _parts(kept, relu)
     dx, *rest = tangents
     if dx is None:
@@ -356,7 +402,8 @@ def _pushforward(kept, tangents, *, eps, relu):
         dvar = 2 * jnp.mean(centred * (_wide(dx) - _along(dmean, _CHANNELS)), axes)
     kept = (x, scale, *([] if mask is None else [mask]), mean, var)
     moving = (dx, dmean, dvar, *rest)
-    return _inference_pushforward(kept, moving, eps=eps, relu=relu), dmean, dvar
+    dy = _inference_pushforward(kept, moving, eps=eps, relu=relu)
+    return *_twice_if(fork, dy), dmean, dvar
 
 
 def _inference_pullback(kept, cts, *, eps, relu):
@@ -401,27 +448,30 @@ def _inference_pushforward(kept, tangents, *, eps, relu):
 # ---- ops -----------------------------------------------------------------------------------------
 
 
-def _forward(x, scale, bias, residual, *, eps, relu, save=False):
-    mean, var = _statistics(x)
-    y, *mask = _apply(x, mean, var, scale, bias, residual, eps=eps, relu=relu, save=save)
-    return y, mean, var, *mask
-
-
-def _gradients(kept, cts, wanted, *, eps, relu):
-    x, scale, mask, mean, var = _parts(kept, relu)
-    dy, dmean, dvar = cts
-    if not any(wanted[:-1]):
-        return None, None, None, _masked(mask, dy).astype(dy.dtype)
-    split = wanted[-1] and relu
-    n = _count(x, _CHANNELS)
-    (sums,) = _sums(x, dy, mask, mean, var, scale, eps)
-    gradients = _parameter_gradients(sums, n, var, eps)
-    if wanted[0]:
-        given = (x, dy, mask, mean, var, scale, sums, dmean / n, dvar / n)
-        dx, *masked = _backward(*given, eps=eps, dresidual=split)
+def _forward(x, scale, bias, residual, *, eps, relu, fork, save=False):
+    if _Groups(x, relu).lead:  # statistics of parts are merged before they are applied
+        mean, var = _statistics(x)
+        y, *mask = _apply(x, mean, var, scale, bias, residual, eps=eps, relu=relu, save=save)
     else:
-        dx, masked = None, [_masked(mask, dy).astype(dy.dtype)]
-    return dx, *gradients, masked[0] if split else dy
+        y, mean, var, *mask = _normalise(x, scale, bias, residual, eps, relu, save)
+    return *_twice_if(fork, y), mean, var, *mask
+
+
+def _gradients(kept, cts, wanted, *, eps, relu, fork):
+    x, scale, mask, mean, var = _parts(kept, relu)
+    *dys, dmean, dvar = cts
+    if not any(wanted[:-1]):
+        return None, None, None, _masked(mask, sum(dys[1:], dys[0])).astype(x.dtype)
+    n = _count(x, _CHANNELS)
+    # What several read is written by the pass that first has it; the second one then reads that.
+    write = fork or (relu and wanted[-1])
+    sums, *g = _sums(x, dys, mask, mean, var, scale, eps, dresidual=write)
+    dy, mask = (g[0], None) if write else (dys[0], mask)
+    gradients = _parameter_gradients(sums, n, var, eps)
+    dx = None
+    if wanted[0]:
+        dx = _backward(x, dy, mask, mean, var, scale, sums, dmean / n, dvar / n, eps=eps)
+    return dx, *gradients, dy
 
 
 def _inference_gradients(kept, cts, wanted, *, eps, relu):
@@ -430,15 +480,18 @@ def _inference_gradients(kept, cts, wanted, *, eps, relu):
         return *(None,) * 5, _masked(mask, *cts).astype(x.dtype)
     split = wanted[-1] and relu
     sums, dx, *masked = _sums(
-        x, *cts, mask, mean, var, scale, eps, given_statistics=True, dresidual=split
+        x, cts, mask, mean, var, scale, eps, given_statistics=True, dresidual=split
     )
     statistics = _inference_sums(sums, _count(x, _CHANNELS), var, scale, eps)
     return dx, *statistics, masked[0] if split else cts[0]
 
 
+_TRAINING_IN = f"{_X}, c, c, {_X}"
+_STATISTICS_OUT = "c :acc, c :acc"
+
 _STATISTICS = Op(
     "batch_norm_statistics",
-    f"{_X} -> c :acc, c :acc",
+    f"{_X} -> {_STATISTICS_OUT}",
     _statistics_reference,
     kernels=(_statistics_kernel(0, 0),),
     forward=_statistics,
@@ -449,18 +502,19 @@ _STATISTICS = Op(
 
 _TRAINING = Op(
     "batch_norm",
-    f"{_X}, c, c, {_X} -> {_X}, c :acc, c :acc",
+    f"{_TRAINING_IN} -> {_X}, {_STATISTICS_OUT}",
     _reference,
     kernels=(
+        _forward_kernel(0, 0, False, False, 0),
         _statistics_kernel(0, 0),
         _apply_kernel(0, False, False),
-        _sums_kernel(False, False, False, False, 0),
-        _backward_kernel(False, False, False),
+        _sums_kernel(1, False, False, False, False, 0),
+        _backward_kernel(False, False),
     ),
     forward=_forward,
     save=_save,
     forward_saving=functools.partial(_forward, save=True),
-    residuals=lambda args, outs, saved: (*args[:2], *saved, *outs[1:]),
+    residuals=lambda args, outs, saved: (*args[:2], *saved, *outs[-2:]),
     pullback=_pullback,
     pushforward=_pushforward,
     backward=_gradients,
@@ -471,7 +525,7 @@ _INFERENCE = Op(
     "batch_norm_inference",
     f"{_X}, c, c, c, c, {_X} -> {_X}",
     _inference_reference,
-    kernels=(_apply_kernel(0, False, False), _sums_kernel(False, False, True, False, 0)),
+    kernels=(_apply_kernel(0, False, False), _sums_kernel(1, False, False, True, False, 0)),
     forward=functools.partial(_apply, save=False),
     save=_inference_save,
     forward_saving=functools.partial(_apply, save=True),
@@ -522,13 +576,18 @@ def _call(op: Op, x, at: int, values, residual, **options):
     shape, view_spec = viewed
     own = None if view_spec is None else tuple(jax.typeof(x).sharding.spec)
     x_view, *rest = (None if a is None else reshape(a, shape, view_spec) for a in arrays)
-    signature = f"{op.signature} | {_MASK}" if options.get("relu") else None
+    signature = op.signature
+    if options.get("fork"):
+        signature = f"{_TRAINING_IN} -> {_X}, {_X}, {_STATISTICS_OUT}"
+    if options.get("relu"):
+        signature = f"{signature} | {_MASK}"
     found = op(x_view, *values, *rest, signature=signature, **options)
     if op is _STATISTICS:
         return found
-    y, *statistics = found if isinstance(found, tuple) else (found,)
-    y = reshape(y, x.shape, own)
-    return (y, *statistics) if statistics else y
+    if op is _INFERENCE:
+        return reshape(found, x.shape, own)
+    *ys, mean, var = found
+    return *(reshape(y, x.shape, own) for y in ys), mean, var
 
 
 def _fixed(x, at: int) -> bool:
@@ -574,7 +633,8 @@ def batch_norm(
     activation: str | None = None,
     residual=None,
     axis_name=None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    fork: bool = False,
+) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """Batch norm with the statistics of this batch, as in training; optionally add and ReLU.
 
     ``y = activation((x - mean) * rsqrt(var + eps) * scale + bias + residual)``, with the mean and
@@ -596,6 +656,10 @@ def batch_norm(
         over which the batch is spread: the statistics are those of all its parts together, found
         with one ``psum``. The gradient of ``x`` is then a sum of two, each rounded to its dtype, as
         in plain JAX.
+      fork: whether ``y`` comes twice, as ``(y, y)``: the same array, for two users, such as the
+        convolution and the shortcut of a residual network's next block. Their cotangents are then
+        added in the backward's own pass (and rounded as JAX rounds such a sum), where two users of
+        one ``y`` cost a pass over three arrays before it.
 
     Returns:
       ``(y, mean, var)``: an array of the shape and dtype of ``x``, and the batch's mean and biased
@@ -622,10 +686,14 @@ def batch_norm(
     x, residual, at, options, values = _check(
         "batch_norm", x, axis, eps, activation, residual, parameters
     )
+    fork = bool(fork)
     if axis_name is None:
-        return _call(_TRAINING, x, at, values, residual, **options)
-    mean, var = _over_axis(_call(_STATISTICS, x, at, [], None), axis_name)
-    return _call(_INFERENCE, x, at, [mean, var, *values], residual, **options), mean, var
+        *ys, mean, var = _call(_TRAINING, x, at, values, residual, fork=fork, **options)
+    else:
+        mean, var = _over_axis(_call(_STATISTICS, x, at, [], None), axis_name)
+        y = _call(_INFERENCE, x, at, [mean, var, *values], residual, **options)
+        ys = _twice_if(fork, y)
+    return tuple(ys) if fork else ys[0], mean, var
 
 
 def _over_axis(statistics, axis_name):

@@ -45,28 +45,67 @@ struct BatchNormApplyArrays {
   void* mask = nullptr;  // z > 0; null: not stored
 };
 
-// With g = dy where the mask is set, else 0 (not a product), and n = outer * inner, the averages
+// The two together: mean and var are results. `workspace` is aligned for double.
+struct BatchNormForwardArrays {
+  const void* x = nullptr;
+  const void* scale = nullptr;     // null: 1
+  const void* bias = nullptr;      // null: 0
+  const void* residual = nullptr;  // null: 0
+  void* y = nullptr;
+  void* mean = nullptr;
+  void* var = nullptr;
+  void* mask = nullptr;  // z > 0; null: not stored
+  void* workspace = nullptr;
+  int64_t workspace_size = 0;
+
+  BatchNormStatisticsArrays statistics() const {
+    BatchNormStatisticsArrays arrays;
+    arrays.x = x;
+    arrays.mean = mean;
+    arrays.var = var;
+    arrays.workspace = workspace;
+    arrays.workspace_size = workspace_size;
+    return arrays;
+  }
+  BatchNormApplyArrays apply() const {
+    BatchNormApplyArrays arrays;
+    arrays.x = x;
+    arrays.mean = mean;
+    arrays.var = var;
+    arrays.scale = scale;
+    arrays.bias = bias;
+    arrays.residual = residual;
+    arrays.y = y;
+    arrays.mask = mask;
+    return arrays;
+  }
+};
+
+// With g = dy + dy2 where the mask is set, else 0 (not a product), and n = outer * inner, the
+// averages
 //   sums[0] = sum(g) / n,  sums[1] = sum(g * (x - mean)) / n
-// of each channel. With `dx`, also the gradients of given statistics' normalisation in the same
-// pass: dx = g * rsqrt(var + eps) * scale, and dresidual = g.
+// of each channel. g is rounded to x's type: where y has two users, dy and dy2 are their gradients,
+// which JAX would add up in that type. In the same pass dresidual = g, and with `dx` the gradient
+// of given statistics' normalisation, dx = g * rsqrt(var + eps) * scale.
 struct BatchNormSumsArrays {
   const void* x = nullptr;
   const void* dy = nullptr;
+  const void* dy2 = nullptr;   // null: 0
   const void* mask = nullptr;  // null: all set
   const void* mean = nullptr;
   const void* var = nullptr;    // null unless dx is given
   const void* scale = nullptr;  // null: 1
   void* dx = nullptr;           // null: not wanted
-  void* dresidual = nullptr;    // null: not wanted; not without dx
+  void* dresidual = nullptr;    // null: not wanted
   void* sums = nullptr;         // [groups, 2, channels]
   void* workspace = nullptr;
   int64_t workspace_size = 0;
 };
 
-// With g as above and a = rsqrt(var + eps) * scale:
+// With g = dy where the mask is set, else 0 (not a product), and a = rsqrt(var + eps) * scale:
 //   dx = a * (g - sums[0] - (x - mean) * sums[1] / (var + eps)) + dmean + 2 * dvar * (x - mean)
-// and dresidual = g. dmean and dvar are the cotangents of the statistics over their number of
-// elements.
+// dmean and dvar are the cotangents of the statistics over their number of elements. Where the sums
+// have written their g, it is this one's dy, and there is no mask.
 struct BatchNormBackwardArrays {
   const void* x = nullptr;
   const void* dy = nullptr;
@@ -78,7 +117,6 @@ struct BatchNormBackwardArrays {
   const void* dmean = nullptr;
   const void* dvar = nullptr;
   void* dx = nullptr;
-  void* dresidual = nullptr;  // null: not wanted
 };
 
 // The accumulators of workspace that a group needs at least: room for two numbers of double for

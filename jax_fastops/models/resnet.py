@@ -155,7 +155,8 @@ def plain_batch_norm(
     activation: str | None = None,
     residual=None,
     axis_name=None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    fork: bool = False,
+) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """:func:`jax_fastops.batch_norm` as it is usually written in ``jax.numpy``.
 
     The statistics are float32 (float64 for float64), the variance ``mean(x**2) - mean(x)**2``, as
@@ -173,7 +174,7 @@ def plain_batch_norm(
     y = plain_batch_norm_inference(
         x, mean, var, scale, bias, axis=axis, eps=eps, activation=activation, residual=residual
     )
-    return y, mean, var
+    return (y, y) if fork else y, mean, var
 
 
 def plain_batch_norm_inference(
@@ -360,13 +361,16 @@ def apply(
     """
     _check(params, statistics, images, config, batch_norm)
 
-    def norm(x, params, statistics, residual=None, activation="relu"):
+    def norm(x, params, statistics, residual=None, activation="relu", fork=False):
         options = dict(eps=config.eps, residual=residual, activation=activation)
         scale, bias = params["scale"], params["bias"]
         if not train:
             running = (statistics["mean"], statistics["var"])
-            return batch_norm.inference(x, *running, scale, bias, **options), statistics
-        y, mean, var = batch_norm.training(x, scale, bias, axis_name=axis_name, **options)
+            y = batch_norm.inference(x, *running, scale, bias, **options)
+            return (y, y) if fork else y, statistics
+        y, mean, var = batch_norm.training(
+            x, scale, bias, axis_name=axis_name, fork=fork, **options
+        )
         batch = jax.lax.stop_gradient({"mean": mean, "var": var})
         return y, jax.tree.map(functools.partial(_running, config.momentum), statistics, batch)
 
@@ -376,31 +380,44 @@ def apply(
     x, new["bn1"] = norm(x, params["bn1"], statistics["bn1"])
     if config.stem == "imagenet":
         x = _max_pool(x)
+    users, last = (x, x), (len(config.stages) - 1, config.stages[-1] - 1)
     for stage in range(len(config.stages)):
         name = f"layer{stage + 1}"
         new[name] = []
         for index, block in enumerate(zip(params[name], statistics[name], strict=True)):
-            x, found = _block(x, *block, _stride(stage, index), _SIZES[config.block], norm)
+            users, found = _block(
+                users,
+                *block,
+                _stride(stage, index),
+                _SIZES[config.block],
+                functools.partial(norm, fork=(stage, index) != last),
+                norm,
+            )
             new[name].append(found)
+    x = users
     wide = accumulator_dtype(x.dtype)
     x = jnp.mean(x, (1, 2), dtype=wide).astype(x.dtype)
     kernel, bias = params["fc"]["kernel"].astype(x.dtype), params["fc"]["bias"]
     return jnp.dot(x, kernel, preferred_element_type=wide) + bias, new
 
 
-def _block(x, params: dict, statistics: dict, stride: int, sizes, norm) -> tuple[jax.Array, dict]:
+def _block(users, params: dict, statistics: dict, stride: int, sizes, last_norm, norm):
+    """What ``last_norm`` gives, and the new statistics, from what the block's two users get."""
     new = {}
-    shortcut = x
+    x, shortcut = users
     if "downsample" in params:
         given, running = params["downsample"], statistics["downsample"]["bn"]
-        shortcut = _conv(x, given["conv"], stride)
+        shortcut = _conv(shortcut, given["conv"], stride)
         shortcut, found = norm(shortcut, given["bn"], running, activation=None)
         new["downsample"] = {"bn": found}
     strided = sizes.index(3) + 1
     for k in range(1, len(sizes) + 1):
-        bn, residual = f"bn{k}", shortcut if k == len(sizes) else None
+        bn = f"bn{k}"
         x = _conv(x, params[f"conv{k}"], stride if k == strided else 1)
-        x, new[bn] = norm(x, params[bn], statistics[bn], residual)
+        if k < len(sizes):
+            x, new[bn] = norm(x, params[bn], statistics[bn])
+        else:
+            x, new[bn] = last_norm(x, params[bn], statistics[bn], shortcut)
     return x, new
 
 

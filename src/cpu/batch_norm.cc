@@ -299,7 +299,7 @@ void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
   if (has_dx) Factors<Scalar>(shape, arrays.var, arrays.scale, eps, factor.begin(), executor);
   // [group, part, sum or product, channel]
   Buffer<double> all(shape.groups * parts.parts * 2 * channels);
-  const int moved = 2 + Count(arrays.dx) + Count(arrays.dresidual);
+  const int moved = 2 + Count(arrays.dy2) + Count(arrays.dx) + Count(arrays.dresidual);
   parts.Over(executor, static_cast<double>(moved * itemsize), [&](const Task& task) {
     const int64_t width = parts.width();
     Buffer<Scalar> buffer(parts.buffer());
@@ -309,6 +309,7 @@ void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
     const int64_t at = task.group * shape.group_size() * itemsize;
     from.x = Offset(arrays.x, at);
     from.dy = Offset(arrays.dy, at);
+    from.dy2 = Offset(arrays.dy2, at);
     from.mask = Offset(arrays.mask, task.group * shape.mask_bytes());
     from.dx = Offset(arrays.dx, at);
     from.dresidual = Offset(arrays.dresidual, at);
@@ -472,10 +473,8 @@ void Backward(const BatchNormShape& shape, int type, int64_t itemsize, double ep
               });
   const Scalar* const values[] = {static_cast<const Scalar*>(arrays.mean), factor, factor + all,
                                   factor + 2 * all, static_cast<const Scalar*>(arrays.dmean)};
-  const bool stream = CanStream(shape, itemsize, arrays.dx) &&
-                      reinterpret_cast<uintptr_t>(arrays.dresidual) % 64 == 0;
-  const int moved = 3 + Count(arrays.dresidual);
-  OverElements(shape, static_cast<double>(moved * itemsize), values, stream, executor,
+  const bool stream = CanStream(shape, itemsize, arrays.dx);
+  OverElements(shape, static_cast<double>(3 * itemsize), values, stream, executor,
                [&](int64_t group, const BatchNormKernels::Elements& elements) {
                  const int64_t at = group * shape.group_size() * itemsize;
                  BatchNormBackwardArrays from = arrays;
@@ -483,7 +482,6 @@ void Backward(const BatchNormShape& shape, int type, int64_t itemsize, double ep
                  from.dy = Offset(arrays.dy, at);
                  from.mask = Offset(arrays.mask, group * shape.mask_bytes());
                  from.dx = Offset(arrays.dx, at);
-                 from.dresidual = Offset(arrays.dresidual, at);
                  Kernels().backward[type](from, elements);
                });
 }

@@ -254,6 +254,7 @@ struct BatchNorm {
   struct Gradient {
     const char* x;
     const char* dy;
+    const char* dy2;
     const uint8_t* mask;
     int64_t mask_bytes;
     char* dx;
@@ -262,6 +263,7 @@ struct BatchNorm {
     Gradient(const BatchNormSumsArrays& arrays, int64_t bytes)
         : x(static_cast<const char*>(arrays.x)),
           dy(static_cast<const char*>(arrays.dy)),
+          dy2(static_cast<const char*>(arrays.dy2)),
           mask(static_cast<const uint8_t*>(arrays.mask)),
           mask_bytes(bytes),
           dx(static_cast<char*>(arrays.dx)),
@@ -271,6 +273,9 @@ struct BatchNorm {
     FASTOPS_INLINE void operator()(Extent extent, int64_t at, int64_t count, Vectors mean,
                                    const Factor& factor, Vectors* sum, Vectors* product) const {
       Vectors g = LoadElements<E>(extent, dy + at * E::kBytes, count);
+      if (dy2 != nullptr) {
+        g = E::Widen(E::Narrow(Add(g, LoadElements<E>(extent, dy2 + at * E::kBytes, count))));
+      }
       if (mask != nullptr) g = Select(BitsAt(mask, mask_bytes, at), Loaded<A>(g), SetPair<A>(0));
       const Vectors v = LoadElements<E>(extent, x + at * E::kBytes, count);
       const Vectors d = Cleared(extent, Sub(v, mean), count);
@@ -363,14 +368,17 @@ struct BatchNorm {
           }
           const Vectors mean = SetPair<A>(means[c]);
           const Vectors factor = SetPair<A>(factors == nullptr ? 0 : factors[c]);
-          OverBlocks<kBlock>(0, piece.count,
-                             [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-                               FetchBlock(extent, gradient.x + (at + i) * E::kBytes, piece.ahead);
-                               FetchBlock(extent, gradient.dy + (at + i) * E::kBytes, piece.ahead);
-                               gradient(
-                                   extent, at + i, count, mean,
-                                   [&]() FASTOPS_LAMBDA { return factor; }, &sum, &product);
-                             });
+          OverBlocks<kBlock>(
+              0, piece.count, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                FetchBlock(extent, gradient.x + (at + i) * E::kBytes, piece.ahead);
+                FetchBlock(extent, gradient.dy + (at + i) * E::kBytes, piece.ahead);
+                if (gradient.dy2 != nullptr) {
+                  FetchBlock(extent, gradient.dy2 + (at + i) * E::kBytes, piece.ahead);
+                }
+                gradient(
+                    extent, at + i, count, mean, [&]() FASTOPS_LAMBDA { return factor; }, &sum,
+                    &product);
+              });
           StorePair<A>(own, sum);
           StorePair<A>(own + kBlock, product);
         }
@@ -466,7 +474,6 @@ struct BatchNorm {
     const char* const x = static_cast<const char*>(arrays.x);
     const char* const dy = static_cast<const char*>(arrays.dy);
     char* const dx = static_cast<char*>(arrays.dx);
-    char* const dresidual = static_cast<char*>(arrays.dresidual);
     BlockArray mask;
     mask.data = static_cast<char*>(const_cast<void*>(arrays.mask));
     OverElements<5>(
@@ -480,9 +487,6 @@ struct BatchNorm {
           // g may be its own average: what is left then is 0, not a product's rounding error.
           const Vectors v = MulAdd(own[1], Sub(g, own[3]), MulAdd(own[2], d, own[4]));
           StoreElements<E, kStream>(extent, dx + at, E::Narrow(v), count);
-          if (dresidual != nullptr) {
-            StoreElements<E, kStream>(extent, dresidual + at, E::Narrow(g), count);
-          }
         });
   }
 

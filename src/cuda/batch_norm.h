@@ -2,8 +2,10 @@
 //
 // Every function enqueues kernels on `stream` and returns what the launch returned. None allocates
 // or synchronises, so all may be captured into a CUDA graph, once their kernels were loaded into
-// the device. Two runs give the same bits. Pointers need no more alignment than an element does;
-// outputs must not overlap inputs. Sizes of zero succeed and write nothing.
+// the device. Some kernels are launched before the one ahead of them is done, whichever that is,
+// and wait for it by themselves: see batch_norm_launch.cuh. Two runs give the same bits. Pointers
+// need no more alignment than an element does; outputs must not overlap inputs. Sizes of zero
+// succeed and write nothing.
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_H_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_H_
 

@@ -8,6 +8,7 @@
 
 #include "cuda/batch_norm.h"
 #include "cuda/batch_norm_geometry.cuh"
+#include "cuda/batch_norm_launch.cuh"
 #include "cuda/batch_norm_units.cuh"
 #include "cuda/load_kernels.h"
 #include "cuda/packed.cuh"
@@ -31,19 +32,18 @@ template <typename T, bool kAligned, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     ApplyKernel(const __grid_constant__ Params p) {
   using A = ComputeType<T>;
-  constexpr int kRows = kInFlight < T, kResidual ? 2 : 1 > ;
+  constexpr int kArrays = kResidual ? 2 : 1, kRows = kInFlight<T, kArrays>;
 
   const Geometry& g = p.geometry;
   const Place place = PlaceOf(g, blockIdx.x);
   const Share share = ShareOf(g, place, threadIdx.x);
-  if (share.count == 0 && share.cut == 0) return;
   const int64_t group = place.group * g.group_size;
-  const T* const x = static_cast<const T*>(p.arrays.x) + group;
-  const T* const residual = static_cast<const T*>(p.arrays.residual) + group;
-  T* const y = static_cast<T*>(p.arrays.y) + group;
-  uint8_t* const mask = p.arrays.mask == nullptr
-                            ? nullptr
-                            : static_cast<uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes;
+  const T* const x = PartOf<T>(p.arrays.x, group);
+  const T* const residual = PartOf<T>(p.arrays.residual, group);
+  T* const y = PartOf<T>(p.arrays.y, group);
+  uint8_t* const mask = PartOf<uint8_t>(p.arrays.mask, place.group * p.mask_bytes);
+  AwaitPredecessors();
+  if (share.count == 0 && share.cut == 0) return;
 
   A mean[kUnit], factor[kUnit], bias[kUnit];
   struct Loaded {
@@ -133,15 +133,12 @@ cudaError_t BatchNormApply(const BatchNormShape& shape, DType dtype, double eps,
   params.aligned_parameters = IsAligned(arrays.mean) && IsAligned(arrays.var) &&
                               IsAligned(arrays.scale) && IsAligned(arrays.bias);
   params.mask_bytes = shape.mask_bytes();
-  BlockWish wish;
-  const cudaError_t error = MapWish(dtype, &wish);
-  if (error != cudaSuccess) return error;
-  if (!MakeGeometry(shape, wish, &params.geometry)) return cudaErrorInvalidConfiguration;
   const bool aligned =
       AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.residual, arrays.y);
-  const Kernel kernel = KernelOf(dtype, aligned, arrays.residual != nullptr);
-  kernel<<<BlocksOf(shape, params.geometry), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  const int resident =
+      dtype == DType::kF64 ? kBlocksPerProcessor<double> : kBlocksPerProcessor<float>;
+  return LaunchMap(shape, KernelOf(dtype, aligned, arrays.residual != nullptr), resident, &params,
+                   stream);
 }
 
 cudaError_t LoadBatchNormApplyKernels() {

@@ -9,6 +9,7 @@
 
 #include "cuda/batch_norm.h"
 #include "cuda/batch_norm_geometry.cuh"
+#include "cuda/batch_norm_launch.cuh"
 #include "cuda/batch_norm_units.cuh"
 #include "cuda/load_kernels.h"
 #include "cuda/packed.cuh"
@@ -26,26 +27,28 @@ struct Params {
   int64_t mask_bytes;  // of a group
 };
 
+// Two blocks of an SM, of which each thread loads twice as much ahead, are 1 to 2% faster than
+// three: the factors of the channels then are in registers.
+constexpr int kBlocks = 2;
+template <typename T>
+constexpr int kAhead = (sizeof(T) == 8 ? 1 : 2) * kInFlight<T, 2>;
+
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     BackwardKernel(const __grid_constant__ Params p) {
   using A = ComputeType<T>;
-  constexpr int kRows = kInFlight<T, 2>;
+  constexpr int kRows = kAhead<T>;
 
   const Geometry& g = p.geometry;
   const Place place = PlaceOf(g, blockIdx.x);
   const Share share = ShareOf(g, place, threadIdx.x);
-  if (share.count == 0 && share.cut == 0) return;
   const int64_t group = place.group * g.group_size;
-  const T* const x = static_cast<const T*>(p.arrays.x) + group;
-  const T* const dy = static_cast<const T*>(p.arrays.dy) + group;
-  T* const dx = static_cast<T*>(p.arrays.dx) + group;
-  T* const dresidual =
-      p.arrays.dresidual == nullptr ? nullptr : static_cast<T*>(p.arrays.dresidual) + group;
-  const uint8_t* const mask =
-      p.arrays.mask == nullptr
-          ? nullptr
-          : static_cast<const uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes;
+  const T* const x = PartOf<T>(p.arrays.x, group);
+  const T* const dy = PartOf<T>(p.arrays.dy, group);
+  T* const dx = PartOf<T>(p.arrays.dx, group);
+  const uint8_t* const mask = PartOf<uint8_t>(p.arrays.mask, place.group * p.mask_bytes);
+  AwaitPredecessors();
+  if (share.count == 0 && share.cut == 0) return;
 
   A mean[kUnit], a[kUnit], b[kUnit], c[kUnit];
   struct Loaded {
@@ -53,7 +56,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     UnitBits<T> g;
     uint32_t bits;
   };
-  const auto gradient = [&](const Loaded& loaded, const UnitBits<T>& selected) {
+  const auto gradient = [&](const Loaded& loaded) {
+    const UnitBits<T> selected = SelectUnit(loaded.bits, loaded.g);
     A values[kUnit];
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) {
@@ -97,9 +101,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
         for (int i = 0; i < kUnit; ++i) c[i] = fma(-a[i], c[i], more[i]);
       },
       [&](const Loaded& loaded, int64_t element) {
-        const UnitBits<T> selected = SelectUnit(loaded.bits, loaded.g);
-        if (dresidual != nullptr) StoreUnit<T, kAligned>(dresidual + element, selected);
-        StoreUnit<T, kAligned>(dx + element, gradient(loaded, selected));
+        StoreUnit<T, kAligned>(dx + element, gradient(loaded));
       });
   if (share.cut > 0) {
     const int64_t element = g.group_size - share.cut;
@@ -107,9 +109,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     loaded.bits = MaskByte(mask, element);
     loaded.x = LoadCutUnit(x + element, share.cut);
     loaded.g = LoadCutUnit(dy + element, share.cut);
-    const UnitBits<T> selected = SelectUnit(loaded.bits, loaded.g);
-    if (dresidual != nullptr) StoreCutUnit(dresidual + element, selected, share.cut);
-    StoreCutUnit(dx + element, gradient(loaded, selected), share.cut);
+    StoreCutUnit(dx + element, gradient(loaded), share.cut);
   }
 }
 
@@ -146,14 +146,8 @@ cudaError_t BatchNormBackward(const BatchNormShape& shape, DType dtype, double e
                               IsAligned(arrays.scale) && IsAligned(arrays.sums) &&
                               IsAligned(arrays.dmean) && IsAligned(arrays.dvar);
   params.mask_bytes = shape.mask_bytes();
-  BlockWish wish;
-  const cudaError_t error = MapWish(dtype, &wish);
-  if (error != cudaSuccess) return error;
-  if (!MakeGeometry(shape, wish, &params.geometry)) return cudaErrorInvalidConfiguration;
-  const bool aligned =
-      AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dx, arrays.dresidual);
-  KernelOf(dtype, aligned)<<<BlocksOf(shape, params.geometry), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dx);
+  return LaunchMap(shape, KernelOf(dtype, aligned), kBlocks, &params, stream);
 }
 
 cudaError_t LoadBatchNormBackwardKernels() {

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "cuda/batch_norm_geometry.cuh"
+#include "cuda/batch_norm_launch.cuh"
 #include "cuda/batch_norm_units.cuh"
 #include "cuda/bitmask.cuh"
 
@@ -141,16 +142,15 @@ struct Finish {
 
 template <typename V>
 struct FinishBuffer {
-  static constexpr int kMaxWidth = kWarpSize;
   V warps[2][kMaxFinishThreads / kWarpSize * (kUnit + 1)];
-  V channels[2][kMaxWidth];
 };
 
-// Sums over the threads that share a channel, for all of them. All threads call it.
+// Sums over the threads that share a channel. All threads call it. The channel of the block whose
+// sums this thread has then, or -1.
 template <typename V>
-__device__ __forceinline__ void SumChannels(const Finish& f, V (&values)[2],
-                                            FinishBuffer<V>& buffer) {
-  if (f.log_share == 0) return;
+__device__ __forceinline__ int SumChannels(const Finish& f, V (&values)[2],
+                                           FinishBuffer<V>& buffer) {
+  if (f.log_share == 0) return threadIdx.x;
   const int width = 1 << f.log_width, log_warps = f.log_width + f.log_share - 5;
   const int thread = threadIdx.x, lane = thread % kWarpSize;
   const auto sum = [&](int from, int to) {
@@ -174,13 +174,7 @@ __device__ __forceinline__ void SumChannels(const Finish& f, V (&values)[2],
     values[i] = channel < width ? buffer.warps[i][warp * (width + 1) + channel] : V(0);
   }
   sum((1 << log_warps) / 2, 1);
-  if (channel < width && warp == 0) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) buffer.channels[i][channel] = values[i];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 2; ++i) values[i] = buffer.channels[i][thread & (width - 1)];
+  return channel < width && warp == 0 ? channel : -1;
 }
 
 // Where the parts of a channel are in a plane of the workspace.
@@ -240,22 +234,25 @@ class ChannelParts {
 };
 
 // Calls write(group, channel, sums) for every channel, where `A` is the accumulator's type. It is
-// bound by latency, so that a thread's loads, in general all, go out together.
+// bound by latency, so that a thread's loads, in general all, go out together. The kernel is a
+// dependent of that which wrote the workspace.
 template <typename A, typename V, typename Write>
 __device__ __forceinline__ void FinishChannels(const Finish& f, const Write& write) {
   constexpr int kBatch = 4;
   __shared__ FinishBuffer<V> buffer;
 
+  LetDependentsStart();
   const Geometry& g = f.geometry;
   const uint32_t share = 1u << f.log_share, in_share = threadIdx.x >> f.log_width;
   const int64_t group = blockIdx.x / f.group_blocks;
-  const int64_t channel = (int64_t{blockIdx.x % f.group_blocks} << f.log_width) |
-                          (threadIdx.x & ((1u << f.log_width) - 1));
+  const int64_t first = int64_t{blockIdx.x % f.group_blocks} << f.log_width;
+  const int64_t channel = first | (threadIdx.x & ((1u << f.log_width) - 1));
   const V* const workspace =
       reinterpret_cast<const V*>(static_cast<const A*>(f.workspace) + group * f.workspace_size);
   const int64_t plane = g.plane();
   const uint32_t entries = channel < g.channels ? f.entries : 0;
   const ChannelParts parts(f, channel);
+  AwaitPredecessors();
   V sums[2] = {};
   for (uint32_t entry = in_share; entry < entries; entry += kBatch * share) {
     int64_t indices[kBatch];
@@ -273,8 +270,8 @@ __device__ __forceinline__ void FinishChannels(const Finish& f, const Write& wri
       for (int i = 0; i < 2; ++i) sums[i] += batch[k].value[i];
     }
   }
-  SumChannels(f, sums, buffer);
-  if (in_share == 0 && channel < g.channels) write(group, channel, sums);
+  const int summed = SumChannels(f, sums, buffer);
+  if (summed >= 0 && first + summed < g.channels) write(group, first + summed, sums);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -308,6 +305,35 @@ inline bool MakeFinish(const BatchNormShape& shape, const Geometry& g, const voi
   if (group_blocks * shape.groups > std::numeric_limits<int32_t>::max()) return false;
   *blocks = static_cast<unsigned>(group_blocks * shape.groups);
   return true;
+}
+
+// A kernel that writes sums to the workspace, and one that finishes them.
+template <typename Params>
+struct SumKernels {
+  void (*sum)(Params);
+  void (*finish)(Finish);
+  int resident;  // blocks of the first one that a processor runs at once
+};
+
+// `params` has all but the geometry, of `finish` there are x and the outputs; the workspace has
+// room for `pairs` pairs.
+template <typename Params>
+cudaError_t LaunchSums(const BatchNormShape& shape, const SumKernels<Params>& kernels,
+                       void* workspace, int64_t workspace_size, int64_t pairs, Params* params,
+                       Finish* finish, cudaStream_t stream) {
+  int processors;
+  const cudaError_t error = GetProcessors(&processors);
+  if (error != cudaSuccess) return error;
+  Geometry& geometry = params->geometry;
+  unsigned finish_blocks;
+  if (!MakeGeometry(shape, {int64_t{processors} * kernels.resident, 3, pairs}, &geometry) ||
+      !MakeFinish(shape, geometry, workspace, workspace_size, finish, &finish_blocks)) {
+    return cudaErrorInvalidConfiguration;
+  }
+  kernels.sum<<<BlocksOf(shape, geometry), kThreads, 0, stream>>>(*params);
+  const cudaError_t launched = cudaGetLastError();
+  if (launched != cudaSuccess) return launched;
+  return LaunchDependent(kernels.finish, *finish, finish_blocks, finish->threads(), stream);
 }
 
 }  // namespace jax_fastops::cuda::batch_norm

@@ -157,6 +157,7 @@ struct BlockWish {
 // False if there are more blocks or rows than can be counted.
 inline bool MakeGeometry(const BatchNormShape& shape, const BlockWish& wish, Geometry* geometry) {
   Geometry& g = *geometry;
+  g = {};
   const int64_t row = shape.channels * shape.inner;
   const int64_t least_units = row / std::gcd(row, int64_t{kUnit});  // of a long row
   const auto ceil_div = [](int64_t n, int64_t d) { return (n + d - 1) / d; };

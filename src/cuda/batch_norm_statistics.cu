@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "cuda/batch_norm.h"
+#include "cuda/batch_norm_deviations.cuh"
 #include "cuda/batch_norm_fold.cuh"
 #include "cuda/batch_norm_geometry.cuh"
 #include "cuda/batch_norm_units.cuh"
@@ -45,46 +46,6 @@ struct Params {
   int64_t workspace_size;
 };
 
-// Sums of deviations of one channel's values from a shift.
-//
-// With a value that is not finite the sum must become what it would without the shift; the sum of
-// the squares is not finite then.
-template <typename A>
-struct Deviations {
-  A shift = 0;
-  A sum = 0;
-  A squares = 0;
-
-  __device__ __forceinline__ void Begin(A value) { shift = isfinite(value) ? value : A(0); }
-
-  __device__ __forceinline__ void Add(A value) {
-    const A deviation = value - shift;
-    sum += deviation;
-    squares = fma(deviation, deviation, squares);
-  }
-
-  // From now on from the mean of the `n` so far, or from near it: what the sums are is exact but
-  // for their own rounding.
-  __device__ __forceinline__ void Shift(A n, A inverse_n) {
-    const A moved = shift + sum * inverse_n;
-    const A d = moved - shift;
-    if (!isfinite(squares)) return;
-    squares = max(fma(d, fma(n, d, A(-2) * sum), squares), A(0));
-    sum = fma(-n, d, sum);
-    shift = moved;
-  }
-
-  // The sum of `n` values, less `base`, and that of their squares. If only squares overflow, it is
-  // infinite.
-  __device__ __forceinline__ Pair<double> Result(double n, double base) const {
-    const double d = static_cast<double>(shift) - base;
-    Pair<double> sums;
-    sums.value[0] = fma(n, d, static_cast<double>(sum));
-    sums.value[1] = fma(d, fma(n, d, 2 * static_cast<double>(sum)), static_cast<double>(squares));
-    return sums;
-  }
-};
-
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     StatisticsKernel(const __grid_constant__ Params p) {
@@ -92,6 +53,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   constexpr int kRows = kInFlight<T, 1>;
   __shared__ FoldBuffer<double> buffer;
 
+  LetDependentsStart();
   const Geometry& g = p.geometry;
   const Place place = PlaceOf(g, blockIdx.x);
   const Share share = ShareOf(g, place, threadIdx.x);
@@ -159,11 +121,7 @@ __global__ void __launch_bounds__(kMaxFinishThreads)
   });
 }
 
-struct Kernels {
-  void (*statistics)(Params);
-  void (*finish)(Finish);
-  int resident;
-};
+using Kernels = SumKernels<Params>;
 
 template <typename T>
 Kernels KernelsFor(bool aligned) {
@@ -191,31 +149,19 @@ cudaError_t BatchNormStatistics(const BatchNormShape& shape, DType dtype,
                                 const BatchNormStatisticsArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
   const Kernels kernels = KernelsOf(dtype, AreGroupsAligned(shape, DTypeSize(dtype), arrays.x));
-  int processors;
-  const cudaError_t error = GetProcessors(&processors);
-  if (error != cudaSuccess) return error;
-
   Params params;
   params.x = arrays.x;
   params.workspace = arrays.workspace;
   params.workspace_size = arrays.workspace_size;
   const int64_t pairs =
       arrays.workspace_size / (dtype == DType::kF64 ? 2 : 2 * sizeof(double) / sizeof(float));
-  const BlockWish wish = {int64_t{processors} * kernels.resident, 3, pairs};
   Finish finish;
-  unsigned finish_blocks;
-  if (!MakeGeometry(shape, wish, &params.geometry) ||
-      !MakeFinish(shape, params.geometry, arrays.workspace, arrays.workspace_size, &finish,
-                  &finish_blocks)) {
-    return cudaErrorInvalidConfiguration;
-  }
   finish.x = arrays.x;
   finish.out[0] = arrays.mean;
   finish.out[1] = arrays.var;
   finish.out_stride = shape.channels;
-  kernels.statistics<<<BlocksOf(shape, params.geometry), kThreads, 0, stream>>>(params);
-  kernels.finish<<<finish_blocks, finish.threads(), 0, stream>>>(finish);
-  return cudaGetLastError();
+  return LaunchSums(shape, kernels, arrays.workspace, arrays.workspace_size, pairs, &params,
+                    &finish, stream);
 }
 
 cudaError_t LoadBatchNormStatisticsKernels() {
@@ -224,7 +170,7 @@ cudaError_t LoadBatchNormStatisticsKernels() {
     for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
       for (const bool aligned : {false, true}) {
         const Kernels kernels = KernelsOf(static_cast<DType>(dtype), aligned);
-        load(reinterpret_cast<const void*>(kernels.statistics));
+        load(reinterpret_cast<const void*>(kernels.sum));
         load(reinterpret_cast<const void*>(kernels.finish));
       }
     }

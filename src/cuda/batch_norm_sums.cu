@@ -1,7 +1,7 @@
-// The sums of the backward pass: of g and of g * (x - mean), for every channel; and where the
-// statistics were given, so that dx does not depend on the sums, dx in the same pass. Bound by its
-// arrays' bytes. Threads sum their channels in registers, blocks in shared memory, and a second
-// kernel over the blocks.
+// The sums of the backward pass: of g and of g * (x - mean), for every channel; and in the same
+// pass g, if it is wanted, and where the statistics were given, so that dx does not depend on the
+// sums, dx. Bound by its arrays' bytes. Threads sum their channels in registers, blocks in shared
+// memory, and a second kernel over the blocks.
 #include <cstdint>
 
 #include "cuda/batch_norm.h"
@@ -24,33 +24,36 @@ struct Params {
   int64_t mask_bytes;  // of a group
 };
 
-template <typename T, bool kAligned, bool kDx>
+template <typename T, bool kAligned, bool kDx, bool kDy2>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     SumsKernel(const __grid_constant__ Params p) {
   using A = ComputeType<T>;
-  constexpr int kRows = kInFlight<T, 2>;
+  constexpr int kArrays = kDy2 ? 3 : 2, kRows = kInFlight<T, kArrays>;
   __shared__ FoldBuffer<A> buffer;
 
+  LetDependentsStart();
   const Geometry& g = p.geometry;
   const Place place = PlaceOf(g, blockIdx.x);
   const Share share = ShareOf(g, place, threadIdx.x);
   const int64_t group = place.group * g.group_size;
-  const T* const x = static_cast<const T*>(p.arrays.x) + group;
-  const T* const dy = static_cast<const T*>(p.arrays.dy) + group;
-  const uint8_t* const mask =
-      p.arrays.mask == nullptr
-          ? nullptr
-          : static_cast<const uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes;
-  T* const dx = kDx ? static_cast<T*>(p.arrays.dx) + group : nullptr;
-  T* const dresidual =
-      !kDx || p.arrays.dresidual == nullptr ? nullptr : static_cast<T*>(p.arrays.dresidual) + group;
+  const T* const x = PartOf<T>(p.arrays.x, group);
+  const T* const dy = PartOf<T>(p.arrays.dy, group);
+  const T* const dy2 = PartOf<T>(p.arrays.dy2, group);
+  const uint8_t* const mask = PartOf<uint8_t>(p.arrays.mask, place.group * p.mask_bytes);
+  T* const dx = PartOf<T>(p.arrays.dx, group);
+  T* const dresidual = PartOf<T>(p.arrays.dresidual, group);
 
   Pair<A> sums[kUnit];
   A mean[kUnit], factor[kDx ? kUnit : 1];
   struct Loaded {
     UnitBits<T> x;
     UnitBits<T> g;
+    UnitBits<T> g2;
     uint32_t bits;
+  };
+  const auto select = [&](const Loaded& loaded) {
+    if constexpr (kDy2) return SelectUnit(loaded.bits, AddUnits(loaded.g, loaded.g2));
+    return SelectUnit(loaded.bits, loaded.g);
   };
   // Elements behind a cut are 0 in dy, but their x is made up, and their mean may be infinite.
   const auto add = [&](const Loaded& loaded, const UnitBits<T>& selected, int size) {
@@ -76,6 +79,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
         loaded.bits = MaskByte(mask, element);
         loaded.x = LoadUnit<T, kAligned>(x + element);
         loaded.g = LoadUnit<T, kAligned>(dy + element);
+        if constexpr (kDy2) loaded.g2 = LoadUnit<T, kAligned>(dy2 + element);
         return loaded;
       },
       [&](const Loaded&) {
@@ -92,12 +96,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
         }
       },
       [&](const Loaded& loaded, int64_t element) {
-        const UnitBits<T> selected = SelectUnit(loaded.bits, loaded.g);
+        const UnitBits<T> selected = select(loaded);
         add(loaded, selected, kUnit);
-        if constexpr (kDx) {
-          if (dresidual != nullptr) StoreUnit<T, kAligned>(dresidual + element, selected);
-          StoreUnit<T, kAligned>(dx + element, gradient(selected));
-        }
+        // Without dx the kernel that writes it follows, and reads this.
+        if (dresidual != nullptr) StoreUnit<T, kAligned, !kDx>(dresidual + element, selected);
+        if constexpr (kDx) StoreUnit<T, kAligned>(dx + element, gradient(selected));
       },
       [] {});
   if (share.cut > 0) {
@@ -106,12 +109,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     loaded.bits = MaskByte(mask, element);
     loaded.x = LoadCutUnit(x + element, share.cut);
     loaded.g = LoadCutUnit(dy + element, share.cut);
-    const UnitBits<T> selected = SelectUnit(loaded.bits, loaded.g);
+    if constexpr (kDy2) loaded.g2 = LoadCutUnit(dy2 + element, share.cut);
+    const UnitBits<T> selected = select(loaded);
     add(loaded, selected, share.cut);
-    if constexpr (kDx) {
-      if (dresidual != nullptr) StoreCutUnit(dresidual + element, selected, share.cut);
-      StoreCutUnit(dx + element, gradient(selected), share.cut);
-    }
+    if (dresidual != nullptr) StoreCutUnit(dresidual + element, selected, share.cut);
+    if constexpr (kDx) StoreCutUnit(dx + element, gradient(selected), share.cut);
   }
   Fold(g, place, sums, buffer,
        static_cast<A*>(p.arrays.workspace) + place.group * p.arrays.workspace_size);
@@ -127,33 +129,30 @@ __global__ void __launch_bounds__(kMaxFinishThreads)
   });
 }
 
-struct Kernels {
-  void (*sums)(Params);
-  void (*finish)(Finish);
-  int resident;
-};
+using Kernels = SumKernels<Params>;
 
-template <typename T>
-Kernels KernelsFor(bool aligned, bool dx) {
-  Kernels kernels = {nullptr, FinishSumsKernel<ComputeType<T>>, kBlocksPerProcessor<T>};
-  if (dx) {
-    kernels.sums = aligned ? SumsKernel<T, true, true> : SumsKernel<T, false, true>;
-  } else {
-    kernels.sums = aligned ? SumsKernel<T, true, false> : SumsKernel<T, false, false>;
-  }
-  return kernels;
+template <typename T, bool kAligned>
+auto SumsKernelFor(bool dx, bool dy2) {
+  if (dx) return dy2 ? SumsKernel<T, kAligned, true, true> : SumsKernel<T, kAligned, true, false>;
+  return dy2 ? SumsKernel<T, kAligned, false, true> : SumsKernel<T, kAligned, false, false>;
 }
 
-Kernels KernelsOf(DType dtype, bool aligned, bool dx) {
+template <typename T>
+Kernels KernelsFor(bool aligned, bool dx, bool dy2) {
+  return {aligned ? SumsKernelFor<T, true>(dx, dy2) : SumsKernelFor<T, false>(dx, dy2),
+          FinishSumsKernel<ComputeType<T>>, kBlocksPerProcessor<T>};
+}
+
+Kernels KernelsOf(DType dtype, bool aligned, bool dx, bool dy2) {
   switch (dtype) {
     case DType::kF32:
-      return KernelsFor<float>(aligned, dx);
+      return KernelsFor<float>(aligned, dx, dy2);
     case DType::kBF16:
-      return KernelsFor<__nv_bfloat16>(aligned, dx);
+      return KernelsFor<__nv_bfloat16>(aligned, dx, dy2);
     case DType::kF16:
-      return KernelsFor<__half>(aligned, dx);
+      return KernelsFor<__half>(aligned, dx, dy2);
     case DType::kF64:
-      return KernelsFor<double>(aligned, dx);
+      return KernelsFor<double>(aligned, dx, dy2);
   }
   return {};
 }
@@ -163,34 +162,22 @@ Kernels KernelsOf(DType dtype, bool aligned, bool dx) {
 cudaError_t BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
                           const BatchNormSumsArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
-  const bool aligned =
-      AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dx, arrays.dresidual);
-  const Kernels kernels = KernelsOf(dtype, aligned, arrays.dx != nullptr);
-  int processors;
-  const cudaError_t error = GetProcessors(&processors);
-  if (error != cudaSuccess) return error;
-
+  const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dy2,
+                                        arrays.dx, arrays.dresidual);
+  const Kernels kernels = KernelsOf(dtype, aligned, arrays.dx != nullptr, arrays.dy2 != nullptr);
   Params params;
   params.arrays = arrays;
   params.eps = eps;
   params.aligned_parameters =
       IsAligned(arrays.mean) && IsAligned(arrays.var) && IsAligned(arrays.scale);
   params.mask_bytes = shape.mask_bytes();
-  const BlockWish wish = {int64_t{processors} * kernels.resident, 3, arrays.workspace_size / 2};
   Finish finish;
-  unsigned finish_blocks;
-  if (!MakeGeometry(shape, wish, &params.geometry) ||
-      !MakeFinish(shape, params.geometry, arrays.workspace, arrays.workspace_size, &finish,
-                  &finish_blocks)) {
-    return cudaErrorInvalidConfiguration;
-  }
   finish.x = nullptr;
   finish.out[0] = arrays.sums;
   finish.out[1] = nullptr;
   finish.out_stride = 2 * shape.channels;
-  kernels.sums<<<BlocksOf(shape, params.geometry), kThreads, 0, stream>>>(params);
-  kernels.finish<<<finish_blocks, finish.threads(), 0, stream>>>(finish);
-  return cudaGetLastError();
+  return LaunchSums(shape, kernels, arrays.workspace, arrays.workspace_size,
+                    arrays.workspace_size / 2, &params, &finish, stream);
 }
 
 cudaError_t LoadBatchNormSumsKernels() {
@@ -199,9 +186,11 @@ cudaError_t LoadBatchNormSumsKernels() {
     for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
       for (const bool aligned : {false, true}) {
         for (const bool dx : {false, true}) {
-          const Kernels kernels = KernelsOf(static_cast<DType>(dtype), aligned, dx);
-          load(reinterpret_cast<const void*>(kernels.sums));
-          load(reinterpret_cast<const void*>(kernels.finish));
+          for (const bool dy2 : {false, true}) {
+            const Kernels kernels = KernelsOf(static_cast<DType>(dtype), aligned, dx, dy2);
+            load(reinterpret_cast<const void*>(kernels.sum));
+            load(reinterpret_cast<const void*>(kernels.finish));
+          }
         }
       }
     }

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 
 #include "cuda/batch_norm_geometry.cuh"
@@ -77,12 +76,15 @@ __device__ __forceinline__ UnitBits<T> LoadCutUnit(const T* p, int cut) {
   return unit;
 }
 
-// Streaming: what is written must not push out of L2 what is still to be read.
-template <typename T, bool kAligned>
+// Streaming, unless the next kernel reads it: what is written must not push out of L2 what is still
+// to be read.
+template <typename T, bool kAligned, bool kReadNext = false>
 __device__ __forceinline__ void StoreUnit(T* p, const UnitBits<T>& unit) {
 #pragma unroll
   for (int i = 0; i < (kAligned ? unit.kWords : kUnit); ++i) {
-    if constexpr (kAligned) {
+    if constexpr (kAligned && kReadNext) {
+      __stwb(reinterpret_cast<uint4*>(p) + i, unit.words[i]);
+    } else if constexpr (kAligned) {
       __stcs(reinterpret_cast<uint4*>(p) + i, unit.words[i]);
     } else {
       p[i] = unit[i];
@@ -128,6 +130,25 @@ __device__ __forceinline__ UnitBits<T> SelectUnit(uint32_t bits, const UnitBits<
   UnitBits<T> selected;
   memcpy(selected.words, elements, sizeof(elements));
   return selected;
+}
+
+// The sums of two units' elements, rounded.
+template <typename T>
+__device__ __forceinline__ UnitBits<T> AddUnits(const UnitBits<T>& a, const UnitBits<T>& b) {
+  ComputeType<T> values[kUnit];
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) values[i] = ToCompute(a[i]) + ToCompute(b[i]);
+  return RoundUnit<T>(values);
+}
+
+// An array from `offset` on; null if it is missing.
+template <typename T>
+__device__ __forceinline__ T* PartOf(void* array, int64_t offset) {
+  return array == nullptr ? nullptr : static_cast<T*>(array) + offset;
+}
+template <typename T>
+__device__ __forceinline__ const T* PartOf(const void* array, int64_t offset) {
+  return array == nullptr ? nullptr : static_cast<const T*>(array) + offset;
 }
 
 // load(element) for every unit of the thread, and use(loaded, element) for each of them in order,
@@ -254,17 +275,6 @@ inline cudaError_t GetProcessors(int* processors) {
   const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   return cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device);
-}
-
-// What a kernel without sums wants of its blocks.
-inline cudaError_t MapWish(DType dtype, BlockWish* wish) {
-  int processors;
-  const cudaError_t error = GetProcessors(&processors);
-  if (error != cudaSuccess) return error;
-  const int resident =
-      dtype == DType::kF64 ? kBlocksPerProcessor<double> : kBlocksPerProcessor<float>;
-  *wish = {int64_t{processors} * resident, 2, std::numeric_limits<int64_t>::max()};
-  return cudaSuccess;
 }
 
 inline bool IsAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }

@@ -2,18 +2,21 @@
 //
 // Names, operands and results of the kernels, with [...] the groups. Those in brackets are there if
 // the attribute of that name is true (var of the sums: with `dx`):
+//   batch_norm_fwd         x[..., n], [scale[..., c]], [bias], [residual[..., n]]
+//                          -> y, mean[..., c], var, [mask[..., ceil(n / 8)]], workspace[..., w]
 //   batch_norm_statistics  x[..., n] -> mean[..., c], var, workspace[..., w]
 //   batch_norm_apply       x, mean[..., c], var, [scale[..., c]], [bias], [residual[..., n]]
 //                          -> y, [mask[..., ceil(n / 8)]]
-//   batch_norm_sums        x, dy, [mask], mean, [var], [scale]
+//   batch_norm_sums        x, dy, [dy2], [mask], mean, [var], [scale]
 //                          -> [dx], [dresidual], sums[..., 2, c], workspace
 //   batch_norm_bwd         x, dy, [mask], mean, var, [scale], sums, dmean[..., c], dvar
-//                          -> dx, [dresidual]
+//                          -> dx
 // Each group's n elements are [outer, channels, inner]. They come flat: XLA may copy an array with
 // a dimension of size 1 to give it another layout of the same bytes.
 //
-// Further attributes: `channels` and `inner`; but for the statistics `eps`; of apply, `relu`. x,
-// dy, residual and their like are of one type, all others but the mask of its accumulator's.
+// Further attributes: `channels` and `inner`; but for the statistics `eps`; of fwd and apply,
+// `relu`. x, dy, residual and their like are of one type, all others but the mask of its
+// accumulator's.
 #ifndef JAX_FASTOPS_FFI_BATCH_NORM_BUFFERS_H_
 #define JAX_FASTOPS_FFI_BATCH_NORM_BUFFERS_H_
 
@@ -136,6 +139,25 @@ class BatchNormReader : public BufferReader {
   int64_t workspace_size_ = 0;
 };
 
+inline ffi::Error ReadBatchNormForward(const char* op, const ffi::RemainingArgs& args,
+                                       const ffi::RemainingRets& rets,
+                                       const ffi::Dictionary& attributes, BatchNormCall* call,
+                                       BatchNormForwardArrays* arrays) {
+  BatchNormReader read(op, args, rets, attributes);
+  call->eps = read.Number("eps");
+  call->relu = read.Flag("relu");
+  arrays->x = read.Array("x");
+  if (read.Flag("scale")) arrays->scale = read.Channels("scale");
+  if (read.Flag("bias")) arrays->bias = read.Channels("bias");
+  if (read.Flag("residual")) arrays->residual = read.Array("residual");
+  arrays->y = read.ArrayResult("y");
+  arrays->mean = read.ChannelsResult("mean");
+  arrays->var = read.ChannelsResult("var");
+  if (read.Flag("mask")) arrays->mask = read.MaskResult("mask");
+  arrays->workspace = read.WorkspaceResult("workspace", &arrays->workspace_size);
+  return read.Finish(call);
+}
+
 inline ffi::Error ReadBatchNormStatistics(const char* op, const ffi::RemainingArgs& args,
                                           const ffi::RemainingRets& rets,
                                           const ffi::Dictionary& attributes, BatchNormCall* call,
@@ -172,20 +194,20 @@ inline ffi::Error ReadBatchNormSums(const char* op, const ffi::RemainingArgs& ar
                                     BatchNormSumsArrays* arrays) {
   BatchNormReader read(op, args, rets, attributes);
   call->eps = read.Number("eps");
-  const bool dx = read.Flag("dx"), scale = read.Flag("scale"), dresidual = read.Flag("dresidual");
+  const bool dx = read.Flag("dx"), scale = read.Flag("scale");
   arrays->x = read.Array("x");
   arrays->dy = read.Array("dy");
+  if (read.Flag("dy2")) arrays->dy2 = read.Array("dy2");
   if (read.Flag("mask")) arrays->mask = read.Mask("mask");
   arrays->mean = read.Channels("mean");
   if (dx) arrays->var = read.Channels("var");
   if (scale) arrays->scale = read.Channels("scale");
   if (dx) arrays->dx = read.ArrayResult("dx");
-  if (dresidual) arrays->dresidual = read.ArrayResult("dresidual");
+  if (read.Flag("dresidual")) arrays->dresidual = read.ArrayResult("dresidual");
   arrays->sums = read.SumsResult("sums");
   arrays->workspace = read.WorkspaceResult("workspace", &arrays->workspace_size);
   FASTOPS_RETURN_IF_ERROR(read.Finish(call));
-  if (!dx && (scale || dresidual))
-    return InvalidArgument(op, "without 'dx' there is no 'scale' and no 'dresidual'");
+  if (!dx && scale) return InvalidArgument(op, "without 'dx' there is no 'scale'");
   return ffi::Error::Success();
 }
 
@@ -205,7 +227,6 @@ inline ffi::Error ReadBatchNormBackward(const char* op, const ffi::RemainingArgs
   arrays->dmean = read.Channels("dmean");
   arrays->dvar = read.Channels("dvar");
   arrays->dx = read.ArrayResult("dx");
-  if (read.Flag("dresidual")) arrays->dresidual = read.ArrayResult("dresidual");
   return read.Finish(call);
 }
 

@@ -8,6 +8,18 @@
 namespace jax_fastops {
 namespace {
 
+ffi::Error ForwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       ffi::Dictionary attributes) {
+  BatchNormCall call;
+  BatchNormForwardArrays arrays;
+  FASTOPS_RETURN_IF_ERROR(
+      ReadBatchNormForward("batch_norm_fwd", args, rets, attributes, &call, &arrays));
+  XlaExecutor executor(pool);
+  cpu::BatchNormStatistics(call.shape, call.dtype, arrays.statistics(), executor);
+  cpu::BatchNormApply(call.shape, call.dtype, call.eps, call.relu, arrays.apply(), executor);
+  return ffi::Error::Success();
+}
+
 ffi::Error StatisticsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                           ffi::Dictionary attributes) {
   BatchNormCall call;
@@ -53,6 +65,9 @@ ffi::Error BackwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rema
 }
 
 XLA_FFI_DEFINE_HANDLER(
+    kBatchNormForward, ForwardImpl,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(
     kBatchNormStatistics, StatisticsImpl,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER(
@@ -65,6 +80,7 @@ XLA_FFI_DEFINE_HANDLER(
     kBatchNormBackward, BackwardImpl,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 
+FASTOPS_REGISTER("jax_fastops.batch_norm_fwd", kBatchNormForward);
 FASTOPS_REGISTER("jax_fastops.batch_norm_statistics", kBatchNormStatistics);
 FASTOPS_REGISTER("jax_fastops.batch_norm_apply", kBatchNormApply);
 FASTOPS_REGISTER("jax_fastops.batch_norm_sums", kBatchNormSums);

@@ -2,12 +2,23 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/batch_norm.h"
+#include "cuda/batch_norm_forward.h"
 #include "ffi/batch_norm_buffers.h"
 #include "ffi/handler_cuda.h"
 #include "ffi/registry.h"
 
 namespace jax_fastops {
 namespace {
+
+ffi::Error ForwardImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       ffi::Dictionary attributes) {
+  constexpr char kOp[] = "batch_norm_fwd";
+  BatchNormCall call;
+  BatchNormForwardArrays arrays;
+  FASTOPS_RETURN_IF_ERROR(ReadBatchNormForward(kOp, args, rets, attributes, &call, &arrays));
+  return ToError(
+      kOp, cuda::BatchNormForward(call.shape, call.dtype, call.eps, call.relu, arrays, stream));
+}
 
 ffi::Error StatisticsImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                           ffi::Dictionary attributes) {
@@ -46,16 +57,19 @@ ffi::Error BackwardImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
   return ToError(kOp, cuda::BatchNormBackward(call.shape, call.dtype, call.eps, arrays, stream));
 }
 
+FASTOPS_CUDA_INITIALIZE(kInitializeForward, "batch_norm_fwd", cuda::LoadBatchNormForwardKernels);
 FASTOPS_CUDA_INITIALIZE(kInitializeStatistics, "batch_norm_statistics",
                         cuda::LoadBatchNormStatisticsKernels);
 FASTOPS_CUDA_INITIALIZE(kInitializeApply, "batch_norm_apply", cuda::LoadBatchNormApplyKernels);
 FASTOPS_CUDA_INITIALIZE(kInitializeSums, "batch_norm_sums", cuda::LoadBatchNormSumsKernels);
 FASTOPS_CUDA_INITIALIZE(kInitializeBackward, "batch_norm_bwd", cuda::LoadBatchNormBackwardKernels);
+FASTOPS_CUDA_HANDLER(kForward, ForwardImpl);
 FASTOPS_CUDA_HANDLER(kStatistics, StatisticsImpl);
 FASTOPS_CUDA_HANDLER(kApply, ApplyImpl);
 FASTOPS_CUDA_HANDLER(kSums, SumsImpl);
 FASTOPS_CUDA_HANDLER(kBackward, BackwardImpl);
 
+FASTOPS_REGISTER("jax_fastops.batch_norm_fwd", kForward, kInitializeForward);
 FASTOPS_REGISTER("jax_fastops.batch_norm_statistics", kStatistics, kInitializeStatistics);
 FASTOPS_REGISTER("jax_fastops.batch_norm_apply", kApply, kInitializeApply);
 FASTOPS_REGISTER("jax_fastops.batch_norm_sums", kSums, kInitializeSums);

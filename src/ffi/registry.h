@@ -20,7 +20,7 @@ namespace jax_fastops {
 // the layout of saved values (the bitmask). Raise it when any of them changes: it is part of every
 // target's name, and compiled programs that were stored under an older version must not run against
 // newer kernels.
-inline constexpr int kKernelAbi = 1;
+inline constexpr int kKernelAbi = 2;
 
 class Registration {
  public:
