@@ -51,7 +51,7 @@ def _forward_kernel(
 def _backward_kernel(
     arrays: int, statistics: int, scale: bool, parameters: int, sums: int
 ) -> Kernel:
-    """``arrays`` counts dy, s and dsum; ``parameters``, the gradients that are summed."""
+    """``arrays`` counts dy, s, dsum and dy2; ``parameters``, the gradients that are summed."""
     row = "r n" if parameters else "n"
     one = "r" if parameters else ""
     inputs = [f"... {row}"] * 2 + [f"... {one}"] * statistics + ["n"] * scale
@@ -64,7 +64,7 @@ def _needs_workspace(n) -> bool:
     return not isinstance(n, int) or n > _WORKSPACE
 
 
-def _forward(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, save=False):
+def _forward(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fork, save=False):
     summed = residual is not None or input_bias is not None
     give_sum = return_sum or (save and summed)
     statistics = (1 if rms else 2) if save else 0
@@ -84,22 +84,21 @@ def _forward(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, save
     )
 
     def native(*given):
-        return tuple(kernel(*given, eps=np.float64(eps), **present)[: 1 + give_sum + statistics])
+        found = kernel(*given, eps=np.float64(eps), **present)
+        return (*found[:1] * fork, *found[: 1 + give_sum + statistics])
 
     def plain(*given):
         rest = iter(given)
         args = [None if a is None else next(rest) for a in (x, residual, input_bias, scale, bias)]
-        return _in_numpy(*args, rms=rms, eps=eps, return_sum=return_sum, save=save)
+        return _in_numpy(*args, rms=rms, eps=eps, return_sum=return_sum, fork=fork, save=save)
 
     given = [*arrays, *parameters]
     return unless_mapped(native, plain, range(len(arrays), len(given)))(*given)
 
 
-def _in_numpy(*args, rms, eps, return_sum, save):
+def _in_numpy(*args, save, **options):
     """What :func:`_forward` gives, by XLA."""
-    options = dict(rms=rms, eps=eps, return_sum=return_sum)
-    y = _reference(*args, **options)
-    return (*(y if return_sum else (y,)), *(_save(*args, **options) if save else ()))
+    return (*_reference(*args, **options), *(_save(*args, **options) if save else ()))
 
 
 def _backward(kept, cts, wanted, **options):
@@ -122,19 +121,19 @@ def _backward(kept, cts, wanted, **options):
     return tuple(next(found) if w else None for w in wanted)
 
 
-def _gradients(kept, cts, wanted, *, rms, eps, return_sum):
-    del eps
+def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fork):
+    del eps, fork
     s, scale, *statistics = kept
-    dy, dsum = cts if return_sum else (*cts, None)
+    dy, *dy2, dsum = cts if return_sum else (*cts, None)
     _, _, want_input_bias, want_scale, want_bias = wanted
     wants = dict(dscale=want_scale, dbias=want_bias, dinput_bias=want_input_bias)
     summing = any(wants.values())
     split, join, sums = _groups(dy) if summing else (lambda a: a, lambda a: a, 0)
-    arrays = [split(a) for a in (dy, s, dsum) if a is not None]
+    arrays = [split(a) for a in (dy, s, dsum, *dy2) if a is not None]
     kernel = _backward_kernel(
         len(arrays), len(statistics), scale is not None, sum(wants.values()), sums
     )
-    present = flags(rms=rms, scale=scale is not None, dsum=dsum is not None, **wants)
+    present = flags(rms=rms, scale=scale is not None, dsum=dsum is not None, dy2=bool(dy2), **wants)
     dx, *rest = kernel(
         *arrays[:2],
         *(split(a, rows_last=True) if summing else a for a in statistics),
@@ -231,7 +230,7 @@ def _normalised(s, statistics):
     return (s - mean[0][..., None] if mean else s) * rstd[..., None]
 
 
-def _reference(x, residual, input_bias, scale, bias, *, rms, eps, return_sum):
+def _reference(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fork):
     s = _sum(x, residual, input_bias)
     y = _normalised(s, _statistics(s, rms, eps))
     if scale is not None:
@@ -239,34 +238,34 @@ def _reference(x, residual, input_bias, scale, bias, *, rms, eps, return_sum):
     if bias is not None:
         y = y + bias.astype(y.dtype)
     y = y.astype(x.dtype)
-    return (y, s) if return_sum else y
+    return (*(y,) * (1 + fork), *(s,) * return_sum)
 
 
-def _save(x, residual, input_bias, scale, bias, *, rms, eps, return_sum):
-    del scale, bias
+def _save(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fork):
+    del scale, bias, fork
     s = _sum(x, residual, input_bias)
     summed = residual is not None or input_bias is not None
     return (*([s] if summed and not return_sum else []), *_statistics(s, rms, eps))
 
 
-def _pullback(kept, cts, *, rms, eps, return_sum):
+def _pullback(kept, cts, *, rms, eps, return_sum, fork):
     del eps
     s, scale, *statistics = kept
     xhat, rstd = _normalised(s, statistics), statistics[-1][..., None]
-    dy = cts[0].astype(xhat.dtype)
+    dy = (cts[0] + cts[1] if fork else cts[0]).astype(xhat.dtype)
     g = dy if scale is None else dy * scale.astype(dy.dtype)
     dx = g - xhat * jnp.mean(g * xhat, axis=-1, keepdims=True)
     if not rms:
         dx = dx - jnp.mean(g, axis=-1, keepdims=True)
     dx = dx * rstd
     if return_sum:
-        dx = dx + cts[1].astype(dx.dtype)
+        dx = dx + cts[-1].astype(dx.dtype)
     rows = tuple(range(dx.ndim - 1))
     rounded = dx.astype(s.dtype)
     return rounded, rounded, dx.sum(rows), (dy * xhat).sum(rows), dy.sum(rows)
 
 
-def _pushforward(kept, tangents, *, rms, eps, return_sum):
+def _pushforward(kept, tangents, *, rms, eps, return_sum, fork):
     del eps
     s, scale, *statistics = kept
     dx, dresidual, dinput_bias, dscale, dbias = tangents
@@ -284,7 +283,7 @@ def _pushforward(kept, tangents, *, rms, eps, return_sum):
     if dbias is not None:
         dy = dy + dbias.astype(dy.dtype)
     dy = dy.astype(s.dtype)
-    return (dy, ds.astype(s.dtype)) if return_sum else dy
+    return (*(dy,) * (1 + fork), *(ds.astype(s.dtype),) * return_sum)
 
 
 # ---- ops -----------------------------------------------------------------------------------------
@@ -296,7 +295,7 @@ def _declare(name: str, rms: bool) -> Op:
         statistics = saved[-1:] if rms else saved[-2:]
         if residual is None and input_bias is None:
             return (x, scale, *statistics)
-        return (outs[1] if len(outs) == 2 else saved[0], scale, *statistics)
+        return (saved[0] if len(saved) > len(statistics) else outs[-1], scale, *statistics)
 
     def bound(function, **more):
         return functools.partial(function, rms=rms, **more)
@@ -335,7 +334,7 @@ _RMS = {
 _OPS = {name: _declare(name, rms) for name, rms in _RMS.items()}
 
 
-def _apply(name, x, scale, bias, eps, residual=None, input_bias=None, return_sum=False):
+def _apply(name, x, scale, bias, eps, fork, residual=None, input_bias=None, return_sum=False):
     given = {"x": x} | ({"residual": residual} if name.startswith("residual") else {})
     arrays = same_floating_dtype(name, as_arrays(name, **given), list(given))
     x, residual = map(not_weak, arrays) if len(arrays) == 2 else (not_weak(arrays[0]), None)
@@ -349,17 +348,23 @@ def _apply(name, x, scale, bias, eps, residual=None, input_bias=None, return_sum
         None if value is None else parameter(name, what, value, x, -1, "the last axis of x")
         for what, value in (("input_bias", input_bias), ("scale", scale), ("bias", bias))
     ]
-    options = dict(eps=epsilon(name, eps), return_sum=bool(return_sum))
+    options = dict(eps=epsilon(name, eps), return_sum=bool(return_sum), fork=bool(fork))
     if 0 in x.shape:
-        return _reference(x, residual, *parameters, rms=_RMS[name], **options)
-    summed = residual is not None
-    results = ["... n"] * (1 + options["return_sum"])
-    saved = ["... n"] * (summed and not return_sum) + ["... :acc"] * (1 if _RMS[name] else 2)
-    signature = f"... n, ... n, n, n, n -> {', '.join(results)} | {', '.join(saved)}"
-    return _OPS[name](x, residual, *parameters, signature=signature, **options)
+        found = _reference(x, residual, *parameters, rms=_RMS[name], **options)
+    else:
+        summed = residual is not None
+        results = ["... n"] * (1 + options["fork"] + options["return_sum"])
+        saved = ["... n"] * (summed and not return_sum) + ["... :acc"] * (1 if _RMS[name] else 2)
+        signature = f"... n, ... n, n, n, n -> {', '.join(results)} | {', '.join(saved)}"
+        found = _OPS[name](x, residual, *parameters, signature=signature, **options)
+    found = found if isinstance(found, tuple) else (found,)
+    y = found[:2] if fork else found[0]
+    return (y, found[-1]) if return_sum else y
 
 
-def layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6) -> jax.Array:
+def layer_norm(
+    x, scale=None, bias=None, *, eps: float = 1e-6, fork: bool = False
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Layer norm over the last axis: ``(x - mean) * rsqrt(var + eps) * scale + bias``.
 
     ``mean`` and ``var`` (biased, from the deviations) are those of each row, in float32 (float64
@@ -370,9 +375,13 @@ def layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6) -> jax.Array:
       scale: array ``[n]`` of a floating dtype of its own, or ``None``.
       bias: array ``[n]`` of a floating dtype of its own, or ``None``.
       eps: a Python or NumPy number, added to the variance.
+      fork: whether the result comes twice, as ``(y, y)``: the same array, for two users, such as
+        the next product and the next residual of a post-norm transformer. Their cotangents are then
+        added in the backward's own pass (and rounded as JAX rounds such a sum), where two users of
+        one result cost a pass over three arrays before it.
 
     Returns:
-      An array of the shape and dtype of ``x``.
+      An array of the shape and dtype of ``x``; with ``fork`` it twice, as a pair.
 
     Saved for the backward: ``x``, and the mean and the reciprocal standard deviation of each row in
     float32 (float64 for float64). The gradients of ``scale`` and ``bias`` are summed in that
@@ -389,11 +398,19 @@ def layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6) -> jax.Array:
 
     Source: FasterTransformer, ``add_bias_input_layernorm``.
     """
-    return _apply("layer_norm", x, scale, bias, eps)
+    return _apply("layer_norm", x, scale, bias, eps, fork)
 
 
 def residual_layer_norm(
-    x, residual, scale=None, bias=None, *, input_bias=None, eps: float = 1e-6, return_sum=False
+    x,
+    residual,
+    scale=None,
+    bias=None,
+    *,
+    input_bias=None,
+    eps: float = 1e-6,
+    return_sum=False,
+    fork: bool = False,
 ):
     """Layer norm of a sum: ``layer_norm(x + input_bias + residual, scale, bias)``.
 
@@ -409,9 +426,11 @@ def residual_layer_norm(
         before.
       eps: a Python or NumPy number, added to the variance.
       return_sum: whether to return the sum too, as pre-norm models need it.
+      fork: whether the result comes twice, as ``(y, y)``; see :func:`layer_norm`.
 
     Returns:
-      An array of the shape and dtype of ``x``; with ``return_sum`` a pair, of it and of the sum.
+      An array of the shape and dtype of ``x``, with ``fork`` it twice, as a pair; with
+      ``return_sum`` a pair, of that and of the sum.
 
     Saved for the backward: the sum (the result itself, where it is returned), and the mean and the
     reciprocal standard deviation of each row in float32 (float64 for float64). ``x`` and
@@ -427,10 +446,14 @@ def residual_layer_norm(
 
     Source: FasterTransformer, ``add_bias_input_layernorm``.
     """
-    return _apply("residual_layer_norm", x, scale, bias, eps, residual, input_bias, return_sum)
+    return _apply(
+        "residual_layer_norm", x, scale, bias, eps, fork, residual, input_bias, return_sum
+    )
 
 
-def rms_norm(x, scale=None, *, eps: float = 1e-6) -> jax.Array:
+def rms_norm(
+    x, scale=None, *, eps: float = 1e-6, fork: bool = False
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """RMS norm over the last axis: ``x * rsqrt(mean(x**2) + eps) * scale``.
 
     Computed in float32 (float64 for float64) and rounded once.
@@ -439,9 +462,10 @@ def rms_norm(x, scale=None, *, eps: float = 1e-6) -> jax.Array:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
       scale: array ``[n]`` of a floating dtype of its own, or ``None``.
       eps: a Python or NumPy number, added to the mean square.
+      fork: whether the result comes twice, as ``(y, y)``; see :func:`layer_norm`.
 
     Returns:
-      An array of the shape and dtype of ``x``.
+      An array of the shape and dtype of ``x``; with ``fork`` it twice, as a pair.
 
     Saved for the backward: ``x``, and the reciprocal root of the mean square of each row in float32
     (float64 for float64).
@@ -455,11 +479,18 @@ def rms_norm(x, scale=None, *, eps: float = 1e-6) -> jax.Array:
 
     Source: layer norm without the mean; as FasterTransformer's, one pass each way.
     """
-    return _apply("rms_norm", x, scale, None, eps)
+    return _apply("rms_norm", x, scale, None, eps, fork)
 
 
 def residual_rms_norm(
-    x, residual, scale=None, *, input_bias=None, eps: float = 1e-6, return_sum=False
+    x,
+    residual,
+    scale=None,
+    *,
+    input_bias=None,
+    eps: float = 1e-6,
+    return_sum=False,
+    fork: bool = False,
 ):
     """RMS norm of a sum: ``rms_norm(x + input_bias + residual, scale)``.
 
@@ -473,9 +504,11 @@ def residual_rms_norm(
       input_bias: array ``[n]`` of a floating dtype of its own, or ``None``.
       eps: a Python or NumPy number, added to the mean square.
       return_sum: whether to return the sum too, as pre-norm models need it.
+      fork: whether the result comes twice, as ``(y, y)``; see :func:`layer_norm`.
 
     Returns:
-      An array of the shape and dtype of ``x``; with ``return_sum`` a pair, of it and of the sum.
+      An array of the shape and dtype of ``x``, with ``fork`` it twice, as a pair; with
+      ``return_sum`` a pair, of that and of the sum.
 
     Saved for the backward: the sum (the result itself, where it is returned), and the reciprocal
     root of the mean square of each row in float32 (float64 for float64).
@@ -490,4 +523,4 @@ def residual_rms_norm(
 
     Source: as :func:`rms_norm`.
     """
-    return _apply("residual_rms_norm", x, scale, None, eps, residual, input_bias, return_sum)
+    return _apply("residual_rms_norm", x, scale, None, eps, fork, residual, input_bias, return_sum)

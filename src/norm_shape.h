@@ -47,7 +47,8 @@ struct NormForwardArrays {
   void* workspace = nullptr;
 };
 
-// With xhat = (s - mean) * rstd (RMS norm: s * rstd) and g = dy * scale:
+// With xhat = (s - mean) * rstd (RMS norm: s * rstd) and g = dy * scale, where dy is the sum of dy
+// and dy2, if there is one, rounded to the element type:
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum   (RMS norm: without mean(g))
 //   dscale = sum over rows of dy * xhat,  dbias = of dy,  dinput_bias = of dx, before it is rounded
 struct NormBackwardArrays {
@@ -57,6 +58,7 @@ struct NormBackwardArrays {
   const void* rstd = nullptr;
   NormParameter scale;
   const void* dsum = nullptr;  // the cotangent of the sum, of the element type; null: absent
+  const void* dy2 = nullptr;   // that of y by its second user; null: absent
   void* dx = nullptr;
   // Partial sums [batch, sums, n] of the accumulator's type; null: not wanted.
   void* dscale = nullptr;

@@ -55,10 +55,22 @@ def reference(
     return (y, s.astype(x.dtype)) if return_sum else y
 
 
-def variant(name, given, **options):
+def forked(op, x, **options):
+    """Its results, flat, y twice."""
+    found = op(x, fork=True, **options)
+    return (*found[0], found[1]) if options.get("return_sum") else found
+
+
+def forked_reference(name, x, **options):
+    y, *s = outputs(reference(name, x, **options))
+    return y, y, *s
+
+
+def variant(name, given, fork=False, **options):
     """The op and its reference, as functions of x and of what is given beside it."""
     op = getattr(fo, name)
-    plain = functools.partial(reference, name)
+    op = functools.partial(forked, op) if fork else op
+    plain = functools.partial(forked_reference if fork else reference, name)
     return tuple(
         lambda x, *rest, f=f: f(x, **dict(zip(given, rest, strict=True)), **options)
         for f in (op, plain)
@@ -93,14 +105,14 @@ def spread(name, dim, given, results=1):
 
 
 def case(name, op, given, shape, sharded=None, parameters=None, eps=1e-6, **more):
-    return_sum = more.pop("return_sum", False)
+    return_sum, fork = more.pop("return_sum", False), more.pop("fork", False)
     options = {"return_sum": True} if return_sum else {}
-    fn, plain = variant(op, given, eps=eps, **options)
+    fn, plain = variant(op, given, fork, eps=eps, **options)
     if sharded is not None:
         more["make_sharded_args"] = draws(sharded, given, parameters)
         names = ("batch", "sequence")[: len(sharded) - 1]
         more["shardings"] = tuple(
-            spread(n, dim, given, 1 + return_sum) for dim, n in enumerate(names)
+            spread(n, dim, given, 1 + fork + return_sum) for dim, n in enumerate(names)
         )
     return Case(
         name=name,
@@ -178,6 +190,31 @@ FLOAT32_PARAMETERS = case(
     modes=("native",),
 )
 
+FORK = case(
+    "fork",
+    "residual_layer_norm",
+    ("residual", "scale", "bias"),
+    (3, 7),
+    (64, 12),
+    fork=True,
+    dtypes=("float32", "bfloat16"),
+    modes=("native",),
+    symbolic=("b, n", "b, n", "n", "n"),
+)
+
+FORK_SUM = case(
+    "fork_sum",
+    "residual_rms_norm",
+    ("residual", "scale", "input_bias"),
+    (2, 2, 5),
+    (8, 64, 12),
+    fork=True,
+    return_sum=True,
+    eps=0.1,
+    dtypes=("float32", "bfloat16"),
+    modes=("native",),
+)
+
 basic = functools.partial(case, basic_only=True, modes=("native",))
 SINGLE, HALF = ("float32",), ("bfloat16",)
 MIXED = basic("float32_scale", "rms_norm", ("scale",), (4, 16), parameters=np.float32, dtypes=HALF)
@@ -204,8 +241,10 @@ SUM_ALONE = basic(
 LONG = basic("long", "layer_norm", ("scale", "bias"), (2, 1001), dtypes=HALF)
 ONE = basic("one", "rms_norm", ("scale",), (4, 1), eps=0.5, dtypes=SINGLE)
 ONE_ROW = basic("one_row", "layer_norm", ("scale", "bias"), (9,), dtypes=SINGLE)
+FORK_ALONE = basic("fork_alone", "layer_norm", (), (3, 5), fork=True, dtypes=SINGLE)
+FORK_RMS = basic("fork_rms", "rms_norm", ("scale",), (3, 16), fork=True, dtypes=HALF)
 
-QUICK = (LAYER_NORM,)
+QUICK = (LAYER_NORM, FORK)
 BASIC = (
     MIXED,
     MIXED_ALL,
@@ -217,6 +256,8 @@ BASIC = (
     LONG,
     ONE,
     ONE_ROW,
+    FORK_ALONE,
+    FORK_RMS,
 )
 SLOW = (
     RESIDUAL_RMS_NORM,
@@ -225,6 +266,7 @@ SLOW = (
     RESIDUAL_LAYER_NORM,
     PRE_NORM,
     FLOAT32_PARAMETERS,
+    FORK_SUM,
 )
 
 
@@ -657,6 +699,106 @@ def test_the_sum_is_rounded_once(dtype):
     y, s = fo.residual_layer_norm(x, residual, return_sum=True)
     assert_bitwise_equal(s, x)
     assert_bitwise_equal(y, np.zeros_like(x))
+
+
+# Two users of one result --------------------------------------------------------------------------
+
+
+# Lengths for each way that kernels take a row, and of no whole number of units.
+TWO_USERS = [
+    (70, 1),
+    (3, 5, 17),
+    (7, 24),
+    (300, 64),
+    (33, 768),
+    (41, 1000),
+    (9, 1001),
+    (5, 3000),
+    (3, 2, 8192),
+    (3, 8191),
+    (2, 20000),
+    (2, 600001),
+    (9,),
+]
+
+
+@pytest.mark.parametrize("shape", TWO_USERS, ids=str)
+def test_two_users(name, shape, dtype):
+    """The gradients are those of one user whose cotangent is the rounded sum, to the last bit."""
+    (fn, _), args, dys = example(name, shape, dtype, seed=21, count=2)
+    both, _ = variant(name, OPS[name], fork=True)
+    (y, same), grads = jax.jit(value_and_gradients(both))(args, dys)
+    (want_y,), want = jax.jit(value_and_gradients(fn))(args, (jnp.add(*dys),))
+    assert_bitwise_equal(y, same)
+    assert_bitwise_equal(y, want_y)
+    assert_matches(grads, want)
+
+
+@pytest.mark.parametrize("shape", [(6, 5, 16), (67, 768), (9, 301), (3, 5000)], ids=str)
+@pytest.mark.parametrize("op", WHOLE)
+def test_two_users_and_the_sum(op, shape, dtype):
+    _, args, cts = example(op, shape, dtype, seed=22, count=3)
+    both, _ = variant(op, OPS[op], fork=True, return_sum=True)
+    one, _ = variant(op, OPS[op], return_sum=True)
+    (y, same, s), grads = jax.jit(value_and_gradients(both))(args, cts)
+    want_outs, want = jax.jit(value_and_gradients(one))(args, (jnp.add(*cts[:2]), cts[2]))
+    assert_bitwise_equal(y, same)
+    assert_matches((y, s), want_outs)
+    assert_matches(grads, want)
+
+
+@pytest.mark.parametrize("what", ["nothing", "x", "scale"])
+def test_two_users_with_what_is_wanted(name, what):
+    """Without sums over rows, of one sum alone, and without any parameter."""
+    given = tuple(g for g in OPS[name] if g == "residual" or what != "nothing")
+    (fn, _), args, dys = example(name, (37, 40), np.float32, given, seed=23, count=2)
+    both, _ = variant(name, given, fork=True)
+    at = 1 + given.index("scale") if what == "scale" else 0
+
+    def gradient(fn, cts):
+        one = lambda a: outputs(fn(*args[:at], a, *args[at + 1 :]))  # noqa: E731
+        return jax.jit(lambda a: jax.vjp(one, a)[1](cts)[0])(args[at])
+
+    assert_bitwise_equal(gradient(both, dys), gradient(fn, (jnp.add(*dys),)))
+
+
+def test_two_users_add_nothing_before_the_backward(name):
+    """Neither XLA nor another kernel adds the cotangents up."""
+    _, args, dys = example(name, (16, 4, 8), count=2)
+    both, _ = variant(name, OPS[name], fork=True)
+    text = jax.jit(value_and_gradients(both)).lower(args, dys).compile().as_text()
+    assert targets(text) == ["norm", "norm_bwd"]
+    assert not re.search(r" = f32\[(16,4,8|64,8)\]\S* add\(", text)
+
+
+def test_one_of_two_users(name):
+    """The other one's cotangent is zero."""
+    (fn, _), args, _ = example(name)
+    both, _ = variant(name, OPS[name], fork=True)
+    want = jax.grad(lambda x: jnp.sin(fn(x, *args[1:])).sum())(args[0])
+    for i in range(2):
+        got = jax.grad(lambda x, i=i: jnp.sin(both(x, *args[1:])[i]).sum())(args[0])
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("return_sum", [False, True])
+def test_two_users_keep_what_one_does(name, return_sum):
+    if return_sum and not name.startswith("residual"):
+        pytest.skip("there is no sum")
+    options = {"return_sum": True} if return_sum else {}
+    _, args, _ = example(name)
+    one, two = (variant(name, OPS[name], fork, **options)[0] for fork in (False, True))
+    assert kept(two, *args) == kept(one, *args)
+
+
+@pytest.mark.parametrize("mode", ["native", "xla"])
+def test_two_users_of_no_elements(name, mode):
+    _, args, dys = example(name, (0, 3), jnp.bfloat16, count=2)
+    both, _ = variant(name, OPS[name], fork=True)
+    with fo.use_implementation(mode):
+        outs, grads = jax.jit(value_and_gradients(both))(args, dys)
+    assert [y.shape for y in outs] == [(0, 3)] * 2
+    assert [g.shape for g in grads] == [a.shape for a in args]
 
 
 # Determinism and implementations ------------------------------------------------------------------

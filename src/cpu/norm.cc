@@ -35,6 +35,7 @@ NormBackwardArrays FromRow(const NormBackwardArrays& arrays, int64_t row, int64_
   from.mean = Offset(arrays.mean, row * accumulator);
   from.rstd = Offset(arrays.rstd, row * accumulator);
   from.dsum = Offset(arrays.dsum, row * row_bytes);
+  from.dy2 = Offset(arrays.dy2, row * row_bytes);
   from.dx = Offset(arrays.dx, row * row_bytes);
   return from;
 }
@@ -69,8 +70,8 @@ void NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   const int64_t accumulator = AccumulatorSize(dtype);
   auto* kernel = Kernels().backward[static_cast<int>(dtype)];
   const bool stream = ShouldStream(rows * row_bytes);
-  const double bytes_per_row =
-      static_cast<double>((3 + Count(arrays.dsum)) * row_bytes + 2 * accumulator);
+  const double bytes_per_row = static_cast<double>(
+      (3 + Count(arrays.dsum) + Count(arrays.dy2)) * row_bytes + 2 * accumulator);
   const int wanted = Count(arrays.dscale) + Count(arrays.dbias) + Count(arrays.dinput_bias);
   if (wanted == 0) {
     ParallelFor(executor, rows, 1, bytes_per_row, [&](int64_t begin, int64_t end) {

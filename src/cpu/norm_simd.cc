@@ -293,12 +293,29 @@ struct Norm {
     StoreElements<Wide, false>(extent, p, v, count);
   }
 
+  // The cotangent of y, of one user or of two.
+  struct Cotangent {
+    const char* dy;
+    const char* dy2;
+
+    Cotangent(const NormBackwardArrays& arrays, int64_t offset)
+        : dy(static_cast<const char*>(arrays.dy) + offset),
+          dy2(arrays.dy2 == nullptr ? nullptr : static_cast<const char*>(arrays.dy2) + offset) {}
+
+    template <typename Extent>
+    FASTOPS_INLINE Pair<A> operator()(Extent extent, int64_t at, int64_t count) const {
+      const Pair<A> d = LoadElements<E>(extent, dy + at, count);
+      if (dy2 == nullptr) return d;
+      return E::Widen(E::Narrow(Add(d, LoadElements<E>(extent, dy2 + at, count))));
+    }
+  };
+
   // kCount rows from row `row` on.
   template <bool kLayer, bool kStream, int kCount>
   static FASTOPS_INLINE void Group(const NormBackwardArrays& arrays, int64_t row, int64_t n,
                                    bool first) {
     const int64_t row_bytes = n * E::kBytes;
-    const char* dy = static_cast<const char*>(arrays.dy) + row * row_bytes;
+    const Cotangent dy(arrays, row * row_bytes);
     const char* s = static_cast<const char*>(arrays.s) + row * row_bytes;
     Pair<A> mean[kCount], rstd[kCount];
     Scalar g_mean[kCount], gx_mean[kCount];
@@ -319,7 +336,7 @@ struct Norm {
 #pragma GCC unroll 4
         for (int k = 0; k < kCount; ++k) {
           const int64_t at = k * row_bytes + i * E::kBytes;
-          Pair<A> g = LoadElements<E>(extent, dy + at, count);
+          Pair<A> g = dy(extent, at, count);
           if (arrays.scale.data != nullptr) g = Mul(g, scale);
           Pair<A> x = LoadElements<E>(extent, s + at, count);
           if constexpr (kLayer) {
@@ -346,7 +363,7 @@ struct Norm {
   static FASTOPS_INLINE void Gradient(const NormBackwardArrays& arrays, int64_t row, int64_t n,
                                       bool first, const Scalar* g_mean, const Scalar* gx_mean) {
     const int64_t row_bytes = n * E::kBytes;
-    const char* dy = static_cast<const char*>(arrays.dy) + row * row_bytes;
+    const Cotangent dy(arrays, row * row_bytes);
     const char* s = static_cast<const char*>(arrays.s) + row * row_bytes;
     const char* dsum =
         arrays.dsum == nullptr ? nullptr : static_cast<const char*>(arrays.dsum) + row * row_bytes;
@@ -363,7 +380,7 @@ struct Norm {
 #pragma GCC unroll 4
       for (int k = 0; k < kCount; ++k) {
         const int64_t at = k * row_bytes + i * E::kBytes;
-        const Pair<A> d = LoadElements<E>(extent, dy + at, count);
+        const Pair<A> d = dy(extent, at, count);
         Pair<A> x = LoadElements<E>(extent, s + at, count);
         if constexpr (kLayer) x = Sub(x, SetPair<A>(mean[k]));
         x = Mul(x, SetPair<A>(rstd[k]));

@@ -1,9 +1,9 @@
 // The backward pass of layer norm and RMS norm: dx, and the parameters' gradients as partial sums,
 // in one pass that reads dy and s once.
 //
-// It moves 3 arrays (4 with dsum) and is bound by memory. What makes it hard is that a row is
-// needed whole before any of its dx is known, and that the sums over rows want threads that keep
-// their columns.
+// It moves 3 arrays (one more with dsum, and with dy2) and is bound by memory. What makes it hard
+// is that a row is needed whole before any of its dx is known, and that the sums over rows want
+// threads that keep their columns.
 //
 // - A worker holds one row at a time, or a few, in registers: a warp up to 1024 columns, a block of
 //   256 threads up to 8192, a cluster of such blocks beyond (RowGroup). A thread has the same
@@ -18,6 +18,8 @@
 //   pieces that cover them, and so read a few bytes more, of the same array; the rows lie in shared
 //   memory as much off as they do in global memory. Threads then take single elements, neighbours
 //   next to each other, instead of units of 16 bytes. Mean and rstd come the same way.
+// - Where y had two users, their cotangents are added up in the stage, by the threads that read the
+//   sum there then: nothing else has to know of the second one, and it costs no registers.
 // - A partial sum belongs to one block, or to one cluster, and its rows are contiguous. Warps share
 //   a block's sum and add theirs up at its end, while the next rows are already on their way.
 // - Rows too long for a cluster are read twice: chunks are reduced on their own, then columns are
@@ -238,7 +240,8 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
   const auto in_columns = [&](int unit) { return unit < L::kLeastUnits || unit < units; };
 
   char* const stages = ring + worker * p.stages * p.stage_bytes;
-  const int arrivals = (kBulkCopies ? 0 : L::kWorkerThreads) + 3 + has_mean + has_dsum;
+  const int arrivals =
+      (kBulkCopies ? 0 : L::kWorkerThreads) + 3 + has_mean + has_dsum + (p.arrays[kDy2] != nullptr);
   if (in_worker < p.stages) full[worker][in_worker].Init(arrivals);
   if (threadIdx.x < kArrays) {
     sources[threadIdx.x] = SourceOf<T>(p, threadIdx.x, first_column, columns);
@@ -302,7 +305,7 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
 
   // A tile, in its stage.
   struct Tile {
-    const char* stage;
+    char* stage;
     int64_t row;
     int rows;
   };
@@ -333,6 +336,41 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
   };
   const auto place = [&](int r, int j) {
     return (r * columns + (j * kThreads + in_row) * kSize) * int{sizeof(T)};
+  };
+  // Puts dy + dy2, rounded, in the place of dy: this thread's units, which no other one reads. Some
+  // at a time, all loaded before the first is stored.
+  const auto add_dy2 = [&](const Tile& tile) {
+    constexpr int kAll = kRepeat * kUnits, kBatch = kAll < 4 ? kAll : 4;
+    char* const dys = elements(tile, 0, p.arrays[kDy]);
+    const char* const others = elements(tile, p.stage_bytes - p.slot_bytes, p.arrays[kDy2]);
+#pragma unroll 1
+    for (int first = 0; first < kAll; first += kBatch) {
+      bool in[kBatch];
+      int at[kBatch];
+      U sum[kBatch], other[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int k = kRepeat == 1 ? 0 : (first + b) / kUnits, j = first + b - k * kUnits;
+        const int r = k * L::kRowLanes + row_lane;
+        in[b] = j < units && in_tile(tile, r);
+        at[b] = in[b] ? place(r, j) : 0;
+        sum[b] = U::Load(dys + at[b]);
+        other[b] = U::Load(others + at[b]);
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          sum[b].elements[i] =
+              FromCompute<T>(ToCompute(sum[b].elements[i]) + ToCompute(other[b].elements[i]));
+        }
+        if (in[b]) sum[b].Store(dys + at[b]);
+      }
+    }
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    // The bulk copy that will fill the stage again must come behind these stores.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
   };
   // xhat, dy and dy * scale of a unit, 0 where there is none.
   const auto load = [&](const Tile& tile, const char* dys, const char* s, const Stats& stats, int r,
@@ -436,6 +474,7 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
                          static_cast<int>(min(int64_t{L::kTile}, range.end - row))};
       A totals[2 * kRepeat];
       full[worker][stage].Wait(parity);
+      if (p.arrays[kDy2] != nullptr) add_dy2(tile);
       reduce(tile, totals);
       if constexpr (kCluster == 1) {
         Group::AllReduce(Sum(), totals, scratch, phase);
@@ -536,7 +575,9 @@ struct LongTile {
     }
   }
 
-  // This thread's xhat and dy of a row.
+  // This thread's xhat and dy of a row. kTwo: whether there is a dy2. A test of that would take
+  // registers, and so leave room for fewer blocks.
+  template <bool kTwo>
   __device__ __forceinline__ void Load(const Params& p, int64_t row, A rstd,
                                        A (&xhat)[kLongColumns], A (&dy)[kLongColumns]) const {
     const T* dys = static_cast<const T*>(p.arrays[kDy]) + row * p.n + first;
@@ -550,6 +591,15 @@ struct LongTile {
         dy[j] = ToCompute(dys[j * kBlock]);
       }
     }
+    if constexpr (kTwo) {
+      const T* more = static_cast<const T*>(p.arrays[kDy2]) + row * p.n + first;
+#pragma unroll
+      for (int j = 0; j < kLongColumns; ++j) {
+        if (j < columns) {
+          dy[j] = ToCompute(FromCompute<T>(dy[j] + ToCompute(more[j * kBlock])));
+        }
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kLongColumns; ++j) {
       if (j < columns) xhat[j] = (xhat[j] - mean) * rstd;
@@ -557,7 +607,7 @@ struct LongTile {
   }
 };
 
-template <typename T>
+template <typename T, bool kTwo>
 __global__ void __launch_bounds__(kBlock)
     LongSumsKernel(const __grid_constant__ Params p, int64_t tiles) {
   using A = ComputeType<T>;
@@ -568,7 +618,7 @@ __global__ void __launch_bounds__(kBlock)
   const Range range = TileOf(blockIdx.x - row * tiles, tiles, p.n);
   const LongTile<T> tile(p, range);
   A xhat[kLongColumns], dy[kLongColumns], totals[2] = {};
-  tile.Load(p, row, static_cast<const A*>(p.arrays[kRstd])[row], xhat, dy);
+  tile.template Load<kTwo>(p, row, static_cast<const A*>(p.arrays[kRstd])[row], xhat, dy);
 #pragma unroll
   for (int j = 0; j < kLongColumns; ++j) {
     totals[0] += dy[j] * tile.scale[j];
@@ -600,7 +650,7 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-template <typename T>
+template <typename T, bool kTwo>
 __global__ void __launch_bounds__(kBlock)
     LongRowsKernel(const __grid_constant__ Params p, int64_t tiles) {
   using A = ComputeType<T>;
@@ -614,7 +664,7 @@ __global__ void __launch_bounds__(kBlock)
     Find(static_cast<const T*>(p.dx) + row * p.n + range.begin, means);
     A xhat[kLongColumns], dy[kLongColumns];
     const A rstd = static_cast<const A*>(p.arrays[kRstd])[row];
-    tile.Load(p, row, rstd, xhat, dy);
+    tile.template Load<kTwo>(p, row, rstd, xhat, dy);
     __syncthreads();  // all have read the means, where dx is written now
     T* dx = static_cast<T*>(p.dx) + row * p.n + tile.first;
 #pragma unroll
@@ -727,7 +777,8 @@ int PlanStages(const Form& form, int64_t itemsize, int shared_memory, Params& p)
   p.block_columns = static_cast<int>(columns);
   p.slot_bytes = static_cast<int>(RoundUp(form.tile * columns * itemsize, 16) + 16);
   p.stat_bytes = static_cast<int>(RoundUp(form.tile * accumulator, 16) + 16);
-  p.stage_bytes = (p.arrays[kDsum] != nullptr ? 3 : 2) * p.slot_bytes + 2 * p.stat_bytes;
+  const int slots = 2 + (p.arrays[kDsum] != nullptr) + (p.arrays[kDy2] != nullptr);
+  p.stage_bytes = slots * p.slot_bytes + 2 * p.stat_bytes;
   const int64_t round = int64_t{form.workers} * p.stage_bytes;
   const int64_t enough = kRing / round;
   p.stages = static_cast<int>(std::min<int64_t>(
@@ -761,13 +812,16 @@ cudaError_t LaunchRows(const Form& form, const Device& device, Params p, cudaStr
 template <typename T>
 cudaError_t LaunchLong(const Params& p, cudaStream_t stream) {
   const int64_t tiles = CeilDiv(p.n, kLongColumns * kBlock);
-  LongSumsKernel<T><<<static_cast<unsigned>(p.all_rows * tiles), kBlock, 0, stream>>>(p, tiles);
+  const bool two = p.arrays[kDy2] != nullptr;
+  auto* sums = two ? LongSumsKernel<T, true> : LongSumsKernel<T, false>;
+  auto* rows = two ? LongRowsKernel<T, true> : LongRowsKernel<T, false>;
+  sums<<<static_cast<unsigned>(p.all_rows * tiles), kBlock, 0, stream>>>(p, tiles);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   LongTotalsKernel<T><<<static_cast<unsigned>(p.all_rows), kBlock, 0, stream>>>(p, tiles);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  LongRowsKernel<T><<<static_cast<unsigned>(p.partials * tiles), kBlock, 0, stream>>>(p, tiles);
+  rows<<<static_cast<unsigned>(p.partials * tiles), kBlock, 0, stream>>>(p, tiles);
   return cudaGetLastError();
 }
 
@@ -781,9 +835,9 @@ template <typename T>
 cudaError_t Launch(Params p, cudaStream_t stream) {
   constexpr int kWide = kWideUnit<T>;
   const bool sums = p.dscale != nullptr || p.dbias != nullptr || p.dinput_bias != nullptr;
-  const bool aligned =
-      CommonAlignment({p.arrays[kDy], p.arrays[kS], p.arrays[kDsum], p.dx}) % kWide == 0 &&
-      p.n * int64_t{sizeof(T)} % kWide == 0;
+  const int64_t alignment =
+      CommonAlignment({p.arrays[kDy], p.arrays[kS], p.arrays[kDsum], p.arrays[kDy2], p.dx});
+  const bool aligned = alignment % kWide == 0 && p.n * int64_t{sizeof(T)} % kWide == 0;
   const Form* forms = aligned ? std::begin(kForms<T, kWide>) : std::begin(kForms<T, sizeof(T)>);
   const Form* end = aligned ? std::end(kForms<T, kWide>) : std::end(kForms<T, sizeof(T)>);
   Device device;
@@ -814,9 +868,11 @@ void VisitKernels(const Visit& visit) {
       visit(reinterpret_cast<const void*>(form.kernel), true);
     }
   }
-  visit(reinterpret_cast<const void*>(LongSumsKernel<T>), false);
+  visit(reinterpret_cast<const void*>(LongSumsKernel<T, false>), false);
+  visit(reinterpret_cast<const void*>(LongSumsKernel<T, true>), false);
   visit(reinterpret_cast<const void*>(LongTotalsKernel<T>), false);
-  visit(reinterpret_cast<const void*>(LongRowsKernel<T>), false);
+  visit(reinterpret_cast<const void*>(LongRowsKernel<T, false>), false);
+  visit(reinterpret_cast<const void*>(LongRowsKernel<T, true>), false);
 }
 
 }  // namespace
@@ -842,6 +898,7 @@ cudaError_t NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   p.arrays[kRstd] = arrays.rstd;
   p.arrays[kMean] = kind == NormKind::kLayer ? arrays.mean : nullptr;
   p.arrays[kDsum] = arrays.dsum;
+  p.arrays[kDy2] = arrays.dy2;
   p.scale = arrays.scale;
   p.dx = arrays.dx;
   p.dscale = arrays.dscale;

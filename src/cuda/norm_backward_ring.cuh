@@ -28,10 +28,10 @@ __host__ __device__ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a 
 __host__ __device__ constexpr int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 // What is read of each row.
-enum Array { kDy, kS, kRstd, kMean, kDsum, kArrays };
+enum Array { kDy, kS, kRstd, kMean, kDsum, kDy2, kArrays };
 
 struct Params {
-  const void* arrays[kArrays];  // null: absent (mean: RMS norm)
+  const void* arrays[kArrays];  // null: absent (mean: RMS norm; dsum, dy2)
   NormParameter scale;
   void* dx;
   void* dscale;
@@ -175,7 +175,7 @@ template <typename T>
 __device__ __forceinline__ Source SourceOf(const Params& p, int array, int first_column,
                                            int columns) {
   using A = ComputeType<T>;
-  const bool elements = array == kDy || array == kS || array == kDsum;
+  const bool elements = array != kRstd && array != kMean;
   Source source;
   // Selected, not indexed: parameters are indexed through a copy in local memory.
   const void* data = p.arrays[kDy];
@@ -191,7 +191,8 @@ __device__ __forceinline__ Source SourceOf(const Params& p, int array, int first
                 : array == kS    ? p.slot_bytes
                 : array == kRstd ? 2 * p.slot_bytes
                 : array == kMean ? 2 * p.slot_bytes + p.stat_bytes
-                                 : 2 * p.slot_bytes + 2 * p.stat_bytes;
+                : array == kDsum ? 2 * p.slot_bytes + 2 * p.stat_bytes
+                                 : p.stage_bytes - p.slot_bytes;  // behind dsum, if that is there
   return source;
 }
 

@@ -4,7 +4,7 @@
 // name is true (mean and rstd: `statistics`; no mean with `rms`):
 //   norm      x[..., n], [residual], [input_bias[n]], [scale[n]], [bias[n]]
 //             -> y, [sum], [mean[...]], [rstd[...]], [workspace]
-//   norm_bwd  dy[..., r, n], s, [mean], rstd, [scale], [dsum]
+//   norm_bwd  dy[..., r, n], s, [mean], rstd, [scale], [dsum], [dy2]
 //             -> dx, [dscale[..., sums, n]], [dbias], [dinput_bias]
 // Further attributes: `rms`, `eps`.
 #ifndef JAX_FASTOPS_FFI_NORM_BUFFERS_H_
@@ -150,6 +150,7 @@ inline ffi::Error ReadNormBackward(const char* op, const ffi::RemainingArgs& arg
   arrays->rstd = read.Statistic("rstd");
   if (read.Flag("scale")) arrays->scale = read.Parameter("scale");
   if (read.Flag("dsum")) arrays->dsum = read.Array("dsum");
+  if (read.Flag("dy2")) arrays->dy2 = read.Array("dy2");
   arrays->dx = read.ArrayResult("dx");
   if (read.Flag("dscale")) arrays->dscale = read.SumsResult("dscale");
   if (read.Flag("dbias")) arrays->dbias = read.SumsResult("dbias");
