@@ -1,0 +1,761 @@
+"""BERT in plain functions: embeddings, post-norm encoder layers, a pooler, the masked-word head.
+
+``init`` makes parameters, a pytree of arrays; ``apply`` maps tokens to hidden states. A layer is
+six matrix products and six fused ops: the bias and the split into heads, softmax with scale and
+mask, the merging of heads, twice bias, residual and layer norm, and bias with activation. Which
+functions those are is an argument, so that a training on ``jax_fastops`` and one in plain JAX
+differ in nothing else::
+
+    config = bert.BASE
+    params = bert.init(jax.random.key(0), config)
+    hidden, pooled = bert.apply(params, tokens, config, mask=tokens != 0)
+
+:mod:`jax_fastops.models.bert_checkpoint` reads and writes Hugging Face's checkpoints.
+
+Sources: FasterTransformer v1.0 (NVIDIA DeepLearningExamples), the encoder layer; Devlin et al.,
+"BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from jax_fastops import heads as _heads
+from jax_fastops import norm as _norm
+from jax_fastops._arguments import FLOATING, integer, real_number
+from jax_fastops._signature import accumulator_dtype
+from jax_fastops._views import explicit_spec
+from jax_fastops.bias_act import bias_act
+from jax_fastops.softmax import softmax
+
+__all__ = [
+    "BASE",
+    "FASTOPS",
+    "LARGE",
+    "PLAIN",
+    "SMALL",
+    "Config",
+    "Ops",
+    "apply",
+    "encoder_layer",
+    "init",
+    "masked_lm_logits",
+    "shapes",
+    "stack_layers",
+    "unstack_layers",
+]
+
+_ACTIVATIONS = {
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+_ATTENTIONS = ("softmax", "xla", "cudnn")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "layers",
+    "heads",
+    "intermediate_size",
+    "positions",
+    "token_types",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a BERT is made of. Hashable: a static argument of ``jax.jit``.
+
+    Attributes:
+      vocab_size: how many words there are.
+      hidden_size: features of a token.
+      layers: how many encoder layers there are.
+      heads: attention heads, which divide ``hidden_size``.
+      intermediate_size: features inside of the feed-forward.
+      positions: the longest sequence.
+      token_types: kinds of tokens, such as first and second sentence.
+      activation: of the feed-forward: ``"gelu_exact"`` (by erf; Hugging Face's ``"gelu"``),
+        ``"gelu"`` (by tanh; ``"gelu_new"`` there), ``"relu"`` or ``"silu"``.
+      eps: added to variances.
+      dropout: the share of embeddings and of the outputs of attention and feed-forward that a
+        training leaves out.
+      attention_dropout: the share of attention probabilities that a training leaves out.
+      dtype: in which products and activations are: ``"bfloat16"``, ``"float16"``, ``"float32"`` or
+        ``"float64"``. Parameters are float32.
+      attention: ``"softmax"``, two products with the softmax of ``ops`` between them; ``"xla"`` or
+        ``"cudnn"``, ``jax.nn.dot_product_attention`` with that implementation, which has no
+        dropout. cuDNN's wants a GPU and bfloat16 or float16.
+      remat: whether the backward computes layers again. Of each it then keeps the input, the norms'
+        inputs, results and statistics, and the masks of dropouts; not what the feed-forward and the
+        attention have between their products. The two products in front of norms are not repeated.
+        On a CPU XLA undoes that where the layers are not a ``scan``.
+      scan: whether the layers are one ``jax.lax.scan``: a program whose size and compilation time
+        do not grow with ``layers``.
+      init_range: the standard deviation of a new network's kernels and embeddings.
+
+    Raises:
+      TypeError: a size is not an integer, or a rate no number.
+      ValueError: a number is out of its range, or a choice is not one of those above.
+    """
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    layers: int = 12
+    heads: int = 12
+    intermediate_size: int = 3072
+    positions: int = 512
+    token_types: int = 2
+    activation: str = "gelu_exact"
+    eps: float = 1e-12
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    dtype: str = "bfloat16"
+    attention: str = "softmax"
+    remat: bool = False
+    scan: bool = False
+    init_range: float = 0.02
+
+    def __post_init__(self):
+        # A NumPy number is equal to Python's, but a NumPy dtype not to its name.
+        set_ = functools.partial(object.__setattr__, self)
+        for name in _SIZES:
+            value = integer("bert", name, getattr(self, name))
+            if value < 1:
+                raise ValueError(f"bert: {name} is {value}; it must be 1 or more")
+            set_(name, value)
+        if self.hidden_size % self.heads:
+            raise ValueError(
+                f"bert: heads is {self.heads}, which does not divide hidden_size, "
+                f"{self.hidden_size}"
+            )
+        set_("dtype", self.dtype if isinstance(self.dtype, str) else jnp.dtype(self.dtype).name)
+        _choice("activation", self.activation, tuple(_ACTIVATIONS))
+        _choice("attention", self.attention, _ATTENTIONS)
+        _choice("dtype", self.dtype, FLOATING)
+        for name in ("dropout", "attention_dropout"):
+            rate = real_number("bert", name, getattr(self, name))
+            if not 0 <= rate < 1:
+                raise ValueError(f"bert: {name} is {rate}; it must be from 0 to less than 1")
+            set_(name, rate)
+        for name in ("eps", "init_range"):
+            value = real_number("bert", name, getattr(self, name))
+            if not value >= 0:
+                raise ValueError(f"bert: {name} is {value}; it must be 0 or more")
+            set_(name, value)
+
+
+def _choice(name: str, value, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        accepted = ", ".join(map(repr, choices))
+        raise ValueError(f"bert: {name} is {value!r}; it must be one of {accepted}")
+
+
+BASE = Config()
+LARGE = Config(hidden_size=1024, layers=24, heads=16, intermediate_size=4096)
+# For a vocabulary of characters: it trains on a CPU in seconds.
+SMALL = Config(
+    vocab_size=128,
+    hidden_size=128,
+    layers=2,
+    heads=4,
+    intermediate_size=512,
+    positions=128,
+    dropout=0.0,
+    attention_dropout=0.0,
+    dtype="float32",
+)
+
+
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+class Ops(NamedTuple):
+    """The functions in which two implementations of a model differ.
+
+    Attributes:
+      split_qkv_heads: like :func:`jax_fastops.split_qkv_heads`.
+      merge_heads: like :func:`jax_fastops.merge_heads`.
+      softmax: like :func:`jax_fastops.softmax`.
+      residual_layer_norm: like :func:`jax_fastops.residual_layer_norm`.
+      layer_norm: like :func:`jax_fastops.layer_norm`.
+      bias_act: like :func:`jax_fastops.bias_act`.
+    """
+
+    split_qkv_heads: Callable
+    merge_heads: Callable
+    softmax: Callable
+    residual_layer_norm: Callable
+    layer_norm: Callable
+    bias_act: Callable
+
+
+def _plain_split_qkv_heads(qkv, bias=None, *, num_heads: int):
+    if bias is not None:
+        qkv = qkv + bias.astype(qkv.dtype)
+    *lead, features = qkv.shape
+    qkv = qkv.reshape(*lead, 3, num_heads, features // (3 * num_heads))
+    return tuple(jnp.swapaxes(qkv[..., part, :, :], -3, -2) for part in range(3))
+
+
+def _plain_merge_heads(x):
+    x = jnp.swapaxes(x, -3, -2)
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def _plain_softmax(x, *, axis=-1, where=None, scale: float = 1.0):
+    return jax.nn.softmax(x * scale, axis=axis, where=where)
+
+
+def _plain_residual_layer_norm(
+    x,
+    residual,
+    scale=None,
+    bias=None,
+    *,
+    input_bias=None,
+    eps: float = 1e-6,
+    return_sum=False,
+    fork=False,
+):
+    if input_bias is not None:
+        x = x + input_bias.astype(x.dtype)
+    x = x + residual
+    y = _plain_layer_norm(x, scale, bias, eps=eps, fork=fork)
+    return (y, x) if return_sum else y
+
+
+def _plain_layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6, fork=False):
+    """In float32 (float64 for float64), rounded once, as models write it."""
+    wide = x.astype(accumulator_dtype(x.dtype))
+    centred = wide - wide.mean(-1, keepdims=True)
+    y = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
+    y = y if scale is None else y * scale
+    y = (y if bias is None else y + bias).astype(x.dtype)
+    return (y, y) if fork else y
+
+
+def _plain_bias_act(x, bias, *, activation: str = "gelu"):
+    return _ACTIVATIONS[activation](x + bias.astype(x.dtype))
+
+
+FASTOPS = Ops(
+    _heads.split_qkv_heads,
+    _heads.merge_heads,
+    softmax,
+    _norm.residual_layer_norm,
+    _norm.layer_norm,
+    bias_act,
+)
+PLAIN = Ops(
+    _plain_split_qkv_heads,
+    _plain_merge_heads,
+    _plain_softmax,
+    _plain_residual_layer_norm,
+    _plain_layer_norm,
+    _plain_bias_act,
+)
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+def shapes(config: Config, *, mlm: bool = False, nsp: bool = False) -> dict:
+    """Parameters as ``jax.ShapeDtypeStruct``: what a checkpoint holds.
+
+    Args:
+      config: a :class:`Config`.
+      mlm: whether with the head of :func:`masked_lm_logits`.
+      nsp: whether with the next-sentence head, ``{"kernel": [E, 2], "bias": [2]}``: logits are
+        ``pooled @ kernel + bias``.
+
+    Returns:
+      With ``E`` for ``hidden_size`` and ``F`` for ``intermediate_size``: ``"embeddings"`` has the
+      tables ``"word"``, ``"position"`` and ``"token_type"``, each ``[..., E]``, and ``"norm"``;
+      ``"layers"`` is a list, each with ``"qkv"`` (to ``3 * E``: queries, keys, values),
+      ``"output"`` and ``"output_norm"`` of the attention, ``"up"`` (to ``F``), ``"down"`` and
+      ``"norm"`` of the feed-forward; then ``"pooler"``. If asked for, ``"mlm"`` has ``"dense"``,
+      ``"norm"`` and ``"bias": [vocab_size]``; and ``"nsp"``. A product is ``{"kernel": [in, out],
+      "bias": [out]}``, a norm ``{"scale": [E], "bias": [E]}``. All are float32.
+    """
+    e, f = config.hidden_size, config.intermediate_size
+    params = {
+        "embeddings": {
+            "word": _float32(config.vocab_size, e),
+            "position": _float32(config.positions, e),
+            "token_type": _float32(config.token_types, e),
+            "norm": _norm_shapes(e),
+        },
+        "layers": [
+            {
+                "qkv": _product_shapes(e, 3 * e),
+                "output": _product_shapes(e, e),
+                "output_norm": _norm_shapes(e),
+                "up": _product_shapes(e, f),
+                "down": _product_shapes(f, e),
+                "norm": _norm_shapes(e),
+            }
+            for _ in range(config.layers)
+        ],
+        "pooler": _product_shapes(e, e),
+    }
+    if mlm:
+        params["mlm"] = {
+            "dense": _product_shapes(e, e),
+            "norm": _norm_shapes(e),
+            "bias": _float32(config.vocab_size),
+        }
+    if nsp:
+        params["nsp"] = _product_shapes(e, 2)
+    return params
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _product_shapes(n_in: int, n_out: int) -> dict:
+    return {"kernel": _float32(n_in, n_out), "bias": _float32(n_out)}
+
+
+def _norm_shapes(n: int) -> dict:
+    return {"scale": _float32(n), "bias": _float32(n)}
+
+
+def init(key, config: Config, *, mlm: bool = False, nsp: bool = False) -> dict:
+    """Parameters of a network that has not been trained.
+
+    Kernels and embeddings are normal with the standard deviation ``config.init_range``, scales of
+    norms are one, biases zero.
+
+    Args:
+      key: a JAX random key.
+      config: a :class:`Config`.
+      mlm: whether with the head of :func:`masked_lm_logits`.
+      nsp: whether with the next-sentence head.
+
+    Returns:
+      Arrays of the shapes that :func:`shapes` gives.
+    """
+    named, tree = jax.tree.flatten_with_path(shapes(config, mlm=mlm, nsp=nsp))
+    keys = jax.random.split(key, len(named))
+    made = []
+    for one, (path, leaf) in zip(keys, named, strict=True):
+        if len(leaf.shape) > 1:
+            made.append(config.init_range * jax.random.normal(one, leaf.shape, leaf.dtype))
+        else:
+            made.append(jnp.full(leaf.shape, float(path[-1].key == "scale"), leaf.dtype))
+    return jax.tree.unflatten(tree, made)
+
+
+def stack_layers(params: dict) -> dict:
+    """Parameters whose layers are one tree, each array with a leading axis over the layers.
+
+    A ``scan`` over layers reads this form as it is; of a list it makes a copy in every step.
+
+    Args:
+      params: parameters, as from :func:`init`. Layers that are stacked already stay so.
+    """
+    layers = params["layers"]
+    return params if isinstance(layers, dict) else params | {"layers": _stack(layers)}
+
+
+def unstack_layers(params: dict) -> dict:
+    """Parameters whose layers are a list: the inverse of :func:`stack_layers`."""
+    layers = params["layers"]
+    return params | {"layers": _unstack(layers)} if isinstance(layers, dict) else params
+
+
+def _stack(layers: list) -> dict:
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+
+
+def _unstack(layers: dict) -> list:
+    count = len(jax.tree.leaves(layers)[0])
+    return [jax.tree.map(lambda a, k=k: a[k], layers) for k in range(count)]
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+def apply(
+    params: dict,
+    tokens,
+    config: Config,
+    *,
+    mask=None,
+    token_types=None,
+    positions=None,
+    key=None,
+    ops: Ops = FASTOPS,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Hidden states of a batch of token sequences.
+
+    Args:
+      params: parameters, as from :func:`init`; the layers are a list, or stacked, as
+        :func:`stack_layers` makes them.
+      tokens: integers ``[batch, sequence]`` from 0 to ``vocab_size - 1``.
+      config: the :class:`Config` that the parameters were made with.
+      mask: booleans or integers ``[batch, sequence]``: True or 1 at tokens that are attended to,
+        False or 0 at padding. Default: all are.
+      token_types: integers ``[batch, sequence]``. Default: zeros.
+      positions: integers ``[sequence]`` or ``[batch, sequence]``. Default: from 0 on.
+      key: a JAX random key, for dropout at the rates of ``config``; ``None`` for none, as in
+        inference.
+      ops: the ops' implementation: ``FASTOPS``, ``PLAIN``, or an :class:`Ops` of six functions.
+
+    Returns:
+      ``(hidden, pooled)``: the last layer's output ``[batch, sequence, hidden_size]``, and of the
+      first token, through the pooler, ``[batch, hidden_size]``; ``None`` in place of that where
+      ``params`` has no ``"pooler"``. Both have the dtype ``config.dtype``. With ``attention=
+      "softmax"``, a sequence of padding alone attends to nothing: its attention is zeros.
+
+    Sharding: under ``jax.jit`` over the batch, with parameters everywhere: no communication but
+    all-reduces for the gradients.
+
+    Raises:
+      TypeError: ``tokens``, ``mask``, ``token_types`` or ``positions`` is no array of such numbers,
+        ``key`` is no random key, or ``config`` or ``ops`` has another type.
+      ValueError: a shape does not fit, the parameters do not fit ``config``, or ``config`` has a
+        dropout of attention probabilities where ``attention`` has none.
+    """
+    tokens, mask, token_types, positions = _check(
+        params, tokens, config, mask, token_types, positions, key, ops
+    )
+    embeddings_key, layers_key = (None, None) if key is None else jax.random.split(key)
+    x = _embed(params["embeddings"], tokens, config, token_types, positions)
+    norm = params["embeddings"]["norm"]
+    x = ops.layer_norm(x, norm["scale"], norm["bias"], eps=config.eps)
+    x = _dropout(embeddings_key, config.dropout, x)
+    x = _encode(params["layers"], x, config, mask, layers_key, ops)
+    if "pooler" not in params:
+        return x, None
+    return x, _pool(params["pooler"], x)
+
+
+def _embed(params: dict, tokens, config: Config, token_types, positions):
+    """The sum of the three embeddings, made in float32 and rounded once."""
+    wide = accumulator_dtype(config.dtype)
+    x = _take(params["word"], tokens).astype(wide)
+    table = params["position"]
+    x = x + (table[: tokens.shape[1]] if positions is None else _take(table, positions))
+    table = params["token_type"]
+    if token_types is None:
+        x = x + table[0]
+    else:
+        # There are few, so that in the gradient of a gather all tokens would add to the same rows.
+        one_hot = jax.nn.one_hot(token_types, config.token_types, dtype=table.dtype)
+        x = x + jnp.dot(one_hot, table, precision=jax.lax.Precision.HIGHEST)
+    return x.astype(config.dtype)
+
+
+def _take(table, index):
+    """Rows of a table; over an explicit mesh, sharded as the index is."""
+    spec = explicit_spec(jax.typeof(index).sharding, index.ndim)
+    if spec is None:
+        return table[index]
+    columns = explicit_spec(jax.typeof(table).sharding, 2) or (None, None)
+    return table.at[index].get(out_sharding=PartitionSpec(*spec, columns[-1]))
+
+
+def _pool(params: dict, x):
+    first = _wide_product("be,ef->bf", x[:, 0], params["kernel"])
+    return jnp.tanh(first + params["bias"]).astype(x.dtype)
+
+
+def _encode(layers, x, config: Config, mask, key, ops: Ops):
+    """All layers. Their kernels are cast here, once, so that no backward does it again."""
+    layers = _cast(layers, config.dtype)
+
+    # Where a layer's result stays in the program as it is, its two users get one each, so that no
+    # pass adds their cotangents up. A scan would carry both, and a checkpoint keep both.
+    fork = not (config.scan or config.remat)
+
+    def layer(params, x, key, fork=False):
+        return _layer(params, x, config, mask, key, ops, fork)
+
+    if config.remat:
+        # A scan's body is not merged with its backward, so nothing has to keep them apart.
+        layer = jax.checkpoint(layer, policy=_KEEP, prevent_cse=not config.scan)
+    keys = None if key is None else jax.random.split(key, config.layers)
+    if config.scan:
+
+        def step(x, each):
+            params, key = each
+            return layer(params, x, key), None
+
+        stacked = layers if isinstance(layers, dict) else _stack(layers)
+        return jax.lax.scan(step, x, (stacked, keys))[0]
+    layers = _unstack(layers) if isinstance(layers, dict) else layers
+    for index, params in enumerate(layers):
+        more = {"fork": True} if fork and index < config.layers - 1 else {}
+        x = layer(params, x, None if keys is None else keys[index], **more)
+    return x
+
+
+def _cast(layers, dtype: str):
+    """With kernels in the products' dtype; the ops take scales and biases as they are."""
+
+    def cast(path, leaf):
+        return leaf.astype(dtype) if path[-1].key == "kernel" else leaf
+
+    return jax.tree.map_with_path(cast, layers)
+
+
+# What the backward of a layer keeps under ``remat``. A kernel's results are kept or made again all
+# together: for the statistics of a norm its result and its input are kept too, and the product in
+# front of it is spared. Where XLA makes the norm, the product is kept in place of the sum.
+_SUM, _NORM, _DROPOUT = "bert_sum", "bert_norm", "bert_dropout"
+_KEPT_PRIMITIVES = {f"fastops_{name}_fwd" for name in ("layer_norm", "residual_layer_norm")}
+_KEEP = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.save_only_these_names(_SUM, _NORM, _DROPOUT),
+    lambda primitive, *_, **__: primitive.name in _KEPT_PRIMITIVES,
+)
+
+
+def encoder_layer(params: dict, x, config: Config, *, mask=None, key=None, ops: Ops = FASTOPS):
+    """One post-norm encoder layer: attention and feed-forward, each added to its input and normed.
+
+    Args:
+      params: one of the parameters' ``"layers"``.
+      x: array ``[batch, sequence, hidden_size]`` of the dtype ``config.dtype``.
+      config: a :class:`Config`; ``remat`` and ``scan`` are those of :func:`apply`.
+      mask: booleans or integers ``[batch, sequence]``, as in :func:`apply`.
+      key: a JAX random key, for dropout, or ``None``.
+      ops: as in :func:`apply`.
+
+    Returns:
+      An array of the shape and dtype of ``x``.
+
+    Source: FasterTransformer, ``BertEncoderTransformer``.
+    """
+    return _layer(params, x, config, _booleans(mask), key, ops, fork=False)
+
+
+def _layer(params: dict, x, config: Config, mask, key, ops: Ops, fork: bool):
+    """A layer of an array, or of the two that the layer before gives with ``fork``."""
+    keys = (None, None, None) if key is None else jax.random.split(key, 3)
+    params = _cast(params, config.dtype)
+    x, residual = x if isinstance(x, tuple) else (x, x)
+    attention = _softmax_attention if config.attention == "softmax" else _dot_product_attention
+    y = attention(params["qkv"], x, config, mask, keys[0], ops)
+    norm = functools.partial(_add_norm, config=config, ops=ops)
+    x = norm(params["output"], params["output_norm"], y, residual, keys[1], fork=not config.remat)
+    x, residual = x if isinstance(x, tuple) else (checkpoint_name(x, _NORM),) * 2
+    y = jnp.dot(x, params["up"]["kernel"])
+    y = ops.bias_act(y, params["up"]["bias"], activation=config.activation)
+    return norm(params["down"], params["norm"], y, residual, keys[2], fork=fork)
+
+
+def _wide_product(equation: str, x, kernel):
+    """A product of the dtype of ``x`` whose result is the accumulator: float32, or float64."""
+    wide = accumulator_dtype(x.dtype)
+    kernel = kernel.astype(x.dtype)
+    if jax.default_backend() == "cpu":
+        # XLA widens the operands there anyway, but with jaxlib 0.8 not those of every product.
+        x, kernel = x.astype(wide), kernel.astype(wide)
+    return jnp.einsum(equation, x, kernel, preferred_element_type=wide)
+
+
+def _softmax_attention(params: dict, x, config: Config, mask, key, ops: Ops):
+    qkv = jnp.dot(x, params["kernel"])
+    q, k, v = ops.split_qkv_heads(qkv, params["bias"], num_heads=config.heads)
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
+    where = None if mask is None else mask[:, None, None, :]
+    p = ops.softmax(scores, where=where, scale=q.shape[-1] ** -0.5)
+    p = _dropout(key, config.attention_dropout, p)
+    return ops.merge_heads(jnp.einsum("bhqk,bhkd->bhqd", p, v))
+
+
+def _dot_product_attention(params: dict, x, config: Config, mask, key, ops: Ops):
+    """By ``jax.nn``, whose heads stay where the product put them.
+
+    One product, whose result XLA cuts into three as it adds the biases. Of three products it makes
+    one in the forward, but in the backward three whose results are added up.
+    """
+    _no_attention_dropout(config, key)
+    qkv = jnp.dot(x, params["kernel"]) + params["bias"].astype(x.dtype)
+    shape = (*x.shape[:2], config.heads, x.shape[2] // config.heads)
+    q, k, v = (part.reshape(shape) for part in jnp.split(qkv, 3, axis=-1))
+    if mask is not None:  # cuDNN wants it for every query
+        mask = jnp.broadcast_to(mask[:, None, None, :], (x.shape[0], 1, x.shape[1], x.shape[1]))
+    y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=config.attention)
+    return y.reshape(x.shape)
+
+
+def _booleans(mask):
+    """As they are, or where integers are not 0."""
+    return mask if mask is None or mask.dtype == jnp.bool_ else jnp.asarray(mask) != 0
+
+
+def _no_attention_dropout(config: Config, key) -> None:
+    if key is not None and config.attention_dropout > 0 and config.attention != "softmax":
+        raise ValueError(
+            f"bert: attention_dropout is {config.attention_dropout}, but attention="
+            f"{config.attention!r} has no dropout of probabilities; train with attention_dropout=0 "
+            "or attention='softmax'"
+        )
+
+
+def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops, fork: bool):
+    """A product with its bias, dropout, the residual's addition, and layer norm."""
+    y = jnp.dot(y, product["kernel"])
+    bias = product["bias"]
+    if key is not None and config.dropout > 0:
+        # The bias is dropped too, so it cannot be added with the residual.
+        y, bias = _dropout(key, config.dropout, y + bias.astype(y.dtype)), None
+    y = checkpoint_name(y, _SUM)
+    return ops.residual_layer_norm(
+        y, x, norm["scale"], norm["bias"], input_bias=bias, eps=config.eps, fork=fork
+    )
+
+
+def _dropout(key, rate: float, x):
+    if key is None or rate == 0:
+        return x
+    keep = checkpoint_name(jax.random.bernoulli(key, 1 - rate, x.shape), _DROPOUT)
+    return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
+
+
+def masked_lm_logits(params: dict, hidden, config: Config, *, ops: Ops = FASTOPS) -> jax.Array:
+    """Logits of the words at hidden states: a product, activation, layer norm, and the embeddings.
+
+    Args:
+      params: parameters with ``"mlm"``, as from ``init(..., mlm=True)``.
+      hidden: array ``[..., hidden_size]`` of a floating dtype, such as :func:`apply` gives, or of
+        it the tokens that were masked: the result has ``vocab_size`` numbers for each.
+      config: the :class:`Config` that the parameters were made with.
+      ops: as in :func:`apply`.
+
+    Returns:
+      Logits ``[..., vocab_size]`` of float32 (float64 where ``config.dtype`` is that).
+
+    Raises:
+      TypeError: ``hidden`` is no array of a floating dtype, or ``config`` or ``ops`` has another
+        type.
+      ValueError: ``hidden`` has another last axis, ``params`` has no ``"mlm"``, or the parameters
+        do not fit ``config``.
+    """
+    _check_model(params, config, ops)
+    if "mlm" not in params:
+        raise ValueError("bert: params has no ['mlm']; make it with init(..., mlm=True)")
+    if not hasattr(hidden, "dtype") or not jnp.issubdtype(hidden.dtype, jnp.floating):
+        kind = getattr(hidden, "dtype", type(hidden).__name__)
+        raise TypeError(f"bert: hidden is of {kind}; it must be an array of a floating dtype")
+    if hidden.ndim < 1 or hidden.shape[-1] != config.hidden_size:
+        raise ValueError(
+            f"bert: hidden has shape {hidden.shape}; its last axis must be hidden_size, "
+            f"{config.hidden_size}"
+        )
+    head = params["mlm"]
+    x = jnp.asarray(hidden).astype(config.dtype)
+    x = jnp.dot(x, head["dense"]["kernel"].astype(x.dtype))
+    x = ops.bias_act(x, head["dense"]["bias"], activation=config.activation)
+    x = ops.layer_norm(x, head["norm"]["scale"], head["norm"]["bias"], eps=config.eps)
+    return _wide_product("...e,ve->...v", x, params["embeddings"]["word"]) + head["bias"]
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _check(params, tokens, config, mask, token_types, positions, key, ops) -> list:
+    """The four arrays, the mask of booleans; ``None`` stays."""
+    _check_model(params, config, ops)
+    tokens = _integers("tokens", tokens)
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(
+            f"bert: tokens has shape {tokens.shape}; it must be (batch, sequence), neither of 0"
+        )
+    shape = tokens.shape
+    if mask is not None:
+        mask = _booleans(_of_shape("mask", _integers("mask", mask, booleans=True), shape))
+    if token_types is not None:
+        token_types = _of_shape("token_types", _integers("token_types", token_types), shape)
+    if positions is not None:
+        positions = _integers("positions", positions)
+        if positions.shape not in (shape, shape[1:]):
+            raise ValueError(
+                f"bert: positions has shape {positions.shape}; it must be {shape[1:]} or {shape}, "
+                "as tokens has"
+            )
+    elif shape[1] > config.positions:
+        raise ValueError(
+            f"bert: tokens has shape {shape}, but config has {config.positions} positions"
+        )
+    if key is not None and not _is_key(key):
+        raise TypeError(
+            f"bert: key is {getattr(key, 'dtype', type(key).__name__)}; it must be a random key, "
+            "such as jax.random.key(0), or None"
+        )
+    _no_attention_dropout(config, key)
+    return [tokens, mask, token_types, positions]
+
+
+def _integers(name: str, value, booleans: bool = False):
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not (
+        jnp.issubdtype(dtype, jnp.integer) or (booleans and dtype == jnp.bool_)
+    ):
+        kind = type(value).__name__ if dtype is None else dtype
+        accepted = "booleans or integers" if booleans else "integers"
+        raise TypeError(f"bert: {name} is of {kind}; it must be an array of {accepted}")
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def _of_shape(name: str, value, shape):
+    if value.shape != shape:
+        raise ValueError(f"bert: {name} has shape {value.shape}; it must be {shape}, as tokens has")
+    return value
+
+
+def _is_key(key) -> bool:
+    dtype = getattr(key, "dtype", None)
+    if dtype is None:
+        return False
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and key.ndim == 1)
+
+
+def _check_model(params, config, ops) -> None:
+    if not isinstance(config, Config):
+        raise TypeError(f"bert: config is of type {type(config).__name__}; it must be a Config")
+    if not isinstance(ops, Ops):
+        raise TypeError(
+            f"bert: ops is of type {type(ops).__name__}; it must be an Ops, such as FASTOPS or "
+            "PLAIN"
+        )
+    if not isinstance(params, dict):
+        raise TypeError(f"bert: params is of type {type(params).__name__}; it must be a dict")
+    wanted = shapes(config, mlm="mlm" in params, nsp="nsp" in params)
+    if "pooler" not in params:
+        del wanted["pooler"]
+    if isinstance(params.get("layers"), dict):
+        wanted["layers"] = jax.tree.map(
+            lambda leaf: _float32(config.layers, *leaf.shape), wanted["layers"][0]
+        )
+    _check_tree(params, wanted)
+
+
+def _check_tree(given, wanted) -> None:
+    """``given`` has the tree and the shapes of ``wanted``."""
+
+    def sizes(tree):
+        return {jax.tree_util.keystr(p): jnp.shape(a) for p, a in jax.tree.leaves_with_path(tree)}
+
+    found, expected = sizes(given), sizes(wanted)
+    for path, shape in expected.items():
+        if path not in found:
+            raise ValueError(f"bert: params has no {path}, which config has, of shape {shape}")
+        if found[path] != shape:
+            raise ValueError(
+                f"bert: params{path} has shape {found[path]}; by config it must be {shape}"
+            )
+    if more := sorted(set(found) - set(expected)):
+        raise ValueError(f"bert: params has {more[0]}, which config has not")

@@ -1,0 +1,327 @@
+"""Hugging Face's BERT checkpoints: a folder with ``config.json`` and ``model.safetensors``.
+
+::
+
+    config, params = bert_checkpoint.load("bert-base-uncased")
+    hidden, pooled = bert.apply(params, tokens, config, mask=mask)
+
+Needs safetensors, and neither ``transformers`` nor PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastops.models import bert
+
+__all__ = ["load", "save"]
+
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+# Fields of a Config, and their names in config.json. The defaults are the same there.
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "positions": "max_position_embeddings",
+    "token_types": "type_vocab_size",
+    "eps": "layer_norm_eps",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "init_range": "initializer_range",
+}
+_ACTIVATIONS = {
+    "gelu": "gelu_exact",
+    "gelu_python": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+_ACTIVATION_NAMES = {"gelu_exact": "gelu", "gelu": "gelu_new", "relu": "relu", "silu": "silu"}
+# What this model is. Another value makes another network of the same tensors, or of others.
+_SUPPORTED: dict[str, Any] = {
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+}
+
+_PRODUCTS = {
+    "attention.output.dense": "output",
+    "intermediate.dense": "up",
+    "output.dense": "down",
+}
+_NORMS = {"attention.output.LayerNorm": "output_norm", "output.LayerNorm": "norm"}
+# Buffers of old checkpoints, which count from 0, and the embeddings and the bias a second time.
+_IGNORED = ("embeddings.position_ids", "embeddings.token_type_ids")
+_REPEATED = {
+    "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+_OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+
+class _Leaf(NamedTuple):
+    """Where a tensor's numbers are in the parameters."""
+
+    path: tuple
+    transposed: bool = False  # PyTorch's products are [out, in]
+    third: int | None = None  # of queries, keys and values
+
+
+def _leaves(params: dict) -> dict[str, _Leaf]:
+    """The tensors of parameters (or of their shapes) by their names, without ``"bert."``."""
+    found: dict[str, _Leaf] = {}
+
+    def product(name, path, third=None):
+        found[f"{name}.weight"] = _Leaf((*path, "kernel"), True, third)
+        found[f"{name}.bias"] = _Leaf((*path, "bias"), False, third)
+
+    def norm(name, path):
+        found[f"{name}.weight"] = _Leaf((*path, "scale"))
+        found[f"{name}.bias"] = _Leaf((*path, "bias"))
+
+    for table in ("word", "position", "token_type"):
+        found[f"embeddings.{table}_embeddings.weight"] = _Leaf(("embeddings", table))
+    norm("embeddings.LayerNorm", ("embeddings", "norm"))
+    for index in range(len(params["layers"])):
+        prefix, path = f"encoder.layer.{index}", ("layers", index)
+        for third, part in enumerate(("query", "key", "value")):
+            product(f"{prefix}.attention.self.{part}", (*path, "qkv"), third)
+        for name, own in _PRODUCTS.items():
+            product(f"{prefix}.{name}", (*path, own))
+        for name, own in _NORMS.items():
+            norm(f"{prefix}.{name}", (*path, own))
+    if "pooler" in params:
+        product("pooler.dense", ("pooler",))
+    if "mlm" in params:
+        product("cls.predictions.transform.dense", ("mlm", "dense"))
+        norm("cls.predictions.transform.LayerNorm", ("mlm", "norm"))
+        found["cls.predictions.bias"] = _Leaf(("mlm", "bias"))
+    if "nsp" in params:
+        product("cls.seq_relationship", ("nsp",))
+    return found
+
+
+def _at(params, leaf: _Leaf):
+    for step in leaf.path:
+        params = params[step]
+    return params
+
+
+def _tensor_shape(params: dict, leaf: _Leaf) -> tuple[int, ...]:
+    *lead, last = _at(params, leaf).shape
+    shape = (*lead, last if leaf.third is None else last // 3)
+    return shape[::-1] if leaf.transposed else shape
+
+
+# ---- load ----------------------------------------------------------------------------------------
+
+
+def load(path, *, dtype: str = "bfloat16") -> tuple[bert.Config, dict]:
+    """The config and the parameters in a folder with a Hugging Face checkpoint.
+
+    Args:
+      path: a folder with ``config.json`` and ``model.safetensors``, or with the files that
+        ``model.safetensors.index.json`` names. Names of tensors may begin with ``"bert."``, and may
+        be the old ones (``gamma``, ``beta``).
+      dtype: that of the config: in which the model computes. The parameters are float32, whatever
+        the tensors are.
+
+    Returns:
+      ``(config, params)`` for :func:`jax_fastops.models.bert.apply`. ``params`` has ``"pooler"``,
+      ``"mlm"`` (of ``cls.predictions``) and ``"nsp"`` (of ``cls.seq_relationship``) where the
+      checkpoint has tensors of them.
+
+    Raises:
+      ImportError: safetensors is not installed.
+      FileNotFoundError: there is no such folder or file.
+      ValueError: the model is no BERT, or one of a kind that is not supported; tensors are missing,
+        not known, of other shapes or of no floating dtype (all are named); or a decoder is not the
+        word embeddings.
+    """
+    path = Path(path)
+    config = _config_of(json.loads((path / _CONFIG).read_text()), dtype)
+    tensors = _renamed(_read(path))
+    repeated = {name: tensors.pop(name) for name in _REPEATED if name in tensors}
+    heads = {
+        "mlm": any(name.startswith("cls.predictions.") for name in (*tensors, *repeated)),
+        "nsp": any(name.startswith("cls.seq_relationship.") for name in tensors),
+    }
+    wanted = bert.shapes(config, **heads)
+    if not any(name.startswith("pooler.") for name in tensors):
+        del wanted["pooler"]
+    leaves = _leaves(wanted)
+    _check(tensors, {name: _tensor_shape(wanted, leaf) for name, leaf in leaves.items()})
+    for name, value in repeated.items():
+        if not np.array_equal(value, tensors[_REPEATED[name]]):
+            raise ValueError(
+                f"bert: tensor {name} differs from {_REPEATED[name]}; they must be the same"
+            )
+    parts: dict[tuple, list] = {}
+    for name, leaf in leaves.items():
+        tensor = tensors[name].astype(np.float32)
+        parts.setdefault(leaf.path, []).append(tensor.T if leaf.transposed else tensor)
+
+    def joined(path, leaf):
+        del leaf
+        own = parts.pop(tuple(getattr(step, "key", getattr(step, "idx", None)) for step in path))
+        return jnp.asarray(own[0] if len(own) == 1 else np.concatenate(own, -1))
+
+    return config, jax.tree.map_with_path(joined, wanted)
+
+
+def _config_of(given: dict, dtype: str) -> bert.Config:
+    if given.get("model_type") != "bert":
+        raise ValueError(
+            f"bert: model_type in {_CONFIG} is {given.get('model_type')!r}; it must be 'bert'"
+        )
+    for name, value in _SUPPORTED.items():
+        if given.get(name, value) != value:
+            raise ValueError(
+                f"bert: {name} in {_CONFIG} is {given[name]!r}; supported is {value!r}"
+            )
+    if given.get("pruned_heads"):
+        raise ValueError(f"bert: {_CONFIG} has pruned_heads, which are not supported")
+    activation = given.get("hidden_act", "gelu")
+    if activation not in _ACTIVATIONS:
+        accepted = ", ".join(map(repr, _ACTIVATIONS))
+        raise ValueError(
+            f"bert: hidden_act in {_CONFIG} is {activation!r}; it must be one of {accepted}"
+        )
+    fields = {own: given[name] for own, name in _FIELDS.items() if name in given}
+    return bert.Config(**fields, activation=_ACTIVATIONS[activation], dtype=dtype)
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    deserialize = _safetensors().deserialize
+    files = [_WEIGHTS]
+    if not (path / _WEIGHTS).exists() and (path / _INDEX).exists():
+        index = json.loads((path / _INDEX).read_text())
+        files = sorted(set(index["weight_map"].values()))
+    elif not (path / _WEIGHTS).exists():
+        raise FileNotFoundError(f"bert: {path} has neither {_WEIGHTS} nor {_INDEX}")
+    dtypes = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+    tensors, others = {}, []
+    for file in files:
+        for name, tensor in deserialize((path / file).read_bytes()):
+            if tensor["dtype"] in dtypes:
+                array = np.frombuffer(tensor["data"], dtypes[tensor["dtype"]])
+                tensors[name] = array.reshape(tensor["shape"])
+            elif not name.endswith(_IGNORED):
+                others.append(f"{name} ({tensor['dtype']})")
+    if others:
+        raise ValueError(
+            f"bert: tensors of no supported dtype: {', '.join(sorted(others))}; they must be of "
+            f"{', '.join(dtypes)}"
+        )
+    return tensors
+
+
+def _renamed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """By the names of today, without ``"bert."``."""
+    renamed: dict[str, np.ndarray] = {}
+    twice = []
+    for given, tensor in tensors.items():
+        name = given.removeprefix("bert.")
+        for old, new in _OLD_NAMES.items():
+            name = name.removesuffix(old) + new if name.endswith(old) else name
+        if name in _IGNORED:
+            continue
+        if name in renamed:
+            twice.append(name)
+        renamed[name] = tensor
+    if twice:
+        raise ValueError(f"bert: tensors under two names: {', '.join(sorted(twice))}")
+    return renamed
+
+
+def _check(tensors: dict[str, np.ndarray], wanted: dict[str, tuple[int, ...]]) -> None:
+    missing = sorted(set(wanted) - set(tensors))
+    unknown = sorted(set(tensors) - set(wanted))
+    shapes = [
+        f"{name} of {tensors[name].shape}, which by {_CONFIG} is {shape}"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    found = (("missing", missing), ("not known", unknown), ("of another shape", shapes))
+    if wrong := "; ".join(f"{what}: {', '.join(names)}" for what, names in found if names):
+        raise ValueError(f"bert: tensors {wrong}")
+
+
+# ---- save ----------------------------------------------------------------------------------------
+
+
+def save(path, config: bert.Config, params: dict) -> None:
+    """Write a folder that :func:`load` and ``transformers`` read.
+
+    Tensors have the names of ``transformers.BertModel``, or with ``"mlm"`` or ``"nsp"`` those of
+    ``BertForPreTraining``; they are float32. Files of the same names are replaced, the weights
+    last and at once.
+
+    Args:
+      path: the folder. It is made if there is none.
+      config: the :class:`jax_fastops.models.bert.Config` of the parameters. What is not part of the
+        network (``dtype``, ``attention``, ``remat``, ``scan``) is not written.
+      params: parameters, as from :func:`jax_fastops.models.bert.init`, or stacked.
+
+    Raises:
+      ImportError: safetensors is not installed.
+      TypeError: ``config`` or ``params`` has another type.
+      ValueError: ``params`` does not fit ``config``.
+    """
+    save_file = _safetensors().numpy.save_file
+    bert._check_model(params, config, bert.FASTOPS)
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), bert.unstack_layers(params))
+    heads = "mlm" in params or "nsp" in params
+    tensors = {}
+    for name, leaf in _leaves(params).items():
+        array = _at(params, leaf)
+        if leaf.third is not None:
+            array = np.split(array, 3, axis=-1)[leaf.third]
+        array = np.ascontiguousarray(array.T if leaf.transposed else array)
+        tensors[f"bert.{name}" if heads and not name.startswith("cls.") else name] = array
+    written = {name: getattr(config, own) for own, name in _FIELDS.items()}
+    written |= {
+        "architectures": [_architecture(params)],
+        "model_type": "bert",
+        "hidden_act": _ACTIVATION_NAMES[config.activation],
+        "tie_word_embeddings": True,
+        **_SUPPORTED,
+    }
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / _CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    unfinished = path / f"{_WEIGHTS}.{os.getpid()}"
+    # Without this transformers does not take the file.
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    os.replace(unfinished, path / _WEIGHTS)
+
+
+def _architecture(params: dict) -> str:
+    if "nsp" in params:
+        return "BertForPreTraining" if "mlm" in params else "BertForNextSentencePrediction"
+    return "BertForMaskedLM" if "mlm" in params else "BertModel"
+
+
+def _safetensors():
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            "jax_fastops.models.bert_checkpoint needs safetensors, which cannot be imported "
+            f"({error}); install it with: pip install 'jax_fastops[bert]'"
+        ) from error
+    return safetensors

@@ -1,0 +1,141 @@
+"""Makes tests/data/bert: small BERTs of transformers, with their outputs and gradients.
+
+Each folder has a checkpoint (config.json, model.safetensors), the gradient of every parameter under
+its name (gradients.safetensors), and what went in and came out (arrays.safetensors). Needs torch
+and transformers: `python tests/record_bert.py`.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+FOLDER = Path(__file__).parent / "data" / "bert"
+COMMON = dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+
+# A class of transformers, a config, and the batch: sizes, and which of the optional inputs it has.
+RECORDINGS = {
+    "model": (
+        transformers.BertModel,
+        dict(
+            vocab_size=61,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=20,
+        ),
+        dict(batch=3, sequence=16, mask=True, token_types=True, positions=False),
+    ),
+    "pretraining": (
+        transformers.BertForPreTraining,
+        dict(
+            vocab_size=43,
+            hidden_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            intermediate_size=56,
+            max_position_embeddings=17,
+            type_vocab_size=3,
+            hidden_act="gelu_new",
+            layer_norm_eps=1e-6,
+        ),
+        dict(batch=4, sequence=13, mask=True, token_types=True, positions=True),
+    ),
+    "unmasked": (
+        transformers.BertModel,
+        dict(
+            vocab_size=29,
+            hidden_size=40,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            intermediate_size=48,
+            max_position_embeddings=9,
+            type_vocab_size=1,
+            hidden_act="relu",
+        ),
+        dict(batch=2, sequence=9, mask=False, token_types=False, positions=False),
+    ),
+}
+
+
+def randomized(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """No parameter stays at the zeros or ones that it begins with."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("LayerNorm.weight"):
+                parameter.copy_(1 + 0.3 * values)
+            else:
+                parameter.copy_((0.2 if parameter.ndim > 1 else 0.1) * values)
+
+
+def inputs(config, generator, *, batch, sequence, mask, token_types, positions) -> dict:
+    def integers(most, *shape):
+        return torch.randint(most, shape, generator=generator)
+
+    # Not 0, the word of padding: transformers leaves its embedding without a gradient.
+    given = {"input_ids": 1 + integers(config.vocab_size - 1, batch, sequence)}
+    if mask:  # every length from 1 to the whole is possible, and one has no padding
+        lengths = integers(sequence, batch) + 1
+        lengths[0] = sequence
+        given["attention_mask"] = (torch.arange(sequence) < lengths[:, None]).long()
+    if token_types:
+        given["token_type_ids"] = integers(config.type_vocab_size, batch, sequence)
+    if positions:
+        given["position_ids"] = integers(config.max_position_embeddings, batch, sequence)
+    return given
+
+
+def outputs(model, given: dict) -> dict[str, torch.Tensor]:
+    """Hidden states and pooled; with heads their logits too."""
+    if isinstance(model, transformers.BertModel):
+        found = model(**given)
+        return {"hidden": found.last_hidden_state, "pooled": found.pooler_output}
+    encoded = model.bert(**given)
+    hidden, pooled = encoded.last_hidden_state, encoded.pooler_output
+    logits, relationship = model.cls(hidden, pooled)
+    return {"hidden": hidden, "pooled": pooled, "logits": logits, "relationship": relationship}
+
+
+def recorded(model, given: dict, generator) -> tuple[dict, dict, dict]:
+    """Results, weights of their sum, and that sum's gradient for every parameter."""
+    found = outputs(model, given)
+    weights = {name: torch.randn(y.shape, generator=generator) for name, y in found.items()}
+    sum((y * weights[name]).sum() for name, y in found.items()).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {name: y.detach() for name, y in found.items()}, weights, gradients
+
+
+def build(cls, config: dict, generator) -> torch.nn.Module:
+    config = transformers.BertConfig(**COMMON, **config, attn_implementation="eager")
+    model = cls(config).eval()
+    randomized(model, generator)
+    return model
+
+
+def record(name: str) -> None:
+    cls, config, batch = RECORDINGS[name]
+    generator = torch.Generator().manual_seed(len(name))
+    model = build(cls, config, generator)
+    given = inputs(model.config, generator, **batch)
+    found, weights, gradients = recorded(model, given, generator)
+    folder = FOLDER / name
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["transformers_version"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(gradients, folder / "gradients.safetensors")
+    with torch.no_grad():
+        low = outputs(model.to(torch.bfloat16), given)
+    arrays = {f"inputs.{key}": value.int() for key, value in given.items()}
+    for kind, values in (("outputs", found), ("weights", weights), ("bfloat16", low)):
+        arrays |= {f"{kind}.{key}": value.float().contiguous() for key, value in values.items()}
+    save_file(arrays, folder / "arrays.safetensors")
+
+
+if __name__ == "__main__":
+    for each in RECORDINGS:
+        record(each)

@@ -1,0 +1,776 @@
+"""BERT: that ours and plain JAX's are alike in every variant, what is kept, and on many devices.
+
+That it is transformers' BERT is shown in test_bert_checkpoint.py.
+"""
+
+import collections
+import dataclasses
+import functools
+import inspect
+import math
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness.compat import make_mesh, x64
+from harness.sharding import collectives, device_count
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+from jax_fastops.models import bert
+
+CONFIG = bert.Config(
+    vocab_size=41,
+    hidden_size=32,
+    layers=2,
+    heads=4,
+    intermediate_size=72,
+    positions=16,
+    dropout=0.0,
+    attention_dropout=0.0,
+    dtype="float32",
+)
+BATCH, SEQUENCE = 8, 12
+SLOW = pytest.mark.slow
+# Of another generator of random bits the programs take far longer to compile.
+KEY = jax.random.key(3, impl="rbg")
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """On a GPU those of float32 are rounded to a few bits otherwise."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@functools.cache
+def start(config: bert.Config, mlm: bool = True) -> dict:
+    """Parameters, none of which are all zero or all one."""
+    rng = np.random.default_rng(0)
+
+    def made(path, leaf):
+        values = rng.standard_normal(leaf.shape).astype(np.float32)
+        return 1 + 0.3 * values if path[-1].key == "scale" else 0.2 * values
+
+    return jax.tree.map_with_path(made, bert.shapes(config, mlm=mlm))
+
+
+def batch(config: bert.Config, n: int = BATCH) -> dict[str, np.ndarray]:
+    """Tokens with padding behind them; the second sequence is of padding alone."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(1, SEQUENCE + 1, n)
+    lengths[:2] = SEQUENCE, 0
+    return {
+        "tokens": rng.integers(0, config.vocab_size, (n, SEQUENCE)),
+        "mask": np.arange(SEQUENCE) < lengths[:, None],
+        "token_types": rng.integers(0, config.token_types, (n, SEQUENCE)),
+    }
+
+
+def step(config: bert.Config, ops: bert.Ops):
+    """Parameters, the arrays of a batch, and a random key or None, to results and gradients."""
+
+    def total(params, given, key):
+        hidden, pooled = bert.apply(params, config=config, key=key, ops=ops, **given)
+        rng = np.random.default_rng(2)
+        weights = rng.standard_normal((*hidden.shape[1:], 2)).astype(np.float32)
+        value = jnp.mean(hidden * weights[..., 0]) + jnp.mean(pooled * weights[0, :, 1])
+        if "mlm" in params:
+            logits = bert.masked_lm_logits(params, hidden[:, :4], config, ops=ops)
+            value -= jnp.mean(jax.nn.log_softmax(logits)[..., 3])
+        return value, {"hidden": hidden, "pooled": pooled}
+
+    def run(params, given, key=None):
+        (value, found), grads = jax.value_and_grad(total, has_aux=True)(params, given, key)
+        return found | {"value": value, "gradients": grads}
+
+    return run
+
+
+@functools.cache
+def stepped(config: bert.Config, ops: bert.Ops, masked: bool = True, dropped: bool = False):
+    given = batch(config)
+    if not masked:
+        del given["mask"]
+    key = KEY if dropped else None
+    with fo.use_implementation("native"):
+        return jax.tree.map(np.asarray, jax.jit(step(config, ops))(start(config), given, key))
+
+
+def errors(found, wanted) -> dict[str, float]:
+    """Of each array, in norm, over the norm of what is wanted."""
+
+    def error(path, a, b):
+        assert a.shape == b.shape and a.dtype == b.dtype, jax.tree_util.keystr(path)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+    named = jax.tree.leaves_with_path(jax.tree.map_with_path(error, found, wanted))
+    return {jax.tree_util.keystr(path): value for path, value in named}
+
+
+def assert_close(found, wanted, tolerance: float) -> None:
+    for path, value in errors(found, wanted).items():
+        assert value <= tolerance, f"{path} differs by {value:.1e}"
+
+
+def equations(jaxpr) -> list:
+    """Of a jaxpr and of all within."""
+    found = []
+    for equation in jaxpr.eqns:
+        found.append(equation)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    found += equations(inner)
+    return found
+
+
+def kernels(program: str) -> list[str]:
+    """Which of ours a compiled program calls."""
+    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', program))
+
+
+# ---- architecture --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, parameters",
+    [(bert.BASE, 109_482_240), (bert.LARGE, 335_141_888)],
+    ids=["base", "large"],
+)
+def test_size(config, parameters):
+    """As many parameters as transformers.BertModel has."""
+    params = jax.eval_shape(lambda key: bert.init(key, config), jax.random.key(0))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, bert.shapes(config))
+    assert sum(math.prod(a.shape) for a in jax.tree.leaves(params)) == parameters
+    given = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    apply = functools.partial(bert.apply, config=config)
+    hidden, pooled = jax.eval_shape(apply, params, given)
+    assert (hidden.shape, hidden.dtype) == ((2, 16, config.hidden_size), jnp.bfloat16)
+    assert (pooled.shape, pooled.dtype) == ((2, config.hidden_size), jnp.bfloat16)
+    small = jax.tree.leaves(bert.shapes(bert.SMALL))
+    assert sum(math.prod(a.shape) for a in small) < 1_000_000
+
+
+def test_init():
+    config = dataclasses.replace(CONFIG, init_range=0.5)
+    params = jax.jit(bert.init, static_argnames=("config", "mlm", "nsp"))(
+        KEY, config=config, mlm=True, nsp=True
+    )
+    wanted = bert.shapes(config, mlm=True, nsp=True)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, wanted)
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if leaf.ndim > 1:
+            assert np.std(leaf) == pytest.approx(0.5, rel=5 / math.sqrt(leaf.size))
+        else:
+            assert np.all(leaf == float(path[-1].key == "scale"))
+    first, second = (params["layers"][k]["up"]["kernel"] for k in (0, 1))
+    assert not np.any(first == second)
+
+
+def layer_program(config, ops, key=None, backward=False):
+    params = bert.shapes(config)["layers"][0]
+    x = jax.ShapeDtypeStruct((BATCH, SEQUENCE, config.hidden_size), config.dtype)
+    mask = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.bool_)
+
+    def layer(params, x, mask):
+        return bert.encoder_layer(params, x, config, mask=mask, key=key, ops=ops)
+
+    def gradients(params, x, mask):
+        y, pullback = jax.vjp(lambda params, x: layer(params, x, mask), params, x)
+        return pullback(y)
+
+    return jax.jit(gradients if backward else layer), (params, x, mask)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "xla"])
+def test_layer_is_fused(native, attention):
+    """Six ops, or three with jax.nn's attention, and six products."""
+    config = dataclasses.replace(CONFIG, attention=attention)
+    calls = []
+
+    def spied(name, function):
+        def call(*args, **options):
+            calls.append((name, sorted(options)))
+            return function(*args, **options)
+
+        return call
+
+    spies = bert.Ops(*map(spied, bert.Ops._fields, bert.FASTOPS))
+    function, args = layer_program(config, spies)
+    traced = function.trace(*args)
+    norm = ("residual_layer_norm", ["eps", "fork", "input_bias"])
+    around = [norm, ("bias_act", ["activation"]), norm]
+    inside = [
+        ("split_qkv_heads", ["num_heads"]),
+        ("softmax", ["scale", "where"]),
+        ("merge_heads", []),
+    ]
+    assert calls == (inside if attention == "softmax" else []) + around
+    names = collections.Counter(e.primitive.name for e in equations(traced.jaxpr.jaxpr))
+    assert names["dot_general"] == 6
+    found = kernels(traced.lower().compile().as_text())
+    if attention == "softmax":  # merging heads is a transposition
+        assert found == ["bias_act", "norm", "norm", "softmax", "split_heads", "transpose"]
+    else:
+        assert found == ["bias_act", "norm", "norm"]
+
+
+def test_backward_is_fused(native):
+    """A kernel for each of the forward and for each of the backward, but the heads' merging."""
+    function, args = layer_program(CONFIG, bert.FASTOPS, backward=True)
+    found = collections.Counter(kernels(function.lower(*args).compile().as_text()))
+    assert found["norm"] == found["norm_bwd"] == 2
+    assert found["softmax"] == found["softmax_bwd"] == 1
+    assert found["bias_act"] == found["bias_act_bwd"] == 1
+    assert found["split_heads"] >= 1
+
+
+# ---- ours and plain JAX's ------------------------------------------------------------------------
+
+CASES = {
+    "masked": (dict(), True, False),
+    "dropout": (dict(dropout=0.2, attention_dropout=0.3, activation="relu"), False, True),
+    "masked-dropout": (dict(dropout=0.2, attention_dropout=0.3, activation="gelu"), True, True),
+    "hidden-dropout": (dict(dropout=0.2, attention="xla", activation="silu"), True, True),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.startswith("masked") else SLOW) for case in CASES],
+)
+def test_twins_agree(case):
+    """Results, and the gradient of every parameter; a sequence of padding alone is among them."""
+    changes, masked, dropped = CASES[case]
+    config = dataclasses.replace(CONFIG, **changes)
+    ours, plain = (stepped(config, ops, masked, dropped) for ops in (bert.FASTOPS, bert.PLAIN))
+    assert all(np.all(np.isfinite(a)) for a in jax.tree.leaves(ours))
+    assert_close(ours, plain, 2e-5)
+    assert min(np.linalg.norm(g) for g in jax.tree.leaves(ours["gradients"])) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["softmax", "xla"])
+def test_twins_agree_in_full_depth(attention):
+    """In float64, where nothing but the sums' order may differ."""
+    config = dataclasses.replace(
+        CONFIG, layers=24, hidden_size=24, dropout=0.1, dtype="float64", attention=attention
+    )
+    config = dataclasses.replace(config, scan=True)  # which compiles far sooner
+    with x64(), fo.use_implementation("native"):
+        given = start(config), batch(config), KEY
+        params = jax.tree.map(lambda a: a.astype(np.float64), given[0])
+        ours, plain = (
+            jax.jit(step(config, ops))(params, *given[1:]) for ops in (bert.FASTOPS, bert.PLAIN)
+        )
+        assert ours["hidden"].dtype == np.float64
+        # jax.nn's attention computes the softmax in float32.
+        assert_close(ours, plain, 1e-9 if attention == "softmax" else 1e-4)
+
+
+@pytest.mark.parametrize(
+    "variant", ["remat", "scan-remat", *(pytest.param(v, marks=SLOW) for v in ("scan", "stacked"))]
+)
+def test_variants_agree(variant):
+    """With the same dropout too, for each layer has a random key of its own."""
+    config = dataclasses.replace(CONFIG, **CASES["masked-dropout"][0])
+    plain = stepped(config, bert.FASTOPS, True, True)
+    changed = dataclasses.replace(config, remat="remat" in variant, scan="scan" in variant)
+    params = start(config)
+    given = bert.stack_layers(params) if variant in ("stacked", "scan-remat") else params
+    with fo.use_implementation("native"):
+        found = jax.jit(step(changed, bert.FASTOPS))(given, batch(config), KEY)
+    found["gradients"] = bert.unstack_layers(found["gradients"])
+    assert_close(found, plain, 1e-5)
+
+
+def test_stack_layers():
+    params = start(CONFIG)
+    stacked = bert.stack_layers(params)
+    assert stacked["layers"]["up"]["kernel"].shape == (2, 32, 72)
+    assert bert.stack_layers(stacked) is stacked and bert.unstack_layers(params) is params
+    again = bert.unstack_layers(stacked)
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+@pytest.mark.slow
+def test_implementations_agree():
+    with fo.use_implementation("xla"):
+        found = jax.jit(step(CONFIG, bert.FASTOPS))(start(CONFIG), batch(CONFIG))
+    assert_close(found, stepped(CONFIG, bert.FASTOPS), 1e-5)
+
+
+def test_plain_ops():
+    """They take what ours take, and give the same."""
+    for mine, other in zip(bert.PLAIN, bert.FASTOPS, strict=True):
+        mine, other = (list(inspect.signature(f).parameters.values()) for f in (mine, other))
+        assert [(p.name, p.kind, p.default) for p in mine] == [
+            (p.name, p.kind, p.default) for p in other
+        ]
+    rng = np.random.default_rng(0)
+    x, residual = rng.standard_normal((2, 3, 5, 24), np.float32)
+    scale, bias, input_bias = rng.standard_normal((3, 24), np.float32)
+    where = rng.random((5, 24)) < 0.7
+    calls = {
+        "split_qkv_heads": ((x,), dict(num_heads=2)),
+        "merge_heads": ((x,), {}),
+        "softmax": ((x,), dict(where=where, scale=0.3, axis=-2)),
+        "residual_layer_norm": (
+            (x, residual, scale, bias),
+            dict(input_bias=input_bias, eps=1e-2, return_sum=True),
+        ),
+        "layer_norm": ((x,), {}),
+        "bias_act": ((x, bias), {}),
+    }
+    for name, (args, options) in calls.items():
+        args = [jnp.asarray(a) for a in args]
+        found, wanted = (getattr(ops, name)(*args, **options) for ops in (bert.PLAIN, bert.FASTOPS))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision(native, dtype):
+    """The error against float32 is that of plain JAX."""
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+    given = start(CONFIG), batch(CONFIG)
+    exact = stepped(CONFIG, bert.PLAIN)["hidden"]
+    found = [
+        jax.jit(functools.partial(hidden_of, config=config, ops=ops))(*given)
+        for ops in (bert.FASTOPS, bert.PLAIN)
+    ]
+    assert all(hidden.dtype == dtype for hidden in found)
+    mine, theirs = (np.linalg.norm(np.asarray(h, np.float32) - exact) for h in found)
+    assert 0 < mine <= 1.2 * theirs
+    assert mine < (0.02 if dtype == "bfloat16" else 0.003) * np.linalg.norm(exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_in_low_precision(dtype):
+    """For all together and for each array."""
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+    exact = stepped(CONFIG, bert.PLAIN)["gradients"]
+    ours, plain = (stepped(config, ops)["gradients"] for ops in (bert.FASTOPS, bert.PLAIN))
+    mine, theirs = (errors(x, exact) for x in (ours, plain))
+    assert np.mean(list(mine.values())) <= 1.2 * np.mean(list(theirs.values()))
+    for path, value in mine.items():
+        assert value <= 2 * theirs[path] + 1e-3, f"{path}: {value:.1e}, {theirs[path]:.1e}"
+
+
+@pytest.mark.slow
+def test_training(native):
+    """The loss of predicting a fixed batch's tokens falls, and as plain JAX's does."""
+    given = batch(CONFIG)
+    curves = {}
+    for ops in (bert.FASTOPS, bert.PLAIN):
+
+        def loss(params, ops=ops):
+            hidden, _ = bert.apply(params, config=CONFIG, ops=ops, **given)
+            logits = jax.nn.log_softmax(bert.masked_lm_logits(params, hidden, CONFIG, ops=ops))
+            return -jnp.mean(jnp.take_along_axis(logits, given["tokens"][..., None], -1))
+
+        @jax.jit
+        def update(params, loss=loss):
+            value, grads = jax.value_and_grad(loss)(params)
+            return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+        params = bert.init(jax.random.key(0), CONFIG, mlm=True)
+        losses = curves[ops] = []
+        for _ in range(60):
+            value, params = update(params)
+            losses.append(float(value))
+        assert losses[0] > 3 and losses[-1] < 0.2 * losses[0]
+    assert np.max(np.abs(np.subtract(*curves.values()))) < 1e-2
+
+
+# ---- masks, positions, dropout -------------------------------------------------------------------
+
+
+def hidden_of(params, given, config=CONFIG, **options):
+    return bert.apply(params, config=config, **given, **options)[0]
+
+
+def test_padding_is_not_seen(native):
+    """What stands at padding does not matter to the rest. Integers are masks too."""
+    given, params = batch(CONFIG), start(CONFIG)
+    keep = given["mask"]
+    found = jax.jit(hidden_of)(params, given)
+    other = given | {
+        "tokens": np.where(keep, given["tokens"], 7),
+        "mask": 3 * keep.astype(np.int8),
+    }
+    again = jax.jit(hidden_of)(params, other)
+    np.testing.assert_allclose(again[keep], found[keep], rtol=1e-5, atol=1e-5)
+    unmasked = jax.jit(hidden_of)(params, {k: v for k, v in given.items() if k != "mask"})
+    assert np.max(np.abs(unmasked[keep] - found[keep])) > 0.1
+    np.testing.assert_allclose(unmasked[0], found[0], rtol=1e-5, atol=1e-5)
+
+
+def test_defaults(native):
+    """Tokens are of type 0, at positions from 0 on; positions may be anything."""
+    given = batch(CONFIG)
+    tokens = given["tokens"]
+    found, said, reversed_ = (
+        jax.jit(hidden_of)(start(CONFIG), {"tokens": tokens} | more)
+        for more in (
+            {},
+            {
+                "positions": np.tile(np.arange(SEQUENCE), (BATCH, 1)),
+                "token_types": np.zeros_like(tokens),
+                "mask": np.ones_like(tokens),
+            },
+            {"tokens": tokens[:, ::-1], "positions": np.arange(SEQUENCE)[::-1]},
+        )
+    )
+    np.testing.assert_allclose(said, found, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(reversed_[:, ::-1], found, rtol=1e-4, atol=1e-5)
+
+
+def test_places_of_dropout():
+    """Embeddings, probabilities, and what attention and feed-forward give, with its bias."""
+    config = dataclasses.replace(CONFIG, dropout=0.25, attention_dropout=0.5)
+    seen = []
+
+    def residual_layer_norm(x, residual, *args, input_bias, **options):
+        seen.append((np.asarray(x), input_bias))
+        return bert.PLAIN.residual_layer_norm(x, residual, *args, input_bias=input_bias, **options)
+
+    spy = bert.PLAIN._replace(residual_layer_norm=residual_layer_norm)
+    params = jax.tree.map(lambda a: a, start(config))  # new dicts
+    for layer in params["layers"]:
+        for product in ("output", "down"):
+            kernel = layer[product]["kernel"]
+            layer[product] = {"kernel": 0 * kernel, "bias": np.ones(32, np.float32)}
+    given = batch(config)
+    bert.apply(params, config=config, key=KEY, ops=spy, **given)
+    assert len(seen) == 4 and all(input_bias is None for _, input_bias in seen)
+    zeros = []
+    for x, _ in seen:
+        assert set(np.unique(x)) == {np.float32(0), np.float32(1 / 0.75)}
+        assert np.mean(x == 0) == pytest.approx(0.25, abs=0.03)
+        zeros.append(x == 0)
+    assert len({z.tobytes() for z in zeros}) == 4
+    run = functools.partial(hidden_of, config=config, key=KEY)
+    masks = [
+        e.outvars[0].aval.shape
+        for e in equations(jax.make_jaxpr(run)(params, given).jaxpr)
+        if e.primitive.name == "random_bits"
+    ]
+    tokens, scores = (BATCH, SEQUENCE, 32), (BATCH, 4, SEQUENCE, SEQUENCE)
+    assert masks == [tokens] + [scores, tokens, tokens] * 2
+    none = jax.make_jaxpr(functools.partial(hidden_of, config=config))(params, given)
+    assert "random" not in str(none)
+
+
+def test_dropout_of_probabilities():
+    """A half of them is left out, and the rest doubled: averaged over keys nothing changes."""
+    config = dataclasses.replace(CONFIG, attention_dropout=0.5, layers=1)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, SEQUENCE, 32)).astype(np.float32)
+    found = []
+
+    def residual_layer_norm(y, *_, **__):  # the attention's output
+        return y
+
+    spy = bert.PLAIN._replace(residual_layer_norm=residual_layer_norm)
+    layer = start(config)["layers"][0] | {
+        "up": {"kernel": np.zeros((32, 72), np.float32), "bias": np.zeros(72, np.float32)}
+    }
+    outputs = []
+
+    def merge_heads(y):
+        outputs.append(y)
+        return bert.PLAIN.merge_heads(y)
+
+    spy = spy._replace(merge_heads=merge_heads)
+
+    def attention(key):
+        outputs.clear()
+        bert.encoder_layer(layer, x, config, key=key, ops=spy)
+        return outputs[0]
+
+    exact = attention(None)
+    found = jax.jit(jax.vmap(attention))(jax.random.split(jax.random.key(0), 4000))
+    spread = np.std(found, axis=0)
+    assert np.min(spread) > 0
+    assert np.max(np.abs(np.mean(found, 0) - exact) / spread) < 6 / math.sqrt(4000)
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+
+
+def residuals(config, ops, implementation="native", key=None):
+    """Shapes and dtypes of what is kept of the layers, but for arguments."""
+    given = batch(config)
+
+    def kept(params):
+        return jax.tree.leaves(
+            jax.vjp(lambda p: hidden_of(p, given, config, key=key, ops=ops), params)[1]
+        )
+
+    with fo.use_implementation(implementation):
+        params = start(config, mlm=False)
+        found = collections.Counter((a.shape, a.dtype.name) for a in jax.eval_shape(kept, params))
+    return found - collections.Counter((a.shape, "float32") for a in jax.tree.leaves(params))
+
+
+def size(kept) -> int:
+    return sum(math.prod(s) * jnp.dtype(d).itemsize * n for (s, d), n in kept.items())
+
+
+@pytest.mark.parametrize("which", ["native", "xla", "plain"])
+def test_remat_keeps_less(which):
+    """Statistics and what is as large as the layer's input; no scores, nothing of the inside."""
+    ops = bert.PLAIN if which == "plain" else bert.FASTOPS
+    implementation = "xla" if which == "plain" else which
+    config = dataclasses.replace(CONFIG, layers=6)
+    all_of_it = residuals(config, ops, implementation)
+    kept = residuals(dataclasses.replace(config, remat=True), ops, implementation)
+    tokens, scores = (BATCH, SEQUENCE, 32), (BATCH, 4, SEQUENCE, SEQUENCE)
+    inside = {(BATCH, SEQUENCE, 72), (BATCH, SEQUENCE, 96), scores, (BATCH, 4, SEQUENCE, 8)}
+    assert inside & {shape for shape, _ in all_of_it}
+    assert not inside & {shape for shape, _ in kept}
+    # Of a layer: its input, of each norm the input, and the first norm's result.
+    most = 4 * 6 + (3 if which == "native" else 6)
+    assert sum(n for (shape, _), n in kept.items() if shape == tokens) <= most
+    if which == "native":
+        assert kept[(BATCH, SEQUENCE), "float32"] == 2 * (2 * 6 + 1)
+    assert size(kept) < 0.4 * size(all_of_it)
+
+
+def test_remat_keeps_masks_of_dropout():
+    config = dataclasses.replace(CONFIG, dropout=0.1, attention_dropout=0.1, remat=True)
+    kept = residuals(config, bert.FASTOPS, key=KEY)
+    tokens, scores = (BATCH, SEQUENCE, 32), (BATCH, 4, SEQUENCE, SEQUENCE)
+    assert kept[tokens, "bool"] == 1 + 2 * 2 and kept[scores, "bool"] == 2
+    assert (scores, "float32") not in kept
+
+
+@pytest.mark.parametrize("which", ["native", "plain"])
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
+def test_remat_repeats_less(which, scan):
+    """Of a layer's six products, neither of those in front of norms, whose sums are kept."""
+    ops = bert.FASTOPS if which == "native" else bert.PLAIN
+    counts = []
+    for remat in (False, True):
+        config = dataclasses.replace(CONFIG, remat=remat, scan=scan)
+        with fo.use_implementation("native"):
+            program = jax.make_jaxpr(step(config, ops))(start(config, False), batch(config))
+        names = collections.Counter(e.primitive.name for e in equations(program.jaxpr))
+        counts.append(names["dot_general"])
+    assert counts[1] - counts[0] == 4 * (1 if scan else CONFIG.layers)
+
+
+# ---- transformations -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, dict(attention="xla")], ids=["softmax", "xla"])
+def test_vmap(native, changes):
+    """Over batches; and over parameters, as an ensemble has them."""
+    config = dataclasses.replace(CONFIG, layers=1, **changes)
+    params, given = start(config), batch(config)
+    split = {k: v.reshape(2, BATCH // 2, SEQUENCE) for k, v in given.items()}
+    wanted = jax.jit(hidden_of, static_argnums=2)(params, given, config)
+    run = functools.partial(hidden_of, config=config)
+    found = jax.jit(jax.vmap(run, in_axes=(None, 0)))(params, split)
+    np.testing.assert_allclose(found.reshape(wanted.shape), wanted, rtol=1e-5, atol=1e-5)
+    both = jax.tree.map(lambda a: np.stack([a, 0 * a]), params)
+    found = jax.jit(jax.vmap(run, in_axes=(0, None)))(both, given)
+    np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-5)
+    assert not np.any(found[1])
+
+
+def test_export(native):
+    """A program is written out, read back, and called."""
+    params, given = start(CONFIG, mlm=False), batch(CONFIG)
+    platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    exported = jax.export.export(
+        jax.jit(hidden_of), platforms=(platform,), disabled_checks=fo.export_checks()
+    )(params, given)
+    again = jax.export.deserialize(exported.serialize())
+    found, wanted = again.call(params, given), jax.jit(hidden_of)(params, given)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+# ---- several devices -----------------------------------------------------------------------------
+
+
+@functools.cache
+def on_one_device():
+    with fo.use_implementation("native"):
+        given = start(CONFIG), batch(CONFIG, 16)
+        return jax.tree.map(np.asarray, jax.jit(step(CONFIG, bert.FASTOPS))(*given))
+
+
+def over_devices(axis_type, make):
+    """Runs ``make(mesh)`` on a batch that lies on the mesh; what it gives, and its program."""
+    if device_count() < 2:
+        pytest.skip("needs two devices")
+    mesh = make_mesh({"batch": device_count()}, axis_type)
+    params = jax.device_put(start(CONFIG), NamedSharding(mesh, P()))
+    given = jax.device_put(batch(CONFIG, 16), NamedSharding(mesh, P("batch")))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(make(mesh)).lower(params, given).compile()
+        return compiled(params, given), compiled.as_text()
+
+
+VARIANTS = {
+    "auto": (AxisType.Auto, {}),
+    "explicit": (AxisType.Explicit, {}),
+    "scan-remat": (AxisType.Auto, dict(scan=True, remat=True)),
+    "xla": (AxisType.Auto, dict(attention="xla")),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sharded_batch(native, variant):
+    """Gradients are summed, and nothing else is communicated."""
+    axis_type, changes = VARIANTS[variant]
+    config = dataclasses.replace(CONFIG, **changes)
+    found, program = over_devices(axis_type, lambda mesh: step(config, bert.FASTOPS))
+    counts = collectives(program)
+    leaves = len(jax.tree.leaves(bert.shapes(CONFIG, mlm=True)))
+    # Gradients of all parameters, and the loss, which is three sums.
+    assert 0 < counts.pop("all-reduce") <= leaves + 3
+    assert not counts
+    assert found["hidden"].sharding.shard_shape(found["hidden"].shape)[0] == 16 // device_count()
+    wanted = on_one_device()
+    if variant == "xla":  # which attends evenly to a sequence of padding alone
+        real = np.arange(16) != 1
+        found = {"hidden": np.asarray(found["hidden"])[real]}
+        wanted = {"hidden": wanted["hidden"][real]}
+    assert_close(jax.tree.map(np.asarray, found), wanted, 2e-5)
+
+
+def test_shard_map(native):
+    """The same by hand; results of one device each."""
+
+    def make(mesh):
+        def run(params, given):
+            found = step(CONFIG, bert.FASTOPS)(params, given)
+            # The gradients of what is the same on all devices are summed over them.
+            grads = jax.tree.map(lambda g: g / mesh.size, found["gradients"])
+            return found["hidden"], grads
+
+        return jax.shard_map(
+            run, mesh=mesh, in_specs=(P(), P("batch")), out_specs=(P("batch"), P())
+        )
+
+    (hidden, grads), program = over_devices(AxisType.Auto, make)
+    assert set(collectives(program)) == {"all-reduce"}
+    wanted = on_one_device()
+    assert_close(np.asarray(hidden), wanted["hidden"], 2e-5)
+    assert_close(jax.tree.map(np.asarray, grads), wanted["gradients"], 2e-5)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def test_config_is_static():
+    """Equal configs are one, however they are written."""
+    config = dataclasses.replace(
+        CONFIG, layers=np.int64(2), dtype=jnp.float32, dropout=0, eps=np.float64(1e-12)
+    )
+    assert config == CONFIG and hash(config) == hash(CONFIG)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(layers=0), ValueError, "layers is 0; it must be 1 or more"),
+        (dict(hidden_size=32.0), TypeError, "hidden_size is 32.0; it must be an integer"),
+        (dict(heads=5), ValueError, "heads is 5, which does not divide hidden_size, 32"),
+        (dict(activation="tanh"), ValueError, "activation is 'tanh'; it must be one of 'gelu_ex"),
+        (dict(attention="flash"), ValueError, "attention is 'flash'; it must be one of 'softmax'"),
+        (dict(dtype="int32"), ValueError, "dtype is 'int32'; it must be one of 'float32', "),
+        (dict(dropout=1.0), ValueError, "dropout is 1.0; it must be from 0 to less than 1"),
+        (dict(attention_dropout="0"), TypeError, "attention_dropout is of type str; it must be"),
+        (dict(eps=-1.0), ValueError, "eps is -1.0; it must be 0 or more"),
+        (dict(init_range=math.nan), ValueError, "init_range is nan; it must be 0 or more"),
+    ],
+)
+def test_config_errors(changes, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(CONFIG, **changes)
+
+
+TOKENS = np.zeros((2, 5), np.int32)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(config={}), TypeError, "config is of type dict; it must be a Config"),
+        (dict(ops=fo), TypeError, "ops is of type module; it must be an Ops, such as FASTOPS or"),
+        (dict(params=[]), TypeError, "params is of type list; it must be a dict"),
+        (dict(tokens=[[1]]), TypeError, "tokens is of list; it must be an array of integers"),
+        (dict(tokens=TOKENS + 0.5), TypeError, "tokens is of float64; it must be an array of int"),
+        (dict(tokens=TOKENS > 0), TypeError, "tokens is of bool; it must be an array of integers"),
+        (dict(tokens=TOKENS[0]), ValueError, r"tokens has shape \(5,\); it must be \(batch, sequ"),
+        (dict(tokens=TOKENS[:, :0]), ValueError, r"tokens has shape \(2, 0\); .* neither of 0"),
+        (
+            dict(tokens=np.zeros((1, 17), int)),
+            ValueError,
+            r"tokens has shape \(1, 17\), but config has 16 positions",
+        ),
+        (dict(mask=TOKENS[:, :4]), ValueError, r"mask has shape \(2, 4\); it must be \(2, 5\), as"),
+        (dict(mask=TOKENS + 1.0), TypeError, "mask is of float64; it must be an array of booleans"),
+        (dict(token_types=TOKENS[0]), ValueError, r"token_types has shape \(5,\); it must be \(2,"),
+        (
+            dict(positions=TOKENS[:1]),
+            ValueError,
+            r"positions has shape \(1, 5\); it must be \(5,\)",
+        ),
+        (dict(key=3), TypeError, r"key is int; it must be a random key, such as jax\.random\.key"),
+        (
+            dict(
+                key=jax.random.key(0),
+                config=dataclasses.replace(CONFIG, attention="xla", attention_dropout=0.1),
+            ),
+            ValueError,
+            "attention_dropout is 0.1, but attention='xla' has no dropout of probabilities",
+        ),
+        (
+            dict(config=dataclasses.replace(CONFIG, layers=3)),
+            ValueError,
+            r"params has no \['layers'\]\[2\]\['down'\]\['bias'\], which config has, of shape \(32",
+        ),
+        (
+            dict(config=dataclasses.replace(CONFIG, layers=1)),
+            ValueError,
+            r"params has \['layers'\]\[1\]\['down'\]\['bias'\], which config has not",
+        ),
+        (
+            dict(
+                params=bert.stack_layers(start(CONFIG)),
+                config=dataclasses.replace(CONFIG, layers=3),
+            ),
+            ValueError,
+            r"params\['layers'\]\['down'\]\['bias'\] has shape \(2, 32\); by config it must be ",
+        ),
+    ],
+)
+def test_errors(changes, error, message):
+    given = dict(params=start(CONFIG), tokens=TOKENS, config=CONFIG) | changes
+    with pytest.raises(error, match=message):
+        bert.apply(**given)
+
+
+def test_errors_of_logits():
+    params = start(CONFIG)
+    hidden = np.zeros((2, 32), np.float32)
+    with pytest.raises(ValueError, match=r"params has no \['mlm'\]; make it with init"):
+        bert.masked_lm_logits(start(CONFIG, mlm=False), hidden, CONFIG)
+    with pytest.raises(TypeError, match="hidden is of int32; it must be an array of a floating"):
+        bert.masked_lm_logits(params, hidden.astype(np.int32), CONFIG)
+    with pytest.raises(ValueError, match=r"hidden has shape \(2, 31\); its last axis must be hid"):
+        bert.masked_lm_logits(params, hidden[:, :31], CONFIG)

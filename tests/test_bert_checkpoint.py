@@ -1,0 +1,441 @@
+"""BERT is transformers' BERT: outputs and gradients are those recorded by record_bert.py; files."""
+
+import dataclasses
+import functools
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness.compat import x64
+
+import jax_fastops as fo
+from jax_fastops.models import bert
+
+safetensors = pytest.importorskip("safetensors.numpy")
+
+from jax_fastops.models import bert_checkpoint  # noqa: E402
+
+DATA = Path(__file__).parent / "data" / "bert"
+RECORDINGS = sorted(folder.name for folder in DATA.iterdir())
+TOLERANCE = 1e-4
+OPS = {"ours": bert.FASTOPS, "plain": bert.PLAIN}
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """On a GPU those of float32 are rounded to a few bits otherwise."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def arrays(name: str) -> dict[str, dict[str, np.ndarray]]:
+    """Inputs, outputs, weights of the outputs' sum, and outputs in bfloat16."""
+    found: dict = {}
+    for key, value in safetensors.load_file(DATA / name / "arrays.safetensors").items():
+        kind, _, own = key.partition(".")
+        found.setdefault(kind, {})[own] = value
+    return found
+
+
+def outputs(params, inputs, config, ops) -> dict[str, jax.Array]:
+    names = {"attention_mask": "mask", "token_type_ids": "token_types", "position_ids": "positions"}
+    given = {names[key]: value for key, value in inputs.items() if key in names}
+    hidden, pooled = bert.apply(params, inputs["input_ids"], config, **given, ops=ops)
+    found = {"hidden": hidden, "pooled": pooled}
+    if "mlm" in params:
+        found["logits"] = bert.masked_lm_logits(params, hidden, config, ops=ops)
+        head = params["nsp"]
+        found["relationship"] = pooled @ head["kernel"].astype(pooled.dtype) + head["bias"]
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("config", "ops"))
+def with_gradients(params, inputs, weights, config, ops):
+    def total(params):
+        found = outputs(params, inputs, config, ops)
+        return sum(jnp.vdot(found[name], w) for name, w in weights.items()), found
+
+    return jax.grad(total, has_aux=True)(params)
+
+
+def errors(found, wanted) -> dict[str, float]:
+    """Of each array, in norm, over the norm of what is wanted."""
+
+    def error(a, b):
+        assert a.shape == b.shape
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+    named = jax.tree.leaves_with_path(jax.tree.map(error, found, wanted))
+    return {jax.tree_util.keystr(path): value for path, value in named}
+
+
+def assert_close(found, wanted, tolerance: float = TOLERANCE) -> None:
+    for path, value in errors(found, wanted).items():
+        assert value <= tolerance, f"{path} differs by {value:.1e}"
+
+
+def load_gradients(name: str, folder: Path) -> dict:
+    """As parameters, for they have the names of tensors of a checkpoint."""
+    shutil.copy(DATA / name / "config.json", folder)
+    shutil.copy(DATA / name / "gradients.safetensors", folder / "model.safetensors")
+    return bert_checkpoint.load(folder)[1]
+
+
+# ---- recordings of transformers ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, which", [*((name, "ours") for name in RECORDINGS), ("model", "plain")]
+)
+def test_equals_transformers(native, tmp_path, name, which):
+    """Outputs, and the gradient of every parameter."""
+    recorded = arrays(name)
+    config, params = bert_checkpoint.load(DATA / name, dtype="float32")
+    gradients, found = with_gradients(
+        params, recorded["inputs"], recorded["weights"], config=config, ops=OPS[which]
+    )
+    assert_close(found, recorded["outputs"], TOLERANCE)
+    assert_close(gradients, load_gradients(name, tmp_path), TOLERANCE)
+
+
+@pytest.mark.parametrize("variant", ["attention", "remat", "scan"])
+def test_variants_equal_transformers(native, tmp_path, variant):
+    changes = {
+        "attention": dict(attention="xla"),
+        "remat": dict(remat=True),
+        "scan": dict(remat=True, scan=True),
+    }
+    recorded = arrays("pretraining")
+    config, params = bert_checkpoint.load(DATA / "pretraining", dtype="float32")
+    config = dataclasses.replace(config, **changes[variant])
+    gradients, found = with_gradients(
+        params, recorded["inputs"], recorded["weights"], config=config, ops=bert.FASTOPS
+    )
+    assert_close(found, recorded["outputs"], TOLERANCE)
+    assert_close(gradients, load_gradients("pretraining", tmp_path), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_bfloat16(native, name):
+    """The error against float32 is that of transformers in bfloat16."""
+    recorded = arrays(name)
+    config, params = bert_checkpoint.load(DATA / name)
+    assert config.dtype == "bfloat16"
+    found = jax.jit(outputs, static_argnums=(2, 3))(
+        params, recorded["inputs"], config, bert.FASTOPS
+    )
+    mine, theirs = (errors(x, recorded["outputs"]) for x in (found, recorded["bfloat16"]))
+    for path, value in mine.items():
+        assert value <= 1.5 * theirs[path], f"{path}: {value:.1e}, theirs {theirs[path]:.1e}"
+        assert value < 0.05
+
+
+# ---- names and files -----------------------------------------------------------------------------
+
+
+def written(folder: Path, tensors: dict, **changes) -> Path:
+    """A checkpoint with the config of a recording, changed."""
+    config = json.loads((DATA / "pretraining" / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def tensors_of(name: str) -> dict[str, np.ndarray]:
+    return safetensors.load_file(DATA / name / "model.safetensors")
+
+
+def assert_same(found, wanted) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_config():
+    config, params = bert_checkpoint.load(DATA / "pretraining", dtype="float32")
+    assert config == bert.Config(
+        vocab_size=43,
+        hidden_size=24,
+        layers=2,
+        heads=3,
+        intermediate_size=56,
+        positions=17,
+        token_types=3,
+        activation="gelu",
+        eps=1e-6,
+        dtype="float32",
+    )
+    wanted = bert.shapes(config, mlm=True, nsp=True)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, wanted)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(params))
+
+
+def test_names(tmp_path):
+    """Prefix or not, names of TensorFlow's days, buffers, a decoder that is the embeddings."""
+    _, wanted = bert_checkpoint.load(DATA / "pretraining")
+    tensors = tensors_of("pretraining")
+    assert any(name.startswith("bert.") for name in tensors)
+    renamed = {}
+    for name, tensor in tensors.items():
+        for old, new in (("LayerNorm.weight", "LayerNorm.gamma"), ("Norm.bias", "Norm.beta")):
+            name = name.removesuffix(old) + new if name.endswith(old) else name
+        renamed[name.removeprefix("bert.")] = tensor
+    assert len(renamed) == len(tensors) and "embeddings.LayerNorm.beta" in renamed
+    renamed["embeddings.position_ids"] = np.arange(17)[None]
+    renamed["cls.predictions.decoder.weight"] = renamed["embeddings.word_embeddings.weight"]
+    renamed["cls.predictions.decoder.bias"] = renamed["cls.predictions.bias"]
+    assert_same(bert_checkpoint.load(written(tmp_path, renamed))[1], wanted)
+
+
+def test_heads_are_optional(tmp_path):
+    tensors = tensors_of("pretraining")
+    bare = {name: t for name, t in tensors.items() if not name.startswith(("cls", "bert.pooler"))}
+    config, params = bert_checkpoint.load(written(tmp_path, bare), dtype="float32")
+    assert set(params) == {"embeddings", "layers"}
+    hidden, pooled = bert.apply(params, jnp.ones((1, 3), int), config)
+    assert hidden.shape == (1, 3, 24) and pooled is None
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float64])
+def test_dtypes(tmp_path, dtype):
+    """Tensors of other dtypes come as float32."""
+    tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of("model").items()}
+    shutil.copy(DATA / "model" / "config.json", tmp_path)
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    _, params = bert_checkpoint.load(tmp_path)
+    _, exact = bert_checkpoint.load(DATA / "model")
+    rounded = jax.tree.map(lambda a: np.asarray(a).astype(dtype).astype(np.float32), exact)
+    assert_same(params, rounded)
+
+
+def test_shards(tmp_path):
+    tensors = tensors_of("model")
+    names = sorted(tensors)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, own in files.items():
+        safetensors.save_file({name: tensors[name] for name in own}, tmp_path / file)
+    index = {name: file for file, own in files.items() for name in own}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    shutil.copy(DATA / "model" / "config.json", tmp_path)
+    assert_same(bert_checkpoint.load(tmp_path)[1], bert_checkpoint.load(DATA / "model")[1])
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_save(tmp_path, name):
+    """The same tensors under the same names, bit for bit, of a list or a stack of layers."""
+    config, params = bert_checkpoint.load(DATA / name, dtype="float32")
+    for form in (params, bert.stack_layers(params)):
+        bert_checkpoint.save(tmp_path / "made", config, form)
+        again = bert_checkpoint.load(tmp_path / "made", dtype="float32")
+        assert again[0] == config
+        assert_same(again[1], params)
+        assert_same(
+            safetensors.load_file(tmp_path / "made" / "model.safetensors"), tensors_of(name)
+        )
+        assert sorted(f.name for f in (tmp_path / "made").iterdir()) == [
+            "config.json",
+            "model.safetensors",
+        ]
+
+
+@pytest.mark.parametrize("activation", ["gelu_exact", "gelu", "relu", "silu"])
+def test_saved_config(tmp_path, activation):
+    config, params = bert_checkpoint.load(DATA / "unmasked")
+    config = dataclasses.replace(
+        config, activation=activation, dropout=0.25, attention_dropout=0.0, init_range=0.5
+    )
+    bert_checkpoint.save(tmp_path, config, params)
+    assert bert_checkpoint.load(tmp_path)[0] == config
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def test_wrong_tensors(tmp_path):
+    """All that are wrong are named."""
+    tensors = tensors_of("pretraining")
+    del tensors["bert.encoder.layer.1.attention.self.key.bias"]
+    del tensors["cls.predictions.bias"]
+    tensors["bert.encoder.layer.2.output.dense.bias"] = np.zeros(24, np.float32)
+    tensors["classifier.weight"] = np.zeros((2, 24), np.float32)
+    tensors["bert.pooler.dense.bias"] = np.zeros(23, np.float32)
+    tensors["bert.encoder.layer.0.intermediate.dense.weight"] = np.zeros((24, 56), np.float32)
+    with pytest.raises(ValueError) as error:
+        bert_checkpoint.load(written(tmp_path, tensors))
+    message = str(error.value)
+    assert (
+        "missing: cls.predictions.bias, encoder.layer.1.attention.self.key.bias; not known: "
+        "classifier.weight, encoder.layer.2.output.dense.bias; of another shape: " in message
+    )
+    assert "pooler.dense.bias of (23,), which by config.json is (24,)" in message
+    assert (
+        "encoder.layer.0.intermediate.dense.weight of (24, 56), which by config.json is (56, 24)"
+        in message
+    )
+
+
+def test_tensor_of_integers(tmp_path):
+    tensors = tensors_of("pretraining") | {"bert.pooler.dense.bias": np.zeros(24, np.int32)}
+    message = r"of no supported dtype: bert.pooler.dense.bias \(I32\); they must be of F64, F32"
+    with pytest.raises(ValueError, match=message):
+        bert_checkpoint.load(written(tmp_path, tensors))
+
+
+def test_tensor_under_two_names(tmp_path):
+    tensors = tensors_of("pretraining") | {"pooler.dense.bias": np.zeros(24, np.float32)}
+    with pytest.raises(ValueError, match=r"under two names: pooler\.dense\.bias"):
+        bert_checkpoint.load(written(tmp_path, tensors))
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_decoder_of_its_own(tmp_path, part):
+    tensors = tensors_of("pretraining")
+    same = "bert.embeddings.word_embeddings.weight" if part == "weight" else "cls.predictions.bias"
+    tensors[f"cls.predictions.decoder.{part}"] = 2 * tensors[same]
+    with pytest.raises(ValueError, match=f"tensor cls.predictions.decoder.{part} differs from"):
+        bert_checkpoint.load(written(tmp_path, tensors))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(model_type="roberta"), "model_type in config.json is 'roberta'; it must be 'bert'"),
+        (
+            dict(position_embedding_type="relative_key"),
+            "position_embedding_type in config.json is 'relative_key'; supported is 'absolute'",
+        ),
+        (dict(is_decoder=True), "is_decoder in config.json is True; supported is False"),
+        (dict(add_cross_attention=True), "add_cross_attention in config.json is True"),
+        (dict(pruned_heads={"0": [1]}), "config.json has pruned_heads"),
+        (dict(hidden_act="tanh"), "hidden_act in config.json is 'tanh'; it must be one of 'gelu'"),
+        (dict(num_attention_heads=5), "heads is 5, which does not divide hidden_size, 24"),
+    ],
+)
+def test_wrong_config(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        bert_checkpoint.load(written(tmp_path, tensors_of("pretraining"), **changes))
+
+
+def test_no_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        bert_checkpoint.load(tmp_path)
+    shutil.copy(DATA / "model" / "config.json", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has neither model\.safetensors nor model\.saf"):
+        bert_checkpoint.load(tmp_path)
+
+
+def test_no_safetensors(monkeypatch):
+    for name in ("safetensors", "safetensors.numpy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install 'jax_fastops\[bert\]'"):
+        bert_checkpoint.load(DATA / "model")
+
+
+def test_save_of_another_config(tmp_path):
+    config, params = bert_checkpoint.load(DATA / "model")
+    more = dataclasses.replace(config, layers=3)
+    with pytest.raises(ValueError, match=r"params has no \['layers'\]\[2\]\['down'\]\['bias'\]"):
+        bert_checkpoint.save(tmp_path / "made", more, params)
+    assert not (tmp_path / "made").exists()
+
+
+# ---- transformers itself -------------------------------------------------------------------------
+
+LIVE = {
+    "wide heads": (dict(hidden_size=96, num_attention_heads=2), dict(mask=True, token_types=True)),
+    "many heads": (dict(hidden_size=48, num_attention_heads=12), dict(mask=True)),
+    "one layer": (dict(num_hidden_layers=1, intermediate_size=9), dict(mask=True, positions=True)),
+    "deep": (dict(num_hidden_layers=6, hidden_size=16, num_attention_heads=2), dict(mask=True)),
+    "silu": (dict(hidden_act="silu", type_vocab_size=4), dict(token_types=True)),
+    "gelu_fast": (dict(hidden_act="gelu_fast", layer_norm_eps=1e-3), dict(mask=True)),
+    "long": (dict(max_position_embeddings=130, num_attention_heads=1), dict(sequence=130)),
+}
+
+
+@pytest.fixture
+def recorder():
+    """record_bert, where torch and transformers are installed."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import record_bert
+
+    return record_bert
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [False, True], ids=["model", "pretraining"])
+@pytest.mark.parametrize("case", LIVE)
+def test_equals_live_transformers(native, recorder, tmp_path, case, heads):
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    sizes, batch = LIVE[case]
+    sizes = (
+        dict(
+            vocab_size=37,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=80,
+            max_position_embeddings=24,
+        )
+        | sizes
+    )
+    batch = dict(batch=3, sequence=21, mask=False, token_types=False, positions=False) | batch
+    generator = torch.Generator().manual_seed(1)
+    cls = transformers.BertForPreTraining if heads else transformers.BertModel
+    model = recorder.build(cls, sizes, generator)
+    given = recorder.inputs(model.config, generator, **batch)
+    wanted, weights, gradients = recorder.recorded(model, given, generator)
+    model.save_pretrained(tmp_path / "made")
+    config, params = bert_checkpoint.load(tmp_path / "made", dtype="float32")
+    save_file(gradients, tmp_path / "made" / "model.safetensors")
+    numpy = functools.partial(jax.tree.map, lambda tensor: tensor.numpy())
+    mine, found = with_gradients(
+        params, numpy(given), numpy(weights), config=config, ops=bert.FASTOPS
+    )
+    assert_close(found, numpy(wanted))
+    assert_close(mine, bert_checkpoint.load(tmp_path / "made")[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(), ("mlm",), ("mlm", "nsp")], ids=["bare", "mlm", "both"])
+def test_transformers_reads_what_is_saved(recorder, tmp_path, heads):
+    """With nothing missing and nothing left over, and the outputs are the same."""
+    import torch
+    import transformers
+
+    config = dataclasses.replace(bert.SMALL, hidden_size=32, activation="gelu")
+    params = bert.init(jax.random.key(0), config, **dict.fromkeys(heads, True))
+    bert_checkpoint.save(tmp_path, config, params)
+    (name,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    cls = getattr(transformers, name)
+    if name == "BertForMaskedLM":
+        del params["pooler"]  # which that has not
+        bert_checkpoint.save(tmp_path, config, params)
+    model, report = cls.from_pretrained(
+        tmp_path, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(report.values()), report
+    tokens = np.random.default_rng(0).integers(1, 128, (2, 11))
+    encoder = model if name == "BertModel" else model.bert
+    with torch.no_grad():
+        wanted = encoder.eval()(input_ids=torch.tensor(tokens)).last_hidden_state.numpy()
+    hidden, _ = bert.apply(params, tokens, config)
+    assert_close({"hidden": hidden}, {"hidden": wanted}, 1e-5)
+
+
+def test_float64_is_closer(native):
+    """The recordings are of float32, and so is their distance to float64."""
+    recorded = arrays("model")
+    with x64(), fo.use_implementation("native"):
+        config, params = bert_checkpoint.load(DATA / "model", dtype="float64")
+        found = outputs(params, recorded["inputs"], config, bert.FASTOPS)
+        assert found["hidden"].dtype == np.float64
+        assert_close(found, recorded["outputs"], 2e-6)
