@@ -1,4 +1,4 @@
-## make demo        train a classifier on jax_fastops and on jax.nn, and compare the two
+## make demo        train small models on jax_fastops and on jax.nn, and compare the two
 ## make test        the quick tests
 ## make test-slow   the exhaustive rest
 ## make test-all    both

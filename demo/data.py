@@ -1,14 +1,23 @@
-"""scikit-learn's handwritten digits: 1797 real images of 8 x 8 pixels, shipped with the library."""
+"""Real data that scikit-learn ships: 1797 handwritten digits of 8 x 8 pixels, and 43 kB of text."""
 
+import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+# What the example trains on too.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+import masked_text
+
 FEATURES, CLASSES = 64, 10
 BATCH = 128
+WINDOWS, LENGTH = 64, 16  # a batch of text
+TEST_WINDOWS = 1024
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,11 @@ class Digits:
     def steps_per_epoch(self) -> int:
         return len(self.train_x) // BATCH
 
+    @property
+    def first(self) -> tuple[np.ndarray, np.ndarray]:
+        """A batch, for its shapes."""
+        return self.train_x[:BATCH], self.train_y[:BATCH]
+
     def batches(self, epochs: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Full batches, in an order that depends on the seed alone."""
         rng = np.random.default_rng(seed)
@@ -34,7 +48,8 @@ class Digits:
                 yield self.train_x[rows], self.train_y[rows]
 
 
-def load() -> Digits:
+@functools.cache
+def digits() -> Digits:
     """The digits in a fixed split: four fifths to train on, one fifth to test on."""
     images, labels = load_digits(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(
@@ -51,3 +66,39 @@ def load() -> Digits:
         standardised(test_x),
         test_y.astype(np.int32),
     )
+
+
+@dataclass(frozen=True)
+class Text:
+    """Texts as bytes. Batches are ``(tokens, inside), (targets, chosen)`` of ``masked_text``."""
+
+    train: list[np.ndarray]
+    test_x: tuple[np.ndarray, np.ndarray]
+    test_y: tuple[np.ndarray, np.ndarray]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return sum(map(len, self.train)) // (WINDOWS * LENGTH)
+
+    @property
+    def first(self) -> tuple[tuple, tuple]:
+        return next(self.batches(1, 0))
+
+    def batches(self, epochs: int, seed: int) -> Iterator[tuple[tuple, tuple]]:
+        """Random windows, as many bytes in an epoch as there are; they depend on the seed alone."""
+        rng = np.random.default_rng(seed)
+        for _ in range(epochs * self.steps_per_epoch):
+            yield _windows(self.train, WINDOWS, rng)
+
+
+def text() -> Text:
+    """What describes scikit-learn's data sets: of each text the last tenth to test on."""
+    texts = masked_text.documents()
+    held_out = [text[len(text) - len(text) // 10 :] for text in texts]
+    test = _windows(held_out, TEST_WINDOWS, np.random.default_rng(0))
+    return Text([text[: len(text) - len(text) // 10] for text in texts], *test)
+
+
+def _windows(texts, size: int, rng) -> tuple[tuple, tuple]:
+    made = masked_text.batch(texts, size, LENGTH, rng)
+    return (made.tokens, made.inside), (made.targets, made.chosen)

@@ -45,7 +45,7 @@ def curves(pairs: Sequence[tuple[str, Training, Training, float]], path: Path) -
         squeeze=False,
         layout="constrained",
     )
-    figure.suptitle("Handwritten digits: the same training, once on each library")
+    figure.suptitle("The same training, once on each library")
     for pair, top, bottom in zip(pairs, *panels, strict=True):
         _column(*pair, top, bottom)
     for axes in panels.flat:

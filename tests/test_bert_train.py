@@ -1,0 +1,351 @@
+"""The example that trains BERT: resumed after a kill, spread over devices; and the demo's BERT."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from harness.sharding import collectives, device_count
+
+import jax_fastops as fo
+from jax_fastops.models import bert
+
+for needed in ("matplotlib", "optax", "orbax.checkpoint", "rich", "sklearn"):
+    pytest.importorskip(needed)
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+EXAMPLE = CHECKOUT / "examples" / "bert_train.py"
+TINY = dataclasses.replace(bert.SMALL, hidden_size=32, heads=2, intermediate_size=64, layers=1)
+FEW = ("--batch=8", "--length=16", "--dtype=float32")
+
+
+@contextlib.contextmanager
+def scripts(folder: str):
+    """The modules of a folder of scripts are top-level ones inside, and forgotten afterwards."""
+    path, before = list(sys.path), set(sys.modules)
+    sys.path.insert(0, str(CHECKOUT / folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and Path(file).parent in (CHECKOUT / "demo", CHECKOUT / "examples"):
+                del sys.modules[name]
+
+
+@functools.cache
+def loaded(folder: str, *names: str):
+    with scripts(folder):
+        return tuple(importlib.import_module(name) for name in names)
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The example, with a network that compiles fast."""
+    (module,) = loaded("examples", "bert_train")
+    monkeypatch.setitem(module.CONFIGS, "small", TINY)
+    return module
+
+
+@functools.cache
+def training(example, *options: str):
+    """Compiled once for all tests."""
+    with fo.use_implementation("native"):
+        made = example.Training(example.parse([*FEW, *options]), example.data_mesh())
+        assert made.update
+    return made
+
+
+# ---- after a kill --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the example as a user does, on four CPU devices; ends what the test leaves behind."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        # All runs have one program, which the first compiles.
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    started = []
+
+    def run(folder: Path, *options: str) -> subprocess.Popen:
+        command = [sys.executable, str(EXAMPLE), "--checkpoint", str(folder), "--every=10"]
+        process = subprocess.Popen(
+            [*command, *FEW, *options],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def finished(process: subprocess.Popen) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def logged(folder: Path) -> list[str]:
+    """The lines of the log that are complete."""
+    path = folder / "losses.csv"
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def last_checkpoint(folder: Path) -> int:
+    return max((int(p.name) for p in folder.glob("*") if p.name.isdecimal()), default=0)
+
+
+def kill(process: subprocess.Popen, folder: Path, beyond: int) -> None:
+    """SIGKILL, as soon as there is a new checkpoint and three steps more are logged.
+
+    A loss is logged while the next step runs already.
+    """
+    deadline = time.monotonic() + 300
+    while last_checkpoint(folder) <= beyond or len(logged(folder)) < last_checkpoint(folder) + 3:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no checkpoint"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_resumed(start, tmp_path, kills):
+    """A run that was killed has every loss of one that was not, to the last bit."""
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for _ in range(kills):
+        kill(start(killed, "--steps=1000000"), killed, last_checkpoint(killed))
+    before, step = logged(killed), last_checkpoint(killed)
+    assert 0 < step < len(before)
+    steps = len(before) + 10
+    resumed, other = (start(folder, f"--steps={steps}") for folder in (killed, whole))
+    assert f"Going on from step {step}." in finished(resumed)
+    assert "Going on" not in finished(other)
+    wanted = logged(whole)
+    assert [line.split(",")[0] for line in wanted] == [str(k + 1) for k in range(steps)]
+    assert logged(killed) == wanted
+    assert before == wanted[: len(before)]
+    values = [float(line.split(",")[1]) for line in wanted]
+    assert len(set(values)) == steps and values[-1] < values[0] - 0.3
+    assert (killed / "loss.png").stat().st_size > 0
+    assert last_checkpoint(killed) == steps
+    assert not [p.name for p in killed.iterdir() if "tmp" in p.name]
+
+
+# ---- the step ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["softmax", pytest.param("xla", marks=pytest.mark.slow)])
+def test_collectives(example, attention):
+    """Gradients and the loss are summed over the devices, and nothing else is communicated."""
+    count = device_count()
+    if count < 2 or count != jax.device_count():
+        pytest.skip("needs two devices or more, a power of two")
+    made = training(example, f"--attention={attention}")
+    counts = collectives(made.update.as_text())
+    leaves = len(jax.tree.leaves(made.abstract["params"]))
+    # Each parameter's gradient, the loss, and how many tokens it is the mean of.
+    assert 0 < counts.pop("all-reduce") <= leaves + 2
+    assert not counts
+    batch = made.batch(0)
+    assert all(a.sharding.shard_shape(a.shape) == (8 // count, 16) for a in batch)
+    state, _ = made.update(made.init(), batch)
+    assert all(a.sharding.is_fully_replicated for a in jax.tree.leaves(state))
+    assert int(state["step"]) == 1
+
+
+def test_step_is_all_there_is(example):
+    """Batches and dropout differ from step to step, and are the same when it comes again."""
+    made = training(example, "--attention=softmax")
+    first, again, other = (made.batch(k) for k in (3, 3, 4))
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.any(np.asarray(first.targets) != np.asarray(other.targets))
+
+    def loss_at(step):
+        state = made.init()
+        state["step"] = jax.device_put(np.int32(step), made.everywhere)
+        return float(made.update(state, first)[1])
+
+    assert loss_at(3) == loss_at(3) != loss_at(4)
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--steps=0"], "argument --steps: 0 is not 1 or more"),
+        (["--batch=many"], "argument --batch: invalid positive value: 'many'"),
+        (["--config=huge"], "argument --config: invalid choice: 'huge'"),
+        (["--dtype=float16"], "argument --dtype: invalid choice: 'float16'"),
+        (["--attention=flash"], "argument --attention: invalid choice: 'flash'"),
+        (["--ops=torch"], "argument --ops: invalid choice: 'torch'"),
+        (["--dropout=1"], "argument --dropout: 1.0 is not from 0 to below 1"),
+        (["--rate=nan"], "argument --rate: nan is not above 0"),
+        (["--seed=-1"], "--seed is -1; it must be 0 or more"),
+        (["--length=129"], "--length is 129; with --config small it may be 128 at most"),
+        (["--attention=cudnn", "--dtype=float32"], "--attention cudnn needs a GPU and --dtype bf"),
+        (["--text=nowhere"], "--text: "),
+        (["--text=empty"], "--text: empty has no file that ends in .md, .rst, .txt"),
+        (["--text=blank.txt"], "--text: blank.txt has no text in it"),
+        (["--checkpoint=blank.txt"], "blank.txt is not a folder"),
+    ],
+)
+def test_bad_options(example, options, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank.txt").write_text("\n")
+    with pytest.raises(SystemExit) as found:
+        example.parse(["--batch=8", *options])
+    assert found.value.code == 2
+    error = capsys.readouterr().err
+    assert message.replace("bf", "bfloat16") in error and "Traceback" not in error
+
+
+def test_batch_that_does_not_divide(example, capsys):
+    count = jax.device_count()
+    if count < 2:
+        pytest.skip("needs two devices")
+    with pytest.raises(SystemExit):
+        example.parse([f"--batch={count + 1}"])
+    assert f"--batch is {count + 1}; it must be a multiple of {count}" in capsys.readouterr().err
+
+
+def test_other_options_than_the_checkpoint(example, capsys, tmp_path, monkeypatch):
+    """What a run's losses depend on must not change under it."""
+    made = training(example, "--attention=softmax")
+
+    def compiled(options, mesh):
+        made.options = options
+        return made
+
+    monkeypatch.setattr(example, "Training", compiled)
+    monkeypatch.setattr(made, "options", made.options)
+    folder, text = tmp_path / "run", tmp_path / "text.md"
+    text.write_text("Now is the winter of our discontent. " * 9)
+    given = [*FEW, "--steps=2", f"--checkpoint={folder}"]
+    assert example.main(given) == 0
+    done = logged(folder)
+    assert len(done) == 2
+    for option, message in (
+        ("--batch=16", "--batch is 16; the checkpoints in"),
+        ("--warm-up=7", "--warm-up is 7; the checkpoints in"),
+        ("--seed=1", "--seed is 1; the checkpoints in"),
+        (f"--text={text}", "--text: the checkpoints in"),
+    ):
+        with pytest.raises(SystemExit) as found:
+            example.main([*given, option])
+        assert found.value.code == 2
+        assert message in capsys.readouterr().err
+    assert logged(folder) == done
+    assert example.main(given) == 0  # it has nothing left to do
+    assert logged(folder) == done
+    (folder / "losses.csv").write_text(done[0] + "\n")
+    with pytest.raises(SystemExit):
+        example.main(given)
+    assert "losses.csv has no line for step 2" in capsys.readouterr().err
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def test_documents(tmp_path):
+    (masked_text,) = loaded("examples", "masked_text")
+    texts = masked_text.documents()
+    assert len(texts) > 5 and sum(map(len, texts)) > 30_000
+    (tmp_path / "below").mkdir()
+    (tmp_path / "b.txt").write_bytes(b"one \xff two")
+    (tmp_path / "below" / "a.md").write_text("dr\u00e5be")
+    (tmp_path / "c.py").write_text("no text")
+    first, second = masked_text.documents(tmp_path)
+    assert first.tobytes().decode() == "one \ufffd two"
+    assert second.tobytes().decode() == "dr\u00e5be"
+    np.testing.assert_array_equal(masked_text.documents(tmp_path / "b.txt")[0], first)
+
+
+def test_batch():
+    (masked_text,) = loaded("examples", "masked_text")
+    texts = [np.full(2000, 65, np.uint8), np.arange(97, 120, dtype=np.uint8)]
+    made, again = (
+        masked_text.batch(texts, 512, 32, np.random.default_rng(seed)) for seed in (1, 1)
+    )
+    for a, b in zip(made, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    short = made.targets[:, 0] != 65
+    assert 0 < short.sum() < 20  # of 512: texts are drawn by their length
+    padded = np.concatenate([texts[1], np.full(9, masked_text.PADDING)])
+    assert np.all(made.targets[short] == padded) and np.all(made.targets[~short] == 65)
+    np.testing.assert_array_equal(made.inside, made.targets != masked_text.PADDING)
+    assert not np.any(made.chosen & ~made.inside)
+    assert made.chosen.sum() / made.inside.sum() == pytest.approx(0.15, abs=0.01)
+    np.testing.assert_array_equal(made.tokens[~made.chosen], made.targets[~made.chosen])
+    assert np.mean(made.tokens[made.chosen] == masked_text.MASK) == pytest.approx(0.8, abs=0.03)
+
+
+def test_loss():
+    """The mean of the chosen tokens' losses alone."""
+    (masked_text,) = loaded("examples", "masked_text")
+    logits = np.log(np.array([[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], [[1, 2, 3], [5, 5, 5]]]))
+    targets = np.array([[1, 1], [2, 0]])
+    wanted = -np.log([0.25, 0.5]).mean()
+    found = masked_text.loss(logits, targets, np.array([[True, False], [True, False]]))
+    assert float(found) == pytest.approx(wanted, rel=1e-6)
+    assert float(masked_text.loss(logits, targets, np.zeros((2, 2), bool))) == 0
+
+
+# ---- the demo ------------------------------------------------------------------------------------
+
+
+def test_demo(native, monkeypatch):
+    """The loss falls, as the twin's does; and ours keeps fewer bytes."""
+    demo, data = loaded("demo", "bert", "data")
+    monkeypatch.setattr(
+        demo,
+        "CONFIG",
+        dataclasses.replace(demo.CONFIG, layers=1, hidden_size=32, heads=2, intermediate_size=64),
+    )
+    text = data.text()
+    trainings = []
+    for ops in (bert.FASTOPS, bert.PLAIN):
+        with fo.use_implementation("native"):
+            training = demo.Training("", demo.model(ops), text, seed=0)
+        for rate, batch in zip(demo.rates(1e-2, 30), text.batches(2, 0), strict=False):
+            training.step(rate, *batch)
+        trainings.append(training)
+    ours, theirs = trainings
+    assert ours.losses[0] > 5 and ours.losses[-1] < 3.6
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=0, atol=1e-3)
+    assert ours.accuracy(text.test_x, text.test_y) > 0.1
+    assert not theirs.kernels and ours.kernels["softmax"] == TINY.layers
+    x, labels = text.first
+    for kept in (
+        lambda t: t.model.kept(t.params, t.statistics, x),
+        lambda t: demo.kept_by_training(t, x, labels),
+    ):
+        assert 0 < kept(ours) < kept(theirs)
