@@ -46,10 +46,14 @@ def main() -> None:
 def table(name: str) -> str:
     """The Markdown of one results file: what ops keep and all phases, if they keep anything;
     multiples of the floor beside PyTorch's, if they only move elements or PyTorch was measured;
-    times of whole blocks; errors."""
+    times of whole blocks; of a whole network, with its memory; errors."""
     results = json.loads((RESULTS / f"{name}.json").read_text())
     if "blocks" in results:
         header, rows = blocks_table(results)
+    elif "rows" in results:
+        header, rows = network_table(results)
+    elif "layers" in results:
+        header, rows = layers_table(results)
     elif "accuracy" in results:
         header, rows = accuracy_table(results)
     else:
@@ -145,6 +149,36 @@ def blocks_table(results: dict) -> tuple[list[str], list[list[str]]]:
                 cells.append(f"**{text}**" if bold else text)
             rows.append(cells)
     return ["block", "dtype", "phase", *WAYS.values()], rows
+
+
+def network_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """A row per program of a network: times and temporary memory, ours beside plain JAX's."""
+    header = [results["network"]["name"], "ours", "plain JAX", "faster", "temporary memory: ours"]
+    rows = []
+    for entry in results["rows"]:
+        sides = [entry["results"].get(who) for who in ("ours", "plain")]
+        cells = [f"{side['median_us'] / 1e3:.2f} ms" if side else "-" for side in sides]
+        speed, memory = "-", [f"{side['temp_mib']:.0f} MiB" if side else "-" for side in sides]
+        if all(sides):
+            faster = 0 if sides[0]["median_us"] <= sides[1]["median_us"] else 1
+            cells[faster] = f"**{cells[faster]}**"
+            speed = f"{sides[1]['median_us'] / sides[0]['median_us']:.2f}x"
+        rows.append([entry["row"], *cells, speed, *memory])
+    return [*header, "plain JAX's"], rows
+
+
+def layers_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """A row per way to attend, the kernels that the forward of one layer launches."""
+    counts: dict[tuple, dict] = {}
+    for entry in results["layers"]:
+        key = (entry["attention"], f"[{entry['batch']}, {entry['length']}]", entry["dtype"])
+        counts.setdefault((*key, entry["weights"]), {})[entry["contender"]] = entry["count"]
+    names = {"ours": "kernels: ours", "plain": "plain JAX"}
+    rows = [
+        [*key, *(str(found[name]) if name in found else "-" for name in names)]
+        for key, found in counts.items()
+    ]
+    return ["attention", "tokens", "dtype", "weights", *names.values()], rows
 
 
 def accuracy_table(results: dict) -> tuple[list[str], list[list[str]]]:
