@@ -1,5 +1,6 @@
 """Batch norm: transformations, layouts, accuracy of the statistics, the mask, sharded batches."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -188,6 +189,7 @@ FORK = case(
     dtypes=("float32", "bfloat16"),
     modes=("native",),
 )
+FORK_BASIC = dataclasses.replace(FORK, name="fork_basic", basic_only=True)
 # Without a mask and in groups of bits that do not fill bytes.
 FORK_PLAIN = case(
     "fork_plain", (3, 5), fork=True, modes=("native",), dtypes=("float32",), basic_only=True
@@ -214,12 +216,18 @@ INFERENCE = case(
 )
 
 
-@checks(NHWC, ADD_RELU, FORK, INFERENCE)
+@checks(NHWC, ADD_RELU, INFERENCE)
 def test_harness(check):
     check()
 
 
-@checks(NCHW_RELU, ODD_RELU, PADDED_RELU, FORK_PLAIN, FORK_PADDED)
+@pytest.mark.slow
+@checks(FORK)
+def test_harness_of_variants_in_full(check):
+    check()
+
+
+@checks(NCHW_RELU, ODD_RELU, PADDED_RELU, FORK_BASIC, FORK_PLAIN, FORK_PADDED)
 def test_harness_of_variants(check):
     check()
 
@@ -504,9 +512,13 @@ def test_gradients_match_differences(activation):
 @pytest.mark.parametrize(
     "shape, axis", [((5, 7, 24), -1), ((70, 17), -1), ((4, 6, 5, 7), 1), ((1, 8), -1)], ids=str
 )
-def test_two_users(shape, axis, activation, residual, dtype):
+@pytest.mark.parametrize(
+    "kind",
+    ["bfloat16", *(pytest.param(k, marks=pytest.mark.slow) for k in ("float32", "float16"))],
+)
+def test_two_users(shape, axis, activation, residual, kind):
     """The gradients are those of one user whose cotangent is the rounded sum, to the last bit."""
-    rng = np.random.default_rng(18)
+    rng, dtype = np.random.default_rng(18), jnp.dtype(kind)
     args = draws(shape, axis, residual)(rng, dtype)
     wide = jnp.promote_types(dtype, np.float32)
     dys = [normal(rng, shape, dtype) for _ in range(2)]

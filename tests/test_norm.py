@@ -1,5 +1,6 @@
 """The norms: transformations, shapes, parameters, special values, what is kept and refused."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -241,10 +242,11 @@ SUM_ALONE = basic(
 LONG = basic("long", "layer_norm", ("scale", "bias"), (2, 1001), dtypes=HALF)
 ONE = basic("one", "rms_norm", ("scale",), (4, 1), eps=0.5, dtypes=SINGLE)
 ONE_ROW = basic("one_row", "layer_norm", ("scale", "bias"), (9,), dtypes=SINGLE)
+FORK_BASIC = dataclasses.replace(FORK, name="fork_basic", basic_only=True)
 FORK_ALONE = basic("fork_alone", "layer_norm", (), (3, 5), fork=True, dtypes=SINGLE)
 FORK_RMS = basic("fork_rms", "rms_norm", ("scale",), (3, 16), fork=True, dtypes=HALF)
 
-QUICK = (LAYER_NORM, FORK)
+QUICK = (LAYER_NORM,)
 BASIC = (
     MIXED,
     MIXED_ALL,
@@ -256,6 +258,7 @@ BASIC = (
     LONG,
     ONE,
     ONE_ROW,
+    FORK_BASIC,
     FORK_ALONE,
     FORK_RMS,
 )
@@ -266,6 +269,7 @@ SLOW = (
     RESIDUAL_LAYER_NORM,
     PRE_NORM,
     FLOAT32_PARAMETERS,
+    FORK,
     FORK_SUM,
 )
 
@@ -722,8 +726,7 @@ TWO_USERS = [
 ]
 
 
-@pytest.mark.parametrize("shape", TWO_USERS, ids=str)
-def test_two_users(name, shape, dtype):
+def check_two_users(name, shape, dtype):
     """The gradients are those of one user whose cotangent is the rounded sum, to the last bit."""
     (fn, _), args, dys = example(name, shape, dtype, seed=21, count=2)
     both, _ = variant(name, OPS[name], fork=True)
@@ -734,9 +737,22 @@ def test_two_users(name, shape, dtype):
     assert_matches(grads, want)
 
 
+@pytest.mark.parametrize("shape", TWO_USERS, ids=str)
+def test_two_users(name, shape):
+    check_two_users(name, shape, jnp.dtype("bfloat16"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", TWO_USERS, ids=str)
+def test_two_users_of_every_dtype(name, shape, dtype):
+    check_two_users(name, shape, dtype)
+
+
 @pytest.mark.parametrize("shape", [(6, 5, 16), (67, 768), (9, 301), (3, 5000)], ids=str)
 @pytest.mark.parametrize("op", WHOLE)
-def test_two_users_and_the_sum(op, shape, dtype):
+@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_two_users_and_the_sum(op, shape, kind):
+    dtype = jnp.dtype(kind)
     _, args, cts = example(op, shape, dtype, seed=22, count=3)
     both, _ = variant(op, OPS[op], fork=True, return_sum=True)
     one, _ = variant(op, OPS[op], return_sum=True)
