@@ -351,13 +351,6 @@ def built(setting: Setting, options: argparse.Namespace, chosen: Sequence[Row]) 
     return programs
 
 
-def kernels_called(program: Program) -> dict[str, int]:
-    """How often the compiled program calls each kernel of this package."""
-    text = program.compiled.as_text()
-    found = re.findall(r'custom_call_target="jax_fastops\.(\w+)\.v\d+', text)
-    return dict(sorted(collections.Counter(found).items()))
-
-
 # ---- rows ----------------------------------------------------------------------------------------
 
 
@@ -400,7 +393,7 @@ def _numbers(program: Program, timing: measure.Timing, wall: measure.Timing) -> 
     return timing.as_dict() | {
         "wall_us": wall.median * 1e6,
         "temp_mib": program.temp_bytes / MIB,
-        "kernels": kernels_called(program),
+        "kernels": program.kernels,
     }
 
 
@@ -538,7 +531,7 @@ def operations(hlo: str) -> list[str]:
     entry = hlo[hlo.index("\nENTRY ") :].split("\n}")[0]
     found = []
     for line in entry.splitlines()[2:]:
-        opcode = measure._opcode(line)
+        opcode = measure.opcode(line)
         if opcode and opcode not in measure.FREE:
             target = re.search(r'custom_call_target="([^"]+)"', line)
             name = line.split(" = ")[0].split("%")[-1].strip()

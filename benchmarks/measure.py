@@ -257,10 +257,10 @@ def launches(program: Program) -> int:
         return 0
     hlo = program.compiled.as_text()
     entry = hlo[hlo.index("\nENTRY ") :].split("\n}")[0]
-    return sum(opcode not in FREE for opcode in map(_opcode, entry.splitlines()[2:]) if opcode)
+    return sum(code not in FREE for code in map(opcode, entry.splitlines()[2:]) if code)
 
 
-def _opcode(line: str) -> str | None:
+def opcode(line: str) -> str | None:
     _, equals, rest = line.partition(" = ")
     if not equals:
         return None

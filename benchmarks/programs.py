@@ -17,6 +17,7 @@ Three things would spoil such programs, and are dealt with here:
   times the write itself. Every program is given its previous outputs to write to (donated).
 """
 
+import collections
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,12 @@ class Program:
         """Peak temporary memory of one call, in bytes."""
         stats = self.compiled.memory_analysis()
         return None if stats is None else int(stats.temp_size_in_bytes)
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """How often the compiled program calls each kernel of this package."""
+        found = re.findall(r'custom_call_target="jax_fastops\.(\w+)\.v\d+', self.compiled.as_text())
+        return dict(sorted(collections.Counter(found).items()))
 
     def __call__(self) -> list[jax.Array]:
         self.outputs = self.compiled(*self.args, *self.outputs)

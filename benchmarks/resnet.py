@@ -15,10 +15,8 @@ which each number is moved by its last bit, and plain JAX's in float32.
 """
 
 import argparse
-import collections
 import dataclasses
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,12 +170,6 @@ class Step(Program):
 
         rate = jnp.float32(setting.rate)
         super().__init__(f"resnet_{name}", flat, [*leaves, rate, images, labels])
-
-    @property
-    def kernels(self) -> dict[str, int]:
-        """How often the compiled program calls each kernel of this package."""
-        found = re.findall(r'custom_call_target="jax_fastops\.(\w+)\.v\d+', self.compiled.as_text())
-        return dict(sorted(collections.Counter(found).items()))
 
     def curve(self, steps: int, images=None) -> list[float]:
         """The loss of every step of a training."""

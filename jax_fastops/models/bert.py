@@ -34,6 +34,7 @@ from jax_fastops._arguments import FLOATING, integer, real_number
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec
 from jax_fastops.bias_act import bias_act
+from jax_fastops.models._checks import check_choice, check_tree
 from jax_fastops.softmax import softmax
 
 __all__ = [
@@ -138,9 +139,9 @@ class Config:
                 f"{self.hidden_size}"
             )
         set_("dtype", self.dtype if isinstance(self.dtype, str) else jnp.dtype(self.dtype).name)
-        _choice("activation", self.activation, tuple(_ACTIVATIONS))
-        _choice("attention", self.attention, _ATTENTIONS)
-        _choice("dtype", self.dtype, FLOATING)
+        check_choice("bert", "activation", self.activation, tuple(_ACTIVATIONS))
+        check_choice("bert", "attention", self.attention, _ATTENTIONS)
+        check_choice("bert", "dtype", self.dtype, FLOATING)
         for name in ("dropout", "attention_dropout"):
             rate = real_number("bert", name, getattr(self, name))
             if not 0 <= rate < 1:
@@ -151,12 +152,6 @@ class Config:
             if not value >= 0:
                 raise ValueError(f"bert: {name} is {value}; it must be 0 or more")
             set_(name, value)
-
-
-def _choice(name: str, value, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        accepted = ", ".join(map(repr, choices))
-        raise ValueError(f"bert: {name} is {value!r}; it must be one of {accepted}")
 
 
 BASE = Config()
@@ -740,22 +735,4 @@ def _check_model(params, config, ops) -> None:
         wanted["layers"] = jax.tree.map(
             lambda leaf: _float32(config.layers, *leaf.shape), wanted["layers"][0]
         )
-    _check_tree(params, wanted)
-
-
-def _check_tree(given, wanted) -> None:
-    """``given`` has the tree and the shapes of ``wanted``."""
-
-    def sizes(tree):
-        return {jax.tree_util.keystr(p): jnp.shape(a) for p, a in jax.tree.leaves_with_path(tree)}
-
-    found, expected = sizes(given), sizes(wanted)
-    for path, shape in expected.items():
-        if path not in found:
-            raise ValueError(f"bert: params has no {path}, which config has, of shape {shape}")
-        if found[path] != shape:
-            raise ValueError(
-                f"bert: params{path} has shape {found[path]}; by config it must be {shape}"
-            )
-    if more := sorted(set(found) - set(expected)):
-        raise ValueError(f"bert: params has {more[0]}, which config has not")
+    check_tree("bert", "params", params, wanted)

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax_fastops._arguments import FLOATING
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
+from jax_fastops.models._checks import check_choice, check_tree
 
 __all__ = [
     "FASTOPS",
@@ -100,10 +101,10 @@ class Config:
             raise ValueError("resnet: stages is empty; there must be one stage or more")
         for name in ("width", "classes", "channels"):
             set_(name, _positive(name, getattr(self, name)))
-        _choice("block", self.block, tuple(_SIZES))
-        _choice("stem", self.stem, _STEMS)
+        check_choice("resnet", "block", self.block, tuple(_SIZES))
+        check_choice("resnet", "stem", self.stem, _STEMS)
         set_("dtype", self.dtype if isinstance(self.dtype, str) else jnp.dtype(self.dtype).name)
-        _choice("dtype", self.dtype, FLOATING)
+        check_choice("resnet", "dtype", self.dtype, FLOATING)
         if not 0 <= self.momentum <= 1:
             raise ValueError(f"resnet: momentum is {self.momentum!r}; it must be from 0 to 1")
 
@@ -116,12 +117,6 @@ def _positive(name: str, value) -> int:
     if value < 1:
         raise ValueError(f"resnet: {name} is {value}; it must be 1 or more")
     return value
-
-
-def _choice(name: str, value, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        accepted = ", ".join(map(repr, choices))
-        raise ValueError(f"resnet: {name} is {value!r}; it must be one of {accepted}")
 
 
 RESNET18 = Config((2, 2, 2, 2), "basic")
@@ -468,22 +463,4 @@ def _check(params, statistics, images, config, batch_norm) -> None:
     for name, given, wanted in zip(
         ("params", "statistics"), (params, statistics), shapes(config), strict=True
     ):
-        _check_tree(name, given, wanted)
-
-
-def _check_tree(name: str, given, wanted) -> None:
-    """``given`` has the tree and the shapes of ``wanted``."""
-
-    def sizes(tree):
-        return {jax.tree_util.keystr(p): jnp.shape(a) for p, a in jax.tree.leaves_with_path(tree)}
-
-    found, expected = sizes(given), sizes(wanted)
-    for path, shape in expected.items():
-        if path not in found:
-            raise ValueError(f"resnet: {name} has no {path}, which config has, of shape {shape}")
-        if found[path] != shape:
-            raise ValueError(
-                f"resnet: {name}{path} has shape {found[path]}; by config it must be {shape}"
-            )
-    if more := sorted(set(found) - set(expected)):
-        raise ValueError(f"resnet: {name} has {more[0]}, which config has not")
+        check_tree("resnet", name, given, wanted)
