@@ -17,7 +17,6 @@ which each number is moved by its last bit, and plain JAX's in float32.
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -106,12 +105,11 @@ def parse() -> argparse.Namespace:
 
 def chosen(options: argparse.Namespace) -> Setting:
     setting = SMALL if options.small else RESNET50
+    given = {name: getattr(options, name) for name in ("batch", "size", "rate")}
     return dataclasses.replace(
         setting,
         config=dataclasses.replace(setting.config, dtype=options.dtype),
-        batch=options.batch or setting.batch,
-        size=options.size or setting.size,
-        rate=options.rate or setting.rate,
+        **{name: value for name, value in given.items() if value is not None},
     )
 
 
@@ -186,7 +184,9 @@ class Step(Program):
         return [round(float(loss), 6) for loss in found]
 
 
-def update(params, statistics, velocity, rate, images, labels, config, batch_norm: Callable):
+def update(
+    params, statistics, velocity, rate, images, labels, config, batch_norm: resnet.BatchNorm
+):
     """One step of SGD with momentum."""
 
     def loss(params):

@@ -57,8 +57,9 @@ CONFIGS = {"small": bert.SMALL, "base": bert.BASE, "large": bert.LARGE}
 RATES = {"small": 1e-3, "base": 1e-4, "large": 1e-4}
 OPS = {"fastops": bert.FASTOPS, "plain": bert.PLAIN}
 WEIGHT_DECAY, LARGEST_NORM = 0.01, 1.0  # of matrices; of all gradients together
-# What a checkpoint's losses depend on: a run that goes on from it must have the same.
-FIXED = ("config", "batch", "length", "rate", "warm_up", "dropout", "seed")
+# What a checkpoint's losses depend on: a run that goes on from it must have the same. (On the dtype
+# and the ops they depend to rounding; but only attention by softmax has dropout.)
+FIXED = ("config", "batch", "length", "attention", "rate", "warm_up", "dropout", "seed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -298,19 +299,29 @@ class Checkpoints:
         state = None
         if step:
             read = functools.partial(self.manager.restore, step)
-            self.check(read(args=ocp.args.Composite(made_with=ocp.args.JsonRestore())).made_with)
-            state = read(args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+            try:
+                found = read(args=ocp.args.Composite(made_with=ocp.args.JsonRestore()))
+                self.check(found.made_with)
+                found = read(args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))
+                state = found.state
+            except (KeyError, OSError, ValueError) as error:
+                # No kill leaves it so, so that whoever runs this decides what to do.
+                self.options.error(
+                    f"--checkpoint: {self.options.checkpoint / str(step)} is damaged ({error}); "
+                    "without that folder, training goes on from the checkpoint before"
+                )
         return state, self.open_log(step)
 
     def check(self, made_with: dict) -> None:
         for name, value in self.made_with.items():
-            if value == made_with[name]:
+            given = made_with.get(name)
+            if value == given:
                 continue
             where = f"the checkpoints in {self.options.checkpoint}"
             if name == "text":
                 self.options.error(f"--text: {where} are of another text")
             option = "--" + name.replace("_", "-")
-            self.options.error(f"{option} is {value}; {where} were made with {made_with[name]}")
+            self.options.error(f"{option} is {value}; {where} were made with {given}")
 
     def open_log(self, steps: int) -> list[float]:
         """Cut the log off behind these steps; returns their losses."""
@@ -365,7 +376,7 @@ def run(
     with console.status("compiling"):
         update = training.update
     with Progress(*columns, console=console, refresh_per_second=4) as progress:
-        bar = progress.add_task("", total=last, completed=first, loss=np.nan)
+        bar = progress.add_task("", total=last, completed=first, loss=(losses or [np.nan])[-1])
         for step in range(first + 1, last + 1):
             state, value = update(state, training.batch(step - 1))
             unread.append(value)

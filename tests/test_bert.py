@@ -36,6 +36,7 @@ CONFIG = bert.Config(
 )
 BATCH, SEQUENCE = 8, 12
 SLOW = pytest.mark.slow
+OPS = {"ours": bert.FASTOPS, "plain": bert.PLAIN}
 # Of another generator of random bits the programs take far longer to compile.
 KEY = jax.random.key(3, impl="rbg")
 
@@ -435,6 +436,61 @@ def test_defaults(native):
     np.testing.assert_allclose(reversed_[:, ::-1], found, rtol=1e-4, atol=1e-5)
 
 
+def test_empty_batch(native):
+    """Its results are empty, and its gradients zeros."""
+    config = dataclasses.replace(CONFIG, layers=1)
+    given = {name: array[:0] for name, array in batch(config).items()}
+
+    def total(params):
+        hidden, pooled = bert.apply(params, config=config, **given)
+        assert hidden.shape == (0, SEQUENCE, 32) and pooled.shape == (0, 32)
+        return jnp.sum(hidden) + jnp.sum(pooled)
+
+    value, gradients = jax.jit(jax.value_and_grad(total))(start(config))
+    assert value == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_narrow_tokens(dtype):
+    """Also where the dtype cannot count the table's rows."""
+    config = dataclasses.replace(CONFIG, layers=1, vocab_size=300)
+    tokens = np.arange(100, 124).reshape(2, SEQUENCE)
+    found, wanted = (
+        jax.jit(functools.partial(hidden_of, config=config, ops=bert.PLAIN))(
+            start(config, mlm=False), {"tokens": given}
+        )
+        for given in (tokens.astype(dtype), tokens)
+    )
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scale_of_dropout(dtype):
+    """What is kept is divided by the share itself, and rounded once: bfloat16 has no 0.9."""
+    config = dataclasses.replace(CONFIG, layers=1, dropout=0.1, dtype=dtype)
+    bias = np.linspace(1, 2, 32, endpoint=False, dtype=np.float32)  # which bfloat16 has
+    layer = start(config)["layers"][0]
+    layer = layer | {"output": {"kernel": 0 * layer["output"]["kernel"], "bias": bias}}
+
+    @jax.jit
+    def attention(x):
+        seen = []
+
+        def residual_layer_norm(x, residual, *args, **options):
+            seen.append(x)
+            return residual
+
+        ops = bert.PLAIN._replace(residual_layer_norm=residual_layer_norm)
+        bert.encoder_layer(layer, x, config, key=KEY, ops=ops)
+        return seen[0]
+
+    found = np.asarray(attention(np.zeros((BATCH, SEQUENCE, 32), jnp.dtype(dtype))))
+    wanted = np.broadcast_to((bias / np.float32(1 - 0.1)).astype(dtype), found.shape)
+    kept = found != 0
+    np.testing.assert_array_equal(found[kept], wanted[kept])
+    assert 0.85 < np.mean(kept) < 0.95
+
+
 def test_places_of_dropout():
     """Embeddings, probabilities, and what attention and feed-forward give, with its bias."""
     config = dataclasses.replace(CONFIG, dropout=0.25, attention_dropout=0.5)
@@ -476,7 +532,6 @@ def test_dropout_of_probabilities():
     config = dataclasses.replace(CONFIG, attention_dropout=0.5, layers=1)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((1, SEQUENCE, 32)).astype(np.float32)
-    found = []
 
     def residual_layer_norm(y, *_, **__):  # the attention's output
         return y
@@ -651,6 +706,33 @@ def test_sharded_batch(native, variant):
     assert_close(jax.tree.map(np.asarray, found), wanted, 2e-5)
 
 
+@pytest.mark.parametrize("ops", OPS)
+def test_sharded_dropout(native, ops):
+    """Over explicit axes too it drops what one device does, and what it keeps is sharded."""
+    count = device_count()
+    if count < 2:
+        pytest.skip("needs two devices")
+    config = dataclasses.replace(CONFIG, layers=1, dropout=0.2, attention_dropout=0.3)
+    layer = start(config)["layers"][0]
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((16, SEQUENCE, 32)).astype(np.float32)
+    mask = batch(config, 16)["mask"]
+
+    def run(layer, x, mask):
+        return bert.encoder_layer(layer, x, config, mask=mask, key=KEY, ops=OPS[ops])
+
+    wanted = jax.jit(run)(layer, x, mask)
+    mesh = make_mesh({"batch": count}, AxisType.Explicit)
+    split = NamedSharding(mesh, P("batch"))
+    with jax.set_mesh(mesh):
+        given = jax.device_put(layer, NamedSharding(mesh, P())), *jax.device_put((x, mask), split)
+        compiled = jax.jit(run).lower(*given).compile()
+        found = compiled(*given)
+    assert not collectives(compiled.as_text())
+    assert found.sharding.is_equivalent_to(split, 3)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_shard_map(native):
     """The same by hand; results of one device each."""
 
@@ -672,13 +754,40 @@ def test_shard_map(native):
     assert_close(jax.tree.map(np.asarray, grads), wanted["gradients"], 2e-5)
 
 
+@pytest.mark.parametrize("what", ["key", "mask"])
+def test_shard_map_of_one_batch(what):
+    """The same tokens on all devices, with dropout or padding that is not the same."""
+    if device_count() < 2:
+        pytest.skip("needs two devices")
+    config = dataclasses.replace(CONFIG, layers=1, scan=True, attention_dropout=0.1)
+    mesh = make_mesh({"batch": device_count()}, AxisType.Auto)
+    params, tokens = start(config, mlm=False), batch(config, 2)["tokens"]
+
+    def run(params, tokens):
+        index = jax.lax.axis_index("batch")
+        options = dict(key=jax.random.fold_in(KEY, index))
+        if what == "mask":
+            options = dict(mask=jnp.arange(SEQUENCE) + 0 * tokens <= index)
+        return hidden_of(params, {"tokens": tokens}, config, ops=bert.PLAIN, **options)[None]
+
+    found = jax.eval_shape(
+        jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P("batch")), params, tokens
+    )
+    assert found.shape == (device_count(), 2, SEQUENCE, 32)
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 
 def test_config_is_static():
     """Equal configs are one, however they are written."""
     config = dataclasses.replace(
-        CONFIG, layers=np.int64(2), dtype=jnp.float32, dropout=0, eps=np.float64(1e-12)
+        CONFIG,
+        layers=np.int64(2),
+        dtype=jnp.float32,
+        dropout=0,
+        eps=np.float64(1e-12),
+        remat=np.bool_(False),
     )
     assert config == CONFIG and hash(config) == hash(CONFIG)
 
@@ -694,8 +803,13 @@ def test_config_is_static():
         (dict(dtype="int32"), ValueError, "dtype is 'int32'; it must be one of 'float32', "),
         (dict(dropout=1.0), ValueError, "dropout is 1.0; it must be from 0 to less than 1"),
         (dict(attention_dropout="0"), TypeError, "attention_dropout is of type str; it must be"),
-        (dict(eps=-1.0), ValueError, "eps is -1.0; it must be 0 or more"),
+        (dict(eps=-1.0), ValueError, "eps is -1.0; it must be 0 or more, and finite"),
+        (dict(eps=math.inf), ValueError, "eps is inf; it must be 0 or more, and finite"),
         (dict(init_range=math.nan), ValueError, "init_range is nan; it must be 0 or more"),
+        (dict(dtype=None), TypeError, "dtype is None; it must be a dtype or the name of one"),
+        (dict(dtype=3), TypeError, "dtype is 3; it must be a dtype or the name of one"),
+        (dict(remat="dots"), TypeError, "remat is 'dots'; it must be True or False"),
+        (dict(scan=2), TypeError, "scan is 2; it must be True or False"),
     ],
 )
 def test_config_errors(changes, error, message):
@@ -716,7 +830,7 @@ TOKENS = np.zeros((2, 5), np.int32)
         (dict(tokens=TOKENS + 0.5), TypeError, "tokens is of float64; it must be an array of int"),
         (dict(tokens=TOKENS > 0), TypeError, "tokens is of bool; it must be an array of integers"),
         (dict(tokens=TOKENS[0]), ValueError, r"tokens has shape \(5,\); it must be \(batch, sequ"),
-        (dict(tokens=TOKENS[:, :0]), ValueError, r"tokens has shape \(2, 0\); .* neither of 0"),
+        (dict(tokens=TOKENS[:, :0]), ValueError, r"tokens has shape \(2, 0\); .* one token or"),
         (
             dict(tokens=np.zeros((1, 17), int)),
             ValueError,
@@ -731,6 +845,11 @@ TOKENS = np.zeros((2, 5), np.int32)
             r"positions has shape \(1, 5\); it must be \(5,\)",
         ),
         (dict(key=3), TypeError, r"key is int; it must be a random key, such as jax\.random\.key"),
+        (
+            dict(key=jax.random.split(jax.random.key(0))),
+            ValueError,
+            r"key has shape \(2,\); it must be one random key",
+        ),
         (
             dict(
                 key=jax.random.key(0),
@@ -763,6 +882,33 @@ def test_errors(changes, error, message):
     given = dict(params=start(CONFIG), tokens=TOKENS, config=CONFIG) | changes
     with pytest.raises(error, match=message):
         bert.apply(**given)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(config={}), TypeError, "config is of type dict; it must be a Config"),
+        (dict(ops=fo), TypeError, "ops is of type module; it must be an Ops, such as FASTOPS or"),
+        (dict(params=start(CONFIG)), ValueError, r"params has no \['down'\]\['bias'\], which"),
+        (dict(x=np.zeros((2, 5, 32), jnp.bfloat16)), TypeError, "x is of bfloat16; .* float32"),
+        (dict(x=[[0.0]]), TypeError, "x is of list; it must be an array of the dtype of config"),
+        (dict(x=np.zeros((2, 32), np.float32)), ValueError, r"x has shape \(2, 32\); it must be"),
+        (dict(x=np.zeros((2, 5, 31), np.float32)), ValueError, r"\(batch, sequence, 32\)"),
+        (dict(mask=TOKENS + 0.0), TypeError, "mask is of float64; it must be an array of booleans"),
+        (
+            dict(mask=TOKENS[:1] > 0),
+            ValueError,
+            r"mask has shape \(1, 5\); it must be \(2, 5\), as x",
+        ),
+        (dict(key=3), TypeError, "key is int; it must be a random key"),
+    ],
+)
+def test_errors_of_layer(changes, error, message):
+    """A mask of floats, say, which is added to scores elsewhere, would be read the wrong way."""
+    x = np.zeros((2, 5, 32), np.float32)
+    given = dict(params=start(CONFIG)["layers"][0], x=x, config=CONFIG) | changes
+    with pytest.raises(error, match=message):
+        bert.encoder_layer(**given)
 
 
 def test_errors_of_logits():

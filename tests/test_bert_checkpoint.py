@@ -192,6 +192,18 @@ def test_names(tmp_path):
     assert_same(bert_checkpoint.load(written(tmp_path, renamed))[1], wanted)
 
 
+def test_decoder_alone(tmp_path):
+    """A file that leaves one of two names out may have kept the other."""
+    tensors = tensors_of("pretraining")
+    for name, other in (
+        ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+        ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    ):
+        tensors[name] = tensors.pop(other)
+    found = bert_checkpoint.load(written(tmp_path, tensors))[1]
+    assert_same(found, bert_checkpoint.load(DATA / "pretraining")[1])
+
+
 def test_heads_are_optional(tmp_path):
     tensors = tensors_of("pretraining")
     bare = {name: t for name, t in tensors.items() if not name.startswith(("cls", "bert.pooler"))}
@@ -251,6 +263,22 @@ def test_saved_config(tmp_path, activation):
     )
     bert_checkpoint.save(tmp_path, config, params)
     assert bert_checkpoint.load(tmp_path)[0] == config
+
+
+@pytest.mark.parametrize("fails", ["save_file", "replace"])
+def test_interrupted_save(tmp_path, monkeypatch, fails):
+    """What was there is there still, and nothing else."""
+    shutil.copytree(DATA / "unmasked", tmp_path, dirs_exist_ok=True)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    config, params = bert_checkpoint.load(tmp_path)
+
+    def fail(*args, **options):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(safetensors if fails == "save_file" else bert_checkpoint.os, fails, fail)
+    with pytest.raises(OSError, match="disk full"):
+        bert_checkpoint.save(tmp_path, dataclasses.replace(config, dropout=0.5), params)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -326,6 +354,32 @@ def test_no_files(tmp_path):
         bert_checkpoint.load(tmp_path)
     shutil.copy(DATA / "model" / "config.json", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"has neither model\.safetensors nor model\.saf"):
+        bert_checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("config.json", b"{", r"config\.json is no JSON: Expecting property name"),
+        ("config.json", b"\xff", r"config\.json is no JSON: 'utf-8' codec"),
+        ("config.json", b"[]", r"config\.json is a JSON list; it must be an object"),
+        ("model.safetensors", b"", r"model\.safetensors cannot be read: .*header"),
+        ("model.safetensors.index.json", b"{}", r"index\.json has no weight_map"),
+    ],
+)
+def test_damaged_file(tmp_path, name, content, message):
+    """It is named."""
+    shutil.copy(DATA / "model" / "config.json", tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        bert_checkpoint.load(tmp_path)
+
+
+def test_truncated_file(tmp_path):
+    shutil.copytree(DATA / "model", tmp_path, dirs_exist_ok=True)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read: "):
         bert_checkpoint.load(tmp_path)
 
 

@@ -74,7 +74,6 @@ def start(tmp_path):
     """Starts the example as a user does, on four CPU devices; ends what the test leaves behind."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         # All runs have one program, which the first compiles.
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -82,11 +81,11 @@ def start(tmp_path):
     }
     started = []
 
-    def run(folder: Path, *options: str) -> subprocess.Popen:
+    def run(folder: Path, *options: str, devices: int = 4) -> subprocess.Popen:
         command = [sys.executable, str(EXAMPLE), "--checkpoint", str(folder), "--every=10"]
         process = subprocess.Popen(
             [*command, *FEW, *options],
-            env=environment,
+            env=environment | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -154,6 +153,20 @@ def test_resumed(start, tmp_path, kills):
     assert (killed / "loss.png").stat().st_size > 0
     assert last_checkpoint(killed) == steps
     assert not [p.name for p in killed.iterdir() if "tmp" in p.name]
+
+
+@pytest.mark.slow
+def test_resumed_on_fewer_devices(start, tmp_path):
+    """Batches and dropout are the same, and so are the losses, to rounding."""
+    moved, whole = tmp_path / "moved", tmp_path / "whole"
+    finished(start(moved, "--steps=10"))
+    assert "Going on from step 10." in finished(start(moved, "--steps=16", devices=2))
+    finished(start(whole, "--steps=16"))
+    found, wanted = (
+        [float(line.split(",")[1]) for line in logged(folder)] for folder in (moved, whole)
+    )
+    assert len(found) == len(wanted) == 16 and found[:10] == wanted[:10]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -257,6 +270,7 @@ def test_other_options_than_the_checkpoint(example, capsys, tmp_path, monkeypatc
         ("--batch=16", "--batch is 16; the checkpoints in"),
         ("--warm-up=7", "--warm-up is 7; the checkpoints in"),
         ("--seed=1", "--seed is 1; the checkpoints in"),
+        ("--attention=xla", "--attention is xla; the checkpoints in"),
         (f"--text={text}", "--text: the checkpoints in"),
     ):
         with pytest.raises(SystemExit) as found:
@@ -270,6 +284,10 @@ def test_other_options_than_the_checkpoint(example, capsys, tmp_path, monkeypatc
     with pytest.raises(SystemExit):
         example.main(given)
     assert "losses.csv has no line for step 2" in capsys.readouterr().err
+    (folder / "2" / "state" / "_METADATA").write_text("")
+    with pytest.raises(SystemExit):
+        example.main(given)
+    assert f"--checkpoint: {folder / '2'} is damaged (" in capsys.readouterr().err
 
 
 # ---- text ----------------------------------------------------------------------------------------

@@ -412,12 +412,21 @@ def test_config_is_static():
         (dict(block="wide"), ValueError, "block is 'wide'; it must be one of 'basic', 'bott"),
         (dict(stem="none"), ValueError, "stem is 'none'; it must be one of 'imagenet', 'small'"),
         (dict(dtype="int32"), ValueError, "dtype is 'int32'; it must be one of 'float32', "),
+        (dict(dtype=None), TypeError, "dtype is None; it must be a dtype"),
         (dict(momentum=1.5), ValueError, "momentum is 1.5; it must be from 0 to 1"),
+        (dict(momentum="0.9"), TypeError, "momentum is of type str; it must be a Python or NumPy"),
+        (dict(eps=math.nan), ValueError, "eps is nan; it must be a number"),
     ],
 )
 def test_config_errors(changes, error, message):
     with pytest.raises(error, match=message):
         dataclasses.replace(resnet.SMALL, **changes)
+
+
+@pytest.mark.parametrize("function", [resnet.shapes, lambda config: resnet.init(0, config)])
+def test_config_of_another_type(function):
+    with pytest.raises(TypeError, match="resnet: config is of type str; it must be a Config"):
+        function("resnet50")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,18 @@ def check_choice(model: str, name: str, value, choices: tuple[str, ...]) -> None
         raise ValueError(f"{model}: {name} is {value!r}; it must be one of {accepted}")
 
 
+def dtype_name(model: str, dtype) -> str:
+    """Of a dtype or, as it is, of a name; which names are accepted is ``check_choice``'s."""
+    if isinstance(dtype, str):
+        return dtype
+    try:
+        if dtype is not None:  # which NumPy takes for float64
+            return jnp.dtype(dtype).name
+    except TypeError:
+        pass
+    raise TypeError(f"{model}: dtype is {dtype!r}; it must be a dtype or the name of one")
+
+
 def check_tree(model: str, name: str, given, wanted) -> None:
     """``given`` has the tree and the shapes of ``wanted``."""
 

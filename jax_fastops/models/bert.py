@@ -20,21 +20,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jax_fastops import heads as _heads
 from jax_fastops import norm as _norm
 from jax_fastops._arguments import FLOATING, integer, real_number
+from jax_fastops._compat import as_varying, varying_axes
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec
 from jax_fastops.bias_act import bias_act
-from jax_fastops.models._checks import check_choice, check_tree
+from jax_fastops.models._checks import check_choice, check_tree, dtype_name
 from jax_fastops.softmax import softmax
 
 __all__ = [
@@ -94,7 +97,7 @@ class Config:
         ``"float64"``. Parameters are float32.
       attention: ``"softmax"``, two products with the softmax of ``ops`` between them; ``"xla"`` or
         ``"cudnn"``, ``jax.nn.dot_product_attention`` with that implementation, which has no
-        dropout. cuDNN's wants a GPU and bfloat16 or float16.
+        dropout. cuDNN's wants a GPU and bfloat16 or float16; XLA's takes no float16 on a CPU.
       remat: whether the backward computes layers again. Of each it then keeps the input, the norms'
         inputs, results and statistics, and the masks of dropouts; not what the feed-forward and the
         attention have between their products. The two products in front of norms are not repeated.
@@ -104,7 +107,7 @@ class Config:
       init_range: the standard deviation of a new network's kernels and embeddings.
 
     Raises:
-      TypeError: a size is not an integer, or a rate no number.
+      TypeError: a size is not an integer, a rate no number, or ``remat`` or ``scan`` no boolean.
       ValueError: a number is out of its range, or a choice is not one of those above.
     """
 
@@ -138,7 +141,7 @@ class Config:
                 f"bert: heads is {self.heads}, which does not divide hidden_size, "
                 f"{self.hidden_size}"
             )
-        set_("dtype", self.dtype if isinstance(self.dtype, str) else jnp.dtype(self.dtype).name)
+        set_("dtype", dtype_name("bert", self.dtype))
         check_choice("bert", "activation", self.activation, tuple(_ACTIVATIONS))
         check_choice("bert", "attention", self.attention, _ATTENTIONS)
         check_choice("bert", "dtype", self.dtype, FLOATING)
@@ -149,9 +152,14 @@ class Config:
             set_(name, rate)
         for name in ("eps", "init_range"):
             value = real_number("bert", name, getattr(self, name))
-            if not value >= 0:
-                raise ValueError(f"bert: {name} is {value}; it must be 0 or more")
+            if not 0 <= value < math.inf:
+                raise ValueError(f"bert: {name} is {value}; it must be 0 or more, and finite")
             set_(name, value)
+        for name in ("remat", "scan"):
+            value = getattr(self, name)
+            if not isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"bert: {name} is {value!r}; it must be True or False")
+            set_(name, bool(value))
 
 
 BASE = Config()
@@ -281,7 +289,7 @@ def shapes(config: Config, *, mlm: bool = False, nsp: bool = False) -> dict:
       ``"norm"`` and ``"bias": [vocab_size]``; and ``"nsp"``. A product is ``{"kernel": [in, out],
       "bias": [out]}``, a norm ``{"scale": [E], "bias": [E]}``. All are float32.
     """
-    e, f = config.hidden_size, config.intermediate_size
+    e = config.hidden_size
     params = {
         "embeddings": {
             "word": _float32(config.vocab_size, e),
@@ -289,17 +297,7 @@ def shapes(config: Config, *, mlm: bool = False, nsp: bool = False) -> dict:
             "token_type": _float32(config.token_types, e),
             "norm": _norm_shapes(e),
         },
-        "layers": [
-            {
-                "qkv": _product_shapes(e, 3 * e),
-                "output": _product_shapes(e, e),
-                "output_norm": _norm_shapes(e),
-                "up": _product_shapes(e, f),
-                "down": _product_shapes(f, e),
-                "norm": _norm_shapes(e),
-            }
-            for _ in range(config.layers)
-        ],
+        "layers": [_layer_shapes(config) for _ in range(config.layers)],
         "pooler": _product_shapes(e, e),
     }
     if mlm:
@@ -311,6 +309,18 @@ def shapes(config: Config, *, mlm: bool = False, nsp: bool = False) -> dict:
     if nsp:
         params["nsp"] = _product_shapes(e, 2)
     return params
+
+
+def _layer_shapes(config: Config) -> dict:
+    e, f = config.hidden_size, config.intermediate_size
+    return {
+        "qkv": _product_shapes(e, 3 * e),
+        "output": _product_shapes(e, e),
+        "output_norm": _norm_shapes(e),
+        "up": _product_shapes(e, f),
+        "down": _product_shapes(f, e),
+        "norm": _norm_shapes(e),
+    }
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -411,14 +421,15 @@ def apply(
       ``(hidden, pooled)``: the last layer's output ``[batch, sequence, hidden_size]``, and of the
       first token, through the pooler, ``[batch, hidden_size]``; ``None`` in place of that where
       ``params`` has no ``"pooler"``. Both have the dtype ``config.dtype``. With ``attention=
-      "softmax"``, a sequence of padding alone attends to nothing: its attention is zeros.
+      "softmax"``, a sequence of padding alone attends to nothing: its attention is zeros. (With
+      ``"xla"``, as in Hugging Face's, to all of it evenly.)
 
-    Sharding: under ``jax.jit`` over the batch, with parameters everywhere: no communication but
-    all-reduces for the gradients.
+    Sharding: under ``jax.jit`` over the batch, by Auto or by Explicit axes, with parameters
+    everywhere: no communication but all-reduces for the gradients.
 
     Raises:
       TypeError: ``tokens``, ``mask``, ``token_types`` or ``positions`` is no array of such numbers,
-        ``key`` is no random key, or ``config`` or ``ops`` has another type.
+        ``key`` is no random key, or ``params``, ``config`` or ``ops`` has another type.
       ValueError: a shape does not fit, the parameters do not fit ``config``, or ``config`` has a
         dropout of attention probabilities where ``attention`` has none.
     """
@@ -454,6 +465,8 @@ def _embed(params: dict, tokens, config: Config, token_types, positions):
 
 def _take(table, index):
     """Rows of a table; over an explicit mesh, sharded as the index is."""
+    if index.dtype.itemsize < 4:  # JAX wants an index whose dtype can hold the table's length
+        index = index.astype(jnp.int32)
     spec = explicit_spec(jax.typeof(index).sharding, index.ndim)
     if spec is None:
         return table[index]
@@ -488,6 +501,9 @@ def _encode(layers, x, config: Config, mask, key, ops: Ops):
             return layer(params, x, key), None
 
         stacked = layers if isinstance(layers, dict) else _stack(layers)
+        # Under jax.shard_map a layer's result varies over devices where any of these does.
+        given = [a for a in (*jax.tree.leaves(stacked), mask, keys) if a is not None]
+        x = as_varying(x, frozenset().union(*map(varying_axes, given)))
         return jax.lax.scan(step, x, (stacked, keys))[0]
     layers = _unstack(layers) if isinstance(layers, dict) else layers
     for index, params in enumerate(layers):
@@ -530,9 +546,28 @@ def encoder_layer(params: dict, x, config: Config, *, mask=None, key=None, ops: 
     Returns:
       An array of the shape and dtype of ``x``.
 
+    Raises:
+      TypeError: ``x`` has another dtype, ``mask`` is no array of booleans or integers, ``key`` is
+        no random key, or ``params``, ``config`` or ``ops`` has another type.
+      ValueError: a shape does not fit, the parameters do not fit ``config``, or ``config`` has a
+        dropout of attention probabilities where ``attention`` has none.
+
     Source: FasterTransformer, ``BertEncoderTransformer``.
     """
-    return _layer(params, x, config, _booleans(mask), key, ops, fork=False)
+    _check_types(params, config, ops)
+    check_tree("bert", "params", params, _layer_shapes(config))
+    kind = str(getattr(x, "dtype", type(x).__name__))
+    if kind != config.dtype:
+        raise TypeError(
+            f"bert: x is of {kind}; it must be an array of the dtype of config, {config.dtype}"
+        )
+    if x.ndim != 3 or x.shape[2] != config.hidden_size:
+        raise ValueError(
+            f"bert: x has shape {x.shape}; it must be (batch, sequence, {config.hidden_size})"
+        )
+    mask = _check_mask(mask, "x", x.shape[:2])
+    _check_key(config, key)
+    return _layer(params, x, config, mask, key, ops, fork=False)
 
 
 def _layer(params: dict, x, config: Config, mask, key, ops: Ops, fork: bool):
@@ -576,7 +611,6 @@ def _dot_product_attention(params: dict, x, config: Config, mask, key, ops: Ops)
     One product, whose result XLA cuts into three as it adds the biases. Of three products it makes
     one in the forward, but in the backward three whose results are added up.
     """
-    _no_attention_dropout(config, key)
     qkv = jnp.dot(x, params["kernel"]) + params["bias"].astype(x.dtype)
     shape = (*x.shape[:2], config.heads, x.shape[2] // config.heads)
     q, k, v = (part.reshape(shape) for part in jnp.split(qkv, 3, axis=-1))
@@ -584,20 +618,6 @@ def _dot_product_attention(params: dict, x, config: Config, mask, key, ops: Ops)
         mask = jnp.broadcast_to(mask[:, None, None, :], (x.shape[0], 1, x.shape[1], x.shape[1]))
     y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=config.attention)
     return y.reshape(x.shape)
-
-
-def _booleans(mask):
-    """As they are, or where integers are not 0."""
-    return mask if mask is None or mask.dtype == jnp.bool_ else jnp.asarray(mask) != 0
-
-
-def _no_attention_dropout(config: Config, key) -> None:
-    if key is not None and config.attention_dropout > 0 and config.attention != "softmax":
-        raise ValueError(
-            f"bert: attention_dropout is {config.attention_dropout}, but attention="
-            f"{config.attention!r} has no dropout of probabilities; train with attention_dropout=0 "
-            "or attention='softmax'"
-        )
 
 
 def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops, fork: bool):
@@ -616,8 +636,14 @@ def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops,
 def _dropout(key, rate: float, x):
     if key is None or rate == 0:
         return x
-    keep = checkpoint_name(jax.random.bernoulli(key, 1 - rate, x.shape), _DROPOUT)
-    return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
+    kind = jax.typeof(x).sharding
+    # jax.random.bernoulli, which cannot be told a sharding: over an explicit mesh, that of x.
+    shards = None if explicit_spec(kind, x.ndim) is None else kind
+    draws = jax.random.uniform(key, x.shape, out_sharding=shards)
+    keep = checkpoint_name(draws < 1 - rate, _DROPOUT)
+    # In bfloat16 the divisor would be rounded, and everything that is kept be off by as much.
+    kept = (x.astype(accumulator_dtype(x.dtype)) / (1 - rate)).astype(x.dtype)
+    return jnp.where(keep, kept, jnp.zeros_like(x))
 
 
 def masked_lm_logits(params: dict, hidden, config: Config, *, ops: Ops = FASTOPS) -> jax.Array:
@@ -634,8 +660,8 @@ def masked_lm_logits(params: dict, hidden, config: Config, *, ops: Ops = FASTOPS
       Logits ``[..., vocab_size]`` of float32 (float64 where ``config.dtype`` is that).
 
     Raises:
-      TypeError: ``hidden`` is no array of a floating dtype, or ``config`` or ``ops`` has another
-        type.
+      TypeError: ``hidden`` is no array of a floating dtype, or ``params``, ``config`` or ``ops``
+        has another type.
       ValueError: ``hidden`` has another last axis, ``params`` has no ``"mlm"``, or the parameters
         do not fit ``config``.
     """
@@ -665,15 +691,16 @@ def _check(params, tokens, config, mask, token_types, positions, key, ops) -> li
     """The four arrays, the mask of booleans; ``None`` stays."""
     _check_model(params, config, ops)
     tokens = _integers("tokens", tokens)
-    if tokens.ndim != 2 or 0 in tokens.shape:
+    if tokens.ndim != 2 or tokens.shape[1] == 0:  # the pooler reads the first token
         raise ValueError(
-            f"bert: tokens has shape {tokens.shape}; it must be (batch, sequence), neither of 0"
+            f"bert: tokens has shape {tokens.shape}; it must be (batch, sequence), with one token "
+            "or more"
         )
     shape = tokens.shape
-    if mask is not None:
-        mask = _booleans(_of_shape("mask", _integers("mask", mask, booleans=True), shape))
+    mask = _check_mask(mask, "tokens", shape)
     if token_types is not None:
-        token_types = _of_shape("token_types", _integers("token_types", token_types), shape)
+        token_types = _integers("token_types", token_types)
+        _check_shape("token_types", token_types, "tokens", shape)
     if positions is not None:
         positions = _integers("positions", positions)
         if positions.shape not in (shape, shape[1:]):
@@ -685,12 +712,7 @@ def _check(params, tokens, config, mask, token_types, positions, key, ops) -> li
         raise ValueError(
             f"bert: tokens has shape {shape}, but config has {config.positions} positions"
         )
-    if key is not None and not _is_key(key):
-        raise TypeError(
-            f"bert: key is {getattr(key, 'dtype', type(key).__name__)}; it must be a random key, "
-            "such as jax.random.key(0), or None"
-        )
-    _no_attention_dropout(config, key)
+    _check_key(config, key)
     return [tokens, mask, token_types, positions]
 
 
@@ -705,20 +727,44 @@ def _integers(name: str, value, booleans: bool = False):
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
-def _of_shape(name: str, value, shape):
+def _check_mask(mask, other: str, shape):
+    """Booleans: as they are, or where integers are not 0. ``None`` stays."""
+    if mask is None:
+        return None
+    mask = _integers("mask", mask, booleans=True)
+    _check_shape("mask", mask, other, shape)
+    return mask if mask.dtype == jnp.bool_ else mask != 0
+
+
+def _check_shape(name: str, value, other: str, shape) -> None:
     if value.shape != shape:
-        raise ValueError(f"bert: {name} has shape {value.shape}; it must be {shape}, as tokens has")
-    return value
+        raise ValueError(
+            f"bert: {name} has shape {value.shape}; it must be {shape}, as {other} has"
+        )
 
 
-def _is_key(key) -> bool:
+def _check_key(config, key) -> None:
+    """A key, of which ``config`` can make the dropouts, or ``None``."""
+    if key is None:
+        return
     dtype = getattr(key, "dtype", None)
-    if dtype is None:
-        return False
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and key.ndim == 1)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and dtype != jnp.uint32:
+        raise TypeError(
+            f"bert: key is {type(key).__name__ if dtype is None else dtype}; it must be a random "
+            "key, such as jax.random.key(0), or None"
+        )
+    if key.ndim != (0 if typed else 1):
+        raise ValueError(f"bert: key has shape {key.shape}; it must be one random key")
+    if config.attention_dropout > 0 and config.attention != "softmax":
+        raise ValueError(
+            f"bert: attention_dropout is {config.attention_dropout}, but attention="
+            f"{config.attention!r} has no dropout of probabilities; train with attention_dropout=0 "
+            "or attention='softmax'"
+        )
 
 
-def _check_model(params, config, ops) -> None:
+def _check_types(params, config, ops) -> None:
     if not isinstance(config, Config):
         raise TypeError(f"bert: config is of type {type(config).__name__}; it must be a Config")
     if not isinstance(ops, Ops):
@@ -728,6 +774,10 @@ def _check_model(params, config, ops) -> None:
         )
     if not isinstance(params, dict):
         raise TypeError(f"bert: params is of type {type(params).__name__}; it must be a dict")
+
+
+def _check_model(params, config, ops) -> None:
+    _check_types(params, config, ops)
     wanted = shapes(config, mlm="mlm" in params, nsp="nsp" in params)
     if "pooler" not in params:
         del wanted["pooler"]

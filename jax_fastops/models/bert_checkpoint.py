@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops.models import bert
+from jax_fastops.models._checks import check_choice
 
 __all__ = ["load", "save"]
 
@@ -147,14 +148,16 @@ def load(path, *, dtype: str = "bfloat16") -> tuple[bert.Config, dict]:
     Raises:
       ImportError: safetensors is not installed.
       FileNotFoundError: there is no such folder or file.
-      ValueError: the model is no BERT, or one of a kind that is not supported; tensors are missing,
-        not known, of other shapes or of no floating dtype (all are named); or a decoder is not the
-        word embeddings.
+      ValueError: a file is damaged; the model is no BERT, or one of a kind that is not supported;
+        tensors are missing, not known, of other shapes or of no floating dtype (all are named); or
+        a decoder is not the word embeddings.
     """
     path = Path(path)
-    config = _config_of(json.loads((path / _CONFIG).read_text()), dtype)
+    config = _config_of(_read_json(path / _CONFIG), dtype)
     tensors = _renamed(_read(path))
     repeated = {name: tensors.pop(name) for name in _REPEATED if name in tensors}
+    for name, value in repeated.items():  # of two names of the same numbers, a file may have either
+        tensors.setdefault(_REPEATED[name], value)
     heads = {
         "mlm": any(name.startswith("cls.predictions.") for name in (*tensors, *repeated)),
         "nsp": any(name.startswith("cls.seq_relationship.") for name in tensors),
@@ -195,27 +198,40 @@ def _config_of(given: dict, dtype: str) -> bert.Config:
     if given.get("pruned_heads"):
         raise ValueError(f"bert: {_CONFIG} has pruned_heads, which are not supported")
     activation = given.get("hidden_act", "gelu")
-    if activation not in _ACTIVATIONS:
-        accepted = ", ".join(map(repr, _ACTIVATIONS))
-        raise ValueError(
-            f"bert: hidden_act in {_CONFIG} is {activation!r}; it must be one of {accepted}"
-        )
+    check_choice("bert", f"hidden_act in {_CONFIG}", activation, tuple(_ACTIVATIONS))
     fields = {own: given[name] for own, name in _FIELDS.items() if name in given}
     return bert.Config(**fields, activation=_ACTIVATIONS[activation], dtype=dtype)
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:  # of the syntax or of the encoding
+        raise ValueError(f"bert: {path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"bert: {path} is a JSON {type(found).__name__}; it must be an object")
+    return found
+
+
 def _read(path: Path) -> dict[str, np.ndarray]:
-    deserialize = _safetensors().deserialize
+    safetensors = _safetensors()
     files = [_WEIGHTS]
     if not (path / _WEIGHTS).exists() and (path / _INDEX).exists():
-        index = json.loads((path / _INDEX).read_text())
+        index = _read_json(path / _INDEX)
+        if "weight_map" not in index:
+            raise ValueError(f"bert: {path / _INDEX} has no weight_map")
         files = sorted(set(index["weight_map"].values()))
     elif not (path / _WEIGHTS).exists():
         raise FileNotFoundError(f"bert: {path} has neither {_WEIGHTS} nor {_INDEX}")
     dtypes = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
     tensors, others = {}, []
     for file in files:
-        for name, tensor in deserialize((path / file).read_bytes()):
+        content = (path / file).read_bytes()
+        try:
+            found = safetensors.deserialize(content)
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"bert: {path / file} cannot be read: {error}") from error
+        for name, tensor in found:
             if tensor["dtype"] in dtypes:
                 array = np.frombuffer(tensor["data"], dtypes[tensor["dtype"]])
                 tensors[name] = array.reshape(tensor["shape"])
@@ -267,8 +283,8 @@ def save(path, config: bert.Config, params: dict) -> None:
     """Write a folder that :func:`load` and ``transformers`` read.
 
     Tensors have the names of ``transformers.BertModel``, or with ``"mlm"`` or ``"nsp"`` those of
-    ``BertForPreTraining``; they are float32. Files of the same names are replaced, the weights
-    last and at once.
+    ``BertForPreTraining``; they are float32. Files of the same names are replaced, each at once,
+    when both new ones are complete.
 
     Args:
       path: the folder. It is made if there is none.
@@ -302,11 +318,16 @@ def save(path, config: bert.Config, params: dict) -> None:
     }
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    (path / _CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
-    unfinished = path / f"{_WEIGHTS}.{os.getpid()}"
-    # Without this transformers does not take the file.
-    save_file(tensors, unfinished, metadata={"format": "pt"})
-    os.replace(unfinished, path / _WEIGHTS)
+    unfinished = {name: path / f"{name}.{os.getpid()}" for name in (_CONFIG, _WEIGHTS)}
+    try:
+        unfinished[_CONFIG].write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+        # transformers takes no file without this format.
+        save_file(tensors, unfinished[_WEIGHTS], metadata={"format": "pt"})
+        for name, file in unfinished.items():
+            os.replace(file, path / name)
+    finally:
+        for file in unfinished.values():
+            file.unlink(missing_ok=True)
 
 
 def _architecture(params: dict) -> str:

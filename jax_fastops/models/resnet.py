@@ -18,17 +18,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_fastops._arguments import FLOATING
+from jax_fastops._arguments import FLOATING, epsilon, integer, real_number
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
-from jax_fastops.models._checks import check_choice, check_tree
+from jax_fastops.models._checks import check_choice, check_tree, dtype_name
 
 __all__ = [
     "FASTOPS",
@@ -72,8 +71,10 @@ class Config:
         block starts as its shortcut (Goyal et al., 2017), or of ones.
 
     Raises:
-      TypeError: a number is not an integer, or ``stages`` is not a sequence.
-      ValueError: a number is not positive, or a choice is not one of those above.
+      TypeError: a count is not an integer, ``stages`` is not a sequence, ``dtype`` is no dtype, or
+        ``momentum`` or ``eps`` is no number.
+      ValueError: a count is not positive, a choice is not one of those above, ``momentum`` is not
+        from 0 to 1, or ``eps`` is NaN.
     """
 
     stages: tuple[int, ...]
@@ -103,17 +104,16 @@ class Config:
             set_(name, _positive(name, getattr(self, name)))
         check_choice("resnet", "block", self.block, tuple(_SIZES))
         check_choice("resnet", "stem", self.stem, _STEMS)
-        set_("dtype", self.dtype if isinstance(self.dtype, str) else jnp.dtype(self.dtype).name)
+        set_("dtype", dtype_name("resnet", self.dtype))
         check_choice("resnet", "dtype", self.dtype, FLOATING)
+        set_("eps", epsilon("resnet", self.eps))
+        set_("momentum", real_number("resnet", "momentum", self.momentum))
         if not 0 <= self.momentum <= 1:
             raise ValueError(f"resnet: momentum is {self.momentum!r}; it must be from 0 to 1")
 
 
 def _positive(name: str, value) -> int:
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"resnet: {name} is {value!r}; it must be an integer") from None
+    value = integer("resnet", name, value)
     if value < 1:
         raise ValueError(f"resnet: {name} is {value}; it must be 1 or more")
     return value
@@ -219,7 +219,11 @@ def shapes(config: Config) -> tuple[dict, dict]:
       ``"bn"``. A convolution is ``{"kernel": [height, width, in, out]}``, a batch norm ``{"scale":
       [c], "bias": [c]}``, ``"fc"`` ``{"kernel": [in, classes], "bias": [classes]}``.
       ``statistics`` has the batch norms alone, each ``{"mean": [c], "var": [c]}``. All are float32.
+
+    Raises:
+      TypeError: ``config`` has another type.
     """
+    _check_config(config)
     size = 7 if config.stem == "imagenet" else 3
     params: dict = {
         "conv1": _conv_shapes(size, config.channels, config.width),
@@ -291,6 +295,9 @@ def init(key, config: Config) -> tuple[dict, dict]:
 
     Returns:
       ``(params, statistics)``, arrays of the shapes that :func:`shapes` gives.
+
+    Raises:
+      TypeError: ``config`` has another type.
     """
     params, statistics = shapes(config)
     last = f"bn{len(_SIZES[config.block])}"
@@ -441,9 +448,13 @@ def _running(momentum: float, old, batch):
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _check(params, statistics, images, config, batch_norm) -> None:
+def _check_config(config) -> None:
     if not isinstance(config, Config):
         raise TypeError(f"resnet: config is of type {type(config).__name__}; it must be a Config")
+
+
+def _check(params, statistics, images, config, batch_norm) -> None:
+    _check_config(config)
     if not isinstance(batch_norm, BatchNorm):
         raise TypeError(
             f"resnet: batch_norm is of type {type(batch_norm).__name__}; it must be a BatchNorm, "
