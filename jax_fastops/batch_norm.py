@@ -30,7 +30,7 @@ from jax_fastops._bits import pack, select
 from jax_fastops._kernel import Kernel, flags, partitions, shards_of
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import broadcast_to, explicit_spec, parts_of, reshape
+from jax_fastops._views import broadcast_to, broadcast_type, explicit_spec, parts_of, reshape
 
 # An op sees an array as [..., o, c, i]: "..." is the batch, which people shard, c are the channels.
 _X = "... o c i"
@@ -180,14 +180,19 @@ def _statistics(x):
     return groups.merge(mean, var)
 
 
-def _apply(x, mean, var, scale, bias, residual, *, eps, relu, save):
+def _normalise(x, statistics, scale, bias, residual, *, eps, relu, save):
+    """Result, statistics and mask. Without statistics, ``x`` is one group and they are its own."""
     groups = _Groups(x, relu)
-    parameters = [p for p in (scale, bias) if p is not None]
     mask = relu and save
-    kernel = _apply_kernel(len(parameters), residual is not None, mask)
-    y, *bits = kernel(
+    parameters = [p for p in (scale, bias) if p is not None]
+    variant = (len(parameters), residual is not None, mask)
+    if statistics is None:
+        kernel = _forward_kernel(x.shape[-2], *variant, groups.workspace())
+    else:
+        kernel = _apply_kernel(*variant)
+    y, *rest = kernel(
         groups.split(x),
-        *map(groups.spread, (mean, var, *parameters)),
+        *map(groups.spread, (*(statistics or ()), *parameters)),
         *([] if residual is None else [groups.split(residual)]),
         eps=np.float64(eps),
         **groups.sizes,
@@ -199,32 +204,9 @@ def _apply(x, mean, var, scale, bias, residual, *, eps, relu, save):
             mask=mask,
         ),
     )
-    return groups.join(y), *map(groups.join_mask, bits)
-
-
-def _normalise(x, scale, bias, residual, eps, relu, save):
-    """Result, statistics and mask of what is one group, by one kernel."""
-    groups = _Groups(x, relu)
-    parameters = [p for p in (scale, bias) if p is not None]
-    mask = relu and save
-    kernel = _forward_kernel(
-        x.shape[-2], len(parameters), residual is not None, mask, groups.workspace()
-    )
-    y, mean, var, *bits, _ = kernel(
-        groups.split(x),
-        *map(groups.spread, parameters),
-        *([] if residual is None else [groups.split(residual)]),
-        eps=np.float64(eps),
-        **groups.sizes,
-        **flags(
-            relu=relu,
-            scale=scale is not None,
-            bias=bias is not None,
-            residual=residual is not None,
-            mask=mask,
-        ),
-    )
-    return groups.join(y), mean, var, *map(groups.join_mask, bits)
+    if statistics is None:
+        statistics, rest = rest[:2], rest[2:-1]  # the last one is the workspace
+    return groups.join(y), *statistics, *map(groups.join_mask, rest)
 
 
 def _sums(x, dys, mask, mean, var, scale, eps, given_statistics=False, dresidual=False):
@@ -417,8 +399,9 @@ def _inference_pullback(kept, cts, *, eps, relu):
 
 def _inference_sums(sums, n, var, scale, eps):
     """Gradients of mean, var, scale and bias."""
-    factor = _factor(var.astype(sums.dtype), scale, eps)
-    dscale, dbias = _parameter_gradients(sums, n, var.astype(sums.dtype), eps)
+    var = var.astype(sums.dtype)  # in a narrow one eps may be lost, and 0 be divided by
+    factor = _factor(var, scale, eps)
+    dscale, dbias = _parameter_gradients(sums, n, var, eps)
     return -factor * dbias, -0.5 * sums[1] * n * factor / (var + eps), dscale, dbias
 
 
@@ -449,12 +432,19 @@ def _inference_pushforward(kept, tangents, *, eps, relu):
 
 
 def _forward(x, scale, bias, residual, *, eps, relu, fork, save=False):
-    if _Groups(x, relu).lead:  # statistics of parts are merged before they are applied
-        mean, var = _statistics(x)
-        y, *mask = _apply(x, mean, var, scale, bias, residual, eps=eps, relu=relu, save=save)
-    else:
-        y, mean, var, *mask = _normalise(x, scale, bias, residual, eps, relu, save)
+    # Those of several groups are merged before they are applied.
+    statistics = _statistics(x) if _Groups(x, relu).lead else None
+    y, mean, var, *mask = _normalise(
+        x, statistics, scale, bias, residual, eps=eps, relu=relu, save=save
+    )
     return *_twice_if(fork, y), mean, var, *mask
+
+
+def _inference_forward(x, mean, var, scale, bias, residual, *, eps, relu, save=False):
+    y, _, _, *mask = _normalise(
+        x, (mean, var), scale, bias, residual, eps=eps, relu=relu, save=save
+    )
+    return y, *mask
 
 
 def _gradients(kept, cts, wanted, *, eps, relu, fork):
@@ -464,7 +454,7 @@ def _gradients(kept, cts, wanted, *, eps, relu, fork):
         return None, None, None, _masked(mask, sum(dys[1:], dys[0])).astype(x.dtype)
     n = _count(x, _CHANNELS)
     # What several read is written by the pass that first has it; the second one then reads that.
-    write = fork or (relu and wanted[-1])
+    write = (fork and (wanted[0] or wanted[-1])) or (relu and wanted[-1])
     sums, *g = _sums(x, dys, mask, mean, var, scale, eps, dresidual=write)
     dy, mask = (g[0], None) if write else (dys[0], mask)
     gradients = _parameter_gradients(sums, n, var, eps)
@@ -526,9 +516,9 @@ _INFERENCE = Op(
     f"{_X}, c, c, c, c, {_X} -> {_X}",
     _inference_reference,
     kernels=(_apply_kernel(0, False, False), _sums_kernel(1, False, False, True, False, 0)),
-    forward=functools.partial(_apply, save=False),
+    forward=_inference_forward,
     save=_inference_save,
-    forward_saving=functools.partial(_apply, save=True),
+    forward_saving=functools.partial(_inference_forward, save=True),
     residuals=lambda args, outs, saved: (args[0], args[3], *saved, *args[1:3]),
     pullback=_inference_pullback,
     pushforward=_inference_pushforward,
@@ -565,6 +555,9 @@ def _view(x, at: int, relu: bool) -> tuple[tuple, tuple | None] | None:
 
 def _call(op: Op, x, at: int, values, residual, **options):
     """An op on arrays of the user's shape; results of x's shape come back in it."""
+    if residual is not None:  # both sharded as their sum would be, where that is part of the type
+        kind = broadcast_type((x, residual))
+        x, residual = (broadcast_to(a, kind) for a in (x, residual))
     given = [a for a in (x, *values, residual) if a is not None]
     viewed = None
     trivial = 0 in x.shape or _count(x, at - x.ndim) == 1  # nothing to read, or to sum
@@ -671,8 +664,8 @@ def batch_norm(
     Sharding: under ``jax.jit`` over the first axis, with one small all-reduce for the statistics of
     the whole batch (two numbers for each channel and device) and one for the gradients. Other
     sharded axes are gathered over auto mesh axes, and left to XLA over explicit ones; so is a first
-    axis in whose shards the bits of the mask do not fill bytes. ``jax.vmap`` gives statistics of
-    each example.
+    axis in whose shards the bits of the mask do not fill bytes. Over explicit ones a result is
+    sharded as ``x``, or as ``x + residual``. ``jax.vmap`` gives statistics of each example.
 
     Raises:
       TypeError: an argument is not an array, a dtype is not supported or not that of ``x``, or

@@ -93,8 +93,10 @@ def _as(x, dtype) -> jax.Array:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def _is_number(value) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+def _is_epsilon(value) -> bool:
+    """Whether the ops take it: of an array or a NaN, Flax makes something too."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+    return number and value == value
 
 
 def _left_to_flax(name: str, x, *others, **options) -> bool:
@@ -238,7 +240,7 @@ class BatchNorm(_flax.BatchNorm):
         """What the op takes; ``None`` where Flax's code runs."""
         axes = _axes(self.axis, x.ndim)
         across = not average and self.axis_name is not None
-        if len(axes) != 1 or not _is_number(self.epsilon):
+        if len(axes) != 1 or not _is_epsilon(self.epsilon):
             return None
         if not 0 <= axes[0] < x.ndim or (across and self.axis_index_groups is not None):
             return None
@@ -266,6 +268,7 @@ class BatchNorm(_flax.BatchNorm):
 
 def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool):
     """The call of a layer over the last axis; ``name`` is that of the op."""
+    x = x if hasattr(x, "shape") else jnp.asarray(x)  # Flax takes a list
     summand = given = None
     if residual is not None and mask is None and np.shape(residual) == np.shape(x):
         # Only a sum of the dtype that is normalised: others are rounded or widened in between.
@@ -303,7 +306,7 @@ _ROW_OPS = {
 def _row_operands(layer, x) -> _Operands | None:
     """What the op takes; ``None`` where Flax's code runs."""
     rank = np.ndim(x)
-    if rank == 0 or layer.axis_name is not None or not _is_number(layer.epsilon):
+    if rank == 0 or layer.axis_name is not None or not _is_epsilon(layer.epsilon):
         return None
     if not all(_axes(a, rank) == (rank - 1,) for a in (layer.reduction_axes, layer.feature_axes)):
         return None

@@ -473,6 +473,25 @@ def test_parameters_of_another_dtype():
     assert narrow.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("kind, var, eps", [("bfloat16", 0.004, 0.003), ("float16", 0.0, 1e-8)])
+def test_the_gradient_of_a_narrow_variance_is_rounded_once(kind, var, eps):
+    """Added in that dtype, eps is rounded, or lost: a variance of 0 would be divided by."""
+    rng = np.random.default_rng(21)
+    x = normal(rng, (32, 8), kind)
+    given = [np.zeros(8), np.full(8, var), rng.uniform(1e-5, 3e-5, 8)]
+    given = [a.astype(kind) for a in given]
+    weights = np.where(np.arange(8) % 2, 1e-4, 0).astype(kind)  # every other gradient is 0
+
+    def gradient(mean, var, scale):
+        run = lambda var: fo.batch_norm_inference(x, mean, var, scale, None, eps=eps)  # noqa: E731
+        (found,) = jax.vjp(run, var)[1](jnp.broadcast_to(weights, x.shape))
+        return np.asarray(found)
+
+    want = gradient(*(a.astype(np.float32) for a in given))
+    assert np.isfinite(want).all() and np.any(want)
+    assert_bitwise_equal(gradient(*given), want.astype(kind))
+
+
 def test_through_the_statistics():
     """The returned statistics have gradients, as they are or beside those of the result."""
     rng = np.random.default_rng(7)
@@ -560,6 +579,20 @@ def test_one_of_two_users():
     want = jax.grad(lambda x: jnp.sin(op(x, None, None, activation="relu")[0]).sum())(x)
     for i in range(2):
         np.testing.assert_allclose(gradient(i), want, rtol=1e-5, atol=1e-6)
+
+
+def test_two_users_of_what_only_parameters_are_wanted_of():
+    """Their sum is written for the gradient of x or of the residual alone."""
+    x, c = jnp.ones((16, 4, 8)), jnp.ones(8)
+
+    def gradients(dys, scale, bias):
+        run = lambda *p: forked(x, *p, activation="relu")[:2]  # noqa: E731
+        return jax.vjp(run, scale, bias)[1](dys)
+
+    text = jax.jit(gradients).lower((x, x), c, c).compile().as_text()
+    assert targets(text) == ["batch_norm_fwd", "batch_norm_sums"]
+    (call,) = (line for line in text.splitlines() if "jax_fastops.batch_norm_sums" in line)
+    assert "f32[512]" not in call.partition("custom-call(")[0]
 
 
 def test_two_users_by_vmap_over_an_axis_name():
@@ -772,6 +805,31 @@ def test_a_sharded_batch_is_one_batch(name, activation, axis_type):
     assert len(targets(text)) == 4
     for result in (got[0][0], got[1][0], got[1][3]):
         assert_layout(name, result, NamedSharding(mesh, P("a")))
+
+
+def test_a_residual_that_is_spread_otherwise():
+    """Under explicit axes the result is spread as a sum would be; two axes for one are an error."""
+    count = device_count()
+    if count < 4:
+        pytest.skip("needs four devices")
+    mesh = make_mesh({"a": 2, "b": count // 2}, AxisType.Explicit)
+    x, residual = (normal(np.random.default_rng(i), (16, 8), np.float32) for i in (22, 23))
+
+    def run(spec, other):
+        with jax.set_mesh(mesh):
+            put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+            fn = jax.jit(value_and_gradients(op, activation="relu"))
+            dy, c = put(x, other if spec == P() else spec), put(jnp.ones(8), P())
+            return fn((dy, c, c), put(x, spec), c, c, put(residual, other))
+
+    c = np.ones(8, np.float32)
+    plain = jax.jit(value_and_gradients(reference, activation="relu"))
+    got, want = run(P(), P("a")), plain((x, c, c), x, c, c, residual)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-4)
+    assert jax.typeof(got[0][0]).sharding.spec[0] == "a"
+    with pytest.raises(Exception, match="incompatible shardings"):
+        run(P("b"), P("a"))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

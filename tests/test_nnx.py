@@ -213,6 +213,21 @@ def test_float64(name, native):
         assert_close(trained(mine, run, x, steps=1), trained(theirs, run, x, steps=1), jnp.float32)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_epsilon_of_nan_is_left_to_flax(name, native):
+    theirs, mine = pair(name, epsilon=np.nan)
+    assert_bitwise_equal(mine(draw(1)), theirs(draw(1)))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_in_a_list(name, native):
+    """Flax's layers take them, but for that of batches."""
+    theirs, mine = pair(name, features=2)
+    rows = [[1.0, 2.0], [3.0, -1.0]]
+    assert_close(mine(rows), theirs(rows))
+    assert_close(mine(rows, residual=jnp.ones((2, 2))), theirs(jnp.asarray(rows) + 1))
+
+
 @pytest.mark.parametrize("mode", ("xla", "auto"))
 @pytest.mark.parametrize("name", LAYERS)
 def test_without_kernels_it_is_flax_bit_for_bit(name, mode):
