@@ -3,6 +3,9 @@
 #define JAX_FASTOPS_CUDA_BATCH_NORM_DEVIATIONS_CUH_
 
 #include "cuda/batch_norm_fold.cuh"
+#include "cuda/batch_norm_geometry.cuh"
+#include "cuda/batch_norm_units.cuh"
+#include "cuda/packed.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -45,6 +48,23 @@ struct Deviations {
     return sums;
   }
 };
+
+// Adds the group's cut unit to what the thread that has it has added of the other ones. `x` is the
+// group.
+template <typename T>
+__device__ __forceinline__ void AddCut(const Geometry& g, const Share& share, const T* x,
+                                       Deviations<ComputeType<T>> (&deviations)[kUnit]) {
+  if (share.cut > 0) {
+    const UnitBits<T> unit = LoadCutUnit(x + g.group_size - share.cut, share.cut);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      if (i >= share.cut) continue;
+      const ComputeType<T> value = ToCompute(unit[i]);
+      if (share.count == 0) deviations[i].Begin(value);
+      deviations[i].Add(value);
+    }
+  }
+}
 
 }  // namespace jax_fastops::cuda::batch_norm
 

@@ -106,7 +106,9 @@ cudaError_t BatchNormForward(const BatchNormShape& shape, DType dtype, double ep
   if (AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.residual, arrays.y) &&
       Pays(shape, dtype, residual, device, arrays.workspace_size, &plan)) {
     SetArrays(arrays, eps, relu, &plan.params);
-    return LaunchResident(KernelOf(dtype, residual), plan, stream);
+    const cudaError_t launched = LaunchResident(KernelOf(dtype, residual), plan, stream);
+    // Of a device that is shared there may be less than its attributes say.
+    if (launched != cudaErrorCooperativeLaunchTooLarge) return launched;
   }
   const cudaError_t launched = BatchNormStatistics(shape, dtype, arrays.statistics(), stream);
   if (launched != cudaSuccess) return launched;

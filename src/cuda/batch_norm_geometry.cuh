@@ -154,41 +154,24 @@ struct BlockWish {
   int64_t max_plane;  // a workspace's limit of Geometry::plane()
 };
 
-// False if there are more blocks or rows than can be counted.
-inline bool MakeGeometry(const BatchNormShape& shape, const BlockWish& wish, Geometry* geometry) {
+inline int64_t CeilDiv(int64_t n, int64_t d) { return (n + d - 1) / d; }
+
+// All of a geometry but its parts, for a width of tiles. False if there are more rows than can be
+// counted.
+inline bool MakeTiles(const BatchNormShape& shape, int log_width, Geometry* geometry) {
   Geometry& g = *geometry;
   g = {};
-  const int64_t row = shape.channels * shape.inner;
-  const int64_t least_units = row / std::gcd(row, int64_t{kUnit});  // of a long row
-  const auto ceil_div = [](int64_t n, int64_t d) { return (n + d - 1) / d; };
   g.channels = shape.channels;
   g.inner = shape.inner;
   g.group_size = shape.group_size();
+  g.log_width = log_width;
 
-  // The narrowest tile that leaves few threads without work: neighbouring lanes then are
-  // neighbouring long rows, and there are few channels to a block. With long runs of a channel it
-  // makes no difference but for what a tile's two ends cost.
-  double best = 0;
-  for (int log_width = shape.inner >= 1024 ? kMaxLogWidth : kMinLogWidth; log_width <= kMaxLogWidth;
-       ++log_width) {
-    const int64_t width = int64_t{1} << log_width, lanes = kThreads / width;
-    const int64_t times = std::max<int64_t>(1, width / least_units);
-    const int64_t units = times * least_units, length = units * kUnit;
-    const int64_t used = std::min(units, ceil_div(g.group_size, kUnit));
-    const int64_t rows = ceil_div(g.group_size, length);
-    const double efficiency = static_cast<double>(used) / (ceil_div(used, width) * width) *
-                              static_cast<double>(rows) / (ceil_div(rows, lanes) * lanes);
-    const int64_t tiles = ceil_div(used, width);
-    // If a channel comes up several times in a long row, one that is the whole of it: then its
-    // parts are easily found.
-    const bool simpler =
-        row % kUnit != 0 && best >= 0.93 && efficiency >= 0.93 && tiles == 1 && g.tiles > 1;
-    if (!simpler && (best >= 0.93 || efficiency <= best * 1.001)) continue;
-    best = efficiency;
-    g.log_width = log_width;
-    g.length = length;
-    g.tiles = tiles;
-  }
+  const int64_t row = shape.channels * shape.inner;
+  const int64_t least_units = row / std::gcd(row, int64_t{kUnit});  // of a long row
+  const int64_t width = int64_t{1} << log_width;
+  const int64_t units = std::max<int64_t>(1, width / least_units) * least_units;
+  g.length = units * kUnit;
+  g.tiles = CeilDiv(std::min(units, CeilDiv(g.group_size, kUnit)), width);
   const int64_t rows = g.group_size / g.length;
   if (rows > std::numeric_limits<int32_t>::max() - 2 * kThreads) return false;
   g.full_rows = static_cast<int32_t>(rows);
@@ -199,32 +182,65 @@ inline bool MakeGeometry(const BatchNormShape& shape, const BlockWish& wish, Geo
   const int64_t size = g.tile_size();
   const int64_t runs = shape.inner == 1 ? size : (size - 2) / shape.inner + 2;
   g.slots = static_cast<int32_t>(std::min(shape.channels, runs));
-  g.log_share = 0;
   while (g.slots << (g.log_share + 1) <= kThreads) ++g.log_share;
-  g.log_run = 0;
   const int64_t run = std::min<int64_t>(shape.inner, size) << g.log_lanes();
   while (g.log_run < g.log_share && int64_t{1} << g.log_run < run) ++g.log_run;
+  return true;
+}
+
+// What a tile's parts share: a turn is as many long rows as a block has lanes.
+inline int64_t TurnsOf(const Geometry& g) {
+  return CeilDiv(g.full_rows + int64_t{g.rest > 0}, int64_t{1} << g.log_lanes());
+}
+
+inline void SetParts(int64_t parts, Geometry* g) {
+  g->parts = static_cast<int32_t>(parts);
+  g->cut_lane = g->full_rows & ((1 << g->log_lanes()) - 1);
+  g->cut_part = (g->full_rows >> g->log_lanes()) % g->parts;
+}
+
+// False if there are more blocks or rows than can be counted.
+inline bool MakeGeometry(const BatchNormShape& shape, const BlockWish& wish, Geometry* geometry) {
+  // The narrowest tile that leaves few threads without work: neighbouring lanes then are
+  // neighbouring long rows, and there are few channels to a block. With long runs of a channel it
+  // makes no difference but for what a tile's two ends cost.
+  Geometry& g = *geometry;
+  double best = 0;
+  for (int log_width = shape.inner >= 1024 ? kMaxLogWidth : kMinLogWidth; log_width <= kMaxLogWidth;
+       ++log_width) {
+    Geometry tiled;
+    if (!MakeTiles(shape, log_width, &tiled)) continue;
+    const int64_t units = std::min(tiled.length, shape.group_size() + kUnit - 1) / kUnit;
+    const int64_t rows = tiled.full_rows + int64_t{tiled.rest > 0};
+    const double efficiency = static_cast<double>(units) / (tiled.tiles << log_width) *
+                              static_cast<double>(rows) / (TurnsOf(tiled) << tiled.log_lanes());
+    // If a channel comes up several times in a long row, one that is the whole of it: then its
+    // parts are easily found.
+    const bool simpler = shape.channels * shape.inner % kUnit != 0 && best >= 0.93 &&
+                         efficiency >= 0.93 && tiled.tiles == 1 && g.tiles > 1;
+    if (!simpler && (best >= 0.93 || efficiency <= best * 1.001)) continue;
+    best = efficiency;
+    g = tiled;
+  }
+  if (best == 0) return false;
 
   // As many parts as are done soonest, if a long row takes every block equally long.
-  const int64_t lanes = int64_t{1} << g.log_lanes();
-  const int64_t turns = ceil_div(rows + (g.rest > 0), lanes);
-  const int64_t blocks = g.tiles * shape.groups;
+  const int64_t turns = TurnsOf(g), blocks = g.tiles * shape.groups;
   if (blocks > std::numeric_limits<int32_t>::max()) return false;
   const int64_t most =
       std::max<int64_t>(1, std::min({turns, wish.max_plane / (g.tiles * g.slots),
                                      std::numeric_limits<int32_t>::max() / blocks}));
-  int64_t least_time = std::numeric_limits<int64_t>::max();
+  int64_t best_parts = 1, least_time = std::numeric_limits<int64_t>::max();
   for (int waves = 1; waves <= 8; ++waves) {
     const int64_t wanted = std::min(std::max<int64_t>(1, waves * wish.resident / blocks), most);
-    const int64_t longest = ceil_div(turns, wanted);
-    const int64_t parts = ceil_div(turns, longest);
-    const int64_t time = ceil_div(parts * blocks, wish.resident) * (longest + wish.start);
+    const int64_t longest = CeilDiv(turns, wanted);
+    const int64_t parts = CeilDiv(turns, longest);
+    const int64_t time = CeilDiv(parts * blocks, wish.resident) * (longest + wish.start);
     if (time >= least_time) continue;
     least_time = time;
-    g.parts = static_cast<int32_t>(parts);
+    best_parts = parts;
   }
-  g.cut_lane = static_cast<int32_t>(rows % lanes);
-  g.cut_part = static_cast<int32_t>(rows / lanes % g.parts);
+  SetParts(best_parts, &g);
   return true;
 }
 

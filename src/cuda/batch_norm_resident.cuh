@@ -16,8 +16,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
-#include <numeric>
 #include <type_traits>
 
 #include "cuda/batch_norm_deviations.cuh"
@@ -351,16 +349,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     }
     copy();
   }
-  if (share.cut > 0) {
-    const UnitBits<T> unit = LoadCutUnit(x + g.group_size - share.cut, share.cut);
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      if (i >= share.cut) continue;
-      const A value = ToCompute(unit[i]);
-      if (share.count == 0) deviations[i].Begin(value);
-      deviations[i].Add(value);
-    }
-  }
+  AddCut(g, share, x, deviations);
 
   double* const workspace = reinterpret_cast<double*>(static_cast<A*>(p.arrays.workspace) +
                                                       place.group * p.arrays.workspace_size);
@@ -506,48 +495,20 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 // the tile with the shortest turns, the narrowest of these. False if there is none.
 inline bool MakeResidentGeometry(const BatchNormShape& shape, int64_t blocks, int64_t max_plane,
                                  Geometry* geometry) {
-  const int64_t row = shape.channels * shape.inner;
-  const int64_t least_units = row / std::gcd(row, int64_t{kUnit});
-  const auto ceil_div = [](int64_t n, int64_t d) { return (n + d - 1) / d; };
   double best = 0;
   for (int log_width = kMinLogWidth; log_width <= kMaxLogWidth; ++log_width) {
     Geometry g;
-    g.channels = shape.channels;
-    g.inner = shape.inner;
-    g.group_size = shape.group_size();
-    const int64_t width = int64_t{1} << log_width, lanes = kThreads / width;
-    const int64_t units = std::max<int64_t>(1, width / least_units) * least_units;
-    g.log_width = log_width;
-    g.length = units * kUnit;
-    g.tiles = ceil_div(std::min(units, ceil_div(g.group_size, kUnit)), width);
-    const int64_t rows = g.group_size / g.length;
-    if (rows > std::numeric_limits<int32_t>::max() - 2 * kThreads) continue;
-    g.full_rows = static_cast<int32_t>(rows);
-    g.rest = g.group_size - rows * g.length;
-    g.repeats = g.tiles == 1 ? 1 : static_cast<int32_t>(g.length / row);
-    g.small = g.length < int64_t{1} << 31;
-
-    const int64_t size = g.tile_size();
-    const int64_t runs = shape.inner == 1 ? size : (size - 2) / shape.inner + 2;
-    g.slots = static_cast<int32_t>(std::min(shape.channels, runs));
-    g.log_share = 0;
-    while (g.slots << (g.log_share + 1) <= kThreads) ++g.log_share;
-    g.log_run = 0;
-    const int64_t run = std::min<int64_t>(shape.inner, size) << g.log_lanes();
-    while (g.log_run < g.log_share && int64_t{1} << g.log_run < run) ++g.log_run;
-
-    const int64_t turns = ceil_div(rows + (g.rest > 0), lanes);
+    if (!MakeTiles(shape, log_width, &g)) continue;
+    const int64_t turns = TurnsOf(g);
     const int64_t most = std::min({turns, max_plane / (g.tiles * g.slots),
                                    blocks / std::max<int64_t>(1, g.tiles * shape.groups)});
     if (most < 1) continue;
-    const int64_t longest = ceil_div(turns, most);
-    g.parts = static_cast<int32_t>(ceil_div(turns, longest));
-    g.cut_lane = static_cast<int32_t>(rows % lanes);
-    g.cut_part = static_cast<int32_t>(rows / lanes % g.parts);
+    const int64_t longest = CeilDiv(turns, most);
     // Several places of a channel in a tile's long row are slow to finish.
     const double speed = 1.0 / static_cast<double>(longest) / (g.repeats > 1 ? 1.1 : 1.0);
     if (speed <= best * 1.03) continue;
     best = speed;
+    SetParts(CeilDiv(turns, longest), &g);
     *geometry = g;
   }
   return best > 0;
@@ -599,9 +560,7 @@ bool MakeResidentPlan(const BatchNormShape& shape, const ResidentDevice& device,
   f.group_blocks = static_cast<uint32_t>(group_blocks(f.log_width));
   p.finish_blocks = static_cast<uint32_t>(f.group_blocks * shape.groups);
 
-  const int64_t lanes = int64_t{1} << g.log_lanes();
-  const int64_t turns = (g.full_rows + (g.rest > 0) + lanes - 1) / lanes;
-  const int64_t longest = (turns + g.parts - 1) / g.parts;
+  const int64_t turns = TurnsOf(g), longest = CeilDiv(turns, g.parts);
   const int fold = static_cast<int>((sizeof(FoldBuffer<double>) + 15) / 16 * 16);
   const int64_t most = (device.shared_bytes - fold) / Ring::kSlotBytes;
   const int64_t least = kAhead * Ring::kStep;
@@ -661,8 +620,9 @@ inline cudaError_t PrepareResident(const void* kernel, int blocks, ResidentDevic
 inline cudaError_t LaunchResident(const void* kernel, const ResidentPlan& plan,
                                   cudaStream_t stream) {
   void* arguments[] = {const_cast<ResidentParams*>(&plan.params)};
-  return cudaLaunchCooperativeKernel(kernel, dim3(plan.blocks), dim3(kThreads), arguments,
-                                     plan.shared_bytes, stream);
+  static_cast<void>(cudaLaunchCooperativeKernel(kernel, dim3(plan.blocks), dim3(kThreads),
+                                                arguments, plan.shared_bytes, stream));
+  return cudaGetLastError();  // which the next launch would else return again
 }
 
 }  // namespace jax_fastops::cuda::batch_norm

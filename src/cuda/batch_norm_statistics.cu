@@ -81,16 +81,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
         for (int i = 0; i < kUnit; ++i) deviations[i].Shift(n, inverse_n);
         shift_at = added * 4;
       });
-  if (share.cut > 0) {
-    const UnitBits<T> unit = LoadCutUnit(x + g.group_size - share.cut, share.cut);
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      if (i >= share.cut) continue;
-      const A value = ToCompute(unit[i]);
-      if (share.count == 0) deviations[i].Begin(value);
-      deviations[i].Add(value);
-    }
-  }
+  AddCut(g, share, x, deviations);
 
   double bases[kUnit] = {};
   if (sizeof(T) == 8 && (share.count > 0 || share.cut > 0)) {

@@ -806,7 +806,9 @@ cudaError_t LaunchRows(const Form& form, const Device& device, Params p, cudaStr
     config.numAttrs = 1;
   }
   void* arguments[] = {&p};
-  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(form.kernel), arguments);
+  static_cast<void>(
+      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(form.kernel), arguments));
+  return cudaGetLastError();  // which the next launch would else return again
 }
 
 template <typename T>

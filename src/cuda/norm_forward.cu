@@ -945,7 +945,9 @@ cudaError_t LaunchForm(const Form& form, NormForwardParams params, cudaStream_t 
     config.gridDim.x = static_cast<unsigned>(std::min<int64_t>(blocks, resident));
   }
   void* arguments[] = {&params};
-  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(form.kernel), arguments);
+  static_cast<void>(
+      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(form.kernel), arguments));
+  return cudaGetLastError();  // which the next launch would else return again
 }
 
 cudaError_t LaunchChunks(const Family& family, int64_t itemsize, NormForwardParams params,

@@ -187,7 +187,9 @@ cudaError_t Launch(void (*function)(Arguments...), dim3 grid, int threads, int s
   }
   config.attrs = &attribute;
   config.numAttrs = cluster == 1 ? 0 : 1;
-  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(function), pointers);
+  static_cast<void>(
+      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(function), pointers));
+  return cudaGetLastError();  // which the next launch would else return again
 }
 
 inline cudaError_t LaunchRows(const RowsLaunch& launch, const Params& p, cudaStream_t stream) {

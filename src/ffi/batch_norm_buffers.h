@@ -55,6 +55,13 @@ class BatchNormReader : public BufferReader {
   void* SumsResult(const char* name) { return Check(NextResult(name), kSums); }
   const void* Mask(const char* name) { return Check(NextArgument(name), kMask); }
   void* MaskResult(const char* name) { return Check(NextResult(name), kMask); }
+  // Those of the three that there are, of forward and apply alike.
+  template <typename Arrays>
+  void ScaleBiasResidual(Arrays* arrays) {
+    if (Flag("scale")) arrays->scale = Channels("scale");
+    if (Flag("bias")) arrays->bias = Channels("bias");
+    if (Flag("residual")) arrays->residual = Array("residual");
+  }
   void* WorkspaceResult(const char* name, int64_t* size) {
     void* const workspace = Check(NextResult(name), kWorkspace);
     *size = workspace_size_;
@@ -147,9 +154,7 @@ inline ffi::Error ReadBatchNormForward(const char* op, const ffi::RemainingArgs&
   call->eps = read.Number("eps");
   call->relu = read.Flag("relu");
   arrays->x = read.Array("x");
-  if (read.Flag("scale")) arrays->scale = read.Channels("scale");
-  if (read.Flag("bias")) arrays->bias = read.Channels("bias");
-  if (read.Flag("residual")) arrays->residual = read.Array("residual");
+  read.ScaleBiasResidual(arrays);
   arrays->y = read.ArrayResult("y");
   arrays->mean = read.ChannelsResult("mean");
   arrays->var = read.ChannelsResult("var");
@@ -180,9 +185,7 @@ inline ffi::Error ReadBatchNormApply(const char* op, const ffi::RemainingArgs& a
   arrays->x = read.Array("x");
   arrays->mean = read.Channels("mean");
   arrays->var = read.Channels("var");
-  if (read.Flag("scale")) arrays->scale = read.Channels("scale");
-  if (read.Flag("bias")) arrays->bias = read.Channels("bias");
-  if (read.Flag("residual")) arrays->residual = read.Array("residual");
+  read.ScaleBiasResidual(arrays);
   arrays->y = read.ArrayResult("y");
   if (read.Flag("mask")) arrays->mask = read.MaskResult("mask");
   return read.Finish(call);
