@@ -35,6 +35,15 @@ import pytest  # noqa: E402
 pytest.register_assert_rewrite("harness")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_programs():
+    """A module's programs are of no use to the next one, and take gigabytes in the end."""
+    yield
+    import jax
+
+    jax.clear_caches()
+
+
 @pytest.fixture
 def native():
     """The kernels, where `auto` would take XLA too."""
