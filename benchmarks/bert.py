@@ -153,6 +153,7 @@ def parse() -> argparse.Namespace:
     add("--dropout", nargs="+", type=float, default=[0.0, 0.1], metavar="R", help="rates")
     add("--attention", nargs="+", choices=ATTENTIONS, help="(default: softmax; on CUDA cudnn too)")
     add("--dtypes", nargs="+", metavar="DTYPE", help="of the activations (default: bfloat16)")
+    add("--manual", action="store_true", help="with --devices: under jax.shard_map, too")
     add("--layers", type=int, metavar="N", help="of the network")
     add("--native", action="store_true", help="with all of our ops by the kernels, too")
     add("--jobs", type=int, metavar="N", help="programs compiled at a time (default: the cores)")
@@ -652,7 +653,14 @@ COLLECTIVES = (
 class Parallel(Contender):
     """A step on a mesh: the batch is dealt out, the parameters and their gradients are on all."""
 
-    def __init__(self, name: str, row: Row, setting: Setting, devices: Sequence[jax.Device]):
+    def __init__(
+        self,
+        name: str,
+        row: Row,
+        setting: Setting,
+        devices: Sequence[jax.Device],
+        manual: bool = False,
+    ):
         super().__init__(name, dataclasses.replace(row, batch=row.batch * len(devices)), setting)
         mesh = Mesh(np.array(devices), ("data",))
         whole = NamedSharding(mesh, PartitionSpec())
@@ -665,6 +673,15 @@ class Parallel(Contender):
         if row.phase == "step":
             self.places[-1] = dealt
         self.devices = len(devices)
+        if manual:  # the gradients of what is the same on all devices are sums over them by itself
+            inner = self.function
+
+            def summed(*flat):
+                value, *grads = inner(*flat)
+                return [jax.lax.psum(value, "data"), *grads]
+
+            specs = [tuple(p.spec for p in places), [p.spec for p in self.places]]
+            self.function = jax.shard_map(summed, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
         self.name += f"_on_{len(devices)}"
 
     @cached_property
@@ -707,16 +724,20 @@ def scale(setting: Setting, options: argparse.Namespace, results: dict, path: Pa
         if row.phase == "inference":
             continue
         for name in names:
-            entry = {"row": row.name, **dataclasses.asdict(row), "contender": name}
-            entry |= scaled(name, row, setting, options)
-            results["scaling"].append(entry)
-            show_scaling(entry)
-            save(path, results)
+            for manual in (False, True) if options.manual and row.phase == "step" else (False,):
+                entry = {"row": row.name, **dataclasses.asdict(row), "contender": name}
+                entry |= {"shard_map": manual, **scaled(name, row, setting, options, manual)}
+                results["scaling"].append(entry)
+                show_scaling(entry)
+                save(path, results)
 
 
-def scaled(name: str, row: Row, setting: Setting, options: argparse.Namespace) -> dict:
+def scaled(
+    name: str, row: Row, setting: Setting, options: argparse.Namespace, manual: bool
+) -> dict:
     many = jax.devices()[: options.devices]
-    programs = [Parallel(name, row, setting, devices) for devices in (many[:1], many)]
+    programs = [Parallel(name, row, setting, many[:1])]
+    programs.append(Parallel(name, row, setting, many, manual))
     with ThreadPoolExecutor(min(2, options.jobs)) as pool:
         list(pool.map(lambda program: program.compile(), programs))
     samples: list[list[float]] = [[] for _ in programs]
@@ -740,7 +761,8 @@ def collectives(hlo: str) -> dict[str, dict[str, int]]:
     """The collectives of a compiled module by kind: how many, and the bytes of their results."""
     found: dict[str, dict[str, int]] = {}
     for line in hlo.splitlines():
-        match = re.match(rf"\s*(?:ROOT )?\S+ = (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", line)
+        # Of an asynchronous one the end: newer versions show operands and results at its start.
+        match = re.match(rf"\s*(?:ROOT )?\S+ = (.*?) ({'|'.join(COLLECTIVES)})(?:-done)?\(", line)
         if match:
             entry = found.setdefault(match[2], {"count": 0, "bytes": 0})
             entry["count"] += 1
@@ -761,7 +783,8 @@ def show_scaling(entry: dict) -> None:
         for kind, v in entry["collectives"].items()
     )
     throughput = f"{entry['throughput']:.3f} times the throughput"
-    what = f"{entry['row']}, {entry['contender']}"
+    by = " by shard_map" if entry["shard_map"] else ""
+    what = f"{entry['row']}, {entry['contender']}{by}"
     print(f"{what}: {times}, {throughput}; {found or 'no collective'}", flush=True)
 
 

@@ -168,6 +168,9 @@ def _groups(x):
         kind = jax.typeof(x).sharding
         shards = shards_of(lead[-1], spec and spec[-2], kind, 1)
         groups = (*lead[:-1], shards, lead[-1] // shards)
+    # What one device has of them, if auto mesh axes spread them over as many devices as they can.
+    apart = math.prod(groups[:-1])
+    apart //= shards_of(apart, spec and _mesh_axes(spec[:-1]), jax.typeof(x).sharding, 1)
 
     def split(a, rows_last=False):
         own = () if rows_last else (n,)
@@ -178,12 +181,17 @@ def _groups(x):
     def join(a):
         return reshape(a, x.shape, spec if x.ndim > 1 else spec and spec[1:])
 
-    apart = math.prod(groups[:-1])
     return split, join, _number_of_sums(apart, groups[-1], n, x.dtype.itemsize)
 
 
+def _mesh_axes(spec) -> tuple:
+    """The mesh axes in some entries of a partition spec."""
+    entries = (e if isinstance(e, tuple) else (e,) for e in spec if e is not None)
+    return tuple(axis for entry in entries for axis in entry)
+
+
 def _number_of_sums(groups: int, rows: int, n: int, itemsize: int) -> int:
-    """How many partial sums the rows of each group are added up in.
+    """How many partial sums the rows of each of a device's groups are added up in.
 
     A block of the CUDA kernel, or a cluster of them where a row needs several, has one, so there
     are as many as an H100 has room for at a time: more would wait for the first, and cost 1.5 times

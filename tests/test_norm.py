@@ -1224,6 +1224,20 @@ def test_sharded(name, axis_type, layout):
 
 
 @KINDS
+def test_a_device_has_as_many_sums_as_alone(name, axis_type):
+    """Each has 2 of 16 batches, which auto axes may be without; 132 sums at most are on one."""
+    (fn, _), args, cts = example(name, (16, 512, 24))
+    specs = tuple(P("a") if a.ndim > 1 else P() for a in args)
+    _, text = over_mesh(eight(axis_type), fn, args, specs, cts, P("a"))
+    (call,) = (line for line in text.splitlines() if "norm_bwd" in line and "custom-call(" in line)
+    shapes = re.findall(r"f32\[([\d,]*)\]", call.split(" custom-call(")[0])[1:]
+    assert shapes
+    for shape in shapes:
+        *sums, n = map(int, shape.split(","))
+        assert n == 24 and 66 < math.prod(sums) <= 132
+
+
+@KINDS
 def test_what_is_not_summed_is_not_communicated(name, axis_type):
     mesh = eight(axis_type)
     given = ("residual",) * name.startswith("residual")
