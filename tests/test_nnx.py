@@ -221,10 +221,10 @@ def test_an_epsilon_of_nan_is_left_to_flax(name, native):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_in_a_list(name, native):
-    """Flax's layers take them, but for that of batches."""
+    """Flax's layers take them with a jax that does, but for that of batches."""
     theirs, mine = pair(name, features=2)
     rows = [[1.0, 2.0], [3.0, -1.0]]
-    assert_close(mine(rows), theirs(rows))
+    assert_close(mine(rows), theirs(jnp.asarray(rows)))
     assert_close(mine(rows, residual=jnp.ones((2, 2))), theirs(jnp.asarray(rows) + 1))
 
 
