@@ -3,7 +3,7 @@
 
 #include "ffi/batch_norm_buffers.h"
 #include "ffi/executor.h"
-#include "ffi/registry.h"
+#include "ffi/handler_cpu.h"
 
 namespace jax_fastops {
 namespace {
@@ -80,11 +80,11 @@ XLA_FFI_DEFINE_HANDLER(
     kBatchNormBackward, BackwardImpl,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 
-FASTOPS_REGISTER("jax_fastops.batch_norm_fwd", kBatchNormForward);
-FASTOPS_REGISTER("jax_fastops.batch_norm_statistics", kBatchNormStatistics);
-FASTOPS_REGISTER("jax_fastops.batch_norm_apply", kBatchNormApply);
-FASTOPS_REGISTER("jax_fastops.batch_norm_sums", kBatchNormSums);
-FASTOPS_REGISTER("jax_fastops.batch_norm_bwd", kBatchNormBackward);
+FASTOPS_REGISTER_CPU("jax_fastops.batch_norm_fwd", kBatchNormForward);
+FASTOPS_REGISTER_CPU("jax_fastops.batch_norm_statistics", kBatchNormStatistics);
+FASTOPS_REGISTER_CPU("jax_fastops.batch_norm_apply", kBatchNormApply);
+FASTOPS_REGISTER_CPU("jax_fastops.batch_norm_sums", kBatchNormSums);
+FASTOPS_REGISTER_CPU("jax_fastops.batch_norm_bwd", kBatchNormBackward);
 
 }  // namespace
 }  // namespace jax_fastops

@@ -2,7 +2,7 @@
 #include "cpu/bias_act.h"
 
 #include "ffi/elementwise_cpu.h"
-#include "ffi/registry.h"
+#include "ffi/handler_cpu.h"
 
 namespace jax_fastops {
 namespace {
@@ -45,9 +45,9 @@ XLA_FFI_DEFINE_HANDLER(
     kBiasReluBwd, BiasReluBwdImpl,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 
-FASTOPS_REGISTER("jax_fastops.bias_act", kBiasAct);
-FASTOPS_REGISTER("jax_fastops.bias_act_bwd", kBiasActBwd);
-FASTOPS_REGISTER("jax_fastops.bias_relu_bwd", kBiasReluBwd);
+FASTOPS_REGISTER_CPU("jax_fastops.bias_act", kBiasAct);
+FASTOPS_REGISTER_CPU("jax_fastops.bias_act_bwd", kBiasActBwd);
+FASTOPS_REGISTER_CPU("jax_fastops.bias_relu_bwd", kBiasReluBwd);
 
 }  // namespace
 }  // namespace jax_fastops

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "ffi/executor.h"
+#include "ffi/handler_cpu.h"
 #include "ffi/layout_buffers.h"
-#include "ffi/registry.h"
 
 namespace jax_fastops {
 namespace {
@@ -76,8 +76,8 @@ XLA_FFI_DEFINE_HANDLER(kMergeHeads, MergeHeadsImpl,
                            .RemainingRets()        // sums
                            .Attr<bool>("batch_first"));
 
-FASTOPS_REGISTER("jax_fastops.split_heads", kSplitHeads);
-FASTOPS_REGISTER("jax_fastops.merge_heads", kMergeHeads);
+FASTOPS_REGISTER_CPU("jax_fastops.split_heads", kSplitHeads);
+FASTOPS_REGISTER_CPU("jax_fastops.merge_heads", kMergeHeads);
 
 }  // namespace
 }  // namespace jax_fastops

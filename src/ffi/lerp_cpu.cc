@@ -2,7 +2,7 @@
 #include "cpu/lerp.h"
 
 #include "ffi/elementwise_cpu.h"
-#include "ffi/registry.h"
+#include "ffi/handler_cpu.h"
 
 namespace jax_fastops {
 namespace {
@@ -32,8 +32,8 @@ XLA_FFI_DEFINE_HANDLER(
     kLerpBwd, LerpBwdImpl,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 
-FASTOPS_REGISTER("jax_fastops.lerp", kLerp);
-FASTOPS_REGISTER("jax_fastops.lerp_bwd", kLerpBwd);
+FASTOPS_REGISTER_CPU("jax_fastops.lerp", kLerp);
+FASTOPS_REGISTER_CPU("jax_fastops.lerp_bwd", kLerpBwd);
 
 }  // namespace
 }  // namespace jax_fastops

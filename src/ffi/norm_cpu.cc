@@ -2,8 +2,8 @@
 #include "cpu/norm.h"
 
 #include "ffi/executor.h"
+#include "ffi/handler_cpu.h"
 #include "ffi/norm_buffers.h"
-#include "ffi/registry.h"
 
 namespace jax_fastops {
 namespace {
@@ -35,8 +35,8 @@ XLA_FFI_DEFINE_HANDLER(
     kNormBwd, NormBwdImpl,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 
-FASTOPS_REGISTER("jax_fastops.norm", kNorm);
-FASTOPS_REGISTER("jax_fastops.norm_bwd", kNormBwd);
+FASTOPS_REGISTER_CPU("jax_fastops.norm", kNorm);
+FASTOPS_REGISTER_CPU("jax_fastops.norm_bwd", kNormBwd);
 
 }  // namespace
 }  // namespace jax_fastops

@@ -8,7 +8,7 @@
 // where `ReluFwd` is a handler defined by XLA_FFI_DEFINE_HANDLER_SYMBOL (or
 // XLA_FFI_DEFINE_HANDLER). The line registers the target when the module is loaded, so there is no
 // list to keep in step: the module's `handlers()` returns what its object files registered. Target
-// names carry no ABI suffix; Python adds it.
+// names carry no ABI suffix; Python adds it. CPU handlers are registered by ffi/handler_cpu.h.
 #ifndef JAX_FASTOPS_FFI_REGISTRY_H_
 #define JAX_FASTOPS_FFI_REGISTRY_H_
 

@@ -8,7 +8,7 @@
 
 #include "ffi/buffers.h"
 #include "ffi/executor.h"
-#include "ffi/registry.h"
+#include "ffi/handler_cpu.h"
 
 namespace jax_fastops {
 namespace {
@@ -107,11 +107,11 @@ XLA_FFI_DEFINE_HANDLER(kAddReluFwd, AddReluFwdImpl,
                            .Ret<ffi::AnyBuffer>()    // z
                            .Ret<ffi::AnyBuffer>());  // mask
 
-FASTOPS_REGISTER("jax_fastops.relu", kRelu);
-FASTOPS_REGISTER("jax_fastops.relu_fwd", kReluFwd);
-FASTOPS_REGISTER("jax_fastops.relu_bwd", kReluBwd);
-FASTOPS_REGISTER("jax_fastops.add_relu", kAddRelu);
-FASTOPS_REGISTER("jax_fastops.add_relu_fwd", kAddReluFwd);
+FASTOPS_REGISTER_CPU("jax_fastops.relu", kRelu);
+FASTOPS_REGISTER_CPU("jax_fastops.relu_fwd", kReluFwd);
+FASTOPS_REGISTER_CPU("jax_fastops.relu_bwd", kReluBwd);
+FASTOPS_REGISTER_CPU("jax_fastops.add_relu", kAddRelu);
+FASTOPS_REGISTER_CPU("jax_fastops.add_relu_fwd", kAddReluFwd);
 
 }  // namespace
 }  // namespace jax_fastops

@@ -2,7 +2,7 @@
 #include "cpu/softmax.h"
 
 #include "ffi/executor.h"
-#include "ffi/registry.h"
+#include "ffi/handler_cpu.h"
 #include "ffi/softmax_buffers.h"
 
 namespace jax_fastops {
@@ -49,8 +49,8 @@ XLA_FFI_DEFINE_HANDLER(kSoftmaxBwd, SoftmaxBwdImpl,
                            .RemainingRets()        // workspace
                            .Attrs());
 
-FASTOPS_REGISTER("jax_fastops.softmax", kSoftmax);
-FASTOPS_REGISTER("jax_fastops.softmax_bwd", kSoftmaxBwd);
+FASTOPS_REGISTER_CPU("jax_fastops.softmax", kSoftmax);
+FASTOPS_REGISTER_CPU("jax_fastops.softmax_bwd", kSoftmaxBwd);
 
 }  // namespace
 }  // namespace jax_fastops

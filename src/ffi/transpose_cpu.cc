@@ -4,8 +4,8 @@
 #include "cpu/transpose.h"
 
 #include "ffi/executor.h"
+#include "ffi/handler_cpu.h"
 #include "ffi/layout_buffers.h"
-#include "ffi/registry.h"
 
 namespace jax_fastops {
 namespace {
@@ -28,7 +28,7 @@ XLA_FFI_DEFINE_HANDLER(kTranspose, TransposeImpl,
                            .Attr<ffi::Span<const int64_t>>("axes")
                            .Attr<bool>("batch_first"));
 
-FASTOPS_REGISTER("jax_fastops.transpose", kTranspose);
+FASTOPS_REGISTER_CPU("jax_fastops.transpose", kTranspose);
 
 }  // namespace
 }  // namespace jax_fastops

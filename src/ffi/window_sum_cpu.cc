@@ -2,7 +2,7 @@
 #include "cpu/window_sum.h"
 
 #include "ffi/executor.h"
-#include "ffi/registry.h"
+#include "ffi/handler_cpu.h"
 #include "ffi/window_sum_buffers.h"
 
 namespace jax_fastops {
@@ -25,7 +25,7 @@ XLA_FFI_DEFINE_HANDLER(kWindowSum, WindowSumImpl,
                            .RemainingRets()        // workspace
                            .Attrs());
 
-FASTOPS_REGISTER("jax_fastops.window_sum", kWindowSum);
+FASTOPS_REGISTER_CPU("jax_fastops.window_sum", kWindowSum);
 
 }  // namespace
 }  // namespace jax_fastops

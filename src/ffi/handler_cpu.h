@@ -1,0 +1,22 @@
+// Registration of CPU handlers, with huge pages asked for before they write.
+#ifndef JAX_FASTOPS_FFI_HANDLER_CPU_H_
+#define JAX_FASTOPS_FFI_HANDLER_CPU_H_
+
+#include "ffi/huge_pages.h"
+#include "ffi/registry.h"
+
+namespace jax_fastops {
+
+template <XLA_FFI_Handler* kHandler>
+XLA_FFI_Error* WithHugePages(XLA_FFI_CallFrame* frame) {
+  AdviseHugePages(*frame);
+  return kHandler(frame);
+}
+
+}  // namespace jax_fastops
+
+// FASTOPS_REGISTER_CPU(target, execute)
+#define FASTOPS_REGISTER_CPU(target, execute) \
+  FASTOPS_REGISTER(target, ::jax_fastops::WithHugePages<execute>)
+
+#endif  // JAX_FASTOPS_FFI_HANDLER_CPU_H_
