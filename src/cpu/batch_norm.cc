@@ -37,9 +37,13 @@ void* Offset(void* p, int64_t bytes) {
 
 int Count(const void* p) { return p == nullptr ? 0 : 1; }
 
-constexpr int64_t kWidth = 512;      // columns at least, if there are as many rows
-constexpr int64_t kMostSums = 2048;  // columns of a strip whose sums are wanted: the L1 cache
-constexpr int64_t kMostElements = 4096;
+// Columns at least, if there are as many rows, and at most: sums for each and a few rows are in the
+// first-level cache. Longer rows are better fetched, shorter ones leave less beside whole blocks.
+struct Width {
+  int64_t least, most;
+};
+constexpr Width kOfMoments = {512, 1024}, kOfSums = {512, 2048}, kOfElements = {2048, 4096};
+
 constexpr int64_t kSegment = 4096;      // elements of a run's piece at most
 constexpr int64_t kRunElements = 8192;  // of neighbouring runs that are taken together
 constexpr int64_t kMostRuns = 64;
@@ -56,7 +60,7 @@ struct Cut {
   int64_t strips;
   int64_t segment, segments;  // of a run
 
-  Cut(const BatchNormShape& shape, int64_t most) {
+  Cut(const BatchNormShape& shape, Width of) {
     runs = shape.inner >= kBatchNormRun;
     repeat = segments = 1;
     segment = shape.inner;
@@ -67,8 +71,8 @@ struct Cut {
       channels = CeilDiv(shape.channels, strips);
       segment = RoundUp(CeilDiv(shape.inner, CeilDiv(shape.inner, kSegment)), kBatchNormSlack);
       segments = CeilDiv(shape.inner, segment);
-    } else if (row > most) {
-      strips = CeilDiv(row, most);
+    } else if (row > of.most) {
+      strips = CeilDiv(row, of.most);
       channels = RoundUp(CeilDiv(shape.channels, strips), kBatchNormSlack);
       strips = CeilDiv(shape.channels, channels);
     } else {
@@ -76,8 +80,8 @@ struct Cut {
       channels = shape.channels;
       strips = 1;
       const int64_t unit = kBatchNormSlack / std::gcd(row, kBatchNormSlack);
-      repeat = std::max<int64_t>(1, kWidth / row);
-      if (RoundUp(repeat, unit) * row <= most) repeat = RoundUp(repeat, unit);
+      repeat = std::max<int64_t>(1, of.least / row);
+      if (RoundUp(repeat, unit) * row <= of.most) repeat = RoundUp(repeat, unit);
       repeat = std::min(repeat, shape.outer);
     }
   }
@@ -230,7 +234,7 @@ void Statistics(const BatchNormShape& shape, int type, int64_t itemsize,
     std::fill(var, var + shape.groups * channels, std::numeric_limits<Scalar>::quiet_NaN());
     return;
   }
-  const Cut cut(shape, kMostSums);
+  const Cut cut(shape, kOfMoments);
   const Parts parts(shape, cut, itemsize);
   // [group, part, mean or squares, channel]
   Buffer<double> moments(shape.groups * parts.parts * 2 * channels);
@@ -291,7 +295,7 @@ void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
     std::fill(sums, sums + shape.groups * 2 * channels, Scalar{0});
     return;
   }
-  const Cut cut(shape, kMostSums);
+  const Cut cut(shape, kOfSums);
   const Parts parts(shape, cut, itemsize);
   const Scalar* const mean = static_cast<const Scalar*>(arrays.mean);
   const bool has_dx = arrays.dx != nullptr;
@@ -357,9 +361,10 @@ void OverElements(const BatchNormShape& shape, double bytes_per_element,
                   const Scalar* const (&values)[kCount], bool stream, Executor& executor,
                   const Kernel& kernel) {
   const int64_t size = shape.group_size(), channels = shape.channels;
-  const Cut cut(shape, kMostElements);
+  const Cut cut(shape, kOfElements);
   BatchNormKernels::Elements all = {};
   all.stream = stream;
+  all.rows = 1;
   if (cut.runs) {
     std::vector<Scalar> none;
     for (const Scalar* v : values) {
@@ -392,6 +397,7 @@ void OverElements(const BatchNormShape& shape, double bytes_per_element,
   const int64_t width = cut.repeat * cut.channels * shape.inner;
   const int64_t table_size = RoundUp(width, kBatchNormSlack) + 2 * kBatchNormSlack;
   const int64_t rows = CeilDiv(shape.outer, cut.repeat);
+  all.stride = row;
   ParallelFor(
       executor, shape.groups * cut.strips * rows, 1, bytes_per_element * static_cast<double>(width),
       [&](int64_t begin, int64_t end) {
@@ -405,15 +411,20 @@ void OverElements(const BatchNormShape& shape, double bytes_per_element,
             LayOut<Scalar>(values[k] == nullptr ? nullptr : values[k] + group * channels,
                            -Scalar{0}, shape, channel, table_size, tables.begin() + k * table_size);
           }
-          for (int64_t r = first; r < last; ++r) {
+          for (int64_t r = first; r < last;) {
             BatchNormKernels::Elements some = all;
             some.begin = std::min(size, RoundUp(r * row + from, kBatchNormSlack));
             some.end = std::min(size, RoundUp(r * row + to, kBatchNormSlack));
+            // Rows of whole blocks go together, but for one that the group's end cuts off.
+            const int64_t whole =
+                row % kBatchNormSlack == 0 && to <= size ? (size - to) / row + 1 : 0;
+            some.rows = std::max<int64_t>(1, std::min(last, whole) - r);
             for (int k = 0; k < kCount; ++k) {
               some.coefficients[k] =
                   tables.begin() + k * table_size + (some.begin - (r * row + from));
             }
             if (some.begin < some.end) kernel(group, some);
+            r += some.rows;
           }
           begin += last - first;
         }

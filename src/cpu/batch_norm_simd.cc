@@ -57,6 +57,13 @@ struct BatchNorm {
     return Select(FirstOfPair<A>(count), v, SetPair<A>(0));
   }
 
+  // Rows that are taken together, and short runs, are read here and there: the machine does not
+  // foresee that, or not in another page.
+  static FASTOPS_INLINE void FetchBlock(const char* p, int64_t ahead) {
+    FetchAhead(p, ahead);
+    if constexpr (kBlock * E::kBytes > 64) FetchAhead(p, ahead + 64);
+  }
+
   // ---- Moments ----
 
   static FASTOPS_INLINE Vectors OrZero(Vectors v) {
@@ -96,6 +103,7 @@ struct BatchNorm {
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
         const char* p = x + r * row_bytes + i * E::kBytes;
+        FetchBlock(p, kCount * row_bytes);
         const Vectors d = Sub(LoadElements<E>(extent, p, count), k);
         sum = Add(sum, d);
         square = MulAdd(d, d, square);
@@ -166,27 +174,20 @@ struct BatchNorm {
     for (int64_t q = runs.begin; q < runs.end; q += pieces) chunk(q, Min(runs.end, q + pieces));
   }
 
-  // `ahead` is how many bytes further on the next piece is, which is fetched meanwhile: it may be
-  // in another page, where the machine does not look for it.
+  // `ahead` is how many bytes further on the next piece is.
   struct Piece {
     int64_t at, count;  // of the first channel
     int64_t ahead;
+    bool is_short;  // the machine fetches one array of long runs better
     Piece(const BatchNormRuns& runs, int64_t q) {
       const int64_t begin = q % runs.segments * runs.segment;
       at = runs.first + q / runs.segments * runs.stride + begin;
       count = Min(runs.segment, runs.inner - begin);
+      is_short = count * E::kBytes < 512;
       const bool last = begin + count == runs.inner;
       ahead = (last ? runs.stride - begin : runs.segment) * E::kBytes;
     }
   };
-
-  template <typename Extent>
-  static FASTOPS_INLINE void FetchBlock(Extent, const char* p, int64_t ahead) {
-    if constexpr (Extent::kWhole) {
-      FetchAhead(p, ahead);
-      if constexpr (kBlock * E::kBytes > 64) FetchAhead(p, ahead + 64);
-    }
-  }
 
   static void MomentsOfRuns(const void* x, const BatchNormRuns& runs, void* buffer, double* mean,
                             double* squares) {
@@ -213,6 +214,7 @@ struct BatchNorm {
           const Vectors k = SetPair<A>(shift[c]);
           OverBlocks<kBlock>(0, piece.count,
                              [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                               if (piece.is_short) FetchBlock(p + i * E::kBytes, piece.ahead);
                                const Vectors v = LoadElements<E>(extent, p + i * E::kBytes, count);
                                const Vectors d = Cleared(extent, Sub(v, k), count);
                                sum = Add(sum, d);
@@ -269,6 +271,12 @@ struct BatchNorm {
           dx(static_cast<char*>(arrays.dx)),
           dresidual(static_cast<char*>(arrays.dresidual)) {}
 
+    FASTOPS_INLINE void Fetch(int64_t at, int64_t ahead) const {
+      FetchBlock(x + at * E::kBytes, ahead);
+      FetchBlock(dy + at * E::kBytes, ahead);
+      if (dy2 != nullptr) FetchBlock(dy2 + at * E::kBytes, ahead);
+    }
+
     template <typename Extent, typename Factor>
     FASTOPS_INLINE void operator()(Extent extent, int64_t at, int64_t count, Vectors mean,
                                    const Factor& factor, Vectors* sum, Vectors* product) const {
@@ -299,6 +307,7 @@ struct BatchNorm {
       Vectors sum = LoadPair<A>(sums + i), product = LoadPair<A>(products + i);
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
+        gradient.Fetch(at + r * stride + i, kCount * stride * E::kBytes);
         gradient(
             extent, at + r * stride + i, count, m,
             [&]() FASTOPS_LAMBDA { return LoadPair<A>(factor + i); }, &sum, &product);
@@ -368,17 +377,13 @@ struct BatchNorm {
           }
           const Vectors mean = SetPair<A>(means[c]);
           const Vectors factor = SetPair<A>(factors == nullptr ? 0 : factors[c]);
-          OverBlocks<kBlock>(
-              0, piece.count, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-                FetchBlock(extent, gradient.x + (at + i) * E::kBytes, piece.ahead);
-                FetchBlock(extent, gradient.dy + (at + i) * E::kBytes, piece.ahead);
-                if (gradient.dy2 != nullptr) {
-                  FetchBlock(extent, gradient.dy2 + (at + i) * E::kBytes, piece.ahead);
-                }
-                gradient(
-                    extent, at + i, count, mean, [&]() FASTOPS_LAMBDA { return factor; }, &sum,
-                    &product);
-              });
+          OverBlocks<kBlock>(0, piece.count,
+                             [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                               gradient.Fetch(at + i, piece.ahead);
+                               gradient(
+                                   extent, at + i, count, mean,
+                                   [&]() FASTOPS_LAMBDA { return factor; }, &sum, &product);
+                             });
           StorePair<A>(own, sum);
           StorePair<A>(own + kBlock, product);
         }
@@ -395,6 +400,23 @@ struct BatchNorm {
 
   using Elements = BatchNormKernels::Elements;
 
+  // The blocks of kTogether rows of columns, with coefficients that are loaded once.
+  template <int kCount, int kTogether, typename F>
+  static FASTOPS_INLINE void OverRows(const Elements& elements, int64_t row, const F& f) {
+    const Scalar* from[kCount];
+    for (int k = 0; k < kCount; ++k) from[k] = Values<Scalar>(elements.coefficients[k]);
+    const int64_t first = elements.begin + row * elements.stride;
+    OverBlocks<kBlock>(0, elements.end - elements.begin,
+                       [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                         Vectors own[kCount];
+                         for (int k = 0; k < kCount; ++k) own[k] = LoadPair<A>(from[k] + i);
+#pragma GCC unroll 4
+                         for (int r = 0; r < kTogether; ++r) {
+                           f(extent, first + r * elements.stride + i, count, own);
+                         }
+                       });
+  }
+
   // Calls f(extent, i, count, coefficients) for the blocks from `begin` to `end`.
   template <int kCount, typename F>
   static FASTOPS_INLINE void OverElements(const Elements& elements, const F& f) {
@@ -403,10 +425,11 @@ struct BatchNorm {
     for (int k = 0; k < kCount; ++k) from[k] = Values<Scalar>(elements.coefficients[k]);
     Vectors own[kCount];
     if (elements.inner == 0) {
-      OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        for (int k = 0; k < kCount; ++k) own[k] = LoadPair<A>(from[k] + (i - begin));
-        f(extent, i, count, own);
-      });
+      int64_t row = 0;
+      for (; row + kRows <= elements.rows; row += kRows) {
+        OverRows<kCount, kRows>(elements, row, f);
+      }
+      for (; row < elements.rows; ++row) OverRows<kCount, 1>(elements, row, f);
       return;
     }
     int64_t channel = begin / elements.inner % elements.channels;

@@ -67,12 +67,15 @@ struct BatchNormKernels {
   SumsOfColumns* sums_of_columns[kNumDTypes];
   SumsOfRuns* sums_of_runs[kNumDTypes];
 
-  // Elements [begin, end) of a group: both are multiples of the slack, or the end is the group's.
-  // Coefficients: of columns for each position from `begin` on; of runs for each channel, all of
-  // them. Apply takes mean, factor and bias; Backward mean, factor, slope, average and
-  // dmean, for dx = factor * (g - average) + slope * (x - mean) + dmean.
+  // Elements [begin, end) of a group: both are multiples of the slack, or the end is the group's;
+  // of columns those of `rows` rows, each `stride` behind the one before, which has to be a
+  // multiple of the slack if there are several. Coefficients: of columns for each position from
+  // `begin` on; of runs for each channel, all of them. Apply takes mean, factor and bias; Backward
+  // mean, factor, slope, average and dmean, for
+  // dx = factor * (g - average) + slope * (x - mean) + dmean.
   struct Elements {
     int64_t begin, end;
+    int64_t rows, stride;     // of columns
     int64_t channels, inner;  // of runs; inner is 0 for columns
     const void* coefficients[5];
     bool stream;
