@@ -336,6 +336,32 @@ def test_many_rows(shape, axis):
     check_shape(shape, axis, jnp.dtype("float32"))
 
 
+# Rows of whole blocks, which the CPU's kernels take together: the last cut off, or in two strips.
+@pytest.mark.parametrize(
+    "shape, kind",
+    [*itertools.product([(2500, 24), (1031, 96), (9, 4160)], ["bfloat16"]), ((9, 4160), "float64")],
+    ids=str,
+)
+def test_many_rows_together(shape, kind):
+    with x64(kind == "float64"):
+        check_shape(shape, -1, jnp.dtype(kind))
+
+
+def test_many_rows_together_by_example(native):
+    """Each example's rows begin where those of the one before end."""
+    x, cotangent = (jax.random.normal(jax.random.key(k), (3, 1500, 24)) for k in range(2))
+    scale, bias = jnp.linspace(0.5, 2, 24), jnp.linspace(-1, 1, 24)
+
+    def gradients(x, cotangent):
+        y, vjp = jax.vjp(lambda *a: fo.batch_norm(*a, activation="relu")[0], x, scale, bias)
+        return y, *vjp(cotangent)
+
+    mapped = jax.jit(jax.vmap(gradients))(x, cotangent)
+    single = [jax.jit(gradients)(*one) for one in zip(x, cotangent, strict=True)]
+    for found, wanted in zip(mapped, zip(*single, strict=True), strict=True):
+        np.testing.assert_allclose(found, jnp.stack(wanted), rtol=1e-5, atol=1e-5)
+
+
 def any_shapes(examples, kind):
     @settings(examples)
     @hypothesis.given(

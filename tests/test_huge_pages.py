@@ -1,10 +1,12 @@
 """CPU kernels ask for huge pages behind large results."""
 
 import mmap
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,22 +17,22 @@ MAPS = Path("/proc/self/smaps")
 
 pytestmark = pytest.mark.skipif(
     not (Path("/sys/kernel/mm/transparent_hugepage").exists() and MAPS.exists())
-    or mmap.PAGESIZE != 4096,
-    reason="needs Linux with transparent huge pages of 2 MiB",
+    or mmap.PAGESIZE != 4096
+    or "LD_PRELOAD" in os.environ,
+    reason="needs Linux with transparent huge pages of 2 MiB, and its own allocator",
 )
 
 
-def asked(address: int) -> bool:
-    """Whether huge pages were asked for the mapping of this address: "hg" among its flags."""
-    inside = False
+def asked(*addresses: int) -> list[bool]:
+    """Whether huge pages were asked for the mappings of addresses: "hg" among their flags."""
+    mappings = []
     for line in MAPS.read_text().splitlines():
         first, *rest = line.split()
         if "-" in first:
-            begin, end = (int(part, 16) for part in first.split("-"))
-            inside = begin <= address < end
-        elif inside and first == "VmFlags:":
-            return "hg" in rest
-    raise AssertionError(f"no mapping at {address:#x}")
+            mapping = range(*(int(part, 16) for part in first.split("-")))
+        elif first == "VmFlags:":
+            mappings.append((mapping, "hg" in rest))
+    return [next(flag for mapping, flag in mappings if a in mapping) for a in addresses]
 
 
 def pages(array: jax.Array) -> range:
@@ -39,32 +41,56 @@ def pages(array: jax.Array) -> range:
     return range(-(-begin // HUGE) * HUGE, (begin + array.nbytes) // HUGE * HUGE, HUGE)
 
 
-def on_cpu(shape, dtype=jnp.float32):
-    return jax.device_put(np.ones(shape, dtype), jax.devices("cpu")[0])
+def on_cpu(*shape: int) -> jax.Array:
+    return jax.device_put(np.ones(shape, np.float32), jax.devices("cpu")[0])
 
 
-def results(mebibytes: int):  # each of them
-    """Of a kernel with one result, and of one with three."""
-    x = on_cpu((mebibytes, 512, 512))
-    yield jax.jit(fo.softmax)(x).block_until_ready()
-    qkv = on_cpu((mebibytes, 512, 3 * 512))
-    yield from jax.block_until_ready(jax.jit(lambda a: fo.split_qkv_heads(a, num_heads=8))(qkv))
-
-
-def test_large_results_are_asked_for():
+def result(function, *shape: int):
+    """Of 40 MiB, which comes fresh from the operating system."""
     with fo.use_implementation("native"):
-        for y in results(40):
-            assert len(pages(y)) >= 18
-            assert all(asked(page) for page in pages(y))
+        return jax.block_until_ready(jax.jit(function)(on_cpu(40, 512, *shape)))
 
 
-def test_nothing_beside_the_result():
-    """Where no whole page of 2 MiB fits between a result and its neighbours, nothing is asked."""
-    with fo.use_implementation("native"):
-        y = next(results(40))
-    begin, end = y.unsafe_buffer_pointer(), y.unsafe_buffer_pointer() + y.nbytes
-    # The allocator's own words lie in front of the array, in the same mapping to begin with.
-    if begin % HUGE:
-        assert not asked(begin)
-    if end % HUGE:
-        assert not asked(end - 1)
+@pytest.fixture
+def plain_allocator():
+    y = result(lambda x: x + 1, 512)
+    if any(asked(*pages(y))):
+        pytest.skip("whoever allocates asks for huge pages")
+
+
+def check_asked(y):
+    assert len(pages(y)) >= 18
+    assert all(asked(*pages(y)))
+
+
+def test_large_results_are_asked_for(plain_allocator):
+    check_asked(result(fo.softmax, 512))
+
+
+def test_every_result_is_asked_for(plain_allocator):
+    for y in result(lambda x: fo.split_qkv_heads(x, num_heads=8), 3 * 512):
+        check_asked(y)
+
+
+def test_pages_shared_with_neighbours_are_left_alone(plain_allocator):
+    y = result(fo.softmax, 512)
+    first, last = y.unsafe_buffer_pointer(), y.unsafe_buffer_pointer() + y.nbytes - 1
+    whole = range(pages(y).start, pages(y).stop)
+    assert not any(asked(*(address for address in (first, last) if address not in whole)))
+
+
+SWITCHED_OFF = """
+import test_huge_pages as tests
+
+y = tests.result(tests.fo.softmax, 512)
+raise SystemExit(any(tests.asked(*tests.pages(y))))
+"""
+
+
+def test_can_be_switched_off(plain_allocator):
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    env = os.environ | {
+        "JAX_FASTOPS_HUGE_PAGES": "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    subprocess.run([sys.executable, "-P", "-c", SWITCHED_OFF], env=env, check=True)

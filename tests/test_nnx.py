@@ -221,7 +221,7 @@ def test_an_epsilon_of_nan_is_left_to_flax(name, native):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_in_a_list(name, native):
-    """Flax's layers take them with a jax that does, but for that of batches."""
+    """Ours take them with every jax, Flax's with newer ones, but for that of batches."""
     theirs, mine = pair(name, features=2)
     rows = [[1.0, 2.0], [3.0, -1.0]]
     assert_close(mine(rows), theirs(jnp.asarray(rows)))

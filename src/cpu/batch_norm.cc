@@ -37,12 +37,16 @@ void* Offset(void* p, int64_t bytes) {
 
 int Count(const void* p) { return p == nullptr ? 0 : 1; }
 
-// Columns at least, if there are as many rows, and at most: sums for each and a few rows are in the
-// first-level cache. Longer rows are better fetched, shorter ones leave less beside whole blocks.
+// Columns that a row is given, of several short ones, or about which it is cut. Of moments, the
+// sums and the rows that are taken together are in the first-level cache; the others are as
+// measured.
 struct Width {
   int64_t least, most;
 };
-constexpr Width kOfMoments = {512, 1024}, kOfSums = {512, 2048}, kOfElements = {2048, 4096};
+constexpr Width kOfMoments = {512, 1024}, kOfSums = {512, 2048};
+// Of an array whose coefficients are little beside it.
+constexpr Width kOfElements = {2048, 4096}, kOfFewElements = {512, 4096};
+constexpr int64_t kFewElements = 16 * kOfElements.least;  // of a group
 
 constexpr int64_t kSegment = 4096;      // elements of a run's piece at most
 constexpr int64_t kRunElements = 8192;  // of neighbouring runs that are taken together
@@ -361,7 +365,7 @@ void OverElements(const BatchNormShape& shape, double bytes_per_element,
                   const Scalar* const (&values)[kCount], bool stream, Executor& executor,
                   const Kernel& kernel) {
   const int64_t size = shape.group_size(), channels = shape.channels;
-  const Cut cut(shape, kOfElements);
+  const Cut cut(shape, size < kFewElements ? kOfFewElements : kOfElements);
   BatchNormKernels::Elements all = {};
   all.stream = stream;
   all.rows = 1;
@@ -411,13 +415,12 @@ void OverElements(const BatchNormShape& shape, double bytes_per_element,
             LayOut<Scalar>(values[k] == nullptr ? nullptr : values[k] + group * channels,
                            -Scalar{0}, shape, channel, table_size, tables.begin() + k * table_size);
           }
+          // Rows of whole blocks go together, but for one that the group's end cuts off.
+          const int64_t whole = row % kBatchNormSlack == 0 ? (size - to) / row + 1 : 0;
           for (int64_t r = first; r < last;) {
             BatchNormKernels::Elements some = all;
             some.begin = std::min(size, RoundUp(r * row + from, kBatchNormSlack));
             some.end = std::min(size, RoundUp(r * row + to, kBatchNormSlack));
-            // Rows of whole blocks go together, but for one that the group's end cuts off.
-            const int64_t whole =
-                row % kBatchNormSlack == 0 && to <= size ? (size - to) / row + 1 : 0;
             some.rows = std::max<int64_t>(1, std::min(last, whole) - r);
             for (int k = 0; k < kCount; ++k) {
               some.coefficients[k] =

@@ -25,7 +25,7 @@ constexpr int64_t kChunk = 128;
 // chunk's variance up to seven bits.
 constexpr int64_t kSample = 8;
 
-// Rows that are added at a time.
+// Rows that are taken at a time.
 constexpr int kRows = 4;
 
 FASTOPS_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -57,8 +57,8 @@ struct BatchNorm {
     return Select(FirstOfPair<A>(count), v, SetPair<A>(0));
   }
 
-  // Rows that are taken together, and short runs, are read here and there: the machine does not
-  // foresee that, or not in another page.
+  // Asks for the block that is so many bytes further on. The machine by itself follows neither
+  // several rows at a time nor short runs, and stops at a page's end.
   static FASTOPS_INLINE void FetchBlock(const char* p, int64_t ahead) {
     FetchAhead(p, ahead);
     if constexpr (kBlock * E::kBytes > 64) FetchAhead(p, ahead + 64);
@@ -178,7 +178,7 @@ struct BatchNorm {
   struct Piece {
     int64_t at, count;  // of the first channel
     int64_t ahead;
-    bool is_short;  // the machine fetches one array of long runs better
+    bool is_short;  // long runs of one array the machine follows by itself
     Piece(const BatchNormRuns& runs, int64_t q) {
       const int64_t begin = q % runs.segments * runs.segment;
       at = runs.first + q / runs.segments * runs.stride + begin;
@@ -417,7 +417,8 @@ struct BatchNorm {
                        });
   }
 
-  // Calls f(extent, i, count, coefficients) for the blocks from `begin` to `end`.
+  // Calls f(extent, i, count, coefficients) for the blocks from `begin` to `end`, of columns those
+  // of all rows.
   template <int kCount, typename F>
   static FASTOPS_INLINE void OverElements(const Elements& elements, const F& f) {
     const int64_t begin = elements.begin, end = elements.end;

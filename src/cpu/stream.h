@@ -12,7 +12,8 @@ namespace jax_fastops::cpu {
 // 16 MiB on, and no loss for a consumer that reads the output next. But an allocation of 32 MiB or
 // more comes fresh from the operating system each time (glibc's largest mmap threshold), the cost
 // is in its page faults, and lines that the kernel has just zeroed in the cache take a plain store
-// better: 0.7 to 0.9 times the speed there.
+// better: 0.7 to 0.9 times the speed there. (Behind huge pages, which ffi/huge_pages.h asks for,
+// the two are the same within the spread: seven ops, 48 to 256 MiB.)
 inline constexpr int64_t kStreamBytes = int64_t{16} << 20, kFreshBytes = int64_t{32} << 20;
 
 // `least` is for ops that gain from another size on.
