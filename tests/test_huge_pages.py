@@ -2,13 +2,12 @@
 
 import mmap
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from harness.process import run
 
 import jax_fastops as fo
 
@@ -88,9 +87,5 @@ raise SystemExit(any(tests.asked(*tests.pages(y))))
 
 
 def test_can_be_switched_off(plain_allocator):
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
-    env = os.environ | {
-        "JAX_FASTOPS_HUGE_PAGES": "0",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
-    subprocess.run([sys.executable, "-P", "-c", SWITCHED_OFF], env=env, check=True)
+    done = run(SWITCHED_OFF, JAX_FASTOPS_HUGE_PAGES="0")
+    assert done.returncode == 0, done.stderr

@@ -11,23 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness.process import run
 
 import jax_fastops as fo
 from jax_fastops import _native
 
 PACKAGE = pathlib.Path(fo.__file__).parent
-
-
-def run(code, **env):
-    """Run Python code in a fresh process on the CPU, in a folder that shadows nothing."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=pathlib.Path(__file__).parent,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
-        timeout=300,
-    )
 
 
 @pytest.fixture

@@ -421,10 +421,6 @@ struct BatchNorm {
   // of all rows.
   template <int kCount, typename F>
   static FASTOPS_INLINE void OverElements(const Elements& elements, const F& f) {
-    const int64_t begin = elements.begin, end = elements.end;
-    const Scalar* from[kCount];
-    for (int k = 0; k < kCount; ++k) from[k] = Values<Scalar>(elements.coefficients[k]);
-    Vectors own[kCount];
     if (elements.inner == 0) {
       int64_t row = 0;
       for (; row + kRows <= elements.rows; row += kRows) {
@@ -433,6 +429,10 @@ struct BatchNorm {
       for (; row < elements.rows; ++row) OverRows<kCount, 1>(elements, row, f);
       return;
     }
+    const int64_t begin = elements.begin, end = elements.end;
+    const Scalar* from[kCount];
+    for (int k = 0; k < kCount; ++k) from[k] = Values<Scalar>(elements.coefficients[k]);
+    Vectors own[kCount];
     int64_t channel = begin / elements.inner % elements.channels;
     int64_t left = elements.inner - begin % elements.inner;
     for (int64_t i = begin; i < end;) {

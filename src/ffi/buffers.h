@@ -49,6 +49,39 @@ inline MatrixView AsMatrix(const ffi::AnyBuffer& buffer, size_t column_dims) {
   return view;
 }
 
+// Bytes per element; 0 for types that XLA packs, several to a byte, for what is no element, and for
+// types that are newer than these headers, whose ByteWidth would be anything.
+inline int64_t WholeBytes(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::PRED:
+    case ffi::DataType::S8:
+    case ffi::DataType::S16:
+    case ffi::DataType::S32:
+    case ffi::DataType::S64:
+    case ffi::DataType::U8:
+    case ffi::DataType::U16:
+    case ffi::DataType::U32:
+    case ffi::DataType::U64:
+    case ffi::DataType::F16:
+    case ffi::DataType::F32:
+    case ffi::DataType::F64:
+    case ffi::DataType::BF16:
+    case ffi::DataType::C64:
+    case ffi::DataType::C128:
+    case ffi::DataType::F8E5M2:
+    case ffi::DataType::F8E4M3:
+    case ffi::DataType::F8E4M3FN:
+    case ffi::DataType::F8E4M3B11FNUZ:
+    case ffi::DataType::F8E5M2FNUZ:
+    case ffi::DataType::F8E4M3FNUZ:
+    case ffi::DataType::F8E3M4:
+    case ffi::DataType::F8E8M0FNU:
+      return static_cast<int64_t>(ffi::ByteWidth(type));
+    default:
+      return 0;
+  }
+}
+
 // "x f32[2,3]"
 inline std::string Describe(const NamedBuffer& named) {
   std::ostringstream out;

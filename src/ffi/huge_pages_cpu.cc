@@ -3,8 +3,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "ffi/buffers.h"
 #include "ffi/huge_pages.h"
-#include "xla/ffi/api/ffi.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -17,8 +17,6 @@ namespace jax_fastops {
 
 namespace {
 
-namespace ffi = ::xla::ffi;
-
 constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
 // Less is done before the advice pays; NumPy asks from there on too.
 constexpr size_t kLeastBytes = size_t{4} << 20;
@@ -26,30 +24,6 @@ constexpr size_t kLeastBytes = size_t{4} << 20;
 bool IsWanted() {
   const char* const choice = std::getenv("JAX_FASTOPS_HUGE_PAGES");
   return (choice == nullptr || std::strcmp(choice, "0") != 0) && sysconf(_SC_PAGESIZE) == 4096;
-}
-
-// 0 for types that are no kernel's results, whose sizes XLA's headers may not know.
-size_t ElementBytes(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::U8:
-    case ffi::DataType::S8:
-    case ffi::DataType::PRED:
-    case ffi::DataType::BF16:
-    case ffi::DataType::F16:
-    case ffi::DataType::U16:
-    case ffi::DataType::S16:
-    case ffi::DataType::F32:
-    case ffi::DataType::U32:
-    case ffi::DataType::S32:
-    case ffi::DataType::F64:
-    case ffi::DataType::U64:
-    case ffi::DataType::S64:
-    case ffi::DataType::C64:
-    case ffi::DataType::C128:
-      return ffi::ByteWidth(type);
-    default:
-      return 0;
-  }
 }
 
 void Advise(void* data, size_t bytes) {
@@ -74,7 +48,8 @@ void AdviseHugePages(const XLA_FFI_CallFrame& frame) {
   for (int64_t i = 0; i < frame.rets.size; ++i) {
     if (frame.rets.types[i] != XLA_FFI_RetType_BUFFER) continue;
     const ffi::AnyBuffer result(static_cast<const XLA_FFI_Buffer*>(frame.rets.rets[i]));
-    Advise(result.untyped_data(), result.element_count() * ElementBytes(result.element_type()));
+    const auto itemsize = static_cast<size_t>(WholeBytes(result.element_type()));
+    Advise(result.untyped_data(), result.element_count() * itemsize);
   }
 }
 

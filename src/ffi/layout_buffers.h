@@ -19,22 +19,6 @@ namespace jax_fastops {
 // ---- transpose
 // -----------------------------------------------------------------------------------
 
-// Bytes per element; 0 for types that XLA packs, several to a byte, and for what is no element.
-inline int64_t WholeBytes(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::S1:
-    case ffi::DataType::S2:
-    case ffi::DataType::S4:
-    case ffi::DataType::U1:
-    case ffi::DataType::U2:
-    case ffi::DataType::U4:
-    case ffi::DataType::F4E2M1FN:
-      return 0;
-    default:
-      return static_cast<int64_t>(ffi::ByteWidth(type));
-  }
-}
-
 struct TransposeView {
   std::vector<int64_t> dims;  // x's, as in memory
   std::vector<int> axes;

@@ -14,9 +14,11 @@ named test:
     case.py        `Case`, `Sharding`, and `checks`, which turns cases into parametrised tests
     numerics.py    bitwise equality, errors against the float64 oracle, random and special values
     transforms.py  jit, jvp, vjp, second and third order, vmap, remat, control flow, donation,
-    linearize, x64 sharding.py    meshes in Auto and Explicit mode, shard_map, collectives in the
-    compiled program export.py      jax.export
+                   linearize, x64
+    sharding.py    meshes in Auto and Explicit mode, shard_map, collectives in the compiled program
+    export.py      jax.export
     cache.py       a second process hits the persistent compilation cache
+    process.py     Python code in a process of its own
     properties.py  hypothesis: any shape, special values
     compat.py      what differs between JAX versions
 """
