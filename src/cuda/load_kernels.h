@@ -12,21 +12,45 @@ namespace jax_fastops::cuda {
 // Of one family of kernels, as a static variable.
 class KernelLoader {
  public:
-  // Loads into the current device what `visit` hands to the function that it is called with;
-  // null stands for no kernel. After the first call on a device it costs nothing.
+  // What a family hands its kernels to. The first error is kept.
+  class Loading {
+   public:
+    // Loads a kernel; null stands for none.
+    void operator()(const void* kernel) const {
+      if (kernel == nullptr || error_ != cudaSuccess) return;
+      // Asking for a kernel's attributes is what makes the runtime load it.
+      cudaFuncAttributes attributes;
+      error_ = cudaFuncGetAttributes(&attributes, kernel);
+    }
+
+    // Takes the outcome of whatever else a launch needs, such as setting an attribute.
+    void Check(cudaError_t outcome) const {
+      if (error_ == cudaSuccess) error_ = outcome;
+    }
+
+    bool failed() const { return error_ != cudaSuccess; }
+
+   private:
+    friend class KernelLoader;
+
+    mutable cudaError_t error_ = cudaSuccess;
+  };
+
+  // Calls `visit` with a Loading for the current device. After the first call on a device that
+  // succeeded it costs nothing.
   template <typename Visit>
   cudaError_t Load(const Visit& visit) {
     int device;
     cudaError_t error = cudaGetDevice(&device);
     if (error != cudaSuccess) return error;
     if (device < kMaxDevices && loaded_[device].load(std::memory_order_acquire)) return cudaSuccess;
-    visit([&error](const void* kernel) {
-      if (kernel == nullptr || error != cudaSuccess) return;
-      // Asking for a kernel's attributes is what makes the runtime load it.
-      cudaFuncAttributes attributes;
-      error = cudaFuncGetAttributes(&attributes, kernel);
-    });
-    if (error != cudaSuccess) return error;
+    const Loading loading;
+    visit(loading);
+    if (loading.failed()) {
+      // Reported here, not a second time by the next launch.
+      cudaGetLastError();
+      return loading.error_;
+    }
     // Two threads that get here at once have both loaded everything: harmless.
     if (device < kMaxDevices) loaded_[device].store(true, std::memory_order_release);
     return cudaSuccess;

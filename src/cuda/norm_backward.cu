@@ -354,7 +354,8 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
         const int r = k * L::kRowLanes + row_lane;
         in[b] = j < units && in_tile(tile, r);
         at[b] = in[b] ? place(r, j) : 0;
-        sum[b] = U::Load(dys + at[b]);
+        // Without a unit, something that no thread stores to.
+        sum[b] = U::Load(in[b] ? dys + at[b] : others);
         other[b] = U::Load(others + at[b]);
       }
 #pragma unroll
@@ -928,25 +929,21 @@ cudaError_t NormBackward(const NormShape& shape, NormKind kind, DType dtype,
 
 cudaError_t LoadNormBackwardKernels() {
   static KernelLoader loader;
-  cudaError_t error = cudaSuccess;
-  const cudaError_t loaded = loader.Load([&error](const auto& load) {
-    const auto visit = [&](const void* kernel, bool ring) {
+  return loader.Load([](const auto& load) {
+    const auto visit = [&load](const void* kernel, bool ring) {
       load(kernel);
-      if (ring && error == cudaSuccess) {
-        Device device;
-        error = GetDevice(kernel, device);
-        if (error == cudaSuccess) {
-          error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       device.shared_memory);
-        }
-      }
+      if (!ring || load.failed()) return;
+      Device device;
+      load.Check(GetDevice(kernel, device));
+      if (load.failed()) return;
+      load.Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      device.shared_memory));
     };
     VisitKernels<float>(visit);
     VisitKernels<__nv_bfloat16>(visit);
     VisitKernels<__half>(visit);
     VisitKernels<double>(visit);
   });
-  return loaded != cudaSuccess ? loaded : error;
 }
 
 }  // namespace jax_fastops::cuda

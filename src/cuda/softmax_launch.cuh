@@ -508,19 +508,17 @@ template <bool kGrad>
 cudaError_t LoadKernels() {
   static KernelLoader loader;
   Limits limits;
-  cudaError_t error = GetLimits(&limits);
+  const cudaError_t error = GetLimits(&limits);
   if (error != cudaSuccess) return error;
-  cudaError_t attribute_error = cudaSuccess;
-  error = loader.Load([&](const auto& load) {
+  return loader.Load([&limits](const auto& load) {
     const auto load_shared = [&](auto function, bool cluster) {
       const void* kernel = reinterpret_cast<const void*>(function);
       load(kernel);
-      if (kernel == nullptr || attribute_error != cudaSuccess) return;
-      attribute_error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             limits.shared_bytes);
-      if (cluster && attribute_error == cudaSuccess) {
-        attribute_error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      if (kernel == nullptr) return;
+      load.Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      limits.shared_bytes));
+      if (cluster) {
+        load.Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
       }
     };
     for (int i = 0; i < kNumDTypes; ++i) {
@@ -551,7 +549,6 @@ cudaError_t LoadKernels() {
       }
     }
   });
-  return error != cudaSuccess ? error : attribute_error;
 }
 
 }  // namespace jax_fastops::cuda::softmax

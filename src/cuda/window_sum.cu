@@ -326,7 +326,7 @@ cudaError_t SharedLimit(int* bytes) {
 }
 
 template <typename T, typename Load>
-cudaError_t LoadType(int shared_limit, const Load& load) {
+void LoadType(int shared_limit, const Load& load) {
   using A = ComputeType<T>;
   constexpr int kNarrow = sizeof(T) < 4 ? 4 : sizeof(T);
   load(reinterpret_cast<const void*>(DirectKernel<T, 16>));
@@ -343,14 +343,11 @@ cudaError_t LoadType(int shared_limit, const Load& load) {
                           reinterpret_cast<const void*>(ColumnsKernel<T, 16, true>),
                           reinterpret_cast<const void*>(ColumnsKernel<T, kNarrow>),
                           reinterpret_cast<const void*>(ColumnsKernel<T, sizeof(T)>)};
-  cudaError_t first = cudaSuccess;
   for (const void* kernel : shared) {
     load(kernel);
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit);
-    if (first == cudaSuccess) first = error;
+    load.Check(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit));
   }
-  return first;
 }
 
 }  // namespace
@@ -382,17 +379,14 @@ cudaError_t WindowSum(const WindowSumShape& shape, DType dtype, const void* x, v
 
 cudaError_t LoadWindowSumKernels() {
   static KernelLoader loader;
-  cudaError_t error = cudaSuccess;
-  const cudaError_t loaded = loader.Load([&error](const auto& load) {
-    const auto all = [&error](cudaError_t one) { error = error != cudaSuccess ? error : one; };
+  return loader.Load([](const auto& load) {
     int shared = 0;
-    all(window_sum::SharedLimit(&shared));
-    all(window_sum::LoadType<float>(shared, load));
-    all(window_sum::LoadType<__nv_bfloat16>(shared, load));
-    all(window_sum::LoadType<__half>(shared, load));
-    all(window_sum::LoadType<double>(shared, load));
+    load.Check(window_sum::SharedLimit(&shared));
+    window_sum::LoadType<float>(shared, load);
+    window_sum::LoadType<__nv_bfloat16>(shared, load);
+    window_sum::LoadType<__half>(shared, load);
+    window_sum::LoadType<double>(shared, load);
   });
-  return error != cudaSuccess ? error : loaded;
 }
 
 }  // namespace jax_fastops::cuda
