@@ -23,9 +23,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fastops._arguments import FLOATING, epsilon, integer, real_number
 from jax_fastops._signature import accumulator_dtype
+from jax_fastops._views import explicit_spec, reshape
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
 from jax_fastops.models._checks import check_choice, check_tree, dtype_name
 
@@ -39,8 +41,10 @@ __all__ = [
     "Config",
     "apply",
     "init",
+    "max_pool",
     "plain_batch_norm",
     "plain_batch_norm_inference",
+    "plain_max_pool",
     "shapes",
 ]
 
@@ -69,12 +73,16 @@ class Config:
       eps: added to variances.
       zero_init: whether the last batch norm of a block starts with a scale of zeros, so that the
         block starts as its shortcut (Goyal et al., 2017), or of ones.
+      remat: in how many blocks, from the first one on, the backward computes the results of the
+        inner batch norms again, from their input and statistics, rather than keeping them. The
+        gradients of the convolutions behind them need them. It saves those results' bytes, and
+        costs a pass over each that reads and writes as many. See ``BatchNorm.again``.
 
     Raises:
       TypeError: a count is not an integer, ``stages`` is not a sequence, ``dtype`` is no dtype, or
         ``momentum`` or ``eps`` is no number.
-      ValueError: a count is not positive, a choice is not one of those above, ``momentum`` is not
-        from 0 to 1, or ``eps`` is NaN.
+      ValueError: a count is not positive, ``remat`` is negative, a choice is not one of those
+        above, ``momentum`` is not from 0 to 1, or ``eps`` is NaN.
     """
 
     stages: tuple[int, ...]
@@ -87,6 +95,7 @@ class Config:
     momentum: float = 0.9
     eps: float = 1e-5
     zero_init: bool = True
+    remat: int = 0
 
     def __post_init__(self):
         try:
@@ -102,6 +111,9 @@ class Config:
             raise ValueError("resnet: stages is empty; there must be one stage or more")
         for name in ("width", "classes", "channels"):
             set_(name, _positive(name, getattr(self, name)))
+        set_("remat", integer("resnet", "remat", self.remat))
+        if self.remat < 0:
+            raise ValueError(f"resnet: remat is {self.remat}; it must be 0 or more")
         check_choice("resnet", "block", self.block, tuple(_SIZES))
         check_choice("resnet", "stem", self.stem, _STEMS)
         set_("dtype", dtype_name("resnet", self.dtype))
@@ -120,9 +132,98 @@ def _positive(name: str, value) -> int:
 
 
 RESNET18 = Config((2, 2, 2, 2), "basic")
-RESNET50 = Config((3, 4, 6, 3), "bottleneck")
+# In two blocks of 16: then a training step needs no more memory than plain JAX's.
+RESNET50 = Config((3, 4, 6, 3), "bottleneck", remat=2)
 # For images of a few pixels, such as handwritten digits: it trains on a CPU in seconds.
 SMALL = Config((1, 1, 1), "basic", width=16, classes=10, channels=1, stem="small", dtype="float32")
+
+
+# ---- max pooling ---------------------------------------------------------------------------------
+
+
+def plain_max_pool(x) -> jax.Array:
+    """The maxima of 3x3 windows at stride 2, ``[n, h, w, c]`` to ``[n, ceil(h/2), ceil(w/2), c]``.
+
+    The padding is one row or column of minus infinity on all sides. Its gradient, XLA's
+    select-and-scatter, keeps ``x`` and looks for the maxima again.
+    """
+    padding = ((0, 0), (1, 1), (1, 1), (0, 0))
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
+
+
+@jax.custom_jvp
+def max_pool(x) -> jax.Array:
+    """:func:`plain_max_pool`, whose gradient keeps no array but a byte per maximum: where it was.
+
+    The gradient goes to the same elements, of equal ones in a window to the first.
+    """
+    return functools.reduce(jax.lax.max, _window_elements(x))
+
+
+@max_pool.defjvp
+def _max_pool_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return max_pool(x), _elements_at(_places(jax.lax.stop_gradient(x)), dx)
+
+
+def _places(x):
+    """Where in its window each maximum is, from 0 to 8, row by row; the first of equal ones."""
+    best, *rest = _window_elements(x)
+    place = jnp.zeros_like(best, jnp.uint8)
+    for k, value in enumerate(rest, 1):
+        stays = best >= value  # not of a NaN, as XLA has it: the gradient goes to what is behind
+        place = jnp.where(stays, place, jnp.uint8(k))
+        best = jnp.where(stays, best, value)
+    return place
+
+
+_NOWHERE = 9
+# Which row an even and an odd one are in the window of their number, and in the next one.
+_PLACES = (np.array([1, 2]), np.array([_NOWHERE, 0]))
+
+
+def _window_elements(x) -> list:
+    """The nine elements of each window, row by row, as arrays of the result's shape."""
+    n, h, w, c = x.shape
+    high, wide = (h + 1) // 2, (w + 1) // 2
+    outside = jnp.asarray(-jnp.inf, x.dtype)
+    x = jax.lax.pad(x, outside, ((0, 0, 0), (1, 1, 0), (1, 1, 0), (0, 0, 0)))
+    return [
+        jax.lax.slice(x, (0, i, j, 0), (n, i + 2 * high - 1, j + 2 * wide - 1, c), (1, 2, 2, 1))
+        for i in range(3)
+        for j in range(3)
+    ]
+
+
+# Under jax.checkpoint, so that a gradient keeps the places, not the masks that are made of them.
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _elements_at(place, x):
+    """Of each window of ``x``, the element at its place, as :func:`_places` gives it.
+
+    It is written for its transpose, the gradient, in which an element adds what the windows that it
+    is in have for it. Of rows, and so of columns, an even one ``2 r`` is only in window ``r``, as
+    its row 1, an odd one ``2 r + 1`` is row 2 of window ``r`` and row 0 of window ``r + 1``. So
+    there are four windows to look at, and for each a table of the place that an element has in it,
+    by the parities of its row and column. XLA makes one loop of that, of four loads per element.
+    """
+    n, h, w, c = x.shape
+    zero = jnp.zeros((), x.dtype)
+    x = jax.lax.pad(x, zero, ((0, 0, 0), (0, h % 2, 0), (0, w % 2, 0), (0, 0, 0)))
+    # By window and parity.
+    spec = explicit_spec(jax.typeof(x).sharding, 4)
+    spec = spec and (*spec[:2], None, spec[2], None, spec[3])
+    x = reshape(x, (n, (h + 1) // 2, 2, (w + 1) // 2, 2, c), spec)
+    parts = []
+    for below in (0, 1):
+        for right in (0, 1):
+            of_row, of_column = _PLACES[below], _PLACES[right]
+            wanted = np.minimum(3 * of_row[:, None] + of_column, _NOWHERE).astype(np.uint8)
+            shift = ((0, 0, 0), (-below, below, 0), (-right, right, 0), (0, 0, 0))
+            there = jax.lax.pad(place, jnp.uint8(_NOWHERE), shift)[:, :, None, :, None]
+            found = jnp.where(there == wanted[:, None, :, None], x, zero).sum((2, 4))
+            back = ((0, 0, 0), (below, -below, 0), (right, -right, 0), (0, 0, 0))
+            parts.append(jax.lax.pad(found, zero, back))
+    return functools.reduce(jnp.add, parts)
 
 
 # ---- batch norms ---------------------------------------------------------------------------------
@@ -134,10 +235,16 @@ class BatchNorm(NamedTuple):
     Attributes:
       training: like :func:`jax_fastops.batch_norm`.
       inference: like :func:`jax_fastops.batch_norm_inference`.
+      max_pool: like :func:`plain_max_pool`, which it is if not given.
+      again: like :func:`jax_fastops.batch_norm_inference`: gives a result of ``training`` once
+        more, from its statistics, where ``Config.remat`` asks for it. If it is ``None``, as for
+        plain JAX, all results are kept.
     """
 
     training: Callable
     inference: Callable
+    max_pool: Callable = plain_max_pool
+    again: Callable | None = None
 
 
 def plain_batch_norm(
@@ -199,7 +306,7 @@ def plain_batch_norm_inference(
     return jax.nn.relu(y) if activation == "relu" else y
 
 
-FASTOPS = BatchNorm(batch_norm, batch_norm_inference)
+FASTOPS = BatchNorm(batch_norm, batch_norm_inference, max_pool, again=batch_norm_inference)
 PLAIN = BatchNorm(plain_batch_norm, plain_batch_norm_inference)
 
 
@@ -367,22 +474,26 @@ def apply(
         options = dict(eps=config.eps, residual=residual, activation=activation)
         scale, bias = params["scale"], params["bias"]
         if not train:
-            running = (statistics["mean"], statistics["var"])
-            y = batch_norm.inference(x, *running, scale, bias, **options)
-            return (y, y) if fork else y, statistics
+            made_of = (x, statistics["mean"], statistics["var"], scale, bias)
+            y = batch_norm.inference(*made_of, **options)
+            return (y, y) if fork else y, statistics, made_of
         y, mean, var = batch_norm.training(
             x, scale, bias, axis_name=axis_name, fork=fork, **options
         )
         batch = jax.lax.stop_gradient({"mean": mean, "var": var})
-        return y, jax.tree.map(functools.partial(_running, config.momentum), statistics, batch)
+        new = jax.tree.map(functools.partial(_running, config.momentum), statistics, batch)
+        return y, new, (x, mean, var, scale, bias)
 
     new = {}
     x = jnp.asarray(images).astype(config.dtype)
     x = _conv(x, params["conv1"], 2 if config.stem == "imagenet" else 1)
-    x, new["bn1"] = norm(x, params["bn1"], statistics["bn1"])
+    x, new["bn1"], _ = norm(x, params["bn1"], statistics["bn1"])
     if config.stem == "imagenet":
-        x = _max_pool(x)
+        x = batch_norm.max_pool(x)
     users, last = (x, x), (len(config.stages) - 1, config.stages[-1] - 1)
+    again = None
+    if batch_norm.again is not None:
+        again = functools.partial(batch_norm.again, eps=config.eps, activation="relu")
     for stage in range(len(config.stages)):
         name = f"layer{stage + 1}"
         new[name] = []
@@ -394,6 +505,7 @@ def apply(
                 _SIZES[config.block],
                 functools.partial(norm, fork=(stage, index) != last),
                 norm,
+                again if sum(config.stages[:stage]) + index < config.remat else None,
             )
             new[name].append(found)
     x = users
@@ -403,23 +515,26 @@ def apply(
     return jnp.dot(x, kernel, preferred_element_type=wide) + bias, new
 
 
-def _block(users, params: dict, statistics: dict, stride: int, sizes, last_norm, norm):
+def _block(users, params: dict, statistics: dict, stride: int, sizes, last_norm, norm, again):
     """What ``last_norm`` gives, and the new statistics, from what the block's two users get."""
     new = {}
     x, shortcut = users
     if "downsample" in params:
         given, running = params["downsample"], statistics["downsample"]["bn"]
         shortcut = _conv(shortcut, given["conv"], stride)
-        shortcut, found = norm(shortcut, given["bn"], running, activation=None)
+        shortcut, found, _ = norm(shortcut, given["bn"], running, activation=None)
         new["downsample"] = {"bn": found}
-    strided = sizes.index(3) + 1
-    for k in range(1, len(sizes) + 1):
-        bn = f"bn{k}"
-        x = _conv(x, params[f"conv{k}"], stride if k == strided else 1)
-        if k < len(sizes):
-            x, new[bn] = norm(x, params[bn], statistics[bn])
+    strides = [stride if k == sizes.index(3) else 1 for k in range(len(sizes))]
+    x = _conv(x, params["conv1"], strides[0])
+    for k in range(1, len(sizes)):
+        bn, behind = f"bn{k}", (params[f"conv{k + 1}"], strides[k])
+        x, new[bn], made_of = norm(x, params[bn], statistics[bn])
+        if again is None:
+            x = _conv(x, *behind)
         else:
-            x, new[bn] = last_norm(x, params[bn], statistics[bn], shortcut)
+            x = _conv_of_made(again, x, *behind, made_of)
+    bn = f"bn{len(sizes)}"
+    x, new[bn], _ = last_norm(x, params[bn], statistics[bn], shortcut)
     return x, new
 
 
@@ -435,10 +550,25 @@ def _conv(x, params: dict, stride: int):
     )
 
 
-def _max_pool(x):
-    """Of 3x3 windows at stride 2."""
-    padding = ((0, 0), (1, 1), (1, 1), (0, 0))
-    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3))
+def _conv_of_made(make: Callable, x, params: dict, stride: int, made_of: tuple):
+    """``_conv(x, params, stride)`` of an ``x`` that ``make(*made_of)`` is too.
+
+    The gradient of the kernel keeps ``made_of`` rather than ``x``.
+    """
+    return _conv(x, params, stride)
+
+
+@_conv_of_made.defjvp
+def _conv_of_made_jvp(make, stride, primals, tangents):
+    (x, params, made_of), (dx, dparams, _) = primals, tangents
+
+    @jax.checkpoint
+    def of_kernel(made_of, dparams):
+        return _conv(make(*made_of), dparams, stride)
+
+    dy = _conv(dx, params, stride) + of_kernel(made_of, dparams)
+    return _conv_of_made(make, x, params, stride, made_of), dy
 
 
 def _running(momentum: float, old, batch):
