@@ -27,8 +27,8 @@ Other questions, each with a file of its own:
 
 ``--kernels``    which kernels does the forward of one layer launch?
 ``--profile``    where does the time of a step go, by kernel?
-``--devices N``  data parallel on N devices, at the same batch on each: what of N times the
-                 throughput of one is reached, and which collectives are there?
+``--devices N``  data parallel on N devices, at the same batch on each: how many times the
+                 throughput of one (their mean) is reached, and which collectives are there?
 
 On an H100 everything takes about five minutes, most of it to compile 24 programs of twelve layers,
 which ``--jobs`` threads do at a time; ``--rows`` measures less.
@@ -64,7 +64,8 @@ MIB = 2**20
 PHASES = ("step", "inference", "model")
 ATTENTIONS = ("softmax", "xla", "cudnn")
 MASKED = 0.15  # of the tokens, in the loss of "model"
-CALLS = 5  # of a step, one behind the other, in a sample of --devices
+CALLS = 5  # of a step, in a profile
+CALLS_OF_A_SAMPLE = 20  # of a step, one behind the other, with --devices
 TOP = 25  # kernels that --profile lists
 
 # The ops, and what chooses between the kernels and XLA.
@@ -707,10 +708,10 @@ class Parallel(Contender):
     def seconds(self) -> float:
         """Of a step, of several that are launched one behind the other, as in a training."""
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(CALLS_OF_A_SAMPLE):
             self()
         jax.block_until_ready(self.outputs)
-        return (time.perf_counter() - start) / CALLS
+        return (time.perf_counter() - start) / CALLS_OF_A_SAMPLE
 
 
 def scale(setting: Setting, options: argparse.Namespace, results: dict, path: Path) -> None:
@@ -736,24 +737,27 @@ def scaled(
     name: str, row: Row, setting: Setting, options: argparse.Namespace, manual: bool
 ) -> dict:
     many = jax.devices()[: options.devices]
-    programs = [Parallel(name, row, setting, many[:1])]
-    programs.append(Parallel(name, row, setting, many, manual))
-    with ThreadPoolExecutor(min(2, options.jobs)) as pool:
+    programs = [Parallel(name, row, setting, many, manual)]
+    # Each by itself: two of a kind are not equally fast, and together they go at the slower's pace.
+    programs += [Parallel(name, row, setting, [device]) for device in many]
+    with ThreadPoolExecutor(min(len(programs), options.jobs)) as pool:
         list(pool.map(lambda program: program.compile(), programs))
     samples: list[list[float]] = [[] for _ in programs]
     for program in programs:
         program.seconds()
     for turn in range(options.repeats):
-        for index in (0, 1) if turn % 2 else (1, 0):
+        for index in range(len(programs))[:: 1 if turn % 2 else -1]:
             samples[index].append(programs[index].seconds())
-    one, all_ = (statistics.median(times) for times in samples)
+    all_, *each = (statistics.median(times) for times in samples)
+    one = statistics.mean(each)
     return {
         "devices": len(many),
         "one_us": one * 1e6,
+        "each_us": [seconds * 1e6 for seconds in each],
         "all_us": all_ * 1e6,
         "min_us": [min(times) * 1e6 for times in samples],
         "throughput": len(many) * one / all_,
-        "collectives": collectives(programs[1].compiled.as_text()),
+        "collectives": collectives(programs[0].compiled.as_text()),
     }
 
 
@@ -776,8 +780,8 @@ def _nbytes(shape: tuple[str, str]) -> int:
 
 
 def show_scaling(entry: dict) -> None:
-    one, all_ = (f"{entry[key] / 1e3:.3f} ms" for key in ("one_us", "all_us"))
-    times = f"one device {one}, {entry['devices']} devices {all_}"
+    each = " and ".join(f"{us / 1e3:.3f}" for us in entry["each_us"])
+    times = f"one device {each} ms, {entry['devices']} devices {entry['all_us'] / 1e3:.3f} ms"
     found = ", ".join(
         f"{v['count']} {kind} ({v['bytes'] / MIB:.1f} MiB)"
         for kind, v in entry["collectives"].items()
