@@ -28,7 +28,8 @@ Other questions, each with a file of its own:
 ``--kernels``    which kernels does the forward of one layer launch?
 ``--profile``    where does the time of a step go, by kernel?
 ``--devices N``  data parallel on N devices, at the same batch on each: how many times the
-                 throughput of one (their mean) is reached, and which collectives are there?
+                 throughput of one (the mean of their times) is reached, and which collectives are
+                 there?
 
 On an H100 everything takes about five minutes, most of it to compile 24 programs of twelve layers,
 which ``--jobs`` threads do at a time; ``--rows`` measures less.

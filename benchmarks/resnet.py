@@ -1,12 +1,12 @@
-"""What does a ResNet gain from fused batch norms? ``python -m benchmarks.resnet``
+"""What does a ResNet gain from this package? ``python -m benchmarks.resnet``
 
 The whole training step of ResNet-50 (forward, backward, SGD with momentum) on a batch of 128 images
 of 224 x 224 in bfloat16, compiled once for each of:
 
-``ours``     with this package's batch norms
-``plain``    with ``resnet.PLAIN``, batch norm in jax.numpy
-``without``  with nothing in place of batch norm but the addition and the ReLU behind it: what the
-             rest of the step costs
+``ours``     with this package's batch norms and max pooling, and ``Config.remat``
+``plain``    with ``resnet.PLAIN``, batch norm in jax.numpy and XLA's max pooling
+``without``  as ``plain``, with nothing in place of batch norm but the addition and the ReLU behind
+             it: what the rest of the step costs
 
 Steps are timed in turns, and their temporary memory is XLA's figure for the compiled program. Then
 ours and plain JAX's are trained for 50 steps on one batch of random images, from the same start.

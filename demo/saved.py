@@ -46,7 +46,7 @@ def by_functions(functions: Sequence[Callable], forward: Callable) -> int:
 
         return call
 
-    jax.eval_shape(lambda: forward(*map(counted, functions)))
+    jax.eval_shape(lambda: forward(*(function and counted(function) for function in functions)))
     return total
 
 

@@ -76,7 +76,8 @@ class Config:
       remat: in how many blocks, from the first one on, the backward computes the results of the
         inner batch norms again, from their input and statistics, rather than keeping them. The
         gradients of the convolutions behind them need them. It saves those results' bytes, and
-        costs a pass over each that reads and writes as many. See ``BatchNorm.again``.
+        costs a pass over each that reads and writes as many. More than there are means all of them;
+        where there is no ``BatchNorm.again`` it changes nothing.
 
     Raises:
       TypeError: a count is not an integer, ``stages`` is not a sequence, ``dtype`` is no dtype, or
@@ -155,8 +156,23 @@ def plain_max_pool(x) -> jax.Array:
 def max_pool(x) -> jax.Array:
     """:func:`plain_max_pool`, whose gradient keeps no array but a byte per maximum: where it was.
 
-    The gradient goes to the same elements, of equal ones in a window to the first.
+    The gradient goes to the same elements, of equal ones in a window to the first. In a window with
+    a NaN it goes to an element that is not specified.
+
+    Args:
+      x: array ``[n, h, w, c]`` of a floating dtype.
+
+    Returns:
+      The maxima, ``[n, ceil(h/2), ceil(w/2), c]``, in the dtype of ``x``.
+
+    Raises:
+      TypeError: ``x`` is not of a floating dtype.
+      ValueError: ``x`` is not of four dimensions.
     """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"max_pool: x has dtype {x.dtype}; it must be a floating dtype")
+    if x.ndim != 4:
+        raise ValueError(f"max_pool: x has shape {x.shape}; it must be [n, h, w, c]")
     return functools.reduce(jax.lax.max, _window_elements(x))
 
 
@@ -171,7 +187,7 @@ def _places(x):
     best, *rest = _window_elements(x)
     place = jnp.zeros_like(best, jnp.uint8)
     for k, value in enumerate(rest, 1):
-        stays = best >= value  # not of a NaN, as XLA has it: the gradient goes to what is behind
+        stays = best >= value  # False of a NaN, as in XLA's: the gradient goes to what is behind
         place = jnp.where(stays, place, jnp.uint8(k))
         best = jnp.where(stays, best, value)
     return place
@@ -187,9 +203,10 @@ def _window_elements(x) -> list:
     n, h, w, c = x.shape
     high, wide = (h + 1) // 2, (w + 1) // 2
     outside = jnp.asarray(-jnp.inf, x.dtype)
-    x = jax.lax.pad(x, outside, ((0, 0, 0), (1, 1, 0), (1, 1, 0), (0, 0, 0)))
+    # Two behind, so that where there are no windows their slices are within bounds too.
+    x = jax.lax.pad(x, outside, ((0, 0, 0), (1, 2, 0), (1, 2, 0), (0, 0, 0)))
     return [
-        jax.lax.slice(x, (0, i, j, 0), (n, i + 2 * high - 1, j + 2 * wide - 1, c), (1, 2, 2, 1))
+        jax.lax.slice(x, (0, i, j, 0), (n, i + 2 * high, j + 2 * wide, c), (1, 2, 2, 1))
         for i in range(3)
         for j in range(3)
     ]
@@ -218,6 +235,7 @@ def _elements_at(place, x):
         for right in (0, 1):
             of_row, of_column = _PLACES[below], _PLACES[right]
             wanted = np.minimum(3 * of_row[:, None] + of_column, _NOWHERE).astype(np.uint8)
+            # Beyond the last window both are _NOWHERE: `back` cuts off what is found there.
             shift = ((0, 0, 0), (-below, below, 0), (-right, right, 0), (0, 0, 0))
             there = jax.lax.pad(place, jnp.uint8(_NOWHERE), shift)[:, :, None, :, None]
             found = jnp.where(there == wanted[:, None, :, None], x, zero).sum((2, 4))
@@ -237,8 +255,8 @@ class BatchNorm(NamedTuple):
       inference: like :func:`jax_fastops.batch_norm_inference`.
       max_pool: like :func:`plain_max_pool`, which it is if not given.
       again: like :func:`jax_fastops.batch_norm_inference`: gives a result of ``training`` once
-        more, from its statistics, where ``Config.remat`` asks for it. If it is ``None``, as for
-        plain JAX, all results are kept.
+        more, up to rounding, from its statistics, where ``Config.remat`` asks for it. If it is
+        ``None``, as for plain JAX, all results are kept.
     """
 
     training: Callable
@@ -450,8 +468,8 @@ def apply(
       config: the :class:`Config` that parameters and statistics were made with.
       train: whether batch norms use this batch's statistics and update the running ones, or use
         the running ones.
-      batch_norm: the batch norms' implementation: ``FASTOPS``, ``PLAIN``, or a :class:`BatchNorm`
-        of two functions.
+      batch_norm: the batch norms and the max pooling: ``FASTOPS``, ``PLAIN``, or a
+        :class:`BatchNorm`.
       axis_name: in training, name of a mapped axis (of ``jax.shard_map`` or ``jax.vmap``), or a
         tuple of them, over which the batch is spread.
 

@@ -33,7 +33,7 @@ struct BiasAct {
 };
 
 template <typename Act>
-void LoadBiasActOf(const std::function<void(const void*)>& load) {
+void LoadBiasActOf(const KernelLoader::Loading& load) {
   LoadElementwiseForward<BiasAct<Act>>(load);
   LoadElementwiseBackward<BiasAct<Act>>(load);
 }
@@ -54,7 +54,7 @@ cudaError_t BiasActBackwardOf(const BroadcastShape& shape, DType dtype, const vo
 
 // The launchers of an activation, in its source file.
 #define FASTOPS_INSTANTIATE_BIAS_ACT(Act)                                                        \
-  template void LoadBiasActOf<Act>(const std::function<void(const void*)>&);                     \
+  template void LoadBiasActOf<Act>(const KernelLoader::Loading&);                                \
   template cudaError_t BiasActForwardOf<Act>(const BroadcastShape&, DType, const Operand[2],     \
                                              void*, cudaStream_t);                               \
   template cudaError_t BiasActBackwardOf<Act>(const BroadcastShape&, DType, const void*,         \

@@ -5,9 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include <functional>
-
 #include "broadcast.h"
+#include "cuda/load_kernels.h"
 #include "dtype.h"
 #include "elementwise.h"
 
@@ -19,7 +18,7 @@ struct Silu;
 
 // Gives every kernel of an activation to `load`.
 template <typename Act>
-void LoadBiasActOf(const std::function<void(const void*)>& load);
+void LoadBiasActOf(const KernelLoader::Loading& load);
 
 template <typename Act>
 cudaError_t BiasActForwardOf(const BroadcastShape& shape, DType dtype, const Operand operands[2],

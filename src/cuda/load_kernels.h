@@ -15,6 +15,11 @@ class KernelLoader {
   // What a family hands its kernels to. The first error is kept.
   class Loading {
    public:
+    Loading() = default;
+    // A copy would keep its errors to itself.
+    Loading(const Loading&) = delete;
+    Loading& operator=(const Loading&) = delete;
+
     // Loads a kernel; null stands for none.
     void operator()(const void* kernel) const {
       if (kernel == nullptr || error_ != cudaSuccess) return;
@@ -28,28 +33,28 @@ class KernelLoader {
       if (error_ == cudaSuccess) error_ = outcome;
     }
 
+    cudaError_t error() const { return error_; }
     bool failed() const { return error_ != cudaSuccess; }
 
    private:
-    friend class KernelLoader;
-
+    // Mutable: families take what they are handed by constant reference.
     mutable cudaError_t error_ = cudaSuccess;
   };
 
-  // Calls `visit` with a Loading for the current device. After the first call on a device that
-  // succeeded it costs nothing.
+  // Calls `visit` with a Loading for the current device. Once that has succeeded on a device, a
+  // call there costs nothing.
   template <typename Visit>
   cudaError_t Load(const Visit& visit) {
     int device;
     cudaError_t error = cudaGetDevice(&device);
     if (error != cudaSuccess) return error;
     if (device < kMaxDevices && loaded_[device].load(std::memory_order_acquire)) return cudaSuccess;
-    const Loading loading;
+    const Loading loading{};
     visit(loading);
     if (loading.failed()) {
       // Reported here, not a second time by the next launch.
       cudaGetLastError();
-      return loading.error_;
+      return loading.error();
     }
     // Two threads that get here at once have both loaded everything: harmless.
     if (device < kMaxDevices) loaded_[device].store(true, std::memory_order_release);

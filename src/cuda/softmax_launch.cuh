@@ -514,7 +514,7 @@ cudaError_t LoadKernels() {
     const auto load_shared = [&](auto function, bool cluster) {
       const void* kernel = reinterpret_cast<const void*>(function);
       load(kernel);
-      if (kernel == nullptr) return;
+      if (kernel == nullptr || load.failed()) return;
       load.Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       limits.shared_bytes));
       if (cluster) {
