@@ -44,14 +44,14 @@ def regenerate(
 ) -> dict:
     """Measure, and merge this platform's entries into the table at ``path``."""
     _, timer = measure.clock(clock)
+    platform = platform_name()
     table = json.loads(path.read_text()) if path.exists() else {}
     for op in (op for op in ops if not op.kernel_of):
         known = dict.fromkeys(dtype for layout in op.of_size(sizes[0]) for dtype in layout.dtypes)
         for dtype in (dtype for dtype in known if not dtypes or dtype in dtypes):
             for row, found in thresholds(op, dtype, timer, rounds, sizes, log).items():
-                place = row, platform_name(), dtype
-                entries = table.setdefault(row, {}).setdefault(platform_name(), {})
-                entries[dtype] = found | BY_HAND.get(place, {})
+                entries = table.setdefault(row, {}).setdefault(platform, {})
+                entries[dtype] = found | BY_HAND.get((row, platform, dtype), {})
     path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
     return table
 
