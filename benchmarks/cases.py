@@ -765,6 +765,10 @@ BATCHES = (
 ROWS = Layout("rows", (65536, 1024), (4096, 1024), options={"axis": -1})
 
 
+def _row_of_batches(name: str) -> Callable[[Layout], str]:
+    return lambda layout: name if layout.options["axis"] == -1 else f"{name}_axis"
+
+
 def _batches_of_size(elements: int) -> tuple[Layout, ...]:
     """Channels last and first, rows, and channels that are no multiple of a vector; with a ReLU
     or without, and with a residual."""
@@ -1003,6 +1007,7 @@ OPS = (
             differentiated=(0, 1, 2, 3),
             slack=1e-3 if activation else 5e-5,
             of_size=_batches_of_size,
+            table_row=_row_of_batches("batch_norm"),
         )
         for name, kernel_of, activation, residual in (
             ("batch_norm", "", None, False),
@@ -1023,6 +1028,7 @@ OPS = (
         slack=1e-3,
         fuses=True,
         of_size=_inferences_of_size,
+        table_row=_row_of_batches("batch_norm_inference"),
     ),
     Op(
         name="lerp",

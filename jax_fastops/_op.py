@@ -195,11 +195,12 @@ class Op:
             k.name for k in self.kernels
         )
 
-    def left_to_xla(self, *arrays, **options) -> bool:
+    def left_to_xla(self, *arrays, like=None, **options) -> bool:
         """Whether the op is traced as its reference, under which XLA may fuse it as it likes.
 
         ``auto`` does so where the kernel gains nothing on the default platform, neither alone nor
-        in a gradient.
+        in a gradient. ``like`` has the shape and dtype in which the op sees the largest of the
+        arrays, where that is not their own.
         """
         implementation = _implementation.current()
         if implementation == "xla" or any(map(_compat.has_partial_sums, arrays)):
@@ -209,7 +210,7 @@ class Op:
         platform = lowering_platform(jax.default_backend())
         if not (self.supports(platform) and _native.runs_here(platform)):
             return True
-        largest = max(arrays, key=size_of)
+        largest = max(arrays, key=size_of) if like is None else like
         if self._broadcasts:  # to what may be larger than any of them
             shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
             largest = jax.ShapeDtypeStruct(shape, arrays[0].dtype)

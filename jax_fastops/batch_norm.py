@@ -1,8 +1,8 @@
 """Batch norm, with the residual and the ReLU that often follow it.
 
 Training takes two passes each way: the forward reads the input for the statistics, which are merged
-from shifted sums, and again to normalise it, but for what a GPU's chip holds meanwhile; the
-backward reads input and cotangent for two sums per channel, and again for the gradient. Between
+from shifted sums, and again to normalise it; the backward reads input and cotangent for two sums
+per channel, and again for the gradient; both but for what a GPU's chip holds meanwhile. Between
 them live the input, the statistics, and one bit per element for the ReLU.
 
 Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
@@ -90,6 +90,13 @@ def _backward_kernel(mask: bool, scale: bool) -> Kernel:
     operands = ["... n"] * 2 + ["... ceil(n/8)"] * mask
     operands += ["... c"] * (2 + scale) + ["... 2 c"] + ["... c"] * 2
     return Kernel.declare("batch_norm_bwd", f"{', '.join(operands)} -> ... n")
+
+
+@functools.cache
+def _gradient_kernel(mask: bool, scale: bool, workspace: int) -> Kernel:
+    operands = ["... n"] * 2 + ["... ceil(n/8)"] * mask + ["... c"] * (4 + scale)
+    results = f"... n, ... 2 c :acc, ... {workspace} :acc"
+    return Kernel.declare("batch_norm_grad", f"{', '.join(operands)} -> {results}")
 
 
 class _Groups:
@@ -252,6 +259,21 @@ def _backward(x, dy, mask, mean, var, scale, sums, dmean, dvar, *, eps):
     return groups.join(dx)
 
 
+def _gradient(x, dy, mask, mean, var, scale, dmean, dvar, *, eps):
+    """Both together, of what is one group: the averages, and dx."""
+    groups = _Groups(x, mask is not None)
+    kernel = _gradient_kernel(mask is not None, scale is not None, groups.workspace())
+    values = [mean, var, *([] if scale is None else [scale]), dmean, dvar]
+    dx, sums, _ = kernel(
+        *(groups.split(a) for a in (x, dy, mask) if a is not None),
+        *map(groups.spread, values),
+        eps=np.float64(eps),
+        **groups.sizes,
+        **flags(mask=mask is not None, scale=scale is not None),
+    )
+    return sums, groups.join(dx)
+
+
 # ---- references ----------------------------------------------------------------------------------
 
 
@@ -279,6 +301,19 @@ def _statistics_reference(x, *, channels=_CHANNELS):
     x, axes = _wide(x), _others(x, channels)
     mean = jnp.mean(x, axes)
     return mean, jnp.mean(jnp.square(x - _along(mean, channels)), axes)
+
+
+def _statistics_pullback(kept, cts):
+    x, mean = kept
+    dmean, dvar = (_along(ct / _count(x, _CHANNELS), _CHANNELS) for ct in cts)
+    return ((dmean + 2 * dvar * (_wide(x) - _along(mean, _CHANNELS))).astype(x.dtype),)
+
+
+def _statistics_pushforward(kept, tangents):
+    (x, mean), (dx,) = kept, map(_wide, tangents)
+    axes = _others(x, _CHANNELS)
+    centred = _wide(x) - _along(mean, _CHANNELS)
+    return jnp.mean(dx, axes), 2 * jnp.mean(centred * dx, axes)
 
 
 def _factor(var, scale, eps: float):
@@ -455,6 +490,10 @@ def _gradients(kept, cts, wanted, *, eps, relu, fork):
     n = _count(x, _CHANNELS)
     # What several read is written by the pass that first has it; the second one then reads that.
     write = (fork and (wanted[0] or wanted[-1])) or (relu and wanted[-1])
+    if wanted[0] and not write and not _Groups(x, relu).lead:
+        # Those of several groups are merged before dx is computed.
+        sums, dx = _gradient(x, dys[0], mask, mean, var, scale, dmean / n, dvar / n, eps=eps)
+        return dx, *_parameter_gradients(sums, n, var, eps), dys[0]
     sums, *g = _sums(x, dys, mask, mean, var, scale, eps, dresidual=write)
     dy, mask = (g[0], None) if write else (dys[0], mask)
     gradients = _parameter_gradients(sums, n, var, eps)
@@ -476,6 +515,17 @@ def _inference_gradients(kept, cts, wanted, *, eps, relu):
     return dx, *statistics, masked[0] if split else cts[0]
 
 
+def _table_row(name: str, x, **options) -> str:
+    """XLA is slower where neighbours differ in their channel. A symbolic size counts as larger."""
+    return name if x.shape[-1:] == (1,) else f"{name}_axis"
+
+
+def seen(x, at: int) -> jax.ShapeDtypeStruct:
+    """How the ops see an array whose channels are at axis ``at``, but for its batch."""
+    shape = (math.prod(x.shape[:at]), x.shape[at], math.prod(x.shape[at + 1 :]))
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
 _TRAINING_IN = f"{_X}, c, c, {_X}"
 _STATISTICS_OUT = "c :acc, c :acc"
 
@@ -486,20 +536,25 @@ _STATISTICS = Op(
     kernels=(_statistics_kernel(0, 0),),
     forward=_statistics,
     forward_saving=_statistics,
+    residuals=lambda args, outs, saved: (*args, outs[0]),
+    pullback=_statistics_pullback,
+    pushforward=_statistics_pushforward,
     independent=False,
-    table_row=lambda x, **options: "batch_norm",
+    table_row=functools.partial(_table_row, "batch_norm"),
 )
 
 _TRAINING = Op(
     "batch_norm",
     f"{_TRAINING_IN} -> {_X}, {_STATISTICS_OUT}",
     _reference,
+    table_row=functools.partial(_table_row, "batch_norm"),
     kernels=(
         _forward_kernel(0, 0, False, False, 0),
         _statistics_kernel(0, 0),
         _apply_kernel(0, False, False),
         _sums_kernel(1, False, False, False, False, 0),
         _backward_kernel(False, False),
+        _gradient_kernel(False, False, 0),
     ),
     forward=_forward,
     save=_save,
@@ -515,6 +570,7 @@ _INFERENCE = Op(
     "batch_norm_inference",
     f"{_X}, c, c, c, c, {_X} -> {_X}",
     _inference_reference,
+    table_row=functools.partial(_table_row, "batch_norm_inference"),
     kernels=(_apply_kernel(0, False, False), _sums_kernel(1, False, False, True, False, 0)),
     forward=_inference_forward,
     save=_inference_save,
@@ -561,7 +617,7 @@ def _call(op: Op, x, at: int, values, residual, **options):
     given = [a for a in (x, *values, residual) if a is not None]
     viewed = None
     trivial = 0 in x.shape or _count(x, at - x.ndim) == 1  # nothing to read, or to sum
-    if not (trivial or op.left_to_xla(*given, **options)) and _fixed(x, at):
+    if not (trivial or op.left_to_xla(*given, like=seen(x, at), **options)) and _fixed(x, at):
         viewed = _view(x, at, options.get("relu", False))
     arrays = (x,) if op is _STATISTICS else (x, residual)
     if viewed is None:
@@ -683,15 +739,21 @@ def batch_norm(
     if axis_name is None:
         *ys, mean, var = _call(_TRAINING, x, at, values, residual, fork=fork, **options)
     else:
-        mean, var = _over_axis(_call(_STATISTICS, x, at, [], None), axis_name)
+        mean, var = statistics(x, at, axis_name)
         y = _call(_INFERENCE, x, at, [mean, var, *values], residual, **options)
         ys = _twice_if(fork, y)
     return tuple(ys) if fork else ys[0], mean, var
 
 
-def _over_axis(statistics, axis_name):
+def statistics(x, axis: int, axis_name=None) -> tuple[jax.Array, jax.Array]:
+    """The mean and biased variance of :func:`batch_norm` alone, which differentiate as there."""
+    mean, var = _call(_STATISTICS, x, axis % x.ndim, [], None)
+    return (mean, var) if axis_name is None else _over_axis(mean, var, axis_name)
+
+
+def _over_axis(mean, var, axis_name):
     """The statistics of all parts of a mapped axis together, from those of each."""
-    both = jnp.stack(statistics)
+    both = jnp.stack([mean, var])
     parts = jax.lax.psum(1, axis_name)
     mine = jnp.arange(parts) == jax.lax.axis_index(axis_name)
     alone = jnp.where(mine[:, None, None], both, jnp.zeros_like(both))

@@ -32,7 +32,7 @@ from jax_fastops import _implementation
 from jax_fastops._arguments import FLOATING
 from jax_fastops._kernel import size_of
 from jax_fastops._op import ops
-from jax_fastops.batch_norm import batch_norm, batch_norm_inference
+from jax_fastops.batch_norm import batch_norm, batch_norm_inference, seen
 from jax_fastops.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from jax_fastops.relu import relu
 
@@ -252,7 +252,8 @@ class BatchNorm(_flax.BatchNorm):
         given = _operands(self, x, statistics, parameters)
         if given is None:
             return None
-        options = dict(eps=float(self.epsilon), relu=self.activation == "relu")
+        like = seen(given.x, axes[0])
+        options = dict(eps=float(self.epsilon), relu=self.activation == "relu", like=like)
         if average:
             arrays = (given.x, *given.statistics, *given.parameters)
             left = _left_to_flax("batch_norm_inference", *arrays, **options)

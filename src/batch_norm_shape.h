@@ -119,6 +119,48 @@ struct BatchNormBackwardArrays {
   void* dx = nullptr;
 };
 
+// The two together, without dy2 and dresidual: the sums are a result.
+struct BatchNormGradientArrays {
+  const void* x = nullptr;
+  const void* dy = nullptr;
+  const void* mask = nullptr;  // null: all set
+  const void* mean = nullptr;
+  const void* var = nullptr;
+  const void* scale = nullptr;  // null: 1
+  const void* dmean = nullptr;
+  const void* dvar = nullptr;
+  void* dx = nullptr;
+  void* sums = nullptr;  // [groups, 2, channels]
+  void* workspace = nullptr;
+  int64_t workspace_size = 0;
+
+  BatchNormSumsArrays of_sums() const {
+    BatchNormSumsArrays arrays;
+    arrays.x = x;
+    arrays.dy = dy;
+    arrays.mask = mask;
+    arrays.mean = mean;
+    arrays.sums = sums;
+    arrays.workspace = workspace;
+    arrays.workspace_size = workspace_size;
+    return arrays;
+  }
+  BatchNormBackwardArrays of_dx() const {
+    BatchNormBackwardArrays arrays;
+    arrays.x = x;
+    arrays.dy = dy;
+    arrays.mask = mask;
+    arrays.mean = mean;
+    arrays.var = var;
+    arrays.scale = scale;
+    arrays.sums = sums;
+    arrays.dmean = dmean;
+    arrays.dvar = dvar;
+    arrays.dx = dx;
+    return arrays;
+  }
+};
+
 // The accumulators of workspace that a group needs at least: room for two numbers of double for
 // each channel that a block has, of a block for each piece of a row. More of it lets the work be
 // spread over more blocks. jax_fastops/batch_norm.py allocates it.

@@ -1,7 +1,6 @@
 // Which batch norms take the resident kernel, and how it is built.
 #include "cuda/batch_norm_forward.h"
 
-#include <atomic>
 #include <cstdint>
 
 #include "cuda/batch_norm.h"
@@ -35,7 +34,7 @@ const void* KernelOf(DType dtype, bool residual) {
 }
 
 bool MakePlan(const BatchNormShape& shape, DType dtype, const ResidentDevice& device,
-              int64_t workspace_size, ResidentPlan* plan) {
+              int64_t workspace_size, GridPlan* plan) {
   switch (dtype) {
     case DType::kF32:
       return MakeResidentPlan<float, Config>(shape, device, workspace_size, plan);
@@ -49,40 +48,21 @@ bool MakePlan(const BatchNormShape& shape, DType dtype, const ResidentDevice& de
   return false;
 }
 
-// What the current device offers, 0 processors if it cannot run the kernels. Prepares all of them
-// when it is first asked about a device.
 cudaError_t Prepare(ResidentDevice* offer) {
-  constexpr int kMaxDevices = 256;
-  static std::atomic<uint64_t> known[kMaxDevices];  // 0: not yet
-  int device;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  const bool kept = device < kMaxDevices;
-  uint64_t packed = kept ? known[device].load(std::memory_order_acquire) : 0;
-  if (packed == 0) {
-    *offer = {};
-    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-      for (const bool residual : {false, true}) {
-        error = PrepareResident(KernelOf(dtype, residual), Config::kBlocks, offer);
-        if (error == cudaErrorNotSupported) *offer = {};
-        if (error != cudaSuccess) break;
-      }
-      if (error != cudaSuccess) break;
-    }
-    if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
-    packed = uint64_t{1} << 63 | uint64_t{static_cast<uint32_t>(offer->processors)} << 32 |
-             static_cast<uint32_t>(offer->shared_bytes);
-    // Two threads that get here at once have both prepared everything: harmless.
-    if (kept) known[device].store(packed, std::memory_order_release);
-  }
-  offer->processors = static_cast<int>(packed >> 32 & 0x7fffffff);
-  offer->shared_bytes = static_cast<int>(packed & 0xffffffff);
-  return cudaSuccess;
+  static ResidentOffers offers;
+  return offers.Get(
+      Config::kBlocks,
+      [](const auto& prepare) {
+        for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+          for (const bool residual : {false, true}) prepare(KernelOf(dtype, residual));
+        }
+      },
+      offer);
 }
 
 // Whether one launch can do it, and was measured to be faster than three; then its plan.
 bool Pays(const BatchNormShape& shape, DType dtype, bool residual, const ResidentDevice& device,
-          int64_t workspace_size, ResidentPlan* plan) {
+          int64_t workspace_size, GridPlan* plan) {
   // Of less than that the barriers are the longest part.
   constexpr int64_t kLeastBytes = 4 << 20;
   const int64_t bytes = shape.groups * shape.group_size() * static_cast<int64_t>(DTypeSize(dtype));
@@ -102,11 +82,12 @@ cudaError_t BatchNormForward(const BatchNormShape& shape, DType dtype, double ep
   ResidentDevice device;
   const cudaError_t error = Prepare(&device);
   if (error != cudaSuccess) return error;
-  ResidentPlan plan = {};
+  GridPlan plan;
   if (AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.residual, arrays.y) &&
       Pays(shape, dtype, residual, device, arrays.workspace_size, &plan)) {
-    SetArrays(arrays, eps, relu, &plan.params);
-    const cudaError_t launched = LaunchResident(KernelOf(dtype, residual), plan, stream);
+    const cudaError_t launched =
+        LaunchGrid(KernelOf(dtype, residual), MakeResidentParams(shape, plan, arrays, eps, relu),
+                   plan, stream);
     // Of a device that is shared there may be less than its attributes say.
     if (launched != cudaErrorCooperativeLaunchTooLarge) return launched;
   }

@@ -11,6 +11,8 @@
 //                          -> [dx], [dresidual], sums[..., 2, c], workspace
 //   batch_norm_bwd         x, dy, [mask], mean, var, [scale], sums, dmean[..., c], dvar
 //                          -> dx
+//   batch_norm_grad        x, dy, [mask], mean, var, [scale], dmean[..., c], dvar
+//                          -> dx, sums[..., 2, c], workspace
 // Each group's n elements are [outer, channels, inner]. They come flat: XLA may copy an array with
 // a dimension of size 1 to give it another layout of the same bytes.
 //
@@ -230,6 +232,26 @@ inline ffi::Error ReadBatchNormBackward(const char* op, const ffi::RemainingArgs
   arrays->dmean = read.Channels("dmean");
   arrays->dvar = read.Channels("dvar");
   arrays->dx = read.ArrayResult("dx");
+  return read.Finish(call);
+}
+
+inline ffi::Error ReadBatchNormGradient(const char* op, const ffi::RemainingArgs& args,
+                                        const ffi::RemainingRets& rets,
+                                        const ffi::Dictionary& attributes, BatchNormCall* call,
+                                        BatchNormGradientArrays* arrays) {
+  BatchNormReader read(op, args, rets, attributes);
+  call->eps = read.Number("eps");
+  arrays->x = read.Array("x");
+  arrays->dy = read.Array("dy");
+  if (read.Flag("mask")) arrays->mask = read.Mask("mask");
+  arrays->mean = read.Channels("mean");
+  arrays->var = read.Channels("var");
+  if (read.Flag("scale")) arrays->scale = read.Channels("scale");
+  arrays->dmean = read.Channels("dmean");
+  arrays->dvar = read.Channels("dvar");
+  arrays->dx = read.ArrayResult("dx");
+  arrays->sums = read.SumsResult("sums");
+  arrays->workspace = read.WorkspaceResult("workspace", &arrays->workspace_size);
   return read.Finish(call);
 }
 

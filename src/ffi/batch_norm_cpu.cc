@@ -64,6 +64,18 @@ ffi::Error BackwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rema
   return ffi::Error::Success();
 }
 
+ffi::Error GradientImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        ffi::Dictionary attributes) {
+  BatchNormCall call;
+  BatchNormGradientArrays arrays;
+  FASTOPS_RETURN_IF_ERROR(
+      ReadBatchNormGradient("batch_norm_grad", args, rets, attributes, &call, &arrays));
+  XlaExecutor executor(pool);
+  cpu::BatchNormSums(call.shape, call.dtype, call.eps, arrays.of_sums(), executor);
+  cpu::BatchNormBackward(call.shape, call.dtype, call.eps, arrays.of_dx(), executor);
+  return ffi::Error::Success();
+}
+
 XLA_FFI_DEFINE_HANDLER(
     kBatchNormForward, ForwardImpl,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
@@ -79,12 +91,16 @@ XLA_FFI_DEFINE_HANDLER(
 XLA_FFI_DEFINE_HANDLER(
     kBatchNormBackward, BackwardImpl,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(
+    kBatchNormGradient, GradientImpl,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 
 FASTOPS_REGISTER_CPU("jax_fastops.batch_norm_fwd", kBatchNormForward);
 FASTOPS_REGISTER_CPU("jax_fastops.batch_norm_statistics", kBatchNormStatistics);
 FASTOPS_REGISTER_CPU("jax_fastops.batch_norm_apply", kBatchNormApply);
 FASTOPS_REGISTER_CPU("jax_fastops.batch_norm_sums", kBatchNormSums);
 FASTOPS_REGISTER_CPU("jax_fastops.batch_norm_bwd", kBatchNormBackward);
+FASTOPS_REGISTER_CPU("jax_fastops.batch_norm_grad", kBatchNormGradient);
 
 }  // namespace
 }  // namespace jax_fastops

@@ -3,6 +3,7 @@
 
 #include "cuda/batch_norm.h"
 #include "cuda/batch_norm_forward.h"
+#include "cuda/batch_norm_gradient.h"
 #include "ffi/batch_norm_buffers.h"
 #include "ffi/handler_cuda.h"
 #include "ffi/registry.h"
@@ -57,23 +58,35 @@ ffi::Error BackwardImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
   return ToError(kOp, cuda::BatchNormBackward(call.shape, call.dtype, call.eps, arrays, stream));
 }
 
+ffi::Error GradientImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        ffi::Dictionary attributes) {
+  constexpr char kOp[] = "batch_norm_grad";
+  BatchNormCall call;
+  BatchNormGradientArrays arrays;
+  FASTOPS_RETURN_IF_ERROR(ReadBatchNormGradient(kOp, args, rets, attributes, &call, &arrays));
+  return ToError(kOp, cuda::BatchNormGradient(call.shape, call.dtype, call.eps, arrays, stream));
+}
+
 FASTOPS_CUDA_INITIALIZE(kInitializeForward, "batch_norm_fwd", cuda::LoadBatchNormForwardKernels);
 FASTOPS_CUDA_INITIALIZE(kInitializeStatistics, "batch_norm_statistics",
                         cuda::LoadBatchNormStatisticsKernels);
 FASTOPS_CUDA_INITIALIZE(kInitializeApply, "batch_norm_apply", cuda::LoadBatchNormApplyKernels);
 FASTOPS_CUDA_INITIALIZE(kInitializeSums, "batch_norm_sums", cuda::LoadBatchNormSumsKernels);
 FASTOPS_CUDA_INITIALIZE(kInitializeBackward, "batch_norm_bwd", cuda::LoadBatchNormBackwardKernels);
+FASTOPS_CUDA_INITIALIZE(kInitializeGradient, "batch_norm_grad", cuda::LoadBatchNormGradientKernels);
 FASTOPS_CUDA_HANDLER(kForward, ForwardImpl);
 FASTOPS_CUDA_HANDLER(kStatistics, StatisticsImpl);
 FASTOPS_CUDA_HANDLER(kApply, ApplyImpl);
 FASTOPS_CUDA_HANDLER(kSums, SumsImpl);
 FASTOPS_CUDA_HANDLER(kBackward, BackwardImpl);
+FASTOPS_CUDA_HANDLER(kGradient, GradientImpl);
 
 FASTOPS_REGISTER("jax_fastops.batch_norm_fwd", kForward, kInitializeForward);
 FASTOPS_REGISTER("jax_fastops.batch_norm_statistics", kStatistics, kInitializeStatistics);
 FASTOPS_REGISTER("jax_fastops.batch_norm_apply", kApply, kInitializeApply);
 FASTOPS_REGISTER("jax_fastops.batch_norm_sums", kSums, kInitializeSums);
 FASTOPS_REGISTER("jax_fastops.batch_norm_bwd", kBackward, kInitializeBackward);
+FASTOPS_REGISTER("jax_fastops.batch_norm_grad", kGradient, kInitializeGradient);
 
 }  // namespace
 }  // namespace jax_fastops

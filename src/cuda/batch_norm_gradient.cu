@@ -1,0 +1,111 @@
+// Which batch norms' backwards take the resident kernel, and how it is built.
+#include "cuda/batch_norm_gradient.h"
+
+#include <cstdint>
+
+#include "cuda/batch_norm.h"
+#include "cuda/batch_norm_resident_gradient.cuh"
+
+namespace jax_fastops::cuda {
+namespace {
+
+using namespace batch_norm;  // NOLINT: this file is a part of it
+
+using Config = ResidentConfig<2, 8, 2>;
+
+template <typename T>
+const void* KernelFor(bool mask) {
+  return mask ? reinterpret_cast<const void*>(GradientKernel<T, true, Config>)
+              : reinterpret_cast<const void*>(GradientKernel<T, false, Config>);
+}
+
+const void* KernelOf(DType dtype, bool mask) {
+  switch (dtype) {
+    case DType::kF32:
+      return KernelFor<float>(mask);
+    case DType::kBF16:
+      return KernelFor<__nv_bfloat16>(mask);
+    case DType::kF16:
+      return KernelFor<__half>(mask);
+    case DType::kF64:
+      break;
+  }
+  return nullptr;
+}
+
+bool MakePlan(const BatchNormShape& shape, DType dtype, const ResidentDevice& device,
+              int64_t workspace_size, GridPlan* plan) {
+  switch (dtype) {
+    case DType::kF32:
+      return MakeGradientPlan<float, Config>(shape, device, workspace_size, plan);
+    case DType::kBF16:
+      return MakeGradientPlan<__nv_bfloat16, Config>(shape, device, workspace_size, plan);
+    case DType::kF16:
+      return MakeGradientPlan<__half, Config>(shape, device, workspace_size, plan);
+    case DType::kF64:
+      break;
+  }
+  return false;
+}
+
+cudaError_t Prepare(ResidentDevice* offer) {
+  static ResidentOffers offers;
+  return offers.Get(
+      Config::kBlocks,
+      [](const auto& prepare) {
+        for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+          for (const bool mask : {false, true}) prepare(KernelOf(dtype, mask));
+        }
+      },
+      offer);
+}
+
+// Whether one launch can do it, and was measured to be faster than three; then its plan.
+bool Pays(const BatchNormShape& shape, DType dtype, bool mask, const ResidentDevice& device,
+          int64_t workspace_size, GridPlan* plan) {
+  // Of less than that the barriers are the longest part.
+  constexpr int64_t kLeastBytes = 4 << 20;
+  const int64_t element = static_cast<int64_t>(DTypeSize(dtype));
+  const int64_t bytes = 2 * shape.groups * shape.group_size() * element;
+  if (bytes < kLeastBytes || device.processors == 0 ||
+      !MakePlan(shape, dtype, device, workspace_size, plan)) {
+    return false;
+  }
+  // 16-bit units, whose arithmetic is the same for half of the bytes, wait longer for their words
+  // of the mask, and for the longest share.
+  const bool narrow = element < 4;
+  return plan->spread >= (narrow ? 0.86 : 0.78) && plan->kept >= (narrow && mask ? 0.13 : 0.05);
+}
+
+}  // namespace
+
+cudaError_t BatchNormGradient(const BatchNormShape& shape, DType dtype, double eps,
+                              const BatchNormGradientArrays& arrays, cudaStream_t stream) {
+  if (IsEmpty(shape)) return cudaSuccess;
+  ResidentDevice device;
+  const cudaError_t error = Prepare(&device);
+  if (error != cudaSuccess) return error;
+  GridPlan plan;
+  if (AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dx) &&
+      IsAligned(arrays.mask) &&
+      Pays(shape, dtype, arrays.mask != nullptr, device, arrays.workspace_size, &plan)) {
+    const cudaError_t launched =
+        LaunchGrid(KernelOf(dtype, arrays.mask != nullptr),
+                   MakeGradientParams(shape, plan, arrays, eps), plan, stream);
+    // Of a device that is shared there may be less than its attributes say.
+    if (launched != cudaErrorCooperativeLaunchTooLarge) return launched;
+  }
+  const cudaError_t launched = BatchNormSums(shape, dtype, eps, arrays.of_sums(), stream);
+  if (launched != cudaSuccess) return launched;
+  return BatchNormBackward(shape, dtype, eps, arrays.of_dx(), stream);
+}
+
+cudaError_t LoadBatchNormGradientKernels() {
+  ResidentDevice device;
+  cudaError_t error = Prepare(&device);
+  if (error == cudaSuccess) error = LoadBatchNormSumsKernels();
+  if (error == cudaSuccess) error = LoadBatchNormBackwardKernels();
+  return error;
+}
+
+}  // namespace jax_fastops::cuda
