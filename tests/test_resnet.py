@@ -200,6 +200,33 @@ def test_twins_agree(kind):
     assert min(np.linalg.norm(g) for g in jax.tree.leaves(ours["gradients"])) > 1e-4
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_the_stem_pools_before_it_normalises(train):
+    """A normalisation keeps the order of elements or turns it round, so that nothing changes."""
+    params, statistics = start(BASIC)
+    scale = params["bn1"]["scale"]
+    params = params | {"bn1": params["bn1"] | {"scale": scale.at[1::3].multiply(-1)}}
+    scales = []
+
+    def pool(x, scale=None):
+        scales.append(scale)
+        return resnet.max_pool(x, scale)
+
+    ours = resnet.FASTOPS._replace(max_pool=pool)
+    found = []
+    for implementation in (ours, ours._replace(statistics=None), resnet.PLAIN):
+        if train:
+            run = training_step(BASIC, implementation)
+        else:
+            options = dict(config=BASIC, train=False, batch_norm=implementation)
+            run = lambda p, s, images, _, o=options: resnet.apply(p, s, images, **o)  # noqa: E731
+        with fo.use_implementation("native"):
+            found.append(jax.jit(run)(params, statistics, *batch(BASIC)))
+    assert [scale is not None for scale in scales] == [True, False]
+    for other in found[1:]:
+        assert_close(found[0], other, 5e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [resnet.RESNET18, resnet.RESNET50], ids=["18", "50"])
 def test_twins_agree_in_full_depth(full):
@@ -371,9 +398,13 @@ def with_gradient(pool):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [(2, 8, 10, 3), (2, 7, 9, 3), (3, 1, 2, 1)], ids=str)
-def test_max_pool(shape, dtype):
-    """It is XLA's, and so is its gradient, of equal elements and at the edges too."""
-    runs = [jax.jit(with_gradient(pool)) for pool in POOLS]
+@pytest.mark.parametrize("scale", [None, -2.0, 0.0], ids=str)
+def test_max_pool(shape, dtype, scale):
+    """It is XLA's, and so is its gradient, of equal elements and at the edges too. With a negative
+    scale it is the minimum."""
+    scales = None if scale is None else jnp.full(shape[-1:], scale).at[2:].set(1)
+    pools = [functools.partial(pool, scale=scales) for pool in POOLS]
+    runs = [jax.jit(with_gradient(pool)) for pool in pools]
     for content in CONTENTS:
         given = pool_operands(content, shape, dtype)
         (y, dx), (y_plain, dx_plain) = (run(*given) for run in runs)
@@ -385,8 +416,12 @@ def test_max_pool(shape, dtype):
         # In a window with a NaN any element may have it.
         known = ~in_windows_of_nan(np.isnan(given[0].astype(jnp.float32)))
         np.testing.assert_array_equal(*(a[known] for a in wide[2:]), err_msg=content)
-        alone = np.asarray(resnet.max_pool(given[0]), np.float32)  # not differentiated
+        alone = np.array(pools[0](given[0]), np.float32)  # not differentiated
         np.testing.assert_array_equal(alone, wide[0])
+        if scale is not None:
+            turned = given[0].at[..., :2].multiply(np.sign(scale) or 1)
+            alone[..., :2] *= np.sign(scale) or 1
+            np.testing.assert_array_equal(alone, resnet.max_pool(turned).astype(np.float32))
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 8, 3), (2, 0, 4, 3), (2, 5, 0, 3), (2, 8, 8, 0)], ids=str)

@@ -29,6 +29,7 @@ from jax_fastops._arguments import FLOATING, epsilon, integer, real_number
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, reshape
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
+from jax_fastops.batch_norm import statistics as batch_norm_statistics
 from jax_fastops.models._checks import check_choice, check_tree, dtype_name
 
 __all__ = [
@@ -142,18 +143,20 @@ SMALL = Config((1, 1, 1), "basic", width=16, classes=10, channels=1, stem="small
 # ---- max pooling ---------------------------------------------------------------------------------
 
 
-def plain_max_pool(x) -> jax.Array:
+def plain_max_pool(x, scale=None) -> jax.Array:
     """The maxima of 3x3 windows at stride 2, ``[n, h, w, c]`` to ``[n, ceil(h/2), ceil(w/2), c]``.
 
     The padding is one row or column of minus infinity on all sides. Its gradient, XLA's
-    select-and-scatter, keeps ``x`` and looks for the maxima again.
+    select-and-scatter, keeps ``x`` and looks for the maxima again. Arguments are those of
+    :func:`max_pool`. They are not checked.
     """
-    padding = ((0, 0), (1, 1), (1, 1), (0, 0))
-    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
+    sign, padding = _sign(scale, x.dtype), ((0, 0), (1, 1), (1, 1), (0, 0))
+    x = _times(sign, x)
+    y = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
+    return _times(sign, y)
 
 
-@jax.custom_jvp
-def max_pool(x) -> jax.Array:
+def max_pool(x, scale=None) -> jax.Array:
     """:func:`plain_max_pool`, whose gradient keeps no array but a byte per maximum: where it was.
 
     The gradient goes to the same elements, of equal ones in a window to the first. In a window with
@@ -161,6 +164,8 @@ def max_pool(x) -> jax.Array:
 
     Args:
       x: array ``[n, h, w, c]`` of a floating dtype.
+      scale: array ``[c]``, or ``None``: what the result will be multiplied by. Where that is
+        negative, the minima are taken: they are then the maxima.
 
     Returns:
       The maxima, ``[n, ceil(h/2), ceil(w/2), c]``, in the dtype of ``x``.
@@ -173,13 +178,26 @@ def max_pool(x) -> jax.Array:
         raise TypeError(f"max_pool: x has dtype {x.dtype}; it must be a floating dtype")
     if x.ndim != 4:
         raise ValueError(f"max_pool: x has shape {x.shape}; it must be [n, h, w, c]")
-    return functools.reduce(jax.lax.max, _window_elements(x))
+    return _pool(x, _sign(scale, x.dtype))
 
 
-@max_pool.defjvp
-def _max_pool_jvp(primals, tangents):
-    (x,), (dx,) = primals, tangents
-    return max_pool(x), _elements_at(_places(jax.lax.stop_gradient(x)), dx)
+@jax.custom_jvp
+def _pool(x, sign):
+    return _times(sign, functools.reduce(jax.lax.max, _window_elements(_times(sign, x))))
+
+
+@_pool.defjvp
+def _pool_jvp(primals, tangents):
+    (x, sign), (dx, _) = primals, tangents
+    return _pool(x, sign), _elements_at(_places(_times(sign, jax.lax.stop_gradient(x))), dx)
+
+
+def _sign(scale, dtype):
+    return None if scale is None else jnp.where(scale < 0, -1, 1).astype(dtype)
+
+
+def _times(sign, x):
+    return x if sign is None else sign * x
 
 
 def _places(x):
@@ -257,12 +275,17 @@ class BatchNorm(NamedTuple):
       again: like :func:`jax_fastops.batch_norm_inference`: gives a result of ``training`` once
         more, up to rounding, from its statistics, where ``Config.remat`` asks for it. If it is
         ``None``, as for plain JAX, all results are kept.
+      statistics: the ``mean`` and ``var`` of ``training``, from ``(x, axis, axis_name)``. If it is
+        given, the stem pools what it then normalises, a quarter of the elements: max pooling picks
+        the same ones before as behind what keeps their order. Of elements that a 16-bit result does
+        not tell apart the gradient then goes to the largest, not to the first.
     """
 
     training: Callable
     inference: Callable
     max_pool: Callable = plain_max_pool
     again: Callable | None = None
+    statistics: Callable | None = None
 
 
 def plain_batch_norm(
@@ -324,7 +347,9 @@ def plain_batch_norm_inference(
     return jax.nn.relu(y) if activation == "relu" else y
 
 
-FASTOPS = BatchNorm(batch_norm, batch_norm_inference, max_pool, again=batch_norm_inference)
+FASTOPS = BatchNorm(
+    batch_norm, batch_norm_inference, max_pool, batch_norm_inference, batch_norm_statistics
+)
 PLAIN = BatchNorm(plain_batch_norm, plain_batch_norm_inference)
 
 
@@ -488,6 +513,10 @@ def apply(
     """
     _check(params, statistics, images, config, batch_norm)
 
+    def updated(running, mean, var):
+        batch = jax.lax.stop_gradient({"mean": mean, "var": var})
+        return jax.tree.map(functools.partial(_running, config.momentum), running, batch)
+
     def norm(x, params, statistics, residual=None, activation="relu", fork=False):
         options = dict(eps=config.eps, residual=residual, activation=activation)
         scale, bias = params["scale"], params["bias"]
@@ -498,16 +527,28 @@ def apply(
         y, mean, var = batch_norm.training(
             x, scale, bias, axis_name=axis_name, fork=fork, **options
         )
-        batch = jax.lax.stop_gradient({"mean": mean, "var": var})
-        new = jax.tree.map(functools.partial(_running, config.momentum), statistics, batch)
-        return y, new, (x, mean, var, scale, bias)
+        return y, updated(statistics, mean, var), (x, mean, var, scale, bias)
+
+    def norm_and_pool(x, params, running):
+        if batch_norm.statistics is None:
+            y, found, _ = norm(x, params, running)
+            return batch_norm.max_pool(y), found
+        mean, var, found = running["mean"], running["var"], running
+        if train:
+            mean, var = batch_norm.statistics(x, -1, axis_name)
+            found = updated(running, mean, var)
+        scale, bias = params["scale"], params["bias"]
+        x = batch_norm.max_pool(x, scale)
+        options = dict(eps=config.eps, activation="relu")
+        return batch_norm.inference(x, mean, var, scale, bias, **options), found
 
     new = {}
     x = jnp.asarray(images).astype(config.dtype)
-    x = _conv(x, params["conv1"], 2 if config.stem == "imagenet" else 1)
-    x, new["bn1"], _ = norm(x, params["bn1"], statistics["bn1"])
+    first = (params["bn1"], statistics["bn1"])
     if config.stem == "imagenet":
-        x = batch_norm.max_pool(x)
+        x, new["bn1"] = norm_and_pool(_conv(x, params["conv1"], 2), *first)
+    else:
+        x, new["bn1"], _ = norm(_conv(x, params["conv1"], 1), *first)
     users, last = (x, x), (len(config.stages) - 1, config.stages[-1] - 1)
     again = None
     if batch_norm.again is not None:
