@@ -277,9 +277,9 @@ def _gradient(x, dy, mask, mean, var, scale, dmean, dvar, *, eps):
 # ---- references ----------------------------------------------------------------------------------
 
 
-def _along(values, channels: int):
-    """Values of each channel, to be broadcast against an array whose channels are there."""
-    return values.reshape(*values.shape, *(1,) * (-channels - 1))
+def _along(values, x, channels: int = _CHANNELS):
+    """Values of each channel, to be broadcast against ``x``, whose channels are there."""
+    return values.reshape((1,) * (x.ndim + channels) + values.shape + (1,) * (-channels - 1))
 
 
 def _others(x, channels: int) -> tuple[int, ...]:
@@ -300,20 +300,22 @@ def _statistics_reference(x, *, channels=_CHANNELS):
     """Mean and biased variance of each channel, in two passes."""
     x, axes = _wide(x), _others(x, channels)
     mean = jnp.mean(x, axes)
-    return mean, jnp.mean(jnp.square(x - _along(mean, channels)), axes)
+    return mean, jnp.mean(jnp.square(x - _along(mean, x, channels)), axes)
 
 
 def _statistics_pullback(kept, cts):
     x, mean = kept
-    dmean, dvar = (_along(ct / _count(x, _CHANNELS), _CHANNELS) for ct in cts)
-    return ((dmean + 2 * dvar * (_wide(x) - _along(mean, _CHANNELS))).astype(x.dtype),)
+    dmean, dvar = (_along(ct / _count(x, _CHANNELS), x) for ct in cts)
+    return ((dmean + 2 * dvar * (_wide(x) - _along(mean, x))).astype(x.dtype),)
 
 
 def _statistics_pushforward(kept, tangents):
     (x, mean), (dx,) = kept, map(_wide, tangents)
     axes = _others(x, _CHANNELS)
-    centred = _wide(x) - _along(mean, _CHANNELS)
-    return jnp.mean(dx, axes), 2 * jnp.mean(centred * dx, axes)
+    dmean = jnp.mean(dx, axes)
+    centred = _wide(x) - _along(mean, x)
+    # The mean of `centred` is that of its rounding, and `dx` may have a far larger one.
+    return dmean, 2 * jnp.mean(centred * (dx - _along(dmean, x)), axes)
 
 
 def _factor(var, scale, eps: float):
@@ -323,9 +325,9 @@ def _factor(var, scale, eps: float):
 
 def _before_activation(x, mean, var, scale, bias, residual, eps, channels):
     """In the accumulator's dtype."""
-    z = (_wide(x) - _along(mean, channels)) * _along(_factor(var, scale, eps), channels)
+    z = (_wide(x) - _along(mean, x, channels)) * _along(_factor(var, scale, eps), x, channels)
     if bias is not None:
-        z = z + _along(bias.astype(z.dtype), channels)
+        z = z + _along(bias.astype(z.dtype), x, channels)
     return z if residual is None else z + residual.astype(z.dtype)
 
 
@@ -385,7 +387,7 @@ def _parts(kept, relu: bool):
 def _sums_reference(x, dy, mask, mean):
     """What :func:`_sums` averages, g and ``x - mean``, and the averages."""
     g, axes = _masked(mask, dy), _others(x, _CHANNELS)
-    centred = _wide(x) - _along(mean.astype(g.dtype), _CHANNELS)
+    centred = _wide(x) - _along(mean.astype(g.dtype), x)
     return g, centred, jnp.stack([jnp.mean(g, axes), jnp.mean(g * centred, axes)])
 
 
@@ -396,10 +398,8 @@ def _pullback(kept, cts, *, eps, relu, fork):
     g, centred, sums = _sums_reference(x, dy, mask, mean)
     n = _count(x, _CHANNELS)
     slope = sums[1] / (var + eps)
-    dx = _along(_factor(var, scale, eps), _CHANNELS) * (
-        g - _along(sums[0], _CHANNELS) - centred * _along(slope, _CHANNELS)
-    )
-    dx = dx + _along(dmean / n, _CHANNELS) + centred * _along(2 * dvar / n, _CHANNELS)
+    dx = _along(_factor(var, scale, eps), x) * (g - _along(sums[0], x) - centred * _along(slope, x))
+    dx = dx + _along(dmean / n, x) + centred * _along(2 * dvar / n, x)
     return dx.astype(x.dtype), *_parameter_gradients(sums, n, var, eps), g.astype(x.dtype)
 
 
@@ -413,10 +413,7 @@ def _pushforward(kept, tangents, *, eps, relu, fork):
     if dx is None:
         dmean, dvar = jnp.zeros_like(mean), jnp.zeros_like(var)
     else:
-        axes = _others(x, _CHANNELS)
-        dmean = jnp.mean(_wide(dx), axes)
-        centred = _wide(x) - _along(mean, _CHANNELS)
-        dvar = 2 * jnp.mean(centred * (_wide(dx) - _along(dmean, _CHANNELS)), axes)
+        dmean, dvar = _statistics_pushforward((x, mean), (dx,))
     kept = (x, scale, *([] if mask is None else [mask]), mean, var)
     moving = (dx, dmean, dvar, *rest)
     dy = _inference_pushforward(kept, moving, eps=eps, relu=relu)
@@ -427,7 +424,7 @@ def _inference_pullback(kept, cts, *, eps, relu):
     x, scale, mask, mean, var = _parts(kept, relu)
     g, _, sums = _sums_reference(x, *cts, mask, mean)
     factor = _factor(var.astype(g.dtype), scale, eps)
-    dx = (g * _along(factor, _CHANNELS)).astype(x.dtype)
+    dx = (g * _along(factor, x)).astype(x.dtype)
     given = _inference_sums(sums, _count(x, _CHANNELS), var, scale, eps)
     return dx, *given, g.astype(x.dtype)
 
@@ -444,7 +441,7 @@ def _inference_pushforward(kept, tangents, *, eps, relu):
     x, scale, mask, mean, var = _parts(kept, relu)
     dx, dmean, dvar, dscale, dbias, dresidual = tangents
     wide = accumulator_dtype(x.dtype)
-    along = lambda values: _along(values.astype(wide), _CHANNELS)  # noqa: E731
+    along = lambda values: _along(values.astype(wide), x)  # noqa: E731
     centred, var = _wide(x) - along(mean), var.astype(wide)
     rstd, factor = jax.lax.rsqrt(var + eps), _factor(var, scale, eps)
     dz = jnp.zeros_like(centred)
@@ -521,7 +518,8 @@ def _table_row(name: str, x, **options) -> str:
 
 
 def seen(x, at: int) -> jax.ShapeDtypeStruct:
-    """How the ops see an array whose channels are at axis ``at``, but for its batch."""
+    """What an array whose channels are at axis ``at`` is to the table that ``auto`` goes by: the
+    ``[o, c, i]`` of the ops' ``[..., o, c, i]``, with the batch in ``o``."""
     shape = (math.prod(x.shape[:at]), x.shape[at], math.prod(x.shape[at + 1 :]))
     return jax.ShapeDtypeStruct(shape, x.dtype)
 
@@ -746,7 +744,10 @@ def batch_norm(
 
 
 def statistics(x, axis: int, axis_name=None) -> tuple[jax.Array, jax.Array]:
-    """The mean and biased variance of :func:`batch_norm` alone, which differentiate as there."""
+    """The mean and biased variance of :func:`batch_norm` alone, which differentiate as there.
+
+    Arguments are not checked.
+    """
     mean, var = _call(_STATISTICS, x, axis % x.ndim, [], None)
     return (mean, var) if axis_name is None else _over_axis(mean, var, axis_name)
 

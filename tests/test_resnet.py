@@ -359,7 +359,9 @@ def test_plain_batch_norm(axis, parameters):
 
 # ---- max pooling ---------------------------------------------------------------------------------
 
+IMAGE = np.zeros((1, 4, 4, 3), np.float32)
 POOLS = (resnet.max_pool, resnet.plain_max_pool)
+POOLS_BY_SCALE = tuple(functools.partial(pool, scale=np.float32([-1, 2])) for pool in POOLS)
 # Many equal elements; equal ones of unlike signs; windows of nothing but minus infinity; NaN.
 CONTENTS = {
     "integers": [-1, 0, 1],
@@ -431,15 +433,19 @@ def test_max_pool_of_nothing(shape):
 
 
 @pytest.mark.parametrize(
-    "x, error, text",
+    "x, scale, error, text",
     [
-        (np.zeros((1, 4, 4, 1), np.int32), TypeError, "max_pool: x has dtype int32; it must be"),
-        (np.zeros((4, 4, 1), np.float32), ValueError, r"max_pool: x has shape \(4, 4, 1\); it m"),
+        (np.zeros((1, 4, 4, 1), np.int32), None, TypeError, "max_pool: x has dtype int32; it must"),
+        (np.zeros((4, 4, 1), np.float32), None, ValueError, r"max_pool: x has shape \(4, 4, 1\);"),
+        (IMAGE, np.float32(1), ValueError, r"max_pool: scale has shape \(\); it must be \(3,\)"),
+        (IMAGE, np.ones(1, np.float32), ValueError, r"max_pool: scale has shape \(1,\); it must"),
+        (IMAGE, np.ones(3, np.int32), TypeError, "max_pool: scale has dtype int32"),
+        (IMAGE, [1.0, 2.0, 3.0], TypeError, "max_pool: scale"),
     ],
 )
-def test_max_pool_of_what_is_no_image(x, error, text):
+def test_max_pool_of_what_is_no_image(x, scale, error, text):
     with pytest.raises(error, match=text):
-        resnet.max_pool(x)
+        resnet.max_pool(x, scale)
 
 
 def test_max_pool_gives_all_gradients_to_one():
@@ -452,7 +458,8 @@ def test_max_pool_gives_all_gradients_to_one():
     np.testing.assert_array_equal(pullback(dy)[0][0, :, :, 0], wanted)
 
 
-def test_max_pool_derivatives():
+@pytest.mark.parametrize("pools", [POOLS, POOLS_BY_SCALE], ids=["plain", "scaled"])
+def test_max_pool_derivatives(pools):
     """Forward mode, both second orders, under vmap: what those of plain JAX are."""
     x, v = pool_operands("integers", (6, 6, 5, 2))[0].reshape(2, 3, 6, 5, 2), np.float32(0.3)
 
@@ -470,7 +477,7 @@ def test_max_pool_derivatives():
         }
 
     ours, plain = (
-        jax.vmap(functools.partial(derivatives, pool), (0, None))(x, v) for pool in POOLS
+        jax.vmap(functools.partial(derivatives, pool), (0, None))(x, v) for pool in pools
     )
     assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(ours)) > 0.1
     assert_close(ours, plain, 1e-6)
@@ -479,7 +486,8 @@ def test_max_pool_derivatives():
 def test_max_pool_keeps_places():
     """One byte for each result; nothing where nothing is differentiated."""
     x, _ = pool_operands("integers", (2, 8, 10, 3))
-    for pool in (resnet.max_pool, jax.jit(resnet.max_pool)):
+    scaled = functools.partial(resnet.max_pool, scale=np.float32([-1, 2, 1]))
+    for pool in (resnet.max_pool, jax.jit(resnet.max_pool), scaled):
         kept = [k for k in jax.tree.leaves(jax.vjp(pool, x)[1]) if k.size > 4]  # but tables
         assert [(k.shape, k.dtype) for k in kept] == [(pooled(x.shape), jnp.uint8)]
     kept = jax.tree.leaves(jax.vjp(jax.checkpoint(resnet.max_pool), x)[1])
@@ -487,16 +495,17 @@ def test_max_pool_keeps_places():
     assert "u8" not in str(jax.make_jaxpr(resnet.max_pool)(x))
 
 
+@pytest.mark.parametrize("pools", [POOLS, POOLS_BY_SCALE], ids=["plain", "scaled"])
 @pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
-def test_max_pool_sharded(kind):
+def test_max_pool_sharded(kind, pools):
     """Each device has its images' windows, and asks no other one."""
     if (count := device_count()) < 2:
         pytest.skip("needs two devices")
     mesh = make_mesh({"batch": count}, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
     given = pool_operands("integers", (2 * count, 7, 8, 2))
-    wanted = with_gradient(resnet.plain_max_pool)(*given)
+    wanted = with_gradient(pools[1])(*given)
     spread = jax.device_put(given, NamedSharding(mesh, P("batch")))
-    run = with_gradient(resnet.max_pool)
+    run = with_gradient(pools[0])
     with jax.set_mesh(mesh):
         if kind == "shard_map":
             run = jax.shard_map(run, in_specs=P("batch"), out_specs=P("batch"))
@@ -508,17 +517,18 @@ def test_max_pool_sharded(kind):
         np.testing.assert_array_equal(a, b)
 
 
-def test_max_pool_export():
+@pytest.mark.parametrize("pools", [POOLS, POOLS_BY_SCALE], ids=["plain", "scaled"])
+def test_max_pool_export(pools):
     """One program for batches of all sizes."""
     (n,) = jax.export.symbolic_shape("n")
     types = [
         jax.ShapeDtypeStruct(shape, jnp.float32)
         for shape in [(n, 7, 8, 2), (n, *pooled((1, 7, 8, 2))[1:])]
     ]
-    exported = jax.export.export(jax.jit(with_gradient(resnet.max_pool)))(*types)
+    exported = jax.export.export(jax.jit(with_gradient(pools[0])))(*types)
     exported = jax.export.deserialize(exported.serialize())
     given = pool_operands("integers", (3, 7, 8, 2))
-    wanted = with_gradient(resnet.plain_max_pool)(*given)
+    wanted = with_gradient(pools[1])(*given)
     jax.tree.map(np.testing.assert_array_equal, tuple(exported.call(*given)), wanted)
 
 
@@ -625,29 +635,32 @@ def test_remat_sharded(native, kind):
         return by_shard_map(mesh, config, resnet.FASTOPS)
 
     axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
-    found, program = over_devices(axis_type, make)
-    _, keeping = over_devices(axis_type, functools.partial(make, remat=0))
+    found, program = over_devices(axis_type, resnet.SMALL, make)
+    _, keeping = over_devices(axis_type, resnet.SMALL, functools.partial(make, remat=0))
     assert collectives(program) == collectives(keeping)
-    assert_close(jax.tree.map(np.asarray, found), on_one_device(), 2e-5)
+    assert_close(jax.tree.map(np.asarray, found), on_one_device(resnet.SMALL), 2e-5)
 
 
 # ---- several devices -----------------------------------------------------------------------------
 
 
+NETS = {"small": resnet.SMALL, "imagenet_stem": dataclasses.replace(BASIC, stages=(1,))}
+
+
 @functools.cache
-def on_one_device():
-    given = (*start(resnet.SMALL), *batch(resnet.SMALL, 32, 8))
-    return jax.tree.map(np.asarray, jax.jit(training_step(resnet.SMALL, resnet.FASTOPS))(*given))
+def on_one_device(config):
+    given = (*start(config), *batch(config, 32, 8))
+    return jax.tree.map(np.asarray, jax.jit(training_step(config, resnet.FASTOPS))(*given))
 
 
-def over_devices(axis_type, make):
+def over_devices(axis_type, config, make):
     """Runs ``make(mesh)`` on a batch that lies on the mesh; what it gives, and its program."""
     if device_count() < 2:
         pytest.skip("needs two devices")
     mesh = make_mesh({"batch": device_count()}, axis_type)
     everywhere, spread = NamedSharding(mesh, P()), NamedSharding(mesh, P("batch"))
-    state = jax.device_put(start(resnet.SMALL), everywhere)
-    images = jax.device_put(batch(resnet.SMALL, 32, 8), spread)
+    state = jax.device_put(start(config), everywhere)
+    images = jax.device_put(batch(config, 32, 8), spread)
     with jax.set_mesh(mesh):
         compiled = jax.jit(make(mesh)).lower(*state, *images).compile()
         return compiled(*state, *images), compiled.as_text()
@@ -658,28 +671,30 @@ def norms(config) -> int:
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_sharded_batch(native, axis_type):
+@pytest.mark.parametrize("config", NETS.values(), ids=NETS)
+def test_sharded_batch(native, config, axis_type):
     """The statistics are those of the whole batch. Sums are communicated, and nothing else is."""
     found, program = over_devices(
-        axis_type, lambda mesh: training_step(resnet.SMALL, resnet.FASTOPS)
+        axis_type, config, lambda mesh: training_step(config, resnet.FASTOPS)
     )
     counts = collectives(program)
-    leaves = len(jax.tree.leaves(resnet.shapes(resnet.SMALL)[0]))
+    leaves = len(jax.tree.leaves(resnet.shapes(config)[0]))
     # Statistics, sums of the backward, gradients of all parameters, the loss.
-    assert 0 < counts.pop("all-reduce") <= 2 * norms(resnet.SMALL) + leaves + 1
+    assert 0 < counts.pop("all-reduce") <= 2 * norms(config) + leaves + 1
     assert not counts
     assert found["logits"].sharding.shard_shape(found["logits"].shape)[0] == 32 // device_count()
-    assert_close(jax.tree.map(np.asarray, found), on_one_device(), 2e-5)
+    assert_close(jax.tree.map(np.asarray, found), on_one_device(config), 2e-5)
 
 
+@pytest.mark.parametrize("config", NETS.values(), ids=NETS)
 @pytest.mark.parametrize("implementation", [resnet.FASTOPS, resnet.PLAIN], ids=["ours", "plain"])
-def test_shard_map(native, implementation):
+def test_shard_map(native, config, implementation):
     """The same with named axes; what is the same on all devices has a type that says so."""
     found, program = over_devices(
-        AxisType.Auto, lambda mesh: by_shard_map(mesh, resnet.SMALL, implementation)
+        AxisType.Auto, config, lambda mesh: by_shard_map(mesh, config, implementation)
     )
     assert set(collectives(program)) == {"all-reduce"}
-    assert_close(jax.tree.map(np.asarray, found), on_one_device(), 2e-5)
+    assert_close(jax.tree.map(np.asarray, found), on_one_device(config), 2e-5)
 
 
 # ---- what users do with it -----------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 ``init`` makes parameters and running statistics, pytrees of arrays; ``apply`` maps images to
 logits. Every batch norm is one call with the ReLU, or the residual's addition and the ReLU, that
-follow it. Which functions those are is an argument, so that a training on ``jax_fastops`` and one
-in plain JAX differ in nothing else::
+follow it; but the one in front of a max pooling may come behind it (``BatchNorm.statistics``).
+Which functions those are is an argument, so that a training on ``jax_fastops`` and one in plain JAX
+differ in nothing else::
 
     config = resnet.RESNET50
     params, statistics = resnet.init(jax.random.key(0), config)
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastops._arguments import FLOATING, epsilon, integer, real_number
+from jax_fastops._arguments import FLOATING, epsilon, integer, parameter, real_number
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, reshape
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
@@ -164,20 +165,22 @@ def max_pool(x, scale=None) -> jax.Array:
 
     Args:
       x: array ``[n, h, w, c]`` of a floating dtype.
-      scale: array ``[c]``, or ``None``: what the result will be multiplied by. Where that is
-        negative, the minima are taken: they are then the maxima.
+      scale: array ``[c]`` of a floating dtype, or ``None``: what the result will be multiplied by.
+        Where that is negative, the minima are taken: they are then the maxima.
 
     Returns:
       The maxima, ``[n, ceil(h/2), ceil(w/2), c]``, in the dtype of ``x``.
 
     Raises:
-      TypeError: ``x`` is not of a floating dtype.
-      ValueError: ``x`` is not of four dimensions.
+      TypeError: ``x`` or ``scale`` is not of a floating dtype.
+      ValueError: ``x`` is not of four dimensions, or ``scale`` is not of its channels.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"max_pool: x has dtype {x.dtype}; it must be a floating dtype")
     if x.ndim != 4:
         raise ValueError(f"max_pool: x has shape {x.shape}; it must be [n, h, w, c]")
+    if scale is not None:
+        scale = parameter("max_pool", "scale", scale, x, 3, "axis 3 of x")
     return _pool(x, _sign(scale, x.dtype))
 
 
@@ -193,7 +196,7 @@ def _pool_jvp(primals, tangents):
 
 
 def _sign(scale, dtype):
-    return None if scale is None else jnp.where(scale < 0, -1, 1).astype(dtype)
+    return None if scale is None else jnp.where(scale < 0, -1, 1).astype(dtype).reshape(1, 1, 1, -1)
 
 
 def _times(sign, x):
@@ -271,14 +274,16 @@ class BatchNorm(NamedTuple):
     Attributes:
       training: like :func:`jax_fastops.batch_norm`.
       inference: like :func:`jax_fastops.batch_norm_inference`.
-      max_pool: like :func:`plain_max_pool`, which it is if not given.
+      max_pool: like :func:`plain_max_pool`, which it is if not given. It gets a ``scale`` only
+        where ``statistics`` is given.
       again: like :func:`jax_fastops.batch_norm_inference`: gives a result of ``training`` once
         more, up to rounding, from its statistics, where ``Config.remat`` asks for it. If it is
         ``None``, as for plain JAX, all results are kept.
       statistics: the ``mean`` and ``var`` of ``training``, from ``(x, axis, axis_name)``. If it is
-        given, the stem pools what it then normalises, a quarter of the elements: max pooling picks
-        the same ones before as behind what keeps their order. Of elements that a 16-bit result does
-        not tell apart the gradient then goes to the largest, not to the first.
+        given, the stem's norm is not ``training`` but this and, behind the pooling, ``inference``,
+        of a quarter of the elements: max pooling picks the same ones before as behind what keeps
+        their order. Of elements that the norm's result does not tell apart (16 bits of it, or a
+        scale of 0) the gradient then goes to the largest, not to the first.
     """
 
     training: Callable
@@ -348,7 +353,11 @@ def plain_batch_norm_inference(
 
 
 FASTOPS = BatchNorm(
-    batch_norm, batch_norm_inference, max_pool, batch_norm_inference, batch_norm_statistics
+    batch_norm,
+    batch_norm_inference,
+    max_pool=max_pool,
+    again=batch_norm_inference,
+    statistics=batch_norm_statistics,
 )
 PLAIN = BatchNorm(plain_batch_norm, plain_batch_norm_inference)
 
