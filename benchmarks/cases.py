@@ -188,8 +188,9 @@ def batch_normalised(relu: bool) -> Callable[[tuple[Shape, ...], int], Traffic]:
 
     Nothing can be normalised before all has been read, and no gradient made before both sums are
     known: each pass reads the array, and backward the cotangent and the bits of the ReLU, again.
-    (What the L2 cache still has of the first pass is not deducted: an array that fits there may be
-    faster than the floor.) Values of the channels are too few to count.
+    (What registers, shared memory and the L2 cache still have of the first pass is not deducted: an
+    array of which much fits there may be faster than the floor.) Values of the channels are too few
+    to count.
     """
 
     def traffic(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:

@@ -3,7 +3,8 @@
 The whole training step of ResNet-50 (forward, backward, SGD with momentum) on a batch of 128 images
 of 224 x 224 in bfloat16, compiled once for each of:
 
-``ours``     with this package's batch norms and max pooling, and ``Config.remat``
+``ours``     with this package's batch norms and max pooling, which is in front of the stem's batch
+             norm, and ``Config.remat``
 ``plain``    with ``resnet.PLAIN``, batch norm in jax.numpy and XLA's max pooling
 ``without``  as ``plain``, with nothing in place of batch norm but the addition and the ReLU behind
              it: what the rest of the step costs
