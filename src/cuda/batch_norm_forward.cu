@@ -13,51 +13,24 @@ using namespace batch_norm;  // NOLINT: this file is a part of it
 
 using Config = ResidentConfig<2, 8, 2>;
 
-template <typename T>
-const void* KernelFor(bool residual) {
-  return residual ? reinterpret_cast<const void*>(ResidentKernel<T, true, Config>)
-                  : reinterpret_cast<const void*>(ResidentKernel<T, false, Config>);
-}
-
 const void* KernelOf(DType dtype, bool residual) {
-  switch (dtype) {
-    case DType::kF32:
-      return KernelFor<float>(residual);
-    case DType::kBF16:
-      return KernelFor<__nv_bfloat16>(residual);
-    case DType::kF16:
-      return KernelFor<__half>(residual);
-    case DType::kF64:
-      break;
-  }
-  return nullptr;
+  return VisitResidentType(dtype, [&](auto type) {
+    using T = decltype(type);
+    return residual ? reinterpret_cast<const void*>(ResidentKernel<T, true, Config>)
+                    : reinterpret_cast<const void*>(ResidentKernel<T, false, Config>);
+  });
 }
 
 bool MakePlan(const BatchNormShape& shape, DType dtype, const ResidentDevice& device,
               int64_t workspace_size, GridPlan* plan) {
-  switch (dtype) {
-    case DType::kF32:
-      return MakeResidentPlan<float, Config>(shape, device, workspace_size, plan);
-    case DType::kBF16:
-      return MakeResidentPlan<__nv_bfloat16, Config>(shape, device, workspace_size, plan);
-    case DType::kF16:
-      return MakeResidentPlan<__half, Config>(shape, device, workspace_size, plan);
-    case DType::kF64:
-      break;
-  }
-  return false;
+  return VisitResidentType(dtype, [&](auto type) {
+    return MakeResidentPlan<decltype(type), Config>(shape, device, workspace_size, plan);
+  });
 }
 
 cudaError_t Prepare(ResidentDevice* offer) {
   static ResidentOffers offers;
-  return offers.Get(
-      Config::kBlocks,
-      [](const auto& prepare) {
-        for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-          for (const bool residual : {false, true}) prepare(KernelOf(dtype, residual));
-        }
-      },
-      offer);
+  return offers.Get(Config::kBlocks, KernelOf, offer);
 }
 
 // Whether one launch can do it, and was measured to be faster than three; then its plan.

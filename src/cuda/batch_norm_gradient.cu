@@ -13,51 +13,24 @@ using namespace batch_norm;  // NOLINT: this file is a part of it
 
 using Config = ResidentConfig<2, 8, 2>;
 
-template <typename T>
-const void* KernelFor(bool mask) {
-  return mask ? reinterpret_cast<const void*>(GradientKernel<T, true, Config>)
-              : reinterpret_cast<const void*>(GradientKernel<T, false, Config>);
-}
-
 const void* KernelOf(DType dtype, bool mask) {
-  switch (dtype) {
-    case DType::kF32:
-      return KernelFor<float>(mask);
-    case DType::kBF16:
-      return KernelFor<__nv_bfloat16>(mask);
-    case DType::kF16:
-      return KernelFor<__half>(mask);
-    case DType::kF64:
-      break;
-  }
-  return nullptr;
+  return VisitResidentType(dtype, [&](auto type) {
+    using T = decltype(type);
+    return mask ? reinterpret_cast<const void*>(GradientKernel<T, true, Config>)
+                : reinterpret_cast<const void*>(GradientKernel<T, false, Config>);
+  });
 }
 
 bool MakePlan(const BatchNormShape& shape, DType dtype, const ResidentDevice& device,
               int64_t workspace_size, GridPlan* plan) {
-  switch (dtype) {
-    case DType::kF32:
-      return MakeGradientPlan<float, Config>(shape, device, workspace_size, plan);
-    case DType::kBF16:
-      return MakeGradientPlan<__nv_bfloat16, Config>(shape, device, workspace_size, plan);
-    case DType::kF16:
-      return MakeGradientPlan<__half, Config>(shape, device, workspace_size, plan);
-    case DType::kF64:
-      break;
-  }
-  return false;
+  return VisitResidentType(dtype, [&](auto type) {
+    return MakeGradientPlan<decltype(type), Config>(shape, device, workspace_size, plan);
+  });
 }
 
 cudaError_t Prepare(ResidentDevice* offer) {
   static ResidentOffers offers;
-  return offers.Get(
-      Config::kBlocks,
-      [](const auto& prepare) {
-        for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-          for (const bool mask : {false, true}) prepare(KernelOf(dtype, mask));
-        }
-      },
-      offer);
+  return offers.Get(Config::kBlocks, KernelOf, offer);
 }
 
 // Whether one launch can do it, and was measured to be faster than three on an H100; then its plan.

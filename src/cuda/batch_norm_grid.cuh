@@ -23,6 +23,7 @@
 #include "cuda/batch_norm_geometry.cuh"
 #include "cuda/batch_norm_units.cuh"
 #include "cuda/packed.cuh"
+#include "dtype.h"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -347,14 +348,29 @@ inline cudaError_t PrepareResident(const void* kernel, int blocks, ResidentDevic
   return cudaSuccess;
 }
 
+// What `visit` returns for a value of the type, of those that have kernels; else a null.
+template <typename Visit>
+auto VisitResidentType(DType dtype, const Visit& visit) -> decltype(visit(float())) {
+  switch (dtype) {
+    case DType::kF32:
+      return visit(float());
+    case DType::kBF16:
+      return visit(__nv_bfloat16());
+    case DType::kF16:
+      return visit(__half());
+    case DType::kF64:
+      break;
+  }
+  return {};
+}
+
 // What devices offer a family of kernels, as a static variable.
 class ResidentOffers {
  public:
   // What the current device does, 0 processors if it cannot run the kernels. Prepares all of them
-  // when it is first asked about a device: `visit` hands them to the function that it is called
-  // with.
-  template <typename Visit>
-  cudaError_t Get(int blocks, const Visit& visit, ResidentDevice* offer) {
+  // when it is first asked about a device: kernel_of(dtype, false) and kernel_of(dtype, true).
+  template <typename KernelOf>
+  cudaError_t Get(int blocks, const KernelOf& kernel_of, ResidentDevice* offer) {
     int device;
     cudaError_t error = cudaGetDevice(&device);
     if (error != cudaSuccess) return error;
@@ -362,9 +378,11 @@ class ResidentOffers {
     uint64_t packed = kept ? known_[device].load(std::memory_order_acquire) : 0;
     if (packed == 0) {
       *offer = {};
-      visit([&](const void* kernel) {
-        if (error == cudaSuccess) error = PrepareResident(kernel, blocks, offer);
-      });
+      for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+        for (const bool flag : {false, true}) {
+          if (error == cudaSuccess) error = PrepareResident(kernel_of(dtype, flag), blocks, offer);
+        }
+      }
       if (error == cudaErrorNotSupported) *offer = {};
       if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
       packed = uint64_t{1} << 63 | uint64_t{static_cast<uint32_t>(offer->processors)} << 32 |
