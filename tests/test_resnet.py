@@ -435,10 +435,10 @@ def test_max_pool_of_nothing(shape):
 @pytest.mark.parametrize(
     "x, scale, error, text",
     [
-        (np.zeros((1, 4, 4, 1), np.int32), None, TypeError, "max_pool: x has dtype int32; it must"),
-        (np.zeros((4, 4, 1), np.float32), None, ValueError, r"max_pool: x has shape \(4, 4, 1\);"),
+        (IMAGE.astype(np.int32), None, TypeError, "max_pool: x has dtype int32; it must be"),
+        (IMAGE[0, ..., :1], None, ValueError, r"max_pool: x has shape \(4, 4, 1\); it must be"),
         (IMAGE, np.float32(1), ValueError, r"max_pool: scale has shape \(\); it must be \(3,\)"),
-        (IMAGE, np.ones(1, np.float32), ValueError, r"max_pool: scale has shape \(1,\); it must"),
+        (IMAGE, np.float32([1]), ValueError, r"max_pool: scale has shape \(1,\); it must be \(3"),
         (IMAGE, np.ones(3, np.int32), TypeError, "max_pool: scale has dtype int32"),
         (IMAGE, [1.0, 2.0, 3.0], TypeError, "max_pool: scale"),
     ],
