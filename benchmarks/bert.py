@@ -251,19 +251,11 @@ def data(phase: str, batch: int, length: int, dtype: str, config: bert.Config) -
     return [x, mask, *([cotangent, bits] if phase == "step" else [])]
 
 
-def encoder(layers, x, config: bert.Config, *, mask, key, ops: bert.Ops):
-    """The layers, one by one."""
-    for index, params in enumerate(layers):
-        mine = None if key is None else jax.random.fold_in(key, index)
-        x = bert.encoder_layer(params, x, config, mask=mask, key=mine, ops=ops)
-    return x
-
-
 def step(layers, x, mask, cotangent, bits, *, config: bert.Config, ops: bert.Ops):
     key = jax.random.wrap_key_data(bits) if config.dropout else None
 
     def loss(layers, x):
-        y = encoder(layers, x, config, mask=mask, key=key, ops=ops)
+        y = bert.encoder(layers, x, config, mask=mask, key=key, ops=ops)
         return jnp.sum(y.astype(jnp.float32) * cotangent) / math.sqrt(y.size)
 
     value, grads = jax.value_and_grad(loss, (0, 1))(layers, x)
@@ -271,7 +263,7 @@ def step(layers, x, mask, cotangent, bits, *, config: bert.Config, ops: bert.Ops
 
 
 def inference(layers, x, mask, *, config: bert.Config, ops: bert.Ops):
-    return encoder(layers, x, config, mask=mask, key=None, ops=ops)
+    return bert.encoder(layers, x, config, mask=mask, key=None, ops=ops)
 
 
 def model(params, tokens, mask, labels, masked, bits, *, config: bert.Config, ops: bert.Ops):

@@ -192,7 +192,7 @@ def layer_program(config, ops, key=None, backward=False):
 
 @pytest.mark.parametrize("attention", ["softmax", "xla"])
 def test_layer_is_fused(native, attention):
-    """Six ops, or three with jax.nn's attention, and six products."""
+    """Six ops, or four with jax.nn's attention, and six products."""
     config = dataclasses.replace(CONFIG, attention=attention)
     calls = []
 
@@ -208,29 +208,49 @@ def test_layer_is_fused(native, attention):
     traced = function.trace(*args)
     norm = ("residual_layer_norm", ["eps", "fork", "input_bias"])
     around = [norm, ("bias_act", ["activation"]), norm]
-    inside = [
-        ("split_qkv_heads", ["num_heads"]),
-        ("softmax", ["scale", "where"]),
-        ("merge_heads", []),
-    ]
-    assert calls == (inside if attention == "softmax" else []) + around
+    inside = [("split_qkv_heads", ["num_heads"])]
+    if attention == "softmax":
+        inside += [("softmax", ["scale", "where"]), ("merge_heads", [])]
+    assert calls == inside + around
     names = collections.Counter(e.primitive.name for e in equations(traced.jaxpr.jaxpr))
     assert names["dot_general"] == 6
     found = kernels(traced.lower().compile().as_text())
     if attention == "softmax":  # merging heads is a transposition
         assert found == ["bias_act", "norm", "norm", "softmax", "split_heads", "transpose"]
     else:
-        assert found == ["bias_act", "norm", "norm"]
+        assert found == ["bias_act", "norm", "norm", "split_heads"]
 
 
-def test_backward_is_fused(native):
+@pytest.mark.parametrize("attention", ["softmax", "xla"])
+def test_backward_is_fused(native, attention):
     """A kernel for each of the forward and for each of the backward, but the heads' merging."""
-    function, args = layer_program(CONFIG, bert.FASTOPS, backward=True)
+    config = dataclasses.replace(CONFIG, attention=attention)
+    function, args = layer_program(config, bert.FASTOPS, backward=True)
     found = collections.Counter(kernels(function.lower(*args).compile().as_text()))
     assert found["norm"] == found["norm_bwd"] == 2
-    assert found["softmax"] == found["softmax_bwd"] == 1
+    assert found["softmax"] == found["softmax_bwd"] == (attention == "softmax")
     assert found["bias_act"] == found["bias_act_bwd"] == 1
     assert found["split_heads"] >= 1
+    # The heads' cotangents are merged in the pass that sums the gradient of the bias.
+    assert found["merge_heads"] == 1
+
+
+@pytest.mark.parametrize("attention", ["softmax", "xla"])
+def test_encoder_is_fused(native, attention):
+    """What each norm's two users give back is added up in the norm's own backward."""
+    config = dataclasses.replace(CONFIG, layers=3, attention=attention)
+    params = bert.shapes(config)["layers"]
+    x = jax.ShapeDtypeStruct((BATCH, SEQUENCE, config.hidden_size), config.dtype)
+
+    def gradients(params, x):
+        y, pullback = jax.vjp(lambda p, x: bert.encoder(p, x, config), params, x)
+        return pullback(y)
+
+    text = jax.jit(gradients).trace(params, x).lower().as_text()
+    calls = [line for line in text.splitlines() if "@jax_fastops.norm_bwd" in line]
+    # x, dy, mean, rstd and scale, and a second dy, but for the last norm.
+    counts = [line.split("(", 1)[1].split(")", 1)[0].count("%") for line in calls]
+    assert sorted(counts) == [5] + 5 * [6]
 
 
 # ---- ours and plain JAX's ------------------------------------------------------------------------
@@ -302,6 +322,36 @@ def test_stack_layers():
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
+@pytest.mark.parametrize("variant", ["plain", "stacked", "scan", "remat"])
+@pytest.mark.parametrize("ops", OPS)
+def test_encoder(native, variant, ops):
+    """The layers one by one, with the same dropout; and all that ``apply`` does but its ends."""
+    config = dataclasses.replace(CONFIG, dropout=0.2, attention_dropout=0.3)
+    changed = dataclasses.replace(config, scan=variant == "scan", remat=variant == "remat")
+    params = start(config)["layers"]
+    given = bert.stack_layers({"layers": params})["layers"] if variant == "stacked" else params
+    x = np.random.default_rng(0).standard_normal((BATCH, SEQUENCE, 32), np.float32)
+    mask = batch(config)["mask"]
+
+    def one_by_one(params, x):
+        for each, key in zip(params, jax.random.split(KEY, config.layers), strict=True):
+            x = bert.encoder_layer(each, x, config, mask=mask, key=key, ops=OPS[ops])
+        return x
+
+    def together(params, x):
+        return bert.encoder(params, x, changed, mask=mask, key=KEY, ops=OPS[ops])
+
+    def with_gradients(function, params):
+        y, pullback = jax.vjp(function, params, x)
+        return y, pullback(jnp.cos(y))
+
+    y, (found, dx) = jax.jit(functools.partial(with_gradients, together))(given)
+    wanted, gradients = jax.jit(functools.partial(with_gradients, one_by_one))(params)
+    found = bert.unstack_layers({"layers": found})["layers"]
+    assert_close((y, (found, dx)), (wanted, gradients), 1e-5)
+    assert np.max(np.abs(y - x)) > 0.1
+
+
 @pytest.mark.slow
 def test_implementations_agree():
     with fo.use_implementation("xla"):
@@ -320,18 +370,20 @@ def test_plain_ops():
     x, residual = rng.standard_normal((2, 3, 5, 24), np.float32)
     scale, bias, input_bias = rng.standard_normal((3, 24), np.float32)
     where = rng.random((5, 24)) < 0.7
-    calls = {
-        "split_qkv_heads": ((x,), dict(num_heads=2)),
-        "merge_heads": ((x,), {}),
-        "softmax": ((x,), dict(where=where, scale=0.3, axis=-2)),
-        "residual_layer_norm": (
+    calls = [
+        ("split_qkv_heads", (x,), dict(num_heads=2)),
+        ("split_qkv_heads", (x, bias), dict(num_heads=1)),
+        ("merge_heads", (x,), {}),
+        ("softmax", (x,), dict(where=where, scale=0.3, axis=-2)),
+        (
+            "residual_layer_norm",
             (x, residual, scale, bias),
             dict(input_bias=input_bias, eps=1e-2, return_sum=True),
         ),
-        "layer_norm": ((x,), {}),
-        "bias_act": ((x, bias), {}),
-    }
-    for name, (args, options) in calls.items():
+        ("layer_norm", (x,), {}),
+        ("bias_act", (x, bias), {}),
+    ]
+    for name, args, options in calls:
         args = [jnp.asarray(a) for a in args]
         found, wanted = (getattr(ops, name)(*args, **options) for ops in (bert.PLAIN, bert.FASTOPS))
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -909,6 +961,32 @@ def test_errors_of_layer(changes, error, message):
     given = dict(params=start(CONFIG)["layers"][0], x=x, config=CONFIG) | changes
     with pytest.raises(error, match=message):
         bert.encoder_layer(**given)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(layers=None), TypeError, "layers is of type NoneType; it must be a list, or a dict"),
+        (dict(layers=start(CONFIG)), ValueError, r"layers has no \['down'\]\['bias'\], which"),
+        (dict(layers=start(CONFIG)["layers"][:1]), ValueError, r"layers has no \[1\]\['down'\]\["),
+        (dict(config=bert.SMALL), ValueError, r"layers\[0\]\['down'\]\['bias'\] has shape \(32,\)"),
+        (dict(config=3), TypeError, "config is of type int; it must be a Config"),
+        (dict(ops=fo), TypeError, "ops is of type module; it must be an Ops, such as FASTOPS or"),
+        (dict(x=np.zeros((2, 5, 31), np.float32)), ValueError, r"\(batch, sequence, 32\)"),
+        (dict(x=[[0.0]]), TypeError, "x is of list; it must be an array of the dtype of config"),
+        (
+            dict(mask=TOKENS[:1] > 0),
+            ValueError,
+            r"mask has shape \(1, 5\); it must be \(2, 5\), as",
+        ),
+        (dict(key=3), TypeError, "key is int; it must be a random key"),
+    ],
+)
+def test_errors_of_encoder(changes, error, message):
+    x = np.zeros((2, 5, 32), np.float32)
+    given = dict(layers=start(CONFIG)["layers"], x=x, config=CONFIG) | changes
+    with pytest.raises(error, match=message):
+        bert.encoder(**given)
 
 
 def test_errors_of_logits():

@@ -49,6 +49,7 @@ __all__ = [
     "Config",
     "Ops",
     "apply",
+    "encoder",
     "encoder_layer",
     "init",
     "masked_lm_logits",
@@ -204,6 +205,8 @@ class Ops(NamedTuple):
 def _plain_split_qkv_heads(qkv, bias=None, *, num_heads: int):
     if bias is not None:
         qkv = qkv + bias.astype(qkv.dtype)
+    if num_heads == 1:  # XLA's gradient of a split is one concatenation
+        return tuple(part[..., None, :, :] for part in jnp.split(qkv, 3, axis=-1))
     *lead, features = qkv.shape
     qkv = qkv.reshape(*lead, 3, num_heads, features // (3 * num_heads))
     return tuple(jnp.swapaxes(qkv[..., part, :, :], -3, -2) for part in range(3))
@@ -479,6 +482,37 @@ def _pool(params: dict, x):
     return jnp.tanh(first + params["bias"]).astype(x.dtype)
 
 
+def encoder(layers, x, config: Config, *, mask=None, key=None, ops: Ops = FASTOPS):
+    """All encoder layers, each of the result of the one before: :func:`apply` without its ends.
+
+    Args:
+      layers: the parameters' ``"layers"``: a list, or stacked, as :func:`stack_layers` makes them.
+      x: array ``[batch, sequence, hidden_size]`` of the dtype ``config.dtype``.
+      config: a :class:`Config`.
+      mask: booleans or integers ``[batch, sequence]``, as in :func:`apply`.
+      key: a JAX random key, for dropout, or ``None``.
+      ops: as in :func:`apply`.
+
+    Returns:
+      An array of the shape and dtype of ``x``.
+
+    Raises:
+      TypeError: ``x`` has another dtype, ``mask`` is no array of booleans or integers, ``key`` is
+        no random key, or ``layers``, ``config`` or ``ops`` has another type.
+      ValueError: a shape does not fit, the parameters do not fit ``config``, or ``config`` has a
+        dropout of attention probabilities where ``attention`` has none.
+    """
+    _check_types({"layers": layers}, config, ops)
+    if not isinstance(layers, (list, tuple, dict)):
+        raise TypeError(
+            f"bert: layers is of type {type(layers).__name__}; it must be a list, or a dict of "
+            "stacked layers"
+        )
+    check_tree("bert", "layers", layers, _layers_like(layers, config))
+    mask = _check_layer_arguments(x, config, mask, key)
+    return _encode(layers, x, config, mask, key, ops)
+
+
 def _encode(layers, x, config: Config, mask, key, ops: Ops):
     """All layers. Their kernels are cast here, once, so that no backward does it again."""
     layers = _cast(layers, config.dtype)
@@ -556,17 +590,7 @@ def encoder_layer(params: dict, x, config: Config, *, mask=None, key=None, ops: 
     """
     _check_types(params, config, ops)
     check_tree("bert", "params", params, _layer_shapes(config))
-    kind = str(getattr(x, "dtype", type(x).__name__))
-    if kind != config.dtype:
-        raise TypeError(
-            f"bert: x is of {kind}; it must be an array of the dtype of config, {config.dtype}"
-        )
-    if x.ndim != 3 or x.shape[2] != config.hidden_size:
-        raise ValueError(
-            f"bert: x has shape {x.shape}; it must be (batch, sequence, {config.hidden_size})"
-        )
-    mask = _check_mask(mask, "x", x.shape[:2])
-    _check_key(config, key)
+    mask = _check_layer_arguments(x, config, mask, key)
     return _layer(params, x, config, mask, key, ops, fork=False)
 
 
@@ -608,12 +632,14 @@ def _softmax_attention(params: dict, x, config: Config, mask, key, ops: Ops):
 def _dot_product_attention(params: dict, x, config: Config, mask, key, ops: Ops):
     """By ``jax.nn``, whose heads stay where the product put them.
 
-    One product, whose result XLA cuts into three as it adds the biases. Of three products it makes
-    one in the forward, but in the backward three whose results are added up.
+    One product, whose result is cut into three as the biases are added: as if there were one head,
+    as wide as all are. Of three products XLA makes one in the forward, but in the backward three
+    whose results are added up.
     """
-    qkv = jnp.dot(x, params["kernel"]) + params["bias"].astype(x.dtype)
+    qkv = jnp.dot(x, params["kernel"])
+    parts = ops.split_qkv_heads(qkv, params["bias"], num_heads=1)
     shape = (*x.shape[:2], config.heads, x.shape[2] // config.heads)
-    q, k, v = (part.reshape(shape) for part in jnp.split(qkv, 3, axis=-1))
+    q, k, v = (jnp.squeeze(part, 1).reshape(shape) for part in parts)
     if mask is not None:  # cuDNN wants it for every query
         mask = jnp.broadcast_to(mask[:, None, None, :], (x.shape[0], 1, x.shape[1], x.shape[1]))
     y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=config.attention)
@@ -716,6 +742,22 @@ def _check(params, tokens, config, mask, token_types, positions, key, ops) -> li
     return [tokens, mask, token_types, positions]
 
 
+def _check_layer_arguments(x, config, mask, key):
+    """The mask of booleans; ``None`` stays."""
+    kind = str(getattr(x, "dtype", type(x).__name__))
+    if kind != config.dtype:
+        raise TypeError(
+            f"bert: x is of {kind}; it must be an array of the dtype of config, {config.dtype}"
+        )
+    if x.ndim != 3 or x.shape[2] != config.hidden_size:
+        raise ValueError(
+            f"bert: x has shape {x.shape}; it must be (batch, sequence, {config.hidden_size})"
+        )
+    mask = _check_mask(mask, "x", x.shape[:2])
+    _check_key(config, key)
+    return mask
+
+
 def _integers(name: str, value, booleans: bool = False):
     dtype = getattr(value, "dtype", None)
     if dtype is None or not (
@@ -781,8 +823,13 @@ def _check_model(params, config, ops) -> None:
     wanted = shapes(config, mlm="mlm" in params, nsp="nsp" in params)
     if "pooler" not in params:
         del wanted["pooler"]
-    if isinstance(params.get("layers"), dict):
-        wanted["layers"] = jax.tree.map(
-            lambda leaf: _float32(config.layers, *leaf.shape), wanted["layers"][0]
-        )
+    wanted["layers"] = _layers_like(params.get("layers"), config)
     check_tree("bert", "params", params, wanted)
+
+
+def _layers_like(layers, config: Config):
+    """The shapes of all layers, stacked if ``layers`` are."""
+    one = _layer_shapes(config)
+    if isinstance(layers, dict):
+        return jax.tree.map(lambda leaf: _float32(config.layers, *leaf.shape), one)
+    return [one for _ in range(config.layers)]
