@@ -480,7 +480,7 @@ def test_max_pool_derivatives(pools):
         jax.vmap(functools.partial(derivatives, pool), (0, None))(x, v) for pool in pools
     )
     assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(ours)) > 0.1
-    # The sum in `f` is over hundreds of terms, which each program adds up in its own order.
+    # The gradient has a sum of all cosines in it, which each program adds up in its own order.
     assert_close(ours, plain, 1e-5)
 
 

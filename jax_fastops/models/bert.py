@@ -186,7 +186,8 @@ class Ops(NamedTuple):
     """The functions in which two implementations of a model differ.
 
     Attributes:
-      split_qkv_heads: like :func:`jax_fastops.split_qkv_heads`.
+      split_qkv_heads: like :func:`jax_fastops.split_qkv_heads`. For cuDNN's attention, which wants
+        the heads elsewhere, it is called with one head.
       merge_heads: like :func:`jax_fastops.merge_heads`.
       softmax: like :func:`jax_fastops.softmax`.
       residual_layer_norm: like :func:`jax_fastops.residual_layer_norm`.
@@ -205,7 +206,7 @@ class Ops(NamedTuple):
 def _plain_split_qkv_heads(qkv, bias=None, *, num_heads: int):
     if bias is not None:
         qkv = qkv + bias.astype(qkv.dtype)
-    if num_heads == 1:  # XLA's gradient of a split is one concatenation
+    if num_heads == 1:  # the gradient of a split is a concatenation, of indexing a sum with zeros
         return tuple(part[..., None, :, :] for part in jnp.split(qkv, 3, axis=-1))
     *lead, features = qkv.shape
     qkv = qkv.reshape(*lead, 3, num_heads, features // (3 * num_heads))
@@ -483,7 +484,10 @@ def _pool(params: dict, x):
 
 
 def encoder(layers, x, config: Config, *, mask=None, key=None, ops: Ops = FASTOPS):
-    """All encoder layers, each of the result of the one before: :func:`apply` without its ends.
+    """All encoder layers, each of the result of the one before.
+
+    What :func:`apply` has between its embeddings, with their dropout, and its pooler. (Of the same
+    ``key`` it draws something else, for it makes one for the embeddings first.)
 
     Args:
       layers: the parameters' ``"layers"``: a list, or stacked, as :func:`stack_layers` makes them.
@@ -496,13 +500,15 @@ def encoder(layers, x, config: Config, *, mask=None, key=None, ops: Ops = FASTOP
     Returns:
       An array of the shape and dtype of ``x``.
 
+    Sharding: as :func:`apply`.
+
     Raises:
       TypeError: ``x`` has another dtype, ``mask`` is no array of booleans or integers, ``key`` is
         no random key, or ``layers``, ``config`` or ``ops`` has another type.
       ValueError: a shape does not fit, the parameters do not fit ``config``, or ``config`` has a
         dropout of attention probabilities where ``attention`` has none.
     """
-    _check_types({"layers": layers}, config, ops)
+    _check_config(config, ops)
     if not isinstance(layers, (list, tuple, dict)):
         raise TypeError(
             f"bert: layers is of type {type(layers).__name__}; it must be a list, or a dict of "
@@ -632,14 +638,19 @@ def _softmax_attention(params: dict, x, config: Config, mask, key, ops: Ops):
 def _dot_product_attention(params: dict, x, config: Config, mask, key, ops: Ops):
     """By ``jax.nn``, whose heads stay where the product put them.
 
-    One product, whose result is cut into three as the biases are added: as if there were one head,
-    as wide as all are. Of three products XLA makes one in the forward, but in the backward three
-    whose results are added up.
+    One product, whose result is cut into three as the biases are added. Of three products XLA makes
+    one in the forward, but in the backward three whose results are added up.
     """
-    qkv = jnp.dot(x, params["kernel"])
-    parts = ops.split_qkv_heads(qkv, params["bias"], num_heads=1)
+    qkv, bias = jnp.dot(x, params["kernel"]), params["bias"]
+    if config.attention == "cudnn":
+        # cuDNN takes and gives three arrays. Cut as if there were one head, as wide as all are, it
+        # is a pass each way, with the bias and its gradient; XLA writes the three cotangents, one
+        # behind the other, twice.
+        parts = [jnp.squeeze(a, 1) for a in ops.split_qkv_heads(qkv, bias, num_heads=1)]
+    else:  # where XLA attends, it cuts as it reads
+        parts = jnp.split(qkv + bias.astype(x.dtype), 3, axis=-1)
     shape = (*x.shape[:2], config.heads, x.shape[2] // config.heads)
-    q, k, v = (jnp.squeeze(part, 1).reshape(shape) for part in parts)
+    q, k, v = (part.reshape(shape) for part in parts)
     if mask is not None:  # cuDNN wants it for every query
         mask = jnp.broadcast_to(mask[:, None, None, :], (x.shape[0], 1, x.shape[1], x.shape[1]))
     y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=config.attention)
@@ -743,7 +754,7 @@ def _check(params, tokens, config, mask, token_types, positions, key, ops) -> li
 
 
 def _check_layer_arguments(x, config, mask, key):
-    """The mask of booleans; ``None`` stays."""
+    """Checks what a layer takes beside parameters; the mask of booleans, ``None`` stays."""
     kind = str(getattr(x, "dtype", type(x).__name__))
     if kind != config.dtype:
         raise TypeError(
@@ -807,6 +818,12 @@ def _check_key(config, key) -> None:
 
 
 def _check_types(params, config, ops) -> None:
+    _check_config(config, ops)
+    if not isinstance(params, dict):
+        raise TypeError(f"bert: params is of type {type(params).__name__}; it must be a dict")
+
+
+def _check_config(config, ops) -> None:
     if not isinstance(config, Config):
         raise TypeError(f"bert: config is of type {type(config).__name__}; it must be a Config")
     if not isinstance(ops, Ops):
@@ -814,8 +831,6 @@ def _check_types(params, config, ops) -> None:
             f"bert: ops is of type {type(ops).__name__}; it must be an Ops, such as FASTOPS or "
             "PLAIN"
         )
-    if not isinstance(params, dict):
-        raise TypeError(f"bert: params is of type {type(params).__name__}; it must be a dict")
 
 
 def _check_model(params, config, ops) -> None:
