@@ -952,23 +952,30 @@ def test_errors(changes, error, message):
         bert.apply(**given)
 
 
+# What the layers by themselves take beside their parameters.
+LAYER_ERRORS = [
+    (dict(config={}), TypeError, "config is of type dict; it must be a Config"),
+    (dict(ops=fo), TypeError, "ops is of type module; it must be an Ops, such as FASTOPS or"),
+    (dict(x=np.zeros((2, 5, 32), jnp.bfloat16)), TypeError, "x is of bfloat16; .* float32"),
+    (dict(x=[[0.0]]), TypeError, "x is of list; it must be an array of the dtype of config"),
+    (dict(x=np.zeros((2, 32), np.float32)), ValueError, r"x has shape \(2, 32\); it must be"),
+    (dict(x=np.zeros((2, 5, 31), np.float32)), ValueError, r"\(batch, sequence, 32\)"),
+    (dict(mask=TOKENS + 0.0), TypeError, "mask is of float64; it must be an array of booleans"),
+    (dict(mask=TOKENS[:1] > 0), ValueError, r"mask has shape \(1, 5\); it must be \(2, 5\), as x"),
+    (dict(key=3), TypeError, "key is int; it must be a random key"),
+    (
+        dict(config=dataclasses.replace(CONFIG, attention="xla", attention_dropout=0.1), key=KEY),
+        ValueError,
+        "attention_dropout is 0.1, but attention='xla' has no dropout of probabilities",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        (dict(config={}), TypeError, "config is of type dict; it must be a Config"),
-        (dict(ops=fo), TypeError, "ops is of type module; it must be an Ops, such as FASTOPS or"),
+        *LAYER_ERRORS,
         (dict(params=start(CONFIG)), ValueError, r"params has no \['down'\]\['bias'\], which"),
-        (dict(x=np.zeros((2, 5, 32), jnp.bfloat16)), TypeError, "x is of bfloat16; .* float32"),
-        (dict(x=[[0.0]]), TypeError, "x is of list; it must be an array of the dtype of config"),
-        (dict(x=np.zeros((2, 32), np.float32)), ValueError, r"x has shape \(2, 32\); it must be"),
-        (dict(x=np.zeros((2, 5, 31), np.float32)), ValueError, r"\(batch, sequence, 32\)"),
-        (dict(mask=TOKENS + 0.0), TypeError, "mask is of float64; it must be an array of booleans"),
-        (
-            dict(mask=TOKENS[:1] > 0),
-            ValueError,
-            r"mask has shape \(1, 5\); it must be \(2, 5\), as x",
-        ),
-        (dict(key=3), TypeError, "key is int; it must be a random key"),
     ],
 )
 def test_errors_of_layer(changes, error, message):
@@ -982,6 +989,7 @@ def test_errors_of_layer(changes, error, message):
 @pytest.mark.parametrize(
     "changes, error, message",
     [
+        *LAYER_ERRORS,
         (dict(layers=None), TypeError, "layers is of type NoneType; it must be a list, or a dict"),
         (dict(layers=start(CONFIG)), ValueError, r"layers has no \['down'\]\['bias'\], which"),
         (
@@ -992,27 +1000,9 @@ def test_errors_of_layer(changes, error, message):
             ValueError,
             r"layers\['down'\]\['bias'\] has shape \(2, 32\); by config it must be \(3, 32\)",
         ),
-        (
-            dict(
-                config=dataclasses.replace(CONFIG, attention="xla", attention_dropout=0.1),
-                key=KEY,
-            ),
-            ValueError,
-            "attention_dropout is 0.1, but attention='xla' has no dropout of probabilities",
-        ),
-        (dict(x=np.zeros((2, 5, 32), jnp.bfloat16)), TypeError, "x is of bfloat16; .* float32"),
         (dict(layers=start(CONFIG)["layers"][:1]), ValueError, r"layers has no \[1\]\['down'\]\["),
         (dict(config=bert.SMALL), ValueError, r"layers\[0\]\['down'\]\['bias'\] has shape \(32,\)"),
         (dict(config=3), TypeError, "config is of type int; it must be a Config"),
-        (dict(ops=fo), TypeError, "ops is of type module; it must be an Ops, such as FASTOPS or"),
-        (dict(x=np.zeros((2, 5, 31), np.float32)), ValueError, r"\(batch, sequence, 32\)"),
-        (dict(x=[[0.0]]), TypeError, "x is of list; it must be an array of the dtype of config"),
-        (
-            dict(mask=TOKENS[:1] > 0),
-            ValueError,
-            r"mask has shape \(1, 5\); it must be \(2, 5\), as",
-        ),
-        (dict(key=3), TypeError, "key is int; it must be a random key"),
     ],
 )
 def test_errors_of_encoder(changes, error, message):

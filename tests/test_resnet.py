@@ -460,8 +460,10 @@ def test_max_pool_gives_all_gradients_to_one():
 
 @pytest.mark.parametrize("pools", [POOLS, POOLS_BY_SCALE], ids=["plain", "scaled"])
 def test_max_pool_derivatives(pools):
-    """Forward mode, both second orders, under vmap: what those of plain JAX are."""
-    x, v = pool_operands("integers", (6, 6, 5, 2))[0].reshape(2, 3, 6, 5, 2), np.float32(0.3)
+    """Forward mode, both second orders, under vmap: what those of plain JAX are.
+
+    In float64, for a sum of all elements is in each, which programs add up in orders of their own.
+    """
 
     @functools.partial(jax.jit, static_argnums=0)
     def derivatives(pool, x, v):
@@ -476,12 +478,14 @@ def test_max_pool_derivatives(pools):
             "reverse of reverse": jax.grad(lambda x: (jax.grad(f)(x) * v).sum())(x),
         }
 
-    ours, plain = (
-        jax.vmap(functools.partial(derivatives, pool), (0, None))(x, v) for pool in pools
-    )
-    assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(ours)) > 0.1
-    # The gradient has a sum of all cosines in it, which each program adds up in its own order.
-    assert_close(ours, plain, 1e-5)
+    with x64():
+        x = pool_operands("integers", (6, 6, 5, 2), "float64")[0].reshape(2, 3, 6, 5, 2)
+        ours, plain = (
+            jax.vmap(functools.partial(derivatives, pool), (0, None))(x, 0.3) for pool in pools
+        )
+        assert {leaf.dtype for leaf in jax.tree.leaves(ours)} == {np.dtype("float64")}
+        assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(ours)) > 0.1
+        assert_close(ours, plain, 1e-6)
 
 
 def test_max_pool_keeps_places():

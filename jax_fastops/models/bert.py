@@ -514,7 +514,7 @@ def encoder(layers, x, config: Config, *, mask=None, key=None, ops: Ops = FASTOP
             f"bert: layers is of type {type(layers).__name__}; it must be a list, or a dict of "
             "stacked layers"
         )
-    check_tree("bert", "layers", layers, _layers_like(layers, config))
+    check_tree("bert", "layers", layers, _stacked_like(layers, shapes(config)["layers"]))
     mask = _check_layer_arguments(x, config, mask, key)
     return _encode(layers, x, config, mask, key, ops)
 
@@ -838,13 +838,12 @@ def _check_model(params, config, ops) -> None:
     wanted = shapes(config, mlm="mlm" in params, nsp="nsp" in params)
     if "pooler" not in params:
         del wanted["pooler"]
-    wanted["layers"] = _layers_like(params.get("layers"), config)
+    wanted["layers"] = _stacked_like(params.get("layers"), wanted["layers"])
     check_tree("bert", "params", params, wanted)
 
 
-def _layers_like(layers, config: Config):
-    """The shapes of all layers, stacked if ``layers`` are."""
-    one = _layer_shapes(config)
-    if isinstance(layers, dict):
-        return jax.tree.map(lambda leaf: _float32(config.layers, *leaf.shape), one)
-    return [one for _ in range(config.layers)]
+def _stacked_like(layers, wanted: list):
+    """The shapes of a list of layers, stacked if ``layers`` are."""
+    if not isinstance(layers, dict):
+        return wanted
+    return jax.tree.map(lambda leaf: _float32(len(wanted), *leaf.shape), wanted[0])
