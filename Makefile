@@ -4,10 +4,12 @@
 ## make test-all    both
 ## make sanitize    tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 ## make bench       measure every op on the device that JAX has
-## make plots       redraw the charts in benchmarks/results
-## make readme      put the results into the README's tables
+## make docs        build the documentation into build/docs/html
+## make docs-check  build it, and check its links, examples, commands and numbers
+## make readme      put the results into the README's numbers and chart
 ## make format      format all sources
 ## make lint        check formatting and style
+## make types       check the types of the public functions
 ## make wheel       build a wheel into dist/
 ## make cuda-nvcc   install a CUDA compiler from PyPI into the environment, for building
 ## make clean       remove what was built, and the environments
@@ -51,7 +53,8 @@ requirements = $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pypro
   ["project"]["optional-dependencies"]["$(1)"], sep="\n")'
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all sanitize bench plots readme format lint wheel cuda-nvcc clean FORCE
+.PHONY: help demo test test-slow test-all sanitize bench docs docs-check readme format \
+  lint types wheel cuda-nvcc clean FORCE
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -71,10 +74,13 @@ test-all: $(VENV)/.package
 bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-plots: $(VENV)/.package
-	@for file in $(wildcard benchmarks/results/*.json); do \
-	  $(BIN)/python -m benchmarks --plot-only $$file || exit; \
-	done
+# -P: the installed package, whose native modules the checkout lacks.
+docs: $(VENV)/.docs
+	$(BIN)/python -P -m sphinx -b html -d build/docs/doctrees -W --keep-going docs build/docs/html
+
+docs-check: docs
+	JAX_PLATFORMS=cpu $(BIN)/python -P docs/check.py
+	$(BIN)/python -m benchmarks.readme --check
 
 readme: $(VENV)/.package
 	$(BIN)/python -m benchmarks.readme
@@ -88,6 +94,9 @@ lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+types: $(VENV)/.docs $(VENV)/.tools
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 wheel: | $(BIN)/python
 	rm -f dist/jax_fastops-*.whl
@@ -143,6 +152,11 @@ $(VENV)/.package: $(SOURCES) $(WHEEL) $(VENV)/.config | $(BIN)/python
 	$(if $(WHEEL),$(PIP) uninstall --quiet --yes jax_fastops)
 	$(PIP) install '$(or $(WHEEL),.)[test,demo,bench]' '$(JAX)$(if $(JAX_VERSION),==$(JAX_VERSION))'
 	@mv $@.started $@
+
+$(VENV)/.docs: $(VENV)/.package pyproject.toml
+	$(call requirements,docs) > $@.txt
+	$(PIP) install -r $@.txt
+	@touch $@
 
 $(VENV)/.tools: pyproject.toml | $(BIN)/python
 	$(call requirements,dev) > $@.txt

@@ -1,7 +1,6 @@
-"""Measures every case on the device that JAX has, shows a table, writes JSON and a chart."""
+"""Measures every case on the device that JAX has, shows a table, and writes JSON."""
 
 import argparse
-import json
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from benchmarks import RESULTS
 def main() -> None:
     options = parse()
     console = Console()
-    if options.plot_only:
-        draw(json.loads(options.plot_only.read_text()), options.plot_only, console)
-    elif options.auto_table:
+    if options.auto_table:
         auto_table(options, console)
     else:
         benchmark(options, console)
@@ -33,8 +30,7 @@ def parse() -> argparse.Namespace:
     add("--quick", action="store_true", help="few rounds, float32 and bfloat16, sizes of a CPU")
     add("--clock", choices=("auto", "profiler", "chain", "wall"), default="auto")
     add("--out", type=Path, default=RESULTS, metavar="DIR", help=f"default: {RESULTS.name}/ here")
-    add("--plot-only", type=Path, metavar="JSON", help="redraw the chart of earlier results")
-    add("--torch", action="store_true", help="PyTorch beside JAX, on a GPU where it is installed")
+    add("--torch", action="store_true", help="PyTorch too, on a GPU where it is installed")
     add("--auto-table", action="store_true", help="regenerate jax_fastops/auto_table.json")
     add("--sizes", nargs="+", type=int, metavar="N", help="elements, for the table (powers of two)")
     options = parser.parse_args()
@@ -45,7 +41,7 @@ def parse() -> argparse.Namespace:
 
 
 def benchmark(options: argparse.Namespace, console: Console) -> None:
-    """Run the cases, show them, write ``<device>-<family>.json`` and the same as ``.png``."""
+    """Run the cases, show them, and write ``<device>-<family>.json``."""
     from benchmarks import pytorch, report
     from benchmarks.cases import cases, select_ops
     from benchmarks.environment import platform_name
@@ -63,22 +59,8 @@ def benchmark(options: argparse.Namespace, console: Console) -> None:
     with progress(console, len(chosen)) as on_case:
         results = run(chosen, options.rounds, options.clock, on_case, options.torch)
     report.show(results, console)
-    for path, part in report.save(results, options.out).items():
+    for path in report.save(results, options.out):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
-        draw(part, path, console)
-
-
-def draw(results: dict, path: Path, console: Console) -> None:
-    """Write the chart beside the JSON at ``path``, if it is one of cases."""
-    if "cases" not in results:
-        return
-    try:
-        from benchmarks import plot
-    except ModuleNotFoundError as error:
-        console.print(f"no chart: {error.name} is not installed")
-        return
-    chart = plot.draw(results, path.with_suffix(".png"))
-    console.print(f"wrote {chart}", highlight=False, soft_wrap=True)
 
 
 def auto_table(options: argparse.Namespace, console: Console) -> None:

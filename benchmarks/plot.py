@@ -1,5 +1,7 @@
-"""Draws results: multiples of the floor, ours beside jax.nn's. A bar at the line wastes nothing."""
+"""Charts as SVG: one question each, at most 12 bars, drawn for a light and for a dark page."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -7,76 +9,114 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-PANELS = ("forward", "backward", "step")
-BARS = (("native", "jax_fastops kernel", "#2a7f62"), ("jax.nn", "jax.nn", "#c9c9c9"))
-TOP = 2.5  # bars beyond this many floors are cut, with their height written on them
+MOST_BARS = 12
+WIDTH = 7.2  # inches: 691 px, the width of a page of text
 
 
-def draw(results: dict, path: Path) -> Path:
-    """Write a PNG with a row of panels for each dtype and a column for each phase."""
-    phases = [p for p in PANELS if any(p in case["floor_us"] for case in results["cases"])]
-    dtypes = list(dict.fromkeys(case["dtype"] for case in results["cases"]))
-    by_dtype = {d: [c for c in results["cases"] if c["dtype"] == d] for d in dtypes}
-    widest = max(map(len, by_dtype.values()))
-    size = (len(phases) * max(3.4, 0.62 * widest + 0.8), 2.6 * len(dtypes) + 1.2)
-    figure, grid = plt.subplots(
-        len(dtypes), len(phases), figsize=size, squeeze=False, sharey=True, layout="constrained"
-    )
-    for row, dtype in zip(grid, dtypes, strict=True):
-        for axes, phase in zip(row, phases, strict=True):
-            _panel(axes, by_dtype[dtype], phase)
-            axes.set_xlim(-0.6, widest - 0.4)
-            axes.set_title(f"{phase}, {dtype}", fontsize=10)
-        row[0].set_ylabel("time / time of a copy\nof the same bytes", fontsize=8)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(_title(results), fontsize=11)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+@dataclass(frozen=True)
+class Theme:
+    """The colors of a chart. The background is the page's."""
+
+    name: str
+    text: str
+    kernel: str
+    reference: str
+    line: str
 
 
-def _title(results: dict) -> str:
-    copy, versions = results["copy"], results["versions"]
-    return (
-        f"Time over the floor (lower is better; 1 = as fast as memory allows)\n"
-        f"{results['hardware']['device']}, copy {copy['gbs']:.0f} GB/s, jax {versions['jax']}"
-    )
+THEMES = (
+    Theme("light", text="#24292f", kernel="#1a7f5a", reference="#b8bec6", line="#c0392b"),
+    Theme("dark", text="#e6edf3", kernel="#3fb68b", reference="#6e7781", line="#ff7b72"),
+)
 
 
-def _panel(axes, cases: list[dict], phase: str) -> None:
-    width = 0.38
-    for offset, (name, label, colour) in zip((-width / 2, width / 2), BARS, strict=True):
-        heights = [_height(case, name, phase) for case in cases]
-        where = [index + offset for index in range(len(cases))]
-        axes.bar(where, [min(h, TOP) for h in heights], width * 0.94, label=label, color=colour)
-        for x, height in zip(where, heights, strict=True):
-            text = "-" if not height else f"{height:.2f}" if height < 9.995 else f"{height:.0f}"
-            axes.annotate(
-                text,
-                (x, min(height, TOP)),
-                (0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=6,
-                fontweight="bold" if height > TOP else "normal",
+@dataclass(frozen=True)
+class Bars:
+    """One group of bars: a label, and a value for each series (``None``: not measured)."""
+
+    label: str
+    values: tuple[float | None, ...]
+
+
+def draw(
+    path: Path,
+    title: str,
+    groups: Sequence[Bars],
+    series: Sequence[str],
+    line: str,
+    axis: str,
+    limit: float | None = None,
+    unit: str = "",
+) -> list[Path]:
+    """Writes ``<path>-light.svg`` and ``<path>-dark.svg``; returns their paths.
+
+    ``series`` names the bars of each group, ``line`` what the vertical line at 1 stands for, and
+    ``axis`` the horizontal axis. A bar longer than ``limit`` is cut; its value is written on it.
+    """
+    if sum(len(group.values) for group in groups) > MOST_BARS:
+        raise ValueError(f"{path.name}: more than {MOST_BARS} bars")
+    return [_draw(path, title, groups, series, line, axis, limit, unit, t) for t in THEMES]
+
+
+def _draw(path, title, groups, series, line, axis, limit, unit, theme: Theme) -> Path:
+    settings = {
+        "font.size": 10,
+        "svg.fonttype": "none",  # text stays text: small files that can be searched and checked
+        "svg.hashsalt": path.name,  # the same file from the same numbers
+        "text.color": theme.text,
+        "axes.labelcolor": theme.text,
+        "xtick.color": theme.text,
+        "ytick.color": theme.text,
+        "axes.edgecolor": theme.text,
+    }
+    bars = sum(len(group.values) for group in groups)
+    with plt.rc_context(settings):
+        height = 0.2 * bars + 0.14 * len(groups) + (1.45 if len(series) > 1 else 1.2)
+        figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
+        colors = (theme.kernel, theme.reference)
+        longest = max(v for group in groups for v in group.values if v is not None)
+        end = min(limit or longest, longest)
+        thickness = 0.84 / len(series)
+        for index, name in enumerate(series):
+            places = [
+                row + (index - (len(series) - 1) / 2) * thickness for row in range(len(groups))
+            ]
+            values = [group.values[index] or 0.0 for group in groups]
+            axes.barh(
+                places,
+                [min(v, end) for v in values],
+                thickness * 0.92,
+                color=colors[index],
+                label=name,
             )
-    chosen = [_height(case, "auto", phase) for case in cases]
-    marks = [(i, min(h, TOP)) for i, h in enumerate(chosen) if h]
-    if marks:
-        axes.plot(*zip(*marks, strict=True), "D", ms=4, color="#1f3b73", label="auto (default)")
-    axes.axhline(1, color="#b03030", lw=1.2, label="floor", zorder=3)
-    axes.set_ylim(0, TOP * 1.12)
-    axes.set_xticks(range(len(cases)), [_label(c) for c in cases], rotation=35, ha="right")
-    axes.tick_params(labelsize=7)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _height(case: dict, name: str, phase: str) -> float:
-    entry = case["results"].get(name)
-    numbers = entry and entry["phases"].get(phase)
-    return numbers["of_floor"] if numbers else 0.0
-
-
-def _label(case: dict) -> str:
-    return f"{case['op']}\n{case['label']}"
+            for place, value in zip(places, values, strict=True):
+                if value:
+                    text = f"{value:.2f}{unit}" if value < 10 else f"{value:.0f}{unit}"
+                    after = 1 if 0.7 < value < 1 else min(value, end)  # clear of the line at 1
+                    axes.annotate(
+                        text + (" (cut)" if value > end else ""),
+                        (after, place),
+                        (3, 0),
+                        textcoords="offset points",
+                        va="center",
+                        fontsize=9,
+                    )
+        axes.axvline(1, color=theme.line, lw=1.3, label=line, zorder=3)
+        axes.set_yticks(range(len(groups)), [group.label for group in groups])
+        axes.set_ylim(len(groups) - 0.45, -0.55)
+        axes.set_xlim(0, end * 1.16)
+        axes.set_xlabel(axis)
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+        figure.legend(
+            loc="outside lower center",
+            ncols=len(series) + 1,
+            frameon=False,
+            fontsize=9,
+            reverse=len(series) == 1,
+        )
+        written = path.with_name(f"{path.name}-{theme.name}.svg")
+        figure.savefig(written, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+    return written

@@ -14,25 +14,33 @@ CONTENDERS = ("native", "auto", "jax.nn", "torch", "torch.compile")
 OURS = CONTENDERS[:2]
 
 
-def save(results: dict, folder: Path) -> dict[Path, dict]:
+def save(results: dict, folder: Path) -> list[Path]:
     """Write ``results`` to ``folder``: a file for each family of ops, named after the device."""
-    written = {}
+    written = []
     for family in dict.fromkeys(case["family"] for case in results["cases"]):
         mine = results | {"cases": [c for c in results["cases"] if c["family"] == family]}
         path = folder / f"{slug(results)}-{family}.json"
         write(path, mine)
-        written[path] = mine
+        written.append(path)
     return written
 
 
 def write(path: Path, results: dict) -> None:
-    """Write JSON, with the folder that it goes to."""
+    """Write compact JSON, and make its folder: a line for each key, and for each case."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
+    lines = [f"{json.dumps(key)}: {_entry(value)}" for key, value in _rounded(results).items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _entry(value) -> str:
+    """JSON in one line; a list of objects has a line for each."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"
+    return json.dumps(value)
 
 
 def contenders(results: dict) -> list[str]:
-    """Those that were measured; the three of JAX's are always shown."""
+    """The contenders that were measured; those of JAX are always shown."""
     measured = {name for case in results["cases"] for name in case["results"]}
     return [name for name in CONTENDERS if name in measured or not name.startswith("torch")]
 
@@ -61,7 +69,7 @@ def show(results: dict, console: Console) -> None:
 
 
 def headline(results: dict) -> str:
-    """What was measured on, and the copy that sets the floor, if there is one."""
+    """Hardware, versions, the clock, and the copy that sets the floor if there is one."""
     hardware, versions, copy = results["hardware"], results["versions"], results.get("copy")
     torch = f", PyTorch {versions['torch']}" if "torch" in versions else ""
     speed = copy and (
@@ -78,7 +86,7 @@ def headline(results: dict) -> str:
 
 
 def errors(results: dict) -> Iterator[str]:
-    """What could not be measured, or computed something else."""
+    """Contenders that failed, or returned other results."""
     for case in results["cases"]:
         for name, error in case["errors"].items():
             yield f"{_name(case)}, {name}: {error}"
@@ -145,7 +153,7 @@ def _lines(title: str, header: tuple[str, ...], rows, console: Console) -> None:
 
 
 def _coloured(text: str) -> str:
-    """Speed-ups in green where ours is faster, in red where jax.nn's is."""
+    """Speed-ups in green where jax_fastops is faster, in red where jax.nn is."""
     if not text.endswith("x"):
         return text
     value = float(text[:-1])

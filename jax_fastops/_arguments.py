@@ -1,22 +1,25 @@
-"""Checks of what users pass, at trace time, worded alike for every op."""
+"""Checks of the users' arguments at trace time, with the same wording for every op."""
 
 from __future__ import annotations
 
 import math
 import numbers
 import operator
+from collections.abc import Sequence
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_fastops._signature import accumulator_dtype
 
 FLOATING = ("float32", "bfloat16", "float16", "float64")
 
 
-def as_arrays(op: str, **arguments) -> list[jax.Array]:
-    """The arguments as JAX arrays; ``TypeError`` for what is not an array or a number."""
+def as_arrays(op: str, **arguments: object) -> list[jax.Array]:
+    """The arguments as JAX arrays. Raises ``TypeError`` if one is not an array or a number."""
     arrays = []
     for name, value in arguments.items():
         scalar = isinstance(value, (bool, int, float, complex, np.generic))
@@ -26,7 +29,7 @@ def as_arrays(op: str, **arguments) -> list[jax.Array]:
                 "number"
             )
         try:
-            # Arrays as they are: in jax 0.8 jnp.asarray gives those under vmap a wrong sharding.
+            # Not asarray of an array: in jax 0.8 it gives a vmap tracer a wrong sharding.
             arrays.append(value if isinstance(value, jax.Array) else jnp.asarray(value))
         except TypeError as error:  # an array of strings, say
             raise TypeError(f"{op}: {name} is {_describe(value)}: {error}") from error
@@ -45,8 +48,10 @@ def _is_weak(x) -> bool:
     return getattr(x, "weak_type", False)  # arrays of extended dtypes (PRNG keys) have none
 
 
-def same_floating_dtype(op: str, arrays, names) -> list[jax.Array]:
-    """Arrays of one floating dtype; numbers (weakly typed) take the dtype of the others.
+def same_floating_dtype(
+    op: str, arrays: Sequence[jax.Array], names: Sequence[str]
+) -> list[jax.Array]:
+    """The arrays in one floating dtype. Weakly typed numbers take the dtype of the others.
 
     Raises:
       TypeError: a dtype is not a supported floating one, or two of them differ.
@@ -68,18 +73,18 @@ def same_floating_dtype(op: str, arrays, names) -> list[jax.Array]:
             )
     if all(x.dtype == dtype for x in arrays):
         return list(arrays)
-    if not strong:  # weak they stay
+    if not strong:  # the result is weakly typed, too
         return [x if x.dtype == dtype else x + 0.0 for x in arrays]
     return [x if x.dtype == dtype else x.astype(dtype) for x in arrays]
 
 
-def not_weak(x) -> jax.Array:
-    """``x`` with a dtype of its own, as the functions of ``jax.nn`` that reduce give it."""
+def not_weak(x: jax.Array) -> jax.Array:
+    """``x`` without weak type, as from the functions of ``jax.nn`` that reduce."""
     return jax.lax.convert_element_type(x, x.dtype) if _is_weak(x) else x
 
 
-def real_number(op: str, name: str, value, advice: str = "") -> float:
-    """A Python or NumPy number, which becomes part of the program; ``TypeError`` for others."""
+def real_number(op: str, name: str, value: object, advice: str = "") -> float:
+    """The value as a float, static in the program. Raises ``TypeError`` if it is no number."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{op}: {name} is of type {type(value).__name__}; it must be a Python or NumPy number"
@@ -91,24 +96,26 @@ def real_number(op: str, name: str, value, advice: str = "") -> float:
         raise ValueError(f"{op}: {name} is {value}, which no float can hold") from None
 
 
-def integer(op: str, name: str, value) -> int:
-    """A Python or NumPy integer; ``TypeError`` for others."""
+def integer(op: str, name: str, value: SupportsIndex) -> int:
+    """The value as an int. Raises ``TypeError`` if it is not a Python or NumPy integer."""
     try:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{op}: {name} is {value!r}; it must be an integer") from None
 
 
-def epsilon(op: str, eps) -> float:
-    """What is added to a variance."""
+def epsilon(op: str, eps: object) -> float:
+    """Checks ``eps``, which is added to a variance."""
     eps = real_number(op, "eps", eps)
     if math.isnan(eps):
         raise ValueError(f"{op}: eps is {eps!r}; it must be a number")
     return eps
 
 
-def parameter(op: str, name: str, value, x, axis: int, what: str) -> jax.Array:
-    """Values for each index of an axis of ``x``, in its dtype or in its accumulator's."""
+def parameter(
+    op: str, name: str, value: ArrayLike, x: jax.Array, axis: int, what: str
+) -> jax.Array:
+    """Checks a parameter along an axis of ``x``; casts it to the dtype or accumulator of ``x``."""
     (value,) = as_arrays(op, **{name: value})
     if value.shape != (x.shape[axis],):
         raise ValueError(
@@ -123,8 +130,8 @@ def parameter(op: str, name: str, value, x, axis: int, what: str) -> jax.Array:
     return value if value.dtype == x.dtype else value.astype(accumulator_dtype(x.dtype))
 
 
-def broadcast_shape(op: str, arrays, names) -> tuple[int, ...]:
-    """The NumPy broadcast of the arrays' shapes, ``ValueError`` naming them if there is none."""
+def broadcast_shape(op: str, arrays: Sequence[jax.Array], names: Sequence[str]) -> tuple[int, ...]:
+    """The broadcast shape. Raises ``ValueError`` with the names if there is none."""
     try:
         return jnp.broadcast_shapes(*(x.shape for x in arrays))
     except ValueError:

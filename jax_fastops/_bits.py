@@ -1,4 +1,4 @@
-"""The bitmask in ``jax.numpy``: what the kernels write and read, for the reference lowering."""
+"""The kernels' bitmask in ``jax.numpy``, for the reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def pack(bits) -> jax.Array:
-    """Booleans ``(..., n)`` as bytes ``(..., ceil(n/8))``, the first one in the lowest bit."""
+    """Packs booleans ``(..., n)`` into bytes ``(..., ceil(n/8))``, the first in the lowest bit."""
     n = bits.shape[-1]
     n_bytes = (n + 7) // 8
     padding = [(0, 0)] * (bits.ndim - 1) + [(0, n_bytes * 8 - n)]
@@ -17,7 +17,7 @@ def pack(bits) -> jax.Array:
 
 
 def select(mask, x) -> jax.Array:
-    """``x`` where the mask has a one, +0 elsewhere; never a product, since Inf * 0 is NaN."""
+    """``x`` where the mask has a one, +0 elsewhere. No product: ``Inf * 0`` is NaN."""
     n, n_bytes = x.shape[-1], mask.shape[-1]
     octets = jnp.right_shift(mask[..., None], jnp.arange(8, dtype=jnp.uint8)) & jnp.uint8(1)
     bits = jax.lax.reshape(octets, (*mask.shape[:-1], n_bytes * 8))

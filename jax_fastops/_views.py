@@ -1,8 +1,8 @@
-"""Views of an array in which every dimension that people shard is a leading one.
+"""Views of an array in which the dimensions that users shard lead.
 
 XLA partitions a custom call over leading dimensions only. An element-wise op that keeps one bit per
-element therefore sees ``x`` as ``(..., n)`` with a short last dimension, eight elements to a mask
-byte, and everything in front of it is a batch dimension. The reshape costs nothing.
+element therefore sees ``x`` as ``(..., n)``, where the short last dimension fills whole mask bytes,
+and every other dimension is a batch dimension. The reshape costs nothing.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from jax.sharding import AxisType, PartitionSpec
 
 
 def mask_view(shape, sharding=None) -> tuple[tuple, tuple | None] | None:
-    """The shape ``(..., n)`` in which an array of ``shape`` gets its mask, and that view's spec.
+    """The view ``(..., n)`` in which an array of ``shape`` gets its mask, and the view's spec.
 
-    ``n`` is 8 where the last axis is a multiple of 8, or some trailing axes merged are; the mask
-    then has one byte for every eight elements, whatever the shape. The first axis is never merged,
-    so that a sharded batch stays local. Where nothing divides, each row of ``n`` elements pads its
-    last mask byte.
+    ``n`` is 8 if the last axis, or the product of some trailing axes, is a multiple of 8. The mask
+    then has one byte for eight elements. The first axis is never merged, so that a sharded batch
+    stays local. Otherwise each row of ``n`` elements pads its last mask byte.
 
-    ``sharding`` is the array's, where it is part of the type (explicit mesh axes). A view is then
-    chosen in which the shards stay whole; ``None`` is returned if there is no such view.
+    ``sharding`` is the array's sharding if it is part of the type (explicit mesh axes). The view is
+    then one that cuts no shard, and the result is ``None`` if there is no such view.
     """
     spec = explicit_spec(sharding, len(shape))
     for view, merged in _candidates(shape):
@@ -37,7 +36,7 @@ def mask_view(shape, sharding=None) -> tuple[tuple, tuple | None] | None:
 
 
 def _candidates(shape):
-    """Views in the order of preference, each with the number of leading axes it leaves alone."""
+    """Views in order of preference, each with the number of leading axes that it keeps."""
     if not shape:
         yield (1,), 0
         return
@@ -51,7 +50,7 @@ def _candidates(shape):
 
 
 def explicit_spec(sharding, rank: int) -> tuple | None:
-    """The partition spec of an array whose sharding is part of its type, else None."""
+    """The partition spec of an array if its sharding is part of its type, else None."""
     mesh = getattr(sharding, "mesh", None)
     if mesh is None or mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return None
@@ -60,10 +59,10 @@ def explicit_spec(sharding, rank: int) -> tuple | None:
 
 
 def _view_spec(shape, spec, view, lead, sharding) -> tuple | None:
-    """The view's partition spec, or None where a shard of the array is not a shard of the view."""
+    """The view's partition spec, or None if a shard of the array is not a shard of the view."""
     merged = spec[lead:]
     if any(axis is not None for axis in merged[1:]):
-        # An inner axis is sharded: fine only if it is the innermost one on its own.
+        # An inner axis is sharded. That works only for a view in which it is not merged.
         return None
     axis = merged[0] if merged else None
     if len(view) == lead + 1:  # one padded row per index of the leading axes
@@ -73,23 +72,23 @@ def _view_spec(shape, spec, view, lead, sharding) -> tuple | None:
 
 
 def parts_of(axis, sharding) -> int:
-    """Over how many devices an entry of a partition spec spreads a dimension."""
+    """The number of devices over which an entry of a partition spec shards a dimension."""
     names = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
     return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def reshape(x, shape, spec: tuple | None):
-    """``x`` in another shape; ``spec`` is the result's sharding where it is part of the type."""
+    """``x`` in another shape. ``spec`` is the result's sharding if it is part of the type."""
     if spec is None:
         return jax.lax.reshape(x, shape)
     return jax.lax.reshape(x, shape, out_sharding=PartitionSpec(*spec))
 
 
 def split_last(x, sizes: tuple[int, ...]):
-    """``x`` with its last dimension as dimensions of these ``sizes``.
+    """``x`` with its last dimension split into dimensions of these ``sizes``.
 
-    Where the sharding is part of the type, that of the last dimension goes to the first of them; if
-    that cannot be spread so, the dimension is gathered first.
+    If the sharding is part of the type, the first new dimension takes that of the last dimension.
+    If it cannot be sharded so, the last dimension is gathered first.
     """
     kind = jax.typeof(x).sharding
     spec = explicit_spec(kind, x.ndim)
@@ -103,7 +102,7 @@ def split_last(x, sizes: tuple[int, ...]):
 
 
 def merge_last(x, count: int = 2):
-    """``x`` with its last ``count`` dimensions merged; the inverse of ``split_last``."""
+    """``x`` with its last ``count`` dimensions merged: the inverse of ``split_last``."""
     kind = jax.typeof(x).sharding
     spec = explicit_spec(kind, x.ndim)
     lead = x.ndim - count
@@ -117,7 +116,7 @@ def merge_last(x, count: int = 2):
 
 
 def broadcast_type(arrays):
-    """The shape, dtype and sharding of an element-wise result, as ``jnp.add`` has them."""
+    """The shape, dtype and sharding that ``jnp.add`` gives an element-wise result."""
     types = [jax.typeof(x) for x in arrays]
     if all(t == types[0] for t in types):
         return types[0]
@@ -125,10 +124,10 @@ def broadcast_type(arrays):
 
 
 def broadcast_to(x, result):
-    """``x`` broadcast to the shape and, where it is part of the type, the sharding of ``result``.
+    """``x`` broadcast to the shape of ``result``, and to its sharding if that is part of the type.
 
-    The sharding has to come with the broadcast: were the copy replicated and resharded, its
-    gradient would be gathered before it is summed.
+    The broadcast itself must set the sharding. If a replicated copy were resharded, its gradient
+    would be gathered before it is summed.
     """
     explicit = explicit_spec(result.sharding, len(result.shape)) is not None
     if x.shape == result.shape and not (explicit and jax.typeof(x).sharding != result.sharding):

@@ -1,9 +1,10 @@
 """Batch norm, with the residual and the ReLU that often follow it.
 
-Training takes two passes each way: the forward reads the input for the statistics, which are merged
-from shifted sums, and again to normalise it; the backward reads input and cotangent for two sums
-per channel, and again for the gradient; both but for what a GPU's chip holds meanwhile. Between
-them live the input, the statistics, and one bit per element for the ReLU.
+In training, each direction takes two passes. The forward reads the input to compute the statistics,
+from shifted sums, and again to normalize it. The backward reads the input and the cotangent for two
+sums per channel, and again for the gradient. A GPU's second pass reads from memory only the part
+that did not stay on the chip. The residuals are the input, the statistics, and one bit per element
+for the ReLU.
 
 Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
 """
@@ -12,11 +13,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Hashable
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from jax_fastops._arguments import (
     as_arrays,
@@ -32,7 +36,7 @@ from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import broadcast_to, broadcast_type, explicit_spec, parts_of, reshape
 
-# An op sees an array as [..., o, c, i]: "..." is the batch, which people shard, c are the channels.
+# An op sees an array as [..., o, c, i]: "..." is the batch, which may be sharded; c, the channels.
 _X = "... o c i"
 _MASK = "... ceil(o*c*i/8) :uint8"
 _CHANNELS = -2
@@ -40,13 +44,13 @@ _CHANNELS = -2
 
 # ---- kernels -------------------------------------------------------------------------------------
 #
-# They see it as groups [..., n]: what has a dimension of size 1 XLA may copy, only to change the
-# order in which it counts the dimensions.
+# Kernels take flat groups [..., n]. XLA may copy an array that has a dimension of size 1, merely to
+# change its layout.
 
 
 def _workspace(n, c: int, i: int) -> int:
-    """How many accumulators of workspace a group of ``n`` elements gets: what it needs at least
-    (``BatchNormWorkspace`` in batch_norm_shape.h), and to be spread over a whole GPU."""
+    """The accumulators of workspace for a group of ``n`` elements: the minimum, which
+    ``BatchNormWorkspace`` in batch_norm_shape.h checks, and more to use all of a GPU."""
     least, more = 8 * c + c * i // (16 if i < 1024 else 64) + 2050, 1 << 17
     if isinstance(n, int):
         least, more = min(least, c * (n // 256 + 1)), min(more, n // 8)
@@ -100,12 +104,12 @@ def _gradient_kernel(mask: bool, scale: bool, workspace: int) -> Kernel:
 
 
 class _Groups:
-    """How the kernels see an array ``[..., o, c, i]``: as groups, each with sums of its own.
+    """The kernels' view of an array ``[..., o, c, i]``: groups, each with its own sums.
 
-    In a program for one device the batch is one group. Where XLA may partition it, the last
-    dimension of the batch is split into as many groups as it may have shards, so that they stay
-    where they are; what the groups give is then merged with one all-reduce. Examples whose bits of
-    mask do not fill bytes (under ``vmap``) are groups.
+    In a program for one device, the batch is one group. In a program that XLA may partition, the
+    last dimension of the batch is split into as many groups as it may have shards, so that no shard
+    moves. One all-reduce then merges the groups' sums. Under ``vmap``, each example whose mask is
+    not a whole number of bytes is a group.
     """
 
     def __init__(self, x, mask: bool = False):
@@ -131,12 +135,12 @@ class _Groups:
         return None if self.spec is None else (*self.spec[: len(self.lead)], *own)
 
     def split(self, x):
-        """An array of the operand's shape, or a mask, as the kernels take it."""
+        """An array with the operand's shape, or a mask, in the kernels' view."""
         n = math.prod(x.shape) // math.prod(self.lead)
         return reshape(x, (*self.lead, n), self._spec_of_lead(None))
 
     def join(self, x):
-        """What :meth:`split` gave of an array of the operand's shape, in that shape."""
+        """The inverse of :meth:`split` for an array with the operand's shape."""
         return reshape(x, self.shape, self.spec)
 
     def join_mask(self, mask):
@@ -145,7 +149,7 @@ class _Groups:
         return reshape(mask, (*lead, n), self.spec and (*self.spec[:-3], None))
 
     def spread(self, values):
-        """Values of each channel, for every group."""
+        """Values per channel, repeated for every group."""
         values = values.astype(self.dtype)
         if not self.lead:
             return values
@@ -161,13 +165,13 @@ class _Groups:
         return values.mean(tuple(range(len(self.lead)))) if self.lead else values
 
     def merge(self, mean, var):
-        """Statistics of all groups together, from those of each."""
+        """The statistics of all groups together, from those of each group."""
         if not self.lead:
             return mean, var
         both = jnp.stack([mean, var], len(self.lead))
         rows = both.shape[: len(self.lead)]
         count = math.prod(rows)
-        # Every group's values everywhere, as a sum: the one all-reduce.
+        # Every device gets every group's values from a sum: the only all-reduce.
         mine = jnp.eye(count, dtype=bool).reshape(count, *rows, 1, 1)
         alone = jnp.broadcast_to(both[None], (count, *both.shape))
         alone = jax.lax.select(broadcast_to(mine, jax.typeof(alone)), alone, jnp.zeros_like(alone))
@@ -175,7 +179,7 @@ class _Groups:
 
 
 def _merged(both):
-    """Mean and variance of equally large parts ``[parts, 2, c]`` together."""
+    """Mean and variance of the whole, from those of equal parts ``[parts, 2, c]``."""
     mean = both[:, 0].mean(0)
     return mean, (both[:, 1] + jnp.square(both[:, 0] - mean)).mean(0)
 
@@ -188,7 +192,7 @@ def _statistics(x):
 
 
 def _normalise(x, statistics, scale, bias, residual, *, eps, relu, save):
-    """Result, statistics and mask. Without statistics, ``x`` is one group and they are its own."""
+    """Result, statistics and mask. ``statistics=None`` means those of ``x``, which is one group."""
     groups = _Groups(x, relu)
     mask = relu and save
     parameters = [p for p in (scale, bias) if p is not None]
@@ -217,7 +221,7 @@ def _normalise(x, statistics, scale, bias, residual, *, eps, relu, save):
 
 
 def _sums(x, dys, mask, mean, var, scale, eps, given_statistics=False, dresidual=False):
-    """The averages of g and of ``g * (x - mean)``, with given statistics dx, and g if wanted."""
+    """The averages of g and of ``g * (x - mean)``; with given statistics dx; g if requested."""
     groups = _Groups(x, mask is not None)
     scale = scale if given_statistics else None
     kernel = _sums_kernel(
@@ -260,7 +264,7 @@ def _backward(x, dy, mask, mean, var, scale, sums, dmean, dvar, *, eps):
 
 
 def _gradient(x, dy, mask, mean, var, scale, dmean, dvar, *, eps):
-    """Both together, of what is one group: the averages, and dx."""
+    """The averages and dx of one group, by one kernel."""
     groups = _Groups(x, mask is not None)
     kernel = _gradient_kernel(mask is not None, scale is not None, groups.workspace())
     values = [mean, var, *([] if scale is None else [scale]), dmean, dvar]
@@ -278,7 +282,7 @@ def _gradient(x, dy, mask, mean, var, scale, dmean, dvar, *, eps):
 
 
 def _along(values, x, channels: int = _CHANNELS):
-    """Values of each channel, to be broadcast against ``x``, whose channels are there."""
+    """Values per channel, in a shape that broadcasts with ``x``."""
     return values.reshape((1,) * (x.ndim + channels) + values.shape + (1,) * (-channels - 1))
 
 
@@ -287,7 +291,7 @@ def _others(x, channels: int) -> tuple[int, ...]:
 
 
 def _count(x, channels: int):
-    """Of elements of a channel. As a float where it may be more than an int32 holds."""
+    """The number of elements per channel. A float, because it may exceed an int32."""
     n = math.prod(x.shape[axis] for axis in _others(x, channels))
     return float(n) if isinstance(n, int) else n
 
@@ -314,7 +318,7 @@ def _statistics_pushforward(kept, tangents):
     axes = _others(x, _CHANNELS)
     dmean = jnp.mean(dx, axes)
     centred = _wide(x) - _along(mean, x)
-    # The mean of `centred` is that of its rounding, and `dx` may have a far larger one.
+    # The mean of `centred` is only rounding error, but that of `dx` may be large: subtract it.
     return dmean, 2 * jnp.mean(centred * (dx - _along(dmean, x)), axes)
 
 
@@ -324,7 +328,7 @@ def _factor(var, scale, eps: float):
 
 
 def _before_activation(x, mean, var, scale, bias, residual, eps, channels):
-    """In the accumulator's dtype."""
+    """The input of the activation, in the accumulator dtype."""
     z = (_wide(x) - _along(mean, x, channels)) * _along(_factor(var, scale, eps), x, channels)
     if bias is not None:
         z = z + _along(bias.astype(z.dtype), x, channels)
@@ -350,7 +354,7 @@ def _twice_if(fork: bool, y) -> tuple:
 
 
 def _flat(x):
-    """``[..., o, c, i]`` as ``[..., n]``, the order of the mask's bits."""
+    """Reshapes ``[..., o, c, i]`` to ``[..., n]``, the order of the mask's bits."""
     spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
     shape = (*x.shape[:-3], math.prod(x.shape[-3:]))
     return reshape(x, shape, spec and (*spec[:-3], None))
@@ -379,13 +383,13 @@ def _save(x, scale, bias, residual, *, eps, relu, fork):
 
 
 def _parts(kept, relu: bool):
-    """x, scale, mask, mean and var of what the training op keeps."""
+    """x, scale, mask, mean and var from the training op's residuals."""
     x, scale, *mask, mean, var = kept
     return x, scale, mask[0] if relu else None, mean, var
 
 
 def _sums_reference(x, dy, mask, mean):
-    """What :func:`_sums` averages, g and ``x - mean``, and the averages."""
+    """g, ``x - mean``, and the averages that :func:`_sums` computes from them."""
     g, axes = _masked(mask, dy), _others(x, _CHANNELS)
     centred = _wide(x) - _along(mean.astype(g.dtype), x)
     return g, centred, jnp.stack([jnp.mean(g, axes), jnp.mean(g * centred, axes)])
@@ -431,7 +435,7 @@ def _inference_pullback(kept, cts, *, eps, relu):
 
 def _inference_sums(sums, n, var, scale, eps):
     """Gradients of mean, var, scale and bias."""
-    var = var.astype(sums.dtype)  # in a narrow one eps may be lost, and 0 be divided by
+    var = var.astype(sums.dtype)  # in 16 bits eps may vanish, and the division be by 0
     factor = _factor(var, scale, eps)
     dscale, dbias = _parameter_gradients(sums, n, var, eps)
     return -factor * dbias, -0.5 * sums[1] * n * factor / (var + eps), dscale, dbias
@@ -464,7 +468,7 @@ def _inference_pushforward(kept, tangents, *, eps, relu):
 
 
 def _forward(x, scale, bias, residual, *, eps, relu, fork, save=False):
-    # Those of several groups are merged before they are applied.
+    # The statistics of several groups are merged before they are applied.
     statistics = _statistics(x) if _Groups(x, relu).lead else None
     y, mean, var, *mask = _normalise(
         x, statistics, scale, bias, residual, eps=eps, relu=relu, save=save
@@ -485,10 +489,10 @@ def _gradients(kept, cts, wanted, *, eps, relu, fork):
     if not any(wanted[:-1]):
         return None, None, None, _masked(mask, sum(dys[1:], dys[0])).astype(x.dtype)
     n = _count(x, _CHANNELS)
-    # What several read is written by the pass that first has it; the second one then reads that.
+    # If several results need g, the first pass writes it and the second pass reads it.
     write = (fork and (wanted[0] or wanted[-1])) or (relu and wanted[-1])
     if wanted[0] and not write and not _Groups(x, relu).lead:
-        # Those of several groups are merged before dx is computed.
+        # One group. The sums of several groups must be merged before dx is computed.
         sums, dx = _gradient(x, dys[0], mask, mean, var, scale, dmean / n, dvar / n, eps=eps)
         return dx, *_parameter_gradients(sums, n, var, eps), dys[0]
     sums, *g = _sums(x, dys, mask, mean, var, scale, eps, dresidual=write)
@@ -513,13 +517,16 @@ def _inference_gradients(kept, cts, wanted, *, eps, relu):
 
 
 def _table_row(name: str, x, **options) -> str:
-    """XLA is slower where neighbours differ in their channel. A symbolic size counts as larger."""
+    """The class in the ``auto`` table: channels last (XLA is slower there), or another axis.
+
+    A symbolic size counts as more than 1.
+    """
     return name if x.shape[-1:] == (1,) else f"{name}_axis"
 
 
 def seen(x, at: int) -> jax.ShapeDtypeStruct:
-    """What an array whose channels are at axis ``at`` is to the table that ``auto`` goes by: the
-    ``[o, c, i]`` of the ops' ``[..., o, c, i]``, with the batch in ``o``."""
+    """The shape ``[o, c, i]``, with the batch in ``o``, by which ``auto`` looks up an array whose
+    channels are at axis ``at``."""
     shape = (math.prod(x.shape[:at]), x.shape[at], math.prod(x.shape[at + 1 :]))
     return jax.ShapeDtypeStruct(shape, x.dtype)
 
@@ -584,10 +591,10 @@ _INFERENCE = Op(
 
 
 def _view(x, at: int, relu: bool) -> tuple[tuple, tuple | None] | None:
-    """The shape ``[..., o, c, i]`` in which an array gets its mask, and that view's spec.
+    """The view ``[..., o, c, i]`` in which an array gets its mask, and the view's spec.
 
-    ``...`` is its first dimension, or a part of that which has whole bytes of mask for each index,
-    or nothing. ``None`` where the shards of explicit mesh axes do not stay whole.
+    ``...`` is the array's first dimension, or the part of it whose indices have whole bytes of
+    mask, or nothing. The result is ``None`` if explicit mesh axes have shards that the view cuts.
     """
     spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
     first, c, inner = x.shape[0], x.shape[at], math.prod(x.shape[at + 1 :])
@@ -608,8 +615,8 @@ def _view(x, at: int, relu: bool) -> tuple[tuple, tuple | None] | None:
 
 
 def _call(op: Op, x, at: int, values, residual, **options):
-    """An op on arrays of the user's shape; results of x's shape come back in it."""
-    if residual is not None:  # both sharded as their sum would be, where that is part of the type
+    """Calls an op on arrays with the user's shape, and reshapes the results back."""
+    if residual is not None:  # with explicit axes, shard both as their sum would be
         kind = broadcast_type((x, residual))
         x, residual = (broadcast_to(a, kind) for a in (x, residual))
     given = [a for a in (x, *values, residual) if a is not None]
@@ -638,12 +645,12 @@ def _call(op: Op, x, at: int, values, residual, **options):
 
 
 def _fixed(x, at: int) -> bool:
-    """Whether the channels and what is behind them have sizes, from which a workspace follows."""
+    """Whether the channel axis and the axes after it have static sizes, as a workspace needs."""
     return all(isinstance(d, int) for d in x.shape[at:])
 
 
 def _check(op: str, x, axis, eps, activation, residual, parameters: dict):
-    """Checked arguments: x, residual, the channel axis, options, and the parameters."""
+    """The checked arguments: x, residual, the channel axis, options, and the parameters."""
     given = {"x": x} | ({} if residual is None else {"residual": residual})
     arrays = same_floating_dtype(op, as_arrays(op, **given), list(given))
     x, residual = (not_weak(arrays[0]), not_weak(arrays[1]) if residual is not None else None)
@@ -670,64 +677,116 @@ def _check(op: str, x, axis, eps, activation, residual, parameters: dict):
     return x, residual, at, options, values
 
 
+@overload
 def batch_norm(
-    x,
-    scale,
-    bias,
+    x: ArrayLike,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    activation: Literal["relu"] | None = ...,
+    residual: ArrayLike | None = ...,
+    axis_name: Hashable | tuple[Hashable, ...] | None = ...,
+    fork: Literal[False] = ...,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def batch_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    activation: Literal["relu"] | None = ...,
+    residual: ArrayLike | None = ...,
+    axis_name: Hashable | tuple[Hashable, ...] | None = ...,
+    fork: Literal[True],
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]: ...
+@overload
+def batch_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    activation: Literal["relu"] | None = ...,
+    residual: ArrayLike | None = ...,
+    axis_name: Hashable | tuple[Hashable, ...] | None = ...,
+    fork: bool,
+) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array, jax.Array]: ...
+def batch_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
     *,
     axis: int = -1,
     eps: float = 1e-5,
-    activation: str | None = None,
-    residual=None,
-    axis_name=None,
+    activation: Literal["relu"] | None = None,
+    residual: ArrayLike | None = None,
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
     fork: bool = False,
 ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """Batch norm with the statistics of this batch, as in training; optionally add and ReLU.
 
     ``y = activation((x - mean) * rsqrt(var + eps) * scale + bias + residual)``, with the mean and
-    the biased variance over all axes but ``axis``. All of it is computed in float32 (float64 for
-    float64) and rounded once. The variance is that of the deviations from the mean: it is right
-    where the mean is far larger than the deviation.
+    the biased variance over all axes except ``axis``. Everything is computed in float32 (float64
+    for float64) and rounded once. The variance is computed from deviations, so it is exact also if
+    the mean is far larger than the deviation.
 
     Args:
-      x: array of float32, bfloat16, float16 or float64, with one dimension or more. Kernels work on
-        the channels as the last axis (NHWC, or 2-d) and anywhere else (NCHW) alike.
-      scale: array ``[c]`` of a floating dtype of its own, or ``None``.
-      bias: array ``[c]`` of a floating dtype of its own, or ``None``.
+      x: array of float32, bfloat16, float16 or float64, with one dimension or more. The kernels
+        take the channels as the last axis (NHWC, or 2-d) or as any other axis (NCHW).
+      scale: array ``[c]`` of any supported floating dtype, or ``None``.
+      bias: array ``[c]`` of any supported floating dtype, or ``None``.
       axis: the axis of the channels.
       eps: a Python or NumPy number, added to the variance.
       activation: ``None`` or ``"relu"``.
-      residual: array of the shape and dtype of ``x`` that is added before the activation, or
-        ``None``.
-      axis_name: name of a mapped axis (of ``jax.shard_map`` or ``jax.vmap``), or a tuple of them,
-        over which the batch is spread: the statistics are those of all its parts together, found
-        with one ``psum``. The gradient of ``x`` is then a sum of two, each rounded to its dtype, as
-        in plain JAX.
-      fork: whether ``y`` comes twice, as ``(y, y)``: the same array, for two users, such as the
-        convolution and the shortcut of a residual network's next block. Their cotangents are then
-        added in the backward's own pass (and rounded as JAX rounds such a sum), where two users of
-        one ``y`` cost a pass over three arrays before it.
+      residual: array with the shape and dtype of ``x``, added before the activation, or ``None``.
+      axis_name: name of a mapped axis (of ``jax.shard_map`` or ``jax.vmap``), or a tuple of names,
+        over which the batch is distributed. The statistics are then those of all parts together,
+        computed with one ``psum``. The gradient of ``x`` is then a sum of two terms, each rounded
+        to its dtype, as in plain JAX.
+      fork: whether to return ``y`` twice, as ``(y, y)``: the same array for two users, such as the
+        convolution and the shortcut of a residual network's next block. The backward then adds the
+        two cotangents as it reads them, and rounds the sum as JAX does. Two users of one ``y``
+        would cost a separate pass over three arrays.
 
     Returns:
-      ``(y, mean, var)``: an array of the shape and dtype of ``x``, and the batch's mean and biased
-      variance, ``[c]`` of float32 (float64 for float64). All three can be differentiated.
+      ``(y, mean, var)``: an array with the shape and dtype of ``x``, and the batch's mean and
+      biased variance, ``[c]`` in float32 (float64 for float64). All three can be differentiated.
 
-    Saved for the backward: ``x``, ``scale``, ``mean``, ``var``, and with ``"relu"`` one bit per
-    element; never ``y`` or what is before the activation.
+    Residuals:
+      ``x``, ``scale``, ``mean``, ``var``, and with ``"relu"`` one bit per element. Neither ``y``
+      nor the activation's input is kept.
 
-    Sharding: under ``jax.jit`` over the first axis, with one small all-reduce for the statistics of
-    the whole batch (two numbers for each channel and device) and one for the gradients. Other
-    sharded axes are gathered over auto mesh axes, and left to XLA over explicit ones; so is a first
-    axis in whose shards the bits of the mask do not fill bytes. Over explicit ones a result is
-    sharded as ``x``, or as ``x + residual``. ``jax.vmap`` gives statistics of each example.
+    Sharding: under ``jax.jit``, over the first axis. The statistics are those of the whole batch:
+    one small all-reduce (two numbers per channel and device) for them, and one for the gradients.
+    Other sharded axes are gathered over auto mesh axes, and take the reference over explicit ones.
+    The same holds for a first axis if a shard's mask is not a whole number of bytes. Over explicit
+    axes the result is sharded as ``x`` or ``x + residual``. ``jax.vmap`` gives each example its own
+    statistics.
 
     Raises:
       TypeError: an argument is not an array, a dtype is not supported or not that of ``x``, or
-        ``axis`` or ``eps`` is no number.
-      ValueError: ``axis`` is out of range, ``scale`` or ``bias`` has not the shape of that axis,
-        ``residual`` not that of ``x``, ``activation`` is not known, or ``eps`` is NaN.
+        ``axis`` or ``eps`` is not a number.
+      ValueError: ``axis`` is out of range, the shape of ``scale`` or ``bias`` is not that of the
+        axis, the shape of ``residual`` is not that of ``x``, ``activation`` is not known, or
+        ``eps`` is NaN.
 
-    Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
+    Source:
+      OneFlow, BatchNorm with ReLU and Add+ReLU.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> x = jnp.array([[1.0, 10.0], [3.0, 30.0]])
+      >>> y, mean, var = fo.batch_norm(x, jnp.ones(2), jnp.zeros(2), activation="relu")
+      >>> mean.tolist(), var.tolist()
+      ([2.0, 20.0], [1.0, 100.0])
+      >>> [round(v, 3) for v in y[1].tolist()]
+      [1.0, 1.0]
     """
     parameters = dict(scale=scale, bias=bias)
     x, residual, at, options, values = _check(
@@ -744,7 +803,7 @@ def batch_norm(
 
 
 def statistics(x, axis: int, axis_name=None) -> tuple[jax.Array, jax.Array]:
-    """The mean and biased variance of :func:`batch_norm` alone, which differentiate as there.
+    """The mean and biased variance that :func:`batch_norm` computes. Both can be differentiated.
 
     Arguments are not checked.
     """
@@ -753,7 +812,7 @@ def statistics(x, axis: int, axis_name=None) -> tuple[jax.Array, jax.Array]:
 
 
 def _over_axis(mean, var, axis_name):
-    """The statistics of all parts of a mapped axis together, from those of each."""
+    """The statistics over a mapped axis, from those of each of its parts."""
     both = jnp.stack([mean, var])
     parts = jax.lax.psum(1, axis_name)
     mine = jnp.arange(parts) == jax.lax.axis_index(axis_name)
@@ -762,48 +821,58 @@ def _over_axis(mean, var, axis_name):
 
 
 def batch_norm_inference(
-    x,
-    mean,
-    var,
-    scale,
-    bias,
+    x: ArrayLike,
+    mean: ArrayLike,
+    var: ArrayLike,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
     *,
     axis: int = -1,
     eps: float = 1e-5,
-    activation: str | None = None,
-    residual=None,
+    activation: Literal["relu"] | None = None,
+    residual: ArrayLike | None = None,
 ) -> jax.Array:
     """Batch norm with given statistics, as at inference; optionally add and ReLU.
 
     ``activation((x - mean) * rsqrt(var + eps) * scale + bias + residual)``: one multiply-add per
-    element. All of it is computed in float32 (float64 for float64) and rounded once.
+    element. Everything is computed in float32 (float64 for float64) and rounded once.
 
     Args:
       x: array of float32, bfloat16, float16 or float64, with one dimension or more.
-      mean: array ``[c]`` of a floating dtype of its own.
-      var: array ``[c]`` of a floating dtype of its own.
-      scale: array ``[c]`` of a floating dtype of its own, or ``None``.
-      bias: array ``[c]`` of a floating dtype of its own, or ``None``.
+      mean: array ``[c]`` of any supported floating dtype.
+      var: array ``[c]`` of any supported floating dtype.
+      scale: array ``[c]`` of any supported floating dtype, or ``None``.
+      bias: array ``[c]`` of any supported floating dtype, or ``None``.
       axis: the axis of the channels.
       eps: a Python or NumPy number, added to ``var``.
       activation: ``None`` or ``"relu"``.
-      residual: array of the shape and dtype of ``x`` that is added before the activation, or
-        ``None``.
+      residual: array with the shape and dtype of ``x``, added before the activation, or ``None``.
 
     Returns:
-      An array of the shape and dtype of ``x``. Differentiable with respect to all arrays.
+      An array with the shape and dtype of ``x``. It can be differentiated with respect to all
+      arrays.
 
-    Saved for the backward: ``x``, ``scale``, ``mean``, ``var``, and with ``"relu"`` one bit per
-    element.
+    Residuals:
+      ``x``, ``scale``, ``mean``, ``var``, and with ``"relu"`` one bit per element.
 
-    Sharding: as :func:`batch_norm`, with no communication but an all-reduce for the gradients of
+    Sharding: as :func:`batch_norm`. The only communication is an all-reduce of the gradients of
     statistics and parameters.
 
     Raises:
       TypeError: as :func:`batch_norm`.
-      ValueError: as :func:`batch_norm`; also for ``mean`` and ``var``.
+      ValueError: as :func:`batch_norm`, also for ``mean`` and ``var``.
 
-    Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
+    Source:
+      OneFlow, BatchNorm with ReLU and Add+ReLU.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> x = jnp.array([[1.0, 10.0], [3.0, 30.0]])
+      >>> mean, var = jnp.array([2.0, 20.0]), jnp.array([1.0, 100.0])
+      >>> y = fo.batch_norm_inference(x, mean, var, None, None)
+      >>> [round(v, 3) for v in y[1].tolist()]
+      [1.0, 1.0]
     """
     parameters = dict(mean=mean, var=var, scale=scale, bias=bias)
     x, residual, at, options, values = _check(

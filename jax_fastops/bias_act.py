@@ -1,7 +1,7 @@
-"""``bias_act``: an activation of a sum, in one pass each way.
+"""``bias_act``: an activation of ``x + bias``, in one pass forward and one backward.
 
-The backward reads the cotangent, ``x`` and the bias once, and sums the bias' gradient on the chip
-while it writes that of ``x``. For relu it reads one bit per element in place of ``x``.
+The backward reads the cotangent, ``x`` and the bias once, and sums the bias gradient on the chip
+while it writes the gradient of ``x``. For relu it reads one bit per element instead of ``x``.
 
 Source: FasterTransformer, ``add_bias_act``.
 """
@@ -9,10 +9,12 @@ Source: FasterTransformer, ``add_bias_act``.
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, not_weak, same_floating_dtype
 from jax_fastops._bits import pack, select
@@ -37,7 +39,7 @@ from jax_fastops._views import (
 )
 from jax_fastops.relu import add_relu
 
-# As in elementwise.h.
+# The values of enum Activation in elementwise.h.
 _CODES = {"gelu": 0, "gelu_exact": 1, "silu": 2, "relu": 3}
 _FUNCTIONS = {
     "gelu": jax.nn.gelu,
@@ -167,7 +169,7 @@ _bias_relu = Op(
     forward=_relu_forward,
     save=_relu_save,
     forward_saving=_relu_forward_saving,
-    # Of the bias the shape alone matters: its gradient has it.
+    # The bias is kept only for its shape, which is that of its gradient.
     residuals=lambda args, outs, saved: (saved[0], args[1]),
     pullback=_relu_pullback,
     pushforward=_relu_pushforward,
@@ -177,9 +179,9 @@ _bias_relu = Op(
 
 
 def _apply_relu(x, bias):
-    """With rows of 8 elements to a byte, where the last axis can be cut so, else whole rows."""
+    """ReLU with a mask: rows of 8 elements if the last axis divides into them, else whole rows."""
     if bias.shape == x.shape and bias.dtype == x.dtype:
-        return add_relu(x, bias)  # which keeps nothing else
+        return add_relu(x, bias)  # keeps only the mask
     table = table_row("bias_relu", [x.shape, bias.shape], x.dtype.itemsize)
     if _bias_relu.left_to_xla(x, bias, table=table):
         return _relu_reference(x, bias)
@@ -223,7 +225,12 @@ def _check(x, bias, activation) -> list[jax.Array]:
     return match_varying([not_weak(x), of_rank(not_weak(bias), x.ndim)])
 
 
-def bias_act(x, bias, *, activation: str = "gelu") -> jax.Array:
+def bias_act(
+    x: ArrayLike,
+    bias: ArrayLike,
+    *,
+    activation: Literal["gelu", "gelu_exact", "silu", "relu"] = "gelu",
+) -> jax.Array:
     """An activation of a sum: ``act(x + bias)``.
 
     The sum and the activation are computed in float32 (float64 for float64), and the result is
@@ -231,28 +238,35 @@ def bias_act(x, bias, *, activation: str = "gelu") -> jax.Array:
 
     Args:
       x: array of any shape; float32, bfloat16, float16 or float64.
-      bias: array that broadcasts to the shape of ``x``, typically ``[h]``, of a floating dtype of
-        its own. It is read in its own shape.
-      activation: ``"gelu"`` (``jax.nn.gelu``, by tanh), ``"gelu_exact"`` (by erf), ``"silu"`` or
-        ``"relu"``.
+      bias: array that broadcasts to the shape of ``x``, typically ``[h]``. It may have another
+        floating dtype. The kernel reads it in its own shape.
+      activation: ``"gelu"`` (``jax.nn.gelu``, the tanh approximation), ``"gelu_exact"`` (by erf),
+        ``"silu"`` or ``"relu"``.
 
     Returns:
-      An array of the shape and dtype of ``x``.
+      An array with the shape and dtype of ``x``.
 
-    Saved for the backward: ``x`` and the bias. For relu one bit per element (uint8), and the bias
-    for the sake of its shape.
+    Residuals:
+      ``x`` and the bias. For relu, one bit per element (uint8), and the bias for its shape.
 
-    Sharding: over every dimension, with no communication but one all-reduce for the bias' gradient
-    where a dimension that it is summed over is sharded. In a program for several devices with auto
-    mesh axes the bias has a copy for each of them along dimensions that it is broadcast along;
-    where that would be half as large as ``x``, XLA does the work. With relu, shards of the last
-    axis are of multiples of 8 elements; XLA does the work where they are not.
+    Sharding: over every dimension. The only communication is one all-reduce of the bias gradient,
+    if it is summed over a sharded dimension. In a program for several devices with auto mesh axes,
+    the bias gets a copy for each of them along the dimensions in which it is broadcast. If that
+    would be half as large as ``x``, the call takes the reference. With relu, a shard of the last
+    axis must be a multiple of 8 elements; otherwise the call takes the reference.
 
     Raises:
       TypeError: an argument is not an array or number, or a dtype is not supported.
       ValueError: the activation is not known, or the bias does not broadcast to the shape of ``x``.
 
-    Source: FasterTransformer, ``add_bias_act``.
+    Source:
+      FasterTransformer, ``add_bias_act``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> fo.bias_act(jnp.array([[-2.0, 1.0]]), jnp.array([0.5, 0.5]), activation="relu").tolist()
+      [[0.0, 1.5]]
     """
     x, bias = _check(x, bias, activation)
     if not has_kernel(x.shape):

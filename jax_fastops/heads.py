@@ -1,9 +1,9 @@
 """``split_heads``, ``split_qkv_heads`` and ``merge_heads``: between features and attention heads.
 
-A bias is added while the elements are moved, and its gradient is summed while the cotangents are
-moved back: each pass reads and writes every element once. The sums are made over groups of rows of
-the sequence, in the accumulator's type, and added up by XLA. Without a bias, splitting and merging
-are transpositions.
+The kernel adds the bias while it moves the elements, and sums the bias gradient while it moves
+the cotangents back. Each pass reads and writes every element once. The kernel makes partial sums
+over groups of rows in the accumulator dtype, and XLA adds them up. Without a bias, splitting and
+merging are transpositions.
 
 Source: FasterTransformer, ``add_QKV_bias`` and ``transpose``.
 """
@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_fastops._arguments import FLOATING, as_arrays, integer
 from jax_fastops._implementation import by_width
@@ -23,10 +24,10 @@ from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, merge_last, reshape, split_last
 from jax_fastops.transpose import is_movable, permute
 
-# About how many rows one partial sum of the bias' gradient covers. With fewer the sums are more
-# traffic, with more there are too few pieces of work where the batch is small.
+# The approximate number of rows in one partial sum of the bias gradient. Fewer rows mean more
+# traffic for the sums. More rows leave too few thread blocks when the batch is small.
 _SUM_ROWS = 128
-# A sequence of fewer rows has more sums to move than another reading of the cotangents costs.
+# For a shorter sequence, moving the partial sums costs more than reading the cotangents again.
 _FEWEST_ROWS = 3
 
 
@@ -49,7 +50,7 @@ def _merge_kernel(parts: int, heads: int, head_size: int) -> Kernel:
 
 @functools.cache
 def _merge_sum_kernel(parts: int, heads: int, head_size: int, rows: int, sums: int) -> Kernel:
-    """Also sums over the sequence, in ``sums`` pieces of every group of ``rows`` rows."""
+    """Merges, and writes ``sums`` partial sums for every group of ``rows`` rows."""
     operands = ", ".join([f"... {heads} *g {rows} {head_size}"] * parts)
     features = parts * heads * head_size
     results = f"... *g {rows} {features}, ... *g {sums} {features} :acc"
@@ -97,10 +98,10 @@ def _merge(kept, cts, wanted, *, num_heads: int, parts: int):
 
 
 def _group_rows(sequence: int) -> int:
-    """How many rows of the sequence make a group, which shards do not cut.
+    """The number of rows in a group, which no shard boundary may cut.
 
-    A divisor of the (local) sequence of at most ``_SUM_ROWS``, if there is one that is not tiny;
-    else the whole sequence is one group.
+    The largest divisor of the (local) sequence up to ``_SUM_ROWS``. If that is small, the whole
+    sequence is one group.
     """
     largest = max(n for n in range(1, min(sequence, _SUM_ROWS) + 1) if sequence % n == 0)
     return largest if 4 * largest >= _SUM_ROWS else sequence
@@ -112,8 +113,8 @@ def _group_rows(sequence: int) -> int:
 def _add_bias(x, bias):
     """``x + bias`` in the dtype of ``x``, rounded once.
 
-    Floating numbers are added in the accumulator's dtype: the bits are the same, and so is the
-    dtype in which the bias' gradient is summed.
+    Floating-point numbers are added in the accumulator dtype, as in the kernel. The result has the
+    same bits, and the bias gradient is summed in the same dtype.
     """
     if bias is None:
         return x
@@ -129,7 +130,7 @@ def _split_reference(x, bias, *, num_heads: int, parts: int, **_):
     if parts == 1:
         return jnp.swapaxes(split_last(x, (num_heads, head_size)), -3, -2)
     x = split_last(x, (parts, num_heads, head_size))
-    # Not by indexing, whose gradient adds zeros: -0 would become +0.
+    # Not by indexing: its gradient adds zeros, which turns -0 into +0.
     pieces = jax.lax.split(x, (1,) * parts, axis=x.ndim - 3)
     return tuple(jnp.swapaxes(jnp.squeeze(piece, -3), -3, -2) for piece in pieces)
 
@@ -140,7 +141,7 @@ def _merge_reference(cts):
 
 
 def _sum_rows(cts):
-    """The gradient of the bias in the accumulator's dtype, from the cotangents alone."""
+    """The bias gradient in the accumulator dtype, from the cotangents."""
     wide = accumulator_dtype(cts[0].dtype)
     keep = (cts[0].ndim - 3, cts[0].ndim - 1)
     axes = tuple(i for i in range(cts[0].ndim) if i not in keep)
@@ -184,7 +185,7 @@ def _apply(name: str, x, bias, num_heads, parts: int):
     num_heads, head_size = _check(name, x, bias, num_heads, parts)
     options = dict(num_heads=num_heads, parts=parts)
     if parts == 1 and (bias is None or not _has_kernel(x, bias) or _features_sharded(x)):
-        # What is left when XLA adds the bias is a transposition.
+        # XLA adds the bias, and a transposition remains.
         return _swap(split_last(_add_bias(x, bias), (num_heads, head_size)))
     if not _has_kernel(x, bias):
         return _split_reference(x, bias, **options)
@@ -208,14 +209,14 @@ def _features_sharded(x) -> bool:
 def _swap(x):
     """Exchanges the sequence and the heads.
 
-    In attention no matrix product can do without: it would need two batch dimensions apart.
+    No matrix product of attention can absorb this: it would need two separate batch dimensions.
     """
     n = x.ndim
     return permute(x, (*range(n - 3), n - 2, n - 3, n - 1), fuses=False)
 
 
 def _check(name: str, x, bias, num_heads, parts: int) -> tuple[int, int]:
-    """``num_heads`` and the size of a head."""
+    """Checks the arguments; returns ``num_heads`` and the size of a head."""
     num_heads = integer(name, "num_heads", num_heads)
     argument = "x" if parts == 1 else "qkv"
     if x.ndim < 2:
@@ -248,77 +249,98 @@ def _check(name: str, x, bias, num_heads, parts: int) -> tuple[int, int]:
     return num_heads, features // (parts * num_heads)
 
 
-def split_heads(x, bias=None, *, num_heads: int) -> jax.Array:
-    """Add a bias and split features into heads: ``[..., S, H*D]`` to ``[..., H, S, D]``.
+def split_heads(x: ArrayLike, bias: ArrayLike | None = None, *, num_heads: int) -> jax.Array:
+    """Adds a bias and splits features into heads: ``[..., S, H*D]`` to ``[..., H, S, D]``.
 
     Equals ``jnp.swapaxes((x + bias).reshape(..., S, H, D), -3, -2)``, in one pass.
 
     Args:
       x: array ``[..., S, H*D]`` of any dtype, with any number of leading dimensions.
-      bias: array ``[H*D]``, or ``None``. Of the dtype of ``x``, or both floating: the sum is then
-        made in float32 (float64 for float64) and rounded once to the dtype of ``x``.
+      bias: array ``[H*D]``, or ``None``. It has the dtype of ``x``, or both are floating-point. The
+        sum is then computed in float32 (float64 for float64), and rounded once to the dtype of
+        ``x``.
       num_heads: ``H``, which divides the last axis of ``x``.
 
     Returns:
-      An array ``[..., H, S, D]`` of the dtype of ``x``.
+      An array ``[..., H, S, D]`` with the dtype of ``x``.
 
-    Saved for the backward: nothing. The backward moves the cotangent back and sums the bias'
-    gradient, in float32 (float64 for float64), in the same pass.
+    Residuals:
+      None. The backward moves the cotangent back and sums the bias gradient in the same pass, in
+      float32 (float64 for float64).
 
-    Sharding: over the leading dimensions and the sequence, and without a bias over the heads, with
-    no communication (an all-reduce for the bias' gradient). With a bias and features sharded over
-    an explicit mesh axis, XLA adds the bias and the kernel moves the sum; over an auto mesh axis
-    the features are gathered, so add such a bias before the call. Under auto axes a device's
-    part of the sequence must have 32 rows or more, else the backward of a bias gathers it.
+    Sharding: over the leading dimensions and the sequence, and without a bias over the heads. There
+    is no communication except an all-reduce of the bias gradient. With a bias and features sharded
+    over an explicit mesh axis, XLA adds the bias and the kernel moves the sum. Over an auto mesh
+    axis the features are gathered, so add such a bias before the call. Under auto axes, a device
+    needs 32 rows of the sequence or more; otherwise the backward of a bias gathers the sequence.
 
     Raises:
-      TypeError: ``x`` or ``bias`` is not an array, ``num_heads`` not an integer, or the dtypes do
-        not go together.
+      TypeError: ``x`` or ``bias`` is not an array, ``num_heads`` is not an integer, or the dtypes
+        are not compatible.
       ValueError: ``x`` has less than two dimensions, ``num_heads`` does not divide the last axis,
         or ``bias`` has another shape.
 
-    Source: FasterTransformer, ``add_QKV_bias``.
+    Source:
+      FasterTransformer, ``add_QKV_bias``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> fo.split_heads(jnp.ones((2, 5, 12)), jnp.zeros(12), num_heads=3).shape
+      (2, 3, 5, 4)
     """
     return _apply("split_heads", x, bias, num_heads, 1)
 
 
-def split_qkv_heads(qkv, bias=None, *, num_heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Add a bias and split ``[..., S, 3*H*D]`` into queries, keys and values ``[..., H, S, D]``.
+def split_qkv_heads(
+    qkv: ArrayLike, bias: ArrayLike | None = None, *, num_heads: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds a bias and splits ``[..., S, 3*H*D]`` into queries, keys and values ``[..., H, S, D]``.
 
-    Equals ``jnp.moveaxis((qkv + bias).reshape(..., S, 3, H, D), (-3, -2), (0, -3))`` unpacked, in
-    one pass: one kernel writes all three.
+    Equals ``jnp.moveaxis((qkv + bias).reshape(..., S, 3, H, D), (-3, -2), (0, -3))`` unpacked. One
+    kernel writes all three results in one pass.
 
     Args:
-      qkv: array ``[..., S, 3*H*D]`` of any dtype, with any number of leading dimensions; queries
-        first, then keys, then values.
-      bias: array ``[3*H*D]``, or ``None``. Of the dtype of ``qkv``, or both floating: the sum is
-        then made in float32 (float64 for float64) and rounded once to the dtype of ``qkv``.
+      qkv: array ``[..., S, 3*H*D]`` of any dtype, with any number of leading dimensions: queries,
+        then keys, then values.
+      bias: array ``[3*H*D]``, or ``None``. It has the dtype of ``qkv``, or both are floating-point.
+        The sum is then computed in float32 (float64 for float64), and rounded once to the dtype of
+        ``qkv``.
       num_heads: ``H``; the last axis of ``qkv`` is a multiple of ``3 * H``.
 
     Returns:
-      Three arrays ``[..., H, S, D]`` of the dtype of ``qkv``.
+      Three arrays ``[..., H, S, D]`` with the dtype of ``qkv``.
 
-    Saved for the backward: nothing. The backward merges the three cotangents and sums the bias'
-    gradient, in float32 (float64 for float64), in the same pass.
+    Residuals:
+      None. The backward merges the three cotangents and sums the bias gradient in the same pass, in
+      float32 (float64 for float64).
 
-    Sharding: over the leading dimensions and the sequence, with no communication (an all-reduce for
-    the bias' gradient). Sharded features are gathered: shards of ``3*H*D`` are not shards of ``H``.
-    Under auto axes a device's part of the sequence must have 32 rows or more, else the backward of
-    a bias gathers it.
+    Sharding: over the leading dimensions and the sequence, without communication except an
+    all-reduce of the bias gradient. Sharded features are gathered, because shards of ``3*H*D`` are
+    not shards of ``H``. Under auto axes, a device needs 32 rows of the sequence or more; otherwise
+    the backward of a bias gathers the sequence.
 
     Raises:
-      TypeError: ``qkv`` or ``bias`` is not an array, ``num_heads`` not an integer, or the dtypes do
-        not go together.
+      TypeError: ``qkv`` or ``bias`` is not an array, ``num_heads`` is not an integer, or the dtypes
+        are not compatible.
       ValueError: ``qkv`` has less than two dimensions, ``3 * num_heads`` does not divide the last
         axis, or ``bias`` has another shape.
 
-    Source: FasterTransformer, ``add_QKV_bias``.
+    Source:
+      FasterTransformer, ``add_QKV_bias``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> q, k, v = fo.split_qkv_heads(jnp.ones((2, 5, 36)), num_heads=3)
+      >>> q.shape, k.shape, v.shape
+      ((2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 4))
     """
     return _apply("split_qkv_heads", qkv, bias, num_heads, 3)
 
 
-def merge_heads(x) -> jax.Array:
-    """Merge heads into features: ``[..., H, S, D]`` to ``[..., S, H*D]``.
+def merge_heads(x: ArrayLike) -> jax.Array:
+    """Merges heads into features: ``[..., H, S, D]`` to ``[..., S, H*D]``.
 
     Equals ``jnp.swapaxes(x, -3, -2).reshape(..., S, H*D)``.
 
@@ -326,18 +348,26 @@ def merge_heads(x) -> jax.Array:
       x: array ``[..., H, S, D]`` of any dtype, with any number of leading dimensions.
 
     Returns:
-      An array ``[..., S, H*D]`` of the dtype of ``x``.
+      An array ``[..., S, H*D]`` with the dtype of ``x``.
 
-    Saved for the backward: nothing.
+    Residuals:
+      None.
 
-    Sharding: over every dimension but ``D``, without communication; sharded heads become sharded
+    Sharding: over every dimension except ``D``, without communication. Sharded heads become sharded
     features.
 
     Raises:
       TypeError: ``x`` is not an array.
       ValueError: ``x`` has less than three dimensions.
 
-    Source: FasterTransformer, ``transpose``.
+    Source:
+      FasterTransformer, ``transpose``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> fo.merge_heads(jnp.ones((2, 3, 5, 4))).shape
+      (2, 5, 12)
     """
     (x,) = as_arrays("merge_heads", x=x)
     if x.ndim < 3:

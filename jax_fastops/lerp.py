@@ -1,10 +1,10 @@
-"""``lerp``: linear interpolation with operands of any shapes that broadcast.
+"""``lerp``: linear interpolation of operands whose shapes broadcast.
 
-One kernel reads each operand in its own shape and writes the result; the backward reads the
-cotangent and the operands once, and writes all gradients, those of broadcast operands summed on the
-chip in the same pass.
+The forward kernel reads each operand in its own shape and writes the result. The backward kernel
+reads the cotangent and the operands once and writes all gradients. It sums the gradients of
+broadcast operands on the chip, in the same pass.
 
-Source: Paddle, ``lerp``; there with its own kernels for up to six dimensions, here for any.
+Source: Paddle, ``lerp``, which has kernels for up to six dimensions. This one has no such limit.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, broadcast_shape, not_weak, same_floating_dtype
 from jax_fastops._broadcast import (
@@ -47,7 +48,7 @@ def _interpolate(start, end, weight):
 
 @functools.partial(_interpolate.defjvp, symbolic_zeros=True)
 def _interpolate_jvp(primals, tangents):
-    """Of ``start + weight * (end - start)``, whichever way the value is computed."""
+    """The derivative of ``start + weight * (end - start)``, however the value is computed."""
     y = _interpolate(*primals)
     wide = accumulator_dtype(y.dtype)
     s, e, w = (x.astype(wide) for x in primals)
@@ -96,40 +97,48 @@ _lerp = Op(
 )
 
 
-def lerp(start, end, weight) -> jax.Array:
+def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
     """Linear interpolation: ``start + weight * (end - start)``.
 
-    The three broadcast as in NumPy; none of them is expanded. With ``d = end - start``, the result
-    is
+    The three operands broadcast as in NumPy, and none of them is expanded. With
+    ``d = end - start``, the result is
 
-    - ``start + weight * d`` where ``d`` is not finite; elsewhere
-    - ``start`` where ``weight == 0`` and ``end`` where ``weight == 1``, to the last bit;
-    - ``start + weight * d`` where ``weight < 0.5``;
-    - ``end - (1 - weight) * d`` where it is not.
+    - ``start + weight * d`` if ``d`` is not finite; otherwise
+    - ``start`` if ``weight == 0`` and ``end`` if ``weight == 1``, to the last bit;
+    - ``start + weight * d`` if ``weight < 0.5``;
+    - ``end - (1 - weight) * d`` for any other weight.
 
-    Computed in float32 (float64 for float64) and rounded once. Derivatives of every order are those
-    of ``start + weight * (end - start)``.
+    It is computed in float32 (float64 for float64) and rounded once. Derivatives of every order are
+    those of ``start + weight * (end - start)``.
 
     Args:
       start: array of any shape, or a number; float32, bfloat16, float16 or float64.
-      end: likewise, of the same dtype.
-      weight: likewise; it may lie outside of ``[0, 1]``.
+      end: array or number of the same dtype.
+      weight: array or number of the same dtype. It may lie outside of ``[0, 1]``.
 
     Returns:
-      An array of the shape that the three broadcast to, and of their dtype.
+      An array with the shape to which the three broadcast, and their dtype.
 
-    Saved for the backward: the three operands, each in its own shape.
+    Residuals:
+      The three operands, each in its own shape.
 
-    Sharding: over every dimension, with no communication but one all-reduce for each gradient that
-    is summed over a sharded dimension. In a program for several devices with auto mesh axes a
-    broadcast operand has a copy for each of them along dimensions that it is broadcast along; where
-    that would be half as large as the result, XLA does the work.
+    Sharding: over every dimension. The only communication is one all-reduce for each gradient that
+    is summed over a sharded dimension. In a program for several devices with auto mesh axes, a
+    broadcast operand gets a copy for each of them along the dimensions in which it is broadcast. If
+    that would be half as large as the result, the call takes the reference.
 
     Raises:
       TypeError: an argument is not an array or number, or the dtypes are not one supported dtype.
       ValueError: the shapes do not broadcast.
 
-    Source: Paddle, ``lerp``.
+    Source:
+      Paddle, ``lerp``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> fo.lerp(jnp.zeros((2, 1)), jnp.array([4.0, 8.0]), 0.25).tolist()
+      [[1.0, 2.0], [1.0, 2.0]]
     """
     names = ["start", "end", "weight"]
     arrays = as_arrays("lerp", start=start, end=end, weight=weight)
@@ -141,6 +150,6 @@ def lerp(start, end, weight) -> jax.Array:
     if not shape:
         return jnp.squeeze(lerp(*(of_rank(x, 1) for x in arrays)), 0)
     shapes, itemsize = [x.shape for x in arrays], arrays[0].dtype.itemsize
-    # Flat, it is the same whatever its rows are.
+    # Operands of one shape are read flat, so their rows do not matter.
     row = table_row("lerp_broadcast", shapes, itemsize) if is_broadcast(shapes) else "lerp"
     return _lerp(*arrays, row=row)

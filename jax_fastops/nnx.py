@@ -1,19 +1,19 @@
 """Layers for Flax NNX: its ``BatchNorm``, ``LayerNorm`` and ``RMSNorm``, on the kernels.
 
-The classes derive from Flax's, so constructor arguments, variables, metadata, checkpoints and
-``train()``/``eval()`` are Flax's own, whatever its version; new are ``activation=`` in the
-constructor and ``residual=`` in the call. A call runs one of two programs:
+The classes derive from Flax's. Constructor arguments, variables, metadata, checkpoints and
+``train()``/``eval()`` are Flax's own, in any version. New are ``activation=`` in the constructor
+and ``residual=`` in the call. A call runs one of two programs:
 
-* the ops of this package, where they do what was asked and ``"auto"`` finds their kernels faster
-  (in a gradient at least), or under ``"native"``;
-* elsewhere (under ``"xla"`` always) Flax's own code, bit for bit, with residual and activation in
-  ``jax.numpy`` around it.
+* the ops of this package, if they can do what was asked, and ``"auto"`` finds their kernels faster
+  (at least in a gradient) or ``"native"`` is in force;
+* otherwise, and always under ``"xla"``, Flax's own code, bit for bit, with residual and activation
+  added in ``jax.numpy``.
 
-The ops differ from Flax's code by rounding alone: the variance is that of the deviations from
-the mean, whatever ``use_fast_variance`` says (which computes ``mean(x**2) - mean(x)**2`` and loses
-digits where the mean is large), and all between the input and the result is in float32 (float64 for
-float64), rounded once. What Flax casts before it computes is cast here too: with
-``dtype=jnp.bfloat16`` the parameters, and the statistics in use at inference.
+The ops differ from Flax's code only by rounding. They compute the variance from the deviations from
+the mean, whatever ``use_fast_variance`` says. (Flax's fast variance, ``mean(x**2) - mean(x)**2``,
+loses digits if the mean is large.) Everything between the input and the result is in float32
+(float64 for float64), and is rounded once. The ops cast what Flax casts before it computes: with
+``dtype=jnp.bfloat16``, the parameters, and the running statistics at inference.
 
 Needs Flax: ``pip install 'jax_fastops[nnx]'``.
 """
@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_fastops import _implementation
 from jax_fastops._arguments import FLOATING
@@ -48,7 +49,7 @@ except ImportError as error:
 __all__ = ["BatchNorm", "LayerNorm", "RMSNorm"]
 
 _ACTIVATIONS = (None, "relu")
-# Elements under which "auto" leaves a layer to Flax: the fewest that its table was measured with.
+# With fewer elements, "auto" runs Flax's code: its table was not measured below.
 _SMALLEST = 1024
 
 
@@ -56,20 +57,20 @@ _SMALLEST = 1024
 
 
 class _Operands(NamedTuple):
-    """What an op is called with."""
+    """The operands of an op."""
 
     x: jax.Array
-    statistics: list[jax.Array]  # running ones
+    statistics: list[jax.Array]  # the running statistics
     parameters: list[jax.Array | None]
     dtype: np.dtype  # of the layer's result
-    statistics_dtype: np.dtype  # of those that the layer computes
+    statistics_dtype: np.dtype  # of the statistics that the layer computes
 
 
 def _operands(layer, x, statistics, parameters) -> _Operands | None:
     """Input, statistics and parameters as Flax promotes them; ``None`` if the ops cannot take them.
 
-    Flax's arithmetic has the widest dtype among its operands, and rounds to that of the result at
-    the end; ``x`` is in that widest dtype.
+    Flax computes in the widest dtype of its operands, and rounds to that of the result at the end.
+    The returned ``x`` has that widest dtype.
     """
     given = jnp.result_type(x)
     if hasattr(layer, "promote_dtype"):  # Flax 0.12.0 promotes nothing
@@ -82,7 +83,7 @@ def _operands(layer, x, statistics, parameters) -> _Operands | None:
     if not {str(d) for d in (given, own, dtype, wide)} <= set(FLOATING):
         return None
     if wide.itemsize > given.itemsize and _implementation.current() == "auto":
-        # XLA widens as it reads; for a kernel the wider array has to be written first.
+        # XLA widens as it reads. A kernel would need the wider array in memory.
         return None
     least = jnp.promote_types(own if layer.dtype is None else layer.dtype, jnp.float32)
     return _Operands(_as(x, wide), list(statistics), list(parameters), dtype, least)
@@ -94,20 +95,20 @@ def _as(x, dtype) -> jax.Array:
 
 
 def _is_epsilon(value) -> bool:
-    """Whether the ops take it: of an array or a NaN, Flax makes something too."""
+    """Whether the ops take this epsilon. Flax also accepts an array or NaN."""
     number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
     return number and value == value
 
 
 def _left_to_flax(name: str, x, *others, **options) -> bool:
-    """Whether Flax's code runs, though the op could take the call."""
+    """Whether Flax's code runs although the op could take the call."""
     if _implementation.current() == "auto" and size_of(x) < _SMALLEST:
         return True
     return ops()[name].left_to_xla(x, *(a for a in others if a is not None), **options)
 
 
 def _axes(axes, rank: int) -> tuple[int, ...]:
-    """Axes as Flax takes them, from 0 on."""
+    """Flax's axes, counted from 0."""
     axes = axes if hasattr(axes, "__iter__") else (axes,)
     return tuple({axis + rank if axis < 0 else axis for axis in axes})
 
@@ -126,13 +127,13 @@ def _checked(layer: str, activation):
 
 
 def _finish(y, residual, activation):
-    """Residual and activation by XLA."""
+    """Adds the residual and applies the activation, in ``jax.numpy``."""
     y = y if residual is None else y + residual
     return jax.nn.relu(y) if activation == "relu" else y
 
 
 def _signature_of(theirs):
-    """Gives a constructor the signature of Flax's, with ``activation`` behind it."""
+    """Gives a constructor the signature of Flax's constructor plus ``activation``."""
 
     def decorate(init):
         known = inspect.signature(theirs)
@@ -147,20 +148,12 @@ def _signature_of(theirs):
 
 
 class BatchNorm(_flax.BatchNorm):
-    """``flax.nnx.BatchNorm`` on :func:`jax_fastops.batch_norm`, with residual and ReLU fused in.
+    """``flax.nnx.BatchNorm`` on :func:`jax_fastops.batch_norm`, fused with a residual and ReLU.
 
-    ``activation((x - mean) * rsqrt(var + epsilon) * scale + bias + residual)``. In a ResNet::
-
-        from jax_fastops import nnx as fo_nnx
-        ...
-        self.bn1 = fo_nnx.BatchNorm(c, activation="relu", rngs=rngs)
-        self.bn2 = fo_nnx.BatchNorm(c, activation="relu", rngs=rngs)
-        ...
-        y = self.bn1(self.conv1(x))
-        y = self.bn2(self.conv2(y), residual=x)
+    ``activation((x - mean) * rsqrt(var + epsilon) * scale + bias + residual)``.
 
     Args:
-      num_features: the size of the axis of features.
+      num_features: the size of the feature axis.
       activation: ``None`` or ``"relu"``, applied last.
       **kwargs: all other arguments of ``flax.nnx.BatchNorm``, with its defaults:
         ``use_running_average``, ``axis``, ``momentum``, ``epsilon``, ``dtype``, ``param_dtype``,
@@ -170,43 +163,60 @@ class BatchNorm(_flax.BatchNorm):
     Variables: ``scale``, ``bias`` (``nnx.Param``), ``mean``, ``var`` (``nnx.BatchStat``), each
     ``[num_features]``, as in Flax's layer: the state of either loads into the other.
 
-    The kernels take calls with one axis of features, no ``mask`` and no ``axis_index_groups``, in
-    float32, bfloat16, float16 and float64. All others, and those that ``"auto"`` leaves to XLA, run
-    Flax's code. ``"auto"`` also does so where promotion widens the input, such as bfloat16 with
-    ``dtype=None`` and float32 variables, whose result is float32, as Flax's is: give
-    ``dtype=jnp.bfloat16`` to compute on bfloat16 arrays.
+    The kernels take calls with one feature axis, no ``mask`` and no ``axis_index_groups``, in
+    float32, bfloat16, float16 and float64. All other calls, and those for which ``"auto"`` chooses
+    the reference, run Flax's code. ``"auto"`` also does so if promotion widens the input: bfloat16
+    with ``dtype=None`` and float32 variables gives float32, as in Flax. Set ``dtype=jnp.bfloat16``
+    to compute on bfloat16 arrays.
 
-    Saved for the backward: as :func:`jax_fastops.batch_norm` (in training) and
-    :func:`jax_fastops.batch_norm_inference` say.
+    Residuals:
+      Those of :func:`jax_fastops.batch_norm` in training, and of
+      :func:`jax_fastops.batch_norm_inference` at inference.
 
     Raises:
       TypeError: as Flax's constructor.
       ValueError: ``activation`` is not known.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_fastops import nnx as fo_nnx
+      >>> norm = fo_nnx.BatchNorm(8, activation="relu", rngs=nnx.Rngs(0))
+      >>> y = norm(jnp.ones((4, 8)), use_running_average=False, residual=jnp.ones((4, 8)))
+      >>> y.shape, float(y.sum())
+      ((4, 8), 32.0)
     """
 
     @_signature_of(_flax.BatchNorm.__init__)
-    def __init__(self, num_features: int, *, activation: str | None = None, **kwargs: Any):
+    def __init__(
+        self, num_features: int, *, activation: Literal["relu"] | None = None, **kwargs: Any
+    ):
         super().__init__(num_features, **kwargs)
         self.activation = _checked("BatchNorm", activation)
 
     def __call__(
-        self, x, use_running_average: bool | None = None, *, mask=None, residual=None
+        self,
+        x: ArrayLike,
+        use_running_average: bool | None = None,
+        *,
+        mask: ArrayLike | None = None,
+        residual: ArrayLike | None = None,
     ) -> jax.Array:
-        """Normalises ``x``, and in training updates the running statistics.
+        """Normalizes ``x``, and in training updates the running statistics.
 
         Args:
           x: array with the features at ``axis``.
-          use_running_average: whether to normalise with the running statistics, as at inference,
-            rather than with those of ``x``; ``None`` for what the constructor, ``train()`` or
-            ``eval()`` said.
-          mask: boolean array that broadcasts to ``x``: what counts for the statistics.
-          residual: array that is added before the activation, or ``None``. One of the shape of
-            ``x``, of a dtype that does not widen the result, is added in the kernel.
+          use_running_average: whether to normalize with the running statistics, as at inference,
+            instead of those of ``x``. ``None`` takes the setting of the constructor, ``train()`` or
+            ``eval()``.
+          mask: boolean array that broadcasts to ``x``: the elements that count for the statistics.
+          residual: array that is added before the activation, or ``None``. The kernel adds it if it
+            has the shape of ``x`` and its dtype does not widen the result.
 
         Returns:
-          An array of the shape of ``x`` and of the dtype of Flax's layer: ``dtype`` where it was
-          given, else that of ``x`` and the variables together. A residual of a wider dtype widens
-          it as ``+`` does.
+          An array with the shape of ``x`` and the dtype of Flax's layer: ``dtype`` if given,
+          otherwise the promoted dtype of ``x`` and the variables. A residual with a wider dtype
+          widens the result, as ``+`` does.
 
         Raises:
           ValueError: neither the call nor the layer says whether to use the running statistics; or
@@ -237,7 +247,7 @@ class BatchNorm(_flax.BatchNorm):
         return y if fused else _finish(y, residual, self.activation)
 
     def _given(self, x, average) -> _Operands | None:
-        """What the op takes; ``None`` where Flax's code runs."""
+        """The operands for the op, or ``None`` if Flax's code runs."""
         axes = _axes(self.axis, x.ndim)
         across = not average and self.axis_name is not None
         if len(axes) != 1 or not _is_epsilon(self.epsilon):
@@ -262,17 +272,17 @@ class BatchNorm(_flax.BatchNorm):
         return None if left else given
 
     def _update(self, variable, value) -> None:
-        """Moves a running statistic, which carries no gradient."""
+        """Updates a running statistic, which carries no gradient."""
         moved = self.momentum * variable[...] + (1 - self.momentum) * value
         variable[...] = jax.lax.stop_gradient(moved)
 
 
 def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool):
-    """The call of a layer over the last axis; ``name`` is that of the op."""
+    """Calls a layer over the last axis. ``name`` is the name of the op."""
     x = x if hasattr(x, "shape") else jnp.asarray(x)  # Flax takes a list
     summand = given = None
     if residual is not None and mask is None and np.shape(residual) == np.shape(x):
-        # Only a sum of the dtype that is normalised: others are rounded or widened in between.
+        # The kernel adds only in the dtype that is normalized. Flax rounds or widens others.
         dtype = jnp.result_type(x, residual)
         given = _row_operands(layer, _as(x, dtype))
         if given is not None and dtype == given.x.dtype == given.dtype:
@@ -305,7 +315,7 @@ _ROW_OPS = {
 
 
 def _row_operands(layer, x) -> _Operands | None:
-    """What the op takes; ``None`` where Flax's code runs."""
+    """The operands for the op, or ``None`` if Flax's code runs."""
     rank = np.ndim(x)
     if rank == 0 or layer.axis_name is not None or not _is_epsilon(layer.epsilon):
         return None
@@ -320,15 +330,13 @@ def _row_operands(layer, x) -> _Operands | None:
 
 
 class LayerNorm(_flax.LayerNorm):
-    """``flax.nnx.LayerNorm`` on :func:`jax_fastops.layer_norm`, with a residual fused in.
+    """``flax.nnx.LayerNorm`` on :func:`jax_fastops.layer_norm`, fused with a residual.
 
-    ``activation((s - mean) * rsqrt(var + epsilon) * scale + bias)`` where ``s = x + residual``: the
-    residual is added before the norm (in :class:`BatchNorm`, after it). A pre-norm block::
-
-        y, h = self.norm(y, residual=h, return_sum=True)
+    ``activation((s - mean) * rsqrt(var + epsilon) * scale + bias)`` where ``s = x + residual``. The
+    residual is added before the norm. (:class:`BatchNorm` adds it after the norm.)
 
     Args:
-      num_features: the size of the axis of features.
+      num_features: the size of the feature axis.
       activation: ``None`` or ``"relu"``, applied last.
       **kwargs: all other arguments of ``flax.nnx.LayerNorm``, with its defaults: ``epsilon``,
         ``dtype``, ``param_dtype``, ``use_bias``, ``use_scale``, ``bias_init``, ``scale_init``,
@@ -338,70 +346,143 @@ class LayerNorm(_flax.LayerNorm):
     Variables: ``scale`` and ``bias`` (``nnx.Param``), each ``[num_features]``, as in Flax's layer:
     the state of either loads into the other.
 
-    The kernels take calls that reduce over the last axis, which is also the one of features, with
-    no ``mask`` and no ``axis_name``, in float32, bfloat16, float16 and float64. All others, and
-    those that ``"auto"`` leaves to XLA, run Flax's code. ``"auto"`` also does so where promotion
-    widens the input, such as bfloat16 with ``dtype=None`` and float32 parameters, whose result is
-    float32, as Flax's is: give ``dtype=jnp.bfloat16`` to compute on bfloat16 arrays.
+    The kernels take calls that reduce over the last axis, which is also the feature axis, with no
+    ``mask`` and no ``axis_name``, in float32, bfloat16, float16 and float64. All other calls, and
+    those for which ``"auto"`` chooses the reference, run Flax's code. ``"auto"`` also does so if
+    promotion widens the input: bfloat16 with ``dtype=None`` and float32 parameters gives float32,
+    as in Flax. Set ``dtype=jnp.bfloat16`` to compute on bfloat16 arrays.
 
-    Saved for the backward: as :func:`jax_fastops.layer_norm` and
-    :func:`jax_fastops.residual_layer_norm` say, and one bit per element for the ReLU.
+    Residuals:
+      Those of :func:`jax_fastops.layer_norm` or :func:`jax_fastops.residual_layer_norm`, and one
+      bit per element for the ReLU.
 
     Raises:
       TypeError: as Flax's constructor.
       ValueError: ``activation`` is not known.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_fastops import nnx as fo_nnx
+      >>> norm = fo_nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+      >>> y, total = norm(jnp.ones((4, 8)), residual=jnp.ones((4, 8)), return_sum=True)
+      >>> y.shape, float(total[0, 0])
+      ((4, 8), 2.0)
     """
 
     @_signature_of(_flax.LayerNorm.__init__)
-    def __init__(self, num_features: int, *, activation: str | None = None, **kwargs: Any):
+    def __init__(
+        self, num_features: int, *, activation: Literal["relu"] | None = None, **kwargs: Any
+    ):
         super().__init__(num_features, **kwargs)
         self.activation = _checked("LayerNorm", activation)
 
-    def __call__(self, x, *, mask=None, residual=None, return_sum: bool = False):
-        """Normalises ``x``, or ``x + residual``.
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        *,
+        mask: ArrayLike | None = ...,
+        residual: ArrayLike | None = ...,
+        return_sum: Literal[False] = ...,
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        *,
+        mask: ArrayLike | None = ...,
+        residual: ArrayLike | None = ...,
+        return_sum: Literal[True],
+    ) -> tuple[jax.Array, jax.Array]: ...
+    def __call__(
+        self,
+        x: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        residual: ArrayLike | None = None,
+        return_sum: bool = False,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Normalizes ``x``, or ``x + residual``.
 
         Args:
-          x: array with the features in its last axis, or where the constructor said.
-          mask: boolean array that broadcasts to ``x``: what counts for the statistics.
-          residual: array that is added to ``x`` before the norm, or ``None``. It is added in the
-            kernel where it has the shape of ``x`` and the sum has the dtype of the result.
-          return_sum: whether to return what was normalised too: ``x + residual``, or ``x``.
+          x: array with the features in its last axis, or in the axes given to the constructor.
+          mask: boolean array that broadcasts to ``x``: the elements that count for the statistics.
+          residual: array that is added to ``x`` before the norm, or ``None``. The kernel adds it if
+            it has the shape of ``x`` and the sum has the dtype of the result.
+          return_sum: whether to return the normalized sum ``x + residual``, or ``x``, as well.
 
         Returns:
-          An array of the shape of ``x`` (of the sum) and of the dtype of Flax's layer: ``dtype``
-          where it was given, else that of ``x`` and the parameters together; with ``return_sum``
-          a pair, of it and of the sum, whose dtype is that of ``x + residual``.
+          An array with the shape of the sum and the dtype of Flax's layer: ``dtype`` if given,
+          otherwise the promoted dtype of ``x`` and the parameters. With ``return_sum``, a pair of
+          that and the sum, which has the dtype of ``x + residual``.
 
         Raises:
-          TypeError: the shapes of ``x``, ``residual`` and ``num_features`` do not fit.
+          TypeError: the shapes of ``x``, ``residual`` and ``num_features`` are not compatible.
         """
         call = super().__call__
         return _row_norm(self, call, "layer_norm", x, mask, residual, return_sum)
 
 
 class RMSNorm(_flax.RMSNorm):
-    """``flax.nnx.RMSNorm`` on :func:`jax_fastops.rms_norm`, with a residual fused in.
+    """``flax.nnx.RMSNorm`` on :func:`jax_fastops.rms_norm`, fused with a residual.
 
     ``activation(s * rsqrt(mean(s**2) + epsilon) * scale)`` where ``s = x + residual``.
 
     Args:
-      num_features: the size of the axis of features.
+      num_features: the size of the feature axis.
       activation: ``None`` or ``"relu"``, applied last.
       **kwargs: all other arguments of ``flax.nnx.RMSNorm``, with its defaults: those of
-        :class:`LayerNorm` but ``use_bias`` and ``bias_init``.
+        :class:`LayerNorm` except ``use_bias`` and ``bias_init``.
 
     Variables: ``scale`` (``nnx.Param``), ``[num_features]``, as in Flax's layer.
 
-    When the kernels take a call, what is saved for the backward
-    (:func:`jax_fastops.rms_norm`, :func:`jax_fastops.residual_rms_norm`) and errors: as
-    :class:`LayerNorm`.
+    The kernels take the same calls as for :class:`LayerNorm`, and the errors are the same.
+
+    Residuals:
+      Those of :func:`jax_fastops.rms_norm` or :func:`jax_fastops.residual_rms_norm`, and one bit
+      per element for the ReLU.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_fastops import nnx as fo_nnx
+      >>> fo_nnx.RMSNorm(8, rngs=nnx.Rngs(0))(jnp.ones((4, 8))).shape
+      (4, 8)
     """
 
     @_signature_of(_flax.RMSNorm.__init__)
-    def __init__(self, num_features: int, *, activation: str | None = None, **kwargs: Any):
+    def __init__(
+        self, num_features: int, *, activation: Literal["relu"] | None = None, **kwargs: Any
+    ):
         super().__init__(num_features, **kwargs)
         self.activation = _checked("RMSNorm", activation)
 
-    def __call__(self, x, mask=None, *, residual=None, return_sum: bool = False):
-        """Normalises ``x``, or ``x + residual``: arguments and results as of :class:`LayerNorm`."""
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        mask: ArrayLike | None = ...,
+        *,
+        residual: ArrayLike | None = ...,
+        return_sum: Literal[False] = ...,
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        mask: ArrayLike | None = ...,
+        *,
+        residual: ArrayLike | None = ...,
+        return_sum: Literal[True],
+    ) -> tuple[jax.Array, jax.Array]: ...
+    def __call__(
+        self,
+        x: ArrayLike,
+        mask: ArrayLike | None = None,
+        *,
+        residual: ArrayLike | None = None,
+        return_sum: bool = False,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Normalizes ``x``, or ``x + residual``; see :class:`LayerNorm`."""
         return _row_norm(self, super().__call__, "rms_norm", x, mask, residual, return_sum)

@@ -1,9 +1,9 @@
-"""Layer norm and RMS norm over the last axis, with what is often added before them.
+"""Layer norm and RMS norm over the last axis, optionally of a sum with a residual and a bias.
 
-One kernel reads the input (and the residual) once and writes the result; a row stays on the chip
-between its mean, its variance and its result. The backward reads the cotangent and the input once,
-and sums the gradients of the parameters in the same pass: groups of rows into partial sums, on the
-chip, which XLA adds up.
+One kernel reads the input (and the residual) once and writes the result. A row stays on the chip
+while its mean, variance and results are computed. The backward reads the cotangent and the input
+once, and sums the parameters' gradients in the same pass: it accumulates groups of rows into
+partial sums on the chip, and XLA adds these up.
 
 Source: FasterTransformer, ``add_bias_input_layernorm``.
 """
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_fastops._arguments import (
     as_arrays,
@@ -30,8 +32,10 @@ from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, reshape
 
-# Rows longer than this come with a workspace in the forward (kNormWorkspace in norm_shape.h).
+# The forward of a longer row needs a workspace; kNormWorkspace in norm_shape.h is the same number.
 _WORKSPACE = 16384
+
+_Pair = tuple[jax.Array, jax.Array]
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -51,7 +55,7 @@ def _forward_kernel(
 def _backward_kernel(
     arrays: int, statistics: int, scale: bool, parameters: int, sums: int
 ) -> Kernel:
-    """``arrays`` counts dy, s, dsum and dy2; ``parameters``, the gradients that are summed."""
+    """``arrays`` counts dy, s, dsum and dy2; ``parameters`` counts the gradients to sum."""
     row = "r n" if parameters else "n"
     one = "r" if parameters else ""
     inputs = [f"... {row}"] * 2 + [f"... {one}"] * statistics + ["n"] * scale
@@ -97,12 +101,12 @@ def _forward(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fork
 
 
 def _in_numpy(*args, save, **options):
-    """What :func:`_forward` gives, by XLA."""
+    """The results of :func:`_forward`, by the reference."""
     return (*_reference(*args, **options), *(_save(*args, **options) if save else ()))
 
 
 def _backward(kept, cts, wanted, **options):
-    """The gradients by kernel; by XLA for a scale of each example."""
+    """The gradients by kernel, or by the reference if each example has its own scale."""
     given = [a for a in (*kept, *cts) if a is not None]
 
     def of(gradients):
@@ -151,12 +155,12 @@ def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fork):
 
 
 def _groups(x):
-    """How the rows of ``x`` are seen by the backward kernel: ``[..., r, n]``.
+    """The view ``[..., r, n]`` of the rows of ``x`` for the backward kernel.
 
-    Returns a function that brings arrays into that form, one that brings them back, and the number
-    of partial sums for each index of ``...``. In a program for one device all rows are one group.
-    Where XLA may partition it, the leading dimensions stay, so that shards of them do, and the
-    rows of the last one are split into as many groups as it may have shards.
+    Returns a function that reshapes arrays into the view, one that reshapes them back, and the
+    number of partial sums for each index of ``...``. In a program for one device, all rows are one
+    group. In a program that XLA may partition, the leading dimensions stay, so that their shards
+    stay whole, and the last of them is split into as many groups as it may have shards.
     """
     shape = x.shape if x.ndim > 1 else (1, *x.shape)
     spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
@@ -168,7 +172,7 @@ def _groups(x):
         kind = jax.typeof(x).sharding
         shards = shards_of(lead[-1], spec and spec[-2], kind, 1)
         groups = (*lead[:-1], shards, lead[-1] // shards)
-    # What one device has of them, if auto mesh axes spread them over as many devices as they can.
+    # The groups on one device, if auto mesh axes shard them over as many devices as they can.
     apart = math.prod(groups[:-1])
     apart //= shards_of(apart, spec and _mesh_axes(spec[:-1]), jax.typeof(x).sharding, 1)
 
@@ -185,17 +189,17 @@ def _groups(x):
 
 
 def _mesh_axes(spec) -> tuple:
-    """The mesh axes in some entries of a partition spec."""
+    """The mesh axes in these entries of a partition spec."""
     entries = (e if isinstance(e, tuple) else (e,) for e in spec if e is not None)
     return tuple(axis for entry in entries for axis in entry)
 
 
 def _number_of_sums(groups: int, rows: int, n: int, itemsize: int) -> int:
-    """How many partial sums the rows of each of a device's groups are added up in.
+    """The number of partial sums for the rows of each group on a device.
 
-    A block of the CUDA kernel, or a cluster of them where a row needs several, has one, so there
-    are as many as an H100 has room for at a time: more would wait for the first, and cost 1.5 times
-    the time. A few rows fewer or more matter little.
+    Each thread block of the CUDA kernel, or each cluster if a row needs several blocks, writes one.
+    So there are as many as an H100 runs at a time. With more, the last blocks wait for the first,
+    which costs 1.5 times the time. A few rows more or fewer per sum matter little.
     """
     if not (isinstance(groups, int) and isinstance(n, int)):
         return 1
@@ -210,7 +214,7 @@ def _number_of_sums(groups: int, rows: int, n: int, itemsize: int) -> int:
 
 
 def _sum(x, residual, input_bias):
-    """What is normalised: added in the accumulator's dtype, rounded once to the dtype of ``x``."""
+    """The normalized sum, added in the accumulator dtype and rounded once to that of ``x``."""
     if residual is None and input_bias is None:
         return x
     wide = accumulator_dtype(x.dtype)
@@ -370,165 +374,364 @@ def _apply(name, x, scale, bias, eps, fork, residual=None, input_bias=None, retu
     return (y, found[-1]) if return_sum else y
 
 
+@overload
 def layer_norm(
-    x, scale=None, bias=None, *, eps: float = 1e-6, fork: bool = False
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    eps: float = ...,
+    fork: Literal[False] = ...,
+) -> jax.Array: ...
+@overload
+def layer_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    eps: float = ...,
+    fork: Literal[True],
+) -> _Pair: ...
+@overload
+def layer_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    eps: float = ...,
+    fork: bool,
+) -> jax.Array | _Pair: ...
+def layer_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    eps: float = 1e-6,
+    fork: bool = False,
+) -> jax.Array | _Pair:
     """Layer norm over the last axis: ``(x - mean) * rsqrt(var + eps) * scale + bias``.
 
-    ``mean`` and ``var`` (biased, from the deviations) are those of each row, in float32 (float64
-    for float64), and so is everything up to the result, which is rounded once.
+    ``mean`` and ``var`` are those of each row. The variance is the mean squared deviation (biased).
+    Everything up to the result is in float32 (float64 for float64), and the result is rounded once.
 
     Args:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
-      scale: array ``[n]`` of a floating dtype of its own, or ``None``.
-      bias: array ``[n]`` of a floating dtype of its own, or ``None``.
+      scale: array ``[n]`` of any supported floating dtype, or ``None``.
+      bias: array ``[n]`` of any supported floating dtype, or ``None``.
       eps: a Python or NumPy number, added to the variance.
-      fork: whether the result comes twice, as ``(y, y)``: the same array, for two users, such as
-        the next product and the next residual of a post-norm transformer. Their cotangents are then
-        added in the backward's own pass (and rounded as JAX rounds such a sum), where two users of
-        one result cost a pass over three arrays before it.
+      fork: whether to return the result twice, as ``(y, y)``: the same array for two users, such as
+        the next product and the next residual of a post-norm transformer. The backward then adds
+        the two cotangents as it reads them, and rounds the sum as JAX does. Two users of one result
+        would cost a separate pass over three arrays.
 
     Returns:
-      An array of the shape and dtype of ``x``; with ``fork`` it twice, as a pair.
+      An array with the shape and dtype of ``x``; with ``fork``, a pair of it.
 
-    Saved for the backward: ``x``, and the mean and the reciprocal standard deviation of each row in
-    float32 (float64 for float64). The gradients of ``scale`` and ``bias`` are summed in that
-    precision, in the pass that makes the gradient of ``x``.
+    Residuals:
+      ``x``, and the mean and reciprocal standard deviation of each row in float32 (float64 for
+      float64). The backward sums the gradients of ``scale`` and ``bias`` in that precision, in the
+      pass that computes the gradient of ``x``.
 
-    Sharding: over the leading dimensions, with no communication but an all-reduce for each
-    parameter's gradient. Over an auto mesh axis a sharded last axis is gathered; over an explicit
-    one XLA does the work.
+    Sharding: over the leading dimensions. The only communication is an all-reduce of each
+    parameter's gradient. A sharded last axis is gathered over an auto mesh axis, and takes the
+    reference over an explicit one.
 
     Raises:
-      TypeError: an argument is not an array, a dtype is not supported, or ``eps`` is no number.
-      ValueError: ``x`` has no dimension, or ``scale`` or ``bias`` has not the shape of the last
+      TypeError: an argument is not an array, a dtype is not supported, or ``eps`` is not a number.
+      ValueError: ``x`` has no dimension, the shape of ``scale`` or ``bias`` is not that of the last
         axis, or ``eps`` is NaN.
 
-    Source: FasterTransformer, ``add_bias_input_layernorm``.
+    Source:
+      FasterTransformer, ``add_bias_input_layernorm``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> y = fo.layer_norm(jnp.array([[1.0, 3.0, 5.0, 7.0]]), jnp.ones(4), jnp.zeros(4))
+      >>> [round(v, 3) for v in y[0].tolist()]
+      [-1.342, -0.447, 0.447, 1.342]
     """
     return _apply("layer_norm", x, scale, bias, eps, fork)
 
 
+@overload
 def residual_layer_norm(
-    x,
-    residual,
-    scale=None,
-    bias=None,
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
     *,
-    input_bias=None,
+    input_bias: ArrayLike | None = ...,
+    eps: float = ...,
+    return_sum: Literal[False] = ...,
+    fork: Literal[False] = ...,
+) -> jax.Array: ...
+@overload
+def residual_layer_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    input_bias: ArrayLike | None = ...,
+    eps: float = ...,
+    return_sum: Literal[False] = ...,
+    fork: Literal[True],
+) -> _Pair: ...
+@overload
+def residual_layer_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    input_bias: ArrayLike | None = ...,
+    eps: float = ...,
+    return_sum: Literal[True],
+    fork: Literal[False] = ...,
+) -> _Pair: ...
+@overload
+def residual_layer_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    input_bias: ArrayLike | None = ...,
+    eps: float = ...,
+    return_sum: Literal[True],
+    fork: Literal[True],
+) -> tuple[_Pair, jax.Array]: ...
+@overload
+def residual_layer_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    input_bias: ArrayLike | None = ...,
+    eps: float = ...,
+    return_sum: bool = ...,
+    fork: bool = ...,
+) -> jax.Array | _Pair | tuple[_Pair, jax.Array]: ...
+def residual_layer_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    input_bias: ArrayLike | None = None,
     eps: float = 1e-6,
-    return_sum=False,
+    return_sum: bool = False,
     fork: bool = False,
-):
+) -> jax.Array | _Pair | tuple[_Pair, jax.Array]:
     """Layer norm of a sum: ``layer_norm(x + input_bias + residual, scale, bias)``.
 
-    The sum is made in float32 (float64 for float64) and rounded once to the dtype of ``x``; the
+    The sum is computed in float32 (float64 for float64) and rounded once to the dtype of ``x``. The
     norm is that of the rounded sum.
 
     Args:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
-      residual: array of the shape and dtype of ``x``.
-      scale: array ``[n]`` of a floating dtype of its own, or ``None``.
-      bias: array ``[n]`` of a floating dtype of its own, or ``None``.
-      input_bias: array ``[n]`` of a floating dtype of its own, or ``None``: the bias of the layer
-        before.
+      residual: array with the shape and dtype of ``x``.
+      scale: array ``[n]`` of any supported floating dtype, or ``None``.
+      bias: array ``[n]`` of any supported floating dtype, or ``None``.
+      input_bias: array ``[n]`` of any supported floating dtype, or ``None``: the bias of the layer
+        that computed ``x``.
       eps: a Python or NumPy number, added to the variance.
-      return_sum: whether to return the sum too, as pre-norm models need it.
-      fork: whether the result comes twice, as ``(y, y)``; see :func:`layer_norm`.
+      return_sum: whether to return the sum as well, which pre-norm models need.
+      fork: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
 
     Returns:
-      An array of the shape and dtype of ``x``, with ``fork`` it twice, as a pair; with
-      ``return_sum`` a pair, of that and of the sum.
+      An array with the shape and dtype of ``x``; with ``fork``, a pair of it. With ``return_sum``,
+      a pair of that and the sum.
 
-    Saved for the backward: the sum (the result itself, where it is returned), and the mean and the
-    reciprocal standard deviation of each row in float32 (float64 for float64). ``x`` and
-    ``residual`` have the same gradient, one array.
+    Residuals:
+      The sum, which is the returned array with ``return_sum``, and the mean and reciprocal standard
+      deviation of each row in float32 (float64 for float64). ``x`` and ``residual`` share one
+      gradient array.
 
     Sharding: as :func:`layer_norm`.
 
     Raises:
       TypeError: an argument is not an array, a dtype is not supported, ``x`` and ``residual``
-        differ in dtype, or ``eps`` is no number.
-      ValueError: ``x`` has no dimension, ``residual`` has not the shape of ``x``, a parameter has
-        not the shape of the last axis, or ``eps`` is NaN.
+        differ in dtype, or ``eps`` is not a number.
+      ValueError: ``x`` has no dimension, the shape of ``residual`` is not that of ``x``, the shape
+        of a parameter is not that of the last axis, or ``eps`` is NaN.
 
-    Source: FasterTransformer, ``add_bias_input_layernorm``.
+    Source:
+      FasterTransformer, ``add_bias_input_layernorm``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> x, residual = jnp.ones((2, 4)), jnp.array([[0.0, 2.0, 4.0, 6.0]] * 2)
+      >>> y, total = fo.residual_layer_norm(x, residual, return_sum=True)
+      >>> [round(v, 3) for v in y[0].tolist()], total[0].tolist()
+      ([-1.342, -0.447, 0.447, 1.342], [1.0, 3.0, 5.0, 7.0])
     """
     return _apply(
         "residual_layer_norm", x, scale, bias, eps, fork, residual, input_bias, return_sum
     )
 
 
+@overload
 def rms_norm(
-    x, scale=None, *, eps: float = 1e-6, fork: bool = False
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    *,
+    eps: float = ...,
+    fork: Literal[False] = ...,
+) -> jax.Array: ...
+@overload
+def rms_norm(
+    x: ArrayLike, scale: ArrayLike | None = ..., *, eps: float = ..., fork: Literal[True]
+) -> _Pair: ...
+@overload
+def rms_norm(
+    x: ArrayLike, scale: ArrayLike | None = ..., *, eps: float = ..., fork: bool
+) -> jax.Array | _Pair: ...
+def rms_norm(
+    x: ArrayLike, scale: ArrayLike | None = None, *, eps: float = 1e-6, fork: bool = False
+) -> jax.Array | _Pair:
     """RMS norm over the last axis: ``x * rsqrt(mean(x**2) + eps) * scale``.
 
-    Computed in float32 (float64 for float64) and rounded once.
+    It is computed in float32 (float64 for float64) and rounded once.
 
     Args:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
-      scale: array ``[n]`` of a floating dtype of its own, or ``None``.
+      scale: array ``[n]`` of any supported floating dtype, or ``None``.
       eps: a Python or NumPy number, added to the mean square.
-      fork: whether the result comes twice, as ``(y, y)``; see :func:`layer_norm`.
+      fork: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
 
     Returns:
-      An array of the shape and dtype of ``x``; with ``fork`` it twice, as a pair.
+      An array with the shape and dtype of ``x``; with ``fork``, a pair of it.
 
-    Saved for the backward: ``x``, and the reciprocal root of the mean square of each row in float32
-    (float64 for float64).
+    Residuals:
+      ``x``, and the reciprocal root mean square of each row in float32 (float64 for float64).
 
     Sharding: as :func:`layer_norm`.
 
     Raises:
-      TypeError: an argument is not an array, a dtype is not supported, or ``eps`` is no number.
-      ValueError: ``x`` has no dimension, ``scale`` has not the shape of the last axis, or ``eps``
-        is NaN.
+      TypeError: an argument is not an array, a dtype is not supported, or ``eps`` is not a number.
+      ValueError: ``x`` has no dimension, the shape of ``scale`` is not that of the last axis, or
+        ``eps`` is NaN.
 
-    Source: layer norm without the mean; as FasterTransformer's, one pass each way.
+    Source:
+      FasterTransformer, ``add_bias_input_layernorm``, without the mean.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> y = fo.rms_norm(jnp.array([[3.0, 4.0]]), jnp.ones(2))
+      >>> [round(v, 3) for v in y[0].tolist()]
+      [0.849, 1.131]
     """
     return _apply("rms_norm", x, scale, None, eps, fork)
 
 
+@overload
 def residual_rms_norm(
-    x,
-    residual,
-    scale=None,
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = ...,
     *,
-    input_bias=None,
+    input_bias: ArrayLike | None = ...,
+    eps: float = ...,
+    return_sum: Literal[False] = ...,
+    fork: Literal[False] = ...,
+) -> jax.Array: ...
+@overload
+def residual_rms_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = ...,
+    *,
+    input_bias: ArrayLike | None = ...,
+    eps: float = ...,
+    return_sum: Literal[False] = ...,
+    fork: Literal[True],
+) -> _Pair: ...
+@overload
+def residual_rms_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = ...,
+    *,
+    input_bias: ArrayLike | None = ...,
+    eps: float = ...,
+    return_sum: Literal[True],
+    fork: Literal[False] = ...,
+) -> _Pair: ...
+@overload
+def residual_rms_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = ...,
+    *,
+    input_bias: ArrayLike | None = ...,
+    eps: float = ...,
+    return_sum: Literal[True],
+    fork: Literal[True],
+) -> tuple[_Pair, jax.Array]: ...
+@overload
+def residual_rms_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = ...,
+    *,
+    input_bias: ArrayLike | None = ...,
+    eps: float = ...,
+    return_sum: bool = ...,
+    fork: bool = ...,
+) -> jax.Array | _Pair | tuple[_Pair, jax.Array]: ...
+def residual_rms_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = None,
+    *,
+    input_bias: ArrayLike | None = None,
     eps: float = 1e-6,
-    return_sum=False,
+    return_sum: bool = False,
     fork: bool = False,
-):
+) -> jax.Array | _Pair | tuple[_Pair, jax.Array]:
     """RMS norm of a sum: ``rms_norm(x + input_bias + residual, scale)``.
 
-    The sum is made in float32 (float64 for float64) and rounded once to the dtype of ``x``; the
+    The sum is computed in float32 (float64 for float64) and rounded once to the dtype of ``x``. The
     norm is that of the rounded sum.
 
     Args:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
-      residual: array of the shape and dtype of ``x``.
-      scale: array ``[n]`` of a floating dtype of its own, or ``None``.
-      input_bias: array ``[n]`` of a floating dtype of its own, or ``None``.
+      residual: array with the shape and dtype of ``x``.
+      scale: array ``[n]`` of any supported floating dtype, or ``None``.
+      input_bias: array ``[n]`` of any supported floating dtype, or ``None``: the bias of the layer
+        that computed ``x``.
       eps: a Python or NumPy number, added to the mean square.
-      return_sum: whether to return the sum too, as pre-norm models need it.
-      fork: whether the result comes twice, as ``(y, y)``; see :func:`layer_norm`.
+      return_sum: whether to return the sum as well, which pre-norm models need.
+      fork: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
 
     Returns:
-      An array of the shape and dtype of ``x``, with ``fork`` it twice, as a pair; with
-      ``return_sum`` a pair, of that and of the sum.
+      An array with the shape and dtype of ``x``; with ``fork``, a pair of it. With ``return_sum``,
+      a pair of that and the sum.
 
-    Saved for the backward: the sum (the result itself, where it is returned), and the reciprocal
-    root of the mean square of each row in float32 (float64 for float64).
+    Residuals:
+      The sum, which is the returned array with ``return_sum``, and the reciprocal root mean square
+      of each row in float32 (float64 for float64).
 
     Sharding: as :func:`layer_norm`.
 
     Raises:
       TypeError: an argument is not an array, a dtype is not supported, ``x`` and ``residual``
-        differ in dtype, or ``eps`` is no number.
-      ValueError: ``x`` has no dimension, ``residual`` has not the shape of ``x``, a parameter has
-        not the shape of the last axis, or ``eps`` is NaN.
+        differ in dtype, or ``eps`` is not a number.
+      ValueError: ``x`` has no dimension, the shape of ``residual`` is not that of ``x``, the shape
+        of a parameter is not that of the last axis, or ``eps`` is NaN.
 
-    Source: as :func:`rms_norm`.
+    Source:
+      FasterTransformer, ``add_bias_input_layernorm``, without the mean.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> fo.residual_rms_norm(jnp.ones((2, 4)), jnp.ones((2, 4))).shape
+      (2, 4)
     """
     return _apply("residual_rms_norm", x, scale, None, eps, fork, residual, input_bias, return_sum)

@@ -1,8 +1,8 @@
 """``relu`` and ``add_relu``: the backward reads one bit per element.
 
-The forward writes ``x > 0`` as a bitmask, eight elements to a byte, and the backward selects the
-cotangent by it: ``1/32`` (float32) or ``1/16`` (bfloat16) of the bytes that keeping ``x`` or the
-output would take, and a third less traffic in the backward.
+The forward writes ``x > 0`` as a bitmask with eight elements in a byte. The backward selects the
+cotangent by the mask. The mask takes ``1/32`` (float32) or ``1/16`` (bfloat16) of the bytes of
+``x``, and the backward moves a third fewer bytes than one that reads ``x`` or the output.
 
 Source: OneFlow, "How to implement an efficient BatchNorm+ReLU": the bitmask ReLU.
 """
@@ -13,6 +13,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, broadcast_shape, same_floating_dtype
 from jax_fastops._bits import pack, select
@@ -46,6 +47,7 @@ _relu = Op(
 
 
 def _sum_of_given(tangents):
+    """The sum of the tangents that are present."""
     return functools.reduce(jnp.add, [t for t in tangents if t is not None])
 
 
@@ -67,64 +69,82 @@ _add_relu = Op(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _apply(op: Op, *arrays):
-    """Apply an element-wise op in the view that its mask wants."""
+    """Applies an element-wise op in a view whose last axis its mask can pack."""
     result = broadcast_type(arrays)
-    # The kernel would read an expanded copy of a broadcast operand; XLA reads the operand itself.
+    # The kernel would read an expanded copy of a broadcast operand. XLA reads the operand itself.
     copies = any(x.shape != result.shape for x in arrays)
     if op.left_to_xla(*arrays) or (copies and current() == "auto"):
         return op.reference(*arrays)
     viewed = mask_view(result.shape, result.sharding)
-    if viewed is None:  # sharded so finely that one mask byte would straddle two devices
+    if viewed is None:  # some mask byte would belong to two devices
         return op.reference(*arrays)
     view, spec = viewed
     y = op(*(reshape(broadcast_to(x, result), view, spec) for x in arrays))
     return reshape(y, result.shape, None if spec is None else tuple(result.sharding.spec))
 
 
-def relu(x) -> jax.Array:
+def relu(x: ArrayLike) -> jax.Array:
     """Rectified linear unit: ``jax.nn.relu(x)``, that is ``max(x, 0)``.
 
-    NaN stays NaN, ``-0.0`` becomes ``+0.0``; the gradient is 0 at 0 and at NaN.
+    NaN stays NaN, and ``-0.0`` becomes ``+0.0``. The gradient is 0 at 0 and at NaN.
 
     Args:
       x: array of any shape; float32, bfloat16, float16 or float64.
 
     Returns:
-      An array of the shape and dtype of ``x``.
+      An array with the shape and dtype of ``x``.
 
-    Saved for the backward: one bit per element (uint8, ``ceil(n / 8)`` bytes for a last axis, or
-    merged trailing axes, of ``n`` elements), and nothing else.
+    Residuals:
+      One bit per element: a uint8 mask of ``ceil(n / 8)`` bytes for a last axis of ``n`` elements.
+      Trailing axes are merged into ``n`` where that needs less padding.
 
     Raises:
       TypeError: ``x`` is not an array or number, or has another dtype.
 
-    Source: OneFlow, bitmask ReLU.
+    Source:
+      OneFlow, bitmask ReLU.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> fo.relu(jnp.array([-1.0, 0.0, 2.0])).tolist()
+      [0.0, 0.0, 2.0]
+      >>> jax.grad(lambda x: fo.relu(x).sum())(jnp.array([-1.0, 0.0, 2.0])).tolist()
+      [0.0, 0.0, 1.0]
     """
     (x,) = same_floating_dtype("relu", as_arrays("relu", x=x), ["x"])
     return _apply(_relu, x)
 
 
-def add_relu(x, y) -> jax.Array:
+def add_relu(x: ArrayLike, y: ArrayLike) -> jax.Array:
     """Sum, then rectified linear unit: ``jax.nn.relu(x + y)`` in one pass.
 
-    The gradients with respect to ``x`` and ``y`` are the same array (before the sum over broadcast
-    axes), from one mask. The sum is rounded to the dtype before it is compared with zero.
+    The gradients of ``x`` and ``y`` come from one mask and are the same array, before the sum over
+    broadcast axes. The sum ``x + y`` is rounded to the dtype before it is compared with zero.
 
     Args:
       x: array of any shape; float32, bfloat16, float16 or float64.
-      y: array of the same dtype, whose shape broadcasts with that of ``x``. With different shapes
-        the kernel reads a broadcast copy, and ``auto`` leaves the op to XLA, which needs none.
+      y: array of the same dtype, whose shape broadcasts with that of ``x``. With different shapes,
+        the kernel reads an expanded copy, and ``"auto"`` takes the reference, which needs no copy.
 
     Returns:
-      An array of the broadcast shape, in the dtype of ``x``.
+      An array with the broadcast shape and the dtype of ``x``.
 
-    Saved for the backward: one bit per element of the result (uint8), and nothing else.
+    Residuals:
+      One bit per element of the result (uint8), for both gradients.
 
     Raises:
       TypeError: an argument is not an array or number, or the dtypes are not one supported dtype.
       ValueError: the shapes do not broadcast.
 
-    Source: OneFlow, BatchNorm + Add + ReLU.
+    Source:
+      OneFlow, BatchNorm + Add + ReLU.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> fo.add_relu(jnp.array([-1.0, 3.0]), jnp.array([0.5, -1.0])).tolist()
+      [0.0, 2.0]
     """
     names = ["x", "y"]
     arrays = same_floating_dtype("add_relu", as_arrays("add_relu", x=x, y=y), names)

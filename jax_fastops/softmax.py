@@ -1,8 +1,8 @@
 """``softmax`` and ``log_softmax``, with a scale and a mask, over any axis.
 
-One kernel reads ``x`` once and writes the result once: a row stays on the chip between its maximum,
-its sum and its result. The scale is folded into the read, and so is the mask, which is read in its
-own shape. The backward needs the result alone, and is one pass too.
+One kernel reads ``x`` once and writes the result once. A row stays on the chip while its maximum,
+sum and results are computed. The kernel applies the scale and the mask as it reads, and reads the
+mask in its own shape. The backward reads only the result and the cotangent, in one pass.
 
 Sources: FasterTransformer, ``softmax``; OneFlow, softmax in three tiers.
 """
@@ -12,10 +12,12 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, not_weak, real_number, same_floating_dtype
 from jax_fastops._implementation import by_row_length
@@ -23,16 +25,16 @@ from jax_fastops._kernel import Kernel, copies_too_much
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 
-# Rows longer than this come with a workspace for the kernels (cuda/softmax.h).
+# A longer row needs a workspace; cuda/softmax.h has the same number.
 _WORKSPACE = 16384
-_MOST_MASK_DIMS = 16  # of which neighbours that are broadcast alike count once
+_MOST_MASK_DIMS = 16  # the most dimensions that a kernel with a mask takes
 
 
 # ---- kernels -------------------------------------------------------------------------------------
 
 
 def _stars(inner: int) -> str:
-    """The dimensions behind the axis: rows are independent along them."""
+    """The dimensions after the axis. Rows are independent along them."""
     return "".join(f" *i{k}" for k in range(inner))
 
 
@@ -50,7 +52,7 @@ def _kernel(name: str, inner: int, mask: bool, workspace: bool) -> Kernel:
 
 
 def _table_row(name: str, x, *, masked: bool, inner: int, **_) -> str:
-    """Another axis, a mask and long rows are other matters than short rows."""
+    """The class in the ``auto`` table: another axis, a mask, long rows or short rows."""
     if inner or masked:
         return f"{name}_axis" if inner else f"{name}_where"
     return by_row_length(name, x.shape)
@@ -95,7 +97,7 @@ def _select(keep, x):
 
 
 def _kept_values(kept, log: bool, masked: bool):
-    """Of the saved result: probabilities in the accumulator's dtype, and what the mask left."""
+    """From the kept result: probabilities in the accumulator dtype, and the elements that count."""
     y, where = kept if log else (*kept, None)
     wide = y.astype(accumulator_dtype(y.dtype))
     if not masked:
@@ -133,8 +135,8 @@ def _pushforward(kept, tangents, *, scale: float, log: bool, inner: int, masked:
 
 def _declare(name: str, log: bool) -> Op:
     def residuals(args, outs, saved):
-        # exp(-inf) does not tell a masked element from a -inf of x; a probability of 0 does not
-        # have to: its cotangent counts for nothing either way.
+        # log_softmax keeps the mask: -inf may be a masked element or an element of x. For softmax
+        # the difference does not matter: the cotangent of a probability of 0 has no effect.
         return (outs[0], args[1]) if log else (outs[0],)
 
     def forward(x, where, *, masked, **options):
@@ -180,12 +182,12 @@ def _apply(name: str, x, axis, where, scale):
 
 
 def _of_axes(name: str, x, axes: tuple[int, ...], where, scale: float):
-    """Over no axis or several: neighbours are merged into one, others are left to XLA."""
+    """Over no axis or several. Adjacent axes are merged; others take the reference."""
     together = len(axes) > 1 and axes == tuple(range(axes[0], axes[-1] + 1))
     shape = x.shape[axes[0] : axes[-1] + 1] if together else ()
     ones = (1,) * len(shape)
     whole = not together or where is None or where.shape[axes[0] : axes[-1] + 1] in (shape, ones)
-    plain = jax.typeof(x).sharding.mesh.empty  # else merging could cut across shards
+    plain = jax.typeof(x).sharding.mesh.empty  # merging axes could cut across shards
     if 0 in x.shape or not (together and whole and plain):
         scaled = x if scale == 1.0 else x * scale
         function = jax.nn.log_softmax if name == "log_softmax" else jax.nn.softmax
@@ -210,7 +212,7 @@ def _has_kernel(x, where) -> bool:
 
 
 def _check_where(name: str, x, where):
-    """The mask with the rank of ``x``."""
+    """Checks the mask; returns it with the rank of ``x``."""
     if where.dtype != jnp.bool_:
         raise TypeError(
             f"{name}: where has dtype {where.dtype} and shape {where.shape}; it must be boolean "
@@ -229,7 +231,7 @@ def _check_where(name: str, x, where):
 
 
 def _check_axes(name: str, x, axis) -> tuple[int, ...]:
-    """Axes from 0 on, in order."""
+    """Checks the axes; returns them counted from 0, in order."""
     if axis is None:
         return tuple(range(x.ndim))
     try:
@@ -250,70 +252,101 @@ def _check_axes(name: str, x, axis) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def softmax(x, *, axis=-1, where=None, scale: float = 1.0) -> jax.Array:
-    """Softmax of ``scale * x`` over an axis: ``exp(scale * x)`` over its sum.
+def softmax(
+    x: ArrayLike,
+    *,
+    axis: int | Sequence[int] | None = -1,
+    where: ArrayLike | None = None,
+    scale: float = 1.0,
+) -> jax.Array:
+    """Softmax of ``scale * x`` over an axis.
 
-    Equals ``jax.nn.softmax(scale * x, axis=axis, where=where)``; computed in float32 (float64 for
+    Equals ``jax.nn.softmax(scale * x, axis=axis, where=where)``, computed in float32 (float64 for
     float64) and rounded once.
 
     Args:
       x: array of any shape; float32, bfloat16, float16 or float64.
-      axis: the axis that sums to 1; a tuple of axes, or ``None`` for all, sums over them together.
-      where: boolean array that broadcasts to the shape of ``x``: elements where it is False do not
-        count, whatever they are, and come out as 0. It is read in its own shape, never expanded. A
-        row without any element comes out as 0.
-      scale: a Python or NumPy number that ``x`` is multiplied by. It is part of the compiled
-        program: each value compiles again.
+      axis: the axis that sums to 1. With a tuple of axes, or ``None`` for all axes, they sum to 1
+        together.
+      where: boolean array that broadcasts to the shape of ``x``. An element where it is False does
+        not count, whatever its value, and its result is 0. The kernel reads ``where`` in its own
+        shape, and never expands it. A row without any element that counts is 0.
+      scale: a Python or NumPy number by which ``x`` is multiplied. It is static: another value
+        compiles another program.
 
     Returns:
-      An array of the shape and dtype of ``x``.
+      An array with the shape and dtype of ``x``.
 
-    Saved for the backward: the result alone. The gradient of an element whose result is 0 is 0 if
-    there is a ``where``, even where the cotangent is infinite or NaN.
+    Residuals:
+      The result. With ``where``, the gradient of an element whose result is 0 is 0, even if the
+      cotangent is infinite or NaN.
 
-    Sharding: over every dimension but ``axis``, with no communication. Over an auto mesh axis, a
-    sharded ``axis`` is gathered; over an explicit one XLA does the work. In a program for several
-    devices with auto mesh axes the mask has a copy for each of them along dimensions that it is
-    broadcast along; where that would be half as large as ``x``, XLA does the work.
+    Sharding: over every dimension except ``axis``, without communication. A sharded ``axis`` is
+    gathered over an auto mesh axis, and takes the reference over an explicit one. In a program for
+    several devices with auto mesh axes, a mask gets a copy for each of them along the dimensions in
+    which it is broadcast. If that would be half as large as ``x``, the call takes the reference.
 
     Raises:
       TypeError: ``x`` or ``where`` is not an array, the dtype is not supported, ``where`` is not
-        boolean, ``axis`` is no integer, or ``scale`` is not a number.
+        boolean, ``axis`` is not an integer, or ``scale`` is not a number.
       ValueError: ``axis`` is out of range, or ``where`` does not broadcast to the shape of ``x``.
 
-    Sources: FasterTransformer, ``softmax``; OneFlow, softmax.
+    Source:
+      FasterTransformer, ``softmax``; OneFlow, softmax.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> x = jnp.array([[0.0, 0.0, 5.0]])
+      >>> fo.softmax(x, where=jnp.array([True, True, False])).tolist()
+      [[0.5, 0.5, 0.0]]
     """
     return _apply("softmax", x, axis, where, scale)
 
 
-def log_softmax(x, *, axis=-1, where=None, scale: float = 1.0) -> jax.Array:
-    """Logarithm of the softmax of ``scale * x``: ``scale * x - log(sum(exp(scale * x)))``.
+def log_softmax(
+    x: ArrayLike,
+    *,
+    axis: int | Sequence[int] | None = -1,
+    where: ArrayLike | None = None,
+    scale: float = 1.0,
+) -> jax.Array:
+    """Logarithm of the softmax of ``scale * x`` over an axis.
 
-    Equals ``jax.nn.log_softmax(scale * x, axis=axis, where=where)``; computed in float32 (float64
+    Equals ``jax.nn.log_softmax(scale * x, axis=axis, where=where)``, computed in float32 (float64
     for float64) and rounded once.
 
     Args:
       x: array of any shape; float32, bfloat16, float16 or float64.
-      axis: the axis whose exponentials sum to 1; a tuple of axes, or ``None`` for all, sums over
-        them together.
-      where: boolean array that broadcasts to the shape of ``x``: elements where it is False do not
-        count, whatever they are, and come out as -inf. It is read in its own shape, never expanded.
-      scale: a Python or NumPy number that ``x`` is multiplied by. It is part of the compiled
-        program: each value compiles again.
+      axis: the axis whose exponentials sum to 1. With a tuple of axes, or ``None`` for all axes,
+        they sum to 1 together.
+      where: boolean array that broadcasts to the shape of ``x``. An element where it is False does
+        not count, whatever its value, and its result is -inf. The kernel reads ``where`` in its own
+        shape, and never expands it.
+      scale: a Python or NumPy number by which ``x`` is multiplied. It is static: another value
+        compiles another program.
 
     Returns:
-      An array of the shape and dtype of ``x``.
+      An array with the shape and dtype of ``x``.
 
-    Saved for the backward: the result, and ``where``, if given, in its own shape: a masked -inf
-    cannot be told from one that ``x`` had.
+    Residuals:
+      The result, and ``where``, if given, in its own shape. A masked -inf cannot be told from a
+      -inf in ``x``.
 
     Sharding: as :func:`softmax`.
 
     Raises:
       TypeError: ``x`` or ``where`` is not an array, the dtype is not supported, ``where`` is not
-        boolean, ``axis`` is no integer, or ``scale`` is not a number.
+        boolean, ``axis`` is not an integer, or ``scale`` is not a number.
       ValueError: ``axis`` is out of range, or ``where`` does not broadcast to the shape of ``x``.
 
-    Source: OneFlow, softmax.
+    Source:
+      OneFlow, softmax.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> jnp.exp(fo.log_softmax(jnp.array([1.0, 1.0]))).tolist()
+      [0.5, 0.5]
     """
     return _apply("log_softmax", x, axis, where, scale)

@@ -1,7 +1,7 @@
 """``transpose``: any permutation of any array's dimensions, at the speed of a copy.
 
-Every dimension is independent of the others, so the op shards over all of them; a mapped axis of
-``vmap`` is one more dimension of the permutation, wherever it stands.
+Every dimension is independent of the others, so the op shards over all of them. An axis that
+``vmap`` maps becomes one more dimension of the permutation, wherever it is.
 
 Source: OneFlow, "How to implement a permute / transpose operator".
 """
@@ -16,19 +16,20 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays
 from jax_fastops._implementation import by_width, current
 from jax_fastops._kernel import Kernel
 from jax_fastops._op import Op
 
-# Several elements to a byte.
+# Dtypes with several elements in a byte.
 _PACKED = ("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 
 @functools.cache
 def _signature(axes: tuple[int, ...]) -> str:
-    """Of the transposition by ``axes``; leading dimensions that stay are ``...``."""
+    """The signature of the transposition by ``axes``; leading axes that stay are ``...``."""
     lead = _leading(axes)
     names = [f"*d{i}" for i in range(len(axes))]
     left, right = " ".join(names[lead:]), " ".join(names[i] for i in axes[lead:])
@@ -36,7 +37,7 @@ def _signature(axes: tuple[int, ...]) -> str:
 
 
 def _leading(axes: tuple[int, ...]) -> int:
-    """How many leading dimensions stay where they are."""
+    """The number of leading dimensions that stay in place."""
     return next((i for i, axis in enumerate(axes) if axis != i), len(axes))
 
 
@@ -55,7 +56,7 @@ def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _batch(options: dict, *, operand: int | None = None, result: int | None = None):
-    """The transposition with a mapped axis in the given place, and in front on the other side."""
+    """The transposition with a mapped axis at the given position, and first on the other side."""
     axes = options["axes"]
     if operand is not None:
         wider = (operand, *(axis + (axis >= operand) for axis in axes))
@@ -66,7 +67,7 @@ def _batch(options: dict, *, operand: int | None = None, result: int | None = No
 
 
 def _table_row(x, axes: tuple[int, ...]) -> str:
-    """Whole rows that move are another matter than rows that become columns."""
+    """The class in the ``auto`` table: whole rows move, or rows become columns."""
     return "transpose_rows" if axes[-1] == len(axes) - 1 else "transpose"
 
 
@@ -89,9 +90,9 @@ _transpose = Op(
 
 
 def permute(x, axes: tuple[int, ...], fuses: bool = True):
-    """``jnp.transpose(x, axes)``, by the kernel where that is the choice; ``axes`` is valid.
+    """``jnp.transpose(x, axes)`` for valid ``axes``, by kernel or reference.
 
-    ``fuses`` says that nothing is known of the neighbours in a program.
+    ``fuses=False`` says that XLA cannot avoid this transposition by fusing it into its neighbors.
     """
     if _moves_nothing(x.shape, axes) or not is_movable(x.dtype):
         return jnp.transpose(x, axes)
@@ -102,11 +103,11 @@ def permute(x, axes: tuple[int, ...], fuses: bool = True):
 
 
 def _fuses(x, axes) -> bool:
-    """Whether XLA, in a program, may well do without the pass over memory (see the README).
+    """Whether XLA can probably avoid the pass over memory in a program.
 
-    A matrix product takes matrices transposed or not at one speed, and rows that stay rows are read
-    where they are by whatever XLA fuses the transposition into. On a GPU the kernel is no faster
-    than XLA's for 4 bytes and more, so that a neighbour that XLA may fuse decides.
+    A matrix product reads transposed matrices at the same speed. Rows that stay rows are read in
+    place by the operation that XLA fuses the transposition into. For elements of 4 bytes or more on
+    a GPU, the kernel is no faster than XLA's, so a neighbor that XLA may fuse decides.
     """
     axes = [axis for axis in axes if not (isinstance(x.shape[axis], int) and x.shape[axis] == 1)]
     if axes[-1] == max(axes) or _transposes_matrices(axes):
@@ -115,13 +116,13 @@ def _fuses(x, axes) -> bool:
 
 
 def _moves_nothing(shape, axes) -> bool:
-    """Whether the elements stay in their order: XLA then makes a bitcast of the transposition."""
+    """Whether the elements stay in order. XLA then turns the transposition into a bitcast."""
     moved = [axis for axis in axes if not (isinstance(shape[axis], int) and shape[axis] == 1)]
     return moved == sorted(moved) or 0 in shape
 
 
 def _transposes_matrices(axes: list[int]) -> bool:
-    """Whether two runs of dimensions, behind those that stay in front, change places."""
+    """Whether, after the leading dimensions that stay, two runs of dimensions trade places."""
     ordered = sorted(axes)
     lead = next(i for i, axis in enumerate(axes) if axis != ordered[i])
     moved = axes[lead:]
@@ -129,12 +130,12 @@ def _transposes_matrices(axes: list[int]) -> bool:
 
 
 def is_movable(dtype) -> bool:
-    """Whether elements are whole bytes of memory: not two to a byte, nor PRNG keys."""
+    """Whether elements occupy whole bytes: no packed dtypes and no PRNG keys."""
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and str(dtype) not in _PACKED
 
 
-def transpose(x, axes: Sequence[int] | None = None) -> jax.Array:
-    """Permute the dimensions of an array: ``jnp.transpose(x, axes)``.
+def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> jax.Array:
+    """Permutes the dimensions of an array: ``jnp.transpose(x, axes)``.
 
     Args:
       x: array of any shape and dtype.
@@ -142,26 +143,34 @@ def transpose(x, axes: Sequence[int] | None = None) -> jax.Array:
         ``range(x.ndim)``, in which negative numbers count from the end. Default: reversed.
 
     Returns:
-      An array of the dtype of ``x``, with the same bits. Where no dimension longer than 1 changes
-      its place, no data is moved.
+      An array with the dtype and the bits of ``x``. If no dimension longer than 1 changes its
+      place, no data is moved.
 
-    Saved for the backward: nothing. The gradient is the inverse transposition, by the same kernel.
+    Residuals:
+      None. The gradient is the inverse transposition, by the same kernel.
 
-    Sharding: over every dimension, without communication; the mesh axes follow their dimensions.
+    Sharding: over every dimension, without communication. The mesh axes follow their dimensions.
 
     Raises:
       TypeError: ``x`` is not an array or number; ``axes`` is not a sequence of integers, or not a
         permutation (an axis is repeated or missing).
       ValueError: an axis is out of bounds.
 
-    Source: OneFlow, permute.
+    Source:
+      OneFlow, permute.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> fo.transpose(jnp.array([[1, 2, 3], [4, 5, 6]])).tolist()
+      [[1, 4], [2, 5], [3, 6]]
     """
     (x,) = as_arrays("transpose", x=x)
     return permute(x, _canonical(axes, x.shape))
 
 
-def _canonical(axes, shape) -> tuple[int, ...]:
-    """``axes`` counted from 0, or the error that ``jnp.transpose`` raises."""
+def _canonical(axes: Sequence[int] | None, shape: Sequence[int]) -> tuple[int, ...]:
+    """``axes`` counted from 0. Raises the error that ``jnp.transpose`` raises."""
     rank = len(shape)
     if axes is None:
         return tuple(reversed(range(rank)))

@@ -1,10 +1,10 @@
 """``window_sum``: sums over a window that slides along an axis.
 
-One kernel serves the op, its gradient and its tangent: it takes any padding with zeros, and the
-transpose of a windowed sum is a windowed sum with the padding that is left. Its cost grows little
-with the window: a window is made of sums that neighbouring windows share. Nothing is
-subtracted to that end, so the error of a sum does not depend on where it is, and a NaN reaches just
-the windows that contain it.
+One kernel computes the op, its gradient and its tangent. It accepts any zero padding, and the
+transpose of a window sum is a window sum with the complementary padding. Its time grows little with
+the window, because neighboring windows share partial sums. The kernel only adds, and never
+subtracts. So the error of a sum does not depend on its position, and a NaN reaches only the windows
+that contain it.
 
 Source: CMU 10-414 notes, window sum.
 """
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Literal
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_fastops import _compat
 from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
@@ -26,15 +28,15 @@ from jax_fastops._signature import accumulator_dtype
 
 PADDINGS = ("VALID", "SAME")
 
-# Longer windows over longer axes come with a workspace for the kernels (window_sum_shape.h).
+# A longer window over a longer axis needs a workspace; window_sum_shape.h has the same numbers.
 _LONG_WINDOW = 2049
 _SHORT_AXIS = 256
-# No axis is longer; windows that reach further are no different.
+# Longer than any axis. A window that reaches further has the same sums.
 _MOST = 1 << 40
 
 
 def _signature(inner: int, length: str, workspace: bool = False) -> str:
-    """Of sums along an axis with so many dimensions behind it."""
+    """The signature of sums along an axis that ``inner`` dimensions follow."""
     behind = "".join(f" *i{k}" for k in range(inner))
     result = f"... {length}{behind}"
     more = f", ... ceil(n/8){behind} :acc" if workspace else ""
@@ -47,7 +49,7 @@ def _kernel(inner: int, length: str, workspace: bool) -> Kernel:
 
 
 def _length(radius: int, pad: int) -> str:
-    """How many windows there are along an axis of ``n`` elements."""
+    """The number of windows along an axis of ``n`` elements."""
     return "n" if pad == radius else f"n{2 * (pad - radius):+d}"
 
 
@@ -91,30 +93,34 @@ _window_sum = Op(
 )
 
 
-def window_sum(x, radius: int, *, axis: int = -1, padding: str = "VALID") -> jax.Array:
-    """Sums over windows of ``2 * radius + 1`` neighbours along an axis.
+def window_sum(
+    x: ArrayLike, radius: int, *, axis: int = -1, padding: Literal["VALID", "SAME"] = "VALID"
+) -> jax.Array:
+    """Sums over windows of ``2 * radius + 1`` neighbors along an axis.
 
-    Equals ``jax.lax.reduce_window`` with ``jax.lax.add`` and strides of 1; summed in float32
+    Equals ``jax.lax.reduce_window`` with ``jax.lax.add`` and strides of 1, summed in float32
     (float64 for float64) and rounded once. Its time grows little with the radius.
 
     Args:
       x: array of one dimension or more; float32, bfloat16, float16 or float64.
-      radius: how many neighbours there are on either side; a Python integer of 0 or more. It is
-        part of the compiled program.
-      axis: the axis that the window slides along, an integer.
-      padding: ``"VALID"`` for the windows that lie in ``x`` as a whole; ``"SAME"`` for one around
+      radius: the number of neighbors on either side; a Python integer of 0 or more. It is static:
+        another radius compiles another program.
+      axis: the axis that the window slides along.
+      padding: ``"VALID"`` gives the windows that lie within ``x``. ``"SAME"`` gives a window around
         each element, with zeros outside of ``x``.
 
     Returns:
-      An array of the dtype of ``x``, and of its shape but for the axis of ``n`` elements: with
-      ``"VALID"`` it has ``n - 2 * radius``.
+      An array with the dtype and shape of ``x``. With ``"VALID"``, an axis of ``n`` elements
+      becomes one of ``n - 2 * radius``.
 
-    Saved for the backward: nothing. The gradient is the sum over the windows that contain an
-    element, by the same kernel.
+    Residuals:
+      None. The gradient of an element is the sum over the windows that contain it, by the same
+      kernel.
 
-    Sharding: over every dimension but ``axis``, with no communication. Over an auto mesh axis, a
-    sharded ``axis`` is gathered; over an explicit one XLA does the work. So it does with
-    ``"VALID"`` and a symbolic size of ``axis`` (``jax.export``) not known to hold a window.
+    Sharding: over every dimension except ``axis``, without communication. A sharded ``axis`` is
+    gathered over an auto mesh axis, and takes the reference over an explicit one. The reference is
+    also used with ``"VALID"`` and a symbolic size of ``axis`` (``jax.export``) that is not known to
+    hold a window.
 
     Raises:
       TypeError: ``x`` is not an array, its dtype is not supported, or ``radius`` or ``axis`` is not
@@ -122,7 +128,16 @@ def window_sum(x, radius: int, *, axis: int = -1, padding: str = "VALID") -> jax
       ValueError: ``radius`` is negative, ``axis`` is out of range, ``padding`` is not known, or a
         window is longer than the axis and ``padding`` is ``"VALID"``.
 
-    Source: CMU 10-414 notes, window sum.
+    Source:
+      CMU 10-414 notes, window sum.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> fo.window_sum(jnp.array([1.0, 2.0, 3.0, 4.0]), radius=1).tolist()
+      [6.0, 9.0]
+      >>> fo.window_sum(jnp.array([1.0, 2.0, 3.0, 4.0]), radius=1, padding="SAME").tolist()
+      [3.0, 6.0, 9.0, 7.0]
     """
     (x,) = as_arrays("window_sum", x=x)
     (x,) = map(not_weak, same_floating_dtype("window_sum", [x], ["x"]))
@@ -132,7 +147,7 @@ def window_sum(x, radius: int, *, axis: int = -1, padding: str = "VALID") -> jax
     if radius == 0:
         return x
     n, same = x.shape[axis], padding == "SAME"
-    if same:  # windows that reach beyond both ends are all alike
+    if same:  # all windows that reach beyond both ends have the same sum
         radius = min(radius, max(n - 1, 0) if isinstance(n, int) else _MOST)
         if radius == 0:
             return x
@@ -149,7 +164,7 @@ def window_sum(x, radius: int, *, axis: int = -1, padding: str = "VALID") -> jax
 
 
 def _has_room(n, least: int) -> bool:
-    """Whether a size is known to be so large; of a symbolic one, from its constraints."""
+    """Whether ``n >= least`` is known. For a symbolic size, its constraints decide."""
     try:
         return bool(n >= least)
     except _compat.InconclusiveDimensionOperation:

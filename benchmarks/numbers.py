@@ -1,0 +1,125 @@
+"""The numbers that texts quote, each computed from one file in benchmarks/results."""
+
+import json
+import math
+from functools import cache
+
+from benchmarks import RESULTS
+
+H100 = "nvidia-h100-80gb-hbm3"
+CPU = "amd-epyc-2-cores"
+# Family of ops -> what a chart calls it.
+FAMILIES = {
+    "norm": "layer_norm, rms_norm, residual norms",
+    "softmax": "softmax, log_softmax",
+    "heads": "split_heads, split_qkv_heads, merge_heads",
+    "relu": "relu, add_relu",
+    "bias_act": "bias_act",
+    "lerp": "lerp",
+    "batch_norm": "batch_norm (+ add) (+ relu)",
+    "transpose": "transpose",
+    "window_sum": "window_sum",
+}
+
+
+@cache
+def load(name: str) -> dict:
+    """The results file ``name``, without its suffix."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def device(results: dict) -> str:
+    """``NVIDIA H100 80GB HBM3, jax 0.11.2``."""
+    return f"{results['hardware']['device']}, jax {results['versions']['jax']}"
+
+
+def family_speedups(family: str, dtype: str = "bfloat16") -> list[float]:
+    """Time of jax.nn over that of ``"auto"`` on one H100, for each benchmarked shape.
+
+    The time is that of a forward+backward step where the op has one in the benchmark.
+    """
+    found = []
+    for case in load(f"{H100}-{family}")["cases"]:
+        if case["dtype"] == dtype:
+            phase = "step" if "step" in case["floor_us"] else "forward"
+            sides = [case["results"][name]["phases"][phase] for name in ("jax.nn", "auto")]
+            found.append(sides[0]["median_us"] / sides[1]["median_us"])
+    return found
+
+
+def slower(results: dict, margin: float = 0.02) -> list[tuple[dict, str, float, float]]:
+    """Rows where jax.nn beats the kernel by more than ``margin``: case, phase, and the times of the
+    kernel and of ``"auto"`` over that of jax.nn."""
+    found = []
+    for case in results["cases"]:
+        phase = "step" if "step" in case["floor_us"] else "forward"
+        times = [
+            case["results"][name]["phases"][phase]["median_us"]
+            for name in ("native", "auto", "jax.nn")
+        ]
+        if times[0] > (1 + margin) * times[2]:
+            found.append((case, phase, times[0] / times[2], times[1] / times[2]))
+    return found
+
+
+def mean(values: list[float]) -> float:
+    """The geometric mean."""
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def network(name: str, row: str) -> float:
+    """Plain JAX's time over ours, of a row of a network's results."""
+    sides = next(r["results"] for r in load(name)["rows"] if r["row"] == row)
+    return sides["plain"]["median_us"] / sides["ours"]["median_us"]
+
+
+def jobs() -> dict[str, float]:
+    """Whole jobs on one H100, bfloat16: label -> speed-up over plain JAX."""
+    bert, step = f"bert-{H100}", "step {}, dropout 0.1, {}, bfloat16"
+    steps = load(f"resnet-{H100}")["steps"]
+    return {
+        "BERT-base layers, 32 x 512, dropout, softmax": network(
+            bert, step.format("32x512", "softmax")
+        ),
+        "BERT-base layers, 32 x 512, dropout, cuDNN": network(bert, step.format("32x512", "cudnn")),
+        "ResNet-50 training step, 128 images": steps["plain"]["median_us"]
+        / steps["ours"]["median_us"],
+    }
+
+
+def numbers() -> dict[str, str]:
+    """Key -> text, for the README's markers and the documentation's substitutions."""
+    found = {}
+    for family in FAMILIES:
+        speedups = family_speedups(family)
+        found[f"{family}_speedup"] = f"{mean(speedups):.2f}"
+        found[f"{family}_least"] = f"{min(speedups):.2f}"
+        found[f"{family}_most"] = f"{max(speedups):.2f}"
+        found[f"{family}_shapes"] = str(len(speedups))
+    relu = next(
+        c for c in load(f"{H100}-relu")["cases"] if c["op"] == "relu" and c["dtype"] == "float32"
+    )
+    kept = relu["results"]["native"]["saved_bytes"]["total"]
+    found["relu_bytes"] = f"1/{4 * relu['elements'] // kept}"
+    softmax, cudnn, resnet = jobs().values()
+    found |= {"bert_softmax": f"{softmax:.2f}", "bert_cudnn": f"{cudnn:.2f}"}
+    found["resnet"] = f"{resnet:.2f}"
+    steps = load(f"resnet-{H100}")["steps"]
+    for who, step in steps.items():
+        found[f"resnet_{who}_ms"] = f"{step['median_us'] / 1e3:.1f}"
+        found[f"resnet_{who}_mib"] = f"{step['temp_mib']:.0f}"
+    for name, key in (
+        ("ours - plain", "loss"),
+        ("plain, images moved - plain", "moved"),
+        ("plain - plain, float32", "float"),
+    ):
+        gap = load(f"resnet-{H100}")["differences"][name]
+        found |= {f"resnet_{key}_most": f"{gap['largest']:.4f}"}
+        found |= {f"resnet_{key}_mean": f"{gap['mean']:.4f}"}
+    for name, key in (("native, graphs", "graph"), ("native, no graphs", "no_graph")):
+        found[f"chain_{key}_us"] = f"{load(f'graph-chain-{H100}')[name]['median_us']:.0f}"
+    found["chain_xla_us"] = f"{load(f'graph-chain-{H100}')['jax.nn, graphs']['median_us']:.0f}"
+    for entry in load("bert-devices-nvidia-h200")["scaling"]:
+        way = "shard_map" if entry["shard_map"] else "jit"
+        found[f"devices_{entry['contender']}_{way}"] = f"{entry['throughput']:.2f}"
+    return found

@@ -1,0 +1,286 @@
+"""Writes the generated parts of the documentation: charts and tables from benchmarks/results.
+
+``docs/conf.py`` calls :func:`write`; pages include the files by name.
+"""
+
+import json
+from pathlib import Path
+
+from benchmarks import ROOT, plot
+from benchmarks.numbers import (
+    CPU,
+    FAMILIES,
+    H100,
+    device,
+    family_speedups,
+    jobs,
+    load,
+    mean,
+    slower,
+)
+from benchmarks.report import headline
+from benchmarks.tables import MOVES, markdown, table
+
+# The rows that a family's chart shows, by op and label: at most six, common shapes and hard ones.
+SHOWN = {
+    "relu": [
+        ("relu", "large"),
+        ("relu", "conv NHWC"),
+        ("relu", "odd rows"),
+        ("add_relu", "large"),
+        ("add_relu", "odd rows"),
+    ],
+    "transpose": [
+        ("transpose", "matrix"),
+        ("transpose", "matrices"),
+        ("transpose", "heads"),
+        ("transpose", "NHWC to NCHW"),
+        ("transpose", "reversed"),
+        ("transpose", "odd"),
+    ],
+    "heads": [
+        ("split_heads", "bias"),
+        ("split_qkv_heads", "bias"),
+        ("split_qkv_heads", "no bias"),
+        ("merge_heads", "BERT"),
+    ],
+    "softmax": [
+        ("softmax", "mask (B,1,1,L) 512"),
+        ("softmax", "mask (B,1,1,L) 128"),
+        ("softmax", "rows"),
+        ("softmax", "odd rows"),
+        ("softmax", "axis 1"),
+        ("log_softmax", "vocabulary"),
+    ],
+    "norm": [
+        ("layer_norm", "BERT-base"),
+        ("layer_norm", "odd"),
+        ("residual_layer_norm", "BERT-base"),
+        ("residual_layer_norm", "wide"),
+        ("rms_norm", "wide"),
+        ("residual_rms_norm", "wide"),
+    ],
+    "batch_norm": [
+        ("batch_norm", "NHWC 56x56x64"),
+        ("batch_norm", "NCHW 56x56x64"),
+        ("batch_norm_relu", "NHWC 28x28x128"),
+        ("batch_norm_relu", "NHWC 56x56x3"),
+        ("batch_norm_add_relu", "NHWC 7x7x2048"),
+        ("batch_norm_add_relu", "NCHW 7x7x2048"),
+    ],
+    "lerp": [
+        ("lerp", "all alike"),
+        ("lerp", "weight (1,)"),
+        ("lerp", "three planes"),
+        ("lerp", "row, all, column"),
+        ("lerp", "rank 7"),
+        ("lerp", "odd row, all, column"),
+    ],
+    "bias_act": [
+        ("bias_act", "gelu"),
+        ("bias_act", "gelu, odd"),
+        ("bias_act", "gelu_exact"),
+        ("bias_act", "silu"),
+        ("bias_relu", "relu"),
+        ("bias_relu", "relu, odd"),
+    ],
+    "window_sum": [
+        ("window_sum", "radius 2"),
+        ("window_sum", "radius 16"),
+        ("window_sum", "radius 256"),
+        ("window_sum", "axis 0, radius 2"),
+        ("window_sum", "axis 0, odd, radius 16"),
+        ("window_sum_valid", "VALID, radius 16"),
+    ],
+}
+TITLES = {
+    "batch_norm_relu": "batch norm + ReLU",
+    "batch_norm_add_relu": "batch norm + add + ReLU",
+    "bias_relu": "bias",
+    "bias_act": "bias",
+    "window_sum_valid": "window sum",
+}
+CUT = 4.0  # floors: longer bars are cut
+
+
+def write(folder: Path) -> None:
+    """Write every generated part into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "overview.md").write_text(_figure(overview(folder / "overview"), "Speed-ups"))
+    for family in FAMILIES:
+        for prefix, name in (("", H100), ("cpu-", CPU)):
+            results = load(f"{name}-{family}")
+            text = _family(family, results, folder / f"{prefix}{family}")
+            (folder / f"{prefix}{family}.md").write_text(text)
+    for name, file in {
+        "bert": f"bert-{H100}",
+        "bert-launches": f"bert-kernels-{H100}",
+        "bert-devices": "bert-devices-nvidia-h200",
+        "bert-small": "bert-small-amd-epyc-2-cores",
+        "resnet": f"resnet-{H100}",
+        "neighbours": f"neighbours-{H100}",
+        "accuracy": f"accuracy-{H100}",
+    }.items():
+        results = load(file)
+        (folder / f"{name}.md").write_text(f"{headline(results)}.\n\n{table(results)}")
+    (folder / "ranges.md").write_text(_ranges())
+    (folder / "slower.md").write_text(_slower())
+    (folder / "batch_norm-layouts.md").write_text(_layouts())
+    for platform in ("cuda", "cpu"):
+        (folder / f"thresholds-{platform}.md").write_text(_thresholds(platform))
+
+
+def overview(path: Path) -> list[Path]:
+    """The chart of what is gained: a bar for each whole job and each family of ops."""
+    groups = [plot.Bars(name, (value,)) for name, value in jobs().items()]
+    means = {family: mean(family_speedups(family)) for family in FAMILIES}
+    for family in sorted(means, key=means.get, reverse=True):
+        forward = " (forward)" if family in ("transpose", "window_sum") else ""
+        groups.append(plot.Bars(f"{FAMILIES[family]}{forward}", (means[family],)))
+    return plot.draw(
+        path,
+        "How much faster than jax.nn is a forward+backward step?\n"
+        "One H100, bfloat16; ops: geometric mean over all benchmarked shapes",
+        groups,
+        ["jax_fastops"],
+        "jax.nn",
+        "speed-up over jax.nn (longer is better)",
+        limit=2.6,
+        unit="x",
+    )
+
+
+def _family(family: str, results: dict, path: Path) -> str:
+    """A family's chart, and all rows in a table that is folded."""
+    phase, of = "forward", "forward"
+    if any("step" in case["floor_us"] for case in results["cases"]) and family != "window_sum":
+        phase, of = "step", "forward+backward step"
+    groups = []
+    for op, label in SHOWN[family]:
+        for case in results["cases"]:
+            if (case["op"], case["label"], case["dtype"]) == (op, label, "bfloat16"):
+                key = phase if phase in case["floor_us"] else "forward"
+                sides = [case["results"][name]["phases"][key] for name in ("native", "jax.nn")]
+                only = ", forward" if key != phase else ""
+                groups.append(
+                    plot.Bars(case_label(case) + only, tuple(s["of_floor"] for s in sides))
+                )
+    title = f"How close is a {of} to the speed of memory?\n{device(results)}"
+    charts = plot.draw(
+        path,
+        title,
+        groups,
+        ("kernel", "jax.nn"),
+        "floor: a copy of the same bytes",
+        "time over the floor (shorter is better)",
+        limit=CUT,
+    )
+    note = f"\n{results['note'][0].upper()}{results['note'][1:]}.\n" if "note" in results else ""
+    return (
+        _figure(charts, title.replace("\n", " "))
+        + f"\n:::{{dropdown}} All rows: {results['hardware']['device']}\n{_legend(results)}\n"
+        + f"\n{headline(results)}.\n{note}\n{table(results)}:::\n"
+    )
+
+
+def _legend(results: dict) -> str:
+    """How to read the table of a results file."""
+    if any("torch" in case["results"] for case in results["cases"]):
+        return (
+            "Times over the floor (1.00 is the speed of a copy): kernel / jax.nn / PyTorch / "
+            "compiled PyTorch. The fastest is bold; `-` was not measured."
+        )
+    return "Times of kernel / jax.nn, and in parentheses times over the floor. The faster is bold."
+
+
+def _ranges() -> str:
+    """Speed-ups of each family under `"auto"`: mean, least and most."""
+    rows = []
+    for family, name in FAMILIES.items():
+        cells = [name]
+        for dtype in ("bfloat16", "float32"):
+            found = family_speedups(family, dtype)
+            cells.append(f"{mean(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+        rows.append([*cells, str(len(found))])
+    return markdown(["family", "bfloat16", "float32", "shapes"], rows)
+
+
+def _slower() -> str:
+    """The rows on one H100 where jax.nn is faster than the kernel."""
+    rows = []
+    for family in FAMILIES:
+        for case, phase, kernel, auto in slower(load(f"{H100}-{family}")):
+            label = case_label(case)
+            rows.append([label, MOVES[phase], f"{kernel:.2f}", f"{auto:.2f}"])
+    return markdown(["row", "phase", "kernel / jax.nn", '`"auto"` / jax.nn'], rows)
+
+
+def _layouts() -> str:
+    """Speed-ups of batch norm's step on one H100, by layout."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for case in load(f"{H100}-batch_norm")["cases"]:
+        layout = "channels last" if case["options"]["axis"] == -1 else "channels first"
+        if min(case["shapes"][1]) < 32:
+            layout += ", fewer than 32 channels"
+        entry = case["results"]["native"]["phases"]["step"]
+        found.setdefault((layout, case["dtype"]), []).append(entry["speedup"])
+    rows = [
+        [layout, dtype, f"{mean(v):.2f} ({min(v):.2f} to {max(v):.2f})", str(len(v))]
+        for (layout, dtype), v in sorted(found.items())
+    ]
+    return markdown(["layout", "dtype", "kernel's speed-up over XLA, step", "rows"], rows)
+
+
+def _thresholds(platform: str) -> str:
+    """From how many elements on ``"auto"`` takes the kernel: a row per class of calls."""
+    known = json.loads((ROOT / "jax_fastops" / "auto_table.json").read_text())
+    header, rows = ["class", "dtype", "forward", "with gradients"], []
+    for name, platforms in known.items():
+        of_dtype: dict[tuple, list[str]] = {}
+        for dtype, uses in platforms.get(platform, {}).items():
+            of_dtype.setdefault((uses["forward"], uses["grad"]), []).append(dtype)
+        for number, ((forward, grad), dtypes) in enumerate(of_dtype.items()):
+            cells = [f"`{name}`" if number == 0 else "", ", ".join(dtypes)]
+            rows.append([*cells, _size(forward), _size(grad)])
+    return markdown(header, rows)
+
+
+def _size(elements: int | None) -> str:
+    """``4 Mi``, a number of elements."""
+    if elements is None:
+        return "never"
+    for unit, factor in (("Mi", 2**20), ("Ki", 2**10)):
+        if elements >= factor:
+            return f"{elements / factor:.4g} {unit}"
+    return str(elements)
+
+
+def case_label(case: dict) -> str:
+    """``layer norm, 32768 x 768, bfloat16``."""
+    options = case.get("options", {})
+    parts = [TITLES.get(case["op"], case["op"].replace("_", " "))]
+    if "activation" in options and case["op"].startswith("bias"):
+        parts[0] += f" + {options['activation']}"
+    parts.append(" x ".join(map(str, case["shapes"][0])))
+    if case["op"] == "lerp":
+        parts[-1] = case["label"]
+    if "axes" in options:
+        parts[-1] += " to (" + ", ".join(map(str, options["axes"])) + ")"
+    if options.get("axis", -1) != -1:
+        parts.append(f"axis {options['axis']}")
+    if "radius" in options:
+        parts.append(f"radius {options['radius']}")
+    if case["op"] == "softmax" and len(case["shapes"]) > 1:
+        parts.append("mask")
+    if case["op"].startswith("split") and len(case["shapes"]) > 1:
+        parts.append("bias")
+    return ", ".join([*parts, case["dtype"]])
+
+
+def _figure(charts: list[Path], alt: str) -> str:
+    """Both drawings of a chart; the theme of the page shows one."""
+    return "\n".join(
+        f"```{{image}} /_generated/{chart.name}\n:class: only-{chart.stem.rsplit('-', 1)[1]}\n"
+        f":alt: {alt}\n:width: 100%\n```\n"
+        for chart in charts
+    )

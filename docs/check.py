@@ -1,0 +1,159 @@
+"""Checks the documentation after ``make docs`` has built it: ``make docs-check``.
+
+Prints every problem, and fails if there is one.
+"""
+
+import doctest
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from bs4 import BeautifulSoup
+from sphinx.util.inventory import InventoryFile
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "build" / "docs" / "html"
+README = ROOT / "README.md"
+PUBLIC = (
+    "jax_fastops",
+    "jax_fastops.nnx",
+    "jax_fastops.models.bert",
+    "jax_fastops.models.bert_checkpoint",
+    "jax_fastops.models.resnet",
+)
+FENCE = re.compile(r"^( *)(`{3,})(\S*).*?\n(.*?)^\1\2 *$", re.DOTALL | re.MULTILINE)
+
+
+def main() -> None:
+    found = list(problems())
+    print("\n".join(found) or "the documentation is complete")
+    sys.exit(bool(found))
+
+
+def problems() -> Iterator[str]:
+    yield from readme()
+    yield from links()
+    yield from public_names()
+    for page in [README, *sources()]:
+        yield from code_blocks(page)
+
+
+def sources() -> list[Path]:
+    """The pages' sources; generated parts are none."""
+    skipped = ("_generated", "jupyter_execute")
+    return [p for p in sorted(ROOT.glob("docs/**/*.md")) if not any(s in p.parts for s in skipped)]
+
+
+def readme() -> Iterator[str]:
+    """The README is one page, its links lead somewhere, and its Python runs."""
+    text = README.read_text()
+    if len(text.splitlines()) > 150 or len(text.encode()) > 10_000:
+        yield "README.md: more than 150 lines or 10 KB"
+    for target in re.findall(r"\]\(([^)#]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text):
+        if "://" not in target and not (ROOT / target).exists():
+            yield f"README.md: no file {target}"
+    code = "\n".join(body for _, _, kind, body in FENCE.findall(text) if kind == "python")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        yield f"README.md: its Python fails: {done.stderr.strip().splitlines()[-1]}"
+
+
+def links() -> Iterator[str]:
+    """Every link within the site leads to a file, and its fragment to an element there."""
+    pages = {path: BeautifulSoup(path.read_text(), "html.parser") for path in SITE.rglob("*.html")}
+    anchors = {p: {tag["id"] for tag in page.find_all(id=True)} for p, page in pages.items()}
+    for path, page in pages.items():
+        for tag in page.find_all(["a", "img", "link", "script"]):
+            url = urlsplit(tag.get("href") or tag.get("src") or "")
+            if url.scheme or url.netloc or (not url.path and not url.fragment):
+                continue
+            target = (path.parent / unquote(url.path)).resolve() if url.path else path
+            where = path.relative_to(SITE)
+            if not target.exists():
+                yield f"{where}: link to {url.path}, which does not exist"
+            elif url.fragment and target in anchors and url.fragment not in anchors[target]:
+                yield f"{where}: link to {url.path}#{url.fragment}, which does not exist"
+
+
+def public_names() -> Iterator[str]:
+    """Every public name has an entry on a page, and a doctest; all doctests pass."""
+    inventory = InventoryFile.loads((SITE / "objects.inv").read_bytes(), uri="")
+    documented = {item.name for item in _entries(inventory)}
+    finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(verbose=False)
+    for module_name in PUBLIC:
+        module = importlib.import_module(module_name)
+        for name in public(module):
+            full, entry = f"{module_name}.{name}", getattr(module, name)
+            if full not in documented:
+                yield f"{full}: no page has an entry for it"
+            tests = finder.find(entry, full, globs={})
+            if not any(test.examples for test in tests):
+                yield f"{full}: its docstring has no doctest"
+            for test in tests:
+                output: list[str] = []
+                if runner.run(test, out=output.append).failed:
+                    yield f"{full}: its doctest fails\n{''.join(output)}"
+
+
+def public(module) -> list[str]:
+    """The functions and classes that ``module`` offers."""
+    names = getattr(module, "__all__", None) or [
+        name
+        for name, entry in vars(module).items()
+        if not name.startswith("_") and getattr(entry, "__module__", None) == module.__name__
+    ]
+    kinds = (inspect.isclass, inspect.isfunction, lambda e: hasattr(e, "__wrapped__"))
+    return [name for name in names if any(kind(getattr(module, name)) for kind in kinds)]
+
+
+def _entries(inventory):
+    """The Python objects of a Sphinx inventory, each with its name."""
+    for kind in ("py:function", "py:class"):
+        for name in inventory.data.get(kind, {}):
+            yield type("Entry", (), {"name": name})
+
+
+def code_blocks(page: Path) -> Iterator[str]:
+    """Python is executed, and what a shell command names exists."""
+    where = page.relative_to(ROOT)
+    for _, _, kind, body in FENCE.findall(page.read_text()):
+        if kind in ("python", "py", "pycon") and page != README:
+            yield f"{where}: a Python block that is not executed; make it a {{code-cell}}"
+        if kind in ("bash", "sh", "shell", "console"):
+            for line in body.replace("\\\n", " ").splitlines():
+                if reason := command_problem(line):
+                    yield f"{where}: {line.strip()!r}: {reason}"
+
+
+def command_problem(line: str) -> str | None:
+    """Why a documented shell command cannot work, if it names a thing that is not there."""
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for target in re.findall(r"\bmake ((?:[a-z][a-z-]*)?)", line):
+        if target and target not in targets:
+            return f"the Makefile has no target {target}"
+    for module in re.findall(r"python3? -m (benchmarks[\w.]*)", line):
+        path = ROOT / module.replace(".", "/")
+        if not path.is_dir() and not path.with_suffix(".py").exists():
+            return f"no module {module}"
+    for program in re.findall(r"python3? ([\w/]+\.py|demo|examples/\w+)", line):
+        if not (ROOT / program).exists():
+            return f"no file {program}"
+    for names in re.findall(r"\.\[([\w,-]+)\]", line):
+        if unknown := set(names.split(",")) - set(extras):
+            return f"pyproject.toml has no extra {', '.join(sorted(unknown))}"
+    return None
+
+
+if __name__ == "__main__":
+    main()
