@@ -1,10 +1,10 @@
 """BERT in plain functions: embeddings, post-norm encoder layers, a pooler, the masked-word head.
 
-``init`` makes parameters, a pytree of arrays; ``apply`` maps tokens to hidden states. A layer is
-six matrix products and six fused ops: the bias and the split into heads, softmax with scale and
-mask, the merging of heads, twice bias, residual and layer norm, and bias with activation. Which
-functions those are is an argument, so that a training on ``jax_fastops`` and one in plain JAX
-differ in nothing else::
+``init`` makes parameters, a pytree of arrays. ``apply`` maps tokens to hidden states. A layer has
+six matrix products and six fused ops: the split into heads with its bias, softmax with scale and
+mask, the merge of heads, two layer norms with bias and residual, and the activation with bias. The
+functions that compute these ops are an argument, so that a training on ``jax_fastops`` and one in
+plain JAX differ in nothing else::
 
     config = bert.BASE
     params = bert.init(jax.random.key(0), config)
@@ -22,13 +22,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from jax_fastops import heads as _heads
 from jax_fastops import norm as _norm
@@ -78,38 +79,43 @@ _SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a BERT is made of. Hashable: a static argument of ``jax.jit``.
+    """The hyperparameters of a BERT. Hashable, for a static argument of ``jax.jit``.
 
     Attributes:
-      vocab_size: how many words there are.
-      hidden_size: features of a token.
-      layers: how many encoder layers there are.
-      heads: attention heads, which divide ``hidden_size``.
-      intermediate_size: features inside of the feed-forward.
+      vocab_size: the number of words.
+      hidden_size: the number of features of a token.
+      layers: the number of encoder layers.
+      heads: the number of attention heads, which divides ``hidden_size``.
+      intermediate_size: the number of features inside the feed-forward.
       positions: the longest sequence.
-      token_types: kinds of tokens, such as first and second sentence.
+      token_types: the number of token types, such as first and second sentence.
       activation: of the feed-forward: ``"gelu_exact"`` (by erf; Hugging Face's ``"gelu"``),
-        ``"gelu"`` (by tanh; ``"gelu_new"`` there), ``"relu"`` or ``"silu"``.
+        ``"gelu"`` (by tanh; Hugging Face's ``"gelu_new"``), ``"relu"`` or ``"silu"``.
       eps: added to variances.
-      dropout: the share of embeddings and of the outputs of attention and feed-forward that a
-        training leaves out.
-      attention_dropout: the share of attention probabilities that a training leaves out.
-      dtype: in which products and activations are: ``"bfloat16"``, ``"float16"``, ``"float32"`` or
+      dropout: dropout rate of the embeddings and of the outputs of attention and feed-forward.
+      attention_dropout: dropout rate of the attention weights.
+      dtype: of products and activations: ``"bfloat16"``, ``"float16"``, ``"float32"`` or
         ``"float64"``. Parameters are float32.
-      attention: ``"softmax"``, two products with the softmax of ``ops`` between them; ``"xla"`` or
-        ``"cudnn"``, ``jax.nn.dot_product_attention`` with that implementation, which has no
-        dropout. cuDNN's wants a GPU and bfloat16 or float16; XLA's takes no float16 on a CPU.
-      remat: whether the backward computes layers again. Of each it then keeps the input, the norms'
-        inputs, results and statistics, and the masks of dropouts; not what the feed-forward and the
-        attention have between their products. The two products in front of norms are not repeated.
-        On a CPU XLA undoes that where the layers are not a ``scan``.
-      scan: whether the layers are one ``jax.lax.scan``: a program whose size and compilation time
-        do not grow with ``layers``.
+      attention: ``"softmax"``: two products with the softmax of ``ops`` between them. ``"xla"`` or
+        ``"cudnn"``: ``jax.nn.dot_product_attention`` with that implementation, which has no
+        dropout. cuDNN's needs a GPU and bfloat16 or float16. XLA's takes no float16 on a CPU.
+      remat: whether the backward recomputes layers. It then keeps the input of each layer, the
+        norms' inputs, results and statistics, and the dropout masks. It recomputes the other
+        intermediate results of feed-forward and attention, but not the two products before the
+        norms. On a CPU, XLA undoes this unless the layers are a ``scan``.
+      scan: whether the layers are one ``jax.lax.scan``. The program's size and compilation time
+        then do not grow with ``layers``.
       init_range: the standard deviation of a new network's kernels and embeddings.
 
     Raises:
-      TypeError: a size is not an integer, a rate no number, or ``remat`` or ``scan`` no boolean.
+      TypeError: a size is not an integer, a rate is not a number, or ``remat`` or ``scan`` is not a
+        boolean.
       ValueError: a number is out of its range, or a choice is not one of those above.
+
+    Example:
+      >>> from jax_fastops.models import bert
+      >>> bert.Config(hidden_size=1024, heads=16, layers=24).positions
+      512
     """
 
     vocab_size: int = 30522
@@ -130,7 +136,7 @@ class Config:
     init_range: float = 0.02
 
     def __post_init__(self):
-        # A NumPy number is equal to Python's, but a NumPy dtype not to its name.
+        # Canonical values: a NumPy number equals Python's, but a NumPy dtype not its name.
         set_ = functools.partial(object.__setattr__, self)
         for name in _SIZES:
             value = integer("bert", name, getattr(self, name))
@@ -165,7 +171,7 @@ class Config:
 
 BASE = Config()
 LARGE = Config(hidden_size=1024, layers=24, heads=16, intermediate_size=4096)
-# For a vocabulary of characters: it trains on a CPU in seconds.
+# For a vocabulary of characters. It trains on a CPU in seconds.
 SMALL = Config(
     vocab_size=128,
     hidden_size=128,
@@ -183,16 +189,22 @@ SMALL = Config(
 
 
 class Ops(NamedTuple):
-    """The functions in which two implementations of a model differ.
+    """The functions in which two implementations of the model differ.
 
     Attributes:
-      split_qkv_heads: like :func:`jax_fastops.split_qkv_heads`. For cuDNN's attention, which wants
-        the heads elsewhere, it is called with one head.
+      split_qkv_heads: like :func:`jax_fastops.split_qkv_heads`. It is called with one head for
+        cuDNN's attention, which takes another layout of the heads.
       merge_heads: like :func:`jax_fastops.merge_heads`.
       softmax: like :func:`jax_fastops.softmax`.
       residual_layer_norm: like :func:`jax_fastops.residual_layer_norm`.
       layer_norm: like :func:`jax_fastops.layer_norm`.
       bias_act: like :func:`jax_fastops.bias_act`.
+
+    Example:
+      >>> from jax_fastops.models import bert
+      >>> mixed = bert.FASTOPS._replace(softmax=bert.PLAIN.softmax)
+      >>> isinstance(mixed, bert.Ops)
+      True
     """
 
     split_qkv_heads: Callable
@@ -206,7 +218,9 @@ class Ops(NamedTuple):
 def _plain_split_qkv_heads(qkv, bias=None, *, num_heads: int):
     if bias is not None:
         qkv = qkv + bias.astype(qkv.dtype)
-    if num_heads == 1:  # the gradient of a split is a concatenation, of indexing a sum with zeros
+    if (
+        num_heads == 1
+    ):  # the gradient of a split is a concatenation; that of indexing is a sum with zeros
         return tuple(part[..., None, :, :] for part in jnp.split(qkv, 3, axis=-1))
     *lead, features = qkv.shape
     qkv = qkv.reshape(*lead, 3, num_heads, features // (3 * num_heads))
@@ -241,7 +255,7 @@ def _plain_residual_layer_norm(
 
 
 def _plain_layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6, fork=False):
-    """In float32 (float64 for float64), rounded once, as models write it."""
+    """Layer norm in float32 (float64 for float64), rounded once, as models usually write it."""
     wide = x.astype(accumulator_dtype(x.dtype))
     centred = wide - wide.mean(-1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
@@ -275,23 +289,34 @@ PLAIN = Ops(
 # ---- parameters ----------------------------------------------------------------------------------
 
 
-def shapes(config: Config, *, mlm: bool = False, nsp: bool = False) -> dict:
-    """Parameters as ``jax.ShapeDtypeStruct``: what a checkpoint holds.
+def shapes(config: Config, *, mlm: bool = False, nsp: bool = False) -> dict[str, Any]:
+    """The shapes and dtypes of the parameters, as ``jax.ShapeDtypeStruct``.
 
     Args:
       config: a :class:`Config`.
-      mlm: whether with the head of :func:`masked_lm_logits`.
-      nsp: whether with the next-sentence head, ``{"kernel": [E, 2], "bias": [2]}``: logits are
-        ``pooled @ kernel + bias``.
+      mlm: whether to include the head of :func:`masked_lm_logits`.
+      nsp: whether to include the next-sentence head, ``{"kernel": [E, 2], "bias": [2]}``. Its
+        logits are ``pooled @ kernel + bias``.
 
     Returns:
-      With ``E`` for ``hidden_size`` and ``F`` for ``intermediate_size``: ``"embeddings"`` has the
-      tables ``"word"``, ``"position"`` and ``"token_type"``, each ``[..., E]``, and ``"norm"``;
-      ``"layers"`` is a list, each with ``"qkv"`` (to ``3 * E``: queries, keys, values),
-      ``"output"`` and ``"output_norm"`` of the attention, ``"up"`` (to ``F``), ``"down"`` and
-      ``"norm"`` of the feed-forward; then ``"pooler"``. If asked for, ``"mlm"`` has ``"dense"``,
-      ``"norm"`` and ``"bias": [vocab_size]``; and ``"nsp"``. A product is ``{"kernel": [in, out],
-      "bias": [out]}``, a norm ``{"scale": [E], "bias": [E]}``. All are float32.
+      A tree of dictionaries. ``E`` is ``hidden_size`` and ``F`` is ``intermediate_size``. A product
+      is ``{"kernel": [in, out], "bias": [out]}``, a norm ``{"scale": [E], "bias": [E]}``. All are
+      float32.
+
+      - ``"embeddings"``: the tables ``"word"``, ``"position"``, ``"token_type"``, each
+        ``[..., E]``, and ``"norm"``.
+      - ``"layers"``: a list. Each layer has ``"qkv"`` (to ``3 * E``: queries, keys, values),
+        ``"output"`` and ``"output_norm"`` of the attention, and ``"up"`` (to ``F``), ``"down"`` and
+        ``"norm"`` of the feed-forward.
+      - ``"pooler"``: a product.
+      - ``"mlm"``, if requested: ``"dense"``, ``"norm"`` and ``"bias": [vocab_size]``.
+      - ``"nsp"``, if requested: a product.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_fastops.models import bert
+      >>> bert.shapes(bert.SMALL)["embeddings"]["word"].shape
+      (128, 128)
     """
     e = config.hidden_size
     params = {
@@ -339,20 +364,27 @@ def _norm_shapes(n: int) -> dict:
     return {"scale": _float32(n), "bias": _float32(n)}
 
 
-def init(key, config: Config, *, mlm: bool = False, nsp: bool = False) -> dict:
-    """Parameters of a network that has not been trained.
+def init(key: ArrayLike, config: Config, *, mlm: bool = False, nsp: bool = False) -> dict[str, Any]:
+    """Initializes the parameters of a network.
 
-    Kernels and embeddings are normal with the standard deviation ``config.init_range``, scales of
-    norms are one, biases zero.
+    Kernels and embeddings are normal with the standard deviation ``config.init_range``. Scales of
+    norms are one, and biases are zero.
 
     Args:
       key: a JAX random key.
       config: a :class:`Config`.
-      mlm: whether with the head of :func:`masked_lm_logits`.
-      nsp: whether with the next-sentence head.
+      mlm: whether to include the head of :func:`masked_lm_logits`.
+      nsp: whether to include the next-sentence head.
 
     Returns:
-      Arrays of the shapes that :func:`shapes` gives.
+      Arrays with the shapes that :func:`shapes` gives.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_fastops.models import bert
+      >>> params = bert.init(jax.random.key(0), bert.SMALL)
+      >>> params["layers"][0]["up"]["kernel"].shape
+      (128, 512)
     """
     named, tree = jax.tree.flatten_with_path(shapes(config, mlm=mlm, nsp=nsp))
     keys = jax.random.split(key, len(named))
@@ -365,20 +397,38 @@ def init(key, config: Config, *, mlm: bool = False, nsp: bool = False) -> dict:
     return jax.tree.unflatten(tree, made)
 
 
-def stack_layers(params: dict) -> dict:
-    """Parameters whose layers are one tree, each array with a leading axis over the layers.
+def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
+    """Stacks the layers into one tree, whose arrays have a leading axis over the layers.
 
-    A ``scan`` over layers reads this form as it is; of a list it makes a copy in every step.
+    A ``scan`` over layers reads this form directly. It copies a list of layers in every step.
 
     Args:
-      params: parameters, as from :func:`init`. Layers that are stacked already stay so.
+      params: parameters, as from :func:`init`. If their layers are stacked, they are returned.
+
+    Returns:
+      The parameters with stacked layers.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_fastops.models import bert
+      >>> params = bert.stack_layers(bert.init(jax.random.key(0), bert.SMALL))
+      >>> params["layers"]["up"]["kernel"].shape
+      (2, 128, 512)
     """
     layers = params["layers"]
     return params if isinstance(layers, dict) else params | {"layers": _stack(layers)}
 
 
-def unstack_layers(params: dict) -> dict:
-    """Parameters whose layers are a list: the inverse of :func:`stack_layers`."""
+def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
+    """Turns stacked layers into a list: the inverse of :func:`stack_layers`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_fastops.models import bert
+      >>> params = bert.stack_layers(bert.init(jax.random.key(0), bert.SMALL))
+      >>> len(bert.unstack_layers(params)["layers"])
+      2
+    """
     layers = params["layers"]
     return params | {"layers": _unstack(layers)} if isinstance(layers, dict) else params
 
@@ -396,46 +446,54 @@ def _unstack(layers: dict) -> list:
 
 
 def apply(
-    params: dict,
-    tokens,
+    params: dict[str, Any],
+    tokens: ArrayLike,
     config: Config,
     *,
-    mask=None,
-    token_types=None,
-    positions=None,
-    key=None,
+    mask: ArrayLike | None = None,
+    token_types: ArrayLike | None = None,
+    positions: ArrayLike | None = None,
+    key: ArrayLike | None = None,
     ops: Ops = FASTOPS,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Hidden states of a batch of token sequences.
+    """Computes the hidden states of a batch of token sequences.
 
     Args:
-      params: parameters, as from :func:`init`; the layers are a list, or stacked, as
-        :func:`stack_layers` makes them.
+      params: parameters, as from :func:`init`. The layers are a list, or stacked by
+        :func:`stack_layers`.
       tokens: integers ``[batch, sequence]`` from 0 to ``vocab_size - 1``.
-      config: the :class:`Config` that the parameters were made with.
-      mask: booleans or integers ``[batch, sequence]``: True or 1 at tokens that are attended to,
-        False or 0 at padding. Default: all are.
+      config: the :class:`Config` of the parameters.
+      mask: booleans or integers ``[batch, sequence]``: True or 1 for a token, False or 0 for
+        padding, which is not attended to. Default: no padding.
       token_types: integers ``[batch, sequence]``. Default: zeros.
-      positions: integers ``[sequence]`` or ``[batch, sequence]``. Default: from 0 on.
-      key: a JAX random key, for dropout at the rates of ``config``; ``None`` for none, as in
-        inference.
-      ops: the ops' implementation: ``FASTOPS``, ``PLAIN``, or an :class:`Ops` of six functions.
+      positions: integers ``[sequence]`` or ``[batch, sequence]``. Default: counted from 0.
+      key: a JAX random key, for dropout at the rates of ``config``. ``None`` means no dropout, as
+        at inference.
+      ops: the implementation of the ops: ``FASTOPS``, ``PLAIN``, or another :class:`Ops`.
 
     Returns:
-      ``(hidden, pooled)``: the last layer's output ``[batch, sequence, hidden_size]``, and of the
-      first token, through the pooler, ``[batch, hidden_size]``; ``None`` in place of that where
-      ``params`` has no ``"pooler"``. Both have the dtype ``config.dtype``. With ``attention=
-      "softmax"``, a sequence of padding alone attends to nothing: its attention is zeros. (With
-      ``"xla"``, as in Hugging Face's, to all of it evenly.)
+      ``(hidden, pooled)``: the last layer's output ``[batch, sequence, hidden_size]``, and the
+      pooler's output for the first token, ``[batch, hidden_size]``, which is ``None`` if ``params``
+      has no ``"pooler"``. Both have the dtype ``config.dtype``. In a sequence that is all padding,
+      the attention is zero with ``attention="softmax"``, and uniform with ``"xla"``, as in Hugging
+      Face's model.
 
-    Sharding: under ``jax.jit`` over the batch, by Auto or by Explicit axes, with parameters
-    everywhere: no communication but all-reduces for the gradients.
+    Sharding: under ``jax.jit`` over the batch, by Auto or Explicit axes, with replicated
+    parameters. The only communication is the all-reduces of the gradients.
 
     Raises:
-      TypeError: ``tokens``, ``mask``, ``token_types`` or ``positions`` is no array of such numbers,
-        ``key`` is no random key, or ``params``, ``config`` or ``ops`` has another type.
-      ValueError: a shape does not fit, the parameters do not fit ``config``, or ``config`` has a
-        dropout of attention probabilities where ``attention`` has none.
+      TypeError: ``tokens``, ``mask``, ``token_types`` or ``positions`` is not an array of such
+        numbers, ``key`` is not a random key, or ``params``, ``config`` or ``ops`` has another type.
+      ValueError: a shape or the parameters are not those of ``config``, or ``config`` has a dropout
+        of attention weights and ``attention`` has none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_fastops.models import bert
+      >>> params = bert.init(jax.random.key(0), bert.SMALL)
+      >>> hidden, pooled = bert.apply(params, jnp.array([[1, 2, 3, 0]]), bert.SMALL)
+      >>> hidden.shape, pooled.shape
+      ((1, 4, 128), (1, 128))
     """
     tokens, mask, token_types, positions = _check(
         params, tokens, config, mask, token_types, positions, key, ops
@@ -452,7 +510,7 @@ def apply(
 
 
 def _embed(params: dict, tokens, config: Config, token_types, positions):
-    """The sum of the three embeddings, made in float32 and rounded once."""
+    """The sum of the three embeddings, computed in float32 and rounded once."""
     wide = accumulator_dtype(config.dtype)
     x = _take(params["word"], tokens).astype(wide)
     table = params["position"]
@@ -461,15 +519,15 @@ def _embed(params: dict, tokens, config: Config, token_types, positions):
     if token_types is None:
         x = x + table[0]
     else:
-        # There are few, so that in the gradient of a gather all tokens would add to the same rows.
+        # There are few types. In the gradient of a gather, all tokens would add to the same rows.
         one_hot = jax.nn.one_hot(token_types, config.token_types, dtype=table.dtype)
         x = x + jnp.dot(one_hot, table, precision=jax.lax.Precision.HIGHEST)
     return x.astype(config.dtype)
 
 
 def _take(table, index):
-    """Rows of a table; over an explicit mesh, sharded as the index is."""
-    if index.dtype.itemsize < 4:  # JAX wants an index whose dtype can hold the table's length
+    """Rows of a table. Over an explicit mesh, they are sharded like the index."""
+    if index.dtype.itemsize < 4:  # JAX needs an index dtype that can hold the table's length
         index = index.astype(jnp.int32)
     spec = explicit_spec(jax.typeof(index).sharding, index.ndim)
     if spec is None:
@@ -483,30 +541,45 @@ def _pool(params: dict, x):
     return jnp.tanh(first + params["bias"]).astype(x.dtype)
 
 
-def encoder(layers, x, config: Config, *, mask=None, key=None, ops: Ops = FASTOPS):
-    """All encoder layers, each of the result of the one before.
+def encoder(
+    layers: list[dict[str, Any]] | dict[str, Any],
+    x: jax.Array,
+    config: Config,
+    *,
+    mask: ArrayLike | None = None,
+    key: ArrayLike | None = None,
+    ops: Ops = FASTOPS,
+) -> jax.Array:
+    """Applies all encoder layers.
 
-    What :func:`apply` has between its embeddings, with their dropout, and its pooler. (Of the same
-    ``key`` it draws something else, for it makes one for the embeddings first.)
+    This is the part of :func:`apply` between the embeddings' dropout and the pooler. The same
+    ``key`` draws other masks than in :func:`apply`, which splits it for the embeddings first.
 
     Args:
-      layers: the parameters' ``"layers"``: a list, or stacked, as :func:`stack_layers` makes them.
-      x: array ``[batch, sequence, hidden_size]`` of the dtype ``config.dtype``.
+      layers: the parameters' ``"layers"``: a list, or stacked by :func:`stack_layers`.
+      x: array ``[batch, sequence, hidden_size]`` with the dtype ``config.dtype``.
       config: a :class:`Config`.
       mask: booleans or integers ``[batch, sequence]``, as in :func:`apply`.
       key: a JAX random key, for dropout, or ``None``.
       ops: as in :func:`apply`.
 
     Returns:
-      An array of the shape and dtype of ``x``.
+      An array with the shape and dtype of ``x``.
 
     Sharding: as :func:`apply`.
 
     Raises:
-      TypeError: ``x`` has another dtype, ``mask`` is no array of booleans or integers, ``key`` is
-        no random key, or ``layers``, ``config`` or ``ops`` has another type.
-      ValueError: a shape does not fit, the parameters do not fit ``config``, or ``config`` has a
-        dropout of attention probabilities where ``attention`` has none.
+      TypeError: ``x`` has another dtype, ``mask`` is not an array of booleans or integers, ``key``
+        is not a random key, or ``layers``, ``config`` or ``ops`` has another type.
+      ValueError: a shape or the parameters are not those of ``config``, or ``config`` has a dropout
+        of attention weights and ``attention`` has none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_fastops.models import bert
+      >>> params = bert.init(jax.random.key(0), bert.SMALL)
+      >>> bert.encoder(params["layers"], jnp.ones((2, 4, 128)), bert.SMALL).shape
+      (2, 4, 128)
     """
     _check_config(config, ops)
     if not isinstance(layers, (list, tuple, dict)):
@@ -520,18 +593,18 @@ def encoder(layers, x, config: Config, *, mask=None, key=None, ops: Ops = FASTOP
 
 
 def _encode(layers, x, config: Config, mask, key, ops: Ops):
-    """All layers. Their kernels are cast here, once, so that no backward does it again."""
+    """Applies all layers. Casts their kernels once, so that no backward casts them again."""
     layers = _cast(layers, config.dtype)
 
-    # Where a layer's result stays in the program as it is, its two users get one each, so that no
-    # pass adds their cotangents up. A scan would carry both, and a checkpoint keep both.
+    # A layer's result has two users. With fork each gets its own, and no separate pass adds their
+    # cotangents. Not in a scan, which would carry both, nor in a checkpoint, which would keep both.
     fork = not (config.scan or config.remat)
 
     def layer(params, x, key, fork=False):
         return _layer(params, x, config, mask, key, ops, fork)
 
     if config.remat:
-        # A scan's body is not merged with its backward, so nothing has to keep them apart.
+        # XLA does not merge a scan's body with its backward, so no CSE barrier is needed.
         layer = jax.checkpoint(layer, policy=_KEEP, prevent_cse=not config.scan)
     keys = None if key is None else jax.random.split(key, config.layers)
     if config.scan:
@@ -541,7 +614,7 @@ def _encode(layers, x, config: Config, mask, key, ops: Ops):
             return layer(params, x, key), None
 
         stacked = layers if isinstance(layers, dict) else _stack(layers)
-        # Under jax.shard_map a layer's result varies over devices where any of these does.
+        # Under jax.shard_map a layer's result varies over the same mesh axes as these.
         given = [a for a in (*jax.tree.leaves(stacked), mask, keys) if a is not None]
         x = as_varying(x, frozenset().union(*map(varying_axes, given)))
         return jax.lax.scan(step, x, (stacked, keys))[0]
@@ -553,7 +626,7 @@ def _encode(layers, x, config: Config, mask, key, ops: Ops):
 
 
 def _cast(layers, dtype: str):
-    """With kernels in the products' dtype; the ops take scales and biases as they are."""
+    """Casts the kernels to the dtype of the products. The ops take float32 scales and biases."""
 
     def cast(path, leaf):
         return leaf.astype(dtype) if path[-1].key == "kernel" else leaf
@@ -561,9 +634,9 @@ def _cast(layers, dtype: str):
     return jax.tree.map_with_path(cast, layers)
 
 
-# What the backward of a layer keeps under ``remat``. A kernel's results are kept or made again all
-# together: for the statistics of a norm its result and its input are kept too, and the product in
-# front of it is spared. Where XLA makes the norm, the product is kept in place of the sum.
+# What the backward of a layer keeps under ``remat``. A kernel's results are kept or recomputed
+# together: with the statistics of a norm, its result and its input are kept, and the product before
+# it is not repeated. If the norm takes the reference, the product is kept instead of the sum.
 _SUM, _NORM, _DROPOUT = "bert_sum", "bert_norm", "bert_dropout"
 _KEPT_PRIMITIVES = {f"fastops_{name}_fwd" for name in ("layer_norm", "residual_layer_norm")}
 _KEEP = jax.checkpoint_policies.save_from_both_policies(
@@ -572,27 +645,43 @@ _KEEP = jax.checkpoint_policies.save_from_both_policies(
 )
 
 
-def encoder_layer(params: dict, x, config: Config, *, mask=None, key=None, ops: Ops = FASTOPS):
-    """One post-norm encoder layer: attention and feed-forward, each added to its input and normed.
+def encoder_layer(
+    params: dict[str, Any],
+    x: jax.Array,
+    config: Config,
+    *,
+    mask: ArrayLike | None = None,
+    key: ArrayLike | None = None,
+    ops: Ops = FASTOPS,
+) -> jax.Array:
+    """One post-norm encoder layer: attention and feed-forward, each with residual and layer norm.
 
     Args:
       params: one of the parameters' ``"layers"``.
-      x: array ``[batch, sequence, hidden_size]`` of the dtype ``config.dtype``.
-      config: a :class:`Config`; ``remat`` and ``scan`` are those of :func:`apply`.
+      x: array ``[batch, sequence, hidden_size]`` with the dtype ``config.dtype``.
+      config: a :class:`Config`. ``remat`` and ``scan`` have no effect here.
       mask: booleans or integers ``[batch, sequence]``, as in :func:`apply`.
       key: a JAX random key, for dropout, or ``None``.
       ops: as in :func:`apply`.
 
     Returns:
-      An array of the shape and dtype of ``x``.
+      An array with the shape and dtype of ``x``.
 
     Raises:
-      TypeError: ``x`` has another dtype, ``mask`` is no array of booleans or integers, ``key`` is
-        no random key, or ``params``, ``config`` or ``ops`` has another type.
-      ValueError: a shape does not fit, the parameters do not fit ``config``, or ``config`` has a
-        dropout of attention probabilities where ``attention`` has none.
+      TypeError: ``x`` has another dtype, ``mask`` is not an array of booleans or integers, ``key``
+        is not a random key, or ``params``, ``config`` or ``ops`` has another type.
+      ValueError: a shape or the parameters are not those of ``config``, or ``config`` has a dropout
+        of attention weights and ``attention`` has none.
 
-    Source: FasterTransformer, ``BertEncoderTransformer``.
+    Source:
+      FasterTransformer, ``BertEncoderTransformer``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_fastops.models import bert
+      >>> params = bert.init(jax.random.key(0), bert.SMALL)
+      >>> bert.encoder_layer(params["layers"][0], jnp.ones((2, 4, 128)), bert.SMALL).shape
+      (2, 4, 128)
     """
     _check_types(params, config, ops)
     check_tree("bert", "params", params, _layer_shapes(config))
@@ -601,7 +690,7 @@ def encoder_layer(params: dict, x, config: Config, *, mask=None, key=None, ops: 
 
 
 def _layer(params: dict, x, config: Config, mask, key, ops: Ops, fork: bool):
-    """A layer of an array, or of the two that the layer before gives with ``fork``."""
+    """Applies a layer to an array, or to the pair that the previous layer returns with ``fork``."""
     keys = (None, None, None) if key is None else jax.random.split(key, 3)
     params = _cast(params, config.dtype)
     x, residual = x if isinstance(x, tuple) else (x, x)
@@ -616,11 +705,11 @@ def _layer(params: dict, x, config: Config, mask, key, ops: Ops, fork: bool):
 
 
 def _wide_product(equation: str, x, kernel):
-    """A product of the dtype of ``x`` whose result is the accumulator: float32, or float64."""
+    """A product in the dtype of ``x``, whose result has the accumulator dtype."""
     wide = accumulator_dtype(x.dtype)
     kernel = kernel.astype(x.dtype)
     if jax.default_backend() == "cpu":
-        # XLA widens the operands there anyway, but with jaxlib 0.8 not those of every product.
+        # XLA widens the operands on a CPU anyway, but jaxlib 0.8 not those of every product.
         x, kernel = x.astype(wide), kernel.astype(wide)
     return jnp.einsum(equation, x, kernel, preferred_element_type=wide)
 
@@ -636,33 +725,33 @@ def _softmax_attention(params: dict, x, config: Config, mask, key, ops: Ops):
 
 
 def _dot_product_attention(params: dict, x, config: Config, mask, key, ops: Ops):
-    """By ``jax.nn``, whose heads stay where the product put them.
+    """Attention by ``jax.nn``, which takes the heads in the layout of the product.
 
-    One product, whose result is cut into three as the biases are added. Of three products XLA makes
-    one in the forward, but in the backward three whose results are added up.
+    There is one product, whose result is split into three when the biases are added. XLA would
+    merge three products in the forward, but not in the backward, where it adds up three results.
     """
     qkv, bias = jnp.dot(x, params["kernel"]), params["bias"]
     if config.attention == "cudnn":
-        # cuDNN takes and gives three arrays. Cut as if there were one head, as wide as all are, it
-        # is a pass each way, with the bias and its gradient; XLA writes the three cotangents, one
-        # behind the other, twice.
+        # cuDNN takes and returns three arrays. Splitting as if there were one head is one pass in
+        # each direction, including the bias and its gradient. XLA would concatenate the three
+        # cotangents twice.
         parts = [jnp.squeeze(a, 1) for a in ops.split_qkv_heads(qkv, bias, num_heads=1)]
-    else:  # where XLA attends, it cuts as it reads
+    else:  # XLA fuses the split into its attention
         parts = jnp.split(qkv + bias.astype(x.dtype), 3, axis=-1)
     shape = (*x.shape[:2], config.heads, x.shape[2] // config.heads)
     q, k, v = (part.reshape(shape) for part in parts)
-    if mask is not None:  # cuDNN wants it for every query
+    if mask is not None:  # cuDNN needs it for every query
         mask = jnp.broadcast_to(mask[:, None, None, :], (x.shape[0], 1, x.shape[1], x.shape[1]))
     y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=config.attention)
     return y.reshape(x.shape)
 
 
 def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops, fork: bool):
-    """A product with its bias, dropout, the residual's addition, and layer norm."""
+    """A product, then its bias, dropout, the residual and layer norm."""
     y = jnp.dot(y, product["kernel"])
     bias = product["bias"]
     if key is not None and config.dropout > 0:
-        # The bias is dropped too, so it cannot be added with the residual.
+        # Dropout applies to the bias, too, so the norm cannot add it with the residual.
         y, bias = _dropout(key, config.dropout, y + bias.astype(y.dtype)), None
     y = checkpoint_name(y, _SUM)
     return ops.residual_layer_norm(
@@ -674,33 +763,43 @@ def _dropout(key, rate: float, x):
     if key is None or rate == 0:
         return x
     kind = jax.typeof(x).sharding
-    # jax.random.bernoulli, which cannot be told a sharding: over an explicit mesh, that of x.
+    # As jax.random.bernoulli, which takes no sharding. Over an explicit mesh, x sets it.
     shards = None if explicit_spec(kind, x.ndim) is None else kind
     draws = jax.random.uniform(key, x.shape, out_sharding=shards)
     keep = checkpoint_name(draws < 1 - rate, _DROPOUT)
-    # In bfloat16 the divisor would be rounded, and everything that is kept be off by as much.
+    # A divisor in bfloat16 would be rounded, which scales every kept element wrongly.
     kept = (x.astype(accumulator_dtype(x.dtype)) / (1 - rate)).astype(x.dtype)
     return jnp.where(keep, kept, jnp.zeros_like(x))
 
 
-def masked_lm_logits(params: dict, hidden, config: Config, *, ops: Ops = FASTOPS) -> jax.Array:
-    """Logits of the words at hidden states: a product, activation, layer norm, and the embeddings.
+def masked_lm_logits(
+    params: dict[str, Any], hidden: ArrayLike, config: Config, *, ops: Ops = FASTOPS
+) -> jax.Array:
+    """The masked-word head: product, activation, layer norm, and product with the embeddings.
 
     Args:
       params: parameters with ``"mlm"``, as from ``init(..., mlm=True)``.
-      hidden: array ``[..., hidden_size]`` of a floating dtype, such as :func:`apply` gives, or of
-        it the tokens that were masked: the result has ``vocab_size`` numbers for each.
-      config: the :class:`Config` that the parameters were made with.
+      hidden: array ``[..., hidden_size]`` of a floating dtype, such as the result of :func:`apply`.
+        Select the masked tokens first if only those count: the result has ``vocab_size`` numbers
+        for each token.
+      config: the :class:`Config` of the parameters.
       ops: as in :func:`apply`.
 
     Returns:
-      Logits ``[..., vocab_size]`` of float32 (float64 where ``config.dtype`` is that).
+      Logits ``[..., vocab_size]`` in float32 (float64 if ``config.dtype`` is float64).
 
     Raises:
-      TypeError: ``hidden`` is no array of a floating dtype, or ``params``, ``config`` or ``ops``
-        has another type.
+      TypeError: ``hidden`` is not an array of a floating dtype, or ``params``, ``config`` or
+        ``ops`` has another type.
       ValueError: ``hidden`` has another last axis, ``params`` has no ``"mlm"``, or the parameters
-        do not fit ``config``.
+        are not those of ``config``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_fastops.models import bert
+      >>> params = bert.init(jax.random.key(0), bert.SMALL, mlm=True)
+      >>> bert.masked_lm_logits(params, jnp.ones((2, 128)), bert.SMALL).shape
+      (2, 128)
     """
     _check_model(params, config, ops)
     if "mlm" not in params:
@@ -725,7 +824,7 @@ def masked_lm_logits(params: dict, hidden, config: Config, *, ops: Ops = FASTOPS
 
 
 def _check(params, tokens, config, mask, token_types, positions, key, ops) -> list:
-    """The four arrays, the mask of booleans; ``None`` stays."""
+    """Checks the arguments; returns the four arrays, with a boolean mask. ``None`` stays."""
     _check_model(params, config, ops)
     tokens = _integers("tokens", tokens)
     if tokens.ndim != 2 or tokens.shape[1] == 0:  # the pooler reads the first token
@@ -754,7 +853,7 @@ def _check(params, tokens, config, mask, token_types, positions, key, ops) -> li
 
 
 def _check_layer_arguments(x, config, mask, key):
-    """Checks what a layer takes beside parameters; the mask of booleans, ``None`` stays."""
+    """Checks a layer's arguments except parameters; returns the boolean mask, or ``None``."""
     kind = str(getattr(x, "dtype", type(x).__name__))
     if kind != config.dtype:
         raise TypeError(
@@ -781,7 +880,7 @@ def _integers(name: str, value, booleans: bool = False):
 
 
 def _check_mask(mask, other: str, shape):
-    """Booleans: as they are, or where integers are not 0. ``None`` stays."""
+    """The mask as booleans: integers are compared with 0. ``None`` stays."""
     if mask is None:
         return None
     mask = _integers("mask", mask, booleans=True)
@@ -797,7 +896,7 @@ def _check_shape(name: str, value, other: str, shape) -> None:
 
 
 def _check_key(config, key) -> None:
-    """A key, of which ``config`` can make the dropouts, or ``None``."""
+    """Checks that the key is ``None``, or one that the dropouts of ``config`` can use."""
     if key is None:
         return
     dtype = getattr(key, "dtype", None)
@@ -843,7 +942,7 @@ def _check_model(params, config, ops) -> None:
 
 
 def _stacked_like(layers, wanted: list):
-    """The shapes of a list of layers, stacked if ``layers`` are."""
+    """The expected shapes of the layers, stacked if ``layers`` are."""
     if not isinstance(layers, dict):
         return wanted
     return jax.tree.map(lambda leaf: _float32(len(wanted), *leaf.shape), wanted[0])

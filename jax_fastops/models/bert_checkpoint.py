@@ -51,7 +51,7 @@ _ACTIVATIONS = {
     "swish": "silu",
 }
 _ACTIVATION_NAMES = {"gelu_exact": "gelu", "gelu": "gelu_new", "relu": "relu", "silu": "silu"}
-# What this model is. Another value makes another network of the same tensors, or of others.
+# Options that must have these values. Others mean another network.
 _SUPPORTED: dict[str, Any] = {
     "position_embedding_type": "absolute",
     "is_decoder": False,
@@ -64,7 +64,7 @@ _PRODUCTS = {
     "output.dense": "down",
 }
 _NORMS = {"attention.output.LayerNorm": "output_norm", "output.LayerNorm": "norm"}
-# Buffers of old checkpoints, which count from 0, and the embeddings and the bias a second time.
+# Buffers of old checkpoints that only count from 0; then second copies of embeddings and bias.
 _IGNORED = ("embeddings.position_ids", "embeddings.token_type_ids")
 _REPEATED = {
     "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
@@ -74,11 +74,11 @@ _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNor
 
 
 class _Leaf(NamedTuple):
-    """Where a tensor's numbers are in the parameters."""
+    """The place of a tensor in the parameters."""
 
     path: tuple
     transposed: bool = False  # PyTorch's products are [out, in]
-    third: int | None = None  # of queries, keys and values
+    third: int | None = None  # 0, 1, 2: queries, keys, values
 
 
 def _leaves(params: dict) -> dict[str, _Leaf]:
@@ -130,33 +130,44 @@ def _tensor_shape(params: dict, leaf: _Leaf) -> tuple[int, ...]:
 # ---- load ----------------------------------------------------------------------------------------
 
 
-def load(path, *, dtype: str = "bfloat16") -> tuple[bert.Config, dict]:
-    """The config and the parameters in a folder with a Hugging Face checkpoint.
+def load(
+    path: str | os.PathLike[str], *, dtype: str = "bfloat16"
+) -> tuple[bert.Config, dict[str, Any]]:
+    """Reads the config and the parameters from a folder with a Hugging Face checkpoint.
 
     Args:
       path: a folder with ``config.json`` and ``model.safetensors``, or with the files that
         ``model.safetensors.index.json`` names. Names of tensors may begin with ``"bert."``, and may
         be the old ones (``gamma``, ``beta``).
-      dtype: that of the config: in which the model computes. The parameters are float32, whatever
-        the tensors are.
+      dtype: the ``dtype`` of the config, in which the model computes. The parameters are float32,
+        for any dtype of the tensors.
 
     Returns:
       ``(config, params)`` for :func:`jax_fastops.models.bert.apply`. ``params`` has ``"pooler"``,
-      ``"mlm"`` (of ``cls.predictions``) and ``"nsp"`` (of ``cls.seq_relationship``) where the
-      checkpoint has tensors of them.
+      ``"mlm"`` (from ``cls.predictions``) and ``"nsp"`` (from ``cls.seq_relationship``) if the
+      checkpoint has their tensors.
 
     Raises:
       ImportError: safetensors is not installed.
-      FileNotFoundError: there is no such folder or file.
-      ValueError: a file is damaged; the model is no BERT, or one of a kind that is not supported;
-        tensors are missing, not known, of other shapes or of no floating dtype (all are named); or
-        a decoder is not the word embeddings.
+      FileNotFoundError: the folder or a file does not exist.
+      ValueError: a file is damaged; the model is not a BERT of a supported kind; tensors are
+        missing, unknown, or of another shape or dtype (all are named); or the decoder is not the
+        word embeddings.
+
+    Example:
+      >>> import jax, tempfile
+      >>> from jax_fastops.models import bert, bert_checkpoint
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     bert_checkpoint.save(folder, bert.SMALL, bert.init(jax.random.key(0), bert.SMALL))
+      ...     config, params = bert_checkpoint.load(folder, dtype="float32")
+      >>> config == bert.SMALL
+      True
     """
     path = Path(path)
     config = _config_of(_read_json(path / _CONFIG), dtype)
     tensors = _renamed(_read(path))
     repeated = {name: tensors.pop(name) for name in _REPEATED if name in tensors}
-    for name, value in repeated.items():  # of two names of the same numbers, a file may have either
+    for name, value in repeated.items():  # a file may have either of the two names
         tensors.setdefault(_REPEATED[name], value)
     heads = {
         "mlm": any(name.startswith("cls.predictions.") for name in (*tensors, *repeated)),
@@ -246,7 +257,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 
 def _renamed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """By the names of today, without ``"bert."``."""
+    """The tensors under their current names, without ``"bert."``."""
     renamed: dict[str, np.ndarray] = {}
     twice = []
     for given, tensor in tensors.items():
@@ -279,23 +290,31 @@ def _check(tensors: dict[str, np.ndarray], wanted: dict[str, tuple[int, ...]]) -
 # ---- save ----------------------------------------------------------------------------------------
 
 
-def save(path, config: bert.Config, params: dict) -> None:
-    """Write a folder that :func:`load` and ``transformers`` read.
+def save(path: str | os.PathLike[str], config: bert.Config, params: dict[str, Any]) -> None:
+    """Writes a folder that :func:`load` and ``transformers`` can read.
 
     Tensors have the names of ``transformers.BertModel``, or with ``"mlm"`` or ``"nsp"`` those of
-    ``BertForPreTraining``; they are float32. Files of the same names are replaced, each at once,
-    when both new ones are complete.
+    ``BertForPreTraining``, and are float32. Existing files are replaced atomically, after both new
+    files are complete.
 
     Args:
-      path: the folder. It is made if there is none.
-      config: the :class:`jax_fastops.models.bert.Config` of the parameters. What is not part of the
-        network (``dtype``, ``attention``, ``remat``, ``scan``) is not written.
+      path: the folder. It is created if it does not exist.
+      config: the :class:`jax_fastops.models.bert.Config` of the parameters. Fields that are not
+        part of the network (``dtype``, ``attention``, ``remat``, ``scan``) are not written.
       params: parameters, as from :func:`jax_fastops.models.bert.init`, or stacked.
 
     Raises:
       ImportError: safetensors is not installed.
       TypeError: ``config`` or ``params`` has another type.
-      ValueError: ``params`` does not fit ``config``.
+      ValueError: ``params`` are not those of ``config``.
+
+    Example:
+      >>> import jax, os, tempfile
+      >>> from jax_fastops.models import bert, bert_checkpoint
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     bert_checkpoint.save(folder, bert.SMALL, bert.init(jax.random.key(0), bert.SMALL))
+      ...     sorted(os.listdir(folder))
+      ['config.json', 'model.safetensors']
     """
     save_file = _safetensors().numpy.save_file
     bert._check_model(params, config, bert.FASTOPS)

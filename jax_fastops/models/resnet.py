@@ -1,17 +1,17 @@
-"""ResNet-18 and ResNet-50 in plain functions; images are NHWC.
+"""ResNet-18 and ResNet-50 in plain functions. Images are NHWC.
 
-``init`` makes parameters and running statistics, pytrees of arrays; ``apply`` maps images to
-logits. Every batch norm is one call with the ReLU, or the residual's addition and the ReLU, that
-follow it; but the one in front of a max pooling may come behind it (``BatchNorm.statistics``).
-Which functions those are is an argument, so that a training on ``jax_fastops`` and one in plain JAX
+``init`` makes parameters and running statistics, pytrees of arrays. ``apply`` maps images to
+logits. Every batch norm is one call that includes the ReLU, or the residual and the ReLU, after it.
+The batch norm of the stem may run after the max pooling (``BatchNorm.statistics``). The functions
+that compute all this are an argument, so that a training on ``jax_fastops`` and one in plain JAX
 differ in nothing else::
 
     config = resnet.RESNET50
     params, statistics = resnet.init(jax.random.key(0), config)
     logits, statistics = resnet.apply(params, statistics, images, config, train=True)
 
-The layout is that of He et al., "Deep Residual Learning for Image Recognition", with the stride of
-a bottleneck in its 3x3 convolution ("v1.5"); names and paddings are torchvision's.
+The network is that of He et al., "Deep Residual Learning for Image Recognition", with the stride of
+a bottleneck in its 3x3 convolution ("v1.5"). Names and paddings are torchvision's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_fastops._arguments import FLOATING, epsilon, integer, parameter, real_number
 from jax_fastops._signature import accumulator_dtype
@@ -50,7 +51,7 @@ __all__ = [
     "shapes",
 ]
 
-# The sizes of a block's convolutions; the first 3x3 one has the block's stride.
+# The window sizes of a block's convolutions. The first 3x3 convolution has the block's stride.
 _SIZES = {"basic": (3, 3), "bottleneck": (1, 3, 1)}
 _EXPANSION = {"basic": 1, "bottleneck": 4}
 _STEMS = ("imagenet", "small")
@@ -58,34 +59,39 @@ _STEMS = ("imagenet", "small")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a ResNet is made of. Hashable: a static argument of ``jax.jit``.
+    """The hyperparameters of a ResNet. Hashable, for a static argument of ``jax.jit``.
 
     Attributes:
-      stages: how many blocks each stage has. Every stage but the first halves height and width and
-        doubles the channels.
+      stages: the number of blocks in each stage. Every stage except the first halves height and
+        width and doubles the channels.
       block: ``"basic"`` (3x3, 3x3) or ``"bottleneck"`` (1x1, 3x3, 1x1 to four times the channels).
       width: channels of the stem and of the first stage's inner convolutions.
-      classes: how many logits there are.
+      classes: the number of logits.
       channels: channels of an image.
-      stem: ``"imagenet"``, a 7x7 convolution of stride 2 and a 3x3 max pooling of stride 2, or
-        ``"small"``, a 3x3 convolution of stride 1, for images of 32x32 and less.
-      dtype: in which convolutions and activations are: ``"bfloat16"``, ``"float16"``,
-        ``"float32"`` or ``"float64"``. Parameters and statistics are float32.
-      momentum: the share of a running statistic that stays in a step.
+      stem: ``"imagenet"``: a 7x7 convolution of stride 2 and a 3x3 max pooling of stride 2.
+        ``"small"``: a 3x3 convolution of stride 1, for images of up to 32x32.
+      dtype: of convolutions and activations: ``"bfloat16"``, ``"float16"``, ``"float32"`` or
+        ``"float64"``. Parameters and statistics are float32.
+      momentum: the weight of the old running statistic in an update.
       eps: added to variances.
-      zero_init: whether the last batch norm of a block starts with a scale of zeros, so that the
-        block starts as its shortcut (Goyal et al., 2017), or of ones.
-      remat: in how many blocks, from the first one on, the backward computes the results of the
-        inner batch norms again, from their input and statistics, rather than keeping them. The
-        gradients of the convolutions behind them need them. It saves those results' bytes, and
-        costs a pass over each that reads and writes as many. More than there are means all of them;
-        where there is no ``BatchNorm.again`` it changes nothing.
+      zero_init: whether the scale of a block's last batch norm starts as zeros, so that the block
+        starts as its shortcut (Goyal et al., 2017), or as ones.
+      remat: the number of blocks, counted from the first, whose inner batch norms are recomputed in
+        the backward from their inputs and statistics. The gradients of the next convolutions need
+        these results. Recomputing saves their bytes, and costs one pass that reads and writes as
+        many. A number larger than that of the blocks means all blocks. Without ``BatchNorm.again``
+        it has no effect.
 
     Raises:
-      TypeError: a count is not an integer, ``stages`` is not a sequence, ``dtype`` is no dtype, or
-        ``momentum`` or ``eps`` is no number.
+      TypeError: a count is not an integer, ``stages`` is not a sequence, ``dtype`` is not a dtype,
+        or ``momentum`` or ``eps`` is not a number.
       ValueError: a count is not positive, ``remat`` is negative, a choice is not one of those
         above, ``momentum`` is not from 0 to 1, or ``eps`` is NaN.
+
+    Example:
+      >>> from jax_fastops.models import resnet
+      >>> resnet.Config((3, 4, 6, 3), "bottleneck").dtype
+      'bfloat16'
     """
 
     stages: tuple[int, ...]
@@ -107,7 +113,7 @@ class Config:
             raise TypeError(
                 f"resnet: stages is {self.stages!r}; it must be a sequence of integers"
             ) from None
-        # A list would not be hashable, and a NumPy dtype not equal to its name.
+        # Canonical values: a list is not hashable, and a NumPy dtype does not equal its name.
         set_ = functools.partial(object.__setattr__, self)
         set_("stages", tuple(_positive(f"stages[{i}]", n) for i, n in enumerate(stages)))
         if not stages:
@@ -135,21 +141,27 @@ def _positive(name: str, value) -> int:
 
 
 RESNET18 = Config((2, 2, 2, 2), "basic")
-# In two blocks of 16: then a training step needs no more memory than plain JAX's.
+# With two of 16 blocks recomputed, a training step needs no more memory than in plain JAX.
 RESNET50 = Config((3, 4, 6, 3), "bottleneck", remat=2)
-# For images of a few pixels, such as handwritten digits: it trains on a CPU in seconds.
+# For small images, such as handwritten digits. It trains on a CPU in seconds.
 SMALL = Config((1, 1, 1), "basic", width=16, classes=10, channels=1, stem="small", dtype="float32")
 
 
 # ---- max pooling ---------------------------------------------------------------------------------
 
 
-def plain_max_pool(x, scale=None) -> jax.Array:
+def plain_max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """The maxima of 3x3 windows at stride 2, ``[n, h, w, c]`` to ``[n, ceil(h/2), ceil(w/2), c]``.
 
-    The padding is one row or column of minus infinity on all sides. Its gradient, XLA's
-    select-and-scatter, keeps ``x`` and looks for the maxima again. Arguments are those of
-    :func:`max_pool`. They are not checked.
+    The padding is one row or column of minus infinity on each side. The gradient is XLA's
+    select-and-scatter, which keeps ``x`` and searches for the maxima again. Arguments are those of
+    :func:`max_pool`, and are not checked.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_fastops.models import resnet
+      >>> resnet.plain_max_pool(jnp.ones((1, 5, 5, 2))).shape
+      (1, 3, 3, 2)
     """
     sign, padding = _sign(scale, x.dtype), ((0, 0), (1, 1), (1, 1), (0, 0))
     x = _times(sign, x)
@@ -157,23 +169,35 @@ def plain_max_pool(x, scale=None) -> jax.Array:
     return _times(sign, y)
 
 
-def max_pool(x, scale=None) -> jax.Array:
-    """:func:`plain_max_pool`, whose gradient keeps no array but a byte per maximum: where it was.
+def max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """:func:`plain_max_pool`, with one byte per maximum for the backward: its place in the window.
 
-    The gradient goes to the same elements, of equal ones in a window to the first. In a window with
-    a NaN it goes to an element that is not specified.
+    The gradient goes to the same elements as there. If several elements of a window are equal, it
+    goes to the first. In a window with a NaN it goes to an unspecified element.
 
     Args:
       x: array ``[n, h, w, c]`` of a floating dtype.
-      scale: array ``[c]`` of a floating dtype, or ``None``: what the result will be multiplied by.
-        Where that is negative, the minima are taken: they are then the maxima.
+      scale: array ``[c]`` of a floating dtype, or ``None``: the factor by which a later batch norm
+        multiplies the result. Where it is negative, the minima are pooled, because the factor turns
+        them into maxima.
 
     Returns:
       The maxima, ``[n, ceil(h/2), ceil(w/2), c]``, in the dtype of ``x``.
 
+    Residuals:
+      One byte (uint8) per element of the result.
+
     Raises:
-      TypeError: ``x`` or ``scale`` is not of a floating dtype.
-      ValueError: ``x`` is not of four dimensions, or ``scale`` is not of its channels.
+      TypeError: ``x`` or ``scale`` does not have a floating dtype.
+      ValueError: ``x`` does not have four dimensions, or ``scale`` does not have one element per
+        channel.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_fastops.models import resnet
+      >>> x = jnp.arange(16.0).reshape(1, 4, 4, 1)
+      >>> resnet.max_pool(x)[0, :, :, 0].tolist()
+      [[5.0, 7.0], [13.0, 15.0]]
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"max_pool: x has dtype {x.dtype}; it must be a floating dtype")
@@ -204,27 +228,27 @@ def _times(sign, x):
 
 
 def _places(x):
-    """Where in its window each maximum is, from 0 to 8, row by row; the first of equal ones."""
+    """The place of each maximum in its window, 0 to 8, row by row. The first of equal elements."""
     best, *rest = _window_elements(x)
     place = jnp.zeros_like(best, jnp.uint8)
     for k, value in enumerate(rest, 1):
-        stays = best >= value  # False of a NaN, as in XLA's: the gradient goes to what is behind
+        stays = best >= value  # False for NaN, as in XLA: the gradient goes to a later element
         place = jnp.where(stays, place, jnp.uint8(k))
         best = jnp.where(stays, best, value)
     return place
 
 
 _NOWHERE = 9
-# Which row an even and an odd one are in the window of their number, and in the next one.
+# The row that an even and an odd row are in their own window, and in the next window.
 _PLACES = (np.array([1, 2]), np.array([_NOWHERE, 0]))
 
 
 def _window_elements(x) -> list:
-    """The nine elements of each window, row by row, as arrays of the result's shape."""
+    """The nine elements of each window, row by row, as arrays with the result's shape."""
     n, h, w, c = x.shape
     high, wide = (h + 1) // 2, (w + 1) // 2
     outside = jnp.asarray(-jnp.inf, x.dtype)
-    # Two behind, so that where there are no windows their slices are within bounds too.
+    # Two at the end, so that the slices stay within bounds also if there are no windows.
     x = jax.lax.pad(x, outside, ((0, 0, 0), (1, 2, 0), (1, 2, 0), (0, 0, 0)))
     return [
         jax.lax.slice(x, (0, i, j, 0), (n, i + 2 * high, j + 2 * wide, c), (1, 2, 2, 1))
@@ -233,21 +257,21 @@ def _window_elements(x) -> list:
     ]
 
 
-# Under jax.checkpoint, so that a gradient keeps the places, not the masks that are made of them.
+# Under jax.checkpoint, so that a gradient keeps the places and not the masks computed from them.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _elements_at(place, x):
-    """Of each window of ``x``, the element at its place, as :func:`_places` gives it.
+    """The element of each window of ``x`` at the place that :func:`_places` gives.
 
-    It is written for its transpose, the gradient, in which an element adds what the windows that it
-    is in have for it. Of rows, and so of columns, an even one ``2 r`` is only in window ``r``, as
-    its row 1, an odd one ``2 r + 1`` is row 2 of window ``r`` and row 0 of window ``r + 1``. So
-    there are four windows to look at, and for each a table of the place that an element has in it,
-    by the parities of its row and column. XLA makes one loop of that, of four loads per element.
+    The code is written for its transpose, the gradient, in which each element gathers from the
+    windows that contain it. An even row ``2 r`` is only in window ``r``, as its row 1. An odd row
+    ``2 r + 1`` is row 2 of window ``r`` and row 0 of window ``r + 1``. The same holds for columns.
+    So there are four windows to look at. For each, a table indexed by the parities of row and
+    column has the element's place in it. XLA compiles this to one loop with four loads per element.
     """
     n, h, w, c = x.shape
     zero = jnp.zeros((), x.dtype)
     x = jax.lax.pad(x, zero, ((0, 0, 0), (0, h % 2, 0), (0, w % 2, 0), (0, 0, 0)))
-    # By window and parity.
+    # Axes: n, window row, row parity, window column, column parity, c.
     spec = explicit_spec(jax.typeof(x).sharding, 4)
     spec = spec and (*spec[:2], None, spec[2], None, spec[3])
     x = reshape(x, (n, (h + 1) // 2, 2, (w + 1) // 2, 2, c), spec)
@@ -256,7 +280,7 @@ def _elements_at(place, x):
         for right in (0, 1):
             of_row, of_column = _PLACES[below], _PLACES[right]
             wanted = np.minimum(3 * of_row[:, None] + of_column, _NOWHERE).astype(np.uint8)
-            # Beyond the last window both are _NOWHERE: `back` cuts off what is found there.
+            # Beyond the last window, place and table are both _NOWHERE. `back` cuts that part off.
             shift = ((0, 0, 0), (-below, below, 0), (-right, right, 0), (0, 0, 0))
             there = jax.lax.pad(place, jnp.uint8(_NOWHERE), shift)[:, :, None, :, None]
             found = jnp.where(there == wanted[:, None, :, None], x, zero).sum((2, 4))
@@ -269,21 +293,27 @@ def _elements_at(place, x):
 
 
 class BatchNorm(NamedTuple):
-    """The functions in which two implementations of a model differ.
+    """The functions in which two implementations of the model differ.
 
     Attributes:
       training: like :func:`jax_fastops.batch_norm`.
       inference: like :func:`jax_fastops.batch_norm_inference`.
-      max_pool: like :func:`plain_max_pool`, which it is if not given. It gets a ``scale`` only
-        where ``statistics`` is given.
-      again: like :func:`jax_fastops.batch_norm_inference`: gives a result of ``training`` once
-        more, up to rounding, from its statistics, where ``Config.remat`` asks for it. If it is
-        ``None``, as for plain JAX, all results are kept.
-      statistics: the ``mean`` and ``var`` of ``training``, from ``(x, axis, axis_name)``. If it is
-        given, the stem's norm is not ``training`` but this and, behind the pooling, ``inference``,
-        of a quarter of the elements: max pooling picks the same ones before as behind what keeps
-        their order. Of elements that the norm's result does not tell apart (16 bits of it, or a
-        scale of 0) the gradient then goes to the largest, not to the first.
+      max_pool: like :func:`plain_max_pool`, which is the default. It gets a ``scale`` only if
+        ``statistics`` is given.
+      again: like :func:`jax_fastops.batch_norm_inference`. It recomputes a result of ``training``
+        from its statistics, up to rounding, for ``Config.remat``. With ``None``, as for plain JAX,
+        all results are kept.
+      statistics: computes the ``mean`` and ``var`` of ``training`` from ``(x, axis, axis_name)``.
+        If given, the stem pools before it normalizes: it calls this function, then the max pooling,
+        then ``inference`` on a quarter of the elements. Batch norm is monotonic per channel, so the
+        pooling selects the same elements (minima, where the scale is negative). If the normalized
+        values are equal (in 16 bits, or with a scale of 0), the gradient goes to the largest input
+        instead of the first.
+
+    Example:
+      >>> from jax_fastops.models import resnet
+      >>> resnet.PLAIN.again is None
+      True
     """
 
     training: Callable
@@ -294,24 +324,31 @@ class BatchNorm(NamedTuple):
 
 
 def plain_batch_norm(
-    x,
-    scale,
-    bias,
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
     *,
     axis: int = -1,
     eps: float = 1e-5,
-    activation: str | None = None,
-    residual=None,
-    axis_name=None,
+    activation: Literal["relu"] | None = None,
+    residual: jax.Array | None = None,
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
     fork: bool = False,
 ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """:func:`jax_fastops.batch_norm` as it is usually written in ``jax.numpy``.
 
-    The statistics are float32 (float64 for float64), the variance ``mean(x**2) - mean(x)**2``, as
-    in Flax: one pass over ``x``, whose difference cancels where the mean is far larger than the
-    deviation. The result is rounded to the dtype of ``x``, then added and rectified.
+    The statistics are float32 (float64 for float64). The variance is ``mean(x**2) - mean(x)**2``,
+    as in Flax: one pass over ``x``, whose difference cancels if the mean is far larger than the
+    deviation. The result is rounded to the dtype of ``x``; then residual and ReLU follow.
 
     Arguments and results are those of :func:`jax_fastops.batch_norm`. They are not checked.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_fastops.models import resnet
+      >>> y, mean, var = resnet.plain_batch_norm(jnp.array([[1.0], [3.0]]), None, None)
+      >>> mean.tolist(), var.tolist()
+      ([2.0], [1.0])
     """
     wide = x.astype(accumulator_dtype(x.dtype))
     axes = tuple(k for k in range(x.ndim) if k != axis % x.ndim)
@@ -326,20 +363,27 @@ def plain_batch_norm(
 
 
 def plain_batch_norm_inference(
-    x,
-    mean,
-    var,
-    scale,
-    bias,
+    x: jax.Array,
+    mean: jax.Array,
+    var: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
     *,
     axis: int = -1,
     eps: float = 1e-5,
-    activation: str | None = None,
-    residual=None,
+    activation: Literal["relu"] | None = None,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """:func:`jax_fastops.batch_norm_inference` as it is usually written in ``jax.numpy``.
 
     Arguments and result are those of that function. They are not checked.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_fastops.models import resnet
+      >>> x, mean, var = jnp.array([[3.0]]), jnp.array([1.0]), jnp.array([4.0])
+      >>> resnet.plain_batch_norm_inference(x, mean, var, None, None, eps=0.0).tolist()
+      [[1.0]]
     """
 
     def along(values):
@@ -365,8 +409,8 @@ PLAIN = BatchNorm(plain_batch_norm, plain_batch_norm_inference)
 # ---- parameters ----------------------------------------------------------------------------------
 
 
-def shapes(config: Config) -> tuple[dict, dict]:
-    """Parameters and running statistics as ``jax.ShapeDtypeStruct``: what a checkpoint holds.
+def shapes(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The shapes and dtypes of parameters and running statistics, as ``jax.ShapeDtypeStruct``.
 
     Args:
       config: a :class:`Config`.
@@ -374,13 +418,19 @@ def shapes(config: Config) -> tuple[dict, dict]:
     Returns:
       ``(params, statistics)``. ``params`` has ``"conv1"`` and ``"bn1"`` of the stem, a list of
       blocks in each of ``"layer1"``, ``"layer2"``, ..., and ``"fc"``. A block has ``"conv1"``,
-      ``"bn1"``, ``"conv2"``, ... and, where its shape changes, a ``"downsample"`` of ``"conv"`` and
+      ``"bn1"``, ``"conv2"``, ... and, if its shape changes, a ``"downsample"`` with ``"conv"`` and
       ``"bn"``. A convolution is ``{"kernel": [height, width, in, out]}``, a batch norm ``{"scale":
-      [c], "bias": [c]}``, ``"fc"`` ``{"kernel": [in, classes], "bias": [classes]}``.
-      ``statistics`` has the batch norms alone, each ``{"mean": [c], "var": [c]}``. All are float32.
+      [c], "bias": [c]}``, and ``"fc"`` is ``{"kernel": [in, classes], "bias": [classes]}``.
+      ``statistics`` has only the batch norms, each ``{"mean": [c], "var": [c]}``. All are float32.
 
     Raises:
       TypeError: ``config`` has another type.
+
+    Example:
+      >>> from jax_fastops.models import resnet
+      >>> params, statistics = resnet.shapes(resnet.SMALL)
+      >>> params["conv1"]["kernel"].shape
+      (3, 3, 1, 16)
     """
     _check_config(config)
     size = 7 if config.stem == "imagenet" else 3
@@ -411,12 +461,12 @@ def _norm_shapes(n: int) -> dict:
 
 
 def _stride(stage: int, index: int) -> int:
-    """Of a stage's block of this index."""
+    """The stride of the block with this index in a stage."""
     return 2 if stage > 0 and index == 0 else 1
 
 
 def _block_shapes(config: Config, n_in: int, n_inner: int, stride: int) -> tuple[dict, int]:
-    """A block's parameters, and how many channels come out of it."""
+    """A block's parameters, and the number of its output channels."""
     sizes, n_out = _SIZES[config.block], n_inner * _EXPANSION[config.block]
     block: dict = {}
     n = n_in
@@ -430,7 +480,7 @@ def _block_shapes(config: Config, n_in: int, n_inner: int, stride: int) -> tuple
 
 
 def _statistics_shapes(params):
-    """What of the parameters' tree has batch norms in it, with statistics in place of them."""
+    """The parameters' tree reduced to its batch norms, with statistics in their place."""
     if isinstance(params, list):
         return [_statistics_shapes(block) for block in params]
     if not isinstance(params, dict):
@@ -441,22 +491,29 @@ def _statistics_shapes(params):
     return {name: part for name, part in inner.items() if part} or None
 
 
-def init(key, config: Config) -> tuple[dict, dict]:
-    """Parameters and running statistics of a network that has not been trained.
+def init(key: ArrayLike, config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Initializes parameters and running statistics.
 
     Convolutions are normal with variance ``2 / (height * width * out)`` (He et al., 2015, by
-    outputs), the kernel of ``"fc"`` is normal with variance ``1 / in``, scales and running
-    variances are one (but see ``Config.zero_init``), all else is zero.
+    outputs). The kernel of ``"fc"`` is normal with variance ``1 / in``. Scales and running
+    variances are one (see also ``Config.zero_init``), and everything else is zero.
 
     Args:
       key: a JAX random key.
       config: a :class:`Config`.
 
     Returns:
-      ``(params, statistics)``, arrays of the shapes that :func:`shapes` gives.
+      ``(params, statistics)``, arrays with the shapes that :func:`shapes` gives.
 
     Raises:
       TypeError: ``config`` has another type.
+
+    Example:
+      >>> import jax
+      >>> from jax_fastops.models import resnet
+      >>> params, statistics = resnet.init(jax.random.key(0), resnet.SMALL)
+      >>> params["fc"]["kernel"].shape
+      (64, 10)
     """
     params, statistics = shapes(config)
     last = f"bn{len(_SIZES[config.block])}"
@@ -483,42 +540,52 @@ def init(key, config: Config) -> tuple[dict, dict]:
 
 
 def apply(
-    params: dict,
-    statistics: dict,
-    images,
+    params: dict[str, Any],
+    statistics: dict[str, Any],
+    images: ArrayLike,
     config: Config,
     *,
     train: bool,
     batch_norm: BatchNorm = FASTOPS,
-    axis_name=None,
-) -> tuple[jax.Array, dict]:
-    """Logits of a batch of images.
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Computes the logits of a batch of images.
 
     Args:
       params: parameters, as from :func:`init`.
       statistics: running statistics, as from :func:`init`.
-      images: array ``[n, height, width, channels]`` of a floating dtype; it is cast to
+      images: array ``[n, height, width, channels]`` of a floating dtype. It is cast to
         ``config.dtype``.
-      config: the :class:`Config` that parameters and statistics were made with.
+      config: the :class:`Config` of parameters and statistics.
       train: whether batch norms use this batch's statistics and update the running ones, or use
         the running ones.
-      batch_norm: the batch norms and the max pooling: ``FASTOPS``, ``PLAIN``, or a
+      batch_norm: the batch norms and the max pooling: ``FASTOPS``, ``PLAIN``, or another
         :class:`BatchNorm`.
       axis_name: in training, name of a mapped axis (of ``jax.shard_map`` or ``jax.vmap``), or a
-        tuple of them, over which the batch is spread.
+        tuple of names, over which the batch is distributed.
 
     Returns:
-      ``(logits, statistics)``: logits ``[n, classes]`` of float32 (float64 where ``config.dtype``
-      is that), and the new running statistics, ``momentum * old + (1 - momentum) * batch`` with the
-      biased variance of the batch, without gradients; the old ones where ``train`` is false.
+      ``(logits, statistics)``: logits ``[n, classes]`` in float32 (float64 if ``config.dtype`` is
+      float64), and the new running statistics, ``momentum * old + (1 - momentum) * batch`` with the
+      biased variance of the batch, without gradients. If ``train`` is false, the old statistics.
 
-    Sharding: under ``jax.jit`` over the images' first axis, with parameters and statistics
-    everywhere: the statistics are those of the whole batch.
+    Sharding: under ``jax.jit`` over the images' first axis, with replicated parameters and
+    statistics. The statistics are those of the whole batch.
 
     Raises:
-      TypeError: ``images`` is no array of a floating dtype, or ``batch_norm`` or ``config`` has
+      TypeError: ``images`` is not an array of a floating dtype, or ``batch_norm`` or ``config`` has
         another type.
-      ValueError: ``images`` has another shape, or parameters or statistics do not fit ``config``.
+      ValueError: ``images`` has another shape, or parameters or statistics are not those of
+        ``config``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_fastops.models import resnet
+      >>> params, statistics = resnet.init(jax.random.key(0), resnet.SMALL)
+      >>> images = jnp.ones((2, 8, 8, 1))
+      >>> logits, _ = resnet.apply(params, statistics, images, resnet.SMALL, train=False)
+      >>> logits.shape
+      (2, 10)
     """
     _check(params, statistics, images, config, batch_norm)
 
@@ -584,7 +651,7 @@ def apply(
 
 
 def _block(users, params: dict, statistics: dict, stride: int, sizes, last_norm, norm, again):
-    """What ``last_norm`` gives, and the new statistics, from what the block's two users get."""
+    """Applies a block to the inputs of its two branches; returns its result and new statistics."""
     new = {}
     x, shortcut = users
     if "downsample" in params:
@@ -607,7 +674,7 @@ def _block(users, params: dict, statistics: dict, stride: int, sizes, last_norm,
 
 
 def _conv(x, params: dict, stride: int):
-    """Padded by half a window on all sides; "SAME" would pad even sizes on one side if strided."""
+    """Pads half a window on all sides. "SAME" would pad even sizes on one side if strided."""
     kernel = params["kernel"].astype(x.dtype)
     return jax.lax.conv_general_dilated(
         x,
@@ -620,9 +687,9 @@ def _conv(x, params: dict, stride: int):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3))
 def _conv_of_made(make: Callable, x, params: dict, stride: int, made_of: tuple):
-    """``_conv(x, params, stride)`` of an ``x`` that ``make(*made_of)`` is too.
+    """``_conv(x, params, stride)``, where ``x`` equals ``make(*made_of)``.
 
-    The gradient of the kernel keeps ``made_of`` rather than ``x``.
+    The gradient of the kernel keeps ``made_of`` instead of ``x``.
     """
     return _conv(x, params, stride)
 
