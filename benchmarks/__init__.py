@@ -9,7 +9,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def installed(name: str):
-    """Import the installed package ``name``, never the source tree beside this package.
+    """Import the installed package ``name``, never the source tree next to this package.
 
     ``python -m`` puts the checkout's root first on the path, and the source tree there has no
     compiled module.

@@ -1,13 +1,14 @@
 """How far from exact are the results? ``python -m benchmarks.accuracy``
 
-Ours beside jax.nn's (jax.numpy's, where there is no nn; batch norm's with the variance in two
-passes, not in one, which is faster) in the same dtype, for ordinary data and for data that is hard:
-rows far from zero, one element that dominates, rows that are all equal, numbers next to the
-smallest, Inf and NaN. Exact is the reference in float64 on the CPU, of the same rounded operands.
+Compares the kernels with jax.nn (jax.numpy where jax.nn has no equivalent) in the same dtype. The
+reference of batch norm computes the variance in two passes, which is slower but more exact than
+one. The data is ordinary or hard: rows far from zero, one element that dominates, rows of equal
+elements, numbers next to the smallest, Inf and NaN. The exact result is the reference in float64 on
+the CPU, on the same rounded operands.
 
-An error is that of the worst element, in units of the dtype's epsilon; of elements that are smaller
-than the root mean square of their array, relative to that. ``special`` counts the elements that are
-NaN or infinite in one result and not so, or another one, in jax.nn's.
+An error is that of the worst element, in units of the dtype's epsilon. It is relative to the
+element, or to the root mean square of the array if that is larger. ``special`` counts the elements
+that are NaN or infinite in at least one of the two results, and differ.
 """
 
 import argparse
@@ -30,23 +31,23 @@ SHAPE = (512, 1000)
 
 @dataclass(frozen=True)
 class Variant:
-    """An op with the options and the operands' shapes that it is looked at with."""
+    """An op with options and operand shapes."""
 
     op: Op
     label: str
     shapes: tuple[tuple[int, ...], ...] = (SHAPE,)
     options: dict = field(default_factory=dict)
-    reference: Callable | None = None  # default: the op's
+    reference: Callable | None = None  # None: that of the op
 
 
 def variants(ops: tuple[Op, ...] = OPS) -> Iterator[Variant]:
-    """Every op that computes something."""
+    """The ops that compute, in all variants; ops that only move elements are exact."""
     for op in ops:
         if op.family == "softmax":
             yield Variant(op, op.name)
         elif op.family in ("norm", "lerp"):
             yield Variant(op, op.name, op.operands(SHAPE))
-        elif op.name == "batch_norm":  # without a ReLU, at whose edge gradients jump
+        elif op.name == "batch_norm":  # without a ReLU, where gradients jump at 0
             two_passes = partial(op.reference, two_passes=True)
             for axis, of_axis in ((-1, "last"), (0, "first")):
                 shapes = of_channels(2, axis)(SHAPE)
@@ -72,7 +73,7 @@ def far_from_zero(x: np.ndarray) -> np.ndarray:
 
 
 def dominated(x: np.ndarray) -> np.ndarray:
-    """One element of each row outweighs the others."""
+    """One element of each row is much larger than the others."""
     x = x.copy()
     x[np.arange(len(x)), np.arange(len(x)) % x.shape[1]] = 80.0
     return x
@@ -83,12 +84,12 @@ def all_equal(x: np.ndarray) -> np.ndarray:
 
 
 def tiny(x: np.ndarray) -> np.ndarray:
-    """Some are subnormal in float32 and bfloat16."""
+    """Some elements are subnormal in float32 and bfloat16."""
     return x * 1e-38
 
 
 def infinite(x: np.ndarray) -> np.ndarray:
-    """-Inf here and there, and +Inf in some rows."""
+    """-Inf at regular positions, and +Inf in some rows."""
     x = x.copy()
     x[::3, ::7] = -np.inf
     x[::5, 3] = np.inf
@@ -128,7 +129,7 @@ def main() -> None:
 
 
 def rows(ops: tuple[Op, ...] = OPS) -> Iterator[dict]:
-    """A row for each op, dtype and kind of data, printed as it comes."""
+    """A row for each op, dtype and kind of data, printed as soon as it is measured."""
     for variant in variants(ops):
         for dtype in DTYPES:
             for data in DATA:
@@ -143,7 +144,7 @@ def rows(ops: tuple[Op, ...] = OPS) -> Iterator[dict]:
 
 
 def compared(variant: Variant, dtype: str, data: Callable) -> dict:
-    """Worst errors of results and of gradients, ours and jax.nn's, in epsilons."""
+    """Worst errors of results and gradients, of the kernel and of jax.nn, in epsilons."""
     op = variant.op
     random = np.random.default_rng(0)
     normal = [random.standard_normal(shape) for shape in variant.shapes]
@@ -184,7 +185,7 @@ def evaluated(function: Callable, args: list, cotangent) -> list[np.ndarray]:
 
 
 def worst_error(found: np.ndarray, exact: np.ndarray) -> float:
-    """Of the elements that are finite in both."""
+    """The largest error of the elements that are finite in both."""
     finite = np.isfinite(found) & np.isfinite(exact)
     if not finite.any():
         return 0.0
@@ -195,6 +196,7 @@ def worst_error(found: np.ndarray, exact: np.ndarray) -> float:
 
 
 def differently_special(ours: np.ndarray, theirs: np.ndarray) -> int:
+    """How many elements are NaN or infinite in at least one array, and not the same in both."""
     either = ~(np.isfinite(ours) & np.isfinite(theirs))
     same = (np.isnan(ours) & np.isnan(theirs)) | (ours == theirs)
     return int((either & ~same).sum())

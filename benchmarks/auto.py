@@ -1,10 +1,10 @@
-"""Regenerates the table by which `auto` chooses between the kernel and XLA.
+"""Regenerates the table by which `auto` chooses between the kernel and the reference.
 
-The table is ``{op: {platform: {dtype: {"forward": n, "grad": n}}}}``: the smallest number of
-elements from which the kernel is used, for a forward alone and for a differentiated call;
-``null`` is never. Other platforms' entries are kept, and some are set by hand. An op whose
-derivative is the op itself, and integers, are measured as a forward alone, which then stands for
-both.
+The table is ``{op: {platform: {dtype: {"forward": n, "grad": n}}}}``. ``n`` is the smallest number
+of elements for which the kernel is used, in a forward that is not differentiated and in a
+differentiated call. ``null`` is never. Entries of other platforms are kept, and some entries are
+set by hand. For integers, and for an op whose derivative is the op itself, only a forward is
+measured. It then counts for both.
 
 Where speed depends on more than the number of elements (a permutation, a bias), a size is measured
 in several layouts. The kernel must lose in none of them.
@@ -24,9 +24,10 @@ from benchmarks.run import build, precision
 TABLE = ROOT / "jax_fastops" / "auto_table.json"
 SIZES = tuple(2**power for power in range(10, 27, 2))  # elements of the main operand
 PHASES = {"forward": "forward", "grad": "step"}
-MARGIN = 0.02  # a difference that two runs of the same program can show
-# What an op alone does not show. XLA computes a norm again inside of the next ones of a model: in
-# BERT's inference the kernel gains where it loses alone (NOTES.md).
+MARGIN = 0.02  # two runs of the same program can differ by this much
+# Thresholds that an op measured by itself does not show. In a model, XLA recomputes a norm inside
+# the next norms: in BERT's inference the kernel gains, although it loses when measured by itself
+# (docs/dev/log/models.md).
 BY_HAND = {
     ("residual_layer_norm", "cuda", "bfloat16"): {"forward": 2**22},
     ("residual_layer_norm", "cuda", "float16"): {"forward": 2**22},
@@ -77,20 +78,25 @@ def thresholds(op: Op, dtype: str, timer: measure.Clock, rounds: int, sizes, log
     }
     for row, found in rows.items():
         if op.fuses:
-            found["forward"] = None  # alone the kernel may win, but a forward is seldom alone
+            found["forward"] = None  # XLA fuses such a forward in most programs
         log(f"{row} {dtype}: {found}")
     return rows
 
 
 def combined(ratios: Sequence[float], gain: float) -> float:
-    """One ratio for several layouts: the clearest loss, or the clearest gain where none loses; the
-    least gain where more than the margin is asked for."""
+    """One ratio for several layouts: the largest loss, or the largest gain if no layout loses.
+
+    If the gain that is asked for is more than the margin, it is the smallest gain.
+    """
     return max(ratios) if gain > MARGIN or max(ratios) > 1 + MARGIN else min(ratios)
 
 
 def threshold(ratios: dict[int, float], gain: float) -> int | None:
-    """The size from which the kernel wins by ``gain``: clearly there, and no clear loss at any
-    larger one; the same gain there where more than the margin is asked for."""
+    """The smallest size at which the kernel wins by ``gain`` and beyond which it does not lose.
+
+    At larger sizes a loss up to the margin is allowed. If ``gain`` is more than the margin, the
+    kernel must win by ``gain`` at all larger sizes, too.
+    """
     best = None
     for size in sorted(ratios, reverse=True):
         if ratios[size] > (1 - gain if gain > MARGIN else 1 + MARGIN):
@@ -103,9 +109,9 @@ def threshold(ratios: dict[int, float], gain: float) -> int | None:
 def _ratios(
     op: Op, layout: Layout, dtype: str, timer: measure.Clock, rounds: int
 ) -> dict[str, float]:
-    """Time of the kernel over that of what `auto` else takes, the op's reference, by name of phase.
+    """Time of the kernel over that of the reference, by name of phase.
 
-    The fastest calls are compared: whatever else the machine does can only slow a call down.
+    The fastest calls are compared, because other work on the machine can only slow a call down.
     """
     case = Case(op, layout, "gpu", dtype)
     size = math.prod(case.shapes[0])

@@ -1,44 +1,42 @@
 """What does BERT gain from fused ops? ``python -m benchmarks.bert``
 
-The encoder of BERT-base: its twelve layers on activations ``[batch, length, 768]`` in bfloat16 over
-float32 parameters, with a padding mask of random lengths, from half the length on. There are no
-embeddings, no head and no optimiser in it:
+Measures the encoder of BERT-base: its twelve layers on activations ``[batch, length, 768]`` in
+bfloat16 with float32 parameters. A padding mask has random lengths between half and all of the
+length. There are no embeddings, no head and no optimizer. The phases are:
 
-``step``       the gradients of a sum of the last layer's outputs, randomly weighted, with respect
-               to all parameters of the layers and to the activations that go in: forward and
-               backward, of whose matrix products an H100 cannot make less than about 13 ms at
-               32 x 512
-``inference``  the forward alone
+``step``       forward and backward: the gradients of a randomly weighted sum of the last layer's
+               outputs with respect to all parameters of the layers and to the input activations.
+               At 32 x 512 its matrix products take at least about 13 ms on an H100
+``inference``  only the forward
 ``model``      (with ``--phases model``, and in ``--small``) a whole BERT with its embeddings and
                its head: the gradients of the loss of masked tokens with respect to all parameters
 
-Each at 32 x 512 and 64 x 128, without dropout and with 0.1 of it, with the scores made by matrix
-products and ``softmax``, and with cuDNN's attention, which has no dropout on its weights; compiled
-for each of:
+Each phase runs at 32 x 512 and 64 x 128, without dropout and with a dropout of 0.1. Attention is
+computed by matrix products and ``softmax``, or by cuDNN, without dropout of its weights. Each row
+is compiled for each of:
 
-``ours``    with this package's ops
-``native``  the same, all of them by the kernels (with ``--native``)
-``plain``   with ``bert.PLAIN``, the same in jax.nn and jax.numpy
+``ours``    with the ops of this package
+``native``  the same, all ops by the kernels (with ``--native``)
+``plain``   with ``bert.PLAIN``, the same model in jax.nn and jax.numpy
 
-They are timed in turns, and their temporary memory is XLA's figure for the compiled program. What
-they compute is compared: the gradients by the norm of their difference over their norm.
+They are timed in turns, and their temporary memory is XLA's figure for the compiled program. Their
+results are compared: the gradients by the norm of their difference over their norm.
 
-Other questions, each with a file of its own:
+Other questions, each with a separate results file:
 
 ``--kernels``    which kernels does the forward of one layer launch?
 ``--profile``    where does the time of a step go, by kernel?
-``--devices N``  data parallel on N devices, at the same batch on each: how many times the
-                 throughput of one (the mean of their times) is reached, and which collectives are
-                 there?
+``--devices N``  data parallel on N devices, with the same batch on each: how many times the
+                 throughput of one device (the mean of their times) is reached, and which
+                 collectives are there?
 
-On an H100 everything takes about five minutes, most of it to compile 24 programs of twelve layers,
-which ``--jobs`` threads do at a time; ``--rows`` measures less.
+On an H100 everything takes about five minutes. Most of it is the compilation of 24 programs of
+twelve layers, of which ``--jobs`` are compiled at a time. ``--rows`` selects some of the rows.
 """
 
 import argparse
 import collections
 import dataclasses
-import json
 import math
 import os
 import re
@@ -57,7 +55,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks import RESULTS, environment, installed, measure, profile
 from benchmarks.cases import fo
 from benchmarks.programs import Program
-from benchmarks.report import headline
+from benchmarks.report import headline, write
 
 bert = installed("jax_fastops.models.bert")
 
@@ -66,10 +64,10 @@ PHASES = ("step", "inference", "model")
 ATTENTIONS = ("softmax", "xla", "cudnn")
 MASKED = 0.15  # of the tokens, in the loss of "model"
 CALLS = 5  # of a step, in a profile
-CALLS_OF_A_SAMPLE = 20  # of a step, one behind the other, with --devices
+CALLS_OF_A_SAMPLE = 20  # of a step, one after the other, with --devices
 TOP = 25  # kernels that --profile lists
 
-# The ops, and what chooses between the kernels and XLA.
+# The ops, and the implementation under which they are compiled.
 CONTENDERS = {
     "ours": (bert.FASTOPS, "auto"),
     "native": (bert.FASTOPS, "native"),
@@ -79,7 +77,7 @@ CONTENDERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A network, and what is measured of it."""
+    """A network, and the rows that are measured with it."""
 
     name: str
     config: bert.Config
@@ -94,7 +92,7 @@ SMALL = Setting("small BERT", bert.SMALL, ((32, 128),), ("float32", "bfloat16"),
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement: a program, for each contender."""
+    """One measurement: a program for each contender."""
 
     phase: str
     batch: int
@@ -109,7 +107,7 @@ class Row:
         return f"{self.phase} {self.batch}x{self.length}{dropout}, {self.attention}, {self.dtype}"
 
     def config(self, config: bert.Config) -> bert.Config:
-        """That of the network, for this row."""
+        """The configuration ``config`` with the options of this row."""
         return dataclasses.replace(
             config,
             dropout=self.dropout,
@@ -134,7 +132,7 @@ def main() -> None:
         path = options.out / f"{stem}.json"
         print(f"{setting.name}: {headline(results)}", flush=True)
         MODES[name](setting, options, results, path)
-        save(path, results)
+        write(path, results)
         print(f"{headline(results)}\nwrote {path}", flush=True)
 
 
@@ -190,7 +188,7 @@ def chosen(options: argparse.Namespace) -> Setting:
 
 
 def rows(setting: Setting, options: argparse.Namespace) -> list[Row]:
-    """What is asked for; ``Row.name`` says what ``--rows`` can match."""
+    """The rows that the options select; ``--rows`` is matched against ``Row.name``."""
 
     def every() -> Iterator[Row]:
         for phase in setting.phases:
@@ -204,20 +202,6 @@ def rows(setting: Setting, options: argparse.Namespace) -> list[Row]:
     return found or _fail("no row fits these options")
 
 
-def save(path: Path, results: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
-
-
-def _rounded(value):
-    """Floats to six digits."""
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
 def _fail(text: str):
     raise SystemExit(text)
 
@@ -227,7 +211,7 @@ def _fail(text: str):
 
 @cache
 def parameters(config: bert.Config):
-    """Of a whole BERT, in float32; the same arrays for all rows."""
+    """Parameters of a whole BERT, in float32; the same arrays for all rows."""
     return jax.jit(bert.init, static_argnums=1, static_argnames="mlm")(
         jax.random.key(0), config, mlm=True
     )
@@ -235,8 +219,10 @@ def parameters(config: bert.Config):
 
 @cache
 def data(phase: str, batch: int, length: int, dtype: str, config: bert.Config) -> list[jax.Array]:
-    """The arguments behind the parameters: activations (tokens), mask, cotangent (labels, and
-    which of them count), and the bits of a dropout key.
+    """The arguments after the parameters: activations, mask, cotangent, bits of a dropout key.
+
+    For "model" they are tokens, mask, labels, which labels count, and the bits. For "inference"
+    they are activations and mask.
     """
     keys = jax.random.split(jax.random.key(1), 4)
     lengths = jax.random.randint(keys[0], (batch, 1), length // 2, length + 1)
@@ -283,7 +269,7 @@ BODIES = {"step": step, "inference": inference, "model": model}
 
 
 class Chosen(Program):
-    """A program whose ``implementation`` of our ops is asked for when it is compiled."""
+    """A program that is compiled under ``implementation``."""
 
     implementation: str
 
@@ -294,7 +280,7 @@ class Chosen(Program):
 
 
 class Contender(Chosen):
-    """A row's program for one contender, on flat arrays."""
+    """The program of a row for one contender, on flat arrays."""
 
     def __init__(self, name: str, row: Row, setting: Setting):
         ops, self.implementation = CONTENDERS[name]
@@ -309,7 +295,7 @@ class Contender(Chosen):
             found = BODIES[row.phase](params, *args[len(leaves) :], config=config, ops=ops)
             return jax.tree.leaves(found)
 
-        # Known without a trace, which takes seconds.
+        # The results' types are known, so no trace is needed, which takes seconds.
         self.like = {
             "step": [jax.ShapeDtypeStruct((), jnp.float32), *leaves, more[0]],
             "inference": [more[0]],
@@ -325,7 +311,7 @@ class Contender(Chosen):
 
 
 def built(setting: Setting, options: argparse.Namespace, chosen: Sequence[Row]) -> dict:
-    """Compiled programs of every row, by row and contender; or the error that there was."""
+    """Compiled programs by row and contender, or the text of the error."""
     names = [name for name in CONTENDERS if name != "native" or options.native]
     programs = {row: {name: Contender(name, row, setting) for name in names} for row in chosen}
 
@@ -333,7 +319,7 @@ def built(setting: Setting, options: argparse.Namespace, chosen: Sequence[Row]) 
         start = time.perf_counter()
         try:
             programs[row][name].compile()
-        except Exception as error:  # what cannot be compiled must not lose the other rows
+        except Exception as error:  # an error must not lose the other rows
             programs[row][name] = f"{type(error).__name__}: {error}"
         seconds = time.perf_counter() - start
         print(f"compiled {row.name}, {name} in {seconds:.1f} s", flush=True)
@@ -350,15 +336,15 @@ def built(setting: Setting, options: argparse.Namespace, chosen: Sequence[Row]) 
 
 
 def measure_rows(setting: Setting, options: argparse.Namespace, results: dict, path: Path) -> None:
-    """Times, memory and differences, printed and written as they come."""
+    """Measure times, memory and differences; print and write each row when it is known."""
     clock, timer = measure.clock(options.clock)
     results |= {"clock": clock, "rounds": options.repeats, "rows": []}
     programs = built(setting, options, rows(setting, options))
     for row in list(programs):
-        mine = programs.pop(row)  # the row's outputs go with it
+        mine = programs.pop(row)  # frees the row's outputs
         results["rows"].append(measured(row, mine, clock, timer, options.repeats))
         show_row(results["rows"][-1])
-        save(path, results)
+        write(path, results)
 
 
 def measured(row: Row, programs: dict, clock: str, timer: measure.Clock, rounds: int) -> dict:
@@ -393,7 +379,7 @@ def _numbers(program: Program, timing: measure.Timing, wall: measure.Timing) -> 
 
 
 def difference(row: Row, program: Program, plain: Program) -> dict:
-    """Between what two contenders compute: the losses, and the other results by their norms."""
+    """Compare two contenders: the losses, and the relative norm of the other differences."""
     mine, other = program.results(), plain.results()
     loss = row.phase != "inference"
     found = {"norm": float(_relative(mine[loss:], other[loss:]))}
@@ -404,7 +390,7 @@ def difference(row: Row, program: Program, plain: Program) -> dict:
 
 @jax.jit
 def _relative(a: list[jax.Array], b: list[jax.Array]):
-    """The norm of the difference of all arrays over the norm of all."""
+    """The norm of the difference of all arrays over the norm of all arrays of ``b``."""
     wide = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in zip(a, b, strict=True)]
     error = sum(jnp.sum(jnp.square(x - y)) for x, y in wide)
     return jnp.sqrt(error / sum(jnp.sum(jnp.square(y)) for _, y in wide))
@@ -462,8 +448,10 @@ class Layer(Chosen):
 
 
 def list_kernels(setting: Setting, options: argparse.Namespace, results: dict, path: Path) -> None:
-    """What the forward of one layer launches, with kernels as they are in a training (float32, cast
-    where they are used) and with kernels in the dtype of the activations, as an inference has them.
+    """List what the forward of one layer launches.
+
+    Weight matrices are float32 and cast where they are used, as in training, or have the dtype of
+    the activations, as in inference.
     """
     del path
     batch, length = setting.shapes[0]
@@ -491,8 +479,8 @@ def list_kernels(setting: Setting, options: argparse.Namespace, results: dict, p
 
 
 def launches(program: Program) -> tuple[str, list[str]]:
-    """What one call runs on the GPU, in order, from a profile; elsewhere, the operations of the
-    compiled module's entry computation that do something.
+    """What one call runs on the GPU, in order, from a profile. Without a GPU, the operations in the
+    entry computation of the compiled module that do work.
     """
     calls = profiled(program, 3)
     if calls:
@@ -501,7 +489,7 @@ def launches(program: Program) -> tuple[str, list[str]]:
 
 
 def profiled(program: Program, count: int) -> list[list[profile.Kernel]]:
-    """The kernels of each of ``count`` calls; none where there is no GPU."""
+    """The kernels of each of ``count`` calls; an empty list without a GPU."""
     jax.block_until_ready(program())
     jax.block_until_ready(measure.flush())
 
@@ -511,7 +499,7 @@ def profiled(program: Program, count: int) -> list[list[profile.Kernel]]:
             last = program()
         jax.block_until_ready(last)
 
-    for _ in range(2):  # a profile may lose events, when its buffers are first made
+    for _ in range(2):  # the first profile may lose events while its buffers are allocated
         calls = measure.between_flushes(profile.kernels(work))
         if len(calls) == count and len({len(call) for call in calls}) == 1:
             return calls
@@ -522,7 +510,7 @@ def profiled(program: Program, count: int) -> list[list[profile.Kernel]]:
 
 
 def operations(hlo: str) -> list[str]:
-    """Opcodes of a module's entry computation that are no mere names, with what they call."""
+    """Opcodes in the entry computation of a module that do work, with what they call."""
     entry = hlo[hlo.index("\nENTRY ") :].split("\n}")[0]
     found = []
     for line in entry.splitlines()[2:]:
@@ -536,7 +524,8 @@ def operations(hlo: str) -> list[str]:
 
 # ---- where the time goes -------------------------------------------------------------------------
 
-# The first that matches a kernel's name: XLA's matrix products have "dot" or "gemm" in theirs.
+# The first pattern that matches the name of a kernel counts. Names of XLA's matrix products have
+# "dot" or "gemm" in them.
 KINDS = {
     "ours": r"jax_fastops",
     "cuDNN attention": r"sdpa|fmha|flash|cudnn_generated",
@@ -547,7 +536,7 @@ KINDS = {
 
 
 def profile_steps(setting: Setting, options: argparse.Namespace, results: dict, path: Path) -> None:
-    """The time of a step by kernel, for every row that is asked for."""
+    """Profile the time of a step by kernel, for every row that the options select."""
     results["profiles"] = []
     programs = built(setting, options, rows(setting, options))
     for row in list(programs):
@@ -560,11 +549,11 @@ def profile_steps(setting: Setting, options: argparse.Namespace, results: dict, 
             entry |= breakdown(calls)
             results["profiles"].append(entry)
             show_breakdown(entry)
-            save(path, results)
+            write(path, results)
 
 
 def breakdown(calls: Sequence[Sequence[profile.Kernel]]) -> dict:
-    """µs of a call, in the mean of all: in total, by kind and by name without its number."""
+    """Mean µs of a call: in total, by kind, and by name without its number."""
     grouped: dict[str, list[profile.Kernel]] = collections.defaultdict(list)
     for call in calls:
         for kernel in call:
@@ -607,7 +596,7 @@ def kind(kernel: profile.Kernel) -> str:
 
 
 def origins(kernels: Sequence[profile.Kernel]) -> list[str]:
-    """The JAX operations that most of these kernels' time comes from, where the profile says so."""
+    """The JAX operations with the most time in these kernels, if the profile names them."""
     times: collections.Counter = collections.Counter()
     for kernel in kernels:
         if found := re.search(r"jit\(\w+\)/(\S+)", kernel.labels):
@@ -645,7 +634,7 @@ COLLECTIVES = (
 
 
 class Parallel(Contender):
-    """A step on a mesh: the batch is dealt out, the parameters and their gradients are on all."""
+    """A step on a mesh: the batch is sharded, parameters and their gradients are replicated."""
 
     def __init__(
         self,
@@ -667,7 +656,7 @@ class Parallel(Contender):
         if row.phase == "step":
             self.places[-1] = dealt
         self.devices = len(devices)
-        if manual:  # the gradients of what is the same on all devices are sums over them by itself
+        if manual:  # gradients of replicated parameters are summed over the devices by shard_map
             inner = self.function
 
             def summed(*flat):
@@ -699,7 +688,7 @@ class Parallel(Contender):
             return jitted.lower(*self.args, *self.outputs).compile()
 
     def seconds(self) -> float:
-        """Of a step, of several that are launched one behind the other, as in a training."""
+        """Seconds per step; several steps are launched one after the other, as in training."""
         start = time.perf_counter()
         for _ in range(CALLS_OF_A_SAMPLE):
             self()
@@ -708,7 +697,7 @@ class Parallel(Contender):
 
 
 def scale(setting: Setting, options: argparse.Namespace, results: dict, path: Path) -> None:
-    """Steps on one device and on several, at the same batch on each."""
+    """Measure steps on one device and on several, with the same batch on each."""
     results |= {"clock": "wall", "rounds": options.repeats, "devices": options.devices}
     results["scaling"] = []
     names = [name for name in CONTENDERS if name != "native" or options.native]
@@ -723,7 +712,7 @@ def scale(setting: Setting, options: argparse.Namespace, results: dict, path: Pa
                 entry |= {"shard_map": manual, **scaled(name, row, setting, options, manual)}
                 results["scaling"].append(entry)
                 show_scaling(entry)
-                save(path, results)
+                write(path, results)
 
 
 def scaled(
@@ -731,7 +720,7 @@ def scaled(
 ) -> dict:
     many = jax.devices()[: options.devices]
     programs = [Parallel(name, row, setting, many, manual)]
-    # Each by itself: two of a kind are not equally fast, and together they go at the slower's pace.
+    # Each device by itself: two of a kind differ in speed. Together they run at the slower's pace.
     programs += [Parallel(name, row, setting, [device]) for device in many]
     with ThreadPoolExecutor(min(len(programs), options.jobs)) as pool:
         list(pool.map(lambda program: program.compile(), programs))
@@ -755,10 +744,10 @@ def scaled(
 
 
 def collectives(hlo: str) -> dict[str, dict[str, int]]:
-    """The collectives of a compiled module by kind: how many, and the bytes of their results."""
+    """The collectives of a compiled module by kind: their count, and the bytes of their results."""
     found: dict[str, dict[str, int]] = {}
     for line in hlo.splitlines():
-        # Of an asynchronous one the end: newer versions show operands and results at its start.
+        # An asynchronous one is counted at its end: newer versions also list operands at its start.
         match = re.match(rf"\s*(?:ROOT )?\S+ = (.*?) ({'|'.join(COLLECTIVES)})(?:-done)?\(", line)
         if match:
             entry = found.setdefault(match[2], {"count": 0, "bytes": 0})

@@ -1,4 +1,4 @@
-"""What is measured: one row of ``OPS`` per op. A new family adds rows here and nothing else."""
+"""The cases that are measured: one entry of ``OPS`` per op. A new family adds entries only here."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -15,30 +15,31 @@ fo = installed("jax_fastops")
 Shape = tuple[int, ...]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 HALVES = ("bfloat16", "float16")
-MOVED = ("float32", "bfloat16", "int8")  # one of each width that people transpose
+MOVED = ("float32", "bfloat16", "int8")  # one dtype of each width that people transpose
 WIDTHS = ("int8", "bfloat16", "float32", "float64", "complex128")  # rows of the `auto` table
 PHASES = ("forward", "forward_saving", "backward", "step")
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The fewest bytes that must cross the memory bus; together with a copy's speed, the floor."""
+    """The fewest bytes that must cross the memory bus: the floor, if divided by a copy's speed."""
 
     forward: int  # not differentiated: operands in, result out
-    forward_saving: int = 0  # the same and what the backward needs beside the operands
-    backward: int = 0  # cotangents and saved values in, each distinct gradient out once
+    forward_saving: int = 0  # the same, and the residuals that are not operands or results out
+    backward: int = 0  # cotangents and residuals in, each distinct gradient out once
 
     @property
     def step(self) -> int:
-        """Bytes of one forward and one backward with a barrier between."""
+        """Bytes of one forward and one backward with a barrier between them."""
         return self.forward_saving + self.backward
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A named size: the main operand's shape on a GPU and on a CPU, the dtypes it runs in, and
-    what goes with a shape: options of the call, how many trailing operands are left out, and the
-    shapes of the others.
+    """A named size: the main operand's shape on a GPU and on a CPU, and the dtypes.
+
+    It also has the options of the call, the number of trailing operands that are left out, and the
+    shapes of the other operands.
     """
 
     label: str
@@ -47,7 +48,7 @@ class Layout:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     options: Mapping = field(default_factory=dict)
     without: int = 0
-    # Every operand's shape from the main one's, where the layout has others than its op.
+    # The shapes of all operands from that of the main one, if they differ from the op's.
     operands: Callable[[Shape], tuple[Shape, ...]] | None = None
 
     def shape(self, scale: str) -> Shape:
@@ -61,32 +62,32 @@ def _rows_of_1024(elements: int) -> tuple[Layout, ...]:
 
 @dataclass(frozen=True)
 class Op:
-    """One op: how to call it and its equivalents, over which sizes, and what it must move."""
+    """One op: how to call it and its equivalents, its sizes, and the bytes that it must move."""
 
     name: str
-    family: str  # names the module of the op, and the file that its results go to
-    ours: Callable  # of arrays, and a layout's options by keyword
+    family: str  # the op's module, and a part of the results file's name
+    ours: Callable  # takes arrays, and the options of a layout by keyword
     reference: Callable  # the same in jax.nn or jax.numpy
-    operands: Callable[[Shape], tuple[Shape, ...]]  # every operand's shape from the main one's
+    operands: Callable[[Shape], tuple[Shape, ...]]  # all shapes from that of the main operand
     traffic: Callable[[tuple[Shape, ...], int], Traffic]  # from shapes and bytes per element
     layouts: tuple[Layout, ...]
-    torch: Callable | None = None  # the same of PyTorch's tensors
-    # The operands that are not of the case's dtype: by position.
+    torch: Callable | None = None  # the same for PyTorch's tensors
+    # Dtypes of the operands that do not have the dtype of the case, by position.
     operand_dtypes: Mapping[int, str] = field(default_factory=dict)
     differentiated: tuple[int, ...] = (0,)  # positions of the operands that get a gradient
-    phases: tuple[str, ...] = PHASES  # forward alone where the derivative is the op itself
-    exact: bool = False  # moves bits: anything but equality is a mistake
-    # How far apart, in norm, rounding alone may bring results: more than a few epsilons where sums
-    # that cancel are long, or where a ReLU takes what is about 0, at which its gradient jumps.
+    phases: tuple[str, ...] = PHASES  # only forward if the derivative is the op itself
+    exact: bool = False  # only moves elements: results must be equal
+    # The difference in norm that rounding may cause. It is more than a few epsilons for long sums
+    # that cancel, and for a ReLU of values near 0, where its gradient jumps.
     slack: float = 0.0
-    fuses: bool = False  # XLA fuses a lone forward into its neighbours, so `auto` leaves it alone
-    # What a lone forward must gain for `auto` to take the kernel, where XLA may fuse it as well.
+    fuses: bool = False  # XLA fuses a forward into its neighbors, so `auto` leaves it to XLA
+    # What a forward must gain for `auto` to take the kernel, because XLA may fuse the forward.
     lone_gain: float = 0.0
-    kernel_of: str = ""  # the op of the package that this one is made of, where it is none itself
-    # What stands for a number of elements in the `auto` table: `auto` takes the kernel where it
-    # gains on one of these layouts and loses on none.
+    kernel_of: str = ""  # the public op that this one calls, if its name differs
+    # The layouts that represent a number of elements in the `auto` table: `auto` takes the kernel
+    # if it gains in one of them and loses in none.
     of_size: Callable[[int], tuple[Layout, ...]] = _rows_of_1024
-    table_row: Callable[[Layout], str] | None = None  # in the `auto` table; default: the name
+    table_row: Callable[[Layout], str] | None = None  # of the `auto` table; None: the name
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Case:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Integers have no gradient."""
+        """The phases of the op; integers have no gradient, and so only the forward."""
         return self.op.phases if jnp.issubdtype(self.dtype, jnp.inexact) else ("forward",)
 
     @property
@@ -139,7 +140,7 @@ def with_bias(shape: Shape) -> tuple[Shape, ...]:
 
 
 def masked_elementwise(operands: int) -> Callable[[tuple[Shape, ...], int], Traffic]:
-    """Traffic of an elementwise op that saves one bit per element and has one distinct gradient."""
+    """Traffic of an elementwise op with one distinct gradient that keeps one bit per element."""
 
     def traffic(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
         array = math.prod(shapes[0]) * itemsize
@@ -151,10 +152,10 @@ def masked_elementwise(operands: int) -> Callable[[tuple[Shape, ...], int], Traf
 
 
 def moved(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
-    """Traffic of an op that moves its first operand, and adds the others on the way, if any.
+    """Traffic of an op that moves its first operand and adds the others to it, if there are any.
 
-    The backward moves the cotangents back and writes a gradient for every operand; partial sums of
-    the small ones are no part of the floor.
+    The backward moves the cotangents back and writes a gradient for every operand. Partial sums of
+    the small gradients do not count.
     """
     array, *others = (math.prod(shape) * itemsize for shape in shapes)
     total = 2 * array + sum(others)
@@ -162,15 +163,17 @@ def moved(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
 
 
 def rows_kept(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
-    """Traffic of a softmax, whose result is all that the backward needs, with a mask of bytes."""
+    """Traffic of a softmax with a mask of bytes; its only residual is its result."""
     array = math.prod(shapes[0]) * itemsize
     masks = sum(math.prod(shape) for shape in shapes[1:])
     return Traffic(2 * array + masks, 2 * array + masks, 3 * array)
 
 
 def normalised(arrays: int, statistics: int) -> Callable[[tuple[Shape, ...], int], Traffic]:
-    """Traffic of a norm of the sum of so many arrays, which writes the sum for its backward if
-    there are several; parameters and statistics are float32."""
+    """Traffic of a norm of the sum of ``arrays`` arrays; parameters and statistics are float32.
+
+    With several arrays, the sum is written for the backward.
+    """
 
     def traffic(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
         array = math.prod(shapes[0]) * itemsize
@@ -184,13 +187,13 @@ def normalised(arrays: int, statistics: int) -> Callable[[tuple[Shape, ...], int
 
 
 def batch_normalised(relu: bool) -> Callable[[tuple[Shape, ...], int], Traffic]:
-    """Traffic of a batch norm of an array, two parameters and, perhaps, a residual.
+    """Traffic of a batch norm of an array, two parameters and an optional residual.
 
-    Nothing can be normalised before all has been read, and no gradient made before both sums are
-    known: each pass reads the array, and backward the cotangent and the bits of the ReLU, again.
-    (What registers, shared memory and the L2 cache still have of the first pass is not deducted: an
-    array of which much fits there may be faster than the floor.) Values of the channels are too few
-    to count.
+    Normalization starts after the whole array has been read, and the gradient after both sums are
+    known. So there are two passes. Each reads the array, and each pass of the backward also reads
+    the cotangent and the bits of the ReLU. The parts of the array that registers, shared memory and
+    L2 still hold in the second pass are not deducted, so an array that mostly fits there may be
+    faster than the floor. Values per channel are too few to count.
     """
 
     def traffic(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
@@ -204,21 +207,23 @@ def batch_normalised(relu: bool) -> Callable[[tuple[Shape, ...], int], Traffic]:
 
 
 def with_given_statistics(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
-    """Traffic of a batch norm with ReLU at inference: one pass each way."""
+    """Traffic of a batch norm with ReLU at inference: one pass forward, one backward."""
     array, mask = math.prod(shapes[0]) * itemsize, -(-math.prod(shapes[0]) // 8)
     return Traffic(2 * array, 2 * array + mask, 3 * array + mask)
 
 
 def broadcast_together(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
-    """Traffic of an element-wise op: each operand is read, and each gradient written, in its own
-    shape."""
+    """Traffic of an elementwise op with broadcasting.
+
+    Each operand is read, and each gradient is written, in the shape of the operand.
+    """
     array = math.prod(jnp.broadcast_shapes(*shapes)) * itemsize
     operands = sum(math.prod(shape) for shape in shapes) * itemsize
     return Traffic(operands + array, operands + array, array + 2 * operands)
 
 
 def with_bias_and_mask(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
-    """The same for relu, whose backward reads a bit per element, and no operand."""
+    """The same for ReLU with a bias, whose backward reads one bit per element and no operand."""
     array, bias = (math.prod(shape) * itemsize for shape in shapes)
     mask = math.prod(shapes[0][:-1]) * -(-shapes[0][-1] // 8)
     forward = 2 * array + bias
@@ -226,22 +231,22 @@ def with_bias_and_mask(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
 
 
 def with_parameters(arrays: int, parameters: int) -> Callable[[Shape], tuple[Shape, ...]]:
-    """Arrays of the main shape, and parameters for its last axis."""
+    """Arrays of the main shape, and parameters along its last axis."""
     return lambda shape: (shape,) * arrays + (shape[-1:],) * parameters
 
 
 def of_channels(parameters: int, axis: int, residual: bool = False) -> Callable:
-    """An array, parameters for the channels along an axis of it, and perhaps a residual."""
+    """An array, parameters along its channel axis, and an optional residual."""
     return lambda shape: (shape, *((shape[axis],),) * parameters, *(shape,) * residual)
 
 
 def mask_of_keys(shape: Shape) -> tuple[Shape, ...]:
-    """Scores of attention, and a mask that says which keys there are: (B, 1, 1, L)."""
+    """Attention scores, and a mask of the keys: (B, 1, 1, L)."""
     return shape, (shape[0], 1, 1, shape[-1])
 
 
 def mask_of_pairs(shape: Shape) -> tuple[Shape, ...]:
-    """Scores of attention, and a mask of queries and keys, the same for all heads: (B, 1, L, L)."""
+    """Attention scores, and a mask of queries and keys, the same for all heads: (B, 1, L, L)."""
     return shape, (shape[0], 1, *shape[-2:])
 
 
@@ -256,7 +261,7 @@ def _wide(x):
 
 
 def plain_layer_norm(x, scale, bias):
-    """In float32, as models write it."""
+    """Layer norm in float32, as models write it."""
     wide = _wide(x)
     centred = wide - wide.mean(-1, keepdims=True)
     rstd = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + 1e-6)
@@ -285,16 +290,16 @@ def torch_rms_norm(x, scale):
 
 
 def batch_norm(x, scale, bias, residual=None, **options):
-    """The normalised array alone: what moving averages are made of gets no gradient."""
+    """Only the normalized array: the batch statistics get no gradient."""
     return fo.batch_norm(x, scale, bias, residual=residual, **options)[0]
 
 
 def plain_batch_norm(x, scale, bias, residual=None, *, axis, activation=None, two_passes=False):
-    """As flax's BatchNorm does by default, and fastest for XLA: in float32, the variance as
-    ``E[x^2] - E[x]^2``, which takes one pass over ``x``, clipped at 0.
+    """Batch norm as in Flax by default, in float32. It is the fastest form for XLA.
 
-    That loses digits where the mean is large beside the deviation. Ours does not: it is as exact as
-    with ``two_passes``, for which XLA would have to read ``x`` once more.
+    The variance is ``E[x^2] - E[x]^2``, clipped at 0, which takes one pass over ``x``. It loses
+    digits where the mean is large relative to the deviation. The kernel does not: it is as exact as
+    this function with ``two_passes``, with which XLA reads ``x`` once more.
     """
     wide, others = _wide(x), _other_axes(x, axis)
     mean = wide.mean(others)
@@ -309,7 +314,7 @@ def plain_batch_norm(x, scale, bias, residual=None, *, axis, activation=None, tw
 def plain_batch_norm_inference(
     x, mean, var, scale, bias, residual=None, *, axis, activation=None, eps=1e-5
 ):
-    """In float32, rounded once."""
+    """Batch norm with given statistics, in float32, rounded once."""
     others = _other_axes(x, axis)
     mean, factor, bias = (
         jnp.expand_dims(values, others) for values in (mean, jax.lax.rsqrt(var + eps) * scale, bias)
@@ -324,7 +329,7 @@ def _other_axes(x, axis: int) -> tuple[int, ...]:
 
 
 def torch_batch_norm(x, scale, bias, residual=None, *, axis, activation=None):
-    """PyTorch's channels are axis 1; an array whose last axis they are is one in channels_last."""
+    """PyTorch's channels are axis 1; with ``axis=-1`` its array is in channels_last format."""
     from torch.nn import functional
 
     given = (x.movedim(axis, 1), None, None, scale, bias)
@@ -335,7 +340,7 @@ def torch_batch_norm(x, scale, bias, residual=None, *, axis, activation=None):
 
 @jax.custom_vjp
 def relu_keeping_result(x):
-    """As frameworks do that have no bits: the gradient is masked by the result, ``y > 0``."""
+    """ReLU as in frameworks without bitmasks: the gradient is masked by the result, ``y > 0``."""
     return jax.nn.relu(x)
 
 
@@ -373,7 +378,7 @@ def torch_bias_act(x, bias, activation):
 
 
 def plain_window_sum(x, radius, axis=-1, padding="VALID"):
-    """In float32, as one writes it in JAX."""
+    """Window sum in float32, as users write it in JAX."""
     window = [2 * radius + 1 if d == axis % x.ndim else 1 for d in range(x.ndim)]
     wide = _wide(x)
     zero = wide.dtype.type(0)
@@ -382,7 +387,7 @@ def plain_window_sum(x, radius, axis=-1, padding="VALID"):
 
 
 def torch_window_sum(x, radius, axis=-1, padding="VALID"):
-    """By pooling, which divides by the length of the window."""
+    """Window sum by average pooling, which divides by the length of the window."""
     import torch
 
     lines = x.movedim(axis, -1)
@@ -407,7 +412,7 @@ def split_by_reshape(x, bias=None, *, num_heads: int):
 
 
 def split_qkv_by_reshape(qkv, bias=None, *, num_heads: int):
-    """The same three times."""
+    """Features of q, k and v into heads, with the bias."""
     b, s, _ = qkv.shape
     qkv = qkv if bias is None else qkv + bias
     parts = qkv.reshape(b, s, 3, num_heads, -1)
@@ -415,7 +420,7 @@ def split_qkv_by_reshape(qkv, bias=None, *, num_heads: int):
 
 
 def torch_split_qkv(qkv, bias=None, *, num_heads: int):
-    """One copy, of which q, k and v are views."""
+    """One copy; q, k and v are views of it."""
     b, s, _ = qkv.shape
     qkv = qkv if bias is None else qkv + bias
     return qkv.view(b, s, 3, num_heads, -1).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
@@ -428,7 +433,7 @@ def torch_split(x, bias=None, *, num_heads: int):
 
 
 def _transposes_of_size(elements: int) -> tuple[Layout, ...]:
-    """A matrix, small matrices of a batch, a reversal, and rows that stay whole."""
+    """A matrix, a batch of small matrices, a reversal, and rows that stay whole."""
     side = 2 ** (elements.bit_length() // 2)
     channels = 64 if elements >= 2**16 else 16
     heads = (16, 64) if elements >= 2**16 else (4, 16)  # how many, and their size
@@ -450,14 +455,15 @@ def _transposes_of_size(elements: int) -> tuple[Layout, ...]:
 
 
 def _row_of(axes: tuple[int, ...]) -> str:
-    """Rows that stay whole have a row of their own in the `auto` table."""
+    """Transpositions in which rows stay whole have a separate row of the `auto` table."""
     return "transpose_rows" if axes[-1] == len(axes) - 1 else "transpose"
 
 
 def _splits_of_size(parts: int) -> Callable[[int], tuple[Layout, ...]]:
-    """With a bias; and without, where that is not a transposition, which has its own rows.
+    """With a bias, and for three parts also without: with one part that is a transposition.
 
-    The shapes have 3/4 (with one part, all) of the elements they stand for: 3 is no power of 2.
+    With three parts the shapes have 3/4 of the elements that they represent, because 3 is no power
+    of 2.
     """
 
     def layouts(elements: int) -> tuple[Layout, ...]:
@@ -528,7 +534,7 @@ SOFTMAXES = (
 
 
 def _softmaxes_of_size(elements: int) -> tuple[Layout, ...]:
-    """Rows of a model's width and of a short sequence's, masks, and an axis in the middle."""
+    """Rows of a model's width and of a short sequence, a mask, a middle axis, and long rows."""
     rows = max(1, elements // 1024)
     heads = max(1, elements // (128 * 128))
     length = min(128, math.isqrt(elements))
@@ -574,7 +580,7 @@ NORMS = (
 
 
 def _row_of_rows(name: str) -> Callable[[Layout], str]:
-    """Long rows have a row of their own in the `auto` table."""
+    """Long rows have a separate row of the `auto` table."""
     return lambda layout: fo._implementation.by_row_length(name, layout.gpu)
 
 
@@ -604,7 +610,7 @@ def _row_all_column(shape: Shape) -> tuple[Shape, ...]:
 
 
 def _alternating(shape: Shape) -> tuple[Shape, ...]:
-    """Start and end each have every other dimension."""
+    """Start has every even dimension, end every odd one; the others have size 1."""
     even = tuple(size if d % 2 == 0 else 1 for d, size in enumerate(shape))
     odd = tuple(size if d % 2 else 1 for d, size in enumerate(shape))
     return even, odd, shape
@@ -644,12 +650,12 @@ def _lerps_of_size(elements: int) -> tuple[Layout, ...]:
 
 
 def _crossed(elements: int) -> tuple[Shape, ...]:
-    """The same, of three dimensions, where there are as many elements."""
+    """The shapes of ``_rows_of`` in three dimensions, where they have enough rows."""
     return tuple((rows // 64, 64, n) for rows, n in _rows_of(elements) if rows >= 128)
 
 
 def _rows_of(elements: int) -> tuple[Shape, ...]:
-    """So many elements in whole rows, in rows that are no multiple of 16 bytes, in short ones."""
+    """Shapes of about ``elements``: long rows, rows not a multiple of 16 bytes, short rows."""
     lengths = (min(n, elements - odd) for n, odd in ((1024, 0), (1001, 1), (64, 0)))
     return tuple((max(1, elements // n), n) for n in lengths)
 
@@ -703,7 +709,7 @@ def _bias_of_sequence(shape: Shape) -> tuple[Shape, ...]:
 
 
 def _window(radius: int, axis: int) -> dict:
-    """Around each element: the derivative is the same sum."""
+    """Options of a window around each element, of which the derivative is the same sum."""
     return {"radius": radius, "axis": axis, "padding": "SAME"}
 
 
@@ -719,7 +725,7 @@ WINDOWS = (
     Layout("axis 0, odd, radius 16", (16381, 4097), (16381, 257), options=_window(16, 0)),
 )
 
-# What is cut off at the ends is a thousandth of an array, and counted as if it were there.
+# The ends that the result lacks are a thousandth of the array. They are counted as if present.
 VALID_WINDOWS = tuple(
     Layout(label, gpu, cpu, options={"radius": 16, "axis": axis, "padding": "VALID"})
     for label, gpu, cpu, axis in (
@@ -730,7 +736,7 @@ VALID_WINDOWS = tuple(
 
 
 def _windows_of_size(elements: int) -> tuple[Layout, ...]:
-    """Short windows, which XLA is fast at, and others; along rows and along columns."""
+    """Short windows, for which XLA is fast, and longer ones; along rows and along columns."""
     n = min(1024, elements)
     return tuple(
         Layout(f"axis {axis}, radius {r} {elements}", shape, shape, DTYPES, _window(r, axis))
@@ -755,7 +761,7 @@ def _batches(name: str, gpu: Shape, cpu: Shape, residual: bool = False) -> tuple
     return layout("NHWC", -1, gpu, cpu), layout("NCHW", 1, *first)
 
 
-# ResNet's; the last is the source's.
+# Shapes of ResNet, of the op's source (112x112x32), and odd numbers of channels.
 BATCHES = (
     ("56x56x64", (128, 56, 56, 64), (16, 56, 56, 64)),
     ("28x28x128", (128, 28, 28, 128), (32, 28, 28, 128)),
@@ -771,8 +777,10 @@ def _row_of_batches(name: str) -> Callable[[Layout], str]:
 
 
 def _batches_of_size(elements: int) -> tuple[Layout, ...]:
-    """Channels last and first, rows, and channels that are no multiple of a vector; with a ReLU
-    or without, and with a residual."""
+    """Channels last, channels first, rows with a residual, and an odd number of channels.
+
+    All but the last have a ReLU.
+    """
     side, c = (16 if elements >= 2**16 else 4), 64
     n = elements // (side * side * c)
     layouts = (
@@ -794,12 +802,12 @@ def _batches_of_size(elements: int) -> tuple[Layout, ...]:
     )
 
 
-# Variances are drawn like all operands: some are negative, but not as far as this.
+# Variances are drawn like all operands, so some are negative. This epsilon makes all sums positive.
 INFERENCE = {"axis": -1, "activation": "relu", "eps": 9.0}
 
 
 def _inferences_of_size(elements: int) -> tuple[Layout, ...]:
-    """The same shapes, all with a ReLU and without a residual."""
+    """The shapes of ``_batches_of_size``, all with a ReLU and without a residual."""
     return tuple(
         replace(layout, options=INFERENCE | {"axis": axis}, operands=of_channels(4, axis))
         for layout in _batches_of_size(elements)
@@ -835,7 +843,7 @@ OPS = (
         fuses=True,
     ),
     Op(
-        name="relu_from_result",  # what a mask of bits gains over one made of the result
+        name="relu_from_result",  # what a bitmask gains over a mask from the result
         family="relu",
         kernel_of="relu",
         ours=fo.relu,
@@ -1089,7 +1097,7 @@ OPS = (
 
 
 def select_ops(names: list[str] | None = None) -> tuple[Op, ...]:
-    """The ops of these names or families (``None``: all)."""
+    """The ops with these names or in these families (``None``: all)."""
     known = [op.name for op in OPS]
     families = list(dict.fromkeys(op.family for op in OPS))
     if unknown := set(names or ()) - {*known, *families}:

@@ -1,4 +1,4 @@
-"""What the numbers were measured on: hardware and versions."""
+"""The hardware and the versions that numbers were measured on."""
 
 import os
 import platform
@@ -34,7 +34,7 @@ def hardware() -> dict:
 
 
 def versions(*more: str) -> dict:
-    """Of Python, JAX, this package, what ``more`` names and the CUDA that JAX was built with."""
+    """Versions of Python, JAX, this package, ``more``, and of the CUDA that JAX was built with."""
     cuda = re.search(r"cuda (\d+)", jax.devices()[0].client.platform_version)
     return {
         "python": platform.python_version(),
@@ -44,7 +44,7 @@ def versions(*more: str) -> dict:
 
 
 def slug(results: dict) -> str:
-    """A file name for results: the device's, and for a CPU its cores, which set its speed."""
+    """The device as a part of a file name; for a CPU with the number of its cores."""
     name = results["hardware"]["device"]
     if results["hardware"]["platform"] == "cpu":
         name += f" {results['hardware']['cores']} cores"
@@ -52,7 +52,7 @@ def slug(results: dict) -> str:
 
 
 def cpu_model() -> str:
-    """As the kernel names it, where it does."""
+    """The CPU's name from /proc/cpuinfo, or the platform's if there is none."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
     return found[1].strip() if found else platform.processor() or platform.machine()
@@ -74,7 +74,7 @@ def _driver() -> str | None:
 
 
 def _cores() -> int:
-    """Cores this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,9 +1,9 @@
 """Are the kernels replayed from a CUDA graph? ``python -m benchmarks.graph_chain``
 
-A chain of 50 small relu layers, forward and backward, in one jitted program, once with XLA's
-command buffers (CUDA graphs) and once without. Each runs in a process of its own, because XLA reads
-its flags once. XLA's dump says which custom calls were captured: a call inside a command buffer is
-replayed with the graph, one outside is launched from the host every time.
+Measures a chain of 50 small ReLU layers, forward and backward, in one jitted program, with XLA's
+command buffers (CUDA graphs) and without. Each variant runs in a separate process, because XLA
+reads its flags once. XLA's dump shows which custom calls were captured: a call inside a command
+buffer is replayed with the graph, and a call outside is launched from the host every time.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.report import write
 
 LAYERS, SHAPE = 50, (256, 1024)
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="
@@ -40,15 +41,14 @@ def main() -> None:
         return
     results = {name: variant(*of, options.repeats) for name, of in VARIANTS.items()}
     show(results)
-    options.out.mkdir(parents=True, exist_ok=True)
     first = next(iter(results.values()))
     path = options.out / f"graph-chain-{first['slug']}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    write(path, results)
     print(f"wrote {path}")
 
 
 def show(results: dict) -> None:
-    """Print a line for each variant: µs per call, and the kernels by where they are launched."""
+    """Print a line for each variant: µs per call, and where its custom calls are launched."""
     first = next(iter(results.values()))
     print(
         f"{LAYERS} layers of {SHAPE}, forward and backward, {first['device']}, jax {first['jax']}"
@@ -61,7 +61,7 @@ def show(results: dict) -> None:
 
 
 def variant(implementation: str, flags: str, repeats: int) -> dict:
-    """Time one variant in a process of its own; its times in µs and its counts of custom calls."""
+    """Measure one variant in a separate process: times in µs, and counts of custom calls."""
     command = [sys.executable, "-m", "benchmarks.graph_chain", f"--implementation={implementation}"]
     with tempfile.TemporaryDirectory() as dump:
         given = os.environ.get("XLA_FLAGS", "")
@@ -118,7 +118,7 @@ def measure(implementation: str, repeats: int) -> dict:
 def captured(dump: Path) -> dict:
     """Count custom calls, those inside command buffers, and command buffers, in XLA's dump.
 
-    Newer versions of XLA form command buffers of thunks and list these; older ones form them in
+    Newer versions of XLA form command buffers from thunks and list those. Older ones form them in
     the HLO module.
     """
     thunks = _longest(dump, "*loss*thunk_sequence_after_thunk_passes*.txt")
@@ -133,7 +133,7 @@ def captured(dump: Path) -> dict:
 def count_thunks(text: str) -> dict:
     """The counts in a list of thunks: lines of "<index>: <kind> ...", indented where nested."""
     total = inside = buffers = 0
-    depth = None  # indentation of the command buffer that the line before was in
+    depth = None  # indentation of the command buffer that holds the line before
     for line in text.splitlines():
         found = re.match(r"(\s*)\d+: (k\w+)", line)
         if not found:
@@ -173,7 +173,7 @@ def _counts(total: int, inside: int, buffers: int) -> dict:
 
 
 def _longest(folder: Path, pattern: str) -> str:
-    """The longest file's text: the chain is the largest program of the process."""
+    """The text of the longest file, since the chain is the largest program of the process."""
     paths = sorted(folder.glob(pattern), key=lambda path: path.stat().st_size)
     return paths[-1].read_text() if paths else ""
 

@@ -1,12 +1,12 @@
-"""Timing. Programs take turns, round by round, each from a cold cache; the median counts.
+"""Timing. In each round every program runs once, from a cold cache. The median is the result.
 
-Three clocks, all in seconds per call:
+There are three clocks, all in seconds per call:
 
-``profiler``  the time of a call's kernels on the GPU, from JAX's profiler. Host time between
-              launches is not in it, so short kernels are measured as well as long ones.
-``chain``     for a GPU that cannot be profiled: many calls in one program, barriers between.
-``wall``      host time of a blocking call: what a CPU is measured with. Programs that move less
-              than 1 MiB are timed over ten warm calls: what they cost is the call itself.
+``profiler``  the time of a call's kernels on the GPU, from JAX's profiler. It excludes host time
+              between launches, so short kernels are measured as well as long ones.
+``chain``     for a GPU that cannot be profiled: many calls in one program with barriers between.
+``wall``      host time of a blocking call, for a CPU. Programs that move less than 1 MiB are timed
+              over ten warm calls, because their cost is that of the call.
 """
 
 import random
@@ -25,12 +25,13 @@ import jax.numpy as jnp
 from benchmarks import profile
 from benchmarks.programs import Program
 
-# What is timed is a `programs.Program`, or a `pytorch.Program` with the same members, whose calls
-# wait for their results.
+# A timed program is a `programs.Program`, or a `pytorch.Program`, which has the same members and
+# whose calls wait for their results.
 
 MIB = 2**20
 FLUSH = "flush_cache"
-SMALL = MIB  # bytes; what a core's own cache holds, and the op before would have left there
+# Bytes. In a real program the op before would have left so few in the core's private cache.
+SMALL = MIB
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ Clock = Callable[[Sequence[Program], int], list[Timing]]
 
 
 def clock(name: str = "auto") -> tuple[str, Clock]:
-    """The clock of this name; "auto" takes the profiler where it sees a GPU."""
+    """The name of a clock and the clock; "auto" is the profiler if it can see a GPU."""
     on_gpu = jax.devices()[0].platform == "gpu"
     if name == "auto" and on_gpu:
         name = "profiler" if _profiler_works() else "chain"
@@ -81,7 +82,7 @@ def clock(name: str = "auto") -> tuple[str, Clock]:
 
 
 def wall(programs: Sequence[Program], rounds: int) -> list[Timing]:
-    """Host time of blocking calls."""
+    """Measure the host time of blocking calls."""
     for program in programs:
         jax.block_until_ready(program())
     samples: list[list[float]] = [[] for _ in programs]
@@ -105,7 +106,7 @@ def _wall_sample(program: Program) -> float:
 
 
 def profiled(programs: Sequence[Program], rounds: int) -> list[Timing]:
-    """Time of the kernels between one flush of the cache and the next."""
+    """Measure the time of the kernels between one flush of the cache and the next."""
     for program in [*programs, flush]:
         jax.block_until_ready(program())
     turns = _turns(len(programs), rounds)
@@ -114,12 +115,12 @@ def profiled(programs: Sequence[Program], rounds: int) -> list[Timing]:
     def work():
         for index in turns:
             flushed = flush()
-            if mixed:  # another framework's streams do not wait for JAX's; treat all alike
+            if mixed:  # PyTorch's streams do not wait for JAX's; treat all programs alike
                 jax.block_until_ready(flushed)
             last = programs[index]()
         jax.block_until_ready(last)
 
-    for _ in range(2):  # a profile may lose events, when its buffers are first made
+    for _ in range(2):  # the first profile may lose events while its buffers are allocated
         calls = between_flushes(profile.kernels(work))
         if len(calls) == len(turns):
             return _by_program(calls, turns, len(programs))
@@ -130,7 +131,7 @@ def profiled(programs: Sequence[Program], rounds: int) -> list[Timing]:
 
 
 def between_flushes(kernels: Sequence[profile.Kernel]) -> list[list[profile.Kernel]]:
-    """Group kernels by call: every call comes after a flush, whose name its labels hold."""
+    """Group kernels by call. Every call comes after a flush, which is named in its labels."""
     calls: list[list[profile.Kernel]] = []
     flushing = False
     for kernel in kernels:
@@ -160,7 +161,7 @@ def _by_program(calls, turns: Sequence[int], count: int) -> list[Timing]:
 
 
 def busy(call) -> float:
-    """Nanoseconds in which any kernel of a call runs: one may begin while another ends."""
+    """Nanoseconds in which at least one kernel of a call runs; kernels may overlap."""
     total, until = 0.0, 0.0
     for kernel in sorted(call, key=lambda kernel: kernel.start):
         end = kernel.start + kernel.duration
@@ -170,9 +171,9 @@ def busy(call) -> float:
 
 
 def chain(programs: Sequence[Program], rounds: int, length: int = 16) -> list[Timing]:
-    """Host time of programs that make ``length`` calls each, divided by it.
+    """Measure the host time of programs of ``length`` calls each, divided by ``length``.
 
-    The cache is not flushed between the calls of one chain, so small cases find it warm.
+    The cache is not flushed between the calls of a chain, so it is warm for small cases.
     """
     chains, lengths = [], []
     for program in programs:
@@ -187,16 +188,16 @@ def chain(programs: Sequence[Program], rounds: int, length: int = 16) -> list[Ti
 
 
 def _turns(count: int, rounds: int) -> list[int]:
-    """Whose turn it is: every program once a round, in an order drawn anew each round.
+    """Indices of the programs in the order of their calls: a random order in each round.
 
-    A program pays for what the one before it left in the caches, so no two may always meet.
+    A program pays for what the one before it left in the caches, so the order must vary.
     """
     shuffle = random.Random(0).sample
     return [index for _ in range(rounds) for index in shuffle(range(count), count)]
 
 
 def flush():
-    """Read a buffer larger than the last-level cache, leaving nothing else in it."""
+    """Read a buffer larger than the last-level cache, which evicts everything else."""
     program, buffer = _flusher()
     return program(buffer)
 
@@ -212,14 +213,14 @@ def _flusher():
 
 
 def flush_bytes() -> int:
-    """Twice the CPU's last-level cache; on a GPU, twice what the largest has today."""
+    """Twice the last-level cache of the CPU; on a GPU, twice the largest L2 of today's GPUs."""
     if jax.devices()[0].platform == "gpu":
         return 256 * MIB
     return min(max(2 * last_level_cache(), 64 * MIB), 512 * MIB)
 
 
 def last_level_cache() -> int:
-    """Bytes of the first CPU's last cache level (32 MiB where the system does not say)."""
+    """Bytes of the last-level cache of the first CPU (32 MiB if the system does not tell)."""
     sizes = [
         p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size")
     ]
@@ -233,7 +234,7 @@ def _profiler_works() -> bool:
 
 
 def copy_program() -> Program:
-    """The floor's streaming copy: every element read, changed and written once."""
+    """The streaming copy of the floor: reads, changes and writes every element once."""
     size = 512 * MIB if jax.devices()[0].platform == "gpu" else 2 * flush_bytes()
     return Program("copy", lambda x: [x + 1], [jnp.ones(size // 4, jnp.float32)])
 
@@ -250,8 +251,8 @@ FREE = {
 
 
 def launches(program: Program) -> int:
-    """How many kernels, library calls and copies a compiled module's entry computation runs; 0 for
-    a program that is not XLA's.
+    """The number of kernels, library calls and copies in the entry computation of a compiled
+    module; 0 for a program of PyTorch.
     """
     if not isinstance(program, Program):
         return 0
@@ -261,10 +262,11 @@ def launches(program: Program) -> int:
 
 
 def opcode(line: str) -> str | None:
+    """The opcode of an instruction in a line of HLO text, or None."""
     _, equals, rest = line.partition(" = ")
     if not equals:
         return None
-    if rest.startswith("("):  # a tuple's type, which holds parentheses of its own
+    if rest.startswith("("):  # a tuple type, which may have nested parentheses
         depth, end = 0, 0
         for end, char in enumerate(rest):  # noqa: B007
             depth += (char == "(") - (char == ")")

@@ -1,17 +1,17 @@
 """What does a transposition cost inside a block? ``python -m benchmarks.neighbours``
 
-Alone, a kernel that moves data at the speed of a copy wins. Inside a jitted block XLA may do
-without the move: a matrix product reads its operand in either order, an elementwise neighbour is
-fused into the transposition. A custom call is a barrier to both. Each block is measured four ways:
+Measured by itself, a kernel that moves data at the speed of a copy wins. Inside a jitted block XLA
+may avoid the move: a matrix product reads its operand in either order, and an elementwise neighbor
+is fused into the transposition. A custom call prevents both. Each block is measured in four ways:
 
-``native``   with this package's kernels
-``auto``     with what the package chooses
-``xla``      with the references, which XLA sees through
-``without``  with a reshape to the same shape in place of the transposition, which moves nothing:
-             what the rest of the block costs
+``native``   with the kernels of this package
+``auto``     with the choice of this package
+``xla``      with the references, which XLA can fuse
+``without``  with a reshape to the same shape in place of the transposition. It moves nothing, so
+             this is the cost of the rest of the block
 
-``auto`` should leave to XLA what ``native`` does not win here. The number of kernels says whether
-XLA did without the move.
+``auto`` should use the reference wherever ``native`` does not win here. The number of kernels shows
+whether XLA avoided the move.
 """
 
 import argparse
@@ -33,7 +33,7 @@ WAYS = ("native", "auto", "xla", "without")
 
 @dataclass(frozen=True)
 class Block:
-    """A function of a transposition (like ``fo.transpose``) and of arrays, and their shapes."""
+    """A function of a transposition (such as ``fo.transpose``) and of arrays, with their shapes."""
 
     name: str
     function: Callable
@@ -48,7 +48,7 @@ class Block:
 
 
 def reshaped(x, axes):
-    """An array of the transposition's shape, for nothing."""
+    """An array of the transposition's shape, without a move."""
     return x.reshape([x.shape[axis] for axis in axes])
 
 
@@ -65,7 +65,7 @@ def batched_product(move, x, y):
 
 
 def attention(move, x, w, bias, out):
-    """BERT-base's: 12 heads of 64."""
+    """The attention of BERT-base: 12 heads of 64."""
     del move
     q, k, v = fo.split_qkv_heads(x @ w, bias, num_heads=12)
     scores = jnp.einsum("bhqd,bhkd->bhqk", q, k) * 0.125
@@ -86,7 +86,7 @@ def around(axes: tuple[int, ...]) -> Callable:
 
 
 def normalized(move, x, scale):
-    """Rows that have come from another axis: mean and variance over the last."""
+    """Mean and variance over the last axis, of rows that were along another axis."""
     y = move(x, (1, 0, 2)).astype(jnp.float32)
     centred = y - y.mean(-1, keepdims=True)
     variance = (centred * centred).mean(-1, keepdims=True)
@@ -167,7 +167,7 @@ def parse() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, scale: str, timer: measure.Clock) -> Iterator[dict]:
-    """Measure the blocks one by one, with a printed line for each phase."""
+    """Measure the blocks one by one, and print a line for each phase."""
     print(f"{'µs (kernels)':<36}{'phase':<9}" + "".join(f"{way:>15}" for way in WAYS), flush=True)
     for block in (b for b in BLOCKS if options.filter in b.name):
         for dtype in (d for d in block.dtypes if not options.dtypes or d in options.dtypes):
@@ -187,9 +187,9 @@ def line(found: dict, phase: str) -> str:
 
 
 def measured(block: Block, dtype: str, scale: str, timer: measure.Clock, rounds: int) -> dict:
-    """Times and kernels of one block, each way."""
+    """Times and numbers of kernels of one block, in each way."""
     args = [random(i, shape, dtype) for i, shape in enumerate(block.shapes(scale))]
-    # Weights of a size that keeps results of the size of the operands.
+    # Scale the weights, so that results are as large as the operands.
     args = [a if i == 0 else a * a.shape[0] ** -0.5 for i, a in enumerate(args)]
     differentiated = tuple(range(len(args)))
     data = operands_of(lambda *a: block.function(reshaped, *a), args, "step" in block.phases)

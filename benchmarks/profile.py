@@ -12,18 +12,18 @@ import jax
 
 @dataclass(frozen=True)
 class Kernel:
-    """One piece of work on a GPU stream (kernel, copy or memset); times in nanoseconds."""
+    """One entry of a GPU stream (kernel, copy or memset); times in nanoseconds."""
 
     start: float
     duration: float
     name: str
-    labels: str  # whatever else the profile says: HLO module, operation, JAX function
+    labels: str  # the rest of the profile's entry: HLO module, operation, JAX function
 
 
 def kernels(work: Callable[[], None]) -> list[Kernel]:
-    """Run ``work`` under the profiler: what ran on the first GPU, by start time.
+    """Run ``work`` under the profiler, and return what ran on the first GPU, by start time.
 
-    Empty where the profile shows no GPU (a CPU; or no access to the device's counters).
+    Empty if the profile shows no GPU (on a CPU, or without access to the device's counters).
     """
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder, profiler_options=_options())
@@ -57,14 +57,14 @@ def _from_xplane(path: Path) -> Iterator[Kernel]:
             continue
         for line in plane.lines:
             if not line.name.startswith("Stream"):
-                continue  # the other lines repeat the streams' events, by module or by op
+                continue  # other lines repeat the events of the streams, by module or by op
             for event in line.events:
                 labels = _labels(value for _, value in event.stats)
                 yield Kernel(event.start_ns, event.duration_ns, event.name, labels)
 
 
 def from_trace(trace: dict) -> Iterator[Kernel]:
-    """The same from the trace viewer's JSON, whose times are in microseconds."""
+    """The GPU work in the JSON of the trace viewer, whose times are in microseconds."""
     events = trace.get("traceEvents", [])
     named = [e for e in events if e.get("ph") == "M" and "name" in e.get("args", {})]
     gpus = {e["pid"] for e in named if str(e["args"]["name"]).startswith("/device:GPU:0")}

@@ -1,20 +1,20 @@
 """The compiled programs that are timed for a case: what each computes and what it returns.
 
 ``forward``         the op, not differentiated
-``forward_saving``  the op, and what its backward keeps
-``backward``        the gradients, from what was kept and the cotangents
-``step``            forward and backward as one program, with an optimisation barrier between
+``forward_saving``  the op and its residuals
+``backward``        the gradients, from the residuals and the cotangents
+``step``            forward and backward as one program, with an optimization barrier between
 
-An op whose derivative is the op itself, and integers, have the first alone.
+For integers, and for an op whose derivative is the op itself, there is only ``forward``.
 
-Three things would spoil such programs, and are dealt with here:
+Three things would falsify the times of such programs. This module avoids them:
 
 - A jitted function that returns one of its inputs, or the same value twice, copies it. Outputs
   that are inputs, repetitions of another output, or constants are left out (``distinct``,
   ``unrepeated``).
-- What XLA could recompute for nothing (a constant) is not handed to the backward as an array.
+- A constant, which XLA can recompute at no cost, is not passed to the backward as an array.
 - Fresh outputs can cost more than the op: on a CPU, the first write to a new page costs several
-  times the write itself. Every program is given its previous outputs to write to (donated).
+  times the write itself. Every program writes to its previous outputs, which are donated.
 """
 
 import collections
@@ -33,14 +33,14 @@ from benchmarks.cases import PHASES, Case
 
 @dataclass
 class Program:
-    """A compiled program with its arguments. A call returns its outputs and overwrites the last."""
+    """A compiled program with its arguments. A call overwrites the outputs of the last one."""
 
     name: str
     function: Callable  # flat arrays in, list of arrays out
     args: list[jax.Array]
 
     def compile(self) -> None:
-        """Compile now, under whatever implementation is being asked for."""
+        """Compile now, under the implementation that is in force."""
         self.compiled  # noqa: B018
 
     @cached_property
@@ -60,7 +60,7 @@ class Program:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arguments and outputs."""
+        """Bytes of arguments and outputs."""
         return sum(array.nbytes for array in (*self.args, *self.outputs))
 
     @property
@@ -80,11 +80,11 @@ class Program:
         return self.outputs
 
     def results(self) -> list[jax.Array]:
-        """What a call computes, to be compared."""
+        """The results of a call, for a comparison."""
         return self()
 
     def repeated(self, length: int) -> "Program":
-        """``length`` calls in one program; each starts only when the one before has ended."""
+        """``length`` calls in one program; a call starts when the one before has ended."""
 
         def calls(*args):
             results = []
@@ -110,7 +110,7 @@ class Source:
 
 
 def distinct(function: Callable, args: Sequence) -> tuple[Callable, list[Source]]:
-    """``function`` with its computed outputs alone, and where each of its outputs comes from."""
+    """``function`` with only its computed outputs, and the source of each of its outputs."""
     closed = jax.make_jaxpr(function)(*args)
     sources: list[Source] = []
     for position in range(len(closed.jaxpr.outvars)):
@@ -137,8 +137,8 @@ def _source(jaxpr, position: int, computed: int) -> Source:
 def unrepeated(function: Callable, args: Sequence) -> Callable:
     """``function`` without the outputs that its lowered program returns a second time.
 
-    Gradients that are one array (of both terms of a sum, say) go to their consumers without a copy
-    in a real program; a program that returned both would copy.
+    Gradients may be the same array, such as those of the terms of a sum. In a real program they
+    reach their consumers without a copy. A program that returned both would copy.
     """
 
     def program(*flat):  # a new function: a trace of the old one may be cached
@@ -153,7 +153,7 @@ def unrepeated(function: Callable, args: Sequence) -> Callable:
     return lean
 
 
-# Operations that give the same array for the same operands, one to a line of a lowered program.
+# Operations that return the same array for the same operands; each is one line of the program.
 _PURE = re.compile(r"(call|stablehlo\.(reshape|slice|convert|transpose|pad|broadcast_in_dim)) ")
 
 
@@ -177,7 +177,7 @@ def _renamed(text: str, canonical: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Operands:
-    """A case's arrays, shared by everything that is timed on it."""
+    """The arrays of a case, shared by all of its contenders."""
 
     args: list[jax.Array]
     cotangents: list[jax.Array]
@@ -185,7 +185,7 @@ class Operands:
 
 
 def operands(case: Case) -> Operands:
-    """Random operands of ``case``, and cotangents if it is differentiated."""
+    """Random operands of ``case``, and cotangents if the case is differentiated."""
     kinds = zip(case.shapes, case.operand_dtypes, strict=True)
     args = [random(i, shape, dtype) for i, (shape, dtype) in enumerate(kinds)]
     function = partial(case.op.reference, **case.layout.options)
@@ -201,8 +201,10 @@ def operands_of(function: Callable, args: list[jax.Array], differentiated: bool)
 
 
 def random(seed: int, shape, dtype) -> jax.Array:
-    """Normally distributed; integers are a hash of their position, made without temporaries, which
-    for arrays of gigabytes would not fit; seven of eight booleans are True.
+    """A random array: floats are normally distributed, and seven of eight booleans are True.
+
+    Integers are a hash of their position, which needs no temporaries: for arrays of gigabytes these
+    would not fit.
     """
     if dtype == "bool":
         return jax.random.bernoulli(jax.random.key(seed), 0.875, shape)
@@ -215,14 +217,14 @@ def random(seed: int, shape, dtype) -> jax.Array:
 def _hashed(seed, shape, dtype) -> jax.Array:
     place = jnp.full((), seed, jnp.uint32)
     for axis in range(len(shape)):
-        step = jnp.uint32(2654435761 + 2 * axis)  # odd, and not the same for two axes
+        step = jnp.uint32(2654435761 + 2 * axis)  # odd, and different for each axis
         place = (place + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)) * step
     return (place >> 24).astype(dtype)
 
 
 @dataclass
 class Contender:
-    """One implementation of a case: its programs by phase, and what it keeps for the backward."""
+    """One implementation of a case: its programs by phase, and the bytes of its residuals."""
 
     programs: dict[str, Program] = field(default_factory=dict)
     saved: dict[str, int] | None = None  # bytes, see `_saved_bytes`
@@ -269,7 +271,7 @@ class _Pullback:
         self.function, self.positions, self.treedef = function, positions, treedef
 
     def vjp(self, args):
-        """The results' leaves and the pullback, whose own leaves are what it keeps."""
+        """The leaves of the results, and the pullback, whose leaves are the residuals."""
 
         def of_differentiated(*chosen):
             full = list(args)
@@ -285,7 +287,7 @@ class _Pullback:
         return [*results, *jax.tree.leaves(pullback)]
 
     def backward(self, sources: list[Source], inputs: int, kept: int) -> Callable:
-        """Of (inputs, computed outputs of forward_saving, cotangents): the gradients."""
+        """A function of (inputs, computed outputs of forward_saving, cotangents): the gradients."""
 
         def gradients(*flat):
             args, saved, cts = flat[:inputs], flat[inputs : inputs + kept], flat[inputs + kept :]
@@ -309,7 +311,7 @@ class _Pullback:
         return jax.tree.leaves(pullback(jax.tree.unflatten(self.treedef, cts)))
 
     def constant_bytes(self, sources: list[Source], args) -> int:
-        """Bytes of the kept arrays that depend on no operand, which no compiled program keeps."""
+        """Bytes of residuals that depend on no operand; a compiled program does not keep them."""
         outputs = jax.eval_shape(self.forward_saving, *args)
         pairs = zip(sources, outputs, strict=True)
         return sum(o.size * o.dtype.itemsize for s, o in pairs if s.kind == "constant")
@@ -326,8 +328,8 @@ def _lookup(sources: list[Source], position: int, args, saved):
 
 
 def _saved_bytes(sources: list[Source], results: int, args, kept) -> dict[str, int]:
-    """Bytes alive between forward and backward, of distinct arrays: in total, and of these the
-    operands and the results themselves, which the caller may hold anyway.
+    """Bytes of distinct arrays that live from forward to backward: in total, and the parts that are
+    operands and results, which the caller may hold anyway.
     """
     inputs = {s.index for s in sources[results:] if s.kind == "input"}
     repeated = {s.index for s in sources[results:] if s.kind == "output" and s.index < results}

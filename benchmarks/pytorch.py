@@ -1,8 +1,8 @@
-"""PyTorch beside JAX: eager and compiled by Inductor (``python -m benchmarks --torch``).
+"""PyTorch, eager and compiled by Inductor, in the same rounds (``python -m benchmarks --torch``).
 
 Both frameworks share a process, the operands (through DLPack, without a copy), the flush of the
-cache, the rounds and the clock: JAX's profiler sees every kernel of the process. JAX must not take
-most of the GPU's memory in advance then: see ``share_gpu``.
+cache, the rounds and the clock: JAX's profiler sees every kernel of the process. JAX must not
+preallocate most of the GPU's memory: see ``share_gpu``.
 """
 
 import importlib.util
@@ -20,16 +20,16 @@ CONTENDERS = ("torch", "torch.compile")
 
 
 def share_gpu() -> None:
-    """Before JAX's first use of the GPU: let it take memory as it is needed, and leave the rest.
+    """Let JAX allocate GPU memory on demand. Must run before JAX first uses the GPU.
 
-    Also compile in this process: Inductor would fork, which a process with JAX's threads must not.
+    Inductor also compiles in this process: it would fork, which is unsafe with JAX's threads.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def unavailable() -> str | None:
-    """Why there can be no columns of PyTorch, if so."""
+    """The reason why PyTorch cannot be measured, or None."""
     if jax.devices()[0].platform != "gpu":
         return "PyTorch is measured on a GPU only"
     if importlib.util.find_spec("torch") is None:
@@ -41,7 +41,7 @@ def unavailable() -> str | None:
 
 @dataclass
 class Program:
-    """Work of PyTorch's, to be timed like a `programs.Program`. A call waits for the GPU."""
+    """A PyTorch function that is timed like a `programs.Program`. A call waits for the GPU."""
 
     name: str
     function: Callable[[], Iterable]  # returns tensors
@@ -50,7 +50,7 @@ class Program:
     temp_bytes: int | None = None
 
     def __post_init__(self):
-        self()  # compiles, where something is compiled, and fails here if anywhere
+        self()  # compiles if needed; an error is raised here
 
     def __call__(self) -> list:
         import torch
@@ -66,26 +66,26 @@ class Program:
         return sum(tensor.nbytes for tensor in self.outputs)
 
     def results(self) -> list[jax.Array]:
-        """What a call computes, as JAX's arrays, each once: a sum's gradient is both operands'."""
+        """The distinct results of a call as JAX arrays; a sum has one gradient for two operands."""
         distinct = {(tensor.data_ptr(), tensor.shape): tensor for tensor in self()}
         return [jax.dlpack.from_dlpack(t.detach().contiguous()) for t in distinct.values()]
 
     def repeated(self, length: int) -> "Program":
-        """``length`` calls, of which the host waits for the last."""
+        """``length`` calls; the host waits for the last."""
         return Program(f"{self.name}_x{length}", self.function, length)
 
 
 def contender(case: Case, name: str, data: Operands, phases: Iterable[str]) -> Contender:
     """The programs of ``case`` in PyTorch; ``name`` is "torch" or "torch.compile".
 
-    There is none that returns what the backward keeps: autograd does not show it.
+    There is no ``forward_saving``: autograd does not show the residuals.
     """
     import torch
 
     function = partial(case.op.torch, **case.layout.options)
     if name == "torch.compile":
-        torch._dynamo.reset()  # else a second shape would be compiled as one of any size
-        torch._functorch.config.donated_buffer = False  # a backward is run many times here
+        torch._dynamo.reset()  # or a second shape is compiled with dynamic sizes
+        torch._functorch.config.donated_buffer = False  # a backward runs many times here
         function = torch.compile(function, dynamic=False)
     args = [torch.from_dlpack(array) for array in data.args]
     cotangents = [torch.from_dlpack(array) for array in data.cotangents]
@@ -122,7 +122,7 @@ def contender(case: Case, name: str, data: Operands, phases: Iterable[str]) -> C
 
 
 def release() -> None:
-    """Give memory that no tensor uses any longer back to the GPU, for JAX's next case."""
+    """Return unused memory to the GPU, for JAX's next case."""
     import torch
 
     torch.cuda.empty_cache()

@@ -46,12 +46,12 @@ def contenders(results: dict) -> list[str]:
 
 
 def _rounded(value):
-    """Floats to three decimals: nanoseconds where the unit is µs."""
+    """Floats with six significant digits."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_rounded(item) for item in value]
-    return round(value, 3) if isinstance(value, float) else value
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def show(results: dict, console: Console) -> None:

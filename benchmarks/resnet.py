@@ -1,23 +1,22 @@
 """What does a ResNet gain from this package? ``python -m benchmarks.resnet``
 
-The whole training step of ResNet-50 (forward, backward, SGD with momentum) on a batch of 128 images
-of 224 x 224 in bfloat16, compiled once for each of:
+Measures the whole training step of ResNet-50 (forward, backward, SGD with momentum) on a batch of
+128 images of 224 x 224 in bfloat16. It is compiled once for each of:
 
-``ours``     with this package's batch norms and max pooling, which is in front of the stem's batch
-             norm, and ``Config.remat``
-``plain``    with ``resnet.PLAIN``, batch norm in jax.numpy and XLA's max pooling
-``without``  as ``plain``, with nothing in place of batch norm but the addition and the ReLU behind
-             it: what the rest of the step costs
+``ours``     with the batch norms and the max pooling of this package, which runs before the stem's
+             batch norm, and with ``Config.remat``
+``plain``    with ``resnet.PLAIN``: batch norm in jax.numpy and XLA's max pooling
+``without``  as ``plain``, but only with the addition and the ReLU that follow batch norm: the cost
+             of the rest of the step
 
 Steps are timed in turns, and their temporary memory is XLA's figure for the compiled program. Then
-ours and plain JAX's are trained for 50 steps on one batch of random images, from the same start.
-Rounding alone makes two such trainings part: how far is shown by two more, plain JAX's on images of
-which each number is moved by its last bit, and plain JAX's in float32.
+``ours`` and ``plain`` are trained for 50 steps on one batch of random images, from the same initial
+state. Rounding makes two such trainings diverge. Two more trainings show how far: ``plain`` on
+images in which each number is changed by its last bit, and ``plain`` in float32.
 """
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
@@ -27,7 +26,7 @@ import numpy as np
 from benchmarks import RESULTS, environment, installed, measure
 from benchmarks.cases import fo
 from benchmarks.programs import Program
-from benchmarks.report import headline
+from benchmarks.report import headline, write
 
 resnet = installed("jax_fastops.models.resnet")
 
@@ -38,7 +37,7 @@ TIMES = ("median_us", "spread_us", "min_us", "wall_us")
 
 
 def nothing(x, scale, bias, *, activation=None, residual=None, fork=False, **options):
-    """In place of ``batch_norm``: what is behind it alone."""
+    """In place of ``batch_norm``: only the addition and the ReLU that follow it."""
     zeros = jnp.zeros(scale.shape, jnp.float32)
     y = x if residual is None else x + residual
     y = jax.nn.relu(y) if activation == "relu" else y
@@ -54,7 +53,7 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A network, and the batch that it is trained on."""
+    """A network, and the size of the batch that it is trained on."""
 
     name: str
     config: resnet.Config
@@ -77,8 +76,7 @@ def main() -> None:
     setting = chosen(options)
     results = run(setting, options)
     path = options.out / f"{options.name}-{environment.slug(results)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    write(path, results)
     print(f"{headline(results)}\nwrote {path}")
 
 
@@ -115,7 +113,7 @@ def chosen(options: argparse.Namespace) -> Setting:
 
 
 def run(setting: Setting, options: argparse.Namespace) -> dict:
-    """Times, memory and loss curves, printed as they come."""
+    """Measure times, memory and loss curves, and print each when it is known."""
     clock, timer = measure.clock(options.clock)
     images, labels = data(setting)
     print(f"{setting.name}, {images.shape}, {setting.config.dtype}")
@@ -156,7 +154,7 @@ def numbers(program: "Step", timing: measure.Timing, wall: measure.Timing) -> di
 
 
 class Step(Program):
-    """A training step as a program on flat arrays: to the new state, and the loss before it."""
+    """A training step on flat arrays. It returns the new state, and the loss of the old one."""
 
     def __init__(self, name: str, setting: Setting, batch_norm, images, labels):
         state = initial(setting)
@@ -171,14 +169,14 @@ class Step(Program):
         super().__init__(f"resnet_{name}", flat, [*leaves, rate, images, labels])
 
     def curve(self, steps: int, images=None) -> list[float]:
-        """The loss of every step of a training."""
+        """The losses of a training, step by step."""
         *state, rate, given, labels = self.args
         images = given if images is None else images
         found = []
         for index in range(steps):
             warm = rate * min(1.0, (index + 1) / WARM_UP)
             outputs = self.compiled(*state, warm, images, labels, *self.outputs)
-            # What is given to be overwritten must not be what is read.
+            # The arrays to overwrite must not be those that the next step reads.
             self.outputs = [jnp.zeros_like(out) for out in outputs]
             *state, loss = outputs
             found.append(loss)
@@ -217,7 +215,7 @@ def data(setting: Setting) -> tuple:
 
 
 def moved(images):
-    """Each number moved by its last bit, up or down."""
+    """Images in which each number is changed by its last bit, up or down."""
     up = jax.random.bernoulli(jax.random.key(2), shape=images.shape)
     return jnp.nextafter(images, jnp.where(up, jnp.inf, -jnp.inf).astype(images.dtype))
 
@@ -236,7 +234,7 @@ def losses(setting: Setting, programs: dict[str, Step], steps: int) -> dict[str,
 
 
 def differences(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Largest and mean difference of the losses of two trainings."""
+    """The largest and the mean difference of the losses, for pairs of trainings."""
     pairs = [
         ("ours", "plain"),
         ("plain, images moved", "plain"),

@@ -1,5 +1,7 @@
-"""Runs cases: our kernel, what `auto` picks, JAX's own functions and, if asked for, PyTorch's, side
-by side, into one dict of results.
+"""Runs cases and collects the results in one dict.
+
+The contenders of a case are the kernel, the choice of `auto`, the functions of JAX and, if asked
+for, those of PyTorch.
 """
 
 import datetime
@@ -16,7 +18,7 @@ from benchmarks import environment, measure, pytorch
 from benchmarks.cases import Case, fo
 from benchmarks.programs import Contender, Operands, Program, contender, operands
 
-CONTENDERS = ("native", "auto", "jax.nn")  # the last: JAX's own, jax.numpy's where there is no nn
+CONTENDERS = ("native", "auto", "jax.nn")  # the last is jax.numpy where jax.nn has no equivalent
 WIDE = ("float64", "complex128")
 
 
@@ -27,7 +29,7 @@ def run(
     on_case: Callable[[int, Case], None] = lambda index, case: None,
     torch: bool = False,
 ) -> dict:
-    """Measure every case: hardware, versions, the copy's bandwidth (B/s) and all raw numbers."""
+    """Measure every case; the result has hardware, versions, the copy's speed and all numbers."""
     clock, timer = measure.clock(clock)
     copy = measure.copy_program()
     measured = []
@@ -52,14 +54,14 @@ def run(
 def run_case(
     case: Case, copy: Program, timer: measure.Clock, rounds: int, torch: bool = False
 ) -> dict:
-    """The raw numbers of one case, and the copy's, which takes its turns among the programs."""
+    """The raw numbers of one case, and of the copy, which takes its turns among the programs."""
     with precision(case.dtype):
         data = operands(case)
         contenders, errors = {}, {}
         for name in CONTENDERS + (pytorch.CONTENDERS if torch and case.op.torch else ()):
             try:
                 contenders[name] = build(case, name, data)
-            except Exception as error:  # a missing kernel must not lose the other cases
+            except Exception as error:  # an error in one contender must not lose the other results
                 errors[name] = f"{type(error).__name__}: {error}"
         if "jax.nn" in contenders:
             errors |= disagreements(contenders, case)
@@ -87,12 +89,12 @@ def run_case(
 
 
 def precision(dtype: str):
-    """64-bit types for the cases that need them, and for no other."""
+    """A context in which 64-bit types are enabled if ``dtype`` needs them."""
     return jax.enable_x64(True) if dtype in WIDE else nullcontext()
 
 
 def build(case: Case, name: str, data: Operands, phases: Iterable[str] | None = None) -> Contender:
-    """The programs of one contender: one of `CONTENDERS`, or of PyTorch's."""
+    """The programs of one contender, from `CONTENDERS` or `pytorch.CONTENDERS`."""
     phases = case.phases if phases is None else phases
     if name in pytorch.CONTENDERS:
         return pytorch.contender(case, name, data, phases)
@@ -111,10 +113,11 @@ def build(case: Case, name: str, data: Operands, phases: Iterable[str] | None = 
 
 
 def disagreements(contenders: dict[str, Contender], case: Case) -> dict[str, str]:
-    """Which contenders compute something else than jax.nn: there a time means nothing.
+    """The contenders whose results differ from those of jax.nn: their times mean nothing.
 
-    The results are compared, and the gradients where there are some: exactly for an op that only
-    moves elements, to some units of rounding else, or to the op's slack.
+    Compares the results, and the gradients if there are some. They must be equal for an op that
+    only moves elements, and otherwise differ by a few units of rounding or by the op's slack at
+    most.
     """
     phases = ("step",) if "step" in case.phases else case.phases
 
@@ -136,7 +139,7 @@ def disagreements(contenders: dict[str, Contender], case: Case) -> dict[str, str
     return found
 
 
-@jax.jit  # as one program, which has no temporaries the size of the operands
+@jax.jit  # one program, without temporaries of the operands' size
 def _equal(ours: jax.Array, theirs: jax.Array) -> jax.Array:
     return jnp.array_equal(ours, theirs)
 
@@ -154,7 +157,7 @@ def _time(
     timer: measure.Clock,
     rounds: int,
 ):
-    """{contender: {phase: numbers}} and the copy's numbers; one phase's turns are side by side."""
+    """{contender: {phase: numbers}}, and the numbers of the copy."""
     keys = [
         (name, phase)
         for phase in phases
@@ -170,9 +173,9 @@ def _time(
 
 
 def add_floors(results: dict) -> None:
-    """Floors (µs), multiples of them and speed-ups over jax.nn, from the raw numbers.
+    """Add floors (µs), multiples of them and speed-ups over jax.nn, from the raw numbers.
 
-    The floor is what the fewest bytes take at the speed of the copy that was timed with the case.
+    The floor is the time of the fewest bytes at the speed of the copy that was timed with the case.
     """
     copy, speeds = results["copy"], []
     for case in results["cases"]:
