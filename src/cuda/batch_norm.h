@@ -1,11 +1,11 @@
-// Batch norm on raw device pointers; batch_norm_shape.h says what is computed.
+// Batch norm on raw device pointers. batch_norm_shape.h defines what is computed.
 //
-// Every function enqueues kernels on `stream` and returns what the launch returned. None allocates
-// or synchronises, so all may be captured into a CUDA graph, once their kernels were loaded into
-// the device. Some kernels are launched before the one ahead of them is done, whichever that is,
-// and wait for it by themselves: see batch_norm_launch.cuh. Two runs give the same bits. Pointers
-// need no more alignment than an element does; outputs must not overlap inputs. Sizes of zero
-// succeed and write nothing.
+// Every function enqueues kernels on `stream` and returns the result of the launches. The functions
+// do not allocate or synchronize. Once their kernels are loaded on the device, they may be captured
+// into a CUDA graph. Some kernels are programmatic dependent launches: they may start while the
+// preceding kernel of the stream still runs, and wait for it themselves (batch_norm_launch.cuh).
+// Results are the same bits in every run. Pointers need only the alignment of an element; outputs
+// must not overlap inputs. Empty arrays succeed and nothing is written.
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_H_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_H_
 
@@ -28,7 +28,7 @@ cudaError_t BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
 cudaError_t BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
                               const BatchNormBackwardArrays& arrays, cudaStream_t stream);
 
-// Load every kernel of each into the current device.
+// Each loads all kernels of its function on the current device.
 cudaError_t LoadBatchNormStatisticsKernels();
 cudaError_t LoadBatchNormApplyKernels();
 cudaError_t LoadBatchNormSumsKernels();

@@ -1,9 +1,9 @@
-// The normalised values, with what follows them: scale, bias, residual, ReLU and its mask. Bound by
-// its arrays' bytes.
+// Normalizes x, and applies scale, bias, residual and ReLU with its mask. Bound by the bytes of its
+// arrays.
 //
-// It goes through memory backwards: the statistics' kernel has read x forwards, so that the end of
-// x is still in L2, as much as there is room for. The mean is subtracted first, not folded into
-// the bias: where it is large the difference would cancel.
+// The kernel processes the array from its end. The statistics kernel has read x in ascending order,
+// so the end of x is still in L2. The mean is subtracted first rather than folded into the bias: if
+// the mean is large, the folded form would cancel.
 #include <cstdint>
 
 #include "cuda/batch_norm.h"
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     UnitBits<T> x;
     UnitBits<T> residual;
   };
-  // The result's unit; its elements from `size` on have no bit in the mask.
+  // The unit of the result. Elements from `size` on get no mask bit.
   const auto apply = [&](const Loaded& loaded, int64_t element, int size) {
     A values[kUnit];
     uint32_t bits = 0;

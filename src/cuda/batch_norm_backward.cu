@@ -1,10 +1,11 @@
-// The gradient of x, from sums that are known. Bound by its arrays' bytes; like the forward's it
-// goes through memory backwards, since the sums' kernel has read x and dy forwards.
+// The gradient of x, given the sums. Bound by the bytes of its arrays. As in the forward, the
+// kernel processes the arrays from their end, because the kernel that computes the sums has read x
+// and dy in ascending order.
 //
-// What the formula has of each channel is three factors:
+// Each channel has three factors:
 //   dx = a * g + b * (x - mean) + c,  a = rsqrt(var + eps) * scale,
 //   b = 2 * dvar - a * sums[1] / (var + eps),  c = dmean - a * sums[0]
-// (a * (g - sums[0]) takes 8 registers more, and with them a tenth of the time.)
+// The form a * (g - sums[0]) needs 8 more registers, which cost about a tenth of the speed.
 #include <cstdint>
 
 #include "cuda/batch_norm.h"
@@ -27,8 +28,8 @@ struct Params {
   int64_t mask_bytes;  // of a group
 };
 
-// Two blocks of an SM, of which each thread loads twice as much ahead, are 1 to 2% faster than
-// three: the factors of the channels then are in registers.
+// Two blocks per SM whose threads load twice as far ahead are 1 to 2% faster than three, because
+// the factors of the channels then stay in registers.
 constexpr int kBlocks = 2;
 template <typename T>
 constexpr int kAhead = (sizeof(T) == 8 ? 1 : 2) * kInFlight<T, 2>;
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       },
       [&](const Loaded&) {
         const UnitChannels channels(g, place, share, p.aligned_parameters);
-        const int64_t sums_offset = place.group * g.channels;  // they have twice a group's channels
+        const int64_t sums_offset = place.group * g.channels;  // two per channel: Load adds as much
         const A* const sums = static_cast<const A*>(p.arrays.sums) + sums_offset;
         const A eps = static_cast<A>(p.eps);
         A var[kUnit], scale[kUnit];

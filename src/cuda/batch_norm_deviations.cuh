@@ -1,4 +1,5 @@
-// Sums of deviations from a shift that follows the mean, which batch_norm_statistics.cu explains.
+// Sums of deviations from a shift that follows the mean. batch_norm_statistics.cu explains the
+// method.
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_DEVIATIONS_CUH_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_DEVIATIONS_CUH_
 
@@ -9,10 +10,10 @@
 
 namespace jax_fastops::cuda::batch_norm {
 
-// Sums of deviations of one channel's values from a shift.
+// Sums of the deviations of one channel's values from a shift.
 //
-// With a value that is not finite the sum must become what it would without the shift; the sum of
-// the squares is not finite then.
+// If a value is not finite, the sum must become what it would be without a shift. The sum of
+// squares is not finite in that case, which is how the code detects it.
 template <typename A>
 struct Deviations {
   A shift = 0;
@@ -27,8 +28,8 @@ struct Deviations {
     squares = fma(deviation, deviation, squares);
   }
 
-  // From now on from the mean of the `n` so far, or from near it: what the sums are is exact but
-  // for their own rounding.
+  // Moves the shift to the mean of the `n` values so far, or close to it. The sums are converted
+  // exactly, except for rounding, wherever the new shift lies.
   __device__ __forceinline__ void Shift(A n, A inverse_n) {
     const A moved = shift + sum * inverse_n;
     const A d = moved - shift;
@@ -38,8 +39,8 @@ struct Deviations {
     shift = moved;
   }
 
-  // The sum of `n` values, less `base`, and that of their squares. If only squares overflow, it is
-  // infinite.
+  // The sum of the `n` values minus `base`, and the sum of their squares. If only the squares
+  // overflow, the second sum is infinite.
   __device__ __forceinline__ Pair<double> Result(double n, double base) const {
     const double d = static_cast<double>(shift) - base;
     Pair<double> sums;
@@ -49,8 +50,7 @@ struct Deviations {
   }
 };
 
-// Adds the group's cut unit to what the thread that has it has added of the other ones. `x` is the
-// group.
+// Adds the group's cut unit to the sums of the thread that has it. `x` points to the group.
 template <typename T>
 __device__ __forceinline__ void AddCut(const Geometry& g, const Share& share, const T* x,
                                        Deviations<ComputeType<T>> (&deviations)[kUnit]) {

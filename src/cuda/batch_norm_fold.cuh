@@ -1,6 +1,6 @@
-// How batch norm's reductions come together: threads to a block's slots, and these, by a second
-// kernel, to channels. What is added up are pairs of numbers of the type `V`, for every channel.
-// Every order is fixed by the shape and the device.
+// Reductions of batch norm. The sums of the threads are added to one entry per slot of the block,
+// and a second kernel adds these entries to channels. Each channel has a pair of sums of type `V`.
+// The order of additions depends only on the shape and the device.
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_FOLD_CUH_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_FOLD_CUH_
 
@@ -15,14 +15,15 @@
 
 namespace jax_fastops::cuda::batch_norm {
 
-// Two sums of some elements of one channel.
+// Two sums over some elements of one channel.
 template <typename V>
 struct Pair {
   V value[2] = {};
 };
 
-// The pairs of a block's elements, every thread's 8, in shared memory. The padding is such that
-// neither neighbouring threads, nor the elements of a unit, nor neighbouring warps meet in a bank.
+// The pairs of all elements of a block, 8 per thread, in shared memory. The padding avoids bank
+// conflicts between neighboring threads, between the elements of a unit, and between neighboring
+// warps.
 template <typename V>
 struct FoldBuffer {
   static constexpr int kRow = kThreads + kWarpSize + 4;
@@ -34,7 +35,8 @@ struct FoldBuffer {
   }
 };
 
-// Sums over the threads that share a slot, for all of them. All threads call it.
+// Adds `values` over the threads that share a slot. All of them get the sums. All threads of the
+// block must call it.
 template <typename V>
 __device__ __forceinline__ void SumShare(int share, V (&values)[2],
                                          V (*warps)[kThreads / kWarpSize]) {
@@ -58,8 +60,8 @@ __device__ __forceinline__ void SumShare(int share, V (&values)[2],
   sum(of_share);
 }
 
-// Brings the threads' pairs together and writes a block's to `workspace`, that of its group. All
-// threads call it.
+// Adds the pairs of the block's threads for each slot and writes them to `workspace`, which is that
+// of the group. All threads of the block must call it.
 template <typename V>
 __device__ __forceinline__ void Fold(const Geometry& g, const Place& place,
                                      const Pair<V> (&pairs)[kUnit], FoldBuffer<V>& buffer,
@@ -76,7 +78,8 @@ __device__ __forceinline__ void Fold(const Geometry& g, const Place& place,
   __syncthreads();
 
   const int share = 1 << g.log_share, in_share = threadIdx.x & (share - 1);
-  // Where a run is one element, all runs of a slot are like one with gaps.
+  // If a run is a single element (inner == 1), treat all runs of a slot as one run whose elements
+  // are `gap` apart.
   const bool gaps = g.inner == 1;
   const int log_run = gaps ? g.log_share : g.log_run;
   const int first_run = (in_share >> log_run) * runs.period;
@@ -112,7 +115,7 @@ __device__ __forceinline__ void Fold(const Geometry& g, const Place& place,
 #pragma unroll
       for (int i = 0; i < 2; ++i) workspace[i * plane + block + slot] = sums[i];
     }
-    // With a share of more than one thread there is one slot for each thread.
+    // If several threads share a slot, the block handles all slots at once.
     if (share > 1 || slot + kThreads - static_cast<int>(threadIdx.x) >= runs.slots) break;
   }
 }
@@ -120,16 +123,16 @@ __device__ __forceinline__ void Fold(const Geometry& g, const Place& place,
 inline constexpr int kMaxLogFinishThreads = 10;
 inline constexpr int kMaxFinishThreads = 1 << kMaxLogFinishThreads;
 
-// Of the second kernel a block has 1 << log_width channels, whose parts 1 << log_share threads
-// each share. A channel's entries are its parts, counted as if all runs had something of `tiles`
-// tiles.
+// Parameters of the second kernel. A block of it handles 1 << log_width channels, and 1 <<
+// log_share threads share the parts of each channel. The entries of a channel enumerate its parts
+// as if each of its runs touched `tiles` tiles; entries without a part are skipped.
 struct Finish {
   Geometry geometry;
   const void* workspace;
   int64_t workspace_size;  // of a group, in accumulators
   const void* x;
   void* out[2];
-  int64_t out_stride;  // from one group's to the next one's
+  int64_t out_stride;  // distance between groups
   double n;            // elements of a channel
   int32_t log_width;
   int32_t log_share;
@@ -145,8 +148,8 @@ struct FinishBuffer {
   V warps[2][kMaxFinishThreads / kWarpSize * (kUnit + 1)];
 };
 
-// Sums over the threads that share a channel. All threads call it. The channel of the block whose
-// sums this thread has then, or -1.
+// Adds `values` over the threads that share a channel. All threads of the block must call it.
+// Returns the channel (within the block) whose sums this thread holds, or -1 if it holds none.
 template <typename V>
 __device__ __forceinline__ int SumChannels(const Finish& f, V (&values)[2],
                                            FinishBuffer<V>& buffer) {
@@ -167,7 +170,7 @@ __device__ __forceinline__ int SumChannels(const Finish& f, V (&values)[2],
     }
   }
   __syncthreads();
-  // A thread for each warp's sum of each channel.
+  // One thread for each warp's sum of each channel.
   const int channel = thread >> log_warps, warp = thread & ((1 << log_warps) - 1);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -177,7 +180,7 @@ __device__ __forceinline__ int SumChannels(const Finish& f, V (&values)[2],
   return channel < width && warp == 0 ? channel : -1;
 }
 
-// Where the parts of a channel are in a plane of the workspace.
+// Locates the parts of a channel in a plane of the workspace.
 class ChannelParts {
  public:
   __device__ __forceinline__ ChannelParts(const Finish& f, int64_t channel)
@@ -185,7 +188,7 @@ class ChannelParts {
     first_ = IndexOf(0, 0);
   }
 
-  // Of kSize entries, `step` apart; -1 where there is no such part.
+  // The indices of kSize entries, `step` apart. The index is -1 if an entry has no part.
   template <int kSize>
   __device__ __forceinline__ void Get(uint32_t entry, uint32_t step, uint32_t entries,
                                       int64_t (&indices)[kSize]) const {
@@ -209,8 +212,8 @@ class ChannelParts {
     return index < 0 ? index : index + (entry - of_run * parts) * stride_;
   }
 
-  // Of the first part of the tile that is `nth` of those of a repeat. All but the one in which the
-  // run begins begin with the run.
+  // The index of the first part of a tile: the `nth` of the tiles of a repeat. All tiles of a run,
+  // except the one in which it begins, begin inside the run, so it has slot 0 there.
   __device__ __forceinline__ int64_t IndexOf(int repeat, uint32_t nth) const {
     const Geometry& g = f_.geometry;
     const int log_size = g.log_width + 3;
@@ -219,7 +222,7 @@ class ChannelParts {
     const TileRange range = TilesOf(g, channel_, repeat, done);
     const int64_t tile = range.begin + nth;
     if (tile >= range.end) return -1;
-    // The runs that begin in the tile before this one.
+    // The elements of the tile before the run. The slot is the number of runs that they belong to.
     const int64_t behind = run * g.inner - (tile << log_size);
     const uint32_t slot =
         behind <= 0 ? 0
@@ -233,9 +236,9 @@ class ChannelParts {
   int64_t channel_, stride_, first_;
 };
 
-// Calls write(group, channel, sums) for every channel, where `A` is the accumulator's type. It is
-// bound by latency, so that a thread's loads, in general all, go out together. The kernel is a
-// dependent of that which wrote the workspace.
+// Calls write(group, channel, sums) for every channel. `A` is the accumulator type. The kernel is
+// latency-bound, so each thread issues its loads together, usually all of them. It is a dependent
+// of the kernel that wrote the workspace.
 template <typename A, typename V, typename Write>
 __device__ __forceinline__ void FinishChannels(const Finish& f, const Write& write) {
   constexpr int kBatch = 4;
@@ -277,7 +280,7 @@ __device__ __forceinline__ void FinishChannels(const Finish& f, const Write& wri
 // -------------------------------------------------------------------------------------------------
 // Host
 
-// All but x and the outputs. False if there are too many blocks.
+// Sets everything except x and the outputs. Returns false if the number of blocks overflows.
 inline bool MakeFinish(const BatchNormShape& shape, const Geometry& g, const void* workspace,
                        int64_t workspace_size, Finish* finish, unsigned* blocks) {
   finish->geometry = g;
@@ -288,8 +291,9 @@ inline bool MakeFinish(const BatchNormShape& shape, const Geometry& g, const voi
   const int64_t entries = g.repeats * tiles * g.parts;
   finish->tiles = static_cast<uint32_t>(tiles);
   finish->entries = static_cast<uint32_t>(entries);  // not many more than there are blocks
-  // Two parts for each thread if there are threads for it. Blocks of 8 channels, which are a sector
-  // of memory, but of one where parts are very many; and of two warps at least.
+  // Each thread has about two entries, if the block can have that many threads. A block handles 8
+  // channels, whose floats are one memory sector, but only one channel if there are very many
+  // entries. It has at least two warps.
   int log_width = entries > 4096 ? 0 : 3;
   while (log_width > 0 && shape.channels <= int64_t{1} << (log_width - 1)) --log_width;
   int log_share = 0;
@@ -307,16 +311,16 @@ inline bool MakeFinish(const BatchNormShape& shape, const Geometry& g, const voi
   return true;
 }
 
-// A kernel that writes sums to the workspace, and one that finishes them.
+// A kernel that writes partial sums to the workspace, and one that finishes them.
 template <typename Params>
 struct SumKernels {
   void (*sum)(Params);
   void (*finish)(Finish);
-  int resident;  // blocks of the first one that a processor runs at once
+  int resident;  // blocks of the first kernel that an SM runs at once
 };
 
-// `params` has all but the geometry, of `finish` there are x and the outputs; the workspace has
-// room for `pairs` pairs.
+// Launches both kernels. The caller sets everything in `params` except the geometry, and x and the
+// outputs in `finish`. The workspace has room for `pairs` pairs per group.
 template <typename Params>
 cudaError_t LaunchSums(const BatchNormShape& shape, const SumKernels<Params>& kernels,
                        void* workspace, int64_t workspace_size, int64_t pairs, Params* params,

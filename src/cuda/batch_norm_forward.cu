@@ -1,4 +1,4 @@
-// Which batch norms take the resident kernel, and how it is built.
+// Selects the batch norm forwards that take the resident kernel, and configures that kernel.
 #include "cuda/batch_norm_forward.h"
 
 #include <cstdint>
@@ -33,14 +33,15 @@ cudaError_t Prepare(ResidentDevice* offer) {
   return offers.Get(Config::kBlocks, KernelOf, offer);
 }
 
-// Whether one launch can do it, and was measured to be faster than three; then its plan.
+// Whether the cooperative kernel supports the shape and was measured to be faster than the three
+// separate kernels. If so, sets `plan`.
 bool Pays(const BatchNormShape& shape, DType dtype, bool residual, const ResidentDevice& device,
           int64_t workspace_size, GridPlan* plan) {
-  // Of less than that the barriers are the longest part.
+  // For smaller arrays the barriers dominate the time.
   constexpr int64_t kLeastBytes = 4 << 20;
   const int64_t bytes = shape.groups * shape.group_size() * static_cast<int64_t>(DTypeSize(dtype));
-  // Where many blocks are idle, as few rows of NCHW may leave them, the others do not ask for
-  // enough of a residual.
+  // With a low `spread` many blocks are idle, as for NCHW with few rows. The busy blocks then have
+  // too few loads of the residual in flight, so a residual requires a higher spread.
   return bytes >= kLeastBytes && device.processors > 0 &&
          MakePlan(shape, dtype, device, workspace_size, plan) &&
          plan->spread >= (residual ? 0.85 : 0.7) && plan->kept >= 0.1;
@@ -61,7 +62,8 @@ cudaError_t BatchNormForward(const BatchNormShape& shape, DType dtype, double ep
     const cudaError_t launched =
         LaunchGrid(KernelOf(dtype, residual), MakeResidentParams(shape, plan, arrays, eps, relu),
                    plan, stream);
-    // Of a device that is shared there may be less than its attributes say.
+    // If the device is shared, it may have less room than its attributes say. Use the separate
+    // kernels then.
     if (launched != cudaErrorCooperativeLaunchTooLarge) return launched;
   }
   const cudaError_t launched = BatchNormStatistics(shape, dtype, arrays.statistics(), stream);

@@ -1,4 +1,4 @@
-// The whole forward of a batch norm in one kernel, for arrays that stay on the chip.
+// The forward of a batch norm in one kernel that keeps the array on the chip.
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_FORWARD_H_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_FORWARD_H_
 
@@ -9,14 +9,15 @@
 
 namespace jax_fastops::cuda {
 
-// What BatchNormStatistics and BatchNormApply do: one cooperative launch where that pays and all
-// arrays begin at 16 bytes, those two otherwise, and for double. y and the mask are
-// BatchNormApply's of the statistics, bit for bit; these are as exact as BatchNormStatistics', but
-// added up in another order.
+// Computes what BatchNormStatistics and BatchNormApply compute. It takes a single cooperative
+// launch where that is faster and all arrays are aligned to 16 bytes. Otherwise, and always for
+// double, it calls those two functions. Given the same statistics, y and the mask are bitwise equal
+// to those of BatchNormApply. The statistics are as accurate as those of BatchNormStatistics, but
+// summed in a different order.
 cudaError_t BatchNormForward(const BatchNormShape& shape, DType dtype, double eps, bool relu,
                              const BatchNormForwardArrays& arrays, cudaStream_t stream);
 
-// Loads every kernel into the current device.
+// Loads all kernels that BatchNormForward may launch on the current device.
 cudaError_t LoadBatchNormForwardKernels();
 
 }  // namespace jax_fastops::cuda

@@ -1,15 +1,18 @@
-// How batch norm shares an array out: the same way for every layout, on the host and on the device.
+// How batch norm distributes an array over blocks and threads. The scheme is the same for every
+// layout, and is computed on the host and on the device.
 //
-// A group's elements are flat. Its rows have channels * inner elements; a *long row* is the fewest
-// of these that make whole units of 8 elements, or several times that. A position in a long row
-// belongs to the same channel in all of them. So a thread that owns one unit of positions, and goes
-// from long row to long row, keeps its channels' parameters and sums in registers, whether
-// neighbours differ in their channel (NHWC) or not (NCHW), and whatever the number of channels. Of
-// a mask it has a byte then.
+// The elements of a group are treated as a flat array. A row of it has channels * inner elements. A
+// *long row* is the smallest number of rows that makes whole units of 8 elements, or a multiple of
+// that. A position in a long row belongs to the same channel in every long row. So a thread owns
+// the unit at one position and strides from long row to long row, and it keeps the parameters and
+// sums of its channels in registers. This holds whether neighboring elements have different
+// channels (NHWC) or the same one (NCHW), and for any number of channels. The mask bits of a unit
+// are one byte.
 //
-// A block is `width` units of positions, a tile of the long row, times `lanes` long rows. Blocks of
-// the same tile are its `parts`, which take turns, so that all blocks sweep through memory
-// together. The last long row may be incomplete, and the group's last unit may be cut.
+// A block covers one tile, which is `width` units of the long row, in `lanes` long rows at a time.
+// The blocks of the same tile are its `parts`. Their long rows are interleaved, so that all blocks
+// sweep through memory together. The last long row may be incomplete, and the last unit of the
+// group may be partial ("cut").
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_GEOMETRY_CUH_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_GEOMETRY_CUH_
 
@@ -24,41 +27,41 @@ namespace jax_fastops::cuda::batch_norm {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kUnit = 8;            // elements
-inline constexpr int kMinLogWidth = 5;     // a warp's accesses are to neighbours
+inline constexpr int kMinLogWidth = 5;     // a warp accesses neighboring units
 inline constexpr int kMaxLogWidth = 8;     // kThreads
-inline constexpr int kManyRows = 1 << 20;  // more elements than a tile has, but far from overflow
+inline constexpr int kManyRows = 1 << 20;  // more elements than a tile has, and far from overflow
 
 struct Geometry {
   int64_t channels;
   int64_t inner;
-  int64_t length;      // of a long row, in elements
-  int64_t rest;        // elements behind the complete long rows
-  int64_t tiles;       // that have elements
+  int64_t length;      // elements of a long row
+  int64_t rest;        // elements after the complete long rows
+  int64_t tiles;       // tiles that have elements
   int64_t group_size;  // elements
   int32_t full_rows;   // complete long rows
-  int32_t repeats;     // how often a channel comes up in a long row; 1 where it is one tile
-  int32_t log_width;   // of a tile, in units
+  int32_t repeats;     // occurrences of a channel in a long row; 1 if there is only one tile
+  int32_t log_width;   // log2 of the units of a tile
   int32_t parts;       // blocks of a tile
-  int32_t cut_part;    // whose is the unit that is cut
+  int32_t cut_part;    // the part and the lane that take the cut unit
   int32_t cut_lane;
-  int32_t slots;      // channels that a tile can have
-  int32_t log_share;  // threads that add up a slot
-  int32_t log_run;    // of these, so many share a run of `inner` elements, and others the runs
+  int32_t slots;      // most channels that a tile has; the block has a sum for each
+  int32_t log_share;  // log2 of the threads that sum one slot
+  int32_t log_run;    // log2 of those that share one run; the others take other runs
   bool small;         // positions fit into 31 bits
 
   __host__ __device__ int log_lanes() const { return kMaxLogWidth - log_width; }
   __host__ __device__ int tile_size() const { return kUnit << log_width; }
-  // Sums of each kind in the workspace of a group.
+  // Entries that each of the two sums takes in a group's workspace.
   __host__ __device__ int64_t plane() const { return int64_t{parts} * tiles * slots; }
 };
 
-// n / d. 64-bit divisions cost a hundred instructions.
+// n / d. A 64-bit division takes about a hundred instructions.
 __host__ __device__ inline int64_t DividePosition(const Geometry& g, int64_t n, int64_t d) {
   return g.small ? static_cast<int64_t>(static_cast<uint32_t>(n) / static_cast<uint32_t>(d))
                  : n / d;
 }
 
-// A block's place.
+// The tile, part and group of a block.
 struct Place {
   int64_t tile;
   int32_t part;
@@ -71,10 +74,11 @@ __host__ __device__ inline Place PlaceOf(const Geometry& g, uint32_t block) {
           static_cast<int32_t>(rest / parts)};
 }
 
-// What a thread does: `count` units, from the group's element `first` on, `stride` apart, and, with
-// cut > 0, so many elements from element group_size - cut on.
+// The work of a thread: `count` units, `stride` elements apart, the first at element `first` of the
+// group. If cut > 0, the thread also has the group's partial unit, which is the `cut` elements from
+// group_size - cut.
 struct Share {
-  int64_t position;  // of its units in the long row
+  int64_t position;  // of the thread's units in the long row
   int64_t first;
   int64_t stride;
   int32_t count;
@@ -98,16 +102,16 @@ __host__ __device__ inline Share ShareOf(const Geometry& g, const Place& place, 
   return share;
 }
 
-// The channels of a tile. Its elements are runs of one channel each: the first one has `head`
-// elements, the others `inner`. A channel whose run comes up again has one slot.
+// The channels of a tile. The tile consists of runs of elements of one channel: the first run has
+// `head` elements, the others `inner`. Several runs of the same channel share a slot.
 struct TileRuns {
-  int64_t first;  // run, counted from the long row's start
+  int64_t first;  // index of the first run in the long row
   int32_t head;
   int32_t inner;
   int32_t size;  // elements
   int32_t runs;
   int32_t slots;
-  int32_t period;  // the run that has the same slot again
+  int32_t period;  // distance between runs that share a slot
 };
 __host__ __device__ inline TileRuns RunsOf(const Geometry& g, int64_t tile) {
   const auto least = [](int64_t a, int64_t b) { return static_cast<int32_t>(a < b ? a : b); };
@@ -124,7 +128,7 @@ __host__ __device__ inline TileRuns RunsOf(const Geometry& g, int64_t tile) {
   return runs;
 }
 
-// The elements of a tile that are in one of its runs.
+// The elements of a tile that belong to one of its runs.
 struct Run {
   int32_t begin, end;
 };
@@ -134,8 +138,8 @@ __host__ __device__ inline Run RunOf(const TileRuns& runs, int run) {
   return {begin, end < runs.size ? end : runs.size};
 }
 
-// The tiles that have something of a channel, those of its `repeat`-th run in the long row which no
-// run before it has.
+// The tiles that contain elements of the channel's `repeat`-th run in the long row, except those
+// before `done`, which earlier runs of the channel cover.
 struct TileRange {
   int64_t begin, end;
 };
@@ -147,17 +151,17 @@ __host__ __device__ inline TileRange TilesOf(const Geometry& g, int64_t channel,
   return {begin > done ? begin : done, end < g.tiles ? end : g.tiles};
 }
 
-// What a kernel wants of its blocks.
+// What a kernel requires of its geometry.
 struct BlockWish {
   int64_t resident;   // blocks that the device runs at once
-  int start;          // what a block's start and end take, in long rows
-  int64_t max_plane;  // a workspace's limit of Geometry::plane()
+  int start;          // cost of starting and ending a block, in turns (see TurnsOf)
+  int64_t max_plane;  // limit of Geometry::plane(), set by the workspace
 };
 
 inline int64_t CeilDiv(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
-// All of a geometry but its parts, for a width of tiles. False if there are more rows than can be
-// counted.
+// Computes everything except the parts, for tiles of 1 << log_width units. Returns false if the
+// number of rows overflows.
 inline bool MakeTiles(const BatchNormShape& shape, int log_width, Geometry* geometry) {
   Geometry& g = *geometry;
   g = {};
@@ -167,7 +171,7 @@ inline bool MakeTiles(const BatchNormShape& shape, int log_width, Geometry* geom
   g.log_width = log_width;
 
   const int64_t row = shape.channels * shape.inner;
-  const int64_t least_units = row / std::gcd(row, int64_t{kUnit});  // of a long row
+  const int64_t least_units = row / std::gcd(row, int64_t{kUnit});  // of the shortest long row
   const int64_t width = int64_t{1} << log_width;
   const int64_t units = std::max<int64_t>(1, width / least_units) * least_units;
   g.length = units * kUnit;
@@ -188,7 +192,8 @@ inline bool MakeTiles(const BatchNormShape& shape, int log_width, Geometry* geom
   return true;
 }
 
-// What a tile's parts share: a turn is as many long rows as a block has lanes.
+// The number of turns that the parts of a tile divide among themselves. In one turn a block
+// processes one long row per lane.
 inline int64_t TurnsOf(const Geometry& g) {
   return CeilDiv(g.full_rows + int64_t{g.rest > 0}, int64_t{1} << g.log_lanes());
 }
@@ -199,11 +204,11 @@ inline void SetParts(int64_t parts, Geometry* g) {
   g->cut_part = (g->full_rows >> g->log_lanes()) % g->parts;
 }
 
-// False if there are more blocks or rows than can be counted.
+// Returns false if the number of blocks or rows overflows.
 inline bool MakeGeometry(const BatchNormShape& shape, const BlockWish& wish, Geometry* geometry) {
-  // The narrowest tile that leaves few threads without work: neighbouring lanes then are
-  // neighbouring long rows, and there are few channels to a block. With long runs of a channel it
-  // makes no difference but for what a tile's two ends cost.
+  // Choose the narrowest tile that leaves few threads idle. Then a block covers more long rows and
+  // fewer channels. With long runs of a channel, the width only changes the cost at the two ends of
+  // a tile, so only the widest tile is tried.
   Geometry& g = *geometry;
   double best = 0;
   for (int log_width = shape.inner >= 1024 ? kMaxLogWidth : kMinLogWidth; log_width <= kMaxLogWidth;
@@ -214,8 +219,8 @@ inline bool MakeGeometry(const BatchNormShape& shape, const BlockWish& wish, Geo
     const int64_t rows = tiled.full_rows + int64_t{tiled.rest > 0};
     const double efficiency = static_cast<double>(units) / (tiled.tiles << log_width) *
                               static_cast<double>(rows) / (TurnsOf(tiled) << tiled.log_lanes());
-    // If a channel comes up several times in a long row, one that is the whole of it: then its
-    // parts are easily found.
+    // If a channel occurs several times in a long row, prefer a tile that covers the whole long
+    // row, because the channel's parts are then easy to locate.
     const bool simpler = shape.channels * shape.inner % kUnit != 0 && best >= 0.93 &&
                          efficiency >= 0.93 && tiled.tiles == 1 && g.tiles > 1;
     if (!simpler && (best >= 0.93 || efficiency <= best * 1.001)) continue;
@@ -224,7 +229,8 @@ inline bool MakeGeometry(const BatchNormShape& shape, const BlockWish& wish, Geo
   }
   if (best == 0) return false;
 
-  // As many parts as are done soonest, if a long row takes every block equally long.
+  // Choose the number of parts with the shortest estimated time, assuming that a turn takes the
+  // same time in every block.
   const int64_t turns = TurnsOf(g), blocks = g.tiles * shape.groups;
   if (blocks > std::numeric_limits<int32_t>::max()) return false;
   const int64_t most =

@@ -1,4 +1,4 @@
-// Which batch norms' backwards take the resident kernel, and how it is built.
+// Selects the batch norm backwards that take the resident kernel, and configures that kernel.
 #include "cuda/batch_norm_gradient.h"
 
 #include <cstdint>
@@ -33,10 +33,11 @@ cudaError_t Prepare(ResidentDevice* offer) {
   return offers.Get(Config::kBlocks, KernelOf, offer);
 }
 
-// Whether one launch can do it, and was measured to be faster than three on an H100; then its plan.
+// Whether the cooperative kernel supports the shape and was measured to be faster than the three
+// separate kernels on an H100. If so, sets `plan`.
 bool Pays(const BatchNormShape& shape, DType dtype, bool mask, const ResidentDevice& device,
           int64_t workspace_size, GridPlan* plan) {
-  // Of less than that the barriers are the longest part.
+  // For smaller arrays the barriers dominate the time.
   constexpr int64_t kLeastBytes = 4 << 20;
   const int64_t element = static_cast<int64_t>(DTypeSize(dtype));
   const int64_t bytes = 2 * shape.groups * shape.group_size() * element;
@@ -44,8 +45,8 @@ bool Pays(const BatchNormShape& shape, DType dtype, bool mask, const ResidentDev
       !MakePlan(shape, dtype, device, workspace_size, plan)) {
     return false;
   }
-  // 16-bit units, whose arithmetic is the same for half of the bytes, wait longer for their words
-  // of the mask, and for the longest share.
+  // 16-bit units do the same arithmetic for half the bytes. They lose more time to the loads of
+  // mask words and to the block with the most work, so their limits are higher.
   const bool narrow = element < 4;
   return plan->spread >= (narrow ? 0.86 : 0.78) && plan->kept >= (narrow && mask ? 0.13 : 0.05);
 }
@@ -65,7 +66,8 @@ cudaError_t BatchNormGradient(const BatchNormShape& shape, DType dtype, double e
     const cudaError_t launched =
         LaunchGrid(KernelOf(dtype, arrays.mask != nullptr),
                    MakeGradientParams(shape, plan, arrays, eps), plan, stream);
-    // Of a device that is shared there may be less than its attributes say.
+    // If the device is shared, it may have less room than its attributes say. Use the separate
+    // kernels then.
     if (launched != cudaErrorCooperativeLaunchTooLarge) return launched;
   }
   const cudaError_t launched = BatchNormSums(shape, dtype, eps, arrays.of_sums(), stream);

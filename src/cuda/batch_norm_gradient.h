@@ -1,4 +1,4 @@
-// The whole backward of a batch norm in one kernel, for arrays that stay on the chip.
+// The backward of a batch norm in one kernel that keeps the arrays on the chip.
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_GRADIENT_H_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_GRADIENT_H_
 
@@ -9,13 +9,14 @@
 
 namespace jax_fastops::cuda {
 
-// What BatchNormSums and BatchNormBackward do: one cooperative launch where that pays and all
-// arrays begin at 16 bytes, those two otherwise, and for double. dx is BatchNormBackward's of the
-// sums, bit for bit; these are as exact as BatchNormSums', but added up in another order.
+// Computes what BatchNormSums and BatchNormBackward compute. It takes a single cooperative launch
+// where that is faster and all arrays are aligned to 16 bytes. Otherwise, and always for double, it
+// calls those two functions. Given the same sums, dx is bitwise equal to that of BatchNormBackward.
+// The sums are as accurate as those of BatchNormSums, but added in a different order.
 cudaError_t BatchNormGradient(const BatchNormShape& shape, DType dtype, double eps,
                               const BatchNormGradientArrays& arrays, cudaStream_t stream);
 
-// Loads every kernel into the current device.
+// Loads all kernels that BatchNormGradient may launch on the current device.
 cudaError_t LoadBatchNormGradientKernels();
 
 }  // namespace jax_fastops::cuda

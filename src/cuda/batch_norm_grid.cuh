@@ -1,13 +1,14 @@
-// What batch norm's cooperative kernels share, which keep arrays on the chip between two passes
-// over them, and the grid's sums between: asynchronous copies into a ring of shared memory, the way
-// of the sums through the workspace, a barrier and a counter, and on the host the plan.
+// What batch norm's cooperative kernels share. These kernels keep arrays on the chip between two
+// passes over them, with a grid-wide reduction in between. This file has the asynchronous copies
+// into a ring in shared memory, the reduction through the workspace with a grid barrier and a
+// counter, and, on the host, the launch plan.
 //
-// A thread's units are, in the order of memory: some that it keeps in registers; then those that go
-// through its ring of slots in shared memory, into which they are copied asynchronously, so that
-// many are on their way whatever the registers. The last ones that a ring holds stay there. The
-// blocks' sums go to the workspace; behind a barrier of the grid the first blocks finish channels,
-// and all blocks wait for a count of those that are done. Nothing but sums passes between threads,
-// so that the arrays need no barrier.
+// In memory order, a thread first has some units that it keeps in registers. The others go through
+// its ring of slots in shared memory. They are copied asynchronously, so the number of loads in
+// flight does not depend on the number of registers. The last units, as many as the ring holds,
+// stay there for the second pass. The blocks write their partial sums to the workspace. After a
+// grid barrier the first blocks finish the channels, and all blocks wait until a counter says that
+// these are done. Threads exchange only sums, so the arrays need no barrier.
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_GRID_CUH_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_GRID_CUH_
 
@@ -27,8 +28,8 @@
 
 namespace jax_fastops::cuda::batch_norm {
 
-// How a kernel is built: blocks of a processor, 16-byte words of its arrays that a thread keeps in
-// registers, and the fewest channels (their logarithm) that a block finishes, if there are as many.
+// Build parameters of a kernel: blocks per SM, 16-byte words of the arrays that a thread keeps in
+// registers, and log2 of the fewest channels that a block finishes (if there are that many).
 template <int kBlocks_, int kWords_, int kLogFinish_>
 struct ResidentConfig {
   static constexpr int kBlocks = kBlocks_;
@@ -36,14 +37,15 @@ struct ResidentConfig {
   static constexpr int kLogFinish = kLogFinish_;
 };
 
-// Steps of copies that are on their way.
+// Copy steps in flight.
 template <typename Config>
 inline constexpr int kRingAhead = Config::kBlocks > 2 ? 2 : 3;
 
 __device__ __forceinline__ void CopyAsync(void* to, const void* from, uint64_t policy,
                                           bool sectors) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  // Where a warp's accesses do not fill their sectors, the first leaves them in L1 for the other.
+  // If the accesses of a warp do not fill their sectors, use the variant that caches in L1, so that
+  // the second access finds the sectors there.
   if (sectors) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(address),
                  "l"(__cvta_generic_to_global(from)), "l"(policy)
@@ -57,7 +59,7 @@ __device__ __forceinline__ void CopyAsync(void* to, const void* from, uint64_t p
 
 __device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;"); }
 
-// Until all but the last `kGroups` groups are there, for the thread that copied them.
+// Waits until all but the last `kGroups` copy groups of this thread have arrived.
 template <int kGroups>
 __device__ __forceinline__ void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
@@ -77,9 +79,9 @@ __device__ __forceinline__ uint32_t ReadAcquire(const uint32_t* counter) {
   return value;
 }
 
-// Stores the units of a warp's neighbours, all of which call it, of two words each. A lane
-// exchanges one with its neighbour, so that each of the two instructions fills the sectors that it
-// touches.
+// Stores units of two words, which are adjacent between neighboring lanes. All lanes of the warp
+// must call it. Each pair of lanes exchanges a word, so that each of the two store instructions
+// fills the sectors that it touches.
 template <typename T>
 __device__ __forceinline__ void StorePairs(T* p, const UnitBits<T>& unit) {
   static_assert(sizeof(T) * kUnit == 32 || sizeof(T) == 2);
@@ -95,9 +97,9 @@ __device__ __forceinline__ void StorePairs(T* p, const UnitBits<T>& unit) {
   }
 }
 
-// Fold for a tile of 256 elements, all there, whose neighbours differ in their channel, and each of
-// whose slots has as many of them: a thread sums one element of the tile over all lanes, and then
-// come the elements of a slot.
+// Fold for complete tiles of 256 elements with inner == 1, in which all slots have the same number
+// of elements. A thread first sums one element of the tile over all lanes; then the elements of
+// each slot are added.
 template <typename V>
 __device__ __forceinline__ void FoldPlain(const Geometry& g, const Place& place,
                                           const Pair<V> (&pairs)[kUnit], FoldBuffer<V>& buffer,
@@ -137,9 +139,9 @@ __device__ __forceinline__ void FoldPlain(const Geometry& g, const Place& place,
   for (int k = 0; k < 2; ++k) workspace[k * g.plane() + at] = sums[k];
 }
 
-// Calls write(index, sums) for each of this block's channels, of those that Finish shares out: with
-// its index in `out` and its pair of sums. All threads call it. With `plain` the sums are
-// FoldPlain's. `A` is the accumulator's type; `buffer` is in shared memory.
+// Finishes this block's channels, as Finish assigns them. It calls write(index, sums) for each one,
+// with its index in `out` and its pair of sums. All threads of the block must call it. `plain` says
+// that FoldPlain wrote the sums. `A` is the accumulator type; `buffer` is in shared memory.
 template <typename A, typename V, typename Write>
 __device__ __forceinline__ void FinishResident(const Finish& f, bool plain, V* buffer,
                                                const Write& write) {
@@ -155,7 +157,7 @@ __device__ __forceinline__ void FinishResident(const Finish& f, bool plain, V* b
   const int64_t plane = g.plane();
   const uint32_t entries = channel < g.channels ? f.entries : 0;
   V sums[2] = {};
-  // The loads of a batch, in general all of a thread, go out together.
+  // Issue the loads of a batch together. Usually a batch is all of a thread's loads.
   const auto add = [&](auto batch_size, const auto& index) {
     constexpr int kBatch = decltype(batch_size)::value;
     Pair<V> batch[kBatch];
@@ -211,9 +213,9 @@ __device__ __forceinline__ void FinishResident(const Finish& f, bool plain, V* b
   write(group * f.out_stride + channel, sums);
 }
 
-// The first blocks finish the channels, once all blocks' sums are in the workspace; then all blocks
-// wait for them. `counter` was set to 0 before the barrier. All threads of the grid call it;
-// `meanwhile()` is called while the others finish.
+// When all blocks' sums are in the workspace, the first blocks finish the channels, and then all
+// blocks wait for them. `counter` must be set to 0 before the grid barrier. All threads of the grid
+// must call it. `meanwhile()` is called before the wait.
 template <typename A, typename V, typename Write, typename Meanwhile>
 __device__ __forceinline__ void FinishGrid(const Finish& f, uint32_t finish_blocks, bool plain,
                                            V* buffer, uint32_t* counter, const Write& write,
@@ -235,14 +237,15 @@ __device__ __forceinline__ void FinishGrid(const Finish& f, uint32_t finish_bloc
 // -------------------------------------------------------------------------------------------------
 // Host
 
-// What a device offers a kernel of so many blocks for each processor.
+// What a device offers to a kernel with a given number of blocks per SM.
 struct ResidentDevice {
   int processors = 0;
-  int shared_bytes = 0;  // of a block
+  int shared_bytes = 0;  // per block
 };
 
-// A geometry for one wave of at most `blocks` blocks, and `max_plane` pairs of workspace: that of
-// the tile with the shortest turns, the narrowest of these. False if there is none.
+// Finds a geometry for a single wave of at most `blocks` blocks and at most `max_plane` pairs of
+// workspace: the tile width with the fewest turns per block, and the narrowest such width. Returns
+// false if there is none.
 inline bool MakeResidentGeometry(const BatchNormShape& shape, int64_t blocks, int64_t max_plane,
                                  Geometry* geometry) {
   double best = 0;
@@ -254,7 +257,7 @@ inline bool MakeResidentGeometry(const BatchNormShape& shape, int64_t blocks, in
                                    blocks / std::max<int64_t>(1, g.tiles * shape.groups)});
     if (most < 1) continue;
     const int64_t longest = CeilDiv(turns, most);
-    // Several places of a channel in a tile's long row are slow to finish.
+    // Channels that occur several times in a long row are slower to finish.
     const double speed = 1.0 / static_cast<double>(longest) / (g.repeats > 1 ? 1.1 : 1.0);
     if (speed <= best * 1.03) continue;
     best = speed;
@@ -264,21 +267,22 @@ inline bool MakeResidentGeometry(const BatchNormShape& shape, int64_t blocks, in
   return best > 0;
 }
 
-// How a kernel's blocks share a shape out, and what each keeps.
+// How the blocks of a kernel divide a shape, and how much each of them keeps on the chip.
 struct GridPlan {
   Finish finish;  // all but the arrays
   uint32_t finish_blocks;
-  bool plain;     // FoldPlain will do
+  bool plain;     // FoldPlain applies
   int32_t slots;  // of a thread's ring
   unsigned blocks;
   int shared_bytes;
-  double kept;    // of the arrays
-  double spread;  // of the time of all blocks that there could be, in which they read or write
+  double kept;    // fraction of the arrays that stays on the chip
+  double spread;  // fraction of the possible block time in which blocks have work
 };
 
-// For kernels of `Config` with `pairs` pairs of sums in a group's workspace, of which one must stay
-// free for the counter, `fold` bytes of shared memory for them, and slots of `slot_bytes`, of which
-// a thread needs `least`; of its units `in_registers` are there. False if there is no such plan.
+// Makes the plan for a kernel of `Config`. A group's workspace has room for `pairs` pairs of sums,
+// of which one must stay free for the counter. The reduction takes `fold` bytes of shared memory. A
+// slot of the ring takes `slot_bytes`, and a thread needs at least `least` slots. `in_registers` of
+// a thread's units are kept in registers. Returns false if there is no such plan.
 template <typename Config>
 bool MakeGridPlan(const BatchNormShape& shape, const ResidentDevice& device, int64_t workspace_size,
                   int64_t pairs, int fold, int slot_bytes, int64_t least, int64_t in_registers,
@@ -293,7 +297,8 @@ bool MakeGridPlan(const BatchNormShape& shape, const ResidentDevice& device, int
   }
   plan->blocks = BlocksOf(shape, g);
 
-  // As few channels for a block as there are blocks for, but what is a sector of memory.
+  // Finish as few channels per block as the number of blocks allows, but at least 1 << kLogFinish
+  // if there are that many, because neighboring channels share a memory sector.
   const auto group_blocks = [&](int log_width) {
     return (shape.channels + (int64_t{1} << log_width) - 1) >> log_width;
   };
@@ -319,11 +324,11 @@ bool MakeGridPlan(const BatchNormShape& shape, const ResidentDevice& device, int
   return true;
 }
 
-// Bytes of shared memory in which a fold of `V` takes place.
+// Bytes of shared memory for a Fold of `V`.
 template <typename V>
 inline constexpr int kFoldBytes = (static_cast<int>(sizeof(FoldBuffer<V>)) + 15) / 16 * 16;
 
-// Lets a kernel have all of the device's shared memory, and says how much of it is a block's.
+// Allows a kernel to use all of an SM's shared memory, and sets how much of it one block gets.
 inline cudaError_t PrepareResident(const void* kernel, int blocks, ResidentDevice* offer) {
   int device, total, optin, reserved, cooperative;
   cudaError_t error = cudaGetDevice(&device);
@@ -348,7 +353,8 @@ inline cudaError_t PrepareResident(const void* kernel, int blocks, ResidentDevic
   return cudaSuccess;
 }
 
-// What `visit` returns for a value of the type, of those that have kernels; else a null.
+// Calls `visit` with a value of the element type and returns its result. Returns null for types
+// without a resident kernel.
 template <typename Visit>
 auto VisitResidentType(DType dtype, const Visit& visit) -> decltype(visit(float())) {
   switch (dtype) {
@@ -364,11 +370,11 @@ auto VisitResidentType(DType dtype, const Visit& visit) -> decltype(visit(float(
   return {};
 }
 
-// What devices offer a family of kernels, as a static variable.
+// What each device offers to a family of kernels; a static variable.
 class ResidentOffers {
  public:
-  // What the current device does, 0 processors if it cannot run the kernels. Prepares all of them
-  // when it is first asked about a device: kernel_of(dtype, false) and kernel_of(dtype, true).
+  // What the current device offers; 0 processors if it cannot run the kernels. The first call on a
+  // device prepares all of the kernels, kernel_of(dtype, false) and kernel_of(dtype, true).
   template <typename KernelOf>
   cudaError_t Get(int blocks, const KernelOf& kernel_of, ResidentDevice* offer) {
     int device;
@@ -387,7 +393,8 @@ class ResidentOffers {
       if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
       packed = uint64_t{1} << 63 | uint64_t{static_cast<uint32_t>(offer->processors)} << 32 |
                static_cast<uint32_t>(offer->shared_bytes);
-      // Two threads that get here at once have both prepared everything: harmless.
+      // Two threads that arrive here at the same time have both prepared everything, which is
+      // harmless.
       if (kept) known_[device].store(packed, std::memory_order_release);
     }
     offer->processors = static_cast<int>(packed >> 32 & 0x7fffffff);
@@ -398,7 +405,7 @@ class ResidentOffers {
  private:
   static constexpr int kMaxDevices = 256;
 
-  std::atomic<uint64_t> known_[kMaxDevices] = {};  // 0: not yet
+  std::atomic<uint64_t> known_[kMaxDevices] = {};  // 0: not known yet
 };
 
 template <typename Params>
@@ -407,7 +414,7 @@ cudaError_t LaunchGrid(const void* kernel, const Params& params, const GridPlan&
   void* arguments[] = {const_cast<Params*>(&params)};
   static_cast<void>(cudaLaunchCooperativeKernel(kernel, dim3(plan.blocks), dim3(kThreads),
                                                 arguments, plan.shared_bytes, stream));
-  return cudaGetLastError();  // which the next launch would else return again
+  return cudaGetLastError();  // clears the error, so that the next launch does not report it
 }
 
 }  // namespace jax_fastops::cuda::batch_norm

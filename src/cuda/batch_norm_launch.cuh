@@ -1,10 +1,11 @@
-// How batch norm's kernels are launched, and follow each other in a stream.
+// Launches of the batch norm kernels, and how they follow each other in a stream.
 //
-// From compute capability 9.0 on a kernel can be a *dependent* of the one before it, whichever that
-// is (programmatic dependent launch): it is launched while that one still runs, so that the gap
-// between them is short. All threads of a dependent call AwaitPredecessors before they touch
-// memory. That waits until the kernel before is complete and what it wrote is visible; and since
-// every dependent waits, so is whatever came before that one.
+// On compute capability 9.0 and later, a kernel can be launched as a *dependent* of the preceding
+// kernel in the stream, whichever that is (programmatic dependent launch). It starts while the
+// preceding kernel still runs, which shortens the gap between the two. All threads of a dependent
+// call AwaitPredecessors before they access memory. The call waits until the preceding kernel is
+// complete and its writes are visible. Every dependent waits in this way, so everything that came
+// earlier is complete too.
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_LAUNCH_CUH_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_LAUNCH_CUH_
 
@@ -19,8 +20,9 @@
 
 namespace jax_fastops::cuda::batch_norm {
 
-// The kernel behind this one may be launched from when all blocks have come here or are done. Its
-// blocks take no room that one of this kernel's still waits for.
+// Allows the next kernel to launch once all blocks of this one have called it or have exited. All
+// blocks are resident by then, so the next kernel's blocks take no space that this kernel still
+// needs.
 __device__ __forceinline__ void LetDependentsStart() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
@@ -36,10 +38,11 @@ __device__ __forceinline__ void AwaitPredecessors() {
 // -------------------------------------------------------------------------------------------------
 // Host
 
-// Whether kernels may be dependents on the current device. What counts is not the device but what
-// the kernel was compiled for: code for an older one, compiled anew for this one, does not wait.
-// Drivers before that of CUDA 12.3 cannot capture a dependent into a graph. All of batch norm's
-// kernels are compiled alike: whichever is asked for first answers for all.
+// Whether kernels may be launched as dependents on the current device. This depends on the
+// architecture that the kernel was compiled for, not on the device: PTX of an older architecture,
+// compiled just in time for a newer device, does not wait. Drivers older than CUDA 12.3 cannot
+// capture a dependent launch into a graph. All batch norm kernels are compiled for the same
+// architectures, so the first kernel that is asked about answers for all.
 inline cudaError_t CanDepend(const void* kernel, bool* can) {
   constexpr uint8_t kUnknown = 0, kNo = 1, kYes = 2;
   constexpr int kMaxDevices = 256;
@@ -79,11 +82,11 @@ cudaError_t LaunchDependent(void (*kernel)(Params), const Params& params, unsign
   config.attrs = &attribute;
   config.numAttrs = dependent ? 1 : 0;
   static_cast<void>(cudaLaunchKernelEx(&config, kernel, params));
-  return cudaGetLastError();  // and take it back, as elsewhere
+  return cudaGetLastError();  // also clears the error
 }
 
-// Launches a kernel without sums; it is a dependent. A processor runs `resident` of its blocks at
-// once. `params` has all but the geometry.
+// Launches an elementwise kernel (one without sums) as a dependent. An SM runs `resident` of its
+// blocks at once. The caller sets everything in `params` except the geometry.
 template <typename Params>
 cudaError_t LaunchMap(const BatchNormShape& shape, void (*kernel)(Params), int resident,
                       Params* params, cudaStream_t stream) {

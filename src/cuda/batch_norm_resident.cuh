@@ -1,6 +1,6 @@
-// A batch norm's forward in one cooperative kernel that keeps x on the chip: in registers and in
-// shared memory, between the sums and the normalisation. What does not fit is read again, from L2
-// if it is still there. batch_norm_grid.cuh says how.
+// The forward of a batch norm in one cooperative kernel. It computes the statistics and normalizes
+// x, and between these two passes keeps x on the chip, in registers and shared memory. What does
+// not fit is read again, from L2 if it is still there. batch_norm_grid.cuh describes the method.
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_RESIDENT_CUH_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_RESIDENT_CUH_
 
@@ -26,7 +26,7 @@ struct ResidentParams {
   double inverse_n;
   bool relu;
   bool aligned_parameters;
-  bool plain;          // FoldPlain will do
+  bool plain;          // FoldPlain applies
   int64_t mask_bytes;  // of a group
   int32_t slots;       // of a thread's ring
   uint32_t finish_blocks;
@@ -34,8 +34,8 @@ struct ResidentParams {
   __host__ __device__ const Geometry& geometry() const { return finish.geometry; }
 };
 
-// A thread's part of the ring: unit j is in slot j % slots. Consecutive threads' words are
-// neighbours.
+// A thread's part of the ring. Unit j is in slot j % slots. Corresponding words of consecutive
+// threads are adjacent.
 template <typename T>
 struct RingOf {
   static constexpr int kWords = UnitBits<T>::kWords;
@@ -43,7 +43,8 @@ struct RingOf {
   static constexpr int kStep = 4 / kWords;  // units that are copied, and used, at a time
 };
 
-// sum / n. A division would be the longest part of what all blocks wait for; this is as exact.
+// sum / n. All blocks wait for this result, and a division would take most of that time. One
+// correction step makes the product as accurate.
 __device__ __forceinline__ double Average(double sum, double n, double inverse_n) {
   const double quotient = sum * inverse_n;
   return isfinite(quotient) ? fma(fma(-quotient, n, sum), inverse_n, quotient) : quotient;
@@ -71,16 +72,16 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
                             ? nullptr
                             : static_cast<uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes;
   const UnitChannels channels(g, place, share, p.aligned_parameters);
-  // Whether the lanes of the warp have as many units each.
+  // Whether all lanes of the warp have the same number of units.
   const bool together =
       kWords == 2 && __all_sync(kFullWarp, share.count == __shfl_sync(kFullWarp, share.count, 0));
 
-  // The sums.
+  // First pass: the sums.
   FoldBuffer<double>& buffer = *reinterpret_cast<FoldBuffer<double>*>(shared);
   uint4* const ring = shared + kFoldBytes<double> / sizeof(uint4) + threadIdx.x;
   const int slots = p.slots;
   const int ringed = max(share.count - kKept, 0);  // units that go through the ring
-  const int passing = max(ringed - slots, 0);      // and those of them that do not stay
+  const int passing = max(ringed - slots, 0);      // those of them that do not stay in it
   const int64_t ring_first = share.first + kKept * share.stride;
   UnitBits<T> kept[kKept];
 #pragma unroll
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   const auto ring_words = [&](int slot, int w) -> uint4& {
     return ring[(slot * kWords + w) * kThreads];
   };
-  // What stays on the chip need not stay in L2.
+  // Data that stays on the chip is not read again, so L2 may evict it first.
   uint64_t once, again;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
   asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(again));
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 
   double* const workspace = reinterpret_cast<double*>(static_cast<A*>(p.arrays.workspace) +
                                                       place.group * p.arrays.workspace_size);
-  // Behind the pairs of the first group.
+  // The counter follows the first group's sums in the workspace.
   uint32_t* const counter =
       reinterpret_cast<uint32_t*>(static_cast<double*>(p.arrays.workspace) + 2 * g.plane());
   if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
       return UnitBits<T>{};
     }
   };
-  // The result's unit; its elements from `size` on have no bit in the mask.
+  // The unit of the result. Elements from `size` on get no mask bit.
   const auto apply = [&](const UnitBits<T>& unit, const UnitBits<T>& other, int64_t element,
                          int size) {
     A values[kUnit];
@@ -257,8 +258,9 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     }
   };
 
-  // What has passed is the last that was read of what is still in L2, and its first loads need no
-  // statistics.
+  // Second pass. It begins with the units that have passed through the ring, in reverse order,
+  // because the last ones are the likeliest to be in L2. Their first loads do not need the
+  // statistics, so they are issued before the grid barrier.
   constexpr int kRows = kInFlight < T, kResidual ? 2 : 1 > ;
   Sweep<kRows, Loaded>(
       passing, ring_first + (passing - 1) * share.stride, -share.stride,
@@ -299,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 // -------------------------------------------------------------------------------------------------
 // Host
 
-// False if the kernel cannot take the shape.
+// Returns false if the kernel does not support the shape.
 template <typename T, typename Config>
 bool MakeResidentPlan(const BatchNormShape& shape, const ResidentDevice& device,
                       int64_t workspace_size, GridPlan* plan) {

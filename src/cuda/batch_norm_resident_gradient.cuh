@@ -1,9 +1,10 @@
-// A batch norm's backward in one cooperative kernel that keeps x and dy on the chip between their
-// sums and dx. What does not fit is read again, from L2 if it is still there. batch_norm_grid.cuh
-// says how.
+// The backward of a batch norm in one cooperative kernel. It computes the sums and then dx, and
+// between these two passes keeps x and dy on the chip. What does not fit is read again, from L2 if
+// it is still there. batch_norm_grid.cuh describes the method.
 //
-// A slot of the ring has a unit of x, one of dy, and the word of the mask in which their bits are:
-// nothing smaller can be copied asynchronously, and neighbours that share it have a copy each.
+// A slot of the ring holds a unit of x, a unit of dy, and the 4-byte word of the mask that contains
+// their bits. Asynchronous copies of less than 4 bytes do not exist, so each thread that shares a
+// word has its own copy of it.
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_RESIDENT_GRADIENT_CUH_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_RESIDENT_GRADIENT_CUH_
 
@@ -25,7 +26,7 @@ struct GradientParams {
   BatchNormGradientArrays arrays;
   double eps;
   bool aligned_parameters;
-  bool plain;          // FoldPlain will do
+  bool plain;          // FoldPlain applies
   int64_t mask_bytes;  // of a group
   int32_t slots;       // of a thread's ring
   uint32_t finish_blocks;
@@ -34,17 +35,17 @@ struct GradientParams {
   __host__ __device__ const Geometry& geometry() const { return finish.geometry; }
 };
 
-// A thread's part of the ring: unit j is in slot j % slots. Consecutive threads' words are
-// neighbours.
+// A thread's part of the ring. Unit j is in slot j % slots. Corresponding words of consecutive
+// threads are adjacent.
 template <typename T>
 struct GradientRing {
-  static constexpr int kWords = UnitBits<T>::kWords;  // of one array's unit
+  static constexpr int kWords = UnitBits<T>::kWords;  // of a unit of one array
   static constexpr int kSlotBytes = kThreads * (2 * kWords * 16 + 4);
   static constexpr int kStep = 2 / kWords;  // units that are copied, and used, at a time
 };
 
-// The word of the mask that has `byte`. The mask may end inside of it, at `end`: then the byte
-// alone, in its place.
+// Copies the word of the mask that contains `byte`. If the mask ends, at `end`, inside that word,
+// stores only the byte at its position in the word.
 __device__ __forceinline__ void CopyBitsAsync(uint32_t* to, const uint8_t* byte,
                                               const uint8_t* end) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(byte) & 3;
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   const uint8_t* const mask =
       kMask ? static_cast<const uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes : nullptr;
   const UnitChannels channels(g, place, share, p.aligned_parameters);
-  // Whether the lanes of the warp have as many units each.
+  // Whether all lanes of the warp have the same number of units.
   const bool together =
       kWords == 2 && __all_sync(kFullWarp, share.count == __shfl_sync(kFullWarp, share.count, 0));
 
@@ -90,10 +91,10 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   uint32_t* const ring_bits =
       reinterpret_cast<uint32_t*>(first_slot + slots * 2 * kWords * kThreads) + threadIdx.x;
   const int ringed = max(share.count - kKept, 0);  // units that go through the ring
-  const int passing = max(ringed - slots, 0);      // and those of them that do not stay
+  const int passing = max(ringed - slots, 0);      // those of them that do not stay in it
   const int64_t ring_first = share.first + kKept * share.stride;
 
-  // As they are in memory.
+  // Raw bits as in memory, before the mask is applied.
   struct Loaded {
     UnitBits<T> x;
     UnitBits<T> g;
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   const auto ring_word = [&](int slot, int w) -> uint4& {
     return ring[(slot * 2 * kWords + w) * kThreads];
   };
-  // What stays on the chip need not stay in L2.
+  // Data that stays on the chip is not read again, so L2 may evict it first.
   uint64_t once, again;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
   asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(again));
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) copy();
 
-  // The sums.
+  // First pass: the sums.
   A mean[kUnit];
   if (share.count > 0 || share.cut > 0) channels.Load(static_cast<const A*>(p.arrays.mean), mean);
   Pair<A> sums[kUnit];
@@ -210,12 +211,13 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   };
   if (share.cut > 0) {
     const Loaded last = load_cut();
-    // Elements behind a cut are 0 in dy, but their x is made up, and their mean may be infinite.
+    // Skip the elements after a cut. Their dy is 0, but their x is padding and their mean may be
+    // infinite, so the product could be NaN.
     add(last.x, select(last), share.cut);
   }
 
   A* const workspace = static_cast<A*>(p.arrays.workspace) + place.group * p.arrays.workspace_size;
-  // Behind the pairs of the first group.
+  // The counter follows the first group's sums in the workspace.
   uint32_t* const counter =
       reinterpret_cast<uint32_t*>(static_cast<A*>(p.arrays.workspace) + 2 * g.plane());
   if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
@@ -225,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     Fold(g, place, sums, buffer, workspace);
   }
 
-  // The gradient, as BackwardKernel has it.
+  // Second pass: dx from the three factors of each channel, as in BackwardKernel.
   A a[kUnit], b[kUnit], c[kUnit];
   const auto factors = [&] {
     FinishGrid<A>(
@@ -237,8 +239,9 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
         },
         [] {});
     if (share.count == 0 && share.cut == 0) return;
-    // Parameters come with the sums, so that across the barrier registers are for x and dy. Sums
-    // have twice a group's channels.
+    // Load the parameters together with the sums, so that across the barrier the registers are free
+    // for x and dy. `sums` has two values per channel; Load adds the other half of the group's
+    // offset.
     const A* const total = static_cast<const A*>(p.arrays.sums) + place.group * g.channels;
     const A eps = static_cast<A>(p.eps);
     A var[kUnit], more[kUnit];
@@ -277,8 +280,9 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     }
   };
 
-  // What has passed is the last that was read of what is still in L2, and its first loads need no
-  // sums.
+  // Begin with the units that have passed through the ring, in reverse order, because the last ones
+  // are the likeliest to be in L2. Their first loads do not need the sums, so they are issued
+  // before the grid barrier.
   Sweep<kInFlight<T, 2>, Loaded>(
       passing, ring_first + (passing - 1) * share.stride, -share.stride, load,
       [&](const Loaded&) {
@@ -306,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 // -------------------------------------------------------------------------------------------------
 // Host
 
-// False if the kernel cannot take the shape.
+// Returns false if the kernel does not support the shape.
 template <typename T, typename Config>
 bool MakeGradientPlan(const BatchNormShape& shape, const ResidentDevice& device,
                       int64_t workspace_size, GridPlan* plan) {

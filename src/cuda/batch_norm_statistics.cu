@@ -1,12 +1,13 @@
 // Mean and variance of every channel, in one pass that is bound by reading x.
 //
-// A sum of squares minus the square of the sum cancels where the mean is large. So each thread sums
-// deviations, from a shift that is its channel's first value and then, whenever it has four times
-// as many values, their mean so far: the shift stays so near the mean that nothing of importance
-// cancels, without a second pass and without a division for each value. From there on double has
-// the digits that cancel in sums of float values and of their squares, and parts are simply added,
-// first in the block, then by a second kernel. From double values one of the channel's is taken off
-// before, since there is no wider type.
+// The sum of squares minus the square of the sum cancels if the mean is large. So each thread sums
+// deviations from a shift. The shift starts as the first value of the channel. Whenever the number
+// of values has grown by a factor of about four, the shift moves to their mean so far. It stays so
+// close to the mean that nothing significant cancels. There is no second pass, and no division per
+// value. After that, the sums of float values and of their squares are converted to double, which
+// has enough digits for the remaining cancellation. The partial sums of the threads are simply
+// added, first within the block, then by a second kernel. Inputs of type double have no wider type;
+// for them one value of the channel is subtracted first.
 #include <cstdint>
 
 #include "cuda/batch_norm.h"
@@ -22,8 +23,8 @@ namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
 
-// What is taken off a channel's values: 0, or of double the one in the middle of three of them. `x`
-// is the group.
+// The base that is subtracted from a channel's values: 0, or for double the median of three of the
+// values. `x` points to the group.
 template <typename T>
 __device__ __forceinline__ double BaseOf(const Geometry& g, const T* x, int64_t channel) {
   if constexpr (sizeof(T) < 8) {

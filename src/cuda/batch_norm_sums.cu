@@ -1,7 +1,8 @@
-// The sums of the backward pass: of g and of g * (x - mean), for every channel; and in the same
-// pass g, if it is wanted, and where the statistics were given, so that dx does not depend on the
-// sums, dx. Bound by its arrays' bytes. Threads sum their channels in registers, blocks in shared
-// memory, and a second kernel over the blocks.
+// The sums of the backward pass for every channel: the sum of g and the sum of g * (x - mean),
+// where g is the cotangent after the mask of the ReLU. The same pass writes g, if it is requested.
+// It also writes dx if the statistics were given, because dx does not depend on the sums then. The
+// kernel is bound by the bytes of its arrays. Threads sum their channels in registers, blocks sum
+// their threads in shared memory, and a second kernel sums the blocks.
 #include <cstdint>
 
 #include "cuda/batch_norm.h"
@@ -55,7 +56,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     if constexpr (kDy2) return SelectUnit(loaded.bits, AddUnits(loaded.g, loaded.g2));
     return SelectUnit(loaded.bits, loaded.g);
   };
-  // Elements behind a cut are 0 in dy, but their x is made up, and their mean may be infinite.
+  // Skip the elements after a cut. Their dy is 0, but their x is padding and their mean may be
+  // infinite, so the product could be NaN.
   const auto add = [&](const Loaded& loaded, const UnitBits<T>& selected, int size) {
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) {
@@ -98,7 +100,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
       [&](const Loaded& loaded, int64_t element) {
         const UnitBits<T> selected = select(loaded);
         add(loaded, selected, kUnit);
-        // Without dx the kernel that writes it follows, and reads this.
+        // If dx is not computed here, the next kernel computes it and reads dresidual, so keep it
+        // in L2.
         if (dresidual != nullptr) StoreUnit<T, kAligned, !kDx>(dresidual + element, selected);
         if constexpr (kDx) StoreUnit<T, kAligned>(dx + element, gradient(selected));
       },

@@ -1,5 +1,5 @@
-// What batch norm's kernels share: units of 8 elements, the sweep over a thread's units, and its
-// channels' parameters.
+// What the batch norm kernels share: loads and stores of units of 8 elements, the loop over a
+// thread's units, and the parameters of a unit's channels.
 #ifndef JAX_FASTOPS_CUDA_BATCH_NORM_UNITS_CUH_
 #define JAX_FASTOPS_CUDA_BATCH_NORM_UNITS_CUH_
 
@@ -15,19 +15,19 @@
 
 namespace jax_fastops::cuda::batch_norm {
 
-// The blocks of an SM; what registers there are for a thread follows. Three keep enough loads on
-// their way, and the accumulators out of local memory.
+// Resident blocks per SM. The number limits the registers of a thread. Three blocks keep enough
+// loads in flight, and the accumulators still fit into registers.
 template <typename T>
 inline constexpr int kBlocksPerProcessor = sizeof(T) == 8 ? 2 : 3;
 
-// Units that a thread loads before it uses the first of them: 64 bytes of the arrays together keep
-// enough of them on their way.
+// Units that a thread loads before it uses the first of them. 64 bytes per thread, over all arrays,
+// keep enough loads in flight.
 template <typename T, int kArrays>
 inline constexpr int kInFlight =
     64 / (kUnit * sizeof(T) * kArrays) > 0 ? 64 / (kUnit * int{sizeof(T)} * kArrays) : 1;
 
-// A unit as it is in memory. It stays bits until it is used: to take an element out of its register
-// is to wait for the load, and the next loads would be issued only after that.
+// A unit as raw bits. It stays bits until it is used: extracting an element waits for the load, and
+// the next loads would be issued only after that.
 template <typename T>
 struct UnitBits {
   static constexpr int kWords = kUnit * sizeof(T) / 16;
@@ -40,8 +40,8 @@ struct UnitBits {
   }
 };
 
-// Of 16-bit types a unit is one access. Of wider ones it is several, which share their sectors: the
-// first leaves them in L1 for the others.
+// A unit of a 16-bit type is one 16-byte access. Units of wider types take several accesses to the
+// same sectors; the first one leaves the sectors in L1 for the others.
 template <typename T, bool kAligned>
 __device__ __forceinline__ UnitBits<T> LoadUnit(const T* p) {
   UnitBits<T> unit;
@@ -62,7 +62,7 @@ __device__ __forceinline__ UnitBits<T> LoadUnit(const T* p) {
   return unit;
 }
 
-// The first elements of a unit that is cut; 0 behind them.
+// Loads the first `cut` elements of a partial unit and sets the others to 0.
 template <typename T>
 __device__ __forceinline__ UnitBits<T> LoadCutUnit(const T* p, int cut) {
   T elements[kUnit];
@@ -76,8 +76,8 @@ __device__ __forceinline__ UnitBits<T> LoadCutUnit(const T* p, int cut) {
   return unit;
 }
 
-// Streaming, unless the next kernel reads it: what is written must not push out of L2 what is still
-// to be read.
+// Uses streaming stores unless the next kernel reads the array, so that written data does not evict
+// from L2 what is still to be read.
 template <typename T, bool kAligned, bool kReadNext = false>
 __device__ __forceinline__ void StoreUnit(T* p, const UnitBits<T>& unit) {
 #pragma unroll
@@ -100,7 +100,7 @@ __device__ __forceinline__ void StoreCutUnit(T* p, const UnitBits<T>& unit, int 
   }
 }
 
-// Rounded once. Of 16-bit types two at once.
+// Rounds once to the element type. 16-bit types are converted in pairs.
 template <typename T>
 __device__ __forceinline__ UnitBits<T> RoundUnit(const ComputeType<T> (&values)[kUnit]) {
   UnitBits<T> unit;
@@ -121,7 +121,7 @@ __device__ __forceinline__ UnitBits<T> RoundUnit(const ComputeType<T> (&values)[
   return unit;
 }
 
-// The elements whose bits are set; 0 elsewhere.
+// Keeps the elements whose bit is set and sets the others to 0.
 template <typename T>
 __device__ __forceinline__ UnitBits<T> SelectUnit(uint32_t bits, const UnitBits<T>& unit) {
   T elements[kUnit];
@@ -132,7 +132,7 @@ __device__ __forceinline__ UnitBits<T> SelectUnit(uint32_t bits, const UnitBits<
   return selected;
 }
 
-// The sums of two units' elements, rounded.
+// Adds the elements of two units and rounds the sums.
 template <typename T>
 __device__ __forceinline__ UnitBits<T> AddUnits(const UnitBits<T>& a, const UnitBits<T>& b) {
   ComputeType<T> values[kUnit];
@@ -141,7 +141,7 @@ __device__ __forceinline__ UnitBits<T> AddUnits(const UnitBits<T>& a, const Unit
   return RoundUnit<T>(values);
 }
 
-// An array from `offset` on; null if it is missing.
+// The array from element `offset`, or null if the array is null.
 template <typename T>
 __device__ __forceinline__ T* PartOf(void* array, int64_t offset) {
   return array == nullptr ? nullptr : static_cast<T*>(array) + offset;
@@ -151,10 +151,11 @@ __device__ __forceinline__ const T* PartOf(const void* array, int64_t offset) {
   return array == nullptr ? nullptr : static_cast<const T*>(array) + offset;
 }
 
-// load(element) for every unit of the thread, and use(loaded, element) for each of them in order,
-// kRows at a time. `begin(loaded)` is called once in between, behind the first loads: what it waits
-// for comes while they do. What was loaded is only there if the thread has units. `between()` is
-// called behind the other loads, if there were any.
+// The loop over a thread's units. It calls load(element) for every unit and then use(loaded,
+// element), both in order and kRows units at a time. `begin(loaded)` is called once, after the
+// first loads have been issued, so that its own waiting overlaps with theirs. It is called even if
+// the thread has no units; `loaded` is uninitialized then. `between()` is called each time the
+// loads of a later batch have been issued.
 template <int kRows, typename Loaded, typename Load, typename Begin, typename Use, typename Between>
 __device__ __forceinline__ void Sweep(int count, int64_t first, int64_t stride, const Load& load,
                                       const Begin& begin, const Use& use, const Between& between) {
@@ -179,7 +180,8 @@ __device__ __forceinline__ void Sweep(int count, int64_t first, int64_t stride, 
   }
 }
 
-// From the last unit to the first: what the kernel before has read last is still in L2.
+// Sweeps from the last unit to the first. The previous kernel has read in ascending order, so the
+// end of the array is still in L2.
 template <int kRows, typename Loaded, typename Load, typename Begin, typename Use>
 __device__ __forceinline__ void SweepBack(const Share& share, const Load& load, const Begin& begin,
                                           const Use& use) {
@@ -187,7 +189,7 @@ __device__ __forceinline__ void SweepBack(const Share& share, const Load& load, 
                        load, begin, use, [] {});
 }
 
-// The channels of a thread's unit of positions.
+// The channels of the elements in a thread's unit.
 class UnitChannels {
  public:
   __device__ __forceinline__ UnitChannels(const Geometry& g, const Place& place, const Share& share,
@@ -203,8 +205,9 @@ class UnitChannels {
     vector_ = aligned && g.inner == 1 && g.channels % kUnit == 0;
   }
 
-  // A parameter of each element. Neighbouring lanes are 32 bytes apart where inner is 1, and there
-  // each access takes as long as its cache lines are many: 16 bytes at once if possible.
+  // Loads a parameter for each element of the unit. With inner == 1, neighboring lanes read 32
+  // bytes apart, and the time of an access is proportional to the cache lines that it touches.
+  // Vectorized loads keep the number of accesses small where alignment allows them.
   template <typename A>
   __device__ __forceinline__ void Load(const A* parameter, A (&values)[kUnit]) const {
     const A* const p = parameter + base_;
@@ -220,7 +223,7 @@ class UnitChannels {
     }
   }
 
-  // The same of one that may be missing.
+  // As Load, with the value `instead` if the parameter is null.
   template <typename A>
   __device__ __forceinline__ void LoadOr(const A* parameter, A instead, A (&values)[kUnit]) const {
     if (parameter != nullptr) {
@@ -231,10 +234,10 @@ class UnitChannels {
     }
   }
 
-  // get(channel) for each element.
+  // Sets values[i] to get(channel of element i).
   template <typename Get, typename V>
   __device__ __forceinline__ void Gather(const Get& get, V (&values)[kUnit]) const {
-    if (inner_ == kUnit) {  // two channels at most
+    if (inner_ == kUnit) {  // at most two channels
       const V here = get(channel_);
       const V next = left_ < kUnit ? get(channel_ + 1 == channels_ ? 0 : channel_ + 1) : here;
 #pragma unroll
@@ -255,14 +258,14 @@ class UnitChannels {
 
  private:
   int64_t channels_, base_, channel_;
-  int left_, inner_;  // elements of the first channel, and of the others
+  int left_, inner_;  // elements of the first channel's run, and of later runs
   bool vector_;
 };
 
 __device__ __forceinline__ float InverseRoot(float x) { return rsqrtf(x); }
 __device__ __forceinline__ double InverseRoot(double x) { return rsqrt(x); }
 
-// Of a missing mask every bit is set.
+// A byte of the mask. Without a mask all bits are set.
 __device__ __forceinline__ uint32_t MaskByte(const uint8_t* mask, int64_t element) {
   return mask != nullptr ? mask[element >> 3] : 0xffu;
 }
@@ -279,7 +282,7 @@ inline cudaError_t GetProcessors(int* processors) {
 
 inline bool IsAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// Whether all groups of these arrays begin at 16 bytes.
+// Whether all groups of these arrays are aligned to 16 bytes.
 template <typename... Pointers>
 bool AreGroupsAligned(const BatchNormShape& shape, size_t element, Pointers... arrays) {
   return (IsAligned(arrays) && ...) &&

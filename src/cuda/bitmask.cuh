@@ -1,18 +1,18 @@
-// One bit per element, as warps write and read it: the mask of ReLU and of ops that end in one.
+// How warps read and write one bit per element: the mask of ReLU and of ops that end in a ReLU.
 //
-// The layout. `x` is rows x n; the mask has ceil(n / 8) bytes per row, and bit j of byte b of a row
-// is the bit of the row's element 8 * b + j. Bits beyond the row's end are 0. Where n is a multiple
-// of 8 the whole mask is flat: bit e % 8 of byte e / 8 belongs to element e of the array. Otherwise
-// every row begins a new byte ("ragged"), though the elements themselves still lie back to back.
+// Layout. `x` is rows x n. The mask has ceil(n / 8) bytes per row. Bit j of byte b of a row belongs
+// to element 8 * b + j of that row; bits past the end of the row are 0. If n is a multiple of 8,
+// the whole mask is flat: bit e % 8 of byte e / 8 belongs to element e of the array. Otherwise the
+// mask is "ragged": every row begins with a new byte, although the rows of elements are still
+// contiguous.
 //
-// The problem. With 16-byte accesses a lane gets B = 16 / sizeof(T) neighbouring elements, hence B
-// bits, and its next load is 32 * B elements further on. Storing those B bits alone would take one
-// 1-byte (for B < 8 not even that) store per load. Instead a warp makes L = 32 / B loads, which
-// cover 1024 elements: each lane then has 32 bits, field k of them from load k, and all lanes
-// together have the 32 words of the mask, only with the wrong bits in the wrong lanes. Within a
-// group of L lanes that is an L x L matrix of B-bit fields to transpose, log2(L) shuffles; and the
-// warp's part of the mask goes out as one store of 128 contiguous bytes. Reading goes the same way
-// back.
+// Problem. With 16-byte accesses a lane gets B = 16 / sizeof(T) adjacent elements, hence B bits,
+// and its next load is 32 * B elements further. Storing B bits after each load would take one
+// 1-byte store per load (B < 8 does not even fill a byte). Instead a warp makes L = 32 / B loads,
+// which cover 1024 elements. Each lane then has 32 bits, where field k comes from load k. Together
+// the lanes have the 32 words of the mask, but the fields are in the wrong lanes. Within a group of
+// L lanes they form an L x L matrix of B-bit fields. log2(L) shuffles transpose it, and the warp
+// then stores its part of the mask as 128 contiguous bytes. Reading reverses these steps.
 #ifndef JAX_FASTOPS_CUDA_BITMASK_CUH_
 #define JAX_FASTOPS_CUDA_BITMASK_CUH_
 
@@ -26,19 +26,19 @@ namespace jax_fastops::cuda {
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// The warp's index in its block. The shuffle tells the compiler that it is the same in all lanes:
-// branches on it then leave the warp converged, and shuffles after them need no code for the case
-// that it is not.
+// The warp's index in its block. The shuffle tells the compiler that the value is the same in all
+// lanes. Branches on it leave the warp converged, and the compiler need not handle divergence in
+// the shuffles that follow.
 __device__ __forceinline__ int WarpIndex() {
   return __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);
 }
 
-// Elements whose bits are the 32 words of a warp.
+// Elements covered by the 32 mask words of a warp.
 constexpr int kMaskTile = 32 * kWarpSize;
 
-// Transposes fields of kField bits between groups of 32 / kField lanes: field f of lane q of a
-// group becomes field q of lane f. It is its own inverse. In each step lanes at distance s swap
-// those halves of their fields that the other must have.
+// Transposes fields of kField bits within groups of 32 / kField lanes: field f of lane q of a group
+// becomes field q of lane f. The function is its own inverse. In each step, lanes at distance s
+// swap the half of their fields that belongs to the other lane.
 template <int kField>
 __device__ __forceinline__ uint32_t TransposeFields(uint32_t word) {
   static_assert(kField == 2 || kField == 4 || kField == 8);
@@ -49,22 +49,23 @@ __device__ __forceinline__ uint32_t TransposeFields(uint32_t word) {
     const bool upper = lane & s;
     const int shift = kField * s;
     if (shift == 16) {
-      // Whole bytes move: one byte permutation.
+      // Whole bytes move, so one byte permutation is enough.
       word = __byte_perm(word, other, upper ? 0x3276 : 0x5410);
     } else if (shift == 8) {
       word = __byte_perm(word, other, upper ? 0x3715 : 0x6240);
     } else {
       const uint32_t low = shift == 4 ? 0x0f0f0f0fu : 0x33333333u;
       const uint32_t keep = upper ? ~low : low;
-      // A rotation does for either direction: what it wraps around lands in bits that are kept.
+      // A rotation works in both directions: the bits that wrap around land in positions that
+      // `keep` covers.
       word = (word & keep) | (__funnelshift_l(other, other, upper ? 32 - shift : shift) & ~keep);
     }
   }
   return word;
 }
 
-// After TransposeFields, `lane` holds the bits of elements 32 * w ... 32 * w + 31 of the warp's
-// 1024, with this w; and the lane that holds word w.
+// After TransposeFields, lane `lane` holds word WordOfLane(lane), which is the bits of elements 32
+// * w ... 32 * w + 31 of the warp's 1024. LaneOfWord is the inverse.
 template <int kField>
 __device__ __forceinline__ int WordOfLane(int lane) {
   constexpr int kGroup = 32 / kField;
@@ -78,9 +79,9 @@ __device__ __forceinline__ int LaneOfWord(int word) {
 
 // The shape of a ragged mask, with the reciprocals that find a byte's row without a division.
 //
-// A warp looks at no more than 1024 elements, hence 1024 bytes at once, so rows and bytes are
-// counted from the warp's first ones, and row lengths above the limit may be taken for the limit:
-// the quotient is 0 either way. For u < 1024 and d <= 1024, in 32 bits:
+// A warp handles at most 1024 elements at once, hence at most 1024 mask bytes. Rows and bytes are
+// counted relative to the warp's first ones. Row lengths above 1024 may be replaced by 1024: the
+// quotient is 0 either way. For u < 1024 and d <= 1024, in 32 bits:
 //   floor(u / d) = (u * ceil(2^20 / d)) >> 20
 struct MaskLayout {
   uint64_t columns;
@@ -111,7 +112,7 @@ inline MaskLayout MakeMaskLayout(int64_t columns) {
 
 namespace internal {
 
-// The one true division: once per warp, in 32 bits unless the array is too large for that.
+// The only real division, once per warp; in 32 bits unless the array is too large.
 __device__ __forceinline__ uint64_t RowOf(const MaskLayout& layout, uint64_t element) {
   if (((element | layout.columns) >> 32) == 0) {
     return static_cast<uint32_t>(element) / static_cast<uint32_t>(layout.columns);
@@ -121,25 +122,25 @@ __device__ __forceinline__ uint64_t RowOf(const MaskLayout& layout, uint64_t ele
 
 }  // namespace internal
 
-// Writes the mask bytes whose first element is one of the warp's `count` <= 1024 elements from
-// `begin` on. Lane w has the bits of elements 32 * w ... in `word`, and those of the 32 elements
-// after them in `next`: a byte of a ragged mask lies across words, and the last one may need up to
-// 7 bits of the warp's successor. All lanes must call it.
+// Writes the mask bytes whose first element is among the warp's `count` <= 1024 elements starting
+// at `begin`. Lane w has the bits of elements 32 * w ... 32 * w + 31 in `word`, and those of the
+// next 32 elements in `next`. `next` is needed because a byte of a ragged mask may span two words;
+// the last byte may need up to 7 bits of the next warp's elements. All lanes must call it.
 __device__ __forceinline__ void StoreMaskBytes(const MaskLayout& layout, uint8_t* mask,
                                                int64_t begin, int count, uint32_t word,
                                                uint32_t next) {
   const uint64_t row = internal::RowOf(layout, begin);
   const uint64_t column = begin - row * layout.columns;
-  // The first byte to write is the first that begins here; the row's last byte may have begun
-  // before.
+  // Skip to the first byte that begins at or after `column`. An earlier warp writes the byte that
+  // begins before it.
   const uint64_t first_byte = (column + 7) / 8;
   mask += row * layout.row_bytes + first_byte;
 
   const int padding = layout.padding;
   const int row_bytes = layout.row_bytes_small;
-  // From here on rows and bytes are counted from the next row and its first byte, so that this row
-  // is row -1 and its bytes are negative, and elements are counted from `begin`: byte v, in row q,
-  // begins at element
+  // From here on, rows and bytes are counted from the start of the next row: this row is row -1 and
+  // its bytes have negative indices. Elements are counted from `begin`. Byte v in row q begins at
+  // element
   //   next_row + 8 * v - q * padding
   const int left = static_cast<int>(min(layout.row_bytes - first_byte, uint64_t{1} << 20));
   const int next_row = 8 * left - padding + static_cast<int>(first_byte * 8 - column);
@@ -158,15 +159,16 @@ __device__ __forceinline__ void StoreMaskBytes(const MaskLayout& layout, uint8_t
   }
 }
 
-// The reverse: the bits of the 32 elements from begin + 32 * lane on, of which only those below
-// begin + count exist. `mask_bytes` is the size of the whole mask.
+// The inverse of StoreMaskBytes: returns the bits of the 32 elements from begin + 32 * lane. Only
+// elements below begin + count exist. `mask_bytes` is the size of the whole mask.
 __device__ __forceinline__ uint32_t LoadMaskWord(const MaskLayout& layout, const uint8_t* mask,
                                                  int64_t mask_bytes, int64_t begin, int count) {
   const int offset = threadIdx.x % kWarpSize * 32;
   const uint64_t row = internal::RowOf(layout, begin);
   const uint64_t column = begin - row * layout.columns;
 
-  // Find the lane's first element: its byte, its bit there, and how far its row goes on.
+  // Locate the lane's first element: its byte, its bit in that byte, and how many elements remain
+  // in its row.
   const int columns = layout.columns_small;
   const int left = static_cast<int>(min(layout.columns - column, uint64_t{1} << 20));
   int64_t byte;
@@ -185,8 +187,8 @@ __device__ __forceinline__ uint32_t LoadMaskWord(const MaskLayout& layout, const
     remaining = columns - position;
   }
 
-  // The bytes wanted are contiguous, whatever rows they belong to. Six of them hold 32 elements
-  // unless rows are short: load those at once, so that the warp waits for memory once.
+  // The bytes needed are contiguous, even across rows. Unless rows are short, six bytes hold the
+  // bits of 32 elements. Load these six at once, so that the warp waits for memory only once.
   constexpr int kAhead = 6;
   uint8_t ahead[kAhead];
 #pragma unroll

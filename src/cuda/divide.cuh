@@ -1,4 +1,4 @@
-// Division by what the host has prepared: the reciprocals of permutation.h.
+// Division by divisors that the host has prepared: the device side of FastDivisor in permutation.h.
 #ifndef JAX_FASTOPS_CUDA_DIVIDE_CUH_
 #define JAX_FASTOPS_CUDA_DIVIDE_CUH_
 

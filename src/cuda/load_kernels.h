@@ -1,4 +1,4 @@
-// Loading kernels ahead of their first launch. The CUDA runtime otherwise loads a kernel when it is
+// Loads kernels before their first launch. By default the CUDA runtime loads a kernel when it is
 // first launched, which fails while a stream is being captured.
 #ifndef JAX_FASTOPS_CUDA_LOAD_KERNELS_H_
 #define JAX_FASTOPS_CUDA_LOAD_KERNELS_H_
@@ -9,26 +9,26 @@
 
 namespace jax_fastops::cuda {
 
-// Of one family of kernels, as a static variable.
+// One static instance for each family of kernels.
 class KernelLoader {
  public:
-  // What a family hands its kernels to. The first error is kept.
+  // The object to which a family passes its kernels. It keeps the first error.
   class Loading {
    public:
     Loading() = default;
-    // A copy would keep its errors to itself.
+    // Errors recorded in a copy would be lost.
     Loading(const Loading&) = delete;
     Loading& operator=(const Loading&) = delete;
 
-    // Loads a kernel; null stands for none.
+    // Loads a kernel. Null is ignored.
     void operator()(const void* kernel) const {
       if (kernel == nullptr || error_ != cudaSuccess) return;
-      // Asking for a kernel's attributes is what makes the runtime load it.
+      // Querying a kernel's attributes makes the runtime load it.
       cudaFuncAttributes attributes;
       error_ = cudaFuncGetAttributes(&attributes, kernel);
     }
 
-    // Takes the outcome of whatever else a launch needs, such as setting an attribute.
+    // Records the result of other preparations for a launch, such as setting a function attribute.
     void Check(cudaError_t outcome) const {
       if (error_ == cudaSuccess) error_ = outcome;
     }
@@ -37,12 +37,12 @@ class KernelLoader {
     bool failed() const { return error_ != cudaSuccess; }
 
    private:
-    // Mutable: families take what they are handed by constant reference.
+    // Mutable because families receive this object by constant reference.
     mutable cudaError_t error_ = cudaSuccess;
   };
 
-  // Calls `visit` with a Loading for the current device. Once that has succeeded on a device, a
-  // call there costs nothing.
+  // Calls `visit` with a Loading for the current device. After the first success on a device,
+  // further calls there return immediately.
   template <typename Visit>
   cudaError_t Load(const Visit& visit) {
     int device;
@@ -52,11 +52,11 @@ class KernelLoader {
     const Loading loading{};
     visit(loading);
     if (loading.failed()) {
-      // Reported here, not a second time by the next launch.
+      // Clear the error: it is reported here, and the next launch must not report it again.
       cudaGetLastError();
       return loading.error();
     }
-    // Two threads that get here at once have both loaded everything: harmless.
+    // Two threads that arrive here at the same time have both loaded everything, which is harmless.
     if (device < kMaxDevices) loaded_[device].store(true, std::memory_order_release);
     return cudaSuccess;
   }

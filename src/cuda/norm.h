@@ -1,9 +1,11 @@
-// Layer norm and RMS norm, with what is added before them, on raw device pointers.
+// Layer norm and RMS norm, with the residual and input bias that are added before them, on raw
+// device pointers.
 //
-// Every function enqueues kernels (and perhaps memsets) on `stream` and returns what the launch
-// returned. None allocates or synchronises, so all may be captured into a CUDA graph, once their
-// kernels were loaded into the device. Sizes of zero succeed; without rows the partial sums are
-// zeroed. Pointers need no more alignment than an element does; outputs must not overlap inputs.
+// Every function enqueues kernels (and possibly memsets) on `stream` and returns the result of the
+// launches. The functions do not allocate or synchronize. Once their kernels are loaded on the
+// device, they may be captured into a CUDA graph. Empty arrays succeed; if there are no rows, the
+// partial sums are set to zero. Pointers need only the alignment of an element; outputs must not
+// overlap inputs.
 #ifndef JAX_FASTOPS_CUDA_NORM_H_
 #define JAX_FASTOPS_CUDA_NORM_H_
 
@@ -20,8 +22,8 @@ cudaError_t NormForward(const NormShape& shape, NormKind kind, DType dtype, doub
 cudaError_t NormBackward(const NormShape& shape, NormKind kind, DType dtype,
                          const NormBackwardArrays& arrays, cudaStream_t stream);
 
-// Load every kernel of the one and of the other into the current device, and set the attributes
-// that launches need.
+// Load the kernels of the forward and of the backward on the current device, and set the function
+// attributes that launches need.
 cudaError_t LoadNormForwardKernels();
 cudaError_t LoadNormBackwardKernels();
 

@@ -1,29 +1,32 @@
-// The backward pass of layer norm and RMS norm: dx, and the parameters' gradients as partial sums,
+// The backward of layer norm and RMS norm: dx, and the gradients of the parameters as partial sums,
 // in one pass that reads dy and s once.
 //
-// It moves 3 arrays (one more with dsum, and with dy2) and is bound by memory. What makes it hard
-// is that a row is needed whole before any of its dx is known, and that the sums over rows want
-// threads that keep their columns.
+// The pass moves 3 arrays (one more with dsum, and one more with dy2) and is memory-bound. Two
+// requirements conflict: no dx of a row is known before the whole row has been read, and the sums
+// over rows need threads that keep their columns.
 //
-// - A worker holds one row at a time, or a few, in registers: a warp up to 1024 columns, a block of
-//   256 threads up to 8192, a cluster of such blocks beyond (RowGroup). A thread has the same
-//   columns of every row, up to 32; scale and the sums of its columns stay in its registers. The
-//   sums are computed wanted or not: there is arithmetic to spare.
-// - A block is persistent, one per SM, and gets its rows through a ring of stages in shared memory.
-//   A stage is a tile of neighbouring rows, brought in by bulk copies that complete on a barrier,
-//   so that 50 KB or more are in flight whatever the threads are doing, and no registers are held
-//   for it. Warps that work alone have a ring each, and never wait for each other. Before sm_90 the
-//   same ring is filled by cp.async.
-// - Bulk copies move multiples of 16 bytes. Where rows are not that, the copies are of the aligned
-//   pieces that cover them, and so read a few bytes more, of the same array; the rows lie in shared
-//   memory as much off as they do in global memory. Threads then take single elements, neighbours
-//   next to each other, instead of units of 16 bytes. Mean and rstd come the same way.
-// - Where y had two users, their cotangents are added up in the stage, by the threads that read the
-//   sum there then: nothing else has to know of the second one, and it costs no registers.
-// - A partial sum belongs to one block, or to one cluster, and its rows are contiguous. Warps share
-//   a block's sum and add theirs up at its end, while the next rows are already on their way.
-// - Rows too long for a cluster are read twice: chunks are reduced on their own, then columns are
-//   done by blocks that have the totals.
+// - A worker holds one row, or a few, in registers. The worker is a warp for up to 1024 columns, a
+//   block of 256 threads for up to 8192, and a cluster of such blocks for longer rows (RowGroup);
+//   in double for half as many. A thread has the same columns of every row, at most 32. The scale
+//   and the sums of its columns stay in its registers. The sums are always computed, even if they
+//   are not requested, because arithmetic is not the bottleneck.
+// - Blocks are persistent, one per SM, except in clusters. A block reads its rows through a ring of
+//   stages in shared memory. A stage is a tile of contiguous rows. Bulk copies that complete on an
+//   mbarrier fill it. This keeps 50 KB or more in flight whatever the threads do, and takes no
+//   registers. Workers that are warps have a ring each and never wait for each other. Before sm_90,
+//   cp.async fills the same ring.
+// - Bulk copies move multiples of 16 bytes. If rows are not aligned to 16 bytes, the copies move
+//   the aligned blocks that cover them, and so read a few more bytes of the same array. In shared
+//   memory the rows keep their offset from a 16-byte boundary. Threads then access single elements,
+//   adjacent lanes adjacent elements, instead of 16-byte units. Mean and rstd are copied in the
+//   same way.
+// - If y has two users, the threads that read dy from a stage first add the second cotangent (dy2)
+//   to it there. The rest of the code needs no change, and no registers are needed for it.
+// - A partial sum belongs to one block or cluster, and its rows are contiguous. If the workers are
+//   warps, they share the partial sum of their block. They add up their contributions at its end,
+//   while the next rows are already being copied.
+// - Rows that are too long for a cluster are read twice: tiles of a row are reduced separately,
+//   then blocks process columns with the totals.
 #include "cuda/norm.h"
 
 #include <algorithm>
@@ -43,32 +46,34 @@ namespace {
 // -------------------------------------------------------------------------------------------------
 // Rows that a worker can hold
 
-// How a kernel shares the work out. kThreads of a block have a row, with up to kColumns columns in
-// each, of which kLeast are in every row; in a cluster those of all its blocks.
+// How a kernel distributes the work. kThreads threads of a block hold a row, or in a cluster
+// kThreads threads of each block. A thread has up to kColumns columns. The first kLeast of them
+// exist in every row that the kernel is launched for, so they need no bounds checks.
 template <typename T, int kUnit, int kThreads, int kColumns, int kLeast, int kCluster>
 struct Layout {
   using A = ComputeType<T>;
   using U = Unit<T, kUnit>;
   using Group = RowGroup<kThreads, kCluster>;
-  static constexpr int kUnits = kColumns / U::kSize;  // of a thread
+  static constexpr int kUnits = kColumns / U::kSize;  // per thread
   static constexpr int kLeastUnits = kLeast / U::kSize;
   static constexpr int kWorkers = kThreads <= kWarpSize ? kBlock / kWarpSize : 1;
   static constexpr int kWorkerThreads = kBlock / kWorkers;
   static constexpr int kRowLanes = kThreads < kWarpSize ? kWarpSize / kThreads : 1;
-  // So many rows at once that a thread has 64 bytes of an array, or one.
+  // Number of rows that a thread holds at once: as many as make 64 bytes of an array per thread, at
+  // least one.
   static constexpr int kRepeat =
       kCluster == 1 && kColumns * sizeof(T) < 64 ? 64 / (kColumns * sizeof(T)) : 1;
   static constexpr int kTile = kRepeat * kRowLanes;
-  // Of the sums of warps that share one, so many columns of a thread meet in shared memory at once.
+  // Columns per thread that warps exchange through shared memory at once when they add up a partial
+  // sum.
   static constexpr int kMeet = 8 * sizeof(float) / sizeof(A);
   static_assert(kColumns % U::kSize == 0 && (kWorkers == 1 || kColumns % kMeet == 0));
   static_assert(kLeastUnits <= kUnits && kWorkerThreads % kWarpSize == 0);
 };
 
-// RowGroup's reduction in a cluster, other than by a barrier of the cluster: values are sent so
-// that they complete on a barrier of the block that they are for. What is before a barrier of the
-// cluster has to be seen by all behind it, so that every row would wait until the last one's dx is
-// written.
+// RowGroup's reduction in a cluster, without a cluster barrier. Values are sent by asynchronous
+// stores that complete on an mbarrier of the receiving block. A cluster barrier makes all earlier
+// writes visible, so every row would wait until dx of the previous row is written.
 template <typename L>
 struct ClusterReduction {
   using A = typename L::A;
@@ -77,8 +82,9 @@ struct ClusterReduction {
   static constexpr int kBlocks = L::Group::kSize / kBlock;
   static constexpr int kSlots = kWarps * kBlocks;
 
-  // Two of everything: a block that is ahead sends for the next row, but not for the one after it
-  // before every warp has sent for the next, which each does when it has read this row's.
+  // Double-buffered. A block that is ahead may send for the next row. It sends for the row after
+  // that only when every warp has sent for the next row, which each warp does after it has read the
+  // values of this row.
   Barrier complete[2];
   A values[2][kCount][kSlots];
 
@@ -142,7 +148,8 @@ struct ClusterReduction {
   }
 };
 
-// Adds up what the workers of a block have of one sum, and writes it. All threads call it.
+// Adds up the contributions of a block's workers to a partial sum and writes it. All threads must
+// call it.
 template <typename L>
 __device__ __forceinline__ void MeetAndWrite(typename L::A (&totals)[L::kUnits][L::U::kSize],
                                              typename L::A* buffers, int& phase, int n,
@@ -169,7 +176,7 @@ __device__ __forceinline__ void MeetAndWrite(typename L::A (&totals)[L::kUnits][
         }
       }
     }
-    __syncthreads();  // the other buffer is free then, too
+    __syncthreads();  // after it, the other buffer is free too
     const int column = first * L::U::kSize * kThreads + threadIdx.x;
     if (threadIdx.x < kWidth && column < n) {
       A sum = buffer[threadIdx.x];
@@ -181,7 +188,7 @@ __device__ __forceinline__ void MeetAndWrite(typename L::A (&totals)[L::kUnits][
   }
 }
 
-// Writes a sum that each thread has its columns of, `units` units.
+// Writes a partial sum of which each thread has its own columns, `units` units of them.
 template <typename L, int kThreads>
 __device__ __forceinline__ void Write(const typename L::A (&totals)[L::kUnits][L::U::kSize],
                                       int units, bool aligned, typename L::A* sums) {
@@ -221,7 +228,7 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
 
   extern __shared__ __align__(128) char ring[];
   __shared__ Barrier full[L::kWorkers][kMaxStages];
-  __shared__ Source sources[kArrays];  // there, so that they take no registers
+  __shared__ Source sources[kArrays];  // in shared memory to save registers
   using Scratch = typename Group::template Scratch<A, 2 * kRepeat>;
   __shared__ std::conditional_t<kCluster == 1, Scratch, ClusterReduction<L>> scratch;
   __shared__ A meeting[kWarps ? 2 * L::kWorkers * L::kMeet * kWarpSize / L::kRowLanes : 1];
@@ -232,7 +239,7 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
   const int row_lane = in_worker / kThreads;
   const int first_partial = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
 
-  // The columns of this block, and how many units of them this thread has.
+  // The columns of this block, and the number of units of them in this thread.
   const int first_column = Group::BlockRank() * p.block_columns;
   const int columns = max(0, min(p.block_columns, static_cast<int>(p.n) - first_column));
   const int units = (columns / kSize - in_row + kThreads - 1) / kThreads;
@@ -258,7 +265,7 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
     char* to = stages + stage * p.stage_bytes;
     Barrier* barrier = &full[worker][stage];
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    // Every array has a thread, one of the first of the worker.
+    // One thread per array, from the first ones of the worker, issues its copy.
     if (in_worker < kArrays) {
       const Source source = sources[in_worker];
       if (source.data != nullptr) source.Copy(to, barrier, row, rows, 0, 1);
@@ -268,8 +275,7 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
       const Source source = sources[array];
       if (source.data == nullptr) continue;
       source.Copy(to, barrier, row, rows, in_worker, L::kWorkerThreads);
-      if (in_worker == 0)
-        barrier->Arrive();  // for what it stored itself; below, for what it copies
+      if (in_worker == 0) barrier->Arrive();  // for its own stores; copies arrive below
     }
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(SharedAddress(barrier))
                  : "memory");
@@ -298,12 +304,13 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
   }
   const A inverse_n = A(1) / A(p.n);
 
-  // How far from a boundary of 16 bytes an element is in global memory, and so in its stage.
+  // The offset of an element from a 16-byte boundary in global memory, which is also its offset in
+  // the stage.
   const auto offset = [](const void* array, int64_t index, int size) {
     return static_cast<int>((reinterpret_cast<uintptr_t>(array) + index * size) & 15);
   };
 
-  // A tile, in its stage.
+  // A tile in its stage.
   struct Tile {
     char* stage;
     int64_t row;
@@ -311,12 +318,12 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
   };
   const auto stage_at = [&](int stage) { return stages + stage * p.stage_bytes; };
   const auto in_tile = [&](const Tile& tile, int r) { return L::kTile == 1 || r < tile.rows; };
-  // Where one of the elements' arrays is in it.
+  // The address of the tile's elements of one array.
   const auto elements = [&](const Tile& tile, int slot, const void* array) {
     const int64_t first = tile.row * p.n + first_column;
     return tile.stage + slot + (kUnit == 16 ? 0 : offset(array, first, sizeof(T)));
   };
-  // Row r's mean and rstd; where there is no such row, 0: then nothing comes of it.
+  // Mean and rstd of row r. Both are 0 if there is no such row, so that it contributes nothing.
   struct Stats {
     A mean;
     A rstd;
@@ -337,8 +344,9 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
   const auto place = [&](int r, int j) {
     return (r * columns + (j * kThreads + in_row) * kSize) * int{sizeof(T)};
   };
-  // Puts dy + dy2, rounded, in the place of dy: this thread's units, which no other one reads. Some
-  // at a time, all loaded before the first is stored.
+  // Replaces dy by dy + dy2, rounded, in the stage. Each thread does this for its own units, which
+  // no other thread reads. It processes a batch at a time and loads all of it before the first
+  // store.
   const auto add_dy2 = [&](const Tile& tile) {
     constexpr int kAll = kRepeat * kUnits, kBatch = kAll < 4 ? kAll : 4;
     char* const dys = elements(tile, 0, p.arrays[kDy]);
@@ -354,7 +362,7 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
         const int r = k * L::kRowLanes + row_lane;
         in[b] = j < units && in_tile(tile, r);
         at[b] = in[b] ? place(r, j) : 0;
-        // Without a unit, something that no thread stores to.
+        // Without a unit, load from a place that no thread writes.
         sum[b] = U::Load(in[b] ? dys + at[b] : others);
         other[b] = U::Load(others + at[b]);
       }
@@ -369,11 +377,11 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
       }
     }
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    // The bulk copy that will fill the stage again must come behind these stores.
+    // Orders these stores before the bulk copy that will fill the stage again.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
   };
-  // xhat, dy and dy * scale of a unit, 0 where there is none.
+  // Computes xhat, dy and dy * scale of a unit; 0 if there is no such unit.
   const auto load = [&](const Tile& tile, const char* dys, const char* s, const Stats& stats, int r,
                         int j, A(&xhat)[kSize], A(&dy)[kSize], A(&g)[kSize]) {
     const bool in = in_columns(j);
@@ -388,7 +396,7 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       dy[i] = ToCompute(dy_unit.elements[i]);
-      // Outside the row nothing may come of a mean that is NaN.
+      // Outside the row a mean that is NaN must not propagate.
       xhat[i] = in ? (ToCompute(s_unit.elements[i]) - stats.mean) * stats.rstd : A(0);
       g[i] = dy[i] * scale[j][i];
     }
@@ -398,10 +406,10 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
   for (int64_t partial = first_partial; partial < p.partials; partial += stride) {
     const Range range = RowsOf(partial, p.rows, p.sums);
     A dscale[kUnits][kSize] = {}, dbias[kUnits][kSize] = {}, dinput_bias[kUnits][kSize] = {};
-    // What is kept of a tile from one step to the other.
+    // Values of a tile that stay in registers between the two steps.
     A xhat[kRepeat][kUnits][kSize], g[kRepeat][kUnits][kSize], rstd[kRepeat];
 
-    // The first step: the tile's part in the sums over rows, and in those along them.
+    // First step: add the tile to the sums over rows, and compute its sums along rows.
     const auto reduce = [&](const Tile& tile, A(&totals)[2 * kRepeat]) {
       const char* const dys = elements(tile, 0, p.arrays[kDy]);
       const char* const s = elements(tile, p.slot_bytes, p.arrays[kS]);
@@ -427,7 +435,7 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
         }
       }
     };
-    // The second: its dx.
+    // Second step: dx of the tile.
     const auto write = [&](const Tile& tile, const A(&totals)[2 * kRepeat]) {
       const char* const dsum = elements(tile, 2 * p.slot_bytes + 2 * p.stat_bytes, p.arrays[kDsum]);
       char* const dx =
@@ -482,7 +490,8 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
       } else {
         scratch.AllReduce(totals, phase);
       }
-      // Now every thread has read the stage; only dsum may still have to be read.
+      // All threads of the worker have read dy and s of the stage now. Only dsum may still be
+      // needed.
       if constexpr (kWarps) __syncwarp();
       if (!has_dsum) refill(stage);
       write(tile, totals);
@@ -519,7 +528,7 @@ __device__ __forceinline__ void RowsKernelBody(const Params& p) {
 template <typename T, int kUnit, int kThreads, int kColumns, int kLeast, int kCluster>
 __global__ void __launch_bounds__(kBlock, 1) RowsKernel(const __grid_constant__ Params p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  // Never launched with clusters.
+  // Kernels with clusters are never launched on these architectures.
   if constexpr (kCluster == 1)
 #endif
     RowsKernelBody<T, kUnit, kThreads, kColumns, kLeast, kCluster>(p);
@@ -528,18 +537,19 @@ __global__ void __launch_bounds__(kBlock, 1) RowsKernel(const __grid_constant__ 
 // -------------------------------------------------------------------------------------------------
 // Longer rows
 //
-// Each row is cut into tiles. First every tile of a row is reduced on its own. Then, for every row,
-// the tiles' sums are. Then a block goes over the rows of one tile and of one partial sum. What a
-// tile has to say, and to hear, is kept where its dx will be: two values of the accumulator's type.
+// Each row is divided into tiles. A first kernel reduces each tile of a row. A second one adds up
+// the sums of the tiles for each row. In the third, a block processes the rows of one tile and one
+// partial sum. The tile's sums, and later the row's totals, are two values of the accumulator's
+// type. They are stored in the place of the tile's dx until that is written.
 
-constexpr int kLongColumns = 16;  // of a thread
+constexpr int kLongColumns = 16;  // per thread
 
 __device__ __forceinline__ Range TileOf(int64_t tile, int64_t tiles, int64_t n) {
-  // Of at least half the length that a tile may have.
+  // Every tile has at least half the maximum length.
   return {tile * n / tiles, (tile + 1) * n / tiles};
 }
 
-// Two values, at an address that is aligned to an element of dx alone.
+// Stores or loads two values at an address that is only aligned to an element of dx.
 template <typename T, typename A>
 __device__ __forceinline__ void Leave(T* at, const A (&values)[2]) {
   T pieces[2 * sizeof(A) / sizeof(T)];
@@ -558,8 +568,8 @@ __device__ __forceinline__ void Find(const T* at, A (&values)[2]) {
 template <typename T>
 struct LongTile {
   using A = ComputeType<T>;
-  int64_t first;  // of this thread's columns, which are kBlock apart
-  int columns;    // how many it has
+  int64_t first;  // first column of this thread; its columns are kBlock apart
+  int columns;    // the number of its columns
   A scale[kLongColumns];
 
   __device__ __forceinline__ LongTile(const Params& p, const Range& tile) {
@@ -576,8 +586,8 @@ struct LongTile {
     }
   }
 
-  // This thread's xhat and dy of a row. kTwo: whether there is a dy2. A test of that would take
-  // registers, and so leave room for fewer blocks.
+  // Loads this thread's xhat and dy of a row. kTwo says whether there is a dy2. A test at run time
+  // would take registers and lower the occupancy.
   template <bool kTwo>
   __device__ __forceinline__ void Load(const Params& p, int64_t row, A rstd,
                                        A (&xhat)[kLongColumns], A (&dy)[kLongColumns]) const {
@@ -666,7 +676,7 @@ __global__ void __launch_bounds__(kBlock)
     A xhat[kLongColumns], dy[kLongColumns];
     const A rstd = static_cast<const A*>(p.arrays[kRstd])[row];
     tile.template Load<kTwo>(p, row, rstd, xhat, dy);
-    __syncthreads();  // all have read the means, where dx is written now
+    __syncthreads();  // all threads have read the means, which dx overwrites now
     T* dx = static_cast<T*>(p.dx) + row * p.n + tile.first;
 #pragma unroll
     for (int j = 0; j < kLongColumns; ++j) {
@@ -700,8 +710,8 @@ __global__ void __launch_bounds__(kBlock)
 struct Form {
   void (*kernel)(Params);
   int unit;
-  int columns;  // that a block can have of a row
-  int least;    // that it must have
+  int columns;  // most columns of a row in a block
+  int least;    // fewest columns
   int cluster;
   int workers;
   int tile;
@@ -709,7 +719,7 @@ struct Form {
 
 template <typename T, int kUnit, int kThreads, int kColumns, int kLeast, int kCluster = 1>
 Form MakeForm() {
-  // double takes twice the registers.
+  // double takes twice as many registers per column.
   constexpr int kWords = sizeof(ComputeType<T>) / sizeof(float);
   constexpr int kMost = kColumns / kWords, kFew = kLeast / kWords;
   using L = Layout<T, kUnit, kThreads, kMost, kFew, kCluster>;
@@ -722,8 +732,8 @@ Form MakeForm() {
           L::kTile};
 }
 
-// From the shortest rows to the longest. Where a device has too little shared memory for what a
-// warp would need, a block may do.
+// From the shortest rows to the longest. If a device has too little shared memory for the rings of
+// warps, a form with one worker per block may fit.
 template <typename T, int kUnit>
 inline const Form kForms[] = {
     MakeForm<T, kUnit, 8, 8, 0>(),       MakeForm<T, kUnit, 32, 8, 0>(),
@@ -734,18 +744,19 @@ inline const Form kForms[] = {
     MakeForm<T, kUnit, 256, 32, 8, 8>(),
 };
 
-// The widest unit. Elements of 8 bytes are as good as units.
+// The widest unit. For 8-byte elements, single elements are as fast.
 template <typename T>
 constexpr int kWideUnit = sizeof(T) == 8 ? 8 : 16;
 
-// What a block's rings take of shared memory, if two stages do not need more. In more, tiles only
-// wait longer for their turn, and more of them are left when all is read: 2 to 6% slower.
+// Shared memory for the rings of a block, unless two stages need more. Larger rings are 2 to 6%
+// slower: tiles only wait longer in the ring, and more of them are left to process after the last
+// load.
 constexpr int64_t kRing = 64 << 10;
 constexpr int64_t kMinStages = 2;
 
 struct Device {
   int processors;
-  int shared_memory;  // that a block can have
+  int shared_memory;  // available to a block
   bool clusters;
 };
 
@@ -762,19 +773,19 @@ cudaError_t GetDevice(const void* kernel, Device& device) {
   if (error != cudaSuccess) return error;
   cudaFuncAttributes attributes;
   error = cudaFuncGetAttributes(&attributes, kernel);
-  // What was compiled for older devices, and runs on a newer one, has no clusters either.
+  // Code that was compiled for older devices has no clusters, even if it runs on a newer one.
   device.clusters = clusters != 0 && attributes.ptxVersion >= 90;
   device.shared_memory -= static_cast<int>(attributes.sharedSizeBytes);
   return error;
 }
 
-// The stages that there is room for; 0 where the form does not do.
+// Computes the number of stages that fit. Returns 0 if this form cannot be used.
 int PlanStages(const Form& form, int64_t itemsize, int shared_memory, Params& p) {
   const int64_t unit_columns = std::max<int64_t>(1, form.unit / itemsize);
   const int64_t columns = RoundUp(CeilDiv(p.n, form.cluster), unit_columns);
   if (columns > form.columns || p.n - (form.cluster - 1) * columns < form.least) return 0;
   const int64_t accumulator = std::max<int64_t>(itemsize, sizeof(float));
-  // Whatever the alignment is, it fits.
+  // 16 more bytes per slot, so that the data fits at any offset from a 16-byte boundary.
   p.block_columns = static_cast<int>(columns);
   p.slot_bytes = static_cast<int>(RoundUp(form.tile * columns * itemsize, 16) + 16);
   p.stat_bytes = static_cast<int>(RoundUp(form.tile * accumulator, 16) + 16);
@@ -789,8 +800,8 @@ int PlanStages(const Form& form, int64_t itemsize, int shared_memory, Params& p)
 }
 
 cudaError_t LaunchRows(const Form& form, const Device& device, Params p, cudaStream_t stream) {
-  // Blocks stay where they are put: as many as there are SMs. Clusters, of which not every SM can
-  // be in one, come and go.
+  // Blocks are persistent, one per SM. Not every SM can be in a cluster, so clusters are not
+  // persistent: there is one for each partial sum.
   const int64_t blocks = form.cluster == 1 ? std::min<int64_t>(p.partials, device.processors)
                                            : std::min<int64_t>(p.partials, 1 << 20) * form.cluster;
   cudaLaunchConfig_t config = {};
@@ -809,7 +820,7 @@ cudaError_t LaunchRows(const Form& form, const Device& device, Params p, cudaStr
   void* arguments[] = {&p};
   static_cast<void>(
       cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(form.kernel), arguments));
-  return cudaGetLastError();  // which the next launch would else return again
+  return cudaGetLastError();  // clears the error, so that the next launch does not report it
 }
 
 template <typename T>
@@ -828,7 +839,8 @@ cudaError_t LaunchLong(const Params& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// Sums that nobody wants do not bound how many may work: so many rows to each.
+// If no sums are requested, the number of partial sums does not limit the parallelism. Redefines a
+// partial sum as `rows` rows.
 void FreeSums(Params& p, int64_t rows) {
   p.rows = p.all_rows;
   p.partials = p.sums = CeilDiv(p.all_rows, rows);
@@ -848,7 +860,7 @@ cudaError_t Launch(Params p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   for (const Form* form = forms; form != end; ++form) {
     if (form->cluster > 1 && !device.clusters) break;
-    constexpr int kStatic = 20 << 10;  // at most
+    constexpr int kStatic = 20 << 10;  // most static shared memory of a kernel
     if (PlanStages(*form, sizeof(T), device.shared_memory - kStatic, p) == 0) continue;
     if (!sums) {
       const int64_t groups = 4 * device.processors / form->cluster;
@@ -860,7 +872,8 @@ cudaError_t Launch(Params p, cudaStream_t stream) {
   return LaunchLong<T>(p, stream);
 }
 
-// Calls `visit` with the type's forms and its kernels for longer rows.
+// Calls visit(kernel, ring) for the type's forms, with ring = true, and for its kernels for longer
+// rows.
 template <typename T, typename Visit>
 void VisitKernels(const Visit& visit) {
   for (const Form& form : kForms<T, kWideUnit<T>>) {

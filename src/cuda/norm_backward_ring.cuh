@@ -1,5 +1,6 @@
-// What the backward pass of layer norm and RMS norm gets its rows by: a ring of stages in shared
-// memory, filled by bulk copies, before sm_90 by cp.async. norm_backward.cu says why.
+// How the backward of layer norm and RMS norm reads its rows: through a ring of stages in shared
+// memory that is filled by bulk copies (by cp.async before sm_90). norm_backward.cu explains the
+// design.
 #ifndef JAX_FASTOPS_CUDA_NORM_BACKWARD_RING_CUH_
 #define JAX_FASTOPS_CUDA_NORM_BACKWARD_RING_CUH_
 
@@ -16,7 +17,7 @@ constexpr int kBlock = 256;
 constexpr int kWarpSize = 32;
 constexpr int kMaxStages = 8;
 
-// Whether the ring is filled by bulk copies.
+// Whether bulk copies fill the ring.
 constexpr bool kBulkCopies =
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     true;
@@ -27,11 +28,11 @@ constexpr bool kBulkCopies =
 __host__ __device__ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
-// What is read of each row.
+// The arrays that are read for each row.
 enum Array { kDy, kS, kRstd, kMean, kDsum, kDy2, kArrays };
 
 struct Params {
-  const void* arrays[kArrays];  // null: absent (mean: RMS norm; dsum, dy2)
+  const void* arrays[kArrays];  // null: absent (mean in RMS norm; dsum, dy2)
   NormParameter scale;
   void* dx;
   void* dscale;
@@ -42,12 +43,12 @@ struct Params {
   int64_t n;
   int64_t sums;
   int64_t partials;   // of all batch entries
-  int block_columns;  // that a block of a cluster has of a row; n without one
+  int block_columns;  // columns of a row in each block of a cluster; n without a cluster
   int stages;
-  int slot_bytes;     // of the elements of a tile
-  int stat_bytes;     // of its means, and of its rstds
-  int stage_bytes;    // of all of it
-  bool aligned_sums;  // rows of partial sums may be written in 16 bytes
+  int slot_bytes;     // elements of one array in a tile
+  int stat_bytes;     // means of a tile; as many for its rstds
+  int stage_bytes;    // of a whole stage
+  bool aligned_sums;  // rows of partial sums allow 16-byte stores
 };
 
 // The rows of a partial sum.
@@ -64,7 +65,7 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// A barrier in shared memory that copies complete on.
+// An mbarrier in shared memory on which copies complete.
 struct Barrier {
   uint64_t bits;
 
@@ -72,7 +73,7 @@ struct Barrier {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(SharedAddress(this)), "r"(arrivals)
                  : "memory");
   }
-  // Before the block's barrier that follows the initialisations.
+  // Call between the initializations and the block's barrier that follows them.
   static __device__ __forceinline__ void PublishInit() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -115,29 +116,32 @@ struct Barrier {
   }
 };
 
-// One array, as it comes into the stages: `width` bytes of each row, `pitch` bytes apart.
+// One array, as it is copied into the stages: `width` bytes of each row; rows are `pitch` bytes
+// apart.
 struct Source {
   const char* data;   // of row 0; null: absent
-  const char* begin;  // the boundaries of 16 bytes next to the array's ends, inside
+  const char* begin;  // the outermost 16-byte boundaries inside the array
   const char* end;
   int64_t pitch;
   int width;
-  int slot;  // where in a stage
+  int slot;  // offset in a stage
 
-  // Copies so many rows, from `row` on, into the stage, as far from a boundary of 16 bytes as they
-  // are in global memory. `thread` of `threads` copies its share; the first one what is at the
-  // array's ends, itself. With bulk copies there is one thread, and it arrives at the barrier.
+  // Copies `rows` rows, starting at row `row`, into the stage. They keep the offset from a 16-byte
+  // boundary that they have in global memory. `thread` of `threads` threads copies its share. The
+  // first thread also copies the bytes at the ends of the array, outside the 16-byte boundaries,
+  // with ordinary loads and stores. With bulk copies a single thread does everything and arrives at
+  // the barrier.
   __device__ __forceinline__ void Copy(char* stage, Barrier* barrier, int64_t row, int rows,
                                        [[maybe_unused]] int thread,
                                        [[maybe_unused]] int threads) const {
     const char* first = data + row * pitch;
     const char* last = first + (rows - 1) * pitch + width;
     const char* low = Floor(first);
-    char* to = stage + slot;  // of low
+    char* to = stage + slot;  // where `low` goes
     const char* from = low < begin ? begin : low;
     const char* until = Floor(last + 15);
     until = until > end ? end : until;
-    if (thread == 0) {  // the array's ends
+    if (thread == 0) {  // the ends of the array
       const auto copy = [&](const char* p, const char* stop) {
         for (; p < stop; p += 2) {
           memcpy(__builtin_assume_aligned(to + (p - low), 2), __builtin_assume_aligned(p, 2), 2);
@@ -177,7 +181,7 @@ __device__ __forceinline__ Source SourceOf(const Params& p, int array, int first
   using A = ComputeType<T>;
   const bool elements = array != kRstd && array != kMean;
   Source source;
-  // Selected, not indexed: parameters are indexed through a copy in local memory.
+  // Select with constant indices: a dynamic index would copy the kernel parameters to local memory.
   const void* data = p.arrays[kDy];
 #pragma unroll
   for (int i = 1; i < kArrays; ++i) data = array == i ? p.arrays[i] : data;
@@ -192,11 +196,11 @@ __device__ __forceinline__ Source SourceOf(const Params& p, int array, int first
                 : array == kRstd ? 2 * p.slot_bytes
                 : array == kMean ? 2 * p.slot_bytes + p.stat_bytes
                 : array == kDsum ? 2 * p.slot_bytes + 2 * p.stat_bytes
-                                 : p.stage_bytes - p.slot_bytes;  // behind dsum, if that is there
+                                 : p.stage_bytes - p.slot_bytes;  // after dsum, if present
   return source;
 }
 
-// Where a worker is among its tiles: kTile rows from `row` on, as far as to `end`.
+// The position of a worker in its sequence of tiles: up to kTile rows from `row`, bounded by `end`.
 template <int kTile, int kWorkers>
 struct Cursor {
   int64_t partial;
@@ -205,7 +209,8 @@ struct Cursor {
 
   __device__ __forceinline__ bool Valid(const Params& p) const { return partial < p.partials; }
 
-  // The first tile of a partial sum, or of the next one that has any for this worker.
+  // Moves to the worker's first tile of partial sum `from`, or of the next partial sum in which the
+  // worker has a tile.
   __device__ __forceinline__ void Seek(const Params& p, int64_t from, int stride, int worker) {
     for (partial = from; partial < p.partials; partial += stride) {
       const Range range = RowsOf(partial, p.rows, p.sums);

@@ -1,24 +1,27 @@
-// Layer norm and RMS norm, with what is added before them, in one pass over memory.
+// The forward of layer norm and RMS norm, with an optional residual and input bias, in one pass
+// over memory.
 //
-// Every byte that has to move moves once: what bounds these kernels is memory, so a row stays on
-// chip, in registers, between its statistics and its output, whatever its length.
+// These kernels are memory-bound, and every byte that has to move moves once: a row stays in
+// registers between its statistics and its output, whatever its length.
 //
-// - What a thread moves at once is a *unit*: 16 bytes where every row starts at a multiple of them.
-//   Else single elements, or pairs of 16-bit ones. Narrow units that neighbours share sectors with
-//   still reach L2 as whole sectors, soon one after the other.
-// - A row is held by a group of threads, with up to 128 bytes of it, as what it is computed in, in
-//   each: by part of a warp, a warp, a block or a cluster. Saturating an H100's memory takes about
-//   20 KB in flight per SM; several groups have more than that, which is what lets a row's loads,
-//   the reductions of another and the stores of a third overlap without any pipelining.
-// - Rows of a cluster are pipelined all the same: what a thread would wait for is worse there (see
+// - A thread moves one *unit* per instruction: 16 bytes if every row is aligned to 16 bytes,
+//   otherwise single elements or pairs of 16-bit elements. Narrow units of neighboring lanes share
+//   sectors; they still reach L2 as whole sectors, shortly after each other.
+// - A group of threads holds a row: a part of a warp, a warp, a block or a cluster. Each thread
+//   holds up to 128 bytes of it, in the compute type. Saturating the memory of an H100 takes about
+//   20 KB in flight per SM. A few resident groups have more than that, so the loads of one row, the
+//   reductions of another and the stores of a third overlap without software pipelining.
+// - Rows that a cluster holds are pipelined nevertheless, because waiting costs more there (see
 //   NormLongKernel).
-// - The variance is that of the deviations from the mean, which a resident row makes cheap. In
-//   float32 and float64 the deviations' own sum corrects the mean once more: it is the rounding
-//   error of the first, and matters where the mean is large against the deviations.
-// - Residual and input bias are added as the row arrives. Which parameters there are, and of what
-//   type, is known at run time only: uniform branches, a few instructions for each unit.
-// - Rows that not even a cluster can hold are read twice: chunks of them give their moments, and a
-//   second kernel merges these and normalises. With the sum stored the second reads that alone.
+// - The variance is computed from the deviations from the mean, which is cheap because the row is
+//   in registers. In float32 and float64 the sum of the deviations corrects the mean once more.
+//   This sum is the rounding error of the first mean, and it matters if the mean is large relative
+//   to the deviations.
+// - The residual and the input bias are added when the row arrives. Which parameters exist, and of
+//   what type, is known only at run time. This costs uniform branches, a few instructions per unit.
+// - Rows that do not fit into a cluster are read twice. A first kernel computes the moments of
+//   chunks of a row; a second one merges them and normalizes. If the sum is stored, the second
+//   kernel reads only the sum.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -36,7 +39,7 @@ namespace {
 // -------------------------------------------------------------------------------------------------
 // Rows and their parts
 
-// Rows pass by L1, which is the parameters' place.
+// Rows bypass L1, which is left to the parameters.
 constexpr CacheHint kRowHint = CacheHint::kNoAllocate;
 
 struct NormForwardParams {
@@ -55,13 +58,13 @@ struct NormForwardParams {
   float inverse32;
   int64_t rows;
   int64_t n;
-  bool layer;  // else RMS norm
-  bool adds;   // s is not x, or is stored
+  bool layer;  // false: RMS norm
+  bool adds;   // s differs from x, or is stored
 
-  // Of rows that are read twice.
+  // For rows that are read twice.
   void* partials;
-  int64_t chunks;        // in a row
-  int64_t row_partials;  // elements of the workspace for a row
+  int64_t chunks;        // per row
+  int64_t row_partials;  // workspace elements per row
 };
 
 template <typename A>
@@ -75,16 +78,17 @@ __device__ __forceinline__ A Inverse(const NormForwardParams& p) {
   return p.inverse;
 }
 
-// A part of a row as a thread sees it, in elements counted from its own first: those up to `high`
-// belong to it. The thread takes units from 0 on, at distances known to the compiler, so that one
-// address is all that it needs for an array.
+// A part of a row from the view of one thread. Elements are counted from the thread's first one;
+// those below `high` belong to the part. The thread takes units from element 0 on, at distances
+// that are compile-time constants, so it needs only one address per array.
 struct Piece {
-  int64_t start;   // where the thread's first element is in x
+  int64_t start;   // index of the thread's first element in x
   int64_t column;  // and in the row
   int high;
 };
 
-// Units are loaded as registers, which the compiler would else split into elements of 16 bits.
+// Units are loaded as whole registers. Otherwise the compiler would split them into 16-bit
+// elements.
 template <typename T, int kUnit>
 struct Units {
   using A = ComputeType<T>;
@@ -119,7 +123,7 @@ struct Units {
     return unit;
   }
 
-  // The part of `most` units from unit `first` of the row on, for the thread that is `rank`-th.
+  // The part of the row that has `most` units from unit `first` on, for the thread of rank `rank`.
   static __device__ __forceinline__ Piece Make(const NormForwardParams& p, int64_t row,
                                                int64_t first, int most, int rank) {
     const int64_t column = first * kSize;
@@ -148,13 +152,13 @@ struct Units {
   }
 };
 
-// What so many bytes of a row take as what they are computed in.
+// The size of `bytes` bytes of a row after conversion to the compute type.
 template <typename T>
 constexpr int HeldBytes(int bytes) {
   return bytes / sizeof(T) * sizeof(ComputeType<T>);
 }
 
-// A group of threads with a piece of a row, kUnits units in each thread.
+// A piece of a row that a group of threads holds, with kUnits units in each thread.
 template <typename Element, int kUnit, typename Group, int kUnits>
 struct Held {
   using T = Element;
@@ -166,11 +170,11 @@ struct Held {
   static constexpr int kCapacity = kUnits * Group::kSize;  // units
   // Units whose parameters a thread loads before it waits for them.
   static constexpr int kBatch = kSize * sizeof(A) >= 32 ? 1 : 32 / (kSize * sizeof(A));
-  // In which the first mean's error may be as large as a rounding of the result.
+  // Types in which the error of the first mean may be as large as the rounding error of the result.
   static constexpr bool kCorrects = std::is_same_v<T, A>;
 
   Piece piece;
-  A s[kUnits][kSize];  // units that are not in the piece are 0
+  A s[kUnits][kSize];  // units outside the piece are 0
 
   __device__ __forceinline__ Held(const NormForwardParams& p, int64_t row, int64_t first)
       : piece(Us::Make(p, row, first, kCapacity, Group::Rank())) {}
@@ -179,7 +183,8 @@ struct Held {
   static constexpr int First(int k) { return k * Group::kSize * kSize; }
   __device__ __forceinline__ bool Has(int k) const { return First(k) < piece.high; }
 
-  // The elements of the chunk-th piece of a row in pieces of kCapacity.
+  // The number of elements in piece `chunk` of a row that is divided into pieces of kCapacity
+  // units.
   static __device__ __forceinline__ A Count(const NormForwardParams& p, int64_t row,
                                             int64_t chunk) {
     const Piece piece = Us::Make(p, row, chunk * kCapacity, kCapacity, 0);
@@ -204,7 +209,8 @@ struct Held {
     LoadColumns<T>(parameter.data, from, values);
   }
 
-  // s, from x, or, where `array` is the sum, from that.
+  // Loads s: `array` is x, or the stored sum. If `adds`, adds the input bias and the residual to it
+  // and stores the sum.
   __device__ __forceinline__ void Load(const NormForwardParams& p, const char* array, bool adds) {
     U units[kUnits];
 #pragma unroll
@@ -220,8 +226,8 @@ struct Held {
       for (int k = 0; k < kUnits; ++k) Us::Unpack(units[k], s[k]);
       return;
     }
-    // A few units at a time: those of x are all in flight by now, and registers are what limits the
-    // number of threads.
+    // Process a few units at a time. The loads of x are all in flight already, and the registers
+    // limit the number of threads.
     constexpr int kResiduals = kSize >= 8 && kUnits > 1 ? 2 : kBatch;
 #pragma unroll
     for (int from = 0; from < kUnits; from += kResiduals) {
@@ -303,7 +309,7 @@ struct Held {
       if (layer) {
         moments.correction = values[1] * inverse;
         moments.squares -= moments.correction * values[1];
-        if (moments.squares < 0) moments.squares = 0;  // by rounding; a NaN stays
+        if (moments.squares < 0) moments.squares = 0;  // rounding may make it negative; a NaN stays
       }
     }
     return moments;
@@ -317,7 +323,7 @@ struct Held {
     }
   }
 
-  // The output, of s less `offset`.
+  // Writes the output for s - offset.
   __device__ __forceinline__ void Normalise(const NormForwardParams& p, A offset, A rstd) const {
     const bool scale = p.scale.data != nullptr, bias = p.bias.data != nullptr;
     const bool mixed = scale && bias && p.scale.wide != p.bias.wide;
@@ -332,7 +338,7 @@ struct Held {
   }
 
  private:
-  // With parameters of type P.
+  // Both parameters have type P.
   template <typename P, bool kBias>
   __device__ __forceinline__ void NormaliseWith(const NormForwardParams& p, A offset,
                                                 A rstd) const {
@@ -356,7 +362,7 @@ struct Held {
     }
   }
 
-  // With parameters of either type, or none.
+  // Each parameter may have either type or be absent.
   __device__ __forceinline__ void NormaliseMixed(const NormForwardParams& p, A offset,
                                                  A rstd) const {
 #pragma unroll
@@ -380,8 +386,8 @@ struct Held {
   }
 };
 
-// One Newton step more than rsqrtf, which may be wrong by two units in the last place. Outside of
-// the range where its terms are normal there is no step.
+// rsqrtf with one Newton step, since its error may reach two units in the last place. The step is
+// skipped where its terms would not be normal numbers.
 __device__ __forceinline__ float ReciprocalRoot(float x) {
   const float root = rsqrtf(x);
   const float step = 0.5f * root * fmaf(-(x * root), root, 1.0f);
@@ -407,13 +413,13 @@ constexpr bool HasClusters() {
 #endif
 }
 
-// How many blocks an SM should hold: registers for `held` bytes of a row, as what it is computed
-// in, and as many again for the rest.
+// Resident blocks per SM, given the `held` bytes of a row that a thread holds in the compute type.
+// A thread gets registers for these bytes and at least as many again for everything else.
 constexpr int MinBlocks(int block, int held) {
   return std::max(1, (held > 128 ? 512 : held > 64 ? 1024 : 1280) / block);
 }
 
-// kThreads threads of each of kCluster blocks hold a row.
+// kThreads threads in each of kCluster blocks hold a row.
 template <typename T, int kUnit, int kThreads, int kCluster, int kBlock, int kUnits>
 __global__ void __launch_bounds__(kBlock, MinBlocks(kBlock, HeldBytes<T>(kUnit* kUnits)))
     NormKernel(const NormForwardParams p) {
@@ -428,7 +434,7 @@ __global__ void __launch_bounds__(kBlock, MinBlocks(kBlock, HeldBytes<T>(kUnit* 
     const int64_t row =
         kRows > 1 ? int64_t{blockIdx.x} * kRows + threadIdx.x / kThreads : blockIdx.x / kCluster;
     Row held(p, row, 0);
-    // Groups without a row stay, for the warp's shuffles.
+    // Groups without a row stay active, because the shuffles take full warps.
     if (kRows > 1 && row >= p.rows) held.piece.high = 0;
     held.Load(p, p.x, p.adds);
     Group::Begin();
@@ -441,13 +447,14 @@ __global__ void __launch_bounds__(kBlock, MinBlocks(kBlock, HeldBytes<T>(kUnit* 
   }
 }
 
-// Long rows. Their parameters would come from L2 for every row, as many bytes as the row itself or
-// more, and would be waited for; so blocks stay for many rows, each thread with its columns'
-// parameters in shared memory, where only it reads them. While a row is reduced the next is on its
-// way. Blocks tell each other their sums by asynchronous stores, which a barrier in shared memory
-// counts: a barrier of the cluster would have to wait for all stores to global memory as well.
+// Long rows. Reading the parameters from L2 for every row would move as many bytes as the row
+// itself, or more, and every row would wait for them. So blocks are persistent and process many
+// rows. Each thread keeps the parameters of its columns in shared memory, where no other thread
+// reads them. The next row is loaded while the current one is reduced. Blocks exchange their sums
+// by asynchronous stores that an mbarrier counts. A cluster barrier would also wait for all pending
+// stores to global memory.
 constexpr int kLongThreads = 512;
-constexpr int kLongHeld = 64;  // bytes of a row in a thread, as what they are computed in
+constexpr int kLongHeld = 64;  // bytes of a row that a thread holds, in the compute type
 
 template <int kCluster>
 struct LongGroup : RowGroup<kLongThreads, kCluster> {
@@ -476,8 +483,9 @@ struct LongGroup : RowGroup<kLongThreads, kCluster> {
     Base::Begin();
   }
 
-  // As RowGroup::AllReduce; `phase` counts the calls. A block sends for the call after the next
-  // only when it has all values of the next, which each warp sends after it has read this call's.
+  // As RowGroup::AllReduce, but `phase` counts the calls. Two buffers suffice. A block sends values
+  // for call i + 2 only after it has received all values of call i + 1, and every warp sends those
+  // after it has read the values of call i.
   template <typename Op, typename A, int kCount, int kMost>
   static __device__ __forceinline__ void AllReduce(Op op, A (&values)[kCount],
                                                    Scratch<A, kMost>& scratch, int& phase) {
@@ -548,19 +556,20 @@ struct LongGroup : RowGroup<kLongThreads, kCluster> {
   }
 };
 
-// A thread's columns of a parameter, in shared memory.
+// The columns of a parameter that a thread needs, in shared memory.
 template <typename Row>
 struct KeptParameter {
   using Us = typename Row::Us;
   using A = typename Row::A;
   static constexpr int kUnits = Row::kCapacity / Row::GroupSize();
-  static constexpr int kPieces = Row::kSize * int{sizeof(A)} / 16;  // of a unit, if it is wide
+  static constexpr int kPieces =
+      Row::kSize * int{sizeof(A)} / 16;  // 16-byte words of a unit of the wide type
   static constexpr int kBytes = kUnits * kPieces * 16 * kLongThreads;
 
   char* place = nullptr;  // null: absent
   bool wide = false;
 
-  // Takes its part of the shared memory from `next` on.
+  // Copies the parameter to shared memory at `next`, and advances `next`.
   __device__ __forceinline__ void Keep(const NormParameter& parameter, const Row& row,
                                        char*& next) {
     if (parameter.data == nullptr) return;
@@ -695,10 +704,10 @@ __global__ void __launch_bounds__(kLongThreads, 1024 / kLongThreads)
   }
 }
 
-// Rows in chunks, of which a block takes one.
+// Rows divided into chunks. A block processes one chunk.
 constexpr int kChunkThreads = 256;
 
-// The moments of each chunk, and the sum.
+// Computes the moments of each chunk, and stores the sum if requested.
 template <typename T, int kUnit, int kUnits>
 __global__ void __launch_bounds__(kChunkThreads,
                                   MinBlocks(kChunkThreads, HeldBytes<T>(kUnit* kUnits)))
@@ -722,8 +731,8 @@ __global__ void __launch_bounds__(kChunkThreads,
   }
 }
 
-// Merges the chunks' moments, which every block of the row does by itself, and normalises a chunk.
-// The last chunks come first: they may still be in L2.
+// Merges the moments of a row's chunks, in every block of the row again, and normalizes one chunk.
+// The last chunks come first, because they may still be in L2.
 template <typename T, int kUnit, int kUnits>
 __global__ void __launch_bounds__(kChunkThreads,
                                   MinBlocks(kChunkThreads, HeldBytes<T>(kUnit* kUnits)))
@@ -742,8 +751,8 @@ __global__ void __launch_bounds__(kChunkThreads,
   held.Load(p, stored ? p.sum : p.x, p.adds && !stored);
 
   const A* partials = static_cast<const A*>(p.partials) + row * p.row_partials;
-  // From the mean of one chunk on, so that no large number is summed; then the squares of all, as
-  // deviations from the mean of all.
+  // Sum the means relative to that of the first chunk, so that no large numbers are added. Then sum
+  // the squares of all chunks, as deviations from the mean of the row.
   const A origin = partials[0];
   A total[1] = {A(0)};
   for (int64_t c = threadIdx.x; c < p.chunks; c += kChunkThreads) {
@@ -768,15 +777,14 @@ __global__ void __launch_bounds__(kChunkThreads,
 
 using Kernel = void (*)(NormForwardParams);
 
-// A kernel, and how it is launched.
+// A kernel and its launch configuration.
 struct Form {
   Kernel kernel = nullptr;
-  int threads = 1;  // of a block, to a row
+  int threads = 1;  // threads of a block that hold a row
   int cluster = 1;
   int block = 1;
-  int64_t kept =
-      0;  // bytes of shared memory for each parameter; above 0, blocks stay for many rows
-  int64_t capacity = 0;  // elements of a row, whatever its start
+  int64_t kept = 0;      // bytes of shared memory per parameter; above 0: persistent blocks
+  int64_t capacity = 0;  // longest row, in elements
 };
 
 template <typename T, int kUnit, int kThreads, int kCluster, int kBlock, int kUnits>
@@ -797,8 +805,9 @@ Form LongFormOf() {
           kLongThreads * kLongHeld,    kColumns * kCluster};
 }
 
-// Calls visit(form) from small forms to large ones. Units of a thread are 64 bytes of a row up to
-// half a warp, then 128; of less than 4 bytes, half of it.
+// Calls visit(form) in the order of preference, from short rows to long ones. A thread holds at
+// most 64 bytes of a row, in the compute type, in groups of up to a warp, and 128 bytes from a warp
+// up.
 template <typename T, int kUnit, typename Visit>
 void VisitForms(const Visit& visit) {
   constexpr int kFull = static_cast<int>(128 * sizeof(T) / sizeof(ComputeType<T>) / kUnit);
@@ -810,7 +819,8 @@ void VisitForms(const Visit& visit) {
   visit(FormOf<T, kUnit, 32, 1, 128, kFull>());
   visit(FormOf<T, kUnit, 128, 1, 128, kFull>());
   visit(FormOf<T, kUnit, 256, 1, 256, kFull>());
-  // Of 16-bit types the parameters are as much as the row itself, or more.
+  // For 16-bit types the parameters have as many bytes as the row, or more, so the long forms come
+  // first.
   if constexpr (sizeof(T) > 2) visit(FormOf<T, kUnit, 512, 1, 512, kFull>());
   if constexpr (kUnit == 16) {
     visit(LongFormOf<T, 2>());
@@ -878,7 +888,7 @@ const Family& FamilyOf(DType dtype, Access access) {
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Units want every row aligned, and every parameter.
+// Units need every row and every parameter to be aligned.
 Access AccessOf(int64_t n, int64_t itemsize, const NormForwardArrays& arrays) {
   const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
   uintptr_t rows = static_cast<uintptr_t>(n * itemsize), parameters = 0;
@@ -892,7 +902,7 @@ Access AccessOf(int64_t n, int64_t itemsize, const NormForwardArrays& arrays) {
   return pairs ? Access::kPair : Access::kElement;
 }
 
-// Whether the current device, and the code that was compiled for it, has clusters.
+// Whether the current device has clusters, and the loaded code uses them.
 cudaError_t HasClusters(const Form& any_cluster, bool& has) {
   constexpr int kMaxDevices = 256;
   static std::atomic<int8_t> known[kMaxDevices] = {};  // 0 unknown, 1 no, 2 yes
@@ -911,7 +921,7 @@ cudaError_t HasClusters(const Form& any_cluster, bool& has) {
   return cudaSuccess;
 }
 
-// How many blocks of it the current device holds at a time.
+// The number of blocks of this form that the current device runs at once.
 cudaError_t Resident(const Form& form, cudaLaunchConfig_t& config, int* blocks) {
   const void* kernel = reinterpret_cast<const void*>(form.kernel);
   const cudaError_t error = cudaOccupancyMaxActiveClusters(blocks, kernel, &config);
@@ -947,7 +957,7 @@ cudaError_t LaunchForm(const Form& form, NormForwardParams params, cudaStream_t 
   void* arguments[] = {&params};
   static_cast<void>(
       cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(form.kernel), arguments));
-  return cudaGetLastError();  // which the next launch would else return again
+  return cudaGetLastError();  // clears the error, so that the next launch does not report it
 }
 
 cudaError_t LaunchChunks(const Family& family, int64_t itemsize, NormForwardParams params,
@@ -995,7 +1005,7 @@ NormForwardParams ParamsOf(const NormShape& shape, NormKind kind, double eps,
 cudaError_t NormForward(const NormShape& shape, NormKind kind, DType dtype, double eps,
                         const NormForwardArrays& arrays, cudaStream_t stream) {
   const int64_t itemsize = DTypeSize(dtype);
-  if (shape.n == 0) {  // moments of nothing are NaN
+  if (shape.n == 0) {  // the moments of an empty row are NaN
     const int64_t bytes = shape.all_rows() * std::max<int64_t>(itemsize, sizeof(float));
     for (void* moment : {arrays.mean, arrays.rstd}) {
       if (moment == nullptr || bytes == 0) continue;
@@ -1029,8 +1039,8 @@ cudaError_t LoadNormForwardKernels() {
         for (int form = 0; form < family.size; ++form) {
           const void* kernel = reinterpret_cast<const void*>(family.forms[form].kernel);
           load(kernel);
-          // A device with less shared memory refuses: then launches of this form fail, and no
-          // other.
+          // A device with less shared memory rejects this. Then launches of this form fail, but no
+          // others.
           const int kept = static_cast<int>(3 * family.forms[form].kept);
           if (kept > 0 && cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                kept) != cudaSuccess) {

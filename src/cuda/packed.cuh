@@ -1,10 +1,9 @@
-// Wide memory accesses and element conversions: what every memory-bound kernel of this library
-// starts from.
+// Vectorized memory accesses and element conversions, the base of every memory-bound kernel of this
+// library.
 //
-// A warp moves most bytes per instruction, and keeps most bytes in flight per register of
-// bookkeeping, when each lane accesses 16 bytes. `Packed128<T>` is those 16 bytes as elements; it
-// is loaded and stored whole, with a hint that says whether the bytes are worth keeping in the
-// caches.
+// A warp moves the most bytes per instruction, and keeps the most bytes in flight for the fewest
+// address registers, when each lane accesses 16 bytes. `Packed128<T>` holds those 16 bytes as
+// elements. It is loaded and stored as a whole, with a hint that says how to cache the bytes.
 #ifndef JAX_FASTOPS_CUDA_PACKED_CUH_
 #define JAX_FASTOPS_CUDA_PACKED_CUH_
 
@@ -17,12 +16,12 @@
 
 namespace jax_fastops::cuda {
 
-// What a kernel knows about the future of the bytes that it touches.
+// How a kernel expects the bytes that it accesses to be used later.
 enum class CacheHint {
-  kDefault,     // may be read again soon: by this kernel, or by the next one while they are in L2
-  kStreaming,   // touched once (ld.cs, st.cs): first to be evicted, from L1 and from L2
-  kNoAllocate,  // loads only: touched once by this SM; takes no line of L1, L2 as usual
-  kEvictFirst,  // as kNoAllocate, and first to be evicted from L2 by an explicit policy
+  kDefault,     // may be read again soon, by this kernel or by the next one from L2
+  kStreaming,   // accessed once (ld.cs, st.cs): evicted first, from L1 and from L2
+  kNoAllocate,  // loads only: read once by this SM; bypasses L1, uses L2 as usual
+  kEvictFirst,  // as kNoAllocate, and evicted first from L2 by an explicit policy
 };
 
 template <typename T>
@@ -36,7 +35,7 @@ struct alignas(16) Packed128 {
   __device__ __forceinline__ const T& operator[](int i) const { return payload[i]; }
 };
 
-// The register type of so many bytes that are moved at once, whatever they are.
+// Unsigned type of kBytes bytes that a single load or store moves.
 template <int kBytes>
 struct WordOfSize;
 template <>
@@ -62,7 +61,7 @@ struct WordOfSize<16> {
 template <int kBytes>
 using Word = typename WordOfSize<kBytes>::Type;
 
-// The same 16 bytes as elements of another type.
+// Reinterprets the 16 bytes as elements of another type.
 template <typename U, typename T>
 __device__ __forceinline__ Packed128<U> Reinterpret(const Packed128<T>& packed) {
   Packed128<U> other;
@@ -72,8 +71,9 @@ __device__ __forceinline__ Packed128<U> Reinterpret(const Packed128<T>& packed) 
 
 namespace internal {
 
-// The qualifiers have no intrinsic. `volatile` keeps a batch of loads together and in the order
-// written; it says nothing about memory, so no kernel may load this way what it has stored itself.
+// CUDA has no intrinsics for these cache qualifiers. `volatile` keeps a batch of loads together and
+// in program order. It does not tell the compiler that memory is read: a load may move across the
+// kernel's own stores, so no kernel may load this way what it has stored itself.
 __device__ __forceinline__ uint4 LoadNoAllocate(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -103,8 +103,8 @@ __device__ __forceinline__ void StoreEvictFirst(uint4* p, uint4 v) {
 
 }  // namespace internal
 
-// `p` must be aligned to 16 bytes. The default goes through an intrinsic too: a plain assignment of
-// 16 bytes may be split into narrower ones when they come from several registers.
+// `p` must be aligned to 16 bytes. The default also uses an intrinsic: the compiler may split a
+// plain 16-byte assignment into narrower accesses if the value comes from several registers.
 template <CacheHint kHint = CacheHint::kDefault, typename T>
 __device__ __forceinline__ Packed128<T> LoadPacked(const T* p) {
   const uint4* address = reinterpret_cast<const uint4*>(p);
@@ -138,8 +138,8 @@ __device__ __forceinline__ void StorePacked(T* p, const Packed128<T>& packed) {
   }
 }
 
-// Arithmetic is done in float, for double in double. Both directions are exact where they can be,
-// and round to nearest even where not; subnormals are kept.
+// Kernels compute in float, and in double for double. Conversions to the compute type are exact;
+// conversions back round to nearest even. Subnormals are kept.
 template <typename T>
 struct ComputeTypeOf {
   using Type = float;
@@ -167,7 +167,7 @@ __device__ __forceinline__ T FromCompute(ComputeType<T> x) {
   }
 }
 
-// Two elements of a 16-bit type in one register, for the instructions that work on both at once.
+// Two 16-bit elements in one register, for the instructions that work on both at once.
 template <typename T>
 using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 

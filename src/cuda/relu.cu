@@ -1,23 +1,26 @@
-// y = max(x, 0) and z = max(x + y, 0), with one bit per element for the backward pass, and that
-// backward pass.
+// y = max(x, 0) and z = max(x + y, 0), with a mask of one bit per element as the residual, and the
+// backward pass that reads this mask.
 //
-// All of it is bound by memory: the forward reads and writes every element once and adds one bit to
-// it (2% of float32's traffic, 3% of bfloat16's), the backward reads that bit instead of the
-// element. So the kernels are shaped by their accesses alone:
+// All of these are memory-bound. The forward reads and writes every element once and writes one bit
+// more (2% of the traffic in float32, 3% in bfloat16). The backward reads that bit instead of the
+// element. The kernels are therefore designed around their memory accesses:
 //
-// - A warp takes 1024 neighbouring elements (2048 of 16 bits) and loads them 16 bytes per lane,
-//   four to eight loads issued together: 2 to 4 KB per warp. Saturating an H100's memory takes
-//   about 3.35 TB/s times 0.8 us = 20 KB in flight per SM; 30 to 48 warps are resident.
-// - The mask of those elements is 32 words, one per lane, moved in one 128-byte access. How the
-//   bits get from the lanes that compute them to the lanes that store them is in bitmask.cuh.
-// - Rows whose length is not a multiple of 8 begin a new mask byte each, but their elements still
-//   lie back to back: the element side is the same code, and only the bits are dealt out to bytes
-//   one by one ("ragged").
-// - Pointers that are not aligned to 16 bytes (XLA passes slices of buffers), and what is left
-//   after the last whole tile, are done in chunks of 256 elements per warp, one element per lane
-//   and load, again eight loads issued together. The bits then come from ballots.
+// - A warp takes a tile of 1024 contiguous elements (2048 for 16-bit types). It loads 16 bytes per
+//   lane and issues four to eight loads together, that is, 2 to 4 KB per warp. Saturating the
+//   memory of an H100 takes about 3.35 TB/s times 0.8 us = 20 KB in flight per SM; 30 to 48 warps
+//   are resident.
+// - The mask of 1024 elements is 32 words, one per lane, which move in one 128-byte access.
+//   bitmask.cuh explains how the bits get from the lanes that compute them to the lanes that store
+//   them.
+// - If the row length is not a multiple of 8, each row begins with a new mask byte, but the
+//   elements are still contiguous. The code for the elements is the same; only the bits are written
+//   byte by byte ("ragged").
+// - Pointers that are not aligned to 16 bytes (XLA passes slices of buffers) and the elements after
+//   the last whole tile are processed in chunks of 256 elements per warp. In a chunk each load
+//   takes one element per lane, again eight loads are issued together, and the mask bits come from
+//   ballots.
 //
-// One launch does everything: the first warps take the tiles, the next few the rest. No warp waits
+// One launch does everything: the first warps take the tiles, the next ones the rest. No warp waits
 // for another.
 #include "cuda/relu.h"
 
@@ -44,29 +47,29 @@ struct ReluParams {
 
 enum class Mask { kNone, kFlat, kRagged };
 
-// What can be chosen freely; relu's choices are in DefaultTuning.
+// Tuning parameters. DefaultTuning has the values that the kernels use.
 template <int kThreads_, int kWords_, int kInFlight_, CacheHint kLoad_, CacheHint kStore_>
 struct Tuning {
-  static constexpr int kThreads = kThreads_;    // per block
-  static constexpr int kWords = kWords_;        // mask words per lane: 1024 elements of a tile each
+  static constexpr int kThreads = kThreads_;  // per block
+  static constexpr int kWords = kWords_;  // mask words per lane, one per 1024 elements of a tile
   static constexpr int kInFlight = kInFlight_;  // loads issued together, per lane and operand
   static constexpr CacheHint kLoad = kLoad_;
   static constexpr CacheHint kStore = kStore_;
 };
 
-// Plain loads and stores: the next kernel reads y and dx, so they should stay in L2; and though x
-// and dy are read once, marking them for early eviction (ld.cs) measured 2 to 4% slower. With eight
-// loads of float64 in flight the forward would spill registers.
+// Loads and stores use the default caching. The next kernel reads y and dx, so these should stay in
+// L2. x and dy are read once, but marking them for early eviction (ld.cs) measured 2 to 4% slower.
+// float64 has four loads in flight, because with eight the forward would spill registers.
 template <typename T>
 using DefaultTuning = Tuning<256, sizeof(T) == 2 ? 2 : 1, sizeof(T) == 8 ? 4 : 8,
                              CacheHint::kDefault, CacheHint::kDefault>;
 
-// What a warp takes that cannot use wide accesses.
+// A warp that cannot use 16-byte accesses processes a chunk: one element per lane and load.
 constexpr int kChunkLoads = 8;
 constexpr int kChunk = kChunkLoads * kWarpSize;
 
-// Clears the elements whose bit is not set. A selection, not a product: an element may be infinite
-// or NaN.
+// Clears the elements whose bit is not set. This is a selection, not a product, because an element
+// may be infinite or NaN.
 template <typename U>
 __device__ __forceinline__ Packed128<U> Select(uint32_t bits, Packed128<U> x) {
   if constexpr (sizeof(U) == 2) {
@@ -90,11 +93,12 @@ __device__ __forceinline__ void ForwardChunk(const ReluParams& p, int64_t begin)
   const T* x = static_cast<const T*>(p.a) + begin + lane;
   const T* y = static_cast<const T*>(p.b) + begin + lane;
   T* z = static_cast<T*>(p.out) + begin + lane;
-  // How many elements there are from this lane's first one on.
+  // Number of elements from this lane's first element to the end of the array (capped, to fit into
+  // an int).
   const int rest = static_cast<int>(min(p.size - begin, int64_t{2 * kChunk})) - lane;
 
-  // Row k of the chunk is `values[k]` of all lanes. Row 8 is the first 7 elements beyond, which the
-  // last byte of a ragged mask may reach into.
+  // Row k of the chunk is `values[k]` of all lanes. Row 8 holds the first 7 elements after the
+  // chunk, whose bits the last byte of a ragged mask may contain.
   constexpr int kRows = kMask == Mask::kNone ? kChunkLoads : kChunkLoads + 1;
   T values[kRows], addends[kRows];
   bool live[kRows];
@@ -125,7 +129,7 @@ __device__ __forceinline__ void ForwardChunk(const ReluParams& p, int64_t begin)
 template <typename T, bool kAdd, Mask kMask, typename Tune>
 __device__ __forceinline__ void ForwardTile(const ReluParams& p, int64_t begin) {
   constexpr int kField = Packed128<T>::kSize;
-  constexpr int kLoads = 32 / kField;  // per word
+  constexpr int kLoads = 32 / kField;  // per mask word
   constexpr int kStride = kField * kWarpSize;
   constexpr int kBatch = Tune::kInFlight;
   static_assert(Tune::kWords * kLoads % kBatch == 0);
@@ -135,7 +139,7 @@ __device__ __forceinline__ void ForwardTile(const ReluParams& p, int64_t begin) 
   const T* y = static_cast<const T*>(p.b) + begin + lane * kField;
   T* z = static_cast<T*>(p.out) + begin + lane * kField;
 
-  // The 7 elements beyond the tile, which the last byte of a ragged mask may reach into.
+  // The 7 elements after the tile, whose bits the last byte of a ragged mask may contain.
   T beyond = FromCompute<T>(0), beyond_addend = FromCompute<T>(0);
   if constexpr (kMask == Mask::kRagged) {
     const int64_t i = begin + kMaskTile * Tune::kWords + lane;
@@ -171,7 +175,7 @@ __device__ __forceinline__ void ForwardTile(const ReluParams& p, int64_t begin) 
       mask[i * kWarpSize + WordOfLane<kField>(lane)] = TransposeFields<kField>(words[i]);
     }
   } else if constexpr (kMask == Mask::kRagged) {
-    // Lane w gets word w, so that "the next word" is the next lane's.
+    // Move word w to lane w, so that the next word is in the next lane.
 #pragma unroll
     for (int i = 0; i < Tune::kWords; ++i) {
       words[i] =
@@ -190,7 +194,7 @@ __device__ __forceinline__ void ForwardTile(const ReluParams& p, int64_t begin) 
   }
 }
 
-// The backward only moves bits: U is the unsigned integer of the element's size.
+// The backward only moves bits: U is the unsigned integer type of the element's size.
 template <typename U>
 __device__ __forceinline__ void BackwardChunk(const ReluParams& p, int64_t begin) {
   const int lane = threadIdx.x % kWarpSize;
@@ -225,7 +229,7 @@ __device__ __forceinline__ void BackwardTile(const ReluParams& p, int64_t begin)
   const U* dy = static_cast<const U*>(p.a) + begin + lane * kField;
   U* dx = static_cast<U*>(p.out) + begin + lane * kField;
 
-  // The mask's load goes out first: everything waits for it.
+  // Issue the loads of the mask first, because everything else depends on them.
   uint32_t words[Tune::kWords];
   if constexpr (kMask == Mask::kFlat) {
     const uint32_t* mask = reinterpret_cast<const uint32_t*>(p.mask + begin / 8);
@@ -262,7 +266,8 @@ __device__ __forceinline__ void BackwardTile(const ReluParams& p, int64_t begin)
   }
 }
 
-// Warps 0, 1, ... take the whole tiles, the following ones what remains in chunks.
+// The first warps take one whole tile each, the following ones one chunk each of the remaining
+// elements.
 template <typename Tune, typename TileFn, typename ChunkFn>
 __device__ __forceinline__ void ForEachTile(int64_t size, const TileFn& tile_fn,
                                             const ChunkFn& chunk_fn) {
@@ -318,7 +323,7 @@ struct KernelEntry {
 // The kernels of one operation and element type.
 struct KernelSet {
   KernelEntry flat;    // aligned pointers, flat mask or none
-  KernelEntry ragged;  // aligned pointers; no kernel where there is no mask
+  KernelEntry ragged;  // aligned pointers, ragged mask; null where there is no mask
   KernelEntry chunks;  // any pointers
 };
 
@@ -406,7 +411,7 @@ cudaError_t Run(Operation operation, DType dtype, const void* a, const void* b, 
                 uint8_t* mask, int64_t rows, int64_t columns, cudaStream_t stream) {
   const int64_t size = rows * columns;
   if (size == 0) return cudaSuccess;
-  // Where rows end on whole bytes, they might as well be one row.
+  // Rows that fill whole mask bytes have a flat mask, so treat them as a single row.
   if (columns % 8 == 0) {
     rows = 1;
     columns = size;
@@ -442,8 +447,7 @@ cudaError_t ReluForward(DType dtype, const void* x, void* y, uint8_t* mask, int6
 
 cudaError_t ReluBackward(DType dtype, const uint8_t* mask, const void* dy, void* dx, int64_t rows,
                          int64_t columns, cudaStream_t stream) {
-  // The parameters are shared with the forward, which writes the mask; the backward kernels only
-  // read it.
+  // ReluParams has one mask pointer for both directions. The backward kernels only read the mask.
   return Run(kReluBackward, dtype, dy, nullptr, dx, const_cast<uint8_t*>(mask), rows, columns,
              stream);
 }

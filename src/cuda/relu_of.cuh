@@ -1,4 +1,4 @@
-// What ReLU makes of elements, alone and 16 bytes of them at once, for every op that ends in it.
+// ReLU and addition of single elements and of 16-byte vectors, for every op that ends in a ReLU.
 #ifndef JAX_FASTOPS_CUDA_RELU_OF_CUH_
 #define JAX_FASTOPS_CUDA_RELU_OF_CUH_
 
@@ -8,9 +8,9 @@
 
 namespace jax_fastops::cuda {
 
-// max(x, 0) with the hardware's maximum that propagates NaN, which XLA uses too: -0 becomes +0, and
-// NaN the canonical NaN. For float64 there is no such instruction: NaN fails the comparison and
-// stays.
+// max(x, 0) by the hardware's NaN-propagating maximum, which XLA uses too: -0 becomes +0, and NaN
+// becomes the canonical NaN. float64 has no such instruction. There a NaN fails the comparison and
+// is returned unchanged.
 template <typename T>
 __device__ __forceinline__ T ReluOf(T x) {
   if constexpr (sizeof(T) == 2) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ T SumOf(T x, T y) {
   return FromCompute<T>(ToCompute(x) + ToCompute(y));
 }
 
-// The same on 16 bytes. Of 16-bit types two elements share a register, and are worked on together.
+// The same for 16 bytes. 16-bit elements are processed in pairs, two per register.
 template <typename T>
 __device__ __forceinline__ Packed128<T> SumOf(Packed128<T> x, const Packed128<T>& y) {
   if constexpr (sizeof(T) == 2) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ Packed128<T> SumOf(Packed128<T> x, const Packed128<T>
   }
 }
 
-// Replaces the elements by their ReLU; bit i of the result says that element i was greater than
+// Replaces the elements by their ReLU. Bit i of the result is set if element i was greater than
 // zero.
 template <typename T>
 __device__ __forceinline__ uint32_t ReluInPlace(Packed128<T>& x) {
@@ -57,8 +57,8 @@ __device__ __forceinline__ uint32_t ReluInPlace(Packed128<T>& x) {
     const Pair zero = Broadcast(FromCompute<T>(0));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // Comparisons give 16 ones or zeros per half; the lower halves' go to even bits, the upper
-      // ones' to the same bits 16 further up.
+      // A comparison sets each 16-bit half to all ones or all zeros. The lower half's result goes
+      // to an even bit, the upper half's to the same bit 16 positions higher.
       bits |= __hgt2_mask(pairs[i], zero) & (0x00010001u << 2 * i);
       pairs[i] = __hmax2_nan(pairs[i], zero);
     }

@@ -1,9 +1,10 @@
-// The threads that hold one row of an array together, and what they compute of it as one: a part of
-// a warp, a warp, a block, or a cluster of blocks (from sm_90 on), each thread with a few of the
-// row's elements in registers. This is the core that every row-wise kernel shares.
+// A group of threads that holds one row of an array: a part of a warp, a warp, a block, or a
+// cluster of blocks (sm_90 and later). Each thread keeps a few of the row's elements in registers.
+// Row-wise kernels build on the reductions over such a group.
 //
-// Reductions come out the same in every thread, to the bit: all of them add the same partial values
-// in an order that does not depend on the thread. They take no atomics, so that two runs are equal.
+// Every thread of a group gets the same result, bit for bit: all threads add the same partial
+// values in an order that does not depend on the thread. No atomics are used, so the results are
+// the same in every run.
 #ifndef JAX_FASTOPS_CUDA_ROW_GROUP_CUH_
 #define JAX_FASTOPS_CUDA_ROW_GROUP_CUH_
 
@@ -24,7 +25,7 @@ struct Sum {
   }
 };
 
-// Ignores NaN: what is computed from the elements themselves has to carry it.
+// Ignores NaN. Callers must propagate NaN through the values that they compute from the elements.
 struct Max {
   template <typename A>
   static __device__ __forceinline__ A Identity() {
@@ -34,28 +35,31 @@ struct Max {
   __device__ __forceinline__ double operator()(double a, double b) const { return fmax(a, b); }
 };
 
-// kThreads: a power of two up to 32, of which a warp then has several groups; or a multiple of 32,
-// the whole block. kCluster: how many blocks make a group; only with whole blocks.
+// kThreads is the number of threads of the group in one block. Up to 32 it is a power of two, and a
+// warp has 32 / kThreads groups; above 32 it is a multiple of 32 and the size of the block.
+// kCluster is the number of blocks in a group. Above 1 the threads of a group are those of whole
+// blocks.
 template <int kThreads, int kCluster = 1>
 class RowGroup {
   static constexpr bool kPowerOfTwo = (kThreads & (kThreads - 1)) == 0;
   static_assert(kThreads <= 32 ? kPowerOfTwo : kThreads % 32 == 0 && kThreads <= 1024);
   static_assert(kCluster == 1 || kThreads >= 32);
   static constexpr int kWarps = kThreads < 32 ? 1 : kThreads / 32;
-  static constexpr bool kShuffles = kThreads <= 32 && kCluster == 1;  // shuffles are enough
+  static constexpr bool kShuffles = kThreads <= 32 && kCluster == 1;  // the group is within a warp
 
  public:
   static constexpr int kSize = kThreads * kCluster;
 
-  // What warps tell each other, of up to kMost values at once. Two of everything: a warp that is
-  // ahead writes into one while the others still read the other, which saves a barrier. In shared
-  // memory, at the same place in every block of a cluster. None for a group within a warp.
+  // Shared memory through which warps exchange up to kMost values at once. It is double-buffered,
+  // which saves a barrier: a warp that is ahead writes one half while the others still read the
+  // other half. In a cluster it must be at the same address in every block. Groups within a warp do
+  // not use it.
   template <typename A, int kMost>
   struct Scratch {
     A values[kShuffles ? 1 : 2][kMost][kShuffles ? 1 : kWarps * kCluster];
   };
 
-  // This thread's place among the kSize of its row.
+  // This thread's index among the kSize threads of its row.
   static __device__ __forceinline__ int Rank() {
     if constexpr (kThreads <= 32 && kCluster == 1) return threadIdx.x % kThreads;
     return BlockRank() * kThreads + threadIdx.x;
@@ -71,10 +75,10 @@ class RowGroup {
     }
   }
 
-  // Reduces each of `values` over the group. All threads of the group call it alike; those of a
-  // warp together, other groups of the warp included. `phase` is a variable of the thread, 0 at
-  // first. Only the first of these calls in a cluster needs a barrier of the cluster before it, so
-  // that every block has begun (see Begin).
+  // Reduces each of `values` over the group. All threads of the group must call it, and so must the
+  // other groups of the same warp, because the shuffles take full warps. `phase` is a per-thread
+  // variable that starts at 0. In a cluster, the first call must follow a cluster barrier (see
+  // Begin); later calls need none.
   template <typename Op, typename A, int kCount, int kMost>
   static __device__ __forceinline__ void AllReduce(Op op, A (&values)[kCount],
                                                    Scratch<A, kMost>& scratch, int& phase) {
@@ -122,20 +126,21 @@ class RowGroup {
     }
   }
 
-  // Before the first reduction of a kernel: no block writes into another that has not begun.
+  // Call before the first reduction of a kernel. A block must not write into the shared memory of a
+  // block that has not started yet.
   static __device__ __forceinline__ void Begin() {
     if constexpr (kCluster > 1) SyncCluster();
   }
 
  private:
-  // Older devices have no clusters, and their headers no names for them.
+  // Clusters need sm_90. For older architectures the headers do not declare these functions.
   static __device__ __forceinline__ void SyncCluster() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     cooperative_groups::this_cluster().sync();
 #endif
   }
 
-  // Where `p`, in this block's shared memory, is in that of another block of the cluster.
+  // Maps `p`, in this block's shared memory, to the same place in block `rank` of the cluster.
   template <typename A>
   static __device__ __forceinline__ A* InBlock(A* p, [[maybe_unused]] int rank) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

@@ -1,4 +1,4 @@
-// Units: what a thread moves at once, 1 to 16 bytes, as elements.
+// Units: 1 to 16 bytes of elements that a thread loads or stores with one instruction.
 #ifndef JAX_FASTOPS_CUDA_UNIT_CUH_
 #define JAX_FASTOPS_CUDA_UNIT_CUH_
 
@@ -9,7 +9,7 @@
 
 namespace jax_fastops::cuda {
 
-// The elements of a unit. Addresses must be aligned to kBytes.
+// Addresses must be aligned to kBytes.
 template <typename T, int kBytes>
 struct Unit {
   static_assert(kBytes % sizeof(T) == 0);
@@ -24,7 +24,7 @@ struct Unit {
     if constexpr (kBytes == 16 && kHint != CacheHint::kDefault) {
       const Packed128<T> packed = LoadPacked<kHint>(static_cast<const T*>(p));
       memcpy(unit.elements, packed.payload, kBytes);
-    } else {  // of narrower units the neighbours are soon wanted: they pass through the caches
+    } else {  // for units below 16 bytes too: their neighbors in the same sector are read soon
       const Bits bits = *static_cast<const Bits*>(p);
       memcpy(unit.elements, &bits, kBytes);
     }
@@ -45,9 +45,9 @@ struct Unit {
   }
 };
 
-// Element i of the bits of several. A load that is conditional is best kept as bits until it is
-// used: of 16-bit elements the compiler otherwise takes each out of its register right behind the
-// load, which so waits for the memory before the next one is issued.
+// Extracts element i from the raw bits of several elements. Keep the result of a conditional load
+// as bits until it is used. Otherwise, for 16-bit types, the compiler unpacks the elements right
+// after the load; the unpacking waits for memory, and the next load is issued only after that.
 template <typename T, typename Bits>
 __device__ __forceinline__ T ElementOf(const Bits& bits, int i) {
   T elements[sizeof(Bits) / sizeof(T)];
@@ -55,13 +55,14 @@ __device__ __forceinline__ T ElementOf(const Bits& bits, int i) {
   return elements[i];
 }
 
-// kSize elements of a parameter of type P, from element `first` on, in the type that T is computed
-// in. Aligned to kSize elements, or to 16 bytes where that is less.
+// Loads kSize elements of a parameter of type P, starting at element `first`, and converts them to
+// the compute type of T. The address must be aligned to kSize elements or to 16 bytes, whichever is
+// smaller.
 template <typename T, typename P, int kSize>
 __device__ __forceinline__ void LoadParameter(const void* parameter, int64_t first,
                                               ComputeType<T> (&values)[kSize]) {
   constexpr int kBytes = kSize * sizeof(P);
-  constexpr int kPiece = kBytes < 16 ? kBytes : 16;  // 8 elements of 16 bits have 32 bytes of float
+  constexpr int kPiece = kBytes < 16 ? kBytes : 16;  // 8 float parameters take two loads
   using Piece = Unit<P, kPiece>;
   const char* p = static_cast<const char*>(parameter) + first * int64_t{sizeof(P)};
 #pragma unroll
