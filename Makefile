@@ -97,6 +97,7 @@ lint: $(VENV)/.tools
 
 types: $(VENV)/.docs $(VENV)/.tools
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	cd docs && PATH='$(abspath $(BIN))':"$$PATH" basedpyright --verifytypes jax_fastops --ignoreexternal
 
 wheel: | $(BIN)/python
 	rm -f dist/jax_fastops-*.whl

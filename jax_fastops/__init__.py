@@ -1,7 +1,7 @@
-"""Fused, memory-bound operations for JAX, as native kernels behind XLA's FFI.
+"""Fused, memory-bound operations for JAX: native kernels, called through XLA's FFI.
 
-The functions look and differentiate like ``jax.nn``; see each one's docstring for what it equals
-and what it keeps for the backward.
+The functions look and differentiate like those of ``jax.nn``. The docstring of each one says what
+it equals and what it keeps for the backward.
 """
 
 from jax_fastops import _native

@@ -113,7 +113,7 @@ def epsilon(op: str, eps: object) -> float:
 
 
 def parameter(
-    op: str, name: str, value: ArrayLike, x: jax.Array, axis: int, what: str
+    op: str, name: str, value: ArrayLike | None, x: jax.Array, axis: int, what: str
 ) -> jax.Array:
     """Checks a parameter along an axis of ``x``; casts it to the dtype or accumulator of ``x``."""
     (value,) = as_arrays(op, **{name: value})

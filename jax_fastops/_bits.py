@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def pack(bits) -> jax.Array:
+def pack(bits: jax.Array) -> jax.Array:
     """Packs booleans ``(..., n)`` into bytes ``(..., ceil(n/8))``, the first in the lowest bit."""
     n = bits.shape[-1]
     n_bytes = (n + 7) // 8
@@ -16,7 +16,7 @@ def pack(bits) -> jax.Array:
     return jnp.sum(jnp.where(octets, weights, jnp.uint8(0)), axis=-1, dtype=jnp.uint8)
 
 
-def select(mask, x) -> jax.Array:
+def select(mask: jax.Array, x: jax.Array) -> jax.Array:
     """``x`` where the mask has a one, +0 elsewhere. No product: ``Inf * 0`` is NaN."""
     n, n_bytes = x.shape[-1], mask.shape[-1]
     octets = jnp.right_shift(mask[..., None], jnp.arange(8, dtype=jnp.uint8)) & jnp.uint8(1)

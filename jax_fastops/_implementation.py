@@ -1,4 +1,4 @@
-"""Which implementation an op takes: its kernel, its reference, or whichever was measured faster."""
+"""Chooses between kernel and reference: by request, or by what was measured as faster."""
 
 from __future__ import annotations
 
@@ -36,24 +36,30 @@ def current() -> str:
 
 
 class use_implementation:
-    """Choose how ops run: ``"auto"``, ``"native"`` or ``"xla"``.
+    """Chooses the implementation of ops: ``"auto"``, ``"native"`` or ``"xla"``.
 
-    Called plainly, sets the choice for the whole process; in a ``with`` statement, for the block
-    and the current thread alone::
+    A plain call sets the choice for the whole process. In a ``with`` statement, the choice holds
+    for the block and the current thread.
 
-        fo.use_implementation("native")
-        with fo.use_implementation("xla"):
-            ...
-
-    ``"native"`` always takes the kernel, ``"xla"`` always the ``jax.numpy`` reference, and
-    ``"auto"``, the default, whichever was measured faster for the op, platform, dtype and size.
     A platform without kernels always takes the reference. The environment variable
     ``JAX_FASTOPS_IMPLEMENTATION`` sets the initial choice. Functions under ``jax.jit`` are traced
-    again when the choice changes. ``"auto"`` looks at the default backend, and at the size of one
-    example under ``jax.vmap``.
+    again when the choice changes. ``"auto"`` looks at the default backend, and under ``jax.vmap``
+    at the size of one example.
+
+    Args:
+      implementation: ``"native"`` always takes the kernel, ``"xla"`` always the ``jax.numpy``
+        reference. ``"auto"``, the default, takes whichever was measured as faster for the op,
+        platform, dtype and size.
 
     Raises:
       ValueError: the name is none of the three.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> with fo.use_implementation("native"):
+      ...     print(fo.info()["implementation"], fo.relu(jnp.array([-1.0, 1.0])).tolist())
+      native [0.0, 1.0]
     """
 
     def __init__(self, implementation: str):
@@ -68,17 +74,17 @@ class use_implementation:
         self._blocks.__dict__.setdefault("entered", []).append(block)
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._blocks.entered.pop().__exit__(*exc_info)
 
 
 class _Choices:
-    """The plain calls of ``use_implementation``; the last one sets the choice of the process.
+    """The plain calls of ``use_implementation``. The last one sets the choice of the process.
 
-    Whether a call is a plain one shows only when its object is entered, or can no longer be. Until
-    then it counts as one (a notebook keeps every result it shows, so one cannot wait); once
-    entered, the choice is what it would have been without it. Other threads may thus see a block's
-    choice for the moment in which the block begins.
+    A call turns out not to be plain when its object is entered in a ``with`` statement. Until then
+    it counts as plain, because it may never be entered: a notebook keeps every result that it
+    shows. Once it is entered, the process' choice is again what it was without the call. So other
+    threads may see a block's choice for the moment in which the block begins.
     """
 
     def __init__(self):
@@ -98,7 +104,7 @@ class _Choices:
             self._set()
 
     def _settle(self) -> None:
-        """Forgets the calls that a later plain call has overruled for good."""
+        """Forgets the calls that a later plain call has overruled."""
         for i in reversed(range(len(self._pending))):
             if self._pending[i][0]() is None:
                 self._settled = self._pending[i][1]
@@ -115,26 +121,25 @@ _choices = _Choices()
 
 @functools.cache
 def table() -> dict:
-    """The measured crossovers: ``table()[op][platform][dtype][use]`` is a number of elements.
+    """The measured thresholds: ``table()[op][platform][dtype][use]`` is a number of elements.
 
-    ``use`` is ``"forward"`` (not differentiated) or ``"grad"`` (forward and backward together).
-    From that many elements of the largest array on the kernel is faster; ``None`` means never.
+    ``use`` is ``"forward"`` (not differentiated) or ``"grad"`` (forward and backward together). The
+    kernel is faster if the largest array has at least that many elements. ``None`` means never.
     ``python -m benchmarks --auto-table`` writes the file.
     """
     return json.loads(resources.files("jax_fastops").joinpath("auto_table.json").read_text())
 
 
 def by_width(dtype) -> str:
-    """The dtype that stands in the table for all of its width, for ops that only move elements."""
+    """The dtype that represents its width in the table, for ops that only move elements."""
     names = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64", 16: "complex128"}
     return names[np.dtype(dtype).itemsize]
 
 
 def by_row_length(name: str, shape) -> str:
-    """The row of the table for an op along the last dimension.
+    """The row of the table for an op along the last dimension: long rows, or short ones.
 
-    Long rows, which XLA reads twice, are another matter than short ones. Symbolic lengths count as
-    long.
+    XLA reads long rows twice. A symbolic length counts as long.
     """
     long = len(shape) > 0 and (not isinstance(shape[-1], int) or shape[-1] > 4096)
     return f"{name}_long" if long else name
@@ -143,14 +148,17 @@ def by_row_length(name: str, shape) -> str:
 def by_radius(name: str, radius: int, across: bool) -> str:
     """The row of the table for an op over windows, across rows or along them.
 
-    XLA's time grows with the radius, and is least along rows.
+    XLA's time grows with the radius, and is smaller along rows than across them.
     """
     return f"{name}{'_axis' if across else ''}{'_narrow' if radius < 4 else ''}"
 
 
 def native_is_faster(op: str, platform: str, dtype, size: int, use: str) -> bool:
-    """Whether the table prefers the kernel. What was never measured is left to the kernel in
-    gradients and to XLA, which can fuse, in a lone forward."""
+    """Whether the table prefers the kernel.
+
+    A class that was never measured takes the kernel in gradients, and the reference, which XLA can
+    fuse, in a lone forward.
+    """
     row = table().get(op, {}).get(platform, {}).get(str(dtype))
     if row is None:
         return use == "grad"

@@ -1,6 +1,8 @@
-"""What was built, and what runs where."""
+"""Reports what was built, and what runs where."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jaxlib
@@ -12,13 +14,22 @@ from jax_fastops._version import __version__
 _PLATFORMS = ("cpu", "cuda")
 
 
-def info() -> dict:
-    """What this installation has, as a dictionary of plain values.
+def info() -> dict[str, Any]:
+    """Describes this installation, as a dictionary of plain values. Starts no backend.
 
-    Keys: ``"version"``, ``"jax"``, ``"jaxlib"``; ``"implementation"``, the choice in force;
-    ``"modules"``, for each platform how its native module was built (compiler, FFI version, kernel
-    ABI, instruction sets or compute capabilities), or ``None`` where it was not; ``"ops"``, for
-    each op and platform ``"native"``, where it has kernels, or ``"xla"``. Starts no backend.
+    Returns:
+      A dictionary with these keys:
+
+      - ``"version"``, ``"jax"``, ``"jaxlib"``: versions.
+      - ``"implementation"``: the value of :func:`use_implementation` in force.
+      - ``"modules"``: for each platform, how its native module was built (compiler, FFI version,
+        kernel ABI, instruction sets or compute capabilities), or ``None`` if it was not built.
+      - ``"ops"``: for each op and platform, ``"native"`` if it has kernels, otherwise ``"xla"``.
+
+    Example:
+      >>> import jax_fastops as fo
+      >>> fo.info()["ops"]["relu"]["cpu"]
+      'native'
     """
     return {
         "version": __version__,
@@ -34,7 +45,7 @@ def info() -> dict:
 
 
 def describe() -> str:
-    """``info()`` for a person to read."""
+    """The content of ``info()`` as text."""
     found = info()
     lines = [
         f"jax_fastops {found['version']} (jax {found['jax']}, jaxlib {found['jaxlib']})",
@@ -56,7 +67,7 @@ def describe() -> str:
     return "\n".join(lines)
 
 
-def _plain(value) -> str:
+def _plain(value: object) -> str:
     if isinstance(value, (tuple, list)):
         separator = "." if all(isinstance(v, int) for v in value) else ", "
         return separator.join(map(str, value))

@@ -126,7 +126,7 @@ class Op:
         self,
         name: str,
         signature: str,
-        reference: Callable,
+        reference: Callable[..., Any],
         *,
         kernels: Sequence[Kernel] = (),
         forward: Callable | None = None,
@@ -177,7 +177,7 @@ class Op:
 
     # -- calling ---------------------------------------------------------------------------------
 
-    def __call__(self, *args, signature: str | None = None, **options):
+    def __call__(self, *args: Any, signature: str | None = None, **options: Any) -> Any:
         """Run the op on arrays; ``None`` stands for an optional operand that is absent."""
         given = [x for x in args if x is not None]
         if self.left_to_xla(*given, **options):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable
-from typing import Literal, overload
+from typing import Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -426,7 +426,7 @@ def _pushforward(kept, tangents, *, eps, relu, fork):
 
 def _inference_pullback(kept, cts, *, eps, relu):
     x, scale, mask, mean, var = _parts(kept, relu)
-    g, _, sums = _sums_reference(x, *cts, mask, mean)
+    g, _, sums = _sums_reference(x, cts[0], mask, mean)
     factor = _factor(var.astype(g.dtype), scale, eps)
     dx = (g * _along(factor, x)).astype(x.dtype)
     given = _inference_sums(sums, _count(x, _CHANNELS), var, scale, eps)
@@ -524,7 +524,7 @@ def _table_row(name: str, x, **options) -> str:
     return name if x.shape[-1:] == (1,) else f"{name}_axis"
 
 
-def seen(x, at: int) -> jax.ShapeDtypeStruct:
+def seen(x: jax.Array, at: int) -> jax.ShapeDtypeStruct:
     """The shape ``[o, c, i]``, with the batch in ``o``, by which ``auto`` looks up an array whose
     channels are at axis ``at``."""
     shape = (math.prod(x.shape[:at]), x.shape[at], math.prod(x.shape[at + 1 :]))
@@ -614,7 +614,7 @@ def _view(x, at: int, relu: bool) -> tuple[tuple, tuple | None] | None:
     return (groups, together * between, c, inner), spec and (spec[0], None, None, None)
 
 
-def _call(op: Op, x, at: int, values, residual, **options):
+def _call(op: Op, x, at: int, values, residual, **options) -> Any:
     """Calls an op on arrays with the user's shape, and reshapes the results back."""
     if residual is not None:  # with explicit axes, shard both as their sum would be
         kind = broadcast_type((x, residual))
@@ -649,7 +649,9 @@ def _fixed(x, at: int) -> bool:
     return all(isinstance(d, int) for d in x.shape[at:])
 
 
-def _check(op: str, x, axis, eps, activation, residual, parameters: dict):
+def _check(
+    op: str, x: Any, axis, eps, activation, residual, parameters: dict[str, Any]
+) -> tuple[Any, Any, int, dict[str, Any], list[Any]]:
     """The checked arguments: x, residual, the channel axis, options, and the parameters."""
     given = {"x": x} | ({} if residual is None else {"residual": residual})
     arrays = same_floating_dtype(op, as_arrays(op, **given), list(given))
@@ -796,13 +798,15 @@ def batch_norm(
     if axis_name is None:
         *ys, mean, var = _call(_TRAINING, x, at, values, residual, fork=fork, **options)
     else:
-        mean, var = statistics(x, at, axis_name)
+        mean, var = statistics(cast(jax.Array, x), at, axis_name)
         y = _call(_INFERENCE, x, at, [mean, var, *values], residual, **options)
         ys = _twice_if(fork, y)
     return tuple(ys) if fork else ys[0], mean, var
 
 
-def statistics(x, axis: int, axis_name=None) -> tuple[jax.Array, jax.Array]:
+def statistics(
+    x: jax.Array, axis: int, axis_name: Hashable | tuple[Hashable, ...] | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The mean and biased variance that :func:`batch_norm` computes. Both can be differentiated.
 
     Arguments are not checked.

@@ -11,6 +11,7 @@ Source: FasterTransformer, ``add_QKV_bias`` and ``transpose``.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,7 +179,7 @@ def _declare(name: str, parts: int) -> Op:
 _OPS = {1: _declare("split_heads", 1), 3: _declare("split_qkv_heads", 3)}
 
 
-def _apply(name: str, x, bias, num_heads, parts: int):
+def _apply(name: str, x, bias, num_heads, parts: int) -> Any:
     given = {"x" if parts == 1 else "qkv": x} | ({} if bias is None else {"bias": bias})
     x, *rest = as_arrays(name, **given)
     bias = rest[0] if rest else None

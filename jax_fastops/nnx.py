@@ -40,11 +40,11 @@ from jax_fastops.relu import relu
 try:
     from flax import nnx as _flax
     from flax.nnx.nn.dtypes import canonicalize_dtype
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "jax_fastops.nnx needs Flax, which cannot be imported "
-        f"({error}); install it with: pip install 'jax_fastops[nnx]'"
-    ) from error
+        f"({_error}); install it with: pip install 'jax_fastops[nnx]'"
+    ) from _error
 
 __all__ = ["BatchNorm", "LayerNorm", "RMSNorm"]
 
@@ -199,7 +199,7 @@ class BatchNorm(_flax.BatchNorm):
         x: ArrayLike,
         use_running_average: bool | None = None,
         *,
-        mask: ArrayLike | None = None,
+        mask: jax.Array | None = None,
         residual: ArrayLike | None = None,
     ) -> jax.Array:
         """Normalizes ``x``, and in training updates the running statistics.
@@ -229,7 +229,7 @@ class BatchNorm(_flax.BatchNorm):
             y = super().__call__(x, use_running_average, mask=mask)
             return _finish(y, residual, self.activation)
         x, (mean, var), parameters, dtype, statistics_dtype = given
-        options = dict(axis=_axes(self.axis, x.ndim)[0], eps=self.epsilon)
+        options: dict[str, Any] = dict(axis=_axes(self.axis, x.ndim)[0], eps=self.epsilon)
         fused = residual is None or (
             np.shape(residual) == x.shape
             and x.dtype == dtype == jnp.promote_types(dtype, jnp.result_type(residual))
@@ -291,7 +291,7 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool):
         x, residual = (x if residual is None else x + residual), None
         given = _row_operands(layer, x) if mask is None else None
     if given is not None:
-        function = _ROW_OPS[name][summand is not None]
+        function: Any = _ROW_OPS[name][summand is not None]
         arrays = [a for a in (given.x, summand) if a is not None] + given.parameters
         with_sum = return_sum and summand is not None
         options = dict(eps=float(layer.epsilon), return_sum=with_sum)

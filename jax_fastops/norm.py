@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, overload
+from collections.abc import Callable
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,7 @@ def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fork):
     _, _, want_input_bias, want_scale, want_bias = wanted
     wants = dict(dscale=want_scale, dbias=want_bias, dinput_bias=want_input_bias)
     summing = any(wants.values())
+    split: Callable[..., Any]
     split, join, sums = _groups(dy) if summing else (lambda a: a, lambda a: a, 0)
     arrays = [split(a) for a in (dy, s, dsum, *dy2) if a is not None]
     kernel = _backward_kernel(
@@ -154,7 +156,7 @@ def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fork):
     return dx, dx, grads["dinput_bias"], grads["dscale"], grads["dbias"]
 
 
-def _groups(x):
+def _groups(x) -> tuple[Callable[..., Any], Callable[..., Any], int]:
     """The view ``[..., r, n]`` of the rows of ``x`` for the backward kernel.
 
     Returns a function that reshapes arrays into the view, one that reshapes them back, and the
@@ -346,7 +348,9 @@ _RMS = {
 _OPS = {name: _declare(name, rms) for name, rms in _RMS.items()}
 
 
-def _apply(name, x, scale, bias, eps, fork, residual=None, input_bias=None, return_sum=False):
+def _apply(
+    name: str, x, scale, bias, eps, fork, residual=None, input_bias=None, return_sum=False
+) -> Any:
     given = {"x": x} | ({"residual": residual} if name.startswith("residual") else {})
     arrays = same_floating_dtype(name, as_arrays(name, **given), list(given))
     x, residual = map(not_weak, arrays) if len(arrays) == 2 else (not_weak(arrays[0]), None)
@@ -360,13 +364,17 @@ def _apply(name, x, scale, bias, eps, fork, residual=None, input_bias=None, retu
         None if value is None else parameter(name, what, value, x, -1, "the last axis of x")
         for what, value in (("input_bias", input_bias), ("scale", scale), ("bias", bias))
     ]
-    options = dict(eps=epsilon(name, eps), return_sum=bool(return_sum), fork=bool(fork))
+    options: dict[str, Any] = dict(
+        eps=epsilon(name, eps), return_sum=bool(return_sum), fork=bool(fork)
+    )
     if 0 in x.shape:
         found = _reference(x, residual, *parameters, rms=_RMS[name], **options)
     else:
         summed = residual is not None
         results = ["... n"] * (1 + options["fork"] + options["return_sum"])
-        saved = ["... n"] * (summed and not return_sum) + ["... :acc"] * (1 if _RMS[name] else 2)
+        saved = ["... n"] * (1 if summed and not return_sum else 0) + ["... :acc"] * (
+            1 if _RMS[name] else 2
+        )
         signature = f"... n, ... n, n, n, n -> {', '.join(results)} | {', '.join(saved)}"
         found = _OPS[name](x, residual, *parameters, signature=signature, **options)
     found = found if isinstance(found, tuple) else (found,)

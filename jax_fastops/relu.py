@@ -61,7 +61,7 @@ _add_relu = Op(
     forward_saving=_ADD_RELU_FWD,
     residuals=lambda args, outs, saved: saved,
     pullback=lambda kept, cts: (select(*kept, *cts),) * 2,
-    pushforward=lambda kept, tangents: select(*kept, _sum_of_given(tangents)),
+    pushforward=lambda kept, tangents: select(kept[0], _sum_of_given(tangents)),
     backward=lambda kept, cts, wanted: _SELECT(*kept, *cts) * 2,
     tangent=lambda kept, tangents: _SELECT(*kept, _sum_of_given(tangents)),
 )

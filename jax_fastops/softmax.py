@@ -13,6 +13,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -96,9 +97,9 @@ def _select(keep, x):
     return jnp.where(keep, x, jnp.zeros_like(x))
 
 
-def _kept_values(kept, log: bool, masked: bool):
+def _kept_values(kept, log: bool, masked: bool) -> tuple[Any, Any]:
     """From the kept result: probabilities in the accumulator dtype, and the elements that count."""
-    y, where = kept if log else (*kept, None)
+    y, where = cast("tuple[Any, Any]", kept if log else (*kept, None))
     wide = y.astype(accumulator_dtype(y.dtype))
     if not masked:
         return (jnp.exp(wide) if log else wide), None
@@ -160,7 +161,7 @@ def _declare(name: str, log: bool) -> Op:
 _OPS = {name: _declare(name, name == "log_softmax") for name in ("softmax", "log_softmax")}
 
 
-def _apply(name: str, x, axis, where, scale):
+def _apply(name: str, x, axis, where, scale) -> Any:
     given = {"x": x} | ({} if where is None else {"where": where})
     x, *rest = as_arrays(name, **given)
     (x,) = map(not_weak, same_floating_dtype(name, [x], ["x"]))
@@ -181,7 +182,7 @@ def _apply(name: str, x, axis, where, scale):
     )
 
 
-def _of_axes(name: str, x, axes: tuple[int, ...], where, scale: float):
+def _of_axes(name: str, x: Any, axes: Sequence[int], where: Any, scale: float) -> Any:
     """Over no axis or several. Adjacent axes are merged; others take the reference."""
     together = len(axes) > 1 and axes == tuple(range(axes[0], axes[-1] + 1))
     shape = x.shape[axes[0] : axes[-1] + 1] if together else ()

@@ -12,10 +12,12 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays
@@ -79,24 +81,24 @@ _transpose = Op(
     forward=_move,
     forward_saving=_move,
     residuals=lambda args, outs, saved: (),
-    pullback=lambda kept, cts, axes: (jnp.transpose(*cts, _inverse(axes)),),
-    pushforward=lambda kept, tangents, axes: jnp.transpose(*tangents, axes),
-    backward=lambda kept, cts, wanted, axes: _move(*cts, _inverse(axes)),
-    tangent=lambda kept, tangents, axes: _move(*tangents, axes),
+    pullback=lambda kept, cts, axes: (jnp.transpose(cts[0], _inverse(axes)),),
+    pushforward=lambda kept, tangents, axes: jnp.transpose(tangents[0], axes),
+    backward=lambda kept, cts, wanted, axes: _move(cts[0], _inverse(axes)),
+    tangent=lambda kept, tangents, axes: _move(tangents[0], axes),
     batch=_batch,
     table_row=_table_row,
     dtype_class=by_width,
 )
 
 
-def permute(x, axes: tuple[int, ...], fuses: bool = True):
+def permute(x: jax.Array, axes: tuple[int, ...], fuses: bool = True) -> jax.Array:
     """``jnp.transpose(x, axes)`` for valid ``axes``, by kernel or reference.
 
     ``fuses=False`` says that XLA cannot avoid this transposition by fusing it into its neighbors.
     """
     if _moves_nothing(x.shape, axes) or not is_movable(x.dtype):
         return jnp.transpose(x, axes)
-    in_program = isinstance(x, jax.core.Tracer)
+    in_program = isinstance(x, Tracer)
     if current() == "auto" and fuses and in_program and _fuses(x, axes):
         return jnp.transpose(x, axes)
     return _transpose(x, signature=_signature(axes), axes=axes)
@@ -129,9 +131,9 @@ def _transposes_matrices(axes: list[int]) -> bool:
     return sum(a > b for a, b in itertools.pairwise(moved)) == 1 and moved[-1] != ordered[-1]
 
 
-def is_movable(dtype) -> bool:
+def is_movable(dtype: Any) -> bool:
     """Whether elements occupy whole bytes: no packed dtypes and no PRNG keys."""
-    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and str(dtype) not in _PACKED
+    return not jnp.issubdtype(dtype, jax.dtypes.extended) and str(dtype) not in _PACKED
 
 
 def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> jax.Array:

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ class Config:
     scan: bool = False
     init_range: float = 0.02
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # Canonical values: a NumPy number equals Python's, but a NumPy dtype not its name.
         set_ = functools.partial(object.__setattr__, self)
         for name in _SIZES:
@@ -742,7 +742,8 @@ def _dot_product_attention(params: dict, x, config: Config, mask, key, ops: Ops)
     q, k, v = (part.reshape(shape) for part in parts)
     if mask is not None:  # cuDNN needs it for every query
         mask = jnp.broadcast_to(mask[:, None, None, :], (x.shape[0], 1, x.shape[1], x.shape[1]))
-    y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=config.attention)
+    kind = cast(Literal["xla", "cudnn"], config.attention)
+    y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=kind)
     return y.reshape(x.shape)
 
 
@@ -773,7 +774,11 @@ def _dropout(key, rate: float, x):
 
 
 def masked_lm_logits(
-    params: dict[str, Any], hidden: ArrayLike, config: Config, *, ops: Ops = FASTOPS
+    params: dict[str, Any],
+    hidden: jax.Array | np.ndarray[Any, Any],
+    config: Config,
+    *,
+    ops: Ops = FASTOPS,
 ) -> jax.Array:
     """The masked-word head: product, activation, layer norm, and product with the embeddings.
 

@@ -115,7 +115,7 @@ def _leaves(params: dict) -> dict[str, _Leaf]:
     return found
 
 
-def _at(params, leaf: _Leaf):
+def _at(params: Any, leaf: _Leaf) -> Any:
     for step in leaf.path:
         params = params[step]
     return params

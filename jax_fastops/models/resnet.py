@@ -106,7 +106,7 @@ class Config:
     zero_init: bool = True
     remat: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         try:
             stages = tuple(self.stages)
         except TypeError:
@@ -479,7 +479,7 @@ def _block_shapes(config: Config, n_in: int, n_inner: int, stride: int) -> tuple
     return block, n_out
 
 
-def _statistics_shapes(params):
+def _statistics_shapes(params: Any) -> Any:
     """The parameters' tree reduced to its batch norms, with statistics in their place."""
     if isinstance(params, list):
         return [_statistics_shapes(block) for block in params]
@@ -625,7 +625,8 @@ def apply(
         x, new["bn1"] = norm_and_pool(_conv(x, params["conv1"], 2), *first)
     else:
         x, new["bn1"], _ = norm(_conv(x, params["conv1"], 1), *first)
-    users, last = (x, x), (len(config.stages) - 1, config.stages[-1] - 1)
+    last = (len(config.stages) - 1, config.stages[-1] - 1)
+    users: Any = (x, x)
     again = None
     if batch_norm.again is not None:
         again = functools.partial(batch_norm.again, eps=config.eps, activation="relu")

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     UnitBits<T> x;
     UnitBits<T> residual;
   };
-  // The unit of the result. Elements from `size` on get no mask bit.
+  // The unit of the result. Elements at `size` and after get no mask bit.
   const auto apply = [&](const Loaded& loaded, int64_t element, int size) {
     A values[kUnit];
     uint32_t bits = 0;

@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
       return UnitBits<T>{};
     }
   };
-  // The unit of the result. Elements from `size` on get no mask bit.
+  // The unit of the result. Elements at `size` and after get no mask bit.
   const auto apply = [&](const UnitBits<T>& unit, const UnitBits<T>& other, int64_t element,
                          int size) {
     A values[kUnit];

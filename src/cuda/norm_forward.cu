@@ -79,8 +79,8 @@ __device__ __forceinline__ A Inverse(const NormForwardParams& p) {
 }
 
 // A part of a row from the view of one thread. Elements are counted from the thread's first one;
-// those below `high` belong to the part. The thread takes units from element 0 on, at distances
-// that are compile-time constants, so it needs only one address per array.
+// those below `high` belong to the part. The thread's first unit is at element 0, and the others
+// follow at distances that are compile-time constants. So one address per array is enough.
 struct Piece {
   int64_t start;   // index of the thread's first element in x
   int64_t column;  // and in the row
@@ -562,8 +562,7 @@ struct KeptParameter {
   using Us = typename Row::Us;
   using A = typename Row::A;
   static constexpr int kUnits = Row::kCapacity / Row::GroupSize();
-  static constexpr int kPieces =
-      Row::kSize * int{sizeof(A)} / 16;  // 16-byte words of a unit of the wide type
+  static constexpr int kPieces = Row::kSize * int{sizeof(A)} / 16;  // words of a wide unit
   static constexpr int kBytes = kUnits * kPieces * 16 * kLongThreads;
 
   char* place = nullptr;  // null: absent

@@ -1,6 +1,6 @@
-// The interface of softmax and log-softmax. The kernels are in softmax_rows.cuh and
-// softmax_gang.cuh (along the minor axis), softmax_columns.cuh and softmax_column_registers.cuh
-// (along any other), the choice between them in softmax_launch.cuh.
+// The public functions of softmax and log-softmax. softmax_rows.cuh and softmax_gang.cuh have the
+// kernels along the minor axis, softmax_columns.cuh and softmax_column_registers.cuh those along
+// any other axis. softmax_launch.cuh selects between them.
 #include "cuda/softmax.h"
 
 #include <algorithm>
@@ -14,10 +14,10 @@ namespace jax_fastops::cuda {
 namespace softmax {
 namespace {
 
-// Stands for the kernels that run in clusters, when it is asked how large those may be.
+// Represents the cluster kernels in queries for the largest possible cluster.
 __global__ void __launch_bounds__(512) ClusterProbe() {}
 
-// The largest cluster of which the device can hold one.
+// The largest cluster that fits on the device at least once.
 int LargestCluster(int shared_bytes) {
   const auto set = [](cudaFuncAttribute attribute, int value) {
     return cudaFuncSetAttribute(ClusterProbe, attribute, value) == cudaSuccess;
@@ -43,12 +43,12 @@ int LargestCluster(int shared_bytes) {
       largest = static_cast<int>(size);
     }
   }
-  cudaGetLastError();  // a size that is refused is no failure
+  cudaGetLastError();  // an unsupported size is not an error here
   return largest;
 }
 
 cudaError_t FindLimits(int device, Limits* limits) {
-  // Code that was compiled for older devices has nothing in its kernels for clusters.
+  // Code that was compiled for older architectures does not use clusters.
   cudaFuncAttributes probe;
   cudaError_t error = cudaFuncGetAttributes(&probe, ClusterProbe);
   if (error != cudaSuccess) return error;
@@ -58,7 +58,7 @@ cudaError_t FindLimits(int device, Limits* limits) {
   error = cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
                                  device);
   if (error != cudaSuccess) return error;
-  limits->shared_bytes -= 2048;  // what kernels declare themselves, or the system takes
+  limits->shared_bytes -= 2048;  // static shared memory of the kernels, and the system's part
   limits->cluster = clusters ? LargestCluster(std::min(limits->shared_bytes, kMostOfShared)) : 1;
   return cudaSuccess;
 }
@@ -88,7 +88,7 @@ cudaError_t GetLimits(Limits* limits) {
 
 namespace {
 
-// `p.outer` may be 0.
+// Sizes may be 0 if the array is empty.
 MaskDivisors Divisors(const MaskIndex& index) {
   MaskDivisors divisors;
   divisors.rank = index.rank;
@@ -127,7 +127,7 @@ cudaError_t SoftmaxForward(const SoftmaxShape& shape, const SoftmaxMask& mask, D
                            bool log, double scale, const void* x, void* y, void* workspace,
                            cudaStream_t stream) {
   softmax::Params p = softmax::MakeParams(shape, mask, scale);
-  // As it is computed with: the scale of float64 alone can be that small.
+  // Test the scale in the type of the computation: a float64 scale may round to 0 in float32.
   p.zero_scale = dtype == DType::kF64 ? scale == 0 : static_cast<float>(scale) == 0;
   if (p.zero_scale) p.scale = 1;
   p.a = x;

@@ -1,4 +1,4 @@
-// The kernels of softmax and log-softmax, backward.
+// Instantiates the backward kernels of softmax and log-softmax.
 #include "cuda/softmax_launch.cuh"
 
 namespace jax_fastops::cuda::softmax {

@@ -1,13 +1,14 @@
-// Softmax along any but the minor axis, where it is short enough that registers hold it.
+// Softmax along any axis except the minor one, if the axis is short enough that registers hold it.
 //
-// As in ColumnsKernel a tile is a few neighbouring units of inner elements by all of n, and a
-// thread keeps to one column of units. It holds a few places of that column in registers, all of
-// which are loaded before the first is used. A column is dealt out to no more lanes than it takes:
-// a short one to one or a few of a warp, which then has a tile of its own and meets no other warp;
-// a long one to those of a block.
+// As in ColumnsKernel, a tile is a few adjacent units of inner elements by all of n, and a thread
+// stays in one column of units. It holds a few units of that column in registers and loads all of
+// them before it uses the first. A column takes no more lanes than are needed to hold it. For a
+// short column these are one or a few lanes of a warp; each warp then has its own tile and needs no
+// other warp. For a long column they are lanes of a whole block.
 //
-// Registers hold twice what shared memory does, and need no second access per pass. A backward with
-// two arrays of units of 16 bytes holds the second in shared memory: half of its tile each.
+// Data in registers needs no further memory access in each pass. The backward has two arrays; with
+// 16-byte units it holds the second one in shared memory, so that each memory holds half of the
+// tile.
 #ifndef JAX_FASTOPS_CUDA_SOFTMAX_COLUMN_REGISTERS_CUH_
 #define JAX_FASTOPS_CUDA_SOFTMAX_COLUMN_REGISTERS_CUH_
 
@@ -27,20 +28,21 @@ struct ColumnRegistersParams {
   FastDivisor64 row_units;  // units of inner elements
   int64_t columns;          // units of all of outer and inner
   int log_width;            // a tile is 1 << log_width units wide
-  int log_threads;          // of a tile: 5, with several to a block, or the whole block
-  int log_blocks;           // that hold a tile together, as a cluster
-  int places;               // of each thread, at most
-  int scratch;              // where in shared memory, in units of 16 bytes, lanes meet
-  int exchange;             // and where the blocks of a cluster do
+  int log_threads;          // of a tile: 5 (a tile per warp), or the whole block
+  int log_blocks;           // blocks that hold a tile together, as a cluster
+  int places;               // most units per thread
+  int scratch;              // shared memory for the reduction over lanes: offset in 16 bytes
+  int exchange;             // and for the one over the blocks of a cluster
 };
 
-// 64 registers a thread, so that an SM has 128 KB of elements in flight. Four blocks share an SM,
-// and some load while others compute: a forward of 500 measured 1.39 of the floor with blocks of
-// twice the size. Units of one element need those, for tiles wide enough.
+// 1024 threads per SM with 64 registers each have 128 KB of elements in flight. With four blocks
+// per SM, some load while others compute: with blocks of twice the size, the forward for n = 500
+// measured 1.39 times the copy floor. Units of one element need the larger blocks, so that tiles
+// are wide enough.
 template <int kBytes>
 inline constexpr int kColumnThreads = kBytes == 16 ? 256 : 512;
 
-// How many units a thread may hold.
+// The most units that a thread holds.
 template <typename T, int kBytes>
 inline constexpr int kColumnPlaces = sizeof(T) == 8 ? 64 / kBytes
                                      : kBytes == 16 ? 8
@@ -50,9 +52,9 @@ inline constexpr int kColumnPlaces = sizeof(T) == 8 ? 64 / kBytes
 template <typename T, Op kOp, int kBytes>
 inline constexpr bool kSharesSecond = IsGrad(kOp) && kColumnPlaces<T, kBytes> * kBytes > 64;
 
-// A unit, by its words: units that are loaded only under a condition, or changed only under one,
-// would be taken apart by the compiler if it saw elements of 16 bits move, and it would wait for
-// one load before the next.
+// Loads or stores a unit as 32-bit words. If the compiler saw 16-bit elements in a conditional load
+// or update, it would split the unit into elements and wait for each load before issuing the next
+// one.
 template <typename H>
 __device__ __forceinline__ H LoadWords(const void* p) {
   constexpr int kBytes = sizeof(H::words);
@@ -71,7 +73,7 @@ __device__ __forceinline__ void StoreWords(void* p, const H& held) {
   unit.Store(p);
 }
 
-// Older devices have no clusters.
+// Clusters need sm_90.
 __device__ __forceinline__ uint32_t ClusterRank() {
   uint32_t rank = 0;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -90,9 +92,10 @@ __device__ __forceinline__ void AwaitCluster() {
 #endif
 }
 
-// Reduces what ReduceLanes has left over the blocks of a cluster, in the order of their ranks. Each
-// call has an `exchange` of its own, of as many of `values` as the tile has columns: so no block
-// has to wait for others to have read what is there. None may end before all have read.
+// Reduces the results of ReduceLanes over the blocks of a cluster, in the order of their ranks.
+// Each call needs its own `exchange`, with room for the `values` of all columns of the tile, so
+// that no block waits until the others have read an earlier one. No block may exit before all have
+// read.
 template <typename Op, typename A, int kSize>
 __device__ __forceinline__ void ReduceBlocks(Op op, A (&values)[kSize], A* exchange, int log_width,
                                              int blocks) {
@@ -129,16 +132,18 @@ __device__ __forceinline__ void ReduceBlocks(Op op, A (&values)[kSize], A* excha
 #endif
 }
 
-// 1 / x for a sum of powers of types of 16 bits, which is far from 0 and from infinity, or NaN: to
-// the last bit but one, with a tenth of a division's instructions.
+// 1 / x for a sum of exponentials of a 16-bit type, which is NaN or far from 0 and infinity. The
+// result is accurate to about one unit in the last place and takes a tenth of the instructions of a
+// division.
 __device__ __forceinline__ float Reciprocal(float x) {
   float reciprocal;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
   return reciprocal;
 }
 
-// kCluster: q.log_blocks may be more than 0. Forward it took more registers than there are, and 1.3
-// of the floor where ColumnsKernel took 1.14; backward 1.05, not 1.10.
+// With kCluster, a cluster may hold a tile (q.log_blocks > 0). Only the backward uses this: it
+// measured 1.05 times the copy floor, and 1.10 with ColumnsKernel. The forward ran out of registers
+// and measured 1.3, against 1.14 with ColumnsKernel.
 template <typename T, Op kOp, int kBytes, bool kCluster>
 __global__ void __launch_bounds__(kColumnThreads<kBytes>, 1024 / kColumnThreads<kBytes>)
     ColumnRegistersKernel(const __grid_constant__ Params p,
@@ -166,9 +171,10 @@ __global__ void __launch_bounds__(kColumnThreads<kBytes>, 1024 / kColumnThreads<
   const int64_t tile =
       (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) >> (q.log_threads + log_blocks);
   const int64_t column = (tile << q.log_width) + (thread & ((1 << q.log_width) - 1));
-  // The others go along with the last column, and store nothing.
+  // Threads after the last column compute the last column again and store nothing.
   const bool live = column < q.columns;
-  // From the end of n on, so that only the first place may be outside, and is asked about.
+  // Go from the end of n to its start. Then only the thread's first unit may be outside, and only
+  // that one needs a check.
   const int first = (q.places - 1) * lanes + lane;
   const bool has_first = first < p.n;
   const Part part(p, q.row_units, live ? column : q.columns - 1, first, -lanes);
@@ -256,7 +262,7 @@ __global__ void __launch_bounds__(kColumnThreads<kBytes>, 1024 / kColumnThreads<
   };
   forget();
 
-  // The top elements; in the place of the sums, in the end, what comes of them.
+  // The top elements, and the sums; the derived factors replace the sums later.
   [[maybe_unused]] A tops[kSize];
   A totals[kSize] = {};
   if constexpr (kGrad) {
@@ -354,7 +360,7 @@ __global__ void __launch_bounds__(kColumnThreads<kBytes>, 1024 / kColumnThreads<
   }
   if (log_blocks > 0) AwaitCluster();
   if (undefined == 0 || !live) return;
-  // Rare: what the mask leaves out of an undefined row is known by its bytes alone.
+  // Rare: the excluded elements of an undefined row are known only from the mask.
 #pragma unroll 1
   for (int k = has_first ? 0 : 1; k < q.places; ++k) {
     const typename Part::Keep keep = part.LoadMask(k);

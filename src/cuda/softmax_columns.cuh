@@ -1,14 +1,13 @@
-// Softmax along any other axis: what is contiguous are neighbours of different rows.
+// Softmax along any axis except the minor one. Adjacent elements belong to different rows.
 //
-// A block takes a tile: a few neighbouring units of inner elements, 64 bytes of them or more, by
-// all of n, dealt out to lanes. A thread keeps to one column of units, and has a maximum and a sum
-// for each of the unit's elements. A tile that fits into shared memory is copied there,
-// asynchronously and all at once, and read from there in each of the passes; as in BlockKernel a
-// thread touches only what it has copied itself. Other tiles are read twice, with the sums
-// corrected as the maxima rise, and if there are few of them, by several blocks each, in two
-// launches.
+// A block takes a tile: a few adjacent units of inner elements, usually at least 64 bytes, by all
+// of n, which is distributed over lanes. A thread stays in one column of units and has a maximum
+// and a sum for each element of the unit. A tile that fits into shared memory is copied there
+// asynchronously and all at once, and the passes read it from there. As in BlockKernel, a thread
+// accesses only what it has copied itself. Larger tiles are read twice, and their sums are rescaled
+// when a maximum rises. If there are few such tiles, several blocks share a tile, in two launches.
 //
-// With units of one element it takes any array, rows along the minor axis too.
+// With units of one element the kernel takes any array, also rows along the minor axis.
 #ifndef JAX_FASTOPS_CUDA_SOFTMAX_COLUMNS_CUH_
 #define JAX_FASTOPS_CUDA_SOFTMAX_COLUMNS_CUH_
 
@@ -31,13 +30,13 @@ struct ColumnsParams {
   int log_width;            // a tile is 1 << log_width units wide
   bool held;                // in shared memory
   Stage stage;
-  int64_t chunk;  // how much of n a block takes
+  int64_t chunk;  // the part of n that a block takes
   int64_t chunks;
   void* partials;  // of each chunk: the maxima of all rows, then their sums
-  int scratch;     // where in shared memory, in units of 16 bytes, lanes meet
+  int scratch;     // shared memory for the reduction over lanes: offset in 16 bytes
 };
 
-// What a thread has of one column of units: every `lanes`-th of n, from `first` on.
+// A thread's part of one column of units: every `lanes`-th index of n, starting at `first`.
 template <typename T, Op kOp, int kBytes>
 struct Column {
   using H = Held<T, kBytes>;
@@ -46,12 +45,12 @@ struct Column {
 
   const Params& p;
   T excluded;
-  int64_t origin;  // of the first, in elements of the array
+  int64_t origin;  // of the first unit, in elements of the array
   int64_t step;
-  const uint8_t* mask;  // of the first
+  const uint8_t* mask;  // of the first unit
   int64_t mask_step;
 
-  // `column`: its index among the units of all of outer and inner.
+  // `column` is the index among the units of all of outer and inner.
   __device__ __forceinline__ Column(const Params& p, const FastDivisor64& row_units, int64_t column,
                                     int64_t first, int lanes)
       : p(p),
@@ -67,7 +66,7 @@ struct Column {
     }
   }
 
-  // The index-th unit.
+  // The unit with this index in the thread's part.
   __device__ __forceinline__ T* Address(const void* array, int64_t index) const {
     return const_cast<T*>(static_cast<const T*>(array)) + (origin + index * step);
   }
@@ -83,7 +82,7 @@ struct Column {
     return keep;
   }
 
-  // What the mask and the scale make of it; and whether they do anything.
+  // Applies the mask and a scale of zero. Changes() says whether there is anything to apply.
   __device__ __forceinline__ bool Changes() const {
     return mask != nullptr || (!kGrad && p.zero_scale);
   }
@@ -100,7 +99,7 @@ struct Column {
   }
 };
 
-// The largest of each of a unit's elements; as in Top.
+// The maximum for each element of a unit; see Top.
 template <typename T, int kBytes>
 struct ColumnTops {
   using A = ComputeType<T>;
@@ -150,7 +149,7 @@ struct ColumnTops {
   }
 };
 
-// To the sum of each of a unit's elements.
+// Adds the terms of each element of a unit to its sum.
 template <bool kLog, typename T, int kBytes>
 __device__ __forceinline__ void AddColumnTerms(const Held<T, kBytes>& y, const Held<T, kBytes>& dy,
                                                bool skip_zeros,
@@ -165,10 +164,10 @@ __device__ __forceinline__ void AddColumnTerms(const Held<T, kBytes>& y, const H
   }
 }
 
-// Reduces each of `values` over the lanes of a column. `threads`: those of the tile, all of the
-// block, or the 32 of a warp if it has a tile of its own; the lanes of one column are 1 <<
-// log_width threads apart. `scratch`: of as many of `values` as the tile has columns, for each of
-// its warps or each of its lanes, whichever are fewer.
+// Reduces each of `values` over the lanes of a column. `threads` are those of the tile: the whole
+// block, or 32 if each warp has its own tile. The lanes of a column are 1 << log_width threads
+// apart. `scratch` has room for the `values` of all columns of the tile, once per warp or once per
+// lane, whichever is fewer.
 template <typename Op, typename A, int kSize>
 __device__ __forceinline__ void ReduceLanes(Op op, A (&values)[kSize], A* scratch, int log_width,
                                             int threads) {
@@ -185,7 +184,7 @@ __device__ __forceinline__ void ReduceLanes(Op op, A (&values)[kSize], A* scratc
   if (parts == 1) return;
   const int column = threadIdx.x & (width - 1);
   const int part = width < 32 ? threadIdx.x / 32 : threadIdx.x >> log_width;
-  __syncthreads();  // others may still read what the last reduction has left
+  __syncthreads();  // others may still read the values of the last reduction
   if (threadIdx.x % 32 < width) {
 #pragma unroll
     for (int at = 0; at < kSize; at += Piece::kSize) {
@@ -196,8 +195,8 @@ __device__ __forceinline__ void ReduceLanes(Op op, A (&values)[kSize], A* scratc
     }
   }
   __syncthreads();
-  // One thread to a value: if each read all that it needs, that were a multiple of the
-  // instructions.
+  // One thread combines each value. If every thread combined all that it needs, the number of
+  // instructions would multiply.
   for (int at = threadIdx.x; at < width * kSize; at += threads) {
     A value = scratch[at];
 #pragma unroll 4
@@ -237,7 +236,7 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
   const bool live = column < q.columns;
   const int64_t begin = blockIdx.y * q.chunk + lane;
   const int64_t end = live ? min(p.n, (blockIdx.y + 1) * q.chunk) : 0;
-  // How many elements of n are this thread's.
+  // The number of this thread's elements along n.
   const int64_t count = end > begin ? (end - begin + lanes - 1) / lanes : 0;
   const Column<T, kOp, kBytes> part(p, q.row_units, live ? column : 0, begin, lanes);
   const A scale = static_cast<A>(p.scale);
@@ -246,7 +245,7 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
   H* const held_a = reinterpret_cast<H*>(shared) + threadIdx.x;
   H* const held_b = held_a + (q.chunk + lanes - 1) / lanes * kThreads;
 
-  // The index-th of this thread, as it is in the array.
+  // Loads the unit with this index, before mask and scale are applied.
   const auto load = [&](int64_t index, H& a, H& b) {
     a = part.Load(p.a, index);
     if constexpr (kGrad) b = part.Load(p.b, index);
@@ -262,7 +261,7 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
   }
   const auto raise = [&](int i, A to) {
     if (to > tops[i]) {
-      // While the maximum is -inf nothing is subtracted, and the sum is 0, or NaN.
+      // While the maximum is -inf, nothing is subtracted, and the sum is 0 or NaN.
       if (totals[i] != 0) totals[i] *= ExpOf((tops[i] - to) * fabs(scale));
       tops[i] = to;
     }
@@ -414,7 +413,8 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
     return;
   }
 
-  // From here on: undefined rows with a mask, and in the place of the sum what comes of it.
+  // From here on, `undefined` marks undefined rows with a mask, and `totals` holds the derived
+  // factors instead of the sums.
   uint32_t undefined = 0;
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
@@ -451,7 +451,7 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
         as[i] = kKeepsPowers<T, kLog> && q.held ? as[i] * normalize.last : normalize(as[i]);
       }
     }
-    if (undefined != 0) {  // rare: what the mask leaves out is known by its bytes alone
+    if (undefined != 0) {  // rare; excluded elements of such rows are known only from the mask
       const auto keep = part.LoadMask(index);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {

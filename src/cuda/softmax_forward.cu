@@ -1,4 +1,4 @@
-// The kernels of softmax and log-softmax, forward.
+// Instantiates the forward kernels of softmax and log-softmax.
 #include "cuda/softmax_launch.cuh"
 
 namespace jax_fastops::cuda::softmax {

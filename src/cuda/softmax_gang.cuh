@@ -1,13 +1,13 @@
-// Softmax along the minor axis, for rows that no cluster can hold, or none as fast: a gang of
-// blocks, of the whole device if need be, holds a row.
+// Softmax along the minor axis for rows that do not fit into a cluster, or for which a cluster is
+// slower: a gang of blocks, up to all blocks of the device, holds a row.
 //
-// Blocks stay for the whole launch, one to an SM, and go from row to row. What a thread holds of
-// its row is in registers; beside them shared memory is a ring, of slots that belong to a thread,
-// into which the following rows are copied asynchronously. So there are always loads under way,
-// also while a gang waits for its slowest block, and a row is read once.
+// Blocks are persistent, one per SM, and go from row to row. A thread holds its part of the row in
+// registers. In addition, shared memory is a ring of slots that each belong to one thread. The
+// parts of the following rows are copied into it asynchronously. So loads are always in flight,
+// even while a gang waits for its slowest block, and a row is read only once.
 //
-// Gangs meet through global memory. A launch of gangs of more than one block must be cooperative:
-// all blocks have to run at once.
+// The blocks of a gang exchange sums through global memory and wait for each other. So a launch
+// whose gangs have more than one block must be cooperative: all blocks have to run at once.
 #ifndef JAX_FASTOPS_CUDA_SOFTMAX_GANG_CUH_
 #define JAX_FASTOPS_CUDA_SOFTMAX_GANG_CUH_
 
@@ -21,19 +21,19 @@
 namespace jax_fastops::cuda::softmax {
 
 inline constexpr int kGangThreads = 512;
-inline constexpr int kGangUnits = 16;  // of a row, in a thread's registers
+inline constexpr int kGangUnits = 16;  // units of a row in a thread's registers
 inline constexpr int64_t kGangBlockUnits = int64_t{kGangThreads} * kGangUnits;
 
-inline constexpr int kGangSlots = 28;  // of the ring, of a thread
+inline constexpr int kGangSlots = 28;  // ring slots per thread
 inline constexpr int kGangShared = kGangSlots * kGangThreads * 16;
 
 inline constexpr int kMostGangBlocks = 192;
 
 struct GangParams {
-  int blocks;          // of a gang
+  int blocks;          // per gang
   int gangs;           // of the launch; a gang takes every gangs-th row
-  int block_units;     // of a row, for each block
-  uint32_t* partials;  // of each block of each row: the sum and, forward, the maximum; see GangSum
+  int block_units;     // units of a row per block
+  uint32_t* partials;  // sum and, in the forward, maximum of each block of each row; see GangSum
 };
 
 template <int kPending>
@@ -41,21 +41,21 @@ __device__ __forceinline__ void AwaitAllCopiesBut() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// The k-th unit of a part that is this thread's.
+// The thread's k-th unit of a part.
 __device__ __forceinline__ int GangUnit(int k) {
   return static_cast<int>(threadIdx.x) + k * kGangThreads;
 }
 
-// The copies of a thread, numbered in the order in which they are begun. A row takes kPerRow of
-// them: kGangUnits of the first array and, backward, as many of the second. The copy with number c
-// is in slot c % kSlots, and takes it over from c - kSlots as soon as that is done with.
+// A thread's copies, numbered in the order in which they begin. A row takes kPerRow of them:
+// kGangUnits of the first array and, in the backward, as many of the second. Copy c uses slot c %
+// kSlots as soon as copy c - kSlots is no longer needed.
 template <typename T, Op kOp>
 struct GangRing {
   using Part = Stretch<T, 16>;
   using H = typename Part::H;
   static constexpr int kPerRow = kGangUnits * (IsGrad(kOp) ? 2 : 1);
   static constexpr int kSlots = kGangSlots;
-  // A row's copies begin so many rows before it, at most.
+  // How many rows ahead copies may begin.
   static constexpr int kAhead = (kPerRow + kSlots - 1) / kPerRow;
 
   const Params& p;
@@ -76,7 +76,8 @@ struct GangRing {
     if (first >= kSlots) first -= kSlots;
   }
 
-  // Begins a copy: of a unit of a part, if it is a whole one. It may be none of the part.
+  // Begins the copy of a unit, if the part contains the whole unit. Commits a copy group in any
+  // case.
   __device__ __forceinline__ void Begin(const Part& part, int of_row, uint4* slot) const {
     const int unit = GangUnit(of_row % kGangUnits);
     if (part.IsWhole(unit)) {
@@ -85,13 +86,13 @@ struct GangRing {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  // The one with this number, counted from the first of the row at hand. `parts`: that row's and
-  // those of the rows that follow.
+  // Begins a copy by its number, counted from the first copy of the current row. `parts` are those
+  // of the current row and of the following ones.
   __device__ __forceinline__ void Begin(int copy, const Part (&parts)[kAhead + 1]) const {
     Begin(parts[copy / kPerRow], copy % kPerRow, Slot(copy));
   }
 
-  // As many as there are slots.
+  // Begins as many copies as there are slots.
   __device__ __forceinline__ void BeginAll(const Part (&parts)[kAhead + 1]) const {
 #pragma unroll
     for (int row = 0; row <= kAhead; ++row) {
@@ -102,8 +103,8 @@ struct GangRing {
     }
   }
 
-  // Makes the copies of a row from `copy` on what is to be computed with: a unit that is the part's
-  // only in part is read here, and then the mask and the scale change what they do.
+  // Prepares the copied units of a row, from number `copy` on, for the computation. It loads the
+  // units that are only partly in the part, and then applies the mask and a scale of zero.
   __device__ __forceinline__ void Complete(const Part& part, int copy, T outside) const {
     const int units = part.units();
     const void* array = copy < kGangUnits ? p.a : p.b;
@@ -140,8 +141,8 @@ struct GangRing {
   }
 };
 
-// Results of a part. Those of units that are the part's only in part wait in shared memory until
-// the rest is stored.
+// Stores the results of a part. Units that are only partly in the part wait in shared memory until
+// the others are stored.
 template <typename T>
 struct GangStores {
   using Part = Stretch<T, 16>;
@@ -176,9 +177,9 @@ struct GangStores {
   }
 };
 
-// How the threads of a gang make one sum, and maximum, of a row. Blocks tell each other through
-// global memory, where every bit is set at first: no value is stored as that, so that a value is
-// also the word that it is there.
+// Combines the sums, and maxima, of a gang's threads. Blocks exchange them through global memory,
+// where all bits are set initially. This bit pattern is never stored as a value, so any other
+// pattern says that the value has arrived.
 template <typename T, bool kGrad>
 struct GangSum {
   static_assert(sizeof(T) < 8, "units of longer types go along no row");
@@ -204,7 +205,8 @@ struct GangSum {
     return partials + kValues * (row * blocks + block);
   }
 
-  // From the threads' sums to the block's, in every thread; the other blocks get it too.
+  // Reduces the threads' sums to that of the block, in every thread, and publishes it to the other
+  // blocks.
   __device__ __forceinline__ void Publish(int64_t row, Sum& sum, float scale) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     sum.AllReduce(scale);
@@ -228,10 +230,10 @@ struct GangSum {
     }
   }
 
-  // From the block's to the row's.
+  // Combines the sums of the blocks to that of the row.
   __device__ __forceinline__ void Collect(int64_t row, Sum& sum, float scale) {
     if (blocks == 1) return;
-    __syncthreads();  // others may still read what the last call has left
+    __syncthreads();  // others may still read the values of the last call
     if (threadIdx.x < blocks) {
       const volatile uint32_t* from = Place(row, threadIdx.x);
 #pragma unroll
@@ -252,7 +254,7 @@ struct GangSum {
   }
 };
 
-// What both directions have of a block's place in its gang.
+// A block's place in its gang, for both directions.
 template <typename T, Op kOp>
 struct GangPlace {
   using Part = Stretch<T, 16>;
@@ -264,7 +266,7 @@ struct GangPlace {
   __device__ __forceinline__ GangPlace(const Params& p, const GangParams& q)
       : p(p), q(q), gang(blockIdx.x / q.blocks), rank(blockIdx.x - gang * q.blocks) {}
 
-  // This block's part of a row; none of a row behind the last.
+  // This block's part of a row; empty for rows after the last one.
   __device__ __forceinline__ Part PartOf(int64_t row) const {
     const int64_t begin = int64_t{rank} * q.block_units;
     const bool live = row < p.outer;
@@ -272,7 +274,8 @@ struct GangPlace {
     return PartOfRow<T, 16>(p, live ? row : 0, begin, min(begin + q.block_units, units));
   }
 
-  // From those of the row before to those of `row` and the gang's rows behind it.
+  // Shifts `parts` by one row: from those of the previous row to those of `row` and the gang's
+  // following rows.
   template <int kCount>
   __device__ __forceinline__ void NextParts(int64_t row, Part (&parts)[kCount]) const {
 #pragma unroll
@@ -281,12 +284,12 @@ struct GangPlace {
   }
   template <int kCount>
   __device__ __forceinline__ void FirstParts(Part (&parts)[kCount]) const {
-#pragma unroll 1  // there is much code in it
+#pragma unroll 1  // to limit the code size
     for (int i = 1 - kCount; i <= 0; ++i) NextParts(gang + i * int64_t{q.gangs}, parts);
   }
 };
 
-// A row waits for its gang while its block sums up the next one.
+// While a row waits for the other blocks of its gang, this block already sums up the next row.
 template <typename T, Op kOp>
 __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q, uint4* slots) {
   using A = ComputeType<T>;
@@ -304,7 +307,7 @@ __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q
   const A scale = static_cast<A>(p.scale);
   const T excluded = Excluded<T, kOp>(scale);
 
-  // Of the row to be written, the row to be summed up, and those behind it.
+  // The parts of the row to write, of the row to sum up (parts[0]), and of the rows after it.
   Part written{}, parts[Ring::kAhead + 1];
   place.FirstParts(parts);
   Ring ring(p, slots);
@@ -345,7 +348,7 @@ __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q
     const int64_t to_write = row - q.gangs;
     const bool writes = to_write >= 0;
     if (writes) meeting.Collect(to_write, last, scale);
-    // Nothing but -inf: undefined, as everywhere else.
+    // The row has only -inf, so it is undefined, as in all other kernels.
     const A total = IsBottom(last.top[0], scale) ? A(NAN) : last.total[0];
     Normalizer<T, kLog> normalize(scale, TopElement(last.top[0], scale));
     normalize.SetTotal(total);
@@ -359,7 +362,7 @@ __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q
         ToResult<false>(normalize, held[k]);
         stores.Store(written, k, held[k]);
       }
-      held[k] = H::Load(ring.Slot(k));  // beyond the part's units: anything, never stored
+      held[k] = H::Load(ring.Slot(k));  // outside the part's units: arbitrary, never stored
       ring.Begin(k + Ring::kSlots, parts);
     }
     if (writes && !undefined) stores.Finish(written);
@@ -371,8 +374,8 @@ __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q
   }
 }
 
-// The first array moves to registers, the second stays in the ring. There is no room for a second
-// row beside it, but for what of it is under way.
+// y moves to registers and dy stays in the ring. The ring has no room for a whole second row, only
+// for the part of it that is being copied.
 template <typename T, Op kOp>
 __device__ __forceinline__ void GangBackward(const Params& p, const GangParams& q, uint4* slots) {
   using A = ComputeType<T>;
@@ -437,7 +440,7 @@ __device__ __forceinline__ void GangBackward(const Params& p, const GangParams& 
   }
 }
 
-// What Limits leaves for the shared memory that kernels declare themselves.
+// The static shared memory must fit into what Limits leaves for it.
 static_assert(sizeof(GangSum<float, false>::Shared) + sizeof(GangStores<float>::Ends) <= 2048);
 
 template <typename T, Op kOp>

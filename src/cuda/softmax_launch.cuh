@@ -1,5 +1,5 @@
-// Which kernel a softmax runs on, and with what launch. Included once by the forward and once by
-// the backward, which are compiled apart.
+// Selects the kernel and the launch configuration of a softmax. The forward and the backward each
+// include this file once and are compiled separately.
 #ifndef JAX_FASTOPS_CUDA_SOFTMAX_LAUNCH_CUH_
 #define JAX_FASTOPS_CUDA_SOFTMAX_LAUNCH_CUH_
 
@@ -34,7 +34,7 @@ using LongFunction = void (*)(Params, LongParams);
 using ColumnsFunction = void (*)(Params, ColumnsParams);
 using ColumnRegistersFunction = void (*)(Params, ColumnRegistersParams);
 
-// A RowsKernel: for rows of up to so many units.
+// A RowsKernel, for rows of up to `units` units.
 struct RowsLaunch {
   int units;
   int threads;
@@ -65,10 +65,10 @@ inline constexpr int kUnitRows = 10, kRaggedRows = 5, kElementRows = 5, kBlocks 
 // A ColumnRegistersKernel.
 struct ColumnRegistersLaunch {
   int bytes;  // of a unit
-  int size;   // of a unit, in elements
+  int size;   // elements of a unit
   int places;
-  int threads;  // of a block, at most
-  int blocks;   // of a cluster, at most
+  int threads;  // most per block
+  int blocks;   // most per cluster
   bool shares;  // the second array is in shared memory
   ColumnRegistersFunction function;
 };
@@ -91,7 +91,8 @@ ColumnRegistersLaunch MakeColumnRegisters() {
 
 inline constexpr int kColumnRegisters = 3;
 
-// Of columns: four elements, more would be too many registers for their maxima and sums.
+// Bytes of a unit in the column kernels: at most four elements, because each of them needs a
+// maximum and a sum in registers.
 template <typename T>
 inline constexpr int kColumnUnit = sizeof(T) == 2 ? 8 : 16;
 
@@ -100,7 +101,7 @@ struct Table {
   static constexpr bool kHasUnits = sizeof(T) < 8;  // of 16 bytes, along rows
 
   RowsLaunch unit_rows[kUnitRows] = {};
-  RowsLaunch ragged_rows[kRaggedRows] = {};  // that begin or end within a unit
+  RowsLaunch ragged_rows[kRaggedRows] = {};  // rows that begin or end inside a unit
   BlockLaunch blocks[kBlocks] = {};
   GangFunction gang = nullptr;
   LongFunction long_rows = nullptr;
@@ -144,7 +145,7 @@ const Table<T, kOp>& TableOf() {
   return table;
 }
 
-// Calls `visit` with the table.
+// Calls `visit` with the table of the dtype and operation.
 template <bool kGrad, typename Visit>
 cudaError_t WithTable(DType dtype, bool log, const Visit& visit) {
   constexpr Op kPlain = kGrad ? Op::kSoftmaxGrad : Op::kSoftmax;
@@ -165,7 +166,7 @@ cudaError_t WithTable(DType dtype, bool log, const Visit& visit) {
 // -------------------------------------------------------------------------------------------------
 // Launches
 
-// In the place of a cluster's size: all blocks run at once.
+// As a cluster size: a cooperative launch, in which all blocks run at once.
 inline constexpr int kCooperative = 0;
 
 template <typename... Arguments>
@@ -189,7 +190,7 @@ cudaError_t Launch(void (*function)(Arguments...), dim3 grid, int threads, int s
   config.numAttrs = cluster == 1 ? 0 : 1;
   static_cast<void>(
       cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(function), pointers));
-  return cudaGetLastError();  // which the next launch would else return again
+  return cudaGetLastError();  // clears the error, so that the next launch does not report it
 }
 
 inline cudaError_t LaunchRows(const RowsLaunch& launch, const Params& p, cudaStream_t stream) {
@@ -207,7 +208,7 @@ inline cudaError_t LaunchBlock(const BlockLaunch& launch, const Params& p, int b
                 launch.cluster, stream, p, block_units);
 }
 
-// Whether the device can hold a row of `row_units` with gangs.
+// Whether gangs can hold a row of `row_units` on the device.
 inline bool HasGangs(int64_t row_units, const Limits& limits) {
   return limits.shared_bytes >= kGangShared &&
          CeilDiv(row_units, kGangBlockUnits) <= std::min(limits.processors, kMostGangBlocks);
@@ -215,8 +216,8 @@ inline bool HasGangs(int64_t row_units, const Limits& limits) {
 
 inline cudaError_t LaunchGang(GangFunction function, const Params& p, int64_t row_units,
                               int processors, bool grad, void* workspace, cudaStream_t stream) {
-  // As many gangs as leave the fewest places empty in their last round; the more, the fewer blocks
-  // have to meet.
+  // Choose the number of gangs that leaves the fewest gangs idle in the last round. Among equals
+  // take the largest number, because then fewer blocks exchange sums.
   const int64_t most = std::min(p.outer, processors / CeilDiv(row_units, kGangBlockUnits));
   const auto places = [&](int64_t gangs) { return CeilDiv(p.outer, gangs) * gangs; };
   int64_t gangs = 1;
@@ -226,7 +227,7 @@ inline cudaError_t LaunchGang(GangFunction function, const Params& p, int64_t ro
   GangParams q;
   q.gangs = static_cast<int>(gangs);
   const int64_t needed = CeilDiv(row_units, kGangBlockUnits);
-  const int64_t room = p.n / 2048;  // in the workspace
+  const int64_t room = p.n / 2048;  // blocks per row for which the workspace has room
   q.blocks = static_cast<int>(
       std::min({processors / gangs, std::max(needed, room), int64_t{kMostGangBlocks}}));
   q.block_units = static_cast<int>(CeilDiv(row_units, q.blocks));
@@ -244,8 +245,9 @@ template <typename A>
 cudaError_t LaunchLong(LongFunction function, const Params& p, int64_t row_units, int processors,
                        void* workspace, cudaStream_t stream) {
   LongParams q;
-  // With one batch to a chunk, that is 16 KB, tickets were the bound: 2.2 of the floor for float32
-  // (8, 4194304) on an H100, 1.6 with four. Leads of half as many chunks measured 5 to 10% slower.
+  // Four batches per chunk. With one batch (16 KB) the tickets were the bottleneck: 2.2 times the
+  // copy floor for float32 (8, 4194304) on an H100, and 1.6 times with four. Leads of half as many
+  // chunks measured 5 to 10% slower.
   q.batches = 4;
   q.chunks = CeilDiv(row_units, q.batches * kBatchUnits);
   const int64_t jobs = p.outer * q.chunks;
@@ -257,7 +259,7 @@ cudaError_t LaunchLong(LongFunction function, const Params& p, int64_t row_units
   const int64_t blocks = std::min<int64_t>(2 * jobs, int64_t{processors} * resident);
   q.lead = std::min(jobs, q.chunks + blocks);
 
-  // Counters first, then what is aligned to 8 bytes.
+  // The counters come first, then the data, which is aligned to 8 bytes.
   const int64_t counters = (1 + 2 * p.outer + 1) / 2 * 2;
   q.ticket = static_cast<uint32_t*>(workspace);
   q.done = q.ticket + 1;
@@ -275,7 +277,7 @@ inline int Log2(int64_t power) {
   return log;
 }
 
-// `bytes`: of a unit, of `size` elements. `accumulator`: bytes.
+// A unit has `bytes` bytes and `size` elements. `accumulator` is in bytes.
 inline cudaError_t LaunchColumns(ColumnsFunction function, const Params& p, int bytes, int size,
                                  int accumulator, bool grad, const Limits& limits, void* workspace,
                                  cudaStream_t stream) {
@@ -299,8 +301,9 @@ inline cudaError_t LaunchColumns(ColumnsFunction function, const Params& p, int 
     return (places * bytes * (grad ? 2 : 1) + 15) / 16 * 16;
   };
   const auto tiles = [&](int log_width) { return CeilDiv(q.columns, int64_t{1} << log_width); };
-  // No wider than a row, unless there were more lanes than elements of n; and no narrower than 64
-  // bytes, unless the row is: with 32, a sector, the backward measured 1.29 of the floor, not 1.10.
+  // A tile is no wider than a row of inner elements, unless it would have more lanes than n has
+  // elements. It is at least 64 bytes wide, unless the row is narrower: with 32 bytes (a sector),
+  // the backward measured 1.29 times the copy floor instead of 1.10.
   const int narrow = std::max(0, log_threads - Log2(p.n));
   const int widest = std::min(log_threads, std::max(narrow, Log2(row_units)));
   const int sector = std::min(widest, std::max(narrow, Log2(64 / bytes)));
@@ -334,7 +337,7 @@ inline cudaError_t LaunchColumns(ColumnsFunction function, const Params& p, int 
   return Launch(function, grid, threads, shared_bytes, 1, stream, p, q);
 }
 
-// How a ColumnRegistersKernel is launched.
+// The launch configuration of a ColumnRegistersKernel.
 struct ColumnRegistersPlan {
   ColumnRegistersParams q;
   int threads;
@@ -342,16 +345,17 @@ struct ColumnRegistersPlan {
   int shared_bytes;
 };
 
-// False if it cannot hold a column. `accumulator`: bytes.
+// Returns false if the kernel cannot hold a column. `accumulator` is in bytes.
 inline bool PlanColumnRegisters(const ColumnRegistersLaunch& launch, const Params& p,
                                 int accumulator, const Limits& limits, ColumnRegistersPlan* plan) {
   ColumnRegistersParams& q = plan->q;
   const int64_t row_units = p.inner / launch.size;
   q.row_units = FastDivisor64(static_cast<uint64_t>(row_units));
   q.columns = p.outer * row_units;
-  // How wide a tile is at least, of a warp and of blocks, unless a row is narrower. 128 bytes: with
-  // 64, a backward of 500 measured 1.22 of the floor, not 1.03. Units of one element, where the
-  // ends of a tile share sectors with others, twice that, but of 16 bits not more than a warp's.
+  // The least width of a tile, for tiles of a warp and for tiles of blocks, unless a row is
+  // narrower: 128 bytes. With 64 bytes the backward for n = 500 measured 1.22 times the copy floor
+  // instead of 1.03. For units of one element, the ends of a tile share sectors with other tiles.
+  // Tiles of blocks are then 256 bytes wide, or 32 elements for 16-bit types.
   const auto width_of = [&](int units) { return Log2(std::min<int64_t>(row_units, units)); };
   const int warp_width = width_of(std::min(32, 128 / launch.bytes));
   const int block_width = width_of(launch.size > 1    ? 128 / launch.bytes
@@ -359,7 +363,8 @@ inline bool PlanColumnRegisters(const ColumnRegistersLaunch& launch, const Param
                                                       : 32);
   constexpr int kLogThreads = 8, kLogWarp = 5;
   int log_lanes = Log2(CeilDiv(p.n, launch.places));
-  // Small arrays take more lanes than hold them, within the warp, so that every SM has some.
+  // Small arrays use more lanes per column than are needed to hold it, within a warp, so that all
+  // SMs have work.
   const auto few = [&] { return q.columns << log_lanes < int64_t{512} * limits.processors; };
   const auto in_warp = [&](int more) {
     const int width = few() ? std::min(warp_width, 2) : warp_width;
@@ -378,7 +383,8 @@ inline bool PlanColumnRegisters(const ColumnRegistersLaunch& launch, const Param
     q.log_threads = log_threads;
     q.log_blocks = log_tile - log_threads;
     if (1 << q.log_blocks > std::min(launch.blocks, limits.cluster)) return false;
-    // Tiles that share sectors: 1.64 of the floor, and 1.23 with ColumnsKernel.
+    // Tiles would share sectors. That measured 1.64 times the copy floor, and 1.23 times with
+    // ColumnsKernel.
     if (q.log_blocks > 0 && p.inner * (launch.bytes / launch.size) % 64 != 0) return false;
   }
   q.places = static_cast<int>(CeilDiv(p.n, int64_t{1} << log_lanes));
@@ -402,7 +408,7 @@ inline bool PlanColumnRegisters(const ColumnRegistersLaunch& launch, const Param
   return bytes <= limits.shared_bytes;
 }
 
-// Whether the mask can be loaded `size` elements at once, that being 1 or more.
+// Whether the mask can be loaded `size` elements at a time (size >= 1).
 inline bool MaskHasUnits(const Params& p, int size) {
   int64_t bits = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.mask));
   for (int i = 0; i < p.mask_outer.rank; ++i) bits |= p.mask_outer.stride[i];
@@ -444,7 +450,8 @@ cudaError_t Run(const Params& params, DType dtype, bool log, void* workspace, cu
       const bool units = p.inner > 1 && column_units(column_size);
       for (const ColumnRegistersLaunch& launch : table.column_registers) {
         if (launch.function == nullptr || p.inner == 1 || !column_units(launch.size)) continue;
-        // Beyond a few elements, ColumnsKernel with its units is faster than single elements.
+        // For columns of more than a few elements, ColumnsKernel with wider units is faster than
+        // single elements.
         if (launch.size == 1 && units && p.n > 32) continue;
         ColumnRegistersPlan plan;
         if (!PlanColumnRegisters(launch, p, accumulator, limits, &plan)) continue;
@@ -477,17 +484,18 @@ cudaError_t Run(const Params& params, DType dtype, bool log, void* workspace, cu
     for (const RowsLaunch& launch : table.ragged_rows) {
       if (units <= launch.units) return LaunchRows(launch, p, stream);
     }
-    // Where a gang is faster than a large cluster: (512, 262144) float32 1.12 by a cluster and 1.07
-    // by a gang, its backward 1.31 and 1.05. The backward of log_softmax has to compute its powers
-    // between two rows of a gang, which takes longer than anything that a cluster does.
+    // Gangs are faster than large clusters for very long rows. For float32 (512, 262144), relative
+    // to the copy floor, the forward measured 1.12 with a cluster and 1.07 with a gang, the
+    // backward 1.31 and 1.05. The backward of log_softmax stays with clusters: in a gang it would
+    // compute its exponentials between two rows, which takes longer.
     constexpr int64_t kGangRow = kGrad ? 32768 : 30000;  // units
     const auto gang = [&] {
       return LaunchGang(table.gang, p, units, limits.processors, kGrad, workspace, stream);
     };
     const bool has_gangs = HasGangs(units, limits);
     if (has_gangs && units > kGangRow && !(kGrad && log)) return gang();
-    // The smallest cluster that leaves room for another one on an SM: with twice as many blocks, of
-    // half the size, rows of 50257 and of 128256 elements measured 1 to 8% slower.
+    // Take the smallest cluster that leaves room for a second one on the same SMs. With twice as
+    // many blocks of half the size, rows of 50257 and of 128256 elements measured 1 to 8% slower.
     for (const BlockLaunch& launch : table.blocks) {
       const int64_t block_units = CeilDiv(units, launch.cluster);
       const int64_t bytes = block_units * 16 * (kGrad ? 2 : 1);
@@ -539,7 +547,8 @@ cudaError_t LoadKernels() {
           load_shared(table.gang, false);
           load(reinterpret_cast<const void*>(table.long_rows));
           for (const ColumnRegistersLaunch& launch : table.column_registers) {
-            // With several blocks, clusters of fewer than the most are planned too.
+            // Plans also use clusters smaller than `blocks`, so load the kernel if there are any
+            // clusters.
             if (launch.blocks == 1 || limits.cluster > 1) load_shared(launch.function, false);
           }
           load_shared(table.unit_columns, false);

@@ -1,5 +1,5 @@
-// What is computed of an element, whatever the threads are that hold its row, and how kernels find
-// their part of the mask.
+// The arithmetic of softmax on single elements and units, which does not depend on how threads
+// share a row, and how kernels find their part of the mask.
 #ifndef JAX_FASTOPS_CUDA_SOFTMAX_MATH_CUH_
 #define JAX_FASTOPS_CUDA_SOFTMAX_MATH_CUH_
 
@@ -19,7 +19,7 @@ enum class Op { kSoftmax, kLogSoftmax, kSoftmaxGrad, kLogSoftmaxGrad };
 constexpr bool IsGrad(Op op) { return op == Op::kSoftmaxGrad || op == Op::kLogSoftmaxGrad; }
 constexpr bool IsLog(Op op) { return op == Op::kLogSoftmax || op == Op::kLogSoftmaxGrad; }
 
-// A MaskIndex, ready for division.
+// A MaskIndex with divisors that the host has prepared.
 struct MaskDivisors {
   int rank = 0;
   bool narrow = true;  // fewer than 2^31 indices
@@ -33,7 +33,7 @@ struct MaskDivisors {
     return offset[0];
   }
 
-  // Of several indices, in their place.
+  // Replaces several indices by their offsets.
   template <int kCount>
   __device__ __forceinline__ void ToOffsets(int64_t (&indices)[kCount]) const {
     int64_t offsets[kCount] = {};
@@ -77,12 +77,12 @@ struct Params {
   int64_t n;
   int64_t inner;
   double scale;
-  bool zero_scale;  // x counts as 0 * x, and the scale as 1
+  bool zero_scale;  // the scale rounds to 0: x is replaced by 0 * x, and the scale by 1
   bool skip_zeros;  // masked kSoftmaxGrad: elements with y = 0 take no part
 
   const uint8_t* mask;  // null: none
   int64_t mask_stride;  // along n
-  bool mask_units;      // the mask of a unit may be loaded at once
+  bool mask_units;      // the mask of a unit may be read in one load
   MaskDivisors mask_outer;
   MaskDivisors mask_inner;
 };
@@ -90,8 +90,8 @@ struct Params {
 // -------------------------------------------------------------------------------------------------
 // Units in registers
 
-// A unit as a thread holds it. Elements of 16 bits stay two to a register, from one pass over them
-// to the next: as an array of elements they would take one each.
+// A unit in a thread's registers. 16-bit elements stay packed, two to a register, between the
+// passes over them. As an array of elements they would take one register each.
 template <typename T, int kBytes>
 struct Held {
   using A = ComputeType<T>;
@@ -175,7 +175,7 @@ struct Held {
     return pair;
   }
 
-  // Between passes: what the last one has unpacked is not to be kept for the next.
+  // Call between passes. It keeps the compiler from holding the unpacked values for the next pass.
   __device__ __forceinline__ void Forget() {
     if constexpr (kPairs) {
 #pragma unroll
@@ -183,7 +183,7 @@ struct Held {
     }
   }
 
-  // Replaces the elements whose byte of the mask, 0 or 1, is 0.
+  // Replaces by `excluded` the elements whose mask byte (0 or 1) is 0.
   __device__ __forceinline__ void Exclude(const Unit<uint8_t, kSize>& keep, T excluded) {
     if constexpr (kPairs && kSize % 4 == 0) {
       const uint32_t pair = Filled(excluded).words[0];
@@ -206,7 +206,8 @@ struct Held {
     }
   }
 
-  // x * 0: NaN where x is infinite or NaN. Elements that are `excluded` where `inside` is false.
+  // Replaces x by x * 0, which is NaN if x is infinite or NaN. Elements for which `inside` is false
+  // become `excluded`.
   template <typename Inside>
   __device__ __forceinline__ void TimesZero(const Inside& inside, T excluded) {
     U unit = Get();
@@ -224,7 +225,7 @@ struct Held {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 
-// 2^d; a subnormal result is 0.
+// 2^d; subnormal results become 0.
 __device__ __forceinline__ float PowerOfTwo(float d) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(d));
@@ -236,8 +237,8 @@ __device__ __forceinline__ double MulAdd(double a, double b, double c) { return 
 __device__ __forceinline__ float ExpOf(float d) { return expf(d); }
 __device__ __forceinline__ double ExpOf(double d) { return exp(d); }
 
-// The element of which scale * x is the maximum: the largest, or with a negative scale the
-// smallest. Of types of 16 bits, two elements at once.
+// Finds the element for which scale * x is largest: the largest element, or the smallest if the
+// scale is negative. 16-bit types compare two elements at once.
 template <typename T, int kBytes>
 struct Top {
   using A = ComputeType<T>;
@@ -266,56 +267,59 @@ struct Top {
       for (int i = 0; i < H::kSize; ++i) value = fmax(value, negative ? -values[i] : values[i]);
     }
   }
-  // Of -x, if the scale is negative: so maxima of maxima are what they should be.
+  // The maximum of -x if the scale is negative, so that maxima can be combined by a maximum again.
   __device__ __forceinline__ A Get() const {
     if constexpr (H::kPairs) return fmax(ToCompute(pair.x), ToCompute(pair.y));
     return value;
   }
 };
 
-// What Top has found, as an element; NaN if the scale makes it infinite.
+// The result of Top as an element; NaN if scale * x is infinite.
 template <typename A>
 __device__ __forceinline__ A TopElement(A top, A scale) {
   if (scale < 0) top = -top;
   return fabs(top * scale) < A(INFINITY) ? top : A(NAN);
 }
 
-// Whether the scale makes a top, as Top::Get gives it, -inf. That of a whole row leaves the row
-// undefined; elements below that of a part add nothing to what the rest of the row may have.
+// Whether a result of Top::Get gives -inf when multiplied by the scale. If that is the maximum of
+// the whole row, the row is undefined. If it is the maximum of a part, the part adds nothing to the
+// sum of the row.
 template <typename A>
 __device__ __forceinline__ bool IsBottom(A top, A scale) {
   return top * fabs(scale) == -A(INFINITY);
 }
 
-// The element that is subtracted from those of a part of a row, as far as it is known.
+// The element to subtract from the elements of a part of a row, as far as it is known.
 template <typename A>
 __device__ __forceinline__ A PartTopElement(A top, A scale) {
   return IsBottom(top, scale) ? A(0) : TopElement(top, scale);
 }
 
-// A sum of powers below one top, as below another. A top of -inf stands for a sum of nothing, which
-// is 0, or NaN. Tops are as Top::Get gives them, so the scale counts without its sign.
+// Converts a sum of exponentials relative to the maximum `from` into one relative to `to`. A
+// maximum of -inf means a sum over nothing, which is 0 or NaN. Maxima are results of Top::Get, so
+// the scale is taken without its sign.
 template <typename A>
 __device__ __forceinline__ A Corrected(A total, A from, A to, A scale) {
   return from == -A(INFINITY) ? total : total * ExpOf((from - to) * fabs(scale));
 }
 
-// The forward of one row, of which the top element and the sum are known. The top is subtracted
-// before anything else: rows far from 0 lose nothing. What is excluded is held as the element that
-// the scale makes -inf of, so that it adds 0 to the sum and comes out as 0, or -inf, unless the row
-// is undefined: where its maximum is infinite, as that of an excluded row is, or where it has a
-// NaN, the sum is NaN.
+// The forward of one row, given its top element and its sum. The top element is subtracted first,
+// so rows far from 0 lose no accuracy. Excluded elements are held as the infinity that the scale
+// turns into -inf. They add 0 to the sum, and their result is 0, or -inf with kLog. In an undefined
+// row the sum is NaN. A row is undefined if it contains a NaN or if its maximum is infinite, which
+// includes fully excluded rows.
 //
-// For types of 16 bits, powers are 2^64 as large, and so is the sum: the subnormal results that the
-// instruction for powers of two would flush then come from a product.
+// For 16-bit types without kLog, the exponentials and their sum are 2^64 times as large. The
+// instruction for powers of two flushes subnormal results to 0. With the factor, subnormal results
+// come from the final product instead.
 template <typename T, bool kLog>
 struct Normalizer {
   using A = ComputeType<T>;
   static constexpr bool kShifted = sizeof(T) == 2 && !kLog;
 
-  A factor;  // the scale; for types of 16 bits times log2(e), unless kLog
+  A factor;  // the scale; for 16-bit types without kLog, times log2(e)
   A top;
-  A last;  // the sum's reciprocal, or logarithm
+  A last;  // reciprocal of the sum, or its logarithm
 
   __device__ __forceinline__ Normalizer(A scale, A top)
       : factor(sizeof(T) == 2 && !kLog ? scale * A(kLog2E) : scale), top(top), last(0) {}
@@ -327,7 +331,7 @@ struct Normalizer {
     }
   }
 
-  // What the sum is of.
+  // The exponential of an element, the term of the sum.
   __device__ __forceinline__ A Power(A x) const {
     const A d = x - top;
     if constexpr (kShifted) return PowerOfTwo(fmaf(d, factor, 64.0f));
@@ -341,13 +345,13 @@ struct Normalizer {
   static __device__ __forceinline__ bool Undefined(A total) { return !(total < A(INFINITY)); }
 };
 
-// The backward of one row. Of what is excluded, y is held as -inf (log) or 0 and dy as 0.
+// The backward of one row. For excluded elements y is held as -inf (kLog) or 0, and dy as 0.
 template <typename T, bool kLog>
 struct Gradient {
   using A = ComputeType<T>;
 
   A scale;
-  A sum;  // log: times 2^-32 for types of 16 bits; else: times the scale
+  A sum;  // kLog: times 2^-32 for 16-bit types; otherwise times the scale
   bool skip_zeros;
 
   __device__ __forceinline__ Gradient(A scale, A total, bool skip_zeros)
@@ -376,7 +380,7 @@ struct Gradient {
   }
 };
 
-// The element that stands for an excluded one.
+// The element that represents an excluded one.
 template <typename T, Op kOp>
 __device__ __forceinline__ T Excluded(ComputeType<T> scale) {
   using A = ComputeType<T>;
@@ -385,7 +389,7 @@ __device__ __forceinline__ T Excluded(ComputeType<T> scale) {
   return FromCompute<T>(scale < A(0) ? A(INFINITY) : -A(INFINITY));
 }
 
-// What an excluded element comes out as.
+// The result for an excluded element.
 template <typename T, Op kOp>
 __device__ __forceinline__ T ExcludedResult() {
   using A = ComputeType<T>;
@@ -395,7 +399,7 @@ __device__ __forceinline__ T ExcludedResult() {
 // -------------------------------------------------------------------------------------------------
 // Passes over one unit
 
-// Their sum, in pairs of pairs: quicker, and more accurate, than one after the other.
+// Pairwise sum, which is faster and more accurate than a sequential one.
 template <typename A, int kSize>
 __device__ __forceinline__ A SumOf(A (&values)[kSize]) {
 #pragma unroll
@@ -418,7 +422,7 @@ __device__ __forceinline__ void AddTerms(const Held<T, kBytes>& y, const Held<T,
   sum += SumOf(ys);
 }
 
-// Puts the gradient in y's place.
+// Replaces y by the gradient.
 template <bool kLog, typename T, int kBytes>
 __device__ __forceinline__ void ToGradient(const Gradient<T, kLog>& gradient, Held<T, kBytes>& y,
                                            const Held<T, kBytes>& dy) {
@@ -431,7 +435,8 @@ __device__ __forceinline__ void ToGradient(const Gradient<T, kLog>& gradient, He
   y.Pack(ys);
 }
 
-// Whether the powers that are summed can take the elements' place: where they are as wide.
+// Whether the exponentials can replace the elements without loss, because the element type is as
+// wide as the compute type.
 template <typename T, bool kLog>
 inline constexpr bool kKeepsPowers = sizeof(T) >= 4 && !kLog;
 
@@ -447,7 +452,7 @@ __device__ __forceinline__ void AddPowers(const Normalizer<T, kLog>& normalize, 
   total += SumOf(xs);
 }
 
-// Puts the result in the place of x, or of its power.
+// Replaces x, or its exponential, by the result.
 template <bool kPowers, bool kLog, typename T, int kBytes>
 __device__ __forceinline__ void ToResult(const Normalizer<T, kLog>& normalize, Held<T, kBytes>& x) {
   constexpr int kSize = Held<T, kBytes>::kSize;

@@ -1,20 +1,21 @@
-// Softmax along the minor axis: a row is contiguous.
+// Softmax along the minor axis, where each row is contiguous.
 //
-// All of it is bound by memory, so a row is read once and held on chip, by as few threads as can:
+// All of these kernels are memory-bound. A row is read once and held on chip by as few threads as
+// possible:
 //
-// - RowsKernel: up to 16 KB, in registers: of 2 to 32 lanes of a warp, with several rows to a warp
-//   and, where they are short, to a thread, so that enough loads are in flight; or of a small
-//   block.
-// - BlockKernel: in the shared memory of a block, or from sm_90 on of a cluster of up to 16. The
-//   copies are asynchronous and take no registers, and a thread touches only what it has copied
-//   itself, so the reductions are the only barriers. Several blocks share an SM: some load while
-//   others compute or store.
-// - GangKernel (softmax_gang.cuh): longer ones by several blocks, up to the whole device.
-// - LongKernel: rows that fit nowhere are read twice, the second time from L2.
+// - RowsKernel holds rows of up to 16 KB in registers, of 2 to 32 lanes of a warp or of a small
+//   block. A warp holds several rows, and so does a thread if the rows are short, so that enough
+//   loads are in flight.
+// - BlockKernel holds a row in the shared memory of a block, or on sm_90 and later of a cluster of
+//   up to 16 blocks. The copies are asynchronous and take no registers. A thread accesses only data
+//   that it has copied itself, so the reductions are the only barriers. Several blocks share an SM:
+//   some load while others compute or store.
+// - GangKernel (softmax_gang.cuh) holds longer rows in several blocks, up to the whole device.
+// - LongKernel reads rows that do not fit anywhere twice, the second time from L2.
 //
-// A row that does not begin or end at a multiple of 16 bytes is still moved in aligned units of 16
-// bytes, as long as all arrays are misaligned alike: only the units at its ends are taken apart.
-// Units of one element are for arrays that are not, and for rows of a few units.
+// Rows that do not begin or end on a 16-byte boundary are still accessed in aligned 16-byte units,
+// if all arrays have the same misalignment; only the units at the ends of a row are handled by
+// element. Arrays of different misalignment and very short unaligned rows use units of one element.
 #ifndef JAX_FASTOPS_CUDA_SOFTMAX_ROWS_CUH_
 #define JAX_FASTOPS_CUDA_SOFTMAX_ROWS_CUH_
 
@@ -29,8 +30,8 @@ namespace jax_fastops::cuda::softmax {
 // -------------------------------------------------------------------------------------------------
 // Accesses
 
-// A run of units that cover a row or a part of it. The first may begin `before` elements ahead of
-// the part, and the last may end after it; with kAligned neither does.
+// A sequence of units that covers a row or a part of it. The first unit may begin `before` elements
+// before the part, and the last may end after it. With kAligned the units cover the part exactly.
 template <typename T, int kBytes, bool kAligned = false>
 struct Stretch {
   using U = Unit<T, kBytes>;
@@ -60,8 +61,9 @@ struct Stretch {
     return static_cast<const T*>(array) + (origin + int64_t{unit} * kSize);
   }
 
-  // `size`: the array's; a unit is read whole unless the array ends within it. The rows take no
-  // lines of L1: what is in it is the mask, which other rows share.
+  // `size` is the size of the array. A unit is read as a whole unless the array begins or ends
+  // inside it; elements outside the part are set to `outside`. Rows bypass L1, so that the mask
+  // stays there, which other rows share.
   __device__ __forceinline__ H Load(const void* array, int64_t size, int unit, T outside) const {
     const T* address = Address(array, unit);
     if (IsWhole(unit)) return H::template Load<CacheHint::kNoAllocate>(address);
@@ -102,7 +104,8 @@ struct Stretch {
     }
   }
 
-  // The mask's bytes of a unit, any where it is outside; at once, if p.mask_units, or one by one.
+  // The mask bytes of a unit: LoadMask reads them in one load (if p.mask_units), GatherMask one by
+  // one. Bytes outside the part are arbitrary.
   __device__ __forceinline__ Keep LoadMask(int unit) const {
     return Keep::Load(mask + (First(unit) < n ? First(unit) : 0));
   }
@@ -121,7 +124,7 @@ struct Stretch {
   }
 };
 
-// The units from `begin` to `end` of a row; none if begin >= end.
+// The units from `begin` to `end` of a row; empty if begin >= end.
 template <typename T, int kBytes>
 __device__ __forceinline__ Stretch<T, kBytes> PartOfRow(const Params& p, int64_t row, int64_t begin,
                                                         int64_t end) {
@@ -142,7 +145,7 @@ __device__ __forceinline__ Stretch<T, kBytes> PartOfRow(const Params& p, int64_t
   return part;
 }
 
-// A whole row; none if it is not `live`.
+// A whole row; empty if `live` is false.
 template <typename T, int kBytes, bool kAligned>
 __device__ __forceinline__ Stretch<T, kBytes, kAligned> WholeRow(const Params& p, int64_t row,
                                                                  bool live) {
@@ -167,7 +170,8 @@ __device__ __forceinline__ int64_t UnitsOfRow(const Params& p, int64_t row) {
   return (static_cast<int64_t>(before) + p.n + kSize - 1) / kSize;
 }
 
-// The results of an undefined row with a mask: the mask is read once more. Rare, so it is short.
+// Stores the results of an undefined row with a mask, and reads the mask again for that. The case
+// is rare, so the code is short rather than fast.
 template <Op kOp, typename T, int kBytes, bool kAligned>
 __device__ __forceinline__ void StoreUndefined(const Params& p,
                                                const Stretch<T, kBytes, kAligned>& part, int thread,
@@ -191,7 +195,7 @@ __device__ __forceinline__ void StoreUndefined(const Params& p,
 }
 
 // -------------------------------------------------------------------------------------------------
-// A few lanes to a row
+// Rows held by a few lanes or a small block
 
 // The r-th row of this thread's group.
 template <int kGroups, int kRows>
@@ -199,7 +203,8 @@ __device__ __forceinline__ int64_t RowIndex(int r, int lanes) {
   return (int64_t{blockIdx.x} * kRows + r) * kGroups + static_cast<int>(threadIdx.x) / lanes;
 }
 
-// Of a block: several rows if they are held within a warp, else one.
+// Threads of a block: a warp or less holds a row and the block has several, or the whole block
+// holds one.
 constexpr int RowThreads(int lanes) { return lanes <= 32 ? 128 : lanes; }
 
 template <typename T, Op kOp, int kLanes, int kUnits, int kRows, int kBytes, bool kAligned>
@@ -279,8 +284,8 @@ __global__ void __launch_bounds__(RowThreads(kLanes)) RowsKernel(const __grid_co
 
   __shared__ typename Group::template Scratch<A, kRows> scratch;
   int phase = 0;
-  // The powers are kept: of types of 16 bits beside the elements, for that costs less than to
-  // compute them again.
+  // The exponentials stay in registers. 16-bit types keep them in addition to the elements, which
+  // costs less than computing them again.
   [[maybe_unused]] A powers[kRows][kUnits][kSize];
   [[maybe_unused]] A tops[kRows];
   A totals[kRows] = {};
@@ -355,7 +360,7 @@ __global__ void __launch_bounds__(RowThreads(kLanes)) RowsKernel(const __grid_co
 }
 
 // -------------------------------------------------------------------------------------------------
-// A block, or a cluster of blocks, to a row
+// Rows held by a block or a cluster
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define JAX_FASTOPS_HAS_CLUSTERS 1
@@ -379,8 +384,8 @@ __device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
 
 __device__ __forceinline__ void AwaitCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// `block_units`: how many units of a row a block of the cluster takes. A unit is only ever touched
-// by one thread, so there is nothing to wait for but its own copies.
+// `block_units` is the number of a row's units per block of the cluster. Only one thread accesses a
+// unit, so it waits only for its own copies.
 template <typename T, Op kOp, int kThreads, int kCluster>
 __device__ __forceinline__ void BlockOfRow(const Params& p, int block_units) {
   using A = ComputeType<T>;
@@ -418,7 +423,8 @@ __device__ __forceinline__ void BlockOfRow(const Params& p, int block_units) {
   }
   Group::Begin();
 
-  // The first pass, which also applies the mask. Its loads are on their way before anything waits.
+  // The first pass, which also applies the mask. The mask is loaded before the thread waits for its
+  // copies.
   Top<T, 16> top(scale);
   A total[1] = {};
   const bool masked = kOp != Op::kSoftmaxGrad && p.mask != nullptr;
@@ -501,7 +507,7 @@ __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
     BlockKernel(const __grid_constant__ Params p, int block_units) {
 #if JAX_FASTOPS_HAS_CLUSTERS
   BlockOfRow<T, kOp, kThreads, kCluster>(p, block_units);
-#else  // the larger clusters are never launched
+#else  // cluster kernels are never launched here
   if constexpr (kCluster == 1) BlockOfRow<T, kOp, kThreads, 1>(p, block_units);
 #endif
 }
@@ -509,33 +515,35 @@ __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
 // -------------------------------------------------------------------------------------------------
 // Rows that are read twice
 //
-// Blocks draw tickets. A ticket is to reduce a chunk of a row or to write one. Reductions are
-// drawn ahead of the writes, by `lead` chunks: so many that a row's last one has been finished
-// about when the first write of the row is drawn, and so few that the row is still in L2. What a
-// write waits for has been drawn before, and reductions wait for nothing, so however few blocks
-// run at once, they all come to an end.
+// Blocks draw tickets. A ticket means either to reduce a chunk of a row or to write one. Reductions
+// run ahead of the writes by `lead` chunks. The lead is large enough that the last chunk of a row
+// is reduced about when the first write of the row is drawn, and small enough that the row is still
+// in L2. A write waits only for tickets that were drawn before it, and reductions wait for nothing.
+// So there is no deadlock, however few blocks run at once.
 //
-// A ticket costs its block one barrier, and the next one is drawn before this one is done.
+// A ticket costs its block one barrier. The next ticket is drawn before the current one is
+// finished.
 
 inline constexpr int kLongThreads = 256;
 inline constexpr int kLongWarps = kLongThreads / 32;
 
-inline constexpr int kLongUnits = 4;  // of a thread
+inline constexpr int kLongUnits = 4;  // per thread
 inline constexpr int kBatchUnits = kLongThreads * kLongUnits;
 
-// In the workspace. The counters are 0 at first.
+// Located in the workspace. The counters start at 0.
 struct LongParams {
   uint32_t* ticket;
   uint32_t* done;   // of each row: chunks that are reduced
-  uint32_t* ready;  // of each row: whether its results are there
-  void* results;    // of each row: the sum and, forward, the maximum
+  uint32_t* ready;  // of each row: whether its results are available
+  void* results;    // of each row: the sum and, in the forward, the maximum
   void* partials;   // of each chunk of each row: the same
-  int64_t chunks;   // of a row
-  int batches;      // of a chunk, each as much as a block holds in registers
+  int64_t chunks;   // per row
+  int batches;      // per chunk; a block holds one batch in registers
   int64_t lead;
 };
 
-// The maximum and the sum of a warp's lanes. While the maximum is -inf, nothing is subtracted.
+// The maximum and the sum over the lanes of a warp. While the maximum is -inf, nothing is
+// subtracted.
 template <typename T, bool kGrad>
 struct LongSum {
   using A = ComputeType<T>;
@@ -554,7 +562,7 @@ struct LongSum {
     }
     Warp::AllReduce(Sum(), total, scratch, phase);
   }
-  // Adds another one, as it was stored, to this lane's.
+  // Adds another sum and maximum, as stored, to those of this lane.
   __device__ __forceinline__ void Add(A other_total, A other_top, A scale) {
     if constexpr (kGrad) {
       total[0] += other_total;
@@ -594,7 +602,8 @@ __global__ void __launch_bounds__(kLongThreads, 4)
     uint32_t next = 0;
     if (threadIdx.x == 0) next = atomicAdd(q.ticket, 1u);
 
-    // In this order: `lead` reductions; writes and reductions by turns; the other writes.
+    // The order of tickets: `lead` reductions, then writes and reductions in alternation, then the
+    // remaining writes.
     bool write = false;
     int64_t job = ticket;
     if (ticket >= 2 * jobs - q.lead) {
@@ -652,7 +661,7 @@ __global__ void __launch_bounds__(kLongThreads, 4)
       forget();
 
       if (write) {
-        if (first == static_cast<int>(threadIdx.x)) {  // the first batch is on its way
+        if (first == static_cast<int>(threadIdx.x)) {  // the loads of the first batch are in flight
           if (threadIdx.x == 0) {
             while (*static_cast<volatile uint32_t*>(q.ready + row) == 0) __nanosleep(100);
             __threadfence();
@@ -716,7 +725,7 @@ __global__ void __launch_bounds__(kLongThreads, 4)
     __syncthreads();
     ticket = drawn[phase];
 
-    if (!write && warp == 0) {  // the other warps go on
+    if (!write && warp == 0) {  // the other warps continue
       sum = LongSum<T, kGrad>();
       if (lane < kLongWarps) {
         sum.total[0] = of_warps[phase][0][lane];
@@ -740,7 +749,7 @@ __global__ void __launch_bounds__(kLongThreads, 4)
         }
         sum.AllReduce(scale);
         if (lane == 0) {
-          // Nothing but -inf: undefined, as everywhere else.
+          // The row has only -inf, so it is undefined, as in all other kernels.
           if (!kGrad && IsBottom(sum.top[0], scale)) sum.total[0] = A(NAN);
           results[kValues * row] = sum.total[0];
           if constexpr (!kGrad) results[kValues * row + kValues - 1] = sum.top[0];

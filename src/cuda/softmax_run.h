@@ -1,4 +1,4 @@
-// What softmax.cu has of the files that hold the kernels.
+// The interface between softmax.cu and the two files that instantiate the kernels.
 #ifndef JAX_FASTOPS_CUDA_SOFTMAX_RUN_H_
 #define JAX_FASTOPS_CUDA_SOFTMAX_RUN_H_
 
@@ -9,23 +9,24 @@
 
 namespace jax_fastops::cuda::softmax {
 
-// The shared memory of a block, so that three share an SM of an H100, so that two do, and so that
-// it is alone.
+// Shared memory per block with which three blocks, two blocks, or one block fit on an SM of an
+// H100.
 inline constexpr int kThirdOfShared = 72 << 10;
 inline constexpr int kHalfOfShared = 108 << 10;
 inline constexpr int kMostOfShared = 132 << 10;
 
-// What of the device matters here.
+// The limits of a device that matter here.
 struct Limits {
   int processors = 0;
-  int shared_bytes = 0;  // of a block, at most
-  int cluster = 1;       // blocks, at most
+  int shared_bytes = 0;  // most per block
+  int cluster = 1;       // most blocks per cluster
 };
 
-// Those of the current device; as set by LoadSoftmaxKernels.
+// The limits of the current device. The first call on a device determines them; LoadSoftmaxKernels
+// makes that call.
 cudaError_t GetLimits(Limits* limits);
 
-// Both for one direction.
+// One instance of each for the forward and one for the backward.
 template <bool kGrad>
 cudaError_t LoadKernels();
 template <bool kGrad>

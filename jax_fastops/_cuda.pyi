@@ -1,0 +1,9 @@
+"""The native module with the CUDA kernels."""
+
+from typing import Any
+
+def handlers() -> dict[str, dict[str, Any]]:
+    """FFI targets: {name: {stage: capsule}}."""
+
+def build_info() -> dict[str, Any]:
+    """How this module was built."""
