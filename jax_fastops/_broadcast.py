@@ -21,11 +21,11 @@ from jax_fastops._kernel import Kernel, copies_too_much, partitions, shards_of
 from jax_fastops._views import explicit_spec, reshape
 
 _MOST_DIMS = 16  # kMaxBroadcastRank in broadcast.h
-_WORKSPACE = 8  # as many elements to an element of the workspace
+_WORKSPACE = 8  # elements per element of workspace
 
 
 def of_rank(x, rank: int) -> jax.Array:
-    """``x`` with as many leading dimensions of size 1 as it takes."""
+    """``x`` with leading dimensions of size 1 up to the rank ``rank``."""
     return jax.lax.expand_dims(x, tuple(range(rank - x.ndim))) if x.ndim < rank else x
 
 
@@ -35,7 +35,7 @@ def has_kernel(shape) -> bool:
 
 
 def call(kernel: Kernel, operands, otherwise: Callable, **attributes):
-    """The results of a forward kernel, or ``otherwise()`` where it cannot do."""
+    """The results of a forward kernel, or ``otherwise()`` if it cannot take the operands."""
     shape = jnp.broadcast_shapes(*(x.shape for x in operands))
     if not has_kernel(shape) or copies_too_much(kernel, operands):
         return otherwise()
@@ -44,7 +44,7 @@ def call(kernel: Kernel, operands, otherwise: Callable, **attributes):
 
 
 def pullback_of(reference: Callable, operands, cts, wanted) -> tuple:
-    """Gradients in ``jax.numpy``, ``None`` where they are not wanted."""
+    """Gradients in ``jax.numpy``. ``None`` for those that are not wanted."""
 
     def function(*chosen):
         rest = iter(chosen)
@@ -58,7 +58,7 @@ def pullback_of(reference: Callable, operands, cts, wanted) -> tuple:
 
 @dataclasses.dataclass(frozen=True)
 class _Dimension:
-    """How a dimension of the cotangent is seen by the kernel."""
+    """The kernel's view of a dimension of the cotangent."""
 
     index: int
     size: object
@@ -87,10 +87,10 @@ def pull_back(
 ) -> tuple:
     """Gradients by the kernel ``name``, from the cotangent and ``operands`` of its rank.
 
-    ``targets`` has for each gradient, by the name of the attribute that tells of it, the type of
-    what it is the gradient of; ``None`` where it is not wanted. ``bits``: the operand is a mask
-    with a byte for every 8 elements of the last dimension. ``otherwise`` gives the gradients where
-    the kernel cannot do.
+    ``targets`` maps the name of each gradient's attribute to the type of the operand whose gradient
+    it is, or to ``None`` if it is not wanted. ``bits`` says that the operand is a mask with a byte
+    for every 8 elements of the last dimension. ``otherwise`` computes the gradients if the kernel
+    cannot.
     """
     wanted = {key: t for key, t in targets.items() if t is not None}
     cut = partitions() > 1
@@ -173,7 +173,7 @@ def _view(x, dims: Sequence[_Dimension]):
 
 
 def _back(g, target, dims: Sequence[_Dimension]):
-    """A gradient in the shape and sharding of ``target``, its partial sums added up."""
+    """A gradient with the shape and sharding of ``target``, from its partial sums."""
     at, summed = 0, []
     for d in dims:
         if d.shards > 1 and target.shape[d.index] != d.size:
@@ -194,13 +194,12 @@ def _back(g, target, dims: Sequence[_Dimension]):
 
 
 def table_row(name: str, shapes, itemsize: int) -> str:
-    """The row of the ``auto`` table for an element-wise op of operands with these shapes, whose
-    result has elements of so many bytes.
+    """The row of the ``auto`` table for an element-wise op on operands with these shapes.
 
-    What counts is left when neighbouring dimensions along which the same operands are broadcast are
-    one: whether those are two, rows and columns, or more (``_crossed``), and the rows' length. Rows
-    that are no multiple of 16 bytes (``_ragged``) and short ones, which groups of lanes share
-    (``_short``), are other matters than long ones.
+    Adjacent dimensions in which the same operands are broadcast are merged. Then the classes are:
+    more than two dimensions (``_crossed``), rows whose size in bytes is not a multiple of 16
+    (``_ragged``), and rows of fewer than 256 elements, where lanes share rows (``_short``).
+    ``itemsize`` is that of the result.
     """
     result = jnp.broadcast_shapes(*shapes)
     shapes = [(1,) * (len(result) - len(shape)) + tuple(shape) for shape in shapes]
@@ -222,6 +221,6 @@ def table_row(name: str, shapes, itemsize: int) -> str:
 
 
 def is_broadcast(shapes) -> bool:
-    """Whether one of the shapes is broadcast, and is no single element's."""
+    """Whether one of the shapes is broadcast, and has more than one element."""
     result = jnp.broadcast_shapes(*shapes)
     return any(tuple(s) != tuple(result) and any(n != 1 for n in s) for s in shapes)

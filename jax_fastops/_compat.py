@@ -7,7 +7,7 @@ import math
 import jax
 import jax.core
 
-# Raised where a symbolic size cannot be compared.
+# Raised if a symbolic size cannot be compared.
 InconclusiveDimensionOperation = (
     getattr(jax.errors, "InconclusiveDimensionOperation", None)
     or jax.core.InconclusiveDimensionOperation  # jax < 0.10
@@ -33,7 +33,7 @@ def as_varying(x, axes: frozenset):
 
 
 def has_partial_sums(x) -> bool:
-    """Whether the type of ``x`` says that it is, or its gradient becomes, a sum over devices."""
+    """Whether ``x`` is, or its gradient becomes, a partial sum over devices, by its type."""
     spec = getattr(jax.typeof(x).sharding, "spec", None)
     return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
 
@@ -48,7 +48,7 @@ def get_global(context):
 
 
 def partitions(ctx) -> int:
-    """Over how many devices XLA may partition what a lowering rule emits."""
+    """The number of devices over which XLA may partition what a lowering rule emits."""
     axes = ctx.module_context.axis_context
     if hasattr(axes, "num_devices"):
         return axes.num_devices or 1

@@ -1,21 +1,21 @@
 """Calls of native kernels: one primitive whose every rule follows from the kernel's signature.
 
-A :class:`Kernel` has no derivative; it is what the functions of an :class:`~jax_fastops._op.Op`
-call. Its rules:
+A :class:`Kernel` has no derivative. The functions of an :class:`~jax_fastops._op.Op` call it. Its
+rules:
 
-* result shapes, dtypes, shardings and varying axes: from the operands, through the signature;
-* ``vmap``: fold the mapped axis into ``...`` where the signature allows it, else one call per
-  example;
-* partitioning: the leading dimensions that belong to ``...`` are batch dimensions, over which XLA
-  runs the call on local shapes, and so are those with a star in the signature; every other
-  dimension is replicated first.
+* result shapes, dtypes, shardings and varying axes follow from the operands, by the signature;
+* ``vmap`` folds the mapped axis into ``...`` if the signature allows it, otherwise there is one
+  call per example;
+* partitioning: the leading dimensions of ``...`` are batch dimensions, over which XLA runs the call
+  on local shapes. So are dimensions with a star in the signature. XLA gathers every other dimension
+  before the call.
 
 XLA partitions a custom call over leading dimensions only. A call with stars that may be partitioned
-is therefore emitted in its *batch-first form*: the dimensions with a star are moved behind ``...``
-by a transposition of the logical shape alone, and the layouts that the call demands of its buffers
-keep every dimension where it is in memory. On a GPU XLA makes a bitcast of each such transposition.
-On a CPU it may copy instead; so wherever one device runs the whole call, it is emitted as it is.
-Handlers are told by the attribute ``batch_first`` which form they see.
+is therefore emitted in its *batch-first form*: a transposition of the logical shape moves the
+dimensions with a star after ``...``, and the layouts that the call requests for its buffers keep
+every dimension in its place in memory. On a GPU, XLA turns these transpositions into bitcasts. On a
+CPU it may copy, so a call that runs on a single device is emitted unchanged. The attribute
+``batch_first`` tells a handler which form it gets.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from jax_fastops._views import explicit_spec, parts_of
 class Kernel:
     """A native kernel.
 
-    ``name`` is the target's name without the ABI suffix, the same on every platform; ``signature``
-    says what the buffers are. Calling it emits the custom call; keyword arguments are attributes,
-    which must have the C type that the handler decodes (``np.float32(2)``, not ``2.0``).
+    ``name`` is the target's name without the ABI suffix, the same on every platform. ``signature``
+    describes the buffers. Calling the kernel emits the custom call. Keyword arguments are
+    attributes, which must have the C type that the handler decodes (``np.float32(2)``, not
+    ``2.0``).
     """
 
     name: str
@@ -56,7 +57,7 @@ class Kernel:
     def declare(cls, name: str, signature: str) -> Kernel:
         parsed = Signature.parse(signature)
         if not any(slot.dims for slot in parsed.operands + parsed.results):
-            # See _batch_first: a call of batch dimensions alone would be gathered.
+            # See _batch_first: XLA would gather a call that has only batch dimensions.
             raise ValueError(f"{name}: '{signature}' needs a dimension behind '...' somewhere")
         return cls(f"jax_fastops.{name}", parsed)
 
@@ -71,12 +72,12 @@ class Kernel:
 
 
 def flags(**given) -> dict:
-    """Attributes that tell a handler which buffers there are."""
+    """Boolean attributes, by which a handler knows which optional buffers are present."""
     return {name: np.bool_(value) for name, value in given.items()}
 
 
 def match_varying(operands):
-    """Operands that all vary over the same manual mesh axes (those of any of them)."""
+    """The operands, all varying over the union of their manual mesh axes."""
     axes = [_compat.varying_axes(x) for x in operands]
     union = frozenset().union(*axes)
     if all(a == union for a in axes):
@@ -85,7 +86,7 @@ def match_varying(operands):
 
 
 def infer_avals(signature: Signature, avals) -> list:
-    """Result avals, derived from operand avals so that shardings and varying axes carry over."""
+    """The results' avals, with shardings and varying axes derived from the operands' avals."""
     results = signature.infer([a.shape for a in avals], [a.dtype for a in avals])
     batch_spec = _batch_spec(signature, avals)
     free = {name: _free_axis(signature, avals, name) for name in signature.free}
@@ -104,7 +105,7 @@ def infer_avals(signature: Signature, avals) -> list:
 
 
 def kind_of(avals):
-    """A sharding of the mesh that the operands lie on; a number may lie on none."""
+    """A sharding on the mesh of the operands. A number may have no mesh."""
     shardings = [aval.sharding for aval in avals]
     return next((s for s in shardings if not s.mesh.empty), shardings[0])
 
@@ -112,7 +113,7 @@ def kind_of(avals):
 def _batch_spec(signature: Signature, avals) -> tuple:
     """The sharding of ``...``, merged over the operands as ``jnp.add`` merges its operands'.
 
-    An operand with ``~...`` says nothing about it, unless all operands are such.
+    An operand with ``~...`` does not count, unless all operands have ``~...``.
     """
     pairs = list(zip(signature.operands, avals, strict=True))
     if not signature.spreads_alone:
@@ -150,7 +151,7 @@ def _free_axis(signature: Signature, avals, name: str):
 
 
 def _merged(signature: Signature, axes):
-    """The one mesh axis, or tuple of them, among the shardings of a dimension in each operand."""
+    """The mesh axis (or tuple of axes) of a dimension, from its shardings in all operands."""
     found = list(dict.fromkeys(axis for axis in axes if axis is not None))
     if len(found) > 1:
         raise ValueError(
@@ -171,10 +172,10 @@ def split_spec(slot: Slot, aval) -> tuple[tuple, tuple]:
 def fold(signature: Signature, operands, dims, before: Sequence[int] | None = None) -> list:
     """Operands with the mapped axis as their first batch dimension.
 
-    For use where :meth:`Signature.folds`. A ``...`` operand that is not mapped is broadcast, since
-    all of them must have the same leading dimensions; one of ``~...`` need not be, unless a result
-    has its shape: that would be a sum over the mapped axis, where one for each index is meant.
-    ``before`` counts dimensions of each operand that stay in front of the mapped one.
+    Requires :meth:`Signature.folds`. An unmapped ``...`` operand is broadcast, because all of them
+    must have the same leading dimensions. One with ``~...`` is broadcast only if a result has its
+    shape: otherwise that result would be a sum over the mapped axis, instead of one per index.
+    ``before`` is the number of dimensions of each operand that stay before the mapped one.
     """
     size, axis, mesh = mapped_axis(operands, dims)
     shaping = {slot.like for slot in signature.results}
@@ -191,7 +192,7 @@ def fold(signature: Signature, operands, dims, before: Sequence[int] | None = No
             shape = (*x.shape[:at], size, *x.shape[at + 1 :])
             if axis is None:
                 x = jnp.broadcast_to(x, shape)
-            else:  # as the mapped operands are, else its gradient has another type than it
+            else:  # sharded like the mapped operands, or its gradient would have another type
                 own = explicit_spec(jax.typeof(x).sharding, x.ndim) or (None,) * x.ndim
                 spec = PartitionSpec(*own[:at], axis, *own[at + 1 :])
                 x = jnp.broadcast_to(x, shape, out_sharding=NamedSharding(mesh, spec))
@@ -204,7 +205,7 @@ _lowering = threading.local()
 
 @contextlib.contextmanager
 def partitioned_over(devices: int):
-    """Tells what is lowered inside over how many devices XLA may partition it."""
+    """A context that sets over how many devices XLA may partition what is lowered inside."""
     before, _lowering.devices = getattr(_lowering, "devices", 1), devices
     try:
         yield
@@ -213,16 +214,17 @@ def partitioned_over(devices: int):
 
 
 def partitions() -> int:
-    """Over how many devices XLA may partition the call that is being lowered."""
+    """The number of devices over which XLA may partition the call that is being lowered."""
     return getattr(_lowering, "devices", 1)
 
 
 def shards_of(length, axis, sharding, shortest: int) -> int:
-    """Into how many equal shards a dimension is cut, or may be.
+    """The number of equal shards into which a dimension is cut, or may be cut.
 
-    ``axis`` is the dimension's entry in the partition spec where that is part of the type. Auto
-    mesh axes do not tell: they may make as many shards as there are devices, so groups of rows stay
-    whole if there are as many. Not where the shards were shorter than ``shortest``.
+    ``axis`` is the dimension's entry in the partition spec, if that is part of the type. With Auto
+    mesh axes the sharding is unknown while tracing: there may be as many shards as devices. As many
+    groups of rows then keep every shard whole. The result is 1 if shards would be shorter than
+    ``shortest``.
     """
     mesh = sharding.mesh
     known = parts_of(axis, sharding)
@@ -236,7 +238,7 @@ def shards_of(length, axis, sharding, shortest: int) -> int:
 
 
 def mapped_axis(operands, dims) -> tuple[Any, Any, Any]:
-    """Size of a mapped axis and, where its sharding is part of the type, mesh axis and mesh."""
+    """The size of a mapped axis; its mesh axis and mesh if the sharding is part of the type."""
     found = [(x, d) for x, d in zip(operands, dims, strict=True) if d is not None]
     for x, d in found:
         sharding = jax.typeof(x).sharding
@@ -248,16 +250,16 @@ def mapped_axis(operands, dims) -> tuple[Any, Any, Any]:
 
 
 def with_leading_axis(x, axis, mesh):
-    """``x`` with its first dimension spread over a mesh axis, or over none."""
+    """``x`` with its first dimension sharded over a mesh axis, or over none."""
     own = explicit_spec(jax.typeof(x).sharding, x.ndim) or (None,) * x.ndim
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(axis, *own[1:])))
 
 
 def unless_mapped(function, otherwise, positions: Sequence[int]):
-    """``function`` of arrays, but ``otherwise`` under a ``vmap`` that maps one of ``positions``.
+    """``function``, replaced by ``otherwise`` under a ``vmap`` that maps one of ``positions``.
 
-    For a kernel with parameters that rows share: parameters of each example would make it a call
-    for each, while XLA has no need of a loop.
+    For a kernel with parameters that all rows share. If each example had its own parameters, there
+    would be one call per example, while the reference needs no loop.
     """
 
     @jax.custom_batching.custom_vmap
@@ -269,7 +271,7 @@ def unless_mapped(function, otherwise, positions: Sequence[int]):
         del axis_size
         axes = [0 if m else None for m in mapped]
         outer = jax.vmap(otherwise, in_axes=axes)
-        if not any(mapped[i] for i in positions):  # a vmap around this one may map them
+        if not any(mapped[i] for i in positions):  # an outer vmap may map them
             outer = unless_mapped(jax.vmap(function, in_axes=axes), outer, positions)
         outs = outer(*arrays)
         return outs, jax.tree.map(lambda _: True, outs)
@@ -282,7 +284,7 @@ def compiled(primitive: Primitive, params: dict):
     call = _compiled(primitive, tuple(sorted(params.items(), key=lambda item: item[0])))
 
     def run(*operands):
-        with jax.disable_jit(False):  # a kernel cannot be run but by XLA
+        with jax.disable_jit(False):  # only XLA can run a kernel
             return call(*operands)
 
     return run
@@ -323,7 +325,7 @@ def _batch(operands, dims, *, kernel, signature, attributes, layouts):
         _, axis, mesh = mapped_axis(operands, dims)
         if axis is None:
             outs = jax.lax.map(one, fronts)
-        else:  # a loop runs over whole axes alone
+        else:  # a loop runs only over whole axes
             outs = jax.lax.map(one, [with_leading_axis(x, None, mesh) for x in fronts])
             outs = [with_leading_axis(y, axis, mesh) for y in outs]
     return outs, [0] * len(outs)
@@ -359,8 +361,8 @@ def _lower(platform: str):
         arrays = {k: np.array(v, np.int64) if isinstance(v, tuple) else v for k, v in attributes}
         results = lowering(ctx, *operands, **arrays)
         bound = signature.bind([a.shape for a in ctx.avals_in])
-        # The partitioner needs sizes, of 32 bits: with others, and with symbolic ones (jax.export),
-        # the call is left replicated.
+        # The partitioner needs sizes that fit 32 bits. With larger ones, and with symbolic ones
+        # (jax.export), the call stays replicated.
         sizes = [d for a in (*ctx.avals_in, *ctx.avals_out) for d in a.shape]
         if all(isinstance(d, int) and d < 1 << 31 for d in sizes):
             attrs = results[0].owner.attributes
@@ -375,10 +377,10 @@ def _lower(platform: str):
 
 
 def spread_out(signature: Signature, operands, devices: int) -> list[jax.Array]:
-    """Operands with as many copies as shards along the dimensions where one index stands for all.
+    """Operands with one copy per shard along the dimensions in which they are broadcast.
 
-    XLA cuts all operands of a call alike, and would pad a dimension of size 1 with zeros. Where the
-    type does not tell the shards, there is a copy for every device.
+    XLA cuts all operands of a call alike, and would pad a dimension of size 1 with zeros. If the
+    number of shards is not part of the type, there is a copy for every device.
     """
     spread = list(operands)
     kind = kind_of([jax.typeof(x) for x in operands])
@@ -395,8 +397,8 @@ def spread_out(signature: Signature, operands, devices: int) -> list[jax.Array]:
 
 
 def spread_shape(signature: Signature, operands, index: int, devices: int):
-    """The shape of an operand with ``~...`` in a program for so many devices, and its partition
-    spec where that is part of the type, else None."""
+    """The shape of an operand with ``~...`` in a program for ``n`` devices, and its partition spec
+    if that is part of the type, otherwise None."""
     slot, aval = signature.operands[index], jax.typeof(operands[index])
     avals = [jax.typeof(x) for x in operands]
     bound = signature.bind([a.shape for a in avals])
@@ -420,10 +422,10 @@ def spread_shape(signature: Signature, operands, index: int, devices: int):
 
 
 def copies_too_much(kernel: Kernel, operands) -> bool:
-    """Whether an operand would grow to half of the largest buffer in a program for many devices.
+    """Whether an operand's copies would take half of the largest buffer's size, or more.
 
-    Under auto mesh axes it has a copy for each device along every dimension that it is broadcast
-    along (see ``spread_out``). Then XLA, which needs none, does the work.
+    In a program for several devices with auto mesh axes, an operand has a copy for each device
+    along every dimension in which it is broadcast (see ``spread_out``). The reference needs none.
     """
     devices, signature = partitions(), kernel.signature
     if devices == 1 or not any(slot.spread for slot in signature.operands):
@@ -445,14 +447,14 @@ def copies_too_much(kernel: Kernel, operands) -> bool:
 def _batch_first(
     *operands, kernel, signature: Signature, attributes, bound: Bound
 ) -> list[jax.Array]:
-    """The call in its batch-first form, with the transpositions that lead to it and back.
+    """The call in its batch-first form, with the transpositions before and after it.
 
-    ``bound`` is what the signature was bound to before operands got copies.
+    ``bound`` is the signature bound to the shapes that operands had before they got copies.
     """
     n_batch = len(bound.batch)
 
     def order(slot: Slot) -> tuple[int, ...]:
-        """Where the dimensions of the form are in the slot."""
+        """The positions in the slot of the dimensions of the form."""
         at = {d.name: n_batch + i for i, d in enumerate(slot.dims) if d.free}
         own = [n_batch * slot.batched + i for i, d in enumerate(slot.dims) if not d.free]
         free = [at[name] for name in signature.free] if slot.batched else []
@@ -502,7 +504,7 @@ def _batch_first(
 
 
 def _minor_to_major(order: Sequence[int]) -> tuple[int, ...]:
-    """The layout of an array transposed by ``order`` that leaves the elements where they were."""
+    """The layout that keeps the elements of an array in place when ``order`` transposes it."""
     return tuple(reversed(_inverse(order)))
 
 
@@ -517,7 +519,7 @@ for _platform in ("cpu", "cuda"):
 def sharding_rule(signature: Signature, avals_in, avals_out, n_batch: int) -> str:
     """The Shardy rule of a call: batch dimensions are shared factors, all others need replication.
 
-    Factors are lettered i, j, k, ... in order of appearance, as the attribute's parser demands.
+    Factors are named i, j, k, ... in order of appearance, as the attribute's parser requires.
     """
     avals = (avals_in, avals_out)
     sides = []
@@ -525,13 +527,13 @@ def sharding_rule(signature: Signature, avals_in, avals_out, n_batch: int) -> st
         side = []
         for slot in slots:
             batch = range(n_batch) if slot.batched else ()
-            # A name is one factor wherever it stands; a mere size is a factor of its own.
+            # A name is the same factor everywhere. A fixed size is a separate factor.
             own = [
                 str(d) if d.name else (len(sides), len(side), i) for i, d in enumerate(slot.dims)
             ]
             side.append([("batch", d) for d in batch] + [("own", key) for key in own])
         sides.append(side)
-    # What a dimension stands for -> its size. Operands with copies do not tell the size of another.
+    # Factor -> size. Operands with copies do not determine the size of another dimension.
     known: dict[Any, int] = {}
     for slots, side, types in zip(
         (signature.operands, signature.results), sides, avals, strict=True
@@ -565,6 +567,6 @@ def _factor_name(index: int) -> str:
 
 
 def size_of(x) -> int:
-    """Number of elements, or a large number where the shape is symbolic."""
+    """The number of elements, or a large number if the shape is symbolic."""
     shape = np.shape(x)
     return math.prod(shape) if all(isinstance(d, int) for d in shape) else 1 << 40

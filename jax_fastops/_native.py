@@ -12,7 +12,7 @@ import warnings
 import jax
 import jaxlib
 
-# Module name -> the platform name that the FFI knows it by, and the one that lowering rules use.
+# Module name -> (platform name of the FFI, platform name of lowering rules).
 _MODULES = {"_cpu": ("cpu", "cpu"), "_cuda": ("CUDA", "cuda")}
 
 _REBUILD = (
@@ -35,8 +35,8 @@ def running_ffi_version() -> tuple[int, int] | None:
 def check_ffi_version(module: str, info: dict) -> None:
     """Refuse a module built with newer FFI headers than the running jaxlib's.
 
-    XLA would refuse it too, but at the start of the backend, which then stays unusable; so nothing
-    is registered. The other direction, older headers on a newer jaxlib, is supported by XLA.
+    XLA would refuse it, too, but when the backend starts, and the backend would stay unusable. So
+    nothing is registered. XLA supports older headers on a newer jaxlib.
     """
     built, running = tuple(info["ffi_api_version"]), running_ffi_version()
     if running is None or (built[0] == running[0] and built[1] <= running[1]):
@@ -50,7 +50,7 @@ def check_ffi_version(module: str, info: dict) -> None:
 
 
 def _load(name: str):
-    """The native module, or None where an optional one was not built."""
+    """The native module, or None if an optional module was not built."""
     full_name = f"jax_fastops.{name}"
     try:
         present = importlib.util.find_spec(full_name) is not None
@@ -103,9 +103,10 @@ def kernels(platform: str) -> frozenset[str]:
 
 @functools.cache
 def runs_here(platform: str) -> bool:
-    """Whether the kernels can run on this process' devices of a platform; warns where not.
+    """Whether the kernels can run on this process' devices of a platform. Warns if not.
 
-    A program that is compiled for devices that are not here is taken to find the right ones.
+    For a platform without devices in this process, the answer is yes: the program is compiled for
+    other machines.
     """
     if platform != "cuda":
         return True
@@ -137,12 +138,14 @@ def runs_here(platform: str) -> bool:
 
 
 def _covers(architecture: str, capability: str) -> bool:
-    """Whether code for "80-real" (that and later minors), "90-virtual" (that and later), or "90"
-    (both) runs on a device of a compute capability ("9.0")."""
+    """Whether code for an architecture runs on a device of a compute capability ("9.0").
+
+    "80-real" covers 8.0 and later minors, "90-virtual" covers 9.0 and later, "90" covers both.
+    """
     number, _, kind = architecture.partition("-")
     if not number[:1].isdigit():
-        return True  # "native", "all": made for what is here
-    suffix = number.lstrip("0123456789")  # "a", "f": for this very architecture or its family
+        return True  # "native" and "all" include this device
+    suffix = number.lstrip("0123456789")  # "a", "f": only this architecture, or only its family
     built = divmod(int(number.removesuffix(suffix)), 10)
     device = tuple(map(int, capability.split(".")))
     if suffix:
@@ -152,7 +155,7 @@ def _covers(architecture: str, capability: str) -> bool:
 
 
 def build_info() -> dict:
-    """What was built, per platform; ``None`` for a platform whose module is absent."""
+    """How each platform's module was built. ``None`` if the module is absent."""
     infos = {platform: None for _, platform in _MODULES.values()}
     return infos | {platform: dict(m.build_info()) for platform, m in _modules().items()}
 

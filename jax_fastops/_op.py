@@ -1,23 +1,23 @@
-"""What an op is: one declaration, four primitives, every transformation.
+"""The op layer: one declaration gives four primitives with every transformation.
 
-An :class:`Op` declares a signature, a reference in ``jax.numpy``, kernels, and what is kept for the
-backward. Each op has four primitives:
+An :class:`Op` declares a signature, a reference in ``jax.numpy``, kernels, and the residuals for
+the backward. Each op has four primitives:
 
-* the op itself, for programs that are not differentiated: it saves nothing;
-* ``_fwd``: also returns the saved values. Differentiating the op emits it;
-* ``_lin``: the tangent map, linear in the tangents; its transpose emits ``_vjp``;
-* ``_vjp``: the backward kernel, linear in the cotangents; its transpose emits ``_lin``.
+* the op itself, for programs that are not differentiated. It keeps nothing;
+* ``_fwd``, which also returns the values to keep. Differentiating the op emits it;
+* ``_lin``, the tangent map, linear in the tangents. Its transpose emits ``_vjp``;
+* ``_vjp``, the backward, linear in the cotangents. Its transpose emits ``_lin``.
 
-``_lin`` and ``_vjp`` take the declared residuals and nothing else of the forward, so those are what
-lives between forward and backward. Their own derivatives with respect to the residuals are those of
-the reference, which makes every order of derivative exact. After partial evaluation a gradient
-program holds just ``_fwd`` and ``_vjp``.
+``_lin`` and ``_vjp`` take the declared residuals and nothing else of the forward, so only the
+residuals live between forward and backward. The derivatives of ``_lin`` and ``_vjp`` with respect
+to the residuals are those of the reference, so derivatives of every order are exact. After partial
+evaluation, a gradient program holds only ``_fwd`` and ``_vjp``.
 
-Under ``vmap`` a mapped axis becomes one more batch dimension where the signature says that the op
-treats examples independently; elsewhere (a mapped parameter, a gradient summed over rows, an op
+Under ``vmap``, a mapped axis becomes one more batch dimension if the signature says that the op
+treats examples independently. Otherwise (a mapped parameter, a gradient summed over rows, an op
 with statistics over the batch) the primitive records the axis as a *level*: its meaning is
-``jax.vmap`` of the unmapped primitive. All results of a level carry its axis in front, so no rule
-ever guesses an output's batch dimension, and per-example gradients cannot turn into their sum.
+``jax.vmap`` of the unmapped primitive. Every result of a level has the level's axis first. So no
+rule has to guess an output's batch dimension, and per-example gradients are never summed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def ops() -> dict[str, Op]:
 class Call:
     """One use of an op, as its primitives carry it: slots with concrete dtypes, and options.
 
-    ``args`` are the slots of all operands, ``present`` says which of them were given (the optional
-    rest was ``None``). ``sizes`` are the named dimensions.
+    ``args`` are the slots of all operands. ``present`` marks the operands that were given; the
+    others are optional and were ``None``. ``sizes`` are the named dimensions.
     """
 
     args: tuple[Slot, ...]
@@ -75,12 +75,12 @@ class Call:
         return "'{} -> {} | {}' {}".format(*sides, self.implementation)
 
     def spread(self, args: Sequence) -> list:
-        """Operands with ``None`` in the places of absent ones."""
+        """One entry per operand: ``None`` for an absent one."""
         rest = iter(args)
         return [next(rest) if p else None for p in self.present]
 
     def given(self, everything: Sequence) -> list:
-        """The entries of ``everything``, one per operand, whose operand was given."""
+        """The entries of ``everything`` (one per operand) whose operand was given."""
         return [x for x, p in zip(everything, self.present, strict=True) if p]
 
 
@@ -88,34 +88,34 @@ class Op:
     """Declares an op. Functions take arrays in the signature's order, then options by keyword.
 
     Args:
-      name: as it shows in jaxprs and in the ``auto`` table.
-      signature: ``"operands -> results | saved"`` (see :mod:`jax_fastops._signature`); the part
-        behind ``|`` are the values that the forward kernel saves beside its results. A call may
-        give a signature of its own, where it depends on shapes or options.
-      reference: the op in ``jax.numpy``; one array or a tuple.
-      forward: the op by kernel, saving nothing; the same results.
+      name: the name in jaxprs and in the ``auto`` table.
+      signature: ``"operands -> results | saved"`` (see :mod:`jax_fastops._signature`). After ``|``
+        come the values that the forward kernel saves in addition to its results. A call may give
+        its own signature, if that depends on shapes or options.
+      reference: the op in ``jax.numpy``. Returns one array or a tuple.
+      forward: the op by kernel, without saved values. Returns the same results.
       save: the saved values in ``jax.numpy``, as a tuple, from the operands.
       forward_saving: results and saved values by kernel, in one flat tuple.
-      residuals: ``(args, results, saved) -> tuple``: what the backward keeps of each. It is also
-        applied to slots, so it may only select. Default: the operands. An operand with ``~...`` has
-        a gradient only if it is kept: its shape is that of the gradient.
+      residuals: ``(args, results, saved) -> tuple``: selects what the backward keeps. It is also
+        applied to slots, so it may only select. Default: the operands. To have a gradient, an
+        operand with ``~...`` must be among the residuals: its gradient has its shape.
       pullback: ``(residuals, cotangents) -> tuple`` of gradients in ``jax.numpy``, one per operand.
-        Default: that of the reference; the residuals must then begin with all operands.
+        Default: the pullback of the reference. The residuals must then begin with all operands.
       pushforward: ``(residuals, tangents) -> tuple`` of result tangents in ``jax.numpy``, with
-        ``None`` for an operand that has no tangent. Goes with ``pullback``.
+        ``None`` for an operand that has no tangent. Given together with ``pullback``.
       backward: the pullback by kernels, ``(residuals, cotangents, wanted) -> tuple``, one gradient
-        per operand, anything where ``wanted`` is False. Partial sums of parameter gradients are
-        summed here. They may be of the accumulator's dtype; the op casts them.
-      tangent: the pushforward by kernels; default: the reference's.
+        per operand. An entry whose ``wanted`` is False is ignored. Partial sums of parameter
+        gradients are summed here. They may have the accumulator dtype; the op casts them.
+      tangent: the pushforward by kernels. Default: that of the reference.
       batch: for an op of one operand and one result that keeps nothing: how it takes a mapped axis
-        wherever that is, so that ``vmap`` moves no data. ``batch(options, operand=i)`` gives the
+        at any position, so that ``vmap`` moves no data. ``batch(options, operand=i)`` gives the
         signature and options of the op that maps an operand with the axis at ``i`` to a result with
-        the axis in front; ``batch(options, result=i)``, those of the op that maps an operand with
-        the axis in front to a result with it at ``i``.
-      independent: whether the op treats every index of ``...`` by itself. Where it does not, for
-        its statistics are over the batch, a mapped axis never becomes one more batch dimension.
+        the axis first. ``batch(options, result=i)`` gives those of the op that maps an operand with
+        the axis first to a result with the axis at ``i``.
+      independent: whether the op treats every index of ``...`` independently. If not, because it
+        has statistics over the batch, a mapped axis never becomes one more batch dimension.
       table_row: the name in the ``auto`` table, from the shape of the largest array (the first of
-        those as large) and the options, for ops that are several things to it. Default: the op's
+        equally large ones) and the options, for ops with several classes. Default: the op's
         name.
       dtype_class: the name of a dtype in the ``auto`` table, for ops to which only its width
         matters.
@@ -178,13 +178,13 @@ class Op:
     # -- calling ---------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, signature: str | None = None, **options: Any) -> Any:
-        """Run the op on arrays; ``None`` stands for an optional operand that is absent."""
+        """Runs the op on arrays. ``None`` stands for an optional operand that is absent."""
         given = [x for x in args if x is not None]
         if self.left_to_xla(*given, **options):
             return self.reference(*args, **options)
         call, own_dims_sharded = self._describe(args, signature or self.signature, options)
         if own_dims_sharded:
-            # The kernel needs these dimensions whole on one device; XLA can keep them sharded.
+            # The kernel needs these dimensions whole on one device. XLA can keep them sharded.
             return self.reference(*args, **options)
         outs = self._plain.bind(given, call)
         return outs[0] if len(outs) == 1 else tuple(outs)
@@ -196,11 +196,11 @@ class Op:
         )
 
     def left_to_xla(self, *arrays, like=None, **options) -> bool:
-        """Whether the op is traced as its reference, under which XLA may fuse it as it likes.
+        """Whether the op is traced as its reference, so that XLA may fuse it.
 
-        ``auto`` does so where the kernel gains nothing on the default platform, neither alone nor
-        in a gradient. ``like`` has the shape and dtype in which the op sees the largest of the
-        arrays, where that is not their own.
+        ``auto`` does so if the kernel gains nothing on the default platform, neither in a forward
+        nor in a gradient. ``like`` has the shape and dtype in which the op sees the largest array,
+        if these differ from the array's own.
         """
         implementation = _implementation.current()
         if implementation == "xla" or any(map(_compat.has_partial_sums, arrays)):
@@ -211,7 +211,7 @@ class Op:
         if not (self.supports(platform) and _native.runs_here(platform)):
             return True
         largest = max(arrays, key=size_of) if like is None else like
-        if self._broadcasts:  # to what may be larger than any of them
+        if self._broadcasts:  # the result may be larger than any operand
             shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
             largest = jax.ShapeDtypeStruct(shape, arrays[0].dtype)
         return not any(
@@ -259,7 +259,7 @@ class Op:
         return call, sharded
 
     def _kept(self, call: Call, args, outs, saved) -> list:
-        """The residuals, ``None`` where one is an absent operand. Also for slots and flags."""
+        """The residuals, with ``None`` for an absent operand. Also used for slots and flags."""
         return list(self.residuals(tuple(call.spread(args)), tuple(outs), tuple(saved)))
 
     def _residual_slots(self, call: Call) -> list[Slot | None]:
@@ -288,7 +288,7 @@ class Op:
         outs, saved, tangents_out = self._differentiate(primals, tangents, call, levels)
         saved_dots = [_zero_tangent(s) for s in saved]
         floats = [jnp.issubdtype(s.dtype, jnp.inexact) for s in saved]
-        # The reference's pullback reads operands alone: tangents of saved values cannot matter.
+        # The reference's pullback reads only operands, so tangents of saved values have no effect.
         if self.pullback is not None and any(floats):
 
             def save(*args):
@@ -322,21 +322,21 @@ class Op:
         return outs, saved, self._lin.bind([*kept, *moving], call, lin_levels, which)
 
     def _determines_results(self, call: Call, moving) -> bool:
-        """Whether the residuals and the tangents of those operands tell the results' shapes.
+        """Whether the residuals and the tangents of those operands determine the results' shapes.
 
-        A bias' tangent does not; the derivative along a bias alone is that of the reference.
+        The tangent of a bias does not. The derivative along a bias is that of the reference.
         """
         operands = [s for s in self._residual_slots(call) if s is not None]
         operands += [s for s, m in zip(call.given(call.args), moving, strict=True) if m]
         tells = any(s.batched and not s.spread for s in operands)
         args = call.given(call.args)
-        if all(s.spread for s in args if s.batched):  # they tell it together
+        if all(s.spread for s in args if s.batched):  # together they determine it
             kept = self._kept_args(call)
             tells = tells or all(p in kept for p, s in enumerate(call.args) if s.spread)
         return tells or not any(s.batched for s in call.outs)
 
     def _kept_args(self, call: Call) -> dict[int, int]:
-        """Which of the operands are kept, and where among the residuals."""
+        """The operands that are kept, and their places among the residuals."""
         positions = call.given(range(len(call.args)))
         kept = self._kept(call, positions, ["result"] * len(call.outs), ["saved"] * len(call.saved))
         kept = [p for p in kept if p is not None]
@@ -360,8 +360,10 @@ class Op:
         return out, _add(terms, out)
 
     def _determining(self, call: Call, which, tangents, n: int) -> list:
-        """Tangents of a linear map's operands behind the first ``n``, zeros among them made real
-        where the others do not tell the results' shapes."""
+        """The tangents of a linear map's operands after the first ``n``.
+
+        Instantiates symbolic zeros if the others do not determine the results' shapes.
+        """
         tangents = list(tangents)
         still = iter(not _is_zero(t) for t in tangents[n:])
         moving = call.given([w and next(still) for w in which])
@@ -388,7 +390,7 @@ class Op:
         return [_jvp_of(lambda *kept: function(*kept, *primals[n:]), primals[:n], tangents[:n])]
 
     def _plain_transpose(self, cts, *operands, call, levels, which):
-        """For ``jax.linear_transpose`` of an op that keeps nothing, which is therefore linear."""
+        """The rule for ``jax.linear_transpose``. An op that keeps nothing is linear."""
         del which
         if self._n_residuals(call):
             raise NotImplementedError(f"{self.name} is not linear, and cannot be transposed")
@@ -418,16 +420,16 @@ class Op:
         return [None] * len(kept) + summed
 
     def _as_large_as_tangents(self, call: Call, kept, tangents, which) -> list:
-        """Residuals that give gradients of their own shape, in that of the tangents.
+        """Expands residuals whose gradients have their shape to the shape of the tangents.
 
-        Where a mapped axis went into ``...``, a tangent may have it and its operand not.
+        If ``vmap`` folded a mapped axis into ``...``, a tangent may have it and its operand not.
         """
         kept, rest, places = list(kept), iter(tangents), self._kept_args(call)
         for p, slot in enumerate(call.args):
             tangent = next(rest) if which[p] else None
             if slot.spread and p in places and ad.is_undefined_primal(tangent):
                 x, aval = kept[places[p]], tangent.aval
-                n = min(x.ndim, aval.ndim)  # they differ where there are levels
+                n = min(x.ndim, aval.ndim)  # the ranks differ if there are levels
                 shape = (
                     *x.shape[: x.ndim - n],
                     *jnp.broadcast_shapes(x.shape[x.ndim - n :], aval.shape[aval.ndim - n :]),
@@ -493,7 +495,7 @@ class Op:
         return signature.with_sizes(dict(call.sizes))
 
     def _function(self, kind: str, call: Call, which, native: bool) -> Callable:
-        """What a primitive computes, from its flat operands to a list, without levels."""
+        """The function that a primitive computes, from flat operands to a list, without levels."""
         options = dict(call.options)
 
         def plain(*args):
@@ -523,7 +525,7 @@ class Op:
             else:
                 grads = self._reference_vjp(kept, cts, which, **options)
             return [
-                g.astype(slot.dtype)  # sums come in the accumulator's dtype
+                g.astype(slot.dtype)  # sums have the accumulator dtype
                 for g, slot, w in zip(grads, call.args, which, strict=True)
                 if w
             ]
@@ -531,7 +533,7 @@ class Op:
         return {"": plain, "_fwd": fwd, "_lin": lin, "_vjp": vjp}[kind]
 
     def _reference_of(self, kept, which, options):
-        """The reference as a function of the operands that ``which`` marks, and those operands."""
+        """The reference as a function of the operands marked in ``which``, and these operands."""
         args = list(kept[: len(which)])
 
         def function(*chosen):
@@ -546,7 +548,7 @@ class Op:
         function, chosen = self._reference_of(kept, which, options)
         moving = [t for t in tangents if t is not None]
         for i, pair in enumerate(zip(chosen, moving, strict=True)):
-            if pair[0].shape != pair[1].shape:  # a mapped axis that one has and the other has not
+            if pair[0].shape != pair[1].shape:  # only one of them has a mapped axis
                 whole = broadcast_type(pair)
                 chosen[i], moving[i] = (broadcast_to(x, whole) for x in pair)
         return jax.jvp(function, chosen, moving)[1]
@@ -580,7 +582,7 @@ class Op:
 
 
 class _Stage:
-    """One of an op's primitives, with the rules that all of them share."""
+    """One of an op's four primitives, with the rules that they share."""
 
     def __init__(self, op: Op, kind: str):
         self.op, self.kind = op, kind
@@ -626,7 +628,7 @@ class _Stage:
 
     def _lowering(self, platform: str | None):
         def rule(ctx, *operands, call, levels, which):
-            # An op's size is that of its largest array, whichever side of a stage it is on.
+            # The size of an op is that of its largest array, on either side of the stage.
             avals = (*ctx.avals_in, *ctx.avals_out)
             native = platform is not None and self.op.uses_kernel(self.kind, call, platform, avals)
             function = self.op._function(self.kind, call, which, native)
@@ -664,7 +666,7 @@ def _vmapped(function: Callable, levels) -> Callable:
 
 
 def _jvp_of(function: Callable, primals, tangents) -> list:
-    """Tangents of ``function`` along the nonzero ``tangents`` alone."""
+    """Tangents of ``function`` along the nonzero ``tangents``."""
     moving = [not _is_zero(t) for t in tangents]
 
     def partial(*chosen):
@@ -687,9 +689,9 @@ def _add(terms: list[list], like: list) -> list:
 
 
 def _fit(x, aval):
-    """What is linear in an operand with ``~...``, or its gradient, in the shape that it is due in.
+    """Sums or broadcasts the (co)tangent of an operand with ``~...`` to the expected shape.
 
-    A mapped axis that not all operands have is a dimension of size 1 in some of them.
+    An operand without a mapped axis has a dimension of size 1 in its place.
     """
     if x.shape == aval.shape:
         return x
@@ -699,7 +701,7 @@ def _fit(x, aval):
 
 
 def _sum_unmapped(x, flags):
-    """Sum over the level axes along which the primal had no axis of its own."""
+    """Sums over the level axes that the primal operand does not have."""
     axes = tuple(i for i, f in enumerate(flags) if not f)
     return x.sum(axes) if axes else x
 

@@ -42,8 +42,10 @@ _NAME = re.compile(r"^[A-Za-z_]\w*$")
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """One dimension behind ``...``: a name, ``ceil(name/divisor)``, ``name+offset``, or a fixed
-    size. Only in ``ceil`` the name may be a product of several."""
+    """One dimension after ``...``: a name, ``ceil(name/divisor)``, ``name+offset``, or a fixed size.
+
+    Only in ``ceil`` may the name be a product of several names.
+    """
 
     name: str | None
     divisor: int = 1
@@ -84,12 +86,12 @@ class Dim:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that it is derived from."""
+        """The names from which the dimension is derived."""
         return () if self.name is None else tuple(self.name.split("*"))
 
     @property
     def plain(self) -> bool:
-        """Whether it is a name alone, and so tells the size that the name stands for."""
+        """Whether the dimension is just a name, and so determines the size of that name."""
         return self.name is not None and self.divisor == 1 and self.offset == 0
 
 
@@ -100,8 +102,8 @@ class Slot:
     batched: bool
     dims: tuple[Dim, ...]
     dtype: str | int | None = None
-    spread: bool = False  # with "~...": one index may stand for all
-    like: int | None = None  # a result of the shape and sharding of an operand with "~..."
+    spread: bool = False  # with "~...": broadcast along batch dimensions of size 1
+    like: int | None = None  # the operand with "~..." whose shape and sharding a result has
 
     @classmethod
     def parse(cls, text: str) -> Slot:
@@ -131,7 +133,7 @@ class Slot:
 
 
 def accumulator_dtype(dtype) -> np.dtype:
-    """The dtype in which sums and statistics of ``dtype`` data are kept."""
+    """The dtype of sums and statistics of ``dtype`` data."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype("float64") if dtype == jnp.float64 else jnp.dtype("float32")
 
@@ -150,7 +152,7 @@ class Signature:
 
     operands: tuple[Slot, ...]
     results: tuple[Slot, ...]
-    batch: tuple | None = None  # what "..." is, where operands with copies cannot tell
+    batch: tuple | None = None  # the batch shape, if operands with copies do not determine it
 
     @classmethod
     @functools.cache
@@ -179,7 +181,7 @@ class Signature:
         return " -> ".join(sides)
 
     def bind(self, shapes: Sequence[Sequence]) -> Bound:
-        """Match ``shapes`` against the operands; ``ValueError`` where they disagree."""
+        """Binds the operands to ``shapes``. Raises ``ValueError`` if they are inconsistent."""
         if len(shapes) != len(self.operands):
             raise ValueError(f"'{self}' takes {len(self.operands)} operands, got {len(shapes)}")
         batch: tuple | None = self.batch
@@ -216,12 +218,12 @@ class Signature:
 
     @property
     def spreads_alone(self) -> bool:
-        """Whether ``...`` is what the operands with ``~...`` broadcast to."""
+        """Whether ``...`` is the shape to which the operands with ``~...`` broadcast."""
         batched = [slot for slot in self.operands if slot.batched]
         return bool(batched) and all(slot.spread for slot in batched)
 
     def _broadcast(self, shapes: Sequence[Sequence]) -> tuple[tuple, dict[str, Any]]:
-        """The batch shape and the sizes with a star of operands that all have ``~...``."""
+        """The batch shape and the starred sizes of operands that all have ``~...``."""
         heads, stars = [], {name: [] for name in self.free}
         for slot, shape in zip(self.operands, shapes, strict=True):
             n_batch = len(shape) - len(slot.dims)
@@ -256,7 +258,7 @@ class Signature:
         return results
 
     def folds(self, mapped: Sequence[bool]) -> bool:
-        """Whether a mapped axis of the flagged operands is just one more batch dimension."""
+        """Whether a mapped axis of the flagged operands can become one more batch dimension."""
         only_batched = all(s.batched for s, m in zip(self.operands, mapped, strict=True) if m)
         return only_batched and all(s.batched for s in self.results)
 
