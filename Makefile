@@ -15,13 +15,13 @@
 ## make clean       remove what was built, and the environments
 ##
 ## Each target first sets up a virtual environment with the package in it, from Python 3.11 or later,
-## make and a C++ compiler; that is done again where the sources or these variables change:
+## make and a C++ compiler; that is done again if the sources or these variables change:
 ##
 ##   PYTHON=python3         the interpreter to make the environment from
 ##   VENV=.venv             the environment
 ##   JAX_VERSION=0.8.0      the jax to install (default: the newest; the environment's name shows it)
 ##   JAX='jax[cuda13]'      the requirement for jax (default: jax, which has no GPU support)
-##   JAX_FASTOPS_CUDA=AUTO  build CUDA kernels: ON, OFF or AUTO, where there is a CUDA compiler
+##   JAX_FASTOPS_CUDA=AUTO  build CUDA kernels: ON, OFF or AUTO (if there is a CUDA compiler)
 ##                          (default: AUTO if nvidia-smi is on the PATH, else OFF)
 ##   CUDAARCHS=90           for these compute capabilities (default: 8.0, 9.0 and PTX for later ones)
 ##   WHEEL=dist/NAME.whl    install this wheel and build nothing
@@ -110,7 +110,7 @@ clean:
 
 # ---- Sanitizers ----------------------------------------------------------------------------------
 #
-# A second copy of the package, whose CPU module is instrumented, in front of the installed one. The
+# A second copy of the package, with an instrumented CPU module, that precedes the installed one. The
 # interpreter is not instrumented, so the run-time libraries are loaded ahead of it; the C++ library
 # too, whose exceptions they intercept. Python and XLA keep memory until the process ends, so leaks
 # say nothing. Needs GCC. What only transforms or inspects a program changes nothing for the kernels,
@@ -142,7 +142,7 @@ $(BIN)/python:
 	  { echo "Python 3.11 or later is needed: set PYTHON (now: $(PYTHON))"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Written anew only where it would change.
+# Rewritten only if it would change.
 $(VENV)/.config: FORCE | $(BIN)/python
 	@echo '$(CONFIG)' | cmp -s - $@ || echo '$(CONFIG)' > $@
 

@@ -75,9 +75,9 @@ elseif(NOT FASTOPS_CUDA_MODE STREQUAL "AUTO")
     "JAX_FASTOPS_CUDA is ON, and no working CUDA compiler was found (tried: '${fastops_nvcc}'). "
     "Set CUDACXX to an nvcc, or install one with: pip install 'jax_fastops[cuda-build]'")
 elseif("$ENV{CUDACXX}" STREQUAL "")
-  message(STATUS "CUDA module: no CUDA compiler found; building the CPU module alone")
+  message(STATUS "CUDA module: no CUDA compiler found; building only the CPU module")
 else()
   message(WARNING
-    "${fastops_nvcc} was found but does not work; building the CPU module alone. "
+    "${fastops_nvcc} was found but does not work; building only the CPU module. "
     "JAX_FASTOPS_CUDA=ON makes this an error; CMakeFiles/CMakeConfigureLog.yaml has the details.")
 endif()

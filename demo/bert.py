@@ -87,7 +87,7 @@ def rates(highest: float, steps: int) -> np.ndarray:
 
 
 class Training(train.Training):
-    """A BERT in training. Two of the same seed differ in the ops alone."""
+    """A BERT in training. Two with the same seed differ only in the ops."""
 
     def __init__(self, name: str, model: train.Model, text: Text, seed: int):
         self.name, self.model = name, model

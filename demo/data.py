@@ -39,7 +39,7 @@ class Digits:
         return self.train_x[:BATCH], self.train_y[:BATCH]
 
     def batches(self, epochs: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Full batches, in an order that depends on the seed alone."""
+        """Full batches, in an order that depends only on the seed."""
         rng = np.random.default_rng(seed)
         for _ in range(epochs):
             order = rng.permutation(len(self.train_x))
@@ -85,7 +85,7 @@ class Text:
         return next(self.batches(1, 0))
 
     def batches(self, epochs: int, seed: int) -> Iterator[tuple[tuple, tuple]]:
-        """Random windows, as many bytes in an epoch as there are; they depend on the seed alone."""
+        """Random windows with as many bytes per epoch as the text; they depend only on the seed."""
         rng = np.random.default_rng(seed)
         for _ in range(epochs * self.steps_per_epoch):
             yield _windows(self.train, WINDOWS, rng)

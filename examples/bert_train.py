@@ -1,29 +1,29 @@
-"""Trains a BERT on text, on every device there is, and goes on after a kill where it was.
+"""Trains a BERT on text, on all devices, and resumes after a kill.
 
     pip install '.[train]'
     python examples/bert_train.py --checkpoint /tmp/bert
 
-The model reads bytes of which some are hidden, and learns to tell these (``masked_text.py``). The
-text is that of ``--text``, by default what ships with scikit-learn.
+The model reads bytes, some of them hidden, and learns to predict the hidden ones
+(``masked_text.py``). The text is that of ``--text``, by default the texts in scikit-learn.
 
-**Devices.** A mesh of all devices has one axis, ``"data"``: parameters lie on each device, a batch
-is split over them, and the only communication is the all-reduce of gradients and of the loss. The
-axis is of type Auto, whatever ``jax.make_mesh`` would choose (Explicit, since jax 0.9): the model
-does not speak of shardings, so the compiler derives them. To try it without GPUs::
+**Devices.** A mesh of all devices has one axis, ``"data"``. Parameters are replicated, a batch is
+sharded, and the only communication is the all-reduce of gradients and of the loss. The axis type is
+Auto, although ``jax.make_mesh`` defaults to Explicit since jax 0.9: the model sets no shardings, so
+the compiler derives them. To try it without GPUs::
 
     export JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
     python examples/bert_train.py
 
-**Checkpoints.** With ``--checkpoint DIR``, parameters and the optimiser's state are written every
-``--every`` steps, beside the training, and a checkpoint shows up once it is complete. The same
-command goes on from the last one; ``--steps`` may be higher then. A batch, and the dropout in a
-step, are functions of ``--seed`` and of the step's number, so there is no other state to keep.
-Losses are in ``DIR/losses.csv``, a line for each step; lines that a killed run wrote after its last
-checkpoint are cut off.
+**Checkpoints.** With ``--checkpoint DIR``, parameters and the optimizer's state are written every
+``--every`` steps, while the training continues. A checkpoint appears when it is complete. The same
+command resumes from the last checkpoint; ``--steps`` may then be higher. Batches and dropout are
+functions of ``--seed`` and the step number, so there is no other state to keep. Losses are in
+``DIR/losses.csv``, one line per step. Lines that a killed run wrote after its last checkpoint are
+cut off.
 
-A resumed run has the losses of one that was never killed, to the last bit: with the same options,
-on as many devices of the same kind, with the same versions, and on GPUs with
-``XLA_FLAGS=--xla_gpu_deterministic_ops=true``. Otherwise it has them to rounding.
+A resumed run has the same losses as one that was never killed, to the last bit, if options,
+versions, and number and kind of devices are the same, and on GPUs with
+``XLA_FLAGS=--xla_gpu_deterministic_ops=true``. Otherwise they agree within rounding.
 """
 
 import argparse
@@ -270,7 +270,7 @@ class Training:
 class Checkpoints:
     """A folder of checkpoints, and of the losses of all steps so far.
 
-    They are written beside the training; leaving the context waits for the last one.
+    They are written while the training continues. Leaving the context waits for the last one.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -324,7 +324,7 @@ class Checkpoints:
             self.options.error(f"{option} is {value}; {where} were made with {given}")
 
     def open_log(self, steps: int) -> list[float]:
-        """Cut the log off behind these steps; returns their losses."""
+        """Cuts off the log after these steps; returns their losses."""
         self.log_path.touch()
         self.log = self.log_path.open("r+")
         losses = []
@@ -381,7 +381,7 @@ def run(
             state, value = update(state, training.batch(step - 1))
             unread.append(value)
             saves = checkpoints is not None and (step % options.every == 0 or step == last)
-            # One step behind, so that the devices do not wait for what is done here.
+            # One step late, so that the devices do not wait for the host.
             while len(unread) > (0 if saves or step == last else 1):
                 losses.append(float(unread.pop(0)))
                 if not math.isfinite(losses[-1]):

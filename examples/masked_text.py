@@ -27,8 +27,8 @@ class Batch(NamedTuple):
     """Windows of text, each array ``[batch, length]``.
 
     Attributes:
-      tokens: int32, with some hidden: what the model reads.
-      inside: bool, true where there is text, false where there is padding.
+      tokens: int32, the model's input, with some tokens hidden.
+      inside: bool, true for text, false for padding.
       targets: int32, the text itself.
       chosen: bool, true where the text is to be told.
     """

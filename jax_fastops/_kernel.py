@@ -58,7 +58,7 @@ class Kernel:
         parsed = Signature.parse(signature)
         if not any(slot.dims for slot in parsed.operands + parsed.results):
             # See _batch_first: XLA would gather a call that has only batch dimensions.
-            raise ValueError(f"{name}: '{signature}' needs a dimension behind '...' somewhere")
+            raise ValueError(f"{name}: '{signature}' needs a dimension after '...' somewhere")
         return cls(f"jax_fastops.{name}", parsed)
 
     def __call__(self, *operands, **attributes) -> list[jax.Array]:
@@ -307,7 +307,7 @@ def _abstract_eval(*avals, kernel, signature, attributes, layouts):
 
 
 def _batch(operands, dims, *, kernel, signature, attributes, layouts):
-    assert layouts is None, "the batch-first form exists in lowering rules alone"
+    assert layouts is None, "the batch-first form exists only in lowering rules"
     params = dict(kernel=kernel, signature=signature, attributes=attributes, layouts=None)
     mapped = [d is not None for d in dims]
     if signature.folds(mapped):
@@ -460,8 +460,8 @@ def _batch_first(
         free = [at[name] for name in signature.free] if slot.batched else []
         return (*range(n_batch * slot.batched), *free, *own)
 
-    # Seen with jax 0.8 to 0.11: XLA gathers operands that have batch dimensions alone, and does not
-    # as soon as they have one dimension more.
+    # Seen with jax 0.8 to 0.11: XLA gathers operands that have only batch dimensions, and does not
+    # if they have one dimension more.
     slots = signature.operands + signature.results
     padded = not any(slot.own for slot in slots)
     pad = (Dim(None, size=1),) * padded
@@ -470,7 +470,7 @@ def _batch_first(
     layouts = [(*([len(o)] * padded), *_minor_to_major(o)) for o in orders]
     count = len(operands)
 
-    # XLA cuts the leading dimensions of a parameter too, unless it has fewer than there are batch
+    # XLA also cuts the leading dimensions of a parameter, unless it has fewer than there are batch
     # dimensions. So there are more of them, of size 1.
     n_lead = n_batch + len(signature.free)
     ranks = [len(slot.dims) for slot in signature.operands if not slot.batched]

@@ -14,7 +14,7 @@ A signature reads like einops: ``"... n, h -> ... n, ... ceil(n/8) :uint8, h :1"
   index into it independently. It stands in every slot that has ``...``.
 * ``ceil(n/8)``, ``ceil(n*m/8)`` and ``n-4`` are sizes derived from names, a number is that size
   exactly.
-* A result may name its dtype behind a colon: a dtype (``:uint8``), the dtype of an operand
+* A result may name its dtype after a colon: a dtype (``:uint8``), the dtype of an operand
   (``:1``), or ``:acc``, the accumulator of the first operand (float64 for float64, float32 for
   the narrower types). Without one it has the dtype of the first operand.
 
@@ -42,7 +42,7 @@ _NAME = re.compile(r"^[A-Za-z_]\w*$")
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """One dimension after ``...``: a name, ``ceil(name/divisor)``, ``name+offset``, or a fixed size.
+    """A dimension after ``...``: a name, ``ceil(name/divisor)``, ``name+offset``, or a fixed size.
 
     Only in ``ceil`` may the name be a product of several names.
     """

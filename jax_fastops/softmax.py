@@ -166,7 +166,7 @@ def _apply(name: str, x, axis, where, scale) -> Any:
     x, *rest = as_arrays(name, **given)
     (x,) = map(not_weak, same_floating_dtype(name, [x], ["x"]))
     where = _check_where(name, x, rest[0]) if rest else None
-    scale = real_number(name, "scale", scale, " (multiply x by what is an array)")
+    scale = real_number(name, "scale", scale, " (multiply x by an array instead)")
     axes = _check_axes(name, x, axis)
     if 0 in x.shape or len(axes) != 1 or not _has_kernel(x, where):
         return _of_axes(name, x, axes, where, scale)

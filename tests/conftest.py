@@ -16,16 +16,16 @@ platform = os.environ.get("JAX_FASTOPS_TEST_PLATFORM")
 if platform not in (None, "", "cpu", "cuda"):
     raise ValueError(f"JAX_FASTOPS_TEST_PLATFORM={platform!r}; it takes 'cpu' or 'cuda'")
 if platform:
-    # The float64 oracle always runs on the CPU, so the CPU stays available beside a GPU.
+    # The float64 oracle always runs on the CPU, so the CPU stays available next to a GPU.
     os.environ["JAX_PLATFORMS"] = "cpu" if platform == "cpu" else "cuda,cpu"
 if DEVICE_COUNT not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT}=8".strip()
 # Several test processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# The native modules exist only in the installed package: the source folder beside this one must not
-# shadow it (`python -m pytest` puts the current folder first on the path), while `harness` must be
-# found. Helper processes inherit neither, so they are started in this folder.
+# The native modules exist only in the installed package. The source folder next to this one must
+# not shadow it (`python -m pytest` puts the current folder first on the path), but `harness` must
+# be found. Helper processes inherit neither, so they are started in this folder.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != CHECKOUT]
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))

@@ -208,7 +208,7 @@ FORK_PADDED = case(
     dtypes=("float32",),
     basic_only=True,
 )
-# Of what is normalised apart: over a mapped axis, and in a ResNet's stem.
+# Statistics computed separately: over a mapped axis, and in a ResNet's stem.
 STATISTICS = Case(
     name="statistics",
     fn=lambda x: kernels.statistics(x, -1),
@@ -304,7 +304,7 @@ def check_shape(shape, axis, dtype, activation="relu", residual=True, seed=0, me
     eps, unit = 1e-3, 8 * (1 + abs(mean))
     zeros = (np.zeros(shape), *(np.zeros(scale.shape),) * 2)
     z = exact(x, scale, bias, res, zeros, axis, eps, activation)[2]
-    # Where z is 0 but for rounding, the mask may be either.
+    # If z is 0 within rounding, the mask bit may have either value.
     unsure = np.abs(z) < 64 * float(jnp.finfo(wide).eps) * unit if activation else False
     dy = np.where(unsure, 0, normal(rng, shape, np.float64)).astype(dtype)
     cts = (dy, *(normal(rng, scale.shape, wide) for _ in range(2)))
@@ -407,7 +407,7 @@ TOGETHER = [
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_both_passes_in_one_call(shape, examples, masked, kind):
-    """The averages are the other kernel's but for rounding, and dx is that of them exactly."""
+    """The averages equal the other kernel's within rounding, and dx follows exactly from them."""
     rng, dtype, n = np.random.default_rng(25), jnp.dtype(kind), math.prod(shape)
     lead = (examples,) if examples else ()
     x = normal(rng, (*lead, *shape), dtype)
@@ -616,7 +616,7 @@ def test_the_gradient_of_a_narrow_variance_is_rounded_once(kind, var, eps):
 
 
 def test_through_the_statistics():
-    """The returned statistics have gradients, as they are or beside those of the result."""
+    """The returned statistics have gradients, with or without those of the result."""
     rng = np.random.default_rng(7)
     with x64():
         x, scale, bias = draws((6, 2, 5))(rng, np.float64)
@@ -705,7 +705,7 @@ def test_one_of_two_users():
 
 
 def test_two_users_of_what_only_parameters_are_wanted_of():
-    """Their sum is written for the gradient of x or of the residual alone."""
+    """Their sum is written for the gradient of x or of the residual only."""
     x, c = jnp.ones((16, 4, 8)), jnp.ones(8)
 
     def gradients(dys, scale, bias):
@@ -736,7 +736,7 @@ def test_two_users_by_vmap_over_an_axis_name():
     np.testing.assert_allclose(jax.grad(parts)(x), jax.grad(whole)(x), rtol=2e-4, atol=2e-4)
 
 
-# What is run and what is kept ---------------------------------------------------------------------
+# Kernels that run, and residuals ------------------------------------------------------------------
 
 
 def targets(text):
@@ -759,7 +759,7 @@ def test_kernels_each_way(axis, activation, residual):
     assert targets(forward) == ["batch_norm_fwd"]
     cts = (args[0], *args[1:3])
     text = jax.jit(value_and_gradients(fn)).lower(cts, *args).compile().as_text()
-    # What is the residual's gradient too is written by the sums, and read behind them.
+    # The first kernel writes the masked cotangent, the residual's gradient; the second reads it.
     apart = activation == "relu" and residual
     backward = ["batch_norm_bwd", "batch_norm_sums"] if apart else ["batch_norm_grad"]
     assert targets(text) == sorted(["batch_norm_fwd", *backward])

@@ -1,4 +1,4 @@
-"""BERT: that ours and plain JAX's are alike in every variant, what is kept, and on many devices.
+"""BERT: fused and plain models agree in every variant; residuals; several devices.
 
 That it is transformers' BERT is shown in test_bert_checkpoint.py.
 """
@@ -72,7 +72,7 @@ def start(config: bert.Config, mlm: bool = True) -> dict:
 
 
 def batch(config: bert.Config, n: int = BATCH) -> dict[str, np.ndarray]:
-    """Tokens with padding behind them; the second sequence is of padding alone."""
+    """Tokens followed by padding. The second sequence is all padding."""
     rng = np.random.default_rng(1)
     lengths = rng.integers(1, SEQUENCE + 1, n)
     lengths[:2] = SEQUENCE, 0
@@ -114,7 +114,7 @@ def stepped(config: bert.Config, ops: bert.Ops, masked: bool = True, dropped: bo
 
 
 def errors(found, wanted) -> dict[str, float]:
-    """Of each array, in norm, over the norm of what is wanted."""
+    """The error of each array in norm, relative to the norm of the expected array."""
 
     def error(path, a, b):
         assert a.shape == b.shape and a.dtype == b.dtype, jax.tree_util.keystr(path)
@@ -131,7 +131,7 @@ def assert_close(found, wanted, tolerance: float) -> None:
 
 
 def equations(jaxpr) -> list:
-    """Of a jaxpr and of all within."""
+    """The equations of a jaxpr and of all nested jaxprs."""
     found = []
     for equation in jaxpr.eqns:
         found.append(equation)
@@ -263,7 +263,7 @@ def test_encoder_is_fused(native):
 
     text = jax.jit(gradients).trace(params, x).lower().as_text()
     calls = [line for line in text.splitlines() if "@jax_fastops.norm_bwd" in line]
-    # x, dy, mean, rstd and scale, and a second dy, but for the last norm.
+    # x, dy, mean, rstd, scale, and a second dy except for the last norm.
     counts = [line.split("(", 1)[1].split(")", 1)[0].count("%") for line in calls]
     assert sorted(counts) == [5] + 5 * [6]
 
@@ -284,7 +284,7 @@ CASES = {
     [pytest.param(case, marks=() if case.startswith("masked") else SLOW) for case in CASES],
 )
 def test_twins_agree(case, without_cudnn):
-    """Results, and the gradient of every parameter; a sequence of padding alone is among them."""
+    """Results and the gradient of every parameter, including a sequence that is all padding."""
     changes, masked, dropped = CASES[case]
     config = dataclasses.replace(CONFIG, **changes)
     ours, plain = (stepped(config, ops, masked, dropped) for ops in (bert.FASTOPS, bert.PLAIN))
@@ -628,11 +628,11 @@ def test_dropout_of_probabilities():
     assert np.max(np.abs(np.mean(found, 0) - exact) / spread) < 6 / math.sqrt(4000)
 
 
-# ---- what is kept --------------------------------------------------------------------------------
+# ---- residuals -----------------------------------------------------------------------------------
 
 
 def residuals(config, ops, implementation="native", key=None):
-    """Shapes and dtypes of what is kept of the layers, but for arguments."""
+    """Shapes and dtypes of the layers' residuals, without arguments."""
     given = batch(config)
 
     def kept(params):
@@ -652,7 +652,7 @@ def size(kept) -> int:
 
 @pytest.mark.parametrize("which", ["native", "xla", "plain"])
 def test_remat_keeps_less(which):
-    """Statistics and what is as large as the layer's input; no scores, nothing of the inside."""
+    """Statistics and arrays of the size of the layer's input; no scores, no inner activations."""
     ops = bert.PLAIN if which == "plain" else bert.FASTOPS
     implementation = "xla" if which == "plain" else which
     config = dataclasses.replace(CONFIG, layers=6)
@@ -662,7 +662,7 @@ def test_remat_keeps_less(which):
     inside = {(BATCH, SEQUENCE, 72), (BATCH, SEQUENCE, 96), scores, (BATCH, 4, SEQUENCE, 8)}
     assert inside & {shape for shape, _ in all_of_it}
     assert not inside & {shape for shape, _ in kept}
-    # Of a layer: its input, of each norm the input, and the first norm's result.
+    # Per layer: its input, the input of each norm, and the first norm's result.
     most = 4 * 6 + (3 if which == "native" else 6)
     assert sum(n for (shape, _), n in kept.items() if shape == tokens) <= most
     if which == "native":
@@ -681,7 +681,7 @@ def test_remat_keeps_masks_of_dropout():
 @pytest.mark.parametrize("which", ["native", "plain"])
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
 def test_remat_repeats_less(which, scan):
-    """Of a layer's six products, neither of those in front of norms, whose sums are kept."""
+    """The two products before the norms are not repeated, because the norms' inputs are kept."""
     ops = bert.FASTOPS if which == "native" else bert.PLAIN
     counts = []
     for remat in (False, True):
@@ -736,7 +736,7 @@ def on_one_device(attention: str = "softmax"):
 
 
 def over_devices(axis_type, make):
-    """Runs ``make(mesh)`` on a batch that lies on the mesh; what it gives, and its program."""
+    """Runs ``make(mesh)`` on a batch that is sharded over the mesh; its results and program."""
     if device_count() < 2:
         pytest.skip("needs two devices")
     mesh = make_mesh({"batch": device_count()}, axis_type)
@@ -774,7 +774,7 @@ def test_sharded_batch(native, without_cudnn, variant):
 
 @pytest.mark.parametrize("ops", OPS)
 def test_sharded_dropout(native, ops):
-    """Over explicit axes too it drops what one device does, and what it keeps is sharded."""
+    """With explicit axes, the same elements are dropped as on one device; masks are sharded."""
     count = device_count()
     if count < 2:
         pytest.skip("needs two devices")
@@ -807,7 +807,7 @@ def test_shard_map(native, without_cudnn, attention):
     def make(mesh):
         def run(params, given):
             found = step(config, bert.FASTOPS)(params, given)
-            # The gradients of what is the same on all devices are summed over them.
+            # Gradients of replicated arrays are summed over the devices.
             grads = jax.tree.map(lambda g: g / mesh.size, found["gradients"])
             return found["hidden"], grads
 
@@ -952,7 +952,7 @@ def test_errors(changes, error, message):
         bert.apply(**given)
 
 
-# What the layers by themselves take beside their parameters.
+# The arguments of the encoder except its parameters.
 LAYER_ERRORS = [
     (dict(config={}), TypeError, "config is of type dict; it must be a Config"),
     (dict(ops=fo), TypeError, "ops is of type module; it must be an Ops, such as FASTOPS or"),

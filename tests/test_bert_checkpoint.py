@@ -64,7 +64,7 @@ def with_gradients(params, inputs, weights, config, ops):
 
 
 def errors(found, wanted) -> dict[str, float]:
-    """Of each array, in norm, over the norm of what is wanted."""
+    """The error of each array in norm, relative to the norm of the expected array."""
 
     def error(a, b):
         assert a.shape == b.shape

@@ -71,7 +71,7 @@ def training(example, *options: str):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts the example as a user does, on four CPU devices; ends what the test leaves behind."""
+    """Starts the example as a user does, on four CPU devices, and ends it after the test."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         # All runs have one program, which the first compiles.
@@ -327,7 +327,7 @@ def test_batch():
 
 
 def test_loss():
-    """The mean of the chosen tokens' losses alone."""
+    """The mean of the losses of the chosen tokens."""
     (masked_text,) = loaded("examples", "masked_text")
     logits = np.log(np.array([[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], [[1, 2, 3], [5, 5, 5]]]))
     targets = np.array([[1, 1], [2, 0]])

@@ -1,4 +1,4 @@
-"""`bias_act`: transformations, shapes, special values, the mask of relu, what is saved."""
+"""`bias_act`: transformations, shapes, special values, the mask of relu, residuals."""
 
 import functools
 import math
@@ -167,7 +167,7 @@ def activation(request):
     return request.param
 
 
-# The activations but relu differ in the kernel alone.
+# The activations except relu differ only in the kernel.
 KINDS_OF_OP = [
     "gelu",
     "relu",
@@ -427,7 +427,7 @@ def test_errors(x, bias, activation, error, message):
         fo.bias_act(x, bias, activation=activation)
 
 
-# What runs, and what is kept ----------------------------------------------------------------------
+# Kernels that run, and residuals ------------------------------------------------------------------
 
 
 def targets(fn, *args):

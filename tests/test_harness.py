@@ -1,4 +1,4 @@
-"""The harness catches what it is there to catch: ops with planted bugs fail the right checks."""
+"""The harness finds faults: ops with planted bugs fail the right checks."""
 
 import dataclasses
 
@@ -124,7 +124,7 @@ def test_gradient_summed_once_for_the_stack():
 
 
 def test_no_forward_mode():
-    """`custom_vjp` has reverse mode alone."""
+    """`custom_vjp` has only reverse mode."""
 
     @jax.custom_vjp
     def op(x):
@@ -343,7 +343,7 @@ def test_result_gathered():
 
     def gathered(x):
         whole = jax.lax.with_sharding_constraint(jax.nn.relu(x), over_all_devices())
-        # On GPUs, XLA cancels a gather against the slice behind it: without the barrier, the
+        # On GPUs, XLA cancels a gather against the slice after it. Without the barrier, the
         # gradient's program does not communicate.
         whole = jax.lax.optimization_barrier(whole)
         return jax.lax.with_sharding_constraint(whole, over_all_devices())
@@ -445,7 +445,7 @@ def test_symbolic_size_taken_for_a_number():
     caught(case, "export/symbolic", error=Exception)
 
 
-# And what is right passes
+# A correct op passes
 
 
 PLAIN = relu_case(jax.nn.relu, symbolic=("8*b, 64",), name="plain")

@@ -58,7 +58,7 @@ def any_value(rng, shape, dtype):
 
 
 def draws(*sizes, dtypes=(None, None)):
-    """Draws arguments of the given shapes, of dtypes of their own where they are given."""
+    """Draws arguments with these shapes, and with these dtypes if they are given."""
 
     def make(rng, dtype):
         own = [d or dtype for d in dtypes[: len(sizes)]]
@@ -148,7 +148,7 @@ QKV_BIAS = Case(
     shards_under_vmap=False,
 )
 
-# Parameters are often kept in float32 beside data in half precision.
+# Parameters are often float32 while the data has half precision.
 QKV_FLOAT32_BIAS = Case(
     name="split_qkv_heads_float32_bias",
     fn=QKV_BIAS.fn,
@@ -946,7 +946,7 @@ def test_refused_under_jit_before_anything_runs(split):
 
 
 def test_implementations_agree(split, dtype):
-    """The same bits, but for the order of the bias' sum."""
+    """The same bits, except for the order of the bias gradient's sum."""
     fn, _, parts = split
     args, cts = example(np.random.default_rng(17), parts, (2,), 70, 3, 5, dtype)
     results = {}

@@ -1,4 +1,4 @@
-"""CPU kernels ask for huge pages behind large results."""
+"""CPU kernels ask for huge pages for large results."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""Arrays of more than 2^31 elements: what is behind the range of 32-bit indices is right too.
+"""Arrays of more than 2^31 elements: the part beyond the range of 32-bit indices is correct.
 
 One process of them needs 20 GB, so they run on a GPU that has the room, and count as slow.
 """

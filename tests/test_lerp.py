@@ -1,4 +1,4 @@
-"""`lerp`: transformations, shapes, special weights and values, what is saved."""
+"""`lerp`: transformations, shapes, special weights and values, residuals."""
 
 import functools
 import math
@@ -36,7 +36,7 @@ MODES = ("native", "auto", "xla")
 
 
 def reference(start, end, weight):
-    """The plain formula; its value differs from the op's in rounding alone."""
+    """The plain formula. Its value differs from the op's only by rounding."""
     dtype = jnp.result_type(start)
     wide = jnp.promote_types(dtype, jnp.float32)
     s, e, w = (jnp.asarray(x).astype(wide) for x in (start, end, weight))
@@ -58,7 +58,7 @@ def case(name, shapes, sharded=None, **more):
         reference=reference,
         make_args=draws(*shapes),
         tolerance=Tolerance(ulps=48.0, lone=4.0),  # sums in which terms cancel
-        # With auto mesh axes XLA may gather an operand where another one is mapped alone.
+        # With auto mesh axes XLA may gather an operand if only another one is mapped.
         shards_under_vmap=False,
         **make_sharded,
         **more,
@@ -446,7 +446,7 @@ def test_errors(args, error, message):
         fo.lerp(*args)
 
 
-# What runs, and what is kept ----------------------------------------------------------------------
+# Kernels that run, and residuals ------------------------------------------------------------------
 
 
 def targets(fn, *args):
@@ -605,7 +605,7 @@ def test_maps_of_tangents_and_of_their_transposes(shapes):
             _, pullback = jax.vjp(fn, *args)
             pulled = jax.vmap(pullback)(stacked(y))
             transposed = jax.linear_transpose(jax.vmap(pullback), stacked(y))(pulled)
-            # The derivative of a linear map along one tangent alone.
+            # The derivative of a linear map along a single tangent.
             one = jax.jvp(lambda t: many(dots[0], t, dots[2]), (dots[1],), (dots[1],))
             return many(*dots), back, pulled, transposed, one
 
@@ -669,7 +669,7 @@ SPREAD = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SPREAD)
 def test_sharded(kind, name):
-    """No communication but a sum for each gradient that is summed over what is sharded."""
+    """The only communication is a sum for each gradient that is summed over a sharded axis."""
     shapes, specs, result, sums = SPREAD[name]
     mesh = mesh_of(KINDS[kind])
     rng = np.random.default_rng(12)

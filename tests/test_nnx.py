@@ -1,4 +1,4 @@
-"""The layers for Flax NNX, beside Flax's own."""
+"""The layers for Flax NNX, compared with Flax's own."""
 
 import importlib.util
 import inspect
@@ -26,8 +26,8 @@ LAYERS = ("BatchNorm", "LayerNorm", "RMSNorm")
 ROWS = LAYERS[1:]
 SHAPE = (6, 5, 8)
 MASK = np.arange(6 * 5).reshape(6, 5, 1) % 3 > 0
-# Of the largest element; Flax computes in the narrow dtype at inference, and its fast variance
-# loses digits.
+# Relative to the largest element. Flax computes in the narrow dtype at inference, and its fast
+# variance loses digits.
 TOLERANCE = {"float64": 1e-12, "float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
@@ -196,7 +196,7 @@ def test_row_norms_train_as_flax_does(name, options, native):
 
 
 def test_several_axes_of_features_are_left_to_flax(native):
-    """Flax has them at inference alone: its running statistics are flat."""
+    """Flax accepts them only at inference: its running statistics are flat."""
     theirs, mine = pair("BatchNorm", features=40, axis=(1, 2), use_running_average=True)
     x = draw(1)
     assert not uses_op(mine, x)
@@ -221,7 +221,7 @@ def test_an_epsilon_of_nan_is_left_to_flax(name, native):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_in_a_list(name, native):
-    """Ours take them with every jax, Flax's with newer ones, but for that of batches."""
+    """Ours accept them with every jax; Flax's with newer ones, except for batch norm."""
     theirs, mine = pair(name, features=2)
     rows = [[1.0, 2.0], [3.0, -1.0]]
     assert_close(mine(rows), theirs(jnp.asarray(rows)))

@@ -1,4 +1,4 @@
-"""The norms: transformations, shapes, parameters, special values, what is kept and refused."""
+"""The norms: transformations, shapes, parameters, special values, residuals, errors."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ import jax_fastops as fo
 
 pytestmark = pytest.mark.usefixtures("native")
 
-# name -> what it takes behind x, in the order of its signature and then by name
+# name -> arguments after x, in the order of its signature and then by name
 OPS = {
     "layer_norm": ("scale", "bias"),
     "rms_norm": ("scale",),
@@ -68,7 +68,7 @@ def forked_reference(name, x, **options):
 
 
 def variant(name, given, fork=False, **options):
-    """The op and its reference, as functions of x and of what is given beside it."""
+    """The op and its reference, as functions of x and the other given arguments."""
     op = getattr(fo, name)
     op = functools.partial(forked, op) if fork else op
     plain = functools.partial(forked_reference if fork else reference, name)
@@ -79,7 +79,7 @@ def variant(name, given, fork=False, **options):
 
 
 def draws(shape, given, parameters=None):
-    """Draws x, and what is given beside it; the scale is about 1."""
+    """Draws x and the other given arguments. The scale is about 1."""
 
     def make(rng, dtype):
         args = [normal(rng, shape, dtype)]
@@ -178,7 +178,7 @@ PRE_NORM = case(
     modes=("native",),
 )
 
-# Parameters are often kept in float32 beside data in half precision.
+# Parameters are often float32 while the data has half precision.
 FLOAT32_PARAMETERS = case(
     "float32_parameters",
     "residual_layer_norm",
@@ -311,7 +311,7 @@ def mean(a):
 
 
 def check_one(name, dtype, values, cotangents, got, gradients, eps, what):
-    """Against float64, from NumPy. `values` are x and what is given beside it, by name."""
+    """Against float64, from NumPy. `values` are x and the other arguments, by name."""
     wide = np.float64 if dtype == np.float64 else np.float32
     x, given = values["x"], {k: v.astype(np.float64) for k, v in values.items()}
     s = x.astype(wide)
@@ -499,7 +499,7 @@ def test_many_elements(name, kind):
 
 
 def test_offsets(name, dtype):
-    """Numbers that are large beside their deviations: as accurate as the reference."""
+    """Numbers that are large compared with their deviations: as accurate as the reference."""
     if "rms" in name or dtype == np.float64:
         pytest.skip("there is no mean, or nothing more accurate to compare with")
     offset, size = (1e4, 1.0) if jnp.finfo(dtype).eps < 1e-4 else (64.0, 4.0)
@@ -579,7 +579,7 @@ def test_special_values(name, dtype, n, eps):
 
     def run(fn):
         def each(args, cts):
-            """The gradient of x alone: those of parameters are NaN in any case."""
+            """Only the gradient of x: those of parameters are NaN in any case."""
             out, pullback = jax.vjp(lambda x: outputs(fn(x, *args[1:])), args[0])
             return out[0], pullback(cts)[0]
 
@@ -603,7 +603,7 @@ def test_special_values(name, dtype, n, eps):
 
 
 def test_gradients_of_rows_without_deviations(dtype):
-    """Of a sum that is rounded: the rounding is no deviation."""
+    """The norm of a rounded sum: the rounding is no deviation."""
     for n in (1, 8, 100):
         x, residual = np.ones((2, n), dtype), np.full((2, n), 0.003, dtype)
         scale, dy = np.ones(n, dtype), normal(np.random.default_rng(n), (2, n), dtype)
@@ -677,7 +677,7 @@ def test_special_cotangents(name, kind, value):
     got, want = (jax.tree.map(np.asarray, f(args, (dy,))[1]) for f in (fn, plain))
     for what, mine, theirs in zip(("x", *given), got, want, strict=True):
         mine, theirs = mine.astype(np.float64), theirs.astype(np.float64)
-        # Whether it is NaN or infinite there depends on what is subtracted first.
+        # NaN or infinity: it depends on which subtraction comes first.
         np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs), err_msg=what)
         if np.isnan(value):
             np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs), err_msg=what)
@@ -765,7 +765,7 @@ def test_two_users_and_the_sum(op, shape, kind):
 
 @pytest.mark.parametrize("what", ["nothing", "x", "scale"])
 def test_two_users_with_what_is_wanted(name, what):
-    """Without sums over rows, of one sum alone, and without any parameter."""
+    """Without sums over rows, with one sum only, and without any parameter."""
     given = tuple(g for g in OPS[name] if g == "residual" or what != "nothing")
     (fn, _), args, dys = example(name, (37, 40), np.float32, given, seed=23, count=2)
     both, _ = variant(name, given, fork=True)
@@ -830,7 +830,7 @@ def kernels(fn, *args):
 
 
 def example(name, shape=(6, 5, 16), dtype=np.float32, given=None, seed=6, count=1):
-    """Functions of x and what is given (all by default), their arguments, cotangents."""
+    """Functions of x and the given arguments (default: all), their operands and cotangents."""
     given = OPS[name] if given is None else given
     rng = np.random.default_rng(seed)
     args = draws(shape, given)(rng, jnp.dtype(dtype))
@@ -856,7 +856,7 @@ def test_one_kernel_each_way(name):
 
 
 def test_a_gradient_computes_what_is_wanted(name):
-    """Of x alone, nothing is summed over rows; of a parameter alone, the same bits as of all."""
+    """For x only, nothing is summed; for one parameter only, the bits are those of all."""
     (fn, _), args, cts = example(name)
     everything = jax.jit(value_and_gradients(fn))(args, cts)[1]
     for i, what in enumerate(("x", *OPS[name])):
@@ -974,7 +974,7 @@ def test_the_returned_sum_is_the_kept_one():
 
 
 def test_what_is_kept_in_a_model(name):
-    """Of what a layer before made, one array."""
+    """One array of the activations' size is kept."""
     x, w = np.ones((4, 3), np.float32), np.ones((3, 16), np.float32)
     scale, bias = np.ones(16, np.float32), np.ones(16, np.float32)
     rest = {"scale": scale}
@@ -1095,7 +1095,7 @@ def test_derivatives_and_vmap(op, transform):
         if op == "residual_rms_norm":
             fn, plain = variant(op, OPS[op], return_sum=True)
         residual = args[1:2] if "residual" in OPS[op] else ()
-        # The residual is a constant: what is mapped is x, and parameters.
+        # The residual is a constant. x and the parameters are mapped.
         args = (args[0], *args[1 + len(residual) :])
         if residual:
             fn, plain = (
@@ -1347,7 +1347,7 @@ WIDTHS = [(x, p) for x in FLOAT_DTYPES for p in FLOAT_DTYPES if x != p]
 @pytest.mark.parametrize("mode", ["native", pytest.param("xla", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("of_x", "of_parameters"), WIDTHS)
 def test_parameters_of_every_dtype(of_x, of_parameters, mode):
-    """The result has the dtype of x, gradients that of what they belong to."""
+    """The result has the dtype of x, and each gradient that of its operand."""
     name = "residual_layer_norm"
     with x64("float64" in (of_x, of_parameters)), fo.use_implementation(mode):
         dtype, parameters = jnp.dtype(of_x), jnp.dtype(of_parameters)

@@ -1,4 +1,4 @@
-"""`relu` and `add_relu`: transformations, shapes, bits, what is saved, what is refused."""
+"""`relu` and `add_relu`: transformations, shapes, bits, residuals, errors."""
 
 import re
 
@@ -53,7 +53,7 @@ RELU = Case(
     shapes=same_shapes(1),
 )
 
-# The last axis alone is no multiple of eight, so the mask's bytes run over the last two.
+# The last axis is no multiple of eight, so the mask's bytes run over the last two axes.
 RELU_MERGED = Case(
     name="relu_merged",
     fn=fo.relu,
@@ -468,7 +468,7 @@ def test_add_relu_broadcasts(shapes, mode):
         find(case, name, mode)()
 
 
-# What is accepted, and what is refused
+# Accepted and refused arguments
 
 
 def test_numpy_and_python_numbers(mode):

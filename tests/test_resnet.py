@@ -105,7 +105,7 @@ def stepped(config, implementation):
 
 
 def errors(found, wanted) -> dict[str, float]:
-    """Of each array, in norm, over the norm of what is wanted."""
+    """The error of each array in norm, relative to the norm of the expected array."""
 
     def error(path, a, b):
         assert a.shape == b.shape and a.dtype == b.dtype, jax.tree_util.keystr(path)
@@ -150,7 +150,7 @@ def test_size(config, parameters, multiplications):
 
 
 def test_batch_norms_are_fused():
-    """ResNet-50 has 53: 49 with the ReLU behind them, 16 of these with a block's addition."""
+    """ResNet-50 has 53: 49 are followed by ReLU, and 16 of these add a residual."""
     calls = []
 
     def training(x, scale, bias, *, activation, residual, **options):
@@ -172,7 +172,7 @@ def test_batch_norms_are_fused():
 
 
 def test_zero_init():
-    """Blocks without a projection begin as the identity, of what is positive."""
+    """Blocks without a projection start as the identity on positive inputs."""
     config = dataclasses.replace(BASIC, zero_init=True)
     params, _ = made(config)
     scales = [params["layer1"][0][bn]["scale"] for bn in ("bn1", "bn2")]
@@ -449,7 +449,7 @@ def test_max_pool_of_what_is_no_image(x, scale, error, text):
 
 
 def test_max_pool_gives_all_gradients_to_one():
-    """Of all equal elements the first; none of a window is lost, or counted twice."""
+    """The first of equal elements; no element of a window is lost or counted twice."""
     _, pullback = jax.vjp(resnet.max_pool, jnp.zeros((1, 4, 4, 1)))
     dy = jnp.asarray([[1.0, 10.0], [100.0, 1000.0]])[None, :, :, None]
     wanted = np.zeros((4, 4))
@@ -541,7 +541,7 @@ def test_max_pool_export(pools):
 
 
 def kept_bytes(config, implementation) -> int:
-    """Of the arrays between forward and backward, less the arguments."""
+    """The bytes of the residuals, without the arguments."""
 
     def pullback(params, *rest):
         rest = (*rest, config, implementation)
@@ -561,10 +561,10 @@ def kept_bytes(config, implementation) -> int:
 
 @pytest.mark.parametrize("stages", [(1,), (1, 1)], ids=str)
 def test_remat_keeps_less(native, stages):
-    """By what the inner norms of one block give, of two of unlike size those of the first."""
+    """It saves the results of one block's inner norms; the first block's if sizes differ."""
     config = dataclasses.replace(BOTTLENECK, stages=stages)
     kept, less = (kept_bytes(dataclasses.replace(config, remat=n), resnet.FASTOPS) for n in (0, 1))
-    # Images of 32 x 32 are of 8 x 8 behind the stem.
+    # Images of 32 x 32 have 8 x 8 pixels after the stem.
     results = 2 * len(batch(config)[0]) * 8 * 8 * config.width * 4
     assert 0.99 * results < kept - less <= results  # statistics are kept too
 
@@ -606,7 +606,7 @@ def test_remat_of_plain_jax_changes_nothing():
 
 
 def test_remat_derivatives():
-    """Every derivative is that of the convolution of what is made again."""
+    """Every derivative is that of the convolution of the recomputed input."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((1, 4, 4, 2)).astype(np.float32)
     kernel = rng.standard_normal((3, 3, 2, 2)).astype(np.float32)
@@ -659,7 +659,7 @@ def on_one_device(config):
 
 
 def over_devices(axis_type, config, make):
-    """Runs ``make(mesh)`` on a batch that lies on the mesh; what it gives, and its program."""
+    """Runs ``make(mesh)`` on a batch that is sharded over the mesh; its results and program."""
     if device_count() < 2:
         pytest.skip("needs two devices")
     mesh = make_mesh({"batch": device_count()}, axis_type)
@@ -694,7 +694,7 @@ def test_sharded_batch(native, config, axis_type):
 @pytest.mark.parametrize("config", NETS.values(), ids=NETS)
 @pytest.mark.parametrize("implementation", [resnet.FASTOPS, resnet.PLAIN], ids=["ours", "plain"])
 def test_shard_map(native, config, implementation):
-    """The same with named axes; what is the same on all devices has a type that says so."""
+    """The same with named axes. Replicated results have a type that says so."""
     found, program = over_devices(
         AxisType.Auto, config, lambda mesh: by_shard_map(mesh, config, implementation)
     )

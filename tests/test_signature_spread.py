@@ -300,7 +300,7 @@ def test_a_mask_without_a_leading_dimension_of_its_own_rank_is_refused():
 
 
 def test_the_op_is_one_equation_under_vmap():
-    """No level: a mapped axis is one more leading dimension, of x alone or of both."""
+    """No level: a mapped axis is one more leading dimension, of x only or of both."""
     for axes, args in (((0, None), (stack(X), WHERE)), ((None, 0), (X, stack(WHERE)))):
         jaxpr = jax.jit(jax.vmap(masked_unit, axes)).trace(*args).jaxpr
         (op,) = [e for e in jaxpr.eqns if "toy_masked_unit" in str(e.primitive)]

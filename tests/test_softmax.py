@@ -1,4 +1,4 @@
-"""`softmax` and `log_softmax`: transformations, shapes, masks, special values, what is saved."""
+"""`softmax` and `log_softmax`: transformations, shapes, masks, special values, residuals."""
 
 import functools
 import itertools
@@ -237,7 +237,7 @@ def value_and_gradient(fn):
 
 
 def exact_value(name, x, axis, where, scale):
-    """In float64, from NumPy; -inf or 0 where there is a mask. And the largest exponent's size."""
+    """The result in float64, by NumPy (-inf or 0 for masked elements), and the largest exponent."""
     z = x.astype(np.float64) * scale
     z = z if where is None else np.where(where, z, -np.inf)
     top = z.max(axis, keepdims=True)
@@ -305,7 +305,7 @@ def check_shapes(name, dtype, examples, scale=1.0):
         what = f"{name} of {dtype}{shape} over {axis}, mask {mask}"
         assert y.dtype == dx.dtype == dtype and y.shape == dx.shape == x.shape, what
         exact, size = exact_value(name, x, axis, where, scale)
-        # The exponent is rounded as it is scaled and as the maximum is taken away.
+        # The exponent is rounded when it is scaled and when the maximum is subtracted.
         size = 2 * size.max(axis, keepdims=True) + growth(shape, axis)
         unit = size + np.abs(np.where(np.isfinite(exact), exact, 0))
         assert_within(y, exact, unit if name == "log_softmax" else unit * exact, what)
@@ -397,7 +397,7 @@ def test_other_axes_every_dtype(name, dtype, n):
 
 
 def test_rows_that_are_no_rows(name):
-    """One row alone, of rank 1; and long leading dimensions."""
+    """A single row of rank 1, and long leading dimensions."""
     shapes = [((n,), 0, None) for n in (1, 2, 9, 1001, 40000)]
     shapes += [((1, 1, 1, n), 3, (n,)) for n in (1, 9, 1001)]
     shapes += [((2, 1, 3, 1, 2, 5), axis, None) for axis in range(6)]
@@ -552,7 +552,7 @@ def special_rows(n, dtype):
 def compare_rows(name, dtype, x, dy, where=None, scale=1.0, ulps=0):
     """Values and gradients; NaN and infinities are where jax.nn has them.
 
-    `ulps`: of a gradient itself, beside what the cotangents allow it.
+    `ulps`: of a gradient itself, in addition to the error that the cotangents allow.
     """
 
     def of(fn):
@@ -649,7 +649,7 @@ def test_special_values_of_long_rows(name, kind, scale, masked):
 @pytest.mark.parametrize("shape", [(2, 1000), (2, 40_001), (2, 300_001), (20_001, 3), (300_001, 2)])
 @pytest.mark.parametrize("scale", [2.0, -2.0])
 def test_a_part_of_a_row_that_the_scale_makes_minus_infinity(name, shape, scale):
-    """It adds nothing; the row is what the rest of it makes of it."""
+    """Such an element adds nothing; the rest of the row determines the result."""
     axis = int(shape[0] < shape[1])
     x = normal(np.random.default_rng(6), shape, np.float32)
     np.moveaxis(x, axis, 0)[shape[axis] // 2 :] = -np.sign(scale) * np.finfo(np.float32).max
@@ -724,7 +724,7 @@ def test_fully_masked_rows_under_special_cotangents(name, dtype):
 
 
 def test_a_result_of_zero_has_no_gradient_beside_a_mask():
-    """softmax keeps no mask: what it does not tell from a masked element counts as one."""
+    """softmax keeps no mask: an element that looks masked in the result counts as masked."""
     x = np.array([[0.0, -1e4, 1.0, 2.0]], np.float32)
     dy = np.array([[1.0, np.nan, 2.0, np.inf]], np.float32)
     where = np.array([True, True, True, False])
@@ -753,7 +753,7 @@ def test_scales(name, scale):
         return value_and_gradient(functools.partial(fn, scale=scale))
 
     got = jax.jit(with_scale(OPS[name]))(x, dy)
-    # Not compiled: XLA makes one operation of the product and the difference behind it, and then
+    # Not compiled: XLA fuses the product and the difference after it into one operation, and then
     # the largest exponent is not 0.
     want = with_scale(functools.partial(reference, name))(x, dy)
     for mine, theirs in zip(got, want, strict=True):
@@ -772,7 +772,7 @@ def test_scales_of_any_number_type(name, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_every_value_of_two_bytes(name, kind):
-    """All 65536 values as one element of a row beside another."""
+    """All 65536 values, each in a row with one other element."""
     values = np.arange(1 << 16, dtype=np.uint16).view(jnp.dtype(kind))
     x = np.stack([values, np.zeros_like(values)], 1)
     y = np.asarray(OPS[name](x)).astype(np.float64)
@@ -922,7 +922,7 @@ def test_what_is_kept(name, dtype, jitted, mask, axis):
 
 
 def test_the_result_itself_is_kept(name):
-    """Not a copy of it: nothing is kept beside what the forward returns."""
+    """Not a copy of it: nothing is kept in addition to the forward's result."""
     y, pullback = jax.vjp(OPS[name], X)
     (leaf,) = jax.tree.leaves(pullback)
     assert leaf.unsafe_buffer_pointer() == y.unsafe_buffer_pointer()
@@ -1115,7 +1115,7 @@ def test_a_mask_is_never_expanded(name, transform, backward):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_mapped_mask_is_not_expanded(name, backward):
-    """It alone is mapped: x has a copy for each, but the mask stays as it is."""
+    """Only the mask is mapped: x has a copy for each, and the mask is not expanded."""
     x = normal(np.random.default_rng(18), (5, 3, 7), np.float32)
     where = np.ones((4, 5, 1, 7), bool)
 
@@ -1263,7 +1263,7 @@ def test_a_sharded_axis(name, axis_type, axis, masked):
 
 @pytest.mark.parametrize(("rows", "masking"), [(1024, True), (8, True), (2, False)])
 def test_a_mask_that_would_grow_leaves_the_work_to_xla(name, rows, masking):
-    """With auto axes it has a copy for each device along what it is broadcast along."""
+    """With auto axes it has a copy per device along the axes in which it is broadcast."""
     mesh = eight(AxisType.Auto)
     rng = np.random.default_rng(23)
     x = normal(rng, (8, rows, 40), np.float32)

@@ -112,7 +112,7 @@ SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 1
 
 
 def draw_shape(rng, rank, elements):
-    """Sizes that fill vectors and tiles, and those beside them, in any order."""
+    """Sizes that fill vectors and tiles, and their neighbors, in any order."""
     shape, room = [], elements
     for left in range(rank, 0, -1):
         # Room is kept for the rest, now more and now less, so that long and short ones mix.
@@ -259,7 +259,7 @@ def compiled(fn, *args):
 
 
 def work(fn, *args):
-    """What the compiled program does: its operations, but for those that move no data."""
+    """The operations of the compiled program that move data."""
     text = compiled(fn, *args)
     found = collections.Counter(OPCODE.findall(text))
     calls = len(re.findall(r'custom_call_target="jax_fastops\.transpose', text))
@@ -297,14 +297,14 @@ STAYS = [
 def test_an_order_that_stays_is_no_work(shape, axes, dtype):
     x = bits(np.random.default_rng(8), shape, dtype)
     fn = lambda x: fo.transpose(x, axes)  # noqa: E731
-    # An operand that is returned as it is has to be copied into the result, whatever the program.
+    # An operand that is returned unchanged must be copied into the result by any program.
     added = work(fn, x).items() - work(lambda x: x.reshape(np.transpose(x, axes).shape), x).items()
     assert not added
     assert_same_bytes(jax.jit(fn)(x), x.transpose(axes), f"{shape} by {axes}")
 
 
 def pull(fn):
-    """The gradient of `fn` at any point, as it is linear."""
+    """The gradient of `fn`, which is linear, at any point."""
     return lambda x, ct: jax.vjp(fn, x)[1](ct)[0]
 
 

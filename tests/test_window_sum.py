@@ -209,7 +209,7 @@ def test_rows_that_are_not_aligned_alike(dtype):
 
 
 def test_long_windows(dtype):
-    """Longer than a tile, than what a workspace is for, and than the axis."""
+    """Longer than a tile, than the limit for a workspace, and than the axis."""
     examples = [
         ((2, 9001), 1024, -1, "VALID"),
         ((2, 9001), 1025, -1, "SAME"),

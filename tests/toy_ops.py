@@ -36,7 +36,7 @@ scaled_relu = Op(
 )
 
 
-# A backward that reads the output alone: pullback and pushforward are functions of it.
+# A backward that reads only the output: pullback and pushforward are functions of it.
 def _softmax_pullback(kept, cts):
     (y,), (dy,) = kept, cts
     return (y * (dy - jnp.sum(dy * y, axis=-1, keepdims=True)),)
@@ -52,7 +52,7 @@ softmax = Op(
 )
 
 
-# A float value saved beside the output, which the pullback reads: its tangent matters.
+# A float value saved in addition to the output. The pullback reads it, so its tangent matters.
 def _norm(x):
     return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1)
 

@@ -12,7 +12,7 @@ def check_choice(model: str, name: str, value, choices: tuple[str, ...]) -> None
 
 
 def dtype_name(model: str, dtype) -> str:
-    """Of a dtype or, as it is, of a name; which names are accepted is ``check_choice``'s."""
+    """The name of a dtype. A name is returned unchanged; ``check_choice`` checks it."""
     if isinstance(dtype, str):
         return dtype
     try:

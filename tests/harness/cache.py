@@ -58,7 +58,7 @@ def run(file: str, cases: Sequence, mode: str | None) -> None:
 
 
 def child(file: str, mode: str | None, names: Sequence[str]) -> dict[str, dict]:
-    """Compiles and runs each case once; says what the cache did."""
+    """Compiles and runs each case once, and reports hits and misses of the cache."""
     import conftest  # noqa: F401  (prepares the process as for pytest)
     import jax
     import jax.numpy as jnp

@@ -26,7 +26,7 @@ class Sharding:
     """One way to spread the arguments over a mesh axis.
 
     Attributes:
-      name: what is spread: "batch", "features", ...
+      name: the sharded dimension: "batch", "features", ...
       inputs: for each argument the dimension that is spread, or None for a replicated argument.
       outputs: the same for each output.
       forward_all_reduces: how many all-reduces the op needs forward; every other collective is an
@@ -46,23 +46,23 @@ class Sharding:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """An op, what it must equal, and what it can be tested on.
+    """An op, its reference, and the inputs to test it with.
 
     Attributes:
       name: appears in the test's name.
-      fn: the op, as a function of its array arguments alone.
+      fn: the op, as a function of its array arguments only.
       reference: the plain JAX function that `fn` must equal.
       make_args: draws the arguments as NumPy arrays, from a random generator and a dtype. Small:
         Hessians are taken.
       make_sharded_args: likewise, with every dimension that `shardings` names a multiple of 8
         shards' worth. Default: `make_args`.
-      dtypes: what the op takes. Quick tests take the first, and each for the basic checks.
+      dtypes: the op's dtypes. Quick tests take the first, and each for the basic checks.
       differentiable: the arguments that have gradients. Default: those of a floating dtype.
       linear: the arguments in which the op is jointly linear, for `jax.linear_transpose`.
       exact: the op has no rounding of its own: value, tangents and gradients have the reference's
         bits.
       tolerance: what an op that is not exact may be off.
-      shardings: over what the op shards, and with how many all-reduces.
+      shardings: the dimensions over which the op shards, and the number of all-reduces.
       shards_under_vmap: a mapped axis can be spread over the mesh with no collective, whichever
         arguments it maps. False: not where a parameter is mapped, or its gradients are per example;
         such a call is made once for each example.
@@ -70,7 +70,7 @@ class Case:
         sizes only.
       shapes: a hypothesis strategy that draws one shape per argument (see properties.py).
       modes: the implementations under test; the first runs every check, the others the basic ones
-        unless slow tests run. None leaves the implementation alone.
+        unless slow tests run. None does not set the implementation.
       thorough: the quick tests leave out no detail (see `Check`). Costs about a minute of a core.
       basic_only: there are no checks but the basic ones, for what differs from another case in its
         shapes or dtypes alone.
@@ -98,7 +98,7 @@ class Case:
         return f"Case({self.name})"
 
     def rng(self, name: str) -> np.random.Generator:
-        """A generator that depends on the case and the check alone: a failure can be repeated."""
+        """A generator that depends only on the case and the check: a failure can be repeated."""
         return np.random.default_rng(zlib.crc32(f"{self.name}/{name}".encode()))
 
     @property
@@ -113,7 +113,7 @@ class Case:
         return tuple(i for i, arg in enumerate(self.example) if is_float(arg.dtype))
 
     def subsets(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Named sets of arguments: each alone, then all."""
+        """Named sets of arguments: each one, then all."""
         count = len(self.example)
         if count > 1:
             yield from ((f"x{i}", (i,)) for i in range(count))
@@ -167,7 +167,7 @@ def float_outputs(result: Any) -> tuple[Any, ...]:
 def of(
     fn: Callable[..., Any], args: Iterable[Any], indices: Iterable[int]
 ) -> Callable[..., tuple[Any, ...]]:
-    """`fn` as a function of the chosen arguments alone, giving its differentiable outputs."""
+    """`fn` as a function of only the chosen arguments, returning its differentiable outputs."""
     args, indices = tuple(args), tuple(indices)
     return lambda *chosen: float_outputs(fn(*put(args, indices, chosen)))
 
@@ -222,7 +222,7 @@ def find(
 def runs(case: Case, check: Check) -> Iterator[tuple[str | None, str, bool]]:
     """The modes and dtypes in which a check runs, and whether it is a quick test there.
 
-    Each mode and each dtype occurs, but beside the first mode and dtype not every pair of them.
+    Every mode occurs with the first dtype, and every dtype with the first mode.
     """
     modes = case.modes if check.every_mode else case.modes[:1]
     dtypes = case.dtypes if check.every_dtype else case.dtypes[:1]

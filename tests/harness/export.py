@@ -72,7 +72,7 @@ def run_export(platforms: tuple[str, ...] | None, case: Case, mode: str | None, 
 
 
 def run_export_with_gradient(case: Case, mode: str | None, dtype: Any) -> None:
-    """The forward alone is exported, with its pullback, and differentiated once read back."""
+    """Only the forward is exported, with its pullback, and differentiated after it is read."""
     args, cotangents = draw(case, dtype, "export")
     values, count = (*args, *cotangents), len(args)
     with x64(dtype == np.float64):

@@ -27,7 +27,7 @@ class Tolerance:
         instead of against themselves. 0 measures every element against itself, which is right for
         positive sums.
       lone: a result of one element, which has no others to be measured against, is measured against
-        this if it is smaller: what the terms of a sum that cancels are like.
+        this if it is smaller: the size of the terms of a sum that cancels.
     """
 
     factor: float = 2.0
@@ -156,7 +156,7 @@ def assert_within(
     got: np.ndarray, exact: np.ndarray, unit: Any, where: str, wide: Any = None
 ) -> None:
     """At most half a unit in the last place off, and `unit` roundings of the accumulator's dtype
-    (default: float32 or wider); what is not finite is the same."""
+    (default: float32 or wider); values that are not finite are equal."""
     got = np.asarray(got)
     info = jnp.finfo(got.dtype)
     if wide is None:

@@ -187,8 +187,8 @@ def compare(
     Args:
       case, mode: what runs.
       mesh: over what.
-      program: what is done with the op.
-      key: names the inputs and what is done with them, among all programs of the case.
+      program: applies the op.
+      key: identifies inputs and program among all programs of the case.
       all_reduces: how many all-reduces the program needs.
       wrap: put around the program: `jax.shard_map`, say.
       plain: the program for the unsharded reference. Default: the same.
@@ -366,7 +366,7 @@ def run_mixed(subset, backward, case, mode, dtype) -> None:
 
 
 def run_vmap(subset, kind, backward, case, mode, dtype) -> None:
-    """A mapped axis over the mesh: examples, and per-example gradients, stay where they are."""
+    """A mapped axis over the mesh: examples and per-example gradients are not moved."""
     mesh = mesh_for(AxisType.Explicit if kind == "explicit" else AxisType.Auto, 1)
     single = example_program(case, subset, 2 * device_count(), backward, dtype)
     axes = tuple(0 if any(s) else None for s in single.specs)
@@ -392,7 +392,7 @@ def run_vmap(subset, kind, backward, case, mode, dtype) -> None:
 
 
 def layouts(case: Case) -> Iterator[Layout]:
-    """Each sharding alone, each pair over two mesh axes, and each alone over two mesh axes."""
+    """Each sharding, each pair over two mesh axes, and each single one over two mesh axes."""
     for sharding in case.shardings:
         yield Layout((sharding,))
     for pair in itertools.combinations(case.shardings, 2):

@@ -511,7 +511,7 @@ def transforms(case: Case) -> Iterator[Transform]:
     if diff:
         yield from differentiable_transforms(case)
 
-    # vmap: each argument alone and all together; the axis first, last, and counted from the end.
+    # vmap: each argument, and all together; the axis first, last, and counted from the end.
     for name, subset in case.subsets():
         first = tuple((i, 0) for i in subset)
         ranks = [example[i].ndim for i in subset]
@@ -626,7 +626,7 @@ def differentiable_transforms(case: Case) -> Iterator[Transform]:
 
 
 def types(case: Case, mode: str | None, dtype: Any) -> None:
-    """Abstract evaluation alone: shapes, dtypes and weak types are the reference's."""
+    """Abstract evaluation: shapes, dtypes and weak types are the reference's."""
     args = case.make_args(case.rng("types"), dtype)
     with x64(dtype == np.float64):
         with implementation(mode):
@@ -639,7 +639,7 @@ def types(case: Case, mode: str | None, dtype: Any) -> None:
 
 
 def x64_keeps_dtype(case: Case, mode: str | None, dtype: Any) -> None:
-    """Arguments of a smaller dtype stay what they are while 64-bit types are enabled."""
+    """Arguments with a smaller dtype keep it while 64-bit types are enabled."""
     transform = Transform("x64", vjp if case.diff else value)
     inputs = make_inputs(case, transform, dtype)
     with implementation(mode):
