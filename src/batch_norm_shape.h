@@ -1,4 +1,4 @@
-// What a batch norm runs over, and its arrays, shared by the backends.
+// The shape of a batch norm and its arrays, shared by the backends.
 #ifndef JAX_FASTOPS_BATCH_NORM_SHAPE_H_
 #define JAX_FASTOPS_BATCH_NORM_SHAPE_H_
 
@@ -7,11 +7,11 @@
 namespace jax_fastops {
 
 // Row-major arrays [groups, outer, channels, inner]: NHWC has inner = 1, NCHW has outer = N. Every
-// group has statistics of its own, over its `outer` and `inner`. Statistics, parameters and sums
-// are [groups, channels] of the accumulator's type (double for double, else float).
+// group has separate statistics, over its `outer` and `inner`. Statistics, parameters and sums are
+// [groups, channels] in the accumulator type (double for double, otherwise float).
 //
 // A mask has one bit for each element, in ceil(outer * channels * inner / 8) bytes for each group:
-// bit j of byte k is that of element 8 * k + j of the group; bits past its last element are 0.
+// bit j of byte k belongs to element 8 * k + j of the group. Bits after its last element are 0.
 struct BatchNormShape {
   int64_t groups = 1;
   int64_t outer = 1;
@@ -27,13 +27,13 @@ struct BatchNormStatisticsArrays {
   const void* x = nullptr;
   void* mean = nullptr;
   void* var = nullptr;
-  // `workspace_size` accumulators for each group, as many as BatchNormWorkspace tells at least.
+  // `workspace_size` accumulators for each group, at least BatchNormWorkspace of them.
   void* workspace = nullptr;
   int64_t workspace_size = 0;
 };
 
 // z = (x - mean) * (rsqrt(var + eps) * scale) + bias + residual, y = relu(z) or z. Computed in the
-// accumulator's type and rounded once. relu keeps NaN.
+// accumulator type and rounded once. relu keeps NaN.
 struct BatchNormApplyArrays {
   const void* x = nullptr;
   const void* mean = nullptr;
@@ -45,7 +45,7 @@ struct BatchNormApplyArrays {
   void* mask = nullptr;  // z > 0; null: not stored
 };
 
-// The two together: mean and var are results. `workspace` is aligned for double.
+// Statistics and result together: mean and var are results. `workspace` is aligned for double.
 struct BatchNormForwardArrays {
   const void* x = nullptr;
   const void* scale = nullptr;     // null: 1
@@ -81,12 +81,12 @@ struct BatchNormForwardArrays {
   }
 };
 
-// With g = dy + dy2 where the mask is set, else 0 (not a product), and n = outer * inner, the
-// averages
+// With g = dy + dy2 where the mask is set, otherwise 0 (selected, not multiplied), and
+// n = outer * inner, the averages
 //   sums[0] = sum(g) / n,  sums[1] = sum(g * (x - mean)) / n
-// of each channel. g is rounded to x's type: where y has two users, dy and dy2 are their gradients,
-// which JAX would add up in that type. In the same pass dresidual = g, and with `dx` the gradient
-// of given statistics' normalisation, dx = g * rsqrt(var + eps) * scale.
+// of each channel. g is rounded to the type of x: if y has two users, dy and dy2 are their
+// cotangents, which JAX would add in that type. The same pass writes dresidual = g, and with `dx`
+// the gradient for given statistics, dx = g * rsqrt(var + eps) * scale.
 struct BatchNormSumsArrays {
   const void* x = nullptr;
   const void* dy = nullptr;
@@ -102,10 +102,10 @@ struct BatchNormSumsArrays {
   int64_t workspace_size = 0;
 };
 
-// With g = dy where the mask is set, else 0 (not a product), and a = rsqrt(var + eps) * scale:
+// With g = dy where the mask is set, otherwise 0 (selected), and a = rsqrt(var + eps) * scale:
 //   dx = a * (g - sums[0] - (x - mean) * sums[1] / (var + eps)) + dmean + 2 * dvar * (x - mean)
-// dmean and dvar are the cotangents of the statistics over their number of elements. Where the sums
-// have written their g, it is this one's dy, and there is no mask.
+// dmean and dvar are the cotangents of the statistics divided by the number of elements. If the
+// kernel of the sums has written g, then g is passed as dy, without a mask.
 struct BatchNormBackwardArrays {
   const void* x = nullptr;
   const void* dy = nullptr;
@@ -119,7 +119,7 @@ struct BatchNormBackwardArrays {
   void* dx = nullptr;
 };
 
-// The two together, without dy2 and dresidual: the sums are a result.
+// Sums and dx together, without dy2 and dresidual. The sums are a result.
 struct BatchNormGradientArrays {
   const void* x = nullptr;
   const void* dy = nullptr;
@@ -161,9 +161,9 @@ struct BatchNormGradientArrays {
   }
 };
 
-// The accumulators of workspace that a group needs at least: room for two numbers of double for
-// each channel that a block has, of a block for each piece of a row. More of it lets the work be
-// spread over more blocks. jax_fastops/batch_norm.py allocates it.
+// The minimum workspace of a group, in accumulators: two doubles per channel for each block, with
+// one block for each piece of a row. A larger workspace allows more blocks.
+// jax_fastops/batch_norm.py allocates it.
 inline int64_t BatchNormWorkspace(const BatchNormShape& shape) {
   const int64_t row = shape.channels * shape.inner;
   const int64_t of_rows = 8 * shape.channels + row / (shape.inner < 1024 ? 16 : 64) + 2050;

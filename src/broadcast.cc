@@ -51,7 +51,8 @@ bool Collapse(const std::vector<int64_t>& result,
     if (result[i] == 1) continue;
     const int last = shape->rank - 1;
     bool merges = last >= 0;
-    for (int a = 0; merges && a < arrays; ++a) {  // both 0, or one behind the other
+    for (int a = 0; merges && a < arrays;
+         ++a) {  // both strides are 0, or the dimensions are contiguous
       merges = shape->stride[a][last] == array_strides[a][i] * result[i];
     }
     if (!merges && shape->rank == kMaxBroadcastRank) return false;

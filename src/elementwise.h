@@ -26,9 +26,8 @@ struct Gradient {
   bool wide = false;     // of the accumulator's type, not the element type
 };
 
-// Memory for partial sums, in elements of the accumulator's type; none is needed where every
-// gradient that is wanted has the shape of the result. The more there is, the more blocks can work
-// on one sum.
+// Memory for partial sums, in elements of the accumulator type. None is needed if every requested
+// gradient has the shape of the result. With more memory, more blocks can work on one sum.
 struct SumWorkspace {
   void* data = nullptr;
   int64_t size = 0;

@@ -23,8 +23,8 @@ struct HeadsShape {
 inline constexpr int kMaxHeadParts = 3;
 
 // How the bias gradient is summed: partial sums[batch, groups, subgroups, features]. The sequence
-// is `groups` runs of equal length (it divides the sequence); each of those is `subgroups` runs of
-// ceil(length / subgroups) rows, of which the last may be shorter, or empty (its sums are then 0).
+// is split into `groups` runs of equal length, and each of them into `subgroups` runs of
+// ceil(length / subgroups) rows. The last run may be shorter, or empty: its sums are then 0.
 struct HeadsSums {
   int64_t groups;
   int64_t subgroups;

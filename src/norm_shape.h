@@ -1,4 +1,4 @@
-// What a layer norm or an RMS norm runs over, and its arrays, shared by the backends.
+// The shape of a layer norm or RMS norm and its arrays, shared by the backends.
 #ifndef JAX_FASTOPS_NORM_SHAPE_H_
 #define JAX_FASTOPS_NORM_SHAPE_H_
 
@@ -6,10 +6,10 @@
 
 namespace jax_fastops {
 
-// Row-major arrays [batch, rows, n], each row of n elements normalised by itself. Parameter
-// gradients are summed over the rows of each of the `batch` groups apart, into `sums` partial sums
-// each: [batch, sums, n]. Partial sum p of a group covers the rows from p * rows / sums to
-// (p + 1) * rows / sums, or any other fixed choice of rows, as long as each row is in one of them.
+// Row-major arrays [batch, rows, n]. Each row of n elements is normalized independently. Parameter
+// gradients are summed separately for each of the `batch` groups, into `sums` partial sums:
+// [batch, sums, n]. Partial sum p of a group covers the rows from p * rows / sums to
+// (p + 1) * rows / sums, or another fixed set, as long as each row is in exactly one set.
 struct NormShape {
   int64_t batch = 1;
   int64_t rows = 1;
@@ -24,33 +24,33 @@ enum class NormKind : uint8_t {
   kRms,    // s * rsqrt(mean(s^2) + eps)
 };
 
-// A parameter [n], of the element type of x, or `wide`: of its accumulator's type.
+// A parameter [n] in the element type of x, or, if `wide`, in its accumulator type.
 struct NormParameter {
   const void* data = nullptr;  // null: absent
   bool wide = false;
 };
 
 // y = norm(s) * scale + bias. s is x, or, with a residual or an input bias, x + input_bias +
-// residual, summed in the accumulator's type and rounded once to the element type; the statistics
+// residual, summed in the accumulator type and rounded once to the element type. The statistics
 // are those of the rounded s.
 struct NormForwardArrays {
   const void* x = nullptr;
   const void* residual = nullptr;  // null: absent
   NormParameter input_bias;
   NormParameter scale;
-  NormParameter bias;  // layer norm alone
+  NormParameter bias;  // layer norm only
   void* y = nullptr;
   void* sum = nullptr;   // s; null: not stored
   void* mean = nullptr;  // [batch, rows], accumulator's type; null: not stored (RMS norm: never)
   void* rstd = nullptr;  // rsqrt(var + eps), or rsqrt(mean(s^2) + eps); null: not stored
-  // Of ceil(n / 1024) elements of the accumulator's type for each row, where n > kNormWorkspace.
+  // ceil(n / 1024) elements of the accumulator type per row, if n > kNormWorkspace.
   void* workspace = nullptr;
 };
 
 // With xhat = (s - mean) * rstd (RMS norm: s * rstd) and g = dy * scale, where dy is the sum of dy
 // and dy2, if there is one, rounded to the element type:
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum   (RMS norm: without mean(g))
-//   dscale = sum over rows of dy * xhat,  dbias = of dy,  dinput_bias = of dx, before it is rounded
+//   dscale = sum over rows of dy * xhat,  dbias = sum of dy,  dinput_bias = sum of unrounded dx
 struct NormBackwardArrays {
   const void* dy = nullptr;
   const void* s = nullptr;
@@ -60,13 +60,13 @@ struct NormBackwardArrays {
   const void* dsum = nullptr;  // the cotangent of the sum, of the element type; null: absent
   const void* dy2 = nullptr;   // that of y by its second user; null: absent
   void* dx = nullptr;
-  // Partial sums [batch, sums, n] of the accumulator's type; null: not wanted.
+  // Partial sums [batch, sums, n] in the accumulator type. Null if not requested.
   void* dscale = nullptr;
   void* dbias = nullptr;
   void* dinput_bias = nullptr;
 };
 
-// Rows longer than this come with a workspace in the forward.
+// The forward of a longer row has a workspace. jax_fastops/norm.py has the same number.
 inline constexpr int64_t kNormWorkspace = 16384;
 
 }  // namespace jax_fastops

@@ -3,7 +3,7 @@
 namespace jax_fastops {
 namespace {
 
-// A run of dimensions that move together: neighbours in the input and in the output.
+// A run of dimensions that move together, because they are adjacent in input and output.
 struct Group {
   int64_t size;
   int64_t in_stride;  // of the group's minor dimension
@@ -39,7 +39,7 @@ Permutation Normalize(const TransposeShape& shape) {
     }
   }
 
-  // The unit. An element wider than the alignment becomes a row of narrower units.
+  // An element wider than the alignment becomes a row of narrower units.
   Permutation p;
   const bool keeps_minor = groups.empty() || groups.back().in_stride == 1;
   p.unit = shape.itemsize < shape.alignment ? shape.itemsize : shape.alignment;

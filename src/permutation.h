@@ -1,15 +1,15 @@
-// What a transposition has to move, worked out once per shape and shared by the backends: the
-// permutation of a dense row-major array without the dimensions that do not matter.
+// The plan of a transposition, computed once per shape and shared by the backends: the permutation
+// of a dense row-major array, reduced to the dimensions that matter.
 //
 // - Dimensions of size 1 are dropped.
-// - Dimensions that are neighbours in the input and, in the same order, in the output are merged:
+// - Dimensions that are adjacent in the input and, in the same order, in the output are merged:
 //   (0, 1, 2, 3) -> (2, 3, 0, 1) is a transposition of a matrix.
-// - The unit that is moved is a power of two from 1 to 16 bytes. Where the minor dimension stays
-//   minor, it is the largest one that divides a row and that the pointers are aligned to, and a row
-//   of a single unit is no dimension any more: pairs of float32 are transposed like complex64.
-//   Where the minor dimension moves, the unit is an element.
+// - The moved unit is a power of two from 1 to 16 bytes. If the minor dimension stays minor, it is
+//   the largest unit that divides a row and matches the alignment of the pointers. A row of a
+//   single unit is then dropped as a dimension: pairs of float32 move like complex64. If the minor
+//   dimension moves, the unit is an element.
 //
-// An identity comes out with at most one dimension: a plain copy.
+// An identity has at most one dimension left: it is a copy.
 //
 // Source: OneFlow, "How to implement a permute / transpose operator".
 #ifndef JAX_FASTOPS_PERMUTATION_H_
@@ -27,21 +27,21 @@
 
 namespace jax_fastops {
 
-// Every dimension left has at least two units, and no array has 2^48 of them.
+// Every remaining dimension has at least two units, and no array has 2^48 units.
 inline constexpr int kMaxPermutationRank = 48;
 
 struct Permutation {
   int64_t unit = 1;   // bytes
   int64_t count = 1;  // units in all
   int rank = 0;
-  // The dimensions in the order of the output, major to minor, and how far apart, in units, an
-  // index and the next one are in the input and in the output.
+  // The dimensions in the order of the output, major to minor, and their strides in the input and
+  // in the output, in units.
   int64_t size[kMaxPermutationRank];
   int64_t in_stride[kMaxPermutationRank];
   int64_t out_stride[kMaxPermutationRank];
 
   bool IsCopy() const { return rank == 0 || (rank == 1 && in_stride[0] == 1); }
-  // Whether what is contiguous in the input is so in the output: rows of size[rank - 1] units.
+  // Whether rows of size[rank - 1] units are contiguous in input and output.
   bool KeepsMinor() const { return rank == 0 || in_stride[rank - 1] == 1; }
   // The output dimension along which the input is contiguous.
   int InputMinor() const;
@@ -52,7 +52,7 @@ struct TransposeShape {
   std::vector<int64_t> dims;  // of the input
   std::vector<int> axes;      // a permutation of 0 .. dims.size() - 1
   int64_t itemsize = 1;       // bytes per element: a power of two up to 16
-  // A power of two up to 16 that both pointers are a multiple of. Less than an element is allowed.
+  // The alignment of both pointers: a power of two up to 16. It may be less than an element.
   int64_t alignment = 16;
 
   bool operator==(const TransposeShape& other) const {
@@ -61,10 +61,10 @@ struct TransposeShape {
   }
 };
 
-// No dimension may be 0.
+// No dimension may have size 0.
 Permutation Normalize(const TransposeShape& shape);
 
-// The largest power of two up to 16 that every address is a multiple of.
+// The largest power of two up to 16 that divides every address.
 inline int64_t CommonAlignment(std::initializer_list<const void*> pointers) {
   uintptr_t bits = 16;
   for (const void* p : pointers) bits |= reinterpret_cast<uintptr_t>(p);
@@ -75,7 +75,7 @@ struct TransposeShapeHash {
   size_t operator()(const TransposeShape& shape) const;
 };
 
-// Plans by shape, made once each. A backend has one cache, of whatever its plans are. Thread-safe.
+// A cache of plans by shape. Each backend has one. Thread-safe.
 template <typename Plan>
 class PlanCache {
  public:
@@ -88,7 +88,7 @@ class PlanCache {
     }
     auto plan = std::make_shared<const Plan>(make(shape));
     std::unique_lock<std::shared_mutex> lock(mutex_);
-    // A program has a handful of shapes; one that keeps making new ones must not keep them all.
+    // A program has few shapes. The limit protects against one that makes new shapes forever.
     if (plans_.size() >= kMaxPlans) plans_.clear();
     return plans_.emplace(shape, std::move(plan)).first->second;
   }
@@ -100,8 +100,8 @@ class PlanCache {
   std::unordered_map<TransposeShape, std::shared_ptr<const Plan>, TransposeShapeHash> plans_;
 };
 
-// Division of n < 2^31 by a divisor that is known on the host only: a multiplication, of which the
-// high half counts, and a shift, where a division takes some twenty instructions on a GPU.
+// Division of n < 2^31 by a divisor that only the host knows: the high half of a product, and a
+// shift. A division takes about twenty instructions on a GPU.
 // Exact for 0 <= n < 2^31 and 1 <= divisor < 2^31 (Granlund and Montgomery, "Division by invariant
 // integers using multiplication").
 struct FastDivisor {

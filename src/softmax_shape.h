@@ -1,4 +1,4 @@
-// What a softmax runs over, shared by the backends.
+// The shape of a softmax and its mask, shared by the backends.
 #ifndef JAX_FASTOPS_SOFTMAX_SHAPE_H_
 #define JAX_FASTOPS_SOFTMAX_SHAPE_H_
 
@@ -6,7 +6,7 @@
 
 namespace jax_fastops {
 
-// A row-major array [outer, n, inner]. Each line [:, n, :] is one row: it is normalised by itself.
+// A row-major array [outer, n, inner]. Each line of n elements is one row, normalized separately.
 struct SoftmaxShape {
   int64_t outer = 1;
   int64_t n = 1;
@@ -17,18 +17,17 @@ struct SoftmaxShape {
 
 inline constexpr int kMaxMaskRank = 16;
 
-// Where the elements of a mask are that belong to a row-major index: sizes, major to minor, and how
-// far apart, in the mask, an index and the next one are. The stride of a dimension along which the
-// mask is broadcast is 0. Neighbours that can be are merged, sizes of 1 are left out: an index that
-// does not matter, or of rank 0, is no dimension at all.
+// Maps a row-major index to an offset in the mask: sizes, major to minor, and strides in the mask.
+// The stride is 0 along a dimension in which the mask is broadcast. Adjacent dimensions are merged
+// if possible, and sizes of 1 are left out, so an index that does not matter has no dimension.
 struct MaskIndex {
   int rank = 0;
   int64_t size[kMaxMaskRank] = {};
   int64_t stride[kMaxMaskRank] = {};
 };
 
-// A boolean array, a byte (0 or 1) per element, in its own shape. The element of x[o, i, j] is
-// data[outer(o) + i * stride + inner(j)].
+// A boolean array in its own shape, with one byte (0 or 1) per element. The element for x[o, i, j]
+// is data[outer(o) + i * stride + inner(j)].
 struct SoftmaxMask {
   const uint8_t* data = nullptr;  // null: no mask
   MaskIndex outer;

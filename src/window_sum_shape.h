@@ -1,4 +1,4 @@
-// What a windowed sum runs over, shared by the backends.
+// The shape of a window sum, shared by the backends.
 #ifndef JAX_FASTOPS_WINDOW_SUM_SHAPE_H_
 #define JAX_FASTOPS_WINDOW_SUM_SHAPE_H_
 
@@ -10,8 +10,8 @@ namespace jax_fastops {
 //
 //   y[o, i, c] = sum of x[o, j, c] for j from i - pad to i - pad + 2 * radius, where 0 <= j < n
 //
-// `pad` is 0 for the windows that lie in x as a whole, `radius` for one around each element, and
-// 2 * radius for all that touch x: the transpose of the first.
+// `pad` is 0 for the windows that lie within x, `radius` for a window around each element, and
+// 2 * radius for all windows that touch x, which is the transpose of the first case.
 struct WindowSumShape {
   int64_t outer = 1;
   int64_t n = 1;
@@ -23,8 +23,8 @@ struct WindowSumShape {
   int64_t m() const { return n + 2 * pad - 2 * radius; }
 };
 
-// Windows longer than this come with a workspace, where the axis is longer than
-// kWindowSumShortAxis: ceil(n / 8) accumulators for each of the outer * inner lines.
+// A longer window over an axis longer than kWindowSumShortAxis has a workspace: ceil(n / 8)
+// accumulators for each of the outer * inner lines. jax_fastops/window_sum.py has the same numbers.
 inline constexpr int64_t kWindowSumLongWindow = 2049;
 inline constexpr int64_t kWindowSumShortAxis = 256;
 

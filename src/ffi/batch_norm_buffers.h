@@ -1,7 +1,7 @@
-// How the handlers of batch norm, of every backend, read their buffers and attributes.
+// Reads the buffers and attributes of batch norm calls, for the handlers of every backend.
 //
-// Names, operands and results of the kernels, with [...] the groups. Those in brackets are there if
-// the attribute of that name is true (var of the sums: with `dx`):
+// Names, operands and results of the kernels. [...] are the groups. A buffer in brackets is present
+// if the attribute with its name is true (var of the sums: if `dx` is):
 //   batch_norm_fwd         x[..., n], [scale[..., c]], [bias], [residual[..., n]]
 //                          -> y, mean[..., c], var, [mask[..., ceil(n / 8)]], workspace[..., w]
 //   batch_norm_statistics  x[..., n] -> mean[..., c], var, workspace[..., w]
@@ -16,9 +16,9 @@
 // Each group's n elements are [outer, channels, inner]. They come flat: XLA may copy an array with
 // a dimension of size 1 to give it another layout of the same bytes.
 //
-// Further attributes: `channels` and `inner`; but for the statistics `eps`; of fwd and apply,
-// `relu`. x, dy, residual and their like are of one type, all others but the mask of its
-// accumulator's.
+// Further attributes: `channels` and `inner`; `eps`, except for the statistics; `relu` for fwd and
+// apply. Arrays with the shape of x have one type. All others, except the mask, have its
+// accumulator type.
 #ifndef JAX_FASTOPS_FFI_BATCH_NORM_BUFFERS_H_
 #define JAX_FASTOPS_FFI_BATCH_NORM_BUFFERS_H_
 
@@ -39,25 +39,25 @@ struct BatchNormCall {
   bool relu = false;
 };
 
-// Takes the buffers of a call one after the other, the first of them x, and checks each against
-// what it must be. After the first mistake it gives null pointers alone.
+// Takes the buffers of a call in order, beginning with x, and checks each of them. After the first
+// error it returns only null pointers.
 class BatchNormReader : public BufferReader {
  public:
   BatchNormReader(const char* op, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                   const ffi::Dictionary& attributes)
       : BufferReader(op, args, rets, attributes) {}
 
-  // Of x's shape and type.
+  // An array with the shape and type of x.
   const void* Array(const char* name) { return Check(NextArgument(name), kSame); }
   void* ArrayResult(const char* name) { return Check(NextResult(name), kSame); }
-  // A value for each channel, of the accumulator's type.
+  // One value per channel, in the accumulator type.
   const void* Channels(const char* name) { return Check(NextArgument(name), kChannels); }
   void* ChannelsResult(const char* name) { return Check(NextResult(name), kChannels); }
   const void* Sums(const char* name) { return Check(NextArgument(name), kSums); }
   void* SumsResult(const char* name) { return Check(NextResult(name), kSums); }
   const void* Mask(const char* name) { return Check(NextArgument(name), kMask); }
   void* MaskResult(const char* name) { return Check(NextResult(name), kMask); }
-  // Those of the three that there are, of forward and apply alike.
+  // The optional scale, bias and residual, for forward and apply.
   template <typename Arrays>
   void ScaleBiasResidual(Arrays* arrays) {
     if (Flag("scale")) arrays->scale = Channels("scale");
@@ -80,7 +80,7 @@ class BatchNormReader : public BufferReader {
  private:
   enum Kind { kSame, kChannels, kSums, kMask, kWorkspace };
 
-  // x says what everything else must be.
+  // x determines the shape and type of all other buffers.
   bool Begin(const NamedBuffer& x) {
     const auto dims = x.buffer.dimensions();
     shape_.channels = Size("channels");
@@ -100,7 +100,7 @@ class BatchNormReader : public BufferReader {
     return true;
   }
 
-  // Whether it ends in [last], or [before, last], and has `groups` of those.
+  // Whether the shape ends in [last] or [before, last], after dimensions with product `groups`.
   bool Has(const ffi::AnyBuffer& buffer, int64_t last, int64_t before = -1) const {
     const auto dims = buffer.dimensions();
     const size_t own = before < 0 ? 1 : 2;

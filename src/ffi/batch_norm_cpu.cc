@@ -1,4 +1,4 @@
-// CPU handlers of batch norm; ffi/batch_norm_buffers.h says what they take.
+// CPU handlers of batch norm. ffi/batch_norm_buffers.h lists their buffers.
 #include "cpu/batch_norm.h"
 
 #include "ffi/batch_norm_buffers.h"

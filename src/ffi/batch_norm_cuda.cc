@@ -1,4 +1,4 @@
-// CUDA handlers of batch norm; ffi/batch_norm_buffers.h says what they take.
+// CUDA handlers of batch norm. ffi/batch_norm_buffers.h lists their buffers.
 #include <cuda_runtime_api.h>
 
 #include "cuda/batch_norm.h"

@@ -1,4 +1,4 @@
-// CPU handlers of bias_act; ffi/elementwise_buffers.h says what they take.
+// CPU handlers of bias_act. ffi/elementwise_buffers.h lists their buffers.
 #include "cpu/bias_act.h"
 
 #include "ffi/elementwise_cpu.h"

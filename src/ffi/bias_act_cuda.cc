@@ -1,4 +1,4 @@
-// CUDA handlers of bias_act; ffi/elementwise_buffers.h says what they take.
+// CUDA handlers of bias_act. ffi/elementwise_buffers.h lists their buffers.
 #include <cuda_runtime_api.h>
 
 #include "cuda/bias_act.h"

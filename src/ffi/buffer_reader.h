@@ -1,5 +1,5 @@
-// What readers of calls with optional buffers have in common: attributes by name, and operands and
-// results one after the other.
+// The base of readers for calls with optional buffers: attributes by name, and operands and results
+// in order.
 #ifndef JAX_FASTOPS_FFI_BUFFER_READER_H_
 #define JAX_FASTOPS_FFI_BUFFER_READER_H_
 
@@ -16,8 +16,8 @@ inline ffi::DataType AccumulatorType(ffi::DataType type) {
   return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32;
 }
 
-// Keeps the first mistake for Finish() to tell, so that a call is read without a check after each
-// step. After it there are no more buffers.
+// Keeps the first error for Finish() to report, so that a reader needs no check after each step.
+// After an error it returns no more buffers.
 class BufferReader {
  public:
   bool Flag(const char* name) { return Attribute<bool>(name); }

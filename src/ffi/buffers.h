@@ -1,9 +1,9 @@
-// What handlers of every backend need to look at their buffers: element types that kernels know, a
-// view as rows x columns, and checks whose errors name the op, the buffers and their shapes.
+// Helpers for the handlers of every backend: the kernels' element types, a view of a buffer as rows
+// x columns, and checks whose errors name the op, the buffers and their shapes.
 //
-// The checks repeat what the Python side guarantees. They cost nanoseconds, and they turn a program
-// that was compiled against other kernels, or a hand-written ffi_call, into an error instead of a
-// stray write.
+// The Python side guarantees the same. The checks cost nanoseconds, and turn a program that was
+// compiled against other kernels, or a hand-written ffi_call, into an error instead of a stray
+// write.
 #ifndef JAX_FASTOPS_FFI_BUFFERS_H_
 #define JAX_FASTOPS_FFI_BUFFERS_H_
 
@@ -15,7 +15,7 @@
 #include "dtype.h"
 #include "xla/ffi/api/ffi.h"
 
-// Leaves the handler with the error that `expression` evaluates to, if it is one.
+// Returns from the handler if `expression` evaluates to an error.
 #define FASTOPS_RETURN_IF_ERROR(expression)            \
   do {                                                 \
     ::xla::ffi::Error fastops_error = (expression);    \
@@ -26,7 +26,7 @@ namespace jax_fastops {
 
 namespace ffi = ::xla::ffi;
 
-// A buffer and the name that messages give it.
+// A buffer and its name in messages.
 struct NamedBuffer {
   NamedBuffer(const char* name, const ffi::AnyBuffer& buffer) : name(name), buffer(buffer) {}
   NamedBuffer(const char* name, ffi::Result<ffi::AnyBuffer> result) : name(name), buffer(*result) {}
@@ -35,7 +35,7 @@ struct NamedBuffer {
   ffi::AnyBuffer buffer;
 };
 
-// A buffer seen as a row-major matrix.
+// The view of a buffer as a row-major matrix.
 struct MatrixView {
   int64_t rows;
   int64_t columns;
@@ -49,8 +49,8 @@ inline MatrixView AsMatrix(const ffi::AnyBuffer& buffer, size_t column_dims) {
   return view;
 }
 
-// Bytes per element; 0 for types that XLA packs, several to a byte, for what is no element, and for
-// types that are newer than these headers, whose ByteWidth would be anything.
+// Bytes per element. 0 for types of which XLA packs several into a byte, for types without
+// elements, and for types newer than these headers, whose ByteWidth is undefined.
 inline int64_t WholeBytes(ffi::DataType type) {
   switch (type) {
     case ffi::DataType::PRED:
@@ -96,7 +96,7 @@ inline ffi::Error InvalidArgument(const char* op, const std::string& what) {
   return ffi::Error::InvalidArgument(std::string("jax_fastops.") + op + ": " + what);
 }
 
-// Sets `*dtype` to the element type, if kernels compute in it.
+// Sets `*dtype` to the element type if kernels support it.
 inline ffi::Error CheckFloating(const char* op, const NamedBuffer& x, DType* dtype) {
   switch (x.buffer.element_type()) {
     case ffi::DataType::F32:

@@ -1,25 +1,26 @@
-// How the handlers of the element-wise ops with broadcast operands, of every backend, read their
-// buffers and attributes.
+// Reads the buffers and attributes of element-wise calls with broadcast operands, for the handlers
+// of every backend.
 //
-// Names, operands and results of the kernels. Those in brackets are there if the attribute of that
-// name is true:
+// Names, operands and results of the kernels. A buffer in brackets is present if the attribute with
+// its name is true:
 //   lerp           start, end, weight -> out
 //   lerp_bwd       dy, start, end, weight -> [dstart], [dend], [dweight], [workspace]
 //   bias_act       x, bias -> y, [mask]
 //   bias_act_bwd   dy, x, bias -> [dx], [dbias], [workspace]
 //   bias_relu_bwd  dy, mask -> [dx], [dbias], [workspace]
-// Further attributes: `activation` (elementwise.h); `stars`, and where one of those is 1
-// `batch_first`.
+// Further attributes: `activation` (elementwise.h); `stars`; `batch_first`, if one of the stars
+// is 1.
 //
-// All buffers have one rank. dy, and the results of the forward, have the whole shape; in a mask
-// the last dimension has a byte for every 8 elements. An operand whose dimension is not as long is
-// broadcast: index 0 stands for all. (In partitioned programs it may have several equal copies
-// there.) A gradient has size 1 where it is summed.
+// All buffers have the same rank. dy and the results of the forward have the whole shape. In a mask
+// the last dimension has a byte for every 8 elements. An operand with a shorter dimension is
+// broadcast along it: its index 0 is used for all. (In partitioned programs it may have several
+// equal copies there.) A gradient has size 1 along dimensions over which it is summed.
 //
-// `stars` has an entry for each dimension behind the batch dimensions, as they are in memory: 1 for
-// a dimension over which the call shards, 0 for one that stays whole. Batch-first, the logical
-// shape has the former in front of the latter, and one more of size 1 if there are none of the
-// latter; memory is as ever. The FFI shows logical shapes alone, so the form has to be undone here.
+// `stars` has an entry for each dimension after the batch dimensions, in the order of memory: 1 for
+// a dimension over which the call shards, 0 for one that stays whole. In the batch-first form, the
+// logical shape has the former before the latter (and one more dimension of size 1 if there are
+// none of the latter), while memory is unchanged. The FFI shows only logical shapes, so the form is
+// undone here.
 #ifndef JAX_FASTOPS_FFI_ELEMENTWISE_BUFFERS_H_
 #define JAX_FASTOPS_FFI_ELEMENTWISE_BUFFERS_H_
 
@@ -49,7 +50,7 @@ struct ElementwiseCall {
   SumWorkspace workspace;
 
   bool IsEmpty() const { return shape.elements() == 0; }
-  // Of an empty result the gradients are sums of nothing: `zero(data, bytes)` clears one.
+  // The gradients of an empty result are empty sums: `zero(data, bytes)` clears one.
   template <typename Zero>
   ffi::Error ClearGradients(const Zero& zero) const {
     for (int i = 0; i < kMaxElementwiseOperands; ++i) {
@@ -60,8 +61,8 @@ struct ElementwiseCall {
   }
 };
 
-// Takes the buffers of a call one after the other, and checks each against what it must be. After
-// the first mistake it gives null pointers alone.
+// Takes the buffers of a call in order and checks each of them. After the first error it returns
+// only null pointers.
 class ElementwiseReader : public BufferReader {
  public:
   ElementwiseReader(const char* op, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
@@ -84,7 +85,7 @@ class ElementwiseReader : public BufferReader {
     return Activation::kGelu;
   }
 
-  // Of the whole shape; to be read before any other buffer.
+  // A buffer with the whole shape. It must be read before any other buffer.
   const void* Whole(const char* name) { return ReadWhole(NextArgument(name)); }
   void* WholeResult(const char* name) { return ReadWhole(NextResult(name)); }
 
@@ -109,7 +110,7 @@ class ElementwiseReader : public BufferReader {
     return static_cast<const uint8_t*>(ReadMask(NextArgument(name)));
   }
 
-  // A gradient that is not wanted does not hinder the merging of dimensions.
+  // A gradient that is not requested does not prevent the merging of dimensions.
   Gradient ReadGradient(const char* name, size_t* bytes) {
     Gradient gradient;
     std::vector<int64_t> dims = result_;
@@ -157,7 +158,7 @@ class ElementwiseReader : public BufferReader {
     return product;
   }
 
-  // The dimensions as they are in memory. All buffers have as many.
+  // The dimensions in the order of memory. All buffers have the same number.
   bool MemoryDims(const NamedBuffer& named, std::vector<int64_t>* memory) {
     const auto dims = named.buffer.dimensions();
     size_t own = 0;
@@ -193,7 +194,7 @@ class ElementwiseReader : public BufferReader {
     return named->buffer.untyped_data();
   }
 
-  // Of the elements' type, or of the accumulator's, which may be wider.
+  // In the element type, or in the accumulator type, which may be wider.
   bool Typed(const std::optional<NamedBuffer>& named, bool* wide) {
     if (failed()) return false;
     const auto type = named->buffer.element_type();

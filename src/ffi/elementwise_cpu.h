@@ -1,4 +1,4 @@
-// What the CPU handlers of the element-wise ops share.
+// Shared by the CPU handlers of the element-wise ops.
 #ifndef JAX_FASTOPS_FFI_ELEMENTWISE_CPU_H_
 #define JAX_FASTOPS_FFI_ELEMENTWISE_CPU_H_
 

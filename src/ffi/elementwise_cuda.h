@@ -1,4 +1,4 @@
-// What the CUDA handlers of the element-wise ops share.
+// Shared by the CUDA handlers of the element-wise ops.
 #ifndef JAX_FASTOPS_FFI_ELEMENTWISE_CUDA_H_
 #define JAX_FASTOPS_FFI_ELEMENTWISE_CUDA_H_
 

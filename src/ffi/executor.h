@@ -9,9 +9,9 @@
 
 namespace jax_fastops {
 
-// The calling thread works too and takes whatever no one else has started, so Run() never waits for
-// a place in the pool's queue, only for tasks that are running: it cannot deadlock, even when
-// called from the pool's last free thread.
+// The calling thread also works, and takes every task that no other thread has started. So Run()
+// waits only for running tasks, never for a place in the pool's queue. It cannot deadlock, even if
+// it is called from the pool's last free thread.
 class XlaExecutor final : public cpu::Executor {
  public:
   explicit XlaExecutor(::xla::ffi::ThreadPool pool);

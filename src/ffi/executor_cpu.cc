@@ -13,8 +13,8 @@
 namespace jax_fastops {
 namespace {
 
-// How the calling thread rounds and treats subnormals. Threads that help must do the same: a result
-// must not depend on which thread computed it.
+// The calling thread's rounding mode and treatment of subnormals. Helper threads use the same, so
+// that a result does not depend on the thread that computed it.
 #if defined(__SSE2__)
 using FloatMode = unsigned;
 FloatMode GetFloatMode() { return _mm_getcsr(); }
@@ -33,8 +33,8 @@ FloatMode GetFloatMode() { return 0; }
 void SetFloatMode(FloatMode) {}
 #endif
 
-// Shared by the caller and its helpers, and kept alive by whoever is last: a helper may start long
-// after the caller has returned. It then finds no task left, and must not look at `context`.
+// Shared by the caller and its helpers, and kept alive by the last of them. A helper may start long
+// after the caller has returned. It then finds no task, and must not read `context`.
 struct Batch {
   Batch(int64_t n, cpu::Executor::Task task, void* context)
       : n(n), task(task), context(context), mode(GetFloatMode()) {}
@@ -46,7 +46,7 @@ struct Batch {
       task(context, i);
     if (mine == 0) return;
     if (finished.fetch_add(mine, std::memory_order_acq_rel) + mine == n) {
-      // Under the lock, so that it cannot fall between the caller's last look and its sleep.
+      // Under the lock, so that it cannot happen between the caller's last check and its sleep.
       std::lock_guard<std::mutex> lock(mutex);
       done.notify_one();
     }

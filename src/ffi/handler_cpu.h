@@ -1,4 +1,4 @@
-// Registration of CPU handlers, with huge pages asked for before they write.
+// Registers CPU handlers, which ask for huge pages before they write.
 #ifndef JAX_FASTOPS_FFI_HANDLER_CPU_H_
 #define JAX_FASTOPS_FFI_HANDLER_CPU_H_
 

@@ -7,7 +7,7 @@
 #include "ffi/cuda_errors.h"
 #include "xla/ffi/api/ffi.h"
 
-// A handler of whatever the call has: the stream, all operands, all results, all attributes.
+// A handler for calls with any buffers: it gets the stream, all operands, results and attributes.
 #define FASTOPS_CUDA_HANDLER(name, impl)                                      \
   XLA_FFI_DEFINE_HANDLER(name, impl,                                          \
                          ::xla::ffi::Ffi::Bind()                              \
@@ -17,8 +17,8 @@
                              .Attrs(),                                        \
                          {::xla::ffi::Traits::kCmdBufferCompatible})
 
-// The initialize stage of a family's targets: loads its kernels by `load`, a function without
-// arguments that returns a CUDA error. Nothing can be loaded later, while a graph is captured.
+// The initialize stage of a family's targets. `load` takes no arguments, loads the kernels and
+// returns a CUDA error. Kernels cannot be loaded later, while a graph is captured.
 #define FASTOPS_CUDA_INITIALIZE(name, family, load)                                      \
   XLA_FFI_DEFINE_HANDLER(                                                                \
       name,                                                                              \

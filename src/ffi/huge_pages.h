@@ -1,4 +1,4 @@
-// Huge pages for what CPU kernels write.
+// Huge pages for the results of CPU kernels.
 #ifndef JAX_FASTOPS_FFI_HUGE_PAGES_H_
 #define JAX_FASTOPS_FFI_HUGE_PAGES_H_
 
@@ -6,15 +6,15 @@
 
 namespace jax_fastops {
 
-// Asks the operating system for huge pages behind the large results of a call. The allocator gives
-// results without memory behind them, in every call from 32 MiB on (where glibc stops keeping what
-// was freed), and a fault for each 4 KiB costs more than the kernel itself: where huge pages are
-// given on request only, as Ubuntu sets them, 256 MiB of float32 take split_heads on two cores
-// 91 ms, with this advice 41.
+// Asks the operating system for huge pages for the large results of a call. The allocator returns
+// unmapped memory for every result of 32 MiB or more, because glibc does not keep freed blocks of
+// that size. A page fault for each 4 KiB then costs more than the kernel. If huge pages are given
+// only on request, as Ubuntu configures them, split_heads of 256 MiB of float32 takes 91 ms on two
+// cores, and 41 ms with this advice.
 //
-// A result fills all of the 2 MiB pages that are asked for. The advice stays with the addresses,
-// also when the allocator has given them to another array. JAX_FASTOPS_HUGE_PAGES=0 turns it off.
-// On systems with other pages than of 4 KiB and 2 MiB, and on others than Linux, nothing happens.
+// Only 2 MiB pages that the result fills completely are requested. The advice stays with the
+// addresses when the allocator reuses them for another array. JAX_FASTOPS_HUGE_PAGES=0 disables it.
+// Nothing happens on systems without pages of 4 KiB and 2 MiB, and on systems other than Linux.
 void AdviseHugePages(const XLA_FFI_CallFrame& frame);
 
 }  // namespace jax_fastops

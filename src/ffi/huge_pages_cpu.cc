@@ -18,7 +18,7 @@ namespace jax_fastops {
 namespace {
 
 constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
-// Less is done before the advice pays; NumPy asks from there on too.
+// Smaller results do not repay the system call. NumPy uses the same limit.
 constexpr size_t kLeastBytes = size_t{4} << 20;
 
 bool IsWanted() {
@@ -28,11 +28,11 @@ bool IsWanted() {
 
 void Advise(void* data, size_t bytes) {
   if (bytes < kLeastBytes) return;
-  // Whole pages of the result alone: what lies beside it is not ours.
+  // Only pages that lie completely within the result: their neighbors belong to others.
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data), end = begin + bytes;
   const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t last = end / kHugePage * kHugePage;
-  // It is advice: an error changes nothing.
+  // Only advice: an error has no consequence.
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 
@@ -40,7 +40,7 @@ void Advise(void* data, size_t bytes) {
 
 void AdviseHugePages(const XLA_FFI_CallFrame& frame) {
   static const bool is_wanted = IsWanted();
-  // The handler refuses frames of another size. One with an extension asks what the handler is.
+  // The handler refuses frames of another size. A frame with an extension queries the handler.
   if (!is_wanted || frame.struct_size != XLA_FFI_CallFrame_STRUCT_SIZE ||
       frame.extension_start != nullptr || frame.stage != XLA_FFI_ExecutionStage_EXECUTE) {
     return;

@@ -1,9 +1,9 @@
-// How the handlers of the layout ops, of every backend, read the shapes of their buffers.
+// Reads the shapes of the layout ops' buffers, for the handlers of every backend.
 //
-// Dimensions with a star in a kernel's signature come in one of two forms. As it is in memory; or
-// batch-first (attribute `batch_first`): the logical shape has those dimensions behind the batch
-// dimensions, in the order of the result, and the buffers' layouts say that memory is as ever. The
-// FFI shows logical shapes alone, so the form has to be undone here.
+// Dimensions with a star in a kernel's signature come in one of two forms: in the order of memory,
+// or batch-first (attribute `batch_first`). Batch-first, the logical shape has these dimensions
+// after the batch dimensions, in the order of the result, while the buffers' layouts keep memory
+// unchanged. The FFI shows only logical shapes, so the form is undone here.
 #ifndef JAX_FASTOPS_FFI_LAYOUT_BUFFERS_H_
 #define JAX_FASTOPS_FFI_LAYOUT_BUFFERS_H_
 
@@ -16,8 +16,7 @@
 
 namespace jax_fastops {
 
-// ---- transpose
-// -----------------------------------------------------------------------------------
+// ---- transpose ----------------------------------------------------------------------------------
 
 struct TransposeView {
   std::vector<int64_t> dims;  // x's, as in memory
@@ -26,7 +25,7 @@ struct TransposeView {
 };
 
 // x -> y, where `tail` permutes the last dimensions and the leading ones stay. Batch-first, x has
-// y's logical shape, and both have one more dimension, of size 1.
+// the logical shape of y, and both have one more dimension of size 1.
 inline ffi::Error ReadTranspose(const NamedBuffer& x, const NamedBuffer& y,
                                 ffi::Span<const int64_t> tail, bool batch_first,
                                 TransposeView* view) {
@@ -65,8 +64,7 @@ inline ffi::Error ReadTranspose(const NamedBuffer& x, const NamedBuffer& y,
   return ffi::Error::Success();
 }
 
-// ---- heads
-// ---------------------------------------------------------------------------------------
+// ---- heads --------------------------------------------------------------------------------------
 
 struct HeadsView {
   HeadsShape shape{};
@@ -74,7 +72,7 @@ struct HeadsView {
   int64_t itemsize = 0;
 };
 
-// The one or three arrays of heads that a call takes or gives.
+// The one or three arrays of heads that a call takes or returns.
 template <typename Buffers, typename Pointer, typename Get>
 ffi::Error ReadParts(const char* op, const Buffers& buffers, std::vector<NamedBuffer>* named,
                      Pointer* pointers, const Get& get) {
@@ -155,7 +153,7 @@ inline ffi::Error ReadHeads(const char* op, const NamedBuffer& merged,
   return ffi::Error::Success();
 }
 
-// The type of the elements when they are added to: that of the bias may be wider.
+// The type in which the bias is added. The bias may be wider than the elements.
 inline ffi::Error CheckBias(const char* op, const NamedBuffer& x, const NamedBuffer& bias,
                             int64_t features, DType* dtype, bool* wide) {
   DType bias_dtype;

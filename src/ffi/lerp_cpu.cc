@@ -1,4 +1,4 @@
-// CPU handlers of lerp; ffi/elementwise_buffers.h says what they take.
+// CPU handlers of lerp. ffi/elementwise_buffers.h lists their buffers.
 #include "cpu/lerp.h"
 
 #include "ffi/elementwise_cpu.h"

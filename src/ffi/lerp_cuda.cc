@@ -1,4 +1,4 @@
-// CUDA handlers of lerp; ffi/elementwise_buffers.h says what they take.
+// CUDA handlers of lerp. ffi/elementwise_buffers.h lists their buffers.
 #include <cuda_runtime_api.h>
 
 #include "cuda/lerp.h"

@@ -1,4 +1,4 @@
-// What both Python modules share: the handler table as Python objects, and the facts of the build.
+// Shared by both Python modules: the handler table as Python objects, and the build information.
 #ifndef JAX_FASTOPS_FFI_MODULE_H_
 #define JAX_FASTOPS_FFI_MODULE_H_
 
@@ -21,7 +21,7 @@ inline nanobind::object HandlerCapsule(XLA_FFI_Handler* handler) {
   return nanobind::steal(capsule);
 }
 
-// {target: {stage: capsule}}, in the form that jax.ffi.register_ffi_target takes.
+// {target: {stage: capsule}}, as jax.ffi.register_ffi_target takes it.
 inline nanobind::dict Handlers() {
   nanobind::dict table;
   for (const Registration* r = Registration::First(); r != nullptr; r = r->Next()) {

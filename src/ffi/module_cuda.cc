@@ -11,7 +11,7 @@ namespace {
 
 nanobind::dict BuildInfo() {
   nanobind::dict info = jax_fastops::CommonBuildInfo();
-  // CMake's list with commas: "80-real,90-real,90-virtual".
+  // CMake's list, separated by commas: "80-real,90-real,90-virtual".
   nanobind::list architectures;
   const std::string all = FASTOPS_CUDA_ARCHITECTURES;
   for (size_t begin = 0; begin < all.size();) {
@@ -21,7 +21,7 @@ nanobind::dict BuildInfo() {
     begin = end + 1;
   }
   info["architectures"] = architectures;
-  // The runtime is part of this module: the version compiled against is the version that runs.
+  // The runtime is linked statically, so this is the version that runs.
   info["runtime_version"] =
       (std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10))
           .c_str();

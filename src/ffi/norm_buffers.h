@@ -1,7 +1,7 @@
-// How the handlers of the norms, of every backend, read their buffers and attributes.
+// Reads the buffers and attributes of norm calls, for the handlers of every backend.
 //
-// Names, operands and results of the kernels. Those in brackets are there if the attribute of that
-// name is true (mean and rstd: `statistics`; no mean with `rms`):
+// Names, operands and results of the kernels. A buffer in brackets is present if the attribute with
+// its name is true (mean and rstd: `statistics`; no mean with `rms`):
 //   norm      x[..., n], [residual], [input_bias[n]], [scale[n]], [bias[n]]
 //             -> y, [sum], [mean[...]], [rstd[...]], [workspace]
 //   norm_bwd  dy[..., r, n], s, [mean], rstd, [scale], [dsum], [dy2]
@@ -26,23 +26,23 @@ struct NormCall {
   double eps = 0.0;
 };
 
-// Takes the buffers of a call one after the other, and checks each against what it must be. After
-// the first mistake it gives null pointers alone.
+// Takes the buffers of a call in order and checks each of them. After the first error it returns
+// only null pointers.
 class NormReader : public BufferReader {
  public:
   NormReader(const char* op, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
              const ffi::Dictionary& attributes)
       : BufferReader(op, args, rets, attributes) {}
 
-  // Of x's shape and type. The first one says what they are.
+  // An array with the shape and type of x. The first one sets them.
   const void* Array(const char* name) { return Check(NextArgument(name), kSame); }
   void* ArrayResult(const char* name) { return Check(NextResult(name), kSame); }
-  // A value for each row, of the accumulator's type.
+  // One value per row, in the accumulator type.
   const void* Statistic(const char* name) { return Check(NextArgument(name), kStatistic); }
   void* StatisticResult(const char* name) { return Check(NextResult(name), kStatistic); }
-  // Of ceil(n / 1024) accumulators for each row.
+  // ceil(n / 1024) accumulators per row.
   void* WorkspaceResult(const char* name) { return Check(NextResult(name), kWorkspace); }
-  // Partial sums: they end in [sums, n].
+  // Partial sums, whose shape ends in [sums, n].
   void* SumsResult(const char* name) { return Check(NextResult(name), kSums); }
 
   NormParameter Parameter(const char* name) {
@@ -57,7 +57,7 @@ class NormReader : public BufferReader {
   int64_t rows() const { return rows_; }
   int64_t sums() const { return sums_; }
   DType dtype() const { return dtype_; }
-  // The rows of each group with partial sums of its own.
+  // The number of rows of a group, which has its own partial sums.
   int64_t group_rows() const { return group_rows_; }
 
  private:

@@ -1,4 +1,4 @@
-// CPU handlers of layer norm and RMS norm; ffi/norm_buffers.h says what they take.
+// CPU handlers of layer norm and RMS norm. ffi/norm_buffers.h lists their buffers.
 #include "cpu/norm.h"
 
 #include "ffi/executor.h"

@@ -1,4 +1,4 @@
-// CUDA handlers of layer norm and RMS norm; ffi/norm_buffers.h says what they take.
+// CUDA handlers of layer norm and RMS norm. ffi/norm_buffers.h lists their buffers.
 #include <cuda_runtime_api.h>
 
 #include "cuda/norm.h"

@@ -3,7 +3,7 @@
 namespace jax_fastops {
 namespace {
 
-// Constant-initialised, hence ready before the first static Registration is built.
+// Constant-initialized, so it is ready before the first static Registration is constructed.
 const Registration* first_registration = nullptr;
 
 }  // namespace

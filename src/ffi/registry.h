@@ -2,12 +2,12 @@
 //
 // A handler file ends with one line per FFI target:
 //
-//   FASTOPS_REGISTER("jax_fastops.relu_fwd", ReluFwd);            // execute stage alone
+//   FASTOPS_REGISTER("jax_fastops.relu_fwd", ReluFwd);            // execute stage only
 //   FASTOPS_REGISTER("jax_fastops.relu_fwd", ReluFwd, ReluInit);  // and an initialize stage
 //
 // where `ReluFwd` is a handler defined by XLA_FFI_DEFINE_HANDLER_SYMBOL (or
 // XLA_FFI_DEFINE_HANDLER). The line registers the target when the module is loaded, so there is no
-// list to keep in step: the module's `handlers()` returns what its object files registered. Target
+// list to maintain: the module's `handlers()` returns all registered targets. Target
 // names carry no ABI suffix; Python adds it. CPU handlers are registered by ffi/handler_cpu.h.
 #ifndef JAX_FASTOPS_FFI_REGISTRY_H_
 #define JAX_FASTOPS_FFI_REGISTRY_H_

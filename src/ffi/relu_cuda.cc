@@ -5,9 +5,8 @@
 //   add_relu     x, y -> z
 //   add_relu_fwd x, y -> z, mask
 //
-// The execute handlers only launch, so XLA may record them into a CUDA graph; whatever would not
-// survive the recording, namely the loading of the kernels, is done in the initialize stage, which
-// is never recorded.
+// The execute handlers only launch, so XLA may record them into a CUDA graph. Kernels are loaded in
+// the initialize stage, which is never recorded.
 #include "cuda/relu.h"
 
 #include <cuda_runtime_api.h>
@@ -78,8 +77,8 @@ ffi::Error AddReluFwdImpl(cudaStream_t stream, Arg x, Arg y, Ret z, Ret mask) {
                                       Bytes(*mask), view.rows, view.columns, stream));
 }
 
-// One handler for all targets, so it looks at no operand. XLA calls it before every execution, on
-// the device of the execution.
+// One handler for all targets, so it reads no operand. XLA calls it before every execution, on the
+// device of the execution.
 FASTOPS_CUDA_INITIALIZE(kInitialize, "relu", cuda::LoadReluKernels);
 XLA_FFI_DEFINE_HANDLER(kRelu, ReluImpl,
                        ffi::Ffi::Bind()

@@ -1,13 +1,13 @@
-// How the handlers of softmax, of every backend, read their buffers and attributes.
+// Reads the buffers and attributes of softmax calls, for the handlers of every backend.
 //
-// Names, operands and results of the kernels; `mask` and `workspace` may be missing:
+// Names, operands and results of the kernels; `mask` and `workspace` are optional:
 //   softmax      x[..., n, inner...], mask pred[~..., n or 1, inner...] -> y, workspace
 //   softmax_bwd  y, dy, mask -> dx, workspace
-// Attributes: `inner`, how many dimensions follow n; `scale`; `log`; in the backward `masked`; and
-// `batch_first`, where there are inner dimensions: the logical shape then has them in front of n
-// (see ffi/layout_buffers.h), while memory is as ever.
+// Attributes: `inner`, the number of dimensions after n; `scale`; `log`; in the backward `masked`;
+// and `batch_first`, if there are inner dimensions: the logical shape then has them before n (see
+// ffi/layout_buffers.h), while memory is unchanged.
 //
-// A dimension of the mask that is not as long as that of x is broadcast: index 0 stands for all.
+// A dimension of the mask that is shorter than that of x is broadcast: its index 0 is used for all.
 // (In partitioned programs it may have several equal copies there.)
 #ifndef JAX_FASTOPS_FFI_SOFTMAX_BUFFERS_H_
 #define JAX_FASTOPS_FFI_SOFTMAX_BUFFERS_H_
@@ -32,7 +32,7 @@ struct SoftmaxCall {
   void* workspace = nullptr;
 };
 
-// The dimensions as they are in memory: [..., n, inner...].
+// The dimensions in the order of memory: [..., n, inner...].
 inline std::vector<int64_t> SoftmaxDims(const ffi::AnyBuffer& buffer, size_t inner,
                                         bool batch_first) {
   const auto dims = buffer.dimensions();
@@ -45,7 +45,7 @@ inline std::vector<int64_t> SoftmaxDims(const ffi::AnyBuffer& buffer, size_t inn
   return memory;
 }
 
-// Of the dimensions from `begin` to `end`, those that the mask's place depends on.
+// The dimensions from `begin` to `end` on which the mask's offset depends.
 inline bool ReadMaskIndex(const std::vector<int64_t>& size, const std::vector<int64_t>& stride,
                           size_t begin, size_t end, MaskIndex* index) {
   bool matters = false;
@@ -82,7 +82,7 @@ inline ffi::Error ReadSoftmax(const char* op, const NamedBuffer& x,
   call->log = *log;
   const size_t rank = x.buffer.dimensions().size();
   if (*inner < 0 || static_cast<size_t>(*inner) >= rank)
-    return InvalidArgument(op, Describe(x) + " has not so many dimensions behind its axis");
+    return InvalidArgument(op, Describe(x) + " has too few dimensions for the attribute inner");
   const size_t behind = static_cast<size_t>(*inner), axis = rank - 1 - behind;
   const std::vector<int64_t> size = SoftmaxDims(x.buffer, behind, batch_first);
   for (size_t i = 0; i < rank; ++i) {
@@ -113,7 +113,7 @@ inline ffi::Error ReadSoftmax(const char* op, const NamedBuffer& x,
   return ffi::Error::Success();
 }
 
-// The `index`th of what is left of the operands or results, if there are so many.
+// The remaining operand or result with this index, if it exists.
 template <typename Remaining>
 std::optional<ffi::AnyBuffer> OptionalArgument(const Remaining& rest, size_t index) {
   if (index >= rest.size()) return std::nullopt;

@@ -1,4 +1,4 @@
-// CPU handlers of softmax and log-softmax; ffi/softmax_buffers.h says what they take.
+// CPU handlers of softmax and log-softmax. ffi/softmax_buffers.h lists their buffers.
 #include "cpu/softmax.h"
 
 #include "ffi/executor.h"

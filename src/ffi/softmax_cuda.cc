@@ -1,4 +1,4 @@
-// CUDA handlers of softmax and log-softmax; ffi/softmax_buffers.h says what they take.
+// CUDA handlers of softmax and log-softmax. ffi/softmax_buffers.h lists their buffers.
 #include <cuda_runtime_api.h>
 
 #include "cuda/softmax.h"

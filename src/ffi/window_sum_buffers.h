@@ -1,11 +1,11 @@
-// How the handlers of the windowed sum, of every backend, read their buffers and attributes.
+// Reads the buffers and attributes of window sum calls, for the handlers of every backend.
 //
 //   window_sum   x[..., n, inner...] -> y[..., m, inner...], workspace
 //
-// The workspace may be missing. Attributes: `radius`; `padding`, how many zeros there are on either
-// side of n, so that m = n + 2 * padding - 2 * radius; `inner`, how many dimensions follow n; and
-// `batch_first`, where there are inner dimensions: the logical shape then has them in front of n
-// (see ffi/layout_buffers.h), while memory is as ever.
+// The workspace is optional. Attributes: `radius`; `padding`, the number of zeros on either
+// side of n, so that m = n + 2 * padding - 2 * radius; `inner`, the number of dimensions after n;
+// and `batch_first`, if there are inner dimensions: the logical shape then has them before n (see
+// ffi/layout_buffers.h), while memory is unchanged.
 #ifndef JAX_FASTOPS_FFI_WINDOW_SUM_BUFFERS_H_
 #define JAX_FASTOPS_FFI_WINDOW_SUM_BUFFERS_H_
 
@@ -42,7 +42,7 @@ inline ffi::Error ReadWindowSum(const ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuf
   const auto x_dims = x.dimensions(), y_dims = y->dimensions();
   const size_t rank = x_dims.size();
   if (*inner < 0 || static_cast<size_t>(*inner) >= rank || y_dims.size() != rank)
-    return mismatch("there are not so many dimensions behind the axis");
+    return mismatch("there are too few dimensions for the attribute inner");
   if (x.element_type() != y->element_type()) return mismatch("types differ");
   constexpr int64_t kMost = int64_t{1} << 60;
   if (*radius < 0 || *radius > kMost || *padding < 0 || *padding > 2 * *radius)
@@ -51,8 +51,7 @@ inline ffi::Error ReadWindowSum(const ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuf
   WindowSumShape& shape = call->shape;
   shape.radius = *radius;
   shape.pad = *padding;
-  // Batch-first, the axis is the last dimension, and those that follow it in memory are just in
-  // front.
+  // Batch-first, the axis is the last dimension, directly after those that follow it in memory.
   const size_t behind = static_cast<size_t>(*inner);
   const size_t axis = batch_first ? rank - 1 : rank - 1 - behind;
   const size_t inner_begin = batch_first ? rank - 1 - behind : axis + 1;
@@ -61,7 +60,7 @@ inline ffi::Error ReadWindowSum(const ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuf
       shape.n = x_dims[i];
       continue;
     }
-    if (x_dims[i] != y_dims[i]) return mismatch("shapes differ beside the axis");
+    if (x_dims[i] != y_dims[i]) return mismatch("shapes differ in other dimensions than the axis");
     (i >= inner_begin && i < inner_begin + behind ? shape.inner : shape.outer) *= x_dims[i];
   }
   if (y_dims[axis] != shape.m()) return mismatch("y has not one element for each window");

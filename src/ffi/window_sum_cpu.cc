@@ -1,4 +1,4 @@
-// CPU handler of the windowed sum; ffi/window_sum_buffers.h says what it takes.
+// CPU handlers of the window sum. ffi/window_sum_buffers.h lists their buffers.
 #include "cpu/window_sum.h"
 
 #include "ffi/executor.h"

@@ -1,4 +1,4 @@
-// CUDA handler of the windowed sum; ffi/window_sum_buffers.h says what it takes.
+// CUDA handlers of the window sum. ffi/window_sum_buffers.h lists their buffers.
 #include <cuda_runtime_api.h>
 
 #include "cuda/window_sum.h"
