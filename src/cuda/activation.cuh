@@ -1,20 +1,20 @@
 // The activations gelu, gelu_exact and silu, and their derivatives, of one element.
 //
-// A kernel around them is bound by memory only as long as an element costs few instructions: an
-// H100 has about 40 issue slots in the time in which it reads and writes an element of 16 bits, and
-// twice as many for one of float32. The functions of CUDA's math library would be too slow, and
-// where they are not (tanh.approx), they lose the negative tail, in which the result is small but
-// its relative error still counts. So:
+// A kernel that calls them is bound by memory only if an element costs few instructions: an H100
+// has about 40 issue slots in the time in which it reads and writes an element of 16 bits, and
+// twice as many for a float32. The functions of CUDA's math library are too slow. tanh.approx is
+// fast, but loses the negative tail, where the result is small but its relative error still counts.
+// So:
 //
-// - All is computed of a = min(|s|, limit), at which the tail has vanished. There one power of two,
-//   e = 2^t with t <= 0, is all that shrinks; nothing overflows, almost equal numbers are
-//   subtracted only where y' has its zero, and huge or infinite s need no code of their own.
+// - Everything is computed from a = min(|s|, limit); at the limit the tail has vanished. Only one
+//   power of two, e = 2^t with t <= 0, gets small. Nothing overflows, almost equal numbers are
+//   subtracted only where y' has its zero, and huge or infinite s need no separate code.
 // - One ex2.approx and one rcp.approx per element, no branch.
-// - An error of t is one of e times t ln 2: of float, what rounding took from t is computed, and
-//   put back into e; and the reciprocal is refined. Types of 16 bits would not notice, and what is
-//   here for them is exact to 2^-16 only.
-// - e is held as 2^kShift e: an e that is subnormal would have lost bits that the result, which is
-//   larger, still has.
+// - An error dt of t is a relative error dt ln 2 of e. For float, the rounding error of t is
+// computed
+//   and corrected in e, and the reciprocal is refined. Types of 16 bits do not need this; their
+//   code is exact only to 2^-16.
+// - e is held as 2^kShift e: a subnormal e would lose bits that the result, which is larger, needs.
 //
 // With a = |s|:
 //   gelu, silu:  y = s * sigmoid(v), v = s for silu, v = s (c0 + c1 s^2) for gelu's tanh form
@@ -25,8 +25,8 @@
 // g(a) = erfcx(a / sqrt 2) / 2 falls like 1 / a. It is q times a polynomial of q = 1 / (1 + c a),
 // fitted for the smallest relative error over the a that matter.
 //
-// As in jax.nn, NaN gives NaN, y(-inf) is NaN, an infinity times 0, and so is y' at an infinity:
-// what computes the limit there is added to s - s. float64 has time for the math library.
+// As in jax.nn, NaN gives NaN. y(-inf) is NaN, because it is an infinity times 0, and so is y' at
+// infinities: the code adds s - s there. float64 has time for the math library.
 #ifndef JAX_FASTOPS_CUDA_ACTIVATION_CUH_
 #define JAX_FASTOPS_CUDA_ACTIVATION_CUH_
 
@@ -45,7 +45,7 @@ inline constexpr int kShift = std::is_same_v<T, __nv_bfloat16> || std::is_same_v
 template <typename T>
 inline constexpr ComputeType<T> kUnshift = kShift<T> == 0 ? 1.0 : 9.094947017729282e-13;
 
-// A constant in two parts: the one that rounding to float leaves, and what it takes.
+// A constant in two parts: its rounding to float, and the rounding error.
 struct Constant {
   float high, low;
   constexpr explicit Constant(double value)
@@ -57,8 +57,8 @@ struct Constant {
 template <typename T>
 __device__ __forceinline__ float PowerOfTwo(float a, float b, float low) {
   constexpr float shift = kShift<T>;
-  // Of float, the two roundings of t are known: t - shift is exact, because the sum is so where it
-  // is the smaller number of the two, and where not, t is between shift / 2 and shift.
+  // For float, both rounding errors of t are known. t - shift is exact: either the sum is the
+  // smaller of the two numbers, or t is between shift / 2 and shift.
   const float t = sizeof(T) == 2 ? fmaf(a, b, shift) : __fadd_rn(__fmul_rn(a, b), shift);
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
@@ -90,7 +90,7 @@ __device__ __forceinline__ double Magnitude(double s, double limit) {
   return a > limit ? limit : a;
 }
 
-// s * sigmoid(v), of which e = 2^kShift exp(-|v|) is known.
+// s * sigmoid(v), given e = 2^kShift exp(-|v|).
 template <typename T>
 __device__ __forceinline__ ComputeType<T> LogisticValue(ComputeType<T> s, ComputeType<T> e) {
   using A = ComputeType<T>;
@@ -227,9 +227,9 @@ struct GeluExact {
     return n;
   }
 
-  // Phi(-a) to 2^-12, which is an eighth of bfloat16's own rounding: for the value alone, since y'
-  // has a zero, next to which an error of Phi shows. Here 2^-kShift is a factor of the polynomial's
-  // coefficients; the product is subnormal only where y is nearly so, and has bits enough there.
+  // Phi(-a) to 2^-12, an eighth of the rounding of bfloat16. Only for the value: y' has a zero,
+  // next to which an error of Phi would be visible. 2^-kShift is a factor of the polynomial's
+  // coefficients. The product is subnormal only if y almost is, and then has enough bits.
   static __device__ __forceinline__ float Below(float s) {
     using T = __nv_bfloat16;
     constexpr float c = -0.5 * activation::kLog2E, unit = activation::kUnshift<T>;

@@ -1,9 +1,10 @@
-// act(x + bias) and its gradients: dx = dy * act'(x + bias), and dbias, its sum over what the bias
-// is broadcast along, in one pass. For relu the backward reads a bit per element instead of x.
+// act(x + bias) and its gradients in one pass: dx = dy * act'(x + bias), and dbias, the sum of dx
+// over the dimensions in which the bias is broadcast. For relu the backward reads a bit per element
+// instead of x.
 //
-// The sum and the activation are in float32 (float64 for float64); nothing between is rounded.
-// cuda/elementwise_forward.cuh and cuda/elementwise_backward.cuh say how arrays are read and
-// summed, cuda/bias_relu.cuh how the bits are written.
+// The sum and the activation are computed in float32 (float64 for float64), without rounding in
+// between. cuda/elementwise_forward.cuh and cuda/elementwise_backward.cuh read and sum the arrays,
+// and cuda/bias_relu.cuh writes the bits.
 //
 // Source: FasterTransformer, add_bias_act.
 #include "cuda/bias_act.h"

@@ -1,4 +1,4 @@
-// bias_act's kernels for gelu; cuda/bias_act.cu says what they compute.
+// The kernels of bias_act for gelu. cuda/bias_act.cu describes them.
 #include "cuda/bias_act_of.cuh"
 
 namespace jax_fastops::cuda {

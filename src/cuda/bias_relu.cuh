@@ -1,26 +1,29 @@
 // y = max(x + bias, 0), with or without one bit per element for the backward pass.
 //
-// All of it is bound by memory: x is read and y written once, the bias is read from the caches. So
-// the kernels are shaped as those of relu.cu, whatever the bias is broadcast along:
+// The kernels are bound by memory: they read x and write y once, and read the bias from the caches.
+// So they are shaped like those of relu.cu, for any broadcast of the bias:
 //
-// - A warp takes 1024 neighbouring elements (2048 of 16 bits) of the whole array, without regard to
-//   rows, and loads them 16 bytes per lane, four to eight loads issued together. The mask of 1024
-//   elements is moved as 32 words (bitmask.cuh).
-// - Where a 16-byte unit of x lies in the bias follows from its index in x by one division by the
-//   length of the innermost dimension, a multiplication as the divisor is known before; of shapes
-//   whose bias has more dimensions, by one for each. That is paid per unit, not per element.
-// - Where rows are whole units, so is the unit's bias, and is loaded at once, or is one element.
-//   Otherwise a bias of at most two dimensions is loaded by elements, of which some may belong to
-//   the next row: four to five instructions each, for which there is time with elements of 32 bits.
-//   Under those of 16 bits it is read by aligned words and a shift (shifted.cuh), and by elements
-//   only where a row ends.
-// - Rows that do not end on whole mask bytes ("ragged") begin a new byte each, but the elements lie
-//   back to back: only the bits are dealt out to bytes.
-// - Pointers that are not aligned to 16 bytes, other biases, rows shorter than a unit, and what is
-//   left after the last whole tile, are done in chunks of 256 elements per warp, one element per
-//   lane and load, bits by ballots.
+// - A warp takes 1024 contiguous elements (2048 of 16 bits) of the flat array, and loads 16 bytes
+// per
+//   lane, with four to eight loads in flight. The mask of 1024 elements moves as 32 words
+//   (bitmask.cuh).
+// - The place in the bias of a 16-byte unit of x follows from its index by one division by the
+// length
+//   of the innermost dimension, which is a multiplication because the host knows the divisor. A
+//   bias with more dimensions takes one division for each. The cost is per unit, not per element.
+// - If rows are whole units, the unit's bias is also a whole unit, loaded at once, or a single
+//   element. Otherwise a bias of at most two dimensions is loaded element by element, because some
+//   elements may belong to the next row: four to five instructions each, which elements of 32 bits
+//   can afford. For elements of 16 bits it is read by aligned words and a shift (shifted.cuh), and
+//   element by element only at the end of a row.
+// - Rows that do not end on a whole mask byte ("ragged") each begin a new byte, but the elements
+// are
+//   contiguous: only the bits are distributed to bytes.
+// - Pointers that are not aligned to 16 bytes, other biases, rows shorter than a unit, and the
+//   elements after the last whole tile are processed in chunks of 256 elements per warp, with one
+//   element per lane and load, and bits by ballots.
 //
-// One launch does everything: the first warps take the tiles, the next few the rest.
+// One launch does everything: the first warps take the tiles, and the next few take the rest.
 #ifndef JAX_FASTOPS_CUDA_BIAS_RELU_CUH_
 #define JAX_FASTOPS_CUDA_BIAS_RELU_CUH_
 
@@ -206,7 +209,7 @@ __device__ __forceinline__ void LoadBiases(const BiasIndex& index, const void* b
 // -------------------------------------------------------------------------------------------------
 // Elements
 
-// x + bias as it is compared with zero: rounded to x's type, unless the bias is wider.
+// x + bias for the comparison with zero: rounded to the type of x, unless the bias is wider.
 template <typename T, typename P>
 __device__ __forceinline__ P Biased(T x, P bias) {
   if constexpr (std::is_same_v<T, P>) {

@@ -1,29 +1,30 @@
-// Splitting features into attention heads, with or without the bias, and merging them again, with
-// or without the sums that are the bias' gradient. One launch does all of it, for the three parts
-// of QKV too.
+// Splits features into attention heads, with or without a bias, and merges heads into features,
+// with or without the sums that give the bias gradient. One launch does all of this, also for the
+// three parts of QKV.
 //
-// It moves every element once and is bound by memory: there is one kernel, which goes either way,
-// and it is shaped by its accesses alone.
+// Every element moves once, so the kernel is bound by memory. One kernel works in both directions,
+// and only its memory accesses determine its shape.
 //
-// - What moves is a *unit* of 1 to 16 bytes, the widest that a head's row is a multiple of and that
-//   the pointers are aligned to; for heads of 64 elements 16 bytes. Units are contiguous along a
-//   row of x, all of its features, and along a head of y, all of its rows.
-// - A thread keeps to one column of units, so that part, head and bias are found once, and takes
-//   four rows of it or more, all loaded before the first is stored. Saturating an H100's memory
-//   takes about 3.35 TB/s times 0.8 us = 20 KB in flight per SM; with 16-byte units 80 KB or more
-//   are.
-// - A block takes a tile: a run of rows by so many columns, with `row_lanes` threads to a column.
-//   A warp as wide as 32 columns moves 512 neighbouring bytes of x, and pieces of a head's row of
-//   y, or several. Columns are counted on from one run to the next, so that no lane is idle where a
-//   row ends.
-// - Units of less than 16 bytes come with rows of y or x that share sectors, the 32 bytes that
-//   memory is written in. A sector that is written in two pieces costs little only if the second
-//   follows soon. So these tiles are as wide as a block, and where a head is less than a sector, a
-//   warp takes several rows and is that much narrower.
-// - The sums: a thread adds up the rows that it moves anyway, in registers; a tile is as long as
-//   the run that is summed, so its row lanes meet in shared memory, once, and write the sum. There
-//   are no atomics: the same input gives the same bits. Sums of 128 rows are 0.8% more traffic for
-//   bfloat16, 0.4% for float32.
+// - The kernel moves *units* of 1 to 16 bytes: the largest unit that divides a head's row and that
+//   the pointers are aligned to. For heads of 64 elements it is 16 bytes. Units are contiguous
+//   along a row of x (all features), and along a head of y (all rows).
+// - A thread stays in one column of units, so it computes part, head and bias once. It takes at
+//   least four rows of the column, and loads all of them before it stores the first. To saturate an
+//   H100's memory, about 3.35 TB/s times 0.8 us = 20 KB must be in flight per SM. With 16-byte
+//   units, 80 KB or more are.
+// - A block takes a tile: a run of rows times a number of columns, with `row_lanes` threads per
+//   column. A warp that covers 32 columns moves 512 contiguous bytes of x, and one or more pieces
+//   of a head's row of y. Columns are numbered across runs, so that no lane is idle at the end of a
+//   row.
+// - If units have less than 16 bytes, rows of y or x share sectors, the 32 bytes in which memory is
+//   written. Writing a sector in two pieces is cheap only if the second piece follows soon. So
+//   these tiles are as wide as a block. If a head is smaller than a sector, a warp takes several
+//   rows of fewer columns.
+// - Sums: a thread adds up the rows that it moves, in registers. A tile is as long as the run that
+// is
+//   summed, so its row lanes combine once in shared memory and write the sum. Without atomics, the
+//   same input gives the same bits. Sums of 128 rows add 0.8% of traffic for bfloat16, and 0.4% for
+//   float32.
 #include "cuda/heads.h"
 
 #include <algorithm>
@@ -69,13 +70,13 @@ struct HeadsParams {
   int log_columns;
   int log_row_lanes;
   int log_warp_rows;
-  int passes;      // with the sums: how often a thread takes so many rows as it has in flight
-  int64_t x_step;  // bytes from one row of a thread to its next
+  int passes;      // with sums: the number of batches of in-flight rows per thread
+  int64_t x_step;  // bytes between a thread's consecutive rows
   int64_t y_step;
 
-  // Columns are counted in 32 bits, so the grid has a plane for each slab of so many batches, and
-  // of so many runs of each; there is more than one slab where columns, of all runs together, are
-  // more than 2^31.
+  // Columns are counted in 32 bits. So the grid has one plane for each slab, which has a number of
+  // batches and of runs of each. There is more than one slab if all runs together have more than
+  // 2^31 columns.
   int64_t slab_batches;
   FastDivisor slab_runs;
 };
@@ -99,8 +100,7 @@ constexpr int MaxColumns(int unit, bool sums) {
   return sums ? 16 : 32;
 }
 
-// T is the type of the elements, and B that of the bias; where there is no arithmetic, both are the
-// unit's bits.
+// T is the element type and B the type of the bias. Without arithmetic, both are the unit's bits.
 template <Work kWork, typename T, typename B, int kUnit,
           int kInFlight = InFlight(kUnit, kWork == Work::kMergeWithSums)>
 __global__ void __launch_bounds__(kThreads) HeadsKernel(const HeadsParams p) {
@@ -311,14 +311,14 @@ int UnitOf(const HeadsShape& shape, int64_t itemsize, const void* x, const void*
   return static_cast<int>(bits & -bits);
 }
 
-// What a launch needs beside its pointers.
+// The parameters of a launch, without its pointers.
 struct Plan {
   HeadsParams params;
   dim3 grid;
   bool valid = false;
 };
 
-// `sums` is null where there are none: the runs are then free to choose.
+// `sums` is null without sums. The lengths of the runs are then free.
 Plan MakePlan(const HeadsShape& shape, int64_t itemsize, int unit, bool split,
               const HeadsSums* sums) {
   Plan plan;
@@ -329,13 +329,13 @@ Plan MakePlan(const HeadsShape& shape, int64_t itemsize, int unit, bool split,
   constexpr int64_t kLimit = std::numeric_limits<int32_t>::max() - kThreads;
   if (row > kLimit) return plan;
 
-  // The tile. There should be as many row lanes as take the run in one go; at least as many as a
-  // warp has, and so many that a tile is not wider than x; but no more than rows.
+  // The tile. There should be enough row lanes to take the run at once, at least as many as a warp
+  // has rows, and enough that a tile is not wider than x, but no more than there are rows.
   const int64_t run_rows =
       sums == nullptr ? shape.sequence : CeilDiv(shape.sequence / sums->groups, sums->subgroups);
   const int in_flight = InFlight(unit, sums != nullptr);
-  // Of heads smaller than a sector, a warp takes as many rows as make one in y; but where x is
-  // written, no more than leave it a sector wide in x.
+  // If a head is smaller than a sector, a warp takes enough rows to fill a sector of y. If x is
+  // written, it keeps at least one sector of width in x.
   int64_t warp_rows = 1;
   while (warp_rows < 8 && warp_rows * head * unit < 32) warp_rows *= 2;
   if (!split) warp_rows = std::min<int64_t>(warp_rows, unit);
@@ -352,7 +352,8 @@ Plan MakePlan(const HeadsShape& shape, int64_t itemsize, int unit, bool split,
   p.x_step = row_lanes * row * unit;
   p.y_step = row_lanes * head * unit;
 
-  // The runs: of the sums, or of equal length, as close as can be to what a tile has in flight.
+  // The runs: those of the sums, or runs of equal length close to the rows that a tile has in
+  // flight.
   int64_t groups = 1, subgroups;
   p.run_rows = run_rows;
   if (sums == nullptr) {
@@ -406,7 +407,7 @@ HeadsShape Simplify(HeadsShape shape) {
 cudaError_t Launch(Kernel kernel, Plan plan, const void* x, const void* const* y, int64_t parts,
                    const void* bias, void* sums, cudaStream_t stream) {
   if (!plan.valid) return cudaErrorInvalidConfiguration;
-  // What is read and what is written depends on the kernel.
+  // The kernel decides which arrays are read and which are written.
   plan.params.x = static_cast<char*>(const_cast<void*>(x));
   for (int part = 0; part < kMaxHeadParts; ++part) {
     plan.params.y[part] = part < parts ? static_cast<char*>(const_cast<void*>(y[part])) : nullptr;

@@ -1,10 +1,10 @@
 // Splitting features into attention heads and merging them again, on raw device pointers, with the
 // bias and its gradient in the same pass. Shapes are in heads_shape.h.
 //
-// Every function enqueues at most one kernel on `stream` and returns what the launch returned. None
-// allocates or synchronises, so all may be captured into a CUDA graph, once LoadHeadsKernels has
-// run on the device. Arrays without elements succeed; sums are then set to 0. Pointers need no more
-// alignment than an element does; outputs must not overlap inputs.
+// Every function enqueues at most one kernel on `stream` and returns the result of the launch. The
+// functions do not allocate or synchronize. Once LoadHeadsKernels has run on the device, they may
+// be captured into a CUDA graph. Empty arrays succeed, and sums are then set to 0. Pointers need
+// only the alignment of an element; outputs must not overlap inputs.
 #ifndef JAX_FASTOPS_CUDA_HEADS_H_
 #define JAX_FASTOPS_CUDA_HEADS_H_
 
@@ -22,7 +22,7 @@ cudaError_t SplitHeads(const HeadsShape& shape, int64_t itemsize, const void* x,
                        cudaStream_t stream);
 
 // y[p][b, h, s, d] = x[b, s, p, h, d] + bias[p, h, d]. The bias has the type of x, or is float32
-// beside a 16-bit x (`wide_bias`); the sum is rounded once.
+// while x has 16 bits (`wide_bias`). The sum is rounded once.
 cudaError_t SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bias, const void* x,
                               const void* bias, void* const* y, cudaStream_t stream);
 

@@ -31,7 +31,7 @@ struct Lerp {
   static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[3]) {
     using C = ComputeType<T>;
     const C distance = x[1] - x[0], weight = x[2];
-    // What depends on the weight alone is worked out once where the weight is one for many.
+    // These values depend only on the weight. The compiler hoists them if one weight serves many.
     const bool from_start = weight < C(0.5);
     const C way = from_start ? weight : weight - C(1);
     const C near = from_start ? x[0] : x[1];

@@ -1,7 +1,7 @@
-// Neighbouring elements that begin anywhere, by aligned loads: the 16-byte words in which the first
-// and the last of them lie, and a shift. The words are issued like any other load and are shifted
-// when they are looked at. Eight elements of 16 bits take two loads, not eight, and a warp touches
-// each of its cache lines twice, not eight times.
+// Loads contiguous elements from any address by aligned loads: the 16-byte words that contain the
+// first and the last element, and a shift. The words are loaded like any others, and shifted when
+// they are used. Eight elements of 16 bits take two loads instead of eight, and a warp touches each
+// of its cache lines twice instead of eight times.
 #ifndef JAX_FASTOPS_CUDA_SHIFTED_CUH_
 #define JAX_FASTOPS_CUDA_SHIFTED_CUH_
 
@@ -12,7 +12,7 @@
 
 namespace jax_fastops::cuda {
 
-// kSize elements, of 16 or 32 bytes together.
+// kSize elements, 16 or 32 bytes in total.
 template <typename T, int kSize>
 struct Shifted {
   static constexpr int kWords = kSize * sizeof(T) / 16;
@@ -21,27 +21,28 @@ struct Shifted {
   uint4 words[kWords + 1];
   int shift;  // in bytes, from 0 to 15
 
-  // Of an array that begins aligned, the elements from `first` on. The word of the last one must
-  // lie within the array as a whole: first + kSize - 1 < (the array's size, rounded down to words).
+  // Loads elements of an aligned array, beginning with `first`. The word of the last one must lie
+  // completely within the array: first + kSize - 1 < (the array's size, rounded down to words).
   __device__ __forceinline__ void Load(const void* data, uint32_t first) {
     const T* p = static_cast<const T*>(data);
     shift = static_cast<int>(first % kPerWord * sizeof(T));
     const uint4* low = reinterpret_cast<const uint4*>(p + first / kPerWord * kPerWord);
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = __ldg(low + i);
-    // Where nothing is to be shifted this is the last word once more: no condition is needed.
+    // Without a shift this loads the last word again, so no condition is needed.
     const uint32_t last = (first + kSize - 1) / kPerWord * kPerWord;
     words[kWords] = __ldg(reinterpret_cast<const uint4*>(p + last));
   }
 
-  // Of an array that begins aligned, the elements from `first` on, a multiple of kSize.
+  // Loads elements of an aligned array, beginning with `first`, a multiple of kSize.
   __device__ __forceinline__ void LoadAligned(const void* data, int64_t first) {
     const T* p = static_cast<const T*>(data) + first;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const uint4*>(p)[i];
   }
 
-  // Element by element: the first `left` ones from `first` on, those behind them from `next` on.
+  // Loads element by element: `left` elements beginning with `first`, then those beginning with
+  // `next`.
   __device__ __forceinline__ void Gather(const void* data, int64_t first, int64_t next, int left) {
     const T* here = static_cast<const T*>(data) + first;
     const T* there = static_cast<const T*>(data) + (next - left);

@@ -1,40 +1,39 @@
 // y = transpose(x, axes): any rank, any permutation, elements of 1, 2, 4, 8 or 16 bytes.
 //
-// Nothing is computed, so the floor is a copy: every byte read once and written once. What keeps a
-// transposition from it is that what is contiguous in the input is not so in the output, while both
-// sides want long contiguous accesses: DRAM and L2 move sectors of 32 bytes, and an SM of an H100
-// has about 75 clocks for every 512 bytes to be read and written, too few to handle them one by
-// one. What is known once per shape (Normalize, then Plan below, cached) chooses one
-// of four kernels.
+// Nothing is computed, so the floor is a copy: every byte is read once and written once. The
+// difficulty is that both sides need long contiguous accesses, but contiguous input is not
+// contiguous in the output. DRAM and L2 move sectors of 32 bytes, and an SM of an H100 has about 75
+// clocks for every 512 bytes that it reads and writes, too few to handle them one by one. A plan,
+// computed once per shape and cached (Normalize, then Plan below), chooses one of four kernels.
 //
 // - Rows (UnitRowsKernel, ByteRowsKernel): the minor dimension stays. A copy of rows; each thread
-//   moves four units of 16 bytes, which are neighbours in the output. Rows whose length is not a
+//   moves four units of 16 bytes that are adjacent in the output. Rows whose length is not a
 //   multiple of 16 bytes are still written 16 bytes at a time: an unaligned window of the input is
-//   two aligned loads and a shift, and where a row ends within the 16 bytes, a second window.
+//   two aligned loads and a shift. If a row ends within the 16 bytes, there is a second window.
 // - Tile (TileKernel): the minor dimension moves. A tile has a run of elements that are contiguous
-//   in the input on one side and a run that are contiguous in the output on the other. A run spans
-//   several dimensions where one is short: (96, 97, 98, 99) reversed is, for the tiles, a matrix of
-//   9312 rows and 9702 columns, whose rows and columns each start anywhere. Tiles are 16 KB, read
+//   in the input on one side, and a run contiguous in the output on the other. A run spans several
+//   dimensions if one is short: (96, 97, 98, 99) reversed is, for the tiles, a matrix of
+//   9312 rows and 9702 columns, whose rows and columns start at any address. Tiles are 16 KB, read
 //   and written 16 bytes at a time, 128 to 512 contiguous bytes per row and column. Elements of 1
 //   and 2 bytes are transposed in registers in squares of 4 by 4 and 2 by 2, so that shared memory
-//   sees words only, and a swizzle of 16-byte chunks keeps its banks apart.
-//   Rows that are not aligned to 16 bytes are read by element, those of 1 and 2 bytes by unaligned
-//   windows again. Columns that are not are still written in whole aligned sectors: the tile is
-//   skewed, see there.
+//   sees only words, and a swizzle of 16-byte chunks avoids bank conflicts.
+//   Rows that are not aligned to 16 bytes are read element by element, and elements of 1 and 2
+//   bytes by unaligned windows. Columns that are not aligned are still written in whole aligned
+//   sectors: the tile is skewed (see TileKernel).
 // - Box (BoxKernel): the two runs need the same dimension, because one is short (3 channels), or
 //   dimensions are permuted within a small block. A box of the array, 8 or 16 KB, is copied to
-//   shared memory as it lies, and gathered from there in the order of the output; where each
-//   element comes from is the same for every box, so a table of 16-bit addresses says it. Blocks
-//   are persistent, so that each makes the table once, a dimension at a time; one chain of
-//   divisions per entry took a third of bfloat16's time. A thread gathers one word of 4 bytes at a
-//   time, and where a box lies in shared memory is chosen so that the banks that a warp gathers
-//   from are apart. Segments of the output that are not aligned are gathered into shared memory
-//   first and written from there in aligned chunks.
+//   shared memory in the input's order, and gathered from there in the order of the output. The
+//   source of each element is the same for every box, so a table holds 16-bit addresses. Blocks are
+//   persistent: each makes the table once, one dimension at a time. (A chain of divisions per entry
+//   took a third of the time for bfloat16.) A thread gathers one word of 4 bytes at a time, and the
+//   layout of a box in shared memory is chosen to avoid bank conflicts in these gathers. Segments
+//   of the output that are not aligned are first gathered into shared memory and written from there
+//   in aligned chunks.
 //
-// Offsets into the arrays are 64-bit but computed once per row of a tile; all other indices fit 32
-// bits, since they count tiles, or units within one. The row kernels, where every thread computes
-// offsets, exist for 32- and for 64-bit indices. Divisions are multiplications by reciprocals that
-// the plan holds.
+// Offsets into the arrays are 64-bit, but are computed once per row of a tile. All other indices
+// count tiles, or units within a tile, and fit 32 bits. In the row kernels every thread computes
+// offsets, so they exist for 32-bit and 64-bit indices. Divisions are multiplications by
+// reciprocals from the plan.
 #include "cuda/transpose.h"
 
 #include <algorithm>
@@ -53,7 +52,7 @@ namespace {
 
 constexpr int kThreads = 256;     // of the tile and row kernels
 constexpr int kBoxThreads = 128;  // of the box kernel
-constexpr int kFewBoxes = 2560;   // about 2.5 for each block that an H100 holds
+constexpr int kFewBoxes = 2560;   // about 2.5 for each resident block of an H100
 constexpr int kBoxBlocks = 8;     // per SM, shared memory permitting
 constexpr int kUnitsPerThread = 4;
 
@@ -69,7 +68,7 @@ __device__ __forceinline__ Index TakeRemainder(Index& n, const Divisor& d) {
   return remainder;
 }
 
-// A dimension that an index is taken apart by, with its strides in bytes.
+// A dimension by which an index is split, with its strides in bytes.
 struct Dim {
   FastDivisor size;
   int64_t in_stride;
@@ -95,8 +94,8 @@ __device__ __forceinline__ int Misalignment(const char* p, int alignment) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(p)) & (alignment - 1);
 }
 
-// The 16 bytes at an address of any alignment, from the two aligned chunks that hold them; both
-// must be readable.
+// The 16 bytes at any address, from the two aligned chunks that contain them. Both chunks must be
+// readable.
 struct Window {
   uint4 low, high;
   int shift;  // bytes
@@ -164,7 +163,7 @@ struct RowParams {
   RowDim<Index> dims[kMaxPermutationRank];  // minor to major; strides in bytes
 };
 
-// Where byte or unit n of the output comes from. `dims` begins with the row.
+// The source of byte or unit n of the output. `dims` begins with the row.
 template <typename Index>
 __device__ __forceinline__ int64_t InputOffset(const RowParams<Index>& p, int first, Index n) {
   int64_t offset = 0;
@@ -272,7 +271,7 @@ struct TileParams {
   int64_t columns;  // of the matrix that the tiles are of: the runs' lengths
   int64_t rows;
   // Tiles are numbered down a band of columns, `band` tiles high, then along it, so that blocks
-  // that run together read and write neighbouring memory.
+  // that run together read and write adjacent memory.
   FastDivisor tiles;       // per matrix
   FastDivisor band_tiles;  // per band
   FastDivisor band, last_band;
@@ -313,10 +312,10 @@ __device__ __forceinline__ void TransposeSquare(uint32_t (&w)[4]) {
   w[3] = __byte_perm(b, d, 0x7632);
 }
 
-// Whether rows, or columns, are aligned to 16 bytes. Columns that are not are written in aligned
-// sectors all the same (a sector written in part costs L2 a good deal): of each column the tile
-// leaves the part of the first sector to the tile above, and has as many more rows at its end. Only
-// the first and the last tile of a column write single elements.
+// Whether rows, or columns, are aligned to 16 bytes. Unaligned columns are also written in aligned
+// sectors, because a partially written sector is expensive for L2. In each column, the tile leaves
+// the elements before its first sector boundary to the tile above, and takes as many more rows at
+// its end. Only the first and the last tile of a column write single elements.
 template <int kElement, bool kWideIn, bool kWideOut>
 __global__ void __launch_bounds__(kThreads, 4) TileKernel(const __grid_constant__ TileParams p) {
   constexpr int kColumns = TileShape<kElement>::kColumns;
@@ -390,7 +389,7 @@ __global__ void __launch_bounds__(kThreads, 4) TileKernel(const __grid_constant_
   }
 
   if constexpr (kByWords) {
-    // A thread takes as many neighbouring rows of one column as fill a chunk.
+    // A thread takes as many adjacent rows of one column as fill a chunk.
     constexpr int kTotal = kColumns * (kChunks + kMoreChunks);
     constexpr int kUnits = (kTotal + kThreads - 1) / kThreads;
     WordType v[kUnits][kVector];
@@ -415,7 +414,7 @@ __global__ void __launch_bounds__(kThreads, 4) TileKernel(const __grid_constant_
       *chunk_at(column, chunk) = packed;
     }
   } else {
-    // A thread takes 16 bytes of kPack neighbouring rows. A warp takes 128 bytes of four such.
+    // A thread takes 16 bytes of kPack adjacent rows. A warp takes 128 bytes of four such groups.
     constexpr int kAcross = kColumns / kVector / 8;
     constexpr int kTotal = kColumns / kVector * (kAllRows / kPack);
     constexpr int kUnits = (kTotal + kThreads - 1) / kThreads;
@@ -503,7 +502,7 @@ __global__ void __launch_bounds__(kThreads, 4) TileKernel(const __grid_constant_
     }
   }
   if constexpr (!kWideOut) {
-    // What precedes the first sector of a column and what is left of the last chunk.
+    // The elements before the first sector of a column, and the rest of the last chunk.
     const auto store_element = [&](int column, int row) {
       const char* word = reinterpret_cast<const char*>(word_at(column, row / kPack));
       Store<Word<kElement>>(columns[column] + row * kElement,
@@ -556,23 +555,23 @@ struct BoxSide {
   BoxDim dims[kMaxBoxRank];  // of a segment, then those that number them; each minor to major
 };
 
-// Where a box is in shared memory, so that what a warp gathers at a time, often columns of
-// power-of-two pitch, does not lie in a few banks: 16 bytes are left out every 2^pad_shift. That
-// alone cannot tell apart the four words of a chunk of 16 bytes, of which most patterns take the
-// same one in all chunks; so they are rotated, further every 2^turn_shift chunks.
+// The layout of a box in shared memory. A warp often gathers columns with a power-of-two pitch,
+// which would hit few banks, so 16 bytes of padding follow every 2^pad_shift bytes. Padding does
+// not separate the four words of a 16-byte chunk, and most patterns take the same word of every
+// chunk. So the words of a chunk are rotated, by one more every 2^turn_shift chunks.
 struct BoxLayout {
   uint32_t pad_shift = 7;
   uint32_t turn_shift = 31;
 
   __host__ __device__ uint32_t Pad(uint32_t byte) const { return byte + (byte >> pad_shift) * 16; }
   __host__ __device__ uint32_t Turn(uint32_t byte) const { return byte >> 4 >> turn_shift & 3; }
-  // Where byte b of a box is.
+  // The address of byte b of a box.
   __host__ __device__ uint32_t Place(uint32_t byte) const {
     return Pad(byte & ~15u) + ((byte + 4 * Turn(byte)) & 15);
   }
 };
 
-// The words of a chunk, each `turn` further on.
+// The words of a chunk, rotated by `turn`.
 __device__ __forceinline__ uint4 Rotate(uint4 v, uint32_t turn) {
   if (turn & 1) v = make_uint4(v.w, v.x, v.y, v.z);
   if (turn & 2) v = make_uint4(v.z, v.w, v.x, v.y);
@@ -585,9 +584,9 @@ struct BoxParams {
   int64_t bytes;
   BoxSide in, out;
   BoxLayout layout;
-  // The one or two dimensions of which a box has only a part: the major one of the input's and of
-  // the output's segments; -1: none. If they are two, each numbers the other side's segments, as
-  // the most major dimension.
+  // The one or two dimensions that a box contains only partially: the major dimension of the
+  // input's and of the output's segments. -1 if there is none. If there are two, each one is the
+  // most major dimension that numbers the other side's segments.
   int in_part, out_part;                  // in `dims`
   uint32_t in_part_size, out_part_size;   // of the box
   int64_t in_part_total, out_part_total;  // of the array
@@ -605,8 +604,9 @@ __device__ __forceinline__ int64_t SegmentOffset(const BoxSide& side, uint32_t n
   return offset;
 }
 
-// kWords: whether a thread gathers a word at a time, not a chunk of 16 bytes. Lanes that gather
-// chunks are often a multiple of 16 bytes apart in the box as well, in a quarter of the banks.
+// kWords: whether a thread gathers one word at a time instead of a chunk of 16 bytes. Lanes that
+// gather chunks often have distances that are multiples of 16 bytes, and hit a quarter of the
+// banks.
 template <int kElement, bool kWords>
 __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
     BoxKernel(const __grid_constant__ BoxParams p) {
@@ -614,7 +614,7 @@ __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
   constexpr int kTogether = 4;
   using Element = Word<kElement>;
 
-  // The default layout is known when this is compiled, which saves shifts.
+  // The default layout is known at compile time, which saves shifts.
   BoxLayout layout;
   if constexpr (kWords) layout = p.layout;
 
@@ -632,9 +632,9 @@ __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
   for (uint32_t i = threadIdx.x; i < p.out.count; i += kBoxThreads) {
     out_offsets[i] = SegmentOffset(p.out, i);
   }
-  // The table, dimension by dimension: every further index repeats what is there, so much further
-  // on. Entries between segments, of which there are some where a segment does not end on 16 bytes,
-  // may be read too and have to be addresses.
+  // The table, dimension by dimension: each index of a new dimension repeats the existing entries
+  // with an offset. Entries between segments exist if a segment does not end on 16 bytes. They may
+  // be read, so they must be valid addresses.
   const uint32_t entries = p.out.count * p.out.pitch;
   for (uint32_t i = threadIdx.x; i < entries; i += kBoxThreads) table[i] = 0;
   for (int d = 0; d < p.out.run_dims + p.out.segment_dims; ++d) {
@@ -782,7 +782,7 @@ __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
           Store<uint4>(address + begin, window.Get());
         }
       }
-      // What precedes the first chunk of a segment, and what is left behind the last one.
+      // The elements before the first chunk of a segment, and those after the last one.
       constexpr int kEnds = 32 / kElement;
       for (uint32_t unit = threadIdx.x; unit < out_count * kEnds; unit += kBoxThreads) {
         const uint32_t segment = unit / kEnds;
@@ -805,7 +805,7 @@ __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
 
 enum class Variant { kCopy, kUnitRows, kByteRows, kTile, kBox };
 
-// Everything about a shape but the pointers.
+// The plan of a shape: everything except the pointers.
 struct TransposePlan {
   Variant variant = Variant::kCopy;
   int unit = 1;  // bytes
@@ -846,7 +846,7 @@ void SetRows(const Permutation& p, bool bytes, RowParams<Index>* rows) {
     const int from = p.rank - 1 - d;
     const int64_t size = p.size[from] * (bytes && d == 0 ? p.unit : 1);
     using Divisor = decltype(rows->dims[d].size);
-    // The most major dimension is not divided by, and may be too large to.
+    // There is no division by the most major dimension, which may be too large for it.
     rows->dims[d].size = d > 0 && d == p.rank - 1 ? Divisor() : Divisor(size);
     rows->dims[d].in_stride = p.in_stride[from] * (bytes && d == 0 ? 1 : p.unit);
   }
@@ -868,7 +868,7 @@ void PlanRows(const Permutation& p, TransposePlan* plan) {
 }
 
 Dim MakeDim(const Permutation& p, int d, int64_t size) {
-  // Dimensions of 2^31 elements are never divided by: a run that has one spans no other.
+  // There is no division by a dimension of 2^31 elements: a run with such a dimension has no other.
   return {FastDivisor(static_cast<uint32_t>(std::min<int64_t>(size, 0x7fffffff))),
           p.in_stride[d] * p.unit, p.out_stride[d] * p.unit};
 }
@@ -878,8 +878,8 @@ bool PlanTiles(const Permutation& p, const TransposeShape& shape, TransposePlan*
   constexpr int kColumns = TileShape<kElement>::kColumns, kRows = TileShape<kElement>::kRows;
   const std::vector<int> in_order = InputOrder(p);
   std::vector<bool> used(p.rank, false);
-  // The runs. A run is long enough once less than 5% of its tiles is wasted; the one that wastes
-  // more takes the next dimension first.
+  // The runs. A run is long enough if less than 5% of its tiles is wasted. The run that wastes more
+  // takes the next dimension first.
   std::vector<int> columns, rows;  // dimensions, minor to major
   int64_t columns_size = 1, rows_size = 1;
   const auto waste = [](int64_t size, int64_t tile) {
@@ -953,7 +953,7 @@ bool PlanTiles(const Permutation& p, const TransposeShape& shape, TransposePlan*
   return true;
 }
 
-// Where the parts of a dimension begin, 32 and 16 divide if possible.
+// The size of a dimension's parts: a multiple of 32 or 16 if possible.
 int64_t RoundPart(int64_t part) {
   if (part >= 32) return part / 32 * 32;
   int64_t power = 1;
@@ -961,8 +961,8 @@ int64_t RoundPart(int64_t part) {
   return power;
 }
 
-// How many times the shared memory is accessed in all when some warps of the box kernel gather
-// units of so many bytes, an element of each at a time.
+// The number of shared memory accesses when some warps of the box kernel gather units of `bytes`
+// bytes, one element of each at a time.
 int GatherAccesses(const BoxParams& box, uint32_t element, uint32_t unit_bytes,
                    const BoxLayout& layout) {
   constexpr uint32_t kWarps = 12;
@@ -997,7 +997,7 @@ int GatherAccesses(const BoxParams& box, uint32_t element, uint32_t unit_bytes,
   return accesses;
 }
 
-// Returns whether words are to be gathered.
+// Returns whether to gather words.
 bool ChooseLayout(uint32_t element, BoxParams* box) {
   if (element > 2) return false;
   const int chunks = GatherAccesses(*box, element, 16, box->layout);
@@ -1014,9 +1014,9 @@ bool ChooseLayout(uint32_t element, BoxParams* box) {
       best = layout;
     }
   }
-  // A word costs more instructions per byte, so the banks must have been the bound by far: an
-  // element takes four times the accesses of a word's, six times with half as many elements per
-  // word. Four words are as many bytes as a chunk.
+  // Words cost more instructions per byte, so they pay off only if bank conflicts dominate: if
+  // chunks take four times as many accesses as words, or six times with half as many elements per
+  // word. Four words have as many bytes as a chunk.
   if (chunks < (element == 1 ? 4 : 6) * 4 * fewest) return false;
   box->layout = best;
   return true;
@@ -1030,9 +1030,9 @@ void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan*
   const std::vector<int> out_order = OutputOrder(p);
 
   // The extents: runs as long as fit.
-  // Each block makes its table anew, so a small array has smaller boxes, several for each block. On
-  // an H100 that takes 9.4 Mi elements of rank 8 from 3.3 to 2.4 of the floor for 1 byte, from 1.11
-  // to 0.96 for 4 bytes, but from 1.39 to 1.59 for 2 bytes, which keep theirs.
+  // Each block makes its own table, so a small array has smaller boxes, several for each block. On
+  // an H100, 9.4 Mi elements of rank 8 go from 3.3 to 2.4 of the floor for 1 byte and from 1.11 to
+  // 0.96 for 4 bytes, but from 1.39 to 1.59 for 2 bytes, which keep the larger boxes.
   int64_t box_bytes = p.unit <= 2 ? 8192 : 16384;
   if (p.unit != 2 && p.count * p.unit / box_bytes < kFewBoxes) box_bytes /= 2;
   const int64_t most = box_bytes / p.unit;  // elements
@@ -1054,7 +1054,7 @@ void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan*
     if (volume <= most) break;
   }
 
-  // The runs that this gives, and which dimensions only have a part in a box.
+  // The resulting runs, and the dimensions that a box contains only partially.
   const auto run_of = [&](const std::vector<int>& order) {
     std::vector<int> run;
     for (const int d : order) {
@@ -1070,7 +1070,7 @@ void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan*
   const std::vector<int> in_run = run_of(in_order), out_run = run_of(out_order);
   const int in_part = part_of(in_run), out_part = part_of(out_run);
 
-  // The segments of a side are numbered by the box's other dimensions, the other side's part last.
+  // The box's other dimensions number the segments of a side, the other side's partial one last.
   const auto segments_of = [&](const std::vector<int>& order, const std::vector<int>& run,
                                int last) {
     std::vector<int> dims;
@@ -1158,7 +1158,7 @@ void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan*
   plan->box_words = ChooseLayout(static_cast<uint32_t>(p.unit), &box);
   box.data_bytes =
       box.layout.Pad(static_cast<uint32_t>(box.in.count * box.in.pitch * p.unit)) / 16 * 16 + 32;
-  // Boxes at the end may still be unaligned where the others are not; they are few.
+  // The few boxes at the end may be unaligned although the others are aligned.
   bool aligned = box.out.wide && box.out.length.divisor % vector == 0;
   for (int d = 0; d < box.rank; ++d) aligned = aligned && box.dims[d].out_stride % 16 == 0;
   box.staged_bytes = aligned || p.unit >= 4
@@ -1257,7 +1257,7 @@ cudaError_t Launch(void (*kernel)(Params), Params params, const void* x, void* y
                           shared_bytes, stream);
 }
 
-// How many blocks of the box kernel run at once, about: for a persistent grid.
+// About how many blocks of the box kernel run at once, for a persistent grid.
 cudaError_t ResidentBoxes(size_t shared_bytes, int64_t* blocks) {
   int device, processors, shared;
   cudaError_t error = cudaGetDevice(&device);

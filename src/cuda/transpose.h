@@ -1,10 +1,10 @@
 // Transposition of dense arrays on raw device pointers: any rank, any permutation, any element of
 // 1, 2, 4, 8 or 16 bytes.
 //
-// Enqueues at most one kernel on `stream` and returns what the launch returned. Neither allocates
-// nor synchronises, so it may be captured into a CUDA graph, once LoadTransposeKernels has run on
-// the device. Arrays without elements succeed without a launch. Pointers need no more alignment
-// than an element does; x and y must not overlap.
+// Enqueues at most one kernel on `stream` and returns the result of the launch. It does not
+// allocate or synchronize. Once LoadTransposeKernels has run on the device, it may be captured into
+// a CUDA graph. Empty arrays succeed without a launch. Pointers need only the alignment of an
+// element; x and y must not overlap.
 #ifndef JAX_FASTOPS_CUDA_TRANSPOSE_H_
 #define JAX_FASTOPS_CUDA_TRANSPOSE_H_
 
@@ -18,9 +18,9 @@ namespace jax_fastops::cuda {
 cudaError_t Transpose(const void* x, void* y, const int64_t* dims, const int* axes, int rank,
                       int64_t itemsize, cudaStream_t stream);
 
-// Loads every kernel of the above into the current device. The CUDA runtime otherwise loads a
-// kernel at its first launch, which fails while a stream is being captured. After the first call on
-// a device it costs nothing.
+// Loads all kernels of this header on the current device. Otherwise the CUDA runtime loads a kernel
+// at its first launch, which fails while a stream is captured. After the first call on a device it
+// returns immediately.
 cudaError_t LoadTransposeKernels();
 
 }  // namespace jax_fastops::cuda
