@@ -1,10 +1,10 @@
-// What the element-wise kernels over broadcast operands share: how a thread loads some neighbouring
-// elements of an operand, whatever it is broadcast along.
+// Shared by the element-wise kernels over broadcast operands: how a thread loads a unit of adjacent
+// elements of an operand, for any broadcast.
 //
-// Loads are apart from conversions: a thread first issues the loads of all operands, and looks at
-// none of them before all are on their way. So what is loaded is kept as the bits that came: were
-// it kept as elements, the compiler would take 16-bit ones out of their registers at once, behind
-// the very load, wherever the load is conditional. That cost a third of the bandwidth.
+// Loads are separate from conversions: a thread issues the loads of all operands before it uses any
+// of them. So loaded data is kept as raw bits. If it were kept as elements, the compiler would
+// unpack 16-bit elements directly after a conditional load, and wait for it. That cost a third of
+// the bandwidth.
 #ifndef JAX_FASTOPS_CUDA_ELEMENTWISE_CUH_
 #define JAX_FASTOPS_CUDA_ELEMENTWISE_CUH_
 
@@ -17,15 +17,15 @@
 
 namespace jax_fastops::cuda {
 
-// What an operand is to the elements of one unit.
+// How an operand relates to the elements of one unit.
 enum class Reach : uint8_t {
-  kNeighbours,  // its elements are neighbours too, and aligned as the unit is
-  kOne,         // one element for all
+  kNeighbours,  // its elements are adjacent, too, and aligned like the unit
+  kOne,         // one element for the whole unit
 };
 
-// Several elements, as bits or as an array, in the type that T is computed in. Two of bfloat16 cost
-// a shift and a mask, while the library's conversion, `asm volatile`, first takes each from its
-// word.
+// Converts several elements, from bits or from an array, to the type in which T is computed. Two
+// bfloat16 elements take a shift and a mask. The library's conversion (`asm volatile`) would first
+// extract each from its word.
 template <typename T, typename Bits, int kSize>
 __device__ __forceinline__ void ToCompute(const Bits& bits, ComputeType<T> (&values)[kSize]) {
   static_assert(sizeof(Bits) == kSize * sizeof(T));
@@ -43,7 +43,7 @@ __device__ __forceinline__ void ToCompute(const Bits& bits, ComputeType<T> (&val
   }
 }
 
-// Elements of an operand as they were loaded.
+// The loaded bits of an operand's elements.
 template <typename T, int kBytes, bool kMayBeWide>
 struct Loaded {
   using C = ComputeType<T>;
@@ -83,7 +83,7 @@ struct Loaded {
     }
   }
 
-  // In the type that T is computed in. What the operand is, is asked once, not for each element.
+  // The elements in the type in which T is computed. Branches on the access once per unit.
   __device__ __forceinline__ void Expand(C (&values)[kSize], Reach reach, bool wide) const {
     if constexpr (kWide) {
       if (wide) {

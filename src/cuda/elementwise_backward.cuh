@@ -1,45 +1,46 @@
-// The gradients of an element-wise op over broadcast operands: full ones are written, those of
-// operands that were broadcast are summed on the way, in one pass over the cotangent and the
-// operands. A new op is a functor:
+// The gradients of an element-wise op over broadcast operands, in one pass over the cotangent and
+// the operands. Full gradients are written; gradients of broadcast operands are summed in the same
+// pass. A new op is a functor:
 //
 //   struct F {
 //     static constexpr int kOperands = ..., kGradients = ...;
-//     // Whether an operand may be of the accumulator's type.
+//     // Whether an operand may have the accumulator type.
 //     static constexpr bool kMayBeWide = ...;
 //     // Whether operand 0 is a bitmask. Its values are 0 and 1.
 //     static constexpr bool kBits = ...;
-//     // Whether gradient 0 has the result's shape, always.
+//     // Whether gradient 0 always has the result's shape.
 //     static constexpr bool kFirstIsFull = ...;
-//     // Whether rows that are no multiple of 16 bytes have kernels of their own here too, where
-//     // cuda/elementwise_rows.cuh does not take them.
+//     // Whether there are kernels for rows that are not a multiple of 16 bytes, for the cases that
+//     // cuda/elementwise_rows.cuh does not take.
 //     static constexpr bool kShortUnits = ...;
 //     template <typename T>
 //     static __device__ void Gradients(ComputeType<T> dy,
 //                                      const ComputeType<T> (&x)[kOperands],
 //                                      ComputeType<T> (&g)[kGradients]);
-//     // Which operands the gradients that are wanted need.
+//     // Which operands the requested gradients need.
 //     static void Needed(const bool* wanted, bool* needed);
 //   };
 //
-// Bound by memory, so every array is read once, and what is summed stays on the chip as long as
+// The pass is bound by memory, so every array is read once, and sums stay on the chip as long as
 // possible. A block takes a box of the result (cuda/elementwise_plan.h): some indices of the outer
-// dimensions, in two nested loops over A and over B, and one or a few chunks of the innermost one.
-// A group of lanes, a warp unless rows are short, takes a chunk of a row at once, 8 elements per
-// lane. A sum then is one of
+// dimensions, in two nested loops over A and B, and one or a few chunks of the innermost dimension.
+// A group of lanes (a warp, unless rows are short) takes a chunk of a row at once, with 8 elements
+// per lane. There are two kinds of sums:
 //
-//   columns  it keeps the innermost dimension: a lane adds up its own columns, row by row, in
-//            registers, and where the sum is kept for every index of B while the loop over A goes
-//            around it, in shared memory, in slots that only this lane touches;
-//   rows     it does not: a lane adds up what it sees; the lanes of a group add up theirs at the
-//            end of a row, or at the end of the loop over which the sum goes on.
+//   columns  the sum keeps the innermost dimension. A lane adds up its own columns, row by row, in
+//            registers. If there is a sum for every index of B, inside the loop over A, it is kept
+//            in shared memory, in slots that only this lane accesses;
+//   rows     the sum runs over the innermost dimension. A lane adds up its elements, and the lanes
+//            of a group combine their sums at the end of a row, or at the end of the loop over
+//            which the sum runs.
 //
-// The places of a box's rows in each array are worked out once, into a table in shared memory, so
-// dimensions of any number cost nothing in the loops. Whatever a box cannot finish goes to partial
-// sums, which a second kernel adds up (cuda/elementwise_finish.cuh). No atomics: two runs are equal
-// to the bit.
+// The offsets of a box's rows in each array are computed once, into a table in shared memory, so
+// the number of dimensions costs nothing in the loops. Sums that a box cannot finish become partial
+// sums, which a second kernel adds up (cuda/elementwise_finish.cuh). Without atomics, two runs are
+// bitwise equal.
 //
-// Two patterns have passes of their own, which take them where they gain: sums over each of two
-// dimensions (cuda/elementwise_tile.cuh), and rows that are no whole number of 16 bytes, or short
+// Two patterns have separate kernels, used where they are faster: sums over each of two dimensions
+// (cuda/elementwise_tile.cuh), and rows that are short or not a multiple of 16 bytes
 // (cuda/elementwise_rows.cuh).
 #ifndef JAX_FASTOPS_CUDA_ELEMENTWISE_BACKWARD_CUH_
 #define JAX_FASTOPS_CUDA_ELEMENTWISE_BACKWARD_CUH_
@@ -67,16 +68,16 @@ enum class Way : uint8_t {
   kColumns,      // register columns, kept for A or summed over the box
   kColumnSlots,  // kept for B
   kRows,         // summed over the innermost dimension and B
-  kRowsOfB,      // summed over the innermost dimension alone
+  kRowsOfB,      // summed over the innermost dimension only
   kRowSlots,     // summed over the innermost dimension and A
 };
 
-// What a kernel is compiled for, of each operand and its gradient, two bits each; kAnyKinds: it is
-// all looked up while the kernel runs.
+// The kind of each operand and its gradient for which a kernel is compiled, two bits each.
+// kAnyKinds means that all kinds are looked up at run time.
 enum Kind : int {
-  kPlain = 0,   // the operand has neighbours, its gradient is full or not wanted
-  kColumn = 1,  // the operand has neighbours, its gradient is a sum of columns
-  kRow = 2,     // the operand has one element for a row
+  kPlain = 0,   // the operand's elements are adjacent; its gradient is full or not requested
+  kColumn = 1,  // the operand's elements are adjacent; its gradient is a sum of columns
+  kRow = 2,     // the operand has one element per row
 };
 inline constexpr int kAnyKinds = -1;
 
@@ -91,10 +92,10 @@ constexpr int CountColumns(int kinds, int gradients) {
 struct SumParams {
   Way way;
   bool keeps_a, keeps_b, complete, wide;
-  int column;  // complete: of the table, where its place is
-  int slots;   // where its slots begin
+  int column;  // complete: the table column with its offset
+  int slots;   // the beginning of its slots
   int64_t parts_b, parts_inner;
-  void* out;  // complete: the gradient; else the partial sums
+  void* out;  // complete: the gradient; otherwise the partial sums
 };
 
 inline constexpr int kMaxTableColumns = 1 + kMaxElementwiseOperands + kMaxSums;
@@ -107,7 +108,7 @@ struct BackwardParams {
   int operand_column[F::kOperands];  // of the table; column 0: arrays of the result's shape
   SumParams sum[F::kGradients];
   int column_source[kMaxColumnSums];  // of any kinds: the gradients of the register columns
-  bool needed[F::kOperands];          // for the gradients that are wanted
+  bool needed[F::kOperands];          // for the requested gradients
   bool any_rows;
   int64_t n;
   int64_t length_a, length_b, boxes_a, boxes_b, boxes_inner;
@@ -118,7 +119,7 @@ struct BackwardParams {
   int64_t stride_b[kMaxTableColumns][kMaxBroadcastRank];
 };
 
-// The places of indices first, first + stride, ... of a set of dimensions.
+// The offsets of indices first, first + stride, ... of a set of dimensions.
 template <typename Place>
 __device__ __forceinline__ void FillTable(Place* table, int columns, int64_t first, int64_t stride,
                                           int count, int rank, const int64_t* sizes,
@@ -145,14 +146,14 @@ __device__ __forceinline__ void FillTable(Place* table, int columns, int64_t fir
   }
 }
 
-// How much a lane takes: units of a chunk, and how many of them are in flight at once. More would
-// cost registers, and with them warps that wait for memory (benchmarks/NOTES.md).
+// The units of a chunk per lane, and how many of them are in flight. More would cost registers and
+// so occupancy (docs/dev/log/elementwise.md).
 template <typename F, typename T, int kBytes, int kKinds>
 struct BackwardShape {
   static constexpr int kSize = kBytes / sizeof(T);
   static constexpr int kElements = sizeof(T) == 8 ? 4 : 8;  // of a chunk
   static constexpr int kUnits = kElements / kSize;
-  // Of a bitmask and dy there is little to load; of 16-bit elements registers hold twice as many.
+  // A bitmask and dy are little data, and registers hold twice as many 16-bit elements.
   static constexpr bool kMore =
       kKinds != kAnyKinds &&
       (F::kBits || (sizeof(T) == 2 && !F::kMayBeWide && CountColumns(kKinds, F::kGradients) < 2));
@@ -160,8 +161,8 @@ struct BackwardShape {
   static constexpr int kSteps = kUnits >= kInFlight ? 1 : kInFlight / kUnits;
 };
 
-// A lane's slots for one index of B, in pieces of 16 bytes that neighbouring lanes have side by
-// side.
+// A lane's slots for one index of B, in pieces of 16 bytes. The pieces of adjacent lanes are
+// contiguous.
 template <typename C, int kElements>
 __device__ __forceinline__ C* SlotPiece(C* slots, int b, int piece, int lanes, int lane) {
   constexpr int kPiece = 16 / sizeof(C);
@@ -176,7 +177,7 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
   using Elements = Unit<T, kBytes>;
   using Operands = Loaded<T, kBytes, F::kMayBeWide>;
   constexpr bool kAny = kKinds == kAnyKinds;
-  // Of what is known when it is compiled, arrays have less than 2^31 elements, and rows are long.
+  // If the kinds are known at compile time, arrays have less than 2^31 elements and rows are long.
   using Place = std::conditional_t<kAny, int64_t, uint32_t>;
   constexpr int kSize = Shape::kSize, kUnits = Shape::kUnits, kElements = Shape::kElements;
   constexpr int kSteps = Shape::kSteps;
@@ -202,7 +203,7 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
   const int64_t box_inner = blockIdx.x % p.boxes_inner;
   const int64_t outer_box = blockIdx.x / p.boxes_inner;
   const int64_t index_b = outer_box % p.boxes_b, index_a = outer_box / p.boxes_b;
-  // Boxes interleave: what all blocks read at a time lies close together in memory.
+  // Boxes interleave, so that all blocks read nearby memory at a time.
   const int count_a = static_cast<int>((p.length_a - index_a + p.boxes_a - 1) / p.boxes_a);
   const int count_b = static_cast<int>((p.length_b - index_b + p.boxes_b - 1) / p.boxes_b);
   const int64_t range_index = box_inner * p.ranges + in_range;
@@ -222,10 +223,10 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
 #pragma unroll
     for (int e = 0; e < kElements; ++e) columns[c][e] = C(0);
   }
-  C rows[kGradients];  // what goes on beyond a row
+  C rows[kGradients];  // sums that continue beyond a row
 #pragma unroll
   for (int g = 0; g < kGradients; ++g) rows[g] = C(0);
-  // Whether a gradient may be summed along the rows, as far as is known here.
+  // Whether a gradient may be summed along the rows, as far as the kinds tell.
   const auto may_be_row = [](int g) { return kAny || KindOf(kAny ? 0 : kKinds, g) == kRow; };
   const auto reach = [&](int k) {
     if constexpr (kAny || F::kBits) return p.reach[k];
@@ -327,8 +328,8 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
       for (int in_row = 0; in_row < (kManyRows ? 1 : p.range); in_row += kSteps) {
         Word<kBytes> dy[kSteps][kUnits];
         Operands x[kSteps][kUnits][kOperands];
-        // Of a mask, the byte of a unit's first element, and its place: shifted at once, it would
-        // be waited for at once.
+        // For a mask, keeps the byte of the unit's first element and its bit offset. Shifting it
+        // now would wait for the load.
         uint32_t byte[kSteps][kUnits];
         Place bit[kSteps];
         Place place[kSteps], column[kSteps];
@@ -339,7 +340,7 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
           const bool live = live_a && b < count_b && (kManyRows || in_row + s < p.range);
           row_b[s] = live ? b : 0;
           const Place* const at_b = table_b + row_b[s] * p.table_columns;
-          // Behind the end of the row where there is nothing to do.
+          // After the end of the row, where there is nothing to do.
           column[s] =
               live ? first_column + static_cast<Place>(kManyRows ? 0 : (in_row + s) * step_in_row)
                    : n;
@@ -489,7 +490,7 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
         }
       }
     }
-    // What is kept for each index of A ends here.
+    // Sums that are kept for each index of A end here.
 #pragma unroll
     for (int g = 0; g < kGradients; ++g) {
       if (!may_be_row(g) || p.sum[g].way != Way::kRows || !p.sum[g].keeps_a) continue;
@@ -519,7 +520,7 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
     }
   }
 
-  // What goes on over the whole box.
+  // Sums over the whole box.
 #pragma unroll
   for (int g = 0; g < kGradients; ++g) {
     if (may_be_row(g) && p.sum[g].way == Way::kRows && !p.sum[g].keeps_a) put_block_rows(g, 0);
@@ -529,7 +530,7 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
     const SumParams& sum = p.sum[source_of(c)];
     if (sum.way == Way::kColumns && !sum.keeps_a) put_block_columns(c, sum, 0);
   }
-  // Slots, by those who filled them.
+  // Slots, by the lanes that filled them.
   if (p.slot_elements == 0) return;
 #pragma unroll
   for (int g = 0; g < kGradients; ++g) {
@@ -560,7 +561,7 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
 // 8 elements of 4 bytes, or 4 of 8, per thread.
 inline constexpr int kExchangeBytes = 8 << 10;
 
-// Lets a kernel have all the shared memory that a box may take. To be called once per kernel.
+// Allows a kernel all the shared memory that a box may take. Must be called once per kernel.
 inline cudaError_t AllowBoxes(const void* kernel) {
   DeviceLimits device;
   const cudaError_t error = GetDeviceLimits(&device);
@@ -574,7 +575,7 @@ class BackwardLauncher {
   using C = ComputeType<T>;
 
  public:
-  // Arrays of `shape`: the operands, and behind them the gradients.
+  // Arrays of `shape`: the operands, then the gradients.
   static cudaError_t Launch(const BroadcastShape& shape, const void* dy, const Operand* operands,
                             const Gradient* gradients, SumWorkspace workspace,
                             cudaStream_t stream) {
@@ -596,7 +597,7 @@ class BackwardLauncher {
     }
     error = Pass(shape, dy, operands, gradients, summed, sums, true, workspace, stream);
     if (error != cudaErrorInvalidValue || sums < 2) return error;
-    // The sums cannot share a pass: one each, the first of which writes the full gradients too.
+    // The sums cannot share a pass. Each gets one, and the first also writes the full gradients.
     for (int s = 0; s < sums; ++s) {
       error = Pass(shape, dy, operands, gradients, summed + s, 1, s == 0, workspace, stream);
       if (error != cudaSuccess) return error;
@@ -604,7 +605,7 @@ class BackwardLauncher {
     return cudaSuccess;
   }
 
-  // Those that take boxes; FinishSumsKernel<T> comes on top.
+  // The kernels that take boxes, without FinishSumsKernel<T>.
   template <typename Visit>
   static void VisitKernels(const Visit& visit) {
     const auto give = [&visit](auto kernel, int, bool) {
@@ -615,7 +616,7 @@ class BackwardLauncher {
   }
 
  private:
-  // Calls `use` with every kernel there is for units of so many bytes, and what it is for.
+  // Calls `use` with every kernel for units of this size, and its properties.
   template <int kBytes, typename Use>
   static void Each(const Use& use) {
     use(ElementwiseBackwardKernel<F, T, kBytes, kAnyKinds, true>, kAnyKinds, true);
@@ -640,7 +641,7 @@ class BackwardLauncher {
     }
   }
 
-  // Some operand has neighbours, and no more columns than registers for them.
+  // Some operand's elements are adjacent, and there are registers for all columns.
   static constexpr bool Occurs(int kinds) {
     int rows = 0;
     for (int g = 0; g < F::kGradients; ++g) {
@@ -675,7 +676,7 @@ class BackwardLauncher {
                             SumWorkspace workspace, cudaStream_t stream) {
     using Shape = BackwardShape<F, T, kBytes, kAnyKinds>;
     BackwardParams<F> p{};
-    // The table's columns: 0 is the result's shape, the others are arrays of their own places.
+    // The table's columns: 0 is the result's shape; the others are arrays with other offsets.
     int arrays_of_columns[kMaxTableColumns];
     int columns = 1;
     const auto column_of = [&](int array) {
@@ -733,7 +734,8 @@ class BackwardLauncher {
         if (from.in_slots()) {
           slots += plan.box_b * plan.ranges * plan.lanes * Shape::kElements;
         } else {
-          p.column_source[register_columns++] = g;  // PlanBoxes gives no more than there are
+          p.column_source[register_columns++] =
+              g;  // PlanBoxes never plans more than kMaxColumnSums
         }
       } else {
         sum.way = from.in_slots() ? Way::kRowSlots : from.keeps_b ? Way::kRowsOfB : Way::kRows;
@@ -802,15 +804,15 @@ class BackwardLauncher {
 
     bool wanted[F::kGradients];
     int kinds = 0;
-    // In a partitioned program an operand has copies along what its gradient keeps, or sums over:
-    // then the two are not alike. Nor are they where a gradient that is not summed is wide.
+    // In a partitioned program an operand may have copies along dimensions that its gradient keeps
+    // or sums over. Their strides then differ. They also differ if an unsummed gradient is wide.
     bool alike = true;
     for (int g = 0; g < F::kGradients; ++g) {
       const Way way = p.sum[g].way;
       wanted[g] = way != Way::kUnwanted;
       const bool column = way == Way::kColumns || way == Way::kColumnSlots;
       const bool row = wanted[g] && !column && way != Way::kFull;
-      // A gradient whose operand is none of the backward's: its place is its own.
+      // A gradient whose operand is not read by the backward has its own offsets.
       const int like = F::kOperands == F::kGradients ? g : F::kOperands + g;
       const bool one = shape.InnerStride(like) == 0 && !shape.IsFull(like);
       alike = alike && (!wanted[g] || (one == row && !(way == Way::kFull && p.sum[g].wide)));
@@ -868,11 +870,11 @@ cudaError_t ElementwiseBackward(const BroadcastShape& given, DType dtype, const 
   return cudaErrorInvalidValue;
 }
 
-// Gives every kernel of the backward to `load`, and leave to take what boxes need.
+// Passes every kernel of the backward to `load`, and allows it the shared memory of a box.
 template <typename F, typename Load>
 void LoadElementwiseBackward(const Load& load) {
   const auto boxes = [&load](const void* kernel) {
-    // Refused where there is less: a plan then asks for no more either, or its launch says so.
+    // Fails if the device has less. A plan then requests less, too, or its launch fails.
     if (AllowBoxes(kernel) != cudaSuccess) cudaGetLastError();
     load(kernel);
   };

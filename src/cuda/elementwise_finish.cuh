@@ -1,9 +1,9 @@
-// What the blocks of an element-wise backward leave: partial sums of a gradient, which a second
-// kernel adds up, in an order that depends on the shape alone.
+// The second kernel of an element-wise backward: adds up the partial sums of a gradient, in an
+// order that depends only on the shape.
 //
-// There are few of them, so it is bound by latency and by index arithmetic: in 64 bits each
-// division costs a hundred instructions, and took the kernel from 3 to 20 microseconds. 32 bits
-// wherever they do.
+// There are few partial sums, so the kernel is bound by latency and by index arithmetic. A 64-bit
+// division costs about a hundred instructions, and took the kernel from 3 to 20 microseconds. So
+// indices have 32 bits if they fit.
 #ifndef JAX_FASTOPS_CUDA_ELEMENTWISE_FINISH_CUH_
 #define JAX_FASTOPS_CUDA_ELEMENTWISE_FINISH_CUH_
 
@@ -22,8 +22,8 @@ struct FinishSum {
   const void* parts;
   void* out;
   bool wide;
-  // Along A, B and the innermost dimension: what is kept, and what is added up; one of the two is 1
-  // each. `step`: how far apart neighbours are.
+  // Along A, B and the innermost dimension: the number of kept and of added elements, one of which
+  // is 1. `step` is the distance between adjacent ones.
   int64_t kept[3], added[3], step[3];
   // The dimensions of A and B in the gradient.
   int rank_a, rank_b;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void Finish(const FinishSum& sum, ComputeType<T>* exc
   if (index < total) {
     const C* const parts = static_cast<const C*>(sum.parts) + a * sum.step[0] * (kept[0] > 1) +
                            b * sum.step[1] * (kept[1] > 1) + c * (kept[2] > 1);
-    // As many as there are blocks at most.
+    // At most one per block.
     const uint32_t inner = static_cast<uint32_t>(sum.added[2]);
     const uint32_t middle = static_cast<uint32_t>(sum.added[1]);
     const uint32_t count = static_cast<uint32_t>(sum.added[0]) * middle * inner;
@@ -114,14 +114,14 @@ __global__ __launch_bounds__(kBoxThreads) void FinishSumsKernel(
   }
 }
 
-// The sums of one pass that are left to be finished.
+// The sums of one pass that the second kernel finishes.
 class SumsToFinish {
  public:
-  // One more, to be filled in but for `small` and `width`.
+  // Adds a sum. The caller fills in everything except `small` and `width`.
   FinishSum& Add() { return params_.sum[count_++]; }
 
-  // [planes][sizes][inner], of which the planes are added up; the gradient has the sizes' places
-  // `strides` apart.
+  // Partial sums [planes][sizes][inner]. The planes are added up. `strides` are those of the sizes
+  // in the gradient.
   void AddPlanes(const void* parts, int64_t planes, const int64_t (&sizes)[2],
                  const int64_t (&strides)[2], int64_t inner, void* out, bool wide) {
     FinishSum& sum = Add();
@@ -144,7 +144,7 @@ class SumsToFinish {
     }
   }
 
-  // `kernel`: FinishSumsKernel<T>, from the file that loads it. Every file has one of its own.
+  // `kernel`: FinishSumsKernel<T> of the file that loads it. Every file has its own.
   cudaError_t Launch(void (*kernel)(FinishParams), cudaStream_t stream) {
     if (count_ == 0) return cudaSuccess;
     int64_t widest = 0;

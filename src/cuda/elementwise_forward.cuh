@@ -3,31 +3,31 @@
 //
 //   struct F {
 //     static constexpr int kOperands = ...;
-//     // Whether an operand may be of the accumulator's type.
+//     // Whether an operand may have the accumulator type.
 //     static constexpr bool kMayBeWide = ...;
-//     // Whether the first operand has the result's shape but under vmap of another alone.
+//     // Whether the first operand has the result's shape, except if vmap maps only another one.
 //     static constexpr bool kFirstIsFull = ...;
 //     template <typename T>
 //     static __device__ ComputeType<T> Value(const ComputeType<T> (&x)[kOperands]);
 //   };
 //
-// Bound by memory, so shaped by its accesses: a thread takes units of 16 bytes of the flat result,
-// several in flight. Operands of the result's shape are read like it; one element for everything is
-// read once by each thread; for the others the thread finds the place of a unit, not of an element,
-// by multiplications with reciprocals that the host prepares. It does so for all of its units
-// together: what is known of a dimension is loaded once, and the units' chains of multiplications
-// run side by side. Nothing of an operand can be loaded before, so this is time in which the warp
-// keeps no memory busy.
+// The kernel is bound by memory: a thread takes units of 16 bytes of the flat result, several of
+// them in flight. Operands with the result's shape are read like the result. A single element is
+// read once by each thread. For other operands the thread computes the offset of a unit (not of
+// each element) by multiplications with reciprocals from the host. It does so for all of its units
+// together: a dimension's constants are loaded once, and the units' chains of multiplications
+// overlap. This takes time in which the warp has no loads in flight, because the addresses are not
+// known yet.
 //
-// Where rows are no whole number of units ("ragged") a unit begins anywhere in the broadcast
+// If rows are not a whole number of units ("ragged"), a unit begins at any address of the broadcast
 // operands, and is read by aligned words and a shift (shifted.cuh). A unit in which one row ends
-// and the next begins, in rows of 1001 elements of 16 bits one of 125, is read element by element,
-// as is one at the very end of an operand. Rows shorter than a unit, pointers that are not aligned,
-// ragged arrays of 2^31 elements and sets of operands that have no kernel take an element for a
-// unit.
+// and the next begins (one of 125 in rows of 1001 elements of 16 bits) is read element by element,
+// and so is a unit at the end of an operand. The unit is a single element for rows shorter than a
+// unit, unaligned pointers, ragged arrays of 2^31 elements or more, and sets of operands without a
+// kernel.
 //
-// Kernels that may meet wide operands hold twice the registers for them, so they are kernels of
-// their own: of two operands of 16 bits it was 122 registers in place of 64, and half the warps.
+// Kernels for wide operands need twice the registers for them, so they are separate kernels: for
+// two operands of 16 bits, 122 registers instead of 64, and half the occupancy.
 #ifndef JAX_FASTOPS_CUDA_ELEMENTWISE_FORWARD_CUH_
 #define JAX_FASTOPS_CUDA_ELEMENTWISE_FORWARD_CUH_
 
@@ -56,25 +56,25 @@ enum class ForwardKind {
 template <int kOperands>
 struct ForwardParams {
   Operand operand[kOperands];
-  Reach reach[kOperands];  // within a unit; of a ragged one, along the innermost dimension
+  Reach reach[kOperands];  // within a unit; if ragged, along the innermost dimension
   bool full[kOperands];
-  uint32_t words_end[kOperands];  // ragged: elements of the operand that lie in whole words
+  uint32_t words_end[kOperands];  // ragged: the operand's elements in whole words
   void* out;
   int64_t elements;
   int rank;
   int64_t inner;
-  // Of the dimensions, major to minor; of the innermost one in units (ragged: in elements).
+  // Sizes of the dimensions, major to minor; the innermost one in units (ragged: in elements).
   FastDivisor small[kMaxBroadcastRank];
   FastDivisor64 large[kMaxBroadcastRank];
   int64_t stride[kOperands][kMaxBroadcastRank];
 };
 
-// The rows of kCount places and where in them they are; then each operand's offset of the row.
+// The rows of kCount units and the positions within them; then each operand's offset of the row.
 template <typename Index, int kOperands>
 struct RowFinder {
   const ForwardParams<kOperands>& p;
 
-  // Replaces numbers by what is left over when they are divided by a dimension's length.
+  // Replaces numbers by their remainders after division by a dimension's length.
   template <int kCount>
   __device__ __forceinline__ void Divide(int d, Index (&n)[kCount], Index (&over)[kCount]) const {
     const auto divide = [&](auto divisor) {
@@ -122,18 +122,18 @@ struct RowFinder {
 
 inline constexpr int kForwardThreads = 256;
 
-// Units of a thread, all in flight together.
+// Units of a thread, all in flight at once.
 template <typename T, int kBytes, ForwardKind kKind, bool kWide>
 inline constexpr int kForwardUnits = kBytes < 16                                                ? 8
                                      : sizeof(T) == 8 || kKind == ForwardKind::kRagged || kWide ? 2
                                                                                                 : 4;
 
-// Which operands have one element for a unit, a bit each; kAnyOnes: it is looked up while the
-// kernel runs.
+// The operands with one element per unit, one bit each. kAnyOnes means that it is looked up at run
+// time.
 inline constexpr int kAnyOnes = -1;
 
-// An operand's elements under a unit that may begin anywhere and, where the operand is broadcast,
-// may lie across two rows.
+// An operand's elements for a unit at any address, which may span two rows if the operand is
+// broadcast.
 template <typename T, bool kMayBeWide>
 struct Straddling {
   using C = ComputeType<T>;
@@ -145,7 +145,7 @@ struct Straddling {
   T ones[2];
   C wide_ones[2];
 
-  // Of an operand of the result's shape: its own elements, aligned.
+  // For an operand with the result's shape: its elements, aligned.
   __device__ __forceinline__ void LoadFull(const Operand& operand, int64_t first) {
     if constexpr (kWide) {
       if (operand.wide) {
@@ -156,7 +156,7 @@ struct Straddling {
     neighbours.LoadAligned(operand.data, first);
   }
 
-  // The first `left` elements are from offset `here` on, those behind them from `next` on.
+  // The first `left` elements begin at offset `here`, the others at `next`.
   __device__ __forceinline__ void Load(const Operand& operand, Reach reach, uint32_t here,
                                        uint32_t next, int left, uint32_t words_end) {
     const auto load = [&](auto& some, auto& one) {
@@ -239,18 +239,18 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
     if constexpr (kOnes == kAnyOnes) return p.reach[k];
     return kOnes >> k & 1 ? Reach::kOne : Reach::kNeighbours;
   };
-  // Of units of one element, neighbours are that one.
+  // In a unit of one element, adjacent elements are that one.
   const auto in_unit = [&](int k) { return kSize == 1 ? Reach::kOne : reach(k); };
 
   const int64_t first = int64_t{blockIdx.x} * (kForwardThreads * kUnits) + threadIdx.x;
   const int64_t whole = p.elements / kSize;
-  // Of the thread's units, those that there are.
+  // The thread's units that exist.
   const int live = static_cast<int>(min(max(whole - first, int64_t{0}) + (kForwardThreads - 1),
                                         int64_t{kForwardThreads} * kUnits)) /
                    kForwardThreads;
 
   Operands loaded[kUnits][kOperands];
-  // Operands of the result's shape are loaded before the places of the others are known.
+  // Operands with the result's shape are loaded before the offsets of the others are known.
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     if (u >= live) break;
@@ -278,7 +278,7 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
     find.Rows(within, row);
     find.Offsets(row, offset);
   }
-  int left[kUnits];  // ragged: of the unit's row, from its first element on
+  int left[kUnits];  // ragged: elements left in the unit's row, with its first one
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     if (u >= live) break;
@@ -324,12 +324,12 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
     ValuesOf<F, T>(values).Store(out + (first + u * kForwardThreads) * kSize);
   }
 
-  // What is left behind the last whole unit, by the first threads of the last block.
+  // The elements after the last whole unit, by the first threads of the last block.
   if (kSize > 1 && blockIdx.x == gridDim.x - 1) {
     const int64_t e = whole * kSize + threadIdx.x;
     if (e < p.elements) {
       Index rest[1] = {static_cast<Index>(e)}, its_row[1], its_offset[1][kOperands] = {};
-      if constexpr (kRagged) {  // otherwise there is something left only if there is one row
+      if constexpr (kRagged) {  // otherwise elements are left only if there is one row
         find.Rows(rest, its_row);
         find.Offsets(its_row, its_offset);
       }
@@ -347,14 +347,14 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
   }
 }
 
-// What a kernel is for.
+// The properties of a kernel.
 struct ForwardTraits {
   int bytes;  // of a unit
   int units;  // of a thread
   ForwardKind kind;
-  bool large;  // arrays of 2^31 elements and more too
+  bool large;  // also arrays of 2^31 elements or more
   int ones;
-  bool wide;  // wide operands too
+  bool wide;  // also wide operands
 };
 
 template <typename F, typename T, int kBytes, ForwardKind kKind, typename Index, int kOnes,
@@ -365,8 +365,8 @@ void UseElementwiseForward(const Use& use) {
                     kOnes, kWide});
 }
 
-// Kernels for a set of operands that have one element for a unit: not all of them, and as a rule
-// none that has the result's shape. What there is no kernel for is taken element by element.
+// The sets of operands with one element per unit that have a kernel: not all operands, and usually
+// none that has the result's shape. Other sets are processed element by element.
 template <typename F, typename T, bool kWide, int kOnes, typename Use>
 void UseElementwiseForwardOf(const Use& use) {
   if constexpr (kOnes + 1 < 1 << F::kOperands && !(F::kFirstIsFull && (kOnes & 1))) {
@@ -381,8 +381,8 @@ void EachElementwiseForwardOf(const Use& use, std::integer_sequence<int, kOnes..
   (UseElementwiseForwardOf<F, T, kWide, kOnes>(use), ...);
 }
 
-// Calls `use` with every kernel of a functor and an element type, and what it is for: the more
-// special ones last.
+// Calls `use` with every kernel of a functor and element type, and its properties, the more special
+// ones last.
 template <typename F, typename T, typename Use>
 void EachElementwiseForward(const Use& use) {
   constexpr bool kWide = F::kMayBeWide && sizeof(T) < sizeof(ComputeType<T>);
@@ -412,7 +412,7 @@ cudaError_t LaunchElementwiseForward(const BroadcastShape& shape, const Operand*
     p.operand[k] = operands[k];
     p.full[k] = shape.IsFull(k);
     const bool scalar = shape.IsScalar(k);
-    // Of a single element "full" is as good as "scalar".
+    // For a single element, "full" and "scalar" are equivalent.
     p.reach[k] = shape.InnerStride(k) != 0 || p.full[k] ? Reach::kNeighbours : Reach::kOne;
     flat = flat && (p.full[k] || scalar);
     if (p.reach[k] == Reach::kNeighbours) bits |= reinterpret_cast<uintptr_t>(operands[k].data);
@@ -462,7 +462,7 @@ cudaError_t LaunchElementwiseForward(const BroadcastShape& shape, const Operand*
   return cudaGetLastError();
 }
 
-// Gives every kernel of the forward to `load`.
+// Passes every kernel of the forward to `load`.
 template <typename F, typename Load>
 void LoadElementwiseForward(const Load& load) {
   const auto give = [&load](auto kernel, const ForwardTraits&) {
@@ -474,7 +474,7 @@ void LoadElementwiseForward(const Load& load) {
   EachElementwiseForward<F, double>(give);
 }
 
-// The launcher of an element type that is known when the program runs.
+// The launcher for an element type that is known at run time.
 template <typename F>
 cudaError_t ElementwiseForward(const BroadcastShape& given, DType dtype, const Operand* operands,
                                void* out, cudaStream_t stream) {

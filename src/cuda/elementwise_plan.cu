@@ -11,7 +11,7 @@ namespace {
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// 1, 2, 4, ... up to `most`, and `length` itself where it is no more.
+// 1, 2, 4, ... up to `most`, and `length` if it is not larger.
 std::vector<int> Sizes(int64_t length, int64_t most) {
   std::vector<int> sizes;
   for (int64_t size = 1; size < length && size <= most; size *= 2) {
@@ -21,8 +21,8 @@ std::vector<int> Sizes(int64_t length, int64_t most) {
   return sizes;
 }
 
-// What a plan costs, in elements that could have been moved instead. The constants are rough: they
-// stand for a table of places and a start (a few thousand), and for barriers (half of that).
+// The cost of a plan, in elements that could be moved in the same time. The constants are rough: a
+// few thousand for the table of offsets and the start, and half of that for barriers.
 double Cost(const BoxPlan& plan, int64_t n, int sums, const BoxLimits& limits) {
   constexpr double kStart = 6144, kFlush = 3072;
   const int groups = kBoxThreads / plan.lanes / plan.ranges;
@@ -35,7 +35,7 @@ double Cost(const BoxPlan& plan, int64_t n, int sums, const BoxLimits& limits) {
     if (!sum.keeps_b) box += kFlush * (sum.keeps_a && !plan.groups_over_a ? a : 1);
     if (!sum.complete) partial += 2.0 * static_cast<double>(sum.parts());
   }
-  // Short pieces of rows cost the memory's pages.
+  // Short pieces of rows waste DRAM pages.
   const double piece = static_cast<double>(
       std::min<int64_t>(n, int64_t{plan.ranges} * plan.lanes * limits.unit * limits.units));
   box *= 1 + 0.25 * std::max(0.0, 2048.0 / (piece * limits.element_bytes) - 1) / 3;
@@ -59,7 +59,7 @@ BoxPlan PlanBoxes(const BroadcastShape& shape, const int* arrays, int sums,
     plan.sum[s].keeps_inner = shape.InnerStride(arrays[s]) != 0;
     columns = columns || plan.sum[s].keeps_inner;
   }
-  // Which gradients keep a dimension; at most two kinds of dimensions can share a pass.
+  // The gradients that keep a dimension. At most two kinds of dimensions can share a pass.
   int kind[kMaxBroadcastRank], kinds[2], count = 0;
   for (int d = 0; d < outer; ++d) {
     kind[d] = 0;
@@ -172,7 +172,7 @@ BoxPlan CachedBoxes(const BroadcastShape& shape, const int* arrays, int sums,
   std::lock_guard<std::mutex> lock(mutex);
   const auto found = plans.find(key);
   if (found != plans.end()) return found->second;
-  // A program has a handful of shapes; one that keeps making new ones must not keep them all.
+  // A program has few shapes. The limit protects against one that makes new shapes forever.
   if (plans.size() >= 1024) plans.clear();
   return plans[key] = PlanBoxes(shape, arrays, sums, limits);
 }
@@ -191,7 +191,7 @@ bool WithRows(const BroadcastShape& shape, BroadcastShape* with_rows) {
 }
 
 cudaError_t GetDeviceLimits(DeviceLimits* limits) {
-  // Four blocks of an H100's processor have room for as much each.
+  // Four blocks of this size fit on an SM of an H100.
   constexpr int kMostSlotBytes = 32 << 10, kRest = 24 << 10;
   int device, shared;
   cudaError_t error = cudaGetDevice(&device);

@@ -1,22 +1,23 @@
-// The backward of an element-wise op whose rows are no whole number of 16 bytes, or are short:
-// (R, n) under operands that are full, a row (1, n), a column (R, 1) or one element. The general
-// pass (cuda/elementwise_backward.cuh) moves the former element by element, and looks everything up
-// for both.
+// The backward of an element-wise op for rows that are short or not a multiple of 16 bytes: shape
+// (R, n) with operands that are full, a row (1, n), a column (R, 1) or one element. The general
+// pass (cuda/elementwise_backward.cuh) moves ragged rows element by element, and uses its table for
+// both.
 //
-// Row r begins r * n mod kSize elements behind a boundary of 16 bytes. Rows for which that is the
-// same are a class, and a block takes rows of one class only: its shift is a constant. A lane owns
-// an aligned word of 16 bytes of each of them, the same columns in every row. So
+// Row r begins r * n mod kSize elements after a boundary of 16 bytes. Rows with the same remainder
+// form a class, and a block takes only rows of one class, so its shift is constant. A lane owns an
+// aligned word of 16 bytes, with the same columns in every row. So
 //
-//   - nothing is shifted: what is loaded, and stored, is aligned words;
-//   - words that stick out of their row, at its two ends, are the same lanes' in every row. What
-//     they hold of the neighbouring row goes to columns that are never written, is left out of sums
-//     along the row, and gradients are stored by elements there;
-//   - a row operand's elements stay in registers, and so do the sums over rows.
+//   - nothing is shifted: all loads and stores are aligned words;
+//   - the words that stick out of a row at its two ends belong to the same lanes in every row.
+//   Their
+//     elements of the adjacent row go to columns that are never written, and are left out of sums
+//     along the row. Gradients are stored element by element there;
+//   - the elements of a row operand, and the sums over rows, stay in registers.
 //
-// Lanes in number a power of two, or some warps, take a row, 4 rows or so at once; long rows are
-// cut into strips. Classes are the fastest in the grid, and rows interleave: what all blocks read
-// at a time lies close together in memory. What a block cannot finish goes to partial sums for the
-// second kernel, as in the general pass. No atomics: two runs are equal to the bit.
+// A power of two of lanes, or some warps, take a row, with about 4 rows in flight. Long rows are
+// cut into strips. Classes vary fastest in the grid, and rows interleave, so that all blocks read
+// nearby memory at a time. Sums that a block cannot finish become partial sums for the second
+// kernel, as in the general pass. Without atomics, two runs are bitwise equal.
 #ifndef JAX_FASTOPS_CUDA_ELEMENTWISE_ROWS_CUH_
 #define JAX_FASTOPS_CUDA_ELEMENTWISE_ROWS_CUH_
 
@@ -36,7 +37,7 @@
 
 namespace jax_fastops::cuda {
 
-// What an operand is, and with it its gradient; two bits each.
+// The kind of an operand and its gradient, two bits each.
 enum RowsKind : int {
   kRowsFull = 0,
   kRowsVector = 1,  // (1, n)
@@ -60,17 +61,17 @@ struct RowsShape {
   static constexpr int kValues = CountRowsKind(kKinds, F::kGradients, kRowsValue);
   // Words of 16 bytes that a lane loads of a row.
   static constexpr int kStreams = F::kBits ? 1 : 1 + F::kGradients - kVectors - kValues;
-  // Rows in flight, and blocks of a processor: what registers allow without spilling. 64 to 96 KB
-  // are on their way then.
+  // Rows in flight, and blocks per SM, as registers allow without spilling. 64 to 96 KB are then in
+  // flight.
   static constexpr int kRows = kStreams > 3 ? 2 : kStreams == 1 && kValues == 0 ? 6 : 4;
   static constexpr int kBlocks = kStreams > 2 || (sizeof(T) == 2 && kVectors + kValues > 1) ? 2 : 3;
 };
 
 struct RowsSum {
-  void* out;        // null: not wanted
-  bool wide;        // of the accumulator's type: partial sums, or a gradient that is
+  void* out;        // null: not requested
+  bool wide;        // accumulator type: partial sums, or a wide gradient
   bool over_all;    // of one element
-  uint32_t plane;   // how far apart the partial sums of neighbouring planes are
+  uint32_t plane;   // distance between the partial sums of adjacent planes
   uint32_t stride;  // of rows
 };
 
@@ -78,19 +79,19 @@ template <typename F>
 struct RowsParams {
   const void* dy;
   Operand operand[F::kOperands];
-  uint32_t operand_row[F::kOperands];  // stride of rows; in bytes, of a bitmask
+  uint32_t operand_row[F::kOperands];  // stride of rows; for a bitmask, in bytes
   bool needed[F::kOperands];
   RowsSum sum[F::kGradients];
   uint32_t rows, n;
-  uint32_t last_n;        // of the last row, which is shorter where one array is cut into rows
-  uint32_t period;        // of row r and of row r + period words begin at the same columns
-  uint32_t period_words;  // from the one to the other
+  uint32_t last_n;        // the last row is shorter if one array is cut into rows
+  uint32_t period;        // words of rows r and r + period begin at the same columns
+  uint32_t period_words;  // between these two rows
   uint32_t classes, strips, boxes;
   uint32_t tail, tail_word;  // the elements of the word that sticks out of the arrays; its index
   int lanes;                 // that take a row, or a strip of one: a power of two, or whole warps
 };
 
-// Some elements from the first of a word, where the word sticks out of the array.
+// Loads the elements of a word that sticks out of the array.
 template <typename T>
 __device__ __forceinline__ uint4 LoadTail(const T* p, int count) {
   uint4 bits = make_uint4(0, 0, 0, 0);
@@ -130,7 +131,7 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
   constexpr uint32_t kWhole = (1u << kSize) - 1;
   constexpr unsigned kAll = 0xffffffffu;
   static_assert(sizeof(C) == 4 && (F::kBits || kOperands == kGradients));
-  static_assert(kValues == 0 || kRows == 4);  // so are the sums of rows
+  static_assert(kValues == 0 || kRows == 4);  // the sums of rows assume 4
 
   __shared__ C exchange[kVectors > 0 ? kRowsThreads * kSize : kRowsThreads / 32];
 
@@ -177,8 +178,8 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
       }
     }
   }
-  // The two bytes of a mask's row that have the word's bits. Where one of them is outside of the
-  // row, its bits are not asked for.
+  // The two bytes of a mask's row that have the word's bits. If one of them is outside the row, its
+  // bits are not used.
   uint32_t low_byte = 0, high_byte = 0;
   if constexpr (F::kBits) {
     const int byte = first_column >> 3, last = static_cast<int>((p.n + 7) / 8) - 1;
@@ -333,7 +334,7 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
       }
     }
 
-    // All lanes of all warps come here: the trips are the block's.
+    // All lanes of all warps get here: the number of trips is the block's.
 #pragma unroll
     for (int g = 0; g < kGradients; ++g) {
       if (RowsKindOf(kKinds, g) != kRowsValue || p.sum[g].out == nullptr) continue;
@@ -349,8 +350,8 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
         const uint32_t row = row_class + index * p.period;
         PutRowsSum<T>(p.sum[g], plane * p.sum[g].plane + row * p.sum[g].stride, value);
       };
-      // Lanes halve the rows they care for as the distance halves: 4 rows in 6 shuffles, not 20.
-      // `row`: the first that this lane ends up with.
+      // Lanes keep half of their rows whenever the distance halves: 4 rows take 6 shuffles instead
+      // of 20. `row` is the first row that this lane ends with.
       const auto halve = [&](int half, int width, int* row) {
         const bool upper = (lane & width) != 0;
 #pragma unroll
@@ -395,7 +396,7 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
         exchange[i * kRowsThreads + threadIdx.x] = value;
       }
       __syncthreads();
-      // Of a warp's rows side by side the first has the sum.
+      // The first of a warp's parallel rows has the sum.
       const int step = max(p.lanes, 32);
       for (int i = threadIdx.x; i < p.lanes * kSize; i += blockDim.x) {
         const int owner = i / kSize, element = i % kSize;
@@ -439,8 +440,8 @@ class RowsLauncher {
     Each([&visit](auto kernel, int, int, int) { visit(reinterpret_cast<const void*>(kernel)); });
   }
 
-  // Whether the shape is one for these kernels; then they are launched, and behind them, where
-  // there are partial sums, the second kernel.
+  // Launches these kernels if they take the shape, and after them the second kernel if there are
+  // partial sums. Returns whether they take it.
   static bool Launch(const BroadcastShape& shape, const void* dy, const Operand* operands,
                      const Gradient* gradients, SumWorkspace workspace, cudaStream_t stream,
                      cudaError_t* error) {
@@ -453,7 +454,7 @@ class RowsLauncher {
 
  private:
   static constexpr int kSize = 16 / sizeof(T);
-  static constexpr int kFlatRow = kRowsThreads * kSize;  // one array, cut into rows of so many
+  static constexpr int kFlatRow = kRowsThreads * kSize;  // one array, cut into rows of this length
 
   static bool LaunchRows(const BroadcastShape& shape, const void* dy, const Operand* operands,
                          const Gradient* gradients, SumWorkspace workspace, cudaStream_t stream,
@@ -464,11 +465,11 @@ class RowsLauncher {
     if (shape.rank != 2 && (!flat || F::kBits)) return false;
     const int64_t n = flat ? kFlatRow : shape.inner();
     const int64_t rows = flat ? (total + n - 1) / n : shape.size[0];
-    // Of long rows that are aligned the general pass's kernels are as fast.
+    // For long aligned rows the general pass is as fast.
     const bool ragged = (flat ? total : n) % kSize != 0;
     if (n < kSize || (!ragged && (flat || n >= 256))) return false;
 
-    // A row of a mask is aligned by nothing but its bytes.
+    // A row of a mask is aligned only to bytes.
     uintptr_t address = reinterpret_cast<uintptr_t>(dy);
     RowsParams<F> p{};
     bool wanted[F::kGradients];
@@ -521,7 +522,7 @@ class RowsLauncher {
     const auto ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     const int64_t period = kSize / std::gcd<int64_t>(n, kSize);
     const int64_t classes = std::min(period, rows);
-    // The words of a row are one more where it ends, or begins, in the middle of one.
+    // A row that begins or ends within a word has one more word.
     const int64_t gap = kSize / period;
     const int64_t words = (n + kSize - gap + kSize - 1) / kSize;
     int64_t lanes = 2, strips = 1;
@@ -538,7 +539,7 @@ class RowsLauncher {
     const int64_t threads = lanes * side_by_side;
     const int64_t at_once = device.processors * (blocks_of_processor * kRowsThreads / threads);
     int64_t boxes = std::max<int64_t>(1, std::min(trips, at_once / (classes * strips)));
-    boxes = ceil(trips, ceil(trips, boxes));  // none that has nothing to do
+    boxes = ceil(trips, ceil(trips, boxes));  // no box without work
     const int64_t blocks = classes * strips * boxes;
     if (blocks >= int64_t{1} << 31) return false;
     const int64_t planes = lanes < 32 ? 1 : strips * lanes / 32;
@@ -589,7 +590,7 @@ class RowsLauncher {
     return true;
   }
 
-  // -1: something else.
+  // -1: another kind.
   static int KindOf(const BroadcastShape& shape, int array) {
     if (shape.IsFull(array)) return kRowsFull;
     const int64_t inner = shape.InnerStride(array);
@@ -597,7 +598,7 @@ class RowsLauncher {
     return inner == 1 && shape.rank == 2 && shape.stride[array][0] == 0 ? kRowsVector : -1;
   }
 
-  // Something is full, and there are no more sums of columns than registers for them.
+  // Some operand is full, and there are registers for all sums of columns.
   static constexpr bool Occurs(int kinds) {
     for (int g = 0; g < F::kGradients; ++g) {
       if (RowsKindOf(kinds, g) == 3) return false;

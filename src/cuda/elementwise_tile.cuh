@@ -1,21 +1,25 @@
-// The backward of an element-wise op one operand of which is broadcast along A, another along B,
-// and neither along the innermost dimension: "three planes", such as (P, 1, N), (1, Q, N) and
-// (P, Q, 1) under (P, Q, N). The general pass (cuda/elementwise_backward.cuh) keeps a sum for every
-// index of B in shared memory, and reads, adds and writes there for every element. Here
+// The backward of an element-wise op with one operand broadcast along A, another along B, and
+// neither along the innermost dimension: "three planes", such as (P, 1, N), (1, Q, N) and (P, Q, 1)
+// for a result (P, Q, N). The general pass (cuda/elementwise_backward.cuh) keeps a sum for every
+// index of B in shared memory, and reads, adds and writes it for every element. In this kernel
 //
-//   - a warp owns a tile of 8 indices of B by 128 columns, 32 elements per lane (half as many where
-//     the third operand is full); operand and sums of that tile stay in registers while the warp
-//     loops over A;
-//   - what it reads in the loop comes through a ring in shared memory that every thread fills for
-//     itself (cp.async): bytes in flight cost no registers, and no barrier;
-//   - the sum over B is first one of a lane, then one of the warps that share an index of A, some
+//   - a warp owns a tile of 8 indices of B by 128 columns, 32 elements per lane (half as many if
+//   the
+//     third operand is full). The tile's operand and sums stay in registers while the warp loops
+//     over A;
+//   - data that is read in the loop passes through a ring in shared memory, which every thread
+//   fills
+//     for itself (cp.async). Bytes in flight cost no registers and no barrier;
+//   - the sum over B is made within a lane, then over the warps that share an index of A, for
+//   several
 //     indices of A at a time, with one barrier for all of them;
-//   - the sums of a tile's rows are reduced together: lanes halve the rows they care for as the
-//     distance halves, so 8 rows of 32 bits cost 9 shuffles, not 40.
+//   - the sums of a tile's rows are reduced together: lanes keep half of their rows whenever the
+//     distance halves, so 8 rows of 32 bits take 9 shuffles instead of 40.
 //
-// A block is up to 16 warps: as many as cover B, and where B is short some groups of them, which
-// take indices of A in turn and add up their sums at the end. What it cannot finish goes to partial
-// sums for the second kernel, as in the general pass. No atomics: two runs are equal to the bit.
+// A block has up to 16 warps: as many as cover B. If B is short, it has several groups of warps,
+// which take the indices of A in turn and add up their sums at the end. Sums that it cannot finish
+// become partial sums for the second kernel, as in the general pass. Without atomics, two runs are
+// bitwise equal.
 #ifndef JAX_FASTOPS_CUDA_ELEMENTWISE_TILE_CUH_
 #define JAX_FASTOPS_CUDA_ELEMENTWISE_TILE_CUH_
 
@@ -35,17 +39,17 @@
 
 namespace jax_fastops::cuda {
 
-// What an operand is, and with it its gradient; two bits each.
+// The kind of an operand and its gradient, two bits each.
 enum TileKind : int {
-  kTileFull = 0,  // has the result's shape; its gradient too, where it is wanted
+  kTileFull = 0,  // has the result's shape, like its gradient if requested
   kTileA = 1,     // broadcast along B
-  kTileRow = 2,   // one element for a row; its gradient, where it is wanted, keeps A and B
+  kTileRow = 2,   // one element per row; its gradient, if requested, keeps A and B
   kTileB = 3,     // broadcast along A
 };
 
 constexpr int TileKindOf(int kinds, int operand) { return kinds >> (2 * operand) & 3; }
 
-// The first operand of a kind; -1: none is.
+// The first operand of a kind, or -1.
 constexpr int FindTileKind(int kinds, int operands, int kind) {
   for (int k = 0; k < operands; ++k) {
     if (TileKindOf(kinds, k) == kind) return k;
@@ -81,10 +85,10 @@ struct TileShape {
   static_assert(kTileThreads * kRows * kSize * 4 <= kRingBytes);  // for the sums of the end
 };
 
-// Where a sum goes. `plane`: how far apart the partial sums of neighbouring boxes are.
+// The destination of a sum. `plane` is the distance between the partial sums of adjacent boxes.
 struct TileSum {
-  void* out;  // null: not wanted
-  bool wide;  // of the accumulator's type: partial sums, or a gradient that is
+  void* out;  // null: not requested
+  bool wide;  // accumulator type: partial sums, or a wide gradient
   uint32_t plane, stride_a, stride_b;
 };
 
@@ -101,7 +105,7 @@ struct TileParams {
   int groups;   // that take the indices of A in turn
 };
 
-// 16 bytes to shared memory. Through L1 what other warps of the block read too.
+// Copies 16 bytes to shared memory; through L1 if other warps of the block read them, too.
 template <bool kShared>
 __device__ __forceinline__ void CopyAsync(uint32_t to, const void* from) {
   if constexpr (kShared) {
@@ -119,18 +123,18 @@ __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Until no more than so many of the last groups are on their way.
+// Waits until at most this many of the last groups are in flight.
 template <int kLeft>
 __device__ __forceinline__ void AwaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Among `threads` threads that call it with this index.
+// A barrier for the `threads` threads that call it with this index.
 __device__ __forceinline__ void NamedBarrier(int index, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
 }
 
-// Sums of kCount values each over neighbouring lanes, kLanes of them. A lane gets that of value
+// Sums kCount values over kLanes adjacent lanes. A lane gets the sum of value
 // lane % kLanes / (kLanes / kCount).
 template <int kCount, int kLanes, typename C>
 __device__ __forceinline__ C SumTogether(C (&values)[kCount]) {
@@ -150,7 +154,7 @@ __device__ __forceinline__ C SumTogether(C (&values)[kCount]) {
   return values[0];
 }
 
-// kCount neighbouring elements of a sum.
+// kCount adjacent elements of a sum.
 template <typename T, int kCount>
 __device__ __forceinline__ void PutTileSum(const TileSum& sum, uint32_t place,
                                            const ComputeType<T> (&values)[kCount]) {
@@ -200,13 +204,13 @@ __global__ __launch_bounds__(kTileThreads, 1) void ElementwiseTileKernel(
   const uint32_t chunk = blockIdx.x % p.chunks, box = blockIdx.x / p.chunks;
   const uint32_t box_b = box % p.boxes_b, box_a = box / p.boxes_b;
   const uint32_t column = chunk * kColumns + in_row * kSize;
-  // Indices of A interleave: what all blocks read at a time lies close together in memory.
+  // Indices of A interleave, so that all blocks read nearby memory at a time.
   const uint32_t first_a = box_a + group * p.boxes_a, step_a = p.groups * p.boxes_a;
   const int trips =
       first_a < p.length_a ? static_cast<int>((p.length_a - first_a + step_a - 1) / step_a) : 0;
   const uint32_t warp_first_b = (box_b * p.warps_b + warp_b) * kWarpRows;
   const uint32_t first_b = warp_first_b + part * kRows;
-  // A lane's rows that exist: none where its columns do not.
+  // A lane's rows that exist: none if its columns do not.
   const int live_rows = column < p.n ? static_cast<int>(p.length_b) - static_cast<int>(first_b) : 0;
   const bool whole = warp_first_b + kWarpRows <= p.length_b && (chunk + 1) * kColumns <= p.n;
 
@@ -279,7 +283,7 @@ __global__ __launch_bounds__(kTileThreads, 1) void ElementwiseTileKernel(
   C of_rows = C(0), row_sums = C(0);
   int stage = 0, buffer = 0;
 
-  // One index of A; `all`: all rows and columns of the warp exist. A constant where it is called.
+  // One index of A. `all` is a constant at each call: all rows and columns of the warp exist.
   const auto add = [&](bool all, int trip, C(&sum_a)[kSize], C(&rows)[kRows]) {
     C of_a[kSize];
     ToCompute<T>(unit_of(stage, kUnits - 1), of_a);
@@ -349,7 +353,7 @@ __global__ __launch_bounds__(kTileThreads, 1) void ElementwiseTileKernel(
     } else {
       add(false, trip, sum_a, rows);
     }
-    // The thread has read what it overwrites.
+    // The thread has already read the data that it overwrites.
     if (trip + kStages < trips) fill(trip + kStages, stage);
     CommitCopies();
     stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -371,7 +375,7 @@ __global__ __launch_bounds__(kTileThreads, 1) void ElementwiseTileKernel(
       }
     }
 
-    // Neighbouring lanes' pieces of 4 sums lie side by side, so that no two meet in a bank.
+    // Pieces of 4 sums of adjacent lanes are contiguous, which avoids bank conflicts.
     const int in_batch = trip % kBatch;
     C* const of_batch = exchange + buffer * Shape::kExchange;
 #pragma unroll
@@ -433,7 +437,7 @@ __global__ __launch_bounds__(kTileThreads, 1) void ElementwiseTileKernel(
   }
   __syncthreads();
   const TileSum& sum = p.sum[kB];
-  // Of this warp's tile, which each group has: a piece for each group in turn.
+  // Every group has this warp's tile. Each group adds up one piece of it.
   for (int piece = group; piece < kWarpPieces; piece += p.groups) {
     C total[4] = {};
     for (int g = 0; g < p.groups; ++g) {
@@ -457,12 +461,12 @@ struct TilePlan {
   int64_t chunks = 1, boxes_a = 1, boxes_b = 1;
 };
 
-// `sums_rows`: whether there is a gradient of rows. Not valid where the general pass is better.
+// `sums_rows`: whether there is a gradient of rows. Not valid if the general pass is better.
 inline TilePlan PlanTiles(int64_t length_a, int64_t length_b, int64_t n, int element_bytes,
                           int warp_rows, int columns, int arrays, bool sums_rows, int64_t workspace,
                           int processors) {
   const auto ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  // In bytes that a processor could have moved instead; rough, as in PlanBoxes.
+  // In bytes that an SM could move in the same time; rough, as in PlanBoxes.
   constexpr double kStart = 48e3;
   TilePlan best, p;
   p.chunks = ceil(n, columns);
@@ -496,7 +500,7 @@ inline TilePlan PlanTiles(int64_t length_a, int64_t length_b, int64_t n, int ele
   }
   const double ideal = static_cast<double>(length_a) * static_cast<double>(length_b) *
                        static_cast<double>(n) * element_bytes * arrays / processors;
-  // The general pass takes about three times the ideal; of little, this one takes as much.
+  // The general pass takes about three times the ideal. For little data, so does this one.
   if (least > 2.5 * ideal) best.valid = false;
   return best;
 }
@@ -513,7 +517,7 @@ class TileLauncher {
   static void VisitKernels(const Visit& visit) {
     Each([&visit](auto kernel, int, int, int, int shared) {
       const void* const address = reinterpret_cast<const void*>(kernel);
-      // Refused where there is less: Launch does not use it there.
+      // Fails if the device has less. Launch then does not use the kernel.
       if (cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, shared) !=
           cudaSuccess) {
         cudaGetLastError();
@@ -522,8 +526,8 @@ class TileLauncher {
     });
   }
 
-  // Whether the shape is one for tiles; then they are launched, and behind them, where there are
-  // partial sums, the general pass's second kernel.
+  // Launches the kernel if it takes the shape, and after it the general pass's second kernel if
+  // there are partial sums. Returns whether it takes the shape.
   static bool Launch(const BroadcastShape& shape, const void* dy, const Operand* operands,
                      const Gradient* gradients, SumWorkspace workspace, cudaStream_t stream,
                      cudaError_t* error) {
@@ -650,7 +654,7 @@ class TileLauncher {
     return true;
   }
 
-  // One operand without B, behind it one without A, and anything else that the third may be.
+  // One operand without B, then one without A, and any kind for the third.
   static constexpr bool Occurs(int kinds) {
     return CountTileKind(kinds, F::kOperands, kTileA) == 1 &&
            CountTileKind(kinds, F::kOperands, kTileB) == 1 &&

@@ -20,9 +20,9 @@ namespace window_sum {
 namespace {
 
 constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
-constexpr int64_t kDirectAxis = 64;       // no longer axes are summed directly
-constexpr int64_t kShiftedBytes = 256;    // of a row, from where on words at its ends are few
-constexpr int kSharedPerBlock = 1 << 10;  // that the device keeps of each block's shared memory
+constexpr int64_t kDirectAxis = 64;     // no longer axes are summed directly
+constexpr int64_t kShiftedBytes = 256;  // of a row: with more, the words at its ends matter little
+constexpr int kSharedPerBlock = 1 << 10;  // of each block's shared memory, reserved by the device
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -131,12 +131,12 @@ cudaError_t LaunchRows(const Run& run) {
   const int64_t halo = CeilDiv(params.window - 1, kSize);
   const int64_t most = kRowThreads * kUnits - halo;         // units of y in a tile
   const int64_t units = CeilDiv(s.m() + kSize - 1, kSize);  // y may begin within one
-  // Enough tiles for every multiprocessor, as long as they are long beside what they read twice.
+  // Enough tiles for every SM, if they are long compared with the part that is read twice.
   const int64_t wanted =
       std::min(CeilDiv(2 * run.processors, s.outer), units / std::max<int64_t>(64, 4 * halo));
   const int64_t fewest = std::max(CeilDiv(units, most), wanted);
-  // Of the numbers of tiles from there on, that which leaves the fewest threads idle: those without
-  // units, and those that do not fit beside whole blocks on a multiprocessor.
+  // From this number of tiles, searches for the one that leaves the fewest threads idle: threads
+  // without units, and threads for which an SM has no whole block.
   int threads = 0;
   double least = std::numeric_limits<double>::infinity();
   for (int64_t tiles = fewest; tiles < fewest + 16; ++tiles) {
@@ -176,7 +176,7 @@ cudaError_t LaunchColumns(const Run& run) {
   const auto shared = [&] {
     return (s.window() - 1 + step()) * (kSize << log_width) * static_cast<int64_t>(sizeof(A));
   };
-  // As wide as two blocks find room for; down to a sector of memory if one does.
+  // As wide as fits twice on an SM; down to a sector of memory if only one block fits.
   const int of_two = run.shared / 2 - kSharedPerBlock;
   while (log_width > 0 && shared() > ((kBytes << log_width) > 32 ? of_two : run.shared)) {
     --log_width;
@@ -202,7 +202,7 @@ cudaError_t LaunchColumns(const Run& run) {
   }
   params.ring = static_cast<int>(s.window() - 1 + step());
 
-  // A segment reads a window before its first sum; too few blocks leave multiprocessors idle.
+  // A segment reads a window before its first sum, but too few blocks leave SMs idle.
   const int64_t strips = CeilDiv(units, (int64_t{1} << log_width) - (kShifted ? 1 : 0));
   const int64_t lines = s.outer * strips;
   const int64_t resident =
@@ -257,7 +257,7 @@ cudaError_t LaunchTree(const Run& run) {
   params.pad = s.pad;
   params.window = s.window();
   params.count[0] = s.n;
-  // All levels together are n / 15 nodes and a few, less than n / 8 where n > kWindowSumShortAxis.
+  // All levels have about n / 15 nodes, less than n / 8 if n > kWindowSumShortAxis.
   A* free = static_cast<A*>(run.workspace);
   while (free != nullptr && s.n > kWindowSumShortAxis && params.count[params.levels] > kTreeFan) {
     const int level = params.levels + 1;
@@ -278,7 +278,7 @@ cudaError_t LaunchTree(const Run& run) {
 
 // ---- All ----------------------------------------------------------------------------------------
 
-// The widest unit of inner elements, down to kBytes, that all addresses are a multiple of.
+// The widest unit of inner elements, at least kBytes, to which all addresses are aligned.
 template <typename T, template <typename, int> class F, int kBytes = 16>
 cudaError_t OfUnit(const Run& run) {
   const uintptr_t all = reinterpret_cast<uintptr_t>(run.x) | reinterpret_cast<uintptr_t>(run.y) |

@@ -1,13 +1,13 @@
-// Windowed sums on raw device pointers; window_sum_shape.h says what is computed.
+// Window sums on raw device pointers. window_sum_shape.h defines them.
 //
-// Sums are made in float, for double in double, and rounded once. Nothing is ever subtracted: a NaN
-// or an infinity reaches just the windows that contain it, and the error of a sum does not depend
-// on where in the array it is.
+// Sums are computed in float (double for double) and rounded once. Nothing is subtracted, so a NaN
+// or an infinity reaches only the windows that contain it, and the error of a sum does not depend
+// on its position.
 //
-// Enqueues kernels on `stream` and returns what the launches returned. Neither allocates nor
-// synchronises, so it may be captured into a CUDA graph, once LoadWindowSumKernels has run on the
-// device. Sizes of zero succeed without a launch. Pointers need no more alignment than an element
-// does; x, y and the workspace must not overlap.
+// Enqueues kernels on `stream` and returns the result of the launches. It does not allocate or
+// synchronize. Once LoadWindowSumKernels has run on the device, it may be captured into a CUDA
+// graph. Sizes of zero succeed without a launch. Pointers need only the alignment of an element; x,
+// y and the workspace must not overlap.
 #ifndef JAX_FASTOPS_CUDA_WINDOW_SUM_H_
 #define JAX_FASTOPS_CUDA_WINDOW_SUM_H_
 
@@ -18,12 +18,12 @@
 
 namespace jax_fastops::cuda {
 
-// `workspace`: outer * ceil(n / 8) * inner accumulators, not initialised. Null is always valid;
-// long windows over long axes are slow then.
+// `workspace`: outer * ceil(n / 8) * inner accumulators, uninitialized. Null is always valid, but
+// makes long windows over long axes slow.
 cudaError_t WindowSum(const WindowSumShape& shape, DType dtype, const void* x, void* y,
                       void* workspace, cudaStream_t stream);
 
-// Loads every kernel of the above into the current device, and sets the attributes that launches
+// Loads all kernels of this header on the current device, and sets the attributes that launches
 // need.
 cudaError_t LoadWindowSumKernels();
 

@@ -1,16 +1,15 @@
-// Windowed sums along any other axis: what is contiguous are neighbours of different lines.
+// Window sums along an axis that is not the last: adjacent elements belong to different lines.
 //
-// A block takes a strip, a few neighbouring units of inner elements wide, and marches along the
-// axis, so that each element is read once but for the beginning of the strip. As in
-// window_sum_rows.cuh, the axis is cut into groups shorter than the window, and
+// A block takes a strip, a few adjacent units of inner elements wide, and moves along the axis. So
+// each element is read once, except at the beginning of the strip. As in window_sum_rows.cuh, the
+// axis is cut into groups shorter than the window, and
 //
 //   sum = (end of its first group) + (whole groups between) + (beginning of its last group)
 //
-// In each step a thread takes a few rows of one unit. Sums from the beginning of a group up to
-// those rows belong to the windows that end there, and stay in registers; those from the rows to
-// the end of the group wait in a ring in shared memory, as long as a window, until the march has
-// come to the ends of the windows that begin there. The sum of a whole group is that from its first
-// row on.
+// In each step a thread takes a few rows of one unit. The sums from the beginning of a group up to
+// these rows belong to the windows that end there, and stay in registers. The sums from the rows to
+// the end of the group wait in a ring in shared memory, as long as a window, until the block gets
+// to the ends of the windows that begin there. The sum of a whole group is that from its first row.
 #ifndef JAX_FASTOPS_CUDA_WINDOW_SUM_COLUMNS_CUH_
 #define JAX_FASTOPS_CUDA_WINDOW_SUM_COLUMNS_CUH_
 
@@ -30,7 +29,7 @@ inline constexpr int kColumnThreads = 256;
 template <int kBytes>
 inline constexpr int kColumnRows = kBytes == 16 ? 4 : 8;
 
-// Blocks that a multiprocessor has registers for: a unit of 8 elements takes as many accumulators.
+// Blocks for which an SM has registers: a unit of 8 elements takes 8 accumulators.
 template <typename T, int kBytes, bool kShifted = false>
 inline constexpr int kColumnBlocks = kBytes / sizeof(T) > 4 || kShifted ? 2 : 3;
 
@@ -52,13 +51,12 @@ struct ColumnsParams {
   Array array;    // x
 };
 
-// Where rows are not aligned alike: kShifted. A thread has the same columns all along, which begin
-// anywhere in memory, so it loads the two aligned words around them. Of the results, it stores the
-// aligned word that ends within its columns, the beginning of which its left neighbour has made.
-// The first thread of a row of a strip only makes such a beginning: strips overlap by a unit.
+// kShifted: rows have different alignments. A thread always has the same columns, at any address,
+// so it loads the two aligned words that contain them. It stores the aligned word that ends within
+// its columns; the thread to its left computes the beginning of that word. The first thread of a
+// strip's row computes only such a beginning, so strips overlap by a unit.
 
-// Stores the word of `to`, which is where the columns from `at` on belong, as far as it lies within
-// the row.
+// Stores the word at `to`, for the columns that begin at `at`, as far as they lie within the row.
 template <typename T>
 __device__ __forceinline__ void StoreShifted(const uint4& left, const uint4& own, T* to, int64_t at,
                                              int64_t inner) {
@@ -85,7 +83,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, kBytes, kShif
   using Bits = Word<kBytes>;
   static_assert(!kShifted || kBytes == 16);
   constexpr int kSize = U::kSize, kRows = kColumnRows<kBytes>, kWords = kShifted ? 2 : 1;
-  // A unit's accumulators in pieces of up to 16 bytes, a plane of the ring for each.
+  // A unit's accumulators in pieces of up to 16 bytes, each in its own plane of the ring.
   constexpr int kPiece = kSize * sizeof(A) > 16 ? 16 / sizeof(A) : kSize;
   constexpr int kPlanes = kSize / kPiece;
   using Piece = Unit<A, kPiece * sizeof(A)>;
@@ -146,7 +144,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, kBytes, kShif
 
     Bits next[kRows][kWords];
     load(0, next);
-    int base = 0;  // where in the ring the step's first row is
+    int base = 0;  // the ring's row of the step's first row
     for (int64_t first = 0; first < total; first += rows) {
       Bits units[kRows];
 #pragma unroll

@@ -1,10 +1,10 @@
-// Windowed sums of short axes, and of windows longer than what is kept on the chip.
+// Window sums of short axes, and of windows that are too long for the chip.
 //
-// Over a short axis each sum is added up from its elements, which the first-level cache holds.
+// Over a short axis each sum is added up from its elements, which the L1 cache holds.
 //
 // For long windows there is a tree over the axis: the sums of 16 elements, of 16 of those, and so
-// on. A thread takes 16 neighbouring windows. What they have in common is added up from at most 15
-// nodes on each side of each level, the rest from the elements at both ends.
+// on. A thread takes 16 adjacent windows. It adds up their common part from at most 15 nodes on
+// each side of each level, and the rest from the elements at both ends.
 #ifndef JAX_FASTOPS_CUDA_WINDOW_SUM_LONG_CUH_
 #define JAX_FASTOPS_CUDA_WINDOW_SUM_LONG_CUH_
 
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(256) TreeKernel(const TreeParams p) {
       return j >= 0 && j < p.n ? ToCompute(x[j * p.inner]) : A(0);
     };
 
-    // What all 16 windows have in common.
+    // The common part of all 16 windows.
     const int64_t first = i0 - p.pad;
     int64_t low = first + kTreeFan - 1, high = first + p.window;
     low = low < 0 ? 0 : low;

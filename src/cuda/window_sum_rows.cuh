@@ -1,19 +1,19 @@
-// Windowed sums along the last axis, where windows are long.
+// Window sums along the last axis, for long windows.
 //
-// A block, or a few warps of it, makes a tile of one row's sums. The tile's elements and the 2 *
-// radius behind them are cut into groups that are shorter than the window: a unit of 16 bytes, or
-// those of 2 to 32 neighbouring lanes. A window then begins in one group and ends in a later one:
+// A block, or a few of its warps, computes a tile of one row's sums. The tile's elements and the
+// next 2 * radius elements are cut into groups shorter than the window: a unit of 16 bytes, or the
+// units of 2 to 32 adjacent lanes. A window then begins in one group and ends in a later one:
 //
 //   sum = (end of its first group) + (whole groups between) + (beginning of its last group)
 //
-// Each thread takes the sums from both ends of a group to each of its elements: serially within a
-// unit, by shuffles across lanes. Those from the end of the group belong to the windows that begin
-// at the thread's own elements and stay in registers; those from its beginning are needed a window
-// further left and go through shared memory. The cost does not depend on the window, but for the
-// elements behind the tile that the next one reads once more, from L2.
+// Each thread computes the sums from both ends of a group to each of its elements: serially within
+// a unit, by shuffles across lanes. The sums from the end of the group belong to the windows that
+// begin at the thread's elements, and stay in registers. The sums from the group's beginning are
+// needed one window to the left, and go through shared memory. The cost does not depend on the
+// window, except for the elements after the tile, which the next tile reads again from L2.
 //
-// Units are cut where y is aligned, so that stores are whole; where x is not aligned alike, two
-// aligned loads, of which the second finds its line in L1, are shifted into one unit.
+// Units begin where y is aligned, so that stores are whole. If x is aligned differently, two
+// aligned loads are shifted into one unit; the second load hits L1.
 #ifndef JAX_FASTOPS_CUDA_WINDOW_SUM_ROWS_CUH_
 #define JAX_FASTOPS_CUDA_WINDOW_SUM_ROWS_CUH_
 
@@ -28,7 +28,7 @@ namespace jax_fastops::cuda::window_sum {
 
 inline constexpr int kRowThreads = 512;    // of a block, at most
 inline constexpr int kRowResident = 1024;  // threads of a multiprocessor, by their registers
-inline constexpr int kRowMiddles = 64;     // groups of a tile that have several whole ones behind
+inline constexpr int kRowMiddles = 64;     // groups of a tile with several whole groups after them
 
 struct RowsParams {
   const char* x;
@@ -44,12 +44,12 @@ struct RowsParams {
   int halo_units;       // more of x
 };
 
-// How many units a thread has.
+// The number of units of a thread.
 template <typename T>
 inline constexpr int kRowUnits = sizeof(T) == 2 ? 2 : 4;
 
-// Shared memory for the tile of so many threads, in bytes. The padding keeps lanes, which are a
-// unit apart, in banks of their own.
+// Shared memory for the tile of `threads` threads, in bytes. Lanes are a unit apart; the padding
+// avoids bank conflicts.
 template <typename T>
 constexpr int RowShared(int threads) {
   constexpr int kSize = 16 / sizeof(T);
@@ -79,7 +79,8 @@ struct RowUnit {
   }
 };
 
-// The elements from index `first` of a row on, 0 outside of it. For the ends of rows and arrays.
+// The elements beginning at index `first` of a row, 0 outside of it. For the ends of rows and
+// arrays.
 template <typename T>
 __device__ __forceinline__ uint4 LoadRagged(const T* row, int64_t first, int64_t n) {
   constexpr int kSize = 16 / sizeof(T);
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowResident / kRowThreads)
   const int lanes = 1 << p.log_lanes;
   const int in_group = threadIdx.x & (lanes - 1);
   const int whole = (p.window - 1) / (kSize << p.log_lanes);  // groups between, or one less
-  // The last element of a window is so many units, and so many elements, behind the first.
+  // The distance from a window's first element to its last, in units and remaining elements.
   const int ahead = (p.window - 1) / kSize, offset = (p.window - 1) % kSize;
 
   const int64_t tiles = p.rows * static_cast<int64_t>(p.tiles.divisor);
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowResident / kRowThreads)
     const int64_t in_row = tile - row * static_cast<int64_t>(p.tiles.divisor);
     const T* x = reinterpret_cast<const T*>(p.x) + row * p.n;
     T* y = reinterpret_cast<T*>(p.y) + row * p.m;
-    // Index in y of the tile's first element; less than 0 where y's row begins within a unit.
+    // Index in y of the tile's first element; negative if y's row begins within a unit.
     const int64_t begin = in_row * p.tile_units * kSize -
                           static_cast<int64_t>((reinterpret_cast<uintptr_t>(y) & 15) / sizeof(T));
     const int units = active ? p.tile_units + p.halo_units : 0;
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowResident / kRowThreads)
       for (int k = 0; k < kUnits; ++k) raw[k] = ShiftUnit<sizeof(T)>(raw[k], next[k], shift);
     }
 
-    A ends[kUnits];  // what is behind the thread's unit in its group
+    A ends[kUnits];  // sums of the group's elements after the thread's unit
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       const int unit = k * threads + threadIdx.x;
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowResident / kRowThreads)
     }
     __syncthreads();
 
-    // A group's sum is that up to its last element.
+    // The sum up to a group's last element is the group's sum.
     const auto group_sum = [&](int group) {
       return begins[((group + 1) << p.log_lanes) * kPitch - 2];
     };
@@ -215,7 +216,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowResident / kRowThreads)
       if (!active || unit >= p.tile_units || at >= p.m) continue;
       const RowUnit<T> v(raw[k]);
       const int group = unit >> p.log_lanes;
-      // Of the windows that end in the unit `ahead` and in the one behind it.
+      // The sums for the windows that end in the unit `ahead`, and in the one after it.
       const int last = (unit + ahead) >> p.log_lanes;
       const int next = (unit + ahead + 1) >> p.log_lanes;
       A middle = whole > 1 ? middles[group] : A(0), next_middle = middle;

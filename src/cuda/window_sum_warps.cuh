@@ -1,21 +1,22 @@
-// Windowed sums along the last axis, where windows are short beside what a block covers.
+// Window sums along the last axis, for windows that are short compared with the elements of a
+// block.
 //
-// There is no shared memory and no barrier: each warp makes the sums of units of its own, and reads
-// every element that they need. An element is so read up to a few times, but from memory only once:
-// the block's warps find it in L1. That leaves many loads in flight, and as few instructions.
+// There is no shared memory and no barrier: each warp computes the sums of its own units, and reads
+// every element that they need. So an element is read a few times, but only once from memory: the
+// other warps of the block hit L1. That allows many loads in flight and takes few instructions.
 //
-// A warp's 32 units are cut into groups of neighbouring lanes that are no longer than a window less
-// one, c to c + G. The window of the group's element i is
+// A warp's 32 units are cut into groups of adjacent lanes, c to c + G, that are at most one element
+// shorter than a window. The window of the group's element i is
 //
 //   (i to c + G) + (c + G to c + window - 1) + (c + window - 1 to i + window - 1, inclusive)
 //
 // The first part is a sum to the end of the group, the last one a sum from the beginning of the
 // group's elements a window further right: serially within a unit, by shuffles across lanes. The
-// part between is the same for the whole group. A lane adds its share of that to what it hands to
-// the lanes on its left and on its right, which so reaches all of them without more shuffles.
+// part between is the same for the whole group. A lane adds its share of it to the values that it
+// passes to the lanes on its left and right, so it gets to all of them without more shuffles.
 //
-// Units are cut where y is aligned. A window that is no longer than a unit and one element needs
-// this unit and the next one.
+// Units begin where y is aligned. A window of at most a unit and one element needs only this unit
+// and the next one.
 #ifndef JAX_FASTOPS_CUDA_WINDOW_SUM_WARPS_CUH_
 #define JAX_FASTOPS_CUDA_WINDOW_SUM_WARPS_CUH_
 
@@ -39,7 +40,7 @@ inline constexpr int kWarpsShares = 4;     // of a group, that the part between 
 inline constexpr int kWarpsUnits = 2;      // of a thread
 inline constexpr int kWarpsLongest = 1 << 29;
 
-// Of a multiprocessor, by their registers.
+// Blocks per SM, as registers allow.
 template <WarpsKind kKind>
 inline constexpr int kWarpsBlocks = kKind == WarpsKind::kNear ? 4 : 3;
 
@@ -85,16 +86,16 @@ __device__ __forceinline__ void ToValues(const uint4* units, ComputeType<T> (&va
   for (int i = 0; i < kCount; ++i) values[i] = ToCompute(elements[i]);
 }
 
-// Where a thread's units are.
+// The places of a thread's units.
 template <typename T, int kUnits>
 struct WarpsPlace {
-  const T* x[kUnits];  // where the windows of the unit begin
+  const T* x[kUnits];  // the beginning of the unit's windows
   T* y[kUnits];
-  int at[kUnits];  // index in y's row; less than 0 where that begins within a unit
+  int at[kUnits];  // index in y's row; negative if the row begins within a unit
 };
 
-// The sums of a thread's units. `kPlain`: for all lanes of the warp, all that is read and written
-// lies within the row, with a word to spare at both ends.
+// The sums of a thread's units. `kPlain`: all accesses of the warp are within the row, with a spare
+// word at both ends.
 template <typename T, WarpsKind kKind, bool kPlain, int kUnits>
 __device__ __forceinline__ void WarpsSums(const WarpsParams& p,
                                           const WarpsPlace<T, kUnits>& place) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ void WarpsSums(const WarpsParams& p,
   const auto& y = place.y;
   const auto& at = place.at;
 
-  // A unit, or two, from element `first` of a row on, 0 from element `end` on.
+  // One or two units beginning with element `first` of a row; 0 for elements at or after `end`.
   const auto wanted = [](int first, int end) {
     return first < end && first + (kNear ? 2 * kSize : kSize) > 0;
   };
@@ -197,7 +198,8 @@ __device__ __forceinline__ void WarpsSums(const WarpsParams& p,
       }
     }
 
-    A left[kUnits], right[kUnits];  // what lanes on the left and right add to this one's sums
+    A left[kUnits],
+        right[kUnits];  // the parts of this lane's sums from the lanes on its left and right
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       settle(x[k], at[k] - p.pad, n, back[k]);
@@ -251,7 +253,7 @@ __global__ void __launch_bounds__(kWarpsThreads, kWarpsBlocks<kKind>)
   constexpr int kSize = 16 / sizeof(T), kUnits = kWarpsUnits, kWarps = kWarpsThreads / 32;
   const int n = static_cast<int>(p.n), m = static_cast<int>(p.m);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  // What may be read of a row behind the first element of a unit.
+  // The elements of a row that may be read after the first element of a unit.
   const int behind = (p.window > kSize ? p.window - 1 : kSize) + 2 * kSize;
   WarpsPlace<T, kUnits> place;
   bool plain = true;
@@ -262,7 +264,7 @@ __global__ void __launch_bounds__(kWarpsThreads, kWarpsBlocks<kKind>)
     T* const y_row = reinterpret_cast<T*>(p.y) + row * p.m;
     int at = static_cast<int>((chunk - row * p.chunks.divisor) * 32 + lane) * kSize -
              WordShift(y_row) / static_cast<int>(sizeof(T));
-    if (chunk >= p.total) at = kWarpsLongest;  // behind every row
+    if (chunk >= p.total) at = kWarpsLongest;  // after every row
     const int first = at - p.pad;
     plain = plain && at >= 0 && at + kSize <= m && first >= kSize && first + behind <= n;
     place.at[k] = at;

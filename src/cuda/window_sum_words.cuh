@@ -1,7 +1,7 @@
-// Units at any address: aligned words of 16 bytes are read, of which a unit takes its bytes.
+// Loads units from any address: reads aligned words of 16 bytes and extracts the unit's bytes.
 //
-// What is read lies wholly inside of the array: a word at its ends is put together from elements.
-// Loads keep their words as they are, so that many are in flight; the rest is made behind them.
+// All reads lie completely within the array: a word at its ends is assembled from elements. Loads
+// keep their words unchanged, so that many are in flight; words are shifted after all loads.
 #ifndef JAX_FASTOPS_CUDA_WINDOW_SUM_WORDS_CUH_
 #define JAX_FASTOPS_CUDA_WINDOW_SUM_WORDS_CUH_
 
@@ -17,13 +17,13 @@ struct Array {
   const char* end;
 };
 
-// The address is this far behind the beginning of its word, in bytes.
+// The distance from the beginning of the word to the address, in bytes.
 __device__ __forceinline__ int WordShift(const void* address) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) & 15);
 }
 
-// The units that begin `shift` bytes, up to 15, behind the beginning of the first word. Elements
-// are aligned to kElement bytes.
+// The units that begin `shift` bytes (0 to 15) after the beginning of the first word. Elements are
+// aligned to kElement bytes.
 template <int kElement, int kUnits>
 __device__ __forceinline__ void ShiftWords(const uint4 (&words)[kUnits + 1], int shift,
                                            uint4 (&units)[kUnits]) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ bool Inside(const Array& array, const char* word) {
   return word >= array.begin && word + 16 * kWords <= array.end;
 }
 
-// The words from that of `address` on, 0 if they are not wanted or not wholly inside of the array.
+// Words beginning with that of `address`; 0 if not requested or not completely within the array.
 template <int kWords>
 __device__ __forceinline__ void LoadWords(const Array& array, const void* address, bool wanted,
                                           uint4 (&words)[kWords]) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void LoadWords(const Array& array, const void* addres
   }
 }
 
-// Reads what LoadWords left out: the elements of words at the ends of the array.
+// Reads the elements that LoadWords left out: those of words at the ends of the array.
 template <typename T, int kWords>
 __device__ __forceinline__ void PatchWords(const Array& array, const void* address, bool wanted,
                                            uint4 (&words)[kWords]) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void PatchWords(const Array& array, const void* addre
   }
 }
 
-// A unit with zeros for the elements that are not among [0, n), if its first one is `first`.
+// A unit whose first element is `first`, with zeros for elements outside [0, n).
 template <typename T>
 __device__ __forceinline__ void MaskUnit(int first, int n, uint4* unit) {
   constexpr int kSize = 16 / sizeof(T);
