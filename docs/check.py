@@ -68,7 +68,8 @@ def readme() -> Iterator[str]:
 
 def links() -> Iterator[str]:
     """Every link within the site leads to a file, and its fragment to an element there."""
-    pages = {path: BeautifulSoup(path.read_text(), "html.parser") for path in SITE.rglob("*.html")}
+    found = [path for path in SITE.rglob("*.html") if "_static" not in path.parts]
+    pages = {path: BeautifulSoup(path.read_text(), "html.parser") for path in found}
     anchors = {p: {tag["id"] for tag in page.find_all(id=True)} for p, page in pages.items()}
     for path, page in pages.items():
         for tag in page.find_all(["a", "img", "link", "script"]):
@@ -86,7 +87,7 @@ def links() -> Iterator[str]:
 def public_names() -> Iterator[str]:
     """Every public name has an entry on a page, and a doctest; all doctests pass."""
     inventory = InventoryFile.loads((SITE / "objects.inv").read_bytes(), uri="")
-    documented = {item.name for item in _entries(inventory)}
+    documented = {n for kind in ("py:function", "py:class") for n in inventory.data.get(kind, ())}
     finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(verbose=False)
     for module_name in PUBLIC:
         module = importlib.import_module(module_name)
@@ -112,13 +113,6 @@ def public(module) -> list[str]:
     ]
     kinds = (inspect.isclass, inspect.isfunction, lambda e: hasattr(e, "__wrapped__"))
     return [name for name in names if any(kind(getattr(module, name)) for kind in kinds)]
-
-
-def _entries(inventory):
-    """The Python objects of a Sphinx inventory, each with its name."""
-    for kind in ("py:function", "py:class"):
-        for name in inventory.data.get(kind, {}):
-            yield type("Entry", (), {"name": name})
 
 
 def code_blocks(page: Path) -> Iterator[str]:

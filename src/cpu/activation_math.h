@@ -1,11 +1,10 @@
-// The activations of bias_act and their derivatives, as vectors of an accumulator's type, for the
-// instruction set that a *_simd.cc file is being compiled for. As in simd_math.h, everything is in
-// the anonymous namespace.
+// The activations of bias_act and their derivatives, as vectors of the accumulator type, for the
+// instruction set for which a *_simd.cc file is compiled. As in simd_math.h, everything is in the
+// anonymous namespace.
 //
-// Each is written so that no step is a difference of two nearly equal numbers, or Inf * 0 for a
-// finite x: so the error is a few units in the last place of the result itself, far down the
-// negative tails too. At the infinities the results are those of jax.nn, NaN where that multiplies
-// one by 0.
+// No step computes a difference of two nearly equal numbers, or Inf * 0 for a finite x. So the
+// error is a few ulp of the result, also far down the negative tails. At the infinities the results
+// are those of jax.nn, which are NaN where jax.nn multiplies an infinity by 0.
 #ifndef JAX_FASTOPS_CPU_ACTIVATION_MATH_H_
 #define JAX_FASTOPS_CPU_ACTIVATION_MATH_H_
 
@@ -16,11 +15,11 @@ namespace {
 
 template <typename A>
 FASTOPS_INLINE typename A::Vec Absolute(typename A::Vec x) {
-  return A::Max(A::Sub(A::Set(0), x), x);  // NaN stays
+  return A::Max(A::Sub(A::Set(0), x), x);  // NaN stays NaN
 }
 
-// exp(x + rest) for x from a little below ExpOf::kLow to 0, and NaN: A::Exp less its clamps. `rest`
-// is what x lacks of an exact value.
+// exp(x + rest) for NaN, and for x from slightly below ExpOf::kLow to 0. It is A::Exp without
+// clamping. `rest` is the rounding error of x.
 template <typename A>
 FASTOPS_INLINE typename A::Vec ExpBelow0(typename A::Vec x, typename A::Vec rest) {
   using C = ExpOf<typename A::Scalar>;
@@ -74,7 +73,7 @@ struct Gelu {
     const Vec u = A::Mul(x, A::MulAdd(A::Mul(x, x), A::Set(kCubic), A::Set(kLinear)));
     return A::Mul(x, Sigmoid<A>(u).value);
   }
-  // Beyond +-30 it is 0 or 1 in float and double, and x^2 is not needed.
+  // Outside of +-30 the derivative is 0 or 1 in float and double, so x^2 can be clamped.
   static FASTOPS_INLINE Vec Derivative(Vec x) {
     const Vec v = A::Max(A::Set(-30), A::Min(A::Set(30), x));
     const Vec square = A::Mul(v, v);
@@ -85,11 +84,11 @@ struct Gelu {
   }
 };
 
-// The normal distribution: its upper tail behind t >= 0 is exp(-t^2 / 2) * ratio(t), where the
-// ratio falls from 1/2 as slowly as 1/t. (t + k) * ratio(t) is a polynomial of
-// v = (t - k) / (t + k) = 1 - 2k / (t + k), interpolated at Chebyshev's points of all t for which
-// the tail is not 0: relative errors 1.9e-8 and 5e-19. A smaller k makes less of the quotient's
-// rounding, a greater one takes fewer terms.
+// The normal distribution. Its upper tail, above t >= 0, is exp(-t^2 / 2) * ratio(t). The ratio is
+// 1/2 at 0 and falls only as 1/t. (t + k) * ratio(t) is a polynomial of v = (t - k) / (t + k) = 1 -
+// 2k / (t + k), interpolated at Chebyshev points over all t for which the tail is not 0. The
+// relative errors are 1.9e-8 and 5e-19. A smaller k amplifies the rounding of the quotient less; a
+// larger k needs fewer terms.
 template <typename Scalar>
 struct TailOf;
 
@@ -101,7 +100,7 @@ struct TailOf<float> {
   static constexpr float kP[kTerms] = {
       0x1.69cee6p-1f,   -0x1.bc19c0p-2f, 0x1.0e4f36p-3f,  0x1.2ea14ep-7f,   -0x1.0c7aaap-6f,
       -0x1.a35942p-10f, 0x1.4b0698p-9f,  0x1.665b68p-11f, -0x1.487e1ap-12f, -0x1.4b9966p-13f};
-  // As few terms as keep the error of small x at most twice that of jax.nn.
+  // The fewest terms for which the error for small x is at most twice that of jax.nn.
   static constexpr float kNearEnd = 0.5f;
   static constexpr int kNearTerms = 4;
   static constexpr float kNear[kNearTerms] = {0x1.988454p-2f, -0x1.1057c4p-4f, 0x1.468754p-7f,
@@ -157,14 +156,14 @@ struct GeluExact {
     return A::MulAdd(x, Polynomial<kTerms>(c, A::Mul(x, x)), A::Set(0.5f));
   }
 
-  // exp(-t^2 / 2) and the ratio, t being |x|, or kEnd if that is less: both factors stay finite.
+  // exp(-t^2 / 2) and the ratio, where t = min(|x|, kEnd), so that both factors stay finite.
   struct Tail {
     Vec t, exp, ratio;
 
     explicit FASTOPS_INLINE Tail(Vec x) {
       t = A::Min(A::Set(C::kEnd), Absolute<A>(x));
-      // t^2 = square + rest exactly, or nearly so: far out, the rounding of t^2 alone would change
-      // its exponential by many units in the last place.
+      // t^2 = square + rest, exactly or nearly so. For large t, the rounding error of t^2 would
+      // change its exponential by many ulp.
       const Vec square = A::Mul(t, t), half = A::Set(-0.5f);
 #if FASTOPS_ISA_LEVEL > 0
       const Vec rest = A::MulAdd(A::Mul(t, half), t, A::Mul(square, A::Set(0.5f)));
@@ -186,8 +185,8 @@ struct GeluExact {
   static FASTOPS_INLINE Vec Value(Vec x) {
     const Tail tail(x);
     const Vec rest = A::Mul(tail.exp, tail.ratio);
-    // In this order, far below 0: the product of the two small factors may be subnormal where the
-    // result is not.
+    // The order matters far below 0: the product of the two small factors may be subnormal although
+    // the result is not.
     const Vec below = A::Mul(A::Mul(x, tail.ratio), tail.exp);
     const Vec far = A::Select(More<A>::Less(A::Set(0), x), A::Sub(x, A::Mul(tail.t, rest)), below);
     return A::Select(More<A>::Less(tail.t, A::Set(C::kNearEnd)), A::Mul(x, Near(C::kNear, x)), far);

@@ -1,12 +1,14 @@
-// A group is flat: outer * channels * inner elements. Where channels follow each other closely, a
-// row of channels * inner elements, or a few short rows as one, is columns: a sum for each, and
-// coefficients laid out for each, serve every layout alike, and what belongs to one channel is
-// put together in the end. Where they do not, runs of one channel are taken with its coefficients
-// in registers.
+// Batch norm on the CPU: divides groups for the threads and the caches.
 //
-// Sums are of parts that are as they are by the shape alone: results do not depend on the number of
-// threads. They are kept in double between the kernels, in memory of their own: the workspace is of
-// the accumulators' type.
+// A group is a flat array of outer * channels * inner elements. If inner is small, a row of
+// channels * inner elements, or a few short rows combined into one, is processed as columns. There
+// is one sum and one coefficient for each position of the row, so the same kernels work for every
+// layout. The sums of the positions of one channel are merged at the end. If inner is large, each
+// run of one channel is processed with its coefficients in registers.
+//
+// Sums are computed for parts that depend only on the shape, so results do not depend on the number
+// of threads. Between kernels they are kept in double, in separate memory, because the workspace
+// has the accumulator type.
 #include "cpu/batch_norm.h"
 
 #include <algorithm>
@@ -37,32 +39,33 @@ void* Offset(void* p, int64_t bytes) {
 
 int Count(const void* p) { return p == nullptr ? 0 : 1; }
 
-// Columns that a row is given, of several short ones, or about which it is cut. Of moments, the
-// sums and the rows that are taken together are in the first-level cache; the others are as
-// measured.
+// The width of a strip, in columns. Short rows are combined until they have at least `least`
+// columns, and rows of more than `most` columns are divided. For moments, the sums and the rows
+// that are processed together fit the L1 cache. The other values are measured.
 struct Width {
   int64_t least, most;
 };
 constexpr Width kOfMoments = {512, 1024}, kOfSums = {512, 2048};
-// Of an array whose coefficients are little beside it.
+// For element-wise passes. In a large group, the cost of the coefficients is small, so strips may
+// be wider.
 constexpr Width kOfElements = {2048, 4096}, kOfFewElements = {512, 4096};
-constexpr int64_t kFewElements = 16 * kOfElements.least;  // of a group
+constexpr int64_t kFewElements = 16 * kOfElements.least;  // per group
 
-constexpr int64_t kSegment = 4096;      // elements of a run's piece at most
-constexpr int64_t kRunElements = 8192;  // of neighbouring runs that are taken together
+constexpr int64_t kSegment = 4096;      // maximum elements in a piece of a run
+constexpr int64_t kRunElements = 8192;  // adjacent runs that are processed together, in elements
 constexpr int64_t kMostRuns = 64;
-constexpr int64_t kPartBytes = 256 << 10;  // of an array, whose sums are a part of their own
-constexpr int64_t kPartElements = 256;     // of each channel: what a part costs is little beside
+constexpr int64_t kPartBytes = 256 << 10;  // bytes of an array per part of its sums
+constexpr int64_t kPartElements = 256;     // per channel and part; keeps its overhead small
 constexpr int64_t kMostParts = 64;
-constexpr int64_t kFlat = 4096;  // elements that a thread takes, of runs
+constexpr int64_t kFlat = 4096;  // elements of runs per thread
 
-// How the groups are cut: rows into strips or neighbouring runs of `channels` channels.
+// How the groups are divided: rows into strips of `channels` channels, or of their runs.
 struct Cut {
   bool runs;
-  int64_t repeat;    // short rows as one
-  int64_t channels;  // of a strip
+  int64_t repeat;    // short rows that are combined
+  int64_t channels;  // per strip
   int64_t strips;
-  int64_t segment, segments;  // of a run
+  int64_t segment, segments;  // per run
 
   Cut(const BatchNormShape& shape, Width of) {
     runs = shape.inner >= kBatchNormRun;
@@ -80,7 +83,8 @@ struct Cut {
       channels = RoundUp(CeilDiv(shape.channels, strips), kBatchNormSlack);
       strips = CeilDiv(shape.channels, channels);
     } else {
-      // Of whole blocks, if that is not too many: then no row has a part of one.
+      // Combined rows are whole blocks, if that does not need too many rows. Then no row ends
+      // within a block.
       channels = shape.channels;
       strips = 1;
       const int64_t unit = kBatchNormSlack / std::gcd(row, kBatchNormSlack);
@@ -91,7 +95,7 @@ struct Cut {
   }
 };
 
-// Accumulators from a whole cache line on.
+// Accumulators that begin at a whole cache line.
 template <typename Scalar>
 class Buffer {
  public:
@@ -107,9 +111,9 @@ class Buffer {
   Scalar* begin_;
 };
 
-// A value for each position of a strip, from that of channel `channel` on: those of the channels,
-// over and over. All are `otherwise` if there are none. What is behind the end of `to` is written,
-// too: kBatchNormSlack at most.
+// Writes a value for each position of a strip that begins with channel `channel`: the values of the
+// channels, repeated. If `values` is null, all are `otherwise`. May write up to kBatchNormSlack
+// values after the end of `to`.
 template <typename Scalar>
 void LayOut(const Scalar* values, Scalar otherwise, const BatchNormShape& shape, int64_t channel,
             int64_t width, Scalar* to) {
@@ -134,17 +138,17 @@ void LayOut(const Scalar* values, Scalar otherwise, const BatchNormShape& shape,
 
 // ---- Sums ---------------------------------------------------------------------------------------
 
-// One part of a strip's sums.
+// One part of the sums of a strip.
 struct Task {
   int64_t group, part, channel, channels;
-  int64_t begin, end;  // rows of columns, pieces of runs
+  int64_t begin, end;  // rows of columns, or pieces of runs
 };
 
-// Parts [0, parts) have the rows or pieces [begin(part), begin(part + 1)).
+// Divides rows or pieces into parts. Part p has those in [begin(p), begin(p + 1)).
 struct Parts {
   const BatchNormShape& shape;
   const Cut& cut;
-  int64_t items;  // whole rows, or pieces
+  int64_t items;  // combined rows, or pieces
   int64_t parts;
 
   Parts(const BatchNormShape& s, const Cut& c, int64_t itemsize) : shape(s), cut(c) {
@@ -157,7 +161,7 @@ struct Parts {
 
   int64_t begin(int64_t part) const { return items / parts * part + items % parts * part / parts; }
 
-  // Elements of each channel in a part.
+  // The number of elements per channel in a part.
   double elements(int64_t part) const {
     const int64_t from = begin(part), to = begin(part + 1);
     if (cut.runs) return static_cast<double>(Elements(to) - Elements(from));
@@ -210,18 +214,18 @@ struct Parts {
     return runs;
   }
 
-  // What the kernels want for a strip.
+  // The size of a kernel's buffer for a strip.
   int64_t buffer() const {
     if (cut.runs) return (4 * kBatchNormSlack + 1) * cut.channels;
     return 3 * (cut.repeat * cut.channels * shape.inner + kBatchNormSlack);
   }
-  // Means or sums of a strip.
+  // The number of means or sums in a strip.
   int64_t width() const {
     return cut.runs ? cut.channels : cut.repeat * cut.channels * shape.inner;
   }
 
  private:
-  // Of a channel, in the pieces before one.
+  // The number of elements of a channel before a piece.
   int64_t Elements(int64_t piece) const {
     return piece / cut.segments * shape.inner + piece % cut.segments * cut.segment;
   }
@@ -281,7 +285,7 @@ void Statistics(const BatchNormShape& shape, int type, int64_t itemsize,
   }
 }
 
-// The factors that rsqrt(var + eps) * scale gives, for all groups.
+// The factors rsqrt(var + eps) * scale, for all groups.
 template <typename Scalar>
 void Factors(const BatchNormShape& shape, const void* var, const void* scale, double eps,
              Scalar* factor, Executor& executor) {
@@ -356,10 +360,10 @@ void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
   }
 }
 
-// ---- Each element by itself ---------------------------------------------------------------------
+// ---- Element-wise passes ------------------------------------------------------------------------
 
 // Calls kernel(group, elements) on pieces of the groups. `values` are the coefficients, [groups,
-// channels]; null is -0, which nothing is changed by that it is added to.
+// channels]. Null stands for -0.0, the neutral element of addition.
 template <typename Scalar, int kCount, typename Kernel>
 void OverElements(const BatchNormShape& shape, double bytes_per_element,
                   const Scalar* const (&values)[kCount], bool stream, Executor& executor,
@@ -396,7 +400,8 @@ void OverElements(const BatchNormShape& shape, double bytes_per_element,
                 });
     return;
   }
-  // Rows of a strip begin and end with a block of the group: its positions with up to two more.
+  // The rows of a strip are extended to whole blocks of the group, so tables have up to two more
+  // blocks.
   const int64_t row = cut.repeat * channels * shape.inner;
   const int64_t width = cut.repeat * cut.channels * shape.inner;
   const int64_t table_size = RoundUp(width, kBatchNormSlack) + 2 * kBatchNormSlack;
@@ -415,7 +420,8 @@ void OverElements(const BatchNormShape& shape, double bytes_per_element,
             LayOut<Scalar>(values[k] == nullptr ? nullptr : values[k] + group * channels,
                            -Scalar{0}, shape, channel, table_size, tables.begin() + k * table_size);
           }
-          // Rows of whole blocks go together, but for one that the group's end cuts off.
+          // Rows of whole blocks are processed together, except a last one that the end of the
+          // group cuts off.
           const int64_t whole = row % kBatchNormSlack == 0 ? (size - to) / row + 1 : 0;
           for (int64_t r = first; r < last;) {
             BatchNormKernels::Elements some = all;
@@ -435,7 +441,7 @@ void OverElements(const BatchNormShape& shape, double bytes_per_element,
       });
 }
 
-// Whether every group of an output begins with a whole cache line, and streaming pays.
+// Whether every group of an output begins at a whole cache line, and streaming stores pay off.
 bool CanStream(const BatchNormShape& shape, int64_t itemsize, const void* output) {
   const int64_t group_bytes = shape.group_size() * itemsize;
   return ShouldStream(shape.groups * group_bytes) &&

@@ -1,4 +1,4 @@
-// Batch norm on the CPU; batch_norm_shape.h says what is computed.
+// Batch norm on the CPU. batch_norm_shape.h defines what is computed.
 #ifndef JAX_FASTOPS_CPU_BATCH_NORM_H_
 #define JAX_FASTOPS_CPU_BATCH_NORM_H_
 

@@ -1,16 +1,16 @@
 // The inner loops of batch_norm.cc.
 //
-// Sums over columns are kept for every position of a strip, in the first-level cache, and rows are
-// added a few at a time; those over runs stay in registers along each run. Either way no float sum
-// is long: double takes them from there.
+// Sums over columns are kept for every position of a strip, in the L1 cache, and a few rows are
+// added at a time. Sums over runs stay in registers along each run. In both cases float sums are
+// short, and are then added to sums in double.
 //
-// The moments are those of deviations from a value nearby, the mean of a few elements of the chunk:
-// a variance is never the difference of two large sums. Chunks are combined by Chan's formula,
-// in which an infinite mean stays what it is, as the sum of the elements would.
+// Moments are computed from deviations from a nearby value, the mean of a few elements of the
+// chunk. So a variance is never the difference of two large sums. Chunks are merged by Chan's
+// formula, in a form in which an infinite mean stays infinite, like the sum of the elements would.
 //
-// What is computed for each element of its own is one pass over flat blocks of a group, wherever
-// rows begin, so that a block's bits of the mask are whole bytes. A block may hold the end of one
-// run and the beginning of the next: it then has the coefficients of both.
+// Element-wise passes process flat blocks of a group, independent of where rows begin, so that the
+// mask bits of a block are whole bytes. A block may contain the end of one run and the beginning of
+// the next. It then has the coefficients of both.
 #include "cpu/batch_norm_simd.h"
 
 #include "cpu/block_math.h"
@@ -18,14 +18,14 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// Rows of a strip, or blocks of runs, whose sums are float.
+// The number of rows of a strip, or of blocks of runs, whose sums are in float.
 constexpr int64_t kChunk = 128;
 
-// Rows whose mean the others are compared with: were it one, an outlier there would cost the
-// chunk's variance up to seven bits.
+// The number of rows whose mean is subtracted from the others. With a single row, an outlier in it
+// would cost the chunk's variance up to seven bits.
 constexpr int64_t kSample = 8;
 
-// Rows that are taken at a time.
+// The number of rows that are processed together.
 constexpr int kRows = 4;
 
 FASTOPS_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -50,15 +50,15 @@ struct BatchNorm {
 
   static int64_t Padded(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
 
-  // Lanes behind the end of a part are 0.
+  // Sets the lanes after the end of a part to 0.
   template <typename Extent>
   static FASTOPS_INLINE Vectors Cleared(Extent, Vectors v, int64_t count) {
     if constexpr (Extent::kWhole) return v;
     return Select(FirstOfPair<A>(count), v, SetPair<A>(0));
   }
 
-  // Asks for the block that is so many bytes further on. The machine by itself follows neither
-  // several rows at a time nor short runs, and stops at a page's end.
+  // Prefetches the block `ahead` bytes later. The hardware prefetcher does not follow several rows
+  // at a time or short runs, and stops at the end of a page.
   static FASTOPS_INLINE void FetchBlock(const char* p, int64_t ahead) {
     FetchAhead(p, ahead);
     if constexpr (kBlock * E::kBytes > 64) FetchAhead(p, ahead + 64);
@@ -71,7 +71,8 @@ struct BatchNorm {
     return Select(finite, v, SetPair<A>(0));
   }
 
-  // n elements, whose deviations from `shift` are added up, join those of (mean, squares).
+  // Merges n elements into (mean, squares). The elements are given by the sums of their deviations
+  // from `shift` and of the squares of these.
   struct Join {
     double inverse, weight, product;
     bool first;
@@ -85,7 +86,7 @@ struct BatchNorm {
     FASTOPS_INLINE void operator()(double shift, double sum, double sum_of_squares, double* mean,
                                    double* squares) const {
       const double own = shift + sum * inverse, rest = sum_of_squares - sum * sum * inverse;
-      const double own_squares = rest < 0 ? 0 : rest;  // by a rounding
+      const double own_squares = rest < 0 ? 0 : rest;  // may be negative by rounding
       const double old = first ? own : *mean, old_squares = first ? 0 : *squares;
       const double delta = own - old;
       const double near = old + delta * weight, far = old + own;
@@ -166,7 +167,7 @@ struct BatchNorm {
     }
   }
 
-  // Calls chunk(begin, end) on pieces of runs that together are a chunk.
+  // Calls chunk(begin, end) on ranges of pieces that together are a chunk.
   template <typename F>
   static FASTOPS_INLINE void OverChunks(const BatchNormRuns& runs, const F& chunk) {
     const int64_t blocks = (runs.segment + kBlock - 1) / kBlock;
@@ -174,11 +175,11 @@ struct BatchNorm {
     for (int64_t q = runs.begin; q < runs.end; q += pieces) chunk(q, Min(runs.end, q + pieces));
   }
 
-  // `ahead` is how many bytes further on the next piece is.
+  // `ahead` is the distance to the next piece, in bytes.
   struct Piece {
     int64_t at, count;  // of the first channel
     int64_t ahead;
-    bool is_short;  // long runs of one array the machine follows by itself
+    bool is_short;  // the hardware prefetcher follows long runs of one array
     Piece(const BatchNormRuns& runs, int64_t q) {
       const int64_t begin = q % runs.segments * runs.segment;
       at = runs.first + q / runs.segments * runs.stride + begin;
@@ -237,8 +238,8 @@ struct BatchNorm {
 
   // ---- Sums ----
 
-  // The bits of elements from `at` on, wherever in a byte they begin. Nothing behind the mask's
-  // end is read.
+  // The bits of the elements that begin with `at`, at any position in a byte. Does not read after
+  // the end of the mask.
   static FASTOPS_INLINE PairMask<A> BitsAt(const uint8_t* mask, int64_t bytes, int64_t at) {
     const int64_t byte = at / 8;
     uint64_t bits = 0;
@@ -252,7 +253,7 @@ struct BatchNorm {
              More<A>::MaskOf(static_cast<uint32_t>(bits >> A::kLanes))}};
   }
 
-  // What sums are made of, and what is stored with them.
+  // The inputs of the sums, and the outputs that are stored in the same pass.
   struct Gradient {
     const char* x;
     const char* dy;
@@ -396,11 +397,12 @@ struct BatchNorm {
     });
   }
 
-  // ---- Each element by itself ----
+  // ---- Element-wise passes ----
 
   using Elements = BatchNormKernels::Elements;
 
-  // The blocks of kTogether rows of columns, with coefficients that are loaded once.
+  // Processes the blocks of kTogether rows of columns, and loads the coefficients once for all
+  // rows.
   template <int kCount, int kTogether, typename F>
   static FASTOPS_INLINE void OverRows(const Elements& elements, int64_t row, const F& f) {
     const Scalar* from[kCount];
@@ -417,8 +419,8 @@ struct BatchNorm {
                        });
   }
 
-  // Calls f(extent, i, count, coefficients) for the blocks from `begin` to `end`, of columns those
-  // of all rows.
+  // Calls f(extent, i, count, coefficients) for the blocks from `begin` to `end`; for columns, of
+  // all rows.
   template <int kCount, typename F>
   static FASTOPS_INLINE void OverElements(const Elements& elements, const F& f) {
     if (elements.inner == 0) {
@@ -508,7 +510,8 @@ struct BatchNorm {
             g = Select(LoadBits<E>(extent, mask, i, count), Loaded<A>(g), SetPair<A>(0));
           }
           const Vectors d = Sub(LoadElements<E>(extent, x + at, count), own[0]);
-          // g may be its own average: what is left then is 0, not a product's rounding error.
+          // g may be equal to its average. The difference is then exactly 0, without a rounding
+          // error.
           const Vectors v = MulAdd(own[1], Sub(g, own[3]), MulAdd(own[2], d, own[4]));
           StoreElements<E, kStream>(extent, dx + at, E::Narrow(v), count);
         });
@@ -569,7 +572,7 @@ void Slopes(const BatchNormBackwardArrays& arrays, double eps, int64_t channels,
 
 // ---- Parts --------------------------------------------------------------------------------------
 
-// result[c] becomes the sum of value(part, index in it) over the means of channel c.
+// result[c] = the sum of value(part, index in the part, c) over all indices of channel c.
 template <typename F>
 FASTOPS_INLINE void OverParts(int64_t parts, int64_t channels, int64_t inner,
                               double* __restrict result, const F& value) {

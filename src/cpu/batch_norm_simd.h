@@ -1,5 +1,5 @@
-// The batch norm kernels of one instruction set. Included by the files that are compiled several
-// times: see isa.h for what such a header may hold.
+// The batch norm kernels of one instruction set. This header is included by the files that are
+// compiled several times; isa.h says what such a header may contain.
 #ifndef JAX_FASTOPS_CPU_BATCH_NORM_SIMD_H_
 #define JAX_FASTOPS_CPU_BATCH_NORM_SIMD_H_
 
@@ -11,16 +11,17 @@
 
 namespace jax_fastops::cpu {
 
-// Channels that follow each other at most so far apart are columns; the others are runs. A block of
-// registers (kBlock in simd_math.h) has no more elements, so it spans two runs at most.
+// If inner is at least this, elements of a channel are processed as runs; otherwise channels are
+// columns. A block of registers (kBlock in simd_math.h) is never longer, so it spans at most two
+// runs.
 inline constexpr int64_t kBatchNormRun = 32;
 
-// What is behind the end of a table or a buffer may be read and written for so many accumulators.
-// Of an array's group, whole blocks begin at multiples of it.
+// Kernels may read and write this many accumulators after the end of a table or a buffer. The
+// blocks of a group begin at multiples of it.
 inline constexpr int64_t kBatchNormSlack = 32;
 
 // A strip of columns: elements first + r * stride + [0, width) of a group, for r in [0, rows), and
-// the first `tail` of those of one more row.
+// the first `tail` elements of one more row.
 struct BatchNormStrip {
   int64_t first;
   int64_t stride;
@@ -29,9 +30,10 @@ struct BatchNormStrip {
   int64_t tail;
 };
 
-// Runs of `channels` neighbours in pieces: `segments` for each run, of `segment` elements but for
-// the last. Piece q of channel c is that numbered q % segments of the run that begins with element
-// first + q / segments * stride + c * inner of a group, for q in [begin, end).
+// Runs of `channels` adjacent channels, divided into pieces: `segments` pieces per run, of
+// `segment` elements except the last one. Piece q of channel c is number q % segments of the run
+// that begins with element first + q / segments * stride + c * inner of a group, for q in [begin,
+// end).
 struct BatchNormRuns {
   int64_t first;
   int64_t stride;
@@ -43,12 +45,12 @@ struct BatchNormRuns {
   int64_t end;
 };
 
-// By DType where it is an array of function pointers. Arrays are those of one group. Coefficients
-// of sums are accumulators, of columns one for each position of the strip, of runs one for each of
-// their channels.
+// Arrays of function pointers are indexed by DType, unless noted. Array arguments are those of one
+// group. Coefficients for sums are accumulators: for columns, one for each position of the strip;
+// for runs, one for each of their channels.
 struct BatchNormKernels {
-  // For each position or channel: the mean, and the sum of the squared deviations from it.
-  // Buffers: 3 * (width + slack), or (4 * slack + 1) * channels accumulators.
+  // For each position or channel: the mean, and the sum of the squared deviations from it. Buffers:
+  // 3 * (width + slack) accumulators, or (4 * slack + 1) * channels.
   using MomentsOfColumns = void(const void* x, const BatchNormStrip& strip, void* buffer,
                                 double* mean, double* squares);
   using MomentsOfRuns = void(const void* x, const BatchNormRuns& runs, void* buffer, double* mean,
@@ -56,8 +58,9 @@ struct BatchNormKernels {
   MomentsOfColumns* moments_of_columns[kNumDTypes];
   MomentsOfRuns* moments_of_runs[kNumDTypes];
 
-  // For each position or channel: sum(g) and sum(g * (x - mean)), and with dx what belongs to it.
-  // Coefficients: mean, and with dx its factor. Buffers as above, without the third or the last.
+  // For each position or channel: sum(g) and sum(g * (x - mean)). Also writes dx and dresidual if
+  // requested. Coefficients: the mean, and for dx its factor. Buffers: 2 * (width + slack)
+  // accumulators, or 4 * slack * channels.
   using SumsOfColumns = void(const BatchNormSumsArrays& arrays, const BatchNormStrip& strip,
                              int64_t mask_bytes, const void* const* coefficients, void* buffer,
                              double* sums, double* products);
@@ -67,16 +70,16 @@ struct BatchNormKernels {
   SumsOfColumns* sums_of_columns[kNumDTypes];
   SumsOfRuns* sums_of_runs[kNumDTypes];
 
-  // Elements [begin, end) of a group: both are multiples of the slack, or the end is the group's;
-  // of columns those of `rows` rows, each `stride` behind the one before, which has to be a
-  // multiple of the slack if there are several. Coefficients: of columns for each position from
-  // `begin` on; of runs for each channel, all of them. Apply takes mean, factor and bias; Backward
-  // mean, factor, slope, average and dmean, for
-  // dx = factor * (g - average) + slope * (x - mean) + dmean.
+  // Elements [begin, end) of a group. Both are multiples of the slack, except an end that is the
+  // group's. For columns: the same elements of `rows` rows with distance `stride`, which must be a
+  // multiple of the slack if there are several. The coefficients are one for each position,
+  // beginning with `begin`, for columns; and one for each channel of the group for runs. Apply
+  // takes mean, factor and bias. Backward takes mean, factor, slope, average and dmean, for dx =
+  // factor * (g - average) + slope * (x - mean) + dmean.
   struct Elements {
     int64_t begin, end;
-    int64_t rows, stride;     // of columns
-    int64_t channels, inner;  // of runs; inner is 0 for columns
+    int64_t rows, stride;     // for columns
+    int64_t channels, inner;  // for runs; inner is 0 for columns
     const void* coefficients[5];
     bool stream;
   };
@@ -85,8 +88,8 @@ struct BatchNormKernels {
   Apply* apply[kNumDTypes];
   Backward* backward[kNumDTypes];
 
-  // Of channels [begin, end): 1 / sqrt(var + eps) * scale, and what Backward takes. By whether the
-  // accumulator is double.
+  // For channels [begin, end): the factor 1 / sqrt(var + eps) * scale, and the coefficients of
+  // Backward. The index is 1 if the accumulator is double, else 0.
   using Factors = void(const void* var, const void* scale, double eps, int64_t begin, int64_t end,
                        void* factor);
   using Slopes = void(const BatchNormBackwardArrays& arrays, double eps, int64_t channels,
@@ -94,16 +97,16 @@ struct BatchNormKernels {
   Factors* factors[2];
   Slopes* slopes[2];
 
-  // Moments of `parts` parts as one, part j of counts[j] elements for each of its means. A channel
-  // has `inner` means next to each other in each part; parts are `stride` apart.
+  // Merges the moments of `parts` parts. Each mean of part j has counts[j] elements. In each part,
+  // a channel has `inner` contiguous means. Parts are `stride` apart.
   void (*merge_moments)(const double* mean, const double* squares, const double* counts,
                         int64_t parts, int64_t stride, int64_t channels, int64_t inner,
                         double* mean_result, double* squares_result);
-  // Sums likewise.
+  // Merges sums in the same way.
   void (*merge_sums)(const double* sums, int64_t parts, int64_t stride, int64_t channels,
                      int64_t inner, double* result);
 
-  // After streaming stores.
+  // Must follow streaming stores.
   void (*fence)();
 };
 FASTOPS_DECLARE_KERNELS(BatchNormKernels, batch_norm_kernels)

@@ -1,4 +1,5 @@
-// One pass of the element-wise engine each: blocks.cc.
+// bias_act on the CPU: forward and backward are each one pass of the element-wise engine
+// (blocks.cc).
 #include "cpu/bias_act.h"
 
 #include "cpu/bias_act_simd.h"
@@ -19,7 +20,7 @@ void BiasActForward(const BroadcastShape& shape, DType dtype, Activation activat
   const InputArray in[] = {Input(operands[0], 0), Input(operands[1], 1)};
   const OutputArray results[] = {{out, kResult, Storage::kElement}, {mask, 2, Storage::kBits}};
   const bool has_mask = activation == Activation::kRelu && mask != nullptr;
-  // Without a mask its kernel sees one that is not wanted.
+  // Without a mask, the kernel gets a null pointer as the second output.
   RunBlocks(shape, dtype, in, 2, results, has_mask ? 2 : 1,
             Kernels().forward[static_cast<int>(activation)][static_cast<int>(dtype)], executor);
 }

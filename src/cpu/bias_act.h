@@ -1,4 +1,4 @@
-// bias_act on the CPU: cpu/bias_act.cc.
+// bias_act on the CPU.
 #ifndef JAX_FASTOPS_CPU_BIAS_ACT_H_
 #define JAX_FASTOPS_CPU_BIAS_ACT_H_
 
@@ -11,13 +11,13 @@
 
 namespace jax_fastops::cpu {
 
-// out = act(x + bias). Arrays of `shape`: x, bias; for relu with a mask, the mask too, whose
-// strides count bits. `mask` is null where it is not wanted; bit i of a byte is set where element i
-// of its eight is greater than 0, and unused bits at the end of a row are 0.
+// out = act(x + bias). Arrays of `shape`: x, bias, and for relu with a mask also the mask, whose
+// strides count bits. `mask` is null if it is not requested. Bit i of a byte is set if element i of
+// its eight elements is greater than 0. Unused bits at the end of a row are 0.
 void BiasActForward(const BroadcastShape& shape, DType dtype, Activation activation,
                     const Operand operands[2], void* out, uint8_t* mask, Executor& executor);
 
-// Arrays of `shape`: x, bias, dx, dbias; the strides of one that is not wanted are the result's.
+// Arrays of `shape`: x, bias, dx, dbias. A gradient that is not requested has the result's strides.
 void BiasActBackward(const BroadcastShape& shape, DType dtype, Activation activation,
                      const void* dy, const Operand operands[2], const Gradient gradients[2],
                      SumWorkspace workspace, Executor& executor);

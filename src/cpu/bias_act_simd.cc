@@ -1,5 +1,5 @@
-// The inner loops of bias_act.cc. The sum of x and bias is made again in the backward, and never
-// rounded to the element type: that is an addition beside an exponential, and saves an array.
+// The inner loops of bias_act.cc. The backward computes x + bias again, without rounding it to the
+// element type. The addition is cheap next to the exponential, and no array has to be stored.
 #include "cpu/bias_act_simd.h"
 
 #include "cpu/activation_math.h"
@@ -49,7 +49,7 @@ struct BiasRelu {
       const Pair<A> zero = SetPair<A>(0);
       const PairMask<A> positive = {
           {More<A>::Less(zero.part[0], s.part[0]), More<A>::Less(zero.part[1], s.part[1])}};
-      // NaN is not equal to itself, and stays.
+      // NaN is not equal to itself, so it is kept.
       StoreBlock<E>(extent, y, i, count, Select(positive, s, Select(Equal(s, s), zero, s)));
       StoreBits<E>(extent, mask, i, count, positive);
     });
@@ -68,7 +68,6 @@ struct BiasRelu {
 
 }  // namespace
 
-// In the order of DType.
 #define FASTOPS_BY_DTYPE(Kernel, Activation, name)                                                 \
   {Kernel<E32, Activation>::name, Kernel<EBF16, Activation>::name, Kernel<EF16, Activation>::name, \
    Kernel<E64, Activation>::name}

@@ -1,5 +1,5 @@
-// The kernels of bias_act for one instruction set. Included by the files that are compiled several
-// times: see isa.h for what such a header may hold.
+// The kernels of bias_act for one instruction set. This header is included by the files that are
+// compiled several times; isa.h says what such a header may contain.
 #ifndef JAX_FASTOPS_CPU_BIAS_ACT_SIMD_H_
 #define JAX_FASTOPS_CPU_BIAS_ACT_SIMD_H_
 
@@ -9,7 +9,7 @@ namespace jax_fastops::cpu {
 
 inline constexpr int kNumActivations = 4;
 
-// By Activation and DType.
+// Kernels by Activation and DType. The comments give the inputs; the outputs.
 struct BiasActKernels {
   // x, bias; the result, and for relu the mask.
   BlockKernel* forward[kNumActivations][kNumDTypes];

@@ -1,19 +1,23 @@
-// The result is cut into blocks: a run of one dimension's indices with everything inside of it, so
-// that a block is dense in the result and, in each operand, lies in one short range. A kernel sees
-// dense blocks alone. Of an operand that is broadcast within a block, a dense copy is made on the
-// stack, by a table of offsets that is worked out once per call: so short dimensions, in any
-// number, cost a few instructions per element, and long ones nothing. A block's result that is a
-// gradient to be summed stays on the stack as well, where that of a few blocks is added up, and is
-// then added to sums in double.
+// The element-wise engine: plans the blocks, makes dense copies of broadcast operands, and sums
+// gradients.
 //
-// Strides that are not 0 need not be dense: of several copies along a dimension one is read, and
-// what lies between neighbours is skipped.
+// A block is a run of indices of one dimension (the cut dimension), with all dimensions inside of
+// it. So a block is contiguous in the result, and lies in a short range of each operand. Kernels
+// see only dense blocks. If an operand is broadcast within a block, a dense copy is made on the
+// stack, with a table of offsets that is computed once per call. So short dimensions, in any
+// number, cost a few instructions per element, and long dimensions cost nothing. If a block's
+// output is a gradient that must be summed, it stays on the stack too. The values of a few blocks
+// are added up there, and are then added to sums in double.
 //
-// The blocks have an order, that of nested loops, and threads take pieces of it. A gradient's sums
-// are complete when the outermost loop along which it is summed has ended: until then they fill a
-// *slice*, which is small, and which is then written. Pieces may end within slices; what they have
-// of a first or last one is set aside and added up in the end, in the order of the pieces. So what
-// is added to what depends on the shape and the number of threads alone.
+// Strides that are not 0 may have gaps: of several copies along a dimension one is read, and the
+// elements between neighbors are skipped.
+//
+// The blocks are ordered as in nested loops, and threads take pieces of this order. The sums of a
+// gradient are complete when the outermost loop over which it is summed ends. Until then they are
+// accumulated in a small *slice*, which is then written. A piece may begin or end within a slice.
+// Its part of such a slice is stored separately, and these parts are added up at the end, in the
+// order of the pieces. So the order of all additions depends only on the shape and the number of
+// threads.
 #include "cpu/blocks.h"
 
 #include <algorithm>
@@ -25,17 +29,17 @@
 namespace jax_fastops::cpu {
 namespace {
 
-// Elements of a block where parts of it lie on the stack, and otherwise. Rows of up to half of a
-// block are taken several at a time.
+// The maximum number of elements in a block, if parts of it are on the stack, and otherwise. Rows
+// of up to half of kTile are combined into blocks of several rows.
 constexpr int64_t kTile = 1024, kLongTile = 8192;
 constexpr int kTileBytes = static_cast<int>(kTile) * 8;
 constexpr int kMaxLoops = kMaxBroadcastRank + 1, kMaxSlots = kMaxInputs + kMaxOutputs;
-// Values are added to one another in their own type, before they go to sums in double, as many as
-// this at a time: that is a register's addition in place of four conversions and two additions, and
-// of no more error than that of the products themselves. A block's sum to one value is kept as
-// kPartialSums of them.
+// Up to this many values are added in their own type, before they are added to sums in double. This
+// replaces four conversions and two additions by one vector addition, and its error is no larger
+// than that of the values themselves. If a block is summed to one value, kPartialSums partial sums
+// are kept.
 constexpr int64_t kMostDepth = 8, kPartialSums = 128;
-// Sums that the second-level cache holds beside the rest, in doubles.
+// The number of sums, in doubles, that fit the L2 cache in addition to other data.
 constexpr int64_t kFewSums = 32 << 10;
 
 const BlockHelpers& Kernels() {
@@ -43,25 +47,26 @@ const BlockHelpers& Kernels() {
   return kernels;
 }
 
-// Less than kStreamBytes, for the reasons in stream.h: beside the operands less of the result would
-// have stayed in the cache. lerp of 3 Mi float32, one core of an EPYC with 32 MiB of last-level
-// cache: forward 0.88 -> 0.69 ms, backward with two dense gradients 1.66 -> 1.16.
+// Less than kStreamBytes, for the reasons in stream.h: next to the operands, less of the result
+// would have stayed in the cache. lerp of 3 Mi float32 on one core of an EPYC with 32 MiB of
+// last-level cache takes 0.69 ms instead of 0.88 forward, and 1.16 instead of 1.66 backward with
+// two dense gradients.
 constexpr int64_t kLeastStreamed = int64_t{12} << 20;
 
-// How an array lies within a block.
+// The layout of an array within a block: contiguous; one value; a repeated run of values; any rows.
 enum class Pattern : uint8_t { kDense, kSplat, kPeriod, kRows };
 
 // An array, input or output.
 struct Slot {
   char* data;
   Storage storage;
-  int bytes;  // of an element; bits have none
+  int bytes;  // per element; 0 for bits
   Pattern pattern;
-  int64_t period;  // of kPeriod: so many elements, again and again
+  int64_t period;  // kPeriod: the number of elements that are repeated
   int64_t stride[kMaxBroadcastRank];
   int64_t step[kMaxLoops];
   const int64_t* offsets;
-  bool byte_rows;                // bits: rows of one byte each, one behind the other
+  bool byte_rows;                // bits: rows of one byte each, contiguous
   BlockPermutation permutation;  // if bases is not null
 
   char* At(int64_t offset) const {
@@ -69,27 +74,27 @@ struct Slot {
   }
 };
 
-// What belongs to an output that is summed.
+// An output that is summed.
 struct Sum {
   int slot;
-  int first;             // the outermost loop that is summed; the number of loops if none is
-  int64_t slice_blocks;  // blocks that are added up in a slice
-  int64_t size;          // of a slice, in sums
+  int first;             // outermost loop that is summed over; number of loops if none
+  int64_t slice_blocks;  // number of blocks that are summed into a slice
+  int64_t size;          // number of sums in a slice
   int64_t step[kMaxLoops];
-  int64_t length, last_length;  // elements of the gradient in a block, and in one of the last chunk
+  int64_t length, last_length;  // of the gradient in a block, and in a block of the last chunk
 };
 
 struct Plan {
   int64_t size[kMaxBroadcastRank];
   int rank;
 
-  int cut;                    // the dimension of which a block has a run of indices
-  int64_t chunk, last_chunk;  // how long those are
+  int cut;                    // the cut dimension: a block has a run of its indices
+  int64_t chunk, last_chunk;  // lengths of these runs
   int64_t chunks;
-  int64_t inside;  // elements per index
+  int64_t inside;  // elements per index of the cut dimension
   int loops;
   int64_t extent[kMaxLoops];
-  int chunk_loop;  // -1 if there is one chunk
+  int chunk_loop;  // the loop over the chunks; -1 if there is only one chunk
   int64_t blocks;
 
   int inputs, slots;
@@ -97,14 +102,14 @@ struct Plan {
   int sums;
   Sum sum[kMaxOutputs];
   int sum_of[kMaxOutputs];   // -1 if the output is not summed
-  bool stream[kMaxOutputs];  // past the caches
+  bool stream[kMaxOutputs];  // use streaming stores
 
   DType dtype;
   int accumulator;  // 0 float, 1 double
   BlockKernel* kernel;
 
   int64_t piece_blocks;
-  int64_t sums_per_piece;  // of all slices, each twice
+  int64_t sums_per_piece;  // for all slices, twice each
   double* workspace;
 
   BlockRows Rows(const Slot& s, int64_t n) const {
@@ -114,8 +119,8 @@ struct Plan {
 };
 
 void SetPattern(const Plan& plan, Slot* s) {
-  int64_t dense = 1;      // elements of the dimensions inside of the first with a stride of 0
-  bool repeated = false;  // such a dimension was met
+  int64_t dense = 1;      // elements of the dimensions inside of the first one with stride 0
+  bool repeated = false;  // a dimension of stride 0 was found
   s->pattern = Pattern::kRows;
   for (int d = plan.rank - 1; d >= plan.cut; --d) {
     if (plan.size[d] == 1) continue;
@@ -138,15 +143,15 @@ void SetPattern(const Plan& plan, Slot* s) {
   }
 }
 
-// How far an operand reaches in `count` indices of the dimension that is cut, in elements. Not how
-// many it has there: its strides need not be dense.
+// The range of an operand in `count` indices of the cut dimension, in elements. It may be larger
+// than the number of elements, because strides may have gaps.
 int64_t ReachOf(const Plan& plan, const Slot& s, int64_t count) {
   int64_t last = (count - 1) * s.stride[plan.cut];
   for (int d = plan.cut + 1; d < plan.rank; ++d) last += (plan.size[d] - 1) * s.stride[d];
   return last + 1;
 }
 
-// How many elements a gradient has in `count` indices of the dimension that is cut.
+// The number of elements of a gradient in `count` indices of the cut dimension.
 int64_t LengthOf(const Plan& plan, const Slot& s, int64_t count) {
   int64_t length = s.stride[plan.cut] == 0 ? 1 : count;
   for (int d = plan.cut + 1; d < plan.rank; ++d) {
@@ -167,19 +172,19 @@ void AddSlot(const BroadcastShape& shape, Plan* plan, void* data, int array, Sto
   s.permutation = {};
   int64_t dense = 1;
   for (int d = plan->rank - 1; d >= 0; --d) {
-    // Without dimensions there is one element, and nothing is broadcast.
+    // With rank 0 there is one element, and nothing is broadcast.
     s.stride[d] = array == kResult || shape.rank == 0 ? dense : shape.stride[array][d];
     dense *= plan->size[d];
   }
 }
 
-// A loop over a dimension, `indices` of them a turn.
+// A loop over a dimension, with `indices` indices per iteration.
 struct Loop {
   int dimension;
   int64_t extent, indices;
 };
 
-// Sets the loops, but for those of one turn.
+// Sets the loops. Leaves out those with one iteration.
 void SetLoops(Plan* plan, const Loop* order, int loops) {
   plan->loops = 0;
   plan->chunk_loop = -1;
@@ -222,7 +227,7 @@ int64_t SizeOfSums(const Plan& plan) {
   return size;
 }
 
-// How many values of a block of n are held of a gradient that is summed.
+// The number of values that are kept of a block of n, for a gradient that is summed.
 int64_t WidthOf(const Slot& s, int64_t n) {
   const int64_t width = s.pattern == Pattern::kSplat    ? kPartialSums
                         : s.pattern == Pattern::kPeriod ? s.period
@@ -230,8 +235,8 @@ int64_t WidthOf(const Slot& s, int64_t n) {
   return std::min(n, width);
 }
 
-// How many values of a block go to sums in double right away if the dimension's loop is the
-// innermost.
+// The number of values of a block that are immediately added to sums in double, if the loop over
+// this dimension is innermost.
 int64_t CostOfInnermost(const Plan& plan, int dimension) {
   int64_t cost = 0;
   for (int i = 0; i < plan.sums; ++i) {
@@ -241,10 +246,11 @@ int64_t CostOfInnermost(const Plan& plan, int dimension) {
   return cost;
 }
 
-// Loops are the dimensions outside of the one that is cut, and its chunks. They are in the result's
-// order, which memory likes best, unless sums would become many: then those come first that are
-// summed for the fewest gradients. And a few turns of the second but innermost are taken inside of
-// that, if so more blocks in succession have the same sums.
+// Chooses the order of the loops. There is a loop over each dimension outside of the cut dimension,
+// and one over the chunks of the cut dimension. The default is the result's order, which suits
+// memory best. If that needs many sums, the dimensions over which the fewest gradients are summed
+// come first. Otherwise, a few iterations of the second innermost loop may move inside of the
+// innermost loop, if then more consecutive blocks add to the same sums.
 void ChooseLoops(Plan* plan) {
   Loop order[kMaxLoops], other[kMaxLoops];
   int summed[kMaxLoops] = {}, loops = 0;
@@ -301,8 +307,9 @@ void ChooseBlocks(Plan* plan) {
   const int64_t size = plan->size[plan->cut];
   plan->chunk = std::min(size, std::max<int64_t>(1, most / plan->inside));
   plan->chunks = (size - 1) / plan->chunk + 1;
-  plan->chunk = (size - 1) / plan->chunks + 1;  // of about one length
-  // Whole cache lines of everything, bits included, where that is possible.
+  plan->chunk = (size - 1) / plan->chunks + 1;  // of about equal length
+  // A multiple of 64 elements, so that chunks of all arrays, including bits, begin at whole cache
+  // lines if possible.
   if (plan->cut == last && plan->chunks > 1) plan->chunk = (plan->chunk + 63) / 64 * 64;
   plan->chunks = (size - 1) / plan->chunk + 1;
   plan->last_chunk = size - (plan->chunks - 1) * plan->chunk;
@@ -311,7 +318,7 @@ void ChooseBlocks(Plan* plan) {
   }
 }
 
-// Offsets of a block's rows.
+// The offsets of a block's rows.
 void FillOffsets(const Plan& plan, const Slot& s, int64_t* offsets) {
   if (plan.cut == plan.rank - 1) {
     offsets[0] = 0;
@@ -330,19 +337,19 @@ void FillOffsets(const Plan& plan, const Slot& s, int64_t* offsets) {
   }
 }
 
-// Room for the tables of an operand.
+// Memory for the tables of an operand.
 struct Tables {
   int64_t offsets[kTile];
   uint16_t bases[kTile];
   uint8_t counts[kTile], indices[kTile];
 };
 
-// Rows from here on are copied one by one.
+// Rows of at least this length are copied one by one.
 constexpr int64_t kLongRow = 64;
 
 int SizeIndex(int bytes) { return bytes == 2 ? 0 : bytes == 4 ? 1 : 2; }
 
-// Leaves the slot without a permutation where an operand's elements are too far apart.
+// Sets no permutation if the elements of the operand are too far apart.
 void FillPermutation(const Plan& plan, Slot* s, Tables* tables) {
   const int64_t inner = plan.size[plan.rank - 1], n = plan.chunk * plan.inside;
   const int lanes = Kernels().lanes[SizeIndex(s->bytes)];
@@ -367,9 +374,10 @@ void FillPermutation(const Plan& plan, Slot* s, Tables* tables) {
   s->permutation = {tables->bases, tables->counts, tables->indices};
 }
 
-// ---- Bits that are not dense: every row begins at a byte, or every bit has its own --------------
+// ---- Bits that are not dense: every row begins at a byte, or every bit has its own byte
+// ----------
 
-// Whether a block's rows are one byte each, one behind the other: eight are `inner` dense bytes.
+// Whether a block's rows are one byte each and contiguous. Then eight rows are `inner` dense bytes.
 bool HasByteRows(const BlockRows& rows) {
   bool result = rows.inner < 8 && rows.step == 1;
   for (int64_t r = 0; result && r < rows.rows; ++r) result = rows.offsets[r] == 8 * r;
@@ -440,7 +448,8 @@ DType WrittenType(const Plan& plan, const Slot& s) {
   return DType::kF32;
 }
 
-// Writes a slice whose first block has chunk `chunk` and is `offset` elements into the gradient.
+// Writes a slice. Its first block has the chunk number `chunk` and begins at element `offset` of
+// the gradient.
 void WriteSlice(const Plan& plan, const Sum& sum, const double* sums, int64_t offset,
                 int64_t chunk) {
   const Slot& s = plan.slot[sum.slot];
@@ -465,15 +474,15 @@ void WriteSlice(const Plan& plan, const Sum& sum, const double* sums, int64_t of
   }
 }
 
-// The sums of a gradient, of one piece.
+// The state of a gradient's sums in one piece.
 struct SumState {
-  double* slice;          // the one being added up
-  double* begun;          // where a piece's first slice is, if others have the beginning of it
-  int64_t blocks_left;    // of the slice
-  int64_t offset, chunk;  // of its first block
-  double* held_to;        // where the values that are held belong; null if none are
-  int64_t held_n;         // elements of their blocks
-  int64_t held_depth;     // so many have been added to one another
+  double* slice;          // the current slice
+  double* begun;          // the first slice, if an earlier piece has its beginning; else null
+  int64_t blocks_left;    // until the end of the slice
+  int64_t offset, chunk;  // of the first block of the slice
+  double* held_to;        // the sums to which the held values will be added; null if none are held
+  int64_t held_n;         // elements per block of the held values
+  int64_t held_depth;     // how many values have been added together
 };
 
 struct Scratch {
@@ -545,7 +554,7 @@ class Piece {
     }
   }
 
-  // A slice begins at this block.
+  // Begins a slice at this block.
   void Begin(int i) {
     SumState& state = state_[i];
     std::memset(state.slice, 0, static_cast<size_t>(plan_.sum[i].size) * sizeof(double));
@@ -553,7 +562,7 @@ class Piece {
     state.chunk = plan_.chunk_loop < 0 ? 0 : index_[plan_.chunk_loop];
   }
 
-  // A slice ends behind this block.
+  // Ends a slice after this block.
   void End(int i) {
     SumState& state = state_[i];
     Flush(i);
@@ -564,8 +573,8 @@ class Piece {
     }
   }
 
-  // Where the kernel puts a block's values of a gradient: where neighbouring blocks have the same
-  // sums, onto those of the blocks before it.
+  // Sets where the kernel writes a block's values of a gradient. If consecutive blocks have the
+  // same sums, the values are added to those of the previous blocks.
   void Hold(int i, int64_t n, BlockArray* array) {
     SumState& state = state_[i];
     double* const to = state.slice + sum_offset_[i];
@@ -643,7 +652,8 @@ class Piece {
       GatherBits(reinterpret_cast<uint8_t*>(from), plan_.Rows(s, n), s.byte_rows,
                  reinterpret_cast<uint8_t*>(array.data));
     } else {
-      // The last block of a chunk loop is shorter: a copy of it is not one of the next.
+      // The last block of a chunk loop is shorter. A copy made for it is too short for the next
+      // block.
       if (from != last_[i] || n > last_n_[i]) {
         const int size = SizeIndex(s.bytes);
         if (s.permutation.bases != nullptr) {
@@ -689,9 +699,9 @@ class Piece {
   Scratch scratch_;
 };
 
-// Adds up what pieces have of one slice, in their order, and writes it.
+// Adds up the parts of a slice from several pieces, in the order of the pieces, and writes it.
 void FinishSums(const Plan& plan) {
-  int64_t before = 0;  // sums of a piece that belong to other gradients
+  int64_t before = 0;  // sums of a piece that belong to previous gradients
   for (int i = 0; i < plan.sums; ++i) {
     const Sum& sum = plan.sum[i];
     const Slot& s = plan.slot[sum.slot];
@@ -700,7 +710,7 @@ void FinishSums(const Plan& plan) {
     for (int64_t begin = 0; begin < plan.blocks; begin += plan.piece_blocks, ++piece) {
       const int64_t end = std::min(plan.blocks, begin + plan.piece_blocks);
       double* const begun = plan.workspace + piece * plan.sums_per_piece + before;
-      const int64_t slice = begin - begin % sum.slice_blocks;  // its first block
+      const int64_t slice = begin - begin % sum.slice_blocks;  // the first block of the slice
       if (slice != begin) {
         for (int64_t k = 0; k < sum.size; ++k) open[k] += begun[k];
         if (end - slice >= sum.slice_blocks) {
@@ -721,8 +731,8 @@ void FinishSums(const Plan& plan) {
   }
 }
 
-// Makes an output's strides those of an array without gaps; returns its elements, or 0 if nothing
-// was changed.
+// Sets the strides of an output to those of an array without gaps. Returns the number of its
+// elements, or 0 if nothing changed.
 int64_t CloseGaps(const Plan& plan, Slot* s) {
   bool changed = false;
   int64_t elements = 1;
@@ -735,7 +745,7 @@ int64_t CloseGaps(const Plan& plan, Slot* s) {
   return changed ? elements : 0;
 }
 
-// Puts an array without gaps where the output belongs.
+// Copies an array without gaps to the output.
 void OpenGaps(const Plan& plan, const Slot& dense, const Slot& to) {
   int64_t index[kMaxBroadcastRank] = {}, from_offset = 0, to_offset = 0;
   for (;;) {
@@ -762,7 +772,7 @@ bool IsSummed(const Plan& plan, const Slot& s) {
 }
 
 void ChoosePieces(Plan* plan, int64_t elements, int threads) {
-  double bytes = 0;  // what is moved
+  double bytes = 0;  // total memory traffic
   for (int i = 0; i < plan->slots; ++i) {
     const Slot& s = plan->slot[i];
     if (s.data != nullptr && (s.pattern != Pattern::kSplat || plan->cut < plan->rank - 1)) {
@@ -770,12 +780,12 @@ void ChoosePieces(Plan* plan, int64_t elements, int threads) {
     }
   }
   const int64_t sums = SizeOfSums(*plan);
-  // Every piece clears its slices and adds them to the next one's: fewer where that is much.
+  // Every piece clears its slices and adds them up at the end, so large sums get fewer pieces.
   int64_t pieces = int64_t{threads} * (sums > kFewSums / 8 ? 2 : sums > 0 ? 4 : 8);
   if (bytes < static_cast<double>(pieces) * static_cast<double>(kParallelBytes)) {
     pieces = static_cast<int64_t>(bytes / static_cast<double>(kParallelBytes));
   }
-  if (sums > 0) {  // not more memory than for the result
+  if (sums > 0) {  // at most as much memory as the result
     const int64_t size = static_cast<int64_t>(DTypeSize(plan->dtype));
     pieces = std::min(pieces, elements * size / (sums * 8) + 1);
   }
@@ -800,7 +810,7 @@ void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, i
   plan.kernel = kernel;
   plan.inputs = inputs;
   plan.slots = plan.sums = 0;
-  // Sums and kernels write arrays without gaps. An output that has some, which is rare, is moved.
+  // Sums and kernels write arrays without gaps. An output with gaps, which is rare, is copied.
   Slot with_gaps[kMaxOutputs];
   std::unique_ptr<char[]> without[kMaxOutputs];
   for (int i = 0; i < inputs; ++i) {
@@ -837,15 +847,15 @@ void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, i
     if (i < inputs && s.bytes > 0) FillPermutation(plan, &s, &tables[i]);
   }
   ChooseLoops(&plan);
-  // Where only some blocks begin at a cache line, to stream those gains nothing: rows of 1001
-  // floats took 1.1 to 1.3 times as long.
+  // No streaming stores if only some blocks begin at a cache line: rows of 1001 floats took 1.1 to
+  // 1.3 times as long.
   for (int i = 0; i < outputs; ++i) {
     const Slot& s = plan.slot[inputs + i];
     for (int l = 0; l < plan.loops; ++l) plan.stream[i] &= s.step[l] * s.bytes % 64 == 0;
   }
   ChoosePieces(&plan, elements, executor.threads());
   const int64_t pieces = (plan.blocks - 1) / plan.piece_blocks + 1;
-  // Uninitialised: a piece clears what it uses.
+  // Uninitialized: a piece clears the part that it uses.
   const std::unique_ptr<double[]> workspace(
       new double[static_cast<size_t>(pieces * plan.sums_per_piece)]);
   plan.workspace = workspace.get();

@@ -1,6 +1,6 @@
 // The element-wise engine: one pass of a kernel over operands that are broadcast against each
-// other, and the gradients' sums over the dimensions along which an operand was broadcast. A new op
-// is a kernel of dense blocks (blocks_simd.h) and a list of its arrays.
+// other. It also sums gradients over the dimensions along which an operand is broadcast. A new op
+// consists of a kernel for dense blocks (blocks_simd.h) and a list of its arrays.
 #ifndef JAX_FASTOPS_CPU_BLOCKS_H_
 #define JAX_FASTOPS_CPU_BLOCKS_H_
 
@@ -13,20 +13,20 @@
 namespace jax_fastops::cpu {
 
 inline constexpr int kMaxInputs = 4, kMaxOutputs = 3;
-// In place of an index of the shape's arrays: the array is as the result.
+// Instead of the number of an array in the shape: the array has the result's shape.
 inline constexpr int kResult = -1;
 
 enum class Storage : uint8_t { kElement, kWide, kBits };
 
 struct InputArray {
   const void* data = nullptr;
-  int array = kResult;  // its strides need not be dense
+  int array = kResult;  // its strides may have gaps
   Storage storage = Storage::kElement;
 };
 
 struct OutputArray {
-  void* data = nullptr;  // null: not wanted
-  int array = kResult;   // where its stride is 0, what the kernel writes is added up
+  void* data = nullptr;  // null: not requested
+  int array = kResult;   // along dimensions of stride 0, the engine sums what the kernel writes
   Storage storage = Storage::kElement;
 };
 
@@ -38,8 +38,8 @@ inline OutputArray Output(const Gradient& gradient, int array) {
   return {gradient.data, array, StorageOf(gradient.wide)};
 }
 
-// Calls the kernel on blocks that together are the result. Two calls with the same shape and the
-// same number of threads have the same bits.
+// Calls the kernel on blocks that together cover the result. Two calls with the same shape and the
+// same number of threads give the same bits.
 void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, int inputs,
                const OutputArray* out, int outputs, BlockKernel* kernel, Executor& executor);
 

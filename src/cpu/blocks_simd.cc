@@ -1,4 +1,4 @@
-// The helpers of blocks.cc. What is read and written here lies in the first-level cache.
+// The helpers of blocks.cc. Their data is in the L1 cache.
 #include "cpu/blocks_simd.h"
 
 #include "cpu/simd_math.h"
@@ -39,7 +39,7 @@ void Expand(const void* source, const BlockRows& rows, void* dense) {
   }
 }
 
-// Short rows of what is broadcast: the time goes by vectors then, not by rows.
+// Permutations, for broadcast operands with short rows. Their cost is per vector, not per row.
 #if FASTOPS_ISA_LEVEL == 2
 
 constexpr int kLanes2 = 32, kLanes4 = 16, kLanes8 = 8;
@@ -136,7 +136,7 @@ struct Vector8<double> {
 template <typename T>
 FASTOPS_INLINE void AddWide(const T* values, Doubles8* sums) {
 #if FASTOPS_ISA_LEVEL == 2
-  // Of a vector of its own GCC converts the halves and puts them together.
+  // From a vector extension type, GCC would convert the halves separately.
   if constexpr (sizeof(T) == 4) {
     *sums += (Doubles8)_mm512_cvtps_pd(_mm256_loadu_ps(values));
     return;
@@ -167,7 +167,7 @@ FASTOPS_INLINE double SumRun(const T* values, int64_t n) {
   if (n >= kWide) {
     Doubles8 sum[4] = {};
     if constexpr (sizeof(T) == 4) {
-      // Four at a time as floats, which takes a quarter of the conversions.
+      // Adds four floats before each conversion, which saves three quarters of the conversions.
       typedef T Line __attribute__((vector_size(8 * kWide)));
       for (; i + 8 * kWide <= n; i += 8 * kWide) {
         Line a, b, c, d;
@@ -221,7 +221,7 @@ void Write(const double* sums, int64_t n, void* result) {
   using Scalar = typename E::A::Scalar;
   char* to = static_cast<char*>(result);
   if (n == 1) {
-    // Not a masked store: one value after the other, that takes 50 ns each on an EPYC.
+    // Not a masked store: for single values, one after another, it takes 50 ns each on an EPYC.
     alignas(64) char block[E::kBlock * E::kBytes];
     E::Store(block, E::Narrow(SetPair<typename E::A>(static_cast<Scalar>(sums[0]))));
     memcpy(to, block, E::kBytes);
@@ -229,7 +229,7 @@ void Write(const double* sums, int64_t n, void* result) {
   }
   OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
     Scalar block[E::kBlock] = {};
-    if constexpr (decltype(extent)::kWhole) count = E::kBlock;  // known to the compiler
+    if constexpr (decltype(extent)::kWhole) count = E::kBlock;  // a compile-time constant
     for (int64_t k = 0; k < count; ++k) block[k] = static_cast<Scalar>(sums[i + k]);
     StoreElements<E, false>(extent, to + i * E::kBytes, E::Narrow(LoadPair<typename E::A>(block)),
                             count);

@@ -1,13 +1,15 @@
-// The rows of one head are contiguous in both layouts, so what is moved is runs of head_size
-// elements. The work is cut into boxes of some rows of the sequence and some heads of one part,
-// such that what a box reads and writes lies in runs of a kilobyte or more and stays in the caches.
-// Boxes are independent, and threads take runs of them: a small batch has enough of them too, since
-// they cut the features as well.
+// Splitting and merging of attention heads on the CPU.
 //
-// With arithmetic, heads as wide as a register go straight through it. Smaller ones would leave
-// most of a register empty. There the arithmetic is done in the merged layout, where all features
-// of a row are neighbours, and in the caches: on the way to a buffer that is then split, or on the
-// box that has just been merged.
+// The elements of one head in one row are contiguous in both layouts, so the kernels move runs of
+// head_size elements. The work is divided into boxes of some rows of the sequence and some heads of
+// one part. A box has long contiguous runs in both layouts, and stays in the caches. Boxes are
+// independent, and threads take runs of boxes. There are enough boxes for a small batch too,
+// because the features are divided as well.
+//
+// With arithmetic (a bias, or its gradient), heads of at least a register's width are processed
+// directly. Smaller heads would leave most of a register empty. For these, the arithmetic is done
+// in the merged layout, where all features of a row are contiguous, and in the caches: on the way
+// to a buffer that is then split, or on a box that has just been merged.
 #include "cpu/heads.h"
 
 #include <cstring>
@@ -33,23 +35,24 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a - 1) / b + 1; }
 int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
 
-// A box reads and writes at most this much.
+// The maximum size of a box, in rows and in bytes per row. Heads of less than 64 bytes have the
+// smaller one.
 constexpr int64_t kBoxRows = 32;
 constexpr int64_t kBoxRowBytes = 2 << 10;
 constexpr int64_t kSmallBoxRowBytes = 512;
 
-// Part `part`, rows [row, row + rows) of the sequence of one batch, heads [head, head + heads), and
-// of each head the elements [from, from + size).
+// Part `part`, rows [row, row + rows) of a run of the sequence of one batch, heads [head, head +
+// heads), and elements [from, from + size) of each head.
 struct Box {
   int64_t batch, run, row, rows, part, head, heads, from, size;
 };
 
-// All boxes of a shape, in the order of the merged layout. A run is what is summed together, and a
-// box is within one run; without sums there is one run, the sequence.
+// All boxes of a shape, in the order of the merged layout. A run is a set of rows that are summed
+// together, and a box lies within one run. Without sums there is one run, the sequence.
 struct Boxes {
   HeadsShape shape;
-  int64_t runs, run_rows;  // of a batch
-  int64_t box_rows;        // one box after the other, unless it is the whole run
+  int64_t runs, run_rows;  // per batch
+  int64_t box_rows;        // of a box; all rows of a run, if `whole_runs`
   int64_t box_heads, box_size;
   int64_t row_boxes, head_boxes, size_boxes;
 
@@ -87,7 +90,7 @@ struct Boxes {
     return box;
   }
 
-  // The place of a box's first element, in elements: of the features, of x, of the part.
+  // The offset of a box's first element: in the features, in x, and in its part of y.
   int64_t Feature(const Box& box) const {
     return (box.part * shape.heads + box.head) * shape.head_size + box.from;
   }
@@ -100,7 +103,7 @@ struct Boxes {
   }
 };
 
-// Where heads or rows are no longer than a unit of a transposition, they are one.
+// The log2 of `bytes`, if pieces of `bytes` bytes can be units of a transposition; else -1.
 int UnitLog(int64_t bytes) {
   for (int i = 0; i < 5; ++i) {
     if (bytes == int64_t{1} << i) return i;
@@ -108,8 +111,9 @@ int UnitLog(int64_t bytes) {
   return -1;
 }
 
-// Moves rows x heads pieces of `bytes` bytes, which are `row` and `head` bytes apart in the two
-// arrays. In the merged layout heads are neighbours, in the split one rows are.
+// Moves rows x heads pieces of `bytes` bytes. The arguments `..._row` and `..._head` are the
+// strides in the two arrays. If the pieces are units, and heads in the merged layout and rows in
+// the split layout are contiguous, this is a matrix transposition.
 void MoveToSplit(const char* in, int64_t in_row, int64_t in_head, char* out, int64_t out_row,
                  int64_t out_head, int64_t rows, int64_t heads, int64_t bytes) {
   LoopNest nest;
@@ -247,7 +251,8 @@ void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const*
     char* sum =
         sums + ((box.batch * runs + box.run) * shape.features() + boxes.Feature(box)) * sum_size;
     if (rows == 0) std::memset(sum, 0, static_cast<size_t>(box_features * sum_size));
-    // Sums of a few rows, added up: the error grows with the few, not with the many.
+    // Sums over kBoxRows rows, which are then added up, so that the rounding error does not grow
+    // with the length of the run.
     for (int64_t r = 0; r < rows; r += kBoxRows) {
       const int64_t some = Min(kBoxRows, rows - r);
       const char* from =

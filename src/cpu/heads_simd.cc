@@ -1,7 +1,8 @@
-// The arithmetic of the head ops: rows that are moved, with a bias that all rows share, or with
-// their sum over the rows. A few registers' width of columns at a time goes down all rows, so that
-// the bias or the sums stay in registers. What is left of a row is covered by one more block, moved
-// back to overlap the last; rows shorter than a block go through a zeroed one on the stack.
+// The arithmetic of the head ops: copies rows, and adds a bias that all rows share, or computes
+// their sum over the rows. Each pass processes columns of a few registers' width down all rows, so
+// the bias or the sums stay in registers. The rest of a row is covered by one more block, which is
+// moved back and overlaps the previous one. Rows shorter than a block go through a zeroed block on
+// the stack.
 #include "cpu/heads_simd.h"
 
 #include "cpu/simd.h"
@@ -12,8 +13,8 @@ namespace {
 // ---- Blocks in the type of sums: a block of T as one or two registers ---------------------------
 //
 //   Wide         the registers
-//   Sum          an element of them
-//   At(i)        where element i of the block is in memory that registers are stored to in order
+//   Sum          the type of their elements
+//   At(i)        the position of element i when the registers are stored in order
 //   Widen, Narrow, Add, Load, Store
 
 struct WideF32 {
@@ -132,7 +133,7 @@ struct OwnBias {
   static FASTOPS_INLINE Vec Apply(Vec x, Vec bias) { return T::Add(x, bias); }
 };
 
-// In float32, rounded once.
+// The addition is in float32, and the result is rounded once.
 template <typename T, typename W>
 struct WideBias {
   using Vec = typename W::Wide;
@@ -148,13 +149,13 @@ struct WideBias {
   }
 };
 
-// Rows are too far apart for the hardware to fetch them in advance: this many ahead are asked for.
-// Beyond the last row it does no harm.
+// Rows are too far apart for the hardware prefetcher, so the row that comes this many rows later is
+// prefetched. Harmless after the last row.
 constexpr int64_t kAhead = 8;
 
 template <typename T, typename B>
 struct AddBias {
-  // kBlocks blocks of columns, down all rows
+  // Processes kBlocks blocks of columns, down all rows.
   template <int kBlocks>
   static FASTOPS_INLINE void Columns(const char* x, int64_t x_stride, const char* bias, char* y,
                                      int64_t y_stride, int64_t rows) {
@@ -229,7 +230,7 @@ template <typename T, typename W>
 struct AddRows {
   using Sum = typename W::Sum;
 
-  // Of `blocks` blocks the last `n` elements are new.
+  // Only the last `n` elements of the blocks are new; the others have already been added.
   template <int kBlocks, bool kCopy>
   static FASTOPS_INLINE void Columns(const char* x, int64_t x_stride, char* y, int64_t y_stride,
                                      int64_t rows, Sum* sums, bool first, int64_t n) {
@@ -255,8 +256,8 @@ struct AddRows {
     Finish(stored, kSize - static_cast<int>(n), kSize, sums, first);
   }
 
-  // sums[i] is of element i of the blocks, for those from `begin` to `end`. `sums` may be
-  // unaligned.
+  // Stores the sums of elements `begin` to `end` of the blocks, where sums[i] belongs to element i.
+  // `sums` may be unaligned.
   static FASTOPS_INLINE void Finish(const Sum* stored, int begin, int end, Sum* sums, bool first) {
     for (int i = begin; i < end; ++i) {
       Sum value = stored[i / T::kLanes * T::kLanes + W::At(i % T::kLanes)];

@@ -10,12 +10,12 @@
 namespace jax_fastops::cpu {
 namespace {
 
-// Everything that the flags in CMakeLists.txt let the compiler use. The builtin also asks the
-// operating system, through XGETBV, whether it saves the wide registers.
+// Checks everything that the flags in CMakeLists.txt allow the compiler to use. The builtin also
+// checks, with XGETBV, that the operating system saves the wide registers.
 bool MachineSupports(Isa isa) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  // F16C is asked of the machine itself: not every compiler's builtin knows the name.
+  // F16C is read from CPUID, because not every compiler's builtin knows the name.
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> 29 & 1) != 0;
   const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

@@ -1,9 +1,9 @@
-// Instruction sets: one binary runs on every machine of its architecture and uses the widest
-// vectors there.
+// Instruction sets: one binary runs on every machine of its architecture, and uses the widest
+// vectors that the machine has.
 //
-// A file named *_simd.cc is compiled once per instruction set, each time with other compiler flags
-// and with FASTOPS_ISA set to the name of a namespace (baseline, avx2, avx512) and
-// FASTOPS_ISA_LEVEL to 0, 1, 2. It defines tables of function pointers in that namespace:
+// A file named *_simd.cc is compiled once per instruction set, each time with other compiler flags.
+// FASTOPS_ISA is then the name of a namespace (baseline, avx2, avx512), and FASTOPS_ISA_LEVEL is 0,
+// 1, 2. The file defines tables of function pointers in that namespace:
 //
 //   namespace jax_fastops::cpu::FASTOPS_ISA {
 //   namespace { ... the kernels ... }
@@ -11,13 +11,13 @@
 //   }
 //
 // The family's header declares the table with FASTOPS_DECLARE_KERNELS(ReluKernels, relu_kernels),
-// and the launcher takes it from FASTOPS_KERNELS(relu_kernels).
+// and the launcher gets it from FASTOPS_KERNELS(relu_kernels).
 //
-// Such files, and the headers they include, define nothing but tables with external linkage: an
-// inline function or template that is not in an anonymous namespace would be emitted once per
-// instruction set, the linker would keep an arbitrary copy, and a plain machine would run into
-// AVX-512 code. So they include no C++ standard header that has functions in it. For the same
-// reason tables are constants, initialised without code.
+// Only the tables may have external linkage in such files and in the headers that they include. An
+// inline function or template outside of an anonymous namespace would be emitted once per
+// instruction set, and the linker would keep an arbitrary copy, so a baseline machine could execute
+// AVX-512 code. So these files include no C++ standard header that contains functions. For the same
+// reason, tables are constants that are initialized without code.
 #ifndef JAX_FASTOPS_CPU_ISA_H_
 #define JAX_FASTOPS_CPU_ISA_H_
 
@@ -26,8 +26,8 @@ namespace jax_fastops::cpu {
 enum class Isa { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 inline constexpr int kNumIsas = 3;
 
-// The instruction set in use: the widest that was built and that this machine and its operating
-// system support. JAX_FASTOPS_CPU_ISA=baseline|avx2|avx512 lowers it. Decided once per process.
+// The instruction set in use: the widest that was built and that the machine and its operating
+// system support. JAX_FASTOPS_CPU_ISA=baseline|avx2|avx512 limits it. Decided once per process.
 Isa ActiveIsa();
 bool IsaIsBuilt(Isa isa);
 const char* IsaName(Isa isa);
@@ -56,7 +56,7 @@ const char* IsaName(Isa isa);
 #define FASTOPS_AVX512_TABLE(name) nullptr
 #endif
 
-// A reference to the active instruction set's table, for use in files that are compiled once.
+// A reference to the table of the active instruction set. For files that are compiled once.
 #define FASTOPS_KERNELS(name)                                                              \
   ([]() -> decltype(::jax_fastops::cpu::baseline::name)& {                                 \
     decltype(&::jax_fastops::cpu::baseline::name) tables[::jax_fastops::cpu::kNumIsas] = { \

@@ -1,4 +1,4 @@
-// One pass of the element-wise engine each: blocks.cc.
+// lerp on the CPU: forward and backward are each one pass of the element-wise engine (blocks.cc).
 #include "cpu/lerp.h"
 
 #include "cpu/blocks.h"

@@ -1,4 +1,4 @@
-// lerp on the CPU: cpu/lerp.cc.
+// lerp on the CPU.
 #ifndef JAX_FASTOPS_CPU_LERP_H_
 #define JAX_FASTOPS_CPU_LERP_H_
 
@@ -13,8 +13,8 @@ namespace jax_fastops::cpu {
 void LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3], void* out,
                  Executor& executor);
 
-// Arrays of `shape`: start, end, weight, and their gradients (the strides of one that is not wanted
-// are those of the result).
+// Arrays of `shape`: start, end, weight, and their gradients. A gradient that is not requested has
+// the result's strides.
 void LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                   const Operand operands[3], const Gradient gradients[3], SumWorkspace workspace,
                   Executor& executor);

@@ -1,8 +1,8 @@
 // The inner loops of lerp.cc.
 //
-// The formula is the one that begins at the nearer end: with it both ends are met exactly, and the
-// result lies between them and grows with the weight. Where the ends' difference is not finite it
-// would make Inf - Inf of what start + weight * (end - start) gives a value, so that is taken.
+// The formula starts from the nearer end. So both ends are met exactly, and the result lies between
+// them and is monotonic in the weight. If the difference of the ends is not finite, this formula
+// may give Inf - Inf where start + weight * (end - start) has a value, so the latter is used.
 #include "cpu/lerp_simd.h"
 
 #include "cpu/block_math.h"
@@ -15,8 +15,8 @@ struct Lerp {
   using A = typename E::A;
   using Vec = typename A::Vec;
 
-  // near + fraction * (end - start), where the fraction is the weight, or the weight less 1 beside
-  // the end. Where it is 0 nothing is added, so that -0.0 stays as it is.
+  // near + fraction * (end - start). The fraction is the weight, or, if the nearer end is `end`,
+  // the weight minus 1. If the fraction is 0, nothing is added, so -0.0 stays -0.0.
   static FASTOPS_INLINE Vec Value(Vec start, Vec end, Vec weight) {
     const Vec d = A::Sub(end, start);
     const auto finite = More<A>::Finite(d);

@@ -1,5 +1,5 @@
-// The kernels of lerp for one instruction set. Included by the files that are compiled several
-// times: see isa.h for what such a header may hold.
+// The kernels of lerp for one instruction set. This header is included by the files that are
+// compiled several times; isa.h says what such a header may contain.
 #ifndef JAX_FASTOPS_CPU_LERP_SIMD_H_
 #define JAX_FASTOPS_CPU_LERP_SIMD_H_
 
@@ -7,7 +7,7 @@
 
 namespace jax_fastops::cpu {
 
-// By DType.
+// Kernels by DType. The comments give the inputs; the outputs.
 struct LerpKernels {
   BlockKernel* forward[kNumDTypes];   // start, end, weight; the result
   BlockKernel* backward[kNumDTypes];  // dy, start, end, weight; their gradients

@@ -1,6 +1,9 @@
-// Rows are independent, and threads take runs of them. Where sums over the rows are wanted, what is
-// shared among threads is the partial sums: each is added up by one thread, over the rows that are
-// its own whatever the number of threads, in one pass with dx. Nothing is added across threads.
+// Layer norm and RMS norm on the CPU: divides rows between threads.
+//
+// Rows are independent, and threads take runs of rows. If gradients of parameters are requested,
+// threads take whole partial sums instead: one thread computes a partial sum, in the same pass as
+// dx, over a set of rows that does not depend on the number of threads. Nothing is added across
+// threads.
 #include "cpu/norm.h"
 
 #include <cstring>
@@ -88,7 +91,7 @@ void NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   ParallelFor(executor, partials, 1, bytes_per_partial, [&](int64_t first, int64_t last) {
     for (int64_t partial = first; partial < last; ++partial) {
       const int64_t group = partial / shape.sums, p = partial % shape.sums;
-      // p * rows / sums without the product, which may be large.
+      // p * rows / sums, without the product, which might overflow.
       const int64_t quotient = shape.rows / shape.sums, remainder = shape.rows % shape.sums;
       const int64_t begin = p * quotient + p * remainder / shape.sums;
       const int64_t end = (p + 1) * quotient + (p + 1) * remainder / shape.sums;

@@ -1,4 +1,4 @@
-// Layer norm and RMS norm on the CPU; norm_shape.h says what is computed. Workspaces are not used.
+// Layer norm and RMS norm on the CPU. norm_shape.h defines them. Workspaces are not used.
 #ifndef JAX_FASTOPS_CPU_NORM_H_
 #define JAX_FASTOPS_CPU_NORM_H_
 

@@ -1,14 +1,14 @@
 // The inner loops of norm.cc.
 //
-// Forward: a row of one block stays in registers. A longer one is read from memory once and stays
-// in the caches for the passes that follow: the mean, the sum of the squared deviations from it
-// (never a difference of two large sums), and y. Where x, a residual and a bias are added up,
-// each pass does so again, which takes less time than a buffer of any length would.
+// Forward: a row of one block stays in registers. A longer row is read from memory once, and stays
+// in the caches for the next passes: the mean, the sum of the squared deviations from the mean
+// (never a difference of two large sums), and y. If x, a residual and a bias are added, each pass
+// adds them again. This takes less time than a buffer.
 //
-// Backward: a few rows at a time, so that the scale is loaded and the sums over rows are updated
-// once for all of them: those pass through the first-level cache, and rows wider than it would wait
-// for the second otherwise. One pass takes what dx needs of each row, the other makes dx and adds
-// to the sums.
+// Backward: processes a few rows at a time, so that the scale is loaded and the sums over rows are
+// updated once for all of them. The scale and the sums go through the L1 cache, and for wide rows
+// through the L2 cache. The first pass computes the two means that dx needs for each row, the
+// second computes dx and adds to the sums.
 #include "cpu/norm_simd.h"
 
 #include "cpu/simd_math.h"
@@ -16,14 +16,15 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// Sums are taken over so many blocks at a time, and then added up: one element that dominates a row
-// is rounded with every number that is added to it.
+// A sum is first computed per segment of this many blocks, then the segments are added up. If one
+// element dominates a row, a running sum that contains it loses bits with every addition. The
+// segments limit that.
 constexpr int64_t kSegmentBlocks = 8;
 
-// Rows that the forward takes at a time: so many elements in all.
+// The forward processes at most kMaxGroup rows together, of about kGroupElements elements in total.
 constexpr int64_t kMaxGroup = 8, kGroupElements = 4096;
 
-// Rows that the backward takes at a time: what registers there are for.
+// The number of rows that the backward processes together, limited by the registers.
 constexpr int kRows = FASTOPS_ISA_LEVEL == 2 ? 4 : 2;
 
 template <typename E>
@@ -41,7 +42,7 @@ struct Norm {
     return LoadElements<E>(extent, p + i * E::kBytes, count);
   }
 
-  // f(extent, i, count) gives what is summed, 0 behind the end of the row.
+  // f(extent, i, count) returns the terms of a block, 0 after the end of the row.
   template <typename F>
   static FASTOPS_INLINE Scalar SumOverRow(int64_t n, const F& f) {
     Pair<A> total = SetPair<A>(0);
@@ -57,7 +58,7 @@ struct Norm {
     return SumOf(total);
   }
 
-  // What is normalised: x itself, or a sum with it.
+  // The input s of the norm: x, or a sum with x.
   struct Source {
     const char* x;
     const char* residual;
@@ -66,7 +67,7 @@ struct Norm {
     bool is_sum() const { return residual != nullptr || bias.data != nullptr; }
   };
 
-  // A block of s. kSum: there is something to add; the sum is rounded as it is stored.
+  // Loads a block of s. kSum: s is a sum, rounded to the element type as it would be when stored.
   template <bool kSum, typename Extent>
   static FASTOPS_INLINE Pair<A> Load(Extent extent, const Source& source, int64_t i,
                                      int64_t count) {
@@ -82,8 +83,8 @@ struct Norm {
     return s;
   }
 
-  // y from s, with kSum the sum once more. The rows that come next, `ahead` bytes on, are fetched
-  // meanwhile: memory would be idle.
+  // Computes y from s; with kSum, it computes s again. It also prefetches the next rows, `ahead`
+  // bytes later, because memory would be idle.
   template <bool kSum, bool kStream>
   static FASTOPS_INLINE void Store(const Source& source, const NormForwardArrays& arrays, char* y,
                                    int64_t n, int64_t ahead, Scalar mean, Scalar correction,
@@ -121,8 +122,9 @@ struct Norm {
     });
   }
 
-  // Sums of the deviations from the mean, and of their squares. The former is 0 but for the mean's
-  // rounding error, which it corrects: that matters where the mean is large beside the deviations.
+  // The sums of the deviations from the mean, and of their squares. The first is the rounding error
+  // of the mean (times n), which it corrects. This matters if the mean is large compared with the
+  // deviations.
   struct Deviations {
     double sum, squares;
   };
@@ -160,7 +162,7 @@ struct Norm {
     return source;
   }
 
-  // The block without its mean; what is behind the end of the row stays 0.
+  // Subtracts the mean from a block. Lanes after the end of the row stay 0.
   template <typename Extent>
   static FASTOPS_INLINE Pair<A> Centred(Extent, Pair<A> v, Scalar mean, int64_t count) {
     v = Sub(v, SetPair<A>(mean));
@@ -201,9 +203,9 @@ struct Norm {
     }
   }
 
-  // Short rows are taken a few at a time, each step for all of them: what ends a step, with the
-  // lanes of one vector combined, takes longer than the rest of a short row, and is overlapped with
-  // the same of the others.
+  // Short rows are processed in groups, one step at a time for the whole group. A step ends with a
+  // horizontal reduction over the lanes of a vector, which takes longer than the rest of a short
+  // row. In a group, the reductions of different rows overlap.
   template <bool kLayer, bool kStream>
   static void ForwardRows(const NormForwardArrays& arrays, double eps, int64_t rows, int64_t n) {
     if (n == kBlock) return OneBlockRows<kLayer>(Whole(), arrays, eps, rows, n);
@@ -236,7 +238,7 @@ struct Norm {
         correction[k] = static_cast<Scalar>(rest);
         const double excess = deviations.sum * rest;
         if (IsFinite(excess)) squares[k] -= excess;
-        if (squares[k] < 0) squares[k] = 0;  // by a rounding
+        if (squares[k] < 0) squares[k] = 0;  // may be negative by rounding
       }
       for (int64_t k = 0; k < kMaxGroup; k += Doubles::kLanes) {
         const Doubles::Vec variance =
@@ -293,7 +295,7 @@ struct Norm {
     StoreElements<Wide, false>(extent, p, v, count);
   }
 
-  // The cotangent of y, of one user or of two.
+  // The cotangent of y: dy, or the sum of the cotangents from two users of y.
   struct Cotangent {
     const char* dy;
     const char* dy2;
@@ -310,7 +312,7 @@ struct Norm {
     }
   };
 
-  // kCount rows from row `row` on.
+  // kCount rows, beginning with row `row`.
   template <bool kLayer, bool kStream, int kCount>
   static FASTOPS_INLINE void Group(const NormBackwardArrays& arrays, int64_t row, int64_t n,
                                    bool first) {
@@ -418,7 +420,7 @@ struct Norm {
 
   static void Backward(const NormBackwardArrays& arrays, NormKind kind, int64_t rows, int64_t n,
                        bool stream) {
-    // Rows that are not whole cache lines are not aligned alike.
+    // Unless rows are whole cache lines, the rows of a group have different alignments.
     stream = stream && n * E::kBytes % 64 == 0;
     if (kind == NormKind::kLayer) {
       stream ? BackwardRows<true, true>(arrays, rows, n)

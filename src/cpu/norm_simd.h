@@ -1,5 +1,5 @@
-// The kernels of layer norm and RMS norm for one instruction set. Included by the files that are
-// compiled several times: see isa.h for what such a header may hold.
+// The kernels of layer norm and RMS norm for one instruction set. This header is included by the
+// files that are compiled several times; isa.h says what such a header may contain.
 #ifndef JAX_FASTOPS_CPU_NORM_SIMD_H_
 #define JAX_FASTOPS_CPU_NORM_SIMD_H_
 
@@ -12,15 +12,16 @@
 namespace jax_fastops::cpu {
 
 struct NormKernels {
-  // y, and what else is asked for, of `rows` rows of n elements; all arrays begin at the first of
-  // these rows, parameters as they are. `stream`: y is written past the caches.
+  // Computes y, and the other outputs that are not null, for `rows` rows of n elements. The arrays
+  // begin at the first of these rows; parameters are passed as a whole. `stream`: stores of y
+  // bypass the caches.
   using Forward = void(const NormForwardArrays& arrays, NormKind kind, double eps, int64_t rows,
                        int64_t n, bool stream);
-  // dx of `rows` rows, and, where asked for, the sums over these rows, which are set.
+  // Computes dx for `rows` rows, and, if requested, the sums over these rows. The sums are
+  // overwritten.
   using Backward = void(const NormBackwardArrays& arrays, NormKind kind, int64_t rows, int64_t n,
                         bool stream);
 
-  // By DType.
   Forward* forward[kNumDTypes];
   Backward* backward[kNumDTypes];
 };

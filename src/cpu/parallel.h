@@ -1,4 +1,4 @@
-// How CPU kernels spread work over threads, without knowing whose threads they are.
+// How CPU kernels divide work between threads, independent of the thread pool.
 #ifndef JAX_FASTOPS_CPU_PARALLEL_H_
 #define JAX_FASTOPS_CPU_PARALLEL_H_
 
@@ -11,14 +11,14 @@ class Executor {
   using Task = void (*)(void* context, int64_t index);
 
   virtual ~Executor() = default;
-  // How many threads Run() can keep busy, the caller included.
+  // The number of threads that Run() can keep busy, including the caller.
   virtual int threads() const = 0;
   // Calls task(context, i) once for every i in [0, n), in any order and on any thread, and returns
-  // when all calls have. `task` must not throw.
+  // after all calls have returned. `task` must not throw.
   virtual void Run(int64_t n, Task task, void* context) = 0;
 };
 
-// Everything on the calling thread.
+// Runs everything on the calling thread.
 class InlineExecutor final : public Executor {
  public:
   int threads() const override { return 1; }
@@ -27,12 +27,12 @@ class InlineExecutor final : public Executor {
   }
 };
 
-// Below this many bytes moved, waking another thread costs more than it saves.
+// If fewer bytes than this are moved, waking another thread costs more than it saves.
 inline constexpr int64_t kParallelBytes = 128 << 10;
 
-// Calls body(begin, end) on pieces of [0, total) that together cover it. `bytes_per_item` is the
-// memory traffic of one item; pieces begin at multiples of `multiple`. There are a few pieces per
-// thread, so that a thread that starts late or is preempted does not hold up the others for long.
+// Calls body(begin, end) on pieces that together cover [0, total). `bytes_per_item` is the memory
+// traffic of one item. Pieces begin at multiples of `multiple`. There are several pieces per
+// thread, so that a thread that starts late or is preempted does not delay the others for long.
 template <typename Body>
 void ParallelFor(Executor& executor, int64_t total, int64_t multiple, double bytes_per_item,
                  const Body& body) {

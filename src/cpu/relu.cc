@@ -11,10 +11,10 @@ const ReluKernels& Kernels() {
   return kernels;
 }
 
-// Pieces of a flat array begin at whole cache lines of every operand, the mask's included.
+// Pieces of a flat array begin at whole cache lines of every array, including the mask.
 constexpr int64_t kMultiple = 512;
 
-// Calls body(rows, columns, element offset, mask offset) on pieces of the array.
+// Calls body(rows, columns, element offset, mask offset) for each piece of the array.
 template <typename Body>
 void OverPieces(Executor& executor, bool has_mask, int64_t rows, int64_t columns,
                 double bytes_per_element, const Body& body) {

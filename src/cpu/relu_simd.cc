@@ -1,14 +1,14 @@
-// The inner loops of relu.h: one pass over memory, as wide as the machine's registers. Whole blocks
-// go through registers alone; what is left of a row goes through a zeroed block on the stack, whose
-// zero lanes also make the unused bits of the mask zero.
+// The inner loops of relu.h: one pass over memory, with the widest registers of the machine. Whole
+// blocks stay in registers. The rest of a row goes through a zeroed block on the stack, whose zero
+// lanes also make the unused bits of the mask zero.
 #include "cpu/relu_simd.h"
 #include "cpu/simd.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// Elements before the first block of `p` that streaming stores can be used for; -1 if there is
-// none, because it would not begin at a whole byte of the mask.
+// The number of elements before the first block of `p` that is aligned for streaming stores, or -1
+// if no such block begins at a whole byte of the mask.
 template <typename T>
 FASTOPS_INLINE int64_t StreamHead(const void* p) {
   const int64_t past =
@@ -50,7 +50,7 @@ struct Forward {
     if constexpr (kMask) memcpy(mask, &bits, static_cast<size_t>(n + 7) / 8);
   }
 
-  // Advances past the whole blocks that fit.
+  // Processes the whole blocks from i on, and returns the position after them.
   template <bool kStream>
   static FASTOPS_INLINE int64_t Blocks(const char* x, const char* y, char* z, uint8_t* mask,
                                        int64_t i, int64_t n) {
@@ -67,7 +67,8 @@ struct Forward {
   static void Run(const void* x_data, const void* y_data, void* z_data, uint8_t* mask, int64_t rows,
                   int64_t columns, bool stream) {
     const char* x = static_cast<const char*>(x_data);
-    // Without an addition y is never read; pointing it at x keeps the arithmetic on it defined.
+    // Without an addition y is not read. It points to x because arithmetic on a null pointer is
+    // undefined.
     const char* y = kAdd ? static_cast<const char*>(y_data) : x;
     char* z = static_cast<char*>(z_data);
     const int64_t row_bytes = columns * T::kBytes;

@@ -1,5 +1,5 @@
-// The ReLU kernels of one instruction set. Included by the files that are compiled several times:
-// see isa.h for what such a header may hold.
+// The ReLU kernels of one instruction set. This header is included by the files that are compiled
+// several times; isa.h says what such a header may contain.
 #ifndef JAX_FASTOPS_CPU_RELU_SIMD_H_
 #define JAX_FASTOPS_CPU_RELU_SIMD_H_
 
@@ -10,7 +10,7 @@
 
 namespace jax_fastops::cpu {
 
-// By DType. The arrays are as in relu.h. `stream` asks for stores that go past the caches.
+// Kernels by DType, for the arrays of relu.h. `stream` requests stores that bypass the caches.
 struct ReluKernels {
   using Forward = void(const void* x, const void* y, void* z, uint8_t* mask, int64_t rows,
                        int64_t columns, bool stream);

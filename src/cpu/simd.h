@@ -1,21 +1,20 @@
-// Vectors of each element type for the instruction set that a *_simd.cc file is being compiled for.
+// Vectors of each element type, for the instruction set for which a *_simd.cc file is compiled.
 //
 // A type F32, F64, BF16 or F16 describes blocks of kLanes elements, one or a few registers wide:
 //
 //   Vec                  a block in registers
 //   Bits                 an unsigned integer with one bit per lane, lane 0 lowest
 //   Load, Store          from and to memory of any alignment
-//   Stream               to memory aligned to sizeof(Vec), past the caches where the machine can
+//   Stream               to memory aligned to sizeof(Vec), bypassing the caches if supported
 //   Add                  rounded to the element type
 //   Positive(x, &kept)   the bits of x > 0; kept = relu(x)
 //   Select(bits, x)      x where the bit is set, else +0
 //
-// Comparisons of F32, F64 and BF16 (which is compared as float) are made by floating-point
-// instructions, so that subnormals count as zero exactly where the calling thread says so; XLA's
-// CPU threads do. A float16 subnormal is an ordinary float32 and counts as it is. NaN is not > 0,
-// but relu returns it unchanged.
+// F32, F64 and BF16 (as float) are compared by floating-point instructions, so subnormals count as
+// zero exactly if the calling thread is in that mode, as XLA's CPU threads are. A float16 subnormal
+// is a normal float32, and keeps its value. NaN is not > 0, but relu returns it unchanged.
 //
-// This header may define things in the anonymous namespace only, and include C headers only: see
+// This header may define things only in the anonymous namespace, and include only C headers: see
 // isa.h.
 #ifndef JAX_FASTOPS_CPU_SIMD_H_
 #define JAX_FASTOPS_CPU_SIMD_H_
@@ -36,7 +35,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "masks and 16-bit lanes
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// Asks for the line that is so many bytes further on. Beyond the end of an array it does no harm.
+// Prefetches the cache line `bytes` bytes after p. Harmless after the end of an array.
 FASTOPS_INLINE void FetchAhead(const char* p, int64_t bytes) {
   __builtin_prefetch((const void*)((uintptr_t)p + (uintptr_t)bytes));
 }
@@ -90,12 +89,13 @@ struct Bits16 {
 };
 
 struct BF16 : Bits16 {
-  // The even and the odd lanes as floats: no lane has to move.
+  // The even and the odd lanes as floats. No lane moves.
   static FASTOPS_INLINE __m512 Even(Vec x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
   static FASTOPS_INLINE __m512 Odd(Vec x) {
     return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(-65536)));
   }
-  // To nearest even, in the high half of each float's bits; the low half is left over.
+  // Rounds to nearest even. The result is in the high half of each float's bits; the low half is
+  // undefined.
   static FASTOPS_INLINE __m512i Round(__m512 f) {
     const __m512i bits = _mm512_castps_si512(f);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -229,7 +229,7 @@ struct Bits16 {
     const __m256i set = _mm256_and_si256(_mm256_set1_epi16(static_cast<int16_t>(bits)), lane);
     return _mm256_and_si256(_mm256_cmpeq_epi16(set, lane), x);
   }
-  // One bit per 16-bit lane that is all ones.
+  // One bit per 16-bit lane, set if the lane is all ones.
   static FASTOPS_INLINE Bits FromLanes(__m256i lanes) {
     const __m128i bytes =
         _mm_packs_epi16(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
@@ -238,12 +238,13 @@ struct Bits16 {
 };
 
 struct BF16 : Bits16 {
-  // The even and the odd lanes as floats: no lane has to move.
+  // The even and the odd lanes as floats. No lane moves.
   static FASTOPS_INLINE __m256 Even(Vec x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
   static FASTOPS_INLINE __m256 Odd(Vec x) {
     return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(-65536)));
   }
-  // To nearest even, in the high half of each float's bits; the low half is left over.
+  // Rounds to nearest even. The result is in the high half of each float's bits; the low half is
+  // undefined.
   static FASTOPS_INLINE __m256i Round(__m256 f) {
     const __m256i bits = _mm256_castps_si256(f);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -300,7 +301,7 @@ typedef int32_t I32x4 __attribute__((vector_size(16)));
 typedef uint32_t U32x4 __attribute__((vector_size(16)));
 typedef int64_t I64x2 __attribute__((vector_size(16)));
 
-// Lanes are all ones or all zeros: the low half of each, a's first.
+// Lanes are all ones or all zeros. The result has the low half of each lane, first those of a.
 FASTOPS_INLINE I16x8 NarrowTo16(I32x4 a, I32x4 b) {
 #if defined(__SSE2__)
   return (I16x8)_mm_packs_epi32((__m128i)a, (__m128i)b);
@@ -444,10 +445,11 @@ FASTOPS_INLINE U32x4 Choose(I32x4 lanes, U32x4 a, U32x4 b) {
 }
 
 struct BF16 : Bits16 {
-  // The even and the odd lanes as floats: no lane has to move.
+  // The even and the odd lanes as floats. No lane moves.
   static FASTOPS_INLINE F32x4 Even(Vec x) { return (F32x4)((U32x4)x << 16); }
   static FASTOPS_INLINE F32x4 Odd(Vec x) { return (F32x4)((U32x4)x & 0xffff0000u); }
-  // To nearest even, in the high half of each float's bits; the low half is left over.
+  // Rounds to nearest even. The result is in the high half of each float's bits; the low half is
+  // undefined.
   static FASTOPS_INLINE U32x4 Round(F32x4 f) {
     const U32x4 bits = (U32x4)f;
     return Choose(f == f, bits + ((bits >> 16 & 1u) + 0x7fffu), bits | 0x400000u);
@@ -466,7 +468,7 @@ struct BF16 : Bits16 {
 };
 
 struct F16 : Bits16 {
-  // No step reads or makes a subnormal float, which the thread's mode might turn into zero.
+  // No step reads or produces a subnormal float, which the thread's mode might flush to zero.
   static FASTOPS_INLINE F32x4 Widen(U32x4 half) {
     const U32x4 magnitude = half & 0x7fffu;
     const U32x4 normal = (magnitude << 13) + (112u << 23);

@@ -1,15 +1,16 @@
 // Arithmetic on rows: vectors of float or double, and blocks of elements of every type as two such
-// vectors, for the instruction set that a *_simd.cc file is being compiled for.
+// vectors, for the instruction set for which a *_simd.cc file is compiled.
 //
-// Floats and Doubles describe vectors of an accumulator's type:
+// Floats and Doubles describe vectors of the accumulator type:
 //
 //   Scalar, Vec, Mask, kLanes
 //   Set, Load, Store, Add, Sub, Mul
-//   MulAdd(a, b, c)      a * b + c, rounded once where the machine can
-//   Max(a, b)            b where either is NaN
+//   MulAdd(a, b, c)      a * b + c, rounded once if the machine has FMA
+//   NegMulAdd(a, b, c)   c - a * b, likewise
+//   Max(a, b)            b if either is NaN
 //   Exp
-//   Rsqrt                1 / sqrt(v), of Doubles alone
-//   FirstLanes(n)        the lanes below n, which may be less than 0 and more than kLanes
+//   Rsqrt                1 / sqrt(v), only for Doubles
+//   FirstLanes(n)        the lanes below n, which may be negative or greater than kLanes
 //   FromBytes(p)         the lanes whose byte is not 0
 //   NotZero(v)           the lanes that are not 0, by floating-point comparison; NaN is not 0
 //   Equal(a, b)          the lanes where a = b
@@ -19,12 +20,13 @@
 // Element types E32, EBF16, EF16, E64 describe blocks of kBlock = 2 * kLanes elements in memory:
 //
 //   A, kBytes, kBlock
-//   Raw                  a block as it is in memory, in registers
-//   Load, Store          of raw blocks, any alignment; Stream past the caches, aligned to a block
-//                        or to 64 bytes, whichever is less
-//   LoadPart, StorePart  the first n < kBlock elements, nothing behind them is touched; loaded ones
-//                        behind them are 0
-//   Widen, Narrow        to a Pair of vectors, elements in order, and back, to nearest even
+//   Raw                  a block in registers, in the format of memory
+//   Load, Store          of raw blocks, with any alignment
+//   Stream               stores and bypasses the caches; aligned to a block or to 64 bytes,
+//                        whichever is smaller
+//   LoadPart, StorePart  the first n < kBlock elements; other elements are not accessed, and are 0
+//                        after a load
+//   Widen, Narrow        to a Pair of vectors, in order, and back, rounded to nearest even
 //
 // As in simd.h, everything is in the anonymous namespace.
 #ifndef JAX_FASTOPS_CPU_SIMD_MATH_H_
@@ -32,7 +34,7 @@
 
 #include "cpu/simd.h"
 
-// For lambdas that loops call for each block.
+// For lambdas that a loop calls for each block.
 #define FASTOPS_LAMBDA __attribute__((always_inline))
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
@@ -40,13 +42,14 @@ namespace {
 
 // ---- The exponential function -------------------------------------------------------------------
 //
-// exp(x) = 2^n * exp(r) with n = round(x / ln 2), and r = x - n * ln 2 in two steps: kLn2High has
-// so few bits that n * kLn2High is exact, with or without FMA. exp(r) on |r| <= ln(2) / 2 is
-// 1 + r + r^2 * q(r), q fitted so that the greatest relative error of the whole is least: 3.1e-9
-// for float, 3.7e-18 for double, far below the rounding of the last additions.
+// exp(x) = 2^n * exp(r) with n = round(x / ln 2) and r = x - n * ln 2. The subtraction takes two
+// steps: kLn2High has so few bits that n * kLn2High is exact, with or without FMA. For |r| <= ln(2)
+// / 2, exp(r) is 1 + r + r^2 * q(r), where q is fitted for the smallest maximum relative error of
+// the whole: 3.1e-9 for float, 3.7e-18 for double. This is far below the rounding of the last
+// additions.
 //
-// x is clamped to where the result is 0 or Inf in any case; NaN stays. Results below the smallest
-// normal number are rounded once, to a subnormal one, unless the thread flushes those.
+// x is clamped to the range outside of which the result is 0 or Inf. NaN stays NaN. Results below
+// the smallest normal number are rounded once, to a subnormal, unless the thread flushes those.
 template <typename Scalar>
 struct ExpOf;
 
@@ -55,7 +58,7 @@ struct ExpOf<float> {
   static constexpr float kLow = -105.0f, kHigh = 90.0f;
   static constexpr float kInvLn2 = 0x1.715476p0f;
   static constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
-  // Adding it rounds to an integer and leaves that, plus the exponent's bias, in the low bits.
+  // Adding kRound rounds to an integer, and leaves it, plus the exponent's bias, in the low bits.
   static constexpr float kRound = 0x1.8p23f + 127.0f;
   static constexpr int kMantissa = 23, kTerms = 5;
   static constexpr float kQ[kTerms] = {0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2p-5f,
@@ -75,9 +78,9 @@ struct ExpOf<double> {
       0x1.28ad9be8bf84dp-22, 0x1.ad7f410eca90cp-26};
 };
 
-// Greatest error found (float: every seventh of the numbers there are; double: 10^7 random
-// ones): 1.01 units in the last place for float, 1.03 for double, 0.98 for both without FMA; of
-// subnormal results 0.77.
+// The largest error found (float: every seventh of all floats; double: 10^7 random numbers): 1.01
+// ulp for float, 1.03 ulp for double, 0.98 ulp for both without FMA, and 0.77 ulp for subnormal
+// results.
 template <typename A>
 FASTOPS_INLINE typename A::Vec ExpVector(typename A::Vec x) {
   using C = ExpOf<typename A::Scalar>;
@@ -94,9 +97,9 @@ FASTOPS_INLINE typename A::Vec ExpVector(typename A::Vec x) {
   return A::TimesPowerOf2(p, n);
 }
 
-// log(x) for a normal x > 0, without a call. x = 2^k * m with 1/sqrt(2) <= m < sqrt(2), and
-// log(m) = 2 artanh(f) with f = (m - 1) / (m + 1), |f| < 0.172, by its series. At most 2.0 units in
-// the last place off for 1 <= x < 10^12, and 0 for 1.
+// log(x) for a normal x > 0, without a library call. x = 2^k * m with 1/sqrt(2) <= m < sqrt(2), and
+// log(m) = 2 artanh(f) by its series, with f = (m - 1) / (m + 1), |f| < 0.172. The error is at most
+// 2.0 ulp for 1 <= x < 10^12, and 0 for x = 1.
 FASTOPS_INLINE float Log(float x) {
   const int32_t bits = __builtin_bit_cast(int32_t, x);
   const int32_t k = (bits - 0x3f3504f3) >> 23;
@@ -152,8 +155,8 @@ struct Floats {
   }
   static FASTOPS_INLINE Mask Equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
   static FASTOPS_INLINE Vec Select(Mask m, Vec a, Vec b) { return _mm512_mask_blend_ps(m, b, a); }
-  // GCC 12's own reductions and casts warn of undefined registers. With all lanes asked for, the
-  // masked extraction is the plain one.
+  // GCC 12's own reductions and casts warn of undefined registers. With a full mask, the masked
+  // extraction is equal to the plain one.
   template <int kWhich>
   static FASTOPS_INLINE __m256 Half(Vec v) {
     return _mm512_maskz_extractf32x8_ps(0xff, v, kWhich);
@@ -243,7 +246,7 @@ struct Floats {
     return _mm256_castsi256_ps(
         _mm256_slli_epi32(_mm256_castps_si256(biased), ExpOf<float>::kMantissa));
   }
-  // In two steps, the first of which is exact: 2^n itself may be out of range.
+  // Multiplies in two steps, because 2^n may be out of range. The first step is exact.
   static FASTOPS_INLINE Vec TimesPowerOf2(Vec v, Vec n) {
     const Vec round = Set(ExpOf<float>::kRound);
     const Vec half = Add(Mul(n, Set(0.5f)), round);
@@ -336,7 +339,8 @@ struct Doubles {
 
 #else  // ---- 16-byte vectors in the compiler's own notation ----
 
-// What float and double have in common: V of kLanes Scalars, I of as wide integers.
+// The common part of float and double: V has kLanes elements of type Scalar, and I has integers of
+// the same width.
 template <typename S, typename V, typename I, int kCount>
 struct SmallVectors {
   using Scalar = S;
@@ -359,7 +363,7 @@ struct SmallVectors {
   static FASTOPS_INLINE Vec PowerOf2(Vec biased) {
     return (Vec)((Mask)biased << ExpOf<Scalar>::kMantissa);
   }
-  // In two steps, the first of which is exact: 2^n itself may be out of range.
+  // Multiplies in two steps, because 2^n may be out of range. The first step is exact.
   static FASTOPS_INLINE Vec TimesPowerOf2(Vec v, Vec n) {
     const Vec round = Set(ExpOf<Scalar>::kRound);
     const Vec half = n * (Scalar)0.5 + round;
@@ -493,7 +497,7 @@ template <typename A>
 FASTOPS_INLINE Pair<A> Exp(Pair<A> x) {
   return {{A::Exp(x.part[0]), A::Exp(x.part[1])}};
 }
-// Each by itself: there are few of them.
+// Scalar, because it is called rarely.
 template <typename A>
 FASTOPS_INLINE Pair<A> LogOf(Pair<A> x) {
   typename A::Scalar values[2 * A::kLanes];
@@ -552,7 +556,7 @@ FASTOPS_INLINE void StorePartThroughStack(void* p, typename E::Raw v, int64_t n)
   memcpy(p, block, static_cast<size_t>(n * E::kBytes));
 }
 
-// The elements are the accumulators themselves.
+// Elements of the accumulator type.
 template <typename Vectors, typename T>
 struct SameElement {
   using A = Vectors;
@@ -658,7 +662,7 @@ struct E64 : SameElement<Doubles, F64> {
 #endif
 };
 
-// The element type that is the accumulator itself.
+// The element type that is equal to the accumulator type.
 template <typename A>
 struct SameTypeOf;
 template <>
@@ -670,7 +674,7 @@ struct SameTypeOf<Doubles> {
   using Element = E64;
 };
 
-// 16-bit elements: a block is one register.
+// 16-bit elements. A block is one register.
 template <typename T>
 struct HalfElement {
   using A = Floats;
@@ -701,8 +705,7 @@ struct HalfElement {
 };
 
 #if FASTOPS_ISA_LEVEL == 0
-// The 16-bit lanes of the lower and the upper half of a block, each in the low half of 32 bits with
-// zeros above.
+// The 16-bit lanes of the lower and of the upper half of a block, zero-extended to 32 bits.
 FASTOPS_INLINE U32x4 LowerHalves(I16x8 v) {
 #if defined(__SSE2__)
   return (U32x4)_mm_unpacklo_epi16((__m128i)v, _mm_setzero_si128());
@@ -723,7 +726,8 @@ FASTOPS_INLINE U32x4 UpperHalves(I16x8 v) {
   return result;
 #endif
 }
-// The high halves of a's lanes, then of b's. The shift keeps the sign, which the packing needs.
+// The high halves of the lanes of a, then of b. The shift is arithmetic because the packing needs
+// the sign.
 FASTOPS_INLINE I16x8 PackHighHalves(U32x4 a, U32x4 b) {
   return NarrowTo16((I32x4)a >> 16, (I32x4)b >> 16);
 }
@@ -731,19 +735,19 @@ FASTOPS_INLINE I16x8 PackHighHalves(U32x4 a, U32x4 b) {
 
 struct EBF16 : HalfElement<BF16> {
 #if FASTOPS_ISA_LEVEL == 2
-  // Word `first` + i to the upper half of lane i.
+  // The indices that move 16-bit word `first` + i to the upper half of 32-bit lane i.
   static FASTOPS_INLINE __m512i Spread(int first) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return _mm512_slli_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(first)), 16);
   }
-  // The upper halves of the lanes of two vectors, as words of them as one.
+  // The indices of the upper halves of the lanes of two vectors.
   static FASTOPS_INLINE __m512i HighHalves() {
     const __m512i even =
         _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60);
     return _mm512_add_epi32(_mm512_or_si512(even, _mm512_slli_epi32(even, 16)),
                             _mm512_set1_epi32(0x30001));
   }
-  // As BF16::Round, with an instruction less.
+  // Like BF16::Round, with one instruction less.
   static FASTOPS_INLINE __m512i Rounded(__m512 f) {
     const __m512i bits = _mm512_castps_si512(f);
     const __m512i up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
@@ -818,8 +822,8 @@ struct Part {
   static constexpr bool kWhole = false;
 };
 
-// Calls f(Whole(), i, kBlock) for the whole blocks that fit between begin and end, and then
-// f(Part(), i, n) for the n elements that are left, if any.
+// Calls f(Whole(), i, kBlock) for the whole blocks between begin and end, then f(Part(), i, n) for
+// the remaining n elements, if any.
 template <int kBlock, typename F>
 FASTOPS_INLINE void OverBlocks(int64_t begin, int64_t end, const F& f) {
   int64_t i = begin;
@@ -827,7 +831,7 @@ FASTOPS_INLINE void OverBlocks(int64_t begin, int64_t end, const F& f) {
   if (i < end) f(Part(), i, end - i);
 }
 
-// n elements, kBlock of them if Whole.
+// Loads n elements. If Whole, n is kBlock.
 template <typename E, typename Extent>
 FASTOPS_INLINE Pair<typename E::A> LoadElements(Extent, const char* p, int64_t n) {
   if constexpr (Extent::kWhole) {
@@ -857,7 +861,7 @@ FASTOPS_INLINE PairMask<A> LoadMask(Extent, const uint8_t* p, int64_t n) {
   }
 }
 
-// Elements before the first whole cache line of p, at most n.
+// The number of elements before the first whole cache line of p, at most n.
 template <typename E>
 FASTOPS_INLINE int64_t StreamHead(const void* p, int64_t n) {
   const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) % 64);
@@ -865,7 +869,7 @@ FASTOPS_INLINE int64_t StreamHead(const void* p, int64_t n) {
   return head < n ? head : n;
 }
 
-// As OverBlocks, with whole blocks aligned to cache lines of p.
+// Like OverBlocks, but whole blocks are aligned to cache lines of p.
 template <typename E, typename F>
 FASTOPS_INLINE void OverAlignedBlocks(const void* p, int64_t n, const F& f) {
   int64_t head = StreamHead<E>(p, n);

@@ -1,17 +1,20 @@
-// Rows of neighbours (inner = 1) are read from memory once: up to kSoftmaxPiece elements a row goes
-// through a buffer in the first-level cache; a longer one is cut into pieces of that size, whose
-// maxima and sums are combined, and is then read again, out of the second or third-level cache.
-// Where there are fewer rows than threads, the pieces are what threads share. What is combined, and
-// in what order, depends on the shape alone, so the number of threads does not show in results.
+// Softmax on the CPU: divides an array for the threads, and rows for the caches.
 //
-// Along another axis the vectors run over neighbouring columns. A tile of columns as long as the
-// axis goes through a buffer as one, where that fits the second-level cache; else in chunks of
-// rows, which are combined as the pieces of a row are. Where inner is small, several rows are taken
-// for one wide row, so that vectors are full, and statistics of columns that belong together are
-// combined as well.
+// Rows of contiguous elements (inner = 1) are read from memory once. A row of up to kSoftmaxPiece
+// elements goes through a buffer in the L1 cache. A longer row is divided into pieces of that size.
+// The maxima and sums of the pieces are combined, and the row is read a second time, from the L2 or
+// L3 cache. If there are fewer rows than threads, the threads share the pieces of a row. The pieces
+// and the order in which they are combined depend only on the shape, so results do not depend on
+// the number of threads.
 //
-// A mask is read where it is. Only where its elements are not neighbours as those of x are, what
-// belongs to a piece or tile is gathered into bytes for that piece.
+// Along other axes, vectors consist of adjacent columns. A tile of columns, as long as the axis,
+// goes through a buffer as a whole if it fits the L2 cache. Otherwise it goes through in chunks of
+// rows, whose statistics are combined like those of the pieces of a row. If inner is small, several
+// rows are folded into one wide row to fill vectors, and the statistics of columns that belong
+// together are combined.
+//
+// A mask is read in place if its elements are contiguous where those of x are. Otherwise the part
+// for a piece or tile is gathered into a buffer of bytes.
 #include "cpu/softmax.h"
 
 #include <cmath>
@@ -47,7 +50,8 @@ int64_t MaskOffset(const MaskIndex& index, int64_t i) {
 
 // ---- Rows ---------------------------------------------------------------------------------------
 
-// The mask of elements [begin, begin + count) of a row as neighbours: in place, or in `bytes`.
+// The mask of elements [begin, begin + count) of a row as contiguous bytes: in place, or gathered
+// into `bytes`.
 const uint8_t* RowMask(const SoftmaxMask& mask, int64_t row, int64_t begin, int64_t count,
                        uint8_t* bytes) {
   if (mask.data == nullptr) return nullptr;
@@ -61,14 +65,14 @@ const uint8_t* RowMask(const SoftmaxMask& mask, int64_t row, int64_t begin, int6
   return bytes;
 }
 
-// Whether the pieces of one row after the other are shared by the threads, rather than the rows.
+// Whether the threads share the pieces of one row after another, instead of dividing the rows.
 bool ShouldSplitRows(int64_t rows, int64_t row_bytes, const Executor& executor) {
   if (executor.threads() <= 1 || row_bytes < 2 * kParallelBytes) return false;
   return rows < executor.threads() ||
          (rows < 4 * executor.threads() && row_bytes >= int64_t{4} << 20);
 }
 
-// Calls body(row, inner executor, state), where state is of this thread.
+// Calls body(row, inner executor, state). Each thread has its own state.
 template <typename State, typename Body>
 void OverLongRows(int64_t rows, int64_t row_bytes, Executor& executor, const State& initial,
                   const Body& body) {
@@ -84,7 +88,7 @@ void OverLongRows(int64_t rows, int64_t row_bytes, Executor& executor, const Sta
   });
 }
 
-// Calls body(piece, begin, count) for the pieces of a row.
+// Calls body(piece, begin, count) for each piece of a row.
 template <typename Body>
 void OverPieces(int64_t n, double bytes_per_element, Executor& executor, const Body& body) {
   ParallelFor(executor, CeilDiv(n, kSoftmaxPiece), 1,
@@ -97,7 +101,7 @@ void OverPieces(int64_t n, double bytes_per_element, Executor& executor, const B
               });
 }
 
-// Calls body(row, rows, mask, stride) for runs of rows whose masks are equally far apart.
+// Calls body(row, rows, mask, stride) for runs of rows whose masks have a constant distance.
 template <typename Body>
 void OverShortRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t row_bytes,
                    Executor& executor, const Body& body) {
@@ -130,7 +134,7 @@ Stats Combine(const std::vector<Stats>& pieces) {
     if (piece.maximum > all.maximum) all.maximum = piece.maximum;
   }
   for (const Stats& piece : pieces) {
-    // A piece without anything above -inf adds nothing, but a NaN stays.
+    // A piece without an element above -inf contributes nothing, but a NaN is kept.
     const bool nothing = piece.maximum == Stats().maximum;
     all.sum += piece.sum * (nothing ? 0 : std::exp(piece.maximum - all.maximum));
   }
@@ -215,31 +219,33 @@ void BackwardRows(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtyp
 
 // ---- Columns ------------------------------------------------------------------------------------
 
-// What of a tile is kept in a buffer, so that x is read once. Larger buffers were slower than what
-// follows, although the second-level cache would hold them: 0.59 ns for an element of
-// (1, 100, 4096) at 512 KiB, 0.28 at 128 (float32, AVX-512, one thread).
+// The maximum size of the buffer for a whole tile, which makes it possible to read x only once.
+// Larger buffers were slower than chunks, although they fit the L2 cache: 0.59 ns per element of
+// (1, 100, 4096) with 512 KiB, 0.28 ns with 128 KiB (float32, AVX-512, one thread).
 constexpr int64_t kBufferBytes = 128 << 10;
-// Tiles that are taller go through a buffer of this size in chunks, and their part of x, or of y
-// and dy, of about kTileBytes, is read again. That it is read in long runs is worth more than that
-// all of it is still in the second-level cache.
+// Taller tiles go through a buffer of kChunkBytes in chunks, and their part of x (or of y and dy),
+// about kTileBytes, is read twice. Long contiguous reads are worth more than having all of it in
+// the L2 cache the second time.
 constexpr int64_t kChunkBytes = 64 << 10;
 constexpr int64_t kTileBytes = 1 << 20;
-// Columns of a tile.
+// The number of columns in a tile.
 constexpr int64_t kMinColumns = 64, kMaxColumns = kSoftmaxMaxColumns;
-// Inner sizes below kMinColumns are folded to about this.
+// An inner size below kMinColumns is folded to about this size.
 constexpr int64_t kFoldedColumns = 512;
-// A chunk of the gradient's sums: their error grows with it.
+// The rows per chunk for the sums of the gradient, whose rounding error grows with this number.
 constexpr int64_t kSumRows = 128;
 
-// How [n, inner] is cut: into `rows` rows of `fold` * inner elements, with a last one of `rest`
-// elements, if not 0; these into tiles of `columns`, and into chunks of `chunk_rows` rows.
+// How [n, inner] is divided: into `rows` folded rows of `fold` * inner elements, and a last one of
+// `rest` elements, if not 0. The folded rows are divided into tiles of `columns` columns and chunks
+// of `chunk_rows` rows.
 struct Cut {
   int64_t n, inner;
   int64_t fold, rows, rest;
   int64_t columns, tiles;
   int64_t chunk_rows, chunks;
 
-  // An element takes `buffer_bytes` in a buffer, or 0 where there is none, and `bytes` otherwise.
+  // `buffer_bytes` is the size of an element in a buffer, or 0 without a buffer, and `bytes` its
+  // size in the arrays.
   Cut(const SoftmaxShape& shape, int64_t buffer_bytes, int64_t bytes)
       : n(shape.n), inner(shape.inner) {
     fold = inner >= kMinColumns ? 1 : Min(n, Max(1, kFoldedColumns / inner));
@@ -264,15 +270,15 @@ struct Cut {
   }
 };
 
-// Some rows of a tile, and where they are.
+// The location of some rows of a tile.
 struct Place {
-  int64_t outer, column;  // column: of the tile's first
+  int64_t outer, column;  // column: the first one of the tile
   int64_t row, rows;      // folded rows
   int64_t columns;
-  int64_t element;  // the first
+  int64_t element;  // index of the first element
 };
 
-// The rows of a chunk; the last chunk has the rest too.
+// Calls body(place) for the rows of a chunk. The last chunk also has the rest.
 template <typename Body>
 void OverParts(const Cut& cut, int64_t outer, int64_t tile, int64_t chunk, const Body& body) {
   Place place;
@@ -292,7 +298,7 @@ void OverParts(const Cut& cut, int64_t outer, int64_t tile, int64_t chunk, const
   }
 }
 
-// What a thread needs for one tile after the other.
+// The buffers that a thread reuses for each of its tiles.
 template <typename Scalar>
 struct Workspace {
   std::unique_ptr<char[]> memory;
@@ -317,13 +323,13 @@ struct Workspace {
   }
 };
 
-// Whether the mask of a tile lies as x does.
+// Whether the mask of a tile has the layout of x.
 bool InPlace(const SoftmaxMask& mask, const Cut& cut) {
   return mask.data == nullptr || (mask.inner.rank == 1 && mask.inner.stride[0] == 1 &&
                                   (cut.fold == 1 || mask.stride == cut.inner));
 }
 
-// Points a tile at the mask of its rows, which is gathered if it has to be.
+// Sets the mask of a tile's rows. Gathers it into `bytes` if it is not in place.
 template <typename Scalar>
 void SetMask(const SoftmaxMask& mask, const Cut& cut, const Place& place,
              Workspace<Scalar>& workspace, uint8_t* bytes, SoftmaxTile* tile) {
@@ -362,7 +368,8 @@ void SetMask(const SoftmaxMask& mask, const Cut& cut, const Place& place,
   }
 }
 
-// Work of a group is the chunks of one tile.
+// Calls body(outer, tile, executor, state) for each tile, a group of chunks. Threads share the
+// tiles, or the chunks of one tile if there are fewer tiles than threads.
 template <typename State, typename Body>
 void OverGroups(const SoftmaxShape& shape, const Cut& cut, int64_t itemsize, Executor& executor,
                 const State& make, const Body& body) {
@@ -413,7 +420,7 @@ class ForwardColumns {
                  });
       return;
     }
-    // The maxima and the sums of every chunk.
+    // The maxima and the sums of every chunk, then those of the tile.
     const auto make = [&] {
       return std::vector<Scalar>(static_cast<size_t>(2 * width_ * (cut_.chunks + 1)));
     };
@@ -437,7 +444,7 @@ class ForwardColumns {
 
   static Scalar Shift(Scalar maximum) { return maximum == -kInfinity ? 0 : maximum; }
 
-  // Where the rows of a part are in a workspace: those of the rest after the others.
+  // The row of the buffer at which a part begins. The rest follows the other rows.
   int64_t BufferRow(int64_t chunk, const Place& place) const {
     return place.row - chunk * cut_.chunk_rows;
   }
@@ -466,7 +473,7 @@ class ForwardColumns {
   void OneChunk(int64_t outer, int64_t tile, Workspace<Scalar>& workspace) {
     Scalar* maxima = workspace.maxima;
     FillChunk(outer, tile, 0, workspace, maxima);
-    const int64_t own = cut_.columns / cut_.fold;  // columns that are different
+    const int64_t own = cut_.columns / cut_.fold;  // columns before folding
     for (int64_t j = 0; j < own && cut_.fold > 1; ++j) {
       for (int64_t f = 1; f < cut_.fold; ++f) {
         if (maxima[f * own + j] > maxima[j]) maxima[j] = maxima[f * own + j];
@@ -489,7 +496,7 @@ class ForwardColumns {
     OverParts(cut_, outer, tile, 0, [&](const Place& place) {
       SoftmaxTile part = TileAt(place);
       const int64_t at = BufferRow(0, place) * width_;
-      // What is masked is already 0, or -inf, unless the column is NaN.
+      // Masked elements are already 0 or -inf, except in columns that are NaN.
       if (!proper) SetMask(mask_, cut_, place, workspace, workspace.bytes + at, &part);
       Kernels().tile_finish[type_](call_, part, workspace.buffer + at, workspace.shift,
                                    workspace.factor, y_ + place.element * itemsize_);
@@ -560,7 +567,7 @@ void BackwardColumns(const SoftmaxShape& shape, const SoftmaxMask& mask, DType d
   const auto tile_at = [&](const Place& place) -> SoftmaxTile {
     return {place.rows, place.columns, cut.fold * cut.inner, nullptr, 0, width};
   };
-  // The sums of every chunk, and those of the columns.
+  // The sums of every chunk, then those of the columns.
   const auto make = [&] {
     return std::vector<Scalar>(static_cast<size_t>(width * (cut.chunks + 1)));
   };
@@ -632,7 +639,7 @@ void SoftmaxBackward(const SoftmaxShape& shape, bool masked, const SoftmaxMask& 
   const char* dy = static_cast<const char*>(dy_data);
   char* dx = static_cast<char*>(dx_data);
   const int64_t bytes = shape.rows() * shape.n * static_cast<int64_t>(DTypeSize(dtype));
-  // For softmax y says what is left out; for its logarithm, the mask.
+  // In the backward of softmax, y is 0 where elements are masked. Log-softmax needs the mask.
   const SoftmaxMask used = log ? mask : SoftmaxMask();
   const SoftmaxCall call = {scale, log, log ? mask.data != nullptr : masked, ShouldStream(bytes)};
   if (shape.inner == 1) {

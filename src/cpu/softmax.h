@@ -1,4 +1,4 @@
-// Softmax and log-softmax on the CPU; cuda/softmax.h says what is computed.
+// Softmax and log-softmax on the CPU. cuda/softmax.h defines what is computed.
 #ifndef JAX_FASTOPS_CPU_SOFTMAX_H_
 #define JAX_FASTOPS_CPU_SOFTMAX_H_
 

@@ -1,12 +1,15 @@
 // The inner loops of softmax.cc.
 //
-// A row of one block stays in registers. A longer one, up to a piece, goes through a buffer of
-// accumulators that stays in the first-level cache: scaled with its maximum taken, then replaced by
-// its exponentials with their sum taken, then scaled into y. Elements that the mask leaves out, and
-// lanes behind the end of the row, are -inf in the buffer: they lose every maximum and their
-// exponential is 0, so only the first pass looks at the mask. Where that fails - the maximum is
-// infinite, or there is a NaN - the sum is NaN, all that the mask lets through is NaN, and the row
-// is filled accordingly.
+// A row of one block stays in registers. A longer row, up to a piece, goes through a buffer of
+// accumulators in the L1 cache, in three passes:
+// - it is scaled, and its maximum is computed;
+// - its elements are replaced by their exponentials, whose sum is computed;
+// - it is scaled and written to y.
+//
+// In the buffer, masked elements and the lanes after the end of the row are -inf: they do not
+// affect the maximum, and their exponential is 0. So only the first pass reads the mask. This fails
+// if the maximum is infinite or if there is a NaN. Then the sum is NaN, and the row is filled with
+// NaN, except for the masked elements.
 #include "cpu/softmax_simd.h"
 
 #include "cpu/simd_math.h"
@@ -14,14 +17,15 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// Sums are taken over so many blocks at a time, and then added up: their error grows with the
-// number of these, which the number of lanes divides once more.
+// A sum is first computed per segment of this many blocks, then the segments are added up. The
+// rounding error grows with the number of successive additions. The lanes, which add up separately,
+// reduce it further.
 constexpr int64_t kSegmentBlocks = 64;
 
-// Rows of one block that there are registers for.
+// The number of one-block rows that fit the registers.
 constexpr int kBlockRows = FASTOPS_ISA_LEVEL == 2 ? 4 : 2;
 
-// Rows taken at a time, at most.
+// The maximum number of rows that are processed together.
 constexpr int64_t kMaxGroup = 8;
 
 constexpr double kInfinity = __builtin_inf();
@@ -35,7 +39,7 @@ struct Softmax {
   static FASTOPS_INLINE int64_t RoundUp(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
   static FASTOPS_INLINE Scalar MinusInfinity() { return static_cast<Scalar>(-kInfinity); }
 
-  // scale * x, -inf for what is masked and behind the end.
+  // scale * x, with -inf for masked elements and after the end.
   template <bool kMask, typename Extent>
   static FASTOPS_INLINE Pair<A> Scaled(Extent extent, const char* x, const uint8_t* mask, int64_t i,
                                        int64_t count, Pair<A> scale) {
@@ -48,7 +52,7 @@ struct Softmax {
     return z;
   }
 
-  // The buffer, in whole blocks, and the maximum.
+  // Fills the buffer, in whole blocks, and returns the maximum.
   template <bool kMask>
   static FASTOPS_INLINE Scalar Fill(const char* x, const uint8_t* mask, int64_t n, Scalar scale,
                                     Scalar* buffer) {
@@ -80,7 +84,7 @@ struct Softmax {
     return SumOf(total);
   }
 
-  // What a row is that has no proper sum.
+  // Fills a row without a proper sum.
   static void FillBad(const uint8_t* mask, char* y, int64_t n, bool log) {
     const Pair<A> nan = SetPair<A>(static_cast<Scalar>(__builtin_nan("")));
     const Pair<A> left_out = SetPair<A>(log ? MinusInfinity() : 0);
@@ -108,15 +112,15 @@ struct Softmax {
     return 1 / sum;
   }
 
-  // Short rows are taken a few at a time, each step for all of them: what ends a step, with the
-  // lanes of one vector combined, takes longer than the rest of a short row, and is overlapped with
-  // the same of the others.
+  // Short rows are processed in groups, one step at a time for the whole group. A step ends with a
+  // horizontal reduction over the lanes of a vector, which takes longer than the rest of a short
+  // row. In a group, the reductions of different rows overlap.
   static FASTOPS_INLINE int64_t GroupOf(int64_t n) {
     const int64_t fit = kSoftmaxPiece / RoundUp(n);
     return fit < kMaxGroup ? fit : kMaxGroup;
   }
 
-  // Rows of one block never leave the registers. kCount of them, step by step.
+  // kCount rows of one block, step by step. They never leave the registers.
   template <bool kMask, bool kLog, int kCount, typename Extent>
   static FASTOPS_INLINE void BlockRows(Extent extent, Pair<A> scales, const char* x,
                                        const uint8_t* mask, int64_t mask_stride, char* y,
@@ -180,7 +184,8 @@ struct Softmax {
   template <bool kMask, bool kLog, bool kStream>
   static void SomeRows(const SoftmaxCall& call, const char* x, const uint8_t* mask,
                        int64_t mask_stride, char* y, int64_t rows, int64_t n) {
-    // A head of y that is not aligned makes the last pass read whole blocks that begin anywhere.
+    // One block longer than a piece: if y is unaligned, the last pass reads whole blocks at any
+    // offset.
     alignas(64) Scalar buffer[kSoftmaxPiece + kBlock];
     const Scalar scale = static_cast<Scalar>(call.scale);
     const int64_t stride = RoundUp(n), group = GroupOf(n), row_bytes = n * E::kBytes;
@@ -249,8 +254,8 @@ struct Softmax {
     }
   }
 
-  // A piece without anything above -inf may be one of a row that has more: its sum is 0, or NaN if
-  // a NaN is in it.
+  // The statistics of a piece. If no element is above -inf, the sum is 0, or NaN if there is a NaN;
+  // other pieces of the row may have greater elements.
   static void Stats(const SoftmaxCall& call, const void* x, const uint8_t* mask, int64_t n,
                     double* maximum, double* sum) {
     alignas(64) Scalar buffer[kSoftmaxPiece];
@@ -306,7 +311,8 @@ struct Softmax {
 
   // ---- The gradient of a row ----
 
-  // What a block adds to the sum. `kOut`: elements are left out, by the mask or as y = 0.
+  // The contribution of a block to the sum. `kOut`: some elements are masked out, as told by the
+  // mask, or by y = 0.
   template <bool kLog, bool kOut>
   static FASTOPS_INLINE Pair<A> Term(Pair<A> y, Pair<A> dy, PairMask<A> keep) {
     Pair<A> term = dy;
@@ -483,8 +489,8 @@ struct Softmax {
 
   // ---- Columns ----
 
-  // Rows of a tile are too far apart for the hardware to fetch them in advance. Asking for what is
-  // beyond the last row does no harm.
+  // Prefetches a later row. The rows of a tile are too far apart for the hardware to do it.
+  // Prefetching after the last row does no harm.
   static constexpr int64_t kAhead = 8;
   template <bool kWrite>
   static FASTOPS_INLINE void Fetch(const char* row, int64_t stride_bytes, int64_t columns) {
@@ -558,8 +564,8 @@ struct Softmax {
     }
   }
 
-  // What column j has in all parts. A part without anything above -inf adds nothing, but a NaN
-  // stays.
+  // Combines column j of all parts. A part without an element above -inf contributes nothing, but a
+  // NaN is kept.
   static void TileCombine(const void* maxima_data, const void* sums_data, int64_t parts,
                           int64_t stride, int64_t columns, void* maximum_data, void* sum_data) {
     const char* maxima = static_cast<const char*>(maxima_data);
@@ -594,7 +600,7 @@ struct Softmax {
     for (int64_t j = 0; j < columns; ++j) {
       bad += !(sums[j] < kInfinity && maxima[j] > MinusInfinity());
     }
-    // The logarithm of what is not a sum is a number too.
+    // LogOf returns a number for an improper sum too. So improper sums are marked with 0.
     for (int64_t j = 0; j < columns && bad > 0; ++j) {
       if (!(sums[j] < kInfinity && maxima[j] > MinusInfinity())) sums[j] = 0;
     }
@@ -612,7 +618,7 @@ struct Softmax {
     return bad == 0;
   }
 
-  // From the buffer, or, with kRedo, from x.
+  // Reads from the buffer, or, with kRedo, from x.
   template <bool kMask, bool kLog, bool kRedo>
   static void FinishTile(const SoftmaxCall& call, const SoftmaxTile& tile, const char* from,
                          const Scalar* shift, const Scalar* factor, char* y) {

@@ -1,5 +1,5 @@
-// The kernels of softmax and log-softmax for one instruction set. Included by the files that are
-// compiled several times: see isa.h for what such a header may hold.
+// The kernels of softmax and log-softmax for one instruction set. This header is included by the
+// files that are compiled several times; isa.h says what such a header may contain.
 #ifndef JAX_FASTOPS_CPU_SOFTMAX_SIMD_H_
 #define JAX_FASTOPS_CPU_SOFTMAX_SIMD_H_
 
@@ -10,51 +10,53 @@
 
 namespace jax_fastops::cpu {
 
-// Statistics of a row are taken from pieces of at most this many elements.
+// The statistics of a row are computed from pieces of at most this many elements.
 inline constexpr int64_t kSoftmaxPiece = 4096;
-// Tiles of columns have at most this many.
+// The maximum number of columns in a tile.
 inline constexpr int64_t kSoftmaxMaxColumns = 2048;
 
-// What both directions need to know of a call.
+// The parameters of a call, for both directions.
 struct SoftmaxCall {
   double scale;
   bool log;
-  bool masked;  // backward: elements are left out
-  bool stream;  // write past the caches
+  bool masked;  // backward: some elements are masked out
+  bool stream;  // store with instructions that bypass the caches
 };
 
-// Columns of an array, `columns` neighbours in each of `rows` rows. Strides are in elements. The
-// mask has a byte for each element, or is null.
+// `columns` adjacent columns in each of `rows` rows of an array. Strides are in elements. The mask
+// has one byte per element, or is null.
 struct SoftmaxTile {
   int64_t rows, columns;
   int64_t stride;
   const uint8_t* mask;
   int64_t mask_stride;
-  // How far apart rows are in buffers, in accumulators: a multiple of `block`.
+  // The distance of rows in buffers, in accumulators: a multiple of `block`.
   int64_t buffer_stride;
 };
 
-// A is the accumulator's type: float, for double double. What ends in a row's or a column's
-// maximum and sum is that of exp(scale * x - maximum) over the elements that are not masked. A
-// maximum is -inf, with a sum of 0, or NaN, where no element is greater.
+// A is the accumulator type: float, or double for double. The maximum and the sum of a row or a
+// column are over the elements that are not masked: the maximum of scale * x, and the sum of
+// exp(scale * x - maximum). If no element is greater than -inf, the maximum is -inf, and the sum is
+// 0, or NaN if there is a NaN.
 struct SoftmaxKernels {
-  // ---- Rows of neighbours ----
+  // ---- Rows: contiguous elements ----
 
-  // y = softmax(scale * x) of `rows` rows of n <= kSoftmaxPiece elements one after the other; the
-  // mask's rows are `mask_stride` apart.
+  // y = softmax(scale * x) for `rows` contiguous rows of n <= kSoftmaxPiece elements. The rows of
+  // the mask are `mask_stride` apart.
   using Rows = void(const SoftmaxCall& call, const void* x, const uint8_t* mask,
                     int64_t mask_stride, void* y, int64_t rows, int64_t n);
-  // dx of `rows` rows of n <= kSoftmaxPiece elements.
+  // dx for `rows` contiguous rows of n <= kSoftmaxPiece elements.
   using BackwardRows = void(const SoftmaxCall& call, const void* y, const void* dy,
                             const uint8_t* mask, int64_t mask_stride, void* dx, int64_t rows,
                             int64_t n);
-  // Of a piece of a row, n <= kSoftmaxPiece.
+  // The statistics of a piece of a row, n <= kSoftmaxPiece.
   using Stats = void(const SoftmaxCall& call, const void* x, const uint8_t* mask, int64_t n,
                      double* maximum, double* sum);
-  // y of any n elements of a row with this maximum and sum.
+  // y for any n elements of a row, given the maximum and sum of the row.
   using Finish = void(const SoftmaxCall& call, const void* x, const uint8_t* mask, void* y,
                       int64_t n, double maximum, double sum);
-  // The sum over n elements that the gradient needs, and the gradient with that of the whole row.
+  // The sum that the gradient needs, over n elements, and the gradient, given the sum of the whole
+  // row.
   using BackwardSum = double(const SoftmaxCall& call, const void* y, const void* dy,
                              const uint8_t* mask, int64_t n);
   using BackwardFinish = void(const SoftmaxCall& call, const void* y, const void* dy,
@@ -62,29 +64,30 @@ struct SoftmaxKernels {
 
   // ---- Columns ----
 
-  // buffer = scale * x, -inf where masked; maxima[j] is raised to the greatest of a column. Both
-  // are whole blocks wide, with -inf behind the last column.
+  // buffer = scale * x, with -inf where masked. maxima[j] becomes the maximum of itself and column
+  // j. Both are whole blocks wide, padded with -inf after the last column.
   using TileMax = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x,
                        void* buffer, void* maxima);
-  // sums[j] += sum of exp(buffer - maximum), which replaces what is in the buffer if `store`. The
-  // columns that `shift` gives differ from the maxima where those are infinite.
+  // sums[j] += sum of exp(buffer - shift). If `store`, the exponentials replace the buffer. `shift`
+  // is the maxima, with 0 in place of -inf.
   using TileSum = void(const SoftmaxTile& tile, void* buffer, const void* shift, void* sums,
                        bool store);
-  // The statistics of columns from those of `parts` parts, `stride` apart; may be done in place.
+  // Combines the statistics of columns from `parts` parts, which are `stride` apart. The results
+  // may overwrite the first part.
   using TileCombine = void(const void* maxima, const void* sums, int64_t parts, int64_t stride,
                            int64_t columns, void* maximum, void* sum);
-  // Replaces the sums by what TileFinish needs, NaN for columns without a proper sum: whether all
-  // columns have one.
+  // Replaces the sums by the factors for TileFinish: log(sum) or 1 / sum, and NaN for columns
+  // without a proper sum. Returns whether all columns have a proper sum.
   using TileFactors = bool(const SoftmaxCall& call, int64_t columns, const void* maxima,
                            void* sums);
-  // y from the buffer of TileMax, with `log`, or else of TileSum: (buffer - shift) - factor, or
-  // buffer * factor. The mask, if any, is applied.
+  // Computes y from a buffer. With `log`, the buffer is that of TileMax, and y = (buffer - shift) -
+  // factor. Otherwise it is that of TileSum, and y = buffer * factor. Applies the mask, if any.
   using TileFinish = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* buffer,
                           const void* shift, const void* factor, void* y);
-  // The same from x.
+  // Computes the same from x.
   using TileRedo = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x,
                         const void* shift, const void* factor, void* y);
-  // sums[j] += what the gradient of a column needs.
+  // sums[j] += the terms of column j that the gradient needs.
   using TileBackwardSum = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* y,
                                const void* dy, void* sums);
   using TileBackwardFinish = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* y,
@@ -105,7 +108,7 @@ struct SoftmaxKernels {
   TileRedo* tile_redo[kNumDTypes];
   TileBackwardSum* tile_backward_sum[kNumDTypes];
   TileBackwardFinish* tile_backward_finish[kNumDTypes];
-  // Elements in a block.
+  // Elements per block.
   int block[kNumDTypes];
 };
 FASTOPS_DECLARE_KERNELS(SoftmaxKernels, softmax_kernels)

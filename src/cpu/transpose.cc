@@ -1,17 +1,18 @@
-// A transposition is cut into blocks that use what they load: along the input and along the output
-// a block is so long that several whole cache lines in a row are read and written, whatever the
-// permutation. A block is a matrix. Its rows are contiguous in the input, its columns in the
-// output, and each of its sides is as many dimensions as that takes, with a table of where the
-// index of a row or of a column is in the other array. So (3, 2, 1, 0) of dimensions of 49, and
-// eight dimensions of 2, are transposed as large matrices are, and no cache line ends where a
-// dimension does. Dimensions that would belong to both sides, as in (0, 2, 1) of small matrices,
-// are loops around the matrix instead.
+// Transposition on the CPU: divides an array into blocks that use whole cache lines, for any
+// permutation.
 //
-// Where the minor dimension stays, there are rows to copy, in the order of the output. A block
-// along the input as well was not faster, but for rows of less than a cache line.
+// A block is a matrix whose rows are contiguous in the input and whose columns are contiguous in
+// the output. Each side is long enough to cover several cache lines, and consists of as many
+// dimensions as that takes. A table per side has the offsets of its indices in the other array. So
+// a transposition (3, 2, 1, 0) of dimensions of 49, or of eight dimensions of 2, works like that of
+// a large matrix, and cache lines are not cut at the ends of dimensions. Dimensions that would
+// belong to both sides, as in (0, 2, 1) of small matrices, are loops around the matrix instead.
 //
-// A block stays in the second-level cache with its input and its output. Threads take runs of
-// blocks in the order of the output.
+// If the minor dimension stays minor, rows are copied in the order of the output. Blocks along the
+// input as well were faster only for rows of less than a cache line.
+//
+// The input and output of a block fit into the L2 cache. Threads take runs of blocks in the order
+// of the output.
 #include "cpu/transpose.h"
 
 #include <cstring>
@@ -30,50 +31,53 @@ const TransposeKernels& Kernels() {
   return kernels;
 }
 
-// Dimensions that a block takes as one: neighbours of each other in the input or in the output, all
-// of each but the last, and of that as much as is wanted.
+// The dimensions of one side of a block. They are adjacent in the input or in the output, and the
+// block takes all of each except the last, of which it takes a part.
 struct Side {
   int rank = 0;
   int dim[kMaxPermutationRank];
-  int64_t inner = 1;            // the product of all but the last
-  std::vector<int64_t> offset;  // in the other array, of each index
+  int64_t inner = 1;            // the product of all except the last
+  std::vector<int64_t> offset;  // of each index, in the other array
 };
 
-// From which output size on stores go past the caches, where that is early. Measured on two cores
-// of an EPYC with 32 MiB of last-level cache: see stream.h for outputs that the operating system
-// hands out afresh, from 32 MiB on, and for those that stay in the cache. In between, 0.7 to 1.2
-// times the time for float32. From 8 MiB on also where columns are whole pages apart, so that they
-// compete for the same few places in the caches: 0.5 to 0.9 times for 2048 x 2048 bfloat16. The
-// same holds where a buffer is written in whole lines. Rows that stay rows are not streamed: 0.9 to
-// 1 times the time if the input is not in the caches, but 1.2 to 2 times if it is.
+// The output size, in bytes, from which stores bypass the caches early. stream.h gives the sizes
+// for other cases. Measured on two cores of an EPYC with 32 MiB of last-level cache; ratios are
+// times relative to stores through the caches:
+// - Outputs that are too large for the cache, but not fresh memory, float32: 0.7 to 1.2.
+// - Columns that are whole pages apart compete for the same few cache sets. 2048 x 2048 bfloat16:
+//   0.5 to 0.9. The same holds if a buffer is written in whole lines (`dense`). These cases use the
+//   early size.
+// - Rows that stay rows are not streamed: 0.9 to 1 if the input is not in the caches, but 1.2 to 2
+//   if it is.
 constexpr int64_t kEarlyStreamBytes = int64_t{8} << 20;
 
 struct Plan {
   Permutation p;
   int unit_log = 0;
-  // Of each dimension: how much of it a block takes, and how many blocks that makes.
+  // For each dimension: the part of it that a block takes, and the resulting number of blocks.
   int64_t block[kMaxPermutationRank];
   int64_t grid[kMaxPermutationRank];
   int64_t blocks = 1;
-  Side rows, columns;    // not used where rows stay rows
-  bool aligned = false;  // cache lines of the output are whole in a block, if y begins with one
-  bool dense = false;    // short columns, one after the other in the output
-  bool early = false;    // see kEarlyStreamBytes
+  Side rows, columns;    // not used if rows stay rows
+  bool aligned = false;  // blocks consist of whole cache lines of the output, if y begins with one
+  bool dense = false;    // short columns that are adjacent in the output
+  bool early = false;    // uses kEarlyStreamBytes
 };
 
-// How long a side of a block is at least, and how much a block takes, in bytes. Of 256 and
-// 512 bytes for a side 512 was the faster on an EPYC with 48 KiB and 1 MiB of cache per core.
+// The minimum length of a block's side, and the size of a block, in bytes. Of 256 and 512 bytes per
+// side, 512 was faster on an EPYC with 48 KiB and 1 MiB of cache per core.
 constexpr int64_t kSide = 512;
 constexpr int64_t kBlock = 16 << 10;
-// Rows that stay rows are cut only where they are longer.
+// Rows that stay rows are divided only if they are longer than this.
 constexpr int64_t kLongRow = 32 << 10;
 constexpr int64_t kLine = 64;
 
 int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
 int64_t CeilDiv(int64_t a, int64_t b) { return (a - 1) / b + 1; }
 
-// How much of a dimension to take, each index of which is `inner` units: all of it where little
-// would be left over, else at least `wanted` units, and more where that fills cache lines better.
+// Returns the part of a dimension that a block takes, if each index has `inner` units: all of it if
+// it is not much larger than needed. Otherwise at least `wanted` units, or a little more if that
+// fills cache lines better.
 int64_t Take(int64_t size, int64_t inner, int64_t wanted, int64_t line) {
   const int64_t least = CeilDiv(wanted, inner);
   if (size <= least + least / 2) return size;
@@ -92,7 +96,7 @@ int64_t Take(int64_t size, int64_t inner, int64_t wanted, int64_t line) {
   return best;
 }
 
-// Lets a side of a block grow to `wanted` units, over the dimension that follows those it has.
+// Lets a side of a block grow to `wanted` units, along its last dimension.
 void Resize(Side* side, Plan* plan, int64_t wanted) {
   const int d = side->dim[side->rank - 1];
   plan->block[d] = Take(plan->p.size[d], side->inner, wanted, kLine / plan->p.unit);
@@ -137,7 +141,8 @@ void PlanMatrix(Plan* plan) {
   used[p.rank - 1] = used[p.InputMinor()] = true;
   Append(&rows, plan, p.rank - 1, wanted);
   Append(&columns, plan, p.InputMinor(), wanted);
-  // The shorter side first: a dimension that both could take goes to the one that needs it.
+  // The shorter side grows first: a dimension that both sides could take goes to the one that needs
+  // it.
   for (;;) {
     const auto next = [&](const Side& side, bool output) {
       if (Units(side, *plan) >= wanted) return -1;
@@ -152,7 +157,7 @@ void PlanMatrix(Plan* plan) {
     used[to_rows ? row : column] = true;
     Append(to_rows ? &rows : &columns, plan, to_rows ? row : column, wanted);
   }
-  // Blocks of few bytes would be all overhead.
+  // The overhead per block would dominate if blocks were small.
   int64_t units = Units(rows, *plan) * Units(columns, *plan);
   const int64_t least = kBlock / p.unit;
   if (units < least) {
@@ -190,7 +195,7 @@ void PlanRows(Plan* plan) {
     plan->block[d] = b;
   };
   take(last, kLongRow / p.unit, kLine / p.unit);
-  // Rows that share cache lines in the input: a block along the input too.
+  // Rows share cache lines in the input, so the block extends along the input too.
   if (p.size[last] * p.unit < kLine) {
     int64_t length = p.size[last];
     for (int d = last; length * p.unit < kSide && plan->block[d] == p.size[d];) {
@@ -205,7 +210,7 @@ void PlanRows(Plan* plan) {
   }
 }
 
-// Whether the turns of the nest follow one another in the output, each of `bytes` bytes.
+// Whether the iterations of the nest write adjacent pieces of `bytes` bytes, in order.
 bool IsDense(const LoopNest& nest, int64_t bytes) {
   for (int d = nest.rank - 1; d >= 0; --d) {
     if (nest.out_step[d] != bytes) return false;
@@ -243,7 +248,7 @@ void RunBlocks(const Plan& plan, const char* x, char* y, int64_t begin, int64_t 
     index[d] = rest % plan.grid[d];
     rest /= plan.grid[d];
   }
-  // The dimensions that neither side of a matrix, nor the row, takes.
+  // The dimensions that are not part of the matrix or the row.
   bool loops[kMaxPermutationRank];
   for (int d = 0; d < p.rank; ++d) loops[d] = true;
   if (keeps_minor) {
@@ -301,7 +306,7 @@ void Transpose(const void* x_data, void* y_data, const int64_t* dims, const int*
   const char* x = static_cast<const char*>(x_data);
   char* y = static_cast<char*>(y_data);
   static PlanCache<Plan> cache;
-  // Loads and stores of any alignment cost the same: the unit is as wide as the shape allows.
+  // Unaligned loads and stores cost the same, so the unit is as wide as the shape allows.
   const std::shared_ptr<const Plan> plan =
       cache.Get({{dims, dims + rank}, {axes, axes + rank}, itemsize, 16}, MakePlan);
   const Permutation& p = plan->p;

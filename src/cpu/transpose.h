@@ -1,5 +1,5 @@
 // Transposition of dense arrays on the CPU: any rank, any permutation, any element of 1, 2, 4, 8 or
-// 16 bytes. Pointers need no alignment; x and y must not overlap.
+// 16 bytes. Pointers need no alignment. x and y must not overlap.
 #ifndef JAX_FASTOPS_CPU_TRANSPOSE_H_
 #define JAX_FASTOPS_CPU_TRANSPOSE_H_
 
@@ -9,7 +9,8 @@
 
 namespace jax_fastops::cpu {
 
-// y[i0, i1, ...] = x[...], where dimension i of y is dimension axes[i] of x. `dims` are x's.
+// y[i0, i1, ...] = x[...], where dimension i of y is dimension axes[i] of x. `dims` are the
+// dimensions of x.
 void Transpose(const void* x, void* y, const int64_t* dims, const int* axes, int rank,
                int64_t itemsize, Executor& executor);
 

@@ -1,23 +1,24 @@
-// The inner loops of transpose.h: a matrix with rows that are contiguous in the input and columns
-// that are contiguous in the output, and rows that stay rows.
+// The inner loops of transpose.h: Matrix, with rows that are contiguous in the input and columns
+// that are contiguous in the output, Dense, and Rows.
 //
-// A tile is as many rows as a register holds units, of one register each: every load and every
-// store is a whole register, with AVX-512 a whole cache line. A register is made of lanes of 16
-// bytes, in which shuffles are cheap, and a lane of N units. So the rows are transposed N at a
-// time, each lane by itself (log2 N rounds of interleaving), and then the lanes, which are a square
-// of their own, trade places. For units of 1 and 2 bytes a tile has more registers than the
-// machine, and the compiler keeps what waits for the second step on the stack, in the first-level
-// cache.
+// A tile is square: it has as many rows as a register has units, of one register each. So every
+// load and every store is a whole register, which is a whole cache line with AVX-512. A register
+// consists of lanes of 16 bytes, in which shuffles are cheap, and a lane consists of N units.
+// First, rows are transposed N at a time within each lane, in log2 N rounds of interleaving. Then
+// the lanes are transposed, as elements of a small square matrix. For units of 1 and 2 bytes a tile
+// has more registers than the machine, and the compiler spills the results of the first step to the
+// stack, which stays in the L1 cache.
 //
-// The edges: what is left of a long side is covered by one more tile that is moved back to overlap
-// the last, so that hardly a tile is incomplete. Sides that are shorter than a tile are common
-// (images of 3 channels). Up to N columns, a lane takes a row: the second step then happens in the
-// loads. Up to N rows, a lane is all there is of a column, and is stored by itself: each as a part,
-// or, where columns follow one another without a gap, each as a whole that the next one overlaps,
-// in a buffer that is then written in whole cache lines. Then stores can
-// go past the caches too.
+// Edges: the rest of a long side is covered by one more tile, moved back so that it overlaps the
+// previous one. So few tiles are partial. Sides shorter than a tile are common, such as images of 3
+// channels:
+// - With up to N columns, each lane loads one row, so the loads already do the second step.
+// - With up to N rows, a column is at most one lane, and each lane is stored separately. If the
+//   columns are adjacent in the output (Dense), each lane is stored as a whole into a buffer, and
+//   the next one overwrites its excess. The buffer is written in whole cache lines, so stores can
+//   bypass the caches.
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12 takes the deliberately undefined registers inside its own AVX-512 headers for mistakes.
+// GCC 12 warns about the intentionally undefined registers in its own AVX-512 headers.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
@@ -61,7 +62,7 @@ FASTOPS_INLINE Lane ZeroLane() { return Lane{}; }
 FASTOPS_INLINE Lane LoadLane(const void* p) { return LoadVector<Lane>(p); }
 FASTOPS_INLINE void StoreLane(void* p, Lane v) { StoreVector(p, v); }
 
-// Units of a and b in turn, from the units `first` on.
+// Alternates units of a and b, beginning with the unit number `first` of each.
 template <int kUnit>
 FASTOPS_INLINE Lane Interleave(Lane a, Lane b, int first) {
   char from[2][16], to[16];
@@ -101,7 +102,7 @@ FASTOPS_INLINE Lane High(Lane a, Lane b) {
 
 #endif
 
-// Parts of a lane, of 0 to 16 bytes. Nothing beyond them is touched.
+// Loads and stores of the first 0 to 16 bytes of a lane. They do not access other bytes.
 #if FASTOPS_ISA_LEVEL == 2
 FASTOPS_INLINE __mmask16 FirstBytes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
 FASTOPS_INLINE Lane LoadPart(const char* p, int64_t n) {
@@ -146,7 +147,7 @@ FASTOPS_INLINE Reg Zero() { return _mm512_setzero_si512(); }
 FASTOPS_INLINE Reg Load(const void* p) { return _mm512_loadu_si512(p); }
 FASTOPS_INLINE void Store(void* p, Reg v) { _mm512_storeu_si512(p, v); }
 FASTOPS_INLINE void Stream(void* p, Reg v) { _mm512_stream_si512(static_cast<Reg*>(p), v); }
-// Masked loads of what is not in the cache take two to three times as long as plain ones.
+// Masked loads take two to three times as long as plain ones if the data is not in the cache.
 FASTOPS_INLINE Reg LoadPart512(const char* p, int64_t n) {
   if (n == 64) return Load(p);
   if (n == 32)
@@ -180,7 +181,7 @@ FASTOPS_INLINE Reg High(Reg a, Reg b) {
   if constexpr (kUnit == 4) return _mm512_unpackhi_epi32(a, b);
   return _mm512_unpackhi_epi64(a, b);
 }
-// The lanes of four registers as the rows of a square: its transpose.
+// Transposes the square matrix whose rows are the registers and whose elements are their lanes.
 FASTOPS_INLINE void TransposeLanes(Reg (&r)[kLanes]) {
   const Reg a = _mm512_shuffle_i64x2(r[0], r[1], 0x44), b = _mm512_shuffle_i64x2(r[2], r[3], 0x44);
   const Reg c = _mm512_shuffle_i64x2(r[0], r[1], 0xEE), d = _mm512_shuffle_i64x2(r[2], r[3], 0xEE);
@@ -245,7 +246,7 @@ FASTOPS_INLINE void TransposeLanes(Reg (&)[kLanes]) {}
 constexpr int64_t kBytes = sizeof(Reg);
 constexpr int64_t kLine = 64;
 
-// Parts of a register, of 0 to kBytes bytes.
+// Loads and stores of the first 0 to kBytes bytes of a register.
 FASTOPS_INLINE Reg LoadRegPart(const char* p, int64_t n) {
 #if FASTOPS_ISA_LEVEL == 2
   return LoadPart512(p, n);
@@ -278,7 +279,7 @@ FASTOPS_INLINE void StoreRegPart(char* p, Reg v, int64_t n) {
 #endif
 }
 
-// Calls body(in, out) for each turn of the outer `rank` loops of a nest.
+// Calls body(in, out) for each iteration of the outer `rank` loops of a nest.
 template <typename Body>
 FASTOPS_INLINE void Loop(const LoopNest& nest, int rank, const char* in, char* out,
                          const Body& body) {
@@ -301,7 +302,7 @@ FASTOPS_INLINE void Loop(const LoopNest& nest, int rank, const char* in, char* o
 
 // ---- Tiles --------------------------------------------------------------------------------------
 
-// Where a matrix lies, as in TransposeKernels::Matrix.
+// The location of a matrix, as in TransposeKernels::Matrix.
 struct Place {
   const char* in;
   const int64_t* row;
@@ -314,7 +315,7 @@ struct Transpose {
   static constexpr int N = 16 / kUnit;          // units per lane
   static constexpr int64_t kTile = N * kLanes;  // units per register
 
-  // The transpose of every lane: of r, N rows, to r, N columns.
+  // Transposes each lane: r holds N rows before, and N columns after.
   static FASTOPS_INLINE void InLanes(Reg (&r)[N]) {
 #pragma GCC unroll 4
     for (int step = 1; step < N; step *= 2) {
@@ -382,7 +383,7 @@ struct Transpose {
     }
   }
 
-  // Any number of rows of up to N columns.
+  // Any number of rows, and up to N columns.
   static __attribute__((noinline)) void FewColumns(const Place& m, int64_t rows, int64_t columns) {
     for (int64_t r = 0; r < rows; r += kTile) {
       const int64_t left = rows - r;
@@ -419,7 +420,7 @@ struct Transpose {
     }
   }
 
-  // Up to N rows of any number of columns.
+  // Up to N rows, and any number of columns.
   static __attribute__((noinline)) void FewRows(const Place& m, int64_t rows, int64_t columns) {
     for (int64_t c = 0; c < columns; c += kTile) {
       const int64_t left = columns - c < kTile ? columns - c : kTile;
@@ -446,10 +447,10 @@ struct Transpose {
     }
   }
 
-  // As TransposeKernels::Dense.
+  // See TransposeKernels::Dense.
   static void Dense(const LoopNest& nest, const char* in, const int64_t* row, char* out,
                     int64_t rows, int64_t columns, bool stream) {
-    // The buffer holds what is next in the output, from the beginning of a cache line on.
+    // The buffer holds the next bytes of the output, and begins at the start of a cache line.
     constexpr int64_t kFull = 4096;
     alignas(64) char buffer[kFull + N * kBytes + 2 * kLine];
     int64_t begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(out) % kLine);
@@ -478,7 +479,8 @@ struct Transpose {
     if (stream) StreamFence();
   }
 
-  // Writes [begin, end) of the buffer, where `end` is that of a line. Returns the end of it.
+  // Writes bytes [begin, end) of the buffer. `end` must be the end of a cache line. Returns the
+  // position in the output after the written bytes.
   static FASTOPS_INLINE char* WriteLines(char* out, const char* buffer, int64_t begin, int64_t end,
                                          bool stream) {
     if (begin > 0) {
@@ -498,8 +500,8 @@ struct Transpose {
     return {m.in + column * kUnit, m.row + row, m.out + row * kUnit, m.column + column};
   }
 
-  // Tiles follow one another along the output's rows, so that a line that two of them share is
-  // finished while it is in the first-level cache.
+  // Consecutive tiles are adjacent along the output's rows, so a cache line that two tiles share is
+  // completed while it is in the L1 cache.
   template <bool kStream>
   static FASTOPS_INLINE void Tiles(const Place& m, int64_t rows, int64_t columns) {
     if (columns <= N) return FewColumns(m, rows, columns);
@@ -532,7 +534,7 @@ struct Transpose {
 
   static void Run(const LoopNest& nest, const char* in, const int64_t* row, char* out,
                   const int64_t* column, int64_t rows, int64_t columns, bool stream) {
-    if (stream && kBytes == 64) {  // else a line would leave in pieces
+    if (stream && kBytes == 64) {  // otherwise a line would be streamed in pieces
       Loop(nest, nest.rank, in, out,
            [&](const char* i, char* o) { Tiles<true>({i, row, o, column}, rows, columns); });
       StreamFence();
@@ -551,7 +553,7 @@ FASTOPS_INLINE void CopyFixed(char* to, const char* from) {
   for (int64_t i = 0; i < kRow; i += kBytes) Store(to + i, Load(from + i));
 }
 
-// More than kBytes bytes, the last ones as a register that overlaps the one before.
+// Copies more than kBytes bytes. The last register overlaps the one before.
 FASTOPS_INLINE void CopyLong(char* to, const char* from, int64_t n) {
   const Reg last = Load(from + n - kBytes);
 #pragma GCC unroll 4
@@ -563,12 +565,12 @@ FASTOPS_INLINE void CopyShort(char* to, const char* from, int64_t n) {
   StoreRegPart(to, LoadRegPart(from, n), n);
 }
 
-// From here on the C library's copy is faster.
+// For rows of at least this size, the C library's copy is faster.
 constexpr int64_t kLibraryRow = 4096;
 
-// Rows of up to kAheadBytes that lie far apart look like no pattern to the hardware, which then
-// fetches nothing in advance. This asks for the row that comes kAhead rows later, on both sides.
-// Where that is beyond the nest it is often the next block's, and at worst of no use.
+// The hardware prefetcher sees no pattern in short rows that lie far apart. So this prefetches the
+// row that comes kAhead rows later, in the input and the output. After the end of a nest, that row
+// often belongs to the next block; otherwise the prefetch has no effect.
 constexpr int64_t kAhead = 8;
 constexpr int64_t kAheadBytes = 512;
 constexpr int64_t kFarRows = 1024;

@@ -1,5 +1,5 @@
-// The transposition kernels of one instruction set. Included by the files that are compiled several
-// times: see isa.h for what such a header may hold.
+// The transposition kernels of one instruction set. This header is included by the files that are
+// compiled several times; isa.h says what such a header may contain.
 #ifndef JAX_FASTOPS_CPU_TRANSPOSE_SIMD_H_
 #define JAX_FASTOPS_CPU_TRANSPOSE_SIMD_H_
 
@@ -9,8 +9,8 @@
 
 namespace jax_fastops::cpu {
 
-// Loops around a kernel's innermost piece, outermost first: how often, and how far one turn and the
-// next are apart, in bytes.
+// The loops around a kernel, outermost first: the number of iterations, and the step of each
+// iteration in the input and in the output, in bytes.
 struct LoopNest {
   static constexpr int kMaxRank = 48;
 
@@ -27,21 +27,21 @@ struct LoopNest {
 };
 
 struct TransposeKernels {
-  // For each turn of the nest, and every r < rows and c < columns:
+  // For each iteration of the nest, and every r < rows and c < columns:
   //   out[column_offset[c] + r * unit] = in[row_offset[r] + c * unit]
-  // Offsets are in bytes. `stream` asks for stores that go past the caches: all that is written
-  // must then begin and end at whole cache lines.
+  // Offsets are in bytes. `stream` requests stores that bypass the caches. The written parts must
+  // then begin and end at whole cache lines.
   using Matrix = void(const LoopNest& nest, const char* in, const int64_t* row_offset, char* out,
                       const int64_t* column_offset, int64_t rows, int64_t columns, bool stream);
-  // A matrix of at most 16 / unit rows whose columns follow one another in the output without a
-  // gap, as the turns of the nest do: all of `out` is written, in order. `stream` asks for stores
-  // that go past the caches, of whatever whole cache lines there are.
+  // Transposes matrices of at most 16 / unit rows, whose columns are adjacent in the output. The
+  // matrices of the nest are adjacent too, so all of `out` is written in order. `stream` requests
+  // stores that bypass the caches, for the whole cache lines of `out`.
   using Dense = void(const LoopNest& nest, const char* in, const int64_t* row_offset, char* out,
                      int64_t rows, int64_t columns, bool stream);
-  // Copies `bytes` bytes for each turn of the nest.
+  // Copies `bytes` bytes for each iteration of the nest.
   using Rows = void(const LoopNest& nest, const char* in, char* out, int64_t bytes);
 
-  Matrix* matrix[5];  // by the binary logarithm of the unit
+  Matrix* matrix[5];  // by log2 of the unit
   Dense* dense[5];
   Rows* rows;
 };

@@ -1,4 +1,12 @@
-// Threads take pieces: strips of neighbouring lines, by runs of sums along the axis.
+// Windowed sums on the CPU: chooses a kernel for the shape, and divides the array into pieces for
+// the threads. A piece is a strip of adjacent lines times a run of sums along the axis.
+// window_sum_simd.cc has the kernels:
+//
+// - direct, for windows up to 7: adds up the rows of a window where they are;
+// - rows, for up to 32 adjacent lines and windows up to 2049: sums of a tile in the L1 cache, in a
+//   number of passes that is logarithmic in the window;
+// - long_rows, for longer windows along the last axis, and columns, for everything else: a constant
+//   number of additions per element, for any window.
 #include "cpu/window_sum.h"
 
 #include <algorithm>
@@ -15,9 +23,9 @@ const WindowSumKernels& Kernels() {
   return kernels;
 }
 
-// For vectors that begin anywhere: those of 64 bytes touch two lines of the cache each time.
-// Measured on one core of an EPYC, along rows in float32: windows of 5 take 1.1 ms with them and
-// 0.6 without.
+// For vectors that begin at any address: an unaligned vector of 64 bytes always touches two cache
+// lines. Measured on one core of an EPYC, along rows in float32: windows of 5 take 1.1 ms with
+// 64-byte vectors, and 0.6 ms without.
 const WindowSumKernels& UnalignedKernels() {
 #ifdef FASTOPS_BUILT_avx2
   if (ActiveIsa() == Isa::kAvx512) return avx2::window_sum_kernels;
@@ -25,25 +33,25 @@ const WindowSumKernels& UnalignedKernels() {
   return Kernels();
 }
 
-constexpr int64_t kTile = 2048;        // sums that are made at a time, in the first-level cache
-constexpr int64_t kPassesUpTo = 2049;  // windows beyond leave the caches in a tile of their own
-constexpr int64_t kDirectUpTo = 7;     // shorter than that, rows are added where they are
-constexpr int64_t kNarrow = 32;        // lines next to each other that are taken as one
-constexpr int64_t kStripBytes = 1024;  // of accumulators: a row of a strip
-constexpr int64_t kDirectBytes = 64 << 10;  // of a window's rows in a strip
+constexpr int64_t kTile = 2048;             // sums per tile, which stays in the L1 cache
+constexpr int64_t kPassesUpTo = 2049;       // the tile of a longer window does not fit the caches
+constexpr int64_t kDirectUpTo = 7;          // shorter windows add up rows in place
+constexpr int64_t kNarrow = 32;             // the most adjacent lines that are processed as one
+constexpr int64_t kStripBytes = 1024;       // of accumulators: one row of a strip
+constexpr int64_t kDirectBytes = 64 << 10;  // the rows of a window in a strip
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr size_t kLine = 64;  // of a cache, in bytes
+constexpr size_t kLine = 64;  // of the cache, in bytes
 
-// The first element on a whole cache line: unaligned vectors of 64 bytes touch two each.
+// The first element at the beginning of a cache line.
 template <typename Scalar>
 Scalar* FirstLine(Scalar* p) {
   const size_t past = reinterpret_cast<uintptr_t>(p) % kLine;
   return past == 0 ? p : p + (kLine - past) / sizeof(Scalar);
 }
 
-// How an array is cut: into strips of columns, and along the axis into runs of sums.
+// How an array is divided: into strips of columns, and along the axis into runs of sums.
 struct Cut {
   int64_t width;
   int64_t length;
@@ -78,7 +86,8 @@ void OverPieces(const WindowSumShape& shape, const Cut& cut, int64_t itemsize, c
       });
 }
 
-// About so many sums at most in a run: of equal lengths, in whole cache lines.
+// The length of a run, if all runs have about equal lengths of up to `most` sums: a multiple of 64,
+// so that runs begin at whole cache lines.
 int64_t EqualRuns(int64_t m, int64_t most) {
   return CeilDiv(CeilDiv(m, CeilDiv(m, most)), 64) * 64;
 }
@@ -97,7 +106,7 @@ void OverLines(const WindowSumShape& shape, int type, int64_t itemsize, const ch
                        [&](const WindowSumLines& lines, Scalar*) { kernels.direct[type](lines); });
     return;
   }
-  // What a run reads before its first sum is little beside the run.
+  // A run reads a window of elements before its first sum. Runs are long enough to make that cheap.
   if (inner <= kNarrow && window <= kPassesUpTo) {
     cut.length = EqualRuns(m, std::max(kTile / inner, 2 * window));
     cut.buffer = 2 * ((cut.length + window) * inner + 2 * kWindowSumSlack);

@@ -1,4 +1,4 @@
-// Windowed sums on the CPU; window_sum_shape.h says what is computed.
+// Windowed sums on the CPU. window_sum_shape.h defines them.
 #ifndef JAX_FASTOPS_CPU_WINDOW_SUM_H_
 #define JAX_FASTOPS_CPU_WINDOW_SUM_H_
 

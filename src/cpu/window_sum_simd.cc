@@ -1,17 +1,16 @@
-// The inner loops of window_sum.cc.
+// The inner loops of window_sum.cc. They never subtract, so there is no cancellation.
 //
-// Along the last axis the sums of a tile come from the sums of shorter windows: those of 4 * k + r
-// neighbours are four sums of k, k apart, and r elements. So a window takes as many passes over the
-// tile, in the cache, as its length has digits in base 4, and its sum is that of a tree.
+// Rows: along the last axis, the sums of a tile are computed from the sums of shorter windows. The
+// sum of 4 * k + r contiguous elements is four sums of k elements, k apart, plus r elements. So a
+// window takes as many passes over the tile, which stays in the cache, as its length has digits in
+// base 4, and is summed as a tree.
 //
-// Along another axis, and for windows that are too long for that, the axis is cut into blocks of
-// one window. A window is the end of one block and the beginning of the next one: sums from the end
-// of the block up to each of its elements, and from the beginning of the next one, are one addition
-// for each element. Both are made of chunks that are added up by themselves, which keeps their
-// error from growing with the window, and bounds the memory: of a block only the chunks' sums are
-// kept, the rest is made again where it is needed.
-//
-// Nothing is ever subtracted.
+// LongRows and Columns: for other axes, and for windows that are too long for this, the axis is
+// divided into blocks of one window. A window consists of the end of one block and the beginning of
+// the next. Given the sums from each element to the end of its block, and from the beginning of the
+// next block to each element, each window sum is one addition. Both kinds of sums are computed in
+// chunks. This limits the rounding error and the memory: only the chunks' totals of a block are
+// kept, and the sums within a chunk are computed when they are needed.
 #include "cpu/window_sum_simd.h"
 
 #include "cpu/simd_math.h"
@@ -28,7 +27,8 @@ struct Sums {
   using Scalar = typename A::Scalar;
   static constexpr int64_t kBlock = E::kBlock;
 
-  // Elements `first` to `first + count` of a line, 0 outside of it, in the accumulator's type.
+  // Converts elements `first` to `first + count` of a line to the accumulator type, with 0 for
+  // elements outside of the line.
   static FASTOPS_INLINE void Widen(const WindowSumLines& lines, int64_t first, int64_t count,
                                    Scalar* to) {
     const int64_t begin = Min(Max(-first, 0), count);
@@ -41,7 +41,7 @@ struct Sums {
     for (int64_t i = end; i < count; ++i) to[i] = 0;
   }
 
-  // Four sums that are k apart, from i on, and kRest elements behind them.
+  // Adds up four sums that are k apart, beginning at i, and the kRest elements that follow them.
   template <int kRest>
   static FASTOPS_INLINE Pair<A> Longer(const Scalar* sums, const Scalar* x, int64_t k,
                                        int64_t stride, int64_t i) {
@@ -57,7 +57,7 @@ struct Sums {
     return sum;
   }
 
-  // In place: nothing is read behind where it has been written.
+  // `to` may be `sums`: a position is written after all reads of it.
   template <int kRest>
   static void Pass(Scalar* to, const Scalar* sums, const Scalar* x, int64_t k, int64_t stride,
                    int64_t count) {
@@ -75,21 +75,21 @@ struct Sums {
     });
   }
 
-  // Lines that are `stride` apart are next to each other: all of them are one line, whose windows
-  // take every stride-th element.
+  // All lines are adjacent, so they are processed as one line whose windows take every stride-th
+  // element.
   static void Rows(const WindowSumLines& lines, void* buffer) {
     const int64_t stride = lines.stride, window = lines.window;
     const int64_t count = (lines.end - lines.begin) * stride;
     const int64_t all = count + (window - 1) * stride;
     Scalar* x = static_cast<Scalar*>(buffer);
-    // Whole cache lines further on.
+    // In whole cache lines, so that `sums` is aligned like x.
     Scalar* const sums = x + ((all + stride) / kWindowSumSlack + 2) * kWindowSumSlack;
     Widen(lines, (lines.begin - lines.pad) * stride, all, x);
     for (int64_t i = all; i < all + kWindowSumSlack; ++i) x[i] = 0;
     char* y = lines.y + lines.begin * stride * E::kBytes;
     int64_t power = 1;
     while (power <= window / 4) power *= 4;
-    int64_t k = window / power;  // the first digit
+    int64_t k = window / power;  // the first digit of the window in base 4
     const Scalar* from = x;
     if (k > 1) {
       const bool three = k == 3, last = power == 1;
@@ -138,7 +138,7 @@ struct Sums {
     constexpr int64_t kChunk = kWindowSumChunk;
     Scalar* const ends = static_cast<Scalar*>(buffer);
     Scalar* const begins = ends + kChunk + kWindowSumSlack;
-    Scalar* const behind = begins + kChunk + kWindowSumSlack;  // what follows a chunk in its block
+    Scalar* const behind = begins + kChunk + kWindowSumSlack;  // per chunk: the sum of later chunks
     const int64_t window = lines.window, chunks = (window + kChunk - 1) / kChunk;
     for (int64_t block = lines.begin; block < lines.end; block += window) {
       const int64_t first = block - lines.pad;  // index in x
@@ -152,14 +152,14 @@ struct Sums {
         }
         behind[c - 1] = behind[c] + sum;
       }
-      Scalar before = 0;  // of the next block
+      Scalar before = 0;  // the sum of the next block's chunks so far
       const int64_t sums = Min(window, lines.end - block);
       for (int64_t c = 0; c * kChunk < sums; ++c) {
         const int64_t at = c * kChunk, count = Min(kChunk, window - at);
         Widen(lines, first + at, count, ends);
         Widen(lines, first + window + at, count, begins);
         Scalar end = 0, begin = 0;
-        for (int64_t i = 0; i < count; ++i) {  // two chains at a time
+        for (int64_t i = 0; i < count; ++i) {  // two independent chains of additions
           end += ends[count - 1 - i];
           ends[count - 1 - i] = behind[c] + end;
           const Scalar next = begins[i];
@@ -177,7 +177,7 @@ struct Sums {
     }
   }
 
-  // The sum over rows `low` to `high` of x, from a column on.
+  // The sum of rows `low` to `high` of x, for `columns` elements beginning with `column`.
   template <typename Extent>
   static FASTOPS_INLINE Pair<A> SumOfRows(Extent extent, const WindowSumLines& lines, int64_t low,
                                           int64_t high, int64_t column, int64_t columns) {
@@ -190,7 +190,7 @@ struct Sums {
     return sum;
   }
 
-  // Sums of kWindow rows of x that all exist, over `count` elements that are next to each other.
+  // Sums of kWindow rows of x that all exist, over `count` contiguous elements.
   template <int kWindow>
   static void DirectRun(const char* x, char* y, int64_t row_bytes, int64_t count) {
     OverAlignedBlocks<E>(y, count, [&](auto extent, int64_t i, int64_t n) FASTOPS_LAMBDA {
@@ -276,7 +276,8 @@ struct Sums {
             }
             const int64_t j = trail + i;
             if (j >= 0 && j < lines.n) {
-              // The rows of the next chunk: too far apart to be fetched ahead by themselves.
+              // Prefetches rows of the next chunk, which are too far apart for the hardware to do
+              // it.
               FetchAhead(x + j * row_bytes, kChunk * row_bytes);
               if constexpr (E::kBytes * kBlock > 64) {
                 FetchAhead(x + j * row_bytes + 64, kChunk * row_bytes);

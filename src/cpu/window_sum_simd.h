@@ -1,5 +1,5 @@
-// The windowed sums of one instruction set. Included by the files that are compiled several times:
-// see isa.h for what such a header may hold.
+// The window sum kernels of one instruction set. This header is included by the files that are
+// compiled several times; isa.h says what such a header may contain.
 #ifndef JAX_FASTOPS_CPU_WINDOW_SUM_SIMD_H_
 #define JAX_FASTOPS_CPU_WINDOW_SUM_SIMD_H_
 
@@ -10,18 +10,18 @@
 
 namespace jax_fastops::cpu {
 
-// What is behind the end of a buffer may be read and written for so many accumulators.
+// Kernels may read and write this many accumulators after the end of a buffer's contents.
 inline constexpr int64_t kWindowSumSlack = 64;
 
-// Rows of a column kernel's buffer.
+// The rows of x that a column kernel sums up separately.
 inline constexpr int64_t kWindowSumRows = 16;
 
-// Elements of a long window that are added up by themselves.
+// The elements of a long window that are summed up separately.
 inline constexpr int64_t kWindowSumChunk = 256;
 
-// Sums `begin` to `end` along the axis of `columns` neighbouring lines; of one where the axis is
-// the last one. x and y point to the lines' first elements; `stride` is how far apart, in elements,
-// an index along the axis and the next one are.
+// Sums `begin` to `end` along the axis, for `columns` adjacent lines (one line, if the axis is the
+// last one). x and y point to the first element of the first line. `stride` is the distance, in
+// elements, between consecutive indices along the axis.
 struct WindowSumLines {
   const char* x;
   char* y;
@@ -34,16 +34,17 @@ struct WindowSumLines {
   int64_t columns;
 };
 
-// By DType. Buffers are of accumulators, and begin with a cache line.
+// Kernels by DType. Buffers hold accumulators and begin at a cache line; the comments give their
+// sizes.
 struct WindowSumKernels {
-  // Of `stride` lines: all that are next to each other. 2 * ((end - begin + window) * stride +
+  // For all `stride` lines at once, which are adjacent. 2 * ((end - begin + window) * stride + 2 *
   // slack).
   using Rows = void(const WindowSumLines& lines, void* buffer);
-  // Of one line. 2 * (chunk + slack) + ceil(window / chunk) + 1.
+  // For one line. 2 * (chunk + slack) + ceil(window / chunk) + 1.
   using LongRows = void(const WindowSumLines& lines, void* buffer);
   // For windows of 3, 5 or 7. No buffer.
   using Direct = void(const WindowSumLines& lines);
-  // (kWindowSumRows + ceil(window / kWindowSumRows) + 2) * (columns + slack).
+  // For `columns` lines. (kWindowSumRows + ceil(window / kWindowSumRows) + 2) * (columns + slack).
   using Columns = void(const WindowSumLines& lines, void* buffer);
   Rows* rows[kNumDTypes];
   LongRows* long_rows[kNumDTypes];

@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, kBytes, kShif
       }
       __syncthreads();
 
-      // Whole groups in front of the thread's own, the nearest first. Those in front of the strip
+      // Whole groups before the thread's group, the nearest first. Groups before the strip
       // belong to no window.
       const int64_t my_first = first + slot * kRows;
       const int64_t group = my_first / group_rows;
