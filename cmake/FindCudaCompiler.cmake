@@ -20,7 +20,7 @@ if(NOT FASTOPS_CUDA_MODE STREQUAL "AUTO" AND NOT FASTOPS_CUDA_MODE)
   return()
 endif()
 
-# A failed search is not remembered: a compiler may have been installed since.
+# A failed search is not cached, because a compiler may have been installed since.
 if(NOT CMAKE_CUDA_COMPILER)
   unset(CMAKE_CUDA_COMPILER)
   unset(CMAKE_CUDA_COMPILER CACHE)
@@ -51,8 +51,8 @@ if(NOT CMAKE_CUDA_ARCHITECTURES)
   endif()
 endif()
 
-# The wheels keep the libraries in lib, where their nvcc does not look (it looks in lib64). The variable
-# serves the compiler checks; what they learn is recorded, so the build itself does not need it.
+# The wheels have the libraries in lib, but their nvcc searches lib64. The variable is for the compiler
+# checks. CMake stores their results, so the build itself does not need it.
 set(fastops_nvcc "${CMAKE_CUDA_COMPILER}")
 if(NOT fastops_nvcc)
   set(fastops_nvcc "$ENV{CUDACXX}")
@@ -63,7 +63,7 @@ if(fastops_cuda_root MATCHES "/nvidia/cu[0-9]+$")
   set(ENV{NVCC_APPEND_FLAGS} "$ENV{NVCC_APPEND_FLAGS} -L\"${fastops_cuda_root}/lib\"")
 endif()
 
-# Tries the compiler in a project of its own, so that a broken one is no error here.
+# Tries the compiler in a separate project, so that a broken compiler is not an error here.
 include(CheckLanguage)
 check_language(CUDA)
 if(CMAKE_CUDA_COMPILER)

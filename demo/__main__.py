@@ -1,7 +1,7 @@
 """Trains three networks, each twice, on jax_fastops and on jax.nn, and compares the two.
 
 Run ``make demo``, or ``python demo`` where the package and its ``demo`` extra are installed. Exits
-with status 1 if loss curves part or a test accuracy is too low.
+with status 1 if the losses differ by too much or a test accuracy is too low.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def add_then_relu(x, y):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One network on two implementations of the functions that they differ in."""
+    """One network with two implementations of some of its functions."""
 
     subject: str
     title: str
@@ -47,16 +47,16 @@ class Comparison:
     ours: Model
     theirs: Model
     rate: float  # of the first step
-    epochs: float  # as a share of those asked for
-    accuracy: float  # to be reached on the test's data
-    # The compiler may order the sums of the two programs differently, so losses differ by rounding,
-    # and from step to step by more. What that can come to was seen by changing every weight by its
-    # last bit before the first step.
+    epochs: float  # relative to --epochs
+    accuracy: float  # the lowest allowed on the test data
+    # The compiler may order the sums of the two programs differently. So losses differ by rounding,
+    # and the difference grows with the steps. To measure how far it can grow, every weight was
+    # changed by its last bit before the first step.
     tolerance: float
     load: Callable[[], Data] = data.digits
     training: type[Training] = Training
     schedule: Callable[[float, int], np.ndarray] = rates
-    kept: Callable = saved.by_training  # by a whole forward
+    kept: Callable = saved.by_training  # bytes kept by a whole forward
 
 
 COMPARISONS = (
@@ -80,7 +80,7 @@ COMPARISONS = (
         rate=0.3,
         epochs=0.8,
         accuracy=0.96,
-        tolerance=5e-2,  # seen: 4e-4 to 2e-2, about step 50, where the loss falls fast
+        tolerance=5e-2,  # seen: 4e-4 to 2e-2 near step 50, where the loss falls fast
     ),
     Comparison(
         "Text with hidden bytes",
@@ -91,7 +91,7 @@ COMPARISONS = (
         rate=2e-3,
         epochs=0.4,
         accuracy=0.17,  # always guessing the most frequent byte gives 13%
-        tolerance=1e-2,  # seen: 1e-6; with two layers, from last bits, 5e-4
+        tolerance=1e-2,  # seen: 1e-6; with two layers and changed last bits 5e-4
         load=data.text,
         training=bert.Training,
         schedule=bert.rates,
@@ -102,7 +102,7 @@ COMPARISONS = (
 
 def main() -> int:
     options = parse()
-    # Products of float32 matrices in float32 on a GPU too, where the default has fewer bits.
+    # By default, products of float32 matrices on a GPU have fewer bits.
     jax.config.update("jax_default_matmul_precision", "highest")
     console = Console()
     device = jax.devices()[0]
@@ -125,7 +125,7 @@ def main() -> int:
 def compared(
     comparison: Comparison, given: Data, epochs: int, console: Console
 ) -> tuple[Training, Training, bool]:
-    """Train on both, and print what that took; also says whether it went as it should."""
+    """Trains with both implementations and prints the results; also returns whether they agree."""
     console.print(f"\n[bold]{comparison.subject}, by {comparison.title}[/]", highlight=False)
     with fo.use_implementation("native"):  # on arrays this small, "auto" would take the reference
         ours = comparison.training("jax_fastops", comparison.ours, given, SEED)
@@ -175,14 +175,14 @@ def parse() -> argparse.Namespace:
 
 
 def counts(comparison: Comparison, training: Training, given: Data) -> tuple[int, int]:
-    """Bytes kept for the backward of a batch: by the functions compared, and in total."""
+    """Bytes kept for the backward of a batch: by the compared functions, and in total."""
     x, labels = given.first
     state = (training.params, training.statistics)
     return training.model.kept(*state, x), comparison.kept(training, x, labels)
 
 
 def run(trainings, given: Data, schedule: np.ndarray, console: Console) -> None:
-    """Train all in turns, a step each, so that what else the machine does slows each alike."""
+    """Trains all, one step each in turn, so that other load on the machine slows all equally."""
     columns = (
         TextColumn("{task.description:<12}"),
         BarColumn(),
@@ -206,7 +206,7 @@ def verdict(
     accuracies: list[float],
     console: Console,
 ) -> bool:
-    """Say whether the two agree and have learnt."""
+    """Prints and returns whether the two agree and have learned."""
     gap = float(np.max(np.abs(np.subtract(ours.losses, theirs.losses))))
     lowest = min(accuracies)
     allowed, wanted = comparison.tolerance, comparison.accuracy

@@ -1,4 +1,4 @@
-"""A small BERT of ``jax_fastops.models`` that learns to tell hidden bytes of text.
+"""A small BERT of ``jax_fastops.models`` that learns to predict hidden bytes of text.
 
 The ops of its layers are an argument.
 """
@@ -20,14 +20,14 @@ CONFIG = dataclasses.replace(
     layers=1,
     vocab_size=masked_text.VOCABULARY,
     positions=LENGTH,
-    init_range=0.05,  # so narrow a network is slow to start from 0.02
+    init_range=0.05,  # with 0.02, a network this narrow starts slowly
 )
 DECAYS, EPS = (0.9, 0.98), 1e-8
 WARM_UP = 0.1  # the share of steps in which the rate rises
 
 
 def model(ops: bert.Ops) -> train.Model:
-    """The network with these ops. ``x`` is tokens and where text is; it has no statistics."""
+    """The network with these ops. ``x`` is the tokens and their mask. There are no statistics."""
 
     def logits(params, statistics, x, ops=ops):
         tokens, inside = x
@@ -50,19 +50,19 @@ def model(ops: bert.Ops) -> train.Model:
 @functools.partial(jax.jit, static_argnums=0)
 def init(seed: int) -> dict:
     params = bert.init(jax.random.key(seed), CONFIG, mlm=True)
-    del params["pooler"]  # which nothing would train
+    del params["pooler"]  # the loss does not use it
     return params
 
 
 def loss(params, statistics, x, labels, model: train.Model):
-    """Mean cross-entropy of the hidden bytes, and the statistics, of which there are none."""
+    """Mean cross entropy of the hidden bytes, and the (empty) statistics."""
     logits, statistics = model.train(params, statistics, x)
     return masked_text.loss(logits, *labels), statistics
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnums=(0, 1, 2))
 def update(params, statistics, moments, rate, x, labels, *, model: train.Model):
-    """One step of Adam, which plain descent does not do for BERT; also returns the loss before."""
+    """One step of Adam, since BERT needs more than gradient descent. Also returns the old loss."""
     (value, statistics), grads = jax.value_and_grad(loss, has_aux=True)(
         params, statistics, x, labels, model
     )
@@ -100,7 +100,7 @@ class Training(train.Training):
         self._update = lowered.compile()
 
     def accuracy(self, x, labels) -> float:
-        """The share of hidden bytes, from 0 to 1, that the model tells."""
+        """The share of hidden bytes, from 0 to 1, that the model predicts."""
         logits = jax.jit(self.model.infer)(self.params, self.statistics, x)
         targets, chosen = labels
         return float(np.mean(np.argmax(logits, axis=-1)[chosen] == targets[chosen]))

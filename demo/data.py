@@ -10,7 +10,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-# What the example trains on too.
+# masked_text.py, which the example uses, too.
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 import masked_text
 
@@ -22,7 +22,7 @@ TEST_WINDOWS = 1024
 
 @dataclass(frozen=True)
 class Digits:
-    """Images as standardised float32 rows, labels as int32."""
+    """Images as standardized float32 rows, labels as int32."""
 
     train_x: np.ndarray
     train_y: np.ndarray
@@ -35,7 +35,7 @@ class Digits:
 
     @property
     def first(self) -> tuple[np.ndarray, np.ndarray]:
-        """A batch, for its shapes."""
+        """The first batch, for its shapes."""
         return self.train_x[:BATCH], self.train_y[:BATCH]
 
     def batches(self, epochs: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -92,7 +92,7 @@ class Text:
 
 
 def text() -> Text:
-    """What describes scikit-learn's data sets: of each text the last tenth to test on."""
+    """The descriptions of scikit-learn's data sets. The last tenth of each is for the test."""
     texts = masked_text.documents()
     held_out = [text[len(text) - len(text) // 10 :] for text in texts]
     test = _windows(held_out, TEST_WINDOWS, np.random.default_rng(0))

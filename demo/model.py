@@ -14,14 +14,14 @@ WIDTH, BLOCKS = 512, 4
 
 
 class Activations(NamedTuple):
-    """The two functions in which the two trainings differ."""
+    """The two functions that differ between the trainings."""
 
     relu: Callable
     add_relu: Callable
 
 
 def init(seed: int) -> dict:
-    """Parameters: He initialisation, with a small last matrix in each block."""
+    """Parameters: He initialization, with a small last matrix in each block."""
     keys = iter(jax.random.split(jax.random.key(seed), 2 + 2 * BLOCKS))
 
     def dense(n_in: int, n_out: int, gain: float) -> dict:

@@ -1,4 +1,4 @@
-"""What the demo shows of trainings: a table, and the loss curves as a picture."""
+"""The output of the demo: a table, and a picture of the loss curves."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,9 +32,9 @@ def kib(count: int) -> str:
 
 
 def curves(pairs: Sequence[tuple[str, Training, Training, float]], path: Path) -> Path:
-    """Write loss curves and their differences, a column for each pair, to ``path``.
+    """Writes loss curves and their differences, one column per pair, to ``path``.
 
-    A pair is a title, two trainings, and by how much their losses may differ.
+    A pair is a title, two trainings, and the largest allowed difference of their losses.
     """
     figure, panels = plt.subplots(
         2,

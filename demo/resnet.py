@@ -16,7 +16,7 @@ def images(x):
 
 
 def model(batch_norm: resnet.BatchNorm) -> Model:
-    """The network with these batch norms, which have the additions and the ReLUs in them."""
+    """The network with these batch norms, which include the additions and the ReLUs."""
 
     def train(params, statistics, x, batch_norm=batch_norm):
         return resnet.apply(

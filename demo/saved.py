@@ -1,4 +1,4 @@
-"""Bytes kept between forward and backward: what ``jax.vjp`` hands on, less the arguments."""
+"""Bytes kept between forward and backward: the residuals of ``jax.vjp``, except the arguments."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,14 +11,14 @@ import train
 def saved_bytes(function: Callable, *args) -> int:
     """Bytes of the arrays that the pullback of ``function`` holds.
 
-    Arguments are left out, since they live anyway, and so are constants, which a compiled
-    program does not keep.
+    Arguments do not count, because they exist anyway. Constants do not count, because a compiled
+    program does not keep them.
     """
 
     def pullback_leaves(*args):
         return jax.tree.leaves(jax.vjp(function, *args)[1])
 
-    with jax.disable_jit():  # one flat program, in which every operation shows
+    with jax.disable_jit():  # one flat program that shows every operation
         program = jax.make_jaxpr(pullback_leaves)(*args).jaxpr
     computed = set(program.invars)
     for equation in program.eqns:
@@ -29,7 +29,7 @@ def saved_bytes(function: Callable, *args) -> int:
 
 
 def by_functions(functions: Sequence[Callable], forward: Callable) -> int:
-    """By these functions in a forward that takes them, each call differentiated by itself."""
+    """Bytes kept by calls of these functions in ``forward``. Each call is differentiated separately."""
     total = 0
 
     def counted(function: Callable) -> Callable:
@@ -51,7 +51,7 @@ def by_functions(functions: Sequence[Callable], forward: Callable) -> int:
 
 
 def by_training(training, x, labels) -> int:
-    """By the whole forward of a batch: the network and the loss."""
+    """Bytes kept by the whole forward of a batch: the network and the loss."""
 
     def forward(params, x):
         return train.loss(params, training.statistics, x, labels, training.model)[0]

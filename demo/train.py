@@ -14,8 +14,8 @@ import numpy as np
 from data import BATCH, CLASSES, Digits
 
 MOMENTUM = 0.9
-SMOOTHING = 0.1  # of the labels, against over-fitting on so few images
-WARM_UP = 10  # first steps, whose time is not counted
+SMOOTHING = 0.1  # of the labels, against overfitting on so few images
+WARM_UP = 10  # the first steps are not timed
 
 
 class Model(NamedTuple):
@@ -24,11 +24,11 @@ class Model(NamedTuple):
     init: Callable  # seed -> params, statistics
     train: Callable  # params, statistics, x -> logits, new statistics
     infer: Callable  # params, statistics, x -> logits
-    kept: Callable  # params, statistics, x -> bytes kept by the functions that are compared
+    kept: Callable  # params, statistics, x -> bytes kept by the compared functions
 
 
 def loss(params, statistics, x, labels, model: Model):
-    """Mean cross-entropy with smoothed labels, and the new statistics."""
+    """Mean cross entropy with smoothed labels, and the new statistics."""
     logits, statistics = model.train(params, statistics, x)
     targets = jax.nn.one_hot(labels, CLASSES) * (1 - SMOOTHING) + SMOOTHING / CLASSES
     return -jnp.mean(jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1)), statistics
@@ -50,7 +50,7 @@ def rates(first: float, steps: int) -> np.ndarray:
 
 
 class Training:
-    """One model in training. Two of the same seed differ in the functions that are compared."""
+    """One model in training. Two with the same seed differ only in the compared functions."""
 
     def __init__(self, name: str, model: Model, digits: Digits, seed: int):
         self.name, self.model = name, model
@@ -79,11 +79,11 @@ class Training:
         return 1e3 * float(np.median(self.seconds[WARM_UP:]))
 
     def accuracy(self, x, labels) -> float:
-        """The share of images, from 0 to 1, whose digit the model tells."""
+        """The share of images, from 0 to 1, that the model classifies correctly."""
         guesses = jax.jit(self.model.infer)(self.params, self.statistics, x)
         return float(np.mean(np.argmax(guesses, axis=-1) == labels))
 
 
 def custom_calls(program: str) -> Counter:
-    """How often a lowered program calls each jax_fastops kernel."""
+    """The number of calls of each jax_fastops kernel in a lowered program."""
     return Counter(re.findall(r'@"?jax_fastops\.(\w+)\.v\d+', program))

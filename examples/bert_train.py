@@ -57,8 +57,8 @@ CONFIGS = {"small": bert.SMALL, "base": bert.BASE, "large": bert.LARGE}
 RATES = {"small": 1e-3, "base": 1e-4, "large": 1e-4}
 OPS = {"fastops": bert.FASTOPS, "plain": bert.PLAIN}
 WEIGHT_DECAY, LARGEST_NORM = 0.01, 1.0  # of matrices; of all gradients together
-# What a checkpoint's losses depend on: a run that goes on from it must have the same. (On the dtype
-# and the ops they depend to rounding; but only attention by softmax has dropout.)
+# The options that the losses depend on. A run that resumes from a checkpoint must have the same.
+# Dtype and ops change losses only by rounding. The attention matters: only softmax has dropout.
 FIXED = ("config", "batch", "length", "attention", "rate", "warm_up", "dropout", "seed")
 
 
@@ -109,7 +109,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=positive, default=32, metavar="N", help="on all devices (default: 32)")
     add("--length", type=positive, default=128, metavar="N", help="of a sequence (default: 128)")
     add("--config", choices=CONFIGS, default="small", help="the model's size (default: small)")
-    # Gradients in float16 need their loss scaled, which is left out here.
+    # Without float16: its gradients need a scaled loss, which this example does not have.
     add("--dtype", choices=("bfloat16", "float32"), default=dtype, help=f"(default here: {dtype})")
     add("--attention", choices=("softmax", "xla", "cudnn"), default="softmax", metavar="HOW")
     add("--ops", choices=OPS, default="fastops", help="the kernels, or plain JAX")
@@ -173,7 +173,7 @@ def above_zero(text: str) -> float:
 
 
 def model_config(options: argparse.Namespace) -> bert.Config:
-    # Fused attention never has the scores that dropout would be applied to.
+    # jax.nn.dot_product_attention has no dropout of attention weights.
     in_attention = options.dropout if options.attention == "softmax" else 0.0
     return dataclasses.replace(
         CONFIGS[options.config],
@@ -189,7 +189,7 @@ def model_config(options: argparse.Namespace) -> bert.Config:
 
 
 def data_mesh() -> Mesh:
-    """All devices along ``"data"``, an axis that the compiler shards over by itself."""
+    """All devices along the Auto axis ``"data"``."""
     return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 
 
@@ -207,10 +207,10 @@ def optimiser(options: argparse.Namespace) -> optax.GradientTransformation:
 
 
 class Training:
-    """The compiled step, and what goes into it.
+    """The compiled step and its inputs.
 
-    The state is ``{"params", "optimiser", "step"}``, on each device whole; ``step`` is how many are
-    done.
+    The state is ``{"params", "optimiser", "step"}``, replicated on all devices. ``step`` is the
+    number of completed steps.
     """
 
     def __init__(self, options: argparse.Namespace, mesh: Mesh):
@@ -222,7 +222,7 @@ class Training:
 
         def init() -> dict:
             params = bert.init(jax.random.key(options.seed), config, mlm=True)
-            del params["pooler"]  # which nothing would train
+            del params["pooler"]  # the loss does not use it
             return {"params": params, "optimiser": optimise.init(params), "step": jnp.int32(0)}
 
         def loss(params, key, batch):
@@ -233,7 +233,7 @@ class Training:
             return masked_text.loss(logits, batch.targets, batch.chosen)
 
         def update(state: dict, batch: masked_text.Batch) -> tuple[dict, jax.Array]:
-            # Another stream than the parameters'.
+            # A key that is derived from the seed, other than the key of the parameters.
             key = jax.random.fold_in(jax.random.key(options.seed), 1 + state["step"])
             value, grads = jax.value_and_grad(loss)(state["params"], key, batch)
             changes, inner = optimise.update(grads, state["optimiser"], state["params"])
@@ -253,11 +253,11 @@ class Training:
 
     @functools.cached_property
     def update(self) -> jax.stages.Compiled:
-        """``(state, batch)`` to the next state and the loss; the state's memory is used again."""
+        """Maps ``(state, batch)`` to the next state and the loss. The state is donated."""
         return self._update.lower(self.abstract, self.batch(0)).compile()
 
     def batch(self, step: int) -> masked_text.Batch:
-        """The batch of the step with this number, from 0 on: a function of that and of the seed."""
+        """The batch of a step, counted from 0. It depends only on the step and the seed."""
         options = self.options
         rng = np.random.default_rng((options.seed, step))
         made = masked_text.batch(options.texts, options.batch, options.length, rng)
@@ -291,10 +291,10 @@ class Checkpoints:
     def __exit__(self, *exception) -> None:
         if self.log is not None:
             self.log.close()
-        self.manager.close()  # when the last checkpoint is complete
+        self.manager.close()  # waits for the last checkpoint
 
     def restore(self, abstract: dict) -> tuple[dict | None, list[float]]:
-        """The last state and the losses up to it; None and none in a new folder."""
+        """The last state and its losses. For a new folder, None and an empty list."""
         step = self.manager.latest_step() or 0
         state = None
         if step:
@@ -305,7 +305,7 @@ class Checkpoints:
                 found = read(args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))
                 state = found.state
             except (KeyError, OSError, ValueError) as error:
-                # No kill leaves it so, so that whoever runs this decides what to do.
+                # A kill cannot cause this. The user decides whether to delete the checkpoint.
                 self.options.error(
                     f"--checkpoint: {self.options.checkpoint / str(step)} is damaged ({error}); "
                     "without that folder, training goes on from the checkpoint before"
@@ -324,7 +324,7 @@ class Checkpoints:
             self.options.error(f"{option} is {value}; {where} were made with {given}")
 
     def open_log(self, steps: int) -> list[float]:
-        """Cuts off the log after these steps; returns their losses."""
+        """Truncates the log after these steps, and returns their losses."""
         self.log_path.touch()
         self.log = self.log_path.open("r+")
         losses = []
@@ -338,11 +338,11 @@ class Checkpoints:
         return losses
 
     def add(self, step: int, loss: float) -> None:
-        self.log.write(f"{step},{loss!r}\n")  # with all digits
+        self.log.write(f"{step},{loss!r}\n")  # repr keeps all digits
         self.log.flush()
 
     def save(self, step: int, state: dict) -> None:
-        os.fsync(self.log.fileno())  # a checkpoint has the losses of its steps on the disk
+        os.fsync(self.log.fileno())  # the losses are on the disk before the checkpoint
         self.manager.save(
             step,
             args=ocp.args.Composite(
@@ -361,7 +361,7 @@ def run(
     checkpoints: Checkpoints | None,
     console: Console,
 ) -> list[float]:
-    """Train from this state, or from the start, to the last step; returns the losses of all."""
+    """Trains from this state, or from the start, to the last step. Returns all losses."""
     options = training.options
     columns = (
         TextColumn("step"),
@@ -381,7 +381,7 @@ def run(
             state, value = update(state, training.batch(step - 1))
             unread.append(value)
             saves = checkpoints is not None and (step % options.every == 0 or step == last)
-            # One step late, so that the devices do not wait for the host.
+            # Losses are read one step late, so that the devices do not wait for the host.
             while len(unread) > (0 if saves or step == last else 1):
                 losses.append(float(unread.pop(0)))
                 if not math.isfinite(losses[-1]):
@@ -395,7 +395,7 @@ def run(
 
 
 def plot(losses: list[float], path: Path) -> None:
-    """The loss of every step, those before a kill included."""
+    """Plots the loss of every step, including those before a kill."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(np.arange(1, len(losses) + 1), losses, color="#2a7f62", lw=1.2)
     axes.set_xlabel("step")

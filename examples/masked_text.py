@@ -1,8 +1,9 @@
-"""Real text as bytes, and batches of it in which some bytes are hidden: a masked language model's
-data, for ``bert_train.py`` and for the demo.
+"""Data for a masked language model: batches of real text as bytes, some of them hidden.
 
-Tokens are the bytes of UTF-8, which has no 0xFE and no 0xFF: these two are the padding and the
-mask. So there is no vocabulary to build, and any text will do.
+``bert_train.py`` and the demo use it.
+
+Tokens are the bytes of UTF-8. The bytes 0xFE and 0xFF do not occur in UTF-8; they stand for padding
+and mask. So any text is accepted, and there is no vocabulary to build.
 """
 
 from collections.abc import Sequence
@@ -16,10 +17,10 @@ import numpy as np
 
 VOCABULARY = 256
 PADDING, MASK = 0xFE, 0xFF
-SUFFIXES = (".md", ".rst", ".txt")  # of the files that are read in a folder
+SUFFIXES = (".md", ".rst", ".txt")  # of the files that are read from a folder
 
-# As in Devlin et al., "BERT": so many tokens are to be told; of these, so many are replaced by the
-# mask, and so many by another token.
+# As in Devlin et al., "BERT": the share of tokens to predict, and the shares of these that are
+# replaced by the mask and by another token.
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
 
 
@@ -30,7 +31,7 @@ class Batch(NamedTuple):
       tokens: int32, the model's input, with some tokens hidden.
       inside: bool, true for text, false for padding.
       targets: int32, the text itself.
-      chosen: bool, true where the text is to be told.
+      chosen: bool, true for the tokens to predict.
     """
 
     tokens: np.ndarray
@@ -43,13 +44,12 @@ def documents(path: Path | None = None) -> list[np.ndarray]:
     """Texts as uint8 arrays, in the order of their names.
 
     Args:
-      path: a file, or a folder whose ``.md``, ``.rst`` and ``.txt`` files are read, those in
-        folders below included; None for the descriptions of scikit-learn's data sets, 43 kB of
-        English.
+      path: a file, or a folder whose ``.md``, ``.rst`` and ``.txt`` files are read, including
+        subfolders. None for the descriptions of scikit-learn's data sets, 43 kB of English.
 
     Raises:
       OSError: ``path`` cannot be read.
-      ValueError: there is no text in it.
+      ValueError: there is no text in ``path``.
     """
     if path is None:
         folder = resources.files("sklearn.datasets") / "descr"
@@ -61,7 +61,7 @@ def documents(path: Path | None = None) -> list[np.ndarray]:
             raise ValueError(f"{path} has no file that ends in {', '.join(SUFFIXES)}")
     else:
         files = [path]
-    # What is no UTF-8 becomes U+FFFD: the two special tokens cannot be in the text.
+    # Invalid UTF-8 becomes U+FFFD, so the two special tokens cannot occur in the text.
     texts = (f.read_text(encoding="utf-8", errors="replace").encode() for f in files)
     found = [np.frombuffer(text, np.uint8) for text in texts if text.strip()]
     if not found:
@@ -72,8 +72,8 @@ def documents(path: Path | None = None) -> list[np.ndarray]:
 def batch(texts: Sequence[np.ndarray], size: int, length: int, rng: np.random.Generator) -> Batch:
     """``size`` random windows of ``length`` tokens, some of which are hidden.
 
-    A window lies in one text; the end of a text that is shorter than a window is padded. All that
-    is random comes from ``rng``: equal generators give equal batches.
+    A window lies in one text. A text that is shorter than a window is padded at the end. All
+    randomness comes from ``rng``: equal generators give equal batches.
     """
     sizes = np.array([len(text) for text in texts])
     targets = np.full((size, length), PADDING, np.int32)
@@ -86,7 +86,7 @@ def batch(texts: Sequence[np.ndarray], size: int, length: int, rng: np.random.Ge
         row[: len(window)] = window
     inside = targets != PADDING
     chosen = inside & (rng.random(targets.shape) < CHOSEN)
-    # Other tokens are as frequent as they are in the batch.
+    # The replacements are drawn from the tokens of the batch.
     others = rng.choice(targets[inside], targets.shape)
     fate = rng.random(targets.shape)
     hidden = np.where(fate < MASKED, MASK, np.where(fate < MASKED + REPLACED, others, targets))
@@ -94,9 +94,9 @@ def batch(texts: Sequence[np.ndarray], size: int, length: int, rng: np.random.Ge
 
 
 def loss(logits, targets, chosen):
-    """Mean cross-entropy of the chosen tokens: logits ``[..., vocabulary]``, a float32 scalar."""
+    """Mean cross entropy of the chosen tokens, a float32 scalar. Logits: ``[..., vocabulary]``."""
     logits = logits.astype(jnp.float32)
-    # A sum over a comparison and not an indexed read: its gradient is no scatter.
+    # A masked sum instead of an indexed read, whose gradient would be a scatter.
     at_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     each = jax.nn.logsumexp(logits, -1) - jnp.sum(jnp.where(at_target, logits, 0), -1)
     return jnp.sum(jnp.where(chosen, each, 0)) / jnp.maximum(jnp.sum(chosen), 1)

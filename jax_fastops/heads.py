@@ -269,16 +269,17 @@ def split_heads(x: ArrayLike, bias: ArrayLike | None = None, *, num_heads: int) 
       None. The backward moves the cotangent back and sums the bias gradient in the same pass, in
       float32 (float64 for float64).
 
-    Sharding: over the leading dimensions and the sequence, and without a bias over the heads. There
-    is no communication except an all-reduce of the bias gradient. With a bias and features sharded
-    over an explicit mesh axis, XLA adds the bias and the kernel moves the sum. Over an auto mesh
-    axis the features are gathered, so add such a bias before the call. Under auto axes, a device
-    needs 32 rows of the sequence or more; otherwise the backward of a bias gathers the sequence.
+    Sharding: over the leading dimensions and the sequence, and without a bias over the heads if the
+    number of devices divides ``num_heads``. There is no communication except an all-reduce of the
+    bias gradient. With a bias and features sharded over an explicit mesh axis, XLA adds the bias
+    and the kernel moves the sum. Over an auto mesh axis the features are gathered, so add such a
+    bias before the call. Under auto axes, a device needs 32 rows of the sequence or more; otherwise
+    the backward of a bias gathers the sequence.
 
     Raises:
       TypeError: ``x`` or ``bias`` is not an array, ``num_heads`` is not an integer, or the dtypes
         are not compatible.
-      ValueError: ``x`` has less than two dimensions, ``num_heads`` does not divide the last axis,
+      ValueError: ``x`` has fewer than two dimensions, ``num_heads`` does not divide the last axis,
         or ``bias`` has another shape.
 
     Source:
@@ -324,7 +325,7 @@ def split_qkv_heads(
     Raises:
       TypeError: ``qkv`` or ``bias`` is not an array, ``num_heads`` is not an integer, or the dtypes
         are not compatible.
-      ValueError: ``qkv`` has less than two dimensions, ``3 * num_heads`` does not divide the last
+      ValueError: ``qkv`` has fewer than two dimensions, ``3 * num_heads`` does not divide the last
         axis, or ``bias`` has another shape.
 
     Source:
@@ -359,7 +360,7 @@ def merge_heads(x: ArrayLike) -> jax.Array:
 
     Raises:
       TypeError: ``x`` is not an array.
-      ValueError: ``x`` has less than three dimensions.
+      ValueError: ``x`` has fewer than three dimensions.
 
     Source:
       FasterTransformer, ``transpose``.

@@ -1,4 +1,4 @@
-"""``transpose``: any permutation of any array's dimensions, at the speed of a copy.
+"""``transpose``: any permutation of an array's dimensions, in one pass over memory.
 
 Every dimension is independent of the others, so the op shards over all of them. An axis that
 ``vmap`` maps becomes one more dimension of the permutation, wherever it is.

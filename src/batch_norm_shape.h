@@ -95,8 +95,8 @@ struct BatchNormSumsArrays {
   const void* mean = nullptr;
   const void* var = nullptr;    // null unless dx is given
   const void* scale = nullptr;  // null: 1
-  void* dx = nullptr;           // null: not wanted
-  void* dresidual = nullptr;    // null: not wanted
+  void* dx = nullptr;           // null: not requested
+  void* dresidual = nullptr;    // null: not requested
   void* sums = nullptr;         // [groups, 2, channels]
   void* workspace = nullptr;
   int64_t workspace_size = 0;

@@ -17,13 +17,13 @@ inline constexpr int kMaxElementwiseOperands = 3;
 
 struct Operand {
   const void* data = nullptr;
-  bool wide = false;  // of the accumulator's type, not the element type
+  bool wide = false;  // has the accumulator type, not the element type
 };
 
 // The gradient of an operand: summed over the dimensions along which its stride is 0.
 struct Gradient {
-  void* data = nullptr;  // null: not wanted
-  bool wide = false;     // of the accumulator's type, not the element type
+  void* data = nullptr;  // null: not requested
+  bool wide = false;     // has the accumulator type, not the element type
 };
 
 // Memory for partial sums, in elements of the accumulator type. None is needed if every requested

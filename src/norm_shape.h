@@ -41,7 +41,7 @@ struct NormForwardArrays {
   NormParameter bias;  // layer norm only
   void* y = nullptr;
   void* sum = nullptr;   // s; null: not stored
-  void* mean = nullptr;  // [batch, rows], accumulator's type; null: not stored (RMS norm: never)
+  void* mean = nullptr;  // [batch, rows], accumulator type; null: not stored (RMS norm: never)
   void* rstd = nullptr;  // rsqrt(var + eps), or rsqrt(mean(s^2) + eps); null: not stored
   // ceil(n / 1024) elements of the accumulator type per row, if n > kNormWorkspace.
   void* workspace = nullptr;
@@ -58,7 +58,7 @@ struct NormBackwardArrays {
   const void* rstd = nullptr;
   NormParameter scale;
   const void* dsum = nullptr;  // the cotangent of the sum, of the element type; null: absent
-  const void* dy2 = nullptr;   // that of y by its second user; null: absent
+  const void* dy2 = nullptr;   // the cotangent of y's second user; null: absent
   void* dx = nullptr;
   // Partial sums [batch, sums, n] in the accumulator type. Null if not requested.
   void* dscale = nullptr;

@@ -51,7 +51,7 @@ Permutation Normalize(const TransposeShape& shape) {
   if (keeps_minor) {
     while (p.unit < shape.alignment && row % (2 * p.unit) == 0) p.unit *= 2;
   }
-  const int64_t units = row / p.unit;  // of a row that stays as it is
+  const int64_t units = row / p.unit;  // per row, if rows stay rows
   for (Group& group : groups) group.in_stride = group.in_stride * shape.itemsize / p.unit;
   if (units > 1) groups.push_back({units, 1});
 
@@ -80,7 +80,7 @@ size_t TransposeShapeHash::operator()(const TransposeShape& shape) const {
 }
 
 // With l = ceil(log2 d), the quotient is the high half of n * ceil(2^(32 + l - 1) / d), shifted by
-// l - 1: for n < 2^31 the multiplier, which is below 2^32, is exact.
+// l - 1. For n < 2^31 this is exact, and the multiplier is below 2^32.
 FastDivisor::FastDivisor(uint32_t d) : divisor(d) {
   if (d == 1) return;  // the device code tests for it
   uint32_t l = 1;
@@ -94,8 +94,8 @@ FastDivisor64::FastDivisor64(uint64_t d) : divisor(d) {
   uint32_t l = 1;
   while ((uint64_t{1} << l) < d) ++l;
   shift = l - 1;
-  // ceil(2^(63 + l) / d), by long division: 128-bit integers are not in every compiler.
-  uint64_t quotient = 0, remainder = uint64_t{1} << (l - 1);  // of 2^(l - 1): below d
+  // ceil(2^(63 + l) / d) by long division, because not every compiler has 128-bit integers.
+  uint64_t quotient = 0, remainder = uint64_t{1} << (l - 1);  // 2^(l - 1) is below d
   for (int i = 0; i < 64; ++i) {
     remainder *= 2;  // d < 2^63: no overflow
     quotient *= 2;

@@ -32,7 +32,7 @@ inline constexpr int kMaxPermutationRank = 48;
 
 struct Permutation {
   int64_t unit = 1;   // bytes
-  int64_t count = 1;  // units in all
+  int64_t count = 1;  // total number of units
   int rank = 0;
   // The dimensions in the order of the output, major to minor, and their strides in the input and
   // in the output, in units.
@@ -101,12 +101,13 @@ class PlanCache {
 };
 
 // Division of n < 2^31 by a divisor that only the host knows: the high half of a product, and a
-// shift. A division takes about twenty instructions on a GPU.
+// shift. A GPU has no instruction for it: a plain division takes about twenty instructions.
+//
 // Exact for 0 <= n < 2^31 and 1 <= divisor < 2^31 (Granlund and Montgomery, "Division by invariant
 // integers using multiplication").
 struct FastDivisor {
   uint32_t divisor = 1;
-  uint32_t multiplier = 0;  // of 2^32 more, for divisors that are powers of two 2^32 exactly
+  uint32_t multiplier = 0;  // ceil(2^(32 + shift) / divisor); unused for divisor 1
   uint32_t shift = 0;
 
   FastDivisor() = default;

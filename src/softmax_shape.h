@@ -31,7 +31,7 @@ struct MaskIndex {
 struct SoftmaxMask {
   const uint8_t* data = nullptr;  // null: no mask
   MaskIndex outer;
-  int64_t stride = 0;  // 0 or more; 1 where the mask is as long as a row and inner is 1
+  int64_t stride = 0;  // 0 or more; 1 if the mask is as long as a row and inner is 1
   MaskIndex inner;
 };
 

@@ -1,7 +1,7 @@
 """Makes tests/data/bert: small BERTs of transformers, with their outputs and gradients.
 
 Each folder has a checkpoint (config.json, model.safetensors), the gradient of every parameter under
-its name (gradients.safetensors), and what went in and came out (arrays.safetensors). Needs torch
+its name (gradients.safetensors), and the inputs and outputs (arrays.safetensors). Needs torch
 and transformers: `python tests/record_bert.py`.
 """
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 FOLDER = Path(__file__).parent / "data" / "bert"
 COMMON = dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
 
-# A class of transformers, a config, and the batch: sizes, and which of the optional inputs it has.
+# A class of transformers, a config, and the batch: its sizes and its optional inputs.
 RECORDINGS = {
     "model": (
         transformers.BertModel,
@@ -62,7 +62,7 @@ RECORDINGS = {
 
 
 def randomized(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """No parameter stays at the zeros or ones that it begins with."""
+    """Replaces parameters by random numbers, because some start as zeros or ones."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
@@ -76,9 +76,9 @@ def inputs(config, generator, *, batch, sequence, mask, token_types, positions) 
     def integers(most, *shape):
         return torch.randint(most, shape, generator=generator)
 
-    # Not 0, the word of padding: transformers leaves its embedding without a gradient.
+    # Not 0, the padding token: transformers computes no gradient for its embedding.
     given = {"input_ids": 1 + integers(config.vocab_size - 1, batch, sequence)}
-    if mask:  # every length from 1 to the whole is possible, and one has no padding
+    if mask:  # random lengths of 1 or more; the first sequence has no padding
         lengths = integers(sequence, batch) + 1
         lengths[0] = sequence
         given["attention_mask"] = (torch.arange(sequence) < lengths[:, None]).long()
@@ -90,7 +90,7 @@ def inputs(config, generator, *, batch, sequence, mask, token_types, positions) 
 
 
 def outputs(model, given: dict) -> dict[str, torch.Tensor]:
-    """Hidden states and pooled; with heads their logits too."""
+    """The hidden and pooled states, and the logits of the heads if there are any."""
     if isinstance(model, transformers.BertModel):
         found = model(**given)
         return {"hidden": found.last_hidden_state, "pooled": found.pooler_output}
@@ -101,7 +101,7 @@ def outputs(model, given: dict) -> dict[str, torch.Tensor]:
 
 
 def recorded(model, given: dict, generator) -> tuple[dict, dict, dict]:
-    """Results, weights of their sum, and that sum's gradient for every parameter."""
+    """Outputs, random weights for them, and the gradients of the weighted sum."""
     found = outputs(model, given)
     weights = {name: torch.randn(y.shape, generator=generator) for name, y in found.items()}
     sum((y * weights[name]).sum() for name, y in found.items()).backward()

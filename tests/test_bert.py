@@ -1,6 +1,6 @@
-"""BERT: fused and plain models agree in every variant; residuals; several devices.
+"""BERT: FASTOPS and PLAIN agree in every variant; residuals; several devices.
 
-That it is transformers' BERT is shown in test_bert_checkpoint.py.
+test_bert_checkpoint.py compares the model with transformers.
 """
 
 import collections
@@ -37,20 +37,20 @@ CONFIG = bert.Config(
 BATCH, SEQUENCE = 8, 12
 SLOW = pytest.mark.slow
 OPS = {"ours": bert.FASTOPS, "plain": bert.PLAIN}
-# Of another generator of random bits the programs take far longer to compile.
+# Programs with the default generator of random bits take far longer to compile.
 KEY = jax.random.key(3, impl="rbg")
 
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    """On a GPU those of float32 are rounded to a few bits otherwise."""
+    """By default, float32 products on a GPU are rounded to fewer bits."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 @pytest.fixture
 def without_cudnn(monkeypatch):
-    """The model for cuDNN, which has no float32 and wants a GPU, with XLA's attention."""
+    """Replaces cuDNN's attention, which has no float32 and needs a GPU, by XLA's."""
     attention = jax.nn.dot_product_attention
 
     def by_xla(*args, implementation, **options):
@@ -84,7 +84,7 @@ def batch(config: bert.Config, n: int = BATCH) -> dict[str, np.ndarray]:
 
 
 def step(config: bert.Config, ops: bert.Ops):
-    """Parameters, the arrays of a batch, and a random key or None, to results and gradients."""
+    """A function of parameters, a batch and a random key or None; gives results and gradients."""
 
     def total(params, given, key):
         hidden, pooled = bert.apply(params, config=config, key=key, ops=ops, **given)
@@ -144,7 +144,7 @@ def equations(jaxpr) -> list:
 
 
 def kernels(program: str) -> list[str]:
-    """Which of ours a compiled program calls."""
+    """The names of the jax_fastops kernels that a compiled program calls."""
     return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', program))
 
 
@@ -203,7 +203,7 @@ def layer_program(config, ops, key=None, backward=False):
 
 @pytest.mark.parametrize("attention", ["softmax", "xla", "cudnn"])
 def test_layer_is_fused(native, without_cudnn, attention):
-    """Six ops, or three or four with jax.nn's attention, and six products."""
+    """A layer calls six ops (three or four with jax.nn's attention) and six products."""
     config = dataclasses.replace(CONFIG, attention=attention)
     calls = []
 
@@ -237,7 +237,7 @@ def test_layer_is_fused(native, without_cudnn, attention):
 
 @pytest.mark.parametrize("attention", ["softmax", "cudnn"])
 def test_backward_is_fused(native, without_cudnn, attention):
-    """A kernel for each of the forward and for each of the backward."""
+    """Each op has one kernel in the forward and one in the backward."""
     config = dataclasses.replace(CONFIG, attention=attention)
     function, args = layer_program(config, bert.FASTOPS, backward=True)
     program = function.lower(*args).compile().as_text()
@@ -246,13 +246,13 @@ def test_backward_is_fused(native, without_cudnn, attention):
     assert found["softmax"] == found["softmax_bwd"] == (attention == "softmax")
     assert found["bias_act"] == found["bias_act_bwd"] == 1
     assert found["split_heads"] == 1
-    # Of queries, keys and values, with a second result: the sums of the bias' gradient.
+    # One call merges the gradients of q, k and v. Its second result sums the bias gradient.
     merges = [line for line in program.splitlines() if '"jax_fastops.merge_heads' in line]
     assert len(merges) == 1 and merges[0].split(" custom-call(")[0].count("f32[") == 2
 
 
 def test_encoder_is_fused(native):
-    """What each norm's two users give back is added up in the norm's own backward."""
+    """The backward of each norm adds the cotangents of the norm's two users."""
     config = dataclasses.replace(CONFIG, layers=3)
     params = bert.shapes(config)["layers"]
     x = jax.ShapeDtypeStruct((BATCH, SEQUENCE, config.hidden_size), config.dtype)
@@ -268,7 +268,7 @@ def test_encoder_is_fused(native):
     assert sorted(counts) == [5] + 5 * [6]
 
 
-# ---- ours and plain JAX's ------------------------------------------------------------------------
+# ---- FASTOPS and PLAIN ---------------------------------------------------------------------------
 
 CASES = {
     "masked": (dict(), True, False),
@@ -296,11 +296,11 @@ def test_twins_agree(case, without_cudnn):
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["softmax", "xla"])
 def test_twins_agree_in_full_depth(attention):
-    """In float64, where nothing but the sums' order may differ."""
+    """In float64, where only the order of sums may differ."""
     config = dataclasses.replace(
         CONFIG, layers=24, hidden_size=24, dropout=0.1, dtype="float64", attention=attention
     )
-    config = dataclasses.replace(config, scan=True)  # which compiles far sooner
+    config = dataclasses.replace(config, scan=True)  # compiles much faster
     with x64(), fo.use_implementation("native"):
         given = start(config), batch(config), KEY
         params = jax.tree.map(lambda a: a.astype(np.float64), given[0])
@@ -316,7 +316,7 @@ def test_twins_agree_in_full_depth(attention):
     "variant", ["remat", "scan-remat", *(pytest.param(v, marks=SLOW) for v in ("scan", "stacked"))]
 )
 def test_variants_agree(variant):
-    """With the same dropout too, for each layer has a random key of its own."""
+    """Dropout is also the same, because each layer has its own random key."""
     config = dataclasses.replace(CONFIG, **CASES["masked-dropout"][0])
     plain = stepped(config, bert.FASTOPS, True, True)
     changed = dataclasses.replace(config, remat="remat" in variant, scan="scan" in variant)
@@ -341,7 +341,7 @@ def test_stack_layers():
 @pytest.mark.parametrize("variant", ["plain", "stacked", "scan", "remat"])
 @pytest.mark.parametrize("ops", OPS)
 def test_encoder(native, variant, ops):
-    """The layers one by one, with the same dropout, however they are given and run."""
+    """The encoder equals its layers one by one, including dropout, in every variant."""
     config = dataclasses.replace(CONFIG, dropout=0.2, attention_dropout=0.3)
     changed = dataclasses.replace(config, scan=variant == "scan", remat=variant == "remat")
     params = start(config)["layers"]
@@ -376,7 +376,7 @@ def test_implementations_agree():
 
 
 def test_plain_ops():
-    """They take what ours take, and give the same."""
+    """They have the signatures and the results of the functions of FASTOPS."""
     for mine, other in zip(bert.PLAIN, bert.FASTOPS, strict=True):
         mine, other = (list(inspect.signature(f).parameters.values()) for f in (mine, other))
         assert [(p.name, p.kind, p.default) for p in mine] == [
@@ -408,7 +408,7 @@ def test_plain_ops():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision(native, dtype):
-    """The error against float32 is that of plain JAX."""
+    """The error against float32 is at most 1.2 times that of plain JAX."""
     config = dataclasses.replace(CONFIG, dtype=dtype)
     given = start(CONFIG), batch(CONFIG)
     exact = stepped(CONFIG, bert.PLAIN)["hidden"]
@@ -425,7 +425,7 @@ def test_low_precision(native, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_in_low_precision(dtype):
-    """For all together and for each array."""
+    """The error is bounded by that of plain JAX, on average and for each array."""
     config = dataclasses.replace(CONFIG, dtype=dtype)
     exact = stepped(CONFIG, bert.PLAIN)["gradients"]
     ours, plain = (stepped(config, ops)["gradients"] for ops in (bert.FASTOPS, bert.PLAIN))
@@ -437,7 +437,7 @@ def test_gradients_in_low_precision(dtype):
 
 @pytest.mark.slow
 def test_training(native):
-    """The loss of predicting a fixed batch's tokens falls, and as plain JAX's does."""
+    """The loss of predicting the tokens of a fixed batch falls as in plain JAX."""
     given = batch(CONFIG)
     curves = {}
     for ops in (bert.FASTOPS, bert.PLAIN):
@@ -469,7 +469,7 @@ def hidden_of(params, given, config=CONFIG, **options):
 
 
 def test_padding_is_not_seen(native):
-    """What stands at padding does not matter to the rest. Integers are masks too."""
+    """Tokens at padding do not affect the others. A mask may have integers."""
     given, params = batch(CONFIG), start(CONFIG)
     keep = given["mask"]
     found = jax.jit(hidden_of)(params, given)
@@ -485,7 +485,7 @@ def test_padding_is_not_seen(native):
 
 
 def test_defaults(native):
-    """Tokens are of type 0, at positions from 0 on; positions may be anything."""
+    """By default, token types are 0 and positions count from 0. Any positions may be given."""
     given = batch(CONFIG)
     tokens = given["tokens"]
     found, said, reversed_ = (
@@ -505,7 +505,7 @@ def test_defaults(native):
 
 
 def test_empty_batch(native):
-    """Its results are empty, and its gradients zeros."""
+    """Results are empty, and gradients are zeros."""
     config = dataclasses.replace(CONFIG, layers=1)
     given = {name: array[:0] for name, array in batch(config).items()}
 
@@ -520,7 +520,7 @@ def test_empty_batch(native):
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_narrow_tokens(dtype):
-    """Also where the dtype cannot count the table's rows."""
+    """The dtype of tokens may be too narrow for the number of rows in the table."""
     config = dataclasses.replace(CONFIG, layers=1, vocab_size=300)
     tokens = np.arange(100, 124).reshape(2, SEQUENCE)
     found, wanted = (
@@ -534,9 +534,9 @@ def test_narrow_tokens(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_scale_of_dropout(dtype):
-    """What is kept is divided by the share itself, and rounded once: bfloat16 has no 0.9."""
+    """Kept elements are divided by the exact share, then rounded: 0.9 is no bfloat16."""
     config = dataclasses.replace(CONFIG, layers=1, dropout=0.1, dtype=dtype)
-    bias = np.linspace(1, 2, 32, endpoint=False, dtype=np.float32)  # which bfloat16 has
+    bias = np.linspace(1, 2, 32, endpoint=False, dtype=np.float32)  # exact in bfloat16
     layer = start(config)["layers"][0]
     layer = layer | {"output": {"kernel": 0 * layer["output"]["kernel"], "bias": bias}}
 
@@ -560,7 +560,7 @@ def test_scale_of_dropout(dtype):
 
 
 def test_places_of_dropout():
-    """Embeddings, probabilities, and what attention and feed-forward give, with its bias."""
+    """Embeddings, attention weights, and the outputs of attention and feed-forward with bias."""
     config = dataclasses.replace(CONFIG, dropout=0.25, attention_dropout=0.5)
     seen = []
 
@@ -596,7 +596,7 @@ def test_places_of_dropout():
 
 
 def test_dropout_of_probabilities():
-    """A half of them is left out, and the rest doubled: averaged over keys nothing changes."""
+    """Half of them are dropped and the others doubled: the mean over keys does not change."""
     config = dataclasses.replace(CONFIG, attention_dropout=0.5, layers=1)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((1, SEQUENCE, 32)).astype(np.float32)
@@ -632,7 +632,7 @@ def test_dropout_of_probabilities():
 
 
 def residuals(config, ops, implementation="native", key=None):
-    """Shapes and dtypes of the layers' residuals, without arguments."""
+    """Shapes and dtypes of the layers' residuals, except the parameters."""
     given = batch(config)
 
     def kept(params):
@@ -652,7 +652,7 @@ def size(kept) -> int:
 
 @pytest.mark.parametrize("which", ["native", "xla", "plain"])
 def test_remat_keeps_less(which):
-    """Statistics and arrays of the size of the layer's input; no scores, no inner activations."""
+    """It keeps statistics and arrays as large as the input: no scores, no inner activations."""
     ops = bert.PLAIN if which == "plain" else bert.FASTOPS
     implementation = "xla" if which == "plain" else which
     config = dataclasses.replace(CONFIG, layers=6)
@@ -698,7 +698,7 @@ def test_remat_repeats_less(which, scan):
 
 @pytest.mark.parametrize("attention", ["softmax", "xla", "cudnn"])
 def test_vmap(native, without_cudnn, attention):
-    """Over batches; and over parameters, as an ensemble has them."""
+    """Maps over batches, and over parameters as for an ensemble."""
     config = dataclasses.replace(CONFIG, layers=1, attention=attention)
     params, given = start(config), batch(config)
     split = {k: v.reshape(2, BATCH // 2, SEQUENCE) for k, v in given.items()}
@@ -713,7 +713,7 @@ def test_vmap(native, without_cudnn, attention):
 
 
 def test_export(native):
-    """A program is written out, read back, and called."""
+    """An exported program is serialized, deserialized and called."""
     params, given = start(CONFIG, mlm=False), batch(CONFIG)
     platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
     exported = jax.export.export(
@@ -736,7 +736,7 @@ def on_one_device(attention: str = "softmax"):
 
 
 def over_devices(axis_type, make):
-    """Runs ``make(mesh)`` on a batch that is sharded over the mesh; its results and program."""
+    """Runs ``make(mesh)`` on a sharded batch; returns the results and the compiled program."""
     if device_count() < 2:
         pytest.skip("needs two devices")
     mesh = make_mesh({"batch": device_count()}, axis_type)
@@ -759,7 +759,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sharded_batch(native, without_cudnn, variant):
-    """Gradients are summed, and nothing else is communicated."""
+    """The only communication is the sum of gradients and of the loss."""
     axis_type, changes = VARIANTS[variant]
     config = dataclasses.replace(CONFIG, **changes)
     found, program = over_devices(axis_type, lambda mesh: step(config, bert.FASTOPS))
@@ -774,7 +774,7 @@ def test_sharded_batch(native, without_cudnn, variant):
 
 @pytest.mark.parametrize("ops", OPS)
 def test_sharded_dropout(native, ops):
-    """With explicit axes, the same elements are dropped as on one device; masks are sharded."""
+    """Over Explicit axes, dropout masks are sharded and equal those of one device."""
     count = device_count()
     if count < 2:
         pytest.skip("needs two devices")
@@ -801,7 +801,7 @@ def test_sharded_dropout(native, ops):
 
 @pytest.mark.parametrize("attention", ["softmax", "cudnn"])
 def test_shard_map(native, without_cudnn, attention):
-    """The same by hand; results of one device each."""
+    """The same results under shard_map."""
     config = dataclasses.replace(CONFIG, attention=attention)
 
     def make(mesh):
@@ -824,7 +824,7 @@ def test_shard_map(native, without_cudnn, attention):
 
 @pytest.mark.parametrize("what", ["key", "mask"])
 def test_shard_map_of_one_batch(what):
-    """The same tokens on all devices, with dropout or padding that is not the same."""
+    """All devices have the same tokens, but different dropout or padding."""
     if device_count() < 2:
         pytest.skip("needs two devices")
     config = dataclasses.replace(CONFIG, layers=1, scan=True, attention_dropout=0.1)
@@ -848,7 +848,7 @@ def test_shard_map_of_one_batch(what):
 
 
 def test_config_is_static():
-    """Equal configs are one, however they are written."""
+    """Configs with equal values are equal and have one hash, whatever types were given."""
     config = dataclasses.replace(
         CONFIG,
         layers=np.int64(2),
@@ -979,7 +979,7 @@ LAYER_ERRORS = [
     ],
 )
 def test_errors_of_layer(changes, error, message):
-    """A mask of floats, say, which is added to scores elsewhere, would be read the wrong way."""
+    """A mask of floats is refused: other libraries add such a mask to the scores."""
     x = np.zeros((2, 5, 32), np.float32)
     given = dict(params=start(CONFIG)["layers"][0], x=x, config=CONFIG) | changes
     with pytest.raises(error, match=message):

@@ -1,4 +1,4 @@
-"""BERT is transformers' BERT: outputs and gradients are those recorded by record_bert.py; files."""
+"""BERT equals that of transformers, as recorded by record_bert.py; checkpoint files."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ OPS = {"ours": bert.FASTOPS, "plain": bert.PLAIN}
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    """On a GPU those of float32 are rounded to a few bits otherwise."""
+    """By default, float32 products on a GPU are rounded to fewer bits."""
     with jax.default_matmul_precision("highest"):
         yield
 
@@ -81,7 +81,7 @@ def assert_close(found, wanted, tolerance: float = TOLERANCE) -> None:
 
 
 def load_gradients(name: str, folder: Path) -> dict:
-    """As parameters, for they have the names of tensors of a checkpoint."""
+    """Loads recorded gradients like parameters: they have the same tensor names."""
     shutil.copy(DATA / name / "config.json", folder)
     shutil.copy(DATA / name / "gradients.safetensors", folder / "model.safetensors")
     return bert_checkpoint.load(folder)[1]
@@ -123,7 +123,7 @@ def test_variants_equal_transformers(native, tmp_path, variant):
 
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_bfloat16(native, name):
-    """The error against float32 is that of transformers in bfloat16."""
+    """The error against float32 is at most 1.5 times that of transformers in bfloat16."""
     recorded = arrays(name)
     config, params = bert_checkpoint.load(DATA / name)
     assert config.dtype == "bfloat16"
@@ -140,7 +140,7 @@ def test_bfloat16(native, name):
 
 
 def written(folder: Path, tensors: dict, **changes) -> Path:
-    """A checkpoint with the config of a recording, changed."""
+    """Writes a checkpoint with the config of a recording and these changes."""
     config = json.loads((DATA / "pretraining" / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.save_file(tensors, folder / "model.safetensors")
@@ -176,7 +176,7 @@ def test_config():
 
 
 def test_names(tmp_path):
-    """Prefix or not, names of TensorFlow's days, buffers, a decoder that is the embeddings."""
+    """Names without prefix, the names of TensorFlow, buffers, a decoder tied to the embeddings."""
     _, wanted = bert_checkpoint.load(DATA / "pretraining")
     tensors = tensors_of("pretraining")
     assert any(name.startswith("bert.") for name in tensors)
@@ -193,7 +193,7 @@ def test_names(tmp_path):
 
 
 def test_decoder_alone(tmp_path):
-    """A file that leaves one of two names out may have kept the other."""
+    """A file with only one of two tied tensors may have either name."""
     tensors = tensors_of("pretraining")
     for name, other in (
         ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
@@ -215,7 +215,7 @@ def test_heads_are_optional(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float64])
 def test_dtypes(tmp_path, dtype):
-    """Tensors of other dtypes come as float32."""
+    """Tensors of other dtypes are converted to float32."""
     tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of("model").items()}
     shutil.copy(DATA / "model" / "config.json", tmp_path)
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
@@ -239,7 +239,7 @@ def test_shards(tmp_path):
 
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_save(tmp_path, name):
-    """The same tensors under the same names, bit for bit, of a list or a stack of layers."""
+    """Saves bitwise equal tensors under the same names, from a list or a stack of layers."""
     config, params = bert_checkpoint.load(DATA / name, dtype="float32")
     for form in (params, bert.stack_layers(params)):
         bert_checkpoint.save(tmp_path / "made", config, form)
@@ -267,7 +267,7 @@ def test_saved_config(tmp_path, activation):
 
 @pytest.mark.parametrize("fails", ["save_file", "replace"])
 def test_interrupted_save(tmp_path, monkeypatch, fails):
-    """What was there is there still, and nothing else."""
+    """The previous files are unchanged, and there are no others."""
     shutil.copytree(DATA / "unmasked", tmp_path, dirs_exist_ok=True)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     config, params = bert_checkpoint.load(tmp_path)
@@ -285,7 +285,7 @@ def test_interrupted_save(tmp_path, monkeypatch, fails):
 
 
 def test_wrong_tensors(tmp_path):
-    """All that are wrong are named."""
+    """The message names all wrong tensors."""
     tensors = tensors_of("pretraining")
     del tensors["bert.encoder.layer.1.attention.self.key.bias"]
     del tensors["cls.predictions.bias"]
@@ -368,7 +368,7 @@ def test_no_files(tmp_path):
     ],
 )
 def test_damaged_file(tmp_path, name, content, message):
-    """It is named."""
+    """The message names the file."""
     shutil.copy(DATA / "model" / "config.json", tmp_path)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
@@ -413,7 +413,7 @@ LIVE = {
 
 @pytest.fixture
 def recorder():
-    """record_bert, where torch and transformers are installed."""
+    """The module record_bert; skips the test without torch or transformers."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     import record_bert
@@ -461,7 +461,7 @@ def test_equals_live_transformers(native, recorder, tmp_path, case, heads):
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [(), ("mlm",), ("mlm", "nsp")], ids=["bare", "mlm", "both"])
 def test_transformers_reads_what_is_saved(recorder, tmp_path, heads):
-    """With nothing missing and nothing left over, and the outputs are the same."""
+    """No tensor is missing or unexpected, and the outputs are the same."""
     import torch
     import transformers
 
@@ -471,7 +471,7 @@ def test_transformers_reads_what_is_saved(recorder, tmp_path, heads):
     (name,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
     cls = getattr(transformers, name)
     if name == "BertForMaskedLM":
-        del params["pooler"]  # which that has not
+        del params["pooler"]  # BertForMaskedLM has none
         bert_checkpoint.save(tmp_path, config, params)
     model, report = cls.from_pretrained(
         tmp_path, output_loading_info=True, attn_implementation="eager"
@@ -486,7 +486,7 @@ def test_transformers_reads_what_is_saved(recorder, tmp_path, heads):
 
 
 def test_float64_is_closer(native):
-    """The recordings are of float32, and so is their distance to float64."""
+    """The recordings are float32, so they differ from float64 by float32 rounding."""
     recorded = arrays("model")
     with x64(), fo.use_implementation("native"):
         config, params = bert_checkpoint.load(DATA / "model", dtype="float64")

@@ -1,4 +1,4 @@
-"""The example that trains BERT: resumed after a kill, spread over devices; and the demo's BERT."""
+"""The example that trains BERT: resumed after a kill, on several devices; the BERT of the demo."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ FEW = ("--batch=8", "--length=16", "--dtype=float32")
 
 @contextlib.contextmanager
 def scripts(folder: str):
-    """The modules of a folder of scripts are top-level ones inside, and forgotten afterwards."""
+    """Makes the modules of a folder importable by name, and unloads them at the end."""
     path, before = list(sys.path), set(sys.modules)
     sys.path.insert(0, str(CHECKOUT / folder))
     try:
@@ -74,7 +74,7 @@ def start(tmp_path):
     """Starts the example as a user does, on four CPU devices, and ends it after the test."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        # All runs have one program, which the first compiles.
+        # All runs have the same program: the first one compiles it.
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -108,7 +108,7 @@ def finished(process: subprocess.Popen) -> str:
 
 
 def logged(folder: Path) -> list[str]:
-    """The lines of the log that are complete."""
+    """The complete lines of the log."""
     path = folder / "losses.csv"
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
@@ -118,9 +118,9 @@ def last_checkpoint(folder: Path) -> int:
 
 
 def kill(process: subprocess.Popen, folder: Path, beyond: int) -> None:
-    """SIGKILL, as soon as there is a new checkpoint and three steps more are logged.
+    """Sends SIGKILL after a new checkpoint and three more logged steps.
 
-    A loss is logged while the next step runs already.
+    A loss is logged while the next step is already running.
     """
     deadline = time.monotonic() + 300
     while last_checkpoint(folder) <= beyond or len(logged(folder)) < last_checkpoint(folder) + 3:
@@ -134,7 +134,7 @@ def kill(process: subprocess.Popen, folder: Path, beyond: int) -> None:
 
 @pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_resumed(start, tmp_path, kills):
-    """A run that was killed has every loss of one that was not, to the last bit."""
+    """The losses of a killed run are bitwise equal to those of an uninterrupted run."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     for _ in range(kills):
         kill(start(killed, "--steps=1000000"), killed, last_checkpoint(killed))
@@ -157,7 +157,7 @@ def test_resumed(start, tmp_path, kills):
 
 @pytest.mark.slow
 def test_resumed_on_fewer_devices(start, tmp_path):
-    """Batches and dropout are the same, and so are the losses, to rounding."""
+    """Batches and dropout are the same, and losses agree within rounding."""
     moved, whole = tmp_path / "moved", tmp_path / "whole"
     finished(start(moved, "--steps=10"))
     assert "Going on from step 10." in finished(start(moved, "--steps=16", devices=2))
@@ -174,14 +174,14 @@ def test_resumed_on_fewer_devices(start, tmp_path):
 
 @pytest.mark.parametrize("attention", ["softmax", pytest.param("xla", marks=pytest.mark.slow)])
 def test_collectives(example, attention):
-    """Gradients and the loss are summed over the devices, and nothing else is communicated."""
+    """The only communication is the sum of gradients and of the loss."""
     count = device_count()
     if count < 2 or count != jax.device_count():
         pytest.skip("needs two devices or more, a power of two")
     made = training(example, f"--attention={attention}")
     counts = collectives(made.update.as_text())
     leaves = len(jax.tree.leaves(made.abstract["params"]))
-    # Each parameter's gradient, the loss, and how many tokens it is the mean of.
+    # The gradient of each parameter, the loss, and the number of its tokens.
     assert 0 < counts.pop("all-reduce") <= leaves + 2
     assert not counts
     batch = made.batch(0)
@@ -192,7 +192,7 @@ def test_collectives(example, attention):
 
 
 def test_step_is_all_there_is(example):
-    """Batches and dropout differ from step to step, and are the same when it comes again."""
+    """Batches and dropout depend only on the step: they differ between steps, and repeat."""
     made = training(example, "--attention=softmax")
     first, again, other = (made.batch(k) for k in (3, 3, 4))
     for a, b in zip(first, again, strict=True):
@@ -251,7 +251,7 @@ def test_batch_that_does_not_divide(example, capsys):
 
 
 def test_other_options_than_the_checkpoint(example, capsys, tmp_path, monkeypatch):
-    """What a run's losses depend on must not change under it."""
+    """A run cannot resume with other values of the options that its losses depend on."""
     made = training(example, "--attention=softmax")
 
     def compiled(options, mesh):
@@ -278,7 +278,7 @@ def test_other_options_than_the_checkpoint(example, capsys, tmp_path, monkeypatc
         assert found.value.code == 2
         assert message in capsys.readouterr().err
     assert logged(folder) == done
-    assert example.main(given) == 0  # it has nothing left to do
+    assert example.main(given) == 0  # all steps are done
     assert logged(folder) == done
     (folder / "losses.csv").write_text(done[0] + "\n")
     with pytest.raises(SystemExit):
@@ -341,7 +341,7 @@ def test_loss():
 
 
 def test_demo(native, monkeypatch):
-    """The loss falls, as the twin's does; and ours keeps fewer bytes."""
+    """The loss falls as in plain JAX, and FASTOPS keeps fewer bytes."""
     demo, data = loaded("demo", "bert", "data")
     monkeypatch.setattr(
         demo,

@@ -1,4 +1,4 @@
-"""`split_heads`, `split_qkv_heads`, `merge_heads`: transformations, sums, dtypes, errors."""
+"""`split_heads`, `split_qkv_heads`, `merge_heads`: transformations, bias sums, dtypes, errors."""
 
 import functools
 import re
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 
 def add(x, bias):
-    """The sum in the wider dtype, rounded once."""
+    """`x + bias` in the wider dtype, rounded once to the dtype of `x`."""
     if bias is None:
         return x
     wide = jnp.promote_types(x.dtype, bias.dtype)
@@ -38,7 +38,7 @@ def reference_split(x, bias=None, *, num_heads):
 
 
 def reference_split_qkv(qkv, bias=None, *, num_heads):
-    # The gradient of `split` is a concatenation. That of slices is a sum, in which -0 is lost.
+    # The gradient of `split` is a concatenation. The gradient of slices is a sum, which loses -0.
     parts = jnp.split(add(qkv, bias), 3, axis=-1)
     return tuple(reference_split(part, num_heads=num_heads) for part in parts)
 
@@ -58,7 +58,7 @@ def any_value(rng, shape, dtype):
 
 
 def draws(*sizes, dtypes=(None, None)):
-    """Draws arguments with these shapes, and with these dtypes if they are given."""
+    """Draws arguments with the given shapes, and with `dtypes` if given."""
 
     def make(rng, dtype):
         own = [d or dtype for d in dtypes[: len(sizes)]]
@@ -70,7 +70,7 @@ def draws(*sizes, dtypes=(None, None)):
 def split_shapes(unit):
     """Shapes of x, whose last axis is a multiple of `unit`.
 
-    For no case with a bias: a sum of the largest numbers overflows in one order and not in another.
+    Not for cases with a bias: whether a sum of the largest numbers overflows depends on its order.
     """
 
     def join(lead, sequence, size):
@@ -86,7 +86,7 @@ SPLIT = Case(
     name="split_heads",
     fn=lambda x: fo.split_heads(x, num_heads=8),
     reference=lambda x: reference_split(x, num_heads=8),
-    dtypes=("float32", "bfloat16"),  # the bytes are moved, whatever they are
+    dtypes=("float32", "bfloat16"),  # the kernel only moves bytes
     make_args=draws((2, 3, 16)),
     make_sharded_args=draws((8, 16, 64)),
     linear=(0,),
@@ -94,7 +94,7 @@ SPLIT = Case(
     shardings=(
         Sharding("batch", (0,), (0,)),
         Sharding("sequence", (1,), (2,)),
-        # The number of heads of a shard is another.
+        # Not in `shard_map`: a shard has fewer heads than `num_heads`.
         Sharding("heads", (2,), (1,), shard_map=False),
     ),
     symbolic=("b, s, 16",),
@@ -179,7 +179,7 @@ MERGE = Case(
     shapes=shapes(3, 5).map(lambda shape: (shape,)),
 )
 
-# Their numbers are moved like any; XLA adds the bias.
+# The kernel moves elements of any dtype. XLA adds a bias that is not floating-point.
 NO_FLOATS = ("int32", "bool", "complex64", "int8")
 SPLIT_NUMBERS = Case(
     name="split_heads_numbers",
@@ -221,7 +221,7 @@ def test_harness(check):
     check()
 
 
-# name -> (op, reference), of x and a bias and the number of heads
+# name -> (op, reference, number of results)
 SPLITS = {
     "split_heads": (fo.split_heads, reference_split, 1),
     "split_qkv_heads": (fo.split_qkv_heads, reference_split_qkv, 3),
@@ -230,7 +230,7 @@ SPLITS = {
 
 @pytest.fixture(params=SPLITS)
 def split(request):
-    """An op, its reference, and how many results it has."""
+    """An op, its reference, and its number of results."""
     return SPLITS[request.param]
 
 
@@ -250,7 +250,7 @@ def example(rng, parts, lead, sequence, heads, size, dtype, fill=normal):
 
 
 def exact_bias_gradient(cts):
-    """In float64, from NumPy."""
+    """The bias gradient in float64, computed by NumPy."""
     sums = [ct.astype(np.float64) for ct in cts]
     return np.concatenate([s.sum((*range(s.ndim - 3), -2)).reshape(-1) for s in sums])
 
@@ -258,7 +258,7 @@ def exact_bias_gradient(cts):
 # Values -------------------------------------------------------------------------------------------
 
 SHAPES = [
-    # leading dimensions, sequence, heads, size of a head
+    # (leading dimensions, sequence, heads, head size)
     ((), 1, 1, 1),
     ((), 5, 3, 7),
     ((2,), 9, 1, 5),
@@ -277,21 +277,21 @@ SHAPES = [
 
 
 def merged(cts):
-    """The gradient of x. By NumPy: XLA loses subnormals and the sign of zeros on the way."""
+    """The gradient of x, computed by NumPy: XLA loses subnormals and the sign of zeros."""
     parts = [np.swapaxes(np.asarray(ct), -3, -2) for ct in cts]
     parts = [p.reshape(*p.shape[:-2], p.shape[-2] * p.shape[-1]) for p in parts]
     return np.concatenate(parts, axis=-1)
 
 
 def heads_of(x, parts, heads, size):
-    """The results without a bias, by NumPy."""
+    """The results without a bias, computed by NumPy."""
     pieces = np.split(np.asarray(x), parts, axis=-1)
     return tuple(np.swapaxes(p.reshape(*p.shape[:-1], heads, size), -3, -2) for p in pieces)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_values_and_gradients(split, dtype, with_bias):
-    """Results and the gradient of x have the reference's bits, special values included."""
+    """Results and the gradient of x have the reference's bits, including special values."""
     fn, _, parts = split
     rng = np.random.default_rng(0)
     examples = [example(rng, parts, *s, dtype, sprinkled) for s in SHAPES]
@@ -328,7 +328,7 @@ def test_merge_values_and_gradients(dtype):
 
 
 def test_bias_gradient(split, dtype):
-    """The sum over all rows is close to that in float64, whatever the shape."""
+    """The bias gradient is close to the sum in float64 for every shape."""
     fn, _, parts = split
     rng = np.random.default_rng(2)
     for lead, sequence, heads, size in SHAPES:
@@ -340,7 +340,7 @@ def test_bias_gradient(split, dtype):
 
 
 def assert_sum(gradient, cts, dtype):
-    """A sum of normal numbers in float32 (float64), rounded once."""
+    """Checks a sum of normally distributed numbers in float32 (float64), rounded once."""
     rows = cts[0].size // max(1, cts[0].shape[-1] * cts[0].shape[-3])
     wide = jnp.finfo(jnp.promote_types(dtype, np.float32)).eps
     exact = exact_bias_gradient(cts)
@@ -365,7 +365,7 @@ SEQUENCES = [1, 2, 3, 15, 16, 17, 31, 61, 63, 64, 65, 67, 97, 122, 127, 128, 129
     ids=lambda s: f"{s[0]}to{s[-1]}",
 )
 def test_groups_of_rows(split, sequences):
-    """However the sequence is cut into groups of rows, every row is in the sum once."""
+    """For every division of the sequence into groups, each row is in the sum once."""
     fn, reference, parts = split
     rng = np.random.default_rng(3)
     examples = [example(rng, parts, (2,), s, 2, 3, np.float32) for s in sequences]
@@ -381,15 +381,15 @@ def test_groups_of_rows(split, sequences):
 def test_groups_are_whole(sequence):
     rows = _group_rows(sequence)
     assert sequence % rows == 0
-    # Neither so small that the sums are traffic, nor cut where that is not needed.
+    # Small groups would cost traffic for the sums. The whole sequence may be one group.
     assert rows == sequence or 32 <= rows <= 128
 
 
-# What is kept, and what runs ----------------------------------------------------------------------
+# Residuals and kernels ----------------------------------------------------------------------------
 
 
 def kernels(fn, *args):
-    """The native kernels that a compiled program calls, in order of their names."""
+    """The kernels that a compiled program calls, sorted by name."""
     text = jax.jit(fn).lower(*args).compile().as_text()
     return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
 
@@ -424,7 +424,7 @@ def test_nothing_to_move_is_no_kernel():
 
 
 def test_the_gradient_of_one_argument_computes_that_one(split):
-    """Without the other's gradient there is no sum, or nothing moved."""
+    """The gradient of x computes no sum, and that of the bias moves nothing."""
     fn, _, parts = split
     (x, bias), cts = example(np.random.default_rng(5), parts, (2,), 6, 2, 4, np.float32)
     fn = functools.partial(fn, num_heads=2)
@@ -576,7 +576,7 @@ MODES = ("native", "auto", "xla")
 def test_mixed_dtypes_are_rounded_once(split, mode):
     fn, _, _ = split
     x = jnp.ones((1, 1, 6), jnp.bfloat16)
-    # Halfway between two numbers of bfloat16, and a bit more: rounded twice, it is 1.
+    # Slightly more than halfway between two bfloat16 numbers. Rounded twice, the sum is 1.
     bias = np.full(6, 2.0**-8 + 2.0**-20, np.float32)
     with fo.use_implementation(mode):
         for result in outputs(jax.jit(functools.partial(fn, num_heads=2))(x, bias)):
@@ -603,7 +603,7 @@ MIXED = [
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("of_x", "of_bias"), MIXED)
 def test_mixed_dtypes(split, of_x, of_bias, mode):
-    """The sum is made in float32 (float64 for float64); gradients have their argument's dtype."""
+    """The sum is in float32 (float64 for float64); gradients have their argument's dtype."""
     fn, _, parts = split
     (x, bias), cts = example(np.random.default_rng(9), parts, (2,), 70, 2, 4, np.float64)
     x, bias = x.astype(jnp.dtype(of_x)), bias.astype(jnp.dtype(of_bias))
@@ -678,7 +678,7 @@ def explicit_mesh():
     return make_mesh({"a": count}, AxisType.Explicit)
 
 
-# name -> (parts, spec of x, of the bias or None, of a result), for 16 heads on up to 8 devices
+# name -> specs of (x, bias, result), for up to 8 devices
 SPECS = {
     "batch": (P("a", None, None), P(None), P("a", None, None, None)),
     "sequence": (P(None, "a", None), P(None), P(None, None, "a", None)),
@@ -729,7 +729,7 @@ def test_explicit_types_of_split_heads(name, with_bias):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("name", ["batch", "sequence", "features", "features and bias", "nothing"])
 def test_explicit_types_of_split_qkv_heads(name, with_bias):
-    """Sharded features are gathered, and the results are right."""
+    """Sharded features are gathered, and the results are exact."""
     mesh = explicit_mesh()
     of_x, of_bias, of_result = SPECS[name]
     if "features" in name:
@@ -785,15 +785,15 @@ def test_explicit_types_of_merge_heads(given, expected):
         assert_collectives(text, 0)
 
 
-# With explicit mesh axes the rows of a shard may make one group, several, or not be cut at all.
-# With auto ones nobody knows the shards: whole groups fall on each device, or all is gathered.
+# With explicit mesh axes, groups of rows are chosen to fit the shards. With auto mesh axes, the
+# shards are not known while tracing: each device gets whole groups, or all rows are gathered.
 SHARDS = [("Explicit", rows) for rows in (1, 3, 17, 64, 67, 96, 128)]
 SHARDS += [("Auto", rows) for rows in (32, 64, 67, 96, 128, 640)]
 GATHERED = [1, 3, 17]
 
 
 def split_over_sequence(split, axis_type, rows):
-    """Gradients where every device has so many rows of the sequence; they are right."""
+    """Checks gradients with `rows` rows of the sequence on every device."""
     fn, _, parts = split
     count = explicit_mesh().size
     mesh = make_mesh({"a": count}, axis_type)
@@ -808,7 +808,7 @@ def split_over_sequence(split, axis_type, rows):
 
 @pytest.mark.parametrize(("axis_type", "rows"), SHARDS)
 def test_sharded_sequences(split, axis_type, rows):
-    """Whatever the length of a shard: one all-reduce for the bias, and the right sum."""
+    """For every length of a shard, there is one all-reduce for the bias gradient."""
     dx, sharding, text = split_over_sequence(split, AxisType[axis_type], rows)
     assert_layout("the gradient of x", dx, sharding)
     assert_collectives(text, 1)
@@ -821,7 +821,7 @@ def test_sequences_whose_groups_lie_on_several_devices(split, rows):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sequences_with_no_even_shards(split, size):
-    """With an auto mesh axis, a sequence that the devices do not divide is right all the same."""
+    """With an auto mesh axis, the devices may not divide the sequence."""
     fn, _, parts = split
     mesh = make_mesh({"a": explicit_mesh().size}, AxisType.Auto)
     args, cts = example(np.random.default_rng(15), parts, (2,), 8 * size + 1, 2, 3, np.float32)
@@ -855,7 +855,7 @@ def test_features_sharded_with_a_bias_in_every_mode(split, axis_type):
         assert_sum(db, cts, np.float32)
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 X = np.zeros((2, 3, 12), np.float32)
 BIAS = np.zeros(12, np.float32)
@@ -946,7 +946,7 @@ def test_refused_under_jit_before_anything_runs(split):
 
 
 def test_implementations_agree(split, dtype):
-    """The same bits, except for the order of the bias gradient's sum."""
+    """The implementations return the same bits, except for the sum of the bias gradient."""
     fn, _, parts = split
     args, cts = example(np.random.default_rng(17), parts, (2,), 70, 3, 5, dtype)
     results = {}
@@ -972,7 +972,7 @@ def test_a_platform_without_kernels_takes_the_reference(split, platform):
 
 
 def test_a_bias_alone_is_summed_in_float32(split):
-    """Where x has no gradient, XLA sums; not in bfloat16, in which a long sum stands still."""
+    """If only the bias has a gradient, XLA sums: in float32, as a bfloat16 sum stops growing."""
     fn, _, parts = split
     rng = np.random.default_rng(20)
     args, _ = example(rng, parts, (4,), 1031, 2, 4, np.float32)
@@ -987,7 +987,7 @@ def test_a_bias_alone_is_summed_in_float32(split):
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_a_sequence_without_batch_is_sharded_beside_a_whole_bias(split, axis_type):
-    """XLA cuts a bias too that has as many dimensions as there are batch dimensions."""
+    """XLA would also shard a bias whose rank equals the number of batch dimensions."""
     fn, reference, parts = split
     size = explicit_mesh().size
     mesh = make_mesh({"a": size}, AxisType[axis_type])

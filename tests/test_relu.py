@@ -37,7 +37,7 @@ def draws(*shapes):
 
 
 def spread(count, *names):
-    """Elementwise sharding: the same dimension of every argument."""
+    """Shards the same dimension of every argument and of the result."""
     return tuple(Sharding(name, (dim,) * count, (dim,)) for dim, name in enumerate(names))
 
 
@@ -53,7 +53,7 @@ RELU = Case(
     shapes=same_shapes(1),
 )
 
-# The last axis is no multiple of eight, so the mask's bytes run over the last two axes.
+# The last axis is not a multiple of eight, so the mask packs the last two axes merged.
 RELU_MERGED = Case(
     name="relu_merged",
     fn=fo.relu,
@@ -65,7 +65,7 @@ RELU_MERGED = Case(
     shardings=spread(1, "batch"),
 )
 
-# Nothing divides by eight, so mask bytes are padded.
+# No product of trailing axes is a multiple of eight, so the last mask byte is padded.
 RELU_PADDED = Case(
     name="relu_padded",
     fn=fo.relu,
@@ -90,7 +90,7 @@ ADD_RELU = Case(
     thorough=True,
 )
 
-# A broadcast operand is a parameter: its gradient is a sum over the rows.
+# The gradient of a broadcast operand is a sum over the rows.
 ADD_RELU_BIAS = Case(
     name="add_relu_bias",
     fn=fo.add_relu,
@@ -138,13 +138,13 @@ def value_and_gradients(fn):
 
 
 def assert_same_bits(case, examples, run=value_and_gradients):
-    """The op gives the reference's bits for many examples, all in one program."""
+    """The op returns the bits of the reference for many examples, all in one program."""
     many = lambda fn: jax.jit(lambda batch: [run(fn)(*example) for example in batch])  # noqa: E731
     assert_matches(many(case.fn)(examples), many(case.reference)(examples))
 
 
 def assert_same_bits_in_shapes(case, shapes, dtype):
-    """The same for many shapes; the reference, elementwise, sees all as one flat array."""
+    """The same for many shapes. The reference gets all of them as one flat array."""
     rng = case.rng("shapes")
     examples = [example(case, rng, shape, dtype) for shape in shapes]
     flat = lambda arrays: np.concatenate([np.reshape(a, -1) for a in arrays])  # noqa: E731
@@ -173,7 +173,7 @@ def chunks(values, size=35):
 
 
 def shape_groups():
-    """Groups of shapes, each one test; every group in every dtype is a slow test."""
+    """Groups of shapes, one test each. Every group in every dtype is a slow test."""
     for rank, lead in enumerate([(), (3,), (2, 3), (2, 1, 3)], start=1):
         slow = pytest.mark.slow if rank > 2 else ()
         for group in chunks([(*lead, n) for n in range(1, 71)]):
@@ -216,11 +216,11 @@ def test_very_large(case, native, size):
     assert_same_bits(case, [example(case, rng, (size,), np.float32, normal)])
 
 
-# Views that need not begin where a buffer does
+# Views that do not begin at the start of a buffer
 
 
 def offset_views(fn, count):
-    """The op of slices of larger buffers: a compiler may pass a pointer into the buffer."""
+    """Applies the op to slices of larger buffers: XLA may pass a pointer into the buffer."""
 
     def run(buffers, start, cotangents):
         results = []
@@ -237,7 +237,7 @@ def offset_views(fn, count):
         results.append(
             value_and_gradients(fn)(dynamic, jax.lax.dynamic_slice_in_dim(cotangents, start, 2))
         )
-        # And the result may be written into the middle of one.
+        # XLA may also write the result into the middle of a buffer.
         results.append(jax.lax.dynamic_update_slice_in_dim(buffers[0], fn(*dynamic), start + 1, 0))
         return results
 
@@ -272,20 +272,20 @@ def test_strided_views(case, dtype, native):
 
 
 def every_pair(values):
-    """All values against all values, repeated an odd number of times: they meet every lane."""
+    """All pairs of values, repeated an odd number of times so that each occurs in other lanes."""
     first, second = (a.reshape(-1) for a in np.meshgrid(values, values))
     return np.tile(first, 5), np.tile(second, 5)
 
 
 def test_special_values(case, dtype, mode):
-    """NaN, infinities, signed zeros and subnormals, against each other and as cotangents."""
+    """NaN, infinities, signed zeros and subnormals, as pairs of operands and as cotangents."""
     first, second = every_pair(specials(dtype))
     examples = [((first, second)[: arity(case)], second), ((first, first)[: arity(case)], second)]
     assert_same_bits(case, examples)
 
 
 def test_masked_gradient_is_positive_zero(case, dtype, mode):
-    """Where the result is not positive the gradient is +0: selected, not multiplied."""
+    """If the result is not positive, the gradient is +0: it is selected, not multiplied."""
     info = jnp.finfo(dtype)
     off = np.asarray([-1.0, 0.0, -0.0, np.nan, -np.inf, info.min]).astype(dtype)
     x, cotangent = (a.reshape(-1) for a in np.meshgrid(off, specials(dtype)))
@@ -298,7 +298,7 @@ def test_masked_gradient_is_positive_zero(case, dtype, mode):
 
 
 def test_passed_gradient_keeps_its_bits(case, dtype, mode):
-    """Where the result is positive the gradient is the cotangent itself, NaN and -0.0 included."""
+    """If the result is positive, the gradient is the cotangent, including NaN and -0.0."""
     info = jnp.finfo(dtype)
     on = np.asarray([1.0, np.inf, info.max, info.smallest_normal]).astype(dtype)
     x, cotangent = (a.reshape(-1) for a in np.meshgrid(on, specials(dtype)))
@@ -317,21 +317,21 @@ def test_gradient_at_zero(case, dtype, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_every_value_of_two_bytes(native, name):
-    """All 65536 values, forward and as cotangent."""
+    """All 65536 values, as operands and as cotangents."""
     values = np.arange(1 << 16, dtype=np.uint16).view(jnp.dtype(name))
     assert_same_bits(RELU, [((values,), values[::-1].copy())])
     assert_same_bits(ADD_RELU, [((values, np.roll(values, 12345)), values[::-1].copy())])
 
 
 def test_sum_that_cancels(native, dtype):
-    """The mask is that of the rounded sum."""
+    """The mask is computed from the rounded sum."""
     eps = float(jnp.finfo(dtype).eps)
     x = np.asarray([1.0, 1.0, 1.0 + eps, -1.0, 3.0, 0.1, 1.0, 2.0] * 3).astype(dtype)
     y = np.asarray([-1.0, -1.0 - eps, -1.0, 1.0 + eps, -3.0, -0.1, eps / 4, -2.0] * 3).astype(dtype)
     assert_same_bits(ADD_RELU, [((x, y), np.ones_like(x))])
 
 
-# What is kept for the backward
+# Residuals
 
 
 def kept(pullback):
@@ -362,7 +362,7 @@ def test_mask_is_all_that_is_kept_in_a_model(native):
 
 
 def test_bytes_kept_are_a_bit_per_element(native):
-    """A chain keeps one mask per op and no activation."""
+    """A chain of ops keeps one mask per op and no activation."""
     x = np.ones((64, 128), np.float32)
     _, pullback = jax.vjp(lambda x: fo.add_relu(fo.relu(fo.relu(x)), x), x)
     assert kept(pullback) == [(np.uint8, x.size // 8)] * 3
@@ -372,7 +372,7 @@ def test_bytes_kept_are_a_bit_per_element(native):
 
 
 def kernels(fn, *args):
-    """The names of the native kernels that the compiled program calls, without their version."""
+    """The names of the kernels that the compiled program calls, without their version."""
     text = jax.jit(fn).lower(*args).compile().as_text()
     return set(re.findall(r'custom_call_target="jax_fastops\.(\w+)', text))
 
@@ -399,7 +399,7 @@ def test_xla_is_the_reference(case):
 
 
 def test_implementation_is_part_of_the_cache_key(case):
-    """One jitted function gives each implementation its own program."""
+    """One jitted function has a separate program for each implementation."""
     args = example(case, case.rng("hlo"), (8, 64), np.float32)[0]
     fn = jax.jit(case.fn)
     for _ in range(2):
@@ -410,7 +410,7 @@ def test_implementation_is_part_of_the_cache_key(case):
 
 
 def test_export_names_the_kernels(case, native):
-    """A program exported for two platforms calls the kernels of each that was built."""
+    """A program exported for two platforms calls the kernels of each platform that was built."""
     args, cotangent = example(case, case.rng("hlo"), (8, 64), np.float32)
     program = jax.jit(value_and_gradients(case.fn))
     platforms = ("cpu", "cuda")
@@ -420,18 +420,18 @@ def test_export_names_the_kernels(case, native):
     built = [platform for platform in platforms if fo.info()["modules"][platform]]
     for name in (f"{case.name}_fwd", "relu_bwd"):
         assert exported.mlir_module().count(f"@jax_fastops.{name}.") == len(built)
-    # JAX makes no promise for custom calls, so without the list of exceptions it refuses.
+    # Without `disabled_checks`, JAX refuses to export custom calls that it does not know.
     with pytest.raises(ValueError, match=r"jax_fastops\.relu_bwd"):
         jax.export.export(program)(args, cotangent)
 
 
-# Shards that a mask byte does not fit into
+# Shards smaller than a mask byte
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 @pytest.mark.parametrize("width", [8, 24])
 def test_shards_finer_than_a_mask_byte(case, native, axis_type, width):
-    """What cannot stay local is still right, and laid out as asked."""
+    """The results are right, and have the requested layout, if a mask byte spans two devices."""
     count = device_count()
     if count < 2:
         pytest.skip("needs two devices")
@@ -468,7 +468,7 @@ def test_add_relu_broadcasts(shapes, mode):
         find(case, name, mode)()
 
 
-# Accepted and refused arguments
+# Arguments
 
 
 def test_numpy_and_python_numbers(mode):
@@ -513,7 +513,7 @@ def test_refused_arguments(bad, words, mode):
         with fo.use_implementation(mode), pytest.raises(TypeError) as error:
             getattr(fo, op)(*args)
         message = str(error.value)
-        # Where both arguments are arrays it may be either that the message is about.
+        # If both arguments are arrays, the message may name either of them.
         expected = (
             [op, *words] if op == "add_relu" and hasattr(bad, "dtype") else [op, argument, *words]
         )

@@ -1,4 +1,4 @@
-"""ResNets: their architecture, and that ours and plain JAX's train alike, also on many devices."""
+"""ResNets: architecture; FASTOPS and PLAIN train alike, also on several devices."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jax_fastops as fo
 from jax_fastops.models import resnet
 
-# Every kind of block, in few: with and without stride, with and without a projection.
+# Few blocks of every kind: with and without stride, with and without a projection.
 BASIC = resnet.Config((2, 1), "basic", width=8, classes=10, dtype="float32", zero_init=False)
 BOTTLENECK = resnet.Config(
     (2, 1), "bottleneck", width=8, classes=10, dtype="float32", zero_init=False
@@ -30,7 +30,7 @@ MOMENTUM, RATE = 0.9, 0.5
 
 @pytest.fixture(autouse=True)
 def exact_convolutions():
-    """On a GPU those of float32 are rounded to a few bits otherwise."""
+    """By default, float32 convolutions on a GPU are rounded to fewer bits."""
     with jax.default_matmul_precision("highest"):
         yield
 
@@ -42,7 +42,7 @@ def made(config: resnet.Config):
 
 @functools.cache
 def start(config: resnet.Config):
-    """Parameters and statistics; none that are not a kernel's are all zero or all one."""
+    """Parameters and statistics, none of which are all zero or all one."""
     params, statistics = made(config)
     rng = np.random.default_rng(0)
 
@@ -76,7 +76,7 @@ def loss(params, statistics, images, labels, config, implementation, axis_name=N
 
 
 def training_step(config, implementation, axis_name=None):
-    """Parameters, statistics, images, labels to (loss, logits, statistics, gradients)."""
+    """A function of parameters, statistics, images and labels; gives results and gradients."""
 
     def step(params, statistics, images, labels):
         (value, (logits, new)), grads = jax.value_and_grad(loss, has_aux=True)(
@@ -88,7 +88,7 @@ def training_step(config, implementation, axis_name=None):
 
 
 def by_shard_map(mesh, config, implementation):
-    """A training step whose batch is spread over the mesh axis of that name."""
+    """A training step whose batch is sharded over the mesh axis ``"batch"``."""
     return jax.shard_map(
         training_step(config, implementation, "batch"),
         mesh=mesh,
@@ -129,7 +129,7 @@ def assert_close(found, wanted, tolerance: float) -> None:
     ids=["18", "50"],
 )
 def test_size(config, parameters, multiplications):
-    """What torchvision states for its models, at 224 x 224: strides and paddings are in it."""
+    """The counts of torchvision's models at 224 x 224, which depend on strides and paddings."""
     state = jax.eval_shape(lambda key: resnet.init(key, config), jax.random.key(0))
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, resnet.shapes(config))
     assert sum(math.prod(a.shape) for a in jax.tree.leaves(state[0])) == parameters
@@ -188,7 +188,7 @@ def test_zero_init():
     )
 
 
-# ---- ours and plain JAX's ------------------------------------------------------------------------
+# ---- FASTOPS and PLAIN ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -202,7 +202,7 @@ def test_twins_agree(kind):
 
 @pytest.mark.parametrize("train", [True, False])
 def test_the_stem_pools_before_it_normalises(train):
-    """A normalisation keeps the order of elements or turns it round, so that nothing changes."""
+    """Batch norm is monotonic per channel, so pooling before it gives the same result."""
     params, statistics = start(BASIC)
     scale = params["bn1"]["scale"]
     params = params | {"bn1": params["bn1"] | {"scale": scale.at[1::3].multiply(-1)}}
@@ -230,7 +230,7 @@ def test_the_stem_pools_before_it_normalises(train):
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [resnet.RESNET18, resnet.RESNET50], ids=["18", "50"])
 def test_twins_agree_in_full_depth(full):
-    """In float64, where the variance's formula does not show, so that nothing else may."""
+    """In float64, where the formula of the variance makes no difference."""
     config = dataclasses.replace(full, width=8, classes=10, dtype="float64")
     given = (*start(dataclasses.replace(config, dtype="float32")), *batch(config, 4, 64))
     with x64(), fo.use_implementation("native"):
@@ -246,7 +246,7 @@ def test_twins_agree_in_full_depth(full):
 
 
 def test_bfloat16():
-    """The error against float32 is that of plain JAX, for all together and for each array."""
+    """The error against float32 is bounded by that of plain JAX, on average and per array."""
     config = dataclasses.replace(BASIC, dtype="bfloat16")
     exact = stepped(BASIC, resnet.PLAIN)
     ours, plain = (stepped(config, which) for which in (resnet.FASTOPS, resnet.PLAIN))
@@ -261,7 +261,7 @@ def test_bfloat16():
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_training(native, dtype):
-    """The loss of a fixed batch falls, and as plain JAX's does."""
+    """The loss of a fixed batch falls as in plain JAX."""
     config = dataclasses.replace(resnet.SMALL, stages=(1, 1), dtype=dtype)
     curves = {}
     for which in (resnet.FASTOPS, resnet.PLAIN):
@@ -290,7 +290,7 @@ def test_training(native, dtype):
 
 
 def test_new_statistics():
-    """Old and new are weighed; the batch's are those that inference gives the same logits with."""
+    """Running statistics are a weighted mean; those of the batch give the same logits."""
     config = dataclasses.replace(BASIC, momentum=0.0)
     found = stepped(BASIC, resnet.FASTOPS)
     params, old = start(BASIC)
@@ -320,7 +320,7 @@ def test_inference(native):
         jax.jit(logits, static_argnums=1)(params, which) for which in (resnet.FASTOPS, resnet.PLAIN)
     )
     assert_close(np.asarray(ours), np.asarray(plain), 1e-5)
-    # Images do not see one another.
+    # The logits of an image do not depend on the other images.
     images = images[:3]
     assert_close(np.asarray(logits(params, resnet.FASTOPS)), np.asarray(ours[:3]), 1e-5)
 
@@ -339,7 +339,7 @@ def test_statistics_have_no_gradient():
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("parameters", ["both", "neither"])
 def test_plain_batch_norm(axis, parameters):
-    """It takes what ours takes, and gives the same."""
+    """It has the signature and the results of the function of FASTOPS."""
     for mine, other in zip(resnet.PLAIN[:3], resnet.FASTOPS[:3], strict=True):
         mine, other = (list(inspect.signature(f).parameters.values()) for f in (mine, other))
         assert [(p.name, p.kind, p.default) for p in mine] == [
@@ -362,7 +362,7 @@ def test_plain_batch_norm(axis, parameters):
 IMAGE = np.zeros((1, 4, 4, 3), np.float32)
 POOLS = (resnet.max_pool, resnet.plain_max_pool)
 POOLS_BY_SCALE = tuple(functools.partial(pool, scale=np.float32([-1, 2])) for pool in POOLS)
-# Many equal elements; equal ones of unlike signs; windows of nothing but minus infinity; NaN.
+# Many equal elements; zeros of both signs; windows of minus infinity only; NaN.
 CONTENTS = {
     "integers": [-1, 0, 1],
     "zeros": [-1, -0.0, 0.0],
@@ -377,14 +377,14 @@ def pooled(shape) -> tuple[int, ...]:
 
 
 def pool_operands(content: str, shape, dtype="float32"):
-    """An array and a cotangent, small integers, so that sums are exact."""
+    """An array and a cotangent of small integers, whose sums are exact."""
     rng = np.random.default_rng(0)
     x = rng.choice(np.array(CONTENTS[content], np.float32), shape)
     return jnp.asarray(x, dtype), jnp.asarray(rng.integers(1, 9, pooled(shape)), dtype)
 
 
 def in_windows_of_nan(nan):
-    """Which elements share a window with a NaN, or nearly so."""
+    """The elements that may share a window with a NaN."""
     padded = np.pad(nan, ((0, 0), (2, 2), (2, 2), (0, 0)))
     around = np.lib.stride_tricks.sliding_window_view(padded, (5, 5), (1, 2))
     return around.any((-2, -1))
@@ -402,8 +402,8 @@ def with_gradient(pool):
 @pytest.mark.parametrize("shape", [(2, 8, 10, 3), (2, 7, 9, 3), (3, 1, 2, 1)], ids=str)
 @pytest.mark.parametrize("scale", [None, -2.0, 0.0], ids=str)
 def test_max_pool(shape, dtype, scale):
-    """It is XLA's, and so is its gradient, of equal elements and at the edges too. With a negative
-    scale it is the minimum."""
+    """Result and gradient equal XLA's, also for equal elements and at edges. A negative scale gives
+    the minimum."""
     scales = None if scale is None else jnp.full(shape[-1:], scale).at[2:].set(1)
     pools = [functools.partial(pool, scale=scales) for pool in POOLS]
     runs = [jax.jit(with_gradient(pool)) for pool in pools]
@@ -415,7 +415,7 @@ def test_max_pool(shape, dtype, scale):
         np.testing.assert_array_equal(*wide[:2], err_msg=content)
         if content == "nan":
             assert shape[1] == 1 or 0 < np.isnan(wide[0]).sum() < wide[0].size
-        # In a window with a NaN any element may have it.
+        # In a window with a NaN, any element may get the gradient.
         known = ~in_windows_of_nan(np.isnan(given[0].astype(jnp.float32)))
         np.testing.assert_array_equal(*(a[known] for a in wide[2:]), err_msg=content)
         alone = np.array(pools[0](given[0]), np.float32)  # not differentiated
@@ -449,7 +449,7 @@ def test_max_pool_of_what_is_no_image(x, scale, error, text):
 
 
 def test_max_pool_gives_all_gradients_to_one():
-    """The first of equal elements; no element of a window is lost or counted twice."""
+    """The gradient goes to the first of equal elements; none is lost or counted twice."""
     _, pullback = jax.vjp(resnet.max_pool, jnp.zeros((1, 4, 4, 1)))
     dy = jnp.asarray([[1.0, 10.0], [100.0, 1000.0]])[None, :, :, None]
     wanted = np.zeros((4, 4))
@@ -460,9 +460,9 @@ def test_max_pool_gives_all_gradients_to_one():
 
 @pytest.mark.parametrize("pools", [POOLS, POOLS_BY_SCALE], ids=["plain", "scaled"])
 def test_max_pool_derivatives(pools):
-    """Forward mode, both second orders, under vmap: what those of plain JAX are.
+    """Forward mode and second derivatives under vmap equal those of plain JAX.
 
-    In float64, for a sum of all elements is in each, which programs add up in orders of their own.
+    In float64, because each has a sum over all elements, whose order differs between programs.
     """
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -489,11 +489,11 @@ def test_max_pool_derivatives(pools):
 
 
 def test_max_pool_keeps_places():
-    """One byte for each result; nothing where nothing is differentiated."""
+    """It keeps one byte per result, and computes no places without differentiation."""
     x, _ = pool_operands("integers", (2, 8, 10, 3))
     scaled = functools.partial(resnet.max_pool, scale=np.float32([-1, 2, 1]))
     for pool in (resnet.max_pool, jax.jit(resnet.max_pool), scaled):
-        kept = [k for k in jax.tree.leaves(jax.vjp(pool, x)[1]) if k.size > 4]  # but tables
+        kept = [k for k in jax.tree.leaves(jax.vjp(pool, x)[1]) if k.size > 4]  # without tables
         assert [(k.shape, k.dtype) for k in kept] == [(pooled(x.shape), jnp.uint8)]
     kept = jax.tree.leaves(jax.vjp(jax.checkpoint(resnet.max_pool), x)[1])
     assert [k.shape for k in kept if k.size > 4] == [x.shape]
@@ -503,7 +503,7 @@ def test_max_pool_keeps_places():
 @pytest.mark.parametrize("pools", [POOLS, POOLS_BY_SCALE], ids=["plain", "scaled"])
 @pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
 def test_max_pool_sharded(kind, pools):
-    """Each device has its images' windows, and asks no other one."""
+    """Each device pools its own images, without communication."""
     if (count := device_count()) < 2:
         pytest.skip("needs two devices")
     mesh = make_mesh({"batch": count}, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
@@ -524,7 +524,7 @@ def test_max_pool_sharded(kind, pools):
 
 @pytest.mark.parametrize("pools", [POOLS, POOLS_BY_SCALE], ids=["plain", "scaled"])
 def test_max_pool_export(pools):
-    """One program for batches of all sizes."""
+    """One exported program for all batch sizes."""
     (n,) = jax.export.symbolic_shape("n")
     types = [
         jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -537,18 +537,18 @@ def test_max_pool_export(pools):
     jax.tree.map(np.testing.assert_array_equal, tuple(exported.call(*given)), wanted)
 
 
-# ---- results made again --------------------------------------------------------------------------
+# ---- recomputed results --------------------------------------------------------------------------
 
 
 def kept_bytes(config, implementation) -> int:
-    """The bytes of the residuals, without the arguments."""
+    """The bytes of the residuals, except the arguments."""
 
     def pullback(params, *rest):
         rest = (*rest, config, implementation)
         return jax.tree.leaves(jax.vjp(lambda params: loss(params, *rest)[0], params)[1])
 
     program = jax.make_jaxpr(pullback)(*resnet.shapes(config), *batch(config)).jaxpr
-    # Another view of an array takes no more memory.
+    # A reshaped array takes no additional memory.
     viewed = {e.outvars[0]: e.invars[0] for e in program.eqns if e.primitive.name == "reshape"}
     kept = set()
     for v in program.outvars:
@@ -561,24 +561,24 @@ def kept_bytes(config, implementation) -> int:
 
 @pytest.mark.parametrize("stages", [(1,), (1, 1)], ids=str)
 def test_remat_keeps_less(native, stages):
-    """It saves the results of one block's inner norms; the first block's if sizes differ."""
+    """Remat of one block saves the results of the inner norms of the first block."""
     config = dataclasses.replace(BOTTLENECK, stages=stages)
     kept, less = (kept_bytes(dataclasses.replace(config, remat=n), resnet.FASTOPS) for n in (0, 1))
     # Images of 32 x 32 have 8 x 8 pixels after the stem.
     results = 2 * len(batch(config)[0]) * 8 * 8 * config.width * 4
-    assert 0.99 * results < kept - less <= results  # statistics are kept too
+    assert 0.99 * results < kept - less <= results  # the statistics are kept
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("remat", [1, 9])
 def test_remat(config, remat):
-    """The step is the same, of one block and of all."""
+    """The step is the same with one block or all blocks recomputed."""
     found = stepped(dataclasses.replace(config, remat=remat), resnet.FASTOPS)
     assert_close(found, stepped(config, resnet.FASTOPS), 5e-6)
 
 
 def test_remat_of_images_and_inference():
-    """The gradient of the images; of running statistics."""
+    """The gradient of the images, in training and in inference."""
     config = BOTTLENECK
     params, statistics = start(config)
     images, _ = batch(config, 2)
@@ -631,7 +631,7 @@ def test_remat_derivatives():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["explicit", "shard_map"])
 def test_remat_sharded(native, kind):
-    """No statistics are communicated again."""
+    """Recomputation adds no communication."""
 
     def make(mesh, remat=1):
         config = dataclasses.replace(resnet.SMALL, remat=remat)
@@ -659,7 +659,7 @@ def on_one_device(config):
 
 
 def over_devices(axis_type, config, make):
-    """Runs ``make(mesh)`` on a batch that is sharded over the mesh; its results and program."""
+    """Runs ``make(mesh)`` on a sharded batch; returns the results and the compiled program."""
     if device_count() < 2:
         pytest.skip("needs two devices")
     mesh = make_mesh({"batch": device_count()}, axis_type)
@@ -678,7 +678,7 @@ def norms(config) -> int:
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("config", NETS.values(), ids=NETS)
 def test_sharded_batch(native, config, axis_type):
-    """The statistics are those of the whole batch. Sums are communicated, and nothing else is."""
+    """The statistics are those of the whole batch. The only communication is all-reduces."""
     found, program = over_devices(
         axis_type, config, lambda mesh: training_step(config, resnet.FASTOPS)
     )
@@ -694,7 +694,7 @@ def test_sharded_batch(native, config, axis_type):
 @pytest.mark.parametrize("config", NETS.values(), ids=NETS)
 @pytest.mark.parametrize("implementation", [resnet.FASTOPS, resnet.PLAIN], ids=["ours", "plain"])
 def test_shard_map(native, config, implementation):
-    """The same with named axes. Replicated results have a type that says so."""
+    """The same results with named axes; the type of replicated results says so."""
     found, program = over_devices(
         AxisType.Auto, config, lambda mesh: by_shard_map(mesh, config, implementation)
     )
@@ -702,11 +702,11 @@ def test_shard_map(native, config, implementation):
     assert_close(jax.tree.map(np.asarray, found), on_one_device(config), 2e-5)
 
 
-# ---- what users do with it -----------------------------------------------------------------------
+# ---- state and errors ----------------------------------------------------------------------------
 
 
 def test_checkpoint(tmp_path):
-    """The state is arrays under names, which come back without the network."""
+    """The state is named arrays, which can be restored without the network."""
     state = start(resnet.SMALL)
     named, _ = jax.tree.flatten_with_path(state)
     assert all(isinstance(leaf, jax.Array) for _, leaf in named)
@@ -723,7 +723,7 @@ def test_checkpoint(tmp_path):
 
 
 def test_config_is_static():
-    """Equal configs are one, however they are written."""
+    """Configs with equal values are equal and have one hash, whatever types were given."""
     config = dataclasses.replace(resnet.SMALL, stages=[1, np.int64(1), 1], dtype=jnp.float32)
     assert config == resnet.SMALL and hash(config) == hash(resnet.SMALL)
 

@@ -1,4 +1,4 @@
-"""`transpose`: every permutation, every element size, bit for bit; and nothing moved twice."""
+"""`transpose`: every permutation and element size, bit for bit, with one kernel per call."""
 
 import collections
 import functools
@@ -22,7 +22,7 @@ import jax_fastops as fo
 
 pytestmark = pytest.mark.usefixtures("native")
 
-# One dtype for each size of an element.
+# One dtype for each element size.
 WIDTHS = ("uint8", "bfloat16", "float32", "float64", "complex128")
 
 
@@ -37,7 +37,7 @@ def draw(rng, shape, dtype):
 
 
 def permutation(axes, sizes, sharded=(), **options):
-    """A case of one permutation; `sharded` names dimensions of the operand to spread."""
+    """A case of one permutation; `sharded` lists the dimensions of the operand to shard."""
     rank = len(axes)
     options = {"linear": (0,), "dtypes": ("float32", "bfloat16", "float16", "float64")} | options
     return Case(
@@ -84,7 +84,7 @@ def test_harness(check):
 
 
 def bits(rng, shape, dtype):
-    """Random bits: NaNs of every payload, signalling ones too."""
+    """Random bits, including NaNs with any payload and signaling NaNs."""
     dtype = jnp.dtype(dtype)
     count = math.prod(shape)
     return rng.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype).reshape(shape)
@@ -93,14 +93,14 @@ def bits(rng, shape, dtype):
 def assert_same_bytes(got, want, what):
     got = np.asarray(got)
     assert got.shape == want.shape and got.dtype == want.dtype, what
-    # Compared as bytes: a NaN is not equal to itself.
+    # Compare bytes, because a NaN is not equal to itself.
     got, want = (np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (got, want))
     wrong = np.flatnonzero(got != want)
     assert not wrong.size, f"{what}: {wrong.size} of {want.size} bytes differ, from {wrong[0]}"
 
 
 def assert_moves(x, permutations):
-    """The kernel gives NumPy's transpositions of one array, all made in one program."""
+    """The kernel returns NumPy's transpositions of one array, all in one program."""
     permutations = list(permutations)
     with x64(x.dtype.itemsize >= 8):
         got = jax.jit(lambda x: [fo.transpose(x, axes) for axes in permutations])(x)
@@ -112,10 +112,10 @@ SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 1
 
 
 def draw_shape(rng, rank, elements):
-    """Sizes that fill vectors and tiles, and their neighbors, in any order."""
+    """A random shape of sizes at and next to those of vectors and tiles, in random order."""
     shape, room = [], elements
     for left in range(rank, 0, -1):
-        # Room is kept for the rest, now more and now less, so that long and short ones mix.
+        # Leave a random share of the elements for the other dimensions, to mix long and short.
         most = max(1, room ** (1 / rng.uniform(1, left)))
         shape.append(int(rng.choice([size for size in SIZES if size <= most])))
         room //= shape[-1]
@@ -154,7 +154,7 @@ def test_matrices(shape, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_every_small_matrix(dtype):
-    """All sizes around those of vectors and tiles, so that every rest of a tile occurs."""
+    """All sizes up to 70 in one dimension, so that every partial tile occurs."""
     rng = np.random.default_rng(2)
     values = bits(rng, (70, 70), dtype)
     sizes = [(m, n) for m in range(1, 71, 3) for n in range(1, 71)]
@@ -191,7 +191,7 @@ def test_many_high_ranks(dtype):
         assert_moves(bits(rng, shape, dtype), permutations)
 
 
-# The shapes that are measured, with fewer elements.
+# The shapes of the benchmarks, with fewer elements.
 MEASURED = [
     ((1024, 1024), (1, 0)),
     ((2, 56, 56, 128), (0, 3, 1, 2)),
@@ -217,7 +217,7 @@ def test_more_than_two_gibibytes(shape):
     """2^31 + 1 elements: offsets do not fit into 32 bits."""
     if jax.default_backend() != "gpu":
         pytest.skip("takes too long on a CPU")
-    # Every element tells which it is, modulo a number that no power of two divides.
+    # Elements count modulo a prime, so that an offset by a power of two shows.
     x = (jnp.arange(math.prod(shape), dtype=jnp.uint32) % 251).astype(jnp.uint8).reshape(shape)
     got = np.asarray(jax.jit(fo.transpose)(x))
     want = np.asarray(x).T
@@ -228,7 +228,7 @@ def test_more_than_two_gibibytes(shape):
 
 
 def test_views_that_begin_anywhere():
-    """Slices of a larger buffer: a compiler may pass a pointer into the middle of it."""
+    """Slices of a larger buffer: XLA may pass a pointer into the middle of it."""
     x = bits(np.random.default_rng(7), (5, 37, 41), np.uint8)
 
     def run(x, start):
@@ -297,14 +297,14 @@ STAYS = [
 def test_an_order_that_stays_is_no_work(shape, axes, dtype):
     x = bits(np.random.default_rng(8), shape, dtype)
     fn = lambda x: fo.transpose(x, axes)  # noqa: E731
-    # An operand that is returned unchanged must be copied into the result by any program.
+    # Every program copies an operand that it returns unchanged into the result.
     added = work(fn, x).items() - work(lambda x: x.reshape(np.transpose(x, axes).shape), x).items()
     assert not added
     assert_same_bytes(jax.jit(fn)(x), x.transpose(axes), f"{shape} by {axes}")
 
 
 def pull(fn):
-    """The gradient of `fn`, which is linear, at any point."""
+    """The pullback of `fn` as a function of the operand and the cotangent."""
     return lambda x, ct: jax.vjp(fn, x)[1](ct)[0]
 
 
@@ -329,7 +329,7 @@ def with_axis(rng, shape, at, size=3):
 
 @pytest.mark.parametrize(("axes", "shape"), BATCHED, ids=str)
 def test_vmap_moves_nothing_more(axes, shape):
-    """Wherever the mapped axis is, the kernel takes it from there."""
+    """The kernel reads the mapped axis at any position."""
     rng = np.random.default_rng(9)
     fn = lambda x: fo.transpose(x, axes)  # noqa: E731
     for at in range(-len(shape) - 1, len(shape) + 1):
@@ -406,7 +406,7 @@ def test_gradient_of_vmap_with_axes_anywhere():
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-# What is kept for the backward --------------------------------------------------------------------
+# Residuals ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jitted", [False, True])
@@ -449,7 +449,7 @@ def devices():
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "shard_map"])
 @pytest.mark.parametrize("axes", PERMUTATIONS, ids=str)
 def test_every_dimension_shards_freely(axes, kind):
-    """One program with every dimension spread in turn, and its gradient: no communication."""
+    """Sharding any dimension needs no communication, for the result and the gradient."""
     count, rank = devices(), len(axes)
     mesh = make_mesh({"a": count}, AxisType.Explicit if kind == "Explicit" else AxisType.Auto)
     x = normal(np.random.default_rng(16), (8, 16, 24, 8)[:rank], np.float32)
@@ -504,7 +504,7 @@ def test_two_mesh_axes_follow_their_dimensions(axis_type):
 
 @pytest.mark.parametrize("axes", [(1, 0, 2), (0, 1, 2), (2, 1, 0)], ids=str)
 def test_explicit_type_is_that_of_jnp(axes):
-    """Also where nothing is moved, and on shapes with a 1."""
+    """Includes permutations that move nothing, and shapes with a 1."""
     mesh = make_mesh({"a": devices()}, AxisType.Explicit)
     with jax.set_mesh(mesh):
         for shape in ((1, 16, 8), (8, 1, 8), (8, 16, 8)):
@@ -517,7 +517,7 @@ def test_explicit_type_is_that_of_jnp(axes):
 
 
 def test_a_dimension_that_the_devices_do_not_divide():
-    """With an auto mesh axis a result may be asked for that has no even shards of the operand."""
+    """With an auto mesh axis, XLA may choose uneven shards of the result."""
     mesh = make_mesh({"a": devices()}, AxisType.Auto)
     x = normal(np.random.default_rng(18), (8, 9, 5), np.float32)
     placed = jax.device_put(x, NamedSharding(mesh, P("a")))
@@ -556,7 +556,7 @@ def test_what_is_no_jax_array_yet():
     x = np.arange(6.0, dtype=np.float32).reshape(2, 3)
     assert isinstance(fo.transpose(x), jax.Array)
     assert_bitwise_equal(fo.transpose(x), x.T)
-    # NumPy arrays that do not lie in order.
+    # A NumPy array that is not contiguous.
     assert_bitwise_equal(fo.transpose(x.T[::-1]), x.T[::-1].T)
     for number in (2, 2.5, True, 1j, np.float32(2)):
         got, want = fo.transpose(number), jnp.transpose(number)
@@ -589,7 +589,7 @@ def test_axes_of_every_kind():
     assert_bitwise_equal(fo.transpose(x, axes=(1, 0, 2)), x.transpose(1, 0, 2))
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 REFUSED = {
     "repeated": ((0, 0, 1), ["repeated axis", "(0, 0, 1)", "(2, 3, 4)"]),
@@ -608,7 +608,7 @@ REFUSED = {
 @pytest.mark.parametrize("implementation", ["native", "auto", "xla"])
 @pytest.mark.parametrize(("axes", "words"), list(REFUSED.values()), ids=REFUSED)
 def test_refused_axes(axes, words, implementation):
-    """The same type of exception as from `jnp.transpose`, and a message that says more."""
+    """The exception has the type that `jnp.transpose` raises, and a message with more details."""
     x = np.zeros((2, 3, 4), np.float32)
     with pytest.raises((TypeError, ValueError)) as theirs:
         jnp.transpose(x, axes)

@@ -1,4 +1,4 @@
-"""`window_sum`: transformations, shapes, paddings, special values, where an error does not grow."""
+"""`window_sum`: transformations, shapes, paddings, special values, rounding errors."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 
 def reference(x, radius, *, axis=-1, padding="VALID"):
-    """As one writes it in JAX, summed in float32 or wider."""
+    """`window_sum` in plain JAX, summed in float32 or wider."""
     x = jnp.asarray(x)
     axis %= x.ndim
     window, pad = [1] * x.ndim, [(0, 0)] * x.ndim
@@ -36,7 +36,7 @@ def reference(x, radius, *, axis=-1, padding="VALID"):
 
 
 def exact(x, radius, axis, padding, add=np.add):
-    """In float64, element by element of the window."""
+    """The sums in float64 by NumPy, one element of the window at a time."""
     x = np.moveaxis(np.asarray(x).astype(np.float64), axis, -1)
     n = x.shape[-1]
     radius = min(radius, n) if padding == "SAME" else radius
@@ -140,14 +140,14 @@ def value_and_gradient(fn):
 
 
 def whole(rng, shape, dtype):
-    """Numbers whose sums are exact in every accumulator."""
+    """Random multiples of 1/16, whose sums are exact in every accumulator dtype."""
     return (rng.integers(-64, 65, shape) / 16).astype(dtype)
 
 
 def check_shapes(dtype, examples):
     """Value and gradient of many shapes in one program: (shape, radius, axis, padding).
 
-    The sums are exact: all that is left is one rounding, so the bits are known.
+    The sums are exact, so the only error is one rounding, and the bits are known.
     """
     rng = np.random.default_rng(1)
     xs = [whole(rng, shape, dtype) for shape, *_ in examples]
@@ -167,7 +167,7 @@ def check_shapes(dtype, examples):
         n = shape[axis]
         want = exact(x, radius, axis, padding).astype(dtype)
         np.testing.assert_array_equal(np.asarray(y), want, err_msg=str(example))
-        # The transpose: the windows of dy that contain an element of x.
+        # The gradient of an element of x is the sum over the windows that contain it.
         pad = [(0, 0)] * x.ndim
         pad[axis] = (2 * radius, 2 * radius) if padding == "VALID" else (min(radius, n),) * 2
         reach = radius if padding == "VALID" else min(radius, n)
@@ -203,13 +203,13 @@ def test_other_axes(dtype, part):
 
 
 def test_rows_that_are_not_aligned_alike(dtype):
-    """Long enough to be read by aligned words, whatever their bytes are."""
+    """Rows whose alignment differs, long enough for vectorized loads."""
     kinds = ((1, "SAME"), (1, "VALID"), (9, "SAME"), (9, "VALID"), (40, "SAME"))
     check_shapes(dtype, [((70, 301), radius, 0, padding) for radius, padding in kinds])
 
 
 def test_long_windows(dtype):
-    """Longer than a tile, than the limit for a workspace, and than the axis."""
+    """Windows longer than a tile, than the limit for a workspace, and than the axis."""
     examples = [
         ((2, 9001), 1024, -1, "VALID"),
         ((2, 9001), 1025, -1, "SAME"),
@@ -262,7 +262,7 @@ def test_radius_0_changes_nothing(dtype):
 @pytest.mark.parametrize(("shape", "axis"), [((2, 30_001), -1), ((9_001, 5), 0)])
 @pytest.mark.parametrize("radius", [2, 16, 256, 1500])
 def test_errors_do_not_grow_with_the_position(shape, axis, radius):
-    """Behind large elements the sums are as exact as elsewhere: nothing is subtracted."""
+    """Sums after large elements are as exact as the others, because nothing is subtracted."""
     rng = np.random.default_rng(3)
     x = np.abs(rng.standard_normal(shape)).astype(np.float32)
     first = np.moveaxis(x, axis, 0)
@@ -321,7 +321,7 @@ def test_infinities_of_both_signs():
 
 
 def test_sums_of_two_bytes_are_rounded_once():
-    """256 + 1 + 1 + ... stays 256 in bfloat16; the sum does not."""
+    """Added one by one in bfloat16, 256 + 1 + 1 + ... stays 256."""
     x = np.ones((1, 4001), jnp.bfloat16)
     x[0, 1000] = 256
     for radius in (8, 100):
@@ -331,7 +331,7 @@ def test_sums_of_two_bytes_are_rounded_once():
 
 
 def test_offsets_change_nothing(dtype):
-    """Rows that begin anywhere in memory."""
+    """Rows at any alignment in memory."""
     rng = np.random.default_rng(5)
     x = whole(rng, (9, 1000 + 9), dtype)
     run = jax.jit(lambda x: [fo.window_sum(x[i, i : i + 1000], 5) for i in range(9)])
@@ -422,7 +422,7 @@ def test_one_export_serves_every_size(axis, padding):
 
 
 def test_an_export_of_an_axis_that_may_be_too_short():
-    """Without constraints nobody knows whether there is a window, so XLA does the work."""
+    """Without a constraint, the axis may hold no window, so the call takes the reference."""
     both = lambda x: (fo.window_sum(x, 3), jax.grad(lambda x: fo.window_sum(x, 3).sum())(x))  # noqa: E731
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, n"), np.float32)
     exported = jax.export.export(jax.jit(both), disabled_checks=fo.export_checks())(shape)
@@ -433,7 +433,7 @@ def test_an_export_of_an_axis_that_may_be_too_short():
 
 
 def test_an_export_serves_long_windows_of_any_axis():
-    """With a workspace, whether the axis needs it or not."""
+    """The kernel gets a workspace, whether the axis needs it or not."""
     fn = lambda x: fo.window_sum(x, 1500, padding="SAME")  # noqa: E731
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, n"), np.float32)
     exported = jax.export.export(jax.jit(fn), disabled_checks=fo.export_checks())(shape)
@@ -464,7 +464,7 @@ def over_mesh(axis_type, fn, values, spec):
 @pytest.mark.parametrize("padding", ["VALID", "SAME"])
 @pytest.mark.parametrize(("axis", "sharded"), [(-1, 0), (1, 0), (1, 2), (0, 1), (0, 2)])
 def test_sharded(axis_type, padding, axis, sharded):
-    """Over every dimension but the axis: nothing is communicated, and every result stays."""
+    """Sharding every dimension except `axis` needs no communication."""
     x = normal(np.random.default_rng(12), (16, 24, 16), np.float32)
     fn = lambda x: reference(x, 3, axis=axis, padding=padding)  # noqa: E731
     dy = np.asarray(fn(x))
@@ -480,7 +480,7 @@ def test_sharded(axis_type, padding, axis, sharded):
 
 
 def test_a_sharded_axis():
-    """Over an auto mesh axis it is gathered."""
+    """`axis` is gathered over an auto mesh axis."""
     x = normal(np.random.default_rng(13), (6, 128), np.float32)
     fn = lambda x: fo.window_sum(x, 3, padding="SAME")  # noqa: E731
     want = reference(x, 3, padding="SAME")

@@ -4,7 +4,7 @@
 //
 // No step computes a difference of two nearly equal numbers, or Inf * 0 for a finite x. So the
 // error is a few ulp of the result, also far down the negative tails. At the infinities the results
-// are those of jax.nn, which are NaN where jax.nn multiplies an infinity by 0.
+// are those of jax.nn. They are NaN if jax.nn multiplies an infinity by 0.
 #ifndef JAX_FASTOPS_CPU_ACTIVATION_MATH_H_
 #define JAX_FASTOPS_CPU_ACTIVATION_MATH_H_
 

@@ -420,8 +420,8 @@ void OverElements(const BatchNormShape& shape, double bytes_per_element,
             LayOut<Scalar>(values[k] == nullptr ? nullptr : values[k] + group * channels,
                            -Scalar{0}, shape, channel, table_size, tables.begin() + k * table_size);
           }
-          // Rows of whole blocks are processed together, except a last one that the end of the
-          // group cuts off.
+          // If rows are whole blocks, they are processed together, except the last row if the end
+          // of the group cuts it off.
           const int64_t whole = row % kBatchNormSlack == 0 ? (size - to) / row + 1 : 0;
           for (int64_t r = first; r < last;) {
             BatchNormKernels::Elements some = all;

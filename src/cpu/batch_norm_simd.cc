@@ -21,8 +21,8 @@ namespace {
 // The number of rows of a strip, or of blocks of runs, whose sums are in float.
 constexpr int64_t kChunk = 128;
 
-// The number of rows whose mean is subtracted from the others. With a single row, an outlier in it
-// would cost the chunk's variance up to seven bits.
+// The number of rows whose mean is subtracted from all rows of a chunk. If it were a single row, an
+// outlier in that row could cost the chunk's variance up to seven bits.
 constexpr int64_t kSample = 8;
 
 // The number of rows that are processed together.
@@ -419,8 +419,8 @@ struct BatchNorm {
                        });
   }
 
-  // Calls f(extent, i, count, coefficients) for the blocks from `begin` to `end`; for columns, of
-  // all rows.
+  // Calls f(extent, i, count, coefficients) for the blocks from `begin` to `end`. For columns, it
+  // does so for all rows.
   template <int kCount, typename F>
   static FASTOPS_INLINE void OverElements(const Elements& elements, const F& f) {
     if (elements.inner == 0) {
@@ -510,8 +510,8 @@ struct BatchNorm {
             g = Select(LoadBits<E>(extent, mask, i, count), Loaded<A>(g), SetPair<A>(0));
           }
           const Vectors d = Sub(LoadElements<E>(extent, x + at, count), own[0]);
-          // g may be equal to its average. The difference is then exactly 0, without a rounding
-          // error.
+          // The average is subtracted before the multiplication. So the term is exactly 0 if g
+          // equals its average.
           const Vectors v = MulAdd(own[1], Sub(g, own[3]), MulAdd(own[2], d, own[4]));
           StoreElements<E, kStream>(extent, dx + at, E::Narrow(v), count);
         });

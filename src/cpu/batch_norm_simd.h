@@ -70,10 +70,10 @@ struct BatchNormKernels {
   SumsOfColumns* sums_of_columns[kNumDTypes];
   SumsOfRuns* sums_of_runs[kNumDTypes];
 
-  // Elements [begin, end) of a group. Both are multiples of the slack, except an end that is the
-  // group's. For columns: the same elements of `rows` rows with distance `stride`, which must be a
-  // multiple of the slack if there are several. The coefficients are one for each position,
-  // beginning with `begin`, for columns; and one for each channel of the group for runs. Apply
+  // Elements [begin, end) of a group. Both are multiples of the slack, but `end` may also be the
+  // end of the group. For columns: the same elements of `rows` rows, which are `stride` apart. If
+  // there are several rows, `stride` must be a multiple of the slack. Columns have one coefficient
+  // for each position, beginning with `begin`. Runs have one for each channel of the group. Apply
   // takes mean, factor and bias. Backward takes mean, factor, slope, average and dmean, for dx =
   // factor * (g - average) + slope * (x - mean) + dmean.
   struct Elements {

@@ -9,8 +9,8 @@
 // output is a gradient that must be summed, it stays on the stack too. The values of a few blocks
 // are added up there, and are then added to sums in double.
 //
-// Strides that are not 0 may have gaps: of several copies along a dimension one is read, and the
-// elements between neighbors are skipped.
+// A stride other than 0 may be larger than in a dense array, for example if the array has several
+// copies along a dimension and only one is read. The elements between neighbors are skipped.
 //
 // The blocks are ordered as in nested loops, and threads take pieces of this order. The sums of a
 // gradient are complete when the outermost loop over which it is summed ends. Until then they are
@@ -47,10 +47,11 @@ const BlockHelpers& Kernels() {
   return kernels;
 }
 
-// Less than kStreamBytes, for the reasons in stream.h: next to the operands, less of the result
-// would have stayed in the cache. lerp of 3 Mi float32 on one core of an EPYC with 32 MiB of
-// last-level cache takes 0.69 ms instead of 0.88 forward, and 1.16 instead of 1.66 backward with
-// two dense gradients.
+// The minimum size of outputs that use streaming stores. It is lower than kStreamBytes (stream.h)
+// because the operands use the caches too, so less of the result would stay there. Measured for
+// lerp of 3 Mi float32, on one core of an EPYC with 32 MiB of last-level cache: streaming stores
+// take 0.69 ms instead of 0.88 in the forward, and 1.16 instead of 1.66 in the backward with two
+// dense gradients.
 constexpr int64_t kLeastStreamed = int64_t{12} << 20;
 
 // The layout of an array within a block: contiguous; one value; a repeated run of values; any rows.
@@ -374,8 +375,9 @@ void FillPermutation(const Plan& plan, Slot* s, Tables* tables) {
   s->permutation = {tables->bases, tables->counts, tables->indices};
 }
 
-// ---- Bits that are not dense: every row begins at a byte, or every bit has its own byte
-// ----------
+// ---- Bits that are not dense --------------------------------------------------------------------
+//
+// Every row begins at a byte, or every bit has its own byte.
 
 // Whether a block's rows are one byte each and contiguous. Then eight rows are `inner` dense bytes.
 bool HasByteRows(const BlockRows& rows) {

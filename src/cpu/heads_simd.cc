@@ -150,7 +150,7 @@ struct WideBias {
 };
 
 // Rows are too far apart for the hardware prefetcher, so the row that comes this many rows later is
-// prefetched. Harmless after the last row.
+// prefetched. A prefetch after the last row is harmless.
 constexpr int64_t kAhead = 8;
 
 template <typename T, typename B>

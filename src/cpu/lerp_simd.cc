@@ -1,8 +1,10 @@
 // The inner loops of lerp.cc.
 //
-// The formula starts from the nearer end. So both ends are met exactly, and the result lies between
-// them and is monotonic in the weight. If the difference of the ends is not finite, this formula
-// may give Inf - Inf where start + weight * (end - start) has a value, so the latter is used.
+// The formula starts from the nearer end. So weights of 0 and 1 give exactly the ends, and weights
+// between them give a result between the ends. The result is monotonic for weights below 1/2 and
+// for weights from 1/2 on. At 1/2 it may step back by the rounding error of end - start. If the
+// difference of the ends is not finite, this formula may give Inf - Inf although start + weight *
+// (end - start) has a value. The latter is then used.
 #include "cpu/lerp_simd.h"
 
 #include "cpu/block_math.h"

@@ -84,7 +84,7 @@ struct Norm {
   }
 
   // Computes y from s; with kSum, it computes s again. It also prefetches the next rows, `ahead`
-  // bytes later, because memory would be idle.
+  // bytes later, because memory would otherwise be idle.
   template <bool kSum, bool kStream>
   static FASTOPS_INLINE void Store(const Source& source, const NormForwardArrays& arrays, char* y,
                                    int64_t n, int64_t ahead, Scalar mean, Scalar correction,

@@ -23,7 +23,7 @@ void Relu(DType dtype, const void* x, void* y, uint8_t* mask, int64_t rows, int6
 void AddRelu(DType dtype, const void* x, const void* y, void* z, uint8_t* mask, int64_t rows,
              int64_t columns, Executor& executor);
 
-// dx = bit ? dy : +0. This is a selection, so NaN and Inf in dy have no effect where the bit is 0.
+// dx = bit ? dy : +0. This is a selection, so NaN and Inf in dy have no effect if the bit is 0.
 void ReluBackward(DType dtype, const uint8_t* mask, const void* dy, void* dx, int64_t rows,
                   int64_t columns, Executor& executor);
 

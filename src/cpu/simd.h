@@ -8,7 +8,7 @@
 //   Stream               to memory aligned to sizeof(Vec), bypassing the caches if supported
 //   Add                  rounded to the element type
 //   Positive(x, &kept)   the bits of x > 0; kept = relu(x)
-//   Select(bits, x)      x where the bit is set, else +0
+//   Select(bits, x)      x if the bit is set, else +0
 //
 // F32, F64 and BF16 (as float) are compared by floating-point instructions, so subnormals count as
 // zero exactly if the calling thread is in that mode, as XLA's CPU threads are. A float16 subnormal
@@ -35,7 +35,8 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "masks and 16-bit lanes
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// Prefetches the cache line `bytes` bytes after p. Harmless after the end of an array.
+// Prefetches the cache line `bytes` bytes after p. An address after the end of an array is
+// harmless.
 FASTOPS_INLINE void FetchAhead(const char* p, int64_t bytes) {
   __builtin_prefetch((const void*)((uintptr_t)p + (uintptr_t)bytes));
 }
@@ -439,7 +440,7 @@ struct Bits16 {
   }
 };
 
-// a where the lane of `lanes` is all ones, else b.
+// For each lane: a if the lane of `lanes` is all ones, else b.
 FASTOPS_INLINE U32x4 Choose(I32x4 lanes, U32x4 a, U32x4 b) {
   return ((U32x4)lanes & a) | (~(U32x4)lanes & b);
 }

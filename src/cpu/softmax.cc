@@ -13,8 +13,8 @@
 // rows are folded into one wide row to fill vectors, and the statistics of columns that belong
 // together are combined.
 //
-// A mask is read in place if its elements are contiguous where those of x are. Otherwise the part
-// for a piece or tile is gathered into a buffer of bytes.
+// A mask is read in place if contiguous elements of x have contiguous mask bytes. Otherwise the
+// part for a piece or tile is gathered into a buffer of bytes.
 #include "cpu/softmax.h"
 
 #include <cmath>

@@ -64,8 +64,8 @@ struct SoftmaxKernels {
 
   // ---- Columns ----
 
-  // buffer = scale * x, with -inf where masked. maxima[j] becomes the maximum of itself and column
-  // j. Both are whole blocks wide, padded with -inf after the last column.
+  // buffer = scale * x, with -inf for masked elements. maxima[j] becomes the maximum of itself and
+  // column j. Both are whole blocks wide, padded with -inf after the last column.
   using TileMax = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x,
                        void* buffer, void* maxima);
   // sums[j] += sum of exp(buffer - shift). If `store`, the exponentials replace the buffer. `shift`

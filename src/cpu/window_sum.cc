@@ -23,9 +23,10 @@ const WindowSumKernels& Kernels() {
   return kernels;
 }
 
-// For vectors that begin at any address: an unaligned vector of 64 bytes always touches two cache
-// lines. Measured on one core of an EPYC, along rows in float32: windows of 5 take 1.1 ms with
-// 64-byte vectors, and 0.6 ms without.
+// The kernels for vectors that begin at any address. If the AVX2 kernels are built, these vectors
+// have at most 32 bytes: an unaligned vector of 64 bytes always touches two cache lines. Measured
+// on one core of an EPYC, along rows in float32: windows of 5 take 1.1 ms with 64-byte vectors, and
+// 0.6 ms without.
 const WindowSumKernels& UnalignedKernels() {
 #ifdef FASTOPS_BUILT_avx2
   if (ActiveIsa() == Isa::kAvx512) return avx2::window_sum_kernels;
@@ -33,9 +34,9 @@ const WindowSumKernels& UnalignedKernels() {
   return Kernels();
 }
 
-constexpr int64_t kTile = 2048;             // sums per tile, which stays in the L1 cache
+constexpr int64_t kTile = 2048;             // sums per tile; a tile stays in the L1 cache
 constexpr int64_t kPassesUpTo = 2049;       // the tile of a longer window does not fit the caches
-constexpr int64_t kDirectUpTo = 7;          // shorter windows add up rows in place
+constexpr int64_t kDirectUpTo = 7;          // rows of windows up to this are added up in place
 constexpr int64_t kNarrow = 32;             // the most adjacent lines that are processed as one
 constexpr int64_t kStripBytes = 1024;       // of accumulators: one row of a strip
 constexpr int64_t kDirectBytes = 64 << 10;  // the rows of a window in a strip

@@ -11,9 +11,8 @@
 //   subtracted only where y' has its zero, and huge or infinite s need no separate code.
 // - One ex2.approx and one rcp.approx per element, no branch.
 // - An error dt of t is a relative error dt ln 2 of e. For float, the rounding error of t is
-// computed
-//   and corrected in e, and the reciprocal is refined. Types of 16 bits do not need this; their
-//   code is exact only to 2^-16.
+//   computed and corrected in e, and the reciprocal is refined. Types of 16 bits do not need this;
+//   their code is exact only to 2^-16.
 // - e is held as 2^kShift e: a subnormal e would lose bits that the result, which is larger, needs.
 //
 // With a = |s|:
@@ -26,7 +25,7 @@
 // fitted for the smallest relative error over the a that matter.
 //
 // As in jax.nn, NaN gives NaN. y(-inf) is NaN, because it is an infinity times 0, and so is y' at
-// infinities: the code adds s - s there. float64 has time for the math library.
+// infinities: the code adds s - s there. For float64 there is time for the math library.
 #ifndef JAX_FASTOPS_CUDA_ACTIVATION_CUH_
 #define JAX_FASTOPS_CUDA_ACTIVATION_CUH_
 
@@ -53,7 +52,7 @@ struct Constant {
         low(static_cast<float>(value - static_cast<double>(static_cast<float>(value)))) {}
 };
 
-// 2^(kShift + a b + low), where `low` counts for float only; a subnormal result is 0.
+// 2^(kShift + a b + low). `low` is used only for float. A subnormal result is 0.
 template <typename T>
 __device__ __forceinline__ float PowerOfTwo(float a, float b, float low) {
   constexpr float shift = kShift<T>;
@@ -67,7 +66,7 @@ __device__ __forceinline__ float PowerOfTwo(float a, float b, float low) {
   return fmaf(power, lost * 0.69314718f, power);
 }
 
-// 1 / x, for an x that is neither subnormal nor huge.
+// 1 / x, if x is neither subnormal nor huge.
 template <typename T>
 __device__ __forceinline__ ComputeType<T> Reciprocal(ComputeType<T> x) {
   if constexpr (sizeof(T) == 8) {
@@ -79,7 +78,7 @@ __device__ __forceinline__ ComputeType<T> Reciprocal(ComputeType<T> x) {
   }
 }
 
-// min(|s|, limit); of NaN, NaN.
+// min(|s|, limit), or NaN if s is NaN.
 __device__ __forceinline__ float Magnitude(float s, float limit) {
   float a;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(a) : "f"(fabsf(s)), "f"(limit));
@@ -98,7 +97,7 @@ __device__ __forceinline__ ComputeType<T> LogisticValue(ComputeType<T> s, Comput
   return s < A(0) ? y * e * kUnshift<T> : y;
 }
 
-// Its derivative; `slope` is a v'(a).
+// The derivative of s * sigmoid(v). `slope` is a v'(a).
 template <typename T>
 __device__ __forceinline__ ComputeType<T> LogisticDerivative(ComputeType<T> s, ComputeType<T> e,
                                                              ComputeType<T> slope) {

@@ -1,4 +1,4 @@
-// What cuda/bias_act_of.h declares, to be instantiated for one activation.
+// Definitions for cuda/bias_act_of.h, which the source file of each activation instantiates.
 #ifndef JAX_FASTOPS_CUDA_BIAS_ACT_OF_CUH_
 #define JAX_FASTOPS_CUDA_BIAS_ACT_OF_CUH_
 
@@ -52,7 +52,7 @@ cudaError_t BiasActBackwardOf(const BroadcastShape& shape, DType dtype, const vo
                                            stream);
 }
 
-// The launchers of an activation, in its source file.
+// Instantiates the launchers of an activation. Used once, in the source file of that activation.
 #define FASTOPS_INSTANTIATE_BIAS_ACT(Act)                                                        \
   template void LoadBiasActOf<Act>(const KernelLoader::Loading&);                                \
   template cudaError_t BiasActForwardOf<Act>(const BroadcastShape&, DType, const Operand[2],     \

@@ -1,5 +1,5 @@
-// The launchers of bias_act for one activation: a source file each, since each has some sixty
-// kernels to compile.
+// The launchers of bias_act for one activation. Each activation has its own source file, because
+// each has about 110 kernels to compile.
 #ifndef JAX_FASTOPS_CUDA_BIAS_ACT_OF_H_
 #define JAX_FASTOPS_CUDA_BIAS_ACT_OF_H_
 
@@ -16,7 +16,7 @@ struct Gelu;
 struct GeluExact;
 struct Silu;
 
-// Gives every kernel of an activation to `load`.
+// Passes every kernel of an activation to `load`.
 template <typename Act>
 void LoadBiasActOf(const KernelLoader::Loading& load);
 

@@ -4,24 +4,22 @@
 // So they are shaped like those of relu.cu, for any broadcast of the bias:
 //
 // - A warp takes 1024 contiguous elements (2048 of 16 bits) of the flat array, and loads 16 bytes
-// per
-//   lane, with four to eight loads in flight. The mask of 1024 elements moves as 32 words
+//   per lane, with four to eight loads in flight. The mask of 1024 elements moves as 32 words
 //   (bitmask.cuh).
-// - The place in the bias of a 16-byte unit of x follows from its index by one division by the
-// length
-//   of the innermost dimension, which is a multiplication because the host knows the divisor. A
-//   bias with more dimensions takes one division for each. The cost is per unit, not per element.
+// - The offset in the bias of a 16-byte unit of x follows from the unit's index by one division by
+//   the length of the innermost dimension. It is a multiplication, because the host knows the
+//   divisor. A bias with more dimensions takes one division for each. The cost is per unit, not per
+//   element.
 // - If rows are whole units, the unit's bias is also a whole unit, loaded at once, or a single
 //   element. Otherwise a bias of at most two dimensions is loaded element by element, because some
 //   elements may belong to the next row: four to five instructions each, which elements of 32 bits
 //   can afford. For elements of 16 bits it is read by aligned words and a shift (shifted.cuh), and
 //   element by element only at the end of a row.
 // - Rows that do not end on a whole mask byte ("ragged") each begin a new byte, but the elements
-// are
-//   contiguous: only the bits are distributed to bytes.
-// - Pointers that are not aligned to 16 bytes, other biases, rows shorter than a unit, and the
-//   elements after the last whole tile are processed in chunks of 256 elements per warp, with one
-//   element per lane and load, and bits by ballots.
+//   are contiguous: only the bits are distributed to bytes.
+// - Chunks of 256 elements per warp, with one element per lane and load, and bits by ballots,
+//   process all other cases: pointers that are not aligned to 16 bytes, other biases, rows shorter
+//   than a unit, and the elements after the last whole tile.
 //
 // One launch does everything: the first warps take the tiles, and the next few take the rest.
 #ifndef JAX_FASTOPS_CUDA_BIAS_RELU_CUH_
@@ -50,21 +48,21 @@ namespace bias_relu {
 // -------------------------------------------------------------------------------------------------
 // The bias
 
-// Where the bias of an element lies. Of the dimensions that matter to the bias, the innermost one
-// is apart: rows.
+// Computes the offset of an element's bias. The dimensions are those of the bias, merged. The
+// innermost one is stored separately: it divides elements into rows and columns.
 struct BiasIndex {
   bool narrow = true;  // fewer than 2^31 elements
   int outer_rank = 0;
   int64_t columns = 1;
   int64_t column_stride = 0;
-  uint32_t words_end = 0;  // elements of the bias in whole words; 0: not to be read by words
+  uint32_t words_end = 0;  // elements of the bias in whole words; 0: do not read by words
   int64_t outer_stride[kMaxBroadcastRank];
   FastDivisor column_divisor;
   FastDivisor outer_divisor[kMaxBroadcastRank];
   FastDivisor64 wide_column_divisor;
   FastDivisor64 wide_outer_divisor[kMaxBroadcastRank];
 
-  // Splits the indices of elements into rows and columns, in their place.
+  // Splits the indices of elements, given in `rows`, into rows and columns.
   template <int kCount>
   __device__ __forceinline__ void Split(int64_t (&rows)[kCount], int64_t (&in_row)[kCount]) const {
     if (narrow) {
@@ -85,7 +83,7 @@ struct BiasIndex {
     }
   }
 
-  // Replaces the indices of elements by where their biases are.
+  // Replaces the indices of elements by the offsets of their biases.
   template <int kCount>
   __device__ __forceinline__ void ToOffsets(int64_t (&indices)[kCount]) const {
     int64_t offsets[kCount];
@@ -127,7 +125,7 @@ struct BiasIndex {
 template <typename T, typename P>
 struct BiasUnit {
   static constexpr int kSize = Packed128<T>::kSize;
-  static constexpr int kPieces = kSize * sizeof(P) / 16;  // 8 elements of 16 bits have 32 of float
+  static constexpr int kPieces = kSize * sizeof(P) / 16;  // 2 for float and 8 elements of 16 bits
   static constexpr int kPieceSize = kSize / kPieces;
 
   Packed128<P> pieces[kPieces];
@@ -135,10 +133,10 @@ struct BiasUnit {
   __device__ __forceinline__ P& operator[](int i) { return pieces[i / kPieceSize][i % kPieceSize]; }
 };
 
-// How the bias of a unit is found.
+// How the bias of a unit is loaded.
 enum class Reach {
-  kUnit,    // in one piece, aligned; or it is one element, as the column stride says
-  kGather,  // by elements: of one row, and perhaps of the next
+  kUnit,    // as an aligned unit, or as one element if the column stride is 0
+  kGather,  // element by element: from one row, and perhaps from the next
 };
 
 // The biases of kCount units that are `step` elements apart.
@@ -228,7 +226,8 @@ __device__ __forceinline__ T Result(P biased) {
   }
 }
 
-// Replaces the elements by the result; bit i says that the sum of element i was greater than zero.
+// Replaces the elements by the result. Returns bits: bit i is set if the sum of element i is
+// greater than zero.
 template <typename T, typename P>
 __device__ __forceinline__ uint32_t BiasReluInPlace(Packed128<T>& x, BiasUnit<T, P>& bias) {
   if constexpr (std::is_same_v<T, P>) {
@@ -270,11 +269,11 @@ struct Params {
 enum class Mask { kNone, kFlat, kRagged };
 
 constexpr int kThreads = 256;
-constexpr int kBlocks = 3;  // per SM, at least
+constexpr int kBlocks = 3;  // minimum per SM
 constexpr int kChunkLoads = 8;
 constexpr int kChunk = kChunkLoads * kWarpSize;
 
-// Words of the mask that a lane has: 1024 elements of a tile each.
+// The mask words of a lane; each word is for 1024 elements of a tile.
 template <typename T>
 constexpr int kWords = sizeof(T) == 2 ? 2 : 1;
 template <typename T>
@@ -288,8 +287,8 @@ __device__ __forceinline__ void Chunk(const Params& p, int64_t begin) {
   T* y = static_cast<T*>(p.out) + begin + lane;
   const int rest = static_cast<int>(min(p.size - begin, int64_t{2 * kChunk})) - lane;
 
-  // Row k of the chunk is element k of all lanes. Row 8 is the first 7 elements beyond, which the
-  // last byte of a ragged mask may reach into.
+  // Row k of the chunk is element k of all lanes. Row 8 is the first 7 elements after the chunk,
+  // which the last byte of a ragged mask may contain.
   constexpr int kRows = kMask ? kChunkLoads + 1 : kChunkLoads;
   T values[kRows];
   P biases[kRows];
@@ -327,8 +326,8 @@ __device__ __forceinline__ void Tile(const Params& p, int64_t begin) {
   constexpr int kField = Packed128<T>::kSize;
   constexpr int kLoads = 32 / kField;  // per word
   constexpr int kStride = kField * kWarpSize;
-  // All of a batch's loads of x are issued together, those of the bias in smaller steps: they come
-  // from the caches, and take more registers each.
+  // All of a batch's loads of x are issued together. Those of the bias follow in smaller steps,
+  // because they come from the caches, and take more registers each.
   constexpr int kBatch = sizeof(T) == 8 ? 4 : 8;
   constexpr bool kSame = sizeof(P) == sizeof(T);
   constexpr int kStep = kReach == Reach::kUnit ? (kSame ? 4 : 2)
@@ -342,8 +341,8 @@ __device__ __forceinline__ void Tile(const Params& p, int64_t begin) {
   const T* x = static_cast<const T*>(p.x) + first;
   T* y = static_cast<T*>(p.out) + first;
 
-  // The 7 elements beyond the tile, which the last byte of a ragged mask may reach into. Nothing
-  // looks at them before the tile's own loads are on their way.
+  // The 7 elements after the tile, which the last byte of a ragged mask may contain. They are used
+  // only after the tile's loads have been issued.
   T beyond = FromCompute<T>(0);
   P beyond_bias = FromCompute<P>(0);
   if constexpr (kMask == Mask::kRagged) {
@@ -381,7 +380,7 @@ __device__ __forceinline__ void Tile(const Params& p, int64_t begin) {
       mask[i * kWarpSize + WordOfLane<kField>(lane)] = TransposeFields<kField>(words[i]);
     }
   } else if constexpr (kMask == Mask::kRagged) {
-    // Lane w gets word w, so that "the next word" is the next lane's.
+    // Lane w gets word w, so the next word is in the next lane.
     uint32_t after = __ballot_sync(kFullWarp, ToCompute(Biased(beyond, beyond_bias)) > 0);
 #pragma unroll
     for (int i = kWords<T> - 1; i >= 0; --i) {
@@ -395,7 +394,7 @@ __device__ __forceinline__ void Tile(const Params& p, int64_t begin) {
   }
 }
 
-// Warps 0, 1, ... take the whole tiles, the following ones what remains in chunks.
+// Warps 0, 1, ... take the whole tiles. The following warps take the remaining elements in chunks.
 template <typename T, typename P, Mask kMask, Reach kReach>
 __global__ void __launch_bounds__(kThreads, kBlocks) TilesKernel(const __grid_constant__ Params p) {
   const int64_t tiles = p.size / kTile<T>;
@@ -454,10 +453,10 @@ inline KernelSet KernelsOf(DType dtype, bool wide) {
   return {};
 }
 
-// False if there are too many dimensions, which those of `shape` cannot be.
+// Returns false if there are too many dimensions, which cannot happen for those of `shape`.
 inline bool MakeBiasIndex(const BroadcastShape& shape, int64_t size, const void* bias,
                           int64_t bias_itemsize, BiasIndex* index) {
-  // Dimensions that only the mask keeps apart are one to the bias.
+  // Merges dimensions that are separate only because of the mask.
   BroadcastShape merged;
   if (!Collapse(std::vector<int64_t>(shape.size, shape.size + shape.rank),
                 {std::vector<int64_t>(shape.stride[1], shape.stride[1] + shape.rank)}, &merged)) {
@@ -490,7 +489,7 @@ inline bool MakeBiasIndex(const BroadcastShape& shape, int64_t size, const void*
   return true;
 }
 
-// Whether every unit of x finds its bias in one piece, aligned, or is of one element's reach.
+// Whether the bias of every unit of x is an aligned unit or a single element.
 inline bool BiasInUnits(const BiasIndex& index, const void* bias, int64_t unit, int64_t itemsize) {
   if (index.outer_rank > 0 && index.columns % unit != 0) return false;
   if (index.column_stride == 0) return true;
@@ -505,8 +504,8 @@ inline bool BiasInUnits(const BiasIndex& index, const void* bias, int64_t unit, 
 }  // namespace bias_relu
 
 // out = max(x + bias, 0). Arrays of `shape`: x, which has the result's shape; bias; and, unless
-// `mask` is null, the mask, whose strides count bits. Rows of the mask are whole bytes, the bits at
-// their ends 0.
+// `mask` is null, the mask, whose strides count bits. Rows of the mask are whole bytes, and the
+// bits after the end of a row are 0.
 inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
                                    const Operand operands[2], void* out, uint8_t* mask,
                                    cudaStream_t stream) {
@@ -527,8 +526,8 @@ inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
     return cudaErrorInvalidValue;
   }
 
-  // Where rows end on whole bytes, they might as well be one row; where the row's dimension has
-  // been dropped, it is of size 1, and every element has a byte.
+  // If rows end on whole bytes, the array is one row for the mask. If the mask's inner stride is
+  // not 1, its row dimension had size 1 and was dropped, so every element has its own byte.
   const bool one_row = mask == nullptr || shape.IsFull(2);
   const int64_t columns = one_row ? size : shape.InnerStride(2) == 1 ? shape.inner() : 1;
   params.layout = MakeMaskLayout(columns);
@@ -555,7 +554,7 @@ inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
                           stream);
 }
 
-// Hands every kernel to `visit`, for a KernelLoader.
+// Passes every kernel to `visit`, for a KernelLoader.
 template <typename Visit>
 void VisitBiasReluKernels(const Visit& visit) {
   for (int dtype = 0; dtype < kNumDTypes; ++dtype) {

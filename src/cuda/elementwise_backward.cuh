@@ -64,12 +64,12 @@ namespace jax_fastops::cuda {
 
 enum class Way : uint8_t {
   kUnwanted,
-  kFull,         // written element by element
-  kColumns,      // register columns, kept for A or summed over the box
-  kColumnSlots,  // kept for B
-  kRows,         // summed over the innermost dimension and B
+  kFull,         // has the result's shape: written, not summed
+  kColumns,      // keeps the innermost dimension; summed in registers over B, and A unless kept
+  kColumnSlots,  // keeps the innermost dimension and B; summed in slots over A
+  kRows,         // summed over the innermost dimension and B, and over A unless kept
   kRowsOfB,      // summed over the innermost dimension only
-  kRowSlots,     // summed over the innermost dimension and A
+  kRowSlots,     // summed in slots over the innermost dimension and A
 };
 
 // The kind of each operand and its gradient for which a kernel is compiled, two bits each.
@@ -107,7 +107,7 @@ struct BackwardParams {
   Reach reach[F::kOperands];
   int operand_column[F::kOperands];  // of the table; column 0: arrays of the result's shape
   SumParams sum[F::kGradients];
-  int column_source[kMaxColumnSums];  // of any kinds: the gradients of the register columns
+  int column_source[kMaxColumnSums];  // kAnyKinds: the gradients of the register columns
   bool needed[F::kOperands];          // for the requested gradients
   bool any_rows;
   int64_t n;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void FillTable(Place* table, int columns, int64_t fir
 template <typename F, typename T, int kBytes, int kKinds>
 struct BackwardShape {
   static constexpr int kSize = kBytes / sizeof(T);
-  static constexpr int kElements = sizeof(T) == 8 ? 4 : 8;  // of a chunk
+  static constexpr int kElements = sizeof(T) == 8 ? 4 : 8;  // per chunk
   static constexpr int kUnits = kElements / kSize;
   // A bitmask and dy are little data, and registers hold twice as many 16-bit elements.
   static constexpr bool kMore =
@@ -185,7 +185,7 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
   constexpr int kGradients = F::kGradients, kOperands = F::kOperands;
   constexpr int kColumns =
       kAny ? (kManyRows ? kMaxColumnSums : 0) : CountColumns(kAny ? 0 : kKinds, kGradients);
-  constexpr int kPiece = 16 / sizeof(C) < kSize ? 16 / sizeof(C) : kSize;  // of slots
+  constexpr int kPiece = 16 / sizeof(C) < kSize ? 16 / sizeof(C) : kSize;  // of a slot
   constexpr unsigned kAll = 0xffffffffu;
 
   extern __shared__ __align__(16) unsigned char memory[];
@@ -272,7 +272,7 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
     __syncthreads();
     rows[g] = C(0);
   };
-  // Which gradient the register columns c are of.
+  // The gradient to which register columns c belong.
   const auto source_of = [&](int c) {
     if constexpr (kAny) return p.column_source[c];
     int g = 0;
@@ -292,7 +292,7 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
       columns[c][e] = C(0);
     }
     __syncthreads();
-    const int warps = kWarps / p.ranges;  // that have the same columns
+    const int warps = kWarps / p.ranges;  // warps with the same columns
     for (int i = threadIdx.x; i < p.ranges * chunk; i += kBoxThreads) {
       const int owner = i % lanes, e = i / lanes % kElements, in_block = i / chunk;
       C total = C(0);
@@ -734,8 +734,8 @@ class BackwardLauncher {
         if (from.in_slots()) {
           slots += plan.box_b * plan.ranges * plan.lanes * Shape::kElements;
         } else {
-          p.column_source[register_columns++] =
-              g;  // PlanBoxes never plans more than kMaxColumnSums
+          // PlanBoxes never plans more than kMaxColumnSums of these.
+          p.column_source[register_columns++] = g;
         }
       } else {
         sum.way = from.in_slots() ? Way::kRowSlots : from.keeps_b ? Way::kRowsOfB : Way::kRows;

@@ -23,7 +23,7 @@ struct FinishSum {
   void* out;
   bool wide;
   // Along A, B and the innermost dimension: the number of kept and of added elements, one of which
-  // is 1. `step` is the distance between adjacent ones.
+  // is 1. `step` is the stride of the partial sums.
   int64_t kept[3], added[3], step[3];
   // The dimensions of A and B in the gradient.
   int rank_a, rank_b;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void Finish(const FinishSum& sum, ComputeType<T>* exc
   if (index < total) {
     const C* const parts = static_cast<const C*>(sum.parts) + a * sum.step[0] * (kept[0] > 1) +
                            b * sum.step[1] * (kept[1] > 1) + c * (kept[2] > 1);
-    // At most one per block.
+    // At most one term per group of lanes of the first kernel, so 32 bits are enough.
     const uint32_t inner = static_cast<uint32_t>(sum.added[2]);
     const uint32_t middle = static_cast<uint32_t>(sum.added[1]);
     const uint32_t count = static_cast<uint32_t>(sum.added[0]) * middle * inner;
@@ -120,8 +120,8 @@ class SumsToFinish {
   // Adds a sum. The caller fills in everything except `small` and `width`.
   FinishSum& Add() { return params_.sum[count_++]; }
 
-  // Partial sums [planes][sizes][inner]. The planes are added up. `strides` are those of the sizes
-  // in the gradient.
+  // Adds a sum over the planes of partial sums [planes][sizes][inner]. `strides` are the gradient's
+  // strides along `sizes`.
   void AddPlanes(const void* parts, int64_t planes, const int64_t (&sizes)[2],
                  const int64_t (&strides)[2], int64_t inner, void* out, bool wide) {
     FinishSum& sum = Add();
@@ -144,7 +144,8 @@ class SumsToFinish {
     }
   }
 
-  // `kernel`: FinishSumsKernel<T> of the file that loads it. Every file has its own.
+  // `kernel` is FinishSumsKernel<T> as instantiated in the caller's source file: each file has its
+  // own copy of the kernel, and loads that copy.
   cudaError_t Launch(void (*kernel)(FinishParams), cudaStream_t stream) {
     if (count_ == 0) return cudaSuccess;
     int64_t widest = 0;

@@ -50,7 +50,7 @@ namespace jax_fastops::cuda {
 enum class ForwardKind {
   kFlat,    // every operand has the result's shape or one element
   kRows,    // rows are a whole number of units
-  kRagged,  // they are not
+  kRagged,  // rows are not a whole number of units
 };
 
 template <int kOperands>
@@ -69,12 +69,12 @@ struct ForwardParams {
   int64_t stride[kOperands][kMaxBroadcastRank];
 };
 
-// The rows of kCount units and the positions within them; then each operand's offset of the row.
+// Finds the rows of kCount units, the positions within them, and each operand's offset of the row.
 template <typename Index, int kOperands>
 struct RowFinder {
   const ForwardParams<kOperands>& p;
 
-  // Replaces numbers by their remainders after division by a dimension's length.
+  // Divides `n` by the length of dimension `d`: `n` becomes the remainder, `over` the quotient.
   template <int kCount>
   __device__ __forceinline__ void Divide(int d, Index (&n)[kCount], Index (&over)[kCount]) const {
     const auto divide = [&](auto divisor) {
@@ -244,7 +244,7 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
 
   const int64_t first = int64_t{blockIdx.x} * (kForwardThreads * kUnits) + threadIdx.x;
   const int64_t whole = p.elements / kSize;
-  // The thread's units that exist.
+  // The number of the thread's units that exist.
   const int live = static_cast<int>(min(max(whole - first, int64_t{0}) + (kForwardThreads - 1),
                                         int64_t{kForwardThreads} * kUnits)) /
                    kForwardThreads;
@@ -278,7 +278,7 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
     find.Rows(within, row);
     find.Offsets(row, offset);
   }
-  int left[kUnits];  // ragged: elements left in the unit's row, with its first one
+  int left[kUnits];  // ragged: elements from the unit's first one to the end of its row
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     if (u >= live) break;
@@ -365,8 +365,9 @@ void UseElementwiseForward(const Use& use) {
                     kOnes, kWide});
 }
 
-// The sets of operands with one element per unit that have a kernel: not all operands, and usually
-// none that has the result's shape. Other sets are processed element by element.
+// Passes to `use` the kernels for a set of operands that have one element per unit. At least one
+// operand has more, and if F::kFirstIsFull, the first one does. Sets without a kernel are processed
+// element by element.
 template <typename F, typename T, bool kWide, int kOnes, typename Use>
 void UseElementwiseForwardOf(const Use& use) {
   if constexpr (kOnes + 1 < 1 << F::kOperands && !(F::kFirstIsFull && (kOnes & 1))) {

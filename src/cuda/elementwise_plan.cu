@@ -21,8 +21,9 @@ std::vector<int> Sizes(int64_t length, int64_t most) {
   return sizes;
 }
 
-// The cost of a plan, in elements that could be moved in the same time. The constants are rough: a
-// few thousand for the table of offsets and the start, and half of that for barriers.
+// The cost of a plan, in elements that could be moved in the same time. The constants are rough.
+// kStart stands for a block's start and its table of offsets, and kFlush for the barriers of a sum
+// over the block.
 double Cost(const BoxPlan& plan, int64_t n, int sums, const BoxLimits& limits) {
   constexpr double kStart = 6144, kFlush = 3072;
   const int groups = kBoxThreads / plan.lanes / plan.ranges;
@@ -59,7 +60,8 @@ BoxPlan PlanBoxes(const BroadcastShape& shape, const int* arrays, int sums,
     plan.sum[s].keeps_inner = shape.InnerStride(arrays[s]) != 0;
     columns = columns || plan.sum[s].keeps_inner;
   }
-  // The gradients that keep a dimension. At most two kinds of dimensions can share a pass.
+  // The kind of a dimension is the set of gradients that keep it. At most two kinds can share a
+  // pass.
   int kind[kMaxBroadcastRank], kinds[2], count = 0;
   for (int d = 0; d < outer; ++d) {
     kind[d] = 0;
@@ -79,7 +81,7 @@ BoxPlan PlanBoxes(const BroadcastShape& shape, const int* arrays, int sums,
   BoxPlan best = plan;
   double least = 0;
   for (int first = 0; first < std::max(count, 1); ++first) {
-    // With one kind of dimensions there is no A.
+    // With only one kind of dimensions, A is empty.
     BoxPlan p = plan;
     const int kind_b = count == 0 ? 0 : kinds[first];
     for (int d = 0; d < outer; ++d) {

@@ -38,13 +38,13 @@ struct BoxPlan {
   int dims_a[kMaxBroadcastRank], dims_b[kMaxBroadcastRank];  // major to minor
   int rank_a = 0, rank_b = 0;
   int64_t length_a = 1, length_b = 1;
-  int box_a = 1, box_b = 1;  // the most indices of a box
+  int box_a = 1, box_b = 1;  // the largest number of indices in a box
   int64_t boxes_a = 1, boxes_b = 1, boxes_inner = 1;
   int lanes = 32;              // of a group, which takes a chunk together
-  int range = 1;               // chunks that a group takes one after the other
-  int ranges = 1;              // of a block, one per group; their chunks alternate
-  bool groups_over_a = false;  // the groups share the indices of A, not those of B
-  int slot_elements = 0;       // of the accumulator's type, for all sums in slots
+  int range = 1;               // chunks that a group takes one after another
+  int ranges = 1;              // per block, each with its own groups; their chunks interleave
+  bool groups_over_a = false;  // the groups divide the indices of A, not those of B
+  int slot_elements = 0;       // of the accumulator type, for all sums in slots
   SumPlan sum[kMaxSums];
 
   int64_t blocks() const { return boxes_a * boxes_b * boxes_inner; }
@@ -52,7 +52,7 @@ struct BoxPlan {
 
 struct BoxLimits {
   int unit = 1;           // elements that a lane loads at once
-  int units = 1;          // of them per chunk
+  int units = 1;          // units of a lane per chunk
   int table_columns = 1;  // 8 bytes each, for every index of a box
   int element_bytes = 4, accumulator_bytes = 4;
   int slot_bytes = 0;     // of shared memory

@@ -1,23 +1,22 @@
 // The backward of an element-wise op for rows that are short or not a multiple of 16 bytes: shape
 // (R, n) with operands that are full, a row (1, n), a column (R, 1) or one element. The general
-// pass (cuda/elementwise_backward.cuh) moves ragged rows element by element, and uses its table for
-// both.
+// pass (cuda/elementwise_backward.cuh) would move ragged rows element by element, and use its
+// kernel that looks everything up at run time.
 //
 // Row r begins r * n mod kSize elements after a boundary of 16 bytes. Rows with the same remainder
 // form a class, and a block takes only rows of one class, so its shift is constant. A lane owns an
 // aligned word of 16 bytes, with the same columns in every row. So
 //
-//   - nothing is shifted: all loads and stores are aligned words;
-//   - the words that stick out of a row at its two ends belong to the same lanes in every row.
-//   Their
-//     elements of the adjacent row go to columns that are never written, and are left out of sums
-//     along the row. Gradients are stored element by element there;
-//   - the elements of a row operand, and the sums over rows, stay in registers.
+// - nothing is shifted: all loads and stores are aligned words;
+// - the words that stick out of a row at its two ends belong to the same lanes in every row. Their
+//   elements of the adjacent row go to columns that are never written, and are left out of sums
+//   along the row. Gradients are stored element by element there;
+// - the elements of a row operand, and the sums over rows, stay in registers.
 //
-// A power of two of lanes, or some warps, take a row, with about 4 rows in flight. Long rows are
-// cut into strips. Classes vary fastest in the grid, and rows interleave, so that all blocks read
-// nearby memory at a time. Sums that a block cannot finish become partial sums for the second
-// kernel, as in the general pass. Without atomics, two runs are bitwise equal.
+// A row is processed by a power of two of lanes, or by some whole warps, with about 4 rows in
+// flight. Long rows are cut into strips. Classes vary fastest in the grid, and rows interleave, so
+// that all blocks read nearby memory at a time. Sums that a block cannot finish become partial sums
+// for the second kernel, as in the general pass. Without atomics, two runs are bitwise equal.
 #ifndef JAX_FASTOPS_CUDA_ELEMENTWISE_ROWS_CUH_
 #define JAX_FASTOPS_CUDA_ELEMENTWISE_ROWS_CUH_
 
@@ -52,17 +51,17 @@ constexpr int CountRowsKind(int kinds, int operands, int kind) {
   return count;
 }
 
-inline constexpr int kRowsThreads = 256;  // of a block, at most
+inline constexpr int kRowsThreads = 256;  // maximum per block
 
 template <typename F, typename T, int kKinds>
 struct RowsShape {
   static constexpr int kSize = 16 / sizeof(T);
   static constexpr int kVectors = CountRowsKind(kKinds, F::kGradients, kRowsVector);
   static constexpr int kValues = CountRowsKind(kKinds, F::kGradients, kRowsValue);
-  // Words of 16 bytes that a lane loads of a row.
+  // The 16-byte words that a lane loads per row.
   static constexpr int kStreams = F::kBits ? 1 : 1 + F::kGradients - kVectors - kValues;
-  // Rows in flight, and blocks per SM, as registers allow without spilling. 64 to 96 KB are then in
-  // flight.
+  // Rows in flight, and blocks per SM, as registers allow without spilling. 48 to 96 KB per SM are
+  // then in flight.
   static constexpr int kRows = kStreams > 3 ? 2 : kStreams == 1 && kValues == 0 ? 6 : 4;
   static constexpr int kBlocks = kStreams > 2 || (sizeof(T) == 2 && kVectors + kValues > 1) ? 2 : 3;
 };
@@ -70,9 +69,9 @@ struct RowsShape {
 struct RowsSum {
   void* out;        // null: not requested
   bool wide;        // accumulator type: partial sums, or a wide gradient
-  bool over_all;    // of one element
+  bool over_all;    // the sum has one element
   uint32_t plane;   // distance between the partial sums of adjacent planes
-  uint32_t stride;  // of rows
+  uint32_t stride;  // between rows
 };
 
 template <typename F>
@@ -87,8 +86,8 @@ struct RowsParams {
   uint32_t period;        // words of rows r and r + period begin at the same columns
   uint32_t period_words;  // between these two rows
   uint32_t classes, strips, boxes;
-  uint32_t tail, tail_word;  // the elements of the word that sticks out of the arrays; its index
-  int lanes;                 // that take a row, or a strip of one: a power of two, or whole warps
+  uint32_t tail, tail_word;  // elements of the word that sticks out of the arrays; its index
+  int lanes;                 // per row, or per strip of a row: a power of two, or whole warps
 };
 
 // Loads the elements of a word that sticks out of the array.
@@ -131,7 +130,7 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
   constexpr uint32_t kWhole = (1u << kSize) - 1;
   constexpr unsigned kAll = 0xffffffffu;
   static_assert(sizeof(C) == 4 && (F::kBits || kOperands == kGradients));
-  static_assert(kValues == 0 || kRows == 4);  // the sums of rows assume 4
+  static_assert(kValues == 0 || kRows == 4);  // the reduction of the row sums assumes 4 rows
 
   __shared__ C exchange[kVectors > 0 ? kRowsThreads * kSize : kRowsThreads / 32];
 
@@ -145,7 +144,7 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
   const uint32_t strip_word = strip * p.lanes;  // in the row
   const uint32_t word_in_row = strip_word + threadIdx.x % p.lanes;
   const int first_column = static_cast<int>(word_in_row * kSize) - static_cast<int>(shift);
-  // Which elements of the word are of a row that ends there.
+  // The elements of the word that belong to a row that ends at column `end`, one bit each.
   const auto elements_before = [&](uint32_t end) {
     uint32_t elements = 0;
 #pragma unroll
@@ -199,14 +198,14 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
 
   // ---- the loop
   for (uint32_t trip = box; trip * per_trip < count; trip += p.boxes) {
-    const uint32_t first = trip * per_trip + group;  // of the rows of the class
+    const uint32_t first = trip * per_trip + group;  // among the rows of the class
     uint4 dy[kRows], full[kOperands][kRows];
     T value[kOperands][kRows];
     C wide_value[kOperands][kRows];
     uint32_t bits[kRows][2];
     uint32_t elements[kRows];
     bool tail = false;
-    // All loads before any use.
+    // All loads are issued before any use.
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const uint32_t index = first + r * side_by_side;
@@ -364,7 +363,7 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
         *row += upper ? half : 0;
       };
       int row = 0, width = min(p.lanes, 32) / 2;
-      if (width < kRows / 2) {  // 2 lanes: both have more rows than one
+      if (width < kRows / 2) {  // 2 lanes: each ends with two rows
         halve(kRows / 2, width, &row);
 #pragma unroll
         for (int i = 0; i < kRows / 2; ++i) put_row(row + i, row_sums[g][i]);
@@ -381,7 +380,7 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
     }
   }
 
-  // ---- what goes on over all of the block's rows
+  // ---- sums over all of the block's rows
   int next_vector = 0;
 #pragma unroll
   for (int g = 0; g < kGradients; ++g) {
@@ -518,7 +517,7 @@ class RowsLauncher {
       return false;
     }
 
-    // ---- who takes what
+    // ---- the distribution of the work
     const auto ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     const int64_t period = kSize / std::gcd<int64_t>(n, kSize);
     const int64_t classes = std::min(period, rows);

@@ -3,18 +3,15 @@
 // for a result (P, Q, N). The general pass (cuda/elementwise_backward.cuh) keeps a sum for every
 // index of B in shared memory, and reads, adds and writes it for every element. In this kernel
 //
-//   - a warp owns a tile of 8 indices of B by 128 columns, 32 elements per lane (half as many if
-//   the
-//     third operand is full). The tile's operand and sums stay in registers while the warp loops
-//     over A;
-//   - data that is read in the loop passes through a ring in shared memory, which every thread
-//   fills
-//     for itself (cp.async). Bytes in flight cost no registers and no barrier;
-//   - the sum over B is made within a lane, then over the warps that share an index of A, for
-//   several
-//     indices of A at a time, with one barrier for all of them;
-//   - the sums of a tile's rows are reduced together: lanes keep half of their rows whenever the
-//     distance halves, so 8 rows of 32 bits take 9 shuffles instead of 40.
+// - a warp owns a tile of 8 indices of B by 128 columns, 32 elements per lane (half as many if the
+//   third operand is full). The tile's operand and sums stay in registers while the warp loops over
+//   A;
+// - data that is read in the loop passes through a ring in shared memory, which every thread fills
+//   for itself (cp.async). Bytes in flight cost no registers and no barrier;
+// - the sum over B is made within a lane, then over the warps that share an index of A, for several
+//   indices of A at a time, with one barrier for all of them;
+// - the sums of a tile's rows are reduced together: lanes keep half of their rows whenever the
+//   distance halves, so 8 rows of 32 bits take 9 shuffles instead of 40.
 //
 // A block has up to 16 warps: as many as cover B. If B is short, it has several groups of warps,
 // which take the indices of A in turn and add up their sums at the end. Sums that it cannot finish
@@ -63,26 +60,26 @@ constexpr int CountTileKind(int kinds, int operands, int kind) {
   return count;
 }
 
-inline constexpr int kTileWarps = 16;  // of a block, at most
+inline constexpr int kTileWarps = 16;  // maximum per block
 inline constexpr int kTileThreads = 32 * kTileWarps;
 
 template <typename T, int kOperands, int kKinds>
 struct TileShape {
   static constexpr int kFulls = CountTileKind(kKinds, kOperands, kTileFull);
-  static constexpr int kSize = 16 / sizeof(T);                // of a unit
-  static constexpr int kColumns = 128;                        // of a tile
-  static constexpr int kRowLanes = kColumns / kSize;          // that share a row
-  static constexpr int kSplit = 32 / kRowLanes;               // rows side by side in a warp
-  static constexpr int kRows = 32 / kSize / (1 + kFulls);     // of a lane
+  static constexpr int kSize = 16 / sizeof(T);                // per unit
+  static constexpr int kColumns = 128;                        // per tile
+  static constexpr int kRowLanes = kColumns / kSize;          // per row
+  static constexpr int kSplit = 32 / kRowLanes;               // parallel rows in a warp
+  static constexpr int kRows = 32 / kSize / (1 + kFulls);     // per lane
   static constexpr int kWarpRows = kRows * kSplit;            // indices of B
   static constexpr int kUnits = kRows * (1 + kFulls) + 1;     // in flight for an index of A
   static constexpr int kStages = sizeof(T) == 4 ? 2 : 4;      // indices of A in flight
-  static constexpr int kBatch = sizeof(T) == 4 ? 4 : 2;       // of them between two barriers
-  static constexpr int kFinishSize = sizeof(T) == 4 ? 2 : 1;  // columns that a thread then adds up
+  static constexpr int kBatch = sizeof(T) == 4 ? 4 : 2;       // indices of A between two barriers
+  static constexpr int kFinishSize = sizeof(T) == 4 ? 2 : 1;  // columns per thread after it
   static constexpr int kRingBytes = kStages * kUnits * kTileThreads * 16;
   static constexpr int kExchange = kBatch * kTileWarps * kSplit * kColumns;  // elements
   static constexpr int kSharedBytes = kRingBytes + 2 * kExchange * 4;
-  static_assert(kTileThreads * kRows * kSize * 4 <= kRingBytes);  // for the sums of the end
+  static_assert(kTileThreads * kRows * kSize * 4 <= kRingBytes);  // for the sums at the end
 };
 
 // The destination of a sum. `plane` is the distance between the partial sums of adjacent boxes.
@@ -134,8 +131,8 @@ __device__ __forceinline__ void NamedBarrier(int index, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
 }
 
-// Sums kCount values over kLanes adjacent lanes. A lane gets the sum of value
-// lane % kLanes / (kLanes / kCount).
+// Computes kCount sums over kLanes adjacent lanes. A lane returns the sum of value number lane %
+// kLanes / (kLanes / kCount).
 template <int kCount, int kLanes, typename C>
 __device__ __forceinline__ C SumTogether(C (&values)[kCount]) {
   int width = kLanes / 2;
@@ -230,7 +227,7 @@ __global__ __launch_bounds__(kTileThreads, 1) void ElementwiseTileKernel(
   }
 
   // ---- the ring
-  // A stage: the units of dy, of the full operands, and of the one that B is not in.
+  // A stage: the units of dy, of the full operands, and of the operand that is broadcast along B.
   const auto fill = [&](int trip, int stage) {
     const uint32_t a = first_a + trip * step_a;
     const uint32_t to = ring_address + stage * (kUnits * kUnitStep);
@@ -259,7 +256,7 @@ __global__ __launch_bounds__(kTileThreads, 1) void ElementwiseTileKernel(
     return *reinterpret_cast<const uint4*>(ring + (stage * kUnits + unit) * kUnitStep);
   };
 
-  // ---- the elements of rows: lane l has that of row l / kTogether, index l % kTogether of a batch
+  // ---- the elements of row operands: lane l has row l / kTogether, index l % kTogether of a batch
   const uint32_t row_of_lane = warp_first_b + lane / kTogether;
   const auto load_rows = [&](int first_trip) {
     const int trip = first_trip + lane % kTogether;
@@ -387,12 +384,12 @@ __global__ __launch_bounds__(kTileThreads, 1) void ElementwiseTileKernel(
                   h * kLanePart + in_row * 4);
     }
     if (in_batch == kBatch - 1 || trip == trips - 1) {
-      // One barrier is enough: the other buffer is next, and this one is not written again before
-      // all have come to the next barrier.
+      // One barrier is enough: the other buffer is used next, and this one is written again only
+      // after all warps have reached the next barrier.
       if (p.warps_b == 1) {
         __syncwarp();
       } else {
-        NamedBarrier(1 + group, 32 * p.warps_b);  // there are 15, and 8 groups at most
+        NamedBarrier(1 + group, 32 * p.warps_b);  // at most 8 groups; there are 15
       }
       const TileSum& sum = p.sum[kA];
       constexpr int kCount = Shape::kFinishSize;
@@ -420,7 +417,7 @@ __global__ __launch_bounds__(kTileThreads, 1) void ElementwiseTileKernel(
     }
   }
 
-  // ---- the sums over A: those of all groups, through the ring's memory
+  // ---- the sums over A of all groups, combined in the ring's memory
   AwaitCopies<0>();
   __syncthreads();
   C* const sums = reinterpret_cast<C*>(memory);
@@ -485,7 +482,7 @@ inline TilePlan PlanTiles(int64_t length_a, int64_t length_b, int64_t n, int ele
       if (p.boxes_b > 1) partial += p.boxes_b * length_a * n;
       if (sums_rows && p.chunks > 1) partial += p.chunks * length_a * length_b;
       if (partial > workspace || partial >= int64_t{1} << 31) continue;
-      // Fewer warps than these do not keep the memory busy.
+      // Fewer warps than this do not keep the memory busy.
       const int warps = std::max(12, p.warps_b * p.groups);
       const double bytes = static_cast<double>(ceil(box_a, p.groups)) * warps * warp_rows *
                            columns * element_bytes * arrays;
@@ -500,7 +497,7 @@ inline TilePlan PlanTiles(int64_t length_a, int64_t length_b, int64_t n, int ele
   }
   const double ideal = static_cast<double>(length_a) * static_cast<double>(length_b) *
                        static_cast<double>(n) * element_bytes * arrays / processors;
-  // The general pass takes about three times the ideal. For little data, so does this one.
+  // The general pass takes about three times the ideal. For small arrays, this kernel does too.
   if (least > 2.5 * ideal) best.valid = false;
   return best;
 }

@@ -5,8 +5,8 @@
 // Every element moves once, so the kernel is bound by memory. One kernel works in both directions,
 // and only its memory accesses determine its shape.
 //
-// - The kernel moves *units* of 1 to 16 bytes: the largest unit that divides a head's row and that
-//   the pointers are aligned to. For heads of 64 elements it is 16 bytes. Units are contiguous
+// - The kernel moves *units* of 1 to 16 bytes: the largest unit that divides a head's row and to
+//   which the pointers are aligned. For heads of 64 elements it is 16 bytes. Units are contiguous
 //   along a row of x (all features), and along a head of y (all rows).
 // - A thread stays in one column of units, so it computes part, head and bias once. It takes at
 //   least four rows of the column, and loads all of them before it stores the first. To saturate an
@@ -21,10 +21,9 @@
 //   these tiles are as wide as a block. If a head is smaller than a sector, a warp takes several
 //   rows of fewer columns.
 // - Sums: a thread adds up the rows that it moves, in registers. A tile is as long as the run that
-// is
-//   summed, so its row lanes combine once in shared memory and write the sum. Without atomics, the
-//   same input gives the same bits. Sums of 128 rows add 0.8% of traffic for bfloat16, and 0.4% for
-//   float32.
+//   is summed, so its row lanes combine once in shared memory and write the sum. Without atomics,
+//   the same input gives the same bits. Sums of 128 rows add 0.8% of traffic for bfloat16, and 0.4%
+//   for float32.
 #include "cuda/heads.h"
 
 #include <algorithm>
@@ -52,21 +51,21 @@ struct HeadsParams {
   const void* bias;
   void* sums;
 
-  // In units: a row of x, and a row of a head.
+  // In units: the sizes of a row of x, and of a row of a head.
   FastDivisor row;
   FastDivisor head;
   FastDivisor heads;
   int64_t batch;
   int64_t sequence;
 
-  // A sequence is groups of `group_rows` rows, a group is `subgroups` runs of `run_rows`.
+  // A sequence has groups of `group_rows` rows. A group has `subgroups` runs of `run_rows` rows.
   FastDivisor subgroups;
   int64_t group_rows;
   int64_t run_rows;
   int64_t runs;  // per sequence
 
-  // The tile is 1 << log_columns units wide, with 1 << log_row_lanes threads to each of them. Of
-  // those, 1 << log_warp_rows are in one warp.
+  // The tile is 1 << log_columns units wide, with 1 << log_row_lanes threads per column. 1 <<
+  // log_warp_rows of these threads are in one warp.
   int log_columns;
   int log_row_lanes;
   int log_warp_rows;
@@ -85,16 +84,16 @@ enum class Work { kSplit, kSplitAddBias, kMerge, kMergeWithSums };
 
 constexpr bool IsSplit(Work work) { return work == Work::kSplit || work == Work::kSplitAddBias; }
 
-// How many rows a thread has in flight. With 16 bytes to each, four measured 1 to 2% faster than
-// eight; but with the sums eight, so that 128 rows are done in one go by 16 row lanes. Narrow units
-// have a lot of instructions to share: those that find the column.
+// The number of rows that a thread has in flight. For units of 16 bytes, four rows measured 1 to 2%
+// faster than eight. With sums it is eight, so that 16 row lanes process 128 rows in one pass. For
+// narrow units, more rows share the instructions that compute the column.
 constexpr int InFlight(int unit, bool sums) {
   if (unit <= 2) return 16;
   return unit < 16 || sums ? 8 : 4;
 }
 
-// How wide a tile is at most. With the sums it matters more to take the run in one pass: four
-// passes measured 2% (float32) to 7% (bfloat16) slower than one.
+// The maximum width of a tile, in columns. With sums it is more important to process a run in one
+// pass: four passes measured 2% (float32) to 7% (bfloat16) slower than one.
 constexpr int MaxColumns(int unit, bool sums) {
   if (unit < 16) return kThreads;
   return sums ? 16 : 32;
@@ -118,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) HeadsKernel(const HeadsParams p) {
   const int row_lane = lane >> log_warp_columns | warp >> (p.log_columns - log_warp_columns)
                                                               << p.log_warp_rows;
 
-  // The slab, and how many columns there are in it.
+  // The slab, and the number of its columns.
   const int64_t first_batch = blockIdx.y * p.slab_batches;
   const int64_t first_run = int64_t{blockIdx.z} * p.slab_runs.divisor;
   const uint32_t slab_columns =
@@ -150,7 +149,8 @@ __global__ void __launch_bounds__(kThreads) HeadsKernel(const HeadsParams p) {
     const int64_t batch = first_batch + slab_batch;
     const int64_t row = group * p.group_rows + in_group + row_lane;
     x = p.x + ((batch * p.sequence + row) * p.row.divisor + in_row) * kUnit;
-    // Selected, not indexed: parameters are indexed through a copy in local memory.
+    // Selected, not indexed: an index into the parameters would need a copy of them in local
+    // memory.
     y = part == 0 ? p.y[0] : part == 1 ? p.y[1] : p.y[2];
     y += (((batch * p.heads.divisor + head) * p.sequence + row) * p.head.divisor + in_head) * kUnit;
 
@@ -165,8 +165,9 @@ __global__ void __launch_bounds__(kThreads) HeadsKernel(const HeadsParams p) {
   if constexpr (kBias) LoadParameter<T, B>(p.bias, int64_t{in_row} * U::kSize, bias);
 
   for (int pass = 0; pass < (kSums ? p.passes : 1); ++pass) {
-    // Keeps the warps of a tile together, whose narrow units share sectors: from 1.72 of the floor
-    // to 1.34 for heads of 127 floats, 512 rows in 32 passes, on an H100. Nothing is handed over.
+    // Not for communication: it keeps the warps of a tile close together, because their narrow
+    // units share sectors. On an H100, heads of 127 floats and 512 rows in 32 passes take 1.34 of
+    // the floor with it, and 1.72 without.
     if (kSums && pass > 0) __syncthreads();
     U values[kInFlight];
 #pragma unroll
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(kThreads) HeadsKernel(const HeadsParams p) {
     Sum* sums = static_cast<Sum*>(p.sums) +
                 ((first_batch * p.runs + first_run) * p.row.divisor + tile) * U::kSize;
     for (int i = threadIdx.x; i < live; i += kThreads) {
-      // In runs of 8: one sum of up to 256 lanes would round too often.
+      // In runs of 8: a single sum of up to 256 lanes would have a larger rounding error.
       Sum sum = 0;
       for (int first = 0; first < row_lanes; first += kLanesPerRun) {
         Sum run = shared[first * width + i];
@@ -236,7 +237,7 @@ Kernel MoveKernel() {
   return HeadsKernel<kWork, Bits, Bits, kUnit>;
 }
 
-// None where an element does not fit the unit.
+// Returns null if the unit is smaller than an element.
 template <Work kWork, typename T, typename B, int kUnit>
 Kernel TypedKernel() {
   if constexpr (kUnit < static_cast<int>(sizeof(T))) {
@@ -251,7 +252,7 @@ Kernel KernelOfUnit([[maybe_unused]] DType dtype, [[maybe_unused]] bool wide_bia
   if constexpr (kWork == Work::kSplit || kWork == Work::kMerge) {
     return MoveKernel<kWork, kUnit>();
   } else {
-    // Sums have no bias, so none that is wide.
+    // The merge with sums has no bias, so it has no wide bias.
     constexpr bool kBias = kWork == Work::kSplitAddBias;
     switch (dtype) {
       case DType::kF32:
@@ -303,7 +304,7 @@ int Log2(int64_t power) {
   return log;
 }
 
-// The widest unit, in bytes.
+// The largest possible unit, in bytes.
 int UnitOf(const HeadsShape& shape, int64_t itemsize, const void* x, const void* const* y) {
   int64_t bits = 16 | shape.head_size * itemsize;
   bits |= CommonAlignment({x});
@@ -325,7 +326,7 @@ Plan MakePlan(const HeadsShape& shape, int64_t itemsize, int unit, bool split,
   HeadsParams& p = plan.params;
   const int64_t head = shape.head_size * itemsize / unit;
   const int64_t row = shape.parts * shape.heads * head;
-  // Columns are counted in 32 bits, and a tile may reach beyond the last one.
+  // Columns are counted in 32 bits, and a tile may extend past the last one.
   constexpr int64_t kLimit = std::numeric_limits<int32_t>::max() - kThreads;
   if (row > kLimit) return plan;
 
@@ -391,7 +392,7 @@ Plan MakePlan(const HeadsShape& shape, int64_t itemsize, int unit, bool split,
   return plan;
 }
 
-// The same elements in the same places, with as few and as long sequences as there can be.
+// An equivalent shape with fewer and longer sequences.
 HeadsShape Simplify(HeadsShape shape) {
   if (shape.sequence == 1) {
     shape.head_size *= shape.heads;
@@ -444,7 +445,7 @@ cudaError_t SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bi
   wide_bias = wide_bias && itemsize == 2;
   const HeadsShape simple = Simplify(shape);
   int unit = UnitOf(simple, itemsize, x, y);
-  // A unit's bias is loaded 16 bytes at a time, or all at once.
+  // A unit's bias is loaded in pieces of 16 bytes, or at once if it is smaller.
   const int64_t bias_alignment = CommonAlignment({bias});
   const int64_t bias_ratio = wide_bias ? 2 : 1;
   while (std::min<int64_t>(16, unit * bias_ratio) > bias_alignment) unit /= 2;

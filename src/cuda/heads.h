@@ -1,5 +1,5 @@
-// Splitting features into attention heads and merging them again, on raw device pointers, with the
-// bias and its gradient in the same pass. Shapes are in heads_shape.h.
+// Splitting features into attention heads and merging heads into features, on raw device pointers,
+// with the bias or its gradient in the same pass. heads_shape.h has the shapes.
 //
 // Every function enqueues at most one kernel on `stream` and returns the result of the launch. The
 // functions do not allocate or synchronize. Once LoadHeadsKernels has run on the device, they may
@@ -17,7 +17,7 @@
 
 namespace jax_fastops::cuda {
 
-// y[p][b, h, s, d] = x[b, s, p, h, d], elements of `itemsize` bytes (1, 2, 4, 8 or 16).
+// y[p][b, h, s, d] = x[b, s, p, h, d], for elements of `itemsize` bytes (1, 2, 4, 8 or 16).
 cudaError_t SplitHeads(const HeadsShape& shape, int64_t itemsize, const void* x, void* const* y,
                        cudaStream_t stream);
 
@@ -30,7 +30,7 @@ cudaError_t SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bi
 cudaError_t MergeHeads(const HeadsShape& shape, int64_t itemsize, const void* const* y, void* x,
                        cudaStream_t stream);
 
-// The same, and the sums of y over runs of the sequence, in float32 (float64 for float64).
+// The same, with the sums of y over runs of the sequence, in float32 (float64 for float64).
 cudaError_t MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const* y, void* x,
                                const HeadsSums& layout, void* sums, cudaStream_t stream);
 

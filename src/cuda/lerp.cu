@@ -1,10 +1,10 @@
-// lerp: start + weight * (end - start), over operands broadcast against one another, and its
+// lerp: start + weight * (end - start) over operands that are broadcast against each other, and its
 // gradients
 //
 //   dstart = dy * (1 - weight),  dend = dy * weight,  dweight = dy * (end - start),
 //
-// each summed over what its operand is broadcast along. cuda/elementwise_forward.cuh and
-// cuda/elementwise_backward.cuh say how.
+// each summed over the dimensions along which its operand is broadcast. The kernels are in
+// cuda/elementwise_forward.cuh and cuda/elementwise_backward.cuh.
 //
 // Source: Paddle, lerp.
 #include "cuda/lerp.h"
@@ -24,9 +24,9 @@ struct Lerp {
   static constexpr bool kFirstIsFull = false;
   static constexpr bool kShortUnits = false;
 
-  // From the nearer end, so that a weight of 0 or 1 gives that end: selected, since to add 0 may
-  // turn a -0 into a +0. Where the distance is not finite, as written above, with what NaN that
-  // gives.
+  // Computed from the nearer end, so that a weight of 0 or 1 gives exactly that end. The end is
+  // selected, because adding 0 may turn -0 into +0. If the distance is not finite, the formula is
+  // used as written above, and gives the same NaN.
   template <typename T>
   static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[3]) {
     using C = ComputeType<T>;

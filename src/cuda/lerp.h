@@ -1,4 +1,4 @@
-// CUDA launchers of lerp; cuda/lerp.cu says how they work.
+// CUDA launchers of lerp. cuda/lerp.cu describes the kernels.
 #ifndef JAX_FASTOPS_CUDA_LERP_H_
 #define JAX_FASTOPS_CUDA_LERP_H_
 
@@ -10,15 +10,15 @@
 
 namespace jax_fastops::cuda {
 
-// Loads all kernels into the current device. To be called before a stream is captured.
+// Loads all kernels on the current device. Must be called before a stream is captured.
 cudaError_t LoadLerpKernels();
 
 // out = start + weight * (end - start). Arrays of `shape`: start, end, weight.
 cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3],
                         void* out, cudaStream_t stream);
 
-// Arrays of `shape`: start, end, weight, and their gradients (the strides of one that is not wanted
-// are those of the result).
+// Arrays of `shape`: start, end, weight, and their gradients. A gradient that is not requested has
+// the result's strides.
 cudaError_t LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                          const Operand operands[3], const Gradient gradients[3],
                          SumWorkspace workspace, cudaStream_t stream);

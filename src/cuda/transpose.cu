@@ -25,10 +25,10 @@
 //   shared memory in the input's order, and gathered from there in the order of the output. The
 //   source of each element is the same for every box, so a table holds 16-bit addresses. Blocks are
 //   persistent: each makes the table once, one dimension at a time. (A chain of divisions per entry
-//   took a third of the time for bfloat16.) A thread gathers one word of 4 bytes at a time, and the
-//   layout of a box in shared memory is chosen to avoid bank conflicts in these gathers. Segments
-//   of the output that are not aligned are first gathered into shared memory and written from there
-//   in aligned chunks.
+//   took a third of the time for bfloat16.) A thread gathers 16 bytes at a time. If that causes
+//   many bank conflicts, it gathers words of 4 bytes instead, from a layout of the box in shared
+//   memory that avoids the conflicts. Segments of the output that are not aligned are first
+//   gathered into shared memory, and written from there in aligned chunks.
 //
 // Offsets into the arrays are 64-bit, but are computed once per row of a tile. All other indices
 // count tiles, or units within a tile, and fit 32 bits. In the row kernels every thread computes
@@ -108,7 +108,7 @@ struct Window {
         high(Load<uint4>(AlignDown(p, 16) + 16)),
         shift(Misalignment(p, 16)) {}
 
-  // Whether the window at p may be loaded from an array.
+  // Whether the chunks of the window at p are within the array.
   static __device__ __forceinline__ bool IsReadable(const char* p, const char* begin,
                                                     const char* end) {
     return AlignDown(p, 16) >= begin && AlignDown(p, 16) + 32 <= end;
@@ -133,7 +133,7 @@ struct Window {
 __device__ __forceinline__ uint4 Vector(const uint4& v) { return v; }
 __device__ __forceinline__ uint4 Vector(const Window& window) { return window.Get(); }
 
-// The same byte by byte, reading only what lies before `end`.
+// The same byte by byte, without reading at or after `end`.
 __device__ __forceinline__ uint4 LoadBytes(const char* p, const char* end) {
   uint32_t words[4] = {};
   for (int i = 0; i < 16 && p + i < end; ++i) {
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The first `count` bytes of a, the others of b.
+// The first `count` bytes of a, then those of b.
 __device__ __forceinline__ uint4 Merge(uint4 a, uint4 b, int count) {
   const auto merge = [](uint32_t a, uint32_t b, int count) {
     const uint32_t mask = count >= 4 ? ~0u : count <= 0 ? 0u : (1u << 8 * count) - 1;
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kThreads)
     if (wide[k]) first[k] = Window(from);
     if (row - within < 16) {
       rest[k] = static_cast<int>(row - within);
-      // At the very end of the array there is no next row, but then nothing of the chunk is left.
+      // At the end of the array there is no next row, but then the chunk has no further bytes.
       const char* next = p.x + InputOffset(p, 1, static_cast<Index>(n + 1)) - rest[k];
       wide[k] = wide[k] && Window::IsReadable(next, p.x, end);
       if (wide[k]) second[k] = Window(next);
@@ -268,7 +268,7 @@ struct TileParams {
   const char* x;
   const char* x_end;
   char* y;
-  int64_t columns;  // of the matrix that the tiles are of: the runs' lengths
+  int64_t columns;  // of the matrix of tiles: the lengths of the runs
   int64_t rows;
   // Tiles are numbered down a band of columns, `band` tiles high, then along it, so that blocks
   // that run together read and write adjacent memory.
@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(kThreads, 4) TileKernel(const __grid_constant_
            word % kWordsPerChunk;
   };
 
-  // Which tile.
+  // The tile's position.
   uint32_t n = blockIdx.x;
   uint32_t index = TakeRemainder(n, p.tiles);
   const uint32_t band = Divide(index, p.band_tiles);
@@ -368,7 +368,8 @@ __global__ void __launch_bounds__(kThreads, 4) TileKernel(const __grid_constant_
     y += i * p.dims[d].out_stride;
   }
 
-  // Where its rows and columns are. Rows beyond the end repeat the last one: they may be read.
+  // The addresses of its rows and columns. Rows after the end repeat the last one, which may be
+  // read.
   bool readable = true;  // whether all windows may be read
   for (int i = threadIdx.x; i < kAllRows + kColumns; i += kThreads) {
     if (i < kAllRows) {
@@ -418,7 +419,7 @@ __global__ void __launch_bounds__(kThreads, 4) TileKernel(const __grid_constant_
     constexpr int kAcross = kColumns / kVector / 8;
     constexpr int kTotal = kColumns / kVector * (kAllRows / kPack);
     constexpr int kUnits = (kTotal + kThreads - 1) / kThreads;
-    // Windows take twice the registers: fewer of them at a time.
+    // Windows take twice the registers, so fewer of them are in flight.
     constexpr int kTogether = kWideIn ? kUnits : 4 / kPack;
 #pragma unroll
     for (int first = 0; first < kUnits; first += kTogether) {
@@ -532,7 +533,7 @@ __global__ void __launch_bounds__(kThreads, 4) TileKernel(const __grid_constant_
 // -------------------------------------------------------------------------------------------------
 // Boxes: the runs share a dimension
 
-// The dimensions of a box. 16 KB has no room for more of two elements each.
+// The maximum number of dimensions in a box: 16 KB cannot hold more dimensions of two elements.
 constexpr int kMaxBoxRank = 16;
 
 struct BoxDim {
@@ -552,7 +553,7 @@ struct BoxSide {
   int64_t last_offset;  // of the last segment, in bytes
   bool wide;            // whether all segments of an aligned box are aligned to 16 bytes
   int run_dims, segment_dims;
-  BoxDim dims[kMaxBoxRank];  // of a segment, then those that number them; each minor to major
+  BoxDim dims[kMaxBoxRank];  // of a segment, then those that number segments; each minor to major
 };
 
 // The layout of a box in shared memory. A warp often gathers columns with a power-of-two pitch,
@@ -593,7 +594,7 @@ struct BoxParams {
   uint32_t table_bytes, data_bytes, staged_bytes;
   uint32_t boxes;
   int rank;
-  Dim dims[kMaxPermutationRank];  // that number the boxes, minor to major
+  Dim dims[kMaxPermutationRank];  // of the grid of boxes, minor to major
 };
 
 __device__ __forceinline__ int64_t SegmentOffset(const BoxSide& side, uint32_t n) {
@@ -761,7 +762,8 @@ __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
         }
       }
     } else {
-      // In the order of the output to shared memory, from there in aligned chunks.
+      // Gathers to shared memory in the order of the output, and writes from there in aligned
+      // chunks.
 #pragma unroll kUnroll
       for (uint32_t unit = threadIdx.x; unit < units; unit += kBoxThreads) {
         Store<Gathered>(staged + unit * sizeof(Gathered), gather(table + unit * kGathered));
@@ -856,7 +858,7 @@ void PlanRows(const Permutation& p, TransposePlan* plan) {
   const bool bytes = p.unit < 16;
   plan->variant = bytes ? Variant::kByteRows : Variant::kUnitRows;
   const int64_t count = bytes ? p.count * p.unit : p.count;
-  // Room for the threads of the last block.
+  // Leaves room for the threads of the last block.
   plan->wide_index = count > (int64_t{1} << 31) - 4096;
   plan->blocks =
       bytes ? CeilDiv(count / 16 + 2, kThreads * 2) : CeilDiv(count, kThreads * kUnitsPerThread);
@@ -940,7 +942,7 @@ bool PlanTiles(const Permutation& p, const TransposeShape& shape, TransposePlan*
   tile.last_band = FastDivisor(static_cast<uint32_t>(down - (bands - 1) * band));
   tile.last_band_index = static_cast<uint32_t>(bands - 1);
 
-  // Wide accesses need every row, or column, to begin and end on 16 bytes.
+  // Wide accesses need every row, or column, to begin and end at a multiple of 16 bytes.
   constexpr int kVector = 16 / kElement;
   plan->wide_in = shape.alignment == 16 && columns_size % kVector == 0;
   plan->wide_out = shape.alignment == 16 && rows_size % kVector == 0;
@@ -973,9 +975,9 @@ int GatherAccesses(const BoxParams& box, uint32_t element, uint32_t unit_bytes,
   for (uint32_t warp = 0; warp < kWarps; ++warp) {
     const uint32_t first = units * warp / kWarps / 32 * 32;
     for (uint32_t j = 0; j < per_unit; ++j) {
-      uint32_t words[32][32], counts[32] = {};  // that differ, by bank
+      uint32_t words[32][32], counts[32] = {};  // different words, by bank
       for (uint32_t unit = first; unit < std::min(first + 32, units); ++unit) {
-        // As the kernel makes its table.
+        // Like the kernel when it makes its table.
         uint32_t segment = unit / per_segment;
         uint32_t within = unit % per_segment * per_unit + j;
         uint32_t address = 0;
@@ -1029,10 +1031,10 @@ void PlanBoxes(const Permutation& p, const TransposeShape& shape, TransposePlan*
   const std::vector<int> in_order = InputOrder(p);
   const std::vector<int> out_order = OutputOrder(p);
 
-  // The extents: runs as long as fit.
-  // Each block makes its own table, so a small array has smaller boxes, several for each block. On
-  // an H100, 9.4 Mi elements of rank 8 go from 3.3 to 2.4 of the floor for 1 byte and from 1.11 to
-  // 0.96 for 4 bytes, but from 1.39 to 1.59 for 2 bytes, which keep the larger boxes.
+  // The extents: runs as long as fit. Each block makes its own table, so a small array has smaller
+  // boxes, several for each block. On an H100, 9.4 Mi elements of rank 8 go from 3.3 to 2.4 of the
+  // floor for 1 byte and from 1.11 to 0.96 for 4 bytes, but from 1.39 to 1.59 for 2 bytes, which
+  // keep the larger boxes.
   int64_t box_bytes = p.unit <= 2 ? 8192 : 16384;
   if (p.unit != 2 && p.count * p.unit / box_bytes < kFewBoxes) box_bytes /= 2;
   const int64_t most = box_bytes / p.unit;  // elements

@@ -14,7 +14,7 @@
 
 namespace jax_fastops::cuda {
 
-// y[i0, i1, ...] = x[...], where dimension i of y is dimension axes[i] of x. `dims` are x's.
+// y[i0, i1, ...] = x[...], where dimension i of y is dimension axes[i] of x. `dims` are those of x.
 cudaError_t Transpose(const void* x, void* y, const int64_t* dims, const int* axes, int rank,
                       int64_t itemsize, cudaStream_t stream);
 

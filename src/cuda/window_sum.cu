@@ -1,8 +1,8 @@
-// Which kernel a windowed sum runs on, and with what launch.
+// Chooses the kernel and the launch parameters of a window sum.
 //
-// All are bound by memory: x is read once, y written once. A last axis is cut into tiles, another
-// one is marched along by strips of columns; windows that neither keeps on the chip are summed from
-// a tree in the workspace.
+// All kernels are bound by memory: x is read once and y is written once. Along the last axis, a row
+// is cut into tiles. Along another axis, blocks move along the axis in strips of columns. Windows
+// that do not fit on the chip in either way are summed from a tree in the workspace.
 #include "cuda/window_sum.h"
 
 #include <algorithm>
@@ -20,9 +20,9 @@ namespace window_sum {
 namespace {
 
 constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
-constexpr int64_t kDirectAxis = 64;     // no longer axes are summed directly
-constexpr int64_t kShiftedBytes = 256;  // of a row: with more, the words at its ends matter little
-constexpr int kSharedPerBlock = 1 << 10;  // of each block's shared memory, reserved by the device
+constexpr int64_t kDirectAxis = 64;       // axes up to this length are summed directly
+constexpr int64_t kShiftedBytes = 256;    // per row; with more, the words at its ends matter little
+constexpr int kSharedPerBlock = 1 << 10;  // shared memory that the device reserves for each block
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -155,7 +155,7 @@ cudaError_t LaunchRows(const Run& run) {
   const int64_t tiles = CeilDiv(units, params.tile_units);
   params.tiles = FastDivisor64(static_cast<uint64_t>(tiles));
 
-  int64_t rows = kRowThreads / 2 / threads;  // tiles of a block
+  int64_t rows = kRowThreads / 2 / threads;  // tiles per block
   rows = std::max<int64_t>(1, std::min(rows, s.outer * tiles / run.processors));
   return Launch(RowsKernel<T>, params, CeilDiv(s.outer * tiles, rows),
                 dim3(threads, static_cast<unsigned>(rows)), rows * RowShared<T>(threads),
@@ -176,7 +176,7 @@ cudaError_t LaunchColumns(const Run& run) {
   const auto shared = [&] {
     return (s.window() - 1 + step()) * (kSize << log_width) * static_cast<int64_t>(sizeof(A));
   };
-  // As wide as fits twice on an SM; down to a sector of memory if only one block fits.
+  // As wide as fits twice on an SM. If only one block fits, it narrows down to a sector of memory.
   const int of_two = run.shared / 2 - kSharedPerBlock;
   while (log_width > 0 && shared() > ((kBytes << log_width) > 32 ? of_two : run.shared)) {
     --log_width;

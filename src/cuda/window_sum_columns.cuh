@@ -40,13 +40,13 @@ struct ColumnsParams {
   int64_t inner;
   int64_t m;
   int64_t pad;
-  int64_t segment;         // sums of a block along the axis
+  int64_t segment;         // sums per block along the axis
   FastDivisor64 strips;    // of inner
   FastDivisor64 segments;  // of the axis
   int64_t blocks;
   int window;
   int log_width;  // of a strip, in units
-  int log_group;  // threads of one group of rows
+  int log_group;  // threads per group of rows
   int ring;       // rows
   Array array;    // x
 };
@@ -211,8 +211,8 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, kBytes, kShif
       }
       __syncthreads();
 
-      // Whole groups before the thread's group, the nearest first. Groups before the strip
-      // belong to no window.
+      // Whole groups before the thread's group, the nearest first. Groups before the strip belong
+      // to no window.
       const int64_t my_first = first + slot * kRows;
       const int64_t group = my_first / group_rows;
       const int group_at = own - static_cast<int>(my_first - group * group_rows);

@@ -26,8 +26,8 @@
 
 namespace jax_fastops::cuda::window_sum {
 
-inline constexpr int kRowThreads = 512;    // of a block, at most
-inline constexpr int kRowResident = 1024;  // threads of a multiprocessor, by their registers
+inline constexpr int kRowThreads = 512;    // maximum per block
+inline constexpr int kRowResident = 1024;  // threads per SM, limited by their registers
 inline constexpr int kRowMiddles = 64;     // groups of a tile with several whole groups after them
 
 struct RowsParams {

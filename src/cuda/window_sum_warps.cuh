@@ -35,9 +35,9 @@ enum class WarpsKind {
   kShifted,  // groups, at any alignment
 };
 
-inline constexpr int kWarpsThreads = 256;  // of a block
-inline constexpr int kWarpsShares = 4;     // of a group, that the part between has at most
-inline constexpr int kWarpsUnits = 2;      // of a thread
+inline constexpr int kWarpsThreads = 256;  // per block
+inline constexpr int kWarpsShares = 4;     // per group: the maximum shares of the part between
+inline constexpr int kWarpsUnits = 2;      // per thread
 inline constexpr int kWarpsLongest = 1 << 29;
 
 // Blocks per SM, as registers allow.
@@ -123,7 +123,7 @@ __device__ __forceinline__ void WarpsSums(const WarpsParams& p,
       LoadWords(p.x, address, wanted(first, end), words);
     }
   };
-  // Words become the units in them.
+  // Extracts the units from their words.
   const auto settle = [&](const T* address, int first, int end, uint4(&words)[kWords]) {
     if constexpr (!kPlain) PatchWords<T>(p.x, address, wanted(first, end), words);
     if constexpr (kWords > 1) {
@@ -178,7 +178,7 @@ __device__ __forceinline__ void WarpsSums(const WarpsParams& p,
     for (int k = 0; k < kUnits; ++k) between[k] = 0;
     for (int share = group; share < behind; share += group) {
       uint4 words[kUnits][kWords];
-      const auto end = [&](int k) {  // of the part between
+      const auto end = [&](int k) {  // the end of the part between
         const int end = at[k] - p.pad - in_group * kSize + behind;
         return end < n ? end : n;
       };

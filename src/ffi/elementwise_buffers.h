@@ -8,8 +8,7 @@
 //   bias_act       x, bias -> y, [mask]
 //   bias_act_bwd   dy, x, bias -> [dx], [dbias], [workspace]
 //   bias_relu_bwd  dy, mask -> [dx], [dbias], [workspace]
-// Further attributes: `activation` (elementwise.h); `stars`; `batch_first`, if one of the stars
-// is 1.
+// Further attributes: `activation` (elementwise.h); `stars`; `batch_first`, if a star is 1.
 //
 // All buffers have the same rank. dy and the results of the forward have the whole shape. In a mask
 // the last dimension has a byte for every 8 elements. An operand with a shorter dimension is

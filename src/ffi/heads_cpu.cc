@@ -1,7 +1,7 @@
 // CPU handlers of the attention head ops. Names, operands and results (shapes in heads_shape.h):
 //   split_heads  x, or x and bias -> one or three arrays of heads
 //   merge_heads  one or three arrays of heads -> x, or x and sums
-// and the attribute batch_first, see layout_buffers.h.
+// They have the attribute batch_first (layout_buffers.h).
 #include "cpu/heads.h"
 
 #include <vector>

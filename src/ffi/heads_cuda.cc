@@ -1,9 +1,9 @@
 // CUDA handlers of the attention head ops. Names, operands and results (shapes in heads_shape.h):
 //   split_heads  x, or x and bias -> one or three arrays of heads
 //   merge_heads  one or three arrays of heads -> x, or x and sums
-// and the attribute batch_first, see layout_buffers.h.
+// They have the attribute batch_first (layout_buffers.h).
 //
-// The execute handlers only launch, so XLA may record them into a CUDA graph; kernels are loaded in
+// The execute handlers only launch, so XLA may record them into a CUDA graph. Kernels are loaded in
 // the initialize stage, which is never recorded.
 #include "cuda/heads.h"
 

@@ -7,8 +7,8 @@
 //
 // where `ReluFwd` is a handler defined by XLA_FFI_DEFINE_HANDLER_SYMBOL (or
 // XLA_FFI_DEFINE_HANDLER). The line registers the target when the module is loaded, so there is no
-// list to maintain: the module's `handlers()` returns all registered targets. Target
-// names carry no ABI suffix; Python adds it. CPU handlers are registered by ffi/handler_cpu.h.
+// list to maintain: the module's `handlers()` returns all registered targets. Target names carry no
+// ABI suffix; Python adds it. ffi/handler_cpu.h registers CPU handlers.
 #ifndef JAX_FASTOPS_FFI_REGISTRY_H_
 #define JAX_FASTOPS_FFI_REGISTRY_H_
 
@@ -17,9 +17,9 @@
 namespace jax_fastops {
 
 // The version of the contract between Python and the kernels: operands, results, attributes, and
-// the layout of saved values (the bitmask). Raise it when any of them changes: it is part of every
-// target's name, and compiled programs that were stored under an older version must not run against
-// newer kernels.
+// the layout of residuals (the bitmask). Increase it when any of them changes: it is part of every
+// target's name, so that compiled programs that were stored under an older version do not run
+// against newer kernels.
 inline constexpr int kKernelAbi = 2;
 
 class Registration {
