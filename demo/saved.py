@@ -29,7 +29,7 @@ def saved_bytes(function: Callable, *args) -> int:
 
 
 def by_functions(functions: Sequence[Callable], forward: Callable) -> int:
-    """Bytes kept by calls of these functions in ``forward``. Each call is differentiated separately."""
+    """Bytes kept by calls of these functions in ``forward``, counted call by call."""
     total = 0
 
     def counted(function: Callable) -> Callable:

@@ -84,7 +84,7 @@ def not_weak(x: jax.Array) -> jax.Array:
 
 
 def real_number(op: str, name: str, value: object, advice: str = "") -> float:
-    """The value as a float, static in the program. Raises ``TypeError`` if it is no number."""
+    """The value as a float, static in the program. Raises ``TypeError`` if it is not a number."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{op}: {name} is of type {type(value).__name__}; it must be a Python or NumPy number"

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from importlib import resources
+from typing import Literal
 
 import jax
 import numpy as np
@@ -62,13 +63,13 @@ class use_implementation:
       native [0.0, 1.0]
     """
 
-    def __init__(self, implementation: str):
+    def __init__(self, implementation: Literal["auto", "native", "xla"]):
         self._value = _checked(implementation, "use_implementation")
         self._blocks = threading.local()  # the `with` statements that this object is in
         _choices.append(self)
 
     def __enter__(self) -> use_implementation:
-        _choices.remove(self)  # it was no plain call
+        _choices.remove(self)  # it was not a plain call
         block = _context(self._value)
         block.__enter__()
         self._blocks.__dict__.setdefault("entered", []).append(block)
@@ -156,8 +157,8 @@ def by_radius(name: str, radius: int, across: bool) -> str:
 def native_is_faster(op: str, platform: str, dtype, size: int, use: str) -> bool:
     """Whether the table prefers the kernel.
 
-    A class that was never measured takes the kernel in gradients, and the reference, which XLA can
-    fuse, in a lone forward.
+    A class that was never measured takes the kernel in gradients. In a forward that is not
+    differentiated, it takes the reference, which XLA can fuse.
     """
     row = table().get(op, {}).get(platform, {}).get(str(dtype))
     if row is None:

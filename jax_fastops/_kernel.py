@@ -222,9 +222,9 @@ def shards_of(length, axis, sharding, shortest: int) -> int:
     """The number of equal shards into which a dimension is cut, or may be cut.
 
     ``axis`` is the dimension's entry in the partition spec, if that is part of the type. With Auto
-    mesh axes the sharding is unknown while tracing: there may be as many shards as devices. As many
-    groups of rows then keep every shard whole. The result is 1 if shards would be shorter than
-    ``shortest``.
+    mesh axes the sharding is unknown while tracing: there may be as many shards as devices. If the
+    rows are split into that many groups, every shard stays whole. The number is limited such that
+    no shard of Auto axes is shorter than ``shortest``.
     """
     mesh = sharding.mesh
     known = parts_of(axis, sharding)
@@ -258,8 +258,8 @@ def with_leading_axis(x, axis, mesh):
 def unless_mapped(function, otherwise, positions: Sequence[int]):
     """``function``, replaced by ``otherwise`` under a ``vmap`` that maps one of ``positions``.
 
-    For a kernel with parameters that all rows share. If each example had its own parameters, there
-    would be one call per example, while the reference needs no loop.
+    Used for kernels with parameters that all rows share. If each example has its own parameters,
+    the kernel needs one call per example, and the reference needs no loop.
     """
 
     @jax.custom_batching.custom_vmap
@@ -379,8 +379,8 @@ def _lower(platform: str):
 def spread_out(signature: Signature, operands, devices: int) -> list[jax.Array]:
     """Operands with one copy per shard along the dimensions in which they are broadcast.
 
-    XLA cuts all operands of a call alike, and would pad a dimension of size 1 with zeros. If the
-    number of shards is not part of the type, there is a copy for every device.
+    XLA partitions all operands of a call in the same way, and would pad a dimension of size 1 with
+    zeros. If the number of shards is not part of the type, there is a copy for every device.
     """
     spread = list(operands)
     kind = kind_of([jax.typeof(x) for x in operands])
@@ -397,8 +397,10 @@ def spread_out(signature: Signature, operands, devices: int) -> list[jax.Array]:
 
 
 def spread_shape(signature: Signature, operands, index: int, devices: int):
-    """The shape of an operand with ``~...`` in a program for ``n`` devices, and its partition spec
-    if that is part of the type, otherwise None."""
+    """The shape of an operand with ``~...`` in a program for ``devices`` devices.
+
+    Also returns its partition spec, or ``None`` if that is not part of the type.
+    """
     slot, aval = signature.operands[index], jax.typeof(operands[index])
     avals = [jax.typeof(x) for x in operands]
     bound = signature.bind([a.shape for a in avals])
@@ -422,10 +424,11 @@ def spread_shape(signature: Signature, operands, index: int, devices: int):
 
 
 def copies_too_much(kernel: Kernel, operands) -> bool:
-    """Whether an operand's copies would take half of the largest buffer's size, or more.
+    """Whether an operand's copies would take more than half of the size of the largest buffer.
 
     In a program for several devices with auto mesh axes, an operand has a copy for each device
     along every dimension in which it is broadcast (see ``spread_out``). The reference needs none.
+    With symbolic sizes the answer is yes.
     """
     devices, signature = partitions(), kernel.signature
     if devices == 1 or not any(slot.spread for slot in signature.operands):
@@ -460,8 +463,8 @@ def _batch_first(
         free = [at[name] for name in signature.free] if slot.batched else []
         return (*range(n_batch * slot.batched), *free, *own)
 
-    # Seen with jax 0.8 to 0.11: XLA gathers operands that have only batch dimensions, and does not
-    # if they have one dimension more.
+    # Observed with jax 0.8 to 0.11: XLA gathers operands that have only batch dimensions. It does
+    # not gather them if they have one more dimension.
     slots = signature.operands + signature.results
     padded = not any(slot.own for slot in slots)
     pad = (Dim(None, size=1),) * padded
@@ -470,8 +473,8 @@ def _batch_first(
     layouts = [(*([len(o)] * padded), *_minor_to_major(o)) for o in orders]
     count = len(operands)
 
-    # XLA also cuts the leading dimensions of a parameter, unless it has fewer than there are batch
-    # dimensions. So there are more of them, of size 1.
+    # XLA also partitions the leading dimensions of a parameter, unless the call has more batch
+    # dimensions than the parameter has dimensions. So batch dimensions of size 1 are added.
     n_lead = n_batch + len(signature.free)
     ranks = [len(slot.dims) for slot in signature.operands if not slot.batched]
     ones = max([0, *(rank + 1 - n_lead for rank in ranks)]) if n_lead else 0

@@ -1,26 +1,27 @@
-"""Signature strings: the one source of an op's shapes, dtypes, batching and sharding.
+"""Signature strings, which determine an op's shapes, dtypes, batching and sharding.
 
 A signature reads like einops: ``"... n, h -> ... n, ... ceil(n/8) :uint8, h :1"``.
 
-* Operands stand left of ``->``, results right of it, separated by commas.
+* Operands are left of ``->`` and results right of it, separated by commas.
 * ``...`` is any number of leading *batch* dimensions: the op treats every index into them
-  independently. All operands and results that have it share it.
-* ``~...`` is the same dimensions in sizes of the operand's own, as many of them: where a size
-  differs from that of ``...``, index 0 stands for all. The operand is never expanded to the others'
-  shape. Dimensions with a star in such an operand may differ alike. Where no operand has ``...``
-  itself, it is the NumPy broadcast of those that have ``~...``, and so are dimensions with a star.
-* A name (``n``) is a dimension of its own; the same name is the same size everywhere.
-* A name with a star (``*s``) is like a batch dimension, but may stand anywhere: the op treats every
-  index into it independently. It stands in every slot that has ``...``.
-* ``ceil(n/8)``, ``ceil(n*m/8)`` and ``n-4`` are sizes derived from names, a number is that size
-  exactly.
-* A result may name its dtype after a colon: a dtype (``:uint8``), the dtype of an operand
-  (``:1``), or ``:acc``, the accumulator of the first operand (float64 for float64, float32 for
-  the narrower types). Without one it has the dtype of the first operand.
+  independently. All operands and results with ``...`` share these dimensions.
+* ``~...`` stands for the batch dimensions of an operand that may be broadcast. There are as many
+  of them as in ``...``. Where a size differs from that of ``...``, the op reads index 0 for every
+  index. The operand is not expanded to the shape of the others. Its dimensions with a star may
+  differ in the same way. If no operand has ``...``, then ``...`` is the NumPy broadcast of all
+  ``~...``, and each dimension with a star is broadcast, too.
+* A name (``n``) is a dimension. The same name has the same size everywhere.
+* A name with a star (``*s``) is an independent dimension, like those of ``...``, but at any
+  position. Every slot with ``...`` has it.
+* ``ceil(n/8)``, ``ceil(n*m/8)`` and ``n-4`` are sizes computed from names. A number is a fixed
+  size.
+* A result may have a dtype after a colon: a dtype (``:uint8``), the index of the operand whose
+  dtype it has (``:1``), or ``:acc``, the accumulator of the first operand (float64 for float64,
+  float32 for the narrower types). Without a colon, it has the dtype of the first operand.
 
-What follows from the string alone: result shapes and dtypes (:meth:`Signature.infer`), whether a
-mapped axis can be folded into ``...`` (:meth:`Signature.folds`), how many leading dimensions of a
-call are batch dimensions, and the Shardy rule of the call (:mod:`jax_fastops._kernel`).
+The string determines the shapes and dtypes of results (:meth:`Signature.infer`), whether a mapped
+axis can be folded into ``...`` (:meth:`Signature.folds`), how many leading dimensions of a call are
+batch dimensions, and the Shardy rule of the call (:mod:`jax_fastops._kernel`).
 """
 
 from __future__ import annotations
@@ -204,12 +205,13 @@ class Signature:
                         raise ValueError(
                             f"dimension '{dim.name}' of '{self}' is both {other} and {size}"
                         )
-        for slot, shape in zip(
-            self.operands, shapes, strict=True
-        ):  # derived sizes, now that names are known
+        # Derived sizes are checked now that all names are known.
+        for slot, shape in zip(self.operands, shapes, strict=True):
             n_batch = len(shape) - len(slot.dims)
             if slot.spread and n_batch != len(batch or ()):
-                raise ValueError(f"shape {tuple(shape)} has not the rank of '...' in '{self}'")
+                raise ValueError(
+                    f"shape {tuple(shape)} does not have the rank of '...' in '{self}'"
+                )
             for dim, size in zip(slot.dims, shape[n_batch:], strict=True):
                 known = sizes.keys() >= set(dim.names) and not (slot.spread and dim.free)
                 if known and dim.resolve(sizes) != size:

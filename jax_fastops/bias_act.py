@@ -251,9 +251,9 @@ def bias_act(
 
     Sharding: over every dimension. The only communication is one all-reduce of the bias gradient,
     if it is summed over a sharded dimension. In a program for several devices with auto mesh axes,
-    the bias gets a copy for each of them along the dimensions in which it is broadcast. If that
-    would be half as large as ``x``, the call takes the reference. With relu, a shard of the last
-    axis must be a multiple of 8 elements; otherwise the call takes the reference.
+    the bias gets a copy for each of them along the dimensions in which it is broadcast. If
+    these are more than half as large as ``x``, the call takes the reference. With relu, a shard of
+    the last axis must be a multiple of 8 elements; otherwise the call takes the reference.
 
     Raises:
       TypeError: an argument is not an array or number, or a dtype is not supported.

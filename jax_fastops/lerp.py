@@ -125,7 +125,7 @@ def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
     Sharding: over every dimension. The only communication is one all-reduce for each gradient that
     is summed over a sharded dimension. In a program for several devices with auto mesh axes, a
     broadcast operand gets a copy for each of them along the dimensions in which it is broadcast. If
-    that would be half as large as the result, the call takes the reference.
+    these are more than half as large as the result, the call takes the reference.
 
     Raises:
       TypeError: an argument is not an array or number, or the dtypes are not one supported dtype.

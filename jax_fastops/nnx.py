@@ -1,13 +1,14 @@
 """Layers for Flax NNX: its ``BatchNorm``, ``LayerNorm`` and ``RMSNorm``, on the kernels.
 
-The classes derive from Flax's. Constructor arguments, variables, metadata, checkpoints and
-``train()``/``eval()`` are Flax's own, in any version. New are ``activation=`` in the constructor
-and ``residual=`` in the call. A call runs one of two programs:
+The classes are subclasses of Flax's. They have the constructor arguments, variables, metadata,
+checkpoints and ``train()``/``eval()`` of the installed version of Flax. They add ``activation=`` to
+the constructor, and ``residual=`` and (row norms) ``return_sum=`` to the call. A call runs one of
+two programs:
 
-* the ops of this package, if they can do what was asked, and ``"auto"`` finds their kernels faster
-  (at least in a gradient) or ``"native"`` is in force;
-* otherwise, and always under ``"xla"``, Flax's own code, bit for bit, with residual and activation
-  added in ``jax.numpy``.
+* the ops of this package, if they support the call, and ``"auto"`` finds their kernels faster (at
+  least in a gradient) or ``"native"`` is in force;
+* otherwise, and always under ``"xla"``, Flax's own code, with bitwise equal results. The residual
+  is then added, and the activation applied, in ``jax.numpy``.
 
 The ops differ from Flax's code only by rounding. They compute the variance from the deviations from
 the mean, whatever ``use_fast_variance`` says. (Flax's fast variance, ``mean(x**2) - mean(x)**2``,

@@ -285,7 +285,8 @@ def softmax(
     Sharding: over every dimension except ``axis``, without communication. A sharded ``axis`` is
     gathered over an auto mesh axis, and takes the reference over an explicit one. In a program for
     several devices with auto mesh axes, a mask gets a copy for each of them along the dimensions in
-    which it is broadcast. If that would be half as large as ``x``, the call takes the reference.
+    which it is broadcast. If these are more than half as large as ``x``, the call takes the
+    reference.
 
     Raises:
       TypeError: ``x`` or ``where`` is not an array, the dtype is not supported, ``where`` is not

@@ -1,7 +1,7 @@
-"""Prepares the process before JAX is imported: the platform, eight CPU devices, which `jax_fastops`
-is tested.
+"""Prepares the process before JAX is imported: it sets the platform, makes eight CPU devices, and
+makes sure that the installed `jax_fastops` is tested.
 
-`JAX_FASTOPS_TEST_PLATFORM=cpu|cuda` chooses the platform; without it the tests run on what JAX has.
+`JAX_FASTOPS_TEST_PLATFORM=cpu|cuda` chooses the platform. Without it, tests run on JAX's default.
 """
 
 import os
@@ -37,7 +37,8 @@ pytest.register_assert_rewrite("harness")
 
 @pytest.fixture(autouse=True, scope="module")
 def forgotten_programs():
-    """A module's programs are of no use to the next one, and take gigabytes in the end."""
+    """Drops compiled programs after each module. No later module uses them, and they add up to
+    gigabytes."""
     yield
     import jax
 
@@ -46,7 +47,7 @@ def forgotten_programs():
 
 @pytest.fixture
 def native():
-    """The kernels, where `auto` would take XLA too."""
+    """Takes the kernels, also where `auto` would take the reference."""
     import jax_fastops as fo
 
     with fo.use_implementation("native"):
@@ -64,7 +65,7 @@ def dtype(request):
 
 
 def pytest_configure(config):
-    # A donated buffer that cannot be reused is no defect of an op, and small ones often cannot.
+    # If a donated buffer cannot be reused, that is not an op's fault. Small ones often cannot be.
     config.addinivalue_line("filterwarnings", "ignore:Some donated buffers were not usable")
 
 

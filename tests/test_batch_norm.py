@@ -28,7 +28,7 @@ import jax_fastops as fo
 from jax_fastops import _implementation
 from jax_fastops._op import lowering_platform
 
-kernels = importlib.import_module("jax_fastops.batch_norm")  # not the function of that name
+kernels = importlib.import_module("jax_fastops.batch_norm")  # the module, not the function
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -56,7 +56,7 @@ def normalised(x, mean, var, scale, bias, residual, axis, eps, activation):
 
 
 def statistics(x, axis):
-    """Of two passes."""
+    """Mean and biased variance of each channel, in two passes."""
     x = x.astype(jnp.promote_types(x.dtype, np.float32))
     mean = jnp.mean(x, across(x, axis))
     return mean, jnp.mean(jnp.square(x - along(mean, x, axis)), across(x, axis))
@@ -93,7 +93,7 @@ def inference(x, mean, var, scale, bias, residual=None, **options):
 
 
 def draws(shape, axis=-1, residual=False, given=False, parameters=None):
-    """x, (mean, var,) scale, bias(, residual)."""
+    """Draws x, mean and var if `given`, scale, bias, and the residual if `residual`."""
 
     def make(rng, dtype):
         own, c = parameters or dtype, shape[axis]
@@ -134,7 +134,7 @@ def case(name, shape, axis=-1, residual=False, given=False, parameters=None, for
         fn=functools.partial(fn, **options),
         reference=functools.partial(plain, **options),
         make_args=make(shape),
-        tolerance=Tolerance(ulps=96.0, lone=4.0),  # sums in which terms cancel
+        tolerance=Tolerance(ulps=96.0, lone=4.0),  # terms of the sums cancel
         shards_under_vmap=False,
         **more,
     )
@@ -165,7 +165,7 @@ NCHW_RELU = case(
     dtypes=("bfloat16", "float16"),
     basic_only=True,
 )
-# The bits of an example do not fill bytes.
+# The mask of an example is not a whole number of bytes.
 ODD_RELU = case(
     "odd_relu",
     (8, 3),
@@ -195,7 +195,7 @@ FORK = case(
     modes=("native",),
 )
 FORK_BASIC = dataclasses.replace(FORK, name="fork_basic", basic_only=True)
-# Without a mask and in groups of bits that do not fill bytes.
+# Without a mask, and with one that is not a whole number of bytes.
 FORK_PLAIN = case(
     "fork_plain", (3, 5), fork=True, modes=("native",), dtypes=("float32",), basic_only=True
 )
@@ -264,7 +264,7 @@ def test_harness_of_variants(check):
 
 
 def value_and_gradients(fn, **options):
-    """Results and gradients, from cotangents and operands."""
+    """Returns a function from cotangents and operands to results and gradients."""
 
     def run(cts, *args):
         out, pullback = jax.vjp(functools.partial(fn, **options), *args)
@@ -274,7 +274,7 @@ def value_and_gradients(fn, **options):
 
 
 def exact(x, scale, bias, residual, cts, axis, eps, activation):
-    """Everything in NumPy's float64."""
+    """Results, gradients and the input of the activation, from NumPy in float64."""
     x, scale, bias, dy, dmean, dvar = (
         np.asarray(a).astype(np.float64) for a in (x, scale, bias, *cts)
     )
@@ -314,7 +314,7 @@ def check_shape(shape, axis, dtype, activation="relu", residual=True, seed=0, me
     want_out, want_grads, _ = exact(x, scale, bias, res, cts, axis, eps, activation)
     n = x.size // scale.size
     names = ("y", "mean", "var")
-    largest_rstd = 1 / math.sqrt(want_out[2].min() + eps)  # by which y has an error of the mean
+    largest_rstd = 1 / math.sqrt(want_out[2].min() + eps)  # from an error of mean to one of y
     sizes = (largest_rstd, 1, want_out[2].max())
     for name, got, want, size in zip(names, out, want_out, sizes, strict=True):
         assert got.dtype == (x.dtype if name == "y" else wide)
@@ -365,8 +365,8 @@ def test_many_rows(shape, axis, residual):
     check_shape(shape, axis, jnp.dtype("float32"), residual=residual)
 
 
-# On a GPU one kernel each way, which keeps arrays on the chip: all of them, a part, little of them;
-# with a unit that is cut, a mask that ends within a word, few channels, and long rows.
+# On a GPU, each direction is one kernel. It keeps all, a part or little of its arrays on the chip.
+# The shapes include partial vectors, masks that end within a word, few channels, and long rows.
 ON_CHIP = [
     ((64, 28, 28, 64), -1),
     ((128, 28, 28, 128), -1),
@@ -389,8 +389,9 @@ def test_what_stays_on_the_chip(shape, axis, kind, activation):
     check_shape(shape, axis, jnp.dtype(kind), activation, residual=False)
 
 
-# [o, c, i], and a number of examples. On a GPU one kernel, but not of the first, nor of the last in
-# bfloat16; some of what it reads does not stay on the chip in the two of 256 channels.
+# [o, c, i], and the number of examples (0: not mapped). On a GPU this is one kernel, except for the
+# first shape, and for the last one in bfloat16. With 256 channels, a part of the input does not
+# stay on the chip.
 TOGETHER = [
     ((300, 3, 1), 0),
     ((100352, 24, 1), 0),
@@ -407,7 +408,7 @@ TOGETHER = [
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_both_passes_in_one_call(shape, examples, masked, kind):
-    """The averages equal the other kernel's within rounding, and dx follows exactly from them."""
+    """Compared with two kernels: equal averages within rounding, and from these the same dx."""
     rng, dtype, n = np.random.default_rng(25), jnp.dtype(kind), math.prod(shape)
     lead = (examples,) if examples else ()
     x = normal(rng, (*lead, *shape), dtype)
@@ -433,7 +434,8 @@ def test_both_passes_in_one_call(shape, examples, masked, kind):
     assert np.isfinite(np.asarray(dx).astype(np.float32)).all()
 
 
-# Rows of whole blocks, which the CPU's kernels take together: the last cut off, or in two strips.
+# The CPU kernels combine short rows, and divide long ones into strips. Here the last combination is
+# incomplete, or a row has several strips.
 @pytest.mark.parametrize(
     "shape, kind",
     [*itertools.product([(2500, 24), (1031, 96), (9, 4160)], ["bfloat16"]), ((9, 4160), "float64")],
@@ -445,7 +447,7 @@ def test_many_rows_together(shape, kind):
 
 
 def test_many_rows_together_by_example(native):
-    """Each example's rows begin where those of the one before end."""
+    """The rows of an example follow directly after those of the previous example."""
     x, cotangent = (jax.random.normal(jax.random.key(k), (3, 1500, 24)) for k in range(2))
     scale, bias = jnp.linspace(0.5, 2, 24), jnp.linspace(-1, 1, 24)
 
@@ -489,11 +491,11 @@ def test_gradients_at_large_means(shape, axis):
 @pytest.mark.parametrize("shape, axis", [((512, 8, 24), -1), ((64, 24, 15, 7), 1)], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_means_far_larger_than_deviations(shape, axis, mode):
-    """No worse than twice two passes; sums of squares would leave nothing of the variance."""
+    """At most twice the error of two passes. Sums of squares would lose the whole variance."""
     rng = np.random.default_rng(1)
     for shift in (1e4, -3e4):
         x = (normal(rng, shape, np.float64) + shift).astype(np.float32)
-        x[0] = shift  # values that are not like the others come first
+        x[0] = shift  # the first values are all equal
         with implementation(mode):
             mean, var = jax.jit(functools.partial(op, axis=axis))(x, None, None)[1:]
         wide = x.astype(np.float64)
@@ -540,7 +542,7 @@ def test_nan_and_infinity_stay_in_their_channel(dtype, axis):
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 def test_large_values(kind):
-    """As large as the dtype allows: the squares of the deviations may overflow, nothing else."""
+    """Values close to the limit of float16, or squares close to that of float32."""
     dtype = jnp.dtype(kind)
     rng = np.random.default_rng(4)
     top = 0.25 * float(jnp.finfo(dtype).max) if kind == "float16" else 1e18
@@ -598,7 +600,7 @@ def test_parameters_of_another_dtype():
 
 @pytest.mark.parametrize("kind, var, eps", [("bfloat16", 0.004, 0.003), ("float16", 0.0, 1e-8)])
 def test_the_gradient_of_a_narrow_variance_is_rounded_once(kind, var, eps):
-    """Added in that dtype, eps is rounded, or lost: a variance of 0 would be divided by."""
+    """In 16 bits, ``var + eps`` would round eps or lose it, and a variance of 0 would divide."""
     rng = np.random.default_rng(21)
     x = normal(rng, (32, 8), kind)
     given = [np.zeros(8), np.full(8, var), rng.uniform(1e-5, 3e-5, 8)]
@@ -616,7 +618,7 @@ def test_the_gradient_of_a_narrow_variance_is_rounded_once(kind, var, eps):
 
 
 def test_through_the_statistics():
-    """The returned statistics have gradients, with or without those of the result."""
+    """The returned statistics can be differentiated, with or without the result."""
     rng = np.random.default_rng(7)
     with x64():
         x, scale, bias = draws((6, 2, 5))(rng, np.float64)
@@ -659,7 +661,7 @@ def test_gradients_match_differences(activation):
     ["bfloat16", *(pytest.param(k, marks=pytest.mark.slow) for k in ("float32", "float16"))],
 )
 def test_two_users(shape, axis, activation, residual, kind):
-    """The gradients are those of one user whose cotangent is the rounded sum, to the last bit."""
+    """The gradients are bitwise equal to those of one user with the rounded sum as cotangent."""
     rng, dtype = np.random.default_rng(18), jnp.dtype(kind)
     args = draws(shape, axis, residual)(rng, dtype)
     wide = jnp.promote_types(dtype, np.float32)
@@ -675,7 +677,7 @@ def test_two_users(shape, axis, activation, residual, kind):
 
 
 def test_two_users_add_nothing_before_the_backward():
-    """Neither XLA nor another kernel adds the cotangents up."""
+    """Neither XLA nor another kernel adds the two cotangents."""
     x, c = jnp.ones((16, 4, 8)), jnp.ones(8)
     run = value_and_gradients(forked, activation="relu")
     text = jax.jit(run).lower((x, x, c, c), x, c, c, x).compile().as_text()
@@ -693,7 +695,7 @@ def test_a_cotangent_of_two_that_is_not_masked_in_is_not_multiplied():
 
 
 def test_one_of_two_users():
-    """The other one's cotangent is zero."""
+    """If only one of the two results is used, the cotangent of the other is zero."""
     x = normal(np.random.default_rng(19), (6, 8), np.float32)
 
     def gradient(i):
@@ -705,7 +707,7 @@ def test_one_of_two_users():
 
 
 def test_two_users_of_what_only_parameters_are_wanted_of():
-    """Their sum is written for the gradient of x or of the residual only."""
+    """The sum of the cotangents is written only if x or the residual needs a gradient."""
     x, c = jnp.ones((16, 4, 8)), jnp.ones(8)
 
     def gradients(dys, scale, bias):
@@ -736,7 +738,7 @@ def test_two_users_by_vmap_over_an_axis_name():
     np.testing.assert_allclose(jax.grad(parts)(x), jax.grad(whole)(x), rtol=2e-4, atol=2e-4)
 
 
-# Kernels that run, and residuals ------------------------------------------------------------------
+# Kernels and residuals ----------------------------------------------------------------------------
 
 
 def targets(text):
@@ -759,7 +761,8 @@ def test_kernels_each_way(axis, activation, residual):
     assert targets(forward) == ["batch_norm_fwd"]
     cts = (args[0], *args[1:3])
     text = jax.jit(value_and_gradients(fn)).lower(cts, *args).compile().as_text()
-    # The first kernel writes the masked cotangent, the residual's gradient; the second reads it.
+    # The first kernel writes the masked cotangent, which is the residual's gradient. The second
+    # kernel reads it.
     apart = activation == "relu" and residual
     backward = ["batch_norm_bwd", "batch_norm_sums"] if apart else ["batch_norm_grad"]
     assert targets(text) == sorted(["batch_norm_fwd", *backward])
@@ -768,7 +771,7 @@ def test_kernels_each_way(axis, activation, residual):
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("shape", [(8, 4, 8), (16, 3), (3, 5)], ids=str)
 def test_what_is_kept(shape, activation):
-    """x, the scale, two numbers for each channel, and bits."""
+    """x, the scale, two numbers per channel, and with relu one bit per element."""
     rng = np.random.default_rng(10)
     args = draws(shape, residual=True, parameters="float32")(rng, jnp.bfloat16)
 
@@ -857,7 +860,7 @@ def test_errors_of_dtypes():
         fo.batch_norm_inference(x, x[0], np.ones(4, np.float32), None, None)
 
 
-# vmap, shards -------------------------------------------------------------------------------------
+# vmap and sharding --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("axes", [(0, None, None), (1, 0, None), (None, 0, 0), (2, 1, 0)], ids=str)
@@ -897,7 +900,7 @@ def eight(axis_type=AxisType.Auto):
 
 
 def spread(mesh, args, spec):
-    """Arrays of more than one dimension with `spec`, the others on every device."""
+    """Shards arrays of two or more dimensions by `spec`, and replicates the others."""
     put = lambda a: jax.device_put(a, NamedSharding(mesh, spec if a.ndim > 1 else P()))  # noqa: E731
     return jax.tree.map(put, args)
 
@@ -914,7 +917,7 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_a_sharded_batch_is_one_batch(name, activation, axis_type):
-    """One all-reduce for the statistics, one for the gradients, nothing else."""
+    """One all-reduce for the statistics, one for the gradients, and no other communication."""
     mesh, (shape, axis) = eight(axis_type), SHAPES[name]
     rng = np.random.default_rng(14)
     args = draws(shape, axis, True)(rng, np.float32)
@@ -929,7 +932,7 @@ def test_a_sharded_batch_is_one_batch(name, activation, axis_type):
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-4)
     if name == "padded" and activation and jax.device_count() > 1:
-        return  # the bits of a shard do not fill bytes
+        return  # the mask of a shard is not a whole number of bytes
     assert collectives(forward) == {"all-reduce": 1}
     assert collectives(text) == {"all-reduce": 2}
     assert len(targets(text)) == 4
@@ -938,7 +941,7 @@ def test_a_sharded_batch_is_one_batch(name, activation, axis_type):
 
 
 def test_a_residual_that_is_spread_otherwise():
-    """Under explicit axes the result is spread as a sum would be; two axes for one are an error."""
+    """Over explicit axes, the result is sharded as a sum. Different axes are an error."""
     count = device_count()
     if count < 4:
         pytest.skip("needs four devices")
@@ -987,7 +990,7 @@ def test_a_batch_spread_by_shard_map(activation, check_vma):
 
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_a_batch_spread_by_vmap(activation):
-    """`axis_name` of a map: one batch of all examples."""
+    """With `axis_name`, the examples of a map are one batch."""
     rng = np.random.default_rng(16)
     x, scale, bias, residual = draws((24, 8), residual=True)(rng, np.float32)
 
@@ -1038,7 +1041,7 @@ def test_auto_goes_by_where_the_channels_are(axis, use, given, monkeypatch):
 
 
 def test_derivatives_of_statistics_far_from_zero():
-    """In both modes, of what varies far less than it is large."""
+    """Forward and reverse mode, for a mean far larger than the deviations."""
     rng = np.random.default_rng(27)
     x, dx = (1e4 + rng.standard_normal((2, 392, 8, 5)) for _ in range(2))
     cts = tuple(rng.standard_normal((2, 8)))
@@ -1056,7 +1059,7 @@ def test_derivatives_of_statistics_far_from_zero():
 
 @pytest.mark.parametrize("mode", [*MODES, "xla"])
 def test_ranks_are_not_promoted(mode):
-    """Which some let JAX refuse."""
+    """Users can set ``jax_numpy_rank_promotion`` to ``"raise"``."""
     args = draws((4, 2, 8), residual=True)(np.random.default_rng(28), np.float32)
     cts = (args[0], *args[1:3])
     with jax.numpy_rank_promotion("raise"), implementation(mode):

@@ -1,4 +1,4 @@
-"""The harness finds faults: ops with planted bugs fail the right checks."""
+"""The harness finds faults: ops with deliberate bugs fail the right checks."""
 
 import dataclasses
 
@@ -62,7 +62,7 @@ def passes(case, *names):
 
 
 def on_the_host(fn):
-    """An op that the partitioner knows nothing about: it computes everything everywhere."""
+    """An op that XLA cannot partition: every device computes the whole result."""
 
     @jax.custom_jvp
     def op(*args):
@@ -197,7 +197,7 @@ def test_gradients_of_two_arguments_exchanged():
 
 
 def test_wrong_mapped_axis():
-    """A batching rule that takes the mapped axis for the first one."""
+    """A batching rule that treats the mapped axis as the first dimension of an example."""
 
     def op(x):
         return x * jnp.arange(x.shape[0], dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1))
@@ -232,7 +232,7 @@ def test_lost_nan():
 
 
 def test_flushed_subnormals_or_kept_ones():
-    """A bit that differs is seen, however small."""
+    """A difference is found even if it is the smallest subnormal number."""
     x = np.asarray([1.0, np.finfo(np.float32).smallest_subnormal], np.float32)
     with pytest.raises(AssertionError, match="bits"):
         assert_bitwise_equal(x, np.asarray([1.0, 0.0], np.float32))
@@ -257,7 +257,7 @@ def test_wider_arithmetic_passes():
 
 
 def test_lower_precision_inside():
-    """A sum in bfloat16, an error in one element, a scale that is off by a millionth."""
+    """A sum in bfloat16, an error in one element, a scale with a relative error of 1e-6."""
 
     def coarse(x):
         e = jnp.exp(x - jnp.max(x, -1, keepdims=True))
@@ -329,7 +329,7 @@ def over_all_devices(*spec):
 
 @needs_devices
 def test_no_sharding_rule():
-    """A call that the partitioner cannot look into."""
+    """A call that XLA cannot partition."""
     case = relu_case(on_the_host(lambda x: np.maximum(x, 0)))
     passes(case, "value")
     for name in ("batch", "features"):
@@ -355,7 +355,7 @@ def test_result_gathered():
 
 @needs_devices
 def test_needless_communication():
-    """The right value in the right place, by way of another layout."""
+    """The right value with the right sharding, but through another sharding."""
 
     def restless(x):
         there = jax.lax.with_sharding_constraint(jax.nn.relu(x), over_all_devices(None, "a"))
@@ -374,7 +374,7 @@ def test_more_sums_than_declared():
 
 @needs_devices
 def test_lost_varying_axes():
-    """A result whose type forgets that it differs between devices passes a wrong `out_specs`."""
+    """If the result's type does not say that it varies, a wrong `out_specs` is accepted."""
     case = relu_case(on_the_host(lambda x: np.maximum(x, 0)))
     wrong = "shard_map/batch/wrong_specs"
     passes(relu_case(jax.nn.relu), wrong)
@@ -419,7 +419,7 @@ def test_collectives_are_counted():
 
 
 def test_stale_constant():
-    """An op that computes with the first array it ever saw."""
+    """An op that always computes with the first array that it was called with."""
     seen = []
 
     def op(x):

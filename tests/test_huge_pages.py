@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def asked(*addresses: int) -> list[bool]:
-    """Whether huge pages were asked for the mappings of addresses: "hg" among their flags."""
+    """For each address, whether its mapping is marked for huge pages (the flag "hg")."""
     mappings = []
     for line in MAPS.read_text().splitlines():
         first, *rest = line.split()
@@ -35,7 +35,7 @@ def asked(*addresses: int) -> list[bool]:
 
 
 def pages(array: jax.Array) -> range:
-    """Addresses of the whole huge pages of an array."""
+    """The addresses of the huge pages that are entirely within an array."""
     begin = array.unsafe_buffer_pointer()
     return range(-(-begin // HUGE) * HUGE, (begin + array.nbytes) // HUGE * HUGE, HUGE)
 
@@ -45,7 +45,7 @@ def on_cpu(*shape: int) -> jax.Array:
 
 
 def result(function, *shape: int):
-    """Of 40 MiB, which comes fresh from the operating system."""
+    """The results of `function`, 40 MiB each, which is memory fresh from the operating system."""
     with fo.use_implementation("native"):
         return jax.block_until_ready(jax.jit(function)(on_cpu(40, 512, *shape)))
 
@@ -54,7 +54,7 @@ def result(function, *shape: int):
 def plain_allocator():
     y = result(lambda x: x + 1, 512)
     if any(asked(*pages(y))):
-        pytest.skip("whoever allocates asks for huge pages")
+        pytest.skip("the allocator itself asks for huge pages")
 
 
 def check_asked(y):

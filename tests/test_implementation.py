@@ -1,4 +1,4 @@
-"""Which implementation runs: the setter, the context manager, and what kernels cannot do here."""
+"""The choice of the implementation: the setter, the context manager, the measured table."""
 
 import gc
 import threading

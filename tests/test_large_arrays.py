@@ -1,6 +1,6 @@
-"""Arrays of more than 2^31 elements: the part beyond the range of 32-bit indices is correct.
+"""Arrays of more than 2^31 elements: results beyond the range of 32-bit indices are correct.
 
-One process of them needs 20 GB, so they run on a GPU that has the room, and count as slow.
+A test needs up to 20 GB. So these tests run only on a GPU with at least 40 GB, and are slow tests.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax_fastops as fo
 
 pytestmark = pytest.mark.slow
 
-ROWS = {4096: 2**19 + 16, 4099: 2**19 + 8}  # by the length of a row: whole units, and not
+ROWS = {4096: 2**19 + 16, 4099: 2**19 + 8}  # elements per row: rows. Rows of 4099 are unaligned
 BORDER = 2**31
 ROOM = 40e9
 
@@ -31,7 +31,7 @@ def large_gpu():
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def pattern(shape, seed):
-    """Multiples of 1/4 that bfloat16 has, and that differ from row to row."""
+    """Multiples of 1/4, exact in bfloat16, that differ from row to row."""
     place = sum(
         jax.lax.broadcasted_iota(jnp.int32, shape, d) % 97 * step
         for d, step in enumerate((5, 3)[-len(shape) :])
@@ -47,14 +47,14 @@ def somewhere(rows, columns):
 
 
 def behind_border(dy):
-    """``dy`` where flat indices pass 2^31, and 0 before: of a sum over all rows those few show."""
+    """``dy`` near and beyond flat index 2^31, and 0 before. Only these elements matter in a sum."""
     rows = jax.lax.broadcasted_iota(jnp.int32, dy.shape, 0)
     return jnp.where(rows >= BORDER // dy.shape[1] - 2, dy, 0)
 
 
 def assert_rows(function, reference, args, tolerance=0.01):
-    """`function` of all of `args` is `reference` of some rows of them. Arrays of one dimension, or
-    of one row, stay as they are."""
+    """Some rows of `function(*args)` equal `reference` of these rows of the arguments. Arrays with
+    one dimension or one row are passed whole."""
     rows, columns = jnp.broadcast_shapes(*(a.shape for a in args))
     found = jax.jit(function)(*args)
     for part in somewhere(rows, columns):
@@ -153,7 +153,7 @@ def test_window_sum_along_columns(columns):
 
 
 def windows(x, radius):
-    """Sums along the last axis, zeros outside."""
+    """Window sums along the last axis, with zeros as padding."""
     padded = jnp.pad(x, ((0, 0), (radius, radius)))
     return sum(padded[:, k : k + x.shape[1]] for k in range(2 * radius + 1))
 
@@ -161,7 +161,7 @@ def windows(x, radius):
 @pytest.mark.parametrize("columns", ROWS)
 @pytest.mark.parametrize("axis", (0, 1))
 def test_batch_norm(columns, axis):
-    """Statistics of every element, results and gradients of some."""
+    """Compares the statistics of all rows, and the results and gradients of some."""
     x = pattern((ROWS[columns], columns), 0)
     dy = jax.jit(behind_border)(pattern(x.shape, 1))
 

@@ -1,4 +1,4 @@
-"""The layers for Flax NNX, compared with Flax's own."""
+"""The layers for Flax NNX, compared with those of Flax."""
 
 import importlib.util
 import inspect
@@ -36,7 +36,7 @@ def draw(seed, shape=SHAPE, dtype=jnp.float32):
 
 
 def pair(name, features=8, **options):
-    """Flax's layer and ours, in the same state, which is not the initial one."""
+    """A layer of Flax and one of jax_fastops, with the same random state."""
     extra = {key: options.pop(key) for key in ("activation",) if key in options}
     theirs = getattr(nnx, name)(features, rngs=nnx.Rngs(0), **options)
     mine = getattr(ours, name)(features, rngs=nnx.Rngs(1), **options, **extra)
@@ -54,11 +54,11 @@ def calling(layer, **call):
 
 
 def apply_in(layer, function):
-    """``function(layer, *arrays)`` of arrays and parameters; also gives the running statistics."""
+    """``function`` as a pure function, which also returns the state; parameters and state."""
     graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
 
     def pure(params, rest, *arrays):
-        # Variables of this level of tracing, which Flax demands of those that it updates.
+        # Flax updates only variables that were created at the current trace level.
         params, rest = jax.tree.map(lambda a: a, (params, rest))
         merged = nnx.merge(graphdef, params, rest)
         result = function(merged, *arrays)
@@ -68,7 +68,7 @@ def apply_in(layer, function):
 
 
 def trained(layer, function, *arrays, steps=2):
-    """Results, gradients and state of some steps of training, and the result of evaluation."""
+    """Results, gradients and state of each training step, and the result in eval mode."""
     pure, params, rest = apply_in(layer, function)
 
     def evaluate(layer, *arrays):
@@ -102,7 +102,7 @@ def trained(layer, function, *arrays, steps=2):
 
 
 def assert_close(got, want, least=None):
-    """The same tree, shapes and dtypes; values up to the rounding of the narrowest dtype."""
+    """Checks tree, shapes, dtypes, and values up to the rounding of the narrowest dtype."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     paths = jax.tree_util.tree_leaves_with_path(want)
     for mine, (path, theirs) in zip(jax.tree.leaves(got), paths, strict=True):
@@ -116,19 +116,19 @@ def assert_close(got, want, least=None):
 
 
 def assert_same_bits(got, want):
-    """The same tree (for states: paths, classes of variables, metadata) with the same bits."""
+    """Checks the tree (for states: paths, variable classes, metadata) and bitwise equality."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_bitwise_equal(a, b)
 
 
 def uses_op(layer, x, **call):
-    """Whether a primitive of this package is in the program of a call."""
+    """Whether the program of a call contains a primitive of this package."""
     pure, params, rest = apply_in(layer, lambda layer, x: layer(x, **call))
     return "_norm" in str(jax.make_jaxpr(pure)(params, rest, x))
 
 
-# ---- the same results as Flax's ------------------------------------------------------------------
+# ---- the same results as Flax --------------------------------------------------------------------
 
 BATCH_NORM = [
     {},
@@ -196,7 +196,7 @@ def test_row_norms_train_as_flax_does(name, options, native):
 
 
 def test_several_axes_of_features_are_left_to_flax(native):
-    """Flax accepts them only at inference: its running statistics are flat."""
+    """Flax accepts several axes only at inference, because its running statistics are flat."""
     theirs, mine = pair("BatchNorm", features=40, axis=(1, 2), use_running_average=True)
     x = draw(1)
     assert not uses_op(mine, x)
@@ -209,7 +209,7 @@ def test_float64(name, native):
         theirs, mine = pair(name, param_dtype=jnp.float64, use_fast_variance=False)
         x = draw(1, dtype=jnp.float64)
         run = lambda layer, x: layer(x)  # noqa: E731
-        # Running statistics start as float32 zeros and ones, of which neither has the digits.
+        # The running statistics are float32, so float64 accuracy is not possible.
         assert_close(trained(mine, run, x, steps=1), trained(theirs, run, x, steps=1), jnp.float32)
 
 
@@ -221,7 +221,7 @@ def test_an_epsilon_of_nan_is_left_to_flax(name, native):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_in_a_list(name, native):
-    """Ours accept them with every jax; Flax's with newer ones, except for batch norm."""
+    """jax_fastops accepts lists with every jax, Flax only with newer ones (batch norm never)."""
     theirs, mine = pair(name, features=2)
     rows = [[1.0, 2.0], [3.0, -1.0]]
     assert_close(mine(rows), theirs(jnp.asarray(rows)))
@@ -231,7 +231,7 @@ def test_rows_in_a_list(name, native):
 @pytest.mark.parametrize("mode", ("xla", "auto"))
 @pytest.mark.parametrize("name", LAYERS)
 def test_without_kernels_it_is_flax_bit_for_bit(name, mode):
-    """Small arrays are left to Flax under "auto" too."""
+    """Under "auto", Flax's code also runs for small arrays."""
     for options in ({}, {"dtype": jnp.bfloat16}, {"use_scale": False}):
         theirs, mine = pair(name, **options)
         x = draw(2)
@@ -262,7 +262,7 @@ def test_no_digits_are_lost_to_a_large_mean(name, native):
     np.testing.assert_allclose(np.asarray(mine(x), np.float64), exact, rtol=0, atol=1e-3)
 
 
-# ---- what Flax's tests check: the same as the layers of flax.linen -------------------------------
+# ---- as in Flax's tests: the same results as flax.linen ------------------------------------------
 
 
 @pytest.mark.parametrize("masked", (False, True))
@@ -273,7 +273,7 @@ def test_equals_linen_before_a_dense_layer(name, dtype, param_dtype, masked):
     options = dict(dtype=dtype, param_dtype=param_dtype, use_fast_variance=not masked)
     own = {"use_running_average": False} if name == "BatchNorm" else {}
     mask = np.array([True, True, False, True, False, True]) if masked else None
-    x = draw(4, (9, 6), dtype)  # layers of flax.linen do not round their input, those of nnx do
+    x = draw(4, (9, 6), dtype)  # flax.linen does not round its input, flax.nnx does
     norm = getattr(linen, name)(**options, **own)
     dense = linen.Dense(3, dtype=dtype, param_dtype=param_dtype)
     norm_variables = norm.init(jax.random.key(0), x)
@@ -362,7 +362,7 @@ class Block(nnx.Module):
 
 
 def test_nnx_transformations(native):
-    """nnx.jit and nnx.grad, with statistics that are updated in place, and a copy by split."""
+    """nnx.jit and nnx.value_and_grad update statistics in place; split and merge copy them."""
     x, found = draw(6, (12, 8)), []
 
     @nnx.jit
@@ -424,7 +424,7 @@ def test_train_eval_and_the_call_choose_the_statistics(native):
 # ---- residual and activation ---------------------------------------------------------------------
 
 BATCH_NORM_RESIDUALS = [
-    # options, dtypes of x and of the residual, the residual's shape
+    # options, dtype of x, dtype and shape of the residual
     ({}, jnp.float32, jnp.float32, SHAPE),
     ({"axis": 1, "features": 5}, jnp.float32, jnp.float32, SHAPE),
     ({}, jnp.bfloat16, jnp.bfloat16, SHAPE),
@@ -470,7 +470,7 @@ ROW_RESIDUALS = [
 @pytest.mark.parametrize("options,dtype,residual,shape", ROW_RESIDUALS)
 @pytest.mark.parametrize("name", ROWS)
 def test_row_norms_with_residual(name, options, dtype, residual, shape, native):
-    """The sum, too, is of the dtype that the plain composition gives it."""
+    """The returned sum has the dtype of ``x + residual``."""
     theirs, mine = pair(name, **options)
     arrays = draw(1, dtype=dtype), draw(2, shape, residual) - 0.5
 
@@ -498,7 +498,7 @@ def test_row_norms_with_one_or_the_other(name, mode):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_residual_is_added_by_the_op(name, native):
-    """Where the sum has the dtype that is normalised."""
+    """The op adds only if the sum has the dtype that is normalized."""
     mine = getattr(ours, name)(8, rngs=nnx.Rngs(0))
     op = {"LayerNorm": "residual_layer_norm", "RMSNorm": "residual_rms_norm"}[name]
     for dtype, fused in ((jnp.float32, True), (jnp.bfloat16, False)):
@@ -508,7 +508,7 @@ def test_residual_is_added_by_the_op(name, native):
 
 
 def test_batch_norm_keeps_bits_for_the_relu(native):
-    """Nothing of the size of the input but itself, and a bit per element."""
+    """Only the input, and one bit per element, are kept at that size."""
     mine = ours.BatchNorm(8, activation="relu", rngs=nnx.Rngs(0))
     x = draw(1, (64, 32, 8))
     pure, params, rest = apply_in(mine, lambda layer, x, r: layer(x, residual=r))

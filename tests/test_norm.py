@@ -38,15 +38,15 @@ OPS = {
 def reference(
     name, x, *, residual=None, scale=None, bias=None, input_bias=None, eps=1e-6, return_sum=False
 ):
-    """In float32, or float64; the sum is rounded, as it would be between two layers.
+    """Computes in float32, or in float64, and rounds the sum, as between two layers.
 
-    What is exact is the same in float64, in which it is not.
+    With float64 arrays it gives the exact results, because the sum is then not rounded.
     """
     wide = jnp.promote_types(x.dtype, np.float32)
     s = x.astype(wide)
     s = s if input_bias is None else s + input_bias.astype(wide)
     s = s if residual is None else s + residual.astype(wide)
-    # XLA on a GPU would leave the rounding out, which no one asks it to.
+    # Without the barrier, XLA on a GPU would skip the rounding.
     y = jax.lax.optimization_barrier(s.astype(x.dtype)).astype(wide)
     if "rms" not in name:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -57,7 +57,7 @@ def reference(
 
 
 def forked(op, x, **options):
-    """Its results, flat, y twice."""
+    """Calls the op with ``fork=True``. Returns its results as a flat tuple, with y twice."""
     found = op(x, fork=True, **options)
     return (*found[0], found[1]) if options.get("return_sum") else found
 
@@ -96,7 +96,7 @@ def draws(shape, given, parameters=None):
 
 
 def spread(name, dim, given, results=1):
-    """x and the residual are sharded, parameters are not, and their gradients are sums."""
+    """Shards x and the residual. Each parameter gradient needs an all-reduce."""
     return Sharding(
         name,
         (dim, *(dim if what == "residual" else None for what in given)),
@@ -302,7 +302,7 @@ def value_and_gradients(fn):
 
 
 def growth(n):
-    """How many units of rounding a sum of `n` terms may be off: partial sums in many lanes."""
+    """The error bound, in units of rounding, of a sum of `n` terms in many partial sums."""
     return 4 + math.sqrt(n) / 8
 
 
@@ -311,7 +311,7 @@ def mean(a):
 
 
 def check_one(name, dtype, values, cotangents, got, gradients, eps, what):
-    """Against float64, from NumPy. `values` are x and the other arguments, by name."""
+    """Compares with NumPy in float64. `values` are x and the other arguments, by name."""
     wide = np.float64 if dtype == np.float64 else np.float32
     x, given = values["x"], {k: v.astype(np.float64) for k, v in values.items()}
     s = x.astype(wide)
@@ -328,7 +328,7 @@ def check_one(name, dtype, values, cotangents, got, gradients, eps, what):
     centre = mean(s) if layer else 0
     rstd = 1 / np.sqrt(mean((s - centre) ** 2) + eps)
     xhat = (s - centre) * rstd
-    # How much larger than the deviations the numbers are: their roundings are as many times larger.
+    # The size of the numbers relative to their deviations. Rounding errors grow by this factor.
     ratio = 1 + rstd * (mean(np.abs(s)) + np.abs(s)) if layer else 1.0
     scale = given.get("scale", np.ones(n))
     y = xhat * scale + given.get("bias", 0)
@@ -363,7 +363,7 @@ def check_one(name, dtype, values, cotangents, got, gradients, eps, what):
 
 
 def uneven(rng, shape, dtype):
-    """Values of which the first and the last of a row, and the last rows, weigh most."""
+    """Random values, with larger ones at the start and end of a row and in the last row."""
     x = rng.standard_normal(shape)
     x[..., :2] *= 5
     x[..., -3:] *= 6
@@ -373,7 +373,7 @@ def uneven(rng, shape, dtype):
 
 
 def check_shapes(name, dtype, shapes, given=None, parameters=None, eps=1e-6, return_sum=False):
-    """Value and gradients of many shapes in one program."""
+    """Checks results and gradients of many shapes in one program."""
     given = OPS[name] if given is None else given
     rng = np.random.default_rng(zlib.crc32(f"{name}{shapes}".encode()))
     options = {"return_sum": True} if return_sum else {}
@@ -402,7 +402,7 @@ LENGTHS = {
     "to100003": [65536, 100003],
 }
 SHORT = {key: LENGTHS[key] for key in ("1to40", "to1025")}
-# The residual ones with all they take have every part of the others.
+# With all their arguments, the residual norms compute everything that the other norms compute.
 WHOLE = ("residual_layer_norm", "residual_rms_norm")
 
 
@@ -413,7 +413,7 @@ LONGER = [pytest.param(LENGTHS[key], marks=pytest.mark.slow, id=key) for key in 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_lengths(op, kind, lengths):
-    """Every length of a row, few rows."""
+    """Rows of many lengths, three rows at a time."""
     check_shapes(op, jnp.dtype(kind), [(3, n) for n in lengths], return_sum=True)
 
 
@@ -435,7 +435,7 @@ ROWS = [1, 2, 3, 5, 8, 17, 63, 64, 65, 127, 263, 264, 265, 529, 1031, 4097]
 
 @pytest.mark.parametrize("op", WHOLE)
 def test_numbers_of_rows(op):
-    """However the rows are cut into groups, each is in the parameters' gradients once."""
+    """Each row counts once in the parameters' gradients, however the rows are grouped."""
     check_shapes(op, jnp.dtype("float32"), [(rows, 5) for rows in ROWS])
     check_shapes(op, jnp.dtype("bfloat16"), [(rows, 40) for rows in ROWS], parameters=np.float32)
 
@@ -454,7 +454,7 @@ def subsets(names):
 @pytest.mark.parametrize("return_sum", [False, True])
 @pytest.mark.parametrize("parameters", [None, np.float32])
 def test_every_set_of_parameters(name, parameters, return_sum):
-    """All, some and none of them, of the dtype of x and of float32."""
+    """All, some and no parameters, in the dtype of x, and in float32 with bfloat16 x."""
     if return_sum and not name.startswith("residual"):
         pytest.skip("there is no sum")
     kind = jnp.dtype("bfloat16" if parameters else "float32")
@@ -499,7 +499,7 @@ def test_many_elements(name, kind):
 
 
 def test_offsets(name, dtype):
-    """Numbers that are large compared with their deviations: as accurate as the reference."""
+    """Numbers that are large compared with their deviations: the reference's error is the limit."""
     if "rms" in name or dtype == np.float64:
         pytest.skip("there is no mean, or nothing more accurate to compare with")
     offset, size = (1e4, 1.0) if jnp.finfo(dtype).eps < 1e-4 else (64.0, 4.0)
@@ -530,7 +530,7 @@ def test_a_negative_eps_is_taken_as_it_is(name):
 
 
 def special_rows(n, dtype):
-    """name -> a row of `n` elements."""
+    """Returns a dict from names to rows of `n` elements."""
     info = jnp.finfo(dtype)
     base = np.random.default_rng(n).standard_normal(n)
 
@@ -564,10 +564,10 @@ def special_rows(n, dtype):
 @pytest.mark.parametrize("eps", [1e-6, 0.0])
 @pytest.mark.parametrize("n", [32, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8, 256))])
 def test_special_values(name, dtype, n, eps):
-    """NaN and infinities are where the reference has them, in values and gradients of x."""
+    """NaN and infinities appear where the reference has them, in results and gradients of x."""
     rows = special_rows(n, dtype)
     if eps == 0:
-        del rows["subnormal"]  # they may be taken for 0
+        del rows["subnormal"]  # subnormal numbers may be flushed to 0
     x = np.stack(list(rows.values()))
     rng = np.random.default_rng(2)
     given = tuple(what for what in OPS[name] if what != "input_bias")
@@ -579,7 +579,7 @@ def test_special_values(name, dtype, n, eps):
 
     def run(fn):
         def each(args, cts):
-            """Only the gradient of x: those of parameters are NaN in any case."""
+            """Returns only the gradient of x: those of the parameters are NaN in any case."""
             out, pullback = jax.vjp(lambda x: outputs(fn(x, *args[1:])), args[0])
             return out[0], pullback(cts)[0]
 
@@ -603,7 +603,7 @@ def test_special_values(name, dtype, n, eps):
 
 
 def test_gradients_of_rows_without_deviations(dtype):
-    """The norm of a rounded sum: the rounding is no deviation."""
+    """The rounding of the sum must not count as a deviation from the mean."""
     for n in (1, 8, 100):
         x, residual = np.ones((2, n), dtype), np.full((2, n), 0.003, dtype)
         scale, dy = np.ones(n, dtype), normal(np.random.default_rng(n), (2, n), dtype)
@@ -611,14 +611,14 @@ def test_gradients_of_rows_without_deviations(dtype):
         _, (dx, _, dscale) = jax.jit(fn)((x, residual, scale), (dy,))
         dx, dscale, g = (np.asarray(a).astype(np.float64) for a in (dx, dscale, dy))
         size = np.abs(g).max()
-        # eps is 1e-6: without deviations the reciprocal standard deviation is 1000.
+        # Without deviations, the reciprocal standard deviation is 1 / sqrt(1e-6) = 1000.
         limit = 1000 * size * max(1e-4, float(jnp.finfo(dtype).eps))
         np.testing.assert_allclose(dx, 1000 * (g - mean(g)), atol=limit, rtol=1e-2)
         np.testing.assert_allclose(dscale, 0, atol=2e-2 * size)
 
 
 def test_constant_rows(name, dtype):
-    """Without an eps a row without deviations is NaN; with one it is the bias."""
+    """The layer norm of a constant row is NaN with ``eps=0``, and otherwise the bias."""
     x = np.full((3, 16), 2, dtype)
     kwargs = {"residual": np.zeros_like(x)} if "residual" in OPS[name] else {}
     fn = functools.partial(getattr(fo, name), **kwargs)
@@ -636,7 +636,7 @@ def test_constant_rows(name, dtype):
 
 
 def test_rows_do_not_touch_each_other(name, dtype):
-    """NaN in a row: the others' values and gradients keep their bits, parameters' are NaN."""
+    """With NaN in a row, the other rows stay bitwise equal. Gradients of parameters get NaN."""
     rng = np.random.default_rng(3)
     given = OPS[name]
     args = draws((67, 37), given)(rng, dtype)
@@ -666,7 +666,7 @@ def test_rows_do_not_touch_each_other(name, dtype):
     "kind", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
 )
 def test_special_cotangents(name, kind, value):
-    """They reach every gradient of their row, and the sums."""
+    """A NaN or infinite cotangent reaches every gradient of its row, and the sums."""
     dtype = jnp.dtype(kind)
     rng = np.random.default_rng(4)
     given = OPS[name]
@@ -677,20 +677,20 @@ def test_special_cotangents(name, kind, value):
     got, want = (jax.tree.map(np.asarray, f(args, (dy,))[1]) for f in (fn, plain))
     for what, mine, theirs in zip(("x", *given), got, want, strict=True):
         mine, theirs = mine.astype(np.float64), theirs.astype(np.float64)
-        # NaN or infinity: it depends on which subtraction comes first.
+        # The order of the subtractions decides between NaN and infinity.
         np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs), err_msg=what)
         if np.isnan(value):
             np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs), err_msg=what)
 
 
 def test_the_sum_is_rounded_once(dtype):
-    """And the norm is that of the rounded sum."""
+    """The sum is rounded once, and the norm is that of the rounded sum."""
     if dtype == np.float64:
         pytest.skip("it has no wider dtype")
     eps = float(jnp.finfo(dtype).eps)
     x = np.ones((4, 64), dtype)
     if dtype != np.float32:
-        # Half of what 1 can be told from, and a bit: rounded twice, the sum is 1.
+        # The terms add slightly more than half an eps to 1. Rounded twice, the sum would be 1.
         residual, bias = np.full_like(x, eps / 2), np.full(64, eps / 1024, dtype)
         for name in WHOLE:
             op = getattr(fo, name)
@@ -708,7 +708,7 @@ def test_the_sum_is_rounded_once(dtype):
 # Two users of one result --------------------------------------------------------------------------
 
 
-# Lengths for each way that kernels take a row, and of no whole number of units.
+# Row lengths for every variant of the kernels, and some that vectorized loads do not divide.
 TWO_USERS = [
     (70, 1),
     (3, 5, 17),
@@ -727,7 +727,7 @@ TWO_USERS = [
 
 
 def check_two_users(name, shape, dtype):
-    """The gradients are those of one user whose cotangent is the rounded sum, to the last bit."""
+    """The gradients are bitwise equal to those of one user with the rounded sum as cotangent."""
     (fn, _), args, dys = example(name, shape, dtype, seed=21, count=2)
     both, _ = variant(name, OPS[name], fork=True)
     (y, same), grads = jax.jit(value_and_gradients(both))(args, dys)
@@ -765,7 +765,7 @@ def test_two_users_and_the_sum(op, shape, kind):
 
 @pytest.mark.parametrize("what", ["nothing", "x", "scale"])
 def test_two_users_with_what_is_wanted(name, what):
-    """Without sums over rows, with one sum only, and without any parameter."""
+    """The backward without parameters, without parameter gradients, and with one of them."""
     given = tuple(g for g in OPS[name] if g == "residual" or what != "nothing")
     (fn, _), args, dys = example(name, (37, 40), np.float32, given, seed=23, count=2)
     both, _ = variant(name, given, fork=True)
@@ -779,7 +779,7 @@ def test_two_users_with_what_is_wanted(name, what):
 
 
 def test_two_users_add_nothing_before_the_backward(name):
-    """Neither XLA nor another kernel adds the cotangents up."""
+    """Neither XLA nor another kernel adds the two cotangents."""
     _, args, dys = example(name, (16, 4, 8), count=2)
     both, _ = variant(name, OPS[name], fork=True)
     text = jax.jit(value_and_gradients(both)).lower(args, dys).compile().as_text()
@@ -788,7 +788,7 @@ def test_two_users_add_nothing_before_the_backward(name):
 
 
 def test_one_of_two_users(name):
-    """The other one's cotangent is zero."""
+    """If only one of the two results is used, the cotangent of the other is zero."""
     (fn, _), args, _ = example(name)
     both, _ = variant(name, OPS[name], fork=True)
     want = jax.grad(lambda x: jnp.sin(fn(x, *args[1:])).sum())(args[0])
@@ -821,7 +821,7 @@ def test_two_users_of_no_elements(name, mode):
 
 
 def targets(text):
-    """The native kernels that a compiled program calls, in order of their names."""
+    """The names of the kernels that a compiled program calls, sorted."""
     return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
 
 
@@ -830,7 +830,7 @@ def kernels(fn, *args):
 
 
 def example(name, shape=(6, 5, 16), dtype=np.float32, given=None, seed=6, count=1):
-    """Functions of x and the given arguments (default: all), their operands and cotangents."""
+    """The op and its reference (with all arguments by default), operands, and cotangents."""
     given = OPS[name] if given is None else given
     rng = np.random.default_rng(seed)
     args = draws(shape, given)(rng, jnp.dtype(dtype))
@@ -856,7 +856,7 @@ def test_one_kernel_each_way(name):
 
 
 def test_a_gradient_computes_what_is_wanted(name):
-    """For x only, nothing is summed; for one parameter only, the bits are those of all."""
+    """The backward computes only the wanted sums, bitwise equal to those of all together."""
     (fn, _), args, cts = example(name)
     everything = jax.jit(value_and_gradients(fn))(args, cts)[1]
     for i, what in enumerate(("x", *OPS[name])):
@@ -874,7 +874,7 @@ def test_a_gradient_computes_what_is_wanted(name):
 
 
 def test_the_residual_has_the_gradient_of_x():
-    """One array, made once."""
+    """Both gradients are one array, from one kernel."""
     for name in WHOLE:
         (fn, _), args, cts = example(name)
         gradients = jax.jit(value_and_gradients(fn))(args, cts)[1]
@@ -918,7 +918,7 @@ def test_export_names_the_kernels(name):
 
 
 def test_one_export_serves_every_size(name):
-    """Lengths of rows too: those that come with a workspace and those that do not."""
+    """Any number of rows and any row length, with and without a need for a workspace."""
     b, n = jax.export.symbolic_shape("b, n")
     given = OPS[name]
     fn, plain = variant(name, given)
@@ -934,7 +934,7 @@ def test_one_export_serves_every_size(name):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-# What is kept for the backward --------------------------------------------------------------------
+# Residuals ----------------------------------------------------------------------------------------
 
 
 def kept(fn, *args):
@@ -945,7 +945,7 @@ def kept(fn, *args):
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("return_sum", [False, True])
 def test_what_is_kept(name, dtype, jitted, return_sum):
-    """x or the sum, the scale, and the statistics; neither the biases nor the result."""
+    """Kept are x or the sum, the scale, and the statistics; not the biases or the norm."""
     if return_sum and not name.startswith("residual"):
         pytest.skip("there is no sum")
     options = {"return_sum": True} if return_sum else {}
@@ -962,7 +962,7 @@ def test_what_is_kept(name, dtype, jitted, return_sum):
 
 
 def test_the_returned_sum_is_the_kept_one():
-    """Not a copy of it."""
+    """The array kept for the backward is the returned sum, not a copy of it."""
     for name in WHOLE:
         (fn, _), args, _ = example(name, count=2)
         fn = functools.partial(getattr(fo, name), return_sum=True)
@@ -974,7 +974,7 @@ def test_the_returned_sum_is_the_kept_one():
 
 
 def test_what_is_kept_in_a_model(name):
-    """One array of the activations' size is kept."""
+    """Only one array with the size of the activations is kept."""
     x, w = np.ones((4, 3), np.float32), np.ones((3, 16), np.float32)
     scale, bias = np.ones(16, np.float32), np.ones(16, np.float32)
     rest = {"scale": scale}
@@ -1006,7 +1006,7 @@ def stack(a):
 
 
 def mapped(args, which):
-    """in_axes, and the arguments of which some are stacked."""
+    """Returns in_axes, and the arguments, with those in `which` stacked."""
     axes = tuple(0 if i in which else None for i in range(len(args)))
     return axes, tuple(stack(a) if i in which else a for i, a in enumerate(args))
 
@@ -1095,7 +1095,7 @@ def test_derivatives_and_vmap(op, transform):
         if op == "residual_rms_norm":
             fn, plain = variant(op, OPS[op], return_sum=True)
         residual = args[1:2] if "residual" in OPS[op] else ()
-        # The residual is a constant. x and the parameters are mapped.
+        # The residual is computed from x. The transformations apply to x and the parameters.
         args = (args[0], *args[1 + len(residual) :])
         if residual:
             fn, plain = (
@@ -1111,7 +1111,7 @@ def test_derivatives_and_vmap(op, transform):
 
 
 def test_gradients_per_example_are_those_of_a_loop(name, dtype):
-    """Not their sum: parameters that are not mapped have a gradient for each example."""
+    """Parameters that are not mapped get one gradient per example, not the sum."""
     (fn, _), args, cts = example(name, (4, 70, 24), dtype)
     axes = tuple(0 if a.ndim == 3 else None for a in args)
     run = lambda args, cts: value_and_gradients(fn)(args, cts)[1]  # noqa: E731
@@ -1131,7 +1131,7 @@ def test_gradients_per_example_are_those_of_a_loop(name, dtype):
 
 
 def test_gradients_per_example_are_one_kernel_call(name):
-    """The mapped axis is a batch dimension with sums of its own, not a loop."""
+    """The mapped axis is a batch dimension, with separate sums per example and no loop."""
     (fn, _), args, cts = example(name, (4, 70, 24))
     given = ("x", *OPS[name])
     axes = tuple(0 if a.ndim == 3 else None for a in args)
@@ -1178,7 +1178,7 @@ def eight(axis_type):
 
 
 def over_mesh(mesh, fn, args, specs, cts, ct_spec):
-    """Results over a mesh and the compiled program."""
+    """Returns the results and gradients over a mesh, and the text of the compiled program."""
     with jax.set_mesh(mesh):
         put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))  # noqa: E731
         args = tuple(put(a, s) for a, s in zip(args, specs, strict=True))
@@ -1188,9 +1188,9 @@ def over_mesh(mesh, fn, args, specs, cts, ct_spec):
 
 
 def reduced_elements(text):
-    """How many elements the all-reduces of a program sum.
+    """The number of elements that the all-reduces of a program sum.
 
-    XLA may make one operation of several, and on a GPU one array of theirs.
+    XLA may merge all-reduces into one operation, and on a GPU into one array.
     """
     found = re.findall(r"= (\(?[^=]*?\)?) all-reduce(?:-start)?\(", text)
     shapes = [dims for types in found for dims in re.findall(r"\w+\[([\d,]*)\]", types)]
@@ -1208,7 +1208,7 @@ SHARDED = {"batch": P("a"), "sequence": P(None, "a"), "rows of a matrix": P("a")
 @KINDS
 @pytest.mark.parametrize("layout", SHARDED)
 def test_sharded(name, axis_type, layout):
-    """One all-reduce for each parameter's gradient, and nothing else is communicated."""
+    """One all-reduce for each parameter's gradient, and no other communication."""
     mesh = eight(axis_type)
     spec = SHARDED[layout]
     shape = (128, 24) if "matrix" in layout else (8, 64, 24)
@@ -1225,7 +1225,7 @@ def test_sharded(name, axis_type, layout):
 
 @KINDS
 def test_a_device_has_as_many_sums_as_alone(name, axis_type):
-    """Each has 2 of 16 batches, which auto axes may be without; 132 sums at most are on one."""
+    """Each device writes more than 66 partial sums, and at most 132, the limit of one device."""
     (fn, _), args, cts = example(name, (16, 512, 24))
     specs = tuple(P("a") if a.ndim > 1 else P() for a in args)
     _, text = over_mesh(eight(axis_type), fn, args, specs, cts, P("a"))
@@ -1252,7 +1252,7 @@ def test_what_is_not_summed_is_not_communicated(name, axis_type):
 
 @KINDS
 def test_a_sharded_last_axis(name, axis_type):
-    """The result is right; with an explicit mesh XLA keeps it sharded, and sums over devices."""
+    """The result is correct. Over an explicit axis, the reference runs, and it stays sharded."""
     mesh = eight(axis_type)
     (fn, plain), args, cts = example(name, (6, 128))
     specs = tuple(P(None, "a") if a.ndim > 1 else P("a") for a in args)
@@ -1281,7 +1281,7 @@ def test_rows_that_the_devices_do_not_divide(name, rows):
 
 
 def test_shard_map(name):
-    """Parameters are the same on all devices: their gradients are summed by one psum each."""
+    """The parameters are replicated. Each of their gradients is summed by a psum."""
     mesh = eight(AxisType.Auto)
     (fn, plain), args, cts = example(name, (16, 8, 24))
     specs = tuple(P("a") if a.ndim > 1 else P() for a in args)
@@ -1303,7 +1303,7 @@ def test_shard_map(name):
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4), (0, 0), (1, 0, 1)], ids=str)
 @pytest.mark.parametrize("mode", ["native", "xla"])
 def test_empty_arrays(name, shape, mode):
-    """Of no rows, parameters' gradients are 0."""
+    """Without rows, the gradients of the parameters are 0."""
     (fn, _), args, cts = example(name, shape, jnp.bfloat16)
     with fo.use_implementation(mode):
         (y,), found = jax.jit(value_and_gradients(fn))(args, cts)
@@ -1321,7 +1321,7 @@ def test_numpy_arrays_and_weak_types(name, mode):
     with fo.use_implementation(mode):
         got = op(x, scale=np.ones(4, np.float32), **more)
         assert isinstance(got, jax.Array) and got.dtype == np.float32 and not got.weak_type
-        # A parameter of another floating dtype, and a weakly typed one.
+        # Parameters of other floating dtypes, and a weakly typed one.
         for scale in (jnp.full(4, 2, jnp.bfloat16), jnp.full(4, 2.0), np.full(4, 2, np.float16)):
             assert_bitwise_equal(op(x, scale=scale, **more), 2 * np.asarray(got))
         weak = jnp.broadcast_to(jnp.asarray(2.0), (3, 4))
@@ -1357,7 +1357,7 @@ def test_parameters_of_every_dtype(of_x, of_parameters, mode):
         cts = (normal(rng, (40, 24), dtype),)
         (y,), found = jax.jit(value_and_gradients(variant(name, given)[0]))(args, cts)
         assert y.dtype == dtype and [g.dtype for g in found] == [a.dtype for a in args]
-        # XLA may leave out the rounding of the sum.
+        # With "xla", the rounding of the sum may be skipped.
         if mode == "native" and (parameters != np.float64 or dtype == np.float64):
             values = dict(zip(("x", *given), args, strict=True))
             got = jax.tree.map(np.asarray, ((y,), found))
@@ -1373,7 +1373,7 @@ def test_float64_without_x64_is_float32(name):
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_slices_reversals_and_transpositions(name, kind):
-    """Operands that XLA may give as they lie in a larger buffer."""
+    """Operands that XLA may pass as a part of a larger buffer."""
     dtype = jnp.dtype(kind)
     rng = np.random.default_rng(10)
     views = [
@@ -1409,7 +1409,7 @@ def test_slices_reversals_and_transpositions(name, kind):
             assert_bitwise_equal(mine[1][1][key], want_grads[1][key], key)
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 X = normal(np.random.default_rng(11), (2, 3, 8), np.float32)
 ROW = np.ones(8, np.float32)
@@ -1464,7 +1464,7 @@ BAD_RESIDUALS = {
 
 
 def refused(name, error, words, x=X, **kwargs):
-    """The message names the op, the argument, what was given, and what is accepted."""
+    """Checks that the message names the op, the argument, what was given and what is accepted."""
     if "residual" in OPS[name] and "residual" not in kwargs:
         kwargs["residual"] = X
     with pytest.raises(error) as raised:
@@ -1484,7 +1484,7 @@ def test_refused_parameters(name, what):
 @pytest.mark.parametrize("what", BAD_X)
 def test_refused_x(name, what):
     x, error, words = BAD_X[what]
-    # Of two arrays the first that is wrong is named; the residual is no better here.
+    # The residual has the same error. The message names the first wrong array.
     more = {"residual": x} if "residual" in OPS[name] else {}
     refused(name, error, words, x, **more)
 
@@ -1529,7 +1529,7 @@ def test_refused_under_jit_before_anything_runs(name):
 
 
 def test_a_gradient_of_any_size_over_several_devices_can_be_exported():
-    """Nobody knows into how many shards such a dimension is cut: it is one group."""
+    """The number of shards of a symbolic dimension is unknown, so it is one group."""
     mesh = make_mesh({"a": device_count()}, AxisType.Auto)
     (fn, _), args, cts = example("layer_norm", (8, 4, 16), np.float32)
     b, s = jax.export.symbolic_shape(f"{mesh.size}*b, s")

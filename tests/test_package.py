@@ -1,4 +1,4 @@
-"""The installed package: what it reports, how it fails, how its switch behaves."""
+"""The installed package: its report, its errors, its switch between implementations."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def native_file(package, name):
 
 
 def test_a_module_built_with_newer_headers_is_refused_and_the_backend_lives(copy_of_package):
-    # The installed jaxlib pretends to have older FFI headers than those the module was built with.
+    # The installed jaxlib seems to have older FFI headers than those of the module's build.
     headers = copy_of_package.parent / "include" / "xla" / "ffi" / "api"
     headers.mkdir(parents=True)
     (headers / "c_api.h").write_text("#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 0\n")

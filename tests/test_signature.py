@@ -1,4 +1,4 @@
-"""The signature language: shapes, dtypes, what folds, and the sharding rule made from it."""
+"""Signatures: shapes, dtypes, folding of mapped axes, and the sharding rule."""
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +159,7 @@ def test_sharding_rule_shares_batch_factors_and_replicates_the_rest():
 
 
 def test_sharding_rule_has_a_factor_for_each_mere_size():
-    """Two sizes that are equal are not the same dimension."""
+    """Two dimensions of the same fixed size are different factors."""
     signature = Signature.parse("... 4 -> ... 4, ... 1")
     avals = [jax.ShapeDtypeStruct(s, np.float32) for s in [(2, 4), (2, 4), (2, 1)]]
     assert sharding_rule(signature, avals[:1], avals[1:], 1) == (

@@ -1,4 +1,4 @@
-"""Slots with `~...`: dimensions in sizes of the operand's own, where index 0 may stand for all."""
+"""Slots with `~...`: batch dimensions of an operand that may be broadcast."""
 
 import dataclasses
 
@@ -75,7 +75,7 @@ def test_dimensions_with_a_star_may_differ(mask):
 
 
 def test_it_may_come_first():
-    """What the leading dimensions are, the others say."""
+    """The other operands determine the batch shape."""
     assert infer("~... m, ... n -> ... n", (1, 1, 5), (2, 3, 7)) == [((2, 3, 7), F32)]
     bound = Signature.parse("~... m, ... n -> ... n").bind([(1, 1, 5), (2, 3, 7)])
     assert bound.batch == (2, 3) and bound.sizes == {"m": 5, "n": 7}
@@ -84,8 +84,8 @@ def test_it_may_come_first():
 @pytest.mark.parametrize(
     "text, shapes, message",
     [
-        (MASKED, [(2, 3, 5), (3, 5)], r"shape \(3, 5\) has not the rank of '\.\.\.'"),
-        (MASKED, [(2, 3, 5), (1, 2, 3, 5)], "has not the rank of"),
+        (MASKED, [(2, 3, 5), (3, 5)], r"shape \(3, 5\) does not have the rank of '\.\.\.'"),
+        (MASKED, [(2, 3, 5), (1, 2, 3, 5)], "does not have the rank of"),
         (MASKED, [(2, 3, 5), ()], r"shape \(\) does not fit '~\.\.\. m'"),
         ("... n, ~... n -> ... n", [(2, 5), (1, 4)], "dimension 'n' .* is both 5 and 4"),
         ("... n, ~... ceil(n/8) -> ... n", [(2, 9), (1, 3)], "cannot be 3"),
@@ -115,13 +115,13 @@ def test_a_mapped_axis_folds(text, mapped, folds):
     assert Signature.parse(text).folds(mapped) is folds
 
 
-# What is made of it -------------------------------------------------------------------------------
+# Folding, shardings and copies --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "dims, shapes",
     [
-        # (x, mask) -> their shapes, folded: the mask is not expanded
+        # (mapped axes of x and mask), their shapes after folding. An unmapped mask is not expanded.
         ((0, None), [(7, 2, 5), (1, 1, 5)]),
         ((1, None), [(2, 7, 5), (1, 1, 5)]),
         ((None, 0), [(7, 2, 5), (7, 1, 5)]),
@@ -199,7 +199,7 @@ def test_copies_along_dimensions_with_a_star():
     x = jnp.zeros((16, 5, 6))
     shape, spec = spread_shape(signature, [x, jnp.zeros((1, 5, 1), bool)], 1, 8)
     assert shape == (8, 5, 8) and spec is None
-    # The row is no dimension to cut: it has no copies.
+    # Rows are not partitioned, so there are no copies along them.
     assert spread_shape(signature, [x, jnp.zeros((16, 1, 6), bool)], 1, 8)[0] == (16, 1, 6)
 
 
@@ -236,7 +236,7 @@ def test_the_number_of_devices_is_told_inside_of_a_block_alone():
     assert partitions() == 1
 
 
-# An op with one -----------------------------------------------------------------------------------
+# An op with one such operand ----------------------------------------------------------------------
 
 
 def _masked(x, where):
@@ -295,12 +295,12 @@ def test_an_op_with_a_mask(transform, where):
 
 
 def test_a_mask_without_a_leading_dimension_of_its_own_rank_is_refused():
-    with pytest.raises(ValueError, match="has not the rank"):
+    with pytest.raises(ValueError, match="does not have the rank"):
         masked_unit(X, WHERE[0])
 
 
 def test_the_op_is_one_equation_under_vmap():
-    """No level: a mapped axis is one more leading dimension, of x only or of both."""
+    """There is no level: a mapped axis becomes a leading dimension, of x or of both operands."""
     for axes, args in (((0, None), (stack(X), WHERE)), ((None, 0), (X, stack(WHERE)))):
         jaxpr = jax.jit(jax.vmap(masked_unit, axes)).trace(*args).jaxpr
         (op,) = [e for e in jaxpr.eqns if "toy_masked_unit" in str(e.primitive)]
@@ -309,7 +309,7 @@ def test_the_op_is_one_equation_under_vmap():
         assert op.invars[1].aval.size == args[1].size
 
 
-# Operands that all have it ------------------------------------------------------------------------
+# All operands have `~...` -------------------------------------------------------------------------
 
 BOTH = "~... *n, ~... *n -> ... *n"
 
@@ -349,7 +349,7 @@ def test_shapes_that_do_not_broadcast(shapes, message):
 
 
 def test_the_batch_shape_can_be_told():
-    """Operands with copies have sizes that do not broadcast."""
+    """The sizes of operands with copies do not broadcast, so the batch shape is given."""
     signature = Signature.parse(BOTH)
     told = dataclasses.replace(signature, batch=(16, 24))
     shapes = [(16, 8, 1), (8, 24, 1)]
@@ -408,7 +408,7 @@ def test_a_result_can_be_like_an_operand():
     like = dataclasses.replace(signature.results[0], like=0)
     signature = dataclasses.replace(signature, results=(like,))
     assert signature.infer([(1, 3, 5), (2, 3, 5)], [F32, F32]) == [((1, 3, 5), F32)]
-    # Else the sum over the mapped axis would pass for what each index has.
+    # Otherwise the result would be the sum over the mapped axis, not one result per index.
     gain, x = jnp.zeros((1, 5)), jnp.zeros((7, 2, 5))
     assert [a.shape for a in fold(signature, [gain, x], (None, 0))] == [(7, 1, 5), (7, 2, 5)]
 

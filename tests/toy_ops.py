@@ -1,7 +1,4 @@
-"""Ops that exist for tests: each has a feature that the first family does not need.
-
-They are declared as any op is, so what they show of the op layer holds for families to come.
-"""
+"""Ops that exist only for tests. Each uses a feature of the op layer that `relu` does not need."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +16,7 @@ def _sum_batch(x):
     return x.reshape(-1, x.shape[-1]).sum(0)
 
 
-# A parameter without batch dimensions, whose gradient is a sum over rows, by kernels.
+# A parameter without batch dimensions. Its gradient is a sum over rows, computed with kernels.
 scaled_relu = Op(
     "toy_scaled_relu",
     "... n, n -> ... n | ... ceil(n/8) :uint8",
@@ -92,7 +89,7 @@ moments = Op(
     ),
 )
 
-# No arithmetic, no batch dimensions, a dtype of any kind; a signature of the call's own.
+# No arithmetic, no batch dimensions, any dtype. Each call gives its own signature.
 move_axes = Op("toy_move_axes", "a b -> b a", lambda x, *, axes: jnp.transpose(x, axes))
 
 
@@ -102,7 +99,7 @@ def transpose(x, axes):
     return move_axes(x, signature=signature, axes=tuple(axes))
 
 
-# Linear, so it keeps nothing: only the tangent of the first operand tells the result's shape.
+# Linear, so it keeps nothing. Only the tangent of the first operand determines the result's shape.
 add_bias = Op(
     "toy_add_bias",
     "... n, n -> ... n",

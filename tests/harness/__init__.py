@@ -1,6 +1,6 @@
-"""Puts an op through every transformation of JAX and compares it with its reference.
+"""Applies every transformation of JAX to an op, and compares the results with its reference's.
 
-A test file declares one `Case` per op and hands its cases to `checks`; each check is a separate,
+A test file declares one `Case` per op and passes its cases to `checks`. Each check is a separate,
 named test:
 
     RELU = Case(name="relu", fn=fo.relu, reference=jax.nn.relu, make_args=..., exact=True, ...)
@@ -11,16 +11,16 @@ named test:
 
 `pytest -k "relu and vmap"` then runs the vmap checks of that op. The files here:
 
-    case.py        `Case`, `Sharding`, and `checks`, which turns cases into parametrised tests
+    case.py        `Case`, `Sharding`, and `checks`, which turns cases into parametrized tests
     numerics.py    bitwise equality, errors against the float64 oracle, random and special values
     transforms.py  jit, jvp, vjp, second and third order, vmap, remat, control flow, donation,
                    linearize, x64
     sharding.py    meshes in Auto and Explicit mode, shard_map, collectives in the compiled program
     export.py      jax.export
     cache.py       a second process hits the persistent compilation cache
-    process.py     Python code in a process of its own
+    process.py     Python code in a new process
     properties.py  hypothesis: any shape, special values
-    compat.py      what differs between JAX versions
+    compat.py      differences between JAX versions
 """
 
 from harness.case import Case, Check, Sharding, checks, implementation

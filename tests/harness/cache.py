@@ -17,7 +17,7 @@ TESTS = Path(__file__).resolve().parent.parent
 
 
 def run(file: str, cases: Sequence, mode: str | None) -> None:
-    """Runs the cases, global variables of a test file, in two processes with one cache."""
+    """Runs cases, which are global variables of a test file, in two processes with one cache."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "JAX_COMPILATION_CACHE_DIR": folder,

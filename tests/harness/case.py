@@ -1,4 +1,4 @@
-"""What the harness is told about an op, and how that becomes tests."""
+"""Describes an op to the harness, and turns the description into tests."""
 
 import contextlib
 import dataclasses
@@ -23,16 +23,16 @@ Arrays = tuple[np.ndarray, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """One way to spread the arguments over a mesh axis.
+    """One way to shard the arguments over a mesh axis.
 
     Attributes:
       name: the sharded dimension: "batch", "features", ...
-      inputs: for each argument the dimension that is spread, or None for a replicated argument.
+      inputs: for each argument the sharded dimension, or None for a replicated argument.
       outputs: the same for each output.
-      forward_all_reduces: how many all-reduces the op needs forward; every other collective is an
+      forward_all_reduces: how many all-reduces the forward needs. Every other collective is an
         error.
-      gradient_all_reduces: how many the gradients need more (one per summed parameter).
-      shard_map: whether the op means the same on a shard as on the whole, so that it can be
+      gradient_all_reduces: how many more the gradients need (one per summed parameter).
+      shard_map: whether the op computes the same on a shard as on the whole array. Only then is it
         compared in `shard_map`.
     """
 
@@ -51,29 +51,28 @@ class Case:
     Attributes:
       name: appears in the test's name.
       fn: the op, as a function of its array arguments only.
-      reference: the plain JAX function that `fn` must equal.
-      make_args: draws the arguments as NumPy arrays, from a random generator and a dtype. Small:
-        Hessians are taken.
-      make_sharded_args: likewise, with every dimension that `shardings` names a multiple of 8
-        shards' worth. Default: `make_args`.
-      dtypes: the op's dtypes. Quick tests take the first, and each for the basic checks.
+      reference: the function in `jax.numpy` that `fn` must equal.
+      make_args: draws the arguments as NumPy arrays, from a random generator and a dtype. They must
+        be small, because Hessians are computed.
+      make_sharded_args: likewise, but every dimension that `shardings` names divides into 8 shards
+        that the op accepts. Default: `make_args`.
+      dtypes: the op's dtypes. Quick tests take the first one, and basic checks take all.
       differentiable: the arguments that have gradients. Default: those of a floating dtype.
       linear: the arguments in which the op is jointly linear, for `jax.linear_transpose`.
-      exact: the op has no rounding of its own: value, tangents and gradients have the reference's
-        bits.
-      tolerance: what an op that is not exact may be off.
+      exact: value, tangents and gradients have the reference's bits.
+      tolerance: the error that an op may have if it is not exact.
       shardings: the dimensions over which the op shards, and the number of all-reduces.
-      shards_under_vmap: a mapped axis can be spread over the mesh with no collective, whichever
-        arguments it maps. False: not where a parameter is mapped, or its gradients are per example;
-        such a call is made once for each example.
+      shards_under_vmap: a mapped axis can be sharded with no collective, whichever arguments it
+        maps. False if that does not hold for mapped parameters and for their per-example gradients,
+        where there is one call for each example.
       symbolic: for each argument the symbolic shape for `jax.export`, or None if the op takes fixed
         sizes only.
       shapes: a hypothesis strategy that draws one shape per argument (see properties.py).
-      modes: the implementations under test; the first runs every check, the others the basic ones
-        unless slow tests run. None does not set the implementation.
-      thorough: the quick tests leave out no detail (see `Check`). Costs about a minute of a core.
-      basic_only: there are no checks but the basic ones, for what differs from another case in its
-        shapes or dtypes alone.
+      modes: the implementations under test. In the quick tests, the first one runs every check and
+        the others run the basic checks. None does not set the implementation.
+      thorough: the quick tests leave out no detail (see `Check`). Takes about a minute on one core.
+      basic_only: only the basic checks run, for a case that differs from another one only in shapes
+        or dtypes.
     """
 
     name: str
@@ -98,7 +97,7 @@ class Case:
         return f"Case({self.name})"
 
     def rng(self, name: str) -> np.random.Generator:
-        """A generator that depends only on the case and the check: a failure can be repeated."""
+        """A generator that depends only on the case and the check, to repeat a failure."""
         return np.random.default_rng(zlib.crc32(f"{self.name}/{name}".encode()))
 
     @property
@@ -127,13 +126,13 @@ class Check:
     Attributes:
       name: unique among the checks of a case.
       run: takes the case, the implementation mode and the dtype, and raises on failure.
-      basic: a quick test in every dtype and in every mode; other checks are so in the first dtype
-        and mode alone.
-      every_dtype: it makes sense in another dtype than the first.
-      every_mode: it makes sense in another mode than the first.
-      detail: it differs from another check in detail only; a quick test only if the case is
+      basic: a quick test in every dtype and in every mode. Other checks are quick tests only in the
+        first dtype and mode.
+      every_dtype: it also runs in the other dtypes, not only in the first one.
+      every_mode: it also runs in the other modes, not only in the first one.
+      detail: it differs from another check only in a detail. It is a quick test only if the case is
         `thorough`.
-      slow: it is never among the quick tests.
+      slow: it is never a quick test.
     """
 
     name: str
@@ -235,7 +234,7 @@ def runs(case: Case, check: Check) -> Iterator[tuple[str | None, str, bool]]:
 
 
 def checks(*cases: Case) -> pytest.MarkDecorator:
-    """Parametrises a test over every check of the cases; the test calls its argument `check`."""
+    """Parametrizes a test over every check of the cases; the test calls its argument `check`."""
     from harness import cache
 
     file = sys._getframe(1).f_code.co_filename

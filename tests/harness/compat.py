@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 @contextlib.contextmanager
 def x64(enabled: bool = True):
-    """64-bit types inside the context; does nothing if `enabled` is false."""
+    """Enables 64-bit types inside the context; does nothing if `enabled` is false."""
     if not enabled:
         yield
         return
@@ -25,7 +25,7 @@ def x64(enabled: bool = True):
 
 
 def make_mesh(sizes: Mapping[str, int], axis_type: AxisType) -> Mesh:
-    """A mesh over the first devices; JAX's default type of axis changed in 0.9."""
+    """A mesh over the first devices. The axis type is a parameter: JAX's default changed in 0.9."""
     count = int(np.prod(list(sizes.values())))
     return jax.make_mesh(
         tuple(sizes.values()),

@@ -1,4 +1,4 @@
-"""Checks of `jax.export`: a program is written out, read back, and called."""
+"""Checks of `jax.export`: a program is serialized, deserialized, and called."""
 
 import functools
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ PLATFORMS = ("cpu", "cuda")
 def disabled_checks() -> list[Any]:
     try:
         import jax_fastops as fo
-    except ImportError:  # the harness tests itself on ops that need none
+    except ImportError:  # the harness' own tests use ops that need none
         return []
     return fo.export_checks()
 
 
 def program(fn, case: Case, count: int):
-    """Outputs and gradients in one."""
+    """Outputs and gradients in one program."""
 
     def run(*values):
         args, cotangents = values[:count], values[count:]
@@ -44,7 +44,7 @@ def reexport(exported: jax.export.Exported, **kwargs: Any) -> jax.export.Exporte
 
 
 def expected(case: Case, values, count: int):
-    """The reference's results, and the oracle's where the op is not exact."""
+    """The results of the reference, and of the oracle if the op is not exact."""
     reference = program(case.reference, case, count)
     return jax.jit(reference)(*values), None if case.exact else oracle(reference, *values)
 
@@ -72,7 +72,7 @@ def run_export(platforms: tuple[str, ...] | None, case: Case, mode: str | None, 
 
 
 def run_export_with_gradient(case: Case, mode: str | None, dtype: Any) -> None:
-    """Only the forward is exported, with its pullback, and differentiated after it is read."""
+    """Only the forward is exported, with its pullback. It is differentiated after it is loaded."""
     args, cotangents = draw(case, dtype, "export")
     values, count = (*args, *cotangents), len(args)
     with x64(dtype == np.float64):
@@ -107,7 +107,7 @@ def run_symbolic(case: Case, mode: str | None, dtype: Any) -> None:
 
 
 def run_sharded(case: Case, mode: str | None, dtype: Any) -> None:
-    """A program exported for a mesh is still spread, with no collective, when it is called."""
+    """A program exported for a mesh is still sharded, with no collective, when it is called."""
     layout = Layout(case.shardings[:1])
     mesh = mesh_for(AxisType.Auto, 1)
     forward = layout_program(layout, False, case, dtype)

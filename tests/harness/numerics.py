@@ -1,8 +1,8 @@
-"""Comparison of results, and the values that arguments are made of.
+"""Compares results, and draws the values of arguments.
 
-Two rules. An exact op must give the bits of its reference on the same platform (any NaN equals any
-NaN). Any other op may be at most twice as far from the float64 oracle as its reference is, in norm
-and in the worst element.
+There are two rules. An exact op must give the bits of its reference on the same platform (any NaN
+equals any NaN). Any other op may be at most twice as far from the float64 oracle as its reference
+is, in norm and in the worst element.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ class Tolerance:
     Attributes:
       factor: the multiple of the reference's own error.
       ulps: the error, in units of the dtype's epsilon, that is accepted in the worst element
-        whatever the reference's error (the reference can be exact by luck). The norm gets half of
-        it.
-      small: elements smaller than this multiple of the root mean square are measured against that
-        instead of against themselves. 0 measures every element against itself, which is right for
-        positive sums.
-      lone: a result of one element, which has no others to be measured against, is measured against
-        this if it is smaller: the size of the terms of a sum that cancels.
+        whatever the reference's error (the reference may be exact by chance). The norm may have
+        half of it.
+      small: the error of an element is relative to the element, or to this multiple of the root
+        mean square if that is larger. With 0 it is always relative to the element, which is right
+        for positive sums.
+      lone: for a result of one element: the least value for its root mean square. Give the size
+        of the terms of a sum that cancels.
     """
 
     factor: float = 2.0
@@ -41,7 +41,7 @@ DEFAULT_TOLERANCE = Tolerance()
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Relative errors against the oracle: in norm, and of the worst element (and where that is)."""
+    """Relative errors against the oracle: in norm, and of the worst element with its index."""
 
     norm: float
     worst: float
@@ -58,12 +58,12 @@ def same_bits(got: np.ndarray, want: np.ndarray) -> np.ndarray:
         return got == want
     unsigned = np.dtype(f"u{want.dtype.itemsize}")
     bits = np.ascontiguousarray(got).view(unsigned) == np.ascontiguousarray(want).view(unsigned)
-    with np.errstate(invalid="ignore"):  # signalling NaNs
+    with np.errstate(invalid="ignore"):  # signaling NaNs
         return (bits | (np.isnan(got) & np.isnan(want))).reshape(want.shape)
 
 
 def errors(got: np.ndarray, oracle: np.ndarray, small: float = 1.0, lone: float = 0.0) -> Errors:
-    """The relative errors of `got`; elements that are not finite in either are left out."""
+    """The relative errors of `got`. Leaves out elements that are not finite in either array."""
     got, oracle = np.asarray(got, np.float64), np.asarray(oracle, np.float64)
     finite = np.isfinite(got) & np.isfinite(oracle)
     if not finite.any():
@@ -84,7 +84,7 @@ def errors(got: np.ndarray, oracle: np.ndarray, small: float = 1.0, lone: float 
 
 
 def assert_bitwise_equal(got: Any, want: Any, where: str = "result") -> None:
-    """Two arrays have one shape, one dtype and the same bits (any NaN equals any NaN)."""
+    """Two arrays have the same shape, dtype and bits (any NaN equals any NaN)."""
     got, want = _pair(got, want, where)
     same = same_bits(got, want)
     if not same.all():
@@ -102,7 +102,7 @@ def assert_accurate(
     tolerance: Tolerance = DEFAULT_TOLERANCE,
     where: str = "result",
 ) -> None:
-    """`got` is about as close to `oracle` as `want`, the reference in the same dtype, is."""
+    """`got` is about as close to `oracle` as `want`, the reference's result in the same dtype."""
     got, want = _pair(got, want, where)
     oracle = np.asarray(oracle)
     assert oracle.shape == want.shape, (
@@ -133,7 +133,7 @@ def assert_matches(
     tolerance: Tolerance = DEFAULT_TOLERANCE,
     where: str = "result",
 ) -> None:
-    """Compares two pytrees of arrays: by accuracy if there is an oracle, else bit by bit."""
+    """Compares two pytrees of arrays: by accuracy if there is an oracle, otherwise bitwise."""
     got_leaves, got_tree = jax.tree_util.tree_flatten_with_path(got)
     want_leaves, want_tree = jax.tree_util.tree_flatten_with_path(want)
     assert got_tree == want_tree, (
@@ -155,14 +155,14 @@ def assert_matches(
 def assert_within(
     got: np.ndarray, exact: np.ndarray, unit: Any, where: str, wide: Any = None
 ) -> None:
-    """At most half a unit in the last place off, and `unit` roundings of the accumulator's dtype
-    (default: float32 or wider); values that are not finite are equal."""
+    """The error is at most half a unit in the last place, plus `unit` times the epsilon of the
+    accumulator's dtype `wide` (default: float32 or wider). Values that are not finite are equal."""
     got = np.asarray(got)
     info = jnp.finfo(got.dtype)
     if wide is None:
         wide = jnp.promote_types(got.dtype, jnp.float32)
     eps = float(jnp.finfo(wide).eps)
-    # XLA and the kernels may take subnormals of wide types for 0.
+    # XLA and the kernels may treat subnormal numbers of wide types as 0.
     least = info.smallest_subnormal if got.dtype == np.float16 else info.smallest_normal
     got = got.astype(np.float64)
     finite = np.isfinite(exact)
@@ -179,7 +179,7 @@ def assert_within(
 
 
 def unbroadcast(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """The sum over what an array of `shape` is broadcast along to be like `x`."""
+    """The sum of `x` over the dimensions along which an array of `shape` is broadcast to it."""
     lead = x.ndim - len(shape)
     axes = tuple(range(lead)) + tuple(
         i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1
@@ -200,7 +200,7 @@ def normal(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.nda
 
 
 def specials(dtype: Any) -> np.ndarray:
-    """The values that go wrong first: zeros, NaN, infinities, subnormals, the ends of the range."""
+    """Values that break code most often: zeros, NaN, infinities, subnormals, ends of the range."""
     info = jnp.finfo(dtype)
     positive = [0.0, np.inf, info.smallest_subnormal, info.smallest_normal, info.max, 1.0]
     halfway = np.asarray(info.smallest_normal).astype(dtype) / np.asarray(2).astype(dtype)

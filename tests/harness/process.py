@@ -1,4 +1,4 @@
-"""Python code in a process of its own."""
+"""Runs Python code in a new process."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def run(code, **env):
-    """Run Python code in a fresh process on the CPU, in a folder that shadows nothing."""
+    """Runs Python code in a new process on the CPU, in a folder that shadows no module."""
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

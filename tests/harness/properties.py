@@ -1,8 +1,9 @@
-"""Property-based checks: shapes drawn by hypothesis, values random with special ones among them.
+"""Property-based checks: hypothesis draws the shapes; values are random, with special ones among
+them.
 
-A case's `shapes` is a strategy that draws one shape per argument. The values come from a drawn
-seed, so that hypothesis shrinks the shapes and not thousands of numbers. Primals, tangents and
-cotangents all hold special values.
+A case's `shapes` is a strategy that draws one shape per argument. Values come from a drawn seed.
+Thus hypothesis shrinks shapes, not thousands of numbers. Primals, tangents and cotangents all have
+special values.
 """
 
 import functools
@@ -26,7 +27,7 @@ QUICK, MANY = 15, 100
 def shapes(
     draw: Any, min_rank: int = 0, max_rank: int = 5, max_size: int = 2048
 ) -> tuple[int, ...]:
-    """Any shape: zero and odd sizes, a last axis often long and often a multiple of eight."""
+    """Any shape, with zero and odd sizes. The last axis is often long or a multiple of 8."""
     rank = draw(st.integers(min_rank, max_rank))
     small = st.one_of(st.integers(0, 7), st.sampled_from([1, 2, 3, 8, 16]))
     last = st.one_of(small, st.sampled_from([8, 24, 31, 33, 64, 127, 128, 250, 257, 1000, 1024]))
@@ -37,7 +38,7 @@ def shapes(
 
 
 def settings(examples: int) -> hypothesis.settings:
-    """So many examples, the same in every run; to compile one may take any time."""
+    """A number of examples, the same in every run. There is no deadline: each one is compiled."""
     return hypothesis.settings(
         max_examples=examples,
         deadline=None,
@@ -53,7 +54,7 @@ def same_shapes(count: int, **kwargs: Any) -> st.SearchStrategy[tuple[tuple[int,
 
 
 def program(fn, case: Case):
-    """Outputs, gradients and tangents at once: one compilation per shape."""
+    """Outputs, gradients and tangents in one program, to compile once per shape."""
 
     def run(args, tangents, cotangents):
         out = outputs(fn(*args))
@@ -97,7 +98,7 @@ def run(special: bool, examples: int, case: Case, mode: str | None, dtype: Any) 
 
 
 def _like(rng: np.random.Generator, shape: tuple[int, ...], template: np.ndarray) -> np.ndarray:
-    """Values of an argument that is no float: drawn from those of the example."""
+    """Values of an argument that is not floating: drawn from those of the example."""
     return rng.choice(template.reshape(-1), size=shape).astype(template.dtype)
 
 

@@ -1,8 +1,8 @@
-"""Checks over a mesh: the value is the unsharded one, it stays spread, and nothing is communicated
-that need not be.
+"""Checks over a mesh: values equal the unsharded ones, results stay sharded, and the program has no
+collective that is not needed.
 
-Forward and backward are compiled apart: the backward takes its cotangents as arguments, spread as
-the outputs are. Collectives are counted in the compiled program of the whole. They need two
+Forward and backward are compiled separately. The backward takes its cotangents as arguments,
+sharded like the outputs. Collectives are counted in the whole compiled program. The checks need two
 devices, and use up to eight.
 """
 
@@ -63,7 +63,7 @@ def collectives(compiled: str) -> dict[str, int]:
 
 
 def assert_collectives(compiled: str, all_reduces: int, axes: int = 1) -> None:
-    """None, or one to `all_reduces` all-reduces per mesh axis: XLA may combine them."""
+    """No collectives; or only all-reduces, 1 to `all_reduces` per axis, as XLA may combine them."""
     found = collectives(compiled)
     if all_reduces == 0:
         assert not found, f"the program communicates: {found}"
@@ -76,7 +76,7 @@ def assert_collectives(compiled: str, all_reduces: int, axes: int = 1) -> None:
 
 
 def spec(ndim: int, dims: Sequence[int | None]) -> P:
-    """A spec in which `dims[k]` is spread over mesh axis k; two axes may share a dimension."""
+    """A spec in which `dims[k]` is sharded over mesh axis k. Two axes may shard one dimension."""
     parts: list[Any] = [()] * ndim
     for axis, dim in zip(AXES, dims, strict=False):
         if dim is not None:
@@ -86,7 +86,7 @@ def spec(ndim: int, dims: Sequence[int | None]) -> P:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What is spread over a mesh, in one or two ways at once."""
+    """The shardings over the axes of a mesh, one or two of them."""
 
     shardings: tuple[Sharding, ...]
 
@@ -111,7 +111,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Something to run over a mesh: `make(fn)` takes the flat arguments that `specs` describes."""
+    """A program to run over a mesh: `make(fn)` takes flat arguments, sharded like `specs`."""
 
     make: Callable[[Callable[..., Any]], Callable[..., tuple[Any, ...]]]
     args: tuple[Any, ...]
@@ -156,7 +156,7 @@ def shard_map(mesh: Mesh, program: Program) -> Callable[[Callable[..., Any]], Ca
 
 
 def unsharded(case: Case, program: Program, key: Any, with_oracle: bool) -> tuple[Any, Any]:
-    """What the reference gives on one device, and the oracle; the same for many ways to shard."""
+    """The results of the reference on one device, and of the oracle. Many checks share them."""
     key = (case, program.args[0].dtype, with_oracle, key)
     if key not in _unsharded:
         with x64(program.args[0].dtype == np.float64):
@@ -185,15 +185,15 @@ def compare(
     """Runs a program over the mesh and compares it with the unsharded reference.
 
     Args:
-      case, mode: what runs.
-      mesh: over what.
+      case, mode: the op and its implementation.
+      mesh: the devices.
       program: applies the op.
       key: identifies inputs and program among all programs of the case.
       all_reduces: how many all-reduces the program needs.
-      wrap: put around the program: `jax.shard_map`, say.
+      wrap: is applied to the program, for example `jax.shard_map`.
       plain: the program for the unsharded reference. Default: the same.
       compiled: under `jax.jit`, where collectives are counted; otherwise operation by operation.
-      context: the mesh is set as the current one. Not everybody does that in Auto mode.
+      context: the mesh is set as the current one, which Auto mode does not need.
     """
     want, exact = unsharded(case, plain or program, key, not case.exact or all_reduces > 0)
     types: list[Any] = []
@@ -221,7 +221,7 @@ def compare(
                 full = P(*(*expected, *[None] * result.ndim)[: result.ndim])
                 assert P(*types[k]) == full, f"result {k} has the type {types[k]}, not {full}"
     tolerance = case.tolerance
-    if exact is not None:  # a shard's sums are added up in another order than the whole's
+    if exact is not None:  # shards add up sums in another order than one device does
         tolerance = dataclasses.replace(tolerance, ulps=max(tolerance.ulps, 8.0))
     assert_matches(jax.tree.map(np.asarray, got), want, exact, tolerance)
     if compiled:
@@ -232,7 +232,7 @@ def assert_layout(name: str, result: jax.Array, sharding: NamedSharding) -> None
     assert result.sharding.is_equivalent_to(sharding, result.ndim), (
         f"{name} is laid out as {result.sharding}, not as {sharding}"
     )
-    # The shards must not only be labelled so: each must have the size of a shard.
+    # The sharding is only a label. The data on each device must have the size of a shard, too.
     shape = sharding.shard_shape(result.shape)
     assert all(shard.data.shape == shape for shard in result.addressable_shards)
 
@@ -259,7 +259,7 @@ def layout_program(layout: Layout, backward: bool, case: Case, dtype: Any) -> Pr
 
 
 def run_jit(layout, axis_type, backward, case, mode, dtype, compiled=True) -> None:
-    """The op of arguments that lie on the mesh."""
+    """The op with arguments that are sharded over the mesh."""
     axes = len(layout.shardings)
     mesh = mesh_for(axis_type, axes)
     program = layout_program(layout, backward, case, dtype)
@@ -303,7 +303,7 @@ def run_shard_map(layout, direction, case, mode, dtype) -> None:
 
 
 def wrong_specs(case, mode, program, over_mesh) -> None:
-    """A result that varies over the mesh must not pass for one that does not."""
+    """A result that varies over the mesh must not be accepted as one that does not."""
     with x64(program.args[0].dtype == np.float64), implementation(mode):
         for k, result in enumerate(program.results):
             if not any(result):
@@ -317,9 +317,9 @@ def wrong_specs(case, mode, program, over_mesh) -> None:
 def example_program(
     case: Case, subset: tuple[int, ...], count: int, backward: bool, dtype: Any
 ) -> Program:
-    """Something to do with `count` examples, in which the arguments of `subset` are stacks.
+    """A program for `count` examples, in which the arguments of `subset` are stacks.
 
-    The stacks, and the cotangents, lie along the mesh; the other arguments are everywhere.
+    The stacks and the cotangents are sharded over the mesh. The other arguments are replicated.
     """
     rng = case.rng(f"examples{subset}{count}")
     draws = [case.make_args(rng, dtype) for _ in range(count)]
@@ -336,7 +336,7 @@ def example_program(
 
 
 def run_mixed(subset, backward, case, mode, dtype) -> None:
-    """In `shard_map`, some arguments differ between devices and the others are the same on all."""
+    """In `shard_map`, some arguments differ between devices; the others are replicated."""
     mesh = mesh_for(AxisType.Auto, 1)
     program = example_program(case, subset, device_count(), backward, dtype)
 
@@ -366,7 +366,7 @@ def run_mixed(subset, backward, case, mode, dtype) -> None:
 
 
 def run_vmap(subset, kind, backward, case, mode, dtype) -> None:
-    """A mapped axis over the mesh: examples and per-example gradients are not moved."""
+    """A mapped axis is sharded: neither examples nor per-example gradients move."""
     mesh = mesh_for(AxisType.Explicit if kind == "explicit" else AxisType.Auto, 1)
     single = example_program(case, subset, 2 * device_count(), backward, dtype)
     axes = tuple(0 if any(s) else None for s in single.specs)
@@ -392,7 +392,7 @@ def run_vmap(subset, kind, backward, case, mode, dtype) -> None:
 
 
 def layouts(case: Case) -> Iterator[Layout]:
-    """Each sharding, each pair over two mesh axes, and each single one over two mesh axes."""
+    """Each sharding on one mesh axis, each pair on two, and each single one on two."""
     for sharding in case.shardings:
         yield Layout((sharding,))
     for pair in itertools.combinations(case.shardings, 2):
@@ -401,14 +401,14 @@ def layouts(case: Case) -> Iterator[Layout]:
         yield Layout((sharding, sharding))
 
 
-# How an op is spread does not depend on its dtype.
+# An op's sharding does not depend on its dtype.
 check = functools.partial(Check, every_dtype=False)
 
 
 def layout_checks(case: Case, layout: Layout) -> Iterator[Check]:
     partial = functools.partial
     two = len(layout.shardings) == 2
-    # One dimension over two mesh axes is much the same for every dimension.
+    # One dimension over two mesh axes is a similar check for every dimension.
     slow = two and layout.shardings[0] == layout.shardings[1] != case.shardings[0]
     kinds = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
     for kind, axis_type in kinds.items():
@@ -440,8 +440,8 @@ def checks(case: Case) -> Iterator[Check]:
                 yield check(f"shard_map/varying/{what}", partial(run_mixed, subset, backward))
             if not (everything or case.shards_under_vmap):
                 continue
-            # In shard_map JAX sums the gradients of an argument that is the same on all devices:
-            # there are no per-example gradients of it, so there every argument is a stack.
+            # In shard_map JAX sums the gradients of a replicated argument over the devices. It has
+            # no per-example gradients, so in shard_map every argument is a stack.
             for kind in ("auto", "explicit", *(["shard_map"] if everything else [])):
                 run = partial(run_vmap, subset, kind, backward)
                 detail = not (backward and everything)

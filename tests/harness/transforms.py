@@ -1,9 +1,8 @@
-"""Checks in which a transformation of the op must give what the same transformation of the
-reference gives.
+"""Checks that a transformation gives the same results for the op and for its reference.
 
-A `Transform` is a function of `(fn, inputs)`; the harness applies it to the op and to the
-reference, compiled alike, and compares. Where arithmetic of the transform's own follows the op (a
-loss, say), compilers may round that differently, so even an exact op is then compared through the
+A `Transform` is a function of `(fn, inputs)`. The harness applies it to the op and to the
+reference, compiles both in the same way, and compares. If a transform adds its own arithmetic, such
+as a loss, compilers may round that differently. Then even an exact op is compared by means of the
 float64 oracle.
 """
 
@@ -35,7 +34,7 @@ from harness.numerics import assert_bitwise_equal, assert_matches, is_float, nor
 
 BATCH = 3
 
-# Transforms that differ from another in detail only (see `Check.detail`).
+# Transforms that differ from another one only in a detail (see `Check.detail`).
 DETAIL = re.compile(
     r"vmap/.*/(negative|nested)|vmap_of_jvp/.*|vmap_of_vjp/(.*/last|one_example)|vmap_of_grad/.*"
     r"|grad_of_vmap/x\d|jvp/x\d|jit_inside|repeated|constants|linearize/.*|vmap_of_hvp/.*|hvp_of_vmap|hessian"
@@ -47,7 +46,7 @@ DETAIL = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a transform gets: arguments, tangents of those in `diff`, cotangents of the outputs."""
+    """Operands of a transform: arguments, tangents of those in `diff`, cotangents of outputs."""
 
     args: tuple[Any, ...]
     tangents: tuple[Any, ...]
@@ -69,7 +68,7 @@ class Transform:
     Attributes:
       name: its name.
       apply: takes a function and inputs, returns a pytree of arrays.
-      plain: it adds no arithmetic to the op, so that an exact op must give the reference's bits.
+      plain: it adds no arithmetic to the op, so an exact op must give the reference's bits.
       mapped: the arguments that are stacks of `size` examples, and the axis of the stack.
       compiled: the whole runs under one `jax.jit`; otherwise operation by operation.
       basic: see `Check`.
@@ -91,7 +90,7 @@ def make_inputs(case: Case, transform: Transform, dtype: Any) -> Inputs:
     tangents: Arrays = like(rng, take(args, diff))
     cotangents: Arrays = like_outputs(case, rng, tuple(args))
     if transform.mapped:
-        # One more example than asked for, so that a stack of no examples has a shape.
+        # One example more than needed. Without it, a stack of 0 examples would have no shape.
         examples = [case.make_args(rng, dtype) for _ in range(transform.size + 1)]
         for i, axis in transform.mapped:
             whole = np.stack([example[i] for example in examples], axis)
@@ -115,7 +114,7 @@ def execute(fn: Callable[..., Any], transform: Transform, inputs: Inputs) -> Any
 
 
 def oracle(fn: Callable[..., Any], *inputs: Any) -> Any:
-    """`fn(*inputs)` in float64 on the CPU, not optimised: most of a test's time is compilation."""
+    """`fn(*inputs)` in float64 on the CPU, not optimized: compilation is most of a test's time."""
     with x64(), jax.default_device(jax.devices("cpu")[0]):
         fast = jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
         return jax.tree.map(np.asarray, fast(*widen(inputs)))
@@ -132,14 +131,14 @@ def run(transform: Transform, case: Case, mode: str | None, dtype: Any) -> None:
         return
     tolerance = case.tolerance
     if not transform.plain:
-        # The oracle of float64 has an error of its own.
+        # In float64, the oracle itself has an error.
         ulps = 64.0 if dtype == np.float64 else 8.0
         tolerance = dataclasses.replace(tolerance, ulps=max(tolerance.ulps, ulps))
     exact = oracle(functools.partial(transform.apply, case.reference), inputs)
     assert_matches(got, want, exact, tolerance)
 
 
-# What the transforms differentiate
+# Functions that the transforms differentiate
 
 
 def weights(shape: tuple[int, ...], dtype: Any, k: int) -> np.ndarray:
@@ -148,7 +147,7 @@ def weights(shape: tuple[int, ...], dtype: Any, k: int) -> np.ndarray:
 
 
 def loss(fn: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """A scalar of all outputs, with derivatives of every order up to the third."""
+    """A scalar function of all outputs whose derivatives up to the third order are not zero."""
 
     def scalar(*args):
         terms = [
@@ -181,7 +180,7 @@ def value(fn, inputs):
 
 
 def jvp(fn, inputs, which=None):
-    """The tangents that a tangent of the chosen arguments (all by default) gives."""
+    """The outputs and their tangents, for tangents of the chosen arguments (all by default)."""
     positions = range(len(inputs.diff)) if which is None else which
     indices = take(inputs.diff, positions)
     return jax.jvp(
@@ -211,7 +210,7 @@ def linearize_vmap(fn, inputs):
 
 
 def linearize_transpose(fn, inputs):
-    """The tangent map is linear whatever the op is, and its transpose is the gradient."""
+    """The tangent map of every op is linear. Its transpose gives the gradients."""
     _, tangent_map = jax.linearize(of(fn, inputs.args, inputs.diff), *inputs.primals)
     return jax.linear_transpose(tangent_map, *inputs.primals)(inputs.cotangents)
 
@@ -285,7 +284,7 @@ def vmap(fn, inputs, mapped, out_axes=0):
 
 
 def vmap_nested(fn, inputs, mapped):
-    """A map over the leading axis in a map over the last; the outputs get them first and last."""
+    """`vmap` over the first axis inside `vmap` over the last; outputs have them first and last."""
     axes = in_axes(inputs, mapped)
     doubled = tuple(
         a if x is None else jnp.stack([a, ~a if a.dtype == bool else -a], -1)
@@ -305,7 +304,7 @@ def vmap_of_jvp(fn, inputs, mapped):
 
 
 def vmap_of_vjp(fn, inputs, mapped):
-    """Per-example gradients, of the arguments that no example has its own of too."""
+    """Per-example gradients, also of the arguments that all examples share."""
     axes = in_axes(inputs, mapped)
 
     def one(args, cotangents):
@@ -354,7 +353,7 @@ def checkpoint_around_loss(fn, inputs):
 
 
 def carry_step(fn, args, carry):
-    """The next carry, which is the op of the carry where that has the right shape."""
+    """The next carry. It depends on the op's result if that has the right shape."""
     out = outputs(fn(carry, *args[1:]))
     first = out[0]
     if not is_float(carry.dtype):
@@ -446,7 +445,7 @@ def cond_grad(fn, inputs):
 
 
 def cond_vmapped(fn, inputs, mapped):
-    """A condition that differs between examples: both branches run and the result is selected."""
+    """The condition differs between examples, so both branches run and the result is selected."""
     which = jnp.arange(BATCH) % 2 == 0
 
     def one(which, args, cotangents):
@@ -465,7 +464,7 @@ def donate(fn, inputs):
 
 
 def donate_grad(fn, inputs):
-    """Arguments and cotangents donated: the gradients may be written where the cotangents were."""
+    """Arguments and cotangents donated: gradients may be written to the cotangents' memory."""
     fresh = lambda arrays: tuple(jnp.array(array, copy=True) for array in arrays)  # noqa: E731
 
     def gradients(args, cotangents):
@@ -479,17 +478,17 @@ def donate_grad(fn, inputs):
 
 
 def constants(fn, inputs):
-    """The arguments are constants of the program, so that a compiler may fold the call."""
+    """The arguments are constants of the program, so a compiler may fold the call."""
     return jax.jit(lambda: vjp(fn, inputs))()
 
 
 def jitted(fn, inputs):
-    """The op's own `jit` inside the differentiation, rather than around it."""
+    """`jit` is inside the differentiation, rather than around it."""
     return vjp(jax.jit(fn), inputs), jvp(jax.jit(fn), inputs)
 
 
 def repeated(fn, inputs):
-    """Two calls with the same arguments and one with others: none may take another's place."""
+    """Two calls with the same arguments, and between them one with others: no mix-up of results."""
     moved = tuple(-arg if is_float(arg.dtype) else arg for arg in inputs.args)
     return [
         vjp(fn, dataclasses.replace(inputs, args=args))
@@ -511,7 +510,7 @@ def transforms(case: Case) -> Iterator[Transform]:
     if diff:
         yield from differentiable_transforms(case)
 
-    # vmap: each argument, and all together; the axis first, last, and counted from the end.
+    # vmap: each argument, and all together; the axis first, last, and negative.
     for name, subset in case.subsets():
         first = tuple((i, 0) for i in subset)
         ranks = [example[i].ndim for i in subset]
@@ -626,7 +625,7 @@ def differentiable_transforms(case: Case) -> Iterator[Transform]:
 
 
 def types(case: Case, mode: str | None, dtype: Any) -> None:
-    """Abstract evaluation: shapes, dtypes and weak types are the reference's."""
+    """Abstract evaluation gives the shapes, dtypes and weak types of the reference."""
     args = case.make_args(case.rng("types"), dtype)
     with x64(dtype == np.float64):
         with implementation(mode):
@@ -639,7 +638,7 @@ def types(case: Case, mode: str | None, dtype: Any) -> None:
 
 
 def x64_keeps_dtype(case: Case, mode: str | None, dtype: Any) -> None:
-    """Arguments with a smaller dtype keep it while 64-bit types are enabled."""
+    """Arguments of a narrow dtype keep it while 64-bit types are enabled."""
     transform = Transform("x64", vjp if case.diff else value)
     inputs = make_inputs(case, transform, dtype)
     with implementation(mode):
