@@ -76,6 +76,7 @@ bench: $(VENV)/.package
 
 # -P: the installed package, whose native modules the checkout lacks.
 docs: $(VENV)/.docs
+	rm -rf build/docs/html
 	$(BIN)/python -P -m sphinx -b html -d build/docs/doctrees -W --keep-going docs build/docs/html
 
 docs-check: docs

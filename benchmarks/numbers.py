@@ -36,15 +36,21 @@ def device(results: dict) -> str:
 def family_speedups(family: str, dtype: str = "bfloat16") -> list[float]:
     """Time of jax.nn over that of ``"auto"`` on one H100, for each benchmarked shape.
 
-    The time is that of a forward+backward step where the op has one in the benchmark.
+    The times are those of forward+backward steps if the family has such rows, otherwise forwards.
     """
+    cases = [case for case in load(f"{H100}-{family}")["cases"] if case["dtype"] == dtype]
+    steps = [case for case in cases if main_phase(case) == "step"]
     found = []
-    for case in load(f"{H100}-{family}")["cases"]:
-        if case["dtype"] == dtype:
-            phase = "step" if "step" in case["floor_us"] else "forward"
-            sides = [case["results"][name]["phases"][phase] for name in ("jax.nn", "auto")]
-            found.append(sides[0]["median_us"] / sides[1]["median_us"])
+    for case in steps or cases:
+        phases = (case["results"][name]["phases"][main_phase(case)] for name in ("jax.nn", "auto"))
+        theirs, ours = (phase["median_us"] for phase in phases)
+        found.append(theirs / ours)
     return found
+
+
+def main_phase(case: dict) -> str:
+    """The phase that a chart shows: the forward+backward step if the row has one."""
+    return "step" if "step" in case["floor_us"] else "forward"
 
 
 def slower(results: dict, margin: float = 0.02) -> list[tuple[dict, str, float, float]]:
@@ -52,7 +58,7 @@ def slower(results: dict, margin: float = 0.02) -> list[tuple[dict, str, float, 
     kernel and of ``"auto"`` over that of jax.nn."""
     found = []
     for case in results["cases"]:
-        phase = "step" if "step" in case["floor_us"] else "forward"
+        phase = main_phase(case)
         times = [
             case["results"][name]["phases"][phase]["median_us"]
             for name in ("native", "auto", "jax.nn")
@@ -89,25 +95,13 @@ def jobs() -> dict[str, float]:
 
 def numbers() -> dict[str, str]:
     """Key -> text, for the README's markers and the documentation's substitutions."""
-    found = {}
-    for family in FAMILIES:
-        speedups = family_speedups(family)
-        found[f"{family}_speedup"] = f"{mean(speedups):.2f}"
-        found[f"{family}_least"] = f"{min(speedups):.2f}"
-        found[f"{family}_most"] = f"{max(speedups):.2f}"
-        found[f"{family}_shapes"] = str(len(speedups))
+    found = {f"{family}_speedup": f"{mean(family_speedups(family)):.2f}" for family in FAMILIES}
     relu = next(
         c for c in load(f"{H100}-relu")["cases"] if c["op"] == "relu" and c["dtype"] == "float32"
     )
     kept = relu["results"]["native"]["saved_bytes"]["total"]
     found["relu_bytes"] = f"1/{4 * relu['elements'] // kept}"
-    softmax, cudnn, resnet = jobs().values()
-    found |= {"bert_softmax": f"{softmax:.2f}", "bert_cudnn": f"{cudnn:.2f}"}
-    found["resnet"] = f"{resnet:.2f}"
-    steps = load(f"resnet-{H100}")["steps"]
-    for who, step in steps.items():
-        found[f"resnet_{who}_ms"] = f"{step['median_us'] / 1e3:.1f}"
-        found[f"resnet_{who}_mib"] = f"{step['temp_mib']:.0f}"
+    found["resnet"] = f"{jobs()['ResNet-50 training step, 128 images']:.2f}"
     for name, key in (
         ("ours - plain", "loss"),
         ("plain, images moved - plain", "moved"),
@@ -119,7 +113,4 @@ def numbers() -> dict[str, str]:
     for name, key in (("native, graphs", "graph"), ("native, no graphs", "no_graph")):
         found[f"chain_{key}_us"] = f"{load(f'graph-chain-{H100}')[name]['median_us']:.0f}"
     found["chain_xla_us"] = f"{load(f'graph-chain-{H100}')['jax.nn, graphs']['median_us']:.0f}"
-    for entry in load("bert-devices-nvidia-h200")["scaling"]:
-        way = "shard_map" if entry["shard_map"] else "jit"
-        found[f"devices_{entry['contender']}_{way}"] = f"{entry['throughput']:.2f}"
     return found

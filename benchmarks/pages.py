@@ -6,6 +6,8 @@
 import json
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks import ROOT, plot
 from benchmarks.numbers import (
     CPU,
@@ -15,11 +17,12 @@ from benchmarks.numbers import (
     family_speedups,
     jobs,
     load,
+    main_phase,
     mean,
     slower,
 )
 from benchmarks.report import headline
-from benchmarks.tables import MOVES, markdown, table
+from benchmarks.tables import MOVES, keeps, markdown, table
 
 # The rows that a family's chart shows, by op and label: at most six, common shapes and hard ones.
 SHOWN = {
@@ -152,19 +155,18 @@ def overview(path: Path) -> list[Path]:
 
 def _family(family: str, results: dict, path: Path) -> str:
     """A family's chart, and all rows in a table that is folded."""
-    phase, of = "forward", "forward"
-    if any("step" in case["floor_us"] for case in results["cases"]) and family != "window_sum":
-        phase, of = "step", "forward+backward step"
+    cases = {(c["op"], c["label"]): c for c in results["cases"] if c["dtype"] == "bfloat16"}
+    shown = [cases[key] for key in SHOWN[family] if key in cases]
+    if len(shown) < len(SHOWN[family]) - 1:  # a CPU's benchmark may lack one
+        raise ValueError(f"{family}: rows of the chart are missing in {results['hardware']}")
+    steps = any(main_phase(case) == "step" for case in shown)
+    of = "forward+backward step" if steps else "forward"
     groups = []
-    for op, label in SHOWN[family]:
-        for case in results["cases"]:
-            if (case["op"], case["label"], case["dtype"]) == (op, label, "bfloat16"):
-                key = phase if phase in case["floor_us"] else "forward"
-                sides = [case["results"][name]["phases"][key] for name in ("native", "jax.nn")]
-                only = ", forward" if key != phase else ""
-                groups.append(
-                    plot.Bars(case_label(case) + only, tuple(s["of_floor"] for s in sides))
-                )
+    for case in shown:
+        phase = main_phase(case)
+        sides = (case["results"][name]["phases"][phase] for name in ("native", "jax.nn"))
+        only = ", forward" if steps and phase == "forward" else ""
+        groups.append(plot.Bars(case_label(case) + only, tuple(s["of_floor"] for s in sides)))
     title = f"How close is a {of} to the speed of memory?\n{device(results)}"
     charts = plot.draw(
         path,
@@ -184,12 +186,13 @@ def _family(family: str, results: dict, path: Path) -> str:
 
 
 def _legend(results: dict) -> str:
-    """How to read the table of a results file."""
+    """How to read the table of a results file; see `benchmarks.tables.table`."""
+    floor = "Times over the floor (1.00 is the speed of a copy)"
+    if not keeps(results):
+        return f"{floor}, a column for each implementation. The fastest is bold."
     if any("torch" in case["results"] for case in results["cases"]):
-        return (
-            "Times over the floor (1.00 is the speed of a copy): kernel / jax.nn / PyTorch / "
-            "compiled PyTorch. The fastest is bold; `-` was not measured."
-        )
+        who = "kernel / jax.nn / PyTorch / compiled PyTorch"
+        return f"{floor}: {who}. The fastest is bold; `-` was not measured."
     return "Times of kernel / jax.nn, and in parentheses times over the floor. The faster is bold."
 
 
@@ -263,7 +266,8 @@ def case_label(case: dict) -> str:
         parts[0] += f" + {options['activation']}"
     parts.append(" x ".join(map(str, case["shapes"][0])))
     if case["op"] == "lerp":
-        parts[-1] = case["label"]
+        shape = " x ".join(map(str, np.broadcast_shapes(*case["shapes"])))
+        parts[-1:] = [case["label"], shape]
     if "axes" in options:
         parts[-1] += " to (" + ", ".join(map(str, options["axes"])) + ")"
     if options.get("axis", -1) != -1:

@@ -20,7 +20,10 @@ README = ROOT / "README.md"
 CHART = ROOT / "docs" / "images" / "speedup"
 MARKED = re.compile(r"([\d./]+)<!-- (\w+) -->")
 # What a measurement looks like in a sentence, if no marker follows it.
-UNMARKED = re.compile(r"\b\d[\d.,]*(?:\s?(?:x|%|ms|µs|us|s|[KMGT]i?B|TB/s|GB/s)\b|\s+times\b)")
+_UNIT = r"(?:%|\u00d7|-fold\b|(?:x|ms|µs|us|s|[KMGT]i?B|TB/s|GB/s|times|percent)\b)"
+UNMARKED = re.compile(
+    rf"\b\d[\d.,]*\s*{_UNIT}|\b\d+/\d+\b|\bfactor of \d[\d.]*|\b(?:twice|half) as\b"
+)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ Prints every problem, and fails if there is one.
 
 import doctest
 import importlib
-import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -17,17 +17,16 @@ from urllib.parse import unquote, urlsplit
 from bs4 import BeautifulSoup
 from sphinx.util.inventory import InventoryFile
 
+import jax_fastops.models
+
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "docs" / "html"
 README = ROOT / "README.md"
-PUBLIC = (
-    "jax_fastops",
-    "jax_fastops.nnx",
-    "jax_fastops.models.bert",
-    "jax_fastops.models.bert_checkpoint",
-    "jax_fastops.models.resnet",
-)
-FENCE = re.compile(r"^( *)(`{3,})(\S*).*?\n(.*?)^\1\2 *$", re.DOTALL | re.MULTILINE)
+PUBLIC = ("jax_fastops", "jax_fastops.nnx")  # and the modules of jax_fastops.models
+FENCE = re.compile(r"^( *)(`{3,}|~{3,})(\S*).*?\n(.*?)^\1\2 *$", re.DOTALL | re.MULTILINE)
+# The kinds of blocks on a page. Python is in cells, which are executed.
+DIRECTIVES = ("{code-cell}", "{include}", "{image}", "{eval-rst}", "{toctree}", "{literalinclude}")
+KINDS = (*DIRECTIVES, "bash", "markdown")
 
 
 def main() -> None:
@@ -40,7 +39,7 @@ def problems() -> Iterator[str]:
     yield from readme()
     yield from links()
     yield from public_names()
-    for page in [README, *sources()]:
+    for page in [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sources()]:
         yield from code_blocks(page)
 
 
@@ -72,6 +71,9 @@ def links() -> Iterator[str]:
     pages = {path: BeautifulSoup(path.read_text(), "html.parser") for path in found}
     anchors = {p: {tag["id"] for tag in page.find_all(id=True)} for p, page in pages.items()}
     for path, page in pages.items():
+        for tag in page.select("code.xref"):
+            if path.stem != "py-modindex" and tag.find_parent("a") is None:
+                yield f"{path.relative_to(SITE)}: nothing is documented under {tag.text}"
         for tag in page.find_all(["a", "img", "link", "script"]):
             url = urlsplit(tag.get("href") or tag.get("src") or "")
             if url.scheme or url.netloc or (not url.path and not url.fragment):
@@ -85,16 +87,21 @@ def links() -> Iterator[str]:
 
 
 def public_names() -> Iterator[str]:
-    """Every public name has an entry on a page, and a doctest; all doctests pass."""
+    """Every public name has an entry on a page; functions and classes have doctests, which pass."""
     inventory = InventoryFile.loads((SITE / "objects.inv").read_bytes(), uri="")
-    documented = {n for kind in ("py:function", "py:class") for n in inventory.data.get(kind, ())}
+    kinds = ("py:function", "py:class", "py:data")
+    documented = {name for kind in kinds for name in inventory.data.get(kind, ())}
     finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(verbose=False)
-    for module_name in PUBLIC:
+    models = (name for _, name, _ in pkgutil.iter_modules(jax_fastops.models.__path__))
+    modules = [*PUBLIC, *(f"jax_fastops.models.{n}" for n in models if not n.startswith("_"))]
+    for module_name in modules:
         module = importlib.import_module(module_name)
-        for name in public(module):
+        for name in (name for name in module.__all__ if not name.startswith("__")):
             full, entry = f"{module_name}.{name}", getattr(module, name)
             if full not in documented:
                 yield f"{full}: no page has an entry for it"
+            if not callable(entry):
+                continue
             tests = finder.find(entry, full, globs={})
             if not any(test.examples for test in tests):
                 yield f"{full}: its docstring has no doctest"
@@ -104,23 +111,12 @@ def public_names() -> Iterator[str]:
                     yield f"{full}: its doctest fails\n{''.join(output)}"
 
 
-def public(module) -> list[str]:
-    """The functions and classes that ``module`` offers."""
-    names = getattr(module, "__all__", None) or [
-        name
-        for name, entry in vars(module).items()
-        if not name.startswith("_") and getattr(entry, "__module__", None) == module.__name__
-    ]
-    kinds = (inspect.isclass, inspect.isfunction, lambda e: hasattr(e, "__wrapped__"))
-    return [name for name in names if any(kind(getattr(module, name)) for kind in kinds)]
-
-
 def code_blocks(page: Path) -> Iterator[str]:
     """Python is executed, and what a shell command names exists."""
     where = page.relative_to(ROOT)
     for _, _, kind, body in FENCE.findall(page.read_text()):
-        if kind in ("python", "py", "pycon") and page != README:
-            yield f"{where}: a Python block that is not executed; make it a {{code-cell}}"
+        if kind not in KINDS and (kind, page) != ("python", README):
+            yield f"{where}: a block of kind {kind!r}, not {', '.join(KINDS)}; Python is in cells"
         if kind in ("bash", "sh", "shell", "console"):
             for line in body.replace("\\\n", " ").splitlines():
                 if reason := command_problem(line):

@@ -48,9 +48,9 @@ class use_implementation:
     at the size of one example.
 
     Args:
-      implementation: ``"native"`` always takes the kernel, ``"xla"`` always the ``jax.numpy``
-        reference. ``"auto"``, the default, takes whichever was measured as faster for the op,
-        platform, dtype and size.
+      implementation: ``"native"`` takes the kernel wherever there is one that supports the call,
+        ``"xla"`` always the ``jax.numpy`` reference. ``"auto"``, the default, takes whichever was
+        measured as faster for the op, platform, dtype and size.
 
     Raises:
       ValueError: the name is none of the three.

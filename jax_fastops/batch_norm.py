@@ -758,6 +758,7 @@ def batch_norm(
     Returns:
       ``(y, mean, var)``: an array with the shape and dtype of ``x``, and the batch's mean and
       biased variance, ``[c]`` in float32 (float64 for float64). All three can be differentiated.
+      With ``fork``, the result is ``((y, y), mean, var)``.
 
     Residuals:
       ``x``, ``scale``, ``mean``, ``var``, and with ``"relu"`` one bit per element. Neither ``y``

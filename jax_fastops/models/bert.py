@@ -169,9 +169,11 @@ class Config:
             set_(name, bool(value))
 
 
+#: BERT-base.
 BASE = Config()
+#: BERT-large.
 LARGE = Config(hidden_size=1024, layers=24, heads=16, intermediate_size=4096)
-# For a vocabulary of characters. It trains on a CPU in seconds.
+#: A small BERT for a vocabulary of characters. It trains on a CPU in seconds.
 SMALL = Config(
     vocab_size=128,
     hidden_size=128,
@@ -268,6 +270,7 @@ def _plain_bias_act(x, bias, *, activation: str = "gelu"):
     return _ACTIVATIONS[activation](x + bias.astype(x.dtype))
 
 
+#: The ops of this package.
 FASTOPS = Ops(
     _heads.split_qkv_heads,
     _heads.merge_heads,
@@ -276,6 +279,7 @@ FASTOPS = Ops(
     _norm.layer_norm,
     bias_act,
 )
+#: The same ops on ``jax.nn`` and ``jax.numpy``.
 PLAIN = Ops(
     _plain_split_qkv_heads,
     _plain_merge_heads,

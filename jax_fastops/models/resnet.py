@@ -140,10 +140,12 @@ def _positive(name: str, value) -> int:
     return value
 
 
+#: ResNet-18.
 RESNET18 = Config((2, 2, 2, 2), "basic")
-# With two of 16 blocks recomputed, a training step needs no more memory than in plain JAX.
+#: ResNet-50. Two of its 16 blocks are recomputed, so that a training step needs no more memory
+#: than in plain JAX.
 RESNET50 = Config((3, 4, 6, 3), "bottleneck", remat=2)
-# For small images, such as handwritten digits. It trains on a CPU in seconds.
+#: A network for small images, such as handwritten digits. It trains on a CPU in seconds.
 SMALL = Config((1, 1, 1), "basic", width=16, classes=10, channels=1, stem="small", dtype="float32")
 
 
@@ -396,6 +398,7 @@ def plain_batch_norm_inference(
     return jax.nn.relu(y) if activation == "relu" else y
 
 
+#: The batch norms of this package, and :func:`max_pool`.
 FASTOPS = BatchNorm(
     batch_norm,
     batch_norm_inference,
@@ -403,6 +406,7 @@ FASTOPS = BatchNorm(
     again=batch_norm_inference,
     statistics=batch_norm_statistics,
 )
+#: The same in plain JAX.
 PLAIN = BatchNorm(plain_batch_norm, plain_batch_norm_inference)
 
 
