@@ -1,10 +1,12 @@
-"""What element-wise ops with broadcast operands share: operands are read in their own shapes, and
-gradients are summed to those shapes by the kernel that makes them.
+"""Shared code of the element-wise ops with broadcast operands.
 
-A kernel with sums is declared for each call, for its signature says what is summed. A dimension
-along which nothing is summed has a star. One along which something is has to stay whole, unless it
-may be sharded: then it is split in two, into shards and what is within a shard, and there is a
-partial sum for each shard, which XLA adds up.
+Kernels read each operand in its own shape. The kernel that computes a gradient also sums it to the
+shape of its operand.
+
+A kernel with sums is declared for each call, because its signature says which dimensions are
+summed. A dimension without a sum has a star, so it may be sharded. A dimension with a sum must stay
+whole, unless it is split in two: the shards, and the elements of a shard. Then the kernel writes a
+partial sum for each shard, and XLA adds these up.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy as np
 from jax_fastops._kernel import Kernel, copies_too_much, partitions, shards_of
 from jax_fastops._views import explicit_spec, reshape
 
-_MOST_DIMS = 16  # kMaxBroadcastRank in broadcast.h
+_MOST_DIMS = 16  # kMaxBroadcastRank in elementwise/broadcast.h
 _WORKSPACE = 8  # elements per element of workspace
 
 
@@ -198,7 +200,7 @@ def table_row(name: str, shapes, itemsize: int) -> str:
 
     Adjacent dimensions in which the same operands are broadcast are merged. Then the classes are:
     more than two dimensions (``_crossed``), rows whose size in bytes is not a multiple of 16
-    (``_ragged``), and rows of fewer than 256 elements, where lanes share rows (``_short``).
+    (``_ragged``), and rows of fewer than 256 elements, where rows share a warp (``_short``).
     ``itemsize`` is that of the result.
     """
     result = jnp.broadcast_shapes(*shapes)

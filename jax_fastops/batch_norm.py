@@ -50,7 +50,7 @@ _CHANNELS = -2
 
 def _workspace(n, c: int, i: int) -> int:
     """The accumulators of workspace for a group of ``n`` elements: the minimum, which
-    ``BatchNormWorkspace`` in batch_norm_shape.h checks, and more to use all of a GPU."""
+    ``BatchNormWorkspace`` in batch_norm/shape.h checks, and more to use all of a GPU."""
     least, more = 8 * c + c * i // (16 if i < 1024 else 64) + 2050, 1 << 17
     if isinstance(n, int):
         least, more = min(least, c * (n // 256 + 1)), min(more, n // 8)

@@ -39,7 +39,7 @@ from jax_fastops._views import (
 )
 from jax_fastops.relu import add_relu
 
-# The values of enum Activation in elementwise.h.
+# The values of enum Activation in elementwise/elementwise.h.
 _CODES = {"gelu": 0, "gelu_exact": 1, "silu": 2, "relu": 3}
 _FUNCTIONS = {
     "gelu": jax.nn.gelu,
@@ -247,13 +247,15 @@ def bias_act(
       An array with the shape and dtype of ``x``.
 
     Residuals:
-      ``x`` and the bias. For relu, one bit per element (uint8), and the bias for its shape.
+      ``x`` and the bias. For relu, one bit per element (uint8), and the bias for its shape. A
+      bias with the shape and dtype of ``x`` is not kept then.
 
     Sharding: over every dimension. The only communication is one all-reduce of the bias gradient,
     if it is summed over a sharded dimension. In a program for several devices with auto mesh axes,
     the bias gets a copy for each of them along the dimensions in which it is broadcast. If
     these are more than half as large as ``x``, the call takes the reference. With relu, a shard of
-    the last axis must be a multiple of 8 elements; otherwise the call takes the reference.
+    the last axis must be a multiple of 8 elements. Otherwise the axis is gathered over an auto mesh
+    axis, and the call takes the reference over an explicit one.
 
     Raises:
       TypeError: an argument is not an array or number, or a dtype is not supported.

@@ -33,7 +33,7 @@ from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, reshape
 
-# The forward of a longer row needs a workspace; kNormWorkspace in norm_shape.h is the same number.
+# The forward of a longer row needs a workspace; kNormWorkspace in norm/shape.h is the same number.
 _WORKSPACE = 16384
 
 _Pair = tuple[jax.Array, jax.Array]

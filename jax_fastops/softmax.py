@@ -1,8 +1,9 @@
 """``softmax`` and ``log_softmax``, with a scale and a mask, over any axis.
 
-One kernel reads ``x`` once and writes the result once. A row stays on the chip while its maximum,
-sum and results are computed. The kernel applies the scale and the mask as it reads, and reads the
-mask in its own shape. The backward reads only the result and the cotangent, in one pass.
+A row that fits on the chip is read once and written once. It stays there while its maximum, sum and
+results are computed. A longer row is read twice. The kernel applies the scale and the mask as it
+reads, and reads the mask in its own shape. The backward reads the result and the cotangent, and for
+``log_softmax`` also the mask.
 
 Sources: FasterTransformer, ``softmax``; OneFlow, softmax in three tiers.
 """
@@ -26,7 +27,7 @@ from jax_fastops._kernel import Kernel, copies_too_much
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 
-# A longer row needs a workspace; cuda/softmax.h has the same number.
+# A longer row needs a workspace; softmax/softmax_cuda.h has the same number.
 _WORKSPACE = 16384
 _MOST_MASK_DIMS = 16  # the most dimensions that a kernel with a mask takes
 

@@ -28,7 +28,7 @@ from jax_fastops._signature import accumulator_dtype
 
 PADDINGS = ("VALID", "SAME")
 
-# A longer window over a longer axis needs a workspace; window_sum_shape.h has the same numbers.
+# A longer window over a longer axis needs a workspace; window_sum/shape.h has the same numbers.
 _LONG_WINDOW = 2049
 _SHORT_AXIS = 256
 # Longer than any axis. A window that reaches further has the same sums.

@@ -89,7 +89,7 @@ RELU = case(
     modes=("native",),
 )
 
-# Where no 8 elements make a byte, a row pads its last one.
+# The last axis is not a multiple of 8, so each row pads the last byte of its mask.
 RELU_ROWS = case(
     "relu_rows",
     "relu",
@@ -216,10 +216,10 @@ def check_shapes(activation, dtype, examples, bias_dtype=None):
         assert db.dtype == b.dtype and db.shape == bias, what
         size = np.abs(x.astype(np.float64)) + np.abs(b.astype(np.float64))
         ady = np.abs(dy.astype(np.float64))
-        # In bfloat16 on a GPU exact gelu is computed to 2^-12, that is 2^11 units of float32.
+        # On a GPU, exact gelu in bfloat16 has an error of 2^-12, which is 2^11 units of float32.
         coarse = (activation, dtype) == ("gelu_exact", jnp.bfloat16) and on_gpu()
         own = 2.0**11 * np.abs(ey) if coarse else 0
-        slope = 48 if coarse else 16  # and its derivative to 2^-18, 32 units
+        slope = 48 if coarse else 16  # its derivative has 2^-18, 32 units
         assert_within(y, ey, 8 * (1 + size) + own, what)
         assert_within(dx, edx, slope * ady * (1 + size), f"dx of {what}")
         terms = dy.size / max(1, db.size)
@@ -236,7 +236,7 @@ def test_lengths(activation, kind):
 
 
 def test_a_wide_bias_that_is_not_summed(activation):
-    """Its gradient is of its own dtype, and written element by element."""
+    """The gradient has the dtype of the bias, and is written element by element."""
     shapes = ((3, 8), (3, 1), (7,), (), (1001,), (5, 1001), (40, 64))
     check_shapes(activation, jnp.dtype(jnp.bfloat16), [(s, s) for s in shapes], np.float32)
 
@@ -297,7 +297,7 @@ def test_more_shapes_in_float64():
 
 @pytest.mark.parametrize("rank", [15, 16, 17, 20])
 def test_high_rank(activation, rank):
-    """The kernels take up to 16 dimensions, XLA the others."""
+    """The kernels take up to 16 dimensions. More take the reference."""
     shape = (2,) + (1, 2) * 4 + (1,) * (rank - 10) + (8,)
     bias = tuple(n if i % 4 < 2 else 1 for i, n in enumerate(shape))
     check_shapes(activation, jnp.dtype(np.float32), [(shape, bias), (shape, (8,)), (shape, ())])
@@ -323,7 +323,7 @@ def test_no_elements(activation, shape, bias):
 
 @pytest.mark.parametrize("bias", [(8,), pytest.param((40, 1), marks=pytest.mark.slow)], ids=str)
 def test_nan_infinity_and_large_values(activation, dtype, bias):
-    """Values are as jax.nn has them."""
+    """Values are those of jax.nn within rounding, and NaN is where jax.nn has it."""
     info = jnp.finfo(dtype)
     special = [np.nan, np.inf, -np.inf, 0.0, -0.0, float(info.max), -float(info.max), 30.0, -30.0]
     special += [float(info.smallest_normal), -float(info.smallest_normal), 9.0, -9.0, 1e-3, 100.0]
@@ -334,7 +334,7 @@ def test_nan_infinity_and_large_values(activation, dtype, bias):
         want = jax.jit(functools.partial(reference, activation=activation))(x, b)
         got, want = (np.asarray(a).astype(np.float64) for a in (got, want))
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-        # In the tails jax.nn takes the difference of numbers near 1.
+        # In the tails jax.nn subtracts numbers near 1, so its absolute error is that of 1.
         wide = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
         np.testing.assert_allclose(got, want, rtol=4 * float(info.eps) + 64 * wide, atol=64 * wide)
 
@@ -349,7 +349,7 @@ def test_gradients_at_infinity_and_nan(activation, mode):
 
 
 def test_relu_selects(dtype):
-    """Bits of jax.nn.relu, and of the cotangent or 0: nothing is multiplied."""
+    """Bitwise equal to jax.nn.relu. The gradient is the cotangent or 0, without a product."""
     values = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.5, -1.5, 1e-3]).astype(dtype)
     x, dy = (a.reshape(-1, 8) for a in np.meshgrid(values, values))
     for bias in (np.zeros(8), np.zeros(()), np.zeros((8, 1))):
@@ -393,7 +393,7 @@ def test_the_default_is_gelu():
 
 
 def test_a_bias_of_another_dtype():
-    """Its gradient has its own dtype; float64 is read as the accumulator's dtype."""
+    """The gradient has the dtype of the bias. The op reads the bias in the accumulator dtype."""
     x = normal(np.random.default_rng(1), (64, 8), jnp.bfloat16)
     for kind in ("float32", "float16", "float64"):
         with x64(kind == "float64"):
@@ -584,7 +584,7 @@ MAPPED = {
 @pytest.mark.parametrize("transform", MAPPED.values(), ids=MAPPED)
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
 def test_mapped(activation, transform, axes):
-    """One gradient for each example, of a bias too that all of them share."""
+    """There is one gradient per example, even for a bias that is not mapped."""
     for shapes in (((2, 8), (8,)), ((2, 5), (2, 1)), ((1,), (1,))):
         args = draws(*shapes)(np.random.default_rng(8), np.float64)
         args = [a if d is None else stacked(a) for a, d in zip(args, axes, strict=True)]
@@ -627,7 +627,7 @@ def test_a_map_is_one_call(activation):
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 SPREAD = {
-    # shapes, their specs, sums in the backward (over each mesh axis one)
+    # shapes, their specs, sums in the backward (one per mesh axis)
     "rows": ([(64, 64), (64,)], [P("a"), P()], 1),
     "features": ([(60, 64), (64,)], [P(None, "b"), P("b")], 0),
     "both": ([(256, 64), (64,)], [P("a", "b"), P("b")], 1),
@@ -673,7 +673,7 @@ def test_sharded(activation, kind, name):
 
 @pytest.mark.parametrize("activation", KINDS_OF_OP)
 def test_a_replicated_bias_beside_explicit_shards(activation):
-    """The result is sharded as that of a sum; the gradients are as their arguments."""
+    """The result has the sharding of x + bias. A gradient has the sharding of its argument."""
     if device_count() < 8:
         pytest.skip("needs eight devices")
     mesh = make_mesh({"a": 2, "b": 4}, AxisType.Explicit)

@@ -36,7 +36,7 @@ MODES = ("native", "auto", "xla")
 
 
 def reference(start, end, weight):
-    """The plain formula. Its value differs from the op's only by rounding."""
+    """The formula in jax.numpy. Its value differs from the op's only by rounding."""
     dtype = jnp.result_type(start)
     wide = jnp.promote_types(dtype, jnp.float32)
     s, e, w = (jnp.asarray(x).astype(wide) for x in (start, end, weight))
@@ -207,8 +207,8 @@ def test_large_sums(kind, shapes):
     check_shapes(jnp.dtype(kind), [shapes])
 
 
-# Sums of every kind, over several boxes of the CUDA kernels: columns, slots, rows; one and two of
-# them; rows that a warp takes, that several share a warp, and that are no multiple of 16 bytes.
+# Sums over several boxes of the CUDA kernels. They run over columns, slots and rows, one or two of
+# them. A row takes a warp or shares one, and some rows are not a multiple of 16 bytes.
 MANY_BOXES = [
     ((1, 512), (700, 512), (700, 1)),
     ((1, 515), (700, 515), (700, 1)),
@@ -281,7 +281,7 @@ def test_more_shapes_in_float64():
 
 @pytest.mark.parametrize("rank", [15, 16, 17, 20])
 def test_high_rank(rank):
-    """The kernels take up to 16 dimensions, XLA the others."""
+    """The kernels take up to 16 dimensions. More take the reference."""
     shape = (2,) + (1, 2) * 4 + (1,) * (rank - 10) + (3,)
     start = tuple(n if i % 4 < 2 else 1 for i, n in enumerate(shape))
     end = tuple(n if i % 3 < 2 else 1 for i, n in enumerate(shape))
@@ -289,7 +289,7 @@ def test_high_rank(rank):
 
 
 def test_an_operand_that_alternates_along_every_dimension():
-    """No two neighbours of the 16 dimensions are alike, so none can be merged."""
+    """No two adjacent dimensions are broadcast alike, so none of the 16 can be merged."""
     shape = (2,) * 13 + (1, 3, 2)
     odd, even = (tuple(n if i % 2 == k else 1 for i, n in enumerate(shape)) for k in (0, 1))
     check_shapes(jnp.dtype(np.float32), [(odd, even, shape), (odd, even, ())])
@@ -322,7 +322,7 @@ def specials(dtype):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_ends_are_met_to_the_last_bit(dtype, mode, jitted):
-    """Whatever the other operand, -0.0 too; the weight as a number, an array, or a full one."""
+    """For any other operand, -0.0 too. The weight is a number, a scalar array, or a full one."""
     values = specials(dtype)
     start, end = (a.reshape(-1) for a in np.meshgrid(values, values))
     rng = np.random.default_rng(0)
@@ -340,7 +340,7 @@ def test_ends_are_met_to_the_last_bit(dtype, mode, jitted):
 
 
 def test_the_formula():
-    """Bits of the documented formula, where each step of it is exact or rounded alike."""
+    """Bitwise equal to the documented formula for inputs where each step is exact."""
     rng = np.random.default_rng(1)
     start, end = (rng.integers(-8, 8, 100).astype(np.float32) for _ in range(2))
     for weight in (-1.0, 0.25, 0.5, 0.75, 2.0):
@@ -349,7 +349,7 @@ def test_the_formula():
 
 
 def test_results_are_between_the_ends(dtype):
-    """Near 1 it counts down from the end: no result is beyond it."""
+    """Near a weight of 1 the op starts from `end`, and passes it only by rounding."""
     rng = np.random.default_rng(2)
     start, end = normal(rng, (5000,), dtype), normal(rng, (5000,), dtype)
     weight = np.sort(rng.random(5000)).astype(dtype)
@@ -360,18 +360,18 @@ def test_results_are_between_the_ends(dtype):
 
 
 def test_nan_and_infinity(dtype):
-    """Where the plain formula has them: values, and gradients of each operand."""
+    """Values and gradients have them where the formula has them."""
     values = np.array([0.0, 1.0, -2.0, np.inf, -np.inf, np.nan]).astype(dtype)
     weights = np.array([0.0, 1.0, 0.25, 0.75, -1.0, np.inf, np.nan]).astype(dtype)
     start, end, weight = (a.reshape(-1) for a in np.meshgrid(values, values, weights))
-    # A weight of 0 or 1 gives the end itself, which the plain formula does too where d is finite.
+    # A weight of 0 or 1 gives start or end. With a finite end - start, so does the formula.
     for dy in (np.ones_like(start), np.full_like(start, np.inf), np.full_like(start, -0.0)):
         got = jax.jit(value_and_gradients(fo.lerp))(dy, start, end, weight)
         want = jax.jit(value_and_gradients(reference))(dy, start, end, weight)
         with implementation("xla"):
             plain = jax.jit(value_and_gradients(fo.lerp))(dy, start, end, weight)
-        # With d = end - start, XLA takes dy - w * dy for the gradient of start, here it is
-        # (1 - w) * dy: they differ where dy is infinite.
+        # The gradient of start is dy - w * dy in jax.numpy, and (1 - w) * dy in the op. They differ
+        # if dy is infinite.
         for other in (want, plain) if np.isfinite(dy).all() else (plain,):
             for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(other), strict=True):
                 mine, theirs = (np.asarray(a).astype(np.float64) for a in (mine, theirs))
@@ -381,7 +381,7 @@ def test_nan_and_infinity(dtype):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_tangent_of_one_operand_has_no_nan_of_the_others(mode):
-    """What is not differentiated adds nothing, not even infinity times zero."""
+    """An operand without a tangent adds nothing to the result, not even infinity times zero."""
     start, end, weight = np.float32([1.0, 2.0]), np.float32([np.inf, 3.0]), np.float32([0.5, 0.5])
     with implementation(mode):
         dots = jax.jvp(lambda s: fo.lerp(s, end, weight), (start,), (np.ones_like(start),))[1]
@@ -585,14 +585,14 @@ MAPPED = {
 @pytest.mark.parametrize("transform", MAPPED.values(), ids=MAPPED)
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_mapped(transform, axes):
-    """Gradients of operands that no example has its own of too: one for each example."""
+    """There is one gradient per example, even for an operand that is not mapped."""
     shapes = FEW[AXES.index(axes) % 3]
     compare(mapped(transform, axes), *draws(*shapes)(np.random.default_rng(8), np.float64))
 
 
 @pytest.mark.parametrize("shapes", FEW, ids=str)
 def test_maps_of_tangents_and_of_their_transposes(shapes):
-    """Tangents of which some are mapped and others are not, where no operand is."""
+    """Some tangents are mapped and others are not. No operand is mapped."""
     args = draws(*shapes)(np.random.default_rng(9), np.float64)
 
     def of(fn):
@@ -626,7 +626,7 @@ def test_nested_maps():
 
 
 def test_a_map_is_one_call():
-    """No loop and no copy, whatever is mapped: an operand that is not has a dimension of 1."""
+    """There is no loop and no copy. An operand that is not mapped gets a dimension of size 1."""
     args = draws((2, 1), (1, 4), (2, 4))(np.random.default_rng(11), np.float32)
     for axes in AXES:
         stacks = [a if d is None else stacked(a) for a, d in zip(args, axes, strict=True)]
@@ -652,7 +652,7 @@ def mesh_of(axis_type):
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 SPREAD = {
-    # shapes, their specs, the result's spec, sums in the backward (over each mesh axis one)
+    # shapes, their specs, the result's spec, sums in the backward (one per gradient and mesh axis)
     "full": ([(16, 24)] * 3, [P("a", "b")] * 3, P("a", "b"), 0),
     "scalar": ([(16, 24), (16, 24), ()], [P("a", "b"), P("a", "b"), P()], P("a", "b"), 2),
     "crossed": (

@@ -46,7 +46,7 @@ def reference(name, x, axis=-1, where=None, scale=1.0):
 def variant(name, masked=False, **options):
     """The op and its reference, as functions of `x` and, if masked, `where`.
 
-    The masked results of log_softmax are -inf: they are left out, so that losses are finite.
+    Masked results of log_softmax are -inf. They are replaced by 0 to keep losses finite.
     """
     ops = OPS[name], functools.partial(reference, name)
     if not masked:
@@ -191,7 +191,7 @@ LOG_SOFTMAX_AXIS = case(
 basic = functools.partial(case, basic_only=True, modes=("native",))
 SINGLE, HALF = ("float32",), ("bfloat16",)
 
-# Masks of other shapes, and lengths that are no multiple of a vector.
+# Masks of other shapes, and lengths that are not a multiple of a vector.
 ROW_MASK = basic("softmax_row_mask", "softmax", (2, 3, 33), (33,), scale=2.0, dtypes=SINGLE)
 FULL_MASK = basic("softmax_full_mask", "softmax", (3, 17), (3, 17), dtypes=HALF)
 LONG = basic("softmax_long", "softmax", (2, 1001), dtypes=HALF)
@@ -237,7 +237,7 @@ def value_and_gradient(fn):
 
 
 def exact_value(name, x, axis, where, scale):
-    """The result in float64, by NumPy (-inf or 0 for masked elements), and the largest exponent."""
+    """The result in float64 (-inf or 0 for masked elements), and the sizes of the exponents."""
     z = x.astype(np.float64) * scale
     z = z if where is None else np.where(where, z, -np.inf)
     top = z.max(axis, keepdims=True)
@@ -251,7 +251,7 @@ def exact_value(name, x, axis, where, scale):
 
 
 def exact_gradient(name, y, dy, axis, where, scale):
-    """Likewise, from the rounded result, and how large a unit of rounding may make the error."""
+    """The gradient in float64, from the rounded result, and the error per unit of rounding."""
     y, dy = y.astype(np.float64), dy.astype(np.float64)
     keep = np.ones(y.shape, bool) if where is None else np.broadcast_to(where, y.shape)
     p = np.where(keep, np.exp(y) if name == "log_softmax" else y, 0)
@@ -267,16 +267,16 @@ def exact_gradient(name, y, dy, axis, where, scale):
 
 
 def growth(shape, axis):
-    """How many units of rounding a sum over an axis may be off.
+    """The error of a sum over an axis, in units of rounding.
 
-    Partial sums are made in many lanes, unless the lanes are other rows.
+    Many lanes make partial sums of a row, unless neighboring lanes work on other rows.
     """
     alone = math.prod(shape[axis:][1:]) == 1 if axis != -1 else True
     return 4 + math.sqrt(shape[axis]) / (8 if alone else 2)
 
 
 def uneven(rng, shape, axis, dtype):
-    """Values of which the first and the last along the axis weigh most: none may be left out."""
+    """Values whose first and last elements along the axis weigh most, so a lost one is noticed."""
     x = rng.standard_normal(shape) * 2
     view = np.moveaxis(x, axis, -1)
     view[..., :2] += math.log(shape[axis])
@@ -324,13 +324,13 @@ SHORT = {key: LENGTHS[key] for key in ("1to40", "to1025")}
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_lengths(name, dtype, lengths):
-    """Every length of a row, few rows."""
+    """Many lengths of a row, with three rows each."""
     check_shapes(name, dtype, [((3, n), 1, None) for n in lengths])
 
 
 @pytest.mark.parametrize("lengths", SHORT.values(), ids=SHORT)
 def test_many_rows(name, lengths):
-    """More rows than are worked on at once, a prime number of them."""
+    """The number of rows is prime, so no tile of rows divides it."""
     dtype = jnp.bfloat16 if name == "softmax" else np.float32
     check_shapes(name, jnp.dtype(dtype), [((1031, n), 1, None) for n in lengths[::4]])
 
@@ -372,7 +372,7 @@ INNER = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 64, 100, 513
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_other_axes(name, kind, masked):
-    """Rows whose elements lie `inner` apart."""
+    """Adjacent elements of a row are `inner` elements apart in memory."""
     shapes = [(2, 1 + 7 * i % 40, inner) for i, inner in enumerate(INNER)]
     masks = itertools.cycle([(1, 1), (3, 1), (3, 2)] if masked else [None])
 
@@ -418,14 +418,14 @@ def test_very_long(name, kind, n, masked):
 @pytest.mark.parametrize(("kind", "shape"), [("float32", (5, 1048577)), ("bfloat16", (7, 2097153))])
 @pytest.mark.parametrize("masked", [False, True])
 def test_very_long_rows_one_after_the_other(name, kind, shape, masked):
-    """More of them than all blocks of a GPU hold at a time; each begins elsewhere in a vector."""
+    """More rows than the blocks of a GPU hold at a time, each at another offset in a vector."""
     mask = (shape[0], 1) if masked else None
     check_shapes(name, jnp.dtype(kind), [(shape, 1, mask)], scale=0.8)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_long_rows_one_after_the_other(name, kind):
-    """In one program, where a GPU's kernels are recorded as a graph; rows that blocks share."""
+    """Several calls in one program, which a GPU may run as a CUDA graph. Blocks share rows."""
     dtype = jnp.dtype(kind)
     x, dy = (normal(np.random.default_rng(seed), (5, 300_001), dtype) for seed in (3, 4))
     ops = [functools.partial(OPS[name], scale=k / 4) for k in range(1, 7)]
@@ -439,7 +439,7 @@ def test_long_rows_one_after_the_other(name, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_many_elements(name, kind):
-    """Rows and lengths whose product is large."""
+    """Arrays of more than ten million elements."""
     check_shapes(name, jnp.dtype(kind), [((30011, 1000), 1, (1000,))])
     check_shapes(name, jnp.dtype(kind), [((7, 2048, 1025), 1, None)])
     check_shapes(name, jnp.dtype(kind), [((1 << 20, 17), 1, None)])
@@ -450,7 +450,7 @@ def test_many_elements(name, kind):
 
 @st.composite
 def masked_shapes(draw):
-    """A shape, an axis, and the shape of a mask that broadcasts to it, with a rank of its own."""
+    """A shape, an axis, and the shape of a mask that broadcasts to it, of at most that rank."""
     rank = draw(st.integers(1, 6))
     sizes = st.one_of(st.integers(1, 4), st.sampled_from([1, 5, 9]))
     shape = [draw(sizes) for _ in range(rank)]
@@ -486,14 +486,14 @@ def test_masks_of_more_shapes():
 
 @pytest.mark.parametrize("rank", [16, 17, 20])
 def test_masks_of_high_rank(name, rank):
-    """The kernels take masks of up to 16 dimensions, XLA the others."""
+    """With a mask, the kernels take up to 16 dimensions. More take the reference."""
     shape = (2,) + (1, 2) * 5 + (1,) * (rank - 12) + (3,)
     mask = tuple(n if i % 4 < 2 else 1 for i, n in enumerate(shape))
     check_shapes(name, jnp.dtype(np.float32), [(shape, rank - 1, mask), (shape, 0, mask)])
 
 
 def test_a_mask_that_alternates_along_every_dimension(name):
-    """No two neighbours of the 16 dimensions are alike, so none can be merged."""
+    """No two adjacent dimensions are broadcast alike, so none can be merged."""
     shape = (2,) * 12 + (3, 2, 2, 2)
     for first in (0, 1):
         mask = tuple(n if i % 2 == first else 1 for i, n in enumerate(shape))
@@ -550,9 +550,9 @@ def special_rows(n, dtype):
 
 
 def compare_rows(name, dtype, x, dy, where=None, scale=1.0, ulps=0):
-    """Values and gradients; NaN and infinities are where jax.nn has them.
+    """Checks values and gradients against float64; NaN and infinities must match jax.nn.
 
-    `ulps`: of a gradient itself, in addition to the error that the cotangents allow.
+    `ulps` is the relative error of a gradient that is allowed in addition to that of the cotangent.
     """
 
     def of(fn):
@@ -567,8 +567,8 @@ def compare_rows(name, dtype, x, dy, where=None, scale=1.0, ulps=0):
     got, want = (jax.jit(of(fn))(*values) for fn in (OPS[name], functools.partial(reference, name)))
     exact = oracle(plain, *values)
     eps = float(jnp.finfo(dtype).eps)
-    # Each row for itself: in one array the large ones would cover the small ones. A gradient is a
-    # difference of things as large as the cotangent, made from rounded results.
+    # Each row has its own bound: one for the whole array would hide errors in rows of small values.
+    # A gradient is a difference of numbers as large as the cotangent, made from rounded results.
     with np.errstate(all="ignore"):
         wide = np.abs(dy.astype(np.float64))
     of_dy = np.where(np.isfinite(wide), wide, 0).max(1, keepdims=True)
@@ -616,7 +616,7 @@ def test_special_values(name, dtype, n):
 
 @pytest.mark.parametrize("n", SPECIAL_LENGTHS)
 def test_special_values_beside_a_mask(name, dtype, n):
-    """The mask leaves out half of each row, now the special values and now the others."""
+    """The mask leaves out about half of each row, with the special values or without them."""
     rows = special_rows(n, dtype)
     x = np.repeat(np.stack(list(rows.values())), 3, axis=0)
     rng = np.random.default_rng(2)
@@ -631,10 +631,11 @@ def test_special_values_beside_a_mask(name, dtype, n):
 @pytest.mark.parametrize("scale", [1.0, -1.5, 2.0, 0.0])
 @pytest.mark.parametrize("masked", [False, True])
 def test_special_values_of_long_rows(name, kind, scale, masked):
-    """Rows that blocks share, several to each block, none aligned as the one before."""
+    """Blocks share rows and work on several of them. Adjacent rows are aligned differently."""
     n, dtype = 300_007, jnp.dtype(kind)
     rows = special_rows(n, dtype)
-    # Where the product of the scale and a large element is rounded, results are as far off.
+    # If the scale is not a power of two, the product with a large element is rounded, and results
+    # are off by as much. These rows are left out.
     exact = math.frexp(scale)[0] in (0, 0.5)
     x = np.stack([row for what, row in rows.items() if exact or "offset" not in what])
     rng = np.random.default_rng(5)
@@ -680,7 +681,7 @@ SHARED_MASKS = [(6, 37), (1, 37), (6, 1), (37,)]
 @pytest.mark.parametrize("mask", SHARED_MASKS, ids=str)
 @pytest.mark.parametrize("axis", [1, 0])
 def test_what_is_masked_does_not_matter(name, dtype, mask, axis):
-    """Whatever x and the cotangent are there: the same bits elsewhere, and a gradient of 0."""
+    """Masked elements of x and dy change no bit elsewhere, and their gradient is 0."""
     rng = np.random.default_rng(4)
     x, dy = (normal(rng, (6, 37), dtype) for _ in range(2))
     where = random_mask(rng, mask, 0.6)
@@ -699,7 +700,7 @@ def test_what_is_masked_does_not_matter(name, dtype, mask, axis):
 
 @pytest.mark.parametrize("mode", ["native", "xla"])
 def test_fully_masked_rows(name, dtype, mode):
-    """They come out as 0 (-inf), and have no gradient whatever the cotangent."""
+    """The result is 0 (log_softmax: -inf), and the gradient is 0 for any cotangent."""
     rng = np.random.default_rng(5)
     x, dy = normal(rng, (4, 3, 19), dtype), special_fill(rng, (4, 3, 19), dtype)
     where = np.array([True, False, True, False])[:, None, None]
@@ -735,7 +736,7 @@ def test_a_result_of_zero_has_no_gradient_beside_a_mask():
 
 
 def test_offsets_change_nothing(name, dtype):
-    """A row and the same row moved by a power of two: the same bits."""
+    """A row plus a power of two has the same result, bit by bit, as the row."""
     rng = np.random.default_rng(7)
     x = (rng.integers(-16, 16, (5, 100)) / 4).astype(dtype)
     y = OPS[name](x)
@@ -811,7 +812,7 @@ def test_a_row_does_not_depend_on_the_others(name):
 
 
 def targets(text):
-    """The native kernels that a compiled program calls, in order of their names."""
+    """The names of the kernels that a compiled program calls, sorted."""
     return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
 
 
@@ -835,7 +836,7 @@ def test_one_kernel_each_way(name, axis, where):
 
 
 def test_nothing_but_the_kernels_runs():
-    """Neither the scale nor the mask is work of its own, and no dimension is moved."""
+    """The scale and the mask need no op outside of the kernels, and no dimension is moved."""
     where = np.ones((2, 1, 1, 8), bool)
     for axis in (-1, 2, 1):
         fn = functools.partial(fo.softmax, scale=0.3, axis=axis)
@@ -882,7 +883,7 @@ def test_export_names_the_kernels(name):
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("masked", [False, True])
 def test_one_export_serves_every_size(name, axis, masked):
-    """Lengths of rows too: those that come with a workspace and those that do not."""
+    """Row lengths are symbolic too. The sizes include one that needs a workspace."""
     b, n = jax.export.symbolic_shape("b, n")
     shape = jax.ShapeDtypeStruct((b, n), np.float32)
     fn = value_and_gradient(
@@ -900,7 +901,7 @@ def test_one_export_serves_every_size(name, axis, masked):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-# What is kept for the backward --------------------------------------------------------------------
+# Residuals ----------------------------------------------------------------------------------------
 
 
 def kept(fn, *args):
@@ -1032,7 +1033,7 @@ TRANSFORMS = {
 
 
 def some_are_slow(transform, axis):
-    """Quick: each transform over one axis; the axis is in the middle for every other."""
+    """Each transform is quick over one axis: alternately the middle one and the last."""
     quick = axis == (1 if list(TRANSFORMS).index(transform) % 2 else -1)
     return pytest.param(transform, axis, marks=() if quick else pytest.mark.slow)
 
@@ -1063,7 +1064,7 @@ def test_derivatives_and_vmap(name, transform, axis):
 
 
 def equations(jaxpr):
-    """All equations of a jaxpr, those of inner ones too."""
+    """All equations of a jaxpr and of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in jax.tree.leaves(
@@ -1115,7 +1116,7 @@ def test_a_mask_is_never_expanded(name, transform, backward):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_mapped_mask_is_not_expanded(name, backward):
-    """Only the mask is mapped: x has a copy for each, and the mask is not expanded."""
+    """Only the mask is mapped. x is copied for each example, and the mask is not expanded."""
     x = normal(np.random.default_rng(18), (5, 3, 7), np.float32)
     where = np.ones((4, 5, 1, 7), bool)
 
@@ -1214,7 +1215,7 @@ SHARDED = {
     ],
 )
 def test_sharded(name, axis_type, layout):
-    """Over every dimension but the axis: nothing is communicated, and every result stays."""
+    """No dimension except the axis needs communication. Results keep the sharding of x."""
     of_x, of_mask, mask, axis = SHARDED[layout]
     mesh = eight(axis_type)
     rng = np.random.default_rng(21)
@@ -1240,7 +1241,7 @@ def test_sharded(name, axis_type, layout):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_a_sharded_axis(name, axis_type, axis, masked):
-    """The result is right; with an explicit mesh XLA keeps it sharded, and sums over devices."""
+    """The result is correct. With an explicit mesh, the reference keeps it sharded."""
     mesh = eight(axis_type)
     rng = np.random.default_rng(22)
     shape = (6, 128) if axis == -1 else (128, 6)
@@ -1280,7 +1281,7 @@ def test_a_mask_that_would_grow_leaves_the_work_to_xla(name, rows, masking):
 
 @KINDS
 def test_a_mask_sharded_otherwise_than_x(name, axis_type):
-    """Whatever the shards of the mask, the result is right and laid out as x is."""
+    """With a replicated mask, the result is correct and has the layout of x."""
     mesh = eight(axis_type)
     rng = np.random.default_rng(24)
     x = normal(rng, (16, 8, 40), np.float32)
@@ -1322,7 +1323,7 @@ SEVERAL = [None, (), (0, 1), (-1, -2), (2, 0), (1,), [0, 1, 2, 3], np.int64(2), 
 
 @pytest.mark.parametrize("mask", [None, (3, 4, 5, 2), (1, 1, 1, 2), (4, 1, 1), ()], ids=str)
 def test_several_axes(name, mask):
-    """All of them together sum to 1."""
+    """The results over all of these axes together sum to 1."""
     rng = np.random.default_rng(26)
     x, dy = (normal(rng, (3, 4, 5, 2), np.float32) for _ in range(2))
     where = None if mask is None else random_mask(rng, mask, 0.7 if mask else 1.1)
@@ -1354,7 +1355,7 @@ def test_neighbouring_axes_are_one_kernel(name):
 
 
 def test_several_axes_of_explicit_meshes(name):
-    """Nothing is merged across shards."""
+    """Axes are not merged, because that could cut across shards."""
     mesh = eight(AxisType.Explicit)
     x = normal(np.random.default_rng(27), (16, 4, 5), np.float32)
     for axis in ((0, 1), (1, 2), None):
@@ -1384,7 +1385,7 @@ def test_empty_arrays(name, shape):
 
 @pytest.mark.parametrize("mode", ["native", "auto", "xla"])
 def test_numbers(name, mode):
-    """Of no dimensions: over all of their axes, which are none."""
+    """A number has no axes, so axis=None names none of them."""
     with fo.use_implementation(mode):
         for number in (2.5, np.float32(2.5), jnp.float32(2.5)):
             got = OPS[name](number, axis=None)
@@ -1409,7 +1410,7 @@ def test_numpy_arrays_and_weak_types(name, mode):
             assert y.dtype == np.float32, kwargs
             assert y.weak_type == reference(name, weak, **kwargs).weak_type, kwargs
             assert_bitwise_equal(y, OPS[name](np.full((3, 4), 2, np.float32), **kwargs))
-        # A Python bool, and an array that is one: the same.
+        # A mask that is True everywhere changes nothing.
         assert_bitwise_equal(OPS[name](x, where=True), OPS[name](x))
 
 
@@ -1419,7 +1420,7 @@ def test_float64_without_x64_is_float32(name):
 
 
 def test_slices_reversals_and_transpositions(name, dtype):
-    """Operands that XLA may give as they lie in a larger buffer."""
+    """Operands that XLA may pass as parts of a larger buffer."""
     rng = np.random.default_rng(28)
     views = [
         lambda a: a.T,

@@ -1,0 +1,158 @@
+// Normalizes x, and applies scale, bias, residual and ReLU with its mask. Bound by the bytes of its
+// arrays.
+//
+// The kernel processes the array from its end. The statistics kernel has read x in ascending order,
+// so the end of x is still in L2. The mean is subtracted first rather than folded into the bias: if
+// the mean is large, the folded form would cancel.
+#include <cstdint>
+
+#include "batch_norm/batch_norm_cuda.h"
+#include "batch_norm/geometry.cuh"
+#include "batch_norm/launch.cuh"
+#include "batch_norm/units.cuh"
+#include "core/cuda/load_kernels.h"
+#include "core/cuda/packed.cuh"
+#include "core/cuda/relu_of.cuh"
+
+namespace jax_fastops::cuda {
+namespace {
+
+using namespace batch_norm;  // NOLINT: this file is a part of it
+
+struct Params {
+  Geometry geometry;
+  BatchNormApplyArrays arrays;
+  double eps;
+  bool relu;
+  bool aligned_parameters;
+  int64_t mask_bytes;  // of a group
+};
+
+template <typename T, bool kAligned, bool kResidual>
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
+    ApplyKernel(const __grid_constant__ Params p) {
+  using A = ComputeType<T>;
+  constexpr int kArrays = kResidual ? 2 : 1, kRows = kInFlight<T, kArrays>;
+
+  const Geometry& g = p.geometry;
+  const Place place = PlaceOf(g, blockIdx.x);
+  const Share share = ShareOf(g, place, threadIdx.x);
+  const int64_t group = place.group * g.group_size;
+  const T* const x = PartOf<T>(p.arrays.x, group);
+  const T* const residual = PartOf<T>(p.arrays.residual, group);
+  T* const y = PartOf<T>(p.arrays.y, group);
+  uint8_t* const mask = PartOf<uint8_t>(p.arrays.mask, place.group * p.mask_bytes);
+  AwaitPredecessors();
+  if (share.count == 0 && share.cut == 0) return;
+
+  A mean[kUnit], factor[kUnit], bias[kUnit];
+  struct Loaded {
+    UnitBits<T> x;
+    UnitBits<T> residual;
+  };
+  // The unit of the result. Elements at `size` and after get no mask bit.
+  const auto apply = [&](const Loaded& loaded, int64_t element, int size) {
+    A values[kUnit];
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      values[i] = fma(ToCompute(loaded.x[i]) - mean[i], factor[i], bias[i]);
+      if constexpr (kResidual) values[i] += ToCompute(loaded.residual[i]);
+      if (values[i] > 0) bits |= 1u << i;
+    }
+    if (mask != nullptr) mask[element >> 3] = static_cast<uint8_t>(bits & 0xffu >> (kUnit - size));
+    if (p.relu) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) values[i] = ReluOf(values[i]);
+    }
+    return RoundUnit<T>(values);
+  };
+
+  SweepBack<kRows, Loaded>(
+      share,
+      [&](int64_t element) {
+        Loaded loaded;
+        loaded.x = LoadUnit<T, kAligned>(x + element);
+        if constexpr (kResidual) loaded.residual = LoadUnit<T, kAligned>(residual + element);
+        return loaded;
+      },
+      [&](const Loaded&) {
+        const UnitChannels channels(g, place, share, p.aligned_parameters);
+        const A eps = static_cast<A>(p.eps);
+        A scale[kUnit];
+        channels.Load(static_cast<const A*>(p.arrays.mean), mean);
+        channels.Load(static_cast<const A*>(p.arrays.var), factor);
+        channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
+        channels.LoadOr(static_cast<const A*>(p.arrays.bias), A(0), bias);
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) factor[i] = InverseRoot(factor[i] + eps) * scale[i];
+      },
+      [&](const Loaded& loaded, int64_t element) {
+        StoreUnit<T, kAligned>(y + element, apply(loaded, element, kUnit));
+      });
+  if (share.cut > 0) {
+    const int64_t element = g.group_size - share.cut;
+    Loaded loaded;
+    loaded.x = LoadCutUnit(x + element, share.cut);
+    if constexpr (kResidual) loaded.residual = LoadCutUnit(residual + element, share.cut);
+    StoreCutUnit(y + element, apply(loaded, element, share.cut), share.cut);
+  }
+}
+
+using Kernel = void (*)(Params);
+
+template <typename T>
+Kernel KernelFor(bool aligned, bool residual) {
+  if (residual) return aligned ? ApplyKernel<T, true, true> : ApplyKernel<T, false, true>;
+  return aligned ? ApplyKernel<T, true, false> : ApplyKernel<T, false, false>;
+}
+
+Kernel KernelOf(DType dtype, bool aligned, bool residual) {
+  switch (dtype) {
+    case DType::kF32:
+      return KernelFor<float>(aligned, residual);
+    case DType::kBF16:
+      return KernelFor<__nv_bfloat16>(aligned, residual);
+    case DType::kF16:
+      return KernelFor<__half>(aligned, residual);
+    case DType::kF64:
+      return KernelFor<double>(aligned, residual);
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+cudaError_t BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool relu,
+                           const BatchNormApplyArrays& arrays, cudaStream_t stream) {
+  if (IsEmpty(shape)) return cudaSuccess;
+  Params params;
+  params.arrays = arrays;
+  params.eps = eps;
+  params.relu = relu;
+  params.aligned_parameters = IsAligned(arrays.mean) && IsAligned(arrays.var) &&
+                              IsAligned(arrays.scale) && IsAligned(arrays.bias);
+  params.mask_bytes = shape.mask_bytes();
+  const bool aligned =
+      AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.residual, arrays.y);
+  const int resident =
+      dtype == DType::kF64 ? kBlocksPerProcessor<double> : kBlocksPerProcessor<float>;
+  return LaunchMap(shape, KernelOf(dtype, aligned, arrays.residual != nullptr), resident, &params,
+                   stream);
+}
+
+cudaError_t LoadBatchNormApplyKernels() {
+  static KernelLoader loader;
+  return loader.Load([](const auto& load) {
+    for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
+      for (const bool aligned : {false, true}) {
+        for (const bool residual : {false, true}) {
+          load(reinterpret_cast<const void*>(
+              KernelOf(static_cast<DType>(dtype), aligned, residual)));
+        }
+      }
+    }
+  });
+}
+
+}  // namespace jax_fastops::cuda

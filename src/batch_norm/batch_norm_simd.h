@@ -1,0 +1,116 @@
+// The batch norm kernels of one instruction set. This header is included by the files that are
+// compiled several times; isa.h says what such a header may contain.
+#ifndef JAX_FASTOPS_BATCH_NORM_BATCH_NORM_SIMD_H_
+#define JAX_FASTOPS_BATCH_NORM_BATCH_NORM_SIMD_H_
+
+#include <stdint.h>
+
+#include "batch_norm/shape.h"
+#include "core/cpu/isa.h"
+#include "core/dtype.h"
+
+namespace jax_fastops::cpu {
+
+// If inner is at least this, elements of a channel are processed as runs; otherwise channels are
+// columns. A block of registers (kBlock in simd_math.h) is never longer, so it spans at most two
+// runs.
+inline constexpr int64_t kBatchNormRun = 32;
+
+// Kernels may read and write this many accumulators after the end of a table or a buffer. The
+// blocks of a group begin at multiples of it.
+inline constexpr int64_t kBatchNormSlack = 32;
+
+// A strip of columns: elements first + r * stride + [0, width) of a group, for r in [0, rows), and
+// the first `tail` elements of one more row.
+struct BatchNormStrip {
+  int64_t first;
+  int64_t stride;
+  int64_t width;
+  int64_t rows;
+  int64_t tail;
+};
+
+// Runs of `channels` adjacent channels, divided into pieces: `segments` pieces per run, of
+// `segment` elements except the last one. Piece q of channel c is number q % segments of the run
+// that begins with element first + q / segments * stride + c * inner of a group, for q in [begin,
+// end).
+struct BatchNormRuns {
+  int64_t first;
+  int64_t stride;
+  int64_t channels;
+  int64_t inner;
+  int64_t segment;
+  int64_t segments;
+  int64_t begin;
+  int64_t end;
+};
+
+// Arrays of function pointers are indexed by DType, unless noted. Array arguments are those of one
+// group. Coefficients for sums are accumulators: for columns, one for each position of the strip;
+// for runs, one for each of their channels.
+struct BatchNormKernels {
+  // For each position or channel: the mean, and the sum of the squared deviations from it. Buffers:
+  // 3 * (width + slack) accumulators, or (4 * slack + 1) * channels.
+  using MomentsOfColumns = void(const void* x, const BatchNormStrip& strip, void* buffer,
+                                double* mean, double* squares);
+  using MomentsOfRuns = void(const void* x, const BatchNormRuns& runs, void* buffer, double* mean,
+                             double* squares);
+  MomentsOfColumns* moments_of_columns[kNumDTypes];
+  MomentsOfRuns* moments_of_runs[kNumDTypes];
+
+  // For each position or channel: sum(g) and sum(g * (x - mean)). Also writes dx and dresidual if
+  // requested. Coefficients: the mean, and for dx its factor. Buffers: 2 * (width + slack)
+  // accumulators, or 4 * slack * channels.
+  using SumsOfColumns = void(const BatchNormSumsArrays& arrays, const BatchNormStrip& strip,
+                             int64_t mask_bytes, const void* const* coefficients, void* buffer,
+                             double* sums, double* products);
+  using SumsOfRuns = void(const BatchNormSumsArrays& arrays, const BatchNormRuns& runs,
+                          int64_t mask_bytes, const void* const* coefficients, void* buffer,
+                          double* sums, double* products);
+  SumsOfColumns* sums_of_columns[kNumDTypes];
+  SumsOfRuns* sums_of_runs[kNumDTypes];
+
+  // Elements [begin, end) of a group. Both are multiples of the slack, but `end` may also be the
+  // end of the group. For columns: the same elements of `rows` rows, which are `stride` apart. If
+  // there are several rows, `stride` must be a multiple of the slack. Columns have one coefficient
+  // for each position, beginning with `begin`. Runs have one for each channel of the group. Apply
+  // takes mean, factor and bias. Backward takes mean, factor, slope, average and dmean, for dx =
+  // factor * (g - average) + slope * (x - mean) + dmean.
+  struct Elements {
+    int64_t begin, end;
+    int64_t rows, stride;     // for columns
+    int64_t channels, inner;  // for runs; inner is 0 for columns
+    const void* coefficients[5];
+    bool stream;
+  };
+  using Apply = void(const BatchNormApplyArrays& arrays, bool relu, const Elements& elements);
+  using Backward = void(const BatchNormBackwardArrays& arrays, const Elements& elements);
+  Apply* apply[kNumDTypes];
+  Backward* backward[kNumDTypes];
+
+  // For channels [begin, end): the factor 1 / sqrt(var + eps) * scale, and the coefficients of
+  // Backward. The index is 1 if the accumulator is double, else 0.
+  using Factors = void(const void* var, const void* scale, double eps, int64_t begin, int64_t end,
+                       void* factor);
+  using Slopes = void(const BatchNormBackwardArrays& arrays, double eps, int64_t channels,
+                      int64_t begin, int64_t end, void* factor, void* slope, void* average);
+  Factors* factors[2];
+  Slopes* slopes[2];
+
+  // Merges the moments of `parts` parts. Each mean of part j has counts[j] elements. In each part,
+  // a channel has `inner` contiguous means. Parts are `stride` apart.
+  void (*merge_moments)(const double* mean, const double* squares, const double* counts,
+                        int64_t parts, int64_t stride, int64_t channels, int64_t inner,
+                        double* mean_result, double* squares_result);
+  // Merges sums in the same way.
+  void (*merge_sums)(const double* sums, int64_t parts, int64_t stride, int64_t channels,
+                     int64_t inner, double* result);
+
+  // Must follow streaming stores.
+  void (*fence)();
+};
+FASTOPS_DECLARE_KERNELS(BatchNormKernels, batch_norm_kernels)
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_BATCH_NORM_BATCH_NORM_SIMD_H_

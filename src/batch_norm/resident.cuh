@@ -1,0 +1,341 @@
+// The forward of a batch norm in one cooperative kernel. It computes the statistics and normalizes
+// x, and between these two passes keeps x on the chip, in registers and shared memory. What does
+// not fit is read again, from L2 if it is still there. batch_norm_grid.cuh describes the method.
+#ifndef JAX_FASTOPS_BATCH_NORM_RESIDENT_CUH_
+#define JAX_FASTOPS_BATCH_NORM_RESIDENT_CUH_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "batch_norm/deviations.cuh"
+#include "batch_norm/fold.cuh"
+#include "batch_norm/forward.h"
+#include "batch_norm/geometry.cuh"
+#include "batch_norm/grid.cuh"
+#include "batch_norm/units.cuh"
+#include "core/cuda/packed.cuh"
+#include "core/cuda/relu_of.cuh"
+
+namespace jax_fastops::cuda::batch_norm {
+
+struct ResidentParams {
+  Finish finish;
+  BatchNormForwardArrays arrays;
+  double eps;
+  double inverse_n;
+  bool relu;
+  bool aligned_parameters;
+  bool plain;          // FoldPlain applies
+  int64_t mask_bytes;  // of a group
+  int32_t slots;       // of a thread's ring
+  uint32_t finish_blocks;
+
+  __host__ __device__ const Geometry& geometry() const { return finish.geometry; }
+};
+
+// A thread's part of the ring. Unit j is in slot j % slots. Corresponding words of consecutive
+// threads are adjacent.
+template <typename T>
+struct RingOf {
+  static constexpr int kWords = UnitBits<T>::kWords;
+  static constexpr int kSlotBytes = kThreads * kWords * 16;
+  static constexpr int kStep = 4 / kWords;  // units that are copied, and used, at a time
+};
+
+// sum / n. All blocks wait for this result, and a division would take most of that time. One
+// correction step makes the product as accurate.
+__device__ __forceinline__ double Average(double sum, double n, double inverse_n) {
+  const double quotient = sum * inverse_n;
+  return isfinite(quotient) ? fma(fma(-quotient, n, sum), inverse_n, quotient) : quotient;
+}
+
+template <typename T, bool kResidual, typename Config>
+__global__ void __launch_bounds__(kThreads, Config::kBlocks)
+    ResidentKernel(const __grid_constant__ ResidentParams p) {
+  using A = ComputeType<T>;
+  using Ring = RingOf<T>;
+  constexpr int kWords = Ring::kWords, kStep = Ring::kStep;
+  constexpr int kKept = Config::kWords / kWords;  // units in registers
+  constexpr int kAhead = kRingAhead<Config>;
+  static_assert(kKept % kStep == 0);
+  extern __shared__ uint4 shared[];
+
+  const Geometry& g = p.geometry();
+  const Place place = PlaceOf(g, blockIdx.x);
+  const Share share = ShareOf(g, place, threadIdx.x);
+  const int64_t group = place.group * g.group_size;
+  const T* const x = static_cast<const T*>(p.arrays.x) + group;
+  const T* const residual = static_cast<const T*>(p.arrays.residual) + group;
+  T* const y = static_cast<T*>(p.arrays.y) + group;
+  uint8_t* const mask = p.arrays.mask == nullptr
+                            ? nullptr
+                            : static_cast<uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes;
+  const UnitChannels channels(g, place, share, p.aligned_parameters);
+  // Whether all lanes of the warp have the same number of units.
+  const bool together =
+      kWords == 2 && __all_sync(kFullWarp, share.count == __shfl_sync(kFullWarp, share.count, 0));
+
+  // First pass: the sums.
+  FoldBuffer<double>& buffer = *reinterpret_cast<FoldBuffer<double>*>(shared);
+  uint4* const ring = shared + kFoldBytes<double> / sizeof(uint4) + threadIdx.x;
+  const int slots = p.slots;
+  const int ringed = max(share.count - kKept, 0);  // units that go through the ring
+  const int passing = max(ringed - slots, 0);      // those of them that do not stay in it
+  const int64_t ring_first = share.first + kKept * share.stride;
+  UnitBits<T> kept[kKept];
+#pragma unroll
+  for (int k = 0; k < kKept; ++k) {
+    if (k < share.count) kept[k] = LoadUnit<T, true>(x + share.first + k * share.stride);
+  }
+  const auto ring_words = [&](int slot, int w) -> uint4& {
+    return ring[(slot * kWords + w) * kThreads];
+  };
+  // Data that stays on the chip is not read again, so L2 may evict it first.
+  uint64_t once, again;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(again));
+  int copied = 0, copy_slot = 0;
+  const T* from = x + ring_first;
+  const auto copy = [&] {
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) {
+      if (copied < ringed) {
+        const uint64_t policy = copied < passing ? again : once;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          CopyAsync(&ring_words(copy_slot, w), reinterpret_cast<const uint4*>(from) + w, policy,
+                    kWords == 1);
+        }
+      }
+      ++copied;
+      from += share.stride;
+      copy_slot = copy_slot + 1 == slots ? 0 : copy_slot + 1;
+    }
+    CommitCopies();
+  };
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) copy();
+
+  Deviations<A> deviations[kUnit];
+  const auto add = [&](const UnitBits<T>& unit) {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) deviations[i].Add(ToCompute(unit[i]));
+  };
+  const auto shift = [&](int added) {
+    const A n = static_cast<A>(added), inverse_n = A(1) / n;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) deviations[i].Shift(n, inverse_n);
+  };
+  if (share.count > 0) {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) deviations[i].Begin(ToCompute(kept[0][i]));
+  }
+#pragma unroll
+  for (int k = 0; k < kKept; ++k) {
+    if (k < share.count) add(kept[k]);
+    if (k == 3 && share.count > 4) shift(4);
+  }
+  int slot = 0;
+  for (int used = 0, shift_at = 16; used < ringed; used += kStep) {
+    WaitForCopies<kAhead - 1>();
+    if (used + kKept >= shift_at) {
+      shift(used + kKept);
+      shift_at = 4 * (used + kKept);
+    }
+    UnitBits<T> units[kStep];
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        if (used + k < ringed) units[k].words[w] = ring_words(slot, w);
+      }
+      slot = slot + 1 == slots ? 0 : slot + 1;
+    }
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) {
+      if (used + k < ringed) add(units[k]);
+    }
+    copy();
+  }
+  AddCut(g, share, x, deviations);
+
+  double* const workspace = reinterpret_cast<double*>(static_cast<A*>(p.arrays.workspace) +
+                                                      place.group * p.arrays.workspace_size);
+  // The counter follows the first group's sums in the workspace.
+  uint32_t* const counter =
+      reinterpret_cast<uint32_t*>(static_cast<double*>(p.arrays.workspace) + 2 * g.plane());
+  if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
+  {
+    Pair<double> sums[kUnit];
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      const int n = share.count + (i < share.cut);
+      if (n > 0) sums[i] = deviations[i].Result(n, 0);
+    }
+    if (p.plain) {
+      FoldPlain(g, place, sums, buffer, workspace);
+    } else {
+      Fold(g, place, sums, buffer, workspace);
+    }
+  }
+
+  struct Loaded {
+    UnitBits<T> x;
+    UnitBits<T> residual;
+  };
+  A mean[kUnit], factor[kUnit], bias[kUnit];
+  const auto load_residual = [&](int64_t element) {
+    if constexpr (kResidual) {
+      return LoadUnit<T, true>(residual + element);
+    } else {
+      return UnitBits<T>{};
+    }
+  };
+  // The unit of the result. Elements at `size` and after get no mask bit.
+  const auto apply = [&](const UnitBits<T>& unit, const UnitBits<T>& other, int64_t element,
+                         int size) {
+    A values[kUnit];
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      values[i] = fma(ToCompute(unit[i]) - mean[i], factor[i], bias[i]);
+      if constexpr (kResidual) values[i] += ToCompute(other[i]);
+      if (values[i] > 0) bits |= 1u << i;
+    }
+    if (mask != nullptr) mask[element >> 3] = static_cast<uint8_t>(bits & 0xffu >> (kUnit - size));
+    if (p.relu) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) values[i] = ReluOf(values[i]);
+    }
+    return RoundUnit<T>(values);
+  };
+  const auto put = [&](const UnitBits<T>& unit, const UnitBits<T>& other, int64_t element) {
+    const UnitBits<T> result = apply(unit, other, element, kUnit);
+    if (kWords == 2 && together) {
+      StorePairs(y + element, result);
+    } else {
+      StoreUnit<T, true>(y + element, result);
+    }
+  };
+
+  const auto statistics = [&] {
+    A scale[kUnit];
+    FinishGrid<A>(
+        p.finish, p.finish_blocks, p.plain, buffer.value[0], counter,
+        [&](int64_t at, const double (&sums)[2]) {
+          const Finish& f = p.finish;
+          const double average = Average(sums[0], f.n, p.inverse_n);
+          const double var = Average(sums[1], f.n, p.inverse_n) - average * average;
+          static_cast<A*>(f.out[0])[at] = static_cast<A>(average);
+          static_cast<A*>(f.out[1])[at] = static_cast<A>(var < 0 ? 0 : var);
+        },
+        [&] {
+          channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
+          channels.LoadOr(static_cast<const A*>(p.arrays.bias), A(0), bias);
+        });
+    if (share.count == 0 && share.cut == 0) return;
+    channels.Load(static_cast<const A*>(p.arrays.mean), mean);
+    channels.Load(static_cast<const A*>(p.arrays.var), factor);
+    const A eps = static_cast<A>(p.eps);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) factor[i] = InverseRoot(factor[i] + eps) * scale[i];
+  };
+  const auto put_kept = [&] {
+#pragma unroll
+    for (int k = 0; k < kKept; k += kStep) {
+      UnitBits<T> others[kStep];
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) {
+        if (k + i < share.count) {
+          others[i] = load_residual(share.first + (k + i) * share.stride);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) {
+        if (k + i < share.count) put(kept[k + i], others[i], share.first + (k + i) * share.stride);
+      }
+    }
+  };
+
+  // Second pass. It begins with the units that have passed through the ring, in reverse order,
+  // because the last ones are the likeliest to be in L2. Their first loads do not need the
+  // statistics, so they are issued before the grid barrier.
+  constexpr int kRows = kInFlight < T, kResidual ? 2 : 1 > ;
+  Sweep<kRows, Loaded>(
+      passing, ring_first + (passing - 1) * share.stride, -share.stride,
+      [&](int64_t element) {
+        Loaded loaded;
+        loaded.x = LoadUnit<T, true>(x + element);
+        loaded.residual = load_residual(element);
+        return loaded;
+      },
+      [&](const Loaded&) {
+        statistics();
+        put_kept();
+      },
+      [&](const Loaded& loaded, int64_t element) { put(loaded.x, loaded.residual, element); },
+      [] {});
+  const int stays = ringed - passing;
+  slot = slots == 0 ? 0 : passing % slots;
+  Sweep<kStep, UnitBits<T>>(
+      stays, ring_first + passing * share.stride, share.stride, load_residual,
+      [](const UnitBits<T>&) {},
+      [&](const UnitBits<T>& other, int64_t element) {
+        UnitBits<T> unit;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) unit.words[w] = ring_words(slot, w);
+        slot = slot + 1 == slots ? 0 : slot + 1;
+        put(unit, other, element);
+      },
+      [] {});
+  if (share.cut > 0) {
+    const int64_t element = g.group_size - share.cut;
+    const UnitBits<T> unit = LoadCutUnit(x + element, share.cut);
+    UnitBits<T> other;
+    if constexpr (kResidual) other = LoadCutUnit(residual + element, share.cut);
+    StoreCutUnit(y + element, apply(unit, other, element, share.cut), share.cut);
+  }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Host
+
+// Returns false if the kernel does not support the shape.
+template <typename T, typename Config>
+bool MakeResidentPlan(const BatchNormShape& shape, const ResidentDevice& device,
+                      int64_t workspace_size, GridPlan* plan) {
+  using Ring = RingOf<T>;
+  static_assert(sizeof(T) < 8);
+  return MakeGridPlan<Config>(
+      shape, device, workspace_size, workspace_size / (2 * sizeof(double) / sizeof(float)),
+      kFoldBytes<double>, Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep,
+      Config::kWords / Ring::kWords, plan);
+}
+
+inline ResidentParams MakeResidentParams(const BatchNormShape& shape, const GridPlan& plan,
+                                         const BatchNormForwardArrays& arrays, double eps,
+                                         bool relu) {
+  ResidentParams p;
+  p.finish = plan.finish;
+  p.finish.workspace = arrays.workspace;
+  p.finish.x = arrays.x;
+  p.finish.out[0] = arrays.mean;
+  p.finish.out[1] = arrays.var;
+  p.finish.out_stride = shape.channels;
+  p.arrays = arrays;
+  p.eps = eps;
+  p.inverse_n = 1 / plan.finish.n;
+  p.relu = relu;
+  p.aligned_parameters = IsAligned(arrays.mean) && IsAligned(arrays.var) &&
+                         IsAligned(arrays.scale) && IsAligned(arrays.bias);
+  p.plain = plan.plain;
+  p.mask_bytes = shape.mask_bytes();
+  p.slots = plan.slots;
+  p.finish_blocks = plan.finish_blocks;
+  return p;
+}
+
+}  // namespace jax_fastops::cuda::batch_norm
+
+#endif  // JAX_FASTOPS_BATCH_NORM_RESIDENT_CUH_

@@ -1,0 +1,300 @@
+// What the batch norm kernels share: loads and stores of units of 8 elements, the loop over a
+// thread's units, and the parameters of a unit's channels.
+#ifndef JAX_FASTOPS_BATCH_NORM_UNITS_CUH_
+#define JAX_FASTOPS_BATCH_NORM_UNITS_CUH_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "batch_norm/geometry.cuh"
+#include "core/cuda/packed.cuh"
+#include "core/dtype.h"
+
+namespace jax_fastops::cuda::batch_norm {
+
+// Resident blocks per SM. The number limits the registers of a thread. Three blocks keep enough
+// loads in flight, and the accumulators still fit into registers.
+template <typename T>
+inline constexpr int kBlocksPerProcessor = sizeof(T) == 8 ? 2 : 3;
+
+// Units that a thread loads before it uses the first of them. 64 bytes per thread, over all arrays,
+// keep enough loads in flight.
+template <typename T, int kArrays>
+inline constexpr int kInFlight =
+    64 / (kUnit * sizeof(T) * kArrays) > 0 ? 64 / (kUnit * int{sizeof(T)} * kArrays) : 1;
+
+// A unit as raw bits. It stays bits until it is used: extracting an element waits for the load, and
+// the next loads would be issued only after that.
+template <typename T>
+struct UnitBits {
+  static constexpr int kWords = kUnit * sizeof(T) / 16;
+  uint4 words[kWords];
+
+  __device__ __forceinline__ T operator[](int i) const {
+    T elements[kUnit];
+    memcpy(elements, words, sizeof(words));
+    return elements[i];
+  }
+};
+
+// A unit of a 16-bit type is one 16-byte access. Units of wider types take several accesses to the
+// same sectors; the first one leaves the sectors in L1 for the others.
+template <typename T, bool kAligned>
+__device__ __forceinline__ UnitBits<T> LoadUnit(const T* p) {
+  UnitBits<T> unit;
+  if constexpr (kAligned && sizeof(T) == 2) {
+    const Packed128<T> packed = LoadPacked<CacheHint::kNoAllocate>(p);
+    memcpy(&unit.words[0], packed.payload, 16);
+  } else if constexpr (kAligned) {
+#pragma unroll
+    for (int w = 0; w < unit.kWords; ++w) {
+      unit.words[w] = __ldg(reinterpret_cast<const uint4*>(p) + w);
+    }
+  } else {
+    T elements[kUnit];
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) elements[i] = p[i];
+    memcpy(unit.words, elements, sizeof(elements));
+  }
+  return unit;
+}
+
+// Loads the first `cut` elements of a partial unit and sets the others to 0.
+template <typename T>
+__device__ __forceinline__ UnitBits<T> LoadCutUnit(const T* p, int cut) {
+  T elements[kUnit];
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    elements[i] = FromCompute<T>(0);
+    if (i < cut) elements[i] = p[i];
+  }
+  UnitBits<T> unit;
+  memcpy(unit.words, elements, sizeof(elements));
+  return unit;
+}
+
+// Uses streaming stores unless the next kernel reads the array, so that written data does not evict
+// from L2 what is still to be read.
+template <typename T, bool kAligned, bool kReadNext = false>
+__device__ __forceinline__ void StoreUnit(T* p, const UnitBits<T>& unit) {
+#pragma unroll
+  for (int i = 0; i < (kAligned ? unit.kWords : kUnit); ++i) {
+    if constexpr (kAligned && kReadNext) {
+      __stwb(reinterpret_cast<uint4*>(p) + i, unit.words[i]);
+    } else if constexpr (kAligned) {
+      __stcs(reinterpret_cast<uint4*>(p) + i, unit.words[i]);
+    } else {
+      p[i] = unit[i];
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void StoreCutUnit(T* p, const UnitBits<T>& unit, int cut) {
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    if (i < cut) p[i] = unit[i];
+  }
+}
+
+// Rounds once to the element type. 16-bit types are converted in pairs.
+template <typename T>
+__device__ __forceinline__ UnitBits<T> RoundUnit(const ComputeType<T> (&values)[kUnit]) {
+  UnitBits<T> unit;
+  if constexpr (sizeof(T) == 2) {
+    PairOf<T> pairs[kUnit / 2];
+#pragma unroll
+    for (int i = 0; i < kUnit / 2; ++i) {
+      if constexpr (std::is_same_v<T, __half>) {
+        pairs[i] = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
+      } else {
+        pairs[i] = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+      }
+    }
+    memcpy(unit.words, pairs, sizeof(pairs));
+  } else {
+    memcpy(unit.words, values, sizeof(values));
+  }
+  return unit;
+}
+
+// Keeps the elements whose bit is set and sets the others to 0.
+template <typename T>
+__device__ __forceinline__ UnitBits<T> SelectUnit(uint32_t bits, const UnitBits<T>& unit) {
+  T elements[kUnit];
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) elements[i] = bits >> i & 1 ? unit[i] : FromCompute<T>(0);
+  UnitBits<T> selected;
+  memcpy(selected.words, elements, sizeof(elements));
+  return selected;
+}
+
+// Adds the elements of two units and rounds the sums.
+template <typename T>
+__device__ __forceinline__ UnitBits<T> AddUnits(const UnitBits<T>& a, const UnitBits<T>& b) {
+  ComputeType<T> values[kUnit];
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) values[i] = ToCompute(a[i]) + ToCompute(b[i]);
+  return RoundUnit<T>(values);
+}
+
+// The array from element `offset`, or null if the array is null.
+template <typename T>
+__device__ __forceinline__ T* PartOf(void* array, int64_t offset) {
+  return array == nullptr ? nullptr : static_cast<T*>(array) + offset;
+}
+template <typename T>
+__device__ __forceinline__ const T* PartOf(const void* array, int64_t offset) {
+  return array == nullptr ? nullptr : static_cast<const T*>(array) + offset;
+}
+
+// The loop over a thread's units. It calls load(element) for every unit and then use(loaded,
+// element), both in order and kRows units at a time. `begin(loaded)` is called once, after the
+// first loads have been issued, so that its own waiting overlaps with theirs. It is called even if
+// the thread has no units; `loaded` is uninitialized then. `between()` is called each time the
+// loads of a later batch have been issued.
+template <int kRows, typename Loaded, typename Load, typename Begin, typename Use, typename Between>
+__device__ __forceinline__ void Sweep(int count, int64_t first, int64_t stride, const Load& load,
+                                      const Begin& begin, const Use& use, const Between& between) {
+  Loaded loaded[kRows];
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    if (k < count) loaded[k] = load(first + k * stride);
+  }
+  begin(loaded[0]);
+  while (count > 0) {
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      if (k < count) use(loaded[k], first + k * stride);
+    }
+    count -= kRows;
+    first += kRows * stride;
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      if (k < count) loaded[k] = load(first + k * stride);
+    }
+    if (count > 0) between();
+  }
+}
+
+// Sweeps from the last unit to the first. The previous kernel has read in ascending order, so the
+// end of the array is still in L2.
+template <int kRows, typename Loaded, typename Load, typename Begin, typename Use>
+__device__ __forceinline__ void SweepBack(const Share& share, const Load& load, const Begin& begin,
+                                          const Use& use) {
+  Sweep<kRows, Loaded>(share.count, share.first + (share.count - 1) * share.stride, -share.stride,
+                       load, begin, use, [] {});
+}
+
+// The channels of the elements in a thread's unit.
+class UnitChannels {
+ public:
+  __device__ __forceinline__ UnitChannels(const Geometry& g, const Place& place, const Share& share,
+                                          bool aligned)
+      : channels_(g.channels) {
+    const int64_t run = DividePosition(g, share.position, g.inner);
+    const int64_t channel = run - DividePosition(g, run, g.channels) * g.channels;
+    const int64_t left = (run + 1) * g.inner - share.position;
+    base_ = place.group * g.channels;
+    channel_ = channel;
+    left_ = static_cast<int>(left < kUnit ? left : kUnit);
+    inner_ = static_cast<int>(g.inner < kUnit ? g.inner : kUnit);
+    vector_ = aligned && g.inner == 1 && g.channels % kUnit == 0;
+  }
+
+  // Loads a parameter for each element of the unit. With inner == 1, neighboring lanes read 32
+  // bytes apart, and the time of an access is proportional to the cache lines that it touches.
+  // Vectorized loads keep the number of accesses small where alignment allows them.
+  template <typename A>
+  __device__ __forceinline__ void Load(const A* parameter, A (&values)[kUnit]) const {
+    const A* const p = parameter + base_;
+    if (vector_) {
+#pragma unroll
+      for (int i = 0; i < kUnit; i += Packed128<A>::kSize) {
+        const Packed128<A> packed = LoadPacked(p + channel_ + i);
+#pragma unroll
+        for (int k = 0; k < packed.kSize; ++k) values[i + k] = packed[k];
+      }
+    } else {
+      Gather([&](int64_t channel) { return p[channel]; }, values);
+    }
+  }
+
+  // As Load, with the value `instead` if the parameter is null.
+  template <typename A>
+  __device__ __forceinline__ void LoadOr(const A* parameter, A instead, A (&values)[kUnit]) const {
+    if (parameter != nullptr) {
+      Load(parameter, values);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) values[i] = instead;
+    }
+  }
+
+  // Sets values[i] to get(channel of element i).
+  template <typename Get, typename V>
+  __device__ __forceinline__ void Gather(const Get& get, V (&values)[kUnit]) const {
+    if (inner_ == kUnit) {  // at most two channels
+      const V here = get(channel_);
+      const V next = left_ < kUnit ? get(channel_ + 1 == channels_ ? 0 : channel_ + 1) : here;
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) values[i] = i < left_ ? here : next;
+    } else {
+      int64_t channel = channel_;
+      int left = left_;
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        values[i] = get(channel);
+        if (--left == 0) {
+          left = inner_;
+          channel = channel + 1 == channels_ ? 0 : channel + 1;
+        }
+      }
+    }
+  }
+
+ private:
+  int64_t channels_, base_, channel_;
+  int left_, inner_;  // elements of the first channel's run, and of later runs
+  bool vector_;
+};
+
+__device__ __forceinline__ float InverseRoot(float x) { return rsqrtf(x); }
+__device__ __forceinline__ double InverseRoot(double x) { return rsqrt(x); }
+
+// A byte of the mask. Without a mask all bits are set.
+__device__ __forceinline__ uint32_t MaskByte(const uint8_t* mask, int64_t element) {
+  return mask != nullptr ? mask[element >> 3] : 0xffu;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Host
+
+inline cudaError_t GetProcessors(int* processors) {
+  int device;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device);
+}
+
+inline bool IsAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+// Whether all groups of these arrays are aligned to 16 bytes.
+template <typename... Pointers>
+bool AreGroupsAligned(const BatchNormShape& shape, size_t element, Pointers... arrays) {
+  return (IsAligned(arrays) && ...) &&
+         (shape.groups == 1 || shape.group_size() % static_cast<int64_t>(16 / element) == 0);
+}
+
+inline bool IsEmpty(const BatchNormShape& shape) { return shape.groups * shape.group_size() == 0; }
+
+inline unsigned BlocksOf(const BatchNormShape& shape, const Geometry& g) {
+  return static_cast<unsigned>(g.tiles * g.parts * shape.groups);
+}
+
+}  // namespace jax_fastops::cuda::batch_norm
+
+#endif  // JAX_FASTOPS_BATCH_NORM_UNITS_CUH_

@@ -1,0 +1,68 @@
+// Instruction sets: one binary runs on every machine of its architecture, and uses the widest
+// vectors that the machine has.
+//
+// A file named *_simd.cc is compiled once per instruction set, each time with other compiler flags.
+// FASTOPS_ISA is then the name of a namespace (baseline, avx2, avx512), and FASTOPS_ISA_LEVEL is 0,
+// 1, 2. The file defines tables of function pointers in that namespace:
+//
+//   namespace jax_fastops::cpu::FASTOPS_ISA {
+//   namespace { ... the kernels ... }
+//   extern const ReluKernels relu_kernels = {...};
+//   }
+//
+// The family's header declares the table with FASTOPS_DECLARE_KERNELS(ReluKernels, relu_kernels),
+// and the launcher gets it from FASTOPS_KERNELS(relu_kernels).
+//
+// Only the tables may have external linkage in such files and in the headers that they include. An
+// inline function or template outside of an anonymous namespace would be emitted once per
+// instruction set, and the linker would keep an arbitrary copy, so a baseline machine could execute
+// AVX-512 code. So these files include no C++ standard header that contains functions. For the same
+// reason, tables are constants that are initialized without code.
+#ifndef JAX_FASTOPS_CORE_CPU_ISA_H_
+#define JAX_FASTOPS_CORE_CPU_ISA_H_
+
+namespace jax_fastops::cpu {
+
+enum class Isa { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
+inline constexpr int kNumIsas = 3;
+
+// The instruction set in use: the widest that was built and that the machine and its operating
+// system support. JAX_FASTOPS_CPU_ISA=baseline|avx2|avx512 limits it. Decided once per process.
+Isa ActiveIsa();
+bool IsaIsBuilt(Isa isa);
+const char* IsaName(Isa isa);
+
+}  // namespace jax_fastops::cpu
+
+#define FASTOPS_DECLARE_KERNELS(Table, name) \
+  namespace baseline {                       \
+  extern const Table name;                   \
+  }                                          \
+  namespace avx2 {                           \
+  extern const Table name;                   \
+  }                                          \
+  namespace avx512 {                         \
+  extern const Table name;                   \
+  }
+
+#ifdef FASTOPS_BUILT_avx2
+#define FASTOPS_AVX2_TABLE(name) &::jax_fastops::cpu::avx2::name
+#else
+#define FASTOPS_AVX2_TABLE(name) nullptr
+#endif
+#ifdef FASTOPS_BUILT_avx512
+#define FASTOPS_AVX512_TABLE(name) &::jax_fastops::cpu::avx512::name
+#else
+#define FASTOPS_AVX512_TABLE(name) nullptr
+#endif
+
+// A reference to the table of the active instruction set. For files that are compiled once.
+#define FASTOPS_KERNELS(name)                                                              \
+  ([]() -> decltype(::jax_fastops::cpu::baseline::name)& {                                 \
+    decltype(&::jax_fastops::cpu::baseline::name) tables[::jax_fastops::cpu::kNumIsas] = { \
+        &::jax_fastops::cpu::baseline::name, FASTOPS_AVX2_TABLE(name),                     \
+        FASTOPS_AVX512_TABLE(name)};                                                       \
+    return *tables[static_cast<int>(::jax_fastops::cpu::ActiveIsa())];                     \
+  }())
+
+#endif  // JAX_FASTOPS_CORE_CPU_ISA_H_

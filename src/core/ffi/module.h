@@ -1,0 +1,57 @@
+// Shared by both Python modules: the handler table as Python objects, and the build information.
+#ifndef JAX_FASTOPS_CORE_FFI_MODULE_H_
+#define JAX_FASTOPS_CORE_FFI_MODULE_H_
+
+#include <nanobind/nanobind.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "core/ffi/registry.h"
+
+#ifndef FASTOPS_JAXLIB_VERSION
+#error "the build passes the version of the jaxlib whose headers it compiles against"
+#endif
+
+namespace jax_fastops {
+
+inline nanobind::object HandlerCapsule(XLA_FFI_Handler* handler) {
+  PyObject* capsule = PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr);
+  if (capsule == nullptr) throw nanobind::python_error();
+  return nanobind::steal(capsule);
+}
+
+// {target: {stage: capsule}}, as jax.ffi.register_ffi_target takes it.
+inline nanobind::dict Handlers() {
+  nanobind::dict table;
+  for (const Registration* r = Registration::First(); r != nullptr; r = r->Next()) {
+    if (table.contains(r->target())) {
+      throw std::logic_error(std::string("FFI target registered twice: ") + r->target());
+    }
+    nanobind::dict stages;
+    stages["execute"] = HandlerCapsule(r->execute());
+    if (r->initialize() != nullptr) stages["initialize"] = HandlerCapsule(r->initialize());
+    table[r->target()] = stages;
+  }
+  return table;
+}
+
+// The entries of build_info() that do not depend on the backend.
+inline nanobind::dict CommonBuildInfo() {
+  nanobind::dict info;
+  info["abi"] = kKernelAbi;
+  info["ffi_api_version"] = nanobind::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  info["jaxlib_version"] = FASTOPS_JAXLIB_VERSION;
+#if defined(__clang__)
+  info["compiler"] = "clang " __clang_version__;
+#elif defined(__GNUC__)
+  info["compiler"] = "gcc " __VERSION__;
+#else
+  info["compiler"] = "unknown";
+#endif
+  return info;
+}
+
+}  // namespace jax_fastops
+
+#endif  // JAX_FASTOPS_CORE_FFI_MODULE_H_

@@ -1,0 +1,285 @@
+// The activations gelu, gelu_exact and silu, and their derivatives, of one element.
+//
+// A kernel that calls them is bound by memory only if an element costs few instructions: an H100
+// has about 40 issue slots in the time in which it reads and writes an element of 16 bits, and
+// twice as many for a float32. The functions of CUDA's math library are too slow. tanh.approx is
+// fast, but loses the negative tail, where the result is small but its relative error still counts.
+// So:
+//
+// - Everything is computed from a = min(|s|, limit); at the limit the tail has vanished. Only one
+//   power of two, e = 2^t with t <= 0, gets small. Nothing overflows, almost equal numbers are
+//   subtracted only where y' has its zero, and huge or infinite s need no separate code.
+// - One ex2.approx and one rcp.approx per element, no branch.
+// - An error dt of t is a relative error dt ln 2 of e. For float, the rounding error of t is
+//   computed and corrected in e, and the reciprocal is refined. Types of 16 bits do not need this;
+//   their code is exact only to 2^-16.
+// - e is held as 2^kShift e: a subnormal e would lose bits that the result, which is larger, needs.
+//
+// With a = |s|:
+//   gelu, silu:  y = s * sigmoid(v), v = s for silu, v = s (c0 + c1 s^2) for gelu's tanh form
+//                e = exp(-|v|), r = 1 / (1 + e): sigmoid is r for s >= 0, e r for s < 0
+//                y' = sigmoid + e r^2 s v'
+//   gelu_exact:  y = s Phi(s), Phi(-a) = exp(-a^2 / 2) g(a), Phi(a) = 1 - Phi(-a)
+//                y' = Phi + s exp(-s^2 / 2) / sqrt(2 pi)
+// g(a) = erfcx(a / sqrt 2) / 2 falls like 1 / a. It is q times a polynomial of q = 1 / (1 + c a),
+// fitted for the smallest relative error over the a that matter.
+//
+// As in jax.nn, NaN gives NaN. y(-inf) is NaN, because it is an infinity times 0, and so is y' at
+// infinities: the code adds s - s there. For float64 there is time for the math library.
+#ifndef JAX_FASTOPS_ELEMENTWISE_ACTIVATION_CUH_
+#define JAX_FASTOPS_ELEMENTWISE_ACTIVATION_CUH_
+
+#include <type_traits>
+
+#include "core/cuda/packed.cuh"
+
+namespace jax_fastops::cuda {
+namespace activation {
+
+inline constexpr double kLog2E = 1.4426950408889634;
+
+// float16 underflows long before float does.
+template <typename T>
+inline constexpr int kShift = std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, float> ? 40 : 0;
+template <typename T>
+inline constexpr ComputeType<T> kUnshift = kShift<T> == 0 ? 1.0 : 9.094947017729282e-13;
+
+// A constant in two parts: its rounding to float, and the rounding error.
+struct Constant {
+  float high, low;
+  constexpr explicit Constant(double value)
+      : high(static_cast<float>(value)),
+        low(static_cast<float>(value - static_cast<double>(static_cast<float>(value)))) {}
+};
+
+// 2^(kShift + a b + low). `low` is used only for float. A subnormal result is 0.
+template <typename T>
+__device__ __forceinline__ float PowerOfTwo(float a, float b, float low) {
+  constexpr float shift = kShift<T>;
+  // For float, both rounding errors of t are known. t - shift is exact: either the sum is the
+  // smaller of the two numbers, or t is between shift / 2 and shift.
+  const float t = sizeof(T) == 2 ? fmaf(a, b, shift) : __fadd_rn(__fmul_rn(a, b), shift);
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
+  if constexpr (sizeof(T) == 2) return power;
+  const float lost = fmaf(a, b, shift - t) + low;
+  return fmaf(power, lost * 0.69314718f, power);
+}
+
+// 1 / x, if x is neither subnormal nor huge.
+template <typename T>
+__device__ __forceinline__ ComputeType<T> Reciprocal(ComputeType<T> x) {
+  if constexpr (sizeof(T) == 8) {
+    return 1.0 / x;
+  } else {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return sizeof(T) == 2 ? y : fmaf(y, fmaf(-x, y, 1.0f), y);
+  }
+}
+
+// min(|s|, limit), or NaN if s is NaN.
+__device__ __forceinline__ float Magnitude(float s, float limit) {
+  float a;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(a) : "f"(fabsf(s)), "f"(limit));
+  return a;
+}
+__device__ __forceinline__ double Magnitude(double s, double limit) {
+  const double a = fabs(s);
+  return a > limit ? limit : a;
+}
+
+// s * sigmoid(v), given e = 2^kShift exp(-|v|).
+template <typename T>
+__device__ __forceinline__ ComputeType<T> LogisticValue(ComputeType<T> s, ComputeType<T> e) {
+  using A = ComputeType<T>;
+  const A y = s * Reciprocal<T>(A(1) + e * kUnshift<T>);
+  return s < A(0) ? y * e * kUnshift<T> : y;
+}
+
+// The derivative of s * sigmoid(v). `slope` is a v'(a).
+template <typename T>
+__device__ __forceinline__ ComputeType<T> LogisticDerivative(ComputeType<T> s, ComputeType<T> e,
+                                                             ComputeType<T> slope) {
+  using A = ComputeType<T>;
+  const A r = Reciprocal<T>(A(1) + e * kUnshift<T>);
+  const A below = e * r;
+  const A bend = below * r * slope;
+  return s < A(0) ? (below - bend) * kUnshift<T> : r + bend * kUnshift<T>;
+}
+
+}  // namespace activation
+
+// s * sigmoid(2 sqrt(2 / pi) (s + 0.044715 s^3)), which is jax.nn.gelu's form with tanh.
+struct Gelu {
+  template <typename T>
+  static __device__ __forceinline__ ComputeType<T> Value(ComputeType<T> s) {
+    const ComputeType<T> a = activation::Magnitude(s, kLimit<T>);
+    return activation::LogisticValue<T>(s, Exp<T>(a, a * a));
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ ComputeType<T> Derivative(ComputeType<T> s) {
+    using A = ComputeType<T>;
+    const A a = activation::Magnitude(s, kLimit<T>);
+    const A a2 = a * a;
+    return activation::LogisticDerivative<T>(s, Exp<T>(a, a2),
+                                             a * (A(3 * kCubic) * a2 + A(kLinear))) +
+           (s - s);
+  }
+
+ private:
+  static constexpr double kLinear = 1.5957691216057308;  // 2 sqrt(2 / pi)
+  static constexpr double kCubic = kLinear * 0.044715;
+  template <typename T>
+  static constexpr ComputeType<T> kLimit = sizeof(T) == 8 ? 24 : 16;
+
+  template <typename T>
+  static __device__ __forceinline__ ComputeType<T> Exp(ComputeType<T> a, ComputeType<T> a2) {
+    if constexpr (sizeof(T) == 8) {
+      return exp(-a * (kCubic * a2 + kLinear));
+    } else {
+      constexpr activation::Constant c0(-kLinear * activation::kLog2E);
+      constexpr activation::Constant c1(-kCubic * activation::kLog2E);
+      return activation::PowerOfTwo<T>(a, fmaf(a2, c1.high, c0.high), a * c0.low);
+    }
+  }
+};
+
+// s * sigmoid(s).
+struct Silu {
+  template <typename T>
+  static __device__ __forceinline__ ComputeType<T> Value(ComputeType<T> s) {
+    return activation::LogisticValue<T>(s, Exp<T>(activation::Magnitude(s, kLimit<T>)));
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ ComputeType<T> Derivative(ComputeType<T> s) {
+    const ComputeType<T> a = activation::Magnitude(s, kLimit<T>);
+    return activation::LogisticDerivative<T>(s, Exp<T>(a), a) + (s - s);
+  }
+
+ private:
+  template <typename T>
+  static constexpr ComputeType<T> kLimit = sizeof(T) == 8 ? 760 : 120;
+
+  template <typename T>
+  static __device__ __forceinline__ ComputeType<T> Exp(ComputeType<T> a) {
+    if constexpr (sizeof(T) == 8) {
+      return exp(-a);
+    } else {
+      constexpr activation::Constant c(-activation::kLog2E);
+      return activation::PowerOfTwo<T>(a, c.high, a * c.low);
+    }
+  }
+};
+
+// s * Phi(s), which is jax.nn.gelu's form with erf.
+struct GeluExact {
+  template <typename T>
+  static __device__ __forceinline__ ComputeType<T> Value(ComputeType<T> s) {
+    if constexpr (sizeof(T) == 8) {
+      return 0.5 * s * erfc(-s * kSqrtHalf);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      const float below = Below(s);
+      return s * (s < 0.0f ? below : 1.0f - below);
+    } else {
+      const Normal n = NormalOf<T>(s);
+      const float below = s * n.below * activation::kUnshift<T>;
+      const float above = s * (1.0f - n.below * activation::kUnshift<T>);
+      return s < 0.0f ? below : above;
+    }
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ ComputeType<T> Derivative(ComputeType<T> s) {
+    if constexpr (sizeof(T) == 8) {
+      const double t = s < -40.0 ? -40.0 : s > 40.0 ? 40.0 : s;
+      return 0.5 * erfc(-t * kSqrtHalf) + t * (kDensity * exp(-0.5 * (t * t))) + (s - s);
+    } else {
+      const Normal n = NormalOf<T>(s);
+      const float below = fmaf(n.a * n.e, -static_cast<float>(kDensity), n.below);
+      const float far = below * activation::kUnshift<T>;
+      return (s < 0.0f ? far : 1.0f - far) + (s - s);
+    }
+  }
+
+ private:
+  static constexpr double kSqrtHalf = 0.7071067811865476;
+  static constexpr double kDensity = 0.3989422804014327;  // 1 / sqrt(2 pi)
+
+  struct Normal {
+    float a;
+    float e;      // 2^kShift exp(-a^2 / 2)
+    float below;  // 2^kShift Phi(-a)
+  };
+
+  template <typename T>
+  static __device__ __forceinline__ Normal NormalOf(float s) {
+    constexpr activation::Constant c(-0.5 * activation::kLog2E);
+    Normal n;
+    n.a = activation::Magnitude(s, 16.0f);
+    const float a2 = n.a * n.a;
+    const float lost = fmaf(n.a, n.a, -a2);
+    n.e = activation::PowerOfTwo<T>(a2, c.high, fmaf(a2, c.low, lost * c.high));
+    n.below = n.e * Scaled<T>(n.a);
+    return n;
+  }
+
+  // Phi(-a) to 2^-12, an eighth of the rounding of bfloat16. Only for the value: y' has a zero,
+  // next to which an error of Phi would be visible. 2^-kShift is a factor of the polynomial's
+  // coefficients. The product is subnormal only if y almost is, and then has enough bits.
+  static __device__ __forceinline__ float Below(float s) {
+    using T = __nv_bfloat16;
+    constexpr float c = -0.5 * activation::kLog2E, unit = activation::kUnshift<T>;
+    const float a = activation::Magnitude(s, 16.0f);
+    const float e = activation::PowerOfTwo<T>(a * a, c, 0.0f);
+    const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
+    float p = 0.20884496f * unit;
+    p = fmaf(p, q, 0.035587393f * unit);
+    p = fmaf(p, q, 0.13747835f * unit);
+    p = fmaf(p, q, 0.118204355f * unit);
+    return e * (q * p);
+  }
+
+  // g(a).
+  template <typename T>
+  static __device__ __forceinline__ float Scaled(float a) {
+    if constexpr (std::is_same_v<T, __half>) {  // a <= 6.5: 2^-19
+      const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
+      float p = -0.08258808f;
+      p = fmaf(p, q, 0.23289548f);
+      p = fmaf(p, q, -0.036773924f);
+      p = fmaf(p, q, 0.15530612f);
+      p = fmaf(p, q, 0.110788256f);
+      p = fmaf(p, q, 0.12037138f);
+      return q * p;
+    } else if constexpr (sizeof(T) == 2) {  // a <= 14.5: 2^-16
+      const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
+      float p = -0.07670065f;
+      p = fmaf(p, q, 0.21484911f);
+      p = fmaf(p, q, -0.015597693f);
+      p = fmaf(p, q, 0.14347343f);
+      p = fmaf(p, q, 0.11392282f);
+      p = fmaf(p, q, 0.12005742f);
+      return q * p;
+    } else {  // a <= 14.5: 2^-28
+      const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
+      float p = -0.020623479f;
+      p = fmaf(p, q, 0.112435676f);
+      p = fmaf(p, q, -0.22821376f);
+      p = fmaf(p, q, 0.19178475f);
+      p = fmaf(p, q, -0.07942368f);
+      p = fmaf(p, q, 0.09615694f);
+      p = fmaf(p, q, 0.07838961f);
+      p = fmaf(p, q, 0.11023543f);
+      p = fmaf(p, q, 0.11957181f);
+      p = fmaf(p, q, 0.11968669f);
+      return q * p;
+    }
+  }
+};
+
+}  // namespace jax_fastops::cuda
+
+#endif  // JAX_FASTOPS_ELEMENTWISE_ACTIVATION_CUH_

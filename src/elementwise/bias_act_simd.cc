@@ -1,0 +1,84 @@
+// The inner loops of bias_act.cc. The backward computes x + bias again, without rounding it to the
+// element type. The addition is cheap next to the exponential, and no array has to be stored.
+#include "elementwise/bias_act_simd.h"
+
+#include "elementwise/activation_math.h"
+
+namespace jax_fastops::cpu::FASTOPS_ISA {
+namespace {
+
+template <typename E, template <typename> class Activation>
+struct BiasAct {
+  using A = typename E::A;
+  using Vec = typename A::Vec;
+  using F = Activation<A>;
+
+  static void Forward(int64_t n, const BlockArray* in, const BlockArray* out) {
+    const BlockArray x = in[0], bias = in[1], y = out[0];
+    OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      const Pair<A> s =
+          Add(LoadBlock<E>(extent, x, i, count), LoadBlock<E>(extent, bias, i, count));
+      StoreBlock<E>(extent, y, i, count,
+                    Each<A>([](Vec v) FASTOPS_LAMBDA { return F::Value(v); }, s));
+    });
+  }
+
+  static void Backward(int64_t n, const BlockArray* in, const BlockArray* out) {
+    const BlockArray dy = in[0], x = in[1], bias = in[2], dx = out[0], dbias = out[1];
+    OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      const Pair<A> s =
+          Add(LoadBlockAhead<E>(extent, x, i, count), LoadBlockAhead<E>(extent, bias, i, count));
+      const Pair<A> g = Mul(LoadBlockAhead<E>(extent, dy, i, count),
+                            Each<A>([](Vec v) FASTOPS_LAMBDA { return F::Derivative(v); }, s));
+      StoreBlock<E>(extent, dx, i, count, g);
+      StoreBlock<E>(extent, dbias, i, count, g);
+    });
+  }
+};
+
+template <typename E>
+struct BiasRelu {
+  using A = typename E::A;
+  using Vec = typename A::Vec;
+
+  static void Forward(int64_t n, const BlockArray* in, const BlockArray* out) {
+    const BlockArray x = in[0], bias = in[1], y = out[0], mask = out[1];
+    OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      const Pair<A> s =
+          Add(LoadBlock<E>(extent, x, i, count), LoadBlock<E>(extent, bias, i, count));
+      const Pair<A> zero = SetPair<A>(0);
+      const PairMask<A> positive = {
+          {More<A>::Less(zero.part[0], s.part[0]), More<A>::Less(zero.part[1], s.part[1])}};
+      // NaN is not equal to itself, so it is kept.
+      StoreBlock<E>(extent, y, i, count, Select(positive, s, Select(Equal(s, s), zero, s)));
+      StoreBits<E>(extent, mask, i, count, positive);
+    });
+  }
+
+  static void Backward(int64_t n, const BlockArray* in, const BlockArray* out) {
+    const BlockArray dy = in[0], mask = in[1], dx = out[0], dbias = out[1];
+    OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      const Pair<A> g = Select(LoadBits<E>(extent, mask, i, count),
+                               Loaded(LoadBlockAhead<E>(extent, dy, i, count)), SetPair<A>(0));
+      StoreBlock<E>(extent, dx, i, count, g);
+      StoreBlock<E>(extent, dbias, i, count, g);
+    });
+  }
+};
+
+}  // namespace
+
+#define FASTOPS_BY_DTYPE(Kernel, Activation, name)                                                 \
+  {Kernel<E32, Activation>::name, Kernel<EBF16, Activation>::name, Kernel<EF16, Activation>::name, \
+   Kernel<E64, Activation>::name}
+#define FASTOPS_RELU(name) \
+  {BiasRelu<E32>::name, BiasRelu<EBF16>::name, BiasRelu<EF16>::name, BiasRelu<E64>::name}
+
+extern const BiasActKernels bias_act_kernels;
+const BiasActKernels bias_act_kernels = {
+    {FASTOPS_BY_DTYPE(BiasAct, Gelu, Forward), FASTOPS_BY_DTYPE(BiasAct, GeluExact, Forward),
+     FASTOPS_BY_DTYPE(BiasAct, Silu, Forward), FASTOPS_RELU(Forward)},
+    {FASTOPS_BY_DTYPE(BiasAct, Gelu, Backward), FASTOPS_BY_DTYPE(BiasAct, GeluExact, Backward),
+     FASTOPS_BY_DTYPE(BiasAct, Silu, Backward), FASTOPS_RELU(Backward)}};
+
+}  // namespace jax_fastops::cpu::FASTOPS_ISA

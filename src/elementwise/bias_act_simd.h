@@ -1,0 +1,23 @@
+// The kernels of bias_act for one instruction set. This header is included by the files that are
+// compiled several times; isa.h says what such a header may contain.
+#ifndef JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_SIMD_H_
+#define JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_SIMD_H_
+
+#include "elementwise/blocks_simd.h"
+
+namespace jax_fastops::cpu {
+
+inline constexpr int kNumActivations = 4;
+
+// Kernels by Activation and DType. The comments give the inputs; the outputs.
+struct BiasActKernels {
+  // x, bias; the result, and for relu the mask.
+  BlockKernel* forward[kNumActivations][kNumDTypes];
+  // dy, x, bias (for relu: dy, the mask); dx, dbias.
+  BlockKernel* backward[kNumActivations][kNumDTypes];
+};
+FASTOPS_DECLARE_KERNELS(BiasActKernels, bias_act_kernels)
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_SIMD_H_

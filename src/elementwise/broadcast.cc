@@ -1,0 +1,66 @@
+#include "elementwise/broadcast.h"
+
+#include <cstddef>
+
+namespace jax_fastops {
+
+int64_t BroadcastShape::elements() const {
+  int64_t product = 1;
+  for (int d = 0; d < rank; ++d) product *= size[d];
+  return product;
+}
+
+bool BroadcastShape::IsFull(int array) const {
+  int64_t step = 1;
+  for (int d = rank; d-- > 0; step *= size[d]) {
+    if (stride[array][d] != step) return false;
+  }
+  return true;
+}
+
+bool BroadcastShape::IsScalar(int array) const {
+  for (int d = 0; d < rank; ++d) {
+    if (stride[array][d] != 0) return false;
+  }
+  return true;
+}
+
+std::vector<int64_t> BroadcastStrides(const std::vector<int64_t>& result,
+                                      const std::vector<int64_t>& array) {
+  std::vector<int64_t> strides(result.size(), 0);
+  int64_t step = 1;
+  for (size_t i = result.size(); i-- > 0; step *= array[i]) {
+    if (array[i] == result[i]) strides[i] = step;
+  }
+  return strides;
+}
+
+bool Collapse(const std::vector<int64_t>& result,
+              const std::vector<std::vector<int64_t>>& array_strides, BroadcastShape* shape) {
+  *shape = BroadcastShape{};
+  if (array_strides.size() > static_cast<size_t>(kMaxBroadcastArrays)) return false;
+  const int arrays = shape->arrays = static_cast<int>(array_strides.size());
+  for (const int64_t size : result) {
+    if (size != 0) continue;
+    shape->rank = 1;
+    shape->size[0] = 0;
+    for (int a = 0; a < arrays; ++a) shape->stride[a][0] = 1;
+    return true;
+  }
+  for (size_t i = 0; i < result.size(); ++i) {
+    if (result[i] == 1) continue;
+    const int last = shape->rank - 1;
+    bool merges = last >= 0;
+    for (int a = 0; merges && a < arrays;
+         ++a) {  // both strides are 0, or the dimensions are contiguous
+      merges = shape->stride[a][last] == array_strides[a][i] * result[i];
+    }
+    if (!merges && shape->rank == kMaxBroadcastRank) return false;
+    const int at = merges ? last : shape->rank++;
+    shape->size[at] = result[i] * (merges ? shape->size[at] : 1);
+    for (int a = 0; a < arrays; ++a) shape->stride[a][at] = array_strides[a][i];
+  }
+  return true;
+}
+
+}  // namespace jax_fastops

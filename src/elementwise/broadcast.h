@@ -1,0 +1,52 @@
+// The sizes of an element-wise op's result and the strides of its arrays, computed once per call
+// and shared by the backends. An array that is broadcast along a dimension has stride 0 there and
+// is never expanded.
+//
+// Dimensions of size 1 are dropped, and adjacent dimensions are merged if all arrays allow it:
+// (16, 3, 1024, 1024) with an operand (16, 1, 1, 1) becomes two dimensions.
+//
+// Source: CMU 10-414, strides of 0; Paddle, lerp, without its limit of six dimensions.
+#ifndef JAX_FASTOPS_ELEMENTWISE_BROADCAST_H_
+#define JAX_FASTOPS_ELEMENTWISE_BROADCAST_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace jax_fastops {
+
+inline constexpr int kMaxBroadcastRank = 16;
+inline constexpr int kMaxBroadcastArrays = 8;
+
+struct BroadcastShape {
+  int rank = 0;
+  int arrays = 0;
+  // Major to minor. The result itself, and every array of its shape, is dense and row-major.
+  int64_t size[kMaxBroadcastRank];
+  // In elements; for a bitmask, in bits.
+  int64_t stride[kMaxBroadcastArrays][kMaxBroadcastRank];
+
+  int64_t elements() const;
+  // The length of the innermost dimension; 1 if there is none.
+  int64_t inner() const { return rank == 0 ? 1 : size[rank - 1]; }
+  // Whether an array has the result's shape.
+  bool IsFull(int array) const;
+  // Whether it has a single element.
+  bool IsScalar(int array) const;
+  // The stride along the innermost dimension: 0 or 1. It is larger if the innermost dimension of
+  // the array was dropped (a mask with one bit per byte; copies along a dimension of 1).
+  int64_t InnerStride(int array) const { return rank == 0 ? 0 : stride[array][rank - 1]; }
+};
+
+// The row-major strides of a dense array that broadcasts to `result`: 0 along dimensions in which
+// it does not have the result's size.
+std::vector<int64_t> BroadcastStrides(const std::vector<int64_t>& result,
+                                      const std::vector<int64_t>& array);
+
+// Drops and merges dimensions. False if more than kMaxBroadcastRank dimensions are left, or if
+// there are more than kMaxBroadcastArrays arrays. An empty result has one dimension of size 0.
+bool Collapse(const std::vector<int64_t>& result,
+              const std::vector<std::vector<int64_t>>& array_strides, BroadcastShape* shape);
+
+}  // namespace jax_fastops
+
+#endif  // JAX_FASTOPS_ELEMENTWISE_BROADCAST_H_

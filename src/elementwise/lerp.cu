@@ -1,0 +1,77 @@
+// lerp: start + weight * (end - start) over operands that are broadcast against each other, and its
+// gradients
+//
+//   dstart = dy * (1 - weight),  dend = dy * weight,  dweight = dy * (end - start),
+//
+// each summed over the dimensions along which its operand is broadcast. The kernels are in
+// elementwise/forward.cuh and elementwise/backward.cuh.
+//
+// Source: Paddle, lerp.
+#include "elementwise/lerp_cuda.h"
+
+#include "core/cuda/load_kernels.h"
+#include "elementwise/backward.cuh"
+#include "elementwise/forward.cuh"
+
+namespace jax_fastops::cuda {
+namespace {
+
+struct Lerp {
+  static constexpr int kOperands = 3;
+  static constexpr int kGradients = 3;
+  static constexpr bool kMayBeWide = false;
+  static constexpr bool kBits = false;
+  static constexpr bool kFirstIsFull = false;
+  static constexpr bool kShortUnits = false;
+
+  // Computed from the nearer end, so that a weight of 0 or 1 gives exactly that end. The end is
+  // selected, because adding 0 may turn -0 into +0. If the distance is not finite, the formula is
+  // used as written above, and gives the same NaN.
+  template <typename T>
+  static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[3]) {
+    using C = ComputeType<T>;
+    const C distance = x[1] - x[0], weight = x[2];
+    // These values depend only on the weight. The compiler hoists them if one weight serves many.
+    const bool from_start = weight < C(0.5);
+    const C way = from_start ? weight : weight - C(1);
+    const C near = from_start ? x[0] : x[1];
+    const C y = way == C(0) ? near : fma(way, distance, near);
+    return fabs(distance) < C(INFINITY) ? y : fma(weight, distance, x[0]);
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ void Gradients(ComputeType<T> dy, const ComputeType<T> (&x)[3],
+                                                   ComputeType<T> (&g)[3]) {
+    g[0] = dy * (ComputeType<T>(1) - x[2]);
+    g[1] = dy * x[2];
+    g[2] = dy * (x[1] - x[0]);
+  }
+
+  static void Needed(const bool* wanted, bool* needed) {
+    needed[0] = needed[1] = wanted[2];
+    needed[2] = wanted[0] || wanted[1];
+  }
+};
+
+}  // namespace
+
+cudaError_t LoadLerpKernels() {
+  static KernelLoader loader;
+  return loader.Load([](const auto& load) {
+    LoadElementwiseForward<Lerp>(load);
+    LoadElementwiseBackward<Lerp>(load);
+  });
+}
+
+cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3],
+                        void* out, cudaStream_t stream) {
+  return ElementwiseForward<Lerp>(shape, dtype, operands, out, stream);
+}
+
+cudaError_t LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
+                         const Operand operands[3], const Gradient gradients[3],
+                         SumWorkspace workspace, cudaStream_t stream) {
+  return ElementwiseBackward<Lerp>(shape, dtype, dy, operands, gradients, workspace, stream);
+}
+
+}  // namespace jax_fastops::cuda

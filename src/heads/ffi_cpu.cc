@@ -1,0 +1,83 @@
+// CPU handlers of the attention head ops. Names, operands and results (shapes in heads/shape.h):
+//   split_heads  x, or x and bias -> one or three arrays of heads
+//   merge_heads  one or three arrays of heads -> x, or x and sums
+// They have the attribute batch_first (buffers.h).
+#include "heads/heads_cpu.h"
+
+#include <vector>
+
+#include "core/ffi/executor.h"
+#include "core/ffi/handler_cpu.h"
+#include "heads/buffers.h"
+
+namespace jax_fastops {
+namespace {
+
+ffi::Error SplitHeadsImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs bias,
+                          ffi::RemainingRets y, bool batch_first) {
+  const char* op = "split_heads";
+  std::vector<NamedBuffer> results;
+  void* pointers[kMaxHeadParts] = {};
+  FASTOPS_RETURN_IF_ERROR(ReadResults(op, y, &results, pointers));
+  HeadsView view;
+  FASTOPS_RETURN_IF_ERROR(ReadHeads(op, {"x", x}, results, nullptr, batch_first, &view));
+  XlaExecutor executor(pool);
+  if (bias.size() == 0) {
+    cpu::SplitHeads(view.shape, view.itemsize, x.untyped_data(), pointers, executor);
+    return ffi::Error::Success();
+  }
+  const auto b = bias.get<ffi::AnyBuffer>(0);
+  if (bias.size() != 1 || b.has_error()) return InvalidArgument(op, "takes x and a bias");
+  DType dtype = DType::kF32;
+  bool wide = false;
+  FASTOPS_RETURN_IF_ERROR(
+      CheckBias(op, {"x", x}, {"bias", *b}, view.shape.features(), &dtype, &wide));
+  cpu::SplitHeadsAddBias(view.shape, dtype, wide, x.untyped_data(), b->untyped_data(), pointers,
+                         executor);
+  return ffi::Error::Success();
+}
+
+ffi::Error MergeHeadsImpl(ffi::ThreadPool pool, ffi::RemainingArgs y, ffi::Result<ffi::AnyBuffer> x,
+                          ffi::RemainingRets sums, bool batch_first) {
+  const char* op = "merge_heads";
+  std::vector<NamedBuffer> operands;
+  const void* pointers[kMaxHeadParts] = {};
+  FASTOPS_RETURN_IF_ERROR(ReadOperands(op, y, &operands, pointers));
+  HeadsView view;
+  XlaExecutor executor(pool);
+  if (sums.size() == 0) {
+    FASTOPS_RETURN_IF_ERROR(ReadHeads(op, {"x", x}, operands, nullptr, batch_first, &view));
+    cpu::MergeHeads(view.shape, view.itemsize, pointers, x->untyped_data(), executor);
+    return ffi::Error::Success();
+  }
+  auto s = sums.get<ffi::AnyBuffer>(0);
+  if (sums.size() != 1 || s.has_error()) return InvalidArgument(op, "gives x and sums");
+  const NamedBuffer named("sums", *s);
+  FASTOPS_RETURN_IF_ERROR(ReadHeads(op, {"x", x}, operands, &named, batch_first, &view));
+  DType dtype = DType::kF32;
+  FASTOPS_RETURN_IF_ERROR(CheckSums(op, {"x", x}, named, &dtype));
+  cpu::MergeHeadsWithSums(view.shape, dtype, pointers, x->untyped_data(), view.sums,
+                          (*s)->untyped_data(), executor);
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kSplitHeads, SplitHeadsImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .RemainingArgs()        // bias
+                           .RemainingRets()        // y
+                           .Attr<bool>("batch_first"));
+XLA_FFI_DEFINE_HANDLER(kMergeHeads, MergeHeadsImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .RemainingArgs()        // y
+                           .Ret<ffi::AnyBuffer>()  // x
+                           .RemainingRets()        // sums
+                           .Attr<bool>("batch_first"));
+
+FASTOPS_REGISTER_CPU("jax_fastops.split_heads", kSplitHeads);
+FASTOPS_REGISTER_CPU("jax_fastops.merge_heads", kMergeHeads);
+
+}  // namespace
+}  // namespace jax_fastops

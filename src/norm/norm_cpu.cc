@@ -1,0 +1,114 @@
+// Layer norm and RMS norm on the CPU: divides rows between threads.
+//
+// Rows are independent, and threads take runs of rows. If gradients of parameters are requested,
+// threads take whole partial sums instead: one thread computes a partial sum, in the same pass as
+// dx, over a set of rows that does not depend on the number of threads. Nothing is added across
+// threads.
+#include "norm/norm_cpu.h"
+
+#include <cstring>
+
+#include "core/cpu/stream.h"
+#include "norm/norm_simd.h"
+
+namespace jax_fastops::cpu {
+namespace {
+
+const NormKernels& Kernels() {
+  static const NormKernels& kernels = FASTOPS_KERNELS(norm_kernels);
+  return kernels;
+}
+
+const void* Offset(const void* p, int64_t bytes) {
+  return p == nullptr ? nullptr : static_cast<const char*>(p) + bytes;
+}
+void* Offset(void* p, int64_t bytes) {
+  return p == nullptr ? nullptr : static_cast<char*>(p) + bytes;
+}
+
+int64_t AccumulatorSize(DType dtype) { return dtype == DType::kF64 ? 8 : 4; }
+
+int Count(const void* p) { return p == nullptr ? 0 : 1; }
+
+NormBackwardArrays FromRow(const NormBackwardArrays& arrays, int64_t row, int64_t row_bytes,
+                           int64_t accumulator) {
+  NormBackwardArrays from = arrays;
+  from.dy = Offset(arrays.dy, row * row_bytes);
+  from.s = Offset(arrays.s, row * row_bytes);
+  from.mean = Offset(arrays.mean, row * accumulator);
+  from.rstd = Offset(arrays.rstd, row * accumulator);
+  from.dsum = Offset(arrays.dsum, row * row_bytes);
+  from.dy2 = Offset(arrays.dy2, row * row_bytes);
+  from.dx = Offset(arrays.dx, row * row_bytes);
+  return from;
+}
+
+}  // namespace
+
+void NormForward(const NormShape& shape, NormKind kind, DType dtype, double eps,
+                 const NormForwardArrays& arrays, Executor& executor) {
+  const int64_t rows = shape.all_rows();
+  const int64_t row_bytes = shape.n * static_cast<int64_t>(DTypeSize(dtype));
+  const int64_t accumulator = AccumulatorSize(dtype);
+  auto* kernel = Kernels().forward[static_cast<int>(dtype)];
+  const bool stream = ShouldStream(rows * row_bytes);
+  const int moved = 2 + Count(arrays.residual) + Count(arrays.sum);
+  ParallelFor(executor, rows, 1, static_cast<double>(moved * row_bytes + 2 * accumulator),
+              [&](int64_t begin, int64_t end) {
+                NormForwardArrays from = arrays;
+                from.x = Offset(arrays.x, begin * row_bytes);
+                from.residual = Offset(arrays.residual, begin * row_bytes);
+                from.y = Offset(arrays.y, begin * row_bytes);
+                from.sum = Offset(arrays.sum, begin * row_bytes);
+                from.mean = Offset(arrays.mean, begin * accumulator);
+                from.rstd = Offset(arrays.rstd, begin * accumulator);
+                kernel(from, kind, eps, end - begin, shape.n, stream);
+              });
+}
+
+void NormBackward(const NormShape& shape, NormKind kind, DType dtype,
+                  const NormBackwardArrays& arrays, Executor& executor) {
+  const int64_t rows = shape.all_rows();
+  const int64_t row_bytes = shape.n * static_cast<int64_t>(DTypeSize(dtype));
+  const int64_t accumulator = AccumulatorSize(dtype);
+  auto* kernel = Kernels().backward[static_cast<int>(dtype)];
+  const bool stream = ShouldStream(rows * row_bytes);
+  const double bytes_per_row = static_cast<double>(
+      (3 + Count(arrays.dsum) + Count(arrays.dy2)) * row_bytes + 2 * accumulator);
+  const int wanted = Count(arrays.dscale) + Count(arrays.dbias) + Count(arrays.dinput_bias);
+  if (wanted == 0) {
+    ParallelFor(executor, rows, 1, bytes_per_row, [&](int64_t begin, int64_t end) {
+      kernel(FromRow(arrays, begin, row_bytes, accumulator), kind, end - begin, shape.n, stream);
+    });
+    return;
+  }
+  const int64_t sums_bytes = shape.n * accumulator;
+  const int64_t partials = shape.batch * shape.sums;
+  if (partials <= 0 || shape.n == 0) return;
+  const double bytes_per_partial =
+      bytes_per_row * static_cast<double>(rows) / static_cast<double>(partials) +
+      static_cast<double>(wanted * sums_bytes);
+  ParallelFor(executor, partials, 1, bytes_per_partial, [&](int64_t first, int64_t last) {
+    for (int64_t partial = first; partial < last; ++partial) {
+      const int64_t group = partial / shape.sums, p = partial % shape.sums;
+      // p * rows / sums, without the product, which might overflow.
+      const int64_t quotient = shape.rows / shape.sums, remainder = shape.rows % shape.sums;
+      const int64_t begin = p * quotient + p * remainder / shape.sums;
+      const int64_t end = (p + 1) * quotient + (p + 1) * remainder / shape.sums;
+      NormBackwardArrays from = FromRow(arrays, group * shape.rows + begin, row_bytes, accumulator);
+      from.dscale = Offset(arrays.dscale, partial * sums_bytes);
+      from.dbias = Offset(arrays.dbias, partial * sums_bytes);
+      from.dinput_bias = Offset(arrays.dinput_bias, partial * sums_bytes);
+      if (begin == end) {
+        void* const all[] = {from.dscale, from.dbias, from.dinput_bias};
+        for (void* sums : all) {
+          if (sums != nullptr) std::memset(sums, 0, static_cast<size_t>(sums_bytes));
+        }
+        continue;
+      }
+      kernel(from, kind, end - begin, shape.n, stream);
+    }
+  });
+}
+
+}  // namespace jax_fastops::cpu

@@ -1,0 +1,442 @@
+// The inner loops of norm.cc.
+//
+// Forward: a row of one block stays in registers. A longer row is read from memory once, and stays
+// in the caches for the next passes: the mean, the sum of the squared deviations from the mean
+// (never a difference of two large sums), and y. If x, a residual and a bias are added, each pass
+// adds them again. This takes less time than a buffer.
+//
+// Backward: processes a few rows at a time, so that the scale is loaded and the sums over rows are
+// updated once for all of them. The scale and the sums go through the L1 cache, and for wide rows
+// through the L2 cache. The first pass computes the two means that dx needs for each row, the
+// second computes dx and adds to the sums.
+#include "norm/norm_simd.h"
+
+#include "core/cpu/simd_math.h"
+
+namespace jax_fastops::cpu::FASTOPS_ISA {
+namespace {
+
+// A sum is first computed per segment of this many blocks, then the segments are added up. If one
+// element dominates a row, a running sum that contains it loses bits with every addition. The
+// segments limit that.
+constexpr int64_t kSegmentBlocks = 8;
+
+// The forward processes at most kMaxGroup rows together, of about kGroupElements elements in total.
+constexpr int64_t kMaxGroup = 8, kGroupElements = 4096;
+
+// The number of rows that the backward processes together, limited by the registers.
+constexpr int kRows = FASTOPS_ISA_LEVEL == 2 ? 4 : 2;
+
+template <typename E>
+struct Norm {
+  using A = typename E::A;
+  using Scalar = typename A::Scalar;
+  using Wide = typename SameTypeOf<A>::Element;
+  static constexpr int kBlock = E::kBlock;
+
+  template <typename Extent>
+  static FASTOPS_INLINE Pair<A> Parameter(Extent extent, const NormParameter& parameter, int64_t i,
+                                          int64_t count) {
+    const char* p = static_cast<const char*>(parameter.data);
+    if (parameter.wide) return LoadElements<Wide>(extent, p + i * Wide::kBytes, count);
+    return LoadElements<E>(extent, p + i * E::kBytes, count);
+  }
+
+  // f(extent, i, count) returns the terms of a block, 0 after the end of the row.
+  template <typename F>
+  static FASTOPS_INLINE Scalar SumOverRow(int64_t n, const F& f) {
+    Pair<A> total = SetPair<A>(0);
+    for (int64_t begin = 0; begin < n;) {
+      const int64_t end = n - begin > kSegmentBlocks * kBlock ? begin + kSegmentBlocks * kBlock : n;
+      Pair<A> sum = SetPair<A>(0);
+      OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+        sum = Add(sum, f(extent, i, count));
+      });
+      total = Add(total, sum);
+      begin = end;
+    }
+    return SumOf(total);
+  }
+
+  // The input s of the norm: x, or a sum with x.
+  struct Source {
+    const char* x;
+    const char* residual;
+    NormParameter bias;
+
+    bool is_sum() const { return residual != nullptr || bias.data != nullptr; }
+  };
+
+  // Loads a block of s. kSum: s is a sum, rounded to the element type as it would be when stored.
+  template <bool kSum, typename Extent>
+  static FASTOPS_INLINE Pair<A> Load(Extent extent, const Source& source, int64_t i,
+                                     int64_t count) {
+    const int64_t at = i * E::kBytes;
+    Pair<A> s = LoadElements<E>(extent, source.x + at, count);
+    if constexpr (kSum) {
+      if (source.bias.data != nullptr) s = Add(s, Parameter(extent, source.bias, i, count));
+      if (source.residual != nullptr) {
+        s = Add(s, LoadElements<E>(extent, source.residual + at, count));
+      }
+      s = E::Widen(E::Narrow(s));
+    }
+    return s;
+  }
+
+  // Computes y from s; with kSum, it computes s again. It also prefetches the next rows, `ahead`
+  // bytes later, because memory would otherwise be idle.
+  template <bool kSum, bool kStream>
+  static FASTOPS_INLINE void Store(const Source& source, const NormForwardArrays& arrays, char* y,
+                                   int64_t n, int64_t ahead, Scalar mean, Scalar correction,
+                                   Scalar rstd) {
+    const Pair<A> means = SetPair<A>(mean), rstds = SetPair<A>(rstd);
+    const Pair<A> corrections = SetPair<A>(correction);
+    const auto block = [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      FetchAhead(source.x + i * E::kBytes, ahead);
+      if (source.residual != nullptr) FetchAhead(source.residual + i * E::kBytes, ahead);
+      Pair<A> v = Load<kSum>(extent, source, i, count);
+      v = Mul(Sub(Sub(v, means), corrections), rstds);
+      if (arrays.scale.data != nullptr) v = Mul(v, Parameter(extent, arrays.scale, i, count));
+      if (arrays.bias.data != nullptr) v = Add(v, Parameter(extent, arrays.bias, i, count));
+      StoreElements<E, kStream>(extent, y + i * E::kBytes, E::Narrow(v), count);
+    };
+    if constexpr (kStream) {
+      OverAlignedBlocks<E>(y, n, block);
+    } else {
+      OverBlocks<kBlock>(0, n, block);
+    }
+  }
+
+  template <bool kLayer, bool kSum>
+  static FASTOPS_INLINE Scalar FirstSum(const Source& source, char* sum, int64_t n) {
+    return SumOverRow(n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      const Pair<A> s = Load<kSum>(extent, source, i, count);
+      if (sum != nullptr) {
+        StoreElements<E, false>(extent, sum + i * E::kBytes, E::Narrow(s), count);
+      }
+      if constexpr (kLayer) {
+        return s;
+      } else {
+        return Mul(s, s);
+      }
+    });
+  }
+
+  // The sums of the deviations from the mean, and of their squares. The first is the rounding error
+  // of the mean (times n), which it corrects. This matters if the mean is large compared with the
+  // deviations.
+  struct Deviations {
+    double sum, squares;
+  };
+
+  template <bool kSum>
+  static FASTOPS_INLINE Deviations DeviationsOf(const Source& source, int64_t n, Scalar mean) {
+    const Pair<A> means = SetPair<A>(mean);
+    Pair<A> total = SetPair<A>(0), total_squares = SetPair<A>(0);
+    for (int64_t begin = 0; begin < n;) {
+      const int64_t end = n - begin > kSegmentBlocks * kBlock ? begin + kSegmentBlocks * kBlock : n;
+      Pair<A> sum = SetPair<A>(0), squares = SetPair<A>(0);
+      OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+        Pair<A> d = Sub(Load<kSum>(extent, source, i, count), means);
+        if constexpr (!decltype(extent)::kWhole) {
+          d = Select(FirstOfPair<A>(count), d, SetPair<A>(0));
+        }
+        sum = Add(sum, d);
+        squares = Add(squares, Mul(d, d));
+      });
+      total = Add(total, sum);
+      total_squares = Add(total_squares, squares);
+      begin = end;
+    }
+    return {static_cast<double>(SumOf(total)), static_cast<double>(SumOf(total_squares))};
+  }
+
+  static FASTOPS_INLINE bool IsFinite(double x) { return x - x == 0; }
+
+  static FASTOPS_INLINE Source SourceAt(const NormForwardArrays& arrays, int64_t row, int64_t n) {
+    const int64_t at = row * n * E::kBytes;
+    Source source = {static_cast<const char*>(arrays.x) + at, nullptr, arrays.input_bias};
+    if (arrays.residual != nullptr) {
+      source.residual = static_cast<const char*>(arrays.residual) + at;
+    }
+    return source;
+  }
+
+  // Subtracts the mean from a block. Lanes after the end of the row stay 0.
+  template <typename Extent>
+  static FASTOPS_INLINE Pair<A> Centred(Extent, Pair<A> v, Scalar mean, int64_t count) {
+    v = Sub(v, SetPair<A>(mean));
+    if constexpr (!Extent::kWhole) v = Select(FirstOfPair<A>(count), v, SetPair<A>(0));
+    return v;
+  }
+
+  // Rows of one block never leave the registers.
+  template <bool kLayer, typename Extent>
+  static FASTOPS_INLINE void OneBlockRows(Extent extent, const NormForwardArrays& arrays,
+                                          double eps, int64_t rows, int64_t n) {
+    const double inverse = 1 / static_cast<double>(n);
+    for (int64_t row = 0; row < rows; ++row) {
+      const Source source = SourceAt(arrays, row, n);
+      Pair<A> v =
+          source.is_sum() ? Load<true>(extent, source, 0, n) : Load<false>(extent, source, 0, n);
+      const int64_t at = row * n * E::kBytes;
+      if (arrays.sum != nullptr) {
+        StoreElements<E, false>(extent, static_cast<char*>(arrays.sum) + at, E::Narrow(v), n);
+      }
+      if constexpr (kLayer) {
+        Scalar mean = static_cast<Scalar>(static_cast<double>(SumOf(v)) * inverse);
+        v = Centred(extent, v, mean, n);
+        const double rest = static_cast<double>(SumOf(v)) * inverse;
+        if (IsFinite(rest)) {
+          v = Centred(extent, v, static_cast<Scalar>(rest), n);
+          mean += static_cast<Scalar>(rest);
+        }
+        if (arrays.mean != nullptr) memcpy(At(arrays.mean, row), &mean, sizeof(mean));
+      }
+      const double variance = static_cast<double>(SumOf(Mul(v, v))) * inverse;
+      const Scalar rstd = static_cast<Scalar>(1 / __builtin_sqrt(variance + eps));
+      if (arrays.rstd != nullptr) memcpy(At(arrays.rstd, row), &rstd, sizeof(rstd));
+      v = Mul(v, SetPair<A>(rstd));
+      if (arrays.scale.data != nullptr) v = Mul(v, Parameter(extent, arrays.scale, 0, n));
+      if (arrays.bias.data != nullptr) v = Add(v, Parameter(extent, arrays.bias, 0, n));
+      StoreElements<E, false>(extent, static_cast<char*>(arrays.y) + at, E::Narrow(v), n);
+    }
+  }
+
+  // Short rows are processed in groups, one step at a time for the whole group. A step ends with a
+  // horizontal reduction over the lanes of a vector, which takes longer than the rest of a short
+  // row. In a group, the reductions of different rows overlap.
+  template <bool kLayer, bool kStream>
+  static void ForwardRows(const NormForwardArrays& arrays, double eps, int64_t rows, int64_t n) {
+    if (n == kBlock) return OneBlockRows<kLayer>(Whole(), arrays, eps, rows, n);
+    if (n < kBlock && n > 0) return OneBlockRows<kLayer>(Part(), arrays, eps, rows, n);
+    const int64_t fit = kGroupElements / (n > 0 ? n : 1);
+    const int64_t group = fit < 1 ? 1 : fit < kMaxGroup ? fit : kMaxGroup;
+    const double inverse = 1 / static_cast<double>(n);
+    const int64_t ahead = group * n * E::kBytes;
+    for (int64_t row = 0; row < rows; row += group) {
+      const int64_t count = rows - row < group ? rows - row : group;
+      Scalar mean[kMaxGroup], correction[kMaxGroup] = {}, rstd[kMaxGroup];
+      double squares[kMaxGroup] = {};
+      for (int64_t k = 0; k < count; ++k) {
+        const Source source = SourceAt(arrays, row + k, n);
+        char* sum = arrays.sum == nullptr
+                        ? nullptr
+                        : static_cast<char*>(arrays.sum) + (row + k) * n * E::kBytes;
+        const Scalar first = source.is_sum() ? FirstSum<kLayer, true>(source, sum, n)
+                                             : FirstSum<kLayer, false>(source, sum, n);
+        mean[k] = kLayer ? static_cast<Scalar>(static_cast<double>(first) * inverse) : 0;
+        squares[k] = static_cast<double>(first);
+      }
+      for (int64_t k = 0; k < count && kLayer; ++k) {
+        const Source source = SourceAt(arrays, row + k, n);
+        const Deviations deviations = source.is_sum() ? DeviationsOf<true>(source, n, mean[k])
+                                                      : DeviationsOf<false>(source, n, mean[k]);
+        squares[k] = deviations.squares;
+        const double rest = deviations.sum * inverse;
+        if (!IsFinite(rest)) continue;
+        correction[k] = static_cast<Scalar>(rest);
+        const double excess = deviations.sum * rest;
+        if (IsFinite(excess)) squares[k] -= excess;
+        if (squares[k] < 0) squares[k] = 0;  // may be negative by rounding
+      }
+      for (int64_t k = 0; k < kMaxGroup; k += Doubles::kLanes) {
+        const Doubles::Vec variance =
+            Doubles::Mul(Doubles::Load(squares + k), Doubles::Set(inverse));
+        Doubles::Store(squares + k, Doubles::Rsqrt(Doubles::Add(variance, Doubles::Set(eps))));
+      }
+      for (int64_t k = 0; k < kMaxGroup; ++k) rstd[k] = static_cast<Scalar>(squares[k]);
+      for (int64_t k = 0; k < count; ++k) {
+        const Scalar corrected = mean[k] + correction[k];
+        if (arrays.mean != nullptr) memcpy(At(arrays.mean, row + k), &corrected, sizeof(Scalar));
+        if (arrays.rstd != nullptr) memcpy(At(arrays.rstd, row + k), &rstd[k], sizeof(Scalar));
+      }
+      for (int64_t k = 0; k < count; ++k) {
+        const Source source = SourceAt(arrays, row + k, n);
+        char* y = static_cast<char*>(arrays.y) + (row + k) * n * E::kBytes;
+        if (source.is_sum()) {
+          Store<true, kStream>(source, arrays, y, n, ahead, mean[k], correction[k], rstd[k]);
+        } else {
+          Store<false, kStream>(source, arrays, y, n, ahead, mean[k], correction[k], rstd[k]);
+        }
+      }
+    }
+    if constexpr (kStream) StreamFence();
+  }
+
+  static FASTOPS_INLINE char* At(void* p, int64_t i) {
+    return static_cast<char*>(p) + i * static_cast<int64_t>(sizeof(Scalar));
+  }
+  static FASTOPS_INLINE Scalar Read(const void* p, int64_t i) {
+    Scalar value;
+    memcpy(&value, static_cast<const char*>(p) + i * static_cast<int64_t>(sizeof(Scalar)),
+           sizeof(value));
+    return value;
+  }
+
+  static void Forward(const NormForwardArrays& arrays, NormKind kind, double eps, int64_t rows,
+                      int64_t n, bool stream) {
+    if (kind == NormKind::kLayer) {
+      stream ? ForwardRows<true, true>(arrays, eps, rows, n)
+             : ForwardRows<true, false>(arrays, eps, rows, n);
+    } else {
+      stream ? ForwardRows<false, true>(arrays, eps, rows, n)
+             : ForwardRows<false, false>(arrays, eps, rows, n);
+    }
+  }
+
+  // ---- The gradient ----
+
+  template <typename Extent>
+  static FASTOPS_INLINE void AddTo(Extent extent, void* sums, int64_t i, int64_t count, bool first,
+                                   Pair<A> v) {
+    char* p = static_cast<char*>(sums) + i * Wide::kBytes;
+    if (!first) v = Add(LoadElements<Wide>(extent, p, count), v);
+    StoreElements<Wide, false>(extent, p, v, count);
+  }
+
+  // The cotangent of y: dy, or the sum of the cotangents from two users of y.
+  struct Cotangent {
+    const char* dy;
+    const char* dy2;
+
+    Cotangent(const NormBackwardArrays& arrays, int64_t offset)
+        : dy(static_cast<const char*>(arrays.dy) + offset),
+          dy2(arrays.dy2 == nullptr ? nullptr : static_cast<const char*>(arrays.dy2) + offset) {}
+
+    template <typename Extent>
+    FASTOPS_INLINE Pair<A> operator()(Extent extent, int64_t at, int64_t count) const {
+      const Pair<A> d = LoadElements<E>(extent, dy + at, count);
+      if (dy2 == nullptr) return d;
+      return E::Widen(E::Narrow(Add(d, LoadElements<E>(extent, dy2 + at, count))));
+    }
+  };
+
+  // kCount rows, beginning with row `row`.
+  template <bool kLayer, bool kStream, int kCount>
+  static FASTOPS_INLINE void Group(const NormBackwardArrays& arrays, int64_t row, int64_t n,
+                                   bool first) {
+    const int64_t row_bytes = n * E::kBytes;
+    const Cotangent dy(arrays, row * row_bytes);
+    const char* s = static_cast<const char*>(arrays.s) + row * row_bytes;
+    Pair<A> mean[kCount], rstd[kCount];
+    Scalar g_mean[kCount], gx_mean[kCount];
+    for (int k = 0; k < kCount; ++k) {
+      if constexpr (kLayer) mean[k] = SetPair<A>(Read(arrays.mean, row + k));
+      rstd[k] = SetPair<A>(Read(arrays.rstd, row + k));
+    }
+    // The sums of g and of g * (s - mean).
+    Pair<A> g_total[kCount], gx_total[kCount];
+    for (int k = 0; k < kCount; ++k) g_total[k] = gx_total[k] = SetPair<A>(0);
+    for (int64_t begin = 0; begin < n;) {
+      const int64_t end = n - begin > kSegmentBlocks * kBlock ? begin + kSegmentBlocks * kBlock : n;
+      Pair<A> g_sum[kCount], gx_sum[kCount];
+      for (int k = 0; k < kCount; ++k) g_sum[k] = gx_sum[k] = SetPair<A>(0);
+      OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+        Pair<A> scale = SetPair<A>(1);
+        if (arrays.scale.data != nullptr) scale = Parameter(extent, arrays.scale, i, count);
+#pragma GCC unroll 4
+        for (int k = 0; k < kCount; ++k) {
+          const int64_t at = k * row_bytes + i * E::kBytes;
+          Pair<A> g = dy(extent, at, count);
+          if (arrays.scale.data != nullptr) g = Mul(g, scale);
+          Pair<A> x = LoadElements<E>(extent, s + at, count);
+          if constexpr (kLayer) {
+            x = Sub(x, mean[k]);
+            g_sum[k] = Add(g_sum[k], g);
+          }
+          gx_sum[k] = MulAdd(g, x, gx_sum[k]);
+        }
+      });
+      for (int k = 0; k < kCount; ++k) {
+        g_total[k] = Add(g_total[k], g_sum[k]);
+        gx_total[k] = Add(gx_total[k], gx_sum[k]);
+      }
+      begin = end;
+    }
+    for (int k = 0; k < kCount; ++k) {
+      g_mean[k] = SumOf(g_total[k]) / static_cast<Scalar>(n);
+      gx_mean[k] = SumOf(gx_total[k]) * Read(arrays.rstd, row + k) / static_cast<Scalar>(n);
+    }
+    Gradient<kLayer, kStream, kCount>(arrays, row, n, first, g_mean, gx_mean);
+  }
+
+  template <bool kLayer, bool kStream, int kCount>
+  static FASTOPS_INLINE void Gradient(const NormBackwardArrays& arrays, int64_t row, int64_t n,
+                                      bool first, const Scalar* g_mean, const Scalar* gx_mean) {
+    const int64_t row_bytes = n * E::kBytes;
+    const Cotangent dy(arrays, row * row_bytes);
+    const char* s = static_cast<const char*>(arrays.s) + row * row_bytes;
+    const char* dsum =
+        arrays.dsum == nullptr ? nullptr : static_cast<const char*>(arrays.dsum) + row * row_bytes;
+    char* dx = static_cast<char*>(arrays.dx) + row * row_bytes;
+    Scalar mean[kCount], rstd[kCount];
+    for (int k = 0; k < kCount; ++k) {
+      mean[k] = kLayer ? Read(arrays.mean, row + k) : 0;
+      rstd[k] = Read(arrays.rstd, row + k);
+    }
+    const auto block = [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      Pair<A> scale = SetPair<A>(1);
+      if (arrays.scale.data != nullptr) scale = Parameter(extent, arrays.scale, i, count);
+      Pair<A> dscale = SetPair<A>(0), dbias = SetPair<A>(0), dinput = SetPair<A>(0);
+#pragma GCC unroll 4
+      for (int k = 0; k < kCount; ++k) {
+        const int64_t at = k * row_bytes + i * E::kBytes;
+        const Pair<A> d = dy(extent, at, count);
+        Pair<A> x = LoadElements<E>(extent, s + at, count);
+        if constexpr (kLayer) x = Sub(x, SetPair<A>(mean[k]));
+        x = Mul(x, SetPair<A>(rstd[k]));
+        Pair<A> g = d;
+        if (arrays.scale.data != nullptr) g = Mul(g, scale);
+        if constexpr (kLayer) g = Sub(g, SetPair<A>(g_mean[k]));
+        g = Sub(g, Mul(x, SetPair<A>(gx_mean[k])));
+        g = Mul(g, SetPair<A>(rstd[k]));
+        if (dsum != nullptr) g = Add(g, LoadElements<E>(extent, dsum + at, count));
+        dscale = MulAdd(d, x, dscale);
+        dbias = Add(dbias, d);
+        dinput = Add(dinput, g);
+        StoreElements<E, kStream>(extent, dx + at, E::Narrow(g), count);
+      }
+      if (arrays.dscale != nullptr) AddTo(extent, arrays.dscale, i, count, first, dscale);
+      if (arrays.dbias != nullptr) AddTo(extent, arrays.dbias, i, count, first, dbias);
+      if (arrays.dinput_bias != nullptr) AddTo(extent, arrays.dinput_bias, i, count, first, dinput);
+    };
+    if constexpr (kStream) {
+      OverAlignedBlocks<E>(dx, n, block);
+    } else {
+      OverBlocks<kBlock>(0, n, block);
+    }
+  }
+
+  template <bool kLayer, bool kStream>
+  static void BackwardRows(const NormBackwardArrays& arrays, int64_t rows, int64_t n) {
+    int64_t r = 0;
+    for (; r + kRows <= rows; r += kRows) {
+      Group<kLayer, kStream, kRows>(arrays, r, n, r == 0);
+    }
+    for (; r < rows; ++r) Group<kLayer, kStream, 1>(arrays, r, n, r == 0);
+    if constexpr (kStream) StreamFence();
+  }
+
+  static void Backward(const NormBackwardArrays& arrays, NormKind kind, int64_t rows, int64_t n,
+                       bool stream) {
+    // Unless rows are whole cache lines, the rows of a group have different alignments.
+    stream = stream && n * E::kBytes % 64 == 0;
+    if (kind == NormKind::kLayer) {
+      stream ? BackwardRows<true, true>(arrays, rows, n)
+             : BackwardRows<true, false>(arrays, rows, n);
+    } else {
+      stream ? BackwardRows<false, true>(arrays, rows, n)
+             : BackwardRows<false, false>(arrays, rows, n);
+    }
+  }
+};
+
+}  // namespace
+
+extern const NormKernels norm_kernels;
+const NormKernels norm_kernels = {
+    {Norm<E32>::Forward, Norm<EBF16>::Forward, Norm<EF16>::Forward, Norm<E64>::Forward},
+    {Norm<E32>::Backward, Norm<EBF16>::Backward, Norm<EF16>::Backward, Norm<E64>::Backward}};
+
+}  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -1,0 +1,32 @@
+// The kernels of layer norm and RMS norm for one instruction set. This header is included by the
+// files that are compiled several times; isa.h says what such a header may contain.
+#ifndef JAX_FASTOPS_NORM_NORM_SIMD_H_
+#define JAX_FASTOPS_NORM_NORM_SIMD_H_
+
+#include <stdint.h>
+
+#include "core/cpu/isa.h"
+#include "core/dtype.h"
+#include "norm/shape.h"
+
+namespace jax_fastops::cpu {
+
+struct NormKernels {
+  // Computes y, and the other outputs that are not null, for `rows` rows of n elements. The arrays
+  // begin at the first of these rows; parameters are passed as a whole. `stream`: stores of y
+  // bypass the caches.
+  using Forward = void(const NormForwardArrays& arrays, NormKind kind, double eps, int64_t rows,
+                       int64_t n, bool stream);
+  // Computes dx for `rows` rows, and, if requested, the sums over these rows. The sums are
+  // overwritten.
+  using Backward = void(const NormBackwardArrays& arrays, NormKind kind, int64_t rows, int64_t n,
+                        bool stream);
+
+  Forward* forward[kNumDTypes];
+  Backward* backward[kNumDTypes];
+};
+FASTOPS_DECLARE_KERNELS(NormKernels, norm_kernels)
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_NORM_NORM_SIMD_H_

@@ -1,0 +1,495 @@
+// Softmax along any axis except the minor one. Adjacent elements belong to different rows.
+//
+// A block takes a tile: a few adjacent units of inner elements, usually at least 64 bytes, by all
+// of n, which is distributed over lanes. A thread stays in one column of units and has a maximum
+// and a sum for each element of the unit. A tile that fits into shared memory is copied there
+// asynchronously and all at once, and the passes read it from there. As in BlockKernel, a thread
+// accesses only what it has copied itself. Larger tiles are read twice, and their sums are rescaled
+// when a maximum rises. If there are few such tiles, several blocks share a tile, in two launches.
+//
+// With units of one element the kernel takes any array, also rows along the minor axis.
+#ifndef JAX_FASTOPS_SOFTMAX_COLUMNS_CUH_
+#define JAX_FASTOPS_SOFTMAX_COLUMNS_CUH_
+
+#include <cstdint>
+
+#include "core/cuda/row_group.cuh"
+#include "core/cuda/unit.cuh"
+#include "core/fast_divide.h"
+#include "softmax/math.cuh"
+#include "softmax/rows.cuh"
+
+namespace jax_fastops::cuda::softmax {
+
+constexpr int ColumnThreads(bool grad) { return grad ? 512 : 256; }
+
+enum class Stage { kAll, kReduce, kWrite };
+
+struct ColumnsParams {
+  FastDivisor64 row_units;  // units of inner elements
+  int64_t columns;          // units of all of outer and inner
+  int log_width;            // a tile is 1 << log_width units wide
+  bool held;                // in shared memory
+  Stage stage;
+  int64_t chunk;  // the part of n that a block takes
+  int64_t chunks;
+  void* partials;  // of each chunk: the maxima of all rows, then their sums
+  int scratch;     // shared memory for the reduction over lanes: offset in 16 bytes
+};
+
+// A thread's part of one column of units: every `lanes`-th index of n, starting at `first`.
+template <typename T, Op kOp, int kBytes>
+struct Column {
+  using H = Held<T, kBytes>;
+  using Keep = Unit<uint8_t, H::kSize>;
+  static constexpr bool kGrad = IsGrad(kOp);
+
+  const Params& p;
+  T excluded;
+  int64_t origin;  // of the first unit, in elements of the array
+  int64_t step;
+  const uint8_t* mask;  // of the first unit
+  int64_t mask_step;
+
+  // `column` is the index among the units of all of outer and inner.
+  __device__ __forceinline__ Column(const Params& p, const FastDivisor64& row_units, int64_t column,
+                                    int64_t first, int lanes)
+      : p(p),
+        excluded(Excluded<T, kOp>(static_cast<ComputeType<T>>(p.scale))),
+        step(p.inner * lanes),
+        mask(kOp != Op::kSoftmaxGrad ? p.mask : nullptr),
+        mask_step(p.mask_stride * lanes) {
+    const int64_t outer = Divide(static_cast<uint64_t>(column), row_units);
+    const int64_t in_row = (column - outer * static_cast<int64_t>(row_units.divisor)) * H::kSize;
+    origin = (outer * p.n + first) * p.inner + in_row;
+    if (mask != nullptr) {
+      mask += p.mask_outer.Offset(outer) + p.mask_inner.Offset(in_row) + first * p.mask_stride;
+    }
+  }
+
+  // The unit with this index in the thread's part.
+  __device__ __forceinline__ T* Address(const void* array, int64_t index) const {
+    return const_cast<T*>(static_cast<const T*>(array)) + (origin + index * step);
+  }
+  __device__ __forceinline__ H Load(const void* array, int64_t index) const {
+    return H::template Load<CacheHint::kNoAllocate>(Address(array, index));
+  }
+  __device__ __forceinline__ Keep LoadMask(int64_t index) const {
+    const uint8_t* bytes = mask + index * mask_step;
+    if (p.mask_units) return Keep::Load(bytes);
+    Keep keep;  // broadcast over inner, or a unit of one element
+#pragma unroll
+    for (int i = 0; i < H::kSize; ++i) keep.elements[i] = *bytes;
+    return keep;
+  }
+
+  // Applies the mask and a scale of zero. Changes() says whether there is anything to apply.
+  __device__ __forceinline__ bool Changes() const {
+    return mask != nullptr || (!kGrad && p.zero_scale);
+  }
+  __device__ __forceinline__ void TimesZero(H& a) const {
+    a.TimesZero([](int) { return true; }, excluded);
+  }
+  __device__ __forceinline__ void Exclude(const Keep& keep, H& a, [[maybe_unused]] H& b) const {
+    a.Exclude(keep, excluded);
+    if constexpr (kGrad) b.Exclude(keep, FromCompute<T>(0));
+  }
+  __device__ __forceinline__ void Change(int64_t index, H& a, H& b) const {
+    if (!kGrad && p.zero_scale) TimesZero(a);
+    if (mask != nullptr) Exclude(LoadMask(index), a, b);
+  }
+};
+
+// The maximum for each element of a unit; see Top.
+template <typename T, int kBytes>
+struct ColumnTops {
+  using A = ComputeType<T>;
+  using H = Held<T, kBytes>;
+  static constexpr int kSize = H::kSize;
+
+  A values[kSize];
+  PairOf<std::conditional_t<sizeof(T) == 2, T, __half>> pairs[H::kWords];
+  bool negative;
+
+  explicit __device__ __forceinline__ ColumnTops(A scale) : negative(scale < 0) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] = Max::Identity<A>();
+    if constexpr (H::kPairs) {
+#pragma unroll
+      for (int i = 0; i < H::kWords; ++i) {
+        pairs[i] = H::Filled(FromCompute<T>(-A(INFINITY))).Pair(0);
+      }
+    }
+  }
+  __device__ __forceinline__ void Add(const H& x) {
+    if constexpr (H::kPairs) {
+      const uint32_t sign = negative ? 0x80008000u : 0u;
+#pragma unroll
+      for (int i = 0; i < H::kWords; ++i) {
+        H flipped;
+        flipped.words[0] = x.words[i] ^ sign;
+        pairs[i] = __hmax2(pairs[i], flipped.Pair(0));
+      }
+    } else {
+      A xs[kSize];
+      x.Unpack(xs);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[i] = Max()(values[i], negative ? -xs[i] : xs[i]);
+    }
+  }
+  __device__ __forceinline__ void Get(A (&tops)[kSize]) const {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) tops[i] = values[i];
+    if constexpr (H::kPairs) {
+#pragma unroll
+      for (int i = 0; i < H::kWords; ++i) {
+        tops[2 * i] = ToCompute(pairs[i].x);
+        tops[2 * i + 1] = ToCompute(pairs[i].y);
+      }
+    }
+  }
+};
+
+// Adds the terms of each element of a unit to its sum.
+template <bool kLog, typename T, int kBytes>
+__device__ __forceinline__ void AddColumnTerms(const Held<T, kBytes>& y, const Held<T, kBytes>& dy,
+                                               bool skip_zeros,
+                                               ComputeType<T> (&totals)[Held<T, kBytes>::kSize]) {
+  constexpr int kSize = Held<T, kBytes>::kSize;
+  ComputeType<T> ys[kSize], dys[kSize];
+  y.Unpack(ys);
+  dy.Unpack(dys);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    totals[i] += Gradient<T, kLog>::Term(ys[i], dys[i], skip_zeros);
+  }
+}
+
+// Reduces each of `values` over the lanes of a column. `threads` are those of the tile: the whole
+// block, or 32 if each warp has its own tile. The lanes of a column are 1 << log_width threads
+// apart. `scratch` has room for the `values` of all columns of the tile, once per warp or once per
+// lane, whichever is fewer.
+template <typename Op, typename A, int kSize>
+__device__ __forceinline__ void ReduceLanes(Op op, A (&values)[kSize], A* scratch, int log_width,
+                                            int threads) {
+  constexpr int kPiece = kSize * sizeof(A) < 16 ? kSize * sizeof(A) : 16;
+  using Piece = Unit<A, kPiece>;
+  const int width = 1 << log_width;
+  for (int lanes = width; lanes < 32; lanes *= 2) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      values[i] = op(values[i], __shfl_xor_sync(0xffffffffu, values[i], lanes));
+    }
+  }
+  const int parts = threads / max(width, 32);
+  if (parts == 1) return;
+  const int column = threadIdx.x & (width - 1);
+  const int part = width < 32 ? threadIdx.x / 32 : threadIdx.x >> log_width;
+  __syncthreads();  // others may still read the values of the last reduction
+  if (threadIdx.x % 32 < width) {
+#pragma unroll
+    for (int at = 0; at < kSize; at += Piece::kSize) {
+      Piece piece;
+#pragma unroll
+      for (int i = 0; i < Piece::kSize; ++i) piece.elements[i] = values[at + i];
+      piece.Store(scratch + (part * width + column) * kSize + at);
+    }
+  }
+  __syncthreads();
+  // One thread combines each value. If every thread combined all that it needs, the number of
+  // instructions would multiply.
+  for (int at = threadIdx.x; at < width * kSize; at += threads) {
+    A value = scratch[at];
+#pragma unroll 4
+    for (int other = 1; other < parts; ++other) {
+      value = op(value, scratch[other * width * kSize + at]);
+    }
+    scratch[at] = value;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int at = 0; at < kSize; at += Piece::kSize) {
+    const Piece piece = Piece::Load(scratch + column * kSize + at);
+#pragma unroll
+    for (int i = 0; i < Piece::kSize; ++i) values[at + i] = piece.elements[i];
+  }
+}
+
+template <typename T, Op kOp, int kBytes>
+__global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 3)
+    ColumnsKernel(const __grid_constant__ Params p, const __grid_constant__ ColumnsParams q) {
+  using A = ComputeType<T>;
+  using H = Held<T, kBytes>;
+  constexpr bool kGrad = IsGrad(kOp);
+  constexpr bool kLog = IsLog(kOp);
+  constexpr int kThreads = ColumnThreads(kGrad);
+  constexpr int kSize = H::kSize;
+  constexpr int kBatch = (kBytes >= 8 ? 4 : 8) / (kGrad ? 2 : 1);
+  using Normalize = Normalizer<T, kLog>;
+
+  extern __shared__ uint4 shared[];
+  A* const scratch = reinterpret_cast<A*>(shared + q.scratch);
+
+  const int width = 1 << q.log_width;
+  const int lanes = kThreads >> q.log_width;
+  const int lane = threadIdx.x >> q.log_width;
+  const int64_t column = int64_t{blockIdx.x} * width + (threadIdx.x & (width - 1));
+  const bool live = column < q.columns;
+  const int64_t begin = blockIdx.y * q.chunk + lane;
+  const int64_t end = live ? min(p.n, (blockIdx.y + 1) * q.chunk) : 0;
+  // The number of this thread's elements along n.
+  const int64_t count = end > begin ? (end - begin + lanes - 1) / lanes : 0;
+  const Column<T, kOp, kBytes> part(p, q.row_units, live ? column : 0, begin, lanes);
+  const A scale = static_cast<A>(p.scale);
+  [[maybe_unused]] const T zero = FromCompute<T>(0);
+  const int places = q.held ? static_cast<int>(count) : 0;
+  H* const held_a = reinterpret_cast<H*>(shared) + threadIdx.x;
+  H* const held_b = held_a + (q.chunk + lanes - 1) / lanes * kThreads;
+
+  // Loads the unit with this index, before mask and scale are applied.
+  const auto load = [&](int64_t index, H& a, H& b) {
+    a = part.Load(p.a, index);
+    if constexpr (kGrad) b = part.Load(p.b, index);
+  };
+  const bool changes = part.Changes();
+
+  [[maybe_unused]] A tops[kSize];
+  A totals[kSize];
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    tops[i] = Max::Identity<A>();
+    totals[i] = 0;
+  }
+  const auto raise = [&](int i, A to) {
+    if (to > tops[i]) {
+      // While the maximum is -inf, nothing is subtracted, and the sum is 0 or NaN.
+      if (totals[i] != 0) totals[i] *= ExpOf((tops[i] - to) * fabs(scale));
+      tops[i] = to;
+    }
+  };
+  const auto normalizer = [&](int i) { return Normalize(scale, PartTopElement(tops[i], scale)); };
+
+  if (q.stage != Stage::kWrite && q.held) {
+    [[maybe_unused]] const T* from_a = part.Address(p.a, 0);
+    [[maybe_unused]] const T* from_b = kGrad ? part.Address(p.b, 0) : nullptr;
+#pragma unroll 4
+    for (int k = 0; k < places; ++k) {
+      if constexpr (kBytes >= 4) {
+        CopyAsync<kBytes>(held_a + k * kThreads, from_a);
+        if constexpr (kGrad) CopyAsync<kBytes>(held_b + k * kThreads, from_b);
+        from_a += part.step;
+        if constexpr (kGrad) from_b += part.step;
+      } else if (k % kBatch == 0) {
+        H a[kBatch], b[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          if (k + i < places) load(k + i, a[i], b[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          if (k + i < places) {
+            a[i].Store(held_a + (k + i) * kThreads);
+            if constexpr (kGrad) b[i].Store(held_b + (k + i) * kThreads);
+          }
+        }
+      }
+    }
+    AwaitCopies();
+    [[maybe_unused]] ColumnTops<T, kBytes> largest(scale);
+#pragma unroll 4
+    for (int k = 0; k < places; ++k) {
+      H a = H::Load(held_a + k * kThreads), b;
+      if constexpr (kGrad) b = H::Load(held_b + k * kThreads);
+      if (changes) {
+        part.Change(k, a, b);
+        a.Store(held_a + k * kThreads);
+        if constexpr (kGrad) b.Store(held_b + k * kThreads);
+      }
+      if constexpr (kGrad) {
+        AddColumnTerms<kLog>(a, b, p.skip_zeros, totals);
+      } else {
+        largest.Add(a);
+      }
+    }
+    if constexpr (!kGrad) largest.Get(tops);
+  } else if (q.stage != Stage::kWrite) {
+    for (int64_t first = 0; first < count; first += kBatch) {
+      H a[kBatch], b[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        if (first + k < count) {
+          load(first + k, a[k], b[k]);
+        } else {
+          a[k] = H::Filled(part.excluded);
+          b[k] = H::Filled(zero);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        if (changes && first + k < count) part.Change(first + k, a[k], b[k]);
+        a[k].Forget();
+      }
+      if constexpr (kGrad) {
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          AddColumnTerms<kLog>(a[k], b[k], p.skip_zeros, totals);
+        }
+      } else {
+        A batch[kSize], as[kSize];
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) batch[i] = Max::Identity<A>();
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          a[k].Unpack(as);
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            batch[i] = Max()(batch[i], scale < 0 ? -as[i] : as[i]);
+          }
+          a[k].Forget();
+        }
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) raise(i, batch[i]);
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          a[k].Unpack(as);
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            totals[i] += normalizer(i).Power(as[i]);
+          }
+        }
+      }
+    }
+  } else if (live) {
+    for (int64_t c = lane; c < q.chunks; c += lanes) {
+      const A* partial = static_cast<const A*>(q.partials) + (2 * c * q.columns + column) * kSize;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        A total = partial[q.columns * kSize + i];
+        if constexpr (!kGrad) {
+          raise(i, partial[i]);
+          if (total != 0) total *= ExpOf((partial[i] - tops[i]) * fabs(scale));
+        }
+        totals[i] += total;
+      }
+    }
+  }
+
+  if constexpr (!kGrad) {
+    A top[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) top[i] = tops[i];
+    ReduceLanes(Max(), top, scratch, q.log_width, kThreads);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) raise(i, top[i]);
+    if (q.held) {
+#pragma unroll 4
+      for (int k = 0; k < places; ++k) {
+        A as[kSize];
+        H a = H::Load(held_a + k * kThreads);
+        a.Unpack(as);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          as[i] = normalizer(i).Power(as[i]);
+          totals[i] += as[i];
+        }
+        if constexpr (kKeepsPowers<T, kLog>) {
+          a.Pack(as);
+          a.Store(held_a + k * kThreads);
+        }
+      }
+    }
+  }
+  ReduceLanes(Sum(), totals, scratch, q.log_width, kThreads);
+
+  if (q.stage == Stage::kReduce) {
+    if (lane == 0 && live) {
+      A* partial =
+          static_cast<A*>(q.partials) + (2 * int64_t{blockIdx.y} * q.columns + column) * kSize;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        if constexpr (!kGrad) partial[i] = tops[i];
+        partial[q.columns * kSize + i] = totals[i];
+      }
+    }
+    return;
+  }
+
+  // From here on, `undefined` marks undefined rows with a mask, and `totals` holds the derived
+  // factors instead of the sums.
+  uint32_t undefined = 0;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if constexpr (kGrad) {
+      undefined |= uint32_t{Gradient<T, kLog>::Undefined(totals[i], scale)} << i;
+      totals[i] = Gradient<T, kLog>(scale, totals[i], false).sum;
+    } else {
+      if (IsBottom(tops[i], scale)) totals[i] = A(NAN);
+      undefined |= uint32_t{Normalize::Undefined(totals[i])} << i;
+      Normalize normalize = normalizer(i);
+      normalize.SetTotal(totals[i]);
+      totals[i] = normalize.last;
+    }
+  }
+  if (part.mask == nullptr) undefined = 0;
+
+  const auto store = [&](int64_t index, T* to, H& a, [[maybe_unused]] const H& b) {
+    A as[kSize];
+    a.Unpack(as);
+    if constexpr (kGrad) {
+      A bs[kSize];
+      b.Unpack(bs);
+      Gradient<T, kLog> gradient(scale, A(0), p.skip_zeros);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        gradient.sum = totals[i];
+        as[i] = gradient(as[i], bs[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        Normalize normalize = normalizer(i);
+        normalize.last = totals[i];
+        as[i] = kKeepsPowers<T, kLog> && q.held ? as[i] * normalize.last : normalize(as[i]);
+      }
+    }
+    if (undefined != 0) {  // rare; excluded elements of such rows are known only from the mask
+      const auto keep = part.LoadMask(index);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        if ((undefined >> i & 1) != 0 && keep.elements[i] == 0) {
+          as[i] = ToCompute(ExcludedResult<T, kOp>());
+        }
+      }
+    }
+    a.Pack(as);
+    a.Store(to);
+  };
+  if (q.held) {
+    T* to = part.Address(p.out, 0);
+#pragma unroll 4
+    for (int k = 0; k < places; ++k) {
+      H a = H::Load(held_a + k * kThreads), b;
+      if constexpr (kGrad) b = H::Load(held_b + k * kThreads);
+      store(k, to, a, b);
+      to += part.step;
+    }
+    return;
+  }
+  for (int64_t first = 0; first < count; first += kBatch) {
+    H a[kBatch], b[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      if (first + k < count) load(first + k, a[k], b[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      if (first + k >= count) break;
+      if (changes) part.Change(first + k, a[k], b[k]);
+      store(first + k, part.Address(p.out, first + k), a[k], b[k]);
+    }
+  }
+}
+
+}  // namespace jax_fastops::cuda::softmax
+
+#endif  // JAX_FASTOPS_SOFTMAX_COLUMNS_CUH_

@@ -1,0 +1,468 @@
+// The arithmetic of softmax on single elements and units, which does not depend on how threads
+// share a row, and how kernels find their part of the mask.
+#ifndef JAX_FASTOPS_SOFTMAX_MATH_CUH_
+#define JAX_FASTOPS_SOFTMAX_MATH_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/cuda/divide.cuh"
+#include "core/cuda/packed.cuh"
+#include "core/cuda/unit.cuh"
+#include "core/fast_divide.h"
+#include "softmax/shape.h"
+
+namespace jax_fastops::cuda::softmax {
+
+enum class Op { kSoftmax, kLogSoftmax, kSoftmaxGrad, kLogSoftmaxGrad };
+
+constexpr bool IsGrad(Op op) { return op == Op::kSoftmaxGrad || op == Op::kLogSoftmaxGrad; }
+constexpr bool IsLog(Op op) { return op == Op::kLogSoftmax || op == Op::kLogSoftmaxGrad; }
+
+// A MaskIndex with divisors that the host has prepared.
+struct MaskDivisors {
+  int rank = 0;
+  bool narrow = true;  // fewer than 2^31 indices
+  FastDivisor divisor[kMaxMaskRank];
+  int64_t size[kMaxMaskRank];
+  int64_t stride[kMaxMaskRank];
+
+  __device__ __forceinline__ int64_t Offset(int64_t index) const {
+    int64_t offset[1] = {index};
+    ToOffsets(offset);
+    return offset[0];
+  }
+
+  // Replaces several indices by their offsets.
+  template <int kCount>
+  __device__ __forceinline__ void ToOffsets(int64_t (&indices)[kCount]) const {
+    int64_t offsets[kCount] = {};
+    if (narrow) {
+      uint32_t left[kCount];
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) left[k] = static_cast<uint32_t>(indices[k]);
+#pragma unroll 1
+      for (int i = rank - 1; i > 0; --i) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+          const uint32_t major = Divide(left[k], divisor[i]);
+          offsets[k] += (left[k] - major * divisor[i].divisor) * stride[i];
+          left[k] = major;
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) indices[k] = left[k];
+    } else {
+#pragma unroll 1
+      for (int i = rank - 1; i > 0; --i) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+          offsets[k] += indices[k] % size[i] * stride[i];
+          indices[k] /= size[i];
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      indices[k] = rank == 0 ? 0 : offsets[k] + indices[k] * stride[0];
+    }
+  }
+};
+
+struct Params {
+  const void* a;  // x, or y
+  const void* b;  // dy
+  void* out;      // y, or dx
+  int64_t outer;
+  int64_t n;
+  int64_t inner;
+  double scale;
+  bool zero_scale;  // the scale rounds to 0: x is replaced by 0 * x, and the scale by 1
+  bool skip_zeros;  // masked kSoftmaxGrad: elements with y = 0 take no part
+
+  const uint8_t* mask;  // null: none
+  int64_t mask_stride;  // along n
+  bool mask_units;      // the mask of a unit may be read in one load
+  MaskDivisors mask_outer;
+  MaskDivisors mask_inner;
+};
+
+// -------------------------------------------------------------------------------------------------
+// Units in registers
+
+// A unit in a thread's registers. 16-bit elements stay packed, two to a register, between the
+// passes over them. As an array of elements they would take one register each.
+template <typename T, int kBytes>
+struct Held {
+  using A = ComputeType<T>;
+  using U = Unit<T, kBytes>;
+  using W = std::conditional_t<kBytes == 2, uint16_t, uint32_t>;
+  static constexpr int kSize = U::kSize;
+  static constexpr int kWords = kBytes / sizeof(W);
+  static constexpr bool kPairs = sizeof(T) == 2 && kBytes > 2;
+
+  W words[kWords];
+
+  Held() = default;
+  explicit __device__ __forceinline__ Held(const U& unit) { memcpy(words, unit.elements, kBytes); }
+
+  template <CacheHint kHint = CacheHint::kDefault>
+  static __device__ __forceinline__ Held Load(const void* p) {
+    return Held(U::template Load<kHint>(p));
+  }
+  template <CacheHint kHint = CacheHint::kDefault>
+  __device__ __forceinline__ void Store(void* p) const {
+    Get().template Store<kHint>(p);
+  }
+
+  __device__ __forceinline__ U Get() const {
+    U unit;
+    memcpy(unit.elements, words, kBytes);
+    return unit;
+  }
+
+  static __device__ __forceinline__ Held Filled(T value) {
+    U unit;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) unit.elements[i] = value;
+    return Held(unit);
+  }
+
+  __device__ __forceinline__ void Unpack(A (&values)[kSize]) const {
+    if constexpr (kPairs && std::is_same_v<T, __nv_bfloat16>) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        values[2 * i] = __uint_as_float(words[i] << 16);
+        values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+      }
+    } else if constexpr (kPairs) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const float2 both = __half22float2(Pair(i));
+        values[2 * i] = both.x;
+        values[2 * i + 1] = both.y;
+      }
+    } else {
+      const U unit = Get();
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[i] = ToCompute(unit.elements[i]);
+    }
+  }
+
+  __device__ __forceinline__ void Pack(const A (&values)[kSize]) {
+    if constexpr (kPairs) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        PairOf<T> pair;
+        if constexpr (std::is_same_v<T, __half>) {
+          pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
+        } else {
+          pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+        }
+        memcpy(words + i, &pair, 4);
+      }
+    } else {
+      U unit;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) unit.elements[i] = FromCompute<T>(values[i]);
+      memcpy(words, unit.elements, kBytes);
+    }
+  }
+
+  __device__ __forceinline__ PairOf<T> Pair(int i) const {
+    PairOf<T> pair;
+    memcpy(&pair, words + i, 4);
+    return pair;
+  }
+
+  // Call between passes. It keeps the compiler from holding the unpacked values for the next pass.
+  __device__ __forceinline__ void Forget() {
+    if constexpr (kPairs) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(words[i]));
+    }
+  }
+
+  // Replaces by `excluded` the elements whose mask byte (0 or 1) is 0.
+  __device__ __forceinline__ void Exclude(const Unit<uint8_t, kSize>& keep, T excluded) {
+    if constexpr (kPairs && kSize % 4 == 0) {
+      const uint32_t pair = Filled(excluded).words[0];
+#pragma unroll
+      for (int i = 0; i < kWords; i += 2) {
+        uint32_t bytes;
+        memcpy(&bytes, keep.elements + 2 * i, 4);
+        bytes *= 0xff;
+        const uint32_t low = __byte_perm(bytes, 0, 0x1100), high = __byte_perm(bytes, 0, 0x3322);
+        words[i] = (words[i] & low) | (pair & ~low);
+        words[i + 1] = (words[i + 1] & high) | (pair & ~high);
+      }
+    } else {
+      U unit = Get();
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        if (keep.elements[i] == 0) unit.elements[i] = excluded;
+      }
+      memcpy(words, unit.elements, kBytes);
+    }
+  }
+
+  // Replaces x by x * 0, which is NaN if x is infinite or NaN. Elements for which `inside` is false
+  // become `excluded`.
+  template <typename Inside>
+  __device__ __forceinline__ void TimesZero(const Inside& inside, T excluded) {
+    U unit = Get();
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const T zero = FromCompute<T>(ToCompute(unit.elements[i]) * A(0));
+      unit.elements[i] = inside(i) ? zero : excluded;
+    }
+    memcpy(words, unit.elements, kBytes);
+  }
+};
+
+// -------------------------------------------------------------------------------------------------
+// Rows
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+// 2^d; subnormal results become 0.
+__device__ __forceinline__ float PowerOfTwo(float d) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(d));
+  return power;
+}
+
+__device__ __forceinline__ float MulAdd(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double MulAdd(double a, double b, double c) { return fma(a, b, c); }
+__device__ __forceinline__ float ExpOf(float d) { return expf(d); }
+__device__ __forceinline__ double ExpOf(double d) { return exp(d); }
+
+// Finds the element for which scale * x is largest: the largest element, or the smallest if the
+// scale is negative. 16-bit types compare two elements at once.
+template <typename T, int kBytes>
+struct Top {
+  using A = ComputeType<T>;
+  using H = Held<T, kBytes>;
+
+  A value = -A(INFINITY);
+  PairOf<std::conditional_t<sizeof(T) == 2, T, __half>> pair;
+  bool negative;
+
+  explicit __device__ __forceinline__ Top(A scale) : negative(scale < 0) {
+    if constexpr (H::kPairs) pair = H::Filled(FromCompute<T>(-A(INFINITY))).Pair(0);
+  }
+  __device__ __forceinline__ void Add(const H& x) {
+    if constexpr (H::kPairs) {
+      const uint32_t sign = negative ? 0x80008000u : 0u;
+#pragma unroll
+      for (int i = 0; i < H::kWords; ++i) {
+        H flipped;
+        flipped.words[0] = x.words[i] ^ sign;
+        pair = __hmax2(pair, flipped.Pair(0));
+      }
+    } else {
+      A values[H::kSize];
+      x.Unpack(values);
+#pragma unroll
+      for (int i = 0; i < H::kSize; ++i) value = fmax(value, negative ? -values[i] : values[i]);
+    }
+  }
+  // The maximum of -x if the scale is negative, so that maxima can be combined by a maximum again.
+  __device__ __forceinline__ A Get() const {
+    if constexpr (H::kPairs) return fmax(ToCompute(pair.x), ToCompute(pair.y));
+    return value;
+  }
+};
+
+// The result of Top as an element; NaN if scale * x is infinite.
+template <typename A>
+__device__ __forceinline__ A TopElement(A top, A scale) {
+  if (scale < 0) top = -top;
+  return fabs(top * scale) < A(INFINITY) ? top : A(NAN);
+}
+
+// Whether a result of Top::Get gives -inf when multiplied by the scale. If that is the maximum of
+// the whole row, the row is undefined. If it is the maximum of a part, the part adds nothing to the
+// sum of the row.
+template <typename A>
+__device__ __forceinline__ bool IsBottom(A top, A scale) {
+  return top * fabs(scale) == -A(INFINITY);
+}
+
+// The element to subtract from the elements of a part of a row, as far as it is known.
+template <typename A>
+__device__ __forceinline__ A PartTopElement(A top, A scale) {
+  return IsBottom(top, scale) ? A(0) : TopElement(top, scale);
+}
+
+// Converts a sum of exponentials relative to the maximum `from` into one relative to `to`. A
+// maximum of -inf means a sum over nothing, which is 0 or NaN. Maxima are results of Top::Get, so
+// the scale is taken without its sign.
+template <typename A>
+__device__ __forceinline__ A Corrected(A total, A from, A to, A scale) {
+  return from == -A(INFINITY) ? total : total * ExpOf((from - to) * fabs(scale));
+}
+
+// The forward of one row, given its top element and its sum. The top element is subtracted first,
+// so rows far from 0 lose no accuracy. Excluded elements are held as the infinity that the scale
+// turns into -inf. They add 0 to the sum, and their result is 0, or -inf with kLog. In an undefined
+// row the sum is NaN. A row is undefined if it contains a NaN or if its maximum is infinite, which
+// includes fully excluded rows.
+//
+// For 16-bit types without kLog, the exponentials and their sum are 2^64 times as large. The
+// instruction for powers of two flushes subnormal results to 0. With the factor, subnormal results
+// come from the final product instead.
+template <typename T, bool kLog>
+struct Normalizer {
+  using A = ComputeType<T>;
+  static constexpr bool kShifted = sizeof(T) == 2 && !kLog;
+
+  A factor;  // the scale; for 16-bit types without kLog, times log2(e)
+  A top;
+  A last;  // reciprocal of the sum, or its logarithm
+
+  __device__ __forceinline__ Normalizer(A scale, A top)
+      : factor(sizeof(T) == 2 && !kLog ? scale * A(kLog2E) : scale), top(top), last(0) {}
+  __device__ __forceinline__ void SetTotal(A total) {
+    if constexpr (kLog) {
+      last = log(total);
+    } else {
+      last = A(1) / total;
+    }
+  }
+
+  // The exponential of an element, the term of the sum.
+  __device__ __forceinline__ A Power(A x) const {
+    const A d = x - top;
+    if constexpr (kShifted) return PowerOfTwo(fmaf(d, factor, 64.0f));
+    if constexpr (sizeof(T) == 2) return PowerOfTwo(d * factor * kLog2E);
+    return ExpOf(d * factor);
+  }
+  __device__ __forceinline__ A operator()(A x) const {
+    if constexpr (kLog) return (x - top) * factor - last;
+    return Power(x) * last;
+  }
+  static __device__ __forceinline__ bool Undefined(A total) { return !(total < A(INFINITY)); }
+};
+
+// The backward of one row. For excluded elements y is held as -inf (kLog) or 0, and dy as 0.
+template <typename T, bool kLog>
+struct Gradient {
+  using A = ComputeType<T>;
+
+  A scale;
+  A sum;  // kLog: times 2^-32 for 16-bit types; otherwise times the scale
+  bool skip_zeros;
+
+  __device__ __forceinline__ Gradient(A scale, A total, bool skip_zeros)
+      : scale(scale), sum(total), skip_zeros(skip_zeros) {
+    if constexpr (!kLog) {
+      sum *= scale;
+    } else if constexpr (sizeof(T) == 2) {
+      sum *= 2.3283064365386963e-10f;
+    }
+  }
+  static __device__ __forceinline__ A Term(A y, A dy, bool skip_zeros) {
+    if constexpr (kLog) return dy;
+    return skip_zeros && y == A(0) ? A(0) : y * dy;
+  }
+  __device__ __forceinline__ A operator()(A y, A dy) const {
+    if constexpr (kLog) {
+      if constexpr (sizeof(T) == 2) {
+        return scale * fmaf(-PowerOfTwo(fmaf(y, kLog2E, 32.0f)), sum, dy);
+      }
+      return scale * MulAdd(-ExpOf(y), sum, dy);
+    }
+    return skip_zeros && y == A(0) ? A(0) : y * MulAdd(dy, scale, -sum);
+  }
+  static __device__ __forceinline__ bool Undefined(A total, A scale) {
+    return !(fabs(total * scale) < A(INFINITY));
+  }
+};
+
+// The element that represents an excluded one.
+template <typename T, Op kOp>
+__device__ __forceinline__ T Excluded(ComputeType<T> scale) {
+  using A = ComputeType<T>;
+  if constexpr (kOp == Op::kSoftmaxGrad) return FromCompute<T>(A(0));
+  if constexpr (kOp == Op::kLogSoftmaxGrad) return FromCompute<T>(-A(INFINITY));
+  return FromCompute<T>(scale < A(0) ? A(INFINITY) : -A(INFINITY));
+}
+
+// The result for an excluded element.
+template <typename T, Op kOp>
+__device__ __forceinline__ T ExcludedResult() {
+  using A = ComputeType<T>;
+  return FromCompute<T>(kOp == Op::kLogSoftmax ? -A(INFINITY) : A(0));
+}
+
+// -------------------------------------------------------------------------------------------------
+// Passes over one unit
+
+// Pairwise sum, which is faster and more accurate than a sequential one.
+template <typename A, int kSize>
+__device__ __forceinline__ A SumOf(A (&values)[kSize]) {
+#pragma unroll
+  for (int half = kSize / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) values[i] += values[i + half];
+  }
+  return values[0];
+}
+
+template <bool kLog, typename T, int kBytes>
+__device__ __forceinline__ void AddTerms(const Held<T, kBytes>& y, const Held<T, kBytes>& dy,
+                                         bool skip_zeros, ComputeType<T>& sum) {
+  constexpr int kSize = Held<T, kBytes>::kSize;
+  ComputeType<T> ys[kSize], dys[kSize];
+  y.Unpack(ys);
+  dy.Unpack(dys);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) ys[i] = Gradient<T, kLog>::Term(ys[i], dys[i], skip_zeros);
+  sum += SumOf(ys);
+}
+
+// Replaces y by the gradient.
+template <bool kLog, typename T, int kBytes>
+__device__ __forceinline__ void ToGradient(const Gradient<T, kLog>& gradient, Held<T, kBytes>& y,
+                                           const Held<T, kBytes>& dy) {
+  constexpr int kSize = Held<T, kBytes>::kSize;
+  ComputeType<T> ys[kSize], dys[kSize];
+  y.Unpack(ys);
+  dy.Unpack(dys);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) ys[i] = gradient(ys[i], dys[i]);
+  y.Pack(ys);
+}
+
+// Whether the exponentials can replace the elements without loss, because the element type is as
+// wide as the compute type.
+template <typename T, bool kLog>
+inline constexpr bool kKeepsPowers = sizeof(T) >= 4 && !kLog;
+
+template <bool kLog, typename T, int kBytes>
+__device__ __forceinline__ void AddPowers(const Normalizer<T, kLog>& normalize, Held<T, kBytes>& x,
+                                          ComputeType<T>& total) {
+  constexpr int kSize = Held<T, kBytes>::kSize;
+  ComputeType<T> xs[kSize];
+  x.Unpack(xs);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) xs[i] = normalize.Power(xs[i]);
+  if constexpr (kKeepsPowers<T, kLog>) x.Pack(xs);
+  total += SumOf(xs);
+}
+
+// Replaces x, or its exponential, by the result.
+template <bool kPowers, bool kLog, typename T, int kBytes>
+__device__ __forceinline__ void ToResult(const Normalizer<T, kLog>& normalize, Held<T, kBytes>& x) {
+  constexpr int kSize = Held<T, kBytes>::kSize;
+  ComputeType<T> xs[kSize];
+  x.Unpack(xs);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) xs[i] = kPowers ? xs[i] * normalize.last : normalize(xs[i]);
+  x.Pack(xs);
+}
+
+}  // namespace jax_fastops::cuda::softmax
+
+#endif  // JAX_FASTOPS_SOFTMAX_MATH_CUH_

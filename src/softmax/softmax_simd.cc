@@ -1,0 +1,785 @@
+// The inner loops of softmax.cc.
+//
+// A row of one block stays in registers. A longer row, up to a piece, goes through a buffer of
+// accumulators in the L1 cache, in three passes:
+// - it is scaled, and its maximum is computed;
+// - its elements are replaced by their exponentials, whose sum is computed;
+// - it is scaled and written to y.
+//
+// In the buffer, masked elements and the lanes after the end of the row are -inf: they do not
+// affect the maximum, and their exponential is 0. So only the first pass reads the mask. This fails
+// if the maximum is infinite or if there is a NaN. Then the sum is NaN, and the row is filled with
+// NaN, except for the masked elements.
+#include "softmax/softmax_simd.h"
+
+#include "core/cpu/simd_math.h"
+
+namespace jax_fastops::cpu::FASTOPS_ISA {
+namespace {
+
+// A sum is first computed per segment of this many blocks, then the segments are added up. The
+// rounding error grows with the number of successive additions. The lanes, which add up separately,
+// reduce it further.
+constexpr int64_t kSegmentBlocks = 64;
+
+// The number of one-block rows that fit the registers.
+constexpr int kBlockRows = FASTOPS_ISA_LEVEL == 2 ? 4 : 2;
+
+// The maximum number of rows that are processed together.
+constexpr int64_t kMaxGroup = 8;
+
+constexpr double kInfinity = __builtin_inf();
+
+template <typename E>
+struct Softmax {
+  using A = typename E::A;
+  using Scalar = typename A::Scalar;
+  static constexpr int kBlock = E::kBlock;
+
+  static FASTOPS_INLINE int64_t RoundUp(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
+  static FASTOPS_INLINE Scalar MinusInfinity() { return static_cast<Scalar>(-kInfinity); }
+
+  // scale * x, with -inf for masked elements and after the end.
+  template <bool kMask, typename Extent>
+  static FASTOPS_INLINE Pair<A> Scaled(Extent extent, const char* x, const uint8_t* mask, int64_t i,
+                                       int64_t count, Pair<A> scale) {
+    Pair<A> z = Mul(LoadElements<E>(extent, x + i * E::kBytes, count), scale);
+    if constexpr (kMask) {
+      z = Select(LoadMask<A>(extent, mask + i, count), z, SetPair<A>(MinusInfinity()));
+    } else if constexpr (!Extent::kWhole) {
+      z = Select(FirstOfPair<A>(count), z, SetPair<A>(MinusInfinity()));
+    }
+    return z;
+  }
+
+  // Fills the buffer, in whole blocks, and returns the maximum.
+  template <bool kMask>
+  static FASTOPS_INLINE Scalar Fill(const char* x, const uint8_t* mask, int64_t n, Scalar scale,
+                                    Scalar* buffer) {
+    const Pair<A> scales = SetPair<A>(scale);
+    Pair<A> most = SetPair<A>(MinusInfinity());
+    OverBlocks<kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      const Pair<A> z = Scaled<kMask>(extent, x, mask, i, count, scales);
+      StorePair<A>(buffer + i, z);
+      most = Max(z, most);
+    });
+    return LargestOf(most);
+  }
+
+  // The sum of exp(buffer - shift) over whole blocks.
+  template <bool kStore>
+  static FASTOPS_INLINE Scalar ExpSum(Scalar* buffer, int64_t n, Scalar shift) {
+    const Pair<A> shifts = SetPair<A>(shift);
+    Pair<A> total = SetPair<A>(0);
+    for (int64_t i = 0; i < n;) {
+      const int64_t end = n - i > kSegmentBlocks * kBlock ? i + kSegmentBlocks * kBlock : n;
+      Pair<A> sum = SetPair<A>(0);
+      for (; i < end; i += kBlock) {
+        const Pair<A> e = Exp(Sub(LoadPair<A>(buffer + i), shifts));
+        if constexpr (kStore) StorePair<A>(buffer + i, e);
+        sum = Add(sum, e);
+      }
+      total = Add(total, sum);
+    }
+    return SumOf(total);
+  }
+
+  // Fills a row without a proper sum.
+  static void FillBad(const uint8_t* mask, char* y, int64_t n, bool log) {
+    const Pair<A> nan = SetPair<A>(static_cast<Scalar>(__builtin_nan("")));
+    const Pair<A> left_out = SetPair<A>(log ? MinusInfinity() : 0);
+    OverBlocks<kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      const Pair<A> v =
+          mask == nullptr ? nan : Select(LoadMask<A>(extent, mask + i, count), nan, left_out);
+      StoreElements<E, false>(extent, y + i * E::kBytes, E::Narrow(v), count);
+    });
+  }
+
+  static FASTOPS_INLINE bool Proper(double sum) { return sum < kInfinity; }
+
+  template <bool kStream, typename F>
+  static FASTOPS_INLINE void OverRow(const char* y, int64_t n, const F& f) {
+    if constexpr (kStream) {
+      OverAlignedBlocks<E>(y, n, f);
+    } else {
+      OverBlocks<kBlock>(0, n, f);
+    }
+  }
+
+  template <bool kLog>
+  static FASTOPS_INLINE Scalar Factor(Scalar sum) {
+    if constexpr (kLog) return Log(sum);
+    return 1 / sum;
+  }
+
+  // Short rows are processed in groups, one step at a time for the whole group. A step ends with a
+  // horizontal reduction over the lanes of a vector, which takes longer than the rest of a short
+  // row. In a group, the reductions of different rows overlap.
+  static FASTOPS_INLINE int64_t GroupOf(int64_t n) {
+    const int64_t fit = kSoftmaxPiece / RoundUp(n);
+    return fit < kMaxGroup ? fit : kMaxGroup;
+  }
+
+  // kCount rows of one block, step by step. They never leave the registers.
+  template <bool kMask, bool kLog, int kCount, typename Extent>
+  static FASTOPS_INLINE void BlockRows(Extent extent, Pair<A> scales, const char* x,
+                                       const uint8_t* mask, int64_t mask_stride, char* y,
+                                       int64_t n) {
+    const int64_t row_bytes = n * E::kBytes;
+    Pair<A> v[kCount], e[kCount];
+    Scalar sum[kCount];
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) {
+      const uint8_t* row_mask = kMask ? mask + k * mask_stride : nullptr;
+      v[k] = Scaled<kMask>(extent, x + k * row_bytes, row_mask, 0, n, scales);
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) v[k] = Sub(v[k], SetPair<A>(LargestOf(v[k])));
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) e[k] = Exp(v[k]);
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) sum[k] = SumOf(e[k]);
+#pragma GCC unroll 4
+    for (int k = 0; k < kCount; ++k) {
+      char* to = y + k * row_bytes;
+      if (Proper(sum[k])) {
+        const Pair<A> factors = SetPair<A>(Factor<kLog>(sum[k]));
+        const Pair<A> result = kLog ? Sub(v[k], factors) : Mul(e[k], factors);
+        StoreElements<E, false>(extent, to, E::Narrow(result), n);
+      } else {
+        FillBad(kMask ? mask + k * mask_stride : nullptr, to, n, kLog);
+      }
+    }
+  }
+
+  template <bool kMask, bool kLog, typename Extent>
+  static FASTOPS_INLINE void OneBlockRows(Extent extent, const SoftmaxCall& call, const char* x,
+                                          const uint8_t* mask, int64_t mask_stride, char* y,
+                                          int64_t rows, int64_t n) {
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    for (int64_t row = 0; row < rows;) {
+      const uint8_t* row_mask = kMask ? mask + row * mask_stride : nullptr;
+      const int64_t at = row * n * E::kBytes;
+      if (rows - row >= kBlockRows) {
+        BlockRows<kMask, kLog, kBlockRows>(extent, scales, x + at, row_mask, mask_stride, y + at,
+                                           n);
+        row += kBlockRows;
+      } else {
+        BlockRows<kMask, kLog, 1>(extent, scales, x + at, row_mask, mask_stride, y + at, n);
+        ++row;
+      }
+    }
+  }
+
+  template <bool kMask, bool kLog>
+  static void AnyBlockRows(const SoftmaxCall& call, const char* x, const uint8_t* mask,
+                           int64_t mask_stride, char* y, int64_t rows, int64_t n) {
+    if (n == kBlock) {
+      OneBlockRows<kMask, kLog>(Whole(), call, x, mask, mask_stride, y, rows, n);
+    } else {
+      OneBlockRows<kMask, kLog>(Part(), call, x, mask, mask_stride, y, rows, n);
+    }
+  }
+
+  template <bool kMask, bool kLog, bool kStream>
+  static void SomeRows(const SoftmaxCall& call, const char* x, const uint8_t* mask,
+                       int64_t mask_stride, char* y, int64_t rows, int64_t n) {
+    // One block longer than a piece: if y is unaligned, the last pass reads whole blocks at any
+    // offset.
+    alignas(64) Scalar buffer[kSoftmaxPiece + kBlock];
+    const Scalar scale = static_cast<Scalar>(call.scale);
+    const int64_t stride = RoundUp(n), group = GroupOf(n), row_bytes = n * E::kBytes;
+    for (int64_t row = 0; row < rows; row += group) {
+      const int64_t count = rows - row < group ? rows - row : group;
+      Scalar maximum[kMaxGroup], sum[kMaxGroup];
+      for (int64_t k = 0; k < count; ++k) {
+        maximum[k] = Fill<kMask>(x + k * row_bytes, mask + (kMask ? k * mask_stride : 0), n, scale,
+                                 buffer + k * stride);
+      }
+      for (int64_t k = 0; k < count; ++k) {
+        sum[k] = ExpSum<!kLog>(buffer + k * stride, stride, maximum[k]);
+      }
+      for (int64_t k = 0; k < count; ++k) {
+        const Scalar* from = buffer + k * stride;
+        char* to = y + k * row_bytes;
+        if (!Proper(sum[k])) {
+          FillBad(kMask ? mask + k * mask_stride : nullptr, to, n, kLog);
+          continue;
+        }
+        const Pair<A> shifts = SetPair<A>(maximum[k]);
+        const Pair<A> factors = SetPair<A>(Factor<kLog>(sum[k]));
+        OverRow<kStream>(to, n, [&](auto extent, int64_t i, int64_t part) FASTOPS_LAMBDA {
+          Pair<A> v = LoadPair<A>(from + i);
+          if constexpr (kLog) {
+            v = Sub(Sub(v, shifts), factors);
+          } else {
+            v = Mul(v, factors);
+          }
+          StoreElements<E, kStream>(extent, to + i * E::kBytes, E::Narrow(v), part);
+        });
+      }
+      x += count * row_bytes;
+      y += count * row_bytes;
+      if constexpr (kMask) mask += count * mask_stride;
+    }
+    if constexpr (kStream) StreamFence();
+  }
+
+  template <bool kMask>
+  static void MaybeMaskedRows(const SoftmaxCall& call, const char* x, const uint8_t* mask,
+                              int64_t mask_stride, char* y, int64_t rows, int64_t n) {
+    if (n <= kBlock) {
+      return call.log ? AnyBlockRows<kMask, true>(call, x, mask, mask_stride, y, rows, n)
+                      : AnyBlockRows<kMask, false>(call, x, mask, mask_stride, y, rows, n);
+    }
+    if (call.log && call.stream) {
+      SomeRows<kMask, true, true>(call, x, mask, mask_stride, y, rows, n);
+    } else if (call.log) {
+      SomeRows<kMask, true, false>(call, x, mask, mask_stride, y, rows, n);
+    } else if (call.stream) {
+      SomeRows<kMask, false, true>(call, x, mask, mask_stride, y, rows, n);
+    } else {
+      SomeRows<kMask, false, false>(call, x, mask, mask_stride, y, rows, n);
+    }
+  }
+
+  static void Rows(const SoftmaxCall& call, const void* x, const uint8_t* mask, int64_t mask_stride,
+                   void* y, int64_t rows, int64_t n) {
+    if (mask == nullptr) {
+      MaybeMaskedRows<false>(call, static_cast<const char*>(x), mask, mask_stride,
+                             static_cast<char*>(y), rows, n);
+    } else {
+      MaybeMaskedRows<true>(call, static_cast<const char*>(x), mask, mask_stride,
+                            static_cast<char*>(y), rows, n);
+    }
+  }
+
+  // The statistics of a piece. If no element is above -inf, the sum is 0, or NaN if there is a NaN;
+  // other pieces of the row may have greater elements.
+  static void Stats(const SoftmaxCall& call, const void* x, const uint8_t* mask, int64_t n,
+                    double* maximum, double* sum) {
+    alignas(64) Scalar buffer[kSoftmaxPiece];
+    const Scalar scale = static_cast<Scalar>(call.scale);
+    const char* from = static_cast<const char*>(x);
+    const Scalar most = mask == nullptr ? Fill<false>(from, mask, n, scale, buffer)
+                                        : Fill<true>(from, mask, n, scale, buffer);
+    *maximum = most;
+    *sum = ExpSum<false>(buffer, RoundUp(n), most == MinusInfinity() ? 0 : most);
+  }
+
+  template <bool kMask, bool kLog, bool kStream>
+  static void FinishPiece(const SoftmaxCall& call, const char* x, const uint8_t* mask, char* y,
+                          int64_t n, double maximum, double sum) {
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    const Pair<A> shifts = SetPair<A>(static_cast<Scalar>(maximum));
+    const Pair<A> factors = SetPair<A>(static_cast<Scalar>(kLog ? __builtin_log(sum) : 1 / sum));
+    OverRow<kStream>(y, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      Pair<A> v = Sub(Scaled<kMask>(extent, x, mask, i, count, scales), shifts);
+      if constexpr (kLog) {
+        v = Sub(v, factors);
+      } else {
+        v = Mul(Exp(v), factors);
+      }
+      StoreElements<E, kStream>(extent, y + i * E::kBytes, E::Narrow(v), count);
+    });
+    if constexpr (kStream) StreamFence();
+  }
+
+  template <bool kMask, bool kLog>
+  static void MaybeStreamPiece(const SoftmaxCall& call, const char* x, const uint8_t* mask, char* y,
+                               int64_t n, double maximum, double sum) {
+    if (call.stream) {
+      FinishPiece<kMask, kLog, true>(call, x, mask, y, n, maximum, sum);
+    } else {
+      FinishPiece<kMask, kLog, false>(call, x, mask, y, n, maximum, sum);
+    }
+  }
+
+  static void Finish(const SoftmaxCall& call, const void* x_data, const uint8_t* mask, void* y_data,
+                     int64_t n, double maximum, double sum) {
+    const char* x = static_cast<const char*>(x_data);
+    char* y = static_cast<char*>(y_data);
+    if (!Proper(sum) || maximum == -kInfinity) return FillBad(mask, y, n, call.log);
+    if (mask == nullptr) {
+      call.log ? MaybeStreamPiece<false, true>(call, x, mask, y, n, maximum, sum)
+               : MaybeStreamPiece<false, false>(call, x, mask, y, n, maximum, sum);
+    } else {
+      call.log ? MaybeStreamPiece<true, true>(call, x, mask, y, n, maximum, sum)
+               : MaybeStreamPiece<true, false>(call, x, mask, y, n, maximum, sum);
+    }
+  }
+
+  // ---- The gradient of a row ----
+
+  // The contribution of a block to the sum. `kOut`: some elements are masked out, as told by the
+  // mask, or by y = 0.
+  template <bool kLog, bool kOut>
+  static FASTOPS_INLINE Pair<A> Term(Pair<A> y, Pair<A> dy, PairMask<A> keep) {
+    Pair<A> term = dy;
+    if constexpr (!kLog) term = Mul(dy, y);
+    if constexpr (kOut) term = Select(keep, term, SetPair<A>(0));
+    return term;
+  }
+
+  template <bool kLog, bool kOut>
+  static FASTOPS_INLINE Pair<A> Gradient(Pair<A> y, Pair<A> dy, PairMask<A> keep, Pair<A> scale,
+                                         Pair<A> sum) {
+    Pair<A> dx;
+    if constexpr (kLog) {
+      dx = Mul(scale, Sub(dy, Mul(Exp(y), sum)));
+    } else {
+      dx = Mul(scale, Mul(y, Sub(dy, sum)));
+    }
+    if constexpr (kOut) dx = Select(keep, dx, SetPair<A>(0));
+    return dx;
+  }
+
+  template <bool kLog, bool kOut, typename Extent>
+  static FASTOPS_INLINE PairMask<A> Keep(Extent extent, Pair<A> y, const uint8_t* mask, int64_t i,
+                                         int64_t count) {
+    if constexpr (kOut && kLog) {
+      return LoadMask<A>(extent, mask + i, count);
+    } else {
+      return NotZero(y);
+    }
+  }
+
+  template <bool kLog, bool kOut>
+  static double SumOfRow(const char* y, const char* dy, const uint8_t* mask, int64_t n) {
+    Pair<A> total = SetPair<A>(0);
+    for (int64_t begin = 0; begin < n;) {
+      const int64_t end = n - begin > kSegmentBlocks * kBlock ? begin + kSegmentBlocks * kBlock : n;
+      Pair<A> sum = SetPair<A>(0);
+      OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+        const Pair<A> d = LoadElements<E>(extent, dy + i * E::kBytes, count);
+        Pair<A> v = d;
+        if constexpr (!kLog) v = LoadElements<E>(extent, y + i * E::kBytes, count);
+        sum = Add(sum, Term<kLog, kOut>(v, d, Keep<kLog, kOut>(extent, v, mask, i, count)));
+      });
+      total = Add(total, sum);
+      begin = end;
+    }
+    return SumOf(total);
+  }
+
+  static double BackwardSum(const SoftmaxCall& call, const void* y_data, const void* dy_data,
+                            const uint8_t* mask, int64_t n) {
+    const char* y = static_cast<const char*>(y_data);
+    const char* dy = static_cast<const char*>(dy_data);
+    if (call.log) {
+      return call.masked ? SumOfRow<true, true>(y, dy, mask, n)
+                         : SumOfRow<true, false>(y, dy, mask, n);
+    }
+    return call.masked ? SumOfRow<false, true>(y, dy, mask, n)
+                       : SumOfRow<false, false>(y, dy, mask, n);
+  }
+
+  template <bool kLog, bool kOut, bool kStream>
+  static void GradientOfRow(const SoftmaxCall& call, const char* y, const char* dy,
+                            const uint8_t* mask, char* dx, int64_t n, double sum) {
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    const Pair<A> sums = SetPair<A>(static_cast<Scalar>(sum));
+    OverRow<kStream>(dx, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      const Pair<A> v = LoadElements<E>(extent, y + i * E::kBytes, count);
+      const Pair<A> d = LoadElements<E>(extent, dy + i * E::kBytes, count);
+      const PairMask<A> keep = Keep<kLog, kOut>(extent, v, mask, i, count);
+      StoreElements<E, kStream>(extent, dx + i * E::kBytes,
+                                E::Narrow(Gradient<kLog, kOut>(v, d, keep, scales, sums)), count);
+    });
+  }
+
+  template <bool kLog, bool kOut, typename Extent>
+  static FASTOPS_INLINE void OneBlockGradients(Extent extent, const SoftmaxCall& call,
+                                               const char* y, const char* dy, const uint8_t* mask,
+                                               int64_t mask_stride, char* dx, int64_t rows,
+                                               int64_t n) {
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    for (int64_t row = 0; row < rows; ++row) {
+      const Pair<A> v = LoadElements<E>(extent, y, n), d = LoadElements<E>(extent, dy, n);
+      const PairMask<A> keep = Keep<kLog, kOut>(extent, v, mask, 0, n);
+      const Pair<A> sum = SetPair<A>(SumOf(Term<kLog, kOut>(v, d, keep)));
+      StoreElements<E, false>(extent, dx, E::Narrow(Gradient<kLog, kOut>(v, d, keep, scales, sum)),
+                              n);
+      y += n * E::kBytes;
+      dy += n * E::kBytes;
+      dx += n * E::kBytes;
+      if constexpr (kLog && kOut) mask += mask_stride;
+    }
+  }
+
+  template <bool kLog, bool kOut, bool kStream>
+  static void GradientsOfRows(const SoftmaxCall& call, const char* y, const char* dy,
+                              const uint8_t* mask, int64_t mask_stride, char* dx, int64_t rows,
+                              int64_t n) {
+    const int64_t group = GroupOf(n), row_bytes = n * E::kBytes;
+    for (int64_t row = 0; row < rows; row += group) {
+      const int64_t count = rows - row < group ? rows - row : group;
+      double sum[kMaxGroup];
+      const auto mask_of = [&](int64_t k) FASTOPS_LAMBDA {
+        return kLog && kOut ? mask + (row + k) * mask_stride : nullptr;
+      };
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t at = (row + k) * row_bytes;
+        sum[k] = SumOfRow<kLog, kOut>(y + at, dy + at, mask_of(k), n);
+      }
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t at = (row + k) * row_bytes;
+        GradientOfRow<kLog, kOut, kStream>(call, y + at, dy + at, mask_of(k), dx + at, n, sum[k]);
+      }
+    }
+    if constexpr (kStream) StreamFence();
+  }
+
+  template <bool kLog, bool kOut>
+  static void MaybeStreamGradients(const SoftmaxCall& call, const char* y, const char* dy,
+                                   const uint8_t* mask, int64_t mask_stride, char* dx, int64_t rows,
+                                   int64_t n) {
+    if (n == kBlock) {
+      return OneBlockGradients<kLog, kOut>(Whole(), call, y, dy, mask, mask_stride, dx, rows, n);
+    }
+    if (n < kBlock) {
+      return OneBlockGradients<kLog, kOut>(Part(), call, y, dy, mask, mask_stride, dx, rows, n);
+    }
+    if (call.stream) {
+      GradientsOfRows<kLog, kOut, true>(call, y, dy, mask, mask_stride, dx, rows, n);
+    } else {
+      GradientsOfRows<kLog, kOut, false>(call, y, dy, mask, mask_stride, dx, rows, n);
+    }
+  }
+
+  static void BackwardRows(const SoftmaxCall& call, const void* y_data, const void* dy_data,
+                           const uint8_t* mask, int64_t mask_stride, void* dx_data, int64_t rows,
+                           int64_t n) {
+    const char* y = static_cast<const char*>(y_data);
+    const char* dy = static_cast<const char*>(dy_data);
+    char* dx = static_cast<char*>(dx_data);
+    if (call.log) {
+      call.masked ? MaybeStreamGradients<true, true>(call, y, dy, mask, mask_stride, dx, rows, n)
+                  : MaybeStreamGradients<true, false>(call, y, dy, mask, mask_stride, dx, rows, n);
+    } else {
+      call.masked ? MaybeStreamGradients<false, true>(call, y, dy, mask, mask_stride, dx, rows, n)
+                  : MaybeStreamGradients<false, false>(call, y, dy, mask, mask_stride, dx, rows, n);
+    }
+  }
+
+  template <bool kLog, bool kOut>
+  static void MaybeStreamGradient(const SoftmaxCall& call, const char* y, const char* dy,
+                                  const uint8_t* mask, char* dx, int64_t n, double sum) {
+    if (call.stream) {
+      GradientOfRow<kLog, kOut, true>(call, y, dy, mask, dx, n, sum);
+      StreamFence();
+    } else {
+      GradientOfRow<kLog, kOut, false>(call, y, dy, mask, dx, n, sum);
+    }
+  }
+
+  static void BackwardFinish(const SoftmaxCall& call, const void* y_data, const void* dy_data,
+                             const uint8_t* mask, void* dx_data, int64_t n, double sum) {
+    const char* y = static_cast<const char*>(y_data);
+    const char* dy = static_cast<const char*>(dy_data);
+    char* dx = static_cast<char*>(dx_data);
+    if (call.log) {
+      call.masked ? MaybeStreamGradient<true, true>(call, y, dy, mask, dx, n, sum)
+                  : MaybeStreamGradient<true, false>(call, y, dy, mask, dx, n, sum);
+    } else {
+      call.masked ? MaybeStreamGradient<false, true>(call, y, dy, mask, dx, n, sum)
+                  : MaybeStreamGradient<false, false>(call, y, dy, mask, dx, n, sum);
+    }
+  }
+
+  // ---- Columns ----
+
+  // Prefetches a later row. The rows of a tile are too far apart for the hardware to do it.
+  // Prefetching after the last row does no harm.
+  static constexpr int64_t kAhead = 8;
+  template <bool kWrite>
+  static FASTOPS_INLINE void Fetch(const char* row, int64_t stride_bytes, int64_t columns) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(row) +
+                         static_cast<uintptr_t>(kAhead) * static_cast<uintptr_t>(stride_bytes);
+    const uintptr_t bytes = static_cast<uintptr_t>(columns * E::kBytes);
+    for (uintptr_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(reinterpret_cast<const void*>(at + i), kWrite ? 1 : 0);
+    }
+  }
+
+  template <bool kMask>
+  static void FillTile(const SoftmaxCall& call, const SoftmaxTile& tile, const char* x,
+                       Scalar* buffer, Scalar* maxima) {
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    const uint8_t* mask = tile.mask;
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      Fetch<false>(x, tile.stride * E::kBytes, tile.columns);
+      OverBlocks<kBlock>(0, tile.columns,
+                         [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                           const Pair<A> z = Scaled<kMask>(extent, x, mask, i, count, scales);
+                           StorePair<A>(buffer + i, z);
+                           StorePair<A>(maxima + i, Max(z, LoadPair<A>(maxima + i)));
+                         });
+      x += tile.stride * E::kBytes;
+      buffer += tile.buffer_stride;
+      if constexpr (kMask) mask += tile.mask_stride;
+    }
+  }
+
+  static void TileMax(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x, void* buffer,
+                      void* maxima) {
+    if (tile.mask == nullptr) {
+      FillTile<false>(call, tile, static_cast<const char*>(x), static_cast<Scalar*>(buffer),
+                      static_cast<Scalar*>(maxima));
+    } else {
+      FillTile<true>(call, tile, static_cast<const char*>(x), static_cast<Scalar*>(buffer),
+                     static_cast<Scalar*>(maxima));
+    }
+  }
+
+  template <bool kStore>
+  static void SumTile(const SoftmaxTile& tile, Scalar* buffer, const Scalar* shift, Scalar* sums) {
+    alignas(64) Scalar some[kSoftmaxMaxColumns];
+    const int64_t width = RoundUp(tile.columns);
+    for (int64_t r = 0; r < tile.rows;) {
+      const int64_t end = tile.rows - r > kSegmentBlocks ? r + kSegmentBlocks : tile.rows;
+      for (int64_t j = 0; j < width; j += kBlock) StorePair<A>(some + j, SetPair<A>(0));
+      for (; r < end; ++r) {
+        for (int64_t j = 0; j < width; j += kBlock) {
+          const Pair<A> e = Exp(Sub(LoadPair<A>(buffer + j), LoadPair<A>(shift + j)));
+          if constexpr (kStore) StorePair<A>(buffer + j, e);
+          StorePair<A>(some + j, Add(LoadPair<A>(some + j), e));
+        }
+        buffer += tile.buffer_stride;
+      }
+      for (int64_t j = 0; j < width; j += kBlock) {
+        StorePair<A>(sums + j, Add(LoadPair<A>(sums + j), LoadPair<A>(some + j)));
+      }
+    }
+  }
+
+  static void TileSum(const SoftmaxTile& tile, void* buffer, const void* shift, void* sums,
+                      bool store) {
+    if (store) {
+      SumTile<true>(tile, static_cast<Scalar*>(buffer), static_cast<const Scalar*>(shift),
+                    static_cast<Scalar*>(sums));
+    } else {
+      SumTile<false>(tile, static_cast<Scalar*>(buffer), static_cast<const Scalar*>(shift),
+                     static_cast<Scalar*>(sums));
+    }
+  }
+
+  // Combines column j of all parts. A part without an element above -inf contributes nothing, but a
+  // NaN is kept.
+  static void TileCombine(const void* maxima_data, const void* sums_data, int64_t parts,
+                          int64_t stride, int64_t columns, void* maximum_data, void* sum_data) {
+    const char* maxima = static_cast<const char*>(maxima_data);
+    const char* sums = static_cast<const char*>(sums_data);
+    char* maximum = static_cast<char*>(maximum_data);
+    char* sum = static_cast<char*>(sum_data);
+    using S = typename SameTypeOf<A>::Element;
+    const Pair<A> least = SetPair<A>(MinusInfinity());
+    OverBlocks<kBlock>(0, columns, [&](auto extent, int64_t j, int64_t count) FASTOPS_LAMBDA {
+      Pair<A> most = least;
+      for (int64_t p = 0; p < parts; ++p) {
+        most = Max(LoadElements<S>(extent, maxima + (p * stride + j) * S::kBytes, count), most);
+      }
+      Pair<A> total = SetPair<A>(0);
+      for (int64_t p = 0; p < parts; ++p) {
+        const int64_t at = (p * stride + j) * S::kBytes;
+        const Pair<A> m = LoadElements<S>(extent, maxima + at, count);
+        const Pair<A> factor = Select(Equal(m, least), SetPair<A>(0), Exp(Sub(m, most)));
+        total = Add(total, Mul(LoadElements<S>(extent, sums + at, count), factor));
+      }
+      StoreElements<S, false>(extent, maximum + j * S::kBytes, most, count);
+      StoreElements<S, false>(extent, sum + j * S::kBytes, total, count);
+    });
+  }
+
+  static bool TileFactors(const SoftmaxCall& call, int64_t columns, const void* maxima_data,
+                          void* sums_data) {
+    const Scalar* maxima = static_cast<const Scalar*>(maxima_data);
+    Scalar* sums = static_cast<Scalar*>(sums_data);
+    const Scalar nan = static_cast<Scalar>(__builtin_nan(""));
+    int64_t bad = 0;
+    for (int64_t j = 0; j < columns; ++j) {
+      bad += !(sums[j] < kInfinity && maxima[j] > MinusInfinity());
+    }
+    // LogOf returns a number for an improper sum too. So improper sums are marked with 0.
+    for (int64_t j = 0; j < columns && bad > 0; ++j) {
+      if (!(sums[j] < kInfinity && maxima[j] > MinusInfinity())) sums[j] = 0;
+    }
+    if (call.log) {
+      using S = typename SameTypeOf<A>::Element;
+      char* p = static_cast<char*>(sums_data);
+      OverBlocks<kBlock>(0, columns, [&](auto extent, int64_t j, int64_t count) FASTOPS_LAMBDA {
+        const Pair<A> sum = LoadElements<S>(extent, p + j * S::kBytes, count);
+        const Pair<A> log = Select(NotZero(sum), LogOf(sum), SetPair<A>(nan));
+        StoreElements<S, false>(extent, p + j * S::kBytes, log, count);
+      });
+    } else {
+      for (int64_t j = 0; j < columns; ++j) sums[j] = sums[j] == 0 ? nan : 1 / sums[j];
+    }
+    return bad == 0;
+  }
+
+  // Reads from the buffer, or, with kRedo, from x.
+  template <bool kMask, bool kLog, bool kRedo>
+  static void FinishTile(const SoftmaxCall& call, const SoftmaxTile& tile, const char* from,
+                         const Scalar* shift, const Scalar* factor, char* y) {
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    const Pair<A> left_out = SetPair<A>(kLog ? MinusInfinity() : 0);
+    const uint8_t* mask = tile.mask;
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      if constexpr (kRedo) Fetch<false>(from, tile.stride * E::kBytes, tile.columns);
+      Fetch<true>(y, tile.stride * E::kBytes, tile.columns);
+      OverBlocks<kBlock>(0, tile.columns,
+                         [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                           Pair<A> v;
+                           if constexpr (kRedo) {
+                             v = Mul(LoadElements<E>(extent, from + i * E::kBytes, count), scales);
+                           } else {
+                             v = LoadPair<A>(reinterpret_cast<const Scalar*>(from) + i);
+                           }
+                           if constexpr (kLog || kRedo) v = Sub(v, LoadPair<A>(shift + i));
+                           if constexpr (kLog) {
+                             v = Sub(v, LoadPair<A>(factor + i));
+                           } else {
+                             if constexpr (kRedo) v = Exp(v);
+                             v = Mul(v, LoadPair<A>(factor + i));
+                           }
+                           if constexpr (kMask)
+                             v = Select(LoadMask<A>(extent, mask + i, count), v, left_out);
+                           StoreElements<E, false>(extent, y + i * E::kBytes, E::Narrow(v), count);
+                         });
+      from += kRedo ? tile.stride * E::kBytes
+                    : tile.buffer_stride * static_cast<int64_t>(sizeof(Scalar));
+      y += tile.stride * E::kBytes;
+      if constexpr (kMask) mask += tile.mask_stride;
+    }
+  }
+
+  template <bool kRedo>
+  static FASTOPS_INLINE void AnyFinish(const SoftmaxCall& call, const SoftmaxTile& tile,
+                                       const void* from_data, const void* shift_data,
+                                       const void* factor_data, void* y_data) {
+    const char* from = static_cast<const char*>(from_data);
+    const Scalar* shift = static_cast<const Scalar*>(shift_data);
+    const Scalar* factor = static_cast<const Scalar*>(factor_data);
+    char* y = static_cast<char*>(y_data);
+    if (tile.mask == nullptr) {
+      call.log ? FinishTile<false, true, kRedo>(call, tile, from, shift, factor, y)
+               : FinishTile<false, false, kRedo>(call, tile, from, shift, factor, y);
+    } else {
+      call.log ? FinishTile<true, true, kRedo>(call, tile, from, shift, factor, y)
+               : FinishTile<true, false, kRedo>(call, tile, from, shift, factor, y);
+    }
+  }
+
+  static void TileFinish(const SoftmaxCall& call, const SoftmaxTile& tile, const void* buffer,
+                         const void* shift, const void* factor, void* y) {
+    AnyFinish<false>(call, tile, buffer, shift, factor, y);
+  }
+
+  static void TileRedo(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x,
+                       const void* shift, const void* factor, void* y) {
+    AnyFinish<true>(call, tile, x, shift, factor, y);
+  }
+
+  template <bool kLog, bool kOut>
+  static void SumGradients(const SoftmaxTile& tile, const char* y, const char* dy, Scalar* sums) {
+    const int64_t stride = tile.stride * E::kBytes;
+    const uint8_t* mask = tile.mask;
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      if constexpr (!kLog) Fetch<false>(y, stride, tile.columns);
+      Fetch<false>(dy, stride, tile.columns);
+      OverBlocks<kBlock>(0, tile.columns,
+                         [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                           const Pair<A> d = LoadElements<E>(extent, dy + i * E::kBytes, count);
+                           Pair<A> v = d;
+                           if constexpr (!kLog)
+                             v = LoadElements<E>(extent, y + i * E::kBytes, count);
+                           const Pair<A> term =
+                               Term<kLog, kOut>(v, d, Keep<kLog, kOut>(extent, v, mask, i, count));
+                           StorePair<A>(sums + i, Add(LoadPair<A>(sums + i), term));
+                         });
+      y += stride;
+      dy += stride;
+      if constexpr (kLog && kOut) mask += tile.mask_stride;
+    }
+  }
+
+  static void TileBackwardSum(const SoftmaxCall& call, const SoftmaxTile& tile, const void* y_data,
+                              const void* dy_data, void* sums_data) {
+    const char* y = static_cast<const char*>(y_data);
+    const char* dy = static_cast<const char*>(dy_data);
+    Scalar* sums = static_cast<Scalar*>(sums_data);
+    if (call.log) {
+      call.masked ? SumGradients<true, true>(tile, y, dy, sums)
+                  : SumGradients<true, false>(tile, y, dy, sums);
+    } else {
+      call.masked ? SumGradients<false, true>(tile, y, dy, sums)
+                  : SumGradients<false, false>(tile, y, dy, sums);
+    }
+  }
+
+  template <bool kLog, bool kOut>
+  static void StoreGradients(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
+                             const char* dy, const Scalar* sums, char* dx) {
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    const int64_t stride = tile.stride * E::kBytes;
+    const uint8_t* mask = tile.mask;
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      Fetch<true>(dx, stride, tile.columns);
+      OverBlocks<kBlock>(
+          0, tile.columns, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+            const Pair<A> v = LoadElements<E>(extent, y + i * E::kBytes, count);
+            const Pair<A> d = LoadElements<E>(extent, dy + i * E::kBytes, count);
+            const Pair<A> g = Gradient<kLog, kOut>(
+                v, d, Keep<kLog, kOut>(extent, v, mask, i, count), scales, LoadPair<A>(sums + i));
+            StoreElements<E, false>(extent, dx + i * E::kBytes, E::Narrow(g), count);
+          });
+      y += stride;
+      dy += stride;
+      dx += stride;
+      if constexpr (kLog && kOut) mask += tile.mask_stride;
+    }
+  }
+
+  static void TileBackwardFinish(const SoftmaxCall& call, const SoftmaxTile& tile,
+                                 const void* y_data, const void* dy_data, const void* sums_data,
+                                 void* dx_data) {
+    const char* y = static_cast<const char*>(y_data);
+    const char* dy = static_cast<const char*>(dy_data);
+    const Scalar* sums = static_cast<const Scalar*>(sums_data);
+    char* dx = static_cast<char*>(dx_data);
+    if (call.log) {
+      call.masked ? StoreGradients<true, true>(call, tile, y, dy, sums, dx)
+                  : StoreGradients<true, false>(call, tile, y, dy, sums, dx);
+    } else {
+      call.masked ? StoreGradients<false, true>(call, tile, y, dy, sums, dx)
+                  : StoreGradients<false, false>(call, tile, y, dy, sums, dx);
+    }
+  }
+};
+
+}  // namespace
+
+#define FASTOPS_BY_DTYPE(name) \
+  {Softmax<E32>::name, Softmax<EBF16>::name, Softmax<EF16>::name, Softmax<E64>::name}
+
+extern const SoftmaxKernels softmax_kernels;
+const SoftmaxKernels softmax_kernels = {FASTOPS_BY_DTYPE(Rows),
+                                        FASTOPS_BY_DTYPE(BackwardRows),
+                                        FASTOPS_BY_DTYPE(Stats),
+                                        FASTOPS_BY_DTYPE(Finish),
+                                        FASTOPS_BY_DTYPE(BackwardSum),
+                                        FASTOPS_BY_DTYPE(BackwardFinish),
+                                        FASTOPS_BY_DTYPE(TileMax),
+                                        FASTOPS_BY_DTYPE(TileSum),
+                                        FASTOPS_BY_DTYPE(TileCombine),
+                                        FASTOPS_BY_DTYPE(TileFactors),
+                                        FASTOPS_BY_DTYPE(TileFinish),
+                                        FASTOPS_BY_DTYPE(TileRedo),
+                                        FASTOPS_BY_DTYPE(TileBackwardSum),
+                                        FASTOPS_BY_DTYPE(TileBackwardFinish),
+                                        FASTOPS_BY_DTYPE(kBlock)};
+
+#undef FASTOPS_BY_DTYPE
+
+}  // namespace jax_fastops::cpu::FASTOPS_ISA
