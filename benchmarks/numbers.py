@@ -40,12 +40,7 @@ def family_speedups(family: str, dtype: str = "bfloat16") -> list[float]:
     """
     cases = [case for case in load(f"{H100}-{family}")["cases"] if case["dtype"] == dtype]
     steps = [case for case in cases if main_phase(case) == "step"]
-    found = []
-    for case in steps or cases:
-        phases = (case["results"][name]["phases"][main_phase(case)] for name in ("jax.nn", "auto"))
-        theirs, ours = (phase["median_us"] for phase in phases)
-        found.append(theirs / ours)
-    return found
+    return [_time(case, "jax.nn") / _time(case, "auto") for case in steps or cases]
 
 
 def main_phase(case: dict) -> str:
@@ -53,18 +48,19 @@ def main_phase(case: dict) -> str:
     return "step" if "step" in case["floor_us"] else "forward"
 
 
+def _time(case: dict, contender: str) -> float:
+    """Microseconds of a case's main phase."""
+    return case["results"][contender]["phases"][main_phase(case)]["median_us"]
+
+
 def slower(results: dict, margin: float = 0.02) -> list[tuple[dict, str, float, float]]:
     """Rows where jax.nn beats the kernel by more than ``margin``: case, phase, and the times of the
     kernel and of ``"auto"`` over that of jax.nn."""
     found = []
     for case in results["cases"]:
-        phase = main_phase(case)
-        times = [
-            case["results"][name]["phases"][phase]["median_us"]
-            for name in ("native", "auto", "jax.nn")
-        ]
-        if times[0] > (1 + margin) * times[2]:
-            found.append((case, phase, times[0] / times[2], times[1] / times[2]))
+        native, auto, theirs = (_time(case, name) for name in ("native", "auto", "jax.nn"))
+        if native > (1 + margin) * theirs:
+            found.append((case, main_phase(case), native / theirs, auto / theirs))
     return found
 
 
@@ -73,23 +69,19 @@ def mean(values: list[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def network(name: str, row: str) -> float:
-    """Plain JAX's time over ours, of a row of a network's results."""
-    sides = next(r["results"] for r in load(name)["rows"] if r["row"] == row)
+def speedup(sides: dict) -> float:
+    """Plain JAX's time over ours."""
     return sides["plain"]["median_us"] / sides["ours"]["median_us"]
 
 
 def jobs() -> dict[str, float]:
     """Whole jobs on one H100, bfloat16: label -> speed-up over plain JAX."""
-    bert, step = f"bert-{H100}", "step {}, dropout 0.1, {}, bfloat16"
-    steps = load(f"resnet-{H100}")["steps"]
+    bert = {entry["row"]: entry["results"] for entry in load(f"bert-{H100}")["rows"]}
+    step = "step 32x512, dropout 0.1, {}, bfloat16"
     return {
-        "BERT-base layers, 32 x 512, dropout, softmax": network(
-            bert, step.format("32x512", "softmax")
-        ),
-        "BERT-base layers, 32 x 512, dropout, cuDNN": network(bert, step.format("32x512", "cudnn")),
-        "ResNet-50 training step, 128 images": steps["plain"]["median_us"]
-        / steps["ours"]["median_us"],
+        "BERT-base layers, 32 x 512, dropout, softmax": speedup(bert[step.format("softmax")]),
+        "BERT-base layers, 32 x 512, dropout, cuDNN": speedup(bert[step.format("cudnn")]),
+        "ResNet-50 training step, 128 images": speedup(load(f"resnet-{H100}")["steps"]),
     }
 
 
@@ -110,7 +102,10 @@ def numbers() -> dict[str, str]:
         gap = load(f"resnet-{H100}")["differences"][name]
         found |= {f"resnet_{key}_most": f"{gap['largest']:.4f}"}
         found |= {f"resnet_{key}_mean": f"{gap['mean']:.4f}"}
-    for name, key in (("native, graphs", "graph"), ("native, no graphs", "no_graph")):
+    for name, key in (
+        ("native, graphs", "graph"),
+        ("native, no graphs", "no_graph"),
+        ("jax.nn, graphs", "xla"),
+    ):
         found[f"chain_{key}_us"] = f"{load(f'graph-chain-{H100}')[name]['median_us']:.0f}"
-    found["chain_xla_us"] = f"{load(f'graph-chain-{H100}')['jax.nn, graphs']['median_us']:.0f}"
     return found

@@ -32,10 +32,10 @@ THEMES = (
 
 @dataclass(frozen=True)
 class Bars:
-    """One group of bars: a label, and a value for each series (``None``: not measured)."""
+    """One group of bars: a label, and a value for each series."""
 
     label: str
-    values: tuple[float | None, ...]
+    values: tuple[float, ...]
 
 
 def draw(
@@ -45,7 +45,7 @@ def draw(
     series: Sequence[str],
     line: str,
     axis: str,
-    limit: float | None = None,
+    limit: float,
     unit: str = "",
 ) -> list[Path]:
     """Writes ``<path>-light.svg`` and ``<path>-dark.svg``; returns their paths.
@@ -74,14 +74,13 @@ def _draw(path, title, groups, series, line, axis, limit, unit, theme: Theme) ->
         height = 0.2 * bars + 0.14 * len(groups) + (1.45 if len(series) > 1 else 1.2)
         figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
         colors = (theme.kernel, theme.reference)
-        longest = max(v for group in groups for v in group.values if v is not None)
-        end = min(limit or longest, longest)
+        end = min(limit, max(value for group in groups for value in group.values))
         thickness = 0.84 / len(series)
         for index, name in enumerate(series):
             places = [
                 row + (index - (len(series) - 1) / 2) * thickness for row in range(len(groups))
             ]
-            values = [group.values[index] or 0.0 for group in groups]
+            values = [group.values[index] for group in groups]
             axes.barh(
                 places,
                 [min(v, end) for v in values],
@@ -90,17 +89,16 @@ def _draw(path, title, groups, series, line, axis, limit, unit, theme: Theme) ->
                 label=name,
             )
             for place, value in zip(places, values, strict=True):
-                if value:
-                    text = f"{value:.2f}{unit}" if value < 10 else f"{value:.0f}{unit}"
-                    after = 1 if 0.7 < value < 1 else min(value, end)  # clear of the line at 1
-                    axes.annotate(
-                        text + (" (cut)" if value > end else ""),
-                        (after, place),
-                        (3, 0),
-                        textcoords="offset points",
-                        va="center",
-                        fontsize=9,
-                    )
+                text = f"{value:.2f}{unit}" if value < 10 else f"{value:.0f}{unit}"
+                after = 1 if 0.7 < value < 1 else min(value, end)  # clear of the line at 1
+                axes.annotate(
+                    text + (" (cut)" if value > end else ""),
+                    (after, place),
+                    (3, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=9,
+                )
         axes.axvline(1, color=theme.line, lw=1.3, label=line, zorder=3)
         axes.set_yticks(range(len(groups)), [group.label for group in groups])
         axes.set_ylim(len(groups) - 0.45, -0.55)

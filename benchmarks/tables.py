@@ -1,5 +1,7 @@
 """Results as Markdown tables, which ``benchmarks.pages`` puts into the documentation."""
 
+from benchmarks.numbers import speedup
+
 PHASES = (
     ("forward", "forward"),
     ("forward that saves", "forward_saving"),
@@ -61,9 +63,7 @@ def contenders_table(results: dict) -> tuple[list[str], list[list[str]]]:
     for case in results["cases"]:
         cells = [what(case), case["dtype"]]
         for key in MOVES:
-            entries = [case["results"].get(name) for name in names]
-            times = [e and e["phases"].get(key, {}).get("of_floor") for e in entries]
-            cells.append(" / ".join(multiples(times)))
+            cells.append(" / ".join(multiples(case, key, names)))
         rows.append(cells)
     return header, rows
 
@@ -94,16 +94,16 @@ def multiples_table(results: dict) -> tuple[list[str], list[list[str]]]:
         for key, title in MOVES.items():
             if key not in case["floor_us"]:
                 continue
-            entries = [case["results"].get(name) for name in names]
-            times = [e and e["phases"].get(key, {}).get("of_floor") for e in entries]
             cells = [what(case), case["dtype"], *([title] if several else [])]
             cells.append(f"{case['floor_us'][key]:.3g} µs")
-            rows.append([*cells, *multiples(times)])
+            rows.append([*cells, *multiples(case, key, names)])
     return [*header, *(CONTENDERS[name] for name in names)], rows
 
 
-def multiples(times: list[float | None]) -> list[str]:
-    """``1.03``, or ``-`` for what was not measured."""
+def multiples(case: dict, key: str, names: list[str]) -> list[str]:
+    """``1.03`` for each contender, the times of a phase over the floor; ``-`` was not measured."""
+    entries = [case["results"].get(name) for name in names]
+    times = [e and e["phases"].get(key, {}).get("of_floor") for e in entries]
     best = min((t for t in times if t), default=None)
     texts = [f"{t:.2f}" if t else "-" for t in times]
     return [f"**{s}**" if t and t == best else s for s, t in zip(texts, times, strict=True)]
@@ -137,7 +137,7 @@ def network_table(results: dict) -> tuple[list[str], list[list[str]]]:
         if all(sides):
             faster = 0 if sides[0]["median_us"] <= sides[1]["median_us"] else 1
             cells[faster] = f"**{cells[faster]}**"
-            speed = f"{sides[1]['median_us'] / sides[0]['median_us']:.2f}x"
+            speed = f"{speedup(entry['results']):.2f}x"
         rows.append([entry["row"], *cells, speed, *memory])
     return [*header, "temporary memory", "plain JAX's"], rows
 
@@ -169,7 +169,7 @@ def scaling_table(results: dict) -> tuple[list[str], list[list[str]]]:
 
 
 def steps_table(results: dict) -> tuple[list[str], list[list[str]]]:
-    """A row per implementation of a training step: time, temporary memory, largest loss gap."""
+    """A row per implementation of a training step: time, temporary memory, launches."""
     names = {"ours": "jax_fastops", "plain": "plain JAX", "without": "no batch norm"}
     rows = []
     for key, name in names.items():

@@ -27,6 +27,8 @@ FENCE = re.compile(r"^( *)(`{3,}|~{3,})(\S*).*?\n(.*?)^\1\2 *$", re.DOTALL | re.
 # The kinds of blocks on a page. Python is in cells, which are executed.
 DIRECTIVES = ("{code-cell}", "{include}", "{image}", "{eval-rst}", "{toctree}", "{literalinclude}")
 KINDS = (*DIRECTIVES, "bash", "markdown")
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def main() -> None:
@@ -117,7 +119,7 @@ def code_blocks(page: Path) -> Iterator[str]:
     for _, _, kind, body in FENCE.findall(page.read_text()):
         if kind not in KINDS and (kind, page) != ("python", README):
             yield f"{where}: a block of kind {kind!r}, not {', '.join(KINDS)}; Python is in cells"
-        if kind in ("bash", "sh", "shell", "console"):
+        if kind == "bash":
             for line in body.replace("\\\n", " ").splitlines():
                 if reason := command_problem(line):
                     yield f"{where}: {line.strip()!r}: {reason}"
@@ -125,12 +127,8 @@ def code_blocks(page: Path) -> Iterator[str]:
 
 def command_problem(line: str) -> str | None:
     """Why a documented shell command cannot work, if it names a thing that is not there."""
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    for target in re.findall(r"\bmake ((?:[a-z][a-z-]*)?)", line):
-        if target and target not in targets:
+    for target in re.findall(r"\bmake ([a-z][a-z-]*)", line):
+        if target not in TARGETS:
             return f"the Makefile has no target {target}"
     for module in re.findall(r"python3? -m (benchmarks[\w.]*)", line):
         path = ROOT / module.replace(".", "/")
@@ -140,7 +138,7 @@ def command_problem(line: str) -> str | None:
         if not (ROOT / program).exists():
             return f"no file {program}"
     for names in re.findall(r"\.\[([\w,-]+)\]", line):
-        if unknown := set(names.split(",")) - set(extras):
+        if unknown := set(names.split(",")) - set(PROJECT["optional-dependencies"]):
             return f"pyproject.toml has no extra {', '.join(sorted(unknown))}"
     return None
 
