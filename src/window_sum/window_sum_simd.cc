@@ -138,11 +138,11 @@ struct Sums {
     constexpr int64_t kChunk = kWindowSumChunk;
     Scalar* const ends = static_cast<Scalar*>(buffer);
     Scalar* const begins = ends + kChunk + kWindowSumSlack;
-    Scalar* const behind = begins + kChunk + kWindowSumSlack;  // per chunk: the sum of later chunks
+    Scalar* const later_sums = begins + kChunk + kWindowSumSlack;  // of the chunks after each chunk
     const int64_t window = lines.window, chunks = (window + kChunk - 1) / kChunk;
     for (int64_t block = lines.begin; block < lines.end; block += window) {
       const int64_t first = block - lines.pad;  // index in x
-      behind[chunks - 1] = 0;
+      later_sums[chunks - 1] = 0;
       for (int64_t c = chunks - 1; c > 0; --c) {
         const int64_t at = first + c * kChunk, count = Min(kChunk, window - c * kChunk);
         Scalar sum = 0;
@@ -150,7 +150,7 @@ struct Sums {
           Widen(lines, at, count, ends);
           sum = SumOfChunk(ends, count);
         }
-        behind[c - 1] = behind[c] + sum;
+        later_sums[c - 1] = later_sums[c] + sum;
       }
       Scalar before = 0;  // the sum of the next block's chunks so far
       const int64_t sums = Min(window, lines.end - block);
@@ -161,7 +161,7 @@ struct Sums {
         Scalar end = 0, begin = 0;
         for (int64_t i = 0; i < count; ++i) {  // two independent chains of additions
           end += ends[count - 1 - i];
-          ends[count - 1 - i] = behind[c] + end;
+          ends[count - 1 - i] = later_sums[c] + end;
           const Scalar next = begins[i];
           begins[i] = before + begin;
           begin += next;
