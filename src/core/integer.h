@@ -1,0 +1,17 @@
+// Integer arithmetic of sizes, on the host and on the device.
+#ifndef JAX_FASTOPS_CORE_INTEGER_H_
+#define JAX_FASTOPS_CORE_INTEGER_H_
+
+#include <cstdint>
+
+namespace jax_fastops {
+
+// ceil(a / b), for a >= 0 and b > 0 whose sum does not overflow.
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The smallest multiple of b that is not below a.
+constexpr int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+
+}  // namespace jax_fastops
+
+#endif  // JAX_FASTOPS_CORE_INTEGER_H_
