@@ -54,9 +54,13 @@ struct KernelList {
   static inline const KernelEntry* first = nullptr;
 };
 
+// The number of kernels in all lists.
+inline int registered_kernels = 0;
+
 template <typename Family, auto kKernel>
 struct Registered {
   static const KernelEntry* Register() {
+    ++registered_kernels;
     static const KernelEntry entry = {reinterpret_cast<const void*>(kKernel),
                                       KernelList<Family>::first};
     KernelList<Family>::first = &entry;

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "core/cuda/launch.h"
 #include "core/ffi/module.h"
 
 namespace {
@@ -21,6 +22,7 @@ nanobind::dict BuildInfo() {
     begin = end + 1;
   }
   info["architectures"] = architectures;
+  info["kernels"] = jax_fastops::cuda::internal::registered_kernels;
   // The runtime is linked statically, so this is the version that runs.
   info["runtime_version"] =
       (std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10))
