@@ -16,42 +16,15 @@
 
 #include <cstdint>
 
+#include "core/cuda/async_copy.cuh"
 #include "core/cuda/row_group.cuh"
 #include "core/cuda/unit.cuh"
 #include "core/fast_divide.h"
 #include "softmax/columns.cuh"
 #include "softmax/math.cuh"
-#include "softmax/rows.cuh"
+#include "softmax/plan.h"
 
 namespace jax_fastops::cuda::softmax {
-
-struct ColumnRegistersParams {
-  FastDivisor64 row_units;  // units of inner elements
-  int64_t columns;          // units of all of outer and inner
-  int log_width;            // a tile is 1 << log_width units wide
-  int log_threads;          // of a tile: 5 (a tile per warp), or the whole block
-  int log_blocks;           // blocks that hold a tile together, as a cluster
-  int places;               // most units per thread
-  int scratch;              // shared memory for the reduction over lanes: offset in 16 bytes
-  int exchange;             // and for the one over the blocks of a cluster
-};
-
-// 1024 threads per SM with 64 registers each have 128 KB of elements in flight. With four blocks
-// per SM, some load while others compute: with blocks of twice the size, the forward for n = 500
-// measured 1.39 times the copy floor. Units of one element need the larger blocks, so that tiles
-// are wide enough.
-template <int kBytes>
-inline constexpr int kColumnThreads = kBytes == 16 ? 256 : 512;
-
-// The most units that a thread holds.
-template <typename T, int kBytes>
-inline constexpr int kColumnPlaces = sizeof(T) == 8 ? 64 / kBytes
-                                     : kBytes == 16 ? 8
-                                                    : 16;
-
-// Whether the second array of a backward is in shared memory.
-template <typename T, Op kOp, int kBytes>
-inline constexpr bool kSharesSecond = IsGrad(kOp) && kColumnPlaces<T, kBytes> * kBytes > 64;
 
 // Loads or stores a unit as 32-bit words. If the compiler saw 16-bit elements in a conditional load
 // or update, it would split the unit into elements and wait for each load before issuing the next
@@ -94,9 +67,8 @@ __device__ __forceinline__ void AwaitCluster() {
 }
 
 // Reduces the results of ReduceLanes over the blocks of a cluster, in the order of their ranks.
-// Each call needs its own `exchange`, with room for the `values` of all columns of the tile, so
-// that no block waits until the others have read an earlier one. No block may exit before all have
-// read.
+// `exchange` has room for the `values` of all columns of the tile. No block may exit before all
+// have read.
 template <typename Op, typename A, int kSize>
 __device__ __forceinline__ void ReduceBlocks(Op op, A (&values)[kSize], A* exchange, int log_width,
                                              int blocks) {
@@ -133,36 +105,199 @@ __device__ __forceinline__ void ReduceBlocks(Op op, A (&values)[kSize], A* excha
 #endif
 }
 
-// 1 / x for a sum of exponentials of a 16-bit type, which is NaN or far from 0 and infinity. The
-// result is accurate to about one unit in the last place and takes a tenth of the instructions of a
-// division.
-__device__ __forceinline__ float Reciprocal(float x) {
-  float reciprocal;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
-  return reciprocal;
-}
+// A thread's units of a column, and the passes over them.
+template <typename T, bool kGrad, int kBytes>
+struct HeldColumn {
+  using A = ComputeType<T>;
+  using Part = Column<T, kGrad, kBytes>;
+  using H = typename Part::H;
+  static constexpr int kPlaces = ColumnPlaces(sizeof(T), kBytes);
+  static constexpr bool kShares = SharesSecond(sizeof(T), kBytes, kGrad);
+  static constexpr int kSize = H::kSize;
 
-// With kCluster, a cluster may hold a tile (q.log_blocks > 0). Only the backward uses this: it
+  const Params& p;
+  Part part;
+  int places;
+  // The column goes from the end of n to its start. Then only the thread's first unit may be
+  // outside, and only that one needs a check.
+  bool has_first;
+  H* shared_b;
+  H a[kPlaces];
+  H b[kGrad && !kShares ? kPlaces : 1];
+
+  __device__ __forceinline__ HeldColumn(const Params& p, const Part& part, int places,
+                                        bool has_first, uint4* shared)
+      : p(p),
+        part(part),
+        places(places),
+        has_first(has_first),
+        shared_b(reinterpret_cast<H*>(shared) + threadIdx.x) {}
+
+  __device__ __forceinline__ bool Has(int k) const { return k < places && (k > 0 || has_first); }
+
+  // The k-th unit of the second array.
+  __device__ __forceinline__ H Second(int k) const {
+    if constexpr (kShares) {
+      return LoadWords<H>(shared_b + k * blockDim.x);
+    } else {
+      return b[kGrad ? k : 0];
+    }
+  }
+
+  __device__ __forceinline__ void Load() {
+    const T* from_a = part.Address(p.a, 0);
+    [[maybe_unused]] const T* from_b = kGrad ? part.Address(p.b, 0) : nullptr;
+    a[0] = H::Filled(part.excluded);
+    a[0].Forget();
+    H empty = H::Filled(FromCompute<T>(0));
+    empty.Forget();
+    if constexpr (kGrad && !kShares) b[0] = empty;
+#pragma unroll
+    for (int k = 0; k < kPlaces; ++k) {
+      if (k >= places) break;
+      if (k > 0 || has_first) {
+        a[k] = LoadWords<H>(from_a);
+        if constexpr (kShares) {
+          CopyAsync<kBytes, kBytes == 16>(shared_b + k * blockDim.x, from_b);
+        } else if constexpr (kGrad) {
+          b[k] = LoadWords<H>(from_b);
+        }
+      } else if constexpr (kShares) {
+        StoreWords(shared_b, empty);
+      }
+      from_a += part.step;
+      if constexpr (kGrad) from_b += part.step;
+    }
+    if constexpr (kShares) AwaitAllCopies();
+  }
+
+  __device__ __forceinline__ void TimesZero() {
+#pragma unroll
+    for (int k = 0; k < kPlaces; ++k) {
+      if (k >= places) break;
+      if (k == 0 && !has_first) continue;
+      H zeros = a[k];
+      part.TimesZero(zeros);
+      zeros.Forget();
+      a[k] = zeros;
+    }
+  }
+
+  __device__ __forceinline__ void Exclude() {
+    constexpr int kBatch = kPlaces < 4 ? kPlaces : 4;
+    const T zero = FromCompute<T>(0);
+#pragma unroll
+    for (int from = 0; from < kPlaces; from += kBatch) {
+      if (from >= places) break;
+      typename Part::Keep keep[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        if (Has(from + k)) keep[k] = part.LoadMask(from + k);
+      }
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        if (!Has(from + k)) continue;
+        a[from + k].Exclude(keep[k], part.excluded);
+        if constexpr (kShares) {
+          H of_b = Second(from + k);
+          of_b.Exclude(keep[k], zero);
+          StoreWords(shared_b + (from + k) * blockDim.x, of_b);
+        } else if constexpr (kGrad) {
+          b[from + k].Exclude(keep[k], zero);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void ForgetUnits() {
+#pragma unroll
+    for (int k = 0; k < kPlaces; ++k) a[k].Forget();
+    if constexpr (kGrad && !kShares) {
+#pragma unroll
+      for (int k = 0; k < kPlaces; ++k) b[k].Forget();
+    }
+  }
+
+  __device__ __forceinline__ void AddTerms(A (&totals)[kSize]) const {
+#pragma unroll
+    for (int k = 0; k < kPlaces; ++k) {
+      if (k >= places) break;
+      AddColumnTerms(p.log, a[k], Second(k), p.skip_zeros, totals);
+    }
+  }
+
+  __device__ __forceinline__ void FindTops(A (&tops)[kSize]) const {
+    ColumnTops<T, kBytes> largest(static_cast<A>(p.scale));
+#pragma unroll
+    for (int k = 0; k < kPlaces; ++k) {
+      if (k >= places) break;
+      largest.Add(a[k]);
+    }
+    largest.Get(tops);
+  }
+
+  __device__ __forceinline__ void AddPowers(const A (&tops)[kSize], A (&totals)[kSize]) {
+    const A scale = static_cast<A>(p.scale);
+#pragma unroll
+    for (int k = 0; k < kPlaces; ++k) {
+      if (k >= places) break;
+      A powers[kSize];
+      a[k].Unpack(powers);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        powers[i] = Normalizer<T>(p.log, scale, tops[i]).Power(powers[i]);
+        totals[i] += powers[i];
+      }
+      if (kKeepsPowers<T> && !p.log) a[k].Pack(powers);
+    }
+  }
+
+  __device__ __forceinline__ void Store(const A (&tops)[kSize], const A (&factors)[kSize],
+                                        bool live) {
+    T* to = part.Address(p.out, 0);
+#pragma unroll
+    for (int k = 0; k < kPlaces; ++k) {
+      if (k >= places) break;
+      ToColumnResults<kGrad>(
+          p, kKeepsPowers<T>, factors, [&](int i) { return tops[i]; }, a[k],
+          kGrad ? Second(k) : a[k]);
+      if (live && (k > 0 || has_first)) StoreWords(to, a[k]);
+      to += part.step;
+    }
+  }
+
+  // Rare: the excluded elements of an undefined row are known only from the mask.
+  __device__ __forceinline__ void StoreExcluded(uint32_t undefined) const {
+#pragma unroll 1
+    for (int k = has_first ? 0 : 1; k < places; ++k) {
+      const typename Part::Keep keep = part.LoadMask(k);
+      T* const at = part.Address(p.out, k);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        if ((undefined >> i & 1) != 0 && keep.elements[i] == 0) {
+          at[i] = ExcludedResult<T, kGrad>(p.log);
+        }
+      }
+    }
+  }
+};
+
+// A cluster may hold a tile (q.log_blocks > 0). Only the backward with 16-byte units uses this: it
 // measured 1.05 times the copy floor, and 1.10 with ColumnsKernel. The forward ran out of registers
 // and measured 1.3, against 1.14 with ColumnsKernel.
-template <typename T, Op kOp, int kBytes, bool kCluster>
-__global__ void __launch_bounds__(kColumnThreads<kBytes>, 1024 / kColumnThreads<kBytes>)
+template <typename T, bool kGrad, int kBytes>
+__global__ void __launch_bounds__(ColumnRegisterThreads(kBytes),
+                                  1024 / ColumnRegisterThreads(kBytes))
     ColumnRegistersKernel(const __grid_constant__ Params p,
                           const __grid_constant__ ColumnRegistersParams q) {
   using A = ComputeType<T>;
-  using Part = Column<T, kOp, kBytes>;
-  using H = typename Part::H;
-  constexpr bool kGrad = IsGrad(kOp);
-  constexpr bool kLog = IsLog(kOp);
-  constexpr bool kShares = kSharesSecond<T, kOp, kBytes>;
-  constexpr int kPlaces = kColumnPlaces<T, kBytes>;
-  constexpr int kSize = H::kSize;
-  using Normalize = Normalizer<T, kLog>;
+  using Column = HeldColumn<T, kGrad, kBytes>;
+  constexpr int kSize = Column::kSize;
+  constexpr bool kCluster = ColumnsInClusters(kBytes, kGrad);
 
   extern __shared__ uint4 shared[];
   A* const scratch = reinterpret_cast<A*>(shared + q.scratch);
-  A* const exchange = reinterpret_cast<A*>(shared + q.exchange);
-
+  [[maybe_unused]] A* const exchange = reinterpret_cast<A*>(shared + q.exchange);
   const int threads = 1 << q.log_threads;
   const int thread = threadIdx.x & (threads - 1);
   const int block_lanes = 1 << (q.log_threads - q.log_width);
@@ -174,203 +309,38 @@ __global__ void __launch_bounds__(kColumnThreads<kBytes>, 1024 / kColumnThreads<
   const int64_t column = (tile << q.log_width) + (thread & ((1 << q.log_width) - 1));
   // Threads after the last column compute the last column again and store nothing.
   const bool live = column < q.columns;
-  // Go from the end of n to its start. Then only the thread's first unit may be outside, and only
-  // that one needs a check.
   const int first = (q.places - 1) * lanes + lane;
-  const bool has_first = first < p.n;
-  const Part part(p, q.row_units, live ? column : q.columns - 1, first, -lanes);
-  const A scale = static_cast<A>(p.scale);
-  [[maybe_unused]] const T zero = FromCompute<T>(0);
+  const typename Column::Part part(p, q.row_units, live ? column : q.columns - 1, first, -lanes);
+  Column held(p, part, q.places, first < p.n, shared);
+  held.Load();
+  if (!kGrad && p.zero_scale) held.TimesZero();
+  if (p.mask != nullptr) held.Exclude();
+  held.ForgetUnits();
 
-  H a[kPlaces];
-  [[maybe_unused]] H b[kGrad && !kShares ? kPlaces : 1];
-  [[maybe_unused]] H* const shared_b = reinterpret_cast<H*>(shared) + threadIdx.x;
-  const T* from_a = part.Address(p.a, 0);
-  [[maybe_unused]] const T* from_b = kGrad ? part.Address(p.b, 0) : nullptr;
-  a[0] = H::Filled(part.excluded);
-  a[0].Forget();
-  [[maybe_unused]] H empty = H::Filled(zero);
-  empty.Forget();
-  if constexpr (kGrad && !kShares) b[0] = empty;
-#pragma unroll
-  for (int k = 0; k < kPlaces; ++k) {
-    if (k >= q.places) break;
-    if (k > 0 || has_first) {
-      a[k] = LoadWords<H>(from_a);
-      if constexpr (kShares) {
-        CopyAsync<kBytes>(shared_b + k * blockDim.x, from_b);
-      } else if constexpr (kGrad) {
-        b[k] = LoadWords<H>(from_b);
-      }
-    } else if constexpr (kShares) {
-      StoreWords(shared_b, empty);
-    }
-    from_a += part.step;
-    if constexpr (kGrad) from_b += part.step;
-  }
-  if constexpr (kShares) AwaitCopies();
-  const auto second = [&](int k) {
-    if constexpr (kShares) {
-      return LoadWords<H>(shared_b + k * blockDim.x);
-    } else if constexpr (kGrad) {
-      return b[k];
-    }
-  };
-
-  if (!kGrad && p.zero_scale) {
-#pragma unroll
-    for (int k = 0; k < kPlaces; ++k) {
-      if (k >= q.places) break;
-      if (k == 0 && !has_first) continue;
-      H zeros = a[k];
-      part.TimesZero(zeros);
-      zeros.Forget();
-      a[k] = zeros;
-    }
-  }
-  if (part.mask != nullptr) {
-    constexpr int kBatch = kPlaces < 4 ? kPlaces : 4;
-#pragma unroll
-    for (int from = 0; from < kPlaces; from += kBatch) {
-      if (from >= q.places) break;
-      typename Part::Keep keep[kBatch];
-      const auto has = [&](int k) { return k < q.places && (k > 0 || has_first); };
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        if (has(from + k)) keep[k] = part.LoadMask(from + k);
-      }
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        if (!has(from + k)) continue;
-        a[from + k].Exclude(keep[k], part.excluded);
-        if constexpr (kShares) {
-          H of_b = second(from + k);
-          of_b.Exclude(keep[k], zero);
-          StoreWords(shared_b + (from + k) * blockDim.x, of_b);
-        } else if constexpr (kGrad) {
-          b[from + k].Exclude(keep[k], zero);
-        }
-      }
-    }
-  }
-  const auto forget = [&] {
-#pragma unroll
-    for (int k = 0; k < kPlaces; ++k) a[k].Forget();
-    if constexpr (kGrad && !kShares) {
-#pragma unroll
-      for (int k = 0; k < kPlaces; ++k) b[k].Forget();
-    }
-  };
-  forget();
-
-  // The top elements, and the sums; the derived factors replace the sums later.
-  [[maybe_unused]] A tops[kSize];
+  A tops[kSize] = {};
   A totals[kSize] = {};
   if constexpr (kGrad) {
-#pragma unroll
-    for (int k = 0; k < kPlaces; ++k) {
-      if (k >= q.places) break;
-      AddColumnTerms<kLog>(a[k], second(k), p.skip_zeros, totals);
-    }
+    held.AddTerms(totals);
   } else {
-    ColumnTops<T, kBytes> largest(scale);
-#pragma unroll
-    for (int k = 0; k < kPlaces; ++k) {
-      if (k >= q.places) break;
-      largest.Add(a[k]);
-    }
-    largest.Get(tops);
+    held.FindTops(tops);
     ReduceLanes(Max(), tops, scratch, q.log_width, threads);
-    if (log_blocks > 0) {
-      ReduceBlocks(Max(), tops, exchange + (kSize << q.log_width), q.log_width, 1 << log_blocks);
-    }
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) tops[i] = TopElement(tops[i], scale);
-    forget();
-#pragma unroll
-    for (int k = 0; k < kPlaces; ++k) {
-      if (k >= q.places) break;
-      A powers[kSize];
-      a[k].Unpack(powers);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        powers[i] = Normalize(scale, tops[i]).Power(powers[i]);
-        totals[i] += powers[i];
-      }
-      if constexpr (kKeepsPowers<T, kLog>) a[k].Pack(powers);
-    }
+    for (int i = 0; i < kSize; ++i) tops[i] = TopElement(tops[i], static_cast<A>(p.scale));
+    held.ForgetUnits();
+    held.AddPowers(tops, totals);
   }
   ReduceLanes(Sum(), totals, scratch, q.log_width, threads);
-  if (log_blocks > 0) {
-    ReduceBlocks(Sum(), totals, exchange, q.log_width, 1 << log_blocks);
-    ArriveAtCluster();
-  }
-  forget();
-
-  uint32_t undefined = 0;
-  if (part.mask != nullptr) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      bool is_undefined;
-      if constexpr (kGrad) {
-        is_undefined = Gradient<T, kLog>::Undefined(totals[i], scale);
-      } else {
-        is_undefined = Normalize::Undefined(totals[i]);
-      }
-      undefined |= uint32_t{is_undefined} << i;
+  if constexpr (kCluster) {
+    if (log_blocks > 0) {
+      ReduceBlocks(Sum(), totals, exchange, q.log_width, 1 << log_blocks);
+      ArriveAtCluster();
     }
   }
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    if constexpr (kGrad) {
-      totals[i] = Gradient<T, kLog>(scale, totals[i], false).sum;
-    } else if constexpr (Normalize::kShifted) {
-      totals[i] = Reciprocal(totals[i]);
-    } else {
-      Normalize normalize(scale, tops[i]);
-      normalize.SetTotal(totals[i]);
-      totals[i] = normalize.last;
-    }
-  }
-  T* to = part.Address(p.out, 0);
-#pragma unroll
-  for (int k = 0; k < kPlaces; ++k) {
-    if (k >= q.places) break;
-    A results[kSize];
-    a[k].Unpack(results);
-    if constexpr (kGrad) {
-      A bs[kSize];
-      second(k).Unpack(bs);
-      Gradient<T, kLog> gradient(scale, A(0), p.skip_zeros);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        gradient.sum = totals[i];
-        results[i] = gradient(results[i], bs[i]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        Normalize normalize(scale, tops[i]);
-        normalize.last = totals[i];
-        results[i] = kKeepsPowers<T, kLog> ? results[i] * normalize.last : normalize(results[i]);
-      }
-    }
-    a[k].Pack(results);
-    if (live && (k > 0 || has_first)) StoreWords(to, a[k]);
-    to += part.step;
-  }
+  held.ForgetUnits();
+  const uint32_t undefined = ToFactors<kGrad, T>(p, [&](int i) { return tops[i]; }, totals);
+  held.Store(tops, totals, live);
   if (log_blocks > 0) AwaitCluster();
-  if (undefined == 0 || !live) return;
-  // Rare: the excluded elements of an undefined row are known only from the mask.
-#pragma unroll 1
-  for (int k = has_first ? 0 : 1; k < q.places; ++k) {
-    const typename Part::Keep keep = part.LoadMask(k);
-    T* const at = part.Address(p.out, k);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if ((undefined >> i & 1) != 0 && keep.elements[i] == 0) at[i] = ExcludedResult<T, kOp>();
-    }
-  }
+  if (undefined != 0 && live) held.StoreExcluded(undefined);
 }
 
 }  // namespace jax_fastops::cuda::softmax

@@ -1,4 +1,4 @@
-// Softmax along any axis except the minor one. Adjacent elements belong to different rows.
+// Softmax along any axis except the minor one, where adjacent elements belong to different rows.
 //
 // A block takes a tile: a few adjacent units of inner elements, usually at least 64 bytes, by all
 // of n, which is distributed over lanes. A thread stays in one column of units and has a maximum
@@ -7,42 +7,28 @@
 // accesses only what it has copied itself. Larger tiles are read twice, and their sums are rescaled
 // when a maximum rises. If there are few such tiles, several blocks share a tile, in two launches.
 //
-// With units of one element the kernel takes any array, also rows along the minor axis.
+// With units of one element the kernel takes any array, also rows along the minor axis. It is the
+// only kernel for float64, and takes the rows that no other kernel holds: a row of whole units is a
+// column of units, whose sums are folded into one.
 #ifndef JAX_FASTOPS_SOFTMAX_COLUMNS_CUH_
 #define JAX_FASTOPS_SOFTMAX_COLUMNS_CUH_
 
 #include <cstdint>
 
+#include "core/cuda/async_copy.cuh"
 #include "core/cuda/row_group.cuh"
 #include "core/cuda/unit.cuh"
 #include "core/fast_divide.h"
 #include "softmax/math.cuh"
-#include "softmax/rows.cuh"
+#include "softmax/plan.h"
 
 namespace jax_fastops::cuda::softmax {
 
-constexpr int ColumnThreads(bool grad) { return grad ? 512 : 256; }
-
-enum class Stage { kAll, kReduce, kWrite };
-
-struct ColumnsParams {
-  FastDivisor64 row_units;  // units of inner elements
-  int64_t columns;          // units of all of outer and inner
-  int log_width;            // a tile is 1 << log_width units wide
-  bool held;                // in shared memory
-  Stage stage;
-  int64_t chunk;  // the part of n that a block takes
-  int64_t chunks;
-  void* partials;  // of each chunk: the maxima of all rows, then their sums
-  int scratch;     // shared memory for the reduction over lanes: offset in 16 bytes
-};
-
 // A thread's part of one column of units: every `lanes`-th index of n, starting at `first`.
-template <typename T, Op kOp, int kBytes>
+template <typename T, bool kGrad, int kBytes>
 struct Column {
   using H = Held<T, kBytes>;
   using Keep = Unit<uint8_t, H::kSize>;
-  static constexpr bool kGrad = IsGrad(kOp);
 
   const Params& p;
   T excluded;
@@ -55,9 +41,9 @@ struct Column {
   __device__ __forceinline__ Column(const Params& p, const FastDivisor64& row_units, int64_t column,
                                     int64_t first, int lanes)
       : p(p),
-        excluded(Excluded<T, kOp>(static_cast<ComputeType<T>>(p.scale))),
+        excluded(Excluded<T, kGrad>(p)),
         step(p.inner * lanes),
-        mask(kOp != Op::kSoftmaxGrad ? p.mask : nullptr),
+        mask(p.mask),
         mask_step(p.mask_stride * lanes) {
     const int64_t outer = Divide(static_cast<uint64_t>(column), row_units);
     const int64_t in_row = (column - outer * static_cast<int64_t>(row_units.divisor)) * H::kSize;
@@ -151,17 +137,86 @@ struct ColumnTops {
 };
 
 // Adds the terms of each element of a unit to its sum.
-template <bool kLog, typename T, int kBytes>
-__device__ __forceinline__ void AddColumnTerms(const Held<T, kBytes>& y, const Held<T, kBytes>& dy,
-                                               bool skip_zeros,
+template <typename T, int kBytes>
+__device__ __forceinline__ void AddColumnTerms(bool log, const Held<T, kBytes>& y,
+                                               const Held<T, kBytes>& dy, bool skip_zeros,
                                                ComputeType<T> (&totals)[Held<T, kBytes>::kSize]) {
   constexpr int kSize = Held<T, kBytes>::kSize;
-  ComputeType<T> ys[kSize], dys[kSize];
-  y.Unpack(ys);
-  dy.Unpack(dys);
+  Branch(log, [&](auto is_log) {
+    ComputeType<T> ys[kSize], dys[kSize];
+    y.Unpack(ys);
+    dy.Unpack(dys);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      totals[i] += Gradient<T>::Term(is_log, ys[i], dys[i], skip_zeros);
+    }
+  });
+}
+
+// Replaces the elements of a unit by their results. `kept` says that they are exponentials.
+// `factors` are Normalizer::last or Gradient::sum of each element, and tops(i) its top element.
+template <bool kGrad, typename T, int kBytes, typename Tops>
+__device__ __forceinline__ void ToColumnResults(
+    const Params& p, bool kept, const ComputeType<T> (&factors)[Held<T, kBytes>::kSize],
+    const Tops& tops, Held<T, kBytes>& a, [[maybe_unused]] const Held<T, kBytes>& b) {
+  using A = ComputeType<T>;
+  constexpr int kSize = Held<T, kBytes>::kSize;
+  const A scale = static_cast<A>(p.scale);
+  Branch(p.log, [&](auto is_log) {
+    A as[kSize];
+    a.Unpack(as);
+    if constexpr (kGrad) {
+      A bs[kSize];
+      b.Unpack(bs);
+      Gradient<T> gradient(is_log, scale, A(0), p.skip_zeros);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        gradient.sum = factors[i];
+        as[i] = gradient(as[i], bs[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        Normalizer<T> normalize(is_log, scale, tops(i));
+        normalize.last = factors[i];
+        as[i] = kept && !is_log ? as[i] * normalize.last : normalize(as[i]);
+      }
+    }
+    a.Pack(as);
+  });
+}
+
+// Replaces the sums of each element by the factors of ToColumnResults. Returns a bit for each
+// element whose row is undefined; 0 if there is no mask.
+template <bool kGrad, typename T, int kSize, typename Tops>
+__device__ __forceinline__ uint32_t ToFactors(const Params& p, const Tops& tops,
+                                              ComputeType<T> (&totals)[kSize]) {
+  using A = ComputeType<T>;
+  const A scale = static_cast<A>(p.scale);
+  uint32_t undefined = 0;
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    totals[i] += Gradient<T, kLog>::Term(ys[i], dys[i], skip_zeros);
+    if constexpr (kGrad) {
+      undefined |= uint32_t{Gradient<T>::Undefined(totals[i], scale)} << i;
+      totals[i] = Gradient<T>(p.log, scale, totals[i], false).sum;
+    } else {
+      undefined |= uint32_t{Normalizer<T>::Undefined(totals[i])} << i;
+      Normalizer<T> normalize(p.log, scale, tops(i));
+      normalize.SetTotal(totals[i]);
+      totals[i] = normalize.last;
+    }
+  }
+  return p.mask == nullptr ? 0 : undefined;
+}
+
+// Reduces each of `values` over the lanes of a column, which are adjacent threads of a warp.
+template <typename Op, typename A, int kSize>
+__device__ __forceinline__ void ReduceAdjacent(Op op, A (&values)[kSize], int lanes) {
+  for (int step = lanes / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      values[i] = op(values[i], __shfl_xor_sync(0xffffffffu, values[i], step));
+    }
   }
 }
 
@@ -215,75 +270,94 @@ __device__ __forceinline__ void ReduceLanes(Op op, A (&values)[kSize], A* scratc
   }
 }
 
-template <typename T, Op kOp, int kBytes>
-__global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 3)
-    ColumnsKernel(const __grid_constant__ Params p, const __grid_constant__ ColumnsParams q) {
+// What a thread of ColumnsKernel knows of its column, and the passes over it.
+template <typename T, bool kGrad, int kBytes>
+struct ColumnPasses {
   using A = ComputeType<T>;
   using H = Held<T, kBytes>;
-  constexpr bool kGrad = IsGrad(kOp);
-  constexpr bool kLog = IsLog(kOp);
-  constexpr int kThreads = ColumnThreads(kGrad);
-  constexpr int kSize = H::kSize;
-  constexpr int kBatch = (kBytes >= 8 ? 4 : 8) / (kGrad ? 2 : 1);
-  using Normalize = Normalizer<T, kLog>;
+  using Part = Column<T, kGrad, kBytes>;
+  static constexpr int kThreads = ColumnThreads(kGrad);
+  static constexpr int kSize = H::kSize;
+  static constexpr int kBatch = (kBytes >= 8 ? 4 : 8) / (kGrad ? 2 : 1);
 
-  extern __shared__ uint4 shared[];
-  A* const scratch = reinterpret_cast<A*>(shared + q.scratch);
+  const Params& p;
+  const ColumnsParams& q;
+  A* scratch;
+  int lanes;
+  int lane;
+  int64_t column;
+  bool live;
+  int64_t begin;
+  int64_t count;  // this thread's units along n
+  Part part;
+  A scale;
+  int places;  // units in shared memory
+  H* held_a;
+  H* held_b;
+  A tops[kSize];
+  A totals[kSize];
 
-  const int width = 1 << q.log_width;
-  const int lanes = kThreads >> q.log_width;
-  const int lane = threadIdx.x >> q.log_width;
-  const int64_t column = int64_t{blockIdx.x} * width + (threadIdx.x & (width - 1));
-  const bool live = column < q.columns;
-  const int64_t begin = blockIdx.y * q.chunk + lane;
-  const int64_t end = live ? min(p.n, (blockIdx.y + 1) * q.chunk) : 0;
-  // The number of this thread's elements along n.
-  const int64_t count = end > begin ? (end - begin + lanes - 1) / lanes : 0;
-  const Column<T, kOp, kBytes> part(p, q.row_units, live ? column : 0, begin, lanes);
-  const A scale = static_cast<A>(p.scale);
-  [[maybe_unused]] const T zero = FromCompute<T>(0);
-  const int places = q.held ? static_cast<int>(count) : 0;
-  H* const held_a = reinterpret_cast<H*>(shared) + threadIdx.x;
-  H* const held_b = held_a + (q.chunk + lanes - 1) / lanes * kThreads;
+  __device__ __forceinline__ ColumnPasses(const Params& p, const ColumnsParams& q, uint4* shared)
+      : p(p),
+        q(q),
+        scratch(reinterpret_cast<A*>(shared + q.scratch)),
+        lanes(kThreads >> q.log_width),
+        lane(q.adjacent ? threadIdx.x & (lanes - 1) : threadIdx.x >> q.log_width),
+        column((int64_t{blockIdx.x} << q.log_width) +
+               (q.adjacent ? threadIdx.x / lanes : threadIdx.x & ((1 << q.log_width) - 1))),
+        live(column < q.columns),
+        begin(blockIdx.y * q.chunk + lane),
+        count(Count()),
+        part(p, q.row_units, live ? column : 0, begin, lanes),
+        scale(static_cast<A>(p.scale)),
+        places(q.held ? static_cast<int>(count) : 0),
+        held_a(reinterpret_cast<H*>(shared) + threadIdx.x),
+        held_b(held_a + (q.chunk + lanes - 1) / lanes * kThreads) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      tops[i] = Max::Identity<A>();
+      totals[i] = 0;
+    }
+  }
 
-  // Loads the unit with this index, before mask and scale are applied.
-  const auto load = [&](int64_t index, H& a, H& b) {
+  __device__ __forceinline__ int64_t Count() const {
+    const int64_t end = live ? min(p.n, (blockIdx.y + 1) * q.chunk) : 0;
+    return end > begin ? (end - begin + lanes - 1) / lanes : 0;
+  }
+
+  // The unit with this index, before mask and scale are applied.
+  __device__ __forceinline__ void Load(int64_t index, H& a, [[maybe_unused]] H& b) const {
     a = part.Load(p.a, index);
     if constexpr (kGrad) b = part.Load(p.b, index);
-  };
-  const bool changes = part.Changes();
-
-  [[maybe_unused]] A tops[kSize];
-  A totals[kSize];
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    tops[i] = Max::Identity<A>();
-    totals[i] = 0;
   }
-  const auto raise = [&](int i, A to) {
+  __device__ __forceinline__ void Raise(int i, A to) {
     if (to > tops[i]) {
       // While the maximum is -inf, nothing is subtracted, and the sum is 0 or NaN.
       if (totals[i] != 0) totals[i] *= ExpOf((tops[i] - to) * fabs(scale));
       tops[i] = to;
     }
-  };
-  const auto normalizer = [&](int i) { return Normalize(scale, PartTopElement(tops[i], scale)); };
+  }
+  __device__ __forceinline__ A TopOf(int i) const { return PartTopElement(tops[i], scale); }
+  __device__ __forceinline__ A Power(int i, A x) const {
+    return Normalizer<T>(p.log, scale, TopOf(i)).Power(x);
+  }
 
-  if (q.stage != Stage::kWrite && q.held) {
+  // Copies the column into shared memory.
+  __device__ __forceinline__ void Copy() {
     [[maybe_unused]] const T* from_a = part.Address(p.a, 0);
     [[maybe_unused]] const T* from_b = kGrad ? part.Address(p.b, 0) : nullptr;
 #pragma unroll 4
     for (int k = 0; k < places; ++k) {
       if constexpr (kBytes >= 4) {
-        CopyAsync<kBytes>(held_a + k * kThreads, from_a);
-        if constexpr (kGrad) CopyAsync<kBytes>(held_b + k * kThreads, from_b);
+        CopyAsync<kBytes, kBytes == 16>(held_a + k * kThreads, from_a);
+        if constexpr (kGrad) CopyAsync<kBytes, kBytes == 16>(held_b + k * kThreads, from_b);
         from_a += part.step;
         if constexpr (kGrad) from_b += part.step;
       } else if (k % kBatch == 0) {
         H a[kBatch], b[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          if (k + i < places) load(k + i, a[i], b[i]);
+          if (k + i < places) Load(k + i, a[i], b[i]);
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -294,7 +368,12 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
         }
       }
     }
-    AwaitCopies();
+    AwaitAllCopies();
+  }
+
+  // Applies mask and scale, and finds the top elements, or in the backward adds up the terms.
+  __device__ __forceinline__ void FirstPassHeld() {
+    const bool changes = part.Changes();
     [[maybe_unused]] ColumnTops<T, kBytes> largest(scale);
 #pragma unroll 4
     for (int k = 0; k < places; ++k) {
@@ -306,22 +385,26 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
         if constexpr (kGrad) b.Store(held_b + k * kThreads);
       }
       if constexpr (kGrad) {
-        AddColumnTerms<kLog>(a, b, p.skip_zeros, totals);
+        AddColumnTerms(p.log, a, b, p.skip_zeros, totals);
       } else {
         largest.Add(a);
       }
     }
     if constexpr (!kGrad) largest.Get(tops);
-  } else if (q.stage != Stage::kWrite) {
+  }
+
+  // The same for a column that is not held; the forward also adds up the exponentials.
+  __device__ __forceinline__ void FirstPassRead() {
+    const bool changes = part.Changes();
     for (int64_t first = 0; first < count; first += kBatch) {
       H a[kBatch], b[kBatch];
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         if (first + k < count) {
-          load(first + k, a[k], b[k]);
+          Load(first + k, a[k], b[k]);
         } else {
           a[k] = H::Filled(part.excluded);
-          b[k] = H::Filled(zero);
+          b[k] = H::Filled(FromCompute<T>(0));
         }
       }
 #pragma unroll
@@ -331,162 +414,178 @@ __global__ void __launch_bounds__(ColumnThreads(IsGrad(kOp)), IsGrad(kOp) ? 2 : 
       }
       if constexpr (kGrad) {
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          AddColumnTerms<kLog>(a[k], b[k], p.skip_zeros, totals);
-        }
+        for (int k = 0; k < kBatch; ++k) AddColumnTerms(p.log, a[k], b[k], p.skip_zeros, totals);
       } else {
-        A batch[kSize], as[kSize];
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) batch[i] = Max::Identity<A>();
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          a[k].Unpack(as);
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) {
-            batch[i] = Max()(batch[i], scale < 0 ? -as[i] : as[i]);
-          }
-          a[k].Forget();
-        }
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) raise(i, batch[i]);
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          a[k].Unpack(as);
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) {
-            totals[i] += normalizer(i).Power(as[i]);
-          }
-        }
+        AddBatch(a);
       }
     }
-  } else if (live) {
+  }
+
+  __device__ __forceinline__ void AddBatch(H (&a)[kBatch]) {
+    A largest[kSize], as[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) largest[i] = Max::Identity<A>();
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      a[k].Unpack(as);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) largest[i] = Max()(largest[i], scale < 0 ? -as[i] : as[i]);
+      a[k].Forget();
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) Raise(i, largest[i]);
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      a[k].Unpack(as);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) totals[i] += Power(i, as[i]);
+    }
+  }
+
+  // Adds up what the blocks of the first launch have written.
+  __device__ __forceinline__ void ReadPartials() {
+    if (!live) return;
     for (int64_t c = lane; c < q.chunks; c += lanes) {
       const A* partial = static_cast<const A*>(q.partials) + (2 * c * q.columns + column) * kSize;
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         A total = partial[q.columns * kSize + i];
         if constexpr (!kGrad) {
-          raise(i, partial[i]);
+          Raise(i, partial[i]);
           if (total != 0) total *= ExpOf((partial[i] - tops[i]) * fabs(scale));
         }
         totals[i] += total;
       }
     }
   }
+  __device__ __forceinline__ void WritePartials() const {
+    if (lane != 0 || !live) return;
+    A* partial =
+        static_cast<A*>(q.partials) + (2 * int64_t{blockIdx.y} * q.columns + column) * kSize;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if constexpr (!kGrad) partial[i] = tops[i];
+      partial[q.columns * kSize + i] = totals[i];
+    }
+  }
 
-  if constexpr (!kGrad) {
+  // Reduces over the lanes, and with `fold` over the elements of the unit, too.
+  template <typename Op>
+  __device__ __forceinline__ void Reduce(Op op, A (&values)[kSize], bool fold) const {
+    if (q.adjacent) {
+      ReduceAdjacent(op, values, lanes);
+    } else {
+      ReduceLanes(op, values, scratch, q.log_width, kThreads);
+    }
+    if (kSize == 1 || !fold) return;
+    A value = values[0];
+#pragma unroll
+    for (int i = 1; i < kSize; ++i) value = op(value, values[i]);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] = value;
+  }
+
+  __device__ __forceinline__ void ReduceTops() {
     A top[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) top[i] = tops[i];
-    ReduceLanes(Max(), top, scratch, q.log_width, kThreads);
+    Reduce(Max(), top, q.fold);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) raise(i, top[i]);
+    for (int i = 0; i < kSize; ++i) Raise(i, top[i]);
+  }
+
+  __device__ __forceinline__ void AddPowersHeld() {
+#pragma unroll 4
+    for (int k = 0; k < places; ++k) {
+      A as[kSize];
+      H a = H::Load(held_a + k * kThreads);
+      a.Unpack(as);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        as[i] = Power(i, as[i]);
+        totals[i] += as[i];
+      }
+      if (kKeepsPowers<T> && !p.log) {
+        a.Pack(as);
+        a.Store(held_a + k * kThreads);
+      }
+    }
+  }
+
+  // Writes the results.
+  __device__ __forceinline__ void Write() {
+    if constexpr (!kGrad) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        if (IsBottom(tops[i], scale)) totals[i] = A(NAN);
+      }
+    }
+    const uint32_t undefined = ToFactors<kGrad, T>(p, [&](int i) { return TopOf(i); }, totals);
+    const auto store = [&](int64_t index, H& a, const H& b) {
+      ToColumnResults<kGrad>(
+          p, kKeepsPowers<T> && q.held, totals, [&](int i) { return TopOf(i); }, a, b);
+      if (undefined != 0) {  // rare; excluded elements of such rows are known only from the mask
+        auto results = a.Get();
+        const auto keep = part.LoadMask(index);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          if ((undefined >> i & 1) != 0 && keep.elements[i] == 0) {
+            results.elements[i] = ExcludedResult<T, kGrad>(p.log);
+          }
+        }
+        a = H(results);
+      }
+      a.Store(part.Address(p.out, index));
+    };
     if (q.held) {
 #pragma unroll 4
       for (int k = 0; k < places; ++k) {
-        A as[kSize];
-        H a = H::Load(held_a + k * kThreads);
-        a.Unpack(as);
+        H a = H::Load(held_a + k * kThreads), b;
+        if constexpr (kGrad) b = H::Load(held_b + k * kThreads);
+        store(k, a, b);
+      }
+      return;
+    }
+    const bool changes = part.Changes();
+    for (int64_t first = 0; first < count; first += kBatch) {
+      H a[kBatch], b[kBatch];
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          as[i] = normalizer(i).Power(as[i]);
-          totals[i] += as[i];
-        }
-        if constexpr (kKeepsPowers<T, kLog>) {
-          a.Pack(as);
-          a.Store(held_a + k * kThreads);
-        }
+      for (int k = 0; k < kBatch; ++k) {
+        if (first + k < count) Load(first + k, a[k], b[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        if (first + k >= count) break;
+        if (changes) part.Change(first + k, a[k], b[k]);
+        store(first + k, a[k], b[k]);
       }
     }
   }
-  ReduceLanes(Sum(), totals, scratch, q.log_width, kThreads);
+};
 
+template <typename T, bool kGrad, int kBytes>
+__global__ void __launch_bounds__(ColumnThreads(kGrad), kGrad ? 2 : 3)
+    ColumnsKernel(const __grid_constant__ Params p, const __grid_constant__ ColumnsParams q) {
+  extern __shared__ uint4 shared[];
+  ColumnPasses<T, kGrad, kBytes> passes(p, q, shared);
+  if (q.stage == Stage::kWrite) {
+    passes.ReadPartials();
+  } else if (q.held) {
+    passes.Copy();
+    passes.FirstPassHeld();
+  } else {
+    passes.FirstPassRead();
+  }
+  if constexpr (!kGrad) {
+    passes.ReduceTops();
+    if (q.held) passes.AddPowersHeld();
+  }
+  // Sums of chunks are folded when they are read.
+  passes.Reduce(Sum(), passes.totals, q.fold && q.stage != Stage::kReduce);
   if (q.stage == Stage::kReduce) {
-    if (lane == 0 && live) {
-      A* partial =
-          static_cast<A*>(q.partials) + (2 * int64_t{blockIdx.y} * q.columns + column) * kSize;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if constexpr (!kGrad) partial[i] = tops[i];
-        partial[q.columns * kSize + i] = totals[i];
-      }
-    }
-    return;
-  }
-
-  // From here on, `undefined` marks undefined rows with a mask, and `totals` holds the derived
-  // factors instead of the sums.
-  uint32_t undefined = 0;
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    if constexpr (kGrad) {
-      undefined |= uint32_t{Gradient<T, kLog>::Undefined(totals[i], scale)} << i;
-      totals[i] = Gradient<T, kLog>(scale, totals[i], false).sum;
-    } else {
-      if (IsBottom(tops[i], scale)) totals[i] = A(NAN);
-      undefined |= uint32_t{Normalize::Undefined(totals[i])} << i;
-      Normalize normalize = normalizer(i);
-      normalize.SetTotal(totals[i]);
-      totals[i] = normalize.last;
-    }
-  }
-  if (part.mask == nullptr) undefined = 0;
-
-  const auto store = [&](int64_t index, T* to, H& a, [[maybe_unused]] const H& b) {
-    A as[kSize];
-    a.Unpack(as);
-    if constexpr (kGrad) {
-      A bs[kSize];
-      b.Unpack(bs);
-      Gradient<T, kLog> gradient(scale, A(0), p.skip_zeros);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        gradient.sum = totals[i];
-        as[i] = gradient(as[i], bs[i]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        Normalize normalize = normalizer(i);
-        normalize.last = totals[i];
-        as[i] = kKeepsPowers<T, kLog> && q.held ? as[i] * normalize.last : normalize(as[i]);
-      }
-    }
-    if (undefined != 0) {  // rare; excluded elements of such rows are known only from the mask
-      const auto keep = part.LoadMask(index);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if ((undefined >> i & 1) != 0 && keep.elements[i] == 0) {
-          as[i] = ToCompute(ExcludedResult<T, kOp>());
-        }
-      }
-    }
-    a.Pack(as);
-    a.Store(to);
-  };
-  if (q.held) {
-    T* to = part.Address(p.out, 0);
-#pragma unroll 4
-    for (int k = 0; k < places; ++k) {
-      H a = H::Load(held_a + k * kThreads), b;
-      if constexpr (kGrad) b = H::Load(held_b + k * kThreads);
-      store(k, to, a, b);
-      to += part.step;
-    }
-    return;
-  }
-  for (int64_t first = 0; first < count; first += kBatch) {
-    H a[kBatch], b[kBatch];
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      if (first + k < count) load(first + k, a[k], b[k]);
-    }
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      if (first + k >= count) break;
-      if (changes) part.Change(first + k, a[k], b[k]);
-      store(first + k, part.Address(p.out, first + k), a[k], b[k]);
-    }
+    passes.WritePartials();
+  } else {
+    passes.Write();
   }
 }
 

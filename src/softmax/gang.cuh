@@ -13,47 +13,61 @@
 
 #include <cstdint>
 
+#include "core/cuda/async_copy.cuh"
 #include "core/cuda/row_group.cuh"
 #include "core/cuda/unit.cuh"
 #include "softmax/math.cuh"
+#include "softmax/plan.h"
 #include "softmax/rows.cuh"
 
 namespace jax_fastops::cuda::softmax {
-
-inline constexpr int kGangThreads = 512;
-inline constexpr int kGangUnits = 16;  // units of a row in a thread's registers
-inline constexpr int64_t kGangBlockUnits = int64_t{kGangThreads} * kGangUnits;
-
-inline constexpr int kGangSlots = 28;  // ring slots per thread
-inline constexpr int kGangShared = kGangSlots * kGangThreads * 16;
-
-inline constexpr int kMostGangBlocks = 192;
-
-struct GangParams {
-  int blocks;          // per gang
-  int gangs;           // of the launch; a gang takes every gangs-th row
-  int block_units;     // units of a row per block
-  uint32_t* partials;  // sum and, in the forward, maximum of each block of each row; see GangSum
-};
-
-template <int kPending>
-__device__ __forceinline__ void AwaitAllCopiesBut() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 
 // The thread's k-th unit of a part.
 __device__ __forceinline__ int GangUnit(int k) {
   return static_cast<int>(threadIdx.x) + k * kGangThreads;
 }
 
+// The maximum and the sum over the lanes of a warp. While the maximum is -inf, nothing is
+// subtracted.
+template <typename T, bool kGrad>
+struct PartSum {
+  using A = ComputeType<T>;
+
+  A total[1] = {};
+  A top[1] = {Max::Identity<A>()};
+
+  __device__ __forceinline__ void AllReduce(A scale) {
+    using Warp = RowGroup<32>;
+    typename Warp::template Scratch<A, 1> scratch;
+    int phase = 0;
+    if constexpr (!kGrad) {
+      const A own = top[0];
+      Warp::AllReduce(Max(), top, scratch, phase);
+      total[0] = Corrected(total[0], own, top[0], scale);
+    }
+    Warp::AllReduce(Sum(), total, scratch, phase);
+  }
+  // Adds another sum and maximum, as stored, to those of this lane.
+  __device__ __forceinline__ void Add(A other_total, A other_top, A scale) {
+    if constexpr (kGrad) {
+      total[0] += other_total;
+    } else {
+      const A both = fmax(top[0], other_top);
+      total[0] =
+          Corrected(total[0], top[0], both, scale) + Corrected(other_total, other_top, both, scale);
+      top[0] = both;
+    }
+  }
+};
+
 // A thread's copies, numbered in the order in which they begin. A row takes kPerRow of them:
 // kGangUnits of the first array and, in the backward, as many of the second. Copy c uses slot c %
 // kSlots as soon as copy c - kSlots is no longer needed.
-template <typename T, Op kOp>
+template <typename T, bool kGrad>
 struct GangRing {
   using Part = Stretch<T, 16>;
   using H = typename Part::H;
-  static constexpr int kPerRow = kGangUnits * (IsGrad(kOp) ? 2 : 1);
+  static constexpr int kPerRow = kGangUnits * (kGrad ? 2 : 1);
   static constexpr int kSlots = kGangSlots;
   // How many rows ahead copies may begin.
   static constexpr int kAhead = (kPerRow + kSlots - 1) / kPerRow;
@@ -81,9 +95,9 @@ struct GangRing {
   __device__ __forceinline__ void Begin(const Part& part, int of_row, uint4* slot) const {
     const int unit = GangUnit(of_row % kGangUnits);
     if (part.IsWhole(unit)) {
-      CopyAsync<16>(slot, part.Address(of_row < kGangUnits ? p.a : p.b, unit));
+      CopyAsync<16, true>(slot, part.Address(of_row < kGangUnits ? p.a : p.b, unit));
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    CommitCopies();
   }
 
   // Begins a copy by its number, counted from the first copy of the current row. `parts` are those
@@ -112,10 +126,12 @@ struct GangRing {
     for (int end = 0; end < 2; ++end) {
       const int unit = end == 0 ? 0 : units - 1;
       if (units == 0 || part.IsWhole(unit) || unit % kGangThreads != threadIdx.x) continue;
-      part.Load(array, p.outer * p.n, unit, outside).Store(Slot(copy + unit / kGangThreads));
+      H held = part.Load(array, p.outer * p.n, unit, outside);
+      part.Trim(unit, held, outside);
+      held.Store(Slot(copy + unit / kGangThreads));
     }
-    const bool masked = kOp != Op::kSoftmaxGrad && p.mask != nullptr;
-    const bool zero = !IsGrad(kOp) && p.zero_scale;
+    const bool masked = p.mask != nullptr;
+    const bool zero = !kGrad && p.zero_scale;
     if (!masked && !zero) return;
     constexpr int kBatch = 4;
 #pragma unroll 1
@@ -183,7 +199,7 @@ struct GangStores {
 template <typename T, bool kGrad>
 struct GangSum {
   static_assert(sizeof(T) < 8, "units of longer types go along no row");
-  using Sum = LongSum<T, kGrad>;
+  using Sum = PartSum<T, kGrad>;
   static constexpr int kValues = kGrad ? 1 : 2;
   static constexpr uint32_t kAbsent = 0xffffffffu;
 
@@ -254,8 +270,8 @@ struct GangSum {
   }
 };
 
-// A block's place in its gang, for both directions.
-template <typename T, Op kOp>
+// A block's place in its gang.
+template <typename T>
 struct GangPlace {
   using Part = Stretch<T, 16>;
   const Params& p;
@@ -290,22 +306,21 @@ struct GangPlace {
 };
 
 // While a row waits for the other blocks of its gang, this block already sums up the next row.
-template <typename T, Op kOp>
+template <typename T, bool kLog>
 __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q, uint4* slots) {
   using A = ComputeType<T>;
-  using Ring = GangRing<T, kOp>;
+  using Ring = GangRing<T, false>;
   using Part = typename Ring::Part;
   using H = typename Part::H;
-  constexpr bool kLog = IsLog(kOp);
   constexpr int kBatch = 4;
 
   __shared__ typename GangSum<T, false>::Shared shared;
   __shared__ alignas(16) typename GangStores<T>::Ends ends;
   const GangStores<T> stores{static_cast<T*>(p.out), ends};
-  const GangPlace<T, kOp> place(p, q);
+  const GangPlace<T> place(p, q);
   GangSum<T, false> meeting(shared, q, place.rank);
   const A scale = static_cast<A>(p.scale);
-  const T excluded = Excluded<T, kOp>(scale);
+  const T excluded = Excluded<T, false>(p);
 
   // The parts of the row to write, of the row to sum up (parts[0]), and of the rows after it.
   Part written{}, parts[Ring::kAhead + 1];
@@ -314,13 +329,13 @@ __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q
   ring.BeginAll(parts);
 
   H held[kGangUnits];
-  LongSum<T, false> last;
+  PartSum<T, false> last;
   for (int64_t row = place.gang; row - q.gangs < p.outer; row += q.gangs) {
-    LongSum<T, false> sum;
+    PartSum<T, false> sum;
     if (row < p.outer) {
       const Part& part = parts[0];
       const int units = part.units();
-      AwaitAllCopiesBut<Ring::kSlots - Ring::kPerRow>();
+      AwaitCopies<Ring::kSlots - Ring::kPerRow>();
       ring.Complete(part, 0, excluded);
 #pragma unroll 1
       for (int first = 0; first < kGangUnits && GangUnit(first) < units; first += kBatch) {
@@ -332,7 +347,7 @@ __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q
           top.Add(x[k]);
         }
         const A both = Max()(sum.top[0], top.Get());
-        const Normalizer<T, kLog> normalize(scale, PartTopElement(both, scale));
+        const Normalizer<T> normalize(kLog, scale, PartTopElement(both, scale));
         A total = 0;
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
@@ -350,11 +365,11 @@ __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q
     if (writes) meeting.Collect(to_write, last, scale);
     // The row has only -inf, so it is undefined, as in all other kernels.
     const A total = IsBottom(last.top[0], scale) ? A(NAN) : last.total[0];
-    Normalizer<T, kLog> normalize(scale, TopElement(last.top[0], scale));
+    Normalizer<T> normalize(kLog, scale, TopElement(last.top[0], scale));
     normalize.SetTotal(total);
     const bool undefined = p.mask != nullptr && normalize.Undefined(total);
     if (writes && undefined) {
-      StoreUndefined<kOp>(p, written, threadIdx.x, kGangThreads, total);
+      StoreUndefined<false>(p, written, threadIdx.x, kGangThreads, total);
     }
 #pragma unroll
     for (int k = 0; k < kGangUnits; ++k) {
@@ -376,22 +391,21 @@ __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q
 
 // y moves to registers and dy stays in the ring. The ring has no room for a whole second row, only
 // for the part of it that is being copied.
-template <typename T, Op kOp>
+template <typename T, bool kLog>
 __device__ __forceinline__ void GangBackward(const Params& p, const GangParams& q, uint4* slots) {
   using A = ComputeType<T>;
-  using Ring = GangRing<T, kOp>;
+  using Ring = GangRing<T, true>;
   using Part = typename Ring::Part;
   using H = typename Part::H;
-  constexpr bool kLog = IsLog(kOp);
   constexpr int kPending = Ring::kSlots - kGangUnits;
 
   __shared__ typename GangSum<T, true>::Shared shared;
   __shared__ alignas(16) typename GangStores<T>::Ends ends;
   const GangStores<T> stores{static_cast<T*>(p.out), ends};
-  const GangPlace<T, kOp> place(p, q);
+  const GangPlace<T> place(p, q);
   GangSum<T, true> meeting(shared, q, place.rank);
   const A scale = static_cast<A>(p.scale);
-  const T excluded = Excluded<T, kOp>(scale), zero = FromCompute<T>(0);
+  const T excluded = Excluded<T, true>(p), zero = FromCompute<T>(0);
 
   Part parts[Ring::kAhead + 1];
   place.FirstParts(parts);
@@ -402,29 +416,29 @@ __device__ __forceinline__ void GangBackward(const Params& p, const GangParams& 
     const Part& part = parts[0];
     const int units = part.units();
     H y[kGangUnits];
-    LongSum<T, true> sum;
+    PartSum<T, true> sum;
 
-    AwaitAllCopiesBut<kPending>();
+    AwaitCopies<kPending>();
     ring.Complete(part, 0, excluded);
 #pragma unroll
     for (int k = 0; k < kGangUnits; ++k) {
       y[k] = H::Load(ring.Slot(k));
       ring.Begin(k + Ring::kSlots, parts);
     }
-    AwaitAllCopiesBut<kPending>();
+    AwaitCopies<kPending>();
     ring.Complete(part, kGangUnits, zero);
 #pragma unroll
     for (int k = 0; k < kGangUnits; ++k) {
       if (GangUnit(k) < units) {
-        AddTerms<kLog>(y[k], H::Load(ring.Slot(kGangUnits + k)), p.skip_zeros, sum.total[0]);
+        AddTerms(kLog, y[k], H::Load(ring.Slot(kGangUnits + k)), p.skip_zeros, sum.total[0]);
       }
     }
     meeting.Publish(row, sum, scale);
     meeting.Collect(row, sum, scale);
 
-    const Gradient<T, kLog> gradient(scale, sum.total[0], p.skip_zeros);
+    const Gradient<T> gradient(kLog, scale, sum.total[0], p.skip_zeros);
     const bool undefined = kLog && p.mask != nullptr && gradient.Undefined(sum.total[0], scale);
-    if (undefined) StoreUndefined<kOp>(p, part, threadIdx.x, kGangThreads, sum.total[0]);
+    if (undefined) StoreUndefined<true>(p, part, threadIdx.x, kGangThreads, sum.total[0]);
 #pragma unroll
     for (int k = 0; k < kGangUnits; ++k) {
       if (GangUnit(k) < units && !undefined) {
@@ -443,14 +457,15 @@ __device__ __forceinline__ void GangBackward(const Params& p, const GangParams& 
 // The static shared memory must fit into what Limits leaves for it.
 static_assert(sizeof(GangSum<float, false>::Shared) + sizeof(GangStores<float>::Ends) <= 2048);
 
-template <typename T, Op kOp>
+// log_softmax is not a flag here: the kernel is bound by its size in the instruction cache.
+template <typename T, bool kGrad, bool kLog>
 __global__ void __launch_bounds__(kGangThreads, 1)
     GangKernel(const __grid_constant__ Params p, const __grid_constant__ GangParams q) {
   extern __shared__ uint4 slots[];
-  if constexpr (IsGrad(kOp)) {
-    GangBackward<T, kOp>(p, q, slots);
+  if constexpr (kGrad) {
+    GangBackward<T, kLog>(p, q, slots);
   } else {
-    GangForward<T, kOp>(p, q, slots);
+    GangForward<T, kLog>(p, q, slots);
   }
 }
 

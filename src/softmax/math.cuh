@@ -14,11 +14,6 @@
 
 namespace jax_fastops::cuda::softmax {
 
-enum class Op { kSoftmax, kLogSoftmax, kSoftmaxGrad, kLogSoftmaxGrad };
-
-constexpr bool IsGrad(Op op) { return op == Op::kSoftmaxGrad || op == Op::kLogSoftmaxGrad; }
-constexpr bool IsLog(Op op) { return op == Op::kLogSoftmax || op == Op::kLogSoftmaxGrad; }
-
 // A MaskIndex with divisors that the host has prepared.
 struct MaskDivisors {
   int rank = 0;
@@ -77,10 +72,11 @@ struct Params {
   int64_t n;
   int64_t inner;
   double scale;
+  bool log;         // log_softmax; a flag of the kernels, which are bound by memory
   bool zero_scale;  // the scale rounds to 0: x is replaced by 0 * x, and the scale by 1
-  bool skip_zeros;  // masked kSoftmaxGrad: elements with y = 0 take no part
+  bool skip_zeros;  // backward of a masked softmax: elements with y = 0 take no part
 
-  const uint8_t* mask;  // null: none
+  const uint8_t* mask;  // null: none; always in the backward of softmax
   int64_t mask_stride;  // along n
   bool mask_units;      // the mask of a unit may be read in one load
   MaskDivisors mask_outer;
@@ -303,29 +299,41 @@ __device__ __forceinline__ A Corrected(A total, A from, A to, A scale) {
   return from == -A(INFINITY) ? total : total * ExpOf((from - to) * fabs(scale));
 }
 
+// 1 / x for a sum of exponentials of a 16-bit type, which is NaN or far from 0 and infinity. The
+// result is accurate to about one unit in the last place and takes a tenth of the instructions of a
+// division.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
+}
+
 // The forward of one row, given its top element and its sum. The top element is subtracted first,
 // so rows far from 0 lose no accuracy. Excluded elements are held as the infinity that the scale
-// turns into -inf. They add 0 to the sum, and their result is 0, or -inf with kLog. In an undefined
-// row the sum is NaN. A row is undefined if it contains a NaN or if its maximum is infinite, which
-// includes fully excluded rows.
+// turns into -inf. They add 0 to the sum, and their result is 0, or -inf for log_softmax. In an
+// undefined row the sum is NaN. A row is undefined if it contains a NaN or if its maximum is
+// infinite, which includes fully excluded rows.
 //
-// For 16-bit types without kLog, the exponentials and their sum are 2^64 times as large. The
+// For softmax of 16-bit types, the exponentials and their sum are 2^64 times as large. The
 // instruction for powers of two flushes subnormal results to 0. With the factor, subnormal results
 // come from the final product instead.
-template <typename T, bool kLog>
+template <typename T>
 struct Normalizer {
   using A = ComputeType<T>;
-  static constexpr bool kShifted = sizeof(T) == 2 && !kLog;
+  static constexpr bool kHalf = sizeof(T) == 2;
 
-  A factor;  // the scale; for 16-bit types without kLog, times log2(e)
+  bool log;
+  A scale;
   A top;
   A last;  // reciprocal of the sum, or its logarithm
 
-  __device__ __forceinline__ Normalizer(A scale, A top)
-      : factor(sizeof(T) == 2 && !kLog ? scale * A(kLog2E) : scale), top(top), last(0) {}
+  __device__ __forceinline__ Normalizer(bool log, A scale, A top)
+      : log(log), scale(scale), top(top), last(0) {}
   __device__ __forceinline__ void SetTotal(A total) {
-    if constexpr (kLog) {
-      last = log(total);
+    if (log) {
+      last = ::log(total);
+    } else if constexpr (kHalf) {
+      last = Reciprocal(total);
     } else {
       last = A(1) / total;
     }
@@ -334,40 +342,38 @@ struct Normalizer {
   // The exponential of an element, the term of the sum.
   __device__ __forceinline__ A Power(A x) const {
     const A d = x - top;
-    if constexpr (kShifted) return PowerOfTwo(fmaf(d, factor, 64.0f));
-    if constexpr (sizeof(T) == 2) return PowerOfTwo(d * factor * kLog2E);
-    return ExpOf(d * factor);
+    if constexpr (kHalf) return PowerOfTwo(fmaf(d, scale * kLog2E, log ? 0.0f : 64.0f));
+    return ExpOf(d * scale);
   }
   __device__ __forceinline__ A operator()(A x) const {
-    if constexpr (kLog) return (x - top) * factor - last;
-    return Power(x) * last;
+    return log ? MulAdd(x - top, scale, -last) : Power(x) * last;
   }
   static __device__ __forceinline__ bool Undefined(A total) { return !(total < A(INFINITY)); }
 };
 
-// The backward of one row. For excluded elements y is held as -inf (kLog) or 0, and dy as 0.
-template <typename T, bool kLog>
+// The backward of one row. For excluded elements y is held as -inf (log_softmax) or 0, and dy as 0.
+template <typename T>
 struct Gradient {
   using A = ComputeType<T>;
 
-  A scale;
-  A sum;  // kLog: times 2^-32 for 16-bit types; otherwise times the scale
+  bool log;
   bool skip_zeros;
+  A scale;
+  A sum;  // log_softmax: times 2^-32 for 16-bit types; softmax: times the scale
 
-  __device__ __forceinline__ Gradient(A scale, A total, bool skip_zeros)
-      : scale(scale), sum(total), skip_zeros(skip_zeros) {
-    if constexpr (!kLog) {
+  __device__ __forceinline__ Gradient(bool log, A scale, A total, bool skip_zeros)
+      : log(log), skip_zeros(skip_zeros), scale(scale), sum(total) {
+    if (!log) {
       sum *= scale;
     } else if constexpr (sizeof(T) == 2) {
       sum *= 2.3283064365386963e-10f;
     }
   }
-  static __device__ __forceinline__ A Term(A y, A dy, bool skip_zeros) {
-    if constexpr (kLog) return dy;
-    return skip_zeros && y == A(0) ? A(0) : y * dy;
+  static __device__ __forceinline__ A Term(bool log, A y, A dy, bool skip_zeros) {
+    return log ? dy : skip_zeros && y == A(0) ? A(0) : y * dy;
   }
   __device__ __forceinline__ A operator()(A y, A dy) const {
-    if constexpr (kLog) {
+    if (log) {
       if constexpr (sizeof(T) == 2) {
         return scale * fmaf(-PowerOfTwo(fmaf(y, kLog2E, 32.0f)), sum, dy);
       }
@@ -381,19 +387,29 @@ struct Gradient {
 };
 
 // The element that represents an excluded one.
-template <typename T, Op kOp>
-__device__ __forceinline__ T Excluded(ComputeType<T> scale) {
+template <typename T, bool kGrad>
+__device__ __forceinline__ T Excluded(const Params& p) {
   using A = ComputeType<T>;
-  if constexpr (kOp == Op::kSoftmaxGrad) return FromCompute<T>(A(0));
-  if constexpr (kOp == Op::kLogSoftmaxGrad) return FromCompute<T>(-A(INFINITY));
-  return FromCompute<T>(scale < A(0) ? A(INFINITY) : -A(INFINITY));
+  if constexpr (kGrad) return FromCompute<T>(p.log ? -A(INFINITY) : A(0));
+  return FromCompute<T>(static_cast<A>(p.scale) < A(0) ? A(INFINITY) : -A(INFINITY));
 }
 
 // The result for an excluded element.
-template <typename T, Op kOp>
-__device__ __forceinline__ T ExcludedResult() {
+template <typename T, bool kGrad>
+__device__ __forceinline__ T ExcludedResult(bool log) {
   using A = ComputeType<T>;
-  return FromCompute<T>(kOp == Op::kLogSoftmax ? -A(INFINITY) : A(0));
+  return FromCompute<T>(!kGrad && log ? -A(INFINITY) : A(0));
+}
+
+// Calls run(std::bool_constant<flag>()). The code after the branch knows the flag. Use it around a
+// whole pass, so that the branch does not stand between the operations of each element.
+template <typename Run>
+__device__ __forceinline__ void Branch(bool flag, const Run& run) {
+  if (flag) {
+    run(std::true_type());
+  } else {
+    run(std::false_type());
+  }
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -410,57 +426,70 @@ __device__ __forceinline__ A SumOf(A (&values)[kSize]) {
   return values[0];
 }
 
-template <bool kLog, typename T, int kBytes>
-__device__ __forceinline__ void AddTerms(const Held<T, kBytes>& y, const Held<T, kBytes>& dy,
-                                         bool skip_zeros, ComputeType<T>& sum) {
+template <typename T, int kBytes>
+__device__ __forceinline__ void AddTerms(bool log, const Held<T, kBytes>& y,
+                                         const Held<T, kBytes>& dy, bool skip_zeros,
+                                         ComputeType<T>& sum) {
   constexpr int kSize = Held<T, kBytes>::kSize;
-  ComputeType<T> ys[kSize], dys[kSize];
-  y.Unpack(ys);
-  dy.Unpack(dys);
+  Branch(log, [&](auto is_log) {
+    ComputeType<T> ys[kSize], dys[kSize];
+    y.Unpack(ys);
+    dy.Unpack(dys);
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) ys[i] = Gradient<T, kLog>::Term(ys[i], dys[i], skip_zeros);
-  sum += SumOf(ys);
+    for (int i = 0; i < kSize; ++i) ys[i] = Gradient<T>::Term(is_log, ys[i], dys[i], skip_zeros);
+    sum += SumOf(ys);
+  });
 }
 
 // Replaces y by the gradient.
-template <bool kLog, typename T, int kBytes>
-__device__ __forceinline__ void ToGradient(const Gradient<T, kLog>& gradient, Held<T, kBytes>& y,
+template <typename T, int kBytes>
+__device__ __forceinline__ void ToGradient(const Gradient<T>& gradient, Held<T, kBytes>& y,
                                            const Held<T, kBytes>& dy) {
   constexpr int kSize = Held<T, kBytes>::kSize;
-  ComputeType<T> ys[kSize], dys[kSize];
-  y.Unpack(ys);
-  dy.Unpack(dys);
+  Branch(gradient.log, [&](auto is_log) {
+    Gradient<T> of_op = gradient;
+    of_op.log = is_log;
+    ComputeType<T> ys[kSize], dys[kSize];
+    y.Unpack(ys);
+    dy.Unpack(dys);
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) ys[i] = gradient(ys[i], dys[i]);
-  y.Pack(ys);
+    for (int i = 0; i < kSize; ++i) ys[i] = of_op(ys[i], dys[i]);
+    y.Pack(ys);
+  });
 }
 
-// Whether the exponentials can replace the elements without loss, because the element type is as
-// wide as the compute type.
-template <typename T, bool kLog>
-inline constexpr bool kKeepsPowers = sizeof(T) >= 4 && !kLog;
+// Whether the exponentials of softmax can replace the elements without loss, because the element
+// type is as wide as the compute type.
+template <typename T>
+inline constexpr bool kKeepsPowers = sizeof(T) >= 4;
 
-template <bool kLog, typename T, int kBytes>
-__device__ __forceinline__ void AddPowers(const Normalizer<T, kLog>& normalize, Held<T, kBytes>& x,
+template <typename T, int kBytes>
+__device__ __forceinline__ void AddPowers(const Normalizer<T>& normalize, Held<T, kBytes>& x,
                                           ComputeType<T>& total) {
   constexpr int kSize = Held<T, kBytes>::kSize;
   ComputeType<T> xs[kSize];
   x.Unpack(xs);
 #pragma unroll
   for (int i = 0; i < kSize; ++i) xs[i] = normalize.Power(xs[i]);
-  if constexpr (kKeepsPowers<T, kLog>) x.Pack(xs);
+  if (kKeepsPowers<T> && !normalize.log) x.Pack(xs);
   total += SumOf(xs);
 }
 
 // Replaces x, or its exponential, by the result.
-template <bool kPowers, bool kLog, typename T, int kBytes>
-__device__ __forceinline__ void ToResult(const Normalizer<T, kLog>& normalize, Held<T, kBytes>& x) {
+template <bool kPowers, typename T, int kBytes>
+__device__ __forceinline__ void ToResult(const Normalizer<T>& normalize, Held<T, kBytes>& x) {
   constexpr int kSize = Held<T, kBytes>::kSize;
-  ComputeType<T> xs[kSize];
-  x.Unpack(xs);
+  Branch(normalize.log, [&](auto is_log) {
+    Normalizer<T> of_op = normalize;
+    of_op.log = is_log;
+    ComputeType<T> xs[kSize];
+    x.Unpack(xs);
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) xs[i] = kPowers ? xs[i] * normalize.last : normalize(xs[i]);
-  x.Pack(xs);
+    for (int i = 0; i < kSize; ++i) {
+      xs[i] = kPowers && !of_op.log ? xs[i] * of_op.last : of_op(xs[i]);
+    }
+    x.Pack(xs);
+  });
 }
 
 }  // namespace jax_fastops::cuda::softmax

@@ -1,36 +1,20 @@
-// The interface between softmax.cu and the two files that instantiate the kernels.
+// The interface between softmax.cu and the files that instantiate the kernels, one for each element
+// type.
 #ifndef JAX_FASTOPS_SOFTMAX_RUN_H_
 #define JAX_FASTOPS_SOFTMAX_RUN_H_
 
 #include <cuda_runtime_api.h>
 
-#include "core/dtype.h"
 #include "softmax/math.cuh"
+#include "softmax/plan.h"
 
 namespace jax_fastops::cuda::softmax {
 
-// Shared memory per block with which three blocks, two blocks, or one block fit on an SM of an
-// H100.
-inline constexpr int kThirdOfShared = 72 << 10;
-inline constexpr int kHalfOfShared = 108 << 10;
-inline constexpr int kMostOfShared = 132 << 10;
+struct Softmax;  // the family, in the list of kernels
 
-// The limits of a device that matter here.
-struct Limits {
-  int processors = 0;
-  int shared_bytes = 0;  // most per block
-  int cluster = 1;       // most blocks per cluster
-};
-
-// The limits of the current device. The first call on a device determines them; LoadSoftmaxKernels
-// makes that call.
-cudaError_t GetLimits(Limits* limits);
-
-// One instance of each for the forward and one for the backward.
-template <bool kGrad>
-cudaError_t LoadKernels();
-template <bool kGrad>
-cudaError_t Run(const Params& params, DType dtype, bool log, void* workspace, cudaStream_t stream);
+// Enqueues the kernels of a plan, of the backward if kGrad.
+template <typename T, bool kGrad>
+cudaError_t Run(const Plan& plan, const Params& p, void* workspace, cudaStream_t stream);
 
 }  // namespace jax_fastops::cuda::softmax
 

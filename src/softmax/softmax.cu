@@ -1,93 +1,52 @@
-// The public functions of softmax and log-softmax. softmax_rows.cuh and softmax_gang.cuh have the
-// kernels along the minor axis, softmax_columns.cuh and softmax_column_registers.cuh those along
-// any other axis. softmax_launch.cuh selects between them.
-#include "softmax/softmax_cuda.h"
-
+// The public functions of softmax and log_softmax. plan.h selects the kernel: rows.cuh, span.cuh,
+// block.cuh and gang.cuh have those along the minor axis, columns.cuh and column_registers.cuh
+// those along any other axis.
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <limits>
 
+#include "core/cuda/dispatch.cuh"
+#include "core/cuda/launch.h"
 #include "core/fast_divide.h"
 #include "softmax/run.h"
+#include "softmax/softmax_cuda.h"
 
 namespace jax_fastops::cuda {
 namespace softmax {
 namespace {
 
+static_assert(kWorkspaceRow == kSoftmaxWorkspace);
+
 // Represents the cluster kernels in queries for the largest possible cluster.
-__global__ void __launch_bounds__(512) ClusterProbe() {}
+__global__ void __launch_bounds__(kMostBlockThreads) ClusterProbe() {}
 
-// The largest cluster that fits on the device at least once.
-int LargestCluster(int shared_bytes) {
-  const auto set = [](cudaFuncAttribute attribute, int value) {
-    return cudaFuncSetAttribute(ClusterProbe, attribute, value) == cudaSuccess;
-  };
-  int largest = 1;
-  if (set(cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes) &&
-      set(cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) {
-    for (unsigned size = 2; size <= 16; size *= 2) {
-      cudaLaunchConfig_t config = {};
-      config.gridDim = dim3(size);
-      config.blockDim = dim3(512);
-      config.dynamicSmemBytes = shared_bytes;
-      cudaLaunchAttribute attribute = {};
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim = {size, 1, 1};
-      config.attrs = &attribute;
-      config.numAttrs = 1;
-      int clusters = 0;
-      if (cudaOccupancyMaxActiveClusters(&clusters, ClusterProbe, &config) != cudaSuccess ||
-          clusters == 0) {
-        break;
-      }
-      largest = static_cast<int>(size);
-    }
-  }
-  cudaGetLastError();  // an unsupported size is not an error here
-  return largest;
-}
-
-cudaError_t FindLimits(int device, Limits* limits) {
-  // Code that was compiled for older architectures does not use clusters.
-  cudaFuncAttributes probe;
-  cudaError_t error = cudaFuncGetAttributes(&probe, ClusterProbe);
-  if (error != cudaSuccess) return error;
-  const bool clusters = std::min(probe.ptxVersion, probe.binaryVersion) >= 90;
-  error = cudaDeviceGetAttribute(&limits->processors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                 device);
-  if (error != cudaSuccess) return error;
-  limits->shared_bytes -= 2048;  // static shared memory of the kernels, and the system's part
-  limits->cluster = clusters ? LargestCluster(std::min(limits->shared_bytes, kMostOfShared)) : 1;
-  return cudaSuccess;
-}
-
-}  // namespace
-
+// Loads all kernels, and finds out what plans need to know of the current device.
 cudaError_t GetLimits(Limits* limits) {
-  constexpr int kMaxDevices = 256;
-  static std::atomic<int> known[kMaxDevices];
-  static Limits of[kMaxDevices];
-  int device;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  if (device < kMaxDevices && known[device].load(std::memory_order_acquire) == 2) {
-    *limits = of[device];
+  static PerDevice<Limits> known;
+  return known.Get(limits, [](Limits* found) {
+    Device device;
+    cudaError_t error = CurrentDevice(&device);
+    if (error == cudaSuccess) error = LoadKernels<Softmax>();
+    if (error != cudaSuccess) return error;
+    found->processors = device.processors;
+    // Without the static shared memory of the kernels, and the system's part.
+    found->shared_bytes = device.shared_per_block - 2048;
+    found->cluster = 1;
+    const auto kernel = reinterpret_cast<const void*>(KernelOf<Softmax, ClusterProbe>());
+    for (int size = 2; device.clusters && size <= kMostCluster; size *= 2) {
+      const LaunchConfig config = {
+          .grid = dim3(static_cast<unsigned>(size)),
+          .block = dim3(kMostBlockThreads),
+          .shared = static_cast<size_t>(std::min(found->shared_bytes, kMostOfShared)),
+          .cluster = size};
+      int blocks = 0;
+      // A size that the device does not support is not an error.
+      if (ResidentBlocks(kernel, config, &blocks) != cudaSuccess || blocks == 0) break;
+      found->cluster = size;
+    }
     return cudaSuccess;
-  }
-  error = FindLimits(device, limits);
-  int unknown = 0;
-  if (error == cudaSuccess && device < kMaxDevices &&
-      known[device].compare_exchange_strong(unknown, 1)) {
-    of[device] = *limits;
-    known[device].store(2, std::memory_order_release);
-  }
-  return error;
+  });
 }
-
-namespace {
 
 // Sizes may be 0 if the array is empty.
 MaskDivisors Divisors(const MaskIndex& index) {
@@ -106,19 +65,37 @@ MaskDivisors Divisors(const MaskIndex& index) {
   return divisors;
 }
 
-Params MakeParams(SoftmaxShape shape, const SoftmaxMask& mask, double scale) {
-  Params p = {};
-  p.outer = shape.outer;
-  p.n = shape.n;
-  p.inner = shape.inner;
-  p.scale = scale;
-  p.mask = mask.data;
-  if (mask.data != nullptr) {
-    p.mask_stride = mask.stride;
-    p.mask_outer = Divisors(mask.outer);
-    p.mask_inner = Divisors(mask.inner);
+// `p` has everything that the plan does not determine.
+template <bool kGrad>
+cudaError_t PlanAndRun(Params p, const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
+                       void* workspace, cudaStream_t stream) {
+  if (shape.outer == 0 || shape.n == 0 || shape.inner == 0) return cudaSuccess;
+  Limits limits;
+  const cudaError_t error = GetLimits(&limits);
+  if (error != cudaSuccess) return error;
+  const auto address = [](const void* data) { return reinterpret_cast<uintptr_t>(data); };
+  const Plan plan = MakePlan({.shape = shape,
+                              .mask = mask,
+                              .itemsize = static_cast<int>(DTypeSize(dtype)),
+                              .grad = kGrad,
+                              .log = p.log,
+                              .a = address(p.a),
+                              .b = address(kGrad ? p.b : p.a),
+                              .out = address(p.out)},
+                             limits);
+  if (plan.blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  p.outer = plan.shape.outer;
+  p.n = plan.shape.n;
+  p.inner = plan.shape.inner;
+  p.mask = plan.mask.data;
+  p.mask_units = plan.mask_units;
+  if (p.mask != nullptr) {
+    p.mask_stride = plan.mask.stride;
+    p.mask_outer = Divisors(plan.mask.outer);
+    p.mask_inner = Divisors(plan.mask.inner);
   }
-  return p;
+  return ForDType(
+      dtype, [&]<typename T>(TypeTag<T>) { return Run<T, kGrad>(plan, p, workspace, stream); });
 }
 
 }  // namespace
@@ -127,29 +104,32 @@ Params MakeParams(SoftmaxShape shape, const SoftmaxMask& mask, double scale) {
 cudaError_t SoftmaxForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
                            bool log, double scale, const void* x, void* y, void* workspace,
                            cudaStream_t stream) {
-  softmax::Params p = softmax::MakeParams(shape, mask, scale);
+  softmax::Params p = {};
   // Test the scale in the type of the computation: a float64 scale may round to 0 in float32.
   p.zero_scale = dtype == DType::kF64 ? scale == 0 : static_cast<float>(scale) == 0;
-  if (p.zero_scale) p.scale = 1;
+  p.scale = p.zero_scale ? 1 : scale;
+  p.log = log;
   p.a = x;
   p.out = y;
-  return softmax::Run<false>(p, dtype, log, workspace, stream);
+  return softmax::PlanAndRun<false>(p, shape, mask, dtype, workspace, stream);
 }
 
 cudaError_t SoftmaxBackward(const SoftmaxShape& shape, bool masked, const SoftmaxMask& mask,
                             DType dtype, bool log, double scale, const void* y, const void* dy,
                             void* dx, void* workspace, cudaStream_t stream) {
-  softmax::Params p = softmax::MakeParams(shape, log ? mask : SoftmaxMask(), scale);
+  softmax::Params p = {};
+  p.scale = scale;
+  p.log = log;
   p.skip_zeros = masked && !log;
   p.a = y;
   p.b = dy;
   p.out = dx;
-  return softmax::Run<true>(p, dtype, log, workspace, stream);
+  return softmax::PlanAndRun<true>(p, shape, log ? mask : SoftmaxMask(), dtype, workspace, stream);
 }
 
 cudaError_t LoadSoftmaxKernels() {
-  const cudaError_t error = softmax::LoadKernels<false>();
-  return error != cudaSuccess ? error : softmax::LoadKernels<true>();
+  softmax::Limits limits;
+  return softmax::GetLimits(&limits);
 }
 
 }  // namespace jax_fastops::cuda
