@@ -1,5 +1,5 @@
 // How the backward of layer norm and RMS norm reads its rows: through a ring of stages in shared
-// memory that is filled by bulk copies (by cp.async before sm_90). norm_backward.cu explains the
+// memory that is filled by bulk copies (by cp.async before sm_90). backward.cu explains the
 // design.
 #ifndef JAX_FASTOPS_NORM_BACKWARD_RING_CUH_
 #define JAX_FASTOPS_NORM_BACKWARD_RING_CUH_
@@ -7,26 +7,16 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/cuda/async_copy.cuh"
 #include "core/cuda/packed.cuh"
-#include "norm/norm_cuda.h"
+#include "norm/plan.h"
+#include "norm/shape.h"
 
 namespace jax_fastops::cuda {
 namespace {
 
-constexpr int kBlock = 256;
+constexpr int kBlock = kNormBackwardThreads;
 constexpr int kWarpSize = 32;
-constexpr int kMaxStages = 8;
-
-// Whether bulk copies fill the ring.
-constexpr bool kBulkCopies =
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    true;
-#else
-    false;
-#endif
-
-__host__ __device__ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-__host__ __device__ constexpr int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 // The arrays that are read for each row.
 enum Array { kDy, kS, kRstd, kMean, kDsum, kDy2, kArrays };
@@ -60,61 +50,6 @@ __device__ __forceinline__ Range RowsOf(int64_t partial, int64_t rows, int64_t s
   const int64_t batch = partial / sums, sum = partial - batch * sums;
   return {batch * rows + sum * rows / sums, batch * rows + (sum + 1) * rows / sums};
 }
-
-__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-// An mbarrier in shared memory on which copies complete.
-struct Barrier {
-  uint64_t bits;
-
-  __device__ __forceinline__ void Init(int arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(SharedAddress(this)), "r"(arrivals)
-                 : "memory");
-  }
-  // Call between the initializations and the block's barrier that follows them.
-  static __device__ __forceinline__ void PublishInit() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-  }
-  [[maybe_unused]] __device__ __forceinline__ void Arrive() {
-    asm volatile(
-        "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(SharedAddress(this))
-        : "memory");
-  }
-  [[maybe_unused]] __device__ __forceinline__ void ArriveAndExpect([[maybe_unused]] int bytes) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(
-            SharedAddress(this)),
-        "r"(bytes)
-        : "memory");
-#endif
-  }
-  __device__ __forceinline__ void Wait(int parity) {
-    uint32_t done;
-    do {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-      asm volatile(
-          "{ .reg .pred done; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], "
-          "%2;"
-          " selp.u32 %0, 1, 0, done; }"
-          : "=r"(done)
-          : "r"(SharedAddress(this)), "r"(parity)
-          : "memory");
-#else
-      asm volatile(
-          "{ .reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2;"
-          " selp.u32 %0, 1, 0, done; }"
-          : "=r"(done)
-          : "r"(SharedAddress(this)), "r"(parity)
-          : "memory");
-#endif
-    } while (done == 0);
-  }
-};
 
 // One array, as it is copied into the stages: `width` bytes of each row; rows are `pitch` bytes
 // apart.
@@ -163,9 +98,7 @@ struct Source {
     }
 #else
     for (int at = 16 * thread; at < bytes; at += 16 * threads) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(to + at)),
-                   "l"(__cvta_generic_to_global(from + at))
-                   : "memory");
+      CopyAsync<16, true>(to + at, from + at);
     }
 #endif
   }

@@ -1,0 +1,166 @@
+// Launch plans of the CUDA kernels of layer norm and RMS norm: which kernel runs, on how many
+// blocks, with how much shared memory. The tables of forms also define the kernels: the .cu files
+// instantiate one kernel per form and element type.
+#ifndef JAX_FASTOPS_NORM_PLAN_H_
+#define JAX_FASTOPS_NORM_PLAN_H_
+
+#include <cstdint>
+#include <iterator>
+
+namespace jax_fastops {
+
+// What plans need to know about the device.
+struct NormDevice {
+  int processors = 1;        // SMs
+  int shared_per_block = 0;  // bytes
+  bool clusters = false;
+};
+
+// Kernels whose blocks process several items have no more blocks than this.
+inline constexpr int64_t kNormMaxBlocks = int64_t{1} << 30;
+
+// -------------------------------------------------------------------------------------------------
+// Forward
+
+// How NormRowKernel distributes rows: `threads` threads of a block of `block` hold a row, each of
+// them `held` bytes in the compute type.
+struct NormForwardForm {
+  int threads;
+  int block;
+  int held;
+  bool aligned;    // there is a kernel for aligned rows
+  bool unaligned;  // and for rows at any address
+};
+
+// From the shortest rows to the longest. The last form for unaligned rows must hold kNormWorkspace
+// columns and one unit more, because there is no workspace for chunks up to that length.
+inline constexpr NormForwardForm kNormForwardForms[] = {
+    {4, 128, 64, true, true},     {16, 128, 64, true, true},      {32, 128, 128, true, true},
+    {64, 64, 128, true, true},    {128, 128, 128, true, true},    {256, 256, 128, true, true},
+    {512, 512, 128, true, false}, {1024, 1024, 128, false, true},
+};
+inline constexpr int kNormForwardFormCount = std::size(kNormForwardForms);
+
+// NormLongKernel: persistent clusters of blocks hold a row.
+inline constexpr int kNormLongThreads = 512;
+inline constexpr int kNormLongHeld = 64;  // bytes of a row that a thread holds, in the compute type
+inline constexpr int kNormLongCluster = 16;  // most blocks
+// NormChunkKernel and NormMergeKernel: a block processes a chunk of a row.
+inline constexpr int kNormChunkThreads = 256;
+inline constexpr int kNormChunkHeld = 128;
+// NormGeneralKernel: a block processes a row, chunk by chunk.
+inline constexpr int kNormGeneralThreads = 128;
+
+enum class NormForwardKernel { kRow, kLong, kChunks, kGeneral };
+
+struct NormForwardPlan {
+  NormForwardKernel kernel = NormForwardKernel::kGeneral;
+  int form = 0;               // kRow: index in kNormForwardForms
+  int threads = 1;            // of a block
+  int cluster = 1;            // blocks in a cluster
+  int64_t blocks = 0;         // kLong: if they are resident at once, otherwise as many as are
+  int64_t block_columns = 0;  // kLong: columns of a row in each block of a cluster
+  int64_t chunks = 0;         // kChunks: per row
+  int64_t shared = 0;         // bytes of dynamic shared memory
+};
+
+// A plan for `rows` rows of `n` elements of `itemsize` bytes, both at least 1. `aligned` says that
+// every row and every parameter starts at a multiple of 16 bytes, `parameters` how many parameters
+// there are (input bias, scale, bias). Clusters have at most `max_cluster` blocks.
+NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, bool aligned, int parameters,
+                                int max_cluster);
+
+// -------------------------------------------------------------------------------------------------
+// Backward
+
+// How NormRowsKernel distributes rows. `threads` threads of a block hold a row, each of them up to
+// `columns` columns. The first `least` of these exist in every row that the form is used for, so
+// they need no bounds checks. `clusters`: the blocks of a cluster may share a row.
+struct NormBackwardForm {
+  int threads;
+  int columns;
+  int least;
+  bool clusters;
+};
+
+inline constexpr int kNormBackwardThreads = 256;  // of a block
+inline constexpr int kNormBackwardCluster = 8;    // most blocks
+inline constexpr int kNormMaxStages = 8;
+// Bounds of the static shared memory of a kernel whose blocks have several workers, or one.
+inline constexpr int kNormWorkersStatic = 20 << 10;
+inline constexpr int kNormBlockStatic = 4 << 10;
+
+// The forms for aligned rows, whose threads access 16 bytes at a time, and for other rows, whose
+// threads access single elements. From the shortest rows to the longest.
+inline constexpr NormBackwardForm kNormAlignedForms[] = {
+    {8, 8, 0, false},    {32, 8, 0, false},   {32, 16, 8, false},  {32, 24, 16, false},
+    {32, 32, 24, false}, {64, 32, 16, false}, {256, 16, 0, false}, {256, 32, 8, true},
+};
+inline constexpr NormBackwardForm kNormElementForms[] = {
+    {32, 8, 0, false},   {32, 24, 8, false},  {32, 32, 24, false},
+    {64, 32, 16, false}, {256, 16, 8, false}, {256, 32, 15, true},
+};
+// float64 has one form, for rows at any address.
+inline constexpr NormBackwardForm kNormDoubleForm = {256, 16, 0, false};
+inline constexpr int kNormAlignedFormCount = std::size(kNormAlignedForms);
+inline constexpr int kNormElementFormCount = std::size(kNormElementForms);
+
+// The form of this index in the table for such rows.
+constexpr NormBackwardForm NormBackwardFormOf(int itemsize, bool aligned, int form) {
+  if (itemsize == 8) return kNormDoubleForm;
+  return aligned ? kNormAlignedForms[form] : kNormElementForms[form];
+}
+
+// A worker is the group of threads that holds a row. A warp may hold several short rows.
+constexpr int NormWorkers(int threads) {
+  return threads >= kNormBackwardThreads ? 1 : kNormBackwardThreads / (threads < 32 ? 32 : threads);
+}
+// The rows that a thread holds at once: as many as make 64 bytes of an array, at least one.
+constexpr int NormRepeat(const NormBackwardForm& form, int itemsize) {
+  return form.columns * itemsize < 64 ? 64 / (form.columns * itemsize) : 1;
+}
+// The rows of a stage.
+constexpr int NormTile(const NormBackwardForm& form, int itemsize) {
+  return NormRepeat(form, itemsize) * (form.threads < 32 ? 32 / form.threads : 1);
+}
+
+struct NormBackwardCall {
+  int64_t batch = 1;
+  int64_t rows = 1;  // of each batch entry
+  int64_t n = 1;
+  int64_t sums = 1;  // partial sums of each batch entry
+  int itemsize = 4;
+  bool aligned = false;  // every row starts at a multiple of 16 bytes
+  bool sums_wanted = true;
+  int arrays = 2;  // dy, s, dsum and dy2: how many of them exist
+};
+
+struct NormBackwardPlan {
+  int form = -1;  // index in the table for aligned or for other rows, 0 in float64;
+                  // -1: the kernels for long rows
+  int cluster = 1;
+  int64_t blocks = 0;
+  int64_t tiles = 0;  // of a row, for the kernels for long rows
+  // The rows of each batch entry and its partial sums. They differ from those of the call if no
+  // sums are wanted: all batch entries are one then.
+  int64_t rows = 0;
+  int64_t sums = 0;
+  int64_t partials = 0;  // of all batch entries
+  // The ring.
+  int block_columns = 0;
+  int stages = 0;
+  int slot_bytes = 0;  // elements of one array in a tile
+  int stat_bytes = 0;  // means of a tile; as many for its rstds
+  int stage_bytes = 0;
+  int64_t shared = 0;  // bytes of dynamic shared memory
+};
+
+// A plan for a call that is not empty.
+NormBackwardPlan PlanNormBackward(const NormBackwardCall& call, const NormDevice& device);
+
+// The columns of a tile of a long row.
+inline constexpr int kNormLongTile = 16 * kNormBackwardThreads;
+
+}  // namespace jax_fastops
+
+#endif  // JAX_FASTOPS_NORM_PLAN_H_
