@@ -3,7 +3,7 @@
 Kernels read each operand in its own shape. The kernel that computes a gradient also sums it to the
 shape of its operand.
 
-A kernel with sums is declared for each call, because its signature says which dimensions are
+The signature of a kernel with sums is made for each call, because it says which dimensions are
 summed. A dimension without a sum has a star, so it may be sharded. A dimension with a sum must stay
 whole, unless it is split in two: the shards, and the elements of a shard. Then the kernel writes a
 partial sum for each shard, and XLA adds these up.
@@ -12,17 +12,15 @@ partial sum for each shard, and XLA adds these up.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_fastops._kernel import Kernel, copies_too_much, partitions, shards_of
+from jax_fastops._native import limit
 from jax_fastops._views import explicit_spec, reshape
 
-_MOST_DIMS = 16  # kMaxBroadcastRank in elementwise/broadcast.h
 _WORKSPACE = 8  # elements per element of workspace
 
 
@@ -33,16 +31,15 @@ def of_rank(x, rank: int) -> jax.Array:
 
 def has_kernel(shape) -> bool:
     """Whether the kernels take a result of this shape."""
-    return len(shape) <= _MOST_DIMS and 0 not in shape
+    return len(shape) <= limit("broadcast_rank") and 0 not in shape
 
 
-def call(kernel: Kernel, operands, otherwise: Callable, **attributes):
+def call(kernel: Kernel, operands, otherwise: Callable, **given) -> tuple:
     """The results of a forward kernel, or ``otherwise()`` if it cannot take the operands."""
     shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-    if not has_kernel(shape) or copies_too_much(kernel, operands):
+    if not has_kernel(shape) or copies_too_much(run := kernel.of(*operands, **given)):
         return otherwise()
-    stars = tuple(int(dim.free) for dim in kernel.signature.results[0].dims)
-    return tuple(kernel(*operands, stars=stars, **attributes))
+    return tuple(y for y in run() if y is not None)
 
 
 def pullback_of(reference: Callable, operands, cts, wanted) -> tuple:
@@ -73,27 +70,26 @@ class _Dimension:
         return f"*s{self.index} {own}" if self.shards > 1 else own
 
     @property
-    def stars(self) -> tuple[int, ...]:
-        return (1, 0) if self.shards > 1 else (0,) if self.whole else (1,)
+    def rank(self) -> int:
+        return 2 if self.shards > 1 else 1
 
 
 def pull_back(
-    name: str,
+    kernel: Kernel,
     dy,
-    operands: Sequence,
+    operands: dict,
     targets: dict,
     otherwise: Callable,
-    *,
-    bits: bool = False,
     **attributes,
 ) -> tuple:
-    """Gradients by the kernel ``name``, from the cotangent and ``operands`` of its rank.
+    """Gradients by a kernel, from the cotangent and ``operands`` of its rank, by name.
 
-    ``targets`` maps the name of each gradient's attribute to the type of the operand whose gradient
-    it is, or to ``None`` if it is not wanted. ``bits`` says that the operand is a mask with a byte
-    for every 8 elements of the last dimension. ``otherwise`` computes the gradients if the kernel
-    cannot.
+    The dimensions of the kernel's buffers are chosen here. An operand ``mask`` has a byte for every
+    8 elements of the last dimension. ``targets`` maps the name of each gradient to the type of the
+    operand whose gradient it is, or to ``None`` if it is not wanted. ``otherwise`` computes the
+    gradients if the kernel cannot.
     """
+    bits = "mask" in operands
     wanted = {key: t for key, t in targets.items() if t is not None}
     cut = partitions() > 1
     kind = jax.typeof(dy).sharding
@@ -110,8 +106,8 @@ def pull_back(
         if summed and not row and (cut or spec is not None):
             shards = shards_of(size, spec and spec[d], kind, 1)
         dims.append(_Dimension(d, size, summed or row, shards))
-    rank = sum(len(dim.stars) for dim in dims)
-    if not has_kernel(dy.shape) or rank > _MOST_DIMS:
+    rank = sum(dim.rank for dim in dims)
+    if not has_kernel(dy.shape) or rank > limit("broadcast_rank"):
         return otherwise()
 
     def slot(own: Sequence[str]) -> str:
@@ -123,35 +119,26 @@ def pull_back(
         ]
 
     rows = [f"r{d.index}" for d in dims]
-    if bits:
-        inputs = [slot(rows), slot([*rows[:-1], f"ceil({rows[-1]}/8)"])]
-    else:
-        inputs = [slot(rows), *("~" + slot(own(x.shape)) for x in operands)]
-    outputs = []
-    for t in wanted.values():
+    slots = {"dy": slot(rows)}
+    for key, x in operands.items():
+        mask = [*rows[:-1], f"ceil({rows[-1]}/8)"]
+        slots[key] = slot(mask) if bits else f"~{slot(own(x.shape))}"
+    for key, t in wanted.items():
         partial = any(d.shards > 1 and t.shape[d.index] != d.size for d in dims)
-        outputs.append(f"{slot(own(t.shape))} :{'acc' if partial else t.dtype}")
-    workspace = any(t.shape != dy.shape for t in wanted.values())
-    if workspace:
+        slots[key] = f"{slot(own(t.shape))} :{'acc' if partial else t.dtype}"
+    if any(t.shape != dy.shape for t in wanted.values()):
         largest = max((d for d in dims if d.whole), key=lambda d: _within(d))
         parts = list(rows)
         parts[largest.index] = f"ceil(r{largest.index}/{_WORKSPACE})"
-        outputs.append(f"{slot(parts)} :acc")
-    kernel = _declared(name, f"{', '.join(inputs)} -> {', '.join(outputs)}")
-
-    views = [_view(x, dims) for x in (dy, *operands)]
-    if copies_too_much(kernel, views):
+        slots["workspace"] = slot(parts)
+    views = {key: _view(x, dims) for key, x in {"dy": dy, **operands}.items()}
+    run = kernel.with_dimensions(**slots).of(**views, **attributes)
+    if copies_too_much(run):
         return otherwise()
-    flags = {key: np.bool_(t is not None) for key, t in targets.items()}
-    stars = tuple(star for dim in dims for star in dim.stars)
-    results = kernel(*views, stars=stars, workspace=np.bool_(workspace), **flags, **attributes)
-    found = dict(zip(wanted, results, strict=False))
-    return tuple(None if t is None else _back(found[key], t, dims) for key, t in targets.items())
-
-
-@functools.cache
-def _declared(name: str, signature: str) -> Kernel:
-    return Kernel.declare(name, signature)
+    found = run()
+    return tuple(
+        None if t is None else _back(getattr(found, key), t, dims) for key, t in targets.items()
+    )
 
 
 def _within(dim: _Dimension) -> int:
@@ -180,7 +167,7 @@ def _back(g, target, dims: Sequence[_Dimension]):
     for d in dims:
         if d.shards > 1 and target.shape[d.index] != d.size:
             summed.append(at)
-        at += len(d.stars)
+        at += d.rank
     g = g.sum(tuple(summed)) if summed else g
     own = explicit_spec(jax.typeof(g).sharding, g.ndim)
     if g.shape != target.shape:

@@ -6,4 +6,7 @@ def handlers() -> dict[str, dict[str, Any]]:
     """FFI targets: {name: {stage: capsule}}."""
 
 def build_info() -> dict[str, Any]:
-    """How this module was built."""
+    """How this module was built, and its kernels' limits."""
+
+def workspace(name: str, a: int, b: int, c: int, /) -> int:
+    """The size of a workspace, from three sizes."""

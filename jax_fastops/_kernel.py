@@ -20,12 +20,13 @@ CPU it may copy, so a call that runs on a single device is emitted unchanged. Th
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,38 +43,104 @@ from jax_fastops._views import explicit_spec, parts_of
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A native kernel.
+    """A native kernel: its name, and its operands, results and attributes by name.
 
-    ``name`` is the target's name without the ABI suffix, the same on every platform. ``signature``
-    describes the buffers. Calling the kernel emits the custom call. Keyword arguments are
-    attributes, which must have the C type that the handler decodes (``np.float32(2)``, not
-    ``2.0``).
+    ``name`` is the target's name without the ABI suffix, the same on every platform. The handler
+    gets the signature of each call as text, without the absent buffers, and checks the buffers
+    against it. So nothing but this declaration lists them.
+
+    Calling the kernel emits the custom call. Every keyword is a name in the declaration:
+
+    * an operand, or ``None`` if it is absent. The first operands may be positional;
+    * an optional result, with whether it is wanted;
+    * an attribute, which is converted to the declared type, such as ``np.float32``;
+    * a dimension, with its size. Needed if no operand determines it.
+
+    The results come as a named tuple of all declared results, with ``None`` for the absent ones.
     """
 
     name: str
     signature: Signature
+    attributes: tuple[tuple[str, Callable], ...] = ()
 
     @classmethod
-    def declare(cls, name: str, signature: str) -> Kernel:
+    def declare(cls, name: str, signature: str, **attributes: Callable) -> Kernel:
         parsed = Signature.parse(signature)
-        if not any(slot.dims for slot in parsed.operands + parsed.results):
+        slots = parsed.operands + parsed.results
+        if not any(slot.dims for slot in slots):
             # See _batch_first: XLA would gather a call that has only batch dimensions.
             raise ValueError(f"{name}: '{signature}' needs a dimension after '...' somewhere")
-        return cls(f"jax_fastops.{name}", parsed)
+        kernel = cls(f"jax_fastops.{name}", parsed, tuple(attributes.items()))
+        names = [*(slot.name for slot in slots), *attributes, *kernel.sizes]
+        if None in names or len(set(names)) != len(names):
+            raise ValueError(f"{name}: '{signature}' needs a different name for each buffer")
+        return kernel
 
-    def __call__(self, *operands, **attributes) -> list[jax.Array]:
-        return kernel_call_p.bind(
-            *match_varying(operands),
-            kernel=self.name,
+    def with_dimensions(self, **slots: str) -> Kernel:
+        """The kernel with just these buffers, and with these dimensions (and dtypes) for them."""
+
+        def chosen(side):
+            for slot in side:
+                if slot.name in slots:
+                    own = Slot.parse(slots[slot.name])
+                    dtype = slot.dtype if own.dtype is None else own.dtype
+                    yield dataclasses.replace(own, name=slot.name, dtype=dtype)
+
+        both = (tuple(chosen(s)) for s in (self.signature.operands, self.signature.results))
+        return dataclasses.replace(self, signature=Signature(*both))
+
+    def of(self, *arrays, **given) -> KernelCall:
+        """The call with these arguments, which is not emitted yet."""
+        given |= zip((slot.name for slot in self.signature.operands), arrays, strict=False)
+        operands = {slot.name: given.pop(slot.name, None) for slot in self.signature.operands}
+        wanted = {s.name: given.pop(s.name, not s.optional) for s in self.signature.results}
+        attributes = {name: convert(given.pop(name)) for name, convert in self.attributes}
+        if unknown := given.keys() - self.sizes:
+            raise TypeError(f"{self.name} has no {', '.join(sorted(unknown))}")
+        present = {name for name, x in operands.items() if x is not None}
+        signature = self.signature.of(present | {name for name, x in wanted.items() if x}, given)
+        chosen = tuple(operands[slot.name] for slot in signature.operands)
+        for slot, x in zip(signature.operands, chosen, strict=True):
+            if not slot.accepts(x.dtype, chosen[0].dtype):
+                raise TypeError(f"{self.name}: '{slot}' has dtype {x.dtype} in '{signature}'")
+        attributes["buffers"] = str(signature)
+        return KernelCall(self, signature, chosen, tuple(sorted(attributes.items())))
+
+    def __call__(self, *arrays, **given):
+        return self.of(*arrays, **given)()
+
+    @functools.cached_property
+    def sizes(self) -> set[str]:
+        """The names of all dimensions."""
+        slots = self.signature.operands + self.signature.results
+        return {name for slot in slots for dim in slot.dims for name in dim.names}
+
+    @functools.cached_property
+    def results(self) -> type:
+        names = [slot.name for slot in self.signature.results]
+        return collections.namedtuple(self.name.rpartition(".")[2], names)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
+    """A call of a kernel. ``signature`` has only the buffers that are present."""
+
+    kernel: Kernel
+    signature: Signature
+    operands: tuple
+    attributes: tuple[tuple[str, Any], ...]
+
+    def __call__(self):
+        found = kernel_call_p.bind(
+            *match_varying(self.operands),
+            kernel=self.kernel.name,
             signature=self.signature,
-            attributes=tuple(sorted(attributes.items())),
+            attributes=self.attributes,
             layouts=None,
         )
-
-
-def flags(**given) -> dict:
-    """Boolean attributes, by which a handler knows which optional buffers are present."""
-    return {name: np.bool_(value) for name, value in given.items()}
+        names = (slot.name for slot in self.signature.results)
+        results = dict.fromkeys(self.kernel.results._fields) | dict(zip(names, found, strict=True))
+        return self.kernel.results(**results)
 
 
 def match_varying(operands):
@@ -358,8 +425,7 @@ def _lower(platform: str):
         lowering = jax.ffi.ffi_lowering(
             _native.target_name(kernel, platform), operand_layouts=into, result_layouts=out_of
         )
-        arrays = {k: np.array(v, np.int64) if isinstance(v, tuple) else v for k, v in attributes}
-        results = lowering(ctx, *operands, **arrays)
+        results = lowering(ctx, *operands, **dict(attributes))
         bound = signature.bind([a.shape for a in ctx.avals_in])
         # The partitioner needs sizes that fit 32 bits. With larger ones, and with symbolic ones
         # (jax.export), the call stays replicated.
@@ -423,14 +489,14 @@ def spread_shape(signature: Signature, operands, index: int, devices: int):
     return tuple(shape), None if own_spec is None else tuple(spec)
 
 
-def copies_too_much(kernel: Kernel, operands) -> bool:
+def copies_too_much(call: KernelCall) -> bool:
     """Whether an operand's copies would take more than half of the size of the largest buffer.
 
     In a program for several devices with auto mesh axes, an operand has a copy for each device
     along every dimension in which it is broadcast (see ``spread_out``). The reference needs none.
     With symbolic sizes the answer is yes.
     """
-    devices, signature = partitions(), kernel.signature
+    devices, signature, operands = partitions(), call.signature, call.operands
     if devices == 1 or not any(slot.spread for slot in signature.operands):
         return False
     shapes = [x.shape for x in operands]

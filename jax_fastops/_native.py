@@ -95,6 +95,17 @@ def target_name(kernel: str, platform: str) -> str:
 
 
 @functools.cache
+def limit(name: str) -> int:
+    """A number that kernels and Python share. The kernels' sources define it."""
+    return _modules()["cpu"].build_info()["limits"][name]
+
+
+def workspace(kernel: str, *sizes: int) -> int:
+    """The elements of a kernel's workspace, as its sources compute them."""
+    return _modules()["cpu"].workspace(kernel, *sizes)
+
+
+@functools.cache
 def kernels(platform: str) -> frozenset[str]:
     """The kernels registered for a lowering platform (``"cpu"``, ``"cuda"``, ...)."""
     module = _modules().get(platform)

@@ -14,10 +14,15 @@ A signature reads like einops: ``"... n, h -> ... n, ... ceil(n/8) :uint8, h :1"
 * A name with a star (``*s``) is an independent dimension, like those of ``...``, but at any
   position. Every slot with ``...`` has it.
 * ``ceil(n/8)``, ``ceil(n*m/8)`` and ``n-4`` are sizes computed from names. A number is a fixed
-  size.
+  size. ``n=4`` is a name with a fixed size.
 * A result may have a dtype after a colon: a dtype (``:uint8``), the index of the operand whose
   dtype it has (``:1``), or ``:acc``, the accumulator of the first operand (float64 for float64,
   float32 for the narrower types). Without a colon, it has the dtype of the first operand.
+
+In the declaration of a kernel, every operand and result has a name, directly followed by a colon:
+``"x: ... n, scale?: n :acc? -> y: ... n, rstd?: ... :acc"``. One whose name ends in a question mark
+is optional. Operands have a dtype in the same notation, which a call must match. ``:acc?`` is the
+dtype of the first operand or its accumulator.
 
 The string determines the shapes and dtypes of results (:meth:`Signature.infer`), whether a mapped
 axis can be folded into ``...`` (:meth:`Signature.folds`), how many leading dimensions of a call are
@@ -37,6 +42,8 @@ import jax.numpy as jnp
 import numpy as np
 
 _CEIL = re.compile(r"^ceil\(([A-Za-z_]\w*(?:\*[A-Za-z_]\w*)*)/(\d+)\)$")
+_FIXED = re.compile(r"^([A-Za-z_]\w*)=(\d+)$")
+_SLOT_NAME = re.compile(r"^\s*([A-Za-z_]\w*)(\??):")
 _SHIFT = re.compile(r"^([A-Za-z_]\w*)([+-]\d+)$")
 _NAME = re.compile(r"^[A-Za-z_]\w*$")
 
@@ -51,7 +58,7 @@ class Dim:
     name: str | None
     divisor: int = 1
     offset: int = 0
-    size: int | None = None
+    size: int | None = None  # fixed; with or without a name
     free: bool = False  # with a star
 
     @classmethod
@@ -60,6 +67,8 @@ class Dim:
             return cls(text[1:], free=True)
         if text.isdigit():
             return cls(None, size=int(text))
+        if match := _FIXED.match(text):
+            return cls(match[1], size=int(match[2]))
         if match := _CEIL.match(text):
             return cls(match[1], divisor=int(match[2]))
         if match := _SHIFT.match(text):
@@ -69,7 +78,7 @@ class Dim:
         raise ValueError(f"cannot read dimension {text!r} in a signature")
 
     def resolve(self, sizes: dict[str, Any]) -> Any:
-        if self.name is None:
+        if self.size is not None:
             return self.size
         if self.divisor == 1:
             return sizes[self.name] + self.offset
@@ -81,6 +90,8 @@ class Dim:
             return str(self.size)
         if self.divisor != 1:
             return f"ceil({self.name}/{self.divisor})"
+        if self.size is not None:
+            return f"{self.name}={self.size}"
         if self.offset:
             return f"{self.name}{self.offset:+d}"
         return f"*{self.name}" if self.free else self.name
@@ -98,24 +109,31 @@ class Dim:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One operand or result: batch dimensions or not, its own dimensions, a dtype rule."""
+    """One operand or result: batch dimensions or not, its own dimensions, a dtype rule.
+
+    Those of a kernel have a name.
+    """
 
     batched: bool
     dims: tuple[Dim, ...]
     dtype: str | int | None = None
     spread: bool = False  # with "~...": broadcast along batch dimensions of size 1
     like: int | None = None  # the operand with "~..." whose shape and sharding a result has
+    name: str | None = None
+    optional: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Slot:
-        dims, _, dtype = text.partition(":")
+        name = _SLOT_NAME.match(text)
+        dims, _, dtype = text[name.end() if name else 0 :].partition(":")
         words = dims.split()
         spread = bool(words) and words[0] == "~..."
         batched = spread or (bool(words) and words[0] == "...")
         rule: str | int | None = dtype.strip() or None
         if isinstance(rule, str) and rule.isdigit():
             rule = int(rule)
-        return cls(batched, tuple(Dim.parse(w) for w in words[batched:]), rule, spread)
+        slot = cls(batched, tuple(Dim.parse(w) for w in words[batched:]), rule, spread)
+        return dataclasses.replace(slot, name=name[1], optional=bool(name[2])) if name else slot
 
     @property
     def free(self) -> tuple[str, ...]:
@@ -128,9 +146,19 @@ class Slot:
         return tuple(d for d in self.dims if not d.free)
 
     def __str__(self) -> str:
-        lead = ["~..." if self.spread else "..."] if self.batched else []
+        lead = [f"{self.name}{'?' * self.optional}:"] if self.name else []
+        lead += ["~..." if self.spread else "..."] if self.batched else []
         words = lead + [str(d) for d in self.dims]
         return " ".join(words + ([f":{self.dtype}"] if self.dtype is not None else []))
+
+    def accepts(self, dtype, first) -> bool:
+        """Whether an operand may have a dtype, if the first operand has the dtype ``first``."""
+        if self.dtype is None:
+            return dtype == first
+        if self.dtype in ("acc", "acc?"):
+            narrow = self.dtype == "acc?" and dtype == first
+            return narrow or dtype == accumulator_dtype(first)
+        return dtype == jnp.dtype(self.dtype)
 
 
 def accumulator_dtype(dtype) -> np.dtype:
@@ -263,6 +291,22 @@ class Signature:
         """Whether a mapped axis of the flagged operands can become one more batch dimension."""
         only_batched = all(s.batched for s, m in zip(self.operands, mapped, strict=True) if m)
         return only_batched and all(s.batched for s in self.results)
+
+    def of(self, present: set[str], sizes: dict[str, int]) -> Signature:
+        """The same signature with the buffers that are present, and with these fixed sizes."""
+
+        def fix(dim: Dim) -> Dim:
+            fixed = dim.plain and dim.name in sizes
+            return dataclasses.replace(dim, size=int(sizes[dim.name])) if fixed else dim
+
+        def chosen(slots):
+            for slot in slots:
+                if slot.name in present:
+                    yield dataclasses.replace(slot, dims=tuple(map(fix, slot.dims)), optional=False)
+                elif not slot.optional:
+                    raise TypeError(f"'{slot.name}' of '{self}' is needed")
+
+        return Signature(tuple(chosen(self.operands)), tuple(chosen(self.results)))
 
     def with_sizes(self, sizes: dict[str, int]) -> Signature:
         """The same signature with names that no operand determines replaced by their sizes."""

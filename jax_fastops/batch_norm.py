@@ -31,7 +31,8 @@ from jax_fastops._arguments import (
     same_floating_dtype,
 )
 from jax_fastops._bits import pack, select
-from jax_fastops._kernel import Kernel, flags, partitions, shards_of
+from jax_fastops._kernel import Kernel, partitions, shards_of
+from jax_fastops._native import workspace
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import broadcast_to, broadcast_type, explicit_spec, parts_of, reshape
@@ -48,59 +49,44 @@ _CHANNELS = -2
 # change its layout.
 
 
-def _workspace(n, c: int, i: int) -> int:
-    """The accumulators of workspace for a group of ``n`` elements: the minimum, which
-    ``BatchNormWorkspace`` in batch_norm/shape.h checks, and more to use all of a GPU."""
-    least, more = 8 * c + c * i // (16 if i < 1024 else 64) + 2050, 1 << 17
-    if isinstance(n, int):
-        least, more = min(least, c * (n // 256 + 1)), min(more, n // 8)
-    return 4 * (least + more)
+_BITS = "mask?: ... ceil(n/8) :uint8"
+_STATISTICS_OF = "mean: ... c :acc, var: ... c :acc"
+_SCALE = "scale?: ... c :acc"
+_WORKSPACE = "workspace: ... w :acc"
+_DX_FROM = (
+    f"x: ... n, dy: ... n, {_BITS}, {_STATISTICS_OF}, {_SCALE}, dmean: ... c :acc, dvar: ... c :acc"
+)
 
 
-@functools.cache
-def _statistics_kernel(c: int, workspace: int) -> Kernel:
-    return Kernel.declare(
-        "batch_norm_statistics", f"... n -> ... {c} :acc, ... {c} :acc, ... {workspace} :acc"
-    )
+def _declare(name: str, signature: str, **attributes) -> Kernel:
+    return Kernel.declare(f"batch_norm_{name}", signature, inner=np.int64, **attributes)
 
 
-@functools.cache
-def _forward_kernel(c: int, parameters: int, residual: bool, mask: bool, workspace: int) -> Kernel:
-    operands = ["... n"] + ["... c"] * parameters + ["... n"] * residual
-    results = ["... n"] + [f"... {c} :acc"] * 2 + ["... ceil(n/8) :uint8"] * mask
-    results.append(f"... {workspace} :acc")
-    return Kernel.declare("batch_norm_fwd", f"{', '.join(operands)} -> {', '.join(results)}")
-
-
-@functools.cache
-def _apply_kernel(parameters: int, residual: bool, mask: bool) -> Kernel:
-    operands = ["... n"] + ["... c"] * (2 + parameters) + ["... n"] * residual
-    results = ["... n"] + ["... ceil(n/8) :uint8"] * mask
-    return Kernel.declare("batch_norm_apply", f"{', '.join(operands)} -> {', '.join(results)}")
-
-
-@functools.cache
-def _sums_kernel(
-    dys: int, mask: bool, scale: bool, dx: bool, dresidual: bool, workspace: int
-) -> Kernel:
-    operands = ["... n"] * (1 + dys) + ["... ceil(n/8)"] * mask
-    operands += ["... c"] * (1 + dx + (dx and scale))
-    results = ["... n"] * (dx + dresidual) + ["... 2 c :acc", f"... {workspace} :acc"]
-    return Kernel.declare("batch_norm_sums", f"{', '.join(operands)} -> {', '.join(results)}")
-
-
-@functools.cache
-def _backward_kernel(mask: bool, scale: bool) -> Kernel:
-    operands = ["... n"] * 2 + ["... ceil(n/8)"] * mask
-    operands += ["... c"] * (2 + scale) + ["... 2 c"] + ["... c"] * 2
-    return Kernel.declare("batch_norm_bwd", f"{', '.join(operands)} -> ... n")
-
-
-@functools.cache
-def _gradient_kernel(mask: bool, scale: bool, workspace: int) -> Kernel:
-    operands = ["... n"] * 2 + ["... ceil(n/8)"] * mask + ["... c"] * (4 + scale)
-    results = f"... n, ... 2 c :acc, ... {workspace} :acc"
-    return Kernel.declare("batch_norm_grad", f"{', '.join(operands)} -> {results}")
+_STATISTICS_KERNEL = _declare("statistics", f"x: ... n -> {_STATISTICS_OF}, {_WORKSPACE}")
+_FORWARD_KERNEL = _declare(
+    "fwd",
+    f"x: ... n, {_SCALE}, bias?: ... c :acc, residual?: ... n -> "
+    f"y: ... n, {_STATISTICS_OF}, {_BITS}, {_WORKSPACE}",
+    eps=np.float64,
+    relu=np.bool_,
+)
+_APPLY_KERNEL = _declare(
+    "apply",
+    f"x: ... n, {_STATISTICS_OF}, {_SCALE}, bias?: ... c :acc, residual?: ... n -> "
+    f"y: ... n, {_BITS}",
+    eps=np.float64,
+    relu=np.bool_,
+)
+_SUMS_KERNEL = _declare(
+    "sums",
+    f"x: ... n, dy: ... n, dy2?: ... n, {_BITS}, mean: ... c :acc, var?: ... c :acc, {_SCALE} -> "
+    f"dx?: ... n, dresidual?: ... n, sums: ... 2 c :acc, {_WORKSPACE}",
+    eps=np.float64,
+)
+_BACKWARD_KERNEL = _declare("bwd", f"{_DX_FROM}, sums: ... 2 c :acc -> dx: ... n", eps=np.float64)
+_GRADIENT_KERNEL = _declare(
+    "grad", f"{_DX_FROM} -> dx: ... n, sums: ... 2 c :acc, {_WORKSPACE}", eps=np.float64
+)
 
 
 class _Groups:
@@ -118,7 +104,6 @@ class _Groups:
         self.spec = explicit_spec(kind, x.ndim)
         self.mesh = kind.mesh
         self.dtype = accumulator_dtype(x.dtype)
-        self.sizes = {"channels": np.int64(c), "inner": np.int64(i)}
         if mask and o * c * i % 8:
             self.lead = tuple(lead)
         elif not lead or (self.spec is None and partitions() == 1):
@@ -127,9 +112,16 @@ class _Groups:
             axis = self.spec and self.spec[-4]
             self.lead = (*lead[:-1], shards_of(lead[-1], axis, kind, 1))
 
-    def workspace(self) -> int:
-        n = math.prod(self.shape) // math.prod(self.lead)
-        return _workspace(n, *self.shape[-2:])
+    def call(self, kernel: Kernel, arrays: dict, values: dict, **given):
+        """The results of a kernel. ``values`` are those of channels, repeated for every group."""
+        *_, c, i = self.shape
+        operands = {name: None if x is None else self.split(x) for name, x in arrays.items()}
+        operands |= {name: None if v is None else self.spread(v) for name, v in values.items()}
+        if "w" in kernel.sizes:
+            row = c * i
+            n = math.prod(self.shape) // math.prod(self.lead)
+            given["w"] = workspace("batch_norm", n // row if isinstance(n, int) else -1, c, i)
+        return kernel(**operands, c=c, inner=i, **given)
 
     def _spec_of_lead(self, *own) -> tuple | None:
         return None if self.spec is None else (*self.spec[: len(self.lead)], *own)
@@ -186,96 +178,54 @@ def _merged(both):
 
 def _statistics(x):
     groups = _Groups(x)
-    kernel = _statistics_kernel(x.shape[-2], groups.workspace())
-    mean, var, _ = kernel(groups.split(x), **groups.sizes)
-    return groups.merge(mean, var)
+    found = groups.call(_STATISTICS_KERNEL, dict(x=x), {})
+    return groups.merge(found.mean, found.var)
 
 
 def _normalise(x, statistics, scale, bias, residual, *, eps, relu, save):
     """Result, statistics and mask. ``statistics=None`` means those of ``x``, which is one group."""
     groups = _Groups(x, relu)
-    mask = relu and save
-    parameters = [p for p in (scale, bias) if p is not None]
-    variant = (len(parameters), residual is not None, mask)
-    if statistics is None:
-        kernel = _forward_kernel(x.shape[-2], *variant, groups.workspace())
-    else:
-        kernel = _apply_kernel(*variant)
-    y, *rest = kernel(
-        groups.split(x),
-        *map(groups.spread, (*(statistics or ()), *parameters)),
-        *([] if residual is None else [groups.split(residual)]),
-        eps=np.float64(eps),
-        **groups.sizes,
-        **flags(
-            relu=relu,
-            scale=scale is not None,
-            bias=bias is not None,
-            residual=residual is not None,
-            mask=mask,
-        ),
+    found = groups.call(
+        _FORWARD_KERNEL if statistics is None else _APPLY_KERNEL,
+        dict(x=x, residual=residual),
+        dict(scale=scale, bias=bias) | dict(zip(("mean", "var"), statistics or (), strict=False)),
+        mask=relu and save,
+        eps=eps,
+        relu=relu,
     )
-    if statistics is None:
-        statistics, rest = rest[:2], rest[2:-1]  # the last one is the workspace
-    return groups.join(y), *statistics, *map(groups.join_mask, rest)
+    mean, var = statistics or (found.mean, found.var)
+    masks = () if found.mask is None else (groups.join_mask(found.mask),)
+    return groups.join(found.y), mean, var, *masks
 
 
 def _sums(x, dys, mask, mean, var, scale, eps, given_statistics=False, dresidual=False):
     """The averages of g and of ``g * (x - mean)``; with given statistics dx; g if requested."""
     groups = _Groups(x, mask is not None)
-    scale = scale if given_statistics else None
-    kernel = _sums_kernel(
-        len(dys),
-        mask is not None,
-        scale is not None,
-        given_statistics,
-        dresidual,
-        groups.workspace(),
+    dy, *dy2 = dys
+    found = groups.call(
+        _SUMS_KERNEL,
+        dict(x=x, dy=dy, dy2=dy2[0] if dy2 else None, mask=mask),
+        dict(mean=mean) | (dict(var=var, scale=scale) if given_statistics else {}),
+        dx=given_statistics,
+        dresidual=dresidual,
+        eps=eps,
     )
-    values = [mean, *([var] if given_statistics else []), *([] if scale is None else [scale])]
-    *grads, sums, _ = kernel(
-        *(groups.split(a) for a in (x, *dys, mask) if a is not None),
-        *map(groups.spread, values),
-        eps=np.float64(eps),
-        **groups.sizes,
-        **flags(
-            dy2=len(dys) > 1,
-            mask=mask is not None,
-            scale=scale is not None,
-            dx=given_statistics,
-            dresidual=dresidual,
-        ),
-    )
-    return groups.average(sums), *map(groups.join, grads)
+    grads = (g for g in (found.dx, found.dresidual) if g is not None)
+    return groups.average(found.sums), *map(groups.join, grads)
 
 
-def _backward(x, dy, mask, mean, var, scale, sums, dmean, dvar, *, eps):
+def _backward(x, dy, mask, *, eps, **values):
     groups = _Groups(x, mask is not None)
-    kernel = _backward_kernel(mask is not None, scale is not None)
-    values = [mean, var, *([] if scale is None else [scale]), sums, dmean, dvar]
-    (dx,) = kernel(
-        *(groups.split(a) for a in (x, dy, mask) if a is not None),
-        *map(groups.spread, values),
-        eps=np.float64(eps),
-        **groups.sizes,
-        **flags(mask=mask is not None, scale=scale is not None),
+    return groups.join(
+        groups.call(_BACKWARD_KERNEL, dict(x=x, dy=dy, mask=mask), values, eps=eps).dx
     )
-    return groups.join(dx)
 
 
-def _gradient(x, dy, mask, mean, var, scale, dmean, dvar, *, eps):
+def _gradient(x, dy, mask, *, eps, **values):
     """The averages and dx of one group, by one kernel."""
     groups = _Groups(x, mask is not None)
-    kernel = _gradient_kernel(mask is not None, scale is not None, groups.workspace())
-    values = [mean, var, *([] if scale is None else [scale]), dmean, dvar]
-    dx, sums, _ = kernel(
-        *(groups.split(a) for a in (x, dy, mask) if a is not None),
-        *map(groups.spread, values),
-        eps=np.float64(eps),
-        **groups.sizes,
-        **flags(mask=mask is not None, scale=scale is not None),
-    )
-    return sums, groups.join(dx)
+    found = groups.call(_GRADIENT_KERNEL, dict(x=x, dy=dy, mask=mask), values, eps=eps)
+    return found.sums, groups.join(found.dx)
 
 
 # ---- references ----------------------------------------------------------------------------------
@@ -489,18 +439,19 @@ def _gradients(kept, cts, wanted, *, eps, relu, fork):
     if not any(wanted[:-1]):
         return None, None, None, _masked(mask, sum(dys[1:], dys[0])).astype(x.dtype)
     n = _count(x, _CHANNELS)
+    values = dict(mean=mean, var=var, scale=scale, dmean=dmean / n, dvar=dvar / n)
     # If several results need g, the first pass writes it and the second pass reads it.
     write = (fork and (wanted[0] or wanted[-1])) or (relu and wanted[-1])
     if wanted[0] and not write and not _Groups(x, relu).lead:
         # One group. The sums of several groups must be merged before dx is computed.
-        sums, dx = _gradient(x, dys[0], mask, mean, var, scale, dmean / n, dvar / n, eps=eps)
+        sums, dx = _gradient(x, dys[0], mask, eps=eps, **values)
         return dx, *_parameter_gradients(sums, n, var, eps), dys[0]
     sums, *g = _sums(x, dys, mask, mean, var, scale, eps, dresidual=write)
     dy, mask = (g[0], None) if write else (dys[0], mask)
     gradients = _parameter_gradients(sums, n, var, eps)
     dx = None
     if wanted[0]:
-        dx = _backward(x, dy, mask, mean, var, scale, sums, dmean / n, dvar / n, eps=eps)
+        dx = _backward(x, dy, mask, eps=eps, sums=sums, **values)
     return dx, *gradients, dy
 
 
@@ -538,7 +489,7 @@ _STATISTICS = Op(
     "batch_norm_statistics",
     f"{_X} -> {_STATISTICS_OUT}",
     _statistics_reference,
-    kernels=(_statistics_kernel(0, 0),),
+    kernels=(_STATISTICS_KERNEL,),
     forward=_statistics,
     forward_saving=_statistics,
     residuals=lambda args, outs, saved: (*args, outs[0]),
@@ -554,12 +505,12 @@ _TRAINING = Op(
     _reference,
     table_row=functools.partial(_table_row, "batch_norm"),
     kernels=(
-        _forward_kernel(0, 0, False, False, 0),
-        _statistics_kernel(0, 0),
-        _apply_kernel(0, False, False),
-        _sums_kernel(1, False, False, False, False, 0),
-        _backward_kernel(False, False),
-        _gradient_kernel(False, False, 0),
+        _FORWARD_KERNEL,
+        _STATISTICS_KERNEL,
+        _APPLY_KERNEL,
+        _SUMS_KERNEL,
+        _BACKWARD_KERNEL,
+        _GRADIENT_KERNEL,
     ),
     forward=_forward,
     save=_save,
@@ -576,7 +527,7 @@ _INFERENCE = Op(
     f"{_X}, c, c, c, c, {_X} -> {_X}",
     _inference_reference,
     table_row=functools.partial(_table_row, "batch_norm_inference"),
-    kernels=(_apply_kernel(0, False, False), _sums_kernel(1, False, False, True, False, 0)),
+    kernels=(_APPLY_KERNEL, _SUMS_KERNEL),
     forward=_inference_forward,
     save=_inference_save,
     forward_saving=functools.partial(_inference_forward, save=True),

@@ -13,7 +13,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, not_weak, same_floating_dtype
@@ -39,8 +38,6 @@ from jax_fastops._views import (
 )
 from jax_fastops.relu import add_relu
 
-# The values of enum Activation in elementwise/elementwise.h.
-_CODES = {"gelu": 0, "gelu_exact": 1, "silu": 2, "relu": 3}
 _FUNCTIONS = {
     "gelu": jax.nn.gelu,
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
@@ -48,12 +45,20 @@ _FUNCTIONS = {
     "relu": jax.nn.relu,
 }
 
-_BIAS_ACT = Kernel.declare("bias_act", "~... *n, ~... *n -> ... *n")
-_BIAS_ACT_BWD = Kernel.declare("bias_act_bwd", "... *n, ~... *n, ~... *n -> ... *n")
 _MASK = "... ceil(n/8) :uint8"
-_BIAS_RELU = Kernel.declare("bias_act", "... n, ~... m -> ... n")
-_BIAS_RELU_FWD = Kernel.declare("bias_act", f"... n, ~... m -> ... n, {_MASK}")
-_BIAS_RELU_BWD = Kernel.declare("bias_relu_bwd", "... n, ... ceil(n/8) -> ... n")
+_GRADIENTS = "dx?: ... *n, dbias?: ... *n, workspace?: ... *n :acc"
+_BIAS_ACT = Kernel.declare(
+    "bias_act", "x: ~... *n, bias: ~... *n :acc? -> y: ... *n", activation=str
+)
+_BIAS_ACT_BWD = Kernel.declare(
+    "bias_act_bwd",
+    f"dy: ... *n, x: ~... *n, bias: ~... *n :acc? -> {_GRADIENTS}",
+    activation=str,
+)
+_BIAS_RELU = Kernel.declare(
+    "bias_act", f"x: ... n, bias: ~... m :acc? -> y: ... n, mask?: {_MASK}", activation=str
+)
+_BIAS_RELU_BWD = Kernel.declare("bias_relu_bwd", f"dy: ... *n, mask: ... *n :uint8 -> {_GRADIENTS}")
 
 
 def _sum(x, bias):
@@ -65,27 +70,21 @@ def _reference(x, bias, *, activation: str, **_):
     return _FUNCTIONS[activation](_sum(x, bias)).astype(x.dtype)
 
 
-def _attributes(activation: str, mask: bool) -> dict:
-    return dict(activation=np.int64(_CODES[activation]), mask=np.bool_(mask))
-
-
 def _forward(x, bias, *, activation: str, **_):
     reference = functools.partial(_reference, activation=activation)
-    return call(
-        _BIAS_ACT, (x, bias), lambda: (reference(x, bias),), **_attributes(activation, False)
-    )
+    return call(_BIAS_ACT, (x, bias), lambda: (reference(x, bias),), activation=activation)
 
 
 def _backward(kept, cts, wanted, *, activation: str, **_):
     types = [jax.typeof(x) if w else None for x, w in zip(kept, wanted, strict=True)]
     reference = functools.partial(_reference, activation=activation)
     return pull_back(
-        "bias_act_bwd",
+        _BIAS_ACT_BWD,
         cts[0],
-        kept,
+        dict(zip(("x", "bias"), kept, strict=True)),
         dict(dx=types[0], dbias=types[1]),
         lambda: pullback_of(reference, kept, cts, wanted),
-        activation=np.int64(_CODES[activation]),
+        activation=activation,
     )
 
 
@@ -112,22 +111,11 @@ def _relu_save(x, bias, **_):
     return (pack(_sum(x, bias) > 0),)
 
 
-def _relu_forward(x, bias, **_):
-    return call(
-        _BIAS_RELU,
-        (x, bias),
-        lambda: (_relu_reference(x, bias),),
-        **_attributes("relu", False),
-    )
+def _relu_forward(x, bias, *, save=False, **_):
+    def otherwise():
+        return (_relu_reference(x, bias), *(_relu_save(x, bias) if save else ()))
 
-
-def _relu_forward_saving(x, bias, **_):
-    return call(
-        _BIAS_RELU_FWD,
-        (x, bias),
-        lambda: (_relu_reference(x, bias), *_relu_save(x, bias)),
-        **_attributes("relu", True),
-    )
+    return call(_BIAS_RELU, (x, bias), otherwise, activation="relu", mask=save)
 
 
 def _relu_pullback(kept, cts, **_):
@@ -150,14 +138,13 @@ def _relu_pushforward(kept, tangents, *, row, dtype, **_):
 def _relu_backward(kept, cts, wanted, **_):
     (mask, bias), (dy,) = kept, cts
     return pull_back(
-        "bias_relu_bwd",
+        _BIAS_RELU_BWD,
         dy,
-        (mask,),
+        dict(mask=mask),
         dict(
             dx=jax.typeof(dy) if wanted[0] else None, dbias=jax.typeof(bias) if wanted[1] else None
         ),
         lambda: _relu_pullback(kept, cts),
-        bits=True,
     )
 
 
@@ -165,10 +152,10 @@ _bias_relu = Op(
     "bias_relu",
     f"... n, ~... m -> ... n | {_MASK}",
     _relu_reference,
-    kernels=(_BIAS_RELU, _BIAS_RELU_FWD, _BIAS_RELU_BWD),
+    kernels=(_BIAS_RELU, _BIAS_RELU_BWD),
     forward=_relu_forward,
     save=_relu_save,
-    forward_saving=_relu_forward_saving,
+    forward_saving=functools.partial(_relu_forward, save=True),
     # The bias is kept only for its shape, which is that of its gradient.
     residuals=lambda args, outs, saved: (saved[0], args[1]),
     pullback=_relu_pullback,
@@ -199,8 +186,8 @@ def _apply_relu(x, bias):
 
 
 def _check(x, bias, activation) -> list[jax.Array]:
-    if not isinstance(activation, str) or activation not in _CODES:
-        known = ", ".join(repr(name) for name in _CODES)
+    if not isinstance(activation, str) or activation not in _FUNCTIONS:
+        known = ", ".join(repr(name) for name in _FUNCTIONS)
         raise ValueError(f"bias_act: activation is {activation!r}; it must be one of {known}")
     arrays = as_arrays("bias_act", x=x, bias=bias)
     names = ["x", "bias"]

@@ -10,7 +10,6 @@ Source: FasterTransformer, ``add_QKV_bias`` and ``transpose``.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -35,63 +34,50 @@ _FEWEST_ROWS = 3
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _split_kernel(parts: int, heads: int, head_size: int, with_bias: bool) -> Kernel:
-    features = parts * heads * head_size
-    bias = f", {features}" if with_bias else ""
-    results = ", ".join([f"... {heads} *s {head_size}"] * parts)
-    return Kernel.declare("split_heads", f"... *s {features}{bias} -> {results}")
-
-
-@functools.cache
-def _merge_kernel(parts: int, heads: int, head_size: int) -> Kernel:
-    operands = ", ".join([f"... {heads} *s {head_size}"] * parts)
-    return Kernel.declare("merge_heads", f"{operands} -> ... *s {parts * heads * head_size}")
-
-
-@functools.cache
-def _merge_sum_kernel(parts: int, heads: int, head_size: int, rows: int, sums: int) -> Kernel:
-    """Merges, and writes ``sums`` partial sums for every group of ``rows`` rows."""
-    operands = ", ".join([f"... {heads} *g {rows} {head_size}"] * parts)
-    features = parts * heads * head_size
-    results = f"... *g {rows} {features}, ... *g {sums} {features} :acc"
-    return Kernel.declare("merge_heads", f"{operands} -> {results}")
+_SPLIT = Kernel.declare(
+    "split_heads",
+    "x: ... *s f, bias?: f :acc? -> q: ... h *s d, k?: ... h *s d, v?: ... h *s d",
+)
+_MERGE = Kernel.declare(
+    "merge_heads", "q: ... h *s d, k?: ... h *s d, v?: ... h *s d -> x: ... *s f"
+)
+# Merges, and writes p partial sums for each of the g groups of s rows.
+_MERGE_AND_SUM = Kernel.declare(
+    "merge_heads",
+    "q: ... h *g s d, k?: ... h *g s d, v?: ... h *g s d -> x: ... *g s f, sums: ... *g p f :acc",
+)
 
 
 def _split(x, bias, *, num_heads: int, parts: int, **_):
     head_size = x.shape[-1] // (parts * num_heads)
-    plain = _split_kernel(parts, num_heads, head_size, False)
-    if bias is None:
-        return plain(x)
-    kernel = _split_kernel(parts, num_heads, head_size, True)
 
-    biased = unless_mapped(kernel, lambda x, bias: plain(_add_bias(x, bias)), [1])
-    return biased(x, bias)
+    def split(x, bias):
+        several = parts > 1
+        return tuple(_SPLIT(x, bias, k=several, v=several, h=num_heads, d=head_size)[:parts])
+
+    return unless_mapped(split, lambda x, bias: split(_add_bias(x, bias), None), [1])(x, bias)
 
 
 def _merge(kept, cts, wanted, *, num_heads: int, parts: int):
     """The gradients of x and of the bias, in one pass over the cotangents."""
     del kept
     sequence, head_size = cts[0].shape[-2:]
+    features = parts * num_heads * head_size
     if not wanted[0]:
         return None, _sum_rows(cts)
-    if wanted[1] and sequence < _FEWEST_ROWS:
-        dx, _ = _merge((), cts, (True, False), num_heads=num_heads, parts=parts)
-        return dx, _sum_rows(cts)
-    if not wanted[1]:
-        return *_merge_kernel(parts, num_heads, head_size)(*cts), None
+    if not wanted[1] or sequence < _FEWEST_ROWS:
+        return _MERGE(*cts, f=features).x, _sum_rows(cts) if wanted[1] else None
     kind = jax.typeof(cts[0]).sharding
     spec = explicit_spec(kind, cts[0].ndim)
     shards = shards_of(sequence, spec and spec[-2], kind, 32)
     rows = _group_rows(sequence // shards)
-    kernel = _merge_sum_kernel(parts, num_heads, head_size, rows, -(-rows // _SUM_ROWS))
 
     def grouped(ct):
         shape = (*ct.shape[:-2], sequence // rows, rows, head_size)
         own = explicit_spec(jax.typeof(ct).sharding, ct.ndim)
         return reshape(ct, shape, own and (*own[:-1], None, own[-1]))
 
-    dx, sums = kernel(*map(grouped, cts))
+    dx, sums = _MERGE_AND_SUM(*map(grouped, cts), f=features, p=-(-rows // _SUM_ROWS))
     shape = (*dx.shape[:-3], sequence, dx.shape[-1])
     own = explicit_spec(jax.typeof(dx).sharding, dx.ndim)
     dx = reshape(dx, shape, own and (*own[:-2], own[-1]))
@@ -164,7 +150,7 @@ def _declare(name: str, parts: int) -> Op:
         name,
         f"... *s f, f -> {results}",
         _split_reference,
-        kernels=(_split_kernel(parts, 1, 1, True), _merge_kernel(parts, 1, 1)),
+        kernels=(_SPLIT, _MERGE),
         forward=_split,
         forward_saving=_split,
         residuals=lambda args, outs, saved: (),

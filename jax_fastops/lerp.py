@@ -31,8 +31,13 @@ from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import broadcast_to
 
 _SIGNATURE = "~... *n, ~... *n, ~... *n -> ... *n"
-_LERP = Kernel.declare("lerp", _SIGNATURE)
-_LERP_BWD = Kernel.declare("lerp_bwd", "... *n, ~... *n, ~... *n, ~... *n -> ... *n")
+_OPERANDS = "start: ~... *n, end: ~... *n, weight: ~... *n"
+_LERP = Kernel.declare("lerp", f"{_OPERANDS} -> out: ... *n")
+_LERP_BWD = Kernel.declare(
+    "lerp_bwd",
+    f"dy: ... *n, {_OPERANDS} -> "
+    "dstart?: ... *n, dend?: ... *n, dweight?: ... *n, workspace?: ... *n :acc",
+)
 
 
 @jax.custom_jvp
@@ -74,13 +79,13 @@ def _forward(start, end, weight, **_):
 
 
 def _backward(kept, cts, wanted, **_):
-    names = ("dstart", "dend", "dweight")
+    names = ("start", "end", "weight")
     types = [jax.typeof(x) if w else None for x, w in zip(kept, wanted, strict=True)]
     return pull_back(
-        "lerp_bwd",
+        _LERP_BWD,
         cts[0],
-        kept,
-        dict(zip(names, types, strict=True)),
+        dict(zip(names, kept, strict=True)),
+        dict(zip(("dstart", "dend", "dweight"), types, strict=True)),
         lambda: pullback_of(_interpolate, kept, cts, wanted),
     )
 

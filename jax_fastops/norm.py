@@ -28,13 +28,11 @@ from jax_fastops._arguments import (
     same_floating_dtype,
 )
 from jax_fastops._implementation import by_row_length
-from jax_fastops._kernel import Kernel, flags, partitions, shards_of, unless_mapped
+from jax_fastops._kernel import Kernel, partitions, shards_of, unless_mapped
+from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, reshape
-
-# The forward of a longer row needs a workspace; kNormWorkspace in norm/shape.h is the same number.
-_WORKSPACE = 16384
 
 _Pair = tuple[jax.Array, jax.Array]
 
@@ -42,127 +40,102 @@ _Pair = tuple[jax.Array, jax.Array]
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _forward_kernel(
-    arrays: int, parameters: int, results: int, statistics: int, workspace: bool
-) -> Kernel:
-    operands = ["... n"] * arrays + ["n"] * parameters
-    outputs = ["... n"] * results + ["... :acc"] * statistics
-    outputs += ["... ceil(n/1024) :acc"] * workspace
-    return Kernel.declare("norm", f"{', '.join(operands)} -> {', '.join(outputs)}")
+_FORWARD = Kernel.declare(
+    "norm",
+    "x: ... n, residual?: ... n, input_bias?: n :acc?, scale?: n :acc?, bias?: n :acc? -> "
+    "y: ... n, sum?: ... n, mean?: ... :acc, rstd?: ... :acc, workspace?: ... ceil(n/1024) :acc",
+    rms=np.bool_,
+    eps=np.float64,
+)
 
 
-@functools.cache
-def _backward_kernel(
-    arrays: int, statistics: int, scale: bool, parameters: int, sums: int
-) -> Kernel:
-    """``arrays`` counts dy, s, dsum and dy2; ``parameters`` counts the gradients to sum."""
-    row = "r n" if parameters else "n"
-    one = "r" if parameters else ""
-    inputs = [f"... {row}"] * 2 + [f"... {one}"] * statistics + ["n"] * scale
-    inputs += [f"... {row}"] * (arrays - 2)
-    outputs = [f"... {row}"] + [f"... {sums} n :acc"] * parameters
-    return Kernel.declare("norm_bwd", f"{', '.join(inputs)} -> {', '.join(outputs)}")
-
-
-def _needs_workspace(n) -> bool:
-    return not isinstance(n, int) or n > _WORKSPACE
-
-
-def _forward(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fork, save=False):
-    summed = residual is not None or input_bias is not None
-    give_sum = return_sum or (save and summed)
-    statistics = (1 if rms else 2) if save else 0
-    workspace = _needs_workspace(x.shape[-1])
-    arrays = [a for a in (x, residual) if a is not None]
-    parameters = [p for p in (input_bias, scale, bias) if p is not None]
-    kernel = _forward_kernel(len(arrays), len(parameters), 1 + give_sum, statistics, workspace)
-    present = flags(
-        rms=rms,
-        residual=residual is not None,
-        input_bias=input_bias is not None,
-        scale=scale is not None,
-        bias=bias is not None,
-        sum=give_sum,
-        statistics=save,
-        workspace=workspace,
+def _backward_kernel(rows: str) -> Kernel:
+    """``rows`` are the dimensions of the rows that are summed together."""
+    return Kernel.declare(
+        "norm_bwd",
+        f"dy: ... {rows} n, s: ... {rows} n, mean?: ... {rows} :acc, rstd: ... {rows} :acc, "
+        f"scale?: n :acc?, dsum?: ... {rows} n, dy2?: ... {rows} n -> dx: ... {rows} n, "
+        "dscale?: ... sums n :acc, dbias?: ... sums n :acc, dinput_bias?: ... sums n :acc",
+        rms=np.bool_,
     )
 
-    def native(*given):
-        found = kernel(*given, eps=np.float64(eps), **present)
-        return (*found[:1] * fork, *found[: 1 + give_sum + statistics])
 
-    def plain(*given):
-        rest = iter(given)
-        args = [None if a is None else next(rest) for a in (x, residual, input_bias, scale, bias)]
-        return _in_numpy(*args, rms=rms, eps=eps, return_sum=return_sum, fork=fork, save=save)
-
-    given = [*arrays, *parameters]
-    return unless_mapped(native, plain, range(len(arrays), len(given)))(*given)
+_BACKWARD, _BACKWARD_WITH_SUMS = _backward_kernel(""), _backward_kernel("r")
 
 
-def _in_numpy(*args, save, **options):
-    """The results of :func:`_forward`, by the reference."""
-    return (*_reference(*args, **options), *(_save(*args, **options) if save else ()))
+def _forward(*args, rms, eps, return_sum, fork, save=False):
+    x, residual, input_bias, *_ = args
+    summed = residual is not None or input_bias is not None
+    n = x.shape[-1]
+
+    def native(*args):
+        found = _FORWARD(
+            *args,
+            sum=return_sum or (save and summed),
+            mean=save and not rms,
+            rstd=save,
+            workspace=not isinstance(n, int) or n > limit("norm_workspace"),
+            rms=rms,
+            eps=eps,
+        )
+        results = (found.y,) * (1 + fork) + (found.sum, found.mean, found.rstd)
+        return tuple(y for y in results if y is not None)
+
+    def plain(*args):
+        options = dict(rms=rms, eps=eps, return_sum=return_sum, fork=fork)
+        return (*_reference(*args, **options), *(_save(*args, **options) if save else ()))
+
+    return unless_mapped(native, plain, range(2, 5))(*args)
 
 
 def _backward(kept, cts, wanted, **options):
     """The gradients by kernel, or by the reference if each example has its own scale."""
-    given = [a for a in (*kept, *cts) if a is not None]
 
     def of(gradients):
         def wanted_gradients(*arrays):
-            rest = iter(arrays)
-            inner = [None if a is None else next(rest) for a in kept]
-            found = gradients(inner, list(rest))
+            found = gradients(arrays[: len(kept)], arrays[len(kept) :], **options)
             return tuple(g for g, w in zip(found, wanted, strict=True) if w)
 
         return wanted_gradients
 
-    native = of(lambda kept, cts: _gradients(kept, cts, wanted, **options))
-    plain = of(lambda kept, cts: _pullback(kept, cts, **options))
-    positions = [] if kept[1] is None else [1]  # the scale
-    found = iter(unless_mapped(native, plain, positions)(*given))
+    native = of(functools.partial(_gradients, wanted=wanted))
+    found = iter(unless_mapped(native, of(_pullback), [1])(*kept, *cts))  # 1: the scale
     return tuple(next(found) if w else None for w in wanted)
 
 
 def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fork):
-    del eps, fork
-    s, scale, *statistics = kept
-    dy, *dy2, dsum = cts if return_sum else (*cts, None)
+    del eps
+    s, scale, *mean, rstd = kept
     _, _, want_input_bias, want_scale, want_bias = wanted
-    wants = dict(dscale=want_scale, dbias=want_bias, dinput_bias=want_input_bias)
-    summing = any(wants.values())
-    split: Callable[..., Any]
-    split, join, sums = _groups(dy) if summing else (lambda a: a, lambda a: a, 0)
-    arrays = [split(a) for a in (dy, s, dsum, *dy2) if a is not None]
-    kernel = _backward_kernel(
-        len(arrays), len(statistics), scale is not None, sum(wants.values()), sums
+    summing = want_input_bias or want_scale or want_bias
+    split, join, sums = _groups(cts[0]) if summing else (lambda a: a, lambda a: a, 0)
+    found = (_BACKWARD_WITH_SUMS if summing else _BACKWARD)(
+        dy=split(cts[0]),
+        s=split(s),
+        mean=split(mean[0]) if mean else None,
+        rstd=split(rstd),
+        scale=scale,
+        dsum=split(cts[-1]) if return_sum else None,
+        dy2=split(cts[1]) if fork else None,
+        dscale=want_scale,
+        dbias=want_bias,
+        dinput_bias=want_input_bias,
+        sums=sums,
+        rms=rms,
     )
-    present = flags(rms=rms, scale=scale is not None, dsum=dsum is not None, dy2=bool(dy2), **wants)
-    dx, *rest = kernel(
-        *arrays[:2],
-        *(split(a, rows_last=True) if summing else a for a in statistics),
-        *([] if scale is None else [scale]),
-        *arrays[2:],
-        **present,
-    )
-    dx = join(dx)
-    partial = iter(rest)
-    grads = {name: next(partial) if wanted else None for name, wanted in wants.items()}
-    grads = {
-        name: None if g is None else g.sum(tuple(range(g.ndim - 1))) for name, g in grads.items()
-    }
-    return dx, dx, grads["dinput_bias"], grads["dscale"], grads["dbias"]
+    partial = found.dinput_bias, found.dscale, found.dbias
+    dx = join(found.dx)
+    return dx, dx, *(None if g is None else g.sum(tuple(range(g.ndim - 1))) for g in partial)
 
 
-def _groups(x) -> tuple[Callable[..., Any], Callable[..., Any], int]:
+def _groups(x) -> tuple[Callable, Callable, int]:
     """The view ``[..., r, n]`` of the rows of ``x`` for the backward kernel.
 
-    Returns a function that reshapes arrays into the view, one that reshapes them back, and the
-    number of partial sums for each index of ``...``. In a program for one device, all rows are one
-    group. In a program that XLA may partition, the leading dimensions stay, so that their shards
-    stay whole, and the last of them is split into as many groups as it may have shards.
+    Returns a function that reshapes arrays, or values of each row, into the view, one that reshapes
+    arrays back, and the number of partial sums for each index of ``...``. In a program for one
+    device, all rows are one group. In a program that XLA may partition, the leading dimensions
+    stay, so that their shards stay whole, and the last of them is split into as many groups as it
+    may have shards.
     """
     shape = x.shape if x.ndim > 1 else (1, *x.shape)
     spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
@@ -178,8 +151,8 @@ def _groups(x) -> tuple[Callable[..., Any], Callable[..., Any], int]:
     apart = math.prod(groups[:-1])
     apart //= shards_of(apart, spec and _mesh_axes(spec[:-1]), jax.typeof(x).sharding, 1)
 
-    def split(a, rows_last=False):
-        own = () if rows_last else (n,)
+    def split(a):
+        own = a.shape[x.ndim - 1 :]
         if spec is None:
             return reshape(a, (*groups, *own), None)
         return reshape(a, (*groups, *own), (*spec[:-1], None, *(None for _ in own)))
@@ -324,10 +297,7 @@ def _declare(name: str, rms: bool) -> Op:
         name,
         "... n, ... n, n, n, n -> ... n",
         bound(_reference),
-        kernels=(
-            _forward_kernel(1, 1, 1, 0, False),
-            _backward_kernel(2, 1, True, 0, 0),
-        ),
+        kernels=(_FORWARD, _BACKWARD),
         forward=forward,
         save=bound(_save),
         forward_saving=forward_saving,

@@ -23,26 +23,28 @@ from jax_fastops._op import Op
 from jax_fastops._views import broadcast_to, broadcast_type, mask_view, reshape
 
 _MASK = "... ceil(n/8) :uint8"
-_RELU = Kernel.declare("relu", "... n -> ... n")
-_RELU_FWD = Kernel.declare("relu_fwd", f"... n -> ... n, {_MASK}")
-_ADD_RELU = Kernel.declare("add_relu", "... n, ... n -> ... n")
-_ADD_RELU_FWD = Kernel.declare("add_relu_fwd", f"... n, ... n -> ... n, {_MASK}")
-_SELECT = Kernel.declare("relu_bwd", "... ceil(n/8), ... n -> ... n :1")
+_RELU = Kernel.declare("relu", f"x: ... n -> y: ... n, mask?: {_MASK}")
+_ADD_RELU = Kernel.declare("add_relu", f"x: ... n, y: ... n -> z: ... n, mask?: {_MASK}")
+_SELECT = Kernel.declare("relu_bwd", f"dy: ... n, mask: {_MASK} -> dx: ... n")
+
+
+def _select(mask, dy):
+    return _SELECT(dy=dy, mask=mask).dx
 
 
 _relu = Op(
     "relu",
     f"... n -> ... n | {_MASK}",
     jax.nn.relu,
-    kernels=(_RELU, _RELU_FWD, _SELECT),
-    forward=_RELU,
+    kernels=(_RELU, _SELECT),
+    forward=lambda x: _RELU(x).y,
     save=lambda x: (pack(x > 0),),
-    forward_saving=_RELU_FWD,
+    forward_saving=lambda x: _RELU(x, mask=True),
     residuals=lambda args, outs, saved: saved,
     pullback=lambda kept, cts: (select(*kept, *cts),),
     pushforward=lambda kept, tangents: select(*kept, *tangents),
-    backward=lambda kept, cts, wanted: _SELECT(*kept, *cts),
-    tangent=lambda kept, tangents: _SELECT(*kept, *tangents),
+    backward=lambda kept, cts, wanted: (_select(*kept, *cts),),
+    tangent=lambda kept, tangents: _select(*kept, *tangents),
 )
 
 
@@ -55,15 +57,15 @@ _add_relu = Op(
     "add_relu",
     f"... n, ... n -> ... n | {_MASK}",
     lambda x, y: jax.nn.relu(x + y),
-    kernels=(_ADD_RELU, _ADD_RELU_FWD, _SELECT),
-    forward=_ADD_RELU,
+    kernels=(_ADD_RELU, _SELECT),
+    forward=lambda x, y: _ADD_RELU(x, y).z,
     save=lambda x, y: (pack(x + y > 0),),
-    forward_saving=_ADD_RELU_FWD,
+    forward_saving=lambda x, y: _ADD_RELU(x, y, mask=True),
     residuals=lambda args, outs, saved: saved,
     pullback=lambda kept, cts: (select(*kept, *cts),) * 2,
     pushforward=lambda kept, tangents: select(kept[0], _sum_of_given(tangents)),
-    backward=lambda kept, cts, wanted: _SELECT(*kept, *cts) * 2,
-    tangent=lambda kept, tangents: _SELECT(*kept, _sum_of_given(tangents)),
+    backward=lambda kept, cts, wanted: (_select(*kept, *cts),) * 2,
+    tangent=lambda kept, tangents: _select(kept[0], _sum_of_given(tangents)),
 )
 
 

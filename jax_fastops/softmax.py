@@ -23,14 +23,10 @@ from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, not_weak, real_number, same_floating_dtype
 from jax_fastops._implementation import by_row_length
-from jax_fastops._kernel import Kernel, copies_too_much
+from jax_fastops._kernel import Kernel, KernelCall, copies_too_much
+from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
-
-# A longer row needs a workspace; softmax/softmax_cuda.h has the same number.
-_WORKSPACE = 16384
-_MOST_MASK_DIMS = 16  # the most dimensions that a kernel with a mask takes
-
 
 # ---- kernels -------------------------------------------------------------------------------------
 
@@ -40,17 +36,18 @@ def _stars(inner: int) -> str:
     return "".join(f" *i{k}" for k in range(inner))
 
 
-def _signature(arrays: int, inner: int, mask: bool, workspace: bool) -> str:
-    behind = _stars(inner)
-    operands = [f"... n{behind}"] * arrays + [f"~... m{behind}"] * mask
-    results = [f"... n{behind}"] + [f"... ceil(n/1024){behind} :acc"] * workspace
-    return f"{', '.join(operands)} -> {', '.join(results)}"
-
-
 @functools.cache
-def _kernel(name: str, inner: int, mask: bool, workspace: bool) -> Kernel:
-    arrays = 2 if name == "softmax_bwd" else 1
-    return Kernel.declare(name, _signature(arrays, inner, mask, workspace))
+def _kernel(name: str, inner: int) -> Kernel:
+    n, m, w = (f"... {d}{_stars(inner)}" for d in ("n", "m", "ceil(n/1024)"))
+    rows = f"x: {n}" if name == "softmax" else f"y: {n}, dy: {n}"
+    out = "y" if name == "softmax" else "dx"
+    return Kernel.declare(
+        name,
+        f"{rows}, mask?: ~{m} :bool -> {out}: {n}, workspace?: {w} :acc",
+        scale=np.float64,
+        log=np.bool_,
+        **({} if name == "softmax" else {"masked": np.bool_}),
+    )
 
 
 def _table_row(name: str, x, *, masked: bool, inner: int, **_) -> str:
@@ -60,29 +57,26 @@ def _table_row(name: str, x, *, masked: bool, inner: int, **_) -> str:
     return by_row_length(name, x.shape)
 
 
-def _needs_workspace(n) -> bool:
-    return not isinstance(n, int) or n > _WORKSPACE
+def _call(name: str, x, inner: int, **given) -> KernelCall:
+    n = x.shape[-1 - inner]
+    workspace = not isinstance(n, int) or n > limit("softmax_workspace")
+    return _kernel(name, inner).of(x, workspace=workspace, **given)
 
 
 def _forward(x, where, *, scale: float, log: bool, inner: int):
-    kernel = _kernel("softmax", inner, where is not None, _needs_workspace(x.shape[-1 - inner]))
-    operands = [x] if where is None else [x, where]
-    if copies_too_much(kernel, operands):
+    call = _call("softmax", x, inner, mask=where, scale=scale, log=log)
+    if copies_too_much(call):
         return _reference(x, where, scale=scale, log=log, inner=inner)
-    attributes = dict(scale=np.float64(scale), log=np.bool_(log), inner=np.int64(inner))
-    return kernel(*operands, **attributes)[0]
+    return call().y
 
 
-def _backward(kept, cts, wanted, *, scale: float, log: bool, inner: int, masked: bool):
+def _backward(kept, cts, wanted, *, log: bool, inner: int, **options):
     del wanted
     y, where = kept if log else (*kept, None)
-    (dy,) = cts
-    kernel = _kernel("softmax_bwd", inner, where is not None, _needs_workspace(y.shape[-1 - inner]))
-    operands = [y, dy] if where is None else [y, dy, where]
-    if copies_too_much(kernel, operands):
-        return _pullback(kept, cts, scale=scale, log=log, inner=inner, masked=masked)
-    attributes = dict(scale=np.float64(scale), log=np.bool_(log), inner=np.int64(inner))
-    return kernel(*operands, masked=np.bool_(masked), **attributes)[0], None
+    call = _call("softmax_bwd", y, inner, dy=cts[0], mask=where, log=log, **options)
+    if copies_too_much(call):
+        return _pullback(kept, cts, log=log, inner=inner, **options)
+    return call().dx, None
 
 
 # ---- references ----------------------------------------------------------------------------------
@@ -148,7 +142,7 @@ def _declare(name: str, log: bool) -> Op:
         name,
         "... n, ~... m -> ... n",
         functools.partial(_reference, log=log),
-        kernels=(_kernel("softmax", 0, True, False), _kernel("softmax_bwd", 0, True, False)),
+        kernels=(_kernel("softmax", 0), _kernel("softmax_bwd", 0)),
         forward=forward,
         forward_saving=forward,
         residuals=residuals,
@@ -210,7 +204,7 @@ def _of_axes(name: str, x: Any, axes: Sequence[int], where: Any, scale: float) -
 
 
 def _has_kernel(x, where) -> bool:
-    return where is None or x.ndim <= _MOST_MASK_DIMS
+    return where is None or x.ndim <= limit("softmax_mask_rank")
 
 
 def _check_where(name: str, x, where):

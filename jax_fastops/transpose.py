@@ -45,12 +45,12 @@ def _leading(axes: tuple[int, ...]) -> int:
 
 @functools.cache
 def _kernel(axes: tuple[int, ...]) -> Kernel:
-    return Kernel.declare("transpose", _signature(axes))
+    left, right = _signature(axes).split("->")
+    return Kernel.declare("transpose", f"x: {left}-> y:{right}")
 
 
 def _move(x, axes: tuple[int, ...]):
-    lead = _leading(axes)
-    return _kernel(axes)(x, axes=tuple(axis - lead for axis in axes[lead:]))
+    return _kernel(axes)(x).y
 
 
 def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ _transpose = Op(
     residuals=lambda args, outs, saved: (),
     pullback=lambda kept, cts, axes: (jnp.transpose(cts[0], _inverse(axes)),),
     pushforward=lambda kept, tangents, axes: jnp.transpose(tangents[0], axes),
-    backward=lambda kept, cts, wanted, axes: _move(cts[0], _inverse(axes)),
+    backward=lambda kept, cts, wanted, axes: (_move(cts[0], _inverse(axes)),),
     tangent=lambda kept, tangents, axes: _move(tangents[0], axes),
     batch=_batch,
     table_row=_table_row,

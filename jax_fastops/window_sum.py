@@ -23,29 +23,26 @@ from jax_fastops import _compat
 from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
 from jax_fastops._implementation import by_radius
 from jax_fastops._kernel import Kernel
+from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 
 PADDINGS = ("VALID", "SAME")
 
-# A longer window over a longer axis needs a workspace; window_sum/shape.h has the same numbers.
-_LONG_WINDOW = 2049
-_SHORT_AXIS = 256
 # Longer than any axis. A window that reaches further has the same sums.
 _MOST = 1 << 40
 
 
-def _signature(inner: int, length: str, workspace: bool = False) -> str:
-    """The signature of sums along an axis that ``inner`` dimensions follow."""
-    behind = "".join(f" *i{k}" for k in range(inner))
-    result = f"... {length}{behind}"
-    more = f", ... ceil(n/8){behind} :acc" if workspace else ""
-    return f"... n{behind} -> {result}{more}"
+def _stars(inner: int) -> str:
+    """The dimensions after the axis."""
+    return "".join(f" *i{k}" for k in range(inner))
 
 
 @functools.cache
-def _kernel(inner: int, length: str, workspace: bool) -> Kernel:
-    return Kernel.declare("window_sum", _signature(inner, length, workspace))
+def _kernel(inner: int, length: str) -> Kernel:
+    n, m, w = (f"... {d}{_stars(inner)}" for d in ("n", length, "ceil(n/8)"))
+    signature = f"x: {n} -> y: {m}, workspace?: {w} :acc"
+    return Kernel.declare("window_sum", signature, radius=np.int64, padding=np.int64)
 
 
 def _length(radius: int, pad: int) -> str:
@@ -55,11 +52,10 @@ def _length(radius: int, pad: int) -> str:
 
 def _sums(x, *, radius: int, pad: int, inner: int):
     n = x.shape[-1 - inner]
-    long_axis = not isinstance(n, int) or n > _SHORT_AXIS
-    workspace = long_axis and 2 * radius + 1 > _LONG_WINDOW
-    kernel = _kernel(inner, _length(radius, pad), workspace)
-    attributes = dict(radius=np.int64(radius), padding=np.int64(pad), inner=np.int64(inner))
-    return kernel(x, **attributes)[0]
+    long_axis = not isinstance(n, int) or n > limit("window_sum_short_axis")
+    workspace = long_axis and 2 * radius + 1 > limit("window_sum_long_window")
+    kernel = _kernel(inner, _length(radius, pad))
+    return kernel(x, workspace=workspace, radius=radius, padding=pad).y
 
 
 def _reference(x, *, radius: int, pad: int, inner: int):
@@ -81,7 +77,7 @@ _window_sum = Op(
     "window_sum",
     "... n -> ... n",
     _reference,
-    kernels=(_kernel(0, "n", False),),
+    kernels=(_kernel(0, "n"),),
     forward=_sums,
     forward_saving=_sums,
     residuals=lambda args, outs, saved: (),
@@ -159,8 +155,8 @@ def window_sum(
     options = dict(radius=radius, pad=radius if same else 0, inner=x.ndim - 1 - axis)
     if 0 in x.shape or not (same or _has_room(n, 2 * radius)):
         return _reference(x, **options)
-    length = _length(radius, options["pad"])
-    return _window_sum(x, signature=_signature(options["inner"], length), **options)
+    stars, length = _stars(options["inner"]), _length(radius, options["pad"])
+    return _window_sum(x, signature=f"... n{stars} -> ... {length}{stars}", **options)
 
 
 def _has_room(n, least: int) -> bool:

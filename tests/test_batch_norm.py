@@ -425,10 +425,16 @@ def test_both_passes_in_one_call(shape, examples, masked, kind):
     def sums_alone(x, dy, mask, mean, var, scale, *_):
         return kernels._sums(x, [dy], mask, mean, var, scale, 1e-3)[0]
 
-    def dx_of(sums, x, dy, mask, mean, var, scale, *rest):
-        return kernels._backward(x, dy, mask, mean, var, scale, sums, *rest, eps=1e-3)
+    def named(*values):
+        return dict(zip(("mean", "var", "scale", "dmean", "dvar"), values, strict=True), eps=1e-3)
 
-    sums, dx = run(functools.partial(kernels._gradient, eps=1e-3))(*args)
+    def dx_of(sums, x, dy, mask, *values):
+        return kernels._backward(x, dy, mask, sums=sums, **named(*values))
+
+    def both(x, dy, mask, *values):
+        return kernels._gradient(x, dy, mask, **named(*values))
+
+    sums, dx = run(both)(*args)
     np.testing.assert_allclose(sums, run(sums_alone)(*args), rtol=0, atol=5e-6)
     np.testing.assert_array_equal(dx, run(dx_of)(sums, *args))
     assert np.isfinite(np.asarray(dx).astype(np.float32)).all()

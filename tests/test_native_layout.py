@@ -25,7 +25,7 @@ def family_of(path) -> str:
 def speaks_ffi(path) -> bool:
     """Whether a file belongs to the handlers, by its name."""
     within = path.relative_to(SRC).as_posix()
-    return within.startswith("core/ffi/") or "ffi_" in path.name or path.name == "buffers.h"
+    return within.startswith("core/ffi/") or path.name == "ffi.cc"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(SRC).as_posix())

@@ -7,9 +7,9 @@ from jax_fastops._bits import pack
 from jax_fastops._kernel import Kernel
 from jax_fastops._op import Op
 
-_SAVE_MASK = Kernel.declare("relu_fwd", "... n -> ... n, ... ceil(n/8) :uint8")
-_SELECT = Kernel.declare("relu_bwd", "... ceil(n/8), ... n -> ... n :1")
-_RELU = Kernel.declare("relu", "... n -> ... n")
+_MASK = "mask: ... ceil(n/8) :uint8"
+_RELU = Kernel.declare("relu", f"x: ... n -> y: ... n, {_MASK.replace(':', '?:', 1)}")
+_SELECT = Kernel.declare("relu_bwd", f"dy: ... n, {_MASK} -> dx: ... n")
 
 
 def _sum_batch(x):
@@ -21,14 +21,14 @@ scaled_relu = Op(
     "toy_scaled_relu",
     "... n, n -> ... n | ... ceil(n/8) :uint8",
     lambda x, scale: jax.nn.relu(x * scale),
-    kernels=(_RELU, _SAVE_MASK, _SELECT),
-    forward=lambda x, scale: _RELU(x * scale),
+    kernels=(_RELU, _SELECT),
+    forward=lambda x, scale: _RELU(x * scale).y,
     save=lambda x, scale: (pack(x * scale > 0),),
-    forward_saving=lambda x, scale: _SAVE_MASK(x * scale),
+    forward_saving=lambda x, scale: _RELU(x * scale, mask=True),
     residuals=lambda args, outs, saved: (*args, *saved),
     backward=lambda kept, cts, wanted: (
-        _SELECT(kept[2], cts[0])[0] * kept[1],
-        _sum_batch(_SELECT(kept[2], cts[0])[0] * kept[0]),
+        _SELECT(cts[0], kept[2]).dx * kept[1],
+        _sum_batch(_SELECT(cts[0], kept[2]).dx * kept[0]),
     ),
 )
 

@@ -6,7 +6,7 @@
 // the mean is large, the folded form would cancel.
 #include <cstdint>
 
-#include "batch_norm/batch_norm_cuda.h"
+#include "batch_norm/batch_norm.h"
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/launch.cuh"
 #include "batch_norm/units.cuh"

@@ -8,7 +8,7 @@
 // The form a * (g - sums[0]) needs 8 more registers, which cost about a tenth of the speed.
 #include <cstdint>
 
-#include "batch_norm/batch_norm_cuda.h"
+#include "batch_norm/batch_norm.h"
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/launch.cuh"
 #include "batch_norm/units.cuh"

@@ -9,7 +9,7 @@
 // Sums are computed for parts that depend only on the shape, so results do not depend on the number
 // of threads. Between kernels they are kept in double, in separate memory, because the workspace
 // has the accumulator type.
-#include "batch_norm/batch_norm_cpu.h"
+#include "batch_norm/batch_norm.h"
 
 #include <algorithm>
 #include <limits>
@@ -540,6 +540,18 @@ void BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
   const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
   auto* run = dtype == DType::kF64 ? Backward<double> : Backward<float>;
   run(shape, static_cast<int>(dtype), itemsize, eps, arrays, executor);
+}
+
+void BatchNormForward(const BatchNormShape& shape, DType dtype, double eps, bool relu,
+                      const BatchNormForwardArrays& arrays, Executor& executor) {
+  BatchNormStatistics(shape, dtype, arrays.statistics(), executor);
+  BatchNormApply(shape, dtype, eps, relu, arrays.apply(), executor);
+}
+
+void BatchNormGradient(const BatchNormShape& shape, DType dtype, double eps,
+                       const BatchNormGradientArrays& arrays, Executor& executor) {
+  BatchNormSums(shape, dtype, eps, arrays.of_sums(), executor);
+  BatchNormBackward(shape, dtype, eps, arrays.of_dx(), executor);
 }
 
 }  // namespace jax_fastops::cpu

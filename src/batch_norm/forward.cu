@@ -1,9 +1,8 @@
 // Selects the batch norm forwards that take the resident kernel, and configures that kernel.
-#include "batch_norm/forward.h"
 
 #include <cstdint>
 
-#include "batch_norm/batch_norm_cuda.h"
+#include "batch_norm/batch_norm.h"
 #include "batch_norm/resident.cuh"
 
 namespace jax_fastops::cuda {

@@ -1,9 +1,8 @@
 // Selects the batch norm backwards that take the resident kernel, and configures that kernel.
-#include "batch_norm/gradient.h"
 
 #include <cstdint>
 
-#include "batch_norm/batch_norm_cuda.h"
+#include "batch_norm/batch_norm.h"
 #include "batch_norm/resident_gradient.cuh"
 
 namespace jax_fastops::cuda {

@@ -10,7 +10,6 @@
 
 #include "batch_norm/deviations.cuh"
 #include "batch_norm/fold.cuh"
-#include "batch_norm/forward.h"
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/grid.cuh"
 #include "batch_norm/units.cuh"

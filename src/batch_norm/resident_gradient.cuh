@@ -14,7 +14,6 @@
 
 #include "batch_norm/fold.cuh"
 #include "batch_norm/geometry.cuh"
-#include "batch_norm/gradient.h"
 #include "batch_norm/grid.cuh"
 #include "batch_norm/units.cuh"
 #include "core/cuda/packed.cuh"

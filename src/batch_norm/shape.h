@@ -163,7 +163,6 @@ struct BatchNormGradientArrays {
 
 // The minimum workspace of a group, in accumulators: two doubles per channel for each block, with
 // one block for each piece of a row. A larger workspace allows more blocks.
-// jax_fastops/batch_norm.py allocates it.
 inline int64_t BatchNormWorkspace(const BatchNormShape& shape) {
   const int64_t row = shape.channels * shape.inner;
   const int64_t of_rows = 8 * shape.channels + row / (shape.inner < 1024 ? 16 : 64) + 2050;

@@ -10,7 +10,7 @@
 // for them one value of the channel is subtracted first.
 #include <cstdint>
 
-#include "batch_norm/batch_norm_cuda.h"
+#include "batch_norm/batch_norm.h"
 #include "batch_norm/deviations.cuh"
 #include "batch_norm/fold.cuh"
 #include "batch_norm/geometry.cuh"

@@ -5,7 +5,7 @@
 // their threads in shared memory, and a second kernel sums the blocks.
 #include <cstdint>
 
-#include "batch_norm/batch_norm_cuda.h"
+#include "batch_norm/batch_norm.h"
 #include "batch_norm/fold.cuh"
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/units.cuh"

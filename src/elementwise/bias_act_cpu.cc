@@ -1,6 +1,6 @@
 // bias_act on the CPU: forward and backward are each one pass of the element-wise engine
 // (blocks.cc).
-#include "elementwise/bias_act_cpu.h"
+#include "elementwise/bias_act.h"
 
 #include "elementwise/bias_act_simd.h"
 #include "elementwise/blocks_cpu.h"

@@ -25,21 +25,24 @@ bool BroadcastShape::IsScalar(int array) const {
   return true;
 }
 
-std::vector<int64_t> BroadcastStrides(const std::vector<int64_t>& result,
-                                      const std::vector<int64_t>& array) {
-  std::vector<int64_t> strides(result.size(), 0);
+void RowMajorStrides(std::span<const int64_t> array, ArrayStrides* strides) {
   int64_t step = 1;
-  for (size_t i = result.size(); i-- > 0; step *= array[i]) {
-    if (array[i] == result[i]) strides[i] = step;
-  }
-  return strides;
+  for (size_t i = array.size(); i-- > 0; step *= array[i]) strides->at[i] = step;
 }
 
-bool Collapse(const std::vector<int64_t>& result,
-              const std::vector<std::vector<int64_t>>& array_strides, BroadcastShape* shape) {
+void BroadcastStrides(std::span<const int64_t> result, std::span<const int64_t> array,
+                      ArrayStrides* strides) {
+  RowMajorStrides(array, strides);
+  for (size_t i = 0; i < result.size(); ++i) {
+    if (array[i] != result[i]) strides->at[i] = 0;
+  }
+}
+
+bool Collapse(std::span<const int64_t> result, const ArrayStrides* strides, int arrays,
+              BroadcastShape* shape) {
   *shape = BroadcastShape{};
-  if (array_strides.size() > static_cast<size_t>(kMaxBroadcastArrays)) return false;
-  const int arrays = shape->arrays = static_cast<int>(array_strides.size());
+  if (arrays > kMaxBroadcastArrays) return false;
+  shape->arrays = arrays;
   for (const int64_t size : result) {
     if (size != 0) continue;
     shape->rank = 1;
@@ -53,12 +56,12 @@ bool Collapse(const std::vector<int64_t>& result,
     bool merges = last >= 0;
     for (int a = 0; merges && a < arrays;
          ++a) {  // both strides are 0, or the dimensions are contiguous
-      merges = shape->stride[a][last] == array_strides[a][i] * result[i];
+      merges = shape->stride[a][last] == strides[a].at[i] * result[i];
     }
     if (!merges && shape->rank == kMaxBroadcastRank) return false;
     const int at = merges ? last : shape->rank++;
     shape->size[at] = result[i] * (merges ? shape->size[at] : 1);
-    for (int a = 0; a < arrays; ++a) shape->stride[a][at] = array_strides[a][i];
+    for (int a = 0; a < arrays; ++a) shape->stride[a][at] = strides[a].at[i];
   }
   return true;
 }

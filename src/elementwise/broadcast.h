@@ -9,7 +9,9 @@
 #ifndef JAX_FASTOPS_ELEMENTWISE_BROADCAST_H_
 #define JAX_FASTOPS_ELEMENTWISE_BROADCAST_H_
 
+#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace jax_fastops {
@@ -37,15 +39,30 @@ struct BroadcastShape {
   int64_t InnerStride(int array) const { return rank == 0 ? 0 : stride[array][rank - 1]; }
 };
 
+// The strides of an array before dimensions are dropped and merged.
+inline constexpr int kMaxArrayRank = 80;
+struct ArrayStrides {
+  int64_t at[kMaxArrayRank];
+};
+
+void RowMajorStrides(std::span<const int64_t> array, ArrayStrides* strides);
+
 // The row-major strides of a dense array that broadcasts to `result`: 0 along dimensions in which
 // it does not have the result's size.
-std::vector<int64_t> BroadcastStrides(const std::vector<int64_t>& result,
-                                      const std::vector<int64_t>& array);
+void BroadcastStrides(std::span<const int64_t> result, std::span<const int64_t> array,
+                      ArrayStrides* strides);
 
 // Drops and merges dimensions. False if more than kMaxBroadcastRank dimensions are left, or if
 // there are more than kMaxBroadcastArrays arrays. An empty result has one dimension of size 0.
-bool Collapse(const std::vector<int64_t>& result,
-              const std::vector<std::vector<int64_t>>& array_strides, BroadcastShape* shape);
+bool Collapse(std::span<const int64_t> result, const ArrayStrides* strides, int arrays,
+              BroadcastShape* shape);
+// For one array.
+inline bool Collapse(const std::vector<int64_t>& result,
+                     const std::vector<std::vector<int64_t>>& strides, BroadcastShape* shape) {
+  ArrayStrides one;
+  std::copy(strides[0].begin(), strides[0].end(), one.at);
+  return Collapse(result, &one, 1, shape);
+}
 
 }  // namespace jax_fastops
 

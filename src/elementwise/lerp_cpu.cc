@@ -1,5 +1,5 @@
 // lerp on the CPU: forward and backward are each one pass of the element-wise engine (blocks.cc).
-#include "elementwise/lerp_cpu.h"
+#include "elementwise/lerp.h"
 
 #include "elementwise/blocks_cpu.h"
 #include "elementwise/lerp_simd.h"

@@ -10,12 +10,12 @@
 // directly. Smaller heads would leave most of a register empty. For these, the arithmetic is done
 // in the merged layout, where all features of a row are contiguous, and in the caches: on the way
 // to a buffer that is then split, or on a box that has just been merged.
-#include "heads/heads_cpu.h"
+#include "heads/heads.h"
 
 #include <cstring>
 
 #include "heads/heads_simd.h"
-#include "transpose/transpose_cpu.h"
+#include "transpose/transpose.h"
 #include "transpose/transpose_simd.h"
 
 namespace jax_fastops::cpu {

@@ -4,7 +4,7 @@
 // threads take whole partial sums instead: one thread computes a partial sum, in the same pass as
 // dx, over a set of rows that does not depend on the number of threads. Nothing is added across
 // threads.
-#include "norm/norm_cpu.h"
+#include "norm/norm.h"
 
 #include <cstring>
 

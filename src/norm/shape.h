@@ -66,7 +66,7 @@ struct NormBackwardArrays {
   void* dinput_bias = nullptr;
 };
 
-// The forward of a longer row has a workspace. jax_fastops/norm.py has the same number.
+// The forward of a longer row has a workspace.
 inline constexpr int64_t kNormWorkspace = 16384;
 
 }  // namespace jax_fastops

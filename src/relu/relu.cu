@@ -22,7 +22,7 @@
 //
 // One launch does everything: the first warps take the tiles, the next ones the rest. No warp waits
 // for another.
-#include "relu/relu_cuda.h"
+#include "relu/relu.h"
 
 #include "core/cuda/bitmask.cuh"
 #include "core/cuda/load_kernels.h"
@@ -436,12 +436,9 @@ cudaError_t Run(Operation operation, DType dtype, const void* a, const void* b, 
 
 }  // namespace
 
-cudaError_t Relu(DType dtype, const void* x, void* y, int64_t size, cudaStream_t stream) {
-  return Run(kRelu, dtype, x, nullptr, y, nullptr, 1, size, stream);
-}
-
-cudaError_t ReluForward(DType dtype, const void* x, void* y, uint8_t* mask, int64_t rows,
-                        int64_t columns, cudaStream_t stream) {
+cudaError_t Relu(DType dtype, const void* x, void* y, uint8_t* mask, int64_t rows, int64_t columns,
+                 cudaStream_t stream) {
+  if (mask == nullptr) return Run(kRelu, dtype, x, nullptr, y, nullptr, 1, rows * columns, stream);
   return Run(kReluForward, dtype, x, nullptr, y, mask, rows, columns, stream);
 }
 
@@ -452,13 +449,9 @@ cudaError_t ReluBackward(DType dtype, const uint8_t* mask, const void* dy, void*
              stream);
 }
 
-cudaError_t AddRelu(DType dtype, const void* x, const void* y, void* z, int64_t size,
-                    cudaStream_t stream) {
-  return Run(kAddRelu, dtype, x, y, z, nullptr, 1, size, stream);
-}
-
-cudaError_t AddReluForward(DType dtype, const void* x, const void* y, void* z, uint8_t* mask,
-                           int64_t rows, int64_t columns, cudaStream_t stream) {
+cudaError_t AddRelu(DType dtype, const void* x, const void* y, void* z, uint8_t* mask, int64_t rows,
+                    int64_t columns, cudaStream_t stream) {
+  if (mask == nullptr) return Run(kAddRelu, dtype, x, y, z, nullptr, 1, rows * columns, stream);
   return Run(kAddReluForward, dtype, x, y, z, mask, rows, columns, stream);
 }
 

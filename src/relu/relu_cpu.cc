@@ -1,4 +1,4 @@
-#include "relu/relu_cpu.h"
+#include "relu/relu.h"
 
 #include "core/cpu/stream.h"
 #include "relu/relu_simd.h"

@@ -17,6 +17,9 @@ struct SoftmaxShape {
 
 inline constexpr int kMaxMaskRank = 16;
 
+// The kernels of longer rows have a workspace.
+inline constexpr int64_t kSoftmaxWorkspace = 16384;
+
 // Maps a row-major index to an offset in the mask: sizes, major to minor, and strides in the mask.
 // The stride is 0 along a dimension in which the mask is broadcast. Adjacent dimensions are merged
 // if possible, and sizes of 1 are left out, so an index that does not matter has no dimension.

@@ -15,7 +15,7 @@
 //
 // A mask is read in place if contiguous elements of x have contiguous mask bytes. Otherwise the
 // part for a piece or tile is gathered into a buffer of bytes.
-#include "softmax/softmax_cpu.h"
+#include "softmax/softmax.h"
 
 #include <cmath>
 #include <cstring>
@@ -616,7 +616,8 @@ void BackwardColumns(const SoftmaxShape& shape, const SoftmaxMask& mask, DType d
 }  // namespace
 
 void SoftmaxForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype, bool log,
-                    double scale, const void* x_data, void* y_data, Executor& executor) {
+                    double scale, const void* x_data, void* y_data, void* /*workspace*/,
+                    Executor& executor) {
   if (shape.rows() == 0 || shape.n == 0) return;
   const char* x = static_cast<const char*>(x_data);
   char* y = static_cast<char*>(y_data);
@@ -633,7 +634,7 @@ void SoftmaxForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dt
 
 void SoftmaxBackward(const SoftmaxShape& shape, bool masked, const SoftmaxMask& mask, DType dtype,
                      bool log, double scale, const void* y_data, const void* dy_data, void* dx_data,
-                     Executor& executor) {
+                     void* /*workspace*/, Executor& executor) {
   if (shape.rows() == 0 || shape.n == 0) return;
   const char* y = static_cast<const char*>(y_data);
   const char* dy = static_cast<const char*>(dy_data);

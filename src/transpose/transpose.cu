@@ -34,7 +34,7 @@
 // count tiles, or units within a tile, and fit 32 bits. In the row kernels every thread computes
 // offsets, so they exist for 32-bit and 64-bit indices. Divisions are multiplications by
 // reciprocals from the plan.
-#include "transpose/transpose_cuda.h"
+#include "transpose/transpose.h"
 
 #include <algorithm>
 #include <cstring>

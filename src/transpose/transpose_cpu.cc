@@ -13,7 +13,7 @@
 //
 // The input and output of a block fit into the L2 cache. Threads take runs of blocks in the order
 // of the output.
-#include "transpose/transpose_cpu.h"
+#include "transpose/transpose.h"
 
 #include <cstring>
 #include <memory>

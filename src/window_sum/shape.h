@@ -24,7 +24,7 @@ struct WindowSumShape {
 };
 
 // A longer window over an axis longer than kWindowSumShortAxis has a workspace: ceil(n / 8)
-// accumulators for each of the outer * inner lines. jax_fastops/window_sum.py has the same numbers.
+// accumulators for each of the outer * inner lines.
 inline constexpr int64_t kWindowSumLongWindow = 2049;
 inline constexpr int64_t kWindowSumShortAxis = 256;
 

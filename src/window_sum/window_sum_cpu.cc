@@ -7,7 +7,7 @@
 //   number of passes that is logarithmic in the window;
 // - long_rows, for longer windows along the last axis, and columns, for everything else: a constant
 //   number of additions per element, for any window.
-#include "window_sum/window_sum_cpu.h"
+#include "window_sum/window_sum.h"
 
 #include <algorithm>
 #include <cstring>
@@ -153,7 +153,7 @@ void Run(const WindowSumShape& shape, int type, int64_t itemsize, const char* x,
 }  // namespace
 
 void WindowSum(const WindowSumShape& shape, DType dtype, const void* x, void* y,
-               Executor& executor) {
+               void* /*workspace*/, Executor& executor) {
   if (shape.outer * shape.inner == 0 || shape.m() <= 0) return;
   const int type = static_cast<int>(dtype);
   const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));

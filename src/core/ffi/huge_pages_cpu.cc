@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "core/ffi/buffers.h"
+#include "core/ffi/call.h"
 #include "core/ffi/huge_pages.h"
 
 #if defined(__linux__)

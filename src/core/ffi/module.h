@@ -25,13 +25,14 @@ inline nanobind::object HandlerCapsule(XLA_FFI_Handler* handler) {
 inline nanobind::dict Handlers() {
   nanobind::dict table;
   for (const Registration* r = Registration::First(); r != nullptr; r = r->Next()) {
-    if (table.contains(r->target())) {
-      throw std::logic_error(std::string("FFI target registered twice: ") + r->target());
+    const std::string target = std::string("jax_fastops.") + r->target;
+    if (table.contains(target.c_str())) {
+      throw std::logic_error("FFI target registered twice: " + target);
     }
     nanobind::dict stages;
-    stages["execute"] = HandlerCapsule(r->execute());
-    if (r->initialize() != nullptr) stages["initialize"] = HandlerCapsule(r->initialize());
-    table[r->target()] = stages;
+    stages["execute"] = HandlerCapsule(r->execute);
+    if (r->initialize != nullptr) stages["initialize"] = HandlerCapsule(r->initialize);
+    table[target.c_str()] = stages;
   }
   return table;
 }
@@ -49,7 +50,26 @@ inline nanobind::dict CommonBuildInfo() {
 #else
   info["compiler"] = "unknown";
 #endif
+  nanobind::dict limits;
+  for (const Limit* limit = Limit::First(); limit != nullptr; limit = limit->Next()) {
+    limits[limit->name] = limit->value;
+  }
+  info["limits"] = limits;
   return info;
+}
+
+inline int64_t WorkspaceOf(const char* name, int64_t a, int64_t b, int64_t c) {
+  for (const WorkspaceSize* w = WorkspaceSize::First(); w != nullptr; w = w->Next()) {
+    if (std::string(w->name) == name) return w->function(a, b, c);
+  }
+  throw std::invalid_argument(std::string("no workspace of ") + name);
+}
+
+// The functions of both modules.
+inline void Define(nanobind::module_& m, nanobind::dict (*build_info)()) {
+  m.def("handlers", &Handlers, "FFI targets: {name: {stage: capsule}}.");
+  m.def("build_info", build_info, "How this module was built, and its kernels' limits.");
+  m.def("workspace", &WorkspaceOf, "The size of a workspace, from three sizes.");
 }
 
 }  // namespace jax_fastops

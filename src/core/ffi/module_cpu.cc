@@ -24,6 +24,5 @@ nanobind::dict BuildInfo() {
 
 NB_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of jax_fastops as XLA FFI handlers.";
-  m.def("handlers", &jax_fastops::Handlers, "FFI targets: {name: {stage: capsule}}.");
-  m.def("build_info", &BuildInfo, "How this module was built.");
+  jax_fastops::Define(m, &BuildInfo);
 }

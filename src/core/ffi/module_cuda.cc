@@ -38,6 +38,5 @@ nanobind::dict BuildInfo() {
 
 NB_MODULE(_cuda, m) {
   m.doc() = "CUDA kernels of jax_fastops as XLA FFI handlers.";
-  m.def("handlers", &jax_fastops::Handlers, "FFI targets: {name: {stage: capsule}}.");
-  m.def("build_info", &BuildInfo, "How this module was built.");
+  jax_fastops::Define(m, &BuildInfo);
 }

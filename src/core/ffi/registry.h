@@ -1,57 +1,68 @@
-// The handler table of one native module (`_cpu` or `_cuda`).
-//
-// A handler file ends with one line per FFI target:
-//
-//   FASTOPS_REGISTER("jax_fastops.relu_fwd", ReluFwd);            // execute stage only
-//   FASTOPS_REGISTER("jax_fastops.relu_fwd", ReluFwd, ReluInit);  // and an initialize stage
-//
-// where `ReluFwd` is a handler defined by XLA_FFI_DEFINE_HANDLER_SYMBOL (or
-// XLA_FFI_DEFINE_HANDLER). The line registers the target when the module is loaded, so there is no
-// list to maintain: the module's `handlers()` returns all registered targets. Target names carry no
-// ABI suffix; Python adds it. core/ffi/handler_cpu.h registers CPU handlers.
+// What a native module (`_cpu` or `_cuda`) tells Python: its handlers, the limits of its kernels,
+// and the sizes of workspaces. Families register all of these with a line each in their ffi.cc.
 #ifndef JAX_FASTOPS_CORE_FFI_REGISTRY_H_
 #define JAX_FASTOPS_CORE_FFI_REGISTRY_H_
+
+#include <cstdint>
 
 #include "xla/ffi/api/c_api.h"
 
 namespace jax_fastops {
 
-// The version of the contract between Python and the kernels: operands, results, attributes, and
-// the layout of residuals (the bitmask). Increase it when any of them changes: it is part of every
-// target's name, so that compiled programs that were stored under an older version do not run
-// against newer kernels.
-inline constexpr int kKernelAbi = 2;
+// The version of what a description of buffers does not say: the meaning of buffers (the order of a
+// mask's bits) and attributes. Increase it when such a thing changes: it is part of every target's
+// name, so that compiled programs that were stored under an older version do not run against newer
+// kernels. A call whose buffers or attributes the kernel does not know is refused by its handler.
+inline constexpr int kKernelAbi = 3;
 
-class Registration {
+// A list that consists of its static elements.
+template <typename T>
+class Listed {
  public:
-  Registration(const char* target, XLA_FFI_Handler* execute, XLA_FFI_Handler* initialize = nullptr);
-  Registration(const Registration&) = delete;
-  Registration& operator=(const Registration&) = delete;
+  Listed(const Listed&) = delete;
+  Listed& operator=(const Listed&) = delete;
 
-  // The registrations of this module, newest first.
-  static const Registration* First();
-  const Registration* Next() const { return next_; }
+  // The elements of this module, newest first.
+  static const T* First() { return first_; }
+  const T* Next() const { return next_; }
 
-  const char* target() const { return target_; }
-  XLA_FFI_Handler* execute() const { return execute_; }
-  XLA_FFI_Handler* initialize() const { return initialize_; }
+ protected:
+  Listed() : next_(first_) { first_ = static_cast<const T*>(this); }
 
  private:
-  const char* const target_;
-  XLA_FFI_Handler* const execute_;
-  XLA_FFI_Handler* const initialize_;
-  const Registration* const next_;
+  // Constant-initialized, so it is ready before the first static element is constructed.
+  inline static const T* first_ = nullptr;
+  const T* const next_;
+};
+
+// The handlers of one target. Its name carries no ABI suffix; Python adds it.
+struct Registration : Listed<Registration> {
+  Registration(const char* target, XLA_FFI_Handler* execute, XLA_FFI_Handler* initialize = nullptr)
+      : target(target), execute(execute), initialize(initialize) {}
+
+  const char* const target;
+  XLA_FFI_Handler* const execute;
+  XLA_FFI_Handler* const initialize;
+};
+
+// A number that Python must know, such as the longest row without a workspace:
+//   static const Limit kLimit("norm_workspace", kNormWorkspace);
+struct Limit : Listed<Limit> {
+  Limit(const char* name, int64_t value) : name(name), value(value) {}
+
+  const char* const name;
+  const int64_t value;
+};
+
+// The size of a workspace that depends on more than one dimension. Python asks for it by name.
+struct WorkspaceSize : Listed<WorkspaceSize> {
+  using Function = int64_t (*)(int64_t, int64_t, int64_t);
+  WorkspaceSize(const char* name, Function function) : name(name), function(function) {}
+
+  const char* const name;
+  const Function function;
 };
 
 }  // namespace jax_fastops
-
-#define FASTOPS_CONCAT_INNER(a, b) a##b
-#define FASTOPS_CONCAT(a, b) FASTOPS_CONCAT_INNER(a, b)
-
-// FASTOPS_REGISTER(target, execute[, initialize])
-#define FASTOPS_REGISTER(...)                                                                \
-  static const ::jax_fastops::Registration FASTOPS_CONCAT(fastops_registration_, __LINE__) { \
-    __VA_ARGS__                                                                              \
-  }
 
 #endif  // JAX_FASTOPS_CORE_FFI_REGISTRY_H_

@@ -1,0 +1,76 @@
+// Defines and registers the handlers of a family, for the backend that is compiled.
+//
+//   ffi::Error Forward(Call& call, Queue queue) {
+//     const void* const x = call.In("x");
+//     ...
+//     return call.Run([&] { return backend::Relu(x, ..., queue); });
+//   }
+//   FASTOPS_HANDLER("relu", Forward, LoadReluKernels);
+//
+// The last argument is the function that loads the target's CUDA kernels. XLA calls it in the
+// initialize stage, because nothing can be loaded while a graph is captured.
+#ifndef JAX_FASTOPS_CORE_FFI_HANDLER_H_
+#define JAX_FASTOPS_CORE_FFI_HANDLER_H_
+
+#include "core/backend.h"
+#include "core/ffi/call.h"
+#include "core/ffi/registry.h"
+
+#ifndef FASTOPS_CUDA
+#include "core/ffi/executor.h"
+#include "core/ffi/huge_pages.h"
+#endif
+
+namespace jax_fastops {
+
+using backend::Queue;
+
+#ifdef FASTOPS_CUDA
+
+#define FASTOPS_HANDLER(target, function, load)                                                    \
+  XLA_FFI_DEFINE_HANDLER(kExecute##function,                                                       \
+                         +[](cudaStream_t stream, ffi::RemainingArgs args,                         \
+                             ffi::RemainingRets rets, ffi::Dictionary attributes) {                \
+                           Call call(target, args, rets, attributes);                              \
+                           return function(call, stream);                                          \
+                         },                                                                        \
+                         ffi::Ffi::Bind()                                                          \
+                             .Ctx<ffi::PlatformStream<cudaStream_t>>()                             \
+                             .RemainingArgs()                                                      \
+                             .RemainingRets()                                                      \
+                             .Attrs(),                                                             \
+                         {ffi::Traits::kCmdBufferCompatible});                                     \
+  XLA_FFI_DEFINE_HANDLER(                                                                          \
+      kInitialize##function,                                                                       \
+      +[](ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {                               \
+        return ToError(target " (loading kernels)", cuda::load());                                 \
+      },                                                                                           \
+      ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs()); \
+  static const Registration kRegistration##function(target, kExecute##function,                    \
+                                                    kInitialize##function)
+
+#else
+
+template <XLA_FFI_Handler* kHandler>
+XLA_FFI_Error* WithHugePages(XLA_FFI_CallFrame* frame) {
+  AdviseHugePages(*frame);
+  return kHandler(frame);
+}
+
+#define FASTOPS_HANDLER(target, function, load)                                         \
+  XLA_FFI_DEFINE_HANDLER(                                                               \
+      kExecute##function,                                                               \
+      +[](ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,       \
+          ffi::Dictionary attributes) {                                                 \
+        Call call(target, args, rets, attributes);                                      \
+        XlaExecutor executor(pool);                                                     \
+        return function(call, executor);                                                \
+      },                                                                                \
+      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs()); \
+  static const Registration kRegistration##function(target, WithHugePages<kExecute##function>)
+
+#endif
+
+}  // namespace jax_fastops
+
+#endif  // JAX_FASTOPS_CORE_FFI_HANDLER_H_

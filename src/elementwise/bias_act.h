@@ -1,0 +1,35 @@
+// bias_act on raw pointers. Arrays have the strides that `shape` lists, in the order given.
+#ifndef JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_H_
+#define JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_H_
+
+#include <cstdint>
+
+#include "core/backend.h"
+#include "core/dtype.h"
+#include "elementwise/broadcast.h"
+#include "elementwise/elementwise.h"
+
+namespace jax_fastops::FASTOPS_BACKEND {
+
+// out = act(x + bias). Arrays of `shape`: x, bias, and for relu with a mask also the mask, whose
+// strides count bits. `mask` is null if it is not requested. Bit i of a byte is set if element i of
+// its eight elements is greater than 0. Unused bits at the end of a row are 0.
+Status BiasActForward(const BroadcastShape& shape, DType dtype, Activation activation,
+                      const Operand operands[2], void* out, uint8_t* mask, Queue queue);
+
+// Arrays of `shape`: x, bias, dx, dbias. A gradient that is not requested has the result's strides.
+Status BiasActBackward(const BroadcastShape& shape, DType dtype, Activation activation,
+                       const void* dy, const Operand operands[2], const Gradient gradients[2],
+                       SumWorkspace workspace, Queue queue);
+
+// Arrays of `shape`: the mask, dx, dbias. The cotangent is selected by the mask, never multiplied.
+Status BiasReluBackward(const BroadcastShape& shape, DType dtype, const void* dy,
+                        const uint8_t* mask, const Gradient gradients[2], SumWorkspace workspace,
+                        Queue queue);
+
+// CUDA only: loads the kernels on the current device.
+Status LoadBiasActKernels();
+
+}  // namespace jax_fastops::FASTOPS_BACKEND
+
+#endif  // JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_H_

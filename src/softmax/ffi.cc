@@ -1,0 +1,96 @@
+// Handlers of softmax and log-softmax. jax_fastops/softmax.py declares their buffers.
+#include "core/ffi/handler.h"
+#include "softmax/softmax.h"
+
+namespace jax_fastops {
+namespace {
+
+const Limit kWorkspace("softmax_workspace", kSoftmaxWorkspace);
+const Limit kMaskRank("softmax_mask_rank", kMaxMaskRank);
+
+// Dimensions `begin` to `end` of the mask, whose strides in its own memory are given. False if too
+// many of them are left when neighbors are merged.
+bool ReadIndex(const Call::Dims& x, const int64_t* stride, int begin, int end, MaskIndex* index) {
+  bool matters = false;
+  for (int i = begin; i < end; ++i) {
+    if (x.size[i] == 1) continue;
+    matters = matters || stride[i] != 0;
+    const int last = index->rank - 1;
+    if (last >= 0 && index->stride[last] == stride[i] * x.size[i]) {  // or both 0
+      index->size[last] *= x.size[i];
+      index->stride[last] = stride[i];
+      continue;
+    }
+    if (index->rank == kMaxMaskRank) return false;
+    index->size[index->rank] = x.size[i];
+    index->stride[index->rank++] = stride[i];
+  }
+  if (!matters) index->rank = 0;
+  return true;
+}
+
+// The mask of `like`. Where it is shorter, it is broadcast: its index 0 is used for all. (In
+// partitioned programs it may have several equal copies there.)
+SoftmaxMask ReadMask(Call& call, const char* like, int axis) {
+  SoftmaxMask mask;
+  mask.data = static_cast<const uint8_t*>(call.In("mask?"));
+  if (mask.data == nullptr) return mask;
+  const Call::Dims x = call.DimsOf(like), own = call.DimsOf("mask");
+  int64_t stride[Call::kMaxRank], step = 1;
+  for (int i = own.rank; i-- > 0; step *= own.size[i])
+    stride[i] = own.size[i] == x.size[i] ? step : 0;
+  call.Require(own.size[axis] == x.size[axis] || own.size[axis] == 1, "mask", "does not fit rows");
+  mask.stride = x.size[axis] == 1 ? 0 : stride[axis];
+  call.Require(ReadIndex(x, stride, 0, axis, &mask.outer) &&
+                   ReadIndex(x, stride, axis + 1, x.rank, &mask.inner),
+               "mask", "is broadcast in too many ways");
+  return mask;
+}
+
+struct Common {
+  SoftmaxShape shape;
+  SoftmaxMask mask;
+  DType dtype;
+  bool log;
+  double scale;
+  void* workspace;
+
+  Common(Call& call, const char* like) {
+    const Call::Axis n = call.AxisOf(like, "n");
+    shape = {.outer = n.outer, .n = n.size, .inner = n.inner};
+    mask = ReadMask(call, like, n.index);
+    dtype = call.Type();
+    log = call.Attribute<bool>("log");
+    scale = call.Attribute<double>("scale");
+    workspace = call.Out("workspace?");
+    call.Require(n.size <= kSoftmaxWorkspace || workspace != nullptr, like, "needs a workspace");
+  }
+};
+
+ffi::Error Forward(Call& call, Queue queue) {
+  const void* const x = call.In("x");
+  void* const y = call.Out("y");
+  const Common c(call, "x");
+  return call.Run([&] {
+    return backend::SoftmaxForward(c.shape, c.mask, c.dtype, c.log, c.scale, x, y, c.workspace,
+                                   queue);
+  });
+}
+
+ffi::Error Backward(Call& call, Queue queue) {
+  const void *const y = call.In("y"), *const dy = call.In("dy");
+  void* const dx = call.Out("dx");
+  const Common c(call, "y");
+  const bool masked = call.Attribute<bool>("masked");
+  call.Require(!masked || !c.log || c.mask.data != nullptr, "y", "needs the mask");
+  return call.Run([&] {
+    return backend::SoftmaxBackward(c.shape, masked, c.mask, c.dtype, c.log, c.scale, y, dy, dx,
+                                    c.workspace, queue);
+  });
+}
+
+FASTOPS_HANDLER("softmax", Forward, LoadSoftmaxKernels);
+FASTOPS_HANDLER("softmax_bwd", Backward, LoadSoftmaxKernels);
+
+}  // namespace
+}  // namespace jax_fastops
