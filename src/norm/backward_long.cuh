@@ -94,7 +94,7 @@ struct LongTile {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, sizeof(T) < 8 ? 4 : 1)
     LongSumsKernel(const __grid_constant__ Params p, int64_t tiles) {
   using A = ComputeType<T>;
   using Group = RowGroup<kBlock>;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, sizeof(T) < 8 ? 2 : 1)
     LongRowsKernel(const __grid_constant__ Params p, int64_t tiles) {
   using A = ComputeType<T>;
   for (int64_t block = blockIdx.x; block < p.partials * tiles; block += gridDim.x) {

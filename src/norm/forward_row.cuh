@@ -202,50 +202,25 @@ struct Piece {
 
  private:
   // Element by element: units at the ends of the array, or of the row, and arrays whose offset from
-  // 16 bytes is not that of x. These loops are not unrolled, because they are rare and large.
+  // 16 bytes is not that of x.
   __device__ __forceinline__ U LoadElements(const char* at, int first) const {
-    U unit;
-    memset(&unit, 0, sizeof(unit));
-#pragma unroll 1
-    for (int i = kSize - 1; i >= 0; --i) {
-      T element;
-      memset(&element, 0, sizeof(element));
-      if (HasElement(first + i)) element = reinterpret_cast<const T*>(at)[i];
-      ShiftUp(unit, element);
+    T elements[kSize];
+    memset(elements, 0, sizeof(elements));
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (HasElement(first + i)) elements[i] = reinterpret_cast<const T*>(at)[i];
     }
+    U unit;
+    memcpy(&unit, elements, sizeof(unit));
     return unit;
   }
-  __device__ __forceinline__ void StoreElements(char* at, int first, U unit) const {
-#pragma unroll 1
+  __device__ __forceinline__ void StoreElements(char* at, int first, const U& unit) const {
+    T elements[kSize];
+    memcpy(elements, &unit, sizeof(unit));
+#pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      const T element = ShiftDown(unit);
-      if (HasElement(first + i)) reinterpret_cast<T*>(at)[i] = element;
+      if (HasElement(first + i)) reinterpret_cast<T*>(at)[i] = elements[i];
     }
-  }
-
-  // Moves the elements of the unit up by one, and makes `element` the first one.
-  static __device__ __forceinline__ void ShiftUp(U& unit, T element) {
-    auto& parts = unit.elements;
-#pragma unroll
-    for (int i = U::kSize - 1; i > 0; --i) {
-      parts[i] = sizeof(T) == 2 ? parts[i] << 16 | parts[i - 1] >> 16 : parts[i - 1];
-    }
-    parts[0] = sizeof(T) == 2 ? parts[0] << 16 : 0;
-    typename Units<T>::Part low = 0;
-    memcpy(&low, &element, sizeof(T));
-    parts[0] |= low;
-  }
-  // Returns the first element, and moves the others down by one.
-  static __device__ __forceinline__ T ShiftDown(U& unit) {
-    auto& parts = unit.elements;
-    T element;
-    memcpy(&element, &parts[0], sizeof(T));
-#pragma unroll
-    for (int i = 0; i < U::kSize; ++i) {
-      const auto next = i + 1 < U::kSize ? parts[i + 1] : 0;
-      parts[i] = sizeof(T) == 2 ? parts[i] >> 16 | next << 16 : next;
-    }
-    return element;
   }
 };
 
@@ -427,7 +402,7 @@ struct Held {
   __device__ __forceinline__ void Normalize(const NormForwardParams& p, A offset, A rstd) const {
     const bool scale = p.scale.data != nullptr, bias = p.bias.data != nullptr;
     const bool mixed = scale && bias && p.scale.wide != p.bias.wide;
-    if (!kAligned || !scale || mixed) return NormalizeMixed(p, offset, rstd);
+    if (!kAligned || !scale || mixed) return NormalizeWith<void, true>(p, offset, rstd);
     if constexpr (!std::is_same_v<T, A>) {
       if (p.scale.wide) {
         return bias ? NormalizeWith<A, true>(p, offset, rstd)
@@ -438,38 +413,22 @@ struct Held {
   }
 
  private:
-  // Both parameters have type P. For aligned rows, this is faster than NormalizeMixed.
+  // Both parameters have type P, and kBias says whether there is a bias. If P is void, each of them
+  // may have either type or be absent, which is found out for each unit.
   template <typename P, bool kBias>
   __device__ __forceinline__ void NormalizeWith(const NormForwardParams& p, A offset,
                                                 A rstd) const {
+    constexpr bool kMixed = std::is_void_v<P>;
 #pragma unroll
     for (int from = 0; from < kUnits; from += kBatch) {
       A scale[kBatch][kSize], bias[kBatch][kSize];
-      LoadColumns<P>(p, p.scale.data, from, scale);
-      if constexpr (kBias) LoadColumns<P>(p, p.bias.data, from, bias);
-#pragma unroll
-      for (int k = 0; k < kBatch && from + k < kUnits; ++k) {
-        if (!Has(from + k)) continue;
-        A values[kSize];
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          const A deviation = kCorrects ? s[from + k][i] - offset : s[from + k][i];
-          values[i] = deviation * rstd * scale[k][i];
-          if constexpr (kBias) values[i] += bias[k][i];
-        }
-        piece.Store(p.y, First(from + k), Us::Pack(values));
+      if constexpr (kMixed) {
+        if (p.scale.data != nullptr) LoadColumns(p, p.scale, from, scale);
+        if (p.bias.data != nullptr) LoadColumns(p, p.bias, from, bias);
+      } else {
+        LoadColumns<P>(p, p.scale.data, from, scale);
+        if constexpr (kBias) LoadColumns<P>(p, p.bias.data, from, bias);
       }
-    }
-  }
-
-  // Each parameter may have either type or be absent.
-  __device__ __forceinline__ void NormalizeMixed(const NormForwardParams& p, A offset,
-                                                 A rstd) const {
-#pragma unroll
-    for (int from = 0; from < kUnits; from += kBatch) {
-      A scale[kBatch][kSize], bias[kBatch][kSize];
-      if (p.scale.data != nullptr) LoadColumns(p, p.scale, from, scale);
-      if (p.bias.data != nullptr) LoadColumns(p, p.bias, from, bias);
 #pragma unroll
       for (int k = 0; k < kBatch && from + k < kUnits; ++k) {
         if (!Has(from + k)) continue;
@@ -477,8 +436,8 @@ struct Held {
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
           values[i] = (kCorrects ? s[from + k][i] - offset : s[from + k][i]) * rstd;
-          if (p.scale.data != nullptr) values[i] *= scale[k][i];
-          if (p.bias.data != nullptr) values[i] += bias[k][i];
+          if (!kMixed || p.scale.data != nullptr) values[i] *= scale[k][i];
+          if (kBias && (!kMixed || p.bias.data != nullptr)) values[i] += bias[k][i];
         }
         piece.Store(p.y, First(from + k), Us::Pack(values));
       }

@@ -74,7 +74,10 @@ struct ClusterSum {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       A sum = lane < slots ? values[half][i][lane] : A(0);
-      for (int slot = 32 + lane; slot < slots; slot += 32) sum += values[half][i][slot];
+#pragma unroll
+      for (int slot = 32; slot < kWarps * kMaxBlocks; slot += 32) {
+        if (slot + lane < slots) sum += values[half][i][slot + lane];
+      }
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes /= 2) {
         sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
