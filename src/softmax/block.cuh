@@ -18,20 +18,17 @@
 
 namespace jax_fastops::cuda::softmax {
 
-// Begins the copies of a thread's units into shared memory. Units that are only partly in the part
-// are loaded.
+// Begins the copies of a thread's units into shared memory.
 template <typename T>
-__device__ __forceinline__ void CopyUnits(const Params& p, const Stretch<T, 16>& part,
-                                          const void* array, T outside, Held<T, 16>* to) {
+__device__ __forceinline__ void CopyUnits(const Stretch<T, 16>& part, const void* array, T outside,
+                                          Held<T, 16>* to) {
   const int units = part.units(), threads = blockDim.x;
 #pragma unroll 4
   for (int u = threadIdx.x; u < units; u += threads) {
     if (part.IsWhole(u)) {
       CopyAsync<16, true>(to + u, part.Address(array, u));
     } else {
-      Held<T, 16> held = part.Load(array, p.outer * p.n, u, outside);
-      part.Trim(u, held, outside);
-      held.Store(to + u);
+      part.CopyEnd(array, u, outside, reinterpret_cast<T*>(to + u));
     }
   }
 }
@@ -46,7 +43,7 @@ __device__ __forceinline__ void FirstPass(const Params& p, const Stretch<T, 16>&
   using Part = Stretch<T, 16>;
   using H = typename Part::H;
   constexpr int kUnroll = sizeof(T) == 2 ? 2 : 4;
-  const T excluded = Excluded<T, kGrad>(p);
+  const T excluded = Excluded<T, kGrad>(p.log, p);
   [[maybe_unused]] const T zero = FromCompute<T>(0);
   const int units = part.units(), threads = blockDim.x;
   const bool masked = p.mask != nullptr;
@@ -108,8 +105,8 @@ __global__ void __launch_bounds__(kMostBlockThreads, 1536 / kMostBlockThreads)
   const int units = part.units();
   H* const a = reinterpret_cast<H*>(shared);
   [[maybe_unused]] H* const b = a + q.block_units;
-  CopyUnits<T>(p, part, p.a, Excluded<T, kGrad>(p), a);
-  if constexpr (kGrad) CopyUnits<T>(p, part, p.b, FromCompute<T>(0), b);
+  CopyUnits<T>(part, p.a, Excluded<T, kGrad>(p.log, p), a);
+  if constexpr (kGrad) CopyUnits<T>(part, p.b, FromCompute<T>(0), b);
   row_threads.Begin();
 
   Top<T, 16> top(scale);

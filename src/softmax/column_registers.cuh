@@ -105,8 +105,9 @@ __device__ __forceinline__ void ReduceBlocks(Op op, A (&values)[kSize], A* excha
 #endif
 }
 
-// A thread's units of a column, and the passes over them.
-template <typename T, bool kGrad, int kBytes>
+// A thread's units of a column, and the passes over them. log_softmax is not a flag here, because
+// registers are short.
+template <typename T, bool kGrad, bool kLog, int kBytes>
 struct HeldColumn {
   using A = ComputeType<T>;
   using Part = Column<T, kGrad, kBytes>;
@@ -222,7 +223,7 @@ struct HeldColumn {
 #pragma unroll
     for (int k = 0; k < kPlaces; ++k) {
       if (k >= places) break;
-      AddColumnTerms(p.log, a[k], Second(k), p.skip_zeros, totals);
+      AddColumnTerms(kLog, a[k], Second(k), p.skip_zeros, totals);
     }
   }
 
@@ -245,10 +246,10 @@ struct HeldColumn {
       a[k].Unpack(powers);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        powers[i] = Normalizer<T>(p.log, scale, tops[i]).Power(powers[i]);
+        powers[i] = Normalizer<T>(kLog, scale, tops[i]).Power(powers[i]);
         totals[i] += powers[i];
       }
-      if (kKeepsPowers<T> && !p.log) a[k].Pack(powers);
+      if (kKeepsPowers<T> && !kLog) a[k].Pack(powers);
     }
   }
 
@@ -259,7 +260,7 @@ struct HeldColumn {
     for (int k = 0; k < kPlaces; ++k) {
       if (k >= places) break;
       ToColumnResults<kGrad>(
-          p, kKeepsPowers<T>, factors, [&](int i) { return tops[i]; }, a[k],
+          p, kLog, kKeepsPowers<T>, factors, [&](int i) { return tops[i]; }, a[k],
           kGrad ? Second(k) : a[k]);
       if (live && (k > 0 || has_first)) StoreWords(to, a[k]);
       to += part.step;
@@ -275,7 +276,7 @@ struct HeldColumn {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         if ((undefined >> i & 1) != 0 && keep.elements[i] == 0) {
-          at[i] = ExcludedResult<T, kGrad>(p.log);
+          at[i] = ExcludedResult<T, kGrad>(kLog);
         }
       }
     }
@@ -285,13 +286,13 @@ struct HeldColumn {
 // A cluster may hold a tile (q.log_blocks > 0). Only the backward with 16-byte units uses this: it
 // measured 1.05 times the copy floor, and 1.10 with ColumnsKernel. The forward ran out of registers
 // and measured 1.3, against 1.14 with ColumnsKernel.
-template <typename T, bool kGrad, int kBytes>
+template <typename T, bool kGrad, bool kLog, int kBytes>
 __global__ void __launch_bounds__(ColumnRegisterThreads(kBytes),
                                   1024 / ColumnRegisterThreads(kBytes))
     ColumnRegistersKernel(const __grid_constant__ Params p,
                           const __grid_constant__ ColumnRegistersParams q) {
   using A = ComputeType<T>;
-  using Column = HeldColumn<T, kGrad, kBytes>;
+  using Column = HeldColumn<T, kGrad, kLog, kBytes>;
   constexpr int kSize = Column::kSize;
   constexpr bool kCluster = ColumnsInClusters(kBytes, kGrad);
 
@@ -310,11 +311,12 @@ __global__ void __launch_bounds__(ColumnRegisterThreads(kBytes),
   // Threads after the last column compute the last column again and store nothing.
   const bool live = column < q.columns;
   const int first = (q.places - 1) * lanes + lane;
-  const typename Column::Part part(p, q.row_units, live ? column : q.columns - 1, first, -lanes);
+  const typename Column::Part part(p, kLog, q.row_units, live ? column : q.columns - 1, first,
+                                   -lanes);
   Column held(p, part, q.places, first < p.n, shared);
   held.Load();
   if (!kGrad && p.zero_scale) held.TimesZero();
-  if (p.mask != nullptr) held.Exclude();
+  if ((!kGrad || kLog) && p.mask != nullptr) held.Exclude();
   held.ForgetUnits();
 
   A tops[kSize] = {};
@@ -337,7 +339,7 @@ __global__ void __launch_bounds__(ColumnRegisterThreads(kBytes),
     }
   }
   held.ForgetUnits();
-  const uint32_t undefined = ToFactors<kGrad, T>(p, [&](int i) { return tops[i]; }, totals);
+  const uint32_t undefined = ToFactors<kGrad, T>(p, kLog, [&](int i) { return tops[i]; }, totals);
   held.Store(tops, totals, live);
   if (log_blocks > 0) AwaitCluster();
   if (undefined != 0 && live) held.StoreExcluded(undefined);

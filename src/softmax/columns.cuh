@@ -38,10 +38,10 @@ struct Column {
   int64_t mask_step;
 
   // `column` is the index among the units of all of outer and inner.
-  __device__ __forceinline__ Column(const Params& p, const FastDivisor64& row_units, int64_t column,
-                                    int64_t first, int lanes)
+  __device__ __forceinline__ Column(const Params& p, bool log, const FastDivisor64& row_units,
+                                    int64_t column, int64_t first, int lanes)
       : p(p),
-        excluded(Excluded<T, kGrad>(p)),
+        excluded(Excluded<T, kGrad>(log, p)),
         step(p.inner * lanes),
         mask(p.mask),
         mask_step(p.mask_stride * lanes) {
@@ -157,12 +157,12 @@ __device__ __forceinline__ void AddColumnTerms(bool log, const Held<T, kBytes>& 
 // `factors` are Normalizer::last or Gradient::sum of each element, and tops(i) its top element.
 template <bool kGrad, typename T, int kBytes, typename Tops>
 __device__ __forceinline__ void ToColumnResults(
-    const Params& p, bool kept, const ComputeType<T> (&factors)[Held<T, kBytes>::kSize],
+    const Params& p, bool log, bool kept, const ComputeType<T> (&factors)[Held<T, kBytes>::kSize],
     const Tops& tops, Held<T, kBytes>& a, [[maybe_unused]] const Held<T, kBytes>& b) {
   using A = ComputeType<T>;
   constexpr int kSize = Held<T, kBytes>::kSize;
   const A scale = static_cast<A>(p.scale);
-  Branch(p.log, [&](auto is_log) {
+  Branch(log, [&](auto is_log) {
     A as[kSize];
     a.Unpack(as);
     if constexpr (kGrad) {
@@ -189,24 +189,34 @@ __device__ __forceinline__ void ToColumnResults(
 // Replaces the sums of each element by the factors of ToColumnResults. Returns a bit for each
 // element whose row is undefined; 0 if there is no mask.
 template <bool kGrad, typename T, int kSize, typename Tops>
-__device__ __forceinline__ uint32_t ToFactors(const Params& p, const Tops& tops,
+__device__ __forceinline__ uint32_t ToFactors(const Params& p, bool log, const Tops& tops,
                                               ComputeType<T> (&totals)[kSize]) {
   using A = ComputeType<T>;
   const A scale = static_cast<A>(p.scale);
   uint32_t undefined = 0;
+  if ((!kGrad || log) && p.mask != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      bool is_undefined;
+      if constexpr (kGrad) {
+        is_undefined = Gradient<T>::Undefined(totals[i], scale);
+      } else {
+        is_undefined = Normalizer<T>::Undefined(totals[i]);
+      }
+      undefined |= uint32_t{is_undefined} << i;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
     if constexpr (kGrad) {
-      undefined |= uint32_t{Gradient<T>::Undefined(totals[i], scale)} << i;
-      totals[i] = Gradient<T>(p.log, scale, totals[i], false).sum;
+      totals[i] = Gradient<T>(log, scale, totals[i], false).sum;
     } else {
-      undefined |= uint32_t{Normalizer<T>::Undefined(totals[i])} << i;
-      Normalizer<T> normalize(p.log, scale, tops(i));
+      Normalizer<T> normalize(log, scale, tops(i));
       normalize.SetTotal(totals[i]);
       totals[i] = normalize.last;
     }
   }
-  return p.mask == nullptr ? 0 : undefined;
+  return undefined;
 }
 
 // Reduces each of `values` over the lanes of a column, which are adjacent threads of a warp.
@@ -308,7 +318,7 @@ struct ColumnPasses {
         live(column < q.columns),
         begin(blockIdx.y * q.chunk + lane),
         count(Count()),
-        part(p, q.row_units, live ? column : 0, begin, lanes),
+        part(p, p.log, q.row_units, live ? column : 0, begin, lanes),
         scale(static_cast<A>(p.scale)),
         places(q.held ? static_cast<int>(count) : 0),
         held_a(reinterpret_cast<H*>(shared) + threadIdx.x),
@@ -338,8 +348,15 @@ struct ColumnPasses {
     }
   }
   __device__ __forceinline__ A TopOf(int i) const { return PartTopElement(tops[i], scale); }
-  __device__ __forceinline__ A Power(int i, A x) const {
-    return Normalizer<T>(p.log, scale, TopOf(i)).Power(x);
+  // Replaces the elements of a unit by their exponentials, and adds these to the sums.
+  __device__ __forceinline__ void AddPowers(A (&xs)[kSize]) {
+    Branch(p.log, [&](auto is_log) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        xs[i] = Normalizer<T>(is_log, scale, TopOf(i)).Power(xs[i]);
+        totals[i] += xs[i];
+      }
+    });
   }
 
   // Copies the column into shared memory.
@@ -437,8 +454,7 @@ struct ColumnPasses {
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       a[k].Unpack(as);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) totals[i] += Power(i, as[i]);
+      AddPowers(as);
     }
   }
 
@@ -500,11 +516,7 @@ struct ColumnPasses {
       A as[kSize];
       H a = H::Load(held_a + k * kThreads);
       a.Unpack(as);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        as[i] = Power(i, as[i]);
-        totals[i] += as[i];
-      }
+      AddPowers(as);
       if (kKeepsPowers<T> && !p.log) {
         a.Pack(as);
         a.Store(held_a + k * kThreads);
@@ -520,10 +532,11 @@ struct ColumnPasses {
         if (IsBottom(tops[i], scale)) totals[i] = A(NAN);
       }
     }
-    const uint32_t undefined = ToFactors<kGrad, T>(p, [&](int i) { return TopOf(i); }, totals);
+    const uint32_t undefined =
+        ToFactors<kGrad, T>(p, p.log, [&](int i) { return TopOf(i); }, totals);
     const auto store = [&](int64_t index, H& a, const H& b) {
       ToColumnResults<kGrad>(
-          p, kKeepsPowers<T> && q.held, totals, [&](int i) { return TopOf(i); }, a, b);
+          p, p.log, kKeepsPowers<T> && q.held, totals, [&](int i) { return TopOf(i); }, a, b);
       if (undefined != 0) {  // rare; excluded elements of such rows are known only from the mask
         auto results = a.Get();
         const auto keep = part.LoadMask(index);

@@ -63,7 +63,7 @@ struct PartSum {
 // A thread's copies, numbered in the order in which they begin. A row takes kPerRow of them:
 // kGangUnits of the first array and, in the backward, as many of the second. Copy c uses slot c %
 // kSlots as soon as copy c - kSlots is no longer needed.
-template <typename T, bool kGrad>
+template <typename T, bool kGrad, bool kLog>
 struct GangRing {
   using Part = Stretch<T, 16>;
   using H = typename Part::H;
@@ -126,11 +126,9 @@ struct GangRing {
     for (int end = 0; end < 2; ++end) {
       const int unit = end == 0 ? 0 : units - 1;
       if (units == 0 || part.IsWhole(unit) || unit % kGangThreads != threadIdx.x) continue;
-      H held = part.Load(array, p.outer * p.n, unit, outside);
-      part.Trim(unit, held, outside);
-      held.Store(Slot(copy + unit / kGangThreads));
+      part.CopyEnd(array, unit, outside, reinterpret_cast<T*>(Slot(copy + unit / kGangThreads)));
     }
-    const bool masked = p.mask != nullptr;
+    const bool masked = (!kGrad || kLog) && p.mask != nullptr;
     const bool zero = !kGrad && p.zero_scale;
     if (!masked && !zero) return;
     constexpr int kBatch = 4;
@@ -309,7 +307,7 @@ struct GangPlace {
 template <typename T, bool kLog>
 __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q, uint4* slots) {
   using A = ComputeType<T>;
-  using Ring = GangRing<T, false>;
+  using Ring = GangRing<T, false, kLog>;
   using Part = typename Ring::Part;
   using H = typename Part::H;
   constexpr int kBatch = 4;
@@ -320,7 +318,7 @@ __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q
   const GangPlace<T> place(p, q);
   GangSum<T, false> meeting(shared, q, place.rank);
   const A scale = static_cast<A>(p.scale);
-  const T excluded = Excluded<T, false>(p);
+  const T excluded = Excluded<T, false>(kLog, p);
 
   // The parts of the row to write, of the row to sum up (parts[0]), and of the rows after it.
   Part written{}, parts[Ring::kAhead + 1];
@@ -394,7 +392,7 @@ __device__ __forceinline__ void GangForward(const Params& p, const GangParams& q
 template <typename T, bool kLog>
 __device__ __forceinline__ void GangBackward(const Params& p, const GangParams& q, uint4* slots) {
   using A = ComputeType<T>;
-  using Ring = GangRing<T, true>;
+  using Ring = GangRing<T, true, kLog>;
   using Part = typename Ring::Part;
   using H = typename Part::H;
   constexpr int kPending = Ring::kSlots - kGangUnits;
@@ -405,7 +403,7 @@ __device__ __forceinline__ void GangBackward(const Params& p, const GangParams& 
   const GangPlace<T> place(p, q);
   GangSum<T, true> meeting(shared, q, place.rank);
   const A scale = static_cast<A>(p.scale);
-  const T excluded = Excluded<T, true>(p), zero = FromCompute<T>(0);
+  const T excluded = Excluded<T, true>(kLog, p), zero = FromCompute<T>(0);
 
   Part parts[Ring::kAhead + 1];
   place.FirstParts(parts);

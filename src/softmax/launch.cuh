@@ -74,10 +74,16 @@ cudaError_t Run(const Plan& plan, const Params& p, void* workspace, cudaStream_t
       case Kernel::kGang:
         return LaunchGang<T, kGrad>(plan, p, workspace, stream);
       case Kernel::kColumnRegisters:
-        return launch(KernelOf<Softmax, ColumnRegistersKernel<T, kGrad, 16>>(), plan.registers);
+        return p.log ? launch(KernelOf<Softmax, ColumnRegistersKernel<T, kGrad, true, 16>>(),
+                              plan.registers)
+                     : launch(KernelOf<Softmax, ColumnRegistersKernel<T, kGrad, false, 16>>(),
+                              plan.registers);
       case Kernel::kElementColumnRegisters:
-        return launch(KernelOf<Softmax, ColumnRegistersKernel<T, kGrad, sizeof(T)>>(),
-                      plan.registers);
+        return p.log
+                   ? launch(KernelOf<Softmax, ColumnRegistersKernel<T, kGrad, true, sizeof(T)>>(),
+                            plan.registers)
+                   : launch(KernelOf<Softmax, ColumnRegistersKernel<T, kGrad, false, sizeof(T)>>(),
+                            plan.registers);
       case Kernel::kColumns:
         return LaunchColumns<T, kGrad, ColumnUnitBytes(sizeof(T))>(plan, p, workspace, stream);
       case Kernel::kElementColumns:

@@ -342,8 +342,8 @@ struct Normalizer {
   // The exponential of an element, the term of the sum.
   __device__ __forceinline__ A Power(A x) const {
     const A d = x - top;
-    if constexpr (kHalf) return PowerOfTwo(fmaf(d, scale * kLog2E, log ? 0.0f : 64.0f));
-    return ExpOf(d * scale);
+    if constexpr (!kHalf) return ExpOf(d * scale);
+    return log ? PowerOfTwo(d * scale * kLog2E) : PowerOfTwo(fmaf(d, scale * kLog2E, 64.0f));
   }
   __device__ __forceinline__ A operator()(A x) const {
     return log ? MulAdd(x - top, scale, -last) : Power(x) * last;
@@ -388,9 +388,9 @@ struct Gradient {
 
 // The element that represents an excluded one.
 template <typename T, bool kGrad>
-__device__ __forceinline__ T Excluded(const Params& p) {
+__device__ __forceinline__ T Excluded(bool log, const Params& p) {
   using A = ComputeType<T>;
-  if constexpr (kGrad) return FromCompute<T>(p.log ? -A(INFINITY) : A(0));
+  if constexpr (kGrad) return FromCompute<T>(log ? -A(INFINITY) : A(0));
   return FromCompute<T>(static_cast<A>(p.scale) < A(0) ? A(INFINITY) : -A(INFINITY));
 }
 
@@ -467,12 +467,15 @@ template <typename T, int kBytes>
 __device__ __forceinline__ void AddPowers(const Normalizer<T>& normalize, Held<T, kBytes>& x,
                                           ComputeType<T>& total) {
   constexpr int kSize = Held<T, kBytes>::kSize;
-  ComputeType<T> xs[kSize];
-  x.Unpack(xs);
+  Branch(normalize.log, [&](auto is_log) {
+    const Normalizer<T> of_op(is_log, normalize.scale, normalize.top);
+    ComputeType<T> xs[kSize];
+    x.Unpack(xs);
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) xs[i] = normalize.Power(xs[i]);
-  if (kKeepsPowers<T> && !normalize.log) x.Pack(xs);
-  total += SumOf(xs);
+    for (int i = 0; i < kSize; ++i) xs[i] = of_op.Power(xs[i]);
+    if (kKeepsPowers<T> && !is_log) x.Pack(xs);
+    total += SumOf(xs);
+  });
 }
 
 // Replaces x, or its exponential, by the result.

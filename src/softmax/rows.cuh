@@ -95,11 +95,18 @@ struct Stretch {
     held = H(trimmed);
   }
 
-  template <CacheHint kHint = CacheHint::kDefault>
+  // Copies a unit to `to` that is only partly in the part. There are two in a row, so the code is
+  // short rather than fast.
+  __device__ __forceinline__ void CopyEnd(const void* array, int unit, T outside, T* to) const {
+    const T* address = Address(array, unit);
+#pragma unroll 1
+    for (int i = 0; i < kSize; ++i) to[i] = Has(First(unit) + i) ? address[i] : outside;
+  }
+
   __device__ __forceinline__ void Store(void* array, int unit, const H& held) const {
     T* address = const_cast<T*>(Address(array, unit));
     if (IsWhole(unit)) {
-      held.template Store<kHint>(address);
+      held.Store(address);
     } else if constexpr (!kAligned) {
       if (First(unit) < n) {
         const U stored = held.Get();
@@ -308,33 +315,36 @@ __device__ __forceinline__ void Forget(HeldRows<T, kBytes, kRows, kUnits>& held)
   }
 }
 
-// Applies the mask, whose place in each row is known, to the units of the arrays. All bytes of a
-// row are loaded before the first is used.
+// Applies the mask, whose place in each row is known, to the units of the arrays. Loads the bytes
+// of four units before it uses the first.
 template <bool kGrad, typename T, int kBytes, bool kAligned, int kRows, int kUnits>
 __device__ __forceinline__ void ExcludeRows(
     const Params& p, const Stretch<T, kBytes, kAligned> (&part)[kRows], int lane, int lanes,
     int count, Held<T, kBytes> (&a)[kRows][kUnits],
     Held<T, kBytes> (&b)[kGrad ? kRows : 1][kGrad ? kUnits : 1]) {
-  const T excluded = Excluded<T, kGrad>(p);
+  constexpr int kBatch = kUnits < 4 ? kUnits : 4;
+  const T excluded = Excluded<T, kGrad>(p.log, p);
   [[maybe_unused]] const T zero = FromCompute<T>(0);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    typename Stretch<T, kBytes, kAligned>::Keep keep[kUnits];
-    if (p.mask_units) {
 #pragma unroll
-      for (int k = 0; k < kUnits; ++k) keep[k] = part[r].LoadMask(lane + k * lanes);
-    } else {
+    for (int from = 0; from < kUnits; from += kBatch) {
+      if (from >= count) break;
+      typename Stretch<T, kBytes, kAligned>::Keep keep[kBatch];
+      if (p.mask_units) {
 #pragma unroll
-      for (int k = 0; k < kUnits; ++k) {
-        if (k >= count) break;
-        keep[k] = part[r].GatherMask(p, lane + k * lanes);
+        for (int k = 0; k < kBatch; ++k) keep[k] = part[r].LoadMask(lane + (from + k) * lanes);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          keep[k] = part[r].GatherMask(p, lane + (from + k) * lanes);
+        }
       }
-    }
 #pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      if (k >= count) break;
-      a[r][k].Exclude(keep[k], excluded);
-      if constexpr (kGrad) b[r][k].Exclude(keep[k], zero);
+      for (int k = 0; k < kBatch; ++k) {
+        a[r][from + k].Exclude(keep[k], excluded);
+        if constexpr (kGrad) b[r][from + k].Exclude(keep[k], zero);
+      }
     }
   }
 }
@@ -440,8 +450,10 @@ __device__ __forceinline__ bool IsUndefined(const Params& p, ComputeType<T> tota
   return Normalizer<T>::Undefined(total);
 }
 
+// Several rows per thread take blocks of 128 threads: as many as fit with 80 registers, and
+// with 72.
 template <typename T, bool kGrad, int kUnits, int kRows, bool kAligned>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads, kRows > 1 ? 5 + kUnits : 0)
     RowsKernel(const __grid_constant__ Params p, const __grid_constant__ RowsParams q) {
   using A = ComputeType<T>;
   using Part = Stretch<T, 16, kAligned>;
@@ -451,7 +463,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const int group = lanes > 32 ? 0 : threadIdx.x >> q.log_lanes;
   const int lane = lanes > 32 ? threadIdx.x : threadIdx.x & (lanes - 1);
   const int count = kAligned ? kUnits : q.units;
-  const T excluded = Excluded<T, kGrad>(p);
+  const T excluded = Excluded<T, kGrad>(p.log, p);
   [[maybe_unused]] const T zero = FromCompute<T>(0);
   const int64_t size = p.outer * p.n;
 

@@ -87,7 +87,7 @@ __device__ __forceinline__ Stretch<T, 4> RowOfSpan(const Span<T>& span, int at, 
 }
 
 template <typename T, bool kGrad>
-__global__ void __launch_bounds__(kSpanThreads)
+__global__ void __launch_bounds__(kSpanThreads, 6)
     SpanKernel(const __grid_constant__ Params p, const __grid_constant__ SpanParams q) {
   using A = ComputeType<T>;
   using Part = Stretch<T, 4>;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kSpanThreads)
   AwaitAllCopies();
   __syncthreads();
 
-  const T excluded = Excluded<T, kGrad>(p);
+  const T excluded = Excluded<T, kGrad>(p.log, p);
   [[maybe_unused]] const T zero = FromCompute<T>(0);
 #pragma unroll 1
   for (int base = 0; base < rows; base += groups) {
