@@ -25,37 +25,15 @@
 
 #include "core/cuda/divide.cuh"
 #include "core/cuda/packed.cuh"
-#include "core/fast_divide.h"
-#include "window_sum/words.cuh"
+#include "window_sum/arrays.cuh"
+#include "window_sum/plan.h"
 
 namespace jax_fastops::cuda::window_sum {
 
-enum class WarpsKind {
-  kNear,     // windows of up to a unit and one element
-  kAligned,  // groups; x is aligned as y is, at both ends of windows
-  kShifted,  // groups, at any alignment
-};
-
-inline constexpr int kWarpsThreads = 256;  // per block
-inline constexpr int kWarpsShares = 4;     // per group: the maximum shares of the part between
-inline constexpr int kWarpsUnits = 2;      // per thread
-inline constexpr int kWarpsLongest = 1 << 29;
-
 // Blocks per SM, as registers allow.
-template <WarpsKind kKind>
-inline constexpr int kWarpsBlocks = kKind == WarpsKind::kNear ? 4 : 3;
-
-struct WarpsParams {
-  Array x;
-  char* y;
-  int64_t n;
-  int64_t m;
-  int pad;
-  int window;
-  int log_lanes;       // of a group
-  FastDivisor chunks;  // of a row: the units of a warp
-  uint32_t total;      // chunks of y
-};
+constexpr int WarpsBlocks(WindowSumKernel kind) {
+  return kind == WindowSumKernel::kWarpsNear ? 4 : 3;
+}
 
 // The sums of kSize windows from two units of elements.
 template <int kWindow, int kSize, typename A>
@@ -87,195 +65,231 @@ __device__ __forceinline__ void ToValues(const uint4* units, ComputeType<T> (&va
   for (int i = 0; i < kCount; ++i) values[i] = ToCompute(elements[i]);
 }
 
-// The places of a thread's units.
-template <typename T, int kUnits>
+// The places of a thread's units. Positions in a row are counted from the row's beginning, or from
+// an element so far before the unit that no window reaches it: so they fit in 32 bits.
+template <typename T>
 struct WarpsPlace {
-  const T* x[kUnits];  // the beginning of the unit's windows
-  T* y[kUnits];
-  int at[kUnits];  // index in y's row; negative if the row begins within a unit
+  const T* x[kWarpsUnits];  // the beginning of the unit's windows
+  T* y[kWarpsUnits];
+  int at[kWarpsUnits];  // of the unit in y's row; negative if the row begins within a unit
+  int n[kWarpsUnits];   // the ends of the rows of x and y
+  int m[kWarpsUnits];
 };
 
-// The sums of a thread's units. `kPlain`: all accesses of the warp are within the row, with a spare
-// word at both ends.
-template <typename T, WarpsKind kKind, bool kPlain, int kUnits>
-__device__ __forceinline__ void WarpsSums(const WarpsParams& p,
-                                          const WarpsPlace<T, kUnits>& place) {
+// What a warp loads and stores for its units. `kPlain`: all accesses of the warp are within the
+// row, with a spare word at both ends.
+template <typename T, WindowSumKernel kKind, bool kPlain>
+struct WarpsAccess {
   using A = ComputeType<T>;
-  constexpr int kSize = 16 / sizeof(T);
-  constexpr bool kNear = kKind == WarpsKind::kNear;
-  constexpr int kWords = kNear ? 3 : kKind == WarpsKind::kAligned ? 1 : 2;
-  constexpr unsigned kAll = 0xffffffffu;
-  const int n = static_cast<int>(p.n), m = static_cast<int>(p.m), lane = threadIdx.x & 31;
-  const auto& x = place.x;
-  const auto& y = place.y;
-  const auto& at = place.at;
+  static constexpr int kSize = 16 / sizeof(T);
+  static constexpr bool kNear = kKind == WindowSumKernel::kWarpsNear;
+  static constexpr int kUnits = kNear ? 2 : 1;  // that are loaded at once
+  static constexpr int kWords = kKind == WindowSumKernel::kWarpsAligned ? 1 : kUnits + 1;
+  using Words = uint4[kWords];
 
-  // One or two units beginning with element `first` of a row; 0 for elements at or after `end`.
-  const auto wanted = [](int first, int end) {
-    return first < end && first + (kNear ? 2 * kSize : kSize) > 0;
-  };
-  const auto load = [&](const T* address, int first, int end, uint4(&words)[kWords]) {
+  const Arrays& arrays;
+
+  static __device__ __forceinline__ bool Wanted(int first, int end) {
+    return first < end && first + kUnits * kSize > 0;
+  }
+
+  // Loads the units that begin with element `first` of a row, at `address`; elements at or after
+  // `end` count as 0.
+  __device__ __forceinline__ void Load(const T* address, int first, int end, Words& words) const {
     if constexpr (kPlain) {
       const uint4* low =
           reinterpret_cast<const uint4*>(reinterpret_cast<uintptr_t>(address) & ~uintptr_t{15});
 #pragma unroll
       for (int w = 0; w < kWords; ++w) words[w] = __ldg(low + w);
     } else {
-      LoadWords(p.x, address, wanted(first, end), words);
+      LoadWords(arrays, address, Wanted(first, end), words);
     }
-  };
+  }
+
   // Extracts the units from their words.
-  const auto settle = [&](const T* address, int first, int end, uint4(&words)[kWords]) {
-    if constexpr (!kPlain) PatchWords<T>(p.x, address, wanted(first, end), words);
+  __device__ __forceinline__ void Settle(const T* address, int first, int end, Words& words) const {
+    if constexpr (!kPlain) PatchWords<T>(arrays, address, Wanted(first, end), words);
     if constexpr (kWords > 1) {
-      uint4 units[kWords - 1];
+      uint4 units[kUnits];
       ShiftWords<sizeof(T)>(words, WordShift(address), units);
       memcpy(words, units, sizeof(units));
     }
     if constexpr (!kPlain) {
-      MaskUnit<T>(first, end, &words[0]);
-      if constexpr (kNear) MaskUnit<T>(first + kSize, end, &words[1]);
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) MaskUnit<T>(first + u * kSize, end, &words[u]);
     }
-  };
-  const auto store = [&](int k, const A(&sums)[kSize]) {
+  }
+
+  __device__ __forceinline__ void Store(const WarpsPlace<T>& place, int k,
+                                        const A (&sums)[kSize]) const {
     Packed128<T> out;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) out[i] = FromCompute<T>(sums[i]);
-    if (kPlain || (at[k] >= 0 && at[k] + kSize <= m)) {
-      StorePacked<CacheHint::kStreaming>(y[k], out);
+    if (kPlain || (place.at[k] >= 0 && place.at[k] + kSize <= place.m[k])) {
+      StorePacked<CacheHint::kStreaming>(place.y[k], out);
     } else {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        if (at[k] + i >= 0 && at[k] + i < m) y[k][i] = out[i];
+        if (place.at[k] + i >= 0 && place.at[k] + i < place.m[k]) place.y[k][i] = out[i];
       }
     }
-  };
-
-  uint4 back[kUnits][kWords];
-#pragma unroll
-  for (int k = 0; k < kUnits; ++k) {
-    load(x[k], at[k] - p.pad, n, back[k]);
   }
-  if constexpr (kNear) {
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      A values[2 * kSize], sums[kSize];
-      settle(x[k], at[k] - p.pad, n, back[k]);
-      ToValues<T>(back[k], values);
-      NearSums<3>(values, p.window, sums);
-      store(k, sums);
-    }
-  } else {
-    const int behind = p.window - 1;
-    uint4 front[kUnits][kWords];
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      load(x[k] + behind, at[k] - p.pad + behind, n, front[k]);
-    }
+};
 
-    const int lanes = 1 << p.log_lanes, in_group = lane & (lanes - 1), group = lanes * kSize;
-    A between[kUnits];
+// The sums of a thread's units, for windows of up to a unit and one element.
+template <typename T, bool kPlain>
+__device__ __forceinline__ void WarpsNearSums(const Arrays& a, const WarpsPlace<T>& place) {
+  using Access = WarpsAccess<T, WindowSumKernel::kWarpsNear, kPlain>;
+  const Access access = {a};
+  const int pad = static_cast<int>(a.pad), window = static_cast<int>(a.window);
+  typename Access::Words words[kWarpsUnits];
 #pragma unroll
-    for (int k = 0; k < kUnits; ++k) between[k] = 0;
-    for (int share = group; share < behind; share += group) {
-      uint4 words[kUnits][kWords];
-      const auto end = [&](int k) {  // the end of the part between
-        const int end = at[k] - p.pad - in_group * kSize + behind;
-        return end < n ? end : n;
-      };
+  for (int k = 0; k < kWarpsUnits; ++k) {
+    access.Load(place.x[k], place.at[k] - pad, place.n[k], words[k]);
+  }
 #pragma unroll
-      for (int k = 0; k < kUnits; ++k) {
-        load(x[k] + share, at[k] - p.pad + share, end(k), words[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < kUnits; ++k) {
-        A values[kSize];
-        settle(x[k] + share, at[k] - p.pad + share, end(k), words[k]);
-        if constexpr (kPlain) MaskUnit<T>(share, behind - in_group * kSize, &words[k][0]);
-        ToValues<T>(words[k], values);
-#pragma unroll
-        for (int i = 1; i < kSize; ++i) values[0] += values[i];
-        between[k] += values[0];
-      }
-    }
-
-    A left[kUnits],
-        right[kUnits];  // the parts of this lane's sums from the lanes on its left and right
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      settle(x[k], at[k] - p.pad, n, back[k]);
-      settle(x[k] + behind, at[k] - p.pad + behind, n, front[k]);
-      A values[kSize];
-      ToValues<T>(back[k], values);
-      right[k] = values[kSize - 1];
-#pragma unroll
-      for (int i = kSize - 2; i >= 0; --i) right[k] += values[i];
-      ToValues<T>(front[k], values);
-      left[k] = values[0];
-#pragma unroll
-      for (int i = 1; i < kSize; ++i) left[k] += values[i];
-      right[k] += between[k];
-      left[k] += between[k];
-      const A from_left = __shfl_up_sync(kAll, left[k], 1);
-      const A from_right = __shfl_down_sync(kAll, right[k], 1);
-      left[k] = in_group > 0 ? from_left : A(0);
-      right[k] = in_group + 1 < lanes ? from_right : A(0);
-    }
-    for (int d = 1; d < lanes; d *= 2) {
-      const bool has_left = in_group >= d, has_right = in_group + d < lanes;
-#pragma unroll
-      for (int k = 0; k < kUnits; ++k) {
-        const A from_left = __shfl_up_sync(kAll, left[k], d);
-        const A from_right = __shfl_down_sync(kAll, right[k], d);
-        if (has_left) left[k] = from_left + left[k];
-        if (has_right) right[k] += from_right;
-      }
-    }
-
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      A values[kSize], sums[kSize];
-      const A middle = left[k] + between[k] + right[k];
-      ToValues<T>(back[k], values);
-      A end = middle, begin = 0;
-#pragma unroll
-      for (int i = kSize - 1; i >= 0; --i) sums[i] = end = end + values[i];
-      ToValues<T>(front[k], values);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) sums[i] += begin = begin + values[i];
-      store(k, sums);
-    }
+  for (int k = 0; k < kWarpsUnits; ++k) {
+    ComputeType<T> values[2 * Access::kSize], sums[Access::kSize];
+    access.Settle(place.x[k], place.at[k] - pad, place.n[k], words[k]);
+    ToValues<T>(words[k], values);
+    NearSums<3>(values, window, sums);
+    access.Store(place, k, sums);
   }
 }
 
-template <typename T, WarpsKind kKind>
-__global__ void __launch_bounds__(kWarpsThreads, kWarpsBlocks<kKind>)
-    WarpsKernel(const WarpsParams p) {
-  constexpr int kSize = 16 / sizeof(T), kUnits = kWarpsUnits, kWarps = kWarpsThreads / 32;
-  const int n = static_cast<int>(p.n), m = static_cast<int>(p.m);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  // The elements of a row that may be read after the first element of a unit.
-  const int behind = (p.window > kSize ? p.window - 1 : kSize) + 2 * kSize;
-  WarpsPlace<T, kUnits> place;
-  bool plain = true;
+// The sums of a thread's units by groups.
+template <typename T, WindowSumKernel kKind, bool kPlain>
+__device__ __forceinline__ void WarpsGroupSums(const Arrays& a, int log_lanes,
+                                               const WarpsPlace<T>& place) {
+  using A = ComputeType<T>;
+  using Access = WarpsAccess<T, kKind, kPlain>;
+  constexpr int kSize = Access::kSize, kUnits = kWarpsUnits;
+  constexpr unsigned kAll = 0xffffffffu;
+  const Access access = {a};
+  const int pad = static_cast<int>(a.pad), behind = static_cast<int>(a.window) - 1;
+  const auto& x = place.x;
+  const auto& at = place.at;
+  const auto& n = place.n;
+
+  typename Access::Words back[kUnits], front[kUnits];
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) access.Load(x[k], at[k] - pad, n[k], back[k]);
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
-    const uint32_t chunk = (blockIdx.x * kUnits + k) * kWarps + warp;
-    const uint32_t row = chunk < p.total ? Divide(chunk, p.chunks) : 0;
-    T* const y_row = reinterpret_cast<T*>(p.y) + row * p.m;
-    int at = static_cast<int>((chunk - row * p.chunks.divisor) * 32 + lane) * kSize -
-             WordShift(y_row) / static_cast<int>(sizeof(T));
-    if (chunk >= p.total) at = kWarpsLongest;  // after every row
-    const int first = at - p.pad;
-    plain = plain && at >= 0 && at + kSize <= m && first >= kSize && first + behind <= n;
-    place.at[k] = at;
-    place.y[k] = y_row + at;
-    place.x[k] = reinterpret_cast<const T*>(p.x.begin) + row * p.n + first;
+    access.Load(x[k] + behind, at[k] - pad + behind, n[k], front[k]);
   }
+
+  const int lane = threadIdx.x & 31, lanes = 1 << log_lanes;
+  const int in_group = lane & (lanes - 1), group = lanes * kSize;
+  A between[kUnits];
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) between[k] = 0;
+  for (int share = group; share < behind; share += group) {
+    typename Access::Words words[kUnits];
+    const auto end = [&](int k) { return min(at[k] - pad - in_group * kSize + behind, n[k]); };
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      access.Load(x[k] + share, at[k] - pad + share, end(k), words[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      A values[kSize];
+      access.Settle(x[k] + share, at[k] - pad + share, end(k), words[k]);
+      if constexpr (kPlain) MaskUnit<T>(share, behind - in_group * kSize, &words[k][0]);
+      ToValues<T>(words[k], values);
+#pragma unroll
+      for (int i = 1; i < kSize; ++i) values[0] += values[i];
+      between[k] += values[0];
+    }
+  }
+
+  A left[kUnits], right[kUnits];  // the parts of this lane's sums from its left and its right
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    access.Settle(x[k], at[k] - pad, n[k], back[k]);
+    access.Settle(x[k] + behind, at[k] - pad + behind, n[k], front[k]);
+    A values[kSize];
+    ToValues<T>(back[k], values);
+    right[k] = values[kSize - 1];
+#pragma unroll
+    for (int i = kSize - 2; i >= 0; --i) right[k] += values[i];
+    ToValues<T>(front[k], values);
+    left[k] = values[0];
+#pragma unroll
+    for (int i = 1; i < kSize; ++i) left[k] += values[i];
+    right[k] += between[k];
+    left[k] += between[k];
+    const A from_left = __shfl_up_sync(kAll, left[k], 1);
+    const A from_right = __shfl_down_sync(kAll, right[k], 1);
+    left[k] = in_group > 0 ? from_left : A(0);
+    right[k] = in_group + 1 < lanes ? from_right : A(0);
+  }
+  for (int d = 1; d < lanes; d *= 2) {
+    const bool has_left = in_group >= d, has_right = in_group + d < lanes;
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      const A from_left = __shfl_up_sync(kAll, left[k], d);
+      const A from_right = __shfl_down_sync(kAll, right[k], d);
+      if (has_left) left[k] = from_left + left[k];
+      if (has_right) right[k] += from_right;
+    }
+  }
+
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    A values[kSize], sums[kSize];
+    const A middle = left[k] + between[k] + right[k];
+    ToValues<T>(back[k], values);
+    A end = middle, begin = 0;
+#pragma unroll
+    for (int i = kSize - 1; i >= 0; --i) sums[i] = end = end + values[i];
+    ToValues<T>(front[k], values);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sums[i] += begin = begin + values[i];
+    access.Store(place, k, sums);
+  }
+}
+
+template <typename T, WindowSumKernel kKind>
+__global__ void __launch_bounds__(kWindowSumThreads, WarpsBlocks(kKind))
+    WarpsKernel(const Arrays a, const WindowSumWarps tiles) {
+  constexpr int kSize = 16 / sizeof(T), kWarps = kWindowSumThreads / 32;
+  constexpr int64_t kFar = 1 << 29;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int pad = static_cast<int>(a.pad), window = static_cast<int>(a.window);
+  // The elements of a row that may be read after the first element of a unit.
+  const int behind = (window > kSize ? window - 1 : kSize) + 2 * kSize;
+  WarpsPlace<T> place;
+  bool plain = true;
+#pragma unroll
+  for (int k = 0; k < kWarpsUnits; ++k) {
+    const uint32_t chunk = (blockIdx.x * kWarpsUnits + k) * kWarps + warp;
+    const bool exists = chunk < tiles.total;
+    const uint32_t row = exists ? Divide(chunk, tiles.chunks) : 0;
+    T* const y_row = reinterpret_cast<T*>(a.y) + row * a.m;
+    const int64_t at = int64_t{(chunk - row * tiles.chunks.divisor) * 32 + lane} * kSize -
+                       WordShift(y_row) / static_cast<int>(sizeof(T));
+    place.y[k] = y_row + at;
+    place.x[k] = reinterpret_cast<const T*>(a.x) + row * a.n + (at - a.pad);
+    const int64_t skipped = max(at - kFar, int64_t{0});
+    place.at[k] = static_cast<int>(at - skipped);
+    place.n[k] = exists ? static_cast<int>(min(a.n - skipped, 2 * kFar)) : 0;
+    place.m[k] = exists ? static_cast<int>(min(a.m - skipped, 2 * kFar)) : 0;
+    const int first = place.at[k] - pad;
+    plain = plain && place.at[k] >= 0 && place.at[k] + kSize <= place.m[k] && first >= kSize &&
+            first + behind <= place.n[k];
+  }
+  const auto sums = [&]<bool kPlain>() {
+    if constexpr (kKind == WindowSumKernel::kWarpsNear) {
+      WarpsNearSums<T, kPlain>(a, place);
+    } else {
+      WarpsGroupSums<T, kKind, kPlain>(a, tiles.log_lanes, place);
+    }
+  };
   if (__all_sync(0xffffffffu, plain)) {
-    WarpsSums<T, kKind, true>(p, place);
+    sums.template operator()<true>();
   } else {
-    WarpsSums<T, kKind, false>(p, place);
+    sums.template operator()<false>();
   }
 }
 

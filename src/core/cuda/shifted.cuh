@@ -12,6 +12,30 @@
 
 namespace jax_fastops::cuda {
 
+// The distance from the beginning of the aligned word to the address, in bytes.
+__device__ __forceinline__ int WordShift(const void* address) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(address) & 15);
+}
+
+// Sets `out`, one word fewer than there are `words`, to the bytes that begin `shift` bytes (0 to
+// 15) after the beginning of `words`. `shift` is a multiple of kElement bytes.
+template <int kElement, int kWords, typename Out>
+__device__ __forceinline__ void ShiftWords(const uint4 (&words)[kWords], int shift, Out& out) {
+  constexpr int kOut = 4 * (kWords - 1);
+  static_assert(sizeof(Out) == 4 * kOut);
+  uint32_t w[kOut + 4], two[kOut + 2], one[kOut + 1];
+  memcpy(w, words, sizeof(w));
+#pragma unroll
+  for (int i = 0; i < kOut + 2; ++i) two[i] = shift & 8 ? w[i + 2] : w[i];
+#pragma unroll
+  for (int i = 0; i < kOut + 1; ++i) one[i] = kElement < 8 && shift & 4 ? two[i + 1] : two[i];
+  if constexpr (kElement < 4) {
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) one[i] = __funnelshift_r(one[i], one[i + 1], (shift & 3) * 8);
+  }
+  memcpy(&out, one, sizeof(out));
+}
+
 // kSize elements, 16 or 32 bytes in total.
 template <typename T, int kSize>
 struct Shifted {
@@ -58,22 +82,7 @@ struct Shifted {
   }
 
   __device__ __forceinline__ void Take(T (&elements)[kSize]) const {
-    constexpr int kOut = 4 * kWords;
-    uint32_t w[4 * (kWords + 1)], two[kOut + 2], one[kOut + 1];
-    memcpy(w, words, sizeof(words));
-#pragma unroll
-    for (int i = 0; i < kOut + 2; ++i) two[i] = shift & 8 ? w[i + 2] : w[i];
-#pragma unroll
-    for (int i = 0; i < kOut + 1; ++i) {
-      one[i] = sizeof(T) < 8 && shift & 4 ? two[i + 1] : two[i];
-    }
-    if constexpr (sizeof(T) < 4) {
-#pragma unroll
-      for (int i = 0; i < kOut; ++i) {
-        one[i] = __funnelshift_r(one[i], one[i + 1], (shift & 3) * 8);
-      }
-    }
-    memcpy(elements, one, sizeof(elements));
+    ShiftWords<sizeof(T)>(words, shift, elements);
   }
 };
 
