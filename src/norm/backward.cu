@@ -38,7 +38,7 @@
 #include "norm/backward_long.cuh"
 #include "norm/backward_ring.cuh"
 #include "norm/backward_rows.cuh"
-#include "norm/norm_cuda.h"
+#include "norm/norm.h"
 #include "norm/plan.h"
 
 namespace jax_fastops::cuda {

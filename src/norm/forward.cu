@@ -34,7 +34,7 @@
 #include "core/integer.h"
 #include "norm/forward_long.cuh"
 #include "norm/forward_row.cuh"
-#include "norm/norm_cuda.h"
+#include "norm/norm.h"
 #include "norm/plan.h"
 
 namespace jax_fastops::cuda {
