@@ -7,7 +7,7 @@
 // and elementwise/bias_relu.cuh writes the bits.
 //
 // Source: FasterTransformer, add_bias_act.
-#include "elementwise/bias_act_cuda.h"
+#include "elementwise/bias_act.h"
 
 #include "core/cuda/load_kernels.h"
 #include "elementwise/backward.cuh"

@@ -7,7 +7,7 @@
 // elementwise/forward.cuh and elementwise/backward.cuh.
 //
 // Source: Paddle, lerp.
-#include "elementwise/lerp_cuda.h"
+#include "elementwise/lerp.h"
 
 #include "core/cuda/load_kernels.h"
 #include "elementwise/backward.cuh"

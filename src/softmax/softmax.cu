@@ -9,7 +9,7 @@
 #include "core/cuda/launch.h"
 #include "core/fast_divide.h"
 #include "softmax/run.h"
-#include "softmax/softmax_cuda.h"
+#include "softmax/softmax.h"
 
 namespace jax_fastops::cuda {
 namespace softmax {

@@ -3,7 +3,7 @@
 // Most of them are bound by memory: x is read once and y is written once. Along the last axis,
 // warps take a few units of a row (warps.cuh). Along another axis, blocks move along the axis in
 // strips of columns (columns.cuh). The rest is summed by general kernels (general.cuh).
-#include "window_sum/window_sum_cuda.h"
+#include "window_sum/window_sum.h"
 
 #include <cstdint>
 
