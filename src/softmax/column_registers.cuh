@@ -20,7 +20,7 @@
 #include "core/cuda/row_group.cuh"
 #include "core/cuda/unit.cuh"
 #include "core/fast_divide.h"
-#include "softmax/columns.cuh"
+#include "softmax/column.cuh"
 #include "softmax/math.cuh"
 #include "softmax/plan.h"
 
