@@ -10,20 +10,14 @@
 
 #include "core/cuda/packed.cuh"
 #include "core/cuda/shifted.cuh"
+#include "window_sum/plan.h"
 
 namespace jax_fastops::cuda::window_sum {
 
-// x[outer, n, inner] and y[outer, m, inner]; window_sum/shape.h defines the sums.
-struct Arrays {
+struct Arrays : WindowSumSizes {
   const char* x;
   const char* x_end;
   char* y;
-  int64_t outer;
-  int64_t n;
-  int64_t inner;
-  int64_t m;
-  int64_t pad;
-  int64_t window;
 };
 
 template <int kWords>

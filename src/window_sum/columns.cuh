@@ -52,18 +52,19 @@ __device__ __forceinline__ void StoreShifted(const uint4& left, const uint4& own
 
 // The thread's part in a step, which is the same in all steps.
 struct ColumnsThread {
-  int column;                 // in the strip
+  int width, log_width;  // of the strip
+  int column;
   int slot, slots;            // of rows: the thread's, and their number in a step
   int in_group, group_slots;  // the slot's index in its group, and the slots of a group
-  int log_width;
 
   __device__ __forceinline__ explicit ColumnsThread(const WindowSumColumns& tiles)
-      : column(threadIdx.x & ((1 << tiles.log_width) - 1)),
+      : width(1 << tiles.log_width),
+        log_width(tiles.log_width),
+        column(threadIdx.x & (width - 1)),
         slot(threadIdx.x >> tiles.log_width),
         slots(kWindowSumThreads >> tiles.log_width),
         in_group(slot & ((1 << tiles.log_group) - 1)),
-        group_slots(1 << tiles.log_group),
-        log_width(tiles.log_width) {}
+        group_slots(1 << tiles.log_group) {}
 };
 
 // The sums that wait in shared memory, [rows][planes][width][kPiece]: a unit's accumulators in
@@ -76,16 +77,14 @@ struct ColumnsRing {
 
   A* sums;
   int rows;
-  int log_width, column;
+  int width, column;
 
   __device__ __forceinline__ A* Place(int row, int plane) const {
-    return sums + ((((row * kPlanes + plane) << log_width) + column) * kPiece);
+    return sums + ((row * kPlanes + plane) * width + column) * kPiece;
   }
-  // A row that is up to one ring before the first or after the last.
-  __device__ __forceinline__ int Wrap(int row) const {
-    row += row < 0 ? rows : 0;
-    return row - (row >= rows ? rows : 0);
-  }
+  // The row's place, for a row after the last and for one before the first.
+  __device__ __forceinline__ int Down(int row) const { return row - (row >= rows ? rows : 0); }
+  __device__ __forceinline__ int Up(int row) const { return row + (row < 0 ? rows : 0); }
   __device__ __forceinline__ void Load(int row, A (&out)[kSize]) const {
 #pragma unroll
     for (int h = 0; h < kPlanes; ++h) {
@@ -221,8 +220,8 @@ __device__ __forceinline__ void SumGroup(const ColumnsThread& t, const Bits (&un
   }
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    const A left = __shfl_sync(kAll, up[i], lane - (1 << t.log_width));
-    const A right = __shfl_sync(kAll, down[i], lane + (1 << t.log_width));
+    const A left = __shfl_sync(kAll, up[i], lane - t.width);
+    const A right = __shfl_sync(kAll, down[i], lane + t.width);
     before[i] = t.in_group > 0 ? left : A(0);
     after[i] = t.in_group + 1 < t.group_slots ? right : A(0);
   }
@@ -237,7 +236,7 @@ __device__ __forceinline__ void SumMiddle(const ColumnsThread& t, const ColumnsR
   for (int back = 1 + t.in_group; back < whole; back += t.group_slots) {
     if (back > group) break;
     A sum[kSize];
-    ring.Load(ring.Wrap(group_at - back * group_rows), sum);
+    ring.Load(ring.Up(group_at - back * group_rows), sum);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) middle[i] += sum[i];
   }
@@ -260,8 +259,7 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
   extern __shared__ __align__(16) unsigned char shared[];
 
   const ColumnsThread t(tiles);
-  const ColumnsRing<A, kSize> ring = {reinterpret_cast<A*>(shared), tiles.ring, t.log_width,
-                                      t.column};
+  const ColumnsRing<A, kSize> ring = {reinterpret_cast<A*>(shared), tiles.ring, t.width, t.column};
   const int window = static_cast<int>(a.window);
   const int rows = t.slots * kRows, group_rows = kRows << tiles.log_group;
   const int whole = (window - 1) / group_rows;  // groups between, or one less
@@ -279,12 +277,12 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
 
       A before[kSize], after[kSize];
       SumGroup<T>(t, units, before, after);
-      const int own = ring.Wrap(base + t.slot * kRows);  // the first of the thread's rows
+      const int own = ring.Down(base + t.slot * kRows);  // the first of the thread's rows
 #pragma unroll
       for (int k = kRows - 1; k >= 0; --k) {
 #pragma unroll
         for (int i = 0; i < kSize; ++i) after[i] += ToCompute(ElementOf<T>(units[k], i));
-        ring.Store(ring.Wrap(own + k), after);
+        ring.Store(ring.Down(own + k), after);
       }
       __syncthreads();
 
@@ -293,7 +291,7 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
       A middle[kSize] = {}, furthest[kSize] = {};
       if (whole > 1) SumMiddle(t, ring, whole, group, group_at, group_rows, middle);
       if (whole > 0 && whole <= group) {
-        ring.Load(ring.Wrap(group_at - whole * group_rows), furthest);
+        ring.Load(ring.Up(group_at - whole * group_rows), furthest);
       }
 
 #pragma unroll
@@ -313,7 +311,7 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
             }
           }
         } else {
-          ring.Load(ring.Wrap(own + k - (window - 1)), out);
+          ring.Load(ring.Down(ring.Up(own + k - (window - 1))), out);
           const bool far = whole > 0 && i_sum < (group - whole) * group_rows;
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
@@ -324,7 +322,7 @@ __global__ void __launch_bounds__(kWindowSumThreads, ColumnsBlocks(kBytes, sizeo
         strip.Store(i_sum, t.column, out);
       }
       __syncthreads();  // the ring is written again
-      base = ring.Wrap(base + rows);
+      base = ring.Down(base + rows);
     }
   }
 }

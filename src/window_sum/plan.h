@@ -10,6 +10,12 @@
 
 namespace jax_fastops {
 
+// x[outer, n, inner] and y[outer, m, inner], as in window_sum/shape.h. The number of sums is given,
+// because a piece of a row has fewer than a row.
+struct WindowSumSizes {
+  int64_t outer, n, inner, m, pad, window;
+};
+
 enum class WindowSumKernel {
   kCopy,  // the windows are single elements: no kernel
   kDirect,
@@ -23,8 +29,9 @@ enum class WindowSumKernel {
 
 inline constexpr int kWindowSumThreads = 256;  // per block
 
-// WarpsKernel: units of a thread.
+// WarpsKernel: units of a thread. It counts the elements of a row in 32 bits.
 inline constexpr int kWarpsUnits = 2;
+inline constexpr int kWarpsLongest = 1 << 29;
 
 // ColumnsKernel: the rows that a thread processes in one step, for units of `bytes`.
 constexpr int ColumnsRows(int bytes) { return bytes == 16 ? 4 : 8; }
@@ -68,7 +75,7 @@ struct WindowSumPlan {
 };
 
 struct WindowSumCall {
-  WindowSumShape shape;  // not empty
+  WindowSumSizes sizes;  // not empty
   int itemsize = 4;
   int x_shift = 0, y_shift = 0;  // distance from an address that is aligned to 16 bytes, in bytes
   bool workspace = false;

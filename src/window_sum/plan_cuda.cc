@@ -16,21 +16,21 @@ constexpr int kSector = 32;               // bytes
 
 // The general kernels accept any shape. `aligned`: rows consist of aligned units.
 WindowSumPlan PlanDirect(const WindowSumCall& call, bool aligned) {
-  const WindowSumShape& s = call.shape;
+  const WindowSumSizes& s = call.sizes;
   const bool wide = aligned && call.itemsize < 8;  // float64 has one kernel
   WindowSumPlan plan;
   plan.kernel = WindowSumKernel::kDirect;
   plan.unit = wide ? 16 : call.itemsize;
-  plan.blocks = WindowSumBlocks(s.outer * s.m() * (wide ? s.inner * call.itemsize / 16 : s.inner));
+  plan.blocks = WindowSumBlocks(s.outer * s.m * (wide ? s.inner * call.itemsize / 16 : s.inner));
   return plan;
 }
 
 WindowSumPlan PlanGeneral(const WindowSumCall& call, bool aligned) {
-  const WindowSumShape& s = call.shape;
-  if (s.window() < kTreeFan) return PlanDirect(call, aligned);
+  const WindowSumSizes& s = call.sizes;
+  if (s.window < kTreeFan) return PlanDirect(call, aligned);
   WindowSumPlan plan;
   plan.kernel = WindowSumKernel::kTree;
-  plan.blocks = WindowSumBlocks(s.outer * CeilDiv(s.m(), kTreeFan) * s.inner);
+  plan.blocks = WindowSumBlocks(s.outer * CeilDiv(s.m, kTreeFan) * s.inner);
   WindowSumTree& tree = plan.tree;
   tree.count[0] = s.n;
   // All levels have about n / 15 nodes, less than n / 8 if n > kWindowSumShortAxis.
@@ -43,34 +43,34 @@ WindowSumPlan PlanGeneral(const WindowSumCall& call, bool aligned) {
 
 // Sums along the last axis.
 WindowSumPlan PlanWarps(const WindowSumCall& call) {
-  const WindowSumShape& s = call.shape;
+  const WindowSumSizes& s = call.sizes;
   const int64_t size = 16 / call.itemsize;
   // A row of y may begin and end within a unit.
-  const bool whole = call.y_shift == 0 && s.m() * call.itemsize % 16 == 0;
-  const int64_t chunks = CeilDiv(s.m() + (whole ? 0 : size - 1), 32 * size);
-  if (chunks > kMaxGrid || s.outer > (kMaxGrid - kWindowSumThreads) / chunks) {
+  const bool whole = call.y_shift == 0 && s.m * call.itemsize % 16 == 0;
+  const int64_t chunks = CeilDiv(s.m + (whole ? 0 : size - 1), 32 * size);
+  if (s.n + 2 * s.window >= kWarpsLongest || s.outer > (kMaxGrid - kWindowSumThreads) / chunks) {
     return PlanGeneral(call, false);
   }
   WindowSumPlan plan;
   WindowSumWarps& tiles = plan.warps;
-  while (tiles.log_lanes < 5 && size << (tiles.log_lanes + 1) < s.window()) ++tiles.log_lanes;
+  while (tiles.log_lanes < 5 && size << (tiles.log_lanes + 1) < s.window) ++tiles.log_lanes;
   tiles.chunks = FastDivisor(static_cast<uint32_t>(chunks));
   tiles.total = static_cast<uint32_t>(s.outer * chunks);
   plan.blocks = CeilDiv(tiles.total, kWindowSumThreads / 32 * kWarpsUnits);
   const int64_t distance = call.x_shift - call.y_shift - s.pad * call.itemsize;
   const bool aligned = distance % 16 == 0 &&
-                       (s.outer == 1 || (s.n - s.m()) * call.itemsize % 16 == 0) &&
-                       2 * s.radius % size == 0;
-  plan.kernel = s.window() <= size + 1 ? WindowSumKernel::kWarpsNear
-                : aligned              ? WindowSumKernel::kWarpsAligned
-                                       : WindowSumKernel::kWarpsShifted;
+                       (s.outer == 1 || (s.n - s.m) * call.itemsize % 16 == 0) &&
+                       (s.window - 1) % size == 0;
+  plan.kernel = s.window <= size + 1 ? WindowSumKernel::kWarpsNear
+                : aligned            ? WindowSumKernel::kWarpsAligned
+                                     : WindowSumKernel::kWarpsShifted;
   return plan;
 }
 
 // Sums along another axis, by units of `bytes`. Sets kCopy if windows do not fit on the chip.
 WindowSumPlan PlanColumns(const WindowSumCall& call, int bytes, bool shifted) {
-  const WindowSumShape& s = call.shape;
-  const int64_t size = bytes / call.itemsize, m = s.m(), window = s.window();
+  const WindowSumSizes& s = call.sizes;
+  const int64_t size = bytes / call.itemsize, m = s.m, window = s.window;
   const int64_t compute = std::max(call.itemsize, 4);
   const int64_t units = shifted ? CeilDiv(s.inner + size - 1, size) : s.inner / size;
   const int rows = ColumnsRows(bytes);
@@ -131,13 +131,13 @@ int64_t WindowSumBlocks(int64_t items) {
 }
 
 WindowSumPlan PlanWindowSum(const WindowSumCall& call) {
-  const WindowSumShape& s = call.shape;
-  if (s.radius == 0) return {};
+  const WindowSumSizes& s = call.sizes;
+  if (s.window == 1) return {};
   // The widest unit of inner elements to which all addresses are aligned.
   const int64_t addresses = call.x_shift | call.y_shift | s.inner * call.itemsize;
   const bool aligned = addresses % 16 == 0;
   if (s.n <= kDirectAxis) return PlanDirect(call, aligned);
-  if (call.itemsize == 8 || s.window() > kWindowSumLongWindow) return PlanGeneral(call, aligned);
+  if (call.itemsize == 8 || s.window > kWindowSumLongWindow) return PlanGeneral(call, aligned);
   if (s.inner == 1) return PlanWarps(call);
   const int unit = aligned ? 16 : addresses % 4 == 0 ? 4 : call.itemsize;
   WindowSumPlan plan;

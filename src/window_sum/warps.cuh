@@ -65,15 +65,12 @@ __device__ __forceinline__ void ToValues(const uint4* units, ComputeType<T> (&va
   for (int i = 0; i < kCount; ++i) values[i] = ToCompute(elements[i]);
 }
 
-// The places of a thread's units. Positions in a row are counted from the row's beginning, or from
-// an element so far before the unit that no window reaches it: so they fit in 32 bits.
+// The places of a thread's units.
 template <typename T>
 struct WarpsPlace {
   const T* x[kWarpsUnits];  // the beginning of the unit's windows
   T* y[kWarpsUnits];
-  int at[kWarpsUnits];  // of the unit in y's row; negative if the row begins within a unit
-  int n[kWarpsUnits];   // the ends of the rows of x and y
-  int m[kWarpsUnits];
+  int at[kWarpsUnits];  // index in y's row; negative if the row begins within a unit
 };
 
 // What a warp loads and stores for its units. `kPlain`: all accesses of the warp are within the
@@ -122,15 +119,16 @@ struct WarpsAccess {
 
   __device__ __forceinline__ void Store(const WarpsPlace<T>& place, int k,
                                         const A (&sums)[kSize]) const {
+    const int m = static_cast<int>(arrays.m);
     Packed128<T> out;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) out[i] = FromCompute<T>(sums[i]);
-    if (kPlain || (place.at[k] >= 0 && place.at[k] + kSize <= place.m[k])) {
+    if (kPlain || (place.at[k] >= 0 && place.at[k] + kSize <= m)) {
       StorePacked<CacheHint::kStreaming>(place.y[k], out);
     } else {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        if (place.at[k] + i >= 0 && place.at[k] + i < place.m[k]) place.y[k][i] = out[i];
+        if (place.at[k] + i >= 0 && place.at[k] + i < m) place.y[k][i] = out[i];
       }
     }
   }
@@ -141,16 +139,17 @@ template <typename T, bool kPlain>
 __device__ __forceinline__ void WarpsNearSums(const Arrays& a, const WarpsPlace<T>& place) {
   using Access = WarpsAccess<T, WindowSumKernel::kWarpsNear, kPlain>;
   const Access access = {a};
+  const int n = static_cast<int>(a.n);
   const int pad = static_cast<int>(a.pad), window = static_cast<int>(a.window);
   typename Access::Words words[kWarpsUnits];
 #pragma unroll
   for (int k = 0; k < kWarpsUnits; ++k) {
-    access.Load(place.x[k], place.at[k] - pad, place.n[k], words[k]);
+    access.Load(place.x[k], place.at[k] - pad, n, words[k]);
   }
 #pragma unroll
   for (int k = 0; k < kWarpsUnits; ++k) {
     ComputeType<T> values[2 * Access::kSize], sums[Access::kSize];
-    access.Settle(place.x[k], place.at[k] - pad, place.n[k], words[k]);
+    access.Settle(place.x[k], place.at[k] - pad, n, words[k]);
     ToValues<T>(words[k], values);
     NearSums<3>(values, window, sums);
     access.Store(place, k, sums);
@@ -166,17 +165,17 @@ __device__ __forceinline__ void WarpsGroupSums(const Arrays& a, int log_lanes,
   constexpr int kSize = Access::kSize, kUnits = kWarpsUnits;
   constexpr unsigned kAll = 0xffffffffu;
   const Access access = {a};
+  const int n = static_cast<int>(a.n);
   const int pad = static_cast<int>(a.pad), behind = static_cast<int>(a.window) - 1;
   const auto& x = place.x;
   const auto& at = place.at;
-  const auto& n = place.n;
 
   typename Access::Words back[kUnits], front[kUnits];
 #pragma unroll
-  for (int k = 0; k < kUnits; ++k) access.Load(x[k], at[k] - pad, n[k], back[k]);
+  for (int k = 0; k < kUnits; ++k) access.Load(x[k], at[k] - pad, n, back[k]);
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
-    access.Load(x[k] + behind, at[k] - pad + behind, n[k], front[k]);
+    access.Load(x[k] + behind, at[k] - pad + behind, n, front[k]);
   }
 
   const int lane = threadIdx.x & 31, lanes = 1 << log_lanes;
@@ -186,7 +185,7 @@ __device__ __forceinline__ void WarpsGroupSums(const Arrays& a, int log_lanes,
   for (int k = 0; k < kUnits; ++k) between[k] = 0;
   for (int share = group; share < behind; share += group) {
     typename Access::Words words[kUnits];
-    const auto end = [&](int k) { return min(at[k] - pad - in_group * kSize + behind, n[k]); };
+    const auto end = [&](int k) { return min(at[k] - pad - in_group * kSize + behind, n); };
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       access.Load(x[k] + share, at[k] - pad + share, end(k), words[k]);
@@ -206,8 +205,8 @@ __device__ __forceinline__ void WarpsGroupSums(const Arrays& a, int log_lanes,
   A left[kUnits], right[kUnits];  // the parts of this lane's sums from its left and its right
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
-    access.Settle(x[k], at[k] - pad, n[k], back[k]);
-    access.Settle(x[k] + behind, at[k] - pad + behind, n[k], front[k]);
+    access.Settle(x[k], at[k] - pad, n, back[k]);
+    access.Settle(x[k] + behind, at[k] - pad + behind, n, front[k]);
     A values[kSize];
     ToValues<T>(back[k], values);
     right[k] = values[kSize - 1];
@@ -254,7 +253,7 @@ template <typename T, WindowSumKernel kKind>
 __global__ void __launch_bounds__(kWindowSumThreads, WarpsBlocks(kKind))
     WarpsKernel(const Arrays a, const WindowSumWarps tiles) {
   constexpr int kSize = 16 / sizeof(T), kWarps = kWindowSumThreads / 32;
-  constexpr int64_t kFar = 1 << 29;
+  const int n = static_cast<int>(a.n), m = static_cast<int>(a.m);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int pad = static_cast<int>(a.pad), window = static_cast<int>(a.window);
   // The elements of a row that may be read after the first element of a unit.
@@ -264,20 +263,16 @@ __global__ void __launch_bounds__(kWindowSumThreads, WarpsBlocks(kKind))
 #pragma unroll
   for (int k = 0; k < kWarpsUnits; ++k) {
     const uint32_t chunk = (blockIdx.x * kWarpsUnits + k) * kWarps + warp;
-    const bool exists = chunk < tiles.total;
-    const uint32_t row = exists ? Divide(chunk, tiles.chunks) : 0;
+    const uint32_t row = chunk < tiles.total ? Divide(chunk, tiles.chunks) : 0;
     T* const y_row = reinterpret_cast<T*>(a.y) + row * a.m;
-    const int64_t at = int64_t{(chunk - row * tiles.chunks.divisor) * 32 + lane} * kSize -
-                       WordShift(y_row) / static_cast<int>(sizeof(T));
+    int at = static_cast<int>((chunk - row * tiles.chunks.divisor) * 32 + lane) * kSize -
+             WordShift(y_row) / static_cast<int>(sizeof(T));
+    if (chunk >= tiles.total) at = kWarpsLongest;  // after every row
+    const int first = at - pad;
+    plain = plain && at >= 0 && at + kSize <= m && first >= kSize && first + behind <= n;
+    place.at[k] = at;
     place.y[k] = y_row + at;
-    place.x[k] = reinterpret_cast<const T*>(a.x) + row * a.n + (at - a.pad);
-    const int64_t skipped = max(at - kFar, int64_t{0});
-    place.at[k] = static_cast<int>(at - skipped);
-    place.n[k] = exists ? static_cast<int>(min(a.n - skipped, 2 * kFar)) : 0;
-    place.m[k] = exists ? static_cast<int>(min(a.m - skipped, 2 * kFar)) : 0;
-    const int first = place.at[k] - pad;
-    plain = plain && place.at[k] >= 0 && place.at[k] + kSize <= place.m[k] && first >= kSize &&
-            first + behind <= place.n[k];
+    place.x[k] = reinterpret_cast<const T*>(a.x) + row * a.n + first;
   }
   const auto sums = [&]<bool kPlain>() {
     if constexpr (kKind == WindowSumKernel::kWarpsNear) {

@@ -5,6 +5,7 @@
 // strips of columns (columns.cuh). The rest is summed by general kernels (general.cuh).
 #include "window_sum/window_sum.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/cuda/dispatch.cuh"
@@ -20,6 +21,12 @@ namespace window_sum {
 namespace {
 
 struct WindowSums;  // the family of the kernels
+
+constexpr int64_t kPiece = 1 << 28;  // sums of a row in one launch
+
+int ShiftOf(const void* address) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16);
+}
 
 LaunchConfig ConfigOf(int64_t blocks, int64_t shared = 0) {
   return {.grid = dim3(static_cast<unsigned>(blocks)),
@@ -106,37 +113,52 @@ cudaError_t LaunchPlan(const WindowSumPlan& plan, const Arrays& a, void* workspa
   }
 }
 
+cudaError_t Run(const Arrays& a, DType dtype, void* workspace, cudaStream_t stream) {
+  Device device;
+  const cudaError_t error = CurrentDevice(&device);
+  if (error != cudaSuccess) return error;
+  const WindowSumPlan plan = PlanWindowSum({.sizes = a,
+                                            .itemsize = static_cast<int>(DTypeSize(dtype)),
+                                            .x_shift = ShiftOf(a.x),
+                                            .y_shift = ShiftOf(a.y),
+                                            .workspace = workspace != nullptr,
+                                            .processors = device.processors,
+                                            .shared_per_block = device.shared_per_block});
+  return ForDType(
+      dtype, [&]<typename T>(TypeTag<T>) { return LaunchPlan<T>(plan, a, workspace, stream); });
+}
+
 }  // namespace
 }  // namespace window_sum
 
 cudaError_t WindowSum(const WindowSumShape& shape, DType dtype, const void* x, void* y,
                       void* workspace, cudaStream_t stream) {
-  if (shape.outer * shape.inner == 0 || shape.m() <= 0) return cudaSuccess;
-  Device device;
-  const cudaError_t error = CurrentDevice(&device);
-  if (error != cudaSuccess) return error;
-  const int itemsize = static_cast<int>(DTypeSize(dtype));
+  const int64_t itemsize = DTypeSize(dtype);
   const char* const from = static_cast<const char*>(x);
-  const window_sum::Arrays arrays = {from,
-                                     from + shape.outer * shape.n * shape.inner * itemsize,
-                                     static_cast<char*>(y),
-                                     shape.outer,
-                                     shape.n,
-                                     shape.inner,
-                                     shape.m(),
-                                     shape.pad,
-                                     shape.window()};
-  const WindowSumPlan plan =
-      PlanWindowSum({.shape = shape,
-                     .itemsize = itemsize,
-                     .x_shift = static_cast<int>(reinterpret_cast<uintptr_t>(x) % 16),
-                     .y_shift = static_cast<int>(reinterpret_cast<uintptr_t>(y) % 16),
-                     .workspace = workspace != nullptr,
-                     .processors = device.processors,
-                     .shared_per_block = device.shared_per_block});
-  return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
-    return window_sum::LaunchPlan<T>(plan, arrays, workspace, stream);
-  });
+  window_sum::Arrays a = {{shape.outer, shape.n, shape.inner, shape.m(), shape.pad, shape.window()},
+                          from,
+                          from + shape.outer * shape.n * shape.inner * itemsize,
+                          static_cast<char*>(y)};
+  if (a.outer * a.inner == 0 || a.m <= 0) return cudaSuccess;
+  if (a.inner > 1 || a.n <= window_sum::kPiece || a.window > kWindowSumLongWindow ||
+      itemsize == 8) {
+    return window_sum::Run(a, dtype, workspace, stream);
+  }
+  // Long rows take the kernel of short ones, a piece at a time.
+  for (int64_t row = 0; row < shape.outer; ++row) {
+    for (int64_t begin = 0; begin < shape.m(); begin += window_sum::kPiece) {
+      const int64_t skipped = std::max<int64_t>(begin - shape.pad, 0);
+      a.outer = 1;
+      a.n = std::min(shape.n - skipped, window_sum::kPiece + a.window);
+      a.m = std::min(shape.m() - begin, window_sum::kPiece);
+      a.pad = skipped - (begin - shape.pad);
+      a.x = from + (row * shape.n + skipped) * itemsize;
+      a.y = static_cast<char*>(y) + (row * shape.m() + begin) * itemsize;
+      const cudaError_t error = window_sum::Run(a, dtype, nullptr, stream);
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
 }
 
 cudaError_t LoadWindowSumKernels() { return LoadKernels<window_sum::WindowSums>(); }
