@@ -48,8 +48,8 @@ namespace {
 
 template <typename T, bool kAligned, int kForm>
 __global__ void __launch_bounds__(kNormForwardForms[kForm].block,
-                                  MinBlocks(kNormForwardForms[kForm].block,
-                                            kNormForwardForms[kForm].held, kAligned))
+                                  MinBlocks<T>(kNormForwardForms[kForm].block,
+                                               kNormForwardForms[kForm].held, kAligned))
     NormRowKernel(const NormForwardParams p) {
   constexpr NormForwardForm kThis = kNormForwardForms[kForm];
   using Group = RowGroup<kThis.threads>;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kNormForwardForms[kForm].block,
 // Computes the moments of each chunk, and stores the sum if requested.
 template <typename T>
 __global__ void __launch_bounds__(kNormChunkThreads,
-                                  MinBlocks(kNormChunkThreads, kNormChunkHeld, false))
+                                  MinBlocks<T>(kNormChunkThreads, kNormChunkHeld, false))
     NormChunkKernel(const NormForwardParams p) {
   using Group = RowGroup<kNormChunkThreads>;
   using Chunk = Held<T, false, Group, kNormChunkHeld>;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kNormChunkThreads,
 // The last chunks come first, because they may still be in L2.
 template <typename T>
 __global__ void __launch_bounds__(kNormChunkThreads,
-                                  MinBlocks(kNormChunkThreads, kNormChunkHeld, false))
+                                  MinBlocks<T>(kNormChunkThreads, kNormChunkHeld, false))
     NormMergeKernel(const NormForwardParams p) {
   using Group = RowGroup<kNormChunkThreads>;
   using Chunk = Held<T, false, Group, kNormChunkHeld>;

@@ -464,8 +464,12 @@ __device__ __forceinline__ void StoreMoments(const NormForwardParams& p, int64_t
 // Resident blocks per SM, given the bytes of a row that a thread holds in the compute type. A
 // thread gets registers for these bytes and at least as many again for everything else, and some
 // more if rows are not aligned.
+template <typename T>
 constexpr int MinBlocks(int block, int held, bool aligned) {
-  const int threads = held > 64 ? (aligned ? 1024 : 768) : (aligned ? 1280 : 1024);
+  const int threads = held > 64 ? (aligned          ? 1024
+                                   : sizeof(T) == 2 ? 896
+                                                    : 768)
+                                : (aligned ? 1280 : 1024);
   return threads < block ? 1 : threads / block;
 }
 

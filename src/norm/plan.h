@@ -35,9 +35,9 @@ struct NormForwardForm {
 // From the shortest rows to the longest. The last form for unaligned rows must hold kNormWorkspace
 // columns and one unit more, because there is no workspace for chunks up to that length.
 inline constexpr NormForwardForm kNormForwardForms[] = {
-    {4, 128, 64, true, true},     {16, 128, 64, true, true},      {32, 128, 128, true, true},
-    {64, 64, 128, true, true},    {128, 128, 128, true, true},    {256, 256, 128, true, true},
-    {512, 512, 128, true, false}, {1024, 1024, 128, false, true},
+    {4, 128, 64, true, true},    {16, 128, 64, true, true},    {32, 128, 128, true, true},
+    {64, 64, 128, true, true},   {96, 96, 96, false, true},    {128, 128, 128, true, true},
+    {256, 256, 128, true, true}, {512, 512, 128, true, false}, {1024, 1024, 128, false, true},
 };
 inline constexpr int kNormForwardFormCount = std::size(kNormForwardForms);
 
