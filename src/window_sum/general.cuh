@@ -1,5 +1,5 @@
-// Window sums of any shape: of short axes and windows, of windows that are too long for the chip,
-// and all of float64.
+// Window sums of any shape: of short axes, and of windows that are too long for the chip. float64
+// has no other kernel for axes that are not the last.
 //
 // DirectKernel adds up each sum from its elements, which the L1 cache holds.
 //

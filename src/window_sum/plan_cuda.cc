@@ -61,9 +61,11 @@ WindowSumPlan PlanWarps(const WindowSumCall& call) {
   const bool aligned = distance % 16 == 0 &&
                        (s.outer == 1 || (s.n - s.m) * call.itemsize % 16 == 0) &&
                        (s.window - 1) % size == 0;
-  plan.kernel = s.window <= size + 1 ? WindowSumKernel::kWarpsNear
-                : aligned            ? WindowSumKernel::kWarpsAligned
-                                     : WindowSumKernel::kWarpsShifted;
+  const bool general = call.itemsize == 8;  // float64 has one kernel
+  plan.kernel = general                ? WindowSumKernel::kWarpsShifted
+                : s.window <= size + 1 ? WindowSumKernel::kWarpsNear
+                : aligned              ? WindowSumKernel::kWarpsAligned
+                                       : WindowSumKernel::kWarpsShifted;
   return plan;
 }
 
@@ -137,8 +139,9 @@ WindowSumPlan PlanWindowSum(const WindowSumCall& call) {
   const int64_t addresses = call.x_shift | call.y_shift | s.inner * call.itemsize;
   const bool aligned = addresses % 16 == 0;
   if (s.n <= kDirectAxis) return PlanDirect(call, aligned);
-  if (call.itemsize == 8 || s.window > kWindowSumLongWindow) return PlanGeneral(call, aligned);
+  if (s.window > kWindowSumLongWindow) return PlanGeneral(call, aligned);
   if (s.inner == 1) return PlanWarps(call);
+  if (call.itemsize == 8) return PlanGeneral(call, aligned);
   const int unit = aligned ? 16 : addresses % 4 == 0 ? 4 : call.itemsize;
   WindowSumPlan plan;
   if (unit < 16 && s.inner * call.itemsize >= kShiftedBytes) plan = PlanColumns(call, 16, true);

@@ -25,6 +25,7 @@
 
 #include "core/cuda/divide.cuh"
 #include "core/cuda/packed.cuh"
+#include "core/cuda/unit.cuh"
 #include "window_sum/arrays.cuh"
 #include "window_sum/plan.h"
 
@@ -120,15 +121,15 @@ struct WarpsAccess {
   __device__ __forceinline__ void Store(const WarpsPlace<T>& place, int k,
                                         const A (&sums)[kSize]) const {
     const int m = static_cast<int>(arrays.m);
-    Packed128<T> out;
+    Unit<T, 16> out;
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) out[i] = FromCompute<T>(sums[i]);
+    for (int i = 0; i < kSize; ++i) out.elements[i] = FromCompute<T>(sums[i]);
     if (kPlain || (place.at[k] >= 0 && place.at[k] + kSize <= m)) {
-      StorePacked<CacheHint::kStreaming>(place.y[k], out);
+      out.template Store<CacheHint::kStreaming>(place.y[k]);
     } else {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        if (place.at[k] + i >= 0 && place.at[k] + i < m) place.y[k][i] = out[i];
+        if (place.at[k] + i >= 0 && place.at[k] + i < m) place.y[k][i] = out.elements[i];
       }
     }
   }

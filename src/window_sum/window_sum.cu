@@ -34,7 +34,7 @@ LaunchConfig ConfigOf(int64_t blocks, int64_t shared = 0) {
           .shared = static_cast<size_t>(shared)};
 }
 
-// The kernels of float64 sum elements, and those of 16 bits have units of 4 bytes, too.
+// float64 has one kernel of each kind, and none of columns.
 template <typename T>
 auto DirectOf(int unit) {
   if constexpr (sizeof(T) < 8) {
@@ -52,15 +52,16 @@ auto ColumnsOf(int unit, bool shifted) {
 }
 
 template <typename T>
-auto WarpsOf(WindowSumKernel kind) {
-  switch (kind) {
-    case WindowSumKernel::kWarpsNear:
+auto WarpsOf(WindowSumKernel kernel) {
+  if constexpr (sizeof(T) < 8) {
+    if (kernel == WindowSumKernel::kWarpsNear) {
       return KernelOf<WindowSums, WarpsKernel<T, WindowSumKernel::kWarpsNear>>();
-    case WindowSumKernel::kWarpsAligned:
+    }
+    if (kernel == WindowSumKernel::kWarpsAligned) {
       return KernelOf<WindowSums, WarpsKernel<T, WindowSumKernel::kWarpsAligned>>();
-    default:
-      return KernelOf<WindowSums, WarpsKernel<T, WindowSumKernel::kWarpsShifted>>();
+    }
   }
+  return KernelOf<WindowSums, WarpsKernel<T, WindowSumKernel::kWarpsShifted>>();
 }
 
 // A level of the tree after the other, then the sums.
@@ -93,23 +94,21 @@ cudaError_t LaunchPlan(const WindowSumPlan& plan, const Arrays& a, void* workspa
   const LaunchConfig config = ConfigOf(plan.blocks, plan.shared);
   switch (plan.kernel) {
     case WindowSumKernel::kCopy:
-      return cudaMemcpyAsync(a.y, a.x, static_cast<size_t>(a.x_end - a.x), cudaMemcpyDeviceToDevice,
-                             stream);
+      return cudaMemcpyAsync(a.y, a.x, static_cast<size_t>(a.outer * a.m * a.inner) * sizeof(T),
+                             cudaMemcpyDeviceToDevice, stream);
     case WindowSumKernel::kDirect:
       return Launch(DirectOf<T>(plan.unit), config, stream, a);
     case WindowSumKernel::kTree:
       return LaunchTree<T>(plan, a, workspace, stream);
+    case WindowSumKernel::kColumns:
+    case WindowSumKernel::kColumnsShifted:
+      if constexpr (sizeof(T) < 8) {
+        const bool shifted = plan.kernel == WindowSumKernel::kColumnsShifted;
+        return Launch(ColumnsOf<T>(plan.unit, shifted), config, stream, a, plan.columns);
+      }
+      return cudaErrorInvalidValue;  // float64 takes the tree
     default:
-      break;
-  }
-  if constexpr (sizeof(T) == 8) {
-    return cudaErrorInvalidValue;  // float64 has the general kernels only
-  } else if (plan.kernel == WindowSumKernel::kColumns ||
-             plan.kernel == WindowSumKernel::kColumnsShifted) {
-    const bool shifted = plan.kernel == WindowSumKernel::kColumnsShifted;
-    return Launch(ColumnsOf<T>(plan.unit, shifted), config, stream, a, plan.columns);
-  } else {
-    return Launch(WarpsOf<T>(plan.kernel), config, stream, a, plan.warps);
+      return Launch(WarpsOf<T>(plan.kernel), config, stream, a, plan.warps);
   }
 }
 
@@ -140,8 +139,7 @@ cudaError_t WindowSum(const WindowSumShape& shape, DType dtype, const void* x, v
                           from + shape.outer * shape.n * shape.inner * itemsize,
                           static_cast<char*>(y)};
   if (a.outer * a.inner == 0 || a.m <= 0) return cudaSuccess;
-  if (a.inner > 1 || a.n <= window_sum::kPiece || a.window > kWindowSumLongWindow ||
-      itemsize == 8) {
+  if (a.inner > 1 || a.n <= window_sum::kPiece || a.window > kWindowSumLongWindow) {
     return window_sum::Run(a, dtype, workspace, stream);
   }
   // Long rows take the kernel of short ones, a piece at a time.

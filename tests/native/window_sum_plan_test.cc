@@ -132,7 +132,8 @@ void CheckPlan(const WindowSumCall& call) {
   CHECK_CALL((plan.kernel == kCopy) == (s.window == 1));
   if (plan.kernel == kCopy) return;
   CHECK_CALL(plan.blocks > 0 && plan.blocks <= kInt);
-  CHECK_CALL(call.itemsize < 8 || plan.kernel == kDirect || plan.kernel == kTree);
+  CHECK_CALL(call.itemsize < 8 || plan.kernel == kDirect || plan.kernel == kTree ||
+             plan.kernel == kWarpsShifted);
   switch (plan.kernel) {
     case kDirect:
       CHECK_CALL(plan.unit == call.itemsize || plan.unit == 16);
