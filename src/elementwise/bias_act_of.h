@@ -1,11 +1,10 @@
-// The launchers of bias_act for one activation. Each activation has its own source file, because
-// each has about 110 kernels to compile.
+// The launchers of bias_act for one activation. Each activation has its own source file, so that
+// they are compiled side by side.
 #ifndef JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_OF_H_
 #define JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_OF_H_
 
 #include <cuda_runtime_api.h>
 
-#include "core/cuda/load_kernels.h"
 #include "core/dtype.h"
 #include "elementwise/broadcast.h"
 #include "elementwise/elementwise.h"
@@ -16,9 +15,9 @@ struct Gelu;
 struct GeluExact;
 struct Silu;
 
-// Passes every kernel of an activation to `load`.
+// Loads the kernels of an activation on the current device.
 template <typename Act>
-void LoadBiasActOf(const KernelLoader::Loading& load);
+cudaError_t LoadBiasActOf();
 
 template <typename Act>
 cudaError_t BiasActForwardOf(const BroadcastShape& shape, DType dtype, const Operand operands[2],
