@@ -56,6 +56,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "core/cuda/dispatch.cuh"
@@ -80,7 +81,7 @@ struct BackwardTraits {
   static constexpr int kSums = kIsGeneral ? 1 : std::popcount(unsigned(kColumns));
   // The units that a lane loads for each row.
   static constexpr int kStreams = F::kBits ? 1 : 1 + F::kOperands - (kIsGeneral ? 0 : kSums);
-  static constexpr int kRows = sizeof(T) > 2 && kStreams > 3 ? kBackwardRows / 2 : kBackwardRows;
+  static constexpr int kRows = !kIsGeneral && kStreams > 3 ? kBackwardRows / 2 : kBackwardRows;
   static constexpr int kBlocks = kStreams > 2 || kSums > 1 ? 2 : 3;  // on a processor
 };
 
@@ -110,6 +111,7 @@ class BackwardBlock {
   using Traits = BackwardTraits<F, T, kColumns>;
   using Operands = Loaded<T, Traits::kBytes, F::kMayBeWide>;
   using Bits = Word<Traits::kBytes>;
+  using UnitIndex = std::conditional_t<Traits::kIsGeneral, int64_t, uint32_t>;
   static constexpr bool kAny = Traits::kIsGeneral;
   static constexpr int kSize = Traits::kBytes / sizeof(T);
   static constexpr int kOperands = F::kOperands, kGradients = F::kGradients;
@@ -126,8 +128,9 @@ class BackwardBlock {
  public:
   static constexpr int kExchangeStride = kBackwardThreads + 4;  // avoids bank conflicts
   struct Shared {
-    int64_t table[kTableColumns][kBackwardTable];  // rows of B, or their segments
-    int64_t table_a[kTableColumns][kRows];         // crossed: the rows in flight
+    int64_t table[kTableColumns][kBackwardTable];                   // rows of B, or their segments
+    int64_t table_a[kTableColumns][kRows];                          // crossed: the rows in flight
+    int64_t base[1 + kOperands][kBackwardThreads / kBackwardRows];  // of A, for each group
     C exchange[kSize * kExchangeStride];
   };
 
@@ -222,10 +225,13 @@ class BackwardBlock {
     return (1u << end) - (1u << first);
   }
 
+  // The offset of this group's index of A.
+  __device__ __forceinline__ int64_t Base(int array) const { return shared_.base[array][group_]; }
+
   // ---- the loops
   // The rows in flight: where they are, and what was loaded.
   struct Rows {
-    int64_t place[kRows];      // of the unit, in arrays of the result's shape
+    UnitIndex place[kRows];    // of the unit, in arrays of the result's shape
     uint32_t elements[kRows];  // of the unit that are in the row; 0: nothing to do
     Bits dy[kRows];
     Operands x[kRows][kOperands];
@@ -245,10 +251,11 @@ class BackwardBlock {
     for (int64_t first_a = box_a_ * own; first_a < p.length_a; first_a += p.boxes_a * own) {
       const int64_t a = first_a + (p.over_a ? group_ : 0);
       const bool live = a < p.length_a;
-      int64_t base[1 + kOperands];
-#pragma unroll
-      for (int k = 0; k <= kOperands; ++k) base[k] = OffsetA(k, live ? a : 0);
-      LoadHeld(base, live);
+      // In shared memory, because registers are scarce.
+      __syncthreads();
+      if (lane_ <= kOperands) shared_.base[lane_][group_] = OffsetA(lane_, live ? a : 0);
+      __syncthreads();
+      LoadHeld(live);
       for (int64_t first = box_b_; first < trips; first += table_trips * p.boxes_b) {
         if (!once || first_a == box_a_ * own) {
           __syncthreads();
@@ -265,7 +272,7 @@ class BackwardBlock {
           Rows rows;
           Load(
               rows, [&](int r) { return r * side < left; },
-              [&](int array, int r) { return base[array] + shared_.table[array][at + r * side]; },
+              [&](int array, int r) { return Base(array) + shared_.table[array][at + r * side]; },
               [&](int r) { return shared_.table[kSegmentTable][at + r * side]; });
           C across[1] = {};
 #pragma unroll
@@ -345,9 +352,9 @@ class BackwardBlock {
   // ---- loading
   // Loads the operands that stay in registers while the block loops over B. An operand may have
   // copies along B; they are equal.
-  __device__ __forceinline__ void LoadHeld(const int64_t (&base)[1 + kOperands], bool live) {
+  __device__ __forceinline__ void LoadHeld(bool live) {
     if constexpr (kSums > 0 && !kAny) {
-      shift_ = ShiftOf(base[0] + OffsetB(0, class_));
+      shift_ = ShiftOf(Base(0) + OffsetB(0, class_));
       const int64_t column = first_column_ - shift_;
       const uint32_t elements = live ? ElementsAt(column) : 0;
 #pragma unroll
@@ -356,7 +363,7 @@ class BackwardBlock {
         const BackwardOperand& operand = p.operand[k];
         Operands loaded{};
         if (operand.needed && elements != 0) {
-          const int64_t at = base[1 + k] + (operand.one ? 0 : column);
+          const int64_t at = Base(1 + k) + (operand.one ? 0 : column);
           if (operand.one || (operand.units && elements == kWhole)) {
             loaded.Load(operand.data, at, operand.one, operand.wide);
           } else {
@@ -381,12 +388,13 @@ class BackwardBlock {
       if (!live(r)) continue;
       const int64_t begin = offset(0, r);
       const int64_t column = first_column_ + segment(r) - ShiftOf(begin);
-      rows.place[r] = begin + column;
+      const int64_t place = begin + column;
+      rows.place[r] = static_cast<UnitIndex>(place / kSize);
       rows.elements[r] = ElementsAt(column);
       if (rows.elements[r] == 0) continue;
-      const bool inside = kAny || rows.place[r] + kSize <= p.elements;
+      const bool inside = kAny || place + kSize <= p.elements;
       if (inside) {
-        rows.dy[r] = *reinterpret_cast<const Bits*>(dy + rows.place[r]);
+        rows.dy[r] = *reinterpret_cast<const Bits*>(dy + place);
       } else {
         tails |= 1u << r;
       }
@@ -402,7 +410,7 @@ class BackwardBlock {
           rows.x[r][k].Load(operand.data, offset(1 + k, r) + (operand.one ? 0 : column),
                             operand.one, operand.wide);
         } else if (inside) {
-          rows.x[r][k].Load(operand.data, rows.place[r], false, operand.wide);
+          rows.x[r][k].Load(operand.data, place, false, operand.wide);
         }
       }
     }
@@ -489,7 +497,7 @@ class BackwardBlock {
           }
         }
       } else if (sum.kind == SumKind::kFull) {
-        StoreFull(sum, rows.place[r], elements, values[g]);
+        StoreFull(sum, int64_t{rows.place[r]} * kSize, elements, values[g]);
       } else if (sum.kind != SumKind::kNone) {
         if (elements != kWhole) {
 #pragma unroll

@@ -101,6 +101,8 @@ class BackwardLauncher {
     }
     BackwardLimits limits;
     limits.unit = general ? 1 : 16 / element_;
+    // Kernels count units in 32 bits.
+    if (!general && shape_.elements() / limits.unit >= int64_t{1} << 32) return false;
     limits.columns = general ? 1 : 2;
     limits.crossed = !general;
     limits.slots = std::max(1, std::min(kSlotBytes, device.shared_per_block / 2) / SlotBytes());
