@@ -1,5 +1,4 @@
-// Window sums along the last axis, for windows that are short compared with the elements of a
-// block.
+// Window sums along the last axis, for windows that are not summed from a tree.
 //
 // There is no shared memory and no barrier: each warp computes the sums of its own units, and reads
 // every element that they need. So an element is read a few times, but only once from memory: the
