@@ -5,7 +5,7 @@
 //   struct F {
 //     using Family = ...;  // of kernels (core/cuda/launch.h)
 //     static constexpr int kOperands = ..., kGradients = ...;
-//     // Whether an operand may have the accumulator type.
+//     // Whether an operand other than the first may have the accumulator type.
 //     static constexpr bool kMayBeWide = ...;
 //     // Whether operand 0 is a bitmask. Its values are 0 and 1.
 //     static constexpr bool kBits = ...;
@@ -81,8 +81,9 @@ struct BackwardTraits {
   static constexpr int kSums = kIsGeneral ? 1 : std::popcount(unsigned(kColumns));
   // The units that a lane loads for each row.
   static constexpr int kStreams = F::kBits ? 1 : 1 + F::kOperands - (kIsGeneral ? 0 : kSums);
-  static constexpr int kRows = !kIsGeneral && kStreams > 3 ? kBackwardRows / 2 : kBackwardRows;
-  static constexpr int kBlocks = kStreams > 2 || kSums > 1 ? 2 : 3;  // on a processor
+  static constexpr bool kFewRows = kStreams > (F::kMayBeWide && sizeof(T) == 2 ? 2 : 3);
+  static constexpr int kRows = !kIsGeneral && kFewRows ? kBackwardRows / 2 : kBackwardRows;
+  static constexpr int kBlocks = 2;  // on a processor
 };
 
 // The offset of an index of some dimensions. Runs once for each row of a block.
@@ -110,6 +111,7 @@ class BackwardBlock {
   using C = ComputeType<T>;
   using Traits = BackwardTraits<F, T, kColumns>;
   using Operands = Loaded<T, Traits::kBytes, F::kMayBeWide>;
+  using FirstOperand = Loaded<T, Traits::kBytes, false>;  // never has the accumulator type
   using Bits = Word<Traits::kBytes>;
   using UnitIndex = std::conditional_t<Traits::kIsGeneral, int64_t, uint32_t>;
   static constexpr bool kAny = Traits::kIsGeneral;
@@ -234,9 +236,10 @@ class BackwardBlock {
     UnitIndex place[kRows];    // of the unit, in arrays of the result's shape
     uint32_t elements[kRows];  // of the unit that are in the row; 0: nothing to do
     Bits dy[kRows];
-    Operands x[kRows][kOperands];
-    uint32_t bits[kRows][2];  // two bytes of a mask
-    int bit[kRows];           // the place of the unit's first element in them
+    FirstOperand first[kRows];
+    Operands x[kRows][kOperands];  // except operand 0
+    uint32_t bits[kRows][2];       // two bytes of a mask
+    int bit[kRows];                // the place of the unit's first element in them
     C sums[kGradients][kRows];
   };
 
@@ -407,15 +410,23 @@ class BackwardBlock {
         if (F::kBits && k == 0) {
           LoadBits(rows, r, offset(1, r), column);
         } else if (!operand.full) {
-          rows.x[r][k].Load(operand.data, offset(1 + k, r) + (operand.one ? 0 : column),
-                            operand.one, operand.wide);
+          LoadOperand(rows, r, k, offset(1 + k, r) + (operand.one ? 0 : column));
         } else if (inside) {
-          rows.x[r][k].Load(operand.data, place, false, operand.wide);
+          LoadOperand(rows, r, k, place);
         }
       }
     }
     if constexpr (!kAny) {
       if (tails != 0) LoadTails(rows, tails);
+    }
+  }
+
+  __device__ __forceinline__ void LoadOperand(Rows& rows, int r, int k, int64_t at) const {
+    const BackwardOperand& operand = p.operand[k];
+    if (k == 0) {
+      rows.first[r].Load(operand.data, at, operand.one, false);
+    } else {
+      rows.x[r][k].Load(operand.data, at, operand.one, operand.wide);
     }
   }
 
@@ -435,7 +446,12 @@ class BackwardBlock {
       loaded.Gather(operand.data, place, elements, operand.wide);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        if (tails >> r & 1) rows.x[r][k] = loaded;
+        if (!(tails >> r & 1)) continue;
+        if (k == 0) {
+          rows.first[r].bits = loaded.bits;
+        } else {
+          rows.x[r][k] = loaded;
+        }
       }
     }
   }
@@ -472,7 +488,12 @@ class BackwardBlock {
 #pragma unroll
         for (int i = 0; i < kSize; ++i) x[k][i] = held_[ColumnOf(k)][i];
       } else {
-        rows.x[KeepsB(k) ? 0 : r][k].Expand(x[k], p.operand[k].one, p.operand[k].wide);
+        const int from = KeepsB(k) ? 0 : r;
+        if (k == 0) {
+          rows.first[from].Expand(x[k], p.operand[k].one, false);
+        } else {
+          rows.x[from][k].Expand(x[k], p.operand[k].one, p.operand[k].wide);
+        }
       }
     }
 #pragma unroll

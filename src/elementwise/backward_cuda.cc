@@ -217,7 +217,8 @@ cudaError_t LaunchBackward(const BackwardKernels& kernels, const BroadcastShape&
                            const void* dy, const Operand* operands, const Gradient* gradients,
                            SumWorkspace workspace, cudaStream_t stream) {
   BroadcastShape shape;
-  if (!WithRows(given, &shape)) return cudaErrorInvalidValue;
+  const bool wide = operands[0].wide && DTypeSize(dtype) == 2;
+  if (wide || !WithRows(given, &shape)) return cudaErrorInvalidValue;
   return BackwardLauncher(kernels, shape, dtype, dy, operands, gradients, workspace, stream)
       .Launch();
 }
