@@ -45,7 +45,7 @@ def variants(ops: tuple[Op, ...] = OPS) -> Iterator[Variant]:
     for op in ops:
         if op.family == "softmax":
             yield Variant(op, op.name)
-        elif op.family in ("norm", "lerp"):
+        elif op.family in ("norm", "lerp", "gated_act"):
             yield Variant(op, op.name, op.operands(SHAPE))
         elif op.name == "batch_norm":  # without a ReLU, where gradients jump at 0
             two_passes = partial(op.reference, two_passes=True)

@@ -377,6 +377,19 @@ def torch_bias_act(x, bias, activation):
     return (exact.get(activation) or getattr(functional, activation))(x + bias)
 
 
+def plain_gated_act(gate, up=None, activation="silu"):
+    gate, up = jnp.split(gate, 2, axis=-1) if up is None else (gate, up)
+    return _activation(activation)(gate) * up
+
+
+def torch_gated_act(gate, up=None, activation="silu"):
+    from torch.nn import functional
+
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    exact = {"gelu": lambda x: functional.gelu(x, approximate="tanh")}
+    return (exact.get(activation) or getattr(functional, activation))(gate) * up
+
+
 def plain_window_sum(x, radius, axis=-1, padding="VALID"):
     """Window sum in float32, as users write it in JAX."""
     window = [2 * radius + 1 if d == axis % x.ndim else 1 for d in range(x.ndim)]
@@ -671,6 +684,19 @@ def _row_of_activation(layout: Layout) -> str:
     return fo._broadcast.table_row(f"bias_{layout.options['activation']}", shapes, 4)
 
 
+def gated(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
+    """Traffic of a gated activation, whose result is half as large as its operands together."""
+    operands = sum(math.prod(shape) for shape in shapes) * itemsize
+    return Traffic(3 * operands // 2, 3 * operands // 2, 5 * operands // 2)
+
+
+GATES = (
+    Layout("two operands", (16384, 5632), (2048, 1408)),
+    Layout("halves", (16384, 11264), (2048, 2816), operands=same(1)),
+    Layout("halves, gelu", (16384, 8192), (2048, 2048), ("bfloat16",), {"activation": "gelu"}, 1),
+    Layout("two operands, odd", (30000, 1001), (4000, 1001)),
+    Layout("halves, odd", (30000, 2002), (4000, 2002), operands=same(1)),
+)
 SMOOTH = ("gelu", "gelu_exact", "silu")
 
 
@@ -1072,6 +1098,18 @@ OPS = (
             ("bias_act", SMOOTH, broadcast_together),
             ("bias_relu", ("relu",), with_bias_and_mask),
         )
+    ),
+    Op(
+        name="gated_act",
+        family="gated_act",
+        ours=fo.gated_act,
+        reference=plain_gated_act,
+        torch=torch_gated_act,
+        operands=same(2),
+        traffic=gated,
+        layouts=GATES,
+        differentiated=(0, 1),
+        lone_gain=0.15,
     ),
     *(
         Op(

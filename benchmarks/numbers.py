@@ -7,6 +7,7 @@ from functools import cache
 from benchmarks import RESULTS
 
 H100 = "nvidia-h100-80gb-hbm3"
+H200 = "nvidia-h200"
 CPU = "amd-epyc-2-cores"
 # Family of ops -> what a chart calls it.
 FAMILIES = {

@@ -13,6 +13,7 @@ from benchmarks.numbers import (
     CPU,
     FAMILIES,
     H100,
+    H200,
     device,
     family_speedups,
     jobs,
@@ -87,6 +88,13 @@ SHOWN = {
         ("bias_relu", "relu"),
         ("bias_relu", "relu, odd"),
     ],
+    "gated_act": [
+        ("gated_act", "two operands"),
+        ("gated_act", "halves"),
+        ("gated_act", "halves, gelu"),
+        ("gated_act", "two operands, odd"),
+        ("gated_act", "halves, odd"),
+    ],
     "window_sum": [
         ("window_sum", "radius 2"),
         ("window_sum", "radius 16"),
@@ -101,6 +109,7 @@ TITLES = {
     "batch_norm_add_relu": "batch norm + add + ReLU",
     "bias_relu": "bias",
     "bias_act": "bias",
+    "gated_act": "gated",
     "window_sum_valid": "window sum",
 }
 CUT = 4.0  # floors: longer bars are cut
@@ -110,15 +119,15 @@ def write(folder: Path) -> None:
     """Write every generated part into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "overview.md").write_text(_figure(overview(folder / "overview"), "Speed-ups"))
-    for family in FAMILIES:
-        for prefix, name in (("", H100), ("cpu-", CPU)):
+    for family, gpu in {**dict.fromkeys(FAMILIES, H100), "gated_act": H200}.items():
+        for prefix, name in (("", gpu), ("cpu-", CPU)):
             results = load(f"{name}-{family}")
             text = _family(family, results, folder / f"{prefix}{family}")
             (folder / f"{prefix}{family}.md").write_text(text)
     for name, file in {
         "bert": f"bert-{H100}",
         "bert-launches": f"bert-kernels-{H100}",
-        "bert-devices": "bert-devices-nvidia-h200",
+        "bert-devices": f"bert-devices-{H200}",
         "bert-small": "bert-small-amd-epyc-2-cores",
         "resnet": f"resnet-{H100}",
         "neighbours": f"neighbours-{H100}",

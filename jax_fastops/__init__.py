@@ -11,6 +11,7 @@ from jax_fastops._info import info
 from jax_fastops._version import __version__
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
 from jax_fastops.bias_act import bias_act
+from jax_fastops.gated_act import gated_act
 from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
 from jax_fastops.lerp import lerp
 from jax_fastops.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
@@ -26,6 +27,7 @@ __all__ = [
     "batch_norm_inference",
     "bias_act",
     "export_checks",
+    "gated_act",
     "info",
     "layer_norm",
     "lerp",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
 import jax
@@ -102,6 +102,13 @@ def integer(op: str, name: str, value: SupportsIndex) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{op}: {name} is {value!r}; it must be an integer") from None
+
+
+def one_of(op: str, name: str, value: object, known: Iterable[str]) -> None:
+    """Raises ``ValueError`` if the value is not one of the known names."""
+    if not isinstance(value, str) or value not in known:
+        names = ", ".join(repr(name) for name in known)
+        raise ValueError(f"{op}: {name} is {value!r}; it must be one of {names}")
 
 
 def epsilon(op: str, eps: object) -> float:

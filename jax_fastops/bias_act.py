@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_fastops._arguments import as_arrays, not_weak, same_floating_dtype
+from jax_fastops._arguments import as_arrays, not_weak, one_of, same_floating_dtype
 from jax_fastops._bits import pack, select
 from jax_fastops._broadcast import (
     call,
@@ -38,7 +38,7 @@ from jax_fastops._views import (
 )
 from jax_fastops.relu import add_relu
 
-_FUNCTIONS = {
+ACTIVATIONS = {
     "gelu": jax.nn.gelu,
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
     "silu": jax.nn.silu,
@@ -67,7 +67,7 @@ def _sum(x, bias):
 
 
 def _reference(x, bias, *, activation: str, **_):
-    return _FUNCTIONS[activation](_sum(x, bias)).astype(x.dtype)
+    return ACTIVATIONS[activation](_sum(x, bias)).astype(x.dtype)
 
 
 def _forward(x, bias, *, activation: str, **_):
@@ -186,9 +186,7 @@ def _apply_relu(x, bias):
 
 
 def _check(x, bias, activation) -> list[jax.Array]:
-    if not isinstance(activation, str) or activation not in _FUNCTIONS:
-        known = ", ".join(repr(name) for name in _FUNCTIONS)
-        raise ValueError(f"bias_act: activation is {activation!r}; it must be one of {known}")
+    one_of("bias_act", "activation", activation, ACTIVATIONS)
     arrays = as_arrays("bias_act", x=x, bias=bias)
     names = ["x", "bias"]
     if any(getattr(a, "weak_type", False) for a in arrays):

@@ -1,4 +1,5 @@
-// bias_act on raw pointers. Arrays have the strides that `shape` lists, in the order given.
+// bias_act and gated_act on raw pointers. The arrays of bias_act have the strides that `shape`
+// lists, in the order given.
 #ifndef JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_H_
 #define JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_H_
 
@@ -8,6 +9,16 @@
 #include "core/dtype.h"
 #include "elementwise/broadcast.h"
 #include "elementwise/elementwise.h"
+
+namespace jax_fastops {
+
+// Rows of n elements. Those of the gate, of the other operand and of their gradients are `pitch`
+// elements apart: n, or 2 n if they are the halves of one array. The others are dense.
+struct GatedShape {
+  int64_t rows = 1, n = 1, pitch = 1;
+};
+
+}  // namespace jax_fastops
 
 namespace jax_fastops::FASTOPS_BACKEND {
 
@@ -27,8 +38,17 @@ Status BiasReluBackward(const BroadcastShape& shape, DType dtype, const void* dy
                         const uint8_t* mask, const Gradient gradients[2], SumWorkspace workspace,
                         Queue queue);
 
-// CUDA only: loads the kernels on the current device.
+// y = act(gate) * up.
+Status GatedActForward(const GatedShape& shape, DType dtype, Activation activation,
+                       const char* gate, const char* up, char* y, Queue queue);
+
+// dgate = dy * up * act'(gate) and dup = dy * act(gate). Null: not requested.
+Status GatedActBackward(const GatedShape& shape, DType dtype, Activation activation, const char* dy,
+                        const char* gate, const char* up, char* dgate, char* dup, Queue queue);
+
+// CUDA only: load the kernels on the current device.
 Status LoadBiasActKernels();
+Status LoadGatedActKernels();
 
 }  // namespace jax_fastops::FASTOPS_BACKEND
 

@@ -1,4 +1,4 @@
-// The kernels of bias_act for one instruction set. This header is included by the files that are
+// The kernels of bias_act and gated_act for one instruction set. This header is included by the files that are
 // compiled several times; isa.h says what such a header may contain.
 #ifndef JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_SIMD_H_
 #define JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_SIMD_H_
@@ -17,6 +17,8 @@ struct BiasActKernels {
   BlockKernel* backward[kNumActivations][kNumDTypes];
 };
 FASTOPS_DECLARE_KERNELS(BiasActKernels, bias_act_kernels)
+// forward: gate, up; the result. backward: dy, gate, up; dgate, dup.
+FASTOPS_DECLARE_KERNELS(BiasActKernels, gated_act_kernels)
 
 }  // namespace jax_fastops::cpu
 

@@ -180,11 +180,56 @@ ffi::Error BiasReluBackward(Call& call, Queue queue) {
   });
 }
 
+// ---- gated_act ---------------------------------------------------------------------------------
+
+// The operands, or the halves of one array.
+template <typename P>
+std::pair<P, P> Halves(P both, P gate, P up, int64_t bytes) {
+  return both == nullptr ? std::pair(gate, up) : std::pair(both, both + bytes);
+}
+
+// `whole` is the buffer with the shape of the result.
+GatedShape GatedShapeOf(Call& call, const char* whole, bool halves) {
+  const int64_t elements = call.Elements(whole), n = halves ? call.Size("n") : elements;
+  return {n == 0 ? 0 : elements / n, n, halves ? 2 * n : n};
+}
+
+ffi::Error GatedAct(Call& call, Queue queue) {
+  const Activation activation = ReadActivation(call);
+  const DType dtype = call.Type();
+  const GatedShape shape = GatedShapeOf(call, "y", call.Has("both"));
+  const auto in = [&](const char* name) { return static_cast<const char*>(call.In(name)); };
+  const auto [gate, up] =
+      Halves(in("both?"), in("gate?"), in("up?"), shape.n * int64_t(DTypeSize(dtype)));
+  auto* const y = static_cast<char*>(call.Out("y"));
+  call.Require(gate != nullptr && up != nullptr, "y", "needs two operands");
+  return call.Run(
+      [&] { return backend::GatedActForward(shape, dtype, activation, gate, up, y, queue); });
+}
+
+ffi::Error GatedActBackward(Call& call, Queue queue) {
+  const Activation activation = ReadActivation(call);
+  const DType dtype = call.Type();
+  const GatedShape shape = GatedShapeOf(call, "dy", call.Has("both"));
+  const int64_t bytes = shape.n * int64_t(DTypeSize(dtype));
+  const auto in = [&](const char* name) { return static_cast<const char*>(call.In(name)); };
+  const auto out = [&](const char* name) { return static_cast<char*>(call.Out(name)); };
+  const char* const dy = in("dy");
+  const auto [gate, up] = Halves(in("both?"), in("gate?"), in("up?"), bytes);
+  const auto [dgate, dup] = Halves(out("dboth?"), out("dgate?"), out("dup?"), bytes);
+  call.Require(gate != nullptr && up != nullptr, "dy", "needs two operands");
+  return call.Run([&] {
+    return backend::GatedActBackward(shape, dtype, activation, dy, gate, up, dgate, dup, queue);
+  });
+}
+
 FASTOPS_HANDLER("lerp", Lerp, LoadLerpKernels);
 FASTOPS_HANDLER("lerp_bwd", LerpBackward, LoadLerpKernels);
 FASTOPS_HANDLER("bias_act", BiasAct, LoadBiasActKernels);
 FASTOPS_HANDLER("bias_act_bwd", BiasActBackward, LoadBiasActKernels);
 FASTOPS_HANDLER("bias_relu_bwd", BiasReluBackward, LoadBiasActKernels);
+FASTOPS_HANDLER("gated_act", GatedAct, LoadGatedActKernels);
+FASTOPS_HANDLER("gated_act_bwd", GatedActBackward, LoadGatedActKernels);
 
 }  // namespace
 }  // namespace jax_fastops

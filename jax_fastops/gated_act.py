@@ -1,0 +1,132 @@
+"""``gated_act``: the activation of a gate times another array, in one pass each way.
+
+The backward reads the cotangent and both operands once, and writes both gradients. The operands may
+be the halves of one array, as one matrix product makes them. Then the kernels read and write the
+halves in place: nothing is sliced or concatenated.
+
+Source: Shazeer, "GLU Variants Improve Transformer" (2020).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_fastops._arguments import as_arrays, not_weak, one_of, same_floating_dtype
+from jax_fastops._kernel import Kernel, match_varying
+from jax_fastops._op import Op
+from jax_fastops._signature import accumulator_dtype
+from jax_fastops._views import split_last
+from jax_fastops.bias_act import ACTIVATIONS
+
+_OPERANDS = "both?: ... 2 *n, gate?: ... *n, up?: ... *n"
+_FORWARD = Kernel.declare("gated_act", f"{_OPERANDS} -> y: ... *n", activation=str)
+_BACKWARD = Kernel.declare(
+    "gated_act_bwd",
+    f"dy: ... *n, {_OPERANDS} -> dboth?: ... 2 *n, dgate?: ... *n, dup?: ... *n",
+    activation=str,
+)
+
+
+def _reference(*operands, activation: str):
+    gate, up = operands if len(operands) == 2 else (operands[0][..., i, :] for i in (0, 1))
+    wide = accumulator_dtype(gate.dtype)
+    return (ACTIVATIONS[activation](gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+
+
+def _declare(signature: str, *names: str) -> Op:
+    """The op of these operands: ``gate`` and ``up``, or ``both`` with the two on one axis."""
+
+    def forward(*operands, activation):
+        return (_FORWARD(**dict(zip(names, operands, strict=True)), activation=activation).y,)
+
+    def backward(kept, cts, wanted, *, activation):
+        gradients = {f"d{name}": w for name, w in zip(names, wanted, strict=True)}
+        operands = dict(zip(names, kept, strict=True))
+        found = _BACKWARD(dy=cts[0], **operands, **gradients, activation=activation)
+        return tuple(getattr(found, name) for name in gradients)
+
+    return Op(
+        "gated_act" if len(names) == 2 else "gated_act_halves",
+        signature,
+        _reference,
+        kernels=(_FORWARD, _BACKWARD),
+        forward=forward,
+        forward_saving=forward,
+        backward=backward,
+        table_row=lambda x, **_: "gated_act",
+    )
+
+
+_PAIR = _declare("... *n, ... *n -> ... *n", "gate", "up")
+_HALVES = _declare("... 2 *n -> ... *n", "both")
+
+
+def gated_act(
+    gate: ArrayLike,
+    up: ArrayLike | None = None,
+    *,
+    activation: Literal["gelu", "gelu_exact", "silu", "relu"] = "silu",
+) -> jax.Array:
+    """A gated activation: ``act(gate) * up``, as in SwiGLU and GeGLU.
+
+    The activation and the product are computed in float32 (float64 for float64), and the result is
+    rounded once.
+
+    Args:
+      gate: array of any shape; float32, bfloat16, float16 or float64.
+      up: array with the shape and dtype of ``gate``. ``None``: ``gate`` has both operands, the
+        first half of its last axis is the gate and the second half the other operand.
+      activation: ``"silu"``, ``"gelu"`` (``jax.nn.gelu``, the tanh approximation),
+        ``"gelu_exact"`` (by erf) or ``"relu"``.
+
+    Returns:
+      An array with the shape and dtype of ``up``; without it, ``[..., n]`` for a gate
+      ``[..., 2 * n]``.
+
+    Residuals:
+      The operands.
+
+    Sharding: two operands over every dimension, the halves of one array over all but the last. No
+    communication. A sharded last axis of halves is gathered.
+
+    Raises:
+      TypeError: an argument is not an array or number, or the dtypes are not one supported dtype.
+      ValueError: the activation is not known, the shapes differ, or there is no ``up`` and the last
+        axis of ``gate`` cannot be halved.
+
+    Source:
+      Shazeer, "GLU Variants Improve Transformer".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> fo.gated_act(jnp.array([-1.0, 2.0]), jnp.array([3.0, 4.0]), activation="relu").tolist()
+      [0.0, 8.0]
+      >>> fo.gated_act(jnp.array([-1.0, 2.0, 3.0, 4.0]), activation="relu").tolist()
+      [0.0, 8.0]
+    """
+    one_of("gated_act", "activation", activation, ACTIVATIONS)
+    given = {"gate": gate} if up is None else {"gate": gate, "up": up}
+    arrays = same_floating_dtype("gated_act", as_arrays("gated_act", **given), list(given))
+    gate, *rest = match_varying([not_weak(x) for x in arrays])
+    if rest:
+        if rest[0].shape != gate.shape:
+            raise ValueError(
+                f"gated_act: up has shape {rest[0].shape}; it must be that of gate, {gate.shape}"
+            )
+        op, operands, shape = _PAIR, [jnp.atleast_1d(x) for x in (gate, *rest)], gate.shape
+    else:
+        if gate.ndim == 0 or gate.shape[-1] % 2:
+            raise ValueError(
+                f"gated_act: gate has shape {gate.shape}; without up, its last axis must be even"
+            )
+        half = gate.shape[-1] // 2
+        op, operands, shape = _HALVES, [split_last(gate, (2, half))], (*gate.shape[:-1], half)
+    if 0 in shape:
+        return _reference(*operands, activation=activation)
+    y = op(*operands, activation=activation)
+    return y if y.ndim == len(shape) else jnp.squeeze(y, 0)

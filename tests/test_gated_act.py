@@ -1,0 +1,310 @@
+"""`gated_act`: transformations, shapes, the halves of one array, special values, residuals."""
+
+import functools
+import math
+import re
+
+import hypothesis
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import Case, Sharding, Tolerance, assert_matches, checks, implementation
+from harness.compat import x64
+from harness.numerics import assert_within, normal
+from harness.properties import settings
+from hypothesis import strategies as st
+
+import jax_fastops as fo
+
+pytestmark = pytest.mark.usefixtures("native")
+
+FUNCTIONS = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+}
+MODES = ("native", "auto", "xla")
+
+
+def reference(gate, up=None, *, activation="silu"):
+    """What users write, in the accumulator dtype, rounded once."""
+    gate, up = jnp.split(gate, 2, axis=-1) if up is None else (gate, up)
+    wide = jnp.promote_types(gate.dtype, jnp.float32)
+    return (FUNCTIONS[activation](gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+
+
+def draws(*shapes):
+    return lambda rng, dtype: tuple(normal(rng, shape, dtype) for shape in shapes)
+
+
+def case(name, activation, operands, sharded=None, **more):
+    if sharded is not None:
+        more["make_sharded_args"] = draws(*sharded)
+    return Case(
+        name=name,
+        fn=functools.partial(fo.gated_act, activation=activation),
+        reference=functools.partial(reference, activation=activation),
+        make_args=draws(*operands),
+        tolerance=Tolerance(ulps=16.0),
+        **more,
+    )
+
+
+PAIR = case(
+    "pair",
+    "silu",
+    [(3, 5)] * 2,
+    [(8, 16, 24)] * 2,
+    shardings=(
+        Sharding("batch", (0, 0), (0,)),
+        Sharding("sequence", (1, 1), (1,)),
+        Sharding("features", (2, 2), (2,)),
+    ),
+    symbolic=("b, n", "b, n"),
+)
+
+HALVES = case(
+    "halves",
+    "gelu",
+    [(3, 10)],
+    [(8, 16, 48)],
+    shardings=(Sharding("batch", (0,), (0,)), Sharding("sequence", (1,), (1,))),
+    symbolic=("b, 10",),
+)
+
+basic = functools.partial(case, basic_only=True, modes=("native",))
+EXACT = basic("gelu_exact", "gelu_exact", [(3, 6)] * 2)
+RELU = basic("relu", "relu", [(2, 8)])
+ROWS = basic("rows", "silu", [(2, 3, 16)], dtypes=("bfloat16", "float32"))
+SCALARS = basic("scalars", "silu", [(), ()], dtypes=("float32",))
+
+
+@checks(PAIR, HALVES, EXACT, RELU, ROWS, SCALARS)
+def test_harness(check):
+    check()
+
+
+@pytest.fixture(params=FUNCTIONS)
+def activation(request):
+    return request.param
+
+
+def value_and_gradients(fn, **options):
+    def run(dy, *args):
+        y, pullback = jax.vjp(functools.partial(fn, **options), *args)
+        return y, pullback(dy)
+
+    return run
+
+
+# Shapes -------------------------------------------------------------------------------------------
+
+
+def check_shapes(activation, dtype, examples):
+    """Value and gradients of many shapes of the result, as pairs and as halves, against float64."""
+    rng = np.random.default_rng(math.prod(map(math.prod, examples)) % 1000003)
+    values = []
+    for shape in examples:
+        values.append(draws(shape, shape, shape)(rng, dtype))
+        if shape:
+            values.append(draws(shape, (*shape[:-1], 2 * shape[-1]))(rng, dtype))
+
+    def program(fn):
+        run = value_and_gradients(fn, activation=activation)
+        return jax.jit(lambda values: [run(*v) for v in values])
+
+    results = program(fo.gated_act)(values)
+    with x64(), jax.default_device(jax.devices("cpu")[0]):
+        wide = jax.tree.map(lambda a: a.astype(np.float64), values)
+        exact = jax.tree.map(np.asarray, program(reference)(wide))
+    on_gpu = jax.devices()[0].platform == "gpu"
+    coarse = 2.0**11 if (activation, dtype) == ("gelu_exact", jnp.bfloat16) and on_gpu else 16
+    for given, got, want in zip(wide, results, exact, strict=True):
+        what = f"{activation} of {dtype}{[a.shape for a in given]}"
+        size = [1 + max(float(np.abs(a).max(initial=0)) for a in given)] * 3
+        unit = math.prod(size)
+        for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert mine.dtype == dtype and mine.shape == theirs.shape, what
+            assert_within(mine, theirs, coarse * unit * np.ones(theirs.shape), what)
+
+
+N = (1, 2, 3, 7, 8, 9, 16, 31, 33, 64, 127, 1000, 1025)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_lengths(activation, kind):
+    check_shapes(activation, jnp.dtype(kind), [(5, n) for n in N])
+
+
+def test_every_dtype(activation, dtype):
+    check_shapes(activation, dtype, [(), (9,), (3, 40), (4, 3, 33), (2, 1, 3, 4001)])
+
+
+@pytest.mark.parametrize("shape", [(4099, 72), (33, 7001), (3, 5, 40_001)])
+def test_large_arrays(shape):
+    check_shapes("silu", jnp.dtype(jnp.bfloat16), [shape])
+
+
+@st.composite
+def shapes(draw):
+    rank = draw(st.integers(0, 6))
+    size = st.one_of(st.integers(1, 4), st.sampled_from([1, 5, 8, 9, 16, 33]))
+    shape = [draw(size) for _ in range(rank)]
+    while math.prod(shape) > 4000:
+        shape[int(np.argmax(shape))] //= 2
+    return tuple(shape)
+
+
+def test_any_shapes():
+    @settings(3)
+    @hypothesis.given(st.lists(shapes(), min_size=8, max_size=8), st.sampled_from([*FUNCTIONS]))
+    def check(drawn, activation):
+        for kind in (np.float32, jnp.bfloat16):
+            check_shapes(activation, jnp.dtype(kind), drawn)
+
+    check()
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
+def test_no_elements(activation, shape):
+    for args in ([np.ones(shape, np.float32)] * 2, [np.ones((*shape[:-1], 2 * shape[-1]))]):
+        args = [np.asarray(a, np.float32) for a in args]
+        dy = np.ones(shape, np.float32)
+        got, want = (
+            jax.jit(value_and_gradients(fn, activation=activation))(dy, *args)
+            for fn in (fo.gated_act, reference)
+        )
+        assert_matches(got, want)
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+def test_halves_have_the_bits_of_pairs(activation, dtype):
+    """Whatever the alignment of the rows."""
+    rng = np.random.default_rng(7)
+    run = jax.jit(value_and_gradients(fo.gated_act, activation=activation))
+    for shape in ((6, 24), (5, 13), (1, 1), (3, 2, 999)):
+        dy, gate, up = draws(shape, shape, shape)(rng, dtype)
+        y, (dgate, dup) = run(dy, gate, up)
+        both, (dboth,) = run(dy, np.concatenate([gate, up], -1))
+        assert_matches(both, np.asarray(y))
+        assert_matches(dboth, np.concatenate([dgate, dup], -1))
+
+
+def test_special_values(activation, dtype):
+    """NaN is where jax.nn has it, and values are its values within rounding."""
+    info = jnp.finfo(dtype)
+    special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 30.0, -30.0, float(info.smallest_normal), 1e-3]
+    gate, up = (a.astype(dtype) for a in np.meshgrid(special, special))
+    run = jax.jit(functools.partial(fo.gated_act, activation=activation))
+    got = np.asarray(run(gate, up), np.float64)
+    want = np.asarray(jax.jit(functools.partial(reference, activation=activation))(gate, up))
+    want = want.astype(np.float64)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    wide = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
+    np.testing.assert_allclose(got, want, rtol=4 * float(info.eps) + 64 * wide, atol=64 * wide * 30)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_at_infinity_and_nan(activation, mode):
+    """As those of jax.nn where none of its intermediate products overflows."""
+    gate = np.float32([np.inf, -np.inf, np.nan, 30.0, -30.0, 0.0, 1.0, -1.0, 2.0, 2.0])
+    up = np.float32([1, 1, 1, 1, 1, 1, np.nan, 2, -3, np.nan])
+    with fo.use_implementation(mode):
+        got = value_and_gradients(fo.gated_act, activation=activation)(np.ones_like(up), gate, up)
+    want = value_and_gradients(reference, activation=activation)(np.ones_like(up), gate, up)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_relu_is_exact(dtype):
+    gate, up = draws((7, 33), (7, 33))(np.random.default_rng(8), dtype)
+    got = jax.jit(functools.partial(fo.gated_act, activation="relu"))(gate, up)
+    assert_matches(got, np.asarray(jax.jit(lambda g, u: jax.nn.relu(g) * u)(gate, up)))
+
+
+def test_numbers_and_the_default():
+    np.testing.assert_allclose(fo.gated_act(1.0, 2), 2 * jax.nn.silu(1.0), rtol=1e-6)
+    x = np.float32([1.0, -2.0])
+    assert fo.gated_act(x.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    np.testing.assert_allclose(fo.gated_act(x), jax.nn.silu(x[:1]) * x[1:], rtol=1e-6)
+
+
+ONES = np.ones((3, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    "gate, up, activation, error, message",
+    [
+        (ONES, ONES, "tanh", ValueError, "gated_act: activation is 'tanh'; it must be one of"),
+        (ONES, ONES, None, ValueError, "activation is None; it must be one of"),
+        (ONES, ONES[0], "silu", ValueError, r"up has shape \(4,\); it must be that of gate"),
+        (ONES[:, :3], None, "silu", ValueError, r"gate has shape \(3, 3\).*last axis.*even"),
+        (np.float32(1), None, "silu", ValueError, r"gate has shape \(\).*last axis"),
+        (ONES.astype(int), ONES, "silu", TypeError, "gated_act: gate has dtype int.*be one of"),
+        (ONES, ONES.astype(jnp.bfloat16), "silu", TypeError, "up has dtype bfloat16, but gate"),
+        (None, ONES, "silu", TypeError, "gated_act: gate is None"),
+        (ONES, "up", "silu", TypeError, "gated_act: up is of type str"),
+    ],
+)
+def test_errors(gate, up, activation, error, message):
+    with pytest.raises(error, match=message):
+        fo.gated_act(gate, up, activation=activation)
+
+
+# Kernels that run, and residuals ------------------------------------------------------------------
+
+
+def targets(fn, *args):
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
+
+
+@pytest.mark.parametrize("shapes", [[(4, 3, 8)] * 2, [(4, 3, 16)], [(4, 3, 26)]], ids=str)
+def test_only_the_kernels_run(activation, shapes):
+    """One kernel each way, and no slice, concatenation or copy next to them."""
+    args = draws(*shapes)(np.random.default_rng(3), np.float32)
+    fn = functools.partial(fo.gated_act, activation=activation)
+    dy = np.asarray(fn(*args))
+    assert targets(fn, *args) == ["gated_act"]
+    run = lambda *args: value_and_gradients(fn)(*args)[1]  # noqa: E731
+    assert targets(run, dy, *args) == ["gated_act_bwd"]
+    text = jax.jit(run).lower(dy, *args).compile().as_text()
+    ops = re.findall(r"= (?:\([^=]*?\)|\S+) ([a-z][\w-]*)\(", text[text.index("ENTRY") :])
+    assert not set(ops) - {"parameter", "custom-call", "get-tuple-element", "tuple", "bitcast"}
+
+
+def test_what_is_kept(activation, dtype):
+    """The operands, and nothing else."""
+    for shapes in ([(4, 9)] * 2, [(4, 18)]):
+        args = draws(*shapes)(np.random.default_rng(4), dtype)
+        fn = functools.partial(fo.gated_act, activation=activation)
+        leaves = jax.tree.leaves(jax.vjp(fn, *args)[1])
+        assert sum(leaf.size for leaf in leaves) == sum(a.size for a in args)
+
+
+def test_implementations_agree(activation, dtype):
+    rng = np.random.default_rng(6)
+    args = draws((40, 24), (40, 48))(rng, dtype)
+    results = {}
+    for mode in MODES:
+        with implementation(mode):
+            run = jax.jit(value_and_gradients(fo.gated_act, activation=activation))
+            results[mode] = run(*args)
+    eps = float(jnp.finfo(dtype).eps)
+    for mode in MODES:
+        for mine, theirs in zip(
+            jax.tree.leaves(results[mode]), jax.tree.leaves(results["xla"]), strict=True
+        ):
+            mine, theirs = (np.asarray(a, np.float64) for a in (mine, theirs))
+            np.testing.assert_allclose(mine, theirs, rtol=8 * eps, atol=64 * eps)
+
+
+def test_a_platform_without_kernels_takes_the_reference(activation):
+    run = value_and_gradients(fo.gated_act, activation=activation)
+    exported = jax.export.export(jax.jit(run), platforms=["tpu"])(ONES, ONES, ONES)
+    assert "custom_call" not in exported.mlir_module()
