@@ -160,15 +160,24 @@ cudaError_t Run(const GatedShape& shape, DType dtype, Params p, cudaStream_t str
 
 cudaError_t GatedActForward(const GatedShape& shape, DType dtype, Activation activation,
                             const char* gate, const char* up, char* y, cudaStream_t stream) {
-  const Params p = {.gate = gate, .up = up, .y = y, .activation = activation};
+  Params p;
+  p.activation = activation;
+  p.gate = gate;
+  p.up = up;
+  p.y = y;
   return Run<false>(shape, dtype, p, stream);
 }
 
 cudaError_t GatedActBackward(const GatedShape& shape, DType dtype, Activation activation,
                              const char* dy, const char* gate, const char* up, char* dgate,
                              char* dup, cudaStream_t stream) {
-  const Params p = {
-      .dy = dy, .gate = gate, .up = up, .dgate = dgate, .dup = dup, .activation = activation};
+  Params p;
+  p.activation = activation;
+  p.dy = dy;
+  p.gate = gate;
+  p.up = up;
+  p.dgate = dgate;
+  p.dup = dup;
   return Run<true>(shape, dtype, p, stream);
 }
 
