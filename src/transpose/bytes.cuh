@@ -1,0 +1,85 @@
+// What the kernels that transpose share: division of indices, and loads of bytes at any address.
+#ifndef JAX_FASTOPS_TRANSPOSE_BYTES_CUH_
+#define JAX_FASTOPS_TRANSPOSE_BYTES_CUH_
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/cuda/divide.cuh"
+#include "core/cuda/packed.cuh"
+#include "core/cuda/shifted.cuh"
+
+namespace jax_fastops::cuda {
+
+// Divides n by d and returns the remainder.
+template <typename Index, typename Divisor>
+__device__ __forceinline__ Index TakeRemainder(Index& n, const Divisor& d) {
+  const Index quotient = Divide(n, d);
+  const Index remainder = n - quotient * d.divisor;
+  n = quotient;
+  return remainder;
+}
+
+template <typename T>
+__device__ __forceinline__ T Load(const void* p) {
+  return *static_cast<const T*>(p);
+}
+template <typename T>
+__device__ __forceinline__ void Store(void* p, T value) {
+  *static_cast<T*>(p) = value;
+}
+
+__device__ __forceinline__ const char* AlignDown(const char* p, int alignment) {
+  return reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) & ~uintptr_t(alignment - 1));
+}
+__device__ __forceinline__ int Misalignment(const char* p, int alignment) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(p)) & (alignment - 1);
+}
+// The number of bytes from p to the next multiple of `alignment`.
+__device__ __forceinline__ int ToAlignment(const char* p, int alignment) {
+  return -Misalignment(p, alignment) & (alignment - 1);
+}
+
+// The 16 bytes at any address, from the two aligned chunks that contain them. Both chunks must be
+// readable.
+struct Window {
+  uint4 chunks[2];
+  int shift;  // bytes
+
+  Window() = default;
+  __device__ __forceinline__ Window(uint4 low, uint4 high, int shift)
+      : chunks{low, high}, shift(shift) {}
+  __device__ __forceinline__ explicit Window(const char* p)
+      : Window(Load<uint4>(AlignDown(p, 16)), Load<uint4>(AlignDown(p, 16) + 16),
+               Misalignment(p, 16)) {}
+
+  // Whether the chunks of the window at p are within the array.
+  static __device__ __forceinline__ bool IsReadable(const char* p, const char* begin,
+                                                    const char* end) {
+    return AlignDown(p, 16) >= begin && AlignDown(p, 16) + 32 <= end;
+  }
+
+  __device__ __forceinline__ uint4 Get() const {
+    uint4 bytes;
+    ShiftWords<1>(chunks, shift, bytes);
+    return bytes;
+  }
+};
+
+__device__ __forceinline__ uint4 Bytes(const uint4& v) { return v; }
+__device__ __forceinline__ uint4 Bytes(const Window& window) { return window.Get(); }
+
+// The same byte by byte, without reading at or after `end`.
+__device__ __forceinline__ uint4 LoadBytes(const char* p, const char* end) {
+  uint32_t words[4] = {};
+  for (int i = 0; i < 16 && p + i < end; ++i) {
+    const uint32_t byte = uint32_t{Load<uint8_t>(p + i)} << i % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[j] |= i / 4 == j ? byte : 0;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+}  // namespace jax_fastops::cuda
+
+#endif  // JAX_FASTOPS_TRANSPOSE_BYTES_CUH_
