@@ -12,32 +12,22 @@
 #include "batch_norm/batch_norm.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
 #include <vector>
 
 #include "batch_norm/batch_norm_simd.h"
+#include "core/cpu/buffer.h"
+#include "core/cpu/dtype.h"
+#include "core/cpu/pointers.h"
 #include "core/cpu/stream.h"
+#include "core/integer.h"
 
 namespace jax_fastops::cpu {
 namespace {
 
-const BatchNormKernels& Kernels() {
-  static const BatchNormKernels& kernels = FASTOPS_KERNELS(batch_norm_kernels);
-  return kernels;
-}
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t RoundUp(int64_t a, int64_t multiple) { return CeilDiv(a, multiple) * multiple; }
-
-const void* Offset(const void* p, int64_t bytes) {
-  return p == nullptr ? nullptr : static_cast<const char*>(p) + bytes;
-}
-void* Offset(void* p, int64_t bytes) {
-  return p == nullptr ? nullptr : static_cast<char*>(p) + bytes;
-}
-
-int Count(const void* p) { return p == nullptr ? 0 : 1; }
+FASTOPS_DEFINE_KERNELS(Kernels, batch_norm_kernels)
 
 // The width of a strip, in columns. Short rows are combined until they have at least `least`
 // columns, and rows of more than `most` columns are divided. For moments, the sums and the rows
@@ -93,22 +83,6 @@ struct Cut {
       repeat = std::min(repeat, shape.outer);
     }
   }
-};
-
-// Accumulators that begin at a whole cache line.
-template <typename Scalar>
-class Buffer {
- public:
-  explicit Buffer(int64_t n) : memory_(static_cast<size_t>(n) + kLine / sizeof(Scalar)) {
-    const size_t past = reinterpret_cast<uintptr_t>(memory_.data()) % kLine;
-    begin_ = memory_.data() + (past == 0 ? 0 : (kLine - past) / sizeof(Scalar));
-  }
-  Scalar* begin() { return begin_; }
-
- private:
-  static constexpr size_t kLine = 64;
-  std::vector<Scalar> memory_;
-  Scalar* begin_;
 };
 
 // Writes a value for each position of a strip that begins with channel `channel`: the values of the
@@ -285,12 +259,25 @@ void Statistics(const BatchNormShape& shape, int type, int64_t itemsize,
   }
 }
 
-// The factors rsqrt(var + eps) * scale, for all groups.
+// Calls f(i, 1 / sqrt(var + eps), scale / sqrt(var + eps)) for channel i of all groups.
+template <typename Scalar, typename F>
+void OverFactors(const BatchNormShape& shape, const void* var_data, const void* scale_data,
+                 double eps, Executor& executor, const F& f) {
+  const Scalar* const var = static_cast<const Scalar*>(var_data);
+  const Scalar* const scale = static_cast<const Scalar*>(scale_data);
+  ParallelFor(executor, shape.groups * shape.channels, 64, 64.0, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const double rsqrt = 1 / std::sqrt(static_cast<double>(var[i]) + eps);
+      f(i, rsqrt, scale == nullptr ? rsqrt : rsqrt * static_cast<double>(scale[i]));
+    }
+  });
+}
+
 template <typename Scalar>
 void Factors(const BatchNormShape& shape, const void* var, const void* scale, double eps,
-             Scalar* factor, Executor& executor) {
-  ParallelFor(executor, shape.groups * shape.channels, 64, 64.0, [&](int64_t begin, int64_t end) {
-    Kernels().factors[sizeof(Scalar) == sizeof(double)](var, scale, eps, begin, end, factor);
+             Scalar* factors, Executor& executor) {
+  OverFactors<Scalar>(shape, var, scale, eps, executor, [&](int64_t i, double, double factor) {
+    factors[i] = static_cast<Scalar>(factor);
   });
 }
 
@@ -311,7 +298,7 @@ void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
   if (has_dx) Factors<Scalar>(shape, arrays.var, arrays.scale, eps, factor.begin(), executor);
   // [group, part, sum or product, channel]
   Buffer<double> all(shape.groups * parts.parts * 2 * channels);
-  const int moved = 2 + Count(arrays.dy2) + Count(arrays.dx) + Count(arrays.dresidual);
+  const int moved = 2 + Count(arrays.dy2, arrays.dx, arrays.dresidual);
   parts.Over(executor, static_cast<double>(moved * itemsize), [&](const Task& task) {
     const int64_t width = parts.width();
     Buffer<Scalar> buffer(parts.buffer());
@@ -476,21 +463,17 @@ void Backward(const BatchNormShape& shape, int type, int64_t itemsize, double ep
   const int64_t channels = shape.channels, all = shape.groups * channels;
   Buffer<Scalar> coefficients(3 * all);
   Scalar* const factor = coefficients.begin();
-  const int64_t accumulator = sizeof(Scalar);
-  ParallelFor(executor, shape.groups, 1, static_cast<double>(64 * channels),
-              [&](int64_t begin, int64_t end) {
-                for (int64_t g = begin; g < end; ++g) {
-                  const int64_t at = g * channels, bytes = at * accumulator;
-                  BatchNormBackwardArrays from = arrays;
-                  from.var = Offset(arrays.var, bytes);
-                  from.scale = Offset(arrays.scale, bytes);
-                  from.sums = Offset(arrays.sums, 2 * bytes);
-                  from.dvar = Offset(arrays.dvar, bytes);
-                  Kernels().slopes[sizeof(Scalar) == sizeof(double)](
-                      from, eps, channels, 0, channels, factor + at, factor + all + at,
-                      factor + 2 * all + at);
-                }
-              });
+  const Scalar* const sums = static_cast<const Scalar*>(arrays.sums);
+  const Scalar* const dvar = static_cast<const Scalar*>(arrays.dvar);
+  OverFactors<Scalar>(
+      shape, arrays.var, arrays.scale, eps, executor, [&](int64_t i, double rsqrt, double a) {
+        const Scalar* const own = sums + i / channels * 2 * channels + i % channels;
+        const double product = static_cast<double>(own[channels]);
+        factor[i] = static_cast<Scalar>(a);
+        factor[all + i] =
+            static_cast<Scalar>(2 * static_cast<double>(dvar[i]) - a * product * rsqrt * rsqrt);
+        factor[2 * all + i] = own[0];
+      });
   const Scalar* const values[] = {static_cast<const Scalar*>(arrays.mean), factor, factor + all,
                                   factor + 2 * all, static_cast<const Scalar*>(arrays.dmean)};
   const bool stream = CanStream(shape, itemsize, arrays.dx);
@@ -506,40 +489,38 @@ void Backward(const BatchNormShape& shape, int type, int64_t itemsize, double ep
                });
 }
 
-bool Nothing(const BatchNormShape& shape) { return shape.groups * shape.channels == 0; }
-
 }  // namespace
 
 void BatchNormStatistics(const BatchNormShape& shape, DType dtype,
                          const BatchNormStatisticsArrays& arrays, Executor& executor) {
-  if (Nothing(shape)) return;
-  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
-  auto* run = dtype == DType::kF64 ? Statistics<double> : Statistics<float>;
-  run(shape, static_cast<int>(dtype), itemsize, arrays, executor);
+  if (shape.groups * shape.channels == 0) return;
+  WithAccumulator(dtype, [&]<typename Scalar>() {
+    Statistics<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), arrays, executor);
+  });
 }
 
 void BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool relu,
                     const BatchNormApplyArrays& arrays, Executor& executor) {
   if (shape.groups * shape.group_size() == 0) return;
-  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
-  auto* run = dtype == DType::kF64 ? Apply<double> : Apply<float>;
-  run(shape, static_cast<int>(dtype), itemsize, eps, relu, arrays, executor);
+  WithAccumulator(dtype, [&]<typename Scalar>() {
+    Apply<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), eps, relu, arrays, executor);
+  });
 }
 
 void BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
                    const BatchNormSumsArrays& arrays, Executor& executor) {
-  if (Nothing(shape)) return;
-  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
-  auto* run = dtype == DType::kF64 ? Sums<double> : Sums<float>;
-  run(shape, static_cast<int>(dtype), itemsize, eps, arrays, executor);
+  if (shape.groups * shape.channels == 0) return;
+  WithAccumulator(dtype, [&]<typename Scalar>() {
+    Sums<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), eps, arrays, executor);
+  });
 }
 
 void BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
                        const BatchNormBackwardArrays& arrays, Executor& executor) {
   if (shape.groups * shape.group_size() == 0) return;
-  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
-  auto* run = dtype == DType::kF64 ? Backward<double> : Backward<float>;
-  run(shape, static_cast<int>(dtype), itemsize, eps, arrays, executor);
+  WithAccumulator(dtype, [&]<typename Scalar>() {
+    Backward<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), eps, arrays, executor);
+  });
 }
 
 void BatchNormForward(const BatchNormShape& shape, DType dtype, double eps, bool relu,

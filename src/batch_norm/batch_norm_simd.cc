@@ -66,10 +66,7 @@ struct BatchNorm {
 
   // ---- Moments ----
 
-  static FASTOPS_INLINE Vectors OrZero(Vectors v) {
-    const PairMask<A> finite = {{More<A>::Finite(v.part[0]), More<A>::Finite(v.part[1])}};
-    return Select(finite, v, SetPair<A>(0));
-  }
+  static FASTOPS_INLINE Vectors OrZero(Vectors v) { return Select(Finite(v), v, SetPair<A>(0)); }
 
   // Merges n elements into (mean, squares). The elements are given by the sums of their deviations
   // from `shift` and of the squares of these.
@@ -137,42 +134,46 @@ struct BatchNorm {
     }
   }
 
-  static void MomentsOfColumns(const void* x, const BatchNormStrip& strip, void* buffer,
-                               double* mean, double* squares) {
-    const int64_t width = strip.width, padded = Padded(width);
-    const int64_t row_bytes = strip.stride * E::kBytes;
-    Scalar* const shift = static_cast<Scalar*>(buffer);
-    Scalar* const sums = shift + padded;
-    Scalar* const sums_of_squares = sums + padded;
-    const char* const begin = Bytes(x, strip.first * E::kBytes);
-    for (int64_t row = 0; row < strip.rows;) {
-      const int64_t count = Min(strip.rows - row, kChunk);
-      const char* p = begin + row * row_bytes;
-      SampleOfColumns(p, row_bytes, Min(count, kSample), width, shift, sums, sums_of_squares);
+  // Takes the rows of a strip in chunks: calls begin(at, rows, width), add.operator()<k>(at, width)
+  // for k rows at a time, and end(before, rows, width), where `before` rows came before the chunk.
+  template <typename Begin, typename AddRows, typename End>
+  static FASTOPS_INLINE void OverStrip(const BatchNormStrip& strip, const Begin& begin,
+                                       const AddRows& add, const End& end) {
+    int64_t at = strip.first;
+    for (int64_t row = 0; row < strip.rows + (strip.tail > 0 ? 1 : 0);) {
+      const bool tail = row == strip.rows;
+      const int64_t rows = tail ? 1 : Min(strip.rows - row, kChunk);
+      const int64_t width = tail ? strip.tail : strip.width;
+      begin(at, rows, width);
       int64_t r = 0;
-      for (; r + kRows <= count; r += kRows, p += kRows * row_bytes) {
-        AddMoments<kRows>(p, row_bytes, width, shift, sums, sums_of_squares);
+      for (; r + kRows <= rows; r += kRows, at += kRows * strip.stride) {
+        add.template operator()<kRows>(at, width);
       }
-      for (; r < count; ++r, p += row_bytes) {
-        AddMoments<1>(p, row_bytes, width, shift, sums, sums_of_squares);
-      }
-      JoinColumns(Join(row, count), width, shift, sums, sums_of_squares, mean, squares);
-      row += count;
-    }
-    if (strip.tail > 0) {
-      const char* const p = begin + strip.rows * row_bytes;
-      SampleOfColumns(p, row_bytes, 1, strip.tail, shift, sums, sums_of_squares);
-      AddMoments<1>(p, row_bytes, strip.tail, shift, sums, sums_of_squares);
-      JoinColumns(Join(strip.rows, 1), strip.tail, shift, sums, sums_of_squares, mean, squares);
+      for (; r < rows; ++r, at += strip.stride) add.template operator()<1>(at, width);
+      end(row, rows, width);
+      row += rows;
     }
   }
 
-  // Calls chunk(begin, end) on ranges of pieces that together are a chunk.
-  template <typename F>
-  static FASTOPS_INLINE void OverChunks(const BatchNormRuns& runs, const F& chunk) {
-    const int64_t blocks = (runs.segment + kBlock - 1) / kBlock;
-    const int64_t pieces = blocks >= kChunk ? 1 : kChunk / blocks;
-    for (int64_t q = runs.begin; q < runs.end; q += pieces) chunk(q, Min(runs.end, q + pieces));
+  static void MomentsOfColumns(const void* x, const BatchNormStrip& strip, void* buffer,
+                               double* mean, double* squares) {
+    const int64_t padded = Padded(strip.width), row_bytes = strip.stride * E::kBytes;
+    Scalar* const shift = static_cast<Scalar*>(buffer);
+    Scalar* const sums = shift + padded;
+    Scalar* const sums_of_squares = sums + padded;
+    OverStrip(
+        strip,
+        [&](int64_t at, int64_t rows, int64_t width) {
+          SampleOfColumns(Bytes(x, at * E::kBytes), row_bytes, Min(rows, kSample), width, shift,
+                          sums, sums_of_squares);
+        },
+        [&]<int kCount>(int64_t at, int64_t width) {
+          AddMoments<kCount>(Bytes(x, at * E::kBytes), row_bytes, width, shift, sums,
+                             sums_of_squares);
+        },
+        [&](int64_t before, int64_t rows, int64_t width) {
+          JoinColumns(Join(before, rows), width, shift, sums, sums_of_squares, mean, squares);
+        });
   }
 
   // `ahead` is the distance to the next piece, in bytes.
@@ -190,50 +191,75 @@ struct BatchNorm {
     }
   };
 
+  // Adds up two values of the elements of runs, chunk by chunk. block_of(channel, at, piece, first)
+  // returns a function of a block, (extent, at, count, &sum, &sum_too), for the piece of the
+  // channel that begins with element `at`. Then end(channel, before, elements, sum, sum_too) takes
+  // the sums of a chunk; `before` elements came before it.
+  template <typename BlockOf, typename End>
+  static FASTOPS_INLINE void OverRuns(const BatchNormRuns& runs, Scalar* sums,
+                                      const BlockOf& block_of, const End& end) {
+    const int64_t blocks = (runs.segment + kBlock - 1) / kBlock;
+    const int64_t pieces = blocks >= kChunk ? 1 : kChunk / blocks;
+    int64_t before = 0;
+    for (int64_t begin = runs.begin; begin < runs.end; begin += pieces) {
+      int64_t n = 0;
+      for (int64_t q = begin; q < Min(runs.end, begin + pieces); ++q) {
+        const Piece piece(runs, q);
+        for (int64_t c = 0; c < runs.channels; ++c) {
+          const int64_t at = piece.at + c * runs.inner;
+          Scalar* const own = sums + 2 * kBlock * c;
+          Vectors sum = SetPair<A>(0), sum_too = SetPair<A>(0);
+          if (q != begin) {
+            sum = LoadPair<A>(own);
+            sum_too = LoadPair<A>(own + kBlock);
+          }
+          const auto block = block_of(c, at, piece, q == begin);
+          OverBlocks<kBlock>(0, piece.count,
+                             [&](auto extent, int64_t i, int64_t count)
+                                 FASTOPS_LAMBDA { block(extent, at + i, count, &sum, &sum_too); });
+          StorePair<A>(own, sum);
+          StorePair<A>(own + kBlock, sum_too);
+        }
+        n += piece.count;
+      }
+      for (int64_t c = 0; c < runs.channels; ++c) {
+        const Scalar* const own = sums + 2 * kBlock * c;
+        end(c, before, n, static_cast<double>(SumOf(LoadPair<A>(own))),
+            static_cast<double>(SumOf(LoadPair<A>(own + kBlock))));
+      }
+      before += n;
+    }
+  }
+
   static void MomentsOfRuns(const void* x, const BatchNormRuns& runs, void* buffer, double* mean,
                             double* squares) {
     Scalar* const sums = static_cast<Scalar*>(buffer);
     Scalar* const shift = sums + 2 * kBlock * runs.channels;
-    int64_t before = 0;
-    OverChunks(runs, [&](int64_t begin, int64_t end) FASTOPS_LAMBDA {
-      int64_t n = 0;
-      for (int64_t q = begin; q < end; ++q) {
-        const Piece piece(runs, q);
-        for (int64_t c = 0; c < runs.channels; ++c) {
-          const char* const p = Bytes(x, (piece.at + c * runs.inner) * E::kBytes);
-          Scalar* const own = sums + 2 * kBlock * c;
-          Vectors sum = SetPair<A>(0), square = SetPair<A>(0);
-          if (q == begin) {
+    OverRuns(
+        runs, sums,
+        [&](int64_t c, int64_t at, const Piece& piece, bool first) FASTOPS_LAMBDA {
+          if (first) {
             const int64_t sample = Min(piece.count, kBlock);
-            const Scalar near =
-                SumOf(LoadElements<E>(Part(), p, sample)) / static_cast<Scalar>(sample);
+            const Scalar near = SumOf(LoadElements<E>(Part(), Bytes(x, at * E::kBytes), sample)) /
+                                static_cast<Scalar>(sample);
             shift[c] = near - near == 0 ? near : 0;
-          } else {
-            sum = LoadPair<A>(own);
-            square = LoadPair<A>(own + kBlock);
           }
-          const Vectors k = SetPair<A>(shift[c]);
-          OverBlocks<kBlock>(0, piece.count,
-                             [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-                               if (piece.is_short) FetchBlock(p + i * E::kBytes, piece.ahead);
-                               const Vectors v = LoadElements<E>(extent, p + i * E::kBytes, count);
-                               const Vectors d = Cleared(extent, Sub(v, k), count);
-                               sum = Add(sum, d);
-                               square = MulAdd(d, d, square);
-                             });
-          StorePair<A>(own, sum);
-          StorePair<A>(own + kBlock, square);
-        }
-        n += piece.count;
-      }
-      const Join join(before, n);
-      for (int64_t c = 0; c < runs.channels; ++c) {
-        const Scalar* const own = sums + 2 * kBlock * c;
-        join(static_cast<double>(shift[c]), static_cast<double>(SumOf(LoadPair<A>(own))),
-             static_cast<double>(SumOf(LoadPair<A>(own + kBlock))), mean + c, squares + c);
-      }
-      before += n;
-    });
+          return [x, k = SetPair<A>(shift[c]), fetch = piece.is_short, ahead = piece.ahead](
+                     auto extent, int64_t i, int64_t count, Vectors* sum, Vectors* square)
+                     FASTOPS_LAMBDA {
+                       const char* const p = Bytes(x, i * E::kBytes);
+                       if (fetch) FetchBlock(p, ahead);
+                       const Vectors v = LoadElements<E>(extent, p, count);
+                       const Vectors d = Cleared(extent, Sub(v, k), count);
+                       *sum = Add(*sum, d);
+                       *square = MulAdd(d, d, *square);
+                     };
+        },
+        [&](int64_t c, int64_t before, int64_t n, double sum, double sum_of_squares)
+            FASTOPS_LAMBDA {
+              Join(before, n)(static_cast<double>(shift[c]), sum, sum_of_squares, mean + c,
+                              squares + c);
+            });
   }
 
   // ---- Sums ----
@@ -249,8 +275,7 @@ struct BatchNorm {
       memcpy(&bits, mask + byte, static_cast<size_t>(bytes - byte));
     }
     bits >>= at % 8;
-    return {{More<A>::MaskOf(static_cast<uint32_t>(bits)),
-             More<A>::MaskOf(static_cast<uint32_t>(bits >> A::kLanes))}};
+    return PairOfBits<A>(static_cast<uint32_t>(bits));
   }
 
   // The inputs of the sums, and the outputs that are stored in the same pass.
@@ -329,32 +354,21 @@ struct BatchNorm {
                             int64_t mask_bytes, const void* const* coefficients, void* buffer,
                             double* sums, double* products) {
     const Gradient gradient(arrays, mask_bytes);
-    const int64_t width = strip.width, padded = Padded(width);
     const Scalar* const mean = Values<Scalar>(coefficients[0]);
     const Scalar* const factor = Values<Scalar>(coefficients[1]);
     Scalar* const s = static_cast<Scalar*>(buffer);
-    Scalar* const p = s + padded;
-    for (int64_t i = 0; i < 2 * padded; ++i) s[i] = 0;
-    for (int64_t i = 0; i < width; ++i) sums[i] = products[i] = 0;
-    int64_t at = strip.first;
-    for (int64_t row = 0; row < strip.rows;) {
-      const int64_t count = Min(strip.rows - row, kChunk);
-      int64_t r = 0;
-      for (; r + kRows <= count; r += kRows, at += kRows * strip.stride) {
-        AddSums<kRows>(gradient, at, strip.stride, width, mean, factor, s, p);
-      }
-      for (; r < count; ++r, at += strip.stride) {
-        AddSums<1>(gradient, at, strip.stride, width, mean, factor, s, p);
-      }
-      Move(s, sums, width);
-      Move(p, products, width);
-      row += count;
-    }
-    if (strip.tail > 0) {
-      AddSums<1>(gradient, at, strip.stride, strip.tail, mean, factor, s, p);
-      Move(s, sums, strip.tail);
-      Move(p, products, strip.tail);
-    }
+    Scalar* const p = s + Padded(strip.width);
+    for (int64_t i = 0; i < 2 * Padded(strip.width); ++i) s[i] = 0;
+    for (int64_t i = 0; i < strip.width; ++i) sums[i] = products[i] = 0;
+    OverStrip(
+        strip, [](int64_t, int64_t, int64_t) {},
+        [&]<int kCount>(int64_t at, int64_t width) {
+          AddSums<kCount>(gradient, at, strip.stride, width, mean, factor, s, p);
+        },
+        [&](int64_t, int64_t, int64_t width) {
+          Move(s, sums, width);
+          Move(p, products, width);
+        });
   }
 
   static void SumsOfRuns(const BatchNormSumsArrays& arrays, const BatchNormRuns& runs,
@@ -363,38 +377,22 @@ struct BatchNorm {
     const Gradient gradient(arrays, mask_bytes);
     const Scalar* const means = Values<Scalar>(coefficients[0]);
     const Scalar* const factors = Values<Scalar>(coefficients[1]);
-    Scalar* const both = static_cast<Scalar*>(buffer);
     for (int64_t c = 0; c < runs.channels; ++c) sums[c] = products[c] = 0;
-    OverChunks(runs, [&](int64_t begin, int64_t end) FASTOPS_LAMBDA {
-      for (int64_t q = begin; q < end; ++q) {
-        const Piece piece(runs, q);
-        for (int64_t c = 0; c < runs.channels; ++c) {
-          const int64_t at = piece.at + c * runs.inner;
-          Scalar* const own = both + 2 * kBlock * c;
-          Vectors sum = SetPair<A>(0), product = SetPair<A>(0);
-          if (q != begin) {
-            sum = LoadPair<A>(own);
-            product = LoadPair<A>(own + kBlock);
-          }
-          const Vectors mean = SetPair<A>(means[c]);
-          const Vectors factor = SetPair<A>(factors == nullptr ? 0 : factors[c]);
-          OverBlocks<kBlock>(0, piece.count,
-                             [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-                               gradient.Fetch(at + i, piece.ahead);
-                               gradient(
-                                   extent, at + i, count, mean,
-                                   [&]() FASTOPS_LAMBDA { return factor; }, &sum, &product);
-                             });
-          StorePair<A>(own, sum);
-          StorePair<A>(own + kBlock, product);
-        }
-      }
-      for (int64_t c = 0; c < runs.channels; ++c) {
-        const Scalar* const own = both + 2 * kBlock * c;
-        sums[c] += static_cast<double>(SumOf(LoadPair<A>(own)));
-        products[c] += static_cast<double>(SumOf(LoadPair<A>(own + kBlock)));
-      }
-    });
+    OverRuns(
+        runs, static_cast<Scalar*>(buffer),
+        [&](int64_t c, int64_t, const Piece& piece, bool) FASTOPS_LAMBDA {
+          return [&gradient, mean = SetPair<A>(means[c]), ahead = piece.ahead,
+                  factor = SetPair<A>(factors == nullptr ? 0 : factors[c])](
+                     auto extent, int64_t i, int64_t count, Vectors* sum,
+                     Vectors* product) FASTOPS_LAMBDA {
+            gradient.Fetch(i, ahead);
+            gradient(extent, i, count, mean, [&]() FASTOPS_LAMBDA { return factor; }, sum, product);
+          };
+        },
+        [&](int64_t c, int64_t, int64_t, double sum, double product) FASTOPS_LAMBDA {
+          sums[c] += sum;
+          products[c] += product;
+        });
   }
 
   // ---- Element-wise passes ----
@@ -476,22 +474,17 @@ struct BatchNorm {
           Vectors z = MulAdd(Sub(LoadElements<E>(extent, x + at, count), own[0]), own[1], own[2]);
           if (residual != nullptr) z = Add(z, LoadElements<E>(extent, residual + at, count));
           if (mask.data != nullptr) {
-            const PairMask<A> positive = {
-                {More<A>::Less(zero.part[0], z.part[0]), More<A>::Less(zero.part[1], z.part[1])}};
-            StoreBits<E>(extent, mask, i, count, positive);
+            StoreBits<E>(extent, mask, i, count, Less(zero, z));
           }
           if (relu) {
-            const PairMask<A> cut = {{More<A>::AtLeast(zero.part[0], z.part[0]),
-                                      More<A>::AtLeast(zero.part[1], z.part[1])}};
-            z = Select(cut, zero, z);
+            z = Select(AtLeast(zero, z), zero, z);
           }
           StoreElements<E, kStream>(extent, y + at, E::Narrow(z), count);
         });
   }
 
   static void Apply(const BatchNormApplyArrays& arrays, bool relu, const Elements& elements) {
-    elements.stream ? ApplyTo<true>(arrays, relu, elements)
-                    : ApplyTo<false>(arrays, relu, elements);
+    WithFlags([&]<bool kStream>() { ApplyTo<kStream>(arrays, relu, elements); }, elements.stream);
   }
 
   template <bool kStream>
@@ -518,57 +511,9 @@ struct BatchNorm {
   }
 
   static void Backward(const BatchNormBackwardArrays& arrays, const Elements& elements) {
-    elements.stream ? BackwardTo<true>(arrays, elements) : BackwardTo<false>(arrays, elements);
+    WithFlags([&]<bool kStream>() { BackwardTo<kStream>(arrays, elements); }, elements.stream);
   }
 };
-
-// ---- Coefficients -------------------------------------------------------------------------------
-
-// Calls f(c, 1 / sqrt(var[c] + eps)) for channels [begin, end).
-template <typename Scalar, typename F>
-FASTOPS_INLINE void OverRsqrt(const void* var_data, double eps, int64_t begin, int64_t end,
-                              const F& f) {
-  const Scalar* const var = Values<Scalar>(var_data);
-  OverBlocks<8>(begin, end, [&](auto extent, int64_t c, int64_t rest) FASTOPS_LAMBDA {
-    const int64_t count = decltype(extent)::kWhole ? 8 : rest;
-    double rsqrt[8] = {};
-    for (int64_t i = 0; i < count; ++i) rsqrt[i] = static_cast<double>(var[c + i]) + eps;
-    for (int64_t i = 0; i < 8; i += Doubles::kLanes) {
-      Doubles::Store(rsqrt + i, Doubles::Rsqrt(Doubles::Load(rsqrt + i)));
-    }
-    for (int64_t i = 0; i < count; ++i) f(c + i, rsqrt[i]);
-  });
-}
-
-template <typename Scalar>
-void Factors(const void* var, const void* scale_data, double eps, int64_t begin, int64_t end,
-             void* factor_data) {
-  const Scalar* const scale = Values<Scalar>(scale_data);
-  Scalar* const factor = static_cast<Scalar*>(factor_data);
-  OverRsqrt<Scalar>(var, eps, begin, end, [&](int64_t c, double rsqrt) FASTOPS_LAMBDA {
-    factor[c] =
-        static_cast<Scalar>(scale == nullptr ? rsqrt : rsqrt * static_cast<double>(scale[c]));
-  });
-}
-
-template <typename Scalar>
-void Slopes(const BatchNormBackwardArrays& arrays, double eps, int64_t channels, int64_t begin,
-            int64_t end, void* factor_data, void* slope_data, void* average_data) {
-  const Scalar* const scale = Values<Scalar>(arrays.scale);
-  const Scalar* const sums = Values<Scalar>(arrays.sums);
-  const Scalar* const products = sums + channels;
-  const Scalar* const dvar = Values<Scalar>(arrays.dvar);
-  Scalar* const factor = static_cast<Scalar*>(factor_data);
-  Scalar* const slope = static_cast<Scalar*>(slope_data);
-  Scalar* const average = static_cast<Scalar*>(average_data);
-  OverRsqrt<Scalar>(arrays.var, eps, begin, end, [&](int64_t c, double rsqrt) FASTOPS_LAMBDA {
-    const double a = scale == nullptr ? rsqrt : rsqrt * static_cast<double>(scale[c]);
-    const double product = static_cast<double>(products[c]);
-    factor[c] = static_cast<Scalar>(a);
-    slope[c] = static_cast<Scalar>(2 * static_cast<double>(dvar[c]) - a * product * rsqrt * rsqrt);
-    average[c] = sums[c];
-  });
-}
 
 // ---- Parts --------------------------------------------------------------------------------------
 
@@ -615,19 +560,13 @@ void MergeMoments(const double* mean, const double* squares, const double* count
 
 }  // namespace
 
-#define FASTOPS_BY_TYPE(kernel)                                               \
-  {BatchNorm<E32>::kernel, BatchNorm<EBF16>::kernel, BatchNorm<EF16>::kernel, \
-   BatchNorm<E64>::kernel}
-
 extern const BatchNormKernels batch_norm_kernels = {
-    FASTOPS_BY_TYPE(MomentsOfColumns),
-    FASTOPS_BY_TYPE(MomentsOfRuns),
-    FASTOPS_BY_TYPE(SumsOfColumns),
-    FASTOPS_BY_TYPE(SumsOfRuns),
-    FASTOPS_BY_TYPE(Apply),
-    FASTOPS_BY_TYPE(Backward),
-    {Factors<float>, Factors<double>},
-    {Slopes<float>, Slopes<double>},
+    FASTOPS_EACH_DTYPE(BatchNorm, MomentsOfColumns),
+    FASTOPS_EACH_DTYPE(BatchNorm, MomentsOfRuns),
+    FASTOPS_EACH_DTYPE(BatchNorm, SumsOfColumns),
+    FASTOPS_EACH_DTYPE(BatchNorm, SumsOfRuns),
+    FASTOPS_EACH_DTYPE(BatchNorm, Apply),
+    FASTOPS_EACH_DTYPE(BatchNorm, Backward),
     MergeMoments,
     MergeSums,
     StreamFence,

@@ -1,5 +1,4 @@
-// The batch norm kernels of one instruction set. This header is included by the files that are
-// compiled several times; isa.h says what such a header may contain.
+// The batch norm kernels of one instruction set. isa.h says what this header may contain.
 #ifndef JAX_FASTOPS_BATCH_NORM_BATCH_NORM_SIMD_H_
 #define JAX_FASTOPS_BATCH_NORM_BATCH_NORM_SIMD_H_
 
@@ -87,15 +86,6 @@ struct BatchNormKernels {
   using Backward = void(const BatchNormBackwardArrays& arrays, const Elements& elements);
   Apply* apply[kNumDTypes];
   Backward* backward[kNumDTypes];
-
-  // For channels [begin, end): the factor 1 / sqrt(var + eps) * scale, and the coefficients of
-  // Backward. The index is 1 if the accumulator is double, else 0.
-  using Factors = void(const void* var, const void* scale, double eps, int64_t begin, int64_t end,
-                       void* factor);
-  using Slopes = void(const BatchNormBackwardArrays& arrays, double eps, int64_t channels,
-                      int64_t begin, int64_t end, void* factor, void* slope, void* average);
-  Factors* factors[2];
-  Slopes* slopes[2];
 
   // Merges the moments of `parts` parts. Each mean of part j has counts[j] elements. In each part,
   // a channel has `inner` contiguous means. Parts are `stride` apart.

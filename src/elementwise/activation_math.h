@@ -18,21 +18,6 @@ FASTOPS_INLINE typename A::Vec Absolute(typename A::Vec x) {
   return A::Max(A::Sub(A::Set(0), x), x);  // NaN stays NaN
 }
 
-// exp(x + rest) for NaN, and for x from slightly below ExpOf::kLow to 0. It is A::Exp without
-// clamping. `rest` is the rounding error of x.
-template <typename A>
-FASTOPS_INLINE typename A::Vec ExpBelow0(typename A::Vec x, typename A::Vec rest) {
-  using C = ExpOf<typename A::Scalar>;
-  using Vec = typename A::Vec;
-  const Vec n = A::RoundToInteger(A::Mul(x, A::Set(C::kInvLn2)));
-  Vec r = A::NegMulAdd(n, A::Set(C::kLn2High), x);
-  r = A::Add(A::NegMulAdd(n, A::Set(C::kLn2Low), r), rest);
-  Vec q = A::Set(C::kQ[C::kTerms - 1]);
-#pragma GCC unroll 16
-  for (int i = C::kTerms - 2; i >= 0; --i) q = A::MulAdd(q, r, A::Set(C::kQ[i]));
-  return A::TimesPowerOf2(A::Add(A::Set(1), A::MulAdd(A::Mul(r, r), q, r)), n);
-}
-
 // 1 / (1 + exp(-x)).
 template <typename A>
 struct Sigmoid {
@@ -43,10 +28,10 @@ struct Sigmoid {
   explicit FASTOPS_INLINE Sigmoid(Vec x) {
     using C = ExpOf<typename A::Scalar>;
     const Vec zero = A::Set(0), one = A::Set(1);
-    const Vec e = ExpBelow0<A>(A::Max(A::Set(C::kLow), A::Min(A::Sub(zero, x), x)), zero);
-    const Vec large = More<A>::Div(one, A::Add(one, e));
+    const Vec e = ExpInRange<A>(A::Max(A::Set(C::kLow), A::Min(A::Sub(zero, x), x)), nullptr);
+    const Vec large = A::Div(one, A::Add(one, e));
     const Vec small = A::Mul(e, large);
-    value = A::Select(More<A>::Less(x, zero), small, large);
+    value = A::Select(A::Less(x, zero), small, large);
     slope = A::Mul(small, large);
   }
 };
@@ -174,9 +159,9 @@ struct GeluExact {
       rest = A::Add(rest, A::Mul(A::Add(high, high), low));
       rest = A::Mul(A::Add(rest, A::Mul(low, low)), half);
 #endif
-      exp = ExpBelow0<A>(A::Mul(square, half), rest);
+      exp = ExpInRange<A>(A::Mul(square, half), &rest);
 
-      const Vec inverse = More<A>::Div(A::Set(1), A::Add(t, A::Set(C::kCentre)));
+      const Vec inverse = A::Div(A::Set(1), A::Add(t, A::Set(C::kCentre)));
       const Vec v = A::NegMulAdd(inverse, A::Set(2 * C::kCentre), A::Set(1));
       ratio = A::Mul(Polynomial<C::kTerms>(C::kP, v), inverse);
     }
@@ -188,15 +173,15 @@ struct GeluExact {
     // The order matters far below 0: the product of the two small factors may be subnormal although
     // the result is not.
     const Vec below = A::Mul(A::Mul(x, tail.ratio), tail.exp);
-    const Vec far = A::Select(More<A>::Less(A::Set(0), x), A::Sub(x, A::Mul(tail.t, rest)), below);
-    return A::Select(More<A>::Less(tail.t, A::Set(C::kNearEnd)), A::Mul(x, Near(C::kNear, x)), far);
+    const Vec far = A::Select(A::Less(A::Set(0), x), A::Sub(x, A::Mul(tail.t, rest)), below);
+    return A::Select(A::Less(tail.t, A::Set(C::kNearEnd)), A::Mul(x, Near(C::kNear, x)), far);
   }
   static FASTOPS_INLINE Vec Derivative(Vec x) {
     const Tail tail(x);
     const Vec d = A::Mul(tail.exp, A::NegMulAdd(tail.t, A::Set(kDensity), tail.ratio));
-    const Vec far = A::Select(More<A>::Less(A::Set(0), x), A::Sub(A::Set(1), d), d);
+    const Vec far = A::Select(A::Less(A::Set(0), x), A::Sub(A::Set(1), d), d);
     const Vec all =
-        A::Select(More<A>::Less(tail.t, A::Set(C::kNearEnd)), Near(C::kNearSlope, x), far);
+        A::Select(A::Less(tail.t, A::Set(C::kNearEnd)), Near(C::kNearSlope, x), far);
     return A::Add(all, A::Sub(x, x));  // NaN at the infinities
   }
 };

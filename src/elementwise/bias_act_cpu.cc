@@ -8,10 +8,7 @@
 namespace jax_fastops::cpu {
 namespace {
 
-const BiasActKernels& Kernels() {
-  static const BiasActKernels& kernels = FASTOPS_KERNELS(bias_act_kernels);
-  return kernels;
-}
+FASTOPS_DEFINE_KERNELS(Kernels, bias_act_kernels)
 
 }  // namespace
 

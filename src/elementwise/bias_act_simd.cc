@@ -37,6 +37,13 @@ struct BiasAct {
 };
 
 template <typename E>
+using BiasGelu = BiasAct<E, Gelu>;
+template <typename E>
+using BiasGeluExact = BiasAct<E, GeluExact>;
+template <typename E>
+using BiasSilu = BiasAct<E, Silu>;
+
+template <typename E>
 struct BiasRelu {
   using A = typename E::A;
   using Vec = typename A::Vec;
@@ -47,8 +54,7 @@ struct BiasRelu {
       const Pair<A> s =
           Add(LoadBlock<E>(extent, x, i, count), LoadBlock<E>(extent, bias, i, count));
       const Pair<A> zero = SetPair<A>(0);
-      const PairMask<A> positive = {
-          {More<A>::Less(zero.part[0], s.part[0]), More<A>::Less(zero.part[1], s.part[1])}};
+      const PairMask<A> positive = Less(zero, s);
       // NaN is not equal to itself, so it is kept.
       StoreBlock<E>(extent, y, i, count, Select(positive, s, Select(Equal(s, s), zero, s)));
       StoreBits<E>(extent, mask, i, count, positive);
@@ -68,17 +74,11 @@ struct BiasRelu {
 
 }  // namespace
 
-#define FASTOPS_BY_DTYPE(Kernel, Activation, name)                                                 \
-  {Kernel<E32, Activation>::name, Kernel<EBF16, Activation>::name, Kernel<EF16, Activation>::name, \
-   Kernel<E64, Activation>::name}
-#define FASTOPS_RELU(name) \
-  {BiasRelu<E32>::name, BiasRelu<EBF16>::name, BiasRelu<EF16>::name, BiasRelu<E64>::name}
-
 extern const BiasActKernels bias_act_kernels;
 const BiasActKernels bias_act_kernels = {
-    {FASTOPS_BY_DTYPE(BiasAct, Gelu, Forward), FASTOPS_BY_DTYPE(BiasAct, GeluExact, Forward),
-     FASTOPS_BY_DTYPE(BiasAct, Silu, Forward), FASTOPS_RELU(Forward)},
-    {FASTOPS_BY_DTYPE(BiasAct, Gelu, Backward), FASTOPS_BY_DTYPE(BiasAct, GeluExact, Backward),
-     FASTOPS_BY_DTYPE(BiasAct, Silu, Backward), FASTOPS_RELU(Backward)}};
+    {FASTOPS_EACH_DTYPE(BiasGelu, Forward), FASTOPS_EACH_DTYPE(BiasGeluExact, Forward),
+     FASTOPS_EACH_DTYPE(BiasSilu, Forward), FASTOPS_EACH_DTYPE(BiasRelu, Forward)},
+    {FASTOPS_EACH_DTYPE(BiasGelu, Backward), FASTOPS_EACH_DTYPE(BiasGeluExact, Backward),
+     FASTOPS_EACH_DTYPE(BiasSilu, Backward), FASTOPS_EACH_DTYPE(BiasRelu, Backward)}};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -40,75 +40,45 @@ void Expand(const void* source, const BlockRows& rows, void* dense) {
 }
 
 // Permutations, for broadcast operands with short rows. Their cost is per vector, not per row.
-#if FASTOPS_ISA_LEVEL == 2
-
-constexpr int kLanes2 = 32, kLanes4 = 16, kLanes8 = 8;
-
-FASTOPS_INLINE int64_t Count(const BlockPermutation& p, int64_t v, int64_t length) {
-  const int64_t left = length - p.bases[v];
-  return p.counts[v] < left ? p.counts[v] : left;
-}
-
-void Permute2(const void* source, int64_t length, const BlockPermutation& p, int64_t n,
-              void* dense) {
-  for (int64_t v = 0; v * kLanes2 < n; ++v) {
-    const uint32_t lanes = static_cast<uint32_t>((uint64_t{1} << Count(p, v, length)) - 1);
-    const __m512i x =
-        _mm512_maskz_loadu_epi16(lanes, static_cast<const uint16_t*>(source) + p.bases[v]);
-    const __m512i index = _mm512_cvtepu8_epi16(
-        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p.indices + v * kLanes2)));
-    _mm512_storeu_si512(static_cast<uint16_t*>(dense) + v * kLanes2,
-                        _mm512_maskz_permutexvar_epi16(~uint32_t{0}, index, x));
-  }
-}
-
-void Permute4(const void* source, int64_t length, const BlockPermutation& p, int64_t n,
-              void* dense) {
-  for (int64_t v = 0; v * kLanes4 < n; ++v) {
-    const __m512i x = _mm512_maskz_loadu_epi32(Floats::FirstLanes(Count(p, v, length)),
-                                               static_cast<const uint32_t*>(source) + p.bases[v]);
-    const __m512i index = _mm512_cvtepu8_epi32(
-        _mm_loadu_si128(reinterpret_cast<const __m128i*>(p.indices + v * kLanes4)));
-    _mm512_storeu_si512(static_cast<uint32_t*>(dense) + v * kLanes4,
-                        _mm512_maskz_permutexvar_epi32(0xffff, index, x));
-  }
-}
-
-void Permute8(const void* source, int64_t length, const BlockPermutation& p, int64_t n,
-              void* dense) {
-  for (int64_t v = 0; v * kLanes8 < n; ++v) {
-    const __m512i x = _mm512_maskz_loadu_epi64(Doubles::FirstLanes(Count(p, v, length)),
-                                               static_cast<const uint64_t*>(source) + p.bases[v]);
-    const __m512i index = _mm512_cvtepu8_epi64(
-        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p.indices + v * kLanes8)));
-    _mm512_storeu_si512(static_cast<uint64_t*>(dense) + v * kLanes8,
-                        _mm512_maskz_permutexvar_epi64(0xff, index, x));
-  }
-}
-
-#elif FASTOPS_ISA_LEVEL == 1
-
-constexpr int kLanes2 = 0, kLanes4 = 8, kLanes8 = 0;
-constexpr BlockHelpers::Permute *Permute2 = nullptr, *Permute8 = nullptr;
-
-void Permute4(const void* source, int64_t length, const BlockPermutation& p, int64_t n,
-              void* dense) {
-  for (int64_t v = 0; v * kLanes4 < n; ++v) {
-    const int64_t left = length - p.bases[v];
-    const int64_t count = p.counts[v] < left ? p.counts[v] : left;
-    const __m256 x = _mm256_maskload_ps(static_cast<const float*>(source) + p.bases[v],
-                                        _mm256_castps_si256(Floats::FirstLanes(count)));
-    const __m256i index = _mm256_cvtepu8_epi32(
-        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p.indices + v * kLanes4)));
-    _mm256_storeu_ps(static_cast<float*>(dense) + v * kLanes4, _mm256_permutevar8x32_ps(x, index));
-  }
-}
-
+template <typename T>
+constexpr int kPermuted = FASTOPS_ISA_LEVEL == 2                     ? 64 / sizeof(T)
+                          : FASTOPS_ISA_LEVEL == 1 && sizeof(T) == 4 ? 8
+                                                                     : 0;
+#if FASTOPS_ISA_LEVEL == 0
+template <typename T>
+constexpr BlockHelpers::Permute* Permute = nullptr;
 #else
-
-constexpr int kLanes2 = 0, kLanes4 = 0, kLanes8 = 0;
-constexpr BlockHelpers::Permute *Permute2 = nullptr, *Permute4 = nullptr, *Permute8 = nullptr;
-
+template <typename T>
+void Permute(const void* source, int64_t length, const BlockPermutation& p, int64_t n,
+             void* dense) {
+  constexpr int kLanes = kPermuted<T>;
+  for (int64_t v = 0; v * kLanes < n; ++v) {
+    const int64_t left = length - p.bases[v], count = p.counts[v] < left ? p.counts[v] : left;
+    const T* const from = static_cast<const T*>(source) + p.bases[v];
+    T* const to = static_cast<T*>(dense) + v * kLanes;
+    const __m128i* const index = reinterpret_cast<const __m128i*>(p.indices + v * kLanes);
+#if FASTOPS_ISA_LEVEL == 1
+    if constexpr (sizeof(T) == 4) {
+      StoreVector(to, _mm256_permutevar8x32_ps(Floats::LoadPart(from, count),
+                                               _mm256_cvtepu8_epi32(_mm_loadl_epi64(index))));
+    }
+#else
+    if constexpr (sizeof(T) == 2) {
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(index));
+      StoreVector(to, _mm512_maskz_permutexvar_epi16(~uint32_t{0}, _mm512_cvtepu8_epi16(bytes),
+                                                     (__m512i)EF16::LoadPart(from, count)));
+    } else if constexpr (sizeof(T) == 4) {
+      StoreVector(to,
+                  _mm512_maskz_permutexvar_ps(0xffff, _mm512_cvtepu8_epi32(_mm_loadu_si128(index)),
+                                              Floats::LoadPart(from, count)));
+    } else {
+      StoreVector(to,
+                  _mm512_maskz_permutexvar_pd(0xff, _mm512_cvtepu8_epi64(_mm_loadl_epi64(index)),
+                                              Doubles::LoadPart(from, count)));
+    }
+#endif
+  }
+}
 #endif
 
 template <typename T>
@@ -236,19 +206,17 @@ void Write(const double* sums, int64_t n, void* result) {
   });
 }
 
-void Fence() { StreamFence(); }
-
 }  // namespace
 
 extern const BlockHelpers block_helpers;
-const BlockHelpers block_helpers = {{kLanes2, kLanes4, kLanes8},
-                                    {Permute2, Permute4, Permute8},
+const BlockHelpers block_helpers = {{kPermuted<uint16_t>, kPermuted<uint32_t>, kPermuted<uint64_t>},
+                                    {Permute<uint16_t>, Permute<uint32_t>, Permute<uint64_t>},
                                     {Expand<uint16_t>, Expand<uint32_t>, Expand<uint64_t>},
                                     {Splat<uint16_t>, Splat<uint32_t>, Splat<uint64_t>},
                                     {Add<float>, Add<double>},
                                     {Sum<float>, Sum<double>},
                                     {AddRows<float>, AddRows<double>},
                                     {Write<E32>, Write<EBF16>, Write<EF16>, Write<E64>},
-                                    Fence};
+                                    StreamFence};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -1,6 +1,5 @@
 // The interface between the element-wise engine and its kernels, and the helpers of blocks.cc for
-// one instruction set. This header is included by the files that are compiled several times; isa.h
-// says what such a header may contain.
+// one instruction set. isa.h says what this header may contain.
 #ifndef JAX_FASTOPS_ELEMENTWISE_BLOCKS_SIMD_H_
 #define JAX_FASTOPS_ELEMENTWISE_BLOCKS_SIMD_H_
 

@@ -7,10 +7,7 @@
 namespace jax_fastops::cpu {
 namespace {
 
-const LerpKernels& Kernels() {
-  static const LerpKernels& kernels = FASTOPS_KERNELS(lerp_kernels);
-  return kernels;
-}
+FASTOPS_DEFINE_KERNELS(Kernels, lerp_kernels)
 
 }  // namespace
 

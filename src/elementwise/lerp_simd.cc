@@ -21,11 +21,11 @@ struct Lerp {
   // the weight minus 1. If the fraction is 0, nothing is added, so -0.0 stays -0.0.
   static FASTOPS_INLINE Vec Value(Vec start, Vec end, Vec weight) {
     const Vec d = A::Sub(end, start);
-    const auto finite = More<A>::Finite(d);
-    const auto at_end = More<A>::And(finite, More<A>::AtLeast(weight, A::Set(0.5f)));
+    const auto finite = A::Finite(d);
+    const auto at_end = A::And(finite, A::AtLeast(weight, A::Set(0.5f)));
     const Vec near = A::Select(at_end, end, start);
     const Vec fraction = A::Select(at_end, A::Sub(weight, A::Set(1)), weight);
-    const auto there = More<A>::And(finite, A::Equal(fraction, A::Set(0)));
+    const auto there = A::And(finite, A::Equal(fraction, A::Set(0)));
     return A::Select(there, near, A::MulAdd(fraction, d, near));
   }
 
@@ -59,8 +59,7 @@ struct Lerp {
 }  // namespace
 
 extern const LerpKernels lerp_kernels;
-const LerpKernels lerp_kernels = {
-    {Lerp<E32>::Forward, Lerp<EBF16>::Forward, Lerp<EF16>::Forward, Lerp<E64>::Forward},
-    {Lerp<E32>::Backward, Lerp<EBF16>::Backward, Lerp<EF16>::Backward, Lerp<E64>::Backward}};
+const LerpKernels lerp_kernels = {FASTOPS_EACH_DTYPE(Lerp, Forward),
+                                  FASTOPS_EACH_DTYPE(Lerp, Backward)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

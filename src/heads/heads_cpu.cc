@@ -12,8 +12,12 @@
 // to a buffer that is then split, or on a box that has just been merged.
 #include "heads/heads.h"
 
+#include <algorithm>
+#include <bit>
 #include <cstring>
 
+#include "core/cpu/dtype.h"
+#include "core/integer.h"
 #include "heads/heads_simd.h"
 #include "transpose/transpose.h"
 #include "transpose/transpose_simd.h"
@@ -21,19 +25,8 @@
 namespace jax_fastops::cpu {
 namespace {
 
-const HeadsKernels& Kernels() {
-  static const HeadsKernels& kernels = FASTOPS_KERNELS(heads_kernels);
-  return kernels;
-}
-
-const TransposeKernels& Movers() {
-  static const TransposeKernels& kernels = FASTOPS_KERNELS(transpose_kernels);
-  return kernels;
-}
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a - 1) / b + 1; }
-int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
+FASTOPS_DEFINE_KERNELS(Kernels, heads_kernels)
+FASTOPS_DEFINE_KERNELS(Movers, transpose_kernels)
 
 // The maximum size of a box, in rows and in bytes per row. Heads of less than 64 bytes have the
 // smaller one.
@@ -61,8 +54,8 @@ struct Boxes {
     const int64_t head_bytes = s.head_size * itemsize;
     box_size = head_bytes > 2 * kBoxRowBytes ? kBoxRowBytes / itemsize : s.head_size;
     const int64_t row_bytes = head_bytes < 64 ? kSmallBoxRowBytes : kBoxRowBytes;
-    box_heads = Min(s.heads, Max(1, row_bytes / head_bytes));
-    box_rows = whole_runs ? run_rows : Min(run_rows, kBoxRows);
+    box_heads = std::min(s.heads, std::max<int64_t>(1, row_bytes / head_bytes));
+    box_rows = whole_runs ? run_rows : std::min(run_rows, kBoxRows);
     row_boxes = CeilDiv(run_rows, box_rows);
     head_boxes = CeilDiv(s.heads, box_heads);
     size_boxes = CeilDiv(s.head_size, box_size);
@@ -84,9 +77,9 @@ struct Boxes {
     index /= row_boxes;
     box.run = index % runs;
     box.batch = index / runs;
-    box.size = Min(box_size, shape.head_size - box.from);
-    box.heads = Min(box_heads, shape.heads - box.head);
-    box.rows = Min(box_rows, run_rows - box.row);
+    box.size = std::min(box_size, shape.head_size - box.from);
+    box.heads = std::min(box_heads, shape.heads - box.head);
+    box.rows = std::min(box_rows, run_rows - box.row);
     return box;
   }
 
@@ -103,48 +96,35 @@ struct Boxes {
   }
 };
 
-// The log2 of `bytes`, if pieces of `bytes` bytes can be units of a transposition; else -1.
-int UnitLog(int64_t bytes) {
-  for (int i = 0; i < 5; ++i) {
-    if (bytes == int64_t{1} << i) return i;
-  }
-  return -1;
-}
-
-// Moves rows x heads pieces of `bytes` bytes. The arguments `..._row` and `..._head` are the
-// strides in the two arrays. If the pieces are units, and heads in the merged layout and rows in
-// the split layout are contiguous, this is a matrix transposition.
-void MoveToSplit(const char* in, int64_t in_row, int64_t in_head, char* out, int64_t out_row,
-                 int64_t out_head, int64_t rows, int64_t heads, int64_t bytes) {
+// Moves rows x columns pieces of `bytes` bytes. The strides are those from row to row and from
+// column to column, in the two arrays. If the pieces are units of a transposition, the columns of
+// the input and the rows of the output may be contiguous: this is a matrix transposition.
+void Move(const char* in, int64_t in_row, int64_t in_column, char* out, int64_t out_row,
+          int64_t out_column, int64_t rows, int64_t columns, int64_t bytes) {
   LoopNest nest;
-  const int unit_log = UnitLog(bytes);
-  if (unit_log >= 0 && in_head == bytes && out_row == bytes) {
-    int64_t row_offset[kBoxRows], head_offset[kSmallBoxRowBytes];
+  if (in_column == bytes && out_row == bytes && bytes <= 16 && (bytes & (bytes - 1)) == 0) {
+    int64_t row_offset[kSmallBoxRowBytes], column_offset[kSmallBoxRowBytes];
     for (int64_t i = 0; i < rows; ++i) row_offset[i] = i * in_row;
-    for (int64_t i = 0; i < heads; ++i) head_offset[i] = i * out_head;
-    Movers().matrix[unit_log](nest, in, row_offset, out, head_offset, rows, heads, false);
+    for (int64_t i = 0; i < columns; ++i) column_offset[i] = i * out_column;
+    Movers().matrix[std::countr_zero(static_cast<uint64_t>(bytes))](
+        nest, in, row_offset, out, column_offset, rows, columns, false);
     return;
   }
-  nest.Add(heads, in_head, out_head);
+  nest.Add(columns, in_column, out_column);
   nest.Add(rows, in_row, out_row);
   Movers().rows(nest, in, out, bytes);
 }
 
-void MoveToMerged(const char* in, int64_t in_row, int64_t in_head, char* out, int64_t out_row,
-                  int64_t out_head, int64_t rows, int64_t heads, int64_t bytes) {
-  LoopNest nest;
-  const int unit_log = UnitLog(bytes);
-  if (unit_log >= 0 && in_row == bytes && out_head == bytes) {
-    int64_t row_offset[kBoxRows], head_offset[kSmallBoxRowBytes];
-    for (int64_t i = 0; i < rows; ++i) row_offset[i] = i * out_row;
-    for (int64_t i = 0; i < heads; ++i) head_offset[i] = i * in_head;
-    Movers().matrix[unit_log](nest, in, head_offset, out, row_offset, heads, rows, false);
-    return;
-  }
-  nest.Add(rows, in_row, out_row);
-  nest.Add(heads, in_head, out_head);
-  Movers().rows(nest, in, out, bytes);
-}
+// How far apart rows and heads are in the two layouts, in bytes.
+struct Steps {
+  int64_t merged_row, merged_head, split_row, split_head;
+
+  Steps(const HeadsShape& shape, int64_t itemsize)
+      : merged_row(shape.features() * itemsize),
+        merged_head(shape.head_size * itemsize),
+        split_row(merged_head),
+        split_head(shape.sequence * merged_head) {}
+};
 
 template <typename Body>
 void OverBoxes(const Boxes& boxes, int64_t itemsize, Executor& executor, const Body& body) {
@@ -167,12 +147,11 @@ void SplitHeads(const HeadsShape& shape, int64_t itemsize, const void* x, void* 
     return Transpose(x, y[0], dims, axes, 4, itemsize, executor);
   }
   const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
-  const int64_t head = shape.head_size * itemsize;
+  const Steps step(shape, itemsize);
   OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
-    MoveToSplit(static_cast<const char*>(x) + boxes.Merged(box, box.row) * itemsize,
-                shape.features() * itemsize, head,
-                static_cast<char*>(y[box.part]) + boxes.Split(box, box.row) * itemsize, head,
-                shape.sequence * head, box.rows, box.heads, box.size * itemsize);
+    Move(static_cast<const char*>(x) + boxes.Merged(box, box.row) * itemsize, step.merged_row,
+         step.merged_head, static_cast<char*>(y[box.part]) + boxes.Split(box, box.row) * itemsize,
+         step.split_row, step.split_head, box.rows, box.heads, box.size * itemsize);
   });
 }
 
@@ -185,12 +164,12 @@ void MergeHeads(const HeadsShape& shape, int64_t itemsize, const void* const* y,
     return Transpose(y[0], x, dims, axes, 4, itemsize, executor);
   }
   const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
-  const int64_t head = shape.head_size * itemsize;
+  const Steps step(shape, itemsize);
   OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
-    MoveToMerged(static_cast<const char*>(y[box.part]) + boxes.Split(box, box.row) * itemsize, head,
-                 shape.sequence * head,
-                 static_cast<char*>(x) + boxes.Merged(box, box.row) * itemsize,
-                 shape.features() * itemsize, head, box.rows, box.heads, box.size * itemsize);
+    Move(static_cast<const char*>(y[box.part]) + boxes.Split(box, box.row) * itemsize,
+         step.split_head, step.split_row,
+         static_cast<char*>(x) + boxes.Merged(box, box.row) * itemsize, step.merged_head,
+         step.merged_row, box.heads, box.rows, box.size * itemsize);
   });
 }
 
@@ -198,12 +177,11 @@ void SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bias, con
                        const void* bias, void* const* y, Executor& executor) {
   if (shape.size() == 0) return;
   const int type = static_cast<int>(dtype);
-  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
+  const int64_t itemsize = ItemSize(dtype);
   const int64_t bias_size = wide_bias && itemsize == 2 ? 4 : itemsize;
-  auto* add = bias_size == itemsize ? Kernels().add_bias[type] : Kernels().add_wide_bias[type];
+  auto* add = Kernels().add_bias[type];
   const Boxes boxes(shape, itemsize, 1, shape.sequence, false);
-  const int64_t head = shape.head_size * itemsize;
-  const int64_t x_row = shape.features() * itemsize;
+  const Steps step(shape, itemsize);
   const bool direct = shape.head_size >= Kernels().fast[type];
   OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
     const char* from = static_cast<const char*>(x) + boxes.Merged(box, box.row) * itemsize;
@@ -211,23 +189,23 @@ void SplitHeadsAddBias(const HeadsShape& shape, DType dtype, bool wide_bias, con
     char* to = static_cast<char*>(y[box.part]) + boxes.Split(box, box.row) * itemsize;
     if (direct) {
       for (int64_t h = 0; h < box.heads; ++h) {
-        add(from + h * head, x_row, b + h * shape.head_size * bias_size,
-            to + h * shape.sequence * head, head, box.rows, box.size);
+        add(from + h * step.merged_head, step.merged_row, b + h * shape.head_size * bias_size,
+            bias_size > itemsize, to + h * step.split_head, step.split_row, box.rows, box.size);
       }
       return;
     }
     char buffer[kBoxRows * kSmallBoxRowBytes];
-    const int64_t buffer_row = box.heads * head;
-    add(from, x_row, b, buffer, buffer_row, box.rows, box.heads * shape.head_size);
-    MoveToSplit(buffer, buffer_row, head, to, head, shape.sequence * head, box.rows, box.heads,
-                head);
+    const int64_t head = step.merged_head, buffer_row = box.heads * head;
+    add(from, step.merged_row, b, bias_size > itemsize, buffer, buffer_row, box.rows,
+        box.heads * shape.head_size);
+    Move(buffer, buffer_row, head, to, step.split_row, step.split_head, box.rows, box.heads, head);
   });
 }
 
 void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const* y, void* x,
                         const HeadsSums& layout, void* sums_data, Executor& executor) {
   const int type = static_cast<int>(dtype);
-  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
+  const int64_t itemsize = ItemSize(dtype);
   const int64_t sum_size = dtype == DType::kF64 ? 8 : 4;
   char* sums = static_cast<char*>(sums_data);
   const int64_t runs = layout.groups * layout.subgroups;
@@ -239,14 +217,13 @@ void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const*
   const int64_t group_rows = shape.sequence / layout.groups;
   const int64_t run_rows = CeilDiv(group_rows, layout.subgroups);
   const Boxes boxes(shape, itemsize, runs, run_rows, true);
-  const int64_t head = shape.head_size * itemsize;
-  const int64_t x_row = shape.features() * itemsize;
+  const Steps step(shape, itemsize);
   auto* add = Kernels().add_rows[type];
   const bool direct = shape.head_size >= Kernels().fast[type];
   OverBoxes(boxes, itemsize, executor, [&](const Box& box) {
     const int64_t in_group = box.run % layout.subgroups * run_rows;
-    const int64_t first = box.run / layout.subgroups * group_rows + Min(in_group, group_rows);
-    const int64_t rows = Min(run_rows, group_rows - Min(in_group, group_rows));
+    const int64_t first = box.run / layout.subgroups * group_rows + std::min(in_group, group_rows);
+    const int64_t rows = std::min(run_rows, group_rows - std::min(in_group, group_rows));
     const int64_t box_features = (box.heads - 1) * shape.head_size + box.size;
     char* sum =
         sums + ((box.batch * runs + box.run) * shape.features() + boxes.Feature(box)) * sum_size;
@@ -254,18 +231,19 @@ void MergeHeadsWithSums(const HeadsShape& shape, DType dtype, const void* const*
     // Sums over kBoxRows rows, which are then added up, so that the rounding error does not grow
     // with the length of the run.
     for (int64_t r = 0; r < rows; r += kBoxRows) {
-      const int64_t some = Min(kBoxRows, rows - r);
+      const int64_t some = std::min(kBoxRows, rows - r);
       const char* from =
           static_cast<const char*>(y[box.part]) + boxes.Split(box, first + r) * itemsize;
       char* to = static_cast<char*>(x) + boxes.Merged(box, first + r) * itemsize;
       if (direct) {
         for (int64_t h = 0; h < box.heads; ++h) {
-          add(from + h * shape.sequence * head, head, to + h * head, x_row, some, box.size,
-              sum + h * shape.head_size * sum_size, r == 0);
+          add(from + h * step.split_head, step.split_row, to + h * step.merged_head,
+              step.merged_row, some, box.size, sum + h * shape.head_size * sum_size, r == 0);
         }
       } else {
-        MoveToMerged(from, head, shape.sequence * head, to, x_row, head, some, box.heads, head);
-        add(to, x_row, nullptr, 0, some, box_features, sum, r == 0);
+        Move(from, step.split_head, step.split_row, to, step.merged_head, step.merged_row,
+             box.heads, some, step.merged_head);
+        add(to, step.merged_row, nullptr, 0, some, box_features, sum, r == 0);
       }
     }
   });

@@ -1,5 +1,4 @@
-// The kernels of the head ops for one instruction set. This header is included by the files that
-// are compiled several times; isa.h says what such a header may contain.
+// The kernels of the head ops for one instruction set. isa.h says what this header may contain.
 #ifndef JAX_FASTOPS_HEADS_HEADS_SIMD_H_
 #define JAX_FASTOPS_HEADS_HEADS_SIMD_H_
 
@@ -12,17 +11,17 @@ namespace jax_fastops::cpu {
 
 // Strides are in bytes, from row to row. The elements of a row are contiguous.
 struct HeadsKernels {
-  // y[r, i] = x[r, i] + bias[i] for r < rows and i < n
-  using AddBias = void(const char* x, int64_t x_stride, const void* bias, char* y, int64_t y_stride,
-                       int64_t rows, int64_t n);
+  // y[r, i] = x[r, i] + bias[i] for r < rows and i < n, rounded once. The bias has the type of x,
+  // or, if `wide`, the accumulator type.
+  using AddBias = void(const char* x, int64_t x_stride, const void* bias, bool wide, char* y,
+                       int64_t y_stride, int64_t rows, int64_t n);
   // y[r, i] = x[r, i], unless y is null, and sums[i] += sum over r of x[r, i]. If `first`, the sums
   // are set instead. The sum over r starts from 0 and goes in order.
   using AddRows = void(const char* x, int64_t x_stride, char* y, int64_t y_stride, int64_t rows,
                        int64_t n, void* sums, bool first);
 
-  // By DType. The bias has the type of x, or is float32 while x has 16 bits.
+  // By DType.
   AddBias* add_bias[kNumDTypes];
-  AddBias* add_wide_bias[kNumDTypes];
   AddRows* add_rows[kNumDTypes];
   // The minimum number of elements in a row for which these kernels are fast.
   int fast[kNumDTypes];

@@ -8,27 +8,17 @@
 
 #include <cstring>
 
+#include "core/cpu/dtype.h"
+#include "core/cpu/pointers.h"
 #include "core/cpu/stream.h"
 #include "norm/norm_simd.h"
 
 namespace jax_fastops::cpu {
 namespace {
 
-const NormKernels& Kernels() {
-  static const NormKernels& kernels = FASTOPS_KERNELS(norm_kernels);
-  return kernels;
-}
-
-const void* Offset(const void* p, int64_t bytes) {
-  return p == nullptr ? nullptr : static_cast<const char*>(p) + bytes;
-}
-void* Offset(void* p, int64_t bytes) {
-  return p == nullptr ? nullptr : static_cast<char*>(p) + bytes;
-}
+FASTOPS_DEFINE_KERNELS(Kernels, norm_kernels)
 
 int64_t AccumulatorSize(DType dtype) { return dtype == DType::kF64 ? 8 : 4; }
-
-int Count(const void* p) { return p == nullptr ? 0 : 1; }
 
 NormBackwardArrays FromRow(const NormBackwardArrays& arrays, int64_t row, int64_t row_bytes,
                            int64_t accumulator) {
@@ -48,11 +38,11 @@ NormBackwardArrays FromRow(const NormBackwardArrays& arrays, int64_t row, int64_
 void NormForward(const NormShape& shape, NormKind kind, DType dtype, double eps,
                  const NormForwardArrays& arrays, Executor& executor) {
   const int64_t rows = shape.all_rows();
-  const int64_t row_bytes = shape.n * static_cast<int64_t>(DTypeSize(dtype));
+  const int64_t row_bytes = shape.n * ItemSize(dtype);
   const int64_t accumulator = AccumulatorSize(dtype);
   auto* kernel = Kernels().forward[static_cast<int>(dtype)];
   const bool stream = ShouldStream(rows * row_bytes);
-  const int moved = 2 + Count(arrays.residual) + Count(arrays.sum);
+  const int moved = 2 + Count(arrays.residual, arrays.sum);
   ParallelFor(executor, rows, 1, static_cast<double>(moved * row_bytes + 2 * accumulator),
               [&](int64_t begin, int64_t end) {
                 NormForwardArrays from = arrays;
@@ -69,13 +59,13 @@ void NormForward(const NormShape& shape, NormKind kind, DType dtype, double eps,
 void NormBackward(const NormShape& shape, NormKind kind, DType dtype,
                   const NormBackwardArrays& arrays, Executor& executor) {
   const int64_t rows = shape.all_rows();
-  const int64_t row_bytes = shape.n * static_cast<int64_t>(DTypeSize(dtype));
+  const int64_t row_bytes = shape.n * ItemSize(dtype);
   const int64_t accumulator = AccumulatorSize(dtype);
   auto* kernel = Kernels().backward[static_cast<int>(dtype)];
   const bool stream = ShouldStream(rows * row_bytes);
-  const double bytes_per_row = static_cast<double>(
-      (3 + Count(arrays.dsum) + Count(arrays.dy2)) * row_bytes + 2 * accumulator);
-  const int wanted = Count(arrays.dscale) + Count(arrays.dbias) + Count(arrays.dinput_bias);
+  const double bytes_per_row =
+      static_cast<double>((3 + Count(arrays.dsum, arrays.dy2)) * row_bytes + 2 * accumulator);
+  const int wanted = Count(arrays.dscale, arrays.dbias, arrays.dinput_bias);
   if (wanted == 0) {
     ParallelFor(executor, rows, 1, bytes_per_row, [&](int64_t begin, int64_t end) {
       kernel(FromRow(arrays, begin, row_bytes, accumulator), kind, end - begin, shape.n, stream);

@@ -31,7 +31,7 @@ template <typename E>
 struct Norm {
   using A = typename E::A;
   using Scalar = typename A::Scalar;
-  using Wide = typename SameTypeOf<A>::Element;
+  using Wide = SameElement<A>;
   static constexpr int kBlock = E::kBlock;
 
   template <typename Extent>
@@ -208,8 +208,11 @@ struct Norm {
   // row. In a group, the reductions of different rows overlap.
   template <bool kLayer, bool kStream>
   static void ForwardRows(const NormForwardArrays& arrays, double eps, int64_t rows, int64_t n) {
-    if (n == kBlock) return OneBlockRows<kLayer>(Whole(), arrays, eps, rows, n);
-    if (n < kBlock && n > 0) return OneBlockRows<kLayer>(Part(), arrays, eps, rows, n);
+    if (n <= kBlock && n > 0) {
+      return OverBlocks<kBlock>(0, n, [&](auto extent, int64_t, int64_t) FASTOPS_LAMBDA {
+        OneBlockRows<kLayer>(extent, arrays, eps, rows, n);
+      });
+    }
     const int64_t fit = kGroupElements / (n > 0 ? n : 1);
     const int64_t group = fit < 1 ? 1 : fit < kMaxGroup ? fit : kMaxGroup;
     const double inverse = 1 / static_cast<double>(n);
@@ -276,13 +279,9 @@ struct Norm {
 
   static void Forward(const NormForwardArrays& arrays, NormKind kind, double eps, int64_t rows,
                       int64_t n, bool stream) {
-    if (kind == NormKind::kLayer) {
-      stream ? ForwardRows<true, true>(arrays, eps, rows, n)
-             : ForwardRows<true, false>(arrays, eps, rows, n);
-    } else {
-      stream ? ForwardRows<false, true>(arrays, eps, rows, n)
-             : ForwardRows<false, false>(arrays, eps, rows, n);
-    }
+    WithFlags(
+        [&]<bool kLayer, bool kStream>() { ForwardRows<kLayer, kStream>(arrays, eps, rows, n); },
+        kind == NormKind::kLayer, stream);
   }
 
   // ---- The gradient ----
@@ -422,21 +421,15 @@ struct Norm {
                        bool stream) {
     // Unless rows are whole cache lines, the rows of a group have different alignments.
     stream = stream && n * E::kBytes % 64 == 0;
-    if (kind == NormKind::kLayer) {
-      stream ? BackwardRows<true, true>(arrays, rows, n)
-             : BackwardRows<true, false>(arrays, rows, n);
-    } else {
-      stream ? BackwardRows<false, true>(arrays, rows, n)
-             : BackwardRows<false, false>(arrays, rows, n);
-    }
+    WithFlags([&]<bool kLayer, bool kStream>() { BackwardRows<kLayer, kStream>(arrays, rows, n); },
+              kind == NormKind::kLayer, stream);
   }
 };
 
 }  // namespace
 
 extern const NormKernels norm_kernels;
-const NormKernels norm_kernels = {
-    {Norm<E32>::Forward, Norm<EBF16>::Forward, Norm<EF16>::Forward, Norm<E64>::Forward},
-    {Norm<E32>::Backward, Norm<EBF16>::Backward, Norm<EF16>::Backward, Norm<E64>::Backward}};
+const NormKernels norm_kernels = {FASTOPS_EACH_DTYPE(Norm, Forward),
+                                  FASTOPS_EACH_DTYPE(Norm, Backward)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

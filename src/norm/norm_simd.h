@@ -1,5 +1,5 @@
-// The kernels of layer norm and RMS norm for one instruction set. This header is included by the
-// files that are compiled several times; isa.h says what such a header may contain.
+// The kernels of layer norm and RMS norm for one instruction set. isa.h says what this header may
+// contain.
 #ifndef JAX_FASTOPS_NORM_NORM_SIMD_H_
 #define JAX_FASTOPS_NORM_NORM_SIMD_H_
 

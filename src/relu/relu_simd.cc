@@ -1,153 +1,89 @@
-// The inner loops of relu.h: one pass over memory, with the widest registers of the machine. Whole
-// blocks stay in registers. The rest of a row goes through a zeroed block on the stack, whose zero
-// lanes also make the unused bits of the mask zero.
+// The inner loops of relu.h: one pass over memory, with the widest registers of the machine.
+//
+// NaN is not > 0, but relu returns it unchanged. A float16 subnormal is a normal float32, and keeps
+// its value; subnormals of the other types count as zero if the calling thread is in that mode.
 #include "relu/relu_simd.h"
-#include "core/cpu/simd.h"
+
+#include "core/cpu/block_math.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// The number of elements before the first block of `p` that is aligned for streaming stores, or -1
-// if no such block begins at a whole byte of the mask.
-template <typename T>
-FASTOPS_INLINE int64_t StreamHead(const void* p) {
-  const int64_t past =
-      static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) % sizeof(typename T::Vec));
-  if (past % (8 * T::kBytes) != 0) return -1;
-  return past == 0 ? 0 : (static_cast<int64_t>(sizeof(typename T::Vec)) - past) / T::kBytes;
+// Calls block(extent, stream, i, count) for the blocks of a row whose output is `to`. Streaming
+// stores begin at a whole cache line, if a whole byte of the mask begins there too.
+template <typename E, typename F>
+FASTOPS_INLINE void OverRow(const char* to, int64_t n, bool stream, const F& block) {
+  const int64_t head = stream ? StreamHead<E>(to, n) : n;
+  if (head % 8 != 0 || head == n) {
+    OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      block.template operator()<false>(extent, i, count);
+    });
+    return;
+  }
+  OverBlocks<E::kBlock>(0, head, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+    block.template operator()<false>(extent, i, count);
+  });
+  OverBlocks<E::kBlock>(head, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+    block.template operator()<true>(extent, i, count);
+  });
 }
 
-template <typename T, bool kStream>
-FASTOPS_INLINE void Put(void* p, typename T::Vec v) {
-  if constexpr (kStream) {
-    T::Stream(p, v);
-  } else {
-    T::Store(p, v);
-  }
-}
+template <typename E>
+struct Relu {
+  using A = typename E::A;
+  using Raw = typename E::Raw;
 
-template <typename T, bool kAdd, bool kMask>
-struct Forward {
-  using Vec = typename T::Vec;
-  using Bits = typename T::Bits;
-
-  static FASTOPS_INLINE Bits Compute(const char* x, const char* y, Vec* z) {
-    Vec v = T::Load(x);
-    if constexpr (kAdd) v = T::Add(v, T::Load(y));
-    return T::Positive(v, z);
-  }
-
-  // n < kLanes elements
-  static void Part(const char* x, const char* y, char* z, uint8_t* mask, int64_t n) {
-    alignas(64) char block[2][sizeof(Vec)] = {};
-    const size_t bytes = static_cast<size_t>(n) * T::kBytes;
-    memcpy(block[0], x, bytes);
-    if constexpr (kAdd) memcpy(block[1], y, bytes);
-    Vec v;
-    const Bits bits = Compute(block[0], block[1], &v);
-    T::Store(block[0], v);
-    memcpy(z, block[0], bytes);
-    if constexpr (kMask) memcpy(mask, &bits, static_cast<size_t>(n + 7) / 8);
-  }
-
-  // Processes the whole blocks from i on, and returns the position after them.
-  template <bool kStream>
-  static FASTOPS_INLINE int64_t Blocks(const char* x, const char* y, char* z, uint8_t* mask,
-                                       int64_t i, int64_t n) {
-#pragma GCC unroll 4
-    for (; i + T::kLanes <= n; i += T::kLanes) {
-      Vec v;
-      const Bits bits = Compute(x + i * T::kBytes, y + i * T::kBytes, &v);
-      Put<T, kStream>(z + i * T::kBytes, v);
-      if constexpr (kMask) memcpy(mask + i / 8, &bits, sizeof(bits));
-    }
-    return i;
-  }
-
-  static void Run(const void* x_data, const void* y_data, void* z_data, uint8_t* mask, int64_t rows,
-                  int64_t columns, bool stream) {
-    const char* x = static_cast<const char*>(x_data);
-    // Without an addition y is not read. It points to x because arithmetic on a null pointer is
-    // undefined.
-    const char* y = kAdd ? static_cast<const char*>(y_data) : x;
-    char* z = static_cast<char*>(z_data);
-    const int64_t row_bytes = columns * T::kBytes;
+  template <bool kAdd, bool kMask>
+  static void Rows(const char* x, const char* y, char* z, uint8_t* mask_data, int64_t rows,
+                   int64_t columns, bool stream) {
+    BlockArray mask;
     for (int64_t row = 0; row < rows; ++row) {
-      int64_t i = 0;
-      const int64_t head = stream ? StreamHead<T>(z) : -1;
-      if (head >= 0 && head <= columns) {
-        if (head > 0) Part(x, y, z, mask, head);
-        i = Blocks<true>(x, y, z, mask, head, columns);
-      } else {
-        i = Blocks<false>(x, y, z, mask, 0, columns);
-      }
-      if (i < columns) {
-        const int64_t at = i * T::kBytes;
-        Part(x + at, y + at, z + at, kMask ? mask + i / 8 : nullptr, columns - i);
-      }
-      x += row_bytes;
-      y += row_bytes;
-      z += row_bytes;
-      if constexpr (kMask) mask += (columns + 7) / 8;
+      mask.data = reinterpret_cast<char*>(mask_data);
+      OverRow<E>(z, columns, stream,
+                 [&]<bool kStream>(auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                   const int64_t at = i * E::kBytes;
+                   Raw v = LoadRaw<E>(extent, x + at, count);
+                   if constexpr (kAdd)
+                     v = E::Narrow(Add(E::Widen(v), E::Widen(LoadRaw<E>(extent, y + at, count))));
+                   const Pair<A> wide = E::Widen(v);
+                   StoreElements<E, kStream>(extent, z + at,
+                                             E::Keep(BitsOfPair<A>(Positive(wide)), v), count);
+                   if constexpr (kMask)
+                     StoreBits<E>(extent, mask, i, count, Less(SetPair<A>(0), wide));
+                 });
+      x += columns * E::kBytes;
+      if constexpr (kAdd) y += columns * E::kBytes;
+      z += columns * E::kBytes;
+      if constexpr (kMask) mask_data += (columns + 7) / 8;
     }
     if (stream) StreamFence();
   }
-};
 
-template <typename T, bool kAdd>
-void RunForward(const void* x, const void* y, void* z, uint8_t* mask, int64_t rows, int64_t columns,
-                bool stream) {
-  if (mask != nullptr) {
-    Forward<T, kAdd, true>::Run(x, y, z, mask, rows, columns, stream);
-  } else {
-    Forward<T, kAdd, false>::Run(x, y, z, mask, rows, columns, stream);
-  }
-}
-
-template <typename T>
-struct Backward {
-  using Vec = typename T::Vec;
-  using Bits = typename T::Bits;
-
-  static void Part(const uint8_t* mask, const char* dy, char* dx, int64_t n) {
-    alignas(64) char block[sizeof(Vec)] = {};
-    const size_t bytes = static_cast<size_t>(n) * T::kBytes;
-    Bits bits = 0;
-    memcpy(&bits, mask, static_cast<size_t>(n + 7) / 8);
-    memcpy(block, dy, bytes);
-    T::Store(block, T::Select(bits, T::Load(block)));
-    memcpy(dx, block, bytes);
+  static void Forward(const void* x, const void* y, void* z, uint8_t* mask, int64_t rows,
+                      int64_t columns, bool stream) {
+    WithFlags(
+        [&]<bool kAdd, bool kMask>() {
+          Rows<kAdd, kMask>(static_cast<const char*>(x), static_cast<const char*>(y),
+                            static_cast<char*>(z), mask, rows, columns, stream);
+        },
+        y != nullptr, mask != nullptr);
   }
 
-  template <bool kStream>
-  static FASTOPS_INLINE int64_t Blocks(const uint8_t* mask, const char* dy, char* dx, int64_t i,
-                                       int64_t n) {
-#pragma GCC unroll 4
-    for (; i + T::kLanes <= n; i += T::kLanes) {
-      Bits bits;
-      memcpy(&bits, mask + i / 8, sizeof(bits));
-      Put<T, kStream>(dx + i * T::kBytes, T::Select(bits, T::Load(dy + i * T::kBytes)));
-    }
-    return i;
-  }
-
-  static void Run(const uint8_t* mask, const void* dy_data, void* dx_data, int64_t rows,
-                  int64_t columns, bool stream) {
+  static void Backward(const uint8_t* mask, const void* dy_data, void* dx_data, int64_t rows,
+                       int64_t columns, bool stream) {
     const char* dy = static_cast<const char*>(dy_data);
     char* dx = static_cast<char*>(dx_data);
     for (int64_t row = 0; row < rows; ++row) {
-      int64_t i = 0;
-      const int64_t head = stream ? StreamHead<T>(dx) : -1;
-      if (head >= 0 && head <= columns) {
-        if (head > 0) Part(mask, dy, dx, head);
-        i = Blocks<true>(mask, dy, dx, head, columns);
-      } else {
-        i = Blocks<false>(mask, dy, dx, 0, columns);
-      }
-      if (i < columns) Part(mask + i / 8, dy + i * T::kBytes, dx + i * T::kBytes, columns - i);
+      OverRow<E>(dx, columns, stream,
+                 [&]<bool kStream>(auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                   const int64_t at = i * E::kBytes;
+                   const uint32_t bits = BitsAt<E>(extent, mask, i, count);
+                   StoreElements<E, kStream>(
+                       extent, dx + at, E::Keep(bits, LoadRaw<E>(extent, dy + at, count)), count);
+                 });
       mask += (columns + 7) / 8;
-      dy += columns * T::kBytes;
-      dx += columns * T::kBytes;
+      dy += columns * E::kBytes;
+      dx += columns * E::kBytes;
     }
     if (stream) StreamFence();
   }
@@ -156,10 +92,7 @@ struct Backward {
 }  // namespace
 
 extern const ReluKernels relu_kernels;
-const ReluKernels relu_kernels = {
-    {RunForward<F32, false>, RunForward<BF16, false>, RunForward<F16, false>,
-     RunForward<F64, false>},
-    {RunForward<F32, true>, RunForward<BF16, true>, RunForward<F16, true>, RunForward<F64, true>},
-    {Backward<F32>::Run, Backward<BF16>::Run, Backward<F16>::Run, Backward<F64>::Run}};
+const ReluKernels relu_kernels = {FASTOPS_EACH_DTYPE(Relu, Forward),
+                                  FASTOPS_EACH_DTYPE(Relu, Backward)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -1,5 +1,4 @@
-// The ReLU kernels of one instruction set. This header is included by the files that are compiled
-// several times; isa.h says what such a header may contain.
+// The ReLU kernels of one instruction set. isa.h says what this header may contain.
 #ifndef JAX_FASTOPS_RELU_RELU_SIMD_H_
 #define JAX_FASTOPS_RELU_RELU_SIMD_H_
 
@@ -16,8 +15,7 @@ struct ReluKernels {
                        int64_t columns, bool stream);
   using Backward = void(const uint8_t* mask, const void* dy, void* dx, int64_t rows,
                         int64_t columns, bool stream);
-  Forward* relu[kNumDTypes];  // y is not read
-  Forward* add_relu[kNumDTypes];
+  Forward* forward[kNumDTypes];  // y may be null: nothing is added
   Backward* backward[kNumDTypes];
 };
 FASTOPS_DECLARE_KERNELS(ReluKernels, relu_kernels)

@@ -17,27 +17,26 @@
 // part for a piece or tile is gathered into a buffer of bytes.
 #include "softmax/softmax.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <memory>
+#include <numeric>
 #include <vector>
 
+#include "core/cpu/buffer.h"
+#include "core/cpu/dtype.h"
 #include "core/cpu/stream.h"
+#include "core/integer.h"
 #include "softmax/softmax_simd.h"
 
 namespace jax_fastops::cpu {
 namespace {
 
-const SoftmaxKernels& Kernels() {
-  static const SoftmaxKernels& kernels = FASTOPS_KERNELS(softmax_kernels);
-  return kernels;
-}
+FASTOPS_DEFINE_KERNELS(Kernels, softmax_kernels)
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a - 1) / b + 1; }
 int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
-int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 int64_t MaskOffset(const MaskIndex& index, int64_t i) {
   int64_t offset = 0;
@@ -65,42 +64,6 @@ const uint8_t* RowMask(const SoftmaxMask& mask, int64_t row, int64_t begin, int6
   return bytes;
 }
 
-// Whether the threads share the pieces of one row after another, instead of dividing the rows.
-bool ShouldSplitRows(int64_t rows, int64_t row_bytes, const Executor& executor) {
-  if (executor.threads() <= 1 || row_bytes < 2 * kParallelBytes) return false;
-  return rows < executor.threads() ||
-         (rows < 4 * executor.threads() && row_bytes >= int64_t{4} << 20);
-}
-
-// Calls body(row, inner executor, state). Each thread has its own state.
-template <typename State, typename Body>
-void OverLongRows(int64_t rows, int64_t row_bytes, Executor& executor, const State& initial,
-                  const Body& body) {
-  if (ShouldSplitRows(rows, row_bytes, executor)) {
-    State state = initial;
-    for (int64_t row = 0; row < rows; ++row) body(row, executor, state);
-    return;
-  }
-  ParallelFor(executor, rows, 1, static_cast<double>(row_bytes), [&](int64_t begin, int64_t end) {
-    State state = initial;
-    InlineExecutor here;
-    for (int64_t row = begin; row < end; ++row) body(row, here, state);
-  });
-}
-
-// Calls body(piece, begin, count) for each piece of a row.
-template <typename Body>
-void OverPieces(int64_t n, double bytes_per_element, Executor& executor, const Body& body) {
-  ParallelFor(executor, CeilDiv(n, kSoftmaxPiece), 1,
-              bytes_per_element * static_cast<double>(kSoftmaxPiece),
-              [&](int64_t first, int64_t last) {
-                for (int64_t piece = first; piece < last; ++piece) {
-                  const int64_t begin = piece * kSoftmaxPiece;
-                  body(piece, begin, Min(kSoftmaxPiece, n - begin));
-                }
-              });
-}
-
 // Calls body(row, rows, mask, stride) for runs of rows whose masks have a constant distance.
 template <typename Body>
 void OverShortRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t row_bytes,
@@ -123,6 +86,51 @@ void OverShortRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t r
               });
 }
 
+// For rows of more than one piece: calls first(piece, at, mask) for each piece of a row, which
+// fills the piece's State; then second(piece, at, mask, all) with all = combine(states). Both get
+// the number of elements of the piece and the offset of its first byte. The costs are in arrays
+// that are read and written.
+template <typename State, typename First, typename Combine, typename Second>
+void OverLongRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t itemsize,
+                  double first_cost, double second_cost, Executor& executor, const First& first,
+                  const Combine& combine, const Second& second) {
+  const int64_t n = shape.n, pieces = CeilDiv(n, kSoftmaxPiece);
+  const int64_t row_bytes = static_cast<int64_t>(second_cost) * n * itemsize;
+  const auto row = [&](int64_t row, Executor& inner, std::vector<State>& states) {
+    const auto over_pieces = [&](double cost, const auto& body) {
+      ParallelFor(inner, pieces, 1, cost * static_cast<double>(itemsize * kSoftmaxPiece),
+                  [&](int64_t begin, int64_t end) {
+                    uint8_t bytes[kSoftmaxPiece];
+                    for (int64_t piece = begin; piece < end; ++piece) {
+                      const int64_t from = piece * kSoftmaxPiece;
+                      const int64_t count = Min(kSoftmaxPiece, n - from);
+                      body(count, (row * n + from) * itemsize,
+                           RowMask(mask, row, from, count, bytes),
+                           &states[static_cast<size_t>(piece)]);
+                    }
+                  });
+    };
+    over_pieces(first_cost, first);
+    const State all = combine(states);
+    over_pieces(second_cost, [&](int64_t count, int64_t at, const uint8_t* piece_mask, State*) {
+      second(count, at, piece_mask, all);
+    });
+  };
+  // The threads share the pieces of one row after another, or divide the rows.
+  const int64_t rows = shape.outer, threads = executor.threads();
+  if (threads > 1 && row_bytes >= 2 * kParallelBytes &&
+      (rows < threads || (rows < 4 * threads && row_bytes >= int64_t{4} << 20))) {
+    std::vector<State> states(static_cast<size_t>(pieces));
+    for (int64_t r = 0; r < rows; ++r) row(r, executor, states);
+    return;
+  }
+  ParallelFor(executor, rows, 1, static_cast<double>(row_bytes), [&](int64_t begin, int64_t end) {
+    std::vector<State> states(static_cast<size_t>(pieces));
+    InlineExecutor here;
+    for (int64_t r = begin; r < end; ++r) row(r, here, states);
+  });
+}
+
 struct Stats {
   double maximum = -std::numeric_limits<double>::infinity();
   double sum = 0;
@@ -141,80 +149,52 @@ Stats Combine(const std::vector<Stats>& pieces) {
   return all;
 }
 
-void ForwardRows(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
+void ForwardRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int type, int64_t itemsize,
                  const SoftmaxCall& call, const char* x, char* y, Executor& executor) {
-  const int type = static_cast<int>(dtype);
-  const int64_t n = shape.n;
-  const int64_t row_bytes = n * static_cast<int64_t>(DTypeSize(dtype));
-  if (n > kSoftmaxPiece) {
-    const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
-    const std::vector<Stats> none(static_cast<size_t>(CeilDiv(n, kSoftmaxPiece)));
-    OverLongRows(shape.outer, 2 * row_bytes, executor, none,
-                 [&](int64_t row, Executor& inner, std::vector<Stats>& pieces) {
-                   OverPieces(n, static_cast<double>(itemsize), inner,
-                              [&](int64_t piece, int64_t begin, int64_t count) {
-                                uint8_t bytes[kSoftmaxPiece];
-                                Stats& stats = pieces[static_cast<size_t>(piece)];
-                                Kernels().stats[type](call, x + row * row_bytes + begin * itemsize,
-                                                      RowMask(mask, row, begin, count, bytes),
-                                                      count, &stats.maximum, &stats.sum);
-                              });
-                   const Stats all = Combine(pieces);
-                   OverPieces(n, static_cast<double>(2 * itemsize), inner,
-                              [&](int64_t, int64_t begin, int64_t count) {
-                                uint8_t bytes[kSoftmaxPiece];
-                                const int64_t at = row * row_bytes + begin * itemsize;
-                                Kernels().finish[type](call, x + at,
-                                                       RowMask(mask, row, begin, count, bytes),
-                                                       y + at, count, all.maximum, all.sum);
-                              });
-                 });
+  if (shape.n > kSoftmaxPiece) {
+    OverLongRows<Stats>(
+        shape, mask, itemsize, 1, 2, executor,
+        [&](int64_t n, int64_t at, const uint8_t* bytes, Stats* stats) {
+          Kernels().stats[type](call, x + at, bytes, n, &stats->maximum, &stats->sum);
+        },
+        Combine,
+        [&](int64_t n, int64_t at, const uint8_t* bytes, const Stats& all) {
+          Kernels().finish[type](call, x + at, bytes, y + at, n, all.maximum, all.sum);
+        });
     return;
   }
-  auto* kernel = Kernels().rows[type];
+  const int64_t row_bytes = shape.n * itemsize;
   OverShortRows(shape, mask, 2 * row_bytes, executor,
                 [&](int64_t row, int64_t rows, const uint8_t* row_mask, int64_t mask_stride) {
                   const int64_t at = row * row_bytes;
-                  kernel(call, x + at, row_mask, mask_stride, y + at, rows, n);
+                  Kernels().rows[type](call, x + at, row_mask, mask_stride, y + at, rows, shape.n);
                 });
 }
 
-void BackwardRows(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
+void BackwardRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int type, int64_t itemsize,
                   const SoftmaxCall& call, const char* y, const char* dy, char* dx,
                   Executor& executor) {
-  const int type = static_cast<int>(dtype);
-  const int64_t n = shape.n, itemsize = static_cast<int64_t>(DTypeSize(dtype));
-  if (n <= kSoftmaxPiece) {
-    auto* kernel = Kernels().backward_rows[type];
-    OverShortRows(shape, mask, 3 * n * itemsize, executor,
-                  [&](int64_t row, int64_t rows, const uint8_t* row_mask, int64_t mask_stride) {
-                    const int64_t at = row * n * itemsize;
-                    kernel(call, y + at, dy + at, row_mask, mask_stride, dx + at, rows, n);
-                  });
+  if (shape.n > kSoftmaxPiece) {
+    OverLongRows<double>(
+        shape, mask, itemsize, 2, 3, executor,
+        [&](int64_t n, int64_t at, const uint8_t* bytes, double* sum) {
+          *sum = Kernels().backward_sum[type](call, y + at, dy + at, bytes, n);
+        },
+        [](const std::vector<double>& sums) {
+          return std::accumulate(sums.begin(), sums.end(), 0.0);
+        },
+        [&](int64_t n, int64_t at, const uint8_t* bytes, double sum) {
+          Kernels().backward_finish[type](call, y + at, dy + at, bytes, dx + at, n, sum);
+        });
     return;
   }
-  const std::vector<double> none(static_cast<size_t>(CeilDiv(n, kSoftmaxPiece)));
-  OverLongRows(
-      shape.outer, 3 * n * itemsize, executor, none,
-      [&](int64_t row, Executor& inner, std::vector<double>& sums) {
-        OverPieces(n, static_cast<double>(2 * itemsize), inner,
-                   [&](int64_t piece, int64_t begin, int64_t count) {
-                     uint8_t bytes[kSoftmaxPiece];
-                     const int64_t at = (row * n + begin) * itemsize;
-                     sums[static_cast<size_t>(piece)] = Kernels().backward_sum[type](
-                         call, y + at, dy + at, RowMask(mask, row, begin, count, bytes), count);
-                   });
-        double sum = 0;
-        for (double piece : sums) sum += piece;
-        OverPieces(n, static_cast<double>(3 * itemsize), inner,
-                   [&](int64_t, int64_t begin, int64_t count) {
-                     uint8_t bytes[kSoftmaxPiece];
-                     const int64_t at = (row * n + begin) * itemsize;
-                     Kernels().backward_finish[type](call, y + at, dy + at,
-                                                     RowMask(mask, row, begin, count, bytes),
-                                                     dx + at, count, sum);
-                   });
-      });
+  const int64_t row_bytes = shape.n * itemsize;
+  OverShortRows(shape, mask, 3 * row_bytes, executor,
+                [&](int64_t row, int64_t rows, const uint8_t* row_mask, int64_t mask_stride) {
+                  const int64_t at = row * row_bytes;
+                  Kernels().backward_rows[type](call, y + at, dy + at, row_mask, mask_stride,
+                                                dx + at, rows, shape.n);
+                });
 }
 
 // ---- Columns ------------------------------------------------------------------------------------
@@ -301,26 +281,12 @@ void OverParts(const Cut& cut, int64_t outer, int64_t tile, int64_t chunk, const
 // The buffers that a thread reuses for each of its tiles.
 template <typename Scalar>
 struct Workspace {
-  std::unique_ptr<char[]> memory;
-  Scalar *buffer = nullptr, *maxima, *shift, *factor;
-  uint8_t* bytes = nullptr;
+  Buffer<Scalar> buffer, maxima, shift, factor;
+  Buffer<uint8_t> bytes;
   std::vector<int64_t> offsets;
 
-  Workspace(int64_t buffer_size, int64_t width, int64_t byte_size) {
-    constexpr int64_t kLine = 64;
-    const int64_t scalar = static_cast<int64_t>(sizeof(Scalar));
-    const int64_t sizes[] = {RoundUp(Max(1, buffer_size * scalar), kLine),
-                             RoundUp(width * scalar, kLine)};
-    const int64_t bytes_at = sizes[0] + 3 * sizes[1];
-    memory.reset(new char[static_cast<size_t>(bytes_at + byte_size + kLine)]);
-    char* p = memory.get();
-    p += (kLine - static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) % kLine)) % kLine;
-    buffer = reinterpret_cast<Scalar*>(p);
-    maxima = reinterpret_cast<Scalar*>(p + sizes[0]);
-    shift = reinterpret_cast<Scalar*>(p + sizes[0] + sizes[1]);
-    factor = reinterpret_cast<Scalar*>(p + sizes[0] + 2 * sizes[1]);
-    bytes = reinterpret_cast<uint8_t*>(p + bytes_at);
-  }
+  Workspace(int64_t buffer_size, int64_t width, int64_t byte_size)
+      : buffer(buffer_size), maxima(width), shift(width), factor(width), bytes(byte_size) {}
 };
 
 // Whether the mask of a tile has the layout of x.
@@ -392,226 +358,207 @@ void OverGroups(const SoftmaxShape& shape, const Cut& cut, int64_t itemsize, Exe
   });
 }
 
+// A softmax along an axis that is not the last one, or its gradient.
 template <typename Scalar>
-class ForwardColumns {
- public:
-  ForwardColumns(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
-                 const SoftmaxCall& call, const char* x, char* y)
-      : shape_(shape),
-        mask_(mask),
-        call_(call),
-        x_(x),
-        y_(y),
-        type_(static_cast<int>(dtype)),
-        itemsize_(static_cast<int64_t>(DTypeSize(dtype))),
-        cut_(shape, static_cast<int64_t>(sizeof(Scalar)), itemsize_) {
-    width_ = RoundUp(cut_.columns, Kernels().block[type_]);
-    const int64_t row_bytes = width_ * static_cast<int64_t>(sizeof(Scalar));
-    const int64_t buffer_rows = cut_.rows + (cut_.rest > 0 ? 1 : 0);
-    cut_.Chunks(buffer_rows * row_bytes <= kBufferBytes ? cut_.rows : kChunkBytes / row_bytes);
-  }
+struct Columns {
+  const SoftmaxShape& shape;
+  const SoftmaxMask& mask;
+  const SoftmaxCall& call;
+  int type;
+  int64_t itemsize;
+  Cut cut;
+  int64_t width;  // of the rows of buffers
 
-  void Run(Executor& executor) {
-    if (cut_.chunks == 1) {
-      const auto make = [&] { return MakeWorkspace(); };
-      OverGroups(shape_, cut_, 2 * itemsize_, executor, make,
-                 [&](int64_t outer, int64_t tile, Executor&, Workspace<Scalar>& workspace) {
-                   OneChunk(outer, tile, workspace);
-                 });
-      return;
-    }
-    // The maxima and the sums of every chunk, then those of the tile.
-    const auto make = [&] {
-      return std::vector<Scalar>(static_cast<size_t>(2 * width_ * (cut_.chunks + 1)));
-    };
-    OverGroups(shape_, cut_, 2 * itemsize_, executor, make,
-               [&](int64_t outer, int64_t tile, Executor& inner, std::vector<Scalar>& stats) {
-                 ManyChunks(outer, tile, inner, stats.data());
-               });
-  }
-
- private:
   static constexpr Scalar kInfinity = std::numeric_limits<Scalar>::infinity();
 
-  Workspace<Scalar> MakeWorkspace() const {
-    const int64_t rows = cut_.chunk_rows + 1;
-    return Workspace<Scalar>(rows * width_, width_, InPlace(mask_, cut_) ? 0 : rows * width_);
+  Columns(const SoftmaxShape& s, const SoftmaxMask& m, const SoftmaxCall& c, int dtype,
+          int64_t size, const Cut& how)
+      : shape(s),
+        mask(m),
+        call(c),
+        type(dtype),
+        itemsize(size),
+        cut(how),
+        width(RoundUp(cut.columns, Kernels().block[type])) {}
+
+  // A thread's memory, with or without a buffer for the rows of a chunk.
+  Workspace<Scalar> MakeWorkspace(bool buffer) const {
+    const int64_t size = (cut.chunk_rows + 1) * width;
+    return Workspace<Scalar>(buffer ? size : 0, buffer ? width : 0, InPlace(mask, cut) ? 0 : size);
   }
 
-  SoftmaxTile TileAt(const Place& place) const {
-    return {place.rows, place.columns, cut_.fold * cut_.inner, nullptr, 0, width_};
+  int64_t ColumnsOf(int64_t tile) const {
+    return Min(cut.columns, cut.fold * cut.inner - tile * cut.columns);
   }
 
-  static Scalar Shift(Scalar maximum) { return maximum == -kInfinity ? 0 : maximum; }
-
-  // The row of the buffer at which a part begins. The rest follows the other rows.
-  int64_t BufferRow(int64_t chunk, const Place& place) const {
-    return place.row - chunk * cut_.chunk_rows;
-  }
-
-  void FillChunk(int64_t outer, int64_t tile, int64_t chunk, Workspace<Scalar>& workspace,
-                 Scalar* maxima) {
-    for (int64_t i = 0; i < width_; ++i) maxima[i] = -kInfinity;
-    OverParts(cut_, outer, tile, chunk, [&](const Place& place) {
-      SoftmaxTile part = TileAt(place);
-      const int64_t at = BufferRow(chunk, place) * width_;
-      SetMask(mask_, cut_, place, workspace, workspace.bytes + at, &part);
-      Kernels().tile_max[type_](call_, part, x_ + place.element * itemsize_, workspace.buffer + at,
-                                maxima);
+  // Calls body(part, at, row) for the rows of a chunk: the tile with its mask, unless `masked` is
+  // false; the offset of its first byte in the arrays; and its first row in the buffer, where the
+  // rest follows the other rows.
+  template <typename Body>
+  void OverChunk(int64_t outer, int64_t tile, int64_t chunk, Workspace<Scalar>& workspace,
+                 bool masked, const Body& body) const {
+    OverParts(cut, outer, tile, chunk, [&](const Place& place) {
+      SoftmaxTile part = {place.rows, place.columns, cut.fold * cut.inner, nullptr, 0, width};
+      const int64_t row = place.row - chunk * cut.chunk_rows;
+      if (masked) {
+        SetMask(mask, cut, place, workspace, workspace.bytes.begin() + row * width, &part);
+      }
+      body(part, place.element * itemsize, row);
     });
+  }
+
+  // Calls body(chunk, workspace) for the chunks of a tile, of which `arrays` arrays are moved.
+  template <typename Body>
+  void OverChunks(int arrays, bool buffer, Executor& executor, const Body& body) const {
+    const double bytes = static_cast<double>(arrays * cut.chunk_rows * cut.columns * itemsize);
+    ParallelFor(executor, cut.chunks, 1, bytes, [&](int64_t begin, int64_t end) {
+      Workspace<Scalar> workspace = MakeWorkspace(buffer);
+      for (int64_t chunk = begin; chunk < end; ++chunk) body(chunk, workspace);
+    });
+  }
+
+  // ---- Forward ----
+
+  // Fills the buffer with a chunk. The shift is 0 in place of a maximum of -inf.
+  void FillChunk(int64_t outer, int64_t tile, int64_t chunk, Workspace<Scalar>& workspace,
+                 const char* x, Scalar* maxima) const {
+    std::fill_n(maxima, width, -kInfinity);
+    OverChunk(outer, tile, chunk, workspace, true,
+              [&](const SoftmaxTile& part, int64_t at, int64_t row) {
+                Kernels().tile_max[type](call, part, x + at, workspace.buffer.begin() + row * width,
+                                         maxima);
+              });
   }
 
   void SumChunk(int64_t outer, int64_t tile, int64_t chunk, Workspace<Scalar>& workspace,
-                const Scalar* shift, Scalar* sums, bool store) {
-    for (int64_t i = 0; i < width_; ++i) sums[i] = 0;
-    OverParts(cut_, outer, tile, chunk, [&](const Place& place) {
-      Kernels().tile_sum[type_](TileAt(place), workspace.buffer + BufferRow(chunk, place) * width_,
-                                shift, sums, store);
-    });
+                const Scalar* maxima, Scalar* sums, bool store) const {
+    Scalar* const shift = workspace.shift.begin();
+    for (int64_t i = 0; i < width; ++i) shift[i] = maxima[i] == -kInfinity ? 0 : maxima[i];
+    std::fill_n(sums, width, Scalar{0});
+    OverChunk(outer, tile, chunk, workspace, false,
+              [&](const SoftmaxTile& part, int64_t, int64_t row) {
+                Kernels().tile_sum[type](part, workspace.buffer.begin() + row * width, shift, sums,
+                                         store);
+              });
   }
 
-  void OneChunk(int64_t outer, int64_t tile, Workspace<Scalar>& workspace) {
-    Scalar* maxima = workspace.maxima;
-    FillChunk(outer, tile, 0, workspace, maxima);
-    const int64_t own = cut_.columns / cut_.fold;  // columns before folding
-    for (int64_t j = 0; j < own && cut_.fold > 1; ++j) {
-      for (int64_t f = 1; f < cut_.fold; ++f) {
+  void OneChunk(int64_t outer, int64_t tile, Workspace<Scalar>& workspace, const char* x,
+                char* y) const {
+    Scalar* const maxima = workspace.maxima.begin();
+    Scalar* const factor = workspace.factor.begin();
+    FillChunk(outer, tile, 0, workspace, x, maxima);
+    const int64_t own = cut.columns / cut.fold;  // columns before folding
+    for (int64_t j = 0; j < own && cut.fold > 1; ++j) {
+      for (int64_t f = 1; f < cut.fold; ++f) {
         if (maxima[f * own + j] > maxima[j]) maxima[j] = maxima[f * own + j];
       }
-      for (int64_t f = 1; f < cut_.fold; ++f) maxima[f * own + j] = maxima[j];
+      for (int64_t f = 1; f < cut.fold; ++f) maxima[f * own + j] = maxima[j];
     }
-    for (int64_t i = 0; i < width_; ++i) workspace.shift[i] = Shift(maxima[i]);
-    SumChunk(outer, tile, 0, workspace, workspace.shift, workspace.factor, !call_.log);
-    for (int64_t j = 0; j < own && cut_.fold > 1; ++j) {
+    SumChunk(outer, tile, 0, workspace, maxima, factor, !call.log);
+    for (int64_t j = 0; j < own && cut.fold > 1; ++j) {
       double sum = 0;
-      for (int64_t f = 0; f < cut_.fold; ++f) {
-        sum += static_cast<double>(workspace.factor[f * own + j]);
-      }
-      for (int64_t f = 0; f < cut_.fold; ++f) {
-        workspace.factor[f * own + j] = static_cast<Scalar>(sum);
-      }
+      for (int64_t f = 0; f < cut.fold; ++f) sum += static_cast<double>(factor[f * own + j]);
+      for (int64_t f = 0; f < cut.fold; ++f) factor[f * own + j] = static_cast<Scalar>(sum);
     }
-    const int64_t columns = Min(cut_.columns, cut_.fold * cut_.inner - tile * cut_.columns);
-    const bool proper = Kernels().tile_factors[type_](call_, columns, maxima, workspace.factor);
-    OverParts(cut_, outer, tile, 0, [&](const Place& place) {
-      SoftmaxTile part = TileAt(place);
-      const int64_t at = BufferRow(0, place) * width_;
-      // Masked elements are already 0 or -inf, except in columns that are NaN.
-      if (!proper) SetMask(mask_, cut_, place, workspace, workspace.bytes + at, &part);
-      Kernels().tile_finish[type_](call_, part, workspace.buffer + at, workspace.shift,
-                                   workspace.factor, y_ + place.element * itemsize_);
-    });
+    const bool proper = Kernels().tile_factors[type](call, ColumnsOf(tile), maxima, factor);
+    // Masked elements are already 0 or -inf, except in columns that are NaN.
+    OverChunk(outer, tile, 0, workspace, !proper,
+              [&](const SoftmaxTile& part, int64_t at, int64_t row) {
+                Kernels().tile_finish[type](call, part, workspace.buffer.begin() + row * width,
+                                            workspace.shift.begin(), factor, y + at);
+              });
   }
 
-  void ManyChunks(int64_t outer, int64_t tile, Executor& executor, Scalar* stats) {
-    const double chunk_bytes = static_cast<double>(cut_.chunk_rows * cut_.columns * itemsize_);
-    ParallelFor(executor, cut_.chunks, 1, chunk_bytes, [&](int64_t begin, int64_t end) {
-      Workspace<Scalar> workspace = MakeWorkspace();
-      for (int64_t chunk = begin; chunk < end; ++chunk) {
-        Scalar* maxima = stats + 2 * width_ * chunk;
-        FillChunk(outer, tile, chunk, workspace, maxima);
-        for (int64_t i = 0; i < width_; ++i) workspace.shift[i] = Shift(maxima[i]);
-        SumChunk(outer, tile, chunk, workspace, workspace.shift, maxima + width_, false);
-      }
+  void ManyChunks(int64_t outer, int64_t tile, Executor& executor, Scalar* stats, const char* x,
+                  char* y) const {
+    OverChunks(1, true, executor, [&](int64_t chunk, Workspace<Scalar>& workspace) {
+      Scalar* const maxima = stats + 2 * width * chunk;
+      FillChunk(outer, tile, chunk, workspace, x, maxima);
+      SumChunk(outer, tile, chunk, workspace, maxima, maxima + width, false);
     });
-    Scalar* shift = stats + 2 * width_ * cut_.chunks;
-    Scalar* factor = shift + width_;
-    const int64_t columns = Min(cut_.columns, cut_.fold * cut_.inner - tile * cut_.columns);
-    auto* combine = Kernels().tile_combine[type_];
-    combine(stats, stats + width_, cut_.chunks, 2 * width_, columns, shift, factor);
-    if (cut_.fold > 1) {
-      const int64_t own = columns / cut_.fold;
-      combine(shift, factor, cut_.fold, own, own, shift, factor);
+    Scalar* const shift = stats + 2 * width * cut.chunks;
+    Scalar* const factor = shift + width;
+    const int64_t columns = ColumnsOf(tile);
+    auto* combine = Kernels().tile_combine[type];
+    combine(stats, stats + width, cut.chunks, 2 * width, columns, shift, factor);
+    if (cut.fold > 1) {
+      const int64_t own = columns / cut.fold;
+      combine(shift, factor, cut.fold, own, own, shift, factor);
       for (int64_t i = own; i < columns; ++i) {
         shift[i] = shift[i - own];
         factor[i] = factor[i - own];
       }
     }
-    Kernels().tile_factors[type_](call_, columns, shift, factor);
-    ParallelFor(executor, cut_.chunks, 1, 2 * chunk_bytes, [&](int64_t begin, int64_t end) {
-      const int64_t rows = cut_.chunk_rows + 1;
-      Workspace<Scalar> workspace(0, 0, InPlace(mask_, cut_) ? 0 : rows * width_);
-      for (int64_t chunk = begin; chunk < end; ++chunk) {
-        OverParts(cut_, outer, tile, chunk, [&](const Place& place) {
-          SoftmaxTile part = TileAt(place);
-          SetMask(mask_, cut_, place, workspace, workspace.bytes, &part);
-          Kernels().tile_redo[type_](call_, part, x_ + place.element * itemsize_, shift, factor,
-                                     y_ + place.element * itemsize_);
-        });
-      }
+    Kernels().tile_factors[type](call, columns, shift, factor);
+    OverChunks(2, false, executor, [&](int64_t chunk, Workspace<Scalar>& workspace) {
+      OverChunk(outer, tile, chunk, workspace, true,
+                [&](const SoftmaxTile& part, int64_t at, int64_t) {
+                  Kernels().tile_redo[type](call, part, x + at, shift, factor, y + at);
+                });
     });
   }
 
-  const SoftmaxShape& shape_;
-  const SoftmaxMask& mask_;
-  const SoftmaxCall& call_;
-  const char* x_;
-  char* y_;
-  int type_;
-  int64_t itemsize_;
-  Cut cut_;
-  int64_t width_;
-};
+  void Forward(const char* x, char* y, Executor& executor) {
+    const int64_t row_bytes = width * static_cast<int64_t>(sizeof(Scalar));
+    const int64_t buffer_rows = cut.rows + (cut.rest > 0 ? 1 : 0);
+    cut.Chunks(buffer_rows * row_bytes <= kBufferBytes ? cut.rows : kChunkBytes / row_bytes);
+    if (cut.chunks == 1) {
+      OverGroups(
+          shape, cut, 2 * itemsize, executor, [&] { return MakeWorkspace(true); },
+          [&](int64_t outer, int64_t tile, Executor&, Workspace<Scalar>& workspace) {
+            OneChunk(outer, tile, workspace, x, y);
+          });
+      return;
+    }
+    // The maxima and the sums of every chunk, then those of the tile.
+    const auto make = [&] { return Buffer<Scalar>(2 * width * (cut.chunks + 1)); };
+    OverGroups(shape, cut, 2 * itemsize, executor, make,
+               [&](int64_t outer, int64_t tile, Executor& inner, Buffer<Scalar>& stats) {
+                 ManyChunks(outer, tile, inner, stats.begin(), x, y);
+               });
+  }
 
-template <typename Scalar>
-void BackwardColumns(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
-                     const SoftmaxCall& call, const char* y, const char* dy, char* dx,
-                     Executor& executor) {
-  const int type = static_cast<int>(dtype);
-  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
-  Cut cut(shape, 0, 2 * itemsize);
-  cut.Chunks(kSumRows);
-  const int64_t width = RoundUp(cut.columns, Kernels().block[type]);
-  const double chunk_bytes = static_cast<double>(cut.chunk_rows * cut.columns * itemsize);
-  const int64_t mask_bytes = InPlace(mask, cut) ? 0 : cut.chunk_rows * width;
-  const auto tile_at = [&](const Place& place) -> SoftmaxTile {
-    return {place.rows, place.columns, cut.fold * cut.inner, nullptr, 0, width};
-  };
-  // The sums of every chunk, then those of the columns.
-  const auto make = [&] {
-    return std::vector<Scalar>(static_cast<size_t>(width * (cut.chunks + 1)));
-  };
-  OverGroups(shape, cut, 3 * itemsize, executor, make,
-             [&](int64_t outer, int64_t tile, Executor& inner, std::vector<Scalar>& stats) {
-               ParallelFor(inner, cut.chunks, 1, 2 * chunk_bytes, [&](int64_t begin, int64_t end) {
-                 Workspace<Scalar> workspace(0, 0, mask_bytes);
-                 for (int64_t chunk = begin; chunk < end; ++chunk) {
-                   Scalar* sums = stats.data() + width * chunk;
-                   for (int64_t i = 0; i < width; ++i) sums[i] = 0;
-                   OverParts(cut, outer, tile, chunk, [&](const Place& place) {
-                     SoftmaxTile part = tile_at(place);
-                     SetMask(mask, cut, place, workspace, workspace.bytes, &part);
-                     const int64_t at = place.element * itemsize;
-                     Kernels().tile_backward_sum[type](call, part, y + at, dy + at, sums);
-                   });
-                 }
+  // ---- Backward ----
+
+  void BackwardTile(int64_t outer, int64_t tile, Executor& executor, Scalar* stats, const char* y,
+                    const char* dy, char* dx) const {
+    OverChunks(2, false, executor, [&](int64_t chunk, Workspace<Scalar>& workspace) {
+      Scalar* const sums = stats + width * chunk;
+      std::fill_n(sums, width, Scalar{0});
+      OverChunk(outer, tile, chunk, workspace, true,
+                [&](const SoftmaxTile& part, int64_t at, int64_t) {
+                  Kernels().tile_backward_sum[type](call, part, y + at, dy + at, sums);
+                });
+    });
+    Scalar* const all = stats + width * cut.chunks;
+    const int64_t columns = ColumnsOf(tile), own = columns / cut.fold;
+    for (int64_t j = 0; j < own; ++j) {
+      double sum = 0;
+      for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) {
+        for (int64_t i = j; i < columns; i += own) {
+          sum += static_cast<double>(stats[width * chunk + i]);
+        }
+      }
+      for (int64_t i = j; i < columns; i += own) all[i] = static_cast<Scalar>(sum);
+    }
+    OverChunks(3, false, executor, [&](int64_t chunk, Workspace<Scalar>& workspace) {
+      OverChunk(outer, tile, chunk, workspace, true,
+                [&](const SoftmaxTile& part, int64_t at, int64_t) {
+                  Kernels().tile_backward_finish[type](call, part, y + at, dy + at, all, dx + at);
+                });
+    });
+  }
+
+  void Backward(const char* y, const char* dy, char* dx, Executor& executor) {
+    cut.Chunks(kSumRows);
+    // The sums of every chunk, then those of the columns.
+    const auto make = [&] { return Buffer<Scalar>(width * (cut.chunks + 1)); };
+    OverGroups(shape, cut, 3 * itemsize, executor, make,
+               [&](int64_t outer, int64_t tile, Executor& inner, Buffer<Scalar>& stats) {
+                 BackwardTile(outer, tile, inner, stats.begin(), y, dy, dx);
                });
-               Scalar* all = stats.data() + width * cut.chunks;
-               const int64_t columns = Min(cut.columns, cut.fold * cut.inner - tile * cut.columns);
-               const int64_t own = columns / cut.fold;
-               for (int64_t j = 0; j < own; ++j) {
-                 double sum = 0;
-                 for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) {
-                   for (int64_t i = j; i < columns; i += own) {
-                     sum += static_cast<double>(stats[static_cast<size_t>(width * chunk + i)]);
-                   }
-                 }
-                 for (int64_t i = j; i < columns; i += own) all[i] = static_cast<Scalar>(sum);
-               }
-               ParallelFor(inner, cut.chunks, 1, 3 * chunk_bytes, [&](int64_t begin, int64_t end) {
-                 Workspace<Scalar> workspace(0, 0, mask_bytes);
-                 for (int64_t chunk = begin; chunk < end; ++chunk) {
-                   OverParts(cut, outer, tile, chunk, [&](const Place& place) {
-                     SoftmaxTile part = tile_at(place);
-                     SetMask(mask, cut, place, workspace, workspace.bytes, &part);
-                     const int64_t at = place.element * itemsize;
-                     Kernels().tile_backward_finish[type](call, part, y + at, dy + at, all,
-                                                          dx + at);
-                   });
-                 }
-               });
-             });
-}
+  }
+};
 
 }  // namespace
 
@@ -621,15 +568,15 @@ void SoftmaxForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dt
   if (shape.rows() == 0 || shape.n == 0) return;
   const char* x = static_cast<const char*>(x_data);
   char* y = static_cast<char*>(y_data);
-  const int64_t bytes = shape.rows() * shape.n * static_cast<int64_t>(DTypeSize(dtype));
-  const SoftmaxCall call = {scale, log, mask.data != nullptr, ShouldStream(bytes)};
-  if (shape.inner == 1) {
-    ForwardRows(shape, mask, dtype, call, x, y, executor);
-  } else if (dtype == DType::kF64) {
-    ForwardColumns<double>(shape, mask, dtype, call, x, y).Run(executor);
-  } else {
-    ForwardColumns<float>(shape, mask, dtype, call, x, y).Run(executor);
-  }
+  const int type = static_cast<int>(dtype);
+  const int64_t itemsize = ItemSize(dtype);
+  const bool stream = ShouldStream(shape.rows() * shape.n * itemsize);
+  const SoftmaxCall call = {scale, log, mask.data != nullptr, stream};
+  if (shape.inner == 1) return ForwardRows(shape, mask, type, itemsize, call, x, y, executor);
+  WithAccumulator(dtype, [&]<typename Scalar>() {
+    const Cut cut(shape, sizeof(Scalar), itemsize);
+    Columns<Scalar>(shape, mask, call, type, itemsize, cut).Forward(x, y, executor);
+  });
 }
 
 void SoftmaxBackward(const SoftmaxShape& shape, bool masked, const SoftmaxMask& mask, DType dtype,
@@ -639,17 +586,17 @@ void SoftmaxBackward(const SoftmaxShape& shape, bool masked, const SoftmaxMask& 
   const char* y = static_cast<const char*>(y_data);
   const char* dy = static_cast<const char*>(dy_data);
   char* dx = static_cast<char*>(dx_data);
-  const int64_t bytes = shape.rows() * shape.n * static_cast<int64_t>(DTypeSize(dtype));
+  const int type = static_cast<int>(dtype);
+  const int64_t itemsize = ItemSize(dtype);
+  const bool stream = ShouldStream(shape.rows() * shape.n * itemsize);
   // In the backward of softmax, y is 0 where elements are masked. Log-softmax needs the mask.
   const SoftmaxMask used = log ? mask : SoftmaxMask();
-  const SoftmaxCall call = {scale, log, log ? mask.data != nullptr : masked, ShouldStream(bytes)};
-  if (shape.inner == 1) {
-    BackwardRows(shape, used, dtype, call, y, dy, dx, executor);
-  } else if (dtype == DType::kF64) {
-    BackwardColumns<double>(shape, used, dtype, call, y, dy, dx, executor);
-  } else {
-    BackwardColumns<float>(shape, used, dtype, call, y, dy, dx, executor);
-  }
+  const SoftmaxCall call = {scale, log, log ? mask.data != nullptr : masked, stream};
+  if (shape.inner == 1) return BackwardRows(shape, used, type, itemsize, call, y, dy, dx, executor);
+  WithAccumulator(dtype, [&]<typename Scalar>() {
+    const Cut cut(shape, 0, 2 * itemsize);
+    Columns<Scalar>(shape, used, call, type, itemsize, cut).Backward(y, dy, dx, executor);
+  });
 }
 
 }  // namespace jax_fastops::cpu

@@ -121,8 +121,8 @@ struct Softmax {
   }
 
   // kCount rows of one block, step by step. They never leave the registers.
-  template <bool kMask, bool kLog, int kCount, typename Extent>
-  static FASTOPS_INLINE void BlockRows(Extent extent, Pair<A> scales, const char* x,
+  template <bool kMask, int kCount, typename Extent>
+  static FASTOPS_INLINE void BlockRows(Extent extent, bool log, Pair<A> scales, const char* x,
                                        const uint8_t* mask, int64_t mask_stride, char* y,
                                        int64_t n) {
     const int64_t row_bytes = n * E::kBytes;
@@ -143,42 +143,33 @@ struct Softmax {
     for (int k = 0; k < kCount; ++k) {
       char* to = y + k * row_bytes;
       if (Proper(sum[k])) {
-        const Pair<A> factors = SetPair<A>(Factor<kLog>(sum[k]));
-        const Pair<A> result = kLog ? Sub(v[k], factors) : Mul(e[k], factors);
+        const Pair<A> factors = SetPair<A>(log ? Log(sum[k]) : 1 / sum[k]);
+        const Pair<A> result = log ? Sub(v[k], factors) : Mul(e[k], factors);
         StoreElements<E, false>(extent, to, E::Narrow(result), n);
       } else {
-        FillBad(kMask ? mask + k * mask_stride : nullptr, to, n, kLog);
+        FillBad(kMask ? mask + k * mask_stride : nullptr, to, n, log);
       }
     }
   }
 
-  template <bool kMask, bool kLog, typename Extent>
-  static FASTOPS_INLINE void OneBlockRows(Extent extent, const SoftmaxCall& call, const char* x,
-                                          const uint8_t* mask, int64_t mask_stride, char* y,
-                                          int64_t rows, int64_t n) {
-    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
-    for (int64_t row = 0; row < rows;) {
-      const uint8_t* row_mask = kMask ? mask + row * mask_stride : nullptr;
-      const int64_t at = row * n * E::kBytes;
-      if (rows - row >= kBlockRows) {
-        BlockRows<kMask, kLog, kBlockRows>(extent, scales, x + at, row_mask, mask_stride, y + at,
-                                           n);
-        row += kBlockRows;
-      } else {
-        BlockRows<kMask, kLog, 1>(extent, scales, x + at, row_mask, mask_stride, y + at, n);
-        ++row;
-      }
-    }
-  }
-
-  template <bool kMask, bool kLog>
-  static void AnyBlockRows(const SoftmaxCall& call, const char* x, const uint8_t* mask,
+  // Rows of at most one block.
+  template <bool kMask>
+  static void OneBlockRows(const SoftmaxCall& call, const char* x, const uint8_t* mask,
                            int64_t mask_stride, char* y, int64_t rows, int64_t n) {
-    if (n == kBlock) {
-      OneBlockRows<kMask, kLog>(Whole(), call, x, mask, mask_stride, y, rows, n);
-    } else {
-      OneBlockRows<kMask, kLog>(Part(), call, x, mask, mask_stride, y, rows, n);
-    }
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    OverBlocks<kBlock>(0, n, [&](auto extent, int64_t, int64_t) FASTOPS_LAMBDA {
+      const auto some = [&]<int kCount>(int64_t row) FASTOPS_LAMBDA {
+        const int64_t at = row * n * E::kBytes;
+        BlockRows<kMask, kCount>(extent, call.log, scales, x + at,
+                                 kMask ? mask + row * mask_stride : nullptr, mask_stride, y + at,
+                                 n);
+      };
+      int64_t row = 0;
+      for (; row + kBlockRows <= rows; row += kBlockRows) {
+        some.template operator()<kBlockRows>(row);
+      }
+      for (; row < rows; ++row) some.template operator()<1>(row);
+    });
   }
 
   template <bool kMask, bool kLog, bool kStream>
@@ -225,44 +216,29 @@ struct Softmax {
     if constexpr (kStream) StreamFence();
   }
 
-  template <bool kMask>
-  static void MaybeMaskedRows(const SoftmaxCall& call, const char* x, const uint8_t* mask,
-                              int64_t mask_stride, char* y, int64_t rows, int64_t n) {
-    if (n <= kBlock) {
-      return call.log ? AnyBlockRows<kMask, true>(call, x, mask, mask_stride, y, rows, n)
-                      : AnyBlockRows<kMask, false>(call, x, mask, mask_stride, y, rows, n);
-    }
-    if (call.log && call.stream) {
-      SomeRows<kMask, true, true>(call, x, mask, mask_stride, y, rows, n);
-    } else if (call.log) {
-      SomeRows<kMask, true, false>(call, x, mask, mask_stride, y, rows, n);
-    } else if (call.stream) {
-      SomeRows<kMask, false, true>(call, x, mask, mask_stride, y, rows, n);
-    } else {
-      SomeRows<kMask, false, false>(call, x, mask, mask_stride, y, rows, n);
-    }
-  }
-
-  static void Rows(const SoftmaxCall& call, const void* x, const uint8_t* mask, int64_t mask_stride,
-                   void* y, int64_t rows, int64_t n) {
-    if (mask == nullptr) {
-      MaybeMaskedRows<false>(call, static_cast<const char*>(x), mask, mask_stride,
-                             static_cast<char*>(y), rows, n);
-    } else {
-      MaybeMaskedRows<true>(call, static_cast<const char*>(x), mask, mask_stride,
-                            static_cast<char*>(y), rows, n);
-    }
+  static void Rows(const SoftmaxCall& call, const char* x, const uint8_t* mask, int64_t mask_stride,
+                   char* y, int64_t rows, int64_t n) {
+    WithFlags(
+        [&]<bool kMask, bool kLog>() {
+          if (n <= kBlock) {
+            OneBlockRows<kMask>(call, x, mask, mask_stride, y, rows, n);
+          } else if (call.stream) {
+            SomeRows<kMask, kLog, true>(call, x, mask, mask_stride, y, rows, n);
+          } else {
+            SomeRows<kMask, kLog, false>(call, x, mask, mask_stride, y, rows, n);
+          }
+        },
+        mask != nullptr, call.log);
   }
 
   // The statistics of a piece. If no element is above -inf, the sum is 0, or NaN if there is a NaN;
   // other pieces of the row may have greater elements.
-  static void Stats(const SoftmaxCall& call, const void* x, const uint8_t* mask, int64_t n,
+  static void Stats(const SoftmaxCall& call, const char* x, const uint8_t* mask, int64_t n,
                     double* maximum, double* sum) {
     alignas(64) Scalar buffer[kSoftmaxPiece];
     const Scalar scale = static_cast<Scalar>(call.scale);
-    const char* from = static_cast<const char*>(x);
-    const Scalar most = mask == nullptr ? Fill<false>(from, mask, n, scale, buffer)
-                                        : Fill<true>(from, mask, n, scale, buffer);
+    const Scalar most = WithFlags(
+        [&]<bool kMask>() { return Fill<kMask>(x, mask, n, scale, buffer); }, mask != nullptr);
     *maximum = most;
     *sum = ExpSum<false>(buffer, RoundUp(n), most == MinusInfinity() ? 0 : most);
   }
@@ -285,28 +261,14 @@ struct Softmax {
     if constexpr (kStream) StreamFence();
   }
 
-  template <bool kMask, bool kLog>
-  static void MaybeStreamPiece(const SoftmaxCall& call, const char* x, const uint8_t* mask, char* y,
-                               int64_t n, double maximum, double sum) {
-    if (call.stream) {
-      FinishPiece<kMask, kLog, true>(call, x, mask, y, n, maximum, sum);
-    } else {
-      FinishPiece<kMask, kLog, false>(call, x, mask, y, n, maximum, sum);
-    }
-  }
-
-  static void Finish(const SoftmaxCall& call, const void* x_data, const uint8_t* mask, void* y_data,
+  static void Finish(const SoftmaxCall& call, const char* x, const uint8_t* mask, char* y,
                      int64_t n, double maximum, double sum) {
-    const char* x = static_cast<const char*>(x_data);
-    char* y = static_cast<char*>(y_data);
     if (!Proper(sum) || maximum == -kInfinity) return FillBad(mask, y, n, call.log);
-    if (mask == nullptr) {
-      call.log ? MaybeStreamPiece<false, true>(call, x, mask, y, n, maximum, sum)
-               : MaybeStreamPiece<false, false>(call, x, mask, y, n, maximum, sum);
-    } else {
-      call.log ? MaybeStreamPiece<true, true>(call, x, mask, y, n, maximum, sum)
-               : MaybeStreamPiece<true, false>(call, x, mask, y, n, maximum, sum);
-    }
+    WithFlags(
+        [&]<bool kMask, bool kLog, bool kStream>() {
+          FinishPiece<kMask, kLog, kStream>(call, x, mask, y, n, maximum, sum);
+        },
+        mask != nullptr, call.log, call.stream);
   }
 
   // ---- The gradient of a row ----
@@ -362,16 +324,10 @@ struct Softmax {
     return SumOf(total);
   }
 
-  static double BackwardSum(const SoftmaxCall& call, const void* y_data, const void* dy_data,
+  static double BackwardSum(const SoftmaxCall& call, const char* y, const char* dy,
                             const uint8_t* mask, int64_t n) {
-    const char* y = static_cast<const char*>(y_data);
-    const char* dy = static_cast<const char*>(dy_data);
-    if (call.log) {
-      return call.masked ? SumOfRow<true, true>(y, dy, mask, n)
-                         : SumOfRow<true, false>(y, dy, mask, n);
-    }
-    return call.masked ? SumOfRow<false, true>(y, dy, mask, n)
-                       : SumOfRow<false, false>(y, dy, mask, n);
+    return WithFlags([&]<bool kLog, bool kOut>() { return SumOfRow<kLog, kOut>(y, dy, mask, n); },
+                     call.log, call.masked);
   }
 
   template <bool kLog, bool kOut, bool kStream>
@@ -388,23 +344,22 @@ struct Softmax {
     });
   }
 
-  template <bool kLog, bool kOut, typename Extent>
-  static FASTOPS_INLINE void OneBlockGradients(Extent extent, const SoftmaxCall& call,
-                                               const char* y, const char* dy, const uint8_t* mask,
-                                               int64_t mask_stride, char* dx, int64_t rows,
-                                               int64_t n) {
+  template <bool kLog, bool kOut>
+  static void OneBlockGradients(const SoftmaxCall& call, const char* y, const char* dy,
+                                const uint8_t* mask, int64_t mask_stride, char* dx, int64_t rows,
+                                int64_t n) {
     const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
-    for (int64_t row = 0; row < rows; ++row) {
-      const Pair<A> v = LoadElements<E>(extent, y, n), d = LoadElements<E>(extent, dy, n);
-      const PairMask<A> keep = Keep<kLog, kOut>(extent, v, mask, 0, n);
-      const Pair<A> sum = SetPair<A>(SumOf(Term<kLog, kOut>(v, d, keep)));
-      StoreElements<E, false>(extent, dx, E::Narrow(Gradient<kLog, kOut>(v, d, keep, scales, sum)),
-                              n);
-      y += n * E::kBytes;
-      dy += n * E::kBytes;
-      dx += n * E::kBytes;
-      if constexpr (kLog && kOut) mask += mask_stride;
-    }
+    OverBlocks<kBlock>(0, n, [&](auto extent, int64_t, int64_t) FASTOPS_LAMBDA {
+      for (int64_t row = 0; row < rows; ++row) {
+        const int64_t at = row * n * E::kBytes;
+        const Pair<A> v = LoadElements<E>(extent, y + at, n);
+        const Pair<A> d = LoadElements<E>(extent, dy + at, n);
+        const PairMask<A> keep = Keep<kLog, kOut>(extent, v, mask, row * mask_stride, n);
+        const Pair<A> sum = SetPair<A>(SumOf(Term<kLog, kOut>(v, d, keep)));
+        const Pair<A> g = Gradient<kLog, kOut>(v, d, keep, scales, sum);
+        StoreElements<E, false>(extent, dx + at, E::Narrow(g), n);
+      }
+    });
   }
 
   template <bool kLog, bool kOut, bool kStream>
@@ -430,61 +385,30 @@ struct Softmax {
     if constexpr (kStream) StreamFence();
   }
 
-  template <bool kLog, bool kOut>
-  static void MaybeStreamGradients(const SoftmaxCall& call, const char* y, const char* dy,
-                                   const uint8_t* mask, int64_t mask_stride, char* dx, int64_t rows,
-                                   int64_t n) {
-    if (n == kBlock) {
-      return OneBlockGradients<kLog, kOut>(Whole(), call, y, dy, mask, mask_stride, dx, rows, n);
-    }
-    if (n < kBlock) {
-      return OneBlockGradients<kLog, kOut>(Part(), call, y, dy, mask, mask_stride, dx, rows, n);
-    }
-    if (call.stream) {
-      GradientsOfRows<kLog, kOut, true>(call, y, dy, mask, mask_stride, dx, rows, n);
-    } else {
-      GradientsOfRows<kLog, kOut, false>(call, y, dy, mask, mask_stride, dx, rows, n);
-    }
-  }
-
-  static void BackwardRows(const SoftmaxCall& call, const void* y_data, const void* dy_data,
-                           const uint8_t* mask, int64_t mask_stride, void* dx_data, int64_t rows,
+  static void BackwardRows(const SoftmaxCall& call, const char* y, const char* dy,
+                           const uint8_t* mask, int64_t mask_stride, char* dx, int64_t rows,
                            int64_t n) {
-    const char* y = static_cast<const char*>(y_data);
-    const char* dy = static_cast<const char*>(dy_data);
-    char* dx = static_cast<char*>(dx_data);
-    if (call.log) {
-      call.masked ? MaybeStreamGradients<true, true>(call, y, dy, mask, mask_stride, dx, rows, n)
-                  : MaybeStreamGradients<true, false>(call, y, dy, mask, mask_stride, dx, rows, n);
-    } else {
-      call.masked ? MaybeStreamGradients<false, true>(call, y, dy, mask, mask_stride, dx, rows, n)
-                  : MaybeStreamGradients<false, false>(call, y, dy, mask, mask_stride, dx, rows, n);
-    }
+    WithFlags(
+        [&]<bool kLog, bool kOut>() {
+          if (n <= kBlock) {
+            OneBlockGradients<kLog, kOut>(call, y, dy, mask, mask_stride, dx, rows, n);
+          } else if (call.stream) {
+            GradientsOfRows<kLog, kOut, true>(call, y, dy, mask, mask_stride, dx, rows, n);
+          } else {
+            GradientsOfRows<kLog, kOut, false>(call, y, dy, mask, mask_stride, dx, rows, n);
+          }
+        },
+        call.log, call.masked);
   }
 
-  template <bool kLog, bool kOut>
-  static void MaybeStreamGradient(const SoftmaxCall& call, const char* y, const char* dy,
-                                  const uint8_t* mask, char* dx, int64_t n, double sum) {
-    if (call.stream) {
-      GradientOfRow<kLog, kOut, true>(call, y, dy, mask, dx, n, sum);
-      StreamFence();
-    } else {
-      GradientOfRow<kLog, kOut, false>(call, y, dy, mask, dx, n, sum);
-    }
-  }
-
-  static void BackwardFinish(const SoftmaxCall& call, const void* y_data, const void* dy_data,
-                             const uint8_t* mask, void* dx_data, int64_t n, double sum) {
-    const char* y = static_cast<const char*>(y_data);
-    const char* dy = static_cast<const char*>(dy_data);
-    char* dx = static_cast<char*>(dx_data);
-    if (call.log) {
-      call.masked ? MaybeStreamGradient<true, true>(call, y, dy, mask, dx, n, sum)
-                  : MaybeStreamGradient<true, false>(call, y, dy, mask, dx, n, sum);
-    } else {
-      call.masked ? MaybeStreamGradient<false, true>(call, y, dy, mask, dx, n, sum)
-                  : MaybeStreamGradient<false, false>(call, y, dy, mask, dx, n, sum);
-    }
+  static void BackwardFinish(const SoftmaxCall& call, const char* y, const char* dy,
+                             const uint8_t* mask, char* dx, int64_t n, double sum) {
+    WithFlags(
+        [&]<bool kLog, bool kOut, bool kStream>() {
+          GradientOfRow<kLog, kOut, kStream>(call, y, dy, mask, dx, n, sum);
+          if constexpr (kStream) StreamFence();
+        },
+        call.log, call.masked, call.stream);
   }
 
   // ---- Columns ----
@@ -502,38 +426,54 @@ struct Softmax {
     }
   }
 
-  template <bool kMask>
-  static void FillTile(const SoftmaxCall& call, const SoftmaxTile& tile, const char* x,
-                       Scalar* buffer, Scalar* maxima) {
-    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
-    const uint8_t* mask = tile.mask;
+  // Calls block(extent, at, i, count) for the blocks of every row of a tile, where i is the first
+  // column, and prefetches later rows of the given arrays.
+  struct At {
+    int64_t x;       // in bytes
+    int64_t mask;    // in elements
+    int64_t buffer;  // in elements
+  };
+  template <typename F>
+  static FASTOPS_INLINE void OverTile(const SoftmaxTile& tile, const char* read,
+                                      const char* read_too, const char* written, const F& block) {
+    const int64_t stride = tile.stride * E::kBytes;
     for (int64_t r = 0; r < tile.rows; ++r) {
-      Fetch<false>(x, tile.stride * E::kBytes, tile.columns);
+      if (read != nullptr) Fetch<false>(read + r * stride, stride, tile.columns);
+      if (read_too != nullptr) Fetch<false>(read_too + r * stride, stride, tile.columns);
+      if (written != nullptr) Fetch<true>(written + r * stride, stride, tile.columns);
       OverBlocks<kBlock>(0, tile.columns,
                          [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-                           const Pair<A> z = Scaled<kMask>(extent, x, mask, i, count, scales);
-                           StorePair<A>(buffer + i, z);
-                           StorePair<A>(maxima + i, Max(z, LoadPair<A>(maxima + i)));
+                           block(extent,
+                                 At{r * stride + i * E::kBytes, r * tile.mask_stride + i,
+                                    r * tile.buffer_stride + i},
+                                 i, count);
                          });
-      x += tile.stride * E::kBytes;
-      buffer += tile.buffer_stride;
-      if constexpr (kMask) mask += tile.mask_stride;
     }
   }
 
-  static void TileMax(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x, void* buffer,
-                      void* maxima) {
-    if (tile.mask == nullptr) {
-      FillTile<false>(call, tile, static_cast<const char*>(x), static_cast<Scalar*>(buffer),
-                      static_cast<Scalar*>(maxima));
-    } else {
-      FillTile<true>(call, tile, static_cast<const char*>(x), static_cast<Scalar*>(buffer),
-                     static_cast<Scalar*>(maxima));
-    }
+  static void TileMax(const SoftmaxCall& call, const SoftmaxTile& tile, const char* x,
+                      void* buffer_data, void* maxima_data) {
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    Scalar* buffer = static_cast<Scalar*>(buffer_data);
+    Scalar* maxima = static_cast<Scalar*>(maxima_data);
+    WithFlags(
+        [&]<bool kMask>() {
+          OverTile(tile, x, nullptr, nullptr,
+                   [&](auto extent, At at, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                     const uint8_t* mask = kMask ? tile.mask + at.mask : nullptr;
+                     const Pair<A> z = Scaled<kMask>(extent, x + at.x, mask, 0, count, scales);
+                     StorePair<A>(buffer + at.buffer, z);
+                     StorePair<A>(maxima + i, Max(z, LoadPair<A>(maxima + i)));
+                   });
+        },
+        tile.mask != nullptr);
   }
 
-  template <bool kStore>
-  static void SumTile(const SoftmaxTile& tile, Scalar* buffer, const Scalar* shift, Scalar* sums) {
+  static void TileSum(const SoftmaxTile& tile, void* buffer_data, const void* shift_data,
+                      void* sums_data, bool store) {
+    Scalar* buffer = static_cast<Scalar*>(buffer_data);
+    const Scalar* shift = static_cast<const Scalar*>(shift_data);
+    Scalar* sums = static_cast<Scalar*>(sums_data);
     alignas(64) Scalar some[kSoftmaxMaxColumns];
     const int64_t width = RoundUp(tile.columns);
     for (int64_t r = 0; r < tile.rows;) {
@@ -542,7 +482,7 @@ struct Softmax {
       for (; r < end; ++r) {
         for (int64_t j = 0; j < width; j += kBlock) {
           const Pair<A> e = Exp(Sub(LoadPair<A>(buffer + j), LoadPair<A>(shift + j)));
-          if constexpr (kStore) StorePair<A>(buffer + j, e);
+          if (store) StorePair<A>(buffer + j, e);
           StorePair<A>(some + j, Add(LoadPair<A>(some + j), e));
         }
         buffer += tile.buffer_stride;
@@ -550,17 +490,6 @@ struct Softmax {
       for (int64_t j = 0; j < width; j += kBlock) {
         StorePair<A>(sums + j, Add(LoadPair<A>(sums + j), LoadPair<A>(some + j)));
       }
-    }
-  }
-
-  static void TileSum(const SoftmaxTile& tile, void* buffer, const void* shift, void* sums,
-                      bool store) {
-    if (store) {
-      SumTile<true>(tile, static_cast<Scalar*>(buffer), static_cast<const Scalar*>(shift),
-                    static_cast<Scalar*>(sums));
-    } else {
-      SumTile<false>(tile, static_cast<Scalar*>(buffer), static_cast<const Scalar*>(shift),
-                     static_cast<Scalar*>(sums));
     }
   }
 
@@ -572,7 +501,7 @@ struct Softmax {
     const char* sums = static_cast<const char*>(sums_data);
     char* maximum = static_cast<char*>(maximum_data);
     char* sum = static_cast<char*>(sum_data);
-    using S = typename SameTypeOf<A>::Element;
+    using S = SameElement<A>;
     const Pair<A> least = SetPair<A>(MinusInfinity());
     OverBlocks<kBlock>(0, columns, [&](auto extent, int64_t j, int64_t count) FASTOPS_LAMBDA {
       Pair<A> most = least;
@@ -605,7 +534,7 @@ struct Softmax {
       if (!(sums[j] < kInfinity && maxima[j] > MinusInfinity())) sums[j] = 0;
     }
     if (call.log) {
-      using S = typename SameTypeOf<A>::Element;
+      using S = SameElement<A>;
       char* p = static_cast<char*>(sums_data);
       OverBlocks<kBlock>(0, columns, [&](auto extent, int64_t j, int64_t count) FASTOPS_LAMBDA {
         const Pair<A> sum = LoadElements<S>(extent, p + j * S::kBytes, count);
@@ -619,167 +548,108 @@ struct Softmax {
   }
 
   // Reads from the buffer, or, with kRedo, from x.
-  template <bool kMask, bool kLog, bool kRedo>
-  static void FinishTile(const SoftmaxCall& call, const SoftmaxTile& tile, const char* from,
-                         const Scalar* shift, const Scalar* factor, char* y) {
-    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
-    const Pair<A> left_out = SetPair<A>(kLog ? MinusInfinity() : 0);
-    const uint8_t* mask = tile.mask;
-    for (int64_t r = 0; r < tile.rows; ++r) {
-      if constexpr (kRedo) Fetch<false>(from, tile.stride * E::kBytes, tile.columns);
-      Fetch<true>(y, tile.stride * E::kBytes, tile.columns);
-      OverBlocks<kBlock>(0, tile.columns,
-                         [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-                           Pair<A> v;
-                           if constexpr (kRedo) {
-                             v = Mul(LoadElements<E>(extent, from + i * E::kBytes, count), scales);
-                           } else {
-                             v = LoadPair<A>(reinterpret_cast<const Scalar*>(from) + i);
-                           }
-                           if constexpr (kLog || kRedo) v = Sub(v, LoadPair<A>(shift + i));
-                           if constexpr (kLog) {
-                             v = Sub(v, LoadPair<A>(factor + i));
-                           } else {
-                             if constexpr (kRedo) v = Exp(v);
-                             v = Mul(v, LoadPair<A>(factor + i));
-                           }
-                           if constexpr (kMask)
-                             v = Select(LoadMask<A>(extent, mask + i, count), v, left_out);
-                           StoreElements<E, false>(extent, y + i * E::kBytes, E::Narrow(v), count);
-                         });
-      from += kRedo ? tile.stride * E::kBytes
-                    : tile.buffer_stride * static_cast<int64_t>(sizeof(Scalar));
-      y += tile.stride * E::kBytes;
-      if constexpr (kMask) mask += tile.mask_stride;
-    }
-  }
-
   template <bool kRedo>
-  static FASTOPS_INLINE void AnyFinish(const SoftmaxCall& call, const SoftmaxTile& tile,
-                                       const void* from_data, const void* shift_data,
-                                       const void* factor_data, void* y_data) {
-    const char* from = static_cast<const char*>(from_data);
+  static FASTOPS_INLINE void FinishTile(const SoftmaxCall& call, const SoftmaxTile& tile,
+                                        const void* from, const void* shift_data,
+                                        const void* factor_data, char* y) {
     const Scalar* shift = static_cast<const Scalar*>(shift_data);
     const Scalar* factor = static_cast<const Scalar*>(factor_data);
-    char* y = static_cast<char*>(y_data);
-    if (tile.mask == nullptr) {
-      call.log ? FinishTile<false, true, kRedo>(call, tile, from, shift, factor, y)
-               : FinishTile<false, false, kRedo>(call, tile, from, shift, factor, y);
-    } else {
-      call.log ? FinishTile<true, true, kRedo>(call, tile, from, shift, factor, y)
-               : FinishTile<true, false, kRedo>(call, tile, from, shift, factor, y);
-    }
+    const Scalar* buffer = static_cast<const Scalar*>(from);
+    const char* x = static_cast<const char*>(from);
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    const Pair<A> left_out = SetPair<A>(call.log ? MinusInfinity() : 0);
+    WithFlags(
+        [&]<bool kMask, bool kLog>() {
+          OverTile(tile, kRedo ? x : nullptr, nullptr, y,
+                   [&](auto extent, At at, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                     Pair<A> v;
+                     if constexpr (kRedo) {
+                       v = Mul(LoadElements<E>(extent, x + at.x, count), scales);
+                     } else {
+                       v = LoadPair<A>(buffer + at.buffer);
+                     }
+                     if constexpr (kLog || kRedo) v = Sub(v, LoadPair<A>(shift + i));
+                     if constexpr (kLog) {
+                       v = Sub(v, LoadPair<A>(factor + i));
+                     } else {
+                       if constexpr (kRedo) v = Exp(v);
+                       v = Mul(v, LoadPair<A>(factor + i));
+                     }
+                     if constexpr (kMask) {
+                       v = Select(LoadMask<A>(extent, tile.mask + at.mask, count), v, left_out);
+                     }
+                     StoreElements<E, false>(extent, y + at.x, E::Narrow(v), count);
+                   });
+        },
+        tile.mask != nullptr, call.log);
   }
 
   static void TileFinish(const SoftmaxCall& call, const SoftmaxTile& tile, const void* buffer,
-                         const void* shift, const void* factor, void* y) {
-    AnyFinish<false>(call, tile, buffer, shift, factor, y);
+                         const void* shift, const void* factor, char* y) {
+    FinishTile<false>(call, tile, buffer, shift, factor, y);
   }
 
   static void TileRedo(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x,
-                       const void* shift, const void* factor, void* y) {
-    AnyFinish<true>(call, tile, x, shift, factor, y);
+                       const void* shift, const void* factor, char* y) {
+    FinishTile<true>(call, tile, x, shift, factor, y);
   }
 
-  template <bool kLog, bool kOut>
-  static void SumGradients(const SoftmaxTile& tile, const char* y, const char* dy, Scalar* sums) {
-    const int64_t stride = tile.stride * E::kBytes;
-    const uint8_t* mask = tile.mask;
-    for (int64_t r = 0; r < tile.rows; ++r) {
-      if constexpr (!kLog) Fetch<false>(y, stride, tile.columns);
-      Fetch<false>(dy, stride, tile.columns);
-      OverBlocks<kBlock>(0, tile.columns,
-                         [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-                           const Pair<A> d = LoadElements<E>(extent, dy + i * E::kBytes, count);
-                           Pair<A> v = d;
-                           if constexpr (!kLog)
-                             v = LoadElements<E>(extent, y + i * E::kBytes, count);
-                           const Pair<A> term =
-                               Term<kLog, kOut>(v, d, Keep<kLog, kOut>(extent, v, mask, i, count));
-                           StorePair<A>(sums + i, Add(LoadPair<A>(sums + i), term));
-                         });
-      y += stride;
-      dy += stride;
-      if constexpr (kLog && kOut) mask += tile.mask_stride;
-    }
-  }
-
-  static void TileBackwardSum(const SoftmaxCall& call, const SoftmaxTile& tile, const void* y_data,
-                              const void* dy_data, void* sums_data) {
-    const char* y = static_cast<const char*>(y_data);
-    const char* dy = static_cast<const char*>(dy_data);
+  static void TileBackwardSum(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
+                              const char* dy, void* sums_data) {
     Scalar* sums = static_cast<Scalar*>(sums_data);
-    if (call.log) {
-      call.masked ? SumGradients<true, true>(tile, y, dy, sums)
-                  : SumGradients<true, false>(tile, y, dy, sums);
-    } else {
-      call.masked ? SumGradients<false, true>(tile, y, dy, sums)
-                  : SumGradients<false, false>(tile, y, dy, sums);
-    }
+    WithFlags(
+        [&]<bool kLog, bool kOut>() {
+          OverTile(tile, kLog ? nullptr : y, dy, nullptr,
+                   [&](auto extent, At at, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                     const Pair<A> d = LoadElements<E>(extent, dy + at.x, count);
+                     Pair<A> v = d;
+                     if constexpr (!kLog) v = LoadElements<E>(extent, y + at.x, count);
+                     const PairMask<A> keep =
+                         Keep<kLog, kOut>(extent, v, tile.mask, at.mask, count);
+                     const Pair<A> term = Term<kLog, kOut>(v, d, keep);
+                     StorePair<A>(sums + i, Add(LoadPair<A>(sums + i), term));
+                   });
+        },
+        call.log, call.masked);
   }
 
-  template <bool kLog, bool kOut>
-  static void StoreGradients(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
-                             const char* dy, const Scalar* sums, char* dx) {
-    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
-    const int64_t stride = tile.stride * E::kBytes;
-    const uint8_t* mask = tile.mask;
-    for (int64_t r = 0; r < tile.rows; ++r) {
-      Fetch<true>(dx, stride, tile.columns);
-      OverBlocks<kBlock>(
-          0, tile.columns, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-            const Pair<A> v = LoadElements<E>(extent, y + i * E::kBytes, count);
-            const Pair<A> d = LoadElements<E>(extent, dy + i * E::kBytes, count);
-            const Pair<A> g = Gradient<kLog, kOut>(
-                v, d, Keep<kLog, kOut>(extent, v, mask, i, count), scales, LoadPair<A>(sums + i));
-            StoreElements<E, false>(extent, dx + i * E::kBytes, E::Narrow(g), count);
-          });
-      y += stride;
-      dy += stride;
-      dx += stride;
-      if constexpr (kLog && kOut) mask += tile.mask_stride;
-    }
-  }
-
-  static void TileBackwardFinish(const SoftmaxCall& call, const SoftmaxTile& tile,
-                                 const void* y_data, const void* dy_data, const void* sums_data,
-                                 void* dx_data) {
-    const char* y = static_cast<const char*>(y_data);
-    const char* dy = static_cast<const char*>(dy_data);
+  static void TileBackwardFinish(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
+                                 const char* dy, const void* sums_data, char* dx) {
     const Scalar* sums = static_cast<const Scalar*>(sums_data);
-    char* dx = static_cast<char*>(dx_data);
-    if (call.log) {
-      call.masked ? StoreGradients<true, true>(call, tile, y, dy, sums, dx)
-                  : StoreGradients<true, false>(call, tile, y, dy, sums, dx);
-    } else {
-      call.masked ? StoreGradients<false, true>(call, tile, y, dy, sums, dx)
-                  : StoreGradients<false, false>(call, tile, y, dy, sums, dx);
-    }
+    const Pair<A> scales = SetPair<A>(static_cast<Scalar>(call.scale));
+    WithFlags(
+        [&]<bool kLog, bool kOut>() {
+          OverTile(
+              tile, nullptr, nullptr, dx,
+              [&](auto extent, At at, int64_t i, int64_t count) FASTOPS_LAMBDA {
+                const Pair<A> v = LoadElements<E>(extent, y + at.x, count);
+                const Pair<A> d = LoadElements<E>(extent, dy + at.x, count);
+                const PairMask<A> keep = Keep<kLog, kOut>(extent, v, tile.mask, at.mask, count);
+                const Pair<A> g = Gradient<kLog, kOut>(v, d, keep, scales, LoadPair<A>(sums + i));
+                StoreElements<E, false>(extent, dx + at.x, E::Narrow(g), count);
+              });
+        },
+        call.log, call.masked);
   }
 };
 
 }  // namespace
 
-#define FASTOPS_BY_DTYPE(name) \
-  {Softmax<E32>::name, Softmax<EBF16>::name, Softmax<EF16>::name, Softmax<E64>::name}
-
 extern const SoftmaxKernels softmax_kernels;
-const SoftmaxKernels softmax_kernels = {FASTOPS_BY_DTYPE(Rows),
-                                        FASTOPS_BY_DTYPE(BackwardRows),
-                                        FASTOPS_BY_DTYPE(Stats),
-                                        FASTOPS_BY_DTYPE(Finish),
-                                        FASTOPS_BY_DTYPE(BackwardSum),
-                                        FASTOPS_BY_DTYPE(BackwardFinish),
-                                        FASTOPS_BY_DTYPE(TileMax),
-                                        FASTOPS_BY_DTYPE(TileSum),
-                                        FASTOPS_BY_DTYPE(TileCombine),
-                                        FASTOPS_BY_DTYPE(TileFactors),
-                                        FASTOPS_BY_DTYPE(TileFinish),
-                                        FASTOPS_BY_DTYPE(TileRedo),
-                                        FASTOPS_BY_DTYPE(TileBackwardSum),
-                                        FASTOPS_BY_DTYPE(TileBackwardFinish),
-                                        FASTOPS_BY_DTYPE(kBlock)};
-
-#undef FASTOPS_BY_DTYPE
+const SoftmaxKernels softmax_kernels = {FASTOPS_EACH_DTYPE(Softmax, Rows),
+                                        FASTOPS_EACH_DTYPE(Softmax, BackwardRows),
+                                        FASTOPS_EACH_DTYPE(Softmax, Stats),
+                                        FASTOPS_EACH_DTYPE(Softmax, Finish),
+                                        FASTOPS_EACH_DTYPE(Softmax, BackwardSum),
+                                        FASTOPS_EACH_DTYPE(Softmax, BackwardFinish),
+                                        FASTOPS_EACH_DTYPE(Softmax, TileMax),
+                                        FASTOPS_EACH_DTYPE(Softmax, TileSum),
+                                        FASTOPS_EACH_DTYPE(Softmax, TileCombine),
+                                        FASTOPS_EACH_DTYPE(Softmax, TileFactors),
+                                        FASTOPS_EACH_DTYPE(Softmax, TileFinish),
+                                        FASTOPS_EACH_DTYPE(Softmax, TileRedo),
+                                        FASTOPS_EACH_DTYPE(Softmax, TileBackwardSum),
+                                        FASTOPS_EACH_DTYPE(Softmax, TileBackwardFinish),
+                                        FASTOPS_EACH_DTYPE(Softmax, kBlock)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -1,5 +1,5 @@
-// The kernels of softmax and log-softmax for one instruction set. This header is included by the
-// files that are compiled several times; isa.h says what such a header may contain.
+// The kernels of softmax and log-softmax for one instruction set. isa.h says what this header may
+// contain.
 #ifndef JAX_FASTOPS_SOFTMAX_SOFTMAX_SIMD_H_
 #define JAX_FASTOPS_SOFTMAX_SOFTMAX_SIMD_H_
 
@@ -43,30 +43,30 @@ struct SoftmaxKernels {
 
   // y = softmax(scale * x) for `rows` contiguous rows of n <= kSoftmaxPiece elements. The rows of
   // the mask are `mask_stride` apart.
-  using Rows = void(const SoftmaxCall& call, const void* x, const uint8_t* mask,
-                    int64_t mask_stride, void* y, int64_t rows, int64_t n);
+  using Rows = void(const SoftmaxCall& call, const char* x, const uint8_t* mask,
+                    int64_t mask_stride, char* y, int64_t rows, int64_t n);
   // dx for `rows` contiguous rows of n <= kSoftmaxPiece elements.
-  using BackwardRows = void(const SoftmaxCall& call, const void* y, const void* dy,
-                            const uint8_t* mask, int64_t mask_stride, void* dx, int64_t rows,
+  using BackwardRows = void(const SoftmaxCall& call, const char* y, const char* dy,
+                            const uint8_t* mask, int64_t mask_stride, char* dx, int64_t rows,
                             int64_t n);
   // The statistics of a piece of a row, n <= kSoftmaxPiece.
-  using Stats = void(const SoftmaxCall& call, const void* x, const uint8_t* mask, int64_t n,
+  using Stats = void(const SoftmaxCall& call, const char* x, const uint8_t* mask, int64_t n,
                      double* maximum, double* sum);
   // y for any n elements of a row, given the maximum and sum of the row.
-  using Finish = void(const SoftmaxCall& call, const void* x, const uint8_t* mask, void* y,
+  using Finish = void(const SoftmaxCall& call, const char* x, const uint8_t* mask, char* y,
                       int64_t n, double maximum, double sum);
   // The sum that the gradient needs, over n elements, and the gradient, given the sum of the whole
   // row.
-  using BackwardSum = double(const SoftmaxCall& call, const void* y, const void* dy,
+  using BackwardSum = double(const SoftmaxCall& call, const char* y, const char* dy,
                              const uint8_t* mask, int64_t n);
-  using BackwardFinish = void(const SoftmaxCall& call, const void* y, const void* dy,
-                              const uint8_t* mask, void* dx, int64_t n, double sum);
+  using BackwardFinish = void(const SoftmaxCall& call, const char* y, const char* dy,
+                              const uint8_t* mask, char* dx, int64_t n, double sum);
 
   // ---- Columns ----
 
   // buffer = scale * x, with -inf for masked elements. maxima[j] becomes the maximum of itself and
   // column j. Both are whole blocks wide, padded with -inf after the last column.
-  using TileMax = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x,
+  using TileMax = void(const SoftmaxCall& call, const SoftmaxTile& tile, const char* x,
                        void* buffer, void* maxima);
   // sums[j] += sum of exp(buffer - shift). If `store`, the exponentials replace the buffer. `shift`
   // is the maxima, with 0 in place of -inf.
@@ -83,15 +83,15 @@ struct SoftmaxKernels {
   // Computes y from a buffer. With `log`, the buffer is that of TileMax, and y = (buffer - shift) -
   // factor. Otherwise it is that of TileSum, and y = buffer * factor. Applies the mask, if any.
   using TileFinish = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* buffer,
-                          const void* shift, const void* factor, void* y);
+                          const void* shift, const void* factor, char* y);
   // Computes the same from x.
   using TileRedo = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* x,
-                        const void* shift, const void* factor, void* y);
+                        const void* shift, const void* factor, char* y);
   // sums[j] += the terms of column j that the gradient needs.
-  using TileBackwardSum = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* y,
-                               const void* dy, void* sums);
-  using TileBackwardFinish = void(const SoftmaxCall& call, const SoftmaxTile& tile, const void* y,
-                                  const void* dy, const void* sums, void* dx);
+  using TileBackwardSum = void(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
+                               const char* dy, void* sums);
+  using TileBackwardFinish = void(const SoftmaxCall& call, const SoftmaxTile& tile, const char* y,
+                                  const char* dy, const void* sums, char* dx);
 
   // By DType.
   Rows* rows[kNumDTypes];

@@ -20,16 +20,14 @@
 #include <vector>
 
 #include "core/cpu/stream.h"
+#include "core/integer.h"
 #include "transpose/permutation.h"
 #include "transpose/transpose_simd.h"
 
 namespace jax_fastops::cpu {
 namespace {
 
-const TransposeKernels& Kernels() {
-  static const TransposeKernels& kernels = FASTOPS_KERNELS(transpose_kernels);
-  return kernels;
-}
+FASTOPS_DEFINE_KERNELS(Kernels, transpose_kernels)
 
 // The dimensions of one side of a block. They are adjacent in the input or in the output, and the
 // block takes all of each except the last, of which it takes a part.
@@ -73,7 +71,6 @@ constexpr int64_t kLongRow = 32 << 10;
 constexpr int64_t kLine = 64;
 
 int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
-int64_t CeilDiv(int64_t a, int64_t b) { return (a - 1) / b + 1; }
 
 // Returns the part of a dimension that a block takes, if each index has `inner` units: all of it if
 // it is not much larger than needed. Otherwise at least `wanted` units, or a little more if that

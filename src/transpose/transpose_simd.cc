@@ -24,72 +24,52 @@
 
 #include "transpose/transpose_simd.h"
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #include "core/cpu/simd.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
 // ---- Registers: of kLanes lanes of 16 bytes -----------------------------------------------------
+//
+// Low and High alternate the units of the lower and of the upper halves of the lanes of a and b.
 
-#if defined(__SSE2__)
-
+#if defined(__x86_64__)
 using Lane = __m128i;
-
-FASTOPS_INLINE Lane ZeroLane() { return _mm_setzero_si128(); }
-FASTOPS_INLINE Lane LoadLane(const void* p) { return _mm_loadu_si128(static_cast<const Lane*>(p)); }
-FASTOPS_INLINE void StoreLane(void* p, Lane v) { _mm_storeu_si128(static_cast<Lane*>(p), v); }
-
-template <int kUnit>
-FASTOPS_INLINE Lane Low(Lane a, Lane b) {
-  if constexpr (kUnit == 1) return _mm_unpacklo_epi8(a, b);
-  if constexpr (kUnit == 2) return _mm_unpacklo_epi16(a, b);
-  if constexpr (kUnit == 4) return _mm_unpacklo_epi32(a, b);
-  return _mm_unpacklo_epi64(a, b);
-}
-template <int kUnit>
-FASTOPS_INLINE Lane High(Lane a, Lane b) {
-  if constexpr (kUnit == 1) return _mm_unpackhi_epi8(a, b);
-  if constexpr (kUnit == 2) return _mm_unpackhi_epi16(a, b);
-  if constexpr (kUnit == 4) return _mm_unpackhi_epi32(a, b);
-  return _mm_unpackhi_epi64(a, b);
-}
-
-#else
-
+#define FASTOPS_INTERLEAVE(name, V, intrinsic)                \
+  template <int kUnit>                                        \
+  FASTOPS_INLINE V name(V a, V b) {                           \
+    if constexpr (kUnit == 1) return intrinsic##_epi8(a, b);  \
+    if constexpr (kUnit == 2) return intrinsic##_epi16(a, b); \
+    if constexpr (kUnit == 4) return intrinsic##_epi32(a, b); \
+    return intrinsic##_epi64(a, b);                           \
+  }
+#elif defined(__aarch64__)
 typedef uint8_t Lane __attribute__((vector_size(16)));
-
-FASTOPS_INLINE Lane ZeroLane() { return Lane{}; }
-FASTOPS_INLINE Lane LoadLane(const void* p) { return LoadVector<Lane>(p); }
-FASTOPS_INLINE void StoreLane(void* p, Lane v) { StoreVector(p, v); }
-
-// Alternates units of a and b, beginning with the unit number `first` of each.
+#define FASTOPS_INTERLEAVE(name, V, intrinsic)                                         \
+  template <int kUnit>                                                                 \
+  FASTOPS_INLINE V name(V a, V b) {                                                    \
+    if constexpr (kUnit == 1) return (V)intrinsic##_u8((uint8x16_t)a, (uint8x16_t)b);  \
+    if constexpr (kUnit == 2) return (V)intrinsic##_u16((uint16x8_t)a, (uint16x8_t)b); \
+    if constexpr (kUnit == 4) return (V)intrinsic##_u32((uint32x4_t)a, (uint32x4_t)b); \
+    return (V)intrinsic##_u64((uint64x2_t)a, (uint64x2_t)b);                           \
+  }
+FASTOPS_INTERLEAVE(Low, Lane, vzip1q)
+FASTOPS_INTERLEAVE(High, Lane, vzip2q)
+#else
+typedef uint8_t Lane __attribute__((vector_size(16)));
 template <int kUnit>
 FASTOPS_INLINE Lane Interleave(Lane a, Lane b, int first) {
-  char from[2][16], to[16];
-  memcpy(from[0], &a, 16);
-  memcpy(from[1], &b, 16);
-  for (int i = 0; i < 16 / kUnit; ++i) {
-    memcpy(to + i * kUnit, from[i % 2] + (first + i / 2) * kUnit, kUnit);
+  Lane v;
+  for (int i = 0; i < 16; ++i) {
+    const int at = (first + i / kUnit / 2) * kUnit + i % kUnit;
+    v[i] = i / kUnit % 2 == 0 ? a[at] : b[at];
   }
-  return LoadVector<Lane>(to);
+  return v;
 }
-
-#if defined(__aarch64__)
-template <int kUnit>
-FASTOPS_INLINE Lane Low(Lane a, Lane b) {
-  if constexpr (kUnit == 1) return (Lane)vzip1q_u8((uint8x16_t)a, (uint8x16_t)b);
-  if constexpr (kUnit == 2) return (Lane)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b);
-  if constexpr (kUnit == 4) return (Lane)vzip1q_u32((uint32x4_t)a, (uint32x4_t)b);
-  return (Lane)vzip1q_u64((uint64x2_t)a, (uint64x2_t)b);
-}
-template <int kUnit>
-FASTOPS_INLINE Lane High(Lane a, Lane b) {
-  if constexpr (kUnit == 1) return (Lane)vzip2q_u8((uint8x16_t)a, (uint8x16_t)b);
-  if constexpr (kUnit == 2) return (Lane)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b);
-  if constexpr (kUnit == 4) return (Lane)vzip2q_u32((uint32x4_t)a, (uint32x4_t)b);
-  return (Lane)vzip2q_u64((uint64x2_t)a, (uint64x2_t)b);
-}
-#else
 template <int kUnit>
 FASTOPS_INLINE Lane Low(Lane a, Lane b) {
   return Interleave<kUnit>(a, b, 0);
@@ -98,8 +78,6 @@ template <int kUnit>
 FASTOPS_INLINE Lane High(Lane a, Lane b) {
   return Interleave<kUnit>(a, b, 8 / kUnit);
 }
-#endif
-
 #endif
 
 // Loads and stores of the first 0 to 16 bytes of a lane. They do not access other bytes.
@@ -125,15 +103,15 @@ FASTOPS_INLINE void CopyPart(char* to, const char* from, int64_t n) {
   CopyPiece<1>(to, from, at, n);
 }
 FASTOPS_INLINE Lane LoadPart(const char* p, int64_t n) {
-  if (n == 16) return LoadLane(p);
+  if (n == 16) return LoadVector<Lane>(p);
   char block[16] = {};
   CopyPart(block, p, n);
-  return LoadLane(block);
+  return LoadVector<Lane>(block);
 }
 FASTOPS_INLINE void StorePart(char* p, Lane v, int64_t n) {
-  if (n == 16) return StoreLane(p, v);
+  if (n == 16) return StoreVector(p, v);
   char block[16];
-  StoreLane(block, v);
+  StoreVector(block, v);
   CopyPart(p, block, n);
 }
 #endif
@@ -141,48 +119,18 @@ FASTOPS_INLINE void StorePart(char* p, Lane v, int64_t n) {
 #if FASTOPS_ISA_LEVEL == 2
 
 using Reg = __m512i;
-constexpr int kLanes = 4;
-
-FASTOPS_INLINE Reg Zero() { return _mm512_setzero_si512(); }
-FASTOPS_INLINE Reg Load(const void* p) { return _mm512_loadu_si512(p); }
-FASTOPS_INLINE void Store(void* p, Reg v) { _mm512_storeu_si512(p, v); }
-FASTOPS_INLINE void Stream(void* p, Reg v) { _mm512_stream_si512(static_cast<Reg*>(p), v); }
-// Masked loads take two to three times as long as plain ones if the data is not in the cache.
-FASTOPS_INLINE Reg LoadPart512(const char* p, int64_t n) {
-  if (n == 64) return Load(p);
-  if (n == 32)
-    return _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  if (n == 16) return _mm512_zextsi128_si512(LoadLane(p));
-  return _mm512_maskz_loadu_epi8(_bzhi_u64(~uint64_t{0}, static_cast<unsigned>(n)), p);
-}
-FASTOPS_INLINE void StorePart512(char* p, Reg v, int64_t n) {
-  _mm512_mask_storeu_epi8(p, _bzhi_u64(~uint64_t{0}, static_cast<unsigned>(n)), v);
-}
-FASTOPS_INLINE Reg FromLanes(const Lane (&l)[kLanes]) {
-  const Reg low = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set_m128i(l[1], l[0])),
-                                     _mm256_set_m128i(l[3], l[2]), 1);
-  return low;
-}
+FASTOPS_INTERLEAVE(Low, Reg, _mm512_unpacklo)
+FASTOPS_INTERLEAVE(High, Reg, _mm512_unpackhi)
 template <int kIndex>
 FASTOPS_INLINE Lane GetLane(Reg v) {
   return _mm512_extracti32x4_epi32(v, kIndex);
 }
-template <int kUnit>
-FASTOPS_INLINE Reg Low(Reg a, Reg b) {
-  if constexpr (kUnit == 1) return _mm512_unpacklo_epi8(a, b);
-  if constexpr (kUnit == 2) return _mm512_unpacklo_epi16(a, b);
-  if constexpr (kUnit == 4) return _mm512_unpacklo_epi32(a, b);
-  return _mm512_unpacklo_epi64(a, b);
-}
-template <int kUnit>
-FASTOPS_INLINE Reg High(Reg a, Reg b) {
-  if constexpr (kUnit == 1) return _mm512_unpackhi_epi8(a, b);
-  if constexpr (kUnit == 2) return _mm512_unpackhi_epi16(a, b);
-  if constexpr (kUnit == 4) return _mm512_unpackhi_epi32(a, b);
-  return _mm512_unpackhi_epi64(a, b);
+FASTOPS_INLINE Reg FromLanes(const Lane (&l)[4]) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set_m128i(l[1], l[0])),
+                            _mm256_set_m128i(l[3], l[2]), 1);
 }
 // Transposes the square matrix whose rows are the registers and whose elements are their lanes.
-FASTOPS_INLINE void TransposeLanes(Reg (&r)[kLanes]) {
+FASTOPS_INLINE void TransposeLanes(Reg (&r)[4]) {
   const Reg a = _mm512_shuffle_i64x2(r[0], r[1], 0x44), b = _mm512_shuffle_i64x2(r[2], r[3], 0x44);
   const Reg c = _mm512_shuffle_i64x2(r[0], r[1], 0xEE), d = _mm512_shuffle_i64x2(r[2], r[3], 0xEE);
   r[0] = _mm512_shuffle_i64x2(a, b, 0x88);
@@ -194,32 +142,14 @@ FASTOPS_INLINE void TransposeLanes(Reg (&r)[kLanes]) {
 #elif FASTOPS_ISA_LEVEL == 1
 
 using Reg = __m256i;
-constexpr int kLanes = 2;
-
-FASTOPS_INLINE Reg Zero() { return _mm256_setzero_si256(); }
-FASTOPS_INLINE Reg Load(const void* p) { return _mm256_loadu_si256(static_cast<const Reg*>(p)); }
-FASTOPS_INLINE void Store(void* p, Reg v) { _mm256_storeu_si256(static_cast<Reg*>(p), v); }
-FASTOPS_INLINE void Stream(void* p, Reg v) { _mm256_stream_si256(static_cast<Reg*>(p), v); }
-FASTOPS_INLINE Reg FromLanes(const Lane (&l)[kLanes]) { return _mm256_set_m128i(l[1], l[0]); }
+FASTOPS_INTERLEAVE(Low, Reg, _mm256_unpacklo)
+FASTOPS_INTERLEAVE(High, Reg, _mm256_unpackhi)
 template <int kIndex>
 FASTOPS_INLINE Lane GetLane(Reg v) {
   return _mm256_extracti128_si256(v, kIndex);
 }
-template <int kUnit>
-FASTOPS_INLINE Reg Low(Reg a, Reg b) {
-  if constexpr (kUnit == 1) return _mm256_unpacklo_epi8(a, b);
-  if constexpr (kUnit == 2) return _mm256_unpacklo_epi16(a, b);
-  if constexpr (kUnit == 4) return _mm256_unpacklo_epi32(a, b);
-  return _mm256_unpacklo_epi64(a, b);
-}
-template <int kUnit>
-FASTOPS_INLINE Reg High(Reg a, Reg b) {
-  if constexpr (kUnit == 1) return _mm256_unpackhi_epi8(a, b);
-  if constexpr (kUnit == 2) return _mm256_unpackhi_epi16(a, b);
-  if constexpr (kUnit == 4) return _mm256_unpackhi_epi32(a, b);
-  return _mm256_unpackhi_epi64(a, b);
-}
-FASTOPS_INLINE void TransposeLanes(Reg (&r)[kLanes]) {
+FASTOPS_INLINE Reg FromLanes(const Lane (&l)[2]) { return _mm256_set_m128i(l[1], l[0]); }
+FASTOPS_INLINE void TransposeLanes(Reg (&r)[2]) {
   const Reg a = _mm256_permute2x128_si256(r[0], r[1], 0x20);
   r[1] = _mm256_permute2x128_si256(r[0], r[1], 0x31);
   r[0] = a;
@@ -228,34 +158,40 @@ FASTOPS_INLINE void TransposeLanes(Reg (&r)[kLanes]) {
 #else
 
 using Reg = Lane;
-constexpr int kLanes = 1;
-
-FASTOPS_INLINE Reg Zero() { return ZeroLane(); }
-FASTOPS_INLINE Reg Load(const void* p) { return LoadLane(p); }
-FASTOPS_INLINE void Store(void* p, Reg v) { StoreLane(p, v); }
-FASTOPS_INLINE void Stream(void* p, Reg v) { StreamVector(p, v); }
-FASTOPS_INLINE Reg FromLanes(const Lane (&l)[kLanes]) { return l[0]; }
+#if defined(__x86_64__)
+FASTOPS_INTERLEAVE(Low, Reg, _mm_unpacklo)
+FASTOPS_INTERLEAVE(High, Reg, _mm_unpackhi)
+#endif
 template <int kIndex>
 FASTOPS_INLINE Lane GetLane(Reg v) {
   return v;
 }
-FASTOPS_INLINE void TransposeLanes(Reg (&)[kLanes]) {}
+FASTOPS_INLINE Reg FromLanes(const Lane (&l)[1]) { return l[0]; }
+FASTOPS_INLINE void TransposeLanes(Reg (&)[1]) {}
 
 #endif
 
+constexpr int kLanes = sizeof(Reg) / sizeof(Lane);
 constexpr int64_t kBytes = sizeof(Reg);
 constexpr int64_t kLine = 64;
 
+FASTOPS_INLINE Reg Load(const void* p) { return LoadVector<Reg>(p); }
+FASTOPS_INLINE void Store(void* p, Reg v) { StoreVector(p, v); }
+FASTOPS_INLINE void Stream(void* p, Reg v) { StreamVector(p, (I16)v); }
+
 // Loads and stores of the first 0 to kBytes bytes of a register.
 FASTOPS_INLINE Reg LoadRegPart(const char* p, int64_t n) {
-#if FASTOPS_ISA_LEVEL == 2
-  return LoadPart512(p, n);
-#else
   if (n == kBytes) return Load(p);
+#if FASTOPS_ISA_LEVEL == 2
+  // Masked loads take two to three times as long as plain ones if the data is not in the cache.
+  if (n == 32) return _mm512_zextsi256_si512(LoadVector<__m256i>(p));
+  if (n == 16) return _mm512_zextsi128_si512(LoadVector<Lane>(p));
+  return _mm512_maskz_loadu_epi8(_bzhi_u64(~uint64_t{0}, static_cast<unsigned>(n)), p);
+#else
   Lane lanes[kLanes];
   for (int i = 0; i < kLanes; ++i) {
     const int64_t left = n - 16 * i;
-    lanes[i] = left <= 0 ? ZeroLane() : LoadPart(p + 16 * i, left < 16 ? left : 16);
+    lanes[i] = left <= 0 ? Lane{} : LoadPart(p + 16 * i, left < 16 ? left : 16);
   }
   return FromLanes(lanes);
 #endif
@@ -272,7 +208,7 @@ FASTOPS_INLINE void StoreLanes(char* p, Reg v, int64_t n) {
 }
 FASTOPS_INLINE void StoreRegPart(char* p, Reg v, int64_t n) {
 #if FASTOPS_ISA_LEVEL == 2
-  StorePart512(p, v, n);
+  _mm512_mask_storeu_epi8(p, _bzhi_u64(~uint64_t{0}, static_cast<unsigned>(n)), v);
 #else
   if (n == kBytes) return Store(p, v);
   StoreLanes(p, v, n);
@@ -330,44 +266,22 @@ struct Transpose {
     }
   }
 
-  template <bool kStream>
-  static FASTOPS_INLINE void Whole(const Place& m) {
-    Reg part[kLanes][N];
-#pragma GCC unroll 4
-    for (int g = 0; g < kLanes; ++g) {
-#pragma GCC unroll 16
-      for (int i = 0; i < N; ++i) part[g][i] = Load(m.in + m.row[g * N + i]);
-      InLanes(part[g]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) {
-      Reg column[kLanes];
-#pragma GCC unroll 4
-      for (int g = 0; g < kLanes; ++g) column[g] = part[g][i];
-      TransposeLanes(column);
-#pragma GCC unroll 4
-      for (int l = 0; l < kLanes; ++l) {
-        char* to = m.out + m.column[l * N + i];
-        if constexpr (kStream) {
-          Stream(to, column[l]);
-        } else {
-          Store(to, column[l]);
-        }
-      }
-    }
-  }
-
-  // rows, columns <= kTile
-  static __attribute__((noinline)) void Part(const Place& m, int64_t rows, int64_t columns) {
+  // At most kTile rows and columns; exactly as many if kWhole.
+  template <bool kWhole, bool kStream>
+  static FASTOPS_INLINE void Tile(const Place& m, int64_t rows, int64_t columns) {
     Reg part[kLanes][N];
 #pragma GCC unroll 4
     for (int g = 0; g < kLanes; ++g) {
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i) {
-        const int64_t row = g * N + i;
-        part[g][i] = row < rows ? LoadRegPart(m.in + m.row[row], columns * kUnit) : Zero();
+        const int64_t r = g * N + i;
+        if constexpr (kWhole) {
+          part[g][i] = Load(m.in + m.row[r]);
+        } else {
+          part[g][i] = r < rows ? LoadRegPart(m.in + m.row[r], columns * kUnit) : Reg{};
+        }
       }
-      if (g * N < rows) InLanes(part[g]);
+      if (kWhole || g * N < rows) InLanes(part[g]);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) {
@@ -378,9 +292,23 @@ struct Transpose {
 #pragma GCC unroll 4
       for (int l = 0; l < kLanes; ++l) {
         const int64_t c = l * N + i;
-        if (c < columns) StoreRegPart(m.out + m.column[c], column[l], rows * kUnit);
+        if constexpr (kStream) {
+          Stream(m.out + m.column[c], column[l]);
+        } else if constexpr (kWhole) {
+          Store(m.out + m.column[c], column[l]);
+        } else if (c < columns) {
+          StoreRegPart(m.out + m.column[c], column[l], rows * kUnit);
+        }
       }
     }
+  }
+
+  template <bool kStream>
+  static FASTOPS_INLINE void Whole(const Place& m) {
+    Tile<true, kStream>(m, kTile, kTile);
+  }
+  static __attribute__((noinline)) void Part(const Place& m, int64_t rows, int64_t columns) {
+    Tile<false, false>(m, rows, columns);
   }
 
   // Any number of rows, and up to N columns.
@@ -394,7 +322,7 @@ struct Transpose {
 #pragma GCC unroll 4
         for (int g = 0; g < kLanes; ++g) {
           const int64_t at = g * N + i;
-          row[g] = at < left ? LoadPart(m.in + m.row[r + at], columns * kUnit) : ZeroLane();
+          row[g] = at < left ? LoadPart(m.in + m.row[r + at], columns * kUnit) : Lane{};
         }
         column[i] = FromLanes(row);
       }
@@ -420,16 +348,22 @@ struct Transpose {
     }
   }
 
+  // Loads `columns` <= kTile columns of up to N rows, and transposes each lane.
+  static FASTOPS_INLINE void LoadFewRows(const char* in, const int64_t* row, int64_t rows,
+                                         int64_t columns, Reg (&part)[N]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) {
+      part[i] = i < rows ? LoadRegPart(in + row[i], columns * kUnit) : Reg{};
+    }
+    InLanes(part);
+  }
+
   // Up to N rows, and any number of columns.
   static __attribute__((noinline)) void FewRows(const Place& m, int64_t rows, int64_t columns) {
     for (int64_t c = 0; c < columns; c += kTile) {
       const int64_t left = columns - c < kTile ? columns - c : kTile;
       Reg part[N];
-#pragma GCC unroll 16
-      for (int i = 0; i < N; ++i) {
-        part[i] = i < rows ? LoadRegPart(m.in + m.row[i] + c * kUnit, left * kUnit) : Zero();
-      }
-      InLanes(part);
+      LoadFewRows(m.in + c * kUnit, m.row, rows, left, part);
       StoreColumns(part, m.out, m.column + c, left, rows * kUnit);
     }
   }
@@ -441,7 +375,7 @@ struct Transpose {
       if (kLane * N >= columns) return;
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i) {
-        StoreLane(out + (kLane * N + i) * step, GetLane<kLane>(value[i]));
+        StoreVector(out + (kLane * N + i) * step, GetLane<kLane>(value[i]));
       }
       StoreOverlapping<kLane + 1>(value, out, step, columns);
     }
@@ -460,11 +394,7 @@ struct Transpose {
       for (int64_t c = 0; c < columns; c += kTile) {
         const int64_t left = columns - c < kTile ? columns - c : kTile;
         Reg part[N];
-#pragma GCC unroll 16
-        for (int i = 0; i < N; ++i) {
-          part[i] = i < rows ? LoadRegPart(from + row[i] + c * kUnit, left * kUnit) : Zero();
-        }
-        InLanes(part);
+        LoadFewRows(from + c * kUnit, row, rows, left, part);
         StoreOverlapping(part, buffer + end, step, left);
         end += left * step;
         if (end < kFull) continue;
@@ -554,16 +484,15 @@ FASTOPS_INLINE void CopyFixed(char* to, const char* from) {
 }
 
 // Copies more than kBytes bytes. The last register overlaps the one before.
-FASTOPS_INLINE void CopyLong(char* to, const char* from, int64_t n) {
+constexpr auto CopyLong = [](char* to, const char* from, int64_t n) FASTOPS_LAMBDA {
   const Reg last = Load(from + n - kBytes);
 #pragma GCC unroll 4
   for (int64_t i = 0; i < n - kBytes; i += kBytes) Store(to + i, Load(from + i));
   Store(to + n - kBytes, last);
-}
+};
 
-FASTOPS_INLINE void CopyShort(char* to, const char* from, int64_t n) {
-  StoreRegPart(to, LoadRegPart(from, n), n);
-}
+constexpr auto CopyShort = [](char* to, const char* from, int64_t n)
+                               FASTOPS_LAMBDA { StoreRegPart(to, LoadRegPart(from, n), n); };
 
 // For rows of at least this size, the C library's copy is faster.
 constexpr int64_t kLibraryRow = 4096;
@@ -610,26 +539,19 @@ FASTOPS_INLINE void LoopRows(const LoopNest& nest, const char* in, char* out, in
 }
 
 void Rows(const LoopNest& nest, const char* in, char* out, int64_t bytes) {
-  switch (bytes) {
-    case 64:
-      return LoopRows(nest, in, out, 64, [](char* o, const char* i) { CopyFixed<64>(o, i); });
-    case 128:
-      return LoopRows(nest, in, out, 128, [](char* o, const char* i) { CopyFixed<128>(o, i); });
-    case 256:
-      return LoopRows(nest, in, out, 256, [](char* o, const char* i) { CopyFixed<256>(o, i); });
-    case 512:
-      return LoopRows(nest, in, out, 512, [](char* o, const char* i) { CopyFixed<512>(o, i); });
-    default:
-      break;
-  }
-  if (bytes <= kBytes) {
-    LoopRows(nest, in, out, bytes, [bytes](char* o, const char* i) { CopyShort(o, i, bytes); });
-  } else if (bytes < kLibraryRow) {
-    LoopRows(nest, in, out, bytes, [bytes](char* o, const char* i) { CopyLong(o, i, bytes); });
-  } else {
-    LoopRows(nest, in, out, bytes,
-             [bytes](char* o, const char* i) { memcpy(o, i, static_cast<size_t>(bytes)); });
-  }
+  const auto copy_fixed = [&]<int64_t kRow>() {
+    LoopRows(nest, in, out, kRow, [](char* o, const char* i) { CopyFixed<kRow>(o, i); });
+  };
+  const auto copy = [&](const auto& one) {
+    LoopRows(nest, in, out, bytes, [&](char* o, const char* i) { one(o, i, bytes); });
+  };
+  if (bytes == 64) return copy_fixed.template operator()<64>();
+  if (bytes == 128) return copy_fixed.template operator()<128>();
+  if (bytes == 256) return copy_fixed.template operator()<256>();
+  if (bytes == 512) return copy_fixed.template operator()<512>();
+  if (bytes <= kBytes) return copy(CopyShort);
+  if (bytes < kLibraryRow) return copy(CopyLong);
+  copy([](char* o, const char* i, int64_t n) { memcpy(o, i, static_cast<size_t>(n)); });
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
-// The transposition kernels of one instruction set. This header is included by the files that are
-// compiled several times; isa.h says what such a header may contain.
+// The transposition kernels of one instruction set. isa.h says what this header may contain.
 #ifndef JAX_FASTOPS_TRANSPOSE_TRANSPOSE_SIMD_H_
 #define JAX_FASTOPS_TRANSPOSE_TRANSPOSE_SIMD_H_
 

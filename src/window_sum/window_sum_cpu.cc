@@ -11,17 +11,16 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
+#include "core/cpu/buffer.h"
+#include "core/cpu/dtype.h"
+#include "core/integer.h"
 #include "window_sum/window_sum_simd.h"
 
 namespace jax_fastops::cpu {
 namespace {
 
-const WindowSumKernels& Kernels() {
-  static const WindowSumKernels& kernels = FASTOPS_KERNELS(window_sum_kernels);
-  return kernels;
-}
+FASTOPS_DEFINE_KERNELS(Kernels, window_sum_kernels)
 
 // The kernels for vectors that begin at any address. If the AVX2 kernels are built, these vectors
 // have at most 32 bytes: an unaligned vector of 64 bytes always touches two cache lines. Measured
@@ -41,17 +40,6 @@ constexpr int64_t kNarrow = 32;             // the most adjacent lines that are 
 constexpr int64_t kStripBytes = 1024;       // of accumulators: one row of a strip
 constexpr int64_t kDirectBytes = 64 << 10;  // the rows of a window in a strip
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-constexpr size_t kLine = 64;  // of the cache, in bytes
-
-// The first element at the beginning of a cache line.
-template <typename Scalar>
-Scalar* FirstLine(Scalar* p) {
-  const size_t past = reinterpret_cast<uintptr_t>(p) % kLine;
-  return past == 0 ? p : p + (kLine - past) / sizeof(Scalar);
-}
-
 // How an array is divided: into strips of columns, and along the axis into runs of sums.
 struct Cut {
   int64_t width;
@@ -68,8 +56,7 @@ void OverPieces(const WindowSumShape& shape, const Cut& cut, int64_t itemsize, c
   ParallelFor(
       executor, shape.outer * runs * strips, 1,
       static_cast<double>(2 * cut.length * cut.width * itemsize), [&](int64_t begin, int64_t end) {
-        std::vector<Scalar> memory(static_cast<size_t>(cut.buffer) + kLine / sizeof(Scalar));
-        Scalar* const buffer = FirstLine(memory.data());
+        const Buffer<Scalar> buffer(cut.buffer);
         for (int64_t at = begin; at < end; ++at) {
           const int64_t column = at % strips * cut.width, above = at / strips;
           const int64_t outer = above / runs, first = above % runs * cut.length;
@@ -82,7 +69,7 @@ void OverPieces(const WindowSumShape& shape, const Cut& cut, int64_t itemsize, c
                                         std::min(m, first + cut.length),
                                         shape.inner,
                                         std::min(cut.width, shape.inner - column)};
-          kernel(lines, buffer);
+          kernel(lines, buffer.begin());
         }
       });
 }
@@ -137,33 +124,23 @@ void OverLines(const WindowSumShape& shape, int type, int64_t itemsize, const ch
       [&](const WindowSumLines& lines, Scalar* buffer) { kernels.columns[type](lines, buffer); });
 }
 
-template <typename Scalar>
-void Run(const WindowSumShape& shape, int type, int64_t itemsize, const char* x, char* y,
-         Executor& executor) {
-  if (shape.radius == 0) {
-    const int64_t bytes = shape.outer * shape.n * shape.inner * itemsize;
-    ParallelFor(executor, bytes, 4096, 2.0, [&](int64_t begin, int64_t end) {
-      std::memcpy(y + begin, x + begin, static_cast<size_t>(end - begin));
-    });
-  } else {
-    OverLines<Scalar>(shape, type, itemsize, x, y, executor);
-  }
-}
-
 }  // namespace
 
 void WindowSum(const WindowSumShape& shape, DType dtype, const void* x, void* y,
                void* /*workspace*/, Executor& executor) {
   if (shape.outer * shape.inner == 0 || shape.m() <= 0) return;
-  const int type = static_cast<int>(dtype);
-  const int64_t itemsize = static_cast<int64_t>(DTypeSize(dtype));
+  const int64_t itemsize = ItemSize(dtype);
   const char* from = static_cast<const char*>(x);
   char* to = static_cast<char*>(y);
-  if (dtype == DType::kF64) {
-    Run<double>(shape, type, itemsize, from, to, executor);
-  } else {
-    Run<float>(shape, type, itemsize, from, to, executor);
+  if (shape.radius == 0) {
+    const int64_t bytes = shape.outer * shape.n * shape.inner * itemsize;
+    return ParallelFor(executor, bytes, 4096, 2.0, [&](int64_t begin, int64_t end) {
+      std::memcpy(to + begin, from + begin, static_cast<size_t>(end - begin));
+    });
   }
+  WithAccumulator(dtype, [&]<typename Scalar>() {
+    OverLines<Scalar>(shape, static_cast<int>(dtype), itemsize, from, to, executor);
+  });
 }
 
 }  // namespace jax_fastops::cpu

@@ -295,10 +295,7 @@ struct Sums {
 }  // namespace
 
 extern const WindowSumKernels window_sum_kernels = {
-    {Sums<E32>::Rows, Sums<EBF16>::Rows, Sums<EF16>::Rows, Sums<E64>::Rows},
-    {Sums<E32>::LongRows, Sums<EBF16>::LongRows, Sums<EF16>::LongRows, Sums<E64>::LongRows},
-    {Sums<E32>::Direct, Sums<EBF16>::Direct, Sums<EF16>::Direct, Sums<E64>::Direct},
-    {Sums<E32>::Columns, Sums<EBF16>::Columns, Sums<EF16>::Columns, Sums<E64>::Columns},
-};
+    FASTOPS_EACH_DTYPE(Sums, Rows), FASTOPS_EACH_DTYPE(Sums, LongRows),
+    FASTOPS_EACH_DTYPE(Sums, Direct), FASTOPS_EACH_DTYPE(Sums, Columns)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -1,5 +1,5 @@
-// A block of elements, as the kernels of element-wise passes see it. This header is included by the
-// files that are compiled several times; isa.h says what such a header may contain.
+// A block of elements, as the kernels of element-wise passes see it. isa.h says what this header
+// may contain.
 #ifndef JAX_FASTOPS_CORE_CPU_BLOCK_H_
 #define JAX_FASTOPS_CORE_CPU_BLOCK_H_
 

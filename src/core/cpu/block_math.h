@@ -1,6 +1,5 @@
 // For writing block kernels, for the instruction set for which a *_simd.cc file is compiled: loads
-// and stores of the arrays of a block, and arithmetic that is not in simd_math.h. As there,
-// everything is in the anonymous namespace.
+// and stores of the arrays of a block. As in simd_math.h, everything is in the anonymous namespace.
 #ifndef JAX_FASTOPS_CORE_CPU_BLOCK_MATH_H_
 #define JAX_FASTOPS_CORE_CPU_BLOCK_MATH_H_
 
@@ -10,142 +9,19 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-//   Less(a, b)     the lanes where a < b; none if a or b is NaN
-//   AtLeast(a, b)  the lanes where a >= b; none if a or b is NaN
-//   Finite(v)      the lanes that are not Inf or NaN
-//   And(m, n)      the lanes of both
-//   Div(a, b)
-//   BitsOf(m)      one bit per lane, lane 0 lowest
-//   MaskOf(bits)   the lanes whose bit is set; higher bits are ignored
+// The former name of some members of A.
 template <typename A>
-struct More;
-
-#if FASTOPS_ISA_LEVEL == 2
-
-template <>
-struct More<Floats> {
-  using Vec = Floats::Vec;
-  using Mask = Floats::Mask;
-  static FASTOPS_INLINE Mask Less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
-  static FASTOPS_INLINE Mask AtLeast(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
-  static FASTOPS_INLINE Mask Finite(Vec v) {
-    return static_cast<Mask>(~_mm512_fpclass_ps_mask(v, 0x99));
-  }
-  static FASTOPS_INLINE Mask And(Mask m, Mask n) { return m & n; }
-  static FASTOPS_INLINE Vec Div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
-  static FASTOPS_INLINE uint32_t BitsOf(Mask m) { return m; }
-  static FASTOPS_INLINE Mask MaskOf(uint32_t bits) { return static_cast<Mask>(bits); }
-};
-
-template <>
-struct More<Doubles> {
-  using Vec = Doubles::Vec;
-  using Mask = Doubles::Mask;
-  static FASTOPS_INLINE Mask Less(Vec a, Vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_LT_OQ); }
-  static FASTOPS_INLINE Mask AtLeast(Vec a, Vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_GE_OQ); }
-  static FASTOPS_INLINE Mask Finite(Vec v) {
-    return static_cast<Mask>(~_mm512_fpclass_pd_mask(v, 0x99));
-  }
-  static FASTOPS_INLINE Mask And(Mask m, Mask n) { return m & n; }
-  static FASTOPS_INLINE Vec Div(Vec a, Vec b) { return _mm512_div_pd(a, b); }
-  static FASTOPS_INLINE uint32_t BitsOf(Mask m) { return m; }
-  static FASTOPS_INLINE Mask MaskOf(uint32_t bits) { return static_cast<Mask>(bits); }
-};
-
-#elif FASTOPS_ISA_LEVEL == 1
-
-template <>
-struct More<Floats> {
-  using Vec = Floats::Vec;
-  using Mask = Floats::Mask;
-  static FASTOPS_INLINE Mask Less(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
-  static FASTOPS_INLINE Mask AtLeast(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
-  static FASTOPS_INLINE Mask Finite(Vec v) {
-    const Vec zero = _mm256_sub_ps(v, v);
-    return _mm256_cmp_ps(zero, zero, _CMP_ORD_Q);
-  }
-  static FASTOPS_INLINE Mask And(Mask m, Mask n) { return _mm256_and_ps(m, n); }
-  static FASTOPS_INLINE Vec Div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
-  static FASTOPS_INLINE uint32_t BitsOf(Mask m) {
-    return static_cast<uint32_t>(_mm256_movemask_ps(m));
-  }
-  static FASTOPS_INLINE Mask MaskOf(uint32_t bits) {
-    const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane);
-    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane));
-  }
-};
-
-template <>
-struct More<Doubles> {
-  using Vec = Doubles::Vec;
-  using Mask = Doubles::Mask;
-  static FASTOPS_INLINE Mask Less(Vec a, Vec b) { return _mm256_cmp_pd(a, b, _CMP_LT_OQ); }
-  static FASTOPS_INLINE Mask AtLeast(Vec a, Vec b) { return _mm256_cmp_pd(a, b, _CMP_GE_OQ); }
-  static FASTOPS_INLINE Mask Finite(Vec v) {
-    const Vec zero = _mm256_sub_pd(v, v);
-    return _mm256_cmp_pd(zero, zero, _CMP_ORD_Q);
-  }
-  static FASTOPS_INLINE Mask And(Mask m, Mask n) { return _mm256_and_pd(m, n); }
-  static FASTOPS_INLINE Vec Div(Vec a, Vec b) { return _mm256_div_pd(a, b); }
-  static FASTOPS_INLINE uint32_t BitsOf(Mask m) {
-    return static_cast<uint32_t>(_mm256_movemask_pd(m));
-  }
-  static FASTOPS_INLINE Mask MaskOf(uint32_t bits) {
-    const __m256i lane = _mm256_setr_epi64x(1, 2, 4, 8);
-    const __m256i set = _mm256_and_si256(_mm256_set1_epi64x(bits), lane);
-    return _mm256_castsi256_pd(_mm256_cmpeq_epi64(set, lane));
-  }
-};
-
-#else
-
-template <typename A>
-struct More {
-  using Vec = typename A::Vec;
-  using Mask = typename A::Mask;
-  static FASTOPS_INLINE Mask Less(Vec a, Vec b) { return (Mask)(a < b); }
-  static FASTOPS_INLINE Mask AtLeast(Vec a, Vec b) { return (Mask)(a >= b); }
-  static FASTOPS_INLINE Mask Finite(Vec v) { return (Mask)(v - v == v - v); }
-  static FASTOPS_INLINE Mask And(Mask m, Mask n) { return m & n; }
-  static FASTOPS_INLINE Vec Div(Vec a, Vec b) { return a / b; }
-  static FASTOPS_INLINE uint32_t BitsOf(Mask m) {
-#if defined(__SSE2__)
-    if constexpr (A::kLanes == 4) {
-      return static_cast<uint32_t>(_mm_movemask_ps((__m128)m));
-    } else {
-      return static_cast<uint32_t>(_mm_movemask_pd((__m128d)m));
-    }
-#else
-    uint32_t bits = 0;
-    for (int i = 0; i < A::kLanes; ++i) bits |= static_cast<uint32_t>(m[i] & 1) << i;
-    return bits;
-#endif
-  }
-  static FASTOPS_INLINE Mask MaskOf(uint32_t bits) {
-    Mask lane;
-    for (int i = 0; i < A::kLanes; ++i) lane[i] = 1 << i;
-    return (Mask)(((Mask{} + bits) & lane) == lane);
-  }
-};
-
-#endif
-
-// Applies f to each half.
-template <typename A, typename F, typename... Pairs>
-FASTOPS_INLINE Pair<A> Each(const F& f, Pairs... pairs) {
-  return {{f(pairs.part[0]...), f(pairs.part[1]...)}};
-}
+using More = A;
 
 // ---- The arrays of a block ----------------------------------------------------------------------
 
 template <typename E>
-constexpr bool kHasWide = E::kBytes != SameTypeOf<typename E::A>::Element::kBytes;
+constexpr bool kHasWide = E::kBytes != SameElement<typename E::A>::kBytes;
 
 template <typename E, typename Extent>
 FASTOPS_INLINE Pair<typename E::A> LoadBlock(Extent extent, const BlockArray& array, int64_t i,
                                              int64_t count) {
-  using Wide = typename SameTypeOf<typename E::A>::Element;
+  using Wide = SameElement<typename E::A>;
   const int64_t at = i & array.mask;
   if constexpr (kHasWide<E>) {
     if (array.wide) return LoadElements<Wide>(extent, array.data + at * Wide::kBytes, count);
@@ -201,7 +77,7 @@ FASTOPS_INLINE void PutBlock(Extent extent, const BlockArray& array, int64_t i, 
 template <typename E, typename Extent>
 FASTOPS_INLINE void StoreBlock(Extent extent, const BlockArray& array, int64_t i, int64_t count,
                                Pair<typename E::A> v) {
-  using Wide = typename SameTypeOf<typename E::A>::Element;
+  using Wide = SameElement<typename E::A>;
   if (array.data == nullptr) return;
   if (array.add) {
     char* const to = array.data + (i & array.mask) * Wide::kBytes;
@@ -214,15 +90,20 @@ FASTOPS_INLINE void StoreBlock(Extent extent, const BlockArray& array, int64_t i
   PutBlock<E>(extent, array, i, count, E::Narrow(v));
 }
 
-// If a block has less than 8 elements, two blocks share a byte.
+// The bits of a block. If a block has less than 8 elements, two blocks share a byte.
 template <typename E, typename Extent>
-FASTOPS_INLINE PairMask<typename E::A> LoadBits(Extent, const BlockArray& array, int64_t i,
-                                                int64_t count) {
-  using A = typename E::A;
+FASTOPS_INLINE uint32_t BitsAt(Extent, const void* mask, int64_t i, int64_t count) {
   uint32_t bits = 0;
-  memcpy(&bits, array.data + i / 8, static_cast<size_t>((count + 7) / 8));
+  if constexpr (Extent::kWhole) count = E::kBlock;
+  memcpy(&bits, static_cast<const char*>(mask) + i / 8, static_cast<size_t>((count + 7) / 8));
   if constexpr (E::kBlock < 8) bits >>= i % 8;
-  return {{More<A>::MaskOf(bits), More<A>::MaskOf(bits >> A::kLanes)}};
+  return bits;
+}
+
+template <typename E, typename Extent>
+FASTOPS_INLINE PairMask<typename E::A> LoadBits(Extent extent, const BlockArray& array, int64_t i,
+                                                int64_t count) {
+  return PairOfBits<typename E::A>(BitsAt<E>(extent, array.data, i, count));
 }
 
 template <typename E, typename Extent>
@@ -230,7 +111,7 @@ FASTOPS_INLINE void StoreBits(Extent, const BlockArray& array, int64_t i, int64_
                               PairMask<typename E::A> m) {
   using A = typename E::A;
   if (array.data == nullptr) return;
-  uint32_t bits = More<A>::BitsOf(m.part[0]) | More<A>::BitsOf(m.part[1]) << A::kLanes;
+  uint32_t bits = BitsOfPair<A>(m);
   if constexpr (!Extent::kWhole) bits &= (uint32_t{1} << count) - 1;
   if constexpr (E::kBlock < 8) {
     if (i % 8 != 0) bits = bits << i % 8 | static_cast<uint8_t>(array.data[i / 8]);

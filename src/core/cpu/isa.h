@@ -11,7 +11,8 @@
 //   }
 //
 // The family's header declares the table with FASTOPS_DECLARE_KERNELS(ReluKernels, relu_kernels),
-// and the launcher gets it from FASTOPS_KERNELS(relu_kernels).
+// and FASTOPS_DEFINE_KERNELS(Kernels, relu_kernels) in the launcher's file defines Kernels(), which
+// returns it.
 //
 // Only the tables may have external linkage in such files and in the headers that they include. An
 // inline function or template outside of an anonymous namespace would be emitted once per
@@ -64,5 +65,11 @@ const char* IsaName(Isa isa);
         FASTOPS_AVX512_TABLE(name)};                                                       \
     return *tables[static_cast<int>(::jax_fastops::cpu::ActiveIsa())];                     \
   }())
+// Defines a function that returns it.
+#define FASTOPS_DEFINE_KERNELS(function, name)          \
+  const auto& function() {                              \
+    static const auto& kernels = FASTOPS_KERNELS(name); \
+    return kernels;                                     \
+  }
 
 #endif  // JAX_FASTOPS_CORE_CPU_ISA_H_

@@ -1,0 +1,23 @@
+// The accumulator type of a dtype, for launchers on the CPU. The kernels are tables by DType
+// (FASTOPS_EACH_DTYPE in simd_math.h), so launchers have no other use for types.
+#ifndef JAX_FASTOPS_CORE_CPU_DTYPE_H_
+#define JAX_FASTOPS_CORE_CPU_DTYPE_H_
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace jax_fastops::cpu {
+
+// In bytes.
+inline int64_t ItemSize(DType dtype) { return static_cast<int64_t>(DTypeSize(dtype)); }
+
+// Calls f.operator()<Scalar>() with Scalar = double for float64, else float.
+template <typename F>
+auto WithAccumulator(DType dtype, const F& f) {
+  return dtype == DType::kF64 ? f.template operator()<double>() : f.template operator()<float>();
+}
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_CORE_CPU_DTYPE_H_
