@@ -16,7 +16,7 @@
 #include "transpose/bytes.cuh"
 #include "transpose/plan.h"
 
-namespace jax_fastops::cuda {
+namespace jax_fastops::cuda::transpose {
 
 // The shared memory of a block.
 struct BoxMemory {
@@ -291,6 +291,6 @@ __global__ void __launch_bounds__(kBoxThreads, kBoxBlocks)
   }
 }
 
-}  // namespace jax_fastops::cuda
+}  // namespace jax_fastops::cuda::transpose
 
 #endif  // JAX_FASTOPS_TRANSPOSE_BOX_CUH_

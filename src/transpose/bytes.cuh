@@ -9,7 +9,7 @@
 #include "core/cuda/packed.cuh"
 #include "core/cuda/shifted.cuh"
 
-namespace jax_fastops::cuda {
+namespace jax_fastops::cuda::transpose {
 
 // Divides n by d and returns the remainder.
 template <typename Index, typename Divisor>
@@ -80,6 +80,6 @@ __device__ __forceinline__ uint4 LoadBytes(const char* p, const char* end) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-}  // namespace jax_fastops::cuda
+}  // namespace jax_fastops::cuda::transpose
 
 #endif  // JAX_FASTOPS_TRANSPOSE_BYTES_CUH_

@@ -18,7 +18,7 @@ namespace jax_fastops {
 // -------------------------------------------------------------------------------------------------
 // Rows: the minor dimension stays
 
-inline constexpr int kRowThreads = 256;  // per block
+inline constexpr int kRowsThreads = 256;  // per block
 inline constexpr int kUnitsPerThread = 4;
 inline constexpr int kChunksPerThread = 2;
 

@@ -52,8 +52,8 @@ RowsPlan<Index> PlanRows(const Permutation& p) {
   }
   // The chunks of the output are aligned, so the first and the last one may be in part.
   rows.blocks = rows.by_bytes
-                    ? CeilDiv(p.count * size / kVector + 2, kRowThreads * kChunksPerThread)
-                    : CeilDiv(p.count, kRowThreads * kUnitsPerThread);
+                    ? CeilDiv(p.count * size / kVector + 2, kRowsThreads * kChunksPerThread)
+                    : CeilDiv(p.count, kRowsThreads * kUnitsPerThread);
   return rows;
 }
 
@@ -227,12 +227,13 @@ BoxSide MakeSide(const Permutation& p, const Side& from, const std::vector<int64
 }
 
 // Sets the padding. The 32 lanes of a warp gather neighboring chunks of the output, element by
-// element: lane l reads at a multiple l of some distance. Chunks are stored 16 bytes at a time, so
-// distances that are multiples of 16 bytes reach one eighth of the banks at best, and that only if
-// they are an odd number of chunks: one chunk of padding for each power of two that divides the
-// distances makes them odd. Distances that are odd already need none. Then the lanes of each eight
-// begin with another word of their chunks, which are an odd number of words apart: no two lanes
-// meet in a bank.
+// element, so lane l reads at l times some distance. Chunks are stored 16 bytes at a time, so
+// distances are multiples of 16 bytes, which are four banks. The lanes reach eight different groups
+// of four banks if the distance is an odd number of chunks. One chunk of padding after each power
+// of two bytes makes it odd, if that power divides the distance. A distance that is odd needs no
+// padding. There, each group of eight lanes begins with another word of its chunks: if those are an
+// odd number of words apart, no two lanes meet in a bank. On an H100, without this, (715827883, 3)
+// transposed took 1.55 of the floor for 1 byte, and (512, 512, 8, 32) by (1, 3, 0, 2) took 1.99.
 void SetLayout(int element, BoxPlan* box) {
   const BoxSide& out = box->out;
   const uint32_t vector = kVector / element;
@@ -250,8 +251,8 @@ void SetLayout(int element, BoxPlan* box) {
       shift = std::min(shift, std::countr_zero(distance));
     }
   }
-  box->turned = shift == 4 && element <= 2;
-  // Distances of 32 and 64 bytes are padded less often, which still reaches all banks in turn.
+  box->turned = shift == 4 && element <= 2 && out.dims[0].shared_stride % 2 == 1;
+  // For distances of 32 and 64 bytes, padding every 128 bytes reaches all groups in turn.
   box->pad_shift = static_cast<uint32_t>(shift == 4 ? 31 : shift < 31 ? std::max(shift, 7) : 7);
 }
 

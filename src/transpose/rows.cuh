@@ -13,7 +13,7 @@
 #include "transpose/bytes.cuh"
 #include "transpose/plan.h"
 
-namespace jax_fastops::cuda {
+namespace jax_fastops::cuda::transpose {
 
 // The source of unit or byte n of the output, from dimension `first` on.
 template <typename Index>
@@ -27,18 +27,18 @@ __device__ __forceinline__ int64_t InputOffset(const RowsPlan<Index>& p, int fir
 
 // Rows of whole units.
 template <typename Index>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowsThreads)
     UnitRowsKernel(const char* x, char* y, const __grid_constant__ RowsPlan<Index> p) {
-  const Index begin = Index{blockIdx.x} * (kRowThreads * kUnitsPerThread) + threadIdx.x;
+  const Index begin = Index{blockIdx.x} * (kRowsThreads * kUnitsPerThread) + threadIdx.x;
   uint4 units[kUnitsPerThread];
 #pragma unroll
   for (int k = 0; k < kUnitsPerThread; ++k) {
-    const Index n = begin + k * kRowThreads;
+    const Index n = begin + k * kRowsThreads;
     if (n < p.count) units[k] = Load<uint4>(x + InputOffset(p, 0, n));
   }
 #pragma unroll
   for (int k = 0; k < kUnitsPerThread; ++k) {
-    const Index n = begin + k * kRowThreads;
+    const Index n = begin + k * kRowsThreads;
     if (n < p.count) Store(y + static_cast<int64_t>(n) * 16, units[k]);
   }
 }
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint4 Merge(uint4 a, uint4 b, int count) {
 
 // Rows of at least 16 bytes, of any length and alignment.
 template <typename Index>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowsThreads)
     ByteRowsKernel(const char* x, char* y, const __grid_constant__ RowsPlan<Index> p) {
   const int head = ToAlignment(y, 16);
   const int64_t bytes = static_cast<int64_t>(p.count);
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
   for (int k = 0; k < kChunksPerThread; ++k) {
     const int64_t chunk =
-        int64_t{blockIdx.x} * (kRowThreads * kChunksPerThread) + k * kRowThreads + threadIdx.x;
+        int64_t{blockIdx.x} * (kRowsThreads * kChunksPerThread) + k * kRowsThreads + threadIdx.x;
     begin[k] = 16 * chunk + head - 16;
     rest[k] = 16;
     wide[k] = begin[k] >= 0 && begin[k] + 16 <= bytes;
@@ -106,6 +106,6 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-}  // namespace jax_fastops::cuda
+}  // namespace jax_fastops::cuda::transpose
 
 #endif  // JAX_FASTOPS_TRANSPOSE_ROWS_CUH_

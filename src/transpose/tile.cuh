@@ -22,7 +22,7 @@
 #include "transpose/bytes.cuh"
 #include "transpose/plan.h"
 
-namespace jax_fastops::cuda {
+namespace jax_fastops::cuda::transpose {
 
 // kAlignedIn: whether rows are known to be aligned when the kernel is compiled. kAlignedOut: the
 // same for columns.
@@ -334,6 +334,6 @@ __global__ void __launch_bounds__(kTileThreads, 4)
   if constexpr (!kAlignedOut) WriteEnds(tile, memory);
 }
 
-}  // namespace jax_fastops::cuda
+}  // namespace jax_fastops::cuda::transpose
 
 #endif  // JAX_FASTOPS_TRANSPOSE_TILE_CUH_

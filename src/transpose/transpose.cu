@@ -30,15 +30,15 @@
 
 namespace jax_fastops::cuda {
 
-struct TransposeFamily;
+namespace transpose {
 
-namespace {
+struct Family;
 
-// An array and where it goes.
-struct Move {
+// Launches the kernel of a plan.
+struct Launcher {
   const char* x;
   char* y;
-  int64_t bytes;
+  int64_t bytes;  // of the array
   int unit;
   const Device& device;
   cudaStream_t stream;
@@ -59,34 +59,33 @@ struct Move {
 
   template <typename Index>
   cudaError_t operator()(const RowsPlan<Index>& plan) const {
-    const auto kernel = plan.by_bytes ? KernelOf<TransposeFamily, ByteRowsKernel<Index>>()
-                                      : KernelOf<TransposeFamily, UnitRowsKernel<Index>>();
-    return Run(kernel, plan.blocks, kRowThreads, 0, x, y, plan);
+    const auto kernel = plan.by_bytes ? KernelOf<Family, ByteRowsKernel<Index>>()
+                                      : KernelOf<Family, UnitRowsKernel<Index>>();
+    return Run(kernel, plan.blocks, kRowsThreads, 0, x, y, plan);
   }
 
   template <int kElement>
   static auto TileKernelOf(const TilePlan& plan) {
-    if (plan.aligned_in && plan.aligned_out)
-      return KernelOf<TransposeFamily, TileKernel<kElement, true, true>>();
-    return plan.aligned_out ? KernelOf<TransposeFamily, TileKernel<kElement, false, true>>()
-                            : KernelOf<TransposeFamily, TileKernel<kElement, false, false>>();
+    if (!plan.aligned_out) return KernelOf<Family, TileKernel<kElement, false, false>>();
+    return plan.aligned_in ? KernelOf<Family, TileKernel<kElement, true, true>>()
+                           : KernelOf<Family, TileKernel<kElement, false, true>>();
   }
 
   cudaError_t operator()(const TilePlan& plan) const {
     const auto kernel = unit == 1   ? TileKernelOf<1>(plan)
                         : unit == 2 ? TileKernelOf<2>(plan)
                         : unit == 4 ? TileKernelOf<4>(plan)
-                        : unit == 8 ? KernelOf<TransposeFamily, TileKernel<8, false, false>>()
-                                    : KernelOf<TransposeFamily, TileKernel<16, true, true>>();
+                        : unit == 8 ? KernelOf<Family, TileKernel<8, false, false>>()
+                                    : KernelOf<Family, TileKernel<16, true, true>>();
     return Run(kernel, plan.blocks, kTileThreads, 0, x, x + bytes, y, plan);
   }
 
   cudaError_t operator()(const BoxPlan& plan) const {
-    const auto kernel = unit == 1   ? KernelOf<TransposeFamily, BoxKernel<1>>()
-                        : unit == 2 ? KernelOf<TransposeFamily, BoxKernel<2>>()
-                        : unit == 4 ? KernelOf<TransposeFamily, BoxKernel<4>>()
-                        : unit == 8 ? KernelOf<TransposeFamily, BoxKernel<8>>()
-                                    : KernelOf<TransposeFamily, BoxKernel<16>>();
+    const auto kernel = unit == 1   ? KernelOf<Family, BoxKernel<1>>()
+                        : unit == 2 ? KernelOf<Family, BoxKernel<2>>()
+                        : unit == 4 ? KernelOf<Family, BoxKernel<4>>()
+                        : unit == 8 ? KernelOf<Family, BoxKernel<8>>()
+                                    : KernelOf<Family, BoxKernel<16>>();
     // Persistent blocks: about as many as run at once. The runtime reserves 1 KB for each block.
     const int64_t fit = device.shared_per_processor / (int64_t{plan.shared_bytes} + 1024);
     const int64_t resident = device.processors * std::clamp<int64_t>(fit, 1, kBoxBlocks);
@@ -94,7 +93,7 @@ struct Move {
   }
 };
 
-}  // namespace
+}  // namespace transpose
 
 cudaError_t Transpose(const void* x, void* y, const int64_t* dims, const int* axes, int rank,
                       int64_t itemsize, cudaStream_t stream) {
@@ -114,11 +113,11 @@ cudaError_t Transpose(const void* x, void* y, const int64_t* dims, const int* ax
   static PlanCache<TransposePlan> plans;
   const std::shared_ptr<const TransposePlan> plan = plans.Get(
       shape, [&](const TransposeShape& s) { return PlanTranspose(s, device.processors); });
-  return std::visit(
-      Move{static_cast<const char*>(x), static_cast<char*>(y), bytes, plan->unit, device, stream},
-      plan->kernel);
+  return std::visit(transpose::Launcher{static_cast<const char*>(x), static_cast<char*>(y), bytes,
+                                        plan->unit, device, stream},
+                    plan->kernel);
 }
 
-cudaError_t LoadTransposeKernels() { return LoadKernels<TransposeFamily>(); }
+cudaError_t LoadTransposeKernels() { return LoadKernels<transpose::Family>(); }
 
 }  // namespace jax_fastops::cuda

@@ -226,7 +226,7 @@ void Follow(const TransposeShape&, const CopyPlan&, int unit, Moves& moves) {
 template <typename Index>
 void CheckLimits(const TransposeShape& shape, const RowsPlan<Index>& p) {
   const int64_t per_block =
-      p.by_bytes ? kRowThreads * kChunksPerThread * 16 : kRowThreads * kUnitsPerThread;
+      p.by_bytes ? kRowsThreads * kChunksPerThread * 16 : kRowsThreads * kUnitsPerThread;
   const int64_t count = static_cast<int64_t>(p.count);
   CHECK_SHAPE(p.blocks * per_block >= count && (p.blocks - 2) * per_block < count);
   if (sizeof(Index) == 4) CHECK_SHAPE(p.blocks * per_block <= kInt + (p.by_bytes ? 1 << 14 : 0));
