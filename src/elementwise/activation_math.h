@@ -180,8 +180,7 @@ struct GeluExact {
     const Tail tail(x);
     const Vec d = A::Mul(tail.exp, A::NegMulAdd(tail.t, A::Set(kDensity), tail.ratio));
     const Vec far = A::Select(A::Less(A::Set(0), x), A::Sub(A::Set(1), d), d);
-    const Vec all =
-        A::Select(A::Less(tail.t, A::Set(C::kNearEnd)), Near(C::kNearSlope, x), far);
+    const Vec all = A::Select(A::Less(tail.t, A::Set(C::kNearEnd)), Near(C::kNearSlope, x), far);
     return A::Add(all, A::Sub(x, x));  // NaN at the infinities
   }
 };

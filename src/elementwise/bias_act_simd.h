@@ -1,5 +1,5 @@
-// The kernels of bias_act and gated_act for one instruction set. This header is included by the files that are
-// compiled several times; isa.h says what such a header may contain.
+// The kernels of bias_act and gated_act for one instruction set. This header is included by the
+// files that are compiled several times; isa.h says what such a header may contain.
 #ifndef JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_SIMD_H_
 #define JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_SIMD_H_
 
