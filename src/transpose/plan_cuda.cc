@@ -170,58 +170,56 @@ std::vector<int64_t> BoxExtent(const Permutation& p, int64_t most) {
   }
 }
 
-// The dimensions of a side's segments, and those that number them.
-struct Side {
-  Dims run, segments;
-  int part = -1;  // the dimension of the run that is in part
+// The dimensions of a box in the order of one side: those of a segment, then those that number the
+// segments.
+struct Order {
+  Dims dims;
+  size_t run = 0;  // the number of dimensions of a segment
+  int part = -1;   // the one of them that is in part
 
-  Side(const Permutation& p, const Dims& order, const std::vector<int64_t>& extent) {
-    for (const int d : order) {
-      if (extent[d] == 1) break;
-      run.push_back(d);
-      if (extent[d] < p.size[d]) {
-        part = d;
-        break;
-      }
+  Order(const Permutation& p, const Dims& all, const std::vector<int64_t>& extent) {
+    for (size_t i = 0; i < all.size() && part < 0 && extent[all[i]] > 1; ++i) {
+      dims.push_back(all[i]);
+      if (extent[all[i]] < p.size[all[i]]) part = all[i];
     }
+    run = dims.size();
   }
   // Puts the other side's partial dimension last.
-  void NumberSegments(const Dims& order, const std::vector<int64_t>& extent, int other_part) {
-    for (const int d : order) {
-      if (extent[d] > 1 && d != other_part && !Has(run, d)) segments.push_back(d);
+  void NumberSegments(const Dims& all, const std::vector<int64_t>& extent, int other_part) {
+    for (const int d : all) {
+      if (extent[d] > 1 && d != other_part && !Has(dims, d)) dims.push_back(d);
     }
-    if (other_part >= 0 && !Has(run, other_part)) segments.push_back(other_part);
+    if (other_part >= 0 && !Has(dims, other_part)) dims.push_back(other_part);
   }
 };
 
-BoxSide MakeSide(const Permutation& p, const Side& from, const std::vector<int64_t>& extent,
-                 const int64_t* strides, bool aligned) {
+// `shared_stride` of the dimensions is set by the first call, for the input: a box in shared memory
+// has the order of the input.
+BoxSide MakeSide(const Permutation& p, const Order& order, const std::vector<int64_t>& extent,
+                 const int64_t* strides, int64_t alignment, std::vector<uint32_t>* shared_stride) {
   const int64_t vector = kVector / p.unit;
-  int64_t length = 1, count = 1;
-  for (const int d : from.run) length *= extent[d];
-  for (const int d : from.segments) count *= extent[d];
+  int64_t length = 1;
+  for (size_t i = 0; i < order.run; ++i) length *= extent[order.dims[i]];
   BoxSide side;
   side.length = Divisor(length);
   side.chunks = Divisor(CeilDiv(length, vector));
   side.pitch = static_cast<uint32_t>(RoundUp(length, vector));
-  side.count = static_cast<uint32_t>(count);
-  side.run_dims = static_cast<int>(from.run.size());
-  side.segment_dims = static_cast<int>(from.segments.size());
-  side.aligned = aligned || p.unit == kVector;
-  BoxDim* dim = side.dims;
-  for (const Dims* dims : {&from.run, &from.segments}) {
-    int64_t before = dims == &from.run ? 1 : side.pitch;
-    for (const int d : *dims) {
-      dim->size = Divisor(extent[d]);
-      dim->before = Divisor(before);
-      dim->stride = strides[d] * p.unit;
-      before *= extent[d];
-      if (dims == &from.segments) {
-        side.last_offset += (extent[d] - 1) * dim->stride;
-        if (dim->stride % kVector != 0) side.aligned = false;
-      }
-      ++dim;
-    }
+  side.count = 1;
+  side.run_dims = static_cast<int>(order.run);
+  side.segment_dims = static_cast<int>(order.dims.size() - order.run);
+  side.aligned = alignment == kVector;
+  uint32_t before = 1;
+  for (size_t i = 0; i < order.dims.size(); ++i) {
+    const int d = order.dims[i];
+    if (i == order.run) before = side.pitch;
+    uint32_t& shared = (*shared_stride)[d];
+    if (shared == 0) shared = before;
+    side.dims[i] = {Divisor(extent[d]), FastDivisor(before), shared, strides[d] * p.unit};
+    before *= static_cast<uint32_t>(extent[d]);
+    if (i < order.run) continue;
+    side.count *= static_cast<uint32_t>(extent[d]);
+    side.last_offset += (extent[d] - 1) * side.dims[i].stride;
+    if (side.dims[i].stride % kVector != 0) side.aligned = false;
   }
   return side;
 }
@@ -268,23 +266,14 @@ BoxPlan PlanBoxes(const Permutation& p, int64_t alignment, int processors) {
   if (element != 2 && per_block < 2.5) box_bytes /= 2;
   const std::vector<int64_t> extent = BoxExtent(p, box_bytes / element);
 
-  Side in(p, in_order, extent), out(p, out_order, extent);
+  Order in(p, in_order, extent), out(p, out_order, extent);
   in.NumberSegments(in_order, extent, out.part);
   out.NumberSegments(out_order, extent, in.part);
   BoxPlan box;
   box.bytes = p.count * p.unit;
-  box.in = MakeSide(p, in, extent, p.in_stride, alignment == kVector);
-  box.out = MakeSide(p, out, extent, p.out_stride, alignment == kVector);
-  // In shared memory the box is stored in the order of the input.
   std::vector<uint32_t> shared_stride(p.rank);
-  Dims dims = in.run;
-  dims.insert(dims.end(), in.segments.begin(), in.segments.end());
-  for (size_t i = 0; i < dims.size(); ++i) {
-    shared_stride[dims[i]] = box.in.dims[i].shared_stride = box.in.dims[i].before.divisor;
-  }
-  dims = out.run;
-  dims.insert(dims.end(), out.segments.begin(), out.segments.end());
-  for (size_t i = 0; i < dims.size(); ++i) box.out.dims[i].shared_stride = shared_stride[dims[i]];
+  box.in = MakeSide(p, in, extent, p.in_stride, alignment, &shared_stride);
+  box.out = MakeSide(p, out, extent, p.out_stride, alignment, &shared_stride);
   SetLayout(element, &box);
 
   box.boxes = 1;
