@@ -304,8 +304,12 @@ __device__ __forceinline__ void WriteEnds(const TilePosition& tile, TileMemory<S
   }
 }
 
+// The blocks that an SM has registers for, at least. Elements that are read one by one need few.
 template <int kElement, bool kAlignedIn, bool kAlignedOut>
-__global__ void __launch_bounds__(kTileThreads, 4)
+constexpr int kTileBlocks = kElement == 4 && !kAlignedIn && kAlignedOut ? 6 : 4;
+
+template <int kElement, bool kAlignedIn, bool kAlignedOut>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<kElement, kAlignedIn, kAlignedOut>)
     TileKernel(const char* x, const char* x_end, char* y, const __grid_constant__ TilePlan p) {
   using Shape = TileShape<kElement, kAlignedIn, kAlignedOut>;
   // Windows take twice the registers, so fewer of them are in flight.
