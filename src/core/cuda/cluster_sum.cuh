@@ -2,7 +2,8 @@
 //
 // Each warp sends its sums to all blocks by asynchronous stores, which complete on an mbarrier of
 // the receiving block. A cluster barrier would make all earlier writes visible, so every row would
-// wait until the results of the row before it are written.
+// wait until the results of the row before it are written. A launch without clusters must not
+// execute these stores. There the warps of a block exchange their sums by plain stores.
 #ifndef JAX_FASTOPS_CORE_CUDA_CLUSTER_SUM_CUH_
 #define JAX_FASTOPS_CORE_CUDA_CLUSTER_SUM_CUH_
 
@@ -38,10 +39,12 @@ struct ClusterSum {
   Barrier complete[2];
   A values[2][kMost][kWarps * kMaxBlocks];
 
-  // All threads of the cluster call this before the first sum.
+  // All threads of the cluster call this before the first sum. It has the effect of a barrier of
+  // the cluster.
   __device__ __forceinline__ void Begin() {
     if (threadIdx.x < 2) complete[threadIdx.x].Init(1);
     Barrier::PublishInit();
+    if (BlocksOfCluster() == 1) return __syncthreads();
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     cooperative_groups::this_cluster().sync();
 #endif
@@ -54,7 +57,7 @@ struct ClusterSum {
     static_assert(kCount <= kMost && kMaxBlocks <= 32);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = phase & 1;
     const int blocks = BlocksOfCluster(), slots = kWarps * blocks;
-    if (threadIdx.x == 0) {
+    if (blocks > 1 && threadIdx.x == 0) {
       complete[half].ArriveAndExpect(kCount * slots * static_cast<int>(sizeof(A)));
     }
 #pragma unroll
@@ -62,14 +65,20 @@ struct ClusterSum {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], lanes);
     }
-    if (lane < blocks) {
+    if (blocks == 1) {
+      if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) values[half][i][warp] = sums[i];
+      }
+      __syncthreads();
+    } else if (lane < blocks) {
       const uint32_t barrier = InBlock(&complete[half], lane);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         Send(InBlock(&values[half][i][BlockOfCluster() * kWarps + warp], lane), sums[i], barrier);
       }
     }
-    complete[half].Wait(phase >> 1 & 1);
+    if (blocks > 1) complete[half].Wait(phase >> 1 & 1);
     ++phase;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
