@@ -5,7 +5,8 @@
 // registers between its statistics and its output, whatever its length.
 //
 // - A thread moves one *unit* of 16 bytes per instruction, at multiples of 16 bytes, whether rows
-//   are aligned or not (see forward_row.cuh).
+//   are aligned or not (see forward_row.cuh). Short rows that are not aligned are moved by single
+//   elements or by pairs of 16-bit elements. Shifting the parameters would cost more.
 // - A group of threads holds a row: a part of a warp, a warp, a block or a cluster. Each thread
 //   holds up to 128 bytes of it, in the compute type. Saturating the memory of an H100 takes about
 //   20 KB in flight per SM. A few resident groups have more than that, so the loads of one row, the
@@ -25,6 +26,7 @@
 // - float64 has one kernel for all rows, whose blocks process a row chunk by chunk.
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <utility>
 
 #include "core/alignment.h"
@@ -46,14 +48,14 @@ namespace {
 // -------------------------------------------------------------------------------------------------
 // Kernels
 
-template <typename T, bool kAligned, int kForm>
+template <typename T, NormAccess kAccess, int kForm>
 __global__ void __launch_bounds__(kNormForwardForms[kForm].block,
                                   MinBlocks<T>(kNormForwardForms[kForm].block,
-                                               kNormForwardForms[kForm].held, kAligned))
+                                               kNormForwardForms[kForm].held, kAccess))
     NormRowKernel(const NormForwardParams p) {
   constexpr NormForwardForm kThis = kNormForwardForms[kForm];
   using Group = RowGroup<kThis.threads>;
-  using Row = Held<T, kAligned, Group, kThis.held>;
+  using Row = Held<T, kAccess, Group, kThis.held>;
   using A = typename Row::A;
   constexpr int kRows = kThis.block / kThis.threads;
   __shared__ typename Row::Scratch scratch;
@@ -76,11 +78,11 @@ __global__ void __launch_bounds__(kNormForwardForms[kForm].block,
 // Rows divided into chunks. A block processes one chunk.
 // Computes the moments of each chunk, and stores the sum if requested.
 template <typename T>
-__global__ void __launch_bounds__(kNormChunkThreads,
-                                  MinBlocks<T>(kNormChunkThreads, kNormChunkHeld, false))
+__global__ void __launch_bounds__(kNormChunkThreads, MinBlocks<T>(kNormChunkThreads, kNormChunkHeld,
+                                                                  NormAccess::kShifted))
     NormChunkKernel(const NormForwardParams p) {
   using Group = RowGroup<kNormChunkThreads>;
-  using Chunk = Held<T, false, Group, kNormChunkHeld>;
+  using Chunk = Held<T, NormAccess::kShifted, Group, kNormChunkHeld>;
   using A = ComputeType<T>;
   __shared__ typename Chunk::Scratch scratch;
   int phase = 0;
@@ -102,11 +104,11 @@ __global__ void __launch_bounds__(kNormChunkThreads,
 // Merges the moments of a row's chunks, in every block of the row again, and normalizes one chunk.
 // The last chunks come first, because they may still be in L2.
 template <typename T>
-__global__ void __launch_bounds__(kNormChunkThreads,
-                                  MinBlocks<T>(kNormChunkThreads, kNormChunkHeld, false))
+__global__ void __launch_bounds__(kNormChunkThreads, MinBlocks<T>(kNormChunkThreads, kNormChunkHeld,
+                                                                  NormAccess::kShifted))
     NormMergeKernel(const NormForwardParams p) {
   using Group = RowGroup<kNormChunkThreads>;
-  using Chunk = Held<T, false, Group, kNormChunkHeld>;
+  using Chunk = Held<T, NormAccess::kShifted, Group, kNormChunkHeld>;
   using A = ComputeType<T>;
   __shared__ typename Chunk::Scratch scratch;
   int phase = 0;
@@ -145,7 +147,7 @@ template <typename T>
 __global__ void __launch_bounds__(kNormGeneralThreads)
     NormGeneralKernel(const NormForwardParams p) {
   using Group = RowGroup<kNormGeneralThreads>;
-  using Chunk = Held<T, false, Group, 128>;
+  using Chunk = Held<T, NormAccess::kShifted, Group, 128>;
   using A = ComputeType<T>;
   __shared__ typename Chunk::Scratch scratch;
   int phase = 0;
@@ -181,31 +183,37 @@ __global__ void __launch_bounds__(kNormGeneralThreads)
 
 using Kernel = void (*)(NormForwardParams);
 
-template <typename T, bool kAligned, size_t kForm>
+template <typename T, NormAccess kAccess, size_t kForm>
 Kernel RowKernelOf() {
-  constexpr NormForwardForm kThis = kNormForwardForms[kForm];
-  if constexpr (kAligned ? kThis.aligned : kThis.unaligned) {
-    return KernelOf<NormForwardKernels, NormRowKernel<T, kAligned, kForm>>();
+  if constexpr (NormHasForm(kForm, kAccess, sizeof(T))) {
+    return KernelOf<NormForwardKernels, NormRowKernel<T, kAccess, kForm>>();
   } else {
     return nullptr;
   }
 }
 
 template <typename T, size_t... kForms>
-Kernel RowKernel(bool aligned, int form, std::index_sequence<kForms...>) {
-  static const Kernel kernels[2][sizeof...(kForms)] = {{RowKernelOf<T, false, kForms>()...},
-                                                       {RowKernelOf<T, true, kForms>()...}};
-  return kernels[aligned][form];
+Kernel RowKernel(NormAccess access, int form, std::index_sequence<kForms...>) {
+  static const Kernel kernels[kNormAccesses][sizeof...(kForms)] = {
+      {RowKernelOf<T, NormAccess::kUnits, kForms>()...},
+      {RowKernelOf<T, NormAccess::kPairs, kForms>()...},
+      {RowKernelOf<T, NormAccess::kElements, kForms>()...},
+      {RowKernelOf<T, NormAccess::kShifted, kForms>()...}};
+  return kernels[static_cast<int>(access)][form];
 }
 
-// Whether every row and every parameter starts at a multiple of 16 bytes.
-bool Aligned(int64_t row_bytes, const NormForwardArrays& a) {
-  return row_bytes % 16 == 0 && CommonAlignment({a.x, a.residual, a.y, a.sum, a.input_bias.data,
-                                                 a.scale.data, a.bias.data}) == 16;
+// The alignment of rows and parameters, as PlanNormForward takes it.
+int AlignmentOf(int64_t row_bytes, const NormForwardArrays& a) {
+  const int64_t rows = std::gcd(row_bytes, int64_t{CommonAlignment({a.x, a.residual, a.y, a.sum})});
+  const int64_t parameters = CommonAlignment({a.input_bias.data, a.scale.data, a.bias.data});
+  const auto at_least = [&](int64_t of_rows, int64_t of_parameters) {
+    return rows % of_rows == 0 && parameters >= of_parameters;
+  };
+  return at_least(16, 16) ? 16 : at_least(4, 8) ? 4 : 1;
 }
 
 template <typename T>
-cudaError_t LaunchForward(bool aligned, NormForwardParams params, cudaStream_t stream) {
+cudaError_t LaunchForward(int alignment, NormForwardParams params, cudaStream_t stream) {
   Device device;
   cudaError_t error = CurrentDevice(&device);
   if (error != cudaSuccess) return error;
@@ -214,7 +222,7 @@ cudaError_t LaunchForward(bool aligned, NormForwardParams params, cudaStream_t s
     parameters += parameter.data != nullptr;
   }
   const auto plan_for = [&](int max_cluster) {
-    return PlanNormForward(params.rows, params.n, sizeof(T), aligned, parameters, max_cluster);
+    return PlanNormForward(params.rows, params.n, sizeof(T), alignment, parameters, max_cluster);
   };
   NormForwardPlan plan = plan_for(device.clusters ? kNormLongCluster : 1);
   const auto launch = [&](Kernel kernel) {
@@ -231,6 +239,7 @@ cudaError_t LaunchForward(bool aligned, NormForwardParams params, cudaStream_t s
   } else {
     if (plan.kernel == NormForwardKernel::kLong) {
       const Kernel kernel = KernelOf<NormForwardKernels, NormLongKernel<T>>();
+      plan.shared += LongScratchBytes<T>(plan.cluster);
       int resident;
       error = ResidentBlocks(reinterpret_cast<const void*>(kernel),
                              {.grid = dim3(plan.cluster),
@@ -247,7 +256,7 @@ cudaError_t LaunchForward(bool aligned, NormForwardParams params, cudaStream_t s
     }
     if (plan.kernel == NormForwardKernel::kRow) {
       constexpr auto kForms = std::make_index_sequence<kNormForwardFormCount>();
-      return launch(RowKernel<T>(aligned, plan.form, kForms));
+      return launch(RowKernel<T>(plan.access, plan.form, kForms));
     }
     params.chunks = plan.chunks;
     params.row_partials = CeilDiv(params.n, 1024);
@@ -299,9 +308,9 @@ cudaError_t NormForward(const NormShape& shape, NormKind kind, DType dtype, doub
   if (shape.all_rows() == 0) return cudaSuccess;
 
   const NormForwardParams params = ParamsOf(shape, kind, eps, arrays);
-  const bool aligned = Aligned(shape.n * itemsize, arrays);
+  const int alignment = AlignmentOf(shape.n * itemsize, arrays);
   return ForDType(dtype, [&](auto tag) {
-    return LaunchForward<typename decltype(tag)::Type>(aligned, params, stream);
+    return LaunchForward<typename decltype(tag)::Type>(alignment, params, stream);
   });
 }
 

@@ -1,10 +1,12 @@
 // How the forward of layer norm and RMS norm holds a row, or a part of one, in the registers of a
 // group of threads: loads, moments, normalization. forward.cu explains the design.
 //
-// A thread accesses 16 bytes at a time, a *unit*. If rows start at any address, units still start
-// at multiples of 16 bytes of x, so the first and the last unit of a row may be partly outside of
-// it. Their elements outside the row are 0 in the registers, and are not stored. The same column is
-// at another place of a unit in every row then, so parameters are loaded with a shift (Shifted).
+// A thread accesses one *unit* at a time: 16 bytes, or in short rows that are not aligned a pair of
+// elements or a single one. In longer rows that are not aligned, units have 16 bytes and start at
+// multiples of 16 bytes of x, so the first and the last unit of a row may be partly outside of it
+// (NormAccess::kShifted). Their elements outside the row are 0 in the registers, and are not
+// stored. The same column is at another place of a unit in every row then, so parameters are loaded
+// with a shift (Shifted).
 #ifndef JAX_FASTOPS_NORM_FORWARD_ROW_CUH_
 #define JAX_FASTOPS_NORM_FORWARD_ROW_CUH_
 
@@ -16,6 +18,7 @@
 #include "core/cuda/row_group.cuh"
 #include "core/cuda/shifted.cuh"
 #include "core/cuda/unit.cuh"
+#include "norm/plan.h"
 #include "norm/shape.h"
 
 namespace jax_fastops::cuda {
@@ -62,14 +65,18 @@ __device__ __forceinline__ A Inverse(const NormForwardParams& p) {
   return p.inverse;
 }
 
-// 16 bytes of elements. They are loaded as whole registers, otherwise the compiler would split them
+// Units of elements. They are loaded as whole registers, otherwise the compiler would split them
 // into 16-bit elements.
-template <typename T>
+template <typename T, NormAccess kAccess>
 struct Units {
   using A = ComputeType<T>;
-  using Part = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
-  using U = Unit<Part, 16>;
-  static constexpr int kSize = 16 / sizeof(T);
+  static constexpr int kBytes = kAccess == NormAccess::kElements ? sizeof(T)
+                                : kAccess == NormAccess::kPairs  ? 2 * sizeof(T)
+                                                                 : 16;
+  using Part = std::conditional_t<sizeof(T) == 8, uint64_t,
+                                  std::conditional_t<kBytes == 2, uint16_t, uint32_t>>;
+  using U = Unit<Part, kBytes>;
+  static constexpr int kSize = kBytes / sizeof(T);
   static constexpr int kPartSize = sizeof(Part) / sizeof(T);
 
   static __device__ __forceinline__ void Unpack(const U& unit, A (&values)[kSize]) {
@@ -101,15 +108,16 @@ struct Units {
 // A part of a row from the view of one thread. Elements are counted from the first one of the
 // thread's first unit. The other units follow at distances that are compile-time constants, so one
 // address per array is enough.
-template <typename T, bool kAligned>
+template <typename T, NormAccess kAccess>
 struct Piece {
-  using U = typename Units<T>::U;
-  static constexpr int kSize = Units<T>::kSize;
+  using U = typename Units<T, kAccess>::U;
+  static constexpr int kSize = Units<T, kAccess>::kSize;
+  static constexpr bool kAligned = kAccess != NormAccess::kShifted;
 
   int64_t start;   // index of the thread's first element in x; may be before the row
   int64_t column;  // and in the row
   int high;        // elements below it belong to the part
-  // Only if rows are not aligned: elements from `low` on belong to the row, and those from `begin`
+  // Only if rows are shifted: elements from `low` on belong to the row, and those from `begin`
   // to `end` to the array.
   int low, begin, end;
 
@@ -225,14 +233,14 @@ struct Piece {
 };
 
 // A part of a row that a group of threads holds: `held` bytes per thread, in the compute type.
-template <typename Element, bool kAligned, typename Group, int kHeld>
+template <typename Element, NormAccess kAccess, typename Group, int kHeld>
 struct Held {
   using T = Element;
-  using Us = Units<T>;
+  using Us = Units<T, kAccess>;
   using U = typename Us::U;
   using A = ComputeType<T>;
-  using Part = Piece<T, kAligned>;
-  using Scratch = typename Group::template Scratch<A, 2>;
+  using Part = Piece<T, kAccess>;
+  static constexpr bool kAligned = Part::kAligned;
   static constexpr int kSize = Us::kSize;
   static constexpr int kUnits = kHeld / int{sizeof(A)} / kSize;  // per thread
   static constexpr int kCapacity = kUnits * Group::kSize;        // units
@@ -240,6 +248,7 @@ struct Held {
   static constexpr int kBatch = kSize * sizeof(A) >= 32 ? 1 : 32 / (kSize * sizeof(A));
   // Types in which the error of the first mean may be as large as the rounding error of the result.
   static constexpr bool kCorrects = std::is_same_v<T, A>;
+  using Scratch = typename Group::template Scratch<A, kCorrects ? 2 : 1>;
 
   Part piece;
   A s[kUnits][kSize];  // elements outside the piece are 0
@@ -463,9 +472,10 @@ __device__ __forceinline__ void StoreMoments(const NormForwardParams& p, int64_t
 
 // Resident blocks per SM, given the bytes of a row that a thread holds in the compute type. A
 // thread gets registers for these bytes and at least as many again for everything else, and some
-// more if rows are not aligned.
+// more if rows are shifted.
 template <typename T>
-constexpr int MinBlocks(int block, int held, bool aligned) {
+constexpr int MinBlocks(int block, int held, NormAccess access) {
+  const bool aligned = access != NormAccess::kShifted;
   const int threads = held > 64 ? (aligned          ? 1024
                                    : sizeof(T) == 2 ? 896
                                                     : 768)

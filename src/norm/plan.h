@@ -22,24 +22,55 @@ inline constexpr int64_t kNormMaxBlocks = int64_t{1} << 30;
 // -------------------------------------------------------------------------------------------------
 // Forward
 
+// How a thread accesses rows.
+enum class NormAccess {
+  kUnits,     // 16 bytes at a time; every row and parameter starts at a multiple of 16 bytes
+  kPairs,     // two 16-bit elements at a time; rows start at multiples of 4 bytes
+  kElements,  // element by element
+  kShifted,   // 16 bytes at a time, at multiples of 16 bytes; rows start anywhere
+};
+inline constexpr int kNormAccesses = 4;
+
 // How NormRowKernel distributes rows: `threads` threads of a block of `block` hold a row, each of
 // them `held` bytes in the compute type.
 struct NormForwardForm {
   int threads;
   int block;
   int held;
-  bool aligned;    // there is a kernel for aligned rows
-  bool unaligned;  // and for rows at any address
+  // The accesses for which there is a kernel.
+  bool units;
+  bool narrow;  // pairs and elements
+  bool shifted;
 };
 
-// From the shortest rows to the longest. The last form for unaligned rows must hold kNormWorkspace
-// columns and one unit more, because there is no workspace for chunks up to that length.
+// From the shortest rows to the longest. Shifting the parameters costs more than single elements,
+// but then threads outside the row cost less. So it serves the longer rows. The last form for
+// shifted rows must hold kNormWorkspace columns and one unit more, because there is no workspace
+// for chunks up to that length.
 inline constexpr NormForwardForm kNormForwardForms[] = {
-    {4, 128, 64, true, true},    {16, 128, 64, true, true},    {32, 128, 128, true, true},
-    {64, 64, 128, true, true},   {96, 96, 96, false, true},    {128, 128, 128, true, true},
-    {256, 256, 128, true, true}, {512, 512, 128, true, false}, {1024, 1024, 128, false, true},
+    {4, 128, 64, true, true, false},     {16, 128, 64, true, true, false},
+    {32, 128, 64, false, true, false},   {32, 128, 128, true, true, false},
+    {64, 64, 128, true, false, true},    {96, 96, 96, false, false, true},
+    {128, 128, 128, true, false, true},  {256, 256, 128, true, false, true},
+    {512, 512, 128, true, false, false}, {1024, 1024, 128, false, false, true},
 };
 inline constexpr int kNormForwardFormCount = std::size(kNormForwardForms);
+
+// Whether there is a kernel of this form. Elements have at least 2 bytes, and there are no pairs of
+// larger ones.
+constexpr bool NormHasForm(int form, NormAccess access, int itemsize) {
+  const NormForwardForm& f = kNormForwardForms[form];
+  switch (access) {
+    case NormAccess::kUnits:
+      return f.units;
+    case NormAccess::kPairs:
+      return f.narrow && itemsize == 2;
+    case NormAccess::kElements:
+      return f.narrow;
+    default:
+      return f.shifted;
+  }
+}
 
 // NormLongKernel: persistent clusters of blocks hold a row.
 inline constexpr int kNormLongThreads = 512;
@@ -55,20 +86,22 @@ enum class NormForwardKernel { kRow, kLong, kChunks, kGeneral };
 
 struct NormForwardPlan {
   NormForwardKernel kernel = NormForwardKernel::kGeneral;
+  NormAccess access = NormAccess::kShifted;
   int form = 0;               // kRow: index in kNormForwardForms
   int threads = 1;            // of a block
   int cluster = 1;            // blocks in a cluster
   int64_t blocks = 0;         // kLong: if they are resident at once, otherwise as many as are
   int64_t block_columns = 0;  // kLong: columns of a row in each block of a cluster
   int64_t chunks = 0;         // kChunks: per row
-  int64_t shared = 0;         // bytes of dynamic shared memory
+  int64_t shared = 0;         // bytes of dynamic shared memory, for parameters
 };
 
-// A plan for `rows` rows of `n` elements of `itemsize` bytes, both at least 1. `aligned` says that
-// every row and every parameter starts at a multiple of 16 bytes, `parameters` how many parameters
-// there are (input bias, scale, bias). Clusters have at most `max_cluster` blocks.
-NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, bool aligned, int parameters,
-                                int max_cluster);
+// A plan for `rows` rows of `n` elements of `itemsize` bytes, both at least 1. `alignment`: every
+// row starts at a multiple of so many bytes, a power of two up to 16, and so does every parameter,
+// or of 8 bytes if rows start at 4. `parameters`: how many parameters there are (input bias, scale,
+// bias). Clusters have at most `max_cluster` blocks.
+NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, int alignment,
+                                int parameters, int max_cluster);
 
 // -------------------------------------------------------------------------------------------------
 // Backward

@@ -15,8 +15,9 @@ int64_t ComputeBytes(int itemsize) { return std::max<int64_t>(itemsize, sizeof(f
 // -------------------------------------------------------------------------------------------------
 // Forward
 
-NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, bool aligned, int parameters,
-                                int max_cluster) {
+NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, int alignment,
+                                int parameters, int max_cluster) {
+  const bool aligned = alignment == 16;
   const int64_t compute = ComputeBytes(itemsize), unit = 16 / itemsize;
   NormForwardPlan plan;
   if (itemsize == 8) {
@@ -39,21 +40,28 @@ NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, bool alig
     plan.cluster = cluster;
     plan.blocks = std::min(rows, kNormMaxBlocks / cluster) * cluster;
     plan.block_columns = RoundUp(CeilDiv(n, cluster), unit);
+    plan.access = NormAccess::kUnits;
     plan.shared = int64_t{parameters} * kNormLongThreads * kNormLongHeld;
     return plan;
   }
 
-  // A row at any address may begin in the middle of its first unit.
-  const int64_t columns = aligned ? n : n + unit - 1;
+  const NormAccess narrow =
+      itemsize == 2 && alignment >= 4 ? NormAccess::kPairs : NormAccess::kElements;
   for (int i = 0; i < kNormForwardFormCount; ++i) {
-    const NormForwardForm& form = kNormForwardForms[i];
-    if (!(aligned ? form.aligned : form.unaligned)) continue;
-    if (columns > form.threads * form.held / compute) continue;
-    plan.kernel = NormForwardKernel::kRow;
-    plan.form = i;
-    plan.threads = form.block;
-    plan.blocks = CeilDiv(rows, form.block / form.threads);
-    return plan;
+    for (const NormAccess access : {aligned ? NormAccess::kUnits : narrow, NormAccess::kShifted}) {
+      if (!NormHasForm(i, access, itemsize)) continue;
+      if (aligned && access == NormAccess::kShifted) continue;
+      // A row at any address may begin in the middle of its first unit.
+      const int64_t columns = access == NormAccess::kShifted ? n + unit - 1 : n;
+      const NormForwardForm& form = kNormForwardForms[i];
+      if (columns > form.threads * form.held / compute) continue;
+      plan.kernel = NormForwardKernel::kRow;
+      plan.access = access;
+      plan.form = i;
+      plan.threads = form.block;
+      plan.blocks = CeilDiv(rows, form.block / form.threads);
+      return plan;
+    }
   }
 
   plan.kernel = NormForwardKernel::kChunks;

@@ -21,8 +21,9 @@ void CheckForward(Random& random) {
   const int64_t rows = random.Size(kMaxElements / n);
   const int64_t unit = 16 / itemsize, compute = std::max(itemsize, 4);
   const bool aligned = n % unit == 0 && random.Coin();
+  const int alignment = aligned ? 16 : n * itemsize % 4 == 0 && random.Coin() ? 4 : 1;
   const int parameters = static_cast<int>(random.Below(4)), most = 1 << random.Below(5);
-  const NormForwardPlan plan = PlanNormForward(rows, n, itemsize, aligned, parameters, most);
+  const NormForwardPlan plan = PlanNormForward(rows, n, itemsize, alignment, parameters, most);
 #define FORWARD(condition)                                                            \
   CHECK(condition, "forward of %lld rows of %lld, %d bytes, aligned %d, clusters %d", \
         (long long)rows, (long long)n, itemsize, aligned, most)
@@ -34,8 +35,11 @@ void CheckForward(Random& random) {
   switch (plan.kernel) {
     case NormForwardKernel::kRow: {
       const NormForwardForm& form = kNormForwardForms[plan.form];
-      FORWARD(itemsize < 8 && (aligned ? form.aligned : form.unaligned));
-      FORWARD(units * unit * compute <= form.threads * form.held);
+      const bool shifted = plan.access == NormAccess::kShifted;
+      FORWARD(itemsize < 8 && NormHasForm(plan.form, plan.access, itemsize));
+      FORWARD(aligned == (plan.access == NormAccess::kUnits));
+      FORWARD(plan.access != NormAccess::kPairs || alignment == 4);
+      FORWARD((shifted ? units * unit : n) * compute <= form.threads * form.held);
       FORWARD(plan.blocks * (form.block / form.threads) >= rows && plan.threads == form.block);
       break;
     }
