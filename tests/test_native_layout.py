@@ -54,3 +54,33 @@ def test_guards_name_the_file(path):
     if path.suffix in (".h", ".cuh"):
         guard = "JAX_FASTOPS_" + re.sub(r"\W", "_", path.relative_to(SRC).as_posix()).upper() + "_"
         assert f"#ifndef {guard}\n#define {guard}\n" in path.read_text()
+
+
+LONGEST_FILE, LONGEST_KERNEL = 600, 150
+# A file that has more lines, or a longer kernel, says why, in a comment that begins so.
+REASON = "// Long because"
+
+
+def bodies(text: str) -> dict[str, int]:
+    """The kernels and other device functions in a source: the number of lines of each body."""
+    found = {}
+    for match in re.finditer(r"__(?:global|device)__[^;{}]*\([^;{}]*\)[^;{}()]*\{", text):
+        depth, end = 1, match.end()
+        while depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        called = re.findall(r"(\w+) *\(", match[0]) or re.findall(r"operator\S+", match[0])
+        name = called[-1]
+        found[name] = max(found.get(name, 0), text.count("\n", match.end(), end))
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(SRC).as_posix())
+def test_lengths(path):
+    text = path.read_text()
+    if REASON in text:
+        return
+    lines = text.count("\n")
+    assert lines <= LONGEST_FILE, f"{lines} lines"
+    for name, length in bodies(text).items():
+        assert length <= LONGEST_KERNEL, f"{name} has a body of {length} lines"

@@ -1,16 +1,18 @@
 // The gradients of an element-wise op over broadcast operands, in one pass over the cotangent and
 // the operands. Full gradients are written; gradients of broadcast operands are summed in the same
-// pass. An op is a functor:
+// pass. A new op is a functor:
 //
 //   struct F {
-//     using Family = ...;  // of kernels (core/cuda/launch.h)
 //     static constexpr int kOperands = ..., kGradients = ...;
-//     // Whether an operand other than the first may have the accumulator type.
+//     // Whether an operand may have the accumulator type.
 //     static constexpr bool kMayBeWide = ...;
 //     // Whether operand 0 is a bitmask. Its values are 0 and 1.
 //     static constexpr bool kBits = ...;
 //     // Whether gradient 0 always has the result's shape.
 //     static constexpr bool kFirstIsFull = ...;
+//     // Whether there are kernels for rows that are not a multiple of 16 bytes, for the cases that
+//     // elementwise/rows.cuh does not take.
+//     static constexpr bool kShortUnits = ...;
 //     template <typename T>
 //     static __device__ void Gradients(ComputeType<T> dy,
 //                                      const ComputeType<T> (&x)[kOperands],
@@ -20,744 +22,880 @@
 //   };
 //
 // The pass is bound by memory, so every array is read once, and sums stay on the chip as long as
-// possible. A lane owns a unit of 16 bytes with the same columns in every row, and its block loops
-// over rows (elementwise/plan.h), with several rows in flight. Three functions make the loop:
+// possible. A block takes a box of the result (elementwise/plan.h): some indices of the outer
+// dimensions, in two nested loops over A and B, and one or a few chunks of the innermost dimension.
+// A group of lanes (a warp, unless rows are short) takes a chunk of a row at once, with 8 elements
+// per lane. There are two kinds of sums:
 //
-//   Load        the units of the rows in flight, as raw bits;
-//   Accumulate  computes a row's gradients, writes the full ones, and adds the others to sums: of
-//               columns, in registers; of rows, one for each row in flight;
-//   PutRows     writes or goes on adding up the sums of rows.
+//   columns  the sum keeps the innermost dimension. A lane adds up its own columns, row by row, in
+//            registers. If there is a sum for every index of B, inside the loop over A, it is kept
+//            in shared memory, in slots that only this lane accesses;
+//   rows     the sum runs over the innermost dimension. A lane adds up its elements, and the lanes
+//            of a group combine their sums at the end of a row, or at the end of the loop over
+//            which the sum runs.
 //
-// An operand with a sum of columns does not change in the loop over B, and stays in registers. All
-// others are loaded for each row; those that are broadcast come from the caches. In a crossed pass
-// the rows in flight have different indices of A and the same index of B: the sums that keep A stay
-// in registers, and those that keep B in slots of shared memory that only this thread accesses.
-// Several rows are added before a slot is read and written.
+// The offsets of a box's rows in each array are computed once, into a table in shared memory, so
+// the number of dimensions costs nothing in the loops. Sums that a box cannot finish become partial
+// sums, which a second kernel adds up (elementwise/finish.cuh). Without atomics, two runs are
+// bitwise equal.
 //
-// The offsets of rows in each array are computed once, into a table in shared memory, so the number
-// of dimensions costs nothing in the loop.
+// Two patterns have separate kernels, used where they are faster: sums over each of two dimensions
+// (elementwise/tile.cuh), and rows that are short or not a multiple of 16 bytes
+// (elementwise/rows.cuh).
 //
-// Rows that are not a multiple of 16 bytes: a row begins `shift` elements after a boundary of 16
-// bytes, and lanes own the aligned words, so all loads and stores are aligned. The words that stick
-// out of a row at its two ends are loaded whole. Their elements of the adjacent row go to columns
-// that are never written, and are left out of sums of rows. Gradients are stored there by elements.
-// If sums of columns need the same shift in all rows, a block takes only rows of one class, which
-// have it (BackwardPlan::classes). What does not fit this, and arrays that are not aligned to 16
-// bytes, take the general kernel, with units of one element. float64 has only that kernel.
-//
-// This file is long because all of a block's steps share its registers, as members of one class.
-//
-// Sums that a block cannot finish become partial sums, which a second kernel adds up
-// (elementwise/finish.cu). Without atomics, two runs are bitwise equal.
+// Long because its parts share the registers of one loop. A version in functions, with fewer
+// variants, was 1.3 to 2.8 times slower (docs/dev/log/elementwise.md).
 #ifndef JAX_FASTOPS_ELEMENTWISE_BACKWARD_CUH_
 #define JAX_FASTOPS_ELEMENTWISE_BACKWARD_CUH_
 
 #include <cuda_runtime_api.h>
 
-#include <bit>
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
 
-#include "core/cuda/dispatch.cuh"
-#include "core/cuda/launch.h"
-#include "core/cuda/unit.cuh"
 #include "core/dtype.h"
-#include "elementwise/backward.h"
+#include "elementwise/broadcast.h"
+#include "elementwise/finish.cuh"
 #include "elementwise/operands.cuh"
 #include "elementwise/plan.h"
+#include "elementwise/rows.cuh"
+#include "elementwise/tile.cuh"
 
 namespace jax_fastops::cuda {
 
-// The general kernel: units of one element, and at most one sum of columns,
-// BackwardParams::column.
-inline constexpr int kGeneral = -1;
-
-// How a kernel uses registers. `kColumns` is BackwardPlan::columns, or kGeneral.
-template <typename F, typename T, int kColumns>
-struct BackwardTraits {
-  static constexpr bool kIsGeneral = kColumns == kGeneral;
-  static constexpr int kBytes = kIsGeneral ? sizeof(T) : 16;  // of a unit
-  static constexpr int kSums = kIsGeneral ? 1 : std::popcount(unsigned(kColumns));
-  // The units that a lane loads for each row.
-  static constexpr int kStreams = F::kBits ? 1 : 1 + F::kOperands - (kIsGeneral ? 0 : kSums);
-  static constexpr bool kFewRows = kStreams > (F::kMayBeWide && sizeof(T) == 2 ? 2 : 3);
-  static constexpr int kRows = !kIsGeneral && kFewRows ? kBackwardRows / 2 : kBackwardRows;
-  static constexpr int kBlocks = 2;  // on a processor
+enum class Way : uint8_t {
+  kUnwanted,
+  kFull,         // has the result's shape: written, not summed
+  kColumns,      // keeps the innermost dimension; summed in registers over B, and A unless kept
+  kColumnSlots,  // keeps the innermost dimension and B; summed in slots over A
+  kRows,         // summed over the innermost dimension and B, and over A unless kept
+  kRowsOfB,      // summed over the innermost dimension only
+  kRowSlots,     // summed in slots over the innermost dimension and A
 };
 
-// The offset of an index of some dimensions. Runs once for each row of a block.
-__device__ __forceinline__ int64_t OffsetOf(int64_t index, int begin, int end, const int64_t* sizes,
-                                            const int64_t* strides) {
-  int64_t offset = 0;
-#pragma unroll 1
-  for (int d = end - 1; d > begin; --d) {
-    const int64_t size = sizes[d];
-    int64_t quotient;
-    if (((index | size) >> 32) == 0) {
-      quotient = static_cast<uint32_t>(index) / static_cast<uint32_t>(size);
-    } else {
-      quotient = index / size;
-    }
-    offset += (index - quotient * size) * strides[d];
-    index = quotient;
-  }
-  return end > begin ? offset + index * strides[begin] : 0;
+// The kind of each operand and its gradient for which a kernel is compiled, two bits each.
+// kAnyKinds means that all kinds are looked up at run time.
+enum Kind : int {
+  kPlain = 0,   // the operand's elements are adjacent; its gradient is full or not requested
+  kColumn = 1,  // the operand's elements are adjacent; its gradient is a sum of columns
+  kRow = 2,     // the operand has one element per row
+};
+inline constexpr int kAnyKinds = -1;
+
+constexpr int KindOf(int kinds, int gradient) { return kinds >> (2 * gradient) & 3; }
+
+constexpr int CountColumns(int kinds, int gradients) {
+  int count = 0;
+  for (int g = 0; g < gradients; ++g) count += KindOf(kinds, g) == kColumn;
+  return count;
 }
 
-// The work of one block.
-template <typename F, typename T, int kColumns, bool kCrossed>
-class BackwardBlock {
-  using C = ComputeType<T>;
-  using Traits = BackwardTraits<F, T, kColumns>;
-  using Operands = Loaded<T, Traits::kBytes, F::kMayBeWide>;
-  using FirstOperand = Loaded<T, Traits::kBytes, false>;  // never has the accumulator type
-  using Bits = Word<Traits::kBytes>;
-  using UnitIndex = std::conditional_t<Traits::kIsGeneral, int64_t, uint32_t>;
-  static constexpr bool kAny = Traits::kIsGeneral;
-  static constexpr int kSize = Traits::kBytes / sizeof(T);
-  static constexpr int kOperands = F::kOperands, kGradients = F::kGradients;
-  static constexpr int kSums = Traits::kSums, kRows = Traits::kRows;
-  static constexpr int kColumnRows = kCrossed ? kRows : 1;
-  static constexpr uint32_t kWhole = (1u << kSize) - 1;
-  static constexpr unsigned kAll = 0xffffffffu;
-  // The table has a column for each of the arrays of BackwardParams, and one for the columns at
-  // which segments begin.
-  static constexpr int kSumTable = 1 + kMaxElementwiseOperands;
-  static constexpr int kSegmentTable = BackwardParams::kArrays;
-  static constexpr int kTableColumns = BackwardParams::kArrays + 1;
+struct SumParams {
+  Way way;
+  bool keeps_a, keeps_b, complete, wide;
+  int column;  // complete: the table column with its offset
+  int slots;   // the beginning of its slots
+  int64_t parts_b, parts_inner;
+  void* out;  // complete: the gradient; otherwise the partial sums
+};
 
- public:
-  static constexpr int kExchangeStride = kBackwardThreads + 4;  // avoids bank conflicts
-  struct Shared {
-    int64_t table[kTableColumns][kBackwardTable];                   // rows of B, or their segments
-    int64_t table_a[kTableColumns][kRows];                          // crossed: the rows in flight
-    int64_t base[1 + kOperands][kBackwardThreads / kBackwardRows];  // of A, for each group
-    C exchange[kSize * kExchangeStride];
+inline constexpr int kMaxTableColumns = 1 + kMaxElementwiseOperands + kMaxSums;
+
+template <typename F>
+struct BackwardParams {
+  const void* dy;
+  Operand operand[F::kOperands];
+  Reach reach[F::kOperands];
+  int operand_column[F::kOperands];  // of the table; column 0: arrays of the result's shape
+  SumParams sum[F::kGradients];
+  int column_source[kMaxColumnSums];  // kAnyKinds: the gradients of the register columns
+  bool needed[F::kOperands];          // for the requested gradients
+  bool any_rows;
+  int64_t n;
+  int64_t length_a, length_b, boxes_a, boxes_b, boxes_inner;
+  int rank_a, rank_b, box_a, box_b, lanes, range, ranges, slot_elements, table_columns;
+  bool groups_over_a;
+  int64_t size_a[kMaxBroadcastRank], size_b[kMaxBroadcastRank];
+  int64_t stride_a[kMaxTableColumns][kMaxBroadcastRank];
+  int64_t stride_b[kMaxTableColumns][kMaxBroadcastRank];
+};
+
+// The offsets of indices first, first + stride, ... of a set of dimensions.
+template <typename Place>
+__device__ __forceinline__ void FillTable(Place* table, int columns, int64_t first, int64_t stride,
+                                          int count, int rank, const int64_t* sizes,
+                                          const int64_t (*strides)[kMaxBroadcastRank]) {
+  for (int i = threadIdx.x; i < count; i += kBoxThreads) {
+    for (int c = 0; c < columns; ++c) {
+      int64_t rest = first + i * stride, place = 0;
+      for (int d = rank - 1; d >= 0; --d) {
+        int64_t digit = rest;
+        if (d > 0) {
+          if (rest < (int64_t{1} << 32) && sizes[d] < (int64_t{1} << 32)) {
+            const uint32_t quotient = static_cast<uint32_t>(rest) / static_cast<uint32_t>(sizes[d]);
+            digit = static_cast<uint32_t>(rest) - quotient * static_cast<uint32_t>(sizes[d]);
+            rest = quotient;
+          } else {
+            digit = rest % sizes[d];
+            rest /= sizes[d];
+          }
+        }
+        place += digit * strides[c][d];
+      }
+      table[i * columns + c] = static_cast<Place>(place);
+    }
+  }
+}
+
+// The units of a chunk per lane, and how many of them are in flight. More would cost registers and
+// so occupancy (docs/dev/log/elementwise.md).
+template <typename F, typename T, int kBytes, int kKinds>
+struct BackwardShape {
+  static constexpr int kSize = kBytes / sizeof(T);
+  static constexpr int kElements = sizeof(T) == 8 ? 4 : 8;  // per chunk
+  static constexpr int kUnits = kElements / kSize;
+  // A bitmask and dy are little data, and registers hold twice as many 16-bit elements.
+  static constexpr bool kMore =
+      kKinds != kAnyKinds &&
+      (F::kBits || (sizeof(T) == 2 && !F::kMayBeWide && CountColumns(kKinds, F::kGradients) < 2));
+  static constexpr int kInFlight = kMore ? 4 : 2;
+  static constexpr int kSteps = kUnits >= kInFlight ? 1 : kInFlight / kUnits;
+};
+
+// A lane's slots for one index of B, in pieces of 16 bytes. The pieces of adjacent lanes are
+// contiguous.
+template <typename C, int kElements>
+__device__ __forceinline__ C* SlotPiece(C* slots, int b, int piece, int lanes, int lane) {
+  constexpr int kPiece = 16 / sizeof(C);
+  return slots + ((b * (kElements / kPiece) + piece) * lanes + lane) * kPiece;
+}
+
+template <typename F, typename T, int kBytes, int kKinds, bool kManyRows>
+__global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
+    const __grid_constant__ BackwardParams<F> p) {
+  using C = ComputeType<T>;
+  using Shape = BackwardShape<F, T, kBytes, kKinds>;
+  using Elements = Unit<T, kBytes>;
+  using Operands = Loaded<T, kBytes, F::kMayBeWide>;
+  constexpr bool kAny = kKinds == kAnyKinds;
+  // If the kinds are known at compile time, arrays have less than 2^31 elements and rows are long.
+  using Place = std::conditional_t<kAny, int64_t, uint32_t>;
+  constexpr int kSize = Shape::kSize, kUnits = Shape::kUnits, kElements = Shape::kElements;
+  constexpr int kSteps = Shape::kSteps;
+  constexpr int kWarps = kBoxThreads / 32;
+  constexpr int kGradients = F::kGradients, kOperands = F::kOperands;
+  constexpr int kColumns =
+      kAny ? (kManyRows ? kMaxColumnSums : 0) : CountColumns(kAny ? 0 : kKinds, kGradients);
+  constexpr int kPiece = 16 / sizeof(C) < kSize ? 16 / sizeof(C) : kSize;  // of a slot
+  constexpr unsigned kAll = 0xffffffffu;
+
+  extern __shared__ __align__(16) unsigned char memory[];
+  C* const exchange = reinterpret_cast<C*>(memory);
+  C* const slots = exchange + kBoxThreads * kElements;
+  Place* const table_a = reinterpret_cast<Place*>(slots + p.slot_elements);
+  Place* const table_b = table_a + p.box_a * p.table_columns;
+
+  // ---- the box, and this group's part of it
+  const int lanes = kAny ? p.lanes : 32;
+  const int lane = threadIdx.x % lanes;
+  const int groups = kBoxThreads / lanes / p.ranges;
+  const int group = threadIdx.x / lanes % groups;
+  const int in_range = threadIdx.x / lanes / groups;
+  const int64_t box_inner = blockIdx.x % p.boxes_inner;
+  const int64_t outer_box = blockIdx.x / p.boxes_inner;
+  const int64_t index_b = outer_box % p.boxes_b, index_a = outer_box / p.boxes_b;
+  // Boxes interleave, so that all blocks read nearby memory at a time.
+  const int count_a = static_cast<int>((p.length_a - index_a + p.boxes_a - 1) / p.boxes_a);
+  const int count_b = static_cast<int>((p.length_b - index_b + p.boxes_b - 1) / p.boxes_b);
+  const int64_t range_index = box_inner * p.ranges + in_range;
+  const int chunk = lanes * kElements;
+  const Place n = static_cast<Place>(p.n);
+  const Place first_column = static_cast<Place>(range_index * chunk + lane * kSize);
+  const int64_t step_in_row = p.boxes_inner * p.ranges * chunk;
+
+  FillTable(table_a, p.table_columns, index_a, p.boxes_a, count_a, p.rank_a, p.size_a, p.stride_a);
+  FillTable(table_b, p.table_columns, index_b, p.boxes_b, count_b, p.rank_b, p.size_b, p.stride_b);
+  for (int i = threadIdx.x; i < p.slot_elements; i += kBoxThreads) slots[i] = C(0);
+  __syncthreads();
+
+  C columns[kColumns == 0 ? 1 : kColumns][kElements];
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) columns[c][e] = C(0);
+  }
+  C rows[kGradients];  // sums that continue beyond a row
+#pragma unroll
+  for (int g = 0; g < kGradients; ++g) rows[g] = C(0);
+  // Whether a gradient may be summed along the rows, as far as the kinds tell.
+  const auto may_be_row = [](int g) { return kAny || KindOf(kAny ? 0 : kKinds, g) == kRow; };
+  const auto reach = [&](int k) {
+    if constexpr (kAny || F::kBits) return p.reach[k];
+    return KindOf(kAny ? 0 : kKinds, k) == kRow ? Reach::kOne : Reach::kNeighbours;
   };
 
-  __device__ __forceinline__ BackwardBlock(const BackwardParams& params, Shared& shared, C* slots)
-      : p(params), shared_(shared), slots_(slots) {
-    group_ = threadIdx.x / p.lanes;
-    groups_ = blockDim.x / p.lanes;
-    lane_ = threadIdx.x % p.lanes;
-    uint32_t rest = blockIdx.x;
-    class_ = rest % p.classes;
-    rest /= p.classes;
-    strip_ = rest % p.strips;
-    rest /= p.strips;
-    box_b_ = rest % p.boxes_b;
-    box_a_ = rest / p.boxes_b;
-    first_column_ = (int64_t{strip_} * p.lanes + lane_) * kSize;
-    rows_ = ((p.length_b - class_ - 1) / p.classes + 1) * p.segments;
+  // ---- where sums go
+  // `at_inner`: a column, or the part along the innermost dimension.
+  const auto put = [&](const SumParams& sum, int a, int b, int64_t at_inner, C value) {
+    if (sum.complete) {
+      int64_t place = static_cast<int64_t>(table_a[a * p.table_columns + sum.column]) +
+                      static_cast<int64_t>(table_b[b * p.table_columns + sum.column]);
+      if (sum.way == Way::kColumns || sum.way == Way::kColumnSlots) place += at_inner;
+      if (sum.wide) {
+        static_cast<C*>(sum.out)[place] = value;
+      } else {
+        static_cast<T*>(sum.out)[place] = FromCompute<T>(value);
+      }
+    } else {
+      const int64_t part_a = sum.keeps_a ? index_a + a * p.boxes_a : index_a;
+      const int64_t part_b = sum.keeps_b ? index_b + b * p.boxes_b : index_b;
+      static_cast<C*>(sum.out)[(part_a * sum.parts_b + part_b) * sum.parts_inner + at_inner] =
+          value;
+    }
+  };
+  const auto over_group = [&](C value) {
+    for (int step = lanes / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAll, value, step);
+    return value;
+  };
+  // Sums of the whole block. All threads call it.
+  const auto put_block_rows = [&](int g, int a) {
+    C value = rows[g];
 #pragma unroll
-    for (int g = 0; g < kGradients; ++g) loop_sums_[g] = C(0);
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAll, value, step);
+    if (threadIdx.x % 32 == 0) exchange[threadIdx.x / 32] = value;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      C total = exchange[0];
 #pragma unroll
-    for (int c = 0; c < kSums; ++c) {
+      for (int w = 1; w < kWarps; ++w) total += exchange[w];
+      put(p.sum[g], a, 0, box_inner, total);
+    }
+    __syncthreads();
+    rows[g] = C(0);
+  };
+  // The gradient to which register columns c belong.
+  const auto source_of = [&](int c) {
+    if constexpr (kAny) return p.column_source[c];
+    int g = 0;
+    for (int found = -1;; ++g) {
+      found += KindOf(kAny ? 0 : kKinds, g) == kColumn;
+      if (found == c) return g;
+    }
+  };
+  const auto put_block_columns = [&](int c, const SumParams& sum, int a) {
 #pragma unroll
-      for (int r = 0; r < kColumnRows; ++r) {
+    for (int e = 0; e < kElements; ++e) {
+      C value = columns[c][e];
+      for (int step = lanes; step < 32; step *= 2) value += __shfl_xor_sync(kAll, value, step);
+      if (threadIdx.x % 32 < lanes) {
+        exchange[(e * kWarps + threadIdx.x / 32) * lanes + threadIdx.x % 32] = value;
+      }
+      columns[c][e] = C(0);
+    }
+    __syncthreads();
+    const int warps = kWarps / p.ranges;  // warps with the same columns
+    for (int i = threadIdx.x; i < p.ranges * chunk; i += kBoxThreads) {
+      const int owner = i % lanes, e = i / lanes % kElements, in_block = i / chunk;
+      C total = C(0);
+      for (int w = 0; w < warps; ++w) {
+        total += exchange[(e * kWarps + in_block * warps + w) * lanes + owner];
+      }
+      const int64_t column = (box_inner * p.ranges + in_block) * chunk + owner * kSize +
+                             e / kSize * (lanes * kSize) + e % kSize;
+      if (column < p.n) put(sum, a, 0, column, total);
+    }
+    __syncthreads();
+  };
+
+  // ---- the loops
+  const int trips_a = p.groups_over_a ? (count_a + groups - 1) / groups : count_a;
+  const int trips_b = p.groups_over_a ? count_b : (count_b + groups - 1) / groups;
+  const int step_b = p.groups_over_a ? 1 : groups;
+  for (int trip_a = 0; trip_a < trips_a; ++trip_a) {
+    const int a = p.groups_over_a ? trip_a * groups + group : trip_a;
+    const bool live_a = a < count_a;
+    const Place* const at_a = table_a + (live_a ? a : 0) * p.table_columns;
+    const Place place_a = at_a[0];
+    Place operand_place_a[kOperands];
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) columns_[c][r][i] = C(0);
+    for (int k = 0; k < kOperands; ++k) operand_place_a[k] = at_a[p.operand_column[k]];
+    for (int trip_b = 0; trip_b < trips_b; trip_b += kManyRows ? kSteps : 1) {
+      C now[kManyRows ? kSteps : 1][kGradients];
+#pragma unroll
+      for (int r = 0; r < (kManyRows ? kSteps : 1); ++r) {
+#pragma unroll
+        for (int g = 0; g < kGradients; ++g) now[r][g] = C(0);
+      }
+      for (int in_row = 0; in_row < (kManyRows ? 1 : p.range); in_row += kSteps) {
+        Word<kBytes> dy[kSteps][kUnits];
+        Operands x[kSteps][kUnits][kOperands];
+        // For a mask, keeps the byte of the unit's first element and its bit offset. Shifting it
+        // now would wait for the load.
+        uint32_t byte[kSteps][kUnits];
+        Place bit[kSteps];
+        Place place[kSteps], column[kSteps];
+        int row_b[kSteps];
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          const int b = (p.groups_over_a ? 0 : group) + (trip_b + (kManyRows ? s : 0)) * step_b;
+          const bool live = live_a && b < count_b && (kManyRows || in_row + s < p.range);
+          row_b[s] = live ? b : 0;
+          const Place* const at_b = table_b + row_b[s] * p.table_columns;
+          // After the end of the row, where there is nothing to do.
+          column[s] =
+              live ? first_column + static_cast<Place>(kManyRows ? 0 : (in_row + s) * step_in_row)
+                   : n;
+          place[s] = place_a + at_b[0] + column[s];
+#pragma unroll
+          for (int k = 0; k < kOperands; ++k) {
+            if (!p.needed[k]) continue;
+            const Place own = operand_place_a[k] + at_b[p.operand_column[k]];
+            const Place offset = reach(k) == Reach::kOne ? own : own + column[s];
+            if (F::kBits && k == 0) bit[s] = offset;
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u) {
+              if (column[s] + u * lanes * kSize >= n) continue;
+              const Place at =
+                  reach(k) == Reach::kOne ? offset : offset + static_cast<Place>(u * lanes * kSize);
+              if (F::kBits && k == 0) {
+                byte[s][u] = static_cast<const uint8_t*>(p.operand[k].data)[at >> 3];
+              } else {
+                x[s][u][k].Load(p.operand[k].data, at, reach(k), p.operand[k].wide);
+              }
+            }
+          }
+#pragma unroll
+          for (int u = 0; u < kUnits; ++u) {
+            if (column[s] + u * lanes * kSize >= n) continue;
+            dy[s][u] = *reinterpret_cast<const Word<kBytes>*>(
+                static_cast<const T*>(p.dy) + place[s] + static_cast<Place>(u * lanes * kSize));
+          }
+        }
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+          for (int u = 0; u < kUnits; ++u) {
+            if (column[s] + u * lanes * kSize >= n) continue;
+            C operands[kOperands][kSize];
+#pragma unroll
+            for (int k = 0; k < kOperands; ++k) {
+              if (F::kBits && k == 0) {
+                const Place at = reach(k) == Reach::kOne
+                                     ? bit[s]
+                                     : bit[s] + static_cast<Place>(u * lanes * kSize);
+                const uint32_t bits = byte[s][u] >> (at & 7);
+#pragma unroll
+                for (int i = 0; i < kSize; ++i) operands[k][i] = bits >> i & 1u ? C(1) : C(0);
+              } else {
+                x[s][u][k].Expand(operands[k], reach(k), p.operand[k].wide);
+              }
+            }
+            C values[kGradients][kSize];
+#pragma unroll
+            for (int i = 0; i < kSize; ++i) {
+              C of_element[kOperands], g[kGradients];
+#pragma unroll
+              for (int k = 0; k < kOperands; ++k) of_element[k] = operands[k][i];
+              F::template Gradients<T>(ToCompute(ElementOf<T>(dy[s][u], i)), of_element, g);
+#pragma unroll
+              for (int q = 0; q < kGradients; ++q) values[q][i] = g[q];
+            }
+            int next_column = 0;
+#pragma unroll
+            for (int g = 0; g < kGradients; ++g) {
+              const int kind = KindOf(kAny ? 0 : kKinds, g);
+              if (kAny || kind == kPlain) {
+                if (kAny && p.sum[g].way == Way::kFull && p.sum[g].wide) {
+                  C* const to = static_cast<C*>(p.sum[g].out) + place[s] +
+                                static_cast<Place>(u * lanes * kSize);
+#pragma unroll
+                  for (int i = 0; i < kSize; ++i) to[i] = values[g][i];
+                } else if (p.sum[g].way == Way::kFull) {
+                  Elements out;
+#pragma unroll
+                  for (int i = 0; i < kSize; ++i) out.elements[i] = FromCompute<T>(values[g][i]);
+                  out.Store(static_cast<T*>(p.sum[g].out) + place[s] +
+                            static_cast<Place>(u * lanes * kSize));
+                }
+              }
+              if (kAny || kind == kColumn) {
+                if (p.sum[g].way == Way::kColumnSlots) {
+#pragma unroll
+                  for (int i = 0; i < kSize; i += kPiece) {
+                    constexpr int kAll16 = 16 / sizeof(C);
+                    C* const at = SlotPiece<C, kElements>(slots + p.sum[g].slots,
+                                                          row_b[s] * p.ranges + in_range,
+                                                          (u * kSize + i) / kAll16, lanes, lane) +
+                                  (u * kSize + i) % kAll16;
+                    Unit<C, kPiece * sizeof(C)> slot = Unit<C, kPiece * sizeof(C)>::Load(at);
+#pragma unroll
+                    for (int j = 0; j < kPiece; ++j) slot.elements[j] += values[g][i + j];
+                    slot.Store(at);
+                  }
+                } else if (!kAny) {
+#pragma unroll
+                  for (int i = 0; i < kSize; ++i) {
+                    columns[next_column][u * kSize + i] += values[g][i];
+                  }
+                }
+                if (!kAny) ++next_column;
+              }
+              if (!kAny && kind == kRow) {
+#pragma unroll
+                for (int i = 0; i < kSize; ++i) now[kManyRows ? s : 0][g] += values[g][i];
+              }
+            }
+            if constexpr (kAny) {
+              if (p.any_rows) {
+#pragma unroll
+                for (int g = 0; g < kGradients; ++g) {
+#pragma unroll
+                  for (int i = 0; i < kSize; ++i) now[kManyRows ? s : 0][g] += values[g][i];
+                }
+              }
+#pragma unroll
+              for (int c = 0; c < kColumns; ++c) {
+                const int source = p.column_source[c];
+#pragma unroll
+                for (int i = 0; i < kSize; ++i) {
+                  C value = values[0][i];
+#pragma unroll
+                  for (int g = 1; g < kGradients; ++g) value = source == g ? values[g][i] : value;
+                  columns[c][u * kSize + i] += value;
+                }
+              }
+            }
+          }
+        }
+      }
+      if (!p.any_rows) continue;
+#pragma unroll
+      for (int r = 0; r < (kManyRows ? kSteps : 1); ++r) {
+        const int b = (p.groups_over_a ? 0 : group) + (trip_b + r) * step_b;
+        const bool live = live_a && b < count_b;
+#pragma unroll
+        for (int g = 0; g < kGradients; ++g) {
+          if (!may_be_row(g)) continue;
+          const SumParams& sum = p.sum[g];
+          if (sum.way == Way::kRows) {
+            rows[g] += now[r][g];
+          } else if (sum.way == Way::kRowsOfB || sum.way == Way::kRowSlots) {
+            const C value = over_group(now[r][g]);
+            if (lane != 0 || !live) continue;
+            if (sum.way == Way::kRowsOfB) {
+              put(sum, a, b, range_index, value);
+            } else {
+              slots[sum.slots + b * p.ranges + in_range] += value;
+            }
+          }
+        }
+      }
+    }
+    // Sums that are kept for each index of A end here.
+#pragma unroll
+    for (int g = 0; g < kGradients; ++g) {
+      if (!may_be_row(g) || p.sum[g].way != Way::kRows || !p.sum[g].keeps_a) continue;
+      if (p.groups_over_a) {
+        const C value = over_group(rows[g]);
+        if (lane == 0 && live_a) put(p.sum[g], a, 0, range_index, value);
+        rows[g] = C(0);
+      } else {
+        put_block_rows(g, a);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const SumParams& sum = p.sum[source_of(c)];
+      if (sum.way != Way::kColumns || !sum.keeps_a) continue;
+      if (p.groups_over_a) {
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+          const int64_t column =
+              static_cast<int64_t>(first_column) + e / kSize * (lanes * kSize) + e % kSize;
+          if (live_a && column < p.n) put(sum, a, 0, column, columns[c][e]);
+          columns[c][e] = C(0);
+        }
+      } else {
+        put_block_columns(c, sum, a);
       }
     }
   }
 
-  __device__ __forceinline__ void Run() {
-    if constexpr (kCrossed) {
-      RunCrossed();
-    } else {
-      RunLoops();
+  // Sums over the whole box.
+#pragma unroll
+  for (int g = 0; g < kGradients; ++g) {
+    if (may_be_row(g) && p.sum[g].way == Way::kRows && !p.sum[g].keeps_a) put_block_rows(g, 0);
+  }
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    const SumParams& sum = p.sum[source_of(c)];
+    if (sum.way == Way::kColumns && !sum.keeps_a) put_block_columns(c, sum, 0);
+  }
+  // Slots, by the lanes that filled them.
+  if (p.slot_elements == 0) return;
+#pragma unroll
+  for (int g = 0; g < kGradients; ++g) {
+    const SumParams& sum = p.sum[g];
+    if (sum.way == Way::kColumnSlots) {
+      for (int b = group; b < count_b; b += groups) {
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+          constexpr int kAll16 = 16 / sizeof(C);
+          const int64_t column =
+              static_cast<int64_t>(first_column) + e / kSize * (lanes * kSize) + e % kSize;
+          if (column >= p.n) continue;
+          put(sum, 0, b, column,
+              SlotPiece<C, kElements>(slots + sum.slots, b * p.ranges + in_range, e / kAll16, lanes,
+                                      lane)[e % kAll16]);
+        }
+      }
+    } else if (sum.way == Way::kRowSlots && lane == 0) {
+      for (int b = group; b < count_b; b += groups) {
+        put(sum, 0, b, range_index, slots[sum.slots + b * p.ranges + in_range]);
+      }
     }
+  }
+}
+
+// ---- launching ---------------------------------------------------------------------------------
+
+// 8 elements of 4 bytes, or 4 of 8, per thread.
+inline constexpr int kExchangeBytes = 8 << 10;
+
+// Allows a kernel all the shared memory that a box may take. Must be called once per kernel.
+inline cudaError_t AllowBoxes(const void* kernel) {
+  DeviceLimits device;
+  const cudaError_t error = GetDeviceLimits(&device);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              kTableBytes + kExchangeBytes + device.slot_bytes);
+}
+
+template <typename F, typename T>
+class BackwardLauncher {
+  using C = ComputeType<T>;
+
+ public:
+  // Arrays of `shape`: the operands, then the gradients.
+  static cudaError_t Launch(const BroadcastShape& shape, const void* dy, const Operand* operands,
+                            const Gradient* gradients, SumWorkspace workspace,
+                            cudaStream_t stream) {
+    if (shape.elements() == 0) return cudaSuccess;
+    int summed[F::kGradients], sums = 0;
+    bool any = false;
+    for (int g = 0; g < F::kGradients; ++g) {
+      if (gradients[g].data == nullptr) continue;
+      any = true;
+      if (!shape.IsFull(F::kOperands + g)) summed[sums++] = g;
+    }
+    if (!any) return cudaSuccess;
+    cudaError_t error;
+    if (TileLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream, &error)) {
+      return error;
+    }
+    if (RowsLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream, &error)) {
+      return error;
+    }
+    error = Pass(shape, dy, operands, gradients, summed, sums, true, workspace, stream);
+    if (error != cudaErrorInvalidValue || sums < 2) return error;
+    // The sums cannot share a pass. Each gets one, and the first also writes the full gradients.
+    for (int s = 0; s < sums; ++s) {
+      error = Pass(shape, dy, operands, gradients, summed + s, 1, s == 0, workspace, stream);
+      if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  }
+
+  // The kernels that take boxes, without FinishSumsKernel<T>.
+  template <typename Visit>
+  static void VisitKernels(const Visit& visit) {
+    const auto give = [&visit](auto kernel, int, bool) {
+      visit(reinterpret_cast<const void*>(kernel));
+    };
+    Each<16>(give);
+    Each<sizeof(T)>(give);
   }
 
  private:
-  // ---- which sums are in registers
-  static constexpr bool MayBeColumn(int g) { return kAny || (kColumns >> g & 1) != 0; }
-  // The register columns of gradient g.
-  static constexpr int ColumnOf(int g) {
-    return kAny || !MayBeColumn(g) ? 0 : std::popcount(unsigned(kColumns) & ((1u << g) - 1));
-  }
-  __device__ __forceinline__ bool IsColumn(int g) const {
-    return kAny ? p.column == g : MayBeColumn(g);
-  }
-  // Whether operand k stays in registers in the loop over B.
-  static constexpr bool IsHeld(int k) { return !kAny && !kCrossed && !F::kBits && MayBeColumn(k); }
-  // Crossed: the sum that keeps B.
-  static constexpr bool KeepsB(int g) { return kCrossed && MayBeColumn(g) && ColumnOf(g) == 1; }
-
-  // ---- places
-  __device__ __forceinline__ int64_t OffsetA(int array, int64_t a) const {
-    return OffsetOf(a, 0, p.rank_a, p.size, p.stride[array]);
-  }
-  __device__ __forceinline__ int64_t OffsetB(int array, int64_t b) const {
-    return OffsetOf(b, p.rank_a, p.rank, p.size, p.stride[array]);
-  }
-
-  // Fills the table with the rows that the block takes in trips `first` to `first + trips`.
-  __device__ __forceinline__ void FillTable(int64_t first, int trips, int per_trip) {
-    const int64_t warps = p.lanes > 32 ? p.lanes / 32 : 1;
-    for (int i = threadIdx.x; i < trips * per_trip; i += blockDim.x) {
-      const int64_t index = (first + int64_t{i / per_trip} * p.boxes_b) * per_trip + i % per_trip;
-      int64_t row = index, segment = 0;
-      if (p.segments > 1) {
-        row = ((index >> 32) == 0) ? static_cast<uint32_t>(index) / p.segments : index / p.segments;
-        segment = index - row * p.segments;
-      }
-#pragma unroll 1
-      for (int array = 0; array < BackwardParams::kArrays; ++array) {
-        int64_t offset = OffsetB(array, class_ + row * p.classes);
-        if (array >= kSumTable && p.any_rows)
-          offset += segment * warps * p.sum[array - kSumTable].plane;
-        shared_.table[array][i] = offset;
-      }
-      shared_.table[kSegmentTable][i] = segment * (p.lanes * kSize);
+  // Calls `use` with every kernel for units of this size, and its properties.
+  template <int kBytes, typename Use>
+  static void Each(const Use& use) {
+    use(ElementwiseBackwardKernel<F, T, kBytes, kAnyKinds, true>, kAnyKinds, true);
+    use(ElementwiseBackwardKernel<F, T, kBytes, kAnyKinds, false>, kAnyKinds, false);
+    if constexpr (kBytes == 16 ? sizeof(T) < 8 : F::kShortUnits) {
+      EachKind<kBytes>(use, std::make_integer_sequence<int, 1 << (2 * F::kGradients)>());
     }
   }
 
-  __device__ __forceinline__ int ShiftOf(int64_t offset) const {
-    return kAny ? 0 : static_cast<int>(offset) & (kSize - 1);
+  template <int kBytes, typename Use, int... kKinds>
+  static void EachKind(const Use& use, std::integer_sequence<int, kKinds...>) {
+    (OneKind<kBytes, kKinds>(use), ...);
   }
 
-  // The elements of a unit that are in the row, one bit each.
-  __device__ __forceinline__ uint32_t ElementsAt(int64_t column) const {
-    if (column >= 0 && column + kSize <= p.n) return kWhole;
-    if (kAny || column >= p.n || column <= -kSize) return 0;
-    const int first = column < 0 ? static_cast<int>(-column) : 0;
-    const int end = static_cast<int>(min(p.n - column, int64_t{kSize}));
-    return (1u << end) - (1u << first);
-  }
-
-  // The offset of this group's index of A.
-  __device__ __forceinline__ int64_t Base(int array) const { return shared_.base[array][group_]; }
-
-  // ---- the loops
-  // The rows in flight: where they are, and what was loaded.
-  struct Rows {
-    UnitIndex place[kRows];    // of the unit, in arrays of the result's shape
-    uint32_t elements[kRows];  // of the unit that are in the row; 0: nothing to do
-    Bits dy[kRows];
-    FirstOperand first[kRows];
-    Operands x[kRows][kOperands];  // except operand 0
-    uint32_t bits[kRows][2];       // two bytes of a mask
-    int bit[kRows];                // the place of the unit's first element in them
-    C sums[kGradients][kRows];
-  };
-
-  __device__ __forceinline__ void RunLoops() {
-    const int own = p.over_a ? groups_ : 1;
-    const int side = p.over_a ? 1 : groups_, group = p.over_a ? 0 : group_;
-    const int per_trip = side * kRows;
-    const int64_t trips = (rows_ + per_trip - 1) / per_trip;  // of all blocks
-    const int table_trips = kBackwardTable / per_trip;
-    // If all rows of the block fit into the table, it is filled once.
-    const bool once = box_b_ + int64_t{table_trips} * p.boxes_b >= trips;
-    for (int64_t first_a = box_a_ * own; first_a < p.length_a; first_a += p.boxes_a * own) {
-      const int64_t a = first_a + (p.over_a ? group_ : 0);
-      const bool live = a < p.length_a;
-      // In shared memory, because registers are scarce.
-      __syncthreads();
-      if (lane_ <= kOperands) shared_.base[lane_][group_] = OffsetA(lane_, live ? a : 0);
-      __syncthreads();
-      LoadHeld(live);
-      for (int64_t first = box_b_; first < trips; first += table_trips * p.boxes_b) {
-        if (!once || first_a == box_a_ * own) {
-          __syncthreads();
-          FillTable(first, table_trips, per_trip);
-          __syncthreads();
-        }
-        int at = group;
-#pragma unroll 1
-        for (int t = 0; t < table_trips; ++t, at += per_trip) {
-          const int64_t trip = first + t * p.boxes_b;
-          if (trip >= trips) break;
-          const int left =
-              live ? static_cast<int>(min(rows_ - trip * per_trip - group, int64_t{1} << 20)) : 0;
-          Rows rows;
-          Load(
-              rows, [&](int r) { return r * side < left; },
-              [&](int array, int r) { return Base(array) + shared_.table[array][at + r * side]; },
-              [&](int r) { return shared_.table[kSegmentTable][at + r * side]; });
-          C across[1] = {};
-#pragma unroll
-          for (int r = 0; r < kRows; ++r) Accumulate(rows, r, across);
-          PutRows(
-              rows, [&](int r) { return r * side < left; },
-              [&](int array, int r) {
-                return OffsetA(array, a) + shared_.table[array][at + r * side];
-              });
-        }
-      }
-      const bool last = first_a + p.boxes_a * own >= p.length_a;
-#pragma unroll
-      for (int g = 0; g < kGradients; ++g) {
-        const BackwardSum& sum = p.sum[g];
-        if (sum.keeps_b || !(sum.keeps_a || last)) continue;
-        if (sum.kind == SumKind::kLoop) PutLoop(g, a, live);
-        if (MayBeColumn(g) && sum.kind == SumKind::kColumns) {
-          const int64_t box = sum.keeps_a ? box_b_ : box_a_ * p.boxes_b + box_b_;
-          PutColumns(sum, g, columns_[ColumnOf(g)][0], a, live, box * p.classes + class_);
-        }
+  template <int kBytes, int kKinds, typename Use>
+  static void OneKind(const Use& use) {
+    if constexpr (Occurs(kKinds)) {
+      use(ElementwiseBackwardKernel<F, T, kBytes, kKinds, true>, kKinds, true);
+      if constexpr (CountColumns(kKinds, F::kGradients) == 0) {
+        use(ElementwiseBackwardKernel<F, T, kBytes, kKinds, false>, kKinds, false);
       }
     }
   }
 
-  __device__ __forceinline__ void RunCrossed() {
-    const int64_t first_b = box_b_ * p.slots * groups_;
-    for (int i = threadIdx.x; i < p.slots * groups_; i += blockDim.x) {
-#pragma unroll 1
-      for (int array = 0; array < BackwardParams::kArrays; ++array) {
-        shared_.table[array][i] = first_b + i < p.length_b ? OffsetB(array, first_b + i) : 0;
-      }
+  // Some operand's elements are adjacent, and there are registers for all columns.
+  static constexpr bool Occurs(int kinds) {
+    int rows = 0;
+    for (int g = 0; g < F::kGradients; ++g) {
+      if (KindOf(kinds, g) == 3) return false;
+      rows += KindOf(kinds, g) == kRow;
     }
-    for (int j = 0; j < p.slots; ++j) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) Slot(j, i) = C(0);
-    }
-    for (int64_t tile = box_a_; tile * kRows < p.length_a; tile += p.boxes_a) {
-      const int left_a = static_cast<int>(min(p.length_a - tile * kRows, int64_t{kRows}));
-      for (int i = threadIdx.x; i < BackwardParams::kArrays * left_a; i += blockDim.x) {
-        const int array = i / left_a, r = i % left_a;
-        shared_.table_a[array][r] = OffsetA(array, tile * kRows + r);
-      }
-      __syncthreads();
-#pragma unroll 1
-      for (int j = 0; j < p.slots; ++j) {
-        const int at = j * groups_ + group_;
-        const int left = first_b + at < p.length_b ? left_a : 0;
-        const auto live = [&](int r) { return r < left; };
-        const auto offset = [&](int array, int r) {
-          return shared_.table[array][at] + shared_.table_a[array][r];
-        };
-        Rows rows;
-        Load(rows, live, offset, [](int) { return int64_t{0}; });
-        C across[kSize];
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) across[i] = Slot(j, i);
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) Accumulate(rows, r, across);
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) Slot(j, i) = across[i];
-        PutRows(rows, live, offset);
-      }
-      constexpr int kFirst = kColumns > 0 ? std::countr_zero(unsigned(kColumns)) : 0;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        PutColumns(p.sum[kFirst], kFirst, columns_[0][r], tile * kRows + r, r < left_a, box_b_);
-      }
-    }
-    PutSlots(first_b);
-#pragma unroll
-    for (int g = 0; g < kGradients; ++g) {
-      if (!MayBeColumn(g) && p.sum[g].kind == SumKind::kLoop) PutLoop(g, 0, true);
-    }
+    if (F::kFirstIsFull && KindOf(kinds, 0) != kPlain) return false;
+    return rows < F::kGradients && CountColumns(kinds, F::kGradients) <= kMaxColumnSums;
   }
 
-  // ---- loading
-  // Loads the operands that stay in registers while the block loops over B. An operand may have
-  // copies along B; they are equal.
-  __device__ __forceinline__ void LoadHeld(bool live) {
-    if constexpr (kSums > 0 && !kAny) {
-      shift_ = ShiftOf(Base(0) + OffsetB(0, class_));
-      const int64_t column = first_column_ - shift_;
-      const uint32_t elements = live ? ElementsAt(column) : 0;
-#pragma unroll
-      for (int k = 0; k < kOperands; ++k) {
-        if (!IsHeld(k)) continue;
-        const BackwardOperand& operand = p.operand[k];
-        Operands loaded{};
-        if (operand.needed && elements != 0) {
-          const int64_t at = Base(1 + k) + (operand.one ? 0 : column);
-          if (operand.one || (operand.units && elements == kWhole)) {
-            loaded.Load(operand.data, at, operand.one, operand.wide);
-          } else {
-            loaded.Gather(operand.data, at, elements, operand.wide);
-          }
-        }
-        loaded.Expand(held_[ColumnOf(k)], operand.one, operand.wide);
-      }
+  static cudaError_t Pass(const BroadcastShape& given, const void* dy, const Operand* operands,
+                          const Gradient* gradients, const int* summed, int sums, bool write_full,
+                          SumWorkspace workspace, cudaStream_t stream) {
+    uintptr_t bits = reinterpret_cast<uintptr_t>(dy);
+    for (int k = F::kBits ? 1 : 0; k < F::kOperands; ++k) {
+      if (given.InnerStride(k) != 0) bits |= reinterpret_cast<uintptr_t>(operands[k].data);
     }
+    for (int g = 0; g < F::kGradients; ++g) {
+      if (given.IsFull(F::kOperands + g)) bits |= reinterpret_cast<uintptr_t>(gradients[g].data);
+    }
+    if (given.inner() % (16 / static_cast<int64_t>(sizeof(T))) == 0 && bits % 16 == 0) {
+      return PassOf<16>(given, dy, operands, gradients, summed, sums, write_full, workspace,
+                        stream);
+    }
+    return PassOf<sizeof(T)>(given, dy, operands, gradients, summed, sums, write_full, workspace,
+                             stream);
   }
 
-  // Issues all loads of the rows in flight. live(r) tells whether row r exists, offset(array, r)
-  // where it begins, and segment(r) at which column its segment begins.
-  template <typename Live, typename Offset, typename Segment>
-  __device__ __forceinline__ void Load(Rows& rows, const Live& live, const Offset& offset,
-                                       const Segment& segment) {
-    const T* const dy = static_cast<const T*>(p.dy);
-    uint32_t tails = 0;  // the rows with the arrays' last word, if it sticks out of them
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      rows.elements[r] = 0;
-      if (!live(r)) continue;
-      const int64_t begin = offset(0, r);
-      const int64_t column = first_column_ + segment(r) - ShiftOf(begin);
-      const int64_t place = begin + column;
-      rows.place[r] = static_cast<UnitIndex>(place / kSize);
-      rows.elements[r] = ElementsAt(column);
-      if (rows.elements[r] == 0) continue;
-      const bool inside = kAny || place + kSize <= p.elements;
-      if (inside) {
-        rows.dy[r] = *reinterpret_cast<const Bits*>(dy + place);
-      } else {
-        tails |= 1u << r;
-      }
-#pragma unroll
-      for (int k = 0; k < kOperands; ++k) {
-        const BackwardOperand& operand = p.operand[k];
-        if (IsHeld(k) || !operand.needed) continue;
-        // The rows in flight have the same index of B.
-        if (KeepsB(k) && r > 0) continue;
-        if (F::kBits && k == 0) {
-          LoadBits(rows, r, offset(1, r), column);
-        } else if (!operand.full) {
-          LoadOperand(rows, r, k, offset(1 + k, r) + (operand.one ? 0 : column));
-        } else if (inside) {
-          LoadOperand(rows, r, k, place);
-        }
-      }
-    }
-    if constexpr (!kAny) {
-      if (tails != 0) LoadTails(rows, tails);
-    }
-  }
-
-  __device__ __forceinline__ void LoadOperand(Rows& rows, int r, int k, int64_t at) const {
-    const BackwardOperand& operand = p.operand[k];
-    if (k == 0) {
-      rows.first[r].Load(operand.data, at, operand.one, false);
-    } else {
-      rows.x[r][k].Load(operand.data, at, operand.one, operand.wide);
-    }
-  }
-
-  __device__ __forceinline__ void LoadTails(Rows& rows, uint32_t tails) const {
-    const uint32_t elements = (1u << (p.elements % kSize)) - 1;
-    const int64_t place = p.elements / kSize * kSize;
-    const uint4 dy = GatherUnit(static_cast<const T*>(p.dy) + place, elements);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (tails >> r & 1) rows.dy[r] = dy;
-    }
-#pragma unroll
-    for (int k = F::kBits ? 1 : 0; k < kOperands; ++k) {
-      const BackwardOperand& operand = p.operand[k];
-      if (IsHeld(k) || !operand.needed || !operand.full) continue;
-      Operands loaded{};
-      loaded.Gather(operand.data, place, elements, operand.wide);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (!(tails >> r & 1)) continue;
-        if (k == 0) {
-          rows.first[r].bits = loaded.bits;
-        } else {
-          rows.x[r][k] = loaded;
-        }
-      }
-    }
-  }
-
-  // Loads the one or two bytes that have the unit's bits. Shifting them now would wait for them.
-  __device__ __forceinline__ void LoadBits(Rows& rows, int r, int64_t row, int64_t column) const {
-    const uint8_t* const mask = static_cast<const uint8_t*>(p.operand[0].data) + (row >> 3);
-    const int64_t low = max(column, int64_t{0}) >> 3;
-    const int64_t high = (min(column + kSize, p.n) - 1) >> 3;
-    rows.bits[r][0] = mask[low];
-    rows.bits[r][1] = high != low ? mask[high] : 0;
-    rows.bit[r] = static_cast<int>(column - low * 8);
-  }
-
-  // ---- computing
-  // Adds up one of the rows in flight: the sums of columns, and in `across` the crossed one.
-  template <int kAcross>
-  __device__ __forceinline__ void Accumulate(Rows& rows, int r, C (&across)[kAcross]) {
-#pragma unroll
-    for (int g = 0; g < kGradients; ++g) rows.sums[g][r] = C(0);
-    const uint32_t elements = rows.elements[r];
-    if (elements == 0) return;
-    C dy[kSize], x[kOperands][kSize], values[kGradients][kSize];
-    ToCompute<T>(rows.dy[r], dy);
-#pragma unroll
-    for (int k = 0; k < kOperands; ++k) {
-      if (F::kBits && k == 0) {
-        const uint32_t two = rows.bits[r][0] | rows.bits[r][1] << 8;
-        const int bit = rows.bit[r];
-        const uint32_t bits = bit < 0 ? two << -bit : two >> bit;
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) x[k][i] = C(bits >> i & 1u);
-      } else if (IsHeld(k)) {
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) x[k][i] = held_[ColumnOf(k)][i];
-      } else {
-        const int from = KeepsB(k) ? 0 : r;
-        if (k == 0) {
-          rows.first[from].Expand(x[k], p.operand[k].one, false);
-        } else {
-          rows.x[from][k].Expand(x[k], p.operand[k].one, p.operand[k].wide);
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      C of_element[kOperands], g[kGradients];
-#pragma unroll
-      for (int k = 0; k < kOperands; ++k) of_element[k] = x[k][i];
-      F::template Gradients<T>(dy[i], of_element, g);
-#pragma unroll
-      for (int q = 0; q < kGradients; ++q) values[q][i] = g[q];
-    }
-#pragma unroll
-    for (int g = 0; g < kGradients; ++g) {
-      const BackwardSum& sum = p.sum[g];
-      if (IsColumn(g)) {
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          if (KeepsB(g)) {
-            across[i % kAcross] += values[g][i];
-          } else {
-            columns_[ColumnOf(g)][kCrossed ? r : 0][i] += values[g][i];
-          }
-        }
-      } else if (sum.kind == SumKind::kFull) {
-        StoreFull(sum, int64_t{rows.place[r]} * kSize, elements, values[g]);
-      } else if (sum.kind != SumKind::kNone) {
-        if (elements != kWhole) {
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) values[g][i] = elements >> i & 1 ? values[g][i] : C(0);
-        }
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) rows.sums[g][r] += values[g][i];
-      }
-    }
-  }
-
-  __device__ __forceinline__ void StoreFull(const BackwardSum& sum, int64_t place,
-                                            uint32_t elements, const C (&values)[kSize]) const {
-    if (F::kMayBeWide && sum.wide) {
-      C* const to = static_cast<C*>(sum.out) + place;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (elements >> i & 1) to[i] = values[i];
-      }
-      return;
-    }
-    Unit<T, kSize * sizeof(T)> out;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) out.elements[i] = FromCompute<T>(values[i]);
-    T* const to = static_cast<T*>(sum.out) + place;
-    if (elements == kWhole) {
-      out.Store(to);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (elements >> i & 1) to[i] = out.elements[i];
-      }
-    }
-  }
-
-  // ---- where sums go
-  static __device__ __forceinline__ void Write(const BackwardSum& sum, int64_t at, C value) {
-    if (sum.wide) {
-      static_cast<C*>(sum.out)[at] = value;
-    } else {
-      static_cast<T*>(sum.out)[at] = FromCompute<T>(value);
-    }
-  }
-
-  // Sums of rows: added to those of the rows before, or written. A group has at least kRows lanes:
-  // each of the first ones writes a row.
-  template <typename Live, typename Offset>
-  __device__ __forceinline__ void PutRows(Rows& rows, const Live& live, const Offset& offset) {
-#pragma unroll
-    for (int g = 0; g < kGradients; ++g) {
-      if ((!kAny && MayBeColumn(g)) || p.sum[g].kind != SumKind::kLoop) continue;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) loop_sums_[g] += rows.sums[g][r];
-    }
-    if (!p.any_rows) return;
-    const int own = lane_ % 32;
-#pragma unroll
-    for (int g = 0; g < kGradients; ++g) {
-      const BackwardSum& sum = p.sum[g];
-      if ((!kAny && MayBeColumn(g)) || sum.kind != SumKind::kRows) continue;
-      for (int step = min(p.lanes, 32) / 2; step > 0; step /= 2) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          rows.sums[g][r] += __shfl_xor_sync(kAll, rows.sums[g][r], step);
-        }
-      }
-      C value = rows.sums[g][0];
-#pragma unroll
-      for (int r = 1; r < kRows; ++r) value = own == r ? rows.sums[g][r] : value;
-      if (own >= kRows || !live(own)) continue;
-      const int64_t warps = p.lanes > 32 ? p.lanes / 32 : 1;
-      const int64_t part = int64_t{strip_} * p.segments * warps + lane_ / 32;
-      Write(sum, part * sum.plane + offset(kSumTable + g, own), value);
-    }
-  }
-
-  // A sum of rows that ends with index `a`, or with the block.
-  __device__ __forceinline__ void PutLoop(int g, int64_t a, bool live) {
-    const BackwardSum& sum = p.sum[g];
-    const int64_t box = sum.keeps_a ? box_b_ : box_a_ * p.boxes_b + box_b_;
-    const int64_t part = (box * p.classes + class_) * p.strips + strip_;
-    C value = loop_sums_[g];
-    loop_sums_[g] = C(0);
-    const bool by_group = p.over_a && sum.keeps_a;
-    for (int step = (by_group ? p.lanes : 32) / 2; step > 0; step /= 2) {
-      value += __shfl_xor_sync(kAll, value, step);
-    }
-    bool writes = by_group ? lane_ == 0 && live : threadIdx.x == 0;
-    if (!by_group) {
-      if (threadIdx.x % 32 == 0) shared_.exchange[threadIdx.x / 32] = value;
-      __syncthreads();
-      if (writes) {
-        for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) value += shared_.exchange[w];
-      }
-      __syncthreads();
-    }
-    if (writes) Write(sum, part * sum.plane + (sum.keeps_a ? OffsetA(kSumTable + g, a) : 0), value);
-  }
-
-  // A sum of columns that ends with index `a`, or with the block. Clears `values`.
-  __device__ __forceinline__ void PutColumns(const BackwardSum& sum, int g, C (&values)[kSize],
-                                             int64_t a, bool live, int64_t part) {
-    int64_t at = part * sum.plane;
-    if (sum.keeps_a && live) at += OffsetA(kSumTable + g, a);
-    if (p.over_a) {
-      const int64_t column = first_column_ - shift_;
-      const uint32_t elements = live ? ElementsAt(column) : 0;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (elements >> i & 1) Write(sum, at + column + i, values[i]);
-        values[i] = C(0);
-      }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      C value = values[i];
-      for (int step = p.lanes; step < 32; step *= 2) value += __shfl_xor_sync(kAll, value, step);
-      shared_.exchange[i * kExchangeStride + threadIdx.x] = value;
-      values[i] = C(0);
-    }
-    __syncthreads();
-    // The first of a warp's parallel rows has the sum.
-    const int step = max(p.lanes, 32);
-    const int64_t strip_column = int64_t{strip_} * (p.lanes * kSize) - shift_;
-    for (int i = threadIdx.x; i < p.lanes * kSize; i += blockDim.x) {
-      const int owner = i / kSize, element = i % kSize;
-      C total = C(0);
-      for (int from = owner; from < static_cast<int>(blockDim.x); from += step) {
-        total += shared_.exchange[element * kExchangeStride + from];
-      }
-      const int64_t column = strip_column + i;
-      if (live && column >= 0 && column < p.n) Write(sum, at + column, total);
-    }
-    __syncthreads();
-  }
-
-  // ---- crossed: the slots of this thread
-  // Pieces of 16 bytes of adjacent threads are contiguous.
-  __device__ __forceinline__ C& Slot(int j, int i) const {
-    constexpr int kPiece = 16 / sizeof(C), kPieces = kSize / kPiece;
-    return slots_[((j * kPieces + i / kPiece) * blockDim.x + threadIdx.x) * kPiece + i % kPiece];
-  }
-
-  __device__ __forceinline__ void PutSlots(int64_t first_b) const {
-    constexpr int kSecond = kColumns > 0 ? 31 - std::countl_zero(unsigned(kColumns)) : 0;
-    const BackwardSum& sum = p.sum[kSecond];
-    const uint32_t elements = ElementsAt(first_column_);
-#pragma unroll 1
-    for (int j = 0; j < p.slots; ++j) {
-      const int row = j * groups_ + group_;
-      if (first_b + row >= p.length_b) break;
-      const int64_t at =
-          box_a_ * sum.plane + shared_.table[kSumTable + kSecond][row] + first_column_;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (elements >> i & 1) Write(sum, at + i, Slot(j, i));
-      }
-    }
-  }
-
-  const BackwardParams& p;
-  Shared& shared_;
-  C* const slots_;
-  int group_, groups_, lane_;  // of this thread
-  uint32_t class_, strip_;
-  int64_t box_a_, box_b_;
-  int64_t rows_;          // of the block's class
-  int64_t first_column_;  // of this lane, in a row that begins at a unit
-  int shift_ = 0;         // of all rows of the class
-  C held_[kSums == 0 ? 1 : kSums][kSize];
-  C columns_[kSums == 0 ? 1 : kSums][kColumnRows][kSize];
-  C loop_sums_[kGradients];  // of the rows so far
-};
-
-template <typename F, typename T, int kColumns, bool kCrossed>
-__global__ __launch_bounds__(
-    kBackwardThreads,
-    (BackwardTraits<F, T,
-                    kColumns>::kBlocks)) void ElementwiseBackwardKernel(const __grid_constant__
-                                                                            BackwardParams p) {
-  using Block = BackwardBlock<F, T, kColumns, kCrossed>;
-  __shared__ typename Block::Shared shared;
-  extern __shared__ __align__(16) unsigned char slots[];
-  Block(p, shared, reinterpret_cast<ComputeType<T>*>(slots)).Run();
-}
-
-// ---- the kernels of an op ----------------------------------------------------------------------
-
-template <typename F, typename T>
-struct BackwardOf {
-  // The sums of columns for which there is a kernel.
-  static constexpr bool Occurs(int columns, bool crossed) {
-    const int count = std::popcount(unsigned(columns));
-    if (F::kFirstIsFull && (columns & 1) != 0) return false;
-    return crossed ? count == 2 : count <= 2;
-  }
-
-  template <int... kColumns>
-  static BackwardKernel ChooseOf(int columns, bool crossed,
-                                 std::integer_sequence<int, kColumns...>) {
-    BackwardKernel chosen = nullptr;
-    const auto offer = [&]<int kThese, bool kCrossed>() {
-      if constexpr (Occurs(kThese, kCrossed)) {
-        const auto kernel =
-            KernelOf<typename F::Family, ElementwiseBackwardKernel<F, T, kThese, kCrossed>>();
-        if (columns == kThese && crossed == kCrossed) chosen = kernel;
-      }
+  template <int kBytes>
+  static cudaError_t PassOf(const BroadcastShape& shape, const void* dy, const Operand* operands,
+                            const Gradient* gradients, const int* summed, int sums, bool write_full,
+                            SumWorkspace workspace, cudaStream_t stream) {
+    using Shape = BackwardShape<F, T, kBytes, kAnyKinds>;
+    BackwardParams<F> p{};
+    // The table's columns: 0 is the result's shape; the others are arrays with other offsets.
+    int arrays_of_columns[kMaxTableColumns];
+    int columns = 1;
+    const auto column_of = [&](int array) {
+      if (shape.IsFull(array)) return 0;
+      arrays_of_columns[columns] = array;
+      return columns++;
     };
-    ((offer.template operator()<kColumns, false>(), offer.template operator()<kColumns, true>()),
-     ...);
-    return chosen;
+    p.dy = dy;
+    for (int k = 0; k < F::kOperands; ++k) {
+      p.operand[k] = operands[k];
+      p.reach[k] = shape.InnerStride(k) != 0 || shape.IsFull(k) ? Reach::kNeighbours : Reach::kOne;
+      p.operand_column[k] = column_of(k);
+    }
+    DeviceLimits device;
+    cudaError_t error = GetDeviceLimits(&device);
+    if (error != cudaSuccess) return error;
+    int arrays[kMaxSums];
+    for (int s = 0; s < sums; ++s) arrays[s] = F::kOperands + summed[s];
+    BoxLimits limits;
+    limits.unit = Shape::kSize;
+    limits.units = Shape::kUnits;
+    limits.table_columns = columns + sums;
+    limits.element_bytes = sizeof(T);
+    limits.accumulator_bytes = sizeof(C);
+    limits.slot_bytes = device.slot_bytes;
+    limits.workspace = workspace.size;
+    limits.processors = device.processors;
+    const BoxPlan plan = CachedBoxes(shape, arrays, sums, limits);
+    if (!plan.valid) return cudaErrorInvalidValue;
+
+    int slots = 0, register_columns = 0;
+    p.column_source[0] = p.column_source[1] = 0;
+    int64_t used = 0;
+    SumsToFinish unfinished;
+    for (int g = 0; g < F::kGradients; ++g) {
+      p.sum[g].way = Way::kUnwanted;
+      if (!write_full || gradients[g].data == nullptr || !shape.IsFull(F::kOperands + g)) continue;
+      p.sum[g].way = Way::kFull;
+      p.sum[g].out = gradients[g].data;
+      p.sum[g].wide = gradients[g].wide && sizeof(T) < sizeof(C);
+    }
+    for (int s = 0; s < sums; ++s) {
+      const int g = summed[s];
+      const SumPlan& from = plan.sum[s];
+      SumParams& sum = p.sum[g];
+      sum.keeps_a = from.keeps_a;
+      sum.keeps_b = from.keeps_b;
+      sum.complete = from.complete;
+      sum.wide = gradients[g].wide;
+      sum.parts_b = from.parts_b;
+      sum.parts_inner = from.parts_inner;
+      sum.slots = slots;
+      if (from.keeps_inner) {
+        sum.way = from.in_slots() ? Way::kColumnSlots : Way::kColumns;
+        if (from.in_slots()) {
+          slots += plan.box_b * plan.ranges * plan.lanes * Shape::kElements;
+        } else {
+          // PlanBoxes never plans more than kMaxColumnSums of these.
+          p.column_source[register_columns++] = g;
+        }
+      } else {
+        sum.way = from.in_slots() ? Way::kRowSlots : from.keeps_b ? Way::kRowsOfB : Way::kRows;
+        if (from.in_slots()) slots += (plan.box_b * plan.ranges + 3) / 4 * 4;  // whole pieces
+        p.any_rows = true;
+      }
+      if (from.complete) {
+        sum.column = column_of(arrays[s]);
+        sum.out = gradients[g].data;
+        continue;
+      }
+      C* const parts = static_cast<C*>(workspace.data) + used;
+      used += from.parts();
+      sum.out = parts;
+      FinishSum& last = unfinished.Add();
+      last.parts = parts;
+      last.out = gradients[g].data;
+      last.wide = gradients[g].wide;
+      const int64_t all[3] = {from.parts_a, from.parts_b, from.parts_inner};
+      const bool keeps[3] = {from.keeps_a, from.keeps_b, from.keeps_inner};
+      const int64_t steps[3] = {from.parts_b * from.parts_inner, from.parts_inner, 1};
+      for (int i = 0; i < 3; ++i) {
+        last.kept[i] = keeps[i] ? all[i] : 1;
+        last.added[i] = keeps[i] ? 1 : all[i];
+        last.step[i] = steps[i];
+      }
+      if (from.keeps_a)
+        Copy(shape, plan.dims_a, plan.rank_a, arrays[s], &last.rank_a, last.size_a, last.stride_a);
+      if (from.keeps_b)
+        Copy(shape, plan.dims_b, plan.rank_b, arrays[s], &last.rank_b, last.size_b, last.stride_b);
+    }
+
+    p.n = shape.inner();
+    p.length_a = plan.length_a;
+    p.length_b = plan.length_b;
+    p.boxes_a = plan.boxes_a;
+    p.boxes_b = plan.boxes_b;
+    p.boxes_inner = plan.boxes_inner;
+    p.box_a = plan.box_a;
+    p.box_b = plan.box_b;
+    p.lanes = plan.lanes;
+    p.range = plan.range;
+    p.ranges = plan.ranges;
+    p.groups_over_a = plan.groups_over_a;
+    p.slot_elements = slots;
+    p.table_columns = columns;
+    int64_t step = 1;  // of the result's shape
+    int64_t dense[kMaxBroadcastRank];
+    for (int d = shape.rank - 1; d >= 0; --d) {
+      dense[d] = step;
+      step *= shape.size[d];
+    }
+    p.rank_a = plan.rank_a;
+    p.rank_b = plan.rank_b;
+    for (int set = 0; set < 2; ++set) {
+      const int rank = set == 0 ? plan.rank_a : plan.rank_b;
+      for (int i = 0; i < rank; ++i) {
+        const int d = set == 0 ? plan.dims_a[i] : plan.dims_b[i];
+        (set == 0 ? p.size_a : p.size_b)[i] = shape.size[d];
+        for (int c = 0; c < columns; ++c) {
+          (set == 0 ? p.stride_a : p.stride_b)[c][i] =
+              c == 0 ? dense[d] : shape.stride[arrays_of_columns[c]][d];
+        }
+      }
+    }
+
+    bool wanted[F::kGradients];
+    int kinds = 0;
+    // In a partitioned program an operand may have copies along dimensions that its gradient keeps
+    // or sums over. Their strides then differ. They also differ if an unsummed gradient is wide.
+    bool alike = true;
+    for (int g = 0; g < F::kGradients; ++g) {
+      const Way way = p.sum[g].way;
+      wanted[g] = way != Way::kUnwanted;
+      const bool column = way == Way::kColumns || way == Way::kColumnSlots;
+      const bool row = wanted[g] && !column && way != Way::kFull;
+      // A gradient whose operand is not read by the backward has its own offsets.
+      const int like = F::kOperands == F::kGradients ? g : F::kOperands + g;
+      const bool one = shape.InnerStride(like) == 0 && !shape.IsFull(like);
+      alike = alike && (!wanted[g] || (one == row && !(way == Way::kFull && p.sum[g].wide)));
+      kinds |= (column ? kColumn : one ? kRow : kPlain) << (2 * g);
+    }
+    F::Needed(wanted, p.needed);
+    const bool special = alike && plan.lanes == 32 && shape.elements() < (int64_t{1} << 31);
+    const size_t shared = (plan.box_a + plan.box_b) * columns * sizeof(int64_t) + kExchangeBytes +
+                          static_cast<size_t>(slots) * sizeof(C);
+    const unsigned blocks = static_cast<unsigned>(plan.blocks());
+    const bool many_rows = plan.range == 1;
+    void (*chosen)(BackwardParams<F>) = nullptr;
+    Each<kBytes>([&](auto kernel, int its_kinds, bool its_rows) {
+      if (its_rows != many_rows) return;
+      if (its_kinds == kAnyKinds ? chosen == nullptr : special && its_kinds == kinds) {
+        chosen = kernel;
+      }
+    });
+    chosen<<<blocks, kBoxThreads, shared, stream>>>(p);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    return unfinished.Launch(FinishSumsKernel<T>, stream);
   }
 
-  // `columns` may be kGeneral.
-  static BackwardKernel Choose(int columns, bool crossed) {
-    const auto general =
-        KernelOf<typename F::Family, ElementwiseBackwardKernel<F, T, kGeneral, false>>();
-    if (columns == kGeneral) return general;
-    if constexpr (sizeof(T) == 8) {
-      return nullptr;
-    } else {
-      return ChooseOf(columns, crossed, std::make_integer_sequence<int, 1 << F::kGradients>());
+  static void Copy(const BroadcastShape& shape, const int* dims, int rank, int array, int* own_rank,
+                   int64_t* sizes, int64_t* strides) {
+    *own_rank = rank;
+    for (int i = 0; i < rank; ++i) {
+      sizes[i] = shape.size[dims[i]];
+      strides[i] = shape.stride[array][dims[i]];
     }
   }
 };
 
-// Arrays of `shape`: the operands, then the gradients.
 template <typename F>
-cudaError_t ElementwiseBackward(const BroadcastShape& shape, DType dtype, const void* dy,
+cudaError_t ElementwiseBackward(const BroadcastShape& given, DType dtype, const void* dy,
                                 const Operand* operands, const Gradient* gradients,
                                 SumWorkspace workspace, cudaStream_t stream) {
-  return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
-    constexpr int kFew = F::kGradients > 1 ? 2 : 1;
-    const BackwardKernels kernels = {F::kOperands, F::kGradients,
-                                     F::kBits,     BackwardTraits<F, T, kFew>::kBlocks,
-                                     F::Needed,    BackwardOf<F, T>::Choose};
-    return LaunchBackward(kernels, shape, dtype, dy, operands, gradients, workspace, stream);
-  });
+  BroadcastShape shape;
+  if (!WithRows(given, &shape)) return cudaErrorInvalidValue;
+  const auto launch = [&](auto element) {
+    using T = decltype(element);
+    return BackwardLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream);
+  };
+  switch (dtype) {
+    case DType::kF32:
+      return launch(float{});
+    case DType::kBF16:
+      return launch(__nv_bfloat16{});
+    case DType::kF16:
+      return launch(__half{});
+    case DType::kF64:
+      return launch(double{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Passes every kernel of the backward to `load`, and allows it the shared memory of a box.
+template <typename F, typename Load>
+void LoadElementwiseBackward(const Load& load) {
+  const auto boxes = [&load](const void* kernel) {
+    // Fails if the device has less. A plan then requests less, too, or its launch fails.
+    if (AllowBoxes(kernel) != cudaSuccess) cudaGetLastError();
+    load(kernel);
+  };
+  TileLauncher<F, float>::VisitKernels(load);
+  TileLauncher<F, __nv_bfloat16>::VisitKernels(load);
+  TileLauncher<F, __half>::VisitKernels(load);
+  RowsLauncher<F, float>::VisitKernels(load);
+  RowsLauncher<F, __nv_bfloat16>::VisitKernels(load);
+  RowsLauncher<F, __half>::VisitKernels(load);
+  const auto finish = [&load](auto kernel) { load(reinterpret_cast<const void*>(kernel)); };
+  BackwardLauncher<F, float>::VisitKernels(boxes);
+  BackwardLauncher<F, __nv_bfloat16>::VisitKernels(boxes);
+  BackwardLauncher<F, __half>::VisitKernels(boxes);
+  BackwardLauncher<F, double>::VisitKernels(boxes);
+  finish(FinishSumsKernel<float>);
+  finish(FinishSumsKernel<__nv_bfloat16>);
+  finish(FinishSumsKernel<__half>);
+  finish(FinishSumsKernel<double>);
 }
 
 }  // namespace jax_fastops::cuda

@@ -9,19 +9,21 @@
 // Source: FasterTransformer, add_bias_act.
 #include "elementwise/bias_act.h"
 
-#include "core/cuda/launch.h"
+#include "core/cuda/load_kernels.h"
 #include "elementwise/backward.cuh"
 #include "elementwise/bias_act_of.h"
 #include "elementwise/bias_relu.cuh"
-#include "elementwise/finish.h"
 
 namespace jax_fastops::cuda {
 namespace {
 
 struct SelectByMask {
-  using Family = BiasReluKernels;
-  static constexpr int kOperands = 1, kGradients = 2;
-  static constexpr bool kMayBeWide = false, kBits = true, kFirstIsFull = true;
+  static constexpr int kOperands = 1;
+  static constexpr int kGradients = 2;
+  static constexpr bool kMayBeWide = false;
+  static constexpr bool kBits = true;
+  static constexpr bool kFirstIsFull = true;
+  static constexpr bool kShortUnits = true;
 
   template <typename T>
   static __device__ __forceinline__ void Gradients(ComputeType<T> dy, const ComputeType<T> (&x)[1],
@@ -35,12 +37,14 @@ struct SelectByMask {
 }  // namespace
 
 cudaError_t LoadBiasActKernels() {
-  for (const auto load : {LoadBiasActOf<Gelu>, LoadBiasActOf<GeluExact>, LoadBiasActOf<Silu>,
-                          LoadKernels<BiasReluKernels>, LoadFinishKernels}) {
-    const cudaError_t error = load();
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  static KernelLoader loader;
+  return loader.Load([](const auto& load) {
+    LoadBiasActOf<Gelu>(load);
+    LoadBiasActOf<GeluExact>(load);
+    LoadBiasActOf<Silu>(load);
+    LoadElementwiseBackward<SelectByMask>(load);
+    VisitBiasReluKernels(load);
+  });
 }
 
 cudaError_t BiasActForward(const BroadcastShape& shape, DType dtype, Activation activation,

@@ -10,13 +10,13 @@
 namespace jax_fastops::cuda {
 
 template <typename Act>
-struct BiasActKernels;
-
-template <typename Act>
 struct BiasAct {
-  using Family = BiasActKernels<Act>;
-  static constexpr int kOperands = 2, kGradients = 2;
-  static constexpr bool kMayBeWide = true, kBits = false, kFirstIsFull = true;
+  static constexpr int kOperands = 2;
+  static constexpr int kGradients = 2;
+  static constexpr bool kMayBeWide = true;
+  static constexpr bool kBits = false;
+  static constexpr bool kFirstIsFull = true;
+  static constexpr bool kShortUnits = true;
 
   template <typename T>
   static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[2]) {
@@ -33,8 +33,9 @@ struct BiasAct {
 };
 
 template <typename Act>
-cudaError_t LoadBiasActOf() {
-  return LoadKernels<BiasActKernels<Act>>();
+void LoadBiasActOf(const KernelLoader::Loading& load) {
+  LoadElementwiseForward<BiasAct<Act>>(load);
+  LoadElementwiseBackward<BiasAct<Act>>(load);
 }
 
 template <typename Act>
@@ -53,7 +54,7 @@ cudaError_t BiasActBackwardOf(const BroadcastShape& shape, DType dtype, const vo
 
 // Instantiates the launchers of an activation. Used once, in the source file of that activation.
 #define FASTOPS_INSTANTIATE_BIAS_ACT(Act)                                                        \
-  template cudaError_t LoadBiasActOf<Act>();                                                     \
+  template void LoadBiasActOf<Act>(const KernelLoader::Loading&);                                \
   template cudaError_t BiasActForwardOf<Act>(const BroadcastShape&, DType, const Operand[2],     \
                                              void*, cudaStream_t);                               \
   template cudaError_t BiasActBackwardOf<Act>(const BroadcastShape&, DType, const void*,         \

@@ -19,7 +19,7 @@
 //   are contiguous: only the bits are distributed to bytes.
 // - Chunks of 256 elements per warp, with one element per lane and load, and bits by ballots,
 //   process all other cases: pointers that are not aligned to 16 bytes, other biases, rows shorter
-//   than a unit, float64, and the elements after the last whole tile.
+//   than a unit, and the elements after the last whole tile.
 //
 // One launch does everything: the first warps take the tiles, and the next few take the rest.
 #ifndef JAX_FASTOPS_ELEMENTWISE_BIAS_RELU_CUH_
@@ -34,22 +34,16 @@
 
 #include "core/alignment.h"
 #include "core/cuda/bitmask.cuh"
-#include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
-#include "core/cuda/launch.h"
 #include "core/cuda/packed.cuh"
 #include "core/cuda/relu_of.cuh"
 #include "core/cuda/shifted.cuh"
 #include "core/dtype.h"
 #include "core/fast_divide.h"
-#include "core/integer.h"
 #include "elementwise/broadcast.h"
 #include "elementwise/elementwise.h"
 
 namespace jax_fastops::cuda {
-
-struct BiasReluKernels;
-
 namespace bias_relu {
 
 // -------------------------------------------------------------------------------------------------
@@ -425,34 +419,39 @@ __global__ void __launch_bounds__(kThreads) ChunksKernel(const __grid_constant__
 
 using Kernel = void (*)(Params);
 
-// The kernel for a mask, and for the way in which biases are loaded. `tiles` is false for chunks.
+struct KernelSet {
+  Kernel units[3];  // by the mask
+  Kernel gather[3];
+  Kernel chunks[2];  // without and with a mask
+  int tile;
+};
+
 template <typename T, typename P>
-Kernel ChooseKernel(bool tiles, Mask mask, Reach reach) {
-  const bool any_mask = mask != Mask::kNone;
-  const Kernel with = KernelOf<BiasReluKernels, ChunksKernel<T, P, true>>();
-  const Kernel without = KernelOf<BiasReluKernels, ChunksKernel<T, P, false>>();
-  Kernel chosen = any_mask ? with : without;
-  const auto offer = [&]<Mask kMask, Reach kReach>() {
-    const Kernel kernel = KernelOf<BiasReluKernels, TilesKernel<T, P, kMask, kReach>>();
-    if (tiles && mask == kMask && reach == kReach) chosen = kernel;
+KernelSet MakeKernelSet() {
+  constexpr Reach kUnit = Reach::kUnit, kGather = Reach::kGather;
+  return {
+      {TilesKernel<T, P, Mask::kNone, kUnit>, TilesKernel<T, P, Mask::kFlat, kUnit>,
+       TilesKernel<T, P, Mask::kRagged, kUnit>},
+      {TilesKernel<T, P, Mask::kNone, kGather>, TilesKernel<T, P, Mask::kFlat, kGather>,
+       TilesKernel<T, P, Mask::kRagged, kGather>},
+      {ChunksKernel<T, P, false>, ChunksKernel<T, P, true>},
+      kTile<T>,
   };
-  if constexpr (sizeof(T) < 8) {
-    offer.template operator()<Mask::kNone, Reach::kUnit>();
-    offer.template operator()<Mask::kFlat, Reach::kUnit>();
-    offer.template operator()<Mask::kRagged, Reach::kUnit>();
-    offer.template operator()<Mask::kNone, Reach::kGather>();
-    offer.template operator()<Mask::kFlat, Reach::kGather>();
-    offer.template operator()<Mask::kRagged, Reach::kGather>();
-  }
-  return chosen;
 }
 
-inline Kernel KernelFor(DType dtype, bool wide, bool tiles, Mask mask, Reach reach) {
-  return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
-    const Kernel same = ChooseKernel<T, T>(tiles, mask, reach);
-    if constexpr (sizeof(T) > 2) return same;
-    return wide ? ChooseKernel<T, ComputeType<T>>(tiles, mask, reach) : same;
-  });
+inline KernelSet KernelsOf(DType dtype, bool wide) {
+  switch (dtype) {
+    case DType::kF32:
+      return MakeKernelSet<float, float>();
+    case DType::kBF16:
+      return wide ? MakeKernelSet<__nv_bfloat16, float>()
+                  : MakeKernelSet<__nv_bfloat16, __nv_bfloat16>();
+    case DType::kF16:
+      return wide ? MakeKernelSet<__half, float>() : MakeKernelSet<__half, __half>();
+    case DType::kF64:
+      return MakeKernelSet<double, double>();
+  }
+  return {};
 }
 
 // Returns false if there are too many dimensions, which cannot happen for those of `shape`.
@@ -534,21 +533,41 @@ inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
   const int64_t columns = one_row ? size : shape.InnerStride(2) == 1 ? shape.inner() : 1;
   params.layout = MakeMaskLayout(columns);
 
+  const KernelSet kernels = KernelsOf(dtype, wide);
   const int64_t unit = 16 / itemsize;
   const bool units = BiasInUnits(params.index, params.bias, unit, bias_itemsize);
   const bool gather = params.index.outer_rank <= 1 && params.index.columns >= unit;
-  const bool by_tiles = itemsize < 8 && CommonAlignment({params.x, out}) == 16 && (units || gather);
-  const bool flat = one_row && (!by_tiles || CommonAlignment({mask}) >= 4);
-  const Mask kind = mask == nullptr ? Mask::kNone : flat ? Mask::kFlat : Mask::kRagged;
-  const Kernel kernel =
-      KernelFor(dtype, wide, by_tiles, kind, units ? Reach::kUnit : Reach::kGather);
-  const int64_t tile = itemsize == 2 ? kTile<__half> : kTile<float>;
-  const int64_t tiles = by_tiles ? size / tile : 0;
-  const int64_t warps = tiles + CeilDiv(size - tiles * tile, kChunk);
-  const int64_t blocks = CeilDiv(warps, kThreads / kWarpSize);
+  Kernel kernel = kernels.chunks[mask != nullptr];
+  int64_t tiles = 0;
+  if (CommonAlignment({params.x, out}) == 16 && (units || gather)) {
+    const bool flat = one_row && CommonAlignment({mask}) >= 4;
+    const Mask kind = mask == nullptr ? Mask::kNone : flat ? Mask::kFlat : Mask::kRagged;
+    kernel = (units ? kernels.units : kernels.gather)[static_cast<int>(kind)];
+    tiles = size / kernels.tile;
+  }
+  const int64_t rest = size - tiles * kernels.tile;
+  const int64_t warps = tiles + (rest + kChunk - 1) / kChunk;
+  const int64_t blocks = (warps + kThreads / kWarpSize - 1) / (kThreads / kWarpSize);
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  return Launch(kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kThreads)},
-                stream, params);
+  void* arguments[] = {&params};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
+                          dim3(static_cast<unsigned>(blocks)), dim3(kThreads), arguments, 0,
+                          stream);
+}
+
+// Passes every kernel to `visit`, for a KernelLoader.
+template <typename Visit>
+void VisitBiasReluKernels(const Visit& visit) {
+  for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
+    for (const bool wide : {false, true}) {
+      const bias_relu::KernelSet set = bias_relu::KernelsOf(static_cast<DType>(dtype), wide);
+      for (const bias_relu::Kernel kernel : set.units) visit(reinterpret_cast<const void*>(kernel));
+      for (const bias_relu::Kernel kernel : set.gather)
+        visit(reinterpret_cast<const void*>(kernel));
+      for (const bias_relu::Kernel kernel : set.chunks)
+        visit(reinterpret_cast<const void*>(kernel));
+    }
+  }
 }
 
 }  // namespace jax_fastops::cuda

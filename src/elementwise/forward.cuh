@@ -1,27 +1,30 @@
 // out = f(operands), element by element, over operands that are broadcast along any dimensions and
-// never expanded. An op is a functor:
+// never expanded. A new op is a functor:
 //
 //   struct F {
-//     using Family = ...;  // of kernels (core/cuda/launch.h)
 //     static constexpr int kOperands = ...;
 //     // Whether an operand may have the accumulator type.
 //     static constexpr bool kMayBeWide = ...;
+//     // Whether the first operand has the result's shape, except if vmap maps only another one.
+//     static constexpr bool kFirstIsFull = ...;
 //     template <typename T>
 //     static __device__ ComputeType<T> Value(const ComputeType<T> (&x)[kOperands]);
 //   };
 //
 // The kernel is bound by memory: a thread takes units of 16 bytes of the flat result, several of
-// them in flight. Operands with the result's shape are read like the result. For other operands the
-// thread computes the offset of a unit (not of each element) by multiplications with reciprocals
-// from the host. It does so for all of its units together: a dimension's constants are loaded once,
-// and the units' chains of multiplications overlap. This takes time in which the warp has no loads
-// in flight, because the addresses are not known yet.
+// them in flight. Operands with the result's shape are read like the result. A single element is
+// read once by each thread. For other operands the thread computes the offset of a unit (not of
+// each element) by multiplications with reciprocals from the host. It does so for all of its units
+// together: a dimension's constants are loaded once, and the units' chains of multiplications
+// overlap. This takes time in which the warp has no loads in flight, because the addresses are not
+// known yet.
 //
 // If rows are not a whole number of units ("ragged"), a unit begins at any address of the broadcast
 // operands, and is read by aligned words and a shift (shifted.cuh). A unit in which one row ends
 // and the next begins (one of 125 in rows of 1001 elements of 16 bits) is read element by element,
 // and so is a unit at the end of an operand. The unit is a single element for rows shorter than a
-// unit, unaligned pointers, ragged arrays of 2^31 elements or more, and float64.
+// unit, unaligned pointers, ragged arrays of 2^31 elements or more, and sets of operands without a
+// kernel.
 //
 // Kernels for wide operands need twice the registers for them, so they are separate kernels: for
 // two operands of 16 bits, 122 registers instead of 64, and half the occupancy.
@@ -33,25 +36,28 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
-#include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
-#include "core/cuda/launch.h"
 #include "core/cuda/shifted.cuh"
 #include "core/dtype.h"
 #include "core/fast_divide.h"
-#include "core/integer.h"
 #include "elementwise/broadcast.h"
-#include "elementwise/elementwise.h"
 #include "elementwise/operands.cuh"
 #include "elementwise/plan.h"
 
 namespace jax_fastops::cuda {
 
+enum class ForwardKind {
+  kFlat,    // every operand has the result's shape or one element
+  kRows,    // rows are a whole number of units
+  kRagged,  // rows are not a whole number of units
+};
+
 template <int kOperands>
 struct ForwardParams {
   Operand operand[kOperands];
-  bool one[kOperands];  // one element for each row
+  Reach reach[kOperands];  // within a unit; if ragged, along the innermost dimension
   bool full[kOperands];
   uint32_t words_end[kOperands];  // ragged: the operand's elements in whole words
   void* out;
@@ -118,10 +124,14 @@ struct RowFinder {
 inline constexpr int kForwardThreads = 256;
 
 // Units of a thread, all in flight at once.
-template <int kBytes, bool kRagged, bool kWide>
-inline constexpr int kForwardUnits = kBytes < 16        ? 8
-                                     : kRagged || kWide ? 2
-                                                        : 4;
+template <typename T, int kBytes, ForwardKind kKind, bool kWide>
+inline constexpr int kForwardUnits = kBytes < 16                                                ? 8
+                                     : sizeof(T) == 8 || kKind == ForwardKind::kRagged || kWide ? 2
+                                                                                                : 4;
+
+// The operands with one element per unit, one bit each. kAnyOnes means that it is looked up at run
+// time.
+inline constexpr int kAnyOnes = -1;
 
 // An operand's elements for a unit at any address, which may span two rows if the operand is
 // broadcast.
@@ -148,12 +158,12 @@ struct Straddling {
   }
 
   // The first `left` elements begin at offset `here`, the others at `next`.
-  __device__ __forceinline__ void Load(const Operand& operand, bool is_one, uint32_t here,
+  __device__ __forceinline__ void Load(const Operand& operand, Reach reach, uint32_t here,
                                        uint32_t next, int left, uint32_t words_end) {
     const auto load = [&](auto& some, auto& one) {
       using E = std::remove_reference_t<decltype(one[0])>;
       const E* data = static_cast<const E*>(operand.data);
-      if (is_one) {
+      if (reach == Reach::kOne) {
         one[0] = data[here];
         one[1] = data[next];
       } else if (left < kSize || here + (kSize - 1) >= words_end) {
@@ -171,11 +181,11 @@ struct Straddling {
     load(neighbours, ones);
   }
 
-  __device__ __forceinline__ void Expand(C (&values)[kSize], bool is_one, bool wide, bool full,
+  __device__ __forceinline__ void Expand(C (&values)[kSize], Reach reach, bool wide, bool full,
                                          int left) const {
     const auto expand = [&](const auto& some, const auto& one) {
       using E = std::remove_const_t<std::remove_reference_t<decltype(one[0])>>;
-      if (is_one) {
+      if (reach == Reach::kOne) {
         const C first = ToCompute(one[0]), second = ToCompute(one[1]);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) values[i] = i < left ? first : second;
@@ -214,16 +224,24 @@ __device__ __forceinline__ Unit<T, kSize * sizeof(T)> ValuesOf(
   return y;
 }
 
-template <typename F, typename T, int kBytes, bool kRagged, typename Index, bool kWide>
+template <typename F, typename T, int kBytes, ForwardKind kKind, typename Index, int kOnes,
+          bool kWide>
 __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
     const __grid_constant__ ForwardParams<F::kOperands> p) {
   using C = ComputeType<T>;
+  constexpr bool kRagged = kKind == ForwardKind::kRagged;
   using Operands = std::conditional_t<kRagged, Straddling<T, kWide>, Loaded<T, kBytes, kWide>>;
   constexpr int kSize = kBytes / sizeof(T);
-  constexpr int kUnits = kForwardUnits<kBytes, kRagged, kWide>;
+  constexpr int kUnits = kForwardUnits<T, kBytes, kKind, kWide>;
   constexpr int kOperands = F::kOperands;
   const RowFinder<Index, kOperands> find{p};
   T* const out = static_cast<T*>(p.out);
+  const auto reach = [&](int k) {
+    if constexpr (kOnes == kAnyOnes) return p.reach[k];
+    return kOnes >> k & 1 ? Reach::kOne : Reach::kNeighbours;
+  };
+  // In a unit of one element, adjacent elements are that one.
+  const auto in_unit = [&](int k) { return kSize == 1 ? Reach::kOne : reach(k); };
 
   const int64_t first = int64_t{blockIdx.x} * (kForwardThreads * kUnits) + threadIdx.x;
   const int64_t whole = p.elements / kSize;
@@ -244,7 +262,7 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
       if constexpr (kRagged) {
         loaded[u][k].LoadFull(p.operand[k], place);
       } else {
-        loaded[u][k].Load(p.operand[k].data, place, false, kWide && p.operand[k].wide);
+        loaded[u][k].Load(p.operand[k].data, place, in_unit(k), p.operand[k].wide);
       }
     }
   }
@@ -253,9 +271,14 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     within[u] = static_cast<Index>(first + u * kForwardThreads) * (kRagged ? kSize : 1);
+    row[u] = 0;
+#pragma unroll
+    for (int k = 0; k < kOperands; ++k) offset[u][k] = 0;
   }
-  find.Rows(within, row);
-  find.Offsets(row, offset);
+  if constexpr (kKind != ForwardKind::kFlat) {
+    find.Rows(within, row);
+    find.Offsets(row, offset);
+  }
   int left[kUnits];  // ragged: elements from the unit's first one to the end of its row
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
@@ -272,17 +295,17 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
 #pragma unroll
       for (int k = 0; k < kOperands; ++k) {
         if (p.full[k]) continue;
-        const Index in_row = p.one[k] ? 0 : within[u];
-        loaded[u][k].Load(p.operand[k], p.one[k], offset[u][k] + in_row, next[0][k], left[u],
+        const Index in_row = reach(k) == Reach::kOne ? 0 : within[u];
+        loaded[u][k].Load(p.operand[k], reach(k), offset[u][k] + in_row, next[0][k], left[u],
                           p.words_end[k]);
       }
     } else {
 #pragma unroll
       for (int k = 0; k < kOperands; ++k) {
         if (p.full[k]) continue;
-        const Index in_row = p.one[k] ? 0 : within[u];
+        const Index in_row = reach(k) == Reach::kOne || kKind == ForwardKind::kFlat ? 0 : within[u];
         loaded[u][k].Load(p.operand[k].data, static_cast<int64_t>(offset[u][k] + in_row * kSize),
-                          p.one[k], kWide && p.operand[k].wide);
+                          in_unit(k), p.operand[k].wide);
       }
     }
   }
@@ -293,11 +316,10 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
     C values[kOperands][kSize];
 #pragma unroll
     for (int k = 0; k < kOperands; ++k) {
-      const bool wide = kWide && p.operand[k].wide;
       if constexpr (kRagged) {
-        loaded[u][k].Expand(values[k], p.one[k], wide, p.full[k], left[u]);
+        loaded[u][k].Expand(values[k], reach(k), p.operand[k].wide, p.full[k], left[u]);
       } else {
-        loaded[u][k].Expand(values[k], p.one[k], wide);
+        loaded[u][k].Expand(values[k], in_unit(k), p.operand[k].wide);
       }
     }
     ValuesOf<F, T>(values).Store(out + (first + u * kForwardThreads) * kSize);
@@ -315,7 +337,7 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
       C x[kOperands];
 #pragma unroll
       for (int k = 0; k < kOperands; ++k) {
-        const Index place = its_offset[0][k] + (p.one[k] ? 0 : rest[0]);
+        const Index place = its_offset[0][k] + (reach(k) == Reach::kOne ? 0 : rest[0]);
         const int64_t at = p.full[k] ? e : static_cast<int64_t>(place);
         const void* data = p.operand[k].data;
         x[k] = kWide && p.operand[k].wide ? static_cast<const C*>(data)[at]
@@ -326,121 +348,151 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
   }
 }
 
-// What the choice of a kernel depends on.
-struct ForwardShape {
-  bool by_element = false;  // units of one element
-  bool ragged = false;      // rows are not a whole number of units
-  bool large = false;       // 2^31 elements or more
-  bool wide = false;        // some operand has the accumulator type
+// The properties of a kernel.
+struct ForwardTraits {
+  int bytes;  // of a unit
+  int units;  // of a thread
+  ForwardKind kind;
+  bool large;  // also arrays of 2^31 elements or more
+  int ones;
+  bool wide;  // also wide operands
 };
+
+template <typename F, typename T, int kBytes, ForwardKind kKind, typename Index, int kOnes,
+          bool kWide, typename Use>
+void UseElementwiseForward(const Use& use) {
+  use(ElementwiseForwardKernel<F, T, kBytes, kKind, Index, kOnes, kWide>,
+      ForwardTraits{kBytes, kForwardUnits<T, kBytes, kKind, kWide>, kKind, sizeof(Index) == 8,
+                    kOnes, kWide});
+}
+
+// Passes to `use` the kernels for a set of operands that have one element per unit. At least one
+// operand has more, and if F::kFirstIsFull, the first one does. Sets without a kernel are processed
+// element by element.
+template <typename F, typename T, bool kWide, int kOnes, typename Use>
+void UseElementwiseForwardOf(const Use& use) {
+  if constexpr (kOnes + 1 < 1 << F::kOperands && !(F::kFirstIsFull && (kOnes & 1))) {
+    UseElementwiseForward<F, T, 16, ForwardKind::kFlat, int64_t, kOnes, kWide>(use);
+    UseElementwiseForward<F, T, 16, ForwardKind::kRows, uint32_t, kOnes, kWide>(use);
+    UseElementwiseForward<F, T, 16, ForwardKind::kRagged, uint32_t, kOnes, kWide>(use);
+  }
+}
+
+template <typename F, typename T, bool kWide, typename Use, int... kOnes>
+void EachElementwiseForwardOf(const Use& use, std::integer_sequence<int, kOnes...>) {
+  (UseElementwiseForwardOf<F, T, kWide, kOnes>(use), ...);
+}
+
+// Calls `use` with every kernel of a functor and element type, and its properties, the more special
+// ones last.
+template <typename F, typename T, typename Use>
+void EachElementwiseForward(const Use& use) {
+  constexpr bool kWide = F::kMayBeWide && sizeof(T) < sizeof(ComputeType<T>);
+  constexpr ForwardKind kRows = ForwardKind::kRows;
+  UseElementwiseForward<F, T, sizeof(T), kRows, int64_t, kAnyOnes, kWide>(use);
+  UseElementwiseForward<F, T, sizeof(T), kRows, uint32_t, kAnyOnes, kWide>(use);
+  UseElementwiseForward<F, T, 16, kRows, int64_t, kAnyOnes, kWide>(use);
+  const auto ones = std::make_integer_sequence<int, 1 << F::kOperands>();
+  if constexpr (kWide) EachElementwiseForwardOf<F, T, true>(use, ones);
+  EachElementwiseForwardOf<F, T, false>(use, ones);
+}
 
 template <typename F, typename T>
-class ForwardLauncher {
-  static constexpr int kOperands = F::kOperands;
-  static constexpr int kSize = 16 / sizeof(T);
-  static constexpr bool kMayBeWide = F::kMayBeWide && sizeof(T) < sizeof(ComputeType<T>);
-  using Kernel = void (*)(ForwardParams<kOperands>);
-
- public:
-  static cudaError_t Launch(const BroadcastShape& shape, const Operand* operands, void* out,
-                            cudaStream_t stream) {
-    ForwardParams<kOperands> p{};
-    const ForwardShape form = SetOperands(shape, operands, out, &p);
-    int units;
-    const Kernel kernel = Choose(form, &units);
-    const int size = form.by_element ? 1 : kSize;
-    for (int d = 0; d < p.rank; ++d) {
-      const bool in_units = d == p.rank - 1 && !form.ragged;
-      const int64_t length = d >= shape.rank ? 1 : shape.size[d] / (in_units ? size : 1);
-      if (!form.large) p.small[d] = FastDivisor(static_cast<uint32_t>(length));
-      p.large[d] = FastDivisor64(static_cast<uint64_t>(length));
+cudaError_t LaunchElementwiseForward(const BroadcastShape& shape, const Operand* operands,
+                                     void* out, cudaStream_t stream) {
+  constexpr int kOperands = F::kOperands;
+  ForwardParams<kOperands> p{};
+  p.elements = shape.elements();
+  if (p.elements == 0) return cudaSuccess;
+  p.out = out;
+  p.rank = std::max(shape.rank, 1);
+  p.inner = shape.inner();
+  bool flat = true, wide = false;
+  int ones = 0;
+  uintptr_t bits = reinterpret_cast<uintptr_t>(out);
+  for (int k = 0; k < kOperands; ++k) {
+    p.operand[k] = operands[k];
+    p.full[k] = shape.IsFull(k);
+    const bool scalar = shape.IsScalar(k);
+    // For a single element, "full" and "scalar" are equivalent.
+    p.reach[k] = shape.InnerStride(k) != 0 || p.full[k] ? Reach::kNeighbours : Reach::kOne;
+    flat = flat && (p.full[k] || scalar);
+    if (p.reach[k] == Reach::kNeighbours) bits |= reinterpret_cast<uintptr_t>(operands[k].data);
+    ones |= (p.reach[k] == Reach::kOne) << k;
+    const bool is_wide = operands[k].wide && sizeof(T) < sizeof(ComputeType<T>);
+    wide = wide || is_wide;
+    int64_t last = 0;
+    for (int d = 0; d < shape.rank; ++d) {
+      p.stride[k][d] = shape.stride[k][d];
+      last += (shape.size[d] - 1) * shape.stride[k][d];
     }
-    const int64_t blocks = CeilDiv(p.elements, int64_t{kForwardThreads} * units * size);
-    const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
-                                 .block = dim3(kForwardThreads)};
-    return cuda::Launch(kernel, config, stream, p);
+    const int64_t per_word = 16 / (is_wide ? sizeof(ComputeType<T>) : sizeof(T));
+    p.words_end[k] = static_cast<uint32_t>((last + 1) / per_word * per_word);
   }
+  constexpr int kSize = 16 / sizeof(T);
+  const bool large = p.elements >= (int64_t{1} << 31) - 32 * kForwardThreads;
+  const ForwardKind kind = flat                   ? ForwardKind::kFlat
+                           : p.inner % kSize == 0 ? ForwardKind::kRows
+                                                  : ForwardKind::kRagged;
+  const bool short_units =
+      bits % 16 != 0 || (kind == ForwardKind::kRagged && (large || p.inner < kSize));
 
- private:
-  static ForwardShape SetOperands(const BroadcastShape& shape, const Operand* operands, void* out,
-                                  ForwardParams<kOperands>* p) {
-    p->elements = shape.elements();
-    p->out = out;
-    p->rank = std::max(shape.rank, 1);
-    p->inner = shape.inner();
-    ForwardShape form;
-    bool flat = true;
-    int64_t bits = reinterpret_cast<intptr_t>(out);  // of addresses, in bytes
-    for (int k = 0; k < kOperands; ++k) {
-      p->operand[k] = operands[k];
-      p->full[k] = shape.IsFull(k);
-      p->one[k] = shape.InnerStride(k) == 0 && !p->full[k];
-      flat = flat && (p->full[k] || shape.IsScalar(k));
-      p->operand[k].wide = operands[k].wide && kMayBeWide;
-      form.wide = form.wide || p->operand[k].wide;
-      const int64_t element = p->operand[k].wide ? sizeof(ComputeType<T>) : sizeof(T);
-      if (!p->one[k]) bits |= reinterpret_cast<intptr_t>(operands[k].data);
-      int64_t last = 0;
-      for (int d = 0; d < shape.rank; ++d) {
-        p->stride[k][d] = shape.stride[k][d];
-        last += (shape.size[d] - 1) * shape.stride[k][d];
-      }
-      const int64_t per_word = 16 / element;
-      p->words_end[k] = static_cast<uint32_t>((last + 1) / per_word * per_word);
-    }
-    form.large = p->elements >= (int64_t{1} << 31) - 32 * kForwardThreads;
-    form.ragged = !flat && !InUnits(shape, *p);
-    form.by_element = sizeof(T) == 8 || bits % 16 != 0 || p->inner < kSize ||
-                      (form.large && (form.ragged || form.wide));
-    if (form.by_element) form.ragged = false;
-    return form;
-  }
-
-  // Whether the units of all rows of all operands are aligned.
-  static bool InUnits(const BroadcastShape& shape, const ForwardParams<kOperands>& p) {
-    int64_t bits = shape.inner();
-    for (int k = 0; k < kOperands; ++k) {
-      for (int d = 0; d + 1 < shape.rank && !p.one[k]; ++d) bits |= shape.stride[k][d];
-    }
-    return bits % kSize == 0;
-  }
-
-  static Kernel Choose(const ForwardShape& form, int* units) {
-    Kernel chosen = nullptr;
-    const auto offer = [&]<int kBytes, bool kRagged, typename Index, bool kWide>() {
-      const Kernel kernel =
-          KernelOf<typename F::Family,
-                   ElementwiseForwardKernel<F, T, kBytes, kRagged, Index, kWide>>();
-      if (form.by_element ? kBytes == 16 : kBytes < 16) return;
-      if (kBytes == 16 && (form.ragged != kRagged || form.wide != kWide)) return;
-      if (form.large && sizeof(Index) == 4) return;
+  void (*chosen)(ForwardParams<kOperands>) = nullptr;
+  ForwardTraits traits{};
+  const auto choose = [&](bool by_element) {
+    EachElementwiseForward<F, T>([&](auto kernel, const ForwardTraits& its) {
+      if ((its.bytes < 16) != by_element || (wide && !its.wide) || (large && !its.large)) return;
+      if (!by_element && its.kind != kind) return;
+      if (its.ones != kAnyOnes && its.ones != ones) return;
       chosen = kernel;
-      *units = kForwardUnits<kBytes, kRagged, kWide>;
-    };
-    offer.template operator()<sizeof(T), false, int64_t, kMayBeWide>();
-    if constexpr (sizeof(T) < 8) {
-      offer.template operator()<16, false, int64_t, false>();
-      offer.template operator()<16, false, uint32_t, false>();
-      offer.template operator()<16, true, uint32_t, false>();
-      if constexpr (kMayBeWide) {
-        offer.template operator()<16, false, uint32_t, true>();
-        offer.template operator()<16, true, uint32_t, true>();
-      }
-    }
-    return chosen;
-  }
-};
+      traits = its;
+    });
+  };
+  choose(short_units);
+  if (chosen == nullptr) choose(true);
 
-// Arrays of `shape`: the operands.
+  const int size = traits.bytes / static_cast<int>(sizeof(T));
+  for (int d = 0; d < shape.rank; ++d) {
+    const bool in_units = d == shape.rank - 1 && traits.kind == ForwardKind::kRows;
+    const int64_t length = in_units ? shape.size[d] / size : shape.size[d];
+    if (!large) p.small[d] = FastDivisor(static_cast<uint32_t>(length));
+    p.large[d] = FastDivisor64(static_cast<uint64_t>(length));
+  }
+  const int64_t per_block = int64_t{kForwardThreads} * traits.units * size;
+  const int64_t blocks = (p.elements + per_block - 1) / per_block;
+  chosen<<<static_cast<unsigned>(blocks), kForwardThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+// Passes every kernel of the forward to `load`.
+template <typename F, typename Load>
+void LoadElementwiseForward(const Load& load) {
+  const auto give = [&load](auto kernel, const ForwardTraits&) {
+    load(reinterpret_cast<const void*>(kernel));
+  };
+  EachElementwiseForward<F, float>(give);
+  EachElementwiseForward<F, __nv_bfloat16>(give);
+  EachElementwiseForward<F, __half>(give);
+  EachElementwiseForward<F, double>(give);
+}
+
+// The launcher for an element type that is known at run time.
 template <typename F>
 cudaError_t ElementwiseForward(const BroadcastShape& given, DType dtype, const Operand* operands,
                                void* out, cudaStream_t stream) {
   BroadcastShape shape;
   if (!WithRows(given, &shape)) return cudaErrorInvalidValue;
-  if (shape.elements() == 0) return cudaSuccess;
-  return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
-    return ForwardLauncher<F, T>::Launch(shape, operands, out, stream);
-  });
+  switch (dtype) {
+    case DType::kF32:
+      return LaunchElementwiseForward<F, float>(shape, operands, out, stream);
+    case DType::kBF16:
+      return LaunchElementwiseForward<F, __nv_bfloat16>(shape, operands, out, stream);
+    case DType::kF16:
+      return LaunchElementwiseForward<F, __half>(shape, operands, out, stream);
+    case DType::kF64:
+      return LaunchElementwiseForward<F, double>(shape, operands, out, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace jax_fastops::cuda

@@ -9,20 +9,20 @@
 // Source: Paddle, lerp.
 #include "elementwise/lerp.h"
 
-#include "core/cuda/launch.h"
+#include "core/cuda/load_kernels.h"
 #include "elementwise/backward.cuh"
-#include "elementwise/finish.h"
 #include "elementwise/forward.cuh"
 
 namespace jax_fastops::cuda {
 namespace {
 
-struct LerpKernels;
-
 struct Lerp {
-  using Family = LerpKernels;
-  static constexpr int kOperands = 3, kGradients = 3;
-  static constexpr bool kMayBeWide = false, kBits = false, kFirstIsFull = false;
+  static constexpr int kOperands = 3;
+  static constexpr int kGradients = 3;
+  static constexpr bool kMayBeWide = false;
+  static constexpr bool kBits = false;
+  static constexpr bool kFirstIsFull = false;
+  static constexpr bool kShortUnits = false;
 
   // Computed from the nearer end, so that a weight of 0 or 1 gives exactly that end. The end is
   // selected, because adding 0 may turn -0 into +0. If the distance is not finite, the formula is
@@ -56,8 +56,11 @@ struct Lerp {
 }  // namespace
 
 cudaError_t LoadLerpKernels() {
-  const cudaError_t error = LoadKernels<LerpKernels>();
-  return error == cudaSuccess ? LoadFinishKernels() : error;
+  static KernelLoader loader;
+  return loader.Load([](const auto& load) {
+    LoadElementwiseForward<Lerp>(load);
+    LoadElementwiseBackward<Lerp>(load);
+  });
 }
 
 cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3],
