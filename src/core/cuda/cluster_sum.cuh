@@ -37,7 +37,7 @@ struct ClusterSum {
   // that only when it has received the sums of all warps for the next call, and each warp sends
   // these after it has read the values of this call.
   Barrier complete[2];
-  A values[2 * kMost * kWarps * kMaxBlocks];
+  A values[kWarps * kMaxBlocks][2][kMost];
 
   // The bytes from the beginning that a cluster of so many blocks uses, a multiple of 16.
   static __host__ __device__ constexpr int Bytes(int blocks) {
@@ -63,7 +63,6 @@ struct ClusterSum {
     static_assert(kCount <= kMost && kMaxBlocks <= 32);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = phase & 1;
     const int blocks = BlocksOfCluster(), slots = kWarps * blocks;
-    A* const received = values + half * kMost * slots;  // of value i: from i * slots on
     if (blocks > 1 && threadIdx.x == 0) {
       complete[half].ArriveAndExpect(kCount * slots * static_cast<int>(sizeof(A)));
     }
@@ -75,34 +74,25 @@ struct ClusterSum {
     if (blocks == 1) {
       if (lane == 0) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) received[i * slots + warp] = sums[i];
+        for (int i = 0; i < kCount; ++i) values[warp][half][i] = sums[i];
       }
       __syncthreads();
     } else if (lane < blocks) {
       const uint32_t barrier = InBlock(&complete[half], lane);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        Send(InBlock(&received[i * slots + BlockOfCluster() * kWarps + warp], lane), sums[i],
-             barrier);
+        Send(InBlock(&values[BlockOfCluster() * kWarps + warp][half][i], lane), sums[i], barrier);
       }
     }
     if (blocks > 1) complete[half].Wait(phase >> 1 & 1);
     ++phase;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const A* const row = received + i * slots;
-      A sum = lane < slots ? row[lane] : A(0);
-      if (slots > 32) {  // all loads before the first sum
-        constexpr int kMore = (kWarps * kMaxBlocks + 31) / 32 - 1;
-        A more[kMore];
+      A sum = lane < slots ? values[lane][half][i] : A(0);
+      if (slots > 32) {
 #pragma unroll
-        for (int j = 0; j < kMore; ++j) {
-          const int slot = (j + 1) * 32 + lane;
-          more[j] = slot < slots ? row[slot] : A(0);
-        }
-#pragma unroll
-        for (int j = 0; j < kMore; ++j) {
-          if ((j + 1) * 32 + lane < slots) sum += more[j];
+        for (int slot = 32; slot < kWarps * kMaxBlocks; slot += 32) {
+          if (slot + lane < slots) sum += values[slot + lane][half][i];
         }
       }
 #pragma unroll
