@@ -119,11 +119,11 @@ def write(folder: Path) -> None:
     """Write every generated part into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "overview.md").write_text(_figure(overview(folder / "overview"), "Speed-ups"))
-    for family, gpu in {**dict.fromkeys(FAMILIES, H100), "gated_act": H200}.items():
-        for prefix, name in (("", gpu), ("cpu-", CPU)):
-            results = load(f"{name}-{family}")
-            text = _family(family, results, folder / f"{prefix}{family}")
-            (folder / f"{prefix}{family}.md").write_text(text)
+    measured = [("", H100, family) for family in FAMILIES]
+    measured += [("cpu-", CPU, family) for family in FAMILIES] + [("", H200, "gated_act")]
+    for prefix, name, family in measured:
+        text = _family(family, load(f"{name}-{family}"), folder / f"{prefix}{family}")
+        (folder / f"{prefix}{family}.md").write_text(text)
     for name, file in {
         "bert": f"bert-{H100}",
         "bert-launches": f"bert-kernels-{H100}",
