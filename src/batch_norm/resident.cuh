@@ -1,447 +1,341 @@
-// What batch norm's cooperative kernels share. These kernels keep arrays on the chip between two
-// passes over them, with a grid-wide reduction in between.
+// The forward of a batch norm in one cooperative kernel. It computes the statistics and normalizes
+// x, and between these two passes keeps x on the chip, in registers and shared memory. What does
+// not fit is read again, from L2 if it is still there. batch_norm_grid.cuh describes the method.
 //
-// In memory order, a thread first has some units that it keeps in registers. The others go through
-// its ring of slots in shared memory. They are copied asynchronously, so the number of loads in
-// flight does not depend on the number of registers. The last units, as many as the ring holds,
-// stay there for the second pass. What does not fit is read again, from L2 if it is still there.
-//
-// The blocks write their partial sums to the workspace. After a grid barrier, each block adds up
-// the sums of its own channels, if these are few. Otherwise the first blocks finish the channels,
-// and all blocks wait until a counter says that these are done. Threads exchange only sums, so the
-// arrays need no barrier.
+// Long because its phases share what registers and shared memory keep. A version in functions, with
+// one body for both directions, was 1.17 times slower (docs/dev/log/batch_norm.md).
 #ifndef JAX_FASTOPS_BATCH_NORM_RESIDENT_CUH_
 #define JAX_FASTOPS_BATCH_NORM_RESIDENT_CUH_
 
-#include <cooperative_groups.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <type_traits>
 
-#include "batch_norm/plan.h"
-#include "batch_norm/reduce.cuh"
+#include "batch_norm/deviations.cuh"
+#include "batch_norm/fold.cuh"
+#include "batch_norm/geometry.cuh"
+#include "batch_norm/grid.cuh"
 #include "batch_norm/units.cuh"
-#include "core/cuda/async_copy.cuh"
-#include "core/cuda/launch.h"
 #include "core/cuda/packed.cuh"
+#include "core/cuda/relu_of.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 
-template <typename Arrays>
 struct ResidentParams {
   Finish finish;
-  Arrays arrays;
+  BatchNormForwardArrays arrays;
   double eps;
   double inverse_n;
   bool relu;
   bool aligned_parameters;
-  bool plain;  // see ResidentPlan
-  bool own;
-  int64_t mask_bytes;       // of a group
-  const uint8_t* mask_end;  // of all groups
-  int32_t slots;            // of a thread's ring
+  bool plain;          // FoldPlain applies
+  int64_t mask_bytes;  // of a group
+  int32_t slots;       // of a thread's ring
   uint32_t finish_blocks;
+
+  __host__ __device__ const Geometry& geometry() const { return finish.geometry; }
 };
 
-// A unit of each array that stays on the chip, and the byte of the mask that belongs to it. These
-// are raw bits as in memory.
-template <typename T, int kArrays>
-struct ResidentUnit {
-  UnitBits<T> of[kArrays];
-  uint32_t bits;
+// A thread's part of the ring. Unit j is in slot j % slots. Corresponding words of consecutive
+// threads are adjacent.
+template <typename T>
+struct RingOf {
+  static constexpr int kWords = UnitBits<T>::kWords;
+  static constexpr int kSlotBytes = kThreads * kWords * 16;
+  static constexpr int kStep = 4 / kWords;  // units that are copied, and used, at a time
 };
 
-// The units of a thread: in registers, in the ring, or still to be read again. Unit j of the ring
-// is in slot j % slots. Corresponding words of consecutive threads are adjacent. With a mask, a
-// slot also has the 4-byte word of the mask that contains the unit's bits. Asynchronous copies of
-// less than 4 bytes do not exist, so each thread that shares a word has its own copy of it.
-template <typename T, int kArrays, bool kMask>
-class Resident {
- public:
-  using Loaded = ResidentUnit<T, kArrays>;
-  static constexpr int kWords = UnitBits<T>::kWords;  // of a unit of one array
-  static constexpr int kUnitWords = kArrays * kWords;
-  static constexpr int kStep =
-      kRingStep / kUnitWords;  // units that are copied, and used, at a time
-  static constexpr int kKept = kResidentWords / kUnitWords;  // units in registers
+// sum / n. All blocks wait for this result, and a division would take most of that time. One
+// correction step makes the product as accurate.
+__device__ __forceinline__ double Average(double sum, double n, double inverse_n) {
+  const double quotient = sum * inverse_n;
+  return isfinite(quotient) ? fma(fma(-quotient, n, sum), inverse_n, quotient) : quotient;
+}
 
-  // `ring` is the beginning of the rings of all threads.
-  __device__ __forceinline__ Resident(const Geometry& g, const Share& share,
-                                      const T* const (&arrays)[kArrays], const uint8_t* mask,
-                                      const uint8_t* mask_end, int slots, uint4* ring)
-      : g_(g),
-        share_(share),
-        mask_(mask),
-        mask_end_(mask_end),
-        ring_(ring + threadIdx.x),
-        ring_bits_(reinterpret_cast<uint32_t*>(ring + slots * kUnitWords * kThreads) + threadIdx.x),
-        slots_(slots),
-        ringed_(max(share.count - kKept, 0)),
-        passing_(max(ringed_ - slots, 0)) {
+template <typename T, bool kResidual, typename Config>
+__global__ void __launch_bounds__(kThreads, Config::kBlocks)
+    ResidentKernel(const __grid_constant__ ResidentParams p) {
+  using A = ComputeType<T>;
+  using Ring = RingOf<T>;
+  constexpr int kWords = Ring::kWords, kStep = Ring::kStep;
+  constexpr int kKept = Config::kWords / kWords;  // units in registers
+  constexpr int kAhead = kRingAhead<Config>;
+  static_assert(kKept % kStep == 0);
+  extern __shared__ uint4 shared[];
+
+  const Geometry& g = p.geometry();
+  const Place place = PlaceOf(g, blockIdx.x);
+  const Share share = ShareOf(g, place, threadIdx.x);
+  const int64_t group = place.group * g.group_size;
+  const T* const x = static_cast<const T*>(p.arrays.x) + group;
+  const T* const residual = static_cast<const T*>(p.arrays.residual) + group;
+  T* const y = static_cast<T*>(p.arrays.y) + group;
+  uint8_t* const mask = p.arrays.mask == nullptr
+                            ? nullptr
+                            : static_cast<uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes;
+  const UnitChannels channels(g, place, share, p.aligned_parameters);
+  // Whether all lanes of the warp have the same number of units.
+  const bool together =
+      kWords == 2 && __all_sync(kFullWarp, share.count == __shfl_sync(kFullWarp, share.count, 0));
+
+  // First pass: the sums.
+  FoldBuffer<double>& buffer = *reinterpret_cast<FoldBuffer<double>*>(shared);
+  uint4* const ring = shared + kFoldBytes<double> / sizeof(uint4) + threadIdx.x;
+  const int slots = p.slots;
+  const int ringed = max(share.count - kKept, 0);  // units that go through the ring
+  const int passing = max(ringed - slots, 0);      // those of them that do not stay in it
+  const int64_t ring_first = share.first + kKept * share.stride;
+  UnitBits<T> kept[kKept];
 #pragma unroll
-    for (int a = 0; a < kArrays; ++a) arrays_[a] = arrays[a];
+  for (int k = 0; k < kKept; ++k) {
+    if (k < share.count) kept[k] = LoadUnit<T, true>(x + share.first + k * share.stride);
   }
-
-  // Starts to load.
-  __device__ __forceinline__ void Start() {
-#pragma unroll
-    for (int k = 0; k < kKept; ++k) {
-      if (k < share_.count) kept_[k] = Load(ElementOf(g_, share_, k));
-    }
-    // Data that stays on the chip is not read again, so L2 may evict it first.
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once_));
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(again_));
-#pragma unroll
-    for (int k = 0; k < kRingAhead; ++k) Copy();
-  }
-
-  // Whether all lanes of the warp have the same number of units, in pairs of lanes whose units are
-  // adjacent.
-  __device__ __forceinline__ bool together() const {
-    return kWords == 2 && g_.run_units % 2 == 0 &&
-           __all_sync(kFullWarp, share_.count == __shfl_sync(kFullWarp, share_.count, 0));
-  }
-
-  // The first unit, if there is one.
-  __device__ __forceinline__ const Loaded& first() const { return kept_[0]; }
-
-  // First pass: calls use(unit) for all units, in order, and between(n) now and then, when it has
-  // been called for n units and others follow. `use` may change the units; the second pass sees
-  // the changes of those that are in registers.
-  template <typename Use, typename Between>
-  __device__ __forceinline__ void FirstPass(const Use& use, const Between& between) {
-#pragma unroll
-    for (int k = 0; k < kKept; ++k) {
-      if (k < share_.count) use(kept_[k]);
-      if (k + 1 < share_.count) between(k + 1);
-    }
-    int slot = 0;
-    for (int used = 0; used < ringed_; used += kStep) {
-      AwaitCopies<kRingAhead - 1>();
-      if (used > 0) between(used + kKept);
-      Loaded units[kStep];
-#pragma unroll
-      for (int k = 0; k < kStep; ++k) {
-        if (used + k < ringed_) units[k] = Take(slot, used + k);
-        slot = slot + 1 == slots_ ? 0 : slot + 1;
-      }
-#pragma unroll
-      for (int k = 0; k < kStep; ++k) {
-        if (used + k < ringed_) use(units[k]);
-      }
-      Copy();
-    }
-  }
-
-  // Second pass: calls begin(), and then put(unit, other(element), element, kept) for all units;
-  // `kept` is a constant that says whether the unit was in registers. It begins with the units that
-  // have passed through the ring, in reverse order, because the last ones are the likeliest to be
-  // in L2. Their first loads, kRows units, are issued before begin(). All loads of other(element)
-  // of a batch are issued together.
-  template <int kRows, typename Begin, typename Other, typename Put>
-  __device__ __forceinline__ void SecondPass(const Begin& begin, const Other& other,
-                                             const Put& put) const {
-    using O = decltype(other(int64_t{}));
-    struct Both {
-      Loaded unit;
-      O other;
-    };
-    Sweep<kRows, Both>(
-        passing_, kKept + passing_ - 1, -1,
-        [&](int64_t k) {
-          const int64_t element = ElementOf(g_, share_, static_cast<int>(k));
-          return Both{Load(element), other(element)};
-        },
-        [&](const Both&) {
-          begin();
-          PutKept(other, put);
-        },
-        [&](const Both& both, int64_t k) {
-          const int64_t element = ElementOf(g_, share_, static_cast<int>(k));
-          put(both.unit, both.other, element, std::false_type());
-        },
-        [] {});
-    int slot = slots_ == 0 ? 0 : passing_ % slots_;
-    Sweep<kStep, O>(
-        ringed_ - passing_, passing_, 1,
-        [&](int64_t j) { return other(ElementOf(g_, share_, kKept + static_cast<int>(j))); },
-        [](const O&) {},
-        [&](const O& loaded, int64_t j) {
-          const Loaded unit = Take(slot, static_cast<int>(j));
-          slot = slot + 1 == slots_ ? 0 : slot + 1;
-          put(unit, loaded, ElementOf(g_, share_, kKept + static_cast<int>(j)), std::false_type());
-        },
-        [] {});
-  }
-
-  // The group's cut unit. Elements after the cut are 0.
-  __device__ __forceinline__ Loaded LoadCut() const {
-    const int64_t element = g_.group_size - share_.cut;
-    Loaded loaded;
-    loaded.bits = MaskByte(mask_, element);
-#pragma unroll
-    for (int a = 0; a < kArrays; ++a) {
-      loaded.of[a] = LoadCutUnit(arrays_[a] + element, share_.cut);
-    }
-    return loaded;
-  }
-
- private:
-  __device__ __forceinline__ Loaded Load(int64_t element) const {
-    Loaded loaded;
-    loaded.bits = kMask ? mask_[element >> 3] : 0xffu;
-#pragma unroll
-    for (int a = 0; a < kArrays; ++a) loaded.of[a] = LoadUnit<T, true>(arrays_[a] + element);
-    return loaded;
-  }
-
-  __device__ __forceinline__ uint4& Word(int slot, int word) const {
-    return ring_[(slot * kUnitWords + word) * kThreads];
-  }
-
-  // Starts the copies of the next step. A 16-byte word that fills only half of a sector is cached
-  // in L1, so that the copy of the other half finds the sector there.
-  __device__ __forceinline__ void Copy() {
+  const auto ring_words = [&](int slot, int w) -> uint4& {
+    return ring[(slot * kWords + w) * kThreads];
+  };
+  // Data that stays on the chip is not read again, so L2 may evict it first.
+  uint64_t once, again;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(again));
+  int copied = 0, copy_slot = 0;
+  const T* from = x + ring_first;
+  const auto copy = [&] {
 #pragma unroll
     for (int k = 0; k < kStep; ++k) {
-      if (copied_ < ringed_) {
-        const uint64_t policy = copied_ < passing_ ? again_ : once_;
-        const int64_t element = ElementOf(g_, share_, kKept + copied_);
+      if (copied < ringed) {
+        const uint64_t policy = copied < passing ? again : once;
 #pragma unroll
-        for (int w = 0; w < kUnitWords; ++w) {
-          const uint4* const from = reinterpret_cast<const uint4*>(arrays_[w / kWords] + element);
-          CopyAsync16<kWords == 1>(&Word(copy_slot_, w), from + w % kWords, policy);
+        for (int w = 0; w < kWords; ++w) {
+          CopyAsync(&ring_words(copy_slot, w), reinterpret_cast<const uint4*>(from) + w, policy,
+                    kWords == 1);
         }
-        if constexpr (kMask) CopyBits(&ring_bits_[copy_slot_ * kThreads], mask_ + (element >> 3));
       }
-      ++copied_;
-      copy_slot_ = copy_slot_ + 1 == slots_ ? 0 : copy_slot_ + 1;
+      ++copied;
+      from += share.stride;
+      copy_slot = copy_slot + 1 == slots ? 0 : copy_slot + 1;
     }
     CommitCopies();
-  }
-
-  // Copies the word of the mask that contains `byte`. If the mask ends inside that word, stores
-  // only the byte at its position in the word.
-  __device__ __forceinline__ void CopyBits(uint32_t* to, const uint8_t* byte) const {
-    const uintptr_t at = reinterpret_cast<uintptr_t>(byte) & 3;
-    const uint8_t* const word = byte - at;
-    if (mask_end_ - word < 4) {
-      *to = uint32_t{*byte} << 8 * at;
-    } else {
-      CopyAsync<4>(to, word);
-    }
-  }
-
-  // Unit j of the ring.
-  __device__ __forceinline__ Loaded Take(int slot, int j) const {
-    Loaded loaded;
+  };
 #pragma unroll
-    for (int w = 0; w < kUnitWords; ++w) loaded.of[w / kWords].words[w % kWords] = Word(slot, w);
-    loaded.bits = 0xff;
-    if constexpr (kMask) {
-      const int64_t element = ElementOf(g_, share_, kKept + j);
-      const auto byte = reinterpret_cast<uintptr_t>(mask_ + (element >> 3));
-      loaded.bits = ring_bits_[slot * kThreads] >> 8 * (byte & 3);
+  for (int k = 0; k < kAhead; ++k) copy();
+
+  Deviations<A> deviations[kUnit];
+  const auto add = [&](const UnitBits<T>& unit) {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) deviations[i].Add(ToCompute(unit[i]));
+  };
+  const auto shift = [&](int added) {
+    const A n = static_cast<A>(added), inverse_n = A(1) / n;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) deviations[i].Shift(n, inverse_n);
+  };
+  if (share.count > 0) {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) deviations[i].Begin(ToCompute(kept[0][i]));
+  }
+#pragma unroll
+  for (int k = 0; k < kKept; ++k) {
+    if (k < share.count) add(kept[k]);
+    if (k == 3 && share.count > 4) shift(4);
+  }
+  int slot = 0;
+  for (int used = 0, shift_at = 16; used < ringed; used += kStep) {
+    WaitForCopies<kAhead - 1>();
+    if (used + kKept >= shift_at) {
+      shift(used + kKept);
+      shift_at = 4 * (used + kKept);
     }
-    return loaded;
+    UnitBits<T> units[kStep];
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        if (used + k < ringed) units[k].words[w] = ring_words(slot, w);
+      }
+      slot = slot + 1 == slots ? 0 : slot + 1;
+    }
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) {
+      if (used + k < ringed) add(units[k]);
+    }
+    copy();
+  }
+  AddCut(g, share, x, deviations);
+
+  double* const workspace = reinterpret_cast<double*>(static_cast<A*>(p.arrays.workspace) +
+                                                      place.group * p.arrays.workspace_size);
+  // The counter follows the first group's sums in the workspace.
+  uint32_t* const counter =
+      reinterpret_cast<uint32_t*>(static_cast<double*>(p.arrays.workspace) + 2 * g.plane());
+  if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
+  {
+    Pair<double> sums[kUnit];
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      const int n = share.count + (i < share.cut);
+      if (n > 0) sums[i] = deviations[i].Result(n, 0);
+    }
+    if (p.plain) {
+      FoldPlain(g, place, sums, buffer, workspace);
+    } else {
+      Fold(g, place, sums, buffer, workspace);
+    }
   }
 
-  template <typename Other, typename Put>
-  __device__ __forceinline__ void PutKept(const Other& other, const Put& put) const {
+  struct Loaded {
+    UnitBits<T> x;
+    UnitBits<T> residual;
+  };
+  A mean[kUnit], factor[kUnit], bias[kUnit];
+  const auto load_residual = [&](int64_t element) {
+    if constexpr (kResidual) {
+      return LoadUnit<T, true>(residual + element);
+    } else {
+      return UnitBits<T>{};
+    }
+  };
+  // The unit of the result. Elements at `size` and after get no mask bit.
+  const auto apply = [&](const UnitBits<T>& unit, const UnitBits<T>& other, int64_t element,
+                         int size) {
+    A values[kUnit];
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      values[i] = fma(ToCompute(unit[i]) - mean[i], factor[i], bias[i]);
+      if constexpr (kResidual) values[i] += ToCompute(other[i]);
+      if (values[i] > 0) bits |= 1u << i;
+    }
+    if (mask != nullptr) mask[element >> 3] = static_cast<uint8_t>(bits & 0xffu >> (kUnit - size));
+    if (p.relu) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) values[i] = ReluOf(values[i]);
+    }
+    return RoundUnit<T>(values);
+  };
+  const auto put = [&](const UnitBits<T>& unit, const UnitBits<T>& other, int64_t element) {
+    const UnitBits<T> result = apply(unit, other, element, kUnit);
+    if (kWords == 2 && together) {
+      StorePairs(y + element, result);
+    } else {
+      StoreUnit<T, true>(y + element, result);
+    }
+  };
+
+  const auto statistics = [&] {
+    A scale[kUnit];
+    FinishGrid<A>(
+        p.finish, p.finish_blocks, p.plain, buffer.value[0], counter,
+        [&](int64_t at, const double (&sums)[2]) {
+          const Finish& f = p.finish;
+          const double average = Average(sums[0], f.n, p.inverse_n);
+          const double var = Average(sums[1], f.n, p.inverse_n) - average * average;
+          static_cast<A*>(f.out[0])[at] = static_cast<A>(average);
+          static_cast<A*>(f.out[1])[at] = static_cast<A>(var < 0 ? 0 : var);
+        },
+        [&] {
+          channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
+          channels.LoadOr(static_cast<const A*>(p.arrays.bias), A(0), bias);
+        });
+    if (share.count == 0 && share.cut == 0) return;
+    channels.Load(static_cast<const A*>(p.arrays.mean), mean);
+    channels.Load(static_cast<const A*>(p.arrays.var), factor);
+    const A eps = static_cast<A>(p.eps);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) factor[i] = InverseRoot(factor[i] + eps) * scale[i];
+  };
+  const auto put_kept = [&] {
 #pragma unroll
     for (int k = 0; k < kKept; k += kStep) {
-      decltype(other(int64_t{})) others[kStep];
+      UnitBits<T> others[kStep];
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
-        if (k + i < share_.count) others[i] = other(ElementOf(g_, share_, k + i));
-      }
-#pragma unroll
-      for (int i = 0; i < kStep; ++i) {
-        if (k + i >= share_.count) continue;
-        put(kept_[k + i], others[i], ElementOf(g_, share_, k + i), std::true_type());
-      }
-    }
-  }
-
-  const Geometry& g_;
-  const Share& share_;
-  const T* arrays_[kArrays];
-  const uint8_t* mask_;
-  const uint8_t* mask_end_;
-  uint4* ring_;
-  uint32_t* ring_bits_;
-  int slots_;
-  int ringed_;   // units that go through the ring
-  int passing_;  // those of them that do not stay in it
-  int copied_ = 0, copy_slot_ = 0;
-  uint64_t once_, again_;  // cache policies
-  Loaded kept_[kKept];
-};
-
-// Stores units of two words, which are adjacent between neighboring lanes. All lanes of the warp
-// must call it. Each pair of lanes exchanges a word, so that each of the two store instructions
-// fills the sectors that it touches.
-template <typename T>
-__device__ __forceinline__ void StorePairs(T* p, const UnitBits<T>& unit) {
-  static_assert(UnitBits<T>::kWords == 2);
-  const bool odd = threadIdx.x & 1;
-  const uint4 mine = odd ? unit.words[1] : unit.words[0];
-  const uint4 given = odd ? unit.words[0] : unit.words[1];
-  const auto exchange = [](uint32_t word) { return __shfl_xor_sync(kFullWarp, word, 1); };
-  const uint4 got = {exchange(given.x), exchange(given.y), exchange(given.z), exchange(given.w)};
-  uint4* const first = reinterpret_cast<uint4*>(odd ? p - kUnit : p) + odd;
-  __stcs(first, odd ? got : mine);
-  __stcs(first + 2, odd ? mine : got);
-}
-
-// Stores a unit of the result. `together`: all lanes of the warp store units, adjacent in pairs.
-template <typename T>
-__device__ __forceinline__ void StoreResident(T* p, const UnitBits<T>& unit, bool together) {
-  if constexpr (UnitBits<T>::kWords == 2) {
-    if (together) {
-      StorePairs(p, unit);
-      return;
-    }
-  }
-  StoreUnit<T, true>(p, unit);
-}
-
-// -------------------------------------------------------------------------------------------------
-// The reduction over the grid
-
-__device__ __forceinline__ void CountRelease(uint32_t* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter))
-               : "memory");
-}
-
-__device__ __forceinline__ uint32_t ReadAcquire(const uint32_t* counter) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-               : "=r"(value)
-               : "l"(__cvta_generic_to_global(counter))
-               : "memory");
-  return value;
-}
-
-// From the sums of a thread's channels to two values for each channel of the grid, which
-// convert(group, channel, sums, values) makes. Load gives those of a thread's channels. `A` is the
-// accumulator type.
-template <typename A, typename V>
-class GridTotals {
- public:
-  template <typename Params>
-  __device__ __forceinline__ GridTotals(const Params& p, const Place& place, FoldBuffer<V>& buffer)
-      : f_(p.finish),
-        place_(place),
-        buffer_(buffer),
-        finish_blocks_(p.finish_blocks),
-        plain_(p.plain),
-        own_(p.own) {
-    // The counter follows the first group's sums in the workspace.
-    counter_ = reinterpret_cast<uint32_t*>(GroupSums<A, V>(f_, 0) + 2 * f_.geometry.plane());
-  }
-
-  // Writes the sums to the workspace.
-  __device__ __forceinline__ void Write(const Pair<V> (&sums)[kUnit]) const {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *counter_ = 0;
-    V* const workspace = GroupSums<A, V>(f_, place_.group);
-    if (f_.geometry.run_units > 0) {
-      FoldChannel(f_.geometry, place_, sums, buffer_, workspace);
-    } else if (plain_) {
-      FoldPlain(f_.geometry, place_, sums, buffer_, workspace);
-    } else {
-      Fold(f_.geometry, place_, sums, buffer_, workspace);
-    }
-  }
-
-  // All threads of the grid must call it. `meanwhile()` is called during the wait, if there is one.
-  template <typename Convert, typename Meanwhile>
-  __device__ __forceinline__ void Find(const Convert& convert, const Meanwhile& meanwhile) const {
-    cooperative_groups::this_grid().sync();
-    if (own_) {
-      OwnTotals(f_, place_, buffer_.warps, totals(), convert);
-      meanwhile();  // first, it would take registers that OwnTotals needs
-    } else {
-      if (blockIdx.x < finish_blocks_) {
-        auto& buffer = *reinterpret_cast<FinishBuffer<V>*>(&buffer_);
-        FinishChannels<A>(f_, buffer, convert, [] {});
-        __syncthreads();
-        if (threadIdx.x == 0) CountRelease(counter_);
-      }
-      meanwhile();
-      if (threadIdx.x == 0) {
-        while (ReadAcquire(counter_) < finish_blocks_) {
+        if (k + i < share.count) {
+          others[i] = load_residual(share.first + (k + i) * share.stride);
         }
       }
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) {
+        if (k + i < share.count) put(kept[k + i], others[i], share.first + (k + i) * share.stride);
+      }
     }
-    __syncthreads();
+  };
+
+  // Second pass. It begins with the units that have passed through the ring, in reverse order,
+  // because the last ones are the likeliest to be in L2. Their first loads do not need the
+  // statistics, so they are issued before the grid barrier.
+  constexpr int kRows = kInFlight < T, kResidual ? 2 : 1 > ;
+  Sweep<kRows, Loaded>(
+      passing, ring_first + (passing - 1) * share.stride, -share.stride,
+      [&](int64_t element) {
+        Loaded loaded;
+        loaded.x = LoadUnit<T, true>(x + element);
+        loaded.residual = load_residual(element);
+        return loaded;
+      },
+      [&](const Loaded&) {
+        statistics();
+        put_kept();
+      },
+      [&](const Loaded& loaded, int64_t element) { put(loaded.x, loaded.residual, element); },
+      [] {});
+  const int stays = ringed - passing;
+  slot = slots == 0 ? 0 : passing % slots;
+  Sweep<kStep, UnitBits<T>>(
+      stays, ring_first + passing * share.stride, share.stride, load_residual,
+      [](const UnitBits<T>&) {},
+      [&](const UnitBits<T>& other, int64_t element) {
+        UnitBits<T> unit;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) unit.words[w] = ring_words(slot, w);
+        slot = slot + 1 == slots ? 0 : slot + 1;
+        put(unit, other, element);
+      },
+      [] {});
+  if (share.cut > 0) {
+    const int64_t element = g.group_size - share.cut;
+    const UnitBits<T> unit = LoadCutUnit(x + element, share.cut);
+    UnitBits<T> other;
+    if constexpr (kResidual) other = LoadCutUnit(residual + element, share.cut);
+    StoreCutUnit(y + element, apply(unit, other, element, share.cut), share.cut);
   }
-
-  __device__ __forceinline__ void Load(const UnitChannels& channels, const Share& share,
-                                       A (&first)[kUnit], A (&second)[kUnit]) const {
-    const Geometry& g = f_.geometry;
-    if (own_) {
-      const UnitChannels slots = UnitChannels::OfSlots(g, place_, share);
-      slots.Load(totals(), first);
-      slots.Load(totals() + g.slots, second);
-    } else {
-      // Load adds the offset of a group that has one value per channel.
-      const int64_t offset = place_.group * (f_.out_stride - g.channels);
-      channels.Load(static_cast<const A*>(f_.out[0]) + offset, first);
-      channels.Load(static_cast<const A*>(f_.out[1]) + offset, second);
-    }
-  }
-
- private:
-  static_assert(sizeof(FinishBuffer<V>) <= sizeof(FoldBuffer<V>));
-  static_assert(2 * kMaxOwnEntries * sizeof(A) <= sizeof(FoldBuffer<V>::value));
-
-  __device__ __forceinline__ A* totals() const { return reinterpret_cast<A*>(&buffer_); }
-
-  const Finish& f_;
-  const Place& place_;
-  FoldBuffer<V>& buffer_;
-  uint32_t* counter_;
-  uint32_t finish_blocks_;
-  bool plain_, own_;
-};
+}
 
 // -------------------------------------------------------------------------------------------------
 // Host
 
-inline cudaError_t GetResidentDevice(ResidentDevice* resident) {
-  Device device;
-  const cudaError_t error = CurrentDevice(&device);
-  *resident = {device.processors, device.shared_per_block, device.shared_per_processor,
-               device.cooperative};
-  return error;
+// Returns false if the kernel does not support the shape.
+template <typename T, typename Config>
+bool MakeResidentPlan(const BatchNormShape& shape, const ResidentDevice& device,
+                      int64_t workspace_size, GridPlan* plan) {
+  using Ring = RingOf<T>;
+  static_assert(sizeof(T) < 8);
+  return MakeGridPlan<Config>(
+      shape, device, workspace_size, workspace_size / (2 * sizeof(double) / sizeof(float)),
+      kFoldBytes<double>, Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep,
+      Config::kWords / Ring::kWords, plan);
 }
 
-// Launches a cooperative kernel. The caller sets eps, relu and aligned_parameters of the
-// parameters, and the outputs in the plan.
-template <typename Arrays>
-cudaError_t LaunchResident(void (*kernel)(ResidentParams<Arrays>), const BatchNormShape& shape,
-                           const ResidentPlan& plan, const Arrays& arrays,
-                           ResidentParams<Arrays>* p, cudaStream_t stream) {
-  p->finish = plan.finish;
-  p->finish.workspace = arrays.workspace;
-  p->arrays = arrays;
-  p->inverse_n = 1 / plan.finish.n;
-  p->plain = plan.plain;
-  p->own = plan.own;
-  p->mask_bytes = shape.mask_bytes();
-  p->mask_end = arrays.mask == nullptr
-                    ? nullptr
-                    : static_cast<const uint8_t*>(arrays.mask) + shape.groups * p->mask_bytes;
-  p->slots = plan.slots;
-  p->finish_blocks = plan.finish_blocks;
-  return Launch(kernel,
-                {.grid = dim3(plan.blocks),
-                 .block = dim3(kThreads),
-                 .shared = static_cast<size_t>(plan.shared_bytes),
-                 .cooperative = true},
-                stream, *p);
+inline ResidentParams MakeResidentParams(const BatchNormShape& shape, const GridPlan& plan,
+                                         const BatchNormForwardArrays& arrays, double eps,
+                                         bool relu) {
+  ResidentParams p;
+  p.finish = plan.finish;
+  p.finish.workspace = arrays.workspace;
+  p.finish.x = arrays.x;
+  p.finish.out[0] = arrays.mean;
+  p.finish.out[1] = arrays.var;
+  p.finish.out_stride = shape.channels;
+  p.arrays = arrays;
+  p.eps = eps;
+  p.inverse_n = 1 / plan.finish.n;
+  p.relu = relu;
+  p.aligned_parameters = IsAligned(arrays.mean) && IsAligned(arrays.var) &&
+                         IsAligned(arrays.scale) && IsAligned(arrays.bias);
+  p.plain = plan.plain;
+  p.mask_bytes = shape.mask_bytes();
+  p.slots = plan.slots;
+  p.finish_blocks = plan.finish_blocks;
+  return p;
 }
 
 }  // namespace jax_fastops::cuda::batch_norm

@@ -11,17 +11,14 @@
 #include <cstdint>
 
 #include "batch_norm/batch_norm.h"
-#include "batch_norm/reduce.cuh"
+#include "batch_norm/deviations.cuh"
+#include "batch_norm/fold.cuh"
+#include "batch_norm/geometry.cuh"
 #include "batch_norm/units.cuh"
-#include "core/cuda/dependent.cuh"
-#include "core/cuda/dispatch.cuh"
-#include "core/cuda/launch.h"
+#include "core/cuda/load_kernels.h"
 #include "core/cuda/packed.cuh"
 
 namespace jax_fastops::cuda {
-
-struct BatchNormStatisticsKernels;  // the list of kernels
-
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
@@ -63,22 +60,29 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   const Share share = ShareOf(g, place, threadIdx.x);
   const T* const x = static_cast<const T*>(p.x) + place.group * g.group_size;
 
-  UnitDeviations<A> deviations;
+  Deviations<A> deviations[kUnit];
+  const auto begin = [&](const UnitBits<T>& unit) {
+    if (share.count == 0) return;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) deviations[i].Begin(ToCompute(unit[i]));
+  };
   int added = 0, shift_at = 4;
   Sweep<kRows, UnitBits<T>>(
       share.count, share.first, share.stride,
-      [&](int64_t element) { return LoadUnit<T, kAligned>(x + element); },
-      [&](const UnitBits<T>& unit) {
-        if (share.count > 0) deviations.Begin(unit);
+      [&](int64_t element) { return LoadUnit<T, kAligned>(x + element); }, begin,
+      [&](const UnitBits<T>& unit, int64_t) {
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) deviations[i].Add(ToCompute(unit[i]));
       },
-      [&](const UnitBits<T>& unit, int64_t) { deviations.Add(unit); },
       [&] {
         added += kRows;
         if (added < shift_at) return;
-        deviations.Shift(added);
+        const A n = static_cast<A>(added), inverse_n = A(1) / n;
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) deviations[i].Shift(n, inverse_n);
         shift_at = added * 4;
       });
-  deviations.AddCut(g, share, x);
+  AddCut(g, share, x, deviations);
 
   double bases[kUnit] = {};
   if (sizeof(T) == 8 && (share.count > 0 || share.cut > 0)) {
@@ -86,26 +90,49 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
         .Gather([&](int64_t channel) { return BaseOf(g, x, channel); }, bases);
   }
   Pair<double> sums[kUnit];
-  deviations.Result(share, bases, sums);
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    const int n = share.count + (i < share.cut);
+    if (n > 0) sums[i] = deviations[i].Result(n, bases[i]);
+  }
   Fold(g, place, sums, buffer,
        reinterpret_cast<double*>(static_cast<A*>(p.workspace) + place.group * p.workspace_size));
 }
 
-// `A` is the accumulator type. Only double has values that are not 0 as base.
-template <typename A>
+template <typename T>
 __global__ void __launch_bounds__(kMaxFinishThreads)
     FinishStatisticsKernel(const __grid_constant__ Finish f) {
-  FinishKernelBody<A, double>(
-      f, [&](int64_t group, int64_t channel, const double (&sums)[2], A(&values)[2]) {
-        double base = 0;
-        if constexpr (sizeof(A) == 8) {
-          base = BaseOf(f.geometry, static_cast<const A*>(f.x) + group * f.geometry.group_size,
-                        channel);
-        }
-        const double mean = sums[0] / f.n, var = sums[1] / f.n - mean * mean;
-        values[0] = static_cast<A>(base + mean);
-        values[1] = static_cast<A>(var < 0 ? 0 : var);
-      });
+  using A = ComputeType<T>;
+  FinishChannels<A, double>(f, [&](int64_t group, int64_t channel, const double (&sums)[2]) {
+    const Geometry& g = f.geometry;
+    const double base = BaseOf(g, static_cast<const T*>(f.x) + group * g.group_size, channel);
+    const int64_t at = group * f.out_stride + channel;
+    const double mean = sums[0] / f.n, var = sums[1] / f.n - mean * mean;
+    static_cast<A*>(f.out[0])[at] = static_cast<A>(base + mean);
+    static_cast<A*>(f.out[1])[at] = static_cast<A>(var < 0 ? 0 : var);
+  });
+}
+
+using Kernels = SumKernels<Params>;
+
+template <typename T>
+Kernels KernelsFor(bool aligned) {
+  return {aligned ? StatisticsKernel<T, true> : StatisticsKernel<T, false>,
+          FinishStatisticsKernel<T>, kBlocksPerProcessor<T>};
+}
+
+Kernels KernelsOf(DType dtype, bool aligned) {
+  switch (dtype) {
+    case DType::kF32:
+      return KernelsFor<float>(aligned);
+    case DType::kBF16:
+      return KernelsFor<__nv_bfloat16>(aligned);
+    case DType::kF16:
+      return KernelsFor<__half>(aligned);
+    case DType::kF64:
+      return KernelsFor<double>(aligned);
+  }
+  return {};
 }
 
 }  // namespace
@@ -113,31 +140,33 @@ __global__ void __launch_bounds__(kMaxFinishThreads)
 cudaError_t BatchNormStatistics(const BatchNormShape& shape, DType dtype,
                                 const BatchNormStatisticsArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
+  const Kernels kernels = KernelsOf(dtype, AreGroupsAligned(shape, DTypeSize(dtype), arrays.x));
   Params params;
   params.x = arrays.x;
   params.workspace = arrays.workspace;
   params.workspace_size = arrays.workspace_size;
+  const int64_t pairs =
+      arrays.workspace_size / (dtype == DType::kF64 ? 2 : 2 * sizeof(double) / sizeof(float));
   Finish finish;
   finish.x = arrays.x;
-  finish.workspace = arrays.workspace;
-  finish.workspace_size = arrays.workspace_size;
   finish.out[0] = arrays.mean;
   finish.out[1] = arrays.var;
   finish.out_stride = shape.channels;
-  const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x);
-  return ForDType(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::Type;
-    using A = ComputeType<T>;
-    using Kernels = BatchNormStatisticsKernels;
-    constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
-    const auto sum = aligned ? KernelOf<Kernels, StatisticsKernel<T, kAligned>>()
-                             : KernelOf<Kernels, StatisticsKernel<T, false>>();
-    return LaunchSums(
-        shape, sum, kBlocksPerProcessor<T>, KernelOf<Kernels, FinishStatisticsKernel<A>>(),
-        arrays.workspace_size * sizeof(A) / (2 * sizeof(double)), &params, &finish, stream);
-  });
+  return LaunchSums(shape, kernels, arrays.workspace, arrays.workspace_size, pairs, &params,
+                    &finish, stream);
 }
 
-cudaError_t LoadBatchNormStatisticsKernels() { return LoadKernels<BatchNormStatisticsKernels>(); }
+cudaError_t LoadBatchNormStatisticsKernels() {
+  static KernelLoader loader;
+  return loader.Load([](const auto& load) {
+    for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
+      for (const bool aligned : {false, true}) {
+        const Kernels kernels = KernelsOf(static_cast<DType>(dtype), aligned);
+        load(reinterpret_cast<const void*>(kernels.sum));
+        load(reinterpret_cast<const void*>(kernels.finish));
+      }
+    }
+  });
+}
 
 }  // namespace jax_fastops::cuda

@@ -1,5 +1,5 @@
 // What the batch norm kernels share: loads and stores of units of 8 elements, the loop over a
-// thread's units, the parameters of a unit's channels, and the launch of elementwise kernels.
+// thread's units, and the parameters of a unit's channels.
 #ifndef JAX_FASTOPS_BATCH_NORM_UNITS_CUH_
 #define JAX_FASTOPS_BATCH_NORM_UNITS_CUH_
 
@@ -7,13 +7,11 @@
 
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 
-#include "batch_norm/plan.h"
-#include "core/cuda/divide.cuh"
-#include "core/cuda/launch.h"
+#include "batch_norm/geometry.cuh"
 #include "core/cuda/packed.cuh"
+#include "core/dtype.h"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -153,15 +151,6 @@ __device__ __forceinline__ const T* PartOf(const void* array, int64_t offset) {
   return array == nullptr ? nullptr : static_cast<const T*>(array) + offset;
 }
 
-// The first element of a thread's k-th unit.
-__device__ __forceinline__ int64_t ElementOf(const Geometry& g, const Share& share, int k) {
-  const int64_t offset = k * share.stride, element = share.first + offset;
-  if (g.run_units == 0) return element;
-  const uint32_t unit =
-      static_cast<uint32_t>(static_cast<uint64_t>(element - share.position) / kUnit);
-  return element + Divide(unit, g.by_run) * (g.length - g.inner);
-}
-
 // The loop over a thread's units. It calls load(element) for every unit and then use(loaded,
 // element), both in order and kRows units at a time. `begin(loaded)` is called once, after the
 // first loads have been issued, so that its own waiting overlaps with theirs. It is called even if
@@ -205,15 +194,15 @@ class UnitChannels {
  public:
   __device__ __forceinline__ UnitChannels(const Geometry& g, const Place& place, const Share& share,
                                           bool aligned)
-      : UnitChannels(g, share, 0) {
+      : channels_(g.channels) {
+    const int64_t run = DividePosition(g, share.position, g.inner);
+    const int64_t channel = run - DividePosition(g, run, g.channels) * g.channels;
+    const int64_t left = (run + 1) * g.inner - share.position;
     base_ = place.group * g.channels;
+    channel_ = channel;
+    left_ = static_cast<int>(left < kUnit ? left : kUnit);
+    inner_ = static_cast<int>(g.inner < kUnit ? g.inner : kUnit);
     vector_ = aligned && g.inner == 1 && g.channels % kUnit == 0;
-  }
-
-  // For parameters in the order of the tile's slots.
-  __device__ __forceinline__ static UnitChannels OfSlots(const Geometry& g, const Place& place,
-                                                         const Share& share) {
-    return UnitChannels(g, share, DividePosition(g, g.tile_begin(place.tile), g.inner));
   }
 
   // Loads a parameter for each element of the unit. With inner == 1, neighboring lanes read 32
@@ -268,19 +257,9 @@ class UnitChannels {
   }
 
  private:
-  // Counts the channels from that of run `first_run`.
-  __device__ __forceinline__ UnitChannels(const Geometry& g, const Share& share, int64_t first_run)
-      : channels_(g.channels) {
-    const int64_t run = DividePosition(g, share.position, g.inner), from = run - first_run;
-    const int64_t left = (run + 1) * g.inner - share.position;
-    channel_ = from - DividePosition(g, from, g.channels) * g.channels;
-    left_ = static_cast<int>(left < kUnit ? left : kUnit);
-    inner_ = static_cast<int>(g.inner < kUnit ? g.inner : kUnit);
-  }
-
-  int64_t channels_, base_ = 0, channel_;
+  int64_t channels_, base_, channel_;
   int left_, inner_;  // elements of the first channel's run, and of later runs
-  bool vector_ = false;
+  bool vector_;
 };
 
 __device__ __forceinline__ float InverseRoot(float x) { return rsqrtf(x); }
@@ -291,36 +270,29 @@ __device__ __forceinline__ uint32_t MaskByte(const uint8_t* mask, int64_t elemen
   return mask != nullptr ? mask[element >> 3] : 0xffu;
 }
 
+// -------------------------------------------------------------------------------------------------
 // Host
 
-inline bool IsAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-
-template <typename... Pointers>
-bool AreAligned(Pointers... pointers) {
-  return (IsAligned(pointers) && ...);
+inline cudaError_t GetProcessors(int* processors) {
+  int device;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device);
 }
+
+inline bool IsAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 // Whether all groups of these arrays are aligned to 16 bytes.
 template <typename... Pointers>
 bool AreGroupsAligned(const BatchNormShape& shape, size_t element, Pointers... arrays) {
-  return AreAligned(arrays...) &&
+  return (IsAligned(arrays) && ...) &&
          (shape.groups == 1 || shape.group_size() % static_cast<int64_t>(16 / element) == 0);
 }
 
-// Launches an elementwise kernel (one without sums) as a dependent. An SM runs `resident` of its
-// blocks at once. The caller sets everything in `params` except the geometry.
-template <typename Params>
-cudaError_t LaunchMap(const BatchNormShape& shape, void (*kernel)(Params), int resident,
-                      Params* params, cudaStream_t stream) {
-  Device device;
-  const cudaError_t error = CurrentDevice(&device);
-  if (error != cudaSuccess) return error;
-  const BlockWish wish = {int64_t{device.processors} * resident, 2,
-                          std::numeric_limits<int64_t>::max()};
-  if (!MakeGeometry(shape, wish, &params->geometry)) return cudaErrorInvalidConfiguration;
-  const unsigned blocks = BlocksOf(shape, params->geometry);
-  return Launch(kernel, {.grid = dim3(blocks), .block = dim3(kThreads), .dependent = true}, stream,
-                *params);
+inline bool IsEmpty(const BatchNormShape& shape) { return shape.groups * shape.group_size() == 0; }
+
+inline unsigned BlocksOf(const BatchNormShape& shape, const Geometry& g) {
+  return static_cast<unsigned>(g.tiles * g.parts * shape.groups);
 }
 
 }  // namespace jax_fastops::cuda::batch_norm

@@ -18,6 +18,8 @@
 // Its part of such a slice is stored separately, and these parts are added up at the end, in the
 // order of the pieces. So the order of all additions depends only on the shape and the number of
 // threads.
+//
+// Long because planning, iteration and sums share one description of the loops.
 #include "elementwise/blocks_cpu.h"
 
 #include <algorithm>

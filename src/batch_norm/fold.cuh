@@ -1,0 +1,345 @@
+// Reductions of batch norm. The sums of the threads are added to one entry per slot of the block,
+// and a second kernel adds these entries to channels. Each channel has a pair of sums of type `V`.
+// The order of additions depends only on the shape and the device.
+#ifndef JAX_FASTOPS_BATCH_NORM_FOLD_CUH_
+#define JAX_FASTOPS_BATCH_NORM_FOLD_CUH_
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "batch_norm/geometry.cuh"
+#include "batch_norm/launch.cuh"
+#include "batch_norm/units.cuh"
+#include "core/cuda/bitmask.cuh"
+
+namespace jax_fastops::cuda::batch_norm {
+
+// Two sums over some elements of one channel.
+template <typename V>
+struct Pair {
+  V value[2] = {};
+};
+
+// The pairs of all elements of a block, 8 per thread, in shared memory. The padding avoids bank
+// conflicts between neighboring threads, between the elements of a unit, and between neighboring
+// warps.
+template <typename V>
+struct FoldBuffer {
+  static constexpr int kRow = kThreads + kWarpSize + 4;
+  V value[2][kUnit * kRow];
+  V warps[2][kThreads / kWarpSize];
+
+  __device__ __forceinline__ static int IndexOf(uint32_t thread, uint32_t i) {
+    return static_cast<int>(i * kRow + thread + thread / kWarpSize);
+  }
+};
+
+// Adds `values` over the threads that share a slot. All of them get the sums. All threads of the
+// block must call it.
+template <typename V>
+__device__ __forceinline__ void SumShare(int share, V (&values)[2],
+                                         V (*warps)[kThreads / kWarpSize]) {
+  const auto sum = [&](int threads) {
+    for (int step = threads / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) values[i] += __shfl_xor_sync(kFullWarp, values[i], step);
+    }
+  };
+  sum(min(share, kWarpSize));
+  if (share <= kWarpSize) return;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, of_share = share / kWarpSize;
+  if (threadIdx.x % kWarpSize == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) warps[i][warp] = values[i];
+  }
+  __syncthreads();
+  const int other = (warp & ~(of_share - 1)) | (threadIdx.x & (of_share - 1));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) values[i] = warps[i][other];
+  sum(of_share);
+}
+
+// Adds the pairs of the block's threads for each slot and writes them to `workspace`, which is that
+// of the group. All threads of the block must call it.
+template <typename V>
+__device__ __forceinline__ void Fold(const Geometry& g, const Place& place,
+                                     const Pair<V> (&pairs)[kUnit], FoldBuffer<V>& buffer,
+                                     V* workspace) {
+  constexpr int kBatch = 4;
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      buffer.value[k][buffer.IndexOf(threadIdx.x, i)] = pairs[i].value[k];
+    }
+  }
+  const TileRuns runs = RunsOf(g, place.tile);
+  __syncthreads();
+
+  const int share = 1 << g.log_share, in_share = threadIdx.x & (share - 1);
+  // If a run is a single element (inner == 1), treat all runs of a slot as one run whose elements
+  // are `gap` apart.
+  const bool gaps = g.inner == 1;
+  const int log_run = gaps ? g.log_share : g.log_run;
+  const int first_run = (in_share >> log_run) * runs.period;
+  const int run_step = gaps ? runs.runs : (share >> log_run) * runs.period;
+  const uint32_t in_run = in_share & ((1 << log_run) - 1);
+  const uint32_t gap = gaps ? runs.period : 1;
+  const int log_lanes = g.log_lanes();
+  const uint32_t lanes = 1u << log_lanes;
+  const int64_t plane = g.plane();
+  const int64_t block = (int64_t{place.part} * g.tiles + place.tile) * g.slots;
+  for (int slot = threadIdx.x >> g.log_share;; slot += kThreads >> g.log_share) {
+    V sums[2] = {};
+    for (int run = slot + first_run; slot < runs.slots && run < runs.runs; run += run_step) {
+      const Run elements = RunOf(runs, run);
+      const uint32_t begin = elements.begin;
+      const uint32_t size = gaps ? (runs.size - begin + gap - 1) / gap : elements.end - begin;
+      const uint32_t end = size << log_lanes;
+      for (uint32_t at = in_run; at < end; at += kBatch << log_run) {
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const uint32_t here = at + (k << log_run);
+          if (here >= end) continue;
+          const uint32_t lane = here & (lanes - 1), element = begin + (here >> log_lanes) * gap;
+          const int index =
+              buffer.IndexOf((lane << g.log_width) + element / kUnit, element % kUnit);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) sums[i] += buffer.value[i][index];
+        }
+      }
+    }
+    SumShare(share, sums, buffer.warps);
+    if (in_share == 0 && slot < runs.slots) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) workspace[i * plane + block + slot] = sums[i];
+    }
+    // If several threads share a slot, the block handles all slots at once.
+    if (share > 1 || slot + kThreads - static_cast<int>(threadIdx.x) >= runs.slots) break;
+  }
+}
+
+inline constexpr int kMaxLogFinishThreads = 10;
+inline constexpr int kMaxFinishThreads = 1 << kMaxLogFinishThreads;
+
+// Parameters of the second kernel. A block of it handles 1 << log_width channels, and 1 <<
+// log_share threads share the parts of each channel. The entries of a channel enumerate its parts
+// as if each of its runs touched `tiles` tiles; entries without a part are skipped.
+struct Finish {
+  Geometry geometry;
+  const void* workspace;
+  int64_t workspace_size;  // of a group, in accumulators
+  const void* x;
+  void* out[2];
+  int64_t out_stride;  // distance between groups
+  double n;            // elements of a channel
+  int32_t log_width;
+  int32_t log_share;
+  uint32_t group_blocks;
+  uint32_t tiles;
+  uint32_t entries;
+
+  int threads() const { return 1 << (log_width + log_share); }
+};
+
+template <typename V>
+struct FinishBuffer {
+  V warps[2][kMaxFinishThreads / kWarpSize * (kUnit + 1)];
+};
+
+// Adds `values` over the threads that share a channel. All threads of the block must call it.
+// Returns the channel (within the block) whose sums this thread holds, or -1 if it holds none.
+template <typename V>
+__device__ __forceinline__ int SumChannels(const Finish& f, V (&values)[2],
+                                           FinishBuffer<V>& buffer) {
+  if (f.log_share == 0) return threadIdx.x;
+  const int width = 1 << f.log_width, log_warps = f.log_width + f.log_share - 5;
+  const int thread = threadIdx.x, lane = thread % kWarpSize;
+  const auto sum = [&](int from, int to) {
+    for (int step = from; step >= to; step /= 2) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) values[i] += __shfl_xor_sync(kFullWarp, values[i], step);
+    }
+  };
+  sum(kWarpSize / 2, width);
+  if (lane < width) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      buffer.warps[i][thread / kWarpSize * (width + 1) + lane] = values[i];
+    }
+  }
+  __syncthreads();
+  // One thread for each warp's sum of each channel.
+  const int channel = thread >> log_warps, warp = thread & ((1 << log_warps) - 1);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    values[i] = channel < width ? buffer.warps[i][warp * (width + 1) + channel] : V(0);
+  }
+  sum((1 << log_warps) / 2, 1);
+  return channel < width && warp == 0 ? channel : -1;
+}
+
+// Locates the parts of a channel in a plane of the workspace.
+class ChannelParts {
+ public:
+  __device__ __forceinline__ ChannelParts(const Finish& f, int64_t channel)
+      : f_(f), channel_(channel), stride_(f.geometry.tiles * f.geometry.slots) {
+    first_ = IndexOf(0, 0);
+  }
+
+  // The indices of kSize entries, `step` apart. The index is -1 if an entry has no part.
+  template <int kSize>
+  __device__ __forceinline__ void Get(uint32_t entry, uint32_t step, uint32_t entries,
+                                      int64_t (&indices)[kSize]) const {
+    if (f_.tiles == 1 && f_.geometry.repeats == 1) {
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) indices[k] = first_ + (entry + k * step) * stride_;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) indices[k] = Get(entry + k * step);
+    }
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) indices[k] = entry + k * step < entries ? indices[k] : -1;
+  }
+
+ private:
+  __device__ __forceinline__ int64_t Get(uint32_t entry) const {
+    const Geometry& g = f_.geometry;
+    const uint32_t parts = g.parts, of_run = entry / parts;
+    const uint32_t repeat = g.repeats == 1 ? 0 : of_run / f_.tiles;
+    const int64_t index = IndexOf(static_cast<int>(repeat), of_run - repeat * f_.tiles);
+    return index < 0 ? index : index + (entry - of_run * parts) * stride_;
+  }
+
+  // The index of the first part of a tile: the `nth` of the tiles of a repeat. All tiles of a run,
+  // except the one in which it begins, begin inside the run, so it has slot 0 there.
+  __device__ __forceinline__ int64_t IndexOf(int repeat, uint32_t nth) const {
+    const Geometry& g = f_.geometry;
+    const int log_size = g.log_width + 3;
+    const int64_t run = channel_ + repeat * g.channels, before = run - g.channels;
+    const int64_t done = repeat == 0 ? 0 : ((before * g.inner + g.inner - 1) >> log_size) + 1;
+    const TileRange range = TilesOf(g, channel_, repeat, done);
+    const int64_t tile = range.begin + nth;
+    if (tile >= range.end) return -1;
+    // The elements of the tile before the run. The slot is the number of runs that they belong to.
+    const int64_t behind = run * g.inner - (tile << log_size);
+    const uint32_t slot =
+        behind <= 0 ? 0
+        : g.inner < behind
+            ? (static_cast<uint32_t>(behind) - 1) / static_cast<uint32_t>(g.inner) + 1
+            : 1;
+    return tile * g.slots + slot;
+  }
+
+  const Finish& f_;
+  int64_t channel_, stride_, first_;
+};
+
+// Calls write(group, channel, sums) for every channel. `A` is the accumulator type. The kernel is
+// latency-bound, so each thread issues its loads together, usually all of them. It is a dependent
+// of the kernel that wrote the workspace.
+template <typename A, typename V, typename Write>
+__device__ __forceinline__ void FinishChannels(const Finish& f, const Write& write) {
+  constexpr int kBatch = 4;
+  __shared__ FinishBuffer<V> buffer;
+
+  LetDependentsStart();
+  const Geometry& g = f.geometry;
+  const uint32_t share = 1u << f.log_share, in_share = threadIdx.x >> f.log_width;
+  const int64_t group = blockIdx.x / f.group_blocks;
+  const int64_t first = int64_t{blockIdx.x % f.group_blocks} << f.log_width;
+  const int64_t channel = first | (threadIdx.x & ((1u << f.log_width) - 1));
+  const V* const workspace =
+      reinterpret_cast<const V*>(static_cast<const A*>(f.workspace) + group * f.workspace_size);
+  const int64_t plane = g.plane();
+  const uint32_t entries = channel < g.channels ? f.entries : 0;
+  const ChannelParts parts(f, channel);
+  AwaitPredecessors();
+  V sums[2] = {};
+  for (uint32_t entry = in_share; entry < entries; entry += kBatch * share) {
+    int64_t indices[kBatch];
+    parts.Get(entry, share, entries, indices);
+    Pair<V> batch[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      if (indices[k] < 0) continue;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) batch[k].value[i] = workspace[i * plane + indices[k]];
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sums[i] += batch[k].value[i];
+    }
+  }
+  const int summed = SumChannels(f, sums, buffer);
+  if (summed >= 0 && first + summed < g.channels) write(group, first + summed, sums);
+}
+
+// -------------------------------------------------------------------------------------------------
+// Host
+
+// Sets everything except x and the outputs. Returns false if the number of blocks overflows.
+inline bool MakeFinish(const BatchNormShape& shape, const Geometry& g, const void* workspace,
+                       int64_t workspace_size, Finish* finish, unsigned* blocks) {
+  finish->geometry = g;
+  finish->workspace = workspace;
+  finish->workspace_size = workspace_size;
+  finish->n = static_cast<double>(shape.outer) * static_cast<double>(shape.inner);
+  const int64_t tiles = g.inner > 1 ? std::min(g.tiles, g.inner / g.tile_size() + 2) : 1;
+  const int64_t entries = g.repeats * tiles * g.parts;
+  finish->tiles = static_cast<uint32_t>(tiles);
+  finish->entries = static_cast<uint32_t>(entries);  // not many more than there are blocks
+  // Each thread has about two entries, if the block can have that many threads. A block handles 8
+  // channels, whose floats are one memory sector, but only one channel if there are very many
+  // entries. It has at least two warps.
+  int log_width = entries > 4096 ? 0 : 3;
+  while (log_width > 0 && shape.channels <= int64_t{1} << (log_width - 1)) --log_width;
+  int log_share = 0;
+  while (log_share < kMaxLogFinishThreads - log_width && int64_t{2} << log_share < entries) {
+    ++log_share;
+  }
+  log_width = std::max(log_width, 6 - log_share);
+  finish->log_width = log_width;
+  finish->log_share = log_share;
+  const int64_t width = int64_t{1} << log_width;
+  const int64_t group_blocks = (shape.channels + width - 1) / width;
+  finish->group_blocks = static_cast<uint32_t>(group_blocks);
+  if (group_blocks * shape.groups > std::numeric_limits<int32_t>::max()) return false;
+  *blocks = static_cast<unsigned>(group_blocks * shape.groups);
+  return true;
+}
+
+// A kernel that writes partial sums to the workspace, and one that finishes them.
+template <typename Params>
+struct SumKernels {
+  void (*sum)(Params);
+  void (*finish)(Finish);
+  int resident;  // blocks of the first kernel that an SM runs at once
+};
+
+// Launches both kernels. The caller sets everything in `params` except the geometry, and x and the
+// outputs in `finish`. The workspace has room for `pairs` pairs per group.
+template <typename Params>
+cudaError_t LaunchSums(const BatchNormShape& shape, const SumKernels<Params>& kernels,
+                       void* workspace, int64_t workspace_size, int64_t pairs, Params* params,
+                       Finish* finish, cudaStream_t stream) {
+  int processors;
+  const cudaError_t error = GetProcessors(&processors);
+  if (error != cudaSuccess) return error;
+  Geometry& geometry = params->geometry;
+  unsigned finish_blocks;
+  if (!MakeGeometry(shape, {int64_t{processors} * kernels.resident, 3, pairs}, &geometry) ||
+      !MakeFinish(shape, geometry, workspace, workspace_size, finish, &finish_blocks)) {
+    return cudaErrorInvalidConfiguration;
+  }
+  kernels.sum<<<BlocksOf(shape, geometry), kThreads, 0, stream>>>(*params);
+  const cudaError_t launched = cudaGetLastError();
+  if (launched != cudaSuccess) return launched;
+  return LaunchDependent(kernels.finish, *finish, finish_blocks, finish->threads(), stream);
+}
+
+}  // namespace jax_fastops::cuda::batch_norm
+
+#endif  // JAX_FASTOPS_BATCH_NORM_FOLD_CUH_

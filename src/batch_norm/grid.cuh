@@ -1,0 +1,422 @@
+// What batch norm's cooperative kernels share. These kernels keep arrays on the chip between two
+// passes over them, with a grid-wide reduction in between. This file has the asynchronous copies
+// into a ring in shared memory, the reduction through the workspace with a grid barrier and a
+// counter, and, on the host, the launch plan.
+//
+// In memory order, a thread first has some units that it keeps in registers. The others go through
+// its ring of slots in shared memory. They are copied asynchronously, so the number of loads in
+// flight does not depend on the number of registers. The last units, as many as the ring holds,
+// stay there for the second pass. The blocks write their partial sums to the workspace. After a
+// grid barrier the first blocks finish the channels, and all blocks wait until a counter says that
+// these are done. Threads exchange only sums, so the arrays need no barrier.
+#ifndef JAX_FASTOPS_BATCH_NORM_GRID_CUH_
+#define JAX_FASTOPS_BATCH_NORM_GRID_CUH_
+
+#include <cooperative_groups.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+
+#include "batch_norm/fold.cuh"
+#include "batch_norm/geometry.cuh"
+#include "batch_norm/units.cuh"
+#include "core/cuda/packed.cuh"
+#include "core/dtype.h"
+
+namespace jax_fastops::cuda::batch_norm {
+
+// Build parameters of a kernel: blocks per SM, 16-byte words of the arrays that a thread keeps in
+// registers, and log2 of the fewest channels that a block finishes (if there are that many).
+template <int kBlocks_, int kWords_, int kLogFinish_>
+struct ResidentConfig {
+  static constexpr int kBlocks = kBlocks_;
+  static constexpr int kWords = kWords_;
+  static constexpr int kLogFinish = kLogFinish_;
+};
+
+// Copy steps in flight.
+template <typename Config>
+inline constexpr int kRingAhead = Config::kBlocks > 2 ? 2 : 3;
+
+__device__ __forceinline__ void CopyAsync(void* to, const void* from, uint64_t policy,
+                                          bool sectors) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  // If the accesses of a warp do not fill their sectors, use the variant that caches in L1, so that
+  // the second access finds the sectors there.
+  if (sectors) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(address),
+                 "l"(__cvta_generic_to_global(from)), "l"(policy)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(address),
+                 "l"(__cvta_generic_to_global(from)), "l"(policy)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;"); }
+
+// Waits until all but the last `kGroups` copy groups of this thread have arrived.
+template <int kGroups>
+__device__ __forceinline__ void WaitForCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
+__device__ __forceinline__ void CountRelease(uint32_t* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter))
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t ReadAcquire(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(counter))
+               : "memory");
+  return value;
+}
+
+// Stores units of two words, which are adjacent between neighboring lanes. All lanes of the warp
+// must call it. Each pair of lanes exchanges a word, so that each of the two store instructions
+// fills the sectors that it touches.
+template <typename T>
+__device__ __forceinline__ void StorePairs(T* p, const UnitBits<T>& unit) {
+  static_assert(sizeof(T) * kUnit == 32 || sizeof(T) == 2);
+  if constexpr (UnitBits<T>::kWords == 2) {
+    const bool odd = threadIdx.x & 1;
+    const uint4 mine = odd ? unit.words[1] : unit.words[0];
+    const uint4 given = odd ? unit.words[0] : unit.words[1];
+    const auto exchange = [](uint32_t word) { return __shfl_xor_sync(kFullWarp, word, 1); };
+    const uint4 got = {exchange(given.x), exchange(given.y), exchange(given.z), exchange(given.w)};
+    uint4* const first = reinterpret_cast<uint4*>(odd ? p - kUnit : p) + odd;
+    __stcs(first, odd ? got : mine);
+    __stcs(first + 2, odd ? mine : got);
+  }
+}
+
+// Fold for complete tiles of 256 elements with inner == 1, in which all slots have the same number
+// of elements. A thread first sums one element of the tile over all lanes; then the elements of
+// each slot are added.
+template <typename V>
+__device__ __forceinline__ void FoldPlain(const Geometry& g, const Place& place,
+                                          const Pair<V> (&pairs)[kUnit], FoldBuffer<V>& buffer,
+                                          V* workspace) {
+  constexpr int kTileUnits = kThreads / kUnit;
+  static_assert(kTileUnits == kWarpSize);
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      buffer.value[k][buffer.IndexOf(threadIdx.x, i)] = pairs[i].value[k];
+    }
+  }
+  __syncthreads();
+  const uint32_t element = threadIdx.x;
+  V sums[2] = {};
+#pragma unroll
+  for (int lane = 0; lane < kThreads / kTileUnits; ++lane) {
+    const int index = buffer.IndexOf(lane * kTileUnits + element / kUnit, element % kUnit);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) sums[k] += buffer.value[k][index];
+  }
+  const uint32_t slots = g.slots;
+  if (slots < kThreads) {
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < 2; ++k) buffer.value[k][element] = sums[k];
+    __syncthreads();
+    if (element >= slots) return;
+    for (uint32_t other = element + slots; other < kThreads; other += slots) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) sums[k] += buffer.value[k][other];
+    }
+  }
+  const int64_t at = (int64_t{place.part} * g.tiles + place.tile) * slots + element;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) workspace[k * g.plane() + at] = sums[k];
+}
+
+// Finishes this block's channels, as Finish assigns them. It calls write(index, sums) for each one,
+// with its index in `out` and its pair of sums. All threads of the block must call it. `plain` says
+// that FoldPlain wrote the sums. `A` is the accumulator type; `buffer` is in shared memory.
+template <typename A, typename V, typename Write>
+__device__ __forceinline__ void FinishResident(const Finish& f, bool plain, V* buffer,
+                                               const Write& write) {
+  constexpr int kWarps = kThreads / kWarpSize;
+  const Geometry& g = f.geometry;
+  const uint32_t width = 1u << f.log_width;
+  const uint32_t share = 1u << f.log_share, in_share = threadIdx.x >> f.log_width;
+  const uint32_t group = blockIdx.x / f.group_blocks;
+  const int64_t first = int64_t{blockIdx.x - group * f.group_blocks} << f.log_width;
+  const int64_t channel = first + (threadIdx.x & (width - 1));
+  const V* const workspace =
+      reinterpret_cast<const V*>(static_cast<const A*>(f.workspace) + group * f.workspace_size);
+  const int64_t plane = g.plane();
+  const uint32_t entries = channel < g.channels ? f.entries : 0;
+  V sums[2] = {};
+  // Issue the loads of a batch together. Usually a batch is all of a thread's loads.
+  const auto add = [&](auto batch_size, const auto& index) {
+    constexpr int kBatch = decltype(batch_size)::value;
+    Pair<V> batch[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const auto at = index(k);
+      if (at < 0) continue;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) batch[k].value[i] = __ldcg(workspace + i * plane + at);
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sums[i] += batch[k].value[i];
+    }
+  };
+  if (plain) {  // a channel is in one tile, and in one slot of it
+    constexpr int kBatch = 6;
+    const uint32_t stride = static_cast<uint32_t>(g.tiles) * g.slots;
+    const uint32_t in_part = static_cast<uint32_t>(channel);
+    for (uint32_t entry = in_share; entry < entries; entry += kBatch * share) {
+      add(std::integral_constant<int, kBatch>(), [&](int k) {
+        const uint32_t here = entry + k * share;
+        return here < entries ? static_cast<int>(here * stride + in_part) : -1;
+      });
+    }
+  } else {
+    constexpr int kBatch = 4;
+    const ChannelParts parts(f, channel);
+    for (uint32_t entry = in_share; entry < entries; entry += kBatch * share) {
+      int64_t indices[kBatch];
+      parts.Get(entry, share, entries, indices);
+      add(std::integral_constant<int, kBatch>(), [&](int k) { return indices[k]; });
+    }
+  }
+  for (uint32_t step = kWarpSize / 2; step >= width; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sums[i] += __shfl_xor_sync(kFullWarp, sums[i], step);
+  }
+  const uint32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  if (lane < width) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) buffer[(i * kWarps + warp) * kWarpSize + lane] = sums[i];
+  }
+  __syncthreads();
+  if (threadIdx.x >= width || channel >= g.channels) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    sums[i] = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sums[i] += buffer[(i * kWarps + w) * kWarpSize + lane];
+  }
+  write(group * f.out_stride + channel, sums);
+}
+
+// When all blocks' sums are in the workspace, the first blocks finish the channels, and then all
+// blocks wait for them. `counter` must be set to 0 before the grid barrier. All threads of the grid
+// must call it. `meanwhile()` is called before the wait.
+template <typename A, typename V, typename Write, typename Meanwhile>
+__device__ __forceinline__ void FinishGrid(const Finish& f, uint32_t finish_blocks, bool plain,
+                                           V* buffer, uint32_t* counter, const Write& write,
+                                           const Meanwhile& meanwhile) {
+  cooperative_groups::this_grid().sync();
+  if (blockIdx.x < finish_blocks) {
+    FinishResident<A>(f, plain, buffer, write);
+    __syncthreads();
+    if (threadIdx.x == 0) CountRelease(counter);
+  }
+  meanwhile();
+  if (threadIdx.x == 0) {
+    while (ReadAcquire(counter) < finish_blocks) {
+    }
+  }
+  __syncthreads();
+}
+
+// -------------------------------------------------------------------------------------------------
+// Host
+
+// What a device offers to a kernel with a given number of blocks per SM.
+struct ResidentDevice {
+  int processors = 0;
+  int shared_bytes = 0;  // per block
+};
+
+// Finds a geometry for a single wave of at most `blocks` blocks and at most `max_plane` pairs of
+// workspace: the tile width with the fewest turns per block, and the narrowest such width. Returns
+// false if there is none.
+inline bool MakeResidentGeometry(const BatchNormShape& shape, int64_t blocks, int64_t max_plane,
+                                 Geometry* geometry) {
+  double best = 0;
+  for (int log_width = kMinLogWidth; log_width <= kMaxLogWidth; ++log_width) {
+    Geometry g;
+    if (!MakeTiles(shape, log_width, &g)) continue;
+    const int64_t turns = TurnsOf(g);
+    const int64_t most = std::min({turns, max_plane / (g.tiles * g.slots),
+                                   blocks / std::max<int64_t>(1, g.tiles * shape.groups)});
+    if (most < 1) continue;
+    const int64_t longest = CeilDiv(turns, most);
+    // Channels that occur several times in a long row are slower to finish.
+    const double speed = 1.0 / static_cast<double>(longest) / (g.repeats > 1 ? 1.1 : 1.0);
+    if (speed <= best * 1.03) continue;
+    best = speed;
+    SetParts(CeilDiv(turns, longest), &g);
+    *geometry = g;
+  }
+  return best > 0;
+}
+
+// How the blocks of a kernel divide a shape, and how much each of them keeps on the chip.
+struct GridPlan {
+  Finish finish;  // all but the arrays
+  uint32_t finish_blocks;
+  bool plain;     // FoldPlain applies
+  int32_t slots;  // of a thread's ring
+  unsigned blocks;
+  int shared_bytes;
+  double kept;    // fraction of the arrays that stays on the chip
+  double spread;  // fraction of the possible block time in which blocks have work
+};
+
+// Makes the plan for a kernel of `Config`. A group's workspace has room for `pairs` pairs of sums,
+// of which one must stay free for the counter. The reduction takes `fold` bytes of shared memory. A
+// slot of the ring takes `slot_bytes`, and a thread needs at least `least` slots. `in_registers` of
+// a thread's units are kept in registers. Returns false if there is no such plan.
+template <typename Config>
+bool MakeGridPlan(const BatchNormShape& shape, const ResidentDevice& device, int64_t workspace_size,
+                  int64_t pairs, int fold, int slot_bytes, int64_t least, int64_t in_registers,
+                  GridPlan* plan) {
+  const int64_t blocks = int64_t{device.processors} * Config::kBlocks;
+  Geometry g;
+  unsigned ignored;
+  Finish& f = plan->finish;
+  if (!MakeResidentGeometry(shape, blocks, pairs - 1, &g) ||
+      !MakeFinish(shape, g, nullptr, workspace_size, &f, &ignored)) {
+    return false;
+  }
+  plan->blocks = BlocksOf(shape, g);
+
+  // Finish as few channels per block as the number of blocks allows, but at least 1 << kLogFinish
+  // if there are that many, because neighboring channels share a memory sector.
+  const auto group_blocks = [&](int log_width) {
+    return (shape.channels + (int64_t{1} << log_width) - 1) >> log_width;
+  };
+  f.log_width = 0;
+  while (f.log_width < Config::kLogFinish && shape.channels >> (f.log_width + 1) > 0) ++f.log_width;
+  while (group_blocks(f.log_width) * shape.groups > plan->blocks) {
+    if (++f.log_width > kMinLogWidth) return false;
+  }
+  f.log_share = kMaxLogWidth - f.log_width;
+  f.group_blocks = static_cast<uint32_t>(group_blocks(f.log_width));
+  plan->finish_blocks = static_cast<uint32_t>(f.group_blocks * shape.groups);
+
+  const int64_t turns = TurnsOf(g), longest = CeilDiv(turns, g.parts);
+  const int64_t most = (device.shared_bytes - fold) / slot_bytes;
+  if (most < least) return false;
+  plan->slots = static_cast<int32_t>(std::max(least, std::min(most, longest - in_registers)));
+  plan->shared_bytes = fold + plan->slots * slot_bytes;
+  plan->kept = std::min(1.0, static_cast<double>(plan->slots + in_registers) / longest);
+  plan->spread =
+      static_cast<double>(turns * g.tiles * shape.groups) / static_cast<double>(longest * blocks);
+  plan->plain = g.inner == 1 && g.log_width == kMinLogWidth && g.length % kThreads == 0 &&
+                kThreads % g.slots == 0;
+  return true;
+}
+
+// Bytes of shared memory for a Fold of `V`.
+template <typename V>
+inline constexpr int kFoldBytes = (static_cast<int>(sizeof(FoldBuffer<V>)) + 15) / 16 * 16;
+
+// Allows a kernel to use all of an SM's shared memory, and sets how much of it one block gets.
+inline cudaError_t PrepareResident(const void* kernel, int blocks, ResidentDevice* offer) {
+  int device, total, optin, reserved, cooperative;
+  cudaError_t error = cudaGetDevice(&device);
+  const auto get = [&](int* value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
+  };
+  get(&offer->processors, cudaDevAttrMultiProcessorCount);
+  get(&total, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  get(&optin, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  get(&reserved, cudaDevAttrReservedSharedMemoryPerBlock);
+  get(&cooperative, cudaDevAttrCooperativeLaunch);
+  if (error != cudaSuccess) return error;
+  if (!cooperative) return cudaErrorNotSupported;
+  const int most = std::min(optin, total / blocks - reserved) / 128 * 128;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  if (error != cudaSuccess) return error;
+  int resident;
+  error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, most);
+  if (error != cudaSuccess) return error;
+  if (resident < blocks) return cudaErrorNotSupported;
+  offer->shared_bytes = most;
+  return cudaSuccess;
+}
+
+// Calls `visit` with a value of the element type and returns its result. Returns null for types
+// without a resident kernel.
+template <typename Visit>
+auto VisitResidentType(DType dtype, const Visit& visit) -> decltype(visit(float())) {
+  switch (dtype) {
+    case DType::kF32:
+      return visit(float());
+    case DType::kBF16:
+      return visit(__nv_bfloat16());
+    case DType::kF16:
+      return visit(__half());
+    case DType::kF64:
+      break;
+  }
+  return {};
+}
+
+// What each device offers to a family of kernels; a static variable.
+class ResidentOffers {
+ public:
+  // What the current device offers; 0 processors if it cannot run the kernels. The first call on a
+  // device prepares all of the kernels, kernel_of(dtype, false) and kernel_of(dtype, true).
+  template <typename KernelOf>
+  cudaError_t Get(int blocks, const KernelOf& kernel_of, ResidentDevice* offer) {
+    int device;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    const bool kept = device < kMaxDevices;
+    uint64_t packed = kept ? known_[device].load(std::memory_order_acquire) : 0;
+    if (packed == 0) {
+      *offer = {};
+      for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+        for (const bool flag : {false, true}) {
+          if (error == cudaSuccess) error = PrepareResident(kernel_of(dtype, flag), blocks, offer);
+        }
+      }
+      if (error == cudaErrorNotSupported) *offer = {};
+      if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
+      packed = uint64_t{1} << 63 | uint64_t{static_cast<uint32_t>(offer->processors)} << 32 |
+               static_cast<uint32_t>(offer->shared_bytes);
+      // Two threads that arrive here at the same time have both prepared everything, which is
+      // harmless.
+      if (kept) known_[device].store(packed, std::memory_order_release);
+    }
+    offer->processors = static_cast<int>(packed >> 32 & 0x7fffffff);
+    offer->shared_bytes = static_cast<int>(packed & 0xffffffff);
+    return cudaSuccess;
+  }
+
+ private:
+  static constexpr int kMaxDevices = 256;
+
+  std::atomic<uint64_t> known_[kMaxDevices] = {};  // 0: not known yet
+};
+
+template <typename Params>
+cudaError_t LaunchGrid(const void* kernel, const Params& params, const GridPlan& plan,
+                       cudaStream_t stream) {
+  void* arguments[] = {const_cast<Params*>(&params)};
+  static_cast<void>(cudaLaunchCooperativeKernel(kernel, dim3(plan.blocks), dim3(kThreads),
+                                                arguments, plan.shared_bytes, stream));
+  return cudaGetLastError();  // clears the error, so that the next launch does not report it
+}
+
+}  // namespace jax_fastops::cuda::batch_norm
+
+#endif  // JAX_FASTOPS_BATCH_NORM_GRID_CUH_

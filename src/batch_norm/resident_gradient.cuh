@@ -1,0 +1,352 @@
+// The backward of a batch norm in one cooperative kernel. It computes the sums and then dx, and
+// between these two passes keeps x and dy on the chip. What does not fit is read again, from L2 if
+// it is still there. batch_norm_grid.cuh describes the method.
+//
+// A slot of the ring holds a unit of x, a unit of dy, and the 4-byte word of the mask that contains
+// their bits. Asynchronous copies of less than 4 bytes do not exist, so each thread that shares a
+// word has its own copy of it.
+//
+// Long because its phases share what registers and shared memory keep. A version in functions, with
+// one body for both directions, was 1.17 times slower (docs/dev/log/batch_norm.md).
+#ifndef JAX_FASTOPS_BATCH_NORM_RESIDENT_GRADIENT_CUH_
+#define JAX_FASTOPS_BATCH_NORM_RESIDENT_GRADIENT_CUH_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "batch_norm/fold.cuh"
+#include "batch_norm/geometry.cuh"
+#include "batch_norm/grid.cuh"
+#include "batch_norm/units.cuh"
+#include "core/cuda/packed.cuh"
+
+namespace jax_fastops::cuda::batch_norm {
+
+struct GradientParams {
+  Finish finish;
+  BatchNormGradientArrays arrays;
+  double eps;
+  bool aligned_parameters;
+  bool plain;          // FoldPlain applies
+  int64_t mask_bytes;  // of a group
+  int32_t slots;       // of a thread's ring
+  uint32_t finish_blocks;
+  const uint8_t* mask_end;
+
+  __host__ __device__ const Geometry& geometry() const { return finish.geometry; }
+};
+
+// A thread's part of the ring. Unit j is in slot j % slots. Corresponding words of consecutive
+// threads are adjacent.
+template <typename T>
+struct GradientRing {
+  static constexpr int kWords = UnitBits<T>::kWords;  // of a unit of one array
+  static constexpr int kSlotBytes = kThreads * (2 * kWords * 16 + 4);
+  static constexpr int kStep = 2 / kWords;  // units that are copied, and used, at a time
+};
+
+// Copies the word of the mask that contains `byte`. If the mask ends, at `end`, inside that word,
+// stores only the byte at its position in the word.
+__device__ __forceinline__ void CopyBitsAsync(uint32_t* to, const uint8_t* byte,
+                                              const uint8_t* end) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(byte) & 3;
+  const uint8_t* const word = byte - at;
+  if (end - word < 4) {
+    *to = uint32_t{*byte} << 8 * at;
+    return;
+  }
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address),
+               "l"(__cvta_generic_to_global(word))
+               : "memory");
+}
+
+template <typename T, bool kMask, typename Config>
+__global__ void __launch_bounds__(kThreads, Config::kBlocks)
+    GradientKernel(const __grid_constant__ GradientParams p) {
+  using A = ComputeType<T>;
+  using Ring = GradientRing<T>;
+  constexpr int kWords = Ring::kWords, kStep = Ring::kStep;
+  constexpr int kKept = Config::kWords / (2 * kWords);  // units in registers
+  constexpr int kAhead = kRingAhead<Config>;
+  extern __shared__ uint4 shared[];
+
+  const Geometry& g = p.geometry();
+  const Place place = PlaceOf(g, blockIdx.x);
+  const Share share = ShareOf(g, place, threadIdx.x);
+  const int64_t group = place.group * g.group_size;
+  const T* const x = static_cast<const T*>(p.arrays.x) + group;
+  const T* const dy = static_cast<const T*>(p.arrays.dy) + group;
+  T* const dx = static_cast<T*>(p.arrays.dx) + group;
+  const uint8_t* const mask =
+      kMask ? static_cast<const uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes : nullptr;
+  const UnitChannels channels(g, place, share, p.aligned_parameters);
+  // Whether all lanes of the warp have the same number of units.
+  const bool together =
+      kWords == 2 && __all_sync(kFullWarp, share.count == __shfl_sync(kFullWarp, share.count, 0));
+
+  FoldBuffer<A>& buffer = *reinterpret_cast<FoldBuffer<A>*>(shared);
+  uint4* const first_slot = shared + kFoldBytes<A> / sizeof(uint4);
+  uint4* const ring = first_slot + threadIdx.x;
+  const int slots = p.slots;
+  uint32_t* const ring_bits =
+      reinterpret_cast<uint32_t*>(first_slot + slots * 2 * kWords * kThreads) + threadIdx.x;
+  const int ringed = max(share.count - kKept, 0);  // units that go through the ring
+  const int passing = max(ringed - slots, 0);      // those of them that do not stay in it
+  const int64_t ring_first = share.first + kKept * share.stride;
+
+  // Raw bits as in memory, before the mask is applied.
+  struct Loaded {
+    UnitBits<T> x;
+    UnitBits<T> g;
+    uint32_t bits;
+  };
+  const auto load = [&](int64_t element) {
+    Loaded loaded;
+    loaded.bits = MaskByte(mask, element);
+    loaded.x = LoadUnit<T, true>(x + element);
+    loaded.g = LoadUnit<T, true>(dy + element);
+    return loaded;
+  };
+  const auto select = [&](const Loaded& loaded) {
+    return kMask ? SelectUnit(loaded.bits, loaded.g) : loaded.g;
+  };
+  Loaded kept[kKept];
+#pragma unroll
+  for (int k = 0; k < kKept; ++k) {
+    if (k < share.count) kept[k] = load(share.first + k * share.stride);
+  }
+
+  const auto ring_word = [&](int slot, int w) -> uint4& {
+    return ring[(slot * 2 * kWords + w) * kThreads];
+  };
+  // Data that stays on the chip is not read again, so L2 may evict it first.
+  uint64_t once, again;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(again));
+  int copied = 0, copy_slot = 0;
+  int64_t from = ring_first;
+  const auto copy = [&] {
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) {
+      if (copied < ringed) {
+        const uint64_t policy = copied < passing ? again : once;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          CopyAsync(&ring_word(copy_slot, w), reinterpret_cast<const uint4*>(x + from) + w, policy,
+                    kWords == 1);
+          CopyAsync(&ring_word(copy_slot, kWords + w),
+                    reinterpret_cast<const uint4*>(dy + from) + w, policy, kWords == 1);
+        }
+        if constexpr (kMask) {
+          CopyBitsAsync(&ring_bits[copy_slot * kThreads], mask + (from >> 3), p.mask_end);
+        }
+      }
+      ++copied;
+      from += share.stride;
+      copy_slot = copy_slot + 1 == slots ? 0 : copy_slot + 1;
+    }
+    CommitCopies();
+  };
+  const auto take = [&](int slot, int64_t element) {
+    Loaded loaded;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      loaded.x.words[w] = ring_word(slot, w);
+      loaded.g.words[w] = ring_word(slot, kWords + w);
+    }
+    loaded.bits = 0xff;
+    if constexpr (kMask) {
+      const auto byte = reinterpret_cast<uintptr_t>(mask + (element >> 3));
+      loaded.bits = ring_bits[slot * kThreads] >> 8 * (byte & 3);
+    }
+    return loaded;
+  };
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) copy();
+
+  // First pass: the sums.
+  A mean[kUnit];
+  if (share.count > 0 || share.cut > 0) channels.Load(static_cast<const A*>(p.arrays.mean), mean);
+  Pair<A> sums[kUnit];
+  const auto add = [&](const UnitBits<T>& unit, const UnitBits<T>& selected, int size) {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      if (i >= size) continue;
+      const A value = ToCompute(selected[i]);
+      sums[i].value[0] += value;
+      sums[i].value[1] = fma(value, ToCompute(unit[i]) - mean[i], sums[i].value[1]);
+    }
+  };
+#pragma unroll
+  for (int k = 0; k < kKept; ++k) {
+    if (k < share.count) {
+      if constexpr (kMask) kept[k].g = select(kept[k]);
+      add(kept[k].x, kept[k].g, kUnit);
+    }
+  }
+  int slot = 0;
+  int64_t element = ring_first;
+  for (int used = 0; used < ringed; used += kStep) {
+    WaitForCopies<kAhead - 1>();
+    Loaded units[kStep];
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) {
+      if (used + k < ringed) units[k] = take(slot, element);
+      slot = slot + 1 == slots ? 0 : slot + 1;
+      element += share.stride;
+    }
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) {
+      if (used + k < ringed) add(units[k].x, select(units[k]), kUnit);
+    }
+    copy();
+  }
+  const int64_t cut = g.group_size - share.cut;
+  const auto load_cut = [&] {
+    Loaded loaded;
+    loaded.bits = MaskByte(mask, cut);
+    loaded.x = LoadCutUnit(x + cut, share.cut);
+    loaded.g = LoadCutUnit(dy + cut, share.cut);
+    return loaded;
+  };
+  if (share.cut > 0) {
+    const Loaded last = load_cut();
+    // Skip the elements after a cut. Their dy is 0, but their x is padding and their mean may be
+    // infinite, so the product could be NaN.
+    add(last.x, select(last), share.cut);
+  }
+
+  A* const workspace = static_cast<A*>(p.arrays.workspace) + place.group * p.arrays.workspace_size;
+  // The counter follows the first group's sums in the workspace.
+  uint32_t* const counter =
+      reinterpret_cast<uint32_t*>(static_cast<A*>(p.arrays.workspace) + 2 * g.plane());
+  if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
+  if (p.plain) {
+    FoldPlain(g, place, sums, buffer, workspace);
+  } else {
+    Fold(g, place, sums, buffer, workspace);
+  }
+
+  // Second pass: dx from the three factors of each channel, as in BackwardKernel.
+  A a[kUnit], b[kUnit], c[kUnit];
+  const auto factors = [&] {
+    FinishGrid<A>(
+        p.finish, p.finish_blocks, p.plain, buffer.value[0], counter,
+        [&](int64_t at, const A(&total)[2]) {
+          A* const out = static_cast<A*>(p.finish.out[0]) + at;
+          out[0] = total[0] / static_cast<A>(p.finish.n);
+          out[g.channels] = total[1] / static_cast<A>(p.finish.n);
+        },
+        [] {});
+    if (share.count == 0 && share.cut == 0) return;
+    // Load the parameters together with the sums, so that across the barrier the registers are free
+    // for x and dy. `sums` has two values per channel; Load adds the other half of the group's
+    // offset.
+    const A* const total = static_cast<const A*>(p.arrays.sums) + place.group * g.channels;
+    const A eps = static_cast<A>(p.eps);
+    A var[kUnit], more[kUnit];
+    channels.Load(total + g.channels, b);
+    channels.Load(total, c);
+    channels.Load(static_cast<const A*>(p.arrays.mean), mean);
+    channels.Load(static_cast<const A*>(p.arrays.var), var);
+    channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), a);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      var[i] += eps;
+      a[i] *= InverseRoot(var[i]);
+    }
+    channels.LoadOr(static_cast<const A*>(p.arrays.dvar), A(0), more);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) b[i] = fma(A(2), more[i], -(a[i] * b[i] / var[i]));
+    channels.LoadOr(static_cast<const A*>(p.arrays.dmean), A(0), more);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) c[i] = fma(-a[i], c[i], more[i]);
+  };
+  const auto gradient = [&](const UnitBits<T>& unit, const UnitBits<T>& selected) {
+    A values[kUnit];
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      const A sum = fma(ToCompute(unit[i]) - mean[i], b[i], c[i]);
+      values[i] = fma(a[i], ToCompute(selected[i]), sum);
+    }
+    return RoundUnit<T>(values);
+  };
+  const auto put = [&](const UnitBits<T>& unit, const UnitBits<T>& selected, int64_t at) {
+    const UnitBits<T> result = gradient(unit, selected);
+    if (kWords == 2 && together) {
+      StorePairs(dx + at, result);
+    } else {
+      StoreUnit<T, true>(dx + at, result);
+    }
+  };
+
+  // Begin with the units that have passed through the ring, in reverse order, because the last ones
+  // are the likeliest to be in L2. Their first loads do not need the sums, so they are issued
+  // before the grid barrier.
+  Sweep<kInFlight<T, 2>, Loaded>(
+      passing, ring_first + (passing - 1) * share.stride, -share.stride, load,
+      [&](const Loaded&) {
+        factors();
+#pragma unroll
+        for (int k = 0; k < kKept; ++k) {
+          if (k < share.count) put(kept[k].x, kept[k].g, share.first + k * share.stride);
+        }
+      },
+      [&](const Loaded& loaded, int64_t at) { put(loaded.x, select(loaded), at); }, [] {});
+  slot = slots == 0 ? 0 : passing % slots;
+  element = ring_first + passing * share.stride;
+  for (int used = passing; used < ringed; ++used) {
+    const Loaded loaded = take(slot, element);
+    put(loaded.x, select(loaded), element);
+    slot = slot + 1 == slots ? 0 : slot + 1;
+    element += share.stride;
+  }
+  if (share.cut > 0) {
+    const Loaded last = load_cut();
+    StoreCutUnit(dx + cut, gradient(last.x, select(last)), share.cut);
+  }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Host
+
+// Returns false if the kernel does not support the shape.
+template <typename T, typename Config>
+bool MakeGradientPlan(const BatchNormShape& shape, const ResidentDevice& device,
+                      int64_t workspace_size, GridPlan* plan) {
+  using Ring = GradientRing<T>;
+  static_assert(sizeof(T) < 8);
+  return MakeGridPlan<Config>(
+      shape, device, workspace_size, workspace_size / 2, kFoldBytes<ComputeType<T>>,
+      Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep, Config::kWords / 2 / Ring::kWords, plan);
+}
+
+inline GradientParams MakeGradientParams(const BatchNormShape& shape, const GridPlan& plan,
+                                         const BatchNormGradientArrays& arrays, double eps) {
+  GradientParams p;
+  p.finish = plan.finish;
+  p.finish.workspace = arrays.workspace;
+  p.finish.x = nullptr;
+  p.finish.out[0] = arrays.sums;
+  p.finish.out[1] = nullptr;
+  p.finish.out_stride = 2 * shape.channels;
+  p.arrays = arrays;
+  p.eps = eps;
+  p.aligned_parameters = IsAligned(arrays.mean) && IsAligned(arrays.var) &&
+                         IsAligned(arrays.scale) && IsAligned(arrays.sums) &&
+                         IsAligned(arrays.dmean) && IsAligned(arrays.dvar);
+  p.plain = plan.plain;
+  p.mask_bytes = shape.mask_bytes();
+  p.slots = plan.slots;
+  p.finish_blocks = plan.finish_blocks;
+  p.mask_end = arrays.mask == nullptr
+                   ? nullptr
+                   : static_cast<const uint8_t*>(arrays.mask) + shape.groups * p.mask_bytes;
+  return p;
+}
+
+}  // namespace jax_fastops::cuda::batch_norm
+
+#endif  // JAX_FASTOPS_BATCH_NORM_RESIDENT_GRADIENT_CUH_
