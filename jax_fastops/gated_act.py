@@ -112,20 +112,20 @@ def gated_act(
     one_of("gated_act", "activation", activation, ACTIVATIONS)
     given = {"gate": gate} if up is None else {"gate": gate, "up": up}
     arrays = same_floating_dtype("gated_act", as_arrays("gated_act", **given), list(given))
-    gate, *rest = match_varying([not_weak(x) for x in arrays])
+    first, *rest = match_varying([not_weak(x) for x in arrays])
     if rest:
-        if rest[0].shape != gate.shape:
+        if rest[0].shape != first.shape:
             raise ValueError(
-                f"gated_act: up has shape {rest[0].shape}; it must be that of gate, {gate.shape}"
+                f"gated_act: up has shape {rest[0].shape}; it must be that of gate, {first.shape}"
             )
-        op, operands, shape = _PAIR, [jnp.atleast_1d(x) for x in (gate, *rest)], gate.shape
+        op, operands, shape = _PAIR, [jnp.atleast_1d(x) for x in (first, *rest)], first.shape
     else:
-        if gate.ndim == 0 or gate.shape[-1] % 2:
+        if first.ndim == 0 or first.shape[-1] % 2:
             raise ValueError(
-                f"gated_act: gate has shape {gate.shape}; without up, its last axis must be even"
+                f"gated_act: gate has shape {first.shape}; without up, its last axis must be even"
             )
-        half = gate.shape[-1] // 2
-        op, operands, shape = _HALVES, [split_last(gate, (2, half))], (*gate.shape[:-1], half)
+        half = first.shape[-1] // 2
+        op, operands, shape = _HALVES, [split_last(first, (2, half))], (*first.shape[:-1], half)
     if 0 in shape:
         return _reference(*operands, activation=activation)
     y = op(*operands, activation=activation)
