@@ -8,13 +8,17 @@
 
 #include "batch_norm/batch_norm.h"
 #include "batch_norm/geometry.cuh"
-#include "batch_norm/launch.cuh"
 #include "batch_norm/units.cuh"
-#include "core/cuda/load_kernels.h"
+#include "core/cuda/dependent.cuh"
+#include "core/cuda/dispatch.cuh"
+#include "core/cuda/launch.h"
 #include "core/cuda/packed.cuh"
 #include "core/cuda/relu_of.cuh"
 
 namespace jax_fastops::cuda {
+
+struct BatchNormApplyKernels;  // the list of kernels
+
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
@@ -28,6 +32,8 @@ struct Params {
   int64_t mask_bytes;  // of a group
 };
 
+// Without kResidual there is no residual. With it there is one, or, in the kernel for any address,
+// there may be one.
 template <typename T, bool kAligned, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     ApplyKernel(const __grid_constant__ Params p) {
@@ -42,6 +48,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   const T* const residual = PartOf<T>(p.arrays.residual, group);
   T* const y = PartOf<T>(p.arrays.y, group);
   uint8_t* const mask = PartOf<uint8_t>(p.arrays.mask, place.group * p.mask_bytes);
+  const bool add = kResidual && (kAligned || residual != nullptr);
   AwaitPredecessors();
   if (share.count == 0 && share.cut == 0) return;
 
@@ -57,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) {
       values[i] = fma(ToCompute(loaded.x[i]) - mean[i], factor[i], bias[i]);
-      if constexpr (kResidual) values[i] += ToCompute(loaded.residual[i]);
+      if (add) values[i] += ToCompute(loaded.residual[i]);
       if (values[i] > 0) bits |= 1u << i;
     }
     if (mask != nullptr) mask[element >> 3] = static_cast<uint8_t>(bits & 0xffu >> (kUnit - size));
@@ -73,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
       [&](int64_t element) {
         Loaded loaded;
         loaded.x = LoadUnit<T, kAligned>(x + element);
-        if constexpr (kResidual) loaded.residual = LoadUnit<T, kAligned>(residual + element);
+        if (add) loaded.residual = LoadUnit<T, kAligned>(residual + element);
         return loaded;
       },
       [&](const Loaded&) {
@@ -94,31 +101,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     const int64_t element = g.group_size - share.cut;
     Loaded loaded;
     loaded.x = LoadCutUnit(x + element, share.cut);
-    if constexpr (kResidual) loaded.residual = LoadCutUnit(residual + element, share.cut);
+    if (add) loaded.residual = LoadCutUnit(residual + element, share.cut);
     StoreCutUnit(y + element, apply(loaded, element, share.cut), share.cut);
   }
-}
-
-using Kernel = void (*)(Params);
-
-template <typename T>
-Kernel KernelFor(bool aligned, bool residual) {
-  if (residual) return aligned ? ApplyKernel<T, true, true> : ApplyKernel<T, false, true>;
-  return aligned ? ApplyKernel<T, true, false> : ApplyKernel<T, false, false>;
-}
-
-Kernel KernelOf(DType dtype, bool aligned, bool residual) {
-  switch (dtype) {
-    case DType::kF32:
-      return KernelFor<float>(aligned, residual);
-    case DType::kBF16:
-      return KernelFor<__nv_bfloat16>(aligned, residual);
-    case DType::kF16:
-      return KernelFor<__half>(aligned, residual);
-    case DType::kF64:
-      return KernelFor<double>(aligned, residual);
-  }
-  return nullptr;
 }
 
 }  // namespace
@@ -130,29 +115,24 @@ cudaError_t BatchNormApply(const BatchNormShape& shape, DType dtype, double eps,
   params.arrays = arrays;
   params.eps = eps;
   params.relu = relu;
-  params.aligned_parameters = IsAligned(arrays.mean) && IsAligned(arrays.var) &&
-                              IsAligned(arrays.scale) && IsAligned(arrays.bias);
+  params.aligned_parameters = AreAligned(arrays.mean, arrays.var, arrays.scale, arrays.bias);
   params.mask_bytes = shape.mask_bytes();
   const bool aligned =
       AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.residual, arrays.y);
-  const int resident =
-      dtype == DType::kF64 ? kBlocksPerProcessor<double> : kBlocksPerProcessor<float>;
-  return LaunchMap(shape, KernelOf(dtype, aligned, arrays.residual != nullptr), resident, &params,
-                   stream);
-}
-
-cudaError_t LoadBatchNormApplyKernels() {
-  static KernelLoader loader;
-  return loader.Load([](const auto& load) {
-    for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
-      for (const bool aligned : {false, true}) {
-        for (const bool residual : {false, true}) {
-          load(reinterpret_cast<const void*>(
-              KernelOf(static_cast<DType>(dtype), aligned, residual)));
-        }
+  return ForDType(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    using Kernels = BatchNormApplyKernels;
+    auto kernel = KernelOf<Kernels, ApplyKernel<T, false, true>>();
+    if constexpr (sizeof(T) < 8) {  // double has only the general kernel
+      if (aligned) {
+        kernel = arrays.residual != nullptr ? KernelOf<Kernels, ApplyKernel<T, true, true>>()
+                                            : KernelOf<Kernels, ApplyKernel<T, true, false>>();
       }
     }
+    return LaunchMap(shape, kernel, kBlocksPerProcessor<T>, &params, stream);
   });
 }
+
+cudaError_t LoadBatchNormApplyKernels() { return LoadKernels<BatchNormApplyKernels>(); }
 
 }  // namespace jax_fastops::cuda

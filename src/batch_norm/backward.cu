@@ -10,12 +10,16 @@
 
 #include "batch_norm/batch_norm.h"
 #include "batch_norm/geometry.cuh"
-#include "batch_norm/launch.cuh"
 #include "batch_norm/units.cuh"
-#include "core/cuda/load_kernels.h"
+#include "core/cuda/dependent.cuh"
+#include "core/cuda/dispatch.cuh"
+#include "core/cuda/launch.h"
 #include "core/cuda/packed.cuh"
 
 namespace jax_fastops::cuda {
+
+struct BatchNormBackwardKernels;  // the list of kernels
+
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
@@ -114,27 +118,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-using Kernel = void (*)(Params);
-
-template <typename T>
-Kernel KernelFor(bool aligned) {
-  return aligned ? BackwardKernel<T, true> : BackwardKernel<T, false>;
-}
-
-Kernel KernelOf(DType dtype, bool aligned) {
-  switch (dtype) {
-    case DType::kF32:
-      return KernelFor<float>(aligned);
-    case DType::kBF16:
-      return KernelFor<__nv_bfloat16>(aligned);
-    case DType::kF16:
-      return KernelFor<__half>(aligned);
-    case DType::kF64:
-      return KernelFor<double>(aligned);
-  }
-  return nullptr;
-}
-
 }  // namespace
 
 cudaError_t BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
@@ -143,23 +126,20 @@ cudaError_t BatchNormBackward(const BatchNormShape& shape, DType dtype, double e
   Params params;
   params.arrays = arrays;
   params.eps = eps;
-  params.aligned_parameters = IsAligned(arrays.mean) && IsAligned(arrays.var) &&
-                              IsAligned(arrays.scale) && IsAligned(arrays.sums) &&
-                              IsAligned(arrays.dmean) && IsAligned(arrays.dvar);
+  params.aligned_parameters =
+      AreAligned(arrays.mean, arrays.var, arrays.scale, arrays.sums, arrays.dmean, arrays.dvar);
   params.mask_bytes = shape.mask_bytes();
   const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dx);
-  return LaunchMap(shape, KernelOf(dtype, aligned), kBlocks, &params, stream);
-}
-
-cudaError_t LoadBatchNormBackwardKernels() {
-  static KernelLoader loader;
-  return loader.Load([](const auto& load) {
-    for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
-      for (const bool aligned : {false, true}) {
-        load(reinterpret_cast<const void*>(KernelOf(static_cast<DType>(dtype), aligned)));
-      }
-    }
+  return ForDType(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    using Kernels = BatchNormBackwardKernels;
+    constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
+    const auto kernel = aligned ? KernelOf<Kernels, BackwardKernel<T, kAligned>>()
+                                : KernelOf<Kernels, BackwardKernel<T, false>>();
+    return LaunchMap(shape, kernel, kBlocks, &params, stream);
   });
 }
+
+cudaError_t LoadBatchNormBackwardKernels() { return LoadKernels<BatchNormBackwardKernels>(); }
 
 }  // namespace jax_fastops::cuda

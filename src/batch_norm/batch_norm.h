@@ -3,7 +3,7 @@
 // Results are the same bits in every run. Pointers need only the alignment of an element; outputs
 // must not overlap inputs. Empty arrays succeed and nothing is written. Some CUDA kernels are
 // programmatic dependent launches: they may start while the preceding kernel of the stream still
-// runs, and wait for it themselves (batch_norm/launch.cuh).
+// runs, and wait for it themselves (core/cuda/dependent.cuh).
 #ifndef JAX_FASTOPS_BATCH_NORM_BATCH_NORM_H_
 #define JAX_FASTOPS_BATCH_NORM_BATCH_NORM_H_
 

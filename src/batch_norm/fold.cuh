@@ -9,9 +9,10 @@
 #include <limits>
 
 #include "batch_norm/geometry.cuh"
-#include "batch_norm/launch.cuh"
 #include "batch_norm/units.cuh"
 #include "core/cuda/bitmask.cuh"
+#include "core/cuda/dependent.cuh"
+#include "core/cuda/launch.h"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -311,33 +312,28 @@ inline bool MakeFinish(const BatchNormShape& shape, const Geometry& g, const voi
   return true;
 }
 
-// A kernel that writes partial sums to the workspace, and one that finishes them.
+// Launches a kernel that writes partial sums to the workspace, of whose blocks an SM runs
+// `resident` at once, and one that finishes them. The caller sets everything in `params` except the
+// geometry, and x and the outputs in `finish`. The workspace has room for `pairs` pairs per group.
 template <typename Params>
-struct SumKernels {
-  void (*sum)(Params);
-  void (*finish)(Finish);
-  int resident;  // blocks of the first kernel that an SM runs at once
-};
-
-// Launches both kernels. The caller sets everything in `params` except the geometry, and x and the
-// outputs in `finish`. The workspace has room for `pairs` pairs per group.
-template <typename Params>
-cudaError_t LaunchSums(const BatchNormShape& shape, const SumKernels<Params>& kernels,
-                       void* workspace, int64_t workspace_size, int64_t pairs, Params* params,
-                       Finish* finish, cudaStream_t stream) {
-  int processors;
-  const cudaError_t error = GetProcessors(&processors);
+cudaError_t LaunchSums(const BatchNormShape& shape, void (*sum)(Params), int resident,
+                       void (*finish_kernel)(Finish), void* workspace, int64_t workspace_size,
+                       int64_t pairs, Params* params, Finish* finish, cudaStream_t stream) {
+  Device device;
+  cudaError_t error = CurrentDevice(&device);
   if (error != cudaSuccess) return error;
   Geometry& geometry = params->geometry;
-  unsigned finish_blocks;
-  if (!MakeGeometry(shape, {int64_t{processors} * kernels.resident, 3, pairs}, &geometry) ||
-      !MakeFinish(shape, geometry, workspace, workspace_size, finish, &finish_blocks)) {
+  unsigned blocks;
+  if (!MakeGeometry(shape, {int64_t{device.processors} * resident, 3, pairs}, &geometry) ||
+      !MakeFinish(shape, geometry, workspace, workspace_size, finish, &blocks)) {
     return cudaErrorInvalidConfiguration;
   }
-  kernels.sum<<<BlocksOf(shape, geometry), kThreads, 0, stream>>>(*params);
-  const cudaError_t launched = cudaGetLastError();
-  if (launched != cudaSuccess) return launched;
-  return LaunchDependent(kernels.finish, *finish, finish_blocks, finish->threads(), stream);
+  error = Launch(sum, {.grid = dim3(BlocksOf(shape, geometry)), .block = dim3(kThreads)}, stream,
+                 *params);
+  if (error != cudaSuccess) return error;
+  const dim3 threads(static_cast<unsigned>(finish->threads()));
+  return Launch(finish_kernel, {.grid = dim3(blocks), .block = threads, .dependent = true}, stream,
+                *finish);
 }
 
 }  // namespace jax_fastops::cuda::batch_norm

@@ -4,32 +4,45 @@
 
 #include "batch_norm/batch_norm.h"
 #include "batch_norm/resident.cuh"
+#include "core/cuda/dispatch.cuh"
+#include "core/cuda/launch.h"
 
 namespace jax_fastops::cuda {
+
+struct BatchNormForwardKernels;  // the list of kernels
+
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
 
 using Config = ResidentConfig<2, 8, 2>;
 
-const void* KernelOf(DType dtype, bool residual) {
-  return VisitResidentType(dtype, [&](auto type) {
-    using T = decltype(type);
-    return residual ? reinterpret_cast<const void*>(ResidentKernel<T, true, Config>)
-                    : reinterpret_cast<const void*>(ResidentKernel<T, false, Config>);
+using Kernel = void (*)(ResidentParams);
+
+// Null for double, which has no cooperative kernel.
+Kernel KernelFor(DType dtype, bool residual) {
+  return ForDType(dtype, [&](auto tag) -> Kernel {
+    using T = typename decltype(tag)::Type;
+    using Kernels = BatchNormForwardKernels;
+    if constexpr (sizeof(T) == 8) {
+      return nullptr;
+    } else {
+      return residual ? KernelOf<Kernels, ResidentKernel<T, true, Config>>()
+                      : KernelOf<Kernels, ResidentKernel<T, false, Config>>();
+    }
   });
 }
 
 bool MakePlan(const BatchNormShape& shape, DType dtype, const ResidentDevice& device,
               int64_t workspace_size, GridPlan* plan) {
-  return VisitResidentType(dtype, [&](auto type) {
-    return MakeResidentPlan<decltype(type), Config>(shape, device, workspace_size, plan);
+  return ForDType(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    if constexpr (sizeof(T) == 8) {
+      return false;
+    } else {
+      return MakeResidentPlan<T, Config>(shape, device, workspace_size, plan);
+    }
   });
-}
-
-cudaError_t Prepare(ResidentDevice* offer) {
-  static ResidentOffers offers;
-  return offers.Get(Config::kBlocks, KernelOf, offer);
 }
 
 // Whether the cooperative kernel supports the shape and was measured to be faster than the three
@@ -53,13 +66,13 @@ cudaError_t BatchNormForward(const BatchNormShape& shape, DType dtype, double ep
   if (IsEmpty(shape)) return cudaSuccess;
   const bool residual = arrays.residual != nullptr;
   ResidentDevice device;
-  const cudaError_t error = Prepare(&device);
+  const cudaError_t error = GetResidentDevice(Config::kBlocks, &device);
   if (error != cudaSuccess) return error;
   GridPlan plan;
   if (AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.residual, arrays.y) &&
       Pays(shape, dtype, residual, device, arrays.workspace_size, &plan)) {
     const cudaError_t launched =
-        LaunchGrid(KernelOf(dtype, residual), MakeResidentParams(shape, plan, arrays, eps, relu),
+        LaunchGrid(KernelFor(dtype, residual), MakeResidentParams(shape, plan, arrays, eps, relu),
                    plan, stream);
     // If the device is shared, it may have less room than its attributes say. Use the separate
     // kernels then.
@@ -71,8 +84,7 @@ cudaError_t BatchNormForward(const BatchNormShape& shape, DType dtype, double ep
 }
 
 cudaError_t LoadBatchNormForwardKernels() {
-  ResidentDevice device;
-  cudaError_t error = Prepare(&device);
+  cudaError_t error = LoadKernels<BatchNormForwardKernels>();
   if (error == cudaSuccess) error = LoadBatchNormStatisticsKernels();
   if (error == cudaSuccess) error = LoadBatchNormApplyKernels();
   return error;

@@ -22,6 +22,7 @@
 #include <numeric>
 
 #include "batch_norm/shape.h"
+#include "core/integer.h"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -157,8 +158,6 @@ struct BlockWish {
   int start;          // cost of starting and ending a block, in turns (see TurnsOf)
   int64_t max_plane;  // limit of Geometry::plane(), set by the workspace
 };
-
-inline int64_t CeilDiv(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
 // Computes everything except the parts, for tiles of 1 << log_width units. Returns false if the
 // number of rows overflows.

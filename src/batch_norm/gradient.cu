@@ -4,32 +4,45 @@
 
 #include "batch_norm/batch_norm.h"
 #include "batch_norm/resident_gradient.cuh"
+#include "core/cuda/dispatch.cuh"
+#include "core/cuda/launch.h"
 
 namespace jax_fastops::cuda {
+
+struct BatchNormGradientKernels;  // the list of kernels
+
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
 
 using Config = ResidentConfig<2, 8, 2>;
 
-const void* KernelOf(DType dtype, bool mask) {
-  return VisitResidentType(dtype, [&](auto type) {
-    using T = decltype(type);
-    return mask ? reinterpret_cast<const void*>(GradientKernel<T, true, Config>)
-                : reinterpret_cast<const void*>(GradientKernel<T, false, Config>);
+using Kernel = void (*)(GradientParams);
+
+// Null for double, which has no cooperative kernel.
+Kernel KernelFor(DType dtype, bool mask) {
+  return ForDType(dtype, [&](auto tag) -> Kernel {
+    using T = typename decltype(tag)::Type;
+    using Kernels = BatchNormGradientKernels;
+    if constexpr (sizeof(T) == 8) {
+      return nullptr;
+    } else {
+      return mask ? KernelOf<Kernels, GradientKernel<T, true, Config>>()
+                  : KernelOf<Kernels, GradientKernel<T, false, Config>>();
+    }
   });
 }
 
 bool MakePlan(const BatchNormShape& shape, DType dtype, const ResidentDevice& device,
               int64_t workspace_size, GridPlan* plan) {
-  return VisitResidentType(dtype, [&](auto type) {
-    return MakeGradientPlan<decltype(type), Config>(shape, device, workspace_size, plan);
+  return ForDType(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    if constexpr (sizeof(T) == 8) {
+      return false;
+    } else {
+      return MakeGradientPlan<T, Config>(shape, device, workspace_size, plan);
+    }
   });
-}
-
-cudaError_t Prepare(ResidentDevice* offer) {
-  static ResidentOffers offers;
-  return offers.Get(Config::kBlocks, KernelOf, offer);
 }
 
 // Whether the cooperative kernel supports the shape and was measured to be faster than the three
@@ -56,14 +69,14 @@ cudaError_t BatchNormGradient(const BatchNormShape& shape, DType dtype, double e
                               const BatchNormGradientArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
   ResidentDevice device;
-  const cudaError_t error = Prepare(&device);
+  const cudaError_t error = GetResidentDevice(Config::kBlocks, &device);
   if (error != cudaSuccess) return error;
   GridPlan plan;
   if (AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dx) &&
       IsAligned(arrays.mask) &&
       Pays(shape, dtype, arrays.mask != nullptr, device, arrays.workspace_size, &plan)) {
     const cudaError_t launched =
-        LaunchGrid(KernelOf(dtype, arrays.mask != nullptr),
+        LaunchGrid(KernelFor(dtype, arrays.mask != nullptr),
                    MakeGradientParams(shape, plan, arrays, eps), plan, stream);
     // If the device is shared, it may have less room than its attributes say. Use the separate
     // kernels then.
@@ -75,8 +88,7 @@ cudaError_t BatchNormGradient(const BatchNormShape& shape, DType dtype, double e
 }
 
 cudaError_t LoadBatchNormGradientKernels() {
-  ResidentDevice device;
-  cudaError_t error = Prepare(&device);
+  cudaError_t error = LoadKernels<BatchNormGradientKernels>();
   if (error == cudaSuccess) error = LoadBatchNormSumsKernels();
   if (error == cudaSuccess) error = LoadBatchNormBackwardKernels();
   return error;

@@ -1,7 +1,6 @@
 // What batch norm's cooperative kernels share. These kernels keep arrays on the chip between two
-// passes over them, with a grid-wide reduction in between. This file has the asynchronous copies
-// into a ring in shared memory, the reduction through the workspace with a grid barrier and a
-// counter, and, on the host, the launch plan.
+// passes over them, with a grid-wide reduction in between. This file has the reduction through the
+// workspace with a grid barrier and a counter, and, on the host, the launch plan.
 //
 // In memory order, a thread first has some units that it keeps in registers. The others go through
 // its ring of slots in shared memory. They are copied asynchronously, so the number of loads in
@@ -16,15 +15,15 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <type_traits>
 
 #include "batch_norm/fold.cuh"
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/units.cuh"
+#include "core/cuda/async_copy.cuh"
+#include "core/cuda/launch.h"
 #include "core/cuda/packed.cuh"
-#include "core/dtype.h"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -40,30 +39,6 @@ struct ResidentConfig {
 // Copy steps in flight.
 template <typename Config>
 inline constexpr int kRingAhead = Config::kBlocks > 2 ? 2 : 3;
-
-__device__ __forceinline__ void CopyAsync(void* to, const void* from, uint64_t policy,
-                                          bool sectors) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  // If the accesses of a warp do not fill their sectors, use the variant that caches in L1, so that
-  // the second access finds the sectors there.
-  if (sectors) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(address),
-                 "l"(__cvta_generic_to_global(from)), "l"(policy)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(address),
-                 "l"(__cvta_generic_to_global(from)), "l"(policy)
-                 : "memory");
-  }
-}
-
-__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;"); }
-
-// Waits until all but the last `kGroups` copy groups of this thread have arrived.
-template <int kGroups>
-__device__ __forceinline__ void WaitForCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-}
 
 __device__ __forceinline__ void CountRelease(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter))
@@ -328,93 +303,28 @@ bool MakeGridPlan(const BatchNormShape& shape, const ResidentDevice& device, int
 template <typename V>
 inline constexpr int kFoldBytes = (static_cast<int>(sizeof(FoldBuffer<V>)) + 15) / 16 * 16;
 
-// Allows a kernel to use all of an SM's shared memory, and sets how much of it one block gets.
-inline cudaError_t PrepareResident(const void* kernel, int blocks, ResidentDevice* offer) {
-  int device, total, optin, reserved, cooperative;
-  cudaError_t error = cudaGetDevice(&device);
-  const auto get = [&](int* value, cudaDeviceAttr attribute) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
-  };
-  get(&offer->processors, cudaDevAttrMultiProcessorCount);
-  get(&total, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  get(&optin, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  get(&reserved, cudaDevAttrReservedSharedMemoryPerBlock);
-  get(&cooperative, cudaDevAttrCooperativeLaunch);
-  if (error != cudaSuccess) return error;
-  if (!cooperative) return cudaErrorNotSupported;
-  const int most = std::min(optin, total / blocks - reserved) / 128 * 128;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-  if (error != cudaSuccess) return error;
-  int resident;
-  error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, most);
-  if (error != cudaSuccess) return error;
-  if (resident < blocks) return cudaErrorNotSupported;
-  offer->shared_bytes = most;
+// What the current device offers to kernels with `blocks` blocks per SM; 0 processors if it cannot
+// run cooperative kernels. The launch bounds of the kernels ensure that the registers suffice.
+inline cudaError_t GetResidentDevice(int blocks, ResidentDevice* offer) {
+  constexpr int kReserved = 1024;  // bytes of shared memory that CUDA takes for each block
+  Device device;
+  const cudaError_t error = CurrentDevice(&device);
+  if (error != cudaSuccess || !device.cooperative) return error;
+  offer->processors = device.processors;
+  const int share = device.shared_per_processor / blocks - kReserved;
+  offer->shared_bytes = std::min(device.shared_per_block, share) / 128 * 128;
   return cudaSuccess;
 }
 
-// Calls `visit` with a value of the element type and returns its result. Returns null for types
-// without a resident kernel.
-template <typename Visit>
-auto VisitResidentType(DType dtype, const Visit& visit) -> decltype(visit(float())) {
-  switch (dtype) {
-    case DType::kF32:
-      return visit(float());
-    case DType::kBF16:
-      return visit(__nv_bfloat16());
-    case DType::kF16:
-      return visit(__half());
-    case DType::kF64:
-      break;
-  }
-  return {};
-}
-
-// What each device offers to a family of kernels; a static variable.
-class ResidentOffers {
- public:
-  // What the current device offers; 0 processors if it cannot run the kernels. The first call on a
-  // device prepares all of the kernels, kernel_of(dtype, false) and kernel_of(dtype, true).
-  template <typename KernelOf>
-  cudaError_t Get(int blocks, const KernelOf& kernel_of, ResidentDevice* offer) {
-    int device;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error != cudaSuccess) return error;
-    const bool kept = device < kMaxDevices;
-    uint64_t packed = kept ? known_[device].load(std::memory_order_acquire) : 0;
-    if (packed == 0) {
-      *offer = {};
-      for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-        for (const bool flag : {false, true}) {
-          if (error == cudaSuccess) error = PrepareResident(kernel_of(dtype, flag), blocks, offer);
-        }
-      }
-      if (error == cudaErrorNotSupported) *offer = {};
-      if (error != cudaSuccess && error != cudaErrorNotSupported) return error;
-      packed = uint64_t{1} << 63 | uint64_t{static_cast<uint32_t>(offer->processors)} << 32 |
-               static_cast<uint32_t>(offer->shared_bytes);
-      // Two threads that arrive here at the same time have both prepared everything, which is
-      // harmless.
-      if (kept) known_[device].store(packed, std::memory_order_release);
-    }
-    offer->processors = static_cast<int>(packed >> 32 & 0x7fffffff);
-    offer->shared_bytes = static_cast<int>(packed & 0xffffffff);
-    return cudaSuccess;
-  }
-
- private:
-  static constexpr int kMaxDevices = 256;
-
-  std::atomic<uint64_t> known_[kMaxDevices] = {};  // 0: not known yet
-};
-
 template <typename Params>
-cudaError_t LaunchGrid(const void* kernel, const Params& params, const GridPlan& plan,
+cudaError_t LaunchGrid(void (*kernel)(Params), const Params& params, const GridPlan& plan,
                        cudaStream_t stream) {
-  void* arguments[] = {const_cast<Params*>(&params)};
-  static_cast<void>(cudaLaunchCooperativeKernel(kernel, dim3(plan.blocks), dim3(kThreads),
-                                                arguments, plan.shared_bytes, stream));
-  return cudaGetLastError();  // clears the error, so that the next launch does not report it
+  return Launch(kernel,
+                {.grid = dim3(plan.blocks),
+                 .block = dim3(kThreads),
+                 .shared = static_cast<size_t>(plan.shared_bytes),
+                 .cooperative = true},
+                stream, params);
 }
 
 }  // namespace jax_fastops::cuda::batch_norm

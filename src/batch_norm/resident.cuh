@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
         const uint64_t policy = copied < passing ? again : once;
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
-          CopyAsync(&ring_words(copy_slot, w), reinterpret_cast<const uint4*>(from) + w, policy,
-                    kWords == 1);
+          CopyAsync16<kWords == 1>(&ring_words(copy_slot, w),
+                                   reinterpret_cast<const uint4*>(from) + w, policy);
         }
       }
       ++copied;
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   }
   int slot = 0;
   for (int used = 0, shift_at = 16; used < ringed; used += kStep) {
-    WaitForCopies<kAhead - 1>();
+    AwaitCopies<kAhead - 1>();
     if (used + kKept >= shift_at) {
       shift(used + kKept);
       shift_at = 4 * (used + kKept);

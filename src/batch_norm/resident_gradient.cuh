@@ -56,10 +56,7 @@ __device__ __forceinline__ void CopyBitsAsync(uint32_t* to, const uint8_t* byte,
     *to = uint32_t{*byte} << 8 * at;
     return;
   }
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address),
-               "l"(__cvta_generic_to_global(word))
-               : "memory");
+  CopyAsync<4>(to, word);
 }
 
 template <typename T, bool kMask, typename Config>
@@ -134,10 +131,10 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
         const uint64_t policy = copied < passing ? again : once;
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
-          CopyAsync(&ring_word(copy_slot, w), reinterpret_cast<const uint4*>(x + from) + w, policy,
-                    kWords == 1);
-          CopyAsync(&ring_word(copy_slot, kWords + w),
-                    reinterpret_cast<const uint4*>(dy + from) + w, policy, kWords == 1);
+          CopyAsync16<kWords == 1>(&ring_word(copy_slot, w),
+                                   reinterpret_cast<const uint4*>(x + from) + w, policy);
+          CopyAsync16<kWords == 1>(&ring_word(copy_slot, kWords + w),
+                                   reinterpret_cast<const uint4*>(dy + from) + w, policy);
         }
         if constexpr (kMask) {
           CopyBitsAsync(&ring_bits[copy_slot * kThreads], mask + (from >> 3), p.mask_end);
@@ -189,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   int slot = 0;
   int64_t element = ring_first;
   for (int used = 0; used < ringed; used += kStep) {
-    WaitForCopies<kAhead - 1>();
+    AwaitCopies<kAhead - 1>();
     Loaded units[kStep];
 #pragma unroll
     for (int k = 0; k < kStep; ++k) {

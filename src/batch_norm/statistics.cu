@@ -15,10 +15,15 @@
 #include "batch_norm/fold.cuh"
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/units.cuh"
-#include "core/cuda/load_kernels.h"
+#include "core/cuda/dependent.cuh"
+#include "core/cuda/dispatch.cuh"
+#include "core/cuda/launch.h"
 #include "core/cuda/packed.cuh"
 
 namespace jax_fastops::cuda {
+
+struct BatchNormStatisticsKernels;  // the list of kernels
+
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
@@ -99,13 +104,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
        reinterpret_cast<double*>(static_cast<A*>(p.workspace) + place.group * p.workspace_size));
 }
 
-template <typename T>
+// `A` is the accumulator type. Only double has a base that is not 0.
+template <typename A>
 __global__ void __launch_bounds__(kMaxFinishThreads)
     FinishStatisticsKernel(const __grid_constant__ Finish f) {
-  using A = ComputeType<T>;
   FinishChannels<A, double>(f, [&](int64_t group, int64_t channel, const double (&sums)[2]) {
     const Geometry& g = f.geometry;
-    const double base = BaseOf(g, static_cast<const T*>(f.x) + group * g.group_size, channel);
+    double base = 0;
+    if constexpr (sizeof(A) == 8) {
+      base = BaseOf(g, static_cast<const A*>(f.x) + group * g.group_size, channel);
+    }
     const int64_t at = group * f.out_stride + channel;
     const double mean = sums[0] / f.n, var = sums[1] / f.n - mean * mean;
     static_cast<A*>(f.out[0])[at] = static_cast<A>(base + mean);
@@ -113,60 +121,35 @@ __global__ void __launch_bounds__(kMaxFinishThreads)
   });
 }
 
-using Kernels = SumKernels<Params>;
-
-template <typename T>
-Kernels KernelsFor(bool aligned) {
-  return {aligned ? StatisticsKernel<T, true> : StatisticsKernel<T, false>,
-          FinishStatisticsKernel<T>, kBlocksPerProcessor<T>};
-}
-
-Kernels KernelsOf(DType dtype, bool aligned) {
-  switch (dtype) {
-    case DType::kF32:
-      return KernelsFor<float>(aligned);
-    case DType::kBF16:
-      return KernelsFor<__nv_bfloat16>(aligned);
-    case DType::kF16:
-      return KernelsFor<__half>(aligned);
-    case DType::kF64:
-      return KernelsFor<double>(aligned);
-  }
-  return {};
-}
-
 }  // namespace
 
 cudaError_t BatchNormStatistics(const BatchNormShape& shape, DType dtype,
                                 const BatchNormStatisticsArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
-  const Kernels kernels = KernelsOf(dtype, AreGroupsAligned(shape, DTypeSize(dtype), arrays.x));
   Params params;
   params.x = arrays.x;
   params.workspace = arrays.workspace;
   params.workspace_size = arrays.workspace_size;
-  const int64_t pairs =
-      arrays.workspace_size / (dtype == DType::kF64 ? 2 : 2 * sizeof(double) / sizeof(float));
   Finish finish;
   finish.x = arrays.x;
   finish.out[0] = arrays.mean;
   finish.out[1] = arrays.var;
   finish.out_stride = shape.channels;
-  return LaunchSums(shape, kernels, arrays.workspace, arrays.workspace_size, pairs, &params,
-                    &finish, stream);
-}
-
-cudaError_t LoadBatchNormStatisticsKernels() {
-  static KernelLoader loader;
-  return loader.Load([](const auto& load) {
-    for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
-      for (const bool aligned : {false, true}) {
-        const Kernels kernels = KernelsOf(static_cast<DType>(dtype), aligned);
-        load(reinterpret_cast<const void*>(kernels.sum));
-        load(reinterpret_cast<const void*>(kernels.finish));
-      }
-    }
+  const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x);
+  return ForDType(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    using A = ComputeType<T>;
+    using Kernels = BatchNormStatisticsKernels;
+    constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
+    const auto sum = aligned ? KernelOf<Kernels, StatisticsKernel<T, kAligned>>()
+                             : KernelOf<Kernels, StatisticsKernel<T, false>>();
+    return LaunchSums(
+        shape, sum, kBlocksPerProcessor<T>, KernelOf<Kernels, FinishStatisticsKernel<A>>(),
+        arrays.workspace, arrays.workspace_size,
+        arrays.workspace_size * sizeof(A) / (2 * sizeof(double)), &params, &finish, stream);
   });
 }
+
+cudaError_t LoadBatchNormStatisticsKernels() { return LoadKernels<BatchNormStatisticsKernels>(); }
 
 }  // namespace jax_fastops::cuda

@@ -9,10 +9,15 @@
 #include "batch_norm/fold.cuh"
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/units.cuh"
-#include "core/cuda/load_kernels.h"
+#include "core/cuda/dependent.cuh"
+#include "core/cuda/dispatch.cuh"
+#include "core/cuda/launch.h"
 #include "core/cuda/packed.cuh"
 
 namespace jax_fastops::cuda {
+
+struct BatchNormSumsKernels;  // the list of kernels
+
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
@@ -25,6 +30,8 @@ struct Params {
   int64_t mask_bytes;  // of a group
 };
 
+// Without kDx there is no dx, and without kDy2 no dy2. With them there is one, or, in the kernel
+// for any address, there may be one.
 template <typename T, bool kAligned, bool kDx, bool kDy2>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     SumsKernel(const __grid_constant__ Params p) {
@@ -44,6 +51,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   T* const dx = PartOf<T>(p.arrays.dx, group);
   T* const dresidual = PartOf<T>(p.arrays.dresidual, group);
 
+  const bool add_dy2 = kDy2 && (kAligned || dy2 != nullptr);
+  const bool write_dx = kDx && (kAligned || dx != nullptr);
+
   Pair<A> sums[kUnit];
   A mean[kUnit], factor[kDx ? kUnit : 1];
   struct Loaded {
@@ -53,8 +63,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     uint32_t bits;
   };
   const auto select = [&](const Loaded& loaded) {
-    if constexpr (kDy2) return SelectUnit(loaded.bits, AddUnits(loaded.g, loaded.g2));
-    return SelectUnit(loaded.bits, loaded.g);
+    return SelectUnit(loaded.bits, add_dy2 ? AddUnits(loaded.g, loaded.g2) : loaded.g);
   };
   // Skip the elements after a cut. Their dy is 0, but their x is padding and their mean may be
   // infinite, so the product could be NaN.
@@ -81,20 +90,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
         loaded.bits = MaskByte(mask, element);
         loaded.x = LoadUnit<T, kAligned>(x + element);
         loaded.g = LoadUnit<T, kAligned>(dy + element);
-        if constexpr (kDy2) loaded.g2 = LoadUnit<T, kAligned>(dy2 + element);
+        if (add_dy2) loaded.g2 = LoadUnit<T, kAligned>(dy2 + element);
         return loaded;
       },
       [&](const Loaded&) {
         if (share.count == 0 && share.cut == 0) return;
         const UnitChannels channels(g, place, share, p.aligned_parameters);
         channels.Load(static_cast<const A*>(p.arrays.mean), mean);
-        if constexpr (kDx) {
+        if (write_dx) {
           const A eps = static_cast<A>(p.eps);
-          A scale[kUnit];
-          channels.Load(static_cast<const A*>(p.arrays.var), factor);
+          A scale[kUnit], var[kUnit];
+          channels.Load(static_cast<const A*>(p.arrays.var), var);
           channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
 #pragma unroll
-          for (int i = 0; i < kUnit; ++i) factor[i] = InverseRoot(factor[i] + eps) * scale[i];
+          for (int i = 0; i < kUnit; ++i)
+            factor[kDx ? i : 0] = InverseRoot(var[i] + eps) * scale[i];
         }
       },
       [&](const Loaded& loaded, int64_t element) {
@@ -103,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
         // If dx is not computed here, the next kernel computes it and reads dresidual, so keep it
         // in L2.
         if (dresidual != nullptr) StoreUnit<T, kAligned, !kDx>(dresidual + element, selected);
-        if constexpr (kDx) StoreUnit<T, kAligned>(dx + element, gradient(selected));
+        if (write_dx) StoreUnit<T, kAligned>(dx + element, gradient(selected));
       },
       [] {});
   if (share.cut > 0) {
@@ -112,11 +122,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     loaded.bits = MaskByte(mask, element);
     loaded.x = LoadCutUnit(x + element, share.cut);
     loaded.g = LoadCutUnit(dy + element, share.cut);
-    if constexpr (kDy2) loaded.g2 = LoadCutUnit(dy2 + element, share.cut);
+    if (add_dy2) loaded.g2 = LoadCutUnit(dy2 + element, share.cut);
     const UnitBits<T> selected = select(loaded);
     add(loaded, selected, share.cut);
     if (dresidual != nullptr) StoreCutUnit(dresidual + element, selected, share.cut);
-    if constexpr (kDx) StoreCutUnit(dx + element, gradient(selected), share.cut);
+    if (write_dx) StoreCutUnit(dx + element, gradient(selected), share.cut);
   }
   Fold(g, place, sums, buffer,
        static_cast<A*>(p.arrays.workspace) + place.group * p.arrays.workspace_size);
@@ -132,72 +142,43 @@ __global__ void __launch_bounds__(kMaxFinishThreads)
   });
 }
 
-using Kernels = SumKernels<Params>;
-
-template <typename T, bool kAligned>
-auto SumsKernelFor(bool dx, bool dy2) {
-  if (dx) return dy2 ? SumsKernel<T, kAligned, true, true> : SumsKernel<T, kAligned, true, false>;
-  return dy2 ? SumsKernel<T, kAligned, false, true> : SumsKernel<T, kAligned, false, false>;
-}
-
-template <typename T>
-Kernels KernelsFor(bool aligned, bool dx, bool dy2) {
-  return {aligned ? SumsKernelFor<T, true>(dx, dy2) : SumsKernelFor<T, false>(dx, dy2),
-          FinishSumsKernel<ComputeType<T>>, kBlocksPerProcessor<T>};
-}
-
-Kernels KernelsOf(DType dtype, bool aligned, bool dx, bool dy2) {
-  switch (dtype) {
-    case DType::kF32:
-      return KernelsFor<float>(aligned, dx, dy2);
-    case DType::kBF16:
-      return KernelsFor<__nv_bfloat16>(aligned, dx, dy2);
-    case DType::kF16:
-      return KernelsFor<__half>(aligned, dx, dy2);
-    case DType::kF64:
-      return KernelsFor<double>(aligned, dx, dy2);
-  }
-  return {};
-}
-
 }  // namespace
 
 cudaError_t BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
                           const BatchNormSumsArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
-  const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dy2,
-                                        arrays.dx, arrays.dresidual);
-  const Kernels kernels = KernelsOf(dtype, aligned, arrays.dx != nullptr, arrays.dy2 != nullptr);
   Params params;
   params.arrays = arrays;
   params.eps = eps;
-  params.aligned_parameters =
-      IsAligned(arrays.mean) && IsAligned(arrays.var) && IsAligned(arrays.scale);
+  params.aligned_parameters = AreAligned(arrays.mean, arrays.var, arrays.scale);
   params.mask_bytes = shape.mask_bytes();
-  Finish finish;
-  finish.x = nullptr;
-  finish.out[0] = arrays.sums;
-  finish.out[1] = nullptr;
-  finish.out_stride = 2 * shape.channels;
-  return LaunchSums(shape, kernels, arrays.workspace, arrays.workspace_size,
-                    arrays.workspace_size / 2, &params, &finish, stream);
-}
-
-cudaError_t LoadBatchNormSumsKernels() {
-  static KernelLoader loader;
-  return loader.Load([](const auto& load) {
-    for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
-      for (const bool aligned : {false, true}) {
-        for (const bool dx : {false, true}) {
-          for (const bool dy2 : {false, true}) {
-            const Kernels kernels = KernelsOf(static_cast<DType>(dtype), aligned, dx, dy2);
-            load(reinterpret_cast<const void*>(kernels.sum));
-            load(reinterpret_cast<const void*>(kernels.finish));
-          }
-        }
+  const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dy2,
+                                        arrays.dx, arrays.dresidual);
+  const bool dx = arrays.dx != nullptr, dy2 = arrays.dy2 != nullptr;
+  return ForDType(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    using A = ComputeType<T>;
+    using Kernels = BatchNormSumsKernels;
+    // The kernel for any address and any of the arrays. No op calls for both dx and dy2.
+    auto sum = KernelOf<Kernels, SumsKernel<T, false, true, true>>();
+    if constexpr (sizeof(T) < 8) {
+      if (aligned && !(dx && dy2)) {
+        sum = dx    ? KernelOf<Kernels, SumsKernel<T, true, true, false>>()
+              : dy2 ? KernelOf<Kernels, SumsKernel<T, true, false, true>>()
+                    : KernelOf<Kernels, SumsKernel<T, true, false, false>>();
       }
     }
+    Finish finish;
+    finish.x = nullptr;
+    finish.out[0] = arrays.sums;
+    finish.out[1] = nullptr;
+    finish.out_stride = 2 * shape.channels;
+    return LaunchSums(shape, sum, kBlocksPerProcessor<T>, KernelOf<Kernels, FinishSumsKernel<A>>(),
+                      arrays.workspace, arrays.workspace_size, arrays.workspace_size / 2, &params,
+                      &finish, stream);
   });
 }
+
+cudaError_t LoadBatchNormSumsKernels() { return LoadKernels<BatchNormSumsKernels>(); }
 
 }  // namespace jax_fastops::cuda

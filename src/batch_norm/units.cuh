@@ -1,5 +1,5 @@
 // What the batch norm kernels share: loads and stores of units of 8 elements, the loop over a
-// thread's units, and the parameters of a unit's channels.
+// thread's units, the parameters of a unit's channels, and the launch of elementwise kernels.
 #ifndef JAX_FASTOPS_BATCH_NORM_UNITS_CUH_
 #define JAX_FASTOPS_BATCH_NORM_UNITS_CUH_
 
@@ -7,11 +7,12 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "batch_norm/geometry.cuh"
+#include "core/cuda/launch.h"
 #include "core/cuda/packed.cuh"
-#include "core/dtype.h"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -273,26 +274,40 @@ __device__ __forceinline__ uint32_t MaskByte(const uint8_t* mask, int64_t elemen
 // -------------------------------------------------------------------------------------------------
 // Host
 
-inline cudaError_t GetProcessors(int* processors) {
-  int device;
-  const cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device);
-}
-
-inline bool IsAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-
-// Whether all groups of these arrays are aligned to 16 bytes.
-template <typename... Pointers>
-bool AreGroupsAligned(const BatchNormShape& shape, size_t element, Pointers... arrays) {
-  return (IsAligned(arrays) && ...) &&
-         (shape.groups == 1 || shape.group_size() % static_cast<int64_t>(16 / element) == 0);
-}
-
 inline bool IsEmpty(const BatchNormShape& shape) { return shape.groups * shape.group_size() == 0; }
 
 inline unsigned BlocksOf(const BatchNormShape& shape, const Geometry& g) {
   return static_cast<unsigned>(g.tiles * g.parts * shape.groups);
+}
+
+inline bool IsAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+template <typename... Pointers>
+bool AreAligned(Pointers... pointers) {
+  return (IsAligned(pointers) && ...);
+}
+
+// Whether all groups of these arrays are aligned to 16 bytes.
+template <typename... Pointers>
+bool AreGroupsAligned(const BatchNormShape& shape, size_t element, Pointers... arrays) {
+  return AreAligned(arrays...) &&
+         (shape.groups == 1 || shape.group_size() % static_cast<int64_t>(16 / element) == 0);
+}
+
+// Launches an elementwise kernel (one without sums) as a dependent. An SM runs `resident` of its
+// blocks at once. The caller sets everything in `params` except the geometry.
+template <typename Params>
+cudaError_t LaunchMap(const BatchNormShape& shape, void (*kernel)(Params), int resident,
+                      Params* params, cudaStream_t stream) {
+  Device device;
+  const cudaError_t error = CurrentDevice(&device);
+  if (error != cudaSuccess) return error;
+  const BlockWish wish = {int64_t{device.processors} * resident, 2,
+                          std::numeric_limits<int64_t>::max()};
+  if (!MakeGeometry(shape, wish, &params->geometry)) return cudaErrorInvalidConfiguration;
+  const unsigned blocks = BlocksOf(shape, params->geometry);
+  return Launch(kernel, {.grid = dim3(blocks), .block = dim3(kThreads), .dependent = true}, stream,
+                *params);
 }
 
 }  // namespace jax_fastops::cuda::batch_norm
