@@ -594,7 +594,7 @@ NORMS = (
 
 def _row_of_rows(name: str) -> Callable[[Layout], str]:
     """Long rows have a separate row of the `auto` table."""
-    return lambda layout: fo._implementation.by_row_length(name, layout.gpu)
+    return lambda layout: fo._dispatch.by_row_length(name, layout.gpu)
 
 
 def _norms_of_size(elements: int) -> tuple[Layout, ...]:
@@ -676,12 +676,12 @@ def _rows_of(elements: int) -> tuple[Shape, ...]:
 def _row_of_lerp(layout: Layout) -> str:
     shapes = (layout.operands or same(3))(layout.gpu)
     broadcast = fo._broadcast.is_broadcast(shapes)
-    return fo._broadcast.table_row("lerp_broadcast", shapes, 4) if broadcast else "lerp"
+    return fo._broadcast.shape_class("lerp_broadcast", shapes, 4) if broadcast else "lerp"
 
 
 def _row_of_activation(layout: Layout) -> str:
     shapes = (layout.operands or with_bias)(layout.gpu)
-    return fo._broadcast.table_row(f"bias_{layout.options['activation']}", shapes, 4)
+    return fo._broadcast.shape_class(f"bias_{layout.options['activation']}", shapes, 4)
 
 
 def gated(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
@@ -773,7 +773,7 @@ def _windows_of_size(elements: int) -> tuple[Layout, ...]:
 
 def _row_of_windows(layout: Layout) -> str:
     radius, across = layout.options["radius"], layout.options["axis"] == 0
-    return fo._implementation.by_radius("window_sum", radius, across)
+    return fo._dispatch.by_radius("window_sum", radius, across)
 
 
 def _batches(name: str, gpu: Shape, cpu: Shape, residual: bool = False) -> tuple[Layout, ...]:

@@ -4,9 +4,12 @@ The functions look and differentiate like those of ``jax.nn``. The docstring of 
 it equals and what it keeps for the backward.
 """
 
-from jax_fastops import _native
+import os
+
+from jax_fastops import _explain, _native
+from jax_fastops._explain import Explanation, OpCall, explain
 from jax_fastops._export import export_checks
-from jax_fastops._implementation import use_implementation
+from jax_fastops._implementation import set_implementation, use_implementation
 from jax_fastops._info import info
 from jax_fastops._version import __version__
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
@@ -21,11 +24,14 @@ from jax_fastops.transpose import transpose
 from jax_fastops.window_sum import window_sum
 
 __all__ = [
+    "Explanation",
+    "OpCall",
     "__version__",
     "add_relu",
     "batch_norm",
     "batch_norm_inference",
     "bias_act",
+    "explain",
     "export_checks",
     "gated_act",
     "info",
@@ -37,6 +43,7 @@ __all__ = [
     "residual_layer_norm",
     "residual_rms_norm",
     "rms_norm",
+    "set_implementation",
     "softmax",
     "split_heads",
     "split_qkv_heads",
@@ -46,3 +53,5 @@ __all__ = [
 ]
 
 _native.register()
+if os.environ.get("JAX_FASTOPS_LOG") == "dispatch":
+    _explain.log_decisions()

@@ -29,15 +29,19 @@ def of_rank(x, rank: int) -> jax.Array:
     return jax.lax.expand_dims(x, tuple(range(rank - x.ndim))) if x.ndim < rank else x
 
 
-def has_kernel(shape) -> bool:
-    """Whether the kernels take a result of this shape."""
-    return len(shape) <= limit("broadcast_rank") and 0 not in shape
+def limit_of(shape) -> str | None:
+    """Why the kernels cannot take a result of this shape."""
+    if 0 in shape:
+        return "there are no elements"
+    if len(shape) > limit("broadcast_rank"):
+        return f"the result has more than {limit('broadcast_rank')} dimensions"
+    return None
 
 
 def call(kernel: Kernel, operands, otherwise: Callable, **given) -> tuple:
     """The results of a forward kernel, or ``otherwise()`` if it cannot take the operands."""
     shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-    if not has_kernel(shape) or copies_too_much(run := kernel.of(*operands, **given)):
+    if limit_of(shape) or copies_too_much(run := kernel.of(*operands, **given)):
         return otherwise()
     return tuple(y for y in run() if y is not None)
 
@@ -107,7 +111,7 @@ def pull_back(
             shards = shards_of(size, spec and spec[d], kind, 1)
         dims.append(_Dimension(d, size, summed or row, shards))
     rank = sum(dim.rank for dim in dims)
-    if not has_kernel(dy.shape) or rank > limit("broadcast_rank"):
+    if limit_of(dy.shape) or rank > limit("broadcast_rank"):
         return otherwise()
 
     def slot(own: Sequence[str]) -> str:
@@ -182,8 +186,8 @@ def _back(g, target, dims: Sequence[_Dimension]):
     return g
 
 
-def table_row(name: str, shapes, itemsize: int) -> str:
-    """The row of the ``auto`` table for an element-wise op on operands with these shapes.
+def shape_class(name: str, shapes, itemsize: int) -> str:
+    """The class in the ``auto`` table of an element-wise op on operands with these shapes.
 
     Adjacent dimensions in which the same operands are broadcast are merged. Then the classes are:
     more than two dimensions (``_crossed``), rows whose size in bytes is not a multiple of 16

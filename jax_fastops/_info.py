@@ -21,7 +21,7 @@ def info() -> dict[str, Any]:
       A dictionary with these keys:
 
       - ``"version"``, ``"jax"``, ``"jaxlib"``: versions.
-      - ``"implementation"``: the value of :func:`use_implementation` in force.
+      - ``"implementation"``: the value of :func:`set_implementation` in force.
       - ``"modules"``: for each platform, how its native module was built (compiler, FFI version,
         kernel ABI, instruction sets or compute capabilities), or ``None`` if it was not built.
       - ``"ops"``: for each op and platform, ``"native"`` if it has kernels, otherwise ``"xla"``.

@@ -23,6 +23,7 @@ rule has to guess an output's batch dimension, and per-example gradients are nev
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from jax_fastops import _compat, _implementation, _native
+from jax_fastops import _compat, _dispatch, _explain, _implementation, _native
 from jax_fastops._kernel import (
     Kernel,
     compiled,
@@ -59,7 +60,8 @@ class Call:
     """One use of an op, as its primitives carry it: slots with concrete dtypes, and options.
 
     ``args`` are the slots of all operands. ``present`` marks the operands that were given; the
-    others are optional and were ``None``. ``sizes`` are the named dimensions.
+    others are optional and were ``None``. ``sizes`` are the named dimensions. ``request`` decides
+    between kernel and reference.
     """
 
     args: tuple[Slot, ...]
@@ -68,11 +70,11 @@ class Call:
     present: tuple[bool, ...]
     options: tuple[tuple[str, Any], ...]
     sizes: tuple[tuple[str, Any], ...]
-    implementation: str
+    request: _dispatch.Request
 
     def __repr__(self) -> str:
         sides = (", ".join(map(str, side)) for side in (self.args, self.outs, self.saved))
-        return "'{} -> {} | {}' {}".format(*sides, self.implementation)
+        return "'{} -> {} | {}' {}".format(*sides, self.request.implementation)
 
     def spread(self, args: Sequence) -> list:
         """One entry per operand: ``None`` for an absent one."""
@@ -88,7 +90,7 @@ class Op:
     """Declares an op. Functions take arrays in the signature's order, then options by keyword.
 
     Args:
-      name: the name in jaxprs and in the ``auto`` table.
+      name: the name in jaxprs, and the default class of shapes in the ``auto`` table.
       signature: ``"operands -> results | saved"`` (see :mod:`jax_fastops._signature`). After ``|``
         come the values that the forward kernel saves in addition to its results. A call may give
         its own signature, if that depends on shapes or options.
@@ -114,9 +116,6 @@ class Op:
         the axis first to a result with the axis at ``i``.
       independent: whether the op treats every index of ``...`` independently. If not, because it
         has statistics over the batch, a mapped axis never becomes one more batch dimension.
-      table_row: the name in the ``auto`` table, from the shape of the largest array (the first of
-        equally large ones) and the options, for ops with several classes. Default: the op's
-        name.
       dtype_class: the name of a dtype in the ``auto`` table, for ops to which only its width
         matters.
       kernels: every kernel that the above use. A platform that lacks one takes the reference.
@@ -139,7 +138,6 @@ class Op:
         tangent: Callable | None = None,
         batch: Callable | None = None,
         independent: bool = True,
-        table_row: Callable | None = None,
         dtype_class: Callable = str,
     ):
         if (pullback is None) != (pushforward is None):
@@ -160,8 +158,8 @@ class Op:
         self.tangent = tangent
         self.batch = batch
         self.independent = independent
-        self.table_row = table_row or (lambda x, **options: name)
         self.dtype_class = dtype_class
+        self._needs = frozenset(k.name for k in self.kernels)
         self._plain = _Stage(self, "")
         self._fwd = _Stage(self, "_fwd")
         self._lin = _Stage(self, "_lin")
@@ -177,52 +175,95 @@ class Op:
 
     # -- calling ---------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, signature: str | None = None, **options: Any) -> Any:
-        """Runs the op on arrays. ``None`` stands for an optional operand that is absent."""
+    def __call__(
+        self,
+        *args: Any,
+        signature: str | None = None,
+        shape_class: str | None = None,
+        limit: str | None = None,
+        fused: str | None = None,
+        native: Callable | None = None,
+        otherwise: Callable | None = None,
+        **options: Any,
+    ) -> Any:
+        """Runs the op on arrays. ``None`` stands for an optional operand that is absent.
+
+        Args:
+          args: the operands.
+          signature: that of this call, if it depends on shapes or options.
+          shape_class: the class of shapes in the ``auto`` table. Default: the op's name.
+          limit: why the kernel cannot take this call, if it cannot.
+          fused: why XLA needs no pass over memory for this call, if so. ``auto`` then takes the
+            reference.
+          native: how the kernel takes the operands, if in another view than the reference:
+            ``native(request, *args)``, which calls :meth:`bind`. It raises :class:`Refused` if no
+            view is possible.
+          otherwise: what runs in place of the kernel. Default: the reference.
+          options: those of the op's functions.
+        """
         given = [x for x in args if x is not None]
-        if self.left_to_xla(*given, **options):
-            return self.reference(*args, **options)
-        call, own_dims_sharded = self._describe(args, signature or self.signature, options)
-        if own_dims_sharded:
-            # The kernel needs these dimensions whole on one device. XLA can keep them sharded.
-            return self.reference(*args, **options)
-        outs = self._plain.bind(given, call)
+        if limit is None and any(map(_compat.has_partial_sums, given)):
+            limit = "an operand is a partial sum over devices"
+        request = _dispatch.Request(
+            implementation=_implementation.current(),
+            shape_class=shape_class or self.name,
+            dtype=self.dtype_class(given[0].dtype),
+            size=self._size(given),
+            limit=limit,
+            fused=fused,
+        )
+
+        def kernel(*args):
+            if native is not None:
+                return native(request, *args)
+            return self.bind(request, *args, signature=signature, **options)
+
+        def reference(*args):
+            return (otherwise or functools.partial(self.reference, **options))(*args)
+
+        decision = self.decide(request, _dispatch.lowering_platform())
+        args, decided = _explain.observe(self.name, args)
+        # Under "native" the program may be lowered for another platform, which has kernels.
+        if decision.kernel or (request.implementation == "native" and limit is None):
+            try:
+                found = kernel(*args)
+                decided(decision, kernel)
+                return found
+            except _dispatch.Refused as refusal:
+                decision = _dispatch.refused(str(refusal))
+        decided(decision, reference)
+        return reference(*args)
+
+    def bind(
+        self, request: _dispatch.Request, *args: Any, signature: str | None = None, **options: Any
+    ) -> Any:
+        """Emits the op's primitive, for a call that may take the kernel.
+
+        Raises:
+          Refused: the kernel needs a dimension whole that is sharded over an explicit mesh axis.
+        """
+        call, own_dims_sharded = self._describe(args, signature or self.signature, options, request)
+        if own_dims_sharded:  # XLA can keep them sharded
+            raise _dispatch.Refused("an explicit mesh axis shards a dimension that must be whole")
+        outs = self._plain.bind([x for x in args if x is not None], call)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def supports(self, platform: str) -> bool:
         """Whether every kernel of this op exists for a lowering platform."""
-        return bool(self.kernels) and _native.kernels(platform).issuperset(
-            k.name for k in self.kernels
-        )
+        return bool(self._needs) and self._needs <= _native.kernels(platform)
 
-    def left_to_xla(self, *arrays, like=None, **options) -> bool:
-        """Whether the op is traced as its reference, so that XLA may fuse it.
+    def decide(self, request: _dispatch.Request, platform: str) -> _dispatch.Decision:
+        """The decision for a request on a lowering platform."""
+        return _dispatch.decide(self._needs, request, platform)
 
-        ``auto`` does so if the kernel gains nothing on the default platform, neither in a forward
-        nor in a gradient. ``like`` has the shape and dtype in which the op sees the largest array,
-        if these differ from the array's own.
-        """
-        implementation = _implementation.current()
-        if implementation == "xla" or any(map(_compat.has_partial_sums, arrays)):
-            return True
-        if implementation == "native":
-            return False
-        platform = lowering_platform(jax.default_backend())
-        if not (self.supports(platform) and _native.runs_here(platform)):
-            return True
-        largest = max(arrays, key=size_of) if like is None else like
-        if self._broadcasts:  # the result may be larger than any operand
+    def _size(self, arrays) -> int:
+        """The elements of the largest array: the result, if operands are broadcast."""
+        if self._broadcasts and len(arrays) > 1:
             shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
-            largest = jax.ShapeDtypeStruct(shape, arrays[0].dtype)
-        return not any(
-            self._prefers_kernel(platform, largest, use, options) for use in ("forward", "grad")
-        )
+            return size_of(jax.ShapeDtypeStruct(shape, arrays[0].dtype))
+        return max(map(size_of, arrays))
 
-    def _prefers_kernel(self, platform: str, x, use: str, options: dict) -> bool:
-        row, dtype = self.table_row(x, **options), self.dtype_class(x.dtype)
-        return _implementation.native_is_faster(row, platform, dtype, size_of(x), use)
-
-    def _describe(self, args, text: str, options: dict) -> tuple[Call, bool]:
+    def _describe(self, args, text: str, options: dict, request) -> tuple[Call, bool]:
         left, _, right = text.partition("->")
         results, _, kept = right.partition("|")
         present = tuple(x is not None for x in args)
@@ -249,7 +290,7 @@ class Op:
             present=present,
             options=tuple(sorted(options.items())),
             sizes=tuple(sorted(bound.sizes.items())),
-            implementation=_implementation.current(),
+            request=request,
         )
         sharded = any(
             axis is not None and not dim.free
@@ -558,7 +599,7 @@ class Op:
         grads = iter(jax.vjp(function, *chosen)[1](list(cts)))
         return [next(grads) if w else None for w in which]
 
-    def uses_kernel(self, kind: str, call: Call, platform: str, avals) -> bool:
+    def uses_kernel(self, kind: str, call: Call, platform: str) -> bool:
         """Whether a primitive is lowered to its kernel on a platform."""
         functions = {
             "": self.forward,
@@ -566,19 +607,9 @@ class Op:
             "_lin": self.tangent,
             "_vjp": self.backward,
         }
-        if functions[kind] is None or not self.supports(platform):
-            return False
-        if not _native.runs_here(platform):
-            return False
-        if call.implementation == "native":
-            return True
-        largest = max(avals, key=size_of)
-        return self._prefers_kernel(
-            platform,
-            jax.ShapeDtypeStruct(largest.shape, call.outs[0].dtype),
-            "forward" if kind == "" else "grad",
-            dict(call.options),
-        )
+        decision = self.decide(call.request, platform)
+        choice = decision.gradient if kind else decision.forward
+        return choice.kernel and functions[kind] is not None
 
 
 class _Stage:
@@ -609,6 +640,8 @@ class _Stage:
         return [_prepend(r, sizes, specs) for r in results]
 
     def _batch(self, operands, dims, *, call, levels, which):
+        n = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+        call = dataclasses.replace(call, request=call.request.mapped(n))
         if self.op.batch is not None:
             (at,) = dims
             where = {"result": at} if self.kind == "_vjp" else {"operand": at}
@@ -628,22 +661,13 @@ class _Stage:
 
     def _lowering(self, platform: str | None):
         def rule(ctx, *operands, call, levels, which):
-            # The size of an op is that of its largest array, on either side of the stage.
-            avals = (*ctx.avals_in, *ctx.avals_out)
-            native = platform is not None and self.op.uses_kernel(self.kind, call, platform, avals)
+            native = platform is not None and self.op.uses_kernel(self.kind, call, platform)
             function = self.op._function(self.kind, call, which, native)
             lowered = mlir.lower_fun(_vmapped(function, levels), multiple_results=True)
             with partitioned_over(_compat.partitions(ctx)):
                 return lowered(ctx, *operands)
 
         return rule
-
-
-def lowering_platform(backend: str) -> str:
-    """The name that lowering rules use for a JAX backend (``"gpu"`` means CUDA or ROCm)."""
-    if backend != "gpu":
-        return backend
-    return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
 
 
 def _as_list(outs) -> list:

@@ -31,6 +31,7 @@ from jax_fastops._arguments import (
     same_floating_dtype,
 )
 from jax_fastops._bits import pack, select
+from jax_fastops._dispatch import Refused
 from jax_fastops._kernel import Kernel, partitions, shards_of
 from jax_fastops._native import workspace
 from jax_fastops._op import Op
@@ -467,19 +468,12 @@ def _inference_gradients(kept, cts, wanted, *, eps, relu):
     return dx, *statistics, masked[0] if split else cts[0]
 
 
-def _table_row(name: str, x, **options) -> str:
+def _shape_class(name: str, x, at: int) -> str:
     """The class in the ``auto`` table: channels last (XLA is slower there), or another axis.
 
     A symbolic size counts as more than 1.
     """
-    return name if x.shape[-1:] == (1,) else f"{name}_axis"
-
-
-def seen(x: jax.Array, at: int) -> jax.ShapeDtypeStruct:
-    """The shape ``[o, c, i]``, with the batch in ``o``, by which ``auto`` looks up an array whose
-    channels are at axis ``at``."""
-    shape = (math.prod(x.shape[:at]), x.shape[at], math.prod(x.shape[at + 1 :]))
-    return jax.ShapeDtypeStruct(shape, x.dtype)
+    return name if math.prod(x.shape[at + 1 :]) == 1 else f"{name}_axis"
 
 
 _TRAINING_IN = f"{_X}, c, c, {_X}"
@@ -496,14 +490,12 @@ _STATISTICS = Op(
     pullback=_statistics_pullback,
     pushforward=_statistics_pushforward,
     independent=False,
-    table_row=functools.partial(_table_row, "batch_norm"),
 )
 
 _TRAINING = Op(
     "batch_norm",
     f"{_TRAINING_IN} -> {_X}, {_STATISTICS_OUT}",
     _reference,
-    table_row=functools.partial(_table_row, "batch_norm"),
     kernels=(
         _FORWARD_KERNEL,
         _STATISTICS_KERNEL,
@@ -526,7 +518,6 @@ _INFERENCE = Op(
     "batch_norm_inference",
     f"{_X}, c, c, c, c, {_X} -> {_X}",
     _inference_reference,
-    table_row=functools.partial(_table_row, "batch_norm_inference"),
     kernels=(_APPLY_KERNEL, _SUMS_KERNEL),
     forward=_inference_forward,
     save=_inference_save,
@@ -570,34 +561,49 @@ def _call(op: Op, x, at: int, values, residual, **options) -> Any:
     if residual is not None:  # with explicit axes, shard both as their sum would be
         kind = broadcast_type((x, residual))
         x, residual = (broadcast_to(a, kind) for a in (x, residual))
-    given = [a for a in (x, *values, residual) if a is not None]
-    viewed = None
-    trivial = 0 in x.shape or _count(x, at - x.ndim) == 1  # nothing to read, or to sum
-    if not (trivial or op.left_to_xla(*given, like=seen(x, at), **options)) and _fixed(x, at):
-        viewed = _view(x, at, options.get("relu", False))
-    arrays = (x,) if op is _STATISTICS else (x, residual)
+    more = () if op is _STATISTICS else (residual,)
+    name = "batch_norm_inference" if op is _INFERENCE else "batch_norm"
+    return op(
+        x,
+        *values,
+        *more,
+        shape_class=_shape_class(name, x, at),
+        limit=_limit(x, at),
+        native=functools.partial(_in_view, op, at, options),
+        otherwise=functools.partial(op.reference, channels=at - x.ndim, **options),
+    )
+
+
+def _limit(x, at: int) -> str | None:
+    if 0 in x.shape or _count(x, at - x.ndim) == 1:
+        return "there is nothing to sum"
+    if not all(isinstance(d, int) for d in x.shape[at:]):  # a workspace needs them
+        return "the channels or an axis after them have a symbolic size"
+    return None
+
+
+def _in_view(op: Op, at: int, options: dict, request, x, *rest) -> Any:
+    """Calls the kernels on a view ``[..., o, c, i]``."""
+    viewed = _view(x, at, options.get("relu", False))
     if viewed is None:
-        return op.reference(x, *values, *arrays[1:], channels=at - x.ndim, **options)
-    shape, view_spec = viewed
-    own = None if view_spec is None else tuple(jax.typeof(x).sharding.spec)
-    x_view, *rest = (None if a is None else reshape(a, shape, view_spec) for a in arrays)
+        raise Refused("an explicit mesh axis has shards that the view cuts")
+    shape, spec = viewed
+    own = None if spec is None else tuple(jax.typeof(x).sharding.spec)
+    rest = list(rest)
+    if op is not _STATISTICS and rest[-1] is not None:
+        rest[-1] = reshape(rest[-1], shape, spec)
     signature = op.signature
     if options.get("fork"):
         signature = f"{_TRAINING_IN} -> {_X}, {_X}, {_STATISTICS_OUT}"
     if options.get("relu"):
         signature = f"{signature} | {_MASK}"
-    found = op(x_view, *values, *rest, signature=signature, **options)
+    found = op.bind(request, reshape(x, shape, spec), *rest, signature=signature, **options)
     if op is _STATISTICS:
         return found
     if op is _INFERENCE:
         return reshape(found, x.shape, own)
     *ys, mean, var = found
     return *(reshape(y, x.shape, own) for y in ys), mean, var
-
-
-def _fixed(x, at: int) -> bool:
-    """Whether the channel axis and the axes after it have static sizes, as a workspace needs."""
-    return all(isinstance(d, int) for d in x.shape[at:])
 
 
 def _check(

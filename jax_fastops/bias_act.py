@@ -19,11 +19,11 @@ from jax_fastops._arguments import as_arrays, not_weak, one_of, same_floating_dt
 from jax_fastops._bits import pack, select
 from jax_fastops._broadcast import (
     call,
-    has_kernel,
+    limit_of,
     of_rank,
     pull_back,
     pullback_of,
-    table_row,
+    shape_class,
 )
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
@@ -66,16 +66,16 @@ def _sum(x, bias):
     return x.astype(wide) + bias.astype(wide)
 
 
-def _reference(x, bias, *, activation: str, **_):
+def _reference(x, bias, *, activation: str):
     return ACTIVATIONS[activation](_sum(x, bias)).astype(x.dtype)
 
 
-def _forward(x, bias, *, activation: str, **_):
+def _forward(x, bias, *, activation: str):
     reference = functools.partial(_reference, activation=activation)
     return call(_BIAS_ACT, (x, bias), lambda: (reference(x, bias),), activation=activation)
 
 
-def _backward(kept, cts, wanted, *, activation: str, **_):
+def _backward(kept, cts, wanted, *, activation: str):
     types = [jax.typeof(x) if w else None for x, w in zip(kept, wanted, strict=True)]
     reference = functools.partial(_reference, activation=activation)
     return pull_back(
@@ -96,7 +96,6 @@ _bias_act = Op(
     forward=_forward,
     forward_saving=_forward,
     backward=_backward,
-    table_row=lambda x, *, table, **_: table,
 )
 
 
@@ -161,28 +160,23 @@ _bias_relu = Op(
     pullback=_relu_pullback,
     pushforward=_relu_pushforward,
     backward=_relu_backward,
-    table_row=lambda x, *, table, **_: table,
 )
 
 
-def _apply_relu(x, bias):
+def _relu_in_view(request, x, bias):
     """ReLU with a mask: rows of 8 elements if the last axis divides into them, else whole rows."""
-    if bias.shape == x.shape and bias.dtype == x.dtype:
-        return add_relu(x, bias)  # keeps only the mask
-    table = table_row("bias_relu", [x.shape, bias.shape], x.dtype.itemsize)
-    if _bias_relu.left_to_xla(x, bias, table=table):
-        return _relu_reference(x, bias)
     result = broadcast_type([x, bias])
     x = broadcast_to(x, result)
     n = x.shape[-1]
     spec = explicit_spec(result.sharding, x.ndim)
     parts = parts_of(spec[-1], result.sharding) if spec else 1
     if not isinstance(n, int) or n % (8 * parts):
-        return _bias_relu(x, bias, row=n, dtype=str(x.dtype), table=table)
+        return _bias_relu.bind(request, x, bias, row=n, dtype=str(x.dtype))
     sizes = (n // 8, 8)
     bias = split_last(bias, sizes if bias.shape[-1] == n else (1, 1))
-    y = _bias_relu(split_last(x, sizes), bias, row=8, dtype=str(x.dtype), table=table)
-    return merge_last(y)
+    return merge_last(
+        _bias_relu.bind(request, split_last(x, sizes), bias, row=8, dtype=str(x.dtype))
+    )
 
 
 def _check(x, bias, activation) -> list[jax.Array]:
@@ -256,12 +250,15 @@ def bias_act(
       [[0.0, 1.5]]
     """
     x, bias = _check(x, bias, activation)
-    if not has_kernel(x.shape):
-        return _reference(x, bias, activation=activation)
     if x.ndim == 0:
         x, bias = of_rank(x, 1), of_rank(bias, 1)
         return jnp.squeeze(bias_act(x, bias, activation=activation), 0)
-    if activation == "relu":
-        return _apply_relu(x, bias)
-    table = table_row(f"bias_{activation}", [x.shape, bias.shape], x.dtype.itemsize)
-    return _bias_act(x, bias, activation=activation, table=table)
+    call = dict(
+        shape_class=shape_class(f"bias_{activation}", [x.shape, bias.shape], x.dtype.itemsize),
+        limit=limit_of(x.shape),
+    )
+    if activation != "relu":
+        return _bias_act(x, bias, activation=activation, **call)
+    if bias.shape == x.shape and bias.dtype == x.dtype:
+        return add_relu(x, bias)  # keeps only the mask
+    return _bias_relu(x, bias, native=_relu_in_view, **call)

@@ -57,7 +57,6 @@ def _declare(signature: str, *names: str) -> Op:
         forward=forward,
         forward_saving=forward,
         backward=backward,
-        table_row=lambda x, **_: "gated_act",
     )
 
 
@@ -126,7 +125,6 @@ def gated_act(
             )
         half = first.shape[-1] // 2
         op, operands, shape = _HALVES, [split_last(first, (2, half))], (*first.shape[:-1], half)
-    if 0 in shape:
-        return _reference(*operands, activation=activation)
-    y = op(*operands, activation=activation)
+    limit = "there are no elements" if 0 in shape else None
+    y = op(*operands, shape_class="gated_act", limit=limit, activation=activation)
     return y if y.ndim == len(shape) else jnp.squeeze(y, 0)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import FLOATING, as_arrays, integer
-from jax_fastops._implementation import by_width
+from jax_fastops._dispatch import by_width
 from jax_fastops._kernel import Kernel, shards_of, unless_mapped
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
@@ -171,21 +171,24 @@ def _apply(name: str, x, bias, num_heads, parts: int) -> Any:
     bias = rest[0] if rest else None
     num_heads, head_size = _check(name, x, bias, num_heads, parts)
     options = dict(num_heads=num_heads, parts=parts)
-    if parts == 1 and (bias is None or not _has_kernel(x, bias) or _features_sharded(x)):
+    if parts == 1 and (bias is None or _features_sharded(x)):
         # XLA adds the bias, and a transposition remains.
         return _swap(split_last(_add_bias(x, bias), (num_heads, head_size)))
-    if not _has_kernel(x, bias):
-        return _split_reference(x, bias, **options)
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.astype(accumulator_dtype(x.dtype))
     results = ", ".join([f"... {num_heads} *s {head_size}"] * parts)
     signature = f"... *s {x.shape[-1]}, {x.shape[-1]} -> {results}"
-    return _OPS[parts](x, bias, signature=signature, **options)
+    return _OPS[parts](x, bias, signature=signature, limit=_limit(x, bias), **options)
 
 
-def _has_kernel(x, bias) -> bool:
-    fixed = all(isinstance(d, int) for d in x.shape[-2:]) and 0 not in x.shape
-    return fixed and is_movable(x.dtype) and (bias is None or str(x.dtype) in FLOATING)
+def _limit(x, bias) -> str | None:
+    if 0 in x.shape:
+        return "there are no elements"
+    if not all(isinstance(d, int) for d in x.shape[-2:]):
+        return "the sequence or the features have a symbolic size"
+    if not is_movable(x.dtype) or not (bias is None or str(x.dtype) in FLOATING):
+        return f"the kernel does not take the dtype {x.dtype}"
+    return None
 
 
 def _features_sharded(x) -> bool:
@@ -199,7 +202,7 @@ def _swap(x):
     No matrix product of attention can absorb this: it would need two separate batch dimensions.
     """
     n = x.ndim
-    return permute(x, (*range(n - 3), n - 2, n - 3, n - 1), fuses=False)
+    return permute(x, (*range(n - 3), n - 2, n - 3, n - 1))
 
 
 def _check(name: str, x, bias, num_heads, parts: int) -> tuple[int, int]:

@@ -18,12 +18,12 @@ from jax.typing import ArrayLike
 from jax_fastops._arguments import as_arrays, broadcast_shape, not_weak, same_floating_dtype
 from jax_fastops._broadcast import (
     call,
-    has_kernel,
     is_broadcast,
+    limit_of,
     of_rank,
     pull_back,
     pullback_of,
-    table_row,
+    shape_class,
 )
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
@@ -69,16 +69,16 @@ def _interpolate_jvp(primals, tangents):
     return y, match_varying([broadcast_to(dy, jax.typeof(y)), y])[0]
 
 
-def _reference(start, end, weight, **_):
+def _reference(start, end, weight):
     return _interpolate(start, end, weight)
 
 
-def _forward(start, end, weight, **_):
+def _forward(start, end, weight):
     operands = (start, end, weight)
     return call(_LERP, operands, lambda: (_interpolate(*operands),))
 
 
-def _backward(kept, cts, wanted, **_):
+def _backward(kept, cts, wanted):
     names = ("start", "end", "weight")
     types = [jax.typeof(x) if w else None for x, w in zip(kept, wanted, strict=True)]
     return pull_back(
@@ -98,7 +98,6 @@ _lerp = Op(
     forward=_forward,
     forward_saving=_forward,
     backward=_backward,
-    table_row=lambda x, *, row: row,
 )
 
 
@@ -150,11 +149,13 @@ def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
     arrays = list(map(not_weak, same_floating_dtype("lerp", arrays, names)))
     shape = broadcast_shape("lerp", arrays, names)
     arrays = match_varying([of_rank(x, len(shape)) for x in arrays])
-    if not has_kernel(shape):
-        return _interpolate(*arrays)
     if not shape:
         return jnp.squeeze(lerp(*(of_rank(x, 1) for x in arrays)), 0)
     shapes, itemsize = [x.shape for x in arrays], arrays[0].dtype.itemsize
     # Operands of one shape are read flat, so their rows do not matter.
-    row = table_row("lerp_broadcast", shapes, itemsize) if is_broadcast(shapes) else "lerp"
-    return _lerp(*arrays, row=row)
+    broadcast = is_broadcast(shapes)
+    return _lerp(
+        *arrays,
+        shape_class=shape_class("lerp_broadcast", shapes, itemsize) if broadcast else "lerp",
+        limit=limit_of(shape),
+    )

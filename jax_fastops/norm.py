@@ -27,7 +27,7 @@ from jax_fastops._arguments import (
     parameter,
     same_floating_dtype,
 )
-from jax_fastops._implementation import by_row_length
+from jax_fastops._dispatch import by_row_length
 from jax_fastops._kernel import Kernel, partitions, shards_of, unless_mapped
 from jax_fastops._native import limit
 from jax_fastops._op import Op
@@ -305,7 +305,6 @@ def _declare(name: str, rms: bool) -> Op:
         pullback=bound(_pullback),
         pushforward=bound(_pushforward),
         backward=bound(_backward),
-        table_row=lambda x, **_: by_row_length(name, x.shape),
     )
 
 
@@ -337,16 +336,20 @@ def _apply(
     options: dict[str, Any] = dict(
         eps=epsilon(name, eps), return_sum=bool(return_sum), fork=bool(fork)
     )
-    if 0 in x.shape:
-        found = _reference(x, residual, *parameters, rms=_RMS[name], **options)
-    else:
-        summed = residual is not None
-        results = ["... n"] * (1 + options["fork"] + options["return_sum"])
-        saved = ["... n"] * (1 if summed and not return_sum else 0) + ["... :acc"] * (
-            1 if _RMS[name] else 2
-        )
-        signature = f"... n, ... n, n, n, n -> {', '.join(results)} | {', '.join(saved)}"
-        found = _OPS[name](x, residual, *parameters, signature=signature, **options)
+    summed = residual is not None
+    results = ["... n"] * (1 + options["fork"] + options["return_sum"])
+    saved = ["... n"] * (1 if summed and not return_sum else 0) + ["... :acc"] * (
+        1 if _RMS[name] else 2
+    )
+    found = _OPS[name](
+        x,
+        residual,
+        *parameters,
+        signature=f"... n, ... n, n, n, n -> {', '.join(results)} | {', '.join(saved)}",
+        shape_class=by_row_length(name, x.shape),
+        limit="there are no elements" if 0 in x.shape else None,
+        **options,
+    )
     found = found if isinstance(found, tuple) else (found,)
     y = found[:2] if fork else found[0]
     return (y, found[-1]) if return_sum else y

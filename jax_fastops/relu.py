@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, broadcast_shape, same_floating_dtype
 from jax_fastops._bits import pack, select
-from jax_fastops._implementation import current
+from jax_fastops._dispatch import Refused
 from jax_fastops._kernel import Kernel
 from jax_fastops._op import Op
 from jax_fastops._views import broadcast_to, broadcast_type, mask_view, reshape
@@ -69,19 +69,15 @@ _add_relu = Op(
 )
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _apply(op: Op, *arrays):
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _in_view(op: Op, request, *arrays):
     """Applies an element-wise op in a view whose last axis its mask can pack."""
     result = broadcast_type(arrays)
-    # The kernel would read an expanded copy of a broadcast operand. XLA reads the operand itself.
-    copies = any(x.shape != result.shape for x in arrays)
-    if op.left_to_xla(*arrays) or (copies and current() == "auto"):
-        return op.reference(*arrays)
     viewed = mask_view(result.shape, result.sharding)
-    if viewed is None:  # some mask byte would belong to two devices
-        return op.reference(*arrays)
+    if viewed is None:
+        raise Refused("a byte of the mask would belong to two devices")
     view, spec = viewed
-    y = op(*(reshape(broadcast_to(x, result), view, spec) for x in arrays))
+    y = op.bind(request, *(reshape(broadcast_to(x, result), view, spec) for x in arrays))
     return reshape(y, result.shape, None if spec is None else tuple(result.sharding.spec))
 
 
@@ -115,7 +111,7 @@ def relu(x: ArrayLike) -> jax.Array:
       [0.0, 0.0, 1.0]
     """
     (x,) = same_floating_dtype("relu", as_arrays("relu", x=x), ["x"])
-    return _apply(_relu, x)
+    return _relu(x, native=functools.partial(_in_view, _relu))
 
 
 def add_relu(x: ArrayLike, y: ArrayLike) -> jax.Array:
@@ -150,5 +146,10 @@ def add_relu(x: ArrayLike, y: ArrayLike) -> jax.Array:
     """
     names = ["x", "y"]
     arrays = same_floating_dtype("add_relu", as_arrays("add_relu", x=x, y=y), names)
-    broadcast_shape("add_relu", arrays, names)
-    return _apply(_add_relu, *arrays)
+    shape = broadcast_shape("add_relu", arrays, names)
+    copies = any(x.shape != shape for x in arrays)
+    return _add_relu(
+        *arrays,
+        fused="an operand is broadcast, and the kernel would read a copy" if copies else None,
+        native=functools.partial(_in_view, _add_relu),
+    )

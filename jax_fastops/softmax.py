@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, not_weak, real_number, same_floating_dtype
-from jax_fastops._implementation import by_row_length
+from jax_fastops._dispatch import by_row_length
 from jax_fastops._kernel import Kernel, KernelCall, copies_too_much
 from jax_fastops._native import limit
 from jax_fastops._op import Op
@@ -50,11 +50,15 @@ def _kernel(name: str, inner: int) -> Kernel:
     )
 
 
-def _table_row(name: str, x, *, masked: bool, inner: int, **_) -> str:
+def _shape_class(name: str, shape, axes: tuple[int, ...], masked: bool) -> str:
     """The class in the ``auto`` table: another axis, a mask, long rows or short rows."""
-    if inner or masked:
-        return f"{name}_axis" if inner else f"{name}_where"
-    return by_row_length(name, x.shape)
+    if axes[-1:] != (len(shape) - 1,):
+        return f"{name}_axis"
+    if masked:
+        return f"{name}_where"
+    row = shape[axes[0] :]
+    fixed = all(isinstance(n, int) for n in row)
+    return by_row_length(name, (math.prod(row) if fixed else row[-1],))
 
 
 def _call(name: str, x, inner: int, **given) -> KernelCall:
@@ -82,10 +86,14 @@ def _backward(kept, cts, wanted, *, log: bool, inner: int, **options):
 # ---- references ----------------------------------------------------------------------------------
 
 
-def _reference(x, where, *, scale: float, log: bool, inner: int, **_):
+def _of_jax(x, where, axis, scale: float, log: bool):
     scaled = x if scale == 1.0 else x * scale
     function = jax.nn.log_softmax if log else jax.nn.softmax
-    return function(scaled, axis=-1 - inner, where=where)
+    return function(scaled, axis=axis, where=where)
+
+
+def _reference(x, where, *, scale: float, log: bool, inner: int, **_):
+    return _of_jax(x, where, -1 - inner, scale, log)
 
 
 def _select(keep, x):
@@ -149,7 +157,6 @@ def _declare(name: str, log: bool) -> Op:
         pullback=functools.partial(_pullback, log=log),
         pushforward=functools.partial(_pushforward, log=log),
         backward=functools.partial(_backward, log=log),
-        table_row=functools.partial(_table_row, name),
     )
 
 
@@ -163,48 +170,54 @@ def _apply(name: str, x, axis, where, scale) -> Any:
     where = _check_where(name, x, rest[0]) if rest else None
     scale = real_number(name, "scale", scale, " (multiply x by an array instead)")
     axes = _check_axes(name, x, axis)
-    if 0 in x.shape or len(axes) != 1 or not _has_kernel(x, where):
-        return _of_axes(name, x, axes, where, scale)
-    inner = x.ndim - 1 - axes[0]
-    behind = _stars(inner)
-    return _OPS[name](
+    inner = x.ndim - 1 - axes[-1] if axes else 0
+    after = _stars(inner)
+
+    def merged(z):
+        """``z`` with one axis in place of several."""
+        if len(axes) == 1:
+            return z
+        length = math.prod(z.shape[axes[0] : axes[-1] + 1])
+        return jax.lax.reshape(z, (*z.shape[: axes[0]], length, *z.shape[axes[-1] + 1 :]))
+
+    def native(request, x, where):
+        y = op.bind(
+            request,
+            merged(x),
+            None if where is None else merged(where),
+            signature=f"... n{after}, ~... m{after} -> ... n{after}",
+            scale=scale,
+            inner=inner,
+            masked=where is not None,
+        )
+        return y if len(axes) == 1 else jax.lax.reshape(y, x.shape)
+
+    op = _OPS[name]
+    return op(
         x,
         where,
-        signature=f"... n{behind}, ~... m{behind} -> ... n{behind}",
-        scale=scale,
-        inner=inner,
-        masked=where is not None,
+        shape_class=_shape_class(name, x.shape, axes, where is not None),
+        limit=_limit(x, axes, where),
+        native=native,
+        otherwise=lambda x, where: _of_jax(x, where, axes, scale, name == "log_softmax"),
     )
 
 
-def _of_axes(name: str, x: Any, axes: Sequence[int], where: Any, scale: float) -> Any:
-    """Over no axis or several. Adjacent axes are merged; others take the reference."""
-    together = len(axes) > 1 and axes == tuple(range(axes[0], axes[-1] + 1))
-    shape = x.shape[axes[0] : axes[-1] + 1] if together else ()
-    ones = (1,) * len(shape)
-    whole = not together or where is None or where.shape[axes[0] : axes[-1] + 1] in (shape, ones)
-    plain = jax.typeof(x).sharding.mesh.empty  # merging axes could cut across shards
-    if 0 in x.shape or not (together and whole and plain):
-        scaled = x if scale == 1.0 else x * scale
-        function = jax.nn.log_softmax if name == "log_softmax" else jax.nn.softmax
-        return function(scaled, axis=axes, where=where)
-
-    def merged(z):
-        return jax.lax.reshape(
-            z,
-            (
-                *z.shape[: axes[0]],
-                math.prod(z.shape[axes[0] : axes[-1] + 1]),
-                *z.shape[axes[-1] + 1 :],
-            ),
-        )
-
-    y = _apply(name, merged(x), axes[0], None if where is None else merged(where), scale)
-    return jax.lax.reshape(y, x.shape)
-
-
-def _has_kernel(x, where) -> bool:
-    return where is None or x.ndim <= limit("softmax_mask_rank")
+def _limit(x, axes: tuple[int, ...], where) -> str | None:
+    """Why the kernel cannot take the call. It takes adjacent axes as one."""
+    if 0 in x.shape or not axes:
+        return "there is nothing to sum"
+    several = slice(axes[0], axes[-1] + 1)
+    if len(axes) > 1:
+        if len(axes) < len(x.shape[several]):
+            return "the axes are not adjacent"
+        if not jax.typeof(x).sharding.mesh.empty:
+            return "merging the axes could cut across shards"
+        if where is not None and where.shape[several] not in (x.shape[several], (1,) * len(axes)):
+            return "the mask is broadcast along some of the axes"
+    if where is not None and x.ndim - len(axes) + 1 > limit("softmax_mask_rank"):
+        return "the mask has too many dimensions"
+    return None
 
 
 def _check_where(name: str, x, where):

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays
-from jax_fastops._implementation import by_width, current
+from jax_fastops._dispatch import by_width
 from jax_fastops._kernel import Kernel
 from jax_fastops._op import Op
 
@@ -68,11 +68,6 @@ def _batch(options: dict, *, operand: int | None = None, result: int | None = No
     return _signature(wider), {"axes": wider}
 
 
-def _table_row(x, axes: tuple[int, ...]) -> str:
-    """The class in the ``auto`` table: whole rows move, or rows become columns."""
-    return "transpose_rows" if axes[-1] == len(axes) - 1 else "transpose"
-
-
 _transpose = Op(
     "transpose",
     "... *m *n -> ... *n *m",
@@ -86,35 +81,40 @@ _transpose = Op(
     backward=lambda kept, cts, wanted, axes: (_move(cts[0], _inverse(axes)),),
     tangent=lambda kept, tangents, axes: _move(tangents[0], axes),
     batch=_batch,
-    table_row=_table_row,
     dtype_class=by_width,
 )
 
 
-def permute(x: jax.Array, axes: tuple[int, ...], fuses: bool = True) -> jax.Array:
+def permute(x: jax.Array, axes: tuple[int, ...], fused: str | None = None) -> jax.Array:
     """``jnp.transpose(x, axes)`` for valid ``axes``, by kernel or reference.
 
-    ``fuses=False`` says that XLA cannot avoid this transposition by fusing it into its neighbors.
+    ``fused`` says why XLA needs no pass over memory for this transposition.
     """
-    if _moves_nothing(x.shape, axes) or not is_movable(x.dtype):
+    if not is_movable(x.dtype):
         return jnp.transpose(x, axes)
-    in_program = isinstance(x, Tracer)
-    if current() == "auto" and fuses and in_program and _fuses(x, axes):
-        return jnp.transpose(x, axes)
-    return _transpose(x, signature=_signature(axes), axes=axes)
+    rows = axes[-1:] == (len(axes) - 1,)
+    return _transpose(
+        x,
+        signature=_signature(axes),
+        shape_class="transpose_rows" if rows else "transpose",
+        limit="no element changes its place" if _moves_nothing(x.shape, axes) else None,
+        fused=fused,
+        axes=axes,
+    )
 
 
-def _fuses(x, axes) -> bool:
-    """Whether XLA can probably avoid the pass over memory in a program.
-
-    A matrix product reads transposed matrices at the same speed. Rows that stay rows are read in
-    place by the operation that XLA fuses the transposition into. For elements of 4 bytes or more on
-    a GPU, the kernel is no faster than XLA's, so a neighbor that XLA may fuse decides.
-    """
+def _fused(x, axes) -> str | None:
+    """Why XLA can probably avoid the pass over memory in a program, if it can."""
     axes = [axis for axis in axes if not (isinstance(x.shape[axis], int) and x.shape[axis] == 1)]
-    if axes[-1] == max(axes) or _transposes_matrices(axes):
-        return True
-    return x.dtype.itemsize >= 4 and jax.default_backend() != "cpu"
+    if not isinstance(x, Tracer) or axes == sorted(axes):
+        return None
+    if axes[-1] == max(axes):
+        return "the next operation reads the rows in place"
+    if _transposes_matrices(axes):
+        return "a matrix product reads transposed matrices at the same speed"
+    if x.dtype.itemsize >= 4 and jax.default_backend() != "cpu":
+        return "XLA is as fast for elements of 4 bytes or more, and may fuse a neighbor"
+    return None
 
 
 def _moves_nothing(shape, axes) -> bool:
@@ -168,7 +168,8 @@ def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> jax.Array:
       [[1, 4], [2, 5], [3, 6]]
     """
     (x,) = as_arrays("transpose", x=x)
-    return permute(x, _canonical(axes, x.shape))
+    axes = _canonical(axes, x.shape)
+    return permute(x, axes, _fused(x, axes))
 
 
 def _canonical(axes: Sequence[int] | None, shape: Sequence[int]) -> tuple[int, ...]:

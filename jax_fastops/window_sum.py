@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from jax_fastops import _compat
 from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
-from jax_fastops._implementation import by_radius
+from jax_fastops._dispatch import by_radius
 from jax_fastops._kernel import Kernel
 from jax_fastops._native import limit
 from jax_fastops._op import Op
@@ -85,7 +85,6 @@ _window_sum = Op(
     pushforward=lambda kept, tangents, **options: _reference(*tangents, **options),
     backward=lambda kept, cts, wanted, **options: _transposed(_sums, cts, **options),
     tangent=lambda kept, tangents, **options: _sums(*tangents, **options),
-    table_row=lambda x, *, radius, inner, **_: by_radius("window_sum", radius, inner > 0),
 )
 
 
@@ -153,10 +152,17 @@ def window_sum(
             f"{axis} of x of shape {x.shape} has {n}; padding 'SAME' allows it"
         )
     options = dict(radius=radius, pad=radius if same else 0, inner=x.ndim - 1 - axis)
-    if 0 in x.shape or not (same or _has_room(n, 2 * radius)):
-        return _reference(x, **options)
+    limit = "there are no elements" if 0 in x.shape else None
+    if not (same or _has_room(n, 2 * radius)):
+        limit = "the axis has a symbolic size that may be too small for a window"
     stars, length = _stars(options["inner"]), _length(radius, options["pad"])
-    return _window_sum(x, signature=f"... n{stars} -> ... {length}{stars}", **options)
+    return _window_sum(
+        x,
+        signature=f"... n{stars} -> ... {length}{stars}",
+        shape_class=by_radius("window_sum", radius, options["inner"] > 0),
+        limit=limit,
+        **options,
+    )
 
 
 def _has_room(n, least: int) -> bool:

@@ -25,8 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops import _implementation
-from jax_fastops._op import lowering_platform
+from jax_fastops import _dispatch
 
 kernels = importlib.import_module("jax_fastops.batch_norm")  # the module, not the function
 
@@ -1025,13 +1024,13 @@ def test_a_batch_spread_by_vmap(activation):
 @pytest.mark.parametrize("use", ["forward", "grad"])
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_auto_goes_by_where_the_channels_are(axis, use, given, monkeypatch):
-    platform = lowering_platform(jax.default_backend())
+    platform = _dispatch.lowering_platform()
     name = "batch_norm_inference" if given else "batch_norm"
     rows = {-1: name, 1: f"{name}_axis"}
     never = {"forward": None, "grad": None}
     sizes = {at: never | ({use: 0} if at == axis else {}) for at in rows}
     table = {row: {platform: {"float32": sizes[at]}} for at, row in rows.items()}
-    monkeypatch.setattr(_implementation, "table", lambda: table)
+    monkeypatch.setattr(_dispatch, "thresholds", lambda: table)
     x, values = jnp.ones((4, 8, 8)), [jnp.ones(8)] * (4 if given else 2)
     fn = inference if given else op
     with implementation("auto"):

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 import jax_fastops as fo
-from jax_fastops import _implementation, _native
-from jax_fastops._broadcast import table_row
+from jax_fastops import _dispatch, _native
+from jax_fastops._broadcast import shape_class
 from jax_fastops._implementation import current
 
 
@@ -18,39 +19,23 @@ from jax_fastops._implementation import current
 def restored():
     before = current()
     yield
-    fo.use_implementation(before)
+    fo.set_implementation(before)
 
 
-def test_an_object_set_earlier_can_be_entered_later():
-    native = fo.use_implementation("native")
-    fo.use_implementation("xla")
-    with native:
-        assert current() == "native"
-    assert current() == "xla"
-
-
-def test_a_choice_made_while_a_context_manager_waits_is_kept():
-    waiting = fo.use_implementation("xla")
-    fo.use_implementation("native")
-    with waiting:
+def test_a_block_overrides_the_choice_of_the_process():
+    block = fo.use_implementation("xla")
+    fo.set_implementation("native")
+    with block:
         assert current() == "xla"
-    assert current() == "native"
-
-
-def test_an_object_can_be_entered_again_inside_itself():
-    xla = fo.use_implementation("xla")
-    fo.use_implementation("native")
-    with xla:
-        with xla:
+        with block:  # again, inside itself
             assert current() == "xla"
+        fo.set_implementation("auto")
         assert current() == "xla"
-    assert current() == "native"
-    fo.use_implementation("auto")
     assert current() == "auto"
 
 
 def test_threads_in_blocks_leave_the_choice_of_the_process_alone():
-    fo.use_implementation("auto")
+    fo.set_implementation("auto")
     wrong = []
 
     def work(value):
@@ -68,15 +53,27 @@ def test_threads_in_blocks_leave_the_choice_of_the_process_alone():
     assert current() == "auto"
 
 
-def test_plain_calls_leave_nothing_behind():
-    from jax_fastops import _implementation
-
-    for _ in range(50):
+def test_a_plain_call_of_use_implementation_is_deprecated_and_works():
+    fo.set_implementation("auto")
+    with pytest.warns(DeprecationWarning, match="call set_implementation") as warned:
         fo.use_implementation("native")
+        gc.collect()
+    assert warned[0].filename == __file__
+    assert current() == "native"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fo.use_implementation("xla"):
+            pass
+        gc.collect()
+
+
+@pytest.mark.parametrize("choose", [fo.set_implementation, fo.use_implementation])
+def test_an_unknown_implementation_changes_nothing(choose):
+    fo.set_implementation("native")
+    with pytest.raises(ValueError, match="implementation is 'fast'; it must be one of"):
+        choose("fast")
     gc.collect()
-    fo.use_implementation("xla")
-    assert len(_implementation._choices._pending) <= 2
-    assert current() == "xla"
+    assert current() == "native"
 
 
 @pytest.mark.parametrize("op", [fo.relu, fo.transpose])
@@ -148,7 +145,7 @@ def test_a_reference_is_refused():
 
 def test_one_object_in_two_threads():
     native = fo.use_implementation("native")
-    fo.use_implementation("auto")
+    fo.set_implementation("auto")
     entered, leave = threading.Event(), threading.Event()
     seen = []
 
@@ -171,15 +168,15 @@ def test_one_object_in_two_threads():
 
 
 def test_auto_goes_by_the_size_of_what_operands_broadcast_to(monkeypatch):
-    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    platform = _dispatch.lowering_platform()
     rows = {
         "lerp_broadcast": {"forward": 64 * 512, "grad": 64 * 512},
         "lerp_broadcast_ragged": {"forward": None, "grad": None},
         "lerp_broadcast_short": {"forward": None, "grad": None},
     }
     table = {row: {platform: {"float32": found}} for row, found in rows.items()}
-    monkeypatch.setattr(_implementation, "table", lambda: table)
-    fo.use_implementation("auto")
+    monkeypatch.setattr(_dispatch, "thresholds", lambda: table)
+    fo.set_implementation("auto")
 
     def takes_kernel(*shapes):
         args = [jnp.ones(shape) for shape in shapes]
@@ -194,16 +191,16 @@ def test_auto_goes_by_the_size_of_what_operands_broadcast_to(monkeypatch):
 
 
 def test_the_table_has_every_row_of_the_element_wise_ops():
-    table = _implementation.table()
+    table = _dispatch.thresholds()
     activations = ("gelu", "gelu_exact", "silu", "relu")
     for name in ("lerp_broadcast", *(f"bias_{a}" for a in activations)):
         for crossed in (False, True):
             for length in (1024, 1001, 64):
                 shapes = [(4, 8, length), (4, 1, length) if crossed else (length,)]
-                row = table_row(name, shapes, 4)
+                row = shape_class(name, shapes, 4)
                 assert set(table[row]["cuda"]) == {"float32", "bfloat16", "float16", "float64"}
-    assert table_row("x", [(4, 8, 1024), (4, 1, 1024)], 4) == "x_crossed"
-    assert table_row("x", [(4, 8, 1004), (1004,)], 4) == "x"
-    assert table_row("x", [(4, 8, 1004), (1004,)], 2) == "x_ragged"
-    assert table_row("x", [(4, 8, 16), (4, 1, 16)], 4) == "x_crossed_short"
-    assert table_row("x", [(4, 16, 16), (4, 1, 1)], 4) == "x"
+    assert shape_class("x", [(4, 8, 1024), (4, 1, 1024)], 4) == "x_crossed"
+    assert shape_class("x", [(4, 8, 1004), (1004,)], 4) == "x"
+    assert shape_class("x", [(4, 8, 1004), (1004,)], 2) == "x_ragged"
+    assert shape_class("x", [(4, 8, 16), (4, 1, 16)], 4) == "x_crossed_short"
+    assert shape_class("x", [(4, 16, 16), (4, 1, 1)], 4) == "x"

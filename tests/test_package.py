@@ -170,13 +170,13 @@ def test_the_setter_holds_in_other_threads_too():
 
     seen = []
     try:
-        fo.use_implementation("native")
+        fo.set_implementation("native")
         thread = threading.Thread(target=lambda: seen.append(fo.info()["implementation"]))
         thread.start()
         thread.join()
         seen.append(fo.info()["implementation"])
     finally:
-        fo.use_implementation("auto")
+        fo.set_implementation("auto")
     assert seen == ["native", "native"]
 
 

@@ -1,0 +1,331 @@
+"""``explain``: which calls of a function take the kernel, and why.
+
+While a function is explained, its operands pass through an identity primitive. Its derivative rule
+notes that the call is differentiated. Its equations in the traced program tell how often the call
+runs: a function under ``jit`` is traced once, and a ``scan`` repeats its body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jaxlib
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from jax_fastops._dispatch import Decision
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_MODELS = os.path.join(_HERE, "models")
+_LIBRARIES = (_HERE, *(os.path.dirname(os.path.abspath(m.__file__ or "")) for m in (jax, jaxlib)))
+_COLUMNS = ("op", "operands", "runs", "calls", "kept", "where", "why")
+
+# The session of `explain` in force in this thread, or 0. A user context is part of the key of jit's
+# caches, so a session traces every function anew.
+_session = jax.make_user_context(0)
+_numbers = itertools.count(1)
+_sessions: dict[int, list[_Record]] = {}
+
+_log = logging.getLogger("jax_fastops.dispatch")
+
+
+@dataclasses.dataclass(frozen=True)
+class OpCall:
+    """A call of an op in an explained function.
+
+    Attributes:
+      op: the name of the op.
+      operands: dtype and shape of each operand.
+      kernel: whether the call takes the kernel.
+      reason: why it does, or why not.
+      where: the file and line of the call.
+      differentiated: whether the function differentiates the call.
+      calls: how often it runs. The body of a ``while`` loop counts once, and each branch of a
+        ``cond``.
+      kept: the bytes of the arrays that one run keeps for the backward: 0 if it is not
+        differentiated, or if ``jax.checkpoint`` computes it again.
+    """
+
+    op: str
+    operands: tuple[str, ...]
+    kernel: bool
+    reason: str
+    where: str
+    differentiated: bool
+    calls: int
+    kept: int
+
+    def _cells(self) -> tuple[str, ...]:
+        runs = "kernel" if self.kernel else "reference"
+        kept = _bytes(self.kept) if self.differentiated else ""
+        operands = ", ".join(self.operands)
+        return self.op, operands, runs, str(self.calls), kept, self.where, self.reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found. Its text is a table, with colors in a terminal that has ``rich``.
+
+    Attributes:
+      calls: the calls of ops in the order in which they were traced.
+    """
+
+    calls: tuple[OpCall, ...]
+
+    @property
+    def kept(self) -> int:
+        """The bytes that all calls keep for the backward. An array that two calls keep counts
+        twice."""
+        return sum(call.kept * call.calls for call in self.calls)
+
+    def _summary(self) -> str:
+        total = sum(call.calls for call in self.calls)
+        kernels = sum(call.calls for call in self.calls if call.kernel)
+        kept = f"{_bytes(self.kept)} kept for the backward"
+        return f"{total} calls, {kernels} by kernel; {kept}"
+
+    def __str__(self) -> str:
+        if sys.stdout.isatty():
+            try:
+                return self._colored()
+            except ImportError:
+                pass
+        return _table([_COLUMNS, *(call._cells() for call in self.calls)]) + self._summary()
+
+    def _colored(self) -> str:
+        from rich.console import Console
+
+        console = Console()
+        with console.capture() as text:
+            console.print(self)
+        return text.get().rstrip()
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        table = Table(*_COLUMNS, caption=self._summary())
+        for call in self.calls:
+            table.add_row(*call._cells(), style="green" if call.kernel else "yellow")
+        return table
+
+
+def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
+    """Shows which calls of ops in a function take the kernel, and why.
+
+    Traces ``fn`` and runs nothing. To see what is kept for a backward, explain the function that
+    contains the derivative: ``explain(jax.grad(loss))``.
+
+    Args:
+      fn: a function of arrays, which may be under ``jax.jit``, with any derivatives and
+        transformations in it.
+
+    Returns:
+      A function of the arguments of ``fn``, where ``jax.ShapeDtypeStruct`` may stand for an array.
+      It returns an :class:`Explanation`: its ``calls``, each with its choice, the reason, the
+      source line and the bytes kept for the backward, and the total ``kept``.
+
+    Raises:
+      Whatever ``fn`` raises while it is traced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+      >>> with fo.use_implementation("native"):
+      ...     found = fo.explain(jax.grad(lambda x: fo.relu(x).sum()))(x)
+      >>> found.calls[0].kernel, found.calls[0].reason, found.kept
+      (True, "the implementation is 'native'", 8192)
+    """
+
+    @functools.wraps(fn)
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+
+        def traced(*arrays):
+            given = list(leaves)
+            for i, array in zip(places, arrays, strict=True):
+                given[i] = array
+            args, kwargs = jax.tree.unflatten(tree, given)
+            return jax.tree.leaves(fn(*args, **kwargs))
+
+        number = next(_numbers)
+        records = _sessions[number] = []
+        try:
+            with _session(number):
+                program = jax.make_jaxpr(traced)(*(leaves[i] for i in places))
+        finally:
+            del _sessions[number]
+        _count(program.jaxpr, records, 1, False)
+        return Explanation(tuple(r.result() for r in records if r.calls))
+
+    return explained
+
+
+# ---- what is noted during a trace ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class _Record:
+    op: str
+    operands: tuple[str, ...]
+    where: str
+    decision: Decision | None = None
+    kept: int = 0
+    differentiated: bool = False
+    recomputed: bool = False
+    calls: int = 0
+
+    def result(self) -> OpCall:
+        assert self.decision is not None
+        choice = self.decision.gradient if self.differentiated else self.decision.forward
+        return OpCall(
+            op=self.op,
+            operands=self.operands,
+            kernel=choice.kernel,
+            reason=choice.reason,
+            where=self.where,
+            differentiated=self.differentiated,
+            calls=self.calls,
+            kept=self.kept if self.differentiated and not self.recomputed else 0,
+        )
+
+
+def observe(op: str, args: Sequence) -> tuple[Sequence, Callable]:
+    """The operands of a call, marked if the call is explained, and what to tell the decision to."""
+    number = _session.value
+    records = _sessions.get(number)
+    logged = _log.isEnabledFor(logging.INFO)
+    if records is None and not logged:
+        return args, _ignore
+    given = [x for x in args if x is not None]
+    record = _Record(op, tuple(jax.typeof(x).str_short() for x in given), _where())
+    if records is not None:
+        records.append(record)
+        marked = iter(_mark.bind(*given, session=number, index=len(records) - 1))
+        args = [None if x is None else next(marked) for x in args]
+
+    def decided(decision: Decision, function: Callable) -> None:
+        record.decision = decision
+        if records is not None:
+            with _session(0):
+                record.kept = _kept(function, args)
+        if logged:
+            _log.info("%s", _logged(record))
+
+    return args, decided
+
+
+def _ignore(decision: Decision, function: Callable) -> None:
+    del decision, function
+
+
+def _logged(record: _Record) -> str:
+    assert record.decision is not None
+    call = f"{record.op}({', '.join(record.operands)}) at {record.where}"
+    both = [f"{'kernel' if c.kernel else 'reference'}: {c.reason}" for c in record.decision]
+    return f"{call}: {both[0]}" + ("" if both[0] == both[1] else f"; with gradients {both[1]}")
+
+
+def log_decisions() -> None:
+    """Logs each decision to the standard error output, while calls are traced."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+
+
+def _kept(function: Callable, args: Sequence) -> int:
+    """The bytes of what the derivative of a function keeps."""
+    places = [i for i, x in enumerate(args) if x is not None]
+
+    def keeps(*given):
+        def chosen(*given):
+            full: list[Any] = [None] * len(args)
+            for i, x in zip(places, given, strict=True):
+                full[i] = x
+            return function(*full)
+
+        return jax.tree.leaves(jax.vjp(chosen, *given)[1])
+
+    kept = jax.eval_shape(keeps, *(args[i] for i in places))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in kept if _is_fixed(x.shape))
+
+
+def _is_fixed(shape) -> bool:
+    return all(isinstance(d, int) for d in shape)
+
+
+def _where() -> str:
+    """File and line of the call: the innermost frame outside of JAX and of the op layer."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_MODELS) or not name.startswith(_LIBRARIES):
+            near = os.path.relpath(name) if os.path.isfile(name) else name
+            return f"{min(near, name, key=len)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+_mark = Primitive("fastops_explained")
+_mark.multiple_results = True
+_mark.def_impl(lambda *xs, **params: list(xs))
+_mark.def_abstract_eval(lambda *avals, **params: list(avals))
+
+
+def _mark_jvp(primals, tangents, *, session, index):
+    records = _sessions.get(session)
+    if records is not None and not all(type(t) is ad.Zero for t in tangents):
+        records[index].differentiated = True
+    return _mark.bind(*primals, session=session, index=index), list(tangents)
+
+
+ad.primitive_jvps[_mark] = _mark_jvp
+batching.primitive_batchers[_mark] = lambda xs, dims, **params: (_mark.bind(*xs, **params), dims)
+
+
+def _count(jaxpr, records: list[_Record], times: int, again: bool) -> None:
+    """Counts the runs of each call. ``again``: inside of what ``jax.checkpoint`` repeats."""
+    for equation in jaxpr.eqns:
+        if equation.primitive is _mark:
+            record = records[equation.params["index"]]
+            record.recomputed |= again
+            record.calls += 0 if again else times
+            continue
+        repeats = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        inner_again = again or bool(equation.params.get("differentiated"))
+        for value in equation.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(part, "jaxpr", part)
+                if hasattr(inner, "eqns"):
+                    _count(inner, records, times * repeats, inner_again)
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def _bytes(n: int) -> str:
+    for unit in ("B", "kB", "MB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}" if unit != "B" else f"{n} B"
+        n = n / 1000  # type: ignore[assignment]
+    return f"{n:.3g} GB"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return "\n".join(lines) + "\n"
