@@ -239,7 +239,6 @@ cudaError_t LaunchForward(int alignment, NormForwardParams params, cudaStream_t 
   } else {
     if (plan.kernel == NormForwardKernel::kLong) {
       const Kernel kernel = KernelOf<NormForwardKernels, NormLongKernel<T>>();
-      plan.shared += LongScratchBytes<T>(plan.cluster);
       int resident;
       error = ResidentBlocks(reinterpret_cast<const void*>(kernel),
                              {.grid = dim3(plan.cluster),

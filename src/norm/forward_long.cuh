@@ -23,7 +23,7 @@ namespace {
 struct LongGroup {
   static constexpr int kSize = kNormLongThreads;
   template <typename A, int kMost>
-  using Scratch = ClusterSum<A, kMost, kNormLongThreads / 32, kNormLongCluster>;
+  using Scratch = ClusterSum<A, kMost, kNormLongThreads / 32, kNormLongCluster, false>;
 
   static __device__ __forceinline__ int Rank() { return threadIdx.x; }
 
@@ -88,27 +88,16 @@ struct KeptParameter {
 };
 
 template <typename T>
-using LongRow = Held<T, NormAccess::kUnits, LongGroup, kNormLongHeld>;
-
-// The dynamic shared memory of a block begins with its scratch memory, as large as a cluster of so
-// many blocks needs. With that for the largest cluster, little of the SM's memory would be left to
-// L1, through which the rows that are being loaded pass.
-template <typename T>
-__host__ __device__ constexpr int LongScratchBytes(int blocks) {
-  return LongRow<T>::Scratch::Bytes(blocks);
-}
-
-template <typename T>
 __global__ void __launch_bounds__(kNormLongThreads, 1024 / kNormLongThreads)
     NormLongKernel(const NormForwardParams p) {
   if constexpr (kHopper) {
-    using Row = LongRow<T>;
+    using Row = Held<T, NormAccess::kUnits, LongGroup, kNormLongHeld>;
     using Us = typename Row::Us;
     using U = typename Us::U;
     using A = typename Row::A;
     constexpr int kSize = Row::kSize, kUnits = Row::kUnits;
-    extern __shared__ uint4 dynamic[];
-    typename Row::Scratch& scratch = *reinterpret_cast<typename Row::Scratch*>(dynamic);
+    __shared__ typename Row::Scratch scratch;
+    extern __shared__ uint4 kept[];
     int phase = 0;
     scratch.Begin();
 
@@ -135,7 +124,7 @@ __global__ void __launch_bounds__(kNormLongThreads, 1024 / kNormLongThreads)
     };
     fetch();
     KeptParameter<Row> input_bias, scale, bias;
-    char* next = reinterpret_cast<char*>(dynamic) + LongScratchBytes<T>(blocks);
+    char* next = reinterpret_cast<char*>(kept);
     input_bias.Keep(p.input_bias, row, next);
     scale.Keep(p.scale, row, next);
     bias.Keep(p.bias, row, next);

@@ -248,7 +248,7 @@ struct Held {
   static constexpr int kBatch = kSize * sizeof(A) >= 32 ? 1 : 32 / (kSize * sizeof(A));
   // Types in which the error of the first mean may be as large as the rounding error of the result.
   static constexpr bool kCorrects = std::is_same_v<T, A>;
-  using Scratch = typename Group::template Scratch<A, kCorrects ? 2 : 1>;
+  using Scratch = typename Group::template Scratch<A, 2>;
 
   Part piece;
   A s[kUnits][kSize];  // elements outside the piece are 0

@@ -30,27 +30,21 @@ __device__ __forceinline__ int BlocksOfCluster() {
 
 // In shared memory, at the same address in every block. kMost is the most values that are summed at
 // once; a block has kWarps warps, and a cluster up to kMaxBlocks blocks. Every thread gets the same
-// sums, bit for bit, and the same in every run.
-template <typename A, int kMost, int kWarps, int kMaxBlocks>
+// sums, bit for bit, and the same in every run. kMayBeAlone: a launch may have no clusters.
+template <typename A, int kMost, int kWarps, int kMaxBlocks, bool kMayBeAlone = true>
 struct ClusterSum {
   // Double-buffered. A block that is ahead may send for the next call. It sends for the call after
   // that only when it has received the sums of all warps for the next call, and each warp sends
   // these after it has read the values of this call.
   Barrier complete[2];
-  A values[kWarps * kMaxBlocks][2][kMost];
-
-  // The bytes from the beginning that a cluster of so many blocks uses, a multiple of 16.
-  static __host__ __device__ constexpr int Bytes(int blocks) {
-    return (static_cast<int>(2 * sizeof(Barrier) + 2 * kMost * kWarps * blocks * sizeof(A)) + 15) /
-           16 * 16;
-  }
+  A values[2][kMost][kWarps * kMaxBlocks];
 
   // All threads of the cluster call this before the first sum. It has the effect of a barrier of
   // the cluster.
   __device__ __forceinline__ void Begin() {
     if (threadIdx.x < 2) complete[threadIdx.x].Init(1);
     Barrier::PublishInit();
-    if (BlocksOfCluster() == 1) return __syncthreads();
+    if (kMayBeAlone && BlocksOfCluster() == 1) return __syncthreads();
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     cooperative_groups::this_cluster().sync();
 #endif
@@ -63,7 +57,8 @@ struct ClusterSum {
     static_assert(kCount <= kMost && kMaxBlocks <= 32);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = phase & 1;
     const int blocks = BlocksOfCluster(), slots = kWarps * blocks;
-    if (blocks > 1 && threadIdx.x == 0) {
+    const bool alone = kMayBeAlone && blocks == 1;
+    if (!alone && threadIdx.x == 0) {
       complete[half].ArriveAndExpect(kCount * slots * static_cast<int>(sizeof(A)));
     }
 #pragma unroll
@@ -71,29 +66,27 @@ struct ClusterSum {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], lanes);
     }
-    if (blocks == 1) {
+    if (alone) {
       if (lane == 0) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) values[warp][half][i] = sums[i];
+        for (int i = 0; i < kCount; ++i) values[half][i][warp] = sums[i];
       }
       __syncthreads();
     } else if (lane < blocks) {
       const uint32_t barrier = InBlock(&complete[half], lane);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        Send(InBlock(&values[BlockOfCluster() * kWarps + warp][half][i], lane), sums[i], barrier);
+        Send(InBlock(&values[half][i][BlockOfCluster() * kWarps + warp], lane), sums[i], barrier);
       }
     }
-    if (blocks > 1) complete[half].Wait(phase >> 1 & 1);
+    if (!alone) complete[half].Wait(phase >> 1 & 1);
     ++phase;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      A sum = lane < slots ? values[lane][half][i] : A(0);
-      if (slots > 32) {
+      A sum = lane < slots ? values[half][i][lane] : A(0);
 #pragma unroll
-        for (int slot = 32; slot < kWarps * kMaxBlocks; slot += 32) {
-          if (slot + lane < slots) sum += values[slot + lane][half][i];
-        }
+      for (int slot = 32; slot < kWarps * kMaxBlocks; slot += 32) {
+        if (slot + lane < slots) sum += values[half][i][slot + lane];
       }
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes /= 2) {
