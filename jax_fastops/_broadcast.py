@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel, copies_too_much, partitions, shards_of
 from jax_fastops._native import limit
 from jax_fastops._views import explicit_spec, reshape
@@ -186,18 +187,17 @@ def _back(g, target, dims: Sequence[_Dimension]):
     return g
 
 
-def shape_class(name: str, shapes, itemsize: int) -> str:
-    """The class in the ``auto`` table of an element-wise op on operands with these shapes.
+def features_of(shapes, dtype) -> dict[str, int]:
+    """The features of an element-wise op on operands with these shapes. ``dtype`` is the result's.
 
-    Adjacent dimensions in which the same operands are broadcast are merged. Then the classes are:
-    more than two dimensions (``_crossed``), rows whose size in bytes is not a multiple of 16
-    (``_ragged``), and rows of fewer than 256 elements, where rows share a warp (``_short``).
-    ``itemsize`` is that of the result.
+    Adjacent dimensions in which the same operands are broadcast count as one. Then ``groups`` is
+    the number of dimensions, and a row is the last one.
     """
     result = jnp.broadcast_shapes(*shapes)
+    broadcast = is_broadcast(shapes)
     shapes = [(1,) * (len(result) - len(shape)) + tuple(shape) for shape in shapes]
     shapes = [shape for shape in shapes if any(n != 1 for n in shape)]
-    length, groups, last = 1, 0, None
+    row, groups, last = [], 0, None
     for d in reversed(range(len(result))):
         kept = tuple(shape[d] == result[d] for shape in shapes)
         if result[d] == 1 or not shapes:
@@ -205,12 +205,8 @@ def shape_class(name: str, shapes, itemsize: int) -> str:
         if kept != last:
             groups, last = groups + 1, kept
         if groups == 1:
-            length = length * result[d]
-    name = f"{name}_crossed" if groups > 2 else name
-    if not isinstance(length, int):
-        return name
-    ragged = length * itemsize % 16
-    return f"{name}_ragged" if ragged else f"{name}_short" if length < 256 else name
+            row.append(result[d])
+    return dict(row_features(row, dtype), groups=groups, broadcast=broadcast)
 
 
 def is_broadcast(shapes) -> bool:

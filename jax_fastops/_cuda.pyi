@@ -10,3 +10,6 @@ def build_info() -> dict[str, Any]:
 
 def workspace(name: str, a: int, b: int, c: int, /) -> int:
     """The size of a workspace, from three sizes."""
+
+def bandwidth(device: int, /) -> float:
+    """Bytes per second of a device's memory, or 0."""

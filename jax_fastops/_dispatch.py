@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
+from collections.abc import Sequence
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,25 +43,26 @@ class Decision(NamedTuple):
 class Request:
     """What the decision depends on.
 
-    ``shape_class`` and ``dtype`` name a row of the measured thresholds, and ``size`` is the number
-    of elements of the largest array. ``limit`` says why the kernel cannot take the call. ``fused``
-    says why XLA needs no pass over memory for it.
+    ``entry`` and ``dtype`` name decision trees in the measured table, and ``features`` are what
+    these ask for: numbers by name, among them ``bytes`` of the largest array. ``limit`` says why
+    the kernel cannot take the call. ``fused`` says why XLA needs no pass over memory for it.
     """
 
     implementation: str
-    shape_class: str
+    entry: str
     dtype: str
-    size: int
+    features: tuple[tuple[str, int], ...]
     limit: str | None = None
     fused: str | None = None
 
     def mapped(self, n) -> Request:
         """The request of ``n`` such calls at once."""
-        size = self.size * n if isinstance(n, int) else SYMBOLIC
-        return dataclasses.replace(self, size=max(size, self.size))
+        features = dict(self.features)
+        features["bytes"] = features["bytes"] * n if isinstance(n, int) else SYMBOLIC
+        return dataclasses.replace(self, features=tuple(features.items()))
 
 
-SYMBOLIC = 1 << 40  # the size that stands for a symbolic one
+SYMBOLIC = 1 << 50  # stands for a number that depends on a symbolic size
 
 
 def decide(kernels: frozenset[str], request: Request, platform: str) -> Decision:
@@ -76,22 +79,29 @@ def decide(kernels: frozenset[str], request: Request, platform: str) -> Decision
         return _both(True, "the implementation is 'native'")
     if request.fused is not None:
         return _both(False, request.fused)
-    row = thresholds().get(request.shape_class, {}).get(platform, {}).get(request.dtype)
-    measured = f"{request.shape_class}, {request.dtype}"
-    if row is None:
-        return Decision(
-            Choice(False, f"not measured ({measured}), and XLA may fuse the reference"),
-            Choice(True, f"not measured ({measured})"),
-        )
-    size = "a symbolic size" if request.size >= SYMBOLIC else f"{request.size:,} elements"
+    found = trees(platform).get(request.entry, {}).get(request.dtype)
+    if found is None:
+        unknown = f"{request.entry} in {request.dtype} was not measured on this platform"
+        return Decision(Choice(False, f"{unknown}, and XLA may fuse it"), Choice(True, unknown))
+    features = dict(request.features)
+    return Decision(_measured(found["forward"], features), _measured(found["grad"], features))
 
-    def of(least: int | None) -> Choice:
-        if least is None:
-            return Choice(False, f"XLA is as fast at every measured size ({measured})")
-        faster = request.size >= least
-        return Choice(faster, f"{size}; the kernel is faster from {least:,} ({measured})")
 
-    return Decision(of(row["forward"]), of(row["grad"]))
+def _measured(tree: Tree, features: dict[str, int]) -> Choice:
+    """Follows a tree. The reason names the conditions on the way."""
+    way = []
+    while not isinstance(tree, bool):
+        name, bound, below, rest = tree
+        value = features[name]
+        small = value < bound
+        if bound == 1 and value <= 1:
+            way.append(f"not {name}" if small else name)
+        else:
+            shown = "symbolic" if value >= SYMBOLIC else f"{value:,}"
+            way.append(f"{name} {shown} {'<' if small else '>='} {bound:,}")
+        tree = below if small else rest
+    speed = "faster" if tree else "no faster"
+    return Choice(tree, ", ".join([f"the kernel was measured as {speed}", *way]))
 
 
 class Refused(Exception):
@@ -107,15 +117,37 @@ def refused(reason: str) -> Decision:
     return _both(False, reason)
 
 
-@functools.cache
-def thresholds() -> dict:
-    """The measured thresholds: ``[shape class][platform][dtype][use]`` is a number of elements.
+# True for the kernel, or (feature, bound, tree if it is less, tree if not).
+Tree = bool | list
 
-    ``use`` is ``"forward"`` (not differentiated) or ``"grad"`` (forward and backward together). The
-    kernel is faster if the largest array has at least that many elements. ``None`` means never.
-    ``python -m benchmarks --auto-table`` writes the file.
+
+@functools.cache
+def table() -> list[dict]:
+    """The measured devices. ``["entries"][entry][dtype][use]`` is a tree.
+
+    ``use`` is ``"forward"`` (not differentiated) or ``"grad"`` (forward and backward together).
+    ``python -m benchmarks.dispatch`` writes the file.
     """
     return json.loads(resources.files("jax_fastops").joinpath("auto_table.json").read_text())
+
+
+def trees(platform: str) -> dict:
+    """The trees of the device that is nearest to this process' device."""
+    devices = [device for device in table() if device["platform"] == platform]
+    return nearest(devices, platform)["entries"] if devices else {}
+
+
+def nearest(devices: list[dict], platform: str) -> dict:
+    """The device of this name, or the nearest one by compute capability, then by bandwidth."""
+    if len(devices) == 1:
+        return devices[0]
+    name, capability, bandwidth = _native.device(platform)
+
+    def distance(device: dict) -> tuple:
+        slower = abs(math.log(device["bandwidth"] / bandwidth)) if bandwidth else 0.0
+        return device["name"] != name, abs(device["compute_capability"] - capability), slower
+
+    return min(devices, key=distance)
 
 
 def lowering_platform() -> str:
@@ -126,7 +158,7 @@ def lowering_platform() -> str:
     return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
 
 
-# ---- classes of shapes ---------------------------------------------------------------------------
+# ---- features of calls ---------------------------------------------------------------------------
 
 
 def by_width(dtype) -> str:
@@ -135,18 +167,14 @@ def by_width(dtype) -> str:
     return names[np.dtype(dtype).itemsize]
 
 
-def by_row_length(name: str, shape) -> str:
-    """The class of an op along the last dimension: long rows, or short ones.
-
-    XLA reads long rows twice. A symbolic length counts as long.
-    """
-    long = len(shape) > 0 and (not isinstance(shape[-1], int) or shape[-1] > 4096)
-    return f"{name}_long" if long else name
+def size_in_bytes(shape: Sequence[Any], dtype) -> int:
+    """The bytes of an array, or ``SYMBOLIC``."""
+    if not all(isinstance(d, int) for d in shape):
+        return SYMBOLIC
+    return math.prod(shape) * np.dtype(dtype).itemsize
 
 
-def by_radius(name: str, radius: int, across: bool) -> str:
-    """The class of an op over windows, across rows or along them.
-
-    XLA's time grows with the radius, and is smaller along rows than across them.
-    """
-    return f"{name}{'_axis' if across else ''}{'_narrow' if radius < 4 else ''}"
+def row_features(shape: Sequence[Any], dtype) -> dict[str, int]:
+    """The features of rows of this shape: their bytes, and whether these are a multiple of 16."""
+    row_bytes = size_in_bytes(shape, dtype)
+    return {"row_bytes": row_bytes, "aligned": row_bytes % 16 == 0}

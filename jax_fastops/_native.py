@@ -148,6 +148,19 @@ def runs_here(platform: str) -> bool:
     return problem is None
 
 
+@functools.cache
+def device(platform: str) -> tuple[str, float, float]:
+    """Name, compute capability and memory bandwidth (bytes per second) of a platform's device."""
+    try:
+        first = jax.local_devices(backend=platform)[0]
+    except RuntimeError:
+        return "", 0.0, 0.0
+    if platform != "cuda":
+        return first.device_kind, 0.0, 0.0
+    bandwidth = _modules()["cuda"].bandwidth(first.local_hardware_id)
+    return first.device_kind, float(first.compute_capability), bandwidth
+
+
 def _covers(architecture: str, capability: str) -> bool:
     """Whether code for an architecture runs on a device of a compute capability ("9.0").
 

@@ -41,7 +41,6 @@ from jax_fastops._kernel import (
     infer_avals,
     match_varying,
     partitioned_over,
-    size_of,
     split_spec,
 )
 from jax_fastops._signature import Signature, Slot, parse_slots
@@ -90,7 +89,7 @@ class Op:
     """Declares an op. Functions take arrays in the signature's order, then options by keyword.
 
     Args:
-      name: the name in jaxprs, and the default class of shapes in the ``auto`` table.
+      name: the name in jaxprs, and the default one in the ``auto`` table.
       signature: ``"operands -> results | saved"`` (see :mod:`jax_fastops._signature`). After ``|``
         come the values that the forward kernel saves in addition to its results. A call may give
         its own signature, if that depends on shapes or options.
@@ -179,7 +178,8 @@ class Op:
         self,
         *args: Any,
         signature: str | None = None,
-        shape_class: str | None = None,
+        entry: str | None = None,
+        features: dict[str, int] | None = None,
         limit: str | None = None,
         fused: str | None = None,
         native: Callable | None = None,
@@ -191,7 +191,8 @@ class Op:
         Args:
           args: the operands.
           signature: that of this call, if it depends on shapes or options.
-          shape_class: the class of shapes in the ``auto`` table. Default: the op's name.
+          entry: the name in the ``auto`` table. Default: the op's name.
+          features: what its decision trees may ask for in addition to ``bytes``.
           limit: why the kernel cannot take this call, if it cannot.
           fused: why XLA needs no pass over memory for this call, if so. ``auto`` then takes the
             reference.
@@ -206,9 +207,9 @@ class Op:
             limit = "an operand is a partial sum over devices"
         request = _dispatch.Request(
             implementation=_implementation.current(),
-            shape_class=shape_class or self.name,
+            entry=entry or self.name,
             dtype=self.dtype_class(given[0].dtype),
-            size=self._size(given),
+            features=tuple({"bytes": self._bytes(given), **(features or {})}.items()),
             limit=limit,
             fused=fused,
         )
@@ -256,12 +257,12 @@ class Op:
         """The decision for a request on a lowering platform."""
         return _dispatch.decide(self._needs, request, platform)
 
-    def _size(self, arrays) -> int:
-        """The elements of the largest array: the result, if operands are broadcast."""
+    def _bytes(self, arrays) -> int:
+        """The bytes of the largest array: the result, if operands are broadcast."""
         if self._broadcasts and len(arrays) > 1:
             shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
-            return size_of(jax.ShapeDtypeStruct(shape, arrays[0].dtype))
-        return max(map(size_of, arrays))
+            return _dispatch.size_in_bytes(shape, arrays[0].dtype)
+        return max(_dispatch.size_in_bytes(x.shape, x.dtype) for x in arrays)
 
     def _describe(self, args, text: str, options: dict, request) -> tuple[Call, bool]:
         left, _, right = text.partition("->")

@@ -31,7 +31,7 @@ from jax_fastops._arguments import (
     same_floating_dtype,
 )
 from jax_fastops._bits import pack, select
-from jax_fastops._dispatch import Refused
+from jax_fastops._dispatch import SYMBOLIC, Refused, size_in_bytes
 from jax_fastops._kernel import Kernel, partitions, shards_of
 from jax_fastops._native import workspace
 from jax_fastops._op import Op
@@ -468,12 +468,15 @@ def _inference_gradients(kept, cts, wanted, *, eps, relu):
     return dx, *statistics, masked[0] if split else cts[0]
 
 
-def _shape_class(name: str, x, at: int) -> str:
-    """The class in the ``auto`` table: channels last (XLA is slower there), or another axis.
-
-    A symbolic size counts as more than 1.
-    """
-    return name if math.prod(x.shape[at + 1 :]) == 1 else f"{name}_axis"
+def _features(x, at: int) -> dict[str, int]:
+    """The number of channels, and the bytes of what is contiguous in one (0: channels are last)."""
+    after = x.shape[at + 1 :]
+    last = math.prod(after) == 1  # XLA is slower there
+    channels = x.shape[at]
+    return dict(
+        channels=channels if isinstance(channels, int) else SYMBOLIC,
+        inner_bytes=0 if last else size_in_bytes(after, x.dtype),
+    )
 
 
 _TRAINING_IN = f"{_X}, c, c, {_X}"
@@ -562,12 +565,12 @@ def _call(op: Op, x, at: int, values, residual, **options) -> Any:
         kind = broadcast_type((x, residual))
         x, residual = (broadcast_to(a, kind) for a in (x, residual))
     more = () if op is _STATISTICS else (residual,)
-    name = "batch_norm_inference" if op is _INFERENCE else "batch_norm"
     return op(
         x,
         *values,
         *more,
-        shape_class=_shape_class(name, x, at),
+        entry="batch_norm_inference" if op is _INFERENCE else "batch_norm",
+        features=_features(x, at),
         limit=_limit(x, at),
         native=functools.partial(_in_view, op, at, options),
         otherwise=functools.partial(op.reference, channels=at - x.ndim, **options),

@@ -9,7 +9,7 @@ Source: FasterTransformer, ``add_bias_act``.
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ from jax_fastops._arguments import as_arrays, not_weak, one_of, same_floating_dt
 from jax_fastops._bits import pack, select
 from jax_fastops._broadcast import (
     call,
+    features_of,
     limit_of,
     of_rank,
     pull_back,
     pullback_of,
-    shape_class,
 )
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
@@ -253,8 +253,9 @@ def bias_act(
     if x.ndim == 0:
         x, bias = of_rank(x, 1), of_rank(bias, 1)
         return jnp.squeeze(bias_act(x, bias, activation=activation), 0)
-    call = dict(
-        shape_class=shape_class(f"bias_{activation}", [x.shape, bias.shape], x.dtype.itemsize),
+    call: dict[str, Any] = dict(
+        entry=f"bias_{activation}",
+        features=features_of([x.shape, bias.shape], x.dtype),
         limit=limit_of(x.shape),
     )
     if activation != "relu":

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, not_weak, one_of, same_floating_dtype
+from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
@@ -126,5 +127,6 @@ def gated_act(
         half = first.shape[-1] // 2
         op, operands, shape = _HALVES, [split_last(first, (2, half))], (*first.shape[:-1], half)
     limit = "there are no elements" if 0 in shape else None
-    y = op(*operands, shape_class="gated_act", limit=limit, activation=activation)
+    features = row_features(shape[-1:], first.dtype)
+    y = op(*operands, features=features, limit=limit, activation=activation)
     return y if y.ndim == len(shape) else jnp.squeeze(y, 0)

@@ -171,6 +171,8 @@ def _apply(name: str, x, bias, num_heads, parts: int) -> Any:
     bias = rest[0] if rest else None
     num_heads, head_size = _check(name, x, bias, num_heads, parts)
     options = dict(num_heads=num_heads, parts=parts)
+    if not is_movable(x.dtype):
+        return _split_reference(x, bias, **options)
     if parts == 1 and (bias is None or _features_sharded(x)):
         # XLA adds the bias, and a transposition remains.
         return _swap(split_last(_add_bias(x, bias), (num_heads, head_size)))
@@ -178,7 +180,10 @@ def _apply(name: str, x, bias, num_heads, parts: int) -> Any:
         bias = bias.astype(accumulator_dtype(x.dtype))
     results = ", ".join([f"... {num_heads} *s {head_size}"] * parts)
     signature = f"... *s {x.shape[-1]}, {x.shape[-1]} -> {results}"
-    return _OPS[parts](x, bias, signature=signature, limit=_limit(x, bias), **options)
+    features = dict(head_bytes=head_size * x.dtype.itemsize, bias=bias is not None)
+    return _OPS[parts](
+        x, bias, signature=signature, limit=_limit(x, bias), features=features, **options
+    )
 
 
 def _limit(x, bias) -> str | None:
@@ -186,7 +191,7 @@ def _limit(x, bias) -> str | None:
         return "there are no elements"
     if not all(isinstance(d, int) for d in x.shape[-2:]):
         return "the sequence or the features have a symbolic size"
-    if not is_movable(x.dtype) or not (bias is None or str(x.dtype) in FLOATING):
+    if bias is not None and str(x.dtype) not in FLOATING:
         return f"the kernel does not take the dtype {x.dtype}"
     return None
 

@@ -18,12 +18,11 @@ from jax.typing import ArrayLike
 from jax_fastops._arguments import as_arrays, broadcast_shape, not_weak, same_floating_dtype
 from jax_fastops._broadcast import (
     call,
-    is_broadcast,
+    features_of,
     limit_of,
     of_rank,
     pull_back,
     pullback_of,
-    shape_class,
 )
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
@@ -151,11 +150,8 @@ def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
     arrays = match_varying([of_rank(x, len(shape)) for x in arrays])
     if not shape:
         return jnp.squeeze(lerp(*(of_rank(x, 1) for x in arrays)), 0)
-    shapes, itemsize = [x.shape for x in arrays], arrays[0].dtype.itemsize
-    # Operands of one shape are read flat, so their rows do not matter.
-    broadcast = is_broadcast(shapes)
     return _lerp(
         *arrays,
-        shape_class=shape_class("lerp_broadcast", shapes, itemsize) if broadcast else "lerp",
+        features=features_of([x.shape for x in arrays], arrays[0].dtype),
         limit=limit_of(shape),
     )

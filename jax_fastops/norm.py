@@ -27,7 +27,7 @@ from jax_fastops._arguments import (
     parameter,
     same_floating_dtype,
 )
-from jax_fastops._dispatch import by_row_length
+from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel, partitions, shards_of, unless_mapped
 from jax_fastops._native import limit
 from jax_fastops._op import Op
@@ -346,7 +346,7 @@ def _apply(
         residual,
         *parameters,
         signature=f"... n, ... n, n, n, n -> {', '.join(results)} | {', '.join(saved)}",
-        shape_class=by_row_length(name, x.shape),
+        features=row_features(x.shape[-1:], x.dtype),
         limit="there are no elements" if 0 in x.shape else None,
         **options,
     )

@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, not_weak, real_number, same_floating_dtype
-from jax_fastops._dispatch import by_row_length
+from jax_fastops._dispatch import row_features, size_in_bytes
 from jax_fastops._kernel import Kernel, KernelCall, copies_too_much
 from jax_fastops._native import limit
 from jax_fastops._op import Op
@@ -50,15 +50,12 @@ def _kernel(name: str, inner: int) -> Kernel:
     )
 
 
-def _shape_class(name: str, shape, axes: tuple[int, ...], masked: bool) -> str:
-    """The class in the ``auto`` table: another axis, a mask, long rows or short rows."""
-    if axes[-1:] != (len(shape) - 1,):
-        return f"{name}_axis"
-    if masked:
-        return f"{name}_where"
-    row = shape[axes[0] :]
-    fixed = all(isinstance(n, int) for n in row)
-    return by_row_length(name, (math.prod(row) if fixed else row[-1],))
+def _features(x, axes: tuple[int, ...], masked: bool) -> dict[str, int]:
+    """The bytes that are summed, and those that are contiguous along the axis (0: the last one)."""
+    after = x.shape[axes[-1] + 1 :] if axes else ()
+    row = x.shape[axes[0] : axes[-1] + 1] if axes else ()
+    inner = size_in_bytes(after, x.dtype) if after else 0
+    return dict(row_features(row, x.dtype), inner_bytes=inner, masked=masked)
 
 
 def _call(name: str, x, inner: int, **given) -> KernelCall:
@@ -196,7 +193,7 @@ def _apply(name: str, x, axis, where, scale) -> Any:
     return op(
         x,
         where,
-        shape_class=_shape_class(name, x.shape, axes, where is not None),
+        features=_features(x, axes, where is not None),
         limit=_limit(x, axes, where),
         native=native,
         otherwise=lambda x, where: _of_jax(x, where, axes, scale, name == "log_softmax"),

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays
-from jax_fastops._dispatch import by_width
+from jax_fastops._dispatch import by_width, size_in_bytes
 from jax_fastops._kernel import Kernel
 from jax_fastops._op import Op
 
@@ -92,11 +92,14 @@ def permute(x: jax.Array, axes: tuple[int, ...], fused: str | None = None) -> ja
     """
     if not is_movable(x.dtype):
         return jnp.transpose(x, axes)
-    rows = axes[-1:] == (len(axes) - 1,)
     return _transpose(
         x,
         signature=_signature(axes),
-        shape_class="transpose_rows" if rows else "transpose",
+        features={
+            "rows": axes[-1:] == (len(axes) - 1,),
+            "row_bytes": size_in_bytes(x.shape[-1:], x.dtype),
+            "result_row_bytes": size_in_bytes([x.shape[axis] for axis in axes[-1:]], x.dtype),
+        },
         limit="no element changes its place" if _moves_nothing(x.shape, axes) else None,
         fused=fused,
         axes=axes,

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from jax_fastops import _compat
 from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
-from jax_fastops._dispatch import by_radius
+from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel
 from jax_fastops._native import limit
 from jax_fastops._op import Op
@@ -159,7 +159,11 @@ def window_sum(
     return _window_sum(
         x,
         signature=f"... n{stars} -> ... {length}{stars}",
-        shape_class=by_radius("window_sum", radius, options["inner"] > 0),
+        features=dict(
+            radius=radius,
+            across=options["inner"] > 0,
+            **row_features(x.shape[-1:], x.dtype),
+        ),
         limit=limit,
         **options,
     )

@@ -1024,17 +1024,14 @@ def test_a_batch_spread_by_vmap(activation):
 @pytest.mark.parametrize("use", ["forward", "grad"])
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_auto_goes_by_where_the_channels_are(axis, use, given, monkeypatch):
-    platform = _dispatch.lowering_platform()
     name = "batch_norm_inference" if given else "batch_norm"
-    rows = {-1: name, 1: f"{name}_axis"}
-    never = {"forward": None, "grad": None}
-    sizes = {at: never | ({use: 0} if at == axis else {}) for at in rows}
-    table = {row: {platform: {"float32": sizes[at]}} for at, row in rows.items()}
-    monkeypatch.setattr(_dispatch, "thresholds", lambda: table)
+    where = ["inner_bytes", 1, axis == -1, axis == 1]
+    found = {"forward": False, "grad": False} | {use: where}
+    monkeypatch.setattr(_dispatch, "trees", lambda platform: {name: {"float32": found}})
     x, values = jnp.ones((4, 8, 8)), [jnp.ones(8)] * (4 if given else 2)
     fn = inference if given else op
     with implementation("auto"):
-        for at in rows:
+        for at in (-1, 1):
             run = functools.partial(fn, axis=at)
             if use == "grad":
                 run = value_and_gradients(run)

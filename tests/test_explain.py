@@ -30,11 +30,11 @@ def gradient(fn):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Sets the thresholds of a class."""
+    """Sets the decision trees of an entry."""
 
-    def set_to(shape_class, forward, grad, dtype="float32"):
-        row = {_dispatch.lowering_platform(): {dtype: {"forward": forward, "grad": grad}}}
-        monkeypatch.setattr(_dispatch, "thresholds", lambda: {shape_class: row})
+    def set_to(entry, forward, grad, dtype="float32"):
+        found = {dtype: {"forward": forward, "grad": grad}}
+        monkeypatch.setattr(_dispatch, "trees", lambda platform: {entry: found})
 
     return set_to
 
@@ -43,41 +43,49 @@ def measured(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "size, forward, grad",
-    [(X.size - 1, False, False), (X.size, True, False), (2 * X.size, True, True)],
+    "size, forward, grad", [(1023, False, False), (1024, True, False), (2048, True, True)]
 )
 def test_the_size_decides(size, forward, grad, measured):
-    measured("relu", X.size, 2 * X.size)
+    measured("relu", ["bytes", 4096, False, True], ["bytes", 8192, False, True])
     x = jax.ShapeDtypeStruct((size,), X.dtype)
     call = only(fo.relu, x)
     assert call.kernel is forward
+    words = ("faster", ">=") if forward else ("no faster", "<")
     assert call.reason == (
-        f"{size:,} elements; the kernel is faster from {X.size:,} (relu, float32)"
+        f"the kernel was measured as {words[0]}, bytes {4 * size:,} {words[1]} 4,096"
     )
     assert only(gradient(fo.relu), x).kernel is grad
 
 
-def test_a_class_that_never_gains(measured):
-    measured("relu", None, 0)
+def test_a_flag_decides(measured):
+    measured("softmax", ["masked", 1, False, ["row_bytes", 512, True, False]], False)
+    mask = of_shape(1024, 64, dtype=bool)
+    call = only(lambda x, where: fo.softmax(x, where=where), X, mask)
+    assert call.kernel
+    assert call.reason == "the kernel was measured as faster, masked, row_bytes 256 < 512"
+    call = only(fo.softmax, X)
+    assert not call.kernel
+    assert call.reason == "the kernel was measured as no faster, not masked"
+
+
+def test_an_entry_that_never_gains(measured):
+    measured("relu", False, True)
     call = only(fo.relu, X)
-    assert (call.kernel, call.reason) == (
-        False,
-        "XLA is as fast at every measured size (relu, float32)",
-    )
-    measured("relu", 0, 0)
+    assert (call.kernel, call.reason) == (False, "the kernel was measured as no faster")
+    measured("relu", True, True)
     assert only(fo.relu, X).kernel
 
 
-def test_a_class_that_was_not_measured(measured):
-    measured("another", 0, 0)
+def test_an_entry_that_was_not_measured(measured):
+    measured("another", True, True)
     call = only(fo.relu, X)
-    assert not call.kernel and "not measured (relu, float32)" in call.reason
+    assert not call.kernel and "relu in float32 was not measured" in call.reason
     assert only(gradient(fo.relu), X).kernel
 
 
 @pytest.mark.parametrize("name, kernel", [("native", True), ("xla", False)])
 def test_the_implementation_decides(name, kernel, measured):
-    measured("relu", *((None, None) if kernel else (0, 0)))
+    measured("relu", not kernel, not kernel)
     with fo.use_implementation(name):
         call = only(fo.relu, X)
     assert (call.kernel, call.reason) == (kernel, f"the implementation is '{name}'")
@@ -148,7 +156,7 @@ def test_a_limit_of_the_kernel(name, native):
 
 
 def test_what_xla_fuses_under_auto(measured):
-    measured("add_relu", 0, 0)
+    measured("add_relu", True, True)
     row = of_shape(64)
     call = only(fo.add_relu, X, row)
     assert not call.kernel and "broadcast" in call.reason
@@ -161,7 +169,7 @@ def test_what_xla_fuses_under_auto(measured):
     "axes, words", [((1, 0), "matrix product"), ((1, 0, 2), "rows"), ((2, 1, 0), None)]
 )
 def test_transpositions_that_xla_avoids(axes, words, measured):
-    measured("transpose_rows" if axes[-1] == len(axes) - 1 else "transpose", 0, 0, "bfloat16")
+    measured("transpose", True, True, "bfloat16")
     x = of_shape(*(32,) * len(axes), dtype=jnp.bfloat16)
     call = only(functools.partial(fo.transpose, axes=axes), x)
     assert call.kernel is (words is None)
@@ -170,7 +178,7 @@ def test_transpositions_that_xla_avoids(axes, words, measured):
 
 def test_what_is_explained_is_what_is_lowered(measured):
     """Forward and gradient on either side of their thresholds, for every platform's default."""
-    measured("softmax", 1024, 4096)
+    measured("softmax", ["bytes", 4096, False, True], ["bytes", 16384, False, True])
     for size in (512, 1024, 4096):
         x = of_shape(size // 64, 64)
         for fn in (fo.softmax, gradient(lambda x: fo.softmax(x)[:, 0])):
@@ -180,10 +188,88 @@ def test_what_is_explained_is_what_is_lowered(measured):
 
 def test_a_mapped_axis_counts(measured):
     """A call whose gradient takes the kernel decides on its forward by the size of all examples."""
-    measured("softmax", 64 * 64, 64)
+    measured("softmax", ["bytes", 64 * 64 * 4, False, True], True)
     x = of_shape(64, 64)
     assert "jax_fastops.softmax" in jax.jit(jax.vmap(fo.softmax)).lower(x).as_text()
     assert "jax_fastops.softmax" not in jax.jit(fo.softmax).lower(of_shape(64)).as_text()
+
+
+def known_features(tree):
+    if isinstance(tree, bool):
+        return set()
+    name, bound, below, rest = tree
+    assert isinstance(bound, int) and below != rest
+    return {name} | known_features(below) | known_features(rest)
+
+
+CALLS = {
+    "relu": (fo.relu, [X]),
+    "add_relu": (fo.add_relu, [X, X]),
+    "softmax": (fo.softmax, [X]),
+    "log_softmax": (fo.log_softmax, [X]),
+    "layer_norm": (fo.layer_norm, [X]),
+    "rms_norm": (fo.rms_norm, [X]),
+    "residual_layer_norm": (fo.residual_layer_norm, [X, X]),
+    "residual_rms_norm": (fo.residual_rms_norm, [X, X]),
+    "batch_norm": (lambda x: fo.batch_norm(x, None, None)[0], [X]),
+    "batch_norm_inference": (
+        lambda x, mean: fo.batch_norm_inference(x, mean, mean, None, None),
+        [X, X.update(shape=(64,))],
+    ),
+    "transpose": (fo.transpose, [X]),
+    "split_heads": (lambda x, b: fo.split_heads(x, b, num_heads=2), [X, X.update(shape=(64,))]),
+    "split_qkv_heads": (
+        lambda x: fo.split_qkv_heads(x, num_heads=2),
+        [X.update(shape=(1024, 96))],
+    ),
+    "lerp": (fo.lerp, [X, X, X.update(shape=(64,))]),
+    "gated_act": (fo.gated_act, [X, X]),
+    "gated_act_halves": (fo.gated_act, [X]),
+    "window_sum": (lambda x: fo.window_sum(x, 2), [X]),
+} | {
+    f"bias_{name}": (
+        functools.partial(fo.bias_act, activation=name),
+        [X, X.update(shape=(64,))],
+    )
+    for name in ("gelu", "gelu_exact", "silu", "relu")
+}
+
+
+@pytest.mark.parametrize("entry", CALLS)
+def test_calls_have_the_features_that_the_table_asks_for(entry, monkeypatch):
+    asked = {"bytes"}
+    for device in _dispatch.table():
+        for uses in device["entries"].get(entry, {}).values():
+            asked |= known_features(uses["forward"]) | known_features(uses["grad"])
+    seen = []
+    real = _dispatch.decide
+    monkeypatch.setattr(_dispatch, "decide", lambda *args: seen.append(args[1]) or real(*args))
+    fn, args = CALLS[entry]
+    jax.eval_shape(fn, *args)
+    (request,) = seen
+    assert request.entry == entry
+    assert asked <= dict(request.features).keys()
+
+
+def test_the_table_has_no_other_entries():
+    for device in _dispatch.table():
+        assert set(device["entries"]) <= set(CALLS)
+
+
+def test_an_unknown_device_takes_the_nearest(monkeypatch):
+    def device(name, capability, bandwidth):
+        return dict(name=name, compute_capability=capability, bandwidth=bandwidth, entries={})
+
+    known = [device("A", 8.0, 2e12), device("B", 9.0, 3e12), device("C", 9.0, 5e12)]
+    for here, nearest in [
+        (("C", 9.0, 1e12), "C"),
+        (("unknown", 8.6, 1e12), "B"),
+        (("unknown", 8.0, 9e12), "A"),
+        (("unknown", 9.0, 4.5e12), "C"),
+        (("unknown", 12.0, 2e12), "B"),
+    ]:
+        monkeypatch.setattr(_native, "device", lambda platform, here=here: here)
+        assert _dispatch.nearest(known, "cuda")["name"] == nearest
 
 
 # ---- explain -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 import jax_fastops as fo
 from jax_fastops import _dispatch, _native
-from jax_fastops._broadcast import shape_class
+from jax_fastops._broadcast import features_of
 from jax_fastops._implementation import current
 
 
@@ -167,15 +167,10 @@ def test_one_object_in_two_threads():
     assert seen == ["auto"]
 
 
-def test_auto_goes_by_the_size_of_what_operands_broadcast_to(monkeypatch):
-    platform = _dispatch.lowering_platform()
-    rows = {
-        "lerp_broadcast": {"forward": 64 * 512, "grad": 64 * 512},
-        "lerp_broadcast_ragged": {"forward": None, "grad": None},
-        "lerp_broadcast_short": {"forward": None, "grad": None},
-    }
-    table = {row: {platform: {"float32": found}} for row, found in rows.items()}
-    monkeypatch.setattr(_dispatch, "thresholds", lambda: table)
+def test_auto_goes_by_what_operands_broadcast_to(monkeypatch):
+    tree = ["aligned", 1, False, ["row_bytes", 1024, False, ["bytes", 64 * 2048, False, True]]]
+    entry = {"lerp": {"float32": {"forward": tree, "grad": tree}}}
+    monkeypatch.setattr(_dispatch, "trees", lambda platform: entry)
     fo.set_implementation("auto")
 
     def takes_kernel(*shapes):
@@ -190,17 +185,14 @@ def test_auto_goes_by_the_size_of_what_operands_broadcast_to(monkeypatch):
     assert takes_kernel((66, 1), (1, 508), (1,))  # a multiple of 16 bytes
 
 
-def test_the_table_has_every_row_of_the_element_wise_ops():
-    table = _dispatch.thresholds()
-    activations = ("gelu", "gelu_exact", "silu", "relu")
-    for name in ("lerp_broadcast", *(f"bias_{a}" for a in activations)):
-        for crossed in (False, True):
-            for length in (1024, 1001, 64):
-                shapes = [(4, 8, length), (4, 1, length) if crossed else (length,)]
-                row = shape_class(name, shapes, 4)
-                assert set(table[row]["cuda"]) == {"float32", "bfloat16", "float16", "float64"}
-    assert shape_class("x", [(4, 8, 1024), (4, 1, 1024)], 4) == "x_crossed"
-    assert shape_class("x", [(4, 8, 1004), (1004,)], 4) == "x"
-    assert shape_class("x", [(4, 8, 1004), (1004,)], 2) == "x_ragged"
-    assert shape_class("x", [(4, 8, 16), (4, 1, 16)], 4) == "x_crossed_short"
-    assert shape_class("x", [(4, 16, 16), (4, 1, 1)], 4) == "x"
+def test_the_features_of_broadcast_operands():
+    def features(shapes, dtype=np.float32):
+        found = features_of(shapes, dtype)
+        return found["groups"], found["row_bytes"], found["aligned"], found["broadcast"]
+
+    assert features([(4, 8, 1024), (4, 1, 1024)]) == (3, 4096, True, True)
+    assert features([(4, 8, 1004), (1004,)]) == (2, 4016, True, True)
+    assert features([(4, 8, 1004), (1004,)], jnp.bfloat16) == (2, 2008, False, True)
+    assert features([(4, 16, 16), (4, 1, 1)]) == (2, 1024, True, True)
+    assert features([(4, 16), (4, 16)]) == (1, 256, True, False)
+    assert features([(4, 16), (1,)]) == (1, 256, True, False)

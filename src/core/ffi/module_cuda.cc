@@ -34,9 +34,21 @@ nanobind::dict BuildInfo() {
   return info;
 }
 
+// Bytes per second, from the clock and the width of the device's memory. 0 if it is not known.
+double Bandwidth(int device) {
+  int kilohertz = 0, bits = 0;
+  if (cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return 2e3 * kilohertz * bits / 8;  // two transfers per clock
+}
+
 }  // namespace
 
 NB_MODULE(_cuda, m) {
   m.doc() = "CUDA kernels of jax_fastops as XLA FFI handlers.";
   jax_fastops::Define(m, &BuildInfo);
+  m.def("bandwidth", &Bandwidth, "Bytes per second of a device's memory, or 0.");
 }
