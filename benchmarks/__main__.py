@@ -13,10 +13,7 @@ from benchmarks import RESULTS
 def main() -> None:
     options = parse()
     console = Console()
-    if options.auto_table:
-        auto_table(options, console)
-    else:
-        benchmark(options, console)
+    benchmark(options, console)
 
 
 def parse() -> argparse.Namespace:
@@ -31,8 +28,6 @@ def parse() -> argparse.Namespace:
     add("--clock", choices=("auto", "profiler", "chain", "wall"), default="auto")
     add("--out", type=Path, default=RESULTS, metavar="DIR", help=f"default: {RESULTS.name}/ here")
     add("--torch", action="store_true", help="PyTorch too, on a GPU where it is installed")
-    add("--auto-table", action="store_true", help="regenerate jax_fastops/auto_table.json")
-    add("--sizes", nargs="+", type=int, metavar="N", help="elements, for the table (powers of two)")
     options = parser.parse_args()
     options.rounds = options.repeats or (5 if options.quick else 25)
     if options.quick:
@@ -61,24 +56,6 @@ def benchmark(options: argparse.Namespace, console: Console) -> None:
     report.show(results, console)
     for path in report.save(results, options.out):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
-
-
-def auto_table(options: argparse.Namespace, console: Console) -> None:
-    """Regenerate this platform's part of the table that `auto` chooses by."""
-    from benchmarks import auto
-    from benchmarks.cases import select_ops
-
-    default = [size for size in auto.SIZES if size <= 2**22] if options.quick else auto.SIZES
-    sizes = options.sizes or default
-    auto.regenerate(
-        select_ops(options.ops),
-        options.dtypes,
-        options.rounds,
-        sizes,
-        clock=options.clock,
-        log=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
-    )
-    console.print(f"wrote {auto.TABLE}")
 
 
 @contextmanager

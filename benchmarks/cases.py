@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -16,7 +16,6 @@ Shape = tuple[int, ...]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 HALVES = ("bfloat16", "float16")
 MOVED = ("float32", "bfloat16", "int8")  # one dtype of each width that people transpose
-WIDTHS = ("int8", "bfloat16", "float32", "float64", "complex128")  # rows of the `auto` table
 PHASES = ("forward", "forward_saving", "backward", "step")
 
 
@@ -55,11 +54,6 @@ class Layout:
         return self.gpu if scale == "gpu" else self.cpu
 
 
-def _rows_of_1024(elements: int) -> tuple[Layout, ...]:
-    shape = (elements // 1024, 1024)
-    return (Layout(f"{elements}", shape, shape, DTYPES),)
-
-
 @dataclass(frozen=True)
 class Op:
     """One op: how to call it and its equivalents, its sizes, and the bytes that it must move."""
@@ -84,10 +78,6 @@ class Op:
     # What a forward must gain for `auto` to take the kernel, because XLA may fuse the forward.
     lone_gain: float = 0.0
     kernel_of: str = ""  # the public op that this one calls, if its name differs
-    # The layouts that represent a number of elements in the `auto` table: `auto` takes the kernel
-    # if it gains in one of them and loses in none.
-    of_size: Callable[[int], tuple[Layout, ...]] = _rows_of_1024
-    table_row: Callable[[Layout], str] | None = None  # of the `auto` table; None: the name
 
 
 @dataclass(frozen=True)
@@ -445,54 +435,6 @@ def torch_split(x, bias=None, *, num_heads: int):
     return x.view(b, s, num_heads, -1).transpose(1, 2).contiguous()
 
 
-def _transposes_of_size(elements: int) -> tuple[Layout, ...]:
-    """A matrix, a batch of small matrices, a reversal, and rows that stay whole."""
-    side = 2 ** (elements.bit_length() // 2)
-    channels = 64 if elements >= 2**16 else 16
-    heads = (16, 64) if elements >= 2**16 else (4, 16)  # how many, and their size
-    length = min(512, elements // math.prod(heads))
-    shapes = {
-        (1, 0): (elements // side, side),
-        (0, 2, 1): (
-            max(1, elements // (channels * 4096)),
-            min(4096, elements // channels),
-            channels,
-        ),
-        (2, 1, 0): (elements // (channels * 64), channels, 64),
-        (0, 2, 1, 3): (elements // (length * math.prod(heads)), length, *heads),
-    }
-    return tuple(
-        Layout(f"{axes} {elements}", shape, shape, WIDTHS, {"axes": axes})
-        for axes, shape in shapes.items()
-    )
-
-
-def _row_of(axes: tuple[int, ...]) -> str:
-    """Transpositions in which rows stay whole have a separate row of the `auto` table."""
-    return "transpose_rows" if axes[-1] == len(axes) - 1 else "transpose"
-
-
-def _splits_of_size(parts: int) -> Callable[[int], tuple[Layout, ...]]:
-    """With a bias, and for three parts also without: with one part that is a transposition.
-
-    With three parts the shapes have 3/4 of the elements that they represent, because 3 is no power
-    of 2.
-    """
-
-    def layouts(elements: int) -> tuple[Layout, ...]:
-        heads, size = (16, 64) if elements >= 2**16 else (4, 16)
-        rows = elements // (heads * size * (4 if parts == 3 else 1)) or 1
-        length = min(512, rows)
-        shape = (rows // length, length, parts * heads * size)
-        options = {"num_heads": heads}
-        floating = tuple(dtype for dtype in WIDTHS if jnp.issubdtype(dtype, jnp.floating))
-        biased = Layout(f"bias {elements}", shape, shape, floating, options)
-        plain = Layout(f"no bias {elements}", shape, shape, WIDTHS, options, without=1)
-        return (biased, plain) if parts == 3 else (biased,)
-
-    return layouts
-
-
 ELEMENTWISE = (
     Layout("large", (64, 1024, 1024), (4, 1024, 1024), DTYPES),
     Layout("conv NHWC", (128, 56, 56, 64), (16, 56, 56, 64)),
@@ -546,42 +488,6 @@ SOFTMAXES = (
 )
 
 
-def _softmaxes_of_size(elements: int) -> tuple[Layout, ...]:
-    """Rows of a model's width and of a short sequence, a mask, a middle axis, and long rows."""
-    rows = max(1, elements // 1024)
-    heads = max(1, elements // (128 * 128))
-    length = min(128, math.isqrt(elements))
-    square = (heads, 1, elements // heads // length, length)
-    inner = min(64, elements // 16)
-    long = (elements // 32768, 32768)
-    long_rows = (Layout(f"long {elements}", long, long, DTYPES, {}, 1),) if long[0] else ()
-    return (
-        Layout(
-            f"rows {elements}", (rows, elements // rows), (rows, elements // rows), DTYPES, {}, 1
-        ),
-        Layout(f"short {elements}", (elements // 128 or 1, 128), (1, 1), DTYPES, {}, 1),
-        Layout(f"mask {elements}", square, square, DTYPES, MASKED, operands=mask_of_keys),
-        Layout(
-            f"axis {elements}",
-            (elements // (16 * inner), 16, inner),
-            (1, 1),
-            DTYPES,
-            {"axis": 1},
-            1,
-        ),
-        *long_rows,
-    )
-
-
-def _row_of_softmax(name: str) -> Callable[[Layout], str]:
-    def row(layout: Layout) -> str:
-        if "axis" in layout.options:
-            return f"{name}_axis"
-        return _row_of_rows(name)(layout) if layout.without else f"{name}_where"
-
-    return row
-
-
 NORMS = (
     Layout("BERT-base", (32768, 768), (4096, 768)),
     Layout("BERT-large", (32768, 1024), (4096, 1024)),
@@ -590,19 +496,6 @@ NORMS = (
     Layout("widest", (1024, 65536), (64, 65536)),
     Layout("odd", (30000, 1001), (4000, 1001)),
 )
-
-
-def _row_of_rows(name: str) -> Callable[[Layout], str]:
-    """Long rows have a separate row of the `auto` table."""
-    return lambda layout: fo._dispatch.by_row_length(name, layout.gpu)
-
-
-def _norms_of_size(elements: int) -> tuple[Layout, ...]:
-    """Rows of two widths, and long ones."""
-    widths = [n for n in (256, 1024, 16384) if n <= elements]
-    return tuple(
-        Layout(f"{n} {elements}", (elements // n, n), (elements // n, n), DTYPES) for n in widths
-    )
 
 
 def _scalar_weight(shape: Shape) -> tuple[Shape, ...]:
@@ -641,49 +534,6 @@ LERPS = (
 )
 
 
-def _lerps_of_size(elements: int) -> tuple[Layout, ...]:
-    shape, odd, short = _rows_of(elements)
-    return (
-        Layout(f"alike {elements}", shape, shape, DTYPES),
-        Layout(f"weight {elements}", shape, shape, DTYPES, operands=_scalar_weight),
-        *(
-            Layout(f"broadcast {s} {elements}", s, s, DTYPES, operands=_row_all_column)
-            for s in (shape, odd, short)
-        ),
-        *(
-            Layout(f"planes {s} {elements}", s, s, DTYPES, operands=_planes)
-            for s in _crossed(elements)
-        ),
-        *(
-            Layout(f"alternating {s} {elements}", s, s, DTYPES, operands=_alternating)
-            for s in ((elements // (256 * n), 16, 16, n) for n in (64, 1024))
-            if s[0] > 1
-        ),
-    )
-
-
-def _crossed(elements: int) -> tuple[Shape, ...]:
-    """The shapes of ``_rows_of`` in three dimensions, where they have enough rows."""
-    return tuple((rows // 64, 64, n) for rows, n in _rows_of(elements) if rows >= 128)
-
-
-def _rows_of(elements: int) -> tuple[Shape, ...]:
-    """Shapes of about ``elements``: long rows, rows not a multiple of 16 bytes, short rows."""
-    lengths = (min(n, elements - odd) for n, odd in ((1024, 0), (1001, 1), (64, 0)))
-    return tuple((max(1, elements // n), n) for n in lengths)
-
-
-def _row_of_lerp(layout: Layout) -> str:
-    shapes = (layout.operands or same(3))(layout.gpu)
-    broadcast = fo._broadcast.is_broadcast(shapes)
-    return fo._broadcast.shape_class("lerp_broadcast", shapes, 4) if broadcast else "lerp"
-
-
-def _row_of_activation(layout: Layout) -> str:
-    shapes = (layout.operands or with_bias)(layout.gpu)
-    return fo._broadcast.shape_class(f"bias_{layout.options['activation']}", shapes, 4)
-
-
 def gated(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
     """Traffic of a gated activation, whose result is half as large as its operands together."""
     operands = sum(math.prod(shape) for shape in shapes) * itemsize
@@ -709,29 +559,6 @@ def _activations(names: tuple[str, ...]) -> tuple[Layout, ...]:
             (", odd", (30000, 1001), (4000, 1001)),
         )
     )
-
-
-def _activations_of_size(names: tuple[str, ...]) -> Callable[[int], tuple[Layout, ...]]:
-    def of_size(elements: int) -> tuple[Layout, ...]:
-        def layout(name: str, shape: Shape, **more) -> Layout:
-            label = f"{name} {shape} {elements}"
-            return Layout(label, shape, shape, DTYPES, {"activation": name}, **more)
-
-        return tuple(
-            found
-            for name in names
-            for found in (
-                *(layout(name, s) for s in _rows_of(elements)),
-                *(layout(name, s, operands=_bias_of_sequence) for s in _crossed(elements)),
-            )
-        )
-
-    return of_size
-
-
-def _bias_of_sequence(shape: Shape) -> tuple[Shape, ...]:
-    """A bias for each sequence of a batch."""
-    return shape, (shape[0], 1, *shape[2:])
 
 
 def _window(radius: int, axis: int) -> dict:
@@ -761,21 +588,6 @@ VALID_WINDOWS = tuple(
 )
 
 
-def _windows_of_size(elements: int) -> tuple[Layout, ...]:
-    """Short windows, for which XLA is fast, and longer ones; along rows and along columns."""
-    n = min(1024, elements)
-    return tuple(
-        Layout(f"axis {axis}, radius {r} {elements}", shape, shape, DTYPES, _window(r, axis))
-        for shape, axis in (((elements // n, n), -1), ((n, elements // n), 0))
-        for r in (2, 16)
-    )
-
-
-def _row_of_windows(layout: Layout) -> str:
-    radius, across = layout.options["radius"], layout.options["axis"] == 0
-    return fo._dispatch.by_radius("window_sum", radius, across)
-
-
 def _batches(name: str, gpu: Shape, cpu: Shape, residual: bool = False) -> tuple[Layout, ...]:
     """Images of (n, h, w, c) with channels last, and the same with channels first."""
 
@@ -798,47 +610,8 @@ BATCHES = (
 ROWS = Layout("rows", (65536, 1024), (4096, 1024), options={"axis": -1})
 
 
-def _row_of_batches(name: str) -> Callable[[Layout], str]:
-    return lambda layout: name if layout.options["axis"] == -1 else f"{name}_axis"
-
-
-def _batches_of_size(elements: int) -> tuple[Layout, ...]:
-    """Channels last, channels first, rows with a residual, and an odd number of channels.
-
-    All but the last have a ReLU.
-    """
-    side, c = (16 if elements >= 2**16 else 4), 64
-    n = elements // (side * side * c)
-    layouts = (
-        ("NHWC", (n, side, side, c), -1, "relu", False),
-        ("NCHW", (n, c, side, side), 1, "relu", False),
-        ("rows", (elements // 256, 256), -1, "relu", True),
-        ("odd rows", (elements // 63, 63), -1, None, False),
-    )
-    return tuple(
-        Layout(
-            f"{name} {elements}",
-            shape,
-            shape,
-            DTYPES,
-            {"axis": axis, "activation": activation},
-            operands=of_channels(2, axis, residual),
-        )
-        for name, shape, axis, activation, residual in layouts
-    )
-
-
 # Variances are drawn like all operands, so some are negative. This epsilon makes all sums positive.
 INFERENCE = {"axis": -1, "activation": "relu", "eps": 9.0}
-
-
-def _inferences_of_size(elements: int) -> tuple[Layout, ...]:
-    """The shapes of ``_batches_of_size``, all with a ReLU and without a residual."""
-    return tuple(
-        replace(layout, options=INFERENCE | {"axis": axis}, operands=of_channels(4, axis))
-        for layout in _batches_of_size(elements)
-        for axis in (layout.options["axis"],)
-    )
 
 
 BERT = (32, 512, 768), (2, 512, 768)  # BERT-base's activations, on a GPU and on a CPU
@@ -889,8 +662,6 @@ OPS = (
         layouts=TRANSPOSES,
         phases=("forward",),
         exact=True,
-        of_size=_transposes_of_size,
-        table_row=lambda layout: _row_of(layout.options["axes"]),
     ),
     Op(
         name="split_heads",
@@ -902,7 +673,6 @@ OPS = (
         traffic=moved,
         layouts=(Layout("bias", *BERT, options=TWELVE),),
         differentiated=(0, 1),
-        of_size=_splits_of_size(1),
     ),
     Op(
         name="split_qkv_heads",
@@ -917,7 +687,6 @@ OPS = (
             Layout("no bias", *BERT_QKV, options=TWELVE, without=1),
         ),
         differentiated=(0, 1),
-        of_size=_splits_of_size(3),
     ),
     Op(
         name="merge_heads",
@@ -944,8 +713,6 @@ OPS = (
         operand_dtypes={1: "bool"},
         traffic=rows_kept,
         layouts=SOFTMAXES,
-        of_size=_softmaxes_of_size,
-        table_row=_row_of_softmax("softmax"),
     ),
     Op(
         name="log_softmax",
@@ -962,8 +729,6 @@ OPS = (
             Layout("rows", (65536, 1024), (4096, 1024), without=1),
             Layout("vocabulary", (4096, 32768), (128, 32768), without=1),
         ),
-        of_size=_softmaxes_of_size,
-        table_row=_row_of_softmax("log_softmax"),
     ),
     Op(
         name="layer_norm",
@@ -976,8 +741,6 @@ OPS = (
         traffic=normalised(1, 2),
         layouts=NORMS,
         differentiated=(0, 1, 2),
-        of_size=_norms_of_size,
-        table_row=_row_of_rows("layer_norm"),
     ),
     Op(
         name="residual_layer_norm",
@@ -996,8 +759,6 @@ OPS = (
         traffic=normalised(2, 2),
         layouts=NORMS,
         differentiated=(0, 1, 2, 3, 4),
-        of_size=_norms_of_size,
-        table_row=_row_of_rows("residual_layer_norm"),
     ),
     Op(
         name="rms_norm",
@@ -1010,8 +771,6 @@ OPS = (
         traffic=normalised(1, 1),
         layouts=NORMS,
         differentiated=(0, 1),
-        of_size=_norms_of_size,
-        table_row=_row_of_rows("rms_norm"),
     ),
     Op(
         name="residual_rms_norm",
@@ -1024,8 +783,6 @@ OPS = (
         traffic=normalised(2, 1),
         layouts=(NORMS[2],),
         differentiated=(0, 1, 2),
-        of_size=_norms_of_size,
-        table_row=_row_of_rows("residual_rms_norm"),
     ),
     *(
         Op(
@@ -1041,8 +798,6 @@ OPS = (
             layouts=(*(found for b in BATCHES for found in _batches(*b, residual)), ROWS),
             differentiated=(0, 1, 2, 3),
             slack=1e-3 if activation else 5e-5,
-            of_size=_batches_of_size,
-            table_row=_row_of_batches("batch_norm"),
         )
         for name, kernel_of, activation, residual in (
             ("batch_norm", "", None, False),
@@ -1062,8 +817,6 @@ OPS = (
         differentiated=(0, 3, 4),
         slack=1e-3,
         fuses=True,
-        of_size=_inferences_of_size,
-        table_row=_row_of_batches("batch_norm_inference"),
     ),
     Op(
         name="lerp",
@@ -1075,9 +828,7 @@ OPS = (
         traffic=broadcast_together,
         layouts=LERPS,
         differentiated=(0, 1, 2),
-        of_size=_lerps_of_size,
         lone_gain=0.15,
-        table_row=_row_of_lerp,
     ),
     *(
         Op(
@@ -1090,9 +841,7 @@ OPS = (
             traffic=traffic,
             layouts=_activations(activations),
             differentiated=(0, 1),
-            of_size=_activations_of_size(activations),
             lone_gain=0.15,
-            table_row=_row_of_activation,
         )
         for name, activations, traffic in (
             ("bias_act", SMOOTH, broadcast_together),
@@ -1123,8 +872,6 @@ OPS = (
             traffic=moved,
             layouts=layouts,
             phases=phases,
-            of_size=_windows_of_size,
-            table_row=_row_of_windows,
         )
         for name, kernel_of, layouts, phases in (
             ("window_sum", "", WINDOWS, ("forward",)),

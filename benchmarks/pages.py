@@ -139,7 +139,7 @@ def write(folder: Path) -> None:
     (folder / "slower.md").write_text(_slower())
     (folder / "batch_norm-layouts.md").write_text(_layouts())
     for platform in ("cuda", "cpu"):
-        (folder / f"thresholds-{platform}.md").write_text(_thresholds(platform))
+        (folder / f"decisions-{platform}.md").write_text(_decisions(platform))
 
 
 def overview(path: Path) -> list[Path]:
@@ -248,28 +248,50 @@ def _layouts() -> str:
     return markdown(["layout", "dtype", "kernel's speed-up over XLA, step", "rows"], rows)
 
 
-def _thresholds(platform: str) -> str:
-    """From how many elements on ``"auto"`` takes the kernel: a row per class of calls."""
-    known = json.loads((ROOT / "jax_fastops" / "auto_table.json").read_text())
-    header, rows = ["class", "dtype", "forward", "with gradients"], []
-    for name, platforms in known.items():
-        of_dtype: dict[tuple, list[str]] = {}
-        for dtype, uses in platforms.get(platform, {}).items():
-            of_dtype.setdefault((uses["forward"], uses["grad"]), []).append(dtype)
-        for number, ((forward, grad), dtypes) in enumerate(of_dtype.items()):
-            cells = [f"`{name}`" if number == 0 else "", ", ".join(dtypes)]
-            rows.append([*cells, _size(forward), _size(grad)])
-    return markdown(header, rows)
+def _decisions(platform: str) -> str:
+    """When ``"auto"`` takes the kernel: a row per entry of the table and choice."""
+    parts = []
+    for known in json.loads((ROOT / "jax_fastops" / "auto_table.json").read_text()):
+        if known["platform"] != platform:
+            continue
+        rows = []
+        for name, trees in known["entries"].items():
+            alike: dict[tuple, list[str]] = {}
+            for dtype, uses in trees.items():
+                shown = _conditions(uses["forward"]), _conditions(uses["grad"])
+                alike.setdefault(shown, []).append(dtype)
+            for number, (shown, dtypes) in enumerate(alike.items()):
+                rows.append([f"`{name}`" if number == 0 else "", ", ".join(dtypes), *shown])
+        table = markdown(["op", "dtype", "forward", "with gradients"], rows)
+        parts.append(f"{known['name']}:\n\n{table}")
+    return "\n\n".join(parts)
 
 
-def _size(elements: int | None) -> str:
-    """``4 Mi``, a number of elements."""
-    if elements is None:
-        return "never"
+def _conditions(tree) -> str:
+    """The conditions under which a decision tree takes the kernel."""
+
+    def paths(tree, so_far: tuple[str, ...]):
+        if tree is True:
+            yield ", ".join(so_far)
+        elif tree:
+            name, bound, below, rest = tree
+            if bound == 1:
+                small, large = f"not {name}", name
+            else:
+                shown = _size(bound) if name.endswith("bytes") else f"{bound:,}"
+                small, large = f"{name} < {shown}", f"{name} ≥ {shown}"
+            yield from paths(below, (*so_far, small))
+            yield from paths(rest, (*so_far, large))
+
+    return " *or* ".join(p or "always" for p in paths(tree, ())) or "never"
+
+
+def _size(count: int) -> str:
+    """``4 Mi``, a number of bytes."""
     for unit, factor in (("Mi", 2**20), ("Ki", 2**10)):
-        if elements >= factor:
-            return f"{elements / factor:.4g} {unit}"
-    return str(elements)
+        if count >= factor:
+            return f"{count / factor:.4g} {unit}B"
+    return f"{count} B"
 
 
 def case_label(case: dict) -> str:

@@ -1,0 +1,167 @@
+"""Random calls of each op, as people might make them: for what no list of cases foresees.
+
+Sizes are distributed evenly on a logarithmic scale. Half of the rows have a multiple of 8 elements,
+and the others any number.
+"""
+
+import math
+import random
+from collections.abc import Callable
+
+from benchmarks.cases import (
+    DTYPES,
+    INFERENCE,
+    MOVED,
+    SMOOTH,
+    Layout,
+    Op,
+    Shape,
+    mask_of_keys,
+    mask_of_pairs,
+    of_channels,
+    same,
+)
+
+Rng = random.Random
+
+
+def draw(rng: Rng, op: Op, largest: int) -> Layout:
+    """A layout of ``op`` whose main operand has up to about ``largest`` elements."""
+    elements = number(rng, 2**10, largest)
+    made = _OF_FAMILY[op.family](rng, op, elements)
+    shape, options = made[:2]
+    more = made[2] if len(made) > 2 else {}
+    floating = ("float32", "bfloat16") if rng.random() < 0.9 else DTYPES
+    dtypes = MOVED if op.family == "transpose" else floating
+    named = "".join(f" {key} {value}" for key, value in options.items())
+    return Layout(f"{shape}{named}", shape, shape, (rng.choice(dtypes),), options, **more)
+
+
+def number(rng: Rng, low: int, high: int) -> int:
+    """A whole number from ``low`` to ``high``, distributed evenly on a logarithmic scale."""
+    return round(math.exp(rng.uniform(math.log(low), math.log(max(low, high)))))
+
+
+def length(rng: Rng, low: int, high: int) -> int:
+    """The same; in half of the cases a multiple of 8."""
+    n = number(rng, low, high)
+    return max(8, n // 8 * 8) if rng.random() < 0.5 else n
+
+
+def rows(rng: Rng, elements: int, low: int = 8, high: int = 2**17) -> Shape:
+    """Rows of random length, with one leading dimension or two."""
+    n = length(rng, low, min(high, elements))
+    count = max(1, elements // n)
+    lead = number(rng, 1, count) if rng.random() < 0.5 else 1
+    return (lead, max(1, count // lead), n) if lead > 1 else (count, n)
+
+
+def _elementwise(rng: Rng, op: Op, elements: int):
+    return rows(rng, elements), {}
+
+
+def _transpose(rng: Rng, op: Op, elements: int):
+    rank = rng.choice((2, 3, 3, 4))
+    shape, rest = [], elements
+    for left in range(rank, 1, -1):
+        shape.append(length(rng, 2, max(2, round(rest ** (1.5 / left)))))
+        rest = max(2, rest // shape[-1])
+    shape.append(rest)
+    rng.shuffle(shape)
+    axes = tuple(range(rank))
+    while axes == tuple(sorted(axes)):
+        axes = tuple(rng.sample(axes, rank))
+    return tuple(shape), {"axes": axes}
+
+
+def _heads(rng: Rng, op: Op, elements: int):
+    parts = 3 if "qkv" in op.name else 1
+    heads, size = rng.randint(1, 24), rng.choice((32, 40, 48, 64, 64, 80, 96, 128))
+    count = max(1, elements // (parts * heads * size))
+    sequence = min(count, length(rng, 1, 4096))
+    if op.name == "merge_heads":
+        return (max(1, count // sequence), heads, sequence, size), {}
+    without = int(parts == 3 and rng.random() < 0.5)
+    shape = (max(1, count // sequence), sequence, parts * heads * size)
+    return shape, {"num_heads": heads}, {"without": without}
+
+
+def _softmax(rng: Rng, op: Op, elements: int):
+    kind = rng.choice(("rows", "rows", "keys", "pairs", "axis"))
+    if kind == "rows":
+        return rows(rng, elements), {}, {"without": 1}
+    n = length(rng, 8, min(4096, math.isqrt(elements)))
+    if kind == "axis":
+        inner = length(rng, 2, max(2, elements // n))
+        return (max(1, elements // (n * inner)), n, inner), {"axis": 1}, {"without": 1}
+    heads = rng.choice((1, 4, 8, 12, 16))
+    shape = (max(1, elements // (heads * n * n)), heads, n, n)
+    return shape, {}, {"operands": mask_of_keys if kind == "keys" else mask_of_pairs}
+
+
+def _batch_norm(rng: Rng, op: Op, elements: int):
+    c = length(rng, 2, min(2048, elements // 8))
+    side = rng.choice((1, 4, 7, 14, 28, 56))
+    n = max(2, elements // (side * side * c))
+    axis = rng.choice((-1, 1))
+    shape = (n, side, side, c) if axis == -1 else (n, c, side, side)
+    if side == 1:
+        shape, axis = (n, c), -1
+    if op.name == "batch_norm_inference":
+        return shape, INFERENCE | {"axis": axis}, {"operands": of_channels(4, axis)}
+    operands = of_channels(2, axis, residual=op.name == "batch_norm_add_relu")
+    return shape, {"axis": axis}, {"operands": operands}
+
+
+def _lerp(rng: Rng, op: Op, elements: int):
+    shape = rows(rng, elements)
+    if len(shape) == 2:
+        shape = (1, *shape)
+    kept = [tuple(rng.random() < 0.6 for _ in shape) for _ in range(3)]
+    kept[rng.randrange(3)] = (True,) * 3
+    if rng.random() < 0.4:
+        kept = [(True,) * 3, (True,) * 3, (rng.random() < 0.5,) * 3]
+
+    def operands(shape: Shape) -> tuple[Shape, ...]:
+        return tuple(tuple(n if k else 1 for n, k in zip(shape, ks, strict=True)) for ks in kept)
+
+    return shape, {}, {"operands": operands}
+
+
+def _bias_act(rng: Rng, op: Op, elements: int):
+    shape = rows(rng, elements)
+    options = {"activation": "relu" if op.name == "bias_relu" else rng.choice(SMOOTH)}
+    if len(shape) == 3 and rng.random() < 0.25:  # a bias for each sequence of a batch
+        return shape, options, {"operands": lambda shape: (shape, (shape[0], 1, shape[2]))}
+    return shape, options
+
+
+def _gated_act(rng: Rng, op: Op, elements: int):
+    *lead, n = rows(rng, elements)
+    options = {"activation": rng.choice(("silu", "gelu"))}
+    if rng.random() < 0.5:
+        return (*lead, 2 * n), options, {"operands": same(1)}
+    return (*lead, n), options
+
+
+def _window_sum(rng: Rng, op: Op, elements: int):
+    padding = "SAME" if op.name == "window_sum" else "VALID"
+    radius, axis = number(rng, 1, 64), rng.choice((0, -1))
+    n = length(rng, 2 * radius + 1, max(2 * radius + 1, elements // 8))
+    other = max(1, elements // n)
+    shape = (n, other) if axis == 0 else (other, n)
+    return shape, {"radius": radius, "axis": axis, "padding": padding}
+
+
+_OF_FAMILY: dict[str, Callable] = {
+    "relu": _elementwise,
+    "transpose": _transpose,
+    "heads": _heads,
+    "softmax": _softmax,
+    "norm": _elementwise,
+    "batch_norm": _batch_norm,
+    "lerp": _lerp,
+    "bias_act": _bias_act,
+    "gated_act": _gated_act,
+    "window_sum": _window_sum,
+}

@@ -1,0 +1,77 @@
+"""Random calls, and the fit of decision trees to them."""
+
+import math
+import pathlib
+import random
+import sys
+
+import pytest
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+pytest.importorskip("rich")
+cases = pytest.importorskip("benchmarks.cases")
+dispatch = pytest.importorskip("benchmarks.dispatch")
+shapes = pytest.importorskip("benchmarks.shapes")
+
+
+def sample(rule, count=200, noise=0.02, seed=0):
+    """Calls whose kernel gains or loses by 30% as a rule says."""
+    rng, found = random.Random(seed), []
+    for _ in range(count):
+        row = round(math.exp(rng.uniform(2, 12)))
+        features = {
+            "bytes": row * round(math.exp(rng.uniform(0, 10))),
+            "row_bytes": row,
+            "aligned": int(row % 16 == 0),
+        }
+        value = math.log(0.7 if rule(features) else 1.3) + rng.gauss(0, noise)
+        found.append((features, value))
+    return found
+
+
+def takes(tree, features):
+    while not isinstance(tree, bool):
+        name, bound, below, rest = tree
+        tree = below if features[name] < bound else rest
+    return tree
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda f: True,
+        lambda f: False,
+        lambda f: f["bytes"] >= 2**16,
+        lambda f: f["bytes"] >= 2**16 and f["row_bytes"] < 2**10,
+    ],
+)
+def test_a_rule_is_found(rule):
+    tree = dispatch.tree(sample(rule))
+    unseen = sample(rule, seed=1)
+    wrong = [f for f, _ in unseen if takes(tree, f) != rule(f)]
+    assert len(wrong) <= 6, (tree, wrong)
+
+
+def test_a_loss_counts_more_than_gains():
+    gains = [({"bytes": 8}, math.log(0.9))] * 5
+    assert dispatch.tree(gains) is True
+    assert dispatch.tree([*gains, ({"bytes": 8}, math.log(1.2))]) is False
+
+
+def test_bounds_are_powers_of_two_where_possible():
+    assert dispatch._round(900, 1100) == 1024
+    assert dispatch._round(1024, 2048) == 2048
+    assert dispatch._round(1025, 1100) == 1100
+    assert dispatch._round(0, 1) == 1
+
+
+@pytest.mark.parametrize("op", cases.OPS, ids=lambda op: op.name)
+def test_random_calls_are_valid(op):
+    """Every call can be traced, states its features, and is the same for the same seed."""
+    found = dispatch.calls(op, 30, 7, 2**20)
+    assert [case.name for case in found] == [case.name for case in dispatch.calls(op, 30, 7, 2**20)]
+    for case in found:
+        asked = dispatch.request(case)
+        assert asked.limit is None or "nothing" in asked.limit or "place" in asked.limit, asked
+        assert dict(asked.features)["bytes"] > 0
