@@ -115,8 +115,6 @@ def _fused(x, axes) -> str | None:
         return "the next operation reads the rows in place"
     if _transposes_matrices(axes):
         return "a matrix product reads transposed matrices at the same speed"
-    if x.dtype.itemsize >= 4 and jax.default_backend() != "cpu":
-        return "XLA is as fast for elements of 4 bytes or more, and may fuse a neighbor"
     return None
 
 
