@@ -53,6 +53,13 @@ class OpCall:
         ``cond``.
       kept: the bytes of the arrays that one run keeps for the backward: 0 if it is not
         differentiated, or if ``jax.checkpoint`` computes it again.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> call = fo.explain(lambda x: fo.softmax(x))(jnp.ones((2, 8))).calls[0]
+      >>> call.op, call.operands, call.differentiated
+      ('softmax', ('float32[2,8]',), False)
     """
 
     op: str
@@ -77,6 +84,16 @@ class Explanation:
 
     Attributes:
       calls: the calls of ops in the order in which they were traced.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> with fo.use_implementation("xla"):
+      ...     found = fo.explain(lambda x: fo.relu(fo.softmax(x)))(jnp.ones((2, 8)))
+      >>> [(call.op, call.kernel) for call in found.calls]
+      [('softmax', False), ('relu', False)]
+      >>> found.kept
+      0
     """
 
     calls: tuple[OpCall, ...]

@@ -170,7 +170,7 @@ def _apply(name: str, x, bias, num_heads, parts: int) -> Any:
     x, *rest = as_arrays(name, **given)
     bias = rest[0] if rest else None
     num_heads, head_size = _check(name, x, bias, num_heads, parts)
-    options = dict(num_heads=num_heads, parts=parts)
+    options: dict[str, Any] = dict(num_heads=num_heads, parts=parts)
     if not is_movable(x.dtype):
         return _split_reference(x, bias, **options)
     if parts == 1 and (bias is None or _features_sharded(x)):
