@@ -7,7 +7,7 @@ import pytest
 from harness import compat
 
 import jax_fastops as fo
-from jax_fastops import _native
+from jax_fastops import _dispatch, _native
 from jax_fastops._kernel import Kernel
 
 MASK = "... ceil(n/8) :uint8"
@@ -96,11 +96,10 @@ F32, U8 = np.float32, np.uint8
 
 
 def run(kernel, results, *operands, **attributes):
-    """Calls a handler on the CPU, as a program might that was not made by this package."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        types = [jax.ShapeDtypeStruct(*result) for result in results]
-        name = _native.target_name(f"jax_fastops.{kernel}", "cpu")
-        return jax.block_until_ready(jax.ffi.ffi_call(name, types)(*operands, **attributes))
+    """Calls a handler, as a program might that was not made by this package."""
+    types = [jax.ShapeDtypeStruct(*result) for result in results]
+    name = _native.target_name(f"jax_fastops.{kernel}", _dispatch.lowering_platform())
+    return jax.block_until_ready(jax.ffi.ffi_call(name, types)(*operands, **attributes))
 
 
 NAMED = "x: ... n -> y: ... n"
@@ -174,13 +173,12 @@ def test_batch_first_is_undone():
     """Dimensions with a star come after the batch dimensions in the order of the result."""
     x = np.arange(24.0, dtype=F32).reshape(2, 3, 4)  # ... *s f
     # x is [..., s, f], q[..., h, s, d] comes as [..., s, h, d]; memory is unchanged.
-    name = _native.target_name("jax_fastops.split_heads", "cpu")
-    with jax.default_device(jax.devices("cpu")[0]):
-        (found,) = jax.ffi.ffi_call(
-            name,
-            [jax.ShapeDtypeStruct((2, 3, 2, 2), F32)],
-            output_layouts=[(0, 2, 1, 3)],
-        )(x, buffers="x: ... *s f -> q: ... h=2 *s d=2", batch_first=True)
+    name = _native.target_name("jax_fastops.split_heads", _dispatch.lowering_platform())
+    (found,) = jax.ffi.ffi_call(
+        name,
+        [jax.ShapeDtypeStruct((2, 3, 2, 2), F32)],
+        output_layouts=[(0, 2, 1, 3)],
+    )(x, buffers="x: ... *s f -> q: ... h=2 *s d=2", batch_first=True)
     np.testing.assert_array_equal(found, x.reshape(2, 3, 2, 2))
 
 
