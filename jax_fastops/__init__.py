@@ -7,6 +7,7 @@ it equals and what it keeps for the backward.
 import os
 
 from jax_fastops import _explain, _native
+from jax_fastops._dispatch import kernel_or
 from jax_fastops._explain import Explanation, OpCall, explain
 from jax_fastops._export import export_checks
 from jax_fastops._implementation import set_implementation, use_implementation
@@ -35,6 +36,7 @@ __all__ = [
     "export_checks",
     "gated_act",
     "info",
+    "kernel_or",
     "layer_norm",
     "lerp",
     "log_softmax",

@@ -10,14 +10,17 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
 from jax_fastops import _native
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class Choice(NamedTuple):
@@ -105,7 +108,46 @@ def _measured(tree: Tree, features: dict[str, int]) -> Choice:
 
 
 class Refused(Exception):
-    """The kernel cannot take a call, which became clear when its operands were prepared."""
+    """A call does not take the kernel."""
+
+
+# Whether a call that would take its reference raises Refused.
+kernels_only = jax.make_user_context(False)
+
+
+def kernel_or(fn: Callable[_P, _T], otherwise: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``fn`` where its calls of ops take the kernel, and ``otherwise`` where one does not.
+
+    With it, a library can use the ops where they gain, and keep its own code elsewhere.
+
+    Args:
+      fn: a function that calls ops of this package.
+      otherwise: a function of the same arguments. It runs in place of ``fn`` if a call in ``fn``
+        would take its reference, forward and backward.
+
+    Returns:
+      A function of these arguments.
+
+    Raises:
+      Whatever the two functions raise.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> softmax = fo.kernel_or(fo.softmax, jax.nn.softmax)
+      >>> softmax(jnp.zeros(2)).tolist()
+      [0.5, 0.5]
+    """
+
+    @functools.wraps(fn)
+    def chosen(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            with kernels_only(True):
+                return fn(*args, **kwargs)
+        except Refused:
+            return otherwise(*args, **kwargs)
+
+    return chosen
 
 
 def _both(kernel: bool, reason: str) -> Decision:

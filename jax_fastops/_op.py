@@ -233,6 +233,8 @@ class Op:
             except _dispatch.Refused as refusal:
                 decision = _dispatch.refused(str(refusal))
         decided(decision, reference)
+        if _dispatch.kernels_only.value:
+            raise _dispatch.Refused(decision.gradient.reason)
         return reference(*args)
 
     def bind(

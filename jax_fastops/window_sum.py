@@ -151,7 +151,9 @@ def window_sum(
             f"window_sum: a window has {2 * radius + 1} elements (radius is {radius}), but axis "
             f"{axis} of x of shape {x.shape} has {n}; padding 'SAME' allows it"
         )
-    options: dict[str, Any] = dict(radius=radius, pad=radius if same else 0, inner=x.ndim - 1 - axis)
+    options: dict[str, Any] = dict(
+        radius=radius, pad=radius if same else 0, inner=x.ndim - 1 - axis
+    )
     limit = "there are no elements" if 0 in x.shape else None
     if not (same or _has_room(n, 2 * radius)):
         limit = "the axis has a symbolic size that may be too small for a window"

@@ -272,6 +272,29 @@ def test_an_unknown_device_takes_the_nearest(monkeypatch):
         assert _dispatch.nearest(known, "cuda")["name"] == nearest
 
 
+def test_kernel_or(measured):
+    measured("softmax", True, True)
+    calls = []
+
+    def other(x):
+        calls.append(x.shape)
+        return jax.nn.softmax(x)
+
+    fn = jax.jit(fo.kernel_or(fo.softmax, other))
+    assert "jax_fastops.softmax" in fn.lower(X).as_text() and not calls
+    assert "jax_fastops.softmax" not in fn.lower(of_shape(4, 0)).as_text()
+    assert calls == [(4, 0)]
+    with fo.use_implementation("xla"):
+        assert "jax_fastops.softmax" not in fn.lower(X).as_text()
+        assert only(fo.kernel_or(fo.softmax, jax.nn.softmax), X).reason.endswith("'xla'")
+    assert calls == [(4, 0), X.shape]
+    assert "jax_fastops.softmax" in jax.jit(gradient(fn)).lower(X).as_text()
+    # The functions that it calls elsewhere take the reference as ever.
+    x = jnp.ones((4, 8))
+    with fo.use_implementation("xla"):
+        np.testing.assert_array_equal(fo.kernel_or(fo.softmax, fo.softmax)(x), fo.softmax(x))
+
+
 # ---- explain -------------------------------------------------------------------------------------
 
 
