@@ -75,7 +75,11 @@ def calls(op: Op, count: int, seed: int, largest: int) -> list[Case]:
 
 
 def ratios(cases: Sequence[Case], ours: str, theirs: str, options) -> list[dict[str, float]]:
-    """Time of one contender over that of another, by use, for each case."""
+    """Time of one contender over that of another, by use, for each case.
+
+    The fastest calls are compared, because other work on the machine can only slow a call down.
+    Small programs take more turns, because their times vary more.
+    """
     _, timer = measure.clock()
     found: list[dict[str, float]] = []
     for at in range(0, len(cases), 16):  # as many as fit in memory
@@ -83,10 +87,14 @@ def ratios(cases: Sequence[Case], ours: str, theirs: str, options) -> list[dict[
         with ThreadPoolExecutor() as pool:
             built = list(pool.map(lambda case: _built(case, (ours, theirs)), batch))
         programs = [program for sides in built for side in sides for program in side]
-        with jax.enable_x64(True):
-            timings = iter(timer(programs, options.rounds))
+        fastest = {}
+        for small in (True, False):
+            alike = [p for p in programs if (p.nbytes < measure.SMALL) == small]
+            with jax.enable_x64(True):
+                timings = timer(alike, options.rounds * (4 if small else 1)) if alike else []
+            fastest |= {id(p): t.fastest for p, t in zip(alike, timings, strict=True)}
         for sides in built:
-            mine, other = ([next(timings).median for _ in side] for side in sides)
+            mine, other = ([fastest[id(program)] for program in side] for side in sides)
             each = [a / b for a, b in zip(mine, other, strict=True)]
             found.append({"forward": each[0], "grad": each[-1]})
     return found

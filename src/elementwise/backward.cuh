@@ -614,7 +614,7 @@ class BackwardLauncher {
     const auto give = [&visit](auto kernel, int, bool) {
       visit(reinterpret_cast<const void*>(kernel));
     };
-    Each<16>(give);
+    if constexpr (sizeof(T) < 8) Each<16>(give);
     Each<sizeof(T)>(give);
   }
 
@@ -624,7 +624,7 @@ class BackwardLauncher {
   static void Each(const Use& use) {
     use(ElementwiseBackwardKernel<F, T, kBytes, kAnyKinds, true>, kAnyKinds, true);
     use(ElementwiseBackwardKernel<F, T, kBytes, kAnyKinds, false>, kAnyKinds, false);
-    if constexpr (kBytes == 16 ? sizeof(T) < 8 : F::kShortUnits) {
+    if constexpr (sizeof(T) < 8 && (kBytes == 16 || F::kShortUnits)) {
       EachKind<kBytes>(use, std::make_integer_sequence<int, 1 << (2 * F::kGradients)>());
     }
   }
@@ -665,9 +665,11 @@ class BackwardLauncher {
     for (int g = 0; g < F::kGradients; ++g) {
       if (given.IsFull(F::kOperands + g)) bits |= reinterpret_cast<uintptr_t>(gradients[g].data);
     }
-    if (given.inner() % (16 / static_cast<int64_t>(sizeof(T))) == 0 && bits % 16 == 0) {
-      return PassOf<16>(given, dy, operands, gradients, summed, sums, write_full, workspace,
-                        stream);
+    if constexpr (sizeof(T) < 8) {  // double has only units of one element
+      if (given.inner() % (16 / static_cast<int64_t>(sizeof(T))) == 0 && bits % 16 == 0) {
+        return PassOf<16>(given, dy, operands, gradients, summed, sums, write_full, workspace,
+                          stream);
+      }
     }
     return PassOf<sizeof(T)>(given, dy, operands, gradients, summed, sums, write_full, workspace,
                              stream);

@@ -384,17 +384,19 @@ void EachElementwiseForwardOf(const Use& use, std::integer_sequence<int, kOnes..
 }
 
 // Calls `use` with every kernel of a functor and element type, and its properties, the more special
-// ones last.
+// ones last. double has only the first one, which takes everything.
 template <typename F, typename T, typename Use>
 void EachElementwiseForward(const Use& use) {
   constexpr bool kWide = F::kMayBeWide && sizeof(T) < sizeof(ComputeType<T>);
   constexpr ForwardKind kRows = ForwardKind::kRows;
   UseElementwiseForward<F, T, sizeof(T), kRows, int64_t, kAnyOnes, kWide>(use);
-  UseElementwiseForward<F, T, sizeof(T), kRows, uint32_t, kAnyOnes, kWide>(use);
-  UseElementwiseForward<F, T, 16, kRows, int64_t, kAnyOnes, kWide>(use);
-  const auto ones = std::make_integer_sequence<int, 1 << F::kOperands>();
-  if constexpr (kWide) EachElementwiseForwardOf<F, T, true>(use, ones);
-  EachElementwiseForwardOf<F, T, false>(use, ones);
+  if constexpr (sizeof(T) < 8) {
+    UseElementwiseForward<F, T, sizeof(T), kRows, uint32_t, kAnyOnes, kWide>(use);
+    UseElementwiseForward<F, T, 16, kRows, int64_t, kAnyOnes, kWide>(use);
+    const auto ones = std::make_integer_sequence<int, 1 << F::kOperands>();
+    if constexpr (kWide) EachElementwiseForwardOf<F, T, true>(use, ones);
+    EachElementwiseForwardOf<F, T, false>(use, ones);
+  }
 }
 
 template <typename F, typename T>
