@@ -30,13 +30,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_fastops import _implementation
-from jax_fastops._arguments import FLOATING
-from jax_fastops._kernel import size_of
-from jax_fastops._op import ops
-from jax_fastops.batch_norm import batch_norm, batch_norm_inference, seen
-from jax_fastops.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
-from jax_fastops.relu import relu
+from jax_fastops import (
+    batch_norm,
+    batch_norm_inference,
+    kernel_or,
+    layer_norm,
+    relu,
+    residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+)
 
 try:
     from flax import nnx as _flax
@@ -50,8 +53,7 @@ except ImportError as _error:
 __all__ = ["BatchNorm", "LayerNorm", "RMSNorm"]
 
 _ACTIVATIONS = (None, "relu")
-# With fewer elements, "auto" runs Flax's code: its table was not measured below.
-_SMALLEST = 1024
+_DTYPES = {"float32", "bfloat16", "float16", "float64"}  # of the ops
 
 
 # ---- when the kernels take a call ----------------------------------------------------------------
@@ -81,9 +83,9 @@ def _operands(layer, x, statistics, parameters) -> _Operands | None:
     dtype = jnp.dtype(canonicalize_dtype(x, *parameters, dtype=layer.dtype))
     own = jnp.result_type(x)
     wide = jnp.promote_types(own, dtype)
-    if not {str(d) for d in (given, own, dtype, wide)} <= set(FLOATING):
+    if not {str(d) for d in (given, own, dtype, wide)} <= _DTYPES:
         return None
-    if wide.itemsize > given.itemsize and _implementation.current() == "auto":
+    if wide.itemsize > given.itemsize:
         # XLA widens as it reads. A kernel would need the wider array in memory.
         return None
     least = jnp.promote_types(own if layer.dtype is None else layer.dtype, jnp.float32)
@@ -99,13 +101,6 @@ def _is_epsilon(value) -> bool:
     """Whether the ops take this epsilon. Flax also accepts an array or NaN."""
     number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
     return number and value == value
-
-
-def _left_to_flax(name: str, x, *others, **options) -> bool:
-    """Whether Flax's code runs although the op could take the call."""
-    if _implementation.current() == "auto" and size_of(x) < _SMALLEST:
-        return True
-    return ops()[name].left_to_xla(x, *(a for a in others if a is not None), **options)
 
 
 def _axes(axes, rank: int) -> tuple[int, ...]:
@@ -226,9 +221,17 @@ class BatchNorm(_flax.BatchNorm):
         average = use_running_average
         average = self.use_running_average if average is None else average
         given = None if average is None or mask is not None else self._given(x, average)
-        if given is None:
-            y = super().__call__(x, use_running_average, mask=mask)
+
+        def flax():
+            y = super(BatchNorm, self).__call__(x, use_running_average, mask=mask)
             return _finish(y, residual, self.activation)
+
+        if given is None:
+            return flax()
+        return kernel_or(lambda: self._fused(given, average, residual), flax)()
+
+    def _fused(self, given: _Operands, average, residual):
+        """The call by the ops."""
         x, (mean, var), parameters, dtype, statistics_dtype = given
         options: dict[str, Any] = dict(axis=_axes(self.axis, x.ndim)[0], eps=self.epsilon)
         fused = residual is None or (
@@ -260,17 +263,7 @@ class BatchNorm(_flax.BatchNorm):
         shape = (x.shape[axes[0]],)
         if any(v is not None and v.shape != shape for v in (*statistics, *parameters)):
             return None
-        given = _operands(self, x, statistics, parameters)
-        if given is None:
-            return None
-        like = seen(given.x, axes[0])
-        options = dict(eps=float(self.epsilon), relu=self.activation == "relu", like=like)
-        if average:
-            arrays = (given.x, *given.statistics, *given.parameters)
-            left = _left_to_flax("batch_norm_inference", *arrays, **options)
-        else:
-            left = _left_to_flax("batch_norm", given.x, *given.parameters, **options)
-        return None if left else given
+        return _operands(self, x, statistics, parameters)
 
     def _update(self, variable, value) -> None:
         """Updates a running statistic, which carries no gradient."""
@@ -291,21 +284,21 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool):
     if summand is None:
         x, residual = (x if residual is None else x + residual), None
         given = _row_operands(layer, x) if mask is None else None
+    y: Any = None
     if given is not None:
         function: Any = _ROW_OPS[name][summand is not None]
         arrays = [a for a in (given.x, summand) if a is not None] + given.parameters
         with_sum = return_sum and summand is not None
-        options = dict(eps=float(layer.epsilon), return_sum=with_sum)
-        if not _left_to_flax(function.__name__, *arrays, **options):
-            if not with_sum:
-                del options["return_sum"]
-            found = function(*arrays, **options)
+        options: dict[str, Any] = {"return_sum": True} if with_sum else {}
+        fused = kernel_or(function, lambda *_, **__: None)
+        found = fused(*arrays, eps=float(layer.epsilon), **options)
+        if found is not None:
             y, x = found if with_sum else (found, x)
             y = _as(y, given.dtype)
             y = relu(y) if layer.activation == "relu" else y
-            return (y, x) if return_sum else y
-    x = x if residual is None else x + residual
-    y = _finish(flax_call(x, mask=mask), None, layer.activation)
+    if y is None:
+        x = x if residual is None else x + residual
+        y = _finish(flax_call(x, mask=mask), None, layer.activation)
     return (y, x) if return_sum else y
 
 
