@@ -36,12 +36,12 @@ MIB = 2**20
 TIMES = ("median_us", "spread_us", "min_us", "wall_us")
 
 
-def nothing(x, scale, bias, *, activation=None, residual=None, fork=False, **options):
+def nothing(x, scale, bias, *, activation=None, residual=None, fanout=False, **options):
     """In place of ``batch_norm``: only the addition and the ReLU that follow it."""
     zeros = jnp.zeros(scale.shape, jnp.float32)
     y = x if residual is None else x + residual
     y = jax.nn.relu(y) if activation == "relu" else y
-    return (y, y) if fork else y, zeros, zeros
+    return (y, y) if fanout else y, zeros, zeros
 
 
 VARIANTS = {

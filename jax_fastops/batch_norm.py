@@ -28,6 +28,7 @@ from jax_fastops._arguments import (
     integer,
     not_weak,
     parameter,
+    renamed,
     same_floating_dtype,
 )
 from jax_fastops._bits import pack, select
@@ -292,16 +293,16 @@ def _inference_reference(x, mean, var, scale, bias, residual, *, eps, relu, chan
     return (jax.nn.relu(z) if relu else z).astype(x.dtype)
 
 
-def _reference(x, scale, bias, residual, *, eps, relu, fork, channels=_CHANNELS):
+def _reference(x, scale, bias, residual, *, eps, relu, fanout, channels=_CHANNELS):
     wide = _wide(x)  # once: the gradient of each cast is rounded
     mean, var = _statistics_reference(wide, channels=channels)
     z = _before_activation(wide, mean, var, scale, bias, residual, eps, channels)
     y = (jax.nn.relu(z) if relu else z).astype(x.dtype)
-    return *_twice_if(fork, y), mean, var
+    return *_twice_if(fanout, y), mean, var
 
 
-def _twice_if(fork: bool, y) -> tuple:
-    return (y, y) if fork else (y,)
+def _twice_if(fanout: bool, y) -> tuple:
+    return (y, y) if fanout else (y,)
 
 
 def _flat(x):
@@ -327,7 +328,7 @@ def _inference_save(x, mean, var, scale, bias, residual, *, eps, relu):
     return (pack(_flat(z) > 0),)
 
 
-def _save(x, scale, bias, residual, *, eps, relu, fork):
+def _save(x, scale, bias, residual, *, eps, relu, fanout):
     if not relu:
         return ()
     return _inference_save(x, *_statistics_reference(x), scale, bias, residual, eps=eps, relu=relu)
@@ -346,7 +347,7 @@ def _sums_reference(x, dy, mask, mean):
     return g, centred, jnp.stack([jnp.mean(g, axes), jnp.mean(g * centred, axes)])
 
 
-def _pullback(kept, cts, *, eps, relu, fork):
+def _pullback(kept, cts, *, eps, relu, fanout):
     x, scale, mask, mean, var = _parts(kept, relu)
     *dys, dmean, dvar = cts
     dy = sum(dys[1:], dys[0])
@@ -362,7 +363,7 @@ def _parameter_gradients(sums, n, var, eps):
     return sums[1] * n * jax.lax.rsqrt(var + eps), sums[0] * n
 
 
-def _pushforward(kept, tangents, *, eps, relu, fork):
+def _pushforward(kept, tangents, *, eps, relu, fanout):
     x, scale, mask, mean, var = _parts(kept, relu)
     dx, *rest = tangents
     if dx is None:
@@ -372,7 +373,7 @@ def _pushforward(kept, tangents, *, eps, relu, fork):
     kept = (x, scale, *([] if mask is None else [mask]), mean, var)
     moving = (dx, dmean, dvar, *rest)
     dy = _inference_pushforward(kept, moving, eps=eps, relu=relu)
-    return *_twice_if(fork, dy), dmean, dvar
+    return *_twice_if(fanout, dy), dmean, dvar
 
 
 def _inference_pullback(kept, cts, *, eps, relu):
@@ -418,13 +419,13 @@ def _inference_pushforward(kept, tangents, *, eps, relu):
 # ---- ops -----------------------------------------------------------------------------------------
 
 
-def _forward(x, scale, bias, residual, *, eps, relu, fork, save=False):
+def _forward(x, scale, bias, residual, *, eps, relu, fanout, save=False):
     # The statistics of several groups are merged before they are applied.
     statistics = _statistics(x) if _Groups(x, relu).lead else None
     y, mean, var, *mask = _normalise(
         x, statistics, scale, bias, residual, eps=eps, relu=relu, save=save
     )
-    return *_twice_if(fork, y), mean, var, *mask
+    return *_twice_if(fanout, y), mean, var, *mask
 
 
 def _inference_forward(x, mean, var, scale, bias, residual, *, eps, relu, save=False):
@@ -434,7 +435,7 @@ def _inference_forward(x, mean, var, scale, bias, residual, *, eps, relu, save=F
     return y, *mask
 
 
-def _gradients(kept, cts, wanted, *, eps, relu, fork):
+def _gradients(kept, cts, wanted, *, eps, relu, fanout):
     x, scale, mask, mean, var = _parts(kept, relu)
     *dys, dmean, dvar = cts
     if not any(wanted[:-1]):
@@ -442,7 +443,7 @@ def _gradients(kept, cts, wanted, *, eps, relu, fork):
     n = _count(x, _CHANNELS)
     values = dict(mean=mean, var=var, scale=scale, dmean=dmean / n, dvar=dvar / n)
     # If several results need g, the first pass writes it and the second pass reads it.
-    write = (fork and (wanted[0] or wanted[-1])) or (relu and wanted[-1])
+    write = (fanout and (wanted[0] or wanted[-1])) or (relu and wanted[-1])
     if wanted[0] and not write and not _Groups(x, relu).lead:
         # One group. The sums of several groups must be merged before dx is computed.
         sums, dx = _gradient(x, dys[0], mask, eps=eps, **values)
@@ -596,7 +597,7 @@ def _in_view(op: Op, at: int, options: dict, request, x, *rest) -> Any:
     if op is not _STATISTICS and rest[-1] is not None:
         rest[-1] = reshape(rest[-1], shape, spec)
     signature = op.signature
-    if options.get("fork"):
+    if options.get("fanout"):
         signature = f"{_TRAINING_IN} -> {_X}, {_X}, {_STATISTICS_OUT}"
     if options.get("relu"):
         signature = f"{signature} | {_MASK}"
@@ -650,7 +651,7 @@ def batch_norm(
     activation: Literal["relu"] | None = ...,
     residual: ArrayLike | None = ...,
     axis_name: Hashable | tuple[Hashable, ...] | None = ...,
-    fork: Literal[False] = ...,
+    fanout: Literal[False] = ...,
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 @overload
 def batch_norm(
@@ -663,7 +664,7 @@ def batch_norm(
     activation: Literal["relu"] | None = ...,
     residual: ArrayLike | None = ...,
     axis_name: Hashable | tuple[Hashable, ...] | None = ...,
-    fork: Literal[True],
+    fanout: Literal[True],
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]: ...
 @overload
 def batch_norm(
@@ -676,7 +677,7 @@ def batch_norm(
     activation: Literal["relu"] | None = ...,
     residual: ArrayLike | None = ...,
     axis_name: Hashable | tuple[Hashable, ...] | None = ...,
-    fork: bool,
+    fanout: bool,
 ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array, jax.Array]: ...
 def batch_norm(
     x: ArrayLike,
@@ -688,7 +689,8 @@ def batch_norm(
     activation: Literal["relu"] | None = None,
     residual: ArrayLike | None = None,
     axis_name: Hashable | tuple[Hashable, ...] | None = None,
-    fork: bool = False,
+    fanout: bool = False,
+    fork: bool | None = None,
 ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """Batch norm with the statistics of this batch, as in training; optionally add and ReLU.
 
@@ -710,15 +712,16 @@ def batch_norm(
         over which the batch is distributed. The statistics are then those of all parts together,
         computed with one ``psum``. The gradient of ``x`` is then a sum of two terms, each rounded
         to its dtype, as in plain JAX.
-      fork: whether to return ``y`` twice, as ``(y, y)``: the same array for two users, such as the
-        convolution and the shortcut of a residual network's next block. The backward then adds the
+      fanout: whether to return ``y`` twice, as ``(y, y)``: the same array for two users, such as
+        the convolution and the shortcut of a residual network's next block. The backward then adds the
         two cotangents as it reads them, and rounds the sum as JAX does. Two users of one ``y``
         would cost a separate pass over three arrays.
+      fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
       ``(y, mean, var)``: an array with the shape and dtype of ``x``, and the batch's mean and
       biased variance, ``[c]`` in float32 (float64 for float64). All three can be differentiated.
-      With ``fork``, the result is ``((y, y), mean, var)``.
+      With ``fanout``, the result is ``((y, y), mean, var)``.
 
     Residuals:
       ``x``, ``scale``, ``mean``, ``var``, and with ``"relu"`` one bit per element. Neither ``y``
@@ -755,14 +758,14 @@ def batch_norm(
     x, residual, at, options, values = _check(
         "batch_norm", x, axis, eps, activation, residual, parameters
     )
-    fork = bool(fork)
+    fanout = renamed("batch_norm", fanout, fork)
     if axis_name is None:
-        *ys, mean, var = _call(_TRAINING, x, at, values, residual, fork=fork, **options)
+        *ys, mean, var = _call(_TRAINING, x, at, values, residual, fanout=fanout, **options)
     else:
         mean, var = statistics(cast(jax.Array, x), at, axis_name)
         y = _call(_INFERENCE, x, at, [mean, var, *values], residual, **options)
-        ys = _twice_if(fork, y)
-    return tuple(ys) if fork else ys[0], mean, var
+        ys = _twice_if(fanout, y)
+    return tuple(ys) if fanout else ys[0], mean, var
 
 
 def statistics(

@@ -161,9 +161,9 @@ class BatchNorm(_flax.BatchNorm):
 
     The kernels take calls with one feature axis, no ``mask`` and no ``axis_index_groups``, in
     float32, bfloat16, float16 and float64. All other calls, and those for which ``"auto"`` chooses
-    the reference, run Flax's code. ``"auto"`` also does so if promotion widens the input: bfloat16
-    with ``dtype=None`` and float32 variables gives float32, as in Flax. Set ``dtype=jnp.bfloat16``
-    to compute on bfloat16 arrays.
+    the reference, run Flax's code. So do calls in which promotion widens the input: bfloat16 with
+    ``dtype=None`` and float32 variables gives float32, as in Flax. Set ``dtype=jnp.bfloat16`` to
+    compute on bfloat16 arrays.
 
     Residuals:
       Those of :func:`jax_fastops.batch_norm` in training, and of
@@ -342,7 +342,7 @@ class LayerNorm(_flax.LayerNorm):
 
     The kernels take calls that reduce over the last axis, which is also the feature axis, with no
     ``mask`` and no ``axis_name``, in float32, bfloat16, float16 and float64. All other calls, and
-    those for which ``"auto"`` chooses the reference, run Flax's code. ``"auto"`` also does so if
+    those for which ``"auto"`` chooses the reference, run Flax's code. So do calls in which
     promotion widens the input: bfloat16 with ``dtype=None`` and float32 parameters gives float32,
     as in Flax. Set ``dtype=jnp.bfloat16`` to compute on bfloat16 arrays.
 

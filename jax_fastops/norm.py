@@ -25,6 +25,7 @@ from jax_fastops._arguments import (
     epsilon,
     not_weak,
     parameter,
+    renamed,
     same_floating_dtype,
 )
 from jax_fastops._dispatch import row_features
@@ -63,7 +64,7 @@ def _backward_kernel(rows: str) -> Kernel:
 _BACKWARD, _BACKWARD_WITH_SUMS = _backward_kernel(""), _backward_kernel("r")
 
 
-def _forward(*args, rms, eps, return_sum, fork, save=False):
+def _forward(*args, rms, eps, return_sum, fanout, save=False):
     x, residual, input_bias, *_ = args
     summed = residual is not None or input_bias is not None
     n = x.shape[-1]
@@ -78,11 +79,11 @@ def _forward(*args, rms, eps, return_sum, fork, save=False):
             rms=rms,
             eps=eps,
         )
-        results = (found.y,) * (1 + fork) + (found.sum, found.mean, found.rstd)
+        results = (found.y,) * (1 + fanout) + (found.sum, found.mean, found.rstd)
         return tuple(y for y in results if y is not None)
 
     def plain(*args):
-        options = dict(rms=rms, eps=eps, return_sum=return_sum, fork=fork)
+        options = dict(rms=rms, eps=eps, return_sum=return_sum, fanout=fanout)
         return (*_reference(*args, **options), *(_save(*args, **options) if save else ()))
 
     return unless_mapped(native, plain, range(2, 5))(*args)
@@ -103,7 +104,7 @@ def _backward(kept, cts, wanted, **options):
     return tuple(next(found) if w else None for w in wanted)
 
 
-def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fork):
+def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fanout):
     del eps
     s, scale, *mean, rstd = kept
     _, _, want_input_bias, want_scale, want_bias = wanted
@@ -116,7 +117,7 @@ def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fork):
         rstd=split(rstd),
         scale=scale,
         dsum=split(cts[-1]) if return_sum else None,
-        dy2=split(cts[1]) if fork else None,
+        dy2=split(cts[1]) if fanout else None,
         dscale=want_scale,
         dbias=want_bias,
         dinput_bias=want_input_bias,
@@ -217,7 +218,7 @@ def _normalised(s, statistics):
     return (s - mean[0][..., None] if mean else s) * rstd[..., None]
 
 
-def _reference(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fork):
+def _reference(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fanout):
     s = _sum(x, residual, input_bias)
     y = _normalised(s, _statistics(s, rms, eps))
     if scale is not None:
@@ -225,21 +226,21 @@ def _reference(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fo
     if bias is not None:
         y = y + bias.astype(y.dtype)
     y = y.astype(x.dtype)
-    return (*(y,) * (1 + fork), *(s,) * return_sum)
+    return (*(y,) * (1 + fanout), *(s,) * return_sum)
 
 
-def _save(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fork):
-    del scale, bias, fork
+def _save(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fanout):
+    del scale, bias, fanout
     s = _sum(x, residual, input_bias)
     summed = residual is not None or input_bias is not None
     return (*([s] if summed and not return_sum else []), *_statistics(s, rms, eps))
 
 
-def _pullback(kept, cts, *, rms, eps, return_sum, fork):
+def _pullback(kept, cts, *, rms, eps, return_sum, fanout):
     del eps
     s, scale, *statistics = kept
     xhat, rstd = _normalised(s, statistics), statistics[-1][..., None]
-    dy = (cts[0] + cts[1] if fork else cts[0]).astype(xhat.dtype)
+    dy = (cts[0] + cts[1] if fanout else cts[0]).astype(xhat.dtype)
     g = dy if scale is None else dy * scale.astype(dy.dtype)
     dx = g - xhat * jnp.mean(g * xhat, axis=-1, keepdims=True)
     if not rms:
@@ -252,7 +253,7 @@ def _pullback(kept, cts, *, rms, eps, return_sum, fork):
     return rounded, rounded, dx.sum(rows), (dy * xhat).sum(rows), dy.sum(rows)
 
 
-def _pushforward(kept, tangents, *, rms, eps, return_sum, fork):
+def _pushforward(kept, tangents, *, rms, eps, return_sum, fanout):
     del eps
     s, scale, *statistics = kept
     dx, dresidual, dinput_bias, dscale, dbias = tangents
@@ -270,7 +271,7 @@ def _pushforward(kept, tangents, *, rms, eps, return_sum, fork):
     if dbias is not None:
         dy = dy + dbias.astype(dy.dtype)
     dy = dy.astype(s.dtype)
-    return (*(dy,) * (1 + fork), *(ds.astype(s.dtype),) * return_sum)
+    return (*(dy,) * (1 + fanout), *(ds.astype(s.dtype),) * return_sum)
 
 
 # ---- ops -----------------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ _OPS = {name: _declare(name, rms) for name, rms in _RMS.items()}
 
 
 def _apply(
-    name: str, x, scale, bias, eps, fork, residual=None, input_bias=None, return_sum=False
+    name: str, x, scale, bias, eps, fanout, residual=None, input_bias=None, return_sum=False
 ) -> Any:
     given = {"x": x} | ({"residual": residual} if name.startswith("residual") else {})
     arrays = same_floating_dtype(name, as_arrays(name, **given), list(given))
@@ -334,10 +335,10 @@ def _apply(
         for what, value in (("input_bias", input_bias), ("scale", scale), ("bias", bias))
     ]
     options: dict[str, Any] = dict(
-        eps=epsilon(name, eps), return_sum=bool(return_sum), fork=bool(fork)
+        eps=epsilon(name, eps), return_sum=bool(return_sum), fanout=bool(fanout)
     )
     summed = residual is not None
-    results = ["... n"] * (1 + options["fork"] + options["return_sum"])
+    results = ["... n"] * (1 + options["fanout"] + options["return_sum"])
     saved = ["... n"] * (1 if summed and not return_sum else 0) + ["... :acc"] * (
         1 if _RMS[name] else 2
     )
@@ -351,7 +352,7 @@ def _apply(
         **options,
     )
     found = found if isinstance(found, tuple) else (found,)
-    y = found[:2] if fork else found[0]
+    y = found[:2] if fanout else found[0]
     return (y, found[-1]) if return_sum else y
 
 
@@ -362,7 +363,7 @@ def layer_norm(
     bias: ArrayLike | None = ...,
     *,
     eps: float = ...,
-    fork: Literal[False] = ...,
+    fanout: Literal[False] = ...,
 ) -> jax.Array: ...
 @overload
 def layer_norm(
@@ -371,7 +372,7 @@ def layer_norm(
     bias: ArrayLike | None = ...,
     *,
     eps: float = ...,
-    fork: Literal[True],
+    fanout: Literal[True],
 ) -> _Pair: ...
 @overload
 def layer_norm(
@@ -380,7 +381,7 @@ def layer_norm(
     bias: ArrayLike | None = ...,
     *,
     eps: float = ...,
-    fork: bool,
+    fanout: bool,
 ) -> jax.Array | _Pair: ...
 def layer_norm(
     x: ArrayLike,
@@ -388,7 +389,8 @@ def layer_norm(
     bias: ArrayLike | None = None,
     *,
     eps: float = 1e-6,
-    fork: bool = False,
+    fanout: bool = False,
+    fork: bool | None = None,
 ) -> jax.Array | _Pair:
     """Layer norm over the last axis: ``(x - mean) * rsqrt(var + eps) * scale + bias``.
 
@@ -400,13 +402,14 @@ def layer_norm(
       scale: array ``[n]`` of any supported floating dtype, or ``None``.
       bias: array ``[n]`` of any supported floating dtype, or ``None``.
       eps: a Python or NumPy number, added to the variance.
-      fork: whether to return the result twice, as ``(y, y)``: the same array for two users, such as
+      fanout: whether to return the result twice, as ``(y, y)``: the same array for two users, such as
         the next product and the next residual of a post-norm transformer. The backward then adds
         the two cotangents as it reads them, and rounds the sum as JAX does. Two users of one result
         would cost a separate pass over three arrays.
+      fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
-      An array with the shape and dtype of ``x``; with ``fork``, a pair of it.
+      An array with the shape and dtype of ``x``; with ``fanout``, a pair of it.
 
     Residuals:
       ``x``, and the mean and reciprocal standard deviation of each row in float32 (float64 for
@@ -432,7 +435,8 @@ def layer_norm(
       >>> [round(v, 3) for v in y[0].tolist()]
       [-1.342, -0.447, 0.447, 1.342]
     """
-    return _apply("layer_norm", x, scale, bias, eps, fork)
+    fanout = renamed("layer_norm", fanout, fork)
+    return _apply("layer_norm", x, scale, bias, eps, fanout)
 
 
 @overload
@@ -445,7 +449,7 @@ def residual_layer_norm(
     input_bias: ArrayLike | None = ...,
     eps: float = ...,
     return_sum: Literal[False] = ...,
-    fork: Literal[False] = ...,
+    fanout: Literal[False] = ...,
 ) -> jax.Array: ...
 @overload
 def residual_layer_norm(
@@ -457,7 +461,7 @@ def residual_layer_norm(
     input_bias: ArrayLike | None = ...,
     eps: float = ...,
     return_sum: Literal[False] = ...,
-    fork: Literal[True],
+    fanout: Literal[True],
 ) -> _Pair: ...
 @overload
 def residual_layer_norm(
@@ -469,7 +473,7 @@ def residual_layer_norm(
     input_bias: ArrayLike | None = ...,
     eps: float = ...,
     return_sum: Literal[True],
-    fork: Literal[False] = ...,
+    fanout: Literal[False] = ...,
 ) -> _Pair: ...
 @overload
 def residual_layer_norm(
@@ -481,7 +485,7 @@ def residual_layer_norm(
     input_bias: ArrayLike | None = ...,
     eps: float = ...,
     return_sum: Literal[True],
-    fork: Literal[True],
+    fanout: Literal[True],
 ) -> tuple[_Pair, jax.Array]: ...
 @overload
 def residual_layer_norm(
@@ -493,7 +497,7 @@ def residual_layer_norm(
     input_bias: ArrayLike | None = ...,
     eps: float = ...,
     return_sum: bool = ...,
-    fork: bool = ...,
+    fanout: bool = ...,
 ) -> jax.Array | _Pair | tuple[_Pair, jax.Array]: ...
 def residual_layer_norm(
     x: ArrayLike,
@@ -504,7 +508,8 @@ def residual_layer_norm(
     input_bias: ArrayLike | None = None,
     eps: float = 1e-6,
     return_sum: bool = False,
-    fork: bool = False,
+    fanout: bool = False,
+    fork: bool | None = None,
 ) -> jax.Array | _Pair | tuple[_Pair, jax.Array]:
     """Layer norm of a sum: ``layer_norm(x + input_bias + residual, scale, bias)``.
 
@@ -520,10 +525,11 @@ def residual_layer_norm(
         that computed ``x``.
       eps: a Python or NumPy number, added to the variance.
       return_sum: whether to return the sum as well, which pre-norm models need.
-      fork: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
+      fanout: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
+      fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
-      An array with the shape and dtype of ``x``; with ``fork``, a pair of it. With ``return_sum``,
+      An array with the shape and dtype of ``x``; with ``fanout``, a pair of it. With ``return_sum``,
       a pair of that and the sum.
 
     Residuals:
@@ -550,8 +556,9 @@ def residual_layer_norm(
       >>> [round(v, 3) for v in y[0].tolist()], total[0].tolist()
       ([-1.342, -0.447, 0.447, 1.342], [1.0, 3.0, 5.0, 7.0])
     """
+    fanout = renamed("residual_layer_norm", fanout, fork)
     return _apply(
-        "residual_layer_norm", x, scale, bias, eps, fork, residual, input_bias, return_sum
+        "residual_layer_norm", x, scale, bias, eps, fanout, residual, input_bias, return_sum
     )
 
 
@@ -561,18 +568,23 @@ def rms_norm(
     scale: ArrayLike | None = ...,
     *,
     eps: float = ...,
-    fork: Literal[False] = ...,
+    fanout: Literal[False] = ...,
 ) -> jax.Array: ...
 @overload
 def rms_norm(
-    x: ArrayLike, scale: ArrayLike | None = ..., *, eps: float = ..., fork: Literal[True]
+    x: ArrayLike, scale: ArrayLike | None = ..., *, eps: float = ..., fanout: Literal[True]
 ) -> _Pair: ...
 @overload
 def rms_norm(
-    x: ArrayLike, scale: ArrayLike | None = ..., *, eps: float = ..., fork: bool
+    x: ArrayLike, scale: ArrayLike | None = ..., *, eps: float = ..., fanout: bool
 ) -> jax.Array | _Pair: ...
 def rms_norm(
-    x: ArrayLike, scale: ArrayLike | None = None, *, eps: float = 1e-6, fork: bool = False
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    *,
+    eps: float = 1e-6,
+    fanout: bool = False,
+    fork: bool | None = None,
 ) -> jax.Array | _Pair:
     """RMS norm over the last axis: ``x * rsqrt(mean(x**2) + eps) * scale``.
 
@@ -582,10 +594,11 @@ def rms_norm(
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
       scale: array ``[n]`` of any supported floating dtype, or ``None``.
       eps: a Python or NumPy number, added to the mean square.
-      fork: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
+      fanout: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
+      fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
-      An array with the shape and dtype of ``x``; with ``fork``, a pair of it.
+      An array with the shape and dtype of ``x``; with ``fanout``, a pair of it.
 
     Residuals:
       ``x``, and the reciprocal root mean square of each row in float32 (float64 for float64).
@@ -607,7 +620,8 @@ def rms_norm(
       >>> [round(v, 3) for v in y[0].tolist()]
       [0.849, 1.131]
     """
-    return _apply("rms_norm", x, scale, None, eps, fork)
+    fanout = renamed("rms_norm", fanout, fork)
+    return _apply("rms_norm", x, scale, None, eps, fanout)
 
 
 @overload
@@ -619,7 +633,7 @@ def residual_rms_norm(
     input_bias: ArrayLike | None = ...,
     eps: float = ...,
     return_sum: Literal[False] = ...,
-    fork: Literal[False] = ...,
+    fanout: Literal[False] = ...,
 ) -> jax.Array: ...
 @overload
 def residual_rms_norm(
@@ -630,7 +644,7 @@ def residual_rms_norm(
     input_bias: ArrayLike | None = ...,
     eps: float = ...,
     return_sum: Literal[False] = ...,
-    fork: Literal[True],
+    fanout: Literal[True],
 ) -> _Pair: ...
 @overload
 def residual_rms_norm(
@@ -641,7 +655,7 @@ def residual_rms_norm(
     input_bias: ArrayLike | None = ...,
     eps: float = ...,
     return_sum: Literal[True],
-    fork: Literal[False] = ...,
+    fanout: Literal[False] = ...,
 ) -> _Pair: ...
 @overload
 def residual_rms_norm(
@@ -652,7 +666,7 @@ def residual_rms_norm(
     input_bias: ArrayLike | None = ...,
     eps: float = ...,
     return_sum: Literal[True],
-    fork: Literal[True],
+    fanout: Literal[True],
 ) -> tuple[_Pair, jax.Array]: ...
 @overload
 def residual_rms_norm(
@@ -663,7 +677,7 @@ def residual_rms_norm(
     input_bias: ArrayLike | None = ...,
     eps: float = ...,
     return_sum: bool = ...,
-    fork: bool = ...,
+    fanout: bool = ...,
 ) -> jax.Array | _Pair | tuple[_Pair, jax.Array]: ...
 def residual_rms_norm(
     x: ArrayLike,
@@ -673,7 +687,8 @@ def residual_rms_norm(
     input_bias: ArrayLike | None = None,
     eps: float = 1e-6,
     return_sum: bool = False,
-    fork: bool = False,
+    fanout: bool = False,
+    fork: bool | None = None,
 ) -> jax.Array | _Pair | tuple[_Pair, jax.Array]:
     """RMS norm of a sum: ``rms_norm(x + input_bias + residual, scale)``.
 
@@ -688,10 +703,11 @@ def residual_rms_norm(
         that computed ``x``.
       eps: a Python or NumPy number, added to the mean square.
       return_sum: whether to return the sum as well, which pre-norm models need.
-      fork: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
+      fanout: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
+      fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
-      An array with the shape and dtype of ``x``; with ``fork``, a pair of it. With ``return_sum``,
+      An array with the shape and dtype of ``x``; with ``fanout``, a pair of it. With ``return_sum``,
       a pair of that and the sum.
 
     Residuals:
@@ -715,4 +731,7 @@ def residual_rms_norm(
       >>> fo.residual_rms_norm(jnp.ones((2, 4)), jnp.ones((2, 4))).shape
       (2, 4)
     """
-    return _apply("residual_rms_norm", x, scale, None, eps, fork, residual, input_bias, return_sum)
+    fanout = renamed("residual_rms_norm", fanout, fork)
+    return _apply(
+        "residual_rms_norm", x, scale, None, eps, fanout, residual, input_bias, return_sum
+    )

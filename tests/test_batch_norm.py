@@ -71,12 +71,12 @@ def op(x, scale, bias, residual=None, **options):
     return fo.batch_norm(x, scale, bias, residual=residual, **options)
 
 
-def forked(x, scale, bias, residual=None, **options):
-    (y, same), mean, var = fo.batch_norm(x, scale, bias, residual=residual, fork=True, **options)
+def fanned(x, scale, bias, residual=None, **options):
+    (y, same), mean, var = fo.batch_norm(x, scale, bias, residual=residual, fanout=True, **options)
     return y, same, mean, var
 
 
-def forked_reference(*args, **options):
+def fanned_reference(*args, **options):
     y, mean, var = reference(*args, **options)
     return y, y, mean, var
 
@@ -108,7 +108,7 @@ def draws(shape, axis=-1, residual=False, given=False, parameters=None):
     return make
 
 
-def case(name, shape, axis=-1, residual=False, given=False, parameters=None, fork=False, **more):
+def case(name, shape, axis=-1, residual=False, given=False, parameters=None, fanout=False, **more):
     options = dict(axis=axis, activation=more.pop("activation", None), eps=1e-2)
     make = functools.partial(
         draws, axis=axis, residual=residual, given=given, parameters=parameters
@@ -120,14 +120,14 @@ def case(name, shape, axis=-1, residual=False, given=False, parameters=None, for
             Sharding(
                 "batch",
                 spread,
-                (0,) if given else (0, *[0] * fork, None, None),
+                (0,) if given else (0, *[0] * fanout, None, None),
                 forward_all_reduces=0 if given else 1,
                 gradient_all_reduces=1,
                 shard_map=given,
             ),
         )
     fn, plain = (inference, inference_reference) if given else (op, reference)
-    fn, plain = (forked, forked_reference) if fork else (fn, plain)
+    fn, plain = (fanned, fanned_reference) if fanout else (fn, plain)
     return Case(
         name=name,
         fn=functools.partial(fn, **options),
@@ -182,27 +182,27 @@ PADDED_RELU = case(
     dtypes=("float32",),
     basic_only=True,
 )
-FORK = case(
-    "fork",
+FANOUT = case(
+    "fanout",
     (4, 2, 4),
     residual=True,
     activation="relu",
-    fork=True,
+    fanout=True,
     sharded=(16, 3, 8),
     symbolic=("b, 2, 4", "4", "4", "b, 2, 4"),
     dtypes=("float32", "bfloat16"),
     modes=("native",),
 )
-FORK_BASIC = dataclasses.replace(FORK, name="fork_basic", basic_only=True)
+FANOUT_BASIC = dataclasses.replace(FANOUT, name="fanout_basic", basic_only=True)
 # Without a mask, and with one that is not a whole number of bytes.
-FORK_PLAIN = case(
-    "fork_plain", (3, 5), fork=True, modes=("native",), dtypes=("float32",), basic_only=True
+FANOUT_PLAIN = case(
+    "fanout_plain", (3, 5), fanout=True, modes=("native",), dtypes=("float32",), basic_only=True
 )
-FORK_PADDED = case(
-    "fork_padded",
+FANOUT_PADDED = case(
+    "fanout_padded",
     (3, 5),
     activation="relu",
-    fork=True,
+    fanout=True,
     modes=("native",),
     dtypes=("float32",),
     basic_only=True,
@@ -249,12 +249,12 @@ def test_harness(check):
 
 
 @pytest.mark.slow
-@checks(FORK)
+@checks(FANOUT)
 def test_harness_of_variants_in_full(check):
     check()
 
 
-@checks(NCHW_RELU, ODD_RELU, PADDED_RELU, FORK_BASIC, FORK_PLAIN, FORK_PADDED, STATISTICS)
+@checks(NCHW_RELU, ODD_RELU, PADDED_RELU, FANOUT_BASIC, FANOUT_PLAIN, FANOUT_PADDED, STATISTICS)
 def test_harness_of_variants(check):
     check()
 
@@ -673,7 +673,7 @@ def test_two_users(shape, axis, activation, residual, kind):
     dys = [normal(rng, shape, dtype) for _ in range(2)]
     rest = [normal(rng, (shape[axis],), wide) for _ in range(2)]
     options = dict(axis=axis, activation=activation)
-    out, grads = jax.jit(value_and_gradients(forked, **options))((*dys, *rest), *args)
+    out, grads = jax.jit(value_and_gradients(fanned, **options))((*dys, *rest), *args)
     cts = (jnp.add(*dys), *rest)
     want_out, want = jax.jit(value_and_gradients(op, **options))(cts, *args)
     assert_bitwise_equal(out[0], out[1])
@@ -684,7 +684,7 @@ def test_two_users(shape, axis, activation, residual, kind):
 def test_two_users_add_nothing_before_the_backward():
     """Neither XLA nor another kernel adds the two cotangents."""
     x, c = jnp.ones((16, 4, 8)), jnp.ones(8)
-    run = value_and_gradients(forked, activation="relu")
+    run = value_and_gradients(fanned, activation="relu")
     text = jax.jit(run).lower((x, x, c, c), x, c, c, x).compile().as_text()
     assert len(targets(text)) == 3
     assert not re.search(r" = f32\[(16,4,8|512)\]\S* add\(", text)
@@ -692,7 +692,7 @@ def test_two_users_add_nothing_before_the_backward():
 
 def test_a_cotangent_of_two_that_is_not_masked_in_is_not_multiplied():
     x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
-    users = lambda r: forked(x, None, None, r, activation="relu")[:2]  # noqa: E731
+    users = lambda r: fanned(x, None, None, r, activation="relu")[:2]  # noqa: E731
     (y, _), pullback = jax.vjp(users, np.zeros_like(x))
     on = np.asarray(y) > 0
     dys = [np.where(on, np.float32(1), value) for value in (np.inf, np.nan)]
@@ -704,7 +704,7 @@ def test_one_of_two_users():
     x = normal(np.random.default_rng(19), (6, 8), np.float32)
 
     def gradient(i):
-        return jax.grad(lambda x: jnp.sin(forked(x, None, None, activation="relu")[i]).sum())(x)
+        return jax.grad(lambda x: jnp.sin(fanned(x, None, None, activation="relu")[i]).sum())(x)
 
     want = jax.grad(lambda x: jnp.sin(op(x, None, None, activation="relu")[0]).sum())(x)
     for i in range(2):
@@ -716,7 +716,7 @@ def test_two_users_of_what_only_parameters_are_wanted_of():
     x, c = jnp.ones((16, 4, 8)), jnp.ones(8)
 
     def gradients(dys, scale, bias):
-        run = lambda *p: forked(x, *p, activation="relu")[:2]  # noqa: E731
+        run = lambda *p: fanned(x, *p, activation="relu")[:2]  # noqa: E731
         return jax.vjp(run, scale, bias)[1](dys)
 
     text = jax.jit(gradients).lower((x, x), c, c).compile().as_text()
@@ -730,7 +730,7 @@ def test_two_users_by_vmap_over_an_axis_name():
     x, scale, bias = draws((24, 8))(rng, np.float32)
 
     def each(x):
-        y, same, mean, var = forked(x, scale, bias, activation="relu", axis_name="i")
+        y, same, mean, var = fanned(x, scale, bias, activation="relu", axis_name="i")
         return jnp.sin(y).sum() + (same * jnp.arange(8)).sum() + mean.sum() + var.sum()
 
     def whole(x):
@@ -1087,3 +1087,9 @@ def test_one_export_serves_every_batch(mode):
             jax.tree.leaves(back.call(cts, *args)), jax.tree.leaves(want), strict=True
         ):
             np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_the_former_name_of_fanout_is_deprecated():
+    with pytest.warns(DeprecationWarning, match="batch_norm: fork is now called fanout"):
+        y, same = op(jnp.ones((4, 8)), None, None, fork=True)[0]
+    assert y.shape == same.shape

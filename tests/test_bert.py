@@ -217,7 +217,7 @@ def test_layer_is_fused(native, without_cudnn, attention):
     spies = bert.Ops(*map(spied, bert.Ops._fields, bert.FASTOPS))
     function, args = layer_program(config, spies)
     traced = function.trace(*args)
-    norm = ("residual_layer_norm", ["eps", "fork", "input_bias"])
+    norm = ("residual_layer_norm", ["eps", "fanout", "input_bias"])
     around = [norm, ("bias_act", ["activation"]), norm]
     split = ("split_qkv_heads", ["num_heads"])
     inside = {

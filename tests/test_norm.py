@@ -56,22 +56,22 @@ def reference(
     return (y, s.astype(x.dtype)) if return_sum else y
 
 
-def forked(op, x, **options):
-    """Calls the op with ``fork=True``. Returns its results as a flat tuple, with y twice."""
-    found = op(x, fork=True, **options)
+def fanned(op, x, **options):
+    """Calls the op with ``fanout=True``. Returns its results as a flat tuple, with y twice."""
+    found = op(x, fanout=True, **options)
     return (*found[0], found[1]) if options.get("return_sum") else found
 
 
-def forked_reference(name, x, **options):
+def fanned_reference(name, x, **options):
     y, *s = outputs(reference(name, x, **options))
     return y, y, *s
 
 
-def variant(name, given, fork=False, **options):
+def variant(name, given, fanout=False, **options):
     """The op and its reference, as functions of x and the other given arguments."""
     op = getattr(fo, name)
-    op = functools.partial(forked, op) if fork else op
-    plain = functools.partial(forked_reference if fork else reference, name)
+    op = functools.partial(fanned, op) if fanout else op
+    plain = functools.partial(fanned_reference if fanout else reference, name)
     return tuple(
         lambda x, *rest, f=f: f(x, **dict(zip(given, rest, strict=True)), **options)
         for f in (op, plain)
@@ -106,14 +106,14 @@ def spread(name, dim, given, results=1):
 
 
 def case(name, op, given, shape, sharded=None, parameters=None, eps=1e-6, **more):
-    return_sum, fork = more.pop("return_sum", False), more.pop("fork", False)
+    return_sum, fanout = more.pop("return_sum", False), more.pop("fanout", False)
     options = {"return_sum": True} if return_sum else {}
-    fn, plain = variant(op, given, fork, eps=eps, **options)
+    fn, plain = variant(op, given, fanout, eps=eps, **options)
     if sharded is not None:
         more["make_sharded_args"] = draws(sharded, given, parameters)
         names = ("batch", "sequence")[: len(sharded) - 1]
         more["shardings"] = tuple(
-            spread(n, dim, given, 1 + fork + return_sum) for dim, n in enumerate(names)
+            spread(n, dim, given, 1 + fanout + return_sum) for dim, n in enumerate(names)
         )
     return Case(
         name=name,
@@ -191,25 +191,25 @@ FLOAT32_PARAMETERS = case(
     modes=("native",),
 )
 
-FORK = case(
-    "fork",
+FANOUT = case(
+    "fanout",
     "residual_layer_norm",
     ("residual", "scale", "bias"),
     (3, 7),
     (64, 12),
-    fork=True,
+    fanout=True,
     dtypes=("float32", "bfloat16"),
     modes=("native",),
     symbolic=("b, n", "b, n", "n", "n"),
 )
 
-FORK_SUM = case(
-    "fork_sum",
+FANOUT_SUM = case(
+    "fanout_sum",
     "residual_rms_norm",
     ("residual", "scale", "input_bias"),
     (2, 2, 5),
     (8, 64, 12),
-    fork=True,
+    fanout=True,
     return_sum=True,
     eps=0.1,
     dtypes=("float32", "bfloat16"),
@@ -242,9 +242,9 @@ SUM_ALONE = basic(
 LONG = basic("long", "layer_norm", ("scale", "bias"), (2, 1001), dtypes=HALF)
 ONE = basic("one", "rms_norm", ("scale",), (4, 1), eps=0.5, dtypes=SINGLE)
 ONE_ROW = basic("one_row", "layer_norm", ("scale", "bias"), (9,), dtypes=SINGLE)
-FORK_BASIC = dataclasses.replace(FORK, name="fork_basic", basic_only=True)
-FORK_ALONE = basic("fork_alone", "layer_norm", (), (3, 5), fork=True, dtypes=SINGLE)
-FORK_RMS = basic("fork_rms", "rms_norm", ("scale",), (3, 16), fork=True, dtypes=HALF)
+FANOUT_BASIC = dataclasses.replace(FANOUT, name="fanout_basic", basic_only=True)
+FANOUT_ALONE = basic("fanout_alone", "layer_norm", (), (3, 5), fanout=True, dtypes=SINGLE)
+FANOUT_RMS = basic("fanout_rms", "rms_norm", ("scale",), (3, 16), fanout=True, dtypes=HALF)
 
 QUICK = (LAYER_NORM,)
 BASIC = (
@@ -258,9 +258,9 @@ BASIC = (
     LONG,
     ONE,
     ONE_ROW,
-    FORK_BASIC,
-    FORK_ALONE,
-    FORK_RMS,
+    FANOUT_BASIC,
+    FANOUT_ALONE,
+    FANOUT_RMS,
 )
 SLOW = (
     RESIDUAL_RMS_NORM,
@@ -269,8 +269,8 @@ SLOW = (
     RESIDUAL_LAYER_NORM,
     PRE_NORM,
     FLOAT32_PARAMETERS,
-    FORK,
-    FORK_SUM,
+    FANOUT,
+    FANOUT_SUM,
 )
 
 
@@ -729,7 +729,7 @@ TWO_USERS = [
 def check_two_users(name, shape, dtype):
     """The gradients are bitwise equal to those of one user with the rounded sum as cotangent."""
     (fn, _), args, dys = example(name, shape, dtype, seed=21, count=2)
-    both, _ = variant(name, OPS[name], fork=True)
+    both, _ = variant(name, OPS[name], fanout=True)
     (y, same), grads = jax.jit(value_and_gradients(both))(args, dys)
     (want_y,), want = jax.jit(value_and_gradients(fn))(args, (jnp.add(*dys),))
     assert_bitwise_equal(y, same)
@@ -754,7 +754,7 @@ def test_two_users_of_every_dtype(name, shape, dtype):
 def test_two_users_and_the_sum(op, shape, kind):
     dtype = jnp.dtype(kind)
     _, args, cts = example(op, shape, dtype, seed=22, count=3)
-    both, _ = variant(op, OPS[op], fork=True, return_sum=True)
+    both, _ = variant(op, OPS[op], fanout=True, return_sum=True)
     one, _ = variant(op, OPS[op], return_sum=True)
     (y, same, s), grads = jax.jit(value_and_gradients(both))(args, cts)
     want_outs, want = jax.jit(value_and_gradients(one))(args, (jnp.add(*cts[:2]), cts[2]))
@@ -768,7 +768,7 @@ def test_two_users_with_what_is_wanted(name, what):
     """The backward without parameters, without parameter gradients, and with one of them."""
     given = tuple(g for g in OPS[name] if g == "residual" or what != "nothing")
     (fn, _), args, dys = example(name, (37, 40), np.float32, given, seed=23, count=2)
-    both, _ = variant(name, given, fork=True)
+    both, _ = variant(name, given, fanout=True)
     at = 1 + given.index("scale") if what == "scale" else 0
 
     def gradient(fn, cts):
@@ -781,7 +781,7 @@ def test_two_users_with_what_is_wanted(name, what):
 def test_two_users_add_nothing_before_the_backward(name):
     """Neither XLA nor another kernel adds the two cotangents."""
     _, args, dys = example(name, (16, 4, 8), count=2)
-    both, _ = variant(name, OPS[name], fork=True)
+    both, _ = variant(name, OPS[name], fanout=True)
     text = jax.jit(value_and_gradients(both)).lower(args, dys).compile().as_text()
     assert targets(text) == ["norm", "norm_bwd"]
     assert not re.search(r" = f32\[(16,4,8|64,8)\]\S* add\(", text)
@@ -790,7 +790,7 @@ def test_two_users_add_nothing_before_the_backward(name):
 def test_one_of_two_users(name):
     """If only one of the two results is used, the cotangent of the other is zero."""
     (fn, _), args, _ = example(name)
-    both, _ = variant(name, OPS[name], fork=True)
+    both, _ = variant(name, OPS[name], fanout=True)
     want = jax.grad(lambda x: jnp.sin(fn(x, *args[1:])).sum())(args[0])
     for i in range(2):
         got = jax.grad(lambda x, i=i: jnp.sin(both(x, *args[1:])[i]).sum())(args[0])
@@ -803,14 +803,14 @@ def test_two_users_keep_what_one_does(name, return_sum):
         pytest.skip("there is no sum")
     options = {"return_sum": True} if return_sum else {}
     _, args, _ = example(name)
-    one, two = (variant(name, OPS[name], fork, **options)[0] for fork in (False, True))
+    one, two = (variant(name, OPS[name], fanout, **options)[0] for fanout in (False, True))
     assert kept(two, *args) == kept(one, *args)
 
 
 @pytest.mark.parametrize("mode", ["native", "xla"])
 def test_two_users_of_no_elements(name, mode):
     _, args, dys = example(name, (0, 3), jnp.bfloat16, count=2)
-    both, _ = variant(name, OPS[name], fork=True)
+    both, _ = variant(name, OPS[name], fanout=True)
     with fo.use_implementation(mode):
         outs, grads = jax.jit(value_and_gradients(both))(args, dys)
     assert [y.shape for y in outs] == [(0, 3)] * 2
@@ -1554,3 +1554,12 @@ def test_a_gradient_of_any_size_over_several_devices_can_be_exported():
 def test_numbers_that_no_float_can_hold_are_refused():
     with pytest.raises(ValueError, match="eps"):
         fo.layer_norm(np.ones((2, 3), np.float32), eps=10**400)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_former_name_of_fanout_is_deprecated(name):
+    x = jnp.ones((2, 8))
+    args = (x, x) if name.startswith("residual") else (x,)
+    with pytest.warns(DeprecationWarning, match=f"{name}: fork is now called fanout") as warned:
+        y, same = OPS[name](*args, fork=True)
+    assert y.shape == same.shape and warned[0].filename == __file__

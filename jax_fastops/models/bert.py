@@ -247,23 +247,23 @@ def _plain_residual_layer_norm(
     input_bias=None,
     eps: float = 1e-6,
     return_sum=False,
-    fork=False,
+    fanout=False,
 ):
     if input_bias is not None:
         x = x + input_bias.astype(x.dtype)
     x = x + residual
-    y = _plain_layer_norm(x, scale, bias, eps=eps, fork=fork)
+    y = _plain_layer_norm(x, scale, bias, eps=eps, fanout=fanout)
     return (y, x) if return_sum else y
 
 
-def _plain_layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6, fork=False):
+def _plain_layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6, fanout=False):
     """Layer norm in float32 (float64 for float64), rounded once, as models usually write it."""
     wide = x.astype(accumulator_dtype(x.dtype))
     centred = wide - wide.mean(-1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
     y = y if scale is None else y * scale
     y = (y if bias is None else y + bias).astype(x.dtype)
-    return (y, y) if fork else y
+    return (y, y) if fanout else y
 
 
 def _plain_bias_act(x, bias, *, activation: str = "gelu"):
@@ -600,12 +600,12 @@ def _encode(layers, x, config: Config, mask, key, ops: Ops):
     """Applies all layers. Casts their kernels once, so that no backward casts them again."""
     layers = _cast(layers, config.dtype)
 
-    # A layer's result has two users. With fork each gets its own, and no separate pass adds their
+    # A layer's result has two users. With fanout each gets its own, and no separate pass adds their
     # cotangents. Not in a scan, which would carry both, nor in a checkpoint, which would keep both.
-    fork = not (config.scan or config.remat)
+    fanout = not (config.scan or config.remat)
 
-    def layer(params, x, key, fork=False):
-        return _layer(params, x, config, mask, key, ops, fork)
+    def layer(params, x, key, fanout=False):
+        return _layer(params, x, config, mask, key, ops, fanout)
 
     if config.remat:
         # XLA does not merge a scan's body with its backward, so no CSE barrier is needed.
@@ -624,7 +624,7 @@ def _encode(layers, x, config: Config, mask, key, ops: Ops):
         return jax.lax.scan(step, x, (stacked, keys))[0]
     layers = _unstack(layers) if isinstance(layers, dict) else layers
     for index, params in enumerate(layers):
-        more = {"fork": True} if fork and index < config.layers - 1 else {}
+        more = {"fanout": True} if fanout and index < config.layers - 1 else {}
         x = layer(params, x, None if keys is None else keys[index], **more)
     return x
 
@@ -690,22 +690,22 @@ def encoder_layer(
     _check_types(params, config, ops)
     check_tree("bert", "params", params, _layer_shapes(config))
     mask = _check_layer_arguments(x, config, mask, key)
-    return _layer(params, x, config, mask, key, ops, fork=False)
+    return _layer(params, x, config, mask, key, ops, fanout=False)
 
 
-def _layer(params: dict, x, config: Config, mask, key, ops: Ops, fork: bool):
-    """Applies a layer to an array, or to the pair that the previous layer returns with ``fork``."""
+def _layer(params: dict, x, config: Config, mask, key, ops: Ops, fanout: bool):
+    """Applies a layer to an array, or to the pair from a layer with ``fanout``."""
     keys = (None, None, None) if key is None else jax.random.split(key, 3)
     params = _cast(params, config.dtype)
     x, residual = x if isinstance(x, tuple) else (x, x)
     attention = _softmax_attention if config.attention == "softmax" else _dot_product_attention
     y = attention(params["qkv"], x, config, mask, keys[0], ops)
     norm = functools.partial(_add_norm, config=config, ops=ops)
-    x = norm(params["output"], params["output_norm"], y, residual, keys[1], fork=not config.remat)
+    x = norm(params["output"], params["output_norm"], y, residual, keys[1], fanout=not config.remat)
     x, residual = x if isinstance(x, tuple) else (checkpoint_name(x, _NORM),) * 2
     y = jnp.dot(x, params["up"]["kernel"])
     y = ops.bias_act(y, params["up"]["bias"], activation=config.activation)
-    return norm(params["down"], params["norm"], y, residual, keys[2], fork=fork)
+    return norm(params["down"], params["norm"], y, residual, keys[2], fanout=fanout)
 
 
 def _wide_product(equation: str, x, kernel):
@@ -751,7 +751,7 @@ def _dot_product_attention(params: dict, x, config: Config, mask, key, ops: Ops)
     return y.reshape(x.shape)
 
 
-def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops, fork: bool):
+def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops, fanout: bool):
     """A product, then its bias, dropout, the residual and layer norm."""
     y = jnp.dot(y, product["kernel"])
     bias = product["bias"]
@@ -760,7 +760,7 @@ def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops,
         y, bias = _dropout(key, config.dropout, y + bias.astype(y.dtype)), None
     y = checkpoint_name(y, _SUM)
     return ops.residual_layer_norm(
-        y, x, norm["scale"], norm["bias"], input_bias=bias, eps=config.eps, fork=fork
+        y, x, norm["scale"], norm["bias"], input_bias=bias, eps=config.eps, fanout=fanout
     )
 
 

@@ -335,7 +335,7 @@ def plain_batch_norm(
     activation: Literal["relu"] | None = None,
     residual: jax.Array | None = None,
     axis_name: Hashable | tuple[Hashable, ...] | None = None,
-    fork: bool = False,
+    fanout: bool = False,
 ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """:func:`jax_fastops.batch_norm` as it is usually written in ``jax.numpy``.
 
@@ -361,7 +361,7 @@ def plain_batch_norm(
     y = plain_batch_norm_inference(
         x, mean, var, scale, bias, axis=axis, eps=eps, activation=activation, residual=residual
     )
-    return (y, y) if fork else y, mean, var
+    return (y, y) if fanout else y, mean, var
 
 
 def plain_batch_norm_inference(
@@ -597,15 +597,15 @@ def apply(
         batch = jax.lax.stop_gradient({"mean": mean, "var": var})
         return jax.tree.map(functools.partial(_running, config.momentum), running, batch)
 
-    def norm(x, params, statistics, residual=None, activation="relu", fork=False):
+    def norm(x, params, statistics, residual=None, activation="relu", fanout=False):
         options = dict(eps=config.eps, residual=residual, activation=activation)
         scale, bias = params["scale"], params["bias"]
         if not train:
             made_of = (x, statistics["mean"], statistics["var"], scale, bias)
             y = batch_norm.inference(*made_of, **options)
-            return (y, y) if fork else y, statistics, made_of
+            return (y, y) if fanout else y, statistics, made_of
         y, mean, var = batch_norm.training(
-            x, scale, bias, axis_name=axis_name, fork=fork, **options
+            x, scale, bias, axis_name=axis_name, fanout=fanout, **options
         )
         return y, updated(statistics, mean, var), (x, mean, var, scale, bias)
 
@@ -643,7 +643,7 @@ def apply(
                 *block,
                 _stride(stage, index),
                 _SIZES[config.block],
-                functools.partial(norm, fork=(stage, index) != last),
+                functools.partial(norm, fanout=(stage, index) != last),
                 norm,
                 again if sum(config.stages[:stage]) + index < config.remat else None,
             )
