@@ -713,8 +713,8 @@ def batch_norm(
         computed with one ``psum``. The gradient of ``x`` is then a sum of two terms, each rounded
         to its dtype, as in plain JAX.
       fanout: whether to return ``y`` twice, as ``(y, y)``: the same array for two users, such as
-        the convolution and the shortcut of a residual network's next block. The backward then adds the
-        two cotangents as it reads them, and rounds the sum as JAX does. Two users of one ``y``
+        the convolution and the shortcut of a residual network's next block. The backward then adds
+        the two cotangents as it reads them, and rounds the sum as JAX does. Two users of one ``y``
         would cost a separate pass over three arrays.
       fork: the former name of ``fanout``. It is deprecated.
 

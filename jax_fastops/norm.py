@@ -402,8 +402,8 @@ def layer_norm(
       scale: array ``[n]`` of any supported floating dtype, or ``None``.
       bias: array ``[n]`` of any supported floating dtype, or ``None``.
       eps: a Python or NumPy number, added to the variance.
-      fanout: whether to return the result twice, as ``(y, y)``: the same array for two users, such as
-        the next product and the next residual of a post-norm transformer. The backward then adds
+      fanout: whether to return the result twice, as ``(y, y)``: the same array for two users, such
+        as the next product and the next residual of a post-norm transformer. The backward then adds
         the two cotangents as it reads them, and rounds the sum as JAX does. Two users of one result
         would cost a separate pass over three arrays.
       fork: the former name of ``fanout``. It is deprecated.
@@ -529,8 +529,8 @@ def residual_layer_norm(
       fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
-      An array with the shape and dtype of ``x``; with ``fanout``, a pair of it. With ``return_sum``,
-      a pair of that and the sum.
+      An array with the shape and dtype of ``x``; with ``fanout``, a pair of it. With
+      ``return_sum``, a pair of that and the sum.
 
     Residuals:
       The sum, which is the returned array with ``return_sum``, and the mean and reciprocal standard
@@ -707,8 +707,8 @@ def residual_rms_norm(
       fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
-      An array with the shape and dtype of ``x``; with ``fanout``, a pair of it. With ``return_sum``,
-      a pair of that and the sum.
+      An array with the shape and dtype of ``x``; with ``fanout``, a pair of it. With
+      ``return_sum``, a pair of that and the sum.
 
     Residuals:
       The sum, which is the returned array with ``return_sum``, and the reciprocal root mean square

@@ -1561,5 +1561,5 @@ def test_the_former_name_of_fanout_is_deprecated(name):
     x = jnp.ones((2, 8))
     args = (x, x) if name.startswith("residual") else (x,)
     with pytest.warns(DeprecationWarning, match=f"{name}: fork is now called fanout") as warned:
-        y, same = OPS[name](*args, fork=True)
+        y, same = getattr(fo, name)(*args, fork=True)
     assert y.shape == same.shape and warned[0].filename == __file__
