@@ -59,7 +59,8 @@ def main() -> None:
     options.largest = options.largest or (2**22 if cpu else 2**26)
     ops = [op for op in select_ops(options.ops or None) if not op.name.endswith("_from_result")]
     if not options.check:
-        fit_table(ops, options)
+        for family in dict.fromkeys(op.family for op in ops):
+            fit_table([op for op in ops if op.family == family], options)
     fo._dispatch.table = lambda: json.loads(options.table.read_text())  # not the installed one
     check(ops, options)
 
@@ -97,6 +98,7 @@ def ratios(cases: Sequence[Case], ours: str, theirs: str, options) -> list[dict[
             mine, other = ([fastest[id(program)] for program in side] for side in sides)
             each = [a / b for a, b in zip(mine, other, strict=True)]
             found.append({"forward": each[0], "grad": each[-1]})
+        jax.clear_caches()  # thousands of programs do not fit in memory
     return found
 
 
@@ -131,7 +133,7 @@ def request(case: Case):
 
 
 def fit_table(ops: Sequence[Op], options) -> None:
-    """Measures the ops, and writes their trees for this device."""
+    """Measures the ops of a family, and writes their trees for this device."""
     samples: dict[tuple[str, str], list] = {}
     for op in ops:
         cases = calls(op, options.count, options.seed, options.largest)

@@ -1,5 +1,6 @@
 """The installed package: its report, its errors, its switch between implementations."""
 
+import ast
 import json
 import os
 import pathlib
@@ -226,3 +227,18 @@ def test_a_platform_without_kernels_takes_the_reference():
         exported = jax.export.export(jax.jit(jax.grad(f)), platforms=["tpu"])(X)
     assert "custom_call" not in exported.mlir_module()
     assert "select" in exported.mlir_module()
+
+
+def test_models_and_layers_use_public_names():
+    """They import nothing whose name begins with an underscore, but for their own files."""
+    package = pathlib.Path(fo.__file__).parent
+    for path in [package / "nnx.py", *(package / "models").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom | ast.Import):
+                continue
+            module = getattr(node, "module", None) or ""
+            if module.startswith("jax_fastops.models"):
+                continue
+            for name in [*module.split("."), *(a.name.split(".")[-1] for a in node.names)]:
+                private = name.startswith("_") and not name.startswith("__")
+                assert not private, f"{path.name}:{node.lineno} imports {module}.{name}"

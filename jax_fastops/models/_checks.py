@@ -1,7 +1,32 @@
 """Checks that the models share; messages begin with the model's name."""
 
+import math
+import numbers
+import operator
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def integer(model: str, name: str, value) -> int:
+    """The value as an int."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{model}: {name} is {value!r}; it must be an integer") from None
+
+
+def number(model: str, name: str, value) -> float:
+    """The value as a float, which is not NaN."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        kind = type(value).__name__
+        raise TypeError(f"{model}: {name} is of type {kind}; it must be a Python or NumPy number")
+    if math.isnan(value):
+        raise ValueError(f"{model}: {name} is {value!r}; it must be a number")
+    return float(value)
 
 
 def check_choice(model: str, name: str, value, choices: tuple[str, ...]) -> None:
@@ -9,6 +34,19 @@ def check_choice(model: str, name: str, value, choices: tuple[str, ...]) -> None
     if value not in choices:
         accepted = ", ".join(map(repr, choices))
         raise ValueError(f"{model}: {name} is {value!r}; it must be one of {accepted}")
+
+
+def check_vector(model: str, name: str, value, length: int, what: str) -> jax.Array:
+    """A floating array of one dimension, of the length of ``what``."""
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        raise TypeError(f"{model}: {name} is of type {type(value).__name__}; it must be an array")
+    if value.shape != (length,):
+        raise ValueError(f"{model}: {name} has shape {value.shape}; it must be {(length,)}, {what}")
+    if str(value.dtype) not in DTYPES:
+        raise TypeError(
+            f"{model}: {name} has dtype {value.dtype}; it must be one of {', '.join(DTYPES)}"
+        )
+    return jnp.asarray(value)
 
 
 def dtype_name(model: str, dtype) -> str:

@@ -27,12 +27,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_fastops._arguments import FLOATING, epsilon, integer, parameter, real_number
-from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import explicit_spec, reshape
-from jax_fastops.batch_norm import batch_norm, batch_norm_inference
+from jax_fastops import batch_norm, batch_norm_inference
 from jax_fastops.batch_norm import statistics as batch_norm_statistics
-from jax_fastops.models._checks import check_choice, check_tree, dtype_name
+from jax_fastops.models._arrays import explicit_spec, reshape
+from jax_fastops.models._checks import (
+    DTYPES,
+    check_choice,
+    check_tree,
+    check_vector,
+    dtype_name,
+    integer,
+    number,
+)
 
 __all__ = [
     "FASTOPS",
@@ -126,9 +132,9 @@ class Config:
         check_choice("resnet", "block", self.block, tuple(_SIZES))
         check_choice("resnet", "stem", self.stem, _STEMS)
         set_("dtype", dtype_name("resnet", self.dtype))
-        check_choice("resnet", "dtype", self.dtype, FLOATING)
-        set_("eps", epsilon("resnet", self.eps))
-        set_("momentum", real_number("resnet", "momentum", self.momentum))
+        check_choice("resnet", "dtype", self.dtype, DTYPES)
+        set_("eps", number("resnet", "eps", self.eps))
+        set_("momentum", number("resnet", "momentum", self.momentum))
         if not 0 <= self.momentum <= 1:
             raise ValueError(f"resnet: momentum is {self.momentum!r}; it must be from 0 to 1")
 
@@ -206,7 +212,7 @@ def max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     if x.ndim != 4:
         raise ValueError(f"max_pool: x has shape {x.shape}; it must be [n, h, w, c]")
     if scale is not None:
-        scale = parameter("max_pool", "scale", scale, x, 3, "axis 3 of x")
+        scale = check_vector("max_pool", "scale", scale, x.shape[3], "axis 3 of x")
     return _pool(x, _sign(scale, x.dtype))
 
 
@@ -274,7 +280,7 @@ def _elements_at(place, x):
     zero = jnp.zeros((), x.dtype)
     x = jax.lax.pad(x, zero, ((0, 0, 0), (0, h % 2, 0), (0, w % 2, 0), (0, 0, 0)))
     # Axes: n, window row, row parity, window column, column parity, c.
-    spec = explicit_spec(jax.typeof(x).sharding, 4)
+    spec = explicit_spec(x)
     spec = spec and (*spec[:2], None, spec[2], None, spec[3])
     x = reshape(x, (n, (h + 1) // 2, 2, (w + 1) // 2, 2, c), spec)
     parts = []
@@ -352,7 +358,7 @@ def plain_batch_norm(
       >>> mean.tolist(), var.tolist()
       ([2.0], [1.0])
     """
-    wide = x.astype(accumulator_dtype(x.dtype))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     axes = tuple(k for k in range(x.ndim) if k != axis % x.ndim)
     mean, squares = jnp.mean(wide, axes), jnp.mean(jnp.square(wide), axes)
     if axis_name is not None:
@@ -649,7 +655,7 @@ def apply(
             )
             new[name].append(found)
     x = users
-    wide = accumulator_dtype(x.dtype)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
     x = jnp.mean(x, (1, 2), dtype=wide).astype(x.dtype)
     kernel, bias = params["fc"]["kernel"].astype(x.dtype), params["fc"]["bias"]
     return jnp.dot(x, kernel, preferred_element_type=wide) + bias, new
