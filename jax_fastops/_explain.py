@@ -44,7 +44,7 @@ class OpCall:
 
     Attributes:
       op: the name of the op.
-      operands: dtype and shape of each operand.
+      operands: dtype and shape of each operand; inside of ``jax.vmap``, those of one example.
       kernel: whether the call takes the kernel.
       reason: why it does, or why not.
       where: the file and line of the call.

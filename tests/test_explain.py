@@ -1,5 +1,6 @@
 """The one decision for a call, its reasons, and `explain`."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -399,3 +400,38 @@ def test_the_log():
 def test_every_op_declares_its_kernels():
     for op in ops().values():
         assert op.kernels, f"{op.name} can never take a kernel"
+
+
+def test_bert_and_resnet(native):
+    """Each layer's calls are listed, with the bytes that the whole gradient keeps for them."""
+    from jax_fastops.models import bert, resnet
+
+    params = jax.eval_shape(lambda: bert.init(jax.random.key(0), bert.SMALL))
+    tokens = of_shape(2, 16, dtype=np.int32)
+    found = fo.explain(gradient(lambda p, t: bert.apply(p, t, bert.SMALL)[0]))(params, tokens)
+    layer = [
+        "split_qkv_heads",
+        "softmax",
+        "transpose",
+        "residual_layer_norm",
+        "bias_act",
+        "residual_layer_norm",
+    ]
+    assert [call.op for call in found.calls] == ["layer_norm", *layer * bert.SMALL.layers]
+    assert all(call.kernel and call.differentiated and call.calls == 1 for call in found.calls)
+    scanned = dataclasses.replace(bert.SMALL, scan=True)
+    again = fo.explain(gradient(lambda p, t: bert.apply(p, t, scanned)[0]))(params, tokens)
+    assert [call.calls for call in again.calls] == [1, *[bert.SMALL.layers] * len(layer)]
+    assert again.kept == found.kept
+
+    params, statistics = jax.eval_shape(lambda: resnet.init(jax.random.key(0), resnet.SMALL))
+    images = of_shape(2, 32, 32, 1)
+
+    def logits(params, statistics, images):
+        return resnet.apply(params, statistics, images, resnet.SMALL, train=True)[0]
+
+    found = fo.explain(gradient(logits))(params, statistics, images)
+    assert {call.op for call in found.calls} == {"batch_norm"}
+    assert all(call.kernel and call.differentiated for call in found.calls)
+    size = 2 * 32 * 32 * 16
+    assert found.calls[0].kept == size * 4 + size // 8 + 3 * 16 * 4  # x, a mask, three vectors
