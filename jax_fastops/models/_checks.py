@@ -1,7 +1,12 @@
 """Checks that the models share; messages begin with the model's name."""
 
+import numbers
+import operator
+
 import jax
 import jax.numpy as jnp
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def check_choice(model: str, name: str, value, choices: tuple[str, ...]) -> None:
@@ -11,16 +16,38 @@ def check_choice(model: str, name: str, value, choices: tuple[str, ...]) -> None
         raise ValueError(f"{model}: {name} is {value!r}; it must be one of {accepted}")
 
 
-def dtype_name(model: str, dtype) -> str:
-    """The name of a dtype. A name is returned unchanged; ``check_choice`` checks it."""
-    if isinstance(dtype, str):
-        return dtype
+def integer(model: str, name: str, value, least: int) -> int:
+    """The value as an int of ``least`` or more."""
     try:
-        if dtype is not None:  # which NumPy takes for float64
-            return jnp.dtype(dtype).name
+        value = operator.index(value)
     except TypeError:
-        pass
-    raise TypeError(f"{model}: dtype is {dtype!r}; it must be a dtype or the name of one")
+        raise TypeError(f"{model}: {name} is {value!r}; it must be an integer") from None
+    if value < least:
+        raise ValueError(f"{model}: {name} is {value}; it must be {least} or more")
+    return value
+
+
+def number(model: str, name: str, value) -> float:
+    """The value as a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        kind = type(value).__name__
+        raise TypeError(f"{model}: {name} is of type {kind}; it must be a Python or NumPy number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{model}: {name} is {value}, which no float can hold") from None
+
+
+def dtype_name(model: str, dtype) -> str:
+    """The name of a floating dtype, given by itself or by its name."""
+    try:
+        name = dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name is None:  # NumPy takes None for float64
+        raise TypeError(f"{model}: dtype is {dtype!r}; it must be a dtype or the name of one")
+    check_choice(model, "dtype", name, _DTYPES)
+    return name
 
 
 def check_tree(model: str, name: str, given, wanted) -> None:

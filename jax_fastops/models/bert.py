@@ -31,15 +31,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_fastops import heads as _heads
-from jax_fastops import norm as _norm
-from jax_fastops._arguments import FLOATING, integer, real_number
-from jax_fastops._compat import as_varying, varying_axes
-from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import explicit_spec
-from jax_fastops.bias_act import bias_act
-from jax_fastops.models._checks import check_choice, check_tree, dtype_name
-from jax_fastops.softmax import softmax
+import jax_fastops as fo
+from jax_fastops.models._checks import check_choice, check_tree, dtype_name, integer, number
+from jax_fastops.models._sharding import explicit_spec, varying_with
 
 __all__ = [
     "BASE",
@@ -139,10 +133,7 @@ class Config:
         # Canonical values: a NumPy number equals Python's, but a NumPy dtype not its name.
         set_ = functools.partial(object.__setattr__, self)
         for name in _SIZES:
-            value = integer("bert", name, getattr(self, name))
-            if value < 1:
-                raise ValueError(f"bert: {name} is {value}; it must be 1 or more")
-            set_(name, value)
+            set_(name, integer("bert", name, getattr(self, name), 1))
         if self.hidden_size % self.heads:
             raise ValueError(
                 f"bert: heads is {self.heads}, which does not divide hidden_size, "
@@ -151,14 +142,13 @@ class Config:
         set_("dtype", dtype_name("bert", self.dtype))
         check_choice("bert", "activation", self.activation, tuple(_ACTIVATIONS))
         check_choice("bert", "attention", self.attention, _ATTENTIONS)
-        check_choice("bert", "dtype", self.dtype, FLOATING)
         for name in ("dropout", "attention_dropout"):
-            rate = real_number("bert", name, getattr(self, name))
+            rate = number("bert", name, getattr(self, name))
             if not 0 <= rate < 1:
                 raise ValueError(f"bert: {name} is {rate}; it must be from 0 to less than 1")
             set_(name, rate)
         for name in ("eps", "init_range"):
-            value = real_number("bert", name, getattr(self, name))
+            value = number("bert", name, getattr(self, name))
             if not 0 <= value < math.inf:
                 raise ValueError(f"bert: {name} is {value}; it must be 0 or more, and finite")
             set_(name, value)
@@ -258,7 +248,7 @@ def _plain_residual_layer_norm(
 
 def _plain_layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6, fanout=False):
     """Layer norm in float32 (float64 for float64), rounded once, as models usually write it."""
-    wide = x.astype(accumulator_dtype(x.dtype))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     centred = wide - wide.mean(-1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
     y = y if scale is None else y * scale
@@ -272,12 +262,12 @@ def _plain_bias_act(x, bias, *, activation: str = "gelu"):
 
 #: The ops of this package.
 FASTOPS = Ops(
-    _heads.split_qkv_heads,
-    _heads.merge_heads,
-    softmax,
-    _norm.residual_layer_norm,
-    _norm.layer_norm,
-    bias_act,
+    fo.split_qkv_heads,
+    fo.merge_heads,
+    fo.softmax,
+    fo.residual_layer_norm,
+    fo.layer_norm,
+    fo.bias_act,
 )
 #: The same ops on ``jax.nn`` and ``jax.numpy``.
 PLAIN = Ops(
@@ -515,7 +505,7 @@ def apply(
 
 def _embed(params: dict, tokens, config: Config, token_types, positions):
     """The sum of the three embeddings, computed in float32 and rounded once."""
-    wide = accumulator_dtype(config.dtype)
+    wide = jnp.promote_types(config.dtype, jnp.float32)
     x = _take(params["word"], tokens).astype(wide)
     table = params["position"]
     x = x + (table[: tokens.shape[1]] if positions is None else _take(table, positions))
@@ -533,10 +523,10 @@ def _take(table, index):
     """Rows of a table. Over an explicit mesh, they are sharded like the index."""
     if index.dtype.itemsize < 4:  # JAX needs an index dtype that can hold the table's length
         index = index.astype(jnp.int32)
-    spec = explicit_spec(jax.typeof(index).sharding, index.ndim)
+    spec = explicit_spec(index)
     if spec is None:
         return table[index]
-    columns = explicit_spec(jax.typeof(table).sharding, 2) or (None, None)
+    columns = explicit_spec(table) or (None, None)
     return table.at[index].get(out_sharding=PartitionSpec(*spec, columns[-1]))
 
 
@@ -620,8 +610,7 @@ def _encode(layers, x, config: Config, mask, key, ops: Ops):
         stacked = layers if isinstance(layers, dict) else _stack(layers)
         # Under jax.shard_map a layer's result varies over the same mesh axes as these.
         given = [a for a in (*jax.tree.leaves(stacked), mask, keys) if a is not None]
-        x = as_varying(x, frozenset().union(*map(varying_axes, given)))
-        return jax.lax.scan(step, x, (stacked, keys))[0]
+        return jax.lax.scan(step, varying_with(x, given), (stacked, keys))[0]
     layers = _unstack(layers) if isinstance(layers, dict) else layers
     for index, params in enumerate(layers):
         more = {"fanout": True} if fanout and index < config.layers - 1 else {}
@@ -710,7 +699,7 @@ def _layer(params: dict, x, config: Config, mask, key, ops: Ops, fanout: bool):
 
 def _wide_product(equation: str, x, kernel):
     """A product in the dtype of ``x``, whose result has the accumulator dtype."""
-    wide = accumulator_dtype(x.dtype)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
     kernel = kernel.astype(x.dtype)
     if jax.default_backend() == "cpu":
         # XLA widens the operands on a CPU anyway, but jaxlib 0.8 not those of every product.
@@ -767,13 +756,12 @@ def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops,
 def _dropout(key, rate: float, x):
     if key is None or rate == 0:
         return x
-    kind = jax.typeof(x).sharding
     # As jax.random.bernoulli, which takes no sharding. Over an explicit mesh, x sets it.
-    shards = None if explicit_spec(kind, x.ndim) is None else kind
+    shards = None if explicit_spec(x) is None else jax.typeof(x).sharding
     draws = jax.random.uniform(key, x.shape, out_sharding=shards)
     keep = checkpoint_name(draws < 1 - rate, _DROPOUT)
     # A divisor in bfloat16 would be rounded, which scales every kept element wrongly.
-    kept = (x.astype(accumulator_dtype(x.dtype)) / (1 - rate)).astype(x.dtype)
+    kept = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)).astype(x.dtype)
     return jnp.where(keep, kept, jnp.zeros_like(x))
 
 
