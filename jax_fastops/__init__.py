@@ -13,7 +13,7 @@ from jax_fastops._export import export_checks
 from jax_fastops._implementation import set_implementation, use_implementation
 from jax_fastops._info import info
 from jax_fastops._version import __version__
-from jax_fastops.batch_norm import batch_norm, batch_norm_inference
+from jax_fastops.batch_norm import batch_norm, batch_norm_inference, batch_norm_statistics
 from jax_fastops.bias_act import bias_act
 from jax_fastops.gated_act import gated_act
 from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
@@ -31,6 +31,7 @@ __all__ = [
     "add_relu",
     "batch_norm",
     "batch_norm_inference",
+    "batch_norm_statistics",
     "bias_act",
     "explain",
     "export_checks",

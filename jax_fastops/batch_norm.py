@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -762,20 +762,53 @@ def batch_norm(
     if axis_name is None:
         *ys, mean, var = _call(_TRAINING, x, at, values, residual, fanout=fanout, **options)
     else:
-        mean, var = statistics(cast(jax.Array, x), at, axis_name)
+        mean, var = _statistics_of(x, at, axis_name)
         y = _call(_INFERENCE, x, at, [mean, var, *values], residual, **options)
         ys = _twice_if(fanout, y)
     return tuple(ys) if fanout else ys[0], mean, var
 
 
-def statistics(
-    x: jax.Array, axis: int, axis_name: Hashable | tuple[Hashable, ...] | None = None
+def batch_norm_statistics(
+    x: ArrayLike, *, axis: int = -1, axis_name: Hashable | tuple[Hashable, ...] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The mean and biased variance that :func:`batch_norm` computes. Both can be differentiated.
+    """The mean and the biased variance with which :func:`batch_norm` normalizes ``x``.
 
-    Arguments are not checked.
+    With :func:`batch_norm_inference`, they normalize another array than ``x``, such as the maxima
+    of its windows.
+
+    Args:
+      x: array of float32, bfloat16, float16 or float64, with one dimension or more.
+      axis: the axis of the channels.
+      axis_name: as for :func:`batch_norm`.
+
+    Returns:
+      ``(mean, var)``, each ``[c]`` in float32 (float64 for float64). Both can be differentiated.
+
+    Residuals:
+      ``x`` and ``mean``.
+
+    Sharding: as :func:`batch_norm`, with one all-reduce in the forward.
+
+    Raises:
+      TypeError: ``x`` is not an array, its dtype is not supported, or ``axis`` is not an integer.
+      ValueError: ``axis`` is out of range.
+
+    Source:
+      OneFlow, BatchNorm with ReLU and Add+ReLU.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> mean, var = fo.batch_norm_statistics(jnp.array([[1.0, 10.0], [3.0, 30.0]]))
+      >>> mean.tolist(), var.tolist()
+      ([2.0, 20.0], [1.0, 100.0])
     """
-    mean, var = _call(_STATISTICS, x, axis % x.ndim, [], None)
+    x, _, at, _, _ = _check("batch_norm_statistics", x, axis, 0.0, None, None, {})
+    return _statistics_of(x, at, axis_name)
+
+
+def _statistics_of(x, at: int, axis_name):
+    mean, var = _call(_STATISTICS, x, at, [], None)
     return (mean, var) if axis_name is None else _over_axis(mean, var, axis_name)
 
 

@@ -210,7 +210,7 @@ FANOUT_PADDED = case(
 # Statistics computed separately: over a mapped axis, and in a ResNet's stem.
 STATISTICS = Case(
     name="statistics",
-    fn=lambda x: kernels.statistics(x, -1),
+    fn=lambda x: fo.batch_norm_statistics(x),
     reference=lambda x: statistics(jnp.asarray(x), -1),
     make_args=lambda rng, dtype: (normal(rng, (4, 3, 8), dtype),),
     make_sharded_args=lambda rng, dtype: (normal(rng, (16, 3, 8), dtype),),
@@ -861,6 +861,10 @@ def test_errors_of_dtypes():
         op(x, np.ones(3, np.int32), None)
     with pytest.raises(TypeError, match="mean is None"):
         fo.batch_norm_inference(x, None, x[0], None, None)
+    with pytest.raises(TypeError, match="batch_norm_statistics: x has dtype int32"):
+        fo.batch_norm_statistics(x.astype(np.int32))
+    with pytest.raises(ValueError, match="batch_norm_statistics: axis is 2"):
+        fo.batch_norm_statistics(x, axis=2)
     with pytest.raises(ValueError, match=r"var has shape \(4,\)"):
         fo.batch_norm_inference(x, x[0], np.ones(4, np.float32), None, None)
 
@@ -1047,7 +1051,7 @@ def test_derivatives_of_statistics_far_from_zero():
     rng = np.random.default_rng(27)
     x, dx = (1e4 + rng.standard_normal((2, 392, 8, 5)) for _ in range(2))
     cts = tuple(rng.standard_normal((2, 8)))
-    fn, found = functools.partial(kernels.statistics, axis=2), []
+    fn, found = functools.partial(fo.batch_norm_statistics, axis=2), []
     for dtype in (np.float32, np.float64):
         with x64(dtype == np.float64):
             given, tangent = (a.astype(np.float32).astype(dtype) for a in (x, dx))
@@ -1066,7 +1070,7 @@ def test_ranks_are_not_promoted(mode):
     cts = (args[0], *args[1:3])
     with jax.numpy_rank_promotion("raise"), implementation(mode):
         jax.block_until_ready(jax.jit(value_and_gradients(op, activation="relu"))(cts, *args))
-        jax.block_until_ready(jax.jit(jax.jacrev(lambda x: kernels.statistics(x, -1)))(args[0]))
+        jax.block_until_ready(jax.jit(jax.jacrev(lambda x: fo.batch_norm_statistics(x)))(args[0]))
 
 
 @pytest.mark.parametrize("mode", MODES)

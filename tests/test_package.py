@@ -1,9 +1,10 @@
-"""The installed package: its report, its errors, its switch between implementations."""
+"""The installed package: its names, its report, its errors, its choice of implementations."""
 
 import ast
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import jax_fastops as fo
 from jax_fastops import _native
 
 PACKAGE = pathlib.Path(fo.__file__).parent
+MODELS = sorted((PACKAGE / "models").glob("*.py"))
 
 
 @pytest.fixture
@@ -99,6 +101,26 @@ def test_without_the_cuda_module_the_cpu_works_and_info_says_so(copy_of_package)
     assert info["modules"]["cuda"] is None
     assert info["ops"]["relu"] == {"cpu": "native", "cuda": "xla", "other": "xla"}
     assert value == "0.0"
+
+
+def used_names(tree):
+    """The dotted names that a module imports, and its attributes of this package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            where = "." * node.level + (node.module or "")
+            yield from (f"{where}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("fo", "jax_fastops"):
+            yield f"{ast.unparse(node.value)}.{node.attr}"
+
+
+@pytest.mark.parametrize("name", ["nnx.py", *(f"models/{f.name}" for f in MODELS)])
+def test_models_and_layers_use_public_names_only(name):
+    """Files of the models may also use each other, such as ``jax_fastops.models._checks``."""
+    own = "jax_fastops.models._" if name.startswith("models/") else ""
+    used = list(used_names(ast.parse((PACKAGE / name).read_text())))
+    assert [u for u in used if re.search(r"(^|\.)_(?!_)", u.removeprefix(own))] == []
 
 
 def test_importing_starts_no_backend():
@@ -227,18 +249,3 @@ def test_a_platform_without_kernels_takes_the_reference():
         exported = jax.export.export(jax.jit(jax.grad(f)), platforms=["tpu"])(X)
     assert "custom_call" not in exported.mlir_module()
     assert "select" in exported.mlir_module()
-
-
-def test_models_and_layers_use_public_names():
-    """They import nothing whose name begins with an underscore, but for their own files."""
-    package = pathlib.Path(fo.__file__).parent
-    for path in [package / "nnx.py", *(package / "models").glob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom | ast.Import):
-                continue
-            module = getattr(node, "module", None) or ""
-            if module.startswith("jax_fastops.models"):
-                continue
-            for name in [*module.split("."), *(a.name.split(".")[-1] for a in node.names)]:
-                private = name.startswith("_") and not name.startswith("__")
-                assert not private, f"{path.name}:{node.lineno} imports {module}.{name}"

@@ -342,9 +342,10 @@ def test_plain_batch_norm(axis, parameters):
     """It has the signature and the results of the function of FASTOPS."""
     for mine, other in zip(resnet.PLAIN[:3], resnet.FASTOPS[:3], strict=True):
         mine, other = (list(inspect.signature(f).parameters.values()) for f in (mine, other))
-        other = [p for p in other if p.name != "fork"]  # deprecated
         assert [(p.name, p.kind, p.default) for p in mine] == [
-            (p.name, p.kind, p.default) for p in other
+            (p.name, p.kind, p.default)
+            for p in other
+            if p.name != "fork"  # a former name
         ]
     rng = np.random.default_rng(0)
     x, residual = rng.standard_normal((2, 4, 6, 5, 3), np.float32)

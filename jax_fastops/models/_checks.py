@@ -1,32 +1,12 @@
 """Checks that the models share; messages begin with the model's name."""
 
-import math
 import numbers
 import operator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def integer(model: str, name: str, value) -> int:
-    """The value as an int."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{model}: {name} is {value!r}; it must be an integer") from None
-
-
-def number(model: str, name: str, value) -> float:
-    """The value as a float, which is not NaN."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        kind = type(value).__name__
-        raise TypeError(f"{model}: {name} is of type {kind}; it must be a Python or NumPy number")
-    if math.isnan(value):
-        raise ValueError(f"{model}: {name} is {value!r}; it must be a number")
-    return float(value)
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def check_choice(model: str, name: str, value, choices: tuple[str, ...]) -> None:
@@ -36,29 +16,38 @@ def check_choice(model: str, name: str, value, choices: tuple[str, ...]) -> None
         raise ValueError(f"{model}: {name} is {value!r}; it must be one of {accepted}")
 
 
-def check_vector(model: str, name: str, value, length: int, what: str) -> jax.Array:
-    """A floating array of one dimension, of the length of ``what``."""
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        raise TypeError(f"{model}: {name} is of type {type(value).__name__}; it must be an array")
-    if value.shape != (length,):
-        raise ValueError(f"{model}: {name} has shape {value.shape}; it must be {(length,)}, {what}")
-    if str(value.dtype) not in DTYPES:
-        raise TypeError(
-            f"{model}: {name} has dtype {value.dtype}; it must be one of {', '.join(DTYPES)}"
-        )
-    return jnp.asarray(value)
+def integer(model: str, name: str, value, least: int) -> int:
+    """The value as an int of ``least`` or more."""
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{model}: {name} is {value!r}; it must be an integer") from None
+    if value < least:
+        raise ValueError(f"{model}: {name} is {value}; it must be {least} or more")
+    return value
+
+
+def number(model: str, name: str, value) -> float:
+    """The value as a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        kind = type(value).__name__
+        raise TypeError(f"{model}: {name} is of type {kind}; it must be a Python or NumPy number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{model}: {name} is {value}, which no float can hold") from None
 
 
 def dtype_name(model: str, dtype) -> str:
-    """The name of a dtype. A name is returned unchanged; ``check_choice`` checks it."""
-    if isinstance(dtype, str):
-        return dtype
+    """The name of a floating dtype, given by itself or by its name."""
     try:
-        if dtype is not None:  # which NumPy takes for float64
-            return jnp.dtype(dtype).name
+        name = dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:
-        pass
-    raise TypeError(f"{model}: dtype is {dtype!r}; it must be a dtype or the name of one")
+        name = None
+    if name is None:  # NumPy takes None for float64
+        raise TypeError(f"{model}: dtype is {dtype!r}; it must be a dtype or the name of one")
+    check_choice(model, "dtype", name, _DTYPES)
+    return name
 
 
 def check_tree(model: str, name: str, given, wanted) -> None:

@@ -31,23 +31,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_fastops import (
-    bias_act,
-    layer_norm,
-    merge_heads,
-    residual_layer_norm,
-    softmax,
-    split_qkv_heads,
-)
-from jax_fastops.models._arrays import explicit_spec, varying_as
-from jax_fastops.models._checks import (
-    DTYPES,
-    check_choice,
-    check_tree,
-    dtype_name,
-    integer,
-    number,
-)
+import jax_fastops as fo
+from jax_fastops.models._checks import check_choice, check_tree, dtype_name, integer, number
+from jax_fastops.models._sharding import explicit_spec, varying_with
 
 __all__ = [
     "BASE",
@@ -147,10 +133,7 @@ class Config:
         # Canonical values: a NumPy number equals Python's, but a NumPy dtype not its name.
         set_ = functools.partial(object.__setattr__, self)
         for name in _SIZES:
-            value = integer("bert", name, getattr(self, name))
-            if value < 1:
-                raise ValueError(f"bert: {name} is {value}; it must be 1 or more")
-            set_(name, value)
+            set_(name, integer("bert", name, getattr(self, name), 1))
         if self.hidden_size % self.heads:
             raise ValueError(
                 f"bert: heads is {self.heads}, which does not divide hidden_size, "
@@ -159,7 +142,6 @@ class Config:
         set_("dtype", dtype_name("bert", self.dtype))
         check_choice("bert", "activation", self.activation, tuple(_ACTIVATIONS))
         check_choice("bert", "attention", self.attention, _ATTENTIONS)
-        check_choice("bert", "dtype", self.dtype, DTYPES)
         for name in ("dropout", "attention_dropout"):
             rate = number("bert", name, getattr(self, name))
             if not 0 <= rate < 1:
@@ -266,7 +248,7 @@ def _plain_residual_layer_norm(
 
 def _plain_layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6, fanout=False):
     """Layer norm in float32 (float64 for float64), rounded once, as models usually write it."""
-    wide = x.astype(_wide(x.dtype))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     centred = wide - wide.mean(-1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
     y = y if scale is None else y * scale
@@ -280,12 +262,12 @@ def _plain_bias_act(x, bias, *, activation: str = "gelu"):
 
 #: The ops of this package.
 FASTOPS = Ops(
-    split_qkv_heads,
-    merge_heads,
-    softmax,
-    residual_layer_norm,
-    layer_norm,
-    bias_act,
+    fo.split_qkv_heads,
+    fo.merge_heads,
+    fo.softmax,
+    fo.residual_layer_norm,
+    fo.layer_norm,
+    fo.bias_act,
 )
 #: The same ops on ``jax.nn`` and ``jax.numpy``.
 PLAIN = Ops(
@@ -523,7 +505,7 @@ def apply(
 
 def _embed(params: dict, tokens, config: Config, token_types, positions):
     """The sum of the three embeddings, computed in float32 and rounded once."""
-    wide = _wide(config.dtype)
+    wide = jnp.promote_types(config.dtype, jnp.float32)
     x = _take(params["word"], tokens).astype(wide)
     table = params["position"]
     x = x + (table[: tokens.shape[1]] if positions is None else _take(table, positions))
@@ -627,8 +609,8 @@ def _encode(layers, x, config: Config, mask, key, ops: Ops):
 
         stacked = layers if isinstance(layers, dict) else _stack(layers)
         # Under jax.shard_map a layer's result varies over the same mesh axes as these.
-        x = varying_as(x, (stacked, mask, keys))
-        return jax.lax.scan(step, x, (stacked, keys))[0]
+        given = [a for a in (*jax.tree.leaves(stacked), mask, keys) if a is not None]
+        return jax.lax.scan(step, varying_with(x, given), (stacked, keys))[0]
     layers = _unstack(layers) if isinstance(layers, dict) else layers
     for index, params in enumerate(layers):
         more = {"fanout": True} if fanout and index < config.layers - 1 else {}
@@ -715,14 +697,9 @@ def _layer(params: dict, x, config: Config, mask, key, ops: Ops, fanout: bool):
     return norm(params["down"], params["norm"], y, residual, keys[2], fanout=fanout)
 
 
-def _wide(dtype):
-    """The dtype of statistics and sums."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _wide_product(equation: str, x, kernel):
     """A product in the dtype of ``x``, whose result has the accumulator dtype."""
-    wide = _wide(x.dtype)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
     kernel = kernel.astype(x.dtype)
     if jax.default_backend() == "cpu":
         # XLA widens the operands on a CPU anyway, but jaxlib 0.8 not those of every product.
@@ -784,7 +761,7 @@ def _dropout(key, rate: float, x):
     draws = jax.random.uniform(key, x.shape, out_sharding=shards)
     keep = checkpoint_name(draws < 1 - rate, _DROPOUT)
     # A divisor in bfloat16 would be rounded, which scales every kept element wrongly.
-    kept = (x.astype(_wide(x.dtype)) / (1 - rate)).astype(x.dtype)
+    kept = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)).astype(x.dtype)
     return jnp.where(keep, kept, jnp.zeros_like(x))
 
 

@@ -25,20 +25,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_fastops import batch_norm, batch_norm_inference
-from jax_fastops.batch_norm import statistics as batch_norm_statistics
-from jax_fastops.models._arrays import explicit_spec, reshape
-from jax_fastops.models._checks import (
-    DTYPES,
-    check_choice,
-    check_tree,
-    check_vector,
-    dtype_name,
-    integer,
-    number,
-)
+import jax_fastops as fo
+from jax_fastops.models._checks import check_choice, check_tree, dtype_name, integer, number
+from jax_fastops.models._sharding import explicit_spec
 
 __all__ = [
     "FASTOPS",
@@ -121,29 +113,21 @@ class Config:
             ) from None
         # Canonical values: a list is not hashable, and a NumPy dtype does not equal its name.
         set_ = functools.partial(object.__setattr__, self)
-        set_("stages", tuple(_positive(f"stages[{i}]", n) for i, n in enumerate(stages)))
+        stages = tuple(integer("resnet", f"stages[{i}]", n, 1) for i, n in enumerate(stages))
+        set_("stages", stages)
         if not stages:
             raise ValueError("resnet: stages is empty; there must be one stage or more")
-        for name in ("width", "classes", "channels"):
-            set_(name, _positive(name, getattr(self, name)))
-        set_("remat", integer("resnet", "remat", self.remat))
-        if self.remat < 0:
-            raise ValueError(f"resnet: remat is {self.remat}; it must be 0 or more")
+        for name, least in dict(width=1, classes=1, channels=1, remat=0).items():
+            set_(name, integer("resnet", name, getattr(self, name), least))
         check_choice("resnet", "block", self.block, tuple(_SIZES))
         check_choice("resnet", "stem", self.stem, _STEMS)
         set_("dtype", dtype_name("resnet", self.dtype))
-        check_choice("resnet", "dtype", self.dtype, DTYPES)
-        set_("eps", number("resnet", "eps", self.eps))
-        set_("momentum", number("resnet", "momentum", self.momentum))
+        for name in ("eps", "momentum"):
+            set_(name, number("resnet", name, getattr(self, name)))
+        if math.isnan(self.eps):
+            raise ValueError("resnet: eps is nan; it must be a number")
         if not 0 <= self.momentum <= 1:
             raise ValueError(f"resnet: momentum is {self.momentum!r}; it must be from 0 to 1")
-
-
-def _positive(name: str, value) -> int:
-    value = integer("resnet", name, value)
-    if value < 1:
-        raise ValueError(f"resnet: {name} is {value}; it must be 1 or more")
-    return value
 
 
 #: ResNet-18.
@@ -207,12 +191,19 @@ def max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
       >>> resnet.max_pool(x)[0, :, :, 0].tolist()
       [[5.0, 7.0], [13.0, 15.0]]
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"max_pool: x has dtype {x.dtype}; it must be a floating dtype")
+    given = {"x": x} | ({} if scale is None else {"scale": scale})
+    for name, array in given.items():
+        dtype = getattr(array, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"max_pool: {name} has dtype {dtype}; it must be an array of a floating dtype"
+            )
     if x.ndim != 4:
         raise ValueError(f"max_pool: x has shape {x.shape}; it must be [n, h, w, c]")
-    if scale is not None:
-        scale = check_vector("max_pool", "scale", scale, x.shape[3], "axis 3 of x")
+    if scale is not None and scale.shape != x.shape[3:]:
+        raise ValueError(
+            f"max_pool: scale has shape {scale.shape}; it must be {x.shape[3:]}, axis 3 of x"
+        )
     return _pool(x, _sign(scale, x.dtype))
 
 
@@ -281,8 +272,9 @@ def _elements_at(place, x):
     x = jax.lax.pad(x, zero, ((0, 0, 0), (0, h % 2, 0), (0, w % 2, 0), (0, 0, 0)))
     # Axes: n, window row, row parity, window column, column parity, c.
     spec = explicit_spec(x)
-    spec = spec and (*spec[:2], None, spec[2], None, spec[3])
-    x = reshape(x, (n, (h + 1) // 2, 2, (w + 1) // 2, 2, c), spec)
+    if spec is not None:
+        spec = PartitionSpec(spec[0], spec[1], None, spec[2], None, spec[3])
+    x = jax.lax.reshape(x, (n, (h + 1) // 2, 2, (w + 1) // 2, 2, c), out_sharding=spec)
     parts = []
     for below in (0, 1):
         for right in (0, 1):
@@ -311,9 +303,9 @@ class BatchNorm(NamedTuple):
       again: like :func:`jax_fastops.batch_norm_inference`. It recomputes a result of ``training``
         from its statistics, up to rounding, for ``Config.remat``. With ``None``, as for plain JAX,
         all results are kept.
-      statistics: computes the ``mean`` and ``var`` of ``training`` from ``(x, axis, axis_name)``.
-        If given, the stem pools before it normalizes: it calls this function, then the max pooling,
-        then ``inference`` on a quarter of the elements. Batch norm is monotonic per channel, so the
+      statistics: like :func:`jax_fastops.batch_norm_statistics`, or ``None``. If given, the stem
+        pools before it normalizes: it calls this function, then the max pooling, then
+        ``inference`` on a quarter of the elements. Batch norm is monotonic per channel, so the
         pooling selects the same elements (minima, where the scale is negative). If the normalized
         values are equal (in 16 bits, or with a scale of 0), the gradient goes to the largest input
         instead of the first.
@@ -406,11 +398,11 @@ def plain_batch_norm_inference(
 
 #: The batch norms of this package, and :func:`max_pool`.
 FASTOPS = BatchNorm(
-    batch_norm,
-    batch_norm_inference,
+    fo.batch_norm,
+    fo.batch_norm_inference,
     max_pool=max_pool,
-    again=batch_norm_inference,
-    statistics=batch_norm_statistics,
+    again=fo.batch_norm_inference,
+    statistics=fo.batch_norm_statistics,
 )
 #: The same in plain JAX.
 PLAIN = BatchNorm(plain_batch_norm, plain_batch_norm_inference)
@@ -621,7 +613,7 @@ def apply(
             return batch_norm.max_pool(y), found
         mean, var, found = running["mean"], running["var"], running
         if train:
-            mean, var = batch_norm.statistics(x, -1, axis_name)
+            mean, var = batch_norm.statistics(x, axis_name=axis_name)
             found = updated(running, mean, var)
         scale, bias = params["scale"], params["bias"]
         x = batch_norm.max_pool(x, scale)
