@@ -3,6 +3,7 @@
 // pass. A new op is a functor:
 //
 //   struct F {
+//     using Family = ...;  // of KernelOf
 //     static constexpr int kOperands = ..., kGradients = ...;
 //     // Whether an operand may have the accumulator type.
 //     static constexpr bool kMayBeWide = ...;
@@ -10,8 +11,10 @@
 //     static constexpr bool kBits = ...;
 //     // Whether gradient 0 always has the result's shape.
 //     static constexpr bool kFirstIsFull = ...;
-//     // Whether there are kernels for rows that are not a multiple of 16 bytes, for the cases that
-//     // elementwise/rows.cuh does not take.
+//     // Whether there is a kernel for these kinds, for rows that are a multiple of 16 bytes.
+//     static constexpr bool HasBackward(int kinds);
+//     // Whether there is also one for other rows, if one gradient is a sum of columns. Most such
+//     // rows are taken by elementwise/rows.cuh.
 //     static constexpr bool kShortUnits = ...;
 //     template <typename T>
 //     static __device__ void Gradients(ComputeType<T> dy,
@@ -36,7 +39,7 @@
 //
 // The offsets of a box's rows in each array are computed once, into a table in shared memory, so
 // the number of dimensions costs nothing in the loops. Sums that a box cannot finish become partial
-// sums, which a second kernel adds up (elementwise/finish.cuh). Without atomics, two runs are
+// sums, which a second kernel adds up (elementwise/finish.cu). Without atomics, two runs are
 // bitwise equal.
 //
 // Two patterns have separate kernels, used where they are faster: sums over each of two dimensions
@@ -55,9 +58,11 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/cuda/dispatch.cuh"
+#include "core/cuda/launch.h"
 #include "core/dtype.h"
 #include "elementwise/broadcast.h"
-#include "elementwise/finish.cuh"
+#include "elementwise/finish.h"
 #include "elementwise/operands.cuh"
 #include "elementwise/plan.h"
 #include "elementwise/rows.cuh"
@@ -83,6 +88,14 @@ enum Kind : int {
   kRow = 2,     // the operand has one element per row
 };
 inline constexpr int kAnyKinds = -1;
+
+// The kinds of the operands, in their order.
+template <typename... Kinds>
+constexpr int KindsOf(Kinds... kinds) {
+  int all = 0, shift = 0;
+  ((all |= kinds << shift, shift += 2), ...);
+  return all;
+}
 
 constexpr int KindOf(int kinds, int gradient) { return kinds >> (2 * gradient) & 3; }
 
@@ -186,8 +199,7 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
   constexpr int kSteps = Shape::kSteps;
   constexpr int kWarps = kBoxThreads / 32;
   constexpr int kGradients = F::kGradients, kOperands = F::kOperands;
-  constexpr int kColumns =
-      kAny ? (kManyRows ? kMaxColumnSums : 0) : CountColumns(kAny ? 0 : kKinds, kGradients);
+  constexpr int kColumns = kAny ? kMaxColumnSums : CountColumns(kAny ? 0 : kKinds, kGradients);
   constexpr int kPiece = 16 / sizeof(C) < kSize ? 16 / sizeof(C) : kSize;  // of a slot
   constexpr unsigned kAll = 0xffffffffu;
 
@@ -564,15 +576,6 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
 // 8 elements of 4 bytes, or 4 of 8, per thread.
 inline constexpr int kExchangeBytes = 8 << 10;
 
-// Allows a kernel all the shared memory that a box may take. Must be called once per kernel.
-inline cudaError_t AllowBoxes(const void* kernel) {
-  DeviceLimits device;
-  const cudaError_t error = GetDeviceLimits(&device);
-  if (error != cudaSuccess) return error;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              kTableBytes + kExchangeBytes + device.slot_bytes);
-}
-
 template <typename F, typename T>
 class BackwardLauncher {
   using C = ComputeType<T>;
@@ -608,23 +611,12 @@ class BackwardLauncher {
     return cudaSuccess;
   }
 
-  // The kernels that take boxes, without FinishSumsKernel<T>.
-  template <typename Visit>
-  static void VisitKernels(const Visit& visit) {
-    const auto give = [&visit](auto kernel, int, bool) {
-      visit(reinterpret_cast<const void*>(kernel));
-    };
-    if constexpr (sizeof(T) < 8) Each<16>(give);
-    Each<sizeof(T)>(give);
-  }
-
  private:
   // Calls `use` with every kernel for units of this size, and its properties.
   template <int kBytes, typename Use>
   static void Each(const Use& use) {
-    use(ElementwiseBackwardKernel<F, T, kBytes, kAnyKinds, true>, kAnyKinds, true);
-    use(ElementwiseBackwardKernel<F, T, kBytes, kAnyKinds, false>, kAnyKinds, false);
-    if constexpr (sizeof(T) < 8 && (kBytes == 16 || F::kShortUnits)) {
+    One<kBytes, kAnyKinds, true>(use);
+    if constexpr (sizeof(T) < 8) {
       EachKind<kBytes>(use, std::make_integer_sequence<int, 1 << (2 * F::kGradients)>());
     }
   }
@@ -637,11 +629,20 @@ class BackwardLauncher {
   template <int kBytes, int kKinds, typename Use>
   static void OneKind(const Use& use) {
     if constexpr (Occurs(kKinds)) {
-      use(ElementwiseBackwardKernel<F, T, kBytes, kKinds, true>, kKinds, true);
-      if constexpr (CountColumns(kKinds, F::kGradients) == 0) {
-        use(ElementwiseBackwardKernel<F, T, kBytes, kKinds, false>, kKinds, false);
+      constexpr int kColumns = CountColumns(kKinds, F::kGradients);
+      if constexpr (kBytes == 16 ? F::HasBackward(kKinds) : F::kShortUnits && kColumns == 1) {
+        One<kBytes, kKinds, true>(use);
+      }
+      if constexpr (kBytes == 16 && F::HasBackward(kKinds) && kColumns == 0) {
+        One<kBytes, kKinds, false>(use);
       }
     }
+  }
+
+  template <int kBytes, int kKinds, bool kManyRows, typename Use>
+  static void One(const Use& use) {
+    use(KernelOf<typename F::Family, ElementwiseBackwardKernel<F, T, kBytes, kKinds, kManyRows>>(),
+        kKinds, kManyRows);
   }
 
   // Some operand's elements are adjacent, and there are registers for all columns.
@@ -665,7 +666,7 @@ class BackwardLauncher {
     for (int g = 0; g < F::kGradients; ++g) {
       if (given.IsFull(F::kOperands + g)) bits |= reinterpret_cast<uintptr_t>(gradients[g].data);
     }
-    if constexpr (sizeof(T) < 8) {  // double has only units of one element
+    if constexpr (sizeof(T) < 8) {
       if (given.inner() % (16 / static_cast<int64_t>(sizeof(T))) == 0 && bits % 16 == 0) {
         return PassOf<16>(given, dy, operands, gradients, summed, sums, write_full, workspace,
                           stream);
@@ -689,24 +690,58 @@ class BackwardLauncher {
       arrays_of_columns[columns] = array;
       return columns++;
     };
+    bool is_summed[F::kGradients] = {}, wanted[F::kGradients];
+    for (int s = 0; s < sums; ++s) is_summed[summed[s]] = true;
+    int kinds = 0;
+    // In a partitioned program an operand may have copies along dimensions that its gradient keeps
+    // or sums over. Their strides then differ. They also differ if an unsummed gradient is wide.
+    bool alike = true;
+    for (int g = 0; g < F::kGradients; ++g) {
+      const int out = F::kOperands + g;
+      const bool full = write_full && gradients[g].data != nullptr && shape.IsFull(out);
+      const bool wide = gradients[g].wide && sizeof(T) < sizeof(C);
+      wanted[g] = full || is_summed[g];
+      const bool column = is_summed[g] && shape.InnerStride(out) != 0;
+      const bool row = is_summed[g] && !column;
+      // A gradient whose operand is not read by the backward has its own offsets.
+      const int like = F::kOperands == F::kGradients ? g : out;
+      const bool one = shape.InnerStride(like) == 0 && !shape.IsFull(like);
+      alike = alike && (!wanted[g] || (one == row && !(full && wide)));
+      kinds |= (column ? kColumn : one ? kRow : kPlain) << (2 * g);
+      p.sum[g].way = full ? Way::kFull : Way::kUnwanted;
+      p.sum[g].out = gradients[g].data;
+      p.sum[g].wide = full && wide;
+    }
+    F::Needed(wanted, p.needed);
+    const bool takes_special = alike && shape.elements() < (int64_t{1} << 31);
+    void (*special[2])(BackwardParams<F>) = {};  // by many rows
+    void (*chosen)(BackwardParams<F>) = nullptr;
+    Each<kBytes>([&](auto kernel, int its_kinds, bool its_rows) {
+      if (its_kinds == kAnyKinds) chosen = kernel;
+      if (its_kinds == kinds) special[its_rows] = kernel;
+    });
+
     p.dy = dy;
     for (int k = 0; k < F::kOperands; ++k) {
       p.operand[k] = operands[k];
       p.reach[k] = shape.InnerStride(k) != 0 || shape.IsFull(k) ? Reach::kNeighbours : Reach::kOne;
       p.operand_column[k] = column_of(k);
     }
-    DeviceLimits device;
-    cudaError_t error = GetDeviceLimits(&device);
+    Device device;
+    cudaError_t error = CurrentDevice(&device);
     if (error != cudaSuccess) return error;
     int arrays[kMaxSums];
     for (int s = 0; s < sums; ++s) arrays[s] = F::kOperands + summed[s];
     BoxLimits limits;
     limits.unit = Shape::kSize;
     limits.units = Shape::kUnits;
+    // The general kernel has many rows.
+    if (!takes_special || special[false] == nullptr) limits.most_range = 1;
     limits.table_columns = columns + sums;
     limits.element_bytes = sizeof(T);
     limits.accumulator_bytes = sizeof(C);
-    limits.slot_bytes = device.slot_bytes;
+    limits.slot_bytes =
+        std::min(kMostSlotBytes, device.shared_per_block - kTableBytes - kExchangeBytes);
     limits.workspace = workspace.size;
     limits.processors = device.processors;
     const BoxPlan plan = CachedBoxes(shape, arrays, sums, limits);
@@ -716,13 +751,6 @@ class BackwardLauncher {
     p.column_source[0] = p.column_source[1] = 0;
     int64_t used = 0;
     SumsToFinish unfinished;
-    for (int g = 0; g < F::kGradients; ++g) {
-      p.sum[g].way = Way::kUnwanted;
-      if (!write_full || gradients[g].data == nullptr || !shape.IsFull(F::kOperands + g)) continue;
-      p.sum[g].way = Way::kFull;
-      p.sum[g].out = gradients[g].data;
-      p.sum[g].wide = gradients[g].wide && sizeof(T) < sizeof(C);
-    }
     for (int s = 0; s < sums; ++s) {
       const int g = summed[s];
       const SumPlan& from = plan.sum[s];
@@ -807,39 +835,16 @@ class BackwardLauncher {
       }
     }
 
-    bool wanted[F::kGradients];
-    int kinds = 0;
-    // In a partitioned program an operand may have copies along dimensions that its gradient keeps
-    // or sums over. Their strides then differ. They also differ if an unsummed gradient is wide.
-    bool alike = true;
-    for (int g = 0; g < F::kGradients; ++g) {
-      const Way way = p.sum[g].way;
-      wanted[g] = way != Way::kUnwanted;
-      const bool column = way == Way::kColumns || way == Way::kColumnSlots;
-      const bool row = wanted[g] && !column && way != Way::kFull;
-      // A gradient whose operand is not read by the backward has its own offsets.
-      const int like = F::kOperands == F::kGradients ? g : F::kOperands + g;
-      const bool one = shape.InnerStride(like) == 0 && !shape.IsFull(like);
-      alike = alike && (!wanted[g] || (one == row && !(way == Way::kFull && p.sum[g].wide)));
-      kinds |= (column ? kColumn : one ? kRow : kPlain) << (2 * g);
+    if (takes_special && plan.lanes == 32 && special[plan.range == 1] != nullptr) {
+      chosen = special[plan.range == 1];
     }
-    F::Needed(wanted, p.needed);
-    const bool special = alike && plan.lanes == 32 && shape.elements() < (int64_t{1} << 31);
     const size_t shared = (plan.box_a + plan.box_b) * columns * sizeof(int64_t) + kExchangeBytes +
                           static_cast<size_t>(slots) * sizeof(C);
-    const unsigned blocks = static_cast<unsigned>(plan.blocks());
-    const bool many_rows = plan.range == 1;
-    void (*chosen)(BackwardParams<F>) = nullptr;
-    Each<kBytes>([&](auto kernel, int its_kinds, bool its_rows) {
-      if (its_rows != many_rows) return;
-      if (its_kinds == kAnyKinds ? chosen == nullptr : special && its_kinds == kinds) {
-        chosen = kernel;
-      }
-    });
-    chosen<<<blocks, kBoxThreads, shared, stream>>>(p);
-    error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
-    return unfinished.Launch(FinishSumsKernel<T>, stream);
+    const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(plan.blocks())),
+                                 .block = dim3(kBoxThreads),
+                                 .shared = shared};
+    error = cuda::Launch(chosen, config, stream, p);
+    return error == cudaSuccess ? unfinished.Launch<T>(stream) : error;
   }
 
   static void Copy(const BroadcastShape& shape, const int* dims, int rank, int array, int* own_rank,
@@ -858,46 +863,9 @@ cudaError_t ElementwiseBackward(const BroadcastShape& given, DType dtype, const 
                                 SumWorkspace workspace, cudaStream_t stream) {
   BroadcastShape shape;
   if (!WithRows(given, &shape)) return cudaErrorInvalidValue;
-  const auto launch = [&](auto element) {
-    using T = decltype(element);
+  return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
     return BackwardLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream);
-  };
-  switch (dtype) {
-    case DType::kF32:
-      return launch(float{});
-    case DType::kBF16:
-      return launch(__nv_bfloat16{});
-    case DType::kF16:
-      return launch(__half{});
-    case DType::kF64:
-      return launch(double{});
-  }
-  return cudaErrorInvalidValue;
-}
-
-// Passes every kernel of the backward to `load`, and allows it the shared memory of a box.
-template <typename F, typename Load>
-void LoadElementwiseBackward(const Load& load) {
-  const auto boxes = [&load](const void* kernel) {
-    // Fails if the device has less. A plan then requests less, too, or its launch fails.
-    if (AllowBoxes(kernel) != cudaSuccess) cudaGetLastError();
-    load(kernel);
-  };
-  TileLauncher<F, float>::VisitKernels(load);
-  TileLauncher<F, __nv_bfloat16>::VisitKernels(load);
-  TileLauncher<F, __half>::VisitKernels(load);
-  RowsLauncher<F, float>::VisitKernels(load);
-  RowsLauncher<F, __nv_bfloat16>::VisitKernels(load);
-  RowsLauncher<F, __half>::VisitKernels(load);
-  const auto finish = [&load](auto kernel) { load(reinterpret_cast<const void*>(kernel)); };
-  BackwardLauncher<F, float>::VisitKernels(boxes);
-  BackwardLauncher<F, __nv_bfloat16>::VisitKernels(boxes);
-  BackwardLauncher<F, __half>::VisitKernels(boxes);
-  BackwardLauncher<F, double>::VisitKernels(boxes);
-  finish(FinishSumsKernel<float>);
-  finish(FinishSumsKernel<__nv_bfloat16>);
-  finish(FinishSumsKernel<__half>);
-  finish(FinishSumsKernel<double>);
+  });
 }
 
 }  // namespace jax_fastops::cuda

@@ -9,7 +9,7 @@
 // Source: FasterTransformer, add_bias_act.
 #include "elementwise/bias_act.h"
 
-#include "core/cuda/load_kernels.h"
+#include "core/cuda/launch.h"
 #include "elementwise/backward.cuh"
 #include "elementwise/bias_act_of.h"
 #include "elementwise/bias_relu.cuh"
@@ -18,12 +18,15 @@ namespace jax_fastops::cuda {
 namespace {
 
 struct SelectByMask {
+  using Family = BiasActKernels;
   static constexpr int kOperands = 1;
   static constexpr int kGradients = 2;
   static constexpr bool kMayBeWide = false;
   static constexpr bool kBits = true;
   static constexpr bool kFirstIsFull = true;
   static constexpr bool kShortUnits = true;
+
+  static constexpr bool HasBackward(int) { return true; }
 
   template <typename T>
   static __device__ __forceinline__ void Gradients(ComputeType<T> dy, const ComputeType<T> (&x)[1],
@@ -37,14 +40,8 @@ struct SelectByMask {
 }  // namespace
 
 cudaError_t LoadBiasActKernels() {
-  static KernelLoader loader;
-  return loader.Load([](const auto& load) {
-    LoadBiasActOf<Gelu>(load);
-    LoadBiasActOf<GeluExact>(load);
-    LoadBiasActOf<Silu>(load);
-    LoadElementwiseBackward<SelectByMask>(load);
-    VisitBiasReluKernels(load);
-  });
+  const cudaError_t error = LoadKernels<BiasActKernels>();
+  return error == cudaSuccess ? LoadKernels<FinishKernels>() : error;
 }
 
 cudaError_t BiasActForward(const BroadcastShape& shape, DType dtype, Activation activation,

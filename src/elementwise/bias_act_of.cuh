@@ -11,12 +11,20 @@ namespace jax_fastops::cuda {
 
 template <typename Act>
 struct BiasAct {
+  using Family = BiasActKernels;
   static constexpr int kOperands = 2;
   static constexpr int kGradients = 2;
   static constexpr bool kMayBeWide = true;
   static constexpr bool kBits = false;
   static constexpr bool kFirstIsFull = true;
   static constexpr bool kShortUnits = true;
+
+  // A bias of one element per unit is common in rows, as the bias of channels that come first.
+  static constexpr bool HasForward(ForwardKind kind, int ones, bool wide) {
+    if (kind == ForwardKind::kFlat) return ones == 0 && !wide;
+    return ones == 0 || (ones == 2 && !wide);
+  }
+  static constexpr bool HasBackward(int) { return true; }
 
   template <typename T>
   static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[2]) {
@@ -31,12 +39,6 @@ struct BiasAct {
 
   static void Needed(const bool*, bool* needed) { needed[0] = needed[1] = true; }
 };
-
-template <typename Act>
-void LoadBiasActOf(const KernelLoader::Loading& load) {
-  LoadElementwiseForward<BiasAct<Act>>(load);
-  LoadElementwiseBackward<BiasAct<Act>>(load);
-}
 
 template <typename Act>
 cudaError_t BiasActForwardOf(const BroadcastShape& shape, DType dtype, const Operand operands[2],
@@ -54,7 +56,6 @@ cudaError_t BiasActBackwardOf(const BroadcastShape& shape, DType dtype, const vo
 
 // Instantiates the launchers of an activation. Used once, in the source file of that activation.
 #define FASTOPS_INSTANTIATE_BIAS_ACT(Act)                                                        \
-  template void LoadBiasActOf<Act>(const KernelLoader::Loading&);                                \
   template cudaError_t BiasActForwardOf<Act>(const BroadcastShape&, DType, const Operand[2],     \
                                              void*, cudaStream_t);                               \
   template cudaError_t BiasActBackwardOf<Act>(const BroadcastShape&, DType, const void*,         \

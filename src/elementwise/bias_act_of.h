@@ -1,24 +1,20 @@
 // The launchers of bias_act for one activation. Each activation has its own source file, because
-// each has about 110 kernels to compile.
+// each has about 60 kernels to compile.
 #ifndef JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_OF_H_
 #define JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_OF_H_
 
 #include <cuda_runtime_api.h>
 
-#include "core/cuda/load_kernels.h"
 #include "core/dtype.h"
 #include "elementwise/broadcast.h"
 #include "elementwise/elementwise.h"
 
 namespace jax_fastops::cuda {
 
+struct BiasActKernels;  // the family of KernelOf
 struct Gelu;
 struct GeluExact;
 struct Silu;
-
-// Passes every kernel of an activation to `load`.
-template <typename Act>
-void LoadBiasActOf(const KernelLoader::Loading& load);
 
 template <typename Act>
 cudaError_t BiasActForwardOf(const BroadcastShape& shape, DType dtype, const Operand operands[2],

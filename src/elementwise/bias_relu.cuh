@@ -34,12 +34,16 @@
 
 #include "core/alignment.h"
 #include "core/cuda/bitmask.cuh"
+#include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
+#include "core/cuda/launch.h"
 #include "core/cuda/packed.cuh"
 #include "core/cuda/relu_of.cuh"
 #include "core/cuda/shifted.cuh"
 #include "core/dtype.h"
 #include "core/fast_divide.h"
+#include "core/integer.h"
+#include "elementwise/bias_act_of.h"
 #include "elementwise/broadcast.h"
 #include "elementwise/elementwise.h"
 
@@ -420,38 +424,38 @@ __global__ void __launch_bounds__(kThreads) ChunksKernel(const __grid_constant__
 using Kernel = void (*)(Params);
 
 struct KernelSet {
-  Kernel units[3];  // by the mask
-  Kernel gather[3];
-  Kernel chunks[2];  // without and with a mask
-  int tile;
+  Kernel chunks[2];      // without and with a mask
+  Kernel units[3] = {};  // by the mask; null: not for float64
+  Kernel gather[3] = {};
+  int tile = 1;
 };
+
+template <typename T, typename P, Mask kMask, Reach kReach>
+Kernel Tiles() {
+  return KernelOf<BiasActKernels, TilesKernel<T, P, kMask, kReach>>();
+}
 
 template <typename T, typename P>
 KernelSet MakeKernelSet() {
-  constexpr Reach kUnit = Reach::kUnit, kGather = Reach::kGather;
-  return {
-      {TilesKernel<T, P, Mask::kNone, kUnit>, TilesKernel<T, P, Mask::kFlat, kUnit>,
-       TilesKernel<T, P, Mask::kRagged, kUnit>},
-      {TilesKernel<T, P, Mask::kNone, kGather>, TilesKernel<T, P, Mask::kFlat, kGather>,
-       TilesKernel<T, P, Mask::kRagged, kGather>},
-      {ChunksKernel<T, P, false>, ChunksKernel<T, P, true>},
-      kTile<T>,
-  };
+  KernelSet set = {.chunks = {KernelOf<BiasActKernels, ChunksKernel<T, P, false>>(),
+                              KernelOf<BiasActKernels, ChunksKernel<T, P, true>>()}};
+  if constexpr (sizeof(T) < 8) {
+    constexpr Reach kUnit = Reach::kUnit, kGather = Reach::kGather;
+    set.units[0] = Tiles<T, P, Mask::kNone, kUnit>();
+    set.units[1] = Tiles<T, P, Mask::kFlat, kUnit>();
+    set.units[2] = Tiles<T, P, Mask::kRagged, kUnit>();
+    set.gather[0] = Tiles<T, P, Mask::kNone, kGather>();
+    // Rows of a flat mask are whole bytes, so their bias is in units if it is aligned.
+    set.gather[1] = set.gather[2] = Tiles<T, P, Mask::kRagged, kGather>();
+    set.tile = kTile<T>;
+  }
+  return set;
 }
 
 inline KernelSet KernelsOf(DType dtype, bool wide) {
-  switch (dtype) {
-    case DType::kF32:
-      return MakeKernelSet<float, float>();
-    case DType::kBF16:
-      return wide ? MakeKernelSet<__nv_bfloat16, float>()
-                  : MakeKernelSet<__nv_bfloat16, __nv_bfloat16>();
-    case DType::kF16:
-      return wide ? MakeKernelSet<__half, float>() : MakeKernelSet<__half, __half>();
-    case DType::kF64:
-      return MakeKernelSet<double, double>();
-  }
-  return {};
+  return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
+    return wide ? MakeKernelSet<T, ComputeType<T>>() : MakeKernelSet<T, T>();
+  });
 }
 
 // Returns false if there are too many dimensions, which cannot happen for those of `shape`.
@@ -539,35 +543,18 @@ inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
   const bool gather = params.index.outer_rank <= 1 && params.index.columns >= unit;
   Kernel kernel = kernels.chunks[mask != nullptr];
   int64_t tiles = 0;
-  if (CommonAlignment({params.x, out}) == 16 && (units || gather)) {
+  if (kernels.units[0] != nullptr && CommonAlignment({params.x, out}) == 16 && (units || gather)) {
     const bool flat = one_row && CommonAlignment({mask}) >= 4;
     const Mask kind = mask == nullptr ? Mask::kNone : flat ? Mask::kFlat : Mask::kRagged;
     kernel = (units ? kernels.units : kernels.gather)[static_cast<int>(kind)];
     tiles = size / kernels.tile;
   }
   const int64_t rest = size - tiles * kernels.tile;
-  const int64_t warps = tiles + (rest + kChunk - 1) / kChunk;
-  const int64_t blocks = (warps + kThreads / kWarpSize - 1) / (kThreads / kWarpSize);
+  const int64_t warps = tiles + CeilDiv(rest, kChunk);
+  const int64_t blocks = CeilDiv(warps, kThreads / kWarpSize);
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  void* arguments[] = {&params};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
-                          dim3(static_cast<unsigned>(blocks)), dim3(kThreads), arguments, 0,
-                          stream);
-}
-
-// Passes every kernel to `visit`, for a KernelLoader.
-template <typename Visit>
-void VisitBiasReluKernels(const Visit& visit) {
-  for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
-    for (const bool wide : {false, true}) {
-      const bias_relu::KernelSet set = bias_relu::KernelsOf(static_cast<DType>(dtype), wide);
-      for (const bias_relu::Kernel kernel : set.units) visit(reinterpret_cast<const void*>(kernel));
-      for (const bias_relu::Kernel kernel : set.gather)
-        visit(reinterpret_cast<const void*>(kernel));
-      for (const bias_relu::Kernel kernel : set.chunks)
-        visit(reinterpret_cast<const void*>(kernel));
-    }
-  }
+  return Launch(kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kThreads)},
+                stream, params);
 }
 
 }  // namespace jax_fastops::cuda

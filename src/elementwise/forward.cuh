@@ -2,11 +2,14 @@
 // never expanded. A new op is a functor:
 //
 //   struct F {
+//     using Family = ...;  // of KernelOf
 //     static constexpr int kOperands = ...;
 //     // Whether an operand may have the accumulator type.
 //     static constexpr bool kMayBeWide = ...;
-//     // Whether the first operand has the result's shape, except if vmap maps only another one.
-//     static constexpr bool kFirstIsFull = ...;
+//     // Whether there is a kernel for a set of operands with one element per unit, one bit each,
+//     // or for all sets (kAnyOnes; only of ragged rows). `wide`: also for wide operands. At least
+//     // one operand has more elements.
+//     static constexpr bool HasForward(ForwardKind kind, int ones, bool wide);
 //     template <typename T>
 //     static __device__ ComputeType<T> Value(const ComputeType<T> (&x)[kOperands]);
 //   };
@@ -23,8 +26,8 @@
 // operands, and is read by aligned words and a shift (shifted.cuh). A unit in which one row ends
 // and the next begins (one of 125 in rows of 1001 elements of 16 bits) is read element by element,
 // and so is a unit at the end of an operand. The unit is a single element for rows shorter than a
-// unit, unaligned pointers, ragged arrays of 2^31 elements or more, and sets of operands without a
-// kernel.
+// unit, unaligned pointers, ragged arrays of 2^31 elements or more, ragged rows of operands without
+// a kernel, and float64.
 //
 // Kernels for wide operands need twice the registers for them, so they are separate kernels: for
 // two operands of 16 bits, 122 registers instead of 64, and half the occupancy.
@@ -38,10 +41,13 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
+#include "core/cuda/launch.h"
 #include "core/cuda/shifted.cuh"
 #include "core/dtype.h"
 #include "core/fast_divide.h"
+#include "core/integer.h"
 #include "elementwise/broadcast.h"
 #include "elementwise/operands.cuh"
 #include "elementwise/plan.h"
@@ -361,30 +367,36 @@ struct ForwardTraits {
 template <typename F, typename T, int kBytes, ForwardKind kKind, typename Index, int kOnes,
           bool kWide, typename Use>
 void UseElementwiseForward(const Use& use) {
-  use(ElementwiseForwardKernel<F, T, kBytes, kKind, Index, kOnes, kWide>,
+  use(KernelOf<typename F::Family,
+               ElementwiseForwardKernel<F, T, kBytes, kKind, Index, kOnes, kWide>>(),
       ForwardTraits{kBytes, kForwardUnits<T, kBytes, kKind, kWide>, kKind, sizeof(Index) == 8,
                     kOnes, kWide});
 }
 
-// Passes to `use` the kernels for a set of operands that have one element per unit. At least one
-// operand has more, and if F::kFirstIsFull, the first one does. Sets without a kernel are processed
-// element by element.
+// Passes to `use` the kernels for a set of operands that have one element per unit.
 template <typename F, typename T, bool kWide, int kOnes, typename Use>
 void UseElementwiseForwardOf(const Use& use) {
-  if constexpr (kOnes + 1 < 1 << F::kOperands && !(F::kFirstIsFull && (kOnes & 1))) {
-    UseElementwiseForward<F, T, 16, ForwardKind::kFlat, int64_t, kOnes, kWide>(use);
-    UseElementwiseForward<F, T, 16, ForwardKind::kRows, uint32_t, kOnes, kWide>(use);
-    UseElementwiseForward<F, T, 16, ForwardKind::kRagged, uint32_t, kOnes, kWide>(use);
+  constexpr ForwardKind kFlat = ForwardKind::kFlat, kRows = ForwardKind::kRows;
+  constexpr ForwardKind kRagged = ForwardKind::kRagged;
+  if constexpr (F::HasForward(kFlat, kOnes, kWide)) {
+    UseElementwiseForward<F, T, 16, kFlat, int64_t, kOnes, kWide>(use);
+  }
+  if constexpr (F::HasForward(kRows, kOnes, kWide)) {
+    UseElementwiseForward<F, T, 16, kRows, uint32_t, kOnes, kWide>(use);
+  }
+  if constexpr (F::HasForward(kRagged, kOnes, kWide)) {
+    UseElementwiseForward<F, T, 16, kRagged, uint32_t, kOnes, kWide>(use);
   }
 }
 
 template <typename F, typename T, bool kWide, typename Use, int... kOnes>
 void EachElementwiseForwardOf(const Use& use, std::integer_sequence<int, kOnes...>) {
+  UseElementwiseForwardOf<F, T, kWide, kAnyOnes>(use);
   (UseElementwiseForwardOf<F, T, kWide, kOnes>(use), ...);
 }
 
 // Calls `use` with every kernel of a functor and element type, and its properties, the more special
-// ones last. double has only the first one, which takes everything.
+// ones last.
 template <typename F, typename T, typename Use>
 void EachElementwiseForward(const Use& use) {
   constexpr bool kWide = F::kMayBeWide && sizeof(T) < sizeof(ComputeType<T>);
@@ -393,7 +405,7 @@ void EachElementwiseForward(const Use& use) {
   if constexpr (sizeof(T) < 8) {
     UseElementwiseForward<F, T, sizeof(T), kRows, uint32_t, kAnyOnes, kWide>(use);
     UseElementwiseForward<F, T, 16, kRows, int64_t, kAnyOnes, kWide>(use);
-    const auto ones = std::make_integer_sequence<int, 1 << F::kOperands>();
+    const auto ones = std::make_integer_sequence<int, (1 << F::kOperands) - 1>();
     if constexpr (kWide) EachElementwiseForwardOf<F, T, true>(use, ones);
     EachElementwiseForwardOf<F, T, false>(use, ones);
   }
@@ -407,7 +419,6 @@ cudaError_t LaunchElementwiseForward(const BroadcastShape& shape, const Operand*
   p.elements = shape.elements();
   if (p.elements == 0) return cudaSuccess;
   p.out = out;
-  p.rank = std::max(shape.rank, 1);
   p.inner = shape.inner();
   bool flat = true, wide = false;
   int ones = 0;
@@ -431,6 +442,7 @@ cudaError_t LaunchElementwiseForward(const BroadcastShape& shape, const Operand*
     const int64_t per_word = 16 / (is_wide ? sizeof(ComputeType<T>) : sizeof(T));
     p.words_end[k] = static_cast<uint32_t>((last + 1) / per_word * per_word);
   }
+  p.rank = flat ? 1 : shape.rank;
   constexpr int kSize = 16 / sizeof(T);
   const bool large = p.elements >= (int64_t{1} << 31) - 32 * kForwardThreads;
   const ForwardKind kind = flat                   ? ForwardKind::kFlat
@@ -444,7 +456,9 @@ cudaError_t LaunchElementwiseForward(const BroadcastShape& shape, const Operand*
   const auto choose = [&](bool by_element) {
     EachElementwiseForward<F, T>([&](auto kernel, const ForwardTraits& its) {
       if ((its.bytes < 16) != by_element || (wide && !its.wide) || (large && !its.large)) return;
-      if (!by_element && its.kind != kind) return;
+      // The general kernel for rows takes flat arrays, too, as one row.
+      const bool one_row = kind == ForwardKind::kFlat && its.kind == ForwardKind::kRows;
+      if (!by_element && its.kind != kind && !(one_row && its.ones == kAnyOnes)) return;
       if (its.ones != kAnyOnes && its.ones != ones) return;
       chosen = kernel;
       traits = its;
@@ -454,28 +468,18 @@ cudaError_t LaunchElementwiseForward(const BroadcastShape& shape, const Operand*
   if (chosen == nullptr) choose(true);
 
   const int size = traits.bytes / static_cast<int>(sizeof(T));
-  for (int d = 0; d < shape.rank; ++d) {
-    const bool in_units = d == shape.rank - 1 && traits.kind == ForwardKind::kRows;
-    const int64_t length = in_units ? shape.size[d] / size : shape.size[d];
+  for (int d = 0; d < p.rank; ++d) {
+    const bool in_units = d == p.rank - 1 && traits.kind == ForwardKind::kRows;
+    int64_t length = flat ? p.elements : shape.size[d];
+    if (in_units) length = std::max<int64_t>(length / size, 1);
     if (!large) p.small[d] = FastDivisor(static_cast<uint32_t>(length));
     p.large[d] = FastDivisor64(static_cast<uint64_t>(length));
   }
   const int64_t per_block = int64_t{kForwardThreads} * traits.units * size;
-  const int64_t blocks = (p.elements + per_block - 1) / per_block;
-  chosen<<<static_cast<unsigned>(blocks), kForwardThreads, 0, stream>>>(p);
-  return cudaGetLastError();
-}
-
-// Passes every kernel of the forward to `load`.
-template <typename F, typename Load>
-void LoadElementwiseForward(const Load& load) {
-  const auto give = [&load](auto kernel, const ForwardTraits&) {
-    load(reinterpret_cast<const void*>(kernel));
-  };
-  EachElementwiseForward<F, float>(give);
-  EachElementwiseForward<F, __nv_bfloat16>(give);
-  EachElementwiseForward<F, __half>(give);
-  EachElementwiseForward<F, double>(give);
+  const int64_t blocks = CeilDiv(p.elements, per_block);
+  return Launch(chosen,
+                {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kForwardThreads)},
+                stream, p);
 }
 
 // The launcher for an element type that is known at run time.
@@ -484,17 +488,9 @@ cudaError_t ElementwiseForward(const BroadcastShape& given, DType dtype, const O
                                void* out, cudaStream_t stream) {
   BroadcastShape shape;
   if (!WithRows(given, &shape)) return cudaErrorInvalidValue;
-  switch (dtype) {
-    case DType::kF32:
-      return LaunchElementwiseForward<F, float>(shape, operands, out, stream);
-    case DType::kBF16:
-      return LaunchElementwiseForward<F, __nv_bfloat16>(shape, operands, out, stream);
-    case DType::kF16:
-      return LaunchElementwiseForward<F, __half>(shape, operands, out, stream);
-    case DType::kF64:
-      return LaunchElementwiseForward<F, double>(shape, operands, out, stream);
-  }
-  return cudaErrorInvalidValue;
+  return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
+    return LaunchElementwiseForward<F, T>(shape, operands, out, stream);
+  });
 }
 
 }  // namespace jax_fastops::cuda

@@ -9,7 +9,10 @@
 // Source: Paddle, lerp.
 #include "elementwise/lerp.h"
 
-#include "core/cuda/load_kernels.h"
+#include <algorithm>
+#include <iterator>
+
+#include "core/cuda/launch.h"
 #include "elementwise/backward.cuh"
 #include "elementwise/forward.cuh"
 
@@ -17,12 +20,29 @@ namespace jax_fastops::cuda {
 namespace {
 
 struct Lerp {
+  using Family = Lerp;
   static constexpr int kOperands = 3;
   static constexpr int kGradients = 3;
   static constexpr bool kMayBeWide = false;
   static constexpr bool kBits = false;
   static constexpr bool kFirstIsFull = false;
   static constexpr bool kShortUnits = false;
+
+  // The sets and kinds that are common in models, and those of the benchmark.
+  static constexpr bool HasForward(ForwardKind kind, int ones, bool) {
+    if (kind == ForwardKind::kRows) return ones >= 0 && ones != 3 && ones != 6;
+    return ones == 0 || ones == 4 || (ones == kAnyOnes && kind == ForwardKind::kRagged);
+  }
+
+  static constexpr bool HasBackward(int kinds) {
+    constexpr int kKinds[] = {
+        KindsOf(kPlain, kPlain, kPlain), KindsOf(kPlain, kPlain, kColumn),
+        KindsOf(kPlain, kPlain, kRow),   KindsOf(kColumn, kPlain, kRow),
+        KindsOf(kRow, kPlain, kRow),     KindsOf(kRow, kColumn, kPlain),
+        KindsOf(kColumn, kColumn, kRow),
+    };
+    return std::find(std::begin(kKinds), std::end(kKinds), kinds) != std::end(kKinds);
+  }
 
   // Computed from the nearer end, so that a weight of 0 or 1 gives exactly that end. The end is
   // selected, because adding 0 may turn -0 into +0. If the distance is not finite, the formula is
@@ -56,11 +76,8 @@ struct Lerp {
 }  // namespace
 
 cudaError_t LoadLerpKernels() {
-  static KernelLoader loader;
-  return loader.Load([](const auto& load) {
-    LoadElementwiseForward<Lerp>(load);
-    LoadElementwiseBackward<Lerp>(load);
-  });
+  const cudaError_t error = LoadKernels<Lerp>();
+  return error == cudaSuccess ? LoadKernels<FinishKernels>() : error;
 }
 
 cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3],

@@ -8,8 +8,6 @@
 #ifndef JAX_FASTOPS_ELEMENTWISE_PLAN_H_
 #define JAX_FASTOPS_ELEMENTWISE_PLAN_H_
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
 
 #include "elementwise/broadcast.h"
@@ -20,6 +18,8 @@ inline constexpr int kMaxSums = 3;
 inline constexpr int kMaxColumnSums = 2;  // kept in registers
 inline constexpr int kBoxThreads = 256;
 inline constexpr int kTableBytes = 12 << 10;  // of shared memory: the offsets of a box's rows
+// Of shared memory, for slots. Four blocks of this size fit on an SM of an H100.
+inline constexpr int kMostSlotBytes = 32 << 10;
 
 // A gradient that is summed.
 struct SumPlan {
@@ -53,6 +53,7 @@ struct BoxPlan {
 struct BoxLimits {
   int unit = 1;           // elements that a lane loads at once
   int units = 1;          // units of a lane per chunk
+  int most_range = 64;    // of BoxPlan::range
   int table_columns = 1;  // 8 bytes each, for every index of a box
   int element_bytes = 4, accumulator_bytes = 4;
   int slot_bytes = 0;     // of shared memory
@@ -72,13 +73,6 @@ BoxPlan CachedBoxes(const BroadcastShape& shape, const int* arrays, int sums,
 // hold (a mask with one bit per byte; copies of an operand along a dimension of size 1), rows of
 // one element are appended. False if there is no room for another dimension.
 bool WithRows(const BroadcastShape& shape, BroadcastShape* with_rows);
-
-// The limits of a device.
-struct DeviceLimits {
-  int processors = 0;
-  int slot_bytes = 0;
-};
-cudaError_t GetDeviceLimits(DeviceLimits* limits);
 
 }  // namespace jax_fastops::cuda
 

@@ -30,10 +30,12 @@
 #include <numeric>
 #include <utility>
 
+#include "core/cuda/launch.h"
 #include "core/cuda/unit.cuh"
+#include "core/integer.h"
 #include "elementwise/broadcast.h"
 #include "elementwise/elementwise.h"
-#include "elementwise/finish.cuh"
+#include "elementwise/finish.h"
 #include "elementwise/operands.cuh"
 #include "elementwise/plan.h"
 
@@ -437,11 +439,6 @@ class RowsLauncher {
  public:
   static constexpr bool kHas = sizeof(C) == 4;
 
-  template <typename Visit>
-  static void VisitKernels(const Visit& visit) {
-    Each([&visit](auto kernel, int, int, int) { visit(reinterpret_cast<const void*>(kernel)); });
-  }
-
   // Launches these kernels if they take the shape, and after them the second kernel if there are
   // partial sums. Returns whether they take it.
   static bool Launch(const BroadcastShape& shape, const void* dy, const Operand* operands,
@@ -466,7 +463,7 @@ class RowsLauncher {
     const bool flat = shape.rank == 1;
     if (shape.rank != 2 && (!flat || F::kBits)) return false;
     const int64_t n = flat ? kFlatRow : shape.inner();
-    const int64_t rows = flat ? (total + n - 1) / n : shape.size[0];
+    const int64_t rows = flat ? CeilDiv(total, n) : shape.size[0];
     // For long aligned rows the general pass is as fast.
     const bool ragged = (flat ? total : n) % kSize != 0;
     if (n < kSize || (!ragged && (flat || n >= 256))) return false;
@@ -513,35 +510,30 @@ class RowsLauncher {
       rows_in_flight = its_rows;
       blocks_of_processor = its_blocks;
     });
-    DeviceLimits device;
-    if (chosen == nullptr) return false;
-    if (GetDeviceLimits(&device) != cudaSuccess) {
-      cudaGetLastError();
-      return false;
-    }
+    Device device;
+    if (chosen == nullptr || CurrentDevice(&device) != cudaSuccess) return false;
 
     // ---- the distribution of the work
-    const auto ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     const int64_t period = kSize / std::gcd<int64_t>(n, kSize);
     const int64_t classes = std::min(period, rows);
     // A row that begins or ends within a word has one more word.
     const int64_t gap = kSize / period;
-    const int64_t words = (n + kSize - gap + kSize - 1) / kSize;
+    const int64_t words = CeilDiv(n + kSize - gap, kSize);
     int64_t lanes = 2, strips = 1;
     if (words <= 32) {
       while (lanes < words) lanes *= 2;
     } else {
-      const int64_t warps = ceil(words, 32);
-      strips = ceil(warps, kRowsThreads / 32);
-      lanes = ceil(warps, strips) * 32;
+      const int64_t warps = CeilDiv(words, 32);
+      strips = CeilDiv(warps, kRowsThreads / 32);
+      lanes = CeilDiv(warps, strips) * 32;
     }
     const int64_t side_by_side = kRowsThreads / lanes;
-    const int64_t of_class = ceil(rows, period);
-    const int64_t trips = ceil(of_class, side_by_side * rows_in_flight);
+    const int64_t of_class = CeilDiv(rows, period);
+    const int64_t trips = CeilDiv(of_class, side_by_side * rows_in_flight);
     const int64_t threads = lanes * side_by_side;
     const int64_t at_once = device.processors * (blocks_of_processor * kRowsThreads / threads);
     int64_t boxes = std::max<int64_t>(1, std::min(trips, at_once / (classes * strips)));
-    boxes = ceil(trips, ceil(trips, boxes));  // no box without work
+    boxes = CeilDiv(trips, CeilDiv(trips, boxes));  // no box without work
     const int64_t blocks = classes * strips * boxes;
     if (blocks >= int64_t{1} << 31) return false;
     const int64_t planes = lanes < 32 ? 1 : strips * lanes / 32;
@@ -586,9 +578,10 @@ class RowsLauncher {
       sum.stride = 1;
     }
 
-    chosen<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream>>>(p);
-    *error = cudaGetLastError();
-    if (*error == cudaSuccess) *error = unfinished.Launch(FinishSumsKernel<T>, stream);
+    const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
+                                 .block = dim3(static_cast<unsigned>(threads))};
+    *error = cuda::Launch(chosen, config, stream, p);
+    if (*error == cudaSuccess) *error = unfinished.Launch<T>(stream);
     return true;
   }
 
@@ -600,14 +593,14 @@ class RowsLauncher {
     return inner == 1 && shape.rank == 2 && shape.stride[array][0] == 0 ? kRowsVector : -1;
   }
 
-  // Some operand is full, and there are registers for all sums of columns.
+  // Some operands are full, not all, and there are registers for all sums of columns.
   static constexpr bool Occurs(int kinds) {
     for (int g = 0; g < F::kGradients; ++g) {
       if (RowsKindOf(kinds, g) == 3) return false;
     }
     if (F::kFirstIsFull && RowsKindOf(kinds, 0) != kRowsFull) return false;
-    return CountRowsKind(kinds, F::kGradients, kRowsFull) > 0 &&
-           CountRowsKind(kinds, F::kGradients, kRowsVector) < 2;
+    const int full = CountRowsKind(kinds, F::kGradients, kRowsFull);
+    return full > 0 && full < F::kGradients && CountRowsKind(kinds, F::kGradients, kRowsVector) < 2;
   }
 
   template <typename Use>
@@ -626,7 +619,8 @@ class RowsLauncher {
   static void OneKind(const Use& use) {
     if constexpr (Occurs(kKinds)) {
       using Shape = RowsShape<F, T, kKinds>;
-      use(ElementwiseRowsKernel<F, T, kKinds>, kKinds, Shape::kRows, Shape::kBlocks);
+      use(KernelOf<typename F::Family, ElementwiseRowsKernel<F, T, kKinds>>(), kKinds, Shape::kRows,
+          Shape::kBlocks);
     }
   }
 };

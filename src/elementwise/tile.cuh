@@ -1,6 +1,7 @@
 // The backward of an element-wise op with one operand broadcast along A, another along B, and
 // neither along the innermost dimension: "three planes", such as (P, 1, N), (1, Q, N) and (P, Q, 1)
-// for a result (P, Q, N). The general pass (elementwise/backward.cuh) keeps a sum for every
+// for a result (P, Q, N). The kernel would take any third operand, but is compiled for one like
+// (P, Q, 1) only. The general pass (elementwise/backward.cuh) keeps a sum for every
 // index of B in shared memory, and reads, adds and writes it for every element. In this kernel
 //
 // - a warp owns a tile of 8 indices of B by 128 columns, 32 elements per lane (half as many if the
@@ -30,10 +31,12 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/cuda/launch.h"
 #include "core/cuda/unit.cuh"
+#include "core/integer.h"
 #include "elementwise/broadcast.h"
 #include "elementwise/elementwise.h"
-#include "elementwise/finish.cuh"
+#include "elementwise/finish.h"
 #include "elementwise/operands.cuh"
 #include "elementwise/plan.h"
 
@@ -465,19 +468,18 @@ struct TilePlan {
 inline TilePlan PlanTiles(int64_t length_a, int64_t length_b, int64_t n, int element_bytes,
                           int warp_rows, int columns, int arrays, bool sums_rows, int64_t workspace,
                           int processors) {
-  const auto ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   // In bytes that an SM could move in the same time; rough, as in PlanBoxes.
   constexpr double kStart = 48e3;
   TilePlan best, p;
-  p.chunks = ceil(n, columns);
+  p.chunks = CeilDiv(n, columns);
   double least = 0;
   for (p.warps_b = 1; p.warps_b <= kTileWarps; ++p.warps_b) {
     if (p.warps_b > 1 && (p.warps_b - 1) * warp_rows >= length_b) break;
-    p.boxes_b = ceil(length_b, p.warps_b * warp_rows);
+    p.boxes_b = CeilDiv(length_b, p.warps_b * warp_rows);
     for (int rounds = 1; rounds <= 4; ++rounds) {
       p.boxes_a = std::max<int64_t>(
           1, std::min(length_a, processors * int64_t{rounds} / (p.chunks * p.boxes_b)));
-      const int64_t box_a = ceil(length_a, p.boxes_a);
+      const int64_t box_a = CeilDiv(length_a, p.boxes_a);
       p.groups = static_cast<int>(std::min<int64_t>(kTileWarps / p.warps_b, box_a));
       const int64_t blocks = p.chunks * p.boxes_a * p.boxes_b;
       if (blocks >= int64_t{1} << 31) continue;
@@ -487,9 +489,9 @@ inline TilePlan PlanTiles(int64_t length_a, int64_t length_b, int64_t n, int ele
       if (partial > workspace || partial >= int64_t{1} << 31) continue;
       // Fewer warps than this do not keep the memory busy.
       const int warps = std::max(12, p.warps_b * p.groups);
-      const double bytes = static_cast<double>(ceil(box_a, p.groups)) * warps * warp_rows *
+      const double bytes = static_cast<double>(CeilDiv(box_a, p.groups)) * warps * warp_rows *
                            columns * element_bytes * arrays;
-      const double cost = static_cast<double>(ceil(blocks, processors)) * (bytes + kStart) +
+      const double cost = static_cast<double>(CeilDiv(blocks, processors)) * (bytes + kStart) +
                           (partial == 0 ? 0 : kStart) +
                           5.0 * static_cast<double>(partial) / processors;
       if (best.valid && cost >= least) continue;
@@ -512,19 +514,6 @@ class TileLauncher {
  public:
   static constexpr bool kHas = F::kOperands == 3 && F::kGradients == 3 && !F::kMayBeWide &&
                                !F::kBits && !F::kFirstIsFull && sizeof(C) == 4;
-
-  template <typename Visit>
-  static void VisitKernels(const Visit& visit) {
-    Each([&visit](auto kernel, int, int, int, int shared) {
-      const void* const address = reinterpret_cast<const void*>(kernel);
-      // Fails if the device has less. Launch then does not use the kernel.
-      if (cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, shared) !=
-          cudaSuccess) {
-        cudaGetLastError();
-      }
-      visit(address);
-    });
-  }
 
   // Launches the kernel if it takes the shape, and after it the general pass's second kernel if
   // there are partial sums. Returns whether it takes the shape.
@@ -581,15 +570,8 @@ class TileLauncher {
       if (TileKindOf(kinds, k) == kTileFull) arrays += wanted[k] ? 2 : 1;
     }
 
-    int processors, device, most_shared;
-    if (cudaGetDevice(&device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) !=
-            cudaSuccess ||
-        cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
-            cudaSuccess) {
-      cudaGetLastError();
-      return false;
-    }
+    Device device;
+    if (CurrentDevice(&device) != cudaSuccess) return false;
     void (*chosen)(TileParams<F>) = nullptr;
     int shared = 0, warp_rows = 1, columns = 1;
     Each([&](auto kernel, int its_kinds, int its_rows, int its_columns, int its_shared) {
@@ -599,11 +581,11 @@ class TileLauncher {
       warp_rows = its_rows;
       columns = its_columns;
     });
-    if (chosen == nullptr || shared > most_shared) return false;
+    if (chosen == nullptr || shared > device.shared_per_block) return false;
     const int64_t length_a = shape.size[a], length_b = shape.size[b], n = shape.inner();
     const bool sums_rows = row >= 0 && wanted[row];
     const TilePlan plan = PlanTiles(length_a, length_b, n, sizeof(T), warp_rows, columns, arrays,
-                                    sums_rows, workspace.size, processors);
+                                    sums_rows, workspace.size, device.processors);
     if (!plan.valid) return false;
 
     TileParams<F> p{};
@@ -648,17 +630,18 @@ class TileLauncher {
     if (sums_rows) divide(row, plan.chunks, length_a, length_b, 1);
 
     const unsigned blocks = static_cast<unsigned>(plan.chunks * plan.boxes_a * plan.boxes_b);
-    chosen<<<blocks, 32 * plan.warps_b * plan.groups, shared, stream>>>(p);
-    *error = cudaGetLastError();
-    if (*error == cudaSuccess) *error = unfinished.Launch(FinishSumsKernel<T>, stream);
+    const LaunchConfig config = {
+        .grid = dim3(blocks),
+        .block = dim3(static_cast<unsigned>(32 * plan.warps_b * plan.groups)),
+        .shared = static_cast<size_t>(shared)};
+    *error = cuda::Launch(chosen, config, stream, p);
+    if (*error == cudaSuccess) *error = unfinished.Launch<T>(stream);
     return true;
   }
 
-  // One operand without B, then one without A, and any kind for the third.
+  // "Three planes". Other sets of operands are rare, and take the general pass.
   static constexpr bool Occurs(int kinds) {
-    return CountTileKind(kinds, F::kOperands, kTileA) == 1 &&
-           CountTileKind(kinds, F::kOperands, kTileB) == 1 &&
-           FindTileKind(kinds, F::kOperands, kTileA) < FindTileKind(kinds, F::kOperands, kTileB);
+    return kinds == (kTileA | kTileB << 2 | kTileRow << 4);
   }
 
   template <typename Use>
@@ -677,8 +660,8 @@ class TileLauncher {
   static void OneKind(const Use& use) {
     if constexpr (Occurs(kKinds)) {
       using Shape = TileShape<T, F::kOperands, kKinds>;
-      use(ElementwiseTileKernel<F, T, kKinds>, kKinds, Shape::kWarpRows, Shape::kColumns,
-          Shape::kSharedBytes);
+      use(KernelOf<typename F::Family, ElementwiseTileKernel<F, T, kKinds>>(), kKinds,
+          Shape::kWarpRows, Shape::kColumns, Shape::kSharedBytes);
     }
   }
 };

@@ -4,41 +4,16 @@
 // There are few partial sums, so the kernel is bound by latency and by index arithmetic. A 64-bit
 // division costs about a hundred instructions, and took the kernel from 3 to 20 microseconds. So
 // indices have 32 bits if they fit.
-#ifndef JAX_FASTOPS_ELEMENTWISE_FINISH_CUH_
-#define JAX_FASTOPS_ELEMENTWISE_FINISH_CUH_
-
-#include <cuda_runtime_api.h>
+#include "elementwise/finish.h"
 
 #include <algorithm>
-#include <cstdint>
 
+#include "core/cuda/launch.h"
 #include "core/cuda/unit.cuh"
-#include "elementwise/broadcast.h"
-#include "elementwise/plan.h"
+#include "core/integer.h"
 
 namespace jax_fastops::cuda {
-
-struct FinishSum {
-  const void* parts;
-  void* out;
-  bool wide;
-  // Along A, B and the innermost dimension: the number of kept and of added elements, one of which
-  // is 1. `step` is the stride of the partial sums.
-  int64_t kept[3], added[3], step[3];
-  // The dimensions of A and B in the gradient.
-  int rank_a, rank_b;
-  int64_t size_a[kMaxBroadcastRank], size_b[kMaxBroadcastRank];
-  int64_t stride_a[kMaxBroadcastRank], stride_b[kMaxBroadcastRank];
-  bool small;  // less than 2^31 partial sums
-  int width;   // elements of the gradient that a block sums: 1, 32 or 256
-
-  int64_t elements() const { return kept[0] * kept[1] * kept[2]; }
-  int64_t terms() const { return added[0] * added[1] * added[2]; }
-};
-
-struct FinishParams {
-  FinishSum sum[kMaxSums];
-};
+namespace {
 
 template <typename T, typename Index>
 __device__ __forceinline__ void Finish(const FinishSum& sum, ComputeType<T>* exchange) {
@@ -114,58 +89,28 @@ __global__ __launch_bounds__(kBoxThreads) void FinishSumsKernel(
   }
 }
 
-// The sums of one pass that the second kernel finishes.
-class SumsToFinish {
- public:
-  // Adds a sum. The caller fills in everything except `small` and `width`.
-  FinishSum& Add() { return params_.sum[count_++]; }
+}  // namespace
 
-  // Adds a sum over the planes of partial sums [planes][sizes][inner]. `strides` are the gradient's
-  // strides along `sizes`.
-  void AddPlanes(const void* parts, int64_t planes, const int64_t (&sizes)[2],
-                 const int64_t (&strides)[2], int64_t inner, void* out, bool wide) {
-    FinishSum& sum = Add();
-    const int64_t kept = sizes[0] * sizes[1];
-    sum.parts = parts;
-    sum.out = out;
-    sum.wide = wide;
-    const int64_t all_kept[3] = {1, kept, inner}, all_added[3] = {planes, 1, 1};
-    const int64_t steps[3] = {kept * inner, inner, 1};
-    for (int i = 0; i < 3; ++i) {
-      sum.kept[i] = all_kept[i];
-      sum.added[i] = all_added[i];
-      sum.step[i] = steps[i];
-    }
-    sum.rank_a = 0;
-    sum.rank_b = 2;
-    for (int d = 0; d < 2; ++d) {
-      sum.size_b[d] = sizes[d];
-      sum.stride_b[d] = strides[d];
-    }
+template <typename T>
+cudaError_t SumsToFinish::Launch(cudaStream_t stream) {
+  if (count_ == 0) return cudaSuccess;
+  int64_t widest = 0;
+  for (int s = 0; s < count_; ++s) {
+    FinishSum& sum = params_.sum[s];
+    const int64_t elements = sum.elements(), terms = sum.terms();
+    sum.small = elements * terms < int64_t{1} << 31;
+    sum.width = terms <= 4 ? 256 : elements >= 2048 || terms < 64 ? 32 : 1;
+    widest = std::max(widest, CeilDiv(elements, sum.width));
   }
+  const LaunchConfig config = {
+      .grid = dim3(static_cast<unsigned>(widest), static_cast<unsigned>(count_)),
+      .block = dim3(kBoxThreads)};
+  return cuda::Launch(KernelOf<FinishKernels, FinishSumsKernel<T>>(), config, stream, params_);
+}
 
-  // `kernel` is FinishSumsKernel<T> as instantiated in the caller's source file: each file has its
-  // own copy of the kernel, and loads that copy.
-  cudaError_t Launch(void (*kernel)(FinishParams), cudaStream_t stream) {
-    if (count_ == 0) return cudaSuccess;
-    int64_t widest = 0;
-    for (int s = 0; s < count_; ++s) {
-      FinishSum& sum = params_.sum[s];
-      const int64_t elements = sum.elements(), terms = sum.terms();
-      sum.small = elements * terms < int64_t{1} << 31;
-      sum.width = terms <= 4 ? 256 : elements >= 2048 || terms < 64 ? 32 : 1;
-      widest = std::max(widest, (elements + sum.width - 1) / sum.width);
-    }
-    const dim3 blocks(static_cast<unsigned>(widest), count_);
-    kernel<<<blocks, kBoxThreads, 0, stream>>>(params_);
-    return cudaGetLastError();
-  }
-
- private:
-  FinishParams params_{};
-  int count_ = 0;
-};
+template cudaError_t SumsToFinish::Launch<float>(cudaStream_t);
+template cudaError_t SumsToFinish::Launch<__nv_bfloat16>(cudaStream_t);
+template cudaError_t SumsToFinish::Launch<__half>(cudaStream_t);
+template cudaError_t SumsToFinish::Launch<double>(cudaStream_t);
 
 }  // namespace jax_fastops::cuda
-
-#endif  // JAX_FASTOPS_ELEMENTWISE_FINISH_CUH_

@@ -6,10 +6,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/integer.h"
+
 namespace jax_fastops::cuda {
 namespace {
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // 1, 2, 4, ... up to `most`, and `length` if it is not larger.
 std::vector<int> Sizes(int64_t length, int64_t most) {
@@ -102,7 +102,7 @@ BoxPlan PlanBoxes(const BroadcastShape& shape, const int* arrays, int sums,
     if (registers > kMaxColumnSums) continue;
     for (const int ranges : Sizes(groups, groups)) {
       if (groups % ranges != 0) continue;
-      for (const int range : Sizes(chunks, columns ? 1 : 64)) {
+      for (const int range : Sizes(chunks, columns ? 1 : limits.most_range)) {
         if (ranges > 1 && int64_t{ranges} * range >= 2 * chunks) continue;
         for (const int box_b : Sizes(p.length_b, table - 1)) {
           for (const int box_a : Sizes(p.length_a, std::min<int64_t>(table - box_b, 256))) {
@@ -160,15 +160,11 @@ BoxPlan CachedBoxes(const BroadcastShape& shape, const int* arrays, int sums,
   };
   add(shape.size, shape.rank);
   for (int s = 0; s < sums; ++s) add(shape.stride[arrays[s]], shape.rank);
-  const int64_t rest[] = {shape.rank,
-                          sums,
-                          limits.unit,
-                          limits.units,
-                          limits.table_columns,
-                          limits.element_bytes,
-                          limits.accumulator_bytes,
-                          limits.slot_bytes,
-                          limits.workspace,
+  const int64_t rest[] = {shape.rank,           sums,
+                          limits.unit,          limits.units,
+                          limits.most_range,    limits.table_columns,
+                          limits.element_bytes, limits.accumulator_bytes,
+                          limits.slot_bytes,    limits.workspace,
                           limits.processors};
   add(rest, sizeof(rest) / sizeof(rest[0]));
   std::lock_guard<std::mutex> lock(mutex);
@@ -190,19 +186,6 @@ bool WithRows(const BroadcastShape& shape, BroadcastShape* with_rows) {
     with_rows->stride[a][shape.rank] = shape.IsFull(a) ? 1 : 0;
   }
   return true;
-}
-
-cudaError_t GetDeviceLimits(DeviceLimits* limits) {
-  // Four blocks of this size fit on an SM of an H100.
-  constexpr int kMostSlotBytes = 32 << 10, kRest = 24 << 10;
-  int device, shared;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&limits->processors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  limits->slot_bytes = std::min(kMostSlotBytes, shared - kRest);
-  return error;
 }
 
 }  // namespace jax_fastops::cuda
