@@ -4,7 +4,7 @@
     python -m benchmarks.dispatch --check         # only check, with another seed
 
 The sweep measures kernel and reference of random calls, forward and step. Each entry of the table
-and each dtype gets a tree. It divides the calls by their features, and takes the kernel where it
+gets a tree. It divides the calls by their features and their dtype, and takes the kernel where it
 gains. The check measures `auto` and `jax.nn` on calls of another seed. Its results are in
 ``benchmarks/results/dispatch-<device>.json``: the calls in which `auto` is slower come first.
 """
@@ -13,27 +13,36 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import random
 import statistics
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 from benchmarks import RESULTS, ROOT, environment, measure
-from benchmarks.cases import Case, Op, fo, select_ops
+from benchmarks.cases import OPS, Case, Op, fo, select_ops
 from benchmarks.programs import operands
 from benchmarks.run import build, precision
 from benchmarks.shapes import draw
 
 TABLE = ROOT / "jax_fastops" / "auto_table.json"
+BY_NAME = {op.name: op for op in OPS}
 PHASES = {"forward": "forward", "grad": "step"}
 # A gain below this does not count: two runs of the same program can differ by so much.
 MARGIN = 0.02
 LOSS = 8  # how much worse a loss is than a gain of the same size
 LEAST = 4  # calls in a leaf
-DEPTH = 5
+DEPTH = 6
+BATCH = 16  # calls that are in memory at once
+# A tree divides dtypes in this order.
+ORDER = ("bool", "int8", "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 # Choices that an op measured by itself does not show. In a model, XLA recomputes a norm inside the
 # next norms: in BERT's inference the kernel gains, although it loses when measured by itself
 # (docs/dev/log/models.md).
@@ -54,18 +63,84 @@ def main() -> None:
     add("--check", action="store_true", help="only check the table, with the next seed")
     add("--checks", type=int, default=100, help="random calls of each family in the check")
     add("--table", type=Path, default=TABLE)
+    add("--jobs", type=int, help="processes that compile (default: half of the cores; 1 on a CPU)")
     options = parser.parse_args()
     cpu = environment.platform_name() == "cpu"
     options.largest = options.largest or (2**22 if cpu else 2**26)
+    options.jobs = options.jobs or (1 if cpu else max(1, (os.cpu_count() or 1) // 2))
     ops = [op for op in select_ops(options.ops or None) if not op.name.endswith("_from_result")]
     if not options.check:
-        for family in dict.fromkeys(op.family for op in ops):
-            fit_table([op for op in ops if op.family == family], options)
-    fo._dispatch.table = lambda: json.loads(options.table.read_text())  # not the installed one
+        everything = json.loads(options.table.read_text())
+        device = _device(everything)
+        for samples in sweep(ops, options.count, options.seed, "native", options):
+            fit(samples, device)
+        others = [known for known in everything if known["name"] != device["name"]]
+        options.table.write_text(text([*others, device]))
     check(ops, options)
 
 
 # ---- measuring -----------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    """A call, what its decision depends on, and the kernel's time over the reference's by use."""
+
+    op: str
+    call: str
+    request: fo._dispatch.Request
+    ratio: dict[str, float]
+
+
+def sweep(ops: Sequence[Op], count: int, seed: int, ours: str, options) -> Iterator[list[Sample]]:
+    """The samples of random calls, one family after the other.
+
+    There are ``count`` calls of each op, or of each family in a check of `auto`. Several processes
+    compile, and one of them measures at a time.
+    """
+    table = None if ours == "native" else options.table
+    tasks = []
+    for op in ops:
+        share = 1 if table is None else sum(other.family == op.family for other in ops)
+        total = -(-count // share)
+        tasks += [(op.name, at, min(BATCH, total - at)) for at in range(0, total, BATCH)]
+    measured = partial(_measured, ours, seed, options.largest, options.rounds, table)
+    if options.jobs == 1:
+        done = map(measured, tasks)
+        yield from _by_family(done)
+        return
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the device
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, spawn, _takes_turns, (spawn.Lock(),)) as pool:
+        yield from _by_family(pool.map(measured, tasks))
+
+
+def _by_family(done) -> Iterator[list[Sample]]:
+    for family, batches in itertools.groupby(done, lambda samples: BY_NAME[samples[0].op].family):
+        print(f"{family} measured", flush=True)
+        yield [sample for batch in batches for sample in batch]
+
+
+_turn = nullcontext()
+
+
+def _takes_turns(lock) -> None:
+    global _turn
+    _turn = lock
+
+
+def _measured(ours: str, seed: int, largest: int, rounds: int, table, task) -> list[Sample]:
+    """A batch of random calls of an op."""
+    name, at, count = task
+    cases = calls(BY_NAME[name], at + count, seed, largest)[at:]
+    if table is not None:  # not the installed one
+        fo._dispatch.table = lambda: json.loads(table.read_text())
+    requests = [request(case) for case in cases]
+    found = ratios(cases, ours, "jax.nn", rounds)
+    jax.clear_caches()  # thousands of programs do not fit in memory
+    return [
+        Sample(name, *each)
+        for each in zip([case.name for case in cases], requests, found, strict=True)
+    ]
 
 
 def calls(op: Op, count: int, seed: int, largest: int) -> list[Case]:
@@ -75,30 +150,27 @@ def calls(op: Op, count: int, seed: int, largest: int) -> list[Case]:
     return [Case(op, layout, "gpu", layout.dtypes[0]) for layout in layouts]
 
 
-def ratios(cases: Sequence[Case], ours: str, theirs: str, options) -> list[dict[str, float]]:
+def ratios(cases: Sequence[Case], ours: str, theirs: str, rounds: int) -> list[dict[str, float]]:
     """Time of one contender over that of another, by use, for each case.
 
     The fastest calls are compared, because other work on the machine can only slow a call down.
     Small programs take more turns, because their times vary more.
     """
     _, timer = measure.clock()
-    found: list[dict[str, float]] = []
-    for at in range(0, len(cases), 16):  # as many as fit in memory
-        batch = cases[at : at + 16]
-        with ThreadPoolExecutor() as pool:
-            built = list(pool.map(lambda case: _built(case, (ours, theirs)), batch))
-        programs = [program for sides in built for side in sides for program in side]
-        fastest = {}
+    with ThreadPoolExecutor() as pool:
+        built = list(pool.map(lambda case: _built(case, (ours, theirs)), cases))
+    programs = [program for sides in built for side in sides for program in side]
+    fastest = {}
+    with _turn, jax.enable_x64(True):
         for small in (True, False):
             alike = [p for p in programs if (p.nbytes < measure.SMALL) == small]
-            with jax.enable_x64(True):
-                timings = timer(alike, options.rounds * (4 if small else 1)) if alike else []
+            timings = timer(alike, rounds * (4 if small else 1)) if alike else []
             fastest |= {id(p): t.fastest for p, t in zip(alike, timings, strict=True)}
-        for sides in built:
-            mine, other = ([fastest[id(program)] for program in side] for side in sides)
-            each = [a / b for a, b in zip(mine, other, strict=True)]
-            found.append({"forward": each[0], "grad": each[-1]})
-        jax.clear_caches()  # thousands of programs do not fit in memory
+    found = []
+    for sides in built:
+        mine, other = ([fastest[id(program)] for program in side] for side in sides)
+        each = [a / b for a, b in zip(mine, other, strict=True)]
+        found.append({"forward": each[0], "grad": each[-1]})
     return found
 
 
@@ -132,37 +204,45 @@ def request(case: Case):
 # ---- fitting -------------------------------------------------------------------------------------
 
 
-def fit_table(ops: Sequence[Op], options) -> None:
-    """Measures the ops of a family, and writes their trees for this device."""
-    samples: dict[tuple[str, str], list] = {}
-    for op in ops:
-        cases = calls(op, options.count, options.seed, options.largest)
-        print(f"{op.name}: {len(cases)} calls", flush=True)
-        gain = {"forward": max(MARGIN, op.lone_gain), "grad": MARGIN}
-        if op.fuses:
-            gain["forward"] = math.inf  # XLA fuses such a forward in most programs
-        for case, found in zip(cases, ratios(cases, "native", "jax.nn", options), strict=True):
-            asked = request(case)
-            if asked.limit is None:
-                samples.setdefault((asked.entry, asked.dtype), []).append((asked, found, gain))
-    everything = json.loads(options.table.read_text())
-    device = _device(everything)
-    for (entry, dtype), measured in sorted(samples.items()):
-        trees = {}
-        for use in PHASES:
-            values = [
-                (dict(asked.features), math.log(found[use]) + gain[use])
-                for asked, found, gain in measured
-                if gain[use] < math.inf
-            ]
-            trees[use] = tree(values) if values else False
-        trees |= BY_HAND.get((entry, environment.platform_name(), dtype), {})
-        device["entries"].setdefault(entry, {})[dtype] = trees
-        if dtype == "bfloat16":  # the kernels of float16 move as many bytes
-            device["entries"][entry].setdefault("float16", trees)
-        print(f"{entry} {dtype}: {len(measured)} calls, {trees}", flush=True)
-    others = [known for known in everything if known["name"] != device["name"]]
-    options.table.write_text(text([*others, device]))
+def fit(samples: Sequence[Sample], device: dict) -> None:
+    """Puts the trees for the entries of these samples into a device's part of the table."""
+    entries: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if sample.request.limit is None:
+            entries.setdefault(sample.request.entry, []).append(sample)
+    for entry, mine in sorted(entries.items()):
+        pooled = {use: _pooled(mine, use) for use in PHASES}
+        dtypes = sorted({sample.request.dtype for sample in mine}, key=ORDER.index)
+        print(f"{entry}: {len(mine)} calls, {pooled}", flush=True)
+        for dtype in dtypes:
+            trees = {use: _of_dtype(pooled[use], ORDER.index(dtype)) for use in PHASES}
+            trees |= BY_HAND.get((entry, environment.platform_name(), dtype), {})
+            device["entries"].setdefault(entry, {})[dtype] = trees
+
+
+def _pooled(samples: Sequence[Sample], use: str):
+    """The tree for all dtypes."""
+    values = []
+    for name, _, asked, ratio in samples:
+        op, gain = BY_NAME[name], MARGIN
+        if use == "forward":
+            if op.fuses:
+                continue  # XLA fuses such a forward in most programs
+            gain = max(MARGIN, op.lone_gain)
+        features = dict(asked.features) | {"dtype": ORDER.index(asked.dtype)}
+        values.append((features, math.log(ratio[use]) + gain))
+    return tree(values) if values else False
+
+
+def _of_dtype(tree, place: int):
+    """The part of a tree that is for the dtype at this place in the order."""
+    if isinstance(tree, bool):
+        return tree
+    name, bound, *sides = tree
+    if name == "dtype":
+        return _of_dtype(sides[place >= bound], place)
+    below, rest = (_of_dtype(side, place) for side in sides)
+    return below if below == rest else [name, bound, below, rest]
 
 
 def _device(table: list[dict]) -> dict:
@@ -257,14 +337,12 @@ def text(devices: list[dict]) -> str:
 
 def check(ops: Sequence[Op], options) -> None:
     """Measures `auto` on calls of another seed, prints the worst, and writes all results."""
-    rows = []
+    rows = [
+        {"call": sample.call, "family": BY_NAME[sample.op].family, **sample.ratio}
+        for samples in sweep(ops, options.checks, options.seed + 1, "auto", options)
+        for sample in samples
+    ]
     families = {op.family for op in ops}
-    for op in ops:
-        share = sum(other.family == op.family for other in ops)
-        cases = calls(op, -(-options.checks // share), options.seed + 1, options.largest)
-        print(f"{op.name}: {len(cases)} calls to check", flush=True)
-        for case, found in zip(cases, ratios(cases, "auto", "jax.nn", options), strict=True):
-            rows.append({"call": case.name, "family": op.family, **found})
     worst = sorted(rows, key=lambda row: -max(row["forward"], row["grad"]))
     for row in worst[:20]:
         print(f"{row['forward']:.2f} forward, {row['grad']:.2f} step: {row['call']}")

@@ -31,7 +31,7 @@ def draw(rng: Rng, op: Op, largest: int) -> Layout:
     made = _OF_FAMILY[op.family](rng, op, elements)
     shape, options = made[:2]
     more = made[2] if len(made) > 2 else {}
-    floating = ("float32", "bfloat16") if rng.random() < 0.9 else DTYPES
+    floating = ("float32", "bfloat16") if rng.random() < 0.8 else DTYPES
     dtypes = MOVED if op.family == "transpose" else floating
     named = "".join(f" {key} {value}" for key, value in options.items())
     return Layout(f"{shape}{named}", shape, shape, (rng.choice(dtypes),), options, **more)
