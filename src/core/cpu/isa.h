@@ -46,6 +46,11 @@ const char* IsaName(Isa isa);
   extern const Table name;                   \
   }
 
+#ifdef FASTOPS_BUILT_baseline
+#define FASTOPS_BASELINE_TABLE(name) &::jax_fastops::cpu::baseline::name
+#else
+#define FASTOPS_BASELINE_TABLE(name) nullptr
+#endif
 #ifdef FASTOPS_BUILT_avx2
 #define FASTOPS_AVX2_TABLE(name) &::jax_fastops::cpu::avx2::name
 #else
@@ -58,12 +63,11 @@ const char* IsaName(Isa isa);
 #endif
 
 // A reference to the table of the active instruction set. For files that are compiled once.
-#define FASTOPS_KERNELS(name)                                                              \
-  ([]() -> decltype(::jax_fastops::cpu::baseline::name)& {                                 \
-    decltype(&::jax_fastops::cpu::baseline::name) tables[::jax_fastops::cpu::kNumIsas] = { \
-        &::jax_fastops::cpu::baseline::name, FASTOPS_AVX2_TABLE(name),                     \
-        FASTOPS_AVX512_TABLE(name)};                                                       \
-    return *tables[static_cast<int>(::jax_fastops::cpu::ActiveIsa())];                     \
+#define FASTOPS_KERNELS(name)                                                                \
+  ([]() -> decltype(::jax_fastops::cpu::baseline::name)& {                                   \
+    decltype(&::jax_fastops::cpu::baseline::name) tables[::jax_fastops::cpu::kNumIsas] = {   \
+        FASTOPS_BASELINE_TABLE(name), FASTOPS_AVX2_TABLE(name), FASTOPS_AVX512_TABLE(name)}; \
+    return *tables[static_cast<int>(::jax_fastops::cpu::ActiveIsa())];                       \
   }())
 // Defines a function that returns it.
 #define FASTOPS_DEFINE_KERNELS(function, name)          \

@@ -1,5 +1,6 @@
 #include "core/cpu/isa.h"
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -36,11 +37,12 @@ Isa ChooseIsa() {
       if (std::strcmp(wanted, IsaName(static_cast<Isa>(i))) == 0) limit = i;
     }
   }
-  for (int i = limit; i > 0; --i) {
+  for (int i = limit; i >= 0; --i) {
     const Isa isa = static_cast<Isa>(i);
     if (IsaIsBuilt(isa) && MachineSupports(isa)) return isa;
   }
-  return Isa::kBaseline;
+  std::fprintf(stderr, "jax_fastops: the CPU kernels were built for other machines\n");
+  std::abort();
 }
 
 }  // namespace
@@ -51,22 +53,16 @@ Isa ActiveIsa() {
 }
 
 bool IsaIsBuilt(Isa isa) {
-  switch (isa) {
-    case Isa::kAvx2:
+#ifdef FASTOPS_BUILT_baseline
+  if (isa == Isa::kBaseline) return true;
+#endif
 #ifdef FASTOPS_BUILT_avx2
-      return true;
-#else
-      return false;
+  if (isa == Isa::kAvx2) return true;
 #endif
-    case Isa::kAvx512:
 #ifdef FASTOPS_BUILT_avx512
-      return true;
-#else
-      return false;
+  if (isa == Isa::kAvx512) return true;
 #endif
-    default:
-      return true;
-  }
+  return false;
 }
 
 const char* IsaName(Isa isa) {
