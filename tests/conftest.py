@@ -5,6 +5,7 @@ makes sure that the installed `jax_fastops` is tested.
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,6 +21,12 @@ if platform:
     os.environ["JAX_PLATFORMS"] = "cpu" if platform == "cpu" else "cuda,cpu"
 if DEVICE_COUNT not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT}=8".strip()
+# Most of a test's time is compilation. Without LLVM's optimizations, that takes a quarter less on a
+# CPU, and half for models.
+UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+on_cpu = platform == "cpu" or not (platform or shutil.which("nvidia-smi"))
+if on_cpu and UNOPTIMIZED not in os.environ["XLA_FLAGS"]:
+    os.environ["XLA_FLAGS"] += f" {UNOPTIMIZED}"
 # Several test processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

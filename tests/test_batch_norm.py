@@ -655,6 +655,7 @@ def test_gradients_match_differences(activation):
 # Two users of one result --------------------------------------------------------------------------
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(
     "activation, residual", list(itertools.product((None, "relu"), (False, True)))
 )
@@ -681,6 +682,7 @@ def test_two_users(shape, axis, activation, residual, kind):
     assert_matches(grads, want)
 
 
+@pytest.mark.jax
 def test_two_users_add_nothing_before_the_backward():
     """Neither XLA nor another kernel adds the two cotangents."""
     x, c = jnp.ones((16, 4, 8)), jnp.ones(8)
@@ -711,6 +713,7 @@ def test_one_of_two_users():
         np.testing.assert_allclose(gradient(i), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.jax
 def test_two_users_of_what_only_parameters_are_wanted_of():
     """The sum of the cotangents is written only if x or the residual needs a gradient."""
     x, c = jnp.ones((16, 4, 8)), jnp.ones(8)
@@ -725,6 +728,7 @@ def test_two_users_of_what_only_parameters_are_wanted_of():
     assert "f32[512]" not in call.partition("custom-call(")[0]
 
 
+@pytest.mark.jax
 def test_two_users_by_vmap_over_an_axis_name():
     rng = np.random.default_rng(20)
     x, scale, bias = draws((24, 8))(rng, np.float32)
@@ -872,6 +876,7 @@ def test_errors_of_dtypes():
 # vmap and sharding --------------------------------------------------------------------------------
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("axes", [(0, None, None), (1, 0, None), (None, 0, 0), (2, 1, 0)], ids=str)
 @pytest.mark.parametrize("shape", [(8, 4, 8), (6, 3)], ids=str)
 def test_a_map_has_statistics_of_each_example(axes, shape):
@@ -894,6 +899,7 @@ def test_a_map_has_statistics_of_each_example(axes, shape):
         np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.jax
 def test_a_map_is_one_call_of_each_kernel():
     x, c = jnp.ones((3, 8, 4, 8)), jnp.ones(8)
     run = jax.vmap(lambda x: value_and_gradients(op, activation="relu")((x, c, c), x, c, c))
@@ -922,6 +928,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("activation", [None, "relu"])
@@ -949,6 +956,7 @@ def test_a_sharded_batch_is_one_batch(name, activation, axis_type):
         assert_layout(name, result, NamedSharding(mesh, P("a")))
 
 
+@pytest.mark.jax
 def test_a_residual_that_is_spread_otherwise():
     """Over explicit axes, the result is sharded as a sum. Different axes are an error."""
     count = device_count()
@@ -974,6 +982,7 @@ def test_a_residual_that_is_spread_otherwise():
         run(P("b"), P("a"))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_a_batch_spread_by_shard_map(activation, check_vma):
@@ -997,6 +1006,7 @@ def test_a_batch_spread_by_shard_map(activation, check_vma):
     assert collectives(text) == {"all-reduce": 1}
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_a_batch_spread_by_vmap(activation):
     """With `axis_name`, the examples of a map are one batch."""
@@ -1073,6 +1083,7 @@ def test_ranks_are_not_promoted(mode):
         jax.block_until_ready(jax.jit(jax.jacrev(lambda x: fo.batch_norm_statistics(x)))(args[0]))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("mode", MODES)
 def test_one_export_serves_every_batch(mode):
     (b,) = jax.export.symbolic_shape("b")

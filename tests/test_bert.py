@@ -201,6 +201,7 @@ def layer_program(config, ops, key=None, backward=False):
     return jax.jit(gradients if backward else layer), (params, x, mask)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("attention", ["softmax", "xla", "cudnn"])
 def test_layer_is_fused(native, without_cudnn, attention):
     """A layer calls six ops (three or four with jax.nn's attention) and six products."""
@@ -235,6 +236,7 @@ def test_layer_is_fused(native, without_cudnn, attention):
         assert found == ["bias_act", "norm", "norm"] + ["split_heads"] * (attention == "cudnn")
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("attention", ["softmax", "cudnn"])
 def test_backward_is_fused(native, without_cudnn, attention):
     """Each op has one kernel in the forward and one in the backward."""
@@ -251,6 +253,7 @@ def test_backward_is_fused(native, without_cudnn, attention):
     assert len(merges) == 1 and merges[0].split(" custom-call(")[0].count("f32[") == 2
 
 
+@pytest.mark.jax
 def test_encoder_is_fused(native):
     """The backward of each norm adds the cotangents of the norm's two users."""
     config = dataclasses.replace(CONFIG, layers=3)
@@ -279,6 +282,7 @@ CASES = {
 }
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if case.startswith("masked") else SLOW) for case in CASES],
@@ -375,6 +379,7 @@ def test_implementations_agree():
     assert_close(found, stepped(CONFIG, bert.FASTOPS), 1e-5)
 
 
+@pytest.mark.jax
 def test_plain_ops():
     """They have the signatures and the results of the functions of FASTOPS."""
     for mine, other in zip(bert.PLAIN, bert.FASTOPS, strict=True):
@@ -597,6 +602,7 @@ def test_places_of_dropout():
     assert "random" not in str(none)
 
 
+@pytest.mark.jax
 def test_dropout_of_probabilities():
     """Half of them are dropped and the others doubled: the mean over keys does not change."""
     config = dataclasses.replace(CONFIG, attention_dropout=0.5, layers=1)
@@ -652,6 +658,7 @@ def size(kept) -> int:
     return sum(math.prod(s) * jnp.dtype(d).itemsize * n for (s, d), n in kept.items())
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("which", ["native", "xla", "plain"])
 def test_remat_keeps_less(which):
     """It keeps statistics and arrays as large as the input: no scores, no inner activations."""
@@ -672,6 +679,7 @@ def test_remat_keeps_less(which):
     assert size(kept) < 0.4 * size(all_of_it)
 
 
+@pytest.mark.jax
 def test_remat_keeps_masks_of_dropout():
     config = dataclasses.replace(CONFIG, dropout=0.1, attention_dropout=0.1, remat=True)
     kept = residuals(config, bert.FASTOPS, key=KEY)
@@ -680,6 +688,7 @@ def test_remat_keeps_masks_of_dropout():
     assert (scores, "float32") not in kept
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("which", ["native", "plain"])
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
 def test_remat_repeats_less(which, scan):
@@ -698,6 +707,7 @@ def test_remat_repeats_less(which, scan):
 # ---- transformations -----------------------------------------------------------------------------
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("attention", ["softmax", "xla", "cudnn"])
 def test_vmap(native, without_cudnn, attention):
     """Maps over batches, and over parameters as for an ensemble."""
@@ -714,6 +724,7 @@ def test_vmap(native, without_cudnn, attention):
     assert not np.any(found[1])
 
 
+@pytest.mark.jax
 def test_export(native):
     """An exported program is serialized, deserialized and called."""
     params, given = start(CONFIG, mlm=False), batch(CONFIG)
@@ -759,6 +770,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sharded_batch(native, without_cudnn, variant):
     """The only communication is the sum of gradients and of the loss."""
@@ -774,6 +786,7 @@ def test_sharded_batch(native, without_cudnn, variant):
     assert_close(jax.tree.map(np.asarray, found), on_one_device(config.attention), 2e-5)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("ops", OPS)
 def test_sharded_dropout(native, ops):
     """Over Explicit axes, dropout masks are sharded and equal those of one device."""
@@ -801,6 +814,7 @@ def test_sharded_dropout(native, ops):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("attention", ["softmax", "cudnn"])
 def test_shard_map(native, without_cudnn, attention):
     """The same results under shard_map."""
@@ -824,6 +838,7 @@ def test_shard_map(native, without_cudnn, attention):
     assert_close(jax.tree.map(np.asarray, grads), wanted["gradients"], 2e-5)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("what", ["key", "mask"])
 def test_shard_map_of_one_batch(what):
     """All devices have the same tokens, but different dropout or padding."""

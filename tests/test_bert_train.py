@@ -172,6 +172,7 @@ def test_resumed_on_fewer_devices(start, tmp_path):
 # ---- the step ------------------------------------------------------------------------------------
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("attention", ["softmax", pytest.param("xla", marks=pytest.mark.slow)])
 def test_collectives(example, attention):
     """The only communication is the sum of gradients and of the loss."""
@@ -191,6 +192,7 @@ def test_collectives(example, attention):
     assert int(state["step"]) == 1
 
 
+@pytest.mark.jax
 def test_step_is_all_there_is(example):
     """Batches and dropout depend only on the step: they differ between steps, and repeat."""
     made = training(example, "--attention=softmax")

@@ -519,6 +519,7 @@ def test_a_platform_without_kernels_takes_the_reference(activation):
     assert "custom_call" not in exported.mlir_module()
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("activation", KINDS_OF_OP)
 @pytest.mark.parametrize("last", ["n", "8"])
 def test_one_export_serves_every_size(activation, last):
@@ -591,6 +592,7 @@ def test_mapped(activation, transform, axes):
         compare(activation, lambda f: transform(f, axes), *args)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("activation", KINDS_OF_OP)
 @pytest.mark.parametrize("shapes", [((2, 8), (8,)), ((2, 5), (2, 1))], ids=str)
 def test_maps_of_tangents_and_of_their_transposes(activation, shapes):
@@ -613,6 +615,7 @@ def test_maps_of_tangents_and_of_their_transposes(activation, shapes):
     compare(activation, of, *args)
 
 
+@pytest.mark.jax
 def test_a_map_is_one_call(activation):
     x, b = draws((2, 8), (8,))(np.random.default_rng(10), np.float32)
     fn = functools.partial(fo.bias_act, activation=activation)
@@ -636,6 +639,7 @@ SPREAD = {
 }
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("activation", KINDS_OF_OP)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SPREAD)
@@ -671,6 +675,7 @@ def test_sharded(activation, kind, name):
     assert_layout("result", got[0], NamedSharding(mesh, specs[0]))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("activation", KINDS_OF_OP)
 def test_a_replicated_bias_beside_explicit_shards(activation):
     """The result has the sharding of x + bias. A gradient has the sharding of its argument."""

@@ -186,6 +186,7 @@ def test_what_is_explained_is_what_is_lowered(measured):
             assert only(fn, x).kernel == ("jax_fastops.softmax" in text)
 
 
+@pytest.mark.jax
 def test_a_mapped_axis_counts(measured):
     """A call whose gradient takes the kernel decides on its forward by the size of all examples."""
     measured("softmax", ["bytes", 64 * 64 * 4, False, True], True)
@@ -334,6 +335,7 @@ def test_what_the_reference_keeps():
     assert call.kept == sum(x.size * x.dtype.itemsize for x in kept) > 0
 
 
+@pytest.mark.jax
 def test_forward_mode_and_vmap_are_derivatives_of_what_they_call(native):
     assert only(lambda x: jax.jvp(fo.relu, (x,), (x,)), X).differentiated
     assert only(jax.vmap(gradient(fo.relu)), X).differentiated
@@ -358,6 +360,7 @@ def test_explaining_leaves_no_trace_behind(native):
     assert not _explain._sessions
 
 
+@pytest.mark.jax
 def test_shards(native):
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     mapped = jax.shard_map(
@@ -396,6 +399,7 @@ def test_the_log():
     assert line.startswith("jax_fastops.dispatch: softmax(float32[8]) at <string>:2: reference: ")
 
 
+@pytest.mark.jax
 def test_bert_and_resnet(native):
     """Each layer's calls are listed, with the bytes that the whole gradient keeps for them."""
     from jax_fastops.models import bert, resnet

@@ -14,6 +14,8 @@ from harness.properties import same_shapes
 from harness.sharding import collectives, device_count
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+pytestmark = pytest.mark.jax
+
 needs_devices = pytest.mark.skipif(device_count() < 2, reason="needs two devices")
 SPREAD = (Sharding("batch", (0,), (0,)), Sharding("features", (1,), (1,)))
 

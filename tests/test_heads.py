@@ -806,6 +806,7 @@ def split_over_sequence(split, axis_type, rows):
     return dx, NamedSharding(mesh, specs[0]), text
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(("axis_type", "rows"), SHARDS)
 def test_sharded_sequences(split, axis_type, rows):
     """For every length of a shard, there is one all-reduce for the bias gradient."""
@@ -819,6 +820,7 @@ def test_sequences_whose_groups_lie_on_several_devices(split, rows):
     split_over_sequence(split, AxisType.Auto, rows)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("size", [2, 3])
 def test_sequences_with_no_even_shards(split, size):
     """With an auto mesh axis, the devices may not divide the sequence."""
@@ -839,6 +841,7 @@ def test_sequences_with_no_even_shards(split, size):
     assert_sum(db, cts, np.float32)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 def test_features_sharded_with_a_bias_in_every_mode(split, axis_type):
     fn, reference, parts = split
@@ -985,6 +988,7 @@ def test_a_bias_alone_is_summed_in_float32(split):
     np.testing.assert_array_equal(jax.grad(total)(bias).astype(np.float32), expected)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_a_sequence_without_batch_is_sharded_beside_a_whole_bias(split, axis_type):
     """XLA would also shard a bias whose rank equals the number of batch dimensions."""

@@ -205,6 +205,7 @@ def test_limits_come_from_the_module():
         _native.workspace("lerp", 1, 1, 1)
 
 
+@pytest.mark.jax
 def test_kernels_map_and_partition_like_before():
     with compat.x64(False):
         per_row = jax.vmap(lambda x: RELU(x, mask=True))(X)

@@ -510,6 +510,7 @@ def test_a_platform_without_kernels_takes_the_reference():
     assert "custom_call" not in exported.mlir_module()
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("crossed", [False, True])
 def test_one_export_serves_every_size(crossed):
     symbols = jax.export.symbolic_shape("b, n")
@@ -590,6 +591,7 @@ def test_mapped(transform, axes):
     compare(mapped(transform, axes), *draws(*shapes)(np.random.default_rng(8), np.float64))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("shapes", FEW, ids=str)
 def test_maps_of_tangents_and_of_their_transposes(shapes):
     """Some tangents are mapped and others are not. No operand is mapped."""
@@ -614,6 +616,7 @@ def test_maps_of_tangents_and_of_their_transposes(shapes):
     compare(of, *args)
 
 
+@pytest.mark.jax
 def test_nested_maps():
     args = draws((2, 1), (4,), (2, 4))(np.random.default_rng(10), np.float64)
 
@@ -625,6 +628,7 @@ def test_nested_maps():
     compare(of, *args)
 
 
+@pytest.mark.jax
 def test_a_map_is_one_call():
     """There is no loop and no copy. An operand that is not mapped gets a dimension of size 1."""
     args = draws((2, 1), (1, 4), (2, 4))(np.random.default_rng(11), np.float32)
@@ -666,6 +670,7 @@ SPREAD = {
 }
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SPREAD)
 def test_sharded(kind, name):
@@ -694,6 +699,7 @@ def test_sharded(kind, name):
     assert_layout("result", got[0], NamedSharding(mesh, result))
 
 
+@pytest.mark.jax
 def test_numbers_beside_explicit_shards():
     mesh = mesh_of(AxisType.Explicit)
     x = jax.device_put(X[:, :2], NamedSharding(mesh, P("b", "a")))
@@ -705,6 +711,7 @@ def test_numbers_beside_explicit_shards():
             np.testing.assert_allclose(y, reference(*map(np.float32, plain)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.jax
 def test_operands_that_are_sharded_differently_are_refused():
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
@@ -713,6 +720,7 @@ def test_operands_that_are_sharded_differently_are_refused():
             fo.lerp(x, y, 0.5)
 
 
+@pytest.mark.jax
 def test_a_replicated_operand_beside_explicit_shards_gets_a_replicated_gradient():
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):

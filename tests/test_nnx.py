@@ -185,11 +185,13 @@ def assert_same_training(name, options):
     assert_close(trained(mine, run, *arrays), trained(theirs, run, *arrays), narrow)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("options", BATCH_NORM, ids=spelled)
 def test_batch_norm_trains_as_flax_does(options, native):
     assert_same_training("BatchNorm", options)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("options", ROW_NORM, ids=spelled)
 @pytest.mark.parametrize("name", ROWS)
 def test_row_norms_train_as_flax_does(name, options, native):
@@ -229,6 +231,7 @@ def test_rows_in_a_list(name, native):
     assert_close(mine(rows, residual=jnp.ones((2, 2))), theirs(jnp.asarray(rows) + 1))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("mode", ("xla", "auto"))
 @pytest.mark.parametrize("name", LAYERS)
 def test_without_kernels_it_is_flax_bit_for_bit(name, mode, monkeypatch):
@@ -310,6 +313,7 @@ def test_close_to_linen_with_kernels(name, native):
 # ---- state and checkpoints -----------------------------------------------------------------------
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(
     "options", ({}, {"use_scale": False}, {"param_dtype": jnp.bfloat16}), ids=spelled
 )
@@ -365,6 +369,7 @@ class Block(nnx.Module):
         return self.rms(self.rows(jax.nn.relu(self.batch(self.linear(x)))))
 
 
+@pytest.mark.jax
 def test_nnx_transformations(native):
     """nnx.jit and nnx.value_and_grad update statistics in place; split and merge copy them."""
     x, found = draw(6, (12, 8)), []
@@ -389,6 +394,7 @@ def test_nnx_transformations(native):
     assert_close(found[0], found[1])
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("name", LAYERS)
 def test_nnx_vmap_over_layers(name, native):
     def ensemble(cls):
@@ -500,6 +506,7 @@ def test_row_norms_with_one_or_the_other(name, mode):
         assert_close((y, s), (jax.nn.relu(theirs(x + residual, mask=MASK)), x + residual))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("name", ROWS)
 def test_residual_is_added_by_the_op(name, native):
     """The op adds only if the sum has the dtype that is normalized."""
@@ -524,6 +531,7 @@ def test_batch_norm_keeps_bits_for_the_relu(native):
 # ---- statistics over a mapped axis ---------------------------------------------------------------
 
 
+@pytest.mark.jax
 def test_axis_name_under_vmap(native):
     theirs, mine = pair("BatchNorm", axis_name="parts", activation="relu")
     whole = pair("BatchNorm")[0]
@@ -548,6 +556,7 @@ def test_axis_name_under_vmap(native):
     assert_close(got[1][0], jax.nn.relu(whole(x)))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("names", ("a", ("a", "b")))
 def test_axis_name_under_shard_map(names, native):
     if len(jax.devices()) < 4:

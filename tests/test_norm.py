@@ -737,6 +737,7 @@ def check_two_users(name, shape, dtype):
     assert_matches(grads, want)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("shape", TWO_USERS, ids=str)
 def test_two_users(name, shape):
     check_two_users(name, shape, jnp.dtype("bfloat16"))
@@ -748,6 +749,7 @@ def test_two_users_of_every_dtype(name, shape, dtype):
     check_two_users(name, shape, dtype)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("shape", [(6, 5, 16), (67, 768), (9, 301), (3, 5000)], ids=str)
 @pytest.mark.parametrize("op", WHOLE)
 @pytest.mark.parametrize("kind", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
@@ -763,6 +765,7 @@ def test_two_users_and_the_sum(op, shape, kind):
     assert_matches(grads, want)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("what", ["nothing", "x", "scale"])
 def test_two_users_with_what_is_wanted(name, what):
     """The backward without parameters, without parameter gradients, and with one of them."""
@@ -778,6 +781,7 @@ def test_two_users_with_what_is_wanted(name, what):
     assert_bitwise_equal(gradient(both, dys), gradient(fn, (jnp.add(*dys),)))
 
 
+@pytest.mark.jax
 def test_two_users_add_nothing_before_the_backward(name):
     """Neither XLA nor another kernel adds the two cotangents."""
     _, args, dys = example(name, (16, 4, 8), count=2)
@@ -797,6 +801,7 @@ def test_one_of_two_users(name):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("return_sum", [False, True])
 def test_two_users_keep_what_one_does(name, return_sum):
     if return_sum and not name.startswith("residual"):
@@ -807,6 +812,7 @@ def test_two_users_keep_what_one_does(name, return_sum):
     assert kept(two, *args) == kept(one, *args)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("mode", ["native", "xla"])
 def test_two_users_of_no_elements(name, mode):
     _, args, dys = example(name, (0, 3), jnp.bfloat16, count=2)
@@ -905,6 +911,7 @@ def test_a_platform_without_kernels_takes_the_reference(name):
     assert "custom_call" not in exported.mlir_module()
 
 
+@pytest.mark.jax
 def test_export_names_the_kernels(name):
     (fn, _), args, cts = example(name)
     platforms = ("cpu", "cuda")
@@ -917,6 +924,7 @@ def test_export_names_the_kernels(name):
         assert exported.mlir_module().count(f"@jax_fastops.{kernel}.") == len(built)
 
 
+@pytest.mark.jax
 def test_one_export_serves_every_size(name):
     """Any number of rows and any row length, with and without a need for a workspace."""
     b, n = jax.export.symbolic_shape("b, n")
@@ -1110,6 +1118,7 @@ def test_derivatives_and_vmap(op, transform):
         np.testing.assert_allclose(mine, theirs, rtol=1e-8, atol=1e-9 * size)
 
 
+@pytest.mark.jax
 def test_gradients_per_example_are_those_of_a_loop(name, dtype):
     """Parameters that are not mapped get one gradient per example, not the sum."""
     (fn, _), args, cts = example(name, (4, 70, 24), dtype)
@@ -1130,6 +1139,7 @@ def test_gradients_per_example_are_those_of_a_loop(name, dtype):
             )
 
 
+@pytest.mark.jax
 def test_gradients_per_example_are_one_kernel_call(name):
     """The mapped axis is a batch dimension, with separate sums per example and no loop."""
     (fn, _), args, cts = example(name, (4, 70, 24))
@@ -1205,6 +1215,7 @@ def assert_close(got, want):
 SHARDED = {"batch": P("a"), "sequence": P(None, "a"), "rows of a matrix": P("a")}
 
 
+@pytest.mark.jax
 @KINDS
 @pytest.mark.parametrize("layout", SHARDED)
 def test_sharded(name, axis_type, layout):
@@ -1223,6 +1234,7 @@ def test_sharded(name, axis_type, layout):
     assert targets(text) == ["norm", "norm_bwd"]
 
 
+@pytest.mark.jax
 @KINDS
 def test_a_device_has_as_many_sums_as_alone(name, axis_type):
     """Each device writes more than 66 partial sums, and at most 132, the limit of one device."""
@@ -1237,6 +1249,7 @@ def test_a_device_has_as_many_sums_as_alone(name, axis_type):
         assert n == 24 and 66 < math.prod(sums) <= 132
 
 
+@pytest.mark.jax
 @KINDS
 def test_what_is_not_summed_is_not_communicated(name, axis_type):
     mesh = eight(axis_type)
@@ -1250,6 +1263,7 @@ def test_what_is_not_summed_is_not_communicated(name, axis_type):
         assert targets(text) == ["norm", "norm_bwd"]
 
 
+@pytest.mark.jax
 @KINDS
 def test_a_sharded_last_axis(name, axis_type):
     """The result is correct. Over an explicit axis, the reference runs, and it stays sharded."""
@@ -1263,6 +1277,7 @@ def test_a_sharded_last_axis(name, axis_type):
         assert set(collectives(text)) == {"all-reduce"} and not targets(text)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("rows", [3, 63])
 def test_rows_that_the_devices_do_not_divide(name, rows):
     mesh = eight(AxisType.Auto)
@@ -1280,6 +1295,7 @@ def test_rows_that_the_devices_do_not_divide(name, rows):
     assert_close(constrained(fn)(args, cts), constrained(plain)(args, cts))
 
 
+@pytest.mark.jax
 def test_shard_map(name):
     """The parameters are replicated. Each of their gradients is summed by a psum."""
     mesh = eight(AxisType.Auto)
@@ -1528,6 +1544,7 @@ def test_refused_under_jit_before_anything_runs(name):
         jax.eval_shape(getattr(fo, name), shape, *more, jax.ShapeDtypeStruct((7,), np.float32))
 
 
+@pytest.mark.jax
 def test_a_gradient_of_any_size_over_several_devices_can_be_exported():
     """The number of shards of a symbolic dimension is unknown, so it is one group."""
     mesh = make_mesh({"a": device_count()}, AxisType.Auto)

@@ -9,6 +9,8 @@ from harness import compat
 
 import jax_fastops as fo
 
+pytestmark = pytest.mark.jax
+
 X = np.random.default_rng(0).normal(size=(3, 5, 6))
 SCALE = np.random.default_rng(1).normal(size=(6,))
 

@@ -156,6 +156,7 @@ def test_python_m_prints_info():
         assert word in done.stdout
 
 
+@pytest.mark.jax
 def test_export_checks_cover_every_kernel():
     handlers = sum(len(_native.kernels(p)) for p in ("cpu",))
     checks = fo.export_checks()

@@ -406,6 +406,7 @@ def test_implementation_is_part_of_the_cache_key(case):
                 assert_bitwise_equal(fn(*args), jax.jit(case.reference)(*args))
 
 
+@pytest.mark.jax
 def test_export_names_the_kernels(case, native):
     """A program exported for two platforms calls the kernels of each platform that was built."""
     args, cotangent = example(case, case.rng("hlo"), (8, 64), np.float32)
@@ -425,6 +426,7 @@ def test_export_names_the_kernels(case, native):
 # Shards smaller than a mask byte
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 @pytest.mark.parametrize("width", [8, 24])
 def test_shards_finer_than_a_mask_byte(case, native, axis_type, width):

@@ -149,6 +149,7 @@ def test_size(config, parameters, multiplications):
     assert sorted(strided) == [1, 1, 1, 3, 3, 3, 7]
 
 
+@pytest.mark.jax
 def test_batch_norms_are_fused():
     """ResNet-50 has 53: 49 are followed by ReLU, and 16 of these add a residual."""
     calls = []
@@ -191,6 +192,7 @@ def test_zero_init():
 # ---- FASTOPS and PLAIN ---------------------------------------------------------------------------
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_twins_agree(kind):
     """Logits, new statistics and the gradient of every parameter."""
@@ -259,6 +261,7 @@ def test_bfloat16():
         assert value <= max(2 * theirs[path], 0.1), f"{path}: {value:.2f}, {theirs[path]:.2f}"
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_training(native, dtype):
     """The loss of a fixed batch falls as in plain JAX."""
@@ -325,6 +328,7 @@ def test_inference(native):
     assert_close(np.asarray(logits(params, resnet.FASTOPS)), np.asarray(ours[:3]), 1e-5)
 
 
+@pytest.mark.jax
 def test_statistics_have_no_gradient():
     params, statistics = start(resnet.SMALL)
     images, _ = batch(resnet.SMALL, 4, 8)
@@ -460,6 +464,7 @@ def test_max_pool_gives_all_gradients_to_one():
     np.testing.assert_array_equal(pullback(dy)[0][0, :, :, 0], wanted)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("pools", [POOLS, POOLS_BY_SCALE], ids=["plain", "scaled"])
 def test_max_pool_derivatives(pools):
     """Forward mode and second derivatives under vmap equal those of plain JAX.
@@ -502,6 +507,7 @@ def test_max_pool_keeps_places():
     assert "u8" not in str(jax.make_jaxpr(resnet.max_pool)(x))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("pools", [POOLS, POOLS_BY_SCALE], ids=["plain", "scaled"])
 @pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
 def test_max_pool_sharded(kind, pools):
@@ -524,6 +530,7 @@ def test_max_pool_sharded(kind, pools):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("pools", [POOLS, POOLS_BY_SCALE], ids=["plain", "scaled"])
 def test_max_pool_export(pools):
     """One exported program for all batch sizes."""
@@ -561,6 +568,7 @@ def kept_bytes(config, implementation) -> int:
     return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("stages", [(1,), (1, 1)], ids=str)
 def test_remat_keeps_less(native, stages):
     """Remat of one block saves the results of the inner norms of the first block."""
@@ -579,6 +587,7 @@ def test_remat(config, remat):
     assert_close(found, stepped(config, resnet.FASTOPS), 5e-6)
 
 
+@pytest.mark.jax
 def test_remat_of_images_and_inference():
     """The gradient of the images, in training and in inference."""
     config = BOTTLENECK
@@ -597,6 +606,7 @@ def test_remat_of_images_and_inference():
         assert_close(gradients(images, 2, train), gradients(images, 0, train), 2e-5)
 
 
+@pytest.mark.jax
 def test_remat_of_plain_jax_changes_nothing():
     programs = [
         jax.make_jaxpr(training_step(dataclasses.replace(BASIC, remat=n), resnet.PLAIN))(
@@ -607,6 +617,7 @@ def test_remat_of_plain_jax_changes_nothing():
     assert str(programs[0]) == str(programs[1])
 
 
+@pytest.mark.jax
 def test_remat_derivatives():
     """Every derivative is that of the convolution of the recomputed input."""
     rng = np.random.default_rng(0)
@@ -677,6 +688,7 @@ def norms(config) -> int:
     return len(jax.tree.leaves(resnet.shapes(config)[1])) // 2
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("config", NETS.values(), ids=NETS)
 def test_sharded_batch(native, config, axis_type):
@@ -693,6 +705,7 @@ def test_sharded_batch(native, config, axis_type):
     assert_close(jax.tree.map(np.asarray, found), on_one_device(config), 2e-5)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("config", NETS.values(), ids=NETS)
 @pytest.mark.parametrize("implementation", [resnet.FASTOPS, resnet.PLAIN], ids=["ours", "plain"])
 def test_shard_map(native, config, implementation):
@@ -707,6 +720,7 @@ def test_shard_map(native, config, implementation):
 # ---- state and errors ----------------------------------------------------------------------------
 
 
+@pytest.mark.jax
 def test_checkpoint(tmp_path):
     """The state is named arrays, which can be restored without the network."""
     state = start(resnet.SMALL)

@@ -24,6 +24,8 @@ from jax_fastops._kernel import (
 from jax_fastops._op import Op
 from jax_fastops._signature import Signature
 
+pytestmark = pytest.mark.jax
+
 F32, BOOL = jnp.dtype("float32"), jnp.dtype("bool")
 MASKED = "... n, ~... m -> ... n"
 INNER = "... n *i, ~... m *i -> ... n *i"

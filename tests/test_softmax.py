@@ -869,6 +869,7 @@ def test_a_platform_without_kernels_takes_the_reference(name):
     assert "custom_call" not in exported.mlir_module()
 
 
+@pytest.mark.jax
 def test_export_names_the_kernels(name):
     platforms = ("cpu", "cuda")
     fn = value_and_gradient(functools.partial(OPS[name], where=MASK, axis=1))
@@ -880,6 +881,7 @@ def test_export_names_the_kernels(name):
         assert exported.mlir_module().count(f"@jax_fastops.{kernel}.") == len(built)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("masked", [False, True])
 def test_one_export_serves_every_size(name, axis, masked):
@@ -1098,6 +1100,7 @@ UNEXPANDED = {
 }
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("transform", UNEXPANDED)
 def test_a_mask_is_never_expanded(name, transform, backward):
@@ -1114,6 +1117,7 @@ def test_a_mask_is_never_expanded(name, transform, backward):
     assert_mask_is_not_expanded(UNEXPANDED[transform](fn), x, where)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_mapped_mask_is_not_expanded(name, backward):
     """Only the mask is mapped. x is copied for each example, and the mask is not expanded."""
@@ -1129,6 +1133,7 @@ def test_a_mapped_mask_is_not_expanded(name, backward):
     assert_mask_is_not_expanded(jax.vmap(fn, (None, 1), -1), x, np.moveaxis(where, 0, 1))
 
 
+@pytest.mark.jax
 def test_one_kernel_under_vmap(name):
     """A mapped axis is one more batch dimension, not a loop."""
     where = np.ones((3, 1, 8), bool)
@@ -1202,6 +1207,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.jax
 @KINDS
 @pytest.mark.parametrize(
     ("name", "layout"),
@@ -1237,6 +1243,7 @@ def test_sharded(name, axis_type, layout):
         assert targets(text) == ["softmax", "softmax_bwd"]
 
 
+@pytest.mark.jax
 @KINDS
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("axis", [-1, 0])
@@ -1279,6 +1286,7 @@ def test_a_mask_that_would_grow_leaves_the_work_to_xla(name, rows, masking):
         assert targets(text) == ["softmax"] * masking + backward
 
 
+@pytest.mark.jax
 @KINDS
 def test_a_mask_sharded_otherwise_than_x(name, axis_type):
     """With a replicated mask, the result is correct and has the layout of x."""
@@ -1295,6 +1303,7 @@ def test_a_mask_sharded_otherwise_than_x(name, axis_type):
             assert_layout("a result", result, NamedSharding(mesh, of_x))
 
 
+@pytest.mark.jax
 def test_shard_map_over_what_the_mask_is_broadcast_along(name):
     mesh = eight(AxisType.Auto)
     rng = np.random.default_rng(25)
@@ -1354,6 +1363,7 @@ def test_neighbouring_axes_are_one_kernel(name):
     assert kernels(functools.partial(OPS[name], axis=(0, 2)), X) == []
 
 
+@pytest.mark.jax
 def test_several_axes_of_explicit_meshes(name):
     """Axes are not merged, because that could cut across shards."""
     mesh = eight(AxisType.Explicit)

@@ -327,6 +327,7 @@ def with_axis(rng, shape, at, size=3):
     return normal(rng, shape, np.float32)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(("axes", "shape"), BATCHED, ids=str)
 def test_vmap_moves_nothing_more(axes, shape):
     """The kernel reads the mapped axis at any position."""
@@ -340,6 +341,7 @@ def test_vmap_moves_nothing_more(axes, shape):
         assert_bitwise_equal(jax.jit(mapped)(x), want)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(("axes", "shape"), BATCHED, ids=str)
 def test_vmap_of_a_gradient_moves_nothing_more(axes, shape):
     rng = np.random.default_rng(10)
@@ -355,6 +357,7 @@ def test_vmap_of_a_gradient_moves_nothing_more(axes, shape):
         assert_bitwise_equal(jax.jit(mapped)(x, ct), want)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(("axes", "shape"), BATCHED, ids=str)
 def test_vmap_puts_the_axis_anywhere(axes, shape):
     rng = np.random.default_rng(11)
@@ -371,6 +374,7 @@ def test_vmap_puts_the_axis_anywhere(axes, shape):
     assert_matches(jax.jit(run(fo.transpose))(args), jax.jit(run(jnp.transpose))(args))
 
 
+@pytest.mark.jax
 def test_nested_vmap_is_one_kernel():
     rng = np.random.default_rng(12)
     x = normal(rng, (4, 3, 5, 2, 6), np.float32)
@@ -381,6 +385,7 @@ def test_nested_vmap_is_one_kernel():
         assert_bitwise_equal(jax.jit(fn)(x), nest(lambda x: jnp.transpose(x, (1, 2, 0)))(x))
 
 
+@pytest.mark.jax
 def test_gradient_of_vmap_with_axes_anywhere():
     rng = np.random.default_rng(13)
     x = normal(rng, (4, 3, 5), np.float32)
@@ -446,6 +451,7 @@ def devices():
     return count
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "shard_map"])
 @pytest.mark.parametrize("axes", PERMUTATIONS, ids=str)
 def test_every_dimension_shards_freely(axes, kind):
@@ -502,6 +508,7 @@ def test_two_mesh_axes_follow_their_dimensions(axis_type):
         assert_bitwise_equal(y, x.transpose(2, 0, 1))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("axes", [(1, 0, 2), (0, 1, 2), (2, 1, 0)], ids=str)
 def test_explicit_type_is_that_of_jnp(axes):
     """Includes permutations that move nothing, and shapes with a 1."""
@@ -657,6 +664,7 @@ def test_a_platform_without_kernels_takes_the_reference():
     assert "custom_call" not in exported.mlir_module()
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("mapped", [0, 1, 2])
 @pytest.mark.parametrize("spread", [0, 1, 2])
 def test_explicit_types_under_vmap_are_those_of_jnp(mapped, spread):

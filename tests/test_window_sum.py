@@ -403,6 +403,7 @@ def test_a_platform_without_kernels_takes_the_reference():
     assert "custom_call" not in exported.mlir_module()
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("padding", ["VALID", "SAME"])
 def test_one_export_serves_every_size(axis, padding):
@@ -421,6 +422,7 @@ def test_one_export_serves_every_size(axis, padding):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.jax
 def test_an_export_of_an_axis_that_may_be_too_short():
     """Without a constraint, the axis may hold no window, so the call takes the reference."""
     both = lambda x: (fo.window_sum(x, 3), jax.grad(lambda x: fo.window_sum(x, 3).sum())(x))  # noqa: E731
@@ -432,6 +434,7 @@ def test_an_export_of_an_axis_that_may_be_too_short():
     assert exported.call(np.zeros((3, 5), np.float32))[0].shape == (3, 0)
 
 
+@pytest.mark.jax
 def test_an_export_serves_long_windows_of_any_axis():
     """The kernel gets a workspace, whether the axis needs it or not."""
     fn = lambda x: fo.window_sum(x, 1500, padding="SAME")  # noqa: E731
@@ -460,6 +463,7 @@ def over_mesh(axis_type, fn, values, spec):
         return mesh, program(*placed), program.as_text()
 
 
+@pytest.mark.jax
 @KINDS
 @pytest.mark.parametrize("padding", ["VALID", "SAME"])
 @pytest.mark.parametrize(("axis", "sharded"), [(-1, 0), (1, 0), (1, 2), (0, 1), (0, 2)])
@@ -479,6 +483,7 @@ def test_sharded(axis_type, padding, axis, sharded):
     assert targets(text) == ["window_sum"] * 2
 
 
+@pytest.mark.jax
 def test_a_sharded_axis():
     """`axis` is gathered over an auto mesh axis."""
     x = normal(np.random.default_rng(13), (6, 128), np.float32)

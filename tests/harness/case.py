@@ -133,6 +133,7 @@ class Check:
       detail: it differs from another check only in a detail. It is a quick test only if the case is
         `thorough`.
       slow: it is never a quick test.
+      module: the file that it is from.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Check:
     every_mode: bool = True
     detail: bool = False
     slow: bool = False
+    module: str = ""
 
 
 def implementation(mode: str | None) -> contextlib.AbstractContextManager[Any]:
@@ -201,7 +203,7 @@ def all_checks(case: Case) -> list[Check]:
     from harness import export, properties, sharding, transforms
 
     found = [
-        check
+        dataclasses.replace(check, module=module.__name__.removeprefix("harness."))
         for module in (transforms, sharding, export, properties)
         for check in module.checks(case)
     ]
@@ -218,10 +220,13 @@ def find(
     return lambda: check.run(case, mode, jnp.dtype(dtype or case.dtypes[0]))
 
 
-def runs(case: Case, check: Check) -> Iterator[tuple[str | None, str, bool]]:
-    """The modes and dtypes in which a check runs, and whether it is a quick test there.
+def runs(
+    case: Case, check: Check, leads: bool
+) -> Iterator[tuple[str | None, str, list[pytest.MarkDecorator]]]:
+    """The modes and dtypes in which a check runs, and its marks there.
 
-    Every mode occurs with the first dtype, and every dtype with the first mode.
+    Every mode occurs with the first dtype, and every dtype with the first mode. Other versions of
+    jax run the transforms of the case that ``leads``, and shards and exports of every case.
     """
     modes = case.modes if check.every_mode else case.modes[:1]
     dtypes = case.dtypes if check.every_dtype else case.dtypes[:1]
@@ -229,8 +234,16 @@ def runs(case: Case, check: Check) -> Iterator[tuple[str | None, str, bool]]:
     for mode in modes:
         for dtype in dtypes:
             firsts = (mode == modes[0]) + (dtype == dtypes[0])
-            if firsts:
-                yield mode, dtype, quick and (firsts == 2 or check.basic)
+            if not firsts:
+                continue
+            marks = []
+            if not (quick and (firsts == 2 or check.basic)):
+                marks.append(pytest.mark.slow)
+            if check.module != "properties":
+                marks.append(pytest.mark.transform)
+                if firsts == 2 and (leads or check.module != "transforms"):
+                    marks.append(pytest.mark.jax)
+            yield mode, dtype, marks
 
 
 def checks(*cases: Case) -> pytest.MarkDecorator:
@@ -241,12 +254,12 @@ def checks(*cases: Case) -> pytest.MarkDecorator:
     found = []
     for case in cases:
         for check in all_checks(case):
-            for mode, dtype, quick in runs(case, check):
+            for mode, dtype, marks in runs(case, check, leads=case is cases[0]):
                 found.append(
                     pytest.param(
                         functools.partial(check.run, case, mode, jnp.dtype(dtype)),
                         id="-".join(filter(None, (case.name, mode, dtype, check.name))),
-                        marks=() if quick else pytest.mark.slow,
+                        marks=marks,
                     )
                 )
     for mode in dict.fromkeys(case.modes[0] for case in cases):
@@ -257,6 +270,7 @@ def checks(*cases: Case) -> pytest.MarkDecorator:
                 id="-".join(
                     filter(None, (*(case.name for case in group), mode, "persistent_cache"))
                 ),
+                marks=[pytest.mark.transform, pytest.mark.jax],
             )
         )
     return pytest.mark.parametrize("check", found)
