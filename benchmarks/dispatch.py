@@ -10,6 +10,7 @@ gains. The check measures `auto` and `jax.nn` on calls of another seed. Its resu
 """
 
 import argparse
+import fcntl
 import itertools
 import json
 import math
@@ -17,9 +18,11 @@ import multiprocessing
 import os
 import random
 import statistics
+import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -104,14 +107,16 @@ def sweep(ops: Sequence[Op], count: int, seed: int, ours: str, options) -> Itera
         total = -(-count // share)
         tasks += [(op.name, at, min(BATCH, total - at)) for at in range(0, total, BATCH)]
     measured = partial(_measured, ours, seed, options.largest, options.rounds, table)
-    if options.jobs == 1:
-        done = map(measured, tasks)
-        yield from _by_family(done)
-        return
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the device
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, spawn, _takes_turns, (spawn.Lock(),)) as pool:
-        yield from _by_family(pool.map(measured, tasks))
+    with tempfile.NamedTemporaryFile() as device:
+        if options.jobs == 1:
+            _share(device.name, threading.Lock())
+            yield from _by_family(map(measured, tasks))
+            return
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        spawn = multiprocessing.get_context("spawn")
+        shared = device.name, spawn.Lock()
+        with ProcessPoolExecutor(options.jobs, spawn, _share, shared) as pool:
+            yield from _by_family(pool.map(measured, tasks))
 
 
 def _by_family(done) -> Iterator[list[Sample]]:
@@ -120,12 +125,28 @@ def _by_family(done) -> Iterator[list[Sample]]:
         yield [sample for batch in batches for sample in batch]
 
 
-_turn = nullcontext()
+def _share(path: str, gate) -> None:
+    """Tells a process the file that stands for the device, and the gate to it."""
+    global _device_file, _gate
+    _device_file, _gate = open(path), gate
 
 
-def _takes_turns(lock) -> None:
-    global _turn
-    _turn = lock
+@contextmanager
+def _using_device(how: int):
+    """Use of the device by this process only (``LOCK_EX``), or by others as well (``LOCK_SH``).
+
+    Who waits for exclusive use holds the gate, so that no other process begins to use the device.
+    """
+    _gate.acquire()
+    fcntl.flock(_device_file, how)
+    if how == fcntl.LOCK_SH:
+        _gate.release()
+    try:
+        yield
+    finally:
+        fcntl.flock(_device_file, fcntl.LOCK_UN)
+        if how == fcntl.LOCK_EX:
+            _gate.release()
 
 
 def _measured(ours: str, seed: int, largest: int, rounds: int, table, task) -> list[Sample]:
@@ -157,11 +178,12 @@ def ratios(cases: Sequence[Case], ours: str, theirs: str, rounds: int) -> list[d
     Small programs take more turns, because their times vary more.
     """
     _, timer = measure.clock()
-    with ThreadPoolExecutor() as pool:
+    with _using_device(fcntl.LOCK_SH), ThreadPoolExecutor() as pool:
         built = list(pool.map(lambda case: _built(case, (ours, theirs)), cases))
-    programs = [program for sides in built for side in sides for program in side]
+        programs = [program for sides in built for side in sides for program in side]
+        jax.block_until_ready([(program.args, program.outputs) for program in programs])
     fastest = {}
-    with _turn, jax.enable_x64(True):
+    with _using_device(fcntl.LOCK_EX), jax.enable_x64(True):
         for small in (True, False):
             alike = [p for p in programs if (p.nbytes < measure.SMALL) == small]
             timings = timer(alike, rounds * (4 if small else 1)) if alike else []
