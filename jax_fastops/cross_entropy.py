@@ -164,8 +164,8 @@ def cross_entropy(
       >>> import jax.numpy as jnp
       >>> import jax_fastops as fo
       >>> logits = jnp.array([[0.0, 0.0], [0.0, 50.0], [7.0, 7.0]])
-      >>> fo.cross_entropy(logits, jnp.array([1, 0, -1])).round(3).tolist()
-      [0.6930000185966492, 50.0, 0.0]
+      >>> fo.cross_entropy(logits, jnp.array([1, 0, -1])).round().tolist()
+      [1.0, 50.0, 0.0]
     """
     name = "cross_entropy"
     given = {"logits": logits, "labels": labels} | ({} if where is None else {"where": where})
@@ -190,7 +190,7 @@ def cross_entropy(
     return _OP(moved, labels, features=features, limit=limit, **options)
 
 
-def _check_options(name: str, label_smoothing: object, z_loss: object) -> dict[str, float]:
+def _check_options(name: str, label_smoothing: object, z_loss: object) -> dict[str, Any]:
     smoothing = real_number(name, "label_smoothing", label_smoothing)
     if not 0 <= smoothing <= 1:
         raise ValueError(f"{name}: label_smoothing is {smoothing}; it must be from 0 to 1")
