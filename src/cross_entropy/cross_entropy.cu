@@ -6,18 +6,14 @@
 //   change costs one exponential for many elements. The threads of a row combine at its end.
 // - The gradient needs no reduction: the row's maximum and logarithm are residuals. Long rows are
 //   cut into tiles, which are independent blocks, so a few long rows fill the device too.
-// - A row of any length and alignment is a run of aligned words of which only the first and the
-// last
-//   are partial. Those two are read and written by element, the others whole. If dx has another
-//   alignment than x, every word is partial.
+// - A row of any length and alignment is a run of aligned words. Only the first and the last are
+//   partial: these are read and written by element. If dx has another alignment than x, all words
+//   are.
 // - A row whose label is out of range is not read.
 //
 // There are two kernels each way: one whose rows are parts of a warp, and one for rows of at least
 // kLongRow bytes. float64 takes the first one for every length.
 #include "cross_entropy/cross_entropy.h"
-
-#include <algorithm>
-#include <type_traits>
 
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
