@@ -220,6 +220,18 @@ def with_bias_and_mask(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
     return Traffic(forward, forward + mask, 2 * array + mask + bias)
 
 
+def labelled(shape: Shape) -> tuple[Shape, ...]:
+    """Logits, and a label for each of their rows."""
+    return shape, shape[:-1]
+
+
+def rows_to_losses(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
+    """Traffic of a cross entropy that keeps its logits and labels, and 8 bytes per row."""
+    array, rows = (math.prod(shape) for shape in shapes)
+    forward = array * itemsize + 8 * rows
+    return Traffic(forward, forward + 8 * rows, 2 * array * itemsize + 16 * rows)
+
+
 def with_parameters(arrays: int, parameters: int) -> Callable[[Shape], tuple[Shape, ...]]:
     """Arrays of the main shape, and parameters along its last axis."""
     return lambda shape: (shape,) * arrays + (shape[-1:],) * parameters
@@ -370,6 +382,28 @@ def torch_bias_act(x, bias, activation):
 def plain_gated_act(gate, up=None, activation="silu"):
     gate, up = jnp.split(gate, 2, axis=-1) if up is None else (gate, up)
     return _activation(activation)(gate) * up
+
+
+def plain_cross_entropy(logits, labels):
+    """The formula of optax, in the accumulator dtype."""
+    x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    x = x - jax.lax.stop_gradient(x.max(-1, keepdims=True))
+    at_label = jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
+    return jnp.log(jnp.exp(x).sum(-1)) - at_label
+
+
+def torch_cross_entropy(logits, labels):
+    import torch
+
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    labels = labels.long() % logits.shape[-1]
+    loss = torch.nn.functional.cross_entropy(flat, labels.flatten(), reduction="none")
+    return loss.reshape(labels.shape)
+
+
+def in_range(function: Callable) -> Callable:
+    """``function`` of logits and labels, which are random, brought into range."""
+    return lambda logits, labels: function(logits, labels % logits.shape[-1])
 
 
 def torch_gated_act(gate, up=None, activation="silu"):
@@ -546,6 +580,12 @@ GATES = (
     Layout("halves, gelu", (16384, 8192), (2048, 2048), ("bfloat16",), {"activation": "gelu"}, 1),
     Layout("two operands, odd", (30000, 1001), (4000, 1001)),
     Layout("halves, odd", (30000, 2002), (4000, 2002), operands=same(1)),
+)
+CLASSES = (
+    Layout("GPT-2", (16384, 50257), (1024, 50257)),
+    Layout("BERT", (16384, 30522), (2048, 30522)),
+    Layout("Llama 3", (8192, 128256), (512, 128256)),
+    Layout("ImageNet", (65536, 1000), (8192, 1000)),
 )
 SMOOTH = ("gelu", "gelu_exact", "silu")
 
@@ -858,6 +898,18 @@ OPS = (
         traffic=gated,
         layouts=GATES,
         differentiated=(0, 1),
+        lone_gain=0.15,
+    ),
+    Op(
+        name="cross_entropy",
+        family="cross_entropy",
+        ours=in_range(fo.cross_entropy),
+        reference=in_range(plain_cross_entropy),
+        torch=torch_cross_entropy,
+        operands=labelled,
+        operand_dtypes={1: "int32"},
+        traffic=rows_to_losses,
+        layouts=CLASSES,
         lone_gain=0.15,
     ),
     *(

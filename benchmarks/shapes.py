@@ -144,6 +144,10 @@ def _gated_act(rng: Rng, op: Op, elements: int):
     return (*lead, n), options
 
 
+def _cross_entropy(rng: Rng, op: Op, elements: int):
+    return rows(rng, elements, high=2**18), {}
+
+
 def _window_sum(rng: Rng, op: Op, elements: int):
     padding = "SAME" if op.name == "window_sum" else "VALID"
     radius, axis = number(rng, 1, 64), rng.choice((0, -1))
@@ -163,5 +167,6 @@ _OF_FAMILY: dict[str, Callable] = {
     "lerp": _lerp,
     "bias_act": _bias_act,
     "gated_act": _gated_act,
+    "cross_entropy": _cross_entropy,
     "window_sum": _window_sum,
 }

@@ -227,6 +227,10 @@ CALLS = {
     "gated_act": (fo.gated_act, [X, X]),
     "gated_act_halves": (fo.gated_act, [X]),
     "window_sum": (lambda x: fo.window_sum(x, 2), [X]),
+    "cross_entropy": (
+        fo.cross_entropy,
+        [X, X.update(shape=X.shape[:-1], dtype=np.dtype("int32"))],
+    ),
 } | {
     f"bias_{name}": (
         functools.partial(fo.bias_act, activation=name),

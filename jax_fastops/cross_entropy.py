@@ -1,0 +1,241 @@
+"""``cross_entropy``: the loss of a classifier with integer labels, in one pass each way.
+
+The forward reads the logits once, and adds up the exponentials while it finds their maximum. The
+backward reads the logits once and writes their gradient: it needs two numbers per row, and neither
+probabilities nor a copy of the logits in float32.
+
+Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Szegedy et al.,
+"Rethinking the Inception architecture" (2015): label smoothing; Chowdhery et al., "PaLM" (2022):
+the z-loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+from jax_fastops._arguments import as_arrays, integer, not_weak, real_number, same_floating_dtype
+from jax_fastops._dispatch import row_features
+from jax_fastops._kernel import Kernel, match_varying
+from jax_fastops._op import Op
+from jax_fastops._signature import accumulator_dtype
+from jax_fastops._views import explicit_spec
+
+_OPTIONS = {"label_smoothing": np.float64, "z_loss": np.float64}
+_FORWARD = Kernel.declare(
+    "cross_entropy",
+    "logits: ... v, labels: ... :int32 -> loss: ... :acc, top?: ... :acc, log_sum?: ... :acc",
+    **_OPTIONS,
+)
+_BACKWARD = Kernel.declare(
+    "cross_entropy_bwd",
+    "logits: ... v, labels: ... :int32, top: ... :acc, log_sum: ... :acc, dloss: ... :acc"
+    " -> dlogits: ... v",
+    **_OPTIONS,
+)
+
+
+def _selected(logits, labels):
+    """The logits in the accumulator dtype, 0 in the rows that are left out, and the other rows."""
+    kept = (labels >= 0) & (labels < logits.shape[-1])
+    wide = logits.astype(accumulator_dtype(logits.dtype))
+    return jnp.where(kept[..., None], wide, jnp.zeros_like(wide)), kept
+
+
+def _statistics(x):
+    """The maximum of each row, and the logarithm of the sum of the exponentials of ``x - max``."""
+    top = jax.lax.stop_gradient(x.max(-1))
+    shifted = x - top[..., None]
+    return top, shifted, jnp.log(jnp.exp(shifted).sum(-1))
+
+
+def _classes(x):
+    """The indices along the last axis, sharded like it, and of size 1 along the other axes."""
+    sharding = jax.typeof(x).sharding
+    spec = explicit_spec(sharding, x.ndim)
+    if spec is not None:
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*(None,) * (x.ndim - 1), spec[-1]))
+    return jax.lax.broadcasted_iota(
+        jnp.int32,
+        (1,) * (x.ndim - 1) + x.shape[-1:],
+        x.ndim - 1,
+        out_sharding=None if spec is None else sharding,
+    )
+
+
+def _reference(logits, labels, *, label_smoothing: float, z_loss: float):
+    x, kept = _selected(logits, labels)
+    top, shifted, log_sum = _statistics(x)
+    # A masked sum, because XLA fuses it with the other sums. The gradient of a gather is a scatter.
+    here = _classes(x) == labels[..., None]
+    at_label = jnp.where(here, shifted, jnp.zeros_like(shifted)).sum(-1)
+    loss = (1 - label_smoothing) * (log_sum - at_label)
+    if label_smoothing:
+        loss = loss + label_smoothing * (log_sum - shifted.mean(-1))
+    if z_loss:
+        loss = loss + z_loss * jnp.square(top + log_sum)
+    return jnp.where(kept, loss, jnp.zeros_like(loss))
+
+
+def _save(logits, labels, **_):
+    top, _, log_sum = _statistics(_selected(logits, labels)[0])
+    return top, log_sum
+
+
+def _backward(kept, cts, wanted, **options):
+    del wanted
+    logits, labels, top, log_sum = kept
+    return _BACKWARD(logits, labels, top, log_sum, cts[0], **options).dlogits, None
+
+
+_OP = Op(
+    "cross_entropy",
+    "... v, ... -> ... :acc | ... :acc, ... :acc",
+    _reference,
+    kernels=(_FORWARD, _BACKWARD),
+    forward=lambda *args, **options: _FORWARD(*args, **options).loss,
+    save=_save,
+    forward_saving=lambda *args, **options: _FORWARD(*args, top=True, log_sum=True, **options),
+    residuals=lambda args, outs, saved: (*args, *saved),
+    backward=_backward,
+)
+
+
+def cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    where: ArrayLike | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    axis: int = -1,
+) -> jax.Array:
+    """The cross entropy of a softmax with integer labels, for each token.
+
+    Equals ``optax.softmax_cross_entropy_with_integer_labels(logits, labels, axis)``, computed in
+    float32 (float64 for float64). With ``lse = logsumexp(logits)`` the loss of a token is::
+
+        (1 - label_smoothing) * (lse - logits[label])
+            + label_smoothing * (lse - mean(logits)) + z_loss * lse**2
+
+    Args:
+      logits: array of any shape; float32, bfloat16, float16 or float64.
+      labels: array of any integer dtype, with the shape of ``logits`` without ``axis``. A label
+        that is negative, or not below the number of classes, leaves its token out. The loss and
+        the gradient of such a token are 0, whatever its logits are.
+      where: boolean array that broadcasts to the shape of ``labels``. Leaves out the tokens where
+        it is False. ``None`` stands for True.
+      label_smoothing: the share of the target that is spread evenly over all classes, from 0 to 1.
+        A Python or NumPy number; static, as ``z_loss``: another value compiles another program.
+      z_loss: the factor of the square of ``lse``, which keeps the logits near a common scale.
+      axis: the axis of the classes. The kernel takes the last one, and any other takes the
+        reference.
+
+    Returns:
+      The loss of each token: an array with the shape of ``labels``; float32, or float64 for
+      float64. Divide its sum by the number of tokens that count to get the mean.
+
+    Residuals:
+      The logits, the labels (int32), and two float32 numbers (float64 for float64) per token: the
+      maximum of its logits, and the logarithm of the sum of exponentials. Their sum is the
+      logsumexp. Kept apart, they are exact for logits far from 0.
+
+    Sharding: over every dimension except ``axis``, without communication. If ``axis`` is sharded
+    over an explicit mesh axis, the call takes the reference, and XLA reduces over the devices. Over
+    an auto mesh axis, the kernel's logits are gathered: choose the reference for it,
+    ``use_implementation("xla")``.
+
+    Raises:
+      TypeError: ``logits``, ``labels`` or ``where`` is not an array, the dtype of ``logits`` is not
+        supported, ``labels`` are not integers, ``where`` is not boolean, ``axis`` is not an
+        integer, or an option is not a number.
+      ValueError: the shapes do not fit, ``axis`` is out of range, ``label_smoothing`` is not
+        between 0 and 1, or ``z_loss`` is not finite.
+
+    Source:
+      Milakov and Gimelshein, "Online normalizer calculation for softmax".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> logits = jnp.array([[0.0, 0.0], [0.0, 50.0], [7.0, 7.0]])
+      >>> fo.cross_entropy(logits, jnp.array([1, 0, -1])).round().tolist()
+      [1.0, 50.0, 0.0]
+    """
+    name = "cross_entropy"
+    given = {"logits": logits, "labels": labels} | ({} if where is None else {"where": where})
+    x, labels, *rest = as_arrays(name, **given)
+    (x,) = map(not_weak, same_floating_dtype(name, [x], ["logits"]))
+    axis = integer(name, "axis", axis)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"{name}: axis is {axis}, out of range for logits of shape {x.shape}")
+    axis %= x.ndim
+    options = _check_options(name, label_smoothing, z_loss)
+    x, labels, *rest = match_varying([x, labels, *rest])
+    moved = x if axis == x.ndim - 1 else jnp.moveaxis(x, axis, -1)
+    labels = _prepared(name, moved, labels, rest[0] if rest else None, axis)
+    if moved.shape[-1] == 0:  # all tokens are left out
+        return moved.sum(-1, dtype=accumulator_dtype(x.dtype))
+    limit = None
+    if 0 in x.shape:
+        limit = "there are no tokens"
+    elif axis != x.ndim - 1:
+        limit = "the axis is not the last one"
+    features = row_features(moved.shape[-1:], x.dtype)
+    return _OP(moved, labels, features=features, limit=limit, **options)
+
+
+def _check_options(name: str, label_smoothing: object, z_loss: object) -> dict[str, Any]:
+    smoothing = real_number(name, "label_smoothing", label_smoothing)
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"{name}: label_smoothing is {smoothing}; it must be from 0 to 1")
+    z = real_number(name, "z_loss", z_loss)
+    if not np.isfinite(z):
+        raise ValueError(f"{name}: z_loss is {z}; it must be finite")
+    return {"label_smoothing": smoothing, "z_loss": z}
+
+
+def _prepared(name: str, x, labels, where, axis: int) -> Any:
+    """Checks labels and mask; returns labels in int32 that are -1 for tokens that do not count.
+
+    ``x`` are the logits with the classes on the last axis, which was at ``axis``.
+    """
+    tokens, classes = x.shape[:-1], x.shape[-1]
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"{name}: labels has dtype {labels.dtype} and shape {labels.shape}; it must have an "
+            "integer dtype"
+        )
+    if labels.shape != tokens:
+        raise ValueError(
+            f"{name}: labels has shape {labels.shape}; it must be {tokens}, that of logits without "
+            f"axis {axis}"
+        )
+    if isinstance(classes, int) and classes >= 2**31:
+        raise ValueError(f"{name}: logits has {classes} classes; it must be less than 2**31")
+    if labels.dtype.itemsize < 4:
+        labels = labels.astype(jnp.int32)
+    if labels.dtype != jnp.int32:
+        labels = jnp.where((labels >= 0) & (labels < classes), labels.astype(jnp.int32), -1)
+    if where is None:
+        return labels
+    if where.dtype != jnp.bool_:
+        raise TypeError(
+            f"{name}: where has dtype {where.dtype} and shape {where.shape}; it must be boolean "
+            "(True where a token counts)"
+        )
+    try:
+        fits = jnp.broadcast_shapes(where.shape, tokens) == tokens
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name}: where has shape {where.shape}, which does not broadcast to the shape "
+            f"{tokens} of labels"
+        )
+    return jnp.where(where, labels, -1)

@@ -1,0 +1,458 @@
+// Cross entropy with integer labels: the forward reads each logit once, the backward reads it once
+// and writes its gradient.
+//
+// - Each thread keeps a maximum and a sum of exponentials relative to it ("online softmax", Milakov
+//   and Gimelshein), and takes several 16-byte words between two changes of the maximum, so the
+//   change costs one exponential for many elements. The threads of a row combine at its end.
+// - The gradient needs no reduction: the row's maximum and logarithm are residuals. Long rows are
+//   cut into tiles, which are independent blocks, so a few long rows fill the device too.
+// - A row of any length and alignment is a run of aligned words. Only the first and the last are
+//   partial: these are read and written by element. If dx has another alignment than x, all words
+//   are.
+// - A row whose label is out of range is not read.
+//
+// There are two kernels each way: one whose rows are parts of a warp, and one for rows of at least
+// kLongRow bytes. float64 takes the first one for every length.
+#include "cross_entropy/cross_entropy.h"
+
+#include "core/cuda/dispatch.cuh"
+#include "core/cuda/divide.cuh"
+#include "core/cuda/launch.h"
+#include "core/cuda/packed.cuh"
+#include "core/cuda/row_group.cuh"
+#include "core/integer.h"
+
+namespace jax_fastops::cuda {
+
+struct CrossEntropyFamily;
+
+namespace {
+
+// -------------------------------------------------------------------------------------------------
+// Parts
+
+constexpr int kThreads = 256;
+constexpr int kTogether = 4;            // words that a thread loads together
+constexpr int64_t kLongRow = 16 << 10;  // bytes from which a row has a block
+constexpr int kTile = 8 * kThreads;     // words of a block of the backward of long rows
+
+struct Params {
+  int64_t rows, n;
+  const void* x;
+  const int32_t* labels;
+  double smoothing, z_loss;
+  void* loss;  // forward
+  void* top;   // these two: written by the forward, unless null; read by the backward
+  void* log_sum;
+  const void* cotangent;  // backward
+  void* dx;
+  int log_lanes;        // threads of a row, in the kernels of short rows
+  FastDivisor64 tiles;  // of a row, in the backward of long rows
+  bool whole;           // words of dx are aligned where those of x are
+};
+
+__device__ __forceinline__ float Exp(float x) { return expf(x); }
+__device__ __forceinline__ double Exp(double x) { return exp(x); }
+__device__ __forceinline__ float Log(float x) { return logf(x); }
+__device__ __forceinline__ double Log(double x) { return log(x); }
+
+// exp(x). 16-bit elements are rounded so much that the error of the product, up to 1e-6 for the
+// terms that matter, has no effect.
+template <typename T>
+__device__ __forceinline__ ComputeType<T> ExpFor(ComputeType<T> x) {
+  if constexpr (sizeof(T) == 2) {
+    return exp2f(x * 1.44269504f);
+  } else {
+    return Exp(x);
+  }
+}
+
+// The aligned words that a row overlaps. n < 2^31, and so are all indices.
+template <typename T>
+struct Words {
+  static constexpr int kSize = Packed128<T>::kSize;
+  // Loaded words stay words until they are used. Elements would be unpacked right after each load.
+  using Word = Packed128<uint32_t>;
+
+  const T* first;  // the beginning of word 0, up to kSize - 1 elements before the row
+  int before;
+  int n;
+  bool whole;  // full words may be accessed as a whole
+
+  __device__ __forceinline__ Words(const Params& p, int64_t row)
+      : n(static_cast<int>(p.n)), whole(p.whole) {
+    const T* x = static_cast<const T*>(p.x) + row * p.n;
+    before = static_cast<int>(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
+    first = x - before;
+  }
+  __device__ __forceinline__ int Count() const { return (n - 1) / kSize + 1 + PastEnd(); }
+  // The index in the row of the first element of a word. Negative in word 0.
+  __device__ __forceinline__ int Begin(int word) const { return word * kSize - before; }
+  __device__ __forceinline__ bool IsWhole(int word) const {
+    return whole && Begin(word) >= 0 && Begin(word) <= n - kSize;
+  }
+  __device__ __forceinline__ bool Has(int word, int i) const {
+    return static_cast<unsigned>(Begin(word)) + static_cast<unsigned>(i) < static_cast<unsigned>(n);
+  }
+  // Elements outside of the row are -inf.
+  __device__ __forceinline__ Word Load(int word) const {
+    const T* from = first + int64_t{word} * kSize;
+    if (IsWhole(word)) {
+      return LoadPacked<CacheHint::kNoAllocate>(reinterpret_cast<const uint32_t*>(from));
+    }
+    Packed128<T> found;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      found[i] = Has(word, i) ? from[i] : FromCompute<T>(-ComputeType<T>(INFINITY));
+    }
+    return Reinterpret<uint32_t>(found);
+  }
+  // Loads the words `word`, `word` + step, ... Those from `end` on are as if outside of the row.
+  // The loads of whole words are issued together, without a condition between them.
+  __device__ __forceinline__ void Load(int word, int step, int end, Word (&x)[kTogether]) const {
+    const int last = word + (kTogether - 1) * step;
+    if (last < end && IsWhole(word) && IsWhole(last)) {
+      const T* from = first + int64_t{word} * kSize;
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        x[k] = LoadPacked<CacheHint::kNoAllocate>(
+            reinterpret_cast<const uint32_t*>(from + int64_t{k} * step * kSize));
+      }
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      x[k] = Load(word + k * step < end ? word + k * step : -1);  // word -1 is outside
+    }
+  }
+
+ private:
+  // 1 if the row's last element is in one more word than its length tells.
+  __device__ __forceinline__ int PastEnd() const { return (n - 1) % kSize + before >= kSize; }
+};
+
+__device__ __forceinline__ bool IsLeftOut(const Params& p, int label) {
+  return label < 0 || label >= p.n;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Forward
+
+// What a thread knows of its part of a row. Before there is an element above -inf, the sum is 0, or
+// NaN if there was a NaN.
+template <typename T>
+struct Statistics {
+  using A = ComputeType<T>;
+
+  A top = -A(INFINITY);
+  A sum = 0;    // of exp(x - top)
+  A drift = 0;  // of x - anchor, with smoothing
+
+  static __device__ __forceinline__ A Finite(A top) { return top == -A(INFINITY) ? A(0) : top; }
+
+  __device__ __forceinline__ void Raise(A most) {
+    sum *= ExpFor<T>(top - Finite(most));  // 0 if there was nothing yet
+    top = most;
+  }
+
+  // Adds the words `word`, `word` + step, ... before `end`, kTogether at most.
+  __device__ __forceinline__ void Add(const Words<T>& words, int word, int step, int end,
+                                      bool smooth, A anchor) {
+    constexpr int kSize = Words<T>::kSize;
+    typename Words<T>::Word loaded[kTogether];
+    words.Load(word, step, end, loaded);
+    A most = top;
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const Packed128<T> x = Reinterpret<T>(loaded[k]);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) most = Max()(most, ToCompute(x[i]));
+    }
+    Raise(most);
+    const A shift = Finite(most);
+    A part[2] = {};
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const Packed128<T> x = Reinterpret<T>(loaded[k]);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) part[i % 2] += ExpFor<T>(ToCompute(x[i]) - shift);
+    }
+    sum += part[0] + part[1];
+    if (!smooth) return;
+    A drifted = 0;  // few successive additions, because the rounding error grows with them
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const Packed128<T> x = Reinterpret<T>(loaded[k]);
+      A of_word = 0;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        if (words.Has(word + k * step, i)) of_word += ToCompute(x[i]) - anchor;
+      }
+      drifted += of_word;
+    }
+    drift += drifted;
+  }
+};
+
+// An element of the row: sums of differences from it are exact where the logits are far from 0.
+template <typename T>
+__device__ __forceinline__ ComputeType<T> AnchorOf(const Params& p, int64_t row) {
+  using A = ComputeType<T>;
+  const A first = ToCompute(static_cast<const T*>(p.x)[row * p.n]);
+  return first - first == A(0) ? first : A(0);
+}
+
+// Writes the results of a row from its statistics. One thread of the row calls it.
+template <typename T>
+__device__ __forceinline__ void StoreLoss(const Params& p, int64_t row, int label,
+                                          const Statistics<T>& row_of, ComputeType<T> anchor) {
+  using A = ComputeType<T>;
+  const A e = static_cast<A>(p.smoothing), z = static_cast<A>(p.z_loss), m = row_of.top;
+  const A s = Log(row_of.sum);
+  const A at_label = ToCompute(static_cast<const T*>(p.x)[row * p.n + label]);
+  A loss = (1 - e) * (s + (m - at_label));
+  if (e != 0) loss += e * (s + ((m - anchor) - row_of.drift / static_cast<A>(p.n)));
+  if (z != 0) loss += z * (m + s) * (m + s);
+  static_cast<A*>(p.loss)[row] = loss;
+  if (p.top == nullptr) return;
+  static_cast<A*>(p.top)[row] = m;
+  static_cast<A*>(p.log_sum)[row] = s;
+}
+
+template <typename T>
+__device__ __forceinline__ void StoreLeftOut(const Params& p, int64_t row) {
+  using A = ComputeType<T>;
+  static_cast<A*>(p.loss)[row] = A(0);
+  if (p.top == nullptr) return;
+  static_cast<A*>(p.top)[row] = A(0);
+  static_cast<A*>(p.log_sum)[row] = A(0);
+}
+
+// The row of a thread in the kernels of short rows; rows or more after the last one.
+__device__ __forceinline__ int64_t RowOfLanes(const Params& p) {
+  return (int64_t{blockIdx.x} * kThreads + threadIdx.x) >> p.log_lanes;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
+    ForwardShort(const __grid_constant__ Params p) {
+  using A = ComputeType<T>;
+  const int lanes = 1 << p.log_lanes, lane = threadIdx.x & (lanes - 1);
+  const int64_t row = RowOfLanes(p);
+  const int label = row < p.rows ? p.labels[row] : -1;
+  const bool live = row < p.rows && !IsLeftOut(p, label), smooth = p.smoothing != 0;
+  Statistics<T> mine;
+  A anchor = 0;
+  if (live) {
+    const Words<T> words(p, row);
+    const int count = words.Count();
+    if (smooth) anchor = AnchorOf<T>(p, row);
+    for (int word = lane; word < count; word += kTogether * lanes) {
+      mine.Add(words, word, lanes, count, smooth, anchor);
+    }
+  }
+  // All lanes of the warp take part, whatever their rows.
+  A most = mine.top;
+  for (int step = lanes / 2; step > 0; step /= 2) {
+    most = Max()(most, __shfl_xor_sync(0xffffffffu, most, step));
+  }
+  mine.Raise(most);
+  for (int step = lanes / 2; step > 0; step /= 2) {
+    mine.sum += __shfl_xor_sync(0xffffffffu, mine.sum, step);
+    mine.drift += __shfl_xor_sync(0xffffffffu, mine.drift, step);
+  }
+  if (lane != 0 || row >= p.rows) return;
+  if (live) {
+    StoreLoss<T>(p, row, label, mine, anchor);
+  } else {
+    StoreLeftOut<T>(p, row);
+  }
+}
+
+// A block for each row.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 4) ForwardLong(const __grid_constant__ Params p) {
+  using A = ComputeType<T>;
+  using Group = RowGroup<kThreads>;
+  __shared__ typename Group::Scratch<A, 2> scratch;
+  const int64_t row = blockIdx.x;
+  const int label = p.labels[row];
+  if (IsLeftOut(p, label)) {
+    if (threadIdx.x == 0) StoreLeftOut<T>(p, row);
+    return;
+  }
+  const bool smooth = p.smoothing != 0;
+  const A anchor = smooth ? AnchorOf<T>(p, row) : A(0);
+  const Words<T> words(p, row);
+  const int count = words.Count();
+  Statistics<T> mine;
+  for (int word = threadIdx.x; word < count; word += kTogether * kThreads) {
+    mine.Add(words, word, kThreads, count, smooth, anchor);
+  }
+  int phase = 0;
+  A most[1] = {mine.top};
+  Group::AllReduce(Max(), most, scratch, phase);
+  mine.Raise(most[0]);
+  A sums[2] = {mine.sum, mine.drift};
+  Group::AllReduce(Sum(), sums, scratch, phase);
+  mine.sum = sums[0];
+  mine.drift = sums[1];
+  if (threadIdx.x == 0) StoreLoss<T>(p, row, label, mine, anchor);
+}
+
+// -------------------------------------------------------------------------------------------------
+// Backward
+
+// The gradient of a row: scale * exp(x - top - log_sum) - all, less label_too at the label.
+template <typename T>
+struct Gradient {
+  using A = ComputeType<T>;
+  static constexpr int kSize = Words<T>::kSize;
+
+  A top, log_sum, scale, all, label_too;
+  int label;
+  bool left_out;
+
+  __device__ __forceinline__ Gradient(const Params& p, int64_t row) {
+    label = p.labels[row];
+    left_out = IsLeftOut(p, label);
+    const A g = static_cast<const A*>(p.cotangent)[row];
+    const A e = static_cast<A>(p.smoothing), z = static_cast<A>(p.z_loss);
+    top = static_cast<const A*>(p.top)[row];
+    log_sum = static_cast<const A*>(p.log_sum)[row];
+    scale = z == 0 ? g : g * (1 + 2 * z * (top + log_sum));
+    all = e == 0 ? A(0) : g * (e / static_cast<A>(p.n));
+    label_too = g * (1 - e);
+  }
+
+  // Writes the words `first`, `first` + step, ... before `end`.
+  __device__ __forceinline__ void Store(const Params& p, int64_t row, const Words<T>& words,
+                                        int first, int step, int end) const {
+    T* const to = static_cast<T*>(p.dx) + (row * p.n - words.before);
+    for (int word = first; word < end; word += kTogether * step) {
+      typename Words<T>::Word loaded[kTogether] = {};
+      if (!left_out) words.Load(word, step, end, loaded);
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        const int at = word + k * step;
+        if (at >= end) break;
+        const Packed128<T> d = Of(Reinterpret<T>(loaded[k]), label - words.Begin(at));
+        if (words.IsWhole(at)) {
+          StorePacked(to + int64_t{at} * kSize, d);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            if (words.Has(at, i)) to[int64_t{at} * kSize + i] = d[i];
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  // The gradient of some elements. `here` is the index of the label, if it is one of them.
+  __device__ __forceinline__ Packed128<T> Of(const Packed128<T>& x, int here) const {
+    Packed128<T> found;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      A d = scale * ExpFor<T>(ToCompute(x[i]) - top - log_sum) - all;
+      if (i == here) d -= label_too;
+      found[i] = FromCompute<T>(left_out ? A(0) : d);
+    }
+    return found;
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
+    BackwardShort(const __grid_constant__ Params p) {
+  const int64_t row = RowOfLanes(p);
+  if (row >= p.rows) return;
+  const int lanes = 1 << p.log_lanes, lane = threadIdx.x & (lanes - 1);
+  const Words<T> words(p, row);
+  Gradient<T>(p, row).Store(p, row, words, lane, lanes, words.Count());
+}
+
+// A block for each tile of a row.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 4) BackwardLong(const __grid_constant__ Params p) {
+  const int64_t row = static_cast<int64_t>(Divide(uint64_t{blockIdx.x}, p.tiles));
+  const int tile = static_cast<int>(blockIdx.x - row * static_cast<int64_t>(p.tiles.divisor));
+  const int begin = tile * kTile;
+  const Words<T> words(p, row);
+  Gradient<T>(p, row).Store(p, row, words, begin + threadIdx.x, kThreads,
+                            min(begin + kTile, words.Count()));
+}
+
+// -------------------------------------------------------------------------------------------------
+// Launches
+
+using Kernel = void (*)(Params);
+
+template <typename T>
+Kernel KernelFor(bool backward, bool is_long) {
+  if constexpr (sizeof(T) < 8) {
+    if (backward && is_long) return KernelOf<CrossEntropyFamily, BackwardLong<T>>();
+    if (is_long) return KernelOf<CrossEntropyFamily, ForwardLong<T>>();
+  }
+  if (backward) return KernelOf<CrossEntropyFamily, BackwardShort<T>>();
+  return KernelOf<CrossEntropyFamily, ForwardShort<T>>();
+}
+
+// `p` has the buffers of the results.
+cudaError_t Run(const CrossEntropyCall& call, bool backward, Params p, cudaStream_t stream) {
+  if (call.rows == 0 || (backward && call.n == 0)) return cudaSuccess;
+  if (call.n > 0x7fffffff) return cudaErrorInvalidValue;
+  p.rows = call.rows;
+  p.n = call.n;
+  p.x = call.logits;
+  p.labels = call.labels;
+  p.smoothing = call.smoothing;
+  p.z_loss = call.z_loss;
+  p.whole =
+      !backward || (reinterpret_cast<uintptr_t>(p.dx) - reinterpret_cast<uintptr_t>(p.x)) % 16 == 0;
+  const int64_t row_bytes = call.n * static_cast<int64_t>(DTypeSize(call.dtype));
+  const bool is_long = row_bytes >= kLongRow && call.dtype != DType::kF64;
+  // A row overlaps at most one word more than it fills.
+  const int64_t words = CeilDiv(row_bytes, 16);
+  int64_t blocks = call.rows;
+  if (!is_long) {
+    while (p.log_lanes < 5 && int64_t{1} << p.log_lanes < words) ++p.log_lanes;
+    blocks = CeilDiv(call.rows, kThreads >> p.log_lanes);
+  } else if (backward) {
+    p.tiles = FastDivisor64(static_cast<uint64_t>(CeilDiv(words + 1, kTile)));
+    blocks *= static_cast<int64_t>(p.tiles.divisor);
+  }
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
+                               .block = dim3(kThreads)};
+  return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
+    return Launch(KernelFor<T>(backward, is_long), config, stream, p);
+  });
+}
+
+}  // namespace
+
+cudaError_t CrossEntropyForward(const CrossEntropyCall& call, void* loss, void* top, void* log_sum,
+                                cudaStream_t stream) {
+  Params p = {};
+  p.loss = loss;
+  p.top = top;
+  p.log_sum = log_sum;
+  return Run(call, false, p, stream);
+}
+
+cudaError_t CrossEntropyBackward(const CrossEntropyCall& call, const void* cotangent,
+                                 const void* top, const void* log_sum, void* dx,
+                                 cudaStream_t stream) {
+  Params p = {};
+  p.cotangent = cotangent;
+  p.top = const_cast<void*>(top);  // the backward only reads these
+  p.log_sum = const_cast<void*>(log_sum);
+  p.dx = dx;
+  return Run(call, true, p, stream);
+}
+
+cudaError_t LoadCrossEntropyKernels() { return LoadKernels<CrossEntropyFamily>(); }
+
+}  // namespace jax_fastops::cuda

@@ -1,0 +1,49 @@
+// Cross entropy with integer labels on raw pointers: `rows` contiguous rows of n logits, and one
+// label for each row. A row whose label is not in [0, n) is left out: its loss and its gradient are
+// 0, and its logits are not read.
+//
+// With m = max(x), s = log(sum(exp(x - m))), lse = m + s, and the label y, the loss of a row is
+//   (1 - e) * (lse - x[y]) + e * (lse - mean(x)) + z * lse^2
+//
+// Losses, m, s and the cotangents have the accumulator's type (double for double, otherwise float).
+// m and s are kept apart because their sum would lose the low bits of s if the logits are far from
+// 0. Empty arrays succeed. Pointers need only the alignment of an element; outputs must not overlap
+// inputs.
+#ifndef JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_H_
+#define JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_H_
+
+#include <cstdint>
+
+#include "core/backend.h"
+#include "core/dtype.h"
+
+namespace jax_fastops {
+
+struct CrossEntropyCall {
+  int64_t rows, n;
+  DType dtype;
+  double smoothing;  // e
+  double z_loss;     // z
+  const void* logits;
+  const int32_t* labels;
+};
+
+}  // namespace jax_fastops
+
+namespace jax_fastops::FASTOPS_BACKEND {
+
+// `top` and `log_sum`, which get m and s, may both be null. A row that is left out has zeros there.
+Status CrossEntropyForward(const CrossEntropyCall& call, void* loss, void* top, void* log_sum,
+                           Queue queue);
+
+// dx = g * ((1 + 2 * z * lse) * exp(x - m - s) - e / n), less g * (1 - e) at the label, where g is
+// the row's cotangent.
+Status CrossEntropyBackward(const CrossEntropyCall& call, const void* cotangent, const void* top,
+                            const void* log_sum, void* dx, Queue queue);
+
+// CUDA only: loads the kernels on the current device.
+Status LoadCrossEntropyKernels();
+
+}  // namespace jax_fastops::FASTOPS_BACKEND
+
+#endif  // JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_H_

@@ -1,0 +1,89 @@
+// Cross entropy on the CPU: divides the rows for the threads. What is done once for a row is
+// computed in float64.
+#include <cmath>
+#include <cstring>
+
+#include "core/cpu/dtype.h"
+#include "core/cpu/parallel.h"
+#include "core/cpu/stream.h"
+#include "cross_entropy/cross_entropy.h"
+#include "cross_entropy/cross_entropy_simd.h"
+
+namespace jax_fastops::cpu {
+namespace {
+
+FASTOPS_DEFINE_KERNELS(Kernels, cross_entropy_kernels)
+
+// Calls body(row, first byte of the row, label) for each row. The label is -1 if it is left out.
+template <typename Body>
+void OverRows(const CrossEntropyCall& call, int arrays, Executor& executor, const Body& body) {
+  const int64_t row_bytes = call.n * ItemSize(call.dtype);
+  ParallelFor(executor, call.rows, 1, static_cast<double>(arrays * row_bytes),
+              [&](int64_t begin, int64_t end) {
+                for (int64_t row = begin; row < end; ++row) {
+                  const int64_t label = call.labels[row];
+                  body(row, row * row_bytes, label >= 0 && label < call.n ? label : -1);
+                }
+              });
+}
+
+}  // namespace
+
+void CrossEntropyForward(const CrossEntropyCall& call, void* loss_data, void* top_data,
+                         void* log_sum_data, Executor& executor) {
+  auto* kernel = Kernels().forward[static_cast<int>(call.dtype)];
+  const char* const x = static_cast<const char*>(call.logits);
+  const double e = call.smoothing, z = call.z_loss;
+  WithAccumulator(call.dtype, [&]<typename Scalar>() {
+    Scalar *loss = static_cast<Scalar*>(loss_data), *top = static_cast<Scalar*>(top_data);
+    Scalar* const log_sum = static_cast<Scalar*>(log_sum_data);
+    OverRows(call, 1, executor, [&](int64_t row, int64_t at, int64_t label) {
+      double found = 0, s = 0;
+      CrossEntropyStatistics stats = {};
+      if (label >= 0) {
+        kernel(x + at, call.n, label, e != 0, &stats);
+        s = std::log(stats.sum);
+        found = (1 - e) * (s + (stats.top - stats.at_label));
+        if (e != 0) found += e * (s + stats.above_mean);
+        if (z != 0) found += z * (stats.top + s) * (stats.top + s);
+      }
+      loss[row] = static_cast<Scalar>(found);
+      if (top != nullptr) {
+        top[row] = static_cast<Scalar>(stats.top);
+        log_sum[row] = static_cast<Scalar>(s);
+      }
+    });
+  });
+}
+
+void CrossEntropyBackward(const CrossEntropyCall& call, const void* cotangent_data,
+                          const void* top_data, const void* log_sum_data, void* dx_data,
+                          Executor& executor) {
+  auto* kernel = Kernels().backward[static_cast<int>(call.dtype)];
+  const char* const x = static_cast<const char*>(call.logits);
+  char* const dx = static_cast<char*>(dx_data);
+  const int64_t row_bytes = call.n * ItemSize(call.dtype);
+  const bool stream = ShouldStream(call.rows * row_bytes);
+  const double e = call.smoothing, z = call.z_loss;
+  WithAccumulator(call.dtype, [&]<typename Scalar>() {
+    const Scalar* const cotangent = static_cast<const Scalar*>(cotangent_data);
+    const Scalar* const top = static_cast<const Scalar*>(top_data);
+    const Scalar* const log_sum = static_cast<const Scalar*>(log_sum_data);
+    OverRows(call, 2, executor, [&](int64_t row, int64_t at, int64_t label) {
+      if (label < 0) {
+        std::memset(dx + at, 0, static_cast<size_t>(row_bytes));
+        return;
+      }
+      const double g = cotangent[row], m = top[row], s = log_sum[row];
+      kernel({.top = m,
+              .log_sum = s,
+              .scale = z == 0 ? g : g * (1 + 2 * z * (m + s)),
+              .all = e == 0 ? 0 : g * (e / static_cast<double>(call.n)),
+              .label_too = g * (1 - e),
+              .stream = stream},
+             x + at, call.n, label, dx + at);
+    });
+  });
+}
+
+}  // namespace jax_fastops::cpu

@@ -1,0 +1,40 @@
+// The kernels of cross_entropy.h for one instruction set. isa.h says what this header may contain.
+#ifndef JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_SIMD_H_
+#define JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_SIMD_H_
+
+#include <stdint.h>
+
+#include "core/cpu/isa.h"
+#include "core/dtype.h"
+
+namespace jax_fastops::cpu {
+
+// The statistics of a row of logits.
+struct CrossEntropyStatistics {
+  double top;         // the largest element
+  double sum;         // of exp(x - top)
+  double above_mean;  // top - mean(x), only with smoothing
+  double at_label;    // x[label]
+};
+
+// The gradient of a row is scale * exp(x - top - log_sum) - all, less `label_too` at the label.
+struct CrossEntropyGradient {
+  double top, log_sum;
+  double scale, all, label_too;
+  bool stream;  // store with instructions that bypass the caches
+};
+
+// Kernels by DType, for one row of n > 0 elements and a label in [0, n).
+struct CrossEntropyKernels {
+  using Forward = void(const char* x, int64_t n, int64_t label, bool smooth,
+                       CrossEntropyStatistics* found);
+  using Backward = void(const CrossEntropyGradient& gradient, const char* x, int64_t n,
+                        int64_t label, char* dx);
+  Forward* forward[kNumDTypes];
+  Backward* backward[kNumDTypes];
+};
+FASTOPS_DECLARE_KERNELS(CrossEntropyKernels, cross_entropy_kernels)
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_SIMD_H_

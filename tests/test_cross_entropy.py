@@ -1,0 +1,369 @@
+"""`cross_entropy`: transformations, vocabularies, labels, special values, residuals."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import Case, Sharding, Tolerance, checks, implementation
+from harness.compat import make_mesh, x64
+from harness.numerics import assert_within, normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+
+pytestmark = pytest.mark.usefixtures("native")
+
+BOTH = {"label_smoothing": 0.1, "z_loss": 0.01}
+
+
+def reference(logits, labels, *, label_smoothing=0.0, z_loss=0.0, axis=-1):
+    """What users write, in the accumulator dtype."""
+    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    x = jnp.moveaxis(logits.astype(wide), axis, -1)
+    kept = (labels >= 0) & (labels < x.shape[-1])
+    log_p = jax.nn.log_softmax(jnp.where(kept[..., None], x, 0))
+    picked = jnp.take_along_axis(log_p, jnp.where(kept, labels, 0)[..., None], -1)[..., 0]
+    loss = -(1 - label_smoothing) * picked
+    if label_smoothing:
+        loss -= label_smoothing * log_p.mean(-1)
+    if z_loss:
+        loss += z_loss * jax.nn.logsumexp(jnp.where(kept[..., None], x, 0), -1) ** 2
+    return jnp.where(kept, loss, 0)
+
+
+def draws(shape, axis=-1, left_out=True):
+    """Draws logits and labels; the labels of some tokens are out of range."""
+
+    def make(rng, dtype):
+        tokens = list(shape)
+        classes = tokens.pop(axis)
+        low, high = (-1, classes + 1) if left_out else (0, classes)
+        labels = rng.integers(low, high, tokens).astype(np.int32)
+        return normal(rng, shape, dtype), labels
+
+    return make
+
+
+def case(name, shape, sharded=None, axis=-1, **more):
+    options = {k: more.pop(k) for k in ("label_smoothing", "z_loss") if k in more} | {"axis": axis}
+    if sharded is not None:
+        more["make_sharded_args"] = draws(sharded, axis)
+    return Case(
+        name=name,
+        fn=functools.partial(fo.cross_entropy, **options),
+        reference=functools.partial(reference, **options),
+        make_args=draws(shape, axis),
+        tolerance=Tolerance(ulps=16.0),
+        **more,
+    )
+
+
+PLAIN = case(
+    "plain",
+    (3, 5),
+    (8, 16, 5),
+    shardings=(Sharding("batch", (0, 0), (0,)), Sharding("sequence", (1, 1), (1,))),
+    symbolic=("b, v", "b"),
+)
+basic = functools.partial(case, basic_only=True, modes=("native",))
+REGULARIZED = basic("regularized", (2, 3, 33), **BOTH)
+ONE_TOKEN = basic("one_token", (9,), **BOTH, dtypes=("float32",))
+ONE_CLASS = basic("one_class", (4, 1), dtypes=("bfloat16",))
+LONG = basic("long", (2, 5001), z_loss=1e-3, dtypes=("float32",))
+FIRST_AXIS = basic("first_axis", (7, 4), axis=0, label_smoothing=0.3, dtypes=("float32",))
+
+
+@checks(PLAIN, REGULARIZED, ONE_TOKEN, ONE_CLASS, LONG, FIRST_AXIS)
+def test_harness(check):
+    check()
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+def value_and_gradient(fn, **options):
+    def run(x, labels, g):
+        loss, pullback = jax.vjp(lambda x: fn(x, labels, **options), x)
+        return loss, pullback(g)[0]
+
+    return run
+
+
+def wide_of(dtype):
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def exactly(x, labels, g, **options):
+    """The reference in float64 on the CPU, for the given values."""
+    with x64(), jax.default_device(jax.devices("cpu")[0]):
+        run = jax.jit(value_and_gradient(reference, **options))
+        args = (np.asarray(x, np.float64), labels, np.asarray(g, np.float64))
+        return jax.tree.map(np.asarray, run(*args))
+
+
+def check_values(x, labels, dtype, **options):
+    """Loss and gradient against float64: as exact as the sizes of the exponents allow."""
+    x = np.asarray(x).astype(dtype)
+    rng = np.random.default_rng(x.size % 1000003)
+    g = rng.standard_normal(labels.shape).astype(wide_of(dtype))
+    what = f"{dtype}{x.shape} {options}"
+    loss, dx = jax.jit(value_and_gradient(fo.cross_entropy, **options))(x, labels, g)
+    exact, exact_dx = exactly(x, labels, g, **options)
+    assert loss.dtype == g.dtype and dx.dtype == x.dtype, what
+    wide = x.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        spread = np.where(np.isfinite(wide), wide.max(-1, keepdims=True) - wide, 0)
+    z = options.get("z_loss", 0.0)
+    top = np.abs(np.where(np.isfinite(wide), wide, 0)).max(-1)
+    squared = z * (top + 12) ** 2
+    unit = 16 + 2 * np.abs(np.where(np.isfinite(exact), exact, 0)) + 4 * squared
+    assert_within(loss, exact, unit, f"loss of {what}", wide_of(dtype))
+    # p has the error of its exponent, which is at most 100 where p is not negligible.
+    size = (np.abs(g) * (1 + 2 * z * (top + 12)))[..., None]
+    with np.errstate(over="ignore"):
+        p = np.exp(-np.minimum(spread, 700))
+    unit = size * (4 + p * (24 + 2 * np.minimum(spread, 100)))
+    assert_within(dx, exact_dx, unit, f"gradient of {what}", wide_of(dtype))
+
+
+@pytest.mark.parametrize("options", [{}, BOTH], ids=["plain", "both"])
+@pytest.mark.parametrize("classes", [1, 2, 7, 8, 33, 1000, 4096, 4097, 30522, 2**17 + 1])
+def test_vocabularies(dtype, classes, options):
+    rng = np.random.default_rng(classes)
+    x = rng.standard_normal((5, classes)) * 3
+    x[:, :2] += np.log(classes)
+    x[:, -2:] += np.log(classes)  # a lost first or last element is noticed
+    labels = np.array([0, classes - 1, classes // 2, -1, classes], np.int32)
+    check_values(x, labels, dtype, **options)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 67, 1031])
+@pytest.mark.parametrize("classes", [3, 50, 129])
+def test_rows(rows, classes):
+    rng = np.random.default_rng(rows)
+    labels = rng.integers(-1, classes + 1, rows).astype(np.int32)
+    check_values(rng.standard_normal((rows, classes)), labels, jnp.dtype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=["plain", "smooth"])
+@pytest.mark.parametrize("classes", [7, 1000, 9000])
+def test_hard_values(dtype, classes, options):
+    """All equal, one far above the others, far from 0, and -inf."""
+    rng = np.random.default_rng(5)
+    x = np.repeat(rng.standard_normal((1, classes)), 8, 0)
+    x[0] = 3.5
+    x[1, 2] = 200.0  # the label
+    x[2, 3] = 200.0  # not the label
+    x[3] += 1000.0
+    x[4] -= 1000.0
+    x[5, 3:] = -np.inf if not options else -200.0
+    x[6, ::2] *= 100
+    labels = np.full(8, 2, np.int32)
+    check_values(x, labels, dtype, **options)
+
+
+def special_rows(classes):
+    x = np.tile(np.float32([1, 2, 3, 4] * (classes // 4)), (9, 1))
+    x[0] = -np.inf
+    x[1, 5] = np.inf
+    x[2, 5] = np.nan
+    x[3] = np.nan
+    x[4, 2] = -np.inf  # the label
+    x[5] = np.inf
+    x[6, 2] = np.inf
+    x[7, 3:] = -np.inf
+    return x, np.full(9, 2, np.int32)
+
+
+@pytest.mark.parametrize("options", [{}, BOTH], ids=["plain", "both"])
+@pytest.mark.parametrize("classes", [8, 8200])
+def test_special_values(dtype, classes, options):
+    """NaN and Inf are where optax' formulas have them."""
+    x, labels = special_rows(classes)
+    x = x.astype(dtype)
+    g = np.ones(9, wide_of(dtype))
+    got = jax.jit(value_and_gradient(fo.cross_entropy, **options))(x, labels, g)
+    with fo.use_implementation("xla"):
+        want = jax.jit(value_and_gradient(fo.cross_entropy, **options))(x, labels, g)
+    for mine, theirs in zip(got, want, strict=True):
+        mine, theirs = (np.asarray(a, np.float64) for a in (mine, theirs))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["native", "xla"])
+def test_tokens_that_are_left_out(dtype, mode):
+    """Their loss and gradient are 0, whatever the logits and the cotangent are."""
+    x, _ = special_rows(40)
+    x = x.astype(dtype)
+    labels = np.int32([-1, 40, -(2**31), 2**31 - 1, -1, 41, -100, 2, 2])
+    where = np.arange(9) < 7
+    g = np.array([np.nan, np.inf] * 4 + [1], wide_of(dtype))
+    with fo.use_implementation(mode):
+        run = jax.jit(value_and_gradient(fo.cross_entropy, where=where, **BOTH))
+        loss, dx = run(x, labels, g)
+        assert not np.asarray(loss).any() and not np.asarray(dx).any()
+        run = jax.jit(value_and_gradient(fo.cross_entropy, where=False))
+        assert not np.asarray(run(x, np.abs(labels), g)[1]).any()
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint16", "int64", "uint32", "uint64"])
+def test_label_dtypes(kind):
+    x = np.random.default_rng(3).standard_normal((4, 300)).astype(np.float32)
+    with x64():
+        info = np.iinfo(kind)
+        labels = np.array([0, 100, info.max, info.min], kind)
+        got = fo.cross_entropy(x, labels)
+        exact = exactly(x, labels.astype(np.float64).clip(-1, 300).astype(np.int32), np.ones(4))[0]
+    np.testing.assert_allclose(got, exact, rtol=1e-6)
+
+
+def test_where_broadcasts():
+    x, labels = draws((3, 4, 9), left_out=False)(np.random.default_rng(4), np.float32)
+    where = np.array([[True], [False], [True]])
+    got = fo.cross_entropy(x, labels, where=where)
+    np.testing.assert_array_equal(got, np.where(where, fo.cross_entropy(x, labels), 0))
+
+
+def test_optax():
+    optax = pytest.importorskip("optax")
+    x, labels = draws((20, 77), left_out=False)(np.random.default_rng(4), np.float32)
+    want = optax.softmax_cross_entropy_with_integer_labels(x, labels)
+    np.testing.assert_allclose(fo.cross_entropy(x, labels), want, rtol=1e-6, atol=1e-6)
+    smooth = optax.smooth_labels(jax.nn.one_hot(labels, 77), 0.2)
+    want = optax.softmax_cross_entropy(x, smooth)
+    got = fo.cross_entropy(x, labels, label_smoothing=0.2)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -2, -1])
+def test_axes(axis):
+    x, labels = draws((3, 4, 5), axis)(np.random.default_rng(4), np.float32)
+    got = fo.cross_entropy(x, labels, axis=axis, **BOTH)
+    want = fo.cross_entropy(np.moveaxis(x, axis, -1), labels, **BOTH)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4), (2, 0, 3)])
+def test_no_elements(shape):
+    x = np.ones(shape, np.float32)
+    labels, g = np.zeros(shape[:-1], np.int32), np.ones(shape[:-1], np.float32)
+    loss, dx = jax.jit(value_and_gradient(fo.cross_entropy, **BOTH))(x, labels, g)
+    assert loss.shape == shape[:-1] and dx.shape == shape
+    assert not np.asarray(loss).any()
+
+
+X, Y = np.ones((3, 4), np.float32), np.zeros(3, np.int32)
+
+
+@pytest.mark.parametrize(
+    "args, options, error, message",
+    [
+        ((X.astype(int), Y), {}, TypeError, "cross_entropy: logits has dtype int"),
+        ((X, Y.astype(np.float32)), {}, TypeError, "labels has dtype float32.*integer"),
+        ((X, Y > 0), {}, TypeError, "labels has dtype bool.*integer"),
+        ((X, X.astype(np.int32)), {}, ValueError, r"labels has shape \(3, 4\); it must be \(3,\)"),
+        ((X, Y), {"where": Y}, TypeError, "where has dtype int32"),
+        ((X, Y), {"where": X > 0}, ValueError, r"where has shape \(3, 4\), which does not"),
+        ((X, Y), {"axis": 2}, ValueError, "axis is 2, out of range"),
+        ((X, Y), {"axis": 1.5}, TypeError, "axis is 1.5; it must be an integer"),
+        ((X, Y), {"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5; it must be from 0"),
+        ((X, Y), {"z_loss": np.inf}, ValueError, "z_loss is inf; it must be finite"),
+        ((X, Y), {"z_loss": "1"}, TypeError, "z_loss is of type str"),
+        ((X, None), {}, TypeError, "labels is None"),
+    ],
+)
+def test_errors(args, options, error, message):
+    with pytest.raises(error, match=message):
+        fo.cross_entropy(*args, **options)
+
+
+# Kernels that run, residuals, shardings -----------------------------------------------------------
+
+
+def targets(fn, *args):
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
+
+
+def test_kernels_that_run():
+    x, labels = draws((4, 9))(np.random.default_rng(2), np.float32)
+    assert targets(fo.cross_entropy, x, labels) == ["cross_entropy"]
+    mean = lambda x: fo.cross_entropy(x, labels).mean()  # noqa: E731
+    assert targets(jax.grad(mean), x) == ["cross_entropy", "cross_entropy_bwd"]
+    assert not targets(functools.partial(fo.cross_entropy, axis=0), x, labels[[0] * 9])
+
+
+def test_what_is_kept(dtype):
+    """The logits, the labels, and two numbers for each token."""
+    x, labels = draws((5, 3, 40))(np.random.default_rng(2), dtype)
+    fn = functools.partial(fo.cross_entropy, where=labels > 3, **BOTH)
+    leaves = jax.tree.leaves(jax.vjp(lambda x: fn(x, labels), x)[1])
+    kept = sorted((str(leaf.dtype), leaf.shape) for leaf in leaves)
+    tokens = [("int32", (5, 3))] + [(str(wide_of(dtype)), (5, 3))] * 2
+    assert kept == sorted([(str(dtype), x.shape), *tokens])
+
+
+@pytest.mark.parametrize("mode", ["native", "xla"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+def test_sharded_classes(axis_type, mode):
+    """The reference sums over devices. Explicit axes take it; over Auto axes the kernel gathers."""
+    mesh = make_mesh({"x": 8}, axis_type)
+    x, labels = draws((4, 64))(np.random.default_rng(2), np.float32)
+    g = np.ones(4, np.float32)
+    want = value_and_gradient(fo.cross_entropy, **BOTH)(x, labels, g)
+    sharded = jax.device_put(x, NamedSharding(mesh, P(None, "x")))
+    with jax.set_mesh(mesh), fo.use_implementation(mode):
+        run = jax.jit(value_and_gradient(fo.cross_entropy, **BOTH))
+        got = run(sharded, labels, g)
+        text = run.lower(sharded, labels, g).compile().as_text()
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    gathers = mode == "native" and axis_type == AxisType.Auto
+    assert ("all-gather" in text) == gathers
+    assert ("jax_fastops.cross_entropy" in text) == gathers
+
+
+def test_implementations_agree(dtype):
+    x, labels = draws((40, 240))(np.random.default_rng(6), dtype)
+    g = np.ones(40, wide_of(dtype))
+    results = []
+    for mode in ("native", "auto", "xla"):
+        with implementation(mode):
+            results.append(jax.jit(value_and_gradient(fo.cross_entropy, **BOTH))(x, labels, g))
+    eps = float(jnp.finfo(dtype).eps)
+    for other in results[:2]:
+        for mine, theirs in zip(other, results[2], strict=True):
+            mine, theirs = (np.asarray(a, np.float64) for a in (mine, theirs))
+            np.testing.assert_allclose(mine, theirs, rtol=8 * eps, atol=64 * 1e-7)
+
+
+def test_second_derivatives_and_vmap():
+    x, labels = draws((3, 6))(np.random.default_rng(7), np.float32)
+
+    def total(fn):
+        return lambda x, labels: (fn(x, labels, **BOTH) ** 2).sum()
+
+    for transform in (jax.hessian, lambda f: jax.vmap(jax.grad(f), (0, None))):
+        stack = np.stack([x, 2 * x])
+        args = (x, labels) if transform is jax.hessian else (stack, labels)
+        got, want = (transform(total(fn))(*args) for fn in (fo.cross_entropy, reference))
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_with_remat_in_a_scan():
+    x, labels = draws((6, 3, 8))(np.random.default_rng(8), np.float32)
+
+    def loss(w, fn):
+        def body(total, pair):
+            return total + jax.checkpoint(fn)(pair[0] * w, pair[1]).sum(), None
+
+        return jax.lax.scan(body, 0.0, (x, labels))[0]
+
+    got, want = (
+        jax.jit(jax.grad(loss), static_argnums=1)(1.5, f) for f in (fo.cross_entropy, reference)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
