@@ -3,13 +3,15 @@
     python -m benchmarks.dispatch softmax norm    # measure, fit, write the table, check
     python -m benchmarks.dispatch --check         # only check, with another seed
 
-The sweep measures kernel and reference of random calls, forward and step. Each entry of the table
-gets a tree. It divides the calls by their features and their dtype, and takes the kernel where it
-gains. The check measures `auto` and `jax.nn` on calls of another seed. Its results are in
-``benchmarks/results/dispatch-<device>.json``: the calls in which `auto` is slower come first.
+The sweep measures kernel, reference and `jax.nn` on random calls, forward and step. Each entry of
+the table gets a tree. It divides the calls by their features and their dtype, and takes the kernel
+where it is faster than the reference. The check measures `auto` and `jax.nn` on calls of another
+seed. Its results are in ``benchmarks/results/dispatch-<device>.json``: the calls in which `auto` is
+slower come first.
 """
 
 import argparse
+import dataclasses
 import fcntl
 import itertools
 import json
@@ -35,8 +37,10 @@ from benchmarks.programs import operands
 from benchmarks.run import build, precision
 from benchmarks.shapes import draw
 
+Request = fo._dispatch.Request
 TABLE = ROOT / "jax_fastops" / "auto_table.json"
 BY_NAME = {op.name: op for op in OPS}
+CONTENDERS = ("native", "xla", "jax.nn")
 PHASES = {"forward": "forward", "grad": "step"}
 # A gain below this does not count: two runs of the same program can differ by so much.
 MARGIN = 0.02
@@ -66,6 +70,7 @@ def main() -> None:
     add("--check", action="store_true", help="only check the table, with the next seed")
     add("--checks", type=int, default=100, help="random calls of each family in the check")
     add("--table", type=Path, default=TABLE)
+    add("--samples", type=Path, help="keeps the samples; if the file exists, they come from it")
     add("--jobs", type=int, help="processes that compile (default: half of the cores; 1 on a CPU)")
     options = parser.parse_args()
     cpu = environment.platform_name() == "cpu"
@@ -73,10 +78,15 @@ def main() -> None:
     options.jobs = options.jobs or (1 if cpu else max(1, (os.cpu_count() or 1) // 2))
     ops = [op for op in select_ops(options.ops or None) if not op.name.endswith("_from_result")]
     if not options.check:
+        if options.samples and options.samples.exists():
+            samples = _read(options.samples)
+        else:
+            samples = list(sweep(ops, options.count, options.seed, CONTENDERS, options))
+            if options.samples:
+                options.samples.write_text(json.dumps([_plain(sample) for sample in samples]))
         everything = json.loads(options.table.read_text())
         device = _device(everything)
-        for samples in sweep(ops, options.count, options.seed, "native", options):
-            fit(samples, device)
+        fit(samples, device)
         others = [known for known in everything if known["name"] != device["name"]]
         options.table.write_text(text([*others, device]))
     check(ops, options)
@@ -86,43 +96,61 @@ def main() -> None:
 
 
 class Sample(NamedTuple):
-    """A call, what its decision depends on, and the kernel's time over the reference's by use."""
+    """A call, what its decision depends on, and the seconds of each contender by use."""
 
     op: str
     call: str
-    request: fo._dispatch.Request
-    ratio: dict[str, float]
+    request: Request
+    seconds: dict[str, dict[str, float]]
+
+    def ratio(self, ours: str, theirs: str, use: str) -> float:
+        return self.seconds[ours][use] / self.seconds[theirs][use]
 
 
-def sweep(ops: Sequence[Op], count: int, seed: int, ours: str, options) -> Iterator[list[Sample]]:
-    """The samples of random calls, one family after the other.
+def _plain(sample: Sample) -> dict:
+    return sample._asdict() | {"request": dataclasses.asdict(sample.request)}
 
-    There are ``count`` calls of each op, or of each family in a check of `auto`. Several processes
-    compile, and one of them measures at a time.
+
+def _read(path: Path) -> list[Sample]:
+    found = []
+    for each in json.loads(path.read_text()):
+        asked = each.pop("request")
+        features = tuple((name, value) for name, value in asked.pop("features"))
+        found.append(Sample(**each, request=Request(**asked, features=features)))
+    return found
+
+
+def sweep(
+    ops: Sequence[Op], count: int, seed: int, contenders: Sequence[str], options
+) -> Iterator[Sample]:
+    """The samples of random calls: ``count`` of each op, or of each family if `auto` contends.
+
+    Several processes compile at the same time. While one measures, the others do not use the
+    device.
     """
-    table = None if ours == "native" else options.table
+    table = options.table if "auto" in contenders else None
     tasks = []
     for op in ops:
         share = 1 if table is None else sum(other.family == op.family for other in ops)
         total = -(-count // share)
         tasks += [(op.name, at, min(BATCH, total - at)) for at in range(0, total, BATCH)]
-    measured = partial(_measured, ours, seed, options.largest, options.rounds, table)
+    measured = partial(_measured, contenders, seed, options.largest, options.rounds, table)
     with tempfile.NamedTemporaryFile() as device:
         if options.jobs == 1:
             _share(device.name, threading.Lock())
-            yield from _by_family(map(measured, tasks))
+            yield from _flat(map(measured, tasks))
             return
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         spawn = multiprocessing.get_context("spawn")
         shared = device.name, spawn.Lock()
         with ProcessPoolExecutor(options.jobs, spawn, _share, shared) as pool:
-            yield from _by_family(pool.map(measured, tasks))
+            yield from _flat(pool.map(measured, tasks))
 
 
-def _by_family(done) -> Iterator[list[Sample]]:
-    for family, batches in itertools.groupby(done, lambda samples: BY_NAME[samples[0].op].family):
+def _flat(batches) -> Iterator[Sample]:
+    for family, mine in itertools.groupby(batches, lambda batch: BY_NAME[batch[0].op].family):
+        yield from itertools.chain.from_iterable(mine)
         print(f"{family} measured", flush=True)
-        yield [sample for batch in batches for sample in batch]
 
 
 def _share(path: str, gate) -> None:
@@ -149,19 +177,20 @@ def _using_device(how: int):
             _gate.release()
 
 
-def _measured(ours: str, seed: int, largest: int, rounds: int, table, task) -> list[Sample]:
+def _measured(
+    contenders: Sequence[str], seed: int, largest: int, rounds: int, table, task
+) -> list[Sample]:
     """A batch of random calls of an op."""
     name, at, count = task
     cases = calls(BY_NAME[name], at + count, seed, largest)[at:]
     if table is not None:  # not the installed one
         fo._dispatch.table = lambda: json.loads(table.read_text())
-    requests = [request(case) for case in cases]
-    found = ratios(cases, ours, "jax.nn", rounds)
-    jax.clear_caches()  # thousands of programs do not fit in memory
-    return [
-        Sample(name, *each)
-        for each in zip([case.name for case in cases], requests, found, strict=True)
+    found = [
+        Sample(name, case.name, request(case), seconds)
+        for case, seconds in zip(cases, times(cases, contenders, rounds), strict=True)
     ]
+    jax.clear_caches()  # thousands of programs do not fit in memory
+    return found
 
 
 def calls(op: Op, count: int, seed: int, largest: int) -> list[Case]:
@@ -171,15 +200,17 @@ def calls(op: Op, count: int, seed: int, largest: int) -> list[Case]:
     return [Case(op, layout, "gpu", layout.dtypes[0]) for layout in layouts]
 
 
-def ratios(cases: Sequence[Case], ours: str, theirs: str, rounds: int) -> list[dict[str, float]]:
-    """Time of one contender over that of another, by use, for each case.
+def times(
+    cases: Sequence[Case], contenders: Sequence[str], rounds: int
+) -> list[dict[str, dict[str, float]]]:
+    """The seconds of each contender by use, for each case.
 
-    The fastest calls are compared, because other work on the machine can only slow a call down.
+    They are those of the fastest call, because other work on the machine can only slow a call down.
     Small programs take more turns, because their times vary more.
     """
     _, timer = measure.clock()
     with _using_device(fcntl.LOCK_SH), ThreadPoolExecutor() as pool:
-        built = list(pool.map(lambda case: _built(case, (ours, theirs)), cases))
+        built = list(pool.map(lambda case: _built(case, contenders), cases))
         programs = [program for sides in built for side in sides for program in side]
         jax.block_until_ready([(program.args, program.outputs) for program in programs])
     fastest = {}
@@ -188,19 +219,20 @@ def ratios(cases: Sequence[Case], ours: str, theirs: str, rounds: int) -> list[d
             alike = [p for p in programs if (p.nbytes < measure.SMALL) == small]
             timings = timer(alike, rounds * (4 if small else 1)) if alike else []
             fastest |= {id(p): t.fastest for p, t in zip(alike, timings, strict=True)}
-    found = []
-    for sides in built:
-        mine, other = ([fastest[id(program)] for program in side] for side in sides)
-        each = [a / b for a, b in zip(mine, other, strict=True)]
-        found.append({"forward": each[0], "grad": each[-1]})
-    return found
+    return [
+        {
+            name: {"forward": fastest[id(side[0])], "grad": fastest[id(side[-1])]}
+            for name, side in zip(contenders, sides, strict=True)
+        }
+        for sides in built
+    ]
 
 
-def _built(case: Case, names: Sequence[str]):
+def _built(case: Case, contenders: Sequence[str]):
     phases = [p for p in dict.fromkeys(PHASES.values()) if p in case.phases]
     with precision(case.dtype):
         data = operands(case)
-        return [[*build(case, name, data, phases).programs.values()] for name in names]
+        return [[*build(case, name, data, phases).programs.values()] for name in contenders]
 
 
 def request(case: Case):
@@ -235,7 +267,8 @@ def fit(samples: Sequence[Sample], device: dict) -> None:
     for entry, mine in sorted(entries.items()):
         pooled = {use: _pooled(mine, use) for use in PHASES}
         dtypes = sorted({sample.request.dtype for sample in mine}, key=ORDER.index)
-        print(f"{entry}: {len(mine)} calls, {pooled}", flush=True)
+        slow = [sum(s.ratio("xla", "jax.nn", use) > 1.03 for s in mine) for use in PHASES]
+        print(f"{entry}: {len(mine)} calls, reference slower than jax.nn in {slow}, {pooled}")
         for dtype in dtypes:
             trees = {use: _of_dtype(pooled[use], ORDER.index(dtype)) for use in PHASES}
             trees |= BY_HAND.get((entry, environment.platform_name(), dtype), {})
@@ -245,14 +278,14 @@ def fit(samples: Sequence[Sample], device: dict) -> None:
 def _pooled(samples: Sequence[Sample], use: str):
     """The tree for all dtypes."""
     values = []
-    for name, _, asked, ratio in samples:
-        op, gain = BY_NAME[name], MARGIN
+    for sample in samples:
+        op, asked, gain = BY_NAME[sample.op], sample.request, MARGIN
         if use == "forward":
             if op.fuses:
                 continue  # XLA fuses such a forward in most programs
             gain = max(MARGIN, op.lone_gain)
         features = dict(asked.features) | {"dtype": ORDER.index(asked.dtype)}
-        values.append((features, math.log(ratio[use]) + gain))
+        values.append((features, math.log(sample.ratio("native", "xla", use)) + gain))
     return tree(values) if values else False
 
 
@@ -317,20 +350,27 @@ def _cost(values) -> float:
 
 
 def _best_split(values) -> tuple[str, int] | None:
-    """The feature and the bound that leave the least variance."""
-    best, split = math.inf, None
+    """The feature and the bound whose sides cost the least if each has one choice.
+
+    Among equals, as where one choice is the best for both sides, those that leave the least
+    variance. Large ratios are cut off there, because a gain of ten times is no better a reason to
+    divide calls than one of a third.
+    """
+    best, split = (math.inf, math.inf), None
     for name in sorted(values[0][0]):
         ordered = sorted(values, key=lambda v: v[0][name])
         for (low, _), (high, _) in itertools.pairwise(ordered):
             if low[name] == high[name]:
                 continue
             bound = _round(low[name], high[name])
-            sides = [[v for f, v in ordered if (f[name] < bound) == less] for less in (True, False)]
+            sides = [[v for v in ordered if (v[0][name] < bound) == less] for less in (True, False)]
             if min(map(len, sides)) < LEAST:
                 continue
-            left = sum(statistics.pvariance(side) * len(side) for side in sides)
-            if left < best:
-                best, split = left, (name, bound)
+            cost = sum(_cost(side) for side in sides)
+            cut = [[min(max(value, -0.3), 0.3) for _, value in side] for side in sides]
+            left = sum(statistics.pvariance(side) * len(side) for side in cut)
+            if (key := (round(cost, 1), left)) < best:
+                best, split = key, (name, bound)
     return split
 
 
@@ -359,11 +399,10 @@ def text(devices: list[dict]) -> str:
 
 def check(ops: Sequence[Op], options) -> None:
     """Measures `auto` on calls of another seed, prints the worst, and writes all results."""
-    rows = [
-        {"call": sample.call, "family": BY_NAME[sample.op].family, **sample.ratio}
-        for samples in sweep(ops, options.checks, options.seed + 1, "auto", options)
-        for sample in samples
-    ]
+    rows = []
+    for sample in sweep(ops, options.checks, options.seed + 1, ("auto", "jax.nn"), options):
+        ratio = {use: sample.ratio("auto", "jax.nn", use) for use in PHASES}
+        rows.append({"call": sample.call, "family": BY_NAME[sample.op].family, **ratio})
     families = {op.family for op in ops}
     worst = sorted(rows, key=lambda row: -max(row["forward"], row["grad"]))
     for row in worst[:20]:
