@@ -446,9 +446,7 @@ class Op:
             raise NotImplementedError(f"{self.name} is not linear, and cannot be transposed")
         cts = [ad.instantiate_zeros(ct) for ct in cts]
         wanted = tuple(bool(u) for u in call.spread(undefined))
-        vjp_levels = tuple(
-            tuple(flags[i] for i in places) + (True,) * len(cts) for flags in levels
-        )
+        vjp_levels = tuple(tuple(flags[i] for i in places) + (True,) * len(cts) for flags in levels)
         kept = [operands[i] for i in places]
         grads = iter(self._vjp.bind([*kept, *cts], call, vjp_levels, wanted))
         return [
