@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops._arguments import real_number
-from jax_fastops._views import explicit_spec, merge_last
+from jax_fastops._views import explicit_spec
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -140,5 +140,10 @@ def kept(seeds, n, threshold: int) -> jax.Array:
     low, high, *key = (seeds[..., i, None] for i in range(4))
     words = philox((blocks, low, high, 0), key)
     halves = [half for word in words for half in (word & _u32(0xFFFF), word >> 16)]
-    bits = merge_last(jnp.stack(halves, -1))
+    bits = jnp.stack(halves, -1)
+    kind, spec = jax.typeof(bits).sharding, explicit_spec(jax.typeof(bits).sharding, bits.ndim)
+    if spec is not None:  # by name, because there may be no mesh in the context
+        kind = kind.update(spec=jax.sharding.PartitionSpec(*spec[:-1]))
+    shape = (*bits.shape[:-2], bits.shape[-2] * 8)
+    bits = jax.lax.reshape(bits, shape, out_sharding=None if spec is None else kind)
     return bits[..., :n] < _u32(threshold)
