@@ -380,6 +380,18 @@ def torch_gated_act(gate, up=None, activation="silu"):
     return (exact.get(activation) or getattr(functional, activation))(gate) * up
 
 
+DROP_RATE = 0.1
+
+
+def dropout(x, key):
+    return fo.dropout(x, key, DROP_RATE)
+
+
+def plain_dropout(x, key):
+    keep = jax.random.bernoulli(key, 1 - DROP_RATE, x.shape)
+    return jnp.where(keep, x / (1 - DROP_RATE), jnp.zeros((), x.dtype))
+
+
 def plain_window_sum(x, radius, axis=-1, padding="VALID"):
     """Window sum in float32, as users write it in JAX."""
     window = [2 * radius + 1 if d == axis % x.ndim else 1 for d in range(x.ndim)]
@@ -546,6 +558,11 @@ GATES = (
     Layout("halves, gelu", (16384, 8192), (2048, 2048), ("bfloat16",), {"activation": "gelu"}, 1),
     Layout("two operands, odd", (30000, 1001), (4000, 1001)),
     Layout("halves, odd", (30000, 2002), (4000, 2002), operands=same(1)),
+)
+DROPOUTS = (
+    Layout("rows", (32768, 4096), (4096, 1024)),
+    Layout("odd", (30000, 1001), (4000, 1001)),
+    Layout("short rows", (2**20, 64), (65536, 16)),
 )
 SMOOTH = ("gelu", "gelu_exact", "silu")
 
@@ -858,6 +875,17 @@ OPS = (
         traffic=gated,
         layouts=GATES,
         differentiated=(0, 1),
+        lone_gain=0.15,
+    ),
+    Op(
+        name="dropout",
+        family="dropout",
+        ours=dropout,
+        reference=plain_dropout,
+        operands=lambda shape: (shape, (2,)),
+        operand_dtypes={1: "uint32"},
+        traffic=lambda shapes, itemsize: moved(shapes[:1], itemsize),
+        layouts=DROPOUTS,
         lone_gain=0.15,
     ),
     *(

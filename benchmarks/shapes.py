@@ -163,5 +163,6 @@ _OF_FAMILY: dict[str, Callable] = {
     "lerp": _lerp,
     "bias_act": _bias_act,
     "gated_act": _gated_act,
+    "dropout": _elementwise,
     "window_sum": _window_sum,
 }

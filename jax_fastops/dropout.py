@@ -99,7 +99,7 @@ def dropout(x: ArrayLike, key: ArrayLike | None, rate: float) -> jax.Array:
       >>> import jax, jax.numpy as jnp
       >>> import jax_fastops as fo
       >>> fo.dropout(jnp.ones(8), jax.random.key(0), 0.5).tolist()
-      [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+      [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
     (x,) = same_floating_dtype("dropout", as_arrays("dropout", x=x), ["x"])
     threshold, scale = drop_rate("dropout", "rate", rate)
@@ -112,6 +112,8 @@ def dropout(x: ArrayLike, key: ArrayLike | None, rate: float) -> jax.Array:
         return jnp.zeros_like(x)
     rows = jnp.atleast_1d(not_weak(x))
     limit = "there are no elements" if 0 in x.shape else None
+    if isinstance(rows.shape[-1], int) and rows.shape[-1] > 1 << 33:
+        limit = "a row has more than 2**33 elements"
     y = _OP(
         rows,
         words,
@@ -156,7 +158,7 @@ def dropout_mask(
       >>> import jax
       >>> import jax_fastops as fo
       >>> fo.dropout_mask(jax.random.key(0), (8,), 0.5).tolist()
-      []
+      [False, True, False, False, False, False, False, False]
     """
     threshold, _ = drop_rate("dropout_mask", "rate", rate)
     words = key_words("dropout_mask", "key", key)
