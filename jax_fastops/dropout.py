@@ -10,10 +10,11 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011): Phi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
@@ -125,6 +126,10 @@ def dropout(x: ArrayLike, key: ArrayLike | None, rate: float) -> jax.Array:
     return y if x.ndim else jnp.squeeze(y, 0)
 
 
+def _size(size: Any) -> Any:
+    return size if is_symbolic_dim(size) else integer("dropout_mask", "shape", size)
+
+
 def dropout_mask(
     key: ArrayLike, shape: SupportsIndex | Sequence[SupportsIndex], rate: float
 ) -> jax.Array:
@@ -163,6 +168,6 @@ def dropout_mask(
     threshold, _ = drop_rate("dropout_mask", "rate", rate)
     words = key_words("dropout_mask", "key", key)
     sizes = shape if isinstance(shape, Sequence) else (shape,)
-    sizes = tuple(integer("dropout_mask", "shape", size) for size in sizes)
+    sizes = tuple(map(_size, sizes))
     rows = sizes or (1,)
     return kept(row_seeds(words, rows), rows[-1], threshold).reshape(sizes)

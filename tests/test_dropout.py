@@ -22,7 +22,7 @@ RATE = 0.3
 
 
 def key_of(seed):
-    """A raw key: the harness draws arrays. Not by jax.random, because it also draws while tracing."""
+    """A raw key. Not from jax.random, because the harness also draws while tracing."""
     return np.random.default_rng(seed).integers(0, 2**32, 2, np.uint32)
 
 
@@ -55,7 +55,10 @@ ROWS = case(
     "rows",
     (3, 13),
     (8, 16, 24),
-    shardings=(Sharding("batch", (0, None), (0,)), Sharding("sequence", (1, None), (1,))),
+    shardings=(  # in shard_map, rows count from 0: see test_shard_map
+        Sharding("batch", (0, None), (0,), shard_map=False),
+        Sharding("sequence", (1, None), (1,), shard_map=False),
+    ),
     symbolic=("b, n", "2"),
 )
 basic = functools.partial(case, basic_only=True, modes=("native",))
@@ -294,6 +297,33 @@ def test_the_mask_does_not_depend_on_the_sharding(spec, explicit, mode):
         sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
         got = jax.jit(run)(sharded, key)
     assert_matches(got, jax.tree.map(np.asarray, want))
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("mode", MODES)
+def test_shard_map(mode):
+    """The rows of each shard count from 0."""
+    x = np.random.default_rng(0).standard_normal((8, 3, 24)).astype(np.float32)
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("a",))
+    spec = jax.sharding.PartitionSpec("a")
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def run(x, key):
+        y, pullback = jax.vjp(lambda x: fo.dropout(x, key, RATE), x)
+        return y, pullback(2 * x)[0]
+
+    def local(x, keys):
+        return *run(x, keys[0]), *run(x, jax.random.key(7))
+
+    both = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+    with implementation(mode):
+        got = jax.tree.map(np.asarray, jax.jit(both)(x, keys))
+    shards = np.split(x, 4)
+    want = [
+        [*run(shard, key), *run(shard, jax.random.key(7))]
+        for shard, key in zip(shards, keys, strict=True)
+    ]
+    assert_matches(list(got), [np.concatenate(part) for part in zip(*want, strict=True)])
 
 
 # Rates, shapes, values ----------------------------------------------------------------------------
