@@ -414,6 +414,18 @@ def torch_gated_act(gate, up=None, activation="silu"):
     return (exact.get(activation) or getattr(functional, activation))(gate) * up
 
 
+DROP_RATE = 0.1
+
+
+def dropout(x, key):
+    return fo.dropout(x, key, DROP_RATE)
+
+
+def plain_dropout(x, key):
+    keep = jax.random.bernoulli(key, 1 - DROP_RATE, x.shape)
+    return jnp.where(keep, x / (1 - DROP_RATE), jnp.zeros((), x.dtype))
+
+
 def plain_window_sum(x, radius, axis=-1, padding="VALID"):
     """Window sum in float32, as users write it in JAX."""
     window = [2 * radius + 1 if d == axis % x.ndim else 1 for d in range(x.ndim)]
@@ -586,6 +598,11 @@ CLASSES = (
     Layout("BERT", (16384, 30522), (2048, 30522)),
     Layout("Llama 3", (8192, 128256), (512, 128256)),
     Layout("ImageNet", (65536, 1000), (8192, 1000)),
+)
+DROPOUTS = (
+    Layout("rows", (32768, 4096), (4096, 1024)),
+    Layout("odd", (30000, 1001), (4000, 1001)),
+    Layout("short rows", (2**20, 64), (65536, 16)),
 )
 SMOOTH = ("gelu", "gelu_exact", "silu")
 
@@ -910,6 +927,17 @@ OPS = (
         operand_dtypes={1: "int32"},
         traffic=rows_to_losses,
         layouts=CLASSES,
+        lone_gain=0.15,
+    ),
+    Op(
+        name="dropout",
+        family="dropout",
+        ours=dropout,
+        reference=plain_dropout,
+        operands=lambda shape: (shape, (2,)),
+        operand_dtypes={1: "uint32"},
+        traffic=lambda shapes, itemsize: moved(shapes[:1], itemsize),
+        layouts=DROPOUTS,
         lone_gain=0.15,
     ),
     *(

@@ -168,5 +168,6 @@ _OF_FAMILY: dict[str, Callable] = {
     "bias_act": _bias_act,
     "gated_act": _gated_act,
     "cross_entropy": _cross_entropy,
+    "dropout": _elementwise,
     "window_sum": _window_sum,
 }

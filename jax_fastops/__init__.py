@@ -16,6 +16,7 @@ from jax_fastops._version import __version__
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference, batch_norm_statistics
 from jax_fastops.bias_act import bias_act
 from jax_fastops.cross_entropy import cross_entropy
+from jax_fastops.dropout import dropout, dropout_mask
 from jax_fastops.gated_act import gated_act
 from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
 from jax_fastops.lerp import lerp
@@ -35,6 +36,8 @@ __all__ = [
     "batch_norm_statistics",
     "bias_act",
     "cross_entropy",
+    "dropout",
+    "dropout_mask",
     "explain",
     "export_checks",
     "gated_act",

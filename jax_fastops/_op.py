@@ -434,14 +434,21 @@ class Op:
         return [_jvp_of(lambda *kept: function(*kept, *primals[n:]), primals[:n], tangents[:n])]
 
     def _plain_transpose(self, cts, *operands, call, levels, which):
-        """The rule for ``jax.linear_transpose``. An op that keeps nothing is linear."""
+        """The rule for ``jax.linear_transpose``.
+
+        An op is linear in the operands that its backward does not need, if that needs no results.
+        """
         del which
-        if self._n_residuals(call):
-            raise NotImplementedError(f"{self.name} is not linear, and cannot be transposed")
         undefined = [ad.is_undefined_primal(x) for x in operands]
+        given = [i for i, p in enumerate(call.present) if p]
+        places = [given.index(p) for p in self._kept_args(call)]
+        if len(places) < self._n_residuals(call) or any(undefined[i] for i in places):
+            raise NotImplementedError(f"{self.name} is not linear, and cannot be transposed")
         cts = [ad.instantiate_zeros(ct) for ct in cts]
         wanted = tuple(bool(u) for u in call.spread(undefined))
-        grads = iter(self._vjp.bind(cts, call, tuple((True,) * len(cts) for _ in levels), wanted))
+        vjp_levels = tuple(tuple(flags[i] for i in places) + (True,) * len(cts) for flags in levels)
+        kept = [operands[i] for i in places]
+        grads = iter(self._vjp.bind([*kept, *cts], call, vjp_levels, wanted))
         return [
             _sum_unmapped(next(grads), [level[i] for level in levels]) if u else None
             for i, u in enumerate(undefined)

@@ -224,6 +224,7 @@ CALLS = {
         [X.update(shape=(1024, 96))],
     ),
     "lerp": (fo.lerp, [X, X, X.update(shape=(64,))]),
+    "dropout": (lambda x: fo.dropout(x, jax.random.key(0), 0.1), [X]),
     "gated_act": (fo.gated_act, [X, X]),
     "gated_act_halves": (fo.gated_act, [X]),
     "window_sum": (lambda x: fo.window_sum(x, 2), [X]),

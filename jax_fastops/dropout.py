@@ -1,0 +1,173 @@
+"""``dropout``: random elements of an array are set to zero, and the others are scaled.
+
+The kernels draw the random bits while they read the array, in the forward and again in the
+backward, so no mask is written or kept. The bits are a function of the key and of the element's
+index, and do not depend on how the array is sharded or mapped.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011): Philox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+from jax.export import is_symbolic_dim
+from jax.typing import ArrayLike
+
+from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
+from jax_fastops._dispatch import row_features
+from jax_fastops._kernel import Kernel
+from jax_fastops._op import Op
+from jax_fastops._random import drop_rate, kept, key_words, row_seeds
+from jax_fastops._signature import accumulator_dtype
+
+_KERNEL = Kernel.declare(
+    "dropout", "x: ... n, seeds: ... 4 :uint32 -> y: ... n", threshold=int, scale=float
+)
+
+
+def _reference(x, key, *, threshold: int, scale: float):
+    keep = kept(row_seeds(key, x.shape, jax.typeof(x).sharding), x.shape[-1], threshold)
+    wide = accumulator_dtype(x.dtype)
+    scaled = (x.astype(wide) * jnp.asarray(scale, wide)).astype(x.dtype)
+    return jnp.where(keep, scaled, jnp.zeros((), x.dtype))
+
+
+def _kernel(x, key, **options):
+    return _KERNEL(x, row_seeds(key, x.shape, jax.typeof(x).sharding), **options).y
+
+
+# Not independent: a mapped axis is no more rows of the same array, because with one key every
+# example has the same mask. Only the key is kept.
+_OP = Op(
+    "dropout",
+    "... n, 2 -> ... n",
+    _reference,
+    kernels=(_KERNEL,),
+    forward=_kernel,
+    forward_saving=_kernel,
+    residuals=lambda args, outs, saved: (args[1],),
+    pullback=lambda residuals, cts, **options: (_reference(cts[0], residuals[0], **options), None),
+    pushforward=lambda residuals, tangents, **options: _reference(
+        tangents[0], residuals[0], **options
+    ),
+    backward=lambda residuals, cts, wanted, **options: (
+        _kernel(cts[0], residuals[0], **options),
+        None,
+    ),
+    tangent=lambda residuals, tangents, **options: _kernel(tangents[0], residuals[0], **options),
+    independent=False,
+)
+
+
+def dropout(x: ArrayLike, key: ArrayLike | None, rate: float) -> jax.Array:
+    """Dropout: ``jnp.where(keep, x / (1 - rate), 0)``, ``keep = dropout_mask(key, x.shape, rate)``.
+
+    Elements are scaled in float32 (float64 for float64) by ``1 / (1 - rate)``, and rounded once. An
+    element that is not kept becomes 0 even if it is infinite or NaN.
+
+    Under ``jax.vmap``, one key gives every example the same mask, and mapped keys give each its
+    own, as with ``jax.random``. In ``jax.shard_map``, the rows of each shard count from 0: give
+    each shard its own key, unless all shall have the same mask.
+
+    Args:
+      x: array of any shape; float32, bfloat16, float16 or float64.
+      key: a key of ``jax.random``, typed or raw. May be ``None`` if the rate is 0.
+      rate: the probability that an element is dropped, a number in [0, 1] that is static in the
+        program. With 0 the result is ``x``, and with 1 it is zeros.
+
+    Returns:
+      An array with the shape and dtype of ``x``.
+
+    Residuals:
+      The key. The backward draws the bits again.
+
+    Sharding: over all dimensions but the last, without communication. A sharded last axis is
+      gathered by the kernel. The mask does not depend on the sharding.
+
+    Raises:
+      TypeError: ``x`` is not an array or number, or has another dtype; ``key`` is no key of
+        ``jax.random``; ``rate`` is not a number.
+      ValueError: ``rate`` is not in [0, 1], or ``key`` is an array of keys.
+
+    Source:
+      Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting".
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> fo.dropout(jnp.ones(8), jax.random.key(0), 0.5).tolist()
+      [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    """
+    (x,) = same_floating_dtype("dropout", as_arrays("dropout", x=x), ["x"])
+    threshold, scale = drop_rate("dropout", "rate", rate)
+    if key is None and rate == 0:
+        return x
+    words = key_words("dropout", "key", key)
+    if rate == 0:
+        return x
+    if threshold == 0:
+        return jnp.zeros_like(x)
+    rows = jnp.atleast_1d(not_weak(x))
+    limit = "there are no elements" if 0 in x.shape else None
+    if isinstance(rows.shape[-1], int) and rows.shape[-1] > 1 << 33:
+        limit = "a row has more than 2**33 elements"
+    y = _OP(
+        rows,
+        words,
+        features=row_features(rows.shape[-1:], x.dtype),
+        limit=limit,
+        threshold=threshold,
+        scale=scale,
+    )
+    return y if x.ndim else jnp.squeeze(y, 0)
+
+
+def _size(size: Any) -> Any:
+    return size if is_symbolic_dim(size) else integer("dropout_mask", "shape", size)
+
+
+def dropout_mask(
+    key: ArrayLike, shape: SupportsIndex | Sequence[SupportsIndex], rate: float
+) -> jax.Array:
+    """Which elements of an array of ``shape`` a dropout with this key keeps.
+
+    This is the definition of which elements the ops of this library drop. Rows are those of the
+    last axis, and a scalar is a row of one element. Elements ``8 * b`` to ``8 * b + 7`` of row
+    ``r`` take the 128 bits of Philox4x32-10 with the counter ``(b, r mod 2**32, r div 2**32, 0)``
+    and the two words of the key: element ``8 * b + i`` takes the 16 bits of output word ``i // 2``
+    that begin at bit ``16 * (i % 2)``, and is kept if they are below
+    ``round((1 - rate) * 2**16)``.
+
+    The two words are those of ``jax.random.key_data(key)``. A key of more words is folded: from
+    the first two, each further pair makes the next two, as the first two output words of Philox
+    with the pair (and two zeros) as counter.
+
+    Args:
+      key: a key of ``jax.random``, typed or raw.
+      shape: the shape of the mask.
+      rate: the probability that an element is dropped, a number in [0, 1].
+
+    Returns:
+      A boolean array.
+
+    Raises:
+      TypeError: ``key`` is no key of ``jax.random``, ``rate`` is not a number, or a size is not an
+        integer.
+      ValueError: ``rate`` is not in [0, 1], or ``key`` is an array of keys.
+
+    Example:
+      >>> import jax
+      >>> import jax_fastops as fo
+      >>> fo.dropout_mask(jax.random.key(0), (8,), 0.5).tolist()
+      [False, True, False, False, False, False, False, False]
+    """
+    threshold, _ = drop_rate("dropout_mask", "rate", rate)
+    words = key_words("dropout_mask", "key", key)
+    sizes = shape if isinstance(shape, Sequence) else (shape,)
+    sizes = tuple(map(_size, sizes))
+    rows = sizes or (1,)
+    return kept(row_seeds(words, rows), rows[-1], threshold).reshape(sizes)

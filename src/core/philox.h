@@ -1,0 +1,54 @@
+// The random bits of dropout: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1,
+// 2, 3"), on the host and on the device. jax_fastops/_random.py says the same in jax.numpy.
+//
+// A row of elements has a seed of four words: its position (the low and the high word), and the two
+// words of the key. Eight elements are a block, and take the 128 bits of one call with
+//
+//   counter = (block in the row, position low, position high, 0), key = (key 0, key 1).
+//
+// Element i of the block takes the 16 bits of output word i / 2 that begin at bit 16 * (i % 2), and
+// is kept if they are at most `largest`, the threshold minus 1.
+#ifndef JAX_FASTOPS_CORE_PHILOX_H_
+#define JAX_FASTOPS_CORE_PHILOX_H_
+
+#include <stdint.h>
+
+namespace jax_fastops {
+
+// No arrays: the device does not have the host's.
+inline constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53, kPhiloxMultiplier1 = 0xCD9E8D57;
+inline constexpr uint32_t kPhiloxStep0 = 0x9E3779B9, kPhiloxStep1 = 0xBB67AE85;
+inline constexpr int kPhiloxRounds = 10;
+inline constexpr int kSeedWords = 4, kSeedBlock = 8;  // words of a seed, elements of a block
+
+struct PhiloxWords {
+  uint32_t word[4];
+};
+
+constexpr PhiloxWords Philox(PhiloxWords counter, uint32_t key0, uint32_t key1) {
+  uint32_t c0 = counter.word[0], c1 = counter.word[1], c2 = counter.word[2], c3 = counter.word[3];
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const uint64_t p0 = uint64_t{kPhiloxMultiplier0} * c0;
+    const uint64_t p1 = uint64_t{kPhiloxMultiplier1} * c2;
+    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ key0;
+    c1 = static_cast<uint32_t>(p1);
+    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ key1;
+    c3 = static_cast<uint32_t>(p0);
+    key0 += kPhiloxStep0;
+    key1 += kPhiloxStep1;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// The bits of a block of the row that has this seed.
+constexpr PhiloxWords RandomBits(PhiloxWords seed, uint32_t block) {
+  return Philox({{block, seed.word[0], seed.word[1], 0}}, seed.word[2], seed.word[3]);
+}
+
+constexpr bool IsKept(const PhiloxWords& bits, int element, uint32_t largest) {
+  return (bits.word[element / 2] >> 16 * (element % 2) & 0xffffu) <= largest;
+}
+
+}  // namespace jax_fastops
+
+#endif  // JAX_FASTOPS_CORE_PHILOX_H_

@@ -1,0 +1,26 @@
+// The dropout kernels of one instruction set. isa.h says what this header may contain.
+#ifndef JAX_FASTOPS_DROPOUT_DROPOUT_SIMD_H_
+#define JAX_FASTOPS_DROPOUT_DROPOUT_SIMD_H_
+
+#include <stdint.h>
+
+#include "core/cpu/isa.h"
+#include "core/dtype.h"
+
+namespace jax_fastops::cpu {
+
+// The most elements of a row that a kernel takes at once. Their mask is in the first-level cache.
+inline constexpr int64_t kDropoutPiece = 4096;
+
+// By DType: dropout of a piece of a row, from its n elements at x to those at y. The piece begins
+// with a whole block of the row.
+struct DropoutKernels {
+  using Piece = void(const uint32_t* seed, uint32_t block, int64_t n, uint32_t largest,
+                     double scale, const char* x, char* y);
+  Piece* piece[kNumDTypes];
+};
+FASTOPS_DECLARE_KERNELS(DropoutKernels, dropout_kernels)
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_DROPOUT_DROPOUT_SIMD_H_
