@@ -184,7 +184,8 @@ def _measured(
     name, at, count = task
     cases = calls(BY_NAME[name], at + count, seed, largest)[at:]
     if table is not None:  # not the installed one
-        fo._dispatch.table = lambda: json.loads(table.read_text())
+        devices = json.loads(table.read_text())
+        fo._dispatch.table = lambda: devices
     found = [
         Sample(name, case.name, request(case), seconds)
         for case, seconds in zip(cases, times(cases, contenders, rounds), strict=True)
