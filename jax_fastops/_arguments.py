@@ -138,6 +138,24 @@ def parameter(
     return value if value.dtype == x.dtype else value.astype(accumulator_dtype(x.dtype))
 
 
+def check_mask(op: str, where: jax.Array, shape: tuple[int, ...], of: str, counts: str) -> None:
+    """Checks that ``where`` is boolean and broadcasts to ``shape``, which is that of ``of``."""
+    if where.dtype != jnp.bool_:
+        raise TypeError(
+            f"{op}: where has dtype {where.dtype} and shape {where.shape}; it must be boolean "
+            f"(True where {counts} counts)"
+        )
+    try:
+        fits = jnp.broadcast_shapes(where.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{op}: where has shape {where.shape}, which does not broadcast to the shape {shape} "
+            f"of {of}"
+        )
+
+
 def broadcast_shape(op: str, arrays: Sequence[jax.Array], names: Sequence[str]) -> tuple[int, ...]:
     """The broadcast shape. Raises ``ValueError`` with the names if there is none."""
     try:

@@ -19,7 +19,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_fastops._arguments import as_arrays, integer, not_weak, real_number, same_floating_dtype
+from jax_fastops._arguments import (
+    as_arrays,
+    check_mask,
+    integer,
+    not_weak,
+    real_number,
+    same_floating_dtype,
+)
 from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
@@ -224,18 +231,5 @@ def _prepared(name: str, x, labels, where, axis: int) -> Any:
         labels = jnp.where((labels >= 0) & (labels < classes), labels.astype(jnp.int32), -1)
     if where is None:
         return labels
-    if where.dtype != jnp.bool_:
-        raise TypeError(
-            f"{name}: where has dtype {where.dtype} and shape {where.shape}; it must be boolean "
-            "(True where a token counts)"
-        )
-    try:
-        fits = jnp.broadcast_shapes(where.shape, tokens) == tokens
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"{name}: where has shape {where.shape}, which does not broadcast to the shape "
-            f"{tokens} of labels"
-        )
+    check_mask(name, where, tokens, "labels", "a token")
     return jnp.where(where, labels, -1)

@@ -21,7 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_fastops._arguments import as_arrays, not_weak, real_number, same_floating_dtype
+from jax_fastops._arguments import (
+    as_arrays,
+    check_mask,
+    not_weak,
+    real_number,
+    same_floating_dtype,
+)
 from jax_fastops._dispatch import row_features, size_in_bytes
 from jax_fastops._kernel import Kernel, KernelCall, copies_too_much
 from jax_fastops._native import limit
@@ -164,7 +170,10 @@ def _apply(name: str, x, axis, where, scale) -> Any:
     given = {"x": x} | ({} if where is None else {"where": where})
     x, *rest = as_arrays(name, **given)
     (x,) = map(not_weak, same_floating_dtype(name, [x], ["x"]))
-    where = _check_where(name, x, rest[0]) if rest else None
+    where = None
+    if rest:
+        check_mask(name, rest[0], x.shape, "x", "an element")
+        where = jnp.expand_dims(rest[0], tuple(range(x.ndim - rest[0].ndim)))
     scale = real_number(name, "scale", scale, " (multiply x by an array instead)")
     axes = _check_axes(name, x, axis)
     inner = x.ndim - 1 - axes[-1] if axes else 0
@@ -215,25 +224,6 @@ def _limit(x, axes: tuple[int, ...], where) -> str | None:
     if where is not None and x.ndim - len(axes) + 1 > limit("softmax_mask_rank"):
         return "the mask has too many dimensions"
     return None
-
-
-def _check_where(name: str, x, where):
-    """Checks the mask; returns it with the rank of ``x``."""
-    if where.dtype != jnp.bool_:
-        raise TypeError(
-            f"{name}: where has dtype {where.dtype} and shape {where.shape}; it must be boolean "
-            "(True where an element counts)"
-        )
-    try:
-        fits = jnp.broadcast_shapes(where.shape, x.shape) == x.shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"{name}: where has shape {where.shape}, which does not broadcast to the shape "
-            f"{x.shape} of x"
-        )
-    return jnp.expand_dims(where, tuple(range(x.ndim - where.ndim)))
 
 
 def _check_axes(name: str, x, axis) -> tuple[int, ...]:
