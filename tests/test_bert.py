@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import re
 
 import jax
 import jax.export
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness.compat import make_mesh, x64
+from harness.programs import targets
 from harness.sharding import collectives, device_count
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -143,11 +143,6 @@ def equations(jaxpr) -> list:
     return found
 
 
-def kernels(program: str) -> list[str]:
-    """The names of the jax_fastops kernels that a compiled program calls."""
-    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', program))
-
-
 # ---- architecture --------------------------------------------------------------------------------
 
 
@@ -229,7 +224,7 @@ def test_layer_is_fused(native, without_cudnn, attention):
     assert calls == inside[attention] + around
     names = collections.Counter(e.primitive.name for e in equations(traced.jaxpr.jaxpr))
     assert names["dot_general"] == 6
-    found = kernels(traced.lower().compile().as_text())
+    found = targets(traced.lower().compile().as_text())
     if attention == "softmax":  # merging heads is a transposition
         assert found == ["bias_act", "norm", "norm", "softmax", "split_heads", "transpose"]
     else:
@@ -243,7 +238,7 @@ def test_backward_is_fused(native, without_cudnn, attention):
     config = dataclasses.replace(CONFIG, attention=attention)
     function, args = layer_program(config, bert.FASTOPS, backward=True)
     program = function.lower(*args).compile().as_text()
-    found = collections.Counter(kernels(program))
+    found = collections.Counter(targets(program))
     assert found["norm"] == found["norm_bwd"] == 2
     assert found["softmax"] == found["softmax_bwd"] == (attention == "softmax")
     assert found["bias_act"] == found["bias_act_bwd"] == 1

@@ -14,6 +14,7 @@ import pytest
 from harness import Case, Sharding, Tolerance, assert_matches, checks, implementation
 from harness.compat import make_mesh, saved_residuals, x64
 from harness.numerics import assert_within, normal, unbroadcast
+from harness.programs import targets_of
 from harness.properties import settings
 from harness.sharding import assert_layout, collectives, device_count
 from hypothesis import strategies as st
@@ -430,11 +431,6 @@ def test_errors(x, bias, activation, error, message):
 # Kernels that run, and residuals ------------------------------------------------------------------
 
 
-def targets(fn, *args):
-    text = jax.jit(fn).lower(*args).compile().as_text()
-    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
-
-
 BIASES = [(8,), (4, 1, 8), (3, 1), (), (1,)]
 
 
@@ -444,10 +440,10 @@ def test_one_kernel_each_way(activation, bias):
     x, b = draws((4, 3, 8), bias)(np.random.default_rng(3), np.float32)
     backward = "bias_relu_bwd" if activation == "relu" else "bias_act_bwd"
     fn = functools.partial(fo.bias_act, activation=activation)
-    assert targets(fn, x, b) == ["bias_act"]
-    assert targets(value_and_gradients(fn), x, x, b) == ["bias_act", backward]
+    assert targets_of(fn, x, b) == ["bias_act"]
+    assert targets_of(value_and_gradients(fn), x, x, b) == ["bias_act", backward]
     with fo.use_implementation("xla"):
-        assert not targets(value_and_gradients(fn), x, x, b)
+        assert not targets_of(value_and_gradients(fn), x, x, b)
 
 
 def test_nothing_but_the_kernels_runs(activation):

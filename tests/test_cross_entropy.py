@@ -1,7 +1,6 @@
 """`cross_entropy`: transformations, vocabularies, labels, special values, residuals."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 from harness import Case, Sharding, Tolerance, checks, implementation
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_within, normal
+from harness.programs import targets_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -284,17 +284,12 @@ def test_errors(args, options, error, message):
 # Kernels that run, residuals, shardings -----------------------------------------------------------
 
 
-def targets(fn, *args):
-    text = jax.jit(fn).lower(*args).compile().as_text()
-    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
-
-
 def test_kernels_that_run():
     x, labels = draws((4, 9))(np.random.default_rng(2), np.float32)
-    assert targets(fo.cross_entropy, x, labels) == ["cross_entropy"]
+    assert targets_of(fo.cross_entropy, x, labels) == ["cross_entropy"]
     mean = lambda x: fo.cross_entropy(x, labels).mean()  # noqa: E731
-    assert targets(jax.grad(mean), x) == ["cross_entropy", "cross_entropy_bwd"]
-    assert not targets(functools.partial(fo.cross_entropy, axis=0), x, labels[[0] * 9])
+    assert targets_of(jax.grad(mean), x) == ["cross_entropy", "cross_entropy_bwd"]
+    assert not targets_of(functools.partial(fo.cross_entropy, axis=0), x, labels[[0] * 9])
 
 
 def test_what_is_kept(dtype):

@@ -1,7 +1,6 @@
 """`dropout`: the bits, their statistics, keys, transformations, shards, special values, errors."""
 
 import functools
-import re
 
 import jax
 import jax.export
@@ -9,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, Sharding, assert_matches, checks, implementation
+from harness.compat import make_mesh
 from harness.numerics import normal
+from harness.programs import targets_of
+from jax.sharding import AxisType
 
 import jax_fastops as fo
 from jax_fastops import _random
@@ -268,11 +270,6 @@ def test_raw_keys_have_no_gradient():
 # Shards -------------------------------------------------------------------------------------------
 
 
-def explicit_mesh():
-    kind = jax.sharding.AxisType.Explicit
-    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind), devices=jax.devices()[:8])
-
-
 SPECS = [("a",), (("a", "b"),), ("b", "a"), (None, "a", None), ("a", None, "b"), (None, None, "a")]
 
 
@@ -289,9 +286,7 @@ def test_the_mask_does_not_depend_on_the_sharding(spec, explicit, mode):
         return y, pullback(2 * x)[0]
 
     want = run(x, key)
-    mesh = explicit_mesh()
-    if not explicit:
-        mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+    mesh = make_mesh({"a": 4, "b": 2}, AxisType.Explicit if explicit else AxisType.Auto)
     spec = jax.sharding.PartitionSpec(*spec)
     with implementation(mode):
         sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
@@ -391,9 +386,7 @@ def test_only_the_kernel_runs_and_only_the_key_is_kept():
     f = lambda x, key: fo.dropout(x, key, RATE)  # noqa: E731
     run = lambda dy, x, key: jax.vjp(f, x, key)[1](dy)[0]  # noqa: E731
     for fn, args in ((f, (x, key)), (run, (x, x, key))):
-        text = jax.jit(fn).lower(*args).compile().as_text()
-        targets = re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text)
-        assert targets == ["dropout"]
+        assert targets_of(fn, *args) == ["dropout"]
     kept = jax.tree.leaves(jax.vjp(lambda x: f(x, key), x)[1])
     assert sum(leaf.size for leaf in kept) == 2
 

@@ -13,6 +13,7 @@ import pytest
 from harness import Case, Sharding, Tolerance, assert_matches, checks, implementation
 from harness.compat import x64
 from harness.numerics import assert_within, normal
+from harness.programs import targets_of
 from harness.properties import settings
 from hypothesis import strategies as st
 
@@ -259,20 +260,15 @@ def test_errors(gate, up, activation, error, message):
 # Kernels that run, and residuals ------------------------------------------------------------------
 
 
-def targets(fn, *args):
-    text = jax.jit(fn).lower(*args).compile().as_text()
-    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
-
-
 @pytest.mark.parametrize("shapes", [[(4, 3, 8)] * 2, [(4, 3, 16)], [(4, 3, 26)]], ids=str)
 def test_only_the_kernels_run(activation, shapes):
     """One kernel each way, and no slice, concatenation or copy next to them."""
     args = draws(*shapes)(np.random.default_rng(3), np.float32)
     fn = functools.partial(fo.gated_act, activation=activation)
     dy = np.asarray(fn(*args))
-    assert targets(fn, *args) == ["gated_act"]
+    assert targets_of(fn, *args) == ["gated_act"]
     run = lambda *args: value_and_gradients(fn)(*args)[1]  # noqa: E731
-    assert targets(run, dy, *args) == ["gated_act_bwd"]
+    assert targets_of(run, dy, *args) == ["gated_act_bwd"]
     text = jax.jit(run).lower(dy, *args).compile().as_text()
     ops = re.findall(r"= (?:\([^=]*?\)|\S+) ([a-z][\w-]*)\(", text[text.index("ENTRY") :])
     assert not set(ops) - {"parameter", "custom-call", "get-tuple-element", "tuple", "bitcast"}

@@ -1,7 +1,6 @@
 """`split_heads`, `split_qkv_heads`, `merge_heads`: transformations, bias sums, dtypes, errors."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from harness import Case, Sharding, Tolerance, assert_bitwise_equal, assert_matc
 from harness.case import outputs
 from harness.compat import make_mesh, saved_residuals, x64
 from harness.numerics import is_float, normal, sprinkled
+from harness.programs import targets_of
 from harness.properties import shapes
 from harness.sharding import assert_collectives, assert_layout, device_count
 from hypothesis import strategies as st
@@ -388,12 +388,6 @@ def test_groups_are_whole(sequence):
 # Residuals and kernels ----------------------------------------------------------------------------
 
 
-def kernels(fn, *args):
-    """The kernels that a compiled program calls, sorted by name."""
-    text = jax.jit(fn).lower(*args).compile().as_text()
-    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
-
-
 def pull(fn):
     return lambda args, cts: value_and_gradients(fn)(args, cts)[1]
 
@@ -403,24 +397,25 @@ def test_one_kernel_each_way(split):
     (x, bias), cts = example(np.random.default_rng(4), parts, (2,), 6, 2, 4, np.float32)
     fn = functools.partial(fn, num_heads=2)
     moves = ["transpose"] if parts == 1 else None
-    assert kernels(fn, x, bias) == ["split_heads"]
-    assert kernels(pull(fn), (x, bias), cts) == ["merge_heads"]
-    assert kernels(fn, x) == (moves or ["split_heads"])
-    assert kernels(pull(fn), (x,), cts) == (moves or ["merge_heads"])
+    assert targets_of(fn, x, bias) == ["split_heads"]
+    assert targets_of(pull(fn), (x, bias), cts) == ["merge_heads"]
+    assert targets_of(fn, x) == (moves or ["split_heads"])
+    assert targets_of(pull(fn), (x,), cts) == (moves or ["merge_heads"])
 
 
 def test_merge_is_one_kernel_each_way():
     x = np.ones((2, 3, 4, 5), np.float32)
-    assert kernels(fo.merge_heads, x) == ["transpose"]
-    assert kernels(pull(fo.merge_heads), (x,), (np.ones((2, 4, 15), np.float32),)) == ["transpose"]
+    assert targets_of(fo.merge_heads, x) == ["transpose"]
+    dy = (np.ones((2, 4, 15), np.float32),)
+    assert targets_of(pull(fo.merge_heads), (x,), dy) == ["transpose"]
 
 
 def test_nothing_to_move_is_no_kernel():
     x = np.ones((2, 5, 6), np.float32)
-    assert not kernels(lambda x: fo.split_heads(x, num_heads=1), x)
-    assert not kernels(lambda x: fo.split_heads(x, num_heads=3), x[:, :1])
-    assert not kernels(fo.merge_heads, x[:, None])
-    assert not kernels(fo.merge_heads, x[:, :, None])
+    assert not targets_of(lambda x: fo.split_heads(x, num_heads=1), x)
+    assert not targets_of(lambda x: fo.split_heads(x, num_heads=3), x[:, :1])
+    assert not targets_of(fo.merge_heads, x[:, None])
+    assert not targets_of(fo.merge_heads, x[:, :, None])
 
 
 def test_the_gradient_of_one_argument_computes_that_one(split):
@@ -430,8 +425,8 @@ def test_the_gradient_of_one_argument_computes_that_one(split):
     fn = functools.partial(fn, num_heads=2)
     of_x = lambda x, cts: pull(lambda x: fn(x, bias))((x,), cts)  # noqa: E731
     of_bias = lambda bias, cts: pull(lambda bias: fn(x, bias))((bias,), cts)  # noqa: E731
-    assert kernels(of_x, x, cts) == ["merge_heads"]
-    assert kernels(of_bias, bias, cts) == []
+    assert targets_of(of_x, x, cts) == ["merge_heads"]
+    assert targets_of(of_bias, bias, cts) == []
     everything = jax.jit(pull(fn))((x, bias), cts)
     assert_bitwise_equal(jax.jit(of_x)(x, cts)[0], everything[0])
     np.testing.assert_allclose(jax.jit(of_bias)(bias, cts)[0], everything[1], rtol=1e-5, atol=1e-6)
@@ -958,7 +953,7 @@ def test_implementations_agree(split, dtype):
             run = jax.jit(value_and_gradients(functools.partial(fn, num_heads=3)))
             results[mode] = run(args, cts)
             if mode == "xla":
-                assert not kernels(run, args, cts)
+                assert not targets_of(run, args, cts)
     for mode in ("native", "auto"):
         outs, (dx, db) = results[mode]
         assert_matches((outs, dx), (results["xla"][0], results["xla"][1][0]))

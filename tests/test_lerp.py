@@ -22,6 +22,7 @@ from harness import (
 )
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_within, normal, unbroadcast
+from harness.programs import targets_of
 from harness.properties import settings
 from harness.sharding import assert_layout, collectives, device_count
 from hypothesis import strategies as st
@@ -449,11 +450,6 @@ def test_errors(args, error, message):
 # Kernels that run, and residuals ------------------------------------------------------------------
 
 
-def targets(fn, *args):
-    text = jax.jit(fn).lower(*args).compile().as_text()
-    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
-
-
 X = normal(np.random.default_rng(3), (4, 3, 8), np.float32)
 SHAPES = [
     ((4, 3, 8),) * 3,
@@ -467,10 +463,10 @@ SHAPES = [
 def test_one_kernel_each_way(shapes):
     args = draws(*shapes)(np.random.default_rng(4), np.float32)
     dy = np.ones(np.broadcast_shapes(*shapes), np.float32)
-    assert targets(fo.lerp, *args) == ["lerp"]
-    assert targets(value_and_gradients(fo.lerp), dy, *args) == ["lerp", "lerp_bwd"]
+    assert targets_of(fo.lerp, *args) == ["lerp"]
+    assert targets_of(value_and_gradients(fo.lerp), dy, *args) == ["lerp", "lerp_bwd"]
     with fo.use_implementation("xla"):
-        assert not targets(value_and_gradients(fo.lerp), dy, *args)
+        assert not targets_of(value_and_gradients(fo.lerp), dy, *args)
 
 
 def test_nothing_but_the_kernels_runs():

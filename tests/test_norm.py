@@ -17,6 +17,7 @@ from harness import Case, Sharding, Tolerance, assert_bitwise_equal, assert_matc
 from harness.case import FLOAT_DTYPES, outputs
 from harness.compat import make_mesh, saved_residuals, x64
 from harness.numerics import assert_within, normal
+from harness.programs import targets
 from harness.sharding import assert_collectives, assert_layout, collectives, device_count
 from harness.transforms import oracle
 from jax.sharding import AxisType, NamedSharding
@@ -824,11 +825,6 @@ def test_two_users_of_no_elements(name, mode):
 
 
 # Determinism and implementations ------------------------------------------------------------------
-
-
-def targets(text):
-    """The names of the kernels that a compiled program calls, sorted."""
-    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
 
 
 def kernels(fn, *args):

@@ -24,6 +24,7 @@ from harness import (
 )
 from harness.compat import make_mesh, saved_residuals, x64
 from harness.numerics import assert_within, normal
+from harness.programs import targets
 from harness.properties import settings
 from harness.sharding import assert_collectives, assert_layout, collectives, device_count
 from harness.transforms import oracle
@@ -809,11 +810,6 @@ def test_a_row_does_not_depend_on_the_others(name):
     other, other_dx = run(x, dy)
     assert_bitwise_equal(other[0], y[0])
     assert_bitwise_equal(other_dx[0], dx[0])
-
-
-def targets(text):
-    """The names of the kernels that a compiled program calls, sorted."""
-    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
 
 
 def kernels(fn, *args):

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 
 import jax
 import jax.export
@@ -13,6 +12,7 @@ import pytest
 from harness import Case, Sharding, Tolerance, checks
 from harness.compat import make_mesh, saved_residuals, x64
 from harness.numerics import normal
+from harness.programs import targets
 from harness.sharding import assert_collectives, assert_layout, collectives, device_count
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -349,10 +349,6 @@ def test_gradients_match_differences():
 
 
 # Programs -----------------------------------------------------------------------------------------
-
-
-def targets(text):
-    return sorted(re.findall(r'custom_call_target="jax_fastops\.(\w+?)\.v', text))
 
 
 def kernels(fn, *args):

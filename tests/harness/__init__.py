@@ -19,6 +19,7 @@ named test:
     export.py      jax.export
     cache.py       a second process hits the persistent compilation cache
     process.py     Python code in a new process
+    programs.py    the kernels that a compiled program calls
     properties.py  hypothesis: any shape, special values
     compat.py      differences between JAX versions
 """
