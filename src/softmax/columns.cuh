@@ -23,7 +23,7 @@
 namespace jax_fastops::cuda::softmax {
 
 // What a thread of ColumnsKernel knows of its column, and the passes over it.
-template <typename T, bool kGrad, int kBytes>
+template <typename T, bool kGrad, bool kLog, int kBytes>
 struct ColumnPasses {
   using A = ComputeType<T>;
   using H = Held<T, kBytes>;
@@ -60,7 +60,7 @@ struct ColumnPasses {
         live(column < q.columns),
         begin(blockIdx.y * q.chunk + lane),
         count(Count()),
-        part(p, p.log, q.row_units, live ? column : 0, begin, lanes),
+        part(p, kLog, q.row_units, live ? column : 0, begin, lanes),
         scale(static_cast<A>(p.scale)),
         places(q.held ? static_cast<int>(count) : 0),
         held_a(reinterpret_cast<H*>(shared) + threadIdx.x),
@@ -92,13 +92,11 @@ struct ColumnPasses {
   __device__ __forceinline__ A TopOf(int i) const { return PartTopElement(tops[i], scale); }
   // Replaces the elements of a unit by their exponentials, and adds these to the sums.
   __device__ __forceinline__ void AddPowers(A (&xs)[kSize]) {
-    Branch(p.log, [&](auto is_log) {
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        xs[i] = Normalizer<T>(is_log, scale, TopOf(i)).Power(xs[i]);
-        totals[i] += xs[i];
-      }
-    });
+    for (int i = 0; i < kSize; ++i) {
+      xs[i] = Normalizer<T>(kLog, scale, TopOf(i)).Power(xs[i]);
+      totals[i] += xs[i];
+    }
   }
 
   // Copies the column into shared memory.
@@ -144,7 +142,7 @@ struct ColumnPasses {
         if constexpr (kGrad) b.Store(held_b + k * kThreads);
       }
       if constexpr (kGrad) {
-        AddColumnTerms(p.log, a, b, p.skip_zeros, totals);
+        AddColumnTerms(kLog, a, b, p.skip_zeros, totals);
       } else {
         largest.Add(a);
       }
@@ -173,7 +171,7 @@ struct ColumnPasses {
       }
       if constexpr (kGrad) {
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) AddColumnTerms(p.log, a[k], b[k], p.skip_zeros, totals);
+        for (int k = 0; k < kBatch; ++k) AddColumnTerms(kLog, a[k], b[k], p.skip_zeros, totals);
       } else {
         AddBatch(a);
       }
@@ -259,7 +257,7 @@ struct ColumnPasses {
       H a = H::Load(held_a + k * kThreads);
       a.Unpack(as);
       AddPowers(as);
-      if (kKeepsPowers<T> && !p.log) {
+      if (kKeepsPowers<T> && !kLog) {
         a.Pack(as);
         a.Store(held_a + k * kThreads);
       }
@@ -275,29 +273,31 @@ struct ColumnPasses {
       }
     }
     const uint32_t undefined =
-        ToFactors<kGrad, T>(p, p.log, [&](int i) { return TopOf(i); }, totals);
-    const auto store = [&](int64_t index, H& a, const H& b) {
+        ToFactors<kGrad, T>(p, kLog, [&](int i) { return TopOf(i); }, totals);
+    const auto store = [&](int64_t index, T* to, H& a, const H& b) {
       ToColumnResults<kGrad>(
-          p, p.log, kKeepsPowers<T> && q.held, totals, [&](int i) { return TopOf(i); }, a, b);
+          p, kLog, kKeepsPowers<T> && q.held, totals, [&](int i) { return TopOf(i); }, a, b);
       if (undefined != 0) {  // rare; excluded elements of such rows are known only from the mask
         auto results = a.Get();
         const auto keep = part.LoadMask(index);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
           if ((undefined >> i & 1) != 0 && keep.elements[i] == 0) {
-            results.elements[i] = ExcludedResult<T, kGrad>(p.log);
+            results.elements[i] = ExcludedResult<T, kGrad>(kLog);
           }
         }
         a = H(results);
       }
-      a.Store(part.Address(p.out, index));
+      a.Store(to);
     };
     if (q.held) {
+      T* to = part.Address(p.out, 0);
 #pragma unroll 4
       for (int k = 0; k < places; ++k) {
         H a = H::Load(held_a + k * kThreads), b;
         if constexpr (kGrad) b = H::Load(held_b + k * kThreads);
-        store(k, a, b);
+        store(k, to, a, b);
+        to += part.step;
       }
       return;
     }
@@ -312,17 +312,16 @@ struct ColumnPasses {
       for (int k = 0; k < kBatch; ++k) {
         if (first + k >= count) break;
         if (changes) part.Change(first + k, a[k], b[k]);
-        store(first + k, a[k], b[k]);
+        store(first + k, part.Address(p.out, first + k), a[k], b[k]);
       }
     }
   }
 };
 
-template <typename T, bool kGrad, int kBytes>
-__global__ void __launch_bounds__(ColumnThreads(kGrad), kGrad ? 2 : 3)
-    ColumnsKernel(const __grid_constant__ Params p, const __grid_constant__ ColumnsParams q) {
-  extern __shared__ uint4 shared[];
-  ColumnPasses<T, kGrad, kBytes> passes(p, q, shared);
+template <typename T, bool kGrad, bool kLog, int kBytes>
+__device__ __forceinline__ void NormalizeColumn(const Params& p, const ColumnsParams& q,
+                                                uint4* shared) {
+  ColumnPasses<T, kGrad, kLog, kBytes> passes(p, q, shared);
   if (q.stage == Stage::kWrite) {
     passes.ReadPartials();
   } else if (q.held) {
@@ -342,6 +341,16 @@ __global__ void __launch_bounds__(ColumnThreads(kGrad), kGrad ? 2 : 3)
   } else {
     passes.Write();
   }
+}
+
+// log_softmax has code of its own: a branch within each pass would stand between its units.
+template <typename T, bool kGrad, int kBytes>
+__global__ void __launch_bounds__(ColumnThreads(kGrad), kGrad ? 2 : 3)
+    ColumnsKernel(const __grid_constant__ Params p, const __grid_constant__ ColumnsParams q) {
+  extern __shared__ uint4 shared[];
+  Branch(p.log, [&](auto is_log) {
+    NormalizeColumn<T, kGrad, decltype(is_log)::value, kBytes>(p, q, shared);
+  });
 }
 
 }  // namespace jax_fastops::cuda::softmax
