@@ -68,7 +68,7 @@ def main() -> None:
     add("--largest", type=int, help="elements (default: 2**26 on a GPU, 2**22 on a CPU)")
     add("--rounds", type=int, default=7)
     add("--check", action="store_true", help="only check the table, with the next seed")
-    add("--checks", type=int, default=100, help="random calls of each family in the check")
+    add("--checks", type=int, default=100, help="random calls of each family in the check; 0: none")
     add("--table", type=Path, default=TABLE)
     add("--samples", type=Path, help="keeps the samples; if the file exists, they come from it")
     add("--jobs", type=int, help="processes that compile (default: half of the cores; 1 on a CPU)")
@@ -89,7 +89,8 @@ def main() -> None:
         fit(samples, device)
         others = [known for known in everything if known["name"] != device["name"]]
         options.table.write_text(text([*others, device]))
-    check(ops, options)
+    if options.checks:
+        check(ops, options)
 
 
 # ---- measuring -----------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ def _pooled(samples: Sequence[Sample], use: str):
             if op.fuses:
                 continue  # XLA fuses such a forward in most programs
             gain = max(MARGIN, op.lone_gain)
-        features = dict(asked.features) | {"dtype": ORDER.index(asked.dtype)}
+        features = asked.known | {"dtype": ORDER.index(asked.dtype)}
         values.append((features, math.log(sample.ratio("native", "xla", use)) + gain))
     return tree(values) if values else False
 

@@ -58,6 +58,14 @@ class Request:
     limit: str | None = None
     fused: str | None = None
 
+    @property
+    def known(self) -> dict[str, int]:
+        """The features by name, and what follows from them: the number of rows."""
+        found = dict(self.features)
+        if row := found.get("row_bytes"):
+            found["row_count"] = found["bytes"] // row if row < SYMBOLIC else SYMBOLIC
+        return found
+
     def mapped(self, n) -> Request:
         """The request of ``n`` such calls at once."""
         features = dict(self.features)
@@ -86,7 +94,7 @@ def decide(kernels: frozenset[str], request: Request, platform: str) -> Decision
     if found is None:
         unknown = f"{request.entry} in {request.dtype} was not measured on this platform"
         return Decision(Choice(False, f"{unknown}, and XLA may fuse it"), Choice(True, unknown))
-    features = dict(request.features)
+    features = request.known
     return Decision(_measured(found["forward"], features), _measured(found["grad"], features))
 
 

@@ -10,6 +10,7 @@ Source: Paddle, ``lerp``, which has kernels for up to six dimensions. This one h
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax_fastops._broadcast import (
     pull_back,
     pullback_of,
 )
+from jax_fastops._dispatch import SYMBOLIC
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
@@ -100,6 +102,14 @@ _lerp = Op(
 )
 
 
+def _features(shapes, dtype) -> dict[str, int]:
+    """Also how many of start and end are broadcast, and how many elements the smaller one has."""
+    result = jnp.broadcast_shapes(*shapes)
+    sizes = [math.prod(s) if all(isinstance(d, int) for d in s) else SYMBOLIC for s in shapes[:2]]
+    ends = sum(shape != result for shape in shapes[:2])
+    return features_of(shapes, dtype) | dict(ends=ends, smallest=min(sizes))
+
+
 def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
     """Linear interpolation: ``start + weight * (end - start)``.
 
@@ -152,6 +162,6 @@ def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
         return jnp.squeeze(lerp(*(of_rank(x, 1) for x in arrays)), 0)
     return _lerp(
         *arrays,
-        features=features_of([x.shape for x in arrays], arrays[0].dtype),
+        features=_features([x.shape for x in arrays], arrays[0].dtype),
         limit=limit_of(shape),
     )

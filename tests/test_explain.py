@@ -254,7 +254,7 @@ def test_calls_have_the_features_that_the_table_asks_for(entry, monkeypatch):
     jax.eval_shape(fn, *args)
     (request,) = seen
     assert request.entry == entry
-    assert asked <= dict(request.features).keys()
+    assert asked <= request.known.keys()
 
 
 def test_the_table_has_no_other_entries():
