@@ -11,6 +11,7 @@ slower come first.
 """
 
 import argparse
+import collections
 import dataclasses
 import fcntl
 import itertools
@@ -22,14 +23,16 @@ import random
 import statistics
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks import RESULTS, ROOT, environment, measure
 from benchmarks.cases import OPS, Case, Op, fo, select_ops
@@ -47,7 +50,10 @@ MARGIN = 0.02
 LOSS = 8  # how much worse a loss is than a gain of the same size
 LEAST = 4  # calls in a leaf
 DEPTH = 6
-BATCH = 16  # calls that are in memory at once
+BATCH = 16  # calls that a process measures before it takes others
+# Bytes of operands that a process has in memory at once. Outputs take about 12 times as much, and a
+# process keeps the most that it ever had.
+MEMORY = 2**29
 # A tree divides dtypes in this order.
 ORDER = ("bool", "int8", "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 # Choices that an op measured by itself does not show. In a model, XLA recomputes a norm inside the
@@ -65,25 +71,20 @@ def main() -> None:
     add("ops", nargs="*", help="these ops or families (default: all)")
     add("--count", type=int, default=120, help="random calls of each op")
     add("--seed", type=int, default=0)
-    add("--largest", type=int, help="elements (default: 2**26 on a GPU, 2**22 on a CPU)")
+    add("--largest", type=int, help="elements (default: 2**25 on a GPU, 2**22 on a CPU)")
     add("--rounds", type=int, default=7)
     add("--check", action="store_true", help="only check the table, with the next seed")
     add("--checks", type=int, default=100, help="random calls of each family in the check; 0: none")
     add("--table", type=Path, default=TABLE)
-    add("--samples", type=Path, help="keeps the samples; if the file exists, they come from it")
+    add("--samples", type=Path, help="keeps the samples; those that it has are not measured again")
     add("--jobs", type=int, help="processes that compile (default: half of the cores; 1 on a CPU)")
     options = parser.parse_args()
     cpu = environment.platform_name() == "cpu"
-    options.largest = options.largest or (2**22 if cpu else 2**26)
+    options.largest = options.largest or (2**22 if cpu else 2**25)
     options.jobs = options.jobs or (1 if cpu else max(1, (os.cpu_count() or 1) // 2))
     ops = [op for op in select_ops(options.ops or None) if not op.name.endswith("_from_result")]
     if not options.check:
-        if options.samples and options.samples.exists():
-            samples = _read(options.samples)
-        else:
-            samples = list(sweep(ops, options.count, options.seed, CONTENDERS, options))
-            if options.samples:
-                options.samples.write_text(json.dumps([_plain(sample) for sample in samples]))
+        samples = _samples(ops, options)
         everything = json.loads(options.table.read_text())
         device = _device(everything)
         fit(samples, device)
@@ -108,23 +109,38 @@ class Sample(NamedTuple):
         return self.seconds[ours][use] / self.seconds[theirs][use]
 
 
-def _plain(sample: Sample) -> dict:
-    return sample._asdict() | {"request": dataclasses.asdict(sample.request)}
-
-
-def _read(path: Path) -> list[Sample]:
-    found = []
-    for each in json.loads(path.read_text()):
-        asked = each.pop("request")
-        features = tuple((name, value) for name, value in asked.pop("features"))
-        found.append(Sample(**each, request=Request(**asked, features=features)))
+def _samples(ops: Sequence[Op], options) -> list[Sample]:
+    """The samples for a fit. Those that are in the file already are not measured again."""
+    if not options.samples:
+        return list(sweep(ops, options.count, options.seed, CONTENDERS, options))
+    lines = options.samples.read_text().splitlines() if options.samples.exists() else []
+    found = [_sample(json.loads(line)) for line in lines]
+    done = collections.Counter(sample.op for sample in found)
+    with options.samples.open("a") as file:
+        for sample in sweep(ops, options.count, options.seed, CONTENDERS, options, done):
+            found.append(sample)
+            plain = sample._asdict() | {"request": dataclasses.asdict(sample.request)}
+            print(json.dumps(plain), file=file, flush=True)
     return found
 
 
+def _sample(plain: dict) -> Sample:
+    asked = plain.pop("request")
+    features = tuple((name, value) for name, value in asked.pop("features"))
+    return Sample(**plain, request=Request(**asked, features=features))
+
+
 def sweep(
-    ops: Sequence[Op], count: int, seed: int, contenders: Sequence[str], options
+    ops: Sequence[Op],
+    count: int,
+    seed: int,
+    contenders: Sequence[str],
+    options,
+    done: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[Sample]:
     """The samples of random calls: ``count`` of each op, or of each family if `auto` contends.
+
+    Of each op, the first ``done`` ones are left out.
 
     Several processes compile at the same time. While one measures, the others do not use the
     device.
@@ -134,7 +150,8 @@ def sweep(
     for op in ops:
         share = 1 if table is None else sum(other.family == op.family for other in ops)
         total = -(-count // share)
-        tasks += [(op.name, at, min(BATCH, total - at)) for at in range(0, total, BATCH)]
+        starts = range(done.get(op.name, 0), total, BATCH)
+        tasks += [(op.name, at, min(BATCH, total - at)) for at in starts]
     measured = partial(_measured, contenders, seed, options.largest, options.rounds, table)
     with tempfile.NamedTemporaryFile() as device:
         if options.jobs == 1:
@@ -187,12 +204,26 @@ def _measured(
     if table is not None:  # not the installed one
         devices = json.loads(table.read_text())
         fo._dispatch.table = lambda: devices
-    found = [
-        Sample(name, case.name, request(case), seconds)
-        for case, seconds in zip(cases, times(cases, contenders, rounds), strict=True)
-    ]
-    jax.clear_caches()  # thousands of programs do not fit in memory
+    found = []
+    for mine in _parts(cases):
+        for case, seconds in zip(mine, times(mine, contenders, rounds), strict=True):
+            found.append(Sample(name, case.name, request(case), seconds))
+        jax.clear_caches()  # thousands of programs do not fit in memory
     return found
+
+
+def _parts(cases: Sequence[Case]) -> Iterator[list[Case]]:
+    """Divides calls so that the operands of each part have at most ``MEMORY`` bytes."""
+    part, size = [], 0
+    for case in cases:
+        pairs = zip(case.shapes, case.operand_dtypes, strict=True)
+        mine = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in pairs)
+        if part and size + mine > MEMORY:
+            yield part
+            part, size = [], 0
+        part.append(case)
+        size += mine
+    yield part
 
 
 def calls(op: Op, count: int, seed: int, largest: int) -> list[Case]:
