@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks, implementation
-from harness.compat import make_mesh, x64
+from harness.compat import x64
 from harness.numerics import assert_within, normal
 from harness.programs import targets_of
+from harness.sharding import mesh_for
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -306,11 +307,11 @@ def test_what_is_kept(dtype):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 def test_sharded_classes(axis_type, mode):
     """The reference sums over devices. Explicit axes take it; over Auto axes the kernel gathers."""
-    mesh = make_mesh({"x": 8}, axis_type)
+    mesh = mesh_for(axis_type, 1)
     x, labels = draws((4, 64))(np.random.default_rng(2), np.float32)
     g = np.ones(4, np.float32)
     want = value_and_gradient(fo.cross_entropy, **BOTH)(x, labels, g)
-    sharded = jax.device_put(x, NamedSharding(mesh, P(None, "x")))
+    sharded = jax.device_put(x, NamedSharding(mesh, P(None, "a")))
     with jax.set_mesh(mesh), fo.use_implementation(mode):
         run = jax.jit(value_and_gradient(fo.cross_entropy, **BOTH))
         got = run(sharded, labels, g)

@@ -6,9 +6,9 @@
 //   change costs one exponential for many elements. The threads of a row combine at its end.
 // - The gradient needs no reduction: the row's maximum and logarithm are residuals. Long rows are
 //   cut into tiles, which are independent blocks, so a few long rows fill the device too.
-// - A row of any length and alignment is a run of aligned words. Only the first and the last are
-//   partial: these are read and written by element. If dx has another alignment than x, all words
-//   are.
+// - A row of any length and alignment is a run of aligned words and at most 14 elements before and
+//   after it, the edges, which are read and written by element. If dx has another alignment than x,
+//   all elements are edges.
 // - A row whose label is out of range is not read.
 //
 // There are two kernels each way: one whose rows are parts of a warp, and one for rows of at least
@@ -56,79 +56,63 @@ __device__ __forceinline__ double Exp(double x) { return exp(x); }
 __device__ __forceinline__ float Log(float x) { return logf(x); }
 __device__ __forceinline__ double Log(double x) { return log(x); }
 
-// exp(x). 16-bit elements are rounded so much that the error of the product, up to 1e-6 for the
-// terms that matter, has no effect.
+constexpr float kLog2E = 1.44269504f;
+
+// 2^x; subnormal results become 0.
+__device__ __forceinline__ float PowerOfTwo(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+// exp(x - less). 16-bit elements are rounded so much that the errors of the products, up to 1e-6
+// for the terms that matter, have no effect.
 template <typename T>
-__device__ __forceinline__ ComputeType<T> ExpFor(ComputeType<T> x) {
+__device__ __forceinline__ ComputeType<T> ExpFor(ComputeType<T> x, ComputeType<T> less = 0) {
   if constexpr (sizeof(T) == 2) {
-    return exp2f(x * 1.44269504f);
+    return PowerOfTwo(fmaf(x, kLog2E, -less * kLog2E));
   } else {
-    return Exp(x);
+    return Exp(x - less);
   }
 }
 
-// The aligned words that a row overlaps. n < 2^31, and so are all indices.
+// A row: its aligned words, and its edges. n < 2^31, and so are all indices.
 template <typename T>
-struct Words {
+struct Row {
   static constexpr int kSize = Packed128<T>::kSize;
   // Loaded words stay words until they are used. Elements would be unpacked right after each load.
   using Word = Packed128<uint32_t>;
 
-  const T* first;  // the beginning of word 0, up to kSize - 1 elements before the row
-  int before;
-  int n;
-  bool whole;  // full words may be accessed as a whole
+  const T* x;
+  int head;   // edges before the words
+  int words;  // how many
+  int edges;  // how many
 
-  __device__ __forceinline__ Words(const Params& p, int64_t row)
-      : n(static_cast<int>(p.n)), whole(p.whole) {
-    const T* x = static_cast<const T*>(p.x) + row * p.n;
-    before = static_cast<int>(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
-    first = x - before;
+  __device__ __forceinline__ Row(const Params& p, int64_t row)
+      : x(static_cast<const T*>(p.x) + row * p.n) {
+    const int n = static_cast<int>(p.n);
+    const int past = static_cast<int>(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
+    head = p.whole ? min(n, (kSize - past) % kSize) : n;
+    words = (n - head) / kSize;
+    edges = n - words * kSize;
   }
-  __device__ __forceinline__ int Count() const { return (n - 1) / kSize + 1 + PastEnd(); }
-  // The index in the row of the first element of a word. Negative in word 0.
-  __device__ __forceinline__ int Begin(int word) const { return word * kSize - before; }
-  __device__ __forceinline__ bool IsWhole(int word) const {
-    return whole && Begin(word) >= 0 && Begin(word) <= n - kSize;
+  // The indices of the first element of a word, and of an edge.
+  __device__ __forceinline__ int OfWord(int word) const { return head + word * kSize; }
+  __device__ __forceinline__ int OfEdge(int edge) const {
+    return edge < head ? edge : edge + words * kSize;
   }
-  __device__ __forceinline__ bool Has(int word, int i) const {
-    return static_cast<unsigned>(Begin(word)) + static_cast<unsigned>(i) < static_cast<unsigned>(n);
-  }
-  // Elements outside of the row are -inf.
-  __device__ __forceinline__ Word Load(int word) const {
-    const T* from = first + int64_t{word} * kSize;
-    if (IsWhole(word)) {
-      return LoadPacked<CacheHint::kNoAllocate>(reinterpret_cast<const uint32_t*>(from));
-    }
-    Packed128<T> found;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      found[i] = Has(word, i) ? from[i] : FromCompute<T>(-ComputeType<T>(INFINITY));
-    }
-    return Reinterpret<uint32_t>(found);
-  }
-  // Loads the words `word`, `word` + step, ... Those from `end` on are as if outside of the row.
-  // The loads of whole words are issued together, without a condition between them.
-  __device__ __forceinline__ void Load(int word, int step, int end, Word (&x)[kTogether]) const {
-    const int last = word + (kTogether - 1) * step;
-    if (last < end && IsWhole(word) && IsWhole(last)) {
-      const T* from = first + int64_t{word} * kSize;
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        x[k] = LoadPacked<CacheHint::kNoAllocate>(
-            reinterpret_cast<const uint32_t*>(from + int64_t{k} * step * kSize));
-      }
-      return;
-    }
+  // Loads those of the words `word`, `word` + step, ... that are before `end`.
+  __device__ __forceinline__ void Load(int word, int step, int end,
+                                       Word (&loaded)[kTogether]) const {
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
-      x[k] = Load(word + k * step < end ? word + k * step : -1);  // word -1 is outside
+      const int at = word + k * step;
+      if (at < end) {
+        loaded[k] =
+            LoadPacked<CacheHint::kNoAllocate>(reinterpret_cast<const uint32_t*>(x + OfWord(at)));
+      }
     }
   }
-
- private:
-  // 1 if the row's last element is in one more word than its length tells.
-  __device__ __forceinline__ int PastEnd() const { return (n - 1) % kSize + before >= kSize; }
 };
 
 __device__ __forceinline__ bool IsLeftOut(const Params& p, int label) {
@@ -155,41 +139,51 @@ struct Statistics {
     top = most;
   }
 
-  // Adds the words `word`, `word` + step, ... before `end`, kTogether at most.
-  __device__ __forceinline__ void Add(const Words<T>& words, int word, int step, int end,
-                                      bool smooth, A anchor) {
-    constexpr int kSize = Words<T>::kSize;
-    typename Words<T>::Word loaded[kTogether];
-    words.Load(word, step, end, loaded);
+  // Adds the words `word`, `word` + step, ... and the edges of a thread.
+  __device__ __forceinline__ void Add(const Row<T>& row, int lane, int lanes, bool smooth,
+                                      A anchor) {
+    for (int word = lane; word < row.words; word += kTogether * lanes) {
+      AddWords(row, word, lanes, smooth, anchor);
+    }
+    for (int edge = lane; edge < row.edges; edge += lanes) {
+      const A x = ToCompute(row.x[row.OfEdge(edge)]);
+      Raise(Max()(top, x));
+      sum += ExpFor<T>(x - Finite(top));
+      if (smooth) drift += x - anchor;
+    }
+  }
+
+ private:
+  // Adds kTogether words at most.
+  __device__ __forceinline__ void AddWords(const Row<T>& row, int word, int step, bool smooth,
+                                           A anchor) {
+    constexpr int kSize = Row<T>::kSize;
+    typename Row<T>::Word loaded[kTogether];
+    row.Load(word, step, row.words, loaded);
     A most = top;
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
+      if (word + k * step >= row.words) break;
       const Packed128<T> x = Reinterpret<T>(loaded[k]);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) most = Max()(most, ToCompute(x[i]));
     }
     Raise(most);
     const A shift = Finite(most);
-    A part[2] = {};
+    A part[2] = {}, drifted = 0;  // few successive additions: the rounding error grows with them
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
+      if (word + k * step >= row.words) break;
       const Packed128<T> x = Reinterpret<T>(loaded[k]);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) part[i % 2] += ExpFor<T>(ToCompute(x[i]) - shift);
-    }
-    sum += part[0] + part[1];
-    if (!smooth) return;
-    A drifted = 0;  // few successive additions, because the rounding error grows with them
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
-      const Packed128<T> x = Reinterpret<T>(loaded[k]);
+      if (!smooth) continue;
       A of_word = 0;
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (words.Has(word + k * step, i)) of_word += ToCompute(x[i]) - anchor;
-      }
+      for (int i = 0; i < kSize; ++i) of_word += ToCompute(x[i]) - anchor;
       drifted += of_word;
     }
+    sum += part[0] + part[1];
     drift += drifted;
   }
 };
@@ -244,12 +238,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
   Statistics<T> mine;
   A anchor = 0;
   if (live) {
-    const Words<T> words(p, row);
-    const int count = words.Count();
     if (smooth) anchor = AnchorOf<T>(p, row);
-    for (int word = lane; word < count; word += kTogether * lanes) {
-      mine.Add(words, word, lanes, count, smooth, anchor);
-    }
+    mine.Add(Row<T>(p, row), lane, lanes, smooth, anchor);
   }
   // All lanes of the warp take part, whatever their rows.
   A most = mine.top;
@@ -283,12 +273,8 @@ __global__ void __launch_bounds__(kThreads, 4) ForwardLong(const __grid_constant
   }
   const bool smooth = p.smoothing != 0;
   const A anchor = smooth ? AnchorOf<T>(p, row) : A(0);
-  const Words<T> words(p, row);
-  const int count = words.Count();
   Statistics<T> mine;
-  for (int word = threadIdx.x; word < count; word += kTogether * kThreads) {
-    mine.Add(words, word, kThreads, count, smooth, anchor);
-  }
+  mine.Add(Row<T>(p, row), threadIdx.x, kThreads, smooth, anchor);
   int phase = 0;
   A most[1] = {mine.top};
   Group::AllReduce(Max(), most, scratch, phase);
@@ -307,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, 4) ForwardLong(const __grid_constant
 template <typename T>
 struct Gradient {
   using A = ComputeType<T>;
-  static constexpr int kSize = Words<T>::kSize;
+  static constexpr int kSize = Row<T>::kSize;
 
   A top, log_sum, scale, all, label_too;
   int label;
@@ -326,62 +312,77 @@ struct Gradient {
   }
 
   // Writes the words `first`, `first` + step, ... before `end`.
-  __device__ __forceinline__ void Store(const Params& p, int64_t row, const Words<T>& words,
-                                        int first, int step, int end) const {
-    T* const to = static_cast<T*>(p.dx) + (row * p.n - words.before);
+  __device__ __forceinline__ void StoreWords(const Row<T>& row, T* dx, int first, int step,
+                                             int end) const {
     for (int word = first; word < end; word += kTogether * step) {
-      typename Words<T>::Word loaded[kTogether] = {};
-      if (!left_out) words.Load(word, step, end, loaded);
+      typename Row<T>::Word loaded[kTogether];
+      if (!left_out) row.Load(word, step, end, loaded);
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
         const int at = word + k * step;
         if (at >= end) break;
-        const Packed128<T> d = Of(Reinterpret<T>(loaded[k]), label - words.Begin(at));
-        if (words.IsWhole(at)) {
-          StorePacked(to + int64_t{at} * kSize, d);
-        } else {
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) {
-            if (words.Has(at, i)) to[int64_t{at} * kSize + i] = d[i];
-          }
-        }
+        Packed128<T> d = {};
+        if (!left_out) d = Of(Reinterpret<T>(loaded[k]), label - row.OfWord(at));
+        StorePacked(dx + row.OfWord(at), d);
       }
+    }
+  }
+  // Writes the edges `first`, `first` + step, ...
+  __device__ __forceinline__ void StoreEdges(const Row<T>& row, T* dx, int first, int step) const {
+    for (int edge = first; edge < row.edges; edge += step) {
+      const int at = row.OfEdge(edge);
+      dx[at] = FromCompute<T>(left_out ? A(0) : Of(row.x[at], at == label));
     }
   }
 
  private:
-  // The gradient of some elements. `here` is the index of the label, if it is one of them.
+  __device__ __forceinline__ A Of(T x, bool is_label) const {
+    const A d = scale * ExpFor<T>(ToCompute(x) - top, log_sum) - all;
+    return is_label ? d - label_too : d;
+  }
+  // `here` is the index of the label, if it is one of the elements.
   __device__ __forceinline__ Packed128<T> Of(const Packed128<T>& x, int here) const {
     Packed128<T> found;
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      A d = scale * ExpFor<T>(ToCompute(x[i]) - top - log_sum) - all;
-      if (i == here) d -= label_too;
-      found[i] = FromCompute<T>(left_out ? A(0) : d);
+    for (int i = 0; i < kSize; ++i) found[i] = FromCompute<T>(Of(x[i], false));
+    if (here >= 0 && here < kSize) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        if (i == here) found[i] = FromCompute<T>(Of(x[i], true));
+      }
     }
     return found;
   }
 };
 
 template <typename T>
+__device__ __forceinline__ T* GradientOf(const Params& p, int64_t row) {
+  return static_cast<T*>(p.dx) + row * p.n;
+}
+
+template <typename T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
     BackwardShort(const __grid_constant__ Params p) {
-  const int64_t row = RowOfLanes(p);
-  if (row >= p.rows) return;
+  const int64_t at = RowOfLanes(p);
+  if (at >= p.rows) return;
   const int lanes = 1 << p.log_lanes, lane = threadIdx.x & (lanes - 1);
-  const Words<T> words(p, row);
-  Gradient<T>(p, row).Store(p, row, words, lane, lanes, words.Count());
+  const Row<T> row(p, at);
+  const Gradient<T> gradient(p, at);
+  gradient.StoreWords(row, GradientOf<T>(p, at), lane, lanes, row.words);
+  gradient.StoreEdges(row, GradientOf<T>(p, at), lane, lanes);
 }
 
 // A block for each tile of a row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4) BackwardLong(const __grid_constant__ Params p) {
-  const int64_t row = static_cast<int64_t>(Divide(uint64_t{blockIdx.x}, p.tiles));
-  const int tile = static_cast<int>(blockIdx.x - row * static_cast<int64_t>(p.tiles.divisor));
-  const int begin = tile * kTile;
-  const Words<T> words(p, row);
-  Gradient<T>(p, row).Store(p, row, words, begin + threadIdx.x, kThreads,
-                            min(begin + kTile, words.Count()));
+  const int64_t at = static_cast<int64_t>(Divide(uint64_t{blockIdx.x}, p.tiles));
+  const int tiles = static_cast<int>(p.tiles.divisor);
+  const int tile = static_cast<int>(blockIdx.x - at * tiles), begin = tile * kTile;
+  const Row<T> row(p, at);
+  const Gradient<T> gradient(p, at);
+  gradient.StoreWords(row, GradientOf<T>(p, at), begin + threadIdx.x, kThreads,
+                      min(begin + kTile, row.words));
+  gradient.StoreEdges(row, GradientOf<T>(p, at), tile * kThreads + threadIdx.x, tiles * kThreads);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -413,14 +414,13 @@ cudaError_t Run(const CrossEntropyCall& call, bool backward, Params p, cudaStrea
       !backward || (reinterpret_cast<uintptr_t>(p.dx) - reinterpret_cast<uintptr_t>(p.x)) % 16 == 0;
   const int64_t row_bytes = call.n * static_cast<int64_t>(DTypeSize(call.dtype));
   const bool is_long = row_bytes >= kLongRow && call.dtype != DType::kF64;
-  // A row overlaps at most one word more than it fills.
   const int64_t words = CeilDiv(row_bytes, 16);
   int64_t blocks = call.rows;
   if (!is_long) {
     while (p.log_lanes < 5 && int64_t{1} << p.log_lanes < words) ++p.log_lanes;
     blocks = CeilDiv(call.rows, kThreads >> p.log_lanes);
   } else if (backward) {
-    p.tiles = FastDivisor64(static_cast<uint64_t>(CeilDiv(words + 1, kTile)));
+    p.tiles = FastDivisor64(static_cast<uint64_t>(CeilDiv(words, kTile)));
     blocks *= static_cast<int64_t>(p.tiles.divisor);
   }
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;

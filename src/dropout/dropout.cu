@@ -1,9 +1,9 @@
 // Dropout: y = x * scale for the elements that are kept, 0 for the others.
 //
-// Bound by memory, but not by much: a call of Philox takes about 60 instructions, and gives the
-// bits of eight elements. So a thread takes one block of eight elements of a row, and draws once.
-// It accesses them by 16 bytes where every row begins at a multiple of 16 bytes, else one by one;
-// its accesses share cache lines with each other and with those of its neighbors.
+// A thread takes units of 16 bytes of the whole array, so that all accesses are coalesced, however
+// long the rows are. It draws each block of random bits that its elements belong to: one, if rows
+// are multiples of 16 bytes, otherwise mostly two. Neighbors that share a block draw it twice. That
+// is hidden behind the memory's time; an exchange between them was not worth its instructions.
 #include <algorithm>
 #include <cstdint>
 
@@ -21,83 +21,127 @@ struct DropoutFamily;
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kTogether = 2;  // units that a thread loads together
 
+// All indices are in the part of the array that one launch takes.
 struct Params {
   const char* x;
   const uint32_t* seeds;
   char* y;
-  int64_t columns;
-  uint32_t blocks;  // of all rows of the launch
-  FastDivisor row_blocks;
+  uint32_t count;        // of elements
+  uint32_t first_block;  // of the random bits of a row
+  FastDivisor columns;
   uint32_t largest;
   double scale;
 };
 
-template <typename T, int kBytes>
-__global__ void __launch_bounds__(kThreads) DropoutKernel(const Params p) {
-  using U = Unit<T, kBytes>;
-  constexpr int kUnits = kSeedBlock / U::kSize;
-  const uint32_t at = blockIdx.x * kThreads + threadIdx.x;
-  if (at >= p.blocks) return;
-  const uint32_t row = Divide(at, p.row_blocks), block = at - row * p.row_blocks.divisor;
-  const int64_t first = int64_t{block} * kSeedBlock, begin = row * p.columns + first;
-  const int count = static_cast<int>(min(p.columns - first, int64_t{kSeedBlock}));
-  const char* x = p.x + begin * int64_t{sizeof(T)};
-  char* y = p.y + begin * int64_t{sizeof(T)};
+// The elements of one launch fit 31 bits.
+constexpr int64_t kMostElements = int64_t{1} << 30;
 
-  U units[kUnits];
+// The lowest bits of the result say which of the elements `first`, `first` + 1, ... are kept; at
+// least kSize, unless the array ends.
+template <int kSize>
+__device__ __forceinline__ uint32_t KeptFrom(const Params& p, uint32_t first) {
+  const uint32_t columns = p.columns.divisor;
+  uint32_t row = Divide(first, p.columns), column = first - row * columns, kept = 0;
+  for (uint32_t known = 0; known < kSize && first + known < p.count;) {
+    PhiloxWords seed;
 #pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
-    if (u * U::kSize < count) units[u] = U::Load(x + u * kBytes);
-  }
-  PhiloxWords seed;
+    for (int i = 0; i < kSeedWords; ++i) seed.word[i] = p.seeds[int64_t{row} * kSeedWords + i];
+    const PhiloxWords bits = RandomBits(seed, p.first_block + column / kSeedBlock);
+    uint32_t block = 0;
 #pragma unroll
-  for (int i = 0; i < kSeedWords; ++i) seed.word[i] = p.seeds[int64_t{row} * kSeedWords + i];
-  const PhiloxWords bits = RandomBits(seed, block);
-  const ComputeType<T> scale = static_cast<ComputeType<T>>(p.scale);
-#pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
-    if (u * U::kSize >= count) break;
-#pragma unroll
-    for (int i = 0; i < U::kSize; ++i) {
-      const T product = FromCompute<T>(ToCompute(units[u].elements[i]) * scale);
-      const bool kept = IsKept(bits, u * U::kSize + i, p.largest);
-      units[u].elements[i] = kept ? product : FromCompute<T>(0);
+    for (int i = 0; i < kSeedBlock; ++i) block |= IsKept(bits, i, p.largest) ? 1u << i : 0;
+    const uint32_t skipped = column % kSeedBlock;
+    const uint32_t found = min(kSeedBlock - skipped, columns - column);
+    kept |= (block >> skipped & ((1u << found) - 1)) << known;
+    known += found;
+    column += found;
+    if (column == columns) {
+      column = 0;
+      ++row;
     }
-    units[u].Store(y + u * kBytes);
   }
+  return kept;
 }
 
-// The blocks of one launch fit 31 bits.
-constexpr int64_t kMostBlocks = int64_t{1} << 30;
+template <typename T, int kBytes>
+__global__ void __launch_bounds__(kThreads) DropoutKernel(const __grid_constant__ Params p) {
+  using U = Unit<T, kBytes>;
+  const uint32_t begin = (blockIdx.x * kTogether * kThreads + threadIdx.x) * U::kSize;
+  const ComputeType<T> scale = static_cast<ComputeType<T>>(p.scale);
+  U units[kTogether];
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) {
+    const uint32_t first = begin + k * kThreads * U::kSize;
+    const char* x = p.x + int64_t{first} * int64_t{sizeof(T)};
+    if (first + U::kSize <= p.count) {
+      units[k] = U::template Load<CacheHint::kNoAllocate>(x);
+    } else {
+#pragma unroll
+      for (int i = 0; i < U::kSize; ++i) {
+        if (first + i < p.count) units[k].elements[i] = reinterpret_cast<const T*>(x)[i];
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) {
+    const uint32_t first = begin + k * kThreads * U::kSize;
+    if (first >= p.count) return;
+    const uint32_t kept = KeptFrom<U::kSize>(p, first);
+#pragma unroll
+    for (int i = 0; i < U::kSize; ++i) {
+      const T product = FromCompute<T>(ToCompute(units[k].elements[i]) * scale);
+      units[k].elements[i] = kept >> i & 1 ? product : FromCompute<T>(0);
+    }
+    char* y = p.y + int64_t{first} * int64_t{sizeof(T)};
+    if (first + U::kSize <= p.count) {
+      units[k].Store(y);
+    } else {
+#pragma unroll
+      for (int i = 0; i < U::kSize; ++i) {
+        if (first + i < p.count) reinterpret_cast<T*>(y)[i] = units[k].elements[i];
+      }
+    }
+  }
+}
 
 }  // namespace
 
 cudaError_t Dropout(DType dtype, const void* x, const uint32_t* seeds, void* y, int64_t rows,
                     int64_t columns, uint32_t largest, double scale, cudaStream_t stream) {
   if (rows == 0 || columns == 0) return cudaSuccess;
-  const int64_t itemsize = DTypeSize(dtype), row_bytes = columns * itemsize;
-  const int64_t row_blocks = CeilDiv(columns, kSeedBlock);
-  if (row_blocks > kMostBlocks) return cudaErrorInvalidValue;
-  const bool aligned = row_bytes % 16 == 0 && CommonAlignment({x, y}) == 16;
+  if (CeilDiv(columns, kSeedBlock) > int64_t{1} << 32) return cudaErrorInvalidValue;
+  const int64_t itemsize = DTypeSize(dtype);
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
-    const auto kernel = aligned ? KernelOf<DropoutFamily, DropoutKernel<T, 16>>()
-                                : KernelOf<DropoutFamily, DropoutKernel<T, sizeof(T)>>();
-    const int64_t step = kMostBlocks / row_blocks;
-    for (int64_t row = 0; row < rows; row += step) {
-      const int64_t blocks = std::min(step, rows - row) * row_blocks;
-      const Params params = {.x = static_cast<const char*>(x) + row * row_bytes,
-                             .seeds = seeds + row * kSeedWords,
-                             .y = static_cast<char*>(y) + row * row_bytes,
-                             .columns = columns,
-                             .blocks = static_cast<uint32_t>(blocks),
-                             .row_blocks = FastDivisor(static_cast<uint32_t>(row_blocks)),
-                             .largest = largest,
-                             .scale = scale};
-      const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(CeilDiv(blocks, kThreads))),
-                                   .block = dim3(kThreads)};
-      const cudaError_t error = Launch(kernel, config, stream, params);
-      if (error != cudaSuccess) return error;
+    // A launch takes several whole rows, or a part of one.
+    const int64_t part = std::min(columns, kMostElements), some = kMostElements / part;
+    for (int64_t row = 0; row < rows; row += some) {
+      for (int64_t column = 0; column < columns; column += part) {
+        const int64_t taken = std::min(part, columns - column);
+        const int64_t count = taken * std::min(some, rows - row);
+        const int64_t skipped = (row * columns + column) * itemsize;
+        const Params params = {
+            .x = static_cast<const char*>(x) + skipped,
+            .seeds = seeds + row * kSeedWords,
+            .y = static_cast<char*>(y) + skipped,
+            .count = static_cast<uint32_t>(count),
+            .first_block = static_cast<uint32_t>(column / kSeedBlock),
+            .columns = FastDivisor(static_cast<uint32_t>(taken)),
+            .largest = largest,
+            .scale = scale,
+        };
+        const bool aligned = CommonAlignment({params.x, params.y}) == 16;
+        const auto kernel = aligned ? KernelOf<DropoutFamily, DropoutKernel<T, 16>>()
+                                    : KernelOf<DropoutFamily, DropoutKernel<T, sizeof(T)>>();
+        const int64_t units = CeilDiv(count, aligned ? 16 / itemsize : 1);
+        const LaunchConfig config = {
+            .grid = dim3(static_cast<unsigned>(CeilDiv(units, kTogether * kThreads))),
+            .block = dim3(kThreads),
+        };
+        const cudaError_t error = Launch(kernel, config, stream, params);
+        if (error != cudaSuccess) return error;
+      }
     }
     return cudaSuccess;
   });
