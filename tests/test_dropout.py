@@ -181,36 +181,39 @@ def test_rates():
         assert abs(mask.mean() - (1 - rate)) < 4 * sigma + 2**-17, (rate, shape)
 
 
-def chi_square(counts, classes):
+def chi_square(counts):
     """How many sigma the statistic of uniform counts is from its mean."""
-    counts = np.bincount(counts.ravel(), minlength=classes)
-    expected = counts.sum() / classes
-    found = ((counts - expected) ** 2 / expected).sum()
-    return (found - (classes - 1)) / np.sqrt(2 * (classes - 1))
+    expected = counts.mean()
+    found, freedom = ((counts - expected) ** 2 / expected).sum(), counts.size - 1
+    return (found - freedom) / np.sqrt(2 * freedom)
 
 
-def test_bits_are_uniform_and_independent():
+# 2^18 draws of each of two keys, or 2^29.
+@pytest.mark.parametrize("rows, fields", [(64, 1), pytest.param(4096, 32, marks=pytest.mark.slow)])
+def test_bits_are_uniform_and_independent(rows, fields):
     """Bytes, and pairs of neighbors, of rows and of keys."""
-    rows, n = 64, 4096
+    n = 4096
 
-    def field(key):  # 8 bits of each element: in which eighth, sixteenth, ... it is kept
+    @jax.jit
+    def field(key):  # 16 bits for each element
         seeds = _random.row_seeds(jnp.asarray(key), (rows, n))
         low, high, *words = (seeds[..., i, None] for i in range(4))
         bits = _random.philox((jnp.arange(n // 8, dtype=jnp.uint32), low, high, 0), words)
         return jnp.stack(bits, -1).reshape(rows, -1)
 
-    first, second = (np.asarray(jax.jit(field)(key_of(seed))) for seed in (0, 1))
-    octets, others = (np.ascontiguousarray(a).view(np.uint8).astype(int) for a in (first, second))
-    high, other = (
-        np.ascontiguousarray(a).view(np.uint16).astype(int) >> 12 for a in (first, second)
-    )
-    assert chi_square(octets, 256) < 4 and chi_square(others, 256) < 4
-    for pairs in (
-        16 * high[:, :-1] + high[:, 1:],
-        16 * high[:-1] + high[1:],
-        16 * high + other,
-    ):
-        assert chi_square(pairs, 256) < 4
+    counts = np.zeros((5, 256), np.int64)
+    for seed in range(fields):
+        first, second = (np.asarray(field(key_of(2 * seed + i))) for i in (0, 1))
+        highest, others = (a.view(np.uint16) >> 12 for a in (first, second))
+        found = (
+            first.view(np.uint8),
+            second.view(np.uint8),
+            16 * highest[:, :-1] + highest[:, 1:],
+            16 * highest[:-1] + highest[1:],
+            16 * highest + others,
+        )
+        counts += [np.bincount(values.ravel(), minlength=256) for values in found]
+    assert all(chi_square(each) < 4 for each in counts)
 
 
 # Keys ---------------------------------------------------------------------------------------------
