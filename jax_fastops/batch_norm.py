@@ -253,10 +253,29 @@ def _wide(x):
 
 
 def _statistics_reference(x, *, channels=_CHANNELS):
-    """Mean and biased variance of each channel, in two passes."""
+    """Mean and biased variance of each channel, in one pass over differences from an anchor."""
     x, axes = _wide(x), _others(x, channels)
-    mean = jnp.mean(x, axes)
-    return mean, jnp.mean(jnp.square(x - _along(mean, x, channels)), axes)
+    anchor = _anchor(x, axes)
+    centred = x - anchor
+    shift = jnp.mean(centred, axes)
+    var = jnp.maximum(0, jnp.mean(jnp.square(centred), axes) - jnp.square(shift))
+    return jnp.squeeze(anchor, axes) + shift, var
+
+
+def _anchor(x, axes):
+    """A value of each channel: differences from it are as small as the deviation.
+
+    It is an element, which XLA reads in the same pass. If devices share the axes, which only an
+    explicit mesh tells, it is the mean.
+    """
+    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    if 0 in x.shape or (spec is not None and any(spec[axis] is not None for axis in axes)):
+        return jax.lax.stop_gradient(jnp.mean(x, axes, keepdims=True))
+    for axis in reversed(axes):  # the first one, which may be sharded, last
+        middle = x.shape[axis] // 2 if isinstance(x.shape[axis], int) else 0
+        x = jax.lax.slice_in_dim(x, middle, middle + 1, axis=axis)
+    x = jax.lax.stop_gradient(x)
+    return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def _statistics_pullback(kept, cts):

@@ -64,9 +64,10 @@ def _merge(kept, cts, wanted, *, num_heads: int, parts: int):
     sequence, head_size = cts[0].shape[-2:]
     features = parts * num_heads * head_size
     if not wanted[0]:
-        return None, _sum_rows(cts)
+        return None, _sum_rows(_merge_reference(cts))
     if not wanted[1] or sequence < _FEWEST_ROWS:
-        return _MERGE(*cts, f=features).x, _sum_rows(cts) if wanted[1] else None
+        dx = _MERGE(*cts, f=features).x
+        return dx, _sum_rows(dx) if wanted[1] else None
     kind = jax.typeof(cts[0]).sharding
     spec = explicit_spec(kind, cts[0].ndim)
     shards = shards_of(sequence, spec and spec[-2], kind, 32)
@@ -127,18 +128,18 @@ def _merge_reference(cts):
     return merge_last(merged, 3)
 
 
-def _sum_rows(cts):
-    """The bias gradient in the accumulator dtype, from the cotangents."""
-    wide = accumulator_dtype(cts[0].dtype)
-    keep = (cts[0].ndim - 3, cts[0].ndim - 1)
-    axes = tuple(i for i in range(cts[0].ndim) if i not in keep)
-    return jnp.concatenate([ct.astype(wide).sum(axes).reshape(-1) for ct in cts])
+def _sum_rows(dx):
+    """The bias gradient, in the accumulator dtype.
+
+    From dx, whose rows are contiguous: XLA sums these much faster than the rows of each head.
+    """
+    return dx.astype(accumulator_dtype(dx.dtype)).sum(tuple(range(dx.ndim - 1)))
 
 
 def _pullback(kept, cts, **_):
     del kept
-    sums = _sum_rows(cts) if jnp.issubdtype(cts[0].dtype, jnp.inexact) else None
-    return _merge_reference(cts), sums
+    dx = _merge_reference(cts)
+    return dx, _sum_rows(dx) if jnp.issubdtype(dx.dtype, jnp.inexact) else None
 
 
 # ---- ops -----------------------------------------------------------------------------------------
