@@ -257,10 +257,7 @@ def model(params, tokens, mask, labels, masked, bits, *, config: bert.Config, op
 
     def loss(params):
         hidden, _ = bert.apply(params, tokens, config, mask=mask, key=key, ops=ops)
-        logits = bert.masked_lm_logits(params, hidden, config, ops=ops)
-        log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
-        chosen = jnp.take_along_axis(log_p, labels[..., None], -1)[..., 0]
-        return -jnp.sum(chosen, where=masked) / jnp.sum(masked)
+        return bert.masked_lm_loss(params, hidden, labels, config, where=masked, ops=ops)
 
     return jax.value_and_grad(loss)(params)
 

@@ -229,8 +229,9 @@ class Training:
             hidden, _ = bert.apply(
                 params, batch.tokens, config, mask=batch.inside, key=key, ops=ops
             )
-            logits = bert.masked_lm_logits(params, hidden, config, ops=ops)
-            return masked_text.loss(logits, batch.targets, batch.chosen)
+            return bert.masked_lm_loss(
+                params, hidden, batch.targets, config, where=batch.chosen, ops=ops
+            )
 
         def update(state: dict, batch: masked_text.Batch) -> tuple[dict, jax.Array]:
             # A key that is derived from the seed, other than the key of the parameters.

@@ -182,10 +182,12 @@ def cross_entropy(
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{name}: axis is {axis}, out of range for logits of shape {x.shape}")
     axis %= x.ndim
-    options = _check_options(name, label_smoothing, z_loss)
+    options = check_options(name, label_smoothing, z_loss)
     x, labels, *rest = match_varying([x, labels, *rest])
     moved = x if axis == x.ndim - 1 else jnp.moveaxis(x, axis, -1)
-    labels = _prepared(name, moved, labels, rest[0] if rest else None, axis)
+    where = rest[0] if rest else None
+    tokens, of = moved.shape[:-1], f"that of logits without axis {axis}"
+    labels = prepared_labels(name, labels, where, tokens, moved.shape[-1], of)
     if moved.shape[-1] == 0:  # all tokens are left out
         return moved.sum(-1, dtype=accumulator_dtype(x.dtype))
     limit = None
@@ -197,7 +199,7 @@ def cross_entropy(
     return _OP(moved, labels, features=features, limit=limit, **options)
 
 
-def _check_options(name: str, label_smoothing: object, z_loss: object) -> dict[str, Any]:
+def check_options(name: str, label_smoothing: object, z_loss: object) -> dict[str, Any]:
     smoothing = real_number(name, "label_smoothing", label_smoothing)
     if not 0 <= smoothing <= 1:
         raise ValueError(f"{name}: label_smoothing is {smoothing}; it must be from 0 to 1")
@@ -207,24 +209,20 @@ def _check_options(name: str, label_smoothing: object, z_loss: object) -> dict[s
     return {"label_smoothing": smoothing, "z_loss": z}
 
 
-def _prepared(name: str, x, labels, where, axis: int) -> Any:
+def prepared_labels(name: str, labels, where, tokens: tuple, classes, of: str) -> Any:
     """Checks labels and mask; returns labels in int32 that are -1 for tokens that do not count.
 
-    ``x`` are the logits with the classes on the last axis, which was at ``axis``.
+    ``tokens`` is the shape that the labels must have, and ``of`` says in a message what it is.
     """
-    tokens, classes = x.shape[:-1], x.shape[-1]
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"{name}: labels has dtype {labels.dtype} and shape {labels.shape}; it must have an "
             "integer dtype"
         )
     if labels.shape != tokens:
-        raise ValueError(
-            f"{name}: labels has shape {labels.shape}; it must be {tokens}, that of logits without "
-            f"axis {axis}"
-        )
+        raise ValueError(f"{name}: labels has shape {labels.shape}; it must be {tokens}, {of}")
     if isinstance(classes, int) and classes >= 2**31:
-        raise ValueError(f"{name}: logits has {classes} classes; it must be less than 2**31")
+        raise ValueError(f"{name}: there are {classes} classes; they must be less than 2**31")
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)
     if labels.dtype != jnp.int32:

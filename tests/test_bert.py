@@ -277,6 +277,15 @@ CASES = {
 }
 
 
+def dropout_by_definition(x, key, rate):
+    wide = x.astype(jnp.promote_types(x.dtype, np.float32)) / (1 - rate)
+    return jnp.where(fo.dropout_mask(key, x.shape, rate), wide.astype(x.dtype), jnp.zeros_like(x))
+
+
+# With the masks of FASTOPS.
+TWIN = bert.PLAIN._replace(dropout=dropout_by_definition)
+
+
 @pytest.mark.jax
 @pytest.mark.parametrize(
     "case",
@@ -286,7 +295,7 @@ def test_twins_agree(case, without_cudnn):
     """Results and the gradient of every parameter, including a sequence that is all padding."""
     changes, masked, dropped = CASES[case]
     config = dataclasses.replace(CONFIG, **changes)
-    ours, plain = (stepped(config, ops, masked, dropped) for ops in (bert.FASTOPS, bert.PLAIN))
+    ours, plain = (stepped(config, ops, masked, dropped) for ops in (bert.FASTOPS, TWIN))
     assert all(np.all(np.isfinite(a)) for a in jax.tree.leaves(ours))
     assert_close(ours, plain, 2e-5)
     assert min(np.linalg.norm(g) for g in jax.tree.leaves(ours["gradients"])) > 1e-4
@@ -304,7 +313,7 @@ def test_twins_agree_in_full_depth(attention):
         given = start(config), batch(config), KEY
         params = jax.tree.map(lambda a: a.astype(np.float64), given[0])
         ours, plain = (
-            jax.jit(step(config, ops))(params, *given[1:]) for ops in (bert.FASTOPS, bert.PLAIN)
+            jax.jit(step(config, ops))(params, *given[1:]) for ops in (bert.FASTOPS, TWIN)
         )
         assert ours["hidden"].dtype == np.float64
         # jax.nn's attention computes the softmax in float32.
@@ -388,6 +397,7 @@ def test_plain_ops():
     x, residual = rng.standard_normal((2, 3, 5, 24), np.float32)
     scale, bias, input_bias = rng.standard_normal((3, 24), np.float32)
     where = rng.random((5, 24)) < 0.7
+    labels = rng.integers(-1, 6, (3, 5))
     calls = [
         ("split_qkv_heads", (x,), dict(num_heads=2)),
         ("split_qkv_heads", (x, bias), dict(num_heads=1)),
@@ -400,6 +410,14 @@ def test_plain_ops():
         ),
         ("layer_norm", (x,), {}),
         ("bias_act", (x, bias), {}),
+        ("linear_cross_entropy", (x, residual[0], labels), {}),
+        (
+            "linear_cross_entropy",
+            (x, residual[0], labels),
+            dict(bias=bias[:5], where=labels > 1, label_smoothing=0.1, z_loss=0.1, softcap=2.0),
+        ),
+        ("linear_cross_entropy", (x, residual[0], labels), dict(reduction="none")),
+        ("linear_cross_entropy", (x, residual[0], labels), dict(reduction="sum")),
     ]
     for name, args, options in calls:
         args = [jnp.asarray(a) for a in args]
@@ -468,6 +486,24 @@ def test_training(native):
 
 def hidden_of(params, given, config=CONFIG, **options):
     return bert.apply(params, config=config, **given, **options)[0]
+
+
+@pytest.mark.parametrize("ops", [bert.FASTOPS, bert.PLAIN], ids=["fastops", "plain"])
+def test_masked_lm_loss(ops):
+    """The loss of the logits: of all positions, of some by a mask, and of given positions."""
+    rng = np.random.default_rng(0)
+    params, hidden = start(CONFIG), rng.standard_normal((2, 7, CONFIG.hidden_size), np.float32)
+    labels, where = rng.integers(-1, CONFIG.vocab_size, (2, 7)), rng.random((2, 7)) < 0.5
+    logits = bert.masked_lm_logits(params, hidden, CONFIG)
+    each, kept = fo.cross_entropy(logits, labels), (labels >= 0) & where
+    loss = functools.partial(bert.masked_lm_loss, params, hidden, ops=ops, config=CONFIG)
+    wanted = np.float32((each * kept).sum() / kept.sum())
+    assert_close(loss(labels, where=where), wanted, 1e-5)
+    chosen = np.array([[1, 4, 6], [0, 5, 5]])
+    some = np.take_along_axis(labels, chosen, 1)
+    wanted = np.take_along_axis(np.asarray(each), chosen, 1).sum() / (some >= 0).sum()
+    assert_close(loss(some, positions=chosen), np.float32(wanted), 1e-5)
+    assert loss(labels, where=np.zeros((2, 7), bool)) == 0
 
 
 def test_padding_is_not_seen(native):
@@ -585,7 +621,7 @@ def test_places_of_dropout():
         assert np.mean(x == 0) == pytest.approx(0.25, abs=0.03)
         zeros.append(x == 0)
     assert len({z.tobytes() for z in zeros}) == 4
-    run = functools.partial(hidden_of, config=config, key=KEY)
+    run = functools.partial(hidden_of, config=config, key=KEY, ops=bert.PLAIN)
     masks = [
         e.outvars[0].aval.shape
         for e in equations(jax.make_jaxpr(run)(params, given).jaxpr)
@@ -676,9 +712,12 @@ def test_remat_keeps_less(which):
 
 @pytest.mark.jax
 def test_remat_keeps_masks_of_dropout():
+    """Those of PLAIN. FASTOPS draws them again from the key."""
     config = dataclasses.replace(CONFIG, dropout=0.1, attention_dropout=0.1, remat=True)
-    kept = residuals(config, bert.FASTOPS, key=KEY)
     tokens, scores = (BATCH, SEQUENCE, 32), (BATCH, 4, SEQUENCE, SEQUENCE)
+    kept = residuals(config, bert.FASTOPS, key=KEY)
+    assert not kept[tokens, "bool"] and not kept[scores, "bool"]
+    kept = residuals(config, bert.PLAIN, key=KEY)
     assert kept[tokens, "bool"] == 1 + 2 * 2 and kept[scores, "bool"] == 2
     assert (scores, "float32") not in kept
 

@@ -191,6 +191,8 @@ class Ops(NamedTuple):
       residual_layer_norm: like :func:`jax_fastops.residual_layer_norm`.
       layer_norm: like :func:`jax_fastops.layer_norm`.
       bias_act: like :func:`jax_fastops.bias_act`.
+      dropout: like :func:`jax_fastops.dropout`. It is called only with a key and a rate above 0.
+      linear_cross_entropy: like :func:`jax_fastops.linear_cross_entropy`.
 
     Example:
       >>> from jax_fastops.models import bert
@@ -205,6 +207,8 @@ class Ops(NamedTuple):
     residual_layer_norm: Callable
     layer_norm: Callable
     bias_act: Callable
+    dropout: Callable
+    linear_cross_entropy: Callable
 
 
 def _plain_split_qkv_heads(qkv, bias=None, *, num_heads: int):
@@ -260,6 +264,48 @@ def _plain_bias_act(x, bias, *, activation: str = "gelu"):
     return _ACTIVATIONS[activation](x + bias.astype(x.dtype))
 
 
+def _plain_dropout(x, key, rate: float):
+    # As jax.random.bernoulli, which takes no sharding. Over an explicit mesh, x sets it.
+    shards = None if explicit_spec(x) is None else jax.typeof(x).sharding
+    draws = jax.random.uniform(key, x.shape, out_sharding=shards)
+    keep = checkpoint_name(draws < 1 - rate, _DROPOUT)
+    # A divisor in bfloat16 would be rounded, which scales every kept element wrongly.
+    kept = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)).astype(x.dtype)
+    return jnp.where(keep, kept, jnp.zeros_like(x))
+
+
+def _plain_linear_cross_entropy(
+    x,
+    table,
+    labels,
+    *,
+    bias=None,
+    where=None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    chunk: int | None = None,
+):
+    """With all logits at once, in float32."""
+    del chunk
+    logits = _wide_product("...e,ve->...v", x, table)
+    logits = logits if bias is None else logits + bias
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    kept = (labels >= 0) & (labels < table.shape[0])
+    kept = kept if where is None else kept & where
+    # A masked sum instead of an indexed read, whose gradient would be a scatter.
+    at_label = jnp.arange(table.shape[0]) == labels[..., None]
+    lse = jax.nn.logsumexp(logits, -1)
+    each = (1 - label_smoothing) * (lse - jnp.sum(jnp.where(at_label, logits, 0), -1))
+    if label_smoothing:
+        each = each + label_smoothing * (lse - jnp.mean(logits, -1))
+    each = jnp.where(kept, each + z_loss * jnp.square(lse), 0)
+    if reduction == "none":
+        return each
+    return jnp.sum(each) / (jnp.maximum(jnp.sum(kept), 1) if reduction == "mean" else 1)
+
+
 #: The ops of this package.
 FASTOPS = Ops(
     fo.split_qkv_heads,
@@ -268,6 +314,8 @@ FASTOPS = Ops(
     fo.residual_layer_norm,
     fo.layer_norm,
     fo.bias_act,
+    fo.dropout,
+    fo.linear_cross_entropy,
 )
 #: The same ops on ``jax.nn`` and ``jax.numpy``.
 PLAIN = Ops(
@@ -277,6 +325,8 @@ PLAIN = Ops(
     _plain_residual_layer_norm,
     _plain_layer_norm,
     _plain_bias_act,
+    _plain_dropout,
+    _plain_linear_cross_entropy,
 )
 
 
@@ -496,7 +546,7 @@ def apply(
     x = _embed(params["embeddings"], tokens, config, token_types, positions)
     norm = params["embeddings"]["norm"]
     x = ops.layer_norm(x, norm["scale"], norm["bias"], eps=config.eps)
-    x = _dropout(embeddings_key, config.dropout, x)
+    x = _dropout(embeddings_key, config.dropout, x, ops)
     x = _encode(params["layers"], x, config, mask, layers_key, ops)
     if "pooler" not in params:
         return x, None
@@ -713,7 +763,7 @@ def _softmax_attention(params: dict, x, config: Config, mask, key, ops: Ops):
     scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
     where = None if mask is None else mask[:, None, None, :]
     p = ops.softmax(scores, where=where, scale=q.shape[-1] ** -0.5)
-    p = _dropout(key, config.attention_dropout, p)
+    p = _dropout(key, config.attention_dropout, p, ops)
     return ops.merge_heads(jnp.einsum("bhqk,bhkd->bhqd", p, v))
 
 
@@ -746,23 +796,15 @@ def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops,
     bias = product["bias"]
     if key is not None and config.dropout > 0:
         # Dropout applies to the bias, too, so the norm cannot add it with the residual.
-        y, bias = _dropout(key, config.dropout, y + bias.astype(y.dtype)), None
+        y, bias = _dropout(key, config.dropout, y + bias.astype(y.dtype), ops), None
     y = checkpoint_name(y, _SUM)
     return ops.residual_layer_norm(
         y, x, norm["scale"], norm["bias"], input_bias=bias, eps=config.eps, fanout=fanout
     )
 
 
-def _dropout(key, rate: float, x):
-    if key is None or rate == 0:
-        return x
-    # As jax.random.bernoulli, which takes no sharding. Over an explicit mesh, x sets it.
-    shards = None if explicit_spec(x) is None else jax.typeof(x).sharding
-    draws = jax.random.uniform(key, x.shape, out_sharding=shards)
-    keep = checkpoint_name(draws < 1 - rate, _DROPOUT)
-    # A divisor in bfloat16 would be rounded, which scales every kept element wrongly.
-    kept = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)).astype(x.dtype)
-    return jnp.where(keep, kept, jnp.zeros_like(x))
+def _dropout(key, rate: float, x, ops: Ops):
+    return x if key is None or rate == 0 else ops.dropout(x, key, rate)
 
 
 def masked_lm_logits(
@@ -798,6 +840,63 @@ def masked_lm_logits(
       >>> bert.masked_lm_logits(params, jnp.ones((2, 128)), bert.SMALL).shape
       (2, 128)
     """
+    x = _masked_lm_head(params, hidden, config, ops)
+    return _wide_product("...e,ve->...v", x, params["embeddings"]["word"]) + params["mlm"]["bias"]
+
+
+def masked_lm_loss(
+    params: dict[str, Any],
+    hidden: jax.Array | np.ndarray[Any, Any],
+    labels: jax.Array | np.ndarray[Any, Any],
+    config: Config,
+    *,
+    where: jax.Array | np.ndarray[Any, Any] | None = None,
+    positions: jax.Array | np.ndarray[Any, Any] | None = None,
+    ops: Ops = FASTOPS,
+) -> jax.Array:
+    """The mean cross entropy of the masked-word head, without the logits of all tokens at once.
+
+    Args:
+      params: parameters with ``"mlm"``, as from ``init(..., mlm=True)``.
+      hidden: array ``[..., sequence, hidden_size]`` of a floating dtype, such as the result of
+        :func:`apply`.
+      labels: integers: the token at each position ``[..., sequence]``, or at each of ``positions``.
+        A position whose label is not in the vocabulary, such as -1, does not count.
+      config: the :class:`Config` of the parameters.
+      where: booleans with the shape of ``labels``: which of them count. ``None``: all.
+      positions: integers ``[..., n]``: only these positions of each sequence go through the head,
+        which has most of its cost in the vocabulary. ``None``: all positions.
+      ops: as in :func:`apply`. The logits of ``FASTOPS`` have the dtype of ``config``, and those of
+        ``PLAIN`` float32.
+
+    Returns:
+      A scalar: float32 (float64 if ``config.dtype`` is float64). 0 if no position counts.
+
+    Raises:
+      TypeError: an argument has another type or dtype.
+      ValueError: ``hidden`` has another last axis, ``labels`` has another shape, ``params`` has no
+        ``"mlm"``, or the parameters are not those of ``config``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_fastops.models import bert
+      >>> params = bert.init(jax.random.key(0), bert.SMALL, mlm=True)
+      >>> hidden, labels = jnp.ones((2, 8, 128)), jnp.array([[7], [3]])
+      >>> loss = bert.masked_lm_loss(params, hidden, labels, bert.SMALL, positions=[[0], [5]])
+      >>> loss.shape
+      ()
+    """
+    hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
+    if positions is not None:
+        hidden = jnp.take_along_axis(hidden, jnp.asarray(positions)[..., None], -2)
+    _check_shape("labels", labels, "the positions", hidden.shape[:-1])
+    x = _masked_lm_head(params, hidden, config, ops)
+    word, bias = params["embeddings"]["word"], params["mlm"]["bias"]
+    return ops.linear_cross_entropy(x, word, labels, bias=bias, where=where)
+
+
+def _masked_lm_head(params: dict, hidden, config: Config, ops: Ops):
+    """The head up to the product with the embeddings."""
     _check_model(params, config, ops)
     if "mlm" not in params:
         raise ValueError("bert: params has no ['mlm']; make it with init(..., mlm=True)")
@@ -813,8 +912,7 @@ def masked_lm_logits(
     x = jnp.asarray(hidden).astype(config.dtype)
     x = jnp.dot(x, head["dense"]["kernel"].astype(x.dtype))
     x = ops.bias_act(x, head["dense"]["bias"], activation=config.activation)
-    x = ops.layer_norm(x, head["norm"]["scale"], head["norm"]["bias"], eps=config.eps)
-    return _wide_product("...e,ve->...v", x, params["embeddings"]["word"]) + head["bias"]
+    return ops.layer_norm(x, head["norm"]["scale"], head["norm"]["bias"], eps=config.eps)
 
 
 # ---- checks --------------------------------------------------------------------------------------

@@ -1,0 +1,375 @@
+"""``linear_cross_entropy``: the loss of ``x @ table.T + bias``, without all logits at once.
+
+It goes over the tokens in chunks. For each chunk there is one product, the two passes of
+``cross_entropy``, and the two products of the gradients. So the forward of a differentiated sum or
+mean makes the gradients already, and the backward only scales them. No product is repeated.
+
+Sources: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024); Hsu et al.,
+"Liger Kernel" (2024).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from jax_fastops._arguments import (
+    as_arrays,
+    integer,
+    not_weak,
+    one_of,
+    real_number,
+    same_floating_dtype,
+)
+from jax_fastops._compat import as_varying, varying_axes
+from jax_fastops._kernel import match_varying
+from jax_fastops._signature import accumulator_dtype
+from jax_fastops._views import explicit_spec, parts_of, reshape
+from jax_fastops.cross_entropy import check_options, cross_entropy, prepared_labels
+
+# Bytes of the logits of a chunk. With fewer tokens in a chunk, adding up the table's gradient costs
+# more: it is read and written once for each chunk.
+_CHUNK = 2**29
+# Rows of the table are padded to a multiple: cuBLAS needs aligned rows of logits.
+_ALIGNED = 64
+
+
+class _Options(NamedTuple):
+    chunks: int
+    softcap: float | None
+    loss: tuple[tuple[str, float], ...]  # the options of cross_entropy
+
+
+# ---- chunks --------------------------------------------------------------------------------------
+
+
+def _spec(x) -> tuple | None:
+    return explicit_spec(jax.typeof(x).sharding, x.ndim)
+
+
+def _merge_tokens(x, tokens: int):
+    """Merges the first ``tokens`` dimensions."""
+    spec, shape = _spec(x), (math.prod(x.shape[:tokens]), *x.shape[tokens:])
+    if spec is not None and any(axis is not None for axis in spec[1:tokens]):
+        outer = PartitionSpec(spec[0], *(None,) * (tokens - 1), *spec[tokens:])
+        x = jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=outer))
+    return reshape(x, shape, spec and ((*spec[:1], *spec[tokens:]) if tokens else (None, *spec)))
+
+
+def _split_tokens(x, chunks: int, fill):
+    """``[chunks, t / chunks, ...]``. A chunk has every ``chunks``-th token, so that it is sharded
+    like the tokens. ``fill`` fills up the last tokens."""
+    spec = _spec(x)
+    if missing := -x.shape[0] % chunks:
+        x = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
+    shape = (x.shape[0] // chunks, chunks, *x.shape[1:])
+    return jnp.moveaxis(reshape(x, shape, spec and (spec[0], None, *spec[1:])), 1, 0)
+
+
+def _parts(x, labels, chunks: int) -> list:
+    x = jnp.where((labels >= 0)[:, None], x, jnp.zeros_like(x))  # 0 times NaN would be NaN
+    return [_split_tokens(x, chunks, 0), _split_tokens(labels, chunks, -1)]
+
+
+def _join_tokens(x, tokens: int):
+    """Inverts ``_split_tokens``."""
+    x = jnp.moveaxis(x, 0, 1)
+    spec = _spec(x)
+    x = reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]), spec and (spec[0], *spec[2:]))
+    return jax.lax.slice_in_dim(x, 0, tokens)
+
+
+def _dot(a, b, axes: tuple[int, int], dtype):
+    """The product of two matrices over these axes. Sharded rows and columns stay sharded."""
+    kept = [spec[1 - axis] for x, axis in zip((a, b), axes, strict=True) if (spec := _spec(x))]
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((axes[0],), (axes[1],)), ((), ())),
+        preferred_element_type=dtype,
+        out_sharding=PartitionSpec(*kept) if len(kept) == 2 else None,
+    )
+
+
+class _Layer(NamedTuple):
+    """The table in the dtype of the products, and what is added to each logit."""
+
+    table: Any
+    offset: Any
+
+
+def _layer(table, bias, dtype, options: _Options) -> _Layer:
+    table = table.astype(dtype)
+    bias = None if bias is None else bias.astype(dtype)
+    missing = -table.shape[0] % _ALIGNED
+    sharded = (spec := _spec(table)) is not None and spec[0] is not None
+    # The mean of the logits for label smoothing, and the softcap, take no padding.
+    plain = options.softcap is None and not dict(options.loss)["label_smoothing"]
+    if not missing or not plain or sharded or table.shape[0] < 16 * _ALIGNED:
+        return _Layer(table, bias)
+    none = jnp.zeros(table.shape[0], dtype) if bias is None else bias
+    lowest = float(jnp.finfo(dtype).min)  # not -inf: zeros in the gradient are multiplied by it
+    offset = jnp.pad(none, (0, missing), constant_values=lowest)
+    return _Layer(jnp.pad(table, ((0, missing), (0, 0))), offset)
+
+
+def _losses(raw, offset, labels, options: _Options):
+    """The loss of each token, from the products."""
+    logits = raw if offset is None else raw + offset
+    if options.softcap is not None:
+        wide = logits.astype(accumulator_dtype(logits.dtype))
+        logits = (options.softcap * jnp.tanh(wide / options.softcap)).astype(logits.dtype)
+    return cross_entropy(logits, labels, **dict(options.loss))
+
+
+def _losses_of_chunk(x, labels, layer: _Layer, options: _Options):
+    raw = _dot(x, layer.table, (1, 1), x.dtype)
+    return _losses(raw, layer.offset, labels, options)
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+
+def _over_chunks(body, start, arrays, chunks: int):
+    """``lax.scan``, or a call of ``body`` if there is one chunk."""
+    if chunks > 1:
+        return jax.lax.scan(body, start, arrays)
+    carry, result = body(start, [array[0] for array in arrays])
+    return carry, jax.tree.map(lambda x: x[None], result)
+
+
+def _zeros(like, dtype, *others):
+    """Zeros of the shape and sharding of an array, varying over the mesh axes of all arrays."""
+    axes = frozenset().union(*map(varying_axes, (like, *others)))
+    return as_varying(jnp.zeros_like(like, dtype=dtype), axes)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+def _total(x, table, bias, labels, options: _Options):
+    """The sum of the losses of ``[t, d]`` tokens."""
+    wide, chunks = accumulator_dtype(x.dtype), options.chunks
+    layer = _layer(table, bias, x.dtype, options)
+
+    def body(total, part):
+        x, labels = part
+        return total + _losses_of_chunk(x, labels, layer, options).sum(), None
+
+    parts = _parts(x, labels, chunks)
+    start = _zeros(jnp.zeros(()), wide, x, table, labels)
+    return _over_chunks(body, start, parts, chunks)[0]
+
+
+def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
+    """The sum, and its gradients for those of ``x``, ``table`` and ``bias`` that are wanted."""
+    wide, chunks = accumulator_dtype(x.dtype), options.chunks
+    layer = _layer(table, bias, x.dtype, options)
+
+    def body(carry, part):
+        total, dtable, dbias = carry
+        x, labels = part
+        raw = _dot(x, layer.table, (1, 1), x.dtype)
+        losses, pullback = jax.vjp(lambda raw: _losses(raw, layer.offset, labels, options), raw)
+        (draw,) = pullback(jnp.ones_like(losses))
+        dx = _dot(draw, layer.table, (1, 0), x.dtype) if wanted[0] else None
+        if wanted[1]:
+            dtable = dtable + _dot(draw, x, (0, 0), wide)
+        if wanted[2]:
+            dbias = dbias + draw.astype(wide).sum(0)
+        return (total + losses.sum(), dtable, dbias), dx
+
+    parts = _parts(x, labels, chunks)
+    start = (
+        _zeros(jnp.zeros(()), wide, x, table, labels),
+        _zeros(layer.table, wide, x, labels) if wanted[1] else None,
+        _zeros(layer.offset, wide, x, labels, table) if wanted[2] else None,
+    )
+    (total, dtable, dbias), dx = _over_chunks(body, start, parts, chunks)
+    grads = [
+        None if dx is None else _join_tokens(dx, x.shape[0]),
+        None if dtable is None else jax.lax.slice_in_dim(dtable, 0, table.shape[0]),
+        None if dbias is None else jax.lax.slice_in_dim(dbias, 0, table.shape[0]),
+    ]
+    given = (x, table, bias)
+    return total, [g if g is None else g.astype(a.dtype) for g, a in zip(grads, given, strict=True)]
+
+
+@functools.partial(_total.defjvp, symbolic_zeros=True)
+def _total_jvp(options, primals, tangents):
+    moving = [None if isinstance(t, SymbolicZero) else t for t in tangents[:3]]
+    wanted = [t is not None for t in moving]
+    total, grads = _total_and_gradients(*primals, options, wanted)
+    pairs = [(g, t) for g, t in zip(grads, moving, strict=True) if t is not None]
+    terms = [(g.astype(total.dtype) * t.astype(total.dtype)).sum() for g, t in pairs]
+    return total, functools.reduce(jnp.add, terms, jnp.zeros_like(total))
+
+
+def _each(x, table, bias, labels, options: _Options):
+    """The loss of each token. A derivative computes the logits again."""
+    wide, chunks = accumulator_dtype(x.dtype), options.chunks
+    # The loop adds up the table's gradient in this dtype.
+    layer = _layer(table.astype(wide), None if bias is None else bias.astype(wide), wide, options)
+
+    @jax.checkpoint
+    def losses(x, labels, layer):
+        layer = jax.tree.map(lambda a: a.astype(x.dtype), layer)
+        return _losses_of_chunk(x, labels, layer, options)
+
+    parts = _parts(x, labels, chunks)
+    found = _over_chunks(lambda _, part: (None, losses(*part, layer)), None, parts, chunks)[1]
+    return _join_tokens(found, x.shape[0])
+
+
+# ---- the op --------------------------------------------------------------------------------------
+
+
+def linear_cross_entropy(
+    x: ArrayLike,
+    table: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    chunk: int | None = None,
+) -> jax.Array:
+    """The cross entropy of the logits ``x @ table.T + bias``, which never exist as a whole.
+
+    Equals ``cross_entropy(x @ table.T + bias, labels)``, reduced over the tokens that count.
+    Products and logits have the dtype of ``x`` and are accumulated in float32 (float64 for
+    float64); the passes between the products are those of :func:`cross_entropy`.
+
+    Args:
+      x: array ``[..., d]``, the tokens; float32, bfloat16, float16 or float64.
+      table: array ``[v, d]`` of a supported dtype, which may be another one: a row for each class,
+        such as the embeddings of a vocabulary. It is cast to the dtype of ``x``. Any number of
+        classes is fast: rows are padded internally.
+      labels: array ``[...]`` of any integer dtype. A token whose label is negative or at least
+        ``v`` is left out: its loss and its gradient are 0, whatever ``x`` holds there.
+      bias: array ``[v]`` of a supported dtype, or ``None``.
+      where: boolean array that broadcasts to the shape of ``labels``. Leaves out the tokens where
+        it is False.
+      label_smoothing: as in :func:`cross_entropy`.
+      z_loss: as in :func:`cross_entropy`.
+      softcap: logits become ``softcap * tanh(logits / softcap)``. Positive. ``None``: they do not.
+      reduction: ``"mean"`` over the tokens that count (0 if there is none), ``"sum"``, or
+        ``"none"``: the loss of each token.
+      chunk: the number of tokens whose logits exist at the same time. ``None``: as many as fit
+        512 MiB.
+
+    Returns:
+      A scalar, or with ``reduction="none"`` an array with the shape of ``labels``; float32, or
+      float64 for float64.
+
+    Residuals:
+      For a mean or a sum, the gradients: the forward computes them, and the backward scales them.
+      The gradient of ``table`` is added up in float32 and has the dtype of ``table``. For
+      ``"none"``, the operands: the backward computes the logits again.
+
+    Sharding: over the tokens, with no communication except the sums of the scalar and of the
+    gradients of ``table`` and ``bias``. If the rows of ``table`` are sharded over an explicit mesh
+    axis, the passes take the reference, and XLA reduces over the devices. Over an auto mesh axis
+    the logits are gathered, unless the call is in ``use_implementation("xla")``.
+
+    Raises:
+      TypeError: an argument is not an array, has a dtype that is not supported, ``labels`` are not
+        integers, ``where`` is not boolean, or an option is not a number.
+      ValueError: the shapes do not fit, or an option is out of range.
+
+    Sources:
+      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al., "Liger
+      Kernel".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> x, table = jnp.eye(3) * 20, jnp.eye(4, 3)
+      >>> fo.linear_cross_entropy(x, table, jnp.array([0, 1, 0])).round(2).item()
+      6.67
+    """
+    name = "linear_cross_entropy"
+    given = {"x": x, "table": table, "labels": labels}
+    given |= {
+        key: value for key, value in dict(bias=bias, where=where).items() if value is not None
+    }
+    arrays = dict(zip(given, as_arrays(name, **given), strict=True))
+    for key in ("x", "table", "bias"):
+        if key in arrays:
+            (arrays[key],) = map(not_weak, same_floating_dtype(name, [arrays[key]], [key]))
+    _check_shapes(name, arrays)
+    options = check_options(name, label_smoothing, z_loss)
+    if softcap is not None:
+        softcap = real_number(name, "softcap", softcap)
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"{name}: softcap is {softcap}; it must be positive and finite")
+    one_of(name, "reduction", reduction, ("mean", "sum", "none"))
+    arrays = dict(zip(arrays, match_varying(list(arrays.values())), strict=True))
+    x, table, labels, bias = (arrays.get(key) for key in ("x", "table", "labels", "bias"))
+    labels = prepared_labels(
+        name,
+        labels,
+        arrays.get("where"),
+        x.shape[:-1],
+        table.shape[0],
+        "that of x without its last axis",
+    )
+    shape, tokens = labels.shape, labels.ndim
+    labels, x = _merge_tokens(labels, tokens), _merge_tokens(x, tokens)
+    kept = (labels >= 0) & (labels < table.shape[0])
+    labels = jnp.where(kept, labels, -1)
+    wide = accumulator_dtype(x.dtype)
+    if 0 in (*x.shape[:1], table.shape[0]):
+        return jnp.zeros((), wide) if reduction != "none" else jnp.zeros(shape, wide)
+    chunks = _chunks(name, x, table.shape[0], chunk)
+    static = _Options(chunks, softcap, tuple(sorted(options.items())))
+    if reduction == "none":
+        losses, kind = _each(x, table, bias, labels, static), jax.typeof(arrays["labels"])
+        return reshape(losses, shape, explicit_spec(kind.sharding, tokens))
+    total = _total(x, table, bias, labels, static)
+    if reduction == "sum":
+        return total
+    return total / jnp.maximum(kept.astype(wide).sum(), 1)
+
+
+def _check_shapes(name: str, arrays: dict[str, Any]) -> None:
+    x, table, bias = (arrays.get(key) for key in ("x", "table", "bias"))
+    if x.ndim < 1:
+        raise ValueError(f"{name}: x has shape {x.shape}; it must be [..., d]")
+    if table.ndim != 2 or table.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{name}: table has shape {table.shape}; it must be [v, d], where d = {x.shape[-1]} is "
+            "the last axis of x"
+        )
+    if bias is not None and bias.shape != table.shape[:1]:
+        raise ValueError(
+            f"{name}: bias has shape {bias.shape}; it must be {table.shape[:1]}, a number for each "
+            "row of table"
+        )
+
+
+def _chunks(name: str, x, classes, chunk) -> int:
+    """The number of chunks. Each device has as many tokens of a chunk as any other."""
+    tokens = x.shape[0]
+    if chunk is not None:
+        chunk = integer(name, "chunk", chunk)
+        if chunk < 1:
+            raise ValueError(f"{name}: chunk is {chunk}; it must be at least 1")
+    if not isinstance(tokens, int) or not isinstance(classes, int):
+        return 1  # a symbolic size
+    chunks = -(-tokens // (chunk or max(1, _CHUNK // (classes * x.dtype.itemsize))))
+    spec = _spec(x)
+    parts = 1 if spec is None else parts_of(spec[0], jax.typeof(x).sharding)
+    while tokens % parts or (-(-tokens // chunks)) % parts:
+        if chunks == 1:
+            break
+        chunks -= 1
+    return chunks

@@ -1,0 +1,264 @@
+"""`linear_cross_entropy`: values and gradients, chunks, transformations, sharding, memory."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness.compat import make_mesh, x64
+from harness.programs import targets_of
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+
+TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
+HARD = dict(label_smoothing=0.1, z_loss=0.01, softcap=5.0)
+
+
+def expected(x, table, bias, labels, where, reduction, label_smoothing=0, z_loss=0, softcap=None):
+    """By the logits, in float64."""
+    logits = x @ table.T + bias
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    kept = (labels >= 0) & (labels < table.shape[0]) & where
+    lse = jax.nn.logsumexp(logits, -1)
+    index = jnp.clip(labels, 0, table.shape[0] - 1)[..., None]
+    each = (1 - label_smoothing) * (lse - jnp.take_along_axis(logits, index, -1)[..., 0])
+    each = each + label_smoothing * (lse - logits.mean(-1)) + z_loss * lse**2
+    each = jnp.where(kept, each, 0)
+    if reduction == "none":
+        return each
+    return each.sum() / (jnp.maximum(kept.sum(), 1) if reduction == "mean" else 1)
+
+
+def draw(shape, classes, dtype, width=24, seed=0):
+    rng = np.random.default_rng(seed)
+    x, table, bias = (
+        jnp.asarray(rng.standard_normal(size), dtype)
+        for size in ((*shape, width), (classes, width), classes)
+    )
+    return x, table, bias, rng.integers(-1, classes + 1, shape), rng.random(shape) < 0.8
+
+
+def compare(found, wanted, tolerance):
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        error = np.abs(np.asarray(mine, float) - theirs).max()
+        assert error <= tolerance * (np.abs(theirs).max() + 0.1)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("classes", [1, 7, 1030])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk, options", [(None, {}), (7, {}), (7, HARD)])
+def test_values_and_gradients(dtype, classes, reduction, chunk, options):
+    with x64():
+        *given, labels, where = draw((3, 11), classes, dtype)
+        weights = 1.0 + np.arange(11) if reduction == "none" else 1.0
+
+        def ours(x, table, bias):
+            more = dict(where=where, reduction=reduction, chunk=chunk, **options)
+            return (fo.linear_cross_entropy(x, table, labels, bias=bias, **more) * weights).sum()
+
+        def theirs(x, table, bias):
+            found = expected(x, table, bias, labels, where, reduction, **options)
+            return (found * weights).sum()
+
+        found = jax.jit(jax.value_and_grad(ours, (0, 1, 2)))(*given)
+        assert [g.dtype for g in found[1]] == [a.dtype for a in given]
+        wide = [a.astype(np.float64) for a in given]
+        wanted = jax.value_and_grad(theirs, (0, 1, 2))(*wide)
+        compare(found, wanted, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("classes, width", [(30522, 8), (2**17 + 1, 8)])
+def test_large_vocabularies(classes, width):
+    x, table, bias, labels, _ = draw((9,), classes, np.float32, width)
+    loss = lambda *args: fo.linear_cross_entropy(args[0], args[1], labels, bias=args[2])  # noqa: E731
+    found = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, table, bias)
+    with x64():
+        wide = [jnp.asarray(a, np.float64) for a in (x, table, bias)]
+        theirs = functools.partial(expected, labels=labels, where=True, reduction="mean")
+        wanted = jax.value_and_grad(theirs, (0, 1, 2))(*wide)
+        compare(found, wanted, 2e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_tokens_that_are_left_out(reduction):
+    """Nothing that they hold is in a gradient."""
+    x, table, bias, labels, where = draw((8,), 50, np.float32)
+    labels[3], where[5] = 50, False
+    hidden = x.at[3].set(np.nan).at[5].set(np.inf)
+
+    def loss(x, table):
+        more = dict(bias=bias, where=where, reduction=reduction)
+        return fo.linear_cross_entropy(x, table, labels, **more).sum()
+
+    found, wanted = (jax.value_and_grad(loss, (0, 1))(given, table) for given in (hidden, x))
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert not np.any(found[1][0][np.array([3, 5])])
+
+
+@pytest.mark.parametrize("reduction, value", [("mean", 0), ("sum", 0), ("none", np.zeros(8))])
+def test_no_token_counts(reduction, value):
+    x, table, _, labels, _ = draw((8,), 50, np.float32)
+    loss = functools.partial(fo.linear_cross_entropy, where=False, reduction=reduction)
+    np.testing.assert_array_equal(loss(x, table, labels), value)
+    assert not np.any(jax.grad(lambda t: loss(x, t, labels).sum())(table))
+    assert np.all(loss(x[:0], table, labels[:0]) == 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_extreme_logits(dtype):
+    """One logit far above the others, all equal, and all far below 0."""
+    table = jnp.asarray(np.stack([np.eye(3)[0] * 1e4, np.zeros(3), np.zeros(3)]), dtype)
+    x, labels = (
+        jnp.asarray(np.array([[1, 0, 0], [0, 1, 1], [-1, 0, 0]]), dtype),
+        np.array([0, 1, 0]),
+    )
+    loss = functools.partial(fo.linear_cross_entropy, reduction="none")
+    found = np.asarray(loss(x, table, labels), float)
+    wanted = [0, np.log(3), float(table[0, 0]) + np.log(2)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert np.all(np.isfinite(jax.grad(lambda t: loss(x, t, labels).sum())(table)))
+
+
+def loss_of(table, x, labels, **options):
+    return fo.linear_cross_entropy(x, table, labels, chunk=5, **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_derivatives(reduction):
+    """Forward mode, and second derivatives."""
+    with x64():
+        x, table, _, labels, _ = draw((13,), 40, np.float64)
+        loss = lambda t: loss_of(t, x, labels, reduction=reduction).mean()  # noqa: E731
+        plain = lambda t: expected(x, t, 0, labels, True, reduction).mean()  # noqa: E731
+        gradient = jax.grad(plain)(table)
+        np.testing.assert_allclose(
+            jax.jvp(loss, (table,), (table,))[1], (gradient * table).sum(), rtol=1e-10
+        )
+        hessian = lambda f: jax.jvp(jax.grad(f), (table,), (x[:1] * table,))[1]  # noqa: E731
+        np.testing.assert_allclose(hessian(loss), hessian(plain), rtol=1e-8, atol=1e-12)
+        twice = lambda f: jax.grad(lambda t: (jax.grad(f)(t) ** 2).sum())(table)  # noqa: E731
+        np.testing.assert_allclose(twice(loss), twice(plain), rtol=1e-8, atol=1e-12)
+
+
+def test_transformations():
+    x, table, _, labels, _ = draw((6, 9), 40, np.float32)
+    loss = functools.partial(loss_of, reduction="sum")
+    each = jnp.stack([jax.grad(loss)(table, a, b) for a, b in zip(x, labels, strict=True)])
+    found = jax.vmap(jax.grad(loss), (None, 0, 0))(table, x, labels)
+    np.testing.assert_allclose(found, each, rtol=1e-5, atol=1e-5)
+    whole = jax.jit(jax.grad(jax.checkpoint(loss)))(table, x, labels)
+    np.testing.assert_allclose(whole, each.sum(0), rtol=1e-5, atol=1e-5)
+
+    def total(table):
+        return jax.lax.scan(lambda c, a: (c + loss(table, *a), None), 0.0, (x, labels))[0]
+
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(table), each.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_and_residuals(native):
+    """Passes of cross_entropy, and no residual of the size of the logits."""
+    x, table, bias, labels, _ = draw((64,), 2000, np.float32)
+    loss = lambda x, t, b: fo.linear_cross_entropy(x, t, labels, bias=b, chunk=16)  # noqa: E731
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    assert targets_of(step, x, table, bias) == ["cross_entropy", "cross_entropy_bwd"]
+    assert targets_of(jax.jit(loss), x, table, bias) == ["cross_entropy"]
+    kept = jax.tree.leaves(jax.vjp(loss, x, table, bias)[1])
+    assert sorted(a.shape for a in kept if a.ndim) == sorted([x.shape, table.shape, bias.shape])
+    memory = step.lower(x, table, bias).compile().memory_analysis()
+    if memory is not None:  # the padded table and its gradient, and a chunk's logits with theirs
+        logits = 64 * 2000 * 4
+        assert memory.temp_size_in_bytes < 3 * table.nbytes + 0.7 * logits
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+@pytest.mark.parametrize("sharded", ["tokens", "classes"])
+def test_sharding(axis_type, sharded):
+    """Tokens need the sums of results only. Classes are reduced over the devices by XLA."""
+    count = min(4, len(jax.devices()))
+    if count < 4:
+        pytest.skip("needs four devices")
+    mesh = make_mesh({"a": 4}, axis_type)
+    x, table, bias, labels, _ = draw((16, 12), 128, np.float32)
+    loss = lambda x, t, b, labels: fo.linear_cross_entropy(x, t, labels, bias=b, chunk=48)  # noqa: E731
+    step = jax.value_and_grad(loss, (0, 1, 2))
+    wanted = jax.jit(step)(x, table, bias, labels)
+    tokens, classes = (P("a"), P()) if sharded == "tokens" else (P(), P("a"))
+    given = [
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in zip(
+            (x, table, bias, labels), (tokens, classes, classes, tokens), strict=True
+        )
+    ]
+    mode = "xla" if sharded == "classes" else "auto"
+    with jax.set_mesh(mesh), fo.use_implementation(mode):
+        compiled = jax.jit(step).lower(*given).compile()
+    for mine, theirs in zip(
+        jax.tree.leaves(compiled(*given)), jax.tree.leaves(wanted), strict=True
+    ):
+        np.testing.assert_allclose(np.asarray(mine), theirs, rtol=2e-5, atol=1e-6)
+    pattern = r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\("
+    found = re.findall(pattern, compiled.as_text())
+    # Tokens: the gradients with the loss, and the number of tokens. Classes: the maximum, the sum
+    # of exponentials with the picked logit, and the gradient of x.
+    assert found == ["all-reduce"] * (2 if sharded == "tokens" else 3)
+
+
+def test_shard_map():
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    mesh = make_mesh({"a": 4}, AxisType.Auto)
+    x, table, _, labels, _ = draw((16, 12), 128, np.float32)
+
+    def local(x, table, labels):
+        return jax.lax.psum(loss_of(table, x, labels, reduction="sum"), "a")
+
+    specs = (P("a"), P(), P("a"))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    found = jax.jit(jax.value_and_grad(mapped, (0, 1)))(x, table, labels)
+    wanted = jax.value_and_grad(
+        lambda x, table: loss_of(table, x, labels, reduction="sum"), (0, 1)
+    )(x, table)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-5)
+
+
+X, TABLE, LABELS = np.ones((3, 4), np.float32), np.ones((5, 4), np.float32), np.zeros(3, int)
+
+
+@pytest.mark.parametrize(
+    "args, options, error, message",
+    [
+        ((X.astype(int), TABLE, LABELS), {}, TypeError, "x has dtype int"),
+        ((X, TABLE.astype(int), LABELS), {}, TypeError, "table has dtype int"),
+        ((X, TABLE, LABELS * 1.0), {}, TypeError, "labels has dtype float"),
+        (
+            (X, TABLE[:, 1:], LABELS),
+            {},
+            ValueError,
+            r"table has shape \(5, 3\); it must be \[v, d\]",
+        ),
+        ((X, TABLE, LABELS[1:]), {}, ValueError, r"labels has shape \(2,\); it must be \(3,\)"),
+        ((X[0, 0], TABLE, LABELS), {}, ValueError, "x has shape"),
+        (
+            (X, TABLE, LABELS),
+            dict(bias=X[0]),
+            ValueError,
+            r"bias has shape \(4,\); it must be \(5,\)",
+        ),
+        ((X, TABLE, LABELS), dict(where=X), TypeError, "where"),
+        ((X, TABLE, LABELS), dict(chunk=0), ValueError, "chunk is 0"),
+        ((X, TABLE, LABELS), dict(chunk=1.5), TypeError, "chunk"),
+        ((X, TABLE, LABELS), dict(softcap=0), ValueError, "softcap is 0"),
+        ((X, TABLE, LABELS), dict(reduction="max"), ValueError, "reduction is 'max'"),
+        ((X, TABLE, LABELS), dict(label_smoothing=2), ValueError, "label_smoothing is 2"),
+    ],
+)
+def test_errors(args, options, error, message):
+    with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):
+        fo.linear_cross_entropy(*args, **options)
