@@ -9,7 +9,7 @@ kernels, because a call that XLA partitions does not know which shard it is.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,27 @@ def drop_rate(op: str, name: str, rate: object) -> tuple[int, float]:
         raise ValueError(f"{op}: {name} is {rate}; it must be in [0, 1]")
     threshold = round((1 - rate) * 2**16)
     return threshold, 1 / (1 - rate) if threshold else 0.0
+
+
+class Drop(NamedTuple):
+    """What a dropout draws: the words of the key, and :func:`drop_rate`'s numbers."""
+
+    words: jax.Array
+    threshold: int
+    scale: float
+
+
+def drop_of(op: str, key_name: str, key: Any, rate_name: str, rate: object) -> Drop | None:
+    """The dropout with these arguments, or ``None`` for the rate 0, which needs no key.
+
+    Raises:
+      TypeError, ValueError: as :func:`key_words` and :func:`drop_rate`.
+    """
+    threshold, scale = drop_rate(op, rate_name, rate)
+    if key is None and rate == 0:
+        return None
+    words = key_words(op, key_name, key)
+    return None if rate == 0 else Drop(words, threshold, scale)
 
 
 def row_seeds(words, shape, sharding=None) -> jax.Array:

@@ -9,6 +9,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011): Phi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
@@ -19,48 +20,101 @@ from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
 from jax_fastops._dispatch import row_features
-from jax_fastops._kernel import Kernel
+from jax_fastops._kernel import Kernel, unless_mapped
 from jax_fastops._op import Op
-from jax_fastops._random import drop_rate, kept, key_words, row_seeds
+from jax_fastops._random import Drop, drop_of, drop_rate, kept, key_words, row_seeds
 from jax_fastops._signature import accumulator_dtype
 
 _KERNEL = Kernel.declare(
-    "dropout", "x: ... n, seeds: ... 4 :uint32 -> y: ... n", threshold=int, scale=float
+    "dropout",
+    "x: ... n, seeds: ... 4 :uint32, bias?: n :acc?, residual?: ... n -> y: ... n",
+    threshold=int,
+    scale=float,
 )
 
 
-def _reference(x, key, *, threshold: int, scale: float):
+def _reference(x, bias, residual, key, *, threshold: int, scale: float):
     keep = kept(row_seeds(key, x.shape, jax.typeof(x).sharding), x.shape[-1], threshold)
     wide = accumulator_dtype(x.dtype)
-    scaled = (x.astype(wide) * jnp.asarray(scale, wide)).astype(x.dtype)
-    return jnp.where(keep, scaled, jnp.zeros((), x.dtype))
+    y = x.astype(wide)
+    y = y if bias is None else y + bias.astype(wide)
+    y = jnp.where(keep, y * jnp.asarray(scale, wide), jnp.zeros((), wide))
+    return (y if residual is None else y + residual.astype(wide)).astype(x.dtype)
 
 
-def _kernel(x, key, **options):
-    return _KERNEL(x, row_seeds(key, x.shape, jax.typeof(x).sharding), **options).y
+def _kernel(x, bias, residual, key, **options):
+    def native(x, bias, residual, key):
+        seeds = row_seeds(key, x.shape, jax.typeof(x).sharding)
+        return _KERNEL(x=x, seeds=seeds, bias=bias, residual=residual, **options).y
+
+    if bias is None:
+        return native(x, bias, residual, key)
+    plain = functools.partial(_reference, **options)
+    return unless_mapped(native, plain, [1])(x, bias, residual, key)
+
+
+def _pullback(function):
+    def gradients(residuals, cts, *_, **options):
+        dx = function(cts[0], None, None, residuals[0], **options)
+        wide = dx.astype(accumulator_dtype(dx.dtype))
+        return dx, wide.sum(tuple(range(dx.ndim - 1))), cts[0], None
+
+    return gradients
+
+
+def _pushforward(function):
+    def tangent(residuals, tangents, **options):
+        dx, dbias, dresidual, _ = tangents
+        if dx is None and dbias is None:
+            return dresidual
+        dx = jnp.zeros_like(dresidual) if dx is None else dx
+        return function(dx, dbias, dresidual, residuals[0], **options)
+
+    return tangent
 
 
 # Not independent: a mapped axis is no more rows of the same array, because with one key every
 # example has the same mask. Only the key is kept.
 _OP = Op(
     "dropout",
-    "... n, 2 -> ... n",
+    "... n, n, ... n, 2 -> ... n",
     _reference,
     kernels=(_KERNEL,),
     forward=_kernel,
     forward_saving=_kernel,
-    residuals=lambda args, outs, saved: (args[1],),
-    pullback=lambda residuals, cts, **options: (_reference(cts[0], residuals[0], **options), None),
-    pushforward=lambda residuals, tangents, **options: _reference(
-        tangents[0], residuals[0], **options
-    ),
-    backward=lambda residuals, cts, wanted, **options: (
-        _kernel(cts[0], residuals[0], **options),
-        None,
-    ),
-    tangent=lambda residuals, tangents, **options: _kernel(tangents[0], residuals[0], **options),
+    residuals=lambda args, outs, saved: (args[3],),
+    pullback=_pullback(_reference),
+    pushforward=_pushforward(_reference),
+    backward=_pullback(_kernel),
+    tangent=_pushforward(_kernel),
     independent=False,
 )
+
+
+def dropped(drop: Drop | None, x, bias=None, residual=None):
+    """``residual + dropout(x + bias)``, where the bias and the residual may be absent.
+
+    The array has a dtype of the ops. Without ``drop``, it is returned.
+    """
+    if drop is None:
+        return x
+    if drop.threshold == 0:
+        return jnp.zeros_like(x) if residual is None else residual
+    rows = jnp.atleast_1d(not_weak(x))
+    limit = "there are no elements" if 0 in x.shape else None
+    if isinstance(rows.shape[-1], int) and rows.shape[-1] > 1 << 33:
+        limit = "a row has more than 2**33 elements"
+    y = _OP(
+        rows,
+        bias,
+        residual,
+        drop.words,
+        features=row_features(rows.shape[-1:], x.dtype),
+        limit=limit,
+        threshold=drop.threshold,
+        scale=drop.scale,
+    )
+    return y if x.ndim else jnp.squeeze(y, 0)
 
 
 def dropout(x: ArrayLike, key: ArrayLike | None, rate: float) -> jax.Array:
@@ -103,27 +157,7 @@ def dropout(x: ArrayLike, key: ArrayLike | None, rate: float) -> jax.Array:
       [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
     (x,) = same_floating_dtype("dropout", as_arrays("dropout", x=x), ["x"])
-    threshold, scale = drop_rate("dropout", "rate", rate)
-    if key is None and rate == 0:
-        return x
-    words = key_words("dropout", "key", key)
-    if rate == 0:
-        return x
-    if threshold == 0:
-        return jnp.zeros_like(x)
-    rows = jnp.atleast_1d(not_weak(x))
-    limit = "there are no elements" if 0 in x.shape else None
-    if isinstance(rows.shape[-1], int) and rows.shape[-1] > 1 << 33:
-        limit = "a row has more than 2**33 elements"
-    y = _OP(
-        rows,
-        words,
-        features=row_features(rows.shape[-1:], x.dtype),
-        limit=limit,
-        threshold=threshold,
-        scale=scale,
-    )
-    return y if x.ndim else jnp.squeeze(y, 0)
+    return dropped(drop_of("dropout", "key", key, "rate", rate), x)
 
 
 def _size(size: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Layers for Flax NNX: its ``BatchNorm``, ``LayerNorm`` and ``RMSNorm``, on the kernels.
+"""Layers for Flax NNX on the kernels: ``BatchNorm``, ``LayerNorm``, ``RMSNorm`` and ``Dropout``.
 
 The classes are subclasses of Flax's. They have the constructor arguments, variables, metadata,
 checkpoints and ``train()``/``eval()`` of the installed version of Flax. They add ``activation=`` to
@@ -9,6 +9,8 @@ two programs:
   least in a gradient) or ``"native"`` is in force;
 * otherwise, and always under ``"xla"``, Flax's own code, with bitwise equal results. The residual
   is then added, and the activation applied, in ``jax.numpy``.
+
+``Dropout`` always has the masks of :func:`jax_fastops.dropout_mask`, which are not Flax's.
 
 The ops differ from Flax's code only by rounding. They compute the variance from the deviations from
 the mean, whatever ``use_fast_variance`` says. (Flax's fast variance, ``mean(x**2) - mean(x)**2``,
@@ -33,6 +35,7 @@ from jax.typing import ArrayLike
 from jax_fastops import (
     batch_norm,
     batch_norm_inference,
+    dropout,
     kernel_or,
     layer_norm,
     relu,
@@ -50,7 +53,7 @@ except ImportError as _error:
         f"({_error}); install it with: pip install 'jax_fastops[nnx]'"
     ) from _error
 
-__all__ = ["BatchNorm", "LayerNorm", "RMSNorm"]
+__all__ = ["BatchNorm", "Dropout", "LayerNorm", "RMSNorm"]
 
 _ACTIVATIONS = (None, "relu")
 _DTYPES = {"float32", "bfloat16", "float16", "float64"}  # of the ops
@@ -271,9 +274,59 @@ class BatchNorm(_flax.BatchNorm):
         variable[...] = jax.lax.stop_gradient(moved)
 
 
-def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool):
+class Dropout(_flax.Dropout):
+    """``flax.nnx.Dropout`` on :func:`jax_fastops.dropout`, which keeps no mask for the backward.
+
+    It has the constructor, the streams of keys and ``train()``/``eval()`` of Flax's layer. Which
+    elements are dropped is :func:`jax_fastops.dropout_mask`'s definition for the same key, on every
+    platform and with every implementation. With ``broadcast_dims``, and for arrays of other dtypes
+    than float32, bfloat16, float16 and float64, it is Flax's code, with Flax's masks.
+
+    :class:`LayerNorm` and :class:`RMSNorm` take the layer as ``dropout=``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_fastops import nnx as fo_nnx
+      >>> dropout = fo_nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+      >>> sorted(set(dropout(jnp.ones(100)).tolist()))
+      [0.0, 2.0]
+      >>> dropout(jnp.ones(4), deterministic=True).tolist()
+      [1.0, 1.0, 1.0, 1.0]
+    """
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        deterministic: bool | None = None,
+        rngs: Any = None,
+    ) -> jax.Array:
+        """Drops elements of ``inputs``; see ``flax.nnx.Dropout`` for the arguments."""
+        key = self._key(inputs, deterministic, rngs)
+        if key is None:
+            return super().__call__(inputs, deterministic=deterministic, rngs=rngs)
+        return dropout(inputs, key, self.rate)
+
+    def _key(self, x, deterministic: bool | None = None, rngs: Any = None):
+        """The next key, or ``None`` if Flax's code runs, which then draws it or raises."""
+        deterministic = self.deterministic if deterministic is None else deterministic
+        rngs = self.rngs if rngs is None else rngs
+        known = isinstance(rngs, (_flax.Rngs, _flax.RngStream, jax.Array))
+        if deterministic or deterministic is None or self.broadcast_dims or not known:
+            return None
+        if not 0 < self.rate < 1 or str(jnp.result_type(x)) not in _DTYPES:
+            return None
+        rngs = rngs[self.rng_collection] if isinstance(rngs, _flax.Rngs) else rngs
+        return rngs if isinstance(rngs, jax.Array) else rngs()
+
+
+def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, drop):
     """Calls a layer over the last axis. ``name`` is the name of the op."""
     x = x if hasattr(x, "shape") else jnp.asarray(x)  # Flax takes a list
+    key = None if drop is None or residual is None else drop._key(x)
+    if drop is not None and key is None:
+        x = drop(x)
     summand = given = None
     if residual is not None and mask is None and np.shape(residual) == np.shape(x):
         # The kernel adds only in the dtype that is normalized. Flax rounds or widens others.
@@ -282,7 +335,8 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool):
         if given is not None and dtype == given.x.dtype == given.dtype:
             summand = _as(residual, dtype)
     if summand is None:
-        x, residual = (x if residual is None else x + residual), None
+        x = x if key is None else dropout(x, key, drop.rate)
+        x, residual, key = (x if residual is None else x + residual), None, None
         given = _row_operands(layer, x) if mask is None else None
     y: Any = None
     if given is not None:
@@ -290,6 +344,8 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool):
         arrays = [a for a in (given.x, summand) if a is not None] + given.parameters
         with_sum = return_sum and summand is not None
         options: dict[str, Any] = {"return_sum": True} if with_sum else {}
+        if key is not None:
+            options.update(dropout_key=key, dropout_rate=drop.rate)
         fused = kernel_or(function, lambda *_, **__: None)
         found = fused(*arrays, eps=float(layer.epsilon), **options)
         if found is not None:
@@ -297,6 +353,7 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool):
             y = _as(y, given.dtype)
             y = relu(y) if layer.activation == "relu" else y
     if y is None:
+        x = x if key is None else dropout(x, key, drop.rate)
         x = x if residual is None else x + residual
         y = _finish(flax_call(x, mask=mask), None, layer.activation)
     return (y, x) if return_sum else y
@@ -378,6 +435,7 @@ class LayerNorm(_flax.LayerNorm):
         *,
         mask: ArrayLike | None = ...,
         residual: ArrayLike | None = ...,
+        dropout: Dropout | None = ...,
         return_sum: Literal[False] = ...,
     ) -> jax.Array: ...
     @overload
@@ -387,6 +445,7 @@ class LayerNorm(_flax.LayerNorm):
         *,
         mask: ArrayLike | None = ...,
         residual: ArrayLike | None = ...,
+        dropout: Dropout | None = ...,
         return_sum: Literal[True],
     ) -> tuple[jax.Array, jax.Array]: ...
     def __call__(
@@ -395,6 +454,7 @@ class LayerNorm(_flax.LayerNorm):
         *,
         mask: ArrayLike | None = None,
         residual: ArrayLike | None = None,
+        dropout: Dropout | None = None,
         return_sum: bool = False,
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Normalizes ``x``, or ``x + residual``.
@@ -404,6 +464,8 @@ class LayerNorm(_flax.LayerNorm):
           mask: boolean array that broadcasts to ``x``: the elements that count for the statistics.
           residual: array that is added to ``x`` before the norm, or ``None``. The kernel adds it if
             it has the shape of ``x`` and the sum has the dtype of the result.
+          dropout: a layer that is applied to ``x`` before the residual is added, or ``None``. It
+            takes the next key of its own stream.
           return_sum: whether to return the normalized sum ``x + residual``, or ``x``, as well.
 
         Returns:
@@ -415,7 +477,7 @@ class LayerNorm(_flax.LayerNorm):
           TypeError: the shapes of ``x``, ``residual`` and ``num_features`` are not compatible.
         """
         call = super().__call__
-        return _row_norm(self, call, "layer_norm", x, mask, residual, return_sum)
+        return _row_norm(self, call, "layer_norm", x, mask, residual, return_sum, dropout)
 
 
 class RMSNorm(_flax.RMSNorm):
@@ -459,6 +521,7 @@ class RMSNorm(_flax.RMSNorm):
         mask: ArrayLike | None = ...,
         *,
         residual: ArrayLike | None = ...,
+        dropout: Dropout | None = ...,
         return_sum: Literal[False] = ...,
     ) -> jax.Array: ...
     @overload
@@ -468,6 +531,7 @@ class RMSNorm(_flax.RMSNorm):
         mask: ArrayLike | None = ...,
         *,
         residual: ArrayLike | None = ...,
+        dropout: Dropout | None = ...,
         return_sum: Literal[True],
     ) -> tuple[jax.Array, jax.Array]: ...
     def __call__(
@@ -476,7 +540,9 @@ class RMSNorm(_flax.RMSNorm):
         mask: ArrayLike | None = None,
         *,
         residual: ArrayLike | None = None,
+        dropout: Dropout | None = None,
         return_sum: bool = False,
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Normalizes ``x``, or ``x + residual``; see :class:`LayerNorm`."""
-        return _row_norm(self, super().__call__, "rms_norm", x, mask, residual, return_sum)
+        call = super().__call__
+        return _row_norm(self, call, "rms_norm", x, mask, residual, return_sum, dropout)

@@ -32,8 +32,10 @@ from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel, partitions, shards_of, unless_mapped
 from jax_fastops._native import limit
 from jax_fastops._op import Op
+from jax_fastops._random import drop_of
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, reshape
+from jax_fastops.dropout import dropped
 
 _Pair = tuple[jax.Array, jax.Array]
 
@@ -319,7 +321,17 @@ _OPS = {name: _declare(name, rms) for name, rms in _RMS.items()}
 
 
 def _apply(
-    name: str, x, scale, bias, eps, fanout, residual=None, input_bias=None, return_sum=False
+    name: str,
+    x,
+    scale,
+    bias,
+    eps,
+    fanout,
+    residual=None,
+    input_bias=None,
+    return_sum=False,
+    dropout_key=None,
+    dropout_rate=0.0,
 ) -> Any:
     given = {"x": x} | ({"residual": residual} if name.startswith("residual") else {})
     arrays = same_floating_dtype(name, as_arrays(name, **given), list(given))
@@ -330,6 +342,7 @@ def _apply(
         raise ValueError(
             f"{name}: residual has shape {residual.shape}; it must have that of x, {x.shape}"
         )
+    drop = drop_of(name, "dropout_key", dropout_key, "dropout_rate", dropout_rate)
     parameters = [
         None if value is None else parameter(name, what, value, x, -1, "the last axis of x")
         for what, value in (("input_bias", input_bias), ("scale", scale), ("bias", bias))
@@ -337,6 +350,10 @@ def _apply(
     options: dict[str, Any] = dict(
         eps=epsilon(name, eps), return_sum=bool(return_sum), fanout=bool(fanout)
     )
+    if drop is not None:
+        s = dropped(drop, x, parameters[0], residual)
+        y = _apply(name.removeprefix("residual_"), s, *parameters[1:], eps, fanout)
+        return (y, s) if return_sum else y
     summed = residual is not None
     results = ["... n"] * (1 + options["fanout"] + options["return_sum"])
     saved = ["... n"] * (1 if summed and not return_sum else 0) + ["... :acc"] * (
@@ -447,6 +464,8 @@ def residual_layer_norm(
     bias: ArrayLike | None = ...,
     *,
     input_bias: ArrayLike | None = ...,
+    dropout_key: ArrayLike | None = ...,
+    dropout_rate: float = ...,
     eps: float = ...,
     return_sum: Literal[False] = ...,
     fanout: Literal[False] = ...,
@@ -459,6 +478,8 @@ def residual_layer_norm(
     bias: ArrayLike | None = ...,
     *,
     input_bias: ArrayLike | None = ...,
+    dropout_key: ArrayLike | None = ...,
+    dropout_rate: float = ...,
     eps: float = ...,
     return_sum: Literal[False] = ...,
     fanout: Literal[True],
@@ -471,6 +492,8 @@ def residual_layer_norm(
     bias: ArrayLike | None = ...,
     *,
     input_bias: ArrayLike | None = ...,
+    dropout_key: ArrayLike | None = ...,
+    dropout_rate: float = ...,
     eps: float = ...,
     return_sum: Literal[True],
     fanout: Literal[False] = ...,
@@ -483,6 +506,8 @@ def residual_layer_norm(
     bias: ArrayLike | None = ...,
     *,
     input_bias: ArrayLike | None = ...,
+    dropout_key: ArrayLike | None = ...,
+    dropout_rate: float = ...,
     eps: float = ...,
     return_sum: Literal[True],
     fanout: Literal[True],
@@ -495,6 +520,8 @@ def residual_layer_norm(
     bias: ArrayLike | None = ...,
     *,
     input_bias: ArrayLike | None = ...,
+    dropout_key: ArrayLike | None = ...,
+    dropout_rate: float = ...,
     eps: float = ...,
     return_sum: bool = ...,
     fanout: bool = ...,
@@ -506,12 +533,17 @@ def residual_layer_norm(
     bias: ArrayLike | None = None,
     *,
     input_bias: ArrayLike | None = None,
+    dropout_key: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
     eps: float = 1e-6,
     return_sum: bool = False,
     fanout: bool = False,
     fork: bool | None = None,
 ) -> jax.Array | _Pair | tuple[_Pair, jax.Array]:
     """Layer norm of a sum: ``layer_norm(x + input_bias + residual, scale, bias)``.
+
+    With a dropout rate, the sum is ``residual + dropout(x + input_bias)``; see :func:`dropout`. It
+    is then computed in a pass of its own.
 
     The sum is computed in float32 (float64 for float64) and rounded once to the dtype of ``x``. The
     norm is that of the rounded sum.
@@ -523,6 +555,11 @@ def residual_layer_norm(
       bias: array ``[n]`` of any supported floating dtype, or ``None``.
       input_bias: array ``[n]`` of any supported floating dtype, or ``None``: the bias of the layer
         that computed ``x``.
+      dropout_key: a key of ``jax.random`` for the dropout, typed or raw. May be ``None`` if the
+        rate is 0.
+      dropout_rate: the probability that an element of ``x + input_bias`` is dropped, a static
+        number in [0, 1]. :func:`dropout_mask` defines which. With 0, the program is that without
+        dropout.
       eps: a Python or NumPy number, added to the variance.
       return_sum: whether to return the sum as well, which pre-norm models need.
       fanout: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
@@ -534,16 +571,18 @@ def residual_layer_norm(
 
     Residuals:
       The sum, which is the returned array with ``return_sum``, and the mean and reciprocal standard
-      deviation of each row in float32 (float64 for float64). ``x`` and ``residual`` share one
-      gradient array.
+      deviation of each row in float32 (float64 for float64); with a dropout rate, also the key.
+      Without one, ``x`` and ``residual`` share one gradient array.
 
     Sharding: as :func:`layer_norm`.
 
     Raises:
       TypeError: an argument is not an array, a dtype is not supported, ``x`` and ``residual``
-        differ in dtype, or ``eps`` is not a number.
+        differ in dtype, ``eps`` or ``dropout_rate`` is not a number, or ``dropout_key`` is no key
+        of ``jax.random``.
       ValueError: ``x`` has no dimension, the shape of ``residual`` is not that of ``x``, the shape
-        of a parameter is not that of the last axis, or ``eps`` is NaN.
+        of a parameter is not that of the last axis, ``eps`` is NaN, ``dropout_rate`` is not in
+        [0, 1], or ``dropout_key`` is an array of keys.
 
     Source:
       FasterTransformer, ``add_bias_input_layernorm``.
@@ -558,7 +597,17 @@ def residual_layer_norm(
     """
     fanout = renamed("residual_layer_norm", fanout, fork)
     return _apply(
-        "residual_layer_norm", x, scale, bias, eps, fanout, residual, input_bias, return_sum
+        "residual_layer_norm",
+        x,
+        scale,
+        bias,
+        eps,
+        fanout,
+        residual,
+        input_bias,
+        return_sum,
+        dropout_key,
+        dropout_rate,
     )
 
 
@@ -631,6 +680,8 @@ def residual_rms_norm(
     scale: ArrayLike | None = ...,
     *,
     input_bias: ArrayLike | None = ...,
+    dropout_key: ArrayLike | None = ...,
+    dropout_rate: float = ...,
     eps: float = ...,
     return_sum: Literal[False] = ...,
     fanout: Literal[False] = ...,
@@ -642,6 +693,8 @@ def residual_rms_norm(
     scale: ArrayLike | None = ...,
     *,
     input_bias: ArrayLike | None = ...,
+    dropout_key: ArrayLike | None = ...,
+    dropout_rate: float = ...,
     eps: float = ...,
     return_sum: Literal[False] = ...,
     fanout: Literal[True],
@@ -653,6 +706,8 @@ def residual_rms_norm(
     scale: ArrayLike | None = ...,
     *,
     input_bias: ArrayLike | None = ...,
+    dropout_key: ArrayLike | None = ...,
+    dropout_rate: float = ...,
     eps: float = ...,
     return_sum: Literal[True],
     fanout: Literal[False] = ...,
@@ -664,6 +719,8 @@ def residual_rms_norm(
     scale: ArrayLike | None = ...,
     *,
     input_bias: ArrayLike | None = ...,
+    dropout_key: ArrayLike | None = ...,
+    dropout_rate: float = ...,
     eps: float = ...,
     return_sum: Literal[True],
     fanout: Literal[True],
@@ -675,6 +732,8 @@ def residual_rms_norm(
     scale: ArrayLike | None = ...,
     *,
     input_bias: ArrayLike | None = ...,
+    dropout_key: ArrayLike | None = ...,
+    dropout_rate: float = ...,
     eps: float = ...,
     return_sum: bool = ...,
     fanout: bool = ...,
@@ -685,12 +744,17 @@ def residual_rms_norm(
     scale: ArrayLike | None = None,
     *,
     input_bias: ArrayLike | None = None,
+    dropout_key: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
     eps: float = 1e-6,
     return_sum: bool = False,
     fanout: bool = False,
     fork: bool | None = None,
 ) -> jax.Array | _Pair | tuple[_Pair, jax.Array]:
     """RMS norm of a sum: ``rms_norm(x + input_bias + residual, scale)``.
+
+    With a dropout rate, the sum is ``residual + dropout(x + input_bias)``; see :func:`dropout`. It
+    is then computed in a pass of its own.
 
     The sum is computed in float32 (float64 for float64) and rounded once to the dtype of ``x``. The
     norm is that of the rounded sum.
@@ -701,6 +765,8 @@ def residual_rms_norm(
       scale: array ``[n]`` of any supported floating dtype, or ``None``.
       input_bias: array ``[n]`` of any supported floating dtype, or ``None``: the bias of the layer
         that computed ``x``.
+      dropout_key: a key of ``jax.random`` for the dropout; see :func:`residual_layer_norm`.
+      dropout_rate: the probability that an element of ``x + input_bias`` is dropped.
       eps: a Python or NumPy number, added to the mean square.
       return_sum: whether to return the sum as well, which pre-norm models need.
       fanout: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
@@ -712,15 +778,17 @@ def residual_rms_norm(
 
     Residuals:
       The sum, which is the returned array with ``return_sum``, and the reciprocal root mean square
-      of each row in float32 (float64 for float64).
+      of each row in float32 (float64 for float64); with a dropout rate, also the key.
 
     Sharding: as :func:`layer_norm`.
 
     Raises:
       TypeError: an argument is not an array, a dtype is not supported, ``x`` and ``residual``
-        differ in dtype, or ``eps`` is not a number.
+        differ in dtype, ``eps`` or ``dropout_rate`` is not a number, or ``dropout_key`` is no key
+        of ``jax.random``.
       ValueError: ``x`` has no dimension, the shape of ``residual`` is not that of ``x``, the shape
-        of a parameter is not that of the last axis, or ``eps`` is NaN.
+        of a parameter is not that of the last axis, ``eps`` is NaN, ``dropout_rate`` is not in
+        [0, 1], or ``dropout_key`` is an array of keys.
 
     Source:
       FasterTransformer, ``add_bias_input_layernorm``, without the mean.
@@ -733,5 +801,15 @@ def residual_rms_norm(
     """
     fanout = renamed("residual_rms_norm", fanout, fork)
     return _apply(
-        "residual_rms_norm", x, scale, None, eps, fanout, residual, input_bias, return_sum
+        "residual_rms_norm",
+        x,
+        scale,
+        None,
+        eps,
+        fanout,
+        residual,
+        input_bias,
+        return_sum,
+        dropout_key,
+        dropout_rate,
     )

@@ -32,7 +32,9 @@ from jax_fastops._dispatch import row_features, size_in_bytes
 from jax_fastops._kernel import Kernel, KernelCall, copies_too_much
 from jax_fastops._native import limit
 from jax_fastops._op import Op
+from jax_fastops._random import drop_of
 from jax_fastops._signature import accumulator_dtype
+from jax_fastops.dropout import dropped
 
 # ---- kernels -------------------------------------------------------------------------------------
 
@@ -254,11 +256,14 @@ def softmax(
     axis: int | Sequence[int] | None = -1,
     where: ArrayLike | None = None,
     scale: float = 1.0,
+    dropout_key: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
 ) -> jax.Array:
-    """Softmax of ``scale * x`` over an axis.
+    """Softmax of ``scale * x`` over an axis, with dropout of the result.
 
     Equals ``jax.nn.softmax(scale * x, axis=axis, where=where)``, computed in float32 (float64 for
-    float64) and rounded once.
+    float64) and rounded once. With a dropout rate, it equals exactly
+    ``dropout(softmax(x, ...), dropout_key, dropout_rate)``; see :func:`dropout`.
 
     Args:
       x: array of any shape; float32, bfloat16, float16 or float64.
@@ -269,13 +274,18 @@ def softmax(
         shape, and never expands it. A row without any element that counts is 0.
       scale: a Python or NumPy number by which ``x`` is multiplied. It is static: another value
         compiles another program.
+      dropout_key: a key of ``jax.random`` for the dropout of the result, typed or raw. May be
+        ``None`` if the rate is 0.
+      dropout_rate: the probability that an element of the result is dropped, a static number in
+        [0, 1]. Which elements are dropped is :func:`dropout_mask`'s definition for the shape of
+        ``x``, whatever ``axis`` is. With 0, the program is that without dropout.
 
     Returns:
       An array with the shape and dtype of ``x``.
 
     Residuals:
-      The result. With ``where``, the gradient of an element whose result is 0 is 0, even if the
-      cotangent is infinite or NaN.
+      The result before dropout, and the key if there is one. With ``where``, the gradient of an
+      element whose result is 0 is 0, even if the cotangent is infinite or NaN.
 
     Sharding: over every dimension except ``axis``, without communication. A sharded ``axis`` is
     gathered over an auto mesh axis, and takes the reference over an explicit one. In a program for
@@ -285,8 +295,10 @@ def softmax(
 
     Raises:
       TypeError: ``x`` or ``where`` is not an array, the dtype is not supported, ``where`` is not
-        boolean, ``axis`` is not an integer, or ``scale`` is not a number.
-      ValueError: ``axis`` is out of range, or ``where`` does not broadcast to the shape of ``x``.
+        boolean, ``axis`` is not an integer, ``scale`` or ``dropout_rate`` is not a number, or
+        ``dropout_key`` is no key of ``jax.random``.
+      ValueError: ``axis`` is out of range, ``where`` does not broadcast to the shape of ``x``,
+        ``dropout_rate`` is not in [0, 1], or ``dropout_key`` is an array of keys.
 
     Source:
       FasterTransformer, ``softmax``; OneFlow, softmax.
@@ -298,7 +310,8 @@ def softmax(
       >>> fo.softmax(x, where=jnp.array([True, True, False])).tolist()
       [[0.5, 0.5, 0.0]]
     """
-    return _apply("softmax", x, axis, where, scale)
+    drop = drop_of("softmax", "dropout_key", dropout_key, "dropout_rate", dropout_rate)
+    return dropped(drop, _apply("softmax", x, axis, where, scale))
 
 
 def log_softmax(

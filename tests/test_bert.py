@@ -277,15 +277,6 @@ CASES = {
 }
 
 
-def dropout_by_definition(x, key, rate):
-    wide = x.astype(jnp.promote_types(x.dtype, np.float32)) / (1 - rate)
-    return jnp.where(fo.dropout_mask(key, x.shape, rate), wide.astype(x.dtype), jnp.zeros_like(x))
-
-
-# With the masks of FASTOPS.
-TWIN = bert.PLAIN._replace(dropout=dropout_by_definition)
-
-
 @pytest.mark.jax
 @pytest.mark.parametrize(
     "case",
@@ -295,7 +286,7 @@ def test_twins_agree(case, without_cudnn):
     """Results and the gradient of every parameter, including a sequence that is all padding."""
     changes, masked, dropped = CASES[case]
     config = dataclasses.replace(CONFIG, **changes)
-    ours, plain = (stepped(config, ops, masked, dropped) for ops in (bert.FASTOPS, TWIN))
+    ours, plain = (stepped(config, ops, masked, dropped) for ops in (bert.FASTOPS, bert.PLAIN))
     assert all(np.all(np.isfinite(a)) for a in jax.tree.leaves(ours))
     assert_close(ours, plain, 2e-5)
     assert min(np.linalg.norm(g) for g in jax.tree.leaves(ours["gradients"])) > 1e-4
@@ -313,7 +304,7 @@ def test_twins_agree_in_full_depth(attention):
         given = start(config), batch(config), KEY
         params = jax.tree.map(lambda a: a.astype(np.float64), given[0])
         ours, plain = (
-            jax.jit(step(config, ops))(params, *given[1:]) for ops in (bert.FASTOPS, TWIN)
+            jax.jit(step(config, ops))(params, *given[1:]) for ops in (bert.FASTOPS, bert.PLAIN)
         )
         assert ours["hidden"].dtype == np.float64
         # jax.nn's attention computes the softmax in float32.
@@ -583,7 +574,8 @@ def test_scale_of_dropout(dtype):
         seen = []
 
         def residual_layer_norm(x, residual, *args, **options):
-            seen.append(x)
+            x = x + options["input_bias"].astype(x.dtype)
+            seen.append(bert.PLAIN.dropout(x, options["dropout_key"], options["dropout_rate"]))
             return residual
 
         ops = bert.PLAIN._replace(residual_layer_norm=residual_layer_norm)
@@ -602,11 +594,25 @@ def test_places_of_dropout():
     config = dataclasses.replace(CONFIG, dropout=0.25, attention_dropout=0.5)
     seen = []
 
-    def residual_layer_norm(x, residual, *args, input_bias, **options):
-        seen.append((np.asarray(x), input_bias))
-        return bert.PLAIN.residual_layer_norm(x, residual, *args, input_bias=input_bias, **options)
+    masks = []
 
-    spy = bert.PLAIN._replace(residual_layer_norm=residual_layer_norm)
+    def dropout(x, key, rate):
+        if key is not None:
+            masks.append(x.shape)
+        return bert.PLAIN.dropout(x, key, rate)
+
+    def residual_layer_norm(x, residual, *args, **options):
+        def seeing(x, key, rate):
+            seen.append(np.asarray(dropout(x, key, rate)))
+            return seen[-1]
+
+        return bert.PLAIN.residual_layer_norm(x, residual, *args, dropout=seeing, **options)
+
+    spy = bert.PLAIN._replace(
+        residual_layer_norm=residual_layer_norm,
+        softmax=functools.partial(bert.PLAIN.softmax, dropout=dropout),
+        dropout=dropout,
+    )
     params = jax.tree.map(lambda a: a, start(config))  # new dicts
     for layer in params["layers"]:
         for product in ("output", "down"):
@@ -614,23 +620,18 @@ def test_places_of_dropout():
             layer[product] = {"kernel": 0 * kernel, "bias": np.ones(32, np.float32)}
     given = batch(config)
     bert.apply(params, config=config, key=KEY, ops=spy, **given)
-    assert len(seen) == 4 and all(input_bias is None for _, input_bias in seen)
+    assert len(seen) == 4
     zeros = []
-    for x, _ in seen:
+    for x in seen:
         assert set(np.unique(x)) == {np.float32(0), np.float32(1 / 0.75)}
         assert np.mean(x == 0) == pytest.approx(0.25, abs=0.03)
         zeros.append(x == 0)
     assert len({z.tobytes() for z in zeros}) == 4
-    run = functools.partial(hidden_of, config=config, key=KEY, ops=bert.PLAIN)
-    masks = [
-        e.outvars[0].aval.shape
-        for e in equations(jax.make_jaxpr(run)(params, given).jaxpr)
-        if e.primitive.name == "random_bits"
-    ]
     tokens, scores = (BATCH, SEQUENCE, 32), (BATCH, 4, SEQUENCE, SEQUENCE)
     assert masks == [tokens] + [scores, tokens, tokens] * 2
-    none = jax.make_jaxpr(functools.partial(hidden_of, config=config))(params, given)
-    assert "random" not in str(none)
+    masks.clear()
+    bert.apply(params, config=config, ops=spy, **given)
+    assert not masks
 
 
 @pytest.mark.jax
@@ -711,14 +712,10 @@ def test_remat_keeps_less(which):
 
 
 @pytest.mark.jax
-def test_remat_keeps_masks_of_dropout():
-    """Those of PLAIN. FASTOPS draws them again from the key."""
+def test_no_masks_of_dropout_are_kept():
     config = dataclasses.replace(CONFIG, dropout=0.1, attention_dropout=0.1, remat=True)
     tokens, scores = (BATCH, SEQUENCE, 32), (BATCH, 4, SEQUENCE, SEQUENCE)
-    kept = residuals(config, bert.FASTOPS, key=KEY)
-    assert not kept[tokens, "bool"] and not kept[scores, "bool"]
-    kept = residuals(config, bert.PLAIN, key=KEY)
-    assert kept[tokens, "bool"] == 1 + 2 * 2 and kept[scores, "bool"] == 2
+    assert (tokens, "bool") not in kept and (scores, "bool") not in kept
     assert (scores, "float32") not in kept
 
 

@@ -1,8 +1,9 @@
 """BERT in plain functions: embeddings, post-norm encoder layers, a pooler, the masked-word head.
 
 ``init`` makes parameters, a pytree of arrays. ``apply`` maps tokens to hidden states. A layer has
-six matrix products and six fused ops: the split into heads with its bias, softmax with scale and
-mask, the merge of heads, two layer norms with bias and residual, and the activation with bias. The
+six matrix products and six fused ops: the split into heads with its bias, softmax with scale, mask
+and dropout, the merge of heads, two layer norms with bias, dropout and residual, and the activation
+with bias. The
 functions that compute these ops are an argument, so that a training on ``jax_fastops`` and one in
 plain JAX differ in nothing else::
 
@@ -94,9 +95,10 @@ class Config:
         ``"cudnn"``: ``jax.nn.dot_product_attention`` with that implementation, which has no
         dropout. cuDNN's needs a GPU and bfloat16 or float16. XLA's takes no float16 on a CPU.
       remat: whether the backward recomputes layers. It then keeps the input of each layer, the
-        norms' inputs, results and statistics, and the dropout masks. It recomputes the other
-        intermediate results of feed-forward and attention, but not the two products before the
-        norms. On a CPU, XLA undoes this unless the layers are a ``scan``.
+        norms' inputs, results and statistics (with dropout, the products before the norms in place
+        of the inputs). It recomputes the other intermediate results of feed-forward and attention,
+        but not the two products before the norms. On a CPU, XLA undoes this unless the layers are
+        a ``scan``.
       scan: whether the layers are one ``jax.lax.scan``. The program's size and compilation time
         then do not grow with ``layers``.
       init_range: the standard deviation of a new network's kernels and embeddings.
@@ -191,7 +193,7 @@ class Ops(NamedTuple):
       residual_layer_norm: like :func:`jax_fastops.residual_layer_norm`.
       layer_norm: like :func:`jax_fastops.layer_norm`.
       bias_act: like :func:`jax_fastops.bias_act`.
-      dropout: like :func:`jax_fastops.dropout`. It is called only with a key and a rate above 0.
+      dropout: like :func:`jax_fastops.dropout`.
       linear_cross_entropy: like :func:`jax_fastops.linear_cross_entropy`.
 
     Example:
@@ -228,8 +230,30 @@ def _plain_merge_heads(x):
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
-def _plain_softmax(x, *, axis=-1, where=None, scale: float = 1.0):
-    return jax.nn.softmax(x * scale, axis=axis, where=where)
+def _plain_dropout(x, key, rate: float):
+    """Dropout with the masks of this package."""
+    if key is None or rate == 0:
+        return x
+    keep = fo.dropout_mask(key, x.shape, rate)
+    if explicit_spec(x) is not None:
+        keep = jax.sharding.reshard(keep, jax.typeof(x).sharding)
+    # A divisor in bfloat16 would be rounded, which scales every kept element wrongly.
+    kept = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)).astype(x.dtype)
+    return jnp.where(keep, kept, jnp.zeros_like(x))
+
+
+def _plain_softmax(
+    x,
+    *,
+    axis=-1,
+    where=None,
+    scale: float = 1.0,
+    dropout_key=None,
+    dropout_rate: float = 0.0,
+    dropout=_plain_dropout,
+):
+    y = jax.nn.softmax(x * scale, axis=axis, where=where)
+    return dropout(y, dropout_key, dropout_rate)
 
 
 def _plain_residual_layer_norm(
@@ -239,13 +263,16 @@ def _plain_residual_layer_norm(
     bias=None,
     *,
     input_bias=None,
+    dropout_key=None,
+    dropout_rate: float = 0.0,
     eps: float = 1e-6,
     return_sum=False,
     fanout=False,
+    dropout=_plain_dropout,
 ):
     if input_bias is not None:
         x = x + input_bias.astype(x.dtype)
-    x = x + residual
+    x = dropout(x, dropout_key, dropout_rate) + residual
     y = _plain_layer_norm(x, scale, bias, eps=eps, fanout=fanout)
     return (y, x) if return_sum else y
 
@@ -262,16 +289,6 @@ def _plain_layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6, fanout=Fal
 
 def _plain_bias_act(x, bias, *, activation: str = "gelu"):
     return _ACTIVATIONS[activation](x + bias.astype(x.dtype))
-
-
-def _plain_dropout(x, key, rate: float):
-    # As jax.random.bernoulli, which takes no sharding. Over an explicit mesh, x sets it.
-    shards = None if explicit_spec(x) is None else jax.typeof(x).sharding
-    draws = jax.random.uniform(key, x.shape, out_sharding=shards)
-    keep = checkpoint_name(draws < 1 - rate, _DROPOUT)
-    # A divisor in bfloat16 would be rounded, which scales every kept element wrongly.
-    kept = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)).astype(x.dtype)
-    return jnp.where(keep, kept, jnp.zeros_like(x))
 
 
 def _plain_linear_cross_entropy(
@@ -317,7 +334,7 @@ FASTOPS = Ops(
     fo.dropout,
     fo.linear_cross_entropy,
 )
-#: The same ops on ``jax.nn`` and ``jax.numpy``.
+#: The same ops on ``jax.nn`` and ``jax.numpy``, with the same dropout masks.
 PLAIN = Ops(
     _plain_split_qkv_heads,
     _plain_merge_heads,
@@ -546,7 +563,8 @@ def apply(
     x = _embed(params["embeddings"], tokens, config, token_types, positions)
     norm = params["embeddings"]["norm"]
     x = ops.layer_norm(x, norm["scale"], norm["bias"], eps=config.eps)
-    x = _dropout(embeddings_key, config.dropout, x, ops)
+    if embeddings_key is not None and config.dropout > 0:
+        x = ops.dropout(x, embeddings_key, config.dropout)
     x = _encode(params["layers"], x, config, mask, layers_key, ops)
     if "pooler" not in params:
         return x, None
@@ -680,10 +698,10 @@ def _cast(layers, dtype: str):
 # What the backward of a layer keeps under ``remat``. A kernel's results are kept or recomputed
 # together: with the statistics of a norm, its result and its input are kept, and the product before
 # it is not repeated. If the norm takes the reference, the product is kept instead of the sum.
-_SUM, _NORM, _DROPOUT = "bert_sum", "bert_norm", "bert_dropout"
+_SUM, _NORM = "bert_sum", "bert_norm"
 _KEPT_PRIMITIVES = {f"fastops_{name}_fwd" for name in ("layer_norm", "residual_layer_norm")}
 _KEEP = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.save_only_these_names(_SUM, _NORM, _DROPOUT),
+    jax.checkpoint_policies.save_only_these_names(_SUM, _NORM),
     lambda primitive, *_, **__: primitive.name in _KEPT_PRIMITIVES,
 )
 
@@ -762,8 +780,8 @@ def _softmax_attention(params: dict, x, config: Config, mask, key, ops: Ops):
     q, k, v = ops.split_qkv_heads(qkv, params["bias"], num_heads=config.heads)
     scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
     where = None if mask is None else mask[:, None, None, :]
-    p = ops.softmax(scores, where=where, scale=q.shape[-1] ** -0.5)
-    p = _dropout(key, config.attention_dropout, p, ops)
+    drop = _drop_options(key, config.attention_dropout)
+    p = ops.softmax(scores, where=where, scale=q.shape[-1] ** -0.5, **drop)
     return ops.merge_heads(jnp.einsum("bhqk,bhkd->bhqd", p, v))
 
 
@@ -792,19 +810,22 @@ def _dot_product_attention(params: dict, x, config: Config, mask, key, ops: Ops)
 
 def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops, fanout: bool):
     """A product, then its bias, dropout, the residual and layer norm."""
-    y = jnp.dot(y, product["kernel"])
-    bias = product["bias"]
-    if key is not None and config.dropout > 0:
-        # Dropout applies to the bias, too, so the norm cannot add it with the residual.
-        y, bias = _dropout(key, config.dropout, y + bias.astype(y.dtype), ops), None
-    y = checkpoint_name(y, _SUM)
+    y = checkpoint_name(jnp.dot(y, product["kernel"]), _SUM)
     return ops.residual_layer_norm(
-        y, x, norm["scale"], norm["bias"], input_bias=bias, eps=config.eps, fanout=fanout
+        y,
+        x,
+        norm["scale"],
+        norm["bias"],
+        input_bias=product["bias"],
+        eps=config.eps,
+        fanout=fanout,
+        **_drop_options(key, config.dropout),
     )
 
 
-def _dropout(key, rate: float, x, ops: Ops):
-    return x if key is None or rate == 0 else ops.dropout(x, key, rate)
+def _drop_options(key, rate: float) -> dict[str, Any]:
+    """The options of an op that has dropout. Without dropout, an op need not have these options."""
+    return {} if key is None or rate == 0 else dict(dropout_key=key, dropout_rate=rate)
 
 
 def masked_lm_logits(

@@ -1,4 +1,7 @@
-// Dropout: y = x * scale for the elements that are kept, 0 for the others.
+// Dropout: y = (x + bias) * scale for the elements that are kept, 0 for the others; plus a
+// residual.
+//
+// The bias and the residual are optional. They are branches that all threads take alike.
 //
 // A thread takes units of 16 bytes of the whole array, so that all accesses are coalesced, however
 // long the rows are. It draws each block of random bits that its elements belong to: one, if rows
@@ -6,6 +9,7 @@
 // is hidden behind the memory's time; an exchange between them was not worth its instructions.
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/alignment.h"
 #include "core/cuda/dispatch.cuh"
@@ -27,12 +31,16 @@ constexpr int kTogether = 2;  // units that a thread loads together
 struct Params {
   const char* x;
   const uint32_t* seeds;
+  const char* bias;      // null: absent
+  const char* residual;  // null: absent
   char* y;
   uint32_t count;        // of elements
   uint32_t first_block;  // of the random bits of a row
   FastDivisor columns;
   uint32_t largest;
   double scale;
+  bool wide_bias;   // in the compute type
+  bool bias_units;  // a unit's part of the bias is in one row, and aligned
 };
 
 // The elements of one launch fit 31 bits.
@@ -65,42 +73,70 @@ __device__ __forceinline__ uint32_t KeptFrom(const Params& p, uint32_t first) {
   return kept;
 }
 
+template <typename T, typename P, int kSize>
+__device__ __forceinline__ void LoadBias(const Params& p, uint32_t first,
+                                         ComputeType<T> (&bias)[kSize]) {
+  const uint32_t columns = p.columns.divisor;
+  uint32_t column = first - Divide(first, p.columns) * columns;
+  if (p.bias_units) return LoadParameter<T, P>(p.bias, column, bias);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    bias[i] = ToCompute(reinterpret_cast<const P*>(p.bias)[column]);
+    column = column + 1 == columns ? 0 : column + 1;
+  }
+}
+
+// Loads a unit; elements after the array's end are not set.
+template <typename U>
+__device__ __forceinline__ U LoadUnit(const Params& p, const char* from, uint32_t first) {
+  using T = std::remove_reference_t<decltype(U().elements[0])>;
+  const T* const x = reinterpret_cast<const T*>(from) + first;
+  if (first + U::kSize <= p.count) return U::template Load<CacheHint::kNoAllocate>(x);
+  U unit;
+#pragma unroll
+  for (int i = 0; i < U::kSize; ++i) {
+    if (first + i < p.count) unit.elements[i] = x[i];
+  }
+  return unit;
+}
+
 template <typename T, int kBytes>
-__global__ void __launch_bounds__(kThreads) DropoutKernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 5)
+    DropoutKernel(const __grid_constant__ Params p) {
   using U = Unit<T, kBytes>;
+  using A = ComputeType<T>;
   const uint32_t begin = (blockIdx.x * kTogether * kThreads + threadIdx.x) * U::kSize;
-  const ComputeType<T> scale = static_cast<ComputeType<T>>(p.scale);
-  U units[kTogether];
+  const A scale = static_cast<A>(p.scale);
+  U units[kTogether], residual[kTogether];
 #pragma unroll
   for (int k = 0; k < kTogether; ++k) {
     const uint32_t first = begin + k * kThreads * U::kSize;
-    const char* x = p.x + int64_t{first} * int64_t{sizeof(T)};
-    if (first + U::kSize <= p.count) {
-      units[k] = U::template Load<CacheHint::kNoAllocate>(x);
-    } else {
-#pragma unroll
-      for (int i = 0; i < U::kSize; ++i) {
-        if (first + i < p.count) units[k].elements[i] = reinterpret_cast<const T*>(x)[i];
-      }
-    }
+    units[k] = LoadUnit<U>(p, p.x, first);
+    if (p.residual != nullptr) residual[k] = LoadUnit<U>(p, p.residual, first);
   }
 #pragma unroll
   for (int k = 0; k < kTogether; ++k) {
     const uint32_t first = begin + k * kThreads * U::kSize;
     if (first >= p.count) return;
     const uint32_t kept = KeptFrom<U::kSize>(p, first);
+    A bias[U::kSize] = {};
+    if (p.bias != nullptr && p.wide_bias) LoadBias<T, A>(p, first, bias);
+    if (p.bias != nullptr && !p.wide_bias) LoadBias<T, T>(p, first, bias);
 #pragma unroll
     for (int i = 0; i < U::kSize; ++i) {
-      const T product = FromCompute<T>(ToCompute(units[k].elements[i]) * scale);
-      units[k].elements[i] = kept >> i & 1 ? product : FromCompute<T>(0);
+      A value = ToCompute(units[k].elements[i]);
+      if (p.bias != nullptr) value += bias[i];
+      value = kept >> i & 1 ? value * scale : A(0);
+      if (p.residual != nullptr) value += ToCompute(residual[k].elements[i]);
+      units[k].elements[i] = FromCompute<T>(value);
     }
-    char* y = p.y + int64_t{first} * int64_t{sizeof(T)};
+    T* const y = reinterpret_cast<T*>(p.y) + first;
     if (first + U::kSize <= p.count) {
       units[k].Store(y);
     } else {
 #pragma unroll
       for (int i = 0; i < U::kSize; ++i) {
-        if (first + i < p.count) reinterpret_cast<T*>(y)[i] = units[k].elements[i];
+        if (first + i < p.count) y[i] = units[k].elements[i];
       }
     }
   }
@@ -108,11 +144,12 @@ __global__ void __launch_bounds__(kThreads) DropoutKernel(const __grid_constant_
 
 }  // namespace
 
-cudaError_t Dropout(DType dtype, const void* x, const uint32_t* seeds, void* y, int64_t rows,
-                    int64_t columns, uint32_t largest, double scale, cudaStream_t stream) {
+cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int64_t columns,
+                    uint32_t largest, double scale, cudaStream_t stream) {
   if (rows == 0 || columns == 0) return cudaSuccess;
   if (CeilDiv(columns, kSeedBlock) > int64_t{1} << 32) return cudaErrorInvalidValue;
   const int64_t itemsize = DTypeSize(dtype);
+  const int64_t bias_itemsize = arrays.wide_bias ? std::max<int64_t>(itemsize, 4) : itemsize;
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
     // A launch takes several whole rows, or a part of one.
     const int64_t part = std::min(columns, kMostElements), some = kMostElements / part;
@@ -120,21 +157,30 @@ cudaError_t Dropout(DType dtype, const void* x, const uint32_t* seeds, void* y, 
       for (int64_t column = 0; column < columns; column += part) {
         const int64_t taken = std::min(part, columns - column);
         const int64_t count = taken * std::min(some, rows - row);
+        const auto at = [](const void* p, int64_t bytes) {
+          return p == nullptr ? nullptr : static_cast<const char*>(p) + bytes;
+        };
         const int64_t skipped = (row * columns + column) * itemsize;
-        const Params params = {
-            .x = static_cast<const char*>(x) + skipped,
-            .seeds = seeds + row * kSeedWords,
-            .y = static_cast<char*>(y) + skipped,
+        Params params = {
+            .x = at(arrays.x, skipped),
+            .seeds = arrays.seeds + row * kSeedWords,
+            .bias = at(arrays.bias, column * bias_itemsize),
+            .residual = at(arrays.residual, skipped),
+            .y = static_cast<char*>(arrays.y) + skipped,
             .count = static_cast<uint32_t>(count),
             .first_block = static_cast<uint32_t>(column / kSeedBlock),
             .columns = FastDivisor(static_cast<uint32_t>(taken)),
             .largest = largest,
             .scale = scale,
+            .wide_bias = arrays.wide_bias,
+            .bias_units = false,
         };
-        const bool aligned = CommonAlignment({params.x, params.y}) == 16;
+        const bool aligned = CommonAlignment({params.x, params.residual, params.y}) == 16;
         const auto kernel = aligned ? KernelOf<DropoutFamily, DropoutKernel<T, 16>>()
                                     : KernelOf<DropoutFamily, DropoutKernel<T, sizeof(T)>>();
-        const int64_t units = CeilDiv(count, aligned ? 16 / itemsize : 1);
+        const int64_t unit = aligned ? 16 / itemsize : 1;
+        params.bias_units = taken % unit == 0 && CommonAlignment({params.bias}) == 16;
+        const int64_t units = CeilDiv(count, unit);
         const LaunchConfig config = {
             .grid = dim3(static_cast<unsigned>(CeilDiv(units, kTogether * kThreads))),
             .block = dim3(kThreads),

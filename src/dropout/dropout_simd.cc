@@ -11,16 +11,32 @@ template <typename E>
 struct Dropout {
   using A = typename E::A;
 
-  static void Piece(const uint32_t* seed, uint32_t block, int64_t n, uint32_t largest, double scale,
-                    const char* x, char* y) {
+  using Wide = SameElement<A>;
+
+  template <typename Extent>
+  static FASTOPS_INLINE Pair<A> Bias(Extent extent, const DropoutPiece& p, int64_t i,
+                                     int64_t count) {
+    if (p.wide_bias) return LoadElements<Wide>(extent, p.bias + i * Wide::kBytes, count);
+    return LoadElements<E>(extent, p.bias + i * E::kBytes, count);
+  }
+
+  static void Piece(const DropoutPiece& p, uint32_t largest, double scale) {
     uint8_t mask[kDropoutPiece / kSeedBlock];
-    KeptBits(seed, block, (n + kSeedBlock - 1) / kSeedBlock, largest, mask);
+    KeptBits(p.seed, p.block, (p.n + kSeedBlock - 1) / kSeedBlock, largest, mask);
     const Pair<A> factor = SetPair<A>(static_cast<typename A::Scalar>(scale));
-    OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+    OverBlocks<E::kBlock>(0, p.n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
       const uint32_t bits = BitsAt<E>(extent, mask, i, count);
-      const Pair<A> v = Loaded<A>(LoadElements<E>(extent, x + i * E::kBytes, count));
-      StoreElements<E, false>(extent, y + i * E::kBytes, E::Keep(bits, E::Narrow(Mul(v, factor))),
-                              count);
+      Pair<A> v = Loaded<A>(LoadElements<E>(extent, p.x + i * E::kBytes, count));
+      if (p.bias != nullptr) v = Add(v, Bias(extent, p, i, count));
+      v = Mul(v, factor);
+      char* const y = p.y + i * E::kBytes;
+      if (p.residual == nullptr) {
+        StoreElements<E, false>(extent, y, E::Keep(bits, E::Narrow(v)), count);
+      } else {
+        v = Select(PairOfBits<A>(bits), v, SetPair<A>(0));
+        v = Add(v, LoadElements<E>(extent, p.residual + i * E::kBytes, count));
+        StoreElements<E, false>(extent, y, E::Narrow(v), count);
+      }
     });
   }
 };

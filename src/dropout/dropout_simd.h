@@ -12,11 +12,21 @@ namespace jax_fastops::cpu {
 // The most elements of a row that a kernel takes at once. Their mask is in the first-level cache.
 inline constexpr int64_t kDropoutPiece = 4096;
 
-// By DType: dropout of a piece of a row, from its n elements at x to those at y. The piece begins
-// with a whole block of the row.
+// A piece of a row. It begins with a whole block of the row.
+struct DropoutPiece {
+  const uint32_t* seed;
+  uint32_t block;
+  int64_t n;
+  const char* x;
+  const char* bias;  // null: absent
+  bool wide_bias;
+  const char* residual;  // null: absent
+  char* y;
+};
+
+// By DType: dropout.h for a piece.
 struct DropoutKernels {
-  using Piece = void(const uint32_t* seed, uint32_t block, int64_t n, uint32_t largest,
-                     double scale, const char* x, char* y);
+  using Piece = void(const DropoutPiece& piece, uint32_t largest, double scale);
   Piece* piece[kNumDTypes];
 };
 FASTOPS_DECLARE_KERNELS(DropoutKernels, dropout_kernels)

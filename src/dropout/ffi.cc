@@ -6,16 +6,20 @@ namespace jax_fastops {
 namespace {
 
 ffi::Error Forward(Call& call, Queue queue) {
-  const void* const x = call.In("x");
-  const auto* const seeds = static_cast<const uint32_t*>(call.In("seeds"));
-  void* const y = call.Out("y");
+  DropoutArrays arrays;
+  arrays.x = call.In("x");
+  arrays.seeds = static_cast<const uint32_t*>(call.In("seeds"));
+  arrays.bias = call.In("bias?");
+  arrays.wide_bias = call.Wide("bias?");
+  arrays.residual = call.In("residual?");
+  arrays.y = call.Out("y");
   const DType dtype = call.Type();
   const int64_t rows = call.Batch(), columns = call.Size("n");
   const int64_t threshold = call.Attribute<int64_t>("threshold");
   const double scale = call.Attribute<double>("scale");
   if (threshold < 1 || threshold > 1 << 16) call.Fail("the threshold is not in [1, 65536]");
   return call.Run([&] {
-    return backend::Dropout(dtype, x, seeds, y, rows, columns, static_cast<uint32_t>(threshold - 1),
+    return backend::Dropout(dtype, arrays, rows, columns, static_cast<uint32_t>(threshold - 1),
                             scale, queue);
   });
 }

@@ -1,0 +1,364 @@
+"""Dropout in `softmax` and the residual norms: values, transformations, shards, rates, errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import (
+    Case,
+    Sharding,
+    Tolerance,
+    assert_bitwise_equal,
+    assert_matches,
+    checks,
+    implementation,
+)
+from harness.compat import make_mesh
+from harness.numerics import normal
+from harness.programs import targets_of
+from jax.sharding import AxisType
+
+import jax_fastops as fo
+
+pytestmark = pytest.mark.usefixtures("native")
+
+MODES = ("native", "auto", "xla")
+RATE = 0.3
+
+
+def key_of(seed):
+    """A raw key. Not from jax.random, because the harness also draws while tracing."""
+    return np.random.default_rng(seed).integers(0, 2**32, 2, np.uint32)
+
+
+def plain_dropout(x, key):
+    keep = fo.dropout_mask(key, x.shape, RATE)
+    return jnp.where(keep, x * jnp.asarray(1 / (1 - RATE), x.dtype), jnp.zeros((), x.dtype))
+
+
+# Softmax ------------------------------------------------------------------------------------------
+
+
+def softmax(x, where, key, **options):
+    return fo.softmax(x, where=where, dropout_key=key, dropout_rate=RATE, **options)
+
+
+def softmax_reference(x, where, key, axis=-1, scale=1.0):
+    p = jax.nn.softmax(x if scale == 1.0 else x * scale, axis=axis, where=where)
+    wide = jnp.promote_types(p.dtype, jnp.float32)
+    return plain_dropout(p.astype(wide), key).astype(p.dtype)
+
+
+def softmax_draws(shape, mask):
+    def make(rng, dtype):
+        where = rng.random(mask) < 0.7
+        where[..., :1] = True
+        return normal(rng, shape, dtype), where, key_of(int(rng.integers(1 << 30)))
+
+    return make
+
+
+def softmax_case(name, shape, mask, sharded=None, sharded_mask=None, options=None, **more):
+    if sharded is not None:
+        more["make_sharded_args"] = softmax_draws(sharded, sharded_mask)
+    return Case(
+        name=name,
+        fn=functools.partial(softmax, **(options or {})),
+        reference=functools.partial(softmax_reference, **(options or {})),
+        make_args=softmax_draws(shape, mask),
+        tolerance=Tolerance(ulps=16.0),
+        **more,
+    )
+
+
+SOFTMAX = softmax_case(
+    "softmax",
+    (2, 2, 3, 5),
+    (2, 1, 1, 5),
+    (8, 8, 16, 12),
+    (8, 1, 1, 12),
+    options=dict(scale=0.25),
+    shardings=(  # in shard_map, rows count from 0
+        Sharding("batch", (0, 0, None), (0,), shard_map=False),
+        Sharding("heads", (1, None, None), (1,), shard_map=False),
+    ),
+    symbolic=("b, h, q, k", "b, 1, 1, k", "2"),
+)
+LONG = softmax_case("long", (2, 1001), (1, 1001), basic_only=True, modes=("native",))
+AXIS = softmax_case(
+    "axis", (2, 4, 9), (1, 4, 1), options=dict(axis=1), basic_only=True, modes=("native", "xla")
+)
+
+
+@checks(SOFTMAX, LONG, AXIS)
+def test_softmax(check):
+    check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("axis", [-1, 0, (0, 2), None])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 4, 264)])
+def test_softmax_is_dropout_of_softmax(shape, axis, mode, dtype):
+    """To the last bit, in values and gradients, whatever the axis is."""
+    rng, key = np.random.default_rng(0), jax.random.key(5)
+    x, dy = normal(rng, shape, dtype), normal(rng, shape, dtype)
+    where = rng.random(shape) < 0.8
+
+    def run(f):
+        y, pullback = jax.vjp(f, x)
+        return y, pullback(dy)[0]
+
+    options = dict(axis=axis, where=where, scale=0.5)
+    with implementation(mode):
+        got = run(lambda x: fo.softmax(x, **options, dropout_key=key, dropout_rate=RATE))
+        want = run(lambda x: fo.dropout(fo.softmax(x, **options), key, RATE))
+    assert_bitwise_equal(got, want)
+    keep = np.asarray(fo.dropout_mask(key, shape, RATE))
+    assert not np.any(np.asarray(got[0])[~keep])
+
+
+# Norms --------------------------------------------------------------------------------------------
+
+
+def norm(x, residual, scale, input_bias, key, *, name, **options):
+    options.update(input_bias=input_bias, dropout_key=key, dropout_rate=RATE)
+    y = getattr(fo, name)(x, residual, scale, eps=0.1, **options)
+    return (*y[0], y[1]) if "fanout" in options else y
+
+
+def norm_reference(x, residual, scale, input_bias, key, *, name, return_sum=False, fanout=False):
+    wide = jnp.promote_types(x.dtype, np.float32)
+    s = plain_dropout(x.astype(wide) + input_bias.astype(wide), key) + residual.astype(wide)
+    # Without the barrier, XLA on a GPU would skip the rounding.
+    y = jax.lax.optimization_barrier(s.astype(x.dtype)).astype(wide)
+    if "rms" not in name:
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 0.1) * scale.astype(wide)
+    y = y.astype(x.dtype)
+    return (y,) * (1 + fanout) + (s.astype(x.dtype),) if return_sum else y
+
+
+def norm_draws(shape, parameters=None):
+    def make(rng, dtype):
+        own = parameters or dtype
+        scale, bias = (normal(rng, shape[-1:], np.float64) for _ in range(2))
+        return (
+            normal(rng, shape, dtype),
+            normal(rng, shape, dtype),
+            (scale / 4 + 1).astype(own),
+            bias.astype(own),
+            key_of(int(rng.integers(1 << 30))),
+        )
+
+    return make
+
+
+def norm_case(name, op, shape, sharded=None, parameters=None, options=None, **more):
+    if sharded is not None:
+        more["make_sharded_args"] = norm_draws(sharded, parameters)
+    options = dict(options or {}, name=op)
+    return Case(
+        name=name,
+        fn=functools.partial(norm, **options),
+        reference=functools.partial(norm_reference, **options),
+        make_args=norm_draws(shape, parameters),
+        tolerance=Tolerance(ulps=32.0),
+        shards_under_vmap=False,
+        **more,
+    )
+
+
+LAYER = norm_case(
+    "layer",
+    "residual_layer_norm",
+    (3, 9),
+    (8, 16, 12),
+    shardings=(
+        Sharding("batch", (0, 0, None, None, None), (0,), gradient_all_reduces=2, shard_map=False),
+    ),
+    symbolic=("b, n", "b, n", "n", "n", "2"),
+)
+RMS = norm_case(
+    "rms",
+    "residual_rms_norm",
+    (2, 3, 17),
+    parameters=np.float32,
+    options=dict(return_sum=True, fanout=True),
+    dtypes=("bfloat16", "float32"),
+    basic_only=True,
+    modes=("native", "xla"),
+)
+WIDE = norm_case(
+    "wide", "residual_layer_norm", (3, 1000), dtypes=("bfloat16", "float16"), basic_only=True
+)
+
+
+@checks(LAYER, RMS, WIDE)
+def test_norms(check):
+    check()
+
+
+N = (1, 7, 8, 31, 64, 129, 1000, 4097)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_sums_of_any_length(wide, dtype):
+    """The kernel has the sums of the reference, for unaligned rows, and biases of both dtypes."""
+    rng, key = np.random.default_rng(2), jax.random.key(4)
+    kind = jnp.promote_types(dtype, np.float32) if wide else dtype
+    given = [
+        (normal(rng, (4, n), dtype), normal(rng, (4, n), dtype), normal(rng, (n,), kind)) for n in N
+    ]
+
+    def sums(given):
+        found = []
+        for x, residual, bias in given:
+            for part in (slice(None), slice(1, None)):
+                options = dict(input_bias=bias, dropout_key=key, dropout_rate=0.25, return_sum=True)
+                found.append(fo.residual_rms_norm(x[part], residual[part], **options)[1])
+        return found
+
+    results = {}
+    for mode in ("native", "xla"):
+        with implementation(mode):
+            results[mode] = [np.asarray(a) for a in jax.jit(sums)(given)]
+    for got, want in zip(results["native"], results["xla"], strict=True):
+        # A multiplication and an addition may be one instruction.
+        epsilon = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(
+            got.astype(np.float64), want.astype(np.float64), rtol=2 * epsilon, atol=8 * epsilon
+        )
+
+
+# All ----------------------------------------------------------------------------------------------
+
+
+def softmax_of(x, key, rate):
+    return fo.softmax(x, dropout_key=key, dropout_rate=rate)
+
+
+def layer_norm_of(x, key, rate):
+    return fo.residual_layer_norm(x, x[::-1], dropout_key=key, dropout_rate=rate)
+
+
+def rms_norm_of(x, key, rate):
+    return fo.residual_rms_norm(x, x[::-1], dropout_key=key, dropout_rate=rate)
+
+
+ALL = pytest.mark.parametrize("op", [softmax_of, layer_norm_of, rms_norm_of])
+
+
+@ALL
+@pytest.mark.parametrize("mode", MODES)
+def test_rates_at_the_ends(op, mode, dtype):
+    x, key = normal(np.random.default_rng(0), (3, 9), dtype), jax.random.key(0)
+    without = {
+        softmax_of: fo.softmax,
+        layer_norm_of: lambda x: fo.residual_layer_norm(x, x[::-1]),
+        rms_norm_of: lambda x: fo.residual_rms_norm(x, x[::-1]),
+    }[op]
+
+    def program(f):
+        return jax.jit(lambda x: jax.value_and_grad(lambda x: f(x).sum())(x)).lower(x).as_text()
+
+    with implementation(mode):
+        assert program(lambda x: op(x, None, 0)) == program(without)
+        y, pullback = jax.vjp(lambda x: op(x, key, 1), x)
+        if op is softmax_of:
+            assert_matches([y, *pullback(y)], [np.zeros_like(x)] * 2)
+        else:
+            name = op.__name__.removesuffix("_of")
+            assert_matches(y, np.asarray(getattr(fo, name)(x[::-1])))
+
+
+@ALL
+@pytest.mark.parametrize("mode", MODES)
+def test_mapped_keys_remat_and_scan(op, mode):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = np.random.default_rng(0).standard_normal((4, 3, 11)).astype(np.float32)
+
+    def run(x, key):
+        y, pullback = jax.vjp(lambda x: op(x, key, RATE), x)
+        return y, pullback(x)[0]
+
+    def close(got, want):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, want)
+
+    def stacked(results):
+        return jax.tree.map(lambda *parts: np.stack(parts), *results)
+
+    with implementation(mode):
+        each = stacked([run(x[i], keys[i]) for i in range(4)])
+        close(jax.jit(jax.vmap(run))(x, keys), each)
+        one = stacked([run(x[i], keys[1]) for i in range(4)])
+        close(jax.jit(jax.vmap(run, (0, None)))(x, keys[1]), one)
+        many = stacked([run(x[2], keys[i]) for i in range(4)])
+        close(jax.jit(jax.vmap(run, (None, 0)))(x[2], keys), many)
+        _, scanned = jax.lax.scan(lambda c, a: (c, run(*a)), 0, (x, keys))
+        close(scanned, each)
+        again = jax.checkpoint(lambda x: op(x, keys[0], RATE))
+        y, pullback = jax.vjp(again, x[0])
+        close((y, pullback(x[0])[0]), run(x[0], keys[0]))
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@ALL
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("spec", [("a",), ("b", "a"), ("a", None, "b")], ids=str)
+def test_the_mask_does_not_depend_on_the_sharding(op, spec, explicit, mode):
+    if explicit and spec[-1] == "b":
+        pytest.skip("sums over an explicit axis")
+    x = np.random.default_rng(0).standard_normal((8, 8, 40)).astype(np.float32)
+    key = jax.random.key(9)
+
+    def run(x, key):
+        y, pullback = jax.vjp(lambda x: op(x, key, RATE), x)
+        return y, pullback(x)[0]
+
+    want = jax.tree.map(np.asarray, run(x, key))
+    mesh = make_mesh({"a": 4, "b": 2}, AxisType.Explicit if explicit else AxisType.Auto)
+    if explicit and op is not softmax_of:
+        spec = (None, *spec[:1])  # x[::-1] does not shard
+    spec = jax.sharding.PartitionSpec(*spec)
+    with implementation(mode):
+        sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+        got = jax.jit(run)(sharded, key)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
+def test_only_kernels_run():
+    x, residual, bias, key = np.ones((64, 96), np.float32), 2, np.ones(96, np.float32), key_of(0)
+    f = lambda x, key: fo.softmax(x, dropout_key=key, dropout_rate=RATE)  # noqa: E731
+    assert sorted(targets_of(f, x, key)) == ["dropout", "softmax"]
+
+    def step(x, residual, bias, key):
+        options = dict(input_bias=bias, dropout_key=key, dropout_rate=RATE)
+        f = lambda *a: fo.residual_layer_norm(a[0], a[1], **options)  # noqa: E731
+        return jax.vjp(f, x, residual)[1](x)
+
+    residual = 2 * x
+    names = sorted(targets_of(step, x, residual, bias, key))
+    assert names == ["dropout", "dropout", "norm", "norm_bwd"]
+
+
+ONES, KEY = np.ones((3, 4), np.float32), jax.random.key(0)
+
+
+@pytest.mark.parametrize(
+    "key, rate, error, message",
+    [
+        (KEY, 1.5, ValueError, r"dropout_rate is 1.5; it must be in \[0, 1\]"),
+        (KEY, jnp.float32(0.5), TypeError, "dropout_rate is of type"),
+        (None, 0.5, TypeError, "dropout_key is None; it must be a key of jax.random"),
+        (3, 0, TypeError, "dropout_key is of type int; it must be a key"),
+        (jax.random.split(KEY), 0.5, ValueError, r"dropout_key has shape \(2,\); it must be a key"),
+    ],
+)
+@pytest.mark.parametrize("name", ["softmax", "residual_layer_norm", "residual_rms_norm"])
+def test_errors(name, key, rate, error, message):
+    arrays = (ONES,) if name == "softmax" else (ONES, ONES)
+    with pytest.raises(error, match=f"^{name}: {message}"):
+        getattr(fo, name)(*arrays, dropout_key=key, dropout_rate=rate)
