@@ -12,6 +12,7 @@ that are NaN or infinite in at least one of the two results, and differ.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +44,8 @@ class Variant:
 def variants(ops: tuple[Op, ...] = OPS) -> Iterator[Variant]:
     """The ops that compute, in all variants; ops that only move elements are exact."""
     for op in ops:
+        if math.isinf(op.slack):  # random
+            continue
         if op.family == "softmax":
             yield Variant(op, op.name)
         elif op.family in ("norm", "lerp", "gated_act"):

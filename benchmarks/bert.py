@@ -17,7 +17,7 @@ is compiled for each of:
 
 ``ours``    with the ops of this package
 ``native``  the same, all ops by the kernels (with ``--native``)
-``plain``   with ``bert.PLAIN``, the same model in jax.nn and jax.numpy
+``plain``   with ``bert.PLAIN``, the same model in jax.nn and jax.numpy; dropout by jax.random
 
 They are timed in turns, and their temporary memory is XLA's figure for the compiled program. Their
 results are compared: the gradients by the norm of their difference over their norm.
@@ -37,6 +37,7 @@ twelve layers, of which ``--jobs`` are compiled at a time. ``--rows`` selects so
 import argparse
 import collections
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -67,11 +68,27 @@ CALLS = 5  # of a step, in a profile
 CALLS_OF_A_SAMPLE = 20  # of a step, one after the other, with --devices
 TOP = 25  # kernels that --profile lists
 
+
+def dropout_of_jax(x, key, rate: float):
+    """Dropout as models in JAX draw it."""
+    if key is None or rate == 0:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    kept = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)).astype(x.dtype)
+    return jnp.where(keep, kept, jnp.zeros_like(x))
+
+
+PLAIN = bert.PLAIN._replace(
+    softmax=functools.partial(bert.PLAIN.softmax, dropout=dropout_of_jax),
+    residual_layer_norm=functools.partial(bert.PLAIN.residual_layer_norm, dropout=dropout_of_jax),
+    dropout=dropout_of_jax,
+)
+
 # The ops, and the implementation under which they are compiled.
 CONTENDERS = {
     "ours": (bert.FASTOPS, "auto"),
     "native": (bert.FASTOPS, "native"),
-    "plain": (bert.PLAIN, "xla"),
+    "plain": (PLAIN, "xla"),
 }
 
 

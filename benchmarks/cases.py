@@ -1,5 +1,6 @@
 """The cases that are measured: one entry of ``OPS`` per op. A new family adds entries only here."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -78,6 +79,7 @@ class Op:
     # What a forward must gain for `auto` to take the kernel, because XLA may fuse the forward.
     lone_gain: float = 0.0
     kernel_of: str = ""  # the public op that this one calls, if its name differs
+    fitted: bool = True  # `auto` decides by entries of this op, and not by those of several ops
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,13 @@ def normalised(arrays: int, statistics: int) -> Callable[[tuple[Shape, ...], int
         return Traffic(forward, saving, 3 * array + kept + 2 * parameters)
 
     return traffic
+
+
+def dropped_and_normalised(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
+    """As a norm of two arrays, each of which has a gradient of its own."""
+    traffic = normalised(2, 2)(shapes[:-1], itemsize)
+    array = math.prod(shapes[0]) * itemsize
+    return dataclasses.replace(traffic, backward=traffic.backward + array)
 
 
 def batch_normalised(relu: bool) -> Callable[[tuple[Shape, ...], int], Traffic]:
@@ -772,6 +781,26 @@ OPS = (
         layouts=SOFTMAXES,
     ),
     Op(
+        name="softmax_dropout",
+        family="softmax",
+        ours=lambda x, where, key, **options: fo.softmax(
+            x, where=where, dropout_key=key, dropout_rate=DROP_RATE, **options
+        ),
+        reference=lambda x, where, key, scale=1.0: plain_dropout(
+            jax.nn.softmax(scale * x, where=where), key
+        ),
+        fitted=False,
+        slack=math.inf,  # other masks
+        operands=lambda shape: (*mask_of_keys(shape), (2,)),
+        operand_dtypes={1: "bool", 2: "uint32"},
+        traffic=lambda shapes, itemsize: rows_kept(shapes[:2], itemsize),
+        layouts=tuple(
+            dataclasses.replace(layout, operands=None)
+            for layout in SOFTMAXES
+            if layout.operands is mask_of_keys
+        ),
+    ),
+    Op(
         name="log_softmax",
         family="softmax",
         ours=lambda x, where=None, **options: fo.log_softmax(x, where=where, **options),
@@ -814,6 +843,29 @@ OPS = (
         operands=with_parameters(2, 3),
         operand_dtypes={2: "float32", 3: "float32", 4: "float32"},
         traffic=normalised(2, 2),
+        layouts=NORMS,
+        differentiated=(0, 1, 2, 3, 4),
+    ),
+    Op(
+        name="residual_layer_norm_dropout",
+        family="norm",
+        ours=lambda x, residual, input_bias, scale, bias, key: fo.residual_layer_norm(
+            x,
+            residual,
+            scale,
+            bias,
+            input_bias=input_bias,
+            dropout_key=key,
+            dropout_rate=DROP_RATE,
+        ),
+        reference=lambda x, residual, input_bias, scale, bias, key: plain_layer_norm(
+            plain_dropout(x + input_bias.astype(x.dtype), key) + residual, scale, bias
+        ),
+        fitted=False,
+        slack=math.inf,  # other masks
+        operands=lambda shape: (*with_parameters(2, 3)(shape), (2,)),
+        operand_dtypes={2: "float32", 3: "float32", 4: "float32", 5: "uint32"},
+        traffic=dropped_and_normalised,
         layouts=NORMS,
         differentiated=(0, 1, 2, 3, 4),
     ),

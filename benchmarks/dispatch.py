@@ -82,7 +82,11 @@ def main() -> None:
     cpu = environment.platform_name() == "cpu"
     options.largest = options.largest or (2**22 if cpu else 2**25)
     options.jobs = options.jobs or (1 if cpu else max(1, (os.cpu_count() or 1) // 2))
-    ops = [op for op in select_ops(options.ops or None) if not op.name.endswith("_from_result")]
+    ops = [
+        op
+        for op in select_ops(options.ops or None)
+        if op.fitted and not op.name.endswith("_from_result")
+    ]
     if not options.check:
         samples = _samples(ops, options)
         everything = json.loads(options.table.read_text())

@@ -53,11 +53,20 @@ def _kernel(x, bias, residual, key, **options):
     return unless_mapped(native, plain, [1])(x, bias, residual, key)
 
 
+def _sum_of_rows(dx, dy, scale: float):
+    """The gradient of the bias: the sum of ``dx`` as it was before it was rounded."""
+    wide = accumulator_dtype(dx.dtype)
+    rows = tuple(range(dx.ndim - 1))
+    if dx.dtype == wide:
+        return dx.sum(rows)
+    kept = jnp.where(dx != 0, dy.astype(wide), jnp.zeros((), wide))
+    return kept.sum(rows) * jnp.asarray(scale, wide)
+
+
 def _pullback(function):
     def gradients(residuals, cts, *_, **options):
         dx = function(cts[0], None, None, residuals[0], **options)
-        wide = dx.astype(accumulator_dtype(dx.dtype))
-        return dx, wide.sum(tuple(range(dx.ndim - 1))), cts[0], None
+        return dx, _sum_of_rows(dx, cts[0], options["scale"]), cts[0], None
 
     return gradients
 

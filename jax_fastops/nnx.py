@@ -324,7 +324,9 @@ class Dropout(_flax.Dropout):
 def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, drop):
     """Calls a layer over the last axis. ``name`` is the name of the op."""
     x = x if hasattr(x, "shape") else jnp.asarray(x)  # Flax takes a list
-    key = None if drop is None or residual is None else drop._key(x)
+    key, rate = None, 0.0
+    if drop is not None and residual is not None:
+        key, rate = drop._key(x), drop.rate
     if drop is not None and key is None:
         x = drop(x)
     summand = given = None
@@ -335,7 +337,7 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, 
         if given is not None and dtype == given.x.dtype == given.dtype:
             summand = _as(residual, dtype)
     if summand is None:
-        x = x if key is None else dropout(x, key, drop.rate)
+        x = x if key is None else dropout(x, key, rate)
         x, residual, key = (x if residual is None else x + residual), None, None
         given = _row_operands(layer, x) if mask is None else None
     y: Any = None
@@ -345,7 +347,7 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, 
         with_sum = return_sum and summand is not None
         options: dict[str, Any] = {"return_sum": True} if with_sum else {}
         if key is not None:
-            options.update(dropout_key=key, dropout_rate=drop.rate)
+            options.update(dropout_key=key, dropout_rate=rate)
         fused = kernel_or(function, lambda *_, **__: None)
         found = fused(*arrays, eps=float(layer.epsilon), **options)
         if found is not None:
@@ -353,7 +355,7 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, 
             y = _as(y, given.dtype)
             y = relu(y) if layer.activation == "relu" else y
     if y is None:
-        x = x if key is None else dropout(x, key, drop.rate)
+        x = x if key is None else dropout(x, key, rate)
         x = x if residual is None else x + residual
         y = _finish(flax_call(x, mask=mask), None, layer.activation)
     return (y, x) if return_sum else y

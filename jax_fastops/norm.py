@@ -352,7 +352,8 @@ def _apply(
     )
     if drop is not None:
         s = dropped(drop, x, parameters[0], residual)
-        y = _apply(name.removeprefix("residual_"), s, *parameters[1:], eps, fanout)
+        name = name.removeprefix("residual_")
+        y = _apply(name, s, parameters[1], parameters[2], eps, fanout)
         return (y, s) if return_sum else y
     summed = residual is not None
     results = ["... n"] * (1 + options["fanout"] + options["return_sum"])

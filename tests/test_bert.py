@@ -292,6 +292,29 @@ def test_twins_agree(case, without_cudnn):
     assert min(np.linalg.norm(g) for g in jax.tree.leaves(ours["gradients"])) > 1e-4
 
 
+@pytest.mark.parametrize("steps", [20, pytest.param(500, marks=SLOW)])
+def test_loss_curves_with_dropout_coincide(native, steps):
+    """Gradient descent with the same masks: the losses differ by rounding."""
+    config = dataclasses.replace(CONFIG, dropout=0.1, attention_dropout=0.1)
+    given, wanted = batch(config), np.random.default_rng(1).standard_normal(32)
+
+    def curve(ops):
+        def loss(params, key):
+            hidden, _ = bert.apply(params, config=config, key=key, ops=ops, **given)
+            return jnp.mean((hidden - wanted) ** 2)
+
+        def update(params, key):
+            found, gradients = jax.value_and_grad(loss)(params, key)
+            return jax.tree.map(lambda p, g: p - 0.05 * g, params, gradients), found
+
+        keys = jax.random.split(KEY, steps)
+        return np.asarray(jax.jit(lambda p: jax.lax.scan(update, p, keys)[1])(start(config)))
+
+    ours, plain = curve(bert.FASTOPS), curve(bert.PLAIN)
+    assert plain[-1] < 0.9 * plain[0]
+    np.testing.assert_allclose(ours, plain, rtol=2e-5 if steps < 100 else 2e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["softmax", "xla"])
 def test_twins_agree_in_full_depth(attention):

@@ -131,13 +131,15 @@ def norm(x, residual, scale, input_bias, key, *, name, **options):
 def norm_reference(x, residual, scale, input_bias, key, *, name, return_sum=False, fanout=False):
     wide = jnp.promote_types(x.dtype, np.float32)
     s = plain_dropout(x.astype(wide) + input_bias.astype(wide), key) + residual.astype(wide)
-    # Without the barrier, XLA on a GPU would skip the rounding.
-    y = jax.lax.optimization_barrier(s.astype(x.dtype)).astype(wide)
+    # Without the barrier, XLA on a GPU would skip the rounding. The sum's two gradients are added
+    # in its dtype.
+    s = jax.lax.optimization_barrier(s.astype(x.dtype))
+    y = s.astype(wide)
     if "rms" not in name:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 0.1) * scale.astype(wide)
     y = y.astype(x.dtype)
-    return (y,) * (1 + fanout) + (s.astype(x.dtype),) if return_sum else y
+    return (y,) * (1 + fanout) + (s,) if return_sum else y
 
 
 def norm_draws(shape, parameters=None):

@@ -638,3 +638,56 @@ def test_without_flax_the_error_says_what_to_install(monkeypatch):
     spec = importlib.util.spec_from_file_location("nnx_without_flax", ours.__file__)
     with pytest.raises(ImportError, match=r"pip install 'jax_fastops\[nnx\]'"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["native", "auto", "xla"])
+def test_dropout(mode):
+    """Flax' keys, the package's masks."""
+    x = draw(0)
+    layer, theirs = (kind.Dropout(0.3, rngs=nnx.Rngs(dropout=5)) for kind in (ours, nnx))
+    keys = nnx.Dropout(0.3, rngs=nnx.Rngs(dropout=5)).rngs
+    with fo.use_implementation(mode):
+        for _ in range(2):
+            assert_bitwise_equal(layer(x), fo.dropout(x, keys(), 0.3))
+        assert_bitwise_equal(layer(x, deterministic=True), x)
+        key = jax.random.key(9)
+        assert_bitwise_equal(layer(x, rngs=key), fo.dropout(x, key, 0.3))
+        layer.eval()
+        assert_bitwise_equal(layer(x), x)
+    assert int(layer.rngs.count[...]) == 2
+    theirs(x)
+    assert jax.tree.structure(nnx.state(layer)) == jax.tree.structure(nnx.state(theirs))
+    assert inspect.signature(ours.Dropout.__init__) == inspect.signature(nnx.Dropout.__init__)
+
+
+def test_dropout_by_flax():
+    """Shared masks and the rates at the ends are Flax's code, as are the errors."""
+    x = draw(0)
+    for rate, options in ((0.5, dict(broadcast_dims=(1,))), (0.0, {}), (1.0, {})):
+        layer, theirs = (kind.Dropout(rate, rngs=nnx.Rngs(3), **options) for kind in (ours, nnx))
+        assert_bitwise_equal(layer(x), theirs(x))
+    with pytest.raises(ValueError, match="rngs"):
+        ours.Dropout(0.5)(x)
+
+
+@pytest.mark.parametrize("mode", ["native", "auto", "xla"])
+@pytest.mark.parametrize("name", ROWS)
+def test_norm_with_dropout(name, mode):
+    """The norm of the residual plus the dropped input, with one key for each call."""
+    x, residual = draw(0), draw(1)
+    _, norm = pair(name)
+    for given in (residual, None, residual[:1], residual.astype(jnp.bfloat16)):
+        for deterministic in (False, True):
+            make = lambda d=deterministic: ours.Dropout(0.3, deterministic=d, rngs=nnx.Rngs(4))  # noqa: E731
+            with fo.use_implementation(mode):
+                used = make()
+                found = norm(x, residual=given, dropout=used, return_sum=True)
+                summed = make()(x)
+                summed = summed if given is None else summed + given
+                wanted = norm(summed, return_sum=True)
+            assert int(used.rngs.count[...]) == (not deterministic)
+            for a, b in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
