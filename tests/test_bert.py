@@ -737,6 +737,7 @@ def test_remat_keeps_less(which):
 @pytest.mark.jax
 def test_no_masks_of_dropout_are_kept():
     config = dataclasses.replace(CONFIG, dropout=0.1, attention_dropout=0.1, remat=True)
+    kept = residuals(config, bert.FASTOPS, key=KEY)
     tokens, scores = (BATCH, SEQUENCE, 32), (BATCH, 4, SEQUENCE, SEQUENCE)
     assert (tokens, "bool") not in kept and (scores, "bool") not in kept
     assert (scores, "float32") not in kept

@@ -14,8 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 
+# A GPU rounds the operands of float32 products to 10 bits otherwise.
+pytestmark = pytest.mark.usefixtures("exact_products")
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
 HARD = dict(label_smoothing=0.1, z_loss=0.01, softcap=5.0)
+
+
+@pytest.fixture
+def exact_products():
+    with jax.default_matmul_precision("float32"):
+        yield
 
 
 def expected(x, table, bias, labels, where, reduction, label_smoothing=0, z_loss=0, softcap=None):

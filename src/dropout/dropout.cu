@@ -3,10 +3,14 @@
 //
 // The bias and the residual are optional. They are branches that all threads take alike.
 //
-// A thread takes units of 16 bytes of the whole array, so that all accesses are coalesced, however
-// long the rows are. It draws each block of random bits that its elements belong to: one, if rows
-// are multiples of 16 bytes, otherwise mostly two. Neighbors that share a block draw it twice. That
-// is hidden behind the memory's time; an exchange between them was not worth its instructions.
+// Bound by memory, but not by much: a call of Philox takes about 60 instructions, and gives the
+// bits of eight elements. So there are two kernels:
+//
+// - One for rows of whole blocks of eight elements, without a bias or a residual. A thread takes a
+//   block, and draws once.
+// - One for the others. A thread takes units of 16 bytes of the whole array, so that all accesses
+//   are coalesced, however long the rows are. It draws each block of random bits that its elements
+//   belong to, mostly two.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -73,6 +77,35 @@ __device__ __forceinline__ uint32_t KeptFrom(const Params& p, uint32_t first) {
   return kept;
 }
 
+// `count` and `columns` are multiples of kSeedBlock, and arrays are aligned to 16 bytes.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) BlocksKernel(const __grid_constant__ Params p) {
+  using U = Unit<T, 16>;
+  constexpr int kUnits = kSeedBlock / U::kSize;
+  const uint32_t first = (blockIdx.x * kThreads + threadIdx.x) * kSeedBlock;
+  if (first >= p.count) return;
+  const uint32_t row = Divide(first, p.columns), column = first - row * p.columns.divisor;
+  const int64_t skipped = int64_t{first} * int64_t{sizeof(T)};
+  U units[kUnits];
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) units[u] = U::Load(p.x + skipped + u * 16);
+  PhiloxWords seed;
+#pragma unroll
+  for (int i = 0; i < kSeedWords; ++i) seed.word[i] = p.seeds[int64_t{row} * kSeedWords + i];
+  const PhiloxWords bits = RandomBits(seed, p.first_block + column / kSeedBlock);
+  const ComputeType<T> scale = static_cast<ComputeType<T>>(p.scale);
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+    for (int i = 0; i < U::kSize; ++i) {
+      const T product = FromCompute<T>(ToCompute(units[u].elements[i]) * scale);
+      const bool kept = IsKept(bits, u * U::kSize + i, p.largest);
+      units[u].elements[i] = kept ? product : FromCompute<T>(0);
+    }
+    units[u].Store(p.y + skipped + u * 16);
+  }
+}
+
 template <typename T, typename P, int kSize>
 __device__ __forceinline__ void LoadBias(const Params& p, uint32_t first,
                                          ComputeType<T> (&bias)[kSize]) {
@@ -102,7 +135,7 @@ __device__ __forceinline__ U LoadUnit(const Params& p, const char* from, uint32_
 
 template <typename T, int kBytes>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 5)
-    DropoutKernel(const __grid_constant__ Params p) {
+    UnitsKernel(const __grid_constant__ Params p) {
   using U = Unit<T, kBytes>;
   using A = ComputeType<T>;
   const uint32_t begin = (blockIdx.x * kTogether * kThreads + threadIdx.x) * U::kSize;
@@ -176,13 +209,19 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
             .bias_units = false,
         };
         const bool aligned = CommonAlignment({params.x, params.residual, params.y}) == 16;
-        const auto kernel = aligned ? KernelOf<DropoutFamily, DropoutKernel<T, 16>>()
-                                    : KernelOf<DropoutFamily, DropoutKernel<T, sizeof(T)>>();
-        const int64_t unit = aligned ? 16 / itemsize : 1;
-        params.bias_units = taken % unit == 0 && CommonAlignment({params.bias}) == 16;
-        const int64_t units = CeilDiv(count, unit);
+        const bool added = arrays.bias != nullptr || arrays.residual != nullptr;
+        int64_t a_thread = kTogether * (aligned ? 16 / itemsize : 1);  // elements
+        params.bias_units =
+            taken % (a_thread / kTogether) == 0 && CommonAlignment({params.bias}) == 16;
+        auto kernel = aligned ? KernelOf<DropoutFamily, UnitsKernel<T, 16>>()
+                              : KernelOf<DropoutFamily, UnitsKernel<T, sizeof(T)>>();
+        if (aligned && !added && taken % kSeedBlock == 0) {
+          kernel = KernelOf<DropoutFamily, BlocksKernel<T>>();
+          a_thread = kSeedBlock;
+        }
+        const int64_t threads = CeilDiv(count, a_thread);
         const LaunchConfig config = {
-            .grid = dim3(static_cast<unsigned>(CeilDiv(units, kTogether * kThreads))),
+            .grid = dim3(static_cast<unsigned>(CeilDiv(threads, kThreads))),
             .block = dim3(kThreads),
         };
         const cudaError_t error = Launch(kernel, config, stream, params);
