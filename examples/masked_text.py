@@ -11,6 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 VOCABULARY = 256
@@ -89,3 +91,12 @@ def batch(texts: Sequence[np.ndarray], size: int, length: int, rng: np.random.Ge
     fate = rng.random(targets.shape)
     hidden = np.where(fate < MASKED, MASK, np.where(fate < MASKED + REPLACED, others, targets))
     return Batch(np.where(chosen, hidden, targets).astype(np.int32), inside, targets, chosen)
+
+
+def loss(logits, targets, chosen):
+    """Mean cross entropy of the chosen tokens, a float32 scalar. Logits: ``[..., vocabulary]``."""
+    logits = logits.astype(jnp.float32)
+    # A masked sum instead of an indexed read, whose gradient would be a scatter.
+    at_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    each = jax.nn.logsumexp(logits, -1) - jnp.sum(jnp.where(at_target, logits, 0), -1)
+    return jnp.sum(jnp.where(chosen, each, 0)) / jnp.maximum(jnp.sum(chosen), 1)

@@ -44,7 +44,8 @@ _ALIGNED = 64
 class _Options(NamedTuple):
     chunks: int
     softcap: float | None
-    loss: tuple[tuple[str, float], ...]  # the options of cross_entropy
+    label_smoothing: float
+    z_loss: float
 
 
 # ---- chunks --------------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ def _layer(table, bias, dtype, options: _Options) -> _Layer:
     missing = -table.shape[0] % _ALIGNED
     sharded = (spec := _spec(table)) is not None and spec[0] is not None
     # The mean of the logits for label smoothing, and the softcap, take no padding.
-    plain = options.softcap is None and not dict(options.loss)["label_smoothing"]
+    plain = options.softcap is None and not options.label_smoothing
     if not missing or not plain or sharded or table.shape[0] < 16 * _ALIGNED:
         return _Layer(table, bias)
     none = jnp.zeros(table.shape[0], dtype) if bias is None else bias
@@ -126,7 +127,8 @@ def _losses(raw, offset, labels, options: _Options):
     if options.softcap is not None:
         wide = logits.astype(accumulator_dtype(logits.dtype))
         logits = (options.softcap * jnp.tanh(wide / options.softcap)).astype(logits.dtype)
-    return cross_entropy(logits, labels, **dict(options.loss))
+    smoothing, z_loss = options.label_smoothing, options.z_loss
+    return cross_entropy(logits, labels, label_smoothing=smoothing, z_loss=z_loss)
 
 
 def _losses_of_chunk(x, labels, layer: _Layer, options: _Options):
@@ -204,9 +206,13 @@ def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
 def _total_jvp(options, primals, tangents):
     moving = [None if isinstance(t, SymbolicZero) else t for t in tangents[:3]]
     wanted = [t is not None for t in moving]
-    total, grads = _total_and_gradients(*primals, options, wanted)
-    pairs = [(g, t) for g, t in zip(grads, moving, strict=True) if t is not None]
-    terms = [(g.astype(total.dtype) * t.astype(total.dtype)).sum() for g, t in pairs]
+    x, table, bias, labels = primals
+    total, grads = _total_and_gradients(x, table, bias, labels, options, wanted)
+    terms = [
+        (g.astype(total.dtype) * t.astype(total.dtype)).sum()
+        for g, t in zip(grads, moving, strict=True)
+        if g is not None and t is not None
+    ]
     return total, functools.reduce(jnp.add, terms, jnp.zeros_like(total))
 
 
@@ -297,11 +303,11 @@ def linear_cross_entropy(
       6.67
     """
     name = "linear_cross_entropy"
-    given = {"x": x, "table": table, "labels": labels}
+    given: dict[str, Any] = {"x": x, "table": table, "labels": labels}
     given |= {
         key: value for key, value in dict(bias=bias, where=where).items() if value is not None
     }
-    arrays = dict(zip(given, as_arrays(name, **given), strict=True))
+    arrays: dict[str, Any] = dict(zip(given, as_arrays(name, **given), strict=True))
     for key in ("x", "table", "bias"):
         if key in arrays:
             (arrays[key],) = map(not_weak, same_floating_dtype(name, [arrays[key]], [key]))
@@ -313,35 +319,31 @@ def linear_cross_entropy(
             raise ValueError(f"{name}: softcap is {softcap}; it must be positive and finite")
     one_of(name, "reduction", reduction, ("mean", "sum", "none"))
     arrays = dict(zip(arrays, match_varying(list(arrays.values())), strict=True))
-    x, table, labels, bias = (arrays.get(key) for key in ("x", "table", "labels", "bias"))
-    labels = prepared_labels(
-        name,
-        labels,
-        arrays.get("where"),
-        x.shape[:-1],
-        table.shape[0],
-        "that of x without its last axis",
+    hidden, rows, row_bias = arrays["x"], arrays["table"], arrays.get("bias")
+    classes, of = rows.shape[0], "that of x without its last axis"
+    index = prepared_labels(
+        name, arrays["labels"], arrays.get("where"), hidden.shape[:-1], classes, of
     )
-    shape, tokens = labels.shape, labels.ndim
-    labels, x = _merge_tokens(labels, tokens), _merge_tokens(x, tokens)
-    kept = (labels >= 0) & (labels < table.shape[0])
-    labels = jnp.where(kept, labels, -1)
-    wide = accumulator_dtype(x.dtype)
-    if 0 in (*x.shape[:1], table.shape[0]):
+    shape, tokens = index.shape, index.ndim
+    index, hidden = _merge_tokens(index, tokens), _merge_tokens(hidden, tokens)
+    kept = (index >= 0) & (index < classes)
+    index = jnp.where(kept, index, -1)
+    wide = accumulator_dtype(hidden.dtype)
+    if 0 in (*hidden.shape[:1], classes):
         return jnp.zeros((), wide) if reduction != "none" else jnp.zeros(shape, wide)
-    chunks = _chunks(name, x, table.shape[0], chunk)
-    static = _Options(chunks, softcap, tuple(sorted(options.items())))
+    chunks = _chunks(name, hidden, classes, chunk)
+    static = _Options(chunks, softcap, **options)
     if reduction == "none":
-        losses, kind = _each(x, table, bias, labels, static), jax.typeof(arrays["labels"])
+        losses, kind = _each(hidden, rows, row_bias, index, static), jax.typeof(arrays["labels"])
         return reshape(losses, shape, explicit_spec(kind.sharding, tokens))
-    total = _total(x, table, bias, labels, static)
+    total = _total(hidden, rows, row_bias, index, static)
     if reduction == "sum":
         return total
     return total / jnp.maximum(kept.astype(wide).sum(), 1)
 
 
 def _check_shapes(name: str, arrays: dict[str, Any]) -> None:
-    x, table, bias = (arrays.get(key) for key in ("x", "table", "bias"))
+    x, table, bias = arrays["x"], arrays["table"], arrays.get("bias")
     if x.ndim < 1:
         raise ValueError(f"{name}: x has shape {x.shape}; it must be [..., d]")
     if table.ndim != 2 or table.shape[1] != x.shape[-1]:

@@ -1,5 +1,6 @@
 """Random calls, and the fit of decision trees to them."""
 
+import json
 import math
 import pathlib
 import random
@@ -12,6 +13,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 pytest.importorskip("rich")
 cases = pytest.importorskip("benchmarks.cases")
 dispatch = pytest.importorskip("benchmarks.dispatch")
+pretraining = pytest.importorskip("benchmarks.pretraining")
 shapes = pytest.importorskip("benchmarks.shapes")
 
 
@@ -75,3 +77,14 @@ def test_random_calls_are_valid(op):
         asked = dispatch.request(case)
         assert asked.limit is None or "nothing" in asked.limit or "place" in asked.limit, asked
         assert dict(asked.features)["bytes"] > 0
+
+
+def test_pretraining(tmp_path, monkeypatch):
+    """A small model, each contender in a process of its own."""
+    command = "pretraining --small --shapes 2x16 --attention softmax --steps 1"
+    options = ["--contenders", "ours", "plain", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command.split(), *options])
+    pretraining.main()
+    (path,) = tmp_path.iterdir()
+    ours, plain = json.loads(path.read_text())["rows"]
+    assert ours["ms"] > 0 and abs(ours["loss"] - plain["loss"]) < 0.05

@@ -328,6 +328,17 @@ def test_batch():
     assert np.mean(made.tokens[made.chosen] == masked_text.MASK) == pytest.approx(0.8, abs=0.03)
 
 
+def test_loss():
+    """The mean of the losses of the chosen tokens."""
+    (masked_text,) = loaded("examples", "masked_text")
+    logits = np.log(np.array([[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], [[1, 2, 3], [5, 5, 5]]]))
+    targets = np.array([[1, 1], [2, 0]])
+    wanted = -np.log([0.25, 0.5]).mean()
+    found = masked_text.loss(logits, targets, np.array([[True, False], [True, False]]))
+    assert float(found) == pytest.approx(wanted, rel=1e-6)
+    assert float(masked_text.loss(logits, targets, np.zeros((2, 2), bool))) == 0
+
+
 # ---- the demo ------------------------------------------------------------------------------------
 
 
