@@ -109,15 +109,15 @@ class _Layer(NamedTuple):
 def _layer(table, bias, dtype, options: _Options) -> _Layer:
     table = table.astype(dtype)
     bias = None if bias is None else bias.astype(dtype)
-    missing = -table.shape[0] % _ALIGNED
-    sharded = (spec := _spec(table)) is not None and spec[0] is not None
+    classes, spec = table.shape[0], _spec(table)
+    fixed = isinstance(classes, int) and (spec is None or spec[0] is None)
     # The mean of the logits for label smoothing, and the softcap, take no padding.
     plain = options.softcap is None and not options.label_smoothing
-    if not missing or not plain or sharded or table.shape[0] < 16 * _ALIGNED:
+    if not fixed or not plain or classes < 16 * _ALIGNED or classes % _ALIGNED == 0:
         return _Layer(table, bias)
-    none = jnp.zeros(table.shape[0], dtype) if bias is None else bias
-    lowest = float(jnp.finfo(dtype).min)  # not -inf: zeros in the gradient are multiplied by it
-    offset = jnp.pad(none, (0, missing), constant_values=lowest)
+    missing = -classes % _ALIGNED
+    none = jnp.zeros(classes, dtype) if bias is None else bias
+    offset = jnp.pad(none, (0, missing), constant_values=-jnp.inf)
     return _Layer(jnp.pad(table, ((0, missing), (0, 0))), offset)
 
 
@@ -156,16 +156,13 @@ def _zeros(like, dtype, *others):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _total(x, table, bias, labels, options: _Options):
     """The sum of the losses of ``[t, d]`` tokens."""
-    wide, chunks = accumulator_dtype(x.dtype), options.chunks
     layer = _layer(table, bias, x.dtype, options)
 
-    def body(total, part):
-        x, labels = part
-        return total + _losses_of_chunk(x, labels, layer, options).sum(), None
+    def body(_, part):
+        return None, _losses_of_chunk(*part, layer, options).sum()
 
-    parts = _parts(x, labels, chunks)
-    start = _zeros(jnp.zeros(()), wide, x, table, labels)
-    return _over_chunks(body, start, parts, chunks)[0]
+    parts = _parts(x, labels, options.chunks)
+    return _over_chunks(body, None, parts, options.chunks)[1].sum()
 
 
 def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
@@ -174,7 +171,7 @@ def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
     layer = _layer(table, bias, x.dtype, options)
 
     def body(carry, part):
-        total, dtable, dbias = carry
+        dtable, dbias = carry
         x, labels = part
         raw = _dot(x, layer.table, (1, 1), x.dtype)
         losses, pullback = jax.vjp(lambda raw: _losses(raw, layer.offset, labels, options), raw)
@@ -184,22 +181,24 @@ def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
             dtable = dtable + _dot(draw, x, (0, 0), wide)
         if wanted[2]:
             dbias = dbias + draw.astype(wide).sum(0)
-        return (total + losses.sum(), dtable, dbias), dx
+        return (dtable, dbias), (losses.sum(), dx)
 
     parts = _parts(x, labels, chunks)
     start = (
-        _zeros(jnp.zeros(()), wide, x, table, labels),
         _zeros(layer.table, wide, x, labels) if wanted[1] else None,
         _zeros(layer.offset, wide, x, labels, table) if wanted[2] else None,
     )
-    (total, dtable, dbias), dx = _over_chunks(body, start, parts, chunks)
+    (dtable, dbias), (totals, dx) = _over_chunks(body, start, parts, chunks)
     grads = [
         None if dx is None else _join_tokens(dx, x.shape[0]),
         None if dtable is None else jax.lax.slice_in_dim(dtable, 0, table.shape[0]),
         None if dbias is None else jax.lax.slice_in_dim(dbias, 0, table.shape[0]),
     ]
-    given = (x, table, bias)
-    return total, [g if g is None else g.astype(a.dtype) for g, a in zip(grads, given, strict=True)]
+    return totals.sum(), [
+        # Before the cotangent of a mean divides it, a sum over tokens may be too large for float16.
+        g if g is None or a.dtype == jnp.float16 else g.astype(a.dtype)
+        for g, a in zip(grads, (x, table, bias), strict=True)
+    ]
 
 
 @functools.partial(_total.defjvp, symbolic_zeros=True)
@@ -278,8 +277,9 @@ def linear_cross_entropy(
 
     Residuals:
       For a mean or a sum, the gradients: the forward computes them, and the backward scales them.
-      The gradient of ``table`` is added up in float32 and has the dtype of ``table``. For
-      ``"none"``, the operands: the backward computes the logits again.
+      The gradients of ``table`` and ``bias`` are added up in float32 and have their dtype (float32
+      until they are scaled, for float16). For ``"none"``, the operands: the backward computes the
+      logits again.
 
     Sharding: over the tokens, with no communication except the sums of the scalar and of the
     gradients of ``table`` and ``bias``. If the rows of ``table`` are sharded over an explicit mesh

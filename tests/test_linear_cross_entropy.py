@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import Case, Sharding, Tolerance, checks
 from harness.compat import make_mesh, x64
+from harness.numerics import normal
 from harness.programs import targets_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -54,6 +56,59 @@ def compare(found, wanted, tolerance):
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         error = np.abs(np.asarray(mine, float) - theirs).max()
         assert error <= tolerance * (np.abs(theirs).max() + 0.1)
+
+
+def drawn(shape):
+    def make(rng, dtype):
+        given = (normal(rng, size, dtype) for size in ((*shape, 3), (5, 3), (5,)))
+        return *given, rng.integers(-1, 6, shape).astype(np.int32)
+
+    return make
+
+
+def case(reduction, shape, sharded, sharding, **more):
+    """Two chunks. Where bias and softcap are not fused, 16-bit logits are rounded more often than
+    those of the reference: for them see TOLERANCE."""
+    options = {key: more.pop(key) for key in HARD if key in more}
+
+    def ours(x, table, bias, labels):
+        chunk = 8 if x.shape[0] == sharded[0] else 2
+        more = dict(bias=bias, reduction=reduction, chunk=chunk, **options)
+        return fo.linear_cross_entropy(x, table, labels, **more)
+
+    def reference(x, table, bias, labels):
+        return expected(x, table, bias, labels, True, reduction, **options)
+
+    return Case(
+        name=reduction,
+        fn=ours,
+        reference=reference,
+        make_args=drawn(shape),
+        make_sharded_args=drawn(sharded),
+        dtypes=("float32", "float64"),
+        tolerance=Tolerance(ulps=16.0),
+        shardings=(sharding,),
+        modes=("native",),
+        **more,
+    )
+
+
+TOKENS = (0, None, None, 0)
+MEAN = case(
+    "mean",
+    (3,),
+    (16,),
+    # The losses and their number; the gradients of table and bias.
+    Sharding("tokens", TOKENS, (None,), 2, gradient_all_reduces=2, shard_map=False),
+    symbolic=("b, d", "v, d", "v", "b"),
+)
+NONE = case("none", (2, 2), (16, 2), Sharding("tokens", TOKENS, (0,), gradient_all_reduces=2))
+SUM = case("sum", (2, 2), (16, 2), Sharding("tokens", TOKENS, (None,), 1), basic_only=True, **HARD)
+
+
+@checks(MEAN, NONE, SUM)
+def test_transforms(check, native):
+    check()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -133,15 +188,56 @@ def test_extreme_logits(dtype):
     assert np.all(np.isfinite(jax.grad(lambda t: loss(x, t, labels).sum())(table)))
 
 
+def test_large_sums_in_float16():
+    """In float16 the gradients of the sum over these tokens are infinite, not those of the mean."""
+    x, table = jnp.full((20000, 3), 8, jnp.float16), jnp.zeros((4, 3), jnp.float16)
+    bias, labels = jnp.zeros(4, jnp.float16), jnp.zeros(20000, int)
+    loss = lambda t, b: fo.linear_cross_entropy(x, t, labels, bias=b)  # noqa: E731
+    dtable, dbias = jax.grad(loss, (0, 1))(table, bias)
+    wanted = np.array([-0.75, 0.25, 0.25, 0.25])
+    np.testing.assert_allclose(dtable, np.repeat(8 * wanted[:, None], 3, 1), rtol=1e-3)
+    np.testing.assert_allclose(dbias, wanted, rtol=1e-3)
+
+
+@pytest.mark.parametrize("classes", [9, 1030])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_infinite_logits(reduction, classes):
+    """Classes whose bias is -inf have no probability and no gradient."""
+    x, table, bias, labels, _ = draw((6,), classes, np.float32)
+    bias, labels = bias.at[5:].set(-np.inf), labels % 5
+
+    def loss(x, table, bias, fn):
+        found = fn(x, table, labels, bias=bias, reduction=reduction)
+        return jnp.sum(found)
+
+    found = jax.value_and_grad(loss, (0, 1, 2))(x, table, bias, fo.linear_cross_entropy)
+    few = jax.value_and_grad(loss, (0, 1, 2))(x, table[:5], bias[:5], fo.linear_cross_entropy)
+    compare((found[0], found[1][0]), (few[0], few[1][0]), 1e-6)
+    for mine, theirs in zip(found[1][1:], few[1][1:], strict=True):
+        compare(mine[:5], theirs, 1e-6)
+        assert not np.any(mine[5:])
+    gone = loss(x, table, jnp.full(classes, -np.inf), fo.linear_cross_entropy)
+    assert np.isnan(gone), "as in jax.nn"
+
+
+def test_explain():
+    """The passes are shown, with how often they run."""
+    x, table, _, labels, _ = draw((64,), 2000, np.float32)
+    with fo.use_implementation("native"):
+        loss = lambda x: fo.linear_cross_entropy(x, table, labels, chunk=16)  # noqa: E731
+        (call,) = fo.explain(jax.grad(loss))(x).calls
+    assert call.op == "cross_entropy" and call.kernel and call.differentiated and call.calls == 4
+
+
 def loss_of(table, x, labels, **options):
     return fo.linear_cross_entropy(x, table, labels, chunk=5, **options)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_derivatives(reduction):
+@pytest.mark.parametrize("reduction, classes", [("mean", 40), ("sum", 1030), ("none", 1030)])
+def test_derivatives(reduction, classes):
     """Forward mode, and second derivatives."""
     with x64():
-        x, table, _, labels, _ = draw((13,), 40, np.float64)
+        x, table, _, labels, _ = draw((13,), classes, np.float64)
         loss = lambda t: loss_of(t, x, labels, reduction=reduction).mean()  # noqa: E731
         plain = lambda t: expected(x, t, 0, labels, True, reduction).mean()  # noqa: E731
         gradient = jax.grad(plain)(table)
@@ -215,6 +311,28 @@ def test_sharding(axis_type, sharded):
     # Tokens: the gradients with the loss, and the number of tokens. Classes: the maximum, the sum
     # of exponentials with the picked logit, and the gradient of x.
     assert found == ["all-reduce"] * (2 if sharded == "tokens" else 3)
+
+
+def test_tokens_and_classes_are_sharded():
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    mesh = make_mesh({"a": 2, "b": 2}, AxisType.Explicit)
+    x, table, bias, labels, _ = draw((16, 12), 128, np.float32)
+    loss = lambda x, t, b, labels: fo.linear_cross_entropy(x, t, labels, bias=b, chunk=96)  # noqa: E731
+    step = jax.value_and_grad(loss, (0, 1, 2))
+    wanted = jax.jit(step)(x, table, bias, labels)
+    specs = (P("a"), P("b"), P("b"), P("a"))
+    given = [
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip((x, table, bias, labels), specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step).lower(*given).compile()
+    found = compiled(*given)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(mine), theirs, rtol=2e-5, atol=1e-6)
+    assert found[1][1].sharding.is_equivalent_to(given[1].sharding, 2)
+    assert not re.search("all-gather|all-to-all|collective-permute", compiled.as_text())
 
 
 def test_shard_map():
