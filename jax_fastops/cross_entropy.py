@@ -209,7 +209,9 @@ def check_options(name: str, label_smoothing: object, z_loss: object) -> dict[st
     return {"label_smoothing": smoothing, "z_loss": z}
 
 
-def prepared_labels(name: str, labels, where, tokens: tuple, classes, of: str) -> Any:
+def prepared_labels(
+    name: str, labels: Any, where: Any, tokens: tuple[Any, ...], classes: Any, of: str
+) -> Any:
     """Checks labels and mask; returns labels in int32 that are -1 for tokens that do not count.
 
     ``tokens`` is the shape that the labels must have, and ``of`` says in a message what it is.

@@ -100,7 +100,7 @@ _OP = Op(
 )
 
 
-def dropped(drop: Drop | None, x, bias=None, residual=None):
+def dropped(drop: Drop | None, x: Any, bias: Any = None, residual: Any = None) -> Any:
     """``residual + dropout(x + bias)``, where the bias and the residual may be absent.
 
     The array has a dtype of the ops. Without ``drop``, it is returned.
