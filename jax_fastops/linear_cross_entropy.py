@@ -159,7 +159,8 @@ def _total(x, table, bias, labels, options: _Options):
     layer = _layer(table, bias, x.dtype, options)
 
     def body(_, part):
-        return None, _losses_of_chunk(*part, layer, options).sum()
+        x, labels = part
+        return None, _losses_of_chunk(x, labels, layer, options).sum()
 
     parts = _parts(x, labels, options.chunks)
     return _over_chunks(body, None, parts, options.chunks)[1].sum()
