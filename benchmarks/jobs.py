@@ -1,0 +1,169 @@
+"""Whole jobs in steady state, each contender in a process of its own.
+
+`pretraining` and `inference` run themselves once more for each row, so that no contender has the
+memory, the clocks or the errors of another one.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from benchmarks import RESULTS, ROOT
+
+WARM_UP = 5  # calls
+RUNS = 3
+PROFILED = 3  # calls
+# What the kernels of a profile are for: the first pattern that is in the name.
+KINDS = (
+    ("attention", "sdpa|flash|fmha|attention|compute_dot_do_o|convert_dq"),
+    ("copies", "memcpy|memset"),
+    ("products", "nvjet|gemm|gemv|cutlass|cublas|splitk|fusion_dot"),
+)
+OTHER = "passes of the compiler"  # XLA or Inductor
+FACTS = """
+import json
+from benchmarks import environment
+versions = environment.versions("optax", "torch")
+print(json.dumps({"hardware": environment.hardware(), "versions": versions}))
+"""
+
+
+def parser(module: str, text: str | None) -> argparse.ArgumentParser:
+    """The options that all jobs have."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--steps", type=int, default=30, help="calls of a run")
+    add("--small", action="store_true", help="a small model, for a test")
+    add("--profile", type=int, default=0, metavar="N", help="time by kind, and the N longest")
+    add("--limit", type=float, metavar="S", help="seconds that a row may take")
+    add("--out", "--output", type=Path, default=RESULTS, metavar="DIR")
+    add("--one", type=json.loads, help=argparse.SUPPRESS)
+    return made
+
+
+def run(module: str, options: argparse.Namespace, rows: Iterable[dict], **facts) -> None:
+    """Measures the rows; prints and writes each one when it is known."""
+    from benchmarks.environment import slug
+    from benchmarks.report import write
+
+    # The device's name is asked for in a process, too, because this one must not hold the device.
+    results = _process(["-c", FACTS], options.limit)
+    if "error" in results:
+        raise SystemExit(results["error"])
+    results |= {"steps": options.steps, **facts, "rows": []}
+    path = options.out / f"{module.rpartition('.')[2]}-{slug(results)}.json"
+    for row in rows:
+        found = _process(["-m", module, *sys.argv[1:], "--one", json.dumps(row)], options.limit)
+        results["rows"].append(row | found)
+        print(json.dumps(results["rows"][-1]), flush=True)
+        write(path, results)
+    print(f"wrote {path}")
+
+
+def _process(arguments: list[str], limit: float | None) -> dict:
+    """The JSON in the last line that Python prints."""
+    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), *arguments]
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"it took more than {limit:g} s"}
+    if found.returncode:
+        return {"error": found.stderr.strip()[-400:]}
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def steady(call: Callable, wait: Callable[[], None], calls: int) -> dict:
+    """Milliseconds of a call, with no wait between two calls: the median of some runs."""
+    for _ in range(WARM_UP):
+        call()
+    wait()
+    times = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        wait()
+        times.append((time.perf_counter() - begin) / calls * 1e3)
+    return {"ms": statistics.median(times), "all_ms": times}
+
+
+def latency(call: Callable, wait: Callable[[], None], calls: int) -> float:
+    """The median of the milliseconds of a call that is waited for."""
+    times = []
+    for _ in range(calls):
+        begin = time.perf_counter()
+        call()
+        wait()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times)
+
+
+# ---- profiles ------------------------------------------------------------------------------------
+
+
+def kind(name: str) -> str:
+    """What a kernel is for, by its name."""
+    if own := re.search(r"jax_fastops::(?:\w+::|\(anonymous namespace\)::)*(\w+)", name):
+        return own[1]
+    found = (kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
+    return next(found, OTHER)
+
+
+def attributed(kernels: Iterable[tuple[str, float]], longest: int) -> dict:
+    """A profile of `PROFILED` calls as milliseconds of one, from names and milliseconds."""
+    names: dict[str, list[float]] = {}
+    kinds: dict[str, float] = {}
+    for name, ms in kernels:
+        names.setdefault(name[:100], []).append(ms / PROFILED)
+        kinds[kind(name)] = kinds.get(kind(name), 0) + ms / PROFILED
+    ordered = sorted(names.items(), key=lambda item: -sum(item[1]))
+    return {
+        "busy_ms": sum(kinds.values()),
+        "kinds_ms": dict(sorted(kinds.items(), key=lambda item: -item[1])),
+        "kernels": [[name, sum(t), len(t) / PROFILED] for name, t in ordered[:longest]],
+    }
+
+
+def jax_kernels(call: Callable, wait: Callable[[], None]) -> list[tuple[str, float]]:
+    """Names and milliseconds of what runs in `PROFILED` calls."""
+    from benchmarks import profile
+
+    def work():
+        for _ in range(PROFILED):
+            call()
+        wait()
+
+    return [(kernel.name, kernel.duration * 1e-6) for kernel in profile.kernels(work)]
+
+
+def torch_kernels(call: Callable, wait: Callable[[], None]) -> list[tuple[str, float]]:
+    """The same with PyTorch's profiler."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    if not torch.cuda.is_available():
+        return []
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(PROFILED):
+            call()
+        wait()
+    return [
+        (event.name, event.time_range.elapsed_us() * 1e-3)
+        for event in found.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
