@@ -32,9 +32,9 @@ from jax_fastops._dispatch import row_features, size_in_bytes
 from jax_fastops._kernel import Kernel, KernelCall, copies_too_much
 from jax_fastops._native import limit
 from jax_fastops._op import Op
-from jax_fastops._random import drop_of
+from jax_fastops._random import Drop, drop_of, row_seeds
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops.dropout import dropped
+from jax_fastops.dropout import drop_reference, dropped
 
 # ---- kernels -------------------------------------------------------------------------------------
 
@@ -56,6 +56,20 @@ def _kernel(name: str, inner: int) -> Kernel:
         log=np.bool_,
         **({} if name == "softmax" else {"masked": np.bool_}),
     )
+
+
+def _dropout_kernel(name: str, arrays: str, out: str) -> Kernel:
+    return Kernel.declare(
+        name,
+        f"{arrays}, mask?: ~... m :bool, seeds: ... 4 :uint32 -> {out}: ... n",
+        scale=np.float64,
+        threshold=int,
+        dropout_scale=float,
+    )
+
+
+_DROPOUT = _dropout_kernel("softmax_dropout", "x: ... n", "y")
+_DROPOUT_BWD = _dropout_kernel("softmax_dropout_bwd", "x: ... n, dy: ... n", "dx")
 
 
 def _features(x, axes: tuple[int, ...], masked: bool) -> dict[str, int]:
@@ -86,6 +100,24 @@ def _backward(kept, cts, wanted, *, log: bool, inner: int, **options):
     if copies_too_much(call):
         return _pullback(kept, cts, log=log, inner=inner, **options)
     return call().dx, None
+
+
+def _dropout_call(kernel: Kernel, x, where, key, **given):
+    seeds = row_seeds(key, x.shape, jax.typeof(x).sharding)
+    return kernel.of(x, mask=where, seeds=seeds, **given)
+
+
+def _dropout_forward(x, where, key, **options):
+    call = _dropout_call(_DROPOUT, x, where, key, **options)
+    return _dropout_reference(x, where, key, **options) if copies_too_much(call) else call().y
+
+
+def _dropout_backward(kept, cts, wanted, **options):
+    del wanted
+    call = _dropout_call(_DROPOUT_BWD, *kept, dy=cts[0], **options)
+    if copies_too_much(call):
+        return _dropout_pullback(kept, cts, **options)
+    return call().dx, None, None
 
 
 # ---- references ----------------------------------------------------------------------------------
@@ -139,6 +171,25 @@ def _pushforward(kept, tangents, *, scale: float, log: bool, inner: int, masked:
     return (dy if left is None else _select(left, dy)).astype(dtype)
 
 
+def _dropout_reference(x, where, key, *, scale: float, **dropped):
+    return drop_reference(_of_jax(x, where, -1, scale, False), key, **dropped)
+
+
+def _dropout_pullback(kept, cts, *, scale: float, **dropped):
+    x, where, key = kept
+    y = _of_jax(x, where, -1, scale, False)
+    dy = drop_reference(cts[0], key, **dropped)
+    options = dict(scale=scale, log=False, inner=0, masked=where is not None)
+    return *_pullback((y,), (dy,), **options), None
+
+
+def _dropout_pushforward(kept, tangents, *, scale: float, **dropped):
+    x, where, key = kept
+    y = _of_jax(x, where, -1, scale, False)
+    options = dict(scale=scale, log=False, inner=0, masked=where is not None)
+    return drop_reference(_pushforward((y,), tangents, **options), key, **dropped)
+
+
 # ---- ops -----------------------------------------------------------------------------------------
 
 
@@ -168,7 +219,22 @@ def _declare(name: str, log: bool) -> Op:
 _OPS = {name: _declare(name, name == "log_softmax") for name in ("softmax", "log_softmax")}
 
 
-def _apply(name: str, x, axis, where, scale) -> Any:
+# Not independent, as dropout's own op.
+_DROPOUT_OP = Op(
+    "softmax_dropout",
+    "... n, ~... m, 2 -> ... n",
+    _dropout_reference,
+    kernels=(_DROPOUT, _DROPOUT_BWD),
+    forward=_dropout_forward,
+    forward_saving=_dropout_forward,
+    pullback=_dropout_pullback,
+    pushforward=_dropout_pushforward,
+    backward=_dropout_backward,
+    independent=False,
+)
+
+
+def _apply(name: str, x, axis, where, scale, drop: Drop | None = None) -> Any:
     given = {"x": x} | ({} if where is None else {"where": where})
     x, *rest = as_arrays(name, **given)
     (x,) = map(not_weak, same_floating_dtype(name, [x], ["x"]))
@@ -180,6 +246,12 @@ def _apply(name: str, x, axis, where, scale) -> Any:
     axes = _check_axes(name, x, axis)
     inner = x.ndim - 1 - axes[-1] if axes else 0
     after = _stars(inner)
+    features, why_not = _features(x, axes, where is not None), _limit(x, axes, where)
+    if drop is not None and why_not is None and _takes_dropout(x, axes, drop):
+        given = dict(threshold=drop.threshold, dropout_scale=drop.scale)
+        return _DROPOUT_OP(
+            x, where, drop.words, entry="softmax", features=features, scale=scale, **given
+        )
 
     def merged(z):
         """``z`` with one axis in place of several."""
@@ -201,14 +273,28 @@ def _apply(name: str, x, axis, where, scale) -> Any:
         return y if len(axes) == 1 else jax.lax.reshape(y, x.shape)
 
     op = _OPS[name]
-    return op(
+    y = op(
         x,
         where,
-        features=_features(x, axes, where is not None),
-        limit=_limit(x, axes, where),
+        features=features,
+        limit=why_not,
         native=native,
         otherwise=lambda x, where: _of_jax(x, where, axes, scale, name == "log_softmax"),
     )
+    return dropped(drop, y)
+
+
+def _takes_dropout(x, axes: tuple[int, ...], drop: Drop) -> bool:
+    """Whether a kernel takes the softmax with its dropout.
+
+    Short rows that are no whole number of 16 bytes have faster kernels without dropout.
+    """
+    n, itemsize = x.shape[-1], x.dtype.itemsize
+    if axes != (x.ndim - 1,) or itemsize > 4 or not isinstance(n, int) or drop.threshold == 0:
+        return False
+    if n * itemsize % 16:
+        return n * itemsize > 512 and n <= limit("softmax_dropout_row") - 8
+    return n <= limit("softmax_dropout_row")
 
 
 def _limit(x, axes: tuple[int, ...], where) -> str | None:
@@ -311,7 +397,7 @@ def softmax(
       [[0.5, 0.5, 0.0]]
     """
     drop = drop_of("softmax", "dropout_key", dropout_key, "dropout_rate", dropout_rate)
-    return dropped(drop, _apply("softmax", x, axis, where, scale))
+    return _apply("softmax", x, axis, where, scale, drop)
 
 
 def log_softmax(

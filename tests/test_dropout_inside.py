@@ -75,10 +75,10 @@ def softmax_case(name, shape, mask, sharded=None, sharded_mask=None, options=Non
 
 SOFTMAX = softmax_case(
     "softmax",
-    (2, 2, 3, 5),
-    (2, 1, 1, 5),
-    (8, 8, 16, 12),
-    (8, 1, 1, 12),
+    (2, 2, 3, 8),
+    (2, 1, 1, 8),
+    (8, 8, 16, 16),
+    (8, 1, 1, 16),
     options=dict(scale=0.25),
     shardings=(  # in shard_map, rows count from 0
         Sharding("batch", (0, 0, None), (0,), shard_map=False),
@@ -86,20 +86,21 @@ SOFTMAX = softmax_case(
     ),
     symbolic=("b, h, q, k", "b, 1, 1, k", "2"),
 )
+ODD = softmax_case("odd", (2, 2, 3, 5), (2, 1, 1, 5), (8, 8, 16, 12), (8, 1, 1, 12))
 LONG = softmax_case("long", (2, 1001), (1, 1001), basic_only=True, modes=("native",))
 AXIS = softmax_case(
     "axis", (2, 4, 9), (1, 4, 1), options=dict(axis=1), basic_only=True, modes=("native", "xla")
 )
 
 
-@checks(SOFTMAX, LONG, AXIS)
+@checks(SOFTMAX, ODD, LONG, AXIS)
 def test_softmax(check):
     check()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("axis", [-1, 0, (0, 2), None])
-@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 4, 264)])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 4, 264), (2, 3, 333), (2, 3, 4096)])
 def test_softmax_is_dropout_of_softmax(shape, axis, mode, dtype):
     """To the last bit, in values and gradients, whatever the axis is."""
     rng, key = np.random.default_rng(0), jax.random.key(5)
@@ -117,6 +118,44 @@ def test_softmax_is_dropout_of_softmax(shape, axis, mode, dtype):
     assert_bitwise_equal(got, want)
     keep = np.asarray(fo.dropout_mask(key, shape, RATE))
     assert not np.any(np.asarray(got[0])[~keep])
+
+
+HARD = {
+    "masked": dict(masked=0),
+    "nan": dict(x=np.nan),
+    "infinite": dict(x=np.inf),
+    "bottom": dict(x=-np.inf),
+    "cotangent": dict(dy=np.inf),
+    "zero scale": dict(scale=0.0, x=np.inf),
+    "negative scale": dict(scale=-2.0, masked=1),
+    "large": dict(scale=1e30),
+}
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("columns", [64, 301, 512])
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("narrow", ["float32", "bfloat16", "float16"])
+def test_hard_rows(name, columns, mask, narrow):
+    """Where sums are not finite: to the last bit as one op after the other."""
+    what, rng, key = HARD[name], np.random.default_rng(1), jax.random.key(3)
+    shape = (5, columns)
+    x, dy = (np.array(normal(rng, shape, narrow)) for _ in range(2))
+    where = rng.random(shape) < 0.8 if mask else None
+    x[1, 3], x[2] = what.get("x", 1), what.get("x", 1)
+    dy[1, ::2] = what.get("dy", 1)
+    if mask and "masked" in what:
+        where[what["masked"] :: 2] = False
+    options = dict(where=where, scale=what.get("scale", 1.0))
+
+    def run(f):
+        y, pullback = jax.vjp(f, x)
+        return y, pullback(dy)[0]
+
+    with implementation("native"):
+        got = run(lambda x: fo.softmax(x, **options, dropout_key=key, dropout_rate=RATE))
+        want = run(lambda x: fo.dropout(fo.softmax(x, **options), key, RATE))
+    assert_bitwise_equal(got, want)
 
 
 # Norms --------------------------------------------------------------------------------------------
@@ -334,7 +373,10 @@ def test_the_mask_does_not_depend_on_the_sharding(op, spec, explicit, mode):
 def test_only_kernels_run():
     x, residual, bias, key = np.ones((64, 96), np.float32), 2, np.ones(96, np.float32), key_of(0)
     f = lambda x, key: fo.softmax(x, dropout_key=key, dropout_rate=RATE)  # noqa: E731
-    assert sorted(targets_of(f, x, key)) == ["dropout", "softmax"]
+    assert targets_of(f, x, key) == ["softmax_dropout"]
+    assert sorted(targets_of(f, x[:, :7], key)) == ["dropout", "softmax"]
+    gradient = jax.grad(lambda x, key: f(x, key).sum())
+    assert "softmax_dropout_bwd" in targets_of(gradient, x, key)
 
     def step(x, residual, bias, key):
         options = dict(input_bias=bias, dropout_key=key, dropout_rate=RATE)

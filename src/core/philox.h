@@ -46,7 +46,8 @@ constexpr PhiloxWords RandomBits(PhiloxWords seed, uint32_t block) {
 }
 
 constexpr bool IsKept(const PhiloxWords& bits, int element, uint32_t largest) {
-  return (bits.word[element / 2] >> 16 * (element % 2) & 0xffffu) <= largest;
+  const uint32_t word = bits.word[element / 2];
+  return element % 2 == 0 ? (word & 0xffffu) <= largest : word <= (largest << 16 | 0xffffu);
 }
 
 }  // namespace jax_fastops

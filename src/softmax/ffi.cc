@@ -6,6 +6,7 @@ namespace jax_fastops {
 namespace {
 
 const Limit kWorkspace("softmax_workspace", kSoftmaxWorkspace);
+const Limit kDropoutRow("softmax_dropout_row", kSoftmaxDropoutRow);
 const Limit kMaskRank("softmax_mask_rank", kMaxMaskRank);
 
 // Dimensions `begin` to `end` of the mask, whose strides in its own memory are given. False if too
@@ -89,8 +90,53 @@ ffi::Error Backward(Call& call, Queue queue) {
   });
 }
 
+// What the calls with dropout have in common. Rows are those of x.
+struct WithDropout {
+  SoftmaxShape shape;
+  SoftmaxMask mask;
+  DType dtype;
+  double scale;
+  SoftmaxDropout dropout;
+
+  explicit WithDropout(Call& call) {
+    const Call::Axis n = call.AxisOf("x", "n");
+    shape = {.outer = n.outer, .n = n.size, .inner = n.inner};
+    mask = ReadMask(call, "x", n.index);
+    dtype = call.Type();
+    scale = call.Attribute<double>("scale");
+    const int64_t threshold = call.Attribute<int64_t>("threshold");
+    if (threshold < 1 || threshold > 1 << 16) call.Fail("the threshold is not in [1, 65536]");
+    dropout = {.seeds = static_cast<const uint32_t*>(call.In("seeds")),
+               .largest = static_cast<uint32_t>(threshold - 1),
+               .scale = call.Attribute<double>("dropout_scale")};
+    call.Require(n.size <= kSoftmaxDropoutRow, "x", "has rows that are too long");
+  }
+};
+
+ffi::Error ForwardWithDropout(Call& call, Queue queue) {
+  const void* const x = call.In("x");
+  void* const y = call.Out("y");
+  const WithDropout c(call);
+  return call.Run([&] {
+    return backend::SoftmaxDropoutForward(c.shape, c.mask, c.dtype, c.scale, c.dropout, x, y,
+                                          queue);
+  });
+}
+
+ffi::Error BackwardWithDropout(Call& call, Queue queue) {
+  const void *const x = call.In("x"), *const dy = call.In("dy");
+  void* const dx = call.Out("dx");
+  const WithDropout c(call);
+  return call.Run([&] {
+    return backend::SoftmaxDropoutBackward(c.shape, c.mask, c.dtype, c.scale, c.dropout, x, dy, dx,
+                                           queue);
+  });
+}
+
 FASTOPS_HANDLER("softmax", Forward, LoadSoftmaxKernels);
 FASTOPS_HANDLER("softmax_bwd", Backward, LoadSoftmaxKernels);
+FASTOPS_HANDLER("softmax_dropout", ForwardWithDropout, LoadSoftmaxKernels);
+FASTOPS_HANDLER("softmax_dropout_bwd", BackwardWithDropout, LoadSoftmaxKernels);
 
 }  // namespace
 }  // namespace jax_fastops

@@ -25,6 +25,15 @@ inline LaunchConfig ConfigOf(const Plan& plan) {
           .cooperative = plan.cooperative};
 }
 
+template <typename T, bool kGrad, int kUnits, int kRows, bool kAligned>
+cudaError_t LaunchRows(const Plan& plan, const Params& p, cudaStream_t stream) {
+  const auto kernel =
+      p.dropout.seeds == nullptr
+          ? KernelOf<Softmax, RowsKernel<T, kGrad, kUnits, kRows, kAligned>>()
+          : KernelOf<Softmax, RowsKernel<T, kGrad, kUnits, kRows, kAligned, true>>();
+  return Launch(kernel, ConfigOf(plan), stream, p, plan.rows);
+}
+
 template <typename T, bool kGrad, int kBytes>
 cudaError_t LaunchColumns(const Plan& plan, const Params& p, void* workspace, cudaStream_t stream) {
   const auto kernel = KernelOf<Softmax, ColumnsKernel<T, kGrad, kBytes>>();
@@ -60,13 +69,13 @@ cudaError_t Run(const Plan& plan, const Params& p, void* workspace, cudaStream_t
     };
     switch (plan.kernel) {
       case Kernel::kTinyRows:
-        return launch(KernelOf<Softmax, RowsKernel<T, kGrad, 1, 4, true>>(), plan.rows);
+        return LaunchRows<T, kGrad, 1, 4, true>(plan, p, stream);
       case Kernel::kShortRows:
-        return launch(KernelOf<Softmax, RowsKernel<T, kGrad, 2, 2, true>>(), plan.rows);
+        return LaunchRows<T, kGrad, 2, 2, true>(plan, p, stream);
       case Kernel::kRows:
-        return launch(KernelOf<Softmax, RowsKernel<T, kGrad, kRowUnits, 1, true>>(), plan.rows);
+        return LaunchRows<T, kGrad, kRowUnits, 1, true>(plan, p, stream);
       case Kernel::kRaggedRows:
-        return launch(KernelOf<Softmax, RowsKernel<T, kGrad, kRowUnits, 1, false>>(), plan.rows);
+        return LaunchRows<T, kGrad, kRowUnits, 1, false>(plan, p, stream);
       case Kernel::kSpan:
         return launch(KernelOf<Softmax, SpanKernel<T, kGrad>>(), plan.span);
       case Kernel::kBlock:

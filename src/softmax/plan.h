@@ -131,6 +131,7 @@ struct Call {
   int itemsize;
   bool grad;
   bool log;
+  bool dropout = false;
   // The addresses of the arrays. `b` is that of `a` in a forward.
   uint64_t a;
   uint64_t b;
@@ -177,8 +178,13 @@ struct Plan {
 };
 
 // The plan of a call whose array is not empty. A plan with more blocks than a grid may have cannot
-// be launched.
+// be launched. With dropout, the kernel is one of RowsKernel if the array can have such a kernel:
+// see TakesDropout.
 Plan MakePlan(const Call& call, const Limits& limits);
+
+// Whether the kernel of a plan has a variant with dropout. It has for rows of up to
+// kSoftmaxDropoutRow elements of up to 4 bytes, if all arrays begin alike within 16 bytes.
+constexpr bool TakesDropout(const Plan& plan) { return plan.kernel <= Kernel::kRaggedRows; }
 
 inline constexpr int64_t kMostBlocks = 0x7fffffff;
 

@@ -321,7 +321,7 @@ Plan MakePlan(const Call& call, const Limits& limits) {
   // SpanKernel needs rows that begin alike within 4 bytes. Other kernels are faster for
   // longer rows: on an H200, rows of 520 bytes of float32 take 1.56 of the floor, and 2.18 here.
   constexpr int64_t kSpanRow = 512;  // bytes
-  if (!aligned && row_bytes <= kSpanRow && (call.a ^ call.out) % 4 == 0 &&
+  if (!aligned && !call.dropout && row_bytes <= kSpanRow && (call.a ^ call.out) % 4 == 0 &&
       (call.a ^ call.b) % 4 == 0) {
     PlanSpan(call, limits, &plan);
     return plan;

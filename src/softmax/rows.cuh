@@ -315,15 +315,15 @@ __device__ __forceinline__ void Forget(HeldRows<T, kBytes, kRows, kUnits>& held)
   }
 }
 
-// Applies the mask, whose place in each row is known, to the units of the arrays. Loads the bytes
-// of four units before it uses the first.
+// Applies the mask, whose place in each row is known, to the units of the arrays: excluded elements
+// of `a` become `excluded`, and those of `b` 0. Loads the bytes of four units before it uses the
+// first.
 template <bool kGrad, typename T, int kBytes, bool kAligned, int kRows, int kUnits>
 __device__ __forceinline__ void ExcludeRows(
     const Params& p, const Stretch<T, kBytes, kAligned> (&part)[kRows], int lane, int lanes,
-    int count, Held<T, kBytes> (&a)[kRows][kUnits],
+    int count, T excluded, Held<T, kBytes> (&a)[kRows][kUnits],
     Held<T, kBytes> (&b)[kGrad ? kRows : 1][kGrad ? kUnits : 1]) {
   constexpr int kBatch = kUnits < 4 ? kUnits : 4;
-  const T excluded = Excluded<T, kGrad>(p.log, p);
   [[maybe_unused]] const T zero = FromCompute<T>(0);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -433,11 +433,27 @@ __device__ __forceinline__ void BackwardRows(const Params& p, Threads& threads, 
   Forget<T, kBytes>(b);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const Gradient<T> gradient(p.log, static_cast<A>(p.scale), totals[r], p.skip_zeros);
+    const A scale = static_cast<A>(p.zero_scale ? 0 : p.scale);
+    const Gradient<T> gradient(p.log, scale, totals[r], p.skip_zeros);
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       if (k >= count) break;
       ToGradient(gradient, a[r][k], b[r][k]);
+    }
+  }
+}
+
+// Dropout of the rows. The bits of `kept` are for the elements of a row that the thread has.
+template <typename T, int kBytes, int kRows, int kUnits>
+__device__ __forceinline__ void DropRows(const Params& p, const uint32_t (&kept)[kRows], int count,
+                                         Held<T, kBytes> (&a)[kRows][kUnits]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      if (k >= count) break;
+      Drop(kept[r] >> k * Held<T, kBytes>::kSize,
+           static_cast<ComputeType<T>>(p.dropout.scale), a[r][k]);
     }
   }
 }
@@ -451,9 +467,19 @@ __device__ __forceinline__ bool IsUndefined(const Params& p, ComputeType<T> tota
 }
 
 // Several rows per thread take blocks of 128 threads: as many as fit with 80 registers, and
-// with 72.
-template <typename T, bool kGrad, int kUnits, int kRows, bool kAligned>
-__global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads, kRows > 1 ? 5 + kUnits : 0)
+// with 72. Dropout needs more, and has 96 and 80. It also has 80 for one row of a thread, unless the
+// row is ragged.
+constexpr int BlocksPerProcessor(int units, int rows, bool aligned, bool dropout) {
+  if (rows > 1) return (dropout ? 4 : 5) + units;
+  return !dropout ? 0 : aligned ? 3 : 2;
+}
+
+// With kDropout, the result of the forward goes through dropout. The backward has x: it computes
+// the softmax again, and then its gradient from the cotangent after dropout. Random bits are drawn
+// while the loads of the row are in flight.
+template <typename T, bool kGrad, int kUnits, int kRows, bool kAligned, bool kDropout = false>
+__global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads,
+                                  BlocksPerProcessor(kUnits, kRows, kAligned, kDropout))
     RowsKernel(const __grid_constant__ Params p, const __grid_constant__ RowsParams q) {
   using A = ComputeType<T>;
   using Part = Stretch<T, 16, kAligned>;
@@ -463,7 +489,8 @@ __global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads, kRows > 1 ? 5 +
   const int group = lanes > 32 ? 0 : threadIdx.x >> q.log_lanes;
   const int lane = lanes > 32 ? threadIdx.x : threadIdx.x & (lanes - 1);
   const int count = kAligned ? kUnits : q.units;
-  const T excluded = Excluded<T, kGrad>(p.log, p);
+  constexpr bool kOfX = !kGrad || kDropout;
+  const T excluded = Excluded<T, !kOfX>(p.log, p);
   [[maybe_unused]] const T zero = FromCompute<T>(0);
   const int64_t size = p.outer * p.n;
 
@@ -483,6 +510,25 @@ __global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads, kRows > 1 ? 5 +
       if constexpr (kGrad) b[r][k] = part[r].Load(p.b, size, lane + k * lanes, zero);
     }
   }
+  [[maybe_unused]] uint32_t kept[kRows] = {};
+  if constexpr (kDropout) {
+    constexpr int kSize = H::kSize;
+    static_assert(kUnits * kSize <= 32);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      PhiloxWords seed;
+#pragma unroll
+      for (int i = 0; i < kSeedWords; ++i) {
+        seed.word[i] = p.dropout.seeds[rows[r] * kSeedWords + i];
+      }
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k) {
+        if (k >= count) break;
+        const int first = part[r].First(lane + k * lanes);
+        kept[r] |= KeptFrom<kSize, kAligned>(seed, first, p.dropout.largest) << k * kSize;
+      }
+    }
+  }
   if constexpr (!kAligned) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -494,7 +540,7 @@ __global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads, kRows > 1 ? 5 +
       }
     }
   }
-  if (!kGrad && p.zero_scale) {
+  if (kOfX && p.zero_scale) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -508,7 +554,7 @@ __global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads, kRows > 1 ? 5 +
     p.mask_outer.ToOffsets(rows);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) part[r].mask += rows[r];
-    ExcludeRows<kGrad>(p, part, lane, lanes, count, a, b);
+    ExcludeRows<kGrad>(p, part, lane, lanes, count, excluded, a, b);
   }
   Forget<T, 16>(a);
   if constexpr (kGrad) Forget<T, 16>(b);
@@ -517,16 +563,26 @@ __global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads, kRows > 1 ? 5 +
   __shared__ typename Threads::Scratch scratch;
   Threads threads{scratch, lanes};
   A totals[kRows];
-  if constexpr (kGrad) {
-    BackwardRows(p, threads, count, a, b, totals);
-  } else {
-    ForwardRows(p, threads, count, a, totals);
+  if constexpr (kOfX) ForwardRows(p, threads, count, a, totals);
+  if constexpr (kDropout) {
+    bool undefined = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) undefined |= IsUndefined<false, T>(p, totals[r]);
+    if (undefined) ExcludeRows<kGrad>(p, part, lane, lanes, count, zero, a, b);
+    if constexpr (kGrad) {
+      DropRows(p, kept, count, b);
+    } else {
+      DropRows(p, kept, count, a);
+    }
   }
+  if constexpr (kGrad) BackwardRows(p, threads, count, a, b, totals);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (IsUndefined<kGrad, T>(p, totals[r])) {
-      StoreUndefined<kGrad>(p, part[r], lane, lanes, totals[r]);
-      continue;
+    if constexpr (!kDropout) {
+      if (IsUndefined<kGrad, T>(p, totals[r])) {
+        StoreUndefined<kGrad>(p, part[r], lane, lanes, totals[r]);
+        continue;
+      }
     }
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {

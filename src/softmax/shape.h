@@ -38,6 +38,17 @@ struct SoftmaxMask {
   MaskIndex inner;
 };
 
+// The longest row whose softmax has a kernel with dropout.
+inline constexpr int64_t kSoftmaxDropoutRow = 4096;
+
+// Dropout of the result. Each row has a seed (core/philox.h). Elements whose random bits are at most
+// `largest` are kept and multiplied by `scale`.
+struct SoftmaxDropout {
+  const uint32_t* seeds = nullptr;
+  uint32_t largest = 0;
+  double scale = 1;
+};
+
 }  // namespace jax_fastops
 
 #endif  // JAX_FASTOPS_SOFTMAX_SHAPE_H_

@@ -65,6 +65,12 @@ MaskDivisors Divisors(const MaskIndex& index) {
   return divisors;
 }
 
+// Tests the scale in the type of the computation: a float64 scale may round to 0 in float32.
+void SetForwardScale(DType dtype, double scale, Params* p) {
+  p->zero_scale = dtype == DType::kF64 ? scale == 0 : static_cast<float>(scale) == 0;
+  p->scale = p->zero_scale ? 1 : scale;
+}
+
 // `p` has everything that the plan does not determine.
 template <bool kGrad>
 cudaError_t PlanAndRun(Params p, const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
@@ -79,11 +85,13 @@ cudaError_t PlanAndRun(Params p, const SoftmaxShape& shape, const SoftmaxMask& m
                               .itemsize = static_cast<int>(DTypeSize(dtype)),
                               .grad = kGrad,
                               .log = p.log,
+                              .dropout = p.dropout.seeds != nullptr,
                               .a = address(p.a),
                               .b = address(kGrad ? p.b : p.a),
                               .out = address(p.out)},
                              limits);
   if (plan.blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  if (p.dropout.seeds != nullptr && !TakesDropout(plan)) return cudaErrorInvalidValue;
   p.outer = plan.shape.outer;
   p.n = plan.shape.n;
   p.inner = plan.shape.inner;
@@ -105,9 +113,7 @@ cudaError_t SoftmaxForward(const SoftmaxShape& shape, const SoftmaxMask& mask, D
                            bool log, double scale, const void* x, void* y, void* workspace,
                            cudaStream_t stream) {
   softmax::Params p = {};
-  // Test the scale in the type of the computation: a float64 scale may round to 0 in float32.
-  p.zero_scale = dtype == DType::kF64 ? scale == 0 : static_cast<float>(scale) == 0;
-  p.scale = p.zero_scale ? 1 : scale;
+  softmax::SetForwardScale(dtype, scale, &p);
   p.log = log;
   p.a = x;
   p.out = y;
@@ -125,6 +131,30 @@ cudaError_t SoftmaxBackward(const SoftmaxShape& shape, bool masked, const Softma
   p.b = dy;
   p.out = dx;
   return softmax::PlanAndRun<true>(p, shape, log ? mask : SoftmaxMask(), dtype, workspace, stream);
+}
+
+cudaError_t SoftmaxDropoutForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
+                                  double scale, const SoftmaxDropout& dropout, const void* x,
+                                  void* y, cudaStream_t stream) {
+  softmax::Params p = {};
+  softmax::SetForwardScale(dtype, scale, &p);
+  p.dropout = dropout;
+  p.a = x;
+  p.out = y;
+  return softmax::PlanAndRun<false>(p, shape, mask, dtype, nullptr, stream);
+}
+
+cudaError_t SoftmaxDropoutBackward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
+                                   double scale, const SoftmaxDropout& dropout, const void* x,
+                                   const void* dy, void* dx, cudaStream_t stream) {
+  softmax::Params p = {};
+  softmax::SetForwardScale(dtype, scale, &p);
+  p.dropout = dropout;
+  p.skip_zeros = mask.data != nullptr;
+  p.a = x;
+  p.b = dy;
+  p.out = dx;
+  return softmax::PlanAndRun<true>(p, shape, mask, dtype, nullptr, stream);
 }
 
 cudaError_t LoadSoftmaxKernels() {

@@ -28,6 +28,7 @@
 #include "core/cpu/dtype.h"
 #include "core/cpu/stream.h"
 #include "core/integer.h"
+#include "core/philox.h"
 #include "softmax/softmax_simd.h"
 
 namespace jax_fastops::cpu {
@@ -196,6 +197,22 @@ void BackwardRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int type, 
                                                 dx + at, rows, shape.n);
                 });
 }
+
+// Calls body(row, mask, offset of its first byte) for each row.
+template <typename Body>
+void OverDropoutRows(const SoftmaxShape& shape, const SoftmaxMask& mask, int64_t row_bytes,
+                     int arrays, Executor& executor, const Body& body) {
+  OverShortRows(shape, mask, arrays * row_bytes, executor,
+                [&](int64_t row, int64_t rows, const uint8_t* row_mask, int64_t stride) {
+                  for (int64_t r = 0; r < rows; ++r) {
+                    const uint8_t* own = row_mask == nullptr ? nullptr : row_mask + r * stride;
+                    body(row + r, own, (row + r) * row_bytes);
+                  }
+                });
+}
+
+static_assert(kSoftmaxDropoutRow <= kSoftmaxPiece);
+using RowBuffer = char[kSoftmaxDropoutRow * sizeof(double)];
 
 // ---- Columns ------------------------------------------------------------------------------------
 
@@ -597,6 +614,42 @@ void SoftmaxBackward(const SoftmaxShape& shape, bool masked, const SoftmaxMask& 
     const Cut cut(shape, 0, 2 * itemsize);
     Columns<Scalar>(shape, used, call, type, itemsize, cut).Backward(y, dy, dx, executor);
   });
+}
+
+void SoftmaxDropoutForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
+                           double scale, const SoftmaxDropout& dropout, const void* x_data,
+                           void* y_data, Executor& executor) {
+  if (shape.rows() == 0 || shape.n == 0) return;
+  const char* x = static_cast<const char*>(x_data);
+  char* y = static_cast<char*>(y_data);
+  const int type = static_cast<int>(dtype);
+  const SoftmaxCall call = {scale, false, mask.data != nullptr, false};
+  OverDropoutRows(shape, mask, shape.n * ItemSize(dtype), 2, executor,
+                  [&](int64_t row, const uint8_t* row_mask, int64_t at) {
+                    RowBuffer p;
+                    Kernels().rows[type](call, x + at, row_mask, 0, p, 1, shape.n);
+                    Kernels().drop[type](dropout, dropout.seeds + row * kSeedWords, p, y + at,
+                                         shape.n);
+                  });
+}
+
+void SoftmaxDropoutBackward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
+                            double scale, const SoftmaxDropout& dropout, const void* x_data,
+                            const void* dy_data, void* dx_data, Executor& executor) {
+  if (shape.rows() == 0 || shape.n == 0) return;
+  const char* x = static_cast<const char*>(x_data);
+  const char* dy = static_cast<const char*>(dy_data);
+  char* dx = static_cast<char*>(dx_data);
+  const int type = static_cast<int>(dtype);
+  const SoftmaxCall call = {scale, false, mask.data != nullptr, false};
+  OverDropoutRows(shape, mask, shape.n * ItemSize(dtype), 3, executor,
+                  [&](int64_t row, const uint8_t* row_mask, int64_t at) {
+                    RowBuffer p, dp;
+                    Kernels().rows[type](call, x + at, row_mask, 0, p, 1, shape.n);
+                    Kernels().drop[type](dropout, dropout.seeds + row * kSeedWords, dy + at, dp,
+                                         shape.n);
+                    Kernels().backward_rows[type](call, p, dp, nullptr, 0, dx + at, 1, shape.n);
+                  });
 }
 
 }  // namespace jax_fastops::cpu

@@ -12,6 +12,8 @@
 // NaN, except for the masked elements.
 #include "softmax/softmax_simd.h"
 
+#include "core/cpu/block_math.h"
+#include "core/cpu/philox_math.h"
 #include "core/cpu/simd_math.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
@@ -411,6 +413,18 @@ struct Softmax {
         call.log, call.masked, call.stream);
   }
 
+  static void Drop(const SoftmaxDropout& dropout, const uint32_t* seed, const char* x, char* y,
+                   int64_t n) {
+    uint8_t mask[kSoftmaxDropoutRow / kSeedBlock];
+    KeptBits(seed, 0, (n + kSeedBlock - 1) / kSeedBlock, dropout.largest, mask);
+    const Pair<A> factor = SetPair<A>(static_cast<Scalar>(dropout.scale));
+    OverBlocks<kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+      const Pair<A> v = Mul(LoadElements<E>(extent, x + i * E::kBytes, count), factor);
+      const uint32_t bits = BitsAt<E>(extent, mask, i, count);
+      StoreElements<E, false>(extent, y + i * E::kBytes, E::Keep(bits, E::Narrow(v)), count);
+    });
+  }
+
   // ---- Columns ----
 
   // Prefetches a later row. The rows of a tile are too far apart for the hardware to do it.
@@ -642,6 +656,7 @@ const SoftmaxKernels softmax_kernels = {FASTOPS_EACH_DTYPE(Softmax, Rows),
                                         FASTOPS_EACH_DTYPE(Softmax, Finish),
                                         FASTOPS_EACH_DTYPE(Softmax, BackwardSum),
                                         FASTOPS_EACH_DTYPE(Softmax, BackwardFinish),
+                                        FASTOPS_EACH_DTYPE(Softmax, Drop),
                                         FASTOPS_EACH_DTYPE(Softmax, TileMax),
                                         FASTOPS_EACH_DTYPE(Softmax, TileSum),
                                         FASTOPS_EACH_DTYPE(Softmax, TileCombine),

@@ -7,6 +7,7 @@
 
 #include "core/cpu/isa.h"
 #include "core/dtype.h"
+#include "softmax/shape.h"
 
 namespace jax_fastops::cpu {
 
@@ -62,6 +63,10 @@ struct SoftmaxKernels {
   using BackwardFinish = void(const SoftmaxCall& call, const char* y, const char* dy,
                               const uint8_t* mask, char* dx, int64_t n, double sum);
 
+  // Dropout of n <= kSoftmaxDropoutRow elements of a row that has this seed.
+  using Drop = void(const SoftmaxDropout& dropout, const uint32_t* seed, const char* x, char* y,
+                    int64_t n);
+
   // ---- Columns ----
 
   // buffer = scale * x, with -inf for masked elements. maxima[j] becomes the maximum of itself and
@@ -100,6 +105,7 @@ struct SoftmaxKernels {
   Finish* finish[kNumDTypes];
   BackwardSum* backward_sum[kNumDTypes];
   BackwardFinish* backward_finish[kNumDTypes];
+  Drop* drop[kNumDTypes];
   TileMax* tile_max[kNumDTypes];
   TileSum* tile_sum[kNumDTypes];
   TileCombine* tile_combine[kNumDTypes];

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kSpanThreads, 6)
     }
     if (p.mask != nullptr) {
       part[0].mask = p.mask + p.mask_outer.Offset(first_row + (live ? row : 0));
-      ExcludeRows<kGrad>(p, part, lane, lanes, q.units, a, b);
+      ExcludeRows<kGrad>(p, part, lane, lanes, q.units, excluded, a, b);
     }
 
     Threads threads{scratch, lanes};

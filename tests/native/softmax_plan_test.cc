@@ -20,6 +20,7 @@ Call RandomCall(Random& random) {
   call.itemsize = 2 << random.Below(3);
   call.grad = random.Coin();
   call.log = random.Coin();
+  call.dropout = !call.log && random.Below(4) == 0;
   const int64_t elements = int64_t{1} << random.Below(36);
   call.shape.n = random.Size(elements);
   const int64_t rows = std::max<int64_t>(1, elements / call.shape.n);
@@ -62,6 +63,13 @@ void CheckLaunch(const Call& call, const Limits& device, const Plan& plan) {
   const int64_t room = call.shape.n > kWorkspaceRow ? rows * CeilDiv(call.shape.n, 1024) : 0;
   FAIL_UNLESS(plan.ones <= room);
   FAIL_UNLESS(call.itemsize < 8 || plan.kernel == Kernel::kElementColumns);
+  // softmax.py asks for dropout in these rows.
+  const int64_t n = call.shape.n;
+  const bool alike = (call.a ^ call.b) % 16 == 0 && (call.a ^ call.out) % 16 == 0;
+  const bool whole = call.a % 16 == 0 && n * call.itemsize % 16 == 0;
+  const bool short_enough = n <= kSoftmaxDropoutRow - (whole ? 0 : 8);
+  FAIL_UNLESS(!call.dropout || call.itemsize == 8 || call.shape.inner > 1 || !alike ||
+              !short_enough || TakesDropout(plan));
 }
 
 // Kernels that hold whole rows along the minor axis.
