@@ -3,7 +3,8 @@
 A row that fits on the chip is read once and written once. It stays there while its maximum, sum and
 results are computed. A longer row is read twice. The kernel applies the scale and the mask as it
 reads, and reads the mask in its own shape. The backward reads the result and the cotangent, and for
-``log_softmax`` also the mask.
+``log_softmax`` also the mask. With dropout, the backward reads ``x`` in place of the result, which
+it computes again, because a result of 0 does not tell what dropout took away.
 
 Sources: FasterTransformer, ``softmax``; OneFlow, softmax in three tiers.
 """
@@ -348,8 +349,9 @@ def softmax(
     """Softmax of ``scale * x`` over an axis, with dropout of the result.
 
     Equals ``jax.nn.softmax(scale * x, axis=axis, where=where)``, computed in float32 (float64 for
-    float64) and rounded once. With a dropout rate, it equals exactly
-    ``dropout(softmax(x, ...), dropout_key, dropout_rate)``; see :func:`dropout`.
+    float64) and rounded once. With a dropout rate, it equals
+    ``dropout(softmax(x, ...), dropout_key, dropout_rate)`` but for the rounding between them; see
+    :func:`dropout`.
 
     Args:
       x: array of any shape; float32, bfloat16, float16 or float64.
@@ -370,8 +372,11 @@ def softmax(
       An array with the shape and dtype of ``x``.
 
     Residuals:
-      The result before dropout, and the key if there is one. With ``where``, the gradient of an
-      element whose result is 0 is 0, even if the cotangent is infinite or NaN.
+      The result. With dropout, ``x``, ``where`` and the key, from which the backward computes the
+      result again; or the result before dropout and the key, if no kernel takes both (float64,
+      other axes than the last one, rows of more than 4096 elements, and of up to 512 bytes that are
+      no multiple of 16). With ``where``, the gradient of an element whose result is 0 is 0, even if
+      the cotangent is infinite or NaN.
 
     Sharding: over every dimension except ``axis``, without communication. A sharded ``axis`` is
     gathered over an auto mesh axis, and takes the reference over an explicit one. In a program for

@@ -13,11 +13,13 @@
 //   belong to, mostly two.
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "core/alignment.h"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
+#include "core/cuda/kept.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/unit.cuh"
 #include "core/integer.h"
@@ -57,10 +59,8 @@ __device__ __forceinline__ uint32_t KeptFrom(const Params& p, uint32_t first) {
   const uint32_t columns = p.columns.divisor;
   uint32_t row = Divide(first, p.columns), column = first - row * columns, kept = 0;
   for (uint32_t known = 0; known < kSize && first + known < p.count;) {
-    PhiloxWords seed;
-#pragma unroll
-    for (int i = 0; i < kSeedWords; ++i) seed.word[i] = p.seeds[int64_t{row} * kSeedWords + i];
-    const PhiloxWords bits = RandomBits(seed, p.first_block + column / kSeedBlock);
+    const PhiloxWords bits =
+        RandomBits(LoadSeed(p.seeds, row), p.first_block + column / kSeedBlock);
     uint32_t block = 0;
 #pragma unroll
     for (int i = 0; i < kSeedBlock; ++i) block |= IsKept(bits, i, p.largest) ? 1u << i : 0;
@@ -89,19 +89,21 @@ __global__ void __launch_bounds__(kThreads) BlocksKernel(const __grid_constant__
   U units[kUnits];
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) units[u] = U::Load(p.x + skipped + u * 16);
-  PhiloxWords seed;
-#pragma unroll
-  for (int i = 0; i < kSeedWords; ++i) seed.word[i] = p.seeds[int64_t{row} * kSeedWords + i];
-  const PhiloxWords bits = RandomBits(seed, p.first_block + column / kSeedBlock);
+  const PhiloxWords bits = RandomBits(LoadSeed(p.seeds, row), p.first_block + column / kSeedBlock);
   const ComputeType<T> scale = static_cast<ComputeType<T>>(p.scale);
+  const KeptLimit limit(p.largest);
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
+    uint32_t kept[U::kSize / 2], words[4];
+#pragma unroll
+    for (int i = 0; i < U::kSize / 2; ++i) kept[i] = limit.Halves(bits.word[u * U::kSize / 2 + i]);
 #pragma unroll
     for (int i = 0; i < U::kSize; ++i) {
-      const T product = FromCompute<T>(ToCompute(units[u].elements[i]) * scale);
-      const bool kept = IsKept(bits, u * U::kSize + i, p.largest);
-      units[u].elements[i] = kept ? product : FromCompute<T>(0);
+      units[u].elements[i] = FromCompute<T>(ToCompute(units[u].elements[i]) * scale);
     }
+    memcpy(words, units[u].elements, 16);
+    KeepOnly<T>(kept, words);
+    memcpy(units[u].elements, words, 16);
     units[u].Store(p.y + skipped + u * 16);
   }
 }

@@ -10,7 +10,6 @@
 #include "core/cuda/packed.cuh"
 #include "core/cuda/unit.cuh"
 #include "core/fast_divide.h"
-#include "core/philox.h"
 #include "softmax/shape.h"
 
 namespace jax_fastops::cuda::softmax {
@@ -413,35 +412,6 @@ __device__ __forceinline__ void Branch(bool flag, const Run& run) {
   } else {
     run(std::false_type());
   }
-}
-
-// Which of kSize adjacent elements of a row dropout keeps, in the lowest bits. The first one may be
-// before the row. With kWhole, all are in one block of random bits.
-template <int kSize, bool kWhole>
-__device__ __forceinline__ uint32_t KeptFrom(const PhiloxWords& seed, int first, uint32_t largest) {
-  static_assert(!kWhole || kSeedBlock % kSize == 0);
-  const int block = (first + kSeedBlock) / kSeedBlock - 1, skipped = first - block * kSeedBlock;
-  uint32_t kept = 0;
-#pragma unroll
-  for (int k = 0; k < (kWhole ? 1 : 2); ++k) {
-    const PhiloxWords bits = RandomBits(seed, static_cast<uint32_t>(block + k));
-#pragma unroll
-    for (int i = 0; i < kSeedBlock; ++i) {
-      kept |= IsKept(bits, i, largest) ? 1u << (k * kSeedBlock + i) : 0;
-    }
-  }
-  return kept >> skipped & ((1u << kSize) - 1);
-}
-
-// Dropout of a unit, of the elements whose bits in `kept` are 0.
-template <typename T, int kBytes>
-__device__ __forceinline__ void Drop(uint32_t kept, ComputeType<T> scale, Held<T, kBytes>& x) {
-  constexpr int kSize = Held<T, kBytes>::kSize;
-  ComputeType<T> xs[kSize];
-  x.Unpack(xs);
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) xs[i] = kept >> i & 1 ? xs[i] * scale : ComputeType<T>(0);
-  x.Pack(xs);
 }
 
 // -------------------------------------------------------------------------------------------------

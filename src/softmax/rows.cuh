@@ -24,6 +24,7 @@
 #include <type_traits>
 
 #include "core/cuda/async_copy.cuh"
+#include "core/cuda/kept.cuh"
 #include "core/cuda/row_group.cuh"
 #include "core/cuda/unit.cuh"
 #include "softmax/math.cuh"
@@ -349,11 +350,13 @@ __device__ __forceinline__ void ExcludeRows(
   }
 }
 
-// Replaces the elements of the rows by their results. Sets `totals` to the sums of the rows.
+// Replaces the elements of the rows by their results, times `gain` (not for log_softmax). Sets
+// `totals` to the sums of the rows.
 template <typename T, int kBytes, int kRows, int kUnits, typename Threads>
 __device__ __forceinline__ void ForwardRows(const Params& p, Threads& threads, int count,
                                             Held<T, kBytes> (&a)[kRows][kUnits],
-                                            ComputeType<T> (&totals)[kRows]) {
+                                            ComputeType<T> (&totals)[kRows],
+                                            ComputeType<T> gain = 1) {
   using A = ComputeType<T>;
   constexpr int kSize = Held<T, kBytes>::kSize;
   const A scale = static_cast<A>(p.scale);
@@ -398,7 +401,7 @@ __device__ __forceinline__ void ForwardRows(const Params& p, Threads& threads, i
   for (int r = 0; r < kRows; ++r) {
     Normalizer<T> normalize(p.log, scale, tops[r]);
     normalize.SetTotal(totals[r]);
-    const A factor = p.log ? scale : normalize.last;
+    const A factor = p.log ? scale : normalize.last * gain;
     const A offset = p.log ? -normalize.last : A(0);
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
@@ -412,13 +415,13 @@ __device__ __forceinline__ void ForwardRows(const Params& p, Threads& threads, i
   }
 }
 
-// Replaces y, in `a`, by the gradient.
+// Replaces y, in `a`, by the gradient. `scale` is that of the op, times what the cotangent lacks.
 template <typename T, int kBytes, int kRows, int kUnits, typename Threads>
 __device__ __forceinline__ void BackwardRows(const Params& p, Threads& threads, int count,
                                              Held<T, kBytes> (&a)[kRows][kUnits],
                                              Held<T, kBytes> (&b)[kRows][kUnits],
+                                             ComputeType<T> scale,
                                              ComputeType<T> (&totals)[kRows]) {
-  using A = ComputeType<T>;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     totals[r] = 0;
@@ -433,7 +436,6 @@ __device__ __forceinline__ void BackwardRows(const Params& p, Threads& threads, 
   Forget<T, kBytes>(b);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const A scale = static_cast<A>(p.zero_scale ? 0 : p.scale);
     const Gradient<T> gradient(p.log, scale, totals[r], p.skip_zeros);
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
@@ -443,17 +445,21 @@ __device__ __forceinline__ void BackwardRows(const Params& p, Threads& threads, 
   }
 }
 
-// Dropout of the rows. The bits of `kept` are for the elements of a row that the thread has.
-template <typename T, int kBytes, int kRows, int kUnits>
-__device__ __forceinline__ void DropRows(const Params& p, const uint32_t (&kept)[kRows], int count,
+// Sets the elements of the rows to 0 that dropout does not keep.
+template <typename T, int kBytes, bool kAligned, int kRows, int kUnits>
+__device__ __forceinline__ void DropRows(const Params& p, const PhiloxWords (&seeds)[kRows],
+                                         const Stretch<T, kBytes, kAligned> (&part)[kRows],
+                                         int lane, int lanes, int count,
                                          Held<T, kBytes> (&a)[kRows][kUnits]) {
+  const KeptLimit limit(p.dropout.largest);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       if (k >= count) break;
-      Drop(kept[r] >> k * Held<T, kBytes>::kSize,
-           static_cast<ComputeType<T>>(p.dropout.scale), a[r][k]);
+      uint32_t kept[Held<T, kBytes>::kSize / 2];
+      KeptPairs<kAligned>(seeds[r], part[r].First(lane + k * lanes), limit, kept);
+      KeepOnly<T>(kept, a[r][k].words);
     }
   }
 }
@@ -467,16 +473,16 @@ __device__ __forceinline__ bool IsUndefined(const Params& p, ComputeType<T> tota
 }
 
 // Several rows per thread take blocks of 128 threads: as many as fit with 80 registers, and
-// with 72. Dropout needs more, and has 96 and 80. It also has 80 for one row of a thread, unless the
-// row is ragged.
+// with 72. Dropout needs more, and has 96 and 80. It also has 80 for one row of a thread, unless
+// the row is ragged.
 constexpr int BlocksPerProcessor(int units, int rows, bool aligned, bool dropout) {
   if (rows > 1) return (dropout ? 4 : 5) + units;
   return !dropout ? 0 : aligned ? 3 : 2;
 }
 
 // With kDropout, the result of the forward goes through dropout. The backward has x: it computes
-// the softmax again, and then its gradient from the cotangent after dropout. Random bits are drawn
-// while the loads of the row are in flight.
+// the softmax again, and then its gradient from the cotangent after dropout. The factor of elements
+// that are kept goes into the factors of rows.
 template <typename T, bool kGrad, int kUnits, int kRows, bool kAligned, bool kDropout = false>
 __global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads,
                                   BlocksPerProcessor(kUnits, kRows, kAligned, kDropout))
@@ -510,24 +516,10 @@ __global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads,
       if constexpr (kGrad) b[r][k] = part[r].Load(p.b, size, lane + k * lanes, zero);
     }
   }
-  [[maybe_unused]] uint32_t kept[kRows] = {};
+  [[maybe_unused]] PhiloxWords seeds[kRows];
   if constexpr (kDropout) {
-    constexpr int kSize = H::kSize;
-    static_assert(kUnits * kSize <= 32);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      PhiloxWords seed;
-#pragma unroll
-      for (int i = 0; i < kSeedWords; ++i) {
-        seed.word[i] = p.dropout.seeds[rows[r] * kSeedWords + i];
-      }
-#pragma unroll
-      for (int k = 0; k < kUnits; ++k) {
-        if (k >= count) break;
-        const int first = part[r].First(lane + k * lanes);
-        kept[r] |= KeptFrom<kSize, kAligned>(seed, first, p.dropout.largest) << k * kSize;
-      }
-    }
+    for (int r = 0; r < kRows; ++r) seeds[r] = LoadSeed(p.dropout.seeds, rows[r]);
   }
   if constexpr (!kAligned) {
 #pragma unroll
@@ -563,19 +555,23 @@ __global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads,
   __shared__ typename Threads::Scratch scratch;
   Threads threads{scratch, lanes};
   A totals[kRows];
-  if constexpr (kOfX) ForwardRows(p, threads, count, a, totals);
+  const A gain = static_cast<A>(kDropout ? p.dropout.scale : 1);
+  if constexpr (kOfX) ForwardRows(p, threads, count, a, totals, kGrad ? A(1) : gain);
   if constexpr (kDropout) {
     bool undefined = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) undefined |= IsUndefined<false, T>(p, totals[r]);
     if (undefined) ExcludeRows<kGrad>(p, part, lane, lanes, count, zero, a, b);
     if constexpr (kGrad) {
-      DropRows(p, kept, count, b);
+      DropRows(p, seeds, part, lane, lanes, count, b);
     } else {
-      DropRows(p, kept, count, a);
+      DropRows(p, seeds, part, lane, lanes, count, a);
     }
   }
-  if constexpr (kGrad) BackwardRows(p, threads, count, a, b, totals);
+  if constexpr (kGrad) {
+    const A scale = p.zero_scale ? A(0) : static_cast<A>(p.scale) * gain;
+    BackwardRows(p, threads, count, a, b, scale, totals);
+  }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if constexpr (!kDropout) {

@@ -30,9 +30,9 @@ Status SoftmaxBackward(const SoftmaxShape& shape, bool masked, const SoftmaxMask
                        bool log, double scale, const void* y, const void* dy, void* dx,
                        void* workspace, Queue queue);
 
-// Dropout of SoftmaxForward's result, and dx from x and the cotangent of that. Both are equal, to
-// the last bit, to the softmax and the dropout one after the other, each rounded. For rows of
-// contiguous elements (inner is 1) of up to kSoftmaxDropoutRow; on CUDA, not in float64.
+// Dropout of SoftmaxForward's result, and dx from x and the cotangent of that. For rows of
+// contiguous elements (inner is 1) of up to kSoftmaxDropoutRow; on CUDA, not in float64. The mask
+// is read in both.
 Status SoftmaxDropoutForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
                              double scale, const SoftmaxDropout& dropout, const void* x, void* y,
                              Queue queue);

@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kSpanThreads, 6)
     Threads threads{scratch, lanes};
     A totals[1];
     if constexpr (kGrad) {
-      BackwardRows(p, threads, q.units, a, b, totals);
+      BackwardRows(p, threads, q.units, a, b, static_cast<A>(p.scale), totals);
     } else {
       ForwardRows(p, threads, q.units, a, totals);
     }
