@@ -45,6 +45,7 @@ struct Params {
   FastDivisor columns;
   uint32_t largest;
   double scale;
+  bool aligned;     // x, the residual and y, to 16 bytes
   bool wide_bias;   // in the compute type
   bool bias_units;  // a unit's part of the bias is in one row, and aligned
 };
@@ -121,12 +122,14 @@ __device__ __forceinline__ void LoadBias(const Params& p, uint32_t first,
   }
 }
 
-// Loads a unit; elements after the array's end are not set.
+// Loads a unit, by element if the arrays are not aligned. Elements after the end are not set.
 template <typename U>
 __device__ __forceinline__ U LoadUnit(const Params& p, const char* from, uint32_t first) {
   using T = std::remove_reference_t<decltype(U().elements[0])>;
   const T* const x = reinterpret_cast<const T*>(from) + first;
-  if (first + U::kSize <= p.count) return U::template Load<CacheHint::kNoAllocate>(x);
+  if (p.aligned && first + U::kSize <= p.count) {
+    return U::template Load<CacheHint::kNoAllocate>(x);
+  }
   U unit;
 #pragma unroll
   for (int i = 0; i < U::kSize; ++i) {
@@ -135,10 +138,10 @@ __device__ __forceinline__ U LoadUnit(const Params& p, const char* from, uint32_
   return unit;
 }
 
-template <typename T, int kBytes>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 5)
+template <typename T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 5 : 4)
     UnitsKernel(const __grid_constant__ Params p) {
-  using U = Unit<T, kBytes>;
+  using U = Unit<T, 16>;
   using A = ComputeType<T>;
   const uint32_t begin = (blockIdx.x * kTogether * kThreads + threadIdx.x) * U::kSize;
   const A scale = static_cast<A>(p.scale);
@@ -166,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 4 : 5)
       units[k].elements[i] = FromCompute<T>(value);
     }
     T* const y = reinterpret_cast<T*>(p.y) + first;
-    if (first + U::kSize <= p.count) {
+    if (p.aligned && first + U::kSize <= p.count) {
       units[k].Store(y);
     } else {
 #pragma unroll
@@ -207,17 +210,17 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
             .columns = FastDivisor(static_cast<uint32_t>(taken)),
             .largest = largest,
             .scale = scale,
+            .aligned = false,
             .wide_bias = arrays.wide_bias,
             .bias_units = false,
         };
-        const bool aligned = CommonAlignment({params.x, params.residual, params.y}) == 16;
+        const int64_t unit = 16 / itemsize;  // elements
+        params.aligned = CommonAlignment({params.x, params.residual, params.y}) == 16;
+        params.bias_units = taken % unit == 0 && CommonAlignment({params.bias}) == 16;
         const bool added = arrays.bias != nullptr || arrays.residual != nullptr;
-        int64_t a_thread = kTogether * (aligned ? 16 / itemsize : 1);  // elements
-        params.bias_units =
-            taken % (a_thread / kTogether) == 0 && CommonAlignment({params.bias}) == 16;
-        auto kernel = aligned ? KernelOf<DropoutFamily, UnitsKernel<T, 16>>()
-                              : KernelOf<DropoutFamily, UnitsKernel<T, sizeof(T)>>();
-        if (aligned && !added && taken % kSeedBlock == 0) {
+        int64_t a_thread = kTogether * unit;
+        auto kernel = KernelOf<DropoutFamily, UnitsKernel<T>>();
+        if (params.aligned && !added && taken % kSeedBlock == 0) {
           kernel = KernelOf<DropoutFamily, BlocksKernel<T>>();
           a_thread = kSeedBlock;
         }

@@ -69,7 +69,7 @@ cudaError_t Run(const Plan& plan, const Params& p, void* workspace, cudaStream_t
     };
     switch (plan.kernel) {
       case Kernel::kTinyRows:
-        return LaunchRows<T, kGrad, 1, 4, true>(plan, p, stream);
+        return launch(KernelOf<Softmax, RowsKernel<T, kGrad, 1, 4, true>>(), plan.rows);
       case Kernel::kShortRows:
         return LaunchRows<T, kGrad, 2, 2, true>(plan, p, stream);
       case Kernel::kRows:

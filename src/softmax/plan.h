@@ -184,7 +184,10 @@ Plan MakePlan(const Call& call, const Limits& limits);
 
 // Whether the kernel of a plan has a variant with dropout. It has for rows of up to
 // kSoftmaxDropoutRow elements of up to 4 bytes, if all arrays begin alike within 16 bytes.
-constexpr bool TakesDropout(const Plan& plan) { return plan.kernel <= Kernel::kRaggedRows; }
+constexpr bool TakesDropout(const Plan& plan) {
+  return plan.kernel == Kernel::kShortRows || plan.kernel == Kernel::kRows ||
+         plan.kernel == Kernel::kRaggedRows;
+}
 
 inline constexpr int64_t kMostBlocks = 0x7fffffff;
 

@@ -31,7 +31,7 @@ void PlanRows(const Call& call, int64_t units, bool aligned, Plan* plan) {
   RowsParams& q = plan->rows;
   int rows = 1, per_thread = kRowUnits;
   plan->kernel = aligned ? Kernel::kRows : Kernel::kRaggedRows;
-  if (aligned && units <= 8) {
+  if (aligned && units <= 8 && !call.dropout) {
     plan->kernel = Kernel::kTinyRows;
     rows = 4;
     per_thread = 1;
@@ -39,8 +39,8 @@ void PlanRows(const Call& call, int64_t units, bool aligned, Plan* plan) {
     plan->kernel = Kernel::kShortRows;
     rows = per_thread = 2;
   }
-  q.log_lanes =
-      std::max(Log2(CeilDiv(units, per_thread)), plan->kernel == Kernel::kTinyRows ? 1 : 3);
+  const int least = plan->kernel == Kernel::kTinyRows || call.dropout ? 1 : 3;
+  q.log_lanes = std::max(Log2(CeilDiv(units, per_thread)), least);
   q.lanes = 1 << q.log_lanes;
   if (q.lanes > 32 && !aligned) q.lanes = static_cast<int>(RoundUp(CeilDiv(units, kRowUnits), 32));
   q.units = static_cast<int>(CeilDiv(units, q.lanes));

@@ -473,10 +473,9 @@ __device__ __forceinline__ bool IsUndefined(const Params& p, ComputeType<T> tota
 }
 
 // Several rows per thread take blocks of 128 threads: as many as fit with 80 registers, and
-// with 72. Dropout needs more, and has 96 and 80. It also has 80 for one row of a thread, unless
-// the row is ragged.
+// with 72. With dropout they have 80, and so has one row of a thread, unless it is ragged.
 constexpr int BlocksPerProcessor(int units, int rows, bool aligned, bool dropout) {
-  if (rows > 1) return (dropout ? 4 : 5) + units;
+  if (rows > 1) return dropout ? 6 : 5 + units;
   return !dropout ? 0 : aligned ? 3 : 2;
 }
 
