@@ -178,17 +178,17 @@ def _dropout_reference(x, where, key, *, scale: float, **dropped):
 
 def _dropout_pullback(kept, cts, *, scale: float, **dropped):
     x, where, key = kept
-    y = _of_jax(x, where, -1, scale, False)
-    dy = drop_reference(cts[0], key, **dropped)
-    options = dict(scale=scale, log=False, inner=0, masked=where is not None)
-    return *_pullback((y,), (dy,), **options), None
+    y = (_of_jax(x, where, -1, scale, False),)
+    dy = (drop_reference(cts[0], key, **dropped),)
+    masked = where is not None
+    return *_pullback(y, dy, scale=scale, log=False, inner=0, masked=masked), None
 
 
 def _dropout_pushforward(kept, tangents, *, scale: float, **dropped):
     x, where, key = kept
-    y = _of_jax(x, where, -1, scale, False)
-    options = dict(scale=scale, log=False, inner=0, masked=where is not None)
-    return drop_reference(_pushforward((y,), tangents, **options), key, **dropped)
+    y, masked = (_of_jax(x, where, -1, scale, False),), where is not None
+    dy = _pushforward(y, tangents, scale=scale, log=False, inner=0, masked=masked)
+    return drop_reference(dy, key, **dropped)
 
 
 # ---- ops -----------------------------------------------------------------------------------------
@@ -249,9 +249,15 @@ def _apply(name: str, x, axis, where, scale, drop: Drop | None = None) -> Any:
     after = _stars(inner)
     features, why_not = _features(x, axes, where is not None), _limit(x, axes, where)
     if drop is not None and why_not is None and _takes_dropout(x, axes, drop):
-        given = dict(threshold=drop.threshold, dropout_scale=drop.scale)
         return _DROPOUT_OP(
-            x, where, drop.words, entry="softmax", features=features, scale=scale, **given
+            x,
+            where,
+            drop.words,
+            entry="softmax",
+            features=features,
+            scale=scale,
+            threshold=drop.threshold,
+            dropout_scale=drop.scale,
         )
 
     def merged(z):
