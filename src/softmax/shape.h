@@ -41,8 +41,8 @@ struct SoftmaxMask {
 // The longest row whose softmax has a kernel with dropout.
 inline constexpr int64_t kSoftmaxDropoutRow = 4096;
 
-// Dropout of the result. Each row has a seed (core/philox.h). Elements whose random bits are at most
-// `largest` are kept and multiplied by `scale`.
+// Dropout of the result. Each row has a seed (core/philox.h). Elements whose random bits are at
+// most `largest` are kept and multiplied by `scale`.
 struct SoftmaxDropout {
   const uint32_t* seeds = nullptr;
   uint32_t largest = 0;
