@@ -7,11 +7,13 @@ it equals and what it keeps for the backward.
 import os
 
 from jax_fastops import _explain, _native
+from jax_fastops._autofuse.api import FuseReport, Missed, Replaced, autofuse
 from jax_fastops._dispatch import kernel_or
 from jax_fastops._explain import Explanation, OpCall, explain
 from jax_fastops._export import export_checks
 from jax_fastops._implementation import set_implementation, use_implementation
 from jax_fastops._info import info
+from jax_fastops._patch import patch
 from jax_fastops._version import __version__
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference, batch_norm_statistics
 from jax_fastops.bias_act import bias_act
@@ -29,9 +31,13 @@ from jax_fastops.window_sum import window_sum
 
 __all__ = [
     "Explanation",
+    "FuseReport",
+    "Missed",
     "OpCall",
+    "Replaced",
     "__version__",
     "add_relu",
+    "autofuse",
     "batch_norm",
     "batch_norm_inference",
     "batch_norm_statistics",
@@ -49,6 +55,7 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "merge_heads",
+    "patch",
     "relu",
     "residual_layer_norm",
     "residual_rms_norm",

@@ -54,3 +54,26 @@ def partitions(ctx) -> int:
         return axes.num_devices or 1
     sizes = dict(axes.mesh.shape)
     return math.prod(n for name, n in sizes.items() if name not in axes.manual_axes)
+
+
+def source_line(equation) -> str:
+    """The user's file and line that made an equation, or an empty text."""
+    try:
+        from jax.extend import source_info_util
+
+        return source_info_util.summarize(equation.source_info).split(" (")[0]
+    except (ImportError, AttributeError, TypeError):
+        return ""
+
+
+def struct_of(aval) -> jax.ShapeDtypeStruct:
+    """What stands for an argument of this type in a trace."""
+    more = {"weak_type": aval.weak_type}
+    sharding = getattr(aval, "sharding", None)
+    if sharding is not None and any(s is not None for s in sharding.spec):
+        more["sharding"] = sharding
+    if getattr(aval, "vma", None):
+        more["vma"] = aval.vma
+    elif getattr(aval, "manual_axis_type", None):
+        more["manual_axis_type"] = aval.manual_axis_type
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **more)

@@ -7,6 +7,7 @@ runs: a function under ``jit`` is traced once, and a ``scan`` repeats its body.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -14,6 +15,7 @@ import logging
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +37,7 @@ _session = jax.make_user_context(0)
 _numbers = itertools.count(1)
 _sessions: dict[int, list[_Record]] = {}
 
+_place = threading.local()
 _log = logging.getLogger("jax_fastops.dispatch")
 
 
@@ -282,8 +285,20 @@ def _is_fixed(shape) -> bool:
     return all(isinstance(d, int) for d in shape)
 
 
+@contextlib.contextmanager
+def at(where: str):
+    """Calls of ops in this block are shown as at this place."""
+    before, _place.where = getattr(_place, "where", ""), where
+    try:
+        yield
+    finally:
+        _place.where = before
+
+
 def _where() -> str:
     """File and line of the call: the innermost frame outside of JAX and of the op layer."""
+    if where := getattr(_place, "where", ""):
+        return where
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -33,7 +33,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from jax_fastops import _compat, _dispatch, _explain, _implementation, _native
+from jax_fastops import _compat, _dispatch, _explain, _implementation, _native, _patched
 from jax_fastops._kernel import (
     Kernel,
     compiled,
@@ -581,7 +581,13 @@ class Op:
                 if w
             ]
 
-        return {"": plain, "_fwd": fwd, "_lin": lin, "_vjp": vjp}[kind]
+        function = {"": plain, "_fwd": fwd, "_lin": lin, "_vjp": vjp}[kind]
+
+        def unpatched(*operands):
+            with _patched.off():  # references use jax.nn
+                return function(*operands)
+
+        return unpatched
 
     def _reference_of(self, kept, which, options):
         """The reference as a function of the operands marked in ``which``, and these operands."""

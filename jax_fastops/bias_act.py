@@ -181,6 +181,11 @@ def _relu_in_view(request, x, bias):
 
 def _check(x, bias, activation) -> list[jax.Array]:
     one_of("bias_act", "activation", activation, ACTIVATIONS)
+    if bias is None:
+        (x,) = same_floating_dtype("bias_act", as_arrays("bias_act", x=x), ["x"])
+        # A bias of one element has no axis that an explicit mesh could shard.
+        sharded = not jax.typeof(x).sharding.mesh.empty
+        bias = jnp.zeros((1,) * min(x.ndim, 1) if sharded else x.shape[-1:], x.dtype)
     arrays = as_arrays("bias_act", x=x, bias=bias)
     names = ["x", "bias"]
     if any(getattr(a, "weak_type", False) for a in arrays):
@@ -206,7 +211,7 @@ def _check(x, bias, activation) -> list[jax.Array]:
 
 def bias_act(
     x: ArrayLike,
-    bias: ArrayLike,
+    bias: ArrayLike | None,
     *,
     activation: Literal["gelu", "gelu_exact", "silu", "relu"] = "gelu",
 ) -> jax.Array:
@@ -218,7 +223,7 @@ def bias_act(
     Args:
       x: array of any shape; float32, bfloat16, float16 or float64.
       bias: array that broadcasts to the shape of ``x``, typically ``[h]``. It may have another
-        floating dtype. The kernel reads it in its own shape.
+        floating dtype. The kernel reads it in its own shape. ``None``: no bias.
       activation: ``"gelu"`` (``jax.nn.gelu``, the tanh approximation), ``"gelu_exact"`` (by erf),
         ``"silu"`` or ``"relu"``.
 

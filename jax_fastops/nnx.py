@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -221,57 +222,66 @@ class BatchNorm(_flax.BatchNorm):
           ValueError: neither the call nor the layer says whether to use the running statistics; or
             as Flax's layer.
         """
-        average = use_running_average
-        average = self.use_running_average if average is None else average
-        given = None if average is None or mask is not None else self._given(x, average)
+        call = super().__call__
+        return _batch_norm(self, call, x, use_running_average, mask=mask, residual=residual)
 
-        def flax():
-            y = super(BatchNorm, self).__call__(x, use_running_average, mask=mask)
-            return _finish(y, residual, self.activation)
 
-        if given is None:
-            return flax()
-        return kernel_or(lambda: self._fused(given, average, residual), flax)()
+def _batch_norm(layer, flax_call, x, use_running_average=None, *, mask=None, residual=None):
+    average = use_running_average
+    average = layer.use_running_average if average is None else average
+    activation = getattr(layer, "activation", None)
+    given = None if average is None or mask is not None else _batch_operands(layer, x, average)
 
-    def _fused(self, given: _Operands, average, residual):
-        """The call by the ops."""
-        x, (mean, var), parameters, dtype, statistics_dtype = given
-        options: dict[str, Any] = dict(axis=_axes(self.axis, x.ndim)[0], eps=self.epsilon)
-        fused = residual is None or (
-            np.shape(residual) == x.shape
-            and x.dtype == dtype == jnp.promote_types(dtype, jnp.result_type(residual))
-        )
-        if fused:
-            options["activation"] = self.activation
-            options["residual"] = None if residual is None else _as(residual, dtype)
-        if average:
-            y = batch_norm_inference(x, mean, var, *parameters, **options)
-        else:
-            y, mean, var = batch_norm(x, *parameters, **options, axis_name=self.axis_name)
-            self._update(self.mean, mean.astype(statistics_dtype))
-            self._update(self.var, var.astype(statistics_dtype))
-        y = _as(y, dtype)
-        return y if fused else _finish(y, residual, self.activation)
+    def flax():
+        y = flax_call(x, use_running_average, mask=mask)
+        return _finish(y, residual, activation)
 
-    def _given(self, x, average) -> _Operands | None:
-        """The operands for the op, or ``None`` if Flax's code runs."""
-        axes = _axes(self.axis, x.ndim)
-        across = not average and self.axis_name is not None
-        if len(axes) != 1 or not _is_epsilon(self.epsilon):
-            return None
-        if not 0 <= axes[0] < x.ndim or (across and self.axis_index_groups is not None):
-            return None
-        statistics = [self.mean[...], self.var[...]]
-        parameters = [_variable(self.scale), _variable(self.bias)]
-        shape = (x.shape[axes[0]],)
-        if any(v is not None and v.shape != shape for v in (*statistics, *parameters)):
-            return None
-        return _operands(self, x, statistics, parameters)
+    if given is None:
+        return flax()
+    return kernel_or(lambda: _fused_batch_norm(layer, given, average, residual, activation), flax)()
 
-    def _update(self, variable, value) -> None:
-        """Updates a running statistic, which carries no gradient."""
-        moved = self.momentum * variable[...] + (1 - self.momentum) * value
-        variable[...] = jax.lax.stop_gradient(moved)
+
+def _fused_batch_norm(layer, given: _Operands, average, residual, activation):
+    """The call by the ops."""
+    x, (mean, var), parameters, dtype, statistics_dtype = given
+    options: dict[str, Any] = dict(axis=_axes(layer.axis, x.ndim)[0], eps=layer.epsilon)
+    fused = residual is None or (
+        np.shape(residual) == x.shape
+        and x.dtype == dtype == jnp.promote_types(dtype, jnp.result_type(residual))
+    )
+    if fused:
+        options["activation"] = activation
+        options["residual"] = None if residual is None else _as(residual, dtype)
+    if average:
+        y = batch_norm_inference(x, mean, var, *parameters, **options)
+    else:
+        y, mean, var = batch_norm(x, *parameters, **options, axis_name=layer.axis_name)
+        _update(layer, layer.mean, mean.astype(statistics_dtype))
+        _update(layer, layer.var, var.astype(statistics_dtype))
+    y = _as(y, dtype)
+    return y if fused else _finish(y, residual, activation)
+
+
+def _batch_operands(layer, x, average) -> _Operands | None:
+    """The operands for the op, or ``None`` if Flax's code runs."""
+    axes = _axes(layer.axis, x.ndim)
+    across = not average and layer.axis_name is not None
+    if len(axes) != 1 or not _is_epsilon(layer.epsilon):
+        return None
+    if not 0 <= axes[0] < x.ndim or (across and layer.axis_index_groups is not None):
+        return None
+    statistics = [layer.mean[...], layer.var[...]]
+    parameters = [_variable(layer.scale), _variable(layer.bias)]
+    shape = (x.shape[axes[0]],)
+    if any(v is not None and v.shape != shape for v in (*statistics, *parameters)):
+        return None
+    return _operands(layer, x, statistics, parameters)
+
+
+def _update(layer, variable, value) -> None:
+    """Updates a running statistic, which carries no gradient."""
+    moved = layer.momentum * variable[...] + (1 - layer.momentum) * value
+    variable[...] = jax.lax.stop_gradient(moved)
 
 
 class Dropout(_flax.Dropout):
@@ -303,30 +313,36 @@ class Dropout(_flax.Dropout):
         rngs: Any = None,
     ) -> jax.Array:
         """Drops elements of ``inputs``; see ``flax.nnx.Dropout`` for the arguments."""
-        key = self._key(inputs, deterministic, rngs)
-        if key is None:
-            return super().__call__(inputs, deterministic=deterministic, rngs=rngs)
-        return dropout(inputs, key, self.rate)
+        return _dropout(self, super().__call__, inputs, deterministic=deterministic, rngs=rngs)
 
-    def _key(self, x, deterministic: bool | None = None, rngs: Any = None):
-        """The next key, or ``None`` if Flax's code runs, which then draws it or raises."""
-        deterministic = self.deterministic if deterministic is None else deterministic
-        rngs = self.rngs if rngs is None else rngs
-        known = isinstance(rngs, (_flax.Rngs, _flax.RngStream, jax.Array))
-        if deterministic or deterministic is None or self.broadcast_dims or not known:
-            return None
-        if not 0 < self.rate < 1 or str(jnp.result_type(x)) not in _DTYPES:
-            return None
-        rngs = rngs[self.rng_collection] if isinstance(rngs, _flax.Rngs) else rngs
-        return rngs if isinstance(rngs, jax.Array) else rngs()
+
+def _dropout(layer, flax_call, inputs, *, deterministic=None, rngs=None):
+    key = _next_key(layer, inputs, deterministic, rngs)
+    if key is None:
+        return flax_call(inputs, deterministic=deterministic, rngs=rngs)
+    return dropout(inputs, key, layer.rate)
+
+
+def _next_key(layer, x, deterministic: bool | None = None, rngs: Any = None):
+    """The next key, or ``None`` if Flax's code runs, which then draws it or raises."""
+    deterministic = layer.deterministic if deterministic is None else deterministic
+    rngs = layer.rngs if rngs is None else rngs
+    known = isinstance(rngs, (_flax.Rngs, _flax.RngStream, jax.Array))
+    if deterministic or deterministic is None or layer.broadcast_dims or not known:
+        return None
+    if not 0 < layer.rate < 1 or str(jnp.result_type(x)) not in _DTYPES:
+        return None
+    rngs = rngs[layer.rng_collection] if isinstance(rngs, _flax.Rngs) else rngs
+    return rngs if isinstance(rngs, jax.Array) else rngs()
 
 
 def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, drop):
     """Calls a layer over the last axis. ``name`` is the name of the op."""
     x = x if hasattr(x, "shape") else jnp.asarray(x)  # Flax takes a list
+    activation = getattr(layer, "activation", None)
     key, rate = None, 0.0
     if drop is not None and residual is not None:
-        key, rate = drop._key(x), drop.rate
+        key, rate = _next_key(drop, x), drop.rate
     if drop is not None and key is None:
         x = drop(x)
     summand = given = None
@@ -353,11 +369,11 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, 
         if found is not None:
             y, x = found if with_sum else (found, x)
             y = _as(y, given.dtype)
-            y = relu(y) if layer.activation == "relu" else y
+            y = relu(y) if activation == "relu" else y
     if y is None:
         x = x if key is None else dropout(x, key, rate)
         x = x if residual is None else x + residual
-        y = _finish(flax_call(x, mask=mask), None, layer.activation)
+        y = _finish(flax_call(x, mask=mask), None, activation)
     return (y, x) if return_sum else y
 
 
@@ -548,3 +564,16 @@ class RMSNorm(_flax.RMSNorm):
         """Normalizes ``x``, or ``x + residual``; see :class:`LayerNorm`."""
         call = super().__call__
         return _row_norm(self, call, "rms_norm", x, mask, residual, return_sum, dropout)
+
+
+def in_place_of(
+    name: str, layer: Any, flax_call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A call of one of Flax's own layers, for :func:`jax_fastops.patch`."""
+    if name == "BatchNorm":
+        return _batch_norm(layer, flax_call, x, *args, **kwargs)
+    if name == "Dropout":
+        return _dropout(layer, flax_call, x, *args, **kwargs)
+    mask = args[0] if args else kwargs.get("mask")
+    op = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}[name]
+    return _row_norm(layer, flax_call, op, x, mask, None, False, None)

@@ -332,6 +332,8 @@ def _check_axes(name: str, x, axis) -> tuple[int, ...]:
             f"{name}: axis is {axis!r}; it must be an integer, a tuple of integers or None"
         ) from None
     for a in axes:
+        if x.ndim == 0:
+            raise ValueError(f"{name}: axis is {axis!r}, but x has no axes")
         if not -x.ndim <= a < x.ndim:
             raise ValueError(
                 f"{name}: axis is {axis!r}, out of range for x of shape {x.shape}: it must be from "
@@ -345,9 +347,9 @@ def _check_axes(name: str, x, axis) -> tuple[int, ...]:
 
 def softmax(
     x: ArrayLike,
-    *,
     axis: int | Sequence[int] | None = -1,
     where: ArrayLike | None = None,
+    *,
     scale: float = 1.0,
     dropout_key: ArrayLike | None = None,
     dropout_rate: float = 0.0,
@@ -413,9 +415,9 @@ def softmax(
 
 def log_softmax(
     x: ArrayLike,
-    *,
     axis: int | Sequence[int] | None = -1,
     where: ArrayLike | None = None,
+    *,
     scale: float = 1.0,
 ) -> jax.Array:
     """Logarithm of the softmax of ``scale * x`` over an axis.

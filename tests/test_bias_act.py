@@ -694,3 +694,14 @@ def test_a_replicated_bias_beside_explicit_shards(activation):
                 assert jax.typeof(g).sharding.spec == jax.typeof(a).sharding.spec
         for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4, 16)])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "silu", "relu"])
+def test_without_a_bias(activation, shape, dtype):
+    x = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+    run = functools.partial(fo.bias_act, activation=activation)
+    zeros = np.zeros(shape[-1:], dtype)
+    np.testing.assert_array_equal(run(x, None), run(x, zeros))
+    grad = jax.grad(lambda x, *bias: jnp.sum(run(x, *bias)))
+    np.testing.assert_array_equal(grad(x, None), grad(x, zeros))

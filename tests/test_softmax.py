@@ -1504,7 +1504,7 @@ REFUSED = {
     "complex": (X * 1j, {}, TypeError, ["x has dtype complex64", "float32"]),
     "eight bits": (X.astype(jnp.float8_e4m3fn), {}, TypeError, ["x has dtype float8", "float32"]),
     "an integer": (3, {"axis": None}, TypeError, ["x has dtype int32"]),
-    "no dimension": (np.float32(1), {}, ValueError, ["axis is -1", "()"]),
+    "no dimension": (np.float32(1), {}, ValueError, ["axis is -1", "x has no axes"]),
     "None": (None, {}, TypeError, ["x is None", "array"]),
     "a list": ([1.0, 2.0], {}, TypeError, ["x is of type list", "array"]),
     "a text": ("text", {}, TypeError, ["x is of type str", "array"]),
@@ -1528,9 +1528,11 @@ def test_a_traced_scale_is_refused(name):
         jax.jit(lambda x, s: OPS[name](x, scale=s))(X, 2.0)
 
 
-def test_options_are_given_by_name(name):
+def test_axis_and_mask_may_be_given_by_position(name):
+    np.testing.assert_array_equal(OPS[name](X, 0), OPS[name](X, axis=0))
+    np.testing.assert_array_equal(OPS[name](X, -1, MASK), OPS[name](X, where=MASK))
     with pytest.raises(TypeError):
-        OPS[name](X, -1)
+        OPS[name](X, -1, MASK, 2.0)
     with pytest.raises(TypeError):
         OPS[name]()
 

@@ -244,9 +244,9 @@ def _plain_dropout(x, key, rate: float):
 
 def _plain_softmax(
     x,
-    *,
     axis=-1,
     where=None,
+    *,
     scale: float = 1.0,
     dropout_key=None,
     dropout_rate: float = 0.0,

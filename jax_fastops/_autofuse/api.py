@@ -1,0 +1,299 @@
+"""``autofuse``: what users call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
+
+from jax_fastops import _compat
+from jax_fastops._autofuse import rewrite
+
+source_info_util.register_exclusion(__file__)  # it calls functions of users
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """A pattern that :class:`autofuse` replaces.
+
+    Attributes:
+      pattern: its name, with ``"add + "`` or ``"bias + "`` if the op takes the sum before it too.
+      where: the file and line of its last operation.
+      shape: the shape of its result.
+      dtype: the dtype of its result.
+      saves: the bytes of the arrays between its operations, at least as large as its result. XLA
+        fuses some of them, so this is the most that the op does not write.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> with fo.use_implementation("native"):
+      ...     found = fo.autofuse.report(jax.nn.softmax)(jnp.ones((2, 8)))
+      >>> found.replaced[0].pattern, found.replaced[0].shape
+      ('softmax', (2, 8))
+    """
+
+    pattern: str
+    where: str
+    shape: tuple[int, ...]
+    dtype: str
+    saves: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Missed:
+    """A pattern that :class:`autofuse` leaves as it is.
+
+    Attributes:
+      pattern: its name.
+      where: the file and line of the operation that does not fit, or of the result.
+      reason: why it stays.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> with fo.use_implementation("xla"):
+      ...     found = fo.autofuse.report(jax.nn.softmax)(jnp.ones((2, 8)))
+      >>> found.missed[0].pattern, found.missed[0].reason
+      ('softmax', "the implementation is 'xla'")
+    """
+
+    pattern: str
+    where: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseReport:
+    """What :class:`autofuse` does with a function. Its text is a table.
+
+    Attributes:
+      replaced: the patterns that ops replace, in the order of the program.
+      missed: the patterns that stay, and those of which a large part was found.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> len(fo.autofuse.report(jnp.sin)(jnp.ones(2)).replaced)
+      0
+    """
+
+    replaced: tuple[Replaced, ...]
+    missed: tuple[Missed, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.replaced)} patterns replaced"]
+        for r in self.replaced:
+            shape = ",".join(map(str, r.shape))
+            lines.append(f"  {r.pattern}  {r.dtype}[{shape}]  {r.where}")
+        if self.missed:
+            lines.append(f"{len(self.missed)} patterns left")
+            lines += [f"  {m.pattern}  {m.where}: {m.reason}" for m in self.missed]
+        return "\n".join(lines)
+
+
+class autofuse(Generic[_P, _T]):
+    """``fn`` with our ops in place of the patterns that they compute.
+
+    Traces ``fn`` and looks for what our ops compute, written by hand or by a library: activations
+    with a bias or a gate before them, relu of a sum, softmax and log_softmax, layer norm, RMS norm
+    and batch norm with what stands next to them, cross entropy with integer labels, interpolation.
+    A pattern is replaced where the call takes the kernel (see :func:`kernel_or`) and the result,
+    its dtype and its derivatives are the same but for rounding. All else stays as it is. It looks
+    into ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions
+    with a derivative rule of their own, which keep the rule.
+
+    The function is traced whenever it is called, so put ``jax.jit`` around it. Put ``jax.grad``
+    around it too: ``jax.grad(autofuse(loss))``. It does not see the patterns in a derivative.
+    Modules of ``flax.nnx`` may be arguments, and are updated as without it.
+
+    Args:
+      fn: a function of arrays.
+      check: whether each call runs both functions on its arguments and compares the results.
+
+    Raises:
+      ValueError: with ``check``, the results differ by more than their dtypes round, or there are
+        no values yet, under ``jax.jit`` or ``jax.grad``.
+      Whatever ``fn`` raises.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> def attention(x):
+      ...     e = jnp.exp(x - x.max(-1, keepdims=True))
+      ...     return e / e.sum(-1, keepdims=True)
+      >>> with fo.use_implementation("native"):
+      ...     y = jax.jit(fo.autofuse(attention))(jnp.zeros((1, 4)))
+      ...     print(fo.autofuse.report(attention)(jnp.zeros((2, 4))).replaced[0].pattern)
+      softmax
+      >>> y.tolist()
+      [[0.25, 0.25, 0.25, 0.25]]
+    """
+
+    def __init__(self, fn: Callable[_P, _T], *, check: bool = False):
+        functools.update_wrapper(self, fn)
+        self._fn, self._check = fn, check
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if self._check:
+            return _checked(self._fn, args, kwargs)
+        return _call(self._fn, args, kwargs, lambda plan: None)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    @staticmethod
+    def report(fn: Callable[..., Any]) -> Callable[..., FuseReport]:
+        """Shows what :class:`autofuse` does with a function. Runs nothing.
+
+        Args:
+          fn: a function of arrays.
+
+        Returns:
+          A function of the arguments of ``fn``, where ``jax.ShapeDtypeStruct`` may stand for an
+          array. It returns a :class:`FuseReport`.
+        """
+        fn = fn._fn if isinstance(fn, autofuse) else fn
+
+        @functools.wraps(fn)
+        def reported(*args: Any, **kwargs: Any) -> FuseReport:
+            plans: list[rewrite.Plan] = []
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+            def run(*arrays):
+                given = list(leaves)
+                for i, x in zip(places, arrays, strict=True):
+                    given[i] = x
+                a, k = jax.tree.unflatten(tree, given)
+                return jax.tree.leaves(_call(fn, a, k, plans.append))
+
+            jax.eval_shape(run, *(leaves[i] for i in places))
+            return _report(plans)
+
+        return reported
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def _call(fn: Callable, args: tuple, kwargs: dict, observe: Callable) -> Any:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None:
+
+        def is_module(x):
+            return isinstance(x, nnx.Module)
+
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_module)
+        if any(map(is_module, leaves)):
+            return _call_with_modules(nnx, fn, leaves, tree, is_module, observe)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    rest: list[Any] = []
+
+    def traced(*arrays):
+        given = list(leaves)
+        for i, x in zip(places, arrays, strict=True):
+            given[i] = x
+        a, k = jax.tree.unflatten(tree, given)
+        results, out = jax.tree.flatten(fn(*a, **k))
+        is_array = [_is_array(x) for x in results]
+        others = [None if a else x for a, x in zip(is_array, results, strict=True)]
+        rest[:] = [out, others, is_array]
+        return [x for x in results if _is_array(x)]
+
+    arrays = [leaves[i] for i in places]
+    program = jax.make_jaxpr(traced)(*arrays)
+    found = iter(rewrite.fused(program.jaxpr, program.consts, arrays, observe))
+    out, others, is_array = rest
+    results = [next(found) if a else x for a, x in zip(is_array, others, strict=True)]
+    return jax.tree.unflatten(out, results)
+
+
+def _call_with_modules(nnx, fn: Callable, leaves, tree, is_module, observe: Callable) -> Any:
+    """Flax' modules as their states: what the function changes in them is a result."""
+    modules = tuple(filter(is_module, leaves))
+    graph, state = nnx.split(modules)
+
+    def pure(state, others):
+        merged = nnx.merge(graph, state)
+        given, rest = iter(merged), iter(others)
+        args, kwargs = jax.tree.unflatten(
+            tree, [next(given) if is_module(x) else next(rest) for x in leaves]
+        )
+        return fn(*args, **kwargs), nnx.state(merged)
+
+    others = [x for x in leaves if not is_module(x)]
+    result, state = _call(pure, (state, others), {}, observe)
+    nnx.update(modules, state)
+    return result
+
+
+def _checked(fn: Callable, args: tuple, kwargs: dict) -> Any:
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        raise ValueError("autofuse: check=True needs values: call it outside of jit and grad")
+    want = fn(*args, **kwargs)
+    got = _call(fn, args, kwargs, lambda plan: None)
+    for (path, a), b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        if _is_array(a):
+            _compare(jax.tree_util.keystr(path), np.asarray(a), np.asarray(b))
+    return got
+
+
+def _compare(path: str, want: np.ndarray, got: np.ndarray) -> None:
+    if not jnp.issubdtype(want.dtype, jnp.inexact):
+        if not np.array_equal(want, got):
+            raise ValueError(f"autofuse: result{path} differs")
+        return
+    tolerance = 50 * float(jnp.finfo(want.dtype).eps)
+    wide = [x.astype(np.float64) for x in (want, got)]
+    finite = np.isfinite(wide[0])
+    scale = np.max(np.abs(wide[0]), where=finite, initial=0.0)
+    same = np.array_equal(
+        np.where(finite, 0, wide[0]), np.where(finite, 0, wide[1]), equal_nan=True
+    )
+    with np.errstate(invalid="ignore"):
+        error = np.max(np.abs(wide[0] - wide[1]), where=finite, initial=0.0)
+    if not same or not error <= tolerance * scale:
+        raise ValueError(
+            f"autofuse: result{path} differs by {error:.3g} where its largest element is "
+            f"{scale:.3g}; rounding in {want.dtype} explains {tolerance * scale:.3g}"
+        )
+
+
+def _report(plans: list[rewrite.Plan]) -> FuseReport:
+    replaced, missed = [], []
+    for plan in plans:
+        for match in reversed(plan.matches):
+            root = match.root
+            large = [v for v in match.inner if rewrite._size(v) >= rewrite._size(root)]
+            before = {"": "", "sum_of": "add + ", "biased": "bias + ", "scaled": "scale + "}[
+                match.form
+            ]
+            saved = sum(rewrite._size(v) * v.dtype.itemsize for v in large if v is not root)
+            found = Replaced(
+                before + match.pattern.name, _line(root), root.shape, str(root.dtype), saved
+            )
+            replaced.append(found)
+        taken = {v for match in plan.matches for v in (*match.inner, match.root)}
+        seen = set()
+        for miss in reversed(plan.misses):
+            if miss.value not in taken and miss.value not in seen:
+                seen.add(miss.value)
+                missed.append(Missed(miss.pattern, _line(miss.value), miss.reason))
+    return FuseReport(tuple(replaced), tuple(missed))
+
+
+def _line(value) -> str:
+    return "" if value.node is None else _compat.source_line(value.node.equation)

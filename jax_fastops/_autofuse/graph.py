@@ -1,0 +1,133 @@
+"""The values of a traced program as one graph, through the calls of jitted functions.
+
+A value is one result of an equation, whatever it is called: inside of a jitted function it has
+another variable than outside. ``Level`` is one of these programs, and a value has a variable in
+each level that sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+_CALLS = {"jit", "pjit", "closed_call", "core_call"}
+
+
+class Value:
+    """A result of an equation, an operand of the program, or a constant.
+
+    ``long`` are the dimensions whose size is not 1, and ``sizes`` theirs. All maps between values
+    number these dimensions alone.
+    """
+
+    def __init__(self, aval, node: Node | None = None, constant: np.ndarray | None = None):
+        self.aval = aval
+        self.node = node
+        self.constant = constant  # of one element
+        self.is_folded = node is None  # whether `constant` is known
+        self.places: dict[Level, Any] = {}
+        self.users: list[Node] = []
+        self.is_result = False
+        self.shape: tuple = getattr(aval, "shape", ())
+        self.dtype = getattr(aval, "dtype", None)
+        self.is_floating = self.dtype is not None and jnp.issubdtype(self.dtype, jnp.floating)
+        self.long: tuple[int, ...] = tuple(
+            i for i, d in enumerate(self.shape) if not (isinstance(d, int) and d == 1)
+        )
+        self.sizes = tuple(self.shape[i] for i in self.long)
+        self.resolved: dict[bool, tuple] = {}
+
+
+class Node:
+    """An equation that is no call of a jitted function."""
+
+    def __init__(self, equation, inputs: Sequence[Value], level: Level):
+        self.equation, self.inputs, self.level = equation, inputs, level
+        self.name: str = equation.primitive.name
+        self.params: dict[str, Any] = equation.params
+        self.outputs: list[Value] = []
+        self.meaning: tuple | None = None
+
+
+class Level:
+    """A program: the one that was traced, or one that it calls."""
+
+    def __init__(self, jaxpr, operands: Sequence[Value], constants: Sequence[Any], parent=None):
+        self.jaxpr, self.constants, self.parent = jaxpr, constants, parent
+        self.calls: dict[int, Level] = {}  # by the index of the equation
+        self.values: dict[Any, Value] = {}
+        for var, value in zip(jaxpr.invars, operands, strict=True):
+            self.name(var, value)
+        for var, constant in zip(jaxpr.constvars, constants, strict=True):
+            self.name(var, Value(var.aval, constant=_scalar(constant)))
+
+    @property
+    def depth(self) -> int:
+        return 0 if self.parent is None else self.parent.depth + 1
+
+    def name(self, var, value: Value) -> None:
+        self.values[var] = value
+        if type(var).__name__ != "DropVar":
+            value.places.setdefault(self, var)
+
+    def of(self, atom) -> Value:
+        if isinstance(atom, Literal):
+            return Value(atom.aval, constant=_scalar(atom.val))
+        return self.values[atom]
+
+
+def _scalar(x) -> np.ndarray | None:
+    """The number that an array of one element is, if it is known."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return None
+    if not isinstance(x, (bool, int, float)) and getattr(x, "size", 0) != 1:
+        return None
+    found = np.asarray(x)
+    return found.reshape(()) if found.dtype.kind in "biuf" or found.dtype.name in _FLOATS else None
+
+
+_FLOATS = {"bfloat16"}  # whose kind NumPy does not know
+
+
+class Graph:
+    """A program and all that it calls. ``nodes`` are in the order of evaluation."""
+
+    def __init__(self, jaxpr, constants: Sequence[Any] = ()):
+        self.nodes: list[Node] = []
+        self.operands = [Value(v.aval) for v in jaxpr.invars]
+        self.top = Level(jaxpr, self.operands, constants)
+        self.results = self._enter(self.top)
+        for value in self.results:
+            value.is_result = True
+        self._count_users()
+
+    def _count_users(self) -> None:
+        """Notes which nodes use a value, except those whose own results nobody uses."""
+        for node in reversed(self.nodes):
+            if node.equation.effects or any(v.is_result or v.users for v in node.outputs):
+                for value in node.inputs:
+                    value.users.append(node)
+
+    def _enter(self, level: Level) -> list[Value]:
+        for index, equation in enumerate(level.jaxpr.eqns):
+            inputs = [level.of(a) for a in equation.invars]
+            if equation.primitive.name in _CALLS and "jaxpr" in equation.params:
+                inner = equation.params["jaxpr"]
+                called = Level(
+                    getattr(inner, "jaxpr", inner), inputs, getattr(inner, "consts", ()), level
+                )
+                level.calls[index] = called
+                outputs = self._enter(called)
+            else:
+                node = Node(equation, inputs, level)
+                outputs = node.outputs = [Value(v.aval, node) for v in equation.outvars]
+                self.nodes.append(node)
+            for var, value in zip(equation.outvars, outputs, strict=True):
+                level.name(var, value)
+        return [level.of(a) for a in level.jaxpr.outvars]

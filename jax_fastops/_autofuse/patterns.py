@@ -1,0 +1,404 @@
+"""The patterns: functions in plain JAX, and the calls that replace them.
+
+To add one, write the function and the call. Operands are float32 arrays of the size that the
+program has; ``row`` is along the axis, ``rest`` along the other axes, ``free`` any number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fastops._autofuse.graph import Graph
+from jax_fastops._autofuse.match import Compiler, Formula
+from jax_fastops.batch_norm import batch_norm, batch_norm_inference
+from jax_fastops.bias_act import ACTIVATIONS, bias_act
+from jax_fastops.cross_entropy import cross_entropy
+from jax_fastops.gated_act import gated_act
+from jax_fastops.lerp import lerp
+from jax_fastops.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
+from jax_fastops.relu import add_relu, relu
+from jax_fastops.softmax import log_softmax, softmax
+
+# What a leaf of the pattern is, by the name of the argument.
+_KINDS = {
+    **dict.fromkeys(("x", "up", "residual", "start", "end", "weight"), "full"),
+    **dict.fromkeys(("scale", "bias", "mean", "var"), "row"),
+    **{"where": "mask", "labels": "labels", "eps": "free"},
+}
+
+
+def kind_of(leaf: str) -> str:
+    """What an operand of a pattern is."""
+    return _KINDS[leaf]
+
+
+MAX_RANK = 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pattern:
+    """``function(*leaves, axis=...)`` is what a program has, ``call(leaves, axis)`` replaces it.
+
+    ``leaves`` are names. ``axes`` says for which axes the pattern is tried: ``"last"``, ``"each"``,
+    or ``"none"`` if it has no axis. ``sum_of`` replaces it if ``x`` is the sum of two arrays,
+    ``biased`` if it is the sum of an array and a row, and ``scaled`` if it is a multiple. If the
+    function has several results, the call computes them all. ``fanout`` says whether the op can
+    give its result twice, so that the backward takes two cotangents in place of their sum.
+    """
+
+    name: str
+    function: Callable
+    leaves: tuple[str, ...]
+    call: Callable
+    axes: str = "none"
+    sum_of: Callable | None = None
+    biased: Callable | None = None
+    scaled: Callable | None = None
+    fanout: bool = False
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """What its formula is at the top."""
+        return compiled(self, 3, 2)[0].kind
+
+    @functools.cached_property
+    def needs(self) -> frozenset[str]:
+        """The operations that it has for any axis."""
+        return frozenset(name for name in compiled(self, 3, 2)[0].needs if isinstance(name, str))
+
+    def count(self, sizes: tuple[int, ...], axis: int) -> int:
+        """How many elements its means are over."""
+        return math.prod(sizes) // sizes[axis] if self.axes == "each" else (sizes or (1,))[axis]
+
+
+_SIZES = (101, 103, 107, 109, 113, 127, 131, 137)  # no constant of a pattern is one of these
+
+
+@functools.cache
+def compiled(pattern: Pattern, rank: int, axis: int) -> list[Formula]:
+    """The formulas of the results, for arrays of up to eight dimensions."""
+    shape = _SIZES[:rank]
+    kinds = {
+        "full": jax.ShapeDtypeStruct(shape, jnp.float32),
+        "row": jax.ShapeDtypeStruct(shape[axis:][:1], jnp.float32),
+        "mask": jax.ShapeDtypeStruct(shape, jnp.bool_),
+        "labels": jax.ShapeDtypeStruct(shape[:-1], jnp.int32),
+        "free": jax.ShapeDtypeStruct((), jnp.float32),
+    }
+    operands = [kinds[kind_of(leaf)] for leaf in pattern.leaves]
+    traced = jax.make_jaxpr(functools.partial(pattern.function, axis=axis))(*operands)
+    graph = Graph(traced.jaxpr, traced.consts)
+    free = [i for i, leaf in enumerate(pattern.leaves) if kind_of(leaf) == "free"]
+    compiler = Compiler(graph, free, pattern.count(shape, axis))
+    return [compiler(value) for value in graph.results]
+
+
+_PATTERNS: list[Pattern] = []
+
+
+def _add(name: str, function: Callable, leaves: str, call: Callable, **more: Any) -> None:
+    _PATTERNS.append(Pattern(name, function, tuple(leaves.split()), call, **more))
+
+
+# ---- activations ---------------------------------------------------------------------------------
+
+
+def _activations() -> dict[str, list[Callable]]:
+    return {
+        "relu": [jax.nn.relu],
+        "gelu": [ACTIVATIONS["gelu"]],
+        "gelu_exact": [
+            lambda x: jax.nn.gelu(x, approximate=False),
+            lambda x: x * 0.5 * (1 + lax.erf(x * 0.5**0.5)),
+            lambda x: x * 0.5 * lax.erfc(-x * 0.5**0.5),
+        ],
+        "silu": [jax.nn.silu, lambda x: x / (1 + jnp.exp(-x))],
+    }
+
+
+def _relu_of_sum(leaves, a, b, axis):
+    del leaves, axis
+    return add_relu(a, b)
+
+
+def _activation(name: str, function: Callable) -> None:
+    def plain(x, *, axis):
+        del axis
+        return function(x)
+
+    def gated(x, up, *, axis):
+        del axis
+        return function(x) * up
+
+    def call(leaves, axis):
+        del axis
+        return relu(leaves["x"]) if name == "relu" else bias_act(leaves["x"], None, activation=name)  # type: ignore[arg-type]
+
+    def biased(leaves, x, bias, axis):
+        del leaves, axis
+        return bias_act(x, bias, activation=name)  # type: ignore[arg-type]
+
+    def gate(leaves, axis):
+        del axis
+        return gated_act(leaves["x"], leaves["up"], activation=name)  # type: ignore[arg-type]
+
+    _add(f"{name} * up", gated, "x up", gate)
+    if name == "relu":
+        _add(name, plain, "x", call, sum_of=_relu_of_sum, biased=biased)
+    else:
+        _add(name, plain, "x", call, biased=biased)
+
+
+for _name, _functions in _activations().items():
+    for _function in _functions:
+        _activation(_name, _function)
+
+# ---- softmax and cross entropy -------------------------------------------------------------------
+
+
+def _shifted(x, axis):
+    return x - jnp.max(x, axis, keepdims=True)
+
+
+def _softmax(x, *, axis):
+    e = jnp.exp(_shifted(x, axis))
+    return e / jnp.sum(e, axis, keepdims=True)
+
+
+def _log_softmax(x, *, axis):
+    x = _shifted(x, axis)
+    return x - jnp.log(jnp.sum(jnp.exp(x), axis, keepdims=True))
+
+
+def _call_softmax(leaves, axis, scale=1.0):
+    return softmax(leaves["x"], axis, leaves.get("where"), scale=scale)
+
+
+def _call_log_softmax(leaves, axis, scale=1.0):
+    return log_softmax(leaves["x"], axis, leaves.get("where"), scale=scale)
+
+
+for _form in (lambda x, axis: jax.nn.softmax(x, axis), _softmax):
+    _add("softmax", _form, "x", _call_softmax, axes="each", scaled=_call_softmax)
+_add(
+    "softmax with where",
+    lambda x, where, axis: jax.nn.softmax(x, axis, where=where),
+    "x where",
+    _call_softmax,
+    axes="each",
+    scaled=_call_softmax,
+)
+for _form in (
+    lambda x, axis: jax.nn.log_softmax(x, axis),
+    _log_softmax,
+    lambda x, axis: x - jax.nn.logsumexp(x, axis, keepdims=True),
+):
+    _add("log_softmax", _form, "x", _call_log_softmax, axes="each", scaled=_call_log_softmax)
+
+
+def _picked(x, labels):
+    return jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
+
+
+def _picked_by_optax(x, labels):
+    return jnp.take_along_axis(x, labels[..., None], -1).take(0, axis=-1)
+
+
+def _picked_by_sum(x, labels):
+    return jnp.sum(jnp.where(jnp.arange(x.shape[-1]) == labels[..., None], x, 0), -1)
+
+
+def _losses_by_label(logits, labels):
+    """As by indexing: negative labels count from the end, and those that are no class give NaN."""
+    classes = logits.shape[-1]
+    labels = jnp.where(labels < 0, labels + classes, labels)
+    losses = cross_entropy(logits, labels).astype(logits.dtype)
+    return jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
+
+
+def _losses_by_sum(logits, labels):
+    """As by a sum over the classes that are the label: one that is no class takes nothing off."""
+    is_class = (labels >= 0) & (labels < logits.shape[-1])
+    losses = cross_entropy(logits, jnp.where(is_class, labels, 0)).astype(logits.dtype)
+    return losses + jnp.where(is_class, 0, logits[..., 0])
+
+
+def _loss(name: str, function: Callable, losses: Callable, sign: int) -> None:
+    def signed(x, labels, *, axis):
+        del axis
+        return function(x, labels) if sign > 0 else -function(x, labels)
+
+    def call(leaves, axis):
+        del axis
+        found = losses(leaves["x"], leaves["labels"])
+        return found if sign > 0 else -found
+
+    _add(name, signed, "x labels", call, axes="last")
+
+
+for _sign in (1, -1):  # the mean of log-likelihoods is often negated, not these
+    for _form in (
+        lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked_by_optax(x, labels),
+        lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked(x, labels),
+        lambda x, labels: -_picked(jax.nn.log_softmax(x), labels),
+        lambda x, labels: -_picked(_log_softmax(x, axis=-1), labels),
+    ):
+        _loss("cross_entropy", _form, _losses_by_label, _sign)
+    for _form in (
+        lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked_by_sum(x, labels),
+        lambda x, labels: (
+            jax.nn.logsumexp(x, axis=-1) - jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * x, -1)
+        ),
+    ):
+        _loss("cross_entropy", _form, _losses_by_sum, _sign)
+    _loss(
+        "cross_entropy of one_hot",
+        lambda x, labels: -jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * jax.nn.log_softmax(x), -1),
+        lambda x, labels: cross_entropy(x, labels).astype(x.dtype),
+        _sign,
+    )
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+def _moments(x, axes, form: str):
+    mean = jnp.mean(x, axes, keepdims=True)
+    if form.startswith("fast"):
+        var = jnp.mean(x * x, axes, keepdims=True) - mean * mean
+    else:
+        var = jnp.mean((x - mean) ** 2, axes, keepdims=True)
+    return mean, jnp.maximum(var, 0.0) if form.endswith("positive") else var
+
+
+def _affine(x, mean, inverse, scale, bias, form: str):
+    """``(x - mean) * inverse * scale + bias``, or with the brackets multiplied out."""
+    inverse = inverse if scale is None else inverse * scale
+    y = x * inverse - mean * inverse if form == "out" else (x - mean) * inverse
+    return y if bias is None else y + bias
+
+
+def _others(x, axis: int) -> tuple[int, ...]:
+    return tuple(i for i in range(x.ndim) if i != axis % x.ndim)
+
+
+def _along(v, x, axis: int):
+    return jnp.expand_dims(v, _others(x, axis))
+
+
+_FORMS = ("two", "fast", "fast positive", "two positive")
+
+
+def _given(leaves, *names):
+    return [leaves.get(name) for name in names]
+
+
+def _row_norm(rms: bool, form: str, order: str, parameters: tuple[str, ...]) -> None:
+    def function(x, *rest, axis):
+        *given, eps = rest
+        named = {name: _along(v, x, axis) for name, v in zip(parameters, given, strict=True)}
+        if rms:
+            inverse = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+            return x * inverse * named["scale"] if named else x * inverse
+        mean, var = _moments(x, -1, form)
+        return _affine(x, mean, lax.rsqrt(var + eps), *_given(named, "scale", "bias"), order)
+
+    own, with_residual = (rms_norm, residual_rms_norm) if rms else (layer_norm, residual_layer_norm)
+    names = ("scale",) if rms else ("scale", "bias")
+
+    def call(leaves, axis):
+        del axis
+        options = dict(eps=leaves["eps"], fanout=leaves["fanout"])
+        return own(leaves["x"], *_given(leaves, *names), **options)
+
+    def sum_of(leaves, a, b, axis):
+        del axis
+        options = dict(eps=leaves["eps"], fanout=leaves["fanout"], return_sum=True)
+        return with_residual(a, b, *_given(leaves, *names), **options)
+
+    leaves = " ".join(("x", *parameters, "eps"))
+    name = "rms_norm" if rms else "layer_norm"
+    _add(name, function, leaves, call, axes="last", sum_of=sum_of, fanout=True)
+
+
+for _parameters in (("scale", "bias"), ("scale",), ("bias",), ()):
+    for _form_ in _FORMS:
+        for _order in ("in", "out"):
+            _row_norm(False, _form_, _order, _parameters)
+    if "bias" not in _parameters:
+        _row_norm(True, "", "in", _parameters)
+
+
+def _channel_norm(
+    form: str | None, order: str, parameters: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    """Batch norm, with the statistics of the batch or (no form) given ones."""
+    statistics = () if form else ("mean", "var")
+
+    def function(x, *rest, axis):
+        *given, eps = rest
+        named = dict(zip((*statistics, *parameters, *after), given, strict=False))
+        rows = {n: _along(v, x, axis) for n, v in named.items() if n != "residual"}
+        if form:
+            mean, var = _moments(x, _others(x, axis), form)
+        else:
+            mean, var = rows["mean"], rows["var"]
+        y = _affine(x, mean, lax.rsqrt(var + eps), *_given(rows, "scale", "bias"), order)
+        y = y + named["residual"] if "residual" in after else y
+        y = jax.nn.relu(y) if "relu" in after else y
+        return (y, mean, var) if form else y
+
+    def call(leaves, axis):
+        options = dict(axis=axis, eps=leaves["eps"], residual=leaves.get("residual"))
+        options["activation"] = "relu" if "relu" in after else None
+        given = _given(leaves, "scale", "bias")
+        if form:
+            return batch_norm(leaves["x"], *given, **options, fanout=leaves["fanout"])
+        return batch_norm_inference(leaves["x"], *_given(leaves, *statistics), *given, **options)
+
+    residual = ("residual",) if "residual" in after else ()
+    leaves = " ".join(("x", *statistics, *parameters, *residual, "eps"))
+    name = " + ".join(("batch_norm" if form else "batch_norm_inference", *after))
+    _add(name, function, leaves, call, axes="each", fanout=form is not None)
+
+
+for _after in (("residual", "relu"), ("relu",), ("residual",), ()):
+    for _parameters in (("scale", "bias"), ("scale",), ("bias",), ()):
+        for _form_ in ("two", "fast", "fast positive", None):
+            for _order in ("in", "out"):
+                _channel_norm(_form_, _order, _parameters, _after)
+
+# ---- interpolation -------------------------------------------------------------------------------
+
+
+def _call_lerp(leaves, axis):
+    del axis
+    return lerp(leaves["start"], leaves["end"], leaves["weight"])
+
+
+_add(
+    "lerp",
+    lambda start, end, weight, axis: start + weight * (end - start),
+    "start end weight",
+    _call_lerp,
+)
+_add(
+    "lerp",
+    lambda start, end, weight, axis: (1 - weight) * start + weight * end,
+    "start end weight",
+    _call_lerp,
+)
+
+
+@functools.cache
+def by_size() -> list[Pattern]:
+    """All patterns, the largest first."""
+
+    return sorted(_PATTERNS, key=lambda p: compiled(p, 3, 2)[0].size, reverse=True)

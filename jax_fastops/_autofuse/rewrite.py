@@ -1,0 +1,672 @@
+"""Chooses the patterns to replace in a program, and evaluates it with the calls in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jax_fastops import _compat, _explain, _implementation
+from jax_fastops._autofuse.graph import Graph, Level, Value
+from jax_fastops._autofuse.match import (
+    FUSIBLE,
+    Bound,
+    Matcher,
+    State,
+    constant,
+    identity,
+    near,
+    resolve,
+    terms_of,
+)
+from jax_fastops._autofuse.patterns import MAX_RANK, Pattern, by_size, compiled, kind_of
+from jax_fastops._dispatch import Refused, kernels_only
+
+# ---- which patterns can be at a value ------------------------------------------------------------
+
+
+def _kinds(value: Value) -> set[str]:
+    """The kinds of formulas that a value may be the result of."""
+    if value.node is None:
+        return set()
+    name = value.node.name
+    if name in ("add", "add_any", "sub"):
+        return {"Sum"}
+    if name in ("mul", "div"):
+        return {"Product"}
+    if name == "neg":
+        return {"Sum", "Product"} | _kinds(resolve(value.node.inputs[0], narrowing=True)[0])
+    return {name}
+
+
+# ---- one match -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class Match:
+    """A pattern in a program. ``call`` computes the ``results`` from the values that it reads."""
+
+    pattern: Pattern
+    form: str  # "", "sum_of", "biased" or "scaled"
+    results: list[Value]
+    reads: list[Value]
+    call: Callable[..., tuple]
+    inner: frozenset[Value]
+    level: Level
+
+    @property
+    def root(self) -> Value:
+        return self.results[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Miss:
+    """A pattern that was found and not replaced, or of which a large part was found."""
+
+    pattern: str
+    value: Value
+    reason: str
+
+
+def _size(value: Value) -> int:
+    return math.prod(value.shape)
+
+
+def _reader(bound: Bound, shape: Sequence[int], dtype, places: Sequence[int]) -> tuple | None:
+    """The value to read for a leaf, and what makes an array of this shape of it.
+
+    ``places`` are the dimensions of the leaf in the array. A broadcast dimension keeps size 1.
+    """
+    source, found = bound.source, bound.map
+    own = [i for i in found if i is not None]
+    if own != list(range(len(source.long))):
+        if bound.shown is None:
+            return None
+        source, found = bound.shown, identity(bound.shown)
+    sizes = [1] * len(shape)
+    for place, i in zip(places, found, strict=True):
+        sizes[place] = 1 if i is None else source.sizes[i]
+
+    def read(x):
+        x = jnp.reshape(x, sizes)
+        return x if dtype is None or x.dtype == dtype else x.astype(dtype)
+
+    return source, read
+
+
+def _same_kind(dtype, root) -> bool:
+    return dtype == root or dtype.itemsize < root.itemsize
+
+
+class _Finder:
+    """Finds the patterns of a graph."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.misses: list[Miss] = []
+
+    def find(self, value: Value) -> Match | None:
+        """The match of the largest pattern whose result is this value."""
+        if not self._may_be_root(value):
+            return None
+        source = resolve(value, narrowing=True)[0]
+        if source.node is None:
+            return None
+        kinds = _kinds(source)
+        around: set | None = None
+        self._tried: list[tuple[float, Miss]] = []
+        for pattern in by_size():
+            if pattern.kind not in kinds:
+                continue
+            around = near(source) if around is None else around
+            if not pattern.needs <= around:
+                continue
+            for axis in self._axes(pattern, value):
+                if (found := self._at(pattern, axis, value, around)) is not None:
+                    return found
+        if self._tried:
+            self.misses.append(max(self._tried, key=lambda found: found[0])[1])
+        return None
+
+    def _may_be_root(self, value: Value) -> bool:
+        node = value.node
+        if node is None or node.name in ("broadcast_in_dim", "reshape", "squeeze", "copy"):
+            return False
+        floating = value.dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
+        fixed = all(isinstance(d, int) for d in value.shape)
+        return floating and fixed and not value.aval.weak_type and 0 not in value.shape
+
+    def _axes(self, pattern: Pattern, value: Value) -> Sequence[int]:
+        """Axes, as numbers of long dimensions. Those of a loss are of its logits."""
+        rank = len(value.long)
+        if rank < 2 and "batch_norm" in pattern.name:
+            return []
+        if pattern.axes == "none":
+            return [rank - 1] if rank else []
+        if "labels" in pattern.leaves:
+            return [rank]
+        if pattern.axes == "each":
+            return range(rank)
+        return [rank - 1] if value.long and value.long[-1] == len(value.shape) - 1 else []
+
+    def _at(self, pattern: Pattern, axis: int, value: Value, around: set) -> Match | None:
+        loss = "labels" in pattern.leaves
+        sizes = value.sizes
+        if loss:
+            sizes = self._logits_of(value)
+            if sizes is None:
+                return None
+        if len(sizes) > MAX_RANK:
+            return None
+        formulas = compiled(pattern, len(sizes), axis)
+        n = pattern.count(sizes, axis)
+        if not formulas[0].needs <= around:
+            return None
+        matcher = Matcher(value)
+        state = matcher(formulas[0], n, value)
+        if state is None:
+            part = len(set(matcher.seen)) / (1 + formulas[0].size)
+            if part > 0.7 and formulas[0].size > 5:
+                reason = "the formula differs from here on"
+                self._miss(pattern, matcher.stopped or value, reason, min(part, 0.99))
+            return None
+        return self._checked(pattern, axis, value, state, formulas, n, sizes if loss else None)
+
+    @staticmethod
+    def _logits_of(value: Value) -> tuple | None:
+        """The sizes of the array from which a loss for each token is computed."""
+        seen, left = {value}, deque([value])
+        while left and len(seen) < 40:
+            found = left.popleft()
+            if found.sizes[:-1] == value.sizes and len(found.long) == len(value.long) + 1:
+                return found.sizes
+            fresh = [v for v in (found.node.inputs if found.node else ()) if v not in seen]
+            seen.update(fresh)
+            left.extend(fresh)
+        return None
+
+    def _miss(self, pattern: Pattern, value: Value, reason: str, part: float = 1.0) -> None:
+        """Notes how much of a pattern was found. A whole one is not replaced for other reasons."""
+        self._tried.append((part, Miss(pattern.name, value, reason)))
+
+    def _checked(
+        self, pattern: Pattern, axis: int, root: Value, state: State, formulas, n: int, logits
+    ) -> Match | None:
+        """The match, if nothing else needs what it replaces and the kernel takes the call."""
+        inner = frozenset(state.inner)
+        for v in inner:
+            if v.is_floating and v.dtype.itemsize < root.dtype.itemsize:
+                self._miss(pattern, v, f"{v.dtype} is narrower than the result's {root.dtype}")
+                return None
+        nodes = {v.node for v in inner} | {root.node}
+        outside = [v for v in inner if v is not root and self._used_outside(v, nodes)]
+        more = self._other_results(state, formulas[1:], n, outside)
+        for v in outside:
+            if v not in more and _size(v) >= _size(root):
+                self._miss(pattern, v, "the value is used elsewhere")
+                return None
+        leaves = self._leaves(pattern, axis, root, state, logits)
+        if leaves is None:
+            self._miss(pattern, root, "an operand has another shape or dtype")
+            return None
+        refused = ""
+        for form, results, reads, call in self._forms(pattern, axis, root, leaves, state, nodes):
+            level = self._level(root, reads)
+            if level is None:
+                refused = refused or "its operands are in another function"
+                continue
+            results = [root, *more, *results]
+            reason = _refusal(call, reads, root)
+            if reason is None:
+                return Match(pattern, form, results, reads, call, inner, level)
+            refused = refused or reason
+        self._miss(pattern, root, refused or "XLA fuses it with its neighbors")
+        return None
+
+    @staticmethod
+    def _used_outside(value: Value, nodes: set) -> bool:
+        return value.is_result or any(user not in nodes for user in value.users)
+
+    @staticmethod
+    def _other_results(state: State, formulas, n: int, outside: list[Value]) -> list[Value]:
+        """The values that are further results of the pattern, such as the mean and the variance."""
+        found = []
+        for formula in formulas:
+            for v in outside:
+                if Matcher(v)(formula, n, v, state):
+                    found.append(v)
+                    break
+            else:
+                found.append(Value(None))  # nobody uses it
+        return found
+
+    def _leaves(self, pattern: Pattern, axis: int, root: Value, state: State, logits):
+        """For each leaf the value to read and what to do with it, and the free numbers."""
+        shape, places = root.shape, root.long
+        if logits is not None:
+            shape, places = (*root.shape, logits[-1]), (*root.long, len(root.shape))
+        found: dict[str, Any] = {}
+        for i, name in enumerate(pattern.leaves):
+            kind = kind_of(name)
+            if kind == "free":
+                found[name] = state.free[i]
+                continue
+            bound = state.leaves[i]
+            dtype = bound.source.dtype
+            floating = jnp.issubdtype(dtype, jnp.floating)
+            if floating is not (kind in ("full", "row")):
+                return None
+            if kind == "full" and not _same_kind(dtype, root.dtype):
+                return None
+            if kind == "row":
+                read = _reader(bound, [1], None, [0])
+            elif kind == "labels":
+                read = _reader(bound, root.shape, None, root.long)
+            else:
+                read = _reader(bound, shape, root.dtype if kind == "full" else None, places)
+            if read is None:
+                return None
+            if kind in ("row", "labels") or name == "x":
+                if None in bound.map and read[0] is bound.source:
+                    return None
+            found[name] = read
+        return found
+
+    def _forms(self, pattern: Pattern, axis: int, root: Value, leaves, state: State, nodes):
+        """The calls to try, the one that replaces most first: results, reads and the call."""
+        axis = root.long[axis] if axis < len(root.long) else len(root.shape)
+        arrays = {k: v for k, v in leaves.items() if isinstance(v, tuple)}
+        free = {k: v for k, v in leaves.items() if not isinstance(v, tuple)}
+
+        def shaped(y):
+            return y.reshape(root.shape).astype(root.dtype)
+
+        def finish(found, fanout: bool) -> tuple:
+            """All results. With ``fanout``, the first one is a pair."""
+            alone = fanout and not isinstance(found[0], tuple)
+            found = (found,) if alone or not isinstance(found, tuple) else found
+            y = tuple(map(shaped, found[0])) if fanout else shaped(found[0])
+            return y, *found[1:]
+
+        def plain(*values, fanout=False):
+            given = {k: f(x) for (k, (_, f)), x in zip(arrays.items(), values, strict=True)}
+            return finish(pattern.call({**given, **free, "fanout": fanout}, axis), fanout)
+
+        x = arrays.get("x")
+        rest = {k: v for k, v in arrays.items() if k != "x"}
+
+        def with_two(function, second):
+            def call(a, b, *values, fanout=False):
+                given = {k: f(v) for (k, (_, f)), v in zip(rest.items(), values, strict=True)}
+                a, b = a.reshape(root.shape), second(b)
+                found = function({**given, **free, "fanout": fanout}, a, b, axis)
+                return finish(found, fanout)
+
+            return call
+
+        if x is not None and pattern.scaled and not self._used_outside(x[0], nodes):
+            terms = terms_of(x[0]) or []
+            factor, operand = terms[0] if len(terms) == 1 else (0.0, x[0])
+            if factor > 0 and operand.shape == x[0].shape and operand.dtype == root.dtype:
+
+                def scaled(*values, fanout=False):
+                    given = {k: f(v) for (k, (_, f)), v in zip(arrays.items(), values, strict=True)}
+                    return finish(pattern.scaled({**given, **free}, axis, factor), fanout)
+
+                yield "scaled", [], [operand, *(v for v, _ in rest.values())], scaled
+        if x is not None and x[0].node is not None and x[0].node.name in ("add", "add_any"):
+            a, b = x[0].node.inputs
+            alone = not self._used_outside(x[0], nodes)
+            whole = all(v.shape == root.shape and v.dtype == root.dtype for v in (a, b))
+            others = [v for v, _ in rest.values()]
+            for one, other in ((a, b), (b, a)):
+                row, shown, _ = resolve(other)
+                last = (None,) * (len(shown) - 1) + (0,)
+                fits = shown == last and one.shape == root.shape and one.dtype == root.dtype
+                if pattern.biased and alone and fits and root.shape[-1] != 1:
+                    call = with_two(pattern.biased, lambda b: b.reshape(-1))
+                    yield "biased", [], [one, row, *others], call
+            if pattern.sum_of and whole:
+                call = with_two(pattern.sum_of, lambda b: b.reshape(root.shape))
+                if pattern.name == "relu":
+                    if alone:
+                        yield "sum_of", [], [a, b, *others], call
+                else:
+                    yield "sum_of", [x[0]], [a, b, *others], call
+        if pattern.axes != "none" or len(arrays) > 1 or not self._fuses(x[0], root):
+            yield "", [], [v for v, _ in arrays.values()], plain
+
+    @staticmethod
+    def _fuses(x: Value, root: Value) -> bool:
+        """Whether XLA fuses an activation with its neighbors, so that a kernel adds a pass."""
+        near = [x.node, *root.users]
+        forced = _implementation.current() != "auto"
+        return not forced and any(node is not None and node.name in FUSIBLE for node in near)
+
+    @staticmethod
+    def _level(root: Value, reads: Sequence[Value]) -> Level | None:
+        """The outermost program that has the result and all that is read."""
+        levels = [
+            level
+            for level in root.places
+            if all(level in v.places or constant(v) is not None for v in reads)
+        ]
+        return min(levels, key=lambda level: level.depth, default=None)
+
+
+def _struct(value: Value) -> jax.ShapeDtypeStruct:
+    sharding = getattr(value.aval, "sharding", None)
+    explicit = sharding is not None and any(s is not None for s in sharding.spec)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding if explicit else None)
+
+
+def _refusal(call: Callable, reads: Sequence[Value], root: Value) -> str | None:
+    """Why the kernel does not take a call, or ``None``."""
+    try:
+        with kernels_only(True):
+            found = jax.eval_shape(call, *map(_struct, reads))[0]
+    except Refused as refused:
+        return str(refused) or "XLA is as fast"
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return str(error).partition("\n")[0]
+    same = found.shape == root.shape and found.dtype == root.dtype
+    return None if same else "the result has another type"
+
+
+# ---- all matches of a program --------------------------------------------------------------------
+
+
+class Plan:
+    """What is replaced in a program."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        finder = _Finder(graph)
+        self.matches: list[Match] = []
+        self.misses = finder.misses
+        self.at: dict[Level, dict[Any, tuple[Match, int]]] = {}
+        self._touched: set[Level] = set()
+        needed = set(graph.results)
+        replaced: set[Value] = set()
+        for node in reversed(graph.nodes):
+            plain = bool(node.equation.effects)
+            for value in node.outputs:
+                if value not in needed or value in replaced:
+                    continue
+                match = finder.find(value)
+                if match is None:
+                    plain = True
+                    continue
+                self._take(match)
+                replaced.update(match.results)
+                needed.update(match.reads)
+            if plain:
+                needed.update(node.inputs)
+
+    def _take(self, match: Match) -> None:
+        self.matches.append(match)
+        for index, value in enumerate(match.results):
+            if match.level in value.places:
+                self.at.setdefault(match.level, {})[value.places[match.level]] = match, index
+        level: Level | None = match.level
+        while level is not None:
+            self._touched.add(level)
+            level = level.parent
+
+    def touches(self, level: Level) -> bool:
+        return level in self._touched
+
+
+_BODIES = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    "remat2": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+    "custom_vjp_call_jaxpr": ("fun_jaxpr",),
+}
+
+
+class Observer:
+    """Collects the plans of a program and of the bodies of its loops, for a report."""
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+
+    def __call__(self, plan: Plan) -> None:
+        self.plans.append(plan)
+
+
+def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], observe: Callable) -> list:
+    """The results of a program, with the calls of ops in place of patterns."""
+    graph = Graph(jaxpr, constants)
+    plan = Plan(graph)
+    observe(plan)
+    return _Run(plan, graph.top, args, observe).results()
+
+
+def _has_work(jaxpr) -> bool:
+    """Whether a body is worth a look: it has more than a few equations, or bodies of its own."""
+    return any(
+        e.primitive.name in _BODIES or e.primitive.name in ("jit", "pjit", "shard_map")
+        for e in jaxpr.eqns
+    ) or any(e.primitive.name in ("mul", "div", "add", "sub") for e in jaxpr.eqns)
+
+
+class _Run:
+    """The evaluation of one level."""
+
+    def __init__(self, plan: Plan, level: Level, args: Sequence[Any], observe: Callable):
+        self._plan, self._level, self._observe = plan, level, observe
+        jaxpr = level.jaxpr
+        self._values = dict(zip(jaxpr.invars, args, strict=True))
+        self._values.update(zip(jaxpr.constvars, level.constants, strict=True))
+        self._replaced = plan.at.get(level, {})
+        self._makers = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
+        self._failed: set[Match] = set()
+        self._copies: dict[Any, Any] = {}  # of results that the op gives twice
+
+    def results(self) -> list:
+        for index in self._order():
+            equation = self._level.jaxpr.eqns[index]
+            for var in equation.outvars:
+                if var in self._replaced and var in self._needed:
+                    self._compute(var)
+            if equation.effects or any(
+                v in self._needed and v not in self._replaced for v in equation.outvars
+            ):
+                self._evaluate(index)
+        return [self._read(a) for a in self._level.jaxpr.outvars]
+
+    def _order(self) -> list[int]:
+        """The equations that are needed."""
+        results = [a for a in self._level.jaxpr.outvars if not isinstance(a, Literal)]
+        needed = self._needed = Counter(results)
+        counted = set()
+        order = []
+        for index, equation in reversed(list(enumerate(self._level.jaxpr.eqns))):
+            wanted = [v for v in equation.outvars if v in needed]
+            if not wanted and not equation.effects:
+                continue
+            order.append(index)
+            for var in wanted:
+                match = self._replaced[var][0] if var in self._replaced else None
+                if match is not None and match not in counted:
+                    counted.add(match)
+                    needed.update(
+                        v.places[self._level] for v in match.reads if self._level in v.places
+                    )
+            if equation.effects or any(v not in self._replaced for v in wanted):
+                needed.update(a for a in equation.invars if not isinstance(a, Literal))
+        return order[::-1]
+
+    def _read(self, atom):
+        if isinstance(atom, Literal):
+            return atom.val
+        self._compute(atom)
+        found = self._values[atom]
+        if atom in self._copies:
+            self._values[atom] = self._copies.pop(atom)
+        return found
+
+    def _compute(self, var) -> None:
+        if var not in self._values:
+            match = self._replaced[var][0] if var in self._replaced else None
+            if match is None or match in self._failed or not self._call(match):
+                self._evaluate(self._makers[var])
+
+    def _call(self, match: Match) -> bool:
+        given = [
+            self._read(v.places[self._level])
+            if self._level in v.places
+            else jnp.full(v.shape, constant(v), v.dtype)
+            for v in match.reads
+        ]
+        assert match.root.node is not None
+        equation = match.root.node.equation
+        with _explain.at(_compat.source_line(equation)):
+            var = match.root.places[self._level]
+            twice = match.pattern.fanout and self._needed[var] == 2
+            y, *others = match.call(*given, fanout=twice)
+        y, copy = y if twice else (y, None)
+        if not _close(jax.typeof(y), match.root.aval):
+            self._failed.add(match)
+            return False
+        if twice:
+            self._copies[var] = copy
+        for value, result in zip(match.results, (y, *others), strict=False):
+            var = value.places.get(self._level)
+            if var is not None and var in self._replaced:
+                self._values[var] = _as(result, value)
+        return True
+
+    def _evaluate(self, index: int) -> None:
+        level = self._level
+        equation = level.jaxpr.eqns[index]
+        args = [self._read(a) for a in equation.invars]
+        if index in level.calls:
+            inner = level.calls[index]
+            if self._plan.touches(inner) or _has_bodies(inner.jaxpr):
+                equation = _with_body(equation, "jaxpr", lambda *a: self._run(inner, a))
+        elif equation.primitive.name == "shard_map":
+            self._store(equation, _sharded(equation, args, self._observe))
+            return
+        elif equation.primitive.name in _BODIES:
+            for name in _BODIES[equation.primitive.name]:
+                equation = _with_fused_bodies(equation, name, self._observe)
+        self._store(level.jaxpr.eqns[index], _bind(level.jaxpr, equation, args))
+
+    def _run(self, level: Level, args) -> list:
+        return _Run(self._plan, level, args, self._observe).results()
+
+    def _store(self, equation, results) -> None:
+        for var, result in zip(equation.outvars, results, strict=True):
+            if var not in self._replaced or self._replaced[var][0] in self._failed:
+                self._values[var] = result
+            else:
+                self._values.setdefault(var, result)
+
+
+def _close(found, wanted) -> bool:
+    """Whether two types differ in nothing that a user can see."""
+    same = found.shape == wanted.shape and found.dtype == wanted.dtype
+    specs = [getattr(getattr(t, "sharding", None), "spec", None) for t in (found, wanted)]
+    return same and specs[0] == specs[1]
+
+
+def _as(result, value: Value):
+    result = result if result.shape == value.shape else result.reshape(value.shape)
+    return result if result.dtype == value.dtype else result.astype(value.dtype)
+
+
+def _has_bodies(jaxpr) -> bool:
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in _BODIES or name == "shard_map":
+            return True
+        if name in ("jit", "pjit") and _has_bodies(equation.params["jaxpr"].jaxpr):
+            return True
+    return False
+
+
+def _bind(jaxpr, equation, args) -> list:
+    """Evaluates one equation, with its name stack and source line."""
+    variables: dict[Any, Any] = {}
+    for atom, x in zip(equation.invars, args, strict=True):
+        if not isinstance(atom, Literal):
+            variables[atom] = x
+    one = jaxpr.replace(
+        constvars=[], invars=list(variables), outvars=list(equation.outvars), eqns=[equation]
+    )
+    return jax.core.eval_jaxpr(one, [], *variables.values())
+
+
+def _inputs(jaxpr) -> list[jax.ShapeDtypeStruct]:
+    return [_compat.struct_of(v.aval) for v in jaxpr.invars]
+
+
+def _with_body(equation, name: str, body: Callable):
+    """The equation with another body, or as it is if the new one has another type."""
+    old = equation.params[name]
+    inner = getattr(old, "jaxpr", old)
+    closed = hasattr(old, "consts") and hasattr(old, "jaxpr")
+    new = jax.make_jaxpr(body)(*_inputs(inner))
+    types = [_visible(v.aval) for v in inner.outvars], [_visible(v.aval) for v in new.jaxpr.outvars]
+    if types[0] != types[1] or (not closed and new.consts):
+        return equation
+    params = {**equation.params, name: new if closed else new.jaxpr}
+    return equation.replace(params=params)
+
+
+def _visible(aval) -> tuple:
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    return getattr(aval, "shape", ()), getattr(aval, "dtype", None), aval.weak_type, str(spec)
+
+
+def _with_fused_bodies(equation, name: str, observe: Callable):
+    bodies = equation.params.get(name)
+    if bodies is None:
+        return equation
+    several = isinstance(bodies, (tuple, list))
+    found = []
+    for body in bodies if several else (bodies,):
+        inner = getattr(body, "jaxpr", body)
+        if not _has_work(inner):
+            found.append(body)
+            continue
+        alone = equation.replace(params={name: body})
+        run = functools.partial(_fused_body, inner, getattr(body, "consts", ()), observe)
+        found.append(_with_body(alone, name, run).params[name])
+    new = type(bodies)(found) if several else found[0]
+    return equation.replace(params={**equation.params, name: new})
+
+
+def _fused_body(jaxpr, constants, observe, *args):
+    return fused(jaxpr, constants, args, observe)
+
+
+def _sharded(equation, args, observe: Callable) -> list:
+    params = equation.params
+    jaxpr = params["jaxpr"]
+    run = functools.partial(
+        _fused_body, getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), observe
+    )
+    mapped = jax.shard_map(
+        run,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        axis_names=set(params.get("newly_manual_axes") or params["manual_axes"]),  # jax < 0.10
+        check_vma=params["check_vma"],
+    )
+    return mapped(*args)

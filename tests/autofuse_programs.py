@@ -1,0 +1,176 @@
+"""Programs that compute what our ops do, as people and libraries write them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.standard_normal((4, 6, 40)), jnp.float32)
+Y = jnp.asarray(RNG.standard_normal((4, 6, 40)), jnp.float32)
+B = jnp.asarray(RNG.standard_normal(40), jnp.float32)
+C = jnp.asarray(RNG.standard_normal(40), jnp.float32)
+MASK = X > -0.5
+LABELS = jnp.asarray(RNG.integers(0, 40, (4, 6)))
+IMAGES = jnp.asarray(RNG.standard_normal((2, 5, 5, 8)), jnp.float32)
+
+
+def mean_of(x, axis=-1):
+    return jnp.mean(x, axis, keepdims=True)
+
+
+def by_moments(x, scale, bias):
+    mean = mean_of(x)
+    var = mean_of((x - mean) ** 2)
+    return (x - mean) / jnp.sqrt(var + 1e-5) * scale + bias
+
+
+def by_var(x, scale, bias):
+    return scale * ((x - mean_of(x)) * jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)) + bias
+
+
+def by_inverse(x, scale, bias):
+    inverse = scale * jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-3)
+    return inverse * (x - mean_of(x)) + bias
+
+
+def by_squares(x, scale, bias):
+    mean = jnp.mean(x, -1)
+    var = jnp.maximum(0, jnp.mean(jnp.square(x), -1) - jnp.square(mean))
+    return (x - mean[..., None]) * (jax.lax.rsqrt(var[..., None] + 1e-6) * scale) + bias
+
+
+def multiplied_out(x, scale, bias):
+    mean, var = mean_of(x), jnp.var(x, -1, keepdims=True)
+    inverse = jax.lax.rsqrt(var + 1e-5) * scale
+    return x * inverse + (bias - mean * inverse)
+
+
+def rms(x, scale):
+    return x * jax.lax.rsqrt(mean_of(x**2) + 1e-6) * scale
+
+
+def gemma_rms(x, scale):
+    h = x.astype(jnp.float32)
+    h = h * jax.lax.rsqrt(mean_of(jnp.square(h)) + 1e-6)
+    return (h * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+
+
+def batch_norm(x, scale, bias):
+    mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    return (x - mean) * jax.lax.rsqrt(var + 1e-5) * scale + bias, mean, var
+
+
+def softmax(x, axis=-1):
+    e = jnp.exp(x - x.max(axis, keepdims=True))
+    return e / e.sum(axis, keepdims=True)
+
+
+def tanh_gelu(x):
+    return 0.5 * x * (1 + jnp.tanh(0.7978845608 * (x + 0.044715 * x**3)))
+
+
+def label_loss(x, labels):
+    return -jnp.take_along_axis(jax.nn.log_softmax(x), labels[..., None], -1)[..., 0]
+
+
+def one_hot_loss(x, labels):
+    return -jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * jax.nn.log_softmax(x), -1)
+
+
+# Name: the function, its operands, and the patterns that are replaced.
+PROGRAMS = {
+    "relu": (jax.nn.relu, (X,), ["relu"]),
+    "add + relu": (lambda x, y: jax.nn.relu(x + y), (X, Y), ["add + relu"]),
+    "bias + relu": (lambda x, b: jax.nn.relu(x + b), (X, B), ["bias + relu"]),
+    "gelu": (jax.nn.gelu, (X,), ["gelu"]),
+    "bias + gelu": (lambda x, b: jax.nn.gelu(b + x), (X, B), ["bias + gelu"]),
+    "tanh gelu": (tanh_gelu, (X,), ["gelu"]),
+    "exact gelu": (lambda x: jax.nn.gelu(x, approximate=False), (X,), ["gelu_exact"]),
+    "erf": (lambda x: x * (1 + jax.lax.erf(x / 2**0.5)) / 2, (X,), ["gelu_exact"]),
+    "silu": (jax.nn.silu, (X,), ["silu"]),
+    "sigmoid": (lambda x: jax.nn.sigmoid(x) * x, (X,), ["silu"]),
+    "swiglu": (lambda x, y: jax.nn.silu(x) * y, (X, Y), ["silu * up"]),
+    "geglu": (lambda x, y: y * jax.nn.gelu(x), (X, Y), ["gelu * up"]),
+    "reglu": (lambda x, y: y * jax.nn.relu(x), (X, Y), ["relu * up"]),
+    "softmax": (jax.nn.softmax, (X,), ["softmax"]),
+    "softmax of axis 0": (lambda x: jax.nn.softmax(x, 0), (X,), ["softmax"]),
+    "softmax by hand": (softmax, (X,), ["softmax"]),
+    "softmax of a middle axis": (lambda x: softmax(x, 1), (X,), ["softmax"]),
+    "scaled softmax": (lambda x: jax.nn.softmax(x * 0.125), (X,), ["scale + softmax"]),
+    "masked softmax": (
+        lambda x, where: jax.nn.softmax(x, where=where),
+        (X, MASK),
+        ["softmax with where"],
+    ),
+    "broadcast mask": (
+        lambda x, where: jax.nn.softmax(x, where=where),
+        (X, MASK[:, :1]),
+        ["softmax with where"],
+    ),
+    "log_softmax": (jax.nn.log_softmax, (X,), ["log_softmax"]),
+    "logsumexp": (
+        lambda x: x - jax.scipy.special.logsumexp(x, -1, keepdims=True),
+        (X,),
+        ["log_softmax"],
+    ),
+    "loss": (label_loss, (X, LABELS), ["cross_entropy"]),
+    "one-hot loss": (one_hot_loss, (X, LABELS), ["cross_entropy of one_hot"]),
+    "log-likelihood": (
+        lambda x, labels: (
+            -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), labels[..., None], axis=-1))
+        ),
+        (X, LABELS),
+        ["cross_entropy"],
+    ),
+    "masked sum": (
+        lambda x, labels: (
+            jax.nn.logsumexp(x, -1)
+            - jnp.sum(jnp.where(jnp.arange(40) == labels[..., None], x, 0), -1)
+        ),
+        (X, LABELS),
+        ["cross_entropy"],
+    ),
+    "one-hot likelihood": (
+        lambda x, labels: jnp.mean(-one_hot_loss(x, labels)),
+        (X, LABELS),
+        ["cross_entropy of one_hot"],
+    ),
+    "moments": (by_moments, (X, B, C), ["layer_norm"]),
+    "var": (by_var, (X, B, C), ["layer_norm"]),
+    "inverse": (by_inverse, (X, B, C), ["layer_norm"]),
+    "squares": (by_squares, (X, B, C), ["layer_norm"]),
+    "multiplied out": (multiplied_out, (X, B, C), ["layer_norm"]),
+    "no parameters": (lambda x: by_moments(x, 1.0, 0.0), (X,), ["layer_norm"]),
+    "standardize": (jax.nn.standardize, (X,), ["layer_norm"]),
+    "residual norm": (
+        lambda x, y, s, b: (x + y) + by_var(x + y, s, b),
+        (X, Y, B, C),
+        ["add + layer_norm"],
+    ),
+    "rms": (rms, (X, B), ["rms_norm"]),
+    "gemma rms": (gemma_rms, (X, B), ["rms_norm"]),
+    "residual rms": (lambda x, y, s: rms(x + y, s), (X, Y, B), ["add + rms_norm"]),
+    "batch norm": (batch_norm, (IMAGES, IMAGES[0, 0, 0], IMAGES[0, 0, 1]), ["batch_norm"]),
+    "batch norm of NCHW": (
+        lambda x, s, b: jax.nn.relu(
+            (x - x.mean((0, 2, 3), keepdims=True))
+            / jnp.sqrt(x.var((0, 2, 3), keepdims=True) + 1e-3)
+            * s[:, None, None]
+            + b[:, None, None]
+        ),
+        (IMAGES, IMAGES[0, :, 0, 0], IMAGES[1, :, 0, 0]),
+        ["batch_norm + relu"],
+    ),
+    "batch norm, add, relu": (
+        lambda x, s, b: jax.nn.relu(x + batch_norm(x, s, b)[0]),
+        (IMAGES, IMAGES[0, 0, 0], IMAGES[0, 0, 1]),
+        ["batch_norm + residual + relu"],
+    ),
+    "inference": (
+        lambda x, m, v, s: jax.nn.relu((x - m) * jax.lax.rsqrt(v**2 + 1e-5) * s),
+        (IMAGES, IMAGES[0, 0, 0], IMAGES[0, 0, 1], IMAGES[0, 0, 2]),
+        ["batch_norm_inference + relu"],
+    ),
+    "lerp": (lambda a, b, w: a + w * (b - a), (X, Y, X * Y), ["lerp"]),
+    "weights": (lambda a, b, w: (1 - w) * a + w * b, (X, Y, X * Y), ["lerp"]),
+}

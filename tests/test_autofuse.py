@@ -1,0 +1,455 @@
+"""`autofuse`: what is replaced, equal results and gradients, near misses, transformations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autofuse_programs import LABELS, PROGRAMS, B, C, X, Y, by_moments, label_loss, rms, softmax
+from harness.programs import targets_of
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+
+pytestmark = pytest.mark.jax
+
+
+@pytest.fixture(autouse=True)
+def native():
+    with fo.use_implementation("native"):
+        yield
+
+
+def names(f, *args):
+    return [r.pattern for r in fo.autofuse.report(f)(*args).replaced]
+
+
+def close(got, want, tolerance):
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        if jnp.issubdtype(a.dtype, jnp.inexact):
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            scale = max(1.0, np.max(np.abs(b), initial=0, where=np.isfinite(b)))
+            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
+
+
+def run(f, args):
+    """Results, and gradients of the floating operands."""
+    floating = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def loss(*given):
+        full = list(args)
+        for i, x in zip(floating, given, strict=True):
+            full[i] = x
+        results = f(*full)
+        return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in jax.tree.leaves(results))
+
+    numbers = tuple(range(len(floating)))
+    return f(*args), jax.grad(loss, numbers)(*(args[i] for i in floating))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name):
+    f, args, patterns = PROGRAMS[name]
+    assert names(f, *args) == patterns
+    want, got = run(f, args), run(fo.autofuse(f), args)
+    close(got, want, 3e-5)
+    assert targets_of(lambda *a: fo.autofuse(f)(*a), *args)
+
+
+@pytest.mark.parametrize("name", ["gelu", "softmax", "loss", "gemma rms", "residual rms", "var"])
+def test_narrow_dtypes(name):
+    f, args, patterns = PROGRAMS[name]
+    args = [x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
+    assert names(f, *args) == patterns
+    close(run(fo.autofuse(f), args), run(f, args), 0.05)
+
+
+def test_nothing_is_replaced_without_a_kernel():
+    with fo.use_implementation("xla"):
+        report = fo.autofuse.report(softmax)(X)
+    assert not report.replaced and report.missed[0].reason == "the implementation is 'xla'"
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jnp.maximum(x, 0),  # another derivative at 0
+        lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True),  # overflows
+        lambda x: (x - jax.lax.stop_gradient(x.mean(-1, keepdims=True))) / x.std(-1, keepdims=True),
+        lambda x: x / (jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)) + 1e-6),
+        lambda x: x * jax.nn.sigmoid(1.702 * x),
+        lambda x: jax.nn.log_softmax(x)[..., 0],
+        lambda x: x[:, 0] - x[:, 0].mean(0),
+    ],
+)
+def test_near_misses(f):
+    close(run(fo.autofuse(f), (X,)), run(f, (X,)), 2e-5)
+
+
+def test_a_rule_of_its_own_stays():
+    @jax.custom_jvp
+    def relu(x):
+        return jax.nn.relu(x)
+
+    relu.defjvp(lambda p, t: (relu(*p), 3 * t[0]))
+
+    @jax.custom_vjp
+    def norm(x):
+        return rms(x, B)
+
+    norm.defvjp(lambda x: (norm(x), x), lambda x, ct: (5 * x,))
+    for f in (relu, norm):
+        close(run(fo.autofuse(f), (X,)), run(f, (X,)), 2e-5)
+
+
+def test_a_value_that_is_used_elsewhere():
+    def f(x):
+        e = jnp.exp(x - x.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True), e
+
+    report = fo.autofuse.report(f)(X)
+    assert not report.replaced and report.missed[0].reason == "the value is used elsewhere"
+    assert __file__.rsplit("/", 1)[-1] in report.missed[0].where
+
+
+WRAPPERS = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": jax.vmap,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, x: (f(c + x), c), x[0], x),
+    "while": lambda f: (
+        lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, f(c[1])), (0, x))[1]
+    ),
+    "cond": lambda f: lambda x: jax.lax.cond(x[0, 0, 0] > 9, jnp.sin, f, x),
+    "nested": lambda f: lambda x: jax.lax.map(jax.jit(lambda x: jax.checkpoint(f)(x)), x),
+    "twice": lambda f: jax.jit(lambda x: jax.jit(f)(x * 2) + jax.jit(f)(x)),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),)),
+    "linearize": lambda f: lambda x: jax.linearize(jax.jit(f), x)[1](jnp.cos(x)),
+}
+FUNCTIONS = {"softmax": softmax, "gelu": jax.nn.gelu, "rms": lambda x: rms(x, B[: x.shape[-1]])}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_inside_and_outside(wrap, name):
+    forward = wrap not in ("jvp", "linearize")
+    wrap, f = WRAPPERS[wrap], FUNCTIONS[name]
+    inner, outer = wrap(fo.autofuse(f))(X), fo.autofuse(wrap(f))(X)
+    want = wrap(f)(X)
+    close(inner, want, 2e-5)
+    close(outer, want, 2e-5)
+    assert not forward or targets_of(lambda x: wrap(fo.autofuse(f))(x), X)
+
+
+@pytest.mark.parametrize("wrap", ["jit", "checkpoint", "scan", "cond"])
+def test_bodies_are_replaced(wrap):
+    programs = {
+        "jit": jax.jit(softmax),
+        "checkpoint": jax.checkpoint(softmax),
+        "scan": lambda x: jax.lax.scan(lambda c, x: (softmax(c + x), None), x[0], x)[0],
+        "cond": lambda x: jax.lax.cond(x[0, 0, 0] > 9, jnp.sin, softmax, x),
+    }
+    assert names(programs[wrap], X) == ["softmax"]
+    assert targets_of(lambda x: fo.autofuse(programs[wrap])(x), X) == ["softmax"]
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_meshes(axis_type):
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    kind = getattr(jax.sharding.AxisType, axis_type)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    x = jax.device_put(X, jax.NamedSharding(mesh, P("data")))
+
+    def f(x):
+        return jax.nn.gelu(by_moments(x, B, C))
+
+    with jax.set_mesh(mesh):
+        close(jax.jit(fo.autofuse(f))(x), f(X), 2e-5)
+        mapped = jax.shard_map(f, in_specs=P("data"), out_specs=P("data"))
+        close(jax.jit(fo.autofuse(mapped))(x), f(X), 2e-5)
+        assert names(mapped, x) == ["gelu", "layer_norm"] or len(names(mapped, x)) == 2
+
+
+def test_what_is_not_an_array_passes():
+    @fo.autofuse
+    def f(x, *, kind, scale=2.0):
+        """Doc."""
+        return {"y": softmax(x) * scale, "kind": kind, "none": None, "n": 3}
+
+    found = f(X, kind="softmax")
+    close(found["y"], softmax(X) * 2.0, 1e-6)
+    assert (found["kind"], found["none"], found["n"]) == ("softmax", None, 3)
+    assert f.__doc__ == "Doc."
+
+
+def test_effects_are_kept(capfd):
+    def f(x):
+        jax.debug.print("sum {}", jnp.sum(x * x) * 0)
+        return softmax(x)
+
+    jax.block_until_ready(jax.jit(fo.autofuse(f))(X))
+    jax.effects_barrier()
+    assert "sum 0.0" in capfd.readouterr().out
+
+
+def test_a_method():
+    class Model:
+        scale = B
+
+        @fo.autofuse
+        def __call__(self, x):
+            return rms(x, self.scale)
+
+    close(Model()(X), rms(X, B), 1e-5)
+
+
+def test_explain_shows_the_line_of_the_pattern():
+    calls = fo.explain(fo.autofuse(softmax))(X).calls
+    assert [call.op for call in calls] == ["softmax"]
+    assert "autofuse_programs.py" in calls[0].where
+
+
+def test_check():
+    f = fo.autofuse(label_loss, check=True)
+    close(f(X, LABELS), label_loss(X, LABELS), 1e-5)
+    with pytest.raises(ValueError, match="check=True needs values"):
+        jax.jit(f)(X, LABELS)
+    calls = iter([1.0, 2.0])
+    with pytest.raises(ValueError, match=r"autofuse: result differs by"):
+        fo.autofuse(lambda x: softmax(x) * next(calls), check=True)(X)
+
+
+def test_labels_that_are_no_class():
+    labels = LABELS.at[0].set(jnp.array([-1, -40, -41, 39, 40, 41]))
+    np.testing.assert_allclose(fo.autofuse(label_loss)(X, labels), label_loss(X, labels), rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -0.0, 1e30])
+@pytest.mark.parametrize("f", [softmax, jax.nn.relu, jax.nn.gelu, jax.nn.log_softmax])
+def test_special_values(f, value):
+    x = X.at[0, 0, 0].set(value).at[1].set(value)
+    np.testing.assert_allclose(fo.autofuse(f)(x), f(x), rtol=1e-5, atol=1e-6)
+
+
+def test_the_report_is_a_table():
+    text = str(fo.autofuse.report(lambda x: jax.nn.gelu(softmax(x)))(X))
+    assert "2 patterns replaced" in text and "softmax  float32[4,6,40]" in text
+
+
+# Random programs ----------------------------------------------------------------------------------
+
+_SWAPS = {"add": "sub", "sub": "add", "mul": "div", "exp": "tanh", "max": "min", "tanh": "exp"}
+
+
+def mutated(program, rng):
+    """The program with one equation changed: a constant, an axis, an operation, its operands."""
+    from jax.extend.core import primitives
+
+    equations = list(program.jaxpr.eqns)
+    index = int(rng.integers(len(equations)))
+    equation = equations[index]
+    name = equation.primitive.name
+    literals = [i for i, a in enumerate(equation.invars) if isinstance(a, Literal)]
+    choices = []
+    if literals:
+        choices.append("literal")
+    if name in _SWAPS:
+        choices.append("operation")
+    if name in ("sub", "div") and not literals:
+        choices.append("order")
+    if name.startswith("reduce_"):
+        choices.append("kind")
+    if not choices:
+        return None
+    choice = str(rng.choice(choices))
+    if choice == "literal":
+        atoms = list(equation.invars)
+        old = atoms[literals[0]]
+        factor = rng.choice([1.01, 0.5, 2.0, -1.0])
+        new = np.asarray(np.asarray(old.val) * factor, old.aval.dtype)
+        atoms[literals[0]] = Literal(new.item(), old.aval)
+        equation = equation.replace(invars=atoms)
+    elif choice == "operation":
+        primitive = getattr(primitives, f"{_SWAPS[name]}_p")
+        equation = equation.replace(primitive=primitive)
+    elif choice == "order":
+        a, b = equation.invars
+        if a.aval.shape != b.aval.shape:
+            return None
+        equation = equation.replace(invars=[b, a])
+    else:
+        swap = {"reduce_sum": "reduce_max_p", "reduce_max": "reduce_min_p"}.get(name)
+        if swap is None:
+            return None
+        params = {k: v for k, v in equation.params.items() if k == "axes"}
+        like = jax.make_jaxpr(lambda x: jnp.max(x, 0))(X).eqns[0].params
+        equation = equation.replace(primitive=getattr(primitives, swap), params={**like, **params})
+    equations[index] = equation
+    return ClosedJaxpr(program.jaxpr.replace(eqns=equations), program.consts)
+
+
+def flat(f, args):
+    """The program without calls of jitted functions, so that all of it may change."""
+    with jax.disable_jit():
+        return jax.make_jaxpr(f)(*args)
+
+
+def check_mutants(name, count, seed):
+    f, args, _ = PROGRAMS[name]
+    rng = np.random.default_rng(seed)
+    program = flat(f, args)
+    for _ in range(count):
+        changed = mutated(program, rng)
+        if changed is None:
+            continue
+        g = jaxpr_as_fun(changed)
+        want, got = g(*args), fo.autofuse(g)(*args)
+        for a, b in zip(got, want, strict=True):
+            scale = np.max(np.abs(b), initial=1e-3, where=np.isfinite(b))
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * scale, err_msg=str(changed))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_with_a_change(name):
+    check_mutants(name, 8, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ten_thousand_programs_with_a_change(name, seed):
+    check_mutants(name, 10_000 // len(PROGRAMS) // 10 + 1, 1 + seed)
+
+
+# Models of other packages -------------------------------------------------------------------------
+
+
+def check_model(loss, parameters, least, tolerance=1e-4):
+    report = fo.autofuse.report(loss)(parameters)
+    want = jax.jit(jax.value_and_grad(loss))(parameters)
+    got = jax.jit(jax.value_and_grad(fo.autofuse(loss)))(parameters)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t[1])]) for t in (got, want))
+    assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+    found = [r.pattern for r in report.replaced]
+    for name in least:
+        assert name in found, str(report)
+        found.remove(name)
+
+
+def test_linen():
+    linen = pytest.importorskip("flax.linen")
+
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = x + linen.MultiHeadDotProductAttention(4)(linen.LayerNorm()(x))
+            h = linen.Dense(40)(linen.RMSNorm()(x))
+            return x + linen.Dense(40)(linen.gelu(h))
+
+    model = Block()
+    variables = model.init(jax.random.key(0), X)
+    check_model(
+        lambda v: jnp.sum(model.apply(v, X) ** 2),
+        variables,
+        ["layer_norm", "softmax", "add + rms_norm", "bias + gelu"],
+    )
+
+
+def test_linen_resnet():
+    linen, optax = pytest.importorskip("flax.linen"), pytest.importorskip("optax")
+    images = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8, 8, 3)), jnp.float32)
+
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            norm = functools.partial(linen.BatchNorm, use_running_average=False)
+            x = linen.relu(norm()(linen.Conv(8, (3, 3))(x)))
+            y = linen.relu(norm()(linen.Conv(8, (3, 3))(x)))
+            x = linen.relu(x + norm()(linen.Conv(8, (3, 3))(y)))
+            return linen.Dense(10)(x.mean((1, 2)))
+
+    model = Block()
+    variables = model.init(jax.random.key(0), images)
+
+    def loss(parameters):
+        given = {**variables, "params": parameters}
+        logits, state = model.apply(given, images, mutable=["batch_stats"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(4))
+        return losses.mean() + sum(jnp.sum(s) for s in jax.tree.leaves(state))
+
+    least = ["batch_norm + relu", "batch_norm + relu", "batch_norm + residual + relu"]
+    check_model(loss, variables["params"], [*least, "cross_entropy"], 1e-3)
+
+
+def test_nnx_modules_are_updated():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(40, rngs=rngs)
+            self.dense = nnx.Linear(40, 40, rngs=rngs)
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.drop(jax.nn.gelu(self.dense(nnx.relu(self.norm(x)))))
+
+    def step(transform):
+        model = Model(nnx.Rngs(0))
+
+        def loss(model, x):
+            return jnp.sum(model(x) ** 2)
+
+        run = nnx.jit(nnx.value_and_grad(transform(loss)))
+        results = [run(model, X + i) for i in range(2)]
+        return results, nnx.state(model)
+
+    want, got = step(lambda f: f), step(fo.autofuse)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+    assert set(names(lambda m: m(X), Model(nnx.Rngs(0)))) >= {"batch_norm + relu", "bias + gelu"}
+
+
+def test_equinox():
+    eqx = pytest.importorskip("equinox")
+    keys = jax.random.split(jax.random.key(0), 3)
+    parts = (
+        eqx.nn.MultiheadAttention(4, 40, key=keys[0]),
+        eqx.nn.LayerNorm(40),
+        eqx.nn.RMSNorm(40),
+        eqx.nn.MLP(40, 40, 80, 1, activation=jax.nn.gelu, key=keys[1]),
+    )
+    parameters, static = eqx.partition(parts, eqx.is_array)
+
+    def loss(parameters):
+        attention, norm, other, dense = eqx.combine(parameters, static)
+
+        def one(x):
+            x = x + attention(*[jax.vmap(norm)(x)] * 3)
+            return x + jax.vmap(dense)(jax.vmap(other)(x))
+
+        return jnp.sum(jax.vmap(one)(X) ** 2)
+
+    check_model(loss, parameters, ["layer_norm", "softmax", "add + rms_norm", "bias + gelu"])
+
+
+def test_haiku():
+    hk = pytest.importorskip("haiku")
+
+    def net(x):
+        attend = hk.MultiHeadAttention(4, 10, w_init=hk.initializers.VarianceScaling(1.0))
+        x = hk.LayerNorm(-1, True, True)(x + attend(x, x, x))
+        h = jax.nn.gelu(hk.Linear(80)(x))
+        return hk.LayerNorm(-1, True, True)(x + hk.Linear(40)(h))
+
+    model = hk.without_apply_rng(hk.transform(net))
+    parameters = model.init(jax.random.key(0), X)
+    least = ["scale + softmax", "add + layer_norm", "bias + gelu", "add + layer_norm"]
+    check_model(lambda p: jnp.sum(model.apply(p, X) ** 3 * Y), parameters, least)

@@ -1,0 +1,277 @@
+"""`patch`: which calls become ours, equal results and gradients, threads, blocks, caches."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness.programs import targets_of
+from jax.nn import gelu, log_softmax, relu, silu, softmax  # by name, before anything is patched
+
+import jax_fastops as fo
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.standard_normal((6, 40)), jnp.float32)
+LABELS = jnp.asarray(RNG.integers(0, 40, 6))
+
+
+@pytest.fixture(autouse=True)
+def native():
+    with fo.use_implementation("native"):
+        yield
+
+
+def kernels(f, *args):
+    """The kernels that a function and its gradient call, as seen by a new trace."""
+    found = targets_of(lambda *a: f(*a), *args)
+    grad = jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a).astype(jnp.float32))))
+    return sorted(set(found) | set(targets_of(lambda *a: grad(*a), *args)))
+
+
+def optax_loss(logits, labels=LABELS, **options):
+    optax = pytest.importorskip("optax")
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels, **options)
+
+
+FUNCTIONS = {
+    "relu": (relu, "relu"),
+    "gelu": (gelu, "bias_act"),
+    "exact gelu": (lambda x: gelu(x, approximate=False), "bias_act"),
+    "silu": (silu, "bias_act"),
+    "swish": (jax.nn.swish, "bias_act"),
+    "softmax": (softmax, "softmax"),
+    "softmax of axis 0": (lambda x: softmax(x, 0), "softmax"),
+    "masked softmax": (lambda x: softmax(x, where=x > -1), "softmax"),
+    "log_softmax": (functools.partial(log_softmax, axis=0), "softmax"),
+    "module": (lambda x: jax.nn.softmax(x), "softmax"),
+    "loss": (optax_loss, "cross_entropy"),
+    "jit": (jax.jit(lambda x: softmax(x) + relu(x)), "softmax"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name, dtype):
+    f, kernel = FUNCTIONS[name]
+    x = X.astype(dtype)
+
+    def run(x):
+        y, pullback = jax.vjp(f, x)
+        return y, pullback(jnp.cos(y))[0]
+
+    before = run(x)
+    assert not kernels(f, x)
+    with fo.patch():
+        inside = run(x)
+        found = kernels(f, x)
+    assert any(k.startswith(kernel) for k in found) and any(k.endswith("bwd") for k in found)
+    assert not kernels(f, x)
+    for mine, theirs in zip(inside, before, strict=True):
+        assert mine.dtype == theirs.dtype
+        eps = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(
+            np.asarray(mine, np.float64), np.asarray(theirs, np.float64), rtol=8 * eps, atol=8 * eps
+        )
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda: relu(jnp.arange(3)),
+        lambda: relu(2.0),
+        lambda: gelu(jnp.arange(3)),
+        lambda: gelu(X, False),
+        lambda: silu(1.5),
+        lambda: relu(jnp.array(-1.0)),
+        lambda: softmax(np.arange(3.0, dtype=np.float32)),
+        lambda: softmax(jnp.zeros((0, 3))),
+        lambda: softmax(X, axis=(0, 1)),
+        lambda: log_softmax(jnp.arange(3)),
+        lambda: optax_loss(X, jnp.array([0, -1, 39, 3, -40, 5])),
+        lambda: optax_loss(X, jnp.array([0, 40, 41, 3, -41, 5])),
+        lambda: optax_loss(X.T, axis=0),
+        lambda: optax_loss(X, where=X > -9),
+    ],
+)
+def test_every_call_gives_what_the_original_gives(f):
+    want = f()
+    with fo.patch():
+        got = f()
+    assert got.dtype == want.dtype and got.shape == want.shape and got.weak_type == want.weak_type
+    np.testing.assert_allclose(got, want, rtol=2e-6)
+
+
+@pytest.mark.parametrize("f", [lambda: softmax(X, 2), lambda: relu("x"), lambda: log_softmax(None)])
+def test_errors_are_those_of_the_original(f):
+    with pytest.raises(Exception) as theirs:
+        f()
+    with fo.patch(), pytest.raises(theirs.type):
+        f()
+
+
+def test_blocks():
+    assert kernels(softmax, X) == []
+    with fo.patch(without="relu"):
+        assert kernels(relu, X) == [] and kernels(softmax, X)
+        with fo.patch(only=["relu"]):
+            assert kernels(relu, X) and kernels(softmax, X) == []
+        assert kernels(relu, X) == []
+    with pytest.raises(KeyError), fo.patch():
+        raise KeyError
+    assert kernels(softmax, X) == []
+    block = fo.patch()
+    with block, block:
+        assert kernels(softmax, X)
+    assert kernels(softmax, X) == []
+
+
+def test_decorator():
+    @fo.patch(only="softmax")
+    def f(x):
+        return relu(softmax(x))
+
+    assert {k.removesuffix("_bwd") for k in kernels(f, X)} == {"softmax"}
+    assert kernels(lambda x: softmax(x), X) == []
+    assert f.__name__ == "f"
+
+
+def test_only_in_its_thread():
+    found = []
+    with fo.patch():
+        thread = threading.Thread(target=lambda: found.append(kernels(softmax, X)))
+        thread.start()
+        thread.join()
+    assert found == [[]]
+
+
+def test_traced_functions_are_not_reused():
+    f = jax.jit(lambda x: softmax(x))
+    before = f.lower(X).as_text()
+    with fo.patch():
+        assert "fastops" in f.lower(X).as_text()
+    assert "fastops" not in before and "fastops" not in f.lower(X).as_text()
+
+
+def test_transformations():
+    with fo.patch():
+        mapped = jax.vmap(jax.grad(lambda x: jnp.max(softmax(x))))(X)
+        scanned = jax.lax.scan(lambda c, x: (c, relu(x)), 0, X)[1]
+        again = jax.grad(lambda x: jnp.sum(jax.checkpoint(log_softmax)(x) ** 2))(X)
+        second = jax.hessian(lambda x: jnp.sum(softmax(x) ** 3))(X[0])
+    np.testing.assert_allclose(
+        mapped, jax.vmap(jax.grad(lambda x: jnp.max(softmax(x))))(X), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_array_equal(scanned, relu(X))
+    np.testing.assert_allclose(
+        again, jax.grad(lambda x: jnp.sum(log_softmax(x) ** 2))(X), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        second, jax.hessian(lambda x: jnp.sum(softmax(x) ** 3))(X[0]), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_our_own_references_are_not_replaced():
+    with fo.patch(), fo.use_implementation("xla"):
+        assert targets_of(lambda x: fo.softmax(x), X) == []
+    with fo.patch():
+        assert targets_of(lambda x: fo.softmax(x), X) == ["softmax"]
+
+
+@pytest.mark.parametrize("argument", ["only", "without"])
+def test_errors(argument):
+    with pytest.raises(ValueError, match=f"patch: {argument} has 'tanh'; it may have 'relu', "):
+        fo.patch(**{argument: ["tanh"]})
+
+
+# Flax ---------------------------------------------------------------------------------------------
+
+
+def close(got, want, tolerance=2e-5):
+    got, want = jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(want)
+    for (path, a), (other, b) in zip(got, want, strict=True):
+        assert path == other and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=str(path))
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_nnx(train):
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.parts = nnx.List(
+                kind(40, rngs=rngs) for kind in (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm)
+            )
+            self.parts.append(nnx.Linear(40, 40, rngs=rngs))
+
+        def __call__(self, x):
+            for part in self.parts:
+                x = jax.nn.relu(part(x)) + x
+            return x
+
+    def run():
+        model = Model(nnx.Rngs(0))
+        (model.train if train else model.eval)()
+        loss, grads = nnx.value_and_grad(lambda m: jnp.sum(m(X) ** 2))(model)
+        return loss, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(model))
+
+    want = run()
+    with fo.patch():
+        got = run()
+        found = targets_of(lambda x: Model(nnx.Rngs(0))(x), X)
+    close(got, want)
+    assert found.count("norm") == 2 and found.count("relu") == 4
+    assert any("batch_norm" in kernel for kernel in found)
+
+
+@pytest.mark.parametrize("options", [{}, dict(use_bias=False), dict(epsilon=0.1)])
+def test_linen(options):
+    linen = pytest.importorskip("flax.linen")
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x, mask=None):
+            x = linen.LayerNorm(**options, name="first")(linen.Dense(40)(x), mask=mask)
+            x = linen.relu(x) + linen.RMSNorm(name="second")(x)
+            return linen.GroupNorm(num_groups=4)(x)
+
+    model, mask = Model(), RNG.random(X.shape) < 0.5
+    variables = model.init(jax.random.key(0), X)
+
+    def run(**given):
+        return jax.value_and_grad(lambda v: jnp.sum(model.apply(v, X, **given) ** 2))(variables)
+
+    want = run(), run(mask=mask)
+    with fo.patch():
+        got = run(), run(mask=mask)
+        again = model.init(jax.random.key(0), X)
+        found = targets_of(lambda v: model.apply(v, X), variables)
+        masked = targets_of(lambda v: model.apply(v, X, mask=mask), variables)
+    close(got, want)
+    close(again, variables, 0)
+    assert found.count("norm") == 2 and masked.count("norm") == 1
+    with fo.patch(only="rms_norm"):
+        assert targets_of(lambda v: model.apply(v, X), variables).count("norm") == 1
+
+
+@pytest.mark.parametrize("module", ["flax.nnx", "flax.linen"])
+def test_dropout(module):
+    flax = pytest.importorskip(module)
+
+    def run(deterministic):
+        if module == "flax.nnx":
+            layer = flax.Dropout(0.4, deterministic=deterministic, rngs=flax.Rngs(dropout=1))
+            return layer(X)
+        layer = flax.Dropout(0.4, deterministic=deterministic)
+        return layer.apply({}, X, rngs={"dropout": jax.random.key(1)})
+
+    with fo.patch():
+        y = run(False)
+        np.testing.assert_array_equal(run(True), X)
+        assert "dropout" in targets_of(lambda: run(False))
+    kept = np.asarray(y != 0)
+    np.testing.assert_allclose(np.asarray(y)[kept], np.asarray(X / 0.6)[kept], rtol=1e-6)
+    assert 0.4 < kept.mean() < 0.8
+    assert "dropout" not in targets_of(lambda: run(False))
