@@ -52,8 +52,13 @@ def parser(module: str, text: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def run(module: str, options: argparse.Namespace, rows: Iterable[dict], **facts) -> None:
-    """Measures the rows; prints and writes each one when it is known."""
+def run(
+    module: str, options: argparse.Namespace, rows: Iterable[dict], what: str = "", **facts
+) -> None:
+    """Measures the rows; prints and writes each one when it is known.
+
+    ``what`` is a part of the file's name, if a job has several kinds of results.
+    """
     from benchmarks.environment import slug
     from benchmarks.report import write
 
@@ -62,7 +67,7 @@ def run(module: str, options: argparse.Namespace, rows: Iterable[dict], **facts)
     if "error" in results:
         raise SystemExit(results["error"])
     results |= {"steps": options.steps, **facts, "rows": []}
-    path = options.out / f"{module.rpartition('.')[2]}-{slug(results)}.json"
+    path = options.out / f"{module.rpartition('.')[2]}{what}-{slug(results)}.json"
     for row in rows:
         found = _process(["-m", module, *sys.argv[1:], "--one", json.dumps(row)], options.limit)
         results["rows"].append(row | found)

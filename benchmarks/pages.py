@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from benchmarks.numbers import (
     FAMILIES,
     H100,
     H200,
+    JOBS,
     device,
     family_speedups,
     jobs,
@@ -23,7 +25,7 @@ from benchmarks.numbers import (
     slower,
 )
 from benchmarks.report import headline
-from benchmarks.tables import MOVES, keeps, markdown, table
+from benchmarks.tables import MOVES, job_table, keeps, markdown, table
 
 # The rows that a family's chart shows, by op and label: at most six, common shapes and hard ones.
 SHOWN = {
@@ -119,6 +121,12 @@ def write(folder: Path) -> None:
     """Write every generated part into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "overview.md").write_text(_figure(overview(folder / "overview"), "Speed-ups"))
+    for name, chart in {"inference": inference, "pretraining": pretraining}.items():
+        figure = _figure(chart(folder / name), f"BERT-base, {name}")
+        rows = job_table(load(f"{name}-{JOBS}"))
+        (folder / f"{name}.md").write_text(
+            f"{figure}\n{headline(load(f'{name}-{JOBS}'))}.\n\n{rows}"
+        )
     measured = [("", H100, family) for family in FAMILIES]
     measured += [("cpu-", CPU, family) for family in FAMILIES] + [("", H200, "gated_act")]
     for prefix, name, family in measured:
@@ -157,6 +165,52 @@ def overview(path: Path) -> list[Path]:
         ["jax_fastops"],
         "jax.nn",
         "speed-up over jax.nn (longer is better)",
+        limit=2.6,
+        unit="x",
+    )
+
+
+def inference(path: Path) -> list[Path]:
+    """The chart of a forward of BERT-base in bfloat16, with the better attention of each side."""
+    return _job_chart(
+        path,
+        f"inference-{JOBS}",
+        "How much faster than plain JAX is a forward of BERT-base?",
+        [("jax_fastops", "ours"), ("compiled PyTorch, CUDA graphs", "torch")],
+    )
+
+
+def pretraining(path: Path) -> list[Path]:
+    """The chart of whole training steps of BERT-base."""
+    return _job_chart(
+        path,
+        f"pretraining-{JOBS}",
+        "How much faster than plain JAX is a training step of BERT-base?",
+        [("jax_fastops", "ours"), ("compiled PyTorch", "torch")],
+    )
+
+
+def _job_chart(path: Path, file: str, question: str, series: list[tuple[str, str]]) -> list[Path]:
+    results = load(file)
+    best: dict[tuple[str, str], float] = {}
+    for row in results["rows"]:
+        if row.get("dtype", "bfloat16") == "bfloat16" and "ms" in row:
+            key = row["shape"], row["contender"]
+            best[key] = min(row["ms"], best.get(key, math.inf))
+    groups = [
+        plot.Bars(
+            shape.replace("x", " x "),
+            tuple(best[shape, "plain"] / best[shape, who] for _, who in series),
+        )
+        for shape in dict.fromkeys(shape for shape, _ in best)
+    ]
+    return plot.draw(
+        path,
+        f"{question}\n{device(results)}, bfloat16, batch x length",
+        groups,
+        [name for name, _ in series],
+        "plain JAX",
+        "speed-up over plain JAX (longer is better)",
         limit=2.6,
         unit="x",
     )

@@ -12,17 +12,23 @@ runs in a process of its own, from the same weights:
 
 ``cudnn`` and ``softmax`` are the kinds of attention; attention weights are dropped only with
 ``softmax``. PyTorch chooses its own kernel.
+
+``--curves N`` trains for N steps on a few batches in turn instead, with a warm-up, and keeps the
+losses. Without dropout, the contenders differ in rounding only. How far rounding alone drives two
+trainings apart is shown by ``moved``: ``plain`` from weights whose last bits were changed.
 """
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 
 from benchmarks import jobs
 
 RATE, DECAY = 1e-4, 0.01
-CONTENDERS = ("ours", "plain", "torch")
+CONTENDERS = ("ours", "plain", "moved", "torch")
+BATCHES = 8  # of a loss curve
 
 
 def main() -> None:
@@ -38,25 +44,27 @@ def main() -> None:
         for name in options.contenders
         if name != "torch" or importlib.util.find_spec("torch")
     )
-    jobs.run("benchmarks.pretraining", options, rows, dropout=options.dropout)
+    what = "-losses" if options.curves else ""
+    jobs.run("benchmarks.pretraining", options, rows, what, dropout=options.dropout)
 
 
 def parse() -> argparse.Namespace:
     parser = jobs.parser("benchmarks.pretraining", __doc__)
     add = parser.add_argument
-    add("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    add("--contenders", nargs="+", choices=CONTENDERS, default=["ours", "plain", "torch"])
     add("--shapes", nargs="+", default=["32x512", "64x128"], help="batch x length")
     add("--attention", nargs="+", choices=("cudnn", "softmax"), default=["cudnn", "softmax"])
     add("--dropout", type=float, default=0.1)
+    add("--curves", type=int, default=0, metavar="N", help="losses of N steps, and no times")
     return parser.parse_args()
 
 
-def data(shape: str, vocabulary: int):
+def data(shape: str, vocabulary: int, seed: int = 0):
     """Tokens, labels, and which tokens are no padding."""
     import numpy as np
 
     batch, length = map(int, shape.split("x"))
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     tokens, labels = rng.integers(0, vocabulary, (2, batch, length))
     inside = np.arange(length) < rng.integers(length // 2, length + 1, (batch, 1))
     return tokens.astype(np.int32), np.where(inside, labels, -1).astype(np.int32), inside
@@ -77,16 +85,22 @@ def jax_row(options: argparse.Namespace, contender: str, shape: str, attention: 
         attention_dropout=options.dropout if attention == "softmax" else 0.0,
     )
     ops = bert.FASTOPS if contender == "ours" else PLAIN
-    tokens, labels, inside = map(jnp.asarray, data(shape, config.vocab_size))
-    optimise = optax.adamw(RATE, weight_decay=DECAY)
+    batches = [
+        tuple(map(jnp.asarray, data(shape, config.vocab_size, seed)))
+        for seed in range(BATCHES if options.curves else 1)
+    ]
+    warm_up = optax.linear_schedule(0.0, RATE, options.curves // 10)
+    optimise = optax.adamw(warm_up if options.curves else RATE, weight_decay=DECAY)
 
     @jax.jit
     def start():
         params = bert.init(jax.random.key(0), config, mlm=True)
         del params["pooler"]  # the loss does not use it
+        if contender == "moved":
+            params = jax.tree.map(lambda a: jnp.nextafter(a, jnp.inf), params)
         return params, optimise.init(params), jnp.int32(0)
 
-    def update(state):
+    def update(state, tokens, labels, inside):
         params, inner, count = state
         key = jax.random.fold_in(jax.random.key(1), count) if config.dropout else None
 
@@ -99,17 +113,20 @@ def jax_row(options: argparse.Namespace, contender: str, shape: str, attention: 
         return (optax.apply_updates(params, changes), inner, count + 1), value
 
     state = jax.block_until_ready(start())
-    compiled = jax.jit(update, donate_argnums=0).lower(state).compile()
+    compiled = jax.jit(update, donate_argnums=0).lower(state, *batches[0]).compile()
     value = first = None
 
-    def step():
+    def step(batch=batches[0]):
         nonlocal state, value, first
-        state, value = compiled(state)
+        state, value = compiled(state, *batch)
         first = value if first is None else first
+        return value
 
     def wait():
         jax.block_until_ready((state, value))
 
+    if options.curves:
+        return curve(options, [functools.partial(step, batch) for batch in batches])
     found = jobs.steady(step, wait, options.steps)
     found |= {"first_loss": float(first), "loss": float(value)}
     if memory := compiled.memory_analysis():
@@ -132,22 +149,32 @@ def torch_row(options: argparse.Namespace, contender: str, shape: str, attention
     device = "cuda" if on_cuda else "cpu"
     model = load(Bert(config, rate, rate if attention == "softmax" else 0.0), config).to(device)
     optimise = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=on_cuda)
-    given = data(shape, config.vocab_size)
-    tokens, labels, inside = (torch.from_numpy(a).to(device) for a in given)
-    tokens, labels, mask = tokens.long(), labels.long(), inside[:, None, None, :]
+    batches = []
+    for seed in range(BATCHES if options.curves else 1):
+        given = data(shape, config.vocab_size, seed)
+        tokens, labels, inside = (torch.from_numpy(a).to(device) for a in given)
+        batches.append((tokens.long(), labels.long(), inside[:, None, None, :]))
     compiled = torch.compile(model, dynamic=False)
     value = first = None
+    done = 0
 
-    def step():
-        nonlocal value, first
+    def step(batch=batches[0]):
+        nonlocal value, first, done
+        if options.curves:
+            for group in optimise.param_groups:
+                group["lr"] = RATE * min(1.0, done / (options.curves // 10))
         with torch.autocast(device, torch.bfloat16, enabled=not options.small):
-            loss = compiled(tokens, labels, mask)
+            loss = compiled(*batch)
         loss.backward()
         optimise.step()
         optimise.zero_grad(set_to_none=True)
-        value = loss.detach()
-        first = value.clone() if first is None else first
+        value = loss.detach().clone()
+        first = value if first is None else first
+        done += 1
+        return value
 
+    if options.curves:
+        return curve(options, [functools.partial(step, batch) for batch in batches])
     wait = torch.cuda.synchronize if on_cuda else lambda: None
     found = jobs.steady(step, wait, options.steps)
     found |= {"first_loss": float(first), "loss": float(value)}
@@ -156,6 +183,12 @@ def torch_row(options: argparse.Namespace, contender: str, shape: str, attention
     if options.profile:
         found |= jobs.attributed(jobs.torch_kernels(step, wait), options.profile)
     return found
+
+
+def curve(options: argparse.Namespace, steps: list) -> dict:
+    """The losses of a training that takes the batches in turn."""
+    losses = [steps[i % len(steps)]() for i in range(options.curves)]
+    return {"losses": [round(float(loss), 5) for loss in losses]}
 
 
 if __name__ == "__main__":

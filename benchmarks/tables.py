@@ -142,6 +142,20 @@ def network_table(results: dict) -> tuple[list[str], list[list[str]]]:
     return [*header, "temporary memory", "plain JAX's"], rows
 
 
+def job_table(results: dict) -> str:
+    """A row per shape, dtype and attention of a whole job: milliseconds of each contender."""
+    names = {"ours": "jax_fastops", "plain": "plain JAX", "torch": "compiled PyTorch"}
+    found: dict[tuple, dict] = {}
+    for row in results["rows"]:
+        key = row["shape"].replace("x", " x "), row.get("dtype", "bfloat16"), row["attention"]
+        found.setdefault(key, {})[row["contender"]] = row.get("ms")
+    rows = [
+        [*key, *(f"{ms[name]:.2f} ms" if ms.get(name) else "-" for name in names)]
+        for key, ms in found.items()
+    ]
+    return markdown(["batch x length", "dtype", "attention", *names.values()], rows)
+
+
 def layers_table(results: dict) -> tuple[list[str], list[list[str]]]:
     """A row per attention: how many kernels the forward of one layer launches."""
     counts: dict[tuple, dict] = {}

@@ -97,6 +97,13 @@ def test_pretraining(tmp_path, monkeypatch):
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-3) and ours["loss"] < 5
 
 
+def test_curves(tmp_path, monkeypatch):
+    options = "--shapes 2x16 --attention softmax --dropout 0 --curves 20"
+    ours, plain = rows_of(pretraining, options, tmp_path, monkeypatch)
+    assert len(ours["losses"]) == 20 and ours["losses"] == pytest.approx(plain["losses"], abs=1e-3)
+    assert ours["losses"][-1] < ours["losses"][0]
+
+
 def test_inference(tmp_path, monkeypatch):
     options = "--shapes 1x16 --attention xla --dtypes float32"
     ours, plain = rows_of(inference, options, tmp_path, monkeypatch)
