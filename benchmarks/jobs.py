@@ -63,20 +63,20 @@ def run(
     from benchmarks.report import write
 
     # The device's name is asked for in a process, too, because this one must not hold the device.
-    results = _process(["-c", FACTS], options.limit)
+    results = process(["-c", FACTS], options.limit)
     if "error" in results:
         raise SystemExit(results["error"])
     results |= {"steps": options.steps, **facts, "rows": []}
     path = options.out / f"{module.rpartition('.')[2]}{what}-{slug(results)}.json"
     for row in rows:
-        found = _process(["-m", module, *sys.argv[1:], "--one", json.dumps(row)], options.limit)
+        found = process(["-m", module, *sys.argv[1:], "--one", json.dumps(row)], options.limit)
         results["rows"].append(row | found)
         print(json.dumps(results["rows"][-1]), flush=True)
         write(path, results)
     print(f"wrote {path}")
 
 
-def _process(arguments: list[str], limit: float | None) -> dict:
+def process(arguments: list[str], limit: float | None = None) -> dict:
     """The JSON in the last line that Python prints."""
     command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), *arguments]
     paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]

@@ -122,11 +122,10 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "overview.md").write_text(_figure(overview(folder / "overview"), "Speed-ups"))
     for name, chart in {"inference": inference, "pretraining": pretraining}.items():
+        results = load(f"{name}-{JOBS}")
         figure = _figure(chart(folder / name), f"BERT-base, {name}")
-        rows = job_table(load(f"{name}-{JOBS}"))
-        (folder / f"{name}.md").write_text(
-            f"{figure}\n{headline(load(f'{name}-{JOBS}'))}.\n\n{rows}"
-        )
+        (folder / f"{name}-chart.md").write_text(figure)
+        (folder / f"{name}.md").write_text(f"{headline(results)}.\n\n{job_table(results)}")
     measured = [("", H100, family) for family in FAMILIES]
     measured += [("cpu-", CPU, family) for family in FAMILIES] + [("", H200, "gated_act")]
     for prefix, name, family in measured:

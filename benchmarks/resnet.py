@@ -13,17 +13,20 @@ Steps are timed in turns, and their temporary memory is XLA's figure for the com
 ``ours`` and ``plain`` are trained for 50 steps on one batch of random images, from the same initial
 state. Rounding makes two such trainings diverge. Two more trainings show how far: ``plain`` on
 images in which each number is changed by its last bit, and ``plain`` in float32.
+
+``--torch`` measures the step in compiled PyTorch first, in a process of its own.
 """
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import RESULTS, environment, installed, measure
+from benchmarks import RESULTS, environment, installed, jobs, measure
 from benchmarks.cases import fo
 from benchmarks.programs import Program
 from benchmarks.report import headline, write
@@ -96,6 +99,7 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, default=50, metavar="N", help="of the loss curves; 0 for none")
     add("--repeats", type=int, default=15, metavar="N", help="rounds")
     add("--clock", choices=("auto", "profiler", "wall"), default="auto")
+    add("--torch", action="store_true", help="PyTorch too, where it is installed")
     add("--out", "--output", type=Path, default=RESULTS, metavar="DIR")
     options = parser.parse_args()
     options.name = "resnet-small" if options.small else "resnet"
@@ -112,8 +116,17 @@ def chosen(options: argparse.Namespace) -> Setting:
     )
 
 
+def in_pytorch(setting: Setting) -> dict:
+    given = {"batch": setting.batch, "size": setting.size, "rate": setting.rate}
+    given["momentum"] = MOMENTUM
+    found = jobs.process(["-m", "benchmarks.torch_resnet", json.dumps(given)])
+    print("compiled PyTorch:", found)
+    return found
+
+
 def run(setting: Setting, options: argparse.Namespace) -> dict:
     """Measure times, memory and loss curves, and print each when it is known."""
+    pytorch = {"pytorch": in_pytorch(setting)} if options.torch else {}
     clock, timer = measure.clock(options.clock)
     images, labels = data(setting)
     print(f"{setting.name}, {images.shape}, {setting.config.dtype}")
@@ -137,6 +150,7 @@ def run(setting: Setting, options: argparse.Namespace) -> dict:
         "network": dataclasses.asdict(setting),
         "implementation": options.implementation,
         "steps": steps,
+        **pytorch,
     }
     if options.steps:
         del programs["without"]

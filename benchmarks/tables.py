@@ -190,6 +190,8 @@ def steps_table(results: dict) -> tuple[list[str], list[list[str]]]:
         step = results["steps"][key]
         cells = [name, f"{step['median_us'] / 1e3:.2f} ms", f"{step['temp_mib']:.0f} MiB"]
         rows.append([*cells, str(step["launches"])])
+    if "median_us" in (found := results.get("pytorch", {})):
+        rows.append(["compiled PyTorch", f"{found['median_us'] / 1e3:.2f} ms", "-", "-"])
     return [results["network"]["name"], "step", "temporary memory", "launches"], rows
 
 
