@@ -42,9 +42,17 @@ def _reference(x, bias, residual, key, *, threshold: int, scale: float):
     return (y if residual is None else y + residual.astype(wide)).astype(x.dtype)
 
 
-def drop_reference(x: Any, key: Any, *, threshold: int, dropout_scale: float) -> Any:
-    """Dropout in ``jax.numpy``, with the two words of a key and the numbers of a :class:`Drop`."""
-    return _reference(x, None, None, key, threshold=threshold, scale=dropout_scale)
+def drop_reference(
+    x: Any,
+    key: Any,
+    *,
+    threshold: int,
+    dropout_scale: float,
+    bias: Any = None,
+    residual: Any = None,
+) -> Any:
+    """:func:`dropped` in ``jax.numpy``, with the two words of a key and a :class:`Drop`'s numbers."""
+    return _reference(x, bias, residual, key, threshold=threshold, scale=dropout_scale)
 
 
 def _kernel(x, bias, residual, key, **options):

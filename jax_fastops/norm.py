@@ -32,10 +32,10 @@ from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel, partitions, shards_of, unless_mapped
 from jax_fastops._native import limit
 from jax_fastops._op import Op
-from jax_fastops._random import drop_of
+from jax_fastops._random import Drop, drop_of, row_seeds
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, reshape
-from jax_fastops.dropout import dropped
+from jax_fastops.dropout import drop_reference, dropped
 
 _Pair = tuple[jax.Array, jax.Array]
 
@@ -52,28 +52,56 @@ _FORWARD = Kernel.declare(
 )
 
 
-def _backward_kernel(rows: str) -> Kernel:
+# The same with dropout: the two numbers of a ``Drop``, and the seeds of the rows.
+_DROPOUT = {"threshold": int, "dropout_scale": float}
+_FORWARD_WITH_DROPOUT = Kernel.declare(
+    "norm",
+    "x: ... n, residual?: ... n, input_bias?: n :acc?, scale?: n :acc?, bias?: n :acc?, "
+    "seeds: ... 4 :uint32 -> y: ... n, sum?: ... n, mean?: ... :acc, rstd?: ... :acc, "
+    "workspace?: ... ceil(n/1024) :acc",
+    rms=np.bool_,
+    eps=np.float64,
+    **_DROPOUT,
+)
+
+
+def _backward_kernel(rows: str, dropout: bool) -> Kernel:
     """``rows`` are the dimensions of the rows that are summed together."""
+    seeds, dresidual = f", seeds: ... {rows} 4 :uint32", f"dresidual?: ... {rows} n, "
     return Kernel.declare(
         "norm_bwd",
         f"dy: ... {rows} n, s: ... {rows} n, mean?: ... {rows} :acc, rstd: ... {rows} :acc, "
-        f"scale?: n :acc?, dsum?: ... {rows} n, dy2?: ... {rows} n -> dx: ... {rows} n, "
+        f"scale?: n :acc?, dsum?: ... {rows} n, dy2?: ... {rows} n{seeds * dropout} -> "
+        f"dx: ... {rows} n, {dresidual * dropout}"
         "dscale?: ... sums n :acc, dbias?: ... sums n :acc, dinput_bias?: ... sums n :acc",
         rms=np.bool_,
+        **(_DROPOUT if dropout else {}),
     )
 
 
-_BACKWARD, _BACKWARD_WITH_SUMS = _backward_kernel(""), _backward_kernel("r")
+# By whether they have sums, and dropout.
+_BACKWARDS = {
+    (sums, dropout): _backward_kernel("r" * sums, dropout)
+    for sums in (False, True)
+    for dropout in (False, True)
+}
 
 
-def _forward(*args, rms, eps, return_sum, fanout, save=False):
+def _seeds(key, x):
+    return row_seeds(key, x.shape, jax.typeof(x).sharding)
+
+
+def _forward(*args, rms, eps, return_sum, fanout, save=False, **drop):
     x, residual, input_bias, *_ = args
-    summed = residual is not None or input_bias is not None
+    summed = residual is not None or input_bias is not None or bool(drop)
     n = x.shape[-1]
 
     def native(*args):
-        found = _FORWARD(
+        if drop:
+            args = (*args[:-1], _seeds(args[-1], args[0]))
+        found = (_FORWARD_WITH_DROPOUT if drop else _FORWARD)(
             *args,
+            **drop,
             sum=return_sum or (save and summed),
             mean=save and not rms,
             rstd=save,
@@ -85,7 +113,7 @@ def _forward(*args, rms, eps, return_sum, fanout, save=False):
         return tuple(y for y in results if y is not None)
 
     def plain(*args):
-        options = dict(rms=rms, eps=eps, return_sum=return_sum, fanout=fanout)
+        options = dict(rms=rms, eps=eps, return_sum=return_sum, fanout=fanout, **drop)
         return (*_reference(*args, **options), *(_save(*args, **options) if save else ()))
 
     return unless_mapped(native, plain, range(2, 5))(*args)
@@ -106,13 +134,17 @@ def _backward(kept, cts, wanted, **options):
     return tuple(next(found) if w else None for w in wanted)
 
 
-def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fanout):
+def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fanout, **drop):
     del eps
+    kept, key = (kept[:-1], kept[-1]) if drop else (kept, None)
     s, scale, *mean, rstd = kept
-    _, _, want_input_bias, want_scale, want_bias = wanted
-    summing = want_input_bias or want_scale or want_bias
+    _, want_residual, want_input_bias, want_scale, want_bias, *_ = wanted
+    summing = bool(want_input_bias or want_scale or want_bias)
     split, join, sums = _groups(cts[0]) if summing else (lambda a: a, lambda a: a, 0)
-    found = (_BACKWARD_WITH_SUMS if summing else _BACKWARD)(
+    dropout: dict[str, Any] = {}
+    if drop:
+        dropout = dict(drop, seeds=split(_seeds(key, s)), dresidual=want_residual)
+    found = _BACKWARDS[summing, bool(drop)](
         dy=split(cts[0]),
         s=split(s),
         mean=split(mean[0]) if mean else None,
@@ -125,10 +157,14 @@ def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fanout):
         dinput_bias=want_input_bias,
         sums=sums,
         rms=rms,
+        **dropout,
     )
     partial = found.dinput_bias, found.dscale, found.dbias
+    parameters = (None if g is None else g.sum(tuple(range(g.ndim - 1))) for g in partial)
     dx = join(found.dx)
-    return dx, dx, *(None if g is None else g.sum(tuple(range(g.ndim - 1))) for g in partial)
+    if not drop:
+        return dx, dx, *parameters
+    return dx, None if found.dresidual is None else join(found.dresidual), *parameters, None
 
 
 def _groups(x) -> tuple[Callable, Callable, int]:
@@ -191,8 +227,10 @@ def _number_of_sums(groups: int, rows: int, n: int, itemsize: int) -> int:
 # ---- references ----------------------------------------------------------------------------------
 
 
-def _sum(x, residual, input_bias):
+def _sum(x, residual, input_bias, key=(), **drop):
     """The normalized sum, added in the accumulator dtype and rounded once to that of ``x``."""
+    if drop:
+        return drop_reference(x, *key, bias=input_bias, residual=residual, **drop)
     if residual is None and input_bias is None:
         return x
     wide = accumulator_dtype(x.dtype)
@@ -220,8 +258,8 @@ def _normalised(s, statistics):
     return (s - mean[0][..., None] if mean else s) * rstd[..., None]
 
 
-def _reference(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fanout):
-    s = _sum(x, residual, input_bias)
+def _reference(x, residual, input_bias, scale, bias, *key, rms, eps, return_sum, fanout, **drop):
+    s = _sum(x, residual, input_bias, key, **drop)
     y = _normalised(s, _statistics(s, rms, eps))
     if scale is not None:
         y = y * scale.astype(y.dtype)
@@ -231,15 +269,16 @@ def _reference(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fa
     return (*(y,) * (1 + fanout), *(s,) * return_sum)
 
 
-def _save(x, residual, input_bias, scale, bias, *, rms, eps, return_sum, fanout):
+def _save(x, residual, input_bias, scale, bias, *key, rms, eps, return_sum, fanout, **drop):
     del scale, bias, fanout
-    s = _sum(x, residual, input_bias)
-    summed = residual is not None or input_bias is not None
+    s = _sum(x, residual, input_bias, key, **drop)
+    summed = residual is not None or input_bias is not None or bool(drop)
     return (*([s] if summed and not return_sum else []), *_statistics(s, rms, eps))
 
 
-def _pullback(kept, cts, *, rms, eps, return_sum, fanout):
+def _pullback(kept, cts, *, rms, eps, return_sum, fanout, **drop):
     del eps
+    kept, key = (kept[:-1], kept[-1:]) if drop else (kept, ())
     s, scale, *statistics = kept
     xhat, rstd = _normalised(s, statistics), statistics[-1][..., None]
     dy = (cts[0] + cts[1] if fanout else cts[0]).astype(xhat.dtype)
@@ -251,17 +290,30 @@ def _pullback(kept, cts, *, rms, eps, return_sum, fanout):
     if return_sum:
         dx = dx + cts[-1].astype(dx.dtype)
     rows = tuple(range(dx.ndim - 1))
-    rounded = dx.astype(s.dtype)
-    return rounded, rounded, dx.sum(rows), (dy * xhat).sum(rows), dy.sum(rows)
+    rounded = dresidual = dx.astype(s.dtype)
+    if drop:
+        dx = drop_reference(dx, *key, **drop)
+        rounded = dx.astype(s.dtype)
+    found = rounded, dresidual, dx.sum(rows), (dy * xhat).sum(rows), dy.sum(rows)
+    return *found, *(None for _ in key)
 
 
-def _pushforward(kept, tangents, *, rms, eps, return_sum, fanout):
+def _pushforward(kept, tangents, *, rms, eps, return_sum, fanout, **drop):
     del eps
+    kept, key = (kept[:-1], kept[-1:]) if drop else (kept, ())
     s, scale, *statistics = kept
-    dx, dresidual, dinput_bias, dscale, dbias = tangents
+    dx, dresidual, dinput_bias, dscale, dbias, *_ = tangents
     xhat, rstd = _normalised(s, statistics), statistics[-1][..., None]
-    terms = [t.astype(xhat.dtype) for t in (dx, dresidual, dinput_bias) if t is not None]
-    ds = functools.reduce(jnp.add, terms, jnp.zeros_like(xhat))
+
+    def total(*terms):
+        terms = [t.astype(xhat.dtype) for t in terms if t is not None]
+        return functools.reduce(jnp.add, terms, jnp.zeros_like(xhat))
+
+    if drop:
+        ds = drop_reference(total(dx, dinput_bias), *key, **drop)
+        ds = total(ds, dresidual)
+    else:
+        ds = total(dx, dresidual, dinput_bias)
     dy = ds - xhat * jnp.mean(ds * xhat, axis=-1, keepdims=True)
     if not rms:
         dy = dy - jnp.mean(ds, axis=-1, keepdims=True)
@@ -279,13 +331,14 @@ def _pushforward(kept, tangents, *, rms, eps, return_sum, fanout):
 # ---- ops -----------------------------------------------------------------------------------------
 
 
-def _declare(name: str, rms: bool) -> Op:
+def _declare(name: str, rms: bool, dropout: bool = False) -> Op:
     def residuals(args, outs, saved):
-        x, residual, input_bias, scale, _ = args
+        x, residual, input_bias, scale, _, *key = args
         statistics = saved[-1:] if rms else saved[-2:]
-        if residual is None and input_bias is None:
+        if residual is None and input_bias is None and not key:
             return (x, scale, *statistics)
-        return (saved[0] if len(saved) > len(statistics) else outs[-1], scale, *statistics)
+        s = saved[0] if len(saved) > len(statistics) else outs[-1]
+        return (s, scale, *statistics, *key)
 
     def bound(function, **more):
         return functools.partial(function, rms=rms, **more)
@@ -297,10 +350,10 @@ def _declare(name: str, rms: bool) -> Op:
         return _forward(*args, rms=rms, save=True, **options)
 
     return Op(
-        name,
-        "... n, ... n, n, n, n -> ... n",
+        name + "_dropout" * dropout,
+        f"... n, ... n, n, n, n{', 2' * dropout} -> ... n",
         bound(_reference),
-        kernels=(_FORWARD, _BACKWARD),
+        kernels=(_FORWARD, _BACKWARDS[False, False]),
         forward=forward,
         save=bound(_save),
         forward_saving=forward_saving,
@@ -308,6 +361,7 @@ def _declare(name: str, rms: bool) -> Op:
         pullback=bound(_pullback),
         pushforward=bound(_pushforward),
         backward=bound(_backward),
+        independent=not dropout,  # as dropout's own op
     )
 
 
@@ -318,6 +372,21 @@ _RMS = {
     "residual_rms_norm": True,
 }
 _OPS = {name: _declare(name, rms) for name, rms in _RMS.items()}
+_DROPOUT_OPS = {
+    name: _declare(name, rms, True) for name, rms in _RMS.items() if name.startswith("residual")
+}
+
+
+def _takes_dropout(x, drop: Drop) -> bool:
+    """Whether a kernel takes the norm with its dropout.
+
+    Other rows have faster kernels without dropout, and a pass for it.
+    """
+    n, itemsize = x.shape[-1], x.dtype.itemsize
+    if not isinstance(n, int) or itemsize > 4 or drop.threshold == 0:
+        return False
+    whole = n * itemsize % 16 == 0
+    return whole and limit("norm_dropout_least") <= n <= limit("norm_dropout_most")
 
 
 def _apply(
@@ -350,7 +419,7 @@ def _apply(
     options: dict[str, Any] = dict(
         eps=epsilon(name, eps), return_sum=bool(return_sum), fanout=bool(fanout)
     )
-    if drop is not None:
+    if drop is not None and not _takes_dropout(x, drop):
         s = dropped(drop, x, parameters[0], residual)
         name = name.removeprefix("residual_")
         y = _apply(name, s, parameters[1], parameters[2], eps, fanout)
@@ -360,11 +429,17 @@ def _apply(
     saved = ["... n"] * (1 if summed and not return_sum else 0) + ["... :acc"] * (
         1 if _RMS[name] else 2
     )
-    found = _OPS[name](
+    op, key = (_OPS[name], ()) if drop is None else (_DROPOUT_OPS[name], (drop.words,))
+    if drop is not None:
+        options |= dict(threshold=drop.threshold, dropout_scale=drop.scale)
+    operands = "... n, ... n, n, n, n" + ", 2" * len(key)
+    found = op(
         x,
         residual,
         *parameters,
-        signature=f"... n, ... n, n, n, n -> {', '.join(results)} | {', '.join(saved)}",
+        *key,
+        signature=f"{operands} -> {', '.join(results)} | {', '.join(saved)}",
+        entry=name,
         features=row_features(x.shape[-1:], x.dtype),
         limit="there are no elements" if 0 in x.shape else None,
         **options,

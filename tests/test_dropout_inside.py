@@ -242,14 +242,34 @@ RMS = norm_case(
 WIDE = norm_case(
     "wide", "residual_layer_norm", (3, 1000), dtypes=("bfloat16", "float16"), basic_only=True
 )
+INSIDE = norm_case(
+    "inside",
+    "residual_layer_norm",
+    (2, 3, 264),
+    (8, 16, 256),
+    shardings=(
+        Sharding("batch", (0, 0, None, None, None), (0,), gradient_all_reduces=2, shard_map=False),
+    ),
+    symbolic=("a, b, 264", "a, b, 264", "264", "264", "2"),
+)
+INSIDE_RMS = norm_case(
+    "inside rms",
+    "residual_rms_norm",
+    (5, 264),
+    parameters=np.float32,
+    options=dict(return_sum=True, fanout=True),
+    dtypes=("bfloat16", "float32"),
+    basic_only=True,
+    modes=("native", "xla"),
+)
 
 
-@checks(LAYER, RMS, WIDE)
+@checks(LAYER, RMS, WIDE, INSIDE, INSIDE_RMS)
 def test_norms(check):
     check()
 
 
-N = (1, 7, 8, 31, 64, 129, 1000, 4097)
+N = (1, 7, 8, 31, 64, 129, 256, 261, 516, 772, 1000, 1024, 1028, 4097)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -279,6 +299,46 @@ def test_sums_of_any_length(wide, dtype):
         np.testing.assert_allclose(
             got.astype(np.float64), want.astype(np.float64), rtol=2 * epsilon, atol=8 * epsilon
         )
+
+
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("shape", [(256,), (37, 256), (3, 5, 300), (130, 768), (9, 1, 1024)])
+@pytest.mark.parametrize("op", ["residual_layer_norm", "residual_rms_norm"])
+def test_norm_with_dropout_inside(op, shape, odd, dtype, monkeypatch):
+    """Values and all gradients are those of dropout, then norm; also for rows at any address."""
+    if odd:
+        monkeypatch.setattr("jax_fastops.norm._takes_dropout", lambda x, drop: True)
+        shape = (*shape[:-1], shape[-1] - 3)
+    rng, key = np.random.default_rng(3), jax.random.key(6)
+    x, residual, *cts = (normal(rng, shape, dtype) for _ in range(5))
+    kind = jnp.promote_types(dtype, np.float32) if len(shape) > 2 else dtype
+    scale, bias = (normal(rng, shape[-1:], kind) for _ in range(2))
+
+    def together(x, residual, scale, bias):
+        options = dict(input_bias=bias, dropout_key=key, dropout_rate=RATE)
+        y, s = getattr(fo, op)(x, residual, scale, **options, return_sum=True, fanout=True)
+        return *y, s
+
+    def apart(x, residual, scale, bias):
+        wide = jnp.promote_types(x.dtype, np.float32)
+        s = fo.dropout(x.astype(wide) + bias.astype(wide), key, RATE) + residual.astype(wide)
+        s = jax.lax.optimization_barrier(s.astype(x.dtype))
+        return *getattr(fo, op.removeprefix("residual_"))(s, scale, fanout=True), s
+
+    def run(f):
+        y, pullback = jax.vjp(f, x, residual, scale, bias)
+        return *y, *pullback(tuple(cts))
+
+    with implementation("native"):
+        got, want = run(together), run(apart)
+    eps, rows = float(jnp.finfo(dtype).eps), np.sqrt(np.prod(shape[:-1]))
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        atol = 32 * eps * (rows if i > 4 else 1)  # sums over rows
+        np.testing.assert_allclose(a, b, rtol=16 * eps, atol=atol, err_msg=str(i))
+    keep = np.asarray(fo.dropout_mask(key, shape, RATE))
+    assert not np.any(np.asarray(got[3])[~keep])
+    assert np.mean(np.asarray(got[3])[keep] == 0) < 0.01
 
 
 # All ----------------------------------------------------------------------------------------------
@@ -324,9 +384,10 @@ def test_rates_at_the_ends(op, mode, dtype):
 
 @ALL
 @pytest.mark.parametrize("mode", MODES)
-def test_mapped_keys_remat_and_scan(op, mode):
+@pytest.mark.parametrize("columns", [11, 260])
+def test_mapped_keys_remat_and_scan(op, columns, mode):
     keys = jax.random.split(jax.random.key(0), 4)
-    x = np.random.default_rng(0).standard_normal((4, 3, 11)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((4, 3, columns)).astype(np.float32)
 
     def run(x, key):
         y, pullback = jax.vjp(lambda x: op(x, key, RATE), x)
@@ -357,10 +418,11 @@ def test_mapped_keys_remat_and_scan(op, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("spec", [("a",), ("b", "a"), ("a", None, "b")], ids=str)
-def test_the_mask_does_not_depend_on_the_sharding(op, spec, explicit, mode):
+@pytest.mark.parametrize("columns", [40, 256])
+def test_the_mask_does_not_depend_on_the_sharding(op, columns, spec, explicit, mode):
     if explicit and spec[-1] == "b":
         pytest.skip("sums over an explicit axis")
-    x = np.random.default_rng(0).standard_normal((8, 8, 40)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((8, 8, columns)).astype(np.float32)
     key = jax.random.key(9)
 
     def run(x, key):
@@ -379,7 +441,7 @@ def test_the_mask_does_not_depend_on_the_sharding(op, spec, explicit, mode):
 
 
 def test_only_kernels_run():
-    x, residual, bias, key = np.ones((64, 96), np.float32), 2, np.ones(96, np.float32), key_of(0)
+    x, bias, key = np.ones((64, 96), np.float32), np.ones(96, np.float32), key_of(0)
     f = lambda x, key: fo.softmax(x, dropout_key=key, dropout_rate=RATE)  # noqa: E731
     assert targets_of(f, x, key) == ["softmax_dropout"]
     assert sorted(targets_of(f, x[:, :7], key)) == ["dropout", "softmax"]
@@ -391,9 +453,10 @@ def test_only_kernels_run():
         f = lambda *a: fo.residual_layer_norm(a[0], a[1], **options)  # noqa: E731
         return jax.vjp(f, x, residual)[1](x)
 
-    residual = 2 * x
-    names = sorted(targets_of(step, x, residual, bias, key))
+    names = sorted(targets_of(step, x, 2 * x, bias, key))
     assert names == ["dropout", "dropout", "norm", "norm_bwd"]
+    x, bias = np.ones((64, 256), np.float32), np.ones(256, np.float32)
+    assert sorted(targets_of(step, x, 2 * x, bias, key)) == ["norm", "norm_bwd"]
 
 
 ONES, KEY = np.ones((3, 4), np.float32), jax.random.key(0)

@@ -28,13 +28,17 @@
 //   next rows are already being copied.
 // - Rows that are too long for a cluster are read twice: tiles of a row are reduced separately,
 //   then blocks process columns with the totals.
+// - With dropout, a thread draws the random bits of its columns before it waits for them, and keeps
+//   one bit of each. Rows that have no such kernel take one without dropout, and one more pass.
 #include <algorithm>
 #include <cstdint>
 #include <utility>
 
 #include "core/alignment.h"
 #include "core/cuda/dispatch.cuh"
+#include "core/cuda/kept.cuh"
 #include "core/cuda/launch.h"
+#include "core/integer.h"
 #include "norm/backward_long.cuh"
 #include "norm/backward_ring.cuh"
 #include "norm/backward_rows.cuh"
@@ -46,6 +50,53 @@ namespace jax_fastops::cuda {
 struct NormBackwardKernels;  // the family's list of kernels
 
 namespace {
+
+// dx and dinput_bias from `ds`, the gradient of the sum, as it was rounded. A thread takes blocks
+// of random bits.
+template <typename T>
+__device__ void DropColumns(const Params& p, const T* ds) {
+  using A = ComputeType<T>;
+  const A gain = static_cast<A>(p.dropout.scale);
+  const int64_t tiles = CeilDiv(p.n, int64_t{kBlock} * kSeedBlock);
+  for (int64_t at = blockIdx.x; at < p.partials * tiles; at += gridDim.x) {
+    const int64_t partial = at / tiles, block = (at - partial * tiles) * kBlock + threadIdx.x;
+    const Range rows = RowsOf(partial, p.rows, p.sums);
+    const int64_t first = block * kSeedBlock;
+    A sums[kSeedBlock] = {};
+    for (int64_t row = rows.begin; row < rows.end && first < p.n; ++row) {
+      const PhiloxWords bits =
+          RandomBits(LoadSeed(p.dropout.seeds, row), static_cast<uint32_t>(block));
+#pragma unroll
+      for (int i = 0; i < kSeedBlock; ++i) {
+        if (first + i >= p.n) break;
+        const int64_t place = row * p.n + first + i;
+        const A value = IsKept(bits, i, p.dropout.largest) ? ToCompute(ds[place]) * gain : A(0);
+        sums[i] += value;
+        static_cast<T*>(p.dx)[place] = FromCompute<T>(value);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSeedBlock; ++i) {
+      if (p.dinput_bias == nullptr || first + i >= p.n) break;
+      static_cast<A*>(p.dinput_bias)[partial * p.n + first + i] = sums[i];
+    }
+  }
+}
+
+// One kernel for all types, because it is only launched for addresses that XLA does not choose.
+__global__ void __launch_bounds__(kBlock)
+    NormDropBackwardKernel(const __grid_constant__ Params p, DType dtype, const void* ds) {
+  switch (dtype) {
+    case DType::kF32:
+      return DropColumns(p, static_cast<const float*>(ds));
+    case DType::kBF16:
+      return DropColumns(p, static_cast<const __nv_bfloat16*>(ds));
+    case DType::kF16:
+      return DropColumns(p, static_cast<const __half*>(ds));
+    default:
+      return DropColumns(p, static_cast<const double*>(ds));
+  }
+}
 
 using Kernel = void (*)(Params);
 
@@ -59,11 +110,27 @@ Kernel RowsKernel(bool aligned, int form, std::index_sequence<kAligned...>,
   return aligned ? in_units[form] : in_elements[form];
 }
 
+template <typename T, size_t kForm>
+Kernel DropKernelOf() {
+  if constexpr (kNormAlignedForms[kForm].drops) {
+    return KernelOf<NormBackwardKernels, NormRowsKernel<T, true, kForm, true>>();
+  } else {
+    return nullptr;
+  }
+}
+
+template <typename T, size_t... kForms>
+Kernel DropKernel(int form, std::index_sequence<kForms...>) {
+  static const Kernel kernels[] = {DropKernelOf<T, kForms>()...};
+  return kernels[form];
+}
+
 template <typename T>
-Kernel RowsKernel(bool aligned, int form) {
+Kernel RowsKernel(bool aligned, [[maybe_unused]] bool dropout, int form) {
   if constexpr (sizeof(T) == 8) {
     return KernelOf<NormBackwardKernels, NormRowsKernel<T, false, 0>>();
   } else {
+    if (dropout) return DropKernel<T>(form, std::make_index_sequence<kNormAlignedFormCount>());
     return RowsKernel<T>(aligned, form, std::make_index_sequence<kNormAlignedFormCount>(),
                          std::make_index_sequence<kNormElementFormCount>());
   }
@@ -84,12 +151,38 @@ cudaError_t LaunchLong(const Params& p, const NormBackwardPlan& plan, cudaStream
 }
 
 template <typename T>
-cudaError_t LaunchBackward(const NormBackwardCall& call, Params p, cudaStream_t stream) {
+cudaError_t LaunchBackward(const NormBackwardCall& call, DType dtype, Params p,
+                           cudaStream_t stream);
+
+// The backward without dropout, whose dx is the gradient of the sum, then the dropout.
+template <typename T>
+cudaError_t LaunchWithDrop(NormBackwardCall call, DType dtype, Params p, cudaStream_t stream) {
+  Params without = p;
+  without.dx = p.dresidual != nullptr ? p.dresidual : p.dx;
+  without.dinput_bias = without.dresidual = nullptr;
+  without.dropout = {};
+  call.dropout = false;
+  const cudaError_t error = LaunchBackward<T>(call, dtype, without, stream);
+  if (error != cudaSuccess) return error;
+  p.rows = call.rows;
+  p.sums = p.dinput_bias != nullptr ? call.sums : call.rows;
+  p.partials = call.batch * p.sums;
+  const int64_t blocks = p.partials * CeilDiv(p.n, int64_t{kBlock} * kSeedBlock);
+  return Launch(KernelOf<NormBackwardKernels, NormDropBackwardKernel>(),
+                {.grid = dim3(static_cast<unsigned>(std::min(blocks, kNormMaxBlocks))),
+                 .block = dim3(kBlock)},
+                stream, p, dtype, static_cast<const void*>(without.dx));
+}
+
+template <typename T>
+cudaError_t LaunchBackward(const NormBackwardCall& call, DType dtype, Params p,
+                           cudaStream_t stream) {
   Device device;
   const cudaError_t error = CurrentDevice(&device);
   if (error != cudaSuccess) return error;
   const NormBackwardPlan plan =
       PlanNormBackward(call, {device.processors, device.shared_per_block, device.clusters});
+  if (call.dropout && plan.form < 0) return LaunchWithDrop<T>(call, dtype, p, stream);
   p.rows = plan.rows;
   p.sums = plan.sums;
   p.partials = plan.partials;
@@ -99,7 +192,7 @@ cudaError_t LaunchBackward(const NormBackwardCall& call, Params p, cudaStream_t 
   p.slot_bytes = plan.slot_bytes;
   p.stat_bytes = plan.stat_bytes;
   p.stage_bytes = plan.stage_bytes;
-  return Launch(RowsKernel<T>(call.aligned, plan.form),
+  return Launch(RowsKernel<T>(call.aligned, call.dropout, plan.form),
                 {.grid = dim3(static_cast<unsigned>(plan.blocks)),
                  .block = dim3(kBlock),
                  .shared = static_cast<size_t>(plan.shared),
@@ -130,7 +223,9 @@ cudaError_t NormBackward(const NormShape& shape, NormKind kind, DType dtype,
                            .sums = shape.sums,
                            .itemsize = static_cast<int>(DTypeSize(dtype))};
   call.aligned = shape.n * call.itemsize % 16 == 0 &&
-                 CommonAlignment({arrays.dy, arrays.s, arrays.dsum, arrays.dy2, arrays.dx}) == 16;
+                 CommonAlignment({arrays.dy, arrays.s, arrays.dsum, arrays.dy2, arrays.dx,
+                                  arrays.dresidual}) == 16;
+  call.dropout = arrays.dropout.seeds != nullptr;
   call.sums_wanted = sums[0] != nullptr || sums[1] != nullptr || sums[2] != nullptr;
   call.arrays = 2 + (arrays.dsum != nullptr) + (arrays.dy2 != nullptr);
 
@@ -146,12 +241,15 @@ cudaError_t NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   p.dscale = arrays.dscale;
   p.dbias = arrays.dbias;
   p.dinput_bias = arrays.dinput_bias;
+  p.dropout = arrays.dropout;
+  p.gain = static_cast<float>(arrays.dropout.scale);
+  p.dresidual = arrays.dresidual;
   p.all_rows = shape.all_rows();
   p.n = shape.n;
   p.aligned_sums =
       shape.n * accumulator % 16 == 0 && CommonAlignment({sums[0], sums[1], sums[2]}) == 16;
   return ForDType(dtype, [&](auto tag) {
-    return LaunchBackward<typename decltype(tag)::Type>(call, p, stream);
+    return LaunchBackward<typename decltype(tag)::Type>(call, dtype, p, stream);
   });
 }
 

@@ -39,6 +39,9 @@ struct Params {
   int stat_bytes;     // means of a tile; as many for its rstds
   int stage_bytes;    // of a whole stage
   bool aligned_sums;  // rows of partial sums allow 16-byte stores
+  NormDropout dropout;
+  float gain;       // its scale
+  void* dresidual;  // only with dropout; null: not stored
 };
 
 // The rows of a partial sum.

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "core/cuda/cluster_sum.cuh"
+#include "core/cuda/kept.cuh"
 #include "core/cuda/packed.cuh"
 #include "core/cuda/row_group.cuh"
 #include "core/cuda/unit.cuh"
@@ -148,7 +149,7 @@ struct Tile {
 };
 
 // One thread of a block.
-template <typename L>
+template <typename L, bool kDrops>
 struct Rows {
   using T = typename L::T;
   using A = typename L::A;
@@ -178,6 +179,8 @@ struct Rows {
   A dscale[kUnits][kSize], dbias[kUnits][kSize], dinput_bias[kUnits][kSize];
   // Values of a tile that stay in registers between Reduce and WriteDx.
   A xhat[kRepeat][kUnits][kSize], g[kRepeat][kUnits][kSize], rstd[kRepeat];
+  // With dropout, the elements of a tile that are kept.
+  KeptUnits<kSize, kUnits> kept[kDrops ? kRepeat : 1];
 
   __device__ __forceinline__ Rows(const Params& params, Shared<L>& block, char* ring)
       : p(params),
@@ -418,11 +421,22 @@ struct Rows {
     }
   }
 
+  // Draws the random bits of a tile.
+  __device__ __forceinline__ void Draw(const Tile& tile) {
+    const KeptLimit limit(p.dropout.largest);
+#pragma unroll
+    for (int k = 0; k < kRepeat; ++k) {
+      const int64_t row = min(tile.row + k * L::kRowLanes + row_lane, p.all_rows - 1);
+      kept[k].Draw(LoadSeed(p.dropout.seeds, row), first_column + in_row * kSize,
+                   L::kThreads * kSize, limit);
+    }
+  }
+
   // Second step: dx of the tile.
   __device__ __forceinline__ void WriteDx(const Tile& tile, const A (&totals)[L::kSums]) {
     const char* const dsum = Elements(tile, 2 * p.slot_bytes + 2 * p.stat_bytes, p.arrays[kDsum]);
-    char* const dx =
-        static_cast<char*>(p.dx) + (tile.row * p.n + first_column) * int64_t{sizeof(T)};
+    const int64_t place = (tile.row * p.n + first_column) * int64_t{sizeof(T)};
+    char* const dx = static_cast<char*>(p.dx) + place;
 #pragma unroll
     for (int k = 0; k < kRepeat; ++k) {
       const int r = k * L::kRowLanes + row_lane;
@@ -445,6 +459,16 @@ struct Rows {
             for (int i = 0; i < kSize; ++i) gradient[i] += ToCompute(dsum_unit.elements[i]);
           }
           U dx_unit;
+          if constexpr (kDrops) {
+            // No second pointer: no register is left for it.
+            char* const dresidual = static_cast<char*>(p.dresidual) + (place + Place(r, j));
+#pragma unroll
+            for (int i = 0; i < kSize; ++i) {
+              dx_unit.elements[i] = FromCompute<T>(gradient[i]);
+              gradient[i] = kept[k].Has(j, i) ? gradient[i] * p.gain : A(0);
+            }
+            if (in && p.dresidual != nullptr) dx_unit.Store(dresidual);
+          }
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
             dinput_bias[j][i] += gradient[i];
@@ -487,6 +511,7 @@ struct Rows {
         const Tile tile = {StageAt(stage), row,
                            static_cast<int>(min(int64_t{L::kTile}, range.end - row))};
         A totals[L::kSums];
+        if constexpr (kDrops) Draw(tile);  // while the tile arrives
         shared.full[worker][stage].Wait(parity);
         if (p.arrays[kDy2] != nullptr) AddDy2(tile);
         Reduce(tile, totals);
@@ -507,13 +532,13 @@ struct Rows {
   }
 };
 
-template <typename T, bool kAligned, int kForm>
+template <typename T, bool kAligned, int kForm, bool kDrops = false>
 __global__ void __launch_bounds__(kBlock, 1) NormRowsKernel(const __grid_constant__ Params p) {
   using L = Layout<T, kAligned, kForm>;
   static_assert(sizeof(Shared<L>) <= (L::kWorkers > 1 ? kNormWorkersStatic : kNormBlockStatic));
   extern __shared__ __align__(128) char ring[];
   __shared__ Shared<L> shared;
-  Rows<L>(p, shared, ring).Run();
+  Rows<L, kDrops>(p, shared, ring).Run();
 }
 
 }  // namespace

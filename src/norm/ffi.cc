@@ -6,11 +6,24 @@ namespace jax_fastops {
 namespace {
 
 const Limit kWorkspace("norm_workspace", kNormWorkspace);
+const Limit kDropoutLeast("norm_dropout_least", kNormDropoutLeast);
+const Limit kDropoutMost("norm_dropout_most", kNormDropoutMost);
 
 NormParameter Parameter(Call& call, const char* name) { return {call.In(name), call.Wide(name)}; }
 
 NormKind Kind(Call& call) {
   return call.Attribute<bool>("rms") ? NormKind::kRms : NormKind::kLayer;
+}
+
+NormDropout Dropout(Call& call) {
+  NormDropout dropout;
+  dropout.seeds = static_cast<const uint32_t*>(call.In("seeds?"));
+  if (dropout.seeds == nullptr) return dropout;
+  const int64_t threshold = call.Attribute<int64_t>("threshold");
+  if (threshold < 1 || threshold > 1 << 16) call.Fail("the threshold is not in [1, 65536]");
+  dropout.largest = static_cast<uint32_t>(threshold - 1);
+  dropout.scale = call.Attribute<double>("dropout_scale");
+  return dropout;
 }
 
 ffi::Error Forward(Call& call, Queue queue) {
@@ -28,6 +41,7 @@ ffi::Error Forward(Call& call, Queue queue) {
   arrays.mean = call.Out("mean?");
   arrays.rstd = call.Out("rstd?");
   arrays.workspace = call.Out("workspace?");
+  arrays.dropout = Dropout(call);
   const NormKind kind = Kind(call);
   const DType dtype = call.Type();
   const double eps = call.Attribute<double>("eps");
@@ -46,9 +60,11 @@ ffi::Error Backward(Call& call, Queue queue) {
   arrays.dsum = call.In("dsum?");
   arrays.dy2 = call.In("dy2?");
   arrays.dx = call.Out("dx");
+  arrays.dresidual = call.Out("dresidual?");
   arrays.dscale = call.Out("dscale?");
   arrays.dbias = call.Out("dbias?");
   arrays.dinput_bias = call.Out("dinput_bias?");
+  arrays.dropout = Dropout(call);
   shape.n = call.Size("n");
   shape.rows = call.Batch();
   if (call.Size("sums", 0) > 0) {

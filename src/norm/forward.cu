@@ -24,6 +24,8 @@
 //   chunks of a row; a second one merges them and normalizes. If the sum is stored, the second
 //   kernel reads only the sum.
 // - float64 has one kernel for all rows, whose blocks process a row chunk by chunk.
+// - Dropout is part of the kernels for aligned rows of the lengths that models with dropout have.
+//   For other rows, a kernel that is not fast computes the sum first.
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
@@ -48,10 +50,10 @@ namespace {
 // -------------------------------------------------------------------------------------------------
 // Kernels
 
-template <typename T, NormAccess kAccess, int kForm>
+template <typename T, NormAccess kAccess, int kForm, bool kDrops = false>
 __global__ void __launch_bounds__(kNormForwardForms[kForm].block,
                                   MinBlocks<T>(kNormForwardForms[kForm].block,
-                                               kNormForwardForms[kForm].held, kAccess))
+                                               kNormForwardForms[kForm].held, kAccess, kDrops))
     NormRowKernel(const NormForwardParams p) {
   constexpr NormForwardForm kThis = kNormForwardForms[kForm];
   using Group = RowGroup<kThis.threads>;
@@ -66,7 +68,11 @@ __global__ void __launch_bounds__(kNormForwardForms[kForm].block,
   Row held(p, row, 0);
   // Groups without a row stay active, because the shuffles take full warps.
   if (kRows > 1 && row >= p.rows) held.piece.high = 0;
-  held.Load(p, p.x, p.adds);
+  if constexpr (kDrops) {
+    held.template Load<true>(p, p.x, true, min(row, p.rows - 1));
+  } else {
+    held.Load(p, p.x, p.adds);
+  }
   const auto moments = held.Reduce(p.layer, Inverse<A>(p), scratch, phase);
   const A rstd = ReciprocalRoot(moments.squares * Inverse<A>(p) + Eps<A>(p));
   held.Normalize(p, moments.correction, rstd);
@@ -178,6 +184,52 @@ __global__ void __launch_bounds__(kNormGeneralThreads)
   }
 }
 
+// The sum with dropout by itself, written to `s`. A thread takes blocks of random bits.
+constexpr int kDropThreads = 128;
+
+template <typename T>
+__device__ void DropRow(const NormForwardParams& p, int64_t row, T* s) {
+  using A = ComputeType<T>;
+  const T *x = reinterpret_cast<const T*>(p.x), *residual = reinterpret_cast<const T*>(p.residual);
+  const PhiloxWords seed = LoadSeed(p.dropout.seeds, row);
+  for (int64_t block = threadIdx.x; block * kSeedBlock < p.n; block += kDropThreads) {
+    const PhiloxWords bits = RandomBits(seed, static_cast<uint32_t>(block));
+#pragma unroll
+    for (int i = 0; i < kSeedBlock; ++i) {
+      const int64_t column = block * kSeedBlock + i, at = row * p.n + column;
+      if (column >= p.n) break;
+      A value = ToCompute(x[at]);
+      if (p.input_bias.data != nullptr) {
+        value += p.input_bias.wide ? static_cast<const A*>(p.input_bias.data)[column]
+                                   : ToCompute(static_cast<const T*>(p.input_bias.data)[column]);
+      }
+      value = IsKept(bits, i, p.dropout.largest) ? value * static_cast<A>(p.dropout.scale) : A(0);
+      if (residual != nullptr) value += ToCompute(residual[at]);
+      s[at] = FromCompute<T>(value);
+    }
+  }
+}
+
+// One kernel for all types, because it is only launched for addresses that XLA does not choose.
+__global__ void __launch_bounds__(kDropThreads)
+    NormDropKernel(const NormForwardParams p, DType dtype, char* s) {
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    switch (dtype) {
+      case DType::kF32:
+        DropRow(p, row, reinterpret_cast<float*>(s));
+        break;
+      case DType::kBF16:
+        DropRow(p, row, reinterpret_cast<__nv_bfloat16*>(s));
+        break;
+      case DType::kF16:
+        DropRow(p, row, reinterpret_cast<__half*>(s));
+        break;
+      default:
+        DropRow(p, row, reinterpret_cast<double*>(s));
+    }
+  }
+}
+
 // -------------------------------------------------------------------------------------------------
 // Launches
 
@@ -202,6 +254,37 @@ Kernel RowKernel(NormAccess access, int form, std::index_sequence<kForms...>) {
   return kernels[static_cast<int>(access)][form];
 }
 
+template <typename T, size_t kForm>
+Kernel DropKernelOf() {
+  if constexpr (sizeof(T) < 8 && kNormForwardForms[kForm].drops) {
+    return KernelOf<NormForwardKernels, NormRowKernel<T, NormAccess::kUnits, kForm, true>>();
+  } else {
+    return nullptr;
+  }
+}
+
+template <typename T, size_t... kForms>
+Kernel DropKernel(int form, std::index_sequence<kForms...>) {
+  static const Kernel kernels[] = {DropKernelOf<T, kForms>()...};
+  return kernels[form];
+}
+
+// Computes the sum by itself, in place of the result if it is not wanted. Then it is the input.
+cudaError_t DropFirst(DType dtype, NormForwardParams* params, cudaStream_t stream) {
+  char* const s = params->sum != nullptr ? params->sum : params->y;
+  const LaunchConfig config = {
+      .grid = dim3(static_cast<unsigned>(std::min(params->rows, kNormMaxBlocks))),
+      .block = dim3(kDropThreads)};
+  const cudaError_t error =
+      Launch(KernelOf<NormForwardKernels, NormDropKernel>(), config, stream, *params, dtype, s);
+  params->x = s;
+  params->residual = params->sum = nullptr;
+  params->input_bias = {};
+  params->adds = false;
+  params->dropout = {};
+  return error;
+}
+
 // The alignment of rows and parameters, as PlanNormForward takes it.
 int AlignmentOf(int64_t row_bytes, const NormForwardArrays& a) {
   const int64_t rows = std::gcd(row_bytes, int64_t{CommonAlignment({a.x, a.residual, a.y, a.sum})});
@@ -213,18 +296,26 @@ int AlignmentOf(int64_t row_bytes, const NormForwardArrays& a) {
 }
 
 template <typename T>
-cudaError_t LaunchForward(int alignment, NormForwardParams params, cudaStream_t stream) {
+cudaError_t LaunchForward(int alignment, DType dtype, NormForwardParams params,
+                          cudaStream_t stream) {
   Device device;
   cudaError_t error = CurrentDevice(&device);
   if (error != cudaSuccess) return error;
-  int parameters = 0;
-  for (const NormParameter& parameter : {params.input_bias, params.scale, params.bias}) {
-    parameters += parameter.data != nullptr;
-  }
   const auto plan_for = [&](int max_cluster) {
-    return PlanNormForward(params.rows, params.n, sizeof(T), alignment, parameters, max_cluster);
+    int parameters = 0;
+    for (const NormParameter& parameter : {params.input_bias, params.scale, params.bias}) {
+      parameters += parameter.data != nullptr;
+    }
+    return PlanNormForward(params.rows, params.n, sizeof(T), alignment, parameters, max_cluster,
+                           params.dropout.seeds != nullptr);
   };
-  NormForwardPlan plan = plan_for(device.clusters ? kNormLongCluster : 1);
+  const int max_cluster = device.clusters ? kNormLongCluster : 1;
+  NormForwardPlan plan = plan_for(max_cluster);
+  if (params.dropout.seeds != nullptr && !plan.drops) {
+    error = DropFirst(dtype, &params, stream);
+    if (error != cudaSuccess) return error;
+    plan = plan_for(max_cluster);
+  }
   const auto launch = [&](Kernel kernel) {
     return Launch(kernel,
                   {.grid = dim3(static_cast<unsigned>(plan.blocks)),
@@ -255,7 +346,8 @@ cudaError_t LaunchForward(int alignment, NormForwardParams params, cudaStream_t 
     }
     if (plan.kernel == NormForwardKernel::kRow) {
       constexpr auto kForms = std::make_index_sequence<kNormForwardFormCount>();
-      return launch(RowKernel<T>(plan.access, plan.form, kForms));
+      return launch(plan.drops ? DropKernel<T>(plan.form, kForms)
+                               : RowKernel<T>(plan.access, plan.form, kForms));
     }
     params.chunks = plan.chunks;
     params.row_partials = CeilDiv(params.n, 1024);
@@ -286,6 +378,7 @@ NormForwardParams ParamsOf(const NormShape& shape, NormKind kind, double eps,
   params.layer = kind == NormKind::kLayer;
   params.adds =
       arrays.residual != nullptr || arrays.input_bias.data != nullptr || arrays.sum != nullptr;
+  params.dropout = arrays.dropout;
   params.partials = arrays.workspace;
   return params;
 }
@@ -309,7 +402,7 @@ cudaError_t NormForward(const NormShape& shape, NormKind kind, DType dtype, doub
   const NormForwardParams params = ParamsOf(shape, kind, eps, arrays);
   const int alignment = AlignmentOf(shape.n * itemsize, arrays);
   return ForDType(dtype, [&](auto tag) {
-    return LaunchForward<typename decltype(tag)::Type>(alignment, params, stream);
+    return LaunchForward<typename decltype(tag)::Type>(alignment, dtype, params, stream);
   });
 }
 

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "core/cuda/kept.cuh"
 #include "core/cuda/packed.cuh"
 #include "core/cuda/row_group.cuh"
 #include "core/cuda/shifted.cuh"
@@ -52,6 +53,8 @@ struct NormForwardParams {
   int64_t row_partials;  // workspace elements per row
 
   int64_t block_columns;  // columns of a row in each block of a cluster
+
+  NormDropout dropout;
 };
 
 template <typename A>
@@ -289,8 +292,11 @@ struct Held {
   }
 
   // Loads s: `array` is x, or the stored sum. If `adds`, adds the input bias and the residual to it
-  // and stores the sum.
-  __device__ __forceinline__ void Load(const NormForwardParams& p, const char* array, bool adds) {
+  // and stores the sum. With kDrops, that is done with dropout, whose seed is that of row `row`.
+  // The random bits are drawn while x arrives.
+  template <bool kDrops = false>
+  __device__ __forceinline__ void Load(const NormForwardParams& p, const char* array, bool adds,
+                                       [[maybe_unused]] int64_t row = 0) {
     U units[kUnits];
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
@@ -300,7 +306,13 @@ struct Held {
         memset(&units[k], 0, sizeof(U));
       }
     }
-    if (!adds) {
+    [[maybe_unused]] KeptUnits<kSize, kUnits> kept;
+    [[maybe_unused]] const A gain = static_cast<A>(p.dropout.scale);
+    if constexpr (kDrops) {
+      kept.Draw(LoadSeed(p.dropout.seeds, row), static_cast<int>(piece.column), First(1),
+                KeptLimit(p.dropout.largest));
+    }
+    if (!kDrops && !adds) {
 #pragma unroll
       for (int k = 0; k < kUnits; ++k) {
         Us::Unpack(units[k], s[k]);
@@ -332,6 +344,12 @@ struct Held {
         if (p.input_bias.data != nullptr) {
 #pragma unroll
           for (int i = 0; i < kSize; ++i) values[i] += bias[k % kBatch][i];
+        }
+        if constexpr (kDrops) {
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            values[i] = kept.Has(from + k, i) ? values[i] * gain : A(0);
+          }
         }
         if (p.residual != nullptr) {
           A added[kSize];
@@ -472,11 +490,12 @@ __device__ __forceinline__ void StoreMoments(const NormForwardParams& p, int64_t
 
 // Resident blocks per SM, given the bytes of a row that a thread holds in the compute type. A
 // thread gets registers for these bytes and at least as many again for everything else, and some
-// more if rows are shifted.
+// more if rows are shifted, or with dropout.
 template <typename T>
-constexpr int MinBlocks(int block, int held, NormAccess access) {
+constexpr int MinBlocks(int block, int held, NormAccess access, bool drops = false) {
   const bool aligned = access != NormAccess::kShifted;
-  const int threads = held > 64 ? (aligned          ? 1024
+  const int threads = held > 64 ? (drops            ? 896
+                                   : aligned        ? 1024
                                    : sizeof(T) == 2 ? 896
                                                     : 768)
                                 : (aligned ? 1280 : 1024);

@@ -4,13 +4,18 @@
 // threads take whole partial sums instead: one thread computes a partial sum, in the same pass as
 // dx, over a set of rows that does not depend on the number of threads. Nothing is added across
 // threads.
+//
+// With dropout, the sum of a few rows is computed first. It is still in the L1 cache when these
+// rows are normalized.
 #include "norm/norm.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/cpu/dtype.h"
 #include "core/cpu/pointers.h"
 #include "core/cpu/stream.h"
+#include "core/philox.h"
 #include "norm/norm_simd.h"
 
 namespace jax_fastops::cpu {
@@ -18,7 +23,31 @@ namespace {
 
 FASTOPS_DEFINE_KERNELS(Kernels, norm_kernels)
 
+// The elements of the rows whose sums are computed together.
+constexpr int64_t kDropElements = 4096;
+
 int64_t AccumulatorSize(DType dtype) { return dtype == DType::kF64 ? 8 : 4; }
+
+bool IsLineStart(const void* p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; }
+
+const uint32_t* SeedsFrom(const NormDropout& dropout, int64_t row) {
+  return dropout.seeds == nullptr ? nullptr : dropout.seeds + row * kSeedWords;
+}
+
+// The arrays from a row on.
+
+NormForwardArrays FromRow(const NormForwardArrays& arrays, int64_t row, int64_t row_bytes,
+                          int64_t accumulator) {
+  NormForwardArrays from = arrays;
+  from.x = Offset(arrays.x, row * row_bytes);
+  from.residual = Offset(arrays.residual, row * row_bytes);
+  from.y = Offset(arrays.y, row * row_bytes);
+  from.sum = Offset(arrays.sum, row * row_bytes);
+  from.mean = Offset(arrays.mean, row * accumulator);
+  from.rstd = Offset(arrays.rstd, row * accumulator);
+  from.dropout.seeds = SeedsFrom(arrays.dropout, row);
+  return from;
+}
 
 NormBackwardArrays FromRow(const NormBackwardArrays& arrays, int64_t row, int64_t row_bytes,
                            int64_t accumulator) {
@@ -30,6 +59,8 @@ NormBackwardArrays FromRow(const NormBackwardArrays& arrays, int64_t row, int64_
   from.dsum = Offset(arrays.dsum, row * row_bytes);
   from.dy2 = Offset(arrays.dy2, row * row_bytes);
   from.dx = Offset(arrays.dx, row * row_bytes);
+  from.dresidual = Offset(arrays.dresidual, row * row_bytes);
+  from.dropout.seeds = SeedsFrom(arrays.dropout, row);
   return from;
 }
 
@@ -41,18 +72,27 @@ void NormForward(const NormShape& shape, NormKind kind, DType dtype, double eps,
   const int64_t row_bytes = shape.n * ItemSize(dtype);
   const int64_t accumulator = AccumulatorSize(dtype);
   auto* kernel = Kernels().forward[static_cast<int>(dtype)];
-  const bool stream = ShouldStream(rows * row_bytes);
+  const bool drops = arrays.dropout.seeds != nullptr;
+  // Without an array for the sum, y holds it before it holds the result.
+  const bool stream = ShouldStream(rows * row_bytes) && !(drops && arrays.sum == nullptr);
   const int moved = 2 + Count(arrays.residual, arrays.sum);
   ParallelFor(executor, rows, 1, static_cast<double>(moved * row_bytes + 2 * accumulator),
               [&](int64_t begin, int64_t end) {
-                NormForwardArrays from = arrays;
-                from.x = Offset(arrays.x, begin * row_bytes);
-                from.residual = Offset(arrays.residual, begin * row_bytes);
-                from.y = Offset(arrays.y, begin * row_bytes);
-                from.sum = Offset(arrays.sum, begin * row_bytes);
-                from.mean = Offset(arrays.mean, begin * accumulator);
-                from.rstd = Offset(arrays.rstd, begin * accumulator);
-                kernel(from, kind, eps, end - begin, shape.n, stream);
+                const int64_t some =
+                    drops ? std::max<int64_t>(1, kDropElements / std::max<int64_t>(1, shape.n))
+                          : end - begin;
+                for (int64_t row = begin; row < end; row += some) {
+                  const int64_t count = std::min(some, end - row);
+                  NormForwardArrays from = FromRow(arrays, row, row_bytes, accumulator);
+                  if (drops) {
+                    void* const s = from.sum != nullptr ? from.sum : from.y;
+                    Kernels().drop[static_cast<int>(dtype)](from, s, count, shape.n);
+                    from.x = s;
+                    from.residual = from.sum = nullptr;
+                    from.input_bias = {};
+                  }
+                  kernel(from, kind, eps, count, shape.n, stream);
+                }
               });
 }
 
@@ -62,9 +102,11 @@ void NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   const int64_t row_bytes = shape.n * ItemSize(dtype);
   const int64_t accumulator = AccumulatorSize(dtype);
   auto* kernel = Kernels().backward[static_cast<int>(dtype)];
-  const bool stream = ShouldStream(rows * row_bytes);
-  const double bytes_per_row =
-      static_cast<double>((3 + Count(arrays.dsum, arrays.dy2)) * row_bytes + 2 * accumulator);
+  const bool drops = arrays.dropout.seeds != nullptr;
+  const bool stream = ShouldStream(rows * row_bytes) &&
+                      (!drops || (IsLineStart(arrays.dx) && IsLineStart(arrays.dresidual)));
+  const int64_t moved = 3 + Count(arrays.dsum, arrays.dy2, arrays.dresidual);
+  const double bytes_per_row = static_cast<double>(moved * row_bytes + 2 * accumulator);
   const int wanted = Count(arrays.dscale, arrays.dbias, arrays.dinput_bias);
   if (wanted == 0) {
     ParallelFor(executor, rows, 1, bytes_per_row, [&](int64_t begin, int64_t end) {

@@ -9,8 +9,13 @@
 // updated once for all of them. The scale and the sums go through the L1 cache, and for wide rows
 // through the L2 cache. The first pass computes the two means that dx needs for each row, the
 // second computes dx and adds to the sums.
+//
+// Dropout: the bits of a piece of a row go to a small mask first, in the forward with the sum, in
+// the backward in the second pass.
 #include "norm/norm_simd.h"
 
+#include "core/cpu/block_math.h"
+#include "core/cpu/philox_math.h"
 #include "core/cpu/simd_math.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
@@ -23,6 +28,10 @@ constexpr int64_t kSegmentBlocks = 8;
 
 // The forward processes at most kMaxGroup rows together, of about kGroupElements elements in total.
 constexpr int64_t kMaxGroup = 8, kGroupElements = 4096;
+
+// Random bits are drawn for so many elements of a row at a time.
+constexpr int64_t kDropPiece = 4096;
+constexpr int64_t kDropBytes = kDropPiece / kSeedBlock;
 
 // The number of rows that the backward processes together, limited by the registers.
 constexpr int kRows = FASTOPS_ISA_LEVEL == 2 ? 4 : 2;
@@ -267,6 +276,20 @@ struct Norm {
     if constexpr (kStream) StreamFence();
   }
 
+  template <typename F>
+  static FASTOPS_INLINE void OverPieces(int64_t n, const F& f) {
+    for (int64_t begin = 0; begin < n; begin += kDropPiece) {
+      f(begin, n - begin > kDropPiece ? begin + kDropPiece : n);
+    }
+  }
+
+  // Which elements of a piece are kept, one bit each.
+  static FASTOPS_INLINE void DrawPiece(const NormDropout& dropout, int64_t row, int64_t begin,
+                                       int64_t end, uint8_t* kept) {
+    KeptBits(dropout.seeds + row * kSeedWords, static_cast<uint32_t>(begin / kSeedBlock),
+             (end - begin + kSeedBlock - 1) / kSeedBlock, dropout.largest, kept);
+  }
+
   static FASTOPS_INLINE char* At(void* p, int64_t i) {
     return static_cast<char*>(p) + i * static_cast<int64_t>(sizeof(Scalar));
   }
@@ -282,6 +305,29 @@ struct Norm {
     WithFlags(
         [&]<bool kLayer, bool kStream>() { ForwardRows<kLayer, kStream>(arrays, eps, rows, n); },
         kind == NormKind::kLayer, stream);
+  }
+
+  static void Drop(const NormForwardArrays& arrays, void* sums, int64_t rows, int64_t n) {
+    const Pair<A> factor = SetPair<A>(static_cast<Scalar>(arrays.dropout.scale));
+    for (int64_t row = 0; row < rows; ++row) {
+      const Source source = SourceAt(arrays, row, n);
+      char* const s = static_cast<char*>(sums) + row * n * E::kBytes;
+      OverPieces(n, [&](int64_t begin, int64_t end) FASTOPS_LAMBDA {
+        uint8_t kept[kDropBytes];
+        DrawPiece(arrays.dropout, row, begin, end, kept);
+        OverBlocks<kBlock>(begin, end, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
+          const int64_t at = i * E::kBytes;
+          const uint32_t bits = BitsAt<E>(extent, kept, i - begin, count);
+          Pair<A> v = Loaded<A>(LoadElements<E>(extent, source.x + at, count));
+          if (source.bias.data != nullptr) v = Add(v, Parameter(extent, source.bias, i, count));
+          v = Select(PairOfBits<A>(bits), Mul(v, factor), SetPair<A>(0));
+          if (source.residual != nullptr) {
+            v = Add(v, LoadElements<E>(extent, source.residual + at, count));
+          }
+          StoreElements<E, false>(extent, s + at, E::Narrow(v), count);
+        });
+      });
+    }
   }
 
   // ---- The gradient ----
@@ -312,7 +358,7 @@ struct Norm {
   };
 
   // kCount rows, beginning with row `row`.
-  template <bool kLayer, bool kStream, int kCount>
+  template <bool kLayer, bool kStream, bool kDrops, int kCount>
   static FASTOPS_INLINE void Group(const NormBackwardArrays& arrays, int64_t row, int64_t n,
                                    bool first) {
     const int64_t row_bytes = n * E::kBytes;
@@ -357,10 +403,10 @@ struct Norm {
       g_mean[k] = SumOf(g_total[k]) / static_cast<Scalar>(n);
       gx_mean[k] = SumOf(gx_total[k]) * Read(arrays.rstd, row + k) / static_cast<Scalar>(n);
     }
-    Gradient<kLayer, kStream, kCount>(arrays, row, n, first, g_mean, gx_mean);
+    Gradient<kLayer, kStream, kDrops, kCount>(arrays, row, n, first, g_mean, gx_mean);
   }
 
-  template <bool kLayer, bool kStream, int kCount>
+  template <bool kLayer, bool kStream, bool kDrops, int kCount>
   static FASTOPS_INLINE void Gradient(const NormBackwardArrays& arrays, int64_t row, int64_t n,
                                       bool first, const Scalar* g_mean, const Scalar* gx_mean) {
     const int64_t row_bytes = n * E::kBytes;
@@ -369,6 +415,12 @@ struct Norm {
     const char* dsum =
         arrays.dsum == nullptr ? nullptr : static_cast<const char*>(arrays.dsum) + row * row_bytes;
     char* dx = static_cast<char*>(arrays.dx) + row * row_bytes;
+    [[maybe_unused]] char* const dresidual =
+        arrays.dresidual == nullptr ? nullptr
+                                    : static_cast<char*>(arrays.dresidual) + row * row_bytes;
+    [[maybe_unused]] const Pair<A> factor = SetPair<A>(static_cast<Scalar>(arrays.dropout.scale));
+    [[maybe_unused]] uint8_t kept[kDrops ? kCount : 1][kDropBytes];
+    [[maybe_unused]] int64_t piece = 0;  // its first element
     Scalar mean[kCount], rstd[kCount];
     for (int k = 0; k < kCount; ++k) {
       mean[k] = kLayer ? Read(arrays.mean, row + k) : 0;
@@ -393,6 +445,13 @@ struct Norm {
         if (dsum != nullptr) g = Add(g, LoadElements<E>(extent, dsum + at, count));
         dscale = MulAdd(d, x, dscale);
         dbias = Add(dbias, d);
+        if constexpr (kDrops) {
+          if (dresidual != nullptr) {
+            StoreElements<E, kStream>(extent, dresidual + at, E::Narrow(g), count);
+          }
+          const uint32_t bits = BitsAt<E>(extent, kept[k], i - piece, count);
+          g = Select(PairOfBits<A>(bits), Mul(g, factor), SetPair<A>(0));
+        }
         dinput = Add(dinput, g);
         StoreElements<E, kStream>(extent, dx + at, E::Narrow(g), count);
       }
@@ -400,20 +459,26 @@ struct Norm {
       if (arrays.dbias != nullptr) AddTo(extent, arrays.dbias, i, count, first, dbias);
       if (arrays.dinput_bias != nullptr) AddTo(extent, arrays.dinput_bias, i, count, first, dinput);
     };
-    if constexpr (kStream) {
+    if constexpr (kDrops) {
+      OverPieces(n, [&](int64_t begin, int64_t end) FASTOPS_LAMBDA {
+        piece = begin;
+        for (int k = 0; k < kCount; ++k) DrawPiece(arrays.dropout, row + k, begin, end, kept[k]);
+        OverBlocks<kBlock>(begin, end, block);
+      });
+    } else if constexpr (kStream) {
       OverAlignedBlocks<E>(dx, n, block);
     } else {
       OverBlocks<kBlock>(0, n, block);
     }
   }
 
-  template <bool kLayer, bool kStream>
+  template <bool kLayer, bool kStream, bool kDrops>
   static void BackwardRows(const NormBackwardArrays& arrays, int64_t rows, int64_t n) {
     int64_t r = 0;
     for (; r + kRows <= rows; r += kRows) {
-      Group<kLayer, kStream, kRows>(arrays, r, n, r == 0);
+      Group<kLayer, kStream, kDrops, kRows>(arrays, r, n, r == 0);
     }
-    for (; r < rows; ++r) Group<kLayer, kStream, 1>(arrays, r, n, r == 0);
+    for (; r < rows; ++r) Group<kLayer, kStream, kDrops, 1>(arrays, r, n, r == 0);
     if constexpr (kStream) StreamFence();
   }
 
@@ -421,15 +486,18 @@ struct Norm {
                        bool stream) {
     // Unless rows are whole cache lines, the rows of a group have different alignments.
     stream = stream && n * E::kBytes % 64 == 0;
-    WithFlags([&]<bool kLayer, bool kStream>() { BackwardRows<kLayer, kStream>(arrays, rows, n); },
-              kind == NormKind::kLayer, stream);
+    WithFlags(
+        [&]<bool kLayer, bool kStream, bool kDrops>() {
+          BackwardRows<kLayer, kStream, kDrops>(arrays, rows, n);
+        },
+        kind == NormKind::kLayer, stream, arrays.dropout.seeds != nullptr);
   }
 };
 
 }  // namespace
 
 extern const NormKernels norm_kernels;
-const NormKernels norm_kernels = {FASTOPS_EACH_DTYPE(Norm, Forward),
+const NormKernels norm_kernels = {FASTOPS_EACH_DTYPE(Norm, Forward), FASTOPS_EACH_DTYPE(Norm, Drop),
                                   FASTOPS_EACH_DTYPE(Norm, Backward)};
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -41,6 +41,7 @@ struct NormForwardForm {
   bool units;
   bool narrow;  // pairs and elements
   bool shifted;
+  bool drops = false;  // units, with dropout
 };
 
 // From the shortest rows to the longest. Shifting the parameters costs more than single elements,
@@ -49,7 +50,7 @@ struct NormForwardForm {
 // for chunks up to that length.
 inline constexpr NormForwardForm kNormForwardForms[] = {
     {4, 128, 64, true, true, false},     {16, 128, 64, true, true, false},
-    {32, 128, 64, false, true, false},   {32, 128, 128, true, true, false},
+    {32, 128, 64, false, true, false},   {32, 128, 128, true, true, false, true},
     {64, 64, 128, true, false, true},    {96, 96, 96, false, false, true},
     {128, 128, 128, true, false, true},  {256, 256, 128, true, false, true},
     {512, 512, 128, true, false, false}, {1024, 1024, 128, false, false, true},
@@ -94,14 +95,15 @@ struct NormForwardPlan {
   int64_t block_columns = 0;  // kLong: columns of a row in each block of a cluster
   int64_t chunks = 0;         // kChunks: per row
   int64_t shared = 0;         // bytes of dynamic shared memory, for parameters
+  bool drops = false;         // kRow: the kernel with dropout; otherwise the sum comes before it
 };
 
 // A plan for `rows` rows of `n` elements of `itemsize` bytes, both at least 1. `alignment`: every
 // row starts at a multiple of so many bytes, a power of two up to 16, and so does every parameter,
 // or of 8 bytes if rows start at 4. `parameters`: how many parameters there are (input bias, scale,
-// bias). Clusters have at most `max_cluster` blocks.
+// bias). Clusters have at most `max_cluster` blocks. `dropout`: of x and the input bias.
 NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, int alignment,
-                                int parameters, int max_cluster);
+                                int parameters, int max_cluster, bool dropout);
 
 // -------------------------------------------------------------------------------------------------
 // Backward
@@ -114,6 +116,7 @@ struct NormBackwardForm {
   int columns;
   int least;
   bool clusters;
+  bool drops = false;  // has kernels with dropout
 };
 
 inline constexpr int kNormBackwardThreads = 256;  // of a block
@@ -126,8 +129,9 @@ inline constexpr int kNormBlockStatic = 4 << 10;
 // The forms for aligned rows, whose threads access 16 bytes at a time, and for other rows, whose
 // threads access single elements. From the shortest rows to the longest.
 inline constexpr NormBackwardForm kNormAlignedForms[] = {
-    {8, 8, 0, false},    {32, 8, 0, false},   {32, 16, 8, false},  {32, 24, 16, false},
-    {32, 32, 24, false}, {64, 32, 16, false}, {256, 16, 0, false}, {256, 32, 8, true},
+    {8, 8, 0, false},          {32, 8, 0, false},         {32, 16, 8, false, true},
+    {32, 24, 16, false, true}, {32, 32, 24, false, true}, {64, 32, 16, false},
+    {256, 16, 0, false},       {256, 32, 8, true},
 };
 inline constexpr NormBackwardForm kNormElementForms[] = {
     {32, 8, 0, false},   {32, 24, 8, false},  {32, 32, 24, false},
@@ -164,6 +168,7 @@ struct NormBackwardCall {
   int64_t sums = 1;  // partial sums of each batch entry
   int itemsize = 4;
   bool aligned = false;  // every row starts at a multiple of 16 bytes
+  bool dropout = false;
   bool sums_wanted = true;
   int arrays = 2;  // dy, s, dsum and dy2: how many of them exist
 };
@@ -188,7 +193,8 @@ struct NormBackwardPlan {
   int64_t shared = 0;  // bytes of dynamic shared memory
 };
 
-// A plan for a call that is not empty.
+// A plan for a call that is not empty. With dropout, form -1 says that no form with dropout takes
+// the call.
 NormBackwardPlan PlanNormBackward(const NormBackwardCall& call, const NormDevice& device);
 
 // The columns of a tile of a long row.

@@ -15,8 +15,24 @@ int64_t ComputeBytes(int itemsize) { return std::max<int64_t>(itemsize, sizeof(f
 // -------------------------------------------------------------------------------------------------
 // Forward
 
+namespace {
+
+NormForwardPlan RowPlan(int64_t rows, int i, NormAccess access, bool drops) {
+  const NormForwardForm& form = kNormForwardForms[i];
+  NormForwardPlan plan;
+  plan.kernel = NormForwardKernel::kRow;
+  plan.access = access;
+  plan.form = i;
+  plan.threads = form.block;
+  plan.blocks = CeilDiv(rows, form.block / form.threads);
+  plan.drops = drops;
+  return plan;
+}
+
+}  // namespace
+
 NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, int alignment,
-                                int parameters, int max_cluster) {
+                                int parameters, int max_cluster, bool dropout) {
   const bool aligned = alignment == 16;
   const int64_t compute = ComputeBytes(itemsize), unit = 16 / itemsize;
   NormForwardPlan plan;
@@ -26,6 +42,13 @@ NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, int align
     plan.blocks = std::min(rows, kNormMaxBlocks);
     plan.chunks = CeilDiv(n + unit - 1, kNormGeneralThreads * 128 / compute);
     return plan;
+  }
+
+  const bool drops = dropout && aligned && n >= kNormDropoutLeast;
+  for (int i = 0; drops && i < kNormForwardFormCount; ++i) {
+    const NormForwardForm& form = kNormForwardForms[i];
+    if (!form.drops || n > form.threads * form.held / compute) continue;
+    return RowPlan(rows, i, NormAccess::kUnits, true);
   }
 
   // For 16-bit types the parameters have as many bytes as the row, or more, so from 8192 columns on
@@ -55,12 +78,7 @@ NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, int align
       const int64_t columns = access == NormAccess::kShifted ? n + unit - 1 : n;
       const NormForwardForm& form = kNormForwardForms[i];
       if (columns > form.threads * form.held / compute) continue;
-      plan.kernel = NormForwardKernel::kRow;
-      plan.access = access;
-      plan.form = i;
-      plan.threads = form.block;
-      plan.blocks = CeilDiv(rows, form.block / form.threads);
-      return plan;
+      return RowPlan(rows, i, access, false);
     }
   }
 
@@ -131,6 +149,7 @@ NormBackwardPlan PlanNormBackward(const NormBackwardCall& call, const NormDevice
                                        : kNormElementFormCount;
   for (int i = 0; i < count; ++i) {
     const NormBackwardForm form = NormBackwardFormOf(call.itemsize, call.aligned, i);
+    if (call.dropout && !form.drops) continue;
     const int most = form.clusters && device.clusters ? kNormBackwardCluster : 1;
     for (plan.cluster = 1; plan.cluster <= most; plan.cluster *= 2) {
       if (!PlanRing(call, form, device.shared_per_block, &plan)) continue;
@@ -146,6 +165,7 @@ NormBackwardPlan PlanNormBackward(const NormBackwardCall& call, const NormDevice
     }
   }
   plan.cluster = 1;
+  if (call.dropout) return plan;
   plan.tiles = CeilDiv(call.n, kNormLongTile);
   FreeSums(call, 8, &plan);
   plan.blocks = std::min(plan.partials * plan.tiles, kNormMaxBlocks);

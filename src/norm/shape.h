@@ -30,9 +30,17 @@ struct NormParameter {
   bool wide = false;
 };
 
-// y = norm(s) * scale + bias. s is x, or, with a residual or an input bias, x + input_bias +
-// residual, summed in the accumulator type and rounded once to the element type. The statistics
-// are those of the rounded s.
+// Dropout of x + input_bias. Each row has a seed (core/philox.h). Elements whose random bits are at
+// most `largest` are kept and multiplied by `scale`.
+struct NormDropout {
+  const uint32_t* seeds = nullptr;  // null: no dropout
+  uint32_t largest = 0;
+  double scale = 1;
+};
+
+// y = norm(s) * scale + bias. s is x, or, with a residual, an input bias or dropout,
+// dropout(x + input_bias) + residual, computed in the accumulator type and rounded once to the
+// element type. The statistics are those of the rounded s.
 struct NormForwardArrays {
   const void* x = nullptr;
   const void* residual = nullptr;  // null: absent
@@ -45,12 +53,14 @@ struct NormForwardArrays {
   void* rstd = nullptr;  // rsqrt(var + eps), or rsqrt(mean(s^2) + eps); null: not stored
   // ceil(n / 1024) elements of the accumulator type per row, if n > kNormWorkspace.
   void* workspace = nullptr;
+  NormDropout dropout;
 };
 
 // With xhat = (s - mean) * rstd (RMS norm: s * rstd) and g = dy * scale, where dy is the sum of dy
 // and dy2, if there is one, rounded to the element type:
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum   (RMS norm: without mean(g))
 //   dscale = sum over rows of dy * xhat,  dbias = sum of dy,  dinput_bias = sum of unrounded dx
+// With dropout, that dx is dresidual, and dx is dropout(unrounded dresidual).
 struct NormBackwardArrays {
   const void* dy = nullptr;
   const void* s = nullptr;
@@ -60,14 +70,20 @@ struct NormBackwardArrays {
   const void* dsum = nullptr;  // the cotangent of the sum, of the element type; null: absent
   const void* dy2 = nullptr;   // the cotangent of y's second user; null: absent
   void* dx = nullptr;
+  void* dresidual = nullptr;  // only with dropout; null: not stored
   // Partial sums [batch, sums, n] in the accumulator type. Null if not requested.
   void* dscale = nullptr;
   void* dbias = nullptr;
   void* dinput_bias = nullptr;
+  NormDropout dropout;
 };
 
 // The forward of a longer row has a workspace.
 inline constexpr int64_t kNormWorkspace = 16384;
+
+// The rows whose norm has CUDA kernels with dropout, if they are whole multiples of 16 bytes. Other
+// rows are right with dropout, but not fast.
+inline constexpr int64_t kNormDropoutLeast = 256, kNormDropoutMost = 1024;
 
 }  // namespace jax_fastops
 

@@ -23,11 +23,16 @@ void CheckForward(Random& random) {
   const bool aligned = n % unit == 0 && random.Coin();
   const int alignment = aligned ? 16 : n * itemsize % 4 == 0 && random.Coin() ? 4 : 1;
   const int parameters = static_cast<int>(random.Below(4)), most = 1 << random.Below(5);
-  const NormForwardPlan plan = PlanNormForward(rows, n, itemsize, alignment, parameters, most);
+  const bool dropout = random.Coin();
+  const NormForwardPlan plan =
+      PlanNormForward(rows, n, itemsize, alignment, parameters, most, dropout);
 #define FORWARD(condition)                                                            \
   CHECK(condition, "forward of %lld rows of %lld, %d bytes, aligned %d, clusters %d", \
         (long long)rows, (long long)n, itemsize, aligned, most)
   FORWARD(plan.blocks > 0 && plan.blocks <= kMaxGrid);
+  FORWARD(!plan.drops || (dropout && kNormForwardForms[plan.form].drops && aligned));
+  FORWARD(plan.drops ==
+          (dropout && aligned && itemsize < 8 && n >= kNormDropoutLeast && n <= kNormDropoutMost));
   FORWARD(plan.blocks % plan.cluster == 0 && plan.cluster <= most);
   FORWARD(plan.threads % 32 == 0 && plan.threads <= 1024);
   // Units that a row touches, wherever it starts.
@@ -36,7 +41,7 @@ void CheckForward(Random& random) {
     case NormForwardKernel::kRow: {
       const NormForwardForm& form = kNormForwardForms[plan.form];
       const bool shifted = plan.access == NormAccess::kShifted;
-      FORWARD(itemsize < 8 && NormHasForm(plan.form, plan.access, itemsize));
+      FORWARD(itemsize < 8 && (plan.drops || NormHasForm(plan.form, plan.access, itemsize)));
       FORWARD(aligned == (plan.access == NormAccess::kUnits));
       FORWARD(plan.access != NormAccess::kPairs || alignment == 4);
       FORWARD((shifted ? units * unit : n) * compute <= form.threads * form.held);
@@ -71,6 +76,7 @@ void CheckBackward(Random& random) {
   call.sums = random.Size(std::min<int64_t>(call.rows, 1000));
   call.aligned = call.n * call.itemsize % 16 == 0 && random.Coin();
   call.sums_wanted = random.Coin();
+  call.dropout = random.Coin();
   call.arrays = 2 + static_cast<int>(random.Below(3));
   NormDevice device;
   device.processors = static_cast<int>(random.Size(200));
@@ -81,6 +87,11 @@ void CheckBackward(Random& random) {
   CHECK(condition, "backward of %lld x %lld rows of %lld, %d bytes, aligned %d, %d arrays, %d", \
         (long long)call.batch, (long long)call.rows, (long long)call.n, call.itemsize,          \
         call.aligned, call.arrays, device.shared_per_block)
+  const bool drops = call.aligned && call.itemsize < 8 && call.n >= kNormDropoutLeast &&
+                     call.n <= kNormDropoutMost && call.arrays <= 3 &&
+                     device.shared_per_block >= 220 << 10;
+  BACKWARD(!call.dropout || !drops || plan.form >= 0);
+  if (call.dropout && plan.form < 0) return;
   BACKWARD(plan.blocks > 0 && plan.blocks <= kMaxGrid && plan.blocks % plan.cluster == 0);
   // Every row is in one partial sum.
   if (call.sums_wanted) {
@@ -97,6 +108,7 @@ void CheckBackward(Random& random) {
     return;
   }
   const NormBackwardForm form = NormBackwardFormOf(call.itemsize, call.aligned, plan.form);
+  BACKWARD(!call.dropout || form.drops);
   const int64_t columns = plan.block_columns, last = call.n - (plan.cluster - 1) * columns;
   BACKWARD(columns <= int64_t{form.threads} * form.columns && last <= columns);
   BACKWARD(last > 0 && last >= int64_t{form.threads} * form.least);

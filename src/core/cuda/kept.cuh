@@ -71,6 +71,43 @@ __device__ __forceinline__ void KeptPairs(const PhiloxWords& seed, int first,
   }
 }
 
+// Which of a thread's elements of a row are kept, one bit for each: kUnits units of kSize, which
+// must be 4 or 8. Element 0 of unit k is element `first` + k * `stride` of the row; these are
+// multiples of kSize, and with kSize 4, `stride` is one of 8.
+template <int kSize, int kUnits>
+struct KeptUnits {
+  static constexpr int kPairs = kSize / 2;
+  uint32_t bits;
+
+  __device__ __forceinline__ bool Has(int unit, int element) const {
+    return bits >> ((element % 2 == 0 ? 15 : 31) - unit * kPairs - element / 2) & 1u;
+  }
+
+  // Units of 4 are half a block of random bits. Adjacent lanes, which have the halves of the same
+  // blocks, draw every other block and exchange them, so all lanes must call it together.
+  __device__ __forceinline__ void Draw(const PhiloxWords& seed, int first, int stride,
+                                       const KeptLimit& limit) {
+    static_assert(kSize * kUnits <= 32 && (kSize == 8 || (kSize == 4 && kUnits % 2 == 0)));
+    constexpr int kStep = kSeedBlock / kSize;
+    const int half = kStep == 1 ? 0 : first / kSize % kStep;
+    bits = 0;
+#pragma unroll
+    for (int k = 0; k < kUnits; k += kStep) {
+      const PhiloxWords block = RandomBits(seed, (first + (k + half) * stride) / kSeedBlock);
+#pragma unroll
+      for (int i = 0; i < kSeedBlock / 2; ++i) {
+        bits |= (limit.Halves(block.word[i]) & 0x80008000u) >> (k * kPairs + i);
+      }
+    }
+    if constexpr (kStep == 2) {
+      const uint32_t others = __shfl_xor_sync(0xffffffffu, bits, 1);
+      const uint32_t even = (half == 0 ? bits : others) << 2 * half;
+      const uint32_t odd = (half == 0 ? others : bits) << 2 * half;
+      bits = (even & 0xccccccccu) | (odd >> 2 & 0x33333333u);
+    }
+  }
+};
+
 // Sets the elements to 0 that are not kept, in words of elements of type T.
 template <typename T, int kWords, int kPairs>
 __device__ __forceinline__ void KeepOnly(const uint32_t (&kept)[kPairs],
