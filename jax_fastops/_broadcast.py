@@ -30,6 +30,15 @@ def of_rank(x, rank: int) -> jax.Array:
     return jax.lax.expand_dims(x, tuple(range(rank - x.ndim))) if x.ndim < rank else x
 
 
+def add(x, bias) -> jax.Array:
+    """``x + bias``, rounded once to the dtype of ``x``.
+
+    The bias has this dtype or the accumulator dtype. Like in JAX, its gradient is the sum of the
+    gradient of ``x``, in the dtype of the bias.
+    """
+    return (x.astype(bias.dtype) + bias).astype(x.dtype)
+
+
 def limit_of(shape) -> str | None:
     """Why the kernels cannot take a result of this shape."""
     if 0 in shape:

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from jax_fastops._arguments import as_arrays, not_weak, one_of, same_floating_dtype
 from jax_fastops._bits import pack, select
 from jax_fastops._broadcast import (
+    add,
     call,
     features_of,
     limit_of,
@@ -61,13 +62,8 @@ _BIAS_RELU = Kernel.declare(
 _BIAS_RELU_BWD = Kernel.declare("bias_relu_bwd", f"dy: ... *n, mask: ... *n :uint8 -> {_GRADIENTS}")
 
 
-def _sum(x, bias):
-    wide = accumulator_dtype(x.dtype)
-    return x.astype(wide) + bias.astype(wide)
-
-
 def _reference(x, bias, *, activation: str):
-    return ACTIVATIONS[activation](_sum(x, bias)).astype(x.dtype)
+    return ACTIVATIONS[activation](add(x, bias))
 
 
 def _forward(x, bias, *, activation: str):
@@ -107,7 +103,7 @@ def _relu_reference(x, bias, **_):
 
 
 def _relu_save(x, bias, **_):
-    return (pack(_sum(x, bias) > 0),)
+    return (pack(add(x, bias) > 0),)
 
 
 def _relu_forward(x, bias, *, save=False, **_):
@@ -130,7 +126,7 @@ def _relu_pushforward(kept, tangents, *, row, dtype, **_):
     dx, dbias = tangents
     if dbias is not None:
         dbias = jnp.broadcast_to(dbias, (*dbias.shape[:-1], row))
-    total = dx if dbias is None else dbias if dx is None else _sum(dx, dbias)
+    total = dx if dbias is None else dbias if dx is None else add(dx, dbias)
     return select(kept[0], total.astype(dtype))
 
 

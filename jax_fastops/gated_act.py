@@ -19,7 +19,6 @@ from jax_fastops._arguments import as_arrays, not_weak, one_of, same_floating_dt
 from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
-from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import split_last
 from jax_fastops.bias_act import ACTIVATIONS
 
@@ -32,10 +31,14 @@ _BACKWARD = Kernel.declare(
 )
 
 
+def _halves(both):
+    return (jnp.squeeze(half, -2) for half in jnp.split(both, 2, -2))
+
+
 def _reference(*operands, activation: str):
-    gate, up = operands if len(operands) == 2 else (operands[0][..., i, :] for i in (0, 1))
-    wide = accumulator_dtype(gate.dtype)
-    return (ACTIVATIONS[activation](gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+    # Halves not by indexing: the gradient of a split is one concatenation.
+    gate, up = operands if len(operands) == 2 else _halves(*operands)
+    return ACTIVATIONS[activation](gate) * up
 
 
 def _declare(signature: str, *names: str) -> Op:

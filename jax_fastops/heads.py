@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import FLOATING, as_arrays, integer
+from jax_fastops._broadcast import add
 from jax_fastops._dispatch import by_width
 from jax_fastops._kernel import Kernel, shards_of, unless_mapped
 from jax_fastops._op import Op
@@ -99,17 +100,7 @@ def _group_rows(sequence: int) -> int:
 
 
 def _add_bias(x, bias):
-    """``x + bias`` in the dtype of ``x``, rounded once.
-
-    Floating-point numbers are added in the accumulator dtype, as in the kernel. The result has the
-    same bits, and the bias gradient is summed in the same dtype.
-    """
-    if bias is None:
-        return x
-    wide = jnp.promote_types(x.dtype, bias.dtype)
-    if jnp.issubdtype(wide, jnp.floating):
-        wide = jnp.promote_types(wide, accumulator_dtype(x.dtype))
-    return (x.astype(wide) + bias.astype(wide)).astype(x.dtype)
+    return x if bias is None else add(x, bias)
 
 
 def _split_reference(x, bias, *, num_heads: int, parts: int, **_):

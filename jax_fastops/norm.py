@@ -231,25 +231,24 @@ def _sum(x, residual, input_bias, key=(), **drop):
     """The normalized sum, added in the accumulator dtype and rounded once to that of ``x``."""
     if drop:
         return drop_reference(x, *key, bias=input_bias, residual=residual, **drop)
-    if residual is None and input_bias is None:
+    if residual is None:
         return x
+    if input_bias is None:  # rounding is the same
+        return x + residual
     wide = accumulator_dtype(x.dtype)
-    s = x.astype(wide)
-    if input_bias is not None:
-        s = s + input_bias.astype(wide)
-    if residual is not None:
-        s = s + residual.astype(wide)
-    return s.astype(x.dtype)
+    return (x.astype(wide) + input_bias.astype(wide) + residual.astype(wide)).astype(x.dtype)
 
 
-def _statistics(s, rms: bool, eps: float) -> tuple:
-    """The mean (not for RMS) and the reciprocal standard deviation of each row."""
+def _centred(s, rms: bool, eps: float) -> tuple:
+    """Deviations from the mean (not for RMS), the mean and the reciprocal standard deviation.
+
+    In the form that XLA fuses to one kernel, with each value used once.
+    """
     s = s.astype(accumulator_dtype(s.dtype))
-    if rms:
-        return (jax.lax.rsqrt(jnp.mean(s * s, axis=-1) + eps),)
-    mean = jnp.mean(s, axis=-1)
-    centred = s - mean[..., None]
-    return mean, jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1) + eps)
+    mean = () if rms else (jnp.mean(s, axis=-1, keepdims=True),)
+    centred = s - mean[0] if mean else s
+    rstd = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return centred, *mean, rstd
 
 
 def _normalised(s, statistics):
@@ -260,7 +259,8 @@ def _normalised(s, statistics):
 
 def _reference(x, residual, input_bias, scale, bias, *key, rms, eps, return_sum, fanout, **drop):
     s = _sum(x, residual, input_bias, key, **drop)
-    y = _normalised(s, _statistics(s, rms, eps))
+    centred, *_, rstd = _centred(s, rms, eps)
+    y = centred * rstd
     if scale is not None:
         y = y * scale.astype(y.dtype)
     if bias is not None:
@@ -273,7 +273,8 @@ def _save(x, residual, input_bias, scale, bias, *key, rms, eps, return_sum, fano
     del scale, bias, fanout
     s = _sum(x, residual, input_bias, key, **drop)
     summed = residual is not None or input_bias is not None or bool(drop)
-    return (*([s] if summed and not return_sum else []), *_statistics(s, rms, eps))
+    statistics = (jnp.squeeze(v, -1) for v in _centred(s, rms, eps)[1:])
+    return (*([s] if summed and not return_sum else []), *statistics)
 
 
 def _pullback(kept, cts, *, rms, eps, return_sum, fanout, **drop):
