@@ -10,6 +10,8 @@ Y = jnp.asarray(RNG.standard_normal((4, 6, 40)), jnp.float32)
 B = jnp.asarray(RNG.standard_normal(40), jnp.float32)
 C = jnp.asarray(RNG.standard_normal(40), jnp.float32)
 MASK = X > -0.5
+SCORES = jnp.asarray(RNG.standard_normal((2, 3, 8, 8)), jnp.float32)
+LOWER = jnp.tril(jnp.ones((8, 8), bool))
 LABELS = jnp.asarray(RNG.integers(0, 40, (4, 6)))
 IMAGES = jnp.asarray(RNG.standard_normal((2, 5, 5, 8)), jnp.float32)
 
@@ -106,6 +108,36 @@ PROGRAMS = {
         lambda x, where: jax.nn.softmax(x, where=where),
         (X, MASK[:, :1]),
         ["softmax with where"],
+    ),
+    "causal": (
+        lambda x: softmax(jnp.where(jnp.tril(jnp.ones((8, 8))) == 0, -jnp.inf, x)),
+        (SCORES,),
+        ["where + softmax"],
+    ),
+    "scaled causal": (
+        lambda x: jax.nn.softmax(jnp.where(jnp.arange(8)[:, None] >= jnp.arange(8), x / 8, -1e9)),
+        (SCORES,),
+        ["scale + where + softmax"],
+    ),
+    "added causal": (
+        lambda x: jax.nn.softmax(x * 0.5 + (1 - LOWER.astype(x.dtype)) * -1e10),
+        (SCORES,),
+        ["scale + where + softmax"],
+    ),
+    "causal attention": (
+        lambda q: jax.nn.dot_product_attention(q, q, q, is_causal=True),
+        (SCORES.transpose(0, 2, 1, 3),),
+        ["scale + where + softmax"],
+    ),
+    "mask of the data": (
+        lambda x, where: jax.nn.softmax(jnp.where(where, x, -1e9)),
+        (X, MASK.at[0].set(False)),
+        ["softmax"],
+    ),
+    "added mask": (
+        lambda x, where: jax.nn.softmax(x + jnp.where(where, 0, jnp.finfo(x.dtype).min)),
+        (X, MASK.at[0].set(False)),
+        ["softmax"],
     ),
     "log_softmax": (jax.nn.log_softmax, (X,), ["log_softmax"]),
     "logsumexp": (

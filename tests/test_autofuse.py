@@ -6,7 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autofuse_programs import LABELS, PROGRAMS, B, C, X, Y, by_moments, label_loss, rms, softmax
+from autofuse_programs import (
+    LABELS,
+    PROGRAMS,
+    SCORES,
+    B,
+    C,
+    X,
+    Y,
+    by_moments,
+    label_loss,
+    rms,
+    softmax,
+)
 from harness.programs import targets_of
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
@@ -115,6 +127,19 @@ def test_a_value_that_is_used_elsewhere():
     report = fo.autofuse.report(f)(X)
     assert not report.replaced and report.missed[0].reason == "the value is used elsewhere"
     assert __file__.rsplit("/", 1)[-1] in report.missed[0].where
+
+
+@pytest.mark.parametrize("fill", [-jnp.inf, -1e30, -1e9, -1e4, 0.0])
+@pytest.mark.parametrize("rows", [0, 1])
+def test_masks_that_are_known(fill, rows):
+    """They are the op's mask if no row is empty, and if the fill is far below all logits."""
+
+    def f(x):
+        return softmax(jnp.where(jnp.tril(jnp.ones((8, 8), bool), rows - 1), x, fill))
+
+    counts = rows and fill <= -1e9
+    assert names(f, SCORES) == ["where + softmax" if counts else "softmax"]
+    close(run(fo.autofuse(f), (SCORES,)), run(f, (SCORES,)), 2e-5)
 
 
 WRAPPERS = {

@@ -15,6 +15,7 @@ from jax.extend import source_info_util
 
 from jax_fastops import _compat
 from jax_fastops._autofuse import rewrite
+from jax_fastops._autofuse.match import resolve
 
 source_info_util.register_exclusion(__file__)  # it calls functions of users
 
@@ -278,18 +279,16 @@ def _report(plans: list[rewrite.Plan]) -> FuseReport:
         for match in reversed(plan.matches):
             root = match.root
             large = [v for v in match.inner if rewrite._size(v) >= rewrite._size(root)]
-            before = {"": "", "sum_of": "add + ", "biased": "bias + ", "scaled": "scale + "}[
-                match.form
-            ]
             saved = sum(rewrite._size(v) * v.dtype.itemsize for v in large if v is not root)
             found = Replaced(
-                before + match.pattern.name, _line(root), root.shape, str(root.dtype), saved
+                match.before + match.pattern.name, _line(root), root.shape, str(root.dtype), saved
             )
             replaced.append(found)
         taken = {v for match in plan.matches for v in (*match.inner, match.root)}
         seen = set()
         for miss in reversed(plan.misses):
-            if miss.value not in taken and miss.value not in seen:
+            shown = {miss.value, resolve(miss.value, narrowing=True)[0]}
+            if not shown & taken and miss.value not in seen:
                 seen.add(miss.value)
                 missed.append(Missed(miss.pattern, _line(miss.value), miss.reason))
     return FuseReport(tuple(replaced), tuple(missed))

@@ -29,6 +29,7 @@ class Value:
     def __init__(self, aval, node: Node | None = None, constant: np.ndarray | None = None):
         self.aval = aval
         self.node = node
+        self.array: Any = None  # of a program, known when it is traced
         self.constant = constant  # of one element
         self.is_folded = node is None  # whether `constant` is known
         self.places: dict[Level, Any] = {}
@@ -65,7 +66,9 @@ class Level:
         for var, value in zip(jaxpr.invars, operands, strict=True):
             self.name(var, value)
         for var, constant in zip(jaxpr.constvars, constants, strict=True):
-            self.name(var, Value(var.aval, constant=_scalar(constant)))
+            value = Value(var.aval, constant=_scalar(constant))
+            value.array = constant if _is_known(constant) else None
+            self.name(var, value)
 
     @property
     def depth(self) -> int:
@@ -82,9 +85,13 @@ class Level:
         return self.values[atom]
 
 
+def _is_known(x) -> bool:
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+
 def _scalar(x) -> np.ndarray | None:
     """The number that an array of one element is, if it is known."""
-    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+    if not _is_known(x):
         return None
     if not isinstance(x, (bool, int, float)) and getattr(x, "size", 0) != 1:
         return None

@@ -25,7 +25,7 @@ Map = tuple  # of int | None
 
 # ---- what the equations of a program mean --------------------------------------------------------
 
-_FOLDED: dict[str, Callable] = {
+FOLDED: dict[str, Callable] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -69,14 +69,14 @@ def constant(value: Value) -> Any:
     node = value.node
     if node is not None and not value.is_folded:
         value.is_folded = True
-        if node.name == "convert_element_type" or node.name in _FOLDED:
+        if node.name == "convert_element_type" or node.name in FOLDED:
             given = [constant(v) for v in node.inputs]
             if given and all(x is not None for x in given):
                 with np.errstate(all="ignore"):
                     if node.name == "convert_element_type":
                         found = given[0].astype(node.params["new_dtype"])
                     else:
-                        found = _FOLDED[node.name](*given)
+                        found = FOLDED[node.name](*given)
                 value.constant = np.asarray(found)
     return value.constant
 
@@ -116,12 +116,17 @@ def _view(value: Value, narrowing: bool) -> tuple[Value, Map] | None:
         wider = value.dtype.itemsize > operand.dtype.itemsize or value.dtype == operand.dtype
         narrower = value.dtype.itemsize < operand.dtype.itemsize
         return _same_view(value, operand) if wider or (narrowing and narrower) else None
-    neutral = {"sub": 0, "div": 1}.get(node.name)
-    if neutral is not None and (known := constant(node.inputs[1])) is not None and known == neutral:
+    unit = {"sub": 0, "div": 1}.get(node.name)
+    if unit is not None and (known := constant(node.inputs[1])) is not None and known == unit:
         return _same_view(value, operand)
     if node.name == "max":
         for limit, other in (node.inputs, node.inputs[::-1]):
             if (known := constant(limit)) is not None and known == -np.inf:
+                return _same_view(value, other)
+    if node.name in ("and", "or"):  # with True, or with False
+        for neutral, other in (node.inputs, node.inputs[::-1]):
+            known = constant(neutral)
+            if value.dtype == bool and known is not None and known == (node.name == "and"):
                 return _same_view(value, other)
     if node.name == "select_n" and (known := constant(operand)) is not None:
         return _same_view(value, node.inputs[1 + int(known)])
@@ -145,7 +150,7 @@ def resolve(value: Value, narrowing: bool = False) -> tuple[Value, Map, list[Val
     return known
 
 
-def _operand_map(value: Value, operand: Value) -> Map:
+def operand_map(value: Value, operand: Value) -> Map:
     """From the dimensions of an element-wise result to those of an operand."""
     if len(operand.shape) != len(value.shape):  # a scalar
         return (None,) * len(value.long)
@@ -400,7 +405,7 @@ class Compiler:
                 continue
             factor, formula, inner = self._compile(operand)
             factor = Factor(sign) * factor
-            outer = compose(_operand_map(value, operand), inner)
+            outer = compose(operand_map(value, operand), inner)
             if isinstance(formula, Leaf) and formula.index in self._free:
                 free = formula.index
             elif isinstance(formula, Sum) and formula.free is None:
@@ -419,7 +424,7 @@ class Compiler:
                 continue
             factor, formula, inner = self._compile(operand)
             total *= factor**exponent
-            outer = compose(_operand_map(value, operand), inner)
+            outer = compose(operand_map(value, operand), inner)
             whole = isinstance(formula, Product) and exponent == int(exponent)
             inside = formula.factors if whole else [(formula, identity(operand), 1.0)]
             for f, m, e in inside:
@@ -439,7 +444,7 @@ class Compiler:
                 operands.append(self._number(known))
                 continue
             factor, formula, inner = self._compile(operand)
-            outer = _operand_map(value, operand) if node.name in _ELEMENTWISE else identity(operand)
+            outer = operand_map(value, operand) if node.name in _ELEMENTWISE else identity(operand)
             operands.append((formula, compose(outer, inner), factor))
         return Apply(node.name, meaning(node), tuple(operands))
 
@@ -532,7 +537,7 @@ class Matcher:
         terms = terms_of(source)
         if terms is not None and len(terms) == 1:
             factor, operand = terms[0]
-            map_ = compose(compose(shown, inner), _operand_map(source, operand))
+            map_ = compose(compose(shown, inner), operand_map(source, operand))
             inside = state.through((*passed, source))
             for after, r in self._scaled(formula, place, operand, map_, inside):
                 yield after, r * factor
@@ -588,7 +593,7 @@ class Matcher:
         if terms is None or len(rest) + 1 > len(left) + 1:
             return
         outer = compose(shown, inner)
-        more = [(factor * f, v, compose(outer, _operand_map(source, v))) for f, v in terms]
+        more = [(factor * f, v, compose(outer, operand_map(source, v))) for f, v in terms]
         inside = state.through((*passed, source))
         yield from self._sum(formula, left, [*more, *rest], total, ratio, inside)
 
@@ -625,7 +630,7 @@ class Matcher:
         if factors is None or exponent != int(exponent) or len(rest) > len(left):
             return
         outer = compose(shown, inner)
-        more = [(v, compose(outer, _operand_map(source, v)), e * exponent) for v, e in factors]
+        more = [(v, compose(outer, operand_map(source, v)), e * exponent) for v, e in factors]
         inside = state.through((*passed, source))
         yield from self._product(left, [*more, *rest], total * _sign(source) ** exponent, inside)
 
@@ -656,7 +661,7 @@ class Matcher:
         part, place, factor = formula
         assert source.node is not None
         elementwise = source.node.name in _ELEMENTWISE
-        shown = _operand_map(source, value) if elementwise else identity(value)
+        shown = operand_map(source, value) if elementwise else identity(value)
         for after, r in self._scaled(part, place, value, shown, state):
             if self._near(r, factor):
                 yield from self._operands(formulas[1:], inputs[1:], source, after)

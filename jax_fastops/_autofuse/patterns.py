@@ -49,9 +49,10 @@ class Pattern:
 
     ``leaves`` are names. ``axes`` says for which axes the pattern is tried: ``"last"``, ``"each"``,
     or ``"none"`` if it has no axis. ``sum_of`` replaces it if ``x`` is the sum of two arrays,
-    ``biased`` if it is the sum of an array and a row, and ``scaled`` if it is a multiple. If the
-    function has several results, the call computes them all. ``fanout`` says whether the op can
-    give its result twice, so that the backward takes two cotangents in place of their sum.
+    ``biased`` if it is the sum of an array and a row, and ``scaled`` if it is a multiple; this one
+    takes a mask too, if the pattern may be ``masked``. If the function has several results, the
+    call computes them all. ``fanout`` says whether the op can give its result twice, so that the
+    backward takes two cotangents in place of their sum.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Pattern:
     sum_of: Callable | None = None
     biased: Callable | None = None
     scaled: Callable | None = None
+    masked: bool = False
     fanout: bool = False
 
     @functools.cached_property
@@ -187,7 +189,7 @@ def _call_log_softmax(leaves, axis, scale=1.0):
 
 
 for _form in (lambda x, axis: jax.nn.softmax(x, axis), _softmax):
-    _add("softmax", _form, "x", _call_softmax, axes="each", scaled=_call_softmax)
+    _add("softmax", _form, "x", _call_softmax, axes="each", scaled=_call_softmax, masked=True)
 _add(
     "softmax with where",
     lambda x, where, axis: jax.nn.softmax(x, axis, where=where),

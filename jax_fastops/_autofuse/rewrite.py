@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,14 +16,17 @@ from jax.extend.core import Literal
 
 from jax_fastops import _compat, _explain, _implementation
 from jax_fastops._autofuse.graph import Graph, Level, Value
+from jax_fastops._autofuse.masks import masked
 from jax_fastops._autofuse.match import (
     FUSIBLE,
     Bound,
     Matcher,
     State,
+    compose,
     constant,
     identity,
     near,
+    operand_map,
     resolve,
     terms_of,
 )
@@ -55,7 +58,7 @@ class Match:
     """A pattern in a program. ``call`` computes the ``results`` from the values that it reads."""
 
     pattern: Pattern
-    form: str  # "", "sum_of", "biased" or "scaled"
+    before: str  # what it takes with its operand, as in "bias + "
     results: list[Value]
     reads: list[Value]
     call: Callable[..., tuple]
@@ -218,7 +221,7 @@ class _Finder:
             self._miss(pattern, root, "an operand has another shape or dtype")
             return None
         refused = ""
-        for form, results, reads, call in self._forms(pattern, axis, root, leaves, state, nodes):
+        for before, results, reads, call in self._forms(pattern, axis, root, leaves, state, nodes):
             level = self._level(root, reads)
             if level is None:
                 refused = refused or "its operands are in another function"
@@ -226,14 +229,21 @@ class _Finder:
             results = [root, *more, *results]
             reason = _refusal(call, reads, root)
             if reason is None:
-                return Match(pattern, form, results, reads, call, inner, level)
+                return Match(pattern, before, results, reads, call, inner, level)
             refused = refused or reason
         self._miss(pattern, root, refused or "XLA fuses it with its neighbors")
         return None
 
     @staticmethod
     def _used_outside(value: Value, nodes: set) -> bool:
-        return value.is_result or any(user not in nodes for user in value.users)
+        """Whether a value is used by more than these nodes, however it is shown there."""
+
+        def is_inside(user) -> bool:
+            shown = user.outputs[0]
+            view = len(user.outputs) == 1 and value in (resolve(shown)[0], *resolve(shown)[2])
+            return view and shown is not value and not _Finder._used_outside(shown, nodes)
+
+        return value.is_result or any(u not in nodes and not is_inside(u) for u in value.users)
 
     @staticmethod
     def _other_results(state: State, formulas, n: int, outside: list[Value]) -> list[Value]:
@@ -312,16 +322,17 @@ class _Finder:
 
             return call
 
-        if x is not None and pattern.scaled and not self._used_outside(x[0], nodes):
-            terms = terms_of(x[0]) or []
-            factor, operand = terms[0] if len(terms) == 1 else (0.0, x[0])
-            if factor > 0 and operand.shape == x[0].shape and operand.dtype == root.dtype:
+        for before, operand, factor, mask in self._absorbed(pattern, axis, x, root, nodes):
 
-                def scaled(*values, fanout=False):
-                    given = {k: f(v) for (k, (_, f)), v in zip(arrays.items(), values, strict=True)}
-                    return finish(pattern.scaled({**given, **free}, axis, factor), fanout)
+            def scaled(a, *values, factor=factor, mask=mask, fanout=False):
+                given = {k: f(v) for (k, (_, f)), v in zip(rest.items(), values, strict=False)}
+                if mask is not None:
+                    given["where"] = mask[1](values[-1])
+                given["x"] = a.reshape(root.shape)
+                return finish(pattern.scaled({**given, **free}, axis, factor), fanout)
 
-                yield "scaled", [], [operand, *(v for v, _ in rest.values())], scaled
+            reads = [operand, *(v for v, _ in rest.values()), *([mask[0]] if mask else [])]
+            yield before, [], reads, scaled
         if x is not None and x[0].node is not None and x[0].node.name in ("add", "add_any"):
             a, b = x[0].node.inputs
             alone = not self._used_outside(x[0], nodes)
@@ -333,16 +344,50 @@ class _Finder:
                 fits = shown == last and one.shape == root.shape and one.dtype == root.dtype
                 if pattern.biased and alone and fits and root.shape[-1] != 1:
                     call = with_two(pattern.biased, lambda b: b.reshape(-1))
-                    yield "biased", [], [one, row, *others], call
+                    yield "bias + ", [], [one, row, *others], call
             if pattern.sum_of and whole:
                 call = with_two(pattern.sum_of, lambda b: b.reshape(root.shape))
                 if pattern.name == "relu":
                     if alone:
-                        yield "sum_of", [], [a, b, *others], call
+                        yield "add + ", [], [a, b, *others], call
                 else:
-                    yield "sum_of", [x[0]], [a, b, *others], call
+                    yield "add + ", [x[0]], [a, b, *others], call
         if pattern.axes != "none" or len(arrays) > 1 or not self._fuses(x[0], root):
             yield "", [], [v for v, _ in arrays.values()], plain
+
+    def _absorbed(self, pattern: Pattern, axis: int, x, root: Value, nodes) -> Iterator[tuple]:
+        """What a softmax takes with its operand: a factor and a mask, most first."""
+        if pattern.scaled is None or self._used_outside(x[0], nodes):
+            return
+
+        def fits(value: Value) -> bool:
+            return value.sizes == root.sizes and value.dtype == root.dtype
+
+        def source_of(value: Value) -> Value:
+            source, shown, _ = resolve(value)
+            return source if shown == identity(source) else value
+
+        choices: list[tuple] = [("", x[0], None)]
+        along = root.long.index(axis)
+        if pattern.masked and fits(x[0]) and (found := masked(x[0], along)) is not None:
+            operand, mask, keep = found
+            source, shown, _ = resolve(mask)
+            shown = compose(operand_map(x[0], mask), shown)
+            whole = mask if mask.sizes == root.sizes else None
+            read = _reader(Bound(source, shown, whole), root.shape, None, root.long)
+            if read is not None:
+                mask = read[0], lambda m: (read[1](m) != 0) == keep
+                choices.insert(0, ("where + ", operand, mask))
+        nodes = nodes | {x[0].node}
+        for before, operand, mask in choices:
+            operand = source_of(operand)
+            terms = terms_of(operand) or []
+            factor, inner = terms[0] if len(terms) == 1 else (0.0, operand)
+            inner = source_of(inner)
+            if factor > 0 and fits(inner) and not self._used_outside(operand, nodes):
+                yield "scale + " + before, inner, factor, mask
+            if mask is not None and fits(operand):
+                yield before, operand, 1.0, mask
 
     @staticmethod
     def _fuses(x: Value, root: Value) -> bool:
