@@ -285,6 +285,11 @@ def _is_fixed(shape) -> bool:
     return all(isinstance(d, int) for d in shape)
 
 
+def is_on() -> bool:
+    """Whether a function is explained in this thread."""
+    return bool(_session.value)
+
+
 @contextlib.contextmanager
 def at(where: str):
     """Calls of ops in this block are shown as at this place."""

@@ -58,6 +58,7 @@ FUSIBLE = _ELEMENTWISE | {
     *("add", "add_any", "sub", "mul", "div", "neg", "square", "sqrt", "rsqrt", "integer_pow"),
     *("pow", "convert_element_type", "broadcast_in_dim", "clamp", "sin", "cos", "log1p", "expm1"),
 }
+_IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
 _COMMUTATIVE = {"max", "min", "eq", "ne", "and", "or"}
 # They do not change the values.
 _IGNORED_PARAMS = {"accuracy", "sharding", "out_sharding", "weak_type", "new_dtype"}
@@ -328,6 +329,8 @@ def near(value: Value, limit: int = 80) -> set:
             found.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
             if node.name in _REDUCTIONS:
                 found.add((node.name, meaning(node)))
+            if node.name in _IN_NO_PATTERN:
+                continue
             fresh = [v for v in node.inputs if v not in seen]
             seen.update(fresh)
             left.extend(fresh)

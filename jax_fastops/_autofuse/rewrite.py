@@ -61,7 +61,7 @@ class Match:
     before: str  # what it takes with its operand, as in "bias + "
     results: list[Value]
     reads: list[Value]
-    call: Callable[..., tuple]
+    call: Call
     inner: frozenset[Value]
     level: Level
 
@@ -83,7 +83,26 @@ def _size(value: Value) -> int:
     return math.prod(value.shape)
 
 
-def _reader(bound: Bound, shape: Sequence[int], dtype, places: Sequence[int]) -> tuple | None:
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """What makes the operand of a call from a value: another shape, a dtype, a mask of numbers."""
+
+    sizes: tuple
+    dtype: Any = None
+    counts: bool | None = None  # whether the elements that are not 0 count, or those that are
+
+    def __call__(self, x):
+        x = jnp.reshape(x, self.sizes)
+        if self.counts is not None:
+            x = x if x.dtype == bool else x != 0
+            return x if self.counts else ~x
+        return x if self.dtype is None or x.dtype == self.dtype else x.astype(self.dtype)
+
+
+_ROW = Read((-1,))
+
+
+def _reader(bound: Bound, shape: Sequence[int], dtype, places: Sequence[int], counts=None):
     """The value to read for a leaf, and what makes an array of this shape of it.
 
     ``places`` are the dimensions of the leaf in the array. A broadcast dimension keeps size 1.
@@ -97,12 +116,31 @@ def _reader(bound: Bound, shape: Sequence[int], dtype, places: Sequence[int]) ->
     sizes = [1] * len(shape)
     for place, i in zip(places, found, strict=True):
         sizes[place] = 1 if i is None else source.sizes[i]
+    return source, Read(tuple(sizes), dtype, counts)
 
-    def read(x):
-        x = jnp.reshape(x, sizes)
-        return x if dtype is None or x.dtype == dtype else x.astype(dtype)
 
-    return source, read
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What replaces a pattern: an op of the operands that it reads. Equal calls do the same."""
+
+    op: Callable
+    axis: int
+    names: tuple[str, ...]
+    reads: tuple[Read, ...]
+    numbers: tuple[tuple[str, float], ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __call__(self, *values, fanout: bool = False) -> tuple:
+        """All results. With ``fanout``, the first one is there twice."""
+        given = [read(x) for read, x in zip(self.reads, values, strict=True)]
+        leaves = {**dict(zip(self.names, given, strict=True)), **dict(self.numbers)}
+        found = self.op({**leaves, "fanout": fanout}, self.axis)
+        found = found if isinstance(found, tuple) else (found,)
+        if fanout:  # with more results, the op gives a pair and these
+            found = (*found[0], *found[1:]) if isinstance(found[0], tuple) else found
+        same = [y.reshape(self.shape).astype(self.dtype) for y in found[: 1 + fanout]]
+        return *same, *found[1 + fanout :]
 
 
 def _same_kind(dtype, root) -> bool:
@@ -115,6 +153,7 @@ class _Finder:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.misses: list[Miss] = []
+        self.programs = _Programs()
 
     def find(self, value: Value) -> Match | None:
         """The match of the largest pattern whose result is this value."""
@@ -227,10 +266,10 @@ class _Finder:
                 refused = refused or "its operands are in another function"
                 continue
             results = [root, *more, *results]
-            reason = _refusal(call, reads, root)
-            if reason is None:
+            program = self.programs(call, [_struct(v) for v in reads])
+            if not isinstance(program, str):
                 return Match(pattern, before, results, reads, call, inner, level)
-            refused = refused or reason
+            refused = refused or program
         self._miss(pattern, root, refused or "XLA fuses it with its neighbors")
         return None
 
@@ -296,68 +335,41 @@ class _Finder:
         arrays = {k: v for k, v in leaves.items() if isinstance(v, tuple)}
         free = {k: v for k, v in leaves.items() if not isinstance(v, tuple)}
 
-        def shaped(y):
-            return y.reshape(root.shape).astype(root.dtype)
-
-        def finish(found, fanout: bool) -> tuple:
-            """All results. With ``fanout``, the first one is a pair."""
-            alone = fanout and not isinstance(found[0], tuple)
-            found = (found,) if alone or not isinstance(found, tuple) else found
-            y = tuple(map(shaped, found[0])) if fanout else shaped(found[0])
-            return y, *found[1:]
-
-        def plain(*values, fanout=False):
-            given = {k: f(x) for (k, (_, f)), x in zip(arrays.items(), values, strict=True)}
-            return finish(pattern.call({**given, **free, "fanout": fanout}, axis), fanout)
-
         x = arrays.get("x")
         rest = {k: v for k, v in arrays.items() if k != "x"}
 
-        def with_two(function, second):
-            def call(a, b, *values, fanout=False):
-                given = {k: f(v) for (k, (_, f)), v in zip(rest.items(), values, strict=True)}
-                a, b = a.reshape(root.shape), second(b)
-                found = function({**given, **free, "fanout": fanout}, a, b, axis)
-                return finish(found, fanout)
+        def form(before: str, op: Callable, own: dict, more=(), **numbers) -> tuple:
+            given = {**own, **rest}
+            values = [v for v, _ in given.values()]
+            reads = tuple(read for _, read in given.values())
+            numbers = tuple({**free, **numbers}.items())
+            call = Call(op, axis, tuple(given), reads, numbers, root.shape, root.dtype)
+            return before, list(more), values, call
 
-            return call
-
-        for before, operand, factor, mask in self._absorbed(pattern, axis, x, root, nodes):
-
-            def scaled(a, *values, factor=factor, mask=mask, fanout=False):
-                given = {k: f(v) for (k, (_, f)), v in zip(rest.items(), values, strict=False)}
-                if mask is not None:
-                    given["where"] = mask[1](values[-1])
-                given["x"] = a.reshape(root.shape)
-                return finish(pattern.scaled({**given, **free}, axis, factor), fanout)
-
-            reads = [operand, *(v for v, _ in rest.values()), *([mask[0]] if mask else [])]
-            yield before, [], reads, scaled
+        whole = Read(root.shape)
+        for before, operand, scale, mask in self._absorbed(pattern, axis, x, root, nodes):
+            own = {"x": (operand, whole)} | ({} if mask is None else {"where": mask})
+            yield form(before, pattern.call, own, scale=scale)
         if x is not None and x[0].node is not None and x[0].node.name in ("add", "add_any"):
             a, b = x[0].node.inputs
             alone = not self._used_outside(x[0], nodes)
-            whole = all(v.shape == root.shape and v.dtype == root.dtype for v in (a, b))
-            others = [v for v, _ in rest.values()]
             for one, other in ((a, b), (b, a)):
                 row, shown, _ = resolve(other)
                 last = (None,) * (len(shown) - 1) + (0,)
                 fits = shown == last and one.shape == root.shape and one.dtype == root.dtype
                 if pattern.biased and alone and fits and root.shape[-1] != 1:
-                    call = with_two(pattern.biased, lambda b: b.reshape(-1))
-                    yield "bias + ", [], [one, row, *others], call
-            if pattern.sum_of and whole:
-                call = with_two(pattern.sum_of, lambda b: b.reshape(root.shape))
-                if pattern.name == "relu":
-                    if alone:
-                        yield "add + ", [], [a, b, *others], call
-                else:
-                    yield "add + ", [x[0]], [a, b, *others], call
+                    yield form("bias + ", pattern.biased, {"a": (one, whole), "b": (row, _ROW)})
+            same = all(v.shape == root.shape and v.dtype == root.dtype for v in (a, b))
+            if pattern.sum_of and same and (alone or pattern.name != "relu"):
+                more = [] if pattern.name == "relu" else [x[0]]
+                own = {"a": (a, whole), "b": (b, whole)}
+                yield form("add + ", pattern.sum_of, own, more)
         if pattern.axes != "none" or len(arrays) > 1 or not self._fuses(x[0], root):
-            yield "", [], [v for v, _ in arrays.values()], plain
+            yield form("", pattern.call, {} if x is None else {"x": x})
 
     def _absorbed(self, pattern: Pattern, axis: int, x, root: Value, nodes) -> Iterator[tuple]:
         """What a softmax takes with its operand: a factor and a mask, most first."""
-        if pattern.scaled is None or self._used_outside(x[0], nodes):
+        if not pattern.scaled or self._used_outside(x[0], nodes):
             return
 
         def fits(value: Value) -> bool:
@@ -374,9 +386,8 @@ class _Finder:
             source, shown, _ = resolve(mask)
             shown = compose(operand_map(x[0], mask), shown)
             whole = mask if mask.sizes == root.sizes else None
-            read = _reader(Bound(source, shown, whole), root.shape, None, root.long)
-            if read is not None:
-                mask = read[0], lambda m: (read[1](m) != 0) == keep
+            mask = _reader(Bound(source, shown, whole), root.shape, None, root.long, keep)
+            if mask is not None:
                 choices.insert(0, ("where + ", operand, mask))
         nodes = nodes | {x[0].node}
         for before, operand, mask in choices:
@@ -413,17 +424,31 @@ def _struct(value: Value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding if explicit else None)
 
 
-def _refusal(call: Callable, reads: Sequence[Value], root: Value) -> str | None:
-    """Why the kernel does not take a call, or ``None``."""
-    try:
-        with kernels_only(True):
-            found = jax.eval_shape(call, *map(_struct, reads))[0]
-    except Refused as refused:
-        return str(refused) or "XLA is as fast"
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return str(error).partition("\n")[0]
-    same = found.shape == root.shape and found.dtype == root.dtype
-    return None if same else "the result has another type"
+class _Programs:
+    """The traced calls, each once, however many patterns a program has that it replaces."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, Any] = {}
+
+    def __call__(self, call: Call, types: Sequence[Any], fanout: bool = False) -> Any:
+        """The program of a call, or as text why the kernel does not take it."""
+        key = call, tuple(types), fanout
+        if key not in self._known:
+            self._known[key] = self._trace(call, types, fanout)
+        return self._known[key]
+
+    @staticmethod
+    def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
+        try:
+            with kernels_only(True):
+                traced = jax.make_jaxpr(functools.partial(call, fanout=fanout))(*types)
+        except Refused as refused:
+            return str(refused) or "XLA is as fast"
+        except (TypeError, ValueError, NotImplementedError) as error:
+            return str(error).partition("\n")[0]
+        found = traced.out_avals[0]
+        same = found.shape == call.shape and found.dtype == call.dtype
+        return traced if same else "the result has another type"
 
 
 # ---- all matches of a program --------------------------------------------------------------------
@@ -436,7 +461,7 @@ class Plan:
         self.graph = graph
         finder = _Finder(graph)
         self.matches: list[Match] = []
-        self.misses = finder.misses
+        self.misses, self.programs = finder.misses, finder.programs
         self.at: dict[Level, dict[Any, tuple[Match, int]]] = {}
         self._touched: set[Level] = set()
         needed = set(graph.results)
@@ -582,8 +607,8 @@ class _Run:
         with _explain.at(_compat.source_line(equation)):
             var = match.root.places[self._level]
             twice = match.pattern.fanout and self._needed[var] == 2
-            y, *others = match.call(*given, fanout=twice)
-        y, copy = y if twice else (y, None)
+            y, *others = self._results(match, given, twice)
+        copy = others.pop(0) if twice else None
         if not _close(jax.typeof(y), match.root.aval):
             self._failed.add(match)
             return False
@@ -594,6 +619,14 @@ class _Run:
             if var is not None and var in self._replaced:
                 self._values[var] = _as(result, value)
         return True
+
+    def _results(self, match: Match, given: Sequence[Any], twice: bool) -> Sequence[Any]:
+        """The results of a call, by its traced program if that is for just these types."""
+        program = self._plan.programs(match.call, [_struct(v) for v in match.reads], twice)
+        types = [jax.typeof(x) for x in given]
+        if isinstance(program, str) or program.in_avals != types or _explain.is_on():
+            return match.call(*given, fanout=twice)
+        return jax.core.eval_jaxpr(program.jaxpr, program.consts, *given)
 
     def _evaluate(self, index: int) -> None:
         level = self._level
