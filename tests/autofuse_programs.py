@@ -179,6 +179,21 @@ PROGRAMS = {
         (X, Y, B, C),
         ["add + layer_norm"],
     ),
+    "bias, residual norm": (
+        lambda x, y, i, s, b: by_var(y + (x + i), s, b),
+        (X, Y, B[::-1], B, C),
+        ["bias + add + layer_norm"],
+    ),
+    "bias, residual rms": (
+        lambda x, y, i, s: (rms((i + x) + y, s), i + x + y),
+        (X, Y, C, B),
+        ["bias + add + rms_norm"],
+    ),
+    "parameters in float32": (
+        lambda x, y, s, b: by_moments((x + y).astype(jnp.float32), s, b).astype(jnp.bfloat16),
+        (X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16), B, C),
+        ["add + layer_norm"],
+    ),
     "rms": (rms, (X, B), ["rms_norm"]),
     "gemma rms": (gemma_rms, (X, B), ["rms_norm"]),
     "residual rms": (lambda x, y, s: rms(x + y, s), (X, Y, B), ["add + rms_norm"]),
@@ -202,6 +217,38 @@ PROGRAMS = {
         lambda x, m, v, s: jax.nn.relu((x - m) * jax.lax.rsqrt(v**2 + 1e-5) * s),
         (IMAGES, IMAGES[0, 0, 0], IMAGES[0, 0, 1], IMAGES[0, 0, 2]),
         ["batch_norm_inference + relu"],
+    ),
+    "window": (
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 5), (1, 1, 1), "SAME"),
+        (X,),
+        ["window_sum"],
+    ),
+    "window of a middle axis": (
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3, 1), (1, 1, 1), "VALID") / 3,
+        (X,),
+        ["window_sum"],
+    ),
+    "split heads": (
+        lambda x, b: jnp.swapaxes((b + x).reshape(4, 6, 8, 5), 1, 2),
+        (X, B),
+        ["bias + split_heads"],
+    ),
+    "queries, keys, values": (
+        lambda x, b: tuple(jnp.moveaxis((x + b).reshape(4, 6, 3, 5, 8), (2, 3), (0, 2))),
+        (jnp.concatenate([X, Y, X], -1), jnp.concatenate([B, C, C])),
+        ["bias + split_qkv_heads"],
+    ),
+    "split first": (
+        lambda x, b: [
+            y.reshape(4, 6, 5, 8).transpose(0, 2, 1, 3) for y in jnp.split(x + b, 3, -1)[::-1]
+        ],
+        (jnp.concatenate([X, Y, X], -1), jnp.concatenate([B, C, C])),
+        ["bias + split_qkv_heads"],
+    ),
+    "merge heads": (
+        lambda x: x.transpose(0, 2, 1, 3).reshape(2, 8, 24) + 1,
+        (SCORES,),
+        ["merge_heads"],
     ),
     "lerp": (lambda a, b, w: a + w * (b - a), (X, Y, X * Y), ["lerp"]),
     "weights": (lambda a, b, w: (1 - w) * a + w * b, (X, Y, X * Y), ["lerp"]),

@@ -69,7 +69,8 @@ def test_programs(name):
     f, args, patterns = PROGRAMS[name]
     assert names(f, *args) == patterns
     want, got = run(f, args), run(fo.autofuse(f), args)
-    close(got, want, 3e-5)
+    narrow = any(x.dtype == jnp.bfloat16 for x in args)
+    close(got, want, 0.05 if narrow else 3e-5)
     assert targets_of(lambda *a: fo.autofuse(f)(*a), *args)
 
 
@@ -101,6 +102,22 @@ def test_nothing_is_replaced_without_a_kernel():
 )
 def test_near_misses(f):
     close(run(fo.autofuse(f), (X,)), run(f, (X,)), 2e-5)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 4), (1, 1, 1), "VALID"),
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 3), (1, 1, 2), "SAME"),
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3, 3), (1, 1, 1), "SAME"),
+        lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 3), (1, 1, 1), "SAME"),
+        lambda x: (x + B).reshape(4, 6, 8, 5).transpose(0, 2, 3, 1),
+        lambda x: (x + B).reshape(4, 6, 5, 8).transpose(0, 2, 1, 3) @ x[:, None, :5, :8].mT,
+        lambda x: x.reshape(4, 8, 3, 10).transpose(0, 2, 1, 3).reshape(4, 8, 30) @ x[:, :3, :30].mT,
+    ],
+)
+def test_other_windows_and_moves(f):
+    assert names(f, X) == []
 
 
 def test_a_rule_of_its_own_stays():
@@ -383,7 +400,7 @@ def test_linen():
     check_model(
         lambda v: jnp.sum(model.apply(v, X) ** 2),
         variables,
-        ["layer_norm", "softmax", "add + rms_norm", "bias + gelu"],
+        ["layer_norm", "softmax", "bias + add + rms_norm", "bias + gelu"],
     )
 
 
@@ -476,5 +493,5 @@ def test_haiku():
 
     model = hk.without_apply_rng(hk.transform(net))
     parameters = model.init(jax.random.key(0), X)
-    least = ["scale + softmax", "add + layer_norm", "bias + gelu", "add + layer_norm"]
+    least = ["scale + softmax", *["bias + add + layer_norm"] * 2, "bias + gelu"]
     check_model(lambda p: jnp.sum(model.apply(p, X) ** 3 * Y), parameters, least)

@@ -178,6 +178,17 @@ def terms_of(value: Value) -> list[tuple[float, Value]] | None:
     return None
 
 
+def with_row(value: Value) -> Iterator[tuple[Value, Value]]:
+    """The array and the row along the last axis whose sum a value is."""
+    node = value.node
+    if node is not None and node.name in ("add", "add_any") and value.shape[-1:] != (1,):
+        for x, bias in (node.inputs, node.inputs[::-1]):
+            row, shown, _ = resolve(bias)
+            last = (None,) * (len(shown) - 1) + (0,)
+            if shown == last and (x.shape, x.dtype) == (value.shape, value.dtype):
+                yield x, row
+
+
 def _factors(value: Value) -> list[tuple[Value, float]] | None:
     """The factors of a value with their exponents."""
     node = value.node

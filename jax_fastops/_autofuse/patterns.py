@@ -49,11 +49,11 @@ class Pattern:
 
     ``leaves`` are names. ``axes`` says for which axes the pattern is tried: ``"last"``, ``"each"``,
     or ``"none"`` if it has no axis. ``sum_of`` replaces it if ``x`` is the sum of two arrays ``a``
-    and ``b``, and ``biased`` if it is the sum of an array and a row. If ``x`` is a multiple and the
-    call is ``scaled``, it takes the number as ``scale``; if it is ``masked``, also a mask as
-    ``where``. If the function has several results, the call computes them all. ``fanout`` says
-    whether the op can give its result twice, so that the backward takes two cotangents in place of
-    their sum.
+    and ``b`` (of norms, also of a row ``input_bias``), and ``biased`` if it is the sum of an array
+    and a row. If ``x`` is a multiple and the call is ``scaled``, it takes the number as ``scale``;
+    if it is ``masked``, also a mask as ``where``. If the function has several results, the call
+    computes them all. ``fanout`` says whether the op can give its result twice, so that the
+    backward takes two cotangents in place of their sum.
     """
 
     name: str
@@ -324,6 +324,7 @@ def _row_norm(rms: bool, form: str, order: str, parameters: tuple[str, ...]) -> 
     def sum_of(leaves, axis):
         del axis
         options = dict(eps=leaves["eps"], fanout=leaves["fanout"], return_sum=True)
+        options["input_bias"] = leaves.get("input_bias")
         return with_residual(*_given(leaves, "a", "b"), *_given(leaves, *names), **options)
 
     leaves = " ".join(("x", *parameters, "eps"))

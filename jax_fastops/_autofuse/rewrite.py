@@ -29,7 +29,9 @@ from jax_fastops._autofuse.match import (
     operand_map,
     resolve,
     terms_of,
+    with_row,
 )
+from jax_fastops._autofuse.moves import Move, move_at
 from jax_fastops._autofuse.patterns import MAX_RANK, Pattern, by_size, compiled, kind_of
 from jax_fastops._dispatch import Refused, kernels_only
 
@@ -127,7 +129,7 @@ class Call:
     axis: int
     names: tuple[str, ...]
     reads: tuple[Read, ...]
-    numbers: tuple[tuple[str, float], ...]
+    numbers: tuple[tuple[str, Any], ...]
     shape: tuple[int, ...]
     dtype: Any
 
@@ -147,6 +149,9 @@ def _same_kind(dtype, root) -> bool:
     return dtype == root or dtype.itemsize < root.itemsize
 
 
+_ELSEWHERE = "its operands are in another function"
+
+
 class _Finder:
     """Finds the patterns of a graph."""
 
@@ -157,6 +162,8 @@ class _Finder:
 
     def find(self, value: Value) -> Match | None:
         """The match of the largest pattern whose result is this value."""
+        if (move := move_at(value)) is not None:
+            return self._moved(move)
         if not self._may_be_root(value):
             return None
         source = resolve(value, narrowing=True)[0]
@@ -177,6 +184,19 @@ class _Finder:
         if self._tried:
             self.misses.append(max(self._tried, key=lambda found: found[0])[1])
         return None
+
+    def _moved(self, move: Move) -> Match | None:
+        """The match of a pattern that is no formula, if the kernel takes the call."""
+        root, reads = move.results[0], list(move.reads.values())
+        shapes = tuple(Read(v.shape) for v in reads)
+        of = root.shape, root.dtype
+        call = Call(move.op, move.axis, tuple(move.reads), shapes, move.numbers, *of)
+        level, program = self._level(root, reads), self.programs(call, [_struct(v) for v in reads])
+        if level is None or isinstance(program, str):
+            self.misses.append(Miss(move.name, root, (level and program) or _ELSEWHERE))
+            return None
+        pattern = Pattern(move.name, move.op, tuple(move.reads), move.op)
+        return Match(pattern, "", move.results, reads, call, frozenset(move.results), level)
 
     def _may_be_root(self, value: Value) -> bool:
         node = value.node
@@ -263,7 +283,7 @@ class _Finder:
         for before, results, reads, call in self._forms(pattern, axis, root, leaves, state, nodes):
             level = self._level(root, reads)
             if level is None:
-                refused = refused or "its operands are in another function"
+                refused = refused or _ELSEWHERE
                 continue
             results = [root, *more, *results]
             program = self.programs(call, [_struct(v) for v in reads])
@@ -353,17 +373,20 @@ class _Finder:
         if x is not None and x[0].node is not None and x[0].node.name in ("add", "add_any"):
             a, b = x[0].node.inputs
             alone = not self._used_outside(x[0], nodes)
-            for one, other in ((a, b), (b, a)):
-                row, shown, _ = resolve(other)
-                last = (None,) * (len(shown) - 1) + (0,)
-                fits = shown == last and one.shape == root.shape and one.dtype == root.dtype
-                if pattern.biased and alone and fits and root.shape[-1] != 1:
+            if pattern.biased and alone:
+                for one, row in with_row(x[0]):
                     yield form("bias + ", pattern.biased, {"a": (one, whole), "b": (row, _ROW)})
             same = all(v.shape == root.shape and v.dtype == root.dtype for v in (a, b))
-            if pattern.sum_of and same and (alone or pattern.name != "relu"):
-                more = [] if pattern.name == "relu" else [x[0]]
-                own = {"a": (a, whole), "b": (b, whole)}
-                yield form("add + ", pattern.sum_of, own, more)
+            relu = pattern.name == "relu"
+            if pattern.sum_of and same and (alone or not relu):
+                more = [] if relu else [x[0]]
+                for one, other in () if relu else ((a, b), (b, a)):
+                    for inner, row in with_row(one):
+                        if not self._used_outside(one, nodes | {x[0].node}):
+                            own = {"a": (inner, whole), "b": (other, whole)}
+                            own["input_bias"] = row, _ROW
+                            yield form("bias + add + ", pattern.sum_of, own, more)
+                yield form("add + ", pattern.sum_of, {"a": (a, whole), "b": (b, whole)}, more)
         if pattern.axes != "none" or len(arrays) > 1 or not self._fuses(x[0], root):
             yield form("", pattern.call, {} if x is None else {"x": x})
 
