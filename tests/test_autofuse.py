@@ -120,6 +120,60 @@ def test_other_windows_and_moves(f):
     assert names(f, X) == []
 
 
+def dropped(x, key, rate=0.25):
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+
+
+DROPOUT = {
+    "where": (dropped, "dropout"),
+    "uniform": (
+        lambda x, k: jnp.where(jax.random.uniform(k, x.shape) < 0.25, 0, x) / 0.75,
+        "dropout",
+    ),
+    "product": (lambda x, k: x * (jax.random.uniform(k, x.shape) >= 0.25) / 0.75, "dropout"),
+    "softmax": (lambda x, k: dropped(softmax(x * 0.5), k), "scale + softmax + dropout"),
+    "norm": (lambda x, k: rms(x + dropped(x * 2, k), B), "dropout + add + rms_norm"),
+    "bias": (lambda x, k: rms(dropped(x * 2 + C, k) + x, B), "bias + dropout + add + rms_norm"),
+    "keys": (lambda x, k: jax.vmap(dropped)(x, jax.random.split(k, len(x))), "dropout"),
+    "normal": (lambda x, k: jnp.where(jax.random.normal(k, x.shape) < 0.75, x / 0.75, 0), None),
+    "twice": (lambda x, k: jnp.where(jax.random.bernoulli(k, 0.75, x.shape), x / 0.25, 0), None),
+    "other range": (
+        lambda x, k: jnp.where(jax.random.uniform(k, x.shape, maxval=2) < 0.75, x / 0.75, 0),
+        None,
+    ),
+    "one mask for all": (lambda x, k: x * (jax.random.uniform(k, x.shape[1:]) < 0.5) * 2, None),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout(name):
+    f, pattern = DROPOUT[name]
+    key = jax.random.key(3)
+    g = fo.autofuse(f, dropout=True)
+    assert [r.pattern for r in fo.autofuse.report(g)(X, key).replaced] == (
+        [pattern] if pattern else []
+    )
+    close(fo.autofuse(f)(X, key), f(X, key), 2e-5)
+    if pattern is None:
+        np.testing.assert_array_equal(g(X, key), f(X, key))
+        return
+    y = g(X, key)
+    zeros = jax.grad(lambda x: jnp.vdot(g(x, key), y))(X)
+    assert not np.array_equal(y, g(X, jax.random.key(4)))
+    if name in ("where", "uniform", "product", "keys"):
+        kept = np.asarray(y != 0)
+        assert 0.7 < kept.mean() < 0.8
+        np.testing.assert_allclose(y, np.where(kept, X / 0.75, 0), rtol=1e-6)
+        np.testing.assert_allclose(zeros, np.where(kept, y / 0.75, 0), rtol=1e-6)
+    if name == "where":
+        np.testing.assert_array_equal(y, fo.dropout(X, key, 0.25))
+    if name == "softmax":
+        want = fo.softmax(X, scale=0.5, dropout_key=key, dropout_rate=0.25)
+        np.testing.assert_allclose(y, want, rtol=1e-6)
+    with pytest.raises(ValueError, match="dropout=True changes masks"):
+        fo.autofuse(f, dropout=True, check=True)
+
+
 def test_a_rule_of_its_own_stays():
     @jax.custom_jvp
     def relu(x):

@@ -108,7 +108,8 @@ class autofuse(Generic[_P, _T]):
 
     Traces ``fn`` and looks for what our ops compute, written by hand or by a library: activations
     with a bias or a gate before them, relu of a sum, softmax and log_softmax, layer norm, RMS norm
-    and batch norm with what stands next to them, cross entropy with integer labels, interpolation.
+    and batch norm with what stands next to them, cross entropy with integer labels, interpolation,
+    sums over windows, a bias and its attention heads.
     A pattern is replaced where the call takes the kernel (see :func:`kernel_or`) and the result,
     its dtype and its derivatives are the same but for rounding. All else stays as it is. It looks
     into ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions
@@ -120,11 +121,14 @@ class autofuse(Generic[_P, _T]):
 
     Args:
       fn: a function of arrays.
+      dropout: whether dropout with a mask by ``jax.random.bernoulli`` or ``uniform`` becomes
+        :func:`dropout` with the same key and rate. Its masks are those of :func:`dropout_mask`, not
+        those of ``jax.random``.
       check: whether each call runs both functions on its arguments and compares the results.
 
     Raises:
-      ValueError: with ``check``, the results differ by more than their dtypes round, or there are
-        no values yet, under ``jax.jit`` or ``jax.grad``.
+      ValueError: both ``dropout`` and ``check`` are set. With ``check``, the results differ by more
+        than their dtypes round, or there are no values yet, under ``jax.jit`` or ``jax.grad``.
       Whatever ``fn`` raises.
 
     Example:
@@ -141,14 +145,18 @@ class autofuse(Generic[_P, _T]):
       [[0.25, 0.25, 0.25, 0.25]]
     """
 
-    def __init__(self, fn: Callable[_P, _T], *, check: bool = False):
+    def __init__(self, fn: Callable[_P, _T], *, dropout: bool = False, check: bool = False):
+        if check and dropout:
+            raise ValueError(
+                "autofuse: dropout=True changes masks, so check=True finds differences"
+            )
         functools.update_wrapper(self, fn)
-        self._fn, self._check = fn, check
+        self._fn, self._check, self._dropout = fn, check, bool(dropout)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if self._check:
             return _checked(self._fn, args, kwargs)
-        return _call(self._fn, args, kwargs, lambda plan: None)
+        return _call(self._fn, args, kwargs, rewrite.Settings(dropout=self._dropout))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -158,13 +166,13 @@ class autofuse(Generic[_P, _T]):
         """Shows what :class:`autofuse` does with a function. Runs nothing.
 
         Args:
-          fn: a function of arrays.
+          fn: a function of arrays, or the :class:`autofuse` of one, with its options.
 
         Returns:
           A function of the arguments of ``fn``, where ``jax.ShapeDtypeStruct`` may stand for an
           array. It returns a :class:`FuseReport`.
         """
-        fn = fn._fn if isinstance(fn, autofuse) else fn
+        fn, drops = (fn._fn, fn._dropout) if isinstance(fn, autofuse) else (fn, False)
 
         @functools.wraps(fn)
         def reported(*args: Any, **kwargs: Any) -> FuseReport:
@@ -177,7 +185,7 @@ class autofuse(Generic[_P, _T]):
                 for i, x in zip(places, arrays, strict=True):
                     given[i] = x
                 a, k = jax.tree.unflatten(tree, given)
-                return jax.tree.leaves(_call(fn, a, k, plans.append))
+                return jax.tree.leaves(_call(fn, a, k, rewrite.Settings(plans.append, drops)))
 
             jax.eval_shape(run, *(leaves[i] for i in places))
             return _report(plans)
@@ -189,7 +197,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
-def _call(fn: Callable, args: tuple, kwargs: dict, observe: Callable) -> Any:
+def _call(fn: Callable, args: tuple, kwargs: dict, settings: rewrite.Settings) -> Any:
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None:
 
@@ -198,7 +206,7 @@ def _call(fn: Callable, args: tuple, kwargs: dict, observe: Callable) -> Any:
 
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_module)
         if any(map(is_module, leaves)):
-            return _call_with_modules(nnx, fn, leaves, tree, is_module, observe)
+            return _call_with_modules(nnx, fn, leaves, tree, is_module, settings)
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     rest: list[Any] = []
@@ -216,13 +224,15 @@ def _call(fn: Callable, args: tuple, kwargs: dict, observe: Callable) -> Any:
 
     arrays = [leaves[i] for i in places]
     program = jax.make_jaxpr(traced)(*arrays)
-    found = iter(rewrite.fused(program.jaxpr, program.consts, arrays, observe))
+    found = iter(rewrite.fused(program.jaxpr, program.consts, arrays, settings))
     out, others, is_array = rest
     results = [next(found) if a else x for a, x in zip(is_array, others, strict=True)]
     return jax.tree.unflatten(out, results)
 
 
-def _call_with_modules(nnx, fn: Callable, leaves, tree, is_module, observe: Callable) -> Any:
+def _call_with_modules(
+    nnx, fn: Callable, leaves, tree, is_module, settings: rewrite.Settings
+) -> Any:
     """Flax' modules as their states: what the function changes in them is a result."""
     modules = tuple(filter(is_module, leaves))
     graph, state = nnx.split(modules)
@@ -236,7 +246,7 @@ def _call_with_modules(nnx, fn: Callable, leaves, tree, is_module, observe: Call
         return fn(*args, **kwargs), nnx.state(merged)
 
     others = [x for x in leaves if not is_module(x)]
-    result, state = _call(pure, (state, others), {}, observe)
+    result, state = _call(pure, (state, others), {}, settings)
     nnx.update(modules, state)
     return result
 
@@ -245,7 +255,7 @@ def _checked(fn: Callable, args: tuple, kwargs: dict) -> Any:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
         raise ValueError("autofuse: check=True needs values: call it outside of jit and grad")
     want = fn(*args, **kwargs)
-    got = _call(fn, args, kwargs, lambda plan: None)
+    got = _call(fn, args, kwargs, rewrite.Settings())
     for (path, a), b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), strict=True):
         if _is_array(a):
             _compare(jax.tree_util.keystr(path), np.asarray(a), np.asarray(b))

@@ -45,6 +45,7 @@ FOLDED: dict[str, Callable] = {
     "reshape": lambda x, *_: x,
     "squeeze": lambda x, *_: x,
     "copy": lambda x: x,
+    "stop_gradient": lambda x: x,
     "pvary": lambda x: x,
     "pcast": lambda x: x,
 }

@@ -27,6 +27,11 @@ class Move(NamedTuple):
     axis: int = 0
     numbers: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def rate(self) -> float:
+        """That of a dropout."""
+        return dict(self.numbers)["rate"]
+
 
 def move_at(value: Value) -> Move | None:
     """The pattern whose result, or one of whose results, is this value."""

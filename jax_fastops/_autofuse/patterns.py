@@ -181,8 +181,14 @@ def _log_softmax(x, *, axis):
     return x - jnp.log(jnp.sum(jnp.exp(x), axis, keepdims=True))
 
 
+def _drop(leaves) -> dict:
+    names = ("dropout_key", "dropout_rate")
+    return {name: leaves[name] for name in names if name in leaves}
+
+
 def _call_softmax(leaves, axis):
-    return softmax(leaves["x"], axis, leaves.get("where"), scale=leaves.get("scale", 1.0))
+    options = dict(scale=leaves.get("scale", 1.0), **_drop(leaves))
+    return softmax(leaves["x"], axis, leaves.get("where"), **options)
 
 
 def _call_log_softmax(leaves, axis):
@@ -324,7 +330,7 @@ def _row_norm(rms: bool, form: str, order: str, parameters: tuple[str, ...]) -> 
     def sum_of(leaves, axis):
         del axis
         options = dict(eps=leaves["eps"], fanout=leaves["fanout"], return_sum=True)
-        options["input_bias"] = leaves.get("input_bias")
+        options |= dict(input_bias=leaves.get("input_bias"), **_drop(leaves))
         return with_residual(*_given(leaves, "a", "b"), *_given(leaves, *names), **options)
 
     leaves = " ".join(("x", *parameters, "eps"))

@@ -7,7 +7,7 @@ import functools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jax_fastops import _compat, _explain, _implementation
+from jax_fastops._autofuse.drops import drop_at
 from jax_fastops._autofuse.graph import Graph, Level, Value
 from jax_fastops._autofuse.masks import masked
 from jax_fastops._autofuse.match import (
@@ -155,13 +156,15 @@ _ELSEWHERE = "its operands are in another function"
 class _Finder:
     """Finds the patterns of a graph."""
 
-    def __init__(self, graph: Graph):
-        self.graph = graph
+    def __init__(self, graph: Graph, dropout: bool = False):
+        self.graph, self.dropout = graph, dropout
         self.misses: list[Miss] = []
         self.programs = _Programs()
 
     def find(self, value: Value) -> Match | None:
         """The match of the largest pattern whose result is this value."""
+        if self.dropout and (drop := drop_at(value)) is not None:
+            return self._dropped_softmax(drop) or self._moved(drop)
         if (move := move_at(value)) is not None:
             return self._moved(move)
         if not self._may_be_root(value):
@@ -197,6 +200,25 @@ class _Finder:
             return None
         pattern = Pattern(move.name, move.op, tuple(move.reads), move.op)
         return Match(pattern, "", move.results, reads, call, frozenset(move.results), level)
+
+    def _dropped_softmax(self, drop: Move) -> Match | None:
+        """The match of a softmax and its dropout, if the softmax is used nowhere else."""
+        (root,), (x, key) = drop.results, drop.reads.values()
+        alone = len(x.users) == 1 and key.shape == ()
+        match = self.find(x) if alone else None
+        if match is None or not match.pattern.name.startswith("softmax"):
+            return None
+        inner = match.call
+        names, reads = (*inner.names, "dropout_key"), (*inner.reads, Read(()))
+        numbers = (*inner.numbers, ("dropout_rate", drop.rate))
+        call = dataclasses.replace(inner, names=names, reads=reads, numbers=numbers)
+        values = [*match.reads, key]
+        level, program = self._level(root, values), self.programs(call, list(map(_struct, values)))
+        if level is None or isinstance(program, str):
+            return None
+        pattern = dataclasses.replace(match.pattern, name=f"{match.pattern.name} + dropout")
+        taken = match.inner | {root}
+        return Match(pattern, match.before, [root], values, call, taken, level)
 
     def _may_be_root(self, value: Value) -> bool:
         node = value.node
@@ -381,14 +403,27 @@ class _Finder:
             if pattern.sum_of and same and (alone or not relu):
                 more = [] if relu else [x[0]]
                 for one, other in () if relu else ((a, b), (b, a)):
-                    for inner, row in with_row(one):
-                        if not self._used_outside(one, nodes | {x[0].node}):
-                            own = {"a": (inner, whole), "b": (other, whole)}
-                            own["input_bias"] = row, _ROW
-                            yield form("bias + add + ", pattern.sum_of, own, more)
+                    if not self._used_outside(one, nodes | {x[0].node}):
+                        for before, own, numbers in self._before_sum(one):
+                            own["b"] = other, whole
+                            yield form(before + "add + ", pattern.sum_of, own, more, **numbers)
                 yield form("add + ", pattern.sum_of, {"a": (a, whole), "b": (b, whole)}, more)
         if pattern.axes != "none" or len(arrays) > 1 or not self._fuses(x[0], root):
             yield form("", pattern.call, {} if x is None else {"x": x})
+
+    def _before_sum(self, value: Value) -> Iterator[tuple[str, dict, dict]]:
+        """What a norm takes with an array that it adds to the residual: a dropout and a bias."""
+        whole = Read(value.shape)
+        drop = drop_at(value) if self.dropout else None
+        if drop is not None and drop.reads["key"].shape == ():
+            x, key = drop.reads.values()
+            own, numbers = {"dropout_key": (key, Read(()))}, {"dropout_rate": drop.rate}
+            for inner, row in with_row(x):
+                biased = {"a": (inner, whole), "input_bias": (row, _ROW), **own}
+                yield "bias + dropout + ", biased, numbers
+            yield "dropout + ", {"a": (x, whole), **own}, numbers
+        for inner, row in with_row(value):
+            yield "bias + ", {"a": (inner, whole), "input_bias": (row, _ROW)}, {}
 
     def _absorbed(self, pattern: Pattern, axis: int, x, root: Value, nodes) -> Iterator[tuple]:
         """What a softmax takes with its operand: a factor and a mask, most first."""
@@ -480,9 +515,9 @@ class _Programs:
 class Plan:
     """What is replaced in a program."""
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, dropout: bool = False):
         self.graph = graph
-        finder = _Finder(graph)
+        finder = _Finder(graph, dropout)
         self.matches: list[Match] = []
         self.misses, self.programs = finder.misses, finder.programs
         self.at: dict[Level, dict[Any, tuple[Match, int]]] = {}
@@ -530,22 +565,19 @@ _BODIES = {
 }
 
 
-class Observer:
-    """Collects the plans of a program and of the bodies of its loops, for a report."""
+class Settings(NamedTuple):
+    """What is seen of each plan, and whether dropout may take other masks."""
 
-    def __init__(self) -> None:
-        self.plans: list[Plan] = []
-
-    def __call__(self, plan: Plan) -> None:
-        self.plans.append(plan)
+    observe: Callable[[Plan], object] = lambda plan: None
+    dropout: bool = False
 
 
-def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], observe: Callable) -> list:
+def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], settings: Settings) -> list:
     """The results of a program, with the calls of ops in place of patterns."""
     graph = Graph(jaxpr, constants)
-    plan = Plan(graph)
-    observe(plan)
-    return _Run(plan, graph.top, args, observe).results()
+    plan = Plan(graph, settings.dropout)
+    settings.observe(plan)
+    return _Run(plan, graph.top, args, settings).results()
 
 
 def _has_work(jaxpr) -> bool:
@@ -559,8 +591,8 @@ def _has_work(jaxpr) -> bool:
 class _Run:
     """The evaluation of one level."""
 
-    def __init__(self, plan: Plan, level: Level, args: Sequence[Any], observe: Callable):
-        self._plan, self._level, self._observe = plan, level, observe
+    def __init__(self, plan: Plan, level: Level, args: Sequence[Any], settings: Settings):
+        self._plan, self._level, self._settings = plan, level, settings
         jaxpr = level.jaxpr
         self._values = dict(zip(jaxpr.invars, args, strict=True))
         self._values.update(zip(jaxpr.constvars, level.constants, strict=True))
@@ -660,15 +692,15 @@ class _Run:
             if self._plan.touches(inner) or _has_bodies(inner.jaxpr):
                 equation = _with_body(equation, "jaxpr", lambda *a: self._run(inner, a))
         elif equation.primitive.name == "shard_map":
-            self._store(equation, _sharded(equation, args, self._observe))
+            self._store(equation, _sharded(equation, args, self._settings))
             return
         elif equation.primitive.name in _BODIES:
             for name in _BODIES[equation.primitive.name]:
-                equation = _with_fused_bodies(equation, name, self._observe)
+                equation = _with_fused_bodies(equation, name, self._settings)
         self._store(level.jaxpr.eqns[index], _bind(level.jaxpr, equation, args))
 
     def _run(self, level: Level, args) -> list:
-        return _Run(self._plan, level, args, self._observe).results()
+        return _Run(self._plan, level, args, self._settings).results()
 
     def _store(self, equation, results) -> None:
         for var, result in zip(equation.outvars, results, strict=True):
@@ -734,7 +766,7 @@ def _visible(aval) -> tuple:
     return getattr(aval, "shape", ()), getattr(aval, "dtype", None), aval.weak_type, str(spec)
 
 
-def _with_fused_bodies(equation, name: str, observe: Callable):
+def _with_fused_bodies(equation, name: str, settings: Settings):
     bodies = equation.params.get(name)
     if bodies is None:
         return equation
@@ -746,21 +778,21 @@ def _with_fused_bodies(equation, name: str, observe: Callable):
             found.append(body)
             continue
         alone = equation.replace(params={name: body})
-        run = functools.partial(_fused_body, inner, getattr(body, "consts", ()), observe)
+        run = functools.partial(_fused_body, inner, getattr(body, "consts", ()), settings)
         found.append(_with_body(alone, name, run).params[name])
     new = type(bodies)(found) if several else found[0]
     return equation.replace(params={**equation.params, name: new})
 
 
-def _fused_body(jaxpr, constants, observe, *args):
-    return fused(jaxpr, constants, args, observe)
+def _fused_body(jaxpr, constants, settings, *args):
+    return fused(jaxpr, constants, args, settings)
 
 
-def _sharded(equation, args, observe: Callable) -> list:
+def _sharded(equation, args, settings: Settings) -> list:
     params = equation.params
     jaxpr = params["jaxpr"]
     run = functools.partial(
-        _fused_body, getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), observe
+        _fused_body, getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), settings
     )
     mapped = jax.shard_map(
         run,
