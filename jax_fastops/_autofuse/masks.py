@@ -64,9 +64,11 @@ def _no_row_is_empty(mask: Value, axis: int, keep: bool, added_to) -> bool:
     key = name, along, keep, added_to
     if key not in _known:
         found = _elements(source)
-        valid = found is not None and (added_to is None or _is_added(found, added_to))
-        counts = np.reshape(found != 0, source.sizes) == keep if valid else np.zeros(1, bool)
-        _known[key] = bool((counts if along is None else counts.any(along)).all())
+        if found is None or (added_to is not None and not _is_added(found, added_to)):
+            _known[key] = False
+        else:
+            counts = np.reshape(found != 0, source.sizes) == keep
+            _known[key] = bool((counts if along is None else counts.any(along)).all())
     return _known[key]
 
 

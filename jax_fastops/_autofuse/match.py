@@ -515,7 +515,7 @@ class Matcher:
         return None
 
     def _near(self, a: float, b: float) -> bool:
-        return a == b or abs(a - b) <= self.tolerance * max(abs(a), abs(b))
+        return a == b or abs(a - b) <= self.tolerance * max(abs(a), abs(b)) < math.inf
 
     def _match(self, formula, place: Map, value: Value, shown: Map, state: State) -> Iterator:
         """States, and the number that the formula must be multiplied with to give the value."""
