@@ -427,10 +427,12 @@ def check_mutants(name, count, seed):
         if changed is None:
             continue
         g = jaxpr_as_fun(changed)
-        same_results(g(*args), fo.autofuse(g)(*args), changed)
-        if rng.random() < 0.2:
-            want, got = run(g, args)[1], run(fo.autofuse(g), args)[1]
-            same_results(want, got, changed)
+        want = g(*args)
+        same_results(want, fo.autofuse(g)(*args), changed)
+        if rng.random() < 0.2 and all(np.all(np.abs(y) < 50) for y in want):
+            want = run(g, args)[1]
+            if all(np.all(np.abs(x) < 1000) for x in want):  # else rounding has a large effect
+                same_results(want, run(fo.autofuse(g), args)[1], changed)
 
 
 def same_results(want, got, program):

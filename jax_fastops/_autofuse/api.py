@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-from jax_fastops import _compat
+from jax_fastops import _explain
 from jax_fastops._autofuse import rewrite
 from jax_fastops._autofuse.match import resolve
 
@@ -32,6 +32,7 @@ class Replaced:
       where: the file and line of its last operation.
       shape: the shape of its result.
       dtype: the dtype of its result.
+      why: why the call takes the kernel.
       saves: the bytes of the arrays between its operations, at least as large as its result. XLA
         fuses some of them, so this is the most that the op does not write.
 
@@ -49,6 +50,7 @@ class Replaced:
     shape: tuple[int, ...]
     dtype: str
     saves: int
+    why: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Missed:
     Attributes:
       pattern: its name.
       where: the file and line of the operation that does not fit, or of the result.
-      reason: why it stays.
+      equation: this operation and its operands.
+      reason: why the pattern stays.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -71,6 +74,7 @@ class Missed:
 
     pattern: str
     where: str
+    equation: str
     reason: str
 
 
@@ -93,14 +97,25 @@ class FuseReport:
     missed: tuple[Missed, ...]
 
     def __str__(self) -> str:
-        lines = [f"{len(self.replaced)} patterns replaced"]
-        for r in self.replaced:
-            shape = ",".join(map(str, r.shape))
-            lines.append(f"  {r.pattern}  {r.dtype}[{shape}]  {r.where}")
+        rows = [
+            (
+                r.pattern,
+                f"{r.dtype}[{','.join(map(str, r.shape))}]",
+                _explain.size(r.saves),
+                r.where,
+                r.why,
+            )
+            for r in self.replaced
+        ]
+        header = ("pattern", "result", "saves", "where", "why")
+        text = f"{len(rows)} patterns replaced\n" + (
+            _explain.table([header, *rows]) if rows else ""
+        )
         if self.missed:
-            lines.append(f"{len(self.missed)} patterns left")
-            lines += [f"  {m.pattern}  {m.where}: {m.reason}" for m in self.missed]
-        return "\n".join(lines)
+            missed = [(m.pattern, m.equation, m.where, m.reason) for m in self.missed]
+            header = ("pattern", "up to", "where", "why")
+            text += f"{len(missed)} patterns left\n" + _explain.table([header, *missed])
+        return text.rstrip()
 
 
 class autofuse(Generic[_P, _T]):
@@ -291,7 +306,12 @@ def _report(plans: list[rewrite.Plan]) -> FuseReport:
             large = [v for v in match.inner if rewrite._size(v) >= rewrite._size(root)]
             saved = sum(rewrite._size(v) * v.dtype.itemsize for v in large if v is not root)
             found = Replaced(
-                match.before + match.pattern.name, _line(root), root.shape, str(root.dtype), saved
+                match.before + match.pattern.name,
+                rewrite.line_of(root),
+                root.shape,
+                str(root.dtype),
+                saved,
+                plan.programs.why.get(match.call, ""),
             )
             replaced.append(found)
         taken = {v for match in plan.matches for v in (*match.inner, match.root)}
@@ -300,9 +320,13 @@ def _report(plans: list[rewrite.Plan]) -> FuseReport:
             shown = {miss.value, resolve(miss.value, narrowing=True)[0]}
             if not shown & taken and miss.value not in seen:
                 seen.add(miss.value)
-                missed.append(Missed(miss.pattern, _line(miss.value), miss.reason))
+                missed.append(Missed(miss.pattern, *_place(miss.value), miss.reason))
     return FuseReport(tuple(replaced), tuple(missed))
 
 
-def _line(value) -> str:
-    return "" if value.node is None else _compat.source_line(value.node.equation)
+def _place(value) -> tuple[str, str]:
+    """The line of a value, and the operation that makes it."""
+    if value.node is None:
+        return "", ""
+    operands = ", ".join(v.aval.str_short() for v in value.node.inputs)
+    return rewrite.line_of(value), f"{value.node.name}({operands})"

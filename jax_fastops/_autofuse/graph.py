@@ -57,10 +57,12 @@ class Node:
 
 
 class Level:
-    """A program: the one that was traced, or one that it calls."""
+    """A program: the one that was traced, or one that an equation of its ``parent`` calls."""
 
-    def __init__(self, jaxpr, operands: Sequence[Value], constants: Sequence[Any], parent=None):
-        self.jaxpr, self.constants, self.parent = jaxpr, constants, parent
+    def __init__(
+        self, jaxpr, operands: Sequence[Value], constants: Sequence[Any], parent=None, equation=None
+    ):
+        self.jaxpr, self.constants, self.parent, self.equation = jaxpr, constants, parent, equation
         self.calls: dict[int, Level] = {}  # by the index of the equation
         self.values: dict[Any, Value] = {}
         for var, value in zip(jaxpr.invars, operands, strict=True):
@@ -127,7 +129,11 @@ class Graph:
             if equation.primitive.name in _CALLS and "jaxpr" in equation.params:
                 inner = equation.params["jaxpr"]
                 called = Level(
-                    getattr(inner, "jaxpr", inner), inputs, getattr(inner, "consts", ()), level
+                    getattr(inner, "jaxpr", inner),
+                    inputs,
+                    getattr(inner, "consts", ()),
+                    level,
+                    equation,
                 )
                 level.calls[index] = called
                 outputs = self._enter(called)

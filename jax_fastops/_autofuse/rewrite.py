@@ -82,6 +82,16 @@ class Miss:
     reason: str
 
 
+def line_of(value: Value) -> str:
+    """The user's file and line that made a value, or called the function that made it."""
+    if value.node is None:
+        return ""
+    equation, level = value.node.equation, value.node.level
+    while not (line := _compat.source_line(equation)) and level.equation is not None:
+        equation, level = level.equation, level.parent
+    return line
+
+
 def _size(value: Value) -> int:
     return math.prod(value.shape)
 
@@ -487,6 +497,7 @@ class _Programs:
 
     def __init__(self) -> None:
         self._known: dict[tuple, Any] = {}
+        self.why: dict[Call, str] = {}
 
     def __call__(self, call: Call, types: Sequence[Any], fanout: bool = False) -> Any:
         """The program of a call, or as text why the kernel does not take it."""
@@ -495,15 +506,16 @@ class _Programs:
             self._known[key] = self._trace(call, types, fanout)
         return self._known[key]
 
-    @staticmethod
-    def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
+    def _trace(self, call: Call, types: Sequence[Any], fanout: bool) -> Any:
         try:
-            with kernels_only(True):
+            with kernels_only(True), _explain.decisions() as made:
                 traced = jax.make_jaxpr(functools.partial(call, fanout=fanout))(*types)
         except Refused as refused:
             return str(refused) or "XLA is as fast"
         except (TypeError, ValueError, NotImplementedError) as error:
             return str(error).partition("\n")[0]
+        choices = [d.forward if d.forward.kernel else d.gradient for d in made]
+        self.why[call] = "; ".join(dict.fromkeys(c.reason for c in choices if c.kernel))
         found = traced.out_avals[0]
         same = found.shape == call.shape and found.dtype == call.dtype
         return traced if same else "the result has another type"
@@ -657,9 +669,7 @@ class _Run:
             else jnp.full(v.shape, constant(v), v.dtype)
             for v in match.reads
         ]
-        assert match.root.node is not None
-        equation = match.root.node.equation
-        with _explain.at(_compat.source_line(equation)):
+        with _explain.at(line_of(match.root)):
             var = match.root.places[self._level]
             twice = match.pattern.fanout and self._needed[var] == 2
             y, *others = self._results(match, given, twice)
