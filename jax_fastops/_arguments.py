@@ -79,6 +79,11 @@ def same_floating_dtype(
     return [x if x.dtype == dtype else x.astype(dtype) for x in arrays]
 
 
+def is_integer(x: jax.Array) -> bool:
+    """Whether an array has integers or booleans."""
+    return jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
+
+
 def not_weak(x: jax.Array) -> jax.Array:
     """``x`` without weak type, as from the functions of ``jax.nn`` that reduce."""
     return jax.lax.convert_element_type(x, x.dtype) if _is_weak(x) else x

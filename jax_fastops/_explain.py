@@ -76,7 +76,7 @@ class OpCall:
 
     def _cells(self) -> tuple[str, ...]:
         runs = "kernel" if self.kernel else "reference"
-        kept = _bytes(self.kept) if self.differentiated else ""
+        kept = size(self.kept) if self.differentiated else ""
         operands = ", ".join(self.operands)
         return self.op, operands, runs, str(self.calls), kept, self.where, self.reason
 
@@ -110,7 +110,7 @@ class Explanation:
     def _summary(self) -> str:
         total = sum(call.calls for call in self.calls)
         kernels = sum(call.calls for call in self.calls if call.kernel)
-        kept = f"{_bytes(self.kept)} kept for the backward"
+        kept = f"{size(self.kept)} kept for the backward"
         return f"{total} calls, {kernels} by kernel; {kept}"
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class Explanation:
                 return self._colored()
             except ImportError:
                 pass
-        return _table([_COLUMNS, *(call._cells() for call in self.calls)]) + self._summary()
+        return table([_COLUMNS, *(call._cells() for call in self.calls)]) + self._summary()
 
     def _colored(self) -> str:
         from rich.console import Console
@@ -225,8 +225,9 @@ def observe(op: str, args: Sequence) -> tuple[Sequence, Callable]:
     number = _session.value
     records = _sessions.get(number)
     logged = _log.isEnabledFor(logging.INFO)
+    made = getattr(_place, "decisions", None)
     if records is None and not logged:
-        return args, _ignore
+        return args, _ignore if made is None else lambda decision, function: made.append(decision)
     given = [x for x in args if x is not None]
     record = _Record(op, tuple(jax.typeof(x).str_short() for x in given), _where())
     if records is not None:
@@ -236,6 +237,8 @@ def observe(op: str, args: Sequence) -> tuple[Sequence, Callable]:
 
     def decided(decision: Decision, function: Callable) -> None:
         record.decision = decision
+        if made is not None:
+            made.append(decision)
         if records is not None:
             with _session(0):
                 record.kept = _kept(function, args)
@@ -283,6 +286,21 @@ def _kept(function: Callable, args: Sequence) -> int:
 
 def _is_fixed(shape) -> bool:
     return all(isinstance(d, int) for d in shape)
+
+
+def is_on() -> bool:
+    """Whether a function is explained in this thread."""
+    return bool(_session.value)
+
+
+@contextlib.contextmanager
+def decisions():
+    """Gives a list of the decisions that are made in this block."""
+    before, _place.decisions = getattr(_place, "decisions", None), []
+    try:
+        yield _place.decisions
+    finally:
+        _place.decisions = before
 
 
 @contextlib.contextmanager
@@ -346,7 +364,7 @@ def _count(jaxpr, records: list[_Record], times: int, again: bool) -> None:
 # ---- text ----------------------------------------------------------------------------------------
 
 
-def _bytes(n: int) -> str:
+def size(n: int) -> str:
     for unit in ("B", "kB", "MB"):
         if n < 1000:
             return f"{n:.3g} {unit}" if unit != "B" else f"{n} B"
@@ -354,7 +372,7 @@ def _bytes(n: int) -> str:
     return f"{n:.3g} GB"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:

@@ -72,7 +72,7 @@ def _activation(name, original, x, *rest):
 
 
 def _softmax_of(function, original, x, axis=-1, where=None, **rest):
-    if rest or not _takes(x):
+    if rest or not _takes(x) or getattr(where, "dtype", jnp.bool_) != jnp.bool_:
         return original(x, axis=axis, where=where, **rest)
     return kernel_or(function, original)(x, axis=axis, where=where)
 

@@ -641,6 +641,8 @@ def _check(
             f"{op}: residual has shape {residual.shape}; it must have that of x, {x.shape}"
         )
     axis = integer(op, "axis", axis)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x has shape (); it must have at least 1 dimension")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(
             f"{op}: axis is {axis}; it must be in [{-x.ndim}, {x.ndim}) for x of shape {x.shape}"

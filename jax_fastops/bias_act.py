@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_fastops._arguments import as_arrays, not_weak, one_of, same_floating_dtype
+from jax_fastops._arguments import as_arrays, is_integer, not_weak, one_of, same_floating_dtype
 from jax_fastops._bits import pack, select
 from jax_fastops._broadcast import (
     add,
@@ -178,7 +178,9 @@ def _relu_in_view(request, x, bias):
 def _check(x, bias, activation) -> list[jax.Array]:
     one_of("bias_act", "activation", activation, ACTIVATIONS)
     if bias is None:
-        (x,) = same_floating_dtype("bias_act", as_arrays("bias_act", x=x), ["x"])
+        (x,) = as_arrays("bias_act", x=x)
+        x = x.astype(jnp.result_type(x.dtype, float)) if is_integer(x) else x
+        (x,) = same_floating_dtype("bias_act", [x], ["x"])
         # A bias of one element has no axis that an explicit mesh could shard.
         sharded = not jax.typeof(x).sharding.mesh.empty
         bias = jnp.zeros((1,) * min(x.ndim, 1) if sharded else x.shape[-1:], x.dtype)
@@ -217,14 +219,15 @@ def bias_act(
     rounded once.
 
     Args:
-      x: array of any shape; float32, bfloat16, float16 or float64.
+      x: array of any shape; float32, bfloat16, float16 or float64. Without a bias, integers become
+        floating-point numbers, as in ``jax.nn.gelu``.
       bias: array that broadcasts to the shape of ``x``, typically ``[h]``. It may have another
         floating dtype. The kernel reads it in its own shape. ``None``: no bias.
       activation: ``"gelu"`` (``jax.nn.gelu``, the tanh approximation), ``"gelu_exact"`` (by erf),
         ``"silu"`` or ``"relu"``.
 
     Returns:
-      An array with the shape and dtype of ``x``.
+      An array with the shape and the (floating) dtype of ``x``.
 
     Residuals:
       ``x`` and the bias. For relu, one bit per element (uint8), and the bias for its shape. A

@@ -15,7 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_fastops._arguments import as_arrays, broadcast_shape, same_floating_dtype
+from jax_fastops._arguments import (
+    as_arrays,
+    broadcast_shape,
+    is_integer,
+    same_floating_dtype,
+)
 from jax_fastops._bits import pack, select
 from jax_fastops._dispatch import Refused
 from jax_fastops._kernel import Kernel
@@ -87,7 +92,7 @@ def relu(x: ArrayLike) -> jax.Array:
     NaN stays NaN, and ``-0.0`` becomes ``+0.0``. The gradient is 0 at 0 and at NaN.
 
     Args:
-      x: array of any shape; float32, bfloat16, float16 or float64.
+      x: array of any shape; float32, bfloat16, float16 or float64. Integers take the reference.
 
     Returns:
       An array with the shape and dtype of ``x``.
@@ -110,7 +115,10 @@ def relu(x: ArrayLike) -> jax.Array:
       >>> jax.grad(lambda x: fo.relu(x).sum())(jnp.array([-1.0, 0.0, 2.0])).tolist()
       [0.0, 0.0, 1.0]
     """
-    (x,) = same_floating_dtype("relu", as_arrays("relu", x=x), ["x"])
+    (x,) = as_arrays("relu", x=x)
+    if is_integer(x):
+        return jax.nn.relu(x)
+    (x,) = same_floating_dtype("relu", [x], ["x"])
     return _relu(x, native=functools.partial(_in_view, _relu))
 
 

@@ -10,6 +10,8 @@ Y = jnp.asarray(RNG.standard_normal((4, 6, 40)), jnp.float32)
 B = jnp.asarray(RNG.standard_normal(40), jnp.float32)
 C = jnp.asarray(RNG.standard_normal(40), jnp.float32)
 MASK = X > -0.5
+SCORES = jnp.asarray(RNG.standard_normal((2, 3, 8, 8)), jnp.float32)
+LOWER = jnp.tril(jnp.ones((8, 8), bool))
 LABELS = jnp.asarray(RNG.integers(0, 40, (4, 6)))
 IMAGES = jnp.asarray(RNG.standard_normal((2, 5, 5, 8)), jnp.float32)
 
@@ -107,6 +109,36 @@ PROGRAMS = {
         (X, MASK[:, :1]),
         ["softmax with where"],
     ),
+    "causal": (
+        lambda x: softmax(jnp.where(jnp.tril(jnp.ones((8, 8))) == 0, -jnp.inf, x)),
+        (SCORES,),
+        ["where + softmax"],
+    ),
+    "scaled causal": (
+        lambda x: jax.nn.softmax(jnp.where(jnp.arange(8)[:, None] >= jnp.arange(8), x / 8, -1e9)),
+        (SCORES,),
+        ["scale + where + softmax"],
+    ),
+    "added causal": (
+        lambda x: jax.nn.softmax(x * 0.5 + (1 - LOWER.astype(x.dtype)) * -1e10),
+        (SCORES,),
+        ["scale + where + softmax"],
+    ),
+    "causal attention": (
+        lambda q: jax.nn.dot_product_attention(q, q, q, is_causal=True),
+        (SCORES.transpose(0, 2, 1, 3),),
+        ["scale + where + softmax"],
+    ),
+    "mask of the data": (
+        lambda x, where: jax.nn.softmax(jnp.where(where, x, -1e9)),
+        (X, MASK.at[0].set(False)),
+        ["softmax"],
+    ),
+    "added mask": (
+        lambda x, where: jax.nn.softmax(x + jnp.where(where, 0, jnp.finfo(x.dtype).min)),
+        (X, MASK.at[0].set(False)),
+        ["softmax"],
+    ),
     "log_softmax": (jax.nn.log_softmax, (X,), ["log_softmax"]),
     "logsumexp": (
         lambda x: x - jax.scipy.special.logsumexp(x, -1, keepdims=True),
@@ -147,6 +179,21 @@ PROGRAMS = {
         (X, Y, B, C),
         ["add + layer_norm"],
     ),
+    "bias, residual norm": (
+        lambda x, y, i, s, b: by_var(y + (x + i), s, b),
+        (X, Y, B[::-1], B, C),
+        ["bias + add + layer_norm"],
+    ),
+    "bias, residual rms": (
+        lambda x, y, i, s: (rms((i + x) + y, s), i + x + y),
+        (X, Y, C, B),
+        ["bias + add + rms_norm"],
+    ),
+    "parameters in float32": (
+        lambda x, y, s, b: by_moments((x + y).astype(jnp.float32), s, b).astype(jnp.bfloat16),
+        (X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16), B, C),
+        ["add + layer_norm"],
+    ),
     "rms": (rms, (X, B), ["rms_norm"]),
     "gemma rms": (gemma_rms, (X, B), ["rms_norm"]),
     "residual rms": (lambda x, y, s: rms(x + y, s), (X, Y, B), ["add + rms_norm"]),
@@ -170,6 +217,38 @@ PROGRAMS = {
         lambda x, m, v, s: jax.nn.relu((x - m) * jax.lax.rsqrt(v**2 + 1e-5) * s),
         (IMAGES, IMAGES[0, 0, 0], IMAGES[0, 0, 1], IMAGES[0, 0, 2]),
         ["batch_norm_inference + relu"],
+    ),
+    "window": (
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 5), (1, 1, 1), "SAME"),
+        (X,),
+        ["window_sum"],
+    ),
+    "window of a middle axis": (
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3, 1), (1, 1, 1), "VALID") / 3,
+        (X,),
+        ["window_sum"],
+    ),
+    "split heads": (
+        lambda x, b: jnp.swapaxes((b + x).reshape(4, 6, 8, 5), 1, 2),
+        (X, B),
+        ["bias + split_heads"],
+    ),
+    "queries, keys, values": (
+        lambda x, b: tuple(jnp.moveaxis((x + b).reshape(4, 6, 3, 5, 8), (2, 3), (0, 2))),
+        (jnp.concatenate([X, Y, X], -1), jnp.concatenate([B, C, C])),
+        ["bias + split_qkv_heads"],
+    ),
+    "split first": (
+        lambda x, b: [
+            y.reshape(4, 6, 5, 8).transpose(0, 2, 1, 3) for y in jnp.split(x + b, 3, -1)[::-1]
+        ],
+        (jnp.concatenate([X, Y, X], -1), jnp.concatenate([B, C, C])),
+        ["bias + split_qkv_heads"],
+    ),
+    "merge heads": (
+        lambda x: x.transpose(0, 2, 1, 3).reshape(2, 8, 24) + 1,
+        (SCORES,),
+        ["merge_heads"],
     ),
     "lerp": (lambda a, b, w: a + w * (b - a), (X, Y, X * Y), ["lerp"]),
     "weights": (lambda a, b, w: (1 - w) * a + w * b, (X, Y, X * Y), ["lerp"]),

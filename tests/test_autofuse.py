@@ -6,7 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autofuse_programs import LABELS, PROGRAMS, B, C, X, Y, by_moments, label_loss, rms, softmax
+from autofuse_programs import (
+    LABELS,
+    PROGRAMS,
+    SCORES,
+    B,
+    C,
+    X,
+    Y,
+    by_moments,
+    label_loss,
+    rms,
+    softmax,
+)
 from harness.programs import targets_of
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
@@ -57,7 +69,8 @@ def test_programs(name):
     f, args, patterns = PROGRAMS[name]
     assert names(f, *args) == patterns
     want, got = run(f, args), run(fo.autofuse(f), args)
-    close(got, want, 3e-5)
+    narrow = any(x.dtype == jnp.bfloat16 for x in args)
+    close(got, want, 0.05 if narrow else 3e-5)
     assert targets_of(lambda *a: fo.autofuse(f)(*a), *args)
 
 
@@ -91,6 +104,76 @@ def test_near_misses(f):
     close(run(fo.autofuse(f), (X,)), run(f, (X,)), 2e-5)
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 4), (1, 1, 1), "VALID"),
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 3), (1, 1, 2), "SAME"),
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3, 3), (1, 1, 1), "SAME"),
+        lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 3), (1, 1, 1), "SAME"),
+        lambda x: (x + B).reshape(4, 6, 8, 5).transpose(0, 2, 3, 1),
+        lambda x: (x + B).reshape(4, 6, 5, 8).transpose(0, 2, 1, 3) @ x[:, None, :5, :8].mT,
+        lambda x: x.reshape(4, 8, 3, 10).transpose(0, 2, 1, 3).reshape(4, 8, 30) @ x[:, :3, :30].mT,
+    ],
+)
+def test_other_windows_and_moves(f):
+    assert names(f, X) == []
+
+
+def dropped(x, key, rate=0.25):
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+
+
+DROPOUT = {
+    "where": (dropped, "dropout"),
+    "uniform": (
+        lambda x, k: jnp.where(jax.random.uniform(k, x.shape) < 0.25, 0, x) / 0.75,
+        "dropout",
+    ),
+    "product": (lambda x, k: x * (jax.random.uniform(k, x.shape) >= 0.25) / 0.75, "dropout"),
+    "softmax": (lambda x, k: dropped(softmax(x * 0.5), k), "scale + softmax + dropout"),
+    "norm": (lambda x, k: rms(x + dropped(x * 2, k), B), "dropout + add + rms_norm"),
+    "bias": (lambda x, k: rms(dropped(x * 2 + C, k) + x, B), "bias + dropout + add + rms_norm"),
+    "keys": (lambda x, k: jax.vmap(dropped)(x, jax.random.split(k, len(x))), "dropout"),
+    "normal": (lambda x, k: jnp.where(jax.random.normal(k, x.shape) < 0.75, x / 0.75, 0), None),
+    "twice": (lambda x, k: jnp.where(jax.random.bernoulli(k, 0.75, x.shape), x / 0.25, 0), None),
+    "other range": (
+        lambda x, k: jnp.where(jax.random.uniform(k, x.shape, maxval=2) < 0.75, x / 0.75, 0),
+        None,
+    ),
+    "one mask for all": (lambda x, k: x * (jax.random.uniform(k, x.shape[1:]) < 0.5) * 2, None),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout(name):
+    f, pattern = DROPOUT[name]
+    key = jax.random.key(3)
+    g = fo.autofuse(f, dropout=True)
+    assert [r.pattern for r in fo.autofuse.report(g)(X, key).replaced] == (
+        [pattern] if pattern else []
+    )
+    close(fo.autofuse(f)(X, key), f(X, key), 2e-5)
+    if pattern is None:
+        np.testing.assert_array_equal(g(X, key), f(X, key))
+        return
+    y = g(X, key)
+    zeros = jax.grad(lambda x: jnp.vdot(g(x, key), y))(X)
+    assert not np.array_equal(y, g(X, jax.random.key(4)))
+    if name in ("where", "uniform", "product", "keys"):
+        kept = np.asarray(y != 0)
+        assert 0.7 < kept.mean() < 0.8
+        np.testing.assert_allclose(y, np.where(kept, X / 0.75, 0), rtol=1e-6)
+        np.testing.assert_allclose(zeros, np.where(kept, y / 0.75, 0), rtol=1e-6)
+    if name == "where":
+        np.testing.assert_array_equal(y, fo.dropout(X, key, 0.25))
+    if name == "softmax":
+        want = fo.softmax(X, scale=0.5, dropout_key=key, dropout_rate=0.25)
+        np.testing.assert_allclose(y, want, rtol=1e-6)
+    with pytest.raises(ValueError, match="dropout=True changes masks"):
+        fo.autofuse(f, dropout=True, check=True)
+
+
 def test_a_rule_of_its_own_stays():
     @jax.custom_jvp
     def relu(x):
@@ -115,6 +198,19 @@ def test_a_value_that_is_used_elsewhere():
     report = fo.autofuse.report(f)(X)
     assert not report.replaced and report.missed[0].reason == "the value is used elsewhere"
     assert __file__.rsplit("/", 1)[-1] in report.missed[0].where
+
+
+@pytest.mark.parametrize("fill", [-jnp.inf, -1e30, -1e9, -1e4, 0.0])
+@pytest.mark.parametrize("rows", [0, 1])
+def test_masks_that_are_known(fill, rows):
+    """They are the op's mask if no row is empty, and if the fill is far below all logits."""
+
+    def f(x):
+        return softmax(jnp.where(jnp.tril(jnp.ones((8, 8), bool), rows - 1), x, fill))
+
+    counts = rows and fill <= -1e9
+    assert names(f, SCORES) == ["where + softmax" if counts else "softmax"]
+    close(run(fo.autofuse(f), (SCORES,)), run(f, (SCORES,)), 2e-5)
 
 
 WRAPPERS = {
@@ -263,8 +359,10 @@ def mutated(program, rng):
         choices.append("operation")
     if name in ("sub", "div") and not literals:
         choices.append("order")
-    if name.startswith("reduce_"):
-        choices.append("kind")
+    if "axes" in equation.params:
+        choices += ["kind", "axis"]
+    if name == "add" and len(literals) == 1:
+        choices.append("place")
     if not choices:
         return None
     choice = str(rng.choice(choices))
@@ -276,13 +374,29 @@ def mutated(program, rng):
         atoms[literals[0]] = Literal(new.item(), old.aval)
         equation = equation.replace(invars=atoms)
     elif choice == "operation":
-        primitive = getattr(primitives, f"{_SWAPS[name]}_p")
-        equation = equation.replace(primitive=primitive)
+        types = [a.aval for a in equation.invars]
+        like = jax.make_jaxpr(getattr(jax.lax, _SWAPS[name]))(*types).eqns[0]
+        equation = equation.replace(primitive=like.primitive, params=like.params)
     elif choice == "order":
         a, b = equation.invars
         if a.aval.shape != b.aval.shape:
             return None
         equation = equation.replace(invars=[b, a])
+    elif choice == "axis":
+        shape, axes = equation.invars[0].aval.shape, equation.params["axes"]
+        others = [i for i, d in enumerate(shape) if i not in axes and d == shape[axes[0]]]
+        if len(axes) != 1 or not others:
+            return None
+        equation = equation.replace(params={**equation.params, "axes": (others[0],)})
+    elif choice == "place":  # the constant is added to the result of the next equation
+        (before,), after = equation.outvars, equations[index + 1 : index + 2]
+        if not after or after[0].outvars[0].aval != before.aval or len(after[0].invars) != 1:
+            return None
+        other = equation.invars[1 - literals[0]]
+        moved = after[0].replace(invars=[other], outvars=[before])
+        atoms = [before, equation.invars[literals[0]]]
+        equations[index + 1] = equation.replace(invars=atoms, outvars=after[0].outvars)
+        equation = moved
     else:
         swap = {"reduce_sum": "reduce_max_p", "reduce_max": "reduce_min_p"}.get(name)
         if swap is None:
@@ -291,7 +405,11 @@ def mutated(program, rng):
         like = jax.make_jaxpr(lambda x: jnp.max(x, 0))(X).eqns[0].params
         equation = equation.replace(primitive=getattr(primitives, swap), params={**like, **params})
     equations[index] = equation
-    return ClosedJaxpr(program.jaxpr.replace(eqns=equations), program.consts)
+    results = list(program.jaxpr.outvars)
+    if rng.random() < 0.3:  # a value is used elsewhere
+        values = [v for e in equations for v in e.outvars if type(v).__name__ != "DropVar"]
+        results.append(values[int(rng.integers(len(values)))])
+    return ClosedJaxpr(program.jaxpr.replace(eqns=equations, outvars=results), program.consts)
 
 
 def flat(f, args):
@@ -309,10 +427,19 @@ def check_mutants(name, count, seed):
         if changed is None:
             continue
         g = jaxpr_as_fun(changed)
-        want, got = g(*args), fo.autofuse(g)(*args)
-        for a, b in zip(got, want, strict=True):
-            scale = np.max(np.abs(b), initial=1e-3, where=np.isfinite(b))
-            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * scale, err_msg=str(changed))
+        want = g(*args)
+        same_results(want, fo.autofuse(g)(*args), changed)
+        if rng.random() < 0.2 and all(np.all(np.abs(y) < 50) for y in want):
+            want = run(g, args)[1]
+            if all(np.all(np.abs(x) < 1000) for x in want):  # else rounding has a large effect
+                same_results(want, run(fo.autofuse(g), args)[1], changed)
+
+
+def same_results(want, got, program):
+    for a, b in zip(got, want, strict=True):
+        scale = np.max(np.abs(b), initial=1e-3, where=np.isfinite(b))
+        rtol = 0.05 if b.dtype == jnp.bfloat16 else 1e-3
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol / 10 * scale, err_msg=str(program))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -358,7 +485,7 @@ def test_linen():
     check_model(
         lambda v: jnp.sum(model.apply(v, X) ** 2),
         variables,
-        ["layer_norm", "softmax", "add + rms_norm", "bias + gelu"],
+        ["layer_norm", "softmax", "bias + add + rms_norm", "bias + gelu"],
     )
 
 
@@ -451,5 +578,5 @@ def test_haiku():
 
     model = hk.without_apply_rng(hk.transform(net))
     parameters = model.init(jax.random.key(0), X)
-    least = ["scale + softmax", "add + layer_norm", "bias + gelu", "add + layer_norm"]
+    least = ["scale + softmax", *["bias + add + layer_norm"] * 2, "bias + gelu"]
     check_model(lambda p: jnp.sum(model.apply(p, X) ** 3 * Y), parameters, least)

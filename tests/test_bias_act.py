@@ -388,6 +388,16 @@ def test_numbers(activation):
         )
 
 
+def test_integers_without_a_bias(activation):
+    for x in (np.array([-2, 0, 3]), np.int8([5]), np.array(-1), 2):
+        got, want = (
+            fo.bias_act(x, None, activation=activation),
+            reference(np.float32(x), 0.0, activation=activation),
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+        assert got.dtype == jnp.float32 and got.shape == np.shape(x)
+
+
 def test_the_default_is_gelu():
     x = normal(np.random.default_rng(0), (3, 8), np.float32)
     np.testing.assert_allclose(fo.bias_act(x, x[0]), jax.nn.gelu(x + x[0]), rtol=1e-4, atol=1e-6)

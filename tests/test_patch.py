@@ -88,6 +88,10 @@ def test_functions(name, dtype):
         lambda: softmax(np.arange(3.0, dtype=np.float32)),
         lambda: softmax(jnp.zeros((0, 3))),
         lambda: softmax(X, axis=(0, 1)),
+        lambda: softmax(X, 0, X > 0),
+        lambda: softmax(jnp.arange(3)),
+        lambda: gelu(jnp.array(-1)),
+        lambda: silu(jnp.array(1j)),
         lambda: log_softmax(jnp.arange(3)),
         lambda: optax_loss(X, jnp.array([0, -1, 39, 3, -40, 5])),
         lambda: optax_loss(X, jnp.array([0, 40, 41, 3, -41, 5])),
@@ -103,7 +107,17 @@ def test_every_call_gives_what_the_original_gives(f):
     np.testing.assert_allclose(got, want, rtol=2e-6)
 
 
-@pytest.mark.parametrize("f", [lambda: softmax(X, 2), lambda: relu("x"), lambda: log_softmax(None)])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda: softmax(X, 2),
+        lambda: relu("x"),
+        lambda: log_softmax(None),
+        lambda: softmax(X[0, 0]),
+        lambda: softmax(X, where=LABELS[:, None]),
+        lambda: silu(LABELS),
+    ],
+)
 def test_errors_are_those_of_the_original(f):
     with pytest.raises(Exception) as theirs:
         f()

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-from jax_fastops import _compat
+from jax_fastops import _explain
 from jax_fastops._autofuse import rewrite
+from jax_fastops._autofuse.match import resolve
 
 source_info_util.register_exclusion(__file__)  # it calls functions of users
 
@@ -31,6 +32,7 @@ class Replaced:
       where: the file and line of its last operation.
       shape: the shape of its result.
       dtype: the dtype of its result.
+      why: why the call takes the kernel.
       saves: the bytes of the arrays between its operations, at least as large as its result. XLA
         fuses some of them, so this is the most that the op does not write.
 
@@ -48,6 +50,7 @@ class Replaced:
     shape: tuple[int, ...]
     dtype: str
     saves: int
+    why: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,8 @@ class Missed:
     Attributes:
       pattern: its name.
       where: the file and line of the operation that does not fit, or of the result.
-      reason: why it stays.
+      equation: this operation and its operands.
+      reason: why the pattern stays.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -70,6 +74,7 @@ class Missed:
 
     pattern: str
     where: str
+    equation: str
     reason: str
 
 
@@ -92,14 +97,25 @@ class FuseReport:
     missed: tuple[Missed, ...]
 
     def __str__(self) -> str:
-        lines = [f"{len(self.replaced)} patterns replaced"]
-        for r in self.replaced:
-            shape = ",".join(map(str, r.shape))
-            lines.append(f"  {r.pattern}  {r.dtype}[{shape}]  {r.where}")
+        rows = [
+            (
+                r.pattern,
+                f"{r.dtype}[{','.join(map(str, r.shape))}]",
+                _explain.size(r.saves),
+                r.where,
+                r.why,
+            )
+            for r in self.replaced
+        ]
+        header = ("pattern", "result", "saves", "where", "why")
+        text = f"{len(rows)} patterns replaced\n" + (
+            _explain.table([header, *rows]) if rows else ""
+        )
         if self.missed:
-            lines.append(f"{len(self.missed)} patterns left")
-            lines += [f"  {m.pattern}  {m.where}: {m.reason}" for m in self.missed]
-        return "\n".join(lines)
+            missed = [(m.pattern, m.equation, m.where, m.reason) for m in self.missed]
+            header = ("pattern", "up to", "where", "why")
+            text += f"{len(missed)} patterns left\n" + _explain.table([header, *missed])
+        return text.rstrip()
 
 
 class autofuse(Generic[_P, _T]):
@@ -107,7 +123,8 @@ class autofuse(Generic[_P, _T]):
 
     Traces ``fn`` and looks for what our ops compute, written by hand or by a library: activations
     with a bias or a gate before them, relu of a sum, softmax and log_softmax, layer norm, RMS norm
-    and batch norm with what stands next to them, cross entropy with integer labels, interpolation.
+    and batch norm with what stands next to them, cross entropy with integer labels, interpolation,
+    sums over windows, a bias and its attention heads.
     A pattern is replaced where the call takes the kernel (see :func:`kernel_or`) and the result,
     its dtype and its derivatives are the same but for rounding. All else stays as it is. It looks
     into ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions
@@ -119,11 +136,14 @@ class autofuse(Generic[_P, _T]):
 
     Args:
       fn: a function of arrays.
+      dropout: whether dropout with a mask by ``jax.random.bernoulli`` or ``uniform`` becomes
+        :func:`dropout` with the same key and rate. Its masks are those of :func:`dropout_mask`, not
+        those of ``jax.random``.
       check: whether each call runs both functions on its arguments and compares the results.
 
     Raises:
-      ValueError: with ``check``, the results differ by more than their dtypes round, or there are
-        no values yet, under ``jax.jit`` or ``jax.grad``.
+      ValueError: both ``dropout`` and ``check`` are set. With ``check``, the results differ by more
+        than their dtypes round, or there are no values yet, under ``jax.jit`` or ``jax.grad``.
       Whatever ``fn`` raises.
 
     Example:
@@ -140,14 +160,18 @@ class autofuse(Generic[_P, _T]):
       [[0.25, 0.25, 0.25, 0.25]]
     """
 
-    def __init__(self, fn: Callable[_P, _T], *, check: bool = False):
+    def __init__(self, fn: Callable[_P, _T], *, dropout: bool = False, check: bool = False):
+        if check and dropout:
+            raise ValueError(
+                "autofuse: dropout=True changes masks, so check=True finds differences"
+            )
         functools.update_wrapper(self, fn)
-        self._fn, self._check = fn, check
+        self._fn, self._check, self._dropout = fn, check, bool(dropout)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if self._check:
             return _checked(self._fn, args, kwargs)
-        return _call(self._fn, args, kwargs, lambda plan: None)
+        return _call(self._fn, args, kwargs, rewrite.Settings(dropout=self._dropout))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -157,13 +181,13 @@ class autofuse(Generic[_P, _T]):
         """Shows what :class:`autofuse` does with a function. Runs nothing.
 
         Args:
-          fn: a function of arrays.
+          fn: a function of arrays, or the :class:`autofuse` of one, with its options.
 
         Returns:
           A function of the arguments of ``fn``, where ``jax.ShapeDtypeStruct`` may stand for an
           array. It returns a :class:`FuseReport`.
         """
-        fn = fn._fn if isinstance(fn, autofuse) else fn
+        fn, drops = (fn._fn, fn._dropout) if isinstance(fn, autofuse) else (fn, False)
 
         @functools.wraps(fn)
         def reported(*args: Any, **kwargs: Any) -> FuseReport:
@@ -176,7 +200,7 @@ class autofuse(Generic[_P, _T]):
                 for i, x in zip(places, arrays, strict=True):
                     given[i] = x
                 a, k = jax.tree.unflatten(tree, given)
-                return jax.tree.leaves(_call(fn, a, k, plans.append))
+                return jax.tree.leaves(_call(fn, a, k, rewrite.Settings(plans.append, drops)))
 
             jax.eval_shape(run, *(leaves[i] for i in places))
             return _report(plans)
@@ -188,7 +212,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
-def _call(fn: Callable, args: tuple, kwargs: dict, observe: Callable) -> Any:
+def _call(fn: Callable, args: tuple, kwargs: dict, settings: rewrite.Settings) -> Any:
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None:
 
@@ -197,7 +221,7 @@ def _call(fn: Callable, args: tuple, kwargs: dict, observe: Callable) -> Any:
 
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_module)
         if any(map(is_module, leaves)):
-            return _call_with_modules(nnx, fn, leaves, tree, is_module, observe)
+            return _call_with_modules(nnx, fn, leaves, tree, is_module, settings)
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     rest: list[Any] = []
@@ -215,13 +239,15 @@ def _call(fn: Callable, args: tuple, kwargs: dict, observe: Callable) -> Any:
 
     arrays = [leaves[i] for i in places]
     program = jax.make_jaxpr(traced)(*arrays)
-    found = iter(rewrite.fused(program.jaxpr, program.consts, arrays, observe))
+    found = iter(rewrite.fused(program.jaxpr, program.consts, arrays, settings))
     out, others, is_array = rest
     results = [next(found) if a else x for a, x in zip(is_array, others, strict=True)]
     return jax.tree.unflatten(out, results)
 
 
-def _call_with_modules(nnx, fn: Callable, leaves, tree, is_module, observe: Callable) -> Any:
+def _call_with_modules(
+    nnx, fn: Callable, leaves, tree, is_module, settings: rewrite.Settings
+) -> Any:
     """Flax' modules as their states: what the function changes in them is a result."""
     modules = tuple(filter(is_module, leaves))
     graph, state = nnx.split(modules)
@@ -235,7 +261,7 @@ def _call_with_modules(nnx, fn: Callable, leaves, tree, is_module, observe: Call
         return fn(*args, **kwargs), nnx.state(merged)
 
     others = [x for x in leaves if not is_module(x)]
-    result, state = _call(pure, (state, others), {}, observe)
+    result, state = _call(pure, (state, others), {}, settings)
     nnx.update(modules, state)
     return result
 
@@ -244,7 +270,7 @@ def _checked(fn: Callable, args: tuple, kwargs: dict) -> Any:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
         raise ValueError("autofuse: check=True needs values: call it outside of jit and grad")
     want = fn(*args, **kwargs)
-    got = _call(fn, args, kwargs, lambda plan: None)
+    got = _call(fn, args, kwargs, rewrite.Settings())
     for (path, a), b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), strict=True):
         if _is_array(a):
             _compare(jax.tree_util.keystr(path), np.asarray(a), np.asarray(b))
@@ -278,22 +304,29 @@ def _report(plans: list[rewrite.Plan]) -> FuseReport:
         for match in reversed(plan.matches):
             root = match.root
             large = [v for v in match.inner if rewrite._size(v) >= rewrite._size(root)]
-            before = {"": "", "sum_of": "add + ", "biased": "bias + ", "scaled": "scale + "}[
-                match.form
-            ]
             saved = sum(rewrite._size(v) * v.dtype.itemsize for v in large if v is not root)
             found = Replaced(
-                before + match.pattern.name, _line(root), root.shape, str(root.dtype), saved
+                match.before + match.pattern.name,
+                rewrite.line_of(root),
+                root.shape,
+                str(root.dtype),
+                saved,
+                plan.programs.why.get(match.call, ""),
             )
             replaced.append(found)
         taken = {v for match in plan.matches for v in (*match.inner, match.root)}
         seen = set()
         for miss in reversed(plan.misses):
-            if miss.value not in taken and miss.value not in seen:
+            shown = {miss.value, resolve(miss.value, narrowing=True)[0]}
+            if not shown & taken and miss.value not in seen:
                 seen.add(miss.value)
-                missed.append(Missed(miss.pattern, _line(miss.value), miss.reason))
+                missed.append(Missed(miss.pattern, *_place(miss.value), miss.reason))
     return FuseReport(tuple(replaced), tuple(missed))
 
 
-def _line(value) -> str:
-    return "" if value.node is None else _compat.source_line(value.node.equation)
+def _place(value) -> tuple[str, str]:
+    """The line of a value, and the operation that makes it."""
+    if value.node is None:
+        return "", ""
+    operands = ", ".join(v.aval.str_short() for v in value.node.inputs)
+    return rewrite.line_of(value), f"{value.node.name}({operands})"

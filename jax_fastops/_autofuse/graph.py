@@ -29,6 +29,7 @@ class Value:
     def __init__(self, aval, node: Node | None = None, constant: np.ndarray | None = None):
         self.aval = aval
         self.node = node
+        self.array: Any = None  # of a program, known when it is traced
         self.constant = constant  # of one element
         self.is_folded = node is None  # whether `constant` is known
         self.places: dict[Level, Any] = {}
@@ -56,16 +57,20 @@ class Node:
 
 
 class Level:
-    """A program: the one that was traced, or one that it calls."""
+    """A program: the one that was traced, or one that an equation of its ``parent`` calls."""
 
-    def __init__(self, jaxpr, operands: Sequence[Value], constants: Sequence[Any], parent=None):
-        self.jaxpr, self.constants, self.parent = jaxpr, constants, parent
+    def __init__(
+        self, jaxpr, operands: Sequence[Value], constants: Sequence[Any], parent=None, equation=None
+    ):
+        self.jaxpr, self.constants, self.parent, self.equation = jaxpr, constants, parent, equation
         self.calls: dict[int, Level] = {}  # by the index of the equation
         self.values: dict[Any, Value] = {}
         for var, value in zip(jaxpr.invars, operands, strict=True):
             self.name(var, value)
         for var, constant in zip(jaxpr.constvars, constants, strict=True):
-            self.name(var, Value(var.aval, constant=_scalar(constant)))
+            value = Value(var.aval, constant=_scalar(constant))
+            value.array = constant if _is_known(constant) else None
+            self.name(var, value)
 
     @property
     def depth(self) -> int:
@@ -82,9 +87,13 @@ class Level:
         return self.values[atom]
 
 
+def _is_known(x) -> bool:
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+
 def _scalar(x) -> np.ndarray | None:
     """The number that an array of one element is, if it is known."""
-    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+    if not _is_known(x):
         return None
     if not isinstance(x, (bool, int, float)) and getattr(x, "size", 0) != 1:
         return None
@@ -120,7 +129,11 @@ class Graph:
             if equation.primitive.name in _CALLS and "jaxpr" in equation.params:
                 inner = equation.params["jaxpr"]
                 called = Level(
-                    getattr(inner, "jaxpr", inner), inputs, getattr(inner, "consts", ()), level
+                    getattr(inner, "jaxpr", inner),
+                    inputs,
+                    getattr(inner, "consts", ()),
+                    level,
+                    equation,
                 )
                 level.calls[index] = called
                 outputs = self._enter(called)

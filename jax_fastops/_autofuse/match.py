@@ -25,7 +25,7 @@ Map = tuple  # of int | None
 
 # ---- what the equations of a program mean --------------------------------------------------------
 
-_FOLDED: dict[str, Callable] = {
+FOLDED: dict[str, Callable] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -45,6 +45,7 @@ _FOLDED: dict[str, Callable] = {
     "reshape": lambda x, *_: x,
     "squeeze": lambda x, *_: x,
     "copy": lambda x: x,
+    "stop_gradient": lambda x: x,
     "pvary": lambda x: x,
     "pcast": lambda x: x,
 }
@@ -58,6 +59,7 @@ FUSIBLE = _ELEMENTWISE | {
     *("add", "add_any", "sub", "mul", "div", "neg", "square", "sqrt", "rsqrt", "integer_pow"),
     *("pow", "convert_element_type", "broadcast_in_dim", "clamp", "sin", "cos", "log1p", "expm1"),
 }
+_IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
 _COMMUTATIVE = {"max", "min", "eq", "ne", "and", "or"}
 # They do not change the values.
 _IGNORED_PARAMS = {"accuracy", "sharding", "out_sharding", "weak_type", "new_dtype"}
@@ -69,14 +71,14 @@ def constant(value: Value) -> Any:
     node = value.node
     if node is not None and not value.is_folded:
         value.is_folded = True
-        if node.name == "convert_element_type" or node.name in _FOLDED:
+        if node.name == "convert_element_type" or node.name in FOLDED:
             given = [constant(v) for v in node.inputs]
             if given and all(x is not None for x in given):
                 with np.errstate(all="ignore"):
                     if node.name == "convert_element_type":
                         found = given[0].astype(node.params["new_dtype"])
                     else:
-                        found = _FOLDED[node.name](*given)
+                        found = FOLDED[node.name](*given)
                 value.constant = np.asarray(found)
     return value.constant
 
@@ -116,12 +118,17 @@ def _view(value: Value, narrowing: bool) -> tuple[Value, Map] | None:
         wider = value.dtype.itemsize > operand.dtype.itemsize or value.dtype == operand.dtype
         narrower = value.dtype.itemsize < operand.dtype.itemsize
         return _same_view(value, operand) if wider or (narrowing and narrower) else None
-    neutral = {"sub": 0, "div": 1}.get(node.name)
-    if neutral is not None and (known := constant(node.inputs[1])) is not None and known == neutral:
+    unit = {"sub": 0, "div": 1}.get(node.name)
+    if unit is not None and (known := constant(node.inputs[1])) is not None and known == unit:
         return _same_view(value, operand)
     if node.name == "max":
         for limit, other in (node.inputs, node.inputs[::-1]):
             if (known := constant(limit)) is not None and known == -np.inf:
+                return _same_view(value, other)
+    if node.name in ("and", "or"):  # with True, or with False
+        for neutral, other in (node.inputs, node.inputs[::-1]):
+            known = constant(neutral)
+            if value.dtype == bool and known is not None and known == (node.name == "and"):
                 return _same_view(value, other)
     if node.name == "select_n" and (known := constant(operand)) is not None:
         return _same_view(value, node.inputs[1 + int(known)])
@@ -145,7 +152,7 @@ def resolve(value: Value, narrowing: bool = False) -> tuple[Value, Map, list[Val
     return known
 
 
-def _operand_map(value: Value, operand: Value) -> Map:
+def operand_map(value: Value, operand: Value) -> Map:
     """From the dimensions of an element-wise result to those of an operand."""
     if len(operand.shape) != len(value.shape):  # a scalar
         return (None,) * len(value.long)
@@ -170,6 +177,17 @@ def terms_of(value: Value) -> list[tuple[float, Value]] | None:
         if node.name == "mul" and (k := constant(a)) is not None:
             return [(float(k), b)]
     return None
+
+
+def with_row(value: Value) -> Iterator[tuple[Value, Value]]:
+    """The array and the row along the last axis whose sum a value is."""
+    node = value.node
+    if node is not None and node.name in ("add", "add_any") and value.shape[-1:] != (1,):
+        for x, bias in (node.inputs, node.inputs[::-1]):
+            row, shown, _ = resolve(bias)
+            last = (None,) * (len(shown) - 1) + (0,)
+            if shown == last and (x.shape, x.dtype) == (value.shape, value.dtype):
+                yield x, row
 
 
 def _factors(value: Value) -> list[tuple[Value, float]] | None:
@@ -323,6 +341,8 @@ def near(value: Value, limit: int = 80) -> set:
             found.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
             if node.name in _REDUCTIONS:
                 found.add((node.name, meaning(node)))
+            if node.name in _IN_NO_PATTERN:
+                continue
             fresh = [v for v in node.inputs if v not in seen]
             seen.update(fresh)
             left.extend(fresh)
@@ -400,7 +420,7 @@ class Compiler:
                 continue
             factor, formula, inner = self._compile(operand)
             factor = Factor(sign) * factor
-            outer = compose(_operand_map(value, operand), inner)
+            outer = compose(operand_map(value, operand), inner)
             if isinstance(formula, Leaf) and formula.index in self._free:
                 free = formula.index
             elif isinstance(formula, Sum) and formula.free is None:
@@ -419,7 +439,7 @@ class Compiler:
                 continue
             factor, formula, inner = self._compile(operand)
             total *= factor**exponent
-            outer = compose(_operand_map(value, operand), inner)
+            outer = compose(operand_map(value, operand), inner)
             whole = isinstance(formula, Product) and exponent == int(exponent)
             inside = formula.factors if whole else [(formula, identity(operand), 1.0)]
             for f, m, e in inside:
@@ -439,7 +459,7 @@ class Compiler:
                 operands.append(self._number(known))
                 continue
             factor, formula, inner = self._compile(operand)
-            outer = _operand_map(value, operand) if node.name in _ELEMENTWISE else identity(operand)
+            outer = operand_map(value, operand) if node.name in _ELEMENTWISE else identity(operand)
             operands.append((formula, compose(outer, inner), factor))
         return Apply(node.name, meaning(node), tuple(operands))
 
@@ -495,7 +515,7 @@ class Matcher:
         return None
 
     def _near(self, a: float, b: float) -> bool:
-        return a == b or abs(a - b) <= self.tolerance * max(abs(a), abs(b))
+        return a == b or abs(a - b) <= self.tolerance * max(abs(a), abs(b)) < math.inf
 
     def _match(self, formula, place: Map, value: Value, shown: Map, state: State) -> Iterator:
         """States, and the number that the formula must be multiplied with to give the value."""
@@ -532,7 +552,7 @@ class Matcher:
         terms = terms_of(source)
         if terms is not None and len(terms) == 1:
             factor, operand = terms[0]
-            map_ = compose(compose(shown, inner), _operand_map(source, operand))
+            map_ = compose(compose(shown, inner), operand_map(source, operand))
             inside = state.through((*passed, source))
             for after, r in self._scaled(formula, place, operand, map_, inside):
                 yield after, r * factor
@@ -588,7 +608,7 @@ class Matcher:
         if terms is None or len(rest) + 1 > len(left) + 1:
             return
         outer = compose(shown, inner)
-        more = [(factor * f, v, compose(outer, _operand_map(source, v))) for f, v in terms]
+        more = [(factor * f, v, compose(outer, operand_map(source, v))) for f, v in terms]
         inside = state.through((*passed, source))
         yield from self._sum(formula, left, [*more, *rest], total, ratio, inside)
 
@@ -625,7 +645,7 @@ class Matcher:
         if factors is None or exponent != int(exponent) or len(rest) > len(left):
             return
         outer = compose(shown, inner)
-        more = [(v, compose(outer, _operand_map(source, v)), e * exponent) for v, e in factors]
+        more = [(v, compose(outer, operand_map(source, v)), e * exponent) for v, e in factors]
         inside = state.through((*passed, source))
         yield from self._product(left, [*more, *rest], total * _sign(source) ** exponent, inside)
 
@@ -656,7 +676,7 @@ class Matcher:
         part, place, factor = formula
         assert source.node is not None
         elementwise = source.node.name in _ELEMENTWISE
-        shown = _operand_map(source, value) if elementwise else identity(value)
+        shown = operand_map(source, value) if elementwise else identity(value)
         for after, r in self._scaled(part, place, value, shown, state):
             if self._near(r, factor):
                 yield from self._operands(formulas[1:], inputs[1:], source, after)

@@ -48,10 +48,12 @@ class Pattern:
     """``function(*leaves, axis=...)`` is what a program has, ``call(leaves, axis)`` replaces it.
 
     ``leaves`` are names. ``axes`` says for which axes the pattern is tried: ``"last"``, ``"each"``,
-    or ``"none"`` if it has no axis. ``sum_of`` replaces it if ``x`` is the sum of two arrays,
-    ``biased`` if it is the sum of an array and a row, and ``scaled`` if it is a multiple. If the
-    function has several results, the call computes them all. ``fanout`` says whether the op can
-    give its result twice, so that the backward takes two cotangents in place of their sum.
+    or ``"none"`` if it has no axis. ``sum_of`` replaces it if ``x`` is the sum of two arrays ``a``
+    and ``b`` (of norms, also of a row ``input_bias``), and ``biased`` if it is the sum of an array
+    and a row. If ``x`` is a multiple and the call is ``scaled``, it takes the number as ``scale``;
+    if it is ``masked``, also a mask as ``where``. If the function has several results, the call
+    computes them all. ``fanout`` says whether the op can give its result twice, so that the
+    backward takes two cotangents in place of their sum.
     """
 
     name: str
@@ -61,7 +63,8 @@ class Pattern:
     axes: str = "none"
     sum_of: Callable | None = None
     biased: Callable | None = None
-    scaled: Callable | None = None
+    scaled: bool = False
+    masked: bool = False
     fanout: bool = False
 
     @functools.cached_property
@@ -124,9 +127,9 @@ def _activations() -> dict[str, list[Callable]]:
     }
 
 
-def _relu_of_sum(leaves, a, b, axis):
-    del leaves, axis
-    return add_relu(a, b)
+def _relu_of_sum(leaves, axis):
+    del axis
+    return add_relu(leaves["a"], leaves["b"])
 
 
 def _activation(name: str, function: Callable) -> None:
@@ -142,9 +145,9 @@ def _activation(name: str, function: Callable) -> None:
         del axis
         return relu(leaves["x"]) if name == "relu" else bias_act(leaves["x"], None, activation=name)  # type: ignore[arg-type]
 
-    def biased(leaves, x, bias, axis):
-        del leaves, axis
-        return bias_act(x, bias, activation=name)  # type: ignore[arg-type]
+    def biased(leaves, axis):
+        del axis
+        return bias_act(leaves["a"], leaves["b"], activation=name)  # type: ignore[arg-type]
 
     def gate(leaves, axis):
         del axis
@@ -178,30 +181,36 @@ def _log_softmax(x, *, axis):
     return x - jnp.log(jnp.sum(jnp.exp(x), axis, keepdims=True))
 
 
-def _call_softmax(leaves, axis, scale=1.0):
-    return softmax(leaves["x"], axis, leaves.get("where"), scale=scale)
+def _drop(leaves) -> dict:
+    names = ("dropout_key", "dropout_rate")
+    return {name: leaves[name] for name in names if name in leaves}
 
 
-def _call_log_softmax(leaves, axis, scale=1.0):
-    return log_softmax(leaves["x"], axis, leaves.get("where"), scale=scale)
+def _call_softmax(leaves, axis):
+    options = dict(scale=leaves.get("scale", 1.0), **_drop(leaves))
+    return softmax(leaves["x"], axis, leaves.get("where"), **options)
+
+
+def _call_log_softmax(leaves, axis):
+    return log_softmax(leaves["x"], axis, scale=leaves.get("scale", 1.0))
 
 
 for _form in (lambda x, axis: jax.nn.softmax(x, axis), _softmax):
-    _add("softmax", _form, "x", _call_softmax, axes="each", scaled=_call_softmax)
+    _add("softmax", _form, "x", _call_softmax, axes="each", scaled=True, masked=True)
 _add(
     "softmax with where",
     lambda x, where, axis: jax.nn.softmax(x, axis, where=where),
     "x where",
     _call_softmax,
     axes="each",
-    scaled=_call_softmax,
+    scaled=True,
 )
 for _form in (
     lambda x, axis: jax.nn.log_softmax(x, axis),
     _log_softmax,
     lambda x, axis: x - jax.nn.logsumexp(x, axis, keepdims=True),
 ):
-    _add("log_softmax", _form, "x", _call_log_softmax, axes="each", scaled=_call_log_softmax)
+    _add("log_softmax", _form, "x", _call_log_softmax, axes="each", scaled=True)
 
 
 def _picked(x, labels):
@@ -318,10 +327,11 @@ def _row_norm(rms: bool, form: str, order: str, parameters: tuple[str, ...]) -> 
         options = dict(eps=leaves["eps"], fanout=leaves["fanout"])
         return own(leaves["x"], *_given(leaves, *names), **options)
 
-    def sum_of(leaves, a, b, axis):
+    def sum_of(leaves, axis):
         del axis
         options = dict(eps=leaves["eps"], fanout=leaves["fanout"], return_sum=True)
-        return with_residual(a, b, *_given(leaves, *names), **options)
+        options |= dict(input_bias=leaves.get("input_bias"), **_drop(leaves))
+        return with_residual(*_given(leaves, "a", "b"), *_given(leaves, *names), **options)
 
     leaves = " ".join(("x", *parameters, "eps"))
     name = "rms_norm" if rms else "layer_norm"

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -15,18 +15,24 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jax_fastops import _compat, _explain, _implementation
+from jax_fastops._autofuse.drops import drop_at
 from jax_fastops._autofuse.graph import Graph, Level, Value
+from jax_fastops._autofuse.masks import masked
 from jax_fastops._autofuse.match import (
     FUSIBLE,
     Bound,
     Matcher,
     State,
+    compose,
     constant,
     identity,
     near,
+    operand_map,
     resolve,
     terms_of,
+    with_row,
 )
+from jax_fastops._autofuse.moves import Move, move_at
 from jax_fastops._autofuse.patterns import MAX_RANK, Pattern, by_size, compiled, kind_of
 from jax_fastops._dispatch import Refused, kernels_only
 
@@ -55,10 +61,10 @@ class Match:
     """A pattern in a program. ``call`` computes the ``results`` from the values that it reads."""
 
     pattern: Pattern
-    form: str  # "", "sum_of", "biased" or "scaled"
+    before: str  # what it takes with its operand, as in "bias + "
     results: list[Value]
     reads: list[Value]
-    call: Callable[..., tuple]
+    call: Call
     inner: frozenset[Value]
     level: Level
 
@@ -76,11 +82,40 @@ class Miss:
     reason: str
 
 
+def line_of(value: Value) -> str:
+    """The user's file and line that made a value, or called the function that made it."""
+    if value.node is None:
+        return ""
+    equation, level = value.node.equation, value.node.level
+    while not (line := _compat.source_line(equation)) and level.equation is not None:
+        equation, level = level.equation, level.parent
+    return line
+
+
 def _size(value: Value) -> int:
     return math.prod(value.shape)
 
 
-def _reader(bound: Bound, shape: Sequence[int], dtype, places: Sequence[int]) -> tuple | None:
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """What makes the operand of a call from a value: another shape, a dtype, a mask of numbers."""
+
+    sizes: tuple
+    dtype: Any = None
+    counts: bool | None = None  # whether the elements that are not 0 count, or those that are
+
+    def __call__(self, x):
+        x = jnp.reshape(x, self.sizes)
+        if self.counts is not None:
+            x = x if x.dtype == bool else x != 0
+            return x if self.counts else ~x
+        return x if self.dtype is None or x.dtype == self.dtype else x.astype(self.dtype)
+
+
+_ROW = Read((-1,))
+
+
+def _reader(bound: Bound, shape: Sequence[int], dtype, places: Sequence[int], counts=None):
     """The value to read for a leaf, and what makes an array of this shape of it.
 
     ``places`` are the dimensions of the leaf in the array. A broadcast dimension keeps size 1.
@@ -94,27 +129,54 @@ def _reader(bound: Bound, shape: Sequence[int], dtype, places: Sequence[int]) ->
     sizes = [1] * len(shape)
     for place, i in zip(places, found, strict=True):
         sizes[place] = 1 if i is None else source.sizes[i]
+    return source, Read(tuple(sizes), dtype, counts)
 
-    def read(x):
-        x = jnp.reshape(x, sizes)
-        return x if dtype is None or x.dtype == dtype else x.astype(dtype)
 
-    return source, read
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What replaces a pattern: an op of the operands that it reads. Equal calls do the same."""
+
+    op: Callable
+    axis: int
+    names: tuple[str, ...]
+    reads: tuple[Read, ...]
+    numbers: tuple[tuple[str, Any], ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __call__(self, *values, fanout: bool = False) -> tuple:
+        """All results. With ``fanout``, the first one is there twice."""
+        given = [read(x) for read, x in zip(self.reads, values, strict=True)]
+        leaves = {**dict(zip(self.names, given, strict=True)), **dict(self.numbers)}
+        found = self.op({**leaves, "fanout": fanout}, self.axis)
+        found = found if isinstance(found, tuple) else (found,)
+        if fanout:  # with more results, the op gives a pair and these
+            found = (*found[0], *found[1:]) if isinstance(found[0], tuple) else found
+        same = [y.reshape(self.shape).astype(self.dtype) for y in found[: 1 + fanout]]
+        return *same, *found[1 + fanout :]
 
 
 def _same_kind(dtype, root) -> bool:
     return dtype == root or dtype.itemsize < root.itemsize
 
 
+_ELSEWHERE = "its operands are in another function"
+
+
 class _Finder:
     """Finds the patterns of a graph."""
 
-    def __init__(self, graph: Graph):
-        self.graph = graph
+    def __init__(self, graph: Graph, dropout: bool = False):
+        self.graph, self.dropout = graph, dropout
         self.misses: list[Miss] = []
+        self.programs = _Programs()
 
     def find(self, value: Value) -> Match | None:
         """The match of the largest pattern whose result is this value."""
+        if self.dropout and (drop := drop_at(value)) is not None:
+            return self._dropped_softmax(drop) or self._moved(drop)
+        if (move := move_at(value)) is not None:
+            return self._moved(move)
         if not self._may_be_root(value):
             return None
         source = resolve(value, narrowing=True)[0]
@@ -135,6 +197,38 @@ class _Finder:
         if self._tried:
             self.misses.append(max(self._tried, key=lambda found: found[0])[1])
         return None
+
+    def _moved(self, move: Move) -> Match | None:
+        """The match of a pattern that is no formula, if the kernel takes the call."""
+        root, reads = move.results[0], list(move.reads.values())
+        shapes = tuple(Read(v.shape) for v in reads)
+        of = root.shape, root.dtype
+        call = Call(move.op, move.axis, tuple(move.reads), shapes, move.numbers, *of)
+        level, program = self._level(root, reads), self.programs(call, [_struct(v) for v in reads])
+        if level is None or isinstance(program, str):
+            self.misses.append(Miss(move.name, root, (level and program) or _ELSEWHERE))
+            return None
+        pattern = Pattern(move.name, move.op, tuple(move.reads), move.op)
+        return Match(pattern, "", move.results, reads, call, frozenset(move.results), level)
+
+    def _dropped_softmax(self, drop: Move) -> Match | None:
+        """The match of a softmax and its dropout, if the softmax is used nowhere else."""
+        (root,), (x, key) = drop.results, drop.reads.values()
+        alone = len(x.users) == 1 and key.shape == ()
+        match = self.find(x) if alone else None
+        if match is None or not match.pattern.name.startswith("softmax"):
+            return None
+        inner = match.call
+        names, reads = (*inner.names, "dropout_key"), (*inner.reads, Read(()))
+        numbers = (*inner.numbers, ("dropout_rate", drop.rate))
+        call = dataclasses.replace(inner, names=names, reads=reads, numbers=numbers)
+        values = [*match.reads, key]
+        level, program = self._level(root, values), self.programs(call, list(map(_struct, values)))
+        if level is None or isinstance(program, str):
+            return None
+        pattern = dataclasses.replace(match.pattern, name=f"{match.pattern.name} + dropout")
+        taken = match.inner | {root}
+        return Match(pattern, match.before, [root], values, call, taken, level)
 
     def _may_be_root(self, value: Value) -> bool:
         node = value.node
@@ -218,22 +312,29 @@ class _Finder:
             self._miss(pattern, root, "an operand has another shape or dtype")
             return None
         refused = ""
-        for form, results, reads, call in self._forms(pattern, axis, root, leaves, state, nodes):
+        for before, results, reads, call in self._forms(pattern, axis, root, leaves, state, nodes):
             level = self._level(root, reads)
             if level is None:
-                refused = refused or "its operands are in another function"
+                refused = refused or _ELSEWHERE
                 continue
             results = [root, *more, *results]
-            reason = _refusal(call, reads, root)
-            if reason is None:
-                return Match(pattern, form, results, reads, call, inner, level)
-            refused = refused or reason
+            program = self.programs(call, [_struct(v) for v in reads])
+            if not isinstance(program, str):
+                return Match(pattern, before, results, reads, call, inner, level)
+            refused = refused or program
         self._miss(pattern, root, refused or "XLA fuses it with its neighbors")
         return None
 
     @staticmethod
     def _used_outside(value: Value, nodes: set) -> bool:
-        return value.is_result or any(user not in nodes for user in value.users)
+        """Whether a value is used by more than these nodes, however it is shown there."""
+
+        def is_inside(user) -> bool:
+            shown = user.outputs[0]
+            view = len(user.outputs) == 1 and value in (resolve(shown)[0], *resolve(shown)[2])
+            return view and shown is not value and not _Finder._used_outside(shown, nodes)
+
+        return value.is_result or any(u not in nodes and not is_inside(u) for u in value.users)
 
     @staticmethod
     def _other_results(state: State, formulas, n: int, outside: list[Value]) -> list[Value]:
@@ -286,63 +387,86 @@ class _Finder:
         arrays = {k: v for k, v in leaves.items() if isinstance(v, tuple)}
         free = {k: v for k, v in leaves.items() if not isinstance(v, tuple)}
 
-        def shaped(y):
-            return y.reshape(root.shape).astype(root.dtype)
-
-        def finish(found, fanout: bool) -> tuple:
-            """All results. With ``fanout``, the first one is a pair."""
-            alone = fanout and not isinstance(found[0], tuple)
-            found = (found,) if alone or not isinstance(found, tuple) else found
-            y = tuple(map(shaped, found[0])) if fanout else shaped(found[0])
-            return y, *found[1:]
-
-        def plain(*values, fanout=False):
-            given = {k: f(x) for (k, (_, f)), x in zip(arrays.items(), values, strict=True)}
-            return finish(pattern.call({**given, **free, "fanout": fanout}, axis), fanout)
-
         x = arrays.get("x")
         rest = {k: v for k, v in arrays.items() if k != "x"}
 
-        def with_two(function, second):
-            def call(a, b, *values, fanout=False):
-                given = {k: f(v) for (k, (_, f)), v in zip(rest.items(), values, strict=True)}
-                a, b = a.reshape(root.shape), second(b)
-                found = function({**given, **free, "fanout": fanout}, a, b, axis)
-                return finish(found, fanout)
+        def form(before: str, op: Callable, own: dict, more=(), **numbers) -> tuple:
+            given = {**own, **rest}
+            values = [v for v, _ in given.values()]
+            reads = tuple(read for _, read in given.values())
+            numbers = tuple({**free, **numbers}.items())
+            call = Call(op, axis, tuple(given), reads, numbers, root.shape, root.dtype)
+            return before, list(more), values, call
 
-            return call
-
-        if x is not None and pattern.scaled and not self._used_outside(x[0], nodes):
-            terms = terms_of(x[0]) or []
-            factor, operand = terms[0] if len(terms) == 1 else (0.0, x[0])
-            if factor > 0 and operand.shape == x[0].shape and operand.dtype == root.dtype:
-
-                def scaled(*values, fanout=False):
-                    given = {k: f(v) for (k, (_, f)), v in zip(arrays.items(), values, strict=True)}
-                    return finish(pattern.scaled({**given, **free}, axis, factor), fanout)
-
-                yield "scaled", [], [operand, *(v for v, _ in rest.values())], scaled
+        whole = Read(root.shape)
+        for before, operand, scale, mask in self._absorbed(pattern, axis, x, root, nodes):
+            own = {"x": (operand, whole)} | ({} if mask is None else {"where": mask})
+            yield form(before, pattern.call, own, scale=scale)
         if x is not None and x[0].node is not None and x[0].node.name in ("add", "add_any"):
             a, b = x[0].node.inputs
             alone = not self._used_outside(x[0], nodes)
-            whole = all(v.shape == root.shape and v.dtype == root.dtype for v in (a, b))
-            others = [v for v, _ in rest.values()]
-            for one, other in ((a, b), (b, a)):
-                row, shown, _ = resolve(other)
-                last = (None,) * (len(shown) - 1) + (0,)
-                fits = shown == last and one.shape == root.shape and one.dtype == root.dtype
-                if pattern.biased and alone and fits and root.shape[-1] != 1:
-                    call = with_two(pattern.biased, lambda b: b.reshape(-1))
-                    yield "biased", [], [one, row, *others], call
-            if pattern.sum_of and whole:
-                call = with_two(pattern.sum_of, lambda b: b.reshape(root.shape))
-                if pattern.name == "relu":
-                    if alone:
-                        yield "sum_of", [], [a, b, *others], call
-                else:
-                    yield "sum_of", [x[0]], [a, b, *others], call
+            if pattern.biased and alone:
+                for one, row in with_row(x[0]):
+                    yield form("bias + ", pattern.biased, {"a": (one, whole), "b": (row, _ROW)})
+            same = all(v.shape == root.shape and v.dtype == root.dtype for v in (a, b))
+            relu = pattern.name == "relu"
+            if pattern.sum_of and same and (alone or not relu):
+                more = [] if relu else [x[0]]
+                for one, other in () if relu else ((a, b), (b, a)):
+                    if not self._used_outside(one, nodes | {x[0].node}):
+                        for before, own, numbers in self._before_sum(one):
+                            own["b"] = other, whole
+                            yield form(before + "add + ", pattern.sum_of, own, more, **numbers)
+                yield form("add + ", pattern.sum_of, {"a": (a, whole), "b": (b, whole)}, more)
         if pattern.axes != "none" or len(arrays) > 1 or not self._fuses(x[0], root):
-            yield "", [], [v for v, _ in arrays.values()], plain
+            yield form("", pattern.call, {} if x is None else {"x": x})
+
+    def _before_sum(self, value: Value) -> Iterator[tuple[str, dict, dict]]:
+        """What a norm takes with an array that it adds to the residual: a dropout and a bias."""
+        whole = Read(value.shape)
+        drop = drop_at(value) if self.dropout else None
+        if drop is not None and drop.reads["key"].shape == ():
+            x, key = drop.reads.values()
+            own, numbers = {"dropout_key": (key, Read(()))}, {"dropout_rate": drop.rate}
+            for inner, row in with_row(x):
+                biased = {"a": (inner, whole), "input_bias": (row, _ROW), **own}
+                yield "bias + dropout + ", biased, numbers
+            yield "dropout + ", {"a": (x, whole), **own}, numbers
+        for inner, row in with_row(value):
+            yield "bias + ", {"a": (inner, whole), "input_bias": (row, _ROW)}, {}
+
+    def _absorbed(self, pattern: Pattern, axis: int, x, root: Value, nodes) -> Iterator[tuple]:
+        """What a softmax takes with its operand: a factor and a mask, most first."""
+        if not pattern.scaled or self._used_outside(x[0], nodes):
+            return
+
+        def fits(value: Value) -> bool:
+            return value.sizes == root.sizes and value.dtype == root.dtype
+
+        def source_of(value: Value) -> Value:
+            source, shown, _ = resolve(value)
+            return source if shown == identity(source) else value
+
+        choices: list[tuple] = [("", x[0], None)]
+        along = root.long.index(axis)
+        if pattern.masked and fits(x[0]) and (found := masked(x[0], along)) is not None:
+            operand, mask, keep = found
+            source, shown, _ = resolve(mask)
+            shown = compose(operand_map(x[0], mask), shown)
+            whole = mask if mask.sizes == root.sizes else None
+            mask = _reader(Bound(source, shown, whole), root.shape, None, root.long, keep)
+            if mask is not None:
+                choices.insert(0, ("where + ", operand, mask))
+        nodes = nodes | {x[0].node}
+        for before, operand, mask in choices:
+            operand = source_of(operand)
+            terms = terms_of(operand) or []
+            factor, inner = terms[0] if len(terms) == 1 else (0.0, operand)
+            inner = source_of(inner)
+            if factor > 0 and fits(inner) and not self._used_outside(operand, nodes):
+                yield "scale + " + before, inner, factor, mask
+            if mask is not None and fits(operand):
+                yield before, operand, 1.0, mask
 
     @staticmethod
     def _fuses(x: Value, root: Value) -> bool:
@@ -368,17 +492,33 @@ def _struct(value: Value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding if explicit else None)
 
 
-def _refusal(call: Callable, reads: Sequence[Value], root: Value) -> str | None:
-    """Why the kernel does not take a call, or ``None``."""
-    try:
-        with kernels_only(True):
-            found = jax.eval_shape(call, *map(_struct, reads))[0]
-    except Refused as refused:
-        return str(refused) or "XLA is as fast"
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return str(error).partition("\n")[0]
-    same = found.shape == root.shape and found.dtype == root.dtype
-    return None if same else "the result has another type"
+class _Programs:
+    """The traced calls, each once, however many patterns a program has that it replaces."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, Any] = {}
+        self.why: dict[Call, str] = {}
+
+    def __call__(self, call: Call, types: Sequence[Any], fanout: bool = False) -> Any:
+        """The program of a call, or as text why the kernel does not take it."""
+        key = call, tuple(types), fanout
+        if key not in self._known:
+            self._known[key] = self._trace(call, types, fanout)
+        return self._known[key]
+
+    def _trace(self, call: Call, types: Sequence[Any], fanout: bool) -> Any:
+        try:
+            with kernels_only(True), _explain.decisions() as made:
+                traced = jax.make_jaxpr(functools.partial(call, fanout=fanout))(*types)
+        except Refused as refused:
+            return str(refused) or "XLA is as fast"
+        except (TypeError, ValueError, NotImplementedError) as error:
+            return str(error).partition("\n")[0]
+        choices = [d.forward if d.forward.kernel else d.gradient for d in made]
+        self.why[call] = "; ".join(dict.fromkeys(c.reason for c in choices if c.kernel))
+        found = traced.out_avals[0]
+        same = found.shape == call.shape and found.dtype == call.dtype
+        return traced if same else "the result has another type"
 
 
 # ---- all matches of a program --------------------------------------------------------------------
@@ -387,11 +527,11 @@ def _refusal(call: Callable, reads: Sequence[Value], root: Value) -> str | None:
 class Plan:
     """What is replaced in a program."""
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, dropout: bool = False):
         self.graph = graph
-        finder = _Finder(graph)
+        finder = _Finder(graph, dropout)
         self.matches: list[Match] = []
-        self.misses = finder.misses
+        self.misses, self.programs = finder.misses, finder.programs
         self.at: dict[Level, dict[Any, tuple[Match, int]]] = {}
         self._touched: set[Level] = set()
         needed = set(graph.results)
@@ -437,22 +577,19 @@ _BODIES = {
 }
 
 
-class Observer:
-    """Collects the plans of a program and of the bodies of its loops, for a report."""
+class Settings(NamedTuple):
+    """What is seen of each plan, and whether dropout may take other masks."""
 
-    def __init__(self) -> None:
-        self.plans: list[Plan] = []
-
-    def __call__(self, plan: Plan) -> None:
-        self.plans.append(plan)
+    observe: Callable[[Plan], object] = lambda plan: None
+    dropout: bool = False
 
 
-def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], observe: Callable) -> list:
+def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], settings: Settings) -> list:
     """The results of a program, with the calls of ops in place of patterns."""
     graph = Graph(jaxpr, constants)
-    plan = Plan(graph)
-    observe(plan)
-    return _Run(plan, graph.top, args, observe).results()
+    plan = Plan(graph, settings.dropout)
+    settings.observe(plan)
+    return _Run(plan, graph.top, args, settings).results()
 
 
 def _has_work(jaxpr) -> bool:
@@ -466,8 +603,8 @@ def _has_work(jaxpr) -> bool:
 class _Run:
     """The evaluation of one level."""
 
-    def __init__(self, plan: Plan, level: Level, args: Sequence[Any], observe: Callable):
-        self._plan, self._level, self._observe = plan, level, observe
+    def __init__(self, plan: Plan, level: Level, args: Sequence[Any], settings: Settings):
+        self._plan, self._level, self._settings = plan, level, settings
         jaxpr = level.jaxpr
         self._values = dict(zip(jaxpr.invars, args, strict=True))
         self._values.update(zip(jaxpr.constvars, level.constants, strict=True))
@@ -532,13 +669,11 @@ class _Run:
             else jnp.full(v.shape, constant(v), v.dtype)
             for v in match.reads
         ]
-        assert match.root.node is not None
-        equation = match.root.node.equation
-        with _explain.at(_compat.source_line(equation)):
+        with _explain.at(line_of(match.root)):
             var = match.root.places[self._level]
             twice = match.pattern.fanout and self._needed[var] == 2
-            y, *others = match.call(*given, fanout=twice)
-        y, copy = y if twice else (y, None)
+            y, *others = self._results(match, given, twice)
+        copy = others.pop(0) if twice else None
         if not _close(jax.typeof(y), match.root.aval):
             self._failed.add(match)
             return False
@@ -550,6 +685,14 @@ class _Run:
                 self._values[var] = _as(result, value)
         return True
 
+    def _results(self, match: Match, given: Sequence[Any], twice: bool) -> Sequence[Any]:
+        """The results of a call, by its traced program if that is for just these types."""
+        program = self._plan.programs(match.call, [_struct(v) for v in match.reads], twice)
+        types = [jax.typeof(x) for x in given]
+        if isinstance(program, str) or program.in_avals != types or _explain.is_on():
+            return match.call(*given, fanout=twice)
+        return jax.core.eval_jaxpr(program.jaxpr, program.consts, *given)
+
     def _evaluate(self, index: int) -> None:
         level = self._level
         equation = level.jaxpr.eqns[index]
@@ -559,15 +702,15 @@ class _Run:
             if self._plan.touches(inner) or _has_bodies(inner.jaxpr):
                 equation = _with_body(equation, "jaxpr", lambda *a: self._run(inner, a))
         elif equation.primitive.name == "shard_map":
-            self._store(equation, _sharded(equation, args, self._observe))
+            self._store(equation, _sharded(equation, args, self._settings))
             return
         elif equation.primitive.name in _BODIES:
             for name in _BODIES[equation.primitive.name]:
-                equation = _with_fused_bodies(equation, name, self._observe)
+                equation = _with_fused_bodies(equation, name, self._settings)
         self._store(level.jaxpr.eqns[index], _bind(level.jaxpr, equation, args))
 
     def _run(self, level: Level, args) -> list:
-        return _Run(self._plan, level, args, self._observe).results()
+        return _Run(self._plan, level, args, self._settings).results()
 
     def _store(self, equation, results) -> None:
         for var, result in zip(equation.outvars, results, strict=True):
@@ -633,7 +776,7 @@ def _visible(aval) -> tuple:
     return getattr(aval, "shape", ()), getattr(aval, "dtype", None), aval.weak_type, str(spec)
 
 
-def _with_fused_bodies(equation, name: str, observe: Callable):
+def _with_fused_bodies(equation, name: str, settings: Settings):
     bodies = equation.params.get(name)
     if bodies is None:
         return equation
@@ -645,21 +788,21 @@ def _with_fused_bodies(equation, name: str, observe: Callable):
             found.append(body)
             continue
         alone = equation.replace(params={name: body})
-        run = functools.partial(_fused_body, inner, getattr(body, "consts", ()), observe)
+        run = functools.partial(_fused_body, inner, getattr(body, "consts", ()), settings)
         found.append(_with_body(alone, name, run).params[name])
     new = type(bodies)(found) if several else found[0]
     return equation.replace(params={**equation.params, name: new})
 
 
-def _fused_body(jaxpr, constants, observe, *args):
-    return fused(jaxpr, constants, args, observe)
+def _fused_body(jaxpr, constants, settings, *args):
+    return fused(jaxpr, constants, args, settings)
 
 
-def _sharded(equation, args, observe: Callable) -> list:
+def _sharded(equation, args, settings: Settings) -> list:
     params = equation.params
     jaxpr = params["jaxpr"]
     run = functools.partial(
-        _fused_body, getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), observe
+        _fused_body, getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), settings
     )
     mapped = jax.shard_map(
         run,

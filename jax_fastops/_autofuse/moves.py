@@ -1,0 +1,175 @@
+"""Patterns that are no formulas of elements: windows, and attention heads.
+
+What a chain of reshapes, transpositions and slices does is known from the strides that it gives to
+a NumPy array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_fastops._autofuse.graph import Node, Value
+from jax_fastops._autofuse.match import with_row
+from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
+from jax_fastops.window_sum import window_sum
+
+
+class Move(NamedTuple):
+    """A pattern, its results, the values by operand, and the call that replaces it."""
+
+    name: str
+    results: list[Value]
+    reads: dict[str, Value]
+    op: Callable
+    axis: int = 0
+    numbers: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def rate(self) -> float:
+        """That of a dropout."""
+        return dict(self.numbers)["rate"]
+
+
+def move_at(value: Value) -> Move | None:
+    """The pattern whose result, or one of whose results, is this value."""
+    node = value.node
+    if node is None or not value.is_floating or value.aval.weak_type:
+        return None
+    if not all(isinstance(d, int) for d in value.shape):
+        return None
+    if node.name == "reduce_window_sum":
+        return _window(value, node)
+    if node.name in _MOVES and not any(_takes_moved(user) for user in value.users):
+        return _merged(value, node) or _split(value)
+    return None
+
+
+def _takes_moved(user: Node) -> bool:
+    """A product may take its operand transposed, and a further move belongs to the pattern."""
+    return user.name == "dot_general" or user.name in _MOVES
+
+
+def _window(value: Value, node: Node) -> Move | None:
+    sizes = node.params["window_dimensions"]
+    wide = [i for i, size in enumerate(sizes) if size != 1]
+    plain = ("window_strides", "base_dilation", "window_dilation")
+    if len(wide) != 1 or any(n != 1 for name in plain for n in node.params[name]):
+        return None
+    axis, padding = wide[0], list(node.params["padding"])
+    around, radius = tuple(padding.pop(axis)), sizes[axis] // 2
+    if sizes[axis] % 2 == 0 or around not in ((0, 0), (radius, radius)) or any(map(any, padding)):
+        return None
+    numbers = (("radius", radius), ("padding", "SAME" if around[0] else "VALID"))
+    return Move("window_sum", [value], {"x": node.inputs[0]}, _window_sum, axis, numbers)
+
+
+def _window_sum(leaves, axis):
+    return window_sum(leaves["x"], leaves["radius"], axis=axis, padding=leaves["padding"])
+
+
+# ---- heads ---------------------------------------------------------------------------------------
+
+_Strides = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def _slice(params, x):
+    steps = params["strides"] or (1,) * x.ndim
+    ranges = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
+    return x[tuple(slice(*r) for r in ranges)]
+
+
+def _pieces(params, x):
+    return np.split(x, np.cumsum(params["sizes"])[:-1], axis=params["axis"])
+
+
+def _reshape(params, x):
+    x = x.view()
+    x.shape = params["new_sizes"]  # fails where it would copy
+    return x
+
+
+_MOVES: dict[str, Callable] = {
+    "transpose": lambda params, x: x.transpose(params["permutation"]),
+    "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
+    "reshape": _reshape,
+    "slice": _slice,
+    "split": _pieces,
+}
+
+
+def _moved(source: Value, array: np.ndarray) -> Iterator[tuple[Value, np.ndarray]]:
+    """What moves make of a value, and the view of its array."""
+    yield source, array
+    for node in source.users:
+        if node.name in _MOVES and node.inputs[0] is source:
+            try:
+                found = _MOVES[node.name](node.params, array)
+            except (AttributeError, ValueError):
+                continue
+            found = found if isinstance(found, list) else [found]
+            for value, view in zip(node.outputs, found, strict=True):
+                yield from _moved(value, view)
+
+
+def _strides(x: np.ndarray) -> _Strides:
+    return x.shape, x.strides, x.__array_interface__["data"][0]
+
+
+def _split(value: Value) -> Move | None:
+    """The sum with a bias, split into heads: one array, or queries, keys and values."""
+    total = value
+    while total.node is not None and total.node.name in _MOVES:
+        total = total.node.inputs[0]
+    node, shape = total.node, value.shape
+    if node is None or node.name != "add" or len(shape) < 3 or len(shape) != len(total.shape) + 1:
+        return None
+    *_, heads, sequence, size = shape
+    parts = total.shape[-1] // (heads * size)
+    if total.shape != (*shape[:-3], sequence, parts * heads * size) or parts not in (1, 3):
+        return None
+    array = np.empty(total.shape, np.int8)  # never touched
+    pieces = array.reshape(*shape[:-3], sequence, parts, heads, size)
+    wanted = [_strides(pieces[..., i, :, :].swapaxes(-3, -2)) for i in range(parts)]
+    found = {_strides(view): v for v, view in _moved(total, array) if v.users or v.is_result}
+    results = [found.get(strides) for strides in wanted]
+    if value not in results or any(v is None for v in results):
+        return None
+    if any(_takes_moved(user) for v in results for user in v.users):
+        return None
+    for x, row in with_row(total):
+        name, op = ("split_heads", _split_heads) if parts == 1 else ("split_qkv_heads", _qkv)
+        reads = {"x": x, "bias": row}
+        return Move("bias + " + name, results, reads, op, 0, (("heads", heads),))
+    return None
+
+
+def _split_heads(leaves, axis):
+    del axis
+    return split_heads(leaves["x"], leaves["bias"].reshape(-1), num_heads=leaves["heads"])
+
+
+def _qkv(leaves, axis):
+    del axis
+    return split_qkv_heads(leaves["x"], leaves["bias"].reshape(-1), num_heads=leaves["heads"])
+
+
+def _merged(value: Value, node: Node) -> Move | None:
+    before = node.inputs[0].node
+    if node.name != "reshape" or before is None or before.name != "transpose":
+        return None
+    x = before.inputs[0]
+    n = len(x.shape)
+    if n < 3 or tuple(before.params["permutation"]) != (*range(n - 3), n - 2, n - 3, n - 1):
+        return None
+    *lead, heads, sequence, size = x.shape
+    if value.shape != (*lead, sequence, heads * size):
+        return None
+    return Move("merge_heads", [value], {"x": x}, _merge_heads)
+
+
+def _merge_heads(leaves, axis):
+    del axis
+    return merge_heads(leaves["x"])
