@@ -121,7 +121,8 @@ def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
     - ``end - (1 - weight) * d`` for any other weight.
 
     It is computed in float32 (float64 for float64) and rounded once. Derivatives of every order are
-    those of ``start + weight * (end - start)``.
+    those of ``start + weight * (end - start)``. The kernel computes gradients in float32, too, and
+    the reference in the dtype.
 
     Args:
       start: array of any shape, or a number; float32, bfloat16, float16 or float64.
