@@ -215,8 +215,8 @@ def bias_act(
 ) -> jax.Array:
     """An activation of a sum: ``act(x + bias)``.
 
-    The sum and the activation are computed in float32 (float64 for float64), and the result is
-    rounded once.
+    The kernel computes both in float32 (float64 for float64) and rounds the result once. The
+    reference computes in the dtype, as ``jax.nn``.
 
     Args:
       x: array of any shape; float32, bfloat16, float16 or float64. Without a bias, integers become

@@ -76,8 +76,8 @@ def gated_act(
 ) -> jax.Array:
     """A gated activation: ``act(gate) * up``, as in SwiGLU and GeGLU.
 
-    The activation and the product are computed in float32 (float64 for float64), and the result is
-    rounded once.
+    The kernel computes both in float32 (float64 for float64) and rounds the result once. The
+    reference computes in the dtype, as ``jax.nn``.
 
     Args:
       gate: array of any shape; float32, bfloat16, float16 or float64.

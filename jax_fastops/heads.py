@@ -253,7 +253,7 @@ def split_heads(x: ArrayLike, bias: ArrayLike | None = None, *, num_heads: int) 
 
     Residuals:
       None. The backward moves the cotangent back and sums the bias gradient in the same pass, in
-      float32 (float64 for float64).
+      float32 (float64 for float64). The reference sums it as JAX does, in the dtype of the bias.
 
     Sharding: over the leading dimensions and the sequence, and without a bias over the heads if the
     number of devices divides ``num_heads``. There is no communication except an all-reduce of the
@@ -301,7 +301,7 @@ def split_qkv_heads(
 
     Residuals:
       None. The backward merges the three cotangents and sums the bias gradient in the same pass, in
-      float32 (float64 for float64).
+      float32 (float64 for float64). The reference sums it as JAX does, in the dtype of the bias.
 
     Sharding: over the leading dimensions and the sequence, without communication except an
     all-reduce of the bias gradient. Sharded features are gathered, because shards of ``3*H*D`` are

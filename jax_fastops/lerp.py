@@ -54,19 +54,18 @@ def _interpolate(start, end, weight):
 
 @functools.partial(_interpolate.defjvp, symbolic_zeros=True)
 def _interpolate_jvp(primals, tangents):
-    """The derivative of ``start + weight * (end - start)``, however the value is computed."""
+    """The derivative of ``start + weight * (end - start)`` in its dtype, as JAX computes it."""
     y = _interpolate(*primals)
-    wide = accumulator_dtype(y.dtype)
-    s, e, w = (x.astype(wide) for x in primals)
+    s, e, w = primals
     factors = (lambda: 1 - w, lambda: w, lambda: e - s)
     terms = [
-        factor() * t.astype(wide)
+        factor() * t
         for factor, t in zip(factors, tangents, strict=True)
         if not isinstance(t, jax.custom_derivatives.SymbolicZero)
     ]
     if not terms:
         return y, jnp.zeros_like(y)
-    dy = functools.reduce(jnp.add, terms).astype(y.dtype)
+    dy = functools.reduce(jnp.add, terms)
     return y, match_varying([broadcast_to(dy, jax.typeof(y)), y])[0]
 
 
@@ -122,7 +121,8 @@ def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
     - ``end - (1 - weight) * d`` for any other weight.
 
     It is computed in float32 (float64 for float64) and rounded once. Derivatives of every order are
-    those of ``start + weight * (end - start)``.
+    those of ``start + weight * (end - start)``. The kernel computes gradients in float32, too, and
+    the reference in the dtype.
 
     Args:
       start: array of any shape, or a number; float32, bfloat16, float16 or float64.

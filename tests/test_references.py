@@ -1,0 +1,75 @@
+"""A call that takes the reference has no larger a program than the same in `jax.nn`."""
+
+import pathlib
+import random
+import re
+import sys
+from collections import Counter
+
+import jax
+import pytest
+
+import jax_fastops as fo
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+cases = pytest.importorskip("benchmarks.cases")
+shapes = pytest.importorskip("benchmarks.shapes")
+
+pytestmark = pytest.mark.jax
+
+# XLA makes no kernel for these.
+FREE = ("broadcast_in_dim", "constant", "reshape", "return")
+# Ops of which only sums are counted. The result of `lerp` is exact where the weight is 0 or 1, and
+# the variance of `batch_norm` also where the mean is large.
+MORE_EXACT = ("batch_norm", "batch_norm_relu", "batch_norm_add_relu", "lerp")
+# `cross_entropy` has a masked sum in place of a gather. `dropout` has other masks than JAX.
+DIFFERENT = ("cross_entropy", "dropout", "relu_from_result")
+COMPARED = [op for op in cases.OPS if op.fitted and op.name not in DIFFERENT]
+
+
+def counts(function, *args) -> Counter:
+    """How often each operation occurs in the lowered program."""
+    text = jax.jit(function).lower(*args).as_text()
+    return Counter(name for name in re.findall(r"stablehlo\.(\w+)", text) if name not in FREE)
+
+
+def backward(function, positions):
+    """The gradients of the operands at ``positions``, from the cotangents and all operands."""
+
+    def gradients(cts, *args):
+        def of(*moving):
+            given = dict(zip(positions, moving, strict=True))
+            return function(*(given.get(i, x) for i, x in enumerate(args)))
+
+        return jax.vjp(of, *(args[i] for i in positions))[1](cts)
+
+    return gradients
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", COMPARED, ids=lambda op: op.name)
+def test_a_reference_is_no_larger_than_plain_jax(op, dtype):
+    rng = random.Random(op.name)
+    for _ in range(3):
+        layout = shapes.draw(rng, op, 2**12)
+        case = cases.Case(op, layout, "cpu", dtype)
+        given = zip(case.shapes, case.operand_dtypes, strict=True)
+        args = [jax.ShapeDtypeStruct(*pair) for pair in given]
+
+        def ours(*args, layout=layout):
+            with fo.use_implementation("xla"):
+                return op.ours(*args, **layout.options)
+
+        def plain(*args, layout=layout):
+            return op.reference(*args, **layout.options)
+
+        cts = jax.eval_shape(plain, *args)
+        for mine, theirs in (
+            (counts(ours, *args), counts(plain, *args)),
+            tuple(counts(backward(f, case.differentiated), cts, *args) for f in (ours, plain)),
+        ):
+            message = f"{layout.label}: {mine - theirs} in place of {theirs - mine}"
+            assert mine["reduce"] <= theirs["reduce"], message
+            if op.name not in MORE_EXACT:
+                assert mine["convert"] <= theirs["convert"], message
+                assert mine.total() <= theirs.total(), message
