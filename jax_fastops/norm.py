@@ -2,8 +2,8 @@
 
 One kernel reads the input (and the residual) once and writes the result. A row stays on the chip
 while its mean, variance and results are computed. Dropout of the input is part of the kernel for
-rows of common lengths, and comes before it for others. The backward reads the cotangent and the input
-once, and sums the parameters' gradients in the same pass: it accumulates groups of rows into
+rows of common lengths, and comes before it for others. The backward reads the cotangent and the
+input once, and sums the parameters' gradients in the same pass: it accumulates groups of rows into
 partial sums on the chip, and XLA adds these up.
 
 Source: FasterTransformer, ``add_bias_input_layernorm``.
