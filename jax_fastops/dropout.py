@@ -51,7 +51,7 @@ def drop_reference(
     bias: Any = None,
     residual: Any = None,
 ) -> Any:
-    """:func:`dropped` in ``jax.numpy``, with the two words of a key and a :class:`Drop`'s numbers."""
+    """:func:`dropped` in ``jax.numpy``, with the words of a key and a :class:`Drop`'s numbers."""
     return _reference(x, bias, residual, key, threshold=threshold, scale=dropout_scale)
 
 

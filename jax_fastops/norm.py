@@ -1,8 +1,9 @@
 """Layer norm and RMS norm over the last axis, optionally of a sum with a residual and a bias.
 
 One kernel reads the input (and the residual) once and writes the result. A row stays on the chip
-while its mean, variance and results are computed. The backward reads the cotangent and the input
-once, and sums the parameters' gradients in the same pass: it accumulates groups of rows into
+while its mean, variance and results are computed. Dropout of the input is part of the kernel for
+rows of common lengths, and comes before it for others. The backward reads the cotangent and the
+input once, and sums the parameters' gradients in the same pass: it accumulates groups of rows into
 partial sums on the chip, and XLA adds these up.
 
 Source: FasterTransformer, ``add_bias_input_layernorm``.
@@ -619,8 +620,9 @@ def residual_layer_norm(
 ) -> jax.Array | _Pair | tuple[_Pair, jax.Array]:
     """Layer norm of a sum: ``layer_norm(x + input_bias + residual, scale, bias)``.
 
-    With a dropout rate, the sum is ``residual + dropout(x + input_bias)``; see :func:`dropout`. It
-    is then computed in a pass of its own.
+    With a dropout rate, the sum is ``residual + dropout(x + input_bias)``; see :func:`dropout`.
+    Rows of 256 to 1024 elements that are whole multiples of 16 bytes need no pass more for it;
+    others, and those of float64, need one.
 
     The sum is computed in float32 (float64 for float64) and rounded once to the dtype of ``x``. The
     norm is that of the rounded sum.
@@ -830,8 +832,9 @@ def residual_rms_norm(
 ) -> jax.Array | _Pair | tuple[_Pair, jax.Array]:
     """RMS norm of a sum: ``rms_norm(x + input_bias + residual, scale)``.
 
-    With a dropout rate, the sum is ``residual + dropout(x + input_bias)``; see :func:`dropout`. It
-    is then computed in a pass of its own.
+    With a dropout rate, the sum is ``residual + dropout(x + input_bias)``; see :func:`dropout`.
+    Rows of 256 to 1024 elements that are whole multiples of 16 bytes need no pass more for it;
+    others, and those of float64, need one.
 
     The sum is computed in float32 (float64 for float64) and rounded once to the dtype of ``x``. The
     norm is that of the rounded sum.
