@@ -311,7 +311,7 @@ def _report(plans: list[rewrite.Plan]) -> FuseReport:
                 root.shape,
                 str(root.dtype),
                 saved,
-                plan.programs.why.get(match.call, ""),
+                plan.programs.why(match.call),
             )
             replaced.append(found)
         taken = {v for match in plan.matches for v in (*match.inner, match.root)}

@@ -83,12 +83,17 @@ def constant(value: Value) -> Any:
     return value.constant
 
 
+_IDENTITIES = [tuple(range(n)) for n in range(100)]
+
+
 def identity(value: Value) -> Map:
-    return tuple(range(len(value.long)))
+    return _IDENTITIES[len(value.long)]
 
 
 def compose(outer: Map, inner: Map) -> Map:
-    return tuple(None if i is None else inner[i] for i in outer)
+    if inner is _IDENTITIES[len(inner)]:
+        return outer
+    return tuple([None if i is None else inner[i] for i in outer])
 
 
 def _same_view(value: Value, operand: Value) -> tuple[Value, Map] | None:
@@ -156,8 +161,10 @@ def operand_map(value: Value, operand: Value) -> Map:
     """From the dimensions of an element-wise result to those of an operand."""
     if len(operand.shape) != len(value.shape):  # a scalar
         return (None,) * len(value.long)
+    if operand.long == value.long:
+        return identity(value)
     index = {d: i for i, d in enumerate(operand.long)}
-    return tuple(index.get(d) for d in value.long)
+    return tuple([index.get(d) for d in value.long])
 
 
 def terms_of(value: Value) -> list[tuple[float, Value]] | None:
@@ -331,13 +338,20 @@ def needs(formula) -> frozenset:
     return frozenset(found).union(*map(needs, parts(formula)))
 
 
-def near(value: Value, limit: int = 80) -> set:
-    """The same for the operations right before a value."""
+def near(value: Value, limit: int = 80) -> tuple[set, tuple]:
+    """The same for the operations right before a value, and what tells them from others."""
     found: set = set()
+    key: list = []
     seen, left = {value}, deque([value])
     while left and len(seen) < limit:
-        node = left.popleft().node
-        if node is not None:
+        value = left.popleft()
+        node = value.node
+        key += (value.shape, value.dtype)
+        if node is None:
+            key.append(None if value.constant is None else float(value.constant))
+        else:
+            told = node.name in _REDUCTIONS or node.name == "custom_jvp_call"
+            key += (node.name, meaning(node) if told else None)
             found.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
             if node.name in _REDUCTIONS:
                 found.add((node.name, meaning(node)))
@@ -346,7 +360,7 @@ def near(value: Value, limit: int = 80) -> set:
             fresh = [v for v in node.inputs if v not in seen]
             seen.update(fresh)
             left.extend(fresh)
-    return found
+    return found, tuple(key)
 
 
 def _at(formula, n: int):
@@ -468,10 +482,6 @@ def _sign(value: Value) -> float:
     return -1.0 if value.node is not None and value.node.name == "neg" else 1.0
 
 
-def identity_of(m: Map) -> Map:
-    return tuple(range(len(m)))
-
-
 # ---- matching ------------------------------------------------------------------------------------
 
 
@@ -568,7 +578,7 @@ class Matcher:
             elif found.setdefault(own, there) != there:
                 return None
         mapped = tuple(found[i] for i in range(len(found)))
-        direct = shown == place == identity_of(shown)
+        direct = shown == place == _IDENTITIES[len(shown)]
         bound = Bound(source, mapped, value if direct else None)
         known = state.leaves.get(leaf.index)
         if known is None:

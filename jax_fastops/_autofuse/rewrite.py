@@ -7,7 +7,7 @@ import functools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.core
@@ -182,21 +182,38 @@ class _Finder:
         source = resolve(value, narrowing=True)[0]
         if source.node is None:
             return None
-        kinds = _kinds(source)
-        around: set | None = None
+        around, key = near(source)
         self._tried: list[tuple[float, Miss]] = []
-        for pattern in by_size():
-            if pattern.kind not in kinds:
-                continue
-            around = near(source) if around is None else around
-            if not pattern.needs <= around:
-                continue
-            for axis in self._axes(pattern, value):
-                if (found := self._at(pattern, axis, value, around)) is not None:
-                    return found
+        for pattern, axis in self._candidates(value, source, around, key):
+            if (found := self._at(pattern, axis, value, around)) is not None:
+                self._remember(key, (pattern, axis))
+                return found
         if self._tried:
             self.misses.append(max(self._tried, key=lambda found: found[0])[1])
+        else:
+            self._remember(key, None)
         return None
+
+    _known: ClassVar[dict[tuple, tuple[Pattern, int] | None]] = {}
+
+    def _remember(self, key: tuple, found: tuple[Pattern, int] | None) -> None:
+        """What was found after such operations. It is tried first, and nothing else after None."""
+        if len(self._known) > 10_000:
+            self._known.clear()
+        self._known[key] = found
+
+    def _candidates(self, value: Value, source: Value, around: set, key: tuple) -> Iterator[tuple]:
+        """The patterns to try, with the axis."""
+        if key in self._known:
+            known = self._known[key]
+            if known is None:
+                return
+            yield known
+        kinds = _kinds(source)
+        for pattern in by_size():
+            if pattern.kind in kinds and pattern.needs <= around:
+                for axis in self._axes(pattern, value):
+                    yield pattern, axis
 
     def _moved(self, move: Move) -> Match | None:
         """The match of a pattern that is no formula, if the kernel takes the call."""
@@ -492,12 +509,24 @@ def _struct(value: Value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding if explicit else None)
 
 
+@functools.lru_cache(1024)
+def _jitted(call: Call, fanout: bool):
+    """The call with a cache of its programs, whose key has the implementation in force."""
+    return jax.jit(functools.partial(call, fanout=fanout))
+
+
+@functools.lru_cache(1024)
+def _reasons(call: Call, implementation: str) -> list[str]:
+    """Why the kernel takes a call, filled in when that is traced."""
+    del call, implementation
+    return []
+
+
 class _Programs:
     """The traced calls, each once, however many patterns a program has that it replaces."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, Any] = {}
-        self.why: dict[Call, str] = {}
 
     def __call__(self, call: Call, types: Sequence[Any], fanout: bool = False) -> Any:
         """The program of a call, or as text why the kernel does not take it."""
@@ -506,16 +535,24 @@ class _Programs:
             self._known[key] = self._trace(call, types, fanout)
         return self._known[key]
 
-    def _trace(self, call: Call, types: Sequence[Any], fanout: bool) -> Any:
+    @staticmethod
+    def why(call: Call) -> str:
+        """Why the kernel takes a call."""
+        return "; ".join(_reasons(call, _implementation.current()))
+
+    @staticmethod
+    def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
         try:
             with kernels_only(True), _explain.decisions() as made:
-                traced = jax.make_jaxpr(functools.partial(call, fanout=fanout))(*types)
+                traced = _jitted(call, fanout).trace(*types).jaxpr
         except Refused as refused:
             return str(refused) or "XLA is as fast"
         except (TypeError, ValueError, NotImplementedError) as error:
             return str(error).partition("\n")[0]
-        choices = [d.forward if d.forward.kernel else d.gradient for d in made]
-        self.why[call] = "; ".join(dict.fromkeys(c.reason for c in choices if c.kernel))
+        if made:
+            choices = [d.forward if d.forward.kernel else d.gradient for d in made]
+            reasons = dict.fromkeys(choice.reason for choice in choices if choice.kernel)
+            _reasons(call, _implementation.current())[:] = reasons
         found = traced.out_avals[0]
         same = found.shape == call.shape and found.dtype == call.dtype
         return traced if same else "the result has another type"
