@@ -7,6 +7,7 @@ each level that sees it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,12 +38,20 @@ class Value:
         self.is_result = False
         self.shape: tuple = getattr(aval, "shape", ())
         self.dtype = getattr(aval, "dtype", None)
-        self.is_floating = self.dtype is not None and jnp.issubdtype(self.dtype, jnp.floating)
-        self.long: tuple[int, ...] = tuple(
-            i for i, d in enumerate(self.shape) if not (isinstance(d, int) and d == 1)
-        )
-        self.sizes = tuple(self.shape[i] for i in self.long)
+        self.is_floating = _is_floating(self.dtype)
+        self.long, self.sizes = _long(self.shape)
         self.resolved: dict[bool, tuple] = {}
+
+
+@functools.lru_cache(1024)
+def _is_floating(dtype) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+@functools.lru_cache(1024)
+def _long(shape: tuple) -> tuple[tuple[int, ...], tuple]:
+    long = tuple(i for i, d in enumerate(shape) if not (isinstance(d, int) and d == 1))
+    return long, tuple(shape[i] for i in long)
 
 
 class Node:

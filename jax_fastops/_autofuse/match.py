@@ -348,7 +348,7 @@ def near(value: Value, limit: int = 80) -> tuple[set, tuple]:
         node = value.node
         key += (value.shape, value.dtype)
         if node is None:
-            key.append(None if value.constant is None else float(value.constant))
+            key.append(None if value.constant is None else str(value.constant))  # NaN is not NaN
         else:
             told = node.name in _REDUCTIONS or node.name == "custom_jvp_call"
             key += (node.name, meaning(node) if told else None)

@@ -161,13 +161,14 @@ def _same_kind(dtype, root) -> bool:
 
 
 _ELSEWHERE = "its operands are in another function"
+_DIFFERS = "the formula differs from here on"
 
 
 class _Finder:
-    """Finds the patterns of a graph."""
+    """Finds the patterns of a graph. If it is thorough, it finds all that was nearly one."""
 
-    def __init__(self, graph: Graph, dropout: bool = False):
-        self.graph, self.dropout = graph, dropout
+    def __init__(self, graph: Graph, dropout: bool, thorough: bool):
+        self.graph, self.dropout, self.thorough = graph, dropout, thorough
         self.misses: list[Miss] = []
         self.programs = _Programs()
 
@@ -190,7 +191,7 @@ class _Finder:
                 return found
         if self._tried:
             self.misses.append(max(self._tried, key=lambda found: found[0])[1])
-        else:
+        if all(miss.reason == _DIFFERS for _, miss in self._tried):
             self._remember(key, None)
         return None
 
@@ -206,9 +207,10 @@ class _Finder:
         """The patterns to try, with the axis."""
         if key in self._known:
             known = self._known[key]
-            if known is None:
+            if known is not None:
+                yield known
+            elif not self.thorough:
                 return
-            yield known
         kinds = _kinds(source)
         for pattern in by_size():
             if pattern.kind in kinds and pattern.needs <= around:
@@ -286,8 +288,7 @@ class _Finder:
         if state is None:
             part = len(set(matcher.seen)) / (1 + formulas[0].size)
             if part > 0.7 and formulas[0].size > 5:
-                reason = "the formula differs from here on"
-                self._miss(pattern, matcher.stopped or value, reason, min(part, 0.99))
+                self._miss(pattern, matcher.stopped or value, _DIFFERS, min(part, 0.99))
             return None
         return self._checked(pattern, axis, value, state, formulas, n, sizes if loss else None)
 
@@ -564,9 +565,9 @@ class _Programs:
 class Plan:
     """What is replaced in a program."""
 
-    def __init__(self, graph: Graph, dropout: bool = False):
+    def __init__(self, graph: Graph, settings: Settings):
         self.graph = graph
-        finder = _Finder(graph, dropout)
+        finder = _Finder(graph, settings.dropout, settings.observe is not None)
         self.matches: list[Match] = []
         self.misses, self.programs = finder.misses, finder.programs
         self.at: dict[Level, dict[Any, tuple[Match, int]]] = {}
@@ -617,15 +618,16 @@ _BODIES = {
 class Settings(NamedTuple):
     """What is seen of each plan, and whether dropout may take other masks."""
 
-    observe: Callable[[Plan], object] = lambda plan: None
+    observe: Callable[[Plan], object] | None = None
     dropout: bool = False
 
 
 def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], settings: Settings) -> list:
     """The results of a program, with the calls of ops in place of patterns."""
     graph = Graph(jaxpr, constants)
-    plan = Plan(graph, settings.dropout)
-    settings.observe(plan)
+    plan = Plan(graph, settings)
+    if settings.observe is not None:
+        settings.observe(plan)
     return _Run(plan, graph.top, args, settings).results()
 
 
