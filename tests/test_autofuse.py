@@ -338,6 +338,34 @@ def test_the_report_is_a_table():
     assert "2 patterns replaced" in text and "softmax  float32[4,6,40]" in text
 
 
+def test_equal_layers_are_matched_once(monkeypatch):
+    """Each further layer costs one match for each of its patterns."""
+    from jax_fastops._autofuse import rewrite
+
+    count = []
+
+    class Counted(rewrite.Matcher):
+        def __init__(self, root):
+            count.append(root)
+            super().__init__(root)
+
+    monkeypatch.setattr(rewrite, "Matcher", Counted)
+
+    def matches(layers):
+        def f(x):
+            for _ in range(layers):
+                x = jnp.sin(x) @ jnp.ones((40, 40)) + x
+                x = x + jax.nn.gelu(by_moments(x, B, C) @ jnp.ones((40, 40)) + B)
+            return x
+
+        count.clear()
+        jax.make_jaxpr(lambda x: fo.autofuse(f)(x))(X)
+        return len(count)
+
+    matches(3)
+    assert matches(13) - matches(3) == 10 * 2
+
+
 # Random programs ----------------------------------------------------------------------------------
 
 _SWAPS = {"add": "sub", "sub": "add", "mul": "div", "exp": "tanh", "max": "min", "tanh": "exp"}

@@ -217,14 +217,17 @@ def _factors(value: Value) -> list[tuple[Value, float]] | None:
     return None
 
 
-def meaning(node: Node) -> tuple:
-    """What makes an operation this one: its parameters, without what depends on sizes."""
+def meaning(node: Node, rule_of: Callable | None = None) -> tuple:
+    """What makes an operation this one: its parameters, without what depends on sizes.
+
+    ``rule_of`` gives the derivative rule of a function that has one.
+    """
     if node.meaning is None:
-        node.meaning = _meaning(node)
+        node.meaning = _meaning(node, rule_of or _derivative_rule)
     return node.meaning
 
 
-def _meaning(node: Node) -> tuple:
+def _meaning(node: Node, rule_of: Callable) -> tuple:
     params = {k: v for k, v in node.params.items() if k not in _IGNORED_PARAMS}
     if node.name in _REDUCTIONS:
         long = node.inputs[0].long
@@ -233,7 +236,7 @@ def _meaning(node: Node) -> tuple:
         long = node.outputs[0].long
         params = {"along": long.index(params["dimension"]) if params["dimension"] in long else None}
     if node.name == "custom_jvp_call":
-        params = {"rule": _derivative_rule(node)}
+        params = {"rule": rule_of(node)}
     return tuple(sorted((k, str(v)) for k, v in params.items()))
 
 
@@ -250,7 +253,22 @@ def _derivative_rule(node: Node) -> str:
         text = str(jax.make_jaxpr(lambda x, t: jax.jvp(call, x, t))(x, x))
     except Exception:  # whatever the rule raises, it is not one of ours
         return f"unknown {id(node)}"
+    return _without_shapes(text)
+
+
+def _without_shapes(text: str) -> str:
     return re.sub(r"\b[a-z]+[0-9]*\[[0-9,]*\]|\([0-9, ]*\)", "", text)
+
+
+_rules: dict[str, str] = {}
+
+
+def _rule_in_pattern(node: Node) -> str:
+    """The derivative rule of a function in a pattern, where the same value has the same rule."""
+    text = _without_shapes(str(node.params["call_jaxpr"]))
+    if text not in _rules:
+        _rules[text] = _derivative_rule(node)
+    return _rules[text]
 
 
 # ---- formulas of patterns ------------------------------------------------------------------------
@@ -475,7 +493,7 @@ class Compiler:
             factor, formula, inner = self._compile(operand)
             outer = operand_map(value, operand) if node.name in _ELEMENTWISE else identity(operand)
             operands.append((formula, compose(outer, inner), factor))
-        return Apply(node.name, meaning(node), tuple(operands))
+        return Apply(node.name, meaning(node, _rule_in_pattern), tuple(operands))
 
 
 def _sign(value: Value) -> float:

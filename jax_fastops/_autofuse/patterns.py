@@ -77,6 +77,14 @@ class Pattern:
         """The operations that it has for any axis."""
         return frozenset(name for name in compiled(self, 3, 2)[0].needs if isinstance(name, str))
 
+    @functools.cache  # noqa: B019
+    def reductions(self, rank: int, axis: int) -> frozenset:
+        """Its reductions for arrays of this rank, each with its axes."""
+        others = tuple(i for i in range(rank) if i != axis)
+        of = {"(2,)": (axis,), "(0, 1)": others}
+        found = (name for name in compiled(self, 3, 2)[0].needs if not isinstance(name, str))
+        return frozenset((name, (("axes", str(of[axes])),)) for name, ((_, axes),) in found)
+
     def count(self, sizes: tuple[int, ...], axis: int) -> int:
         """How many elements its means are over."""
         return math.prod(sizes) // sizes[axis] if self.axes == "each" else (sizes or (1,))[axis]

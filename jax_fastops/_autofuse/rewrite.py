@@ -279,10 +279,10 @@ class _Finder:
                 return None
         if len(sizes) > MAX_RANK:
             return None
+        if not pattern.reductions(len(sizes), axis) <= around:
+            return None
         formulas = compiled(pattern, len(sizes), axis)
         n = pattern.count(sizes, axis)
-        if not formulas[0].needs <= around:
-            return None
         matcher = Matcher(value)
         state = matcher(formulas[0], n, value)
         if state is None:
