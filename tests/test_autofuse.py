@@ -362,7 +362,7 @@ def test_equal_layers_are_matched_once(monkeypatch):
         jax.make_jaxpr(lambda x: fo.autofuse(f)(x))(X)
         return len(count)
 
-    matches(3)
+    matches(13)
     assert matches(13) - matches(3) == 10 * 2
 
 

@@ -203,7 +203,12 @@ def _call_log_softmax(leaves, axis):
     return log_softmax(leaves["x"], axis, scale=leaves.get("scale", 1.0))
 
 
-for _form in (lambda x, axis: jax.nn.softmax(x, axis), _softmax):
+for _form in (
+    lambda x, axis: jax.nn.softmax(x, axis),
+    _softmax,
+    lambda x, axis: jnp.exp(x - jax.nn.logsumexp(x, axis, keepdims=True)),
+    lambda x, axis: jnp.exp(jax.nn.log_softmax(x, axis)),
+):
     _add("softmax", _form, "x", _call_softmax, axes="each", scaled=True, masked=True)
 _add(
     "softmax with where",
