@@ -33,13 +33,29 @@ def masked(value: Value, axis: int) -> tuple[Value, Value, bool] | None:
         which, *cases = node.inputs
         for keep, (x, fill) in ((False, cases), (True, cases[::-1])):
             if (c := constant(fill)) is not None and _is_fill(c, value.dtype):
-                return (x, which, keep) if _no_row_is_empty(which, axis, keep, None) else None
+                known = _no_row_is_empty(which, axis, keep, None)
+                return (x, *_compared(which, keep)) if known else None
     if node.name == "add":
         for x, mask in (node.inputs, node.inputs[::-1]):
             same = x.shape == value.shape and len(mask.shape) == len(x.shape)
             if same and _no_row_is_empty(mask, axis, False, value.dtype):
                 return x, mask, False
     return None
+
+
+def _compared(mask: Value, keep: bool) -> tuple[Value, bool]:
+    """Numbers in place of a mask that compares them with 0, which jnp.where does to its mask."""
+    source, shown, _ = resolve(mask)
+    node = source.node
+    if node is None or node.name not in ("ne", "eq") or len(source.shape) != len(mask.shape):
+        return mask, keep
+    pairs = zip(mask.long, shown, strict=True)
+    in_place = all(i is None or source.long[i] == place for place, i in pairs)
+    numbers, zero = node.inputs
+    known = constant(zero)
+    if in_place and numbers.shape == source.shape and known is not None and known == 0:
+        return numbers, keep is (node.name == "ne")
+    return mask, keep
 
 
 def _is_fill(number, dtype):
