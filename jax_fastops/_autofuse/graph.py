@@ -37,7 +37,7 @@ class Value:
         self.users: list[Node] = []
         self.is_result = False
         self.shape: tuple = getattr(aval, "shape", ())
-        self.dtype = getattr(aval, "dtype", None)
+        self.dtype: Any = getattr(aval, "dtype", None)
         self.is_floating = _is_floating(self.dtype)
         self.long, self.sizes = _long(self.shape)
         self.resolved: dict[bool, tuple] = {}
@@ -71,7 +71,8 @@ class Level:
     def __init__(
         self, jaxpr, operands: Sequence[Value], constants: Sequence[Any], parent=None, equation=None
     ):
-        self.jaxpr, self.constants, self.parent, self.equation = jaxpr, constants, parent, equation
+        self.jaxpr, self.constants, self.equation = jaxpr, constants, equation
+        self.parent: Level | None = parent
         self.calls: dict[int, Level] = {}  # by the index of the equation
         self.values: dict[Any, Value] = {}
         for var, value in zip(jaxpr.invars, operands, strict=True):

@@ -7,6 +7,7 @@ elements. So such a mask may become the mask of an op only if each row is known 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +16,10 @@ from jax_fastops._autofuse.graph import Value
 from jax_fastops._autofuse.match import FOLDED, constant, resolve
 
 _MOST = 1 << 24  # elements; it takes too long to compute more
-_COMPUTED = {name: f for name, f in FOLDED.items() if isinstance(f, np.ufunc)}
-_COMPUTED |= {"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert}
+_COMPUTED = {
+    **{name: f for name, f in FOLDED.items() if isinstance(f, np.ufunc)},
+    **{"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert},
+}
 
 
 def masked(value: Value, axis: int) -> tuple[Value, Value, bool] | None:
@@ -121,7 +124,7 @@ def _elements(value: Value) -> np.ndarray | None:
     if node is None:
         found = _given(value)
         return None if found is None else np.broadcast_to(found, value.shape)
-    given = [_elements(v) for v in node.inputs]
+    given: list[Any] = [_elements(v) for v in node.inputs]
     if any(x is None for x in given):
         return None
     if node.name in _COMPUTED:

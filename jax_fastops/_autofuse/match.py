@@ -62,8 +62,10 @@ FUSIBLE = _ELEMENTWISE | {
 _IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
 _COMMUTATIVE = {"max", "min", "eq", "ne", "and", "or"}
 # They do not change the values.
-_IGNORED_PARAMS = {"accuracy", "sharding", "out_sharding", "weak_type", "new_dtype"}
-_IGNORED_PARAMS |= {"indices_are_sorted", "unique_indices"}
+_IGNORED_PARAMS = {
+    *("accuracy", "sharding", "out_sharding", "weak_type", "new_dtype"),
+    *("indices_are_sorted", "unique_indices"),
+}
 
 
 def constant(value: Value) -> Any:

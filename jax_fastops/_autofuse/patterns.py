@@ -330,7 +330,8 @@ def _row_norm(rms: bool, form: str, order: str, parameters: tuple[str, ...]) -> 
             inverse = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
             return x * inverse * named["scale"] if named else x * inverse
         mean, var = _moments(x, -1, form)
-        return _affine(x, mean, lax.rsqrt(var + eps), *_given(named, "scale", "bias"), order)
+        scale, bias = _given(named, "scale", "bias")
+        return _affine(x, mean, lax.rsqrt(var + eps), scale, bias, order)
 
     own, with_residual = (rms_norm, residual_rms_norm) if rms else (layer_norm, residual_layer_norm)
     names = ("scale",) if rms else ("scale", "bias")
@@ -373,7 +374,8 @@ def _channel_norm(
             mean, var = _moments(x, _others(x, axis), form)
         else:
             mean, var = rows["mean"], rows["var"]
-        y = _affine(x, mean, lax.rsqrt(var + eps), *_given(rows, "scale", "bias"), order)
+        scale, bias = _given(rows, "scale", "bias")
+        y = _affine(x, mean, lax.rsqrt(var + eps), scale, bias, order)
         y = y + named["residual"] if "residual" in after else y
         y = jax.nn.relu(y) if "relu" in after else y
         return (y, mean, var) if form else y

@@ -86,9 +86,9 @@ def line_of(value: Value) -> str:
     """The user's file and line that made a value, or called the function that made it."""
     if value.node is None:
         return ""
-    equation, level = value.node.equation, value.node.level
-    while not (line := _compat.source_line(equation)) and level.equation is not None:
-        equation, level = level.equation, level.parent
+    line, level = _compat.source_line(value.node.equation), value.node.level
+    while not line and level is not None and level.equation is not None:
+        line, level = _compat.source_line(level.equation), level.parent
     return line
 
 
@@ -436,7 +436,7 @@ class _Finder:
                             own["b"] = other, whole
                             yield form(before + "add + ", pattern.sum_of, own, more, **numbers)
                 yield form("add + ", pattern.sum_of, {"a": (a, whole), "b": (b, whole)}, more)
-        if pattern.axes != "none" or len(arrays) > 1 or not self._fuses(x[0], root):
+        if pattern.axes != "none" or x is None or rest or not self._fuses(x[0], root):
             yield form("", pattern.call, {} if x is None else {"x": x})
 
     def _before_sum(self, value: Value) -> Iterator[tuple[str, dict, dict]]:
