@@ -97,6 +97,7 @@ _MOVES: dict[str, Callable] = {
     "reshape": _reshape,
     "slice": _slice,
     "split": _pieces,
+    "unstack": lambda params, x: list(np.moveaxis(x, params["axis"], 0)),  # of jax 0.12
 }
 
 
