@@ -98,7 +98,10 @@ class Level:
 
 
 def _is_known(x) -> bool:
-    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+    """Whether an array's elements are numbers that can be read: no keys of jax.random."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return False
+    return not jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.extended)
 
 
 def _scalar(x) -> np.ndarray | None:
