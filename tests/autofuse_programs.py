@@ -98,6 +98,11 @@ PROGRAMS = {
     "softmax of axis 0": (lambda x: jax.nn.softmax(x, 0), (X,), ["softmax"]),
     "softmax by hand": (softmax, (X,), ["softmax"]),
     "softmax of a middle axis": (lambda x: softmax(x, 1), (X,), ["softmax"]),
+    "softmax by logsumexp": (
+        lambda x: jnp.exp(x / 4 - jax.nn.logsumexp(x / 4, 1, keepdims=True)),
+        (X,),
+        ["scale + softmax"],
+    ),
     "scaled softmax": (lambda x: jax.nn.softmax(x * 0.125), (X,), ["scale + softmax"]),
     "masked softmax": (
         lambda x, where: jax.nn.softmax(x, where=where),
@@ -113,6 +118,11 @@ PROGRAMS = {
         lambda x: softmax(jnp.where(jnp.tril(jnp.ones((8, 8))) == 0, -jnp.inf, x)),
         (SCORES,),
         ["where + softmax"],
+    ),
+    "causal, by numbers": (
+        lambda x: jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((1, 1, 8, 8))), x / 8, -1e30)),
+        (SCORES,),
+        ["scale + where + softmax"],
     ),
     "scaled causal": (
         lambda x: jax.nn.softmax(jnp.where(jnp.arange(8)[:, None] >= jnp.arange(8), x / 8, -1e9)),

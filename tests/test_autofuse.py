@@ -124,6 +124,7 @@ def dropped(x, key, rate=0.25):
     return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
 
 
+KEY = jax.random.key(7)
 DROPOUT = {
     "where": (dropped, "dropout"),
     "uniform": (
@@ -137,6 +138,7 @@ DROPOUT = {
     "keys": (lambda x, k: jax.vmap(dropped)(x, jax.random.split(k, len(x))), "dropout"),
     "normal": (lambda x, k: jnp.where(jax.random.normal(k, x.shape) < 0.75, x / 0.75, 0), None),
     "twice": (lambda x, k: jnp.where(jax.random.bernoulli(k, 0.75, x.shape), x / 0.25, 0), None),
+    "key of the program": (lambda x, k: dropped(x, KEY), "dropout"),
     "other range": (
         lambda x, k: jnp.where(jax.random.uniform(k, x.shape, maxval=2) < 0.75, x / 0.75, 0),
         None,
@@ -159,7 +161,8 @@ def test_dropout(name):
         return
     y = g(X, key)
     zeros = jax.grad(lambda x: jnp.vdot(g(x, key), y))(X)
-    assert not np.array_equal(y, g(X, jax.random.key(4)))
+    if name != "key of the program":
+        assert not np.array_equal(y, g(X, jax.random.key(4)))
     if name in ("where", "uniform", "product", "keys"):
         kept = np.asarray(y != 0)
         assert 0.7 < kept.mean() < 0.8
@@ -336,6 +339,34 @@ def test_special_values(f, value):
 def test_the_report_is_a_table():
     text = str(fo.autofuse.report(lambda x: jax.nn.gelu(softmax(x)))(X))
     assert "2 patterns replaced" in text and "softmax  float32[4,6,40]" in text
+
+
+def test_equal_layers_are_matched_once(monkeypatch):
+    """Each further layer costs one match for each of its patterns."""
+    from jax_fastops._autofuse import rewrite
+
+    count = []
+
+    class Counted(rewrite.Matcher):
+        def __init__(self, root):
+            count.append(root)
+            super().__init__(root)
+
+    monkeypatch.setattr(rewrite, "Matcher", Counted)
+
+    def matches(layers):
+        def f(x):
+            for _ in range(layers):
+                x = jnp.sin(x) @ jnp.ones((40, 40)) + x
+                x = x + jax.nn.gelu(by_moments(x, B, C) @ jnp.ones((40, 40)) + B)
+            return x
+
+        count.clear()
+        jax.make_jaxpr(lambda x: fo.autofuse(f)(x))(X)
+        return len(count)
+
+    matches(13)
+    assert matches(13) - matches(3) == 10 * 2
 
 
 # Random programs ----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
@@ -129,6 +130,12 @@ class autofuse(Generic[_P, _T]):
     its dtype and its derivatives are the same but for rounding. All else stays as it is. It looks
     into ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions
     with a derivative rule of their own, which keep the rule.
+
+    A mask by ``jnp.where`` or a sum, with -inf or a number of at most -1e9 (half of the lowest
+    number in float16), becomes the mask of :func:`softmax` if its elements are known when the
+    function is traced and each row has one that counts, as in a causal mask. The logits must be far
+    above that number. In a row with NaN, masked elements are then 0. Other masks stay in the
+    operand.
 
     The function is traced whenever it is called, so put ``jax.jit`` around it. Put ``jax.grad``
     around it too: ``jax.grad(autofuse(loss))``. It does not see the patterns in a derivative.
@@ -311,7 +318,7 @@ def _report(plans: list[rewrite.Plan]) -> FuseReport:
                 root.shape,
                 str(root.dtype),
                 saved,
-                plan.programs.why.get(match.call, ""),
+                plan.programs.why(match.call),
             )
             replaced.append(found)
         taken = {v for match in plan.matches for v in (*match.inner, match.root)}

@@ -7,6 +7,7 @@ each level that sees it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,13 +37,21 @@ class Value:
         self.users: list[Node] = []
         self.is_result = False
         self.shape: tuple = getattr(aval, "shape", ())
-        self.dtype = getattr(aval, "dtype", None)
-        self.is_floating = self.dtype is not None and jnp.issubdtype(self.dtype, jnp.floating)
-        self.long: tuple[int, ...] = tuple(
-            i for i, d in enumerate(self.shape) if not (isinstance(d, int) and d == 1)
-        )
-        self.sizes = tuple(self.shape[i] for i in self.long)
+        self.dtype: Any = getattr(aval, "dtype", None)
+        self.is_floating = _is_floating(self.dtype)
+        self.long, self.sizes = _long(self.shape)
         self.resolved: dict[bool, tuple] = {}
+
+
+@functools.lru_cache(1024)
+def _is_floating(dtype) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+@functools.lru_cache(1024)
+def _long(shape: tuple) -> tuple[tuple[int, ...], tuple]:
+    long = tuple(i for i, d in enumerate(shape) if not (isinstance(d, int) and d == 1))
+    return long, tuple(shape[i] for i in long)
 
 
 class Node:
@@ -62,7 +71,8 @@ class Level:
     def __init__(
         self, jaxpr, operands: Sequence[Value], constants: Sequence[Any], parent=None, equation=None
     ):
-        self.jaxpr, self.constants, self.parent, self.equation = jaxpr, constants, parent, equation
+        self.jaxpr, self.constants, self.equation = jaxpr, constants, equation
+        self.parent: Level | None = parent
         self.calls: dict[int, Level] = {}  # by the index of the equation
         self.values: dict[Any, Value] = {}
         for var, value in zip(jaxpr.invars, operands, strict=True):
@@ -88,7 +98,10 @@ class Level:
 
 
 def _is_known(x) -> bool:
-    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+    """Whether an array's elements are numbers that can be read: no keys of jax.random."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return False
+    return not jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.extended)
 
 
 def _scalar(x) -> np.ndarray | None:

@@ -7,6 +7,7 @@ elements. So such a mask may become the mask of an op only if each row is known 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +16,10 @@ from jax_fastops._autofuse.graph import Value
 from jax_fastops._autofuse.match import FOLDED, constant, resolve
 
 _MOST = 1 << 24  # elements; it takes too long to compute more
-_COMPUTED = {name: f for name, f in FOLDED.items() if isinstance(f, np.ufunc)}
-_COMPUTED |= {"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert}
+_COMPUTED = {
+    **{name: f for name, f in FOLDED.items() if isinstance(f, np.ufunc)},
+    **{"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert},
+}
 
 
 def masked(value: Value, axis: int) -> tuple[Value, Value, bool] | None:
@@ -33,13 +36,29 @@ def masked(value: Value, axis: int) -> tuple[Value, Value, bool] | None:
         which, *cases = node.inputs
         for keep, (x, fill) in ((False, cases), (True, cases[::-1])):
             if (c := constant(fill)) is not None and _is_fill(c, value.dtype):
-                return (x, which, keep) if _no_row_is_empty(which, axis, keep, None) else None
+                known = _no_row_is_empty(which, axis, keep, None)
+                return (x, *_compared(which, keep)) if known else None
     if node.name == "add":
         for x, mask in (node.inputs, node.inputs[::-1]):
             same = x.shape == value.shape and len(mask.shape) == len(x.shape)
             if same and _no_row_is_empty(mask, axis, False, value.dtype):
                 return x, mask, False
     return None
+
+
+def _compared(mask: Value, keep: bool) -> tuple[Value, bool]:
+    """Numbers in place of a mask that compares them with 0, which jnp.where does to its mask."""
+    source, shown, _ = resolve(mask)
+    node = source.node
+    if node is None or node.name not in ("ne", "eq") or len(source.shape) != len(mask.shape):
+        return mask, keep
+    pairs = zip(mask.long, shown, strict=True)
+    in_place = all(i is None or source.long[i] == place for place, i in pairs)
+    numbers, zero = node.inputs
+    known = constant(zero)
+    if in_place and numbers.shape == source.shape and known is not None and known == 0:
+        return numbers, keep is (node.name == "ne")
+    return mask, keep
 
 
 def _is_fill(number, dtype):
@@ -105,7 +124,7 @@ def _elements(value: Value) -> np.ndarray | None:
     if node is None:
         found = _given(value)
         return None if found is None else np.broadcast_to(found, value.shape)
-    given = [_elements(v) for v in node.inputs]
+    given: list[Any] = [_elements(v) for v in node.inputs]
     if any(x is None for x in given):
         return None
     if node.name in _COMPUTED:

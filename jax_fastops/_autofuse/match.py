@@ -62,8 +62,10 @@ FUSIBLE = _ELEMENTWISE | {
 _IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
 _COMMUTATIVE = {"max", "min", "eq", "ne", "and", "or"}
 # They do not change the values.
-_IGNORED_PARAMS = {"accuracy", "sharding", "out_sharding", "weak_type", "new_dtype"}
-_IGNORED_PARAMS |= {"indices_are_sorted", "unique_indices"}
+_IGNORED_PARAMS = {
+    *("accuracy", "sharding", "out_sharding", "weak_type", "new_dtype"),
+    *("indices_are_sorted", "unique_indices"),
+}
 
 
 def constant(value: Value) -> Any:
@@ -83,12 +85,17 @@ def constant(value: Value) -> Any:
     return value.constant
 
 
+_IDENTITIES = [tuple(range(n)) for n in range(100)]
+
+
 def identity(value: Value) -> Map:
-    return tuple(range(len(value.long)))
+    return _IDENTITIES[len(value.long)]
 
 
 def compose(outer: Map, inner: Map) -> Map:
-    return tuple(None if i is None else inner[i] for i in outer)
+    if inner is _IDENTITIES[len(inner)]:
+        return outer
+    return tuple([None if i is None else inner[i] for i in outer])
 
 
 def _same_view(value: Value, operand: Value) -> tuple[Value, Map] | None:
@@ -156,8 +163,10 @@ def operand_map(value: Value, operand: Value) -> Map:
     """From the dimensions of an element-wise result to those of an operand."""
     if len(operand.shape) != len(value.shape):  # a scalar
         return (None,) * len(value.long)
+    if operand.long == value.long:
+        return identity(value)
     index = {d: i for i, d in enumerate(operand.long)}
-    return tuple(index.get(d) for d in value.long)
+    return tuple([index.get(d) for d in value.long])
 
 
 def terms_of(value: Value) -> list[tuple[float, Value]] | None:
@@ -210,14 +219,17 @@ def _factors(value: Value) -> list[tuple[Value, float]] | None:
     return None
 
 
-def meaning(node: Node) -> tuple:
-    """What makes an operation this one: its parameters, without what depends on sizes."""
+def meaning(node: Node, rule_of: Callable | None = None) -> tuple:
+    """What makes an operation this one: its parameters, without what depends on sizes.
+
+    ``rule_of`` gives the derivative rule of a function that has one.
+    """
     if node.meaning is None:
-        node.meaning = _meaning(node)
+        node.meaning = _meaning(node, rule_of or _derivative_rule)
     return node.meaning
 
 
-def _meaning(node: Node) -> tuple:
+def _meaning(node: Node, rule_of: Callable) -> tuple:
     params = {k: v for k, v in node.params.items() if k not in _IGNORED_PARAMS}
     if node.name in _REDUCTIONS:
         long = node.inputs[0].long
@@ -226,7 +238,7 @@ def _meaning(node: Node) -> tuple:
         long = node.outputs[0].long
         params = {"along": long.index(params["dimension"]) if params["dimension"] in long else None}
     if node.name == "custom_jvp_call":
-        params = {"rule": _derivative_rule(node)}
+        params = {"rule": rule_of(node)}
     return tuple(sorted((k, str(v)) for k, v in params.items()))
 
 
@@ -243,7 +255,22 @@ def _derivative_rule(node: Node) -> str:
         text = str(jax.make_jaxpr(lambda x, t: jax.jvp(call, x, t))(x, x))
     except Exception:  # whatever the rule raises, it is not one of ours
         return f"unknown {id(node)}"
+    return _without_shapes(text)
+
+
+def _without_shapes(text: str) -> str:
     return re.sub(r"\b[a-z]+[0-9]*\[[0-9,]*\]|\([0-9, ]*\)", "", text)
+
+
+_rules: dict[str, str] = {}
+
+
+def _rule_in_pattern(node: Node) -> str:
+    """The derivative rule of a function in a pattern, where the same value has the same rule."""
+    text = _without_shapes(str(node.params["call_jaxpr"]))
+    if text not in _rules:
+        _rules[text] = _derivative_rule(node)
+    return _rules[text]
 
 
 # ---- formulas of patterns ------------------------------------------------------------------------
@@ -331,13 +358,20 @@ def needs(formula) -> frozenset:
     return frozenset(found).union(*map(needs, parts(formula)))
 
 
-def near(value: Value, limit: int = 80) -> set:
-    """The same for the operations right before a value."""
+def near(value: Value, limit: int = 80) -> tuple[set, tuple]:
+    """The same for the operations right before a value, and what tells them from others."""
     found: set = set()
+    key: list = []
     seen, left = {value}, deque([value])
     while left and len(seen) < limit:
-        node = left.popleft().node
-        if node is not None:
+        value = left.popleft()
+        node = value.node
+        key += (value.shape, value.dtype)
+        if node is None:
+            key.append(None if value.constant is None else str(value.constant))  # NaN is not NaN
+        else:
+            told = node.name in _REDUCTIONS or node.name == "custom_jvp_call"
+            key += (node.name, meaning(node) if told else None)
             found.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
             if node.name in _REDUCTIONS:
                 found.add((node.name, meaning(node)))
@@ -346,7 +380,7 @@ def near(value: Value, limit: int = 80) -> set:
             fresh = [v for v in node.inputs if v not in seen]
             seen.update(fresh)
             left.extend(fresh)
-    return found
+    return found, tuple(key)
 
 
 def _at(formula, n: int):
@@ -461,15 +495,11 @@ class Compiler:
             factor, formula, inner = self._compile(operand)
             outer = operand_map(value, operand) if node.name in _ELEMENTWISE else identity(operand)
             operands.append((formula, compose(outer, inner), factor))
-        return Apply(node.name, meaning(node), tuple(operands))
+        return Apply(node.name, meaning(node, _rule_in_pattern), tuple(operands))
 
 
 def _sign(value: Value) -> float:
     return -1.0 if value.node is not None and value.node.name == "neg" else 1.0
-
-
-def identity_of(m: Map) -> Map:
-    return tuple(range(len(m)))
 
 
 # ---- matching ------------------------------------------------------------------------------------
@@ -568,7 +598,7 @@ class Matcher:
             elif found.setdefault(own, there) != there:
                 return None
         mapped = tuple(found[i] for i in range(len(found)))
-        direct = shown == place == identity_of(shown)
+        direct = shown == place == _IDENTITIES[len(shown)]
         bound = Bound(source, mapped, value if direct else None)
         known = state.leaves.get(leaf.index)
         if known is None:

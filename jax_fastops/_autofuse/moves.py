@@ -97,6 +97,7 @@ _MOVES: dict[str, Callable] = {
     "reshape": _reshape,
     "slice": _slice,
     "split": _pieces,
+    "unstack": lambda params, x: list(np.moveaxis(x, params["axis"], 0)),  # of jax 0.12
 }
 
 
@@ -134,8 +135,8 @@ def _split(value: Value) -> Move | None:
     pieces = array.reshape(*shape[:-3], sequence, parts, heads, size)
     wanted = [_strides(pieces[..., i, :, :].swapaxes(-3, -2)) for i in range(parts)]
     found = {_strides(view): v for v, view in _moved(total, array) if v.users or v.is_result}
-    results = [found.get(strides) for strides in wanted]
-    if value not in results or any(v is None for v in results):
+    results = [found[strides] for strides in wanted if strides in found]
+    if value not in results or len(results) < parts:
         return None
     if any(_takes_moved(user) for v in results for user in v.users):
         return None

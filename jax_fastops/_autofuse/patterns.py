@@ -77,6 +77,14 @@ class Pattern:
         """The operations that it has for any axis."""
         return frozenset(name for name in compiled(self, 3, 2)[0].needs if isinstance(name, str))
 
+    @functools.cache  # noqa: B019
+    def reductions(self, rank: int, axis: int) -> frozenset:
+        """Its reductions for arrays of this rank, each with its axes."""
+        others = tuple(i for i in range(rank) if i != axis)
+        of = {"(2,)": (axis,), "(0, 1)": others}
+        found = (name for name in compiled(self, 3, 2)[0].needs if not isinstance(name, str))
+        return frozenset((name, (("axes", str(of[axes])),)) for name, ((_, axes),) in found)
+
     def count(self, sizes: tuple[int, ...], axis: int) -> int:
         """How many elements its means are over."""
         return math.prod(sizes) // sizes[axis] if self.axes == "each" else (sizes or (1,))[axis]
@@ -195,7 +203,12 @@ def _call_log_softmax(leaves, axis):
     return log_softmax(leaves["x"], axis, scale=leaves.get("scale", 1.0))
 
 
-for _form in (lambda x, axis: jax.nn.softmax(x, axis), _softmax):
+for _form in (
+    lambda x, axis: jax.nn.softmax(x, axis),
+    _softmax,
+    lambda x, axis: jnp.exp(x - jax.nn.logsumexp(x, axis, keepdims=True)),
+    lambda x, axis: jnp.exp(jax.nn.log_softmax(x, axis)),
+):
     _add("softmax", _form, "x", _call_softmax, axes="each", scaled=True, masked=True)
 _add(
     "softmax with where",
@@ -317,7 +330,8 @@ def _row_norm(rms: bool, form: str, order: str, parameters: tuple[str, ...]) -> 
             inverse = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
             return x * inverse * named["scale"] if named else x * inverse
         mean, var = _moments(x, -1, form)
-        return _affine(x, mean, lax.rsqrt(var + eps), *_given(named, "scale", "bias"), order)
+        scale, bias = _given(named, "scale", "bias")
+        return _affine(x, mean, lax.rsqrt(var + eps), scale, bias, order)
 
     own, with_residual = (rms_norm, residual_rms_norm) if rms else (layer_norm, residual_layer_norm)
     names = ("scale",) if rms else ("scale", "bias")
@@ -360,7 +374,8 @@ def _channel_norm(
             mean, var = _moments(x, _others(x, axis), form)
         else:
             mean, var = rows["mean"], rows["var"]
-        y = _affine(x, mean, lax.rsqrt(var + eps), *_given(rows, "scale", "bias"), order)
+        scale, bias = _given(rows, "scale", "bias")
+        y = _affine(x, mean, lax.rsqrt(var + eps), scale, bias, order)
         y = y + named["residual"] if "residual" in after else y
         y = jax.nn.relu(y) if "relu" in after else y
         return (y, mean, var) if form else y

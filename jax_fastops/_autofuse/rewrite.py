@@ -7,7 +7,7 @@ import functools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.core
@@ -86,9 +86,9 @@ def line_of(value: Value) -> str:
     """The user's file and line that made a value, or called the function that made it."""
     if value.node is None:
         return ""
-    equation, level = value.node.equation, value.node.level
-    while not (line := _compat.source_line(equation)) and level.equation is not None:
-        equation, level = level.equation, level.parent
+    line, level = _compat.source_line(value.node.equation), value.node.level
+    while not line and level is not None and level.equation is not None:
+        line, level = _compat.source_line(level.equation), level.parent
     return line
 
 
@@ -161,13 +161,14 @@ def _same_kind(dtype, root) -> bool:
 
 
 _ELSEWHERE = "its operands are in another function"
+_DIFFERS = "the formula differs from here on"
 
 
 class _Finder:
-    """Finds the patterns of a graph."""
+    """Finds the patterns of a graph. If it is thorough, it finds all that was nearly one."""
 
-    def __init__(self, graph: Graph, dropout: bool = False):
-        self.graph, self.dropout = graph, dropout
+    def __init__(self, graph: Graph, dropout: bool, thorough: bool):
+        self.graph, self.dropout, self.thorough = graph, dropout, thorough
         self.misses: list[Miss] = []
         self.programs = _Programs()
 
@@ -182,21 +183,39 @@ class _Finder:
         source = resolve(value, narrowing=True)[0]
         if source.node is None:
             return None
-        kinds = _kinds(source)
-        around: set | None = None
+        around, key = near(source)
         self._tried: list[tuple[float, Miss]] = []
-        for pattern in by_size():
-            if pattern.kind not in kinds:
-                continue
-            around = near(source) if around is None else around
-            if not pattern.needs <= around:
-                continue
-            for axis in self._axes(pattern, value):
-                if (found := self._at(pattern, axis, value, around)) is not None:
-                    return found
+        for pattern, axis in self._candidates(value, source, around, key):
+            if (found := self._at(pattern, axis, value, around)) is not None:
+                self._remember(key, (pattern, axis))
+                return found
         if self._tried:
             self.misses.append(max(self._tried, key=lambda found: found[0])[1])
+        if all(miss.reason == _DIFFERS for _, miss in self._tried):
+            self._remember(key, None)
         return None
+
+    _known: ClassVar[dict[tuple, tuple[Pattern, int] | None]] = {}
+
+    def _remember(self, key: tuple, found: tuple[Pattern, int] | None) -> None:
+        """What was found after such operations. It is tried first, and nothing else after None."""
+        if len(self._known) > 10_000:
+            self._known.clear()
+        self._known[key] = found
+
+    def _candidates(self, value: Value, source: Value, around: set, key: tuple) -> Iterator[tuple]:
+        """The patterns to try, with the axis."""
+        if key in self._known:
+            known = self._known[key]
+            if known is not None:
+                yield known
+            elif not self.thorough:
+                return
+        kinds = _kinds(source)
+        for pattern in by_size():
+            if pattern.kind in kinds and pattern.needs <= around:
+                for axis in self._axes(pattern, value):
+                    yield pattern, axis
 
     def _moved(self, move: Move) -> Match | None:
         """The match of a pattern that is no formula, if the kernel takes the call."""
@@ -260,17 +279,16 @@ class _Finder:
                 return None
         if len(sizes) > MAX_RANK:
             return None
+        if not pattern.reductions(len(sizes), axis) <= around:
+            return None
         formulas = compiled(pattern, len(sizes), axis)
         n = pattern.count(sizes, axis)
-        if not formulas[0].needs <= around:
-            return None
         matcher = Matcher(value)
         state = matcher(formulas[0], n, value)
         if state is None:
             part = len(set(matcher.seen)) / (1 + formulas[0].size)
             if part > 0.7 and formulas[0].size > 5:
-                reason = "the formula differs from here on"
-                self._miss(pattern, matcher.stopped or value, reason, min(part, 0.99))
+                self._miss(pattern, matcher.stopped or value, _DIFFERS, min(part, 0.99))
             return None
         return self._checked(pattern, axis, value, state, formulas, n, sizes if loss else None)
 
@@ -418,7 +436,7 @@ class _Finder:
                             own["b"] = other, whole
                             yield form(before + "add + ", pattern.sum_of, own, more, **numbers)
                 yield form("add + ", pattern.sum_of, {"a": (a, whole), "b": (b, whole)}, more)
-        if pattern.axes != "none" or len(arrays) > 1 or not self._fuses(x[0], root):
+        if pattern.axes != "none" or x is None or rest or not self._fuses(x[0], root):
             yield form("", pattern.call, {} if x is None else {"x": x})
 
     def _before_sum(self, value: Value) -> Iterator[tuple[str, dict, dict]]:
@@ -492,12 +510,24 @@ def _struct(value: Value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding if explicit else None)
 
 
+@functools.lru_cache(1024)
+def _jitted(call: Call, fanout: bool):
+    """The call with a cache of its programs, whose key has the implementation in force."""
+    return jax.jit(functools.partial(call, fanout=fanout))
+
+
+@functools.lru_cache(1024)
+def _reasons(call: Call, implementation: str) -> list[str]:
+    """Why the kernel takes a call, filled in when that is traced."""
+    del call, implementation
+    return []
+
+
 class _Programs:
     """The traced calls, each once, however many patterns a program has that it replaces."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, Any] = {}
-        self.why: dict[Call, str] = {}
 
     def __call__(self, call: Call, types: Sequence[Any], fanout: bool = False) -> Any:
         """The program of a call, or as text why the kernel does not take it."""
@@ -506,16 +536,24 @@ class _Programs:
             self._known[key] = self._trace(call, types, fanout)
         return self._known[key]
 
-    def _trace(self, call: Call, types: Sequence[Any], fanout: bool) -> Any:
+    @staticmethod
+    def why(call: Call) -> str:
+        """Why the kernel takes a call."""
+        return "; ".join(_reasons(call, _implementation.current()))
+
+    @staticmethod
+    def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
         try:
             with kernels_only(True), _explain.decisions() as made:
-                traced = jax.make_jaxpr(functools.partial(call, fanout=fanout))(*types)
+                traced = _jitted(call, fanout).trace(*types).jaxpr
         except Refused as refused:
             return str(refused) or "XLA is as fast"
         except (TypeError, ValueError, NotImplementedError) as error:
             return str(error).partition("\n")[0]
-        choices = [d.forward if d.forward.kernel else d.gradient for d in made]
-        self.why[call] = "; ".join(dict.fromkeys(c.reason for c in choices if c.kernel))
+        if made:
+            choices = [d.forward if d.forward.kernel else d.gradient for d in made]
+            reasons = dict.fromkeys(choice.reason for choice in choices if choice.kernel)
+            _reasons(call, _implementation.current())[:] = reasons
         found = traced.out_avals[0]
         same = found.shape == call.shape and found.dtype == call.dtype
         return traced if same else "the result has another type"
@@ -527,9 +565,9 @@ class _Programs:
 class Plan:
     """What is replaced in a program."""
 
-    def __init__(self, graph: Graph, dropout: bool = False):
+    def __init__(self, graph: Graph, settings: Settings):
         self.graph = graph
-        finder = _Finder(graph, dropout)
+        finder = _Finder(graph, settings.dropout, settings.observe is not None)
         self.matches: list[Match] = []
         self.misses, self.programs = finder.misses, finder.programs
         self.at: dict[Level, dict[Any, tuple[Match, int]]] = {}
@@ -580,15 +618,16 @@ _BODIES = {
 class Settings(NamedTuple):
     """What is seen of each plan, and whether dropout may take other masks."""
 
-    observe: Callable[[Plan], object] = lambda plan: None
+    observe: Callable[[Plan], object] | None = None
     dropout: bool = False
 
 
 def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], settings: Settings) -> list:
     """The results of a program, with the calls of ops in place of patterns."""
     graph = Graph(jaxpr, constants)
-    plan = Plan(graph, settings.dropout)
-    settings.observe(plan)
+    plan = Plan(graph, settings)
+    if settings.observe is not None:
+        settings.observe(plan)
     return _Run(plan, graph.top, args, settings).results()
 
 
