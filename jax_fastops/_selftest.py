@@ -2,7 +2,7 @@
 
 An op is called on an aligned and on an odd shape, in float32 and bfloat16, forward and gradient.
 The expected values come from the reference in float32, for the same rounded operands. Where no
-kernel runs, the table says "reference".
+kernel runs, the table says "reference". On the CPU that is a failure: every package has CPU kernels.
 """
 
 from __future__ import annotations
@@ -189,6 +189,7 @@ def main() -> int:
                 print(f"{call.op:<22} FAILED: {type(error).__name__}: {str(error).splitlines()[0]}")
                 continue
             ok = all(errors[name] <= TOLERANCE[name] for name in errors)
+            ok &= present or device.platform != "cpu"  # every package has CPU kernels
             failed += not ok
             word = "FAILED" if not ok else "ok" if present else "reference"
             found = " ".join(f"{e:8.1e}" for e in errors.values())
