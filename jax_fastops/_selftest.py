@@ -2,7 +2,8 @@
 
 An op is called on an aligned and on an odd shape, in float32 and bfloat16, forward and gradient.
 The expected values come from the reference in float32, for the same rounded operands. Where no
-kernel runs, the table says "reference". On the CPU that is a failure: every package has CPU kernels.
+kernel runs, the table says "reference". On the CPU that is a failure, because every package has
+CPU kernels.
 """
 
 from __future__ import annotations
