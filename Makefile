@@ -11,6 +11,7 @@
 ## make lint        check formatting and style
 ## make types       check the types of the public functions
 ## make wheel       build a wheel into dist/
+## make release     build sdist and wheel, audit them, and test the wheel in a fresh environment
 ## make cuda-nvcc   install a CUDA compiler from PyPI into the environment, for building
 ## make clean       remove what was built, and the environments
 ##
@@ -54,7 +55,7 @@ requirements = $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pypro
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-all sanitize bench docs docs-check readme format \
-  lint types wheel cuda-nvcc clean FORCE
+  lint types wheel release cuda-nvcc clean FORCE
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -95,6 +96,7 @@ lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 types: $(VENV)/.docs $(VENV)/.tools
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
@@ -103,6 +105,9 @@ types: $(VENV)/.docs $(VENV)/.tools
 wheel: | $(BIN)/python
 	rm -f dist/jax_fastops-*.whl
 	$(PIP) wheel --no-deps --wheel-dir dist .
+
+release: $(VENV)/.release
+	JAX='$(JAX)' PATH='$(abspath $(BIN))':"$$PATH" .ci/release
 
 cuda-nvcc: $(VENV)/.cuda-nvcc
 
@@ -161,6 +166,11 @@ $(VENV)/.docs: $(VENV)/.package pyproject.toml
 
 $(VENV)/.tools: pyproject.toml | $(BIN)/python
 	$(call requirements,dev) > $@.txt
+	$(PIP) install -r $@.txt
+	@touch $@
+
+$(VENV)/.release: pyproject.toml | $(BIN)/python
+	$(call requirements,release) > $@.txt
 	$(PIP) install -r $@.txt
 	@touch $@
 

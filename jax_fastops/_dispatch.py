@@ -83,6 +83,7 @@ def decide(kernels: frozenset[str], request: Request, platform: str) -> Decision
     if request.limit is not None:
         return _both(False, request.limit)
     if not kernels or not kernels <= _native.kernels(platform):
+        _native.runs_here(platform)  # says once why a GPU has no kernels
         return _both(False, f"no kernel was built for {platform}")
     if not _native.runs_here(platform):
         return _both(False, "the kernels were built for other devices or a later driver")

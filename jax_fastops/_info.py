@@ -45,7 +45,7 @@ def info() -> dict[str, Any]:
 
 
 def describe() -> str:
-    """The content of ``info()`` as text."""
+    """The content of ``info()`` as text, and what runs where. Starts JAX's backends."""
     found = info()
     lines = [
         f"jax_fastops {found['version']} (jax {found['jax']}, jaxlib {found['jaxlib']})",
@@ -64,6 +64,8 @@ def describe() -> str:
     for name, where in found["ops"].items():
         places = ", ".join(f"{platform} {how}" for platform, how in where.items())
         lines.append(f"  {name:<{width}}  {places}")
+    lines += ["", "what runs where"]
+    lines += [f"  {platform}: {line}" for platform, line in _native.status().items()]
     return "\n".join(lines)
 
 

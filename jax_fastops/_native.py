@@ -72,15 +72,29 @@ def _load(name: str):
         ) from error
 
 
+# Lowering platform -> why its module is there but not used. Filled by _modules().
+_refused: dict[str, str] = {}
+
+
 @functools.cache
 def _modules() -> dict:
-    """Lowering platform -> loaded module, for the modules that were built."""
+    """Lowering platform -> loaded module, for the modules that were built and can be used.
+
+    Without the CPU module no other one is used: it has the numbers that kernels and Python share.
+    """
     loaded = {}
     for name, (_, platform) in _MODULES.items():
-        module = _load(name)
-        if module is not None:
-            check_ffi_version(name, module.build_info())
-            loaded[platform] = module
+        try:
+            module = _load(name)
+            if module is not None:
+                check_ffi_version(name, module.build_info())
+        except ImportError as error:
+            _refused[platform] = " ".join(str(error).split())
+            if platform == "cpu":
+                break
+        else:
+            if module is not None:
+                loaded[platform] = module
     return loaded
 
 
@@ -97,12 +111,14 @@ def target_name(kernel: str, platform: str) -> str:
 @functools.cache
 def limit(name: str) -> int:
     """A number that kernels and Python share. The kernels' sources define it."""
-    return _modules()["cpu"].build_info()["limits"][name]
+    module = _modules().get("cpu")
+    return module.build_info()["limits"][name] if module is not None else 0
 
 
 def workspace(kernel: str, *sizes: int) -> int:
     """The elements of a kernel's workspace, as its sources compute them."""
-    return _modules()["cpu"].workspace(kernel, *sizes)
+    module = _modules().get("cpu")
+    return module.workspace(kernel, *sizes) if module is not None else 0
 
 
 @functools.cache
@@ -121,31 +137,67 @@ def runs_here(platform: str) -> bool:
     """
     if platform != "cuda":
         return True
+    problem = gpu_problem()
+    if problem is not None and not _refused:  # what was refused was said at import
+        warnings.warn(f"jax_fastops: {problem}", stacklevel=2)
+    return problem is None
+
+
+@functools.cache
+def gpu_problem() -> str | None:
+    """Why this process' GPUs have no kernels, and what to do. None without GPUs, too."""
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:
-        return True
+        return None
+    instead = "so GPU calls run as plain JAX"
+    if "cuda" not in _modules():
+        return (
+            f"the CUDA kernels were not built, {instead}. Reinstall with a CUDA 13 compiler and "
+            "JAX_FASTOPS_CUDA=ON to have them."
+        )
     info = _modules()["cuda"].build_info()
-    problem = None
+    built = int(info["runtime_version"].split(".")[0])
+    if 0 < info["driver_version"] // 1000 < built:
+        return (
+            f"the driver supports CUDA {info['driver_version'] // 1000}, and the kernels were "
+            f"built with CUDA {info['runtime_version']}, {instead}. Update the driver, or rebuild "
+            "with an older CUDA compiler."
+        )
+    found = re.search(r"cuda (\d+)", getattr(devices[0].client, "platform_version", ""))
+    major = found and (int(found[1]) // 1000 or int(found[1]))
+    if major and major < built:
+        return (
+            f"jax uses CUDA {major}, and the kernels were built with CUDA "
+            f"{info['runtime_version']}, {instead}. Install 'jax[cuda{built}]', or rebuild with "
+            f"a CUDA {major} compiler."
+        )
     for device in devices:
         if not any(_covers(name, device.compute_capability) for name in info["architectures"]):
             have = ", ".join(info["architectures"])
-            problem = (
-                f"{device.device_kind} has compute capability {device.compute_capability}, "
-                f"and the kernels were built for {have}"
+            return (
+                f"{device.device_kind} has compute capability {device.compute_capability}, and "
+                f"the kernels were built for {have}, {instead}. Rebuild with CUDAARCHS=native."
             )
-    if 0 < info["driver_version"] // 1000 < int(info["runtime_version"].split(".")[0]):
-        problem = (
-            f"the driver supports CUDA {info['driver_version'] // 1000}, and the kernels "
-            f"were built with CUDA {info['runtime_version']}"
-        )
-    if problem is not None:
-        warnings.warn(
-            f"jax_fastops: {problem}; jax.numpy is used instead. Rebuild the package for this "
-            "machine (CUDAARCHS=native) to have the kernels.",
-            stacklevel=2,
-        )
-    return problem is None
+    return None
+
+
+def status() -> dict[str, str]:
+    """Platform -> one line: what runs there, and what to do. Starts JAX's backends."""
+    modules = _modules()
+    found = {"cpu": "kernels", "cuda": "kernels", "other": "plain JAX"}
+    if "cpu" in _refused:
+        return dict.fromkeys(found, "plain JAX") | {"cpu": f"plain JAX: {_refused['cpu']}"}
+    if "cuda" in _refused:
+        return found | {"cuda": f"plain JAX: {_refused['cuda']}"}
+    try:
+        jax.local_devices(backend="cuda")
+    except RuntimeError:
+        has = "has" if "cuda" in modules else "has no"
+        return found | {"cuda": f"jax has no GPU here, and the package {has} CUDA kernels"}
+    if problem := gpu_problem():
+        found["cuda"] = f"plain JAX: {problem}"
+    return found
 
 
 @functools.cache
@@ -155,7 +207,7 @@ def device(platform: str) -> tuple[str, float, float]:
         first = jax.local_devices(backend=platform)[0]
     except RuntimeError:
         return "", 0.0, 0.0
-    if platform != "cuda":
+    if platform != "cuda" or "cuda" not in _modules():
         return first.device_kind, 0.0, 0.0
     bandwidth = _modules()["cuda"].bandwidth(first.local_hardware_id)
     return first.device_kind, float(first.compute_capability), bandwidth
@@ -186,7 +238,10 @@ def build_info() -> dict:
 
 def register() -> None:
     """Register every handler with XLA. Starts no backend and needs no GPU."""
-    modules = _modules()  # all checks first: either everything is registered or nothing
+    modules = _modules()
+    for platform, problem in _refused.items():
+        where = "everywhere" if platform == "cpu" else "on GPUs"
+        warnings.warn(f"jax_fastops: plain JAX runs {where}: {problem}", stacklevel=3)
     names = set()
     for ffi_platform, platform in _MODULES.values():
         if platform not in modules:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +35,17 @@ def copy_of_package(tmp_path):
 
 USE_JAX_AFTERWARDS = """
 import jax, jax.numpy as jnp
-try:
-    import jax_fastops
-except ImportError as error:
-    print("ImportError:", error)
+import warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import jax_fastops as fo
+print(len(said), *(w.message for w in said))
+x = jnp.linspace(-1, 1, 60).reshape(4, 15)
+with fo.use_implementation("native"):
+    jax.block_until_ready([fo.relu(x), fo.softmax(x), fo.layer_norm(x), fo.window_sum(x, 2),
+                           fo.batch_norm(x, None, None)])
+from jax_fastops._info import describe
+print(*describe().splitlines()[-3:], sep="\\n")
 print("backend works:", float(jnp.ones(3).sum()), jax.devices()[0].platform)
 """
 
@@ -54,7 +62,10 @@ def test_a_module_built_with_newer_headers_is_refused_and_the_backend_lives(copy
     pretend = f"import jax.ffi; jax.ffi.include_dir = lambda: {str(headers.parents[2])!r}\n"
     done = run(pretend + USE_JAX_AFTERWARDS, PYTHONPATH=str(copy_of_package.parent))
     built = ".".join(map(str, fo.info()["modules"]["cpu"]["ffi_api_version"]))
-    assert "ImportError: jax_fastops._cpu was built against jaxlib" in done.stdout, done.stderr
+    assert (
+        "jax_fastops: plain JAX runs everywhere: jax_fastops._cpu was built against jaxlib"
+        in done.stdout
+    ), done.stderr
     assert f"XLA FFI {built}" in done.stdout and "has XLA FFI 0.0" in done.stdout
     assert "rebuild" in done.stdout
     assert "backend works: 3.0 cpu" in done.stdout
@@ -76,7 +87,7 @@ def test_a_module_built_with_older_or_equal_headers_is_accepted():
 def test_a_missing_cpu_module_says_what_to_do(copy_of_package):
     native_file(copy_of_package, "_cpu").unlink()
     done = run(USE_JAX_AFTERWARDS, PYTHONPATH=str(copy_of_package.parent))
-    assert "ImportError: jax_fastops._cpu" in done.stdout, done.stderr
+    assert "1 jax_fastops: plain JAX runs everywhere: jax_fastops._cpu" in done.stdout, done.stderr
     assert "is missing" in done.stdout and "Reinstall" in done.stdout
     assert "backend works: 3.0 cpu" in done.stdout
 
@@ -86,7 +97,10 @@ def test_a_damaged_module_says_what_to_do(copy_of_package, name):
     suffix = native_file(copy_of_package, "_cpu").name.removeprefix("_cpu")
     (copy_of_package / f"{name}{suffix}").write_bytes(b"\x7fELF, but no more than that")
     done = run(USE_JAX_AFTERWARDS, PYTHONPATH=str(copy_of_package.parent))
-    assert f"ImportError: jax_fastops.{name} is there but cannot be loaded" in done.stdout
+    assert f"jax_fastops.{name} is there but cannot be loaded" in done.stdout, done.stderr
+    where = {"_cpu": "everywhere", "_cuda": "on GPUs"}[name]
+    assert done.stdout.startswith(f"1 jax_fastops: plain JAX runs {where}: ")
+    assert f"{name.removeprefix('_')}: plain JAX: jax_fastops.{name}" in done.stdout
     assert "Reinstall" in done.stdout
     assert "backend works: 3.0 cpu" in done.stdout
 
@@ -101,6 +115,68 @@ def test_without_the_cuda_module_the_cpu_works_and_info_says_so(copy_of_package)
     assert info["modules"]["cuda"] is None
     assert info["ops"]["relu"] == {"cpu": "native", "cuda": "xla", "other": "xla"}
     assert value == "0.0"
+
+
+class Gpu:
+    device_kind, compute_capability = "A GPU", "9.0"
+
+    def __init__(self, cuda):
+        self.client = type("Client", (), {"platform_version": f"PJRT C API\ncuda {cuda}"})
+
+
+class CudaModule:
+    def __init__(self, **changed):
+        self.info = {
+            "runtime_version": "13.0",
+            "driver_version": 13000,
+            "architectures": ["80", "90-real"],
+        } | changed
+
+    def build_info(self):
+        return self.info
+
+
+@pytest.mark.parametrize(
+    ("module", "gpu", "says"),
+    [
+        (CudaModule(), Gpu(13000), None),
+        (CudaModule(driver_version=12080), Gpu(13000), "Update the driver"),
+        (CudaModule(), Gpu(12090), r"jax uses CUDA 12.*Install 'jax\[cuda13\]'"),
+        (CudaModule(architectures=["100-real"]), Gpu(13000), "capability 9.0.*CUDAARCHS=native"),
+        (None, Gpu(13000), "CUDA kernels were not built.*JAX_FASTOPS_CUDA=ON"),
+        (CudaModule(), None, None),
+        (None, None, None),
+    ],
+)
+def test_a_gpu_without_kernels_is_said_once_in_one_line(monkeypatch, module, gpu, says):
+    modules = {"cpu": _native._modules()["cpu"]} | ({"cuda": module} if module else {})
+
+    def devices(backend):
+        if gpu is None:
+            raise RuntimeError("no such backend")
+        return [gpu]
+
+    monkeypatch.setattr(_native, "_modules", lambda: modules)
+    monkeypatch.setattr(_native, "_refused", {})
+    monkeypatch.setattr(jax, "local_devices", devices)
+    for cached in (_native.gpu_problem, _native.runs_here):
+        cached.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            runs = [_native.runs_here("cuda") for _ in range(2)]
+        line = _native.status()["cuda"]
+        assert runs == [says is None] * 2
+        assert "\n" not in line
+        if says is None:
+            assert not said
+            assert ("kernels" == line) == (gpu is not None)
+        else:
+            assert len(said) == 1 and re.search(says, str(said[0].message))
+            assert re.search(says, line) and "plain JAX" in line
+    finally:
+        for cached in (_native.gpu_problem, _native.runs_here):
+            cached.cache_clear()
 
 
 def used_names(tree):

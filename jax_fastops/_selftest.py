@@ -1,0 +1,203 @@
+"""``python -m jax_fastops --selftest``: every op's kernel against its reference, on each device.
+
+An op is called on an aligned and on an odd shape, in float32 and bfloat16, forward and gradient.
+The expected values come from the reference in float32, for the same rounded operands. Where no
+kernel runs, the table says "reference". On the CPU that is a failure, because every package has
+CPU kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_fastops as fo
+
+DTYPES = (jnp.float32, jnp.bfloat16)
+# The largest error of an array, relative to its largest element.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1.5e-2}
+RUNS = 7
+ROWS = ((256, 1024), (7, 129))
+VECTORS = ((1024,), (129,))
+
+
+class Call(NamedTuple):
+    """One op: its function of arrays, and the operands' shapes, aligned and odd."""
+
+    op: str
+    function: Callable[..., Any]
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def _labels(x: Any) -> Any:
+    return jnp.arange(x.shape[0], dtype=jnp.int32) % x.shape[-1]
+
+
+def _calls() -> list[Call]:
+    one = tuple((r,) for r in ROWS)
+    two = tuple((r, r) for r in ROWS)
+    with_vector = tuple(zip(ROWS, VECTORS, strict=True))
+    affine = tuple((r, v, v) for r, v in zip(ROWS, VECTORS, strict=True))
+    residual = tuple((r, r, v) for r, v in zip(ROWS, VECTORS, strict=True))
+    biased = tuple((r, r, v, v) for r, v in zip(ROWS, VECTORS, strict=True))
+    key = jax.random.key(1)
+
+    def positive(f):
+        return lambda x, mean, var, *rest: f(x, mean, jnp.abs(var) + 0.5, *rest)
+
+    return [
+        Call("relu", fo.relu, one),
+        Call("add_relu", fo.add_relu, two),
+        Call("transpose", fo.transpose, one),
+        Call("split_heads", lambda x, b: fo.split_heads(x, b, num_heads=3), _heads(1)),
+        Call("split_qkv_heads", lambda x, b: fo.split_qkv_heads(x, b, num_heads=3), _heads(3)),
+        Call("merge_heads", fo.merge_heads, (((2, 3, 64, 64),), ((1, 3, 7, 5),))),
+        Call("softmax", fo.softmax, one),
+        Call(
+            "softmax_dropout",
+            lambda x: fo.softmax(x, dropout_key=key, dropout_rate=0.25),
+            one,
+        ),
+        Call("log_softmax", fo.log_softmax, one),
+        Call("layer_norm", fo.layer_norm, affine),
+        Call("residual_layer_norm", fo.residual_layer_norm, biased),
+        Call("rms_norm", fo.rms_norm, with_vector),
+        Call("residual_rms_norm", fo.residual_rms_norm, residual),
+        Call("batch_norm", fo.batch_norm, affine),
+        Call("batch_norm_statistics", fo.batch_norm_statistics, one),
+        Call(
+            "batch_norm_inference",
+            positive(fo.batch_norm_inference),
+            tuple((r, v, v, v, v) for r, v in zip(ROWS, VECTORS, strict=True)),
+        ),
+        Call("lerp", lambda a, b: fo.lerp(a, b, 0.25), two),
+        Call("bias_act", fo.bias_act, with_vector),
+        Call("bias_relu", lambda x, b: fo.bias_act(x, b, activation="relu"), with_vector),
+        Call("gated_act", fo.gated_act, two),
+        Call("gated_act_halves", fo.gated_act, (((256, 1024),), ((7, 130),))),
+        Call("cross_entropy", lambda x: fo.cross_entropy(x, _labels(x)), one),
+        Call(
+            "linear_cross_entropy",
+            lambda x, table: fo.linear_cross_entropy(x, table, jnp.arange(x.shape[0]) % 7),
+            (((64, 128), (512, 128)), ((7, 33), (65, 33))),
+        ),
+        Call("dropout", lambda x: fo.dropout(x, key, 0.25), one),
+        Call("window_sum", lambda x: fo.window_sum(x, 2), one),
+    ]
+
+
+def _heads(parts: int):
+    return (
+        ((2, 64, parts * 192), (parts * 192,)),
+        ((1, 7, parts * 15), (parts * 15,)),
+    )
+
+
+def _step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The result and the gradients, for cotangents that bfloat16 holds exactly."""
+
+    def cotangent(y):
+        values = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).astype(jnp.bfloat16)
+        return values.reshape(y.shape).astype(y.dtype)
+
+    def step(*args):
+        out, pull = jax.vjp(function, *args)
+        return out, pull(jax.tree.map(cotangent, out))
+
+    return step
+
+
+def _operands(shapes: Iterable[tuple[int, ...]], device: Any) -> list[Any]:
+    """Operands that bfloat16 holds exactly."""
+    rng = np.random.default_rng(0)
+    made = [rng.standard_normal(s).astype(jnp.bfloat16).astype(np.float32) for s in shapes]
+    return [jax.device_put(x, device) for x in made]
+
+
+def error_of(got: Any, expected: Any) -> float:
+    """The largest error, relative to each array's largest element. NaN if any element is NaN."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    errors = []
+    for a, b in pairs:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        errors.append(np.max(np.abs(a - b)) / max(1.0, np.max(np.abs(b))))
+    return float(np.max(errors))
+
+
+def _time(compiled: Callable[..., Any], args: list[Any]) -> float:
+    taken = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _compiled(implementation: str, call: Call, args: list[Any]) -> tuple[Callable[..., Any], bool]:
+    """The compiled call, and whether a kernel is in it."""
+    with fo.use_implementation(implementation):
+        lowered = jax.jit(_step(call.function)).lower(*args)
+    return lowered.compile(), "@jax_fastops." in lowered.as_text()
+
+
+def check(call: Call, device: Any) -> tuple[dict[str, float], float, float, bool]:
+    """Each dtype's largest error, the seconds of kernel and plain JAX, whether kernels ran."""
+    errors = {jnp.dtype(d).name: 0.0 for d in DTYPES}
+    times: list[float] = []
+    kernels = True
+    for shapes in call.shapes:
+        args = _operands(shapes, device)
+        reference, _ = _compiled("xla", call, args)
+        expected = reference(*args)
+        for dtype in DTYPES:
+            given = [x.astype(dtype) for x in args]
+            kernel, present = _compiled("native", call, given)
+            kernels &= present
+            error = error_of(kernel(*given), expected)
+            errors[jnp.dtype(dtype).name] = float(np.maximum(errors[jnp.dtype(dtype).name], error))
+            if not times:
+                times = [_time(kernel, given), _time(reference, args)]
+    return errors, times[0], times[1], kernels
+
+
+def _devices() -> list[Any]:
+    found = []
+    for platform in ("cpu", "cuda"):
+        try:
+            found.append(jax.local_devices(backend=platform)[0])
+        except RuntimeError:
+            continue
+    return found
+
+
+def main() -> int:
+    """Prints the table. Returns the exit status: 1 if an op fails."""
+    start, failed = time.perf_counter(), 0
+    for device in _devices():
+        print(f"{device.device_kind} ({device.platform}); times: float32, {ROWS[0]}, with gradient")
+        print(f"{'op':<22} {'float32':>8} {'bfloat16':>8}  {'':9} {'kernel':>9} {'JAX':>9} speedup")
+        for call in _calls():
+            try:
+                errors, kernel, plain, present = check(call, device)
+            except Exception as error:
+                failed += 1
+                print(f"{call.op:<22} FAILED: {type(error).__name__}: {str(error).splitlines()[0]}")
+                continue
+            ok = all(errors[name] <= TOLERANCE[name] for name in errors)
+            ok &= present or device.platform != "cpu"  # every package has CPU kernels
+            failed += not ok
+            word = "FAILED" if not ok else "ok" if present else "reference"
+            found = " ".join(f"{e:8.1e}" for e in errors.values())
+            print(
+                f"{call.op:<22} {found}  {word:9} "
+                f"{kernel * 1e6:6.0f} us {plain * 1e6:6.0f} us {plain / kernel:6.2f}x",
+                flush=True,
+            )
+    print(f"{failed or 'no'} failures, {time.perf_counter() - start:.0f} s")
+    return int(failed > 0)

@@ -1,0 +1,43 @@
+"""``python -m jax_fastops --selftest``."""
+
+import tomllib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness.process import TESTS
+
+import jax_fastops as fo
+from jax_fastops import _selftest
+
+
+def test_the_selftest_has_every_op():
+    assert {c.op for c in _selftest._calls()} >= set(fo.info()["ops"])
+
+
+def test_a_right_kernel_passes_and_a_wrong_one_fails(monkeypatch, capsys):
+    calls = [c for c in _selftest._calls() if c.op == "relu"]
+    monkeypatch.setattr(_selftest, "_calls", lambda: calls)
+    monkeypatch.setattr(_selftest, "_devices", lambda: jax.local_devices(backend="cpu")[:1])
+    assert _selftest.main() == 0
+    assert "no failures" in capsys.readouterr().out
+
+    def wrong(x):
+        return fo.relu(x) + jnp.nan
+
+    monkeypatch.setattr(_selftest, "_calls", lambda: [calls[0]._replace(function=wrong)])
+    assert _selftest.main() == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bad", [np.nan, 2.0])
+def test_an_error_is_relative_to_the_largest_element_and_nan_is_kept(bad):
+    error = _selftest.error_of([np.zeros(3), np.array([bad, 4.0])], [np.zeros(3), np.full(2, 4.0)])
+    assert not error <= 0.1
+
+
+def test_the_version_is_in_one_place():
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
+    assert "version" not in project and "version" in project["dynamic"]
+    assert f"version: {fo.__version__}\n" in (TESTS.parent / "CITATION.cff").read_text()
