@@ -395,7 +395,7 @@ def init(key: ArrayLike, config: Config) -> dict[str, Any]:
 
 
 def _prepared(params: dict, config: Config) -> dict:
-    """Casts the kernels to the dtype of the products, and joins those that have the same input."""
+    """Casts the kernels to the dtype of the products, and joins those with the same input."""
 
     def cast(path, leaf):
         return leaf.astype(config.dtype) if path[-1].key == "kernel" else leaf
@@ -509,22 +509,21 @@ def apply(
       >>> decoder.apply(params, jnp.array([[1, 2, 3]]), decoder.SMALL).shape
       (1, 3, 64)
     """
-    tokens, mask = _check(params, tokens, config, mask, ops)
-    if positions is not None:
-        positions = _integers("positions", positions)
-        if positions.shape not in (tokens.shape, tokens.shape[1:]):
-            raise ValueError(
-                f"decoder: positions has shape {positions.shape}; it must be {tokens.shape[1:]} or "
-                f"{tokens.shape}, as tokens has"
-            )
+    ids, inside = _check(params, tokens, config, mask, ops)
+    at = None if positions is None else _integers("positions", positions)
+    if at is not None and at.shape not in (ids.shape, ids.shape[1:]):
+        raise ValueError(
+            f"decoder: positions has shape {at.shape}; it must be {ids.shape[1:]} or {ids.shape}, "
+            "as tokens has"
+        )
     if cache is not None and not isinstance(cache, Cache):
         raise TypeError(f"decoder: cache is of type {type(cache).__name__}; it must be a Cache")
-    if cache is not None and cache.mask.shape[0] != tokens.shape[0]:
+    if cache is not None and cache.mask.shape[0] != ids.shape[0]:
         raise ValueError(
-            f"decoder: tokens has shape {tokens.shape}, but the cache is for {cache.mask.shape[0]} "
+            f"decoder: tokens has shape {ids.shape}, but the cache is for {cache.mask.shape[0]} "
             "sequences"
         )
-    hidden, cache = _forward(_prepared(params, config), tokens, config, positions, mask, cache, ops)
+    hidden, cache = _forward(_prepared(params, config), ids, config, at, inside, cache, ops)
     return hidden if cache is None else (hidden, cache)
 
 
@@ -558,24 +557,26 @@ def _forward(params: dict, tokens, config: Config, positions, mask, cache, ops: 
     if config.remat:
         whole = jax.checkpoint(whole, prevent_cse=not config.scan)
     x = params["embeddings"][tokens].astype(config.dtype)
-    residual, kept = None, None if cache is None else (cache.keys, cache.values)
+    residual = None
     if config.scan:
-        x, kept = jax.lax.scan(
-            lambda x, each: whole(each[0], x, each[1]), x, (params["layers"], kept)
-        )
+        kept = None if cache is None else (cache.keys, cache.values)
+        each = params["layers"], kept
+        x, kept = jax.lax.scan(lambda x, each: whole(each[0], x, each[1]), x, each)
     else:
-        each = [(None, None)] * config.layers if kept is None else list(zip(*kept, strict=True))
+        new: list[Any] = []
         for index, one in enumerate(params["layers"]):
-            own = None if cache is None else each[index]
+            own = None if cache is None else (cache.keys[index], cache.values[index])
             if config.remat:
-                x, each[index] = whole(one, x, own)
+                x, own = whole(one, x, own)
             else:
-                x, residual, each[index] = layer(one, x, residual, own)
-        kept = tuple(map(list, zip(*each, strict=True))) if cache is not None else None
+                x, residual, own = layer(one, x, residual, own)
+            new.append(own)
+        kept = None if cache is None else tuple(map(list, zip(*new, strict=True)))
     hidden, _ = _norm(params["norm"], x, residual, config, ops)
     if cache is None or kept is None:
         return hidden, None
-    return hidden, Cache(*kept, cache.mask, cache.length + jnp.int32(count))
+    keys, values = kept
+    return hidden, Cache(keys, values, cache.mask, cache.length + jnp.int32(count))
 
 
 def _attend(mask, cache, shape, start, config: Config) -> tuple[_Attend, Cache | None]:
@@ -794,14 +795,14 @@ def loss(
       >>> decoder.loss(params, jnp.array([[1, 2, 3]]), decoder.SMALL).shape
       ()
     """
-    tokens, mask = _check(params, tokens, config, mask, ops)
+    ids, inside = _check(params, tokens, config, mask, ops)
     if labels is None:
-        known = tokens.astype(jnp.int32)
-        known = known if mask is None else jnp.where(mask, known, -1)
+        known = ids.astype(jnp.int32)
+        known = known if inside is None else jnp.where(inside, known, -1)
         labels = jnp.pad(known[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     labels = _integers("labels", labels)
-    _check_shape("labels", labels, tokens.shape)
-    hidden = apply(params, tokens, config, positions=positions, mask=mask, ops=ops)
+    _check_shape("labels", labels, ids.shape)
+    hidden = apply(params, ids, config, positions=positions, mask=inside, ops=ops)
     if config.tensor_parallel:
         with fo.use_implementation("xla"):
             return ops.linear_cross_entropy(hidden, _head(params), labels)
@@ -859,9 +860,9 @@ def generate(
       >>> new.shape, lengths.tolist()
       ((1, 5), [5])
     """
-    tokens, mask = _check(params, tokens, config, mask, ops)
-    if tokens.shape[1] == 0:
-        raise ValueError(f"decoder: tokens has shape {tokens.shape}; it must have 1 token or more")
+    ids, inside = _check(params, tokens, config, mask, ops)
+    if ids.shape[1] == 0:
+        raise ValueError(f"decoder: tokens has shape {ids.shape}; it must have 1 token or more")
     length = integer("decoder", "length", length, 1)
     ends = jnp.asarray([end] if isinstance(end, int) else list(end), jnp.int32)
     fill = ends[0] if ends.size else 0
@@ -892,10 +893,10 @@ def generate(
         step, token, *_ = state
         return (step < length) & ~jnp.isin(token, ends).all()
 
-    cache = init_cache(config, tokens.shape[0], tokens.shape[1] + length - 1)
-    hidden, cache = _forward(params, tokens, config, None, mask, cache, ops)
+    cache = init_cache(config, ids.shape[0], ids.shape[1] + length - 1)
+    hidden, cache = _forward(params, ids, config, None, inside, cache, ops)
     first = chosen(hidden, 0)
-    new = jnp.full((tokens.shape[0], length), fill, jnp.int32).at[:, 0].set(first)
+    new = jnp.full((ids.shape[0], length), fill, jnp.int32).at[:, 0].set(first)
     state = (jnp.int32(1), first, new, jnp.ones_like(first), cache)
     _, _, new, lengths, _ = jax.lax.while_loop(unfinished, body, state)
     return new, lengths
@@ -904,7 +905,7 @@ def generate(
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _check(params, tokens, config, mask, ops) -> tuple:
+def _check(params, tokens, config, mask, ops) -> tuple[Any, Any]:
     """Checks the arguments; returns the tokens and the boolean mask."""
     if not isinstance(config, Config):
         raise TypeError(f"decoder: config is of type {type(config).__name__}; it must be a Config")
@@ -924,7 +925,7 @@ def _check(params, tokens, config, mask, ops) -> tuple:
     return tokens, mask
 
 
-def _integers(name: str, value, booleans: bool = False):
+def _integers(name: str, value, booleans: bool = False) -> Any:
     value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.integer) and not (booleans and value.dtype == jnp.bool_):
         accepted = "booleans or integers" if booleans else "integers"

@@ -70,7 +70,7 @@ _IGNORED = ("rotary_emb.inv_freq",)  # of old checkpoints
 
 def _name(path: tuple) -> str:
     """The name of the tensor at a path in the parameters with a list of layers."""
-    first, *rest = (getattr(step, "key", getattr(step, "idx", None)) for step in path)
+    first, *rest = (step.idx if hasattr(step, "idx") else step.key for step in path)
     kind = "bias" if rest and rest[-1] == "bias" else "weight"
     if first != "layers":
         return f"{_NAMES[first]}.{kind}"
