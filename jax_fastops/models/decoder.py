@@ -556,7 +556,7 @@ def _forward(params: dict, tokens, config: Config, positions, mask, cache, ops: 
 
     if config.remat:
         whole = jax.checkpoint(whole, prevent_cse=not config.scan)
-    x = params["embeddings"][tokens].astype(config.dtype)
+    x = bert._take(params["embeddings"], tokens).astype(config.dtype)
     residual = None
     if config.scan:
         kept = None if cache is None else (cache.keys, cache.values)
