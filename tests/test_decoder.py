@@ -236,6 +236,17 @@ def test_later_tokens_are_not_seen(native, attention):
     assert differs == [5 <= position < 5 + 3 for position in range(SEQUENCE)]
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_narrow_tokens(dtype):
+    config = dataclasses.replace(CONFIG, vocab_size=300)
+    tokens = batch()["tokens"]
+    narrow = tokens.astype(dtype)
+    wanted = decoder.loss(start(config), tokens, config)
+    assert_close(decoder.loss(start(config), narrow, config), wanted, 1e-6)
+    new, _ = decoder.generate(start(config), narrow, config, length=2)
+    assert new.dtype == jnp.int32
+
+
 def test_positions(native):
     tokens = batch()["tokens"]
     wanted = hidden_of(start(CONFIG), tokens)

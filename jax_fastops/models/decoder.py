@@ -350,6 +350,7 @@ def partition_specs(config: Config, *, tensor: str = "tensor") -> dict[str, Any]
       A tree like that of :func:`shapes`, of ``jax.sharding.PartitionSpec``.
 
     Example:
+      >>> import jax
       >>> from jax_fastops.models import decoder
       >>> specs = decoder.partition_specs(decoder.SMALL)
       >>> specs["layers"][0]["up"]["kernel"] == jax.sharding.PartitionSpec(None, "tensor")
@@ -409,6 +410,7 @@ def _prepared(params: dict, config: Config) -> dict:
             layer[name] = jax.tree.map(lambda *a: jnp.concatenate(a, axis=-1), *own)
         return layer
 
+    params = jax.tree.map(jnp.asarray, params)  # a tracer is no index of a NumPy array
     layers = params["layers"]
     made = prepared(layers) if config.scan else [prepared(layer) for layer in layers]
     return params | {"layers": made}
@@ -868,7 +870,7 @@ def generate(
     fill = ends[0] if ends.size else 0
     if top_k is not None:
         top_k = min(integer("decoder", "top_k", top_k, 1), config.vocab_size)
-    table = _head(params).astype(config.dtype)  # before the loop, as the kernels
+    table = jnp.asarray(_head(params), config.dtype)  # before the loop, as the kernels
     params = _prepared(params, config)
 
     def chosen(hidden, step):
