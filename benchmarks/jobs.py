@@ -1,7 +1,7 @@
 """Whole jobs in steady state, each contender in a process of its own.
 
-`pretraining` and `inference` run themselves once more for each row, so that no contender has the
-memory, the clocks or the errors of another one.
+`pretraining`, `decoder` and `inference` run themselves once more for each row, so that no contender
+has the memory, the clocks or the errors of another one.
 """
 
 import argparse
@@ -116,6 +116,95 @@ def latency(call: Callable, wait: Callable[[], None], calls: int) -> float:
         wait()
         times.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(times)
+
+
+# ---- trainings -----------------------------------------------------------------------------------
+
+
+def jax_training(
+    options: argparse.Namespace, start: Callable, update: Callable, batches: list, curve: int = 0
+) -> dict:
+    """Steps of ``update(state, *batch)``, which gives the next state and the loss.
+
+    They are steps of the first batch, or with ``curve`` so many steps that take all in turn.
+    """
+    import jax
+
+    state = jax.block_until_ready(start())
+    compiled = jax.jit(update, donate_argnums=0).lower(state, *batches[0]).compile()
+    value = first = None
+
+    def step(batch=batches[0]):
+        nonlocal state, value, first
+        state, value = compiled(state, *batch)
+        first = value if first is None else first
+        return value
+
+    def wait():
+        jax.block_until_ready((state, value))
+
+    if curve:
+        return losses(step, batches, curve)
+    found = steady(step, wait, options.steps)
+    found |= {"first_loss": float(first), "loss": float(value)}
+    if memory := compiled.memory_analysis():
+        found["temp_bytes"] = memory.temp_size_in_bytes
+    if options.profile:
+        found |= attributed(jax_kernels(step, wait), options.profile)
+    return found
+
+
+def torch_training(
+    options: argparse.Namespace,
+    loss: Callable,
+    optimizer,
+    batches: list,
+    curve: int = 0,
+    rate: Callable[[int], float] | None = None,
+) -> dict:
+    """The same in PyTorch. ``rate`` gives the learning rate of a step."""
+    import torch
+
+    on_cuda = torch.cuda.is_available()
+    value = first = None
+    done = 0
+
+    def step(batch=batches[0]):
+        nonlocal value, first, done
+        if rate:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(done)
+        # In float32 for a test.
+        with torch.autocast(
+            "cuda" if on_cuda else "cpu", torch.bfloat16, enabled=not options.small
+        ):
+            found = loss(*batch)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        value = found.detach().clone()
+        first = value if first is None else first
+        done += 1
+        return value
+
+    if curve:
+        return losses(step, batches, curve)
+    wait = torch.cuda.synchronize if on_cuda else lambda: None
+    found = steady(step, wait, options.steps)
+    found |= {"first_loss": float(first), "loss": float(value)}
+    if on_cuda:
+        # At rest there are the parameters and the state of the optimizer.
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+        found["temp_bytes"] = found["peak_bytes"] - torch.cuda.memory_allocated()
+    if options.profile:
+        found |= attributed(torch_kernels(step, wait), options.profile)
+    return found
+
+
+def losses(step: Callable, batches: list, count: int) -> dict:
+    """The losses of a training that takes the batches in turn."""
+    found = [step(batches[i % len(batches)]) for i in range(count)]
+    return {"losses": [round(float(loss), 5) for loss in found]}
 
 
 # ---- profiles ------------------------------------------------------------------------------------

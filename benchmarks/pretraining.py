@@ -20,7 +20,6 @@ trainings apart is shown by ``moved``: ``plain`` from weights whose last bits we
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 import json
 
@@ -112,28 +111,7 @@ def jax_row(options: argparse.Namespace, contender: str, shape: str, attention: 
         changes, inner = optimise.update(grads, inner, params)
         return (optax.apply_updates(params, changes), inner, count + 1), value
 
-    state = jax.block_until_ready(start())
-    compiled = jax.jit(update, donate_argnums=0).lower(state, *batches[0]).compile()
-    value = first = None
-
-    def step(batch=batches[0]):
-        nonlocal state, value, first
-        state, value = compiled(state, *batch)
-        first = value if first is None else first
-        return value
-
-    def wait():
-        jax.block_until_ready((state, value))
-
-    if options.curves:
-        return curve(options, [functools.partial(step, batch) for batch in batches])
-    found = jobs.steady(step, wait, options.steps)
-    found |= {"first_loss": float(first), "loss": float(value)}
-    if memory := compiled.memory_analysis():
-        found["temp_bytes"] = memory.temp_size_in_bytes
-    if options.profile:
-        found |= jobs.attributed(jobs.jax_kernels(step, wait), options.profile)
-    return found
+    return jobs.jax_training(options, start, update, batches, options.curves)
 
 
 def torch_row(options: argparse.Namespace, contender: str, shape: str, attention: str) -> dict:
@@ -148,47 +126,24 @@ def torch_row(options: argparse.Namespace, contender: str, shape: str, attention
     on_cuda = torch.cuda.is_available()
     device = "cuda" if on_cuda else "cpu"
     model = load(Bert(config, rate, rate if attention == "softmax" else 0.0), config).to(device)
-    optimise = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=on_cuda)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=on_cuda)
+
+    def warm_up(step: int) -> float:
+        return RATE * min(1.0, step / (options.curves // 10))
+
     batches = []
     for seed in range(BATCHES if options.curves else 1):
         given = data(shape, config.vocab_size, seed)
         tokens, labels, inside = (torch.from_numpy(a).to(device) for a in given)
         batches.append((tokens.long(), labels.long(), inside[:, None, None, :]))
-    compiled = torch.compile(model, dynamic=False)
-    value = first = None
-    done = 0
-
-    def step(batch=batches[0]):
-        nonlocal value, first, done
-        if options.curves:
-            for group in optimise.param_groups:
-                group["lr"] = RATE * min(1.0, done / (options.curves // 10))
-        with torch.autocast(device, torch.bfloat16, enabled=not options.small):
-            loss = compiled(*batch)
-        loss.backward()
-        optimise.step()
-        optimise.zero_grad(set_to_none=True)
-        value = loss.detach().clone()
-        first = value if first is None else first
-        done += 1
-        return value
-
-    if options.curves:
-        return curve(options, [functools.partial(step, batch) for batch in batches])
-    wait = torch.cuda.synchronize if on_cuda else lambda: None
-    found = jobs.steady(step, wait, options.steps)
-    found |= {"first_loss": float(first), "loss": float(value)}
-    if on_cuda:
-        found["peak_bytes"] = torch.cuda.max_memory_allocated()
-    if options.profile:
-        found |= jobs.attributed(jobs.torch_kernels(step, wait), options.profile)
-    return found
-
-
-def curve(options: argparse.Namespace, steps: list) -> dict:
-    """The losses of a training that takes the batches in turn."""
-    losses = [steps[i % len(steps)]() for i in range(options.curves)]
-    return {"losses": [round(float(loss), 5) for loss in losses]}
+    return jobs.torch_training(
+        options,
+        torch.compile(model, dynamic=False),
+        optimizer,
+        batches,
+        options.curves,
+        warm_up if options.curves else None,
+    )
 
 
 if __name__ == "__main__":

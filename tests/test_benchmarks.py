@@ -12,6 +12,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 pytest.importorskip("rich")
 cases = pytest.importorskip("benchmarks.cases")
+decoder = pytest.importorskip("benchmarks.decoder")
 dispatch = pytest.importorskip("benchmarks.dispatch")
 inference = pytest.importorskip("benchmarks.inference")
 jobs = pytest.importorskip("benchmarks.jobs")
@@ -102,6 +103,13 @@ def test_curves(tmp_path, monkeypatch):
     ours, plain = rows_of(pretraining, options, tmp_path, monkeypatch)
     assert len(ours["losses"]) == 20 and ours["losses"] == pytest.approx(plain["losses"], abs=1e-3)
     assert ours["losses"][-1] < ours["losses"][0]
+
+
+def test_decoder(tmp_path, monkeypatch):
+    ours, plain = rows_of(decoder, "--shapes 2x16", tmp_path, monkeypatch)
+    assert ours["ms"] > 0 and plain["ms"] > 0
+    assert ours["first_loss"] == pytest.approx(plain["first_loss"], abs=1e-3)
+    assert ours["loss"] < ours["first_loss"] < 5
 
 
 def test_inference(tmp_path, monkeypatch):

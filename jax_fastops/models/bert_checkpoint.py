@@ -10,7 +10,6 @@ Needs safetensors, and neither ``transformers`` nor PyTorch.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops.models import bert
+from jax_fastops.models._checkpoint import (
+    CONFIG,
+    check_tensors,
+    read_json,
+    read_tensors,
+    write,
+)
 from jax_fastops.models._checks import check_choice
 
 __all__ = ["load", "save"]
-
-_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 # Fields of a Config, and their names in config.json. The defaults are the same there.
 _FIELDS = {
@@ -164,8 +168,8 @@ def load(
       True
     """
     path = Path(path)
-    config = _config_of(_read_json(path / _CONFIG), dtype)
-    tensors = _renamed(_read(path))
+    config = _config_of(read_json("bert", path / CONFIG), dtype)
+    tensors = _renamed(read_tensors("bert", path, _IGNORED))
     repeated = {name: tensors.pop(name) for name in _REPEATED if name in tensors}
     for name, value in repeated.items():  # a file may have either of the two names
         tensors.setdefault(_REPEATED[name], value)
@@ -177,7 +181,9 @@ def load(
     if not any(name.startswith("pooler.") for name in tensors):
         del wanted["pooler"]
     leaves = _leaves(wanted)
-    _check(tensors, {name: _tensor_shape(wanted, leaf) for name, leaf in leaves.items()})
+    check_tensors(
+        "bert", tensors, {name: _tensor_shape(wanted, leaf) for name, leaf in leaves.items()}
+    )
     for name, value in repeated.items():
         if not np.array_equal(value, tensors[_REPEATED[name]]):
             raise ValueError(
@@ -199,61 +205,17 @@ def load(
 def _config_of(given: dict, dtype: str) -> bert.Config:
     if given.get("model_type") != "bert":
         raise ValueError(
-            f"bert: model_type in {_CONFIG} is {given.get('model_type')!r}; it must be 'bert'"
+            f"bert: model_type in {CONFIG} is {given.get('model_type')!r}; it must be 'bert'"
         )
     for name, value in _SUPPORTED.items():
         if given.get(name, value) != value:
-            raise ValueError(
-                f"bert: {name} in {_CONFIG} is {given[name]!r}; supported is {value!r}"
-            )
+            raise ValueError(f"bert: {name} in {CONFIG} is {given[name]!r}; supported is {value!r}")
     if given.get("pruned_heads"):
-        raise ValueError(f"bert: {_CONFIG} has pruned_heads, which are not supported")
+        raise ValueError(f"bert: {CONFIG} has pruned_heads, which are not supported")
     activation = given.get("hidden_act", "gelu")
-    check_choice("bert", f"hidden_act in {_CONFIG}", activation, tuple(_ACTIVATIONS))
+    check_choice("bert", f"hidden_act in {CONFIG}", activation, tuple(_ACTIVATIONS))
     fields = {own: given[name] for own, name in _FIELDS.items() if name in given}
     return bert.Config(**fields, activation=_ACTIVATIONS[activation], dtype=dtype)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:  # of the syntax or of the encoding
-        raise ValueError(f"bert: {path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"bert: {path} is a JSON {type(found).__name__}; it must be an object")
-    return found
-
-
-def _read(path: Path) -> dict[str, np.ndarray]:
-    safetensors = _safetensors()
-    files = [_WEIGHTS]
-    if not (path / _WEIGHTS).exists() and (path / _INDEX).exists():
-        index = _read_json(path / _INDEX)
-        if "weight_map" not in index:
-            raise ValueError(f"bert: {path / _INDEX} has no weight_map")
-        files = sorted(set(index["weight_map"].values()))
-    elif not (path / _WEIGHTS).exists():
-        raise FileNotFoundError(f"bert: {path} has neither {_WEIGHTS} nor {_INDEX}")
-    dtypes = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
-    tensors, others = {}, []
-    for file in files:
-        content = (path / file).read_bytes()
-        try:
-            found = safetensors.deserialize(content)
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"bert: {path / file} cannot be read: {error}") from error
-        for name, tensor in found:
-            if tensor["dtype"] in dtypes:
-                array = np.frombuffer(tensor["data"], dtypes[tensor["dtype"]])
-                tensors[name] = array.reshape(tensor["shape"])
-            elif not name.endswith(_IGNORED):
-                others.append(f"{name} ({tensor['dtype']})")
-    if others:
-        raise ValueError(
-            f"bert: tensors of no supported dtype: {', '.join(sorted(others))}; they must be of "
-            f"{', '.join(dtypes)}"
-        )
-    return tensors
 
 
 def _renamed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -272,19 +234,6 @@ def _renamed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if twice:
         raise ValueError(f"bert: tensors under two names: {', '.join(sorted(twice))}")
     return renamed
-
-
-def _check(tensors: dict[str, np.ndarray], wanted: dict[str, tuple[int, ...]]) -> None:
-    missing = sorted(set(wanted) - set(tensors))
-    unknown = sorted(set(tensors) - set(wanted))
-    shapes = [
-        f"{name} of {tensors[name].shape}, which by {_CONFIG} is {shape}"
-        for name, shape in wanted.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    found = (("missing", missing), ("not known", unknown), ("of another shape", shapes))
-    if wrong := "; ".join(f"{what}: {', '.join(names)}" for what, names in found if names):
-        raise ValueError(f"bert: tensors {wrong}")
 
 
 # ---- save ----------------------------------------------------------------------------------------
@@ -316,7 +265,6 @@ def save(path: str | os.PathLike[str], config: bert.Config, params: dict[str, An
       ...     sorted(os.listdir(folder))
       ['config.json', 'model.safetensors']
     """
-    save_file = _safetensors().numpy.save_file
     bert._check_model(params, config, bert.FASTOPS)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), bert.unstack_layers(params))
     heads = "mlm" in params or "nsp" in params
@@ -335,33 +283,10 @@ def save(path: str | os.PathLike[str], config: bert.Config, params: dict[str, An
         "tie_word_embeddings": True,
         **_SUPPORTED,
     }
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    unfinished = {name: path / f"{name}.{os.getpid()}" for name in (_CONFIG, _WEIGHTS)}
-    try:
-        unfinished[_CONFIG].write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
-        # transformers takes no file without this format.
-        save_file(tensors, unfinished[_WEIGHTS], metadata={"format": "pt"})
-        for name, file in unfinished.items():
-            os.replace(file, path / name)
-    finally:
-        for file in unfinished.values():
-            file.unlink(missing_ok=True)
+    write("bert", Path(path), written, tensors)
 
 
 def _architecture(params: dict) -> str:
     if "nsp" in params:
         return "BertForPreTraining" if "mlm" in params else "BertForNextSentencePrediction"
     return "BertForMaskedLM" if "mlm" in params else "BertModel"
-
-
-def _safetensors():
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "jax_fastops.models.bert_checkpoint needs safetensors, which cannot be imported "
-            f"({error}); install it with: pip install 'jax_fastops[bert]'"
-        ) from error
-    return safetensors

@@ -1,0 +1,116 @@
+"""How long is a training step of a Llama? ``python -m benchmarks.decoder``
+
+The whole step as users run it: forward, loss over the vocabulary, backward and AdamW, in bfloat16
+with float32 parameters and with donated state. The model is 2048 wide, with 32 heads, 8 heads of
+keys and values, 8192 features in the feed-forward, 8 layers and a vocabulary of 128256. It is
+measured in steady state, as in `benchmarks.pretraining`, each contender in a process of its own,
+from the same weights:
+
+``ours``   `models.decoder` with the ops of this package
+``plain``  the same model on `jax.nn` and `jax.numpy`
+``torch``  PyTorch: the same network compiled by Inductor, with scaled_dot_product_attention,
+           autocast and fused AdamW, where PyTorch is installed
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+
+from benchmarks import jobs
+
+RATE, DECAY = 1e-4, 0.01
+CONTENDERS = ("ours", "plain", "torch")
+
+
+def main() -> None:
+    options = parse()
+    if options.one:
+        measure = torch_row if options.one["contender"] == "torch" else jax_row
+        print(json.dumps(measure(options, **options.one)))
+        return
+    rows = (
+        {"contender": name, "shape": shape}
+        for shape in options.shapes
+        for name in options.contenders
+        if name != "torch" or importlib.util.find_spec("torch")
+    )
+    facts = dict(attention=options.attention, layers=options.layers, remat=options.remat)
+    jobs.run("benchmarks.decoder", options, rows, **facts)
+
+
+def parse() -> argparse.Namespace:
+    parser = jobs.parser("benchmarks.decoder", __doc__)
+    add = parser.add_argument
+    add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    add("--shapes", nargs="+", default=["8x2048"], help="batch x length")
+    add("--attention", choices=("cudnn", "softmax"), default="cudnn", help="JAX's")
+    add("--layers", type=int, default=8)
+    add("--remat", action="store_true", help="JAX recomputes layers in the backward")
+    return parser.parse_args()
+
+
+def data(shape: str, vocabulary: int):
+    """Tokens, and the token after each."""
+    import numpy as np
+
+    batch, length = map(int, shape.split("x"))
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (batch, length + 1), np.int32)
+    return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+
+
+def config_of(options: argparse.Namespace, decoder):
+    if options.small:
+        attention = "xla" if options.attention == "cudnn" else options.attention
+        return dataclasses.replace(decoder.SMALL, attention=attention, remat=options.remat)
+    return decoder.Config(layers=options.layers, attention=options.attention, remat=options.remat)
+
+
+def jax_row(options: argparse.Namespace, contender: str, shape: str) -> dict:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from benchmarks import installed
+
+    decoder = installed("jax_fastops.models.decoder")
+    config = config_of(options, decoder)
+    ops = decoder.FASTOPS if contender == "ours" else decoder.PLAIN
+    optimizer = optax.adamw(RATE, weight_decay=DECAY)
+
+    @jax.jit
+    def start():
+        params = decoder.init(jax.random.key(0), config)
+        return params, optimizer.init(params)
+
+    def update(state, tokens, labels):
+        params, inner = state
+
+        def loss(params):
+            return decoder.loss(params, tokens, config, labels=labels, ops=ops)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        changes, inner = optimizer.update(grads, inner, params)
+        return (optax.apply_updates(params, changes), inner), value
+
+    batch = tuple(map(jnp.asarray, data(shape, config.vocab_size)))
+    return jobs.jax_training(options, start, update, [batch])
+
+
+def torch_row(options: argparse.Namespace, contender: str, shape: str) -> dict:
+    import torch
+
+    from benchmarks.torch_decoder import Decoder, decoder, load
+
+    del contender
+    torch.set_float32_matmul_precision("high")
+    config, on_cuda = config_of(options, decoder), torch.cuda.is_available()
+    device = "cuda" if on_cuda else "cpu"
+    model = load(Decoder(config), config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=on_cuda)
+    batch = tuple(torch.from_numpy(a).to(device).long() for a in data(shape, config.vocab_size))
+    return jobs.torch_training(options, torch.compile(model, dynamic=False), optimizer, [batch])
+
+
+if __name__ == "__main__":
+    main()

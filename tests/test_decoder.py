@@ -1,0 +1,507 @@
+"""Decoders: FASTOPS and PLAIN agree in every variant; cache and generation; several devices.
+
+test_decoder_checkpoint.py compares the model with transformers.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness.compat import make_mesh
+from harness.programs import targets_of
+from harness.sharding import collectives, device_count
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fastops as fo
+from jax_fastops.models import decoder
+
+CONFIG = decoder.Config(
+    vocab_size=40,
+    hidden_size=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=6,
+    intermediate_size=48,
+    rope_theta=100.0,
+    dtype="float32",
+)
+BATCH, SEQUENCE = 4, 11
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """By default, float32 products on a GPU are rounded to fewer bits."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def without_cudnn(monkeypatch):
+    """Replaces cuDNN's attention, which has no float32 and needs a GPU, by XLA's."""
+    attention = jax.nn.dot_product_attention
+
+    def by_xla(*args, implementation, **options):
+        return attention(*args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+
+
+@functools.cache
+def start(config: decoder.Config) -> dict:
+    """Parameters, none of which are all zero or all one."""
+    rng = np.random.default_rng(0)
+
+    def made(path, leaf):
+        values = rng.standard_normal(leaf.shape).astype(np.float32)
+        return 1 + 0.3 * values if path[-1].key == "scale" else 0.2 * values
+
+    params = jax.tree.map_with_path(made, decoder.shapes(dataclasses.replace(config, scan=False)))
+    return stacked(params) if config.scan else params
+
+
+def stacked(params: dict) -> dict:
+    return params | {"layers": jax.tree.map(lambda *a: np.stack(a), *params["layers"])}
+
+
+def batch(config: decoder.Config = CONFIG, n: int = BATCH) -> dict[str, np.ndarray]:
+    """Tokens followed by padding. The second sequence is all padding."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(2, SEQUENCE + 1, n)
+    lengths[:2] = SEQUENCE, 0
+    tokens = rng.integers(0, config.vocab_size, (n, SEQUENCE)).astype(np.int32)
+    return {"tokens": tokens, "mask": np.arange(SEQUENCE) < lengths[:, None]}
+
+
+def step(config: decoder.Config, ops: decoder.Ops):
+    return jax.value_and_grad(functools.partial(decoder.loss, config=config, ops=ops))
+
+
+def stepped(config: decoder.Config, ops: decoder.Ops = decoder.FASTOPS, masked: bool = True):
+    given = batch(config)
+    if not masked:
+        del given["mask"]
+    tokens = given.pop("tokens")
+    return jax.jit(step(config, ops))(start(config), tokens, **given)
+
+
+def hidden_of(params, tokens, config=CONFIG, **options):
+    return decoder.apply(params, tokens, config, **options)
+
+
+def assert_close(found, wanted, tolerance: float = 2e-5) -> None:
+    def check(path, a, b):
+        assert a.shape == b.shape and a.dtype == b.dtype, jax.tree_util.keystr(path)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error <= tolerance, f"{jax.tree_util.keystr(path)} differs by {error:.1e}"
+
+    jax.tree.map_with_path(check, found, wanted)
+
+
+# ---- architecture --------------------------------------------------------------------------------
+
+
+def test_size():
+    """As many parameters as Llama 3.2 1B has."""
+    params = jax.eval_shape(lambda key: decoder.init(key, decoder.LLAMA_1B), jax.random.key(0))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(
+        jnp.shape, decoder.shapes(decoder.LLAMA_1B)
+    )
+    assert sum(math.prod(a.shape) for a in jax.tree.leaves(params)) == 1_235_814_400
+
+
+def test_init():
+    config = dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True, scan=True)
+    params = decoder.init(jax.random.key(0), config)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, decoder.shapes(config))
+    layers = params["layers"]
+    assert (layers["k_norm"]["scale"] == 1).all() and (layers["q"]["bias"] == 0).all()
+    assert 0.018 < layers["up"]["kernel"].std() < 0.022
+
+
+def test_program_is_fused(native, without_cudnn):
+    """The kernels of a step: one for each op forward, and one backward."""
+    config = dataclasses.replace(CONFIG, attention="cudnn", qk_norm=True)
+    tokens = batch()["tokens"]
+    forward = functools.partial(hidden_of, config=config)
+    counts = collections.Counter(targets_of(forward, start(config), tokens))
+    assert sum(counts.values()) == len(targets_of(forward, start(config), tokens))
+    # Two norms of a layer and two of its heads, and the last norm.
+    assert sum(n for name, n in counts.items() if "norm" in name) == 4 * config.layers + 1
+    assert sum(n for name, n in counts.items() if "gated_act" in name) == config.layers
+    both = collections.Counter(targets_of(step(config, decoder.FASTOPS), start(config), tokens))
+    assert sum(n for name, n in both.items() if "norm" in name) == 2 * (4 * config.layers + 1)
+    assert sum(n for name, n in both.items() if "gated_act" in name) == 2 * config.layers
+    assert any("cross_entropy" in name for name in both)
+
+
+def test_products_of_one_input_are_joined():
+    def products(config):
+        program = jax.make_jaxpr(functools.partial(hidden_of, config=config))
+        return str(program(start(CONFIG), batch()["tokens"])).count("dot_general")
+
+    # Each layer: qkv, two of the attention, output, gate and up, down.
+    assert products(CONFIG) == 6 * CONFIG.layers
+    assert products(dataclasses.replace(CONFIG, tensor_parallel=True)) == 9 * CONFIG.layers
+
+
+# ---- variants ------------------------------------------------------------------------------------
+
+NETWORKS = {
+    "llama": {},
+    "qwen2": dict(qkv_bias=True, tied=True),
+    "qwen3": dict(qk_norm=True, tied=True),
+    "biases-window": dict(qkv_bias=True, output_bias=True, sliding_window=4),
+    "one-kv-head": dict(kv_heads=1, rope_scaling=decoder.RopeScaling(4.0, 1.0, 4.0, 16)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_twins_agree(native, name):
+    config = dataclasses.replace(CONFIG, **NETWORKS[name])
+    assert_close(stepped(config), stepped(config, decoder.PLAIN))
+
+
+VARIANTS = {
+    "xla": dict(attention="xla"),
+    "cudnn": dict(attention="cudnn"),
+    "tensor-parallel": dict(tensor_parallel=True),
+    "remat": dict(remat=True),
+    "scan": dict(scan=True),
+    "scan-remat": dict(scan=True, remat=True),
+}
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["masked", "unmasked"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_agree(native, without_cudnn, variant, masked):
+    config = dataclasses.replace(CONFIG, **VARIANTS[variant], sliding_window=5, qk_norm=True)
+    plain = dataclasses.replace(CONFIG, sliding_window=5, qk_norm=True)
+    loss, grads = stepped(plain, masked=masked)
+    wanted = loss, stacked(grads) if config.scan else grads
+    assert_close(stepped(config, masked=masked), wanted)
+
+
+@pytest.mark.parametrize("ops", [decoder.FASTOPS, decoder.PLAIN], ids=["ours", "plain"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision(native, dtype, ops):
+    low = stepped(dataclasses.replace(CONFIG, dtype=dtype), ops)
+    assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(low))
+    assert_close(low, stepped(CONFIG), 0.06 if dtype == "bfloat16" else 0.01)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
+def test_remat_keeps_less(native, scan):
+    """Between forward and backward, a layer keeps its input."""
+
+    def kept(config):
+        run = functools.partial(hidden_of, tokens=batch()["tokens"], config=config)
+        pullback = jax.eval_shape(lambda params: jax.vjp(run, params)[1], start(config))
+        return sum(math.prod(a.shape) for a in jax.tree.leaves(pullback))
+
+    config = dataclasses.replace(CONFIG, scan=scan)
+    less = kept(dataclasses.replace(config, remat=True))
+    parameters = sum(math.prod(a.shape) for a in jax.tree.leaves(decoder.shapes(config)))
+    inputs = BATCH * SEQUENCE * CONFIG.hidden_size * (CONFIG.layers + 2)
+    assert less < parameters + 2 * inputs < kept(config)
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def test_padding_is_not_seen(native):
+    given = batch()
+    other = np.where(given["mask"], given["tokens"], 7)
+    a, b = (hidden_of(start(CONFIG), t, mask=given["mask"]) for t in (given["tokens"], other))
+    np.testing.assert_array_equal(a[given["mask"]], b[given["mask"]])
+    integers = hidden_of(start(CONFIG), given["tokens"], mask=given["mask"].astype(np.int32))
+    np.testing.assert_array_equal(integers, a)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "xla"])
+def test_later_tokens_are_not_seen(native, attention):
+    config = dataclasses.replace(CONFIG, attention=attention, layers=1, sliding_window=3)
+    tokens = batch()["tokens"]
+    changed = tokens.copy()
+    changed[:, 5] += 1
+    a, b = (hidden_of(start(config), t, config) for t in (tokens, changed % CONFIG.vocab_size))
+    differs = (np.abs(np.asarray(a) - b).max((0, 2)) > 1e-6).tolist()
+    assert differs == [5 <= position < 5 + 3 for position in range(SEQUENCE)]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_narrow_tokens(dtype):
+    config = dataclasses.replace(CONFIG, vocab_size=300)
+    tokens = batch()["tokens"]
+    narrow = tokens.astype(dtype)
+    wanted = decoder.loss(start(config), tokens, config)
+    assert_close(decoder.loss(start(config), narrow, config), wanted, 1e-6)
+    new, _ = decoder.generate(start(config), narrow, config, length=2)
+    assert new.dtype == jnp.int32
+
+
+def test_positions(native):
+    tokens = batch()["tokens"]
+    wanted = hidden_of(start(CONFIG), tokens)
+    shifted = hidden_of(start(CONFIG), tokens, positions=np.arange(SEQUENCE) + 30)
+    assert_close(shifted, wanted, 1e-4)  # only differences matter
+    each = np.tile(np.arange(SEQUENCE), (BATCH, 1))
+    assert_close(hidden_of(start(CONFIG), tokens, positions=each), wanted, 1e-6)
+    stretched = hidden_of(start(CONFIG), tokens, positions=2 * np.arange(SEQUENCE))
+    assert np.abs(np.asarray(stretched) - wanted).max() > 0.01
+
+
+def test_rotary():
+    """Pairs of features are complex numbers that are multiplied by others of absolute value 1."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 5, 3, 8)).astype(np.float32)
+    angles = rng.uniform(0, 9, (5, 4)).astype(np.float32)
+    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)[:, None]
+    wanted = np.concatenate([turned.real, turned.imag], -1)
+    np.testing.assert_allclose(decoder.rotary(x, angles), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_labels(native):
+    params, given = start(CONFIG), batch()
+    tokens, mask = given["tokens"], given["mask"]
+    labels = np.full(tokens.shape, -1)
+    labels[:, :-1] = np.where(mask[:, 1:], tokens[:, 1:], -1)
+    given_labels = decoder.loss(params, tokens, CONFIG, labels=labels, mask=mask)
+    assert_close(given_labels, decoder.loss(params, tokens, CONFIG, mask=mask), 1e-6)
+    logits = decoder.logits(params, hidden_of(params, tokens, mask=mask), CONFIG)
+    each = -np.take_along_axis(jax.nn.log_softmax(logits), labels[..., None] % 40, -1)[..., 0]
+    np.testing.assert_allclose(given_labels, each[labels >= 0].mean(), rtol=1e-5)
+    assert decoder.loss(params, tokens, CONFIG, labels=np.full(tokens.shape, -1)) == 0
+
+
+# ---- cache and generation ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["softmax", "xla"])
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
+@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
+def test_cache(native, attention, scan, masked):
+    """A sequence in parts gives what it gives as a whole."""
+    config = dataclasses.replace(CONFIG, attention=attention, scan=scan, sliding_window=6)
+    params, tokens = start(config), batch()["tokens"]
+    mask = np.arange(SEQUENCE) >= np.array([0, 2, 4, 1])[:, None] if masked else None
+    wanted = hidden_of(params, tokens, config, mask=mask)
+    run = functools.partial(hidden_of, config=config)
+    compiled = jax.jit(run)
+    cache, found, begin = decoder.init_cache(config, BATCH, SEQUENCE + 3), [], 0
+    for count in (5, 1, 4, 1):
+        part = slice(begin, begin + count)
+        own = None if mask is None else mask[:, part]
+        # Outside of jit, the first call knows that the cache is empty.
+        run_ = run if begin == 0 else compiled
+        hidden, cache = run_(params, tokens[:, part], mask=own, cache=cache)
+        found.append(hidden)
+        begin += count
+    assert int(cache.length) == SEQUENCE
+    found, inside = np.concatenate(found, 1), np.ones(tokens.shape, bool) if mask is None else mask
+    np.testing.assert_allclose(found[inside], np.asarray(wanted)[inside], rtol=1e-4, atol=1e-5)
+
+
+generate = jax.jit(
+    decoder.generate, static_argnames=("config", "length", "end", "top_k", "ops"), inline=True
+)
+
+
+@pytest.mark.parametrize("ops", [decoder.FASTOPS, decoder.PLAIN], ids=["ours", "plain"])
+def test_greedy(native, ops):
+    """Each token is the most probable one after those before it."""
+    params, tokens = start(CONFIG), batch()["tokens"]
+    new, lengths = generate(params, tokens, CONFIG, length=6, ops=ops)
+    whole = np.concatenate([tokens, new], 1)
+    logits = decoder.logits(params, hidden_of(params, whole), CONFIG)
+    np.testing.assert_array_equal(new, logits.argmax(-1)[:, SEQUENCE - 1 : -1])
+    assert lengths.tolist() == [6] * BATCH
+
+
+def test_one_token(native):
+    new, lengths = generate(start(CONFIG), batch()["tokens"], CONFIG, length=1, end=3)
+    assert new.shape == (BATCH, 1) and lengths.tolist() == [1] * BATCH
+
+
+def test_ends(native):
+    """A sequence ends at any of several tokens, and is filled with the first of them."""
+    params, tokens = start(CONFIG), batch()["tokens"]
+    free = np.asarray(generate(params, tokens, CONFIG, length=8)[0])
+    ends = int(free[0, 2]), int(free[1, 4])
+    new, lengths = generate(params, tokens, CONFIG, length=8, end=ends)
+    for row, mine, n in zip(free, np.asarray(new), lengths.tolist(), strict=True):
+        stop = next((i + 1 for i, token in enumerate(row) if token in ends), 8)
+        assert n == stop
+        np.testing.assert_array_equal(mine, [*row[:stop], *[ends[0]] * (8 - stop)])
+
+
+def test_sampling(native):
+    params, key = start(CONFIG), jax.random.key(5)
+    tokens = np.tile(batch()["tokens"][:1], (2000, 1))
+    first = decoder.logits(params, hidden_of(params, tokens[:1])[:, -1], CONFIG)[0]
+    options = dict(length=2, key=key)
+
+    def frequencies(**more):
+        new, _ = generate(params, tokens, CONFIG, **options, **more)
+        return np.bincount(new[:, 0], minlength=CONFIG.vocab_size) / len(tokens)
+
+    for temperature in (1.0, 3.0):
+        wanted = jax.nn.softmax(first / temperature)
+        assert np.abs(frequencies(temperature=temperature) - wanted).max() < 0.04
+    best = np.argsort(first)[-3:]
+    found = frequencies(top_k=3)
+    np.testing.assert_allclose(found[best], jax.nn.softmax(first[best]), atol=0.04)
+    assert found[best].sum() == pytest.approx(1)
+    greedy, _ = generate(params, tokens[:2], CONFIG, length=2)
+    np.testing.assert_array_equal(
+        generate(params, tokens[:2], CONFIG, **options, top_k=1)[0], greedy
+    )
+
+
+# ---- several devices -----------------------------------------------------------------------------
+
+SHARDED = {
+    "softmax": {},
+    "xla-biases": dict(attention="xla", qkv_bias=True, output_bias=True),
+    "qwen3": dict(qk_norm=True, tied=True),
+    "scan-remat": dict(scan=True, remat=True),
+}
+
+
+def sharded(config: decoder.Config, mesh):
+    specs = decoder.partition_specs(config)
+    params = jax.tree.map(
+        lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), start(config), specs
+    )
+    return params, jax.device_put(batch(n=8)["tokens"], NamedSharding(mesh, P("data")))
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", SHARDED)
+def test_tensor_parallel(native, name):
+    """Only the sums that the layout implies, under Auto axes with shardings only."""
+    if (count := device_count()) < 4:
+        pytest.skip("needs four devices")
+    config = dataclasses.replace(CONFIG, tensor_parallel=True, **SHARDED[name])
+    mesh = make_mesh({"data": count // 2, "tensor": 2}, AxisType.Auto)
+    params, tokens = sharded(config, mesh)
+    with jax.set_mesh(mesh):
+        forward = jax.jit(functools.partial(hidden_of, config=config)).lower(params, tokens)
+        forward = forward.compile()
+        # Gradients are sharded like parameters, as those that an optimizer adds to them.
+        shardings = None, jax.tree.map(lambda a: a.sharding, params)
+        both = jax.jit(step(config, decoder.FASTOPS), out_shardings=shardings)
+        both = both.lower(params, tokens).compile()
+        loss, grads = both(params, tokens)
+        hidden = forward(params, tokens)
+    # The rows of the embeddings, and the outputs of attention and feed-forward.
+    layers = 1 if config.scan else config.layers
+    assert collectives(forward.as_text()) == {"all-reduce": 1 + 2 * layers}
+    # Forward and backward of a layer, and what the layers share: see the guide.
+    counts = collectives(both.as_text())
+    assert set(counts) == {"all-reduce"}
+    assert counts["all-reduce"] <= 8 + 4 * layers
+    plain = dataclasses.replace(config, tensor_parallel=False)
+    assert_close(hidden, hidden_of(start(config), batch(n=8)["tokens"], plain))
+    wanted = jax.jit(step(plain, decoder.FASTOPS))(start(config), batch(n=8)["tokens"])
+    assert_close((loss, grads), wanted)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", SHARDED)
+def test_data_parallel(native, name):
+    """The only communication is the sum of gradients and of the loss."""
+    if device_count() < 2:
+        pytest.skip("needs two devices")
+    config = dataclasses.replace(CONFIG, **SHARDED[name])
+    mesh = make_mesh({"data": device_count()}, AxisType.Auto)
+    params = jax.device_put(start(config), NamedSharding(mesh, P()))
+    tokens = jax.device_put(batch(n=8)["tokens"], NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        program = jax.jit(step(config, decoder.FASTOPS)).lower(params, tokens).compile()
+        found = program(params, tokens)
+    counts = collectives(program.as_text())
+    assert set(counts) == {"all-reduce"}
+    assert counts["all-reduce"] <= len(jax.tree.leaves(params)) + 3
+    wanted = jax.jit(step(config, decoder.FASTOPS))(start(config), batch(n=8)["tokens"])
+    assert_close(found, wanted)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def test_config_is_static():
+    same = dataclasses.replace(CONFIG, layers=np.int64(2), dtype=jnp.float32, remat=np.False_)
+    assert same == CONFIG and hash(same) == hash(CONFIG)
+    assert isinstance(same.layers, int) and same.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(layers=0), ValueError, "decoder: layers is 0; it must be 1 or more"),
+        (dict(heads=2.0), TypeError, "heads is 2.0; it must be an integer"),
+        (dict(kv_heads=3), ValueError, "kv_heads is 3, which does not divide heads, 4"),
+        (dict(head_dim=5), ValueError, "head_dim is 5; it must be even"),
+        (dict(sliding_window=0), ValueError, "sliding_window is 0; it must be 1 or more"),
+        (dict(dtype="int8"), ValueError, "dtype is 'int8'; it must be one of"),
+        (dict(attention="flash"), ValueError, "attention is 'flash'; it must be one of"),
+        (dict(eps=-1.0), ValueError, r"eps is -1\.0; it must be 0 or more"),
+        (dict(rope_scaling=(1, 2)), TypeError, "rope_scaling is of type tuple"),
+        (dict(remat=2), TypeError, "remat is 2; it must be True or False"),
+    ],
+)
+def test_config_errors(changes, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(CONFIG, **changes)
+
+
+TOKENS = np.zeros((2, 3), np.int32)
+
+
+@pytest.mark.parametrize(
+    "function, changes, error, message",
+    [
+        (decoder.apply, dict(config=3), TypeError, "config is of type int; it must be a Config"),
+        (decoder.apply, dict(ops=fo), TypeError, "ops is of type module; it must be an Ops"),
+        (decoder.apply, dict(params={}), ValueError, r"params has no \['embeddings'\]"),
+        (
+            decoder.apply,
+            dict(tokens=TOKENS * 1.0),
+            TypeError,
+            "tokens is of float32; it must be an",
+        ),
+        (decoder.apply, dict(tokens=TOKENS[0]), ValueError, r"tokens has shape \(3,\)"),
+        (decoder.apply, dict(mask=TOKENS * 1.0), TypeError, "mask is of .*booleans or integers"),
+        (decoder.apply, dict(mask=TOKENS[:, 1:]), ValueError, r"mask has shape \(2, 2\)"),
+        (decoder.apply, dict(positions=TOKENS[:1]), ValueError, r"positions has shape \(1, 3\)"),
+        (decoder.apply, dict(cache=()), TypeError, "cache is of type tuple; it must be a Cache"),
+        (
+            decoder.apply,
+            dict(cache=decoder.init_cache(CONFIG, 3, 8)),
+            ValueError,
+            "the cache is for 3 sequences",
+        ),
+        (decoder.loss, dict(labels=TOKENS[0]), ValueError, r"labels has shape \(3,\)"),
+        (decoder.loss, dict(labels=TOKENS * 1.0), TypeError, "labels is of float32"),
+        (decoder.generate, dict(length=0), ValueError, "length is 0; it must be 1 or more"),
+        (decoder.generate, dict(top_k=0, length=1), ValueError, "top_k is 0; it must be 1 or more"),
+        (decoder.generate, dict(tokens=TOKENS[:, :0], length=1), ValueError, "1 token or more"),
+    ],
+)
+def test_errors(function, changes, error, message):
+    given = dict(params=start(CONFIG), tokens=TOKENS, config=CONFIG) | changes
+    with pytest.raises(error, match=message):
+        function(**given)
+
+
+def test_errors_of_logits():
+    with pytest.raises(ValueError, match=r"hidden has shape \(2, 31\); its last axis must be"):
+        decoder.logits(start(CONFIG), jnp.ones((2, 31)), CONFIG)
