@@ -51,6 +51,10 @@ def rms(x, scale):
     return x * jax.lax.rsqrt(mean_of(x**2) + 1e-6) * scale
 
 
+def rms_of_full_mean(x, scale):
+    return (x * scale) * jax.lax.rsqrt(jnp.broadcast_to(mean_of(x**2), x.shape) + 1e-5)
+
+
 def gemma_rms(x, scale):
     h = x.astype(jnp.float32)
     h = h * jax.lax.rsqrt(mean_of(jnp.square(h)) + 1e-6)
@@ -82,6 +86,7 @@ def one_hot_loss(x, labels):
 # Name: the function, its operands, and the patterns that are replaced.
 PROGRAMS = {
     "relu": (jax.nn.relu, (X,), ["relu"]),
+    "relu under vmap": (jax.vmap(jax.vmap(jax.nn.relu)), (X,), ["relu"]),
     "add + relu": (lambda x, y: jax.nn.relu(x + y), (X, Y), ["add + relu"]),
     "bias + relu": (lambda x, b: jax.nn.relu(x + b), (X, B), ["bias + relu"]),
     "gelu": (jax.nn.gelu, (X,), ["gelu"]),
@@ -205,6 +210,7 @@ PROGRAMS = {
         ["add + layer_norm"],
     ),
     "rms": (rms, (X, B), ["rms_norm"]),
+    "rms of full mean": (rms_of_full_mean, (X, B), ["rms_norm"]),
     "gemma rms": (gemma_rms, (X, B), ["rms_norm"]),
     "residual rms": (lambda x, y, s: rms(x + y, s), (X, Y, B), ["add + rms_norm"]),
     "batch norm": (batch_norm, (IMAGES, IMAGES[0, 0, 0], IMAGES[0, 0, 1]), ["batch_norm"]),

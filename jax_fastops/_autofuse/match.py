@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from jax_fastops._autofuse.graph import Graph, Node, Value
 
@@ -252,10 +253,32 @@ def _derivative_rule(node: Node) -> str:
 
     x = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in node.inputs]
     try:
-        text = str(jax.make_jaxpr(lambda x, t: jax.jvp(call, x, t))(x, x))
+        return _text(jax.make_jaxpr(lambda x, t: jax.jvp(call, x, t))(x, x).jaxpr)
     except Exception:  # whatever the rule raises, it is not one of ours
         return f"unknown {id(node)}"
-    return _without_shapes(text)
+
+
+def _text(jaxpr) -> str:
+    """A program without shapes. A broadcast number is the number: `vmap` broadcasts it again."""
+    names = {v: f"operand {i}" for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+    numbers, lines = set(), []
+
+    def name(atom):
+        return str(atom.val) if isinstance(atom, Literal) else names[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [name(x) for x in equation.invars]
+        outs = equation.outvars
+        names |= {v: f"result {i} of {len(lines)}" for i, v in enumerate(outs)}
+        first = equation.invars[0] if equation.invars else None
+        if equation.primitive.name == "broadcast_in_dim" and (
+            isinstance(first, Literal) or first in numbers
+        ):
+            names[outs[0]] = operands[0]
+            numbers.add(outs[0])
+        else:
+            lines.append((_without_shapes(str(equation)), operands))
+    return str((lines, [name(v) for v in jaxpr.outvars]))
 
 
 def _without_shapes(text: str) -> str:

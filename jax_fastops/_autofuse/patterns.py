@@ -327,7 +327,8 @@ def _row_norm(rms: bool, form: str, order: str, parameters: tuple[str, ...]) -> 
         *given, eps = rest
         named = {name: _along(v, x, axis) for name, v in zip(parameters, given, strict=True)}
         if rms:
-            inverse = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+            mean = jnp.mean(x * x, -1, keepdims=True)
+            inverse = lax.rsqrt((jnp.broadcast_to(mean, x.shape) if form == "wide" else mean) + eps)
             return x * inverse * named["scale"] if named else x * inverse
         mean, var = _moments(x, -1, form)
         scale, bias = _given(named, "scale", "bias")
@@ -357,7 +358,8 @@ for _parameters in (("scale", "bias"), ("scale",), ("bias",), ()):
         for _order in ("in", "out"):
             _row_norm(False, _form_, _order, _parameters)
     if "bias" not in _parameters:
-        _row_norm(True, "", "in", _parameters)
+        for _form_ in ("", "wide"):  # Haiku broadcasts the mean
+            _row_norm(True, _form_, "in", _parameters)
 
 
 def _channel_norm(
