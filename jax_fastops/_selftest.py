@@ -67,6 +67,16 @@ def _calls() -> list[Call]:
         Call("log_softmax", fo.log_softmax, one),
         Call("layer_norm", fo.layer_norm, affine),
         Call("residual_layer_norm", fo.residual_layer_norm, biased),
+        Call(
+            "residual_layer_norm_dropout",
+            lambda *xs: fo.residual_layer_norm(*xs, dropout_key=key, dropout_rate=0.25),
+            biased,
+        ),
+        Call(
+            "residual_rms_norm_dropout",
+            lambda *xs: fo.residual_rms_norm(*xs, dropout_key=key, dropout_rate=0.25),
+            residual,
+        ),
         Call("rms_norm", fo.rms_norm, with_vector),
         Call("residual_rms_norm", fo.residual_rms_norm, residual),
         Call("batch_norm", fo.batch_norm, affine),

@@ -13,7 +13,8 @@ from jax_fastops import _selftest
 
 
 def test_the_selftest_has_every_op():
-    assert {c.op for c in _selftest._calls()} >= set(fo.info()["ops"])
+    ops = {name for name in fo.info()["ops"] if not name.startswith("toy_")}  # those of tests
+    assert {c.op for c in _selftest._calls()} >= ops
 
 
 def test_a_right_kernel_passes_and_a_wrong_one_fails(monkeypatch, capsys):
