@@ -114,6 +114,7 @@ TITLES = {
     "gated_act": "gated",
     "window_sum_valid": "window sum",
 }
+BOTH = ("pretraining",)  # jobs that were measured on an H100, too
 CUT = 4.0  # floors: longer bars are cut
 
 
@@ -122,10 +123,11 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "overview.md").write_text(_figure(overview(folder / "overview"), "Speed-ups"))
     for name, chart in {"inference": inference, "pretraining": pretraining}.items():
-        results = load(f"{name}-{JOBS}")
         figure = _figure(chart(folder / name), f"BERT-base, {name}")
         (folder / f"{name}-chart.md").write_text(figure)
-        (folder / f"{name}.md").write_text(f"{headline(results)}.\n\n{job_table(results)}")
+        measured = [load(f"{name}-{JOBS}"), *([load(f"{name}-{H100}")] if name in BOTH else [])]
+        tables = [f"{headline(results)}.\n\n{job_table(results)}" for results in measured]
+        (folder / f"{name}.md").write_text("\n".join(tables))
     measured = [("", H100, family) for family in FAMILIES]
     measured += [("cpu-", CPU, family) for family in FAMILIES] + [("", H200, "gated_act")]
     for prefix, name, family in measured:
