@@ -39,6 +39,7 @@ _sessions: dict[int, list[_Record]] = {}
 
 _place = threading.local()
 _log = logging.getLogger("jax_fastops.dispatch")
+_log.setLevel(logging.WARNING)  # whatever the level of the root logger is
 
 
 @dataclasses.dataclass(frozen=True)
