@@ -85,6 +85,8 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
 
     def ours(logits, labels):
         labels = jnp.asarray(labels)
+        if labels.dtype.itemsize < 4:  # the number of classes may not fit
+            labels = labels.astype(jnp.int32)
         labels = jnp.where(labels < 0, labels + classes, labels)
         losses = cross_entropy(logits, labels, axis=axis).astype(logits.dtype)
         return jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)

@@ -189,7 +189,11 @@ def _devices() -> list[Any]:
 def main() -> int:
     """Prints the table. Returns the exit status: 1 if an op fails."""
     start, failed = time.perf_counter(), 0
-    for device in _devices():
+    devices = _devices()
+    if not devices:
+        print("no CPU and no CUDA device: nothing was tested")
+        return 1
+    for device in devices:
         print(f"{device.device_kind} ({device.platform}); times: float32, {ROWS[0]}, with gradient")
         print(f"{'op':<22} {'float32':>8} {'bfloat16':>8}  {'':9} {'kernel':>9} {'JAX':>9} speedup")
         for call in _calls():
@@ -197,7 +201,8 @@ def main() -> int:
                 errors, kernel, plain, present = check(call, device)
             except Exception as error:
                 failed += 1
-                print(f"{call.op:<22} FAILED: {type(error).__name__}: {str(error).splitlines()[0]}")
+                line = next(iter(str(error).splitlines()), "")
+                print(f"{call.op:<22} FAILED: {type(error).__name__}: {line}")
                 continue
             ok = all(errors[name] <= TOLERANCE[name] for name in errors)
             ok &= present or device.platform != "cpu"  # every package has CPU kernels

@@ -183,7 +183,8 @@ def _check(x, bias, activation) -> list[jax.Array]:
         (x,) = same_floating_dtype("bias_act", [x], ["x"])
         # A bias of one element has no axis that an explicit mesh could shard.
         sharded = not jax.typeof(x).sharding.mesh.empty
-        bias = jnp.zeros((1,) * min(x.ndim, 1) if sharded else x.shape[-1:], x.dtype)
+        shape = (1,) * min(x.ndim, 1) if sharded else x.shape[-1:]
+        bias = jnp.full(shape, -0.0, x.dtype)  # the sum is x to the last bit, also for -0.0
     arrays = as_arrays("bias_act", x=x, bias=bias)
     names = ["x", "bias"]
     if any(getattr(a, "weak_type", False) for a in arrays):

@@ -480,3 +480,56 @@ def test_programs_with_a_change(name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ten_thousand_programs_with_a_change(name, seed):
     check_mutants(name, 10_000 // len(PROGRAMS) // 10 + 1, 1 + seed)
+
+
+def test_labels_that_are_no_class_in_a_masked_sum():
+    f, (x, labels), _ = PROGRAMS["masked sum"]
+    labels = labels.at[:2].set(-100)
+    for value in (-jnp.inf, -1e30):
+        y = x.at[..., 0].set(value)
+        np.testing.assert_allclose(fo.autofuse(f)(y, labels), f(y, labels), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jax.nn.softmax(x[jnp.zeros(4, jnp.int32)]),
+        lambda x: jax.nn.softmax(x * jax.lax.div(jnp.int32(7), jnp.int32(2)).astype(jnp.float32)),
+    ],
+)
+def test_what_looks_like_a_view_or_a_constant(f):
+    close(fo.autofuse(f)(X), f(X), 1e-6)
+
+
+def test_dropout_whose_mask_is_not_its_own():
+    key = jax.random.key(1)
+
+    def one_draw(x):
+        return jnp.where(jax.random.bernoulli(key, 0.5), x / 0.5, 0)
+
+    def shared(x):
+        mask = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.where(mask, x / 0.5, 0), jnp.where(mask, x, 0), mask
+
+    for f in (one_draw, shared):
+        close(fo.autofuse(f, dropout=True)(X), f(X), 1e-6)
+
+
+def test_objects_of_nnx_are_updated():
+    nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
+
+    def step(model, optimizer, keys, x):
+        x = x + jax.random.normal(keys.noise(), x.shape)
+        optimizer.update(model, nnx.grad(lambda m: softmax(m(x))[..., 0].sum())(model))
+
+    states = []
+    for transform in (lambda f: f, fo.autofuse):
+        model, keys = nnx.Linear(40, 4, rngs=nnx.Rngs(0)), nnx.Rngs(noise=1)
+        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+        for _ in range(2):
+            transform(step)(model, optimizer, keys, X)
+        states.append([nnx.to_pure_dict(nnx.state(o)) for o in (model, optimizer)])
+        assert keys.noise.count[...] == 2
+    close(*states, 1e-4)
+    with pytest.raises(ValueError, match="changes an attribute of a module"):
+        fo.autofuse(lambda m: setattr(m, "out_features", 9))(model)

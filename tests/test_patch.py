@@ -289,3 +289,11 @@ def test_dropout(module):
     np.testing.assert_allclose(np.asarray(y)[kept], np.asarray(X / 0.6)[kept], rtol=1e-6)
     assert 0.4 < kept.mean() < 0.8
     assert "dropout" not in targets_of(lambda: run(False))
+
+
+def test_labels_of_few_bits():
+    logits = jnp.asarray(RNG.standard_normal((2, 300)), jnp.float32)
+    for labels in (jnp.array([200, 3], jnp.uint8), jnp.array([-1, 100], jnp.int8)):
+        want = optax_loss(logits, labels.astype(jnp.int32))
+        with fo.patch():
+            np.testing.assert_allclose(optax_loss(logits, labels), want, rtol=1e-6)

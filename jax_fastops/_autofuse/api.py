@@ -224,7 +224,7 @@ def _call(fn: Callable, args: tuple, kwargs: dict, settings: rewrite.Settings) -
     if nnx is not None:
 
         def is_module(x):
-            return isinstance(x, nnx.Module)
+            return isinstance(x, getattr(nnx, "Pytree", nnx.Module))  # also optimizers and keys
 
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_module)
         if any(map(is_module, leaves)):
@@ -265,7 +265,14 @@ def _call_with_modules(
         args, kwargs = jax.tree.unflatten(
             tree, [next(given) if is_module(x) else next(rest) for x in leaves]
         )
-        return fn(*args, **kwargs), nnx.state(merged)
+        result = fn(*args, **kwargs)
+        after, new = nnx.split(merged)
+        if after != graph:
+            raise ValueError(
+                "autofuse: the function changes an attribute of a module that is no variable; "
+                "change it outside"
+            )
+        return result, new
 
     others = [x for x in leaves if not is_module(x)]
     result, state = _call(pure, (state, others), {}, settings)

@@ -31,6 +31,8 @@ def drop_at(value: Value) -> Move | None:
         if found is None:
             continue
         x, mask, keep = found
+        if mask.is_result or len(mask.users) != 1:  # other users would have another mask
+            return None
         drawn = _probability(mask)
         if drawn is None:
             return None
@@ -70,6 +72,8 @@ def _masked(value: Value) -> tuple[Value, Value, bool] | None:
     node = value.node
     if node is not None and node.name == "select_n" and len(node.inputs) == 3:
         which, *cases = node.inputs
+        if which.shape != value.shape:  # one draw for all elements
+            return None
         for keep, (zero, x) in ((True, cases), (False, cases[::-1])):
             if (known := constant(zero)) is not None and known == 0:
                 return x, which, keep

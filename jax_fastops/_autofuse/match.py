@@ -76,7 +76,8 @@ def constant(value: Value) -> Any:
         value.is_folded = True
         if node.name == "convert_element_type" or node.name in FOLDED:
             given = [constant(v) for v in node.inputs]
-            if given and all(x is not None for x in given):
+            whole = node.name == "div" and not value.is_floating  # rounds towards 0
+            if given and not whole and all(x is not None for x in given):
                 with np.errstate(all="ignore"):
                     if node.name == "convert_element_type":
                         found = given[0].astype(node.params["new_dtype"])
@@ -141,7 +142,8 @@ def _view(value: Value, narrowing: bool) -> tuple[Value, Map] | None:
     if node.name == "select_n" and (known := constant(operand)) is not None:
         return _same_view(value, node.inputs[1 + int(known)])
     if node.name == "gather" and value.sizes == operand.sizes:  # `take` of the only element
-        if constant(node.inputs[1]) == 0:
+        indexed = node.params["dimension_numbers"].start_index_map
+        if constant(node.inputs[1]) == 0 and all(operand.shape[d] == 1 for d in indexed):
             return operand, identity(value)
     return None
 

@@ -248,9 +248,12 @@ def _losses_by_label(logits, labels):
 
 def _losses_by_sum(logits, labels):
     """As by a sum over the classes that are the label: one that is no class takes nothing off."""
+    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
     is_class = (labels >= 0) & (labels < logits.shape[-1])
-    losses = cross_entropy(logits, jnp.where(is_class, labels, 0)).astype(logits.dtype)
-    return losses + jnp.where(is_class, 0, logits[..., 0])
+    largest = jnp.argmax(logits, -1).astype(labels.dtype)  # whose loss does not lose digits
+    losses = cross_entropy(logits, jnp.where(is_class, labels, largest)).astype(logits.dtype)
+    taken = jnp.take_along_axis(logits, largest[..., None], -1)[..., 0]
+    return losses + jnp.where(is_class, 0, taken)
 
 
 def _loss(name: str, function: Callable, losses: Callable, sign: int) -> None:

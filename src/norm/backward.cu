@@ -83,7 +83,8 @@ __device__ void DropColumns(const Params& p, const T* ds) {
   }
 }
 
-// One kernel for all types, because it is only launched for addresses that XLA does not choose.
+// One kernel for all types. It is launched for addresses that XLA does not choose, and where two
+// stages of a ring do not fit into shared memory.
 __global__ void __launch_bounds__(kBlock)
     NormDropBackwardKernel(const __grid_constant__ Params p, DType dtype, const void* ds) {
   switch (dtype) {

@@ -60,7 +60,7 @@ struct NormForwardArrays {
 // and dy2, if there is one, rounded to the element type:
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum   (RMS norm: without mean(g))
 //   dscale = sum over rows of dy * xhat,  dbias = sum of dy,  dinput_bias = sum of unrounded dx
-// With dropout, that dx is dresidual, and dx is dropout(unrounded dresidual).
+// With dropout, that dx is dresidual, and dx is dropout(dresidual before it is rounded).
 struct NormBackwardArrays {
   const void* dy = nullptr;
   const void* s = nullptr;
