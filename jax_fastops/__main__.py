@@ -6,9 +6,16 @@ import sys
 from jax_fastops import _selftest
 from jax_fastops._info import describe
 
-if __name__ == "__main__":
+
+def main() -> int:
+    """Prints the description, or the table of the selftest. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m jax_fastops", description=__doc__)
     parser.add_argument("--selftest", action="store_true", help="check every op on each device")
     if parser.parse_args().selftest:
-        sys.exit(_selftest.main())
+        return _selftest.main()
     print(describe())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
