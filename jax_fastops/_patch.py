@@ -24,9 +24,9 @@ import jax.core
 import jax.numpy as jnp
 
 from jax_fastops import _implementation, _patched
+from jax_fastops._autofuse.patterns import losses_by_label
 from jax_fastops._dispatch import kernel_or
 from jax_fastops.bias_act import bias_act
-from jax_fastops.cross_entropy import cross_entropy
 from jax_fastops.dropout import dropout
 from jax_fastops.norm import layer_norm, rms_norm
 from jax_fastops.relu import relu
@@ -81,15 +81,9 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
     """optax counts negative labels from the end, and gives NaN for labels that are no class."""
     if where is not None or isinstance(axis, tuple) or not _takes(logits):
         return original(logits, labels, axis=axis, where=where)
-    classes = logits.shape[axis]
 
     def ours(logits, labels):
-        labels = jnp.asarray(labels)
-        if labels.dtype.itemsize < 4:  # the number of classes may not fit
-            labels = labels.astype(jnp.int32)
-        labels = jnp.where(labels < 0, labels + classes, labels)
-        losses = cross_entropy(logits, labels, axis=axis).astype(logits.dtype)
-        return jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
+        return losses_by_label(logits, jnp.asarray(labels), axis)
 
     return kernel_or(ours, functools.partial(original, axis=axis))(logits, labels)
 

@@ -238,17 +238,22 @@ def _picked_by_sum(x, labels):
     return jnp.sum(jnp.where(jnp.arange(x.shape[-1]) == labels[..., None], x, 0), -1)
 
 
-def _losses_by_label(logits, labels):
+def _wide(labels):
+    """The labels in a dtype that can hold the number of classes."""
+    return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+
+
+def losses_by_label(logits, labels, axis=-1):
     """As by indexing: negative labels count from the end, and those that are no class give NaN."""
-    classes = logits.shape[-1]
+    labels, classes = _wide(labels), logits.shape[axis]
     labels = jnp.where(labels < 0, labels + classes, labels)
-    losses = cross_entropy(logits, labels).astype(logits.dtype)
+    losses = cross_entropy(logits, labels, axis=axis).astype(logits.dtype)
     return jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
 
 
 def _losses_by_sum(logits, labels):
     """As by a sum over the classes that are the label: one that is no class takes nothing off."""
-    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+    labels = _wide(labels)
     is_class = (labels >= 0) & (labels < logits.shape[-1])
     largest = jnp.argmax(logits, -1).astype(labels.dtype)  # whose loss does not lose digits
     losses = cross_entropy(logits, jnp.where(is_class, labels, largest)).astype(logits.dtype)
@@ -276,7 +281,7 @@ for _sign in (1, -1):  # the mean of log-likelihoods is often negated, not these
         lambda x, labels: -_picked(jax.nn.log_softmax(x), labels),
         lambda x, labels: -_picked(_log_softmax(x, axis=-1), labels),
     ):
-        _loss("cross_entropy", _form, _losses_by_label, _sign)
+        _loss("cross_entropy", _form, losses_by_label, _sign)
     for _form in (
         lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked_by_sum(x, labels),
         lambda x, labels: (
