@@ -9,8 +9,8 @@
 // - One for rows of whole blocks of eight elements, without a bias or a residual. A thread takes a
 //   block, and draws once.
 // - One for the others. A thread takes units of 16 bytes of the whole array, so that all accesses
-//   are coalesced, however long the rows are. It draws each block of random bits that its elements
-//   belong to, mostly two.
+//   are coalesced, however long the rows are. The threads of a block draw the random bits of its
+//   elements, once for each block of bits, and exchange them in shared memory.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -31,7 +31,10 @@ struct DropoutFamily;
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTogether = 2;  // units that a thread loads together
+
+// The elements that a block of UnitsKernel takes: 32 bytes for each thread.
+constexpr int UnitsTaken(int itemsize) { return kThreads * 32 / itemsize; }
+constexpr int kMostTaken = UnitsTaken(2);
 
 // All indices are in the part of the array that one launch takes.
 struct Params {
@@ -43,6 +46,7 @@ struct Params {
   uint32_t count;        // of elements
   uint32_t first_block;  // of the random bits of a row
   FastDivisor columns;
+  FastDivisor row_blocks;  // of random bits in a row
   uint32_t largest;
   double scale;
   bool aligned;     // x, the residual and y, to 16 bytes
@@ -53,29 +57,16 @@ struct Params {
 // The elements of one launch fit 31 bits.
 constexpr int64_t kMostElements = int64_t{1} << 30;
 
-// The lowest bits of the result say which of the elements `first`, `first` + 1, ... are kept; at
-// least kSize, unless the array ends.
-template <int kSize>
-__device__ __forceinline__ uint32_t KeptFrom(const Params& p, uint32_t first) {
-  const uint32_t columns = p.columns.divisor;
-  uint32_t row = Divide(first, p.columns), column = first - row * columns, kept = 0;
-  for (uint32_t known = 0; known < kSize && first + known < p.count;) {
-    const PhiloxWords bits =
-        RandomBits(LoadSeed(p.seeds, row), p.first_block + column / kSeedBlock);
-    uint32_t block = 0;
+// A bit for each element of a block of random bits: whether it is kept.
+__device__ __forceinline__ uint32_t KeptBlock(const Params& p, uint32_t row, uint32_t block) {
+  const PhiloxWords bits = RandomBits(LoadSeed(p.seeds, row), p.first_block + block);
+  const KeptLimit limit(p.largest);
+  uint32_t kept = 0;  // even elements in the lower half, odd elements in the upper one
 #pragma unroll
-    for (int i = 0; i < kSeedBlock; ++i) block |= IsKept(bits, i, p.largest) ? 1u << i : 0;
-    const uint32_t skipped = column % kSeedBlock;
-    const uint32_t found = min(kSeedBlock - skipped, columns - column);
-    kept |= (block >> skipped & ((1u << found) - 1)) << known;
-    known += found;
-    column += found;
-    if (column == columns) {
-      column = 0;
-      ++row;
-    }
+  for (int i = 0; i < kSeedBlock / 2; ++i) {
+    kept |= (limit.Halves(bits.word[i]) & 0x80008000u) >> (15 - 2 * i);
   }
-  return kept;
+  return (kept | kept >> 15) & 0xffu;
 }
 
 // `count` and `columns` are multiples of kSeedBlock, and arrays are aligned to 16 bytes.
@@ -138,25 +129,48 @@ __device__ __forceinline__ U LoadUnit(const Params& p, const char* from, uint32_
   return unit;
 }
 
+// Sets a bit for each element from `begin` to `end` that is kept. All threads of a block call it.
+__device__ __forceinline__ void KeepInShared(const Params& p, uint32_t begin, uint32_t end,
+                                             uint32_t (&kept)[kMostTaken / 32 + 1]) {
+  for (uint32_t i = threadIdx.x; i <= kMostTaken / 32; i += kThreads) kept[i] = 0;
+  __syncthreads();
+  const uint32_t columns = p.columns.divisor, first_row = Divide(begin, p.columns);
+  uint32_t index = first_row * p.row_blocks.divisor + (begin - first_row * columns) / kSeedBlock;
+  for (index += threadIdx.x;; index += kThreads) {
+    const uint32_t row = Divide(index, p.row_blocks), block = index - row * p.row_blocks.divisor;
+    const uint32_t column = block * kSeedBlock, first = row * columns + column;
+    if (first >= end) break;
+    uint32_t bits = KeptBlock(p, row, block);
+    if (columns - column < kSeedBlock) bits &= (1u << (columns - column)) - 1;
+    if (first < begin) bits >>= begin - first;
+    const uint32_t at = max(first, begin) - begin;
+    atomicOr(&kept[at / 32], bits << at % 32);
+    if (at % 32 > 32 - kSeedBlock) atomicOr(&kept[at / 32 + 1], bits >> (32 - at % 32));
+  }
+  __syncthreads();
+}
+
 template <typename T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 5 : 4)
-    UnitsKernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant__ Params p) {
   using U = Unit<T, 16>;
   using A = ComputeType<T>;
-  const uint32_t begin = (blockIdx.x * kTogether * kThreads + threadIdx.x) * U::kSize;
+  constexpr int kTaken = UnitsTaken(sizeof(T)), kUnits = kTaken / kThreads / U::kSize;
+  const uint32_t begin = blockIdx.x * kTaken;
   const A scale = static_cast<A>(p.scale);
-  U units[kTogether], residual[kTogether];
+  U units[kUnits], residual[kUnits];
 #pragma unroll
-  for (int k = 0; k < kTogether; ++k) {
-    const uint32_t first = begin + k * kThreads * U::kSize;
+  for (int k = 0; k < kUnits; ++k) {
+    const uint32_t first = begin + (k * kThreads + threadIdx.x) * U::kSize;
     units[k] = LoadUnit<U>(p, p.x, first);
     if (p.residual != nullptr) residual[k] = LoadUnit<U>(p, p.residual, first);
   }
+  __shared__ uint32_t kept[kMostTaken / 32 + 1];
+  KeepInShared(p, begin, min(begin + kTaken, p.count), kept);
 #pragma unroll
-  for (int k = 0; k < kTogether; ++k) {
-    const uint32_t first = begin + k * kThreads * U::kSize;
+  for (int k = 0; k < kUnits; ++k) {
+    const uint32_t skipped = (k * kThreads + threadIdx.x) * U::kSize, first = begin + skipped;
     if (first >= p.count) return;
-    const uint32_t kept = KeptFrom<U::kSize>(p, first);
+    const uint32_t bits = kept[skipped / 32] >> skipped % 32;
     A bias[U::kSize] = {};
     if (p.bias != nullptr && p.wide_bias) LoadBias<T, A>(p, first, bias);
     if (p.bias != nullptr && !p.wide_bias) LoadBias<T, T>(p, first, bias);
@@ -164,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 5 : 4)
     for (int i = 0; i < U::kSize; ++i) {
       A value = ToCompute(units[k].elements[i]);
       if (p.bias != nullptr) value += bias[i];
-      value = kept >> i & 1 ? value * scale : A(0);
+      value = bits >> i & 1 ? value * scale : A(0);
       if (p.residual != nullptr) value += ToCompute(residual[k].elements[i]);
       units[k].elements[i] = FromCompute<T>(value);
     }
@@ -208,6 +222,7 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
             .count = static_cast<uint32_t>(count),
             .first_block = static_cast<uint32_t>(column / kSeedBlock),
             .columns = FastDivisor(static_cast<uint32_t>(taken)),
+            .row_blocks = FastDivisor(static_cast<uint32_t>(CeilDiv(taken, kSeedBlock))),
             .largest = largest,
             .scale = scale,
             .aligned = false,
@@ -218,15 +233,14 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
         params.aligned = CommonAlignment({params.x, params.residual, params.y}) == 16;
         params.bias_units = taken % unit == 0 && CommonAlignment({params.bias}) == 16;
         const bool added = arrays.bias != nullptr || arrays.residual != nullptr;
-        int64_t a_thread = kTogether * unit;
+        int64_t a_block = UnitsTaken(sizeof(T));
         auto kernel = KernelOf<DropoutFamily, UnitsKernel<T>>();
         if (params.aligned && !added && taken % kSeedBlock == 0) {
           kernel = KernelOf<DropoutFamily, BlocksKernel<T>>();
-          a_thread = kSeedBlock;
+          a_block = kThreads * kSeedBlock;
         }
-        const int64_t threads = CeilDiv(count, a_thread);
         const LaunchConfig config = {
-            .grid = dim3(static_cast<unsigned>(CeilDiv(threads, kThreads))),
+            .grid = dim3(static_cast<unsigned>(CeilDiv(count, a_block))),
             .block = dim3(kThreads),
         };
         const cudaError_t error = Launch(kernel, config, stream, params);
