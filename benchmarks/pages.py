@@ -97,6 +97,11 @@ SHOWN = {
         ("gated_act", "two operands, odd"),
         ("gated_act", "halves, odd"),
     ],
+    "dropout": [
+        ("dropout", "rows"),
+        ("dropout", "odd"),
+        ("dropout", "short rows"),
+    ],
     "window_sum": [
         ("window_sum", "radius 2"),
         ("window_sum", "radius 16"),
@@ -129,7 +134,8 @@ def write(folder: Path) -> None:
         tables = [f"{headline(results)}.\n\n{job_table(results)}" for results in measured]
         (folder / f"{name}.md").write_text("\n".join(tables))
     measured = [("", H100, family) for family in FAMILIES]
-    measured += [("cpu-", CPU, family) for family in FAMILIES] + [("", H200, "gated_act")]
+    measured += [("cpu-", CPU, family) for family in FAMILIES]
+    measured += [("", H200, "gated_act"), ("", H100, "dropout")]
     for prefix, name, family in measured:
         text = _family(family, load(f"{name}-{family}"), folder / f"{prefix}{family}")
         (folder / f"{prefix}{family}.md").write_text(text)

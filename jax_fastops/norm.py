@@ -229,15 +229,15 @@ def _number_of_sums(groups: int, rows: int, n: int, itemsize: int) -> int:
 
 
 def _sum(x, residual, input_bias, key=(), **drop):
-    """The normalized sum, added in the accumulator dtype and rounded once to that of ``x``."""
+    """The sum that is normalized, added in the dtype of ``x``, as models usually write it.
+
+    XLA adds it in float32 where it fuses the additions. With casts here, it would split what follows
+    into more kernels.
+    """
     if drop:
         return drop_reference(x, *key, bias=input_bias, residual=residual, **drop)
-    if residual is None:
-        return x
-    if input_bias is None:  # rounding is the same
-        return x + residual
-    wide = accumulator_dtype(x.dtype)
-    return (x.astype(wide) + input_bias.astype(wide) + residual.astype(wide)).astype(x.dtype)
+    x = x if input_bias is None else x + input_bias.astype(x.dtype)
+    return x if residual is None else x + residual
 
 
 def _centred(s, rms: bool, eps: float) -> tuple:
