@@ -113,20 +113,25 @@ __device__ __forceinline__ void LoadBias(const Params& p, uint32_t first,
   }
 }
 
-// Loads a unit, by element if the arrays are not aligned. Elements after the end are not set.
+// Loads a unit, by element if the arrays are not aligned. Elements after the end are not set. It
+// returns words: elements would be taken out of them at once, which waits for the load.
 template <typename U>
-__device__ __forceinline__ U LoadUnit(const Params& p, const char* from, uint32_t first) {
+__device__ __forceinline__ uint4 LoadUnit(const Params& p, const char* from, uint32_t first) {
   using T = std::remove_reference_t<decltype(U().elements[0])>;
   const T* const x = reinterpret_cast<const T*>(from) + first;
+  uint4 words;
   if (p.aligned && first + U::kSize <= p.count) {
-    return U::template Load<CacheHint::kNoAllocate>(x);
+    const U unit = U::template Load<CacheHint::kNoAllocate>(x);
+    memcpy(&words, &unit, sizeof(words));
+    return words;
   }
   U unit;
 #pragma unroll
   for (int i = 0; i < U::kSize; ++i) {
     if (first + i < p.count) unit.elements[i] = x[i];
   }
-  return unit;
+  memcpy(&words, &unit, sizeof(words));
+  return words;
 }
 
 // Sets a bit for each element from `begin` to `end` that is kept. All threads of a block call it.
@@ -157,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant
   constexpr int kTaken = UnitsTaken(sizeof(T)), kUnits = kTaken / kThreads / U::kSize;
   const uint32_t begin = blockIdx.x * kTaken;
   const A scale = static_cast<A>(p.scale);
-  U units[kUnits], residual[kUnits];
+  uint4 units[kUnits], residual[kUnits];
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
     const uint32_t first = begin + (k * kThreads + threadIdx.x) * U::kSize;
@@ -171,24 +176,33 @@ __global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant
     const uint32_t skipped = (k * kThreads + threadIdx.x) * U::kSize, first = begin + skipped;
     if (first >= p.count) return;
     const uint32_t bits = kept[skipped / 32] >> skipped % 32;
-    A bias[U::kSize] = {};
-    if (p.bias != nullptr && p.wide_bias) LoadBias<T, A>(p, first, bias);
-    if (p.bias != nullptr && !p.wide_bias) LoadBias<T, T>(p, first, bias);
+    U unit;
+    memcpy(&unit, &units[k], sizeof(unit));
+    A values[U::kSize];
 #pragma unroll
-    for (int i = 0; i < U::kSize; ++i) {
-      A value = ToCompute(units[k].elements[i]);
-      if (p.bias != nullptr) value += bias[i];
-      value = bits >> i & 1 ? value * scale : A(0);
-      if (p.residual != nullptr) value += ToCompute(residual[k].elements[i]);
-      units[k].elements[i] = FromCompute<T>(value);
+    for (int i = 0; i < U::kSize; ++i) values[i] = ToCompute(unit.elements[i]);
+    if (p.bias != nullptr) {
+      A bias[U::kSize];
+      p.wide_bias ? LoadBias<T, A>(p, first, bias) : LoadBias<T, T>(p, first, bias);
+#pragma unroll
+      for (int i = 0; i < U::kSize; ++i) values[i] += bias[i];
     }
+#pragma unroll
+    for (int i = 0; i < U::kSize; ++i) values[i] = bits >> i & 1 ? values[i] * scale : A(0);
+    if (p.residual != nullptr) {
+      memcpy(&unit, &residual[k], sizeof(unit));
+#pragma unroll
+      for (int i = 0; i < U::kSize; ++i) values[i] += ToCompute(unit.elements[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < U::kSize; ++i) unit.elements[i] = FromCompute<T>(values[i]);
     T* const y = reinterpret_cast<T*>(p.y) + first;
     if (p.aligned && first + U::kSize <= p.count) {
-      units[k].Store(y);
+      unit.Store(y);
     } else {
 #pragma unroll
       for (int i = 0; i < U::kSize; ++i) {
-        if (first + i < p.count) y[i] = units[k].elements[i];
+        if (first + i < p.count) y[i] = unit.elements[i];
       }
     }
   }
