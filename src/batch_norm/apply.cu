@@ -17,15 +17,13 @@
 
 namespace jax_fastops::cuda {
 
-struct BatchNormApplyKernels;  // the list of kernels
-
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
 
 struct Params {
   Geometry geometry;
-  BatchNormApplyArrays arrays;
+  BatchNormArrays arrays;
   double eps;
   bool relu;
   bool aligned_parameters;
@@ -109,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
 }  // namespace
 
 cudaError_t BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool relu,
-                           const BatchNormApplyArrays& arrays, cudaStream_t stream) {
+                           const BatchNormArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
   Params params;
   params.arrays = arrays;
@@ -121,18 +119,16 @@ cudaError_t BatchNormApply(const BatchNormShape& shape, DType dtype, double eps,
       AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.residual, arrays.y);
   return ForDType(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
-    using Kernels = BatchNormApplyKernels;
-    auto kernel = KernelOf<Kernels, ApplyKernel<T, false, true>>();
+    auto kernel = KernelOf<BatchNormKernels, ApplyKernel<T, false, true>>();
     if constexpr (sizeof(T) < 8) {  // double has only the general kernel
       if (aligned) {
-        kernel = arrays.residual != nullptr ? KernelOf<Kernels, ApplyKernel<T, true, true>>()
-                                            : KernelOf<Kernels, ApplyKernel<T, true, false>>();
+        kernel = arrays.residual != nullptr
+                     ? KernelOf<BatchNormKernels, ApplyKernel<T, true, true>>()
+                     : KernelOf<BatchNormKernels, ApplyKernel<T, true, false>>();
       }
     }
     return LaunchMap(shape, kernel, kBlocksPerProcessor<T>, &params, stream);
   });
 }
-
-cudaError_t LoadBatchNormApplyKernels() { return LoadKernels<BatchNormApplyKernels>(); }
 
 }  // namespace jax_fastops::cuda

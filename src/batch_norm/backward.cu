@@ -18,15 +18,13 @@
 
 namespace jax_fastops::cuda {
 
-struct BatchNormBackwardKernels;  // the list of kernels
-
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
 
 struct Params {
   Geometry geometry;
-  BatchNormBackwardArrays arrays;
+  BatchNormArrays arrays;
   double eps;
   bool aligned_parameters;
   int64_t mask_bytes;  // of a group
@@ -121,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }  // namespace
 
 cudaError_t BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
-                              const BatchNormBackwardArrays& arrays, cudaStream_t stream) {
+                              const BatchNormArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
   Params params;
   params.arrays = arrays;
@@ -132,14 +130,11 @@ cudaError_t BatchNormBackward(const BatchNormShape& shape, DType dtype, double e
   const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dx);
   return ForDType(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
-    using Kernels = BatchNormBackwardKernels;
     constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
-    const auto kernel = aligned ? KernelOf<Kernels, BackwardKernel<T, kAligned>>()
-                                : KernelOf<Kernels, BackwardKernel<T, false>>();
+    const auto kernel = aligned ? KernelOf<BatchNormKernels, BackwardKernel<T, kAligned>>()
+                                : KernelOf<BatchNormKernels, BackwardKernel<T, false>>();
     return LaunchMap(shape, kernel, kBlocks, &params, stream);
   });
 }
-
-cudaError_t LoadBatchNormBackwardKernels() { return LoadKernels<BatchNormBackwardKernels>(); }
 
 }  // namespace jax_fastops::cuda

@@ -207,7 +207,7 @@ struct Parts {
 
 template <typename Scalar>
 void Statistics(const BatchNormShape& shape, int type, int64_t itemsize,
-                const BatchNormStatisticsArrays& arrays, Executor& executor) {
+                const BatchNormArrays& arrays, Executor& executor) {
   Scalar* const mean = static_cast<Scalar*>(arrays.mean);
   Scalar* const var = static_cast<Scalar*>(arrays.var);
   const int64_t channels = shape.channels;
@@ -283,7 +283,7 @@ void Factors(const BatchNormShape& shape, const void* var, const void* scale, do
 
 template <typename Scalar>
 void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
-          const BatchNormSumsArrays& arrays, Executor& executor) {
+          const BatchNormArrays& arrays, Executor& executor) {
   Scalar* const sums = static_cast<Scalar*>(arrays.sums);
   const int64_t channels = shape.channels;
   if (shape.outer * shape.inner == 0) {
@@ -304,7 +304,7 @@ void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
     Buffer<Scalar> buffer(parts.buffer());
     double* const first =
         all.begin() + (task.group * parts.parts + task.part) * 2 * channels + task.channel;
-    BatchNormSumsArrays from = arrays;
+    BatchNormArrays from = arrays;
     const int64_t at = task.group * shape.group_size() * itemsize;
     from.x = Offset(arrays.x, at);
     from.dy = Offset(arrays.dy, at);
@@ -438,7 +438,7 @@ bool CanStream(const BatchNormShape& shape, int64_t itemsize, const void* output
 
 template <typename Scalar>
 void Apply(const BatchNormShape& shape, int type, int64_t itemsize, double eps, bool relu,
-           const BatchNormApplyArrays& arrays, Executor& executor) {
+           const BatchNormArrays& arrays, Executor& executor) {
   Buffer<Scalar> factor(shape.groups * shape.channels);
   Factors<Scalar>(shape, arrays.var, arrays.scale, eps, factor.begin(), executor);
   const Scalar* const values[] = {static_cast<const Scalar*>(arrays.mean), factor.begin(),
@@ -448,7 +448,7 @@ void Apply(const BatchNormShape& shape, int type, int64_t itemsize, double eps, 
   OverElements(shape, static_cast<double>(moved * itemsize), values, stream, executor,
                [&](int64_t group, const BatchNormKernels::Elements& elements) {
                  const int64_t at = group * shape.group_size() * itemsize;
-                 BatchNormApplyArrays from = arrays;
+                 BatchNormArrays from = arrays;
                  from.x = Offset(arrays.x, at);
                  from.residual = Offset(arrays.residual, at);
                  from.y = Offset(arrays.y, at);
@@ -459,7 +459,7 @@ void Apply(const BatchNormShape& shape, int type, int64_t itemsize, double eps, 
 
 template <typename Scalar>
 void Backward(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
-              const BatchNormBackwardArrays& arrays, Executor& executor) {
+              const BatchNormArrays& arrays, Executor& executor) {
   const int64_t channels = shape.channels, all = shape.groups * channels;
   Buffer<Scalar> coefficients(3 * all);
   Scalar* const factor = coefficients.begin();
@@ -480,7 +480,7 @@ void Backward(const BatchNormShape& shape, int type, int64_t itemsize, double ep
   OverElements(shape, static_cast<double>(3 * itemsize), values, stream, executor,
                [&](int64_t group, const BatchNormKernels::Elements& elements) {
                  const int64_t at = group * shape.group_size() * itemsize;
-                 BatchNormBackwardArrays from = arrays;
+                 BatchNormArrays from = arrays;
                  from.x = Offset(arrays.x, at);
                  from.dy = Offset(arrays.dy, at);
                  from.mask = Offset(arrays.mask, group * shape.mask_bytes());
@@ -491,8 +491,8 @@ void Backward(const BatchNormShape& shape, int type, int64_t itemsize, double ep
 
 }  // namespace
 
-void BatchNormStatistics(const BatchNormShape& shape, DType dtype,
-                         const BatchNormStatisticsArrays& arrays, Executor& executor) {
+void BatchNormStatistics(const BatchNormShape& shape, DType dtype, const BatchNormArrays& arrays,
+                         Executor& executor) {
   if (shape.groups * shape.channels == 0) return;
   WithAccumulator(dtype, [&]<typename Scalar>() {
     Statistics<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), arrays, executor);
@@ -500,7 +500,7 @@ void BatchNormStatistics(const BatchNormShape& shape, DType dtype,
 }
 
 void BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool relu,
-                    const BatchNormApplyArrays& arrays, Executor& executor) {
+                    const BatchNormArrays& arrays, Executor& executor) {
   if (shape.groups * shape.group_size() == 0) return;
   WithAccumulator(dtype, [&]<typename Scalar>() {
     Apply<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), eps, relu, arrays, executor);
@@ -508,7 +508,7 @@ void BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool r
 }
 
 void BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
-                   const BatchNormSumsArrays& arrays, Executor& executor) {
+                   const BatchNormArrays& arrays, Executor& executor) {
   if (shape.groups * shape.channels == 0) return;
   WithAccumulator(dtype, [&]<typename Scalar>() {
     Sums<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), eps, arrays, executor);
@@ -516,7 +516,7 @@ void BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
 }
 
 void BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
-                       const BatchNormBackwardArrays& arrays, Executor& executor) {
+                       const BatchNormArrays& arrays, Executor& executor) {
   if (shape.groups * shape.group_size() == 0) return;
   WithAccumulator(dtype, [&]<typename Scalar>() {
     Backward<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), eps, arrays, executor);
@@ -524,15 +524,17 @@ void BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
 }
 
 void BatchNormForward(const BatchNormShape& shape, DType dtype, double eps, bool relu,
-                      const BatchNormForwardArrays& arrays, Executor& executor) {
-  BatchNormStatistics(shape, dtype, arrays.statistics(), executor);
-  BatchNormApply(shape, dtype, eps, relu, arrays.apply(), executor);
+                      const BatchNormArrays& arrays, Executor& executor) {
+  BatchNormStatistics(shape, dtype, arrays, executor);
+  BatchNormApply(shape, dtype, eps, relu, arrays, executor);
 }
 
 void BatchNormGradient(const BatchNormShape& shape, DType dtype, double eps,
-                       const BatchNormGradientArrays& arrays, Executor& executor) {
-  BatchNormSums(shape, dtype, eps, arrays.of_sums(), executor);
-  BatchNormBackward(shape, dtype, eps, arrays.of_dx(), executor);
+                       const BatchNormArrays& arrays, Executor& executor) {
+  BatchNormArrays of_sums = arrays;
+  of_sums.dx = nullptr;
+  BatchNormSums(shape, dtype, eps, of_sums, executor);
+  BatchNormBackward(shape, dtype, eps, arrays, executor);
 }
 
 }  // namespace jax_fastops::cpu

@@ -1,6 +1,6 @@
 // The backward of a batch norm in one cooperative kernel. It computes the sums and then dx, and
 // between these two passes keeps x and dy on the chip. What does not fit is read again, from L2 if
-// it is still there. batch_norm_grid.cuh describes the method.
+// it is still there. grid.cuh describes the method.
 //
 // A slot of the ring holds a unit of x, a unit of dy, and the 4-byte word of the mask that contains
 // their bits. Asynchronous copies of less than 4 bytes do not exist, so each thread that shares a
@@ -23,18 +23,9 @@
 
 namespace jax_fastops::cuda::batch_norm {
 
-struct GradientParams {
-  Finish finish;
-  BatchNormGradientArrays arrays;
-  double eps;
-  bool aligned_parameters;
-  bool plain;          // FoldPlain applies
-  int64_t mask_bytes;  // of a group
-  int32_t slots;       // of a thread's ring
-  uint32_t finish_blocks;
+struct GradientParams : GridParams {
+  BatchNormArrays arrays;
   const uint8_t* mask_end;
-
-  __host__ __device__ const Geometry& geometry() const { return finish.geometry; }
 };
 
 // A thread's part of the ring. Unit j is in slot j % slots. Corresponding words of consecutive
@@ -314,33 +305,24 @@ template <typename T, typename Config>
 bool MakeGradientPlan(const BatchNormShape& shape, const ResidentDevice& device,
                       int64_t workspace_size, GridPlan* plan) {
   using Ring = GradientRing<T>;
-  static_assert(sizeof(T) < 8);
   return MakeGridPlan<Config>(
       shape, device, workspace_size, workspace_size / 2, kFoldBytes<ComputeType<T>>,
       Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep, Config::kWords / 2 / Ring::kWords, plan);
 }
 
 inline GradientParams MakeGradientParams(const BatchNormShape& shape, const GridPlan& plan,
-                                         const BatchNormGradientArrays& arrays, double eps) {
-  GradientParams p;
-  p.finish = plan.finish;
+                                         const BatchNormArrays& arrays, double eps) {
+  GradientParams p = {ParamsOf(shape, plan, eps), arrays, nullptr};
   p.finish.workspace = arrays.workspace;
   p.finish.x = nullptr;
   p.finish.out[0] = arrays.sums;
   p.finish.out[1] = nullptr;
   p.finish.out_stride = 2 * shape.channels;
-  p.arrays = arrays;
-  p.eps = eps;
-  p.aligned_parameters = IsAligned(arrays.mean) && IsAligned(arrays.var) &&
-                         IsAligned(arrays.scale) && IsAligned(arrays.sums) &&
-                         IsAligned(arrays.dmean) && IsAligned(arrays.dvar);
-  p.plain = plan.plain;
-  p.mask_bytes = shape.mask_bytes();
-  p.slots = plan.slots;
-  p.finish_blocks = plan.finish_blocks;
-  p.mask_end = arrays.mask == nullptr
-                   ? nullptr
-                   : static_cast<const uint8_t*>(arrays.mask) + shape.groups * p.mask_bytes;
+  p.aligned_parameters =
+      AreAligned(arrays.mean, arrays.var, arrays.scale, arrays.sums, arrays.dmean, arrays.dvar);
+  if (arrays.mask != nullptr) {
+    p.mask_end = static_cast<const uint8_t*>(arrays.mask) + shape.groups * p.mask_bytes;
+  }
   return p;
 }
 

@@ -16,15 +16,13 @@
 
 namespace jax_fastops::cuda {
 
-struct BatchNormSumsKernels;  // the list of kernels
-
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
 
 struct Params {
   Geometry geometry;
-  BatchNormSumsArrays arrays;
+  BatchNormArrays arrays;
   double eps;
   bool aligned_parameters;
   int64_t mask_bytes;  // of a group
@@ -145,7 +143,7 @@ __global__ void __launch_bounds__(kMaxFinishThreads)
 }  // namespace
 
 cudaError_t BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
-                          const BatchNormSumsArrays& arrays, cudaStream_t stream) {
+                          const BatchNormArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
   Params params;
   params.arrays = arrays;
@@ -158,14 +156,13 @@ cudaError_t BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
   return ForDType(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     using A = ComputeType<T>;
-    using Kernels = BatchNormSumsKernels;
     // The kernel for any address and any of the arrays. No op calls for both dx and dy2.
-    auto sum = KernelOf<Kernels, SumsKernel<T, false, true, true>>();
+    auto sum = KernelOf<BatchNormKernels, SumsKernel<T, false, true, true>>();
     if constexpr (sizeof(T) < 8) {
       if (aligned && !(dx && dy2)) {
-        sum = dx    ? KernelOf<Kernels, SumsKernel<T, true, true, false>>()
-              : dy2 ? KernelOf<Kernels, SumsKernel<T, true, false, true>>()
-                    : KernelOf<Kernels, SumsKernel<T, true, false, false>>();
+        sum = dx    ? KernelOf<BatchNormKernels, SumsKernel<T, true, true, false>>()
+              : dy2 ? KernelOf<BatchNormKernels, SumsKernel<T, true, false, true>>()
+                    : KernelOf<BatchNormKernels, SumsKernel<T, true, false, false>>();
       }
     }
     Finish finish;
@@ -173,12 +170,10 @@ cudaError_t BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
     finish.out[0] = arrays.sums;
     finish.out[1] = nullptr;
     finish.out_stride = 2 * shape.channels;
-    return LaunchSums(shape, sum, kBlocksPerProcessor<T>, KernelOf<Kernels, FinishSumsKernel<A>>(),
-                      arrays.workspace, arrays.workspace_size, arrays.workspace_size / 2, &params,
-                      &finish, stream);
+    return LaunchSums(shape, sum, kBlocksPerProcessor<T>,
+                      KernelOf<BatchNormKernels, FinishSumsKernel<A>>(), arrays.workspace,
+                      arrays.workspace_size, arrays.workspace_size / 2, &params, &finish, stream);
   });
 }
-
-cudaError_t LoadBatchNormSumsKernels() { return LoadKernels<BatchNormSumsKernels>(); }
 
 }  // namespace jax_fastops::cuda
