@@ -11,10 +11,11 @@
 //     static constexpr bool kBits = ...;
 //     // Whether gradient 0 always has the result's shape.
 //     static constexpr bool kFirstIsFull = ...;
-//     // Whether there is a kernel for these kinds, for rows that are a multiple of 16 bytes.
-//     static constexpr bool HasBackward(int kinds);
-//     // Whether there is also one for other rows, if one gradient is a sum of columns. Most such
-//     // rows are taken by elementwise/rows.cuh.
+//     // The kinds for which there is a kernel: for rows that are a multiple of 16 bytes, and for
+//     // those of elementwise/rows.cuh.
+//     using BackwardKinds = std::integer_sequence<int, ...>, RowsKinds = ...;
+//     // Whether there is also a kernel for units of one element, if one gradient is a sum of
+//     // columns.
 //     static constexpr bool kShortUnits = ...;
 //     template <typename T>
 //     static __device__ void Gradients(ComputeType<T> dy,
@@ -79,31 +80,6 @@ enum class Way : uint8_t {
   kRowsOfB,      // summed over the innermost dimension only
   kRowSlots,     // summed in slots over the innermost dimension and A
 };
-
-// The kind of each operand and its gradient for which a kernel is compiled, two bits each.
-// kAnyKinds means that all kinds are looked up at run time.
-enum Kind : int {
-  kPlain = 0,   // the operand's elements are adjacent; its gradient is full or not requested
-  kColumn = 1,  // the operand's elements are adjacent; its gradient is a sum of columns
-  kRow = 2,     // the operand has one element per row
-};
-inline constexpr int kAnyKinds = -1;
-
-// The kinds of the operands, in their order.
-template <typename... Kinds>
-constexpr int KindsOf(Kinds... kinds) {
-  int all = 0, shift = 0;
-  ((all |= kinds << shift, shift += 2), ...);
-  return all;
-}
-
-constexpr int KindOf(int kinds, int gradient) { return kinds >> (2 * gradient) & 3; }
-
-constexpr int CountColumns(int kinds, int gradients) {
-  int count = 0;
-  for (int g = 0; g < gradients; ++g) count += KindOf(kinds, g) == kColumn;
-  return count;
-}
 
 struct SumParams {
   Way way;
@@ -171,8 +147,8 @@ struct BackwardShape {
   static constexpr int kUnits = kElements / kSize;
   // A bitmask and dy are little data, and registers hold twice as many 16-bit elements.
   static constexpr bool kMore =
-      kKinds != kAnyKinds &&
-      (F::kBits || (sizeof(T) == 2 && !F::kMayBeWide && CountColumns(kKinds, F::kGradients) < 2));
+      kKinds != kAnyKinds && (F::kBits || (sizeof(T) == 2 && !F::kMayBeWide &&
+                                           CountKind(kKinds, F::kGradients, kColumn) < 2));
   static constexpr int kInFlight = kMore ? 4 : 2;
   static constexpr int kSteps = kUnits >= kInFlight ? 1 : kInFlight / kUnits;
 };
@@ -199,7 +175,8 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
   constexpr int kSteps = Shape::kSteps;
   constexpr int kWarps = kBoxThreads / 32;
   constexpr int kGradients = F::kGradients, kOperands = F::kOperands;
-  constexpr int kColumns = kAny ? kMaxColumnSums : CountColumns(kAny ? 0 : kKinds, kGradients);
+  constexpr int kColumns =
+      kAny ? kMaxColumnSums : CountKind(kAny ? 0 : kKinds, kGradients, kColumn);
   constexpr int kPiece = 16 / sizeof(C) < kSize ? 16 / sizeof(C) : kSize;  // of a slot
   constexpr unsigned kAll = 0xffffffffu;
 
@@ -598,8 +575,10 @@ class BackwardLauncher {
     if (TileLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream, &error)) {
       return error;
     }
-    if (RowsLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream, &error)) {
-      return error;
+    if constexpr (sizeof(T) < 8) {
+      if (RowsLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream, &error)) {
+        return error;
+      }
     }
     error = Pass(shape, dy, operands, gradients, summed, sums, true, workspace, stream);
     if (error != cudaErrorInvalidValue || sums < 2) return error;
@@ -617,25 +596,13 @@ class BackwardLauncher {
   static void Each(const Use& use) {
     One<kBytes, kAnyKinds, true>(use);
     if constexpr (sizeof(T) < 8) {
-      EachKind<kBytes>(use, std::make_integer_sequence<int, 1 << (2 * F::kGradients)>());
-    }
-  }
-
-  template <int kBytes, typename Use, int... kKinds>
-  static void EachKind(const Use& use, std::integer_sequence<int, kKinds...>) {
-    (OneKind<kBytes, kKinds>(use), ...);
-  }
-
-  template <int kBytes, int kKinds, typename Use>
-  static void OneKind(const Use& use) {
-    if constexpr (Occurs(kKinds)) {
-      constexpr int kColumns = CountColumns(kKinds, F::kGradients);
-      if constexpr (kBytes == 16 ? F::HasBackward(kKinds) : F::kShortUnits && kColumns == 1) {
-        One<kBytes, kKinds, true>(use);
-      }
-      if constexpr (kBytes == 16 && F::HasBackward(kKinds) && kColumns == 0) {
-        One<kBytes, kKinds, false>(use);
-      }
+      ForKinds(typename F::BackwardKinds(), [&]<int kKinds>() {
+        constexpr int kColumns = CountKind(kKinds, F::kGradients, kColumn);
+        if constexpr (kBytes == 16 || (F::kShortUnits && kColumns == 1)) {
+          One<kBytes, kKinds, true>(use);
+        }
+        if constexpr (kBytes == 16 && kColumns == 0) One<kBytes, kKinds, false>(use);
+      });
     }
   }
 
@@ -643,17 +610,6 @@ class BackwardLauncher {
   static void One(const Use& use) {
     use(KernelOf<typename F::Family, ElementwiseBackwardKernel<F, T, kBytes, kKinds, kManyRows>>(),
         kKinds, kManyRows);
-  }
-
-  // Some operand's elements are adjacent, and there are registers for all columns.
-  static constexpr bool Occurs(int kinds) {
-    int rows = 0;
-    for (int g = 0; g < F::kGradients; ++g) {
-      if (KindOf(kinds, g) == 3) return false;
-      rows += KindOf(kinds, g) == kRow;
-    }
-    if (F::kFirstIsFull && KindOf(kinds, 0) != kPlain) return false;
-    return rows < F::kGradients && CountColumns(kinds, F::kGradients) <= kMaxColumnSums;
   }
 
   static cudaError_t Pass(const BroadcastShape& given, const void* dy, const Operand* operands,

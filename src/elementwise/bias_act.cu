@@ -26,7 +26,8 @@ struct SelectByMask {
   static constexpr bool kFirstIsFull = true;
   static constexpr bool kShortUnits = true;
 
-  static constexpr bool HasBackward(int) { return true; }
+  using BackwardKinds = BiasKinds;
+  using RowsKinds = BiasRowsKinds;
 
   template <typename T>
   static __device__ __forceinline__ void Gradients(ComputeType<T> dy, const ComputeType<T> (&x)[1],

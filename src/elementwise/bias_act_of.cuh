@@ -24,7 +24,8 @@ struct BiasAct {
     if (kind == ForwardKind::kFlat) return ones == 0 && !wide;
     return ones == 0 || (ones == 2 && !wide);
   }
-  static constexpr bool HasBackward(int) { return true; }
+  using BackwardKinds = BiasKinds;
+  using RowsKinds = BiasRowsKinds;
 
   template <typename T>
   static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[2]) {

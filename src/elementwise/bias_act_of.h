@@ -5,9 +5,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <utility>
+
 #include "core/dtype.h"
 #include "elementwise/broadcast.h"
 #include "elementwise/elementwise.h"
+#include "elementwise/operands.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -15,6 +18,11 @@ struct BiasActKernels;  // the family of KernelOf
 struct Gelu;
 struct GeluExact;
 struct Silu;
+
+// The kinds of operands in the backward: x is full.
+using BiasKinds = std::integer_sequence<int, KindsOf(kPlain, kPlain), KindsOf(kPlain, kColumn),
+                                        KindsOf(kPlain, kRow)>;
+using BiasRowsKinds = std::integer_sequence<int, KindsOf(kPlain, kColumn), KindsOf(kPlain, kRow)>;
 
 template <typename Act>
 cudaError_t BiasActForwardOf(const BroadcastShape& shape, DType dtype, const Operand operands[2],

@@ -9,8 +9,7 @@
 // Source: Paddle, lerp.
 #include "elementwise/lerp.h"
 
-#include <algorithm>
-#include <iterator>
+#include <utility>
 
 #include "core/cuda/launch.h"
 #include "elementwise/backward.cuh"
@@ -34,15 +33,14 @@ struct Lerp {
     return ones == 0 || ones == 4 || (ones == kAnyOnes && kind == ForwardKind::kRagged);
   }
 
-  static constexpr bool HasBackward(int kinds) {
-    constexpr int kKinds[] = {
-        KindsOf(kPlain, kPlain, kPlain), KindsOf(kPlain, kPlain, kColumn),
-        KindsOf(kPlain, kPlain, kRow),   KindsOf(kColumn, kPlain, kRow),
-        KindsOf(kRow, kPlain, kRow),     KindsOf(kRow, kColumn, kPlain),
-        KindsOf(kColumn, kColumn, kRow),
-    };
-    return std::find(std::begin(kKinds), std::end(kKinds), kinds) != std::end(kKinds);
-  }
+  using BackwardKinds =
+      std::integer_sequence<int, KindsOf(kPlain, kPlain, kPlain), KindsOf(kPlain, kPlain, kColumn),
+                            KindsOf(kPlain, kPlain, kRow), KindsOf(kColumn, kPlain, kRow),
+                            KindsOf(kRow, kPlain, kRow), KindsOf(kRow, kColumn, kPlain),
+                            KindsOf(kColumn, kColumn, kRow)>;
+  using RowsKinds =
+      std::integer_sequence<int, KindsOf(kPlain, kPlain, kColumn), KindsOf(kPlain, kPlain, kRow),
+                            KindsOf(kColumn, kPlain, kRow)>;
 
   // Computed from the nearer end, so that a weight of 0 or 1 gives exactly that end. The end is
   // selected, because adding 0 may turn -0 into +0. If the distance is not finite, the formula is

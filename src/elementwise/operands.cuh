@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "core/cuda/unit.cuh"
 #include "elementwise/elementwise.h"
@@ -22,6 +23,37 @@ enum class Reach : uint8_t {
   kNeighbours,  // its elements are adjacent, too, and aligned like the unit
   kOne,         // one element for the whole unit
 };
+
+// The kind of an operand and its gradient, two bits each, in the backward. kAnyKinds means that all
+// kinds are looked up at run time.
+enum Kind : int {
+  kPlain = 0,   // the operand's elements are adjacent; its gradient is full or not requested
+  kColumn = 1,  // the operand's elements are adjacent; its gradient is a sum of columns
+  kRow = 2,     // the operand has one element per row
+};
+inline constexpr int kAnyKinds = -1;
+
+// The kinds of the operands, in their order.
+template <typename... Kinds>
+constexpr int KindsOf(Kinds... kinds) {
+  int all = 0, shift = 0;
+  ((all |= kinds << shift, shift += 2), ...);
+  return all;
+}
+
+constexpr int KindOf(int kinds, int gradient) { return kinds >> (2 * gradient) & 3; }
+
+constexpr int CountKind(int kinds, int gradients, int kind) {
+  int count = 0;
+  for (int g = 0; g < gradients; ++g) count += KindOf(kinds, g) == kind;
+  return count;
+}
+
+// Calls visit.operator()<kinds>() for each member of a list.
+template <int... kKinds, typename Visit>
+void ForKinds(std::integer_sequence<int, kKinds...>, const Visit& visit) {
+  (visit.template operator()<kKinds>(), ...);
+}
 
 // Converts several elements, from bits or from an array, to the type in which T is computed. Two
 // bfloat16 elements take a shift and a mask. The library's conversion (`asm volatile`) would first
