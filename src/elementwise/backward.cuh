@@ -17,6 +17,10 @@
 //     // Whether there is also a kernel for units of one element, if one gradient is a sum of
 //     // columns.
 //     static constexpr bool kShortUnits = ...;
+//     // Calls visit(choice) with a value of the class that has Gradients: of this one, or of one
+//     // that is chosen at run time.
+//     template <typename Visit>
+//     __device__ void Choose(const Visit& visit) const;
 //     template <typename T>
 //     static __device__ void Gradients(ComputeType<T> dy,
 //                                      const ComputeType<T> (&x)[kOperands],
@@ -109,6 +113,7 @@ struct BackwardParams {
   int64_t size_a[kMaxBroadcastRank], size_b[kMaxBroadcastRank];
   int64_t stride_a[kMaxTableColumns][kMaxBroadcastRank];
   int64_t stride_b[kMaxTableColumns][kMaxBroadcastRank];
+  F f;
 };
 
 // The offsets of indices first, first + stride, ... of a set of dimensions.
@@ -381,16 +386,10 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
                 x[s][u][k].Expand(operands[k], reach(k), p.operand[k].wide);
               }
             }
-            C values[kGradients][kSize];
+            C of_dy[kSize], values[kGradients][kSize];
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) {
-              C of_element[kOperands], g[kGradients];
-#pragma unroll
-              for (int k = 0; k < kOperands; ++k) of_element[k] = operands[k][i];
-              F::template Gradients<T>(ToCompute(ElementOf<T>(dy[s][u], i)), of_element, g);
-#pragma unroll
-              for (int q = 0; q < kGradients; ++q) values[q][i] = g[q];
-            }
+            for (int i = 0; i < kSize; ++i) of_dy[i] = ToCompute(ElementOf<T>(dy[s][u], i));
+            GradientsOf<F, T>(p.f, of_dy, operands, values);
             int next_column = 0;
 #pragma unroll
             for (int g = 0; g < kGradients; ++g) {
@@ -559,9 +558,9 @@ class BackwardLauncher {
 
  public:
   // Arrays of `shape`: the operands, then the gradients.
-  static cudaError_t Launch(const BroadcastShape& shape, const void* dy, const Operand* operands,
-                            const Gradient* gradients, SumWorkspace workspace,
-                            cudaStream_t stream) {
+  static cudaError_t Launch(const F& f, const BroadcastShape& shape, const void* dy,
+                            const Operand* operands, const Gradient* gradients,
+                            SumWorkspace workspace, cudaStream_t stream) {
     if (shape.elements() == 0) return cudaSuccess;
     int summed[F::kGradients], sums = 0;
     bool any = false;
@@ -576,15 +575,16 @@ class BackwardLauncher {
       return error;
     }
     if constexpr (sizeof(T) < 8) {
-      if (RowsLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream, &error)) {
+      if (RowsLauncher<F, T>::Launch(f, shape, dy, operands, gradients, workspace, stream,
+                                     &error)) {
         return error;
       }
     }
-    error = Pass(shape, dy, operands, gradients, summed, sums, true, workspace, stream);
+    error = Pass(f, shape, dy, operands, gradients, summed, sums, true, workspace, stream);
     if (error != cudaErrorInvalidValue || sums < 2) return error;
     // The sums cannot share a pass. Each gets one, and the first also writes the full gradients.
     for (int s = 0; s < sums; ++s) {
-      error = Pass(shape, dy, operands, gradients, summed + s, 1, s == 0, workspace, stream);
+      error = Pass(f, shape, dy, operands, gradients, summed + s, 1, s == 0, workspace, stream);
       if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
@@ -612,9 +612,9 @@ class BackwardLauncher {
         kKinds, kManyRows);
   }
 
-  static cudaError_t Pass(const BroadcastShape& given, const void* dy, const Operand* operands,
-                          const Gradient* gradients, const int* summed, int sums, bool write_full,
-                          SumWorkspace workspace, cudaStream_t stream) {
+  static cudaError_t Pass(const F& f, const BroadcastShape& given, const void* dy,
+                          const Operand* operands, const Gradient* gradients, const int* summed,
+                          int sums, bool write_full, SumWorkspace workspace, cudaStream_t stream) {
     uintptr_t bits = reinterpret_cast<uintptr_t>(dy);
     for (int k = F::kBits ? 1 : 0; k < F::kOperands; ++k) {
       if (given.InnerStride(k) != 0) bits |= reinterpret_cast<uintptr_t>(operands[k].data);
@@ -624,20 +624,22 @@ class BackwardLauncher {
     }
     if constexpr (sizeof(T) < 8) {
       if (given.inner() % (16 / static_cast<int64_t>(sizeof(T))) == 0 && bits % 16 == 0) {
-        return PassOf<16>(given, dy, operands, gradients, summed, sums, write_full, workspace,
+        return PassOf<16>(f, given, dy, operands, gradients, summed, sums, write_full, workspace,
                           stream);
       }
     }
-    return PassOf<sizeof(T)>(given, dy, operands, gradients, summed, sums, write_full, workspace,
+    return PassOf<sizeof(T)>(f, given, dy, operands, gradients, summed, sums, write_full, workspace,
                              stream);
   }
 
   template <int kBytes>
-  static cudaError_t PassOf(const BroadcastShape& shape, const void* dy, const Operand* operands,
-                            const Gradient* gradients, const int* summed, int sums, bool write_full,
-                            SumWorkspace workspace, cudaStream_t stream) {
+  static cudaError_t PassOf(const F& f, const BroadcastShape& shape, const void* dy,
+                            const Operand* operands, const Gradient* gradients, const int* summed,
+                            int sums, bool write_full, SumWorkspace workspace,
+                            cudaStream_t stream) {
     using Shape = BackwardShape<F, T, kBytes, kAnyKinds>;
     BackwardParams<F> p{};
+    p.f = f;
     // The table's columns: 0 is the result's shape; the others are arrays with other offsets.
     int arrays_of_columns[kMaxTableColumns];
     int columns = 1;
@@ -814,13 +816,13 @@ class BackwardLauncher {
 };
 
 template <typename F>
-cudaError_t ElementwiseBackward(const BroadcastShape& given, DType dtype, const void* dy,
-                                const Operand* operands, const Gradient* gradients,
+cudaError_t ElementwiseBackward(const F& f, const BroadcastShape& given, DType dtype,
+                                const void* dy, const Operand* operands, const Gradient* gradients,
                                 SumWorkspace workspace, cudaStream_t stream) {
   BroadcastShape shape;
   if (!WithRows(given, &shape)) return cudaErrorInvalidValue;
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
-    return BackwardLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream);
+    return BackwardLauncher<F, T>::Launch(f, shape, dy, operands, gradients, workspace, stream);
   });
 }
 

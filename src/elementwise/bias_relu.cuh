@@ -34,11 +34,13 @@
 #include "core/dtype.h"
 #include "core/fast_divide.h"
 #include "core/integer.h"
-#include "elementwise/bias_act_of.h"
 #include "elementwise/broadcast.h"
 #include "elementwise/elementwise.h"
 
 namespace jax_fastops::cuda {
+
+struct BiasActKernels;  // the family of KernelOf
+
 namespace bias_relu {
 
 // -------------------------------------------------------------------------------------------------

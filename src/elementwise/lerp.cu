@@ -42,6 +42,11 @@ struct Lerp {
       std::integer_sequence<int, KindsOf(kPlain, kPlain, kColumn), KindsOf(kPlain, kPlain, kRow),
                             KindsOf(kColumn, kPlain, kRow)>;
 
+  template <typename Visit>
+  __device__ __forceinline__ void Choose(const Visit& visit) const {
+    visit(*this);
+  }
+
   // Computed from the nearer end, so that a weight of 0 or 1 gives exactly that end. The end is
   // selected, because adding 0 may turn -0 into +0. If the distance is not finite, the formula is
   // used as written above, and gives the same NaN.
@@ -80,13 +85,13 @@ cudaError_t LoadLerpKernels() {
 
 cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3],
                         void* out, cudaStream_t stream) {
-  return ElementwiseForward<Lerp>(shape, dtype, operands, out, stream);
+  return ElementwiseForward(Lerp(), shape, dtype, operands, out, stream);
 }
 
 cudaError_t LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                          const Operand operands[3], const Gradient gradients[3],
                          SumWorkspace workspace, cudaStream_t stream) {
-  return ElementwiseBackward<Lerp>(shape, dtype, dy, operands, gradients, workspace, stream);
+  return ElementwiseBackward(Lerp(), shape, dtype, dy, operands, gradients, workspace, stream);
 }
 
 }  // namespace jax_fastops::cuda

@@ -136,6 +136,24 @@ struct Loaded {
   }
 };
 
+// The gradients of the elements of a unit.
+template <typename F, typename T, int kSize>
+__device__ __forceinline__ void GradientsOf(const F& f, const ComputeType<T> (&dy)[kSize],
+                                            const ComputeType<T> (&x)[F::kOperands][kSize],
+                                            ComputeType<T> (&values)[F::kGradients][kSize]) {
+  f.Choose([&](auto choice) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      ComputeType<T> of_element[F::kOperands], g[F::kGradients];
+#pragma unroll
+      for (int k = 0; k < F::kOperands; ++k) of_element[k] = x[k][i];
+      decltype(choice)::template Gradients<T>(dy[i], of_element, g);
+#pragma unroll
+      for (int q = 0; q < F::kGradients; ++q) values[q][i] = g[q];
+    }
+  });
+}
+
 }  // namespace jax_fastops::cuda
 
 #endif  // JAX_FASTOPS_ELEMENTWISE_OPERANDS_CUH_

@@ -78,6 +78,7 @@ struct RowsParams {
   uint32_t classes, strips, boxes;
   uint32_t tail, tail_word;  // elements of the word that sticks out of the arrays; its index
   int lanes;                 // per row, or per strip of a row: a power of two, or whole warps
+  F f;
 };
 
 // Loads the elements of a word that sticks out of the array.
@@ -278,15 +279,7 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
         }
       }
       C values[kGradients][kSize];
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        C of_element[kOperands], g[kGradients];
-#pragma unroll
-        for (int k = 0; k < kOperands; ++k) of_element[k] = x[k][i];
-        F::template Gradients<T>(of_dy[i], of_element, g);
-#pragma unroll
-        for (int q = 0; q < kGradients; ++q) values[q][i] = g[q];
-      }
+      GradientsOf<F, T>(p.f, of_dy, x, values);
       const bool whole = elements[r] == kWhole;
       int next_vector = 0;
 #pragma unroll
@@ -425,9 +418,9 @@ class RowsLauncher {
  public:
   // Launches these kernels if they take the shape, and after them the second kernel if there are
   // partial sums. Returns whether they take it.
-  static bool Launch(const BroadcastShape& shape, const void* dy, const Operand* operands,
-                     const Gradient* gradients, SumWorkspace workspace, cudaStream_t stream,
-                     cudaError_t* error) {
+  static bool Launch(const F& f, const BroadcastShape& shape, const void* dy,
+                     const Operand* operands, const Gradient* gradients, SumWorkspace workspace,
+                     cudaStream_t stream, cudaError_t* error) {
     const int64_t total = shape.elements();
     if (total >= int64_t{1} << 31) return false;
     const bool flat = shape.rank == 1;
@@ -441,6 +434,7 @@ class RowsLauncher {
     // A row of a mask is aligned only to bytes.
     uintptr_t address = reinterpret_cast<uintptr_t>(dy);
     RowsParams<F> p{};
+    p.f = f;
     bool wanted[F::kGradients];
     int kinds = 0;
     for (int g = 0; g < F::kGradients; ++g) {
