@@ -47,9 +47,7 @@
 // sums, which a second kernel adds up (elementwise/finish.cu). Without atomics, two runs are
 // bitwise equal.
 //
-// Two patterns have separate kernels, used where they are faster: sums over each of two dimensions
-// (elementwise/tile.cuh), and rows that are short or not a multiple of 16 bytes
-// (elementwise/rows.cuh).
+// Rows that are short or not a multiple of 16 bytes have separate kernels (elementwise/rows.cuh).
 //
 // Long because its parts share the registers of one loop. A version in functions, with fewer
 // variants, was 1.3 to 2.8 times slower (docs/dev/log/elementwise.md).
@@ -71,7 +69,6 @@
 #include "elementwise/operands.cuh"
 #include "elementwise/plan.h"
 #include "elementwise/rows.cuh"
-#include "elementwise/tile.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -571,9 +568,6 @@ class BackwardLauncher {
     }
     if (!any) return cudaSuccess;
     cudaError_t error;
-    if (TileLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream, &error)) {
-      return error;
-    }
     if constexpr (sizeof(T) < 8) {
       if (RowsLauncher<F, T>::Launch(f, shape, dy, operands, gradients, workspace, stream,
                                      &error)) {
