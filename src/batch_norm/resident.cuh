@@ -185,23 +185,9 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
       return UnitBits<T>{};
     }
   };
-  // The unit of the result. Elements at `size` and after get no mask bit.
   const auto apply = [&](const UnitBits<T>& unit, const UnitBits<T>& other, int64_t element,
                          int size) {
-    A values[kUnit];
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      values[i] = fma(ToCompute(unit[i]) - mean[i], factor[i], bias[i]);
-      if constexpr (kResidual) values[i] += ToCompute(other[i]);
-      if (values[i] > 0) bits |= 1u << i;
-    }
-    if (mask != nullptr) mask[element >> 3] = static_cast<uint8_t>(bits & 0xffu >> (kUnit - size));
-    if (p.relu) {
-#pragma unroll
-      for (int i = 0; i < kUnit; ++i) values[i] = ReluOf(values[i]);
-    }
-    return RoundUnit<T>(values);
+    return ApplyUnit(unit, kResidual, other, mean, factor, bias, p.relu, mask, element, size);
   };
   const auto put = [&](const UnitBits<T>& unit, const UnitBits<T>& other, int64_t element) {
     const UnitBits<T> result = apply(unit, other, element, kUnit);

@@ -159,13 +159,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   if (share.count > 0 || share.cut > 0) channels.Load(static_cast<const A*>(p.arrays.mean), mean);
   Pair<A> sums[kUnit];
   const auto add = [&](const UnitBits<T>& unit, const UnitBits<T>& selected, int size) {
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      if (i >= size) continue;
-      const A value = ToCompute(selected[i]);
-      sums[i].value[0] += value;
-      sums[i].value[1] = fma(value, ToCompute(unit[i]) - mean[i], sums[i].value[1]);
-    }
+    AddProducts(selected, unit, mean, size, sums);
   };
 #pragma unroll
   for (int k = 0; k < kKept; ++k) {
@@ -201,8 +195,6 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   };
   if (share.cut > 0) {
     const Loaded last = load_cut();
-    // Skip the elements after a cut. Their dy is 0, but their x is padding and their mean may be
-    // infinite, so the product could be NaN.
     add(last.x, select(last), share.cut);
   }
 
@@ -253,13 +245,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     for (int i = 0; i < kUnit; ++i) c[i] = fma(-a[i], c[i], more[i]);
   };
   const auto gradient = [&](const UnitBits<T>& unit, const UnitBits<T>& selected) {
-    A values[kUnit];
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      const A sum = fma(ToCompute(unit[i]) - mean[i], b[i], c[i]);
-      values[i] = fma(a[i], ToCompute(selected[i]), sum);
-    }
-    return RoundUnit<T>(values);
+    return GradientUnit(unit, selected, mean, a, b, c);
   };
   const auto put = [&](const UnitBits<T>& unit, const UnitBits<T>& selected, int64_t at) {
     const UnitBits<T> result = gradient(unit, selected);
