@@ -26,13 +26,12 @@
 
 #include "core/alignment.h"
 #include "core/cuda/dispatch.cuh"
-#include "core/cuda/divide.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/offsets.cuh"
 #include "core/cuda/packed.cuh"
 #include "core/cuda/relu_tiles.cuh"
 #include "core/cuda/shifted.cuh"
 #include "core/dtype.h"
-#include "core/fast_divide.h"
 #include "core/integer.h"
 #include "elementwise/broadcast.h"
 #include "elementwise/elementwise.h"
@@ -46,19 +45,13 @@ namespace bias_relu {
 // -------------------------------------------------------------------------------------------------
 // The bias
 
-// Computes the offset of an element's bias. The dimensions are those of the bias, merged. The
-// innermost one is stored separately: it divides elements into rows and columns.
-struct BiasIndex {
-  bool narrow = true;  // fewer than 2^31 elements
-  int outer_rank = 0;
+// Where the bias of an element is. The dimensions are those of the bias, merged; the innermost one
+// divides elements into rows and columns.
+struct BiasIndex : Offsets<kMaxBroadcastRank> {
   int64_t columns = 1;
   int64_t column_stride = 0;
+  int64_t row_stride = 0;  // of at most two dimensions
   uint32_t words_end = 0;  // elements of the bias in whole words; 0: do not read by words
-  int64_t outer_stride[kMaxBroadcastRank];
-  FastDivisor column_divisor;
-  FastDivisor outer_divisor[kMaxBroadcastRank];
-  FastDivisor64 wide_column_divisor;
-  FastDivisor64 wide_outer_divisor[kMaxBroadcastRank];
 
   // Splits the indices of elements, given in `rows`, into rows and columns.
   template <int kCount>
@@ -67,55 +60,18 @@ struct BiasIndex {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         const uint32_t index = static_cast<uint32_t>(rows[k]);
-        const uint32_t row = Divide(index, column_divisor);
-        in_row[k] = index - row * column_divisor.divisor;
+        const uint32_t row = Divide(index, divisor[rank - 1]);
+        in_row[k] = index - row * divisor[rank - 1].divisor;
         rows[k] = row;
       }
     } else {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        const int64_t row = Divide(static_cast<uint64_t>(rows[k]), wide_column_divisor);
+        const int64_t row = Divide(static_cast<uint64_t>(rows[k]), wide_divisor[rank - 1]);
         in_row[k] = rows[k] - row * columns;
         rows[k] = row;
       }
     }
-  }
-
-  // Replaces the indices of elements by the offsets of their biases.
-  template <int kCount>
-  __device__ __forceinline__ void ToOffsets(int64_t (&indices)[kCount]) const {
-    int64_t offsets[kCount];
-    Split(indices, offsets);
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) offsets[k] *= column_stride;
-#pragma unroll 1
-    for (int i = outer_rank - 1; i > 0; --i) {
-      if (narrow) {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          const uint32_t index = static_cast<uint32_t>(indices[k]);
-          const uint32_t major = Divide(index, outer_divisor[i]);
-          offsets[k] += (index - major * outer_divisor[i].divisor) * outer_stride[i];
-          indices[k] = major;
-        }
-      } else {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          const uint64_t index = indices[k];
-          const uint64_t major = Divide(index, wide_outer_divisor[i]);
-          offsets[k] += (index - major * wide_outer_divisor[i].divisor) * outer_stride[i];
-          indices[k] = major;
-        }
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) indices[k] = offsets[k] + indices[k] * outer_stride[0];
-  }
-
-  __device__ __forceinline__ int64_t Offset(int64_t index) const {
-    int64_t offset[1] = {index};
-    ToOffsets(offset);
-    return offset[0];
   }
 };
 
@@ -167,7 +123,7 @@ __device__ __forceinline__ void LoadBiases(const BiasIndex& index, const void* b
   } else {
     int64_t column[kCount];
     index.Split(at, column);
-    const int64_t stride = index.column_stride, outer_stride = index.outer_stride[0];
+    const int64_t stride = index.column_stride, outer_stride = index.row_stride;
     if constexpr (sizeof(T) == 2) {
       if (index.words_end > 0) {
         Shifted<P, kSize> shifted[kCount];
@@ -325,49 +281,40 @@ Kernel KernelFor(bool tiles, bool units) {
 }
 
 // Returns false if there are too many dimensions, which cannot happen for those of `shape`.
-inline bool MakeBiasIndex(const BroadcastShape& shape, int64_t size, const void* bias,
-                          int64_t bias_itemsize, BiasIndex* index) {
+inline bool MakeBiasIndex(const BroadcastShape& shape, const void* bias, int64_t bias_itemsize,
+                          BiasIndex* index) {
   // Merges dimensions that are separate only because of the mask.
   BroadcastShape merged;
   if (!Collapse(std::vector<int64_t>(shape.size, shape.size + shape.rank),
                 {std::vector<int64_t>(shape.stride[1], shape.stride[1] + shape.rank)}, &merged)) {
     return false;
   }
-  const int64_t* stride = merged.stride[0];
-  index->narrow = size < int64_t{1} << 31;
+  if (merged.rank == 0) {
+    merged.rank = 1;
+    merged.size[0] = 1;
+    merged.stride[0][0] = 0;
+  }
+  static_cast<Offsets<kMaxBroadcastRank>&>(*index) = {merged.rank, merged.size, merged.stride[0]};
   index->columns = merged.inner();
   index->column_stride = merged.InnerStride(0);
-  index->outer_rank = std::max(merged.rank - 1, 0);
-  index->outer_stride[0] = 0;
-  int64_t last = (index->columns - 1) * index->column_stride;
-  for (int i = 0; i < index->outer_rank; ++i) last += (merged.size[i] - 1) * stride[i];
+  index->row_stride = merged.rank > 1 ? merged.stride[0][0] : 0;
+  int64_t last = 0;
+  for (int i = 0; i < merged.rank; ++i) last += (merged.size[i] - 1) * merged.stride[0][i];
   if (index->narrow && index->column_stride == 1 && CommonAlignment({bias}) == 16) {
     const int64_t per_word = 16 / bias_itemsize;
     index->words_end = static_cast<uint32_t>((last + 1) / per_word * per_word);
-  }
-  const auto set = [index](int64_t length, FastDivisor* narrow, FastDivisor64* wide) {
-    if (index->narrow) {
-      *narrow = FastDivisor(static_cast<uint32_t>(length));
-    } else {
-      *wide = FastDivisor64(static_cast<uint64_t>(length));
-    }
-  };
-  set(index->columns, &index->column_divisor, &index->wide_column_divisor);
-  for (int i = 0; i < index->outer_rank; ++i) {
-    index->outer_stride[i] = stride[i];
-    set(merged.size[i], &index->outer_divisor[i], &index->wide_outer_divisor[i]);
   }
   return true;
 }
 
 // Whether the bias of every unit of x is an aligned unit or a single element.
 inline bool BiasInUnits(const BiasIndex& index, const void* bias, int64_t unit, int64_t itemsize) {
-  if (index.outer_rank > 0 && index.columns % unit != 0) return false;
+  if (index.rank > 1 && index.columns % unit != 0) return false;
   if (index.column_stride == 0) return true;
   if (index.column_stride != 1) return false;
   if (CommonAlignment({bias}) < std::min<int64_t>(unit * itemsize, 16)) return false;
-  for (int i = 0; i < index.outer_rank; ++i) {
-    if (index.outer_stride[i] % unit != 0) return false;
+  for (int i = 0; i < index.rank - 1; ++i) {
+    if (index.stride[i] % unit != 0) return false;
   }
   return true;
 }
@@ -397,13 +344,13 @@ inline cudaError_t BiasReluForward(const BroadcastShape& shape, DType dtype,
                    ReluMask(mask, columns, one_row && CommonAlignment({mask}) >= 4),
                    {}};
   const int64_t bias_itemsize = wide ? 4 : itemsize;
-  if (!MakeBiasIndex(shape, size, params.bias, bias_itemsize, &params.index)) {
+  if (!MakeBiasIndex(shape, params.bias, bias_itemsize, &params.index)) {
     return cudaErrorInvalidValue;
   }
 
   const int64_t unit = 16 / itemsize;
   const bool units = BiasInUnits(params.index, params.bias, unit, bias_itemsize);
-  const bool gather = params.index.outer_rank <= 1 && params.index.columns >= unit;
+  const bool gather = params.index.rank <= 2 && params.index.columns >= unit;
   const bool tiles = itemsize < 8 && CommonAlignment({params.x, out}) == 16 && (units || gather);
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
     const Kernel kernel =

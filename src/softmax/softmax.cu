@@ -3,11 +3,9 @@
 // those along any other axis.
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
-#include "core/fast_divide.h"
 #include "softmax/run.h"
 #include "softmax/softmax.h"
 
@@ -48,21 +46,8 @@ cudaError_t GetLimits(Limits* limits) {
   });
 }
 
-// Sizes may be 0 if the array is empty.
-MaskDivisors Divisors(const MaskIndex& index) {
-  MaskDivisors divisors;
-  divisors.rank = index.rank;
-  int64_t count = 1;
-  for (int i = 0; i < index.rank; ++i) {
-    count *= index.size[i];
-    divisors.size[i] = std::max<int64_t>(1, index.size[i]);
-    divisors.stride[i] = index.stride[i];
-  }
-  divisors.narrow = count <= std::numeric_limits<int32_t>::max();
-  for (int i = 0; i < index.rank && divisors.narrow; ++i) {
-    divisors.divisor[i] = FastDivisor(static_cast<uint32_t>(divisors.size[i]));
-  }
-  return divisors;
+Offsets<kMaxMaskRank> OffsetsOf(const MaskIndex& index) {
+  return {index.rank, index.size, index.stride};
 }
 
 // Tests the scale in the type of the computation: a float64 scale may round to 0 in float32.
@@ -99,8 +84,8 @@ cudaError_t PlanAndRun(Params p, const SoftmaxShape& shape, const SoftmaxMask& m
   p.mask_units = plan.mask_units;
   if (p.mask != nullptr) {
     p.mask_stride = plan.mask.stride;
-    p.mask_outer = Divisors(plan.mask.outer);
-    p.mask_inner = Divisors(plan.mask.inner);
+    p.mask_outer = OffsetsOf(plan.mask.outer);
+    p.mask_inner = OffsetsOf(plan.mask.inner);
   }
   return ForDType(
       dtype, [&]<typename T>(TypeTag<T>) { return Run<T, kGrad>(plan, p, workspace, stream); });
