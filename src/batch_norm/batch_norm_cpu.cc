@@ -281,6 +281,17 @@ void Factors(const BatchNormShape& shape, const void* var, const void* scale, do
   });
 }
 
+// The elements of a group, and its mask.
+BatchNormArrays OfGroup(const BatchNormShape& shape, const BatchNormArrays& arrays,
+                        int64_t itemsize, int64_t group) {
+  BatchNormArrays from = arrays;
+  const int64_t at = group * shape.group_size() * itemsize;
+  for (const void** p : {&from.x, &from.residual, &from.dy, &from.dy2}) *p = Offset(*p, at);
+  for (void** p : {&from.y, &from.dx, &from.dresidual}) *p = Offset(*p, at);
+  from.mask = Offset(arrays.mask, group * shape.mask_bytes());
+  return from;
+}
+
 template <typename Scalar>
 void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
           const BatchNormArrays& arrays, Executor& executor) {
@@ -304,14 +315,7 @@ void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
     Buffer<Scalar> buffer(parts.buffer());
     double* const first =
         all.begin() + (task.group * parts.parts + task.part) * 2 * channels + task.channel;
-    BatchNormArrays from = arrays;
-    const int64_t at = task.group * shape.group_size() * itemsize;
-    from.x = Offset(arrays.x, at);
-    from.dy = Offset(arrays.dy, at);
-    from.dy2 = Offset(arrays.dy2, at);
-    from.mask = Offset(arrays.mask, task.group * shape.mask_bytes());
-    from.dx = Offset(arrays.dx, at);
-    from.dresidual = Offset(arrays.dresidual, at);
+    const BatchNormArrays from = OfGroup(shape, arrays, itemsize, task.group);
     const Scalar* const group_mean = mean + task.group * channels;
     const Scalar* const group_factor = factor.begin() + task.group * channels;
     if (cut.runs) {
@@ -447,12 +451,7 @@ void Apply(const BatchNormShape& shape, int type, int64_t itemsize, double eps, 
   const int moved = 2 + Count(arrays.residual);
   OverElements(shape, static_cast<double>(moved * itemsize), values, stream, executor,
                [&](int64_t group, const BatchNormKernels::Elements& elements) {
-                 const int64_t at = group * shape.group_size() * itemsize;
-                 BatchNormArrays from = arrays;
-                 from.x = Offset(arrays.x, at);
-                 from.residual = Offset(arrays.residual, at);
-                 from.y = Offset(arrays.y, at);
-                 from.mask = Offset(arrays.mask, group * shape.mask_bytes());
+                 const BatchNormArrays from = OfGroup(shape, arrays, itemsize, group);
                  Kernels().apply[type](from, relu, elements);
                });
 }
@@ -479,12 +478,7 @@ void Backward(const BatchNormShape& shape, int type, int64_t itemsize, double ep
   const bool stream = CanStream(shape, itemsize, arrays.dx);
   OverElements(shape, static_cast<double>(3 * itemsize), values, stream, executor,
                [&](int64_t group, const BatchNormKernels::Elements& elements) {
-                 const int64_t at = group * shape.group_size() * itemsize;
-                 BatchNormArrays from = arrays;
-                 from.x = Offset(arrays.x, at);
-                 from.dy = Offset(arrays.dy, at);
-                 from.mask = Offset(arrays.mask, group * shape.mask_bytes());
-                 from.dx = Offset(arrays.dx, at);
+                 const BatchNormArrays from = OfGroup(shape, arrays, itemsize, group);
                  Kernels().backward[type](from, elements);
                });
 }
