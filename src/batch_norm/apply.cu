@@ -13,30 +13,18 @@
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/packed.cuh"
-#include "core/cuda/relu_of.cuh"
 
 namespace jax_fastops::cuda {
-
-struct BatchNormApplyKernels;  // the list of kernels
 
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
 
-struct Params {
-  Geometry geometry;
-  BatchNormApplyArrays arrays;
-  double eps;
-  bool relu;
-  bool aligned_parameters;
-  int64_t mask_bytes;  // of a group
-};
-
 // Without kResidual there is no residual. With it there is one, or, in the kernel for any address,
 // there may be one.
 template <typename T, bool kAligned, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
-    ApplyKernel(const __grid_constant__ Params p) {
+    ApplyKernel(const __grid_constant__ ElementParams p) {
   using A = ComputeType<T>;
   constexpr int kArrays = kResidual ? 2 : 1, kRows = kInFlight<T, kArrays>;
 
@@ -57,22 +45,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     UnitBits<T> x;
     UnitBits<T> residual;
   };
-  // The unit of the result. Elements at `size` and after get no mask bit.
   const auto apply = [&](const Loaded& loaded, int64_t element, int size) {
-    A values[kUnit];
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      values[i] = fma(ToCompute(loaded.x[i]) - mean[i], factor[i], bias[i]);
-      if (add) values[i] += ToCompute(loaded.residual[i]);
-      if (values[i] > 0) bits |= 1u << i;
-    }
-    if (mask != nullptr) mask[element >> 3] = static_cast<uint8_t>(bits & 0xffu >> (kUnit - size));
-    if (p.relu) {
-#pragma unroll
-      for (int i = 0; i < kUnit; ++i) values[i] = ReluOf(values[i]);
-    }
-    return RoundUnit<T>(values);
+    return ApplyUnit(loaded.x, add, loaded.residual, mean, factor, bias, p.relu, mask, element,
+                     size);
   };
 
   SweepBack<kRows, Loaded>(
@@ -109,30 +84,24 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
 }  // namespace
 
 cudaError_t BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool relu,
-                           const BatchNormApplyArrays& arrays, cudaStream_t stream) {
+                           const BatchNormArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
-  Params params;
-  params.arrays = arrays;
-  params.eps = eps;
-  params.relu = relu;
+  ElementParams params = {{}, arrays, eps, relu, false, shape.mask_bytes()};
   params.aligned_parameters = AreAligned(arrays.mean, arrays.var, arrays.scale, arrays.bias);
-  params.mask_bytes = shape.mask_bytes();
   const bool aligned =
       AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.residual, arrays.y);
   return ForDType(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
-    using Kernels = BatchNormApplyKernels;
-    auto kernel = KernelOf<Kernels, ApplyKernel<T, false, true>>();
+    auto kernel = KernelOf<BatchNormKernels, ApplyKernel<T, false, true>>();
     if constexpr (sizeof(T) < 8) {  // double has only the general kernel
       if (aligned) {
-        kernel = arrays.residual != nullptr ? KernelOf<Kernels, ApplyKernel<T, true, true>>()
-                                            : KernelOf<Kernels, ApplyKernel<T, true, false>>();
+        kernel = arrays.residual != nullptr
+                     ? KernelOf<BatchNormKernels, ApplyKernel<T, true, true>>()
+                     : KernelOf<BatchNormKernels, ApplyKernel<T, true, false>>();
       }
     }
     return LaunchMap(shape, kernel, kBlocksPerProcessor<T>, &params, stream);
   });
 }
-
-cudaError_t LoadBatchNormApplyKernels() { return LoadKernels<BatchNormApplyKernels>(); }
 
 }  // namespace jax_fastops::cuda

@@ -18,19 +18,9 @@
 
 namespace jax_fastops::cuda {
 
-struct BatchNormBackwardKernels;  // the list of kernels
-
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
-
-struct Params {
-  Geometry geometry;
-  BatchNormBackwardArrays arrays;
-  double eps;
-  bool aligned_parameters;
-  int64_t mask_bytes;  // of a group
-};
 
 // Two blocks per SM whose threads load twice as far ahead are 1 to 2% faster than three, because
 // the factors of the channels then stay in registers.
@@ -40,7 +30,7 @@ constexpr int kAhead = (sizeof(T) == 8 ? 1 : 2) * kInFlight<T, 2>;
 
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    BackwardKernel(const __grid_constant__ Params p) {
+    BackwardKernel(const __grid_constant__ ElementParams p) {
   using A = ComputeType<T>;
   constexpr int kRows = kAhead<T>;
 
@@ -62,14 +52,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     uint32_t bits;
   };
   const auto gradient = [&](const Loaded& loaded) {
-    const UnitBits<T> selected = SelectUnit(loaded.bits, loaded.g);
-    A values[kUnit];
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      const A sum = fma(ToCompute(loaded.x[i]) - mean[i], b[i], c[i]);
-      values[i] = fma(a[i], ToCompute(selected[i]), sum);
-    }
-    return RoundUnit<T>(values);
+    return GradientUnit(loaded.x, SelectUnit(loaded.bits, loaded.g), mean, a, b, c);
   };
 
   SweepBack<kRows, Loaded>(
@@ -121,25 +104,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }  // namespace
 
 cudaError_t BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
-                              const BatchNormBackwardArrays& arrays, cudaStream_t stream) {
+                              const BatchNormArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
-  Params params;
-  params.arrays = arrays;
-  params.eps = eps;
+  ElementParams params = {{}, arrays, eps, false, false, shape.mask_bytes()};
   params.aligned_parameters =
       AreAligned(arrays.mean, arrays.var, arrays.scale, arrays.sums, arrays.dmean, arrays.dvar);
-  params.mask_bytes = shape.mask_bytes();
   const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dx);
   return ForDType(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
-    using Kernels = BatchNormBackwardKernels;
     constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
-    const auto kernel = aligned ? KernelOf<Kernels, BackwardKernel<T, kAligned>>()
-                                : KernelOf<Kernels, BackwardKernel<T, false>>();
+    const auto kernel = aligned ? KernelOf<BatchNormKernels, BackwardKernel<T, kAligned>>()
+                                : KernelOf<BatchNormKernels, BackwardKernel<T, false>>();
     return LaunchMap(shape, kernel, kBlocks, &params, stream);
   });
 }
-
-cudaError_t LoadBatchNormBackwardKernels() { return LoadKernels<BatchNormBackwardKernels>(); }
 
 }  // namespace jax_fastops::cuda

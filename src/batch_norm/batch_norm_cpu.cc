@@ -207,7 +207,7 @@ struct Parts {
 
 template <typename Scalar>
 void Statistics(const BatchNormShape& shape, int type, int64_t itemsize,
-                const BatchNormStatisticsArrays& arrays, Executor& executor) {
+                const BatchNormArrays& arrays, Executor& executor) {
   Scalar* const mean = static_cast<Scalar*>(arrays.mean);
   Scalar* const var = static_cast<Scalar*>(arrays.var);
   const int64_t channels = shape.channels;
@@ -281,9 +281,20 @@ void Factors(const BatchNormShape& shape, const void* var, const void* scale, do
   });
 }
 
+// The elements of a group, and its mask.
+BatchNormArrays OfGroup(const BatchNormShape& shape, const BatchNormArrays& arrays,
+                        int64_t itemsize, int64_t group) {
+  BatchNormArrays from = arrays;
+  const int64_t at = group * shape.group_size() * itemsize;
+  for (const void** p : {&from.x, &from.residual, &from.dy, &from.dy2}) *p = Offset(*p, at);
+  for (void** p : {&from.y, &from.dx, &from.dresidual}) *p = Offset(*p, at);
+  from.mask = Offset(arrays.mask, group * shape.mask_bytes());
+  return from;
+}
+
 template <typename Scalar>
 void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
-          const BatchNormSumsArrays& arrays, Executor& executor) {
+          const BatchNormArrays& arrays, Executor& executor) {
   Scalar* const sums = static_cast<Scalar*>(arrays.sums);
   const int64_t channels = shape.channels;
   if (shape.outer * shape.inner == 0) {
@@ -304,14 +315,7 @@ void Sums(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
     Buffer<Scalar> buffer(parts.buffer());
     double* const first =
         all.begin() + (task.group * parts.parts + task.part) * 2 * channels + task.channel;
-    BatchNormSumsArrays from = arrays;
-    const int64_t at = task.group * shape.group_size() * itemsize;
-    from.x = Offset(arrays.x, at);
-    from.dy = Offset(arrays.dy, at);
-    from.dy2 = Offset(arrays.dy2, at);
-    from.mask = Offset(arrays.mask, task.group * shape.mask_bytes());
-    from.dx = Offset(arrays.dx, at);
-    from.dresidual = Offset(arrays.dresidual, at);
+    const BatchNormArrays from = OfGroup(shape, arrays, itemsize, task.group);
     const Scalar* const group_mean = mean + task.group * channels;
     const Scalar* const group_factor = factor.begin() + task.group * channels;
     if (cut.runs) {
@@ -438,7 +442,7 @@ bool CanStream(const BatchNormShape& shape, int64_t itemsize, const void* output
 
 template <typename Scalar>
 void Apply(const BatchNormShape& shape, int type, int64_t itemsize, double eps, bool relu,
-           const BatchNormApplyArrays& arrays, Executor& executor) {
+           const BatchNormArrays& arrays, Executor& executor) {
   Buffer<Scalar> factor(shape.groups * shape.channels);
   Factors<Scalar>(shape, arrays.var, arrays.scale, eps, factor.begin(), executor);
   const Scalar* const values[] = {static_cast<const Scalar*>(arrays.mean), factor.begin(),
@@ -447,19 +451,14 @@ void Apply(const BatchNormShape& shape, int type, int64_t itemsize, double eps, 
   const int moved = 2 + Count(arrays.residual);
   OverElements(shape, static_cast<double>(moved * itemsize), values, stream, executor,
                [&](int64_t group, const BatchNormKernels::Elements& elements) {
-                 const int64_t at = group * shape.group_size() * itemsize;
-                 BatchNormApplyArrays from = arrays;
-                 from.x = Offset(arrays.x, at);
-                 from.residual = Offset(arrays.residual, at);
-                 from.y = Offset(arrays.y, at);
-                 from.mask = Offset(arrays.mask, group * shape.mask_bytes());
+                 const BatchNormArrays from = OfGroup(shape, arrays, itemsize, group);
                  Kernels().apply[type](from, relu, elements);
                });
 }
 
 template <typename Scalar>
 void Backward(const BatchNormShape& shape, int type, int64_t itemsize, double eps,
-              const BatchNormBackwardArrays& arrays, Executor& executor) {
+              const BatchNormArrays& arrays, Executor& executor) {
   const int64_t channels = shape.channels, all = shape.groups * channels;
   Buffer<Scalar> coefficients(3 * all);
   Scalar* const factor = coefficients.begin();
@@ -479,20 +478,15 @@ void Backward(const BatchNormShape& shape, int type, int64_t itemsize, double ep
   const bool stream = CanStream(shape, itemsize, arrays.dx);
   OverElements(shape, static_cast<double>(3 * itemsize), values, stream, executor,
                [&](int64_t group, const BatchNormKernels::Elements& elements) {
-                 const int64_t at = group * shape.group_size() * itemsize;
-                 BatchNormBackwardArrays from = arrays;
-                 from.x = Offset(arrays.x, at);
-                 from.dy = Offset(arrays.dy, at);
-                 from.mask = Offset(arrays.mask, group * shape.mask_bytes());
-                 from.dx = Offset(arrays.dx, at);
+                 const BatchNormArrays from = OfGroup(shape, arrays, itemsize, group);
                  Kernels().backward[type](from, elements);
                });
 }
 
 }  // namespace
 
-void BatchNormStatistics(const BatchNormShape& shape, DType dtype,
-                         const BatchNormStatisticsArrays& arrays, Executor& executor) {
+void BatchNormStatistics(const BatchNormShape& shape, DType dtype, const BatchNormArrays& arrays,
+                         Executor& executor) {
   if (shape.groups * shape.channels == 0) return;
   WithAccumulator(dtype, [&]<typename Scalar>() {
     Statistics<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), arrays, executor);
@@ -500,7 +494,7 @@ void BatchNormStatistics(const BatchNormShape& shape, DType dtype,
 }
 
 void BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool relu,
-                    const BatchNormApplyArrays& arrays, Executor& executor) {
+                    const BatchNormArrays& arrays, Executor& executor) {
   if (shape.groups * shape.group_size() == 0) return;
   WithAccumulator(dtype, [&]<typename Scalar>() {
     Apply<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), eps, relu, arrays, executor);
@@ -508,7 +502,7 @@ void BatchNormApply(const BatchNormShape& shape, DType dtype, double eps, bool r
 }
 
 void BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
-                   const BatchNormSumsArrays& arrays, Executor& executor) {
+                   const BatchNormArrays& arrays, Executor& executor) {
   if (shape.groups * shape.channels == 0) return;
   WithAccumulator(dtype, [&]<typename Scalar>() {
     Sums<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), eps, arrays, executor);
@@ -516,7 +510,7 @@ void BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
 }
 
 void BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
-                       const BatchNormBackwardArrays& arrays, Executor& executor) {
+                       const BatchNormArrays& arrays, Executor& executor) {
   if (shape.groups * shape.group_size() == 0) return;
   WithAccumulator(dtype, [&]<typename Scalar>() {
     Backward<Scalar>(shape, static_cast<int>(dtype), ItemSize(dtype), eps, arrays, executor);
@@ -524,15 +518,17 @@ void BatchNormBackward(const BatchNormShape& shape, DType dtype, double eps,
 }
 
 void BatchNormForward(const BatchNormShape& shape, DType dtype, double eps, bool relu,
-                      const BatchNormForwardArrays& arrays, Executor& executor) {
-  BatchNormStatistics(shape, dtype, arrays.statistics(), executor);
-  BatchNormApply(shape, dtype, eps, relu, arrays.apply(), executor);
+                      const BatchNormArrays& arrays, Executor& executor) {
+  BatchNormStatistics(shape, dtype, arrays, executor);
+  BatchNormApply(shape, dtype, eps, relu, arrays, executor);
 }
 
 void BatchNormGradient(const BatchNormShape& shape, DType dtype, double eps,
-                       const BatchNormGradientArrays& arrays, Executor& executor) {
-  BatchNormSums(shape, dtype, eps, arrays.of_sums(), executor);
-  BatchNormBackward(shape, dtype, eps, arrays.of_dx(), executor);
+                       const BatchNormArrays& arrays, Executor& executor) {
+  BatchNormArrays of_sums = arrays;
+  of_sums.dx = nullptr;
+  BatchNormSums(shape, dtype, eps, of_sums, executor);
+  BatchNormBackward(shape, dtype, eps, arrays, executor);
 }
 
 }  // namespace jax_fastops::cpu

@@ -288,7 +288,7 @@ struct BatchNorm {
     char* dx;
     char* dresidual;
 
-    Gradient(const BatchNormSumsArrays& arrays, int64_t bytes)
+    Gradient(const BatchNormArrays& arrays, int64_t bytes)
         : x(static_cast<const char*>(arrays.x)),
           dy(static_cast<const char*>(arrays.dy)),
           dy2(static_cast<const char*>(arrays.dy2)),
@@ -350,7 +350,7 @@ struct BatchNorm {
     }
   }
 
-  static void SumsOfColumns(const BatchNormSumsArrays& arrays, const BatchNormStrip& strip,
+  static void SumsOfColumns(const BatchNormArrays& arrays, const BatchNormStrip& strip,
                             int64_t mask_bytes, const void* const* coefficients, void* buffer,
                             double* sums, double* products) {
     const Gradient gradient(arrays, mask_bytes);
@@ -371,7 +371,7 @@ struct BatchNorm {
         });
   }
 
-  static void SumsOfRuns(const BatchNormSumsArrays& arrays, const BatchNormRuns& runs,
+  static void SumsOfRuns(const BatchNormArrays& arrays, const BatchNormRuns& runs,
                          int64_t mask_bytes, const void* const* coefficients, void* buffer,
                          double* sums, double* products) {
     const Gradient gradient(arrays, mask_bytes);
@@ -460,7 +460,7 @@ struct BatchNorm {
   }
 
   template <bool kStream>
-  static FASTOPS_INLINE void ApplyTo(const BatchNormApplyArrays& arrays, bool relu,
+  static FASTOPS_INLINE void ApplyTo(const BatchNormArrays& arrays, bool relu,
                                      const Elements& elements) {
     const char* const x = static_cast<const char*>(arrays.x);
     const char* const residual = static_cast<const char*>(arrays.residual);
@@ -483,13 +483,12 @@ struct BatchNorm {
         });
   }
 
-  static void Apply(const BatchNormApplyArrays& arrays, bool relu, const Elements& elements) {
+  static void Apply(const BatchNormArrays& arrays, bool relu, const Elements& elements) {
     WithFlags([&]<bool kStream>() { ApplyTo<kStream>(arrays, relu, elements); }, elements.stream);
   }
 
   template <bool kStream>
-  static FASTOPS_INLINE void BackwardTo(const BatchNormBackwardArrays& arrays,
-                                        const Elements& elements) {
+  static FASTOPS_INLINE void BackwardTo(const BatchNormArrays& arrays, const Elements& elements) {
     const char* const x = static_cast<const char*>(arrays.x);
     const char* const dy = static_cast<const char*>(arrays.dy);
     char* const dx = static_cast<char*>(arrays.dx);
@@ -510,7 +509,7 @@ struct BatchNorm {
         });
   }
 
-  static void Backward(const BatchNormBackwardArrays& arrays, const Elements& elements) {
+  static void Backward(const BatchNormArrays& arrays, const Elements& elements) {
     WithFlags([&]<bool kStream>() { BackwardTo<kStream>(arrays, elements); }, elements.stream);
   }
 };

@@ -60,10 +60,10 @@ struct BatchNormKernels {
   // For each position or channel: sum(g) and sum(g * (x - mean)). Also writes dx and dresidual if
   // requested. Coefficients: the mean, and for dx its factor. Buffers: 2 * (width + slack)
   // accumulators, or 4 * slack * channels.
-  using SumsOfColumns = void(const BatchNormSumsArrays& arrays, const BatchNormStrip& strip,
+  using SumsOfColumns = void(const BatchNormArrays& arrays, const BatchNormStrip& strip,
                              int64_t mask_bytes, const void* const* coefficients, void* buffer,
                              double* sums, double* products);
-  using SumsOfRuns = void(const BatchNormSumsArrays& arrays, const BatchNormRuns& runs,
+  using SumsOfRuns = void(const BatchNormArrays& arrays, const BatchNormRuns& runs,
                           int64_t mask_bytes, const void* const* coefficients, void* buffer,
                           double* sums, double* products);
   SumsOfColumns* sums_of_columns[kNumDTypes];
@@ -82,8 +82,8 @@ struct BatchNormKernels {
     const void* coefficients[5];
     bool stream;
   };
-  using Apply = void(const BatchNormApplyArrays& arrays, bool relu, const Elements& elements);
-  using Backward = void(const BatchNormBackwardArrays& arrays, const Elements& elements);
+  using Apply = void(const BatchNormArrays& arrays, bool relu, const Elements& elements);
+  using Backward = void(const BatchNormArrays& arrays, const Elements& elements);
   Apply* apply[kNumDTypes];
   Backward* backward[kNumDTypes];
 

@@ -29,15 +29,16 @@ BatchNormShape ShapeOf(Call& call) {
   return shape;
 }
 
-template <typename Arrays>
-void ReadWorkspace(Call& call, const BatchNormShape& shape, Arrays* arrays) {
+// An operand that is a result of another call.
+void* Given(Call& call, const char* name) { return const_cast<void*>(call.In(name)); }
+
+void ReadWorkspace(Call& call, const BatchNormShape& shape, BatchNormArrays* arrays) {
   arrays->workspace = call.Out("workspace");
   arrays->workspace_size = call.Size("w");
   call.Require(arrays->workspace_size >= BatchNormWorkspace(shape), "workspace", "is too small");
 }
 
-template <typename Arrays>
-void ReadResult(Call& call, Arrays* arrays) {
+void ReadResult(Call& call, BatchNormArrays* arrays) {
   arrays->x = call.In("x");
   arrays->scale = call.In("scale?");
   arrays->bias = call.In("bias?");
@@ -46,18 +47,17 @@ void ReadResult(Call& call, Arrays* arrays) {
   arrays->mask = call.Out("mask?");
 }
 
-template <typename Arrays>
-void ReadGradient(Call& call, Arrays* arrays) {
+void ReadGradient(Call& call, BatchNormArrays* arrays) {
   arrays->x = call.In("x");
   arrays->dy = call.In("dy");
-  arrays->mask = call.In("mask?");
-  arrays->mean = call.In("mean");
+  arrays->mask = Given(call, "mask?");
+  arrays->mean = Given(call, "mean");
   arrays->scale = call.In("scale?");
 }
 
 ffi::Error Forward(Call& call, Queue queue) {
   const BatchNormShape shape = ShapeOf(call);
-  BatchNormForwardArrays arrays;
+  BatchNormArrays arrays;
   ReadResult(call, &arrays);
   arrays.mean = call.Out("mean");
   arrays.var = call.Out("var");
@@ -71,7 +71,7 @@ ffi::Error Forward(Call& call, Queue queue) {
 
 ffi::Error Statistics(Call& call, Queue queue) {
   const BatchNormShape shape = ShapeOf(call);
-  BatchNormStatisticsArrays arrays;
+  BatchNormArrays arrays;
   arrays.x = call.In("x");
   arrays.mean = call.Out("mean");
   arrays.var = call.Out("var");
@@ -82,10 +82,10 @@ ffi::Error Statistics(Call& call, Queue queue) {
 
 ffi::Error Apply(Call& call, Queue queue) {
   const BatchNormShape shape = ShapeOf(call);
-  BatchNormApplyArrays arrays;
+  BatchNormArrays arrays;
   ReadResult(call, &arrays);
-  arrays.mean = call.In("mean");
-  arrays.var = call.In("var");
+  arrays.mean = Given(call, "mean");
+  arrays.var = Given(call, "var");
   const DType dtype = call.Type();
   const double eps = call.Attribute<double>("eps");
   const bool relu = call.Attribute<bool>("relu");
@@ -94,10 +94,10 @@ ffi::Error Apply(Call& call, Queue queue) {
 
 ffi::Error Sums(Call& call, Queue queue) {
   const BatchNormShape shape = ShapeOf(call);
-  BatchNormSumsArrays arrays;
+  BatchNormArrays arrays;
   ReadGradient(call, &arrays);
   arrays.dy2 = call.In("dy2?");
-  arrays.var = call.In("var?");
+  arrays.var = Given(call, "var?");
   arrays.dx = call.Out("dx?");
   arrays.dresidual = call.Out("dresidual?");
   arrays.sums = call.Out("sums");
@@ -112,10 +112,10 @@ ffi::Error Sums(Call& call, Queue queue) {
 
 ffi::Error Backward(Call& call, Queue queue) {
   const BatchNormShape shape = ShapeOf(call);
-  BatchNormBackwardArrays arrays;
+  BatchNormArrays arrays;
   ReadGradient(call, &arrays);
-  arrays.var = call.In("var");
-  arrays.sums = call.In("sums");
+  arrays.var = Given(call, "var");
+  arrays.sums = Given(call, "sums");
   arrays.dmean = call.In("dmean");
   arrays.dvar = call.In("dvar");
   arrays.dx = call.Out("dx");
@@ -126,9 +126,9 @@ ffi::Error Backward(Call& call, Queue queue) {
 
 ffi::Error Gradient(Call& call, Queue queue) {
   const BatchNormShape shape = ShapeOf(call);
-  BatchNormGradientArrays arrays;
+  BatchNormArrays arrays;
   ReadGradient(call, &arrays);
-  arrays.var = call.In("var");
+  arrays.var = Given(call, "var");
   arrays.dmean = call.In("dmean");
   arrays.dvar = call.In("dvar");
   arrays.dx = call.Out("dx");
@@ -139,12 +139,12 @@ ffi::Error Gradient(Call& call, Queue queue) {
   return call.Run([&] { return backend::BatchNormGradient(shape, dtype, eps, arrays, queue); });
 }
 
-FASTOPS_HANDLER("batch_norm_fwd", Forward, LoadBatchNormForwardKernels);
-FASTOPS_HANDLER("batch_norm_statistics", Statistics, LoadBatchNormStatisticsKernels);
-FASTOPS_HANDLER("batch_norm_apply", Apply, LoadBatchNormApplyKernels);
-FASTOPS_HANDLER("batch_norm_sums", Sums, LoadBatchNormSumsKernels);
-FASTOPS_HANDLER("batch_norm_bwd", Backward, LoadBatchNormBackwardKernels);
-FASTOPS_HANDLER("batch_norm_grad", Gradient, LoadBatchNormGradientKernels);
+FASTOPS_HANDLER("batch_norm_fwd", Forward, LoadBatchNormKernels);
+FASTOPS_HANDLER("batch_norm_statistics", Statistics, LoadBatchNormKernels);
+FASTOPS_HANDLER("batch_norm_apply", Apply, LoadBatchNormKernels);
+FASTOPS_HANDLER("batch_norm_sums", Sums, LoadBatchNormKernels);
+FASTOPS_HANDLER("batch_norm_bwd", Backward, LoadBatchNormKernels);
+FASTOPS_HANDLER("batch_norm_grad", Gradient, LoadBatchNormKernels);
 
 }  // namespace
 }  // namespace jax_fastops

@@ -22,6 +22,22 @@ struct Pair {
   V value[2] = {};
 };
 
+// Adds the first `size` elements of g, and their products with x - mean, to the sums of a unit. The
+// elements after a cut are skipped: their g is 0, but their x is padding and their mean may be
+// infinite, so the product could be NaN.
+template <typename T>
+__device__ __forceinline__ void AddProducts(const UnitBits<T>& g, const UnitBits<T>& x,
+                                            const ComputeType<T> (&mean)[kUnit], int size,
+                                            Pair<ComputeType<T>> (&sums)[kUnit]) {
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    if (i >= size) continue;
+    const ComputeType<T> value = ToCompute(g[i]);
+    sums[i].value[0] += value;
+    sums[i].value[1] = fma(value, ToCompute(x[i]) - mean[i], sums[i].value[1]);
+  }
+}
+
 // The pairs of all elements of a block, 8 per thread, in shared memory. The padding avoids bank
 // conflicts between neighboring threads, between the elements of a unit, and between neighboring
 // warps.

@@ -36,6 +36,19 @@ struct ResidentConfig {
   static constexpr int kLogFinish = kLogFinish_;
 };
 
+// Parameters of a cooperative kernel that do not depend on its direction.
+struct GridParams {
+  Finish finish;
+  double eps;
+  bool aligned_parameters;
+  bool plain;          // FoldPlain applies
+  int64_t mask_bytes;  // of a group
+  int32_t slots;       // of a thread's ring
+  uint32_t finish_blocks;
+
+  __host__ __device__ const Geometry& geometry() const { return finish.geometry; }
+};
+
 // Copy steps in flight.
 template <typename Config>
 inline constexpr int kRingAhead = Config::kBlocks > 2 ? 2 : 3;
@@ -316,15 +329,40 @@ inline cudaError_t GetResidentDevice(int blocks, ResidentDevice* offer) {
   return cudaSuccess;
 }
 
-template <typename Params>
-cudaError_t LaunchGrid(void (*kernel)(Params), const Params& params, const GridPlan& plan,
-                       cudaStream_t stream) {
-  return Launch(kernel,
-                {.grid = dim3(plan.blocks),
-                 .block = dim3(kThreads),
-                 .shared = static_cast<size_t>(plan.shared_bytes),
-                 .cooperative = true},
-                stream, params);
+inline GridParams ParamsOf(const BatchNormShape& shape, const GridPlan& plan, double eps) {
+  GridParams p;
+  p.finish = plan.finish;
+  p.eps = eps;
+  p.plain = plan.plain;
+  p.mask_bytes = shape.mask_bytes();
+  p.slots = plan.slots;
+  p.finish_blocks = plan.finish_blocks;
+  return p;
+}
+
+// Launches a cooperative kernel if it supports the shape and was measured to be faster than the
+// separate kernels: make(&plan) says whether there is a plan, and pays(plan) whether it is faster;
+// run(launch, plan) calls launch(kernel, params). Returns cudaErrorCooperativeLaunchTooLarge if the
+// separate kernels must be used, also if the device is shared and has less room than its attributes
+// say.
+template <typename Config, typename Make, typename Pays, typename Run>
+cudaError_t LaunchGrid(int64_t bytes, cudaStream_t stream, const Make& make, const Pays& pays,
+                       const Run& run) {
+  constexpr int64_t kLeastBytes = 4 << 20;  // for smaller arrays the barriers dominate the time
+  ResidentDevice device;
+  const cudaError_t error = GetResidentDevice(Config::kBlocks, &device);
+  if (error != cudaSuccess) return error;
+  GridPlan plan;
+  if (bytes < kLeastBytes || device.processors == 0 || !make(device, &plan) || !pays(plan)) {
+    return cudaErrorCooperativeLaunchTooLarge;
+  }
+  const LaunchConfig config = {.grid = dim3(plan.blocks),
+                               .block = dim3(kThreads),
+                               .shared = static_cast<size_t>(plan.shared_bytes),
+                               .cooperative = true};
+  return run(
+      [&](auto kernel, const auto& params) { return Launch(kernel, config, stream, params); },
+      plan);
 }
 
 }  // namespace jax_fastops::cuda::batch_norm

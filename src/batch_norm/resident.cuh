@@ -1,6 +1,6 @@
 // The forward of a batch norm in one cooperative kernel. It computes the statistics and normalizes
 // x, and between these two passes keeps x on the chip, in registers and shared memory. What does
-// not fit is read again, from L2 if it is still there. batch_norm_grid.cuh describes the method.
+// not fit is read again, from L2 if it is still there. grid.cuh describes the method.
 //
 // Long because its phases share what registers and shared memory keep. A version in functions, with
 // one body for both directions, was 1.17 times slower (docs/dev/log/batch_norm.md).
@@ -21,19 +21,10 @@
 
 namespace jax_fastops::cuda::batch_norm {
 
-struct ResidentParams {
-  Finish finish;
-  BatchNormForwardArrays arrays;
-  double eps;
+struct ResidentParams : GridParams {
+  BatchNormArrays arrays;
   double inverse_n;
   bool relu;
-  bool aligned_parameters;
-  bool plain;          // FoldPlain applies
-  int64_t mask_bytes;  // of a group
-  int32_t slots;       // of a thread's ring
-  uint32_t finish_blocks;
-
-  __host__ __device__ const Geometry& geometry() const { return finish.geometry; }
 };
 
 // A thread's part of the ring. Unit j is in slot j % slots. Corresponding words of consecutive
@@ -194,23 +185,9 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
       return UnitBits<T>{};
     }
   };
-  // The unit of the result. Elements at `size` and after get no mask bit.
   const auto apply = [&](const UnitBits<T>& unit, const UnitBits<T>& other, int64_t element,
                          int size) {
-    A values[kUnit];
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      values[i] = fma(ToCompute(unit[i]) - mean[i], factor[i], bias[i]);
-      if constexpr (kResidual) values[i] += ToCompute(other[i]);
-      if (values[i] > 0) bits |= 1u << i;
-    }
-    if (mask != nullptr) mask[element >> 3] = static_cast<uint8_t>(bits & 0xffu >> (kUnit - size));
-    if (p.relu) {
-#pragma unroll
-      for (int i = 0; i < kUnit; ++i) values[i] = ReluOf(values[i]);
-    }
-    return RoundUnit<T>(values);
+    return ApplyUnit(unit, kResidual, other, mean, factor, bias, p.relu, mask, element, size);
   };
   const auto put = [&](const UnitBits<T>& unit, const UnitBits<T>& other, int64_t element) {
     const UnitBits<T> result = apply(unit, other, element, kUnit);
@@ -308,7 +285,6 @@ template <typename T, typename Config>
 bool MakeResidentPlan(const BatchNormShape& shape, const ResidentDevice& device,
                       int64_t workspace_size, GridPlan* plan) {
   using Ring = RingOf<T>;
-  static_assert(sizeof(T) < 8);
   return MakeGridPlan<Config>(
       shape, device, workspace_size, workspace_size / (2 * sizeof(double) / sizeof(float)),
       kFoldBytes<double>, Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep,
@@ -316,25 +292,14 @@ bool MakeResidentPlan(const BatchNormShape& shape, const ResidentDevice& device,
 }
 
 inline ResidentParams MakeResidentParams(const BatchNormShape& shape, const GridPlan& plan,
-                                         const BatchNormForwardArrays& arrays, double eps,
-                                         bool relu) {
-  ResidentParams p;
-  p.finish = plan.finish;
+                                         const BatchNormArrays& arrays, double eps, bool relu) {
+  ResidentParams p = {ParamsOf(shape, plan, eps), arrays, 1 / plan.finish.n, relu};
   p.finish.workspace = arrays.workspace;
   p.finish.x = arrays.x;
   p.finish.out[0] = arrays.mean;
   p.finish.out[1] = arrays.var;
   p.finish.out_stride = shape.channels;
-  p.arrays = arrays;
-  p.eps = eps;
-  p.inverse_n = 1 / plan.finish.n;
-  p.relu = relu;
-  p.aligned_parameters = IsAligned(arrays.mean) && IsAligned(arrays.var) &&
-                         IsAligned(arrays.scale) && IsAligned(arrays.bias);
-  p.plain = plan.plain;
-  p.mask_bytes = shape.mask_bytes();
-  p.slots = plan.slots;
-  p.finish_blocks = plan.finish_blocks;
+  p.aligned_parameters = AreAligned(arrays.mean, arrays.var, arrays.scale, arrays.bias);
   return p;
 }
 

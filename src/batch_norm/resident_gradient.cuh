@@ -1,6 +1,6 @@
 // The backward of a batch norm in one cooperative kernel. It computes the sums and then dx, and
 // between these two passes keeps x and dy on the chip. What does not fit is read again, from L2 if
-// it is still there. batch_norm_grid.cuh describes the method.
+// it is still there. grid.cuh describes the method.
 //
 // A slot of the ring holds a unit of x, a unit of dy, and the 4-byte word of the mask that contains
 // their bits. Asynchronous copies of less than 4 bytes do not exist, so each thread that shares a
@@ -23,18 +23,9 @@
 
 namespace jax_fastops::cuda::batch_norm {
 
-struct GradientParams {
-  Finish finish;
-  BatchNormGradientArrays arrays;
-  double eps;
-  bool aligned_parameters;
-  bool plain;          // FoldPlain applies
-  int64_t mask_bytes;  // of a group
-  int32_t slots;       // of a thread's ring
-  uint32_t finish_blocks;
+struct GradientParams : GridParams {
+  BatchNormArrays arrays;
   const uint8_t* mask_end;
-
-  __host__ __device__ const Geometry& geometry() const { return finish.geometry; }
 };
 
 // A thread's part of the ring. Unit j is in slot j % slots. Corresponding words of consecutive
@@ -168,13 +159,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   if (share.count > 0 || share.cut > 0) channels.Load(static_cast<const A*>(p.arrays.mean), mean);
   Pair<A> sums[kUnit];
   const auto add = [&](const UnitBits<T>& unit, const UnitBits<T>& selected, int size) {
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      if (i >= size) continue;
-      const A value = ToCompute(selected[i]);
-      sums[i].value[0] += value;
-      sums[i].value[1] = fma(value, ToCompute(unit[i]) - mean[i], sums[i].value[1]);
-    }
+    AddProducts(selected, unit, mean, size, sums);
   };
 #pragma unroll
   for (int k = 0; k < kKept; ++k) {
@@ -210,8 +195,6 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
   };
   if (share.cut > 0) {
     const Loaded last = load_cut();
-    // Skip the elements after a cut. Their dy is 0, but their x is padding and their mean may be
-    // infinite, so the product could be NaN.
     add(last.x, select(last), share.cut);
   }
 
@@ -262,13 +245,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     for (int i = 0; i < kUnit; ++i) c[i] = fma(-a[i], c[i], more[i]);
   };
   const auto gradient = [&](const UnitBits<T>& unit, const UnitBits<T>& selected) {
-    A values[kUnit];
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      const A sum = fma(ToCompute(unit[i]) - mean[i], b[i], c[i]);
-      values[i] = fma(a[i], ToCompute(selected[i]), sum);
-    }
-    return RoundUnit<T>(values);
+    return GradientUnit(unit, selected, mean, a, b, c);
   };
   const auto put = [&](const UnitBits<T>& unit, const UnitBits<T>& selected, int64_t at) {
     const UnitBits<T> result = gradient(unit, selected);
@@ -314,33 +291,24 @@ template <typename T, typename Config>
 bool MakeGradientPlan(const BatchNormShape& shape, const ResidentDevice& device,
                       int64_t workspace_size, GridPlan* plan) {
   using Ring = GradientRing<T>;
-  static_assert(sizeof(T) < 8);
   return MakeGridPlan<Config>(
       shape, device, workspace_size, workspace_size / 2, kFoldBytes<ComputeType<T>>,
       Ring::kSlotBytes, kRingAhead<Config> * Ring::kStep, Config::kWords / 2 / Ring::kWords, plan);
 }
 
 inline GradientParams MakeGradientParams(const BatchNormShape& shape, const GridPlan& plan,
-                                         const BatchNormGradientArrays& arrays, double eps) {
-  GradientParams p;
-  p.finish = plan.finish;
+                                         const BatchNormArrays& arrays, double eps) {
+  GradientParams p = {ParamsOf(shape, plan, eps), arrays, nullptr};
   p.finish.workspace = arrays.workspace;
   p.finish.x = nullptr;
   p.finish.out[0] = arrays.sums;
   p.finish.out[1] = nullptr;
   p.finish.out_stride = 2 * shape.channels;
-  p.arrays = arrays;
-  p.eps = eps;
-  p.aligned_parameters = IsAligned(arrays.mean) && IsAligned(arrays.var) &&
-                         IsAligned(arrays.scale) && IsAligned(arrays.sums) &&
-                         IsAligned(arrays.dmean) && IsAligned(arrays.dvar);
-  p.plain = plan.plain;
-  p.mask_bytes = shape.mask_bytes();
-  p.slots = plan.slots;
-  p.finish_blocks = plan.finish_blocks;
-  p.mask_end = arrays.mask == nullptr
-                   ? nullptr
-                   : static_cast<const uint8_t*>(arrays.mask) + shape.groups * p.mask_bytes;
+  p.aligned_parameters =
+      AreAligned(arrays.mean, arrays.var, arrays.scale, arrays.sums, arrays.dmean, arrays.dvar);
+  if (arrays.mask != nullptr) {
+    p.mask_end = static_cast<const uint8_t*>(arrays.mask) + shape.groups * p.mask_bytes;
+  }
   return p;
 }
 

@@ -22,8 +22,6 @@
 
 namespace jax_fastops::cuda {
 
-struct BatchNormStatisticsKernels;  // the list of kernels
-
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
@@ -124,7 +122,7 @@ __global__ void __launch_bounds__(kMaxFinishThreads)
 }  // namespace
 
 cudaError_t BatchNormStatistics(const BatchNormShape& shape, DType dtype,
-                                const BatchNormStatisticsArrays& arrays, cudaStream_t stream) {
+                                const BatchNormArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
   Params params;
   params.x = arrays.x;
@@ -139,17 +137,14 @@ cudaError_t BatchNormStatistics(const BatchNormShape& shape, DType dtype,
   return ForDType(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     using A = ComputeType<T>;
-    using Kernels = BatchNormStatisticsKernels;
     constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
-    const auto sum = aligned ? KernelOf<Kernels, StatisticsKernel<T, kAligned>>()
-                             : KernelOf<Kernels, StatisticsKernel<T, false>>();
+    const auto sum = aligned ? KernelOf<BatchNormKernels, StatisticsKernel<T, kAligned>>()
+                             : KernelOf<BatchNormKernels, StatisticsKernel<T, false>>();
     return LaunchSums(
-        shape, sum, kBlocksPerProcessor<T>, KernelOf<Kernels, FinishStatisticsKernel<A>>(),
+        shape, sum, kBlocksPerProcessor<T>, KernelOf<BatchNormKernels, FinishStatisticsKernel<A>>(),
         arrays.workspace, arrays.workspace_size,
         arrays.workspace_size * sizeof(A) / (2 * sizeof(double)), &params, &finish, stream);
   });
 }
-
-cudaError_t LoadBatchNormStatisticsKernels() { return LoadKernels<BatchNormStatisticsKernels>(); }
 
 }  // namespace jax_fastops::cuda

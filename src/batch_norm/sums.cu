@@ -16,25 +16,15 @@
 
 namespace jax_fastops::cuda {
 
-struct BatchNormSumsKernels;  // the list of kernels
-
 namespace {
 
 using namespace batch_norm;  // NOLINT: this file is a part of it
-
-struct Params {
-  Geometry geometry;
-  BatchNormSumsArrays arrays;
-  double eps;
-  bool aligned_parameters;
-  int64_t mask_bytes;  // of a group
-};
 
 // Without kDx there is no dx, and without kDy2 no dy2. With them there is one, or, in the kernel
 // for any address, there may be one.
 template <typename T, bool kAligned, bool kDx, bool kDy2>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
-    SumsKernel(const __grid_constant__ Params p) {
+    SumsKernel(const __grid_constant__ ElementParams p) {
   using A = ComputeType<T>;
   constexpr int kArrays = kDy2 ? 3 : 2, kRows = kInFlight<T, kArrays>;
   __shared__ FoldBuffer<A> buffer;
@@ -64,17 +54,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
   };
   const auto select = [&](const Loaded& loaded) {
     return SelectUnit(loaded.bits, add_dy2 ? AddUnits(loaded.g, loaded.g2) : loaded.g);
-  };
-  // Skip the elements after a cut. Their dy is 0, but their x is padding and their mean may be
-  // infinite, so the product could be NaN.
-  const auto add = [&](const Loaded& loaded, const UnitBits<T>& selected, int size) {
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      if (i >= size) continue;
-      const A value = ToCompute(selected[i]);
-      sums[i].value[0] += value;
-      sums[i].value[1] = fma(value, ToCompute(loaded.x[i]) - mean[i], sums[i].value[1]);
-    }
   };
   const auto gradient = [&](const UnitBits<T>& selected) {
     A values[kUnit];
@@ -109,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
       },
       [&](const Loaded& loaded, int64_t element) {
         const UnitBits<T> selected = select(loaded);
-        add(loaded, selected, kUnit);
+        AddProducts(selected, loaded.x, mean, kUnit, sums);
         // If dx is not computed here, the next kernel computes it and reads dresidual, so keep it
         // in L2.
         if (dresidual != nullptr) StoreUnit<T, kAligned, !kDx>(dresidual + element, selected);
@@ -124,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
     loaded.g = LoadCutUnit(dy + element, share.cut);
     if (add_dy2) loaded.g2 = LoadCutUnit(dy2 + element, share.cut);
     const UnitBits<T> selected = select(loaded);
-    add(loaded, selected, share.cut);
+    AddProducts(selected, loaded.x, mean, share.cut, sums);
     if (dresidual != nullptr) StoreCutUnit(dresidual + element, selected, share.cut);
     if (write_dx) StoreCutUnit(dx + element, gradient(selected), share.cut);
   }
@@ -145,27 +124,23 @@ __global__ void __launch_bounds__(kMaxFinishThreads)
 }  // namespace
 
 cudaError_t BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
-                          const BatchNormSumsArrays& arrays, cudaStream_t stream) {
+                          const BatchNormArrays& arrays, cudaStream_t stream) {
   if (IsEmpty(shape)) return cudaSuccess;
-  Params params;
-  params.arrays = arrays;
-  params.eps = eps;
+  ElementParams params = {{}, arrays, eps, false, false, shape.mask_bytes()};
   params.aligned_parameters = AreAligned(arrays.mean, arrays.var, arrays.scale);
-  params.mask_bytes = shape.mask_bytes();
   const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x, arrays.dy, arrays.dy2,
                                         arrays.dx, arrays.dresidual);
   const bool dx = arrays.dx != nullptr, dy2 = arrays.dy2 != nullptr;
   return ForDType(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     using A = ComputeType<T>;
-    using Kernels = BatchNormSumsKernels;
     // The kernel for any address and any of the arrays. No op calls for both dx and dy2.
-    auto sum = KernelOf<Kernels, SumsKernel<T, false, true, true>>();
+    auto sum = KernelOf<BatchNormKernels, SumsKernel<T, false, true, true>>();
     if constexpr (sizeof(T) < 8) {
       if (aligned && !(dx && dy2)) {
-        sum = dx    ? KernelOf<Kernels, SumsKernel<T, true, true, false>>()
-              : dy2 ? KernelOf<Kernels, SumsKernel<T, true, false, true>>()
-                    : KernelOf<Kernels, SumsKernel<T, true, false, false>>();
+        sum = dx    ? KernelOf<BatchNormKernels, SumsKernel<T, true, true, false>>()
+              : dy2 ? KernelOf<BatchNormKernels, SumsKernel<T, true, false, true>>()
+                    : KernelOf<BatchNormKernels, SumsKernel<T, true, false, false>>();
       }
     }
     Finish finish;
@@ -173,12 +148,10 @@ cudaError_t BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
     finish.out[0] = arrays.sums;
     finish.out[1] = nullptr;
     finish.out_stride = 2 * shape.channels;
-    return LaunchSums(shape, sum, kBlocksPerProcessor<T>, KernelOf<Kernels, FinishSumsKernel<A>>(),
-                      arrays.workspace, arrays.workspace_size, arrays.workspace_size / 2, &params,
-                      &finish, stream);
+    return LaunchSums(shape, sum, kBlocksPerProcessor<T>,
+                      KernelOf<BatchNormKernels, FinishSumsKernel<A>>(), arrays.workspace,
+                      arrays.workspace_size, arrays.workspace_size / 2, &params, &finish, stream);
   });
 }
-
-cudaError_t LoadBatchNormSumsKernels() { return LoadKernels<BatchNormSumsKernels>(); }
 
 }  // namespace jax_fastops::cuda

@@ -13,6 +13,7 @@
 #include "batch_norm/geometry.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/packed.cuh"
+#include "core/cuda/relu_of.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -270,6 +271,57 @@ __device__ __forceinline__ double InverseRoot(double x) { return rsqrt(x); }
 __device__ __forceinline__ uint32_t MaskByte(const uint8_t* mask, int64_t element) {
   return mask != nullptr ? mask[element >> 3] : 0xffu;
 }
+
+// The unit of the result. Elements at `size` and after get no mask bit. `residual` is used if
+// `add`.
+template <typename T>
+__device__ __forceinline__ UnitBits<T> ApplyUnit(const UnitBits<T>& x, bool add,
+                                                 const UnitBits<T>& residual,
+                                                 const ComputeType<T> (&mean)[kUnit],
+                                                 const ComputeType<T> (&factor)[kUnit],
+                                                 const ComputeType<T> (&bias)[kUnit], bool relu,
+                                                 uint8_t* mask, int64_t element, int size) {
+  ComputeType<T> values[kUnit];
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    values[i] = fma(ToCompute(x[i]) - mean[i], factor[i], bias[i]);
+    if (add) values[i] += ToCompute(residual[i]);
+    if (values[i] > 0) bits |= 1u << i;
+  }
+  if (mask != nullptr) mask[element >> 3] = static_cast<uint8_t>(bits & 0xffu >> (kUnit - size));
+  if (relu) {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) values[i] = ReluOf(values[i]);
+  }
+  return RoundUnit<T>(values);
+}
+
+// a * g + b * (x - mean) + c
+template <typename T>
+__device__ __forceinline__ UnitBits<T> GradientUnit(const UnitBits<T>& x, const UnitBits<T>& g,
+                                                    const ComputeType<T> (&mean)[kUnit],
+                                                    const ComputeType<T> (&a)[kUnit],
+                                                    const ComputeType<T> (&b)[kUnit],
+                                                    const ComputeType<T> (&c)[kUnit]) {
+  ComputeType<T> values[kUnit];
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    const ComputeType<T> sum = fma(ToCompute(x[i]) - mean[i], b[i], c[i]);
+    values[i] = fma(a[i], ToCompute(g[i]), sum);
+  }
+  return RoundUnit<T>(values);
+}
+
+// Parameters of the kernels that are not cooperative.
+struct ElementParams {
+  Geometry geometry;
+  BatchNormArrays arrays;
+  double eps;
+  bool relu;
+  bool aligned_parameters;
+  int64_t mask_bytes;  // of a group
+};
 
 // -------------------------------------------------------------------------------------------------
 // Host

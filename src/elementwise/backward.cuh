@@ -11,11 +11,16 @@
 //     static constexpr bool kBits = ...;
 //     // Whether gradient 0 always has the result's shape.
 //     static constexpr bool kFirstIsFull = ...;
-//     // Whether there is a kernel for these kinds, for rows that are a multiple of 16 bytes.
-//     static constexpr bool HasBackward(int kinds);
-//     // Whether there is also one for other rows, if one gradient is a sum of columns. Most such
-//     // rows are taken by elementwise/rows.cuh.
+//     // The kinds for which there is a kernel: for rows that are a multiple of 16 bytes, and for
+//     // those of elementwise/rows.cuh.
+//     using BackwardKinds = std::integer_sequence<int, ...>, RowsKinds = ...;
+//     // Whether there is also a kernel for units of one element, if one gradient is a sum of
+//     // columns.
 //     static constexpr bool kShortUnits = ...;
+//     // Calls visit(choice) with a value of the class that has Gradients: of this one, or of one
+//     // that is chosen at run time.
+//     template <typename Visit>
+//     __device__ void Choose(const Visit& visit) const;
 //     template <typename T>
 //     static __device__ void Gradients(ComputeType<T> dy,
 //                                      const ComputeType<T> (&x)[kOperands],
@@ -42,9 +47,7 @@
 // sums, which a second kernel adds up (elementwise/finish.cu). Without atomics, two runs are
 // bitwise equal.
 //
-// Two patterns have separate kernels, used where they are faster: sums over each of two dimensions
-// (elementwise/tile.cuh), and rows that are short or not a multiple of 16 bytes
-// (elementwise/rows.cuh).
+// Rows that are short or not a multiple of 16 bytes have separate kernels (elementwise/rows.cuh).
 //
 // Long because its parts share the registers of one loop. A version in functions, with fewer
 // variants, was 1.3 to 2.8 times slower (docs/dev/log/elementwise.md).
@@ -66,7 +69,6 @@
 #include "elementwise/operands.cuh"
 #include "elementwise/plan.h"
 #include "elementwise/rows.cuh"
-#include "elementwise/tile.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -79,31 +81,6 @@ enum class Way : uint8_t {
   kRowsOfB,      // summed over the innermost dimension only
   kRowSlots,     // summed in slots over the innermost dimension and A
 };
-
-// The kind of each operand and its gradient for which a kernel is compiled, two bits each.
-// kAnyKinds means that all kinds are looked up at run time.
-enum Kind : int {
-  kPlain = 0,   // the operand's elements are adjacent; its gradient is full or not requested
-  kColumn = 1,  // the operand's elements are adjacent; its gradient is a sum of columns
-  kRow = 2,     // the operand has one element per row
-};
-inline constexpr int kAnyKinds = -1;
-
-// The kinds of the operands, in their order.
-template <typename... Kinds>
-constexpr int KindsOf(Kinds... kinds) {
-  int all = 0, shift = 0;
-  ((all |= kinds << shift, shift += 2), ...);
-  return all;
-}
-
-constexpr int KindOf(int kinds, int gradient) { return kinds >> (2 * gradient) & 3; }
-
-constexpr int CountColumns(int kinds, int gradients) {
-  int count = 0;
-  for (int g = 0; g < gradients; ++g) count += KindOf(kinds, g) == kColumn;
-  return count;
-}
 
 struct SumParams {
   Way way;
@@ -133,6 +110,7 @@ struct BackwardParams {
   int64_t size_a[kMaxBroadcastRank], size_b[kMaxBroadcastRank];
   int64_t stride_a[kMaxTableColumns][kMaxBroadcastRank];
   int64_t stride_b[kMaxTableColumns][kMaxBroadcastRank];
+  F f;
 };
 
 // The offsets of indices first, first + stride, ... of a set of dimensions.
@@ -171,8 +149,8 @@ struct BackwardShape {
   static constexpr int kUnits = kElements / kSize;
   // A bitmask and dy are little data, and registers hold twice as many 16-bit elements.
   static constexpr bool kMore =
-      kKinds != kAnyKinds &&
-      (F::kBits || (sizeof(T) == 2 && !F::kMayBeWide && CountColumns(kKinds, F::kGradients) < 2));
+      kKinds != kAnyKinds && (F::kBits || (sizeof(T) == 2 && !F::kMayBeWide &&
+                                           CountKind(kKinds, F::kGradients, kColumn) < 2));
   static constexpr int kInFlight = kMore ? 4 : 2;
   static constexpr int kSteps = kUnits >= kInFlight ? 1 : kInFlight / kUnits;
 };
@@ -199,7 +177,8 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
   constexpr int kSteps = Shape::kSteps;
   constexpr int kWarps = kBoxThreads / 32;
   constexpr int kGradients = F::kGradients, kOperands = F::kOperands;
-  constexpr int kColumns = kAny ? kMaxColumnSums : CountColumns(kAny ? 0 : kKinds, kGradients);
+  constexpr int kColumns =
+      kAny ? kMaxColumnSums : CountKind(kAny ? 0 : kKinds, kGradients, kColumn);
   constexpr int kPiece = 16 / sizeof(C) < kSize ? 16 / sizeof(C) : kSize;  // of a slot
   constexpr unsigned kAll = 0xffffffffu;
 
@@ -404,16 +383,10 @@ __global__ __launch_bounds__(kBoxThreads, 2) void ElementwiseBackwardKernel(
                 x[s][u][k].Expand(operands[k], reach(k), p.operand[k].wide);
               }
             }
-            C values[kGradients][kSize];
+            C of_dy[kSize], values[kGradients][kSize];
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) {
-              C of_element[kOperands], g[kGradients];
-#pragma unroll
-              for (int k = 0; k < kOperands; ++k) of_element[k] = operands[k][i];
-              F::template Gradients<T>(ToCompute(ElementOf<T>(dy[s][u], i)), of_element, g);
-#pragma unroll
-              for (int q = 0; q < kGradients; ++q) values[q][i] = g[q];
-            }
+            for (int i = 0; i < kSize; ++i) of_dy[i] = ToCompute(ElementOf<T>(dy[s][u], i));
+            GradientsOf<F, T>(p.f, of_dy, operands, values);
             int next_column = 0;
 #pragma unroll
             for (int g = 0; g < kGradients; ++g) {
@@ -582,9 +555,9 @@ class BackwardLauncher {
 
  public:
   // Arrays of `shape`: the operands, then the gradients.
-  static cudaError_t Launch(const BroadcastShape& shape, const void* dy, const Operand* operands,
-                            const Gradient* gradients, SumWorkspace workspace,
-                            cudaStream_t stream) {
+  static cudaError_t Launch(const F& f, const BroadcastShape& shape, const void* dy,
+                            const Operand* operands, const Gradient* gradients,
+                            SumWorkspace workspace, cudaStream_t stream) {
     if (shape.elements() == 0) return cudaSuccess;
     int summed[F::kGradients], sums = 0;
     bool any = false;
@@ -595,17 +568,17 @@ class BackwardLauncher {
     }
     if (!any) return cudaSuccess;
     cudaError_t error;
-    if (TileLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream, &error)) {
-      return error;
+    if constexpr (sizeof(T) < 8) {
+      if (RowsLauncher<F, T>::Launch(f, shape, dy, operands, gradients, workspace, stream,
+                                     &error)) {
+        return error;
+      }
     }
-    if (RowsLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream, &error)) {
-      return error;
-    }
-    error = Pass(shape, dy, operands, gradients, summed, sums, true, workspace, stream);
+    error = Pass(f, shape, dy, operands, gradients, summed, sums, true, workspace, stream);
     if (error != cudaErrorInvalidValue || sums < 2) return error;
     // The sums cannot share a pass. Each gets one, and the first also writes the full gradients.
     for (int s = 0; s < sums; ++s) {
-      error = Pass(shape, dy, operands, gradients, summed + s, 1, s == 0, workspace, stream);
+      error = Pass(f, shape, dy, operands, gradients, summed + s, 1, s == 0, workspace, stream);
       if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
@@ -617,25 +590,13 @@ class BackwardLauncher {
   static void Each(const Use& use) {
     One<kBytes, kAnyKinds, true>(use);
     if constexpr (sizeof(T) < 8) {
-      EachKind<kBytes>(use, std::make_integer_sequence<int, 1 << (2 * F::kGradients)>());
-    }
-  }
-
-  template <int kBytes, typename Use, int... kKinds>
-  static void EachKind(const Use& use, std::integer_sequence<int, kKinds...>) {
-    (OneKind<kBytes, kKinds>(use), ...);
-  }
-
-  template <int kBytes, int kKinds, typename Use>
-  static void OneKind(const Use& use) {
-    if constexpr (Occurs(kKinds)) {
-      constexpr int kColumns = CountColumns(kKinds, F::kGradients);
-      if constexpr (kBytes == 16 ? F::HasBackward(kKinds) : F::kShortUnits && kColumns == 1) {
-        One<kBytes, kKinds, true>(use);
-      }
-      if constexpr (kBytes == 16 && F::HasBackward(kKinds) && kColumns == 0) {
-        One<kBytes, kKinds, false>(use);
-      }
+      ForKinds(typename F::BackwardKinds(), [&]<int kKinds>() {
+        constexpr int kColumns = CountKind(kKinds, F::kGradients, kColumn);
+        if constexpr (kBytes == 16 || (F::kShortUnits && kColumns == 1)) {
+          One<kBytes, kKinds, true>(use);
+        }
+        if constexpr (kBytes == 16 && kColumns == 0) One<kBytes, kKinds, false>(use);
+      });
     }
   }
 
@@ -645,20 +606,9 @@ class BackwardLauncher {
         kKinds, kManyRows);
   }
 
-  // Some operand's elements are adjacent, and there are registers for all columns.
-  static constexpr bool Occurs(int kinds) {
-    int rows = 0;
-    for (int g = 0; g < F::kGradients; ++g) {
-      if (KindOf(kinds, g) == 3) return false;
-      rows += KindOf(kinds, g) == kRow;
-    }
-    if (F::kFirstIsFull && KindOf(kinds, 0) != kPlain) return false;
-    return rows < F::kGradients && CountColumns(kinds, F::kGradients) <= kMaxColumnSums;
-  }
-
-  static cudaError_t Pass(const BroadcastShape& given, const void* dy, const Operand* operands,
-                          const Gradient* gradients, const int* summed, int sums, bool write_full,
-                          SumWorkspace workspace, cudaStream_t stream) {
+  static cudaError_t Pass(const F& f, const BroadcastShape& given, const void* dy,
+                          const Operand* operands, const Gradient* gradients, const int* summed,
+                          int sums, bool write_full, SumWorkspace workspace, cudaStream_t stream) {
     uintptr_t bits = reinterpret_cast<uintptr_t>(dy);
     for (int k = F::kBits ? 1 : 0; k < F::kOperands; ++k) {
       if (given.InnerStride(k) != 0) bits |= reinterpret_cast<uintptr_t>(operands[k].data);
@@ -668,20 +618,22 @@ class BackwardLauncher {
     }
     if constexpr (sizeof(T) < 8) {
       if (given.inner() % (16 / static_cast<int64_t>(sizeof(T))) == 0 && bits % 16 == 0) {
-        return PassOf<16>(given, dy, operands, gradients, summed, sums, write_full, workspace,
+        return PassOf<16>(f, given, dy, operands, gradients, summed, sums, write_full, workspace,
                           stream);
       }
     }
-    return PassOf<sizeof(T)>(given, dy, operands, gradients, summed, sums, write_full, workspace,
+    return PassOf<sizeof(T)>(f, given, dy, operands, gradients, summed, sums, write_full, workspace,
                              stream);
   }
 
   template <int kBytes>
-  static cudaError_t PassOf(const BroadcastShape& shape, const void* dy, const Operand* operands,
-                            const Gradient* gradients, const int* summed, int sums, bool write_full,
-                            SumWorkspace workspace, cudaStream_t stream) {
+  static cudaError_t PassOf(const F& f, const BroadcastShape& shape, const void* dy,
+                            const Operand* operands, const Gradient* gradients, const int* summed,
+                            int sums, bool write_full, SumWorkspace workspace,
+                            cudaStream_t stream) {
     using Shape = BackwardShape<F, T, kBytes, kAnyKinds>;
     BackwardParams<F> p{};
+    p.f = f;
     // The table's columns: 0 is the result's shape; the others are arrays with other offsets.
     int arrays_of_columns[kMaxTableColumns];
     int columns = 1;
@@ -858,13 +810,13 @@ class BackwardLauncher {
 };
 
 template <typename F>
-cudaError_t ElementwiseBackward(const BroadcastShape& given, DType dtype, const void* dy,
-                                const Operand* operands, const Gradient* gradients,
+cudaError_t ElementwiseBackward(const F& f, const BroadcastShape& given, DType dtype,
+                                const void* dy, const Operand* operands, const Gradient* gradients,
                                 SumWorkspace workspace, cudaStream_t stream) {
   BroadcastShape shape;
   if (!WithRows(given, &shape)) return cudaErrorInvalidValue;
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
-    return BackwardLauncher<F, T>::Launch(shape, dy, operands, gradients, workspace, stream);
+    return BackwardLauncher<F, T>::Launch(f, shape, dy, operands, gradients, workspace, stream);
   });
 }
 

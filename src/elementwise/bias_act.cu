@@ -4,21 +4,80 @@
 //
 // The sum and the activation are computed in float32 (float64 for float64), without rounding in
 // between. elementwise/forward.cuh and elementwise/backward.cuh read and sum the arrays,
-// and elementwise/bias_relu.cuh writes the bits.
+// and elementwise/bias_relu.cuh writes the bits. The smooth activations are a run-time switch of
+// the same kernels: it is the same for all threads.
 //
 // Source: FasterTransformer, add_bias_act.
 #include "elementwise/bias_act.h"
 
+#include <utility>
+
 #include "core/cuda/launch.h"
+#include "elementwise/activation.cuh"
 #include "elementwise/backward.cuh"
-#include "elementwise/bias_act_of.h"
 #include "elementwise/bias_relu.cuh"
+#include "elementwise/forward.cuh"
 
 namespace jax_fastops::cuda {
 namespace {
 
+// x is full, and the bias any.
+using BiasKinds = std::integer_sequence<int, KindsOf(kPlain, kPlain), KindsOf(kPlain, kColumn),
+                                        KindsOf(kPlain, kRow)>;
+using BiasRowsKinds = std::integer_sequence<int, KindsOf(kPlain, kColumn), KindsOf(kPlain, kRow)>;
+
+template <typename Act>
+struct BiasActOf {
+  template <typename T>
+  static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[2]) {
+    return Act::template Value<T>(x[0] + x[1]);
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ void Gradients(ComputeType<T> dy, const ComputeType<T> (&x)[2],
+                                                   ComputeType<T> (&g)[2]) {
+    g[0] = g[1] = dy * Act::template Derivative<T>(x[0] + x[1]);
+  }
+};
+
+struct BiasAct {
+  using Family = BiasActKernels;
+  using BackwardKinds = BiasKinds;
+  using RowsKinds = BiasRowsKinds;
+  static constexpr int kOperands = 2;
+  static constexpr int kGradients = 2;
+  static constexpr bool kMayBeWide = true;
+  static constexpr bool kBits = false;
+  static constexpr bool kFirstIsFull = true;
+  static constexpr bool kShortUnits = true;
+
+  Activation activation;
+
+  // A bias of one element per unit is common in rows, as the bias of channels that come first.
+  static constexpr bool HasForward(ForwardKind kind, int ones, bool wide) {
+    if (kind == ForwardKind::kFlat) return ones == 0 && !wide;
+    return ones == 0 || (ones == 2 && !wide);
+  }
+
+  template <typename Visit>
+  __device__ __forceinline__ void Choose(const Visit& visit) const {
+    switch (activation) {
+      case Activation::kGelu:
+        return visit(BiasActOf<Gelu>());
+      case Activation::kGeluExact:
+        return visit(BiasActOf<GeluExact>());
+      default:
+        return visit(BiasActOf<Silu>());
+    }
+  }
+
+  static void Needed(const bool*, bool* needed) { needed[0] = needed[1] = true; }
+};
+
 struct SelectByMask {
   using Family = BiasActKernels;
+  using BackwardKinds = BiasKinds;
+  using RowsKinds = BiasRowsKinds;
   static constexpr int kOperands = 1;
   static constexpr int kGradients = 2;
   static constexpr bool kMayBeWide = false;
@@ -26,7 +85,10 @@ struct SelectByMask {
   static constexpr bool kFirstIsFull = true;
   static constexpr bool kShortUnits = true;
 
-  static constexpr bool HasBackward(int) { return true; }
+  template <typename Visit>
+  __device__ __forceinline__ void Choose(const Visit& visit) const {
+    visit(*this);
+  }
 
   template <typename T>
   static __device__ __forceinline__ void Gradients(ComputeType<T> dy, const ComputeType<T> (&x)[1],
@@ -47,40 +109,26 @@ cudaError_t LoadBiasActKernels() {
 cudaError_t BiasActForward(const BroadcastShape& shape, DType dtype, Activation activation,
                            const Operand operands[2], void* out, uint8_t* mask,
                            cudaStream_t stream) {
-  switch (activation) {
-    case Activation::kGelu:
-      return BiasActForwardOf<Gelu>(shape, dtype, operands, out, stream);
-    case Activation::kGeluExact:
-      return BiasActForwardOf<GeluExact>(shape, dtype, operands, out, stream);
-    case Activation::kSilu:
-      return BiasActForwardOf<Silu>(shape, dtype, operands, out, stream);
-    case Activation::kRelu:
-      return BiasReluForward(shape, dtype, operands, out, mask, stream);
+  if (activation == Activation::kRelu) {
+    return BiasReluForward(shape, dtype, operands, out, mask, stream);
   }
-  return cudaErrorInvalidValue;
+  return ElementwiseForward(BiasAct{activation}, shape, dtype, operands, out, stream);
 }
 
 cudaError_t BiasActBackward(const BroadcastShape& shape, DType dtype, Activation activation,
                             const void* dy, const Operand operands[2], const Gradient gradients[2],
                             SumWorkspace workspace, cudaStream_t stream) {
-  switch (activation) {
-    case Activation::kGelu:
-      return BiasActBackwardOf<Gelu>(shape, dtype, dy, operands, gradients, workspace, stream);
-    case Activation::kGeluExact:
-      return BiasActBackwardOf<GeluExact>(shape, dtype, dy, operands, gradients, workspace, stream);
-    case Activation::kSilu:
-      return BiasActBackwardOf<Silu>(shape, dtype, dy, operands, gradients, workspace, stream);
-    case Activation::kRelu:  // BiasReluBackward: it has a mask, and no x
-      break;
-  }
-  return cudaErrorInvalidValue;
+  // relu has BiasReluBackward, which takes a mask, and no x.
+  if (activation == Activation::kRelu) return cudaErrorInvalidValue;
+  return ElementwiseBackward(BiasAct{activation}, shape, dtype, dy, operands, gradients, workspace,
+                             stream);
 }
 
 cudaError_t BiasReluBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                              const uint8_t* mask, const Gradient gradients[2],
                              SumWorkspace workspace, cudaStream_t stream) {
   const Operand bits[1] = {{mask, false}};
-  return ElementwiseBackward<SelectByMask>(shape, dtype, dy, bits, gradients, workspace, stream);
+  return ElementwiseBackward(SelectByMask(), shape, dtype, dy, bits, gradients, workspace, stream);
 }
 
 }  // namespace jax_fastops::cuda

@@ -9,8 +9,9 @@
 // output is a gradient that must be summed, it stays on the stack too. The values of a few blocks
 // are added up there, and are then added to sums in double.
 //
-// A stride other than 0 may be larger than in a dense array, for example if the array has several
-// copies along a dimension and only one is read. The elements between neighbors are skipped.
+// A stride of an input other than 0 may be larger than in a dense array, for example if the array
+// has several copies along a dimension and only one is read. The elements between neighbors are
+// skipped. Outputs have no such gaps.
 //
 // The blocks are ordered as in nested loops, and threads take pieces of this order. The sums of a
 // gradient are complete when the outermost loop over which it is summed ends. Until then they are
@@ -732,39 +733,6 @@ void FinishSums(const Plan& plan) {
   }
 }
 
-// Sets the strides of an output to those of an array without gaps. Returns the number of its
-// elements, or 0 if nothing changed.
-int64_t CloseGaps(const Plan& plan, Slot* s) {
-  bool changed = false;
-  int64_t elements = 1;
-  for (int d = plan.rank - 1; d >= 0; --d) {
-    if (plan.size[d] == 1 || s->stride[d] == 0) continue;
-    changed |= s->stride[d] != elements;
-    s->stride[d] = elements;
-    elements *= plan.size[d];
-  }
-  return changed ? elements : 0;
-}
-
-// Copies an array without gaps to the output.
-void OpenGaps(const Plan& plan, const Slot& dense, const Slot& to) {
-  int64_t index[kMaxBroadcastRank] = {}, from_offset = 0, to_offset = 0;
-  for (;;) {
-    std::memcpy(to.At(to_offset), dense.At(from_offset), static_cast<size_t>(to.bytes));
-    int d = plan.rank - 1;
-    for (; d >= 0; --d) {
-      if (to.stride[d] == 0) continue;
-      from_offset += dense.stride[d];
-      to_offset += to.stride[d];
-      if (++index[d] < plan.size[d]) break;
-      from_offset -= index[d] * dense.stride[d];
-      to_offset -= index[d] * to.stride[d];
-      index[d] = 0;
-    }
-    if (d < 0) return;
-  }
-}
-
 bool IsSummed(const Plan& plan, const Slot& s) {
   for (int d = 0; d < plan.rank; ++d) {
     if (s.stride[d] == 0 && plan.size[d] > 1) return true;
@@ -811,23 +779,13 @@ void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, i
   plan.kernel = kernel;
   plan.inputs = inputs;
   plan.slots = plan.sums = 0;
-  // Sums and kernels write arrays without gaps. An output with gaps, which is rare, is copied.
-  Slot with_gaps[kMaxOutputs];
-  std::unique_ptr<char[]> without[kMaxOutputs];
   for (int i = 0; i < inputs; ++i) {
     AddSlot(shape, &plan, const_cast<void*>(in[i].data), in[i].array, in[i].storage);
   }
   for (int i = 0; i < outputs; ++i) {
     const int at = plan.slots;
     AddSlot(shape, &plan, out[i].data, out[i].array, out[i].storage);
-    Slot& s = plan.slot[at];
-    if (s.data != nullptr && s.bytes > 0) {
-      with_gaps[i] = s;
-      if (const int64_t count = CloseGaps(plan, &s); count > 0) {
-        without[i].reset(new char[static_cast<size_t>(count * s.bytes)]);
-        s.data = without[i].get();
-      }
-    }
+    const Slot& s = plan.slot[at];
     plan.stream[i] = s.bytes > 0 && ShouldStream(elements * s.bytes, kLeastStreamed);
     plan.sum_of[i] = -1;
     if (s.data != nullptr && s.bytes > 0 && IsSummed(plan, s)) {
@@ -869,9 +827,6 @@ void RunBlocks(const BroadcastShape& shape, DType dtype, const InputArray* in, i
   } else {
     executor.Run(pieces, run, &plan);
     FinishSums(plan);
-  }
-  for (int i = 0; i < outputs; ++i) {
-    if (without[i] != nullptr) OpenGaps(plan, plan.slot[inputs + i], with_gaps[i]);
   }
 }
 

@@ -10,6 +10,11 @@
 //     // or for all sets (kAnyOnes; only of ragged rows). `wide`: also for wide operands. At least
 //     // one operand has more elements.
 //     static constexpr bool HasForward(ForwardKind kind, int ones, bool wide);
+//     // Calls visit(choice) with a value of the class that has Value: of this one, or of one that
+//     is
+//     // chosen at run time.
+//     template <typename Visit>
+//     __device__ void Choose(const Visit& visit) const;
 //     template <typename T>
 //     static __device__ ComputeType<T> Value(const ComputeType<T> (&x)[kOperands]);
 //   };
@@ -60,8 +65,9 @@ enum class ForwardKind {
   kRagged,  // rows are not a whole number of units
 };
 
-template <int kOperands>
+template <typename F>
 struct ForwardParams {
+  static constexpr int kOperands = F::kOperands;
   Operand operand[kOperands];
   Reach reach[kOperands];  // within a unit; if ragged, along the innermost dimension
   bool full[kOperands];
@@ -74,12 +80,14 @@ struct ForwardParams {
   FastDivisor small[kMaxBroadcastRank];
   FastDivisor64 large[kMaxBroadcastRank];
   int64_t stride[kOperands][kMaxBroadcastRank];
+  F f;
 };
 
 // Finds the rows of kCount units, the positions within them, and each operand's offset of the row.
-template <typename Index, int kOperands>
+template <typename Index, typename F>
 struct RowFinder {
-  const ForwardParams<kOperands>& p;
+  static constexpr int kOperands = F::kOperands;
+  const ForwardParams<F>& p;
 
   // Divides `n` by the length of dimension `d`: `n` becomes the remainder, `over` the quotient.
   template <int kCount>
@@ -215,16 +223,16 @@ struct Straddling {
   }
 };
 
-// The result of one unit.
-template <typename F, typename T, int kSize>
+// The result of one unit, by the functor or one that it chose.
+template <typename F, typename T, int kOperands, int kSize>
 __device__ __forceinline__ Unit<T, kSize * sizeof(T)> ValuesOf(
-    const ComputeType<T> (&values)[F::kOperands][kSize]) {
+    const ComputeType<T> (&values)[kOperands][kSize]) {
   Unit<T, kSize * sizeof(T)> y;
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    ComputeType<T> x[F::kOperands];
+    ComputeType<T> x[kOperands];
 #pragma unroll
-    for (int k = 0; k < F::kOperands; ++k) x[k] = values[k][i];
+    for (int k = 0; k < kOperands; ++k) x[k] = values[k][i];
     y.elements[i] = FromCompute<T>(F::template Value<T>(x));
   }
   return y;
@@ -233,14 +241,14 @@ __device__ __forceinline__ Unit<T, kSize * sizeof(T)> ValuesOf(
 template <typename F, typename T, int kBytes, ForwardKind kKind, typename Index, int kOnes,
           bool kWide>
 __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
-    const __grid_constant__ ForwardParams<F::kOperands> p) {
+    const __grid_constant__ ForwardParams<F> p) {
   using C = ComputeType<T>;
   constexpr bool kRagged = kKind == ForwardKind::kRagged;
   using Operands = std::conditional_t<kRagged, Straddling<T, kWide>, Loaded<T, kBytes, kWide>>;
   constexpr int kSize = kBytes / sizeof(T);
   constexpr int kUnits = kForwardUnits<T, kBytes, kKind, kWide>;
   constexpr int kOperands = F::kOperands;
-  const RowFinder<Index, kOperands> find{p};
+  const RowFinder<Index, F> find{p};
   T* const out = static_cast<T*>(p.out);
   const auto reach = [&](int k) {
     if constexpr (kOnes == kAnyOnes) return p.reach[k];
@@ -316,20 +324,22 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
     }
   }
 
+  p.f.Choose([&](auto choice) {
 #pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
-    if (u >= live) break;
-    C values[kOperands][kSize];
+    for (int u = 0; u < kUnits; ++u) {
+      if (u >= live) break;
+      C values[kOperands][kSize];
 #pragma unroll
-    for (int k = 0; k < kOperands; ++k) {
-      if constexpr (kRagged) {
-        loaded[u][k].Expand(values[k], reach(k), p.operand[k].wide, p.full[k], left[u]);
-      } else {
-        loaded[u][k].Expand(values[k], in_unit(k), p.operand[k].wide);
+      for (int k = 0; k < kOperands; ++k) {
+        if constexpr (kRagged) {
+          loaded[u][k].Expand(values[k], reach(k), p.operand[k].wide, p.full[k], left[u]);
+        } else {
+          loaded[u][k].Expand(values[k], in_unit(k), p.operand[k].wide);
+        }
       }
+      ValuesOf<decltype(choice), T>(values).Store(out + (first + u * kForwardThreads) * kSize);
     }
-    ValuesOf<F, T>(values).Store(out + (first + u * kForwardThreads) * kSize);
-  }
+  });
 
   // The elements after the last whole unit, by the first threads of the last block.
   if (kSize > 1 && blockIdx.x == gridDim.x - 1) {
@@ -349,7 +359,8 @@ __global__ __launch_bounds__(kForwardThreads) void ElementwiseForwardKernel(
         x[k] = kWide && p.operand[k].wide ? static_cast<const C*>(data)[at]
                                           : ToCompute(static_cast<const T*>(data)[at]);
       }
-      out[e] = FromCompute<T>(F::template Value<T>(x));
+      p.f.Choose(
+          [&](auto choice) { out[e] = FromCompute<T>(decltype(choice)::template Value<T>(x)); });
     }
   }
 }
@@ -412,10 +423,11 @@ void EachElementwiseForward(const Use& use) {
 }
 
 template <typename F, typename T>
-cudaError_t LaunchElementwiseForward(const BroadcastShape& shape, const Operand* operands,
-                                     void* out, cudaStream_t stream) {
+cudaError_t LaunchElementwiseForward(const F& f, const BroadcastShape& shape,
+                                     const Operand* operands, void* out, cudaStream_t stream) {
   constexpr int kOperands = F::kOperands;
-  ForwardParams<kOperands> p{};
+  ForwardParams<F> p{};
+  p.f = f;
   p.elements = shape.elements();
   if (p.elements == 0) return cudaSuccess;
   p.out = out;
@@ -451,7 +463,7 @@ cudaError_t LaunchElementwiseForward(const BroadcastShape& shape, const Operand*
   const bool short_units =
       bits % 16 != 0 || (kind == ForwardKind::kRagged && (large || p.inner < kSize));
 
-  void (*chosen)(ForwardParams<kOperands>) = nullptr;
+  void (*chosen)(ForwardParams<F>) = nullptr;
   ForwardTraits traits{};
   const auto choose = [&](bool by_element) {
     EachElementwiseForward<F, T>([&](auto kernel, const ForwardTraits& its) {
@@ -484,12 +496,12 @@ cudaError_t LaunchElementwiseForward(const BroadcastShape& shape, const Operand*
 
 // The launcher for an element type that is known at run time.
 template <typename F>
-cudaError_t ElementwiseForward(const BroadcastShape& given, DType dtype, const Operand* operands,
-                               void* out, cudaStream_t stream) {
+cudaError_t ElementwiseForward(const F& f, const BroadcastShape& given, DType dtype,
+                               const Operand* operands, void* out, cudaStream_t stream) {
   BroadcastShape shape;
   if (!WithRows(given, &shape)) return cudaErrorInvalidValue;
   return ForDType(dtype, [&]<typename T>(TypeTag<T>) {
-    return LaunchElementwiseForward<F, T>(shape, operands, out, stream);
+    return LaunchElementwiseForward<F, T>(f, shape, operands, out, stream);
   });
 }
 

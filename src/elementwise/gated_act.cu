@@ -30,7 +30,7 @@ struct Params {
   const char *dy = nullptr, *gate = nullptr, *up = nullptr;  // the forward has no dy
   char *y = nullptr, *dgate = nullptr, *dup = nullptr;       // null: not requested
   uint32_t units = 0;                                        // of the result
-  FastDivisor row_units;                                     // of a row of the result
+  FastDivisor row_units{};                                   // of a row of the result
   int64_t gap = 0;  // bytes between the rows of operands and gradients
   Activation activation = Activation::kSilu;
 };
@@ -160,24 +160,15 @@ cudaError_t Run(const GatedShape& shape, DType dtype, Params p, cudaStream_t str
 
 cudaError_t GatedActForward(const GatedShape& shape, DType dtype, Activation activation,
                             const char* gate, const char* up, char* y, cudaStream_t stream) {
-  Params p;
-  p.activation = activation;
-  p.gate = gate;
-  p.up = up;
-  p.y = y;
-  return Run<false>(shape, dtype, p, stream);
+  return Run<false>(shape, dtype, {.gate = gate, .up = up, .y = y, .activation = activation},
+                    stream);
 }
 
 cudaError_t GatedActBackward(const GatedShape& shape, DType dtype, Activation activation,
                              const char* dy, const char* gate, const char* up, char* dgate,
                              char* dup, cudaStream_t stream) {
-  Params p;
-  p.activation = activation;
-  p.dy = dy;
-  p.gate = gate;
-  p.up = up;
-  p.dgate = dgate;
-  p.dup = dup;
+  const Params p = {
+      .dy = dy, .gate = gate, .up = up, .dgate = dgate, .dup = dup, .activation = activation};
   return Run<true>(shape, dtype, p, stream);
 }
 

@@ -9,8 +9,7 @@
 // Source: Paddle, lerp.
 #include "elementwise/lerp.h"
 
-#include <algorithm>
-#include <iterator>
+#include <utility>
 
 #include "core/cuda/launch.h"
 #include "elementwise/backward.cuh"
@@ -34,14 +33,18 @@ struct Lerp {
     return ones == 0 || ones == 4 || (ones == kAnyOnes && kind == ForwardKind::kRagged);
   }
 
-  static constexpr bool HasBackward(int kinds) {
-    constexpr int kKinds[] = {
-        KindsOf(kPlain, kPlain, kPlain), KindsOf(kPlain, kPlain, kColumn),
-        KindsOf(kPlain, kPlain, kRow),   KindsOf(kColumn, kPlain, kRow),
-        KindsOf(kRow, kPlain, kRow),     KindsOf(kRow, kColumn, kPlain),
-        KindsOf(kColumn, kColumn, kRow),
-    };
-    return std::find(std::begin(kKinds), std::end(kKinds), kinds) != std::end(kKinds);
+  using BackwardKinds =
+      std::integer_sequence<int, KindsOf(kPlain, kPlain, kPlain), KindsOf(kPlain, kPlain, kColumn),
+                            KindsOf(kPlain, kPlain, kRow), KindsOf(kColumn, kPlain, kRow),
+                            KindsOf(kRow, kPlain, kRow), KindsOf(kRow, kColumn, kPlain),
+                            KindsOf(kColumn, kColumn, kRow)>;
+  using RowsKinds =
+      std::integer_sequence<int, KindsOf(kPlain, kPlain, kColumn), KindsOf(kPlain, kPlain, kRow),
+                            KindsOf(kColumn, kPlain, kRow)>;
+
+  template <typename Visit>
+  __device__ __forceinline__ void Choose(const Visit& visit) const {
+    visit(*this);
   }
 
   // Computed from the nearer end, so that a weight of 0 or 1 gives exactly that end. The end is
@@ -82,13 +85,13 @@ cudaError_t LoadLerpKernels() {
 
 cudaError_t LerpForward(const BroadcastShape& shape, DType dtype, const Operand operands[3],
                         void* out, cudaStream_t stream) {
-  return ElementwiseForward<Lerp>(shape, dtype, operands, out, stream);
+  return ElementwiseForward(Lerp(), shape, dtype, operands, out, stream);
 }
 
 cudaError_t LerpBackward(const BroadcastShape& shape, DType dtype, const void* dy,
                          const Operand operands[3], const Gradient gradients[3],
                          SumWorkspace workspace, cudaStream_t stream) {
-  return ElementwiseBackward<Lerp>(shape, dtype, dy, operands, gradients, workspace, stream);
+  return ElementwiseBackward(Lerp(), shape, dtype, dy, operands, gradients, workspace, stream);
 }
 
 }  // namespace jax_fastops::cuda

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "core/cuda/unit.cuh"
 #include "elementwise/elementwise.h"
@@ -22,6 +23,37 @@ enum class Reach : uint8_t {
   kNeighbours,  // its elements are adjacent, too, and aligned like the unit
   kOne,         // one element for the whole unit
 };
+
+// The kind of an operand and its gradient, two bits each, in the backward. kAnyKinds means that all
+// kinds are looked up at run time.
+enum Kind : int {
+  kPlain = 0,   // the operand's elements are adjacent; its gradient is full or not requested
+  kColumn = 1,  // the operand's elements are adjacent; its gradient is a sum of columns
+  kRow = 2,     // the operand has one element per row
+};
+inline constexpr int kAnyKinds = -1;
+
+// The kinds of the operands, in their order.
+template <typename... Kinds>
+constexpr int KindsOf(Kinds... kinds) {
+  int all = 0, shift = 0;
+  ((all |= kinds << shift, shift += 2), ...);
+  return all;
+}
+
+constexpr int KindOf(int kinds, int gradient) { return kinds >> (2 * gradient) & 3; }
+
+constexpr int CountKind(int kinds, int gradients, int kind) {
+  int count = 0;
+  for (int g = 0; g < gradients; ++g) count += KindOf(kinds, g) == kind;
+  return count;
+}
+
+// Calls visit.operator()<kinds>() for each member of a list.
+template <int... kKinds, typename Visit>
+void ForKinds(std::integer_sequence<int, kKinds...>, const Visit& visit) {
+  (visit.template operator()<kKinds>(), ...);
+}
 
 // Converts several elements, from bits or from an array, to the type in which T is computed. Two
 // bfloat16 elements take a shift and a mask. The library's conversion (`asm volatile`) would first
@@ -103,6 +135,24 @@ struct Loaded {
     }
   }
 };
+
+// The gradients of the elements of a unit.
+template <typename F, typename T, int kSize>
+__device__ __forceinline__ void GradientsOf(const F& f, const ComputeType<T> (&dy)[kSize],
+                                            const ComputeType<T> (&x)[F::kOperands][kSize],
+                                            ComputeType<T> (&values)[F::kGradients][kSize]) {
+  f.Choose([&](auto choice) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      ComputeType<T> of_element[F::kOperands], g[F::kGradients];
+#pragma unroll
+      for (int k = 0; k < F::kOperands; ++k) of_element[k] = x[k][i];
+      decltype(choice)::template Gradients<T>(dy[i], of_element, g);
+#pragma unroll
+      for (int q = 0; q < F::kGradients; ++q) values[q][i] = g[q];
+    }
+  });
+}
 
 }  // namespace jax_fastops::cuda
 

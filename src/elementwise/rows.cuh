@@ -1,7 +1,7 @@
 // The backward of an element-wise op for rows that are short or not a multiple of 16 bytes: shape
-// (R, n) with operands that are full, a row (1, n), a column (R, 1) or one element. The general
-// pass (elementwise/backward.cuh) would move ragged rows element by element, and use its
-// kernel that looks everything up at run time.
+// (R, n) with operands that are full (kPlain), a row (1, n) (kColumn), a column (R, 1) or one
+// element (kRow). The general pass (elementwise/backward.cuh) would move ragged rows element by
+// element, and use its kernel that looks everything up at run time.
 //
 // Row r begins r * n mod kSize elements after a boundary of 16 bytes. Rows with the same remainder
 // form a class, and a block takes only rows of one class, so its shift is constant. A lane owns an
@@ -41,28 +41,13 @@
 
 namespace jax_fastops::cuda {
 
-// The kind of an operand and its gradient, two bits each.
-enum RowsKind : int {
-  kRowsFull = 0,
-  kRowsVector = 1,  // (1, n)
-  kRowsValue = 2,   // (R, 1), or one element
-};
-
-constexpr int RowsKindOf(int kinds, int k) { return kinds >> (2 * k) & 3; }
-
-constexpr int CountRowsKind(int kinds, int operands, int kind) {
-  int count = 0;
-  for (int k = 0; k < operands; ++k) count += RowsKindOf(kinds, k) == kind;
-  return count;
-}
-
 inline constexpr int kRowsThreads = 256;  // maximum per block
 
 template <typename F, typename T, int kKinds>
 struct RowsShape {
   static constexpr int kSize = 16 / sizeof(T);
-  static constexpr int kVectors = CountRowsKind(kKinds, F::kGradients, kRowsVector);
-  static constexpr int kValues = CountRowsKind(kKinds, F::kGradients, kRowsValue);
+  static constexpr int kVectors = CountKind(kKinds, F::kGradients, kColumn);
+  static constexpr int kValues = CountKind(kKinds, F::kGradients, kRow);
   // The 16-byte words that a lane loads per row.
   static constexpr int kStreams = F::kBits ? 1 : 1 + F::kGradients - kVectors - kValues;
   // Rows in flight, and blocks per SM, as registers allow without spilling. 48 to 96 KB per SM are
@@ -93,6 +78,7 @@ struct RowsParams {
   uint32_t classes, strips, boxes;
   uint32_t tail, tail_word;  // elements of the word that sticks out of the arrays; its index
   int lanes;                 // per row, or per strip of a row: a power of two, or whole warps
+  F f;
 };
 
 // Loads the elements of a word that sticks out of the array.
@@ -169,7 +155,7 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
   if constexpr (!F::kBits) {
 #pragma unroll
     for (int k = 0; k < kOperands; ++k) {
-      if (RowsKindOf(kKinds, k) != kRowsVector) continue;
+      if (KindOf(kKinds, k) != kColumn) continue;
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         of_vector[k][i] = C(0);
@@ -231,11 +217,11 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
               static_cast<const uint8_t*>(p.operand[k].data) + row * p.operand_row[k];
           bits[r][0] = mask[low_byte];
           bits[r][1] = mask[high_byte];
-        } else if (RowsKindOf(kKinds, k) == kRowsFull) {
+        } else if (KindOf(kKinds, k) == kPlain) {
           if (p.needed[k] && word != p.tail_word) {
             full[k][r] = static_cast<const uint4*>(p.operand[k].data)[word];
           }
-        } else if (RowsKindOf(kKinds, k) == kRowsValue && p.needed[k]) {
+        } else if (KindOf(kKinds, k) == kRow && p.needed[k]) {
           const uint32_t at = row * p.operand_row[k];
           if (F::kMayBeWide && sizeof(T) < sizeof(C) && p.operand[k].wide) {
             wide_value[k][r] = static_cast<const C*>(p.operand[k].data)[at];
@@ -255,7 +241,7 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
         if constexpr (!F::kBits) {
 #pragma unroll
           for (int k = 0; k < kOperands; ++k) {
-            if (RowsKindOf(kKinds, k) == kRowsFull && p.needed[k]) {
+            if (KindOf(kKinds, k) == kPlain && p.needed[k]) {
               full[k][r] = LoadTail(static_cast<const T*>(p.operand[k].data) + at, p.tail);
             }
           }
@@ -274,44 +260,36 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
       ToCompute<T>(dy[r], of_dy);
 #pragma unroll
       for (int k = 0; k < kOperands; ++k) {
-        const int kind = RowsKindOf(kKinds, k);
+        const int kind = KindOf(kKinds, k);
         if (F::kBits) {
           const uint32_t two = (bits[r][0] | bits[r][1] << 8) >> (first_column & 7);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) x[k][i] = C(two >> i & 1u);
-        } else if (kind == kRowsFull) {
+        } else if (kind == kPlain) {
           ToCompute<T>(full[k][r], x[k]);
         } else {
           const bool wide = F::kMayBeWide && sizeof(T) < sizeof(C) && p.operand[k].wide;
-          const C the_one = kind == kRowsVector ? C(0)
-                            : wide              ? wide_value[k][r]
-                                                : ToCompute(value[k][r]);
+          const C the_one = kind == kColumn ? C(0)
+                            : wide          ? wide_value[k][r]
+                                            : ToCompute(value[k][r]);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
-            x[k][i] = kind == kRowsVector ? of_vector[k][i] : the_one;
+            x[k][i] = kind == kColumn ? of_vector[k][i] : the_one;
           }
         }
       }
       C values[kGradients][kSize];
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        C of_element[kOperands], g[kGradients];
-#pragma unroll
-        for (int k = 0; k < kOperands; ++k) of_element[k] = x[k][i];
-        F::template Gradients<T>(of_dy[i], of_element, g);
-#pragma unroll
-        for (int q = 0; q < kGradients; ++q) values[q][i] = g[q];
-      }
+      GradientsOf<F, T>(p.f, of_dy, x, values);
       const bool whole = elements[r] == kWhole;
       int next_vector = 0;
 #pragma unroll
       for (int g = 0; g < kGradients; ++g) {
-        const int kind = RowsKindOf(kKinds, g);
-        if (kind == kRowsVector) {
+        const int kind = KindOf(kKinds, g);
+        if (kind == kColumn) {
 #pragma unroll
           for (int i = 0; i < kSize; ++i) columns[next_vector][i] += values[g][i];
           ++next_vector;
-        } else if (kind == kRowsValue) {
+        } else if (kind == kRow) {
           if (whole) {
 #pragma unroll
             for (int i = 0; i < kSize; ++i) row_sums[g][r] += values[g][i];
@@ -341,7 +319,7 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
     // All lanes of all warps get here: the number of trips is the block's.
 #pragma unroll
     for (int g = 0; g < kGradients; ++g) {
-      if (RowsKindOf(kKinds, g) != kRowsValue || p.sum[g].out == nullptr) continue;
+      if (KindOf(kKinds, g) != kRow || p.sum[g].out == nullptr) continue;
       if (p.sum[g].over_all) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) over_all[g] += row_sums[g][r];
@@ -389,8 +367,8 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
   int next_vector = 0;
 #pragma unroll
   for (int g = 0; g < kGradients; ++g) {
-    const int kind = RowsKindOf(kKinds, g);
-    if (kind == kRowsVector) {
+    const int kind = KindOf(kKinds, g);
+    if (kind == kColumn) {
       const int c = next_vector++;
       if (p.sum[g].out == nullptr) continue;
 #pragma unroll
@@ -414,7 +392,7 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
         }
       }
       __syncthreads();
-    } else if (kind == kRowsValue && p.sum[g].out != nullptr && p.sum[g].over_all) {
+    } else if (kind == kRow && p.sum[g].out != nullptr && p.sum[g].over_all) {
       C value = over_all[g];
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAll, value, step);
@@ -432,32 +410,17 @@ __launch_bounds__(kRowsThreads, (RowsShape<F, T, kKinds>::kBlocks)) void Element
 
 // ---- launching ---------------------------------------------------------------------------------
 
+// float64 has no such kernels.
 template <typename F, typename T>
 class RowsLauncher {
   using C = ComputeType<T>;
 
  public:
-  static constexpr bool kHas = sizeof(C) == 4;
-
   // Launches these kernels if they take the shape, and after them the second kernel if there are
   // partial sums. Returns whether they take it.
-  static bool Launch(const BroadcastShape& shape, const void* dy, const Operand* operands,
-                     const Gradient* gradients, SumWorkspace workspace, cudaStream_t stream,
-                     cudaError_t* error) {
-    if constexpr (kHas) {
-      return LaunchRows(shape, dy, operands, gradients, workspace, stream, error);
-    } else {
-      return false;
-    }
-  }
-
- private:
-  static constexpr int kSize = 16 / sizeof(T);
-  static constexpr int kFlatRow = kRowsThreads * kSize;  // one array, cut into rows of this length
-
-  static bool LaunchRows(const BroadcastShape& shape, const void* dy, const Operand* operands,
-                         const Gradient* gradients, SumWorkspace workspace, cudaStream_t stream,
-                         cudaError_t* error) {
+  static bool Launch(const F& f, const BroadcastShape& shape, const void* dy,
+                     const Operand* operands, const Gradient* gradients, SumWorkspace workspace,
+                     cudaStream_t stream, cudaError_t* error) {
     const int64_t total = shape.elements();
     if (total >= int64_t{1} << 31) return false;
     const bool flat = shape.rank == 1;
@@ -471,24 +434,25 @@ class RowsLauncher {
     // A row of a mask is aligned only to bytes.
     uintptr_t address = reinterpret_cast<uintptr_t>(dy);
     RowsParams<F> p{};
+    p.f = f;
     bool wanted[F::kGradients];
     int kinds = 0;
     for (int g = 0; g < F::kGradients; ++g) {
       wanted[g] = gradients[g].data != nullptr;
-      const int of_gradient = KindOf(shape, F::kOperands + g);
-      int kind = wanted[g] ? of_gradient : F::kFirstIsFull && g > 0 ? kRowsValue : kRowsFull;
+      const int of_gradient = KindOfArray(shape, F::kOperands + g);
+      int kind = wanted[g] ? of_gradient : F::kFirstIsFull && g > 0 ? kRow : kPlain;
       if (!F::kBits) {
-        const int of_operand = KindOf(shape, g);
+        const int of_operand = KindOfArray(shape, g);
         if (wanted[g] && of_gradient != of_operand) return false;
         kind = of_operand;
-        if (kind == kRowsFull) {
+        if (kind == kPlain) {
           if (operands[g].wide) return false;
           address |= reinterpret_cast<uintptr_t>(operands[g].data);
         }
       }
       if (kind < 0) return false;
       kinds |= kind << (2 * g);
-      if (wanted[g] && kind == kRowsFull) {
+      if (wanted[g] && kind == kPlain) {
         if (gradients[g].wide) return false;
         address |= reinterpret_cast<uintptr_t>(gradients[g].data);
       }
@@ -504,11 +468,13 @@ class RowsLauncher {
 
     void (*chosen)(RowsParams<F>) = nullptr;
     int rows_in_flight = 1, blocks_of_processor = 1;
-    Each([&](auto kernel, int its_kinds, int its_rows, int its_blocks) {
-      if (its_kinds != kinds) return;
+    ForKinds(typename F::RowsKinds(), [&]<int kKinds>() {
+      const auto kernel = KernelOf<typename F::Family, ElementwiseRowsKernel<F, T, kKinds>>();
+      if (kKinds != kinds) return;
+      using Shape = RowsShape<F, T, kKinds>;
       chosen = kernel;
-      rows_in_flight = its_rows;
-      blocks_of_processor = its_blocks;
+      rows_in_flight = Shape::kRows;
+      blocks_of_processor = Shape::kBlocks;
     });
     Device device;
     if (chosen == nullptr || CurrentDevice(&device) != cudaSuccess) return false;
@@ -558,18 +524,18 @@ class RowsLauncher {
       RowsSum& sum = p.sum[g];
       sum.out = gradients[g].data;
       sum.wide = gradients[g].wide;
-      const int kind = RowsKindOf(kinds, g);
-      if (!wanted[g] || kind == kRowsFull) continue;
-      const int64_t stride = flat || kind == kRowsVector ? 0 : shape.stride[F::kOperands + g][0];
-      sum.over_all = kind == kRowsValue && stride == 0;
+      const int kind = KindOf(kinds, g);
+      if (!wanted[g] || kind == kPlain) continue;
+      const int64_t stride = flat || kind == kColumn ? 0 : shape.stride[F::kOperands + g][0];
+      sum.over_all = kind == kRow && stride == 0;
       sum.stride = static_cast<uint32_t>(stride);
-      const int64_t kept = kind == kRowsVector ? n : sum.over_all ? 1 : rows;
-      const int64_t parts = kind == kRowsVector ? classes * boxes : sum.over_all ? blocks : planes;
+      const int64_t kept = kind == kColumn ? n : sum.over_all ? 1 : rows;
+      const int64_t parts = kind == kColumn ? classes * boxes : sum.over_all ? blocks : planes;
       if (parts == 1) continue;
       C* const at = static_cast<C*>(workspace.data) + used;
       used += parts * kept;
       if (used > workspace.size || parts * kept >= int64_t{1} << 31) return false;
-      const bool vector = kind == kRowsVector;
+      const bool vector = kind == kColumn;
       unfinished.AddPlanes(at, parts, {1, vector ? 1 : kept}, {0, stride}, vector ? kept : 1,
                            sum.out, sum.wide);
       sum.out = at;
@@ -585,43 +551,16 @@ class RowsLauncher {
     return true;
   }
 
+ private:
+  static constexpr int kSize = 16 / sizeof(T);
+  static constexpr int kFlatRow = kRowsThreads * kSize;  // one array, cut into rows of this length
+
   // -1: another kind.
-  static int KindOf(const BroadcastShape& shape, int array) {
-    if (shape.IsFull(array)) return kRowsFull;
+  static int KindOfArray(const BroadcastShape& shape, int array) {
+    if (shape.IsFull(array)) return kPlain;
     const int64_t inner = shape.InnerStride(array);
-    if (inner == 0) return kRowsValue;
-    return inner == 1 && shape.rank == 2 && shape.stride[array][0] == 0 ? kRowsVector : -1;
-  }
-
-  // Some operands are full, not all, and there are registers for all sums of columns.
-  static constexpr bool Occurs(int kinds) {
-    for (int g = 0; g < F::kGradients; ++g) {
-      if (RowsKindOf(kinds, g) == 3) return false;
-    }
-    if (F::kFirstIsFull && RowsKindOf(kinds, 0) != kRowsFull) return false;
-    const int full = CountRowsKind(kinds, F::kGradients, kRowsFull);
-    return full > 0 && full < F::kGradients && CountRowsKind(kinds, F::kGradients, kRowsVector) < 2;
-  }
-
-  template <typename Use>
-  static void Each(const Use& use) {
-    if constexpr (kHas) {
-      EachKind(use, std::make_integer_sequence<int, 1 << (2 * F::kGradients)>());
-    }
-  }
-
-  template <typename Use, int... kKinds>
-  static void EachKind(const Use& use, std::integer_sequence<int, kKinds...>) {
-    (OneKind<kKinds>(use), ...);
-  }
-
-  template <int kKinds, typename Use>
-  static void OneKind(const Use& use) {
-    if constexpr (Occurs(kKinds)) {
-      using Shape = RowsShape<F, T, kKinds>;
-      use(KernelOf<typename F::Family, ElementwiseRowsKernel<F, T, kKinds>>(), kKinds, Shape::kRows,
-          Shape::kBlocks);
-    }
+    if (inner == 0) return kRow;
+    return inner == 1 && shape.rank == 2 && shape.stride[array][0] == 0 ? kColumn : -1;
   }
 };
 

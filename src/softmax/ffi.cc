@@ -48,89 +48,67 @@ SoftmaxMask ReadMask(Call& call, const char* like, int axis) {
   return mask;
 }
 
-struct Common {
-  SoftmaxShape shape;
-  SoftmaxMask mask;
-  DType dtype;
-  bool log;
-  double scale;
-  void* workspace;
+// `like` is an array with the rows of the call. Its handler reads the arrays.
+SoftmaxArguments Read(Call& call, const char* like) {
+  SoftmaxArguments read;
+  const Call::Axis n = call.AxisOf(like, "n");
+  read.shape = {.outer = n.outer, .n = n.size, .inner = n.inner};
+  read.mask = ReadMask(call, like, n.index);
+  read.dtype = call.Type();
+  read.scale = call.Attribute<double>("scale");
+  return read;
+}
 
-  Common(Call& call, const char* like) {
-    const Call::Axis n = call.AxisOf(like, "n");
-    shape = {.outer = n.outer, .n = n.size, .inner = n.inner};
-    mask = ReadMask(call, like, n.index);
-    dtype = call.Type();
-    log = call.Attribute<bool>("log");
-    scale = call.Attribute<double>("scale");
-    workspace = call.Out("workspace?");
-    call.Require(n.size <= kSoftmaxWorkspace || workspace != nullptr, like, "needs a workspace");
-  }
-};
+SoftmaxArguments ReadWithoutDropout(Call& call, const char* like) {
+  SoftmaxArguments read = Read(call, like);
+  read.log = call.Attribute<bool>("log");
+  read.workspace = call.Out("workspace?");
+  call.Require(read.shape.n <= kSoftmaxWorkspace || read.workspace != nullptr, like,
+               "needs a workspace");
+  return read;
+}
+
+SoftmaxArguments ReadWithDropout(Call& call) {
+  SoftmaxArguments read = Read(call, "x");
+  const int64_t threshold = call.Attribute<int64_t>("threshold");
+  if (threshold < 1 || threshold > 1 << 16) call.Fail("the threshold is not in [1, 65536]");
+  read.dropout = {.seeds = static_cast<const uint32_t*>(call.In("seeds")),
+                  .largest = static_cast<uint32_t>(threshold - 1),
+                  .scale = call.Attribute<double>("dropout_scale")};
+  read.x = call.In("x");
+  read.masked = read.mask.data != nullptr;
+  call.Require(read.shape.n <= kSoftmaxDropoutRow, "x", "has rows that are too long");
+  return read;
+}
 
 ffi::Error Forward(Call& call, Queue queue) {
-  const void* const x = call.In("x");
-  void* const y = call.Out("y");
-  const Common c(call, "x");
-  return call.Run([&] {
-    return backend::SoftmaxForward(c.shape, c.mask, c.dtype, c.log, c.scale, x, y, c.workspace,
-                                   queue);
-  });
+  SoftmaxArguments read = ReadWithoutDropout(call, "x");
+  read.x = call.In("x");
+  read.out = call.Out("y");
+  return call.Run([&] { return backend::SoftmaxForward(read, queue); });
 }
 
 ffi::Error Backward(Call& call, Queue queue) {
-  const void *const y = call.In("y"), *const dy = call.In("dy");
-  void* const dx = call.Out("dx");
-  const Common c(call, "y");
-  const bool masked = call.Attribute<bool>("masked");
-  call.Require(!masked || !c.log || c.mask.data != nullptr, "y", "needs the mask");
-  return call.Run([&] {
-    return backend::SoftmaxBackward(c.shape, masked, c.mask, c.dtype, c.log, c.scale, y, dy, dx,
-                                    c.workspace, queue);
-  });
+  SoftmaxArguments read = ReadWithoutDropout(call, "y");
+  read.y = call.In("y");
+  read.dy = call.In("dy");
+  read.out = call.Out("dx");
+  read.masked = call.Attribute<bool>("masked");
+  call.Require(!read.masked || !read.log || read.mask.data != nullptr, "y", "needs the mask");
+  return call.Run([&] { return backend::SoftmaxBackward(read, queue); });
 }
 
-// What the calls with dropout have in common. Rows are those of x.
-struct WithDropout {
-  SoftmaxShape shape;
-  SoftmaxMask mask;
-  DType dtype;
-  double scale;
-  SoftmaxDropout dropout;
-
-  explicit WithDropout(Call& call) {
-    const Call::Axis n = call.AxisOf("x", "n");
-    shape = {.outer = n.outer, .n = n.size, .inner = n.inner};
-    mask = ReadMask(call, "x", n.index);
-    dtype = call.Type();
-    scale = call.Attribute<double>("scale");
-    const int64_t threshold = call.Attribute<int64_t>("threshold");
-    if (threshold < 1 || threshold > 1 << 16) call.Fail("the threshold is not in [1, 65536]");
-    dropout = {.seeds = static_cast<const uint32_t*>(call.In("seeds")),
-               .largest = static_cast<uint32_t>(threshold - 1),
-               .scale = call.Attribute<double>("dropout_scale")};
-    call.Require(n.size <= kSoftmaxDropoutRow, "x", "has rows that are too long");
-  }
-};
-
 ffi::Error ForwardWithDropout(Call& call, Queue queue) {
-  const void* const x = call.In("x");
-  void* const y = call.Out("y");
-  const WithDropout c(call);
-  return call.Run([&] {
-    return backend::SoftmaxDropoutForward(c.shape, c.mask, c.dtype, c.scale, c.dropout, x, y,
-                                          queue);
-  });
+  SoftmaxArguments read = ReadWithDropout(call);
+  read.out = call.Out("y");
+  return call.Run([&] { return backend::SoftmaxForward(read, queue); });
 }
 
 ffi::Error BackwardWithDropout(Call& call, Queue queue) {
-  const void *const x = call.In("x"), *const dy = call.In("dy");
-  void* const dx = call.Out("dx");
-  const WithDropout c(call);
-  return call.Run([&] {
-    return backend::SoftmaxDropoutBackward(c.shape, c.mask, c.dtype, c.scale, c.dropout, x, dy, dx,
-                                           queue);
-  });
+  SoftmaxArguments read = ReadWithDropout(call);
+  read.dy = call.In("dy");
+  read.out = call.Out("dx");
+  return call.Run([&] { return backend::SoftmaxBackward(read, queue); });
 }
 
 FASTOPS_HANDLER("softmax", Forward, LoadSoftmaxKernels);

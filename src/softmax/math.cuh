@@ -6,63 +6,12 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "core/cuda/divide.cuh"
+#include "core/cuda/offsets.cuh"
 #include "core/cuda/packed.cuh"
 #include "core/cuda/unit.cuh"
-#include "core/fast_divide.h"
 #include "softmax/shape.h"
 
 namespace jax_fastops::cuda::softmax {
-
-// A MaskIndex with divisors that the host has prepared.
-struct MaskDivisors {
-  int rank = 0;
-  bool narrow = true;  // fewer than 2^31 indices
-  FastDivisor divisor[kMaxMaskRank];
-  int64_t size[kMaxMaskRank];
-  int64_t stride[kMaxMaskRank];
-
-  __device__ __forceinline__ int64_t Offset(int64_t index) const {
-    int64_t offset[1] = {index};
-    ToOffsets(offset);
-    return offset[0];
-  }
-
-  // Replaces several indices by their offsets.
-  template <int kCount>
-  __device__ __forceinline__ void ToOffsets(int64_t (&indices)[kCount]) const {
-    int64_t offsets[kCount] = {};
-    if (narrow) {
-      uint32_t left[kCount];
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) left[k] = static_cast<uint32_t>(indices[k]);
-#pragma unroll 1
-      for (int i = rank - 1; i > 0; --i) {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          const uint32_t major = Divide(left[k], divisor[i]);
-          offsets[k] += (left[k] - major * divisor[i].divisor) * stride[i];
-          left[k] = major;
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) indices[k] = left[k];
-    } else {
-#pragma unroll 1
-      for (int i = rank - 1; i > 0; --i) {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          offsets[k] += indices[k] % size[i] * stride[i];
-          indices[k] /= size[i];
-        }
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      indices[k] = rank == 0 ? 0 : offsets[k] + indices[k] * stride[0];
-    }
-  }
-};
 
 struct Params {
   const void* a;  // x, or y; with dropout always x
@@ -79,8 +28,8 @@ struct Params {
   const uint8_t* mask;  // null: none; always in the backward of softmax
   int64_t mask_stride;  // along n
   bool mask_units;      // the mask of a unit may be read in one load
-  MaskDivisors mask_outer;
-  MaskDivisors mask_inner;
+  Offsets<kMaxMaskRank> mask_outer;
+  Offsets<kMaxMaskRank> mask_inner;
 
   SoftmaxDropout dropout;  // no seeds: none
 };

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "core/dtype.h"
+
 namespace jax_fastops {
 
 // A row-major array [outer, n, inner]. Each line of n elements is one row, normalized separately.
@@ -47,6 +49,21 @@ struct SoftmaxDropout {
   const uint32_t* seeds = nullptr;
   uint32_t largest = 0;
   double scale = 1;
+};
+
+struct SoftmaxArguments {
+  SoftmaxShape shape;
+  SoftmaxMask mask;
+  DType dtype = DType::kF32;
+  bool log = false;
+  double scale = 1;
+  bool masked = false;       // backward of softmax: elements with y = 0 take no part
+  SoftmaxDropout dropout;    // no seeds: none
+  const void* x = nullptr;   // of a forward, and of a backward with dropout
+  const void* y = nullptr;   // of a backward without
+  const void* dy = nullptr;  // of a backward
+  void* out = nullptr;       // y or dx
+  void* workspace = nullptr;
 };
 
 }  // namespace jax_fastops

@@ -3,11 +3,9 @@
 // those along any other axis.
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
-#include "core/fast_divide.h"
 #include "softmax/run.h"
 #include "softmax/softmax.h"
 
@@ -48,50 +46,41 @@ cudaError_t GetLimits(Limits* limits) {
   });
 }
 
-// Sizes may be 0 if the array is empty.
-MaskDivisors Divisors(const MaskIndex& index) {
-  MaskDivisors divisors;
-  divisors.rank = index.rank;
-  int64_t count = 1;
-  for (int i = 0; i < index.rank; ++i) {
-    count *= index.size[i];
-    divisors.size[i] = std::max<int64_t>(1, index.size[i]);
-    divisors.stride[i] = index.stride[i];
-  }
-  divisors.narrow = count <= std::numeric_limits<int32_t>::max();
-  for (int i = 0; i < index.rank && divisors.narrow; ++i) {
-    divisors.divisor[i] = FastDivisor(static_cast<uint32_t>(divisors.size[i]));
-  }
-  return divisors;
+Offsets<kMaxMaskRank> OffsetsOf(const MaskIndex& index) {
+  return {index.rank, index.size, index.stride};
 }
 
-// Tests the scale in the type of the computation: a float64 scale may round to 0 in float32.
-void SetForwardScale(DType dtype, double scale, Params* p) {
-  p->zero_scale = dtype == DType::kF64 ? scale == 0 : static_cast<float>(scale) == 0;
-  p->scale = p->zero_scale ? 1 : scale;
-}
-
-// `p` has everything that the plan does not determine.
 template <bool kGrad>
-cudaError_t PlanAndRun(Params p, const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
-                       void* workspace, cudaStream_t stream) {
-  if (shape.outer == 0 || shape.n == 0 || shape.inner == 0) return cudaSuccess;
+cudaError_t PlanAndRun(const SoftmaxArguments& call, cudaStream_t stream) {
+  if (call.shape.rows() == 0 || call.shape.n == 0) return cudaSuccess;
   Limits limits;
   const cudaError_t error = GetLimits(&limits);
   if (error != cudaSuccess) return error;
+  const bool dropout = call.dropout.seeds != nullptr, of_x = !kGrad || dropout;
+  Params p = {};
+  p.a = of_x ? call.x : call.y;
+  p.b = call.dy;
+  p.out = call.out;
+  p.log = call.log;
+  p.dropout = call.dropout;
+  p.skip_zeros = kGrad && call.masked && !call.log;
+  // In the type of the computation: a float64 scale may round to 0 in float32.
+  p.zero_scale =
+      of_x && (call.dtype == DType::kF64 ? call.scale == 0 : static_cast<float>(call.scale) == 0);
+  p.scale = p.zero_scale ? 1 : call.scale;
   const auto address = [](const void* data) { return reinterpret_cast<uintptr_t>(data); };
-  const Plan plan = MakePlan({.shape = shape,
-                              .mask = mask,
-                              .itemsize = static_cast<int>(DTypeSize(dtype)),
+  const Plan plan = MakePlan({.shape = call.shape,
+                              .mask = of_x || call.log ? call.mask : SoftmaxMask(),
+                              .itemsize = static_cast<int>(DTypeSize(call.dtype)),
                               .grad = kGrad,
                               .log = p.log,
-                              .dropout = p.dropout.seeds != nullptr,
+                              .dropout = dropout,
                               .a = address(p.a),
                               .b = address(kGrad ? p.b : p.a),
                               .out = address(p.out)},
                              limits);
   if (plan.blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  if (p.dropout.seeds != nullptr && !TakesDropout(plan)) return cudaErrorInvalidValue;
+  if (dropout && !TakesDropout(plan)) return cudaErrorInvalidValue;
   p.outer = plan.shape.outer;
   p.n = plan.shape.n;
   p.inner = plan.shape.inner;
@@ -99,62 +88,23 @@ cudaError_t PlanAndRun(Params p, const SoftmaxShape& shape, const SoftmaxMask& m
   p.mask_units = plan.mask_units;
   if (p.mask != nullptr) {
     p.mask_stride = plan.mask.stride;
-    p.mask_outer = Divisors(plan.mask.outer);
-    p.mask_inner = Divisors(plan.mask.inner);
+    p.mask_outer = OffsetsOf(plan.mask.outer);
+    p.mask_inner = OffsetsOf(plan.mask.inner);
   }
-  return ForDType(
-      dtype, [&]<typename T>(TypeTag<T>) { return Run<T, kGrad>(plan, p, workspace, stream); });
+  return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
+    return Run<T, kGrad>(plan, p, call.workspace, stream);
+  });
 }
 
 }  // namespace
 }  // namespace softmax
 
-cudaError_t SoftmaxForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
-                           bool log, double scale, const void* x, void* y, void* workspace,
-                           cudaStream_t stream) {
-  softmax::Params p = {};
-  softmax::SetForwardScale(dtype, scale, &p);
-  p.log = log;
-  p.a = x;
-  p.out = y;
-  return softmax::PlanAndRun<false>(p, shape, mask, dtype, workspace, stream);
+cudaError_t SoftmaxForward(const SoftmaxArguments& call, cudaStream_t stream) {
+  return softmax::PlanAndRun<false>(call, stream);
 }
 
-cudaError_t SoftmaxBackward(const SoftmaxShape& shape, bool masked, const SoftmaxMask& mask,
-                            DType dtype, bool log, double scale, const void* y, const void* dy,
-                            void* dx, void* workspace, cudaStream_t stream) {
-  softmax::Params p = {};
-  p.scale = scale;
-  p.log = log;
-  p.skip_zeros = masked && !log;
-  p.a = y;
-  p.b = dy;
-  p.out = dx;
-  return softmax::PlanAndRun<true>(p, shape, log ? mask : SoftmaxMask(), dtype, workspace, stream);
-}
-
-cudaError_t SoftmaxDropoutForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
-                                  double scale, const SoftmaxDropout& dropout, const void* x,
-                                  void* y, cudaStream_t stream) {
-  softmax::Params p = {};
-  softmax::SetForwardScale(dtype, scale, &p);
-  p.dropout = dropout;
-  p.a = x;
-  p.out = y;
-  return softmax::PlanAndRun<false>(p, shape, mask, dtype, nullptr, stream);
-}
-
-cudaError_t SoftmaxDropoutBackward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
-                                   double scale, const SoftmaxDropout& dropout, const void* x,
-                                   const void* dy, void* dx, cudaStream_t stream) {
-  softmax::Params p = {};
-  softmax::SetForwardScale(dtype, scale, &p);
-  p.dropout = dropout;
-  p.skip_zeros = mask.data != nullptr;
-  p.a = x;
-  p.b = dy;
-  p.out = dx;
-  return softmax::PlanAndRun<true>(p, shape, mask, dtype, nullptr, stream);
+cudaError_t SoftmaxBackward(const SoftmaxArguments& call, cudaStream_t stream) {
+  return softmax::PlanAndRun<true>(call, stream);
 }
 
 cudaError_t LoadSoftmaxKernels() {

@@ -8,7 +8,6 @@
 #define JAX_FASTOPS_SOFTMAX_SOFTMAX_H_
 
 #include "core/backend.h"
-#include "core/dtype.h"
 #include "softmax/shape.h"
 
 namespace jax_fastops::FASTOPS_BACKEND {
@@ -17,28 +16,18 @@ namespace jax_fastops::FASTOPS_BACKEND {
 // count, whatever their value. Their y is 0, or -inf if `log`. The special cases are those of
 // jax.nn. A row that the mask excludes as a whole is 0 (-inf). A row whose maximum is +inf or -inf,
 // or that contains a NaN, is NaN wherever the mask is true.
-Status SoftmaxForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype, bool log,
-                      double scale, const void* x, void* y, void* workspace, Queue queue);
+// Then dropout, for rows of contiguous elements (inner is 1) of up to kSoftmaxDropoutRow; on CUDA,
+// not in float64.
+Status SoftmaxForward(const SoftmaxArguments& call, Queue queue);
 
 // dx from y and dy. Without a mask:
 //   softmax      dx = scale * y * (dy - sum(dy * y))
 //   log_softmax  dx = scale * (dy - exp(y) * sum(dy))
 // With a mask the excluded elements take no part in the sums, and their dx is 0 whatever dy is
-// there, including Inf and NaN. For softmax the excluded elements are those with y = 0 (`masked` is
-// true and the mask is not read); for log_softmax the mask itself is read.
-Status SoftmaxBackward(const SoftmaxShape& shape, bool masked, const SoftmaxMask& mask, DType dtype,
-                       bool log, double scale, const void* y, const void* dy, void* dx,
-                       void* workspace, Queue queue);
-
-// Dropout of SoftmaxForward's result, and dx from x and the cotangent of that. For rows of
-// contiguous elements (inner is 1) of up to kSoftmaxDropoutRow; on CUDA, not in float64. The mask
-// is read in both.
-Status SoftmaxDropoutForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
-                             double scale, const SoftmaxDropout& dropout, const void* x, void* y,
-                             Queue queue);
-Status SoftmaxDropoutBackward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
-                              double scale, const SoftmaxDropout& dropout, const void* x,
-                              const void* dy, void* dx, Queue queue);
+// there, including Inf and NaN. For softmax the excluded elements are those with y = 0 if `masked`
+// (the mask is not read); for log_softmax the mask itself is read. With dropout, dx is computed
+// from x and the mask.
+Status SoftmaxBackward(const SoftmaxArguments& call, Queue queue);
 
 // CUDA only: loads the kernels on the current device.
 Status LoadSoftmaxKernels();

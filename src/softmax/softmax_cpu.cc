@@ -579,77 +579,65 @@ struct Columns {
 
 }  // namespace
 
-void SoftmaxForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype, bool log,
-                    double scale, const void* x_data, void* y_data, void* /*workspace*/,
-                    Executor& executor) {
+void SoftmaxForward(const SoftmaxArguments& args, Executor& executor) {
+  const SoftmaxShape& shape = args.shape;
   if (shape.rows() == 0 || shape.n == 0) return;
-  const char* x = static_cast<const char*>(x_data);
-  char* y = static_cast<char*>(y_data);
-  const int type = static_cast<int>(dtype);
-  const int64_t itemsize = ItemSize(dtype);
-  const bool stream = ShouldStream(shape.rows() * shape.n * itemsize);
-  const SoftmaxCall call = {scale, log, mask.data != nullptr, stream};
-  if (shape.inner == 1) return ForwardRows(shape, mask, type, itemsize, call, x, y, executor);
-  WithAccumulator(dtype, [&]<typename Scalar>() {
+  const char* x = static_cast<const char*>(args.x);
+  char* y = static_cast<char*>(args.out);
+  const int type = static_cast<int>(args.dtype);
+  const int64_t itemsize = ItemSize(args.dtype);
+  const SoftmaxDropout& dropout = args.dropout;
+  const bool stream = dropout.seeds == nullptr && ShouldStream(shape.rows() * shape.n * itemsize);
+  const SoftmaxCall call = {args.scale, args.log, args.mask.data != nullptr, stream};
+  if (dropout.seeds != nullptr) {
+    OverDropoutRows(shape, args.mask, shape.n * itemsize, 2, executor,
+                    [&](int64_t row, const uint8_t* row_mask, int64_t at) {
+                      RowBuffer p;
+                      Kernels().rows[type](call, x + at, row_mask, 0, p, 1, shape.n);
+                      Kernels().drop[type](dropout, dropout.seeds + row * kSeedWords, p, y + at,
+                                           shape.n);
+                    });
+    return;
+  }
+  if (shape.inner == 1) return ForwardRows(shape, args.mask, type, itemsize, call, x, y, executor);
+  WithAccumulator(args.dtype, [&]<typename Scalar>() {
     const Cut cut(shape, sizeof(Scalar), itemsize);
-    Columns<Scalar>(shape, mask, call, type, itemsize, cut).Forward(x, y, executor);
+    Columns<Scalar>(shape, args.mask, call, type, itemsize, cut).Forward(x, y, executor);
   });
 }
 
-void SoftmaxBackward(const SoftmaxShape& shape, bool masked, const SoftmaxMask& mask, DType dtype,
-                     bool log, double scale, const void* y_data, const void* dy_data, void* dx_data,
-                     void* /*workspace*/, Executor& executor) {
+void SoftmaxBackward(const SoftmaxArguments& args, Executor& executor) {
+  const SoftmaxShape& shape = args.shape;
   if (shape.rows() == 0 || shape.n == 0) return;
-  const char* y = static_cast<const char*>(y_data);
-  const char* dy = static_cast<const char*>(dy_data);
-  char* dx = static_cast<char*>(dx_data);
-  const int type = static_cast<int>(dtype);
-  const int64_t itemsize = ItemSize(dtype);
-  const bool stream = ShouldStream(shape.rows() * shape.n * itemsize);
+  const char* x = static_cast<const char*>(args.x);
+  const char* y = static_cast<const char*>(args.y);
+  const char* dy = static_cast<const char*>(args.dy);
+  char* dx = static_cast<char*>(args.out);
+  const int type = static_cast<int>(args.dtype);
+  const int64_t itemsize = ItemSize(args.dtype);
+  const SoftmaxDropout& dropout = args.dropout;
+  if (dropout.seeds != nullptr) {
+    const SoftmaxCall call = {args.scale, false, args.masked, false};
+    OverDropoutRows(shape, args.mask, shape.n * itemsize, 3, executor,
+                    [&](int64_t row, const uint8_t* row_mask, int64_t at) {
+                      RowBuffer p, dp;
+                      Kernels().rows[type](call, x + at, row_mask, 0, p, 1, shape.n);
+                      Kernels().drop[type](dropout, dropout.seeds + row * kSeedWords, dy + at, dp,
+                                           shape.n);
+                      Kernels().backward_rows[type](call, p, dp, nullptr, 0, dx + at, 1, shape.n);
+                    });
+    return;
+  }
   // In the backward of softmax, y is 0 where elements are masked. Log-softmax needs the mask.
-  const SoftmaxMask used = log ? mask : SoftmaxMask();
-  const SoftmaxCall call = {scale, log, log ? mask.data != nullptr : masked, stream};
+  const SoftmaxMask used = args.log ? args.mask : SoftmaxMask();
+  const SoftmaxCall call = {args.scale, args.log,
+                            args.log ? args.mask.data != nullptr : args.masked,
+                            ShouldStream(shape.rows() * shape.n * itemsize)};
   if (shape.inner == 1) return BackwardRows(shape, used, type, itemsize, call, y, dy, dx, executor);
-  WithAccumulator(dtype, [&]<typename Scalar>() {
+  WithAccumulator(args.dtype, [&]<typename Scalar>() {
     const Cut cut(shape, 0, 2 * itemsize);
     Columns<Scalar>(shape, used, call, type, itemsize, cut).Backward(y, dy, dx, executor);
   });
-}
-
-void SoftmaxDropoutForward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
-                           double scale, const SoftmaxDropout& dropout, const void* x_data,
-                           void* y_data, Executor& executor) {
-  if (shape.rows() == 0 || shape.n == 0) return;
-  const char* x = static_cast<const char*>(x_data);
-  char* y = static_cast<char*>(y_data);
-  const int type = static_cast<int>(dtype);
-  const SoftmaxCall call = {scale, false, mask.data != nullptr, false};
-  OverDropoutRows(shape, mask, shape.n * ItemSize(dtype), 2, executor,
-                  [&](int64_t row, const uint8_t* row_mask, int64_t at) {
-                    RowBuffer p;
-                    Kernels().rows[type](call, x + at, row_mask, 0, p, 1, shape.n);
-                    Kernels().drop[type](dropout, dropout.seeds + row * kSeedWords, p, y + at,
-                                         shape.n);
-                  });
-}
-
-void SoftmaxDropoutBackward(const SoftmaxShape& shape, const SoftmaxMask& mask, DType dtype,
-                            double scale, const SoftmaxDropout& dropout, const void* x_data,
-                            const void* dy_data, void* dx_data, Executor& executor) {
-  if (shape.rows() == 0 || shape.n == 0) return;
-  const char* x = static_cast<const char*>(x_data);
-  const char* dy = static_cast<const char*>(dy_data);
-  char* dx = static_cast<char*>(dx_data);
-  const int type = static_cast<int>(dtype);
-  const SoftmaxCall call = {scale, false, mask.data != nullptr, false};
-  OverDropoutRows(shape, mask, shape.n * ItemSize(dtype), 3, executor,
-                  [&](int64_t row, const uint8_t* row_mask, int64_t at) {
-                    RowBuffer p, dp;
-                    Kernels().rows[type](call, x + at, row_mask, 0, p, 1, shape.n);
-                    Kernels().drop[type](dropout, dropout.seeds + row * kSeedWords, dy + at, dp,
-                                         shape.n);
-                    Kernels().backward_rows[type](call, p, dp, nullptr, 0, dx + at, 1, shape.n);
-                  });
 }
 
 }  // namespace jax_fastops::cpu

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include <type_traits>
+
 #include "core/cuda/packed.cuh"
 
 namespace jax_fastops::cuda {
@@ -21,6 +23,16 @@ __device__ __forceinline__ T ReluOf(T x) {
     return y;
   } else {
     return !(x <= 0) ? x : T{0};
+  }
+}
+
+// The ReLU of a sum that may have the accumulator type, as T.
+template <typename T, typename S>
+__device__ __forceinline__ T ReluTo(S sum) {
+  if constexpr (std::is_same_v<T, S>) {
+    return ReluOf(sum);
+  } else {
+    return FromCompute<T>(ReluOf(sum));
   }
 }
 

@@ -1,8 +1,0 @@
-// The kernels of bias_act for gelu. elementwise/bias_act.cu describes them.
-#include "elementwise/bias_act_of.cuh"
-
-namespace jax_fastops::cuda {
-
-FASTOPS_INSTANTIATE_BIAS_ACT(Gelu);
-
-}  // namespace jax_fastops::cuda
