@@ -282,6 +282,9 @@ def test_what_is_not_an_array_passes():
     close(found["y"], softmax(X) * 2.0, 1e-6)
     assert (found["kind"], found["none"], found["n"]) == ("softmax", None, 3)
     assert f.__doc__ == "Doc."
+    report, calls = fo.autofuse.report(f)(X, kind="softmax"), fo.explain(f)(X, kind="softmax")
+    assert len(report.replaced) == len(calls.calls) == 1
+    assert not fo.autofuse.report(lambda x: None)(X).replaced
 
 
 def test_effects_are_kept(capfd):

@@ -207,7 +207,8 @@ class autofuse(Generic[_P, _T]):
                 for i, x in zip(places, arrays, strict=True):
                     given[i] = x
                 a, k = jax.tree.unflatten(tree, given)
-                return jax.tree.leaves(_call(fn, a, k, rewrite.Settings(plans.append, drops)))
+                found = _call(fn, a, k, rewrite.Settings(plans.append, drops))
+                return list(filter(_is_array, jax.tree.leaves(found)))
 
             jax.eval_shape(run, *(leaves[i] for i in places))
             return _report(plans)
