@@ -96,6 +96,8 @@ def test_functions(name, dtype):
         lambda: optax_loss(X, jnp.array([0, -1, 39, 3, -40, 5])),
         lambda: optax_loss(X, jnp.array([0, 40, 41, 3, -41, 5])),
         lambda: optax_loss(X.T, axis=0),
+        lambda: optax_loss(X.at[:, ::3].set(jnp.inf)),
+        lambda: optax_loss(X.at[:, ::3].set(-jnp.inf)),
         lambda: optax_loss(X, where=X > -9),
     ],
 )
