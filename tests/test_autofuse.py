@@ -272,6 +272,27 @@ def test_meshes(axis_type):
         assert names(mapped, x) == ["gelu", "layer_norm"] or len(names(mapped, x)) == 2
 
 
+@pytest.mark.parametrize("mapped", ["vmap", "shard_map"])
+def test_statistics_of_all_devices(mapped):
+    """A mean over an axis with a name is over more than the array has."""
+
+    def f(x):
+        mean, square = jax.lax.pmean((x.mean((0, 1)), (x * x).mean((0, 1))), "data")
+        return (x - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5) * B + C
+
+    x = X[:, None]
+    if mapped == "vmap":
+        f = jax.vmap(f, axis_name="data")
+        assert "batch_norm" not in names(f, x)
+    elif len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+    else:
+        auto, devices = (jax.sharding.AxisType.Auto,), jax.devices()[:2]
+        mesh = jax.make_mesh((2,), ("data",), axis_types=auto, devices=devices)
+        f = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    close(run(fo.autofuse(f), (x,)), run(f, (x,)), 2e-5)
+
+
 def test_what_is_not_an_array_passes():
     @fo.autofuse
     def f(x, *, kind, scale=2.0):
