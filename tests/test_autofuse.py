@@ -79,6 +79,13 @@ def test_narrow_dtypes(name):
     close(run(fo.autofuse(f), args), run(f, args), 0.05)
 
 
+@pytest.mark.parametrize("shape", [(8,), (256, 112, 112, 64)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rules_are_found_in_each_type(shape, dtype):
+    """They are compared as text, in which a literal and the end of a line depend on the type."""
+    assert names(jax.nn.relu, jax.ShapeDtypeStruct(shape, dtype)) == ["relu"]
+
+
 def test_nothing_is_replaced_without_a_kernel():
     with fo.use_implementation("xla"):
         report = fo.autofuse.report(softmax)(X)

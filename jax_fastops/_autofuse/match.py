@@ -266,7 +266,7 @@ def _text(jaxpr) -> str:
     numbers, lines = set(), []
 
     def name(atom):
-        return str(atom.val) if isinstance(atom, Literal) else names[atom]
+        return str(np.asarray(atom.val).tolist()) if isinstance(atom, Literal) else names[atom]
 
     for equation in jaxpr.eqns:
         operands = [name(x) for x in equation.invars]
@@ -284,7 +284,9 @@ def _text(jaxpr) -> str:
 
 
 def _without_shapes(text: str) -> str:
-    return re.sub(r"\b[a-z]+[0-9]*\[[0-9,]*\]|\([0-9, ]*\)", "", text)
+    """Also without the places where lines are broken, which depend on the shapes."""
+    text = re.sub(r"\b[a-z]+[0-9]*\[[0-9,]*\]|\([0-9, ]*\)", "", text)
+    return re.sub(r"[\s;]+", " ", text)
 
 
 _rules: dict[str, str] = {}
