@@ -116,9 +116,9 @@ def _view(value: Value, narrowing: bool) -> tuple[Value, Map] | None:
         return operand, tuple(index.get(place[d]) if d in place else None for d in value.long)
     if node.name == "reshape" and node.params.get("dimensions") is None:
         return _same_view(value, operand)
-    if node.name == "transpose":  # of dimensions of size 1
-        order = [d for d in node.params["permutation"] if d in operand.long]
-        return _same_view(value, operand) if order == sorted(order) else None
+    if node.name == "transpose":
+        order = node.params["permutation"]
+        return operand, tuple(operand.long.index(order[d]) for d in value.long)
     if node.name in ("squeeze", "expand_dims", "slice", "copy", "copy_p", "pvary", "pcast"):
         return _same_view(value, operand)
     if node.name == "convert_element_type":
@@ -170,6 +170,36 @@ def operand_map(value: Value, operand: Value) -> Map:
         return identity(value)
     index = {d: i for i, d in enumerate(operand.long)}
     return tuple([index.get(d) for d in value.long])
+
+
+def _order(place: Map, shown: Map, source: Value) -> Map | None:
+    """From the dimensions of a formula to those of a value, whose order a program may change."""
+    if place == shown:
+        return identity(source)
+    if len(place) != len(shown):
+        return None
+    pairs = dict(zip(place, shown, strict=True))
+    if any(pairs[a] != b or (a is None) != (b is None) for a, b in zip(place, shown, strict=True)):
+        return None
+    pairs.pop(None, None)
+    order = tuple([pairs.get(i) for i in range(len(pairs))])
+    return order if set(order) == set(range(len(source.long))) else None
+
+
+def _unreduced(order: Map, formula: Apply, node: Node) -> Map | None:
+    """The same for the operand of a reduction, if the axes correspond."""
+    operand = node.inputs[0]
+    if meaning(node) == formula.params and order == identity(node.outputs[0]):
+        return identity(operand)
+    axes, own = (
+        tuple(map(int, re.findall("[0-9]+", p[0][1]))) for p in (formula.params, meaning(node))
+    )
+    kept = [i for i in range(len(operand.long)) if i not in axes]
+    if len(axes) != len(own) or len(kept) != len(order):
+        return None
+    rest = [i for i in range(len(operand.long)) if i not in own]
+    pairs = dict(zip((*axes, *kept), (*own, *(rest[i] for i in order)), strict=True))
+    return tuple([pairs[i] for i in range(len(pairs))])
 
 
 def terms_of(value: Value) -> list[tuple[float, Value]] | None:
@@ -397,7 +427,7 @@ def near(value: Value, limit: int = 80) -> tuple[set, tuple]:
         if node is None:
             key.append(None if value.constant is None else str(value.constant))  # NaN is not NaN
         else:
-            told = node.name in _REDUCTIONS or node.name == "custom_jvp_call"
+            told = node.name in _REDUCTIONS or node.name in ("custom_jvp_call", "transpose")
             key += (node.name, meaning(node) if told else None)
             found.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
             if node.name in _REDUCTIONS:
@@ -534,11 +564,10 @@ def _sign(value: Value) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What a leaf stands for: an array, how it is seen, and a value of the leaf's own shape."""
+    """What a leaf stands for: an array, and how it is seen."""
 
     source: Value
     map: Map
-    shown: Value | None
 
 
 @dataclasses.dataclass(slots=True)
@@ -586,19 +615,20 @@ class Matcher:
             return
         source, inner, passed = resolve(value, narrowing=True)
         state = state.through((*passed, source))
-        if compose(shown, inner) != place or source.node is None:
+        order = _order(place, compose(shown, inner), source)
+        if order is None or source.node is None:
             return
         before = len(state.inner)
         if isinstance(formula, Sum):
             if terms_of(source) is not None:
-                items = [(1.0, source, identity(source))]
+                items = [(1.0, source, order)]
                 yield from self._sum(formula, formula.terms, items, 0.0, None, state, True)
         elif isinstance(formula, Product):
             if _factors(source) is not None:
-                items = [(source, identity(source), 1.0)]
+                items = [(source, order, 1.0)]
                 yield from self._product(formula.factors, items, 1.0, state, True)
         else:
-            yield from self._apply(formula, source, state)
+            yield from self._apply(formula, source, order, state)
         if before > len(self.seen):
             self.seen, self.stopped = state.inner, source
 
@@ -625,8 +655,7 @@ class Matcher:
             elif found.setdefault(own, there) != there:
                 return None
         mapped = tuple(found[i] for i in range(len(found)))
-        direct = shown == place == _IDENTITIES[len(shown)]
-        bound = Bound(source, mapped, value if direct else None)
+        bound = Bound(source, mapped)
         known = state.leaves.get(leaf.index)
         if known is None:
             return State({**state.leaves, leaf.index: bound}, state.free, state.inner)
@@ -706,21 +735,27 @@ class Matcher:
         inside = state.through((*passed, source))
         yield from self._product(left, [*more, *rest], total * _sign(source) ** exponent, inside)
 
-    def _apply(self, formula: Apply, source: Value, state: State) -> Iterator:
+    def _apply(self, formula: Apply, source: Value, order: Map, state: State) -> Iterator:
         node = source.node
         assert node is not None
         if node.name != formula.name or len(node.inputs) != len(formula.operands):
             return
-        if meaning(node) != formula.params:
+        if node.name in _REDUCTIONS:
+            order = _unreduced(order, formula, node)
+            if order is None:
+                return
+        elif meaning(node) != formula.params:
+            return
+        elif node.name not in _ELEMENTWISE and order != identity(source):
             return
         orders = [node.inputs]
         if node.name in _COMMUTATIVE:
             orders.append(node.inputs[::-1])
         for inputs in orders:
-            for after in self._operands(formula.operands, inputs, source, state):
+            for after in self._operands(formula.operands, inputs, source, order, state):
                 yield after, 1.0
 
-    def _operands(self, formulas, inputs, source: Value, state: State) -> Iterator[State]:
+    def _operands(self, formulas, inputs, source: Value, order: Map, state: State) -> Iterator:
         if not formulas:
             yield state
             return
@@ -728,15 +763,17 @@ class Matcher:
         if isinstance(formula, float):
             known = constant(value)
             if known is not None and self._near(float(known), formula):
-                yield from self._operands(formulas[1:], inputs[1:], source, state)
+                yield from self._operands(formulas[1:], inputs[1:], source, order, state)
             return
         part, place, factor = formula
         assert source.node is not None
-        elementwise = source.node.name in _ELEMENTWISE
-        shown = operand_map(source, value) if elementwise else identity(value)
+        if source.node.name in _ELEMENTWISE:
+            shown = compose(order, operand_map(source, value))
+        else:
+            shown = order if source.node.name in _REDUCTIONS else identity(value)
         for after, r in self._scaled(part, place, value, shown, state):
             if self._near(r, factor):
-                yield from self._operands(formulas[1:], inputs[1:], source, after)
+                yield from self._operands(formulas[1:], inputs[1:], source, order, after)
 
 
 def _equal(a: Value, b: Value, depth: int = 8) -> bool:
