@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from jax_fastops import _compat
 from jax_fastops._autofuse.graph import Graph, Node, Value
 
 Map = tuple  # of int | None
@@ -252,17 +253,14 @@ def _factors(value: Value) -> list[tuple[Value, float]] | None:
     return None
 
 
-def meaning(node: Node, rule_of: Callable | None = None) -> tuple:
-    """What makes an operation this one: its parameters, without what depends on sizes.
-
-    ``rule_of`` gives the derivative rule of a function that has one.
-    """
+def meaning(node: Node) -> tuple:
+    """What makes an operation this one: its parameters, without what depends on sizes."""
     if node.meaning is None:
-        node.meaning = _meaning(node, rule_of or _derivative_rule)
+        node.meaning = _meaning(node)
     return node.meaning
 
 
-def _meaning(node: Node, rule_of: Callable) -> tuple:
+def _meaning(node: Node) -> tuple:
     params = {k: v for k, v in node.params.items() if k not in _IGNORED_PARAMS}
     if node.name in _REDUCTIONS:
         long = node.inputs[0].long
@@ -271,13 +269,27 @@ def _meaning(node: Node, rule_of: Callable) -> tuple:
         long = node.outputs[0].long
         params = {"along": long.index(params["dimension"]) if params["dimension"] in long else None}
     if node.name == "custom_jvp_call":
-        params = {"rule": rule_of(node)}
+        params = {"rule": _derivative_rule(node)}
     return tuple(sorted((k, str(v)) for k, v in params.items()))
+
+
+_rules: dict[tuple, str] = {}
 
 
 def _derivative_rule(node: Node) -> str:
     """The value and the derivative of a function with a rule of its own, as text without shapes."""
+    rule = _compat.derivative_rule(node.equation)
+    if rule is None:
+        return _traced_rule(node)
+    key = *rule, *((v.shape, v.dtype) for v in node.inputs)
+    if key not in _rules:
+        if len(_rules) > 1000:
+            _rules.clear()
+        _rules[key] = _traced_rule(node)
+    return _rules[key]
 
+
+def _traced_rule(node: Node) -> str:
     def call(*args):
         found = node.equation.primitive.get_bind_params(node.params)
         subfuns, params = found if isinstance(found, tuple) else ((), found)
@@ -317,17 +329,6 @@ def _without_shapes(text: str) -> str:
     """Also without the places where lines are broken, which depend on the shapes."""
     text = re.sub(r"\b[a-z]+[0-9]*\[[0-9,]*\]|\([0-9, ]*\)", "", text)
     return re.sub(r"[\s;]+", " ", text)
-
-
-_rules: dict[str, str] = {}
-
-
-def _rule_in_pattern(node: Node) -> str:
-    """The derivative rule of a function in a pattern, where the same value has the same rule."""
-    text = _without_shapes(str(node.params["call_jaxpr"]))
-    if text not in _rules:
-        _rules[text] = _derivative_rule(node)
-    return _rules[text]
 
 
 # ---- formulas of patterns ------------------------------------------------------------------------
@@ -552,7 +553,7 @@ class Compiler:
             factor, formula, inner = self._compile(operand)
             outer = operand_map(value, operand) if node.name in _ELEMENTWISE else identity(operand)
             operands.append((formula, compose(outer, inner), factor))
-        return Apply(node.name, meaning(node, _rule_in_pattern), tuple(operands))
+        return Apply(node.name, meaning(node), tuple(operands))
 
 
 def _sign(value: Value) -> float:

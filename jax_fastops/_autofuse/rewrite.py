@@ -184,32 +184,36 @@ class _Finder:
         if source.node is None:
             return None
         around, key = near(source)
+        key = value.shape, value.dtype, *key
         self._tried: list[tuple[float, Miss]] = []
+        whole = []
         for pattern, axis in self._candidates(value, source, around, key):
-            if (found := self._at(pattern, axis, value, around)) is not None:
-                self._remember(key, (pattern, axis))
+            self._matched = False
+            found = self._at(pattern, axis, value, around)
+            if found is not None:
+                self._remember(key, [(pattern, axis), *whole], False)
                 return found
+            if self._matched:
+                whole.append((pattern, axis))
         if self._tried:
             self.misses.append(max(self._tried, key=lambda found: found[0])[1])
-        if all(miss.reason == _DIFFERS for _, miss in self._tried):
-            self._remember(key, None)
+        self._remember(key, whole, True)
         return None
 
-    _known: ClassVar[dict[tuple, tuple[Pattern, int] | None]] = {}
+    _known: ClassVar[dict[tuple, tuple[list[tuple[Pattern, int]], bool]]] = {}
 
-    def _remember(self, key: tuple, found: tuple[Pattern, int] | None) -> None:
-        """What was found after such operations. It is tried first, and nothing else after None."""
+    def _remember(self, key: tuple, whole: list[tuple[Pattern, int]], all_tried: bool) -> None:
+        """The patterns that are there after such operations, and whether there are no others."""
         if len(self._known) > 10_000:
             self._known.clear()
-        self._known[key] = found
+        self._known[key] = whole, all_tried
 
     def _candidates(self, value: Value, source: Value, around: set, key: tuple) -> Iterator[tuple]:
         """The patterns to try, with the axis."""
-        if key in self._known:
-            known = self._known[key]
-            if known is not None:
-                yield known
-            elif not self.thorough:
+        known, all_tried = self._known.get(key, ((), False))
+        if not (self.thorough and all_tried):
+            yield from known
+            if all_tried:
                 return
         kinds = _kinds(source)
         for pattern in by_size():
@@ -291,6 +295,7 @@ class _Finder:
             if part > 0.7 and formulas[0].size > 5:
                 self._miss(pattern, matcher.stopped or value, _DIFFERS, min(part, 0.99))
             return None
+        self._matched = True
         return self._checked(pattern, axis, value, state, formulas, n, sizes if loss else None)
 
     @staticmethod
