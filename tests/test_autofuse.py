@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from autofuse_programs import (
     LABELS,
+    LOWER,
     PROGRAMS,
     SCORES,
     B,
@@ -218,6 +219,19 @@ def test_masks_that_are_known(fill, rows):
     counts = rows and fill <= -1e9
     assert names(f, SCORES) == ["where + softmax" if counts else "softmax"]
     close(run(fo.autofuse(f), (SCORES,)), run(f, (SCORES,)), 2e-5)
+
+
+def test_check_finds_a_row_of_padding_in_a_causal_mask():
+    """All of it is at the number of the mask; the documentation says so."""
+
+    def f(x, kept):
+        return softmax(jnp.where(LOWER, x + (1 - kept) * -1e9, -1e9))
+
+    kept = jnp.ones((2, 1, 1, 8))
+    fused = fo.autofuse(f, check=True)
+    close(fused(SCORES, kept), f(SCORES, kept), 1e-6)
+    with pytest.raises(ValueError, match="autofuse: result differs by"):
+        fused(SCORES, kept.at[1].set(0))
 
 
 WRAPPERS = {
