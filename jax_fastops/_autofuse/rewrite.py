@@ -292,7 +292,8 @@ class _Finder:
         state = matcher(formulas[0], n, value)
         if state is None:
             part = len(set(matcher.seen)) / (1 + formulas[0].size)
-            if part > 0.7 and formulas[0].size > 5:
+            # Sums and products that are nearly a lerp are everywhere.
+            if part > 0.7 and formulas[0].size > 5 and pattern.needs:
                 self._miss(pattern, matcher.stopped or value, _DIFFERS, min(part, 0.99))
             return None
         self._matched = True
