@@ -130,6 +130,11 @@ PROGRAMS = {
         (X,),
         ["layer_norm"],
     ),
+    "norm of what a function moves": (
+        lambda x, b: rms(jax.jit(lambda x: jnp.sin(x).swapaxes(0, 1))(x), b),
+        (X, B),
+        ["rms_norm"],
+    ),
     "scaled softmax": (lambda x: jax.nn.softmax(x * 0.125), (X,), ["scale + softmax"]),
     "masked softmax": (
         lambda x, where: jax.nn.softmax(x, where=where),

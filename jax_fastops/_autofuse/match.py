@@ -565,10 +565,36 @@ def _sign(value: Value) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What a leaf stands for: an array, and how it is seen."""
+    """What a leaf stands for: an array, and how it is seen. ``seen`` shows it at its place."""
 
     source: Value
     map: Map
+    seen: tuple[Map, Map, Value] | None = None
+
+    def where(self, is_there: Callable[[Value], bool]) -> Bound:
+        """The same by another view of the array, if that is inside of a function."""
+        if self.seen is None or is_there(self.source):
+            return self
+        place, shown, value = self.seen
+        while value is not self.source:
+            if is_there(value) and (found := _map_of_leaf(place, shown)) is not None:
+                return Bound(value, found)
+            step = _view(value, False)
+            assert step is not None, value.aval
+            value, shown = step[0], compose(shown, step[1])
+        return self
+
+
+def _map_of_leaf(place: Map, shown: Map) -> Map | None:
+    """From the dimensions of a leaf to those of a value, by the dimensions of what has both."""
+    found: dict[int, int | None] = {}
+    for own, there in zip(place, shown, strict=True):
+        if own is None:
+            if there is not None:
+                return None
+        elif found.setdefault(own, there) != there:
+            return None
+    return tuple([found[i] for i in range(len(found))])
 
 
 @dataclasses.dataclass(slots=True)
@@ -647,16 +673,10 @@ class Matcher:
 
     def _bind(self, leaf: Leaf, place: Map, value: Value, shown: Map, state: State) -> State | None:
         source, inner, passed = resolve(value)
-        full = compose(shown, inner)
-        found: dict[int, int | None] = {}
-        for own, there in zip(place, full, strict=True):
-            if own is None:
-                if there is not None:
-                    return None
-            elif found.setdefault(own, there) != there:
-                return None
-        mapped = tuple(found[i] for i in range(len(found)))
-        bound = Bound(source, mapped)
+        mapped = _map_of_leaf(place, compose(shown, inner))
+        if mapped is None:
+            return None
+        bound = Bound(source, mapped, (place, shown, value))
         known = state.leaves.get(leaf.index)
         if known is None:
             return State({**state.leaves, leaf.index: bound}, state.free, state.inner)

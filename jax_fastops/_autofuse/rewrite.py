@@ -385,7 +385,7 @@ class _Finder:
             if kind == "free":
                 found[name] = state.free[i]
                 continue
-            bound = state.leaves[i]
+            bound = state.leaves[i].where(lambda v: not root.places.keys().isdisjoint(v.places))
             dtype = bound.source.dtype
             floating = jnp.issubdtype(dtype, jnp.floating)
             if floating is not (kind in ("full", "row")):
