@@ -77,3 +77,21 @@ def struct_of(aval) -> jax.ShapeDtypeStruct:
     elif getattr(aval, "manual_axis_type", None):
         more["manual_axis_type"] = aval.manual_axis_type
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **more)
+
+
+def derivative_rule(equation) -> tuple | None:
+    """What tells the rule of a ``custom_jvp`` from others, or ``None`` if jax does not show it."""
+    try:
+        thunk = next(filter(callable, _nonlocals(equation.params["jvp_jaxpr_fun"].f).values()))
+        rule = _nonlocals(thunk)["jvp"]
+        steps = [(step.__name__, given) for step, given in rule.transforms]
+    except (AttributeError, KeyError, StopIteration, TypeError):
+        return None
+    if any(name not in ("_flatten_jvp", "_get_result_paths_thunk") for name, _ in steps):
+        return None  # a transformed one
+    return rule.f, *(x for _, given in steps for x in given if not callable(x))
+
+
+def _nonlocals(f) -> dict:
+    cells = zip(f.__code__.co_freevars, f.__closure__, strict=True)
+    return {name: cell.cell_contents for name, cell in cells}

@@ -177,7 +177,7 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
             for i, array in zip(places, arrays, strict=True):
                 given[i] = array
             args, kwargs = jax.tree.unflatten(tree, given)
-            return jax.tree.leaves(fn(*args, **kwargs))
+            return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if hasattr(x, "shape")]
 
         number = next(_numbers)
         records = _sessions[number] = []

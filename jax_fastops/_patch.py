@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax_fastops import _implementation, _patched
 from jax_fastops._autofuse.patterns import losses_by_label
 from jax_fastops._dispatch import kernel_or
+from jax_fastops.batch_norm import batch_norm, batch_norm_inference
 from jax_fastops.bias_act import bias_act
 from jax_fastops.dropout import dropout
 from jax_fastops.norm import layer_norm, rms_norm
@@ -88,49 +89,87 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
     return kernel_or(ours, functools.partial(original, axis=axis))(logits, labels)
 
 
+def _linen_parameters(layer, x, axis: int) -> list | None:
+    """Scale and bias of a norm of Flax, if the result of the op has the dtype of Flax's.
+
+    They are read without a claim on their names, so that the original can still make it.
+    """
+    if not _takes(x) or layer.is_initializing():
+        return None
+    unbox = sys.modules["flax.core.meta"].unbox
+    used = {leaf: getattr(layer, f"use_{leaf}", False) for leaf in ("scale", "bias")}
+    found = [unbox(layer.get_variable("params", leaf)) if used[leaf] else None for leaf in used]
+    given = [p for p, use in zip(found, used.values(), strict=True) if use]
+    if any(getattr(p, "shape", None) != (x.shape[axis],) for p in given):
+        return None
+    return found if x.dtype == (layer.dtype or jnp.result_type(x, *given)) else None
+
+
+def _one_axis(axes) -> int | None:
+    axes = tuple(axes) if hasattr(axes, "__iter__") else (axes,)
+    return axes[0] if len(axes) == 1 else None
+
+
 def _linen_statistics(original, x, *args, **kwargs):
-    """Notes whether the statistics are those of whole rows on one device, for `_linen_norm`."""
-    call = inspect.signature(original).bind(x, *args, **kwargs)
-    found = original(x, *args, **kwargs)
-    given = call.arguments
-    _local.statistics = found[0], given.get("mask") is None and given.get("axis_name") is None
-    return found
+    """Notes whether the statistics are those of whole rows on one device, for `_linen_norm`.
+
+    A batch norm is computed here, because its layer averages the statistics before it normalizes.
+    """
+    given = inspect.signature(original).bind(x, *args, **kwargs).arguments
+    whole = given.get("mask") is None and given.get("axis_name") is None
+    layer = sys.modules["flax.linen.module"]._context.module_stack[-1]
+    ours = whole and _active(layer) == "batch_norm"
+    with _patched.off():
+        y, *statistics = (ours and _linen_batch_norm(layer, x)) or (None,)
+        statistics = statistics or original(x, *args, **kwargs)
+    _local.statistics = statistics[0], whole, y
+    return tuple(statistics)
+
+
+def _linen_batch_norm(layer, x) -> tuple | None:
+    axis = _one_axis(layer.axis)
+    parameters = None if axis is None else _linen_parameters(layer, x, axis)
+    if parameters is None or not getattr(layer, "force_float32_reductions", True):
+        return None
+    ours = functools.partial(batch_norm, axis=axis, eps=layer.epsilon)
+    return kernel_or(ours, lambda *_: None)(x, *parameters)
 
 
 def _linen_norm(original, *args, **kwargs):
     """Flax has computed the statistics; XLA removes them if they are not used."""
-    call = inspect.signature(original).bind(*args, **kwargs)
-    call.apply_defaults()
-    given = call.arguments
-    layer, x, mean = given["mdl"], given["x"], given["mean"]
-    linen = sys.modules["flax.linen"]
-    name = {linen.LayerNorm: "layer_norm", linen.RMSNorm: "rms_norm"}.get(type(layer))
-    known, whole = getattr(_local, "statistics", (None, False))
-    last = {-1, x.ndim - 1}
-    axes = [given[a] if hasattr(given[a], "__iter__") else (given[a],) for a in _AXES]
-    if name not in _patched.names.value or known is not mean or not whole or not _takes(x):
-        return original(*args, **kwargs)
-    if any(len(a) != 1 or a[0] not in last for a in axes) or layer.is_initializing():
-        return original(*args, **kwargs)
-    stored = [
-        layer.param(leaf, given[f"{leaf}_init"], (x.shape[-1],), given["param_dtype"])
-        if given[f"use_{leaf}"]
-        else None
-        for leaf in ("scale", "bias")
-    ]
-    dtype = given["dtype"] or jnp.result_type(x, *(p for p in stored if p is not None))
-    if dtype != x.dtype or any(p is not None and p.shape != x.shape[-1:] for p in stored):
-        return original(*args, **kwargs)
-    parameters = stored[: 1 if name == "rms_norm" else 2]
-    if name == "rms_norm" and stored[1] is not None:
-        return original(*args, **kwargs)
-    op = {"layer_norm": layer_norm, "rms_norm": rms_norm}[name]
-    ours = functools.partial(op, x, *parameters, eps=given["epsilon"])
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    layer, x, mean, var = (given[name] for name in ("mdl", "x", "mean", "var"))
+    statistics, whole, y = getattr(_local, "statistics", (None, False, None))
+    if statistics is mean and y is not None:
+        return y
+    name, axis, last = _active(layer), _one_axis(given["feature_axes"]), (-1, x.ndim - 1)
+    if name == "batch_norm":
+        fits = axis is not None and statistics is not mean  # running averages
+    else:
+        rows = axis in last and _one_axis(given["reduction_axes"]) in last
+        fits = name is not None and statistics is mean and whole and rows
+    parameters = _linen_parameters(layer, x, axis) if fits else None
     with _patched.off():
-        return kernel_or(ours, lambda: original(*args, **kwargs))()
+        if parameters is None:
+            return original(*args, **kwargs)
+        if name == "batch_norm":
+            ours = functools.partial(batch_norm_inference, x, mean, var, *parameters, axis=axis)
+        else:
+            op = {"layer_norm": layer_norm, "rms_norm": rms_norm}[name]
+            ours = functools.partial(op, x, *parameters[: 1 if op is rms_norm else 2])
+        return kernel_or(lambda: ours(eps=layer.epsilon), lambda: original(*args, **kwargs))()
 
 
-_AXES = ("reduction_axes", "feature_axes")
+def _active(layer) -> str | None:
+    """The name of a norm of Flax that is ours now. A subclass may be another function."""
+    linen = sys.modules["flax.linen"]
+    kinds = {
+        linen.LayerNorm: "layer_norm",
+        linen.RMSNorm: "rms_norm",
+        linen.BatchNorm: "batch_norm",
+    }
+    name = kinds.get(type(layer))
+    return name if name in _patched.names.value else None
 
 
 def _linen_dropout(original, layer, inputs, deterministic=None, rng=None, **rest):
@@ -171,7 +210,11 @@ _PLACES: dict[str, list[tuple[str, str, Callable]]] = {
         ("flax.linen.normalization", "_normalize", _linen_norm),
         ("flax.nnx", "RMSNorm.__call__", _nnx("RMSNorm")),
     ],
-    "batch_norm": [("flax.nnx", "BatchNorm.__call__", _nnx("BatchNorm"))],
+    "batch_norm": [
+        ("flax.linen.normalization", "_compute_stats", _linen_statistics),
+        ("flax.linen.normalization", "_normalize", _linen_norm),
+        ("flax.nnx", "BatchNorm.__call__", _nnx("BatchNorm")),
+    ],
     "dropout": [
         ("flax.linen", "Dropout.__call__", _linen_dropout),
         ("flax.nnx", "Dropout.__call__", _nnx("Dropout")),
@@ -191,7 +234,7 @@ def _run(place: str, *args: Any, **kwargs: Any) -> Any:
     active = _patched.names.value
     if names.isdisjoint(active):
         return original(*args, **kwargs)
-    if ours is _linen_norm:  # it asks which of two names is active
+    if ours in (_linen_statistics, _linen_norm):  # they ask which name is active
         return ours(original, *args, **kwargs)
     with _patched.off():
         return ours(original, *args, **kwargs)
@@ -288,7 +331,7 @@ class patch(contextlib.ContextDecorator):
     ``"cross_entropy"`` ``optax.softmax_cross_entropy_with_integer_labels``
     ``"layer_norm"``    ``LayerNorm`` of ``flax.nnx`` and ``flax.linen``
     ``"rms_norm"``      ``RMSNorm`` of ``flax.nnx`` and ``flax.linen``
-    ``"batch_norm"``    ``BatchNorm`` of ``flax.nnx``
+    ``"batch_norm"``    ``BatchNorm`` of ``flax.nnx`` and ``flax.linen``
     ``"dropout"``       ``Dropout`` of ``flax.nnx`` and ``flax.linen``, with the masks of
                         :func:`dropout_mask`, which are not Flax's
     =================== =======================================================================

@@ -55,8 +55,12 @@ def _selected(logits, labels):
 
 
 def _statistics(x):
-    """The maximum of each row, and the logarithm of the sum of the exponentials of ``x - max``."""
+    """The maximum of each row, and the logarithm of the sum of the exponentials of ``x - max``.
+
+    As in ``jax.nn.logsumexp``, 0 stands for an infinite maximum.
+    """
     top = jax.lax.stop_gradient(x.max(-1))
+    top = jnp.where(jnp.isfinite(top), top, jnp.zeros_like(top))
     shifted = x - top[..., None]
     return top, shifted, jnp.log(jnp.exp(shifted).sum(-1))
 

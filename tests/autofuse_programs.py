@@ -108,6 +108,33 @@ PROGRAMS = {
         (X,),
         ["scale + softmax"],
     ),
+    "softmax under vmap": (jax.vmap(softmax, 1), (X,), ["softmax"]),
+    "softmax under vmap, moved back": (jax.vmap(jax.nn.softmax, 2, 2), (X,), ["softmax"]),
+    "log_softmax under vmap": (
+        jax.vmap(lambda x: jax.nn.log_softmax(x, 0), 1, 1),
+        (X,),
+        ["log_softmax"],
+    ),
+    "mask under vmap": (
+        jax.vmap(lambda x, m: jax.nn.softmax(x / 8, where=m), (1, 2), 1),
+        (X, MASK.transpose(0, 2, 1)),
+        ["scale + softmax with where"],
+    ),
+    "causal under vmap": (
+        jax.vmap(lambda x: softmax(jnp.where(LOWER, x, -jnp.inf)), 1, 1),
+        (SCORES,),
+        ["where + softmax"],
+    ),
+    "layer norm under vmap": (
+        jax.vmap(lambda x: by_moments(x, B[:6], C[:6]), 2, 2),
+        (X,),
+        ["layer_norm"],
+    ),
+    "norm of what a function moves": (
+        lambda x, b: rms(jax.jit(lambda x: jnp.sin(x).swapaxes(0, 1))(x), b),
+        (X, B),
+        ["rms_norm"],
+    ),
     "scaled softmax": (lambda x: jax.nn.softmax(x * 0.125), (X,), ["scale + softmax"]),
     "masked softmax": (
         lambda x, where: jax.nn.softmax(x, where=where),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from autofuse_programs import (
     LABELS,
+    LOWER,
     PROGRAMS,
     SCORES,
     B,
@@ -77,6 +78,13 @@ def test_narrow_dtypes(name):
     args = [x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
     assert names(f, *args) == patterns
     close(run(fo.autofuse(f), args), run(f, args), 0.05)
+
+
+@pytest.mark.parametrize("shape", [(8,), (256, 112, 112, 64)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rules_are_found_in_each_type(shape, dtype):
+    """They are compared as text, in which a literal and the end of a line depend on the type."""
+    assert names(jax.nn.relu, jax.ShapeDtypeStruct(shape, dtype)) == ["relu"]
 
 
 def test_nothing_is_replaced_without_a_kernel():
@@ -213,6 +221,19 @@ def test_masks_that_are_known(fill, rows):
     close(run(fo.autofuse(f), (SCORES,)), run(f, (SCORES,)), 2e-5)
 
 
+def test_check_finds_a_row_of_padding_in_a_causal_mask():
+    """All of it is at the number of the mask; the documentation says so."""
+
+    def f(x, kept):
+        return softmax(jnp.where(LOWER, x + (1 - kept) * -1e9, -1e9))
+
+    kept = jnp.ones((2, 1, 1, 8))
+    fused = fo.autofuse(f, check=True)
+    close(fused(SCORES, kept), f(SCORES, kept), 1e-6)
+    with pytest.raises(ValueError, match="autofuse: result differs by"):
+        fused(SCORES, kept.at[1].set(0))
+
+
 WRAPPERS = {
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
@@ -272,6 +293,27 @@ def test_meshes(axis_type):
         assert names(mapped, x) == ["gelu", "layer_norm"] or len(names(mapped, x)) == 2
 
 
+@pytest.mark.parametrize("mapped", ["vmap", "shard_map"])
+def test_statistics_of_all_devices(mapped):
+    """A mean over an axis with a name is over more than the array has."""
+
+    def f(x):
+        mean, square = jax.lax.pmean((x.mean((0, 1)), (x * x).mean((0, 1))), "data")
+        return (x - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5) * B + C
+
+    x = X[:, None]
+    if mapped == "vmap":
+        f = jax.vmap(f, axis_name="data")
+        assert "batch_norm" not in names(f, x)
+    elif len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+    else:
+        auto, devices = (jax.sharding.AxisType.Auto,), jax.devices()[:2]
+        mesh = jax.make_mesh((2,), ("data",), axis_types=auto, devices=devices)
+        f = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    close(run(fo.autofuse(f), (x,)), run(f, (x,)), 2e-5)
+
+
 def test_what_is_not_an_array_passes():
     @fo.autofuse
     def f(x, *, kind, scale=2.0):
@@ -282,6 +324,9 @@ def test_what_is_not_an_array_passes():
     close(found["y"], softmax(X) * 2.0, 1e-6)
     assert (found["kind"], found["none"], found["n"]) == ("softmax", None, 3)
     assert f.__doc__ == "Doc."
+    report, calls = fo.autofuse.report(f)(X, kind="softmax"), fo.explain(f)(X, kind="softmax")
+    assert len(report.replaced) == len(calls.calls) == 1
+    assert not fo.autofuse.report(lambda x: None)(X).replaced
 
 
 def test_effects_are_kept(capfd):
@@ -324,6 +369,39 @@ def test_check():
 def test_labels_that_are_no_class():
     labels = LABELS.at[0].set(jnp.array([-1, -40, -41, 39, 40, 41]))
     np.testing.assert_allclose(fo.autofuse(label_loss)(X, labels), label_loss(X, labels), rtol=1e-5)
+
+
+def picked(x, labels):
+    return jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
+
+
+def by_one_hot(x, labels):
+    return (jax.nn.one_hot(labels, x.shape[-1], dtype=x.dtype) * x).sum(-1)
+
+
+LOSSES = {
+    "log_softmax": lambda x, labels: -picked(jax.nn.log_softmax(x), labels),
+    "logsumexp": lambda x, labels: jax.nn.logsumexp(x, -1) - picked(x, labels),
+    "one_hot": lambda x, labels: -by_one_hot(jax.nn.log_softmax(x), labels),
+    "product": lambda x, labels: jax.nn.logsumexp(x, -1) - by_one_hot(x, labels),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("form", LOSSES)
+def test_losses_of_special_values(form, dtype):
+    """Each form has its own NaN and inf in rows with +inf; a masked class has -inf."""
+    f, low = LOSSES[form], float(jnp.finfo(dtype).min)
+    rows = [[0, 1, np.inf, 2], [np.inf, np.inf, 1, 2], [np.nan, 1, np.inf, 2]]
+    if form in ("log_softmax", "logsumexp"):
+        rows += [[0, 1, -np.inf, 2], [-np.inf] * 4, [-low, low, 3, 4]]
+    x, labels = jnp.repeat(jnp.array(rows, dtype), 4, 0), jnp.tile(jnp.arange(4), len(rows))
+    assert names(f, x, labels) in (["cross_entropy"], ["cross_entropy of one_hot"])
+    eps = 4 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(fo.autofuse(f)(x, labels), f(x, labels), rtol=eps)
+    want, got = (jax.vjp(g, x, labels)[1](jnp.ones(len(x), dtype))[0] for g in (f, fo.autofuse(f)))
+    if form != "product":  # whose gradient is not NaN in the whole row
+        np.testing.assert_allclose(got, want, rtol=eps, atol=eps)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -0.0, 1e30])

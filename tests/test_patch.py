@@ -96,6 +96,9 @@ def test_functions(name, dtype):
         lambda: optax_loss(X, jnp.array([0, -1, 39, 3, -40, 5])),
         lambda: optax_loss(X, jnp.array([0, 40, 41, 3, -41, 5])),
         lambda: optax_loss(X.T, axis=0),
+        lambda: jax.nn.glu(X, 0),
+        lambda: optax_loss(X.at[:, ::3].set(jnp.inf)),
+        lambda: optax_loss(X.at[:, ::3].set(-jnp.inf)),
         lambda: optax_loss(X, where=X > -9),
     ],
 )
@@ -268,6 +271,70 @@ def test_linen(options):
     assert found.count("norm") == 2 and masked.count("norm") == 1
     with fo.patch(only="rms_norm"):
         assert targets_of(lambda v: model.apply(v, X), variables).count("norm") == 1
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("options", [{}, dict(axis=1, use_scale=False), dict(dtype="bfloat16")])
+def test_linen_batch_norm(options, average):
+    linen = pytest.importorskip("flax.linen")
+    x = jnp.tile(X, (2, 4, 1, 1)).astype(options.get("dtype", "float32"))  # [2, 4, 6, 40]
+    model = linen.BatchNorm(use_running_average=average, **options)
+    variables = model.init(jax.random.key(0), x)
+
+    def run(x):
+        def loss(variables):
+            y, state = model.apply(variables, x, mutable=["batch_stats"])
+            return jnp.sum(jnp.sin(y.astype(jnp.float32))), (y, state)
+
+        (_, found), gradients = jax.value_and_grad(loss, has_aux=True)(variables)
+        return found, gradients["params"]
+
+    want = run(x)
+    with fo.patch():
+        got = run(x)
+        kernels = targets_of(lambda x: run(x)[0], x)
+        close(model.init(jax.random.key(0), x), variables, 0)
+    close(got, want, 0.05 if options.get("dtype") else 1e-4)
+    assert any("batch_norm" in k for k in kernels)
+
+
+@pytest.mark.parametrize("case", ["mask", "axis_name", "axes", "subclass", "float32", "without"])
+def test_linen_batch_norms_that_stay(case):
+    """What the op does not compute, among it statistics of several devices."""
+    linen = pytest.importorskip("flax.linen")
+    kind = type("Mine", (linen.BatchNorm,), {}) if case == "subclass" else linen.BatchNorm
+    options = {"axis_name": dict(axis_name="batch"), "axes": dict(axis=(1, 2))}.get(case, {})
+    model = kind(use_running_average=False, **options)
+    x = jnp.tile(X, (4, 1, 1)).astype("bfloat16" if case == "float32" else "float32")
+    variables = model.init(jax.random.key(0), x)
+    given = dict(mask=x > 0) if case == "mask" else {}
+
+    def apply(x):
+        return model.apply(variables, x, mutable=["batch_stats"], **given)
+
+    def run(x):
+        return jax.vmap(apply, axis_name="batch")(x) if case == "axis_name" else apply(x)
+
+    want = run(x)
+    with fo.patch(without=["batch_norm"] if case == "without" else []):
+        assert targets_of(run, x) == []
+        close(run(x), want, 0)
+
+
+def test_linen_norms_whose_kernel_does_not_take_the_call():
+    """The parameters are then still the layer's to declare."""
+    linen = pytest.importorskip("flax.linen")
+    for layer in (linen.LayerNorm(), linen.RMSNorm(), linen.BatchNorm(use_running_average=False)):
+        variables = layer.init(jax.random.key(0), X)
+
+        def run(x):
+            return layer.apply(variables, x, mutable=["batch_stats"])  # noqa: B023
+
+        for x, implementation in ((X.astype(jnp.bfloat16), "native"), (X, "xla")):
+            with fo.use_implementation(implementation):
+                want = run(x)
+                with fo.patch():
+                    close(run(x), want, 0)
 
 
 @pytest.mark.parametrize("module", ["flax.nnx", "flax.linen"])

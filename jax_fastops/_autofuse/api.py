@@ -134,8 +134,9 @@ class autofuse(Generic[_P, _T]):
     A mask by ``jnp.where`` or a sum, with -inf or a number of at most -1e9 (half of the lowest
     number in float16), becomes the mask of :func:`softmax` if its elements are known when the
     function is traced and each row has one that counts, as in a causal mask. The logits must be far
-    above that number. In a row with NaN, masked elements are then 0. Other masks stay in the
-    operand.
+    above that number. If padding has put all that count in a row there too, the function gives the
+    masked elements weight, and the op does not; ``check=True`` raises an error for such arguments.
+    In a row with NaN, masked elements are then 0. Other masks stay in the operand.
 
     The function is traced whenever it is called, so put ``jax.jit`` around it. Put ``jax.grad``
     around it too: ``jax.grad(autofuse(loss))``. It does not see the patterns in a derivative.
@@ -207,7 +208,8 @@ class autofuse(Generic[_P, _T]):
                 for i, x in zip(places, arrays, strict=True):
                     given[i] = x
                 a, k = jax.tree.unflatten(tree, given)
-                return jax.tree.leaves(_call(fn, a, k, rewrite.Settings(plans.append, drops)))
+                found = _call(fn, a, k, rewrite.Settings(plans.append, drops))
+                return list(filter(_is_array, jax.tree.leaves(found)))
 
             jax.eval_shape(run, *(leaves[i] for i in places))
             return _report(plans)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from jax_fastops import _compat
 from jax_fastops._autofuse.graph import Graph, Node, Value
 
 Map = tuple  # of int | None
@@ -116,9 +117,9 @@ def _view(value: Value, narrowing: bool) -> tuple[Value, Map] | None:
         return operand, tuple(index.get(place[d]) if d in place else None for d in value.long)
     if node.name == "reshape" and node.params.get("dimensions") is None:
         return _same_view(value, operand)
-    if node.name == "transpose":  # of dimensions of size 1
-        order = [d for d in node.params["permutation"] if d in operand.long]
-        return _same_view(value, operand) if order == sorted(order) else None
+    if node.name == "transpose":
+        order = node.params["permutation"]
+        return operand, tuple(operand.long.index(order[d]) for d in value.long)
     if node.name in ("squeeze", "expand_dims", "slice", "copy", "copy_p", "pvary", "pcast"):
         return _same_view(value, operand)
     if node.name == "convert_element_type":
@@ -172,6 +173,36 @@ def operand_map(value: Value, operand: Value) -> Map:
     return tuple([index.get(d) for d in value.long])
 
 
+def _order(place: Map, shown: Map, source: Value) -> Map | None:
+    """From the dimensions of a formula to those of a value, whose order a program may change."""
+    if place == shown:
+        return identity(source)
+    if len(place) != len(shown):
+        return None
+    pairs = dict(zip(place, shown, strict=True))
+    if any(pairs[a] != b or (a is None) != (b is None) for a, b in zip(place, shown, strict=True)):
+        return None
+    pairs.pop(None, None)
+    order = tuple([pairs.get(i) for i in range(len(pairs))])
+    return order if set(order) == set(range(len(source.long))) else None
+
+
+def _unreduced(order: Map, formula: Apply, node: Node) -> Map | None:
+    """The same for the operand of a reduction, if the axes correspond."""
+    operand = node.inputs[0]
+    if meaning(node) == formula.params and order == identity(node.outputs[0]):
+        return identity(operand)
+    axes, own = (
+        tuple(map(int, re.findall("[0-9]+", p[0][1]))) for p in (formula.params, meaning(node))
+    )
+    kept = [i for i in range(len(operand.long)) if i not in axes]
+    if len(axes) != len(own) or len(kept) != len(order):
+        return None
+    rest = [i for i in range(len(operand.long)) if i not in own]
+    pairs = dict(zip((*axes, *kept), (*own, *(rest[i] for i in order)), strict=True))
+    return tuple([pairs[i] for i in range(len(pairs))])
+
+
 def terms_of(value: Value) -> list[tuple[float, Value]] | None:
     """The summands of a value with their factors."""
     node = value.node
@@ -222,17 +253,14 @@ def _factors(value: Value) -> list[tuple[Value, float]] | None:
     return None
 
 
-def meaning(node: Node, rule_of: Callable | None = None) -> tuple:
-    """What makes an operation this one: its parameters, without what depends on sizes.
-
-    ``rule_of`` gives the derivative rule of a function that has one.
-    """
+def meaning(node: Node) -> tuple:
+    """What makes an operation this one: its parameters, without what depends on sizes."""
     if node.meaning is None:
-        node.meaning = _meaning(node, rule_of or _derivative_rule)
+        node.meaning = _meaning(node)
     return node.meaning
 
 
-def _meaning(node: Node, rule_of: Callable) -> tuple:
+def _meaning(node: Node) -> tuple:
     params = {k: v for k, v in node.params.items() if k not in _IGNORED_PARAMS}
     if node.name in _REDUCTIONS:
         long = node.inputs[0].long
@@ -241,13 +269,27 @@ def _meaning(node: Node, rule_of: Callable) -> tuple:
         long = node.outputs[0].long
         params = {"along": long.index(params["dimension"]) if params["dimension"] in long else None}
     if node.name == "custom_jvp_call":
-        params = {"rule": rule_of(node)}
+        params = {"rule": _derivative_rule(node)}
     return tuple(sorted((k, str(v)) for k, v in params.items()))
+
+
+_rules: dict[tuple, str] = {}
 
 
 def _derivative_rule(node: Node) -> str:
     """The value and the derivative of a function with a rule of its own, as text without shapes."""
+    rule = _compat.derivative_rule(node.equation)
+    if rule is None:
+        return _traced_rule(node)
+    key = *rule, *((v.shape, v.dtype) for v in node.inputs)
+    if key not in _rules:
+        if len(_rules) > 1000:
+            _rules.clear()
+        _rules[key] = _traced_rule(node)
+    return _rules[key]
 
+
+def _traced_rule(node: Node) -> str:
     def call(*args):
         found = node.equation.primitive.get_bind_params(node.params)
         subfuns, params = found if isinstance(found, tuple) else ((), found)
@@ -266,7 +308,7 @@ def _text(jaxpr) -> str:
     numbers, lines = set(), []
 
     def name(atom):
-        return str(atom.val) if isinstance(atom, Literal) else names[atom]
+        return str(np.asarray(atom.val).tolist()) if isinstance(atom, Literal) else names[atom]
 
     for equation in jaxpr.eqns:
         operands = [name(x) for x in equation.invars]
@@ -284,18 +326,9 @@ def _text(jaxpr) -> str:
 
 
 def _without_shapes(text: str) -> str:
-    return re.sub(r"\b[a-z]+[0-9]*\[[0-9,]*\]|\([0-9, ]*\)", "", text)
-
-
-_rules: dict[str, str] = {}
-
-
-def _rule_in_pattern(node: Node) -> str:
-    """The derivative rule of a function in a pattern, where the same value has the same rule."""
-    text = _without_shapes(str(node.params["call_jaxpr"]))
-    if text not in _rules:
-        _rules[text] = _derivative_rule(node)
-    return _rules[text]
+    """Also without the places where lines are broken, which depend on the shapes."""
+    text = re.sub(r"\b[a-z]+[0-9]*\[[0-9,]*\]|\([0-9, ]*\)", "", text)
+    return re.sub(r"[\s;]+", " ", text)
 
 
 # ---- formulas of patterns ------------------------------------------------------------------------
@@ -395,7 +428,7 @@ def near(value: Value, limit: int = 80) -> tuple[set, tuple]:
         if node is None:
             key.append(None if value.constant is None else str(value.constant))  # NaN is not NaN
         else:
-            told = node.name in _REDUCTIONS or node.name == "custom_jvp_call"
+            told = node.name in _REDUCTIONS or node.name in ("custom_jvp_call", "transpose")
             key += (node.name, meaning(node) if told else None)
             found.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
             if node.name in _REDUCTIONS:
@@ -520,7 +553,7 @@ class Compiler:
             factor, formula, inner = self._compile(operand)
             outer = operand_map(value, operand) if node.name in _ELEMENTWISE else identity(operand)
             operands.append((formula, compose(outer, inner), factor))
-        return Apply(node.name, meaning(node, _rule_in_pattern), tuple(operands))
+        return Apply(node.name, meaning(node), tuple(operands))
 
 
 def _sign(value: Value) -> float:
@@ -532,11 +565,36 @@ def _sign(value: Value) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What a leaf stands for: an array, how it is seen, and a value of the leaf's own shape."""
+    """What a leaf stands for: an array, and how it is seen. ``seen`` shows it at its place."""
 
     source: Value
     map: Map
-    shown: Value | None
+    seen: tuple[Map, Map, Value] | None = None
+
+    def where(self, is_there: Callable[[Value], bool]) -> Bound:
+        """The same by another view of the array, if that is inside of a function."""
+        if self.seen is None or is_there(self.source):
+            return self
+        place, shown, value = self.seen
+        while value is not self.source:
+            if is_there(value) and (found := _map_of_leaf(place, shown)) is not None:
+                return Bound(value, found)
+            step = _view(value, False)
+            assert step is not None, value.aval
+            value, shown = step[0], compose(shown, step[1])
+        return self
+
+
+def _map_of_leaf(place: Map, shown: Map) -> Map | None:
+    """From the dimensions of a leaf to those of a value, by the dimensions of what has both."""
+    found: dict[int, int | None] = {}
+    for own, there in zip(place, shown, strict=True):
+        if own is None:
+            if there is not None:
+                return None
+        elif found.setdefault(own, there) != there:
+            return None
+    return tuple([found[i] for i in range(len(found))])
 
 
 @dataclasses.dataclass(slots=True)
@@ -584,19 +642,20 @@ class Matcher:
             return
         source, inner, passed = resolve(value, narrowing=True)
         state = state.through((*passed, source))
-        if compose(shown, inner) != place or source.node is None:
+        order = _order(place, compose(shown, inner), source)
+        if order is None or source.node is None:
             return
         before = len(state.inner)
         if isinstance(formula, Sum):
             if terms_of(source) is not None:
-                items = [(1.0, source, identity(source))]
+                items = [(1.0, source, order)]
                 yield from self._sum(formula, formula.terms, items, 0.0, None, state, True)
         elif isinstance(formula, Product):
             if _factors(source) is not None:
-                items = [(source, identity(source), 1.0)]
+                items = [(source, order, 1.0)]
                 yield from self._product(formula.factors, items, 1.0, state, True)
         else:
-            yield from self._apply(formula, source, state)
+            yield from self._apply(formula, source, order, state)
         if before > len(self.seen):
             self.seen, self.stopped = state.inner, source
 
@@ -614,17 +673,10 @@ class Matcher:
 
     def _bind(self, leaf: Leaf, place: Map, value: Value, shown: Map, state: State) -> State | None:
         source, inner, passed = resolve(value)
-        full = compose(shown, inner)
-        found: dict[int, int | None] = {}
-        for own, there in zip(place, full, strict=True):
-            if own is None:
-                if there is not None:
-                    return None
-            elif found.setdefault(own, there) != there:
-                return None
-        mapped = tuple(found[i] for i in range(len(found)))
-        direct = shown == place == _IDENTITIES[len(shown)]
-        bound = Bound(source, mapped, value if direct else None)
+        mapped = _map_of_leaf(place, compose(shown, inner))
+        if mapped is None:
+            return None
+        bound = Bound(source, mapped, (place, shown, value))
         known = state.leaves.get(leaf.index)
         if known is None:
             return State({**state.leaves, leaf.index: bound}, state.free, state.inner)
@@ -704,21 +756,27 @@ class Matcher:
         inside = state.through((*passed, source))
         yield from self._product(left, [*more, *rest], total * _sign(source) ** exponent, inside)
 
-    def _apply(self, formula: Apply, source: Value, state: State) -> Iterator:
+    def _apply(self, formula: Apply, source: Value, order: Map, state: State) -> Iterator:
         node = source.node
         assert node is not None
         if node.name != formula.name or len(node.inputs) != len(formula.operands):
             return
-        if meaning(node) != formula.params:
+        if node.name in _REDUCTIONS:
+            order = _unreduced(order, formula, node)
+            if order is None:
+                return
+        elif meaning(node) != formula.params:
+            return
+        elif node.name not in _ELEMENTWISE and order != identity(source):
             return
         orders = [node.inputs]
         if node.name in _COMMUTATIVE:
             orders.append(node.inputs[::-1])
         for inputs in orders:
-            for after in self._operands(formula.operands, inputs, source, state):
+            for after in self._operands(formula.operands, inputs, source, order, state):
                 yield after, 1.0
 
-    def _operands(self, formulas, inputs, source: Value, state: State) -> Iterator[State]:
+    def _operands(self, formulas, inputs, source: Value, order: Map, state: State) -> Iterator:
         if not formulas:
             yield state
             return
@@ -726,15 +784,17 @@ class Matcher:
         if isinstance(formula, float):
             known = constant(value)
             if known is not None and self._near(float(known), formula):
-                yield from self._operands(formulas[1:], inputs[1:], source, state)
+                yield from self._operands(formulas[1:], inputs[1:], source, order, state)
             return
         part, place, factor = formula
         assert source.node is not None
-        elementwise = source.node.name in _ELEMENTWISE
-        shown = operand_map(source, value) if elementwise else identity(value)
+        if source.node.name in _ELEMENTWISE:
+            shown = compose(order, operand_map(source, value))
+        else:
+            shown = order if source.node.name in _REDUCTIONS else identity(value)
         for after, r in self._scaled(part, place, value, shown, state):
             if self._near(r, factor):
-                yield from self._operands(formulas[1:], inputs[1:], source, after)
+                yield from self._operands(formulas[1:], inputs[1:], source, order, after)
 
 
 def _equal(a: Value, b: Value, depth: int = 8) -> bool:

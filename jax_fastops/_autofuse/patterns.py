@@ -261,6 +261,22 @@ def _losses_by_sum(logits, labels):
     return losses + jnp.where(is_class, 0, taken)
 
 
+def _nan_with_inf(losses: Callable) -> Callable:
+    """The same losses, but a row with +inf gives NaN, and so does its gradient.
+
+    It has inf less itself, or inf times 0.
+    """
+
+    def call(logits, labels):
+        found = losses(logits, labels)
+        taken = jnp.take_along_axis(logits, _wide(labels)[..., None], -1)[..., 0]
+        of = jnp.finfo(logits.dtype)
+        overflows = taken < -float(of.max) * float(of.eps) / 4  # also in a row without
+        return found * jnp.where(jnp.isfinite(found) | overflows, 1, jnp.nan)
+
+    return call
+
+
 def _loss(name: str, function: Callable, losses: Callable, sign: int) -> None:
     def signed(x, labels, *, axis):
         del axis
@@ -278,21 +294,31 @@ for _sign in (1, -1):  # the mean of log-likelihoods is often negated, not these
     for _form in (
         lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked_by_optax(x, labels),
         lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked(x, labels),
-        lambda x, labels: -_picked(jax.nn.log_softmax(x), labels),
-        lambda x, labels: -_picked(_log_softmax(x, axis=-1), labels),
     ):
         _loss("cross_entropy", _form, losses_by_label, _sign)
     for _form in (
+        lambda x, labels: -_picked(jax.nn.log_softmax(x), labels),
+        lambda x, labels: -_picked(_log_softmax(x, axis=-1), labels),
+    ):
+        _loss("cross_entropy", _form, _nan_with_inf(losses_by_label), _sign)
+    _loss(
+        "cross_entropy",
         lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked_by_sum(x, labels),
+        _losses_by_sum,
+        _sign,
+    )
+    _loss(
+        "cross_entropy",
         lambda x, labels: (
             jax.nn.logsumexp(x, axis=-1) - jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * x, -1)
         ),
-    ):
-        _loss("cross_entropy", _form, _losses_by_sum, _sign)
+        _nan_with_inf(_losses_by_sum),
+        _sign,
+    )
     _loss(
         "cross_entropy of one_hot",
         lambda x, labels: -jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * jax.nn.log_softmax(x), -1),
-        lambda x, labels: cross_entropy(x, labels).astype(x.dtype),
+        _nan_with_inf(lambda x, labels: cross_entropy(x, labels).astype(x.dtype)),
         _sign,
     )
 

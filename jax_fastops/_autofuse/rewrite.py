@@ -21,6 +21,7 @@ from jax_fastops._autofuse.masks import masked
 from jax_fastops._autofuse.match import (
     FUSIBLE,
     Bound,
+    Map,
     Matcher,
     State,
     compose,
@@ -103,8 +104,10 @@ class Read:
     sizes: tuple
     dtype: Any = None
     counts: bool | None = None  # whether the elements that are not 0 count, or those that are
+    order: tuple[int, ...] = ()  # of the value's long dimensions, if it is another one
 
     def __call__(self, x):
+        x = jnp.transpose(jnp.squeeze(x), self.order) if self.order else x
         x = jnp.reshape(x, self.sizes)
         if self.counts is not None:
             x = x if x.dtype == bool else x != 0
@@ -121,15 +124,12 @@ def _reader(bound: Bound, shape: Sequence[int], dtype, places: Sequence[int], co
     ``places`` are the dimensions of the leaf in the array. A broadcast dimension keeps size 1.
     """
     source, found = bound.source, bound.map
-    own = [i for i in found if i is not None]
-    if own != list(range(len(source.long))):
-        if bound.shown is None:
-            return None
-        source, found = bound.shown, identity(bound.shown)
+    own = tuple([i for i in found if i is not None])
     sizes = [1] * len(shape)
     for place, i in zip(places, found, strict=True):
         sizes[place] = 1 if i is None else source.sizes[i]
-    return source, Read(tuple(sizes), dtype, counts)
+    order = () if own == identity(source) else own
+    return source, Read(tuple(sizes), dtype, counts, order)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,32 +184,36 @@ class _Finder:
         if source.node is None:
             return None
         around, key = near(source)
+        key = value.shape, value.dtype, *key
         self._tried: list[tuple[float, Miss]] = []
+        whole = []
         for pattern, axis in self._candidates(value, source, around, key):
-            if (found := self._at(pattern, axis, value, around)) is not None:
-                self._remember(key, (pattern, axis))
+            self._matched = False
+            found = self._at(pattern, axis, value, around)
+            if found is not None:
+                self._remember(key, [(pattern, axis), *whole], False)
                 return found
+            if self._matched:
+                whole.append((pattern, axis))
         if self._tried:
             self.misses.append(max(self._tried, key=lambda found: found[0])[1])
-        if all(miss.reason == _DIFFERS for _, miss in self._tried):
-            self._remember(key, None)
+        self._remember(key, whole, True)
         return None
 
-    _known: ClassVar[dict[tuple, tuple[Pattern, int] | None]] = {}
+    _known: ClassVar[dict[tuple, tuple[list[tuple[Pattern, int]], bool]]] = {}
 
-    def _remember(self, key: tuple, found: tuple[Pattern, int] | None) -> None:
-        """What was found after such operations. It is tried first, and nothing else after None."""
+    def _remember(self, key: tuple, whole: list[tuple[Pattern, int]], all_tried: bool) -> None:
+        """The patterns that are there after such operations, and whether there are no others."""
         if len(self._known) > 10_000:
             self._known.clear()
-        self._known[key] = found
+        self._known[key] = whole, all_tried
 
     def _candidates(self, value: Value, source: Value, around: set, key: tuple) -> Iterator[tuple]:
         """The patterns to try, with the axis."""
-        if key in self._known:
-            known = self._known[key]
-            if known is not None:
-                yield known
-            elif not self.thorough:
+        known, all_tried = self._known.get(key, ((), False))
+        if not (self.thorough and all_tried):
+            yield from known
+            if all_tried:
                 return
         kinds = _kinds(source)
         for pattern in by_size():
@@ -251,7 +255,8 @@ class _Finder:
 
     def _may_be_root(self, value: Value) -> bool:
         node = value.node
-        if node is None or node.name in ("broadcast_in_dim", "reshape", "squeeze", "copy"):
+        views = ("broadcast_in_dim", "reshape", "squeeze", "copy", "transpose")
+        if node is None or node.name in views:
             return False
         floating = value.dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
         fixed = all(isinstance(d, int) for d in value.shape)
@@ -279,7 +284,7 @@ class _Finder:
                 return None
         if len(sizes) > MAX_RANK:
             return None
-        if not pattern.reductions(len(sizes), axis) <= around:
+        if not ("transpose" in around or pattern.reductions(len(sizes), axis) <= around):
             return None
         formulas = compiled(pattern, len(sizes), axis)
         n = pattern.count(sizes, axis)
@@ -287,9 +292,11 @@ class _Finder:
         state = matcher(formulas[0], n, value)
         if state is None:
             part = len(set(matcher.seen)) / (1 + formulas[0].size)
-            if part > 0.7 and formulas[0].size > 5:
+            # Sums and products that are nearly a lerp are everywhere.
+            if part > 0.7 and formulas[0].size > 5 and pattern.needs:
                 self._miss(pattern, matcher.stopped or value, _DIFFERS, min(part, 0.99))
             return None
+        self._matched = True
         return self._checked(pattern, axis, value, state, formulas, n, sizes if loss else None)
 
     @staticmethod
@@ -378,7 +385,7 @@ class _Finder:
             if kind == "free":
                 found[name] = state.free[i]
                 continue
-            bound = state.leaves[i]
+            bound = state.leaves[i].where(lambda v: not root.places.keys().isdisjoint(v.places))
             dtype = bound.source.dtype
             floating = jnp.issubdtype(dtype, jnp.floating)
             if floating is not (kind in ("full", "row")):
@@ -391,11 +398,8 @@ class _Finder:
                 read = _reader(bound, root.shape, None, root.long)
             else:
                 read = _reader(bound, shape, root.dtype if kind == "full" else None, places)
-            if read is None:
+            if (kind in ("row", "labels") or name == "x") and None in bound.map:
                 return None
-            if kind in ("row", "labels") or name == "x":
-                if None in bound.map and read[0] is bound.source:
-                    return None
             found[name] = read
         return found
 
@@ -418,10 +422,11 @@ class _Finder:
 
         whole = Read(root.shape)
         for before, operand, scale, mask in self._absorbed(pattern, axis, x, root, nodes):
-            own = {"x": (operand, whole)} | ({} if mask is None else {"where": mask})
+            own = {"x": operand} | ({} if mask is None else {"where": mask})
             yield form(before, pattern.call, own, scale=scale)
-        if x is not None and x[0].node is not None and x[0].node.name in ("add", "add_any"):
-            a, b = x[0].node.inputs
+        node = x[0].node if x is not None and not x[1].order else None
+        if node is not None and node.name in ("add", "add_any"):
+            a, b = node.inputs
             alone = not self._used_outside(x[0], nodes)
             if pattern.biased and alone:
                 for one, row in with_row(x[0]):
@@ -431,7 +436,7 @@ class _Finder:
             if pattern.sum_of and same and (alone or not relu):
                 more = [] if relu else [x[0]]
                 for one, other in () if relu else ((a, b), (b, a)):
-                    if not self._used_outside(one, nodes | {x[0].node}):
+                    if not self._used_outside(one, nodes | {node}):
                         for before, own, numbers in self._before_sum(one):
                             own["b"] = other, whole
                             yield form(before + "add + ", pattern.sum_of, own, more, **numbers)
@@ -458,33 +463,32 @@ class _Finder:
         if not pattern.scaled or self._used_outside(x[0], nodes):
             return
 
-        def fits(value: Value) -> bool:
-            return value.sizes == root.sizes and value.dtype == root.dtype
+        def view(value: Value, shown: Map) -> Bound:
+            source, inner, _ = resolve(value)
+            return Bound(source, compose(shown, inner))
 
-        def source_of(value: Value) -> Value:
-            source, shown, _ = resolve(value)
-            return source if shown == identity(source) else value
+        def read(bound: Bound, counts: bool | None = None) -> tuple:
+            return _reader(bound, root.shape, None, root.long, counts)
 
-        choices: list[tuple] = [("", x[0], None)]
-        along = root.long.index(axis)
-        if pattern.masked and fits(x[0]) and (found := masked(x[0], along)) is not None:
-            operand, mask, keep = found
-            source, shown, _ = resolve(mask)
-            shown = compose(operand_map(x[0], mask), shown)
-            whole = mask if mask.sizes == root.sizes else None
-            mask = _reader(Bound(source, shown, whole), root.shape, None, root.long, keep)
-            if mask is not None:
-                choices.insert(0, ("where + ", operand, mask))
+        def fits(bound: Bound) -> bool:
+            return None not in bound.map and bound.source.dtype == root.dtype
+
+        order = x[1].order or identity(root)
+        along = order[root.long.index(axis)]
+        choices: list[tuple] = [("", Bound(x[0], order), None)]
+        if pattern.masked and (found := masked(x[0], along)) is not None:
+            operand, mask = (view(v, compose(order, operand_map(x[0], v))) for v in found[:2])
+            choices.insert(0, ("where + ", operand, read(mask, found[2])))
         nodes = nodes | {x[0].node}
         for before, operand, mask in choices:
-            operand = source_of(operand)
-            terms = terms_of(operand) or []
-            factor, inner = terms[0] if len(terms) == 1 else (0.0, operand)
-            inner = source_of(inner)
-            if factor > 0 and fits(inner) and not self._used_outside(operand, nodes):
-                yield "scale + " + before, inner, factor, mask
+            terms = terms_of(operand.source) or []
+            if len(terms) == 1 and terms[0][0] > 0:
+                factor, inner = terms[0]
+                inner = view(inner, compose(operand.map, operand_map(operand.source, inner)))
+                if fits(inner) and not self._used_outside(operand.source, nodes):
+                    yield "scale + " + before, read(inner), factor, mask
             if mask is not None and fits(operand):
-                yield before, operand, 1.0, mask
+                yield before, read(operand), 1.0, mask
 
     @staticmethod
     def _fuses(x: Value, root: Value) -> bool:

@@ -123,16 +123,16 @@ __device__ __forceinline__ bool IsLeftOut(const Params& p, int label) {
 // Forward
 
 // What a thread knows of its part of a row. Before there is an element above -inf, the sum is 0, or
-// NaN if there was a NaN.
+// NaN if there was a NaN. With +inf, it is inf, as in jax.nn.logsumexp, or NaN.
 template <typename T>
 struct Statistics {
   using A = ComputeType<T>;
 
   A top = -A(INFINITY);
-  A sum = 0;    // of exp(x - top)
+  A sum = 0;    // of exp(x - top), or of exp(x) if top is infinite
   A drift = 0;  // of x - anchor, with smoothing
 
-  static __device__ __forceinline__ A Finite(A top) { return top == -A(INFINITY) ? A(0) : top; }
+  static __device__ __forceinline__ A Finite(A top) { return isinf(top) ? A(0) : top; }
 
   __device__ __forceinline__ void Raise(A most) {
     sum *= ExpFor<T>(top - Finite(most));  // 0 if there was nothing yet

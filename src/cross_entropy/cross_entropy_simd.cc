@@ -35,8 +35,8 @@ struct CrossEntropy {
     return static_cast<double>(values[0]);
   }
 
-  // The maximum of a piece, and the sum of exp(x - maximum). If no element is above -inf, the sum
-  // is 0, or NaN if there is a NaN. `drift` becomes the sum of x - anchor.
+  // The maximum of a piece, and the sum of exp(x - maximum), or of exp(x) if that is infinite: 0 or
+  // inf, or NaN if there is a NaN. `drift` becomes the sum of x - anchor.
   template <bool kSmooth>
   static FASTOPS_INLINE void OverPiece(const char* x, int64_t n, Scalar anchor, double* top,
                                        double* sum, double* drift) {
@@ -45,7 +45,7 @@ struct CrossEntropy {
       most = Max(LoadOr(extent, x, i, count, static_cast<Scalar>(-kInfinity)), most);
     });
     const Scalar largest = LargestOf(most);
-    const Pair<A> shift = SetPair<A>(largest == static_cast<Scalar>(-kInfinity) ? 0 : largest);
+    const Pair<A> shift = SetPair<A>(largest - largest == 0 ? largest : 0);
     Pair<A> total = SetPair<A>(0), moved = SetPair<A>(0);
     for (int64_t begin = 0; begin < n; begin += kSegmentBlocks * kBlock) {
       const int64_t left = n - begin, segment = kSegmentBlocks * kBlock;
@@ -71,7 +71,7 @@ struct CrossEntropy {
   // sum * exp(from - to), where 0 remains 0. From -inf, the result is 0, or NaN for NaN.
   static FASTOPS_INLINE double Moved(double sum, double from, double to) {
     if (from == to) return sum;
-    return sum * __builtin_exp(from - (to == -kInfinity ? 0 : to));
+    return sum * __builtin_exp(from - (to - to == 0 ? to : 0));
   }
 
   static void Forward(const char* x, int64_t n, int64_t label, bool smooth,
