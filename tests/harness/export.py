@@ -13,7 +13,7 @@ from harness.case import Case, Check, implementation, like_outputs, of, outputs,
 from harness.compat import x64
 from harness.numerics import assert_matches
 from harness.sharding import Layout, assert_collectives, layout_program, mesh_for, unsharded
-from harness.transforms import oracle
+from harness.transforms import kept, oracle
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -45,7 +45,7 @@ def reexport(exported: jax.export.Exported, **kwargs: Any) -> jax.export.Exporte
 
 def expected(case: Case, values, count: int):
     """The results of the reference, and of the oracle if the op is not exact."""
-    reference = program(case.reference, case, count)
+    reference = kept(program, case.reference, case, count)
     return jax.jit(reference)(*values), None if case.exact else oracle(reference, *values)
 
 
