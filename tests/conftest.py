@@ -70,6 +70,37 @@ def native():
         yield
 
 
+@pytest.fixture
+def native_in_float64(native):
+    """Likewise, with 64-bit types."""
+    from harness.compat import x64
+
+    with x64():
+        yield
+
+
+@pytest.fixture
+def exact_products():
+    """By default, float32 products and convolutions on a GPU are rounded to fewer bits."""
+    import jax
+
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def without_cudnn(monkeypatch):
+    """Replaces cuDNN's attention, which has no float32 and needs a GPU, by XLA's."""
+    import jax
+
+    attention = jax.nn.dot_product_attention
+
+    def by_xla(*args, implementation, **options):
+        return attention(*args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+
+
 @pytest.fixture(params=("float32", "bfloat16", "float16", "float64"))
 def dtype(request):
     """Every dtype that ops compute in."""

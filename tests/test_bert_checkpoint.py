@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness.compat import x64
+from harness.numerics import assert_close_in_norm, norm_errors
 
 import jax_fastops as fo
 from jax_fastops.models import bert
@@ -20,17 +21,13 @@ safetensors = pytest.importorskip("safetensors.numpy")
 
 from jax_fastops.models import bert_checkpoint  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("exact_products")
 DATA = Path(__file__).parent / "data" / "bert"
 RECORDINGS = sorted(folder.name for folder in DATA.iterdir())
 TOLERANCE = 1e-4
+# Recordings are in float32.
+assert_close = functools.partial(assert_close_in_norm, dtypes=False)
 OPS = {"ours": bert.FASTOPS, "plain": bert.PLAIN}
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """By default, float32 products on a GPU are rounded to fewer bits."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def arrays(name: str) -> dict[str, dict[str, np.ndarray]]:
@@ -61,23 +58,6 @@ def with_gradients(params, inputs, weights, config, ops):
         return sum(jnp.vdot(found[name], w) for name, w in weights.items()), found
 
     return jax.grad(total, has_aux=True)(params)
-
-
-def errors(found, wanted) -> dict[str, float]:
-    """The error of each array in norm, relative to the norm of the expected array."""
-
-    def error(a, b):
-        assert a.shape == b.shape
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-    named = jax.tree.leaves_with_path(jax.tree.map(error, found, wanted))
-    return {jax.tree_util.keystr(path): value for path, value in named}
-
-
-def assert_close(found, wanted, tolerance: float = TOLERANCE) -> None:
-    for path, value in errors(found, wanted).items():
-        assert value <= tolerance, f"{path} differs by {value:.1e}"
 
 
 def load_gradients(name: str, folder: Path) -> dict:
@@ -130,7 +110,7 @@ def test_bfloat16(native, name):
     found = jax.jit(outputs, static_argnums=(2, 3))(
         params, recorded["inputs"], config, bert.FASTOPS
     )
-    mine, theirs = (errors(x, recorded["outputs"]) for x in (found, recorded["bfloat16"]))
+    mine, theirs = (norm_errors(x, recorded["outputs"]) for x in (found, recorded["bfloat16"]))
     for path, value in mine.items():
         assert value <= 1.5 * theirs[path], f"{path}: {value:.1e}, theirs {theirs[path]:.1e}"
         assert value < 0.05
@@ -454,8 +434,8 @@ def test_equals_live_transformers(native, recorder, tmp_path, case, heads):
     mine, found = with_gradients(
         params, numpy(given), numpy(weights), config=config, ops=bert.FASTOPS
     )
-    assert_close(found, numpy(wanted))
-    assert_close(mine, bert_checkpoint.load(tmp_path / "made")[1])
+    assert_close(found, numpy(wanted), TOLERANCE)
+    assert_close(mine, bert_checkpoint.load(tmp_path / "made")[1], TOLERANCE)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness.compat import x64
+from harness.numerics import assert_close_in_norm, norm_errors
 
 from jax_fastops.models import decoder
 
@@ -18,17 +19,13 @@ safetensors = pytest.importorskip("safetensors.numpy")
 
 from jax_fastops.models import decoder_checkpoint  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("exact_products")
 DATA = Path(__file__).parent / "data" / "decoder"
 RECORDINGS = sorted(folder.name for folder in DATA.iterdir())
 TOLERANCE = 1e-4
+# Recordings are in float32.
+assert_close = functools.partial(assert_close_in_norm, dtypes=False)
 OPS = {"ours": decoder.FASTOPS, "plain": decoder.PLAIN}
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """By default, float32 products on a GPU are rounded to fewer bits."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def arrays(name: str) -> dict[str, dict[str, np.ndarray]]:
@@ -69,23 +66,6 @@ def gradients(params, inputs, config, ops=decoder.FASTOPS):
     return jax.grad(decoder.loss)(params, tokens, config, **options, ops=ops)
 
 
-def errors(found, wanted) -> dict[str, float]:
-    """The error of each array in norm, relative to the norm of the expected array."""
-
-    def error(a, b):
-        assert a.shape == b.shape
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-    named = jax.tree.leaves_with_path(jax.tree.map(error, found, wanted))
-    return {jax.tree_util.keystr(path): value for path, value in named}
-
-
-def assert_close(found, wanted, tolerance: float = TOLERANCE) -> None:
-    for path, value in errors(found, wanted).items():
-        assert value <= tolerance, f"{path} differs by {value:.1e}"
-
-
 def load_gradients(name: str, folder: Path, scan: bool = False) -> dict:
     """Loads recorded gradients like parameters: they have the same tensor names."""
     shutil.copy(DATA / name / "config.json", folder)
@@ -103,9 +83,11 @@ def test_equals_transformers(native, tmp_path, name, which):
     """Logits, loss, and the gradient of every parameter."""
     recorded = arrays(name)
     config, params = decoder_checkpoint.load(DATA / name, dtype="float32")
-    assert_close(outputs(params, recorded["inputs"], config, OPS[which]), recorded["outputs"])
+    assert_close(
+        outputs(params, recorded["inputs"], config, OPS[which]), recorded["outputs"], TOLERANCE
+    )
     found = gradients(params, recorded["inputs"], config, OPS[which])
-    assert_close(found, load_gradients(name, tmp_path))
+    assert_close(found, load_gradients(name, tmp_path), TOLERANCE)
 
 
 VARIANTS = {
@@ -124,9 +106,9 @@ def test_variants_equal_transformers(native, tmp_path, name, variant):
     scan = changes.get("scan", False)
     config, params = decoder_checkpoint.load(DATA / name, dtype="float32", scan=scan)
     config = dataclasses.replace(config, **changes)
-    assert_close(outputs(params, recorded["inputs"], config), recorded["outputs"])
+    assert_close(outputs(params, recorded["inputs"], config), recorded["outputs"], TOLERANCE)
     found = gradients(params, recorded["inputs"], config)
-    assert_close(found, load_gradients(name, tmp_path, scan))
+    assert_close(found, load_gradients(name, tmp_path, scan), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
@@ -147,7 +129,7 @@ def test_bfloat16(native, name):
     config, params = decoder_checkpoint.load(DATA / name)
     assert config.dtype == "bfloat16"
     found = outputs(params, recorded["inputs"], config)
-    mine, theirs = (errors(x, recorded["outputs"]) for x in (found, recorded["bfloat16"]))
+    mine, theirs = (norm_errors(x, recorded["outputs"]) for x in (found, recorded["bfloat16"]))
     # The loss is one number, whose error may be small by chance.
     assert mine["['logits']"] <= 1.5 * theirs["['logits']"] < 0.05
     assert mine["['loss']"] <= max(1.5 * theirs["['loss']"], 5e-3)
@@ -222,11 +204,11 @@ def test_equals_live_transformers(tmp_path, name):
     config, params = decoder_checkpoint.load(tmp_path / "model", dtype="float32")
     given = {"input_ids": tokens.numpy().astype(np.int32)}
     wanted = {"logits": found.logits.detach().numpy(), "loss": found.loss.detach().numpy()}
-    assert_close(outputs(params, given, config), wanted)
+    assert_close(outputs(params, given, config), wanted, TOLERANCE)
     grads = gradients(params, given, config)
     decoder_checkpoint.save(tmp_path / "gradients", config, grads)
     saved = safetensors.load_file(tmp_path / "gradients" / "model.safetensors")
-    assert_close(saved, {n: p.grad.numpy() for n, p in model.named_parameters()})
+    assert_close(saved, {n: p.grad.numpy() for n, p in model.named_parameters()}, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
@@ -242,7 +224,7 @@ def test_transformers_reads_what_is_saved(tmp_path, name):
     with torch.no_grad():
         found = model(**{key: torch.from_numpy(a).long() for key, a in inputs.items()})
     found = without_padding(found.logits.numpy(), inputs)
-    assert_close(found, arrays(name)["outputs"]["logits"])
+    assert_close(found, arrays(name)["outputs"]["logits"], TOLERANCE)
 
 
 # ---- names and files -----------------------------------------------------------------------------

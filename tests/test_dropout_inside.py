@@ -15,7 +15,7 @@ from harness import (
     implementation,
 )
 from harness.compat import make_mesh
-from harness.numerics import normal
+from harness.numerics import normal, raw_key
 from harness.programs import targets_of
 from jax.sharding import AxisType
 
@@ -25,11 +25,6 @@ pytestmark = pytest.mark.usefixtures("native")
 
 MODES = ("native", "auto", "xla")
 RATE = 0.3
-
-
-def key_of(seed):
-    """A raw key. Not from jax.random, because the harness also draws while tracing."""
-    return np.random.default_rng(seed).integers(0, 2**32, 2, np.uint32)
 
 
 def plain_dropout(x, key):
@@ -54,7 +49,7 @@ def softmax_draws(shape, mask):
     def make(rng, dtype):
         where = rng.random(mask) < 0.7
         where[..., :1] = True
-        return normal(rng, shape, dtype), where, key_of(int(rng.integers(1 << 30)))
+        return normal(rng, shape, dtype), where, raw_key(int(rng.integers(1 << 30)))
 
     return make
 
@@ -198,7 +193,7 @@ def norm_draws(shape, parameters=None):
             normal(rng, shape, dtype),
             (scale / 4 + 1).astype(own),
             bias.astype(own),
-            key_of(int(rng.integers(1 << 30))),
+            raw_key(int(rng.integers(1 << 30))),
         )
 
     return make
@@ -441,7 +436,7 @@ def test_the_mask_does_not_depend_on_the_sharding(op, columns, spec, explicit, m
 
 
 def test_only_kernels_run():
-    x, bias, key = np.ones((64, 96), np.float32), np.ones(96, np.float32), key_of(0)
+    x, bias, key = np.ones((64, 96), np.float32), np.ones(96, np.float32), raw_key(0)
     f = lambda x, key: fo.softmax(x, dropout_key=key, dropout_rate=RATE)  # noqa: E731
     assert targets_of(f, x, key) == ["softmax_dropout"]
     assert sorted(targets_of(f, x[:, :7], key)) == ["dropout", "softmax"]

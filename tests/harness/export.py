@@ -109,7 +109,7 @@ def run_symbolic(case: Case, mode: str | None, dtype: Any) -> None:
 def run_sharded(case: Case, mode: str | None, dtype: Any) -> None:
     """A program exported for a mesh is still sharded, with no collective, when it is called."""
     layout = Layout(case.shardings[:1])
-    mesh = mesh_for(AxisType.Auto, 1)
+    mesh = mesh_for(AxisType.Auto)
     forward = layout_program(layout, False, case, dtype)
     with x64(dtype == np.float64):
         placed = [
