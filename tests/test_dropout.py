@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from harness import Case, Sharding, assert_matches, checks, implementation
 from harness.compat import make_mesh
+from harness.masks import dropout_mask, philox
 from harness.numerics import normal, raw_key
 from harness.programs import targets_of
 from jax.sharding import AxisType
@@ -25,7 +26,7 @@ RATE = 0.3
 
 def reference(x, key):
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    keep = fo.dropout_mask(key, x.shape, RATE)
+    keep = dropout_mask(key, x.shape, RATE)
     scaled = x.astype(wide) * jnp.asarray(1 / (1 - RATE), wide)
     return jnp.where(keep, scaled.astype(x.dtype), jnp.zeros((), x.dtype))
 
@@ -86,16 +87,6 @@ KNOWN = [
 @pytest.mark.parametrize("counter, key, expected", KNOWN)
 def test_philox_in_python(counter, key, expected):
     assert " ".join(f"{int(word):08x}" for word in _random.philox(counter, key)) == expected
-
-
-def philox(counter, key):
-    """As in the paper, in Python's integers."""
-    (a, b, c, d), (k, m) = counter, key
-    for _ in range(10):
-        p, q = 0xD2511F53 * a, 0xCD9E8D57 * c
-        a, b, c, d = q >> 32 ^ b ^ k, q % 2**32, p >> 32 ^ d ^ m, p % 2**32
-        k, m = (k + 0x9E3779B9) % 2**32, (m + 0xBB67AE85) % 2**32
-    return a, b, c, d
 
 
 def fields(seed, n):
