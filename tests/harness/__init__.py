@@ -19,7 +19,8 @@ named test:
     export.py      jax.export
     cache.py       a second process hits the persistent compilation cache
     process.py     Python code in a new process
-    programs.py    the kernels that a compiled program calls
+    programs.py    programs with gradients; the kernels that a program calls; its jaxpr
+    masks.py       the mask of dropout, in NumPy
     properties.py  hypothesis: any shape, special values
     compat.py      differences between JAX versions
 """
