@@ -54,7 +54,7 @@ requirements = $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pypro
   ["project"]["optional-dependencies"]["$(1)"], sep="\n")'
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all sanitize bench docs docs-check readme format \
+.PHONY: help demo test test-slow test-all sanitize sanitized bench docs docs-check readme format \
   lint types wheel release cuda-nvcc clean FORCE
 
 help:
@@ -127,11 +127,16 @@ SANITIZED := $(CURDIR)/build/sanitized
 REPORT := $(CURDIR)/build/sanitizer-report
 library = $(shell $(CXX) -print-file-name=$(1))
 
-sanitize: $(VENV)/.package
+sanitized: $(SANITIZED)/.built
+
+$(SANITIZED)/.built: $(VENV)/.package
 	isa=$$($(BIN)/python -P -c 'import jax_fastops._cpu as m; print(m.build_info()["isa"])') && \
 	CXX=$(CXX) JAX_FASTOPS_CUDA=OFF JAX_FASTOPS_SANITIZE='address;undefined' JAX_FASTOPS_CPU_ISAS=$$isa \
 	  $(PIP) install --no-deps --upgrade --target $(SANITIZED) \
 	  --config-settings=cmake.build-type=RelWithDebInfo --config-settings=build-dir=build/sanitized-objects .
+	@touch $@
+
+sanitize: sanitized
 	rm -f $(REPORT).*
 	JAX_FASTOPS_TEST_PLATFORM=cpu PYTHONPATH=$(SANITIZED) \
 	  ASAN_OPTIONS=detect_leaks=0:log_path=$(REPORT) \

@@ -4,6 +4,7 @@ makes sure that the installed `jax_fastops` is tested.
 `JAX_FASTOPS_TEST_PLATFORM=cpu|cuda` chooses the platform. Without it, tests run on JAX's default.
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -25,7 +26,11 @@ if DEVICE_COUNT not in os.environ.get("XLA_FLAGS", ""):
 # Most of a test's time is compilation. Without LLVM's optimizations, that takes a quarter less on a
 # CPU, and half for models. XLA's former emitters, which 0.11 does not have, take half for small
 # programs.
-UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# Parallel compilation divides each program into parts, which costs a quarter of the time.
+UNOPTIMIZED = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     UNOPTIMIZED += " --xla_cpu_use_fusion_emitters=false"
 on_cpu = platform == "cpu" or not (platform or shutil.which("nvidia-smi"))
@@ -65,6 +70,37 @@ def native():
         yield
 
 
+@pytest.fixture
+def native_in_float64(native):
+    """Likewise, with 64-bit types."""
+    from harness.compat import x64
+
+    with x64():
+        yield
+
+
+@pytest.fixture
+def exact_products():
+    """By default, float32 products and convolutions on a GPU are rounded to fewer bits."""
+    import jax
+
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def without_cudnn(monkeypatch):
+    """Replaces cuDNN's attention, which has no float32 and needs a GPU, by XLA's."""
+    import jax
+
+    attention = jax.nn.dot_product_attention
+
+    def by_xla(*args, implementation, **options):
+        return attention(*args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+
+
 @pytest.fixture(params=("float32", "bfloat16", "float16", "float64"))
 def dtype(request):
     """Every dtype that ops compute in."""
@@ -73,6 +109,14 @@ def dtype(request):
 
     with x64(request.param == "float64"):
         yield jnp.dtype(request.param)
+
+
+def pytest_collection_finish():
+    # Tracing makes many small objects. With Python's thresholds, a tenth of the time is spent on
+    # the search for garbage among them and among the modules.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_configure(config):

@@ -5,12 +5,11 @@ its name (gradients.safetensors), and the inputs and outputs (arrays.safetensors
 and transformers: `python tests/record_bert.py`.
 """
 
-import json
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from recorder import padding, randomize, save_arrays, save_model
 
 FOLDER = Path(__file__).parent / "data" / "bert"
 COMMON = dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
@@ -61,17 +60,6 @@ RECORDINGS = {
 }
 
 
-def randomized(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Replaces parameters by random numbers, because some start as zeros or ones."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("LayerNorm.weight"):
-                parameter.copy_(1 + 0.3 * values)
-            else:
-                parameter.copy_((0.2 if parameter.ndim > 1 else 0.1) * values)
-
-
 def inputs(config, generator, *, batch, sequence, mask, token_types, positions) -> dict:
     def integers(most, *shape):
         return torch.randint(most, shape, generator=generator)
@@ -80,8 +68,7 @@ def inputs(config, generator, *, batch, sequence, mask, token_types, positions) 
     given = {"input_ids": 1 + integers(config.vocab_size - 1, batch, sequence)}
     if mask:  # random lengths of 1 or more; the first sequence has no padding
         lengths = integers(sequence, batch) + 1
-        lengths[0] = sequence
-        given["attention_mask"] = (torch.arange(sequence) < lengths[:, None]).long()
+        given["attention_mask"] = padding(lengths, sequence)
     if token_types:
         given["token_type_ids"] = integers(config.type_vocab_size, batch, sequence)
     if positions:
@@ -112,7 +99,7 @@ def recorded(model, given: dict, generator) -> tuple[dict, dict, dict]:
 def build(cls, config: dict, generator) -> torch.nn.Module:
     config = transformers.BertConfig(**COMMON, **config, attn_implementation="eager")
     model = cls(config).eval()
-    randomized(model, generator)
+    randomize(model, generator, norm="LayerNorm", matrix=0.2, vector=0.1)
     return model
 
 
@@ -121,19 +108,11 @@ def record(name: str) -> None:
     generator = torch.Generator().manual_seed(len(name))
     model = build(cls, config, generator)
     given = inputs(model.config, generator, **batch)
-    found, weights, gradients = recorded(model, given, generator)
-    folder = FOLDER / name
-    model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    del config["transformers_version"]
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(gradients, folder / "gradients.safetensors")
+    found, weights, _ = recorded(model, given, generator)
+    save_model(model, FOLDER / name)
     with torch.no_grad():
         low = outputs(model.to(torch.bfloat16), given)
-    arrays = {f"inputs.{key}": value.int() for key, value in given.items()}
-    for kind, values in (("outputs", found), ("weights", weights), ("bfloat16", low)):
-        arrays |= {f"{kind}.{key}": value.float().contiguous() for key, value in values.items()}
-    save_file(arrays, folder / "arrays.safetensors")
+    save_arrays(FOLDER / name, inputs=given, outputs=found, weights=weights, bfloat16=low)
 
 
 if __name__ == "__main__":

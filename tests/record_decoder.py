@@ -5,12 +5,11 @@ parameter under its name (gradients.safetensors), and inputs and outputs (arrays
 Needs torch and transformers: `python tests/record_decoder.py`.
 """
 
-import json
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from recorder import padding, randomize, save_arrays, save_model
 
 FOLDER = Path(__file__).parent / "data" / "decoder"
 NEW = 12  # tokens
@@ -88,24 +87,12 @@ RECORDINGS = {
 }
 
 
-def randomized(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Replaces parameters by random numbers, because some start as zeros or ones."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.3 * values)
-            else:
-                parameter.copy_((0.3 if parameter.ndim > 1 else 0.2) * values)
-
-
 def inputs(config, generator, *, batch, sequence, mask, positions) -> dict:
     shape = (batch, sequence)
     given = {"input_ids": torch.randint(config.vocab_size, shape, generator=generator)}
     if mask:  # random lengths of 2 or more; the first sequence has no padding
         lengths = torch.randint(2, sequence + 1, (batch,), generator=generator)
-        lengths[0] = sequence
-        given["attention_mask"] = (torch.arange(sequence) < lengths[:, None]).long()
+        given["attention_mask"] = padding(lengths, sequence)
     if positions:
         given["position_ids"] = torch.randint(3 * sequence, shape, generator=generator)
     return given
@@ -141,7 +128,7 @@ def build(cls, config: dict, generator) -> torch.nn.Module:
     config = cls.config_class(**config, attn_implementation="eager", bos_token_id=None)
     config.eos_token_id = None
     model = cls(config).eval()
-    randomized(model, generator)
+    randomize(model, generator, norm="norm", matrix=0.3, vector=0.2)
     return model
 
 
@@ -152,21 +139,11 @@ def record(name: str) -> None:
     given = inputs(model.config, generator, **batch)
     found = outputs(model, given)
     found["loss"].backward()
-    folder = FOLDER / name
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    del config["transformers_version"]
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file({n: p.grad for n, p in model.named_parameters()}, folder / "gradients.safetensors")
+    save_model(model, FOLDER / name)
     with torch.no_grad():
         tokens = continued(model, given)
         low = outputs(model.to(torch.bfloat16), given)
-    arrays = {f"inputs.{key}": value.int() for key, value in given.items()}
-    arrays |= {f"generated.{key}": value.int().contiguous() for key, value in tokens.items()}
-    for kind, values in (("outputs", found), ("bfloat16", low)):
-        arrays |= {f"{kind}.{k}": v.detach().float().contiguous() for k, v in values.items()}
-    save_file(arrays, folder / "arrays.safetensors")
+    save_arrays(FOLDER / name, inputs=given, generated=tokens, outputs=found, bfloat16=low)
 
 
 if __name__ == "__main__":

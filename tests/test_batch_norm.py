@@ -18,8 +18,9 @@ from harness import Case, Sharding, Tolerance, assert_bitwise_equal, assert_matc
 from harness.case import implementation
 from harness.compat import make_mesh, saved_residuals, x64
 from harness.numerics import assert_within, normal
+from harness.programs import targets, value_and_gradients
 from harness.properties import settings
-from harness.sharding import assert_layout, collectives, device_count
+from harness.sharding import assert_layout, collectives, device_count, mesh_for
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -260,16 +261,6 @@ def test_harness_of_variants(check):
 
 
 # Values -------------------------------------------------------------------------------------------
-
-
-def value_and_gradients(fn, **options):
-    """Returns a function from cotangents and operands to results and gradients."""
-
-    def run(cts, *args):
-        out, pullback = jax.vjp(functools.partial(fn, **options), *args)
-        return out, pullback(cts)
-
-    return run
 
 
 def exact(x, scale, bias, residual, cts, axis, eps, activation):
@@ -750,14 +741,6 @@ def test_two_users_by_vmap_over_an_axis_name():
 # Kernels and residuals ----------------------------------------------------------------------------
 
 
-def targets(text):
-    return sorted(
-        line.split('custom_call_target="jax_fastops.')[1].split(".")[0].split('"')[0]
-        for line in text.splitlines()
-        if "custom_call_target=" in line and "jax_fastops." in line
-    )
-
-
 @pytest.mark.parametrize(
     "activation, residual", list(itertools.product((None, "relu"), (False, True)))
 )
@@ -907,13 +890,6 @@ def test_a_map_is_one_call_of_each_kernel():
     assert len(targets(text)) == 2 and " while(" not in text
 
 
-def eight(axis_type=AxisType.Auto):
-    count = device_count()
-    if count < 2:
-        pytest.skip("needs two devices")
-    return make_mesh({"a": count}, axis_type)
-
-
 def spread(mesh, args, spec):
     """Shards arrays of two or more dimensions by `spec`, and replicates the others."""
     put = lambda a: jax.device_put(a, NamedSharding(mesh, spec if a.ndim > 1 else P()))  # noqa: E731
@@ -934,7 +910,7 @@ SHAPES = {
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_a_sharded_batch_is_one_batch(name, activation, axis_type):
     """One all-reduce for the statistics, one for the gradients, and no other communication."""
-    mesh, (shape, axis) = eight(axis_type), SHAPES[name]
+    mesh, (shape, axis) = mesh_for(axis_type), SHAPES[name]
     rng = np.random.default_rng(14)
     args = draws(shape, axis, True)(rng, np.float32)
     cts = (normal(rng, shape, np.float32), *(normal(rng, args[1].shape, np.float32),) * 2)
@@ -986,7 +962,7 @@ def test_a_residual_that_is_spread_otherwise():
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_a_batch_spread_by_shard_map(activation, check_vma):
-    mesh = eight()
+    mesh = mesh_for(AxisType.Auto)
     rng = np.random.default_rng(15)
     args = draws((16, 3, 8), residual=True)(rng, np.float32)
     cts = (normal(rng, (16, 3, 8), np.float32), *(normal(rng, (8,), np.float32),) * 2)

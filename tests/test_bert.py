@@ -15,13 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness.compat import make_mesh, x64
-from harness.programs import targets
-from harness.sharding import collectives, device_count
+from harness.numerics import assert_close_in_norm, norm_errors
+from harness.programs import equations, targets
+from harness.sharding import collectives, device_count, mesh_for, over_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 from jax_fastops.models import bert
+
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 CONFIG = bert.Config(
     vocab_size=41,
@@ -39,24 +42,6 @@ SLOW = pytest.mark.slow
 OPS = {"ours": bert.FASTOPS, "plain": bert.PLAIN}
 # Programs with the default generator of random bits take far longer to compile.
 KEY = jax.random.key(3, impl="rbg")
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """By default, float32 products on a GPU are rounded to fewer bits."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-@pytest.fixture
-def without_cudnn(monkeypatch):
-    """Replaces cuDNN's attention, which has no float32 and needs a GPU, by XLA's."""
-    attention = jax.nn.dot_product_attention
-
-    def by_xla(*args, implementation, **options):
-        return attention(*args, implementation="xla", **options)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
 
 
 @functools.cache
@@ -111,36 +96,6 @@ def stepped(config: bert.Config, ops: bert.Ops, masked: bool = True, dropped: bo
     key = KEY if dropped else None
     with fo.use_implementation("native"):
         return jax.tree.map(np.asarray, jax.jit(step(config, ops))(start(config), given, key))
-
-
-def errors(found, wanted) -> dict[str, float]:
-    """The error of each array in norm, relative to the norm of the expected array."""
-
-    def error(path, a, b):
-        assert a.shape == b.shape and a.dtype == b.dtype, jax.tree_util.keystr(path)
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-    named = jax.tree.leaves_with_path(jax.tree.map_with_path(error, found, wanted))
-    return {jax.tree_util.keystr(path): value for path, value in named}
-
-
-def assert_close(found, wanted, tolerance: float) -> None:
-    for path, value in errors(found, wanted).items():
-        assert value <= tolerance, f"{path} differs by {value:.1e}"
-
-
-def equations(jaxpr) -> list:
-    """The equations of a jaxpr and of all nested jaxprs."""
-    found = []
-    for equation in jaxpr.eqns:
-        found.append(equation)
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else [value]:
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    found += equations(inner)
-    return found
 
 
 # ---- architecture --------------------------------------------------------------------------------
@@ -288,7 +243,7 @@ def test_twins_agree(case, without_cudnn):
     config = dataclasses.replace(CONFIG, **changes)
     ours, plain = (stepped(config, ops, masked, dropped) for ops in (bert.FASTOPS, bert.PLAIN))
     assert all(np.all(np.isfinite(a)) for a in jax.tree.leaves(ours))
-    assert_close(ours, plain, 2e-5)
+    assert_close_in_norm(ours, plain, 2e-5)
     assert min(np.linalg.norm(g) for g in jax.tree.leaves(ours["gradients"])) > 1e-4
 
 
@@ -331,7 +286,7 @@ def test_twins_agree_in_full_depth(attention):
         )
         assert ours["hidden"].dtype == np.float64
         # jax.nn's attention computes the softmax in float32.
-        assert_close(ours, plain, 1e-9 if attention == "softmax" else 1e-4)
+        assert_close_in_norm(ours, plain, 1e-9 if attention == "softmax" else 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +302,7 @@ def test_variants_agree(variant):
     with fo.use_implementation("native"):
         found = jax.jit(step(changed, bert.FASTOPS))(given, batch(config), KEY)
     found["gradients"] = bert.unstack_layers(found["gradients"])
-    assert_close(found, plain, 1e-5)
+    assert_close_in_norm(found, plain, 1e-5)
 
 
 def test_stack_layers():
@@ -360,41 +315,52 @@ def test_stack_layers():
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
+DROPPED = dataclasses.replace(CONFIG, dropout=0.2, attention_dropout=0.3)
+HIDDEN = np.random.default_rng(0).standard_normal((BATCH, SEQUENCE, 32), np.float32)
+
+
+def encoded(function, params):
+    """The result of an encoder, and its gradients."""
+
+    def run(params, x):
+        y, pullback = jax.vjp(function, params, x)
+        return y, pullback(jnp.cos(y))
+
+    return jax.tree.map(np.asarray, jax.jit(run)(params, HIDDEN))
+
+
+@functools.cache
+def encoded_one_by_one(ops: bert.Ops):
+    def one_by_one(params, x):
+        for each, key in zip(params, jax.random.split(KEY, DROPPED.layers), strict=True):
+            x = bert.encoder_layer(each, x, DROPPED, mask=batch(DROPPED)["mask"], key=key, ops=ops)
+        return x
+
+    return encoded(one_by_one, start(DROPPED)["layers"])
+
+
 @pytest.mark.parametrize("variant", ["plain", "stacked", "scan", "remat"])
 @pytest.mark.parametrize("ops", OPS)
 def test_encoder(native, variant, ops):
     """The encoder equals its layers one by one, including dropout, in every variant."""
-    config = dataclasses.replace(CONFIG, dropout=0.2, attention_dropout=0.3)
-    changed = dataclasses.replace(config, scan=variant == "scan", remat=variant == "remat")
-    params = start(config)["layers"]
+    config = dataclasses.replace(DROPPED, scan=variant == "scan", remat=variant == "remat")
+    params, mask = start(DROPPED)["layers"], batch(DROPPED)["mask"]
     given = bert.stack_layers({"layers": params})["layers"] if variant == "stacked" else params
-    x = np.random.default_rng(0).standard_normal((BATCH, SEQUENCE, 32), np.float32)
-    mask = batch(config)["mask"]
-
-    def one_by_one(params, x):
-        for each, key in zip(params, jax.random.split(KEY, config.layers), strict=True):
-            x = bert.encoder_layer(each, x, config, mask=mask, key=key, ops=OPS[ops])
-        return x
 
     def together(params, x):
-        return bert.encoder(params, x, changed, mask=mask, key=KEY, ops=OPS[ops])
+        return bert.encoder(params, x, config, mask=mask, key=KEY, ops=OPS[ops])
 
-    def with_gradients(function, params):
-        y, pullback = jax.vjp(function, params, x)
-        return y, pullback(jnp.cos(y))
-
-    y, (found, dx) = jax.jit(functools.partial(with_gradients, together))(given)
-    wanted, gradients = jax.jit(functools.partial(with_gradients, one_by_one))(params)
+    y, (found, dx) = encoded(together, given)
     found = bert.unstack_layers({"layers": found})["layers"]
-    assert_close((y, (found, dx)), (wanted, gradients), 1e-5)
-    assert np.max(np.abs(y - x)) > 0.1
+    assert_close_in_norm((y, (found, dx)), encoded_one_by_one(OPS[ops]), 1e-5)
+    assert np.max(np.abs(y - HIDDEN)) > 0.1
 
 
 @pytest.mark.slow
 def test_implementations_agree():
     with fo.use_implementation("xla"):
         found = jax.jit(step(CONFIG, bert.FASTOPS))(start(CONFIG), batch(CONFIG))
-    assert_close(found, stepped(CONFIG, bert.FASTOPS), 1e-5)
+    assert_close_in_norm(found, stepped(CONFIG, bert.FASTOPS), 1e-5)
 
 
 @pytest.mark.jax
@@ -466,7 +432,7 @@ def test_gradients_in_low_precision(dtype):
     config = dataclasses.replace(CONFIG, dtype=dtype)
     exact = stepped(CONFIG, bert.PLAIN)["gradients"]
     ours, plain = (stepped(config, ops)["gradients"] for ops in (bert.FASTOPS, bert.PLAIN))
-    mine, theirs = (errors(x, exact) for x in (ours, plain))
+    mine, theirs = (norm_errors(x, exact) for x in (ours, plain))
     assert np.mean(list(mine.values())) <= 1.2 * np.mean(list(theirs.values()))
     for path, value in mine.items():
         assert value <= 2 * theirs[path] + 1e-3, f"{path}: {value:.1e}, {theirs[path]:.1e}"
@@ -515,11 +481,11 @@ def test_masked_lm_loss(ops):
     each, kept = fo.cross_entropy(logits, labels), (labels >= 0) & where
     loss = functools.partial(bert.masked_lm_loss, params, hidden, ops=ops, config=CONFIG)
     wanted = np.float32((each * kept).sum() / kept.sum())
-    assert_close(loss(labels, where=where), wanted, 1e-5)
+    assert_close_in_norm(loss(labels, where=where), wanted, 1e-5)
     chosen = np.array([[1, 4, 6], [0, 5, 5]])
     some = np.take_along_axis(labels, chosen, 1)
     wanted = np.take_along_axis(np.asarray(each), chosen, 1).sum() / (some >= 0).sum()
-    assert_close(loss(some, positions=chosen), np.float32(wanted), 1e-5)
+    assert_close_in_norm(loss(some, positions=chosen), np.float32(wanted), 1e-5)
     assert loss(labels, where=np.zeros((2, 7), bool)) == 0
 
 
@@ -808,14 +774,9 @@ def on_one_device(attention: str = "softmax"):
 
 def over_devices(axis_type, make):
     """Runs ``make(mesh)`` on a sharded batch; returns the results and the compiled program."""
-    if device_count() < 2:
-        pytest.skip("needs two devices")
-    mesh = make_mesh({"batch": device_count()}, axis_type)
-    params = jax.device_put(start(CONFIG), NamedSharding(mesh, P()))
-    given = jax.device_put(batch(CONFIG, 16), NamedSharding(mesh, P("batch")))
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(make(mesh)).lower(params, given).compile()
-        return compiled(params, given), compiled.as_text()
+    mesh = mesh_for(axis_type, 1, "batch")
+    given = start(CONFIG), batch(CONFIG, 16)
+    return over_mesh(mesh, lambda *args: make(mesh)(*args), given, (P(), P("batch")))
 
 
 VARIANTS = {
@@ -841,7 +802,7 @@ def test_sharded_batch(native, without_cudnn, variant):
     assert 0 < counts.pop("all-reduce") <= leaves + 3
     assert not counts
     assert found["hidden"].sharding.shard_shape(found["hidden"].shape)[0] == 16 // device_count()
-    assert_close(jax.tree.map(np.asarray, found), on_one_device(config.attention), 2e-5)
+    assert_close_in_norm(jax.tree.map(np.asarray, found), on_one_device(config.attention), 2e-5)
 
 
 @pytest.mark.jax
@@ -892,8 +853,8 @@ def test_shard_map(native, without_cudnn, attention):
     (hidden, grads), program = over_devices(AxisType.Auto, make)
     assert set(collectives(program)) == {"all-reduce"}
     wanted = on_one_device(attention)
-    assert_close(np.asarray(hidden), wanted["hidden"], 2e-5)
-    assert_close(jax.tree.map(np.asarray, grads), wanted["gradients"], 2e-5)
+    assert_close_in_norm(np.asarray(hidden), wanted["hidden"], 2e-5)
+    assert_close_in_norm(jax.tree.map(np.asarray, grads), wanted["gradients"], 2e-5)
 
 
 @pytest.mark.jax

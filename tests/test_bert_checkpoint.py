@@ -5,41 +5,30 @@ import functools
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness.compat import x64
+from harness.numerics import assert_close_in_norm, norm_errors
 
 import jax_fastops as fo
 from jax_fastops.models import bert
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
+from harness.recordings import Recordings  # noqa: E402
+
 from jax_fastops.models import bert_checkpoint  # noqa: E402
 
-DATA = Path(__file__).parent / "data" / "bert"
-RECORDINGS = sorted(folder.name for folder in DATA.iterdir())
+pytestmark = pytest.mark.usefixtures("exact_products")
+RECORDED = Recordings("bert", bert_checkpoint.load, usual="pretraining")
+DATA, RECORDINGS = RECORDED.folder, RECORDED.names
 TOLERANCE = 1e-4
+# Recordings are in float32.
+assert_close = functools.partial(assert_close_in_norm, dtypes=False)
 OPS = {"ours": bert.FASTOPS, "plain": bert.PLAIN}
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """By default, float32 products on a GPU are rounded to fewer bits."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-def arrays(name: str) -> dict[str, dict[str, np.ndarray]]:
-    """Inputs, outputs, weights of the outputs' sum, and outputs in bfloat16."""
-    found: dict = {}
-    for key, value in safetensors.load_file(DATA / name / "arrays.safetensors").items():
-        kind, _, own = key.partition(".")
-        found.setdefault(kind, {})[own] = value
-    return found
 
 
 def outputs(params, inputs, config, ops) -> dict[str, jax.Array]:
@@ -63,30 +52,6 @@ def with_gradients(params, inputs, weights, config, ops):
     return jax.grad(total, has_aux=True)(params)
 
 
-def errors(found, wanted) -> dict[str, float]:
-    """The error of each array in norm, relative to the norm of the expected array."""
-
-    def error(a, b):
-        assert a.shape == b.shape
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-    named = jax.tree.leaves_with_path(jax.tree.map(error, found, wanted))
-    return {jax.tree_util.keystr(path): value for path, value in named}
-
-
-def assert_close(found, wanted, tolerance: float = TOLERANCE) -> None:
-    for path, value in errors(found, wanted).items():
-        assert value <= tolerance, f"{path} differs by {value:.1e}"
-
-
-def load_gradients(name: str, folder: Path) -> dict:
-    """Loads recorded gradients like parameters: they have the same tensor names."""
-    shutil.copy(DATA / name / "config.json", folder)
-    shutil.copy(DATA / name / "gradients.safetensors", folder / "model.safetensors")
-    return bert_checkpoint.load(folder)[1]
-
-
 # ---- recordings of transformers ------------------------------------------------------------------
 
 
@@ -95,13 +60,13 @@ def load_gradients(name: str, folder: Path) -> dict:
 )
 def test_equals_transformers(native, tmp_path, name, which):
     """Outputs, and the gradient of every parameter."""
-    recorded = arrays(name)
+    recorded = RECORDED.arrays(name)
     config, params = bert_checkpoint.load(DATA / name, dtype="float32")
     gradients, found = with_gradients(
         params, recorded["inputs"], recorded["weights"], config=config, ops=OPS[which]
     )
     assert_close(found, recorded["outputs"], TOLERANCE)
-    assert_close(gradients, load_gradients(name, tmp_path), TOLERANCE)
+    assert_close(gradients, RECORDED.gradients(name, tmp_path), TOLERANCE)
 
 
 @pytest.mark.parametrize("variant", ["attention", "remat", "scan"])
@@ -111,44 +76,32 @@ def test_variants_equal_transformers(native, tmp_path, variant):
         "remat": dict(remat=True),
         "scan": dict(remat=True, scan=True),
     }
-    recorded = arrays("pretraining")
+    recorded = RECORDED.arrays("pretraining")
     config, params = bert_checkpoint.load(DATA / "pretraining", dtype="float32")
     config = dataclasses.replace(config, **changes[variant])
     gradients, found = with_gradients(
         params, recorded["inputs"], recorded["weights"], config=config, ops=bert.FASTOPS
     )
     assert_close(found, recorded["outputs"], TOLERANCE)
-    assert_close(gradients, load_gradients("pretraining", tmp_path), TOLERANCE)
+    assert_close(gradients, RECORDED.gradients("pretraining", tmp_path), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_bfloat16(native, name):
     """The error against float32 is at most 1.5 times that of transformers in bfloat16."""
-    recorded = arrays(name)
+    recorded = RECORDED.arrays(name)
     config, params = bert_checkpoint.load(DATA / name)
     assert config.dtype == "bfloat16"
     found = jax.jit(outputs, static_argnums=(2, 3))(
         params, recorded["inputs"], config, bert.FASTOPS
     )
-    mine, theirs = (errors(x, recorded["outputs"]) for x in (found, recorded["bfloat16"]))
+    mine, theirs = (norm_errors(x, recorded["outputs"]) for x in (found, recorded["bfloat16"]))
     for path, value in mine.items():
         assert value <= 1.5 * theirs[path], f"{path}: {value:.1e}, theirs {theirs[path]:.1e}"
         assert value < 0.05
 
 
 # ---- names and files -----------------------------------------------------------------------------
-
-
-def written(folder: Path, tensors: dict, **changes) -> Path:
-    """Writes a checkpoint with the config of a recording and these changes."""
-    config = json.loads((DATA / "pretraining" / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    safetensors.save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def tensors_of(name: str) -> dict[str, np.ndarray]:
-    return safetensors.load_file(DATA / name / "model.safetensors")
 
 
 def assert_same(found, wanted) -> None:
@@ -178,7 +131,7 @@ def test_config():
 def test_names(tmp_path):
     """Names without prefix, the names of TensorFlow, buffers, a decoder tied to the embeddings."""
     _, wanted = bert_checkpoint.load(DATA / "pretraining")
-    tensors = tensors_of("pretraining")
+    tensors = RECORDED.tensors("pretraining")
     assert any(name.startswith("bert.") for name in tensors)
     renamed = {}
     for name, tensor in tensors.items():
@@ -189,25 +142,25 @@ def test_names(tmp_path):
     renamed["embeddings.position_ids"] = np.arange(17)[None]
     renamed["cls.predictions.decoder.weight"] = renamed["embeddings.word_embeddings.weight"]
     renamed["cls.predictions.decoder.bias"] = renamed["cls.predictions.bias"]
-    assert_same(bert_checkpoint.load(written(tmp_path, renamed))[1], wanted)
+    assert_same(bert_checkpoint.load(RECORDED.written(tmp_path, renamed))[1], wanted)
 
 
 def test_decoder_alone(tmp_path):
     """A file with only one of two tied tensors may have either name."""
-    tensors = tensors_of("pretraining")
+    tensors = RECORDED.tensors("pretraining")
     for name, other in (
         ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
         ("cls.predictions.decoder.bias", "cls.predictions.bias"),
     ):
         tensors[name] = tensors.pop(other)
-    found = bert_checkpoint.load(written(tmp_path, tensors))[1]
+    found = bert_checkpoint.load(RECORDED.written(tmp_path, tensors))[1]
     assert_same(found, bert_checkpoint.load(DATA / "pretraining")[1])
 
 
 def test_heads_are_optional(tmp_path):
-    tensors = tensors_of("pretraining")
+    tensors = RECORDED.tensors("pretraining")
     bare = {name: t for name, t in tensors.items() if not name.startswith(("cls", "bert.pooler"))}
-    config, params = bert_checkpoint.load(written(tmp_path, bare), dtype="float32")
+    config, params = bert_checkpoint.load(RECORDED.written(tmp_path, bare), dtype="float32")
     assert set(params) == {"embeddings", "layers"}
     hidden, pooled = bert.apply(params, jnp.ones((1, 3), int), config)
     assert hidden.shape == (1, 3, 24) and pooled is None
@@ -216,7 +169,7 @@ def test_heads_are_optional(tmp_path):
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float64])
 def test_dtypes(tmp_path, dtype):
     """Tensors of other dtypes are converted to float32."""
-    tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of("model").items()}
+    tensors = {name: tensor.astype(dtype) for name, tensor in RECORDED.tensors("model").items()}
     shutil.copy(DATA / "model" / "config.json", tmp_path)
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
     _, params = bert_checkpoint.load(tmp_path)
@@ -226,7 +179,7 @@ def test_dtypes(tmp_path, dtype):
 
 
 def test_shards(tmp_path):
-    tensors = tensors_of("model")
+    tensors = RECORDED.tensors("model")
     names = sorted(tensors)
     files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, own in files.items():
@@ -247,7 +200,7 @@ def test_save(tmp_path, name):
         assert again[0] == config
         assert_same(again[1], params)
         assert_same(
-            safetensors.load_file(tmp_path / "made" / "model.safetensors"), tensors_of(name)
+            safetensors.load_file(tmp_path / "made" / "model.safetensors"), RECORDED.tensors(name)
         )
         assert sorted(f.name for f in (tmp_path / "made").iterdir()) == [
             "config.json",
@@ -286,7 +239,7 @@ def test_interrupted_save(tmp_path, monkeypatch, fails):
 
 def test_wrong_tensors(tmp_path):
     """The message names all wrong tensors."""
-    tensors = tensors_of("pretraining")
+    tensors = RECORDED.tensors("pretraining")
     del tensors["bert.encoder.layer.1.attention.self.key.bias"]
     del tensors["cls.predictions.bias"]
     tensors["bert.encoder.layer.2.output.dense.bias"] = np.zeros(24, np.float32)
@@ -294,7 +247,7 @@ def test_wrong_tensors(tmp_path):
     tensors["bert.pooler.dense.bias"] = np.zeros(23, np.float32)
     tensors["bert.encoder.layer.0.intermediate.dense.weight"] = np.zeros((24, 56), np.float32)
     with pytest.raises(ValueError) as error:
-        bert_checkpoint.load(written(tmp_path, tensors))
+        bert_checkpoint.load(RECORDED.written(tmp_path, tensors))
     message = str(error.value)
     assert (
         "missing: cls.predictions.bias, encoder.layer.1.attention.self.key.bias; not known: "
@@ -308,25 +261,25 @@ def test_wrong_tensors(tmp_path):
 
 
 def test_tensor_of_integers(tmp_path):
-    tensors = tensors_of("pretraining") | {"bert.pooler.dense.bias": np.zeros(24, np.int32)}
+    tensors = RECORDED.tensors("pretraining") | {"bert.pooler.dense.bias": np.zeros(24, np.int32)}
     message = r"of no supported dtype: bert.pooler.dense.bias \(I32\); they must be of F64, F32"
     with pytest.raises(ValueError, match=message):
-        bert_checkpoint.load(written(tmp_path, tensors))
+        bert_checkpoint.load(RECORDED.written(tmp_path, tensors))
 
 
 def test_tensor_under_two_names(tmp_path):
-    tensors = tensors_of("pretraining") | {"pooler.dense.bias": np.zeros(24, np.float32)}
+    tensors = RECORDED.tensors("pretraining") | {"pooler.dense.bias": np.zeros(24, np.float32)}
     with pytest.raises(ValueError, match=r"under two names: pooler\.dense\.bias"):
-        bert_checkpoint.load(written(tmp_path, tensors))
+        bert_checkpoint.load(RECORDED.written(tmp_path, tensors))
 
 
 @pytest.mark.parametrize("part", ["weight", "bias"])
 def test_decoder_of_its_own(tmp_path, part):
-    tensors = tensors_of("pretraining")
+    tensors = RECORDED.tensors("pretraining")
     same = "bert.embeddings.word_embeddings.weight" if part == "weight" else "cls.predictions.bias"
     tensors[f"cls.predictions.decoder.{part}"] = 2 * tensors[same]
     with pytest.raises(ValueError, match=f"tensor cls.predictions.decoder.{part} differs from"):
-        bert_checkpoint.load(written(tmp_path, tensors))
+        bert_checkpoint.load(RECORDED.written(tmp_path, tensors))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +299,7 @@ def test_decoder_of_its_own(tmp_path, part):
 )
 def test_wrong_config(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        bert_checkpoint.load(written(tmp_path, tensors_of("pretraining"), **changes))
+        bert_checkpoint.load(RECORDED.written(tmp_path, RECORDED.tensors("pretraining"), **changes))
 
 
 def test_no_files(tmp_path):
@@ -454,8 +407,8 @@ def test_equals_live_transformers(native, recorder, tmp_path, case, heads):
     mine, found = with_gradients(
         params, numpy(given), numpy(weights), config=config, ops=bert.FASTOPS
     )
-    assert_close(found, numpy(wanted))
-    assert_close(mine, bert_checkpoint.load(tmp_path / "made")[1])
+    assert_close(found, numpy(wanted), TOLERANCE)
+    assert_close(mine, bert_checkpoint.load(tmp_path / "made")[1], TOLERANCE)
 
 
 @pytest.mark.slow
@@ -487,7 +440,7 @@ def test_transformers_reads_what_is_saved(recorder, tmp_path, heads):
 
 def test_float64_is_closer(native):
     """The recordings are float32, so they differ from float64 by float32 rounding."""
-    recorded = arrays("model")
+    recorded = RECORDED.arrays("model")
     with x64(), fo.use_implementation("native"):
         config, params = bert_checkpoint.load(DATA / "model", dtype="float64")
         found = outputs(params, recorded["inputs"], config, bert.FASTOPS)

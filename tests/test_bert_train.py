@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conftest import DEVICE_COUNT
 from harness.sharding import collectives, device_count
 
 import jax_fastops as fo
@@ -79,13 +81,14 @@ def start(tmp_path):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+    count = re.compile(rf"(?<={DEVICE_COUNT}=)\d+")
     started = []
 
     def run(folder: Path, *options: str, devices: int = 4) -> subprocess.Popen:
         command = [sys.executable, str(EXAMPLE), "--checkpoint", str(folder), "--every=10"]
         process = subprocess.Popen(
             [*command, *FEW, *options],
-            env=environment | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+            env=environment | {"XLA_FLAGS": count.sub(str(devices), os.environ["XLA_FLAGS"])},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

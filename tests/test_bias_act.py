@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, assert_matches, checks, implementation
 from harness.compat import make_mesh, saved_residuals, x64
-from harness.numerics import assert_within, normal, unbroadcast
-from harness.programs import targets_of
+from harness.numerics import assert_within, normal, stacked, unbroadcast
+from harness.programs import targets_of, value_and_gradients
 from harness.properties import settings
 from harness.sharding import assert_layout, collectives, device_count
 from hypothesis import strategies as st
@@ -174,14 +174,6 @@ KINDS_OF_OP = [
     "relu",
     *(pytest.param(a, marks=pytest.mark.slow) for a in ("gelu_exact", "silu")),
 ]
-
-
-def value_and_gradients(fn, **options):
-    def run(dy, *args):
-        y, pullback = jax.vjp(functools.partial(fn, **options), *args)
-        return y, pullback(dy)
-
-    return run
 
 
 # Shapes -------------------------------------------------------------------------------------------
@@ -553,10 +545,6 @@ def test_one_export_serves_every_size(activation, last):
 
 def loss(fn):
     return lambda *args: jnp.sum(jnp.sin(1.5 * fn(*args)))
-
-
-def stacked(x):
-    return jnp.stack([x, -2 * x, x / 2])
 
 
 def compare(activation, transform, *args):

@@ -307,7 +307,7 @@ def test_what_is_kept(dtype):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 def test_sharded_classes(axis_type, mode):
     """The reference sums over devices. Explicit axes take it; over Auto axes the kernel gathers."""
-    mesh = mesh_for(axis_type, 1)
+    mesh = mesh_for(axis_type)
     x, labels = draws((4, 64))(np.random.default_rng(2), np.float32)
     g = np.ones(4, np.float32)
     want = value_and_gradient(fo.cross_entropy, **BOTH)(x, labels, g)

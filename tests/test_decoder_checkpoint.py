@@ -4,31 +4,29 @@ import dataclasses
 import functools
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness.compat import x64
+from harness.numerics import assert_close_in_norm, norm_errors
 
 from jax_fastops.models import decoder
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
+from harness.recordings import Recordings  # noqa: E402
+
 from jax_fastops.models import decoder_checkpoint  # noqa: E402
 
-DATA = Path(__file__).parent / "data" / "decoder"
-RECORDINGS = sorted(folder.name for folder in DATA.iterdir())
+pytestmark = pytest.mark.usefixtures("exact_products")
+RECORDED = Recordings("decoder", decoder_checkpoint.load, usual="llama")
+DATA, RECORDINGS = RECORDED.folder, RECORDED.names
 TOLERANCE = 1e-4
+# Recordings are in float32.
+assert_close = functools.partial(assert_close_in_norm, dtypes=False)
 OPS = {"ours": decoder.FASTOPS, "plain": decoder.PLAIN}
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """By default, float32 products on a GPU are rounded to fewer bits."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def arrays(name: str) -> dict[str, dict[str, np.ndarray]]:
@@ -36,10 +34,7 @@ def arrays(name: str) -> dict[str, dict[str, np.ndarray]]:
 
     Logits of padding are replaced by zeros, because padding may attend to nothing.
     """
-    found: dict = {}
-    for key, value in safetensors.load_file(DATA / name / "arrays.safetensors").items():
-        kind, _, own = key.partition(".")
-        found.setdefault(kind, {})[own] = value
+    found = RECORDED.arrays(name)
     for kind in ("outputs", "bfloat16"):
         found[kind]["logits"] = without_padding(found[kind]["logits"], found["inputs"])
     return found
@@ -69,30 +64,6 @@ def gradients(params, inputs, config, ops=decoder.FASTOPS):
     return jax.grad(decoder.loss)(params, tokens, config, **options, ops=ops)
 
 
-def errors(found, wanted) -> dict[str, float]:
-    """The error of each array in norm, relative to the norm of the expected array."""
-
-    def error(a, b):
-        assert a.shape == b.shape
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-    named = jax.tree.leaves_with_path(jax.tree.map(error, found, wanted))
-    return {jax.tree_util.keystr(path): value for path, value in named}
-
-
-def assert_close(found, wanted, tolerance: float = TOLERANCE) -> None:
-    for path, value in errors(found, wanted).items():
-        assert value <= tolerance, f"{path} differs by {value:.1e}"
-
-
-def load_gradients(name: str, folder: Path, scan: bool = False) -> dict:
-    """Loads recorded gradients like parameters: they have the same tensor names."""
-    shutil.copy(DATA / name / "config.json", folder)
-    shutil.copy(DATA / name / "gradients.safetensors", folder / "model.safetensors")
-    return decoder_checkpoint.load(folder, scan=scan)[1]
-
-
 # ---- recordings of transformers ------------------------------------------------------------------
 
 
@@ -103,9 +74,11 @@ def test_equals_transformers(native, tmp_path, name, which):
     """Logits, loss, and the gradient of every parameter."""
     recorded = arrays(name)
     config, params = decoder_checkpoint.load(DATA / name, dtype="float32")
-    assert_close(outputs(params, recorded["inputs"], config, OPS[which]), recorded["outputs"])
+    assert_close(
+        outputs(params, recorded["inputs"], config, OPS[which]), recorded["outputs"], TOLERANCE
+    )
     found = gradients(params, recorded["inputs"], config, OPS[which])
-    assert_close(found, load_gradients(name, tmp_path))
+    assert_close(found, RECORDED.gradients(name, tmp_path), TOLERANCE)
 
 
 VARIANTS = {
@@ -124,9 +97,9 @@ def test_variants_equal_transformers(native, tmp_path, name, variant):
     scan = changes.get("scan", False)
     config, params = decoder_checkpoint.load(DATA / name, dtype="float32", scan=scan)
     config = dataclasses.replace(config, **changes)
-    assert_close(outputs(params, recorded["inputs"], config), recorded["outputs"])
+    assert_close(outputs(params, recorded["inputs"], config), recorded["outputs"], TOLERANCE)
     found = gradients(params, recorded["inputs"], config)
-    assert_close(found, load_gradients(name, tmp_path, scan))
+    assert_close(found, RECORDED.gradients(name, tmp_path, scan=scan), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
@@ -147,7 +120,7 @@ def test_bfloat16(native, name):
     config, params = decoder_checkpoint.load(DATA / name)
     assert config.dtype == "bfloat16"
     found = outputs(params, recorded["inputs"], config)
-    mine, theirs = (errors(x, recorded["outputs"]) for x in (found, recorded["bfloat16"]))
+    mine, theirs = (norm_errors(x, recorded["outputs"]) for x in (found, recorded["bfloat16"]))
     # The loss is one number, whose error may be small by chance.
     assert mine["['logits']"] <= 1.5 * theirs["['logits']"] < 0.05
     assert mine["['loss']"] <= max(1.5 * theirs["['loss']"], 5e-3)
@@ -222,11 +195,11 @@ def test_equals_live_transformers(tmp_path, name):
     config, params = decoder_checkpoint.load(tmp_path / "model", dtype="float32")
     given = {"input_ids": tokens.numpy().astype(np.int32)}
     wanted = {"logits": found.logits.detach().numpy(), "loss": found.loss.detach().numpy()}
-    assert_close(outputs(params, given, config), wanted)
+    assert_close(outputs(params, given, config), wanted, TOLERANCE)
     grads = gradients(params, given, config)
     decoder_checkpoint.save(tmp_path / "gradients", config, grads)
     saved = safetensors.load_file(tmp_path / "gradients" / "model.safetensors")
-    assert_close(saved, {n: p.grad.numpy() for n, p in model.named_parameters()})
+    assert_close(saved, {n: p.grad.numpy() for n, p in model.named_parameters()}, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
@@ -242,23 +215,10 @@ def test_transformers_reads_what_is_saved(tmp_path, name):
     with torch.no_grad():
         found = model(**{key: torch.from_numpy(a).long() for key, a in inputs.items()})
     found = without_padding(found.logits.numpy(), inputs)
-    assert_close(found, arrays(name)["outputs"]["logits"])
+    assert_close(found, arrays(name)["outputs"]["logits"], TOLERANCE)
 
 
 # ---- names and files -----------------------------------------------------------------------------
-
-
-def written(folder: Path, name: str = "llama", tensors=None, **changes) -> Path:
-    """Writes a checkpoint with the config and tensors of a recording, and these changes."""
-    config = json.loads((DATA / name / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = tensors_of(name) if tensors is None else tensors
-    safetensors.save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def tensors_of(name: str) -> dict[str, np.ndarray]:
-    return safetensors.load_file(DATA / name / "model.safetensors")
 
 
 def same(a, b) -> bool:
@@ -274,11 +234,11 @@ def test_save(tmp_path, name, scan):
     again, loaded = decoder_checkpoint.load(tmp_path, scan=scan)
     assert again == config and same(loaded, params)
     saved = safetensors.load_file(tmp_path / "model.safetensors")
-    assert saved.keys() == tensors_of(name).keys() and same(saved, tensors_of(name))
+    assert saved.keys() == RECORDED.tensors(name).keys() and same(saved, RECORDED.tensors(name))
 
 
 def test_several_files(tmp_path):
-    tensors = tensors_of("llama")
+    tensors = RECORDED.tensors("llama")
     names = sorted(tensors)
     files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, own in files.items():
@@ -291,8 +251,8 @@ def test_several_files(tmp_path):
 
 
 def test_low_precision_tensors(tmp_path):
-    tensors = {name: a.astype(jnp.bfloat16) for name, a in tensors_of("qwen3").items()}
-    _, params = decoder_checkpoint.load(written(tmp_path, "qwen3", tensors))
+    tensors = {name: a.astype(jnp.bfloat16) for name, a in RECORDED.tensors("qwen3").items()}
+    _, params = decoder_checkpoint.load(RECORDED.written(tmp_path, tensors, "qwen3"))
     wanted = tensors["model.norm.weight"].astype(np.float32)
     assert params["norm"]["scale"].dtype == jnp.float32
     np.testing.assert_array_equal(params["norm"]["scale"], wanted)
@@ -303,18 +263,18 @@ def test_former_names_of_rope(tmp_path):
     rope = config["rope_parameters"]
     theta = rope.pop("rope_theta")
     rope["type"] = rope.pop("rope_type")
-    written(tmp_path, rope_parameters=None, rope_theta=theta, rope_scaling=rope)
+    RECORDED.written(tmp_path, rope_parameters=None, rope_theta=theta, rope_scaling=rope)
     found, wanted = (decoder_checkpoint.load(path)[0] for path in (tmp_path, DATA / "llama"))
     assert found == wanted and found.rope_scaling is not None
 
 
 def test_tied_head_in_the_file(tmp_path):
-    tensors = tensors_of("qwen3")
+    tensors = RECORDED.tensors("qwen3")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
-    assert decoder_checkpoint.load(written(tmp_path, "qwen3", tensors))[0].tied
+    assert decoder_checkpoint.load(RECORDED.written(tmp_path, tensors, "qwen3"))[0].tied
     tensors["lm_head.weight"] += 1
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from"):
-        decoder_checkpoint.load(written(tmp_path, "qwen3", tensors))
+        decoder_checkpoint.load(RECORDED.written(tmp_path, tensors, "qwen3"))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +296,7 @@ def test_tied_head_in_the_file(tmp_path):
 )
 def test_errors(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        decoder_checkpoint.load(written(tmp_path, **changes))
+        decoder_checkpoint.load(RECORDED.written(tmp_path, **changes))
 
 
 def test_no_files(tmp_path):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from harness import Case, Sharding, assert_matches, checks, implementation
 from harness.compat import make_mesh
-from harness.numerics import normal
+from harness.masks import dropout_mask, philox
+from harness.numerics import normal, raw_key
 from harness.programs import targets_of
 from jax.sharding import AxisType
 
@@ -23,20 +24,15 @@ MODES = ("native", "auto", "xla")
 RATE = 0.3
 
 
-def key_of(seed):
-    """A raw key. Not from jax.random, because the harness also draws while tracing."""
-    return np.random.default_rng(seed).integers(0, 2**32, 2, np.uint32)
-
-
 def reference(x, key):
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    keep = fo.dropout_mask(key, x.shape, RATE)
+    keep = dropout_mask(key, x.shape, RATE)
     scaled = x.astype(wide) * jnp.asarray(1 / (1 - RATE), wide)
     return jnp.where(keep, scaled.astype(x.dtype), jnp.zeros((), x.dtype))
 
 
 def draws(shape):
-    return lambda rng, dtype: (normal(rng, shape, dtype), key_of(int(rng.integers(1 << 30))))
+    return lambda rng, dtype: (normal(rng, shape, dtype), raw_key(int(rng.integers(1 << 30))))
 
 
 def case(name, shape, sharded=None, **more):
@@ -93,16 +89,6 @@ def test_philox_in_python(counter, key, expected):
     assert " ".join(f"{int(word):08x}" for word in _random.philox(counter, key)) == expected
 
 
-def philox(counter, key):
-    """As in the paper, in Python's integers."""
-    (a, b, c, d), (k, m) = counter, key
-    for _ in range(10):
-        p, q = 0xD2511F53 * a, 0xCD9E8D57 * c
-        a, b, c, d = q >> 32 ^ b ^ k, q % 2**32, p >> 32 ^ d ^ m, p % 2**32
-        k, m = (k + 0x9E3779B9) % 2**32, (m + 0xBB67AE85) % 2**32
-    return a, b, c, d
-
-
 def fields(seed, n):
     """The 16 bits of each element of a row."""
     low, high, *key = seed
@@ -140,7 +126,7 @@ def test_the_bits_of_the_kernel(n, threshold):
 
 def test_the_mask():
     """Rows in C order; the last axis is a row."""
-    key, shape = key_of(3), (2, 3, 21)
+    key, shape = raw_key(3), (2, 3, 21)
     want = [fields((row, 0, *map(int, key)), 21) < round(0.75 * 2**16) for row in range(6)]
     assert_matches(fo.dropout_mask(key, shape, 0.25), np.reshape(want, shape))
     assert_matches(fo.dropout_mask(key, 21, 0.25), want[0])
@@ -175,7 +161,7 @@ def test_rates():
         shape = tuple(int(d) for d in rng.integers(1, 60, rng.integers(1, 4)))
         shape = (*shape, 1 + 40_000 // int(np.prod(shape)))
         mask = np.asarray(
-            jax.jit(fo.dropout_mask, static_argnums=(1, 2))(key_of(seed), shape, rate)
+            jax.jit(fo.dropout_mask, static_argnums=(1, 2))(raw_key(seed), shape, rate)
         )
         sigma = np.sqrt(rate * (1 - rate) / mask.size)
         assert abs(mask.mean() - (1 - rate)) < 4 * sigma + 2**-17, (rate, shape)
@@ -203,7 +189,7 @@ def test_bits_are_uniform_and_independent(rows, fields):
 
     counts = np.zeros((5, 256), np.int64)
     for seed in range(fields):
-        first, second = (np.asarray(field(key_of(2 * seed + i))) for i in (0, 1))
+        first, second = (np.asarray(field(raw_key(2 * seed + i))) for i in (0, 1))
         highest, others = (a.view(np.uint16) >> 12 for a in (first, second))
         found = (
             first.view(np.uint8),
@@ -262,12 +248,12 @@ def test_mapped(mode, shape):
 def test_raw_keys_have_no_gradient():
     x = np.ones((3, 8), np.float32)
     f = lambda x, key: fo.dropout(x, key, 0.5)  # noqa: E731
-    y, pullback = jax.vjp(f, x, key_of(0))
+    y, pullback = jax.vjp(f, x, raw_key(0))
     dx, dkey = pullback(y)
     assert dkey.dtype == jax.dtypes.float0
     assert_matches(dx, 2 * np.asarray(y))
     zeros = np.zeros((2,), jax.dtypes.float0)
-    assert_matches(jax.jvp(f, (x, key_of(0)), (x, zeros))[1], np.asarray(y))
+    assert_matches(jax.jvp(f, (x, raw_key(0)), (x, zeros))[1], np.asarray(y))
 
 
 # Shards -------------------------------------------------------------------------------------------
@@ -385,7 +371,7 @@ def test_special_values(mode, dtype):
 
 
 def test_only_the_kernel_runs_and_only_the_key_is_kept():
-    x, key = np.ones((64, 96), np.float32), key_of(0)
+    x, key = np.ones((64, 96), np.float32), raw_key(0)
     f = lambda x, key: fo.dropout(x, key, RATE)  # noqa: E731
     run = lambda dy, x, key: jax.vjp(f, x, key)[1](dy)[0]  # noqa: E731
     for fn, args in ((f, (x, key)), (run, (x, x, key))):
@@ -397,7 +383,7 @@ def test_only_the_kernel_runs_and_only_the_key_is_kept():
 def test_a_platform_without_kernels_takes_the_reference():
     exported = jax.export.export(
         jax.jit(functools.partial(fo.dropout, rate=0.5)), platforms=["tpu"]
-    )(np.ones((4, 8), np.float32), key_of(0))
+    )(np.ones((4, 8), np.float32), raw_key(0))
     assert "custom_call" not in exported.mlir_module()
 
 

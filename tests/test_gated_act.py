@@ -13,7 +13,7 @@ import pytest
 from harness import Case, Sharding, Tolerance, assert_matches, checks, implementation
 from harness.compat import x64
 from harness.numerics import assert_within, normal
-from harness.programs import targets_of
+from harness.programs import targets_of, value_and_gradients
 from harness.properties import settings
 from hypothesis import strategies as st
 
@@ -91,14 +91,6 @@ def test_harness(check):
 @pytest.fixture(params=FUNCTIONS)
 def activation(request):
     return request.param
-
-
-def value_and_gradients(fn, **options):
-    def run(dy, *args):
-        y, pullback = jax.vjp(functools.partial(fn, **options), *args)
-        return y, pullback(dy)
-
-    return run
 
 
 # Shapes -------------------------------------------------------------------------------------------

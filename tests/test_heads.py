@@ -6,13 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import Case, Sharding, Tolerance, assert_bitwise_equal, assert_matches, checks
+from harness import (
+    Case,
+    Sharding,
+    Tolerance,
+    assert_bitwise_equal,
+    assert_matches,
+    checks,
+    sharding,
+)
 from harness.case import outputs
 from harness.compat import make_mesh, saved_residuals, x64
-from harness.numerics import is_float, normal, sprinkled
-from harness.programs import targets_of
+from harness.numerics import any_value, assert_close, normal, sprinkled
+from harness.programs import outputs_and_gradients, targets_of
 from harness.properties import shapes
-from harness.sharding import assert_collectives, assert_layout, device_count
+from harness.sharding import assert_collectives, assert_layout, mesh_for
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -46,15 +54,6 @@ def reference_split_qkv(qkv, bias=None, *, num_heads):
 def reference_merge(x):
     x = jnp.swapaxes(x, -3, -2)
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
-
-
-def any_value(rng, shape, dtype):
-    dtype = jnp.dtype(dtype)
-    if is_float(dtype):
-        return normal(rng, shape, dtype)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return (normal(rng, shape, np.float64) + 1j * normal(rng, shape, np.float64)).astype(dtype)
-    return rng.integers(0, 2 if dtype == np.bool_ else 100, shape).astype(dtype)
 
 
 def draws(*sizes, dtypes=(None, None)):
@@ -234,14 +233,6 @@ def split(request):
     return SPLITS[request.param]
 
 
-def value_and_gradients(fn):
-    def run(args, cotangents):
-        out, pullback = jax.vjp(lambda *args: outputs(fn(*args)), *args)
-        return out, pullback(cotangents)
-
-    return run
-
-
 def example(rng, parts, lead, sequence, heads, size, dtype, fill=normal):
     """x, a bias, and cotangents."""
     features = parts * heads * size
@@ -301,7 +292,7 @@ def test_values_and_gradients(split, dtype, with_bias):
         results = []
         for ((x, bias), cts), h in zip(examples, heads, strict=True):
             args = (x, bias)[: 1 + with_bias]
-            out, gradients = value_and_gradients(functools.partial(fn, num_heads=h))(args, cts)
+            out, gradients = outputs_and_gradients(functools.partial(fn, num_heads=h))(args, cts)
             results.append((out, gradients[0]))
         return results
 
@@ -321,7 +312,9 @@ def test_merge_values_and_gradients(dtype):
     for lead, sequence, heads, size in SHAPES:
         x = sprinkled(rng, (*lead, heads, sequence, size), dtype)
         examples.append(((x,), (sprinkled(rng, (*lead, sequence, heads * size), dtype),)))
-    results = jax.jit(lambda all: [value_and_gradients(fo.merge_heads)(*e) for e in all])(examples)
+    results = jax.jit(lambda all: [outputs_and_gradients(fo.merge_heads)(*e) for e in all])(
+        examples
+    )
     for (out, gradients), (args, cts), s in zip(results, examples, SHAPES, strict=True):
         assert_bitwise_equal(out[0], merged(args), f"the result, {s}")
         assert_bitwise_equal(gradients[0], *heads_of(cts[0], 1, *s[2:]), f"the gradient, {s}")
@@ -333,7 +326,7 @@ def test_bias_gradient(split, dtype):
     rng = np.random.default_rng(2)
     for lead, sequence, heads, size in SHAPES:
         args, cts = example(rng, parts, lead, sequence, heads, size, dtype)
-        gradient = jax.jit(value_and_gradients(functools.partial(fn, num_heads=heads)))(args, cts)
+        gradient = jax.jit(outputs_and_gradients(functools.partial(fn, num_heads=heads)))(args, cts)
         gradient = gradient[1][1]
         assert gradient.dtype == dtype and gradient.shape == args[1].shape
         assert_sum(gradient, cts, dtype)
@@ -369,9 +362,9 @@ def test_groups_of_rows(split, sequences):
     fn, reference, parts = split
     rng = np.random.default_rng(3)
     examples = [example(rng, parts, (2,), s, 2, 3, np.float32) for s in sequences]
-    run = value_and_gradients(functools.partial(fn, num_heads=2))
+    run = outputs_and_gradients(functools.partial(fn, num_heads=2))
     results = jax.jit(lambda all: [run(*e)[1] for e in all])(examples)
-    plain = value_and_gradients(functools.partial(reference, num_heads=2))
+    plain = outputs_and_gradients(functools.partial(reference, num_heads=2))
     for (args, cts), (dx, db) in zip(examples, results, strict=True):
         assert_sum(db, cts, np.float32)
         assert_bitwise_equal(dx, plain(args, cts)[1][0], f"sequence {args[0].shape}")
@@ -389,7 +382,7 @@ def test_groups_are_whole(sequence):
 
 
 def pull(fn):
-    return lambda args, cts: value_and_gradients(fn)(args, cts)[1]
+    return lambda args, cts: outputs_and_gradients(fn)(args, cts)[1]
 
 
 def test_one_kernel_each_way(split):
@@ -465,13 +458,7 @@ def loss(fn):
     return total
 
 
-def assert_close(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-        np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-10)
-
-
+CLOSE = dict(rtol=1e-10, atol=1e-10)
 TRANSFORMS = {
     "bias gradients per example": lambda f: jax.vmap(jax.grad(loss(f), (0, 1)), (0, None)),
     "bias gradients alone per example": lambda f: jax.vmap(jax.grad(loss(f), 1), (0, None)),
@@ -549,13 +536,13 @@ def test_derivatives(split, transform):
         rng = np.random.default_rng(7)
         args, _ = example(rng, parts, (2,), 3, 2, 2, np.float64)
         got, want = (jax.jit(transform(f))(*args) for f in (fn, reference))
-        assert_close(got, want)
+        assert_close(got, want, **CLOSE)
 
 
 def test_bias_gradients_per_example_are_not_their_sum(split):
     fn, _, parts = split
     (x, bias), cts = example(np.random.default_rng(8), parts, (3,), 70, 2, 4, np.float32)
-    run = value_and_gradients(functools.partial(fn, num_heads=2))
+    run = outputs_and_gradients(functools.partial(fn, num_heads=2))
     each = jax.jit(jax.vmap(lambda x, cts: run((x, bias), cts)[1][1]))(x, cts)
     assert each.shape == (3, *bias.shape)
     for i in range(3):
@@ -605,7 +592,7 @@ def test_mixed_dtypes(split, of_x, of_bias, mode):
     cts = tuple(ct.astype(jnp.dtype(of_x)) for ct in cts)
     acc = np.float64 if of_x == "float64" else np.float32
     with x64("float64" in (of_x, of_bias)), fo.use_implementation(mode):
-        run = jax.jit(value_and_gradients(functools.partial(fn, num_heads=2)))
+        run = jax.jit(outputs_and_gradients(functools.partial(fn, num_heads=2)))
         outs, (dx, db) = run((x, bias), cts)
         wide = (x.astype(acc) + bias.astype(acc)).astype(x.dtype)
         want = outputs(
@@ -666,13 +653,6 @@ def test_number_of_heads_of_any_integer_type(split, heads):
 # Sharding with explicit mesh axes -----------------------------------------------------------------
 
 
-def explicit_mesh():
-    count = device_count()
-    if count < 2:
-        pytest.skip("needs two devices")
-    return make_mesh({"a": count}, AxisType.Explicit)
-
-
 # name -> specs of (x, bias, result), for up to 8 devices
 SPECS = {
     "batch": (P("a", None, None), P(None), P("a", None, None, None)),
@@ -689,23 +669,18 @@ def over_mesh(mesh, fn, args, specs, cts, ct_spec):
     types = []
 
     def run(args, cts):
-        results = value_and_gradients(fn)(args, cts)
+        results = outputs_and_gradients(fn)(args, cts)
         types[:] = [jax.typeof(y).sharding.spec for y in jax.tree.leaves(results)]
         return results
 
-    with jax.set_mesh(mesh):
-        args = tuple(
-            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)
-        )
-        cts = tuple(jax.device_put(ct, NamedSharding(mesh, ct_spec)) for ct in cts)
-        program = jax.jit(run).lower(args, cts).compile()
-        return program(args, cts), types, program.as_text()
+    results, text = sharding.over_mesh(mesh, run, (args, cts), (specs, ct_spec))
+    return results, types, text
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_explicit_types_of_split_heads(name, with_bias):
-    mesh = explicit_mesh()
+    mesh = mesh_for(AxisType.Explicit)
     of_x, of_bias, of_result = SPECS[name]
     if not with_bias and name == "bias":
         of_result = P(None, None, None, None)
@@ -725,7 +700,7 @@ def test_explicit_types_of_split_heads(name, with_bias):
 @pytest.mark.parametrize("name", ["batch", "sequence", "features", "features and bias", "nothing"])
 def test_explicit_types_of_split_qkv_heads(name, with_bias):
     """Sharded features are gathered, and the results are exact."""
-    mesh = explicit_mesh()
+    mesh = mesh_for(AxisType.Explicit)
     of_x, of_bias, of_result = SPECS[name]
     if "features" in name:
         of_result = P(None, None, None, None)
@@ -742,7 +717,7 @@ def test_explicit_types_of_split_qkv_heads(name, with_bias):
 
 @pytest.mark.parametrize("heads", [3, 4])
 def test_heads_that_the_devices_do_not_divide_are_gathered(heads):
-    mesh = explicit_mesh()
+    mesh = mesh_for(AxisType.Explicit)
     args, cts = example(np.random.default_rng(12), 1, (2,), 5, heads, 8, np.float32)
     for count in (1, 2):
         fn = lambda *args: fo.split_heads(*args, num_heads=heads)  # noqa: E731
@@ -767,7 +742,7 @@ def test_heads_that_the_devices_do_not_divide_are_gathered(heads):
     ids=str,
 )
 def test_explicit_types_of_merge_heads(given, expected):
-    mesh = explicit_mesh()
+    mesh = mesh_for(AxisType.Explicit)
     rng = np.random.default_rng(13)
     x, ct = normal(rng, (8, 16, 24, 8), np.float32), normal(rng, (8, 24, 128), np.float32)
     (outs, gradients), types, text = over_mesh(
@@ -790,7 +765,7 @@ GATHERED = [1, 3, 17]
 def split_over_sequence(split, axis_type, rows):
     """Checks gradients with `rows` rows of the sequence on every device."""
     fn, _, parts = split
-    count = explicit_mesh().size
+    count = mesh_for(AxisType.Explicit).size
     mesh = make_mesh({"a": count}, axis_type)
     args, cts = example(np.random.default_rng(14), parts, (2,), count * rows, 2, 3, np.float32)
     specs, of_result = (P(None, "a", None), P(None)), P(None, None, "a", None)
@@ -820,9 +795,9 @@ def test_sequences_whose_groups_lie_on_several_devices(split, rows):
 def test_sequences_with_no_even_shards(split, size):
     """With an auto mesh axis, the devices may not divide the sequence."""
     fn, _, parts = split
-    mesh = make_mesh({"a": explicit_mesh().size}, AxisType.Auto)
+    mesh = make_mesh({"a": mesh_for(AxisType.Explicit).size}, AxisType.Auto)
     args, cts = example(np.random.default_rng(15), parts, (2,), 8 * size + 1, 2, 3, np.float32)
-    run = value_and_gradients(functools.partial(fn, num_heads=2))
+    run = outputs_and_gradients(functools.partial(fn, num_heads=2))
     where = NamedSharding(mesh, P(None, "a"))
 
     def constrained(args, cts):
@@ -840,7 +815,7 @@ def test_sequences_with_no_even_shards(split, size):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 def test_features_sharded_with_a_bias_in_every_mode(split, axis_type):
     fn, reference, parts = split
-    mesh = make_mesh({"a": explicit_mesh().size}, axis_type)
+    mesh = make_mesh({"a": mesh_for(AxisType.Explicit).size}, axis_type)
     args, cts = example(np.random.default_rng(16), parts, (2,), 6, 8, 4, np.float32)
     of_result = P(None, "a", None, None) if parts == 1 else P(None, None, None, None)
     for mode in MODES:
@@ -953,7 +928,7 @@ def test_implementations_agree(split, dtype):
     results = {}
     for mode in MODES:
         with fo.use_implementation(mode):
-            run = jax.jit(value_and_gradients(functools.partial(fn, num_heads=3)))
+            run = jax.jit(outputs_and_gradients(functools.partial(fn, num_heads=3)))
             results[mode] = run(args, cts)
             if mode == "xla":
                 assert not targets_of(run, args, cts)
@@ -966,7 +941,7 @@ def test_implementations_agree(split, dtype):
     def plain(x, bias):
         return reference(x + bias, num_heads=3)
 
-    of_jax = jax.jit(value_and_gradients(plain))(args, cts)[1][1]
+    of_jax = jax.jit(outputs_and_gradients(plain))(args, cts)[1][1]
     assert_bitwise_equal(results["xla"][1][1], np.asarray(of_jax), "the bias gradient")
 
 
@@ -974,7 +949,7 @@ def test_implementations_agree(split, dtype):
 def test_a_platform_without_kernels_takes_the_reference(split, platform):
     fn, _, parts = split
     args, cts = example(np.random.default_rng(18), parts, (2,), 6, 2, 4, np.float32)
-    run = jax.jit(value_and_gradients(functools.partial(fn, num_heads=2)))
+    run = jax.jit(outputs_and_gradients(functools.partial(fn, num_heads=2)))
     exported = jax.export.export(run, platforms=[platform])(args, cts)
     assert "custom_call" not in exported.mlir_module()
 
@@ -998,7 +973,7 @@ def test_a_bias_alone_is_summed_in_float32(split):
 def test_a_sequence_without_batch_is_sharded_beside_a_whole_bias(split, axis_type):
     """XLA would also shard a bias whose rank equals the number of batch dimensions."""
     fn, reference, parts = split
-    size = explicit_mesh().size
+    size = mesh_for(AxisType.Explicit).size
     mesh = make_mesh({"a": size}, AxisType[axis_type])
     args, cts = example(np.random.default_rng(16), parts, (), 32 * size, 2, 3, np.float32)
     run = functools.partial(fn, num_heads=2)

@@ -21,7 +21,7 @@ from harness import (
     implementation,
 )
 from harness.compat import make_mesh, x64
-from harness.numerics import assert_within, normal, unbroadcast
+from harness.numerics import assert_within, normal, stacked, unbroadcast
 from harness.programs import targets_of
 from harness.properties import settings
 from harness.sharding import assert_layout, collectives, device_count
@@ -530,10 +530,6 @@ def test_one_export_serves_every_size(crossed):
 
 def loss(fn):
     return lambda *args: jnp.sum(jnp.sin(1.5 * fn(*args)))
-
-
-def stacked(x):
-    return jnp.stack([x, -2 * x, x / 2])
 
 
 AXES = [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, None), (0, None, 0), (0, 0, 0)]

@@ -22,12 +22,6 @@ TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-
 HARD = dict(label_smoothing=0.1, z_loss=0.01, softcap=5.0)
 
 
-@pytest.fixture
-def exact_products():
-    with jax.default_matmul_precision("float32"):
-        yield
-
-
 def expected(x, table, bias, labels, where, reduction, label_smoothing=0, z_loss=0, softcap=None):
     """By the logits, in float64."""
     logits = x @ table.T + bias

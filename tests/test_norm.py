@@ -16,9 +16,16 @@ import pytest
 from harness import Case, Sharding, Tolerance, assert_bitwise_equal, assert_matches, checks
 from harness.case import FLOAT_DTYPES, outputs
 from harness.compat import make_mesh, saved_residuals, x64
-from harness.numerics import assert_within, normal
-from harness.programs import targets
-from harness.sharding import assert_collectives, assert_layout, collectives, device_count
+from harness.numerics import assert_close, assert_within, normal, stacked
+from harness.programs import outputs_and_gradients, residuals, targets, targets_of
+from harness.sharding import (
+    assert_collectives,
+    assert_layout,
+    collectives,
+    device_count,
+    mesh_for,
+    over_mesh,
+)
 from harness.transforms import oracle
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -291,14 +298,6 @@ def name(request):
     return request.param
 
 
-def value_and_gradients(fn):
-    def run(args, cotangents):
-        out, pullback = jax.vjp(lambda *args: outputs(fn(*args)), *args)
-        return out, pullback(tuple(cotangents))
-
-    return run
-
-
 # Shapes -------------------------------------------------------------------------------------------
 
 
@@ -386,7 +385,7 @@ def check_shapes(name, dtype, shapes, given=None, parameters=None, eps=1e-6, ret
             uneven(rng, shape, dtype) if a.shape == shape and len(shape) > 1 else a for a in args
         )
         examples.append((args, [uneven(rng, shape, dtype) for _ in range(1 + return_sum)]))
-    results = jax.jit(lambda all: [value_and_gradients(fn)(*e) for e in all])(examples)
+    results = jax.jit(lambda all: [outputs_and_gradients(fn)(*e) for e in all])(examples)
     for shape, (args, cts), (got, gradients) in zip(shapes, examples, results, strict=True):
         values = dict(zip(("x", *given), args, strict=True))
         got, gradients = jax.tree.map(np.asarray, (got, gradients))
@@ -509,7 +508,7 @@ def test_offsets(name, dtype):
         x = (offset + size * rng.standard_normal((4, n))).astype(dtype)
         given = OPS[name]
         args = (x, *draws(x.shape, given)(rng, dtype)[1:])
-        fn, plain = (value_and_gradients(f) for f in variant(name, given))
+        fn, plain = (outputs_and_gradients(f) for f in variant(name, given))
         cts = (normal(rng, x.shape, dtype),)
         got, want = jax.jit(fn)(args, cts), jax.jit(plain)(args, cts)
         exact = oracle(plain, args, cts)
@@ -608,7 +607,7 @@ def test_gradients_of_rows_without_deviations(dtype):
     for n in (1, 8, 100):
         x, residual = np.ones((2, n), dtype), np.full((2, n), 0.003, dtype)
         scale, dy = np.ones(n, dtype), normal(np.random.default_rng(n), (2, n), dtype)
-        fn = value_and_gradients(lambda *args: fo.residual_layer_norm(*args))
+        fn = outputs_and_gradients(lambda *args: fo.residual_layer_norm(*args))
         _, (dx, _, dscale) = jax.jit(fn)((x, residual, scale), (dy,))
         dx, dscale, g = (np.asarray(a).astype(np.float64) for a in (dx, dscale, dy))
         size = np.abs(g).max()
@@ -642,7 +641,7 @@ def test_rows_do_not_touch_each_other(name, dtype):
     given = OPS[name]
     args = draws((67, 37), given)(rng, dtype)
     dy = (normal(rng, (67, 37), dtype),)
-    run = jax.jit(value_and_gradients(variant(name, given)[0]))
+    run = jax.jit(outputs_and_gradients(variant(name, given)[0]))
     (y,), gradients = jax.tree.map(np.asarray, run(args, dy))
     x = args[0].copy()
     x[13, 5] = np.nan
@@ -674,7 +673,7 @@ def test_special_cotangents(name, kind, value):
     args = draws((5, 32), given)(rng, dtype)
     dy = normal(rng, (5, 32), dtype)
     dy[2, 7] = value
-    fn, plain = (jax.jit(value_and_gradients(f)) for f in variant(name, given))
+    fn, plain = (jax.jit(outputs_and_gradients(f)) for f in variant(name, given))
     got, want = (jax.tree.map(np.asarray, f(args, (dy,))[1]) for f in (fn, plain))
     for what, mine, theirs in zip(("x", *given), got, want, strict=True):
         mine, theirs = mine.astype(np.float64), theirs.astype(np.float64)
@@ -731,8 +730,8 @@ def check_two_users(name, shape, dtype):
     """The gradients are bitwise equal to those of one user with the rounded sum as cotangent."""
     (fn, _), args, dys = example(name, shape, dtype, seed=21, count=2)
     both, _ = variant(name, OPS[name], fanout=True)
-    (y, same), grads = jax.jit(value_and_gradients(both))(args, dys)
-    (want_y,), want = jax.jit(value_and_gradients(fn))(args, (jnp.add(*dys),))
+    (y, same), grads = jax.jit(outputs_and_gradients(both))(args, dys)
+    (want_y,), want = jax.jit(outputs_and_gradients(fn))(args, (jnp.add(*dys),))
     assert_bitwise_equal(y, same)
     assert_bitwise_equal(y, want_y)
     assert_matches(grads, want)
@@ -759,8 +758,8 @@ def test_two_users_and_the_sum(op, shape, kind):
     _, args, cts = example(op, shape, dtype, seed=22, count=3)
     both, _ = variant(op, OPS[op], fanout=True, return_sum=True)
     one, _ = variant(op, OPS[op], return_sum=True)
-    (y, same, s), grads = jax.jit(value_and_gradients(both))(args, cts)
-    want_outs, want = jax.jit(value_and_gradients(one))(args, (jnp.add(*cts[:2]), cts[2]))
+    (y, same, s), grads = jax.jit(outputs_and_gradients(both))(args, cts)
+    want_outs, want = jax.jit(outputs_and_gradients(one))(args, (jnp.add(*cts[:2]), cts[2]))
     assert_bitwise_equal(y, same)
     assert_matches((y, s), want_outs)
     assert_matches(grads, want)
@@ -787,7 +786,7 @@ def test_two_users_add_nothing_before_the_backward(name):
     """Neither XLA nor another kernel adds the two cotangents."""
     _, args, dys = example(name, (16, 4, 8), count=2)
     both, _ = variant(name, OPS[name], fanout=True)
-    text = jax.jit(value_and_gradients(both)).lower(args, dys).compile().as_text()
+    text = jax.jit(outputs_and_gradients(both)).lower(args, dys).compile().as_text()
     assert targets(text) == ["norm", "norm_bwd"]
     assert not re.search(r" = f32\[(16,4,8|64,8)\]\S* add\(", text)
 
@@ -810,7 +809,7 @@ def test_two_users_keep_what_one_does(name, return_sum):
     options = {"return_sum": True} if return_sum else {}
     _, args, _ = example(name)
     one, two = (variant(name, OPS[name], fanout, **options)[0] for fanout in (False, True))
-    assert kept(two, *args) == kept(one, *args)
+    assert residuals(two, *args) == residuals(one, *args)
 
 
 @pytest.mark.jax
@@ -819,16 +818,12 @@ def test_two_users_of_no_elements(name, mode):
     _, args, dys = example(name, (0, 3), jnp.bfloat16, count=2)
     both, _ = variant(name, OPS[name], fanout=True)
     with fo.use_implementation(mode):
-        outs, grads = jax.jit(value_and_gradients(both))(args, dys)
+        outs, grads = jax.jit(outputs_and_gradients(both))(args, dys)
     assert [y.shape for y in outs] == [(0, 3)] * 2
     assert [g.shape for g in grads] == [a.shape for a in args]
 
 
 # Determinism and implementations ------------------------------------------------------------------
-
-
-def kernels(fn, *args):
-    return targets(jax.jit(fn).lower(*args).compile().as_text())
 
 
 def example(name, shape=(6, 5, 16), dtype=np.float32, given=None, seed=6, count=1):
@@ -843,7 +838,7 @@ def example(name, shape=(6, 5, 16), dtype=np.float32, given=None, seed=6, count=
 def test_two_runs_give_the_same_bits(name, dtype):
     for shape in ((257, 133), (3, 40001), (2, 3, 5, 1024)):
         (fn, _), args, cts = example(name, shape, dtype)
-        run = jax.jit(value_and_gradients(fn))
+        run = jax.jit(outputs_and_gradients(fn))
         first = jax.tree.map(np.asarray, run(args, cts))
         for _ in range(2):
             assert_matches(run(args, cts), first)
@@ -851,16 +846,16 @@ def test_two_runs_give_the_same_bits(name, dtype):
 
 def test_one_kernel_each_way(name):
     (fn, _), args, cts = example(name)
-    assert kernels(fn, *args) == ["norm"]
-    assert kernels(value_and_gradients(fn), args, cts) == ["norm", "norm_bwd"]
+    assert targets_of(fn, *args) == ["norm"]
+    assert targets_of(outputs_and_gradients(fn), args, cts) == ["norm", "norm_bwd"]
     with fo.use_implementation("xla"):
-        assert not kernels(value_and_gradients(fn), args, cts)
+        assert not targets_of(outputs_and_gradients(fn), args, cts)
 
 
 def test_a_gradient_computes_what_is_wanted(name):
     """The backward computes only the wanted sums, bitwise equal to those of all together."""
     (fn, _), args, cts = example(name)
-    everything = jax.jit(value_and_gradients(fn))(args, cts)[1]
+    everything = jax.jit(outputs_and_gradients(fn))(args, cts)[1]
     for i, what in enumerate(("x", *OPS[name])):
 
         def of_one(arg, i=i):
@@ -879,9 +874,9 @@ def test_the_residual_has_the_gradient_of_x():
     """Both gradients are one array, from one kernel."""
     for name in WHOLE:
         (fn, _), args, cts = example(name)
-        gradients = jax.jit(value_and_gradients(fn))(args, cts)[1]
+        gradients = jax.jit(outputs_and_gradients(fn))(args, cts)[1]
         assert_bitwise_equal(gradients[1], gradients[0])
-        text = jax.jit(value_and_gradients(fn)).lower(args, cts).compile().as_text()
+        text = jax.jit(outputs_and_gradients(fn)).lower(args, cts).compile().as_text()
         assert len(targets(text)) == 2
 
 
@@ -890,7 +885,7 @@ def test_implementations_agree(name, dtype):
     results = {}
     for mode in ("native", "auto", "xla"):
         with fo.use_implementation(mode):
-            results[mode] = jax.jit(value_and_gradients(fn))(args, cts)
+            results[mode] = jax.jit(outputs_and_gradients(fn))(args, cts)
     eps = float(jnp.finfo(dtype).eps)
     for mode in ("native", "auto"):
         for mine, theirs in zip(
@@ -903,7 +898,7 @@ def test_implementations_agree(name, dtype):
 
 def test_a_platform_without_kernels_takes_the_reference(name):
     (fn, _), args, cts = example(name)
-    exported = jax.export.export(jax.jit(value_and_gradients(fn)), platforms=["tpu"])(args, cts)
+    exported = jax.export.export(jax.jit(outputs_and_gradients(fn)), platforms=["tpu"])(args, cts)
     assert "custom_call" not in exported.mlir_module()
 
 
@@ -911,7 +906,7 @@ def test_a_platform_without_kernels_takes_the_reference(name):
 def test_export_names_the_kernels(name):
     (fn, _), args, cts = example(name)
     platforms = ("cpu", "cuda")
-    program = jax.jit(value_and_gradients(fn))
+    program = jax.jit(outputs_and_gradients(fn))
     exported = jax.export.export(program, platforms=platforms, disabled_checks=fo.export_checks())(
         args, cts
     )
@@ -928,22 +923,17 @@ def test_one_export_serves_every_size(name):
     fn, plain = variant(name, given)
     array, row = (jax.ShapeDtypeStruct(s, np.float32) for s in ((b, n), (n,)))
     symbols = (array, *(array if what == "residual" else row for what in given))
-    program = jax.jit(value_and_gradients(fn))
+    program = jax.jit(outputs_and_gradients(fn))
     exported = jax.export.export(program, disabled_checks=fo.export_checks())(symbols, (array,))
     back = jax.export.deserialize(exported.serialize())
     for size in ((2, 3), (5, 64), (1, 1), (3, 20000)):
         _, args, cts = example(name, size)
-        got, want = back.call(args, cts), jax.jit(value_and_gradients(plain))(args, cts)
+        got, want = back.call(args, cts), jax.jit(outputs_and_gradients(plain))(args, cts)
         for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 # Residuals ----------------------------------------------------------------------------------------
-
-
-def kept(fn, *args):
-    leaves = jax.tree.leaves(jax.vjp(fn, *args)[1])
-    return sorted((str(leaf.dtype), leaf.shape) for leaf in leaves)
 
 
 @pytest.mark.parametrize("jitted", [False, True])
@@ -962,7 +952,7 @@ def test_what_is_kept(name, dtype, jitted, return_sum):
         fn = jax.jit(fn) if jitted else fn
         args = draws((4, 3, 9), given)(np.random.default_rng(7), dtype)
         scale = [(str(dtype), (9,))] * ("scale" in given)
-        assert kept(fn, *args) == sorted([(str(dtype), (4, 3, 9)), *scale, *statistics]), given
+        assert residuals(fn, *args) == sorted([(str(dtype), (4, 3, 9)), *scale, *statistics]), given
 
 
 def test_the_returned_sum_is_the_kept_one():
@@ -1005,14 +995,10 @@ def loss(fn):
     return total
 
 
-def stack(a):
-    return jnp.stack([a, -2 * a, a / 2])
-
-
 def mapped(args, which):
     """Returns in_axes, and the arguments, with those in `which` stacked."""
     axes = tuple(0 if i in which else None for i in range(len(args)))
-    return axes, tuple(stack(a) if i in which else a for i, a in enumerate(args))
+    return axes, tuple(stacked(a) if i in which else a for i, a in enumerate(args))
 
 
 def gradients(fn, args):
@@ -1025,10 +1011,12 @@ TRANSFORMS = {
         gradients(f, a), (1,) + (None,) * (len(a) - 1), (1, *(-1 for _ in a[1:]))
     ),
     "gradients per example, mapped parameters": lambda f, a: (
-        lambda *args: jax.vmap(gradients(f, a))(*map(stack, args))
+        lambda *args: jax.vmap(gradients(f, a))(*map(stacked, args))
     ),
     "parameters alone mapped": lambda f, a: (
-        lambda x, *rest: jax.vmap(gradients(f, a), (None,) + (0,) * len(rest))(x, *map(stack, rest))
+        lambda x, *rest: jax.vmap(gradients(f, a), (None,) + (0,) * len(rest))(
+            x, *map(stacked, rest)
+        )
     ),
     "gradient of the last alone per example": lambda f, a: jax.vmap(
         jax.grad(loss(f), len(a) - 1), (0,) + (None,) * (len(a) - 1)
@@ -1036,7 +1024,7 @@ TRANSFORMS = {
     "nested": lambda f, a: (
         lambda x, *rest: jax.vmap(
             jax.vmap(gradients(f, a), (0,) + (None,) * len(rest)), (None,) + (0,) * len(rest)
-        )(x, *map(stack, rest))
+        )(x, *map(stacked, rest))
     ),
     "gradient of gradients per example": lambda f, a: jax.grad(
         lambda *args: sum(
@@ -1059,7 +1047,7 @@ TRANSFORMS = {
     "jvp along the last per example": lambda f, a: (
         lambda *args: jax.vmap(
             lambda x, t: jax.jvp(lambda b: f(x, *args[1:-1], b), args[-1:], (t,))[1]
-        )(args[0], stack(jnp.cos(args[-1])))
+        )(args[0], stacked(jnp.cos(args[-1])))
     ),
     "reverse over forward along the last": lambda f, a: jax.grad(
         lambda *args: jax.jvp(lambda b: loss(f)(*args[:-1], b), args[-1:], (jnp.cos(args[-1]),))[1],
@@ -1119,7 +1107,7 @@ def test_gradients_per_example_are_those_of_a_loop(name, dtype):
     """Parameters that are not mapped get one gradient per example, not the sum."""
     (fn, _), args, cts = example(name, (4, 70, 24), dtype)
     axes = tuple(0 if a.ndim == 3 else None for a in args)
-    run = lambda args, cts: value_and_gradients(fn)(args, cts)[1]  # noqa: E731
+    run = lambda args, cts: outputs_and_gradients(fn)(args, cts)[1]  # noqa: E731
     each = jax.jit(jax.vmap(run, (axes, 0)))(args, cts)
     single = jax.jit(run)
     for i in range(4):
@@ -1141,7 +1129,7 @@ def test_gradients_per_example_are_one_kernel_call(name):
     (fn, _), args, cts = example(name, (4, 70, 24))
     given = ("x", *OPS[name])
     axes = tuple(0 if a.ndim == 3 else None for a in args)
-    program = jax.vmap(lambda args, cts: value_and_gradients(fn)(args, cts)[1], (axes, 0))
+    program = jax.vmap(lambda args, cts: outputs_and_gradients(fn)(args, cts)[1], (axes, 0))
     text = jax.jit(program).lower(args, cts).compile().as_text()
     assert targets(text) == ["norm", "norm_bwd"], given
     assert " while(" not in text
@@ -1176,23 +1164,6 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-def eight(axis_type):
-    count = device_count()
-    if count < 2:
-        pytest.skip("needs two devices")
-    return make_mesh({"a": count}, axis_type)
-
-
-def over_mesh(mesh, fn, args, specs, cts, ct_spec):
-    """Returns the results and gradients over a mesh, and the text of the compiled program."""
-    with jax.set_mesh(mesh):
-        put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))  # noqa: E731
-        args = tuple(put(a, s) for a, s in zip(args, specs, strict=True))
-        cts = tuple(put(ct, ct_spec) for ct in cts)
-        program = jax.jit(value_and_gradients(fn)).lower(args, cts).compile()
-        return program(args, cts), program.as_text()
-
-
 def reduced_elements(text):
     """The number of elements that the all-reduces of a program sum.
 
@@ -1203,11 +1174,7 @@ def reduced_elements(text):
     return sum(math.prod(int(d) for d in dims.split(",") if d) for dims in shapes)
 
 
-def assert_close(got, want):
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-5)
-
-
+CLOSE = dict(rtol=2e-4, atol=2e-5)
 SHARDED = {"batch": P("a"), "sequence": P(None, "a"), "rows of a matrix": P("a")}
 
 
@@ -1216,13 +1183,13 @@ SHARDED = {"batch": P("a"), "sequence": P(None, "a"), "rows of a matrix": P("a")
 @pytest.mark.parametrize("layout", SHARDED)
 def test_sharded(name, axis_type, layout):
     """One all-reduce for each parameter's gradient, and no other communication."""
-    mesh = eight(axis_type)
+    mesh = mesh_for(axis_type)
     spec = SHARDED[layout]
     shape = (128, 24) if "matrix" in layout else (8, 64, 24)
     (fn, plain), args, cts = example(name, shape)
     specs = tuple(spec if a.ndim > 1 else P() for a in args)
-    got, text = over_mesh(mesh, fn, args, specs, cts, spec)
-    assert_close(got, jax.jit(value_and_gradients(plain))(args, cts))
+    got, text = over_mesh(mesh, outputs_and_gradients(fn), (args, cts), (specs, spec))
+    assert_close(got, jax.jit(outputs_and_gradients(plain))(args, cts), **CLOSE)
     for result in (got[0][0], got[1][0]):
         assert_layout(layout, result, NamedSharding(mesh, spec))
     assert set(collectives(text)) == {"all-reduce"}
@@ -1236,7 +1203,9 @@ def test_a_device_has_as_many_sums_as_alone(name, axis_type):
     """Each device writes more than 66 partial sums, and at most 132, the limit of one device."""
     (fn, _), args, cts = example(name, (16, 512, 24))
     specs = tuple(P("a") if a.ndim > 1 else P() for a in args)
-    _, text = over_mesh(eight(axis_type), fn, args, specs, cts, P("a"))
+    _, text = over_mesh(
+        mesh_for(axis_type), outputs_and_gradients(fn), (args, cts), (specs, P("a"))
+    )
     (call,) = (line for line in text.splitlines() if "norm_bwd" in line and "custom-call(" in line)
     shapes = re.findall(r"f32\[([\d,]*)\]", call.split(" custom-call(")[0])[1:]
     assert shapes
@@ -1248,13 +1217,13 @@ def test_a_device_has_as_many_sums_as_alone(name, axis_type):
 @pytest.mark.jax
 @KINDS
 def test_what_is_not_summed_is_not_communicated(name, axis_type):
-    mesh = eight(axis_type)
+    mesh = mesh_for(axis_type)
     given = ("residual",) * name.startswith("residual")
     (fn, plain), args, cts = example(name, (8, 64, 24), given=given)
     for spec in (P("a"), P(None, "a")):
         specs = (spec,) * len(args)
-        got, text = over_mesh(mesh, fn, args, specs, cts, spec)
-        assert_close(got, jax.jit(value_and_gradients(plain))(args, cts))
+        got, text = over_mesh(mesh, outputs_and_gradients(fn), (args, cts), (specs, spec))
+        assert_close(got, jax.jit(outputs_and_gradients(plain))(args, cts), **CLOSE)
         assert_collectives(text, 0)
         assert targets(text) == ["norm", "norm_bwd"]
 
@@ -1263,11 +1232,11 @@ def test_what_is_not_summed_is_not_communicated(name, axis_type):
 @KINDS
 def test_a_sharded_last_axis(name, axis_type):
     """The result is correct. Over an explicit axis, the reference runs, and it stays sharded."""
-    mesh = eight(axis_type)
+    mesh = mesh_for(axis_type)
     (fn, plain), args, cts = example(name, (6, 128))
     specs = tuple(P(None, "a") if a.ndim > 1 else P("a") for a in args)
-    got, text = over_mesh(mesh, fn, args, specs, cts, P(None, "a"))
-    assert_close(got, jax.jit(value_and_gradients(plain))(args, cts))
+    got, text = over_mesh(mesh, outputs_and_gradients(fn), (args, cts), (specs, P(None, "a")))
+    assert_close(got, jax.jit(outputs_and_gradients(plain))(args, cts), **CLOSE)
     if axis_type == AxisType.Explicit:
         assert_layout("the result", got[0][0], NamedSharding(mesh, P(None, "a")))
         assert set(collectives(text)) == {"all-reduce"} and not targets(text)
@@ -1276,7 +1245,7 @@ def test_a_sharded_last_axis(name, axis_type):
 @pytest.mark.jax
 @pytest.mark.parametrize("rows", [3, 63])
 def test_rows_that_the_devices_do_not_divide(name, rows):
-    mesh = eight(AxisType.Auto)
+    mesh = mesh_for(AxisType.Auto)
     (fn, plain), args, cts = example(name, (rows, 5, 24))
     where = NamedSharding(mesh, P("a"))
 
@@ -1284,27 +1253,27 @@ def test_rows_that_the_devices_do_not_divide(name, rows):
         def run(args, cts):
             x = args[0] * 2
             x = jax.lax.with_sharding_constraint(x, where) if f is fn else x
-            return value_and_gradients(f)((x, *args[1:]), cts)
+            return outputs_and_gradients(f)((x, *args[1:]), cts)
 
         return jax.jit(run)
 
-    assert_close(constrained(fn)(args, cts), constrained(plain)(args, cts))
+    assert_close(constrained(fn)(args, cts), constrained(plain)(args, cts), **CLOSE)
 
 
 @pytest.mark.jax
 def test_shard_map(name):
     """The parameters are replicated. Each of their gradients is summed by a psum."""
-    mesh = eight(AxisType.Auto)
+    mesh = mesh_for(AxisType.Auto)
     (fn, plain), args, cts = example(name, (16, 8, 24))
     specs = tuple(P("a") if a.ndim > 1 else P() for a in args)
     sharded = jax.shard_map(
-        value_and_gradients(fn),
+        outputs_and_gradients(fn),
         mesh=mesh,
         in_specs=(specs, (P("a"),)),
         out_specs=((P("a"),), specs),
     )
     program = jax.jit(sharded).lower(args, cts).compile()
-    assert_close(program(args, cts), jax.jit(value_and_gradients(plain))(args, cts))
+    assert_close(program(args, cts), jax.jit(outputs_and_gradients(plain))(args, cts), **CLOSE)
     assert set(collectives(program.as_text())) == {"all-reduce"}
     assert targets(program.as_text()) == ["norm", "norm_bwd"]
 
@@ -1318,7 +1287,7 @@ def test_empty_arrays(name, shape, mode):
     """Without rows, the gradients of the parameters are 0."""
     (fn, _), args, cts = example(name, shape, jnp.bfloat16)
     with fo.use_implementation(mode):
-        (y,), found = jax.jit(value_and_gradients(fn))(args, cts)
+        (y,), found = jax.jit(outputs_and_gradients(fn))(args, cts)
     assert y.shape == shape and y.dtype == jnp.bfloat16
     for gradient, arg in zip(found, args, strict=True):
         assert gradient.shape == arg.shape and gradient.dtype == arg.dtype
@@ -1367,7 +1336,7 @@ def test_parameters_of_every_dtype(of_x, of_parameters, mode):
         rng = np.random.default_rng(9)
         args = draws((40, 24), given, parameters)(rng, dtype)
         cts = (normal(rng, (40, 24), dtype),)
-        (y,), found = jax.jit(value_and_gradients(variant(name, given)[0]))(args, cts)
+        (y,), found = jax.jit(outputs_and_gradients(variant(name, given)[0]))(args, cts)
         assert y.dtype == dtype and [g.dtype for g in found] == [a.dtype for a in args]
         # With "xla", the rounding of the sum may be skipped.
         if mode == "native" and (parameters != np.float64 or dtype == np.float64):
@@ -1401,7 +1370,7 @@ def test_slices_reversals_and_transpositions(name, kind):
 
     def run(x, more, parameters, dy):
         fn = lambda x, p: (getattr(fo, name)(x, **more, **p),)  # noqa: E731
-        return value_and_gradients(fn)((x, parameters), (dy,))
+        return outputs_and_gradients(fn)((x, parameters), (dy,))
 
     def every(x, more, parameters, dy):
         results = []
@@ -1552,14 +1521,14 @@ def test_a_gradient_of_any_size_over_several_devices_can_be_exported():
         jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args[1:]
     ]
     run = jax.jit(
-        lambda args, ct: value_and_gradients(fn)(args, (ct,)),
+        lambda args, ct: outputs_and_gradients(fn)(args, (ct,)),
         in_shardings=((rows, *[whole] * len(args[1:])), rows),
     )
     exported = jax.export.export(run, disabled_checks=fo.export_checks())(tuple(shapes), shapes[0])
     got = jax.jit(exported.call)(
         jax.device_put(tuple(args), (rows, *[whole] * len(args[1:]))), jax.device_put(cts[0], rows)
     )
-    want = value_and_gradients(fn)(args, cts)
+    want = outputs_and_gradients(fn)(args, cts)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 

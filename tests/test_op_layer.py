@@ -5,27 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_ops
-from harness import compat
+from harness.numerics import assert_close
 
-import jax_fastops as fo
-
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("native_in_float64")]
 
 X = np.random.default_rng(0).normal(size=(3, 5, 6))
 SCALE = np.random.default_rng(1).normal(size=(6,))
-
-
-@pytest.fixture(autouse=True)
-def native_in_float64():
-    with fo.use_implementation("native"), compat.x64():
-        yield
-
-
-def assert_same(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+CLOSE = dict(rtol=1e-9, atol=1e-9)
 
 
 def loss(f):
@@ -75,30 +61,30 @@ def argnums(args):
 
 
 def test_value(case):
-    assert_same(*both(lambda f: f, case))
+    assert_close(*both(lambda f: f, case), **CLOSE)
 
 
 def test_value_and_gradients_without_jit(case):
     op, reference, args = case
-    assert_same(op(*args), reference(*args))
+    assert_close(op(*args), reference(*args), **CLOSE)
     every = argnums(args)
-    assert_same(jax.grad(loss(op), every)(*args), jax.grad(loss(reference), every)(*args))
+    assert_close(jax.grad(loss(op), every)(*args), jax.grad(loss(reference), every)(*args), **CLOSE)
 
 
 def test_gradients(case):
-    assert_same(*both(lambda f: jax.grad(loss(f), argnums(case[2])), case))
+    assert_close(*both(lambda f: jax.grad(loss(f), argnums(case[2])), case), **CLOSE)
 
 
 def test_gradient_of_each_argument_alone(case):
     for i in argnums(case[2]):
-        assert_same(*both(lambda f, i=i: jax.grad(loss(f), i), case))
+        assert_close(*both(lambda f, i=i: jax.grad(loss(f), i), case), **CLOSE)
 
 
 def test_jvp(case):
     def transform(f):
         return lambda *args: jax.jvp(f, args, tuple(jnp.cos(a) for a in args))
 
-    assert_same(*both(transform, case))
+    assert_close(*both(transform, case), **CLOSE)
 
 
 def test_jvp_in_each_argument_alone(case):
@@ -112,14 +98,14 @@ def test_jvp_in_each_argument_alone(case):
 
             return g
 
-        assert_same(*both(transform, case))
+        assert_close(*both(transform, case), **CLOSE)
 
 
 @pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
 @pytest.mark.parametrize("inner", [jax.jacfwd, jax.jacrev])
 def test_second_order(case, inner, outer):
     nums = argnums(case[2])
-    assert_same(*both(lambda f: outer(inner(loss(f), nums), nums), case))
+    assert_close(*both(lambda f: outer(inner(loss(f), nums), nums), case), **CLOSE)
 
 
 def test_third_order(case):
@@ -130,7 +116,7 @@ def test_third_order(case):
         nums = argnums(case[2])
         return jax.grad(norm(jax.grad(norm(jax.grad(loss(f), nums)), nums)), nums)
 
-    assert_same(*both(transform, case))
+    assert_close(*both(transform, case), **CLOSE)
 
 
 def test_gradients_per_example_with_unmapped_parameters(case):
@@ -143,7 +129,7 @@ def test_gradients_per_example_with_unmapped_parameters(case):
 
     actual, expected = both(transform, case)
     assert all(g.shape[0] == 3 for g in jax.tree.leaves(actual))
-    assert_same(actual, expected)
+    assert_close(actual, expected, **CLOSE)
 
 
 def test_gradients_per_example_with_mapped_parameters(case):
@@ -151,7 +137,7 @@ def test_gradients_per_example_with_mapped_parameters(case):
         g = jax.vmap(jax.grad(loss(f), argnums(case[2])))
         return lambda *args: g(*(jnp.stack([a, 2 * a, -a]) for a in args))
 
-    assert_same(*both(transform, case))
+    assert_close(*both(transform, case), **CLOSE)
 
 
 def test_only_parameters_mapped(case):
@@ -164,7 +150,7 @@ def test_only_parameters_mapped(case):
         value = jax.grad(lambda *a: loss(g)(*a), argnums(args))
         return lambda x, *rest: value(x, *(jnp.stack([r, 2 * r]) for r in rest))
 
-    assert_same(*both(transform, case))
+    assert_close(*both(transform, case), **CLOSE)
 
 
 def test_nested_vmap_of_gradients(case):
@@ -178,7 +164,7 @@ def test_nested_vmap_of_gradients(case):
             *(jnp.stack([r, 2 * r]) for r in rest),
         )
 
-    assert_same(*both(transform, case))
+    assert_close(*both(transform, case), **CLOSE)
 
 
 def test_gradient_of_vmap_of_gradient(case):
@@ -193,7 +179,7 @@ def test_gradient_of_vmap_of_gradient(case):
 
         return jax.grad(inner, nums)
 
-    assert_same(*both(transform, case))
+    assert_close(*both(transform, case), **CLOSE)
 
 
 def test_remat_and_scan(case):
@@ -208,7 +194,7 @@ def test_remat_and_scan(case):
 
         return jax.grad(run, argnums(args))
 
-    assert_same(*both(transform, case))
+    assert_close(*both(transform, case), **CLOSE)
 
 
 def test_a_gradient_program_holds_just_the_two_kernels():

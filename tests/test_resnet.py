@@ -11,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness.compat import make_mesh, x64
-from harness.sharding import collectives, device_count
+from harness.numerics import assert_close_in_norm, norm_errors
+from harness.sharding import collectives, device_count, mesh_for, over_mesh
 from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 from jax_fastops.models import resnet
+
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 # Few blocks of every kind: with and without stride, with and without a projection.
 BASIC = resnet.Config((2, 1), "basic", width=8, classes=10, dtype="float32", zero_init=False)
@@ -26,13 +29,6 @@ BOTTLENECK = resnet.Config(
 )
 CONFIGS = {"basic": BASIC, "bottleneck": BOTTLENECK}
 MOMENTUM, RATE = 0.9, 0.5
-
-
-@pytest.fixture(autouse=True)
-def exact_convolutions():
-    """By default, float32 convolutions on a GPU are rounded to fewer bits."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @functools.cache
@@ -102,22 +98,6 @@ def stepped(config, implementation):
     with fo.use_implementation("native"):
         step = jax.jit(training_step(config, implementation))
         return jax.tree.map(np.asarray, step(*start(config), *batch(config)))
-
-
-def errors(found, wanted) -> dict[str, float]:
-    """The error of each array in norm, relative to the norm of the expected array."""
-
-    def error(path, a, b):
-        assert a.shape == b.shape and a.dtype == b.dtype, jax.tree_util.keystr(path)
-        return float(np.linalg.norm(np.subtract(a, b)) / np.linalg.norm(b))
-
-    named = jax.tree.leaves_with_path(jax.tree.map_with_path(error, found, wanted))
-    return {jax.tree_util.keystr(path): value for path, value in named}
-
-
-def assert_close(found, wanted, tolerance: float) -> None:
-    for path, value in errors(found, wanted).items():
-        assert value <= tolerance, f"{path} differs by {value:.1e}"
 
 
 # ---- architecture --------------------------------------------------------------------------------
@@ -198,7 +178,7 @@ def test_twins_agree(kind):
     """Logits, new statistics and the gradient of every parameter."""
     config = CONFIGS[kind]
     ours, plain = (stepped(config, which) for which in (resnet.FASTOPS, resnet.PLAIN))
-    assert_close(ours, plain, 5e-5)
+    assert_close_in_norm(ours, plain, 5e-5)
     assert min(np.linalg.norm(g) for g in jax.tree.leaves(ours["gradients"])) > 1e-4
 
 
@@ -226,7 +206,7 @@ def test_the_stem_pools_before_it_normalises(train):
             found.append(jax.jit(run)(params, statistics, *batch(BASIC)))
     assert [scale is not None for scale in scales] == [True, False]
     for other in found[1:]:
-        assert_close(found[0], other, 5e-5)
+        assert_close_in_norm(found[0], other, 5e-5)
 
 
 @pytest.mark.slow
@@ -244,7 +224,7 @@ def test_twins_agree_in_full_depth(full):
             for which in (resnet.FASTOPS, resnet.PLAIN)
         )
         assert ours["logits"].dtype == np.float64
-        assert_close(ours, plain, 1e-9)
+        assert_close_in_norm(ours, plain, 1e-9)
 
 
 def test_bfloat16():
@@ -253,9 +233,9 @@ def test_bfloat16():
     exact = stepped(BASIC, resnet.PLAIN)
     ours, plain = (stepped(config, which) for which in (resnet.FASTOPS, resnet.PLAIN))
     assert all(a.dtype == np.float32 for a in jax.tree.leaves(ours))
-    assert_close(ours["logits"], exact["logits"], 0.1)
-    assert_close(ours["statistics"], exact["statistics"], 0.05)
-    mine, theirs = (errors(x["gradients"], exact["gradients"]) for x in (ours, plain))
+    assert_close_in_norm(ours["logits"], exact["logits"], 0.1)
+    assert_close_in_norm(ours["statistics"], exact["statistics"], 0.05)
+    mine, theirs = (norm_errors(x["gradients"], exact["gradients"]) for x in (ours, plain))
     assert np.mean(list(mine.values())) <= 1.5 * np.mean(list(theirs.values()))
     for path, value in mine.items():
         assert value <= max(2 * theirs[path], 0.1), f"{path}: {value:.2f}, {theirs[path]:.2f}"
@@ -304,9 +284,9 @@ def test_new_statistics():
     )
     logits, of_batch = train(params, old, images)
     weighed = jax.tree.map(lambda a, b: np.asarray(0.9 * a + 0.1 * b), old, of_batch)
-    assert_close(found["statistics"], weighed, 1e-5)
+    assert_close_in_norm(found["statistics"], weighed, 1e-5)
     again, kept = infer(params, of_batch, images)
-    assert_close(np.asarray(again), np.asarray(logits), 1e-5)
+    assert_close_in_norm(np.asarray(again), np.asarray(logits), 1e-5)
     jax.tree.map(np.testing.assert_array_equal, kept, of_batch)
 
 
@@ -322,10 +302,10 @@ def test_inference(native):
     ours, plain = (
         jax.jit(logits, static_argnums=1)(params, which) for which in (resnet.FASTOPS, resnet.PLAIN)
     )
-    assert_close(np.asarray(ours), np.asarray(plain), 1e-5)
+    assert_close_in_norm(np.asarray(ours), np.asarray(plain), 1e-5)
     # The logits of an image do not depend on the other images.
     images = images[:3]
-    assert_close(np.asarray(logits(params, resnet.FASTOPS)), np.asarray(ours[:3]), 1e-5)
+    assert_close_in_norm(np.asarray(logits(params, resnet.FASTOPS)), np.asarray(ours[:3]), 1e-5)
 
 
 @pytest.mark.jax
@@ -492,7 +472,7 @@ def test_max_pool_derivatives(pools):
         )
         assert {leaf.dtype for leaf in jax.tree.leaves(ours)} == {np.dtype("float64")}
         assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(ours)) > 0.1
-        assert_close(ours, plain, 1e-6)
+        assert_close_in_norm(ours, plain, 1e-6)
 
 
 def test_max_pool_keeps_places():
@@ -584,7 +564,7 @@ def test_remat_keeps_less(native, stages):
 def test_remat(config, remat):
     """The step is the same with one block or all blocks recomputed."""
     found = stepped(dataclasses.replace(config, remat=remat), resnet.FASTOPS)
-    assert_close(found, stepped(config, resnet.FASTOPS), 5e-6)
+    assert_close_in_norm(found, stepped(config, resnet.FASTOPS), 5e-6)
 
 
 @pytest.mark.jax
@@ -603,7 +583,7 @@ def test_remat_of_images_and_inference():
         return jax.grad(summed, (0, 1))(images, params)
 
     for train in (False, True):
-        assert_close(gradients(images, 2, train), gradients(images, 0, train), 2e-5)
+        assert_close_in_norm(gradients(images, 2, train), gradients(images, 0, train), 2e-5)
 
 
 @pytest.mark.jax
@@ -638,7 +618,7 @@ def test_remat_derivatives():
         gradient, given = jax.grad(f, (0, 1)), (x, kernel)
         return gradient(*given), jax.jvp(f, given, given), jax.jvp(gradient, given, given)
 
-    assert_close(derivatives(x, kernel, True), derivatives(x, kernel, False), 1e-6)
+    assert_close_in_norm(derivatives(x, kernel, True), derivatives(x, kernel, False), 1e-6)
 
 
 @pytest.mark.slow
@@ -656,7 +636,7 @@ def test_remat_sharded(native, kind):
     found, program = over_devices(axis_type, resnet.SMALL, make)
     _, keeping = over_devices(axis_type, resnet.SMALL, functools.partial(make, remat=0))
     assert collectives(program) == collectives(keeping)
-    assert_close(jax.tree.map(np.asarray, found), on_one_device(resnet.SMALL), 2e-5)
+    assert_close_in_norm(jax.tree.map(np.asarray, found), on_one_device(resnet.SMALL), 2e-5)
 
 
 # ---- several devices -----------------------------------------------------------------------------
@@ -673,15 +653,10 @@ def on_one_device(config):
 
 def over_devices(axis_type, config, make):
     """Runs ``make(mesh)`` on a sharded batch; returns the results and the compiled program."""
-    if device_count() < 2:
-        pytest.skip("needs two devices")
-    mesh = make_mesh({"batch": device_count()}, axis_type)
-    everywhere, spread = NamedSharding(mesh, P()), NamedSharding(mesh, P("batch"))
-    state = jax.device_put(start(config), everywhere)
-    images = jax.device_put(batch(config, 32, 8), spread)
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(make(mesh)).lower(*state, *images).compile()
-        return compiled(*state, *images), compiled.as_text()
+    mesh = mesh_for(axis_type, 1, "batch")
+    given = (*start(config), *batch(config, 32, 8))
+    specs = (P(), P(), P("batch"), P("batch"))
+    return over_mesh(mesh, lambda *args: make(mesh)(*args), given, specs)
 
 
 def norms(config) -> int:
@@ -702,7 +677,7 @@ def test_sharded_batch(native, config, axis_type):
     assert 0 < counts.pop("all-reduce") <= 2 * norms(config) + leaves + 1
     assert not counts
     assert found["logits"].sharding.shard_shape(found["logits"].shape)[0] == 32 // device_count()
-    assert_close(jax.tree.map(np.asarray, found), on_one_device(config), 2e-5)
+    assert_close_in_norm(jax.tree.map(np.asarray, found), on_one_device(config), 2e-5)
 
 
 @pytest.mark.jax
@@ -714,7 +689,7 @@ def test_shard_map(native, config, implementation):
         AxisType.Auto, config, lambda mesh: by_shard_map(mesh, config, implementation)
     )
     assert set(collectives(program)) == {"all-reduce"}
-    assert_close(jax.tree.map(np.asarray, found), on_one_device(config), 2e-5)
+    assert_close_in_norm(jax.tree.map(np.asarray, found), on_one_device(config), 2e-5)
 
 
 # ---- state and errors ----------------------------------------------------------------------------

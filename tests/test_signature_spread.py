@@ -11,7 +11,6 @@ from harness.sharding import device_count
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jax_fastops as fo
 from jax_fastops._kernel import (
     fold,
     infer_avals,
@@ -24,7 +23,7 @@ from jax_fastops._kernel import (
 from jax_fastops._op import Op
 from jax_fastops._signature import Signature
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("native_in_float64")]
 
 F32, BOOL = jnp.dtype("float32"), jnp.dtype("bool")
 MASKED = "... n, ~... m -> ... n"
@@ -251,12 +250,6 @@ masked_unit = Op("toy_masked_unit", MASKED, _masked)
 X = np.random.default_rng(0).normal(size=(4, 3, 5))
 WHERE = np.random.default_rng(1).random((4, 1, 5)) < 0.7
 gained = Op("toy_gained", "... n, ~... n -> ... n", lambda x, gain: jnp.sin(x) * gain)
-
-
-@pytest.fixture(autouse=True)
-def native_in_float64():
-    with fo.use_implementation("native"), compat.x64():
-        yield
 
 
 def stack(a):

@@ -22,11 +22,17 @@ from harness import (
     checks,
     implementation,
 )
-from harness.compat import make_mesh, saved_residuals, x64
-from harness.numerics import assert_within, normal
-from harness.programs import targets
+from harness.compat import saved_residuals, x64
+from harness.numerics import assert_close, assert_within, normal, stacked
+from harness.programs import equations, residuals, targets, targets_of, value_and_gradient
 from harness.properties import settings
-from harness.sharding import assert_collectives, assert_layout, collectives, device_count
+from harness.sharding import (
+    assert_collectives,
+    assert_layout,
+    collectives,
+    mesh_for,
+    over_mesh,
+)
 from harness.transforms import oracle
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -224,14 +230,6 @@ def test_harness_of_variants(check):
 @pytest.fixture(params=OPS)
 def name(request):
     return request.param
-
-
-def value_and_gradient(fn):
-    def run(x, dy, *rest):
-        y, pullback = jax.vjp(lambda x: fn(x, *rest), x)
-        return y, pullback(dy)[0]
-
-    return run
 
 
 # Shapes -------------------------------------------------------------------------------------------
@@ -812,10 +810,6 @@ def test_a_row_does_not_depend_on_the_others(name):
     assert_bitwise_equal(other_dx[0], dx[0])
 
 
-def kernels(fn, *args):
-    return targets(jax.jit(fn).lower(*args).compile().as_text())
-
-
 X = normal(np.random.default_rng(12), (2, 3, 4, 8), np.float32)
 MASK = np.array([True] * 5 + [False] * 3)
 
@@ -824,11 +818,11 @@ MASK = np.array([True] * 5 + [False] * 3)
 @pytest.mark.parametrize("where", [None, MASK], ids=["plain", "masked"])
 def test_one_kernel_each_way(name, axis, where):
     fn = functools.partial(OPS[name], axis=axis, where=where)
-    assert kernels(fn, X) == ["softmax"]
-    assert kernels(value_and_gradient(fn), X, X) == ["softmax", "softmax_bwd"]
-    assert kernels(lambda x, dy: jax.vjp(fn, x)[1](dy), X, X) == ["softmax", "softmax_bwd"]
+    assert targets_of(fn, X) == ["softmax"]
+    assert targets_of(value_and_gradient(fn), X, X) == ["softmax", "softmax_bwd"]
+    assert targets_of(lambda x, dy: jax.vjp(fn, x)[1](dy), X, X) == ["softmax", "softmax_bwd"]
     with fo.use_implementation("xla"):
-        assert not kernels(value_and_gradient(fn), X, X)
+        assert not targets_of(value_and_gradient(fn), X, X)
 
 
 def test_nothing_but_the_kernels_runs():
@@ -902,11 +896,6 @@ def test_one_export_serves_every_size(name, axis, masked):
 # Residuals ----------------------------------------------------------------------------------------
 
 
-def kept(fn, *args):
-    leaves = jax.tree.leaves(jax.vjp(fn, *args)[1])
-    return sorted((str(leaf.dtype), leaf.shape) for leaf in leaves)
-
-
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("mask", [None, (5, 1, 1, 9), (9,), (4, 1), (5, 3, 4, 9)], ids=str)
 @pytest.mark.parametrize("axis", [-1, 1])
@@ -917,7 +906,7 @@ def test_what_is_kept(name, dtype, jitted, mask, axis):
     fn = functools.partial(OPS[name], axis=axis, scale=0.5)
     fn = jax.jit(fn) if jitted else fn
     own = [] if mask is None or name == "softmax" else [("bool", (1,) * (4 - len(mask)) + mask)]
-    assert kept(lambda x: fn(x, where=where), x) == sorted([(str(dtype), x.shape), *own])
+    assert residuals(lambda x: fn(x, where=where), x) == sorted([(str(dtype), x.shape), *own])
 
 
 def test_the_result_itself_is_kept(name):
@@ -948,10 +937,6 @@ def loss(fn):
         return jnp.sum(jnp.sin(jnp.where(where, y, 0) * 1.5))
 
     return total
-
-
-def stacked(x):
-    return jnp.stack([x, -2 * x, x / 2])
 
 
 def others(where):
@@ -1061,18 +1046,6 @@ def test_derivatives_and_vmap(name, transform, axis):
     np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-10)
 
 
-def equations(jaxpr):
-    """All equations of a jaxpr and of the jaxprs inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
 def assert_mask_is_not_expanded(fn, x, where):
     """No boolean array in the program, traced or compiled, has more elements than the mask has."""
     traced = jax.jit(fn).trace(x, where)
@@ -1134,9 +1107,9 @@ def test_one_kernel_under_vmap(name):
     """A mapped axis is one more batch dimension, not a loop."""
     where = np.ones((3, 1, 8), bool)
     fn = functools.partial(OPS[name], where=where)
-    assert kernels(jax.vmap(fn), X) == ["softmax"]
+    assert targets_of(jax.vmap(fn), X) == ["softmax"]
     program = jax.vmap(value_and_gradient(fn), (0, 0))
-    assert kernels(program, X, X) == ["softmax", "softmax_bwd"]
+    assert targets_of(program, X, X) == ["softmax", "softmax_bwd"]
     assert "while" not in jax.jit(program).lower(X, X).compile().as_text()
 
 
@@ -1166,28 +1139,7 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-def eight(axis_type):
-    count = device_count()
-    if count < 2:
-        pytest.skip("needs two devices")
-    return make_mesh({"a": count}, axis_type)
-
-
-def over_mesh(mesh, fn, values, specs):
-    """Results over a mesh and the compiled program."""
-    with jax.set_mesh(mesh):
-        placed = [
-            jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(values, specs, strict=True)
-        ]
-        program = jax.jit(fn).lower(*placed).compile()
-        return program(*placed), program.as_text()
-
-
-def assert_close(got, want):
-    for mine, theirs in zip(got, want, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
+CLOSE = dict(rtol=1e-5, atol=1e-6)
 SHARDED = {
     # specs of x and the mask, shape of the mask for an x of (8, 16, 24, 32), the axis
     "batch": (P("a"), P("a"), (8, 1, 1, 32), -1),
@@ -1219,7 +1171,7 @@ SHARDED = {
 def test_sharded(name, axis_type, layout):
     """No dimension except the axis needs communication. Results keep the sharding of x."""
     of_x, of_mask, mask, axis = SHARDED[layout]
-    mesh = eight(axis_type)
+    mesh = mesh_for(axis_type)
     rng = np.random.default_rng(21)
     x, dy = (normal(rng, (8, 16, 24, 32), np.float32) for _ in range(2))
     rest = () if mask is None else (random_mask(rng, mask, 0.8),)
@@ -1231,7 +1183,7 @@ def test_sharded(name, axis_type, layout):
         )
 
     got, text = over_mesh(mesh, run(OPS[name]), (x, dy, *rest), specs)
-    assert_close(got, jax.jit(run(functools.partial(reference, name)))(x, dy, *rest))
+    assert_close(got, jax.jit(run(functools.partial(reference, name)))(x, dy, *rest), **CLOSE)
     for result in got:
         assert_layout(layout, result, NamedSharding(mesh, of_x))
     assert_collectives(text, 0)
@@ -1245,7 +1197,7 @@ def test_sharded(name, axis_type, layout):
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_a_sharded_axis(name, axis_type, axis, masked):
     """The result is correct. With an explicit mesh, the reference keeps it sharded."""
-    mesh = eight(axis_type)
+    mesh = mesh_for(axis_type)
     rng = np.random.default_rng(22)
     shape = (6, 128) if axis == -1 else (128, 6)
     spec = P(None, "a") if axis == -1 else P("a", None)
@@ -1258,7 +1210,7 @@ def test_a_sharded_axis(name, axis_type, axis, masked):
         return value_and_gradient(lambda x, *w: op(x, where=w[0] if w else None, axis=axis))
 
     got, text = over_mesh(mesh, run(OPS[name]), (x, dy, *rest), specs)
-    assert_close(got, jax.jit(run(functools.partial(reference, name)))(x, dy, *rest))
+    assert_close(got, jax.jit(run(functools.partial(reference, name)))(x, dy, *rest), **CLOSE)
     if axis_type == AxisType.Explicit:
         for result in got:
             assert_layout("a result", result, NamedSharding(mesh, spec))
@@ -1268,13 +1220,13 @@ def test_a_sharded_axis(name, axis_type, axis, masked):
 @pytest.mark.parametrize(("rows", "masking"), [(1024, True), (8, True), (2, False)])
 def test_a_mask_that_would_grow_leaves_the_work_to_xla(name, rows, masking):
     """With auto axes it has a copy per device along the axes in which it is broadcast."""
-    mesh = eight(AxisType.Auto)
+    mesh = mesh_for(AxisType.Auto)
     rng = np.random.default_rng(23)
     x = normal(rng, (8, rows, 40), np.float32)
     where = random_mask(rng, (40,), 0.8)
     run = lambda op: lambda x, dy: value_and_gradient(lambda x: op(x, where=where))(x, dy)  # noqa: E731
     got, text = over_mesh(mesh, run(OPS[name]), (x, x), (P("a"), P("a")))
-    assert_close(got, jax.jit(run(functools.partial(reference, name)))(x, x))
+    assert_close(got, jax.jit(run(functools.partial(reference, name)))(x, x), **CLOSE)
     assert_collectives(text, 0)
     if mesh.size == 8:  # the copies of the mask have 8 * 8 * 40 bytes, x has 8 * rows * 40 * 4
         # The backward of softmax takes no mask.
@@ -1286,7 +1238,7 @@ def test_a_mask_that_would_grow_leaves_the_work_to_xla(name, rows, masking):
 @KINDS
 def test_a_mask_sharded_otherwise_than_x(name, axis_type):
     """With a replicated mask, the result is correct and has the layout of x."""
-    mesh = eight(axis_type)
+    mesh = mesh_for(axis_type)
     rng = np.random.default_rng(24)
     x = normal(rng, (16, 8, 40), np.float32)
     where = random_mask(rng, (16, 8, 40), 0.8)
@@ -1294,14 +1246,14 @@ def test_a_mask_sharded_otherwise_than_x(name, axis_type):
     want = jax.jit(run(functools.partial(reference, name)))(x, where)
     for of_x, of_mask in ((P("a"), P()), (P(), P())):
         got, _ = over_mesh(mesh, run(OPS[name]), (x, where), (of_x, of_mask))
-        assert_close(got, want)
+        assert_close(got, want, **CLOSE)
         for result in got:
             assert_layout("a result", result, NamedSharding(mesh, of_x))
 
 
 @pytest.mark.jax
 def test_shard_map_over_what_the_mask_is_broadcast_along(name):
-    mesh = eight(AxisType.Auto)
+    mesh = mesh_for(AxisType.Auto)
     rng = np.random.default_rng(25)
     x = normal(rng, (4, 16, 40), np.float32)
     where = random_mask(rng, (4, 1, 40), 0.8)
@@ -1315,7 +1267,9 @@ def test_shard_map_over_what_the_mask_is_broadcast_along(name):
     spec = P(None, "a")
     mapped = jax.shard_map(run(OPS[name]), mesh=mesh, in_specs=(spec, P()), out_specs=spec)
     program = jax.jit(mapped).lower(x, where).compile()
-    assert_close(program(x, where), jax.jit(run(functools.partial(reference, name)))(x, where))
+    assert_close(
+        program(x, where), jax.jit(run(functools.partial(reference, name)))(x, where), **CLOSE
+    )
     assert_collectives(program.as_text(), 0)
     assert targets(program.as_text()) == ["softmax", "softmax_bwd"]
 
@@ -1347,28 +1301,28 @@ def test_several_axes(name, mask):
     axes = [tuple(range(4)) if a is None else a for a in axes]
     got, want = run(OPS[name], several), run(functools.partial(reference, name), axes)
     for axis, mine, theirs in zip(axes, got, want, strict=True):
-        assert_close(mine, theirs)
+        assert_close(mine, theirs, **CLOSE)
         if name == "softmax":
             total = np.asarray(mine[0]).sum(axis)
             assert (np.isclose(total, 1, rtol=1e-5) | (total == 0)).all()
 
 
 def test_neighbouring_axes_are_one_kernel(name):
-    assert kernels(functools.partial(OPS[name], axis=(1, 2)), X) == ["softmax"]
-    assert kernels(functools.partial(OPS[name], axis=None), X) == ["softmax"]
-    assert kernels(functools.partial(OPS[name], axis=(0, 2)), X) == []
+    assert targets_of(functools.partial(OPS[name], axis=(1, 2)), X) == ["softmax"]
+    assert targets_of(functools.partial(OPS[name], axis=None), X) == ["softmax"]
+    assert targets_of(functools.partial(OPS[name], axis=(0, 2)), X) == []
 
 
 @pytest.mark.jax
 def test_several_axes_of_explicit_meshes(name):
     """Axes are not merged, because that could cut across shards."""
-    mesh = eight(AxisType.Explicit)
+    mesh = mesh_for(AxisType.Explicit)
     x = normal(np.random.default_rng(27), (16, 4, 5), np.float32)
     for axis in ((0, 1), (1, 2), None):
         fn = functools.partial(OPS[name], axis=axis)
         (got,), _ = over_mesh(mesh, lambda x, fn=fn: (fn(x),), (x,), (P("a"),))
         want = reference(name, x, axis if axis is not None else (0, 1, 2))
-        assert_close([got], [want])
+        assert_close([got], [want], **CLOSE)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4), (0, 0), (1, 0, 1)], ids=str)

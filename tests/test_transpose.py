@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from harness import Case, Sharding, assert_bitwise_equal, assert_matches, checks
 from harness.compat import make_mesh, saved_residuals, x64
-from harness.numerics import is_float, normal
+from harness.numerics import any_value, normal
 from harness.properties import shapes
 from harness.sharding import assert_layout, collectives, device_count, spec
 from jax.sharding import AxisType, NamedSharding
@@ -26,16 +26,6 @@ pytestmark = pytest.mark.usefixtures("native")
 WIDTHS = ("uint8", "bfloat16", "float32", "float64", "complex128")
 
 
-def draw(rng, shape, dtype):
-    """Random values of any dtype."""
-    dtype = jnp.dtype(dtype)
-    if is_float(dtype):
-        return normal(rng, shape, dtype)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return (normal(rng, shape, np.float64) + 1j * normal(rng, shape, np.float64)).astype(dtype)
-    return rng.integers(0, 2 if dtype == np.bool_ else 100, shape).astype(dtype)
-
-
 def permutation(axes, sizes, sharded=(), **options):
     """A case of one permutation; `sharded` lists the dimensions of the operand to shard."""
     rank = len(axes)
@@ -44,8 +34,8 @@ def permutation(axes, sizes, sharded=(), **options):
         name="transpose_" + "".join(map(str, axes)),
         fn=lambda x: fo.transpose(x, axes),
         reference=lambda x: jnp.transpose(x, axes),
-        make_args=lambda rng, dtype: (draw(rng, sizes, dtype),),
-        make_sharded_args=lambda rng, dtype: (draw(rng, (8, 16, 24, 32)[:rank], dtype),),
+        make_args=lambda rng, dtype: (any_value(rng, sizes, dtype),),
+        make_sharded_args=lambda rng, dtype: (any_value(rng, (8, 16, 24, 32)[:rank], dtype),),
         exact=True,
         shardings=tuple(Sharding(f"dim{d}", (d,), (axes.index(d),)) for d in sharded),
         shapes=shapes(rank, rank).map(lambda shape: (shape,)),
@@ -428,8 +418,8 @@ def test_nothing_is_kept_in_a_model():
 
 
 def test_gradient_of_complex_numbers():
-    x = draw(np.random.default_rng(14), (3, 4, 5), np.complex64)
-    ct = draw(np.random.default_rng(15), (5, 3, 4), np.complex64)
+    x = any_value(np.random.default_rng(14), (3, 4, 5), np.complex64)
+    ct = any_value(np.random.default_rng(15), (5, 3, 4), np.complex64)
     for run in (pull, lambda fn: lambda x, ct: jax.jvp(fn, (x,), (2 * x,))):
         got, want = (
             jax.jit(run(lambda x, f=f: f(x, (2, 0, 1))))(x, ct)
@@ -539,7 +529,7 @@ def test_a_dimension_that_the_devices_do_not_divide():
     "name", ["int16", "uint32", "float8_e5m2", "float8_e4m3b11fnuz", "complex64", "int4", "uint4"]
 )
 def test_other_dtypes(name):
-    x = draw(np.random.default_rng(19), (3, 4, 5), np.int8).astype(jnp.dtype(name))
+    x = any_value(np.random.default_rng(19), (3, 4, 5), np.int8).astype(jnp.dtype(name))
     got = jax.jit(lambda x: fo.transpose(x, (2, 0, 1)))(x)
     assert got.dtype == jnp.dtype(name)
     assert_same_bytes(got, x.transpose(2, 0, 1), name)

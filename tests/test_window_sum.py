@@ -10,10 +10,16 @@ import jax.test_util
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
-from harness.compat import make_mesh, saved_residuals, x64
+from harness.compat import saved_residuals, x64
 from harness.numerics import normal
-from harness.programs import targets
-from harness.sharding import assert_collectives, assert_layout, collectives, device_count
+from harness.programs import targets, targets_of, value_and_gradient
+from harness.sharding import (
+    assert_collectives,
+    assert_layout,
+    collectives,
+    mesh_for,
+    over_mesh,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -126,14 +132,6 @@ def test_harness(check):
 @checks(SAME, VALID, SAME_FIRST)
 def test_harness_of_variants(check):
     check()
-
-
-def value_and_gradient(fn):
-    def run(x, dy):
-        y, pullback = jax.vjp(fn, x)
-        return y, pullback(dy)[0]
-
-    return run
 
 
 # Shapes -------------------------------------------------------------------------------------------
@@ -351,10 +349,6 @@ def test_gradients_match_differences():
 # Programs -----------------------------------------------------------------------------------------
 
 
-def kernels(fn, *args):
-    return targets(jax.jit(fn).lower(*args).compile().as_text())
-
-
 X = normal(np.random.default_rng(7), (2, 9, 4, 8), np.float32)
 
 
@@ -363,13 +357,13 @@ X = normal(np.random.default_rng(7), (2, 9, 4, 8), np.float32)
 def test_one_kernel_each_way(axis, padding):
     fn = functools.partial(fo.window_sum, radius=2, axis=axis, padding=padding)
     dy = np.asarray(fn(X))
-    assert kernels(fn, X) == ["window_sum"]
-    assert kernels(value_and_gradient(fn), X, dy) == ["window_sum"] * 2
-    assert kernels(lambda x, dx: jax.jvp(fn, (x,), (dx,))[1], X, X) == ["window_sum"]
-    assert kernels(lambda dy: jax.linear_transpose(fn, X)(dy), dy) == ["window_sum"]
-    assert kernels(jax.vmap(fn, 2), X) == ["window_sum"]
+    assert targets_of(fn, X) == ["window_sum"]
+    assert targets_of(value_and_gradient(fn), X, dy) == ["window_sum"] * 2
+    assert targets_of(lambda x, dx: jax.jvp(fn, (x,), (dx,))[1], X, X) == ["window_sum"]
+    assert targets_of(lambda dy: jax.linear_transpose(fn, X)(dy), dy) == ["window_sum"]
+    assert targets_of(jax.vmap(fn, 2), X) == ["window_sum"]
     with fo.use_implementation("xla"):
-        assert not kernels(value_and_gradient(fn), X, dy)
+        assert not targets_of(value_and_gradient(fn), X, dy)
 
 
 @pytest.mark.parametrize("padding", ["VALID", "SAME"])
@@ -449,16 +443,6 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-def over_mesh(axis_type, fn, values, spec):
-    if device_count() < 2:
-        pytest.skip("needs two devices")
-    mesh = make_mesh({"a": device_count()}, axis_type)
-    with jax.set_mesh(mesh):
-        placed = [jax.device_put(v, NamedSharding(mesh, spec)) for v in values]
-        program = jax.jit(fn).lower(*placed).compile()
-        return mesh, program(*placed), program.as_text()
-
-
 @pytest.mark.jax
 @KINDS
 @pytest.mark.parametrize("padding", ["VALID", "SAME"])
@@ -471,7 +455,8 @@ def test_sharded(axis_type, padding, axis, sharded):
     want = jax.jit(value_and_gradient(fn))(x, dy)
     spec = P(*(("a" if d == sharded else None) for d in range(3)))
     mine = lambda x: fo.window_sum(x, 3, axis=axis, padding=padding)  # noqa: E731
-    mesh, got, text = over_mesh(axis_type, value_and_gradient(mine), (x, dy), spec)
+    mesh = mesh_for(axis_type)
+    got, text = over_mesh(mesh, value_and_gradient(mine), (x, dy), spec)
     for result, right in zip(got, want, strict=True):
         np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-5)
         assert_layout("a result", result, NamedSharding(mesh, spec))
@@ -485,7 +470,7 @@ def test_a_sharded_axis():
     x = normal(np.random.default_rng(13), (6, 128), np.float32)
     fn = lambda x: fo.window_sum(x, 3, padding="SAME")  # noqa: E731
     want = reference(x, 3, padding="SAME")
-    _, got, text = over_mesh(AxisType.Auto, fn, (x,), P(None, "a"))
+    got, text = over_mesh(mesh_for(AxisType.Auto), fn, (x,), P(None, "a"))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert targets(text) == ["window_sum"] and collectives(text)
 

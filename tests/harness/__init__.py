@@ -18,8 +18,11 @@ named test:
     sharding.py    meshes in Auto and Explicit mode, shard_map, collectives in the compiled program
     export.py      jax.export
     cache.py       a second process hits the persistent compilation cache
+    recordings.py  models of other libraries in tests/data; test files import it by itself, because
+                   it needs safetensors
     process.py     Python code in a new process
-    programs.py    the kernels that a compiled program calls
+    programs.py    programs with gradients; the kernels that a program calls; its jaxpr
+    masks.py       the mask of dropout, in NumPy
     properties.py  hypothesis: any shape, special values
     compat.py      differences between JAX versions
 """

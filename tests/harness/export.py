@@ -13,7 +13,7 @@ from harness.case import Case, Check, implementation, like_outputs, of, outputs,
 from harness.compat import x64
 from harness.numerics import assert_matches
 from harness.sharding import Layout, assert_collectives, layout_program, mesh_for, unsharded
-from harness.transforms import oracle
+from harness.transforms import kept, oracle
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -45,7 +45,7 @@ def reexport(exported: jax.export.Exported, **kwargs: Any) -> jax.export.Exporte
 
 def expected(case: Case, values, count: int):
     """The results of the reference, and of the oracle if the op is not exact."""
-    reference = program(case.reference, case, count)
+    reference = kept(program, case.reference, case, count)
     return jax.jit(reference)(*values), None if case.exact else oracle(reference, *values)
 
 
@@ -109,7 +109,7 @@ def run_symbolic(case: Case, mode: str | None, dtype: Any) -> None:
 def run_sharded(case: Case, mode: str | None, dtype: Any) -> None:
     """A program exported for a mesh is still sharded, with no collective, when it is called."""
     layout = Layout(case.shardings[:1])
-    mesh = mesh_for(AxisType.Auto, 1)
+    mesh = mesh_for(AxisType.Auto)
     forward = layout_program(layout, False, case, dtype)
     with x64(dtype == np.float64):
         placed = [

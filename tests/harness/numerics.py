@@ -178,6 +178,34 @@ def assert_within(
         )
 
 
+def assert_close(got: Any, want: Any, rtol: float, atol: float) -> None:
+    """Two pytrees of arrays agree in structure, shapes and dtypes, and closely in values."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        np.testing.assert_allclose(mine, theirs, rtol=rtol, atol=atol)
+
+
+def norm_errors(got: Any, want: Any) -> dict[str, float]:
+    """The error of each array of a pytree in norm, relative to the norm of the expected array."""
+
+    def error(path, a, b):
+        assert a.shape == b.shape, jax.tree_util.keystr(path)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+    named = jax.tree.leaves_with_path(jax.tree.map_with_path(error, got, want))
+    return {jax.tree_util.keystr(path): value for path, value in named}
+
+
+def assert_close_in_norm(got: Any, want: Any, tolerance: float, dtypes: bool = True) -> None:
+    """Two pytrees agree in structure, shapes and (by default) dtypes, and in `norm_errors`."""
+    if dtypes:
+        assert jax.tree.map(lambda a: a.dtype, got) == jax.tree.map(lambda a: a.dtype, want)
+    for path, value in norm_errors(got, want).items():
+        assert value <= tolerance, f"{path} differs by {value:.1e}"
+
+
 def unbroadcast(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """The sum of `x` over the dimensions along which an array of `shape` is broadcast to it."""
     lead = x.ndim - len(shape)
@@ -197,6 +225,26 @@ def _pair(got: Any, want: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
 def normal(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
     """Standard normal values."""
     return np.asarray(rng.standard_normal(tuple(shape))).astype(dtype)
+
+
+def any_value(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Random values of any dtype."""
+    dtype = jnp.dtype(dtype)
+    if is_float(dtype):
+        return normal(rng, shape, dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return (normal(rng, shape, np.float64) + 1j * normal(rng, shape, np.float64)).astype(dtype)
+    return rng.integers(0, 2 if dtype == np.bool_ else 100, shape).astype(dtype)
+
+
+def raw_key(seed: int) -> np.ndarray:
+    """A random key. It is not from jax.random, because the harness also draws while tracing."""
+    return np.random.default_rng(seed).integers(0, 2**32, 2, np.uint32)
+
+
+def stacked(x: Any) -> jax.Array:
+    """Three examples along a new first axis."""
+    return jnp.stack([x, -2 * x, x / 2])
 
 
 def specials(dtype: Any) -> np.ndarray:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from harness.case import Case, Check, implementation, like_outputs, of, outputs, take
 from harness.compat import x64
 from harness.numerics import assert_matches, is_float, normal, sprinkled
-from harness.transforms import oracle
+from harness.transforms import kept, oracle
 
 QUICK, MANY = 15, 100
 
@@ -86,10 +86,9 @@ def run(special: bool, examples: int, case: Case, mode: str | None, dtype: Any) 
         values = (args, tangents, cotangents)
         with implementation(mode):
             got = jax.jit(program(case.fn, case))(*values)
-        want = jax.jit(program(case.reference, case))(*values)
-        exact = None
-        if not case.exact:
-            exact = oracle(program(case.reference, case), *values)
+        reference = kept(program, case.reference, case)
+        want = jax.jit(reference)(*values)
+        exact = None if case.exact else oracle(reference, *values)
         assert_matches(got, want, exact, case.tolerance)
 
     template = case.make_args(case.rng("template"), dtype)

@@ -49,12 +49,12 @@ def device_count() -> int:
     return min(8, 1 << (len(jax.devices()).bit_length() - 1))
 
 
-def mesh_for(axis_type: AxisType, axes: int) -> Mesh:
-    """All devices, as one axis or as two."""
+def mesh_for(axis_type: AxisType, axes: int = 1, name: str = "a") -> Mesh:
+    """All devices, as one axis (with that name) or as two."""
     count = device_count()
     if count < 2:
         pytest.skip("needs two devices")
-    return make_mesh({"a": count} if axes == 1 else {"a": 2, "b": count // 2}, axis_type)
+    return make_mesh({name: count} if axes == 1 else {"a": 2, "b": count // 2}, axis_type)
 
 
 def collectives(compiled: str) -> dict[str, int]:
@@ -73,6 +73,24 @@ def assert_collectives(compiled: str, all_reduces: int, axes: int = 1) -> None:
         assert 1 <= count <= all_reduces * axes, (
             f"{count} all-reduces; {all_reduces} sums are needed"
         )
+
+
+def over_mesh(mesh: Mesh, fn: Callable[..., Any], values: Any, specs: Any) -> tuple[Any, str]:
+    """The results of `fn(*values)` over a mesh, and the text of the compiled program.
+
+    Args:
+      mesh: the devices.
+      fn: the function.
+      values: its arguments.
+      specs: their shardings, a pytree that is a prefix of `values`.
+    """
+    shardings = jax.tree.map(
+        lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P)
+    )
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(values, shardings)
+        program = jax.jit(fn).lower(*placed).compile()
+        return program(*placed), program.as_text()
 
 
 def spec(ndim: int, dims: Sequence[int | None]) -> P:
@@ -337,7 +355,7 @@ def example_program(
 
 def run_mixed(subset, backward, case, mode, dtype) -> None:
     """In `shard_map`, some arguments differ between devices; the others are replicated."""
-    mesh = mesh_for(AxisType.Auto, 1)
+    mesh = mesh_for(AxisType.Auto)
     program = example_program(case, subset, device_count(), backward, dtype)
 
     def of_one(fn):

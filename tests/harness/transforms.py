@@ -107,10 +107,19 @@ def widen(inputs: Any) -> Any:
     return jax.tree.map(lambda a: a.astype(np.float64) if is_float(a.dtype) else a, inputs)
 
 
-def execute(fn: Callable[..., Any], transform: Transform, inputs: Inputs) -> Any:
-    apply = functools.partial(transform.apply, fn)
+def execute(apply: Callable[..., Any], transform: Transform, inputs: Inputs) -> Any:
     result = jax.jit(apply)(inputs) if transform.compiled else apply(inputs)
     return jax.tree.map(np.asarray, result)
+
+
+@functools.lru_cache(maxsize=64)
+def kept(make: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """`make(*args)`, the same object for the same arguments.
+
+    A check of all implementations and dtypes comes one after the other. If the reference is one
+    object, JAX compiles it once for all implementations, and the oracle once for all dtypes.
+    """
+    return make(*args)
 
 
 def oracle(fn: Callable[..., Any], *inputs: Any) -> Any:
@@ -124,8 +133,9 @@ def run(transform: Transform, case: Case, mode: str | None, dtype: Any) -> None:
     inputs = make_inputs(case, transform, dtype)
     with x64(dtype == np.float64):
         with implementation(mode):
-            got = execute(case.fn, transform, inputs)
-        want = execute(case.reference, transform, inputs)
+            got = execute(functools.partial(transform.apply, case.fn), transform, inputs)
+        reference = kept(functools.partial, transform.apply, case.reference)
+        want = execute(reference, transform, inputs)
     if case.exact and transform.plain:
         assert_matches(got, want)
         return
@@ -134,7 +144,7 @@ def run(transform: Transform, case: Case, mode: str | None, dtype: Any) -> None:
         # In float64, the oracle itself has an error.
         ulps = 64.0 if dtype == np.float64 else 8.0
         tolerance = dataclasses.replace(tolerance, ulps=max(tolerance.ulps, ulps))
-    exact = oracle(functools.partial(transform.apply, case.reference), inputs)
+    exact = oracle(reference, inputs)
     assert_matches(got, want, exact, tolerance)
 
 
@@ -641,10 +651,11 @@ def x64_keeps_dtype(case: Case, mode: str | None, dtype: Any) -> None:
     """Arguments of a narrow dtype keep it while 64-bit types are enabled."""
     transform = Transform("x64", vjp if case.diff else value)
     inputs = make_inputs(case, transform, dtype)
+    apply = functools.partial(transform.apply, case.fn)
     with implementation(mode):
-        want = execute(case.fn, transform, inputs)
+        want = execute(apply, transform, inputs)
         with x64():
-            got = execute(case.fn, transform, inputs)
+            got = execute(apply, transform, inputs)
     jax.tree.map(assert_bitwise_equal, got, want)
 
 
