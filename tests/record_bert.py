@@ -2,9 +2,10 @@
 
 Each folder has a checkpoint (config.json, model.safetensors), the gradient of every parameter under
 its name (gradients.safetensors), and the inputs and outputs (arrays.safetensors). Needs torch
-and transformers: `python tests/record_bert.py`.
+and transformers: `python tests/record_bert.py`, or with the names of recordings.
 """
 
+import sys
 from pathlib import Path
 
 import torch
@@ -58,9 +59,33 @@ RECORDINGS = {
         dict(batch=2, sequence=9, mask=False, token_types=False, positions=False),
     ),
 }
+TINY = dict(
+    vocab_size=11,
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=12,
+    max_position_embeddings=7,
+)
+TINY_BATCH = dict(batch=3, sequence=7, mask=True, token_types=True, positions=False)
+RECORDINGS |= {
+    "sequences": (
+        transformers.BertForSequenceClassification,
+        TINY | dict(num_labels=3),
+        TINY_BATCH,
+    ),
+    "tokens": (
+        transformers.BertForTokenClassification,
+        TINY | dict(num_labels=5),
+        TINY_BATCH | dict(padded=True),
+    ),
+    "answers": (transformers.BertForQuestionAnswering, TINY, TINY_BATCH),
+}
 
 
-def inputs(config, generator, *, batch, sequence, mask, token_types, positions) -> dict:
+def inputs(
+    config, generator, *, batch, sequence, mask, token_types, positions, padded=False
+) -> dict:
     def integers(most, *shape):
         return torch.randint(most, shape, generator=generator)
 
@@ -69,6 +94,8 @@ def inputs(config, generator, *, batch, sequence, mask, token_types, positions) 
     if mask:  # random lengths of 1 or more; the first sequence has no padding
         lengths = integers(sequence, batch) + 1
         given["attention_mask"] = padding(lengths, sequence)
+        if padded:
+            given["input_ids"] *= given["attention_mask"]
     if token_types:
         given["token_type_ids"] = integers(config.type_vocab_size, batch, sequence)
     if positions:
@@ -81,6 +108,10 @@ def outputs(model, given: dict) -> dict[str, torch.Tensor]:
     if isinstance(model, transformers.BertModel):
         found = model(**given)
         return {"hidden": found.last_hidden_state, "pooled": found.pooler_output}
+    if not isinstance(model, transformers.BertForPreTraining):
+        found = model(**given, output_hidden_states=True)
+        names = [name for name in ("logits", "start_logits", "end_logits") if name in found]
+        return {"hidden": found.hidden_states[-1]} | {name: found[name] for name in names}
     encoded = model.bert(**given)
     hidden, pooled = encoded.last_hidden_state, encoded.pooler_output
     logits, relationship = model.cls(hidden, pooled)
@@ -116,5 +147,5 @@ def record(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for each in RECORDINGS:
+    for each in sys.argv[1:] or RECORDINGS:
         record(each)

@@ -122,10 +122,11 @@ def test_size(config, parameters):
 
 def test_init():
     config = dataclasses.replace(CONFIG, init_range=0.5)
-    params = jax.jit(bert.init, static_argnames=("config", "mlm", "nsp"))(
-        KEY, config=config, mlm=True, nsp=True
-    )
-    wanted = bert.shapes(config, mlm=True, nsp=True)
+    heads = dict(mlm=True, nsp=True, labels=7, qa=True)
+    params = jax.jit(bert.init, static_argnames=("config", *heads))(KEY, config=config, **heads)
+    wanted = bert.shapes(config, **heads)
+    assert wanted["classifier"]["kernel"].shape == (config.hidden_size, 7)
+    assert wanted["qa"]["kernel"].shape == (config.hidden_size, 2)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, wanted)
     for path, leaf in jax.tree.leaves_with_path(params):
         if leaf.ndim > 1:
@@ -921,6 +922,20 @@ def test_config_errors(changes, error, message):
         dataclasses.replace(CONFIG, **changes)
 
 
+@pytest.mark.parametrize(
+    "labels, error, message",
+    [
+        (0, ValueError, "labels is 0; it must be 1 or more"),
+        (2.0, TypeError, "labels is 2.0; it must be an integer"),
+    ],
+)
+def test_errors_of_labels(labels, error, message):
+    with pytest.raises(error, match=message):
+        bert.shapes(CONFIG, labels=labels)
+    with pytest.raises(error, match=message):
+        bert.init(KEY, CONFIG, labels=labels)
+
+
 TOKENS = np.zeros((2, 5), np.int32)
 
 
@@ -979,6 +994,19 @@ TOKENS = np.zeros((2, 5), np.int32)
             ),
             ValueError,
             r"params\['layers'\]\['down'\]\['bias'\] has shape \(2, 32\); by config it must be ",
+        ),
+        *(
+            (dict(params=start(CONFIG) | head), ValueError, message)
+            for head, message in [
+                ({"classifier": {}}, r"params has no \['classifier'\]\['bias'\], which"),
+                ({"classifier": {"kernel": np.zeros((32, 3))}}, r"\['bias'\], .* of shape \(3,\)"),
+                ({"classifier": np.zeros(3)}, r"params has no \['classifier'\]\['bias'\], which"),
+                (
+                    {"classifier": {"bias": np.zeros(3), "kernel": np.zeros((32, 2))}},
+                    r"params\['classifier'\]\['kernel'\] has shape \(32, 2\); by .* \(32, 3\)",
+                ),
+                ({"qa": {"bias": np.zeros(2)}}, r"params has no \['qa'\]\['kernel'\], which"),
+            ]
         ),
     ],
 )

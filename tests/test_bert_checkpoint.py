@@ -28,6 +28,11 @@ DATA, RECORDINGS = RECORDED.folder, RECORDED.names
 TOLERANCE = 1e-4
 # Recordings are in float32.
 assert_close = functools.partial(assert_close_in_norm, dtypes=False)
+HEADS = {  # recordings of fine-tuned models
+    "sequences": ("BertForSequenceClassification", {"labels": 3}),
+    "tokens": ("BertForTokenClassification", {"labels": 5}),
+    "answers": ("BertForQuestionAnswering", {"qa": True}),
+}
 OPS = {"ours": bert.FASTOPS, "plain": bert.PLAIN}
 
 
@@ -35,12 +40,22 @@ def outputs(params, inputs, config, ops) -> dict[str, jax.Array]:
     names = {"attention_mask": "mask", "token_type_ids": "token_types", "position_ids": "positions"}
     given = {names[key]: value for key, value in inputs.items() if key in names}
     hidden, pooled = bert.apply(params, inputs["input_ids"], config, **given, ops=ops)
-    found = {"hidden": hidden, "pooled": pooled}
+    if "classifier" in params:
+        states = hidden if pooled is None else pooled
+        return {"hidden": hidden, "logits": product(params["classifier"], states)}
+    if "qa" in params:
+        start, end = jnp.moveaxis(product(params["qa"], hidden), -1, 0)
+        return {"hidden": hidden, "start_logits": start, "end_logits": end}
+    found = {"hidden": hidden} if pooled is None else {"hidden": hidden, "pooled": pooled}
     if "mlm" in params:
         found["logits"] = bert.masked_lm_logits(params, hidden, config, ops=ops)
-        head = params["nsp"]
-        found["relationship"] = pooled @ head["kernel"].astype(pooled.dtype) + head["bias"]
+    if "nsp" in params:
+        found["relationship"] = product(params["nsp"], pooled)
     return found
+
+
+def product(head, x):
+    return x @ head["kernel"] + head["bias"]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "ops"))
@@ -65,8 +80,27 @@ def test_equals_transformers(native, tmp_path, name, which):
     gradients, found = with_gradients(
         params, recorded["inputs"], recorded["weights"], config=config, ops=OPS[which]
     )
-    assert_close(found, recorded["outputs"], TOLERANCE)
+    assert_close(found, recorded["outputs"], 1e-5 if name in HEADS else TOLERANCE)
+    if name == "tokens":  # has padding tokens
+        word = gradients["embeddings"]["word"]
+        assert np.all(word[0] != 0)
+        gradients["embeddings"]["word"] = word.at[0].set(0)
     assert_close(gradients, RECORDED.gradients(name, tmp_path), TOLERANCE)
+
+
+def test_gradient_of_padding(native):
+    """Under a mask, the padding token has no gradient if the loss does not read its positions."""
+    given = RECORDED.arrays("tokens")["inputs"]
+    config, params = bert_checkpoint.load(DATA / "tokens", dtype="float32")
+    tokens, mask = given["input_ids"], given["attention_mask"]
+    assert np.array_equal(tokens != 0, mask) and not mask.all()
+
+    def loss(params):
+        hidden, _ = bert.apply(params, tokens, config, mask=mask)
+        return jnp.sum(jnp.sin(hidden), where=mask[..., None] != 0)
+
+    word = jax.jit(jax.grad(loss))(params)["embeddings"]["word"]
+    assert np.all(word[0] == 0) and np.all(word[np.unique(tokens)[1:]] != 0)
 
 
 @pytest.mark.parametrize("variant", ["attention", "remat", "scan"])
@@ -166,6 +200,87 @@ def test_heads_are_optional(tmp_path):
     assert hidden.shape == (1, 3, 24) and pooled is None
 
 
+@pytest.mark.parametrize("name", HEADS)
+def test_heads(tmp_path, name):
+    """The shapes of the parameters, and what config.json says about the saved model."""
+    architecture, heads = HEADS[name]
+    config, params = bert_checkpoint.load(DATA / name)
+    wanted = bert.shapes(config, **heads)
+    if name != "sequences":
+        del wanted["pooler"]
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, wanted)
+    bert_checkpoint.save(tmp_path, config, params)
+    ours, theirs = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path, DATA / name)
+    )
+    assert ours["architectures"] == [architecture]
+    for key in ("architectures", "id2label", "label2id"):
+        assert ours.get(key) == theirs.get(key)
+
+
+def test_label_names(tmp_path):
+    config, params = bert_checkpoint.load(DATA / "sequences")
+    bert_checkpoint.save(tmp_path, config, params, label_names=("bad", "fair", "good"))
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["id2label"] == {"0": "bad", "1": "fair", "2": "good"}
+    assert written["label2id"] == {"bad": 0, "fair": 1, "good": 2}
+
+
+@pytest.mark.parametrize("name", ["sequences", "model"])
+def test_wrong_label_names(tmp_path, name):
+    config, params = bert_checkpoint.load(DATA / name)
+    count = {"sequences": 3, "model": 0}[name]
+    with pytest.raises(ValueError, match=f"label_names has 2 names, but params has {count} labels"):
+        bert_checkpoint.save(tmp_path / "made", config, params, label_names=("no", "yes"))
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("name", ["pretraining", "tokens"])
+def test_unknown_tensors(tmp_path, name):
+    """They are returned in their dtypes by their names, and saved as they are."""
+    others = {
+        "bert.encoder.layer.7.output.LayerNorm.gamma": np.arange(3, dtype=np.float16),
+        "classifier.0.weight": np.ones((2, 5), np.float32),
+        "scorer.scale": np.array(0.5, np.float64),
+    }
+    tensors = tensors_of(name) | others
+    shutil.copy(DATA / name / "config.json", tmp_path)
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError) as error:
+        bert_checkpoint.load(tmp_path)
+    assert str(error.value) == (
+        "bert: tensors not known (load(..., keep_unknown=True) returns them): classifier.0.weight, "
+        "encoder.layer.7.output.LayerNorm.weight, scorer.scale"
+    )
+    config, params, unknown = bert_checkpoint.load(tmp_path, keep_unknown=True)
+    assert_same(params, bert_checkpoint.load(DATA / name)[1])
+    assert_same(unknown, others)
+    assert [unknown[key].dtype for key in others] == [a.dtype for a in others.values()]
+    bert_checkpoint.save(tmp_path / "made", config, params, unknown=unknown)
+    assert_same(safetensors.load_file(tmp_path / "made" / "model.safetensors"), tensors)
+
+
+def test_no_unknown_tensors():
+    _, params, unknown = bert_checkpoint.load(DATA / "model", keep_unknown=True)
+    assert unknown == {}
+    assert_same(params, bert_checkpoint.load(DATA / "model")[1])
+
+
+def test_missing_with_unknown_tensors(tmp_path):
+    tensors = tensors_of("pretraining") | {"scorer.bias": np.zeros(2, np.float32)}
+    del tensors["bert.pooler.dense.bias"]
+    with pytest.raises(ValueError, match=r"^bert: tensors missing: pooler\.dense\.bias$"):
+        bert_checkpoint.load(written(tmp_path, tensors), keep_unknown=True)
+
+
+def test_unknown_tensors_that_are_known(tmp_path):
+    config, params = bert_checkpoint.load(DATA / "model")
+    unknown = {"bert.pooler.dense.bias": np.zeros(32), "scorer.bias": np.zeros(2)}
+    with pytest.raises(ValueError, match=r"unknown has tensors of the parameters: bert\.pooler\.d"):
+        bert_checkpoint.save(tmp_path / "made", config, params, unknown=unknown)
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float64])
 def test_dtypes(tmp_path, dtype):
     """Tensors of other dtypes are converted to float32."""
@@ -243,16 +358,19 @@ def test_wrong_tensors(tmp_path):
     del tensors["bert.encoder.layer.1.attention.self.key.bias"]
     del tensors["cls.predictions.bias"]
     tensors["bert.encoder.layer.2.output.dense.bias"] = np.zeros(24, np.float32)
-    tensors["classifier.weight"] = np.zeros((2, 24), np.float32)
+    tensors["classifier.weight"] = np.zeros((2, 23), np.float32)
+    tensors["scorer.weight"] = np.zeros((2, 24), np.float32)
     tensors["bert.pooler.dense.bias"] = np.zeros(23, np.float32)
     tensors["bert.encoder.layer.0.intermediate.dense.weight"] = np.zeros((24, 56), np.float32)
     with pytest.raises(ValueError) as error:
         bert_checkpoint.load(RECORDED.written(tmp_path, tensors))
     message = str(error.value)
     assert (
-        "missing: cls.predictions.bias, encoder.layer.1.attention.self.key.bias; not known: "
-        "classifier.weight, encoder.layer.2.output.dense.bias; of another shape: " in message
+        "missing: classifier.bias, cls.predictions.bias, encoder.layer.1.attention.self.key.bias; "
+        "not known (load(..., keep_unknown=True) returns them): "
+        "encoder.layer.2.output.dense.bias, scorer.weight; of another shape: " in message
     )
+    assert "classifier.weight of (2, 23), which by config.json is (2, 24)" in message
     assert "pooler.dense.bias of (23,), which by config.json is (24,)" in message
     assert (
         "encoder.layer.0.intermediate.dense.weight of (24, 56), which by config.json is (56, 24)"
@@ -412,30 +530,36 @@ def test_equals_live_transformers(native, recorder, tmp_path, case, heads):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [(), ("mlm",), ("mlm", "nsp")], ids=["bare", "mlm", "both"])
-def test_transformers_reads_what_is_saved(recorder, tmp_path, heads):
+@pytest.mark.parametrize(
+    "name, heads",
+    [
+        ("BertModel", {}),
+        ("BertForMaskedLM", {"mlm": True}),
+        ("BertForPreTraining", {"mlm": True, "nsp": True}),
+        *HEADS.values(),
+    ],
+)
+def test_transformers_reads_what_is_saved(recorder, tmp_path, name, heads):
     """No tensor is missing or unexpected, and the outputs are the same."""
     import torch
     import transformers
 
     config = dataclasses.replace(bert.SMALL, hidden_size=32, activation="gelu")
-    params = bert.init(jax.random.key(0), config, **dict.fromkeys(heads, True))
+    params = bert.init(jax.random.key(0), config, **heads)
+    if name in ("BertForMaskedLM", "BertForTokenClassification", "BertForQuestionAnswering"):
+        del params["pooler"]  # these have none
     bert_checkpoint.save(tmp_path, config, params)
-    (name,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [name]
     cls = getattr(transformers, name)
-    if name == "BertForMaskedLM":
-        del params["pooler"]  # BertForMaskedLM has none
-        bert_checkpoint.save(tmp_path, config, params)
     model, report = cls.from_pretrained(
         tmp_path, output_loading_info=True, attn_implementation="eager"
     )
     assert not any(report.values()), report
     tokens = np.random.default_rng(0).integers(1, 128, (2, 11))
-    encoder = model if name == "BertModel" else model.bert
     with torch.no_grad():
-        wanted = encoder.eval()(input_ids=torch.tensor(tokens)).last_hidden_state.numpy()
-    hidden, _ = bert.apply(params, tokens, config)
-    assert_close({"hidden": hidden}, {"hidden": wanted}, 1e-5)
+        wanted = recorder.outputs(model.eval(), {"input_ids": torch.tensor(tokens)})
+    found = outputs(params, {"input_ids": tokens}, config, bert.FASTOPS)
+    assert_close(found, {name: tensor.numpy() for name, tensor in wanted.items()}, 1e-5)
 
 
 def test_float64_is_closer(native):

@@ -56,9 +56,12 @@ def read_tensors(model: str, path: Path, ignored: tuple[str, ...] = ()) -> dict[
 
 
 def check_tensors(
-    model: str, tensors: dict[str, np.ndarray], wanted: dict[str, tuple[int, ...]]
+    model: str,
+    tensors: dict[str, np.ndarray],
+    wanted: dict[str, tuple[int, ...]],
+    remedy: str = "",
 ) -> None:
-    """The tensors have the names and shapes of ``wanted``."""
+    """The tensors have the names and shapes of ``wanted``. The remedy is for names not known."""
     missing = sorted(set(wanted) - set(tensors))
     unknown = sorted(set(tensors) - set(wanted))
     shapes = [
@@ -66,7 +69,7 @@ def check_tensors(
         for name, shape in wanted.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    found = (("missing", missing), ("not known", unknown), ("of another shape", shapes))
+    found = (("missing", missing), (f"not known{remedy}", unknown), ("of another shape", shapes))
     if wrong := "; ".join(f"{what}: {', '.join(names)}" for what, names in found if names):
         raise ValueError(f"{model}: tensors {wrong}")
 

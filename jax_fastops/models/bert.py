@@ -350,7 +350,14 @@ PLAIN = Ops(
 # ---- parameters ----------------------------------------------------------------------------------
 
 
-def shapes(config: Config, *, mlm: bool = False, nsp: bool = False) -> dict[str, Any]:
+def shapes(
+    config: Config,
+    *,
+    mlm: bool = False,
+    nsp: bool = False,
+    labels: int | None = None,
+    qa: bool = False,
+) -> dict[str, Any]:
     """The shapes and dtypes of the parameters, as ``jax.ShapeDtypeStruct``.
 
     Args:
@@ -358,6 +365,10 @@ def shapes(config: Config, *, mlm: bool = False, nsp: bool = False) -> dict[str,
       mlm: whether to include the head of :func:`masked_lm_logits`.
       nsp: whether to include the next-sentence head, ``{"kernel": [E, 2], "bias": [2]}``. Its
         logits are ``pooled @ kernel + bias``.
+      labels: the number of labels of the classifier, or ``None`` for no classifier. Its logits are
+        ``pooled @ kernel + bias`` for sequences, and ``hidden @ kernel + bias`` for tokens.
+      qa: whether to include the head for question answering. ``hidden @ kernel + bias`` are two
+        logits of each token: whether the answer begins there, and whether it ends there.
 
     Returns:
       A tree of dictionaries. ``E`` is ``hidden_size`` and ``F`` is ``intermediate_size``. A product
@@ -371,7 +382,12 @@ def shapes(config: Config, *, mlm: bool = False, nsp: bool = False) -> dict[str,
         ``"norm"`` of the feed-forward.
       - ``"pooler"``: a product.
       - ``"mlm"``, if requested: ``"dense"``, ``"norm"`` and ``"bias": [vocab_size]``.
-      - ``"nsp"``, if requested: a product.
+      - ``"nsp"`` (to 2), ``"classifier"`` (to ``labels``) and ``"qa"`` (to 2), if requested:
+        products.
+
+    Raises:
+      TypeError: ``labels`` is neither an integer nor ``None``.
+      ValueError: ``labels`` is less than 1.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -398,6 +414,10 @@ def shapes(config: Config, *, mlm: bool = False, nsp: bool = False) -> dict[str,
         }
     if nsp:
         params["nsp"] = _product_shapes(e, 2)
+    if labels is not None:
+        params["classifier"] = _product_shapes(e, integer("bert", "labels", labels, 1))
+    if qa:
+        params["qa"] = _product_shapes(e, 2)
     return params
 
 
@@ -425,7 +445,15 @@ def _norm_shapes(n: int) -> dict:
     return {"scale": _float32(n), "bias": _float32(n)}
 
 
-def init(key: ArrayLike, config: Config, *, mlm: bool = False, nsp: bool = False) -> dict[str, Any]:
+def init(
+    key: ArrayLike,
+    config: Config,
+    *,
+    mlm: bool = False,
+    nsp: bool = False,
+    labels: int | None = None,
+    qa: bool = False,
+) -> dict[str, Any]:
     """Initializes the parameters of a network.
 
     Kernels and embeddings are normal with the standard deviation ``config.init_range``. Scales of
@@ -436,9 +464,15 @@ def init(key: ArrayLike, config: Config, *, mlm: bool = False, nsp: bool = False
       config: a :class:`Config`.
       mlm: whether to include the head of :func:`masked_lm_logits`.
       nsp: whether to include the next-sentence head.
+      labels: the number of labels of the classifier, or ``None`` for no classifier.
+      qa: whether to include the head for question answering.
 
     Returns:
       Arrays with the shapes that :func:`shapes` gives.
+
+    Raises:
+      TypeError: ``labels`` is neither an integer nor ``None``.
+      ValueError: ``labels`` is less than 1.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -446,8 +480,17 @@ def init(key: ArrayLike, config: Config, *, mlm: bool = False, nsp: bool = False
       >>> params = bert.init(jax.random.key(0), bert.SMALL)
       >>> params["layers"][0]["up"]["kernel"].shape
       (128, 512)
+
+      The logits of a classifier of sequences:
+
+      >>> params = bert.init(jax.random.key(0), bert.SMALL, labels=3)
+      >>> _, pooled = bert.apply(params, jnp.array([[1, 2, 3, 0]]), bert.SMALL)
+      >>> logits = pooled @ params["classifier"]["kernel"] + params["classifier"]["bias"]
+      >>> logits.shape
+      (1, 3)
     """
-    named, tree = jax.tree.flatten_with_path(shapes(config, mlm=mlm, nsp=nsp))
+    wanted = shapes(config, mlm=mlm, nsp=nsp, labels=labels, qa=qa)
+    named, tree = jax.tree.flatten_with_path(wanted)
     keys = jax.random.split(key, len(named))
     made = []
     for one, (path, leaf) in zip(keys, named, strict=True):
@@ -1050,11 +1093,20 @@ def _check_config(config, ops) -> None:
 
 def _check_model(params, config, ops) -> None:
     _check_types(params, config, ops)
-    wanted = shapes(config, mlm="mlm" in params, nsp="nsp" in params)
+    heads = {name: name in params for name in ("mlm", "nsp", "qa")}
+    wanted = shapes(config, **heads, labels=_label_count(params))
     if "pooler" not in params:
         del wanted["pooler"]
     wanted["layers"] = _stacked_like(params.get("layers"), wanted["layers"])
     check_tree("bert", "params", params, wanted)
+
+
+def _label_count(params) -> int | None:
+    """The number of labels by the classifier's first array, or ``None`` without a classifier."""
+    if "classifier" not in params:
+        return None
+    arrays = jax.tree.leaves(params["classifier"])
+    return (1, *jnp.shape(arrays[0]))[-1] if arrays else 1  # check_tree names what is missing
 
 
 def _stacked_like(layers, wanted: list):

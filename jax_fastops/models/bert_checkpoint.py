@@ -11,12 +11,14 @@ Needs safetensors, and neither ``transformers`` nor PyTorch.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_fastops.models import bert
 from jax_fastops.models._checkpoint import (
@@ -68,6 +70,13 @@ _PRODUCTS = {
     "output.dense": "down",
 }
 _NORMS = {"attention.output.LayerNorm": "output_norm", "output.LayerNorm": "norm"}
+# The heads. All except "mlm" are a product.
+_HEADS = {
+    "mlm": "cls.predictions.",
+    "nsp": "cls.seq_relationship.",
+    "classifier": "classifier.",
+    "qa": "qa_outputs.",
+}
 # Buffers of old checkpoints that only count from 0; then second copies of embeddings and bias.
 _IGNORED = ("embeddings.position_ids", "embeddings.token_type_ids")
 _REPEATED = {
@@ -114,8 +123,9 @@ def _leaves(params: dict) -> dict[str, _Leaf]:
         product("cls.predictions.transform.dense", ("mlm", "dense"))
         norm("cls.predictions.transform.LayerNorm", ("mlm", "norm"))
         found["cls.predictions.bias"] = _Leaf(("mlm", "bias"))
-    if "nsp" in params:
-        product("cls.seq_relationship", ("nsp",))
+    for own in ("nsp", "classifier", "qa"):
+        if own in params:
+            product(_HEADS[own].removesuffix("."), (own,))
     return found
 
 
@@ -134,9 +144,19 @@ def _tensor_shape(params: dict, leaf: _Leaf) -> tuple[int, ...]:
 # ---- load ----------------------------------------------------------------------------------------
 
 
+@overload
 def load(
-    path: str | os.PathLike[str], *, dtype: str = "bfloat16"
-) -> tuple[bert.Config, dict[str, Any]]:
+    path: str | os.PathLike[str], *, dtype: str = ..., keep_unknown: Literal[False] = False
+) -> tuple[bert.Config, dict[str, Any]]: ...
+
+
+@overload
+def load(
+    path: str | os.PathLike[str], *, dtype: str = ..., keep_unknown: Literal[True]
+) -> tuple[bert.Config, dict[str, Any], dict[str, np.ndarray[Any, Any]]]: ...
+
+
+def load(path: str | os.PathLike[str], *, dtype: str = "bfloat16", keep_unknown: bool = False):
     """Reads the config and the parameters from a folder with a Hugging Face checkpoint.
 
     Args:
@@ -145,18 +165,28 @@ def load(
         be the old ones (``gamma``, ``beta``).
       dtype: the ``dtype`` of the config, in which the model computes. The parameters are float32,
         for any dtype of the tensors.
+      keep_unknown: whether to return tensors that are not known, such as those of another head.
+        Otherwise they are an error. Tensors that are not floating are always an error.
 
     Returns:
-      ``(config, params)`` for :func:`jax_fastops.models.bert.apply`. ``params`` has ``"pooler"``,
-      ``"mlm"`` (from ``cls.predictions``) and ``"nsp"`` (from ``cls.seq_relationship``) if the
-      checkpoint has their tensors.
+      ``(config, params)`` for :func:`jax_fastops.models.bert.apply`, or with ``keep_unknown``
+      ``(config, params, unknown)``.
+
+      ``params`` has ``"pooler"``, ``"mlm"`` (from ``cls.predictions``), ``"nsp"`` (from
+      ``cls.seq_relationship``), ``"classifier"`` and ``"qa"`` (from ``qa_outputs``) if the
+      checkpoint has their tensors. :func:`jax_fastops.models.bert.shapes` says what their logits
+      are. A classifier reads ``pooled`` in ``BertForSequenceClassification``, and ``hidden`` in
+      ``BertForTokenClassification``.
+
+      ``unknown`` has the tensors that are not known, by their names in the files. :func:`save`
+      takes it.
 
     Raises:
       ImportError: safetensors is not installed.
       FileNotFoundError: the folder or a file does not exist.
       ValueError: a file is damaged; the model is not a BERT of a supported kind; tensors are
-        missing, unknown, or of another shape or dtype (all are named); or the decoder is not the
-        word embeddings.
+        missing, not known (without ``keep_unknown``), or of another shape or dtype (all are named);
+        or the decoder is not the word embeddings.
 
     Example:
       >>> import jax, tempfile
@@ -169,20 +199,22 @@ def load(
     """
     path = Path(path)
     config = _config_of(read_json("bert", path / CONFIG), dtype)
-    tensors = _renamed(read_tensors("bert", path, _IGNORED))
+    given = read_tensors("bert", path, _IGNORED)
+    tensors = _renamed(given)
     repeated = {name: tensors.pop(name) for name in _REPEATED if name in tensors}
     for name, value in repeated.items():  # a file may have either of the two names
         tensors.setdefault(_REPEATED[name], value)
-    heads = {
-        "mlm": any(name.startswith("cls.predictions.") for name in (*tensors, *repeated)),
-        "nsp": any(name.startswith("cls.seq_relationship.") for name in tensors),
-    }
-    wanted = bert.shapes(config, **heads)
-    if not any(name.startswith("pooler.") for name in tensors):
-        del wanted["pooler"]
+    wanted = _wanted(config, tensors, [*tensors, *repeated])
     leaves = _leaves(wanted)
+    others = set(tensors) - set(leaves)
+    unknown = {name: tensor for name, tensor in given.items() if _current(name) in others}
+    if keep_unknown:
+        tensors = {name: tensor for name, tensor in tensors.items() if name in leaves}
     check_tensors(
-        "bert", tensors, {name: _tensor_shape(wanted, leaf) for name, leaf in leaves.items()}
+        "bert",
+        tensors,
+        {name: _tensor_shape(wanted, leaf) for name, leaf in leaves.items()},
+        " (load(..., keep_unknown=True) returns them)",
     )
     for name, value in repeated.items():
         if not np.array_equal(value, tensors[_REPEATED[name]]):
@@ -199,7 +231,25 @@ def load(
         own = parts.pop(tuple(getattr(step, "key", getattr(step, "idx", None)) for step in path))
         return jnp.asarray(own[0] if len(own) == 1 else np.concatenate(own, -1))
 
-    return config, jax.tree.map_with_path(joined, wanted)
+    params = jax.tree.map_with_path(joined, wanted)
+    return (config, params, unknown) if keep_unknown else (config, params)
+
+
+def _wanted(config: bert.Config, tensors: dict, names: list[str]) -> dict:
+    """The shapes of the parameters, with the heads and the pooler if they are in the file."""
+
+    def has(part):
+        return any(name.startswith(part) for name in names)
+
+    classifier = [tensors[n] for n in ("classifier.bias", "classifier.weight") if n in tensors]
+    wanted = bert.shapes(
+        config,
+        **{own: has(_HEADS[own]) for own in ("mlm", "nsp", "qa")},
+        labels=len(np.atleast_1d(classifier[0])) if classifier else None,
+    )
+    if not has("pooler."):
+        del wanted["pooler"]
+    return wanted
 
 
 def _config_of(given: dict, dtype: str) -> bert.Config:
@@ -218,14 +268,20 @@ def _config_of(given: dict, dtype: str) -> bert.Config:
     return bert.Config(**fields, activation=_ACTIVATIONS[activation], dtype=dtype)
 
 
+def _current(name: str) -> str:
+    """The current name of a tensor, without ``"bert."``."""
+    name = name.removeprefix("bert.")
+    for old, new in _OLD_NAMES.items():
+        name = name.removesuffix(old) + new if name.endswith(old) else name
+    return name
+
+
 def _renamed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors under their current names, without ``"bert."``."""
+    """The tensors under their current names."""
     renamed: dict[str, np.ndarray] = {}
     twice = []
     for given, tensor in tensors.items():
-        name = given.removeprefix("bert.")
-        for old, new in _OLD_NAMES.items():
-            name = name.removesuffix(old) + new if name.endswith(old) else name
+        name = _current(given)
         if name in _IGNORED:
             continue
         if name in renamed:
@@ -239,42 +295,70 @@ def _renamed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 # ---- save ----------------------------------------------------------------------------------------
 
 
-def save(path: str | os.PathLike[str], config: bert.Config, params: dict[str, Any]) -> None:
+def save(
+    path: str | os.PathLike[str],
+    config: bert.Config,
+    params: dict[str, Any],
+    *,
+    unknown: Mapping[str, ArrayLike] | None = None,
+    label_names: Sequence[str] | None = None,
+) -> None:
     """Writes a folder that :func:`load` and ``transformers`` can read.
 
-    Tensors have the names of ``transformers.BertModel``, or with ``"mlm"`` or ``"nsp"`` those of
-    ``BertForPreTraining``, and are float32. Existing files are replaced atomically, after both new
-    files are complete.
+    Tensors have the names of ``transformers.BertModel``, or with heads those of
+    ``BertForPreTraining``, ``BertForSequenceClassification`` (a classifier with a pooler),
+    ``BertForTokenClassification`` (a classifier without a pooler) or ``BertForQuestionAnswering``.
+    They are float32. Existing files are replaced atomically, after both new files are complete.
 
     Args:
       path: the folder. It is created if it does not exist.
       config: the :class:`jax_fastops.models.bert.Config` of the parameters. Fields that are not
-        part of the network (``dtype``, ``attention``, ``remat``, ``scan``) are not written.
-      params: parameters, as from :func:`jax_fastops.models.bert.init`, or stacked.
+        part of the network (``dtype``, ``attention``, ``remat``, ``scan``) are not written, nor are
+        the fields of a loaded ``config.json`` that a Config has not.
+      params: parameters, as from :func:`jax_fastops.models.bert.init`, or stacked. Remove
+        ``"pooler"`` if the classifier reads ``hidden``.
+      unknown: other tensors to write, by their names, as :func:`load` returns them. The names of
+        the encoder then begin with ``"bert."``, as with heads.
+      label_names: the names of the classifier's labels, for ``id2label`` in ``config.json``.
+        Default: ``"LABEL_0"`` and so on.
 
     Raises:
       ImportError: safetensors is not installed.
       TypeError: ``config`` or ``params`` has another type.
-      ValueError: ``params`` are not those of ``config``.
+      ValueError: ``params`` are not those of ``config``, ``unknown`` has a name of one of their
+        tensors, or ``label_names`` are not as many as the classifier has labels.
 
     Example:
-      >>> import jax, os, tempfile
+      >>> import jax, numpy as np, os, tempfile
       >>> from jax_fastops.models import bert, bert_checkpoint
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     bert_checkpoint.save(folder, bert.SMALL, bert.init(jax.random.key(0), bert.SMALL))
       ...     sorted(os.listdir(folder))
       ['config.json', 'model.safetensors']
+
+      A tensor that is not known:
+
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     params = bert.init(jax.random.key(0), bert.SMALL)
+      ...     bert_checkpoint.save(folder, bert.SMALL, params, unknown={"scorer.bias": np.ones(1)})
+      ...     config, params, unknown = bert_checkpoint.load(folder, keep_unknown=True)
+      >>> list(unknown)
+      ['scorer.bias']
     """
     bert._check_model(params, config, bert.FASTOPS)
+    labels = _labels(params, label_names)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), bert.unstack_layers(params))
-    heads = "mlm" in params or "nsp" in params
-    tensors = {}
-    for name, leaf in _leaves(params).items():
+    leaves, unknown = _leaves(params), unknown or {}
+    if both := sorted(name for name in unknown if _current(name) in leaves):
+        raise ValueError(f"bert: unknown has tensors of the parameters: {', '.join(both)}")
+    tensors = {name: np.asarray(value, order="C") for name, value in unknown.items()}
+    prefix = "bert." if unknown or any(head in params for head in _HEADS) else ""
+    for name, leaf in leaves.items():
         array = _at(params, leaf)
         if leaf.third is not None:
             array = np.split(array, 3, axis=-1)[leaf.third]
         array = np.ascontiguousarray(array.T if leaf.transposed else array)
-        tensors[f"bert.{name}" if heads and not name.startswith("cls.") else name] = array
+        tensors[name if name.startswith(tuple(_HEADS.values())) else prefix + name] = array
     written = {name: getattr(config, own) for own, name in _FIELDS.items()}
     written |= {
         "architectures": [_architecture(params)],
@@ -282,11 +366,27 @@ def save(path: str | os.PathLike[str], config: bert.Config, params: dict[str, An
         "hidden_act": _ACTIVATION_NAMES[config.activation],
         "tie_word_embeddings": True,
         **_SUPPORTED,
+        **labels,
     }
     write("bert", Path(path), written, tensors)
 
 
+def _labels(params: dict, names: Sequence[str] | None) -> dict[str, Any]:
+    """The part of config.json about labels, from which transformers takes their number."""
+    count = len(params["classifier"]["bias"]) if "classifier" in params else 0
+    if names is not None and len(names) != count:
+        raise ValueError(f"bert: label_names has {len(names)} names, but params has {count} labels")
+    found = dict(enumerate(names or (f"LABEL_{label}" for label in range(count))))
+    pairs = {"id2label": found, "label2id": {name: label for label, name in found.items()}}
+    return pairs if count else {}
+
+
 def _architecture(params: dict) -> str:
+    if "qa" in params:
+        return "BertForQuestionAnswering"
+    if "classifier" in params:
+        kind = "Sequence" if "pooler" in params else "Token"
+        return f"BertFor{kind}Classification"
     if "nsp" in params:
         return "BertForPreTraining" if "mlm" in params else "BertForNextSentencePrediction"
     return "BertForMaskedLM" if "mlm" in params else "BertModel"
