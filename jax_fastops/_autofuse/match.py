@@ -762,9 +762,10 @@ class Matcher:
         if node.name != formula.name or len(node.inputs) != len(formula.operands):
             return
         if node.name in _REDUCTIONS:
-            order = _unreduced(order, formula, node)
-            if order is None:
+            found = _unreduced(order, formula, node)
+            if found is None:
                 return
+            order = found
         elif meaning(node) != formula.params:
             return
         elif node.name not in _ELEMENTWISE and order != identity(source):
