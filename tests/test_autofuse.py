@@ -444,6 +444,17 @@ def test_equal_layers_are_matched_once(monkeypatch):
     assert matches(13) - matches(3) == 10 * 2
 
 
+def test_rules_are_traced_once(monkeypatch):
+    from jax_fastops._autofuse import match
+
+    def f(x):
+        return jax.nn.relu(jax.nn.relu(jax.nn.relu(x) @ jnp.ones((40, 40))))
+
+    assert names(f, X) == ["relu"] * 3
+    monkeypatch.setattr(match, "_traced_rule", None)
+    assert names(f, X) == ["relu"] * 3
+
+
 # Random programs ----------------------------------------------------------------------------------
 
 _SWAPS = {"add": "sub", "sub": "add", "mul": "div", "exp": "tanh", "max": "min", "tanh": "exp"}
