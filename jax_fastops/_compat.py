@@ -79,17 +79,24 @@ def struct_of(aval) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **more)
 
 
+# The transformations of a rule that its own arguments describe, without the tag of their trace.
+_STEPS = {"_flatten_jvp", "_get_result_paths_thunk", "batch_custom_jvp_subtrace"}
+
+
 def derivative_rule(equation) -> tuple | None:
     """What tells the rule of a ``custom_jvp`` from others, or ``None`` if jax does not show it."""
     try:
         thunk = next(filter(callable, _nonlocals(equation.params["jvp_jaxpr_fun"].f).values()))
         rule = _nonlocals(thunk)["jvp"]
-        steps = [(step.__name__, given) for step, given in rule.transforms]
+        key: tuple = (rule.f,)
+        for step, given in rule.transforms:
+            if step.__name__ not in _STEPS:
+                return None
+            key += tuple(x for x in given if type(x).__name__ not in ("TraceTag", "function"))
+        hash(key)
     except (AttributeError, KeyError, StopIteration, TypeError):
         return None
-    if any(name not in ("_flatten_jvp", "_get_result_paths_thunk") for name, _ in steps):
-        return None  # a transformed one
-    return rule.f, *(x for _, given in steps for x in given if not callable(x))
+    return key
 
 
 def _nonlocals(f) -> dict:

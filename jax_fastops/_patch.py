@@ -139,7 +139,7 @@ def _linen_norm(original, *args, **kwargs):
     """Flax has computed the statistics; XLA removes them if they are not used."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     layer, x, mean, var = (given[name] for name in ("mdl", "x", "mean", "var"))
-    statistics, whole, y = getattr(_local, "statistics", (None, False, None))
+    statistics, whole, y = _local.__dict__.pop("statistics", (None, False, None))
     if statistics is mean and y is not None:
         return y
     name, axis, last = _active(layer), _one_axis(given["feature_axes"]), (-1, x.ndim - 1)

@@ -444,6 +444,19 @@ def test_equal_layers_are_matched_once(monkeypatch):
     assert matches(13) - matches(3) == 10 * 2
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_rules_are_traced_once(mapped, monkeypatch):
+    from jax_fastops._autofuse import match
+
+    def f(x):
+        return jax.nn.relu(jax.nn.relu(jax.nn.relu(x) @ jnp.ones((40, 40))))
+
+    f = jax.vmap(f) if mapped else f
+    assert names(f, X) == ["relu"] * 3
+    monkeypatch.setattr(match, "_traced_rule", None)
+    assert names(f, X) == ["relu"] * 3
+
+
 # Random programs ----------------------------------------------------------------------------------
 
 _SWAPS = {"add": "sub", "sub": "add", "mul": "div", "exp": "tanh", "max": "min", "tanh": "exp"}

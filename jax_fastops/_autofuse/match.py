@@ -2,8 +2,8 @@
 
 Formulas are compared modulo what does not change a result beyond rounding: the order and grouping
 of sums and products, divisions and powers as exponents, constant factors, dimensions of size 1,
-broadcasts, and casts to a wider dtype between. A map tells for each dimension of one array which
-dimension of another it is, or ``None`` if that one is broadcast along it.
+broadcasts, transpositions, and casts to a wider dtype between. A map tells for each dimension of
+one array which dimension of another it is, or ``None`` if that one is broadcast along it.
 """
 
 from __future__ import annotations
@@ -569,7 +569,7 @@ class Bound:
 
     source: Value
     map: Map
-    seen: tuple[Map, Map, Value] | None = None
+    seen: tuple[Map, Map, Value] | None = None  # the leaf's map, the value's, and the value
 
     def where(self, is_there: Callable[[Value], bool]) -> Bound:
         """The same by another view of the array, if that is inside of a function."""
@@ -762,9 +762,10 @@ class Matcher:
         if node.name != formula.name or len(node.inputs) != len(formula.operands):
             return
         if node.name in _REDUCTIONS:
-            order = _unreduced(order, formula, node)
-            if order is None:
+            found = _unreduced(order, formula, node)
+            if found is None:
                 return
+            order = found
         elif meaning(node) != formula.params:
             return
         elif node.name not in _ELEMENTWISE and order != identity(source):

@@ -424,8 +424,8 @@ class _Finder:
         for before, operand, scale, mask in self._absorbed(pattern, axis, x, root, nodes):
             own = {"x": operand} | ({} if mask is None else {"where": mask})
             yield form(before, pattern.call, own, scale=scale)
-        node = x[0].node if x is not None and not x[1].order else None
-        if node is not None and node.name in ("add", "add_any"):
+        node = None if x is None or x[1].order else x[0].node
+        if x is not None and node is not None and node.name in ("add", "add_any"):
             a, b = node.inputs
             alone = not self._used_outside(x[0], nodes)
             if pattern.biased and alone:
