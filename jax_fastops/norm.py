@@ -231,8 +231,8 @@ def _number_of_sums(groups: int, rows: int, n: int, itemsize: int) -> int:
 def _sum(x, residual, input_bias, key=(), **drop):
     """The sum that is normalized, added in the dtype of ``x``, as models usually write it.
 
-    XLA adds it in float32 where it fuses the additions. With casts here, it would split what follows
-    into more kernels.
+    XLA adds it in float32 where it fuses the additions. Casts here would split what follows into
+    more kernels.
     """
     if drop:
         return drop_reference(x, *key, bias=input_bias, residual=residual, **drop)

@@ -243,7 +243,7 @@ def test_unknown_tensors(tmp_path, name):
         "classifier.0.weight": np.ones((2, 5), np.float32),
         "scorer.scale": np.array(0.5, np.float64),
     }
-    tensors = tensors_of(name) | others
+    tensors = RECORDED.tensors(name) | others
     shutil.copy(DATA / name / "config.json", tmp_path)
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError) as error:
@@ -267,10 +267,10 @@ def test_no_unknown_tensors():
 
 
 def test_missing_with_unknown_tensors(tmp_path):
-    tensors = tensors_of("pretraining") | {"scorer.bias": np.zeros(2, np.float32)}
+    tensors = RECORDED.tensors("pretraining") | {"scorer.bias": np.zeros(2, np.float32)}
     del tensors["bert.pooler.dense.bias"]
     with pytest.raises(ValueError, match=r"^bert: tensors missing: pooler\.dense\.bias$"):
-        bert_checkpoint.load(written(tmp_path, tensors), keep_unknown=True)
+        bert_checkpoint.load(RECORDED.written(tmp_path, tensors), keep_unknown=True)
 
 
 def test_unknown_tensors_that_are_known(tmp_path):
