@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import jax
 import jax.core
@@ -94,7 +95,8 @@ def derivative_rule(equation) -> tuple | None:
                 return None
             key += tuple(x for x in given if type(x).__name__ not in ("TraceTag", "function"))
         hash(key)
-    except (AttributeError, KeyError, StopIteration, TypeError):
+        weakref.ref(rule.f)
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
         return None
     return key
 

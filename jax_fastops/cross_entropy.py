@@ -11,7 +11,6 @@ the z-loss.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -48,10 +47,11 @@ _BACKWARD = Kernel.declare(
 )
 
 
-def _wide(logits, labels):
-    """The logits in the accumulator dtype, and which rows are not left out."""
+def _selected(logits, labels):
+    """The logits in the accumulator dtype, 0 in the rows that are left out, and the other rows."""
     kept = (labels >= 0) & (labels < logits.shape[-1])
-    return logits.astype(accumulator_dtype(logits.dtype)), kept
+    wide = logits.astype(accumulator_dtype(logits.dtype))
+    return jnp.where(kept[..., None], wide, jnp.zeros_like(wide)), kept
 
 
 def _statistics(x):
@@ -79,18 +79,13 @@ def _classes(x):
     )
 
 
-def _at_label(x, labels, kept):
-    """The element of each row at its label."""
-    if explicit_spec(jax.typeof(x).sharding, x.ndim) is None and x.shape[-1] > 0:
-        index = jnp.where(kept, labels, 0)[..., None]
-        return jnp.take_along_axis(x, index, -1, mode="promise_in_bounds")[..., 0]
-    # If devices share a row, no element moves.
-    return jnp.where(_classes(x) == labels[..., None], x, jnp.zeros_like(x)).sum(-1)
-
-
-def _losses_of(statistics, labels, kept, label_smoothing: float, z_loss: float):
-    top, shifted, log_sum = statistics
-    loss = (1 - label_smoothing) * (log_sum - _at_label(shifted, labels, kept))
+def _reference(logits, labels, *, label_smoothing: float, z_loss: float):
+    x, kept = _selected(logits, labels)
+    top, shifted, log_sum = _statistics(x)
+    # A masked sum, because XLA fuses it with the other sums. The gradient of a gather is a scatter.
+    here = _classes(x) == labels[..., None]
+    at_label = jnp.where(here, shifted, jnp.zeros_like(shifted)).sum(-1)
+    loss = (1 - label_smoothing) * (log_sum - at_label)
     if label_smoothing:
         loss = loss + label_smoothing * (log_sum - shifted.mean(-1))
     if z_loss:
@@ -98,37 +93,8 @@ def _losses_of(statistics, labels, kept, label_smoothing: float, z_loss: float):
     return jnp.where(kept, loss, jnp.zeros_like(loss))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _losses(logits, labels, label_smoothing: float, z_loss: float):
-    x, kept = _wide(logits, labels)
-    return _losses_of(_statistics(x), labels, kept, label_smoothing, z_loss)
-
-
-@_losses.defjvp
-def _losses_jvp(label_smoothing: float, z_loss: float, primals, tangents):
-    """The gradient is 0 in rows that are left out, whatever they hold. It has no scatter."""
-    logits, labels = primals
-    x, kept = _wide(logits, labels)
-    x = jnp.where(kept[..., None], x, jnp.zeros_like(x))
-    top, shifted, log_sum = statistics = _statistics(x)
-    slope = jnp.exp(shifted - log_sum[..., None])
-    if z_loss:
-        slope = slope * (1 + 2 * z_loss * (top + log_sum))[..., None]
-    here = _classes(x) == labels[..., None]
-    slope = slope - jnp.where(here, 1 - label_smoothing, 0.0).astype(x.dtype)
-    if label_smoothing:
-        slope = slope - label_smoothing / x.shape[-1]
-    tangent = (slope * tangents[0].astype(x.dtype)).sum(-1)
-    losses = _losses_of(statistics, labels, kept, label_smoothing, z_loss)
-    return losses, jnp.where(kept, tangent, jnp.zeros_like(tangent))
-
-
-def _reference(logits, labels, *, label_smoothing: float, z_loss: float):
-    return _losses(logits, labels, label_smoothing, z_loss)
-
-
 def _save(logits, labels, **_):
-    top, _, log_sum = _statistics(_wide(logits, labels)[0])
+    top, _, log_sum = _statistics(_selected(logits, labels)[0])
     return top, log_sum
 
 

@@ -624,8 +624,8 @@ def residual_layer_norm(
     Rows of 256 to 1024 elements that are whole multiples of 16 bytes need no pass more for it;
     others, and those of float64, need one.
 
-    The sum is computed in float32 (float64 for float64) and rounded once to the dtype of ``x``. The
-    norm is that of the rounded sum.
+    The kernel computes the sum in float32 (float64 for float64) and rounds it once to the dtype of
+    ``x``; the reference adds in the dtype of ``x``. The norm is that of the rounded sum.
 
     Args:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
@@ -836,8 +836,8 @@ def residual_rms_norm(
     Rows of 256 to 1024 elements that are whole multiples of 16 bytes need no pass more for it;
     others, and those of float64, need one.
 
-    The sum is computed in float32 (float64 for float64) and rounded once to the dtype of ``x``. The
-    norm is that of the rounded sum.
+    The kernel computes the sum in float32 (float64 for float64) and rounds it once to the dtype of
+    ``x``; the reference adds in the dtype of ``x``. The norm is that of the rounded sum.
 
     Args:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.

@@ -87,6 +87,21 @@ def test_rules_are_found_in_each_type(shape, dtype):
     assert names(jax.nn.relu, jax.ShapeDtypeStruct(shape, dtype)) == ["relu"]
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, b: jax.nn.gelu(x + b[:, None]),
+        lambda x, b: jax.nn.relu(x + b[:, None]),
+        lambda x, b: jax.nn.silu(x + x.mean(1, keepdims=True)),
+        lambda x, b: jax.nn.standardize(x + b[:, None] + x[::-1], epsilon=1e-6),
+        lambda x, b: jax.nn.relu(jnp.stack([x, x]) + b[None, :, None]),
+    ],
+)
+def test_a_column_of_a_square_is_no_row(f):
+    x, b = jax.random.normal(jax.random.key(0), (16, 16)), jnp.arange(16.0)
+    np.testing.assert_allclose(fo.autofuse(f)(x, b), f(x, b), rtol=1e-5, atol=1e-5)
+
+
 def test_nothing_is_replaced_without_a_kernel():
     with fo.use_implementation("xla"):
         report = fo.autofuse.report(softmax)(X)

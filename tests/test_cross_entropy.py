@@ -363,3 +363,17 @@ def test_a_step_with_remat_in_a_scan():
         jax.jit(jax.grad(loss), static_argnums=1)(1.5, f) for f in (fo.cross_entropy, reference)
     )
     np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["native", "xla"])
+def test_next_tokens_of_a_length_that_is_a_symbol(mode):
+    def losses(logits, tokens):
+        with fo.use_implementation(mode):
+            return fo.cross_entropy(logits[:, :-1], tokens[:, 1:])
+
+    (n,) = jax.export.symbolic_shape("n")
+    operands = jax.ShapeDtypeStruct((2, n, 5), "float32"), jax.ShapeDtypeStruct((2, n), "int32")
+    checks = fo.export_checks()
+    exported = jax.export.export(jax.jit(losses), disabled_checks=checks)(*operands)
+    logits, tokens = np.ones((2, 7, 5), np.float32), np.zeros((2, 7), np.int32)
+    np.testing.assert_allclose(exported.call(logits, tokens), np.log(5.0), rtol=1e-5)

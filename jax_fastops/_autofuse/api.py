@@ -134,8 +134,9 @@ class autofuse(Generic[_P, _T]):
     A mask by ``jnp.where`` or a sum, with -inf or a number of at most -1e9 (half of the lowest
     number in float16), becomes the mask of :func:`softmax` if its elements are known when the
     function is traced and each row has one that counts, as in a causal mask. The logits must be far
-    above that number. If padding has put all that count in a row there too, the function gives the
-    masked elements weight, and the op does not; ``check=True`` raises an error for such arguments.
+    above that number. If padding has set every logit of a row that counts to that number, too, the
+    function gives the masked elements weight, and the op does not; ``check=True`` raises an error
+    for such arguments.
     In a row with NaN, masked elements are then 0. Other masks stay in the operand.
 
     The function is traced whenever it is called, so put ``jax.jit`` around it. Put ``jax.grad``

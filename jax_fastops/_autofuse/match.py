@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -227,8 +228,9 @@ def with_row(value: Value) -> Iterator[tuple[Value, Value]]:
     node = value.node
     if node is not None and node.name in ("add", "add_any") and value.shape[-1:] != (1,):
         for x, bias in (node.inputs, node.inputs[::-1]):
-            row, shown, _ = resolve(bias)
-            last = (None,) * (len(shown) - 1) + (0,)
+            row, inner, _ = resolve(bias)
+            last = (None,) * (len(value.long) - 1) + (0,)
+            shown = compose(operand_map(value, bias), inner)
             if shown == last and (x.shape, x.dtype) == (value.shape, value.dtype):
                 yield x, row
 
@@ -273,7 +275,8 @@ def _meaning(node: Node) -> tuple:
     return tuple(sorted((k, str(v)) for k, v in params.items()))
 
 
-_rules: dict[tuple, str] = {}
+# By the function, which stays no longer than its user keeps it.
+_rules: weakref.WeakKeyDictionary[Callable, dict[tuple, str]] = weakref.WeakKeyDictionary()
 
 
 def _derivative_rule(node: Node) -> str:
@@ -281,12 +284,12 @@ def _derivative_rule(node: Node) -> str:
     rule = _compat.derivative_rule(node.equation)
     if rule is None:
         return _traced_rule(node)
-    key = *rule, *((v.shape, v.dtype) for v in node.inputs)
-    if key not in _rules:
-        if len(_rules) > 1000:
-            _rules.clear()
-        _rules[key] = _traced_rule(node)
-    return _rules[key]
+    function, *given = rule
+    known = _rules.setdefault(function, {})
+    key = *given, *((v.shape, v.dtype) for v in node.inputs)
+    if key not in known:
+        known[key] = _traced_rule(node)
+    return known[key]
 
 
 def _traced_rule(node: Node) -> str:
