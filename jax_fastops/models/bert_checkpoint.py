@@ -165,8 +165,9 @@ def load(path: str | os.PathLike[str], *, dtype: str = "bfloat16", keep_unknown:
         be the old ones (``gamma``, ``beta``).
       dtype: the ``dtype`` of the config, in which the model computes. The parameters are float32,
         for any dtype of the tensors.
-      keep_unknown: whether to return tensors that are not known, such as those of another head.
-        Otherwise they are an error. Tensors that are not floating are always an error.
+      keep_unknown: whether to return tensors whose names are not known, such as those of another
+        head. Otherwise they are an error. Tensors that are not floating are always an error, and so
+        are tensors under the names of a head below that has other shapes.
 
     Returns:
       ``(config, params)`` for :func:`jax_fastops.models.bert.apply`, or with ``keep_unknown``
