@@ -6,8 +6,8 @@ import math
 import numbers
 import operator
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import SupportsIndex
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,22 @@ def as_arrays(op: str, **arguments: object) -> list[jax.Array]:
         except TypeError as error:  # an array of strings, say
             raise TypeError(f"{op}: {name} is {_describe(value)}: {error}") from error
     return arrays
+
+
+def array_leaves(
+    args: tuple, kwargs: dict, is_array: Callable[[Any], bool]
+) -> tuple[list, Callable[[Iterable], Any]]:
+    """The arrays in the arguments of a call, and what puts others in their places."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+    def with_arrays(arrays: Iterable) -> Any:
+        given = list(leaves)
+        for i, array in zip(places, arrays, strict=True):
+            given[i] = array
+        return jax.tree.unflatten(tree, given)
+
+    return [leaves[i] for i in places], with_arrays
 
 
 def _is_array_like(value) -> bool:

@@ -24,6 +24,7 @@ import jaxlib
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from jax_fastops._arguments import array_leaves
 from jax_fastops._dispatch import Decision
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -169,21 +170,20 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
 
     @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+        def is_array(x):
+            return hasattr(x, "shape")
+
+        operands, with_arrays = array_leaves(args, kwargs, is_array)
 
         def traced(*arrays):
-            given = list(leaves)
-            for i, array in zip(places, arrays, strict=True):
-                given[i] = array
-            args, kwargs = jax.tree.unflatten(tree, given)
-            return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if hasattr(x, "shape")]
+            args, kwargs = with_arrays(arrays)
+            return list(filter(is_array, jax.tree.leaves(fn(*args, **kwargs))))
 
         number = next(_numbers)
         records = _sessions[number] = []
         try:
             with _session(number):
-                program = jax.make_jaxpr(traced)(*(leaves[i] for i in places))
+                program = jax.make_jaxpr(traced)(*operands)
         finally:
             del _sessions[number]
         _count(program.jaxpr, records, 1, False)

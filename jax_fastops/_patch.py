@@ -192,6 +192,11 @@ def _nnx(name: str):
     return call
 
 
+# All norms of Flax linen go through these functions.
+_LINEN_NORMS = [
+    ("flax.linen.normalization", "_compute_stats", _linen_statistics),
+    ("flax.linen.normalization", "_normalize", _linen_norm),
+]
 # By name: the module, the place in it, and what runs. A module is patched once it is imported.
 _PLACES: dict[str, list[tuple[str, str, Callable]]] = {
     "relu": [("jax.nn", "relu", _relu)],
@@ -200,21 +205,9 @@ _PLACES: dict[str, list[tuple[str, str, Callable]]] = {
     "softmax": [("jax.nn", "softmax", functools.partial(_softmax_of, softmax))],
     "log_softmax": [("jax.nn", "log_softmax", functools.partial(_softmax_of, log_softmax))],
     "cross_entropy": [("optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy)],
-    "layer_norm": [
-        ("flax.linen.normalization", "_compute_stats", _linen_statistics),
-        ("flax.linen.normalization", "_normalize", _linen_norm),
-        ("flax.nnx", "LayerNorm.__call__", _nnx("LayerNorm")),
-    ],
-    "rms_norm": [
-        ("flax.linen.normalization", "_compute_stats", _linen_statistics),
-        ("flax.linen.normalization", "_normalize", _linen_norm),
-        ("flax.nnx", "RMSNorm.__call__", _nnx("RMSNorm")),
-    ],
-    "batch_norm": [
-        ("flax.linen.normalization", "_compute_stats", _linen_statistics),
-        ("flax.linen.normalization", "_normalize", _linen_norm),
-        ("flax.nnx", "BatchNorm.__call__", _nnx("BatchNorm")),
-    ],
+    "layer_norm": [*_LINEN_NORMS, ("flax.nnx", "LayerNorm.__call__", _nnx("LayerNorm"))],
+    "rms_norm": [*_LINEN_NORMS, ("flax.nnx", "RMSNorm.__call__", _nnx("RMSNorm"))],
+    "batch_norm": [*_LINEN_NORMS, ("flax.nnx", "BatchNorm.__call__", _nnx("BatchNorm"))],
     "dropout": [
         ("flax.linen", "Dropout.__call__", _linen_dropout),
         ("flax.nnx", "Dropout.__call__", _nnx("Dropout")),

@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from jax_fastops import _explain
+from jax_fastops._arguments import array_leaves
 from jax_fastops._autofuse import rewrite
 from jax_fastops._autofuse.match import resolve
 
@@ -136,8 +137,8 @@ class autofuse(Generic[_P, _T]):
     function is traced and each row has one that counts, as in a causal mask. The logits must be far
     above that number. If padding has set every logit of a row that counts to that number, too, the
     function gives the masked elements weight, and the op does not; ``check=True`` raises an error
-    for such arguments.
-    In a row with NaN, masked elements are then 0. Other masks stay in the operand.
+    for such arguments. In a row with NaN, masked elements are then 0. Other masks stay in the
+    operand.
 
     The function is traced whenever it is called, so put ``jax.jit`` around it. Put ``jax.grad``
     around it too: ``jax.grad(autofuse(loss))``. It does not see the patterns in a derivative.
@@ -201,18 +202,14 @@ class autofuse(Generic[_P, _T]):
         @functools.wraps(fn)
         def reported(*args: Any, **kwargs: Any) -> FuseReport:
             plans: list[rewrite.Plan] = []
-            leaves, tree = jax.tree.flatten((args, kwargs))
-            places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+            operands, with_arrays = array_leaves(args, kwargs, _is_array)
 
             def run(*arrays):
-                given = list(leaves)
-                for i, x in zip(places, arrays, strict=True):
-                    given[i] = x
-                a, k = jax.tree.unflatten(tree, given)
+                a, k = with_arrays(arrays)
                 found = _call(fn, a, k, rewrite.Settings(plans.append, drops))
                 return list(filter(_is_array, jax.tree.leaves(found)))
 
-            jax.eval_shape(run, *(leaves[i] for i in places))
+            jax.eval_shape(run, *operands)
             return _report(plans)
 
         return reported
@@ -232,24 +229,19 @@ def _call(fn: Callable, args: tuple, kwargs: dict, settings: rewrite.Settings) -
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_module)
         if any(map(is_module, leaves)):
             return _call_with_modules(nnx, fn, leaves, tree, is_module, settings)
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    operands, with_arrays = array_leaves(args, kwargs, _is_array)
     rest: list[Any] = []
 
     def traced(*arrays):
-        given = list(leaves)
-        for i, x in zip(places, arrays, strict=True):
-            given[i] = x
-        a, k = jax.tree.unflatten(tree, given)
+        a, k = with_arrays(arrays)
         results, out = jax.tree.flatten(fn(*a, **k))
         is_array = [_is_array(x) for x in results]
         others = [None if a else x for a, x in zip(is_array, results, strict=True)]
         rest[:] = [out, others, is_array]
-        return [x for x in results if _is_array(x)]
+        return list(filter(_is_array, results))
 
-    arrays = [leaves[i] for i in places]
-    program = jax.make_jaxpr(traced)(*arrays)
-    found = iter(rewrite.fused(program.jaxpr, program.consts, arrays, settings))
+    program = jax.make_jaxpr(traced)(*operands)
+    found = iter(rewrite.fused(program.jaxpr, program.consts, operands, settings))
     out, others, is_array = rest
     results = [next(found) if a else x for a, x in zip(is_array, others, strict=True)]
     return jax.tree.unflatten(out, results)
