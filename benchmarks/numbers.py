@@ -9,7 +9,6 @@ from benchmarks import RESULTS
 H100 = "nvidia-h100-80gb-hbm3"
 H200 = "nvidia-h200"
 CPU = "amd-epyc-2-cores"
-JOBS = H200  # of pretraining and inference
 # Family of ops -> what a chart calls it.
 FAMILIES = {
     "norm": "layer_norm, rms_norm, residual norms",

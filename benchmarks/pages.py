@@ -15,7 +15,6 @@ from benchmarks.numbers import (
     FAMILIES,
     H100,
     H200,
-    JOBS,
     device,
     family_speedups,
     jobs,
@@ -119,7 +118,6 @@ TITLES = {
     "gated_act": "gated",
     "window_sum_valid": "window sum",
 }
-BOTH = ("pretraining",)  # jobs that were measured on an H100, too
 CUT = 4.0  # floors: longer bars are cut
 
 
@@ -130,9 +128,8 @@ def write(folder: Path) -> None:
     for name, chart in {"inference": inference, "pretraining": pretraining}.items():
         figure = _figure(chart(folder / name), f"BERT-base, {name}")
         (folder / f"{name}-chart.md").write_text(figure)
-        measured = [load(f"{name}-{JOBS}"), *([load(f"{name}-{H100}")] if name in BOTH else [])]
-        tables = [f"{headline(results)}.\n\n{job_table(results)}" for results in measured]
-        (folder / f"{name}.md").write_text("\n".join(tables))
+        results = load(f"{name}-{H100}")
+        (folder / f"{name}.md").write_text(f"{headline(results)}.\n\n{job_table(results)}")
     measured = [("", H100, family) for family in FAMILIES]
     measured += [("cpu-", CPU, family) for family in FAMILIES]
     measured += [("", H200, "gated_act"), ("", H100, "dropout")]
@@ -181,7 +178,7 @@ def inference(path: Path) -> list[Path]:
     """The chart of a forward of BERT-base in bfloat16, with the better attention of each side."""
     return _job_chart(
         path,
-        f"inference-{JOBS}",
+        f"inference-{H100}",
         "How much faster than plain JAX is a forward of BERT-base?",
         [("jax_fastops", "ours"), ("compiled PyTorch, CUDA graphs", "torch")],
     )
@@ -191,7 +188,7 @@ def pretraining(path: Path) -> list[Path]:
     """The chart of whole training steps of BERT-base."""
     return _job_chart(
         path,
-        f"pretraining-{JOBS}",
+        f"pretraining-{H100}",
         "How much faster than plain JAX is a training step of BERT-base?",
         [("jax_fastops", "ours"), ("compiled PyTorch", "torch")],
     )
