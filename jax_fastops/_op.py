@@ -115,6 +115,8 @@ class Op:
         the axis first to a result with the axis at ``i``.
       independent: whether the op treats every index of ``...`` independently. If not, because it
         has statistics over the batch, a mapped axis never becomes one more batch dimension.
+      data: the places of operands that are seldom differentiated. The derivative along one of them
+        is that of the reference, and so are all others in the same call.
       dtype_class: the name of a dtype in the ``auto`` table, for ops to which only its width
         matters.
       kernels: every kernel that the above use. A platform that lacks one takes the reference.
@@ -137,6 +139,7 @@ class Op:
         tangent: Callable | None = None,
         batch: Callable | None = None,
         independent: bool = True,
+        data: Sequence[int] = (),
         dtype_class: Callable = str,
     ):
         if (pullback is None) != (pushforward is None):
@@ -157,6 +160,7 @@ class Op:
         self.tangent = tangent
         self.batch = batch
         self.independent = independent
+        self.data = tuple(data)
         self.dtype_class = dtype_class
         self._needs = frozenset(k.name for k in self.kernels)
         self._plain = _Stage(self, "")
@@ -348,7 +352,9 @@ class Op:
         nonzero = [not _is_zero(t) for t in tangents]
         if not any(nonzero):
             return outs, saved, [_zero_tangent(y) for y in outs]
-        if not self._determines_results(call, nonzero):
+        moving = call.spread(nonzero)
+        by_reference = any(moving[i] for i in self.data)
+        if by_reference or not self._determines_results(call, nonzero):
             reference = _vmapped(self._function("", call, (), native=False), levels)
             return outs, saved, _jvp_of(reference, primals, tangents)
         kept = [r for r in self._kept(call, primals, outs, saved) if r is not None]

@@ -5,21 +5,29 @@ the cotangents back. Each pass reads and writes every element once. The kernel m
 over groups of rows in the accumulator dtype, and XLA adds them up. Without a bias, splitting and
 merging are transpositions.
 
-Source: FasterTransformer, ``add_QKV_bias`` and ``transpose``.
+Grouped heads, norms of queries and keys, and rotary embedding have a second pair of kernels, which
+do all of it in one pass. Rotations and norms are computed in the accumulator dtype, and results are
+rounded once.
+
+Sources: FasterTransformer, ``add_QKV_bias`` and ``transpose``; Su et al., "RoFormer: Enhanced
+Transformer with Rotary Position Embedding".
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from jax_fastops._arguments import FLOATING, as_arrays, integer
-from jax_fastops._broadcast import add
+from jax_fastops._arguments import FLOATING, as_arrays, epsilon, integer, one_of
+from jax_fastops._broadcast import add, of_rank
 from jax_fastops._dispatch import by_width
 from jax_fastops._kernel import Kernel, shards_of, unless_mapped
+from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, merge_last, reshape, split_last
@@ -49,6 +57,49 @@ _MERGE_AND_SUM = Kernel.declare(
 )
 
 
+# Heads before or after the sequence, by ``heads_first``.
+_ORDERS = {True: "{h} {s} d", False: "{s} {h} d"}
+
+
+def _parts(order: str, rows: str) -> str:
+    return ", ".join(
+        f"{part}: ... " + order.format(h=heads, s=rows)
+        for part, heads in zip("qkv", "hnn", strict=True)
+    )
+
+
+_ROTARY_OPTIONS = dict(interleaved=np.bool_, heads_first=np.bool_, eps=np.float64)
+_ROTARY = {
+    first: Kernel.declare(
+        "rotary_heads",
+        "x: ... *s f, bias?: f :acc?, q_scale?: d :acc?, k_scale?: d :acc?, turns?: ~... *s r :acc "
+        f"-> {_parts(order, '*s')}",
+        **_ROTARY_OPTIONS,
+    )
+    for first, order in _ORDERS.items()
+}
+
+
+def _rotary_back(order: str, rows: str) -> Kernel:
+    """With groups of rows, the kernel writes p partial sums for each group."""
+    sums = ", bias_sums?: ... *g p f :acc, scale_sums?: ... *g p m :acc"
+    return Kernel.declare(
+        "rotary_heads_bwd",
+        f"{_parts(order, rows)}, x?: ... {rows} f, bias?: f :acc?, q_scale?: d :acc?, "
+        f"k_scale?: d :acc?, turns?: ~... {rows} r :acc -> "
+        f"dx: ... {rows} f{sums * ('g' in rows)}",
+        **_ROTARY_OPTIONS,
+    )
+
+
+# By ``heads_first``, and whether there are sums.
+_ROTARY_BACK = {
+    (first, sums): _rotary_back(order, "*g s" if sums else "*s")
+    for first, order in _ORDERS.items()
+    for sums in (False, True)
+}
+
+
 def _split(x, bias, *, num_heads: int, parts: int, **_):
     head_size = x.shape[-1] // (parts * num_heads)
 
@@ -69,21 +120,100 @@ def _merge(kept, cts, wanted, *, num_heads: int, parts: int):
     if not wanted[1] or sequence < _FEWEST_ROWS:
         dx = _MERGE(*cts, f=features).x
         return dx, _sum_rows(dx) if wanted[1] else None
-    kind = jax.typeof(cts[0]).sharding
-    spec = explicit_spec(kind, cts[0].ndim)
-    shards = shards_of(sequence, spec and spec[-2], kind, 32)
-    rows = _group_rows(sequence // shards)
+    rows = _rows_of_sums(cts[0], -2)
+    grouped = (_grouped(ct, -2, rows) for ct in cts)
+    dx, sums = _MERGE_AND_SUM(*grouped, f=features, p=-(-rows // _SUM_ROWS))
+    return _ungrouped(dx), sums.sum(tuple(range(sums.ndim - 1)))
 
-    def grouped(ct):
-        shape = (*ct.shape[:-2], sequence // rows, rows, head_size)
-        own = explicit_spec(jax.typeof(ct).sharding, ct.ndim)
-        return reshape(ct, shape, own and (*own[:-1], None, own[-1]))
 
-    dx, sums = _MERGE_AND_SUM(*map(grouped, cts), f=features, p=-(-rows // _SUM_ROWS))
-    shape = (*dx.shape[:-3], sequence, dx.shape[-1])
-    own = explicit_spec(jax.typeof(dx).sharding, dx.ndim)
-    dx = reshape(dx, shape, own and (*own[:-2], own[-1]))
-    return dx, sums.sum(tuple(range(sums.ndim - 1)))
+def _rows_of_sums(ct, axis: int) -> int:
+    """The rows in a group of a cotangent, whose sequence is ``axis``."""
+    kind = jax.typeof(ct).sharding
+    spec = explicit_spec(kind, ct.ndim)
+    sequence = ct.shape[axis]
+    return _group_rows(sequence // shards_of(sequence, spec and spec[axis], kind, 32))
+
+
+def _grouped(x, axis: int, rows: int):
+    """The sequence as two dimensions: groups, and the rows of a group."""
+    axis += x.ndim
+    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    shape = (*x.shape[:axis], x.shape[axis] // rows, rows, *x.shape[axis + 1 :])
+    return reshape(x, shape, spec and (*spec[: axis + 1], None, *spec[axis + 1 :]))
+
+
+def _ungrouped(x):
+    """Features with the groups of a sequence as one dimension."""
+    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    shape = (*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
+    return reshape(x, shape, spec and (*spec[:-2], spec[-1]))
+
+
+def _rotary_forward(x, *arrays, heads: int, kv_heads: int, size: int, **options):
+    def native(*arrays):
+        kernel = _ROTARY[options["heads_first"]]
+        return tuple(kernel(*arrays, h=heads, n=kv_heads, d=size, **options))
+
+    plain = functools.partial(
+        _rotary_reference, heads=heads, kv_heads=kv_heads, size=size, **options
+    )
+    return unless_mapped(native, plain, [1, 2, 3])(x, *arrays)
+
+
+def _rotary_backward(kept, cts, wanted, **options):
+    """The gradients by kernel, or by the reference if each example has its own parameters."""
+
+    def of(gradients):
+        def wanted_gradients(*arrays):
+            found = gradients(arrays[: len(kept)], arrays[len(kept) :], **options)
+            return tuple(g for g, w in zip(found, wanted, strict=True) if w)
+
+        return wanted_gradients
+
+    axis = -2 if options["heads_first"] else -3
+    if any(wanted[1:]) and cts[0].shape[axis] < _FEWEST_ROWS:
+        found = iter(of(_rotary_pullback)(*kept, *cts))
+    else:
+        native = of(functools.partial(_rotary_gradients, wanted=wanted))
+        found = iter(unless_mapped(native, of(_rotary_pullback), [1, 2, 3])(*kept, *cts))
+    return tuple(next(found) if w else None for w in wanted)
+
+
+def _rotary_gradients(kept, cts, wanted, *, heads: int, kv_heads: int, size: int, **options):
+    x, bias, q_scale, k_scale, turns = kept
+    first = options["heads_first"]
+    axis = -2 if first else -3
+    want_bias, *want_scales = wanted[1:4]
+    sums = {}
+    if summing := bool(want_bias or any(want_scales)):
+        rows = _rows_of_sums(cts[0], axis)
+        cts = [_grouped(ct, axis, rows) for ct in cts]
+        x, turns = (None if a is None else _grouped(a, -2, rows) for a in (x, turns))
+        sums = dict(p=-(-rows // _SUM_ROWS), m=(heads + kv_heads) * size)
+        sums |= dict(bias_sums=want_bias, scale_sums=any(want_scales))
+    found = _ROTARY_BACK[first, summing](
+        *cts,
+        x=x,
+        bias=bias,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        turns=turns,
+        h=heads,
+        n=kv_heads,
+        d=size,
+        f=(heads + 2 * kv_heads) * size,
+        **sums,
+        **options,
+    )
+    dbias = dq = dk = None
+    if want_bias:
+        dbias = found.bias_sums.sum(tuple(range(found.bias_sums.ndim - 1)))
+    if any(want_scales):
+        partial = found.scale_sums.sum(tuple(range(found.scale_sums.ndim - 1)))
+        partial = partial.reshape(heads + kv_heads, size)
+        dq, dk = partial[:heads].sum(0), partial[heads:].sum(0)
+    dx = _ungrouped(found.dx) if summing else found.dx
+    return dx, dbias, dq, dk, None
 
 
 def _group_rows(sequence: int) -> int:
@@ -133,6 +263,104 @@ def _pullback(kept, cts, **_):
     return dx, _sum_rows(dx) if jnp.issubdtype(dx.dtype, jnp.inexact) else None
 
 
+def _in_wide(x):
+    """``x`` in the accumulator dtype, unless it is no floating-point array."""
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(accumulator_dtype(x.dtype)) if floating else x
+
+
+def _rotated(x, turns, interleaved: bool, back: bool = False):
+    """Rotates the first elements of each head of ``[..., sequence, heads, size]``, or back.
+
+    The cosines of a token come before the sines.
+    """
+    pairs = turns.shape[-1] // 2
+    cos, sin = (jnp.expand_dims(a, -2) for a in (turns[..., :pairs], turns[..., pairs:]))
+    sin = -sin if back else sin
+    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if interleaved:
+        a, b = turned[..., ::2], turned[..., 1::2]
+    else:
+        a, b = turned[..., :pairs], turned[..., pairs:]
+    parts = [a * cos - b * sin, b * cos + a * sin]
+    if interleaved:
+        parts = [jnp.stack(parts, axis=-1).reshape(turned.shape)]
+    return jnp.concatenate([*parts, rest], axis=-1)
+
+
+def _normalized(x, scale, eps: float):
+    rstd = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * rstd * scale.astype(x.dtype)
+
+
+def _rotary_reference(
+    x,
+    bias,
+    q_scale,
+    k_scale,
+    turns,
+    *,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    interleaved: bool,
+    heads_first: bool,
+    eps: float,
+):
+    wide = _in_wide(x)
+    wide = wide if bias is None else wide + bias.astype(wide.dtype)
+    sizes = (heads, kv_heads, kv_heads)
+    # The first dimension of size 1 lets split_last gather sharded features.
+    wide = jnp.squeeze(split_last(wide, (1, sum(sizes), size)), -3)
+    parts = jax.lax.split(wide, sizes, axis=wide.ndim - 2)
+    results = []
+    for part, scale in zip(parts, (q_scale, k_scale, None), strict=True):
+        if scale is not None:
+            part = _normalized(part, scale, eps)
+        if turns is not None and len(results) < 2:
+            part = _rotated(part, turns, interleaved)
+        part = part.astype(x.dtype)
+        results.append(jnp.swapaxes(part, -3, -2) if heads_first else part)
+    return tuple(results)
+
+
+def _rotary_pullback(kept, cts, **options):
+    x, *_, turns = kept
+    if x is not None:
+
+        def of(*chosen):
+            rest = iter(chosen)
+            args = [None if a is None else next(rest) for a in kept[:4]]
+            return _rotary_reference(*args, turns, **options)
+
+        given = [a for a in kept[:4] if a is not None]
+        grads = iter(jax.vjp(of, *given)[1](tuple(cts)))
+        dx, *others = (None if a is None else next(grads) for a in kept[:4])
+        return dx, *others, None
+    parts = [ct if not options["heads_first"] else jnp.swapaxes(ct, -3, -2) for ct in cts]
+    if turns is not None:
+        parts = [_in_wide(part) for part in parts]
+        parts[:2] = (_rotated(p, turns, options["interleaved"], back=True) for p in parts[:2])
+    wide = merge_last(jnp.concatenate(parts, axis=-2))
+    dbias = _sum_rows(wide) if jnp.issubdtype(wide.dtype, jnp.inexact) else None
+    return wide.astype(cts[0].dtype), dbias, None, None, None
+
+
+def _rotary_pushforward(kept, tangents, **options):
+    x, *_, turns = kept
+    if x is None:  # linear
+        return _rotary_reference(*tangents[:4], turns, **options)
+    moving = [t is not None for t in tangents[:4]]
+
+    def of(*chosen):
+        rest = iter(chosen)
+        args = [next(rest) if m else a for a, m in zip(kept[:4], moving, strict=True)]
+        return _rotary_reference(*args, turns, **options)
+
+    primals = [a for a, m in zip(kept[:4], moving, strict=True) if m]
+    return jax.jvp(of, primals, [t for t in tangents[:4] if t is not None])[1]
+
+
 # ---- ops -----------------------------------------------------------------------------------------
 
 
@@ -157,11 +385,36 @@ def _declare(name: str, parts: int) -> Op:
 _OPS = {1: _declare("split_heads", 1), 3: _declare("split_qkv_heads", 3)}
 
 
+def _rotary_residuals(args, outs, saved):
+    """Without a norm, the derivative depends on the angles only."""
+    del outs, saved
+    *others, turns = args
+    if others[2] is None and others[3] is None:
+        return None, None, None, None, turns
+    return args
+
+
+_ROTARY_OP = Op(
+    "split_qkv_heads_rotary",
+    "... *s f, f, d, d, ~... *s r -> ... h *s d, ... n *s d, ... n *s d",
+    _rotary_reference,
+    kernels=(_ROTARY[True], _ROTARY_BACK[True, False]),
+    forward=_rotary_forward,
+    forward_saving=_rotary_forward,
+    residuals=_rotary_residuals,
+    pullback=_rotary_pullback,
+    pushforward=_rotary_pushforward,
+    backward=_rotary_backward,
+    data=(4,),
+    dtype_class=by_width,
+)
+
+
 def _apply(name: str, x, bias, num_heads, parts: int) -> Any:
     given = {"x" if parts == 1 else "qkv": x} | ({} if bias is None else {"bias": bias})
     x, *rest = as_arrays(name, **given)
     bias = rest[0] if rest else None
-    num_heads, head_size = _check(name, x, bias, num_heads, parts)
+    num_heads, head_size, _ = _check(name, x, bias, num_heads, parts)
     options: dict[str, Any] = dict(num_heads=num_heads, parts=parts)
     if not is_movable(x.dtype):
         return _split_reference(x, bias, **options)
@@ -202,9 +455,10 @@ def _swap(x):
     return permute(x, (*range(n - 3), n - 2, n - 3, n - 1))
 
 
-def _check(name: str, x, bias, num_heads, parts: int) -> tuple[int, int]:
-    """Checks the arguments; returns ``num_heads`` and the size of a head."""
+def _check(name: str, x, bias, num_heads, parts: int, kv_heads=None) -> tuple[int, int, int]:
+    """Checks the arguments; returns ``num_heads``, the size of a head, and ``num_kv_heads``."""
     num_heads = integer(name, "num_heads", num_heads)
+    kv_heads = num_heads if kv_heads is None else integer(name, "num_kv_heads", kv_heads)
     argument = "x" if parts == 1 else "qkv"
     if x.ndim < 2:
         raise ValueError(
@@ -214,14 +468,21 @@ def _check(name: str, x, bias, num_heads, parts: int) -> tuple[int, int]:
     features = x.shape[-1]
     if num_heads < 1:
         raise ValueError(f"{name}: num_heads is {num_heads}; it must be at least 1")
-    if features % (parts * num_heads) != 0:
-        pieces = f"{parts} * num_heads = {parts * num_heads}" if parts > 1 else f"{num_heads}"
+    if kv_heads < 1 or num_heads % kv_heads:
+        raise ValueError(
+            f"{name}: num_kv_heads is {kv_heads}; it must divide num_heads, {num_heads}"
+        )
+    heads = num_heads if parts == 1 else num_heads + 2 * kv_heads
+    if features % heads != 0:
+        pieces = f"{num_heads}" if parts == 1 else f"3 * num_heads = {heads}"
+        if kv_heads != num_heads:
+            pieces = f"num_heads + 2 * num_kv_heads = {heads}"
         raise ValueError(
             f"{name}: num_heads is {num_heads}, and the last axis of {argument}, of shape "
             f"{x.shape}, cannot be divided into {pieces} equal parts"
         )
     if bias is None:
-        return num_heads, features // (parts * num_heads)
+        return num_heads, features // heads, kv_heads
     if bias.shape != (features,):
         raise ValueError(
             f"{name}: bias has shape {bias.shape}; it must be ({features},), the last axis of "
@@ -233,7 +494,7 @@ def _check(name: str, x, bias, num_heads, parts: int) -> tuple[int, int]:
             f"{name}: bias has dtype {bias.dtype} and {argument} has dtype {x.dtype}; they must be "
             f"the same, or both be among {', '.join(FLOATING)}"
         )
-    return num_heads, features // (parts * num_heads)
+    return num_heads, features // heads, kv_heads
 
 
 def split_heads(x: ArrayLike, bias: ArrayLike | None = None, *, num_heads: int) -> jax.Array:
@@ -280,42 +541,198 @@ def split_heads(x: ArrayLike, bias: ArrayLike | None = None, *, num_heads: int) 
     return _apply("split_heads", x, bias, num_heads, 1)
 
 
-def split_qkv_heads(
-    qkv: ArrayLike, bias: ArrayLike | None = None, *, num_heads: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds a bias and splits ``[..., S, 3*H*D]`` into queries, keys and values ``[..., H, S, D]``.
+_LAYOUTS = ("heads_first", "sequence_first")
 
-    Equals ``jnp.moveaxis((qkv + bias).reshape(..., S, 3, H, D), (-3, -2), (0, -3))`` unpacked. One
-    kernel writes all three results in one pass.
+
+def _turns(name: str, rotary, x, head_size: int):
+    """The cosines and the sines of each token in one array of the accumulator dtype, or ``None``.
+
+    It has the rank of ``x``.
+    """
+    if rotary is None:
+        return None
+    pair = isinstance(rotary, (tuple, list))
+    if pair and len(rotary) != 2:
+        raise ValueError(
+            f"{name}: rotary has {len(rotary)} arrays; it must be an array of angles, or two "
+            "arrays, of cosines and sines"
+        )
+    names = ["rotary[0]", "rotary[1]"] if pair else ["rotary"]
+    given = as_arrays(name, **dict(zip(names, rotary if pair else [rotary], strict=True)))
+    for what, array in zip(names, given, strict=True):
+        if str(array.dtype) not in FLOATING:
+            raise TypeError(
+                f"{name}: {what} has dtype {array.dtype} and shape {array.shape}; the dtype must "
+                f"be one of {', '.join(FLOATING)}"
+            )
+        lead = (*x.shape[:-1], array.shape[-1] if array.ndim else 0)
+        try:
+            fits = array.ndim >= 2 and jnp.broadcast_shapes(array.shape, lead) == lead
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"{name}: {what} has shape {array.shape}; it must have 2 dimensions or more, and "
+                f"broadcast to {x.shape[:-1]} and the number of rotated pairs"
+            )
+        if 2 * array.shape[-1] > head_size:
+            raise ValueError(
+                f"{name}: {what} has shape {array.shape}, for {2 * array.shape[-1]} elements of "
+                f"each head; a head has {head_size}"
+            )
+    if given[0].shape != given[-1].shape:
+        raise ValueError(
+            f"{name}: rotary[0] has shape {given[0].shape} and rotary[1] has shape "
+            f"{given[1].shape}; they must be the same"
+        )
+    if given[0].shape[-1] == 0:
+        return None
+    wide = [array.astype(accumulator_dtype(x.dtype)) for array in given]
+    both = wide if pair else (jnp.cos(wide[0]), jnp.sin(wide[0]))
+    turns = jnp.concatenate(both, axis=-1)
+    shape = (*turns.shape[:-2], x.shape[-2], turns.shape[-1])
+    return of_rank(turns if shape == turns.shape else jnp.broadcast_to(turns, shape), x.ndim)
+
+
+def _scale(name: str, what: str, value, x, head_size: int):
+    if value is None:
+        return None
+    (value,) = as_arrays(name, **{what: value})
+    if value.shape != (head_size,):
+        raise ValueError(
+            f"{name}: {what} has shape {value.shape}; it must be ({head_size},), the size of a head"
+        )
+    if str(value.dtype) not in FLOATING:
+        raise TypeError(
+            f"{name}: {what} has dtype {value.dtype}; it must be one of {', '.join(FLOATING)}"
+        )
+    return value if value.dtype == x.dtype else value.astype(accumulator_dtype(x.dtype))
+
+
+def _split_rotary(qkv, bias, num_heads, kv_heads, rotary, scales, eps, interleaved, heads_first):
+    """``split_qkv_heads`` by the kernels with arithmetic. Grouped heads need no arithmetic."""
+    name = "split_qkv_heads"
+    given = {"qkv": qkv} | ({} if bias is None else {"bias": bias})
+    x, *rest = as_arrays(name, **given)
+    bias = rest[0] if rest else None
+    num_heads, size, kv_heads = _check(name, x, bias, num_heads, 3, kv_heads)
+    floating = str(x.dtype) in FLOATING
+    if not floating and (rotary is not None or any(s is not None for s in scales)):
+        raise TypeError(
+            f"{name}: qkv has dtype {x.dtype}; with rotary, q_scale or k_scale it must be one of "
+            f"{', '.join(FLOATING)}"
+        )
+    q_scale, k_scale = (
+        _scale(name, what, value, x, size)
+        for what, value in zip(("q_scale", "k_scale"), scales, strict=True)
+    )
+    turns = _turns(name, rotary, x, size)
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.astype(accumulator_dtype(x.dtype))
+    turned = 2 if turns is None else turns.shape[-1]
+    order = _ORDERS[heads_first].replace("d", str(size))
+    results = (order.format(h=h, s="*s") for h in (num_heads, kv_heads, kv_heads))
+    args = x, bias, q_scale, k_scale, turns
+    options: dict[str, Any] = dict(heads=num_heads, kv_heads=kv_heads, size=size)
+    options |= dict(interleaved=interleaved, heads_first=heads_first, eps=eps)
+    if not is_movable(x.dtype):
+        return _rotary_reference(*args, **options)
+    return _ROTARY_OP(
+        *args,
+        signature=f"... *s {x.shape[-1]}, {x.shape[-1]}, {size}, {size}, ~... *s {turned} "
+        f"-> ... {', ... '.join(results)}",
+        limit=_rotary_limit(x, size),
+        features=dict(
+            head_bytes=size * x.dtype.itemsize,
+            bias=bias is not None,
+            norm=q_scale is not None or k_scale is not None,
+            rotary=turns is not None,
+        ),
+        **options,
+    )
+
+
+def _rotary_limit(x, size: int) -> str | None:
+    if str(x.dtype) not in FLOATING:
+        return f"the kernel does not take the dtype {x.dtype}"
+    if size > limit("rotary_head_size"):
+        return f"a head has more than {limit('rotary_head_size')} elements"
+    if x.ndim - 2 > limit("rotary_rank"):
+        return f"there are more than {limit('rotary_rank')} leading dimensions"
+    return _limit(x, None)
+
+
+def split_qkv_heads(
+    qkv: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    rotary: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    q_scale: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    layout: Literal["heads_first", "sequence_first"] = "heads_first",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Splits a fused projection into queries, keys and values, ready for attention.
+
+    Adds the bias, splits ``[..., S, (H + 2*K)*D]`` into heads, applies an RMS norm to each head of
+    queries and keys, and rotates queries and keys by the angles of the rotary embedding. One kernel
+    writes all three results in one pass. All of it is computed in float32 (float64 for float64),
+    and rounded once.
+
+    With ``num_heads`` and a bias only, it equals ``jnp.moveaxis((qkv + bias).reshape(..., S, 3, H,
+    D), (-3, -2), (0, -3))`` unpacked.
 
     Args:
-      qkv: array ``[..., S, 3*H*D]`` of any dtype, with any number of leading dimensions: queries,
-        then keys, then values.
-      bias: array ``[3*H*D]``, or ``None``. It has the dtype of ``qkv``, or both are floating-point.
-        The sum is then computed in float32 (float64 for float64), and rounded once to the dtype of
-        ``qkv``.
-      num_heads: ``H``; the last axis of ``qkv`` is a multiple of ``3 * H``.
+      qkv: array ``[..., S, (H + 2*K)*D]``, with any number of leading dimensions: queries, then
+        keys, then values. Of any dtype without ``rotary``, ``q_scale`` and ``k_scale``, and of
+        float32, bfloat16, float16 or float64 with them.
+      bias: array ``[(H + 2*K)*D]``, or ``None``. It has the dtype of ``qkv``, or both are
+        floating-point.
+      num_heads: ``H``, the number of heads of queries.
+      num_kv_heads: ``K``, the number of heads of keys and of values, which divides ``H``. Default:
+        ``H``.
+      rotary: angles ``[..., S, R]``, that is, positions times frequencies, or a pair of arrays of
+        that shape, of cosines and sines. ``R`` pairs of elements of each head of queries and keys
+        are rotated; ``2*R`` is at most ``D``, and other elements stay. The shape has two dimensions
+        or more, and broadcasts to the leading dimensions and the sequence of ``qkv``. With a pair,
+        a program computes cosines and sines once for all layers. ``None``: no rotation.
+      q_scale: array ``[D]``: queries become ``q * rsqrt(mean(q**2) + eps) * q_scale``, with the
+        mean over a head. ``None``: no norm.
+      k_scale: the same for keys.
+      eps: a Python or NumPy number, added to the mean square.
+      interleaved: whether the pairs are the elements ``2*i`` and ``2*i + 1`` of a head, as in
+        GPT-J. If not, they are ``i`` and ``i + R``, as in Llama.
+      layout: ``"heads_first"`` for results ``[..., H, S, D]``, or ``"sequence_first"`` for
+        ``[..., S, H, D]``, as :func:`jax.nn.dot_product_attention` takes them.
 
     Returns:
-      Three arrays ``[..., H, S, D]`` with the dtype of ``qkv``.
+      Queries, keys and values with the dtype of ``qkv``, with ``H``, ``K`` and ``K`` heads.
 
     Residuals:
-      None. The backward merges the three cotangents and sums the bias gradient in the same pass, in
-      float32 (float64 for float64). The reference sums it as JAX does, in the dtype of the bias.
+      Without a norm, the cosines and sines; nothing without rotation. With a norm, also ``qkv`` and
+      the parameters: the backward computes the statistics again. The backward merges the three
+      cotangents and sums the gradients of the parameters in the same pass, in float32 (float64 for
+      float64). The reference of a call with a bias and nothing more sums its gradient as JAX does,
+      in the dtype of the bias. Derivatives with respect to ``rotary`` are computed by XLA.
 
-    Sharding: over the leading dimensions and the sequence, without communication except an
-    all-reduce of the bias gradient. Sharded features are gathered, because shards of ``3*H*D`` are
-    not shards of ``H``. Under auto axes, a device needs 32 rows of the sequence or more; otherwise
-    the backward of a bias gathers the sequence.
+    Sharding: over the leading dimensions and the sequence, without communication except one
+    all-reduce for each parameter's gradient. Sharded features are gathered, because shards of the
+    features are not shards of the heads. Under auto axes, a device needs 32 rows of the sequence or
+    more; otherwise the backward of a parameter gathers the sequence.
 
     Raises:
-      TypeError: ``qkv`` or ``bias`` is not an array, ``num_heads`` is not an integer, or the dtypes
-        are not compatible.
-      ValueError: ``qkv`` has fewer than two dimensions, ``3 * num_heads`` does not divide the last
-        axis, or ``bias`` has another shape.
+      TypeError: an argument is not an array, ``num_heads`` or ``num_kv_heads`` is not an integer,
+        ``eps`` is not a number, ``interleaved`` is not a boolean, or the dtypes are not compatible.
+      ValueError: ``qkv`` has fewer than two dimensions, ``num_heads + 2 * num_kv_heads`` does not
+        divide the last axis, ``num_kv_heads`` does not divide ``num_heads``, an array has another
+        shape, ``eps`` is NaN, or ``layout`` is not one of the names above.
 
-    Source:
-      FasterTransformer, ``add_QKV_bias``.
+    Sources:
+      FasterTransformer, ``add_QKV_bias``; Su et al., "RoFormer: Enhanced Transformer with Rotary
+      Position Embedding".
 
     Example:
       >>> import jax.numpy as jnp
@@ -323,8 +740,29 @@ def split_qkv_heads(
       >>> q, k, v = fo.split_qkv_heads(jnp.ones((2, 5, 36)), num_heads=3)
       >>> q.shape, k.shape, v.shape
       ((2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 4))
+
+      Grouped heads with rotary embedding and norms of queries and keys:
+
+      >>> angles = jnp.arange(5.0)[:, None] * jnp.array([1.0, 0.01])
+      >>> q, k, v = fo.split_qkv_heads(
+      ...     jnp.ones((2, 5, 32)), num_heads=4, num_kv_heads=2, rotary=angles,
+      ...     q_scale=jnp.ones(4), k_scale=jnp.ones(4), layout="sequence_first")
+      >>> q.shape, k.shape, v.shape
+      ((2, 5, 4, 4), (2, 5, 2, 4), (2, 5, 2, 4))
     """
-    return _apply("split_qkv_heads", qkv, bias, num_heads, 3)
+    one_of("split_qkv_heads", "layout", layout, _LAYOUTS)
+    if not isinstance(interleaved, (bool, np.bool_)):
+        raise TypeError(
+            f"split_qkv_heads: interleaved is {interleaved!r}; it must be True or False"
+        )
+    eps = epsilon("split_qkv_heads", eps)
+    heads_first, scales = layout == "heads_first", (q_scale, k_scale)
+    absent = all(value is None for value in (num_kv_heads, rotary, *scales))
+    if absent and heads_first:
+        return _apply("split_qkv_heads", qkv, bias, num_heads, 3)
+    return _split_rotary(
+        qkv, bias, num_heads, num_kv_heads, rotary, scales, eps, bool(interleaved), heads_first
+    )
 
 
 def merge_heads(x: ArrayLike) -> jax.Array:

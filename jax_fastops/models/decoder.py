@@ -211,6 +211,7 @@ class Ops(NamedTuple):
       rms_norm: like :func:`jax_fastops.rms_norm`.
       residual_rms_norm: like :func:`jax_fastops.residual_rms_norm`.
       gated_act: like :func:`jax_fastops.gated_act`.
+      split_qkv_heads: like :func:`jax_fastops.split_qkv_heads`.
       softmax: like :func:`jax_fastops.softmax`.
       linear_cross_entropy: like :func:`jax_fastops.linear_cross_entropy`.
 
@@ -224,6 +225,7 @@ class Ops(NamedTuple):
     rms_norm: Callable
     residual_rms_norm: Callable
     gated_act: Callable
+    split_qkv_heads: Callable
     softmax: Callable
     linear_cross_entropy: Callable
 
@@ -246,13 +248,34 @@ def _plain_gated_act(gate, up=None, *, activation: str = "silu"):
     return getattr(jax.nn, activation)(gate) * up
 
 
+def _plain_split_qkv_heads(
+    qkv, bias=None, *, num_heads: int, num_kv_heads: int, rotary, q_scale, k_scale, eps, layout
+):
+    assert layout == "sequence_first"
+    qkv = qkv if bias is None else qkv + bias.astype(qkv.dtype)
+    d = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    heads = qkv.reshape(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, d)
+    q, k, v = jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=-2)
+    q = q if q_scale is None else _plain_rms_norm(q, q_scale, eps=eps)
+    k = k if k_scale is None else _plain_rms_norm(k, k_scale, eps=eps)
+    return _rotated(q, *rotary), _rotated(k, *rotary), v
+
+
 #: The ops of this package.
-FASTOPS = Ops(fo.rms_norm, fo.residual_rms_norm, fo.gated_act, fo.softmax, fo.linear_cross_entropy)
+FASTOPS = Ops(
+    fo.rms_norm,
+    fo.residual_rms_norm,
+    fo.gated_act,
+    fo.split_qkv_heads,
+    fo.softmax,
+    fo.linear_cross_entropy,
+)
 #: The same ops on ``jax.nn`` and ``jax.numpy``.
 PLAIN = Ops(
     _plain_rms_norm,
     _plain_residual_rms_norm,
     _plain_gated_act,
+    _plain_split_qkv_heads,
     bert.PLAIN.softmax,
     bert.PLAIN.linear_cross_entropy,
 )
@@ -549,8 +572,9 @@ def _forward(params: dict, tokens, config: Config, positions, mask, cache, ops: 
     if positions is None:
         positions = start + jnp.arange(count)
     angles = _angles(positions, config)
+    turns = jnp.cos(angles), jnp.sin(angles)
     attend, cache = _attend(mask, cache, tokens.shape, start, config)
-    layer = functools.partial(_layer, config=config, angles=angles, attend=attend, ops=ops)
+    layer = functools.partial(_layer, config=config, turns=turns, attend=attend, ops=ops)
 
     def whole(params, x, kept):
         branch, x, kept = layer(params, x, None, kept)
@@ -601,13 +625,13 @@ def _attend(mask, cache, shape, start, config: Config) -> tuple[_Attend, Cache |
     return attend._replace(where=where), cache
 
 
-def _layer(params: dict, x, residual, kept, *, config: Config, angles, attend: _Attend, ops: Ops):
+def _layer(params: dict, x, residual, kept, *, config: Config, turns, attend: _Attend, ops: Ops):
     """Applies a layer to the sum of ``x`` and ``residual``.
 
     Returns the two parts of the layer's result, so that the next norm can add them up.
     """
     y, x = _norm(params["input_norm"], x, residual, config, ops)
-    y, kept = _attention(params, y, kept, config, angles, attend, ops)
+    y, kept = _attention(params, y, kept, config, turns, attend, ops)
     y = jnp.dot(y, params["output"]["kernel"])
     y, x = ops.residual_rms_norm(
         y,
@@ -637,17 +661,9 @@ def _products(params: dict, name: str, x) -> list:
     return made
 
 
-def _attention(params: dict, x, kept, config: Config, angles, attend: _Attend, ops: Ops):
+def _attention(params: dict, x, kept, config: Config, turns, attend: _Attend, ops: Ops):
     """Attention without its output's product, and the keys and values of the cache."""
-    d, heads = config.head_dim, (config.heads, config.kv_heads, config.kv_heads)
-    parts = _products(params, "qkv", x)
-    if len(parts) == 1:
-        parts = jnp.split(parts[0], (heads[0] * d, (heads[0] + heads[1]) * d), axis=-1)
-    q, k, v = (part.reshape(*x.shape[:2], n, d) for part, n in zip(parts, heads, strict=True))
-    if config.qk_norm:
-        q = ops.rms_norm(q, params["q_norm"]["scale"], eps=config.eps)
-        k = ops.rms_norm(k, params["k_norm"]["scale"], eps=config.eps)
-    q, k = rotary(q, angles), rotary(k, angles)
+    q, k, v = _heads(params, x, config, turns, ops)
     if kept is not None:
         place = (0, attend.start, 0, 0)
         kept = tuple(
@@ -657,6 +673,33 @@ def _attention(params: dict, x, kept, config: Config, angles, attend: _Attend, o
         k, v = (k, v) if attend.fresh else kept
     attention = _softmax_attention if attend.where is not None else _dot_product_attention
     return attention(q, k, v, config, attend, ops).reshape(*x.shape[:2], -1), kept
+
+
+def _heads(params: dict, x, config: Config, turns, ops: Ops):
+    """Queries, keys and values ``[batch, sequence, heads, head_dim]`` of normalized features."""
+    scales = [params[f"{n}_norm"]["scale"] if config.qk_norm else None for n in "qk"]
+    if "qkv" in params:
+        return ops.split_qkv_heads(
+            jnp.dot(x, params["qkv"]["kernel"]),
+            params["qkv"].get("bias"),
+            num_heads=config.heads,
+            num_kv_heads=config.kv_heads,
+            rotary=turns,
+            q_scale=scales[0],
+            k_scale=scales[1],
+            eps=config.eps,
+            layout="sequence_first",
+        )
+    counts = config.heads, config.kv_heads, config.kv_heads
+    q, k, v = (
+        part.reshape(*x.shape[:2], count, config.head_dim)
+        for part, count in zip(_products(params, "qkv", x), counts, strict=True)
+    )
+    q, k = (
+        y if scale is None else ops.rms_norm(y, scale, eps=config.eps)
+        for y, scale in zip((q, k), scales, strict=True)
+    )
+    return _rotated(q, *turns), _rotated(k, *turns), v
 
 
 def _softmax_attention(q, k, v, config: Config, attend: _Attend, ops: Ops):
@@ -718,8 +761,12 @@ def rotary(x: jax.Array, angles: jax.Array) -> jax.Array:
       >>> [round(v, 3) + 0.0 for v in y[0, 0].tolist()]
       [0.0, 1.0]
     """
-    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
-    a, b = jnp.split(x.astype(angles.dtype), 2, axis=-1)
+    return _rotated(x, jnp.cos(angles), jnp.sin(angles))
+
+
+def _rotated(x, cos, sin):
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 

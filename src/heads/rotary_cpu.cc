@@ -1,0 +1,122 @@
+// The passes of rotary.h on the CPU. The work is divided into runs of rows, and into heads that
+// together have long contiguous pieces of a row. Without sums, a run is a single row.
+#include "heads/rotary.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/cpu/dtype.h"
+#include "core/cpu/pointers.h"
+#include "core/integer.h"
+#include "heads/rotary_simd.h"
+
+namespace jax_fastops::cpu {
+namespace {
+
+FASTOPS_DEFINE_KERNELS(Kernels, rotary_kernels)
+
+constexpr int64_t kHeadsBytes = 2 << 10;
+
+// The bytes of an element, and of one of the accumulator type.
+struct Sizes {
+  int64_t element, wide;
+
+  explicit Sizes(DType dtype) : element(ItemSize(dtype)), wide(std::max<int64_t>(4, element)) {}
+};
+
+int64_t AngleRow(const RotaryIndex& index, int64_t batch) {
+  int64_t row = 0;
+  for (int i = index.rank; i-- > 0; batch /= index.size[i])
+    row += batch % index.size[i] * index.stride[i];
+  return row;
+}
+
+// Head `index` (of all) of token `row`. `run` is the run of rows whose sums it adds to.
+RotaryHead HeadOf(const RotaryShape& shape, const Sizes& sizes, const RotaryArrays& arrays,
+                  int64_t row, int64_t index, int64_t run) {
+  const int part = index < shape.query_heads                     ? 0
+                   : index < shape.query_heads + shape.key_heads ? 1
+                                                                 : 2;
+  const int64_t own = index - (part > 0 ? shape.query_heads : 0) - (part > 1 ? shape.key_heads : 0);
+  const int64_t batch = row / shape.sequence, heads = shape.part_heads(part);
+  const int64_t split = shape.heads_first
+                            ? (batch * heads + own) * shape.sequence + row % shape.sequence
+                            : row * heads + own;
+  const int64_t size = shape.head_size, feature = index * size;
+  const int64_t in_x = (row * shape.features() + feature) * sizes.element;
+  const int64_t normalized = (shape.query_heads + shape.key_heads) * size;
+  RotaryHead head{};
+  head.size = size;
+  head.pairs = shape.pairs;
+  head.interleaved = shape.interleaved;
+  head.eps = shape.eps;
+  const auto from = [](const void* p, int64_t bytes) {
+    return static_cast<const char*>(Offset(p, bytes));
+  };
+  const auto to = [](void* p, int64_t bytes) { return static_cast<char*>(Offset(p, bytes)); };
+  head.x = from(arrays.x, in_x);
+  head.dx = to(arrays.dx, in_x);
+  head.y = to(arrays.y[part], split * size * sizes.element);
+  head.wide_bias = arrays.wide_bias;
+  head.bias = from(arrays.bias, feature * (arrays.wide_bias ? sizes.wide : sizes.element));
+  head.bias_sums = to(arrays.bias_sums, (run * shape.features() + feature) * sizes.wide);
+  if (part == 2) return head;
+  head.scale = static_cast<const char*>(arrays.scale[part]);
+  head.wide_scale = arrays.wide_scale[part];
+  head.scale_sums = to(arrays.scale_sums, (run * normalized + feature) * sizes.wide);
+  if (shape.pairs == 0) return head;
+  const int64_t angle = (AngleRow(shape.angles, batch) + row % shape.sequence) * 2 * shape.pairs;
+  head.cos = from(arrays.turns, angle * sizes.wide);
+  head.sin = from(arrays.turns, (angle + shape.pairs) * sizes.wide);
+  return head;
+}
+
+void Run(const RotaryShape& shape, DType dtype, int64_t groups, int64_t subgroups,
+         const RotaryArrays& arrays, RotaryKernels::Head* kernel, Executor& executor) {
+  const Sizes sizes(dtype);
+  const int64_t group_rows = shape.rows() / groups, run_rows = CeilDiv(group_rows, subgroups);
+  const int64_t head_bytes = shape.head_size * sizes.element, all = shape.heads();
+  const int64_t some = std::min(all, std::max<int64_t>(1, kHeadsBytes / head_bytes));
+  const int64_t pieces = CeilDiv(all, some), items = groups * subgroups * pieces;
+  const double bytes = (arrays.x && arrays.dx ? 3.0 : 2.0) *
+                       static_cast<double>(shape.rows() * shape.features() * sizes.element);
+  ParallelFor(executor, items, 1, bytes / static_cast<double>(items),
+              [&](int64_t begin, int64_t end) {
+                for (int64_t item = begin; item < end; ++item) {
+                  const int64_t run = item / pieces, group = run / subgroups;
+                  const int64_t first = std::min(run % subgroups * run_rows, group_rows);
+                  const int64_t last = std::min(first + run_rows, group_rows);
+                  const int64_t from = item % pieces * some, to = std::min(from + some, all);
+                  for (int64_t row = first; row < last; ++row) {
+                    for (int64_t index = from; index < to; ++index) {
+                      kernel(HeadOf(shape, sizes, arrays, group * group_rows + row, index, run));
+                    }
+                  }
+                }
+              });
+}
+
+}  // namespace
+
+void RotaryHeads(const RotaryShape& shape, DType dtype, const RotaryArrays& arrays,
+                 Executor& executor) {
+  if (shape.rows() * shape.features() == 0) return;
+  Run(shape, dtype, 1, shape.rows(), arrays, Kernels().forward[static_cast<int>(dtype)], executor);
+}
+
+void RotaryHeadsBackward(const RotaryShape& shape, DType dtype, const HeadsSums& sums,
+                         const RotaryArrays& arrays, Executor& executor) {
+  const int64_t groups = shape.batch * sums.groups, runs = groups * sums.subgroups;
+  const int64_t rows = shape.rows(), wide = Sizes(dtype).wide;
+  const auto clear = [&](void* p, int64_t features) {
+    if (p != nullptr) std::memset(p, 0, static_cast<size_t>(runs * features * wide));
+  };
+  clear(arrays.bias_sums, shape.features());
+  clear(arrays.scale_sums, (shape.query_heads + shape.key_heads) * shape.head_size);
+  if (rows * shape.features() == 0) return;
+  const bool summing = arrays.bias_sums != nullptr || arrays.scale_sums != nullptr;
+  Run(shape, dtype, summing ? groups : 1, summing ? sums.subgroups : rows, arrays,
+      Kernels().backward[static_cast<int>(dtype)], executor);
+}
+
+}  // namespace jax_fastops::cpu

@@ -1,0 +1,34 @@
+// The kernels of rotary.h for one head of one token and one instruction set. isa.h says what this
+// header may contain.
+#ifndef JAX_FASTOPS_HEADS_ROTARY_SIMD_H_
+#define JAX_FASTOPS_HEADS_ROTARY_SIMD_H_
+
+#include <stdint.h>
+
+#include "core/cpu/isa.h"
+#include "core/dtype.h"
+
+namespace jax_fastops::cpu {
+
+// Everything begins at the head. Null: absent.
+struct RotaryHead {
+  const char *x, *bias, *scale, *cos, *sin;
+  char* y;  // backward: only read
+  char* dx;
+  char *bias_sums, *scale_sums;  // added to
+  bool wide_bias, wide_scale, interleaved;
+  int64_t size, pairs;
+  double eps;
+};
+
+struct RotaryKernels {
+  using Head = void(const RotaryHead& head);
+
+  Head* forward[kNumDTypes];
+  Head* backward[kNumDTypes];
+};
+FASTOPS_DECLARE_KERNELS(RotaryKernels, rotary_kernels)
+
+}  // namespace jax_fastops::cpu
+
+#endif  // JAX_FASTOPS_HEADS_ROTARY_SIMD_H_
