@@ -477,6 +477,60 @@ def split_qkv_by_reshape(qkv, bias=None, *, num_heads: int):
     return tuple(jnp.swapaxes(parts[:, :, i], 1, 2) for i in range(3))
 
 
+def split_qkv_rotary(qkv, cos, sin, q_scale=None, k_scale=None, **options):
+    """Grouped heads with rotary embedding, and with norms if there are scales."""
+    return fo.split_qkv_heads(
+        qkv,
+        rotary=(cos, sin),
+        q_scale=q_scale,
+        k_scale=k_scale,
+        layout="sequence_first",
+        **options,
+    )
+
+
+def plain_split_qkv_rotary(
+    qkv, cos, sin, q_scale=None, k_scale=None, *, num_heads: int, num_kv_heads: int
+):
+    """The same in float32, rounded once."""
+    size = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    heads = _wide(qkv).reshape(*qkv.shape[:-1], -1, size)
+    parts = jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=-2)
+    cos, sin = cos[:, None], sin[:, None]
+
+    def rotated(x, scale):
+        if scale is not None:
+            x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * scale
+        a, b = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    q, k = (rotated(x, scale) for x, scale in zip(parts, (q_scale, k_scale), strict=False))
+    return tuple(part.astype(qkv.dtype) for part in (q, k, parts[2]))
+
+
+def with_rotary(heads: int) -> Callable[[Shape], tuple[Shape, ...]]:
+    """Features of so many heads, cosines and sines of half a head, and scales of a head."""
+
+    def operands(shape: Shape) -> tuple[Shape, ...]:
+        size = shape[-1] // heads
+        return shape, (shape[1], size // 2), (shape[1], size // 2), (size,), (size,)
+
+    return operands
+
+
+def rotated(shapes: tuple[Shape, ...], itemsize: int) -> Traffic:
+    """Traffic of grouped heads with rotary embedding and perhaps norms.
+
+    There are four heads of queries for each head of keys. With norms, the backward also reads the
+    features of queries and keys: 5 of 6.
+    """
+    array = math.prod(shapes[0]) * itemsize
+    angles, parameters = (4 * sum(map(math.prod, part)) for part in (shapes[1:3], shapes[3:]))
+    forward = 2 * array + angles + parameters
+    kept = array * 5 // 6 if parameters else 0
+    return Traffic(forward, forward, 2 * array + angles + kept + 2 * parameters)
+
+
 def torch_split_qkv(qkv, bias=None, *, num_heads: int):
     """One copy; q, k and v are views of it."""
     b, s, _ = qkv.shape
@@ -684,6 +738,10 @@ BERT = (32, 512, 768), (2, 512, 768)  # BERT-base's activations, on a GPU and on
 BERT_QKV = (32, 512, 3 * 768), (2, 512, 3 * 768)
 BERT_HEADS = (32, 12, 512, 64), (2, 12, 512, 64)
 TWELVE = {"num_heads": 12}
+# A decoder: 32 heads of queries and 8 of keys.
+HEADS_OF_64 = (8, 2048, 48 * 64), (1, 512, 48 * 64)
+HEADS_OF_128 = (8, 2048, 48 * 128), (1, 512, 48 * 128)
+GROUPED = {"num_heads": 32, "num_kv_heads": 8}
 
 OPS = (
     Op(
@@ -753,6 +811,23 @@ OPS = (
             Layout("no bias", *BERT_QKV, options=TWELVE, without=1),
         ),
         differentiated=(0, 1),
+    ),
+    Op(
+        name="split_qkv_heads_rotary",
+        family="heads",
+        kernel_of="split_qkv_heads",
+        ours=split_qkv_rotary,
+        reference=plain_split_qkv_rotary,
+        operands=with_rotary(48),
+        operand_dtypes=dict.fromkeys((1, 2, 3, 4), "float32"),
+        traffic=rotated,
+        layouts=(
+            Layout("norms, heads of 64", *HEADS_OF_64, options=GROUPED),
+            Layout("norms, heads of 128", *HEADS_OF_128, options=GROUPED),
+            Layout("heads of 64", *HEADS_OF_64, options=GROUPED, without=2),
+            Layout("heads of 128", *HEADS_OF_128, options=GROUPED, without=2),
+        ),
+        differentiated=(0, 3, 4),
     ),
     Op(
         name="merge_heads",

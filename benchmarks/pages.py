@@ -47,6 +47,7 @@ SHOWN = {
         ("split_heads", "bias"),
         ("split_qkv_heads", "bias"),
         ("split_qkv_heads", "no bias"),
+        ("split_qkv_heads_rotary", "norms, heads of 128"),
         ("merge_heads", "BERT"),
     ],
     "softmax": [

@@ -20,6 +20,7 @@ from benchmarks.cases import (
     mask_of_pairs,
     of_channels,
     same,
+    with_rotary,
 )
 
 Rng = random.Random
@@ -76,6 +77,8 @@ def _transpose(rng: Rng, op: Op, elements: int):
 
 def _heads(rng: Rng, op: Op, elements: int):
     parts = 3 if "qkv" in op.name else 1
+    if op.name == "split_qkv_heads_rotary":
+        return _rotary(rng, elements)
     heads, size = rng.randint(1, 24), rng.choice((32, 40, 48, 64, 64, 80, 96, 128))
     count = max(1, elements // (parts * heads * size))
     sequence = min(count, length(rng, 1, 4096))
@@ -84,6 +87,16 @@ def _heads(rng: Rng, op: Op, elements: int):
     without = int(parts == 3 and rng.random() < 0.5)
     shape = (max(1, count // sequence), sequence, parts * heads * size)
     return shape, {"num_heads": heads}, {"without": without}
+
+
+def _rotary(rng: Rng, elements: int):
+    keys, size = rng.randint(1, 12), rng.choice((32, 64, 64, 80, 96, 128, 128, 256))
+    heads = 6 * keys  # four of queries for each one of keys and of values
+    count = max(1, elements // (heads * size))
+    sequence = min(count, length(rng, 1, 4096))
+    shape = (max(1, count // sequence), sequence, heads * size)
+    options = {"num_heads": 4 * keys, "num_kv_heads": keys}
+    return shape, options, {"without": rng.choice((0, 2)), "operands": with_rotary(heads)}
 
 
 def _softmax(rng: Rng, op: Op, elements: int):

@@ -217,6 +217,8 @@ def what(case: dict) -> str:
         text += f" → {_tuple(options['axes'])}"
     if "num_heads" in options:
         text += f", {options['num_heads']} heads"
+    if "num_kv_heads" in options:
+        text += f" and {options['num_kv_heads']} of keys"
     if "axis" in options:
         text += f", axis {options['axis']}"
     if "scale" in options:

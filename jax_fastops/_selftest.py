@@ -57,6 +57,18 @@ def _calls() -> list[Call]:
         Call("transpose", fo.transpose, one),
         Call("split_heads", lambda x, b: fo.split_heads(x, b, num_heads=3), _heads(1)),
         Call("split_qkv_heads", lambda x, b: fo.split_qkv_heads(x, b, num_heads=3), _heads(3)),
+        Call(
+            "split_qkv_heads_rotary",
+            lambda x, scale: fo.split_qkv_heads(
+                x,
+                num_heads=4,
+                num_kv_heads=2,
+                rotary=jnp.outer(jnp.arange(x.shape[-2], dtype=jnp.float32), jnp.ones(2)),
+                q_scale=scale,
+                k_scale=scale,
+            ),
+            (((2, 64, 512), (64,)), ((1, 7, 40), (5,))),
+        ),
         Call("merge_heads", fo.merge_heads, (((2, 3, 64, 64),), ((1, 3, 7, 5),))),
         Call("softmax", fo.softmax, one),
         Call(

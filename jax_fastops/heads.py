@@ -269,36 +269,44 @@ def _in_wide(x):
     return x.astype(accumulator_dtype(x.dtype)) if floating else x
 
 
-def _rotated(x, turns, interleaved: bool, back: bool = False):
-    """Rotates the first elements of each head of ``[..., sequence, heads, size]``, or back.
+def _cos_and_sin(turns) -> tuple:
+    """The two halves of an array of :func:`_turns`."""
+    return (None, None) if turns is None else tuple(jnp.split(turns, 2, axis=-1))
 
-    The cosines of a token come before the sines.
-    """
-    pairs = turns.shape[-1] // 2
-    cos, sin = (jnp.expand_dims(a, -2) for a in (turns[..., :pairs], turns[..., pairs:]))
-    sin = -sin if back else sin
-    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+
+def _rotated(x, cos, sin, interleaved: bool):
+    """Rotates the first elements of each head of ``[..., sequence, heads, size]``."""
+    pairs = cos.shape[-1]
+    cos, sin = jnp.expand_dims(cos, -2), jnp.expand_dims(sin, -2)
+    turned, rest = x, []
+    if 2 * pairs < x.shape[-1]:
+        turned, *rest = jnp.split(x, (2 * pairs,), axis=-1)
     if interleaved:
         a, b = turned[..., ::2], turned[..., 1::2]
     else:
-        a, b = turned[..., :pairs], turned[..., pairs:]
+        a, b = jnp.split(turned, 2, axis=-1)
     parts = [a * cos - b * sin, b * cos + a * sin]
     if interleaved:
-        parts = [jnp.stack(parts, axis=-1).reshape(turned.shape)]
-    return jnp.concatenate([*parts, rest], axis=-1)
+        parts = [merge_last(jnp.stack(parts, axis=-1))]
+    return jnp.concatenate(parts + rest, axis=-1)
 
 
 def _normalized(x, scale, eps: float):
-    rstd = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
     return x * rstd * scale.astype(x.dtype)
 
 
-def _rotary_reference(
+def _rotary_reference(x, bias, q_scale, k_scale, turns, **options):
+    return _split_and_rotate(x, bias, q_scale, k_scale, *_cos_and_sin(turns), **options)
+
+
+def _split_and_rotate(
     x,
     bias,
     q_scale,
     k_scale,
-    turns,
+    cos,
+    sin,
     *,
     heads: int,
     kv_heads: int,
@@ -317,8 +325,8 @@ def _rotary_reference(
     for part, scale in zip(parts, (q_scale, k_scale, None), strict=True):
         if scale is not None:
             part = _normalized(part, scale, eps)
-        if turns is not None and len(results) < 2:
-            part = _rotated(part, turns, interleaved)
+        if cos is not None and len(results) < 2:
+            part = _rotated(part, cos, sin, interleaved)
         part = part.astype(x.dtype)
         results.append(jnp.swapaxes(part, -3, -2) if heads_first else part)
     return tuple(results)
@@ -340,7 +348,8 @@ def _rotary_pullback(kept, cts, **options):
     parts = [ct if not options["heads_first"] else jnp.swapaxes(ct, -3, -2) for ct in cts]
     if turns is not None:
         parts = [_in_wide(part) for part in parts]
-        parts[:2] = (_rotated(p, turns, options["interleaved"], back=True) for p in parts[:2])
+        cos, sin = _cos_and_sin(turns)
+        parts[:2] = (_rotated(part, cos, -sin, options["interleaved"]) for part in parts[:2])
     wide = merge_last(jnp.concatenate(parts, axis=-2))
     dbias = _sum_rows(wide) if jnp.issubdtype(wide.dtype, jnp.inexact) else None
     return wide.astype(cts[0].dtype), dbias, None, None, None
@@ -544,13 +553,10 @@ def split_heads(x: ArrayLike, bias: ArrayLike | None = None, *, num_heads: int) 
 _LAYOUTS = ("heads_first", "sequence_first")
 
 
-def _turns(name: str, rotary, x, head_size: int):
-    """The cosines and the sines of each token in one array of the accumulator dtype, or ``None``.
-
-    It has the rank of ``x``.
-    """
+def _angles(name: str, rotary, x, head_size: int) -> tuple:
+    """Cosines and sines in the accumulator dtype, or ``(None, None)``."""
     if rotary is None:
-        return None
+        return None, None
     pair = isinstance(rotary, (tuple, list))
     if pair and len(rotary) != 2:
         raise ValueError(
@@ -586,10 +592,14 @@ def _turns(name: str, rotary, x, head_size: int):
             f"{given[1].shape}; they must be the same"
         )
     if given[0].shape[-1] == 0:
-        return None
+        return None, None
     wide = [array.astype(accumulator_dtype(x.dtype)) for array in given]
-    both = wide if pair else (jnp.cos(wide[0]), jnp.sin(wide[0]))
-    turns = jnp.concatenate(both, axis=-1)
+    return tuple(wide) if pair else (jnp.cos(wide[0]), jnp.sin(wide[0]))
+
+
+def _turns(cos, sin, x):
+    """The cosines and the sines of each token in one array, with the rank of ``x``."""
+    turns = jnp.concatenate((cos, sin), axis=-1)
     shape = (*turns.shape[:-2], x.shape[-2], turns.shape[-1])
     return of_rank(turns if shape == turns.shape else jnp.broadcast_to(turns, shape), x.ndim)
 
@@ -626,29 +636,38 @@ def _split_rotary(qkv, bias, num_heads, kv_heads, rotary, scales, eps, interleav
         _scale(name, what, value, x, size)
         for what, value in zip(("q_scale", "k_scale"), scales, strict=True)
     )
-    turns = _turns(name, rotary, x, size)
+    cos, sin = _angles(name, rotary, x, size)
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.astype(accumulator_dtype(x.dtype))
-    turned = 2 if turns is None else turns.shape[-1]
+    turned = 0 if cos is None else 2 * cos.shape[-1]
     order = _ORDERS[heads_first].replace("d", str(size))
-    results = (order.format(h=h, s="*s") for h in (num_heads, kv_heads, kv_heads))
-    args = x, bias, q_scale, k_scale, turns
+    results = ("... " + order.format(h=h, s="*s") for h in (num_heads, kv_heads, kv_heads))
+    args = x, bias, q_scale, k_scale, cos, sin
     options: dict[str, Any] = dict(heads=num_heads, kv_heads=kv_heads, size=size)
     options |= dict(interleaved=interleaved, heads_first=heads_first, eps=eps)
+    reference = functools.partial(_split_and_rotate, **options)
     if not is_movable(x.dtype):
-        return _rotary_reference(*args, **options)
+        return reference(*args)
+    features = x.shape[-1]
+    signature = f"... *s {features}, {features}, {size}, {size}, ~... *s {turned} -> "
+    signature += ", ".join(results)
+
+    def native(request, *args):
+        *others, cos, sin = args
+        turns = None if cos is None else _turns(cos, sin, others[0])
+        return _ROTARY_OP.bind(request, *others, turns, signature=signature, **options)
+
     return _ROTARY_OP(
         *args,
-        signature=f"... *s {x.shape[-1]}, {x.shape[-1]}, {size}, {size}, ~... *s {turned} "
-        f"-> ... {', ... '.join(results)}",
+        native=native,
+        otherwise=reference,
         limit=_rotary_limit(x, size),
         features=dict(
             head_bytes=size * x.dtype.itemsize,
             bias=bias is not None,
             norm=q_scale is not None or k_scale is not None,
-            rotary=turns is not None,
+            rotary=cos is not None,
         ),
-        **options,
     )
 
 

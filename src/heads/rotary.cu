@@ -265,48 +265,48 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
                                               : nullptr;
   const bool wide_scale = place.part == 0 ? arrays.wide_scale[0] : arrays.wide_scale[1];
   const bool normalizes = arrays.scale[0] != nullptr || arrays.scale[1] != nullptr;
+  const Rows rows(t, place);
+  const int first = threadIdx.x / kWarpSize;
+
+  typename L::Raw raw[kRows];
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    const int i = first + k * kWarps;
+    raw[k] = lane.Load(x + rows.Merged(i), i < place.rows);
+  }
+  // After x, because their conversions wait for them.
   A factor[L::kElements], bias[L::kElements];
   if (scale != nullptr) lane.Parameter(scale, wide_scale, factor);
   if (arrays.bias != nullptr) {
-    const int64_t first = int64_t{place.head} * t.head_size;
-    const int64_t bytes = first * (arrays.wide_bias ? sizeof(A) : sizeof(T));
+    const int64_t feature = int64_t{place.head} * t.head_size;
+    const int64_t bytes = feature * (arrays.wide_bias ? sizeof(A) : sizeof(T));
     lane.Parameter(static_cast<const char*>(arrays.bias) + bytes, arrays.wide_bias, bias);
   }
-
-  const Rows rows(t, place);
-  for (int first = threadIdx.x / kWarpSize; first < place.rows; first += kRows * kWarps) {
-    typename L::Raw raw[kRows];
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      const int i = first + k * kWarps;
-      raw[k] = lane.Load(x + rows.Merged(i), i < place.rows);
+  for (int k = 0; k < kRows; ++k) {
+    const int i = first + k * kWarps;
+    if (i >= place.rows) break;
+    A v[L::kElements];
+    L::Widen(raw[k], v);
+    if (arrays.bias != nullptr) {
+#pragma unroll
+      for (int e = 0; e < L::kElements; ++e) v[e] += bias[e];
     }
+    if (normalizes) {
+      A squares = 0;
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      const int i = first + k * kWarps;
-      if (i >= place.rows) break;
-      A v[L::kElements];
-      L::Widen(raw[k], v);
-      if (arrays.bias != nullptr) {
+      for (int e = 0; e < L::kElements; ++e) squares += v[e] * v[e];
+      squares = GroupSum(squares, t.log_lanes);
+      if (scale != nullptr) {
+        const A rstd = ReciprocalRoot<A>(squares * inverse_size + static_cast<A>(t.eps));
 #pragma unroll
-        for (int e = 0; e < L::kElements; ++e) v[e] += bias[e];
+        for (int e = 0; e < L::kElements; ++e) v[e] = v[e] * rstd * factor[e];
       }
-      if (normalizes) {
-        A squares = 0;
-#pragma unroll
-        for (int e = 0; e < L::kElements; ++e) squares += v[e] * v[e];
-        squares = GroupSum(squares, t.log_lanes);
-        if (scale != nullptr) {
-          const A rstd = ReciprocalRoot<A>(squares * inverse_size + static_cast<A>(t.eps));
-#pragma unroll
-          for (int e = 0; e < L::kElements; ++e) v[e] = v[e] * rstd * factor[e];
-        }
-      }
-      if (rotated) {
-        lane.template Rotate<false>(static_cast<const A*>(arrays.turns) + rows.Angle(t, i), v);
-      }
-      lane.Store(y + rows.Split(t, i), v);
     }
+    if (rotated) {
+      lane.template Rotate<false>(static_cast<const A*>(arrays.turns) + rows.Angle(t, i), v);
+    }
+    lane.Store(y + rows.Split(t, i), v);
   }
 }
 
@@ -455,10 +455,14 @@ bool TakesUnits(const RotaryShape& shape, DType dtype, const RotaryArrays& array
          shape.pairs % size == 0 && shape.head_size <= 2 * kWarpSize * size;
 }
 
+// Without sums, all rows are one group of runs that the warps of a block take in one turn.
 template <bool kBack>
-cudaError_t Run(const RotaryShape& shape, DType dtype, int64_t groups, int64_t subgroups,
+cudaError_t Run(const RotaryShape& shape, DType dtype, const HeadsSums* sums,
                 const RotaryArrays& arrays, cudaStream_t stream) {
   const bool units = TakesUnits(shape, dtype, arrays);
+  const int64_t turn = kWarps * (!units ? 1 : kBack ? kBackwardRows : kForwardRows);
+  const int64_t groups = sums == nullptr ? 1 : shape.batch * sums->groups;
+  const int64_t subgroups = sums == nullptr ? CeilDiv(shape.rows(), turn) : sums->subgroups;
   const int64_t pairs = CeilDiv(shape.head_size, units ? 32 / DTypeSize(dtype) : 2);
   Tiles t;
   while (t.log_lanes < 5 && pairs > 1 << t.log_lanes) ++t.log_lanes;
@@ -499,25 +503,21 @@ cudaError_t Clear(void* sums, int64_t bytes, cudaStream_t stream) {
 cudaError_t RotaryHeads(const RotaryShape& shape, DType dtype, const RotaryArrays& arrays,
                         cudaStream_t stream) {
   if (shape.rows() * shape.features() == 0) return cudaSuccess;
-  const int64_t runs = CeilDiv(shape.rows(), kWarps * kForwardRows);
-  return Run<false>(shape, dtype, 1, runs, arrays, stream);
+  return Run<false>(shape, dtype, nullptr, arrays, stream);
 }
 
 cudaError_t RotaryHeadsBackward(const RotaryShape& shape, DType dtype, const HeadsSums& sums,
                                 const RotaryArrays& arrays, cudaStream_t stream) {
-  const int64_t groups = shape.batch * sums.groups;
   if (shape.rows() * shape.features() == 0) {
-    const int64_t bytes = groups * sums.subgroups * std::max<int64_t>(4, DTypeSize(dtype));
+    const int64_t bytes =
+        shape.batch * sums.groups * sums.subgroups * std::max<int64_t>(4, DTypeSize(dtype));
     const int64_t heads = shape.query_heads + shape.key_heads;
     const cudaError_t error = Clear(arrays.bias_sums, bytes * shape.features(), stream);
     if (error != cudaSuccess) return error;
     return Clear(arrays.scale_sums, bytes * heads * shape.head_size, stream);
   }
-  if (arrays.bias_sums != nullptr || arrays.scale_sums != nullptr) {
-    return Run<true>(shape, dtype, groups, sums.subgroups, arrays, stream);
-  }
-  const int64_t runs = CeilDiv(shape.rows(), kWarps * kBackwardRows);
-  return Run<true>(shape, dtype, 1, runs, arrays, stream);
+  const bool summing = arrays.bias_sums != nullptr || arrays.scale_sums != nullptr;
+  return Run<true>(shape, dtype, summing ? &sums : nullptr, arrays, stream);
 }
 
 cudaError_t LoadRotaryKernels() { return LoadKernels<Rotary>(); }
