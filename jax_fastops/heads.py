@@ -296,8 +296,9 @@ def _normalized(x, scale, eps: float):
     return x * rstd * scale.astype(x.dtype)
 
 
-def _rotary_reference(x, bias, q_scale, k_scale, turns, **options):
-    return _split_and_rotate(x, bias, q_scale, k_scale, *_cos_and_sin(turns), **options)
+def _rotary_reference(*args, **options):
+    *others, turns = args
+    return _split_and_rotate(*others, *_cos_and_sin(turns), **options)
 
 
 def _split_and_rotate(

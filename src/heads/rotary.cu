@@ -24,7 +24,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
+#include <type_traits>
 
 #include "core/alignment.h"
 #include "core/cuda/dispatch.cuh"
@@ -131,40 +131,31 @@ struct Lane {
     }
   }
 
-  // Rotates by the angles of a token, or back.
+  // Rotates by the angles of a token, or back. Their cosines come before the sines.
   template <bool kBack>
-  __device__ __forceinline__ void Rotate(const A* cos, A (&v)[kElements]) const {
-    const A* const sin = cos + t.pairs;
-    using Angles = Unit<A, (kSize * sizeof(A) < 16 ? kSize * sizeof(A) : 16)>;
+  __device__ __forceinline__ void Rotate(const A* angles, A (&v)[kElements]) const {
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
-      const int angle = First(k);
-      if (angle >= t.pairs) continue;
+      const int first = First(k);
+      if (first >= t.pairs) continue;
+      A cos[kSize], sin[kSize];
+      LoadParameter<A, A>(angles, first, cos);
+      LoadParameter<A, A>(angles, t.pairs + first, sin);
       A* const pair = v + 2 * k * kSize;
+      if (t.interleaved) {
 #pragma unroll
-      for (int i = 0; i < kSize; i += Angles::kSize) {
-        const Angles c = Angles::Load(cos + angle + i), s = Angles::Load(sin + angle + i);
+        for (int i = 0; i < kSize; ++i) Turn<kBack>(pair[2 * i], pair[2 * i + 1], cos[i], sin[i]);
+      } else {
 #pragma unroll
-        for (int j = 0; j < Angles::kSize; ++j) {
-          const A cosine = c.elements[j], sine = kBack ? -s.elements[j] : s.elements[j];
-          // Selected, not indexed: registers have no addresses.
-          A& a = pair[i + j];
-          A& b = pair[kSize + i + j];
-          A& even = pair[2 * (i + j)];
-          A& odd = pair[2 * (i + j) + 1];
-          if (t.interleaved) {
-            Turn(even, odd, cosine, sine);
-          } else {
-            Turn(a, b, cosine, sine);
-          }
-        }
+        for (int i = 0; i < kSize; ++i) Turn<kBack>(pair[i], pair[kSize + i], cos[i], sin[i]);
       }
     }
   }
 
-  static __device__ __forceinline__ void Turn(A& a, A& b, A cosine, A sine) {
-    const A first = a * cosine - b * sine;
-    b = b * cosine + a * sine;
+  template <bool kBack>
+  static __device__ __forceinline__ void Turn(A& a, A& b, A cos, A sin) {
+    const A sine = kBack ? -sin : sin, first = a * cos - b * sine;
+    b = b * cos + a * sine;
     a = first;
   }
 };
@@ -211,6 +202,13 @@ struct Place {
     const int64_t left = min(t.run_rows, t.group_rows - first);
     rows = left > 0 ? static_cast<int>(left) : 0;
   }
+
+  // Selected, not indexed: an index into a kernel's parameters needs a copy of them in local
+  // memory.
+  template <typename V>
+  __device__ __forceinline__ V Of(V queries, V keys, std::type_identity_t<V> values) const {
+    return part == 0 ? queries : part == 1 ? keys : values;
+  }
 };
 
 // Where the rows of a run are in the arrays, in elements.
@@ -256,14 +254,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
   const bool rotated = arrays.turns != nullptr && place.part < 2;
   const L lane{t, place.lane, place.active ? t.head_size : 0};
   const T* const x = static_cast<const T*>(arrays.x);
-  // Selected, not indexed: an index into the parameters would need a copy of them in local memory.
-  T* const y = static_cast<T*>(place.part == 0   ? arrays.y[0]
-                               : place.part == 1 ? arrays.y[1]
-                                                 : arrays.y[2]);
-  const void* const scale = place.part == 0   ? arrays.scale[0]
-                            : place.part == 1 ? arrays.scale[1]
-                                              : nullptr;
-  const bool wide_scale = place.part == 0 ? arrays.wide_scale[0] : arrays.wide_scale[1];
+  T* const y = static_cast<T*>(place.Of(arrays.y[0], arrays.y[1], arrays.y[2]));
+  const void* const scale = place.Of(arrays.scale[0], arrays.scale[1], nullptr);
+  const bool wide_scale = place.Of(arrays.wide_scale[0], arrays.wide_scale[1], false);
   const bool normalizes = arrays.scale[0] != nullptr || arrays.scale[1] != nullptr;
   const Rows rows(t, place);
   const int first = threadIdx.x / kWarpSize;
@@ -343,14 +336,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, sizeof(T) == 8 ? 1 : 2)
   const bool rotated = arrays.turns != nullptr && place.part < 2;
   const L lane{t, place.lane, place.active ? t.head_size : 0};
   const T* const x = static_cast<const T*>(arrays.x);
-  const T* const dy = static_cast<const T*>(place.part == 0   ? arrays.y[0]
-                                            : place.part == 1 ? arrays.y[1]
-                                                              : arrays.y[2]);
+  const T* const dy = static_cast<const T*>(place.Of(arrays.y[0], arrays.y[1], arrays.y[2]));
   T* const dx = static_cast<T*>(arrays.dx);
-  const void* const scale = place.part == 0   ? arrays.scale[0]
-                            : place.part == 1 ? arrays.scale[1]
-                                              : nullptr;
-  const bool wide_scale = place.part == 0 ? arrays.wide_scale[0] : arrays.wide_scale[1];
+  const void* const scale = place.Of(arrays.scale[0], arrays.scale[1], nullptr);
+  const bool wide_scale = place.Of(arrays.wide_scale[0], arrays.wide_scale[1], false);
   const int64_t feature = int64_t{place.head} * t.head_size;
   const char* const bias =
       static_cast<const char*>(arrays.bias) + feature * (arrays.wide_bias ? sizeof(A) : sizeof(T));
