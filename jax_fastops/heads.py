@@ -726,7 +726,7 @@ def split_qkv_heads(
       interleaved: whether the pairs are the elements ``2*i`` and ``2*i + 1`` of a head, as in
         GPT-J. If not, they are ``i`` and ``i + R``, as in Llama.
       layout: ``"heads_first"`` for results ``[..., H, S, D]``, or ``"sequence_first"`` for
-        ``[..., S, H, D]``, as :func:`jax.nn.dot_product_attention` takes them.
+        ``[..., S, H, D]``, as ``jax.nn.dot_product_attention`` takes them.
 
     Returns:
       Queries, keys and values with the dtype of ``qkv``, with ``H``, ``K`` and ``K`` heads.

@@ -223,6 +223,10 @@ CALLS = {
         lambda x: fo.split_qkv_heads(x, num_heads=2),
         [X.update(shape=(1024, 96))],
     ),
+    "split_qkv_heads_rotary": (
+        lambda x: fo.split_qkv_heads(x, num_heads=4, num_kv_heads=1),
+        [X.update(shape=(1024, 96))],
+    ),
     "lerp": (fo.lerp, [X, X, X.update(shape=(64,))]),
     "dropout": (lambda x: fo.dropout(x, jax.random.key(0), 0.1), [X]),
     "gated_act": (fo.gated_act, [X, X]),
