@@ -398,6 +398,9 @@ class Checkpoints:
     def restore(self, abstract: dict) -> tuple[dict | None, list[float]]:
         """The last state and its losses. For a new folder, None and an empty list."""
         step = self.manager.latest_step() or 0
+        multihost_utils.assert_equal(
+            np.int32(step), f"{self.options.checkpoint} is not one folder for all processes"
+        )
         state = None
         if step:
             read = functools.partial(self.manager.restore, step)
