@@ -1,6 +1,6 @@
-"""Data for a masked language model: batches of real text as bytes, some of them hidden.
+"""Data for language models: batches of real text as bytes, some of them hidden if so wanted.
 
-``bert_train.py`` and the demo use it.
+The examples that train a BERT and a decoder use it, and the demo.
 
 Tokens are the bytes of UTF-8. The bytes 0xFE and 0xFF do not occur in UTF-8; they stand for padding
 and mask. So any text is accepted, and there is no vocabulary to build.
@@ -69,21 +69,27 @@ def documents(path: Path | None = None) -> list[np.ndarray]:
     return found
 
 
-def batch(texts: Sequence[np.ndarray], size: int, length: int, rng: np.random.Generator) -> Batch:
-    """``size`` random windows of ``length`` tokens, some of which are hidden.
+def windows(
+    texts: Sequence[np.ndarray], size: int, length: int, rng: np.random.Generator
+) -> np.ndarray:
+    """``size`` random windows of ``length`` tokens, int32 ``[size, length]``.
 
     A window lies in one text. A text that is shorter than a window is padded at the end. All
-    randomness comes from ``rng``: equal generators give equal batches.
+    randomness comes from ``rng``: equal generators give equal windows.
     """
     sizes = np.array([len(text) for text in texts])
-    targets = np.full((size, length), PADDING, np.int32)
-    for row, index in zip(
-        targets, rng.choice(len(texts), size, p=sizes / sizes.sum()), strict=True
-    ):
+    found = np.full((size, length), PADDING, np.int32)
+    for row, index in zip(found, rng.choice(len(texts), size, p=sizes / sizes.sum()), strict=True):
         text = texts[index]
         start = rng.integers(max(len(text) - length, 0) + 1)
         window = text[start : start + length]
         row[: len(window)] = window
+    return found
+
+
+def batch(texts: Sequence[np.ndarray], size: int, length: int, rng: np.random.Generator) -> Batch:
+    """The same windows, with some tokens hidden."""
+    targets = windows(texts, size, length, rng)
     inside = targets != PADDING
     chosen = inside & (rng.random(targets.shape) < CHOSEN)
     # The replacements are drawn from the tokens of the batch.

@@ -1,4 +1,5 @@
-"""The example that trains BERT: resumed after a kill, on several devices; the BERT of the demo."""
+"""The examples that train BERT and a decoder: resumed after a kill, on several devices, in several
+processes; the BERT of the demo."""
 
 import contextlib
 import dataclasses
@@ -7,6 +8,7 @@ import importlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,14 +21,14 @@ from conftest import DEVICE_COUNT
 from harness.sharding import collectives, device_count
 
 import jax_fastops as fo
-from jax_fastops.models import bert
+from jax_fastops.models import bert, decoder
 
 for needed in ("matplotlib", "optax", "orbax.checkpoint", "rich", "sklearn"):
     pytest.importorskip(needed)
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-EXAMPLE = CHECKOUT / "examples" / "bert_train.py"
 TINY = dataclasses.replace(bert.SMALL, hidden_size=32, heads=2, intermediate_size=64, layers=1)
+TINY_DECODER = dataclasses.replace(decoder.SMALL, hidden_size=32, intermediate_size=64, layers=1)
 FEW = ("--batch=8", "--length=16", "--dtype=float32")
 
 
@@ -51,21 +53,35 @@ def loaded(folder: str, *names: str):
         return tuple(importlib.import_module(name) for name in names)
 
 
+def modules():
+    """``training.py`` and both examples, by their models' names."""
+    shared, first, second = loaded("examples", "training", "bert_train", "decoder_train")
+    return shared, {"bert": first, "decoder": second}
+
+
 @pytest.fixture
-def example(monkeypatch):
-    """The example, with a network that compiles fast."""
-    (module,) = loaded("examples", "bert_train")
-    monkeypatch.setitem(module.CONFIGS, "small", TINY)
-    return module
+def shared(monkeypatch):
+    """``training.py``. The networks of the examples compile fast."""
+    shared, scripts = modules()
+    monkeypatch.setitem(scripts["bert"].CONFIGS, "small", TINY)
+    monkeypatch.setitem(scripts["decoder"].CONFIGS, "small", TINY_DECODER)
+    return shared
 
 
 @functools.cache
-def training(example, *options: str):
-    """Compiled once for all tests."""
+def compiled(model: str, *options: str):
+    """A training, compiled once for all tests."""
+    shared, scripts = modules()
+    example = scripts[model].EXAMPLE
     with fo.use_implementation("native"):
-        made = example.Training(example.parse([*FEW, *options]), example.data_mesh())
+        made = shared.Training(example, shared.parse(example, FEW + options), shared.data_mesh())
         assert made.update
     return made
+
+
+@pytest.fixture
+def parse(shared):
+    return functools.partial(shared.parse, modules()[1]["bert"].EXAMPLE)
 
 
 # ---- after a kill --------------------------------------------------------------------------------
@@ -73,7 +89,7 @@ def training(example, *options: str):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts the example as a user does, on four CPU devices, and ends it after the test."""
+    """Starts an example as a user does, on CPU devices, and ends it after the test."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         # All runs have the same program: the first one compiles it.
@@ -84,8 +100,9 @@ def start(tmp_path):
     count = re.compile(rf"(?<={DEVICE_COUNT}=)\d+")
     started = []
 
-    def run(folder: Path, *options: str, devices: int = 4) -> subprocess.Popen:
-        command = [sys.executable, str(EXAMPLE), "--checkpoint", str(folder), "--every=10"]
+    def run(folder: Path, *options: str, model: str = "bert", devices: int = 4) -> subprocess.Popen:
+        script = CHECKOUT / "examples" / f"{model}_train.py"
+        command = [sys.executable, str(script), "--checkpoint", str(folder), "--every=10"]
         process = subprocess.Popen(
             [*command, *FEW, *options],
             env=environment | {"XLA_FLAGS": count.sub(str(devices), os.environ["XLA_FLAGS"])},
@@ -104,6 +121,15 @@ def start(tmp_path):
             process.communicate()
 
 
+def together(count: int) -> list[tuple[str, ...]]:
+    """The options of processes that train together."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = f"--coordinator=127.0.0.1:{port}", f"--processes={count}"
+    return [(*options, f"--process={k}") for k in range(count)]
+
+
 def finished(process: subprocess.Popen) -> str:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
@@ -114,6 +140,12 @@ def logged(folder: Path) -> list[str]:
     """The complete lines of the log."""
     path = folder / "losses.csv"
     return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def losses(folder: Path) -> list[float]:
+    steps, values = zip(*(line.split(",") for line in logged(folder)), strict=True)
+    assert [int(step) for step in steps] == list(range(1, len(steps) + 1))
+    return [float(value) for value in values]
 
 
 def last_checkpoint(folder: Path) -> int:
@@ -165,40 +197,103 @@ def test_resumed_on_fewer_devices(start, tmp_path):
     finished(start(moved, "--steps=10"))
     assert "Going on from step 10." in finished(start(moved, "--steps=16", devices=2))
     finished(start(whole, "--steps=16"))
-    found, wanted = (
-        [float(line.split(",")[1]) for line in logged(folder)] for folder in (moved, whole)
-    )
+    found, wanted = losses(moved), losses(whole)
     assert len(found) == len(wanted) == 16 and found[:10] == wanted[:10]
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model, killed, resumed",
+    [
+        ("decoder", 1, 1),
+        pytest.param("bert", 1, 1, marks=pytest.mark.slow),
+        pytest.param("decoder", 0, 4, marks=pytest.mark.slow),
+        pytest.param("bert", 0, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_processes(start, tmp_path, model, killed, resumed):
+    """Two processes, one of which is killed, and then another number of processes, have the losses
+    of one process that is not killed."""
+    several, one = tmp_path / "several", tmp_path / "one"
+
+    def run(count, folder, steps):
+        start_one = functools.partial(start, folder, f"--steps={steps}", model=model)
+        if count == 1:
+            return [start_one(devices=2)]
+        return [start_one(*options, devices=1) for options in together(count)]
+
+    pair = run(2, several, 1000000)
+    kill(pair[killed], several, 0)
+    other = pair[1 - killed]
+    output, _ = other.communicate(timeout=150)  # jax misses a heartbeat after 100 seconds
+    assert other.returncode not in (0, None)
+    # If process 0 is killed, jax may be the first to notice it.
+    assert "Start all processes again" in output or killed == 0
+    before, step = losses(several), last_checkpoint(several)
+    assert 0 < step <= len(before)
+
+    steps = len(before) + 5
+    first, *others = [finished(process) for process in run(resumed, several, steps)]
+    assert f"Going on from step {step}." in first
+    assert not any("step" in output for output in others)  # only process 0 reports
+    finished(*run(1, one, steps))
+    found, wanted = losses(several), losses(one)
+    np.testing.assert_allclose(before, wanted[: len(before)], rtol=1e-5)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert last_checkpoint(several) == len(found) == steps
+    assert (several / "loss.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_processes_with_different_options(start, tmp_path):
+    """Processes that would wait for each other end with a message."""
+    started = [
+        start(tmp_path / "run", *options, f"--steps={k + 1}", devices=1)
+        for k, options in enumerate(together(2))
+    ]
+    for process in started:
+        output, _ = process.communicate(timeout=150)
+        assert process.returncode == 2 and "the processes have different options" in output
 
 
 # ---- the step ------------------------------------------------------------------------------------
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("attention", ["softmax", pytest.param("xla", marks=pytest.mark.slow)])
-def test_collectives(example, attention):
+@pytest.mark.parametrize(
+    "model, attention",
+    [
+        ("bert", "softmax"),
+        pytest.param("bert", "xla", marks=pytest.mark.slow),
+        ("decoder", "softmax"),
+    ],
+)
+def test_collectives(shared, model, attention):
     """The only communication is the sum of gradients and of the loss."""
     count = device_count()
     if count < 2 or count != jax.device_count():
         pytest.skip("needs two devices or more, a power of two")
-    made = training(example, f"--attention={attention}")
+    made = compiled(model, f"--attention={attention}")
     counts = collectives(made.update.as_text())
     leaves = len(jax.tree.leaves(made.abstract["params"]))
     # The gradient of each parameter, the loss, and the number of its tokens.
     assert 0 < counts.pop("all-reduce") <= leaves + 2
     assert not counts
     batch = made.batch(0)
-    assert all(a.sharding.shard_shape(a.shape) == (8 // count, 16) for a in batch)
+    shards = [a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(batch)]
+    assert set(shards) == {(8 // count, 16)}
     state, _ = made.update(made.init(), batch)
     assert all(a.sharding.is_fully_replicated for a in jax.tree.leaves(state))
     assert int(state["step"]) == 1
 
 
 @pytest.mark.jax
-def test_step_is_all_there_is(example):
+def test_step_is_all_there_is(shared):
     """Batches and dropout depend only on the step: they differ between steps, and repeat."""
-    made = training(example, "--attention=softmax")
+    made = compiled("bert", "--attention=softmax")
     first, again, other = (made.batch(k) for k in (3, 3, 4))
     for a, b in zip(first, again, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -233,42 +328,48 @@ def test_step_is_all_there_is(example):
         (["--text=empty"], "--text: empty has no file that ends in .md, .rst, .txt"),
         (["--text=blank.txt"], "--text: blank.txt has no text in it"),
         (["--checkpoint=blank.txt"], "blank.txt is not a folder"),
+        (["--processes=2"], "--coordinator, --processes and --process need each other"),
+        (
+            ["--coordinator=here:1", "--processes=2", "--process=2"],
+            "--process is 2; it must be from 0 to 1",
+        ),
     ],
 )
-def test_bad_options(example, options, message, capsys, tmp_path, monkeypatch):
+def test_bad_options(parse, options, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.txt").write_text("\n")
     with pytest.raises(SystemExit) as found:
-        example.parse(["--batch=8", *options])
+        parse(["--batch=8", *options])
     assert found.value.code == 2
     error = capsys.readouterr().err
     assert message.replace("bf", "bfloat16") in error and "Traceback" not in error
 
 
-def test_batch_that_does_not_divide(example, capsys):
+def test_batch_that_does_not_divide(parse, capsys):
     count = jax.device_count()
     if count < 2:
         pytest.skip("needs two devices")
     with pytest.raises(SystemExit):
-        example.parse([f"--batch={count + 1}"])
+        parse([f"--batch={count + 1}"])
     assert f"--batch is {count + 1}; it must be a multiple of {count}" in capsys.readouterr().err
 
 
-def test_other_options_than_the_checkpoint(example, capsys, tmp_path, monkeypatch):
+def test_other_options_than_the_checkpoint(shared, capsys, tmp_path, monkeypatch):
     """A run cannot resume with other values of the options that its losses depend on."""
-    made = training(example, "--attention=softmax")
+    made = compiled("bert", "--attention=softmax")
 
-    def compiled(options, mesh):
+    def with_options(example, options, mesh):
         made.options = options
         return made
 
-    monkeypatch.setattr(example, "Training", compiled)
+    main = functools.partial(shared.main, modules()[1]["bert"].EXAMPLE)
+    monkeypatch.setattr(shared, "Training", with_options)
     monkeypatch.setattr(made, "options", made.options)
     folder, text = tmp_path / "run", tmp_path / "text.md"
     text.write_text("Now is the winter of our discontent. " * 9)
     given = [*FEW, "--steps=2", f"--checkpoint={folder}"]
-    assert example.main(given) == 0
+    assert main(given) == 0
     done = logged(folder)
     assert len(done) == 2
     for option, message in (
@@ -279,19 +380,19 @@ def test_other_options_than_the_checkpoint(example, capsys, tmp_path, monkeypatc
         (f"--text={text}", "--text: the checkpoints in"),
     ):
         with pytest.raises(SystemExit) as found:
-            example.main([*given, option])
+            main([*given, option])
         assert found.value.code == 2
         assert message in capsys.readouterr().err
     assert logged(folder) == done
-    assert example.main(given) == 0  # all steps are done
+    assert main(given) == 0  # all steps are done
     assert logged(folder) == done
     (folder / "losses.csv").write_text(done[0] + "\n")
     with pytest.raises(SystemExit):
-        example.main(given)
+        main(given)
     assert "losses.csv has no line for step 2" in capsys.readouterr().err
     (folder / "2" / "state" / "_METADATA").write_text("")
     with pytest.raises(SystemExit):
-        example.main(given)
+        main(given)
     assert f"--checkpoint: {folder / '2'} is damaged (" in capsys.readouterr().err
 
 

@@ -1,0 +1,52 @@
+"""Trains a decoder on text, on all devices of one or several processes, and resumes after a kill.
+
+    pip install '.[train]'
+    python examples/decoder_train.py --checkpoint /tmp/decoder
+
+The model, of Llama's type, reads bytes and learns to predict the next one. ``training.py`` has the
+loop, and describes devices, processes and checkpoints.
+"""
+
+import argparse
+import dataclasses
+import sys
+
+import jax
+import numpy as np
+from jax_fastops.models import decoder
+
+import masked_text
+import training
+
+CONFIGS = {"small": decoder.SMALL, "1b": decoder.LLAMA_1B}
+
+
+def config(size: decoder.Config, options: argparse.Namespace) -> decoder.Config:
+    return dataclasses.replace(
+        size,
+        vocab_size=masked_text.VOCABULARY,
+        dtype=options.dtype,
+        attention=options.attention,
+    )
+
+
+def loss(params, tokens: np.ndarray, key, config: decoder.Config, ops: decoder.Ops) -> jax.Array:
+    del key  # there is no dropout
+    return decoder.loss(params, tokens, config, mask=tokens != masked_text.PADDING, ops=ops)
+
+
+EXAMPLE = training.Example(
+    name="decoder",
+    about=__doc__,
+    loss_name="loss of the next byte",
+    configs=CONFIGS,
+    rates={"small": 1e-3, "1b": 3e-4},
+    ops={"fastops": decoder.FASTOPS, "plain": decoder.PLAIN},
+    config=config,
+    init=decoder.init,
+    batch=masked_text.windows,
+    loss=loss,
+)
+
+if __name__ == "__main__":
+    sys.exit(training.main(EXAMPLE))
