@@ -37,8 +37,12 @@ def _wide_product(a, b) -> tuple[jax.Array, jax.Array]:
 
 def philox(counter, key) -> tuple[jax.Array, ...]:
     """Philox4x32-10: four words from a counter of four words and a key of two, all broadcast."""
-    c0, c1, c2, c3 = map(_u32, counter)
-    k0, k1 = map(_u32, key)
+    return _rounds(tuple(map(_u32, counter)), tuple(map(_u32, key)))
+
+
+@jax.jit  # 300 operations, traced and lowered once for all calls of the same shapes
+def _rounds(counter, key) -> tuple[jax.Array, ...]:
+    (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
         high0, low0 = _wide_product(_MULTIPLIERS[0], c0)
         high1, low1 = _wide_product(_MULTIPLIERS[1], c2)
