@@ -132,8 +132,7 @@ struct Lane {
   }
 
   // Rotates by the angles of a token, or back. Their cosines come before the sines.
-  template <bool kBack>
-  __device__ __forceinline__ void Rotate(const A* angles, A (&v)[kElements]) const {
+  __device__ __forceinline__ void Rotate(const A* angles, bool back, A (&v)[kElements]) const {
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
       const int first = First(k);
@@ -141,21 +140,22 @@ struct Lane {
       A cos[kSize], sin[kSize];
       LoadParameter<A, A>(angles, first, cos);
       LoadParameter<A, A>(angles, t.pairs + first, sin);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) sin[i] = back ? -sin[i] : sin[i];
       A* const pair = v + 2 * k * kSize;
       if (t.interleaved) {
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) Turn<kBack>(pair[2 * i], pair[2 * i + 1], cos[i], sin[i]);
+        for (int i = 0; i < kSize; ++i) Turn(pair[2 * i], pair[2 * i + 1], cos[i], sin[i]);
       } else {
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) Turn<kBack>(pair[i], pair[kSize + i], cos[i], sin[i]);
+        for (int i = 0; i < kSize; ++i) Turn(pair[i], pair[kSize + i], cos[i], sin[i]);
       }
     }
   }
 
-  template <bool kBack>
   static __device__ __forceinline__ void Turn(A& a, A& b, A cos, A sin) {
-    const A sine = kBack ? -sin : sin, first = a * cos - b * sine;
-    b = b * cos + a * sine;
+    const A first = a * cos - b * sin;
+    b = b * cos + a * sin;
     a = first;
   }
 };
@@ -244,6 +244,7 @@ struct Rows {
   }
 };
 
+// Also the backward if nothing is normalized and there are no sums.
 template <typename T, int kSize, int kPairs, int kRows>
 __global__ void __launch_bounds__(kWarps* kWarpSize)
     RotaryForward(const Tiles t, const RotaryArrays arrays) {
@@ -253,11 +254,14 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
   const Place place(t);
   const bool rotated = arrays.turns != nullptr && place.part < 2;
   const L lane{t, place.lane, place.active ? t.head_size : 0};
-  const T* const x = static_cast<const T*>(arrays.x);
+  const bool back = arrays.dx != nullptr;
   T* const y = static_cast<T*>(place.Of(arrays.y[0], arrays.y[1], arrays.y[2]));
+  const T* const from = back ? y : static_cast<const T*>(arrays.x);
+  T* const to = back ? static_cast<T*>(arrays.dx) : y;
   const void* const scale = place.Of(arrays.scale[0], arrays.scale[1], nullptr);
   const bool wide_scale = place.Of(arrays.wide_scale[0], arrays.wide_scale[1], false);
   const bool normalizes = arrays.scale[0] != nullptr || arrays.scale[1] != nullptr;
+  const bool biased = arrays.bias != nullptr && !back;
   const Rows rows(t, place);
   const int first = threadIdx.x / kWarpSize;
 
@@ -265,12 +269,12 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
     const int i = first + k * kWarps;
-    raw[k] = lane.Load(x + rows.Merged(i), i < place.rows);
+    raw[k] = lane.Load(from + (back ? rows.Split(t, i) : rows.Merged(i)), i < place.rows);
   }
   // After x, because their conversions wait for them.
   A factor[L::kElements], bias[L::kElements];
   if (scale != nullptr) lane.Parameter(scale, wide_scale, factor);
-  if (arrays.bias != nullptr) {
+  if (biased) {
     const int64_t feature = int64_t{place.head} * t.head_size;
     const int64_t bytes = feature * (arrays.wide_bias ? sizeof(A) : sizeof(T));
     lane.Parameter(static_cast<const char*>(arrays.bias) + bytes, arrays.wide_bias, bias);
@@ -281,7 +285,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
     if (i >= place.rows) break;
     A v[L::kElements];
     L::Widen(raw[k], v);
-    if (arrays.bias != nullptr) {
+    if (biased) {
 #pragma unroll
       for (int e = 0; e < L::kElements; ++e) v[e] += bias[e];
     }
@@ -297,9 +301,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
       }
     }
     if (rotated) {
-      lane.template Rotate<false>(static_cast<const A*>(arrays.turns) + rows.Angle(t, i), v);
+      lane.Rotate(static_cast<const A*>(arrays.turns) + rows.Angle(t, i), back, v);
     }
-    lane.Store(y + rows.Split(t, i), v);
+    lane.Store(to + (back ? rows.Merged(i) : rows.Split(t, i)), v);
   }
 }
 
@@ -362,7 +366,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, sizeof(T) == 8 ? 1 : 2)
       A g[kElements];
       L::Widen(raw_dy[k], g);
       if (rotated) {
-        lane.template Rotate<true>(static_cast<const A*>(arrays.turns) + rows.Angle(t, i), g);
+        lane.Rotate(static_cast<const A*>(arrays.turns) + rows.Angle(t, i), true, g);
       }
       if (arrays.x != nullptr) {
         A v[kElements];
@@ -506,6 +510,7 @@ cudaError_t RotaryHeadsBackward(const RotaryShape& shape, DType dtype, const Hea
     return Clear(arrays.scale_sums, bytes * heads * shape.head_size, stream);
   }
   const bool summing = arrays.bias_sums != nullptr || arrays.scale_sums != nullptr;
+  if (!summing && arrays.x == nullptr) return Run<false>(shape, dtype, nullptr, arrays, stream);
   return Run<true>(shape, dtype, summing ? &sums : nullptr, arrays, stream);
 }
 
