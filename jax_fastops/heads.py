@@ -189,7 +189,11 @@ def _rotary_gradients(kept, cts, wanted, *, heads: int, kv_heads: int, size: int
         rows = _rows_of_sums(cts[0], axis)
         cts = [_grouped(ct, axis, rows) for ct in cts]
         x, turns = (None if a is None else _grouped(a, -2, rows) for a in (x, turns))
-        sums = dict(p=-(-rows // _SUM_ROWS), m=(heads + kv_heads) * size)
+        # Each sum of a scale's gradient is that of two heads, or of one if a bias has sums, too.
+        q_sums, k_sums = heads, kv_heads
+        if not want_bias:
+            q_sums, k_sums = (n - n // 2 for n in (heads, kv_heads))
+        sums = dict(p=-(-rows // _SUM_ROWS), m=(q_sums + k_sums) * size)
         sums |= dict(bias_sums=want_bias, scale_sums=any(want_scales))
     found = _ROTARY_BACK[first, summing](
         *cts,
@@ -209,9 +213,11 @@ def _rotary_gradients(kept, cts, wanted, *, heads: int, kv_heads: int, size: int
     if want_bias:
         dbias = found.bias_sums.sum(tuple(range(found.bias_sums.ndim - 1)))
     if any(want_scales):
-        partial = found.scale_sums.sum(tuple(range(found.scale_sums.ndim - 1)))
-        partial = partial.reshape(heads + kv_heads, size)
-        dq, dk = partial[:heads].sum(0), partial[heads:].sum(0)
+        parts = jnp.split(found.scale_sums, (q_sums * size,), axis=-1)
+        dq, dk = (
+            split_last(part, (part.shape[-1] // size, size)).sum(tuple(range(part.ndim)))
+            for part in parts
+        )
     dx = _ungrouped(found.dx) if summing else found.dx
     return dx, dbias, dq, dk, None
 

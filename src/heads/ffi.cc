@@ -138,8 +138,8 @@ ffi::Error MergeAndRotateBack(Call& call, Queue queue) {
   const bool normalized = arrays.scale[0] != nullptr || arrays.scale[1] != nullptr;
   call.Require(normalized == (arrays.x != nullptr), "dx", "needs x exactly if there is a scale");
   if (arrays.scale_sums != nullptr) {
-    const int64_t features = (shape.query_heads + shape.key_heads) * shape.head_size;
-    call.Require(call.Size("m") == features, "scale_sums", "does not have (h + n) * d features");
+    const int64_t size = shape.scale_sums(arrays.bias_sums != nullptr);
+    call.Require(call.Size("m") == size, "scale_sums", "has another number of sums");
   }
   const bool summing = arrays.bias_sums != nullptr || arrays.scale_sums != nullptr;
   const HeadsSums sums{.groups = call.Size("g", 1), .subgroups = summing ? call.Size("p") : 1};

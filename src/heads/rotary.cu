@@ -10,16 +10,17 @@
 //   that both elements of a rotation are in one lane: one unit from each half of the rotated part,
 //   or, if pairs are interleaved, two neighbors. So rotations need no communication, and only the
 //   norm's sums need shuffles.
+// - A lane takes several heads of a token, all of which it loads before it uses the first. That
+//   keeps 32 KB or more in flight per SM. The cosines and sines of the token, which have as many
+//   bytes as two heads of 16-bit elements, are loaded once for all of them.
 // - If units of 16 bytes do not divide the head and its rotated part, or a pointer is not aligned
 // to
 //   them, units are single elements, and a lane has up to eight pairs of them. float64 has only
 //   this kernel. Everything else is a run-time parameter.
-// - A lane stays with its head, so it holds the norm's scale and its share of the parameters'
-//   gradients in registers. The warps of a block take the rows of a run in turn. A lane loads
-//   several rows before it uses the first, which keeps 32 KB or more in flight per SM.
-// - Sums: a block takes a whole run, so its warps combine their sums in shared memory, once.
-// Without
-//   atomics, the same input gives the same bits.
+// - Sums: the backward has lanes that stay with two heads, which share the sum of the gradient of
+//   their scale. The warps of a block take the rows of a run in turn, and combine their sums in
+//   shared memory, once. Sums of the bias need registers for each head, so a lane then has one head
+//   of two rows. Without atomics, the same input gives the same bits.
 #include "heads/rotary.h"
 
 #include <algorithm>
@@ -42,17 +43,19 @@ struct Rotary;  // the family of the kernels
 
 constexpr int kWarpSize = 32, kWarps = 8;
 
-// How rows and heads are divided. Row `i` of run `r` of group `g` is g * group_rows + r * run_rows
-// + i.
+// How rows and heads are divided. A block takes a chunk of heads for a run of rows. Row `i` of run
+// `r` of group `g` is g * group_rows + r * run_rows + i.
 struct Tiles {
-  FastDivisor64 whole_sequence, subgroups, head_blocks;
+  FastDivisor64 whole_sequence, subgroups, chunks;
   FastDivisor sequence;
   int64_t group_rows = 0, run_rows = 0;
   int log_lanes = 0;  // of a group
   Offsets<kRotaryRank> angles;
 
   int query_heads, key_heads, head_size, pairs;
-  bool interleaved, heads_first;
+  int steps;     // forward: the heads of a lane
+  int per_lane;  // backward: likewise
+  bool interleaved, heads_first, back;
   double eps, inverse_size;
 };
 
@@ -69,7 +72,6 @@ struct Lane {
 
   const Tiles& t;
   int lane;  // in its group
-  int size;  // of the head; 0: nothing is loaded and stored
 
   // The place of a unit in the head. Beyond the head's end, there is no such unit.
   __device__ __forceinline__ int At(int unit) const {
@@ -89,7 +91,7 @@ struct Lane {
 #pragma unroll
     for (int u = 0; u < 2 * kPairs; ++u) {
       const int at = At(u);
-      if (valid && at < size) raw.bits[u] = *reinterpret_cast<const Bits*>(head + at);
+      if (valid && at < t.head_size) raw.bits[u] = *reinterpret_cast<const Bits*>(head + at);
     }
     return raw;
   }
@@ -105,7 +107,7 @@ struct Lane {
 #pragma unroll
     for (int u = 0; u < 2 * kPairs; ++u) {
       const int at = At(u);
-      if (at >= size) continue;
+      if (at >= t.head_size) continue;
       Unit<T, kSize * sizeof(T)> unit;
 #pragma unroll
       for (int i = 0; i < kSize; ++i) unit.elements[i] = FromCompute<T>(v[u * kSize + i]);
@@ -119,7 +121,7 @@ struct Lane {
     for (int u = 0; u < 2 * kPairs; ++u) {
       const int at = At(u);
       A values[kSize] = {};
-      if (at < size) {
+      if (at < t.head_size) {
         if (sizeof(T) == 2 && wide) {
           LoadParameter<T, A>(head, at, values);
         } else {
@@ -131,31 +133,47 @@ struct Lane {
     }
   }
 
-  // Rotates by the angles of a token, or back. Their cosines come before the sines.
-  template <bool kBack>
-  __device__ __forceinline__ void Rotate(const A* angles, A (&v)[kElements]) const {
+  // The cosines and sines of a token.
+  struct Angles {
+    A cos[kElements / 2], sin[kElements / 2];
+  };
+  // `token` has the cosines before the sines. With `back`, rotations are undone.
+  __device__ __forceinline__ Angles LoadAngles(const A* token, bool back) const {
+    Angles angles;
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
-      const int first = First(k);
-      if (first >= t.pairs) continue;
-      A cos[kSize], sin[kSize];
-      LoadParameter<A, A>(angles, first, cos);
-      LoadParameter<A, A>(angles, t.pairs + first, sin);
+      A cos[kSize] = {}, sin[kSize] = {};
+      if (First(k) < t.pairs) {
+        LoadParameter<A, A>(token, First(k), cos);
+        LoadParameter<A, A>(token, t.pairs + First(k), sin);
+      }
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        angles.cos[k * kSize + i] = cos[i];
+        angles.sin[k * kSize + i] = back ? -sin[i] : sin[i];
+      }
+    }
+    return angles;
+  }
+
+  __device__ __forceinline__ void Rotate(const Angles& angles, A (&v)[kElements]) const {
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) {
+      if (First(k) >= t.pairs) continue;
       A* const pair = v + 2 * k * kSize;
       if (t.interleaved) {
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) Turn<kBack>(pair[2 * i], pair[2 * i + 1], cos[i], sin[i]);
+        for (int i = 0; i < kSize; ++i) Turn(angles, k * kSize + i, pair[2 * i], pair[2 * i + 1]);
       } else {
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) Turn<kBack>(pair[i], pair[kSize + i], cos[i], sin[i]);
+        for (int i = 0; i < kSize; ++i) Turn(angles, k * kSize + i, pair[i], pair[kSize + i]);
       }
     }
   }
 
-  template <bool kBack>
-  static __device__ __forceinline__ void Turn(A& a, A& b, A cos, A sin) {
-    const A sine = kBack ? -sin : sin, first = a * cos - b * sine;
-    b = b * cos + a * sine;
+  static __device__ __forceinline__ void Turn(const Angles& angles, int i, A& a, A& b) {
+    const A first = a * angles.cos[i] - b * angles.sin[i];
+    b = b * angles.cos[i] + a * angles.sin[i];
     a = first;
   }
 };
@@ -176,147 +194,169 @@ __device__ __forceinline__ A ReciprocalRoot(A x) {
   }
 }
 
-// What a thread works on.
+// What a block works on, and the thread's place in it.
 struct Place {
-  int64_t run;          // of all runs
-  int64_t row;          // the first row of the run
-  int rows;             // of the run
-  int lane;             // in its group
-  int head, part, own;  // of all heads; queries, keys or values; the head in its part
-  bool active;          // there is such a head
-  int heads;            // of the part
+  int64_t run, row;  // of all runs; its first row
+  int rows;          // of the run
+  int chunk;
+  int groups, group, lane;  // of the warp; the thread's group; its place in it
+  int64_t batch;            // of the first row
+  uint32_t token;           // likewise
 
   __device__ __forceinline__ explicit Place(const Tiles& t) {
-    const int in_warp = threadIdx.x % kWarpSize, log_groups = 5 - t.log_lanes;
-    run = Divide(uint64_t{blockIdx.x}, t.head_blocks);
-    const int block = static_cast<int>(blockIdx.x - run * t.head_blocks.divisor);
+    const int in_warp = threadIdx.x % kWarpSize;
+    groups = kWarpSize >> t.log_lanes;
+    group = in_warp >> t.log_lanes;
     lane = in_warp & ((1 << t.log_lanes) - 1);
-    head = (block << log_groups) + (in_warp >> t.log_lanes);
-    active = head < t.query_heads + 2 * t.key_heads;
-    part = head < t.query_heads ? 0 : head < t.query_heads + t.key_heads ? 1 : 2;
-    own = head - (part > 0 ? t.query_heads : 0) - (part > 1 ? t.key_heads : 0);
-    heads = part == 0 ? t.query_heads : t.key_heads;
-    const int64_t group = Divide(static_cast<uint64_t>(run), t.subgroups);
-    const int64_t first = (run - group * t.subgroups.divisor) * t.run_rows;
-    row = group * t.group_rows + first;
+    run = Divide(uint64_t{blockIdx.x}, t.chunks);
+    chunk = static_cast<int>(blockIdx.x - run * t.chunks.divisor);
+    const int64_t of = Divide(static_cast<uint64_t>(run), t.subgroups);
+    const int64_t first = (run - of * t.subgroups.divisor) * t.run_rows;
+    row = of * t.group_rows + first;
     const int64_t left = min(t.run_rows, t.group_rows - first);
     rows = left > 0 ? static_cast<int>(left) : 0;
+    batch = Divide(static_cast<uint64_t>(row), t.whole_sequence);
+    token = static_cast<uint32_t>(row - batch * static_cast<int64_t>(t.whole_sequence.divisor));
+  }
+};
+
+// Row `i` of a run.
+struct Row {
+  int64_t row, batch;
+  uint32_t token;
+
+  __device__ __forceinline__ Row(const Tiles& t, const Place& place, int i) : row(place.row + i) {
+    const uint32_t ahead = Divide(place.token + i, t.sequence);
+    batch = place.batch + ahead;
+    token = place.token + i - ahead * t.sequence.divisor;
+  }
+
+  __device__ __forceinline__ int64_t Angles(const Tiles& t) const {
+    return (t.angles.Offset(batch) + token) * 2 * t.pairs;
+  }
+};
+
+// A head of queries (part 0), keys or values.
+struct Head {
+  int part, own, heads;  // its place in the part, of so many
+
+  static __device__ __forceinline__ Head Of(const Tiles& t, int index) {
+    const int part = index < t.query_heads ? 0 : index < t.query_heads + t.key_heads ? 1 : 2;
+    const int own = index - (part > 0 ? t.query_heads : 0) - (part > 1 ? t.key_heads : 0);
+    return {part, own, part == 0 ? t.query_heads : t.key_heads};
+  }
+
+  __device__ __forceinline__ int64_t Feature(const Tiles& t) const {
+    const int before = part == 0 ? 0 : part == 1 ? t.query_heads : t.query_heads + t.key_heads;
+    return int64_t{before + own} * t.head_size;
+  }
+  __device__ __forceinline__ int64_t Merged(const Tiles& t, const Row& row) const {
+    const int64_t features = int64_t{t.query_heads + 2 * t.key_heads} * t.head_size;
+    return row.row * features + Feature(t);
+  }
+  __device__ __forceinline__ int64_t Split(const Tiles& t, const Row& row) const {
+    const int64_t sequence = t.whole_sequence.divisor;
+    return (t.heads_first ? (row.batch * heads + own) * sequence + row.token
+                          : row.row * heads + own) *
+           t.head_size;
   }
 
   // Selected, not indexed: an index into a kernel's parameters needs a copy of them in local
   // memory.
   template <typename V>
-  __device__ __forceinline__ V Of(V queries, V keys, std::type_identity_t<V> values) const {
+  __device__ __forceinline__ V Choose(V queries, V keys, std::type_identity_t<V> values) const {
     return part == 0 ? queries : part == 1 ? keys : values;
   }
 };
 
-// Where the rows of a run are in the arrays, in elements.
-struct Rows {
-  int64_t merged, split, batch;  // of the first row's sequence; `merged`: of the first row
-  int64_t batch_step;
-  int merged_step, token_step;
-  uint32_t token;  // of the first row
-
-  __device__ __forceinline__ Rows(const Tiles& t, const Place& place) {
-    const int64_t sequence = t.whole_sequence.divisor;
-    batch = Divide(static_cast<uint64_t>(place.row), t.whole_sequence);
-    token = static_cast<uint32_t>(place.row - batch * sequence);
-    merged_step = (t.query_heads + 2 * t.key_heads) * t.head_size;
-    merged = place.row * merged_step + int64_t{place.head} * t.head_size;
-    token_step = t.heads_first ? t.head_size : place.heads * t.head_size;
-    batch_step = sequence * place.heads * t.head_size;
-    split = batch * batch_step + place.own * (t.heads_first ? sequence : 1) * t.head_size;
-  }
-
-  __device__ __forceinline__ int64_t Merged(int i) const {
-    return merged + int64_t{i} * merged_step;
-  }
-  __device__ __forceinline__ int64_t Split(const Tiles& t, int i) const {
-    const uint32_t ahead = Divide(token + i, t.sequence);
-    const uint32_t own = token + i - ahead * t.sequence.divisor;
-    return split + ahead * batch_step + int64_t{own} * token_step;
-  }
-  __device__ __forceinline__ int64_t Angle(const Tiles& t, int i) const {
-    const uint32_t ahead = Divide(token + i, t.sequence);
-    const uint32_t own = token + i - ahead * t.sequence.divisor;
-    return (t.angles.Offset(batch + ahead) + own) * 2 * t.pairs;
-  }
-};
-
-template <typename T, int kSize, int kPairs, int kRows>
-__global__ void __launch_bounds__(kWarps* kWarpSize)
+// Also the backward if nothing is normalized and there are no sums. A chunk has t.steps heads for
+// each group of lanes. All groups of a warp together have neighboring heads in each step.
+template <typename T, int kSize, int kPairs, int kHeads>
+__global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
     RotaryForward(const Tiles t, const RotaryArrays arrays) {
   using L = Lane<T, kSize, kPairs>;
   using A = typename L::A;
-  const A inverse_size = static_cast<A>(t.inverse_size);
   const Place place(t);
-  const bool rotated = arrays.turns != nullptr && place.part < 2;
-  const L lane{t, place.lane, place.active ? t.head_size : 0};
-  const T* const x = static_cast<const T*>(arrays.x);
-  T* const y = static_cast<T*>(place.Of(arrays.y[0], arrays.y[1], arrays.y[2]));
-  const void* const scale = place.Of(arrays.scale[0], arrays.scale[1], nullptr);
-  const bool wide_scale = place.Of(arrays.wide_scale[0], arrays.wide_scale[1], false);
+  const L lane{t, place.lane};
+  const int first = place.chunk * t.steps * place.groups + place.group;
+  const int all = t.query_heads + 2 * t.key_heads;
   const bool normalizes = arrays.scale[0] != nullptr || arrays.scale[1] != nullptr;
-  const Rows rows(t, place);
-  const int first = threadIdx.x / kWarpSize;
+  const bool biased = arrays.bias != nullptr && !t.back;
+  int loaded = -1;  // the part whose scale is loaded
+  A factor[L::kElements];
 
-  typename L::Raw raw[kRows];
+  for (int i = threadIdx.x / kWarpSize; i < place.rows; i += kWarps) {
+    const Row row(t, place, i);
+    typename L::Raw raw[kHeads];
 #pragma unroll
-  for (int k = 0; k < kRows; ++k) {
-    const int i = first + k * kWarps;
-    raw[k] = lane.Load(x + rows.Merged(i), i < place.rows);
-  }
-  // After x, because their conversions wait for them.
-  A factor[L::kElements], bias[L::kElements];
-  if (scale != nullptr) lane.Parameter(scale, wide_scale, factor);
-  if (arrays.bias != nullptr) {
-    const int64_t feature = int64_t{place.head} * t.head_size;
-    const int64_t bytes = feature * (arrays.wide_bias ? sizeof(A) : sizeof(T));
-    lane.Parameter(static_cast<const char*>(arrays.bias) + bytes, arrays.wide_bias, bias);
-  }
-#pragma unroll
-  for (int k = 0; k < kRows; ++k) {
-    const int i = first + k * kWarps;
-    if (i >= place.rows) break;
-    A v[L::kElements];
-    L::Widen(raw[k], v);
-    if (arrays.bias != nullptr) {
-#pragma unroll
-      for (int e = 0; e < L::kElements; ++e) v[e] += bias[e];
+    for (int k = 0; k < kHeads; ++k) {
+      const int index = first + k * place.groups;
+      const Head head = Head::Of(t, index);
+      const T* const y = static_cast<const T*>(head.Choose(arrays.y[0], arrays.y[1], arrays.y[2]));
+      const T* const from =
+          t.back ? y + head.Split(t, row) : static_cast<const T*>(arrays.x) + head.Merged(t, row);
+      raw[k] = lane.Load(from, k < t.steps && index < all);
     }
-    if (normalizes) {
-      A squares = 0;
+    typename L::Angles angles;
+    if (arrays.turns != nullptr && first < t.query_heads + t.key_heads) {
+      angles = lane.LoadAngles(static_cast<const A*>(arrays.turns) + row.Angles(t), t.back);
+    }
 #pragma unroll
-      for (int e = 0; e < L::kElements; ++e) squares += v[e] * v[e];
-      squares = GroupSum(squares, t.log_lanes);
-      if (scale != nullptr) {
-        const A rstd = ReciprocalRoot<A>(squares * inverse_size + static_cast<A>(t.eps));
+    for (int k = 0; k < kHeads; ++k) {
+      if (k >= t.steps) break;
+      const int index = first + k * place.groups;
+      const Head head = Head::Of(t, index);
+      A v[L::kElements];
+      L::Widen(raw[k], v);
+      if (biased && index < all) {
+        A bias[L::kElements];
+        const int64_t bytes = head.Feature(t) * (arrays.wide_bias ? sizeof(A) : sizeof(T));
+        lane.Parameter(static_cast<const char*>(arrays.bias) + bytes, arrays.wide_bias, bias);
 #pragma unroll
-        for (int e = 0; e < L::kElements; ++e) v[e] = v[e] * rstd * factor[e];
+        for (int e = 0; e < L::kElements; ++e) v[e] += bias[e];
       }
+      if (normalizes) {
+        const void* const scale = head.Choose(arrays.scale[0], arrays.scale[1], nullptr);
+        if (scale != nullptr && loaded != head.part) {
+          lane.Parameter(scale, head.Choose(arrays.wide_scale[0], arrays.wide_scale[1], false),
+                         factor);
+          loaded = head.part;
+        }
+        A squares = 0;
+#pragma unroll
+        for (int e = 0; e < L::kElements; ++e) squares += v[e] * v[e];
+        squares = GroupSum(squares, t.log_lanes) * static_cast<A>(t.inverse_size);
+        if (scale != nullptr) {
+          const A rstd = ReciprocalRoot<A>(squares + static_cast<A>(t.eps));
+#pragma unroll
+          for (int e = 0; e < L::kElements; ++e) v[e] = v[e] * rstd * factor[e];
+        }
+      }
+      if (arrays.turns != nullptr && head.part < 2) lane.Rotate(angles, v);
+      if (index >= all) continue;
+      T* const y = static_cast<T*>(head.Choose(arrays.y[0], arrays.y[1], arrays.y[2]));
+      lane.Store(t.back ? static_cast<T*>(arrays.dx) + head.Merged(t, row) : y + head.Split(t, row),
+                 v);
     }
-    if (rotated) {
-      lane.template Rotate<false>(static_cast<const A*>(arrays.turns) + rows.Angle(t, i), v);
-    }
-    lane.Store(y + rows.Split(t, i), v);
   }
 }
 
-// Adds up a sum over the warps of the block, and writes it. All threads call it.
+// Adds up a sum over the warps of the block, and writes it to `to`, unless that is null. All
+// threads call it.
 template <typename L, typename A, int kElements>
 __device__ __forceinline__ void StoreSums(const L& lane, A* shared, const A (&sums)[kElements],
                                           A* to) {
   const int warp = threadIdx.x / kWarpSize, in_warp = threadIdx.x % kWarpSize;
   __syncthreads();  // the previous sums have been read
 #pragma unroll
-  for (int e = 0; e < kElements; ++e)
+  for (int e = 0; e < kElements; ++e) {
     shared[(warp * kElements + e) * kWarpSize + in_warp] = sums[e];
+  }
   __syncthreads();
 #pragma unroll
   for (int e = 0; e < kElements; ++e) {
     const int at = lane.At(e / L::kUnit);
-    if (e % kWarps != warp || at >= lane.size) continue;
+    if (e % kWarps != warp || at >= lane.t.head_size || to == nullptr) continue;
     A sum = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += shared[(w * kElements + e) * kWarpSize + in_warp];
@@ -324,113 +364,129 @@ __device__ __forceinline__ void StoreSums(const L& lane, A* shared, const A (&su
   }
 }
 
-template <typename T, int kSize, int kPairs, int kRows>
-__global__ void __launch_bounds__(kWarps* kWarpSize, sizeof(T) == 8 ? 1 : 2)
+// A chunk has t.per_lane heads of one part for each group of lanes: two heads of a row, or one head
+// of two rows.
+template <typename T, int kSize, int kPairs>
+__global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
     RotaryBackward(const Tiles t, const RotaryArrays arrays) {
   using L = Lane<T, kSize, kPairs>;
   using A = typename L::A;
   constexpr int kElements = L::kElements;
   __shared__ A shared[kWarps * kElements * kWarpSize];
-  const A inverse_size = static_cast<A>(t.inverse_size);
   const Place place(t);
-  const bool rotated = arrays.turns != nullptr && place.part < 2;
-  const L lane{t, place.lane, place.active ? t.head_size : 0};
-  const T* const x = static_cast<const T*>(arrays.x);
-  const T* const dy = static_cast<const T*>(place.Of(arrays.y[0], arrays.y[1], arrays.y[2]));
-  T* const dx = static_cast<T*>(arrays.dx);
-  const void* const scale = place.Of(arrays.scale[0], arrays.scale[1], nullptr);
-  const bool wide_scale = place.Of(arrays.wide_scale[0], arrays.wide_scale[1], false);
-  const int64_t feature = int64_t{place.head} * t.head_size;
-  const char* const bias =
-      static_cast<const char*>(arrays.bias) + feature * (arrays.wide_bias ? sizeof(A) : sizeof(T));
-  A factor[kElements], bias_sums[kElements] = {}, scale_sums[kElements] = {};
-  if (scale != nullptr) lane.Parameter(scale, wide_scale, factor);
+  const L lane{t, place.lane};
+  const int per_chunk = place.groups * t.per_lane;
+  const int query_chunks = (t.query_heads + per_chunk - 1) / per_chunk;
+  const int key_chunks = (t.key_heads + per_chunk - 1) / per_chunk;
+  Head head;
+  head.part = place.chunk < query_chunks ? 0 : place.chunk < query_chunks + key_chunks ? 1 : 2;
+  head.heads = head.part == 0 ? t.query_heads : t.key_heads;
+  const int chunk =
+      place.chunk - head.part * key_chunks - (head.part > 0 ? query_chunks - key_chunks : 0);
+  head.own = chunk * per_chunk + place.group * t.per_lane;
+  const bool one_head = t.per_lane == 1;
 
-  const Rows rows(t, place);
-  for (int first = threadIdx.x / kWarpSize; first < place.rows; first += kRows * kWarps) {
-    typename L::Raw raw_dy[kRows], raw_x[kRows];
+  const void* const scale = head.Choose(arrays.scale[0], arrays.scale[1], nullptr);
+  const T* const dy = static_cast<const T*>(head.Choose(arrays.y[0], arrays.y[1], arrays.y[2]));
+  const bool rotated = arrays.turns != nullptr && head.part < 2;
+  const bool wide_scale = head.Choose(arrays.wide_scale[0], arrays.wide_scale[1], false);
+  A bias_sums[kElements] = {}, scale_sums[kElements] = {};
+  const int turn = one_head ? 2 * kWarps : kWarps;
+  for (int i = threadIdx.x / kWarpSize; i < place.rows; i += turn) {
+    typename L::Raw raw_dy[2], raw_x[2];
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      const int i = first + k * kWarps;
-      raw_dy[k] = lane.Load(dy + rows.Split(t, i), i < place.rows);
-      raw_x[k] = lane.Load(x + rows.Merged(i), i < place.rows && scale != nullptr);
+    for (int k = 0; k < 2; ++k) {
+      const int r = one_head ? i + k * kWarps : i;
+      const Row row(t, place, r);
+      const Head own = {head.part, one_head ? head.own : head.own + k, head.heads};
+      const bool valid = r < place.rows && own.own < own.heads;
+      raw_dy[k] = lane.Load(dy + own.Split(t, row), valid);
+      raw_x[k] = lane.Load(static_cast<const T*>(arrays.x) + own.Merged(t, row),
+                           valid && scale != nullptr);
     }
+    typename L::Angles angles;
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      const int i = first + k * kWarps;
-      if (i >= place.rows) break;
+    for (int k = 0; k < 2; ++k) {
+      const int r = one_head ? i + k * kWarps : i;
+      if (r >= place.rows) break;
+      const Row row(t, place, r);
+      const Head own = {head.part, one_head ? head.own : head.own + k, head.heads};
+      if (rotated && (k == 0 || one_head)) {
+        angles = lane.LoadAngles(static_cast<const A*>(arrays.turns) + row.Angles(t), true);
+      }
       A g[kElements];
       L::Widen(raw_dy[k], g);
-      if (rotated) {
-        lane.template Rotate<true>(static_cast<const A*>(arrays.turns) + rows.Angle(t, i), g);
-      }
-      if (arrays.x != nullptr) {
+      if (rotated) lane.Rotate(angles, g);
+      if (scale != nullptr) {  // for the whole block
         A v[kElements];
         L::Widen(raw_x[k], v);
-        if (arrays.bias != nullptr && scale != nullptr) {
-          A add[kElements];
-          lane.Parameter(bias, arrays.wide_bias, add);
+        if (arrays.bias != nullptr && own.own < own.heads) {
+          A bias[kElements];
+          const int64_t bytes = own.Feature(t) * (arrays.wide_bias ? sizeof(A) : sizeof(T));
+          lane.Parameter(static_cast<const char*>(arrays.bias) + bytes, arrays.wide_bias, bias);
 #pragma unroll
-          for (int e = 0; e < kElements; ++e) v[e] += add[e];
+          for (int e = 0; e < kElements; ++e) v[e] += bias[e];
         }
         A squares = 0;
 #pragma unroll
         for (int e = 0; e < kElements; ++e) squares += v[e] * v[e];
-        const A mean_square = GroupSum(squares, t.log_lanes) * inverse_size;
-        const A rstd = ReciprocalRoot<A>(mean_square + static_cast<A>(t.eps));
-        A products = 0;
-        if (scale != nullptr) {
+        squares = GroupSum(squares, t.log_lanes) * static_cast<A>(t.inverse_size);
+        const A rstd = ReciprocalRoot<A>(squares + static_cast<A>(t.eps));
+        A products = 0, factor[kElements];
+        lane.Parameter(scale, wide_scale, factor);  // again, for fewer registers
 #pragma unroll
-          for (int e = 0; e < kElements; ++e) {
-            v[e] *= rstd;
-            scale_sums[e] += g[e] * v[e];
-            g[e] *= factor[e];
-            products += g[e] * v[e];
-          }
+        for (int e = 0; e < kElements; ++e) {
+          v[e] *= rstd;
+          scale_sums[e] += g[e] * v[e];
+          g[e] *= factor[e];
+          products += g[e] * v[e];
         }
-        products = GroupSum(products, t.log_lanes) * inverse_size;
-        if (scale != nullptr) {
+        products = GroupSum(products, t.log_lanes) * static_cast<A>(t.inverse_size);
 #pragma unroll
-          for (int e = 0; e < kElements; ++e) g[e] = (g[e] - v[e] * products) * rstd;
-        }
+        for (int e = 0; e < kElements; ++e) g[e] = (g[e] - v[e] * products) * rstd;
       }
       if (arrays.bias_sums != nullptr) {
 #pragma unroll
         for (int e = 0; e < kElements; ++e) bias_sums[e] += g[e];
       }
-      lane.Store(dx + rows.Merged(i), g);
+      if (own.own < own.heads) {
+        lane.Store(static_cast<T*>(arrays.dx) + own.Merged(t, row), g);
+      }
     }
   }
 
+  const bool active = head.own < head.heads;
   if (arrays.bias_sums != nullptr) {
     const int64_t features = int64_t{t.query_heads + 2 * t.key_heads} * t.head_size;
-    StoreSums(lane, shared, bias_sums,
-              static_cast<A*>(arrays.bias_sums) + place.run * features + feature);
+    A* const to = static_cast<A*>(arrays.bias_sums) + place.run * features + head.Feature(t);
+    StoreSums(lane, shared, bias_sums, active ? to : nullptr);
   }
-  if (arrays.scale_sums != nullptr) {
-    const int64_t features = int64_t{t.query_heads + t.key_heads} * t.head_size;
-    // Values have no scale.
-    const L own{t, lane.lane, place.part == 2 ? 0 : lane.size};
-    StoreSums(own, shared, scale_sums,
-              static_cast<A*>(arrays.scale_sums) + place.run * features + feature);
+  if (arrays.scale_sums != nullptr && head.part < 2) {  // for the whole block
+    const int queries = (t.query_heads + t.per_lane - 1) / t.per_lane;
+    const int keys = (t.key_heads + t.per_lane - 1) / t.per_lane;
+    const int of = head.own / t.per_lane + (head.part == 0 ? 0 : queries);
+    A* const to =
+        static_cast<A*>(arrays.scale_sums) + (place.run * (queries + keys) + of) * t.head_size;
+    StoreSums(lane, shared, scale_sums, active ? to : nullptr);
   }
 }
 
 // -------------------------------------------------------------------------------------------------
 // Launches
 
-constexpr int kForwardRows = 4, kBackwardRows = 2, kGeneralPairs = 8;
+constexpr int kHeads = 4, kForwardRows = 2, kGeneralPairs = 8;
 
 using Kernel = void (*)(Tiles, RotaryArrays);
 
-template <typename T, bool kBack>
-Kernel FindKernel(bool units) {
+// `sums`: the kernel for norms in the backward, and for sums.
+template <typename T>
+Kernel FindKernel(bool units, bool sums) {
   constexpr int kSize = 16 / sizeof(T);
   if constexpr (sizeof(T) < 8) {
-    if (units && kBack) return KernelOf<Rotary, RotaryBackward<T, kSize, 1, kBackwardRows>>();
-    if (units) return KernelOf<Rotary, RotaryForward<T, kSize, 1, kForwardRows>>();
+    if (units && sums) return KernelOf<Rotary, RotaryBackward<T, kSize, 1>>();
+    if (units) return KernelOf<Rotary, RotaryForward<T, kSize, 1, kHeads>>();
   }
-  if (kBack) return KernelOf<Rotary, RotaryBackward<T, 1, kGeneralPairs, 1>>();
+  if (sums) return KernelOf<Rotary, RotaryBackward<T, 1, kGeneralPairs>>();
   return KernelOf<Rotary, RotaryForward<T, 1, kGeneralPairs, 1>>();
 }
 
@@ -444,24 +500,34 @@ bool TakesUnits(const RotaryShape& shape, DType dtype, const RotaryArrays& array
          shape.pairs % size == 0 && shape.head_size <= 2 * kWarpSize * size;
 }
 
-// Without sums, all rows are one group of runs that the warps of a block take in one turn.
-template <bool kBack>
+// Without sums, all rows are one group.
 cudaError_t Run(const RotaryShape& shape, DType dtype, const HeadsSums* sums,
                 const RotaryArrays& arrays, cudaStream_t stream) {
-  const bool units = TakesUnits(shape, dtype, arrays);
-  const int64_t turn = kWarps * (!units ? 1 : kBack ? kBackwardRows : kForwardRows);
-  const int64_t groups = sums == nullptr ? 1 : shape.batch * sums->groups;
-  const int64_t subgroups = sums == nullptr ? CeilDiv(shape.rows(), turn) : sums->subgroups;
+  const bool units = TakesUnits(shape, dtype, arrays), back = arrays.dx != nullptr;
+  const bool with_sums = sums != nullptr || (back && arrays.x != nullptr);
   const int64_t pairs = CeilDiv(shape.head_size, units ? 32 / DTypeSize(dtype) : 2);
   Tiles t;
   while (t.log_lanes < 5 && pairs > 1 << t.log_lanes) ++t.log_lanes;
-  const int64_t head_blocks = CeilDiv(shape.heads(), kWarpSize >> t.log_lanes);
-  const int64_t blocks = groups * subgroups * head_blocks;
+  const int64_t warp_heads = kWarpSize >> t.log_lanes;
+  int64_t chunks;
+  if (with_sums) {
+    t.per_lane = RotaryHeadsPerSum(arrays.bias_sums != nullptr);
+    chunks = 2 * CeilDiv(shape.key_heads, warp_heads * t.per_lane) +
+             CeilDiv(shape.query_heads, warp_heads * t.per_lane);
+  } else {  // chunks of almost equal length
+    const int64_t steps = CeilDiv(shape.heads(), warp_heads);
+    chunks = CeilDiv(steps, units ? kHeads : 1);
+    t.steps = static_cast<int>(CeilDiv(steps, chunks));
+  }
+  const int64_t groups = sums == nullptr ? 1 : shape.batch * sums->groups;
+  const int64_t subgroups =
+      sums == nullptr ? CeilDiv(shape.rows(), kWarps * kForwardRows) : sums->subgroups;
+  const int64_t blocks = groups * subgroups * chunks;
   constexpr int64_t kMost = INT32_MAX;
   t.whole_sequence = FastDivisor64(shape.sequence);
   t.sequence = FastDivisor(static_cast<uint32_t>(std::min(shape.sequence, kMost)));
   t.subgroups = FastDivisor64(subgroups);
-  t.head_blocks = FastDivisor64(head_blocks);
+  t.chunks = FastDivisor64(chunks);
   t.group_rows = shape.rows() / groups;
   t.run_rows = CeilDiv(t.group_rows, subgroups);
   t.angles = Offsets<kRotaryRank>(shape.angles.rank, shape.angles.size, shape.angles.stride);
@@ -471,13 +537,14 @@ cudaError_t Run(const RotaryShape& shape, DType dtype, const HeadsSums* sums,
   t.pairs = static_cast<int>(shape.pairs);
   t.interleaved = shape.interleaved;
   t.heads_first = shape.heads_first;
+  t.back = back;
   t.eps = shape.eps;
   t.inverse_size = 1.0 / static_cast<double>(shape.head_size);
   if (blocks > kMost || shape.features() > kMost || shape.sequence + t.run_rows > kMost) {
     return cudaErrorInvalidConfiguration;
   }
   const Kernel kernel = ForDType(
-      dtype, [&]<typename T>(TypeTag<T>) -> Kernel { return FindKernel<T, kBack>(units); });
+      dtype, [&]<typename T>(TypeTag<T>) -> Kernel { return FindKernel<T>(units, with_sums); });
   const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
                                .block = dim3(kWarps * kWarpSize)};
   return Launch(kernel, config, stream, t, arrays);
@@ -492,21 +559,21 @@ cudaError_t Clear(void* sums, int64_t bytes, cudaStream_t stream) {
 cudaError_t RotaryHeads(const RotaryShape& shape, DType dtype, const RotaryArrays& arrays,
                         cudaStream_t stream) {
   if (shape.rows() * shape.features() == 0) return cudaSuccess;
-  return Run<false>(shape, dtype, nullptr, arrays, stream);
+  return Run(shape, dtype, nullptr, arrays, stream);
 }
 
 cudaError_t RotaryHeadsBackward(const RotaryShape& shape, DType dtype, const HeadsSums& sums,
                                 const RotaryArrays& arrays, cudaStream_t stream) {
-  if (shape.rows() * shape.features() == 0) {
-    const int64_t bytes =
-        shape.batch * sums.groups * sums.subgroups * std::max<int64_t>(4, DTypeSize(dtype));
-    const int64_t heads = shape.query_heads + shape.key_heads;
-    const cudaError_t error = Clear(arrays.bias_sums, bytes * shape.features(), stream);
-    if (error != cudaSuccess) return error;
-    return Clear(arrays.scale_sums, bytes * heads * shape.head_size, stream);
-  }
   const bool summing = arrays.bias_sums != nullptr || arrays.scale_sums != nullptr;
-  return Run<true>(shape, dtype, summing ? &sums : nullptr, arrays, stream);
+  if (shape.rows() * shape.features() > 0) {
+    return Run(shape, dtype, summing ? &sums : nullptr, arrays, stream);
+  }
+  const int64_t bytes =
+      shape.batch * sums.groups * sums.subgroups * std::max<int64_t>(4, DTypeSize(dtype));
+  const cudaError_t error = Clear(arrays.bias_sums, bytes * shape.features(), stream);
+  if (error != cudaSuccess) return error;
+  const int64_t scales = shape.scale_sums(arrays.bias_sums != nullptr);
+  return Clear(arrays.scale_sums, bytes * scales, stream);
 }
 
 cudaError_t LoadRotaryKernels() { return LoadKernels<Rotary>(); }

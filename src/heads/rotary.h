@@ -17,6 +17,10 @@ inline constexpr int64_t kRotaryMostHeadSize = 512;
 // The rank of RotaryIndex.
 inline constexpr int kRotaryRank = 8;
 
+// How many heads share a sum of the gradient of their scale: heads 2i and 2i + 1 of queries or of
+// keys, or one, if the gradient of the bias is summed too.
+constexpr int RotaryHeadsPerSum(bool bias_sums) { return bias_sums ? 1 : 2; }
+
 // Maps a batch to a row of the angles: sizes, major to minor, and strides in rows. The stride is 0
 // where angles are broadcast. Adjacent dimensions are merged if possible.
 struct RotaryIndex {
@@ -41,6 +45,11 @@ struct RotaryShape {
   int64_t rows() const { return batch * sequence; }
   int64_t heads() const { return query_heads + 2 * key_heads; }
   int64_t features() const { return heads() * head_size; }
+  // The elements of the sums of the scales, for each run of rows.
+  int64_t scale_sums(bool bias_sums) const {
+    const int64_t of = RotaryHeadsPerSum(bias_sums);
+    return ((query_heads + of - 1) / of + (key_heads + of - 1) / of) * head_size;
+  }
   int64_t part_heads(int part) const { return part == 0 ? query_heads : key_heads; }
 };
 
@@ -54,8 +63,8 @@ struct RotaryArrays {
   bool wide_bias = false, wide_scale[2] = {false, false};
   const void* turns = nullptr;  // null: nothing is rotated
   // Partial sums [batch, groups, subgroups, ...] of the gradients, over runs of rows as HeadsSums
-  // says, in the accumulator type: of the bias [features], and of the scales for each head of
-  // queries and keys [(query_heads + key_heads) * head_size]. Null if not wanted.
+  // says, in the accumulator type: of the bias [features], and of the scales of queries and keys
+  // [scale_sums / head_size, head_size]. Null if not wanted.
   void *bias_sums = nullptr, *scale_sums = nullptr;
 };
 

@@ -44,7 +44,9 @@ RotaryHead HeadOf(const RotaryShape& shape, const Sizes& sizes, const RotaryArra
                             : row * heads + own;
   const int64_t size = shape.head_size, feature = index * size;
   const int64_t in_x = (row * shape.features() + feature) * sizes.element;
-  const int64_t normalized = (shape.query_heads + shape.key_heads) * size;
+  const bool biased = arrays.bias_sums != nullptr;
+  const int per_sum = RotaryHeadsPerSum(biased);
+  const int64_t sum = own / per_sum + (part == 0 ? 0 : CeilDiv(shape.query_heads, per_sum));
   RotaryHead head{};
   head.size = size;
   head.pairs = shape.pairs;
@@ -63,7 +65,8 @@ RotaryHead HeadOf(const RotaryShape& shape, const Sizes& sizes, const RotaryArra
   if (part == 2) return head;
   head.scale = static_cast<const char*>(arrays.scale[part]);
   head.wide_scale = arrays.wide_scale[part];
-  head.scale_sums = to(arrays.scale_sums, (run * normalized + feature) * sizes.wide);
+  head.scale_sums =
+      to(arrays.scale_sums, (run * shape.scale_sums(biased) + sum * size) * sizes.wide);
   if (shape.pairs == 0) return head;
   const int64_t angle = (AngleRow(shape.angles, batch) + row % shape.sequence) * 2 * shape.pairs;
   head.cos = from(arrays.turns, angle * sizes.wide);
@@ -76,7 +79,9 @@ void Run(const RotaryShape& shape, DType dtype, int64_t groups, int64_t subgroup
   const Sizes sizes(dtype);
   const int64_t group_rows = shape.rows() / groups, run_rows = CeilDiv(group_rows, subgroups);
   const int64_t head_bytes = shape.head_size * sizes.element, all = shape.heads();
-  const int64_t some = std::min(all, std::max<int64_t>(1, kHeadsBytes / head_bytes));
+  // Heads with one sum stay together.
+  const int64_t longest = arrays.scale_sums != nullptr ? all : kHeadsBytes / head_bytes;
+  const int64_t some = std::min(all, std::max<int64_t>(1, longest));
   const int64_t pieces = CeilDiv(all, some), items = groups * subgroups * pieces;
   const double bytes = (arrays.x && arrays.dx ? 3.0 : 2.0) *
                        static_cast<double>(shape.rows() * shape.features() * sizes.element);
@@ -112,7 +117,7 @@ void RotaryHeadsBackward(const RotaryShape& shape, DType dtype, const HeadsSums&
     if (p != nullptr) std::memset(p, 0, static_cast<size_t>(runs * features * wide));
   };
   clear(arrays.bias_sums, shape.features());
-  clear(arrays.scale_sums, (shape.query_heads + shape.key_heads) * shape.head_size);
+  clear(arrays.scale_sums, shape.scale_sums(arrays.bias_sums != nullptr));
   if (rows * shape.features() == 0) return;
   const bool summing = arrays.bias_sums != nullptr || arrays.scale_sums != nullptr;
   Run(shape, dtype, summing ? groups : 1, summing ? sums.subgroups : rows, arrays,
