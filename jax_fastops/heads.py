@@ -58,12 +58,12 @@ _MERGE_AND_SUM = Kernel.declare(
 
 
 # Heads before or after the sequence, by ``heads_first``.
-_ORDERS = {True: "{h} {s} d", False: "{s} {h} d"}
+_ORDERS = {True: "{h} {s} {d}", False: "{s} {h} {d}"}
 
 
 def _parts(order: str, rows: str) -> str:
     return ", ".join(
-        f"{part}: ... " + order.format(h=heads, s=rows)
+        f"{part}: ... " + order.format(h=heads, s=rows, d="d")
         for part, heads in zip("qkv", "hnn", strict=True)
     )
 
@@ -189,10 +189,9 @@ def _rotary_gradients(kept, cts, wanted, *, heads: int, kv_heads: int, size: int
         rows = _rows_of_sums(cts[0], axis)
         cts = [_grouped(ct, axis, rows) for ct in cts]
         x, turns = (None if a is None else _grouped(a, -2, rows) for a in (x, turns))
-        # Each sum of a scale's gradient is that of two heads, or of one if a bias has sums, too.
-        q_sums, k_sums = heads, kv_heads
-        if not want_bias:
-            q_sums, k_sums = (n - n // 2 for n in (heads, kv_heads))
+        # Heads share the sum of their scale's gradient, unless a bias has sums, too.
+        per_sum = 1 if want_bias else limit("rotary_heads_per_sum")
+        q_sums, k_sums = (-(-n // per_sum) for n in (heads, kv_heads))
         sums = dict(p=-(-rows // _SUM_ROWS), m=(q_sums + k_sums) * size)
         sums |= dict(bias_sums=want_bias, scale_sums=any(want_scales))
     found = _ROTARY_BACK[first, summing](
@@ -588,7 +587,8 @@ def _angles(name: str, rotary, x, head_size: int) -> tuple:
                 f"{name}: {what} has shape {array.shape}; it must have 2 dimensions or more, and "
                 f"broadcast to {x.shape[:-1]} and the number of rotated pairs"
             )
-        if 2 * array.shape[-1] > head_size:
+        sizes = 2 * array.shape[-1], head_size
+        if all(isinstance(n, int) for n in sizes) and sizes[0] > sizes[1]:  # not symbolic
             raise ValueError(
                 f"{name}: {what} has shape {array.shape}, for {2 * array.shape[-1]} elements of "
                 f"each head; a head has {head_size}"
@@ -600,8 +600,11 @@ def _angles(name: str, rotary, x, head_size: int) -> tuple:
         )
     if given[0].shape[-1] == 0:
         return None, None
-    wide = [array.astype(accumulator_dtype(x.dtype)) for array in given]
-    return tuple(wide) if pair else (jnp.cos(wide[0]), jnp.sin(wide[0]))
+    wide = accumulator_dtype(x.dtype)
+    if not pair:  # large angles need their digits
+        angles = given[0].astype(jnp.promote_types(given[0].dtype, wide))
+        given = [jnp.cos(angles), jnp.sin(angles)]
+    return tuple(array.astype(wide) for array in given)
 
 
 def _turns(cos, sin, x):
@@ -647,8 +650,8 @@ def _split_rotary(qkv, bias, num_heads, kv_heads, rotary, scales, eps, interleav
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.astype(accumulator_dtype(x.dtype))
     turned = 0 if cos is None else 2 * cos.shape[-1]
-    order = _ORDERS[heads_first].replace("d", str(size))
-    results = ("... " + order.format(h=h, s="*s") for h in (num_heads, kv_heads, kv_heads))
+    order = "... " + _ORDERS[heads_first]
+    results = (order.format(h=h, s="*s", d=size) for h in (num_heads, kv_heads, kv_heads))
     args = x, bias, q_scale, k_scale, cos, sin
     options: dict[str, Any] = dict(heads=num_heads, kv_heads=kv_heads, size=size)
     options |= dict(interleaved=interleaved, heads_first=heads_first, eps=eps)
@@ -681,11 +684,13 @@ def _split_rotary(qkv, bias, num_heads, kv_heads, rotary, scales, eps, interleav
 def _rotary_limit(x, size: int) -> str | None:
     if str(x.dtype) not in FLOATING:
         return f"the kernel does not take the dtype {x.dtype}"
+    if reason := _limit(x, None):
+        return reason
     if size > limit("rotary_head_size"):
         return f"a head has more than {limit('rotary_head_size')} elements"
     if x.ndim - 2 > limit("rotary_rank"):
         return f"there are more than {limit('rotary_rank')} leading dimensions"
-    return _limit(x, None)
+    return None
 
 
 def split_qkv_heads(
@@ -783,6 +788,10 @@ def split_qkv_heads(
         )
     eps = epsilon("split_qkv_heads", eps)
     heads_first, scales = layout == "heads_first", (q_scale, k_scale)
+    if num_kv_heads is not None and integer(
+        "split_qkv_heads", "num_kv_heads", num_kv_heads
+    ) == integer("split_qkv_heads", "num_heads", num_heads):
+        num_kv_heads = None
     absent = all(value is None for value in (num_kv_heads, rotary, *scales))
     if absent and heads_first:
         return _apply("split_qkv_heads", qkv, bias, num_heads, 3)

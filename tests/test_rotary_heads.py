@@ -302,8 +302,52 @@ def test_one_kernel_each_way():
 def test_other_calls_are_as_before():
     x = np.ones((2, 32, 24), np.float32)
     assert targets_of(lambda x: fo.split_qkv_heads(x, num_heads=2), x) == ["split_heads"]
-    grouped = lambda x: fo.split_qkv_heads(x, num_heads=2, num_kv_heads=2)  # noqa: E731
-    assert targets_of(grouped, x) == ["rotary_heads"]
+    for kv_heads, kernel in ((2, "split_heads"), (1, "rotary_heads")):
+        split = functools.partial(fo.split_qkv_heads, num_heads=2, num_kv_heads=kv_heads)
+        assert targets_of(split, x) == [kernel]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_an_odd_number_of_heads_without_eps(with_bias):
+    """Two heads share the sum of a scale's gradient; the last head shares it with none."""
+    arrays = example(np.random.default_rng(9), (2,), 37, 5, 1, 16, 8, np.float32)
+    x, bias, *parameters, cos, sin = arrays
+    bias = bias if with_bias else None
+
+    def of(fn, x, q_scale, k_scale):
+        options = dict(num_heads=5, num_kv_heads=1, rotary=(cos, sin), eps=0.0)
+        return fn(x, bias, q_scale=q_scale, k_scale=k_scale, **options)
+
+    got, want = (
+        jax.grad(
+            lambda *args, fn=fn: sum(jnp.sum(jnp.sin(y)) for y in of(fn, *args)), argnums=(0, 1, 2)
+        )(x, *parameters)
+        for fn in (fo.split_qkv_heads, reference)
+    )
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_large_angles_in_float64():
+    """Angles keep their digits until their cosines and sines are rounded."""
+    with x64():
+        angles = 1e5 + np.random.default_rng(3).uniform(0, 4, (6, 4))
+        x = np.random.default_rng(4).normal(size=(6, 24)).astype(np.float32)
+        got = fo.split_qkv_heads(x, num_heads=1, rotary=angles)
+        want = reference(x, num_heads=1, rotary=(np.cos(angles), np.sin(angles)))
+        for mine, theirs in zip(got, want, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_symbolic_features():
+    """A size that is not known at export takes the reference."""
+    (size,) = jax.export.symbolic_shape("d")
+    x = jax.ShapeDtypeStruct((2, 5, 12 * size), np.float32)
+    split = functools.partial(fo.split_qkv_heads, num_heads=4, layout="sequence_first")
+    exported = jax.export.export(jax.jit(split))(x)
+    given = np.arange(2 * 5 * 24, dtype=np.float32).reshape(2, 5, 24)
+    for mine, theirs in zip(exported.call(given), split(given), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("norm", [False, True])

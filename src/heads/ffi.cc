@@ -11,6 +11,7 @@ namespace {
 
 const Limit kHeadSize("rotary_head_size", kRotaryMostHeadSize);
 const Limit kRank("rotary_rank", kRotaryRank);
+const Limit kHeadsPerSum("rotary_heads_per_sum", RotaryHeadsPerSum(false));
 
 HeadsShape ShapeOf(Call& call) {
   HeadsShape shape{};

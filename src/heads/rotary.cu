@@ -13,10 +13,9 @@
 // - A lane takes several heads of a token, all of which it loads before it uses the first. That
 //   keeps 32 KB or more in flight per SM. The cosines and sines of the token, which have as many
 //   bytes as two heads of 16-bit elements, are loaded once for all of them.
-// - If units of 16 bytes do not divide the head and its rotated part, or a pointer is not aligned
-// to
-//   them, units are single elements, and a lane has up to eight pairs of them. float64 has only
-//   this kernel. Everything else is a run-time parameter.
+// - If units of 16 bytes do not divide the head and its rotated part, or a pointer is not aligned,
+//   units are single elements, and a lane has up to eight pairs of them. float64 has only this
+//   kernel. Everything else is a run-time parameter.
 // - Sums: the backward has lanes that stay with two heads, which share the sum of the gradient of
 //   their scale. The warps of a block take the rows of a run in turn, and combine their sums in
 //   shared memory, once. Sums of the bias need registers for each head, so a lane then has one head
@@ -431,7 +430,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
 #pragma unroll
         for (int e = 0; e < kElements; ++e) squares += v[e] * v[e];
         squares = GroupSum(squares, t.log_lanes) * static_cast<A>(t.inverse_size);
-        const A rstd = ReciprocalRoot<A>(squares + static_cast<A>(t.eps));
+        // An absent head adds nothing to the sum that it shares, also if eps is 0.
+        const bool present = own.own < own.heads;
+        const A rstd = present ? ReciprocalRoot<A>(squares + static_cast<A>(t.eps)) : A(0);
         A products = 0, factor[kElements];
         lane.Parameter(scale, wide_scale, factor);  // again, for fewer registers
 #pragma unroll

@@ -79,8 +79,9 @@ void Run(const RotaryShape& shape, DType dtype, int64_t groups, int64_t subgroup
   const Sizes sizes(dtype);
   const int64_t group_rows = shape.rows() / groups, run_rows = CeilDiv(group_rows, subgroups);
   const int64_t head_bytes = shape.head_size * sizes.element, all = shape.heads();
-  // Heads with one sum stay together.
-  const int64_t longest = arrays.scale_sums != nullptr ? all : kHeadsBytes / head_bytes;
+  // Heads that share a sum stay together.
+  const bool shared = arrays.scale_sums != nullptr && arrays.bias_sums == nullptr;
+  const int64_t longest = shared ? all : kHeadsBytes / head_bytes;
   const int64_t some = std::min(all, std::max<int64_t>(1, longest));
   const int64_t pieces = CeilDiv(all, some), items = groups * subgroups * pieces;
   const double bytes = (arrays.x && arrays.dx ? 3.0 : 2.0) *
