@@ -367,7 +367,7 @@ def test_implementations_agree():
 @pytest.mark.jax
 def test_plain_ops():
     """They have the signatures and the results of the functions of FASTOPS."""
-    for mine, other in zip(bert.PLAIN, bert.FASTOPS, strict=True):
+    for name, mine, other in zip(bert.Ops._fields, bert.PLAIN, bert.FASTOPS, strict=True):
         mine, other = (
             [
                 (p.name, p.kind, p.default)
@@ -376,6 +376,8 @@ def test_plain_ops():
             ]
             for function in (mine, other)
         )
+        if name == "split_qkv_heads":  # the other options are for decoders
+            other = other[: len(mine)]
         assert mine == other
     rng = np.random.default_rng(0)
     x, residual = rng.standard_normal((2, 3, 5, 24), np.float32)
