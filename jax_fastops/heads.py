@@ -184,14 +184,14 @@ def _rotary_gradients(kept, cts, wanted, *, heads: int, kv_heads: int, size: int
     first = options["heads_first"]
     axis = -2 if first else -3
     want_bias, *want_scales = wanted[1:4]
+    # Heads share the sum of their scale's gradient, unless a bias has sums, too.
+    per_sum = 1 if want_bias else limit("rotary_heads_per_sum")
+    q_sums, k_sums = (-(-n // per_sum) for n in (heads, kv_heads))
     sums = {}
     if summing := bool(want_bias or any(want_scales)):
         rows = _rows_of_sums(cts[0], axis)
         cts = [_grouped(ct, axis, rows) for ct in cts]
         x, turns = (None if a is None else _grouped(a, -2, rows) for a in (x, turns))
-        # Heads share the sum of their scale's gradient, unless a bias has sums, too.
-        per_sum = 1 if want_bias else limit("rotary_heads_per_sum")
-        q_sums, k_sums = (-(-n // per_sum) for n in (heads, kv_heads))
         sums = dict(p=-(-rows // _SUM_ROWS), m=(q_sums + k_sums) * size)
         sums |= dict(bias_sums=want_bias, scale_sums=any(want_scales))
     found = _ROTARY_BACK[first, summing](
