@@ -342,15 +342,10 @@ def _rotary_pullback(kept, cts, **options):
     x, *_, turns = kept
     if x is not None:
 
-        def of(*chosen):
-            rest = iter(chosen)
-            args = [None if a is None else next(rest) for a in kept[:4]]
+        def of(*args):
             return _rotary_reference(*args, turns, **options)
 
-        given = [a for a in kept[:4] if a is not None]
-        grads = iter(jax.vjp(of, *given)[1](tuple(cts)))
-        dx, *others = (None if a is None else next(grads) for a in kept[:4])
-        return dx, *others, None
+        return *jax.vjp(of, *kept[:4])[1](tuple(cts)), None
     parts = [ct if not options["heads_first"] else jnp.swapaxes(ct, -3, -2) for ct in cts]
     if turns is not None:
         parts = [_in_wide(part) for part in parts]
@@ -788,12 +783,11 @@ def split_qkv_heads(
         )
     eps = epsilon("split_qkv_heads", eps)
     heads_first, scales = layout == "heads_first", (q_scale, k_scale)
-    if num_kv_heads is not None and integer(
-        "split_qkv_heads", "num_kv_heads", num_kv_heads
-    ) == integer("split_qkv_heads", "num_heads", num_heads):
-        num_kv_heads = None
-    absent = all(value is None for value in (num_kv_heads, rotary, *scales))
-    if absent and heads_first:
+    grouped = num_kv_heads is not None and (
+        integer("split_qkv_heads", "num_kv_heads", num_kv_heads)
+        != integer("split_qkv_heads", "num_heads", num_heads)
+    )
+    if heads_first and not grouped and rotary is q_scale is k_scale is None:
         return _apply("split_qkv_heads", qkv, bias, num_heads, 3)
     return _split_rotary(
         qkv, bias, num_heads, num_kv_heads, rotary, scales, eps, bool(interleaved), heads_first
