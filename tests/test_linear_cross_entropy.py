@@ -11,6 +11,7 @@ from harness import Case, Sharding, Tolerance, checks
 from harness.compat import make_mesh, x64
 from harness.numerics import normal
 from harness.programs import targets_of
+from harness.sharding import mesh_for
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -278,10 +279,7 @@ def test_kernels_and_residuals(native):
 @pytest.mark.parametrize("sharded", ["tokens", "classes"])
 def test_sharding(axis_type, sharded):
     """Tokens need the sums of results only. Classes are reduced over the devices by XLA."""
-    count = min(4, len(jax.devices()))
-    if count < 4:
-        pytest.skip("needs four devices")
-    mesh = make_mesh({"a": 4}, axis_type)
+    mesh = mesh_for(axis_type)
     x, table, bias, labels, _ = draw((16, 12), 128, np.float32)
     loss = lambda x, t, b, labels: fo.linear_cross_entropy(x, t, labels, bias=b, chunk=48)  # noqa: E731
     step = jax.value_and_grad(loss, (0, 1, 2))
@@ -330,9 +328,7 @@ def test_tokens_and_classes_are_sharded():
 
 
 def test_shard_map():
-    if len(jax.devices()) < 4:
-        pytest.skip("needs four devices")
-    mesh = make_mesh({"a": 4}, AxisType.Auto)
+    mesh = mesh_for(AxisType.Auto)
     x, table, _, labels, _ = draw((16, 12), 128, np.float32)
 
     def local(x, table, labels):
