@@ -192,7 +192,8 @@ def _rotary_gradients(kept, cts, wanted, *, heads: int, kv_heads: int, size: int
         rows = _rows_of_sums(cts[0], axis)
         cts = [_grouped(ct, axis, rows) for ct in cts]
         x, turns = (None if a is None else _grouped(a, -2, rows) for a in (x, turns))
-        sums = dict(p=-(-rows // _SUM_ROWS), m=(q_sums + k_sums) * size)
+        run = _SUM_ROWS if want_bias else _SUM_ROWS // 2  # the sums of scales are small
+        sums = dict(p=-(-rows // run), m=(q_sums + k_sums) * size)
         sums |= dict(bias_sums=want_bias, scale_sums=any(want_scales))
     found = _ROTARY_BACK[first, summing](
         *cts,

@@ -301,8 +301,8 @@ def test_sharding(axis_type, sharded):
     pattern = r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\("
     found = re.findall(pattern, compiled.as_text())
     # Tokens: the gradients with the loss, and the number of tokens. Classes: the maximum, the sum
-    # of exponentials with the picked logit, and the gradient of x.
-    assert found == ["all-reduce"] * (2 if sharded == "tokens" else 3)
+    # of exponentials with the picked logit, and the gradient of x. XLA may combine those of tokens.
+    assert found in [["all-reduce"] * n for n in ((1, 2) if sharded == "tokens" else (3,))]
 
 
 def test_tokens_and_classes_are_sharded():

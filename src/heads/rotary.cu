@@ -363,8 +363,8 @@ __device__ __forceinline__ void StoreSums(const L& lane, A* shared, const A (&su
   }
 }
 
-// A chunk has t.per_lane heads of one part for each group of lanes: two heads of a row, or one head
-// of two rows.
+// Heads that share a sum are a slot: t.per_lane heads of one part. A chunk has a slot for each group
+// of lanes. A lane has two heads of a row in flight, or one head of two rows.
 template <typename T, int kSize, int kPairs>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
     RotaryBackward(const Tiles t, const RotaryArrays arrays) {
@@ -374,17 +374,17 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
   __shared__ A shared[kWarps * kElements * kWarpSize];
   const Place place(t);
   const L lane{t, place.lane};
-  const int per_chunk = place.groups * t.per_lane;
-  const int query_chunks = (t.query_heads + per_chunk - 1) / per_chunk;
-  const int key_chunks = (t.key_heads + per_chunk - 1) / per_chunk;
-  Head head;
-  head.part = place.chunk < query_chunks ? 0 : place.chunk < query_chunks + key_chunks ? 1 : 2;
-  head.heads = head.part == 0 ? t.query_heads : t.key_heads;
-  const int chunk =
-      place.chunk - head.part * key_chunks - (head.part > 0 ? query_chunks - key_chunks : 0);
-  head.own = chunk * per_chunk + place.group * t.per_lane;
   const bool one_head = t.per_lane == 1;
+  const int query_slots = (t.query_heads + t.per_lane - 1) / t.per_lane;
+  const int key_slots = (t.key_heads + t.per_lane - 1) / t.per_lane;
+  const int slot = place.chunk * place.groups + place.group;
+  Head head;
+  head.part = slot < query_slots ? 0 : slot < query_slots + key_slots ? 1 : 2;
+  head.heads = head.part == 0 ? t.query_heads : t.key_heads;
+  const int before = head.Choose(0, query_slots, query_slots + key_slots);
+  head.own = (slot - before) * t.per_lane;
 
+  const bool normalizes = arrays.scale[0] != nullptr || arrays.scale[1] != nullptr;
   const void* const scale = head.Choose(arrays.scale[0], arrays.scale[1], nullptr);
   const T* const dy = static_cast<const T*>(head.Choose(arrays.y[0], arrays.y[1], arrays.y[2]));
   const bool rotated = arrays.turns != nullptr && head.part < 2;
@@ -416,10 +416,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
       A g[kElements];
       L::Widen(raw_dy[k], g);
       if (rotated) lane.Rotate(angles, g);
-      if (scale != nullptr) {  // for the whole block
+      if (normalizes) {
         A v[kElements];
         L::Widen(raw_x[k], v);
-        if (arrays.bias != nullptr && own.own < own.heads) {
+        if (arrays.bias != nullptr && scale != nullptr && own.own < own.heads) {
           A bias[kElements];
           const int64_t bytes = own.Feature(t) * (arrays.wide_bias ? sizeof(A) : sizeof(T));
           lane.Parameter(static_cast<const char*>(arrays.bias) + bytes, arrays.wide_bias, bias);
@@ -433,18 +433,23 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
         // An absent head adds nothing to the sum that it shares, also if eps is 0.
         const bool present = own.own < own.heads;
         const A rstd = present ? ReciprocalRoot<A>(squares + static_cast<A>(t.eps)) : A(0);
-        A products = 0, factor[kElements];
-        lane.Parameter(scale, wide_scale, factor);  // again, for fewer registers
+        A products = 0;
+        if (scale != nullptr) {
+          A factor[kElements];
+          lane.Parameter(scale, wide_scale, factor);  // again, for fewer registers
 #pragma unroll
-        for (int e = 0; e < kElements; ++e) {
-          v[e] *= rstd;
-          scale_sums[e] += g[e] * v[e];
-          g[e] *= factor[e];
-          products += g[e] * v[e];
+          for (int e = 0; e < kElements; ++e) {
+            v[e] *= rstd;
+            scale_sums[e] += g[e] * v[e];
+            g[e] *= factor[e];
+            products += g[e] * v[e];
+          }
         }
         products = GroupSum(products, t.log_lanes) * static_cast<A>(t.inverse_size);
+        if (scale != nullptr) {
 #pragma unroll
-        for (int e = 0; e < kElements; ++e) g[e] = (g[e] - v[e] * products) * rstd;
+          for (int e = 0; e < kElements; ++e) g[e] = (g[e] - v[e] * products) * rstd;
+        }
       }
       if (arrays.bias_sums != nullptr) {
 #pragma unroll
@@ -462,13 +467,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
     A* const to = static_cast<A*>(arrays.bias_sums) + place.run * features + head.Feature(t);
     StoreSums(lane, shared, bias_sums, active ? to : nullptr);
   }
-  if (arrays.scale_sums != nullptr && head.part < 2) {  // for the whole block
-    const int queries = (t.query_heads + t.per_lane - 1) / t.per_lane;
-    const int keys = (t.key_heads + t.per_lane - 1) / t.per_lane;
-    const int of = head.own / t.per_lane + (head.part == 0 ? 0 : queries);
-    A* const to =
-        static_cast<A*>(arrays.scale_sums) + (place.run * (queries + keys) + of) * t.head_size;
-    StoreSums(lane, shared, scale_sums, active ? to : nullptr);
+  if (arrays.scale_sums != nullptr) {
+    const int slots = query_slots + key_slots;
+    A* const to = static_cast<A*>(arrays.scale_sums) + (place.run * slots + slot) * t.head_size;
+    StoreSums(lane, shared, scale_sums, slot < slots ? to : nullptr);
   }
 }
 
@@ -513,8 +515,9 @@ cudaError_t Run(const RotaryShape& shape, DType dtype, const HeadsSums* sums,
   int64_t chunks;
   if (with_sums) {
     t.per_lane = RotaryHeadsPerSum(arrays.bias_sums != nullptr);
-    chunks = 2 * CeilDiv(shape.key_heads, warp_heads * t.per_lane) +
-             CeilDiv(shape.query_heads, warp_heads * t.per_lane);
+    const int64_t slots =
+        CeilDiv(shape.query_heads, t.per_lane) + 2 * CeilDiv(shape.key_heads, t.per_lane);
+    chunks = CeilDiv(slots, warp_heads);
   } else {  // chunks of almost equal length
     const int64_t steps = CeilDiv(shape.heads(), warp_heads);
     chunks = CeilDiv(steps, units ? kHeads : 1);
