@@ -276,7 +276,9 @@ def test_the_mask_does_not_depend_on_the_sharding(spec, explicit, mode):
         return y, pullback(2 * x)[0]
 
     want = run(x, key)
-    mesh = make_mesh({"a": device_count() // 2, "b": 2}, AxisType.Explicit if explicit else AxisType.Auto)
+    mesh = make_mesh(
+        {"a": device_count() // 2, "b": 2}, AxisType.Explicit if explicit else AxisType.Auto
+    )
     spec = jax.sharding.PartitionSpec(*spec)
     with implementation(mode):
         sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))

@@ -441,7 +441,9 @@ def test_the_mask_does_not_depend_on_the_sharding(op, columns, spec, explicit, m
         return y, pullback(x)[0]
 
     want = jax.tree.map(np.asarray, run(x, key))
-    mesh = make_mesh({"a": device_count() // 2, "b": 2}, AxisType.Explicit if explicit else AxisType.Auto)
+    mesh = make_mesh(
+        {"a": device_count() // 2, "b": 2}, AxisType.Explicit if explicit else AxisType.Auto
+    )
     if explicit and op is not softmax_of:
         spec = (None, *spec[:1])  # x[::-1] does not shard
     spec = jax.sharding.PartitionSpec(*spec)

@@ -363,8 +363,8 @@ __device__ __forceinline__ void StoreSums(const L& lane, A* shared, const A (&su
   }
 }
 
-// Heads that share a sum are a slot: t.per_lane heads of one part. A chunk has a slot for each group
-// of lanes. A lane has two heads of a row in flight, or one head of two rows.
+// Heads that share a sum are a slot: t.per_lane heads of one part. A chunk has a slot for each
+// group of lanes. A lane has two heads of a row in flight, or one head of two rows.
 template <typename T, int kSize, int kPairs>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
     RotaryBackward(const Tiles t, const RotaryArrays arrays) {
