@@ -70,18 +70,21 @@ def mean(values: list[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def speedup(sides: dict) -> float:
+def speedup(sides: dict, time: str = "median_us") -> float:
     """Plain JAX's time over ours."""
-    return sides["plain"]["median_us"] / sides["ours"]["median_us"]
+    return sides["plain"][time] / sides["ours"][time]
 
 
 def jobs() -> dict[str, float]:
     """Whole jobs on one H100, bfloat16: label -> speed-up over plain JAX."""
-    bert = {entry["row"]: entry["results"] for entry in load(f"bert-{H100}")["rows"]}
-    step = "step 32x512, dropout 0.1, {}, bfloat16"
+    # The rows of the first shape.
+    pretraining, decoder = (
+        {row["contender"]: row for row in load(f"{name}-{H100}")["rows"][:3]}
+        for name in ("pretraining", "decoder")
+    )
     return {
-        "BERT-base layers, 32 x 512, dropout, softmax": speedup(bert[step.format("softmax")]),
-        "BERT-base layers, 32 x 512, dropout, cuDNN": speedup(bert[step.format("cudnn")]),
+        "BERT-base pretraining step, 32 x 512": speedup(pretraining, "ms"),
+        "decoder training step, 8 x 2048": speedup(decoder, "ms"),
         "ResNet-50 training step, 128 images": speedup(load(f"resnet-{H100}")["steps"]),
     }
 

@@ -129,6 +129,7 @@ def write(folder: Path) -> None:
     for name, chart in {"inference": inference, "pretraining": pretraining}.items():
         figure = _figure(chart(folder / name), f"BERT-base, {name}")
         (folder / f"{name}-chart.md").write_text(figure)
+    for name in ("inference", "pretraining", "decoder"):
         results = load(f"{name}-{H100}")
         (folder / f"{name}.md").write_text(f"{headline(results)}.\n\n{job_table(results)}")
     measured = [("", H100, family) for family in FAMILIES]

@@ -147,7 +147,8 @@ def job_table(results: dict) -> str:
     names = {"ours": "jax_fastops", "plain": "plain JAX", "torch": "compiled PyTorch"}
     found: dict[tuple, dict] = {}
     for row in results["rows"]:
-        key = row["shape"].replace("x", " x "), row.get("dtype", "bfloat16"), row["attention"]
+        attention = row.get("attention") or results["attention"]
+        key = row["shape"].replace("x", " x "), row.get("dtype", "bfloat16"), attention
         found.setdefault(key, {})[row["contender"]] = row.get("ms")
     rows = [
         [*key, *(f"{ms[name]:.2f} ms" if ms.get(name) else "-" for name in names)]
