@@ -116,13 +116,16 @@ _OP = Op(
 def dropped(drop: Drop | None, x: Any, bias: Any = None, residual: Any = None) -> Any:
     """``residual + dropout(x + bias)``, where the bias and the residual may be absent.
 
-    The array has a dtype of the ops. Without ``drop``, it is returned.
+    The array has a dtype of the ops. Without ``drop``, it is returned, and there is neither a bias
+    nor a residual.
     """
+    x = not_weak(x)
     if drop is None:
+        assert bias is None and residual is None
         return x
     if drop.threshold == 0:
         return jnp.zeros_like(x) if residual is None else residual
-    rows = jnp.atleast_1d(not_weak(x))
+    rows = jnp.atleast_1d(x)
     limit = "there are no elements" if 0 in x.shape else None
     if isinstance(rows.shape[-1], int) and rows.shape[-1] > 1 << 33:
         limit = "a row has more than 2**33 elements"
@@ -183,7 +186,12 @@ def dropout(x: ArrayLike, key: ArrayLike | None, rate: float) -> jax.Array:
 
 
 def _size(size: Any) -> Any:
-    return size if is_symbolic_dim(size) else integer("dropout_mask", "shape", size)
+    if is_symbolic_dim(size):
+        return size
+    size = integer("dropout_mask", "shape", size)
+    if size < 0:
+        raise ValueError(f"dropout_mask: shape is {size} in one dimension; it must be 0 or more")
+    return size
 
 
 def dropout_mask(
@@ -213,7 +221,7 @@ def dropout_mask(
     Raises:
       TypeError: ``key`` is no key of ``jax.random``, ``rate`` is not a number, or a size is not an
         integer.
-      ValueError: ``rate`` is not in [0, 1], or ``key`` is an array of keys.
+      ValueError: ``rate`` is not in [0, 1], a size is negative, or ``key`` is an array of keys.
 
     Example:
       >>> import jax

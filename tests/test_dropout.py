@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 MODES = ("native", "auto", "xla")
 RATE = 0.3
+HEAD_ROWS = 32  # from a row of weights of attention to that of the next head
 
 
 def reference(x, key):
@@ -178,7 +179,7 @@ def chi_square(counts):
 # 2^18 draws of each of two keys, or 2^29.
 @pytest.mark.parametrize("rows, fields", [(64, 1), pytest.param(4096, 32, marks=pytest.mark.slow)])
 def test_bits_are_uniform_and_independent(rows, fields):
-    """Bytes, and pairs of neighbors, of rows and of keys."""
+    """Bytes, and pairs of neighbors, rows, heads, keys, and layers, whose keys are split."""
     n = 4096
 
     @jax.jit
@@ -188,16 +189,19 @@ def test_bits_are_uniform_and_independent(rows, fields):
         bits = _random.philox((jnp.arange(n // 8, dtype=jnp.uint32), low, high, 0), words)
         return jnp.stack(bits, -1).reshape(rows, -1)
 
-    counts = np.zeros((5, 256), np.int64)
+    counts = np.zeros((7, 256), np.int64)
     for seed in range(fields):
-        first, second = (np.asarray(field(raw_key(2 * seed + i))) for i in (0, 1))
-        highest, others = (a.view(np.uint16) >> 12 for a in (first, second))
+        keys = raw_key(2 * seed), raw_key(2 * seed + 1), jax.random.split(raw_key(2 * seed))[1]
+        first, second, layer = (np.asarray(field(key)) for key in keys)
+        highest, others, layers = (a.view(np.uint16) >> 12 for a in (first, second, layer))
         found = (
             first.view(np.uint8),
             second.view(np.uint8),
             16 * highest[:, :-1] + highest[:, 1:],
             16 * highest[:-1] + highest[1:],
+            16 * highest[:-HEAD_ROWS] + highest[HEAD_ROWS:],
             16 * highest + others,
+            16 * highest + layers,
         )
         counts += [np.bincount(values.ravel(), minlength=256) for values in found]
     assert all(chi_square(each) < 4 for each in counts)
@@ -420,6 +424,7 @@ def test_errors_of_the_mask():
     for shape, rate, error in (
         ((2, 0.5), 0.5, TypeError),
         (("a",), 0.5, TypeError),
+        ((3, -1), 0.5, ValueError),
         (2, 2, ValueError),
     ):
         with pytest.raises(error, match=r"dropout_mask: (shape|rate) is"):
