@@ -314,10 +314,11 @@ def _plain_linear_cross_entropy(
     # A masked sum instead of an indexed read, whose gradient would be a scatter.
     at_label = jnp.arange(table.shape[0]) == labels[..., None]
     lse = jax.nn.logsumexp(logits, -1)
-    each = (1 - label_smoothing) * (lse - jnp.sum(jnp.where(at_label, logits, 0), -1))
+    each = lse - jnp.sum(jnp.where(at_label, logits, 0), -1)
     if label_smoothing:
-        each = each + label_smoothing * (lse - jnp.mean(logits, -1))
-    each = jnp.where(kept, each + z_loss * jnp.square(lse), 0)
+        each = (1 - label_smoothing) * each + label_smoothing * (lse - jnp.mean(logits, -1))
+    each = each + z_loss * jnp.square(lse) if z_loss else each
+    each = jnp.where(kept, each, 0)
     if reduction == "none":
         return each
     return jnp.sum(each) / (jnp.maximum(jnp.sum(kept), 1) if reduction == "mean" else 1)
