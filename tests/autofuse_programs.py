@@ -83,6 +83,21 @@ def one_hot_loss(x, labels):
     return -jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * jax.nn.log_softmax(x), -1)
 
 
+W = jnp.asarray(RNG.standard_normal((50, 40)) / 6, jnp.float32)
+BIAS = jnp.asarray(RNG.standard_normal(50), jnp.float32)
+
+
+def masked_sum_loss(x, labels):
+    at_label = jnp.arange(x.shape[-1]) == labels[..., None]
+    return jax.nn.logsumexp(x, -1) - jnp.sum(jnp.where(at_label, x, 0), -1)
+
+
+def wide_product(x, table):
+    """Of a bfloat16 array and a float32 table, as on a GPU."""
+    table = table.astype(x.dtype)
+    return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
+
+
 # Name: the function, its operands, and the patterns that are replaced.
 PROGRAMS = {
     "relu": (jax.nn.relu, (X,), ["relu"]),
@@ -209,6 +224,31 @@ PROGRAMS = {
         (X, LABELS),
         ["cross_entropy of one_hot"],
     ),
+    "linear loss": (
+        lambda x, w, labels: jnp.mean(label_loss(x @ w.T, labels)),
+        (X, W, LABELS),
+        ["linear_cross_entropy"],
+    ),
+    "linear loss of one_hot": (
+        lambda x, w, labels: -jnp.mean(-one_hot_loss(jax.jit(jnp.matmul)(x, w), labels)),
+        (X, W.T, LABELS),
+        ["linear_cross_entropy"],
+    ),
+    "linear loss, masked": (
+        lambda x, w, b, labels: (
+            jnp.sum(jnp.where(labels > 9, masked_sum_loss(b + x @ w, labels), 0))
+            / jnp.sum(labels > 9)
+        ),
+        (X, W.T, BIAS, LABELS),
+        ["linear_cross_entropy"],
+    ),
+    "linear loss in bfloat16": (
+        lambda x, w, b, labels: jnp.mean(
+            jnp.where(labels < 9, 0, label_loss(wide_product(x, w) + b, labels))
+        ),
+        (X.astype(jnp.bfloat16), W, BIAS, LABELS),
+        ["linear_cross_entropy"],
+    ),
     "moments": (by_moments, (X, B, C), ["layer_norm"]),
     "var": (by_var, (X, B, C), ["layer_norm"]),
     "inverse": (by_inverse, (X, B, C), ["layer_norm"]),
@@ -292,6 +332,13 @@ PROGRAMS = {
         lambda x: x.transpose(0, 2, 1, 3).reshape(2, 8, 24) + 1,
         (SCORES,),
         ["merge_heads"],
+    ),
+    "attention": (
+        lambda x, b: (
+            lambda q, k, v: ((q @ k.mT) @ v).transpose(0, 2, 1, 3).reshape(4, 6, 40) @ W.T
+        )(*jnp.moveaxis((x + b).reshape(4, 6, 3, 5, 8), (2, 3), (0, 2))),
+        (jnp.concatenate([X, Y, X], -1), jnp.concatenate([B, C, C])),
+        ["bias + split_qkv_heads", "merge_heads"],
     ),
     "lerp": (lambda a, b, w: a + w * (b - a), (X, Y, X * Y), ["lerp"]),
     "weights": (lambda a, b, w: (1 - w) * a + w * b, (X, Y, X * Y), ["lerp"]),

@@ -125,8 +125,8 @@ class autofuse(Generic[_P, _T]):
 
     Traces ``fn`` and looks for what our ops compute, written by hand or by a library: activations
     with a bias or a gate before them, relu of a sum, softmax and log_softmax, layer norm, RMS norm
-    and batch norm with what stands next to them, cross entropy with integer labels, interpolation,
-    sums over windows, a bias and its attention heads.
+    and batch norm with what stands next to them, cross entropy with integer labels, also with the
+    product that makes its logits, interpolation, sums over windows, a bias and its attention heads.
     A pattern is replaced where the call takes the kernel (see :func:`kernel_or`) and the result,
     its dtype and its derivatives are the same but for rounding. All else stays as it is. It looks
     into ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions
@@ -279,19 +279,27 @@ def _checked(fn: Callable, args: tuple, kwargs: dict) -> Any:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
         raise ValueError("autofuse: check=True needs values: call it outside of jit and grad")
     want = fn(*args, **kwargs)
-    got = _call(fn, args, kwargs, rewrite.Settings())
+    plans: list[rewrite.Plan] = []
+    got = _call(fn, args, kwargs, rewrite.Settings(plans.append))
+    rounding = max(map(_rounding, plans), default=0.0)
     for (path, a), b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), strict=True):
         if _is_array(a):
-            _compare(jax.tree_util.keystr(path), np.asarray(a), np.asarray(b))
+            _compare(jax.tree_util.keystr(path), np.asarray(a), np.asarray(b), rounding)
     return got
 
 
-def _compare(path: str, want: np.ndarray, got: np.ndarray) -> None:
+def _rounding(plan: rewrite.Plan) -> float:
+    """That of logits, which an op rounds to the dtype of the tokens."""
+    tokens = [m.reads[0] for m in plan.matches if m.pattern.name == "linear_cross_entropy"]
+    return max((float(jnp.finfo(x.dtype).eps) for x in tokens), default=0.0)
+
+
+def _compare(path: str, want: np.ndarray, got: np.ndarray, rounding: float) -> None:
     if not jnp.issubdtype(want.dtype, jnp.inexact):
         if not np.array_equal(want, got):
             raise ValueError(f"autofuse: result{path} differs")
         return
-    tolerance = 50 * float(jnp.finfo(want.dtype).eps)
+    tolerance = 50 * max(rounding, float(jnp.finfo(want.dtype).eps))
     wide = [x.astype(np.float64) for x in (want, got)]
     finite = np.isfinite(wide[0])
     scale = np.max(np.abs(wide[0]), where=finite, initial=0.0)

@@ -6,7 +6,7 @@ a NumPy array.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,14 +42,25 @@ def move_at(value: Value) -> Move | None:
         return None
     if node.name == "reduce_window_sum":
         return _window(value, node)
-    if node.name in _MOVES and not any(_takes_moved(user) for user in value.users):
+    if node.name in _MOVES and not _is_used_by(value, _MOVES):  # it belongs to the pattern
         return _merged(value, node) or _split(value)
     return None
 
 
-def _takes_moved(user: Node) -> bool:
-    """A product may take its operand transposed, and a further move belongs to the pattern."""
-    return user.name == "dot_general" or user.name in _MOVES
+def _is_used_by(value: Value, names: Container[str]) -> bool:
+    return any(user.name in names for user in _users(value))
+
+
+def _users(value: Value) -> Iterator[Node]:
+    """What uses a value, also if that takes it transposed, which only a product does."""
+    for user in value.users:
+        after = user.outputs[0]
+        products = not after.is_result and all(u.name in _PRODUCT for u in after.users)
+        yield from after.users if user.name == "transpose" and products else [user]
+
+
+# It may take its operand transposed, if only one of its dimensions is a batch.
+_PRODUCT = ("dot_general",)
 
 
 def _window(value: Value, node: Node) -> Move | None:
@@ -139,7 +150,9 @@ def _split(value: Value) -> Move | None:
     results = [found[strides] for strides in wanted if strides in found]
     if value not in results or len(results) < parts:
         return None
-    if any(_takes_moved(user) for v in results for user in v.users):
+    # The products of attention have two batches, sequences and heads, which XLA makes neighbors.
+    others = _MOVES if parts == 3 else (*_MOVES, *_PRODUCT)
+    if any(_is_used_by(v, others) for v in results):
         return None
     for x, row in with_row(total):
         name, op = ("split_heads", _split_heads) if parts == 1 else ("split_qkv_heads", _qkv)
@@ -168,6 +181,9 @@ def _merged(value: Value, node: Node) -> Move | None:
         return None
     *lead, heads, sequence, size = x.shape
     if value.shape != (*lead, sequence, heads * size):
+        return None
+    of_attention = x.node is not None and x.node.name in _PRODUCT
+    if not of_attention and _is_used_by(value, _PRODUCT):
         return None
     return Move("merge_heads", [value], {"x": x}, _merge_heads)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fastops._autofuse.graph import Graph
+from jax_fastops._autofuse.linear import nan_with_inf, sum_by_label, sum_by_sum, sum_of_one_hot
 from jax_fastops._autofuse.match import Compiler, Formula
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
 from jax_fastops.bias_act import ACTIVATIONS, bias_act
@@ -53,7 +54,8 @@ class Pattern:
     and a row. If ``x`` is a multiple and the call is ``scaled``, it takes the number as ``scale``;
     if it is ``masked``, also a mask as ``where``. If the function has several results, the call
     computes them all. ``fanout`` says whether the op can give its result twice, so that the
-    backward takes two cotangents in place of their sum.
+    backward takes two cotangents in place of their sum. ``total`` replaces the sum of losses whose
+    logits are a product.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Pattern:
     scaled: bool = False
     masked: bool = False
     fanout: bool = False
+    total: Callable | None = None
 
     @functools.cached_property
     def kind(self) -> str:
@@ -277,7 +280,7 @@ def _nan_with_inf(losses: Callable) -> Callable:
     return call
 
 
-def _loss(name: str, function: Callable, losses: Callable, sign: int) -> None:
+def _loss(name: str, function: Callable, losses: Callable, sums: Callable, sign: int) -> None:
     def signed(x, labels, *, axis):
         del axis
         return function(x, labels) if sign > 0 else -function(x, labels)
@@ -287,7 +290,11 @@ def _loss(name: str, function: Callable, losses: Callable, sign: int) -> None:
         found = losses(leaves["x"], leaves["labels"])
         return found if sign > 0 else -found
 
-    _add(name, signed, "x labels", call, axes="last")
+    def total(leaves, axis):
+        del axis
+        return sums(leaves) if sign > 0 else -sums(leaves)
+
+    _add(name, signed, "x labels", call, axes="last", total=total)
 
 
 for _sign in (1, -1):  # the mean of log-likelihoods is often negated, not these
@@ -295,16 +302,18 @@ for _sign in (1, -1):  # the mean of log-likelihoods is often negated, not these
         lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked_by_optax(x, labels),
         lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked(x, labels),
     ):
-        _loss("cross_entropy", _form, losses_by_label, _sign)
+        _loss("cross_entropy", _form, losses_by_label, sum_by_label, _sign)
     for _form in (
         lambda x, labels: -_picked(jax.nn.log_softmax(x), labels),
         lambda x, labels: -_picked(_log_softmax(x, axis=-1), labels),
     ):
-        _loss("cross_entropy", _form, _nan_with_inf(losses_by_label), _sign)
+        _losses, _sums = _nan_with_inf(losses_by_label), nan_with_inf(sum_by_label)
+        _loss("cross_entropy", _form, _losses, _sums, _sign)
     _loss(
         "cross_entropy",
         lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked_by_sum(x, labels),
         _losses_by_sum,
+        sum_by_sum,
         _sign,
     )
     _loss(
@@ -313,12 +322,14 @@ for _sign in (1, -1):  # the mean of log-likelihoods is often negated, not these
             jax.nn.logsumexp(x, axis=-1) - jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * x, -1)
         ),
         _nan_with_inf(_losses_by_sum),
+        nan_with_inf(sum_by_sum),
         _sign,
     )
     _loss(
         "cross_entropy of one_hot",
         lambda x, labels: -jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * jax.nn.log_softmax(x), -1),
         _nan_with_inf(lambda x, labels: cross_entropy(x, labels).astype(x.dtype)),
+        nan_with_inf(sum_of_one_hot),
         _sign,
     )
 

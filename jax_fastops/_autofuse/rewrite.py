@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 from jax_fastops import _compat, _explain, _implementation
 from jax_fastops._autofuse.drops import drop_at
 from jax_fastops._autofuse.graph import Graph, Level, Value
+from jax_fastops._autofuse.linear import Product, product_at, summed_at
 from jax_fastops._autofuse.masks import masked
 from jax_fastops._autofuse.match import (
     FUSIBLE,
@@ -178,6 +179,8 @@ class _Finder:
             return self._dropped_softmax(drop) or self._moved(drop)
         if (move := move_at(value)) is not None:
             return self._moved(move)
+        if (total := self._linear_loss(value)) is not None:
+            return total
         if not self._may_be_root(value):
             return None
         source = resolve(value, narrowing=True)[0]
@@ -252,6 +255,46 @@ class _Finder:
         pattern = dataclasses.replace(match.pattern, name=f"{match.pattern.name} + dropout")
         taken = match.inner | {root}
         return Match(pattern, match.before, [root], values, call, taken, level)
+
+    def _linear_loss(self, root: Value) -> Match | None:
+        """The match of a sum of losses whose logits are a product that is used nowhere else."""
+        summed = summed_at(root)
+        match = None if summed is None else self.find(summed.losses)
+        if summed is None or match is None or match.pattern.total is None:
+            return None
+        logits, shown, passed = resolve(match.reads[0])
+        product, read = product_at(logits), match.call.reads[0]
+        if read.order or read.sizes != logits.shape or shown != identity(logits):
+            return None
+        if isinstance(product, Product):
+            between = {match.reads[0], logits, *passed, *product.between}
+            between |= {summed.losses, *summed.between}
+            inner = match.inner | between
+            nodes = {v.node for v in inner}
+            if any(self._used_outside(v, nodes) for v in between - {root}):
+                product = "the value is used elsewhere"
+        if not isinstance(product, Product):
+            if product:
+                self.misses.append(Miss("linear_cross_entropy", root, product))
+            return None
+        x, table, bias = product[:3]
+        given = {"x": (x, Read(x.shape)), "table": (table, Read(table.shape))}
+        given["labels"] = match.reads[1], match.call.reads[1]
+        if bias is not None:
+            given["bias"] = bias, _ROW
+        if summed.where is not None:
+            mask, keep = summed.where
+            given["where"] = mask, Read(x.shape[:-1], None, keep)
+        values, reads = zip(*given.values(), strict=True)
+        numbers = (("transposed", product.transposed),)
+        call = Call(match.pattern.total, 0, tuple(given), reads, numbers, (), root.dtype)
+        level, program = self._level(root, values), self.programs(call, list(map(_struct, values)))
+        if level is None or isinstance(program, str):
+            why = (level and program) or _ELSEWHERE
+            self.misses.append(Miss("linear_cross_entropy", root, why))
+            return None
+        pattern = dataclasses.replace(match.pattern, name="linear_cross_entropy")
+        return Match(pattern, "", [root], list(values), call, inner, level)
 
     def _may_be_root(self, value: Value) -> bool:
         node = value.node
@@ -398,7 +441,7 @@ class _Finder:
                 read = _reader(bound, root.shape, None, root.long)
             else:
                 read = _reader(bound, shape, root.dtype if kind == "full" else None, places)
-            if (kind in ("row", "labels") or name == "x") and None in bound.map:
+            if (kind in ("row", "labels") or name in ("x", "residual")) and None in bound.map:
                 return None
             found[name] = read
         return found
