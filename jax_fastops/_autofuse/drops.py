@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops._autofuse.graph import Node, Value
-from jax_fastops._autofuse.match import FOLDED, constant, resolve, terms_of
+from jax_fastops._autofuse.match import FOLDED, constant, identity, resolve, terms_of
 from jax_fastops._autofuse.moves import Move
 from jax_fastops.dropout import dropout
 
@@ -60,11 +60,15 @@ def _is_one(number: float, dtype) -> bool:
 
 
 def _scaled(value: Value) -> Iterator[tuple[float, Value]]:
-    """The value, and what it is a multiple of."""
+    """The value, and what it is a multiple of, perhaps computed in a wider dtype."""
     yield 1.0, value
-    terms = terms_of(value) or []
-    if len(terms) == 1:
-        yield terms[0]
+    source, shown, _ = resolve(value, narrowing=True)
+    terms = terms_of(source) or []
+    if len(terms) == 1 and shown == identity(source) and source.shape == value.shape:
+        factor, of = terms[0]
+        before, shown, _ = resolve(of)
+        cast = source is not value and before.dtype == value.dtype and shown == identity(before)
+        yield factor, before if cast else of
 
 
 def _masked(value: Value) -> tuple[Value, Value, bool] | None:
