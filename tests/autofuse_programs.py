@@ -234,6 +234,13 @@ PROGRAMS = {
         (X, W.T, LABELS),
         ["linear_cross_entropy"],
     ),
+    "linear log-likelihood": (
+        lambda x, w, labels: (
+            -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[..., None], -1))
+        ),
+        (X, W.T, LABELS),
+        ["linear_cross_entropy"],
+    ),
     "linear loss, masked": (
         lambda x, w, b, labels: (
             jnp.sum(jnp.where(labels > 9, masked_sum_loss(b + x @ w, labels), 0))

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.jax
 
 
 PATTERNS = {
-    "gpt": {"layer_norm": 5, "softmax": 2, "gelu": 2, "cross_entropy": 1},
+    "gpt": {"layer_norm": 5, "softmax": 2, "gelu": 2, "linear_cross_entropy": 1},
     "resnet": {"batch_norm": 6, r"batch_norm \+ relu": 3, "linear_cross_entropy": 1},
     "transformer": {"layer_norm": 4, "softmax": 2, "gelu": 2, "linear_cross_entropy": 1},
 }

@@ -263,14 +263,14 @@ class _Finder:
         if summed is None or match is None or match.pattern.total is None:
             return None
         logits, shown, passed = resolve(match.reads[0])
-        product, read = product_at(logits), match.call.reads[0]
-        if read.order or read.sizes != logits.shape or shown != identity(logits):
+        product, (read, of_labels) = product_at(logits), match.call.reads
+        sizes = tuple(d for d in read.sizes if d != 1)
+        if read.order or sizes != logits.sizes or shown != identity(logits):
             return None
+        between = {match.reads[0], logits, *passed, summed.losses, *summed.between}
         if isinstance(product, Product):
-            between = {match.reads[0], logits, *passed, *product.between}
-            between |= {summed.losses, *summed.between}
-            inner = match.inner | between
-            nodes = {v.node for v in inner}
+            between.update(product.between)
+            nodes = {v.node for v in match.inner | between}
             if any(self._used_outside(v, nodes) for v in between - {root}):
                 product = "the value is used elsewhere"
         if not isinstance(product, Product):
@@ -279,7 +279,7 @@ class _Finder:
             return None
         x, table, bias = product[:3]
         given = {"x": (x, Read(x.shape)), "table": (table, Read(table.shape))}
-        given["labels"] = match.reads[1], match.call.reads[1]
+        given["labels"] = match.reads[1], dataclasses.replace(of_labels, sizes=x.shape[:-1])
         if bias is not None:
             given["bias"] = bias, _ROW
         if summed.where is not None:
@@ -294,7 +294,7 @@ class _Finder:
             self.misses.append(Miss("linear_cross_entropy", root, why))
             return None
         pattern = dataclasses.replace(match.pattern, name="linear_cross_entropy")
-        return Match(pattern, "", [root], list(values), call, inner, level)
+        return Match(pattern, "", [root], list(values), call, match.inner | between, level)
 
     def _may_be_root(self, value: Value) -> bool:
         node = value.node
