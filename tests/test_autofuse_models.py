@@ -318,3 +318,28 @@ def test_stax_resnet():
         return -jnp.mean(jnp.sum(apply(parameters, IMAGES) * one_hot, axis=1))
 
     check(loss, parameters, 1e-3, norm=3, act=3, loss=1)
+
+
+# Ours ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bert_of_models(dtype):
+    """All that the model by hand has: the program in jax.nn has as many calls of each op."""
+    bert = pytest.importorskip("jax_fastops.models.bert")
+    config = bert.Config(
+        **{"vocab_size": 50, "hidden_size": 32, "layers": 2, "heads": 4, "intermediate_size": 64},
+        **{"dropout": 0.0, "attention_dropout": 0.0, "dtype": dtype},
+    )
+    parameters = bert.init(jax.random.key(0), config, mlm=True)
+    del parameters["pooler"]
+
+    def loss(parameters, ops=bert.PLAIN):
+        mask = TOKENS > 9
+        hidden, _ = bert.apply(parameters, TOKENS, config, mask=mask, ops=ops)
+        return bert.masked_lm_loss(parameters, hidden, TOKENS, config, where=mask, ops=ops)
+
+    check(loss, parameters, 0.05 if dtype == "bfloat16" else 1e-4, norm=6, softmax=2, act=3, loss=1)
+    found = fo.explain(fo.autofuse(loss))(parameters).calls
+    wanted = fo.explain(functools.partial(loss, ops=bert.FASTOPS))(parameters).calls
+    assert [call.op for call in found] == [call.op for call in wanted]
