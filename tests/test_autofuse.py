@@ -320,6 +320,10 @@ def test_meshes(axis_type):
         mapped = jax.shard_map(f, in_specs=P("data"), out_specs=P("data"))
         close(jax.jit(fo.autofuse(mapped))(x), f(X), 2e-5)
         assert names(mapped, x) == ["gelu", "layer_norm"] or len(names(mapped, x)) == 2
+        loss, (_, *rest, labels), patterns = PROGRAMS["linear loss, masked"]
+        args = x, *rest, jax.device_put(labels, jax.NamedSharding(mesh, P("data")))
+        assert names(loss, *args) == patterns
+        close(run(fo.autofuse(loss), args), run(loss, args), 2e-5)
 
 
 @pytest.mark.parametrize("mapped", ["vmap", "shard_map"])

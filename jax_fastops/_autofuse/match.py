@@ -123,6 +123,8 @@ def _view(value: Value, narrowing: bool) -> tuple[Value, Map] | None:
         return operand, tuple(operand.long.index(order[d]) for d in value.long)
     if node.name in ("squeeze", "expand_dims", "slice", "copy", "copy_p", "pvary", "pcast"):
         return _same_view(value, operand)
+    if node.name == "reshard" and value.aval.sharding.spec == operand.aval.sharding.spec:
+        return _same_view(value, operand)  # of jnp.where in a mesh
     if node.name == "convert_element_type":
         if not (value.is_floating and operand.is_floating):
             return None
