@@ -1,6 +1,7 @@
 """What the types of arrays say about sharding: explicit mesh axes, and axes of ``shard_map``."""
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 
@@ -8,6 +9,22 @@ def explicit_spec(x) -> PartitionSpec | None:
     """The partition spec of an array if its mesh has explicit axes, else ``None``."""
     sharding = jax.typeof(x).sharding
     return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def dot(x, kernel):
+    """``jnp.dot(x, kernel)``; over explicit axes, all except the summed axis stay sharded."""
+    specs = explicit_spec(x), explicit_spec(kernel)
+    if specs[0] is None or specs[1] is None:
+        return jnp.dot(x, kernel)
+    return jnp.dot(x, kernel, out_sharding=PartitionSpec(*specs[0][:-1], *specs[1][1:]))
+
+
+def split_last(x, *sizes: int):
+    """``x`` with its last axis split; over explicit axes, the first part is sharded as it was."""
+    shape, spec = (*x.shape[:-1], *sizes), explicit_spec(x)
+    if spec is not None:
+        spec = PartitionSpec(*spec, *(None,) * (len(sizes) - 1))
+    return jax.lax.reshape(x, shape, out_sharding=spec)
 
 
 def varying_with(x, others):

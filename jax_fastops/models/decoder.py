@@ -32,6 +32,7 @@ from jax.typing import ArrayLike
 import jax_fastops as fo
 from jax_fastops.models import bert
 from jax_fastops.models._checks import check_choice, check_tree, dtype_name, integer, number
+from jax_fastops.models._sharding import dot, split_last
 
 __all__ = [
     "FASTOPS",
@@ -521,7 +522,8 @@ def apply(
       An array ``[batch, sequence, hidden_size]`` with the dtype ``config.dtype``; with a cache, a
       pair of it and the new cache. :func:`logits` maps it to the vocabulary.
 
-    Sharding: under ``jax.jit`` with Auto axes: over the batch, and as :func:`partition_specs` says.
+    Sharding: under ``jax.jit`` with Auto or Explicit axes: over the batch, and as
+    :func:`partition_specs` says.
 
     Raises:
       TypeError: an argument has another type or dtype.
@@ -632,7 +634,7 @@ def _layer(params: dict, x, residual, kept, *, config: Config, turns, attend: _A
     """
     y, x = _norm(params["input_norm"], x, residual, config, ops)
     y, kept = _attention(params, y, kept, config, turns, attend, ops)
-    y = jnp.dot(y, params["output"]["kernel"])
+    y = dot(y, params["output"]["kernel"])
     y, x = ops.residual_rms_norm(
         y,
         x,
@@ -642,7 +644,7 @@ def _layer(params: dict, x, residual, kept, *, config: Config, turns, attend: _A
         return_sum=True,
     )
     y = ops.gated_act(*_products(params, "gate_up", y))
-    return jnp.dot(y, params["down"]["kernel"]), x, kept
+    return dot(y, params["down"]["kernel"]), x, kept
 
 
 def _norm(params: dict, x, residual, config: Config, ops: Ops) -> tuple:
@@ -656,7 +658,7 @@ def _products(params: dict, name: str, x) -> list:
     """The products of ``x`` with joined kernels, or with each of them."""
     made = []
     for part in [params[name]] if name in params else [params[n] for n in _JOINED[name]]:
-        y = jnp.dot(x, part["kernel"])
+        y = dot(x, part["kernel"])
         made.append(y + part["bias"].astype(y.dtype) if "bias" in part else y)
     return made
 
@@ -680,7 +682,7 @@ def _heads(params: dict, x, config: Config, turns, ops: Ops):
     scales = [params[f"{n}_norm"]["scale"] if config.qk_norm else None for n in "qk"]
     if "qkv" in params:
         return ops.split_qkv_heads(
-            jnp.dot(x, params["qkv"]["kernel"]),
+            dot(x, params["qkv"]["kernel"]),
             params["qkv"].get("bias"),
             num_heads=config.heads,
             num_kv_heads=config.kv_heads,
@@ -692,7 +694,7 @@ def _heads(params: dict, x, config: Config, turns, ops: Ops):
         )
     counts = config.heads, config.kv_heads, config.kv_heads
     q, k, v = (
-        part.reshape(*x.shape[:2], count, config.head_dim)
+        split_last(part, count, config.head_dim)
         for part, count in zip(_products(params, "qkv", x), counts, strict=True)
     )
     q, k = (
