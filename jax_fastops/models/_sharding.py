@@ -27,6 +27,25 @@ def split_last(x, *sizes: int):
     return jax.lax.reshape(x, shape, out_sharding=spec)
 
 
+def whole(x, axis: int):
+    """``x``, not sharded along an axis. Auto axes must be those of ``jax.set_mesh``."""
+    spec = explicit_spec(x)
+    if spec is not None:
+        return jax.sharding.reshard(x, PartitionSpec(*spec[:axis], None, *spec[axis + 1 :]))
+    if AxisType.Auto not in jax.sharding.get_abstract_mesh().axis_types:
+        return x
+    free = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*free[:axis], None, *free[axis + 1 :]))
+
+
+def following(x, fill):
+    """The next element along the last axis, and ``fill`` for the last one. Sharded like ``x``."""
+    spec = explicit_spec(x)
+    x = x if spec is None else whole(x, x.ndim - 1)  # JAX does not slice explicit shards
+    x = jnp.pad(x[..., 1:], ((0, 0),) * (x.ndim - 1) + ((0, 1),), constant_values=fill)
+    return x if spec is None else jax.sharding.reshard(x, spec)
+
+
 def varying_with(x, others):
     """``x``, varying over the mesh axes over which it or one of the others varies."""
     axes = frozenset().union(*map(_varying_axes, others)) - _varying_axes(x)

@@ -32,7 +32,7 @@ from jax.typing import ArrayLike
 import jax_fastops as fo
 from jax_fastops.models import bert
 from jax_fastops.models._checks import check_choice, check_tree, dtype_name, integer, number
-from jax_fastops.models._sharding import dot, split_last
+from jax_fastops.models._sharding import dot, following, split_last, whole
 
 __all__ = [
     "FASTOPS",
@@ -522,8 +522,9 @@ def apply(
       An array ``[batch, sequence, hidden_size]`` with the dtype ``config.dtype``; with a cache, a
       pair of it and the new cache. :func:`logits` maps it to the vocabulary.
 
-    Sharding: under ``jax.jit`` with Auto or Explicit axes: over the batch, and as
-    :func:`partition_specs` says.
+    Sharding: under ``jax.jit`` with Auto or Explicit axes: tokens over the batch and the sequence,
+    and parameters as :func:`partition_specs` says. If an Auto axis shards the sequence, the mesh
+    must be that of ``jax.set_mesh``. A cache takes Auto axes only, which do not shard the sequence.
 
     Raises:
       TypeError: an argument has another type or dtype.
@@ -578,24 +579,24 @@ def _forward(params: dict, tokens, config: Config, positions, mask, cache, ops: 
     attend, cache = _attend(mask, cache, tokens.shape, start, config)
     layer = functools.partial(_layer, config=config, turns=turns, attend=attend, ops=ops)
 
-    def whole(params, x, kept):
+    def whole_layer(params, x, kept):
         branch, x, kept = layer(params, x, None, kept)
         return x + branch, kept
 
     if config.remat:
-        whole = jax.checkpoint(whole, prevent_cse=not config.scan)
+        whole_layer = jax.checkpoint(whole_layer, prevent_cse=not config.scan)
     x = bert._take(params["embeddings"], tokens).astype(config.dtype)
     residual = None
     if config.scan:
         kept = None if cache is None else (cache.keys, cache.values)
         each = params["layers"], kept
-        x, kept = jax.lax.scan(lambda x, each: whole(each[0], x, each[1]), x, each)
+        x, kept = jax.lax.scan(lambda x, each: whole_layer(each[0], x, each[1]), x, each)
     else:
         new: list[Any] = []
         for index, one in enumerate(params["layers"]):
             own = None if cache is None else (cache.keys[index], cache.values[index])
             if config.remat:
-                x, own = whole(one, x, own)
+                x, own = whole_layer(one, x, own)
             else:
                 x, residual, own = layer(one, x, residual, own)
             new.append(own)
@@ -610,6 +611,7 @@ def _forward(params: dict, tokens, config: Config, positions, mask, cache, ops: 
 def _attend(mask, cache, shape, start, config: Config) -> tuple[_Attend, Cache | None]:
     """What new tokens attend to, and the cache with their mask."""
     count = shape[1]
+    mask = None if mask is None else whole(mask, 1)
     if cache is not None:
         new = jnp.ones(shape, bool) if mask is None else mask
         all_ = jax.lax.dynamic_update_slice(cache.mask, new, (0, start))
@@ -674,6 +676,7 @@ def _attention(params: dict, x, kept, config: Config, turns, attend: _Attend, op
         )
         k, v = (k, v) if attend.fresh else kept
     attention = _softmax_attention if attend.where is not None else _dot_product_attention
+    k, v = whole(k, 1), whole(v, 1)
     return attention(q, k, v, config, attend, ops).reshape(*x.shape[:2], -1), kept
 
 
@@ -850,7 +853,7 @@ def loss(
     if labels is None:
         known = ids.astype(jnp.int32)
         known = known if inside is None else jnp.where(inside, known, -1)
-        labels = jnp.pad(known[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+        labels = following(known, -1)
     labels = _integers("labels", labels)
     _check_shape("labels", labels, ids.shape)
     hidden = apply(params, ids, config, positions=positions, mask=inside, ops=ops)
