@@ -367,8 +367,6 @@ def run_over(mesh, config: decoder.Config, given: dict) -> tuple[Any, Any]:
     """Hidden states, and loss and gradients, each with the program's collectives."""
     axes = [name if name in mesh.axis_names else None for name in ("data", "sequence")]
     specs = decoder.partition_specs(config)
-    if not config.tensor_parallel:
-        specs = jax.tree.map(lambda _: P(), specs)
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
     params = jax.tree.map(put, start(config), specs)
     given = {name: put(a, P(*axes)) for name, a in given.items()}

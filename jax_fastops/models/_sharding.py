@@ -12,11 +12,15 @@ def explicit_spec(x) -> PartitionSpec | None:
 
 
 def dot(x, kernel):
-    """``jnp.dot(x, kernel)``; over explicit axes, all except the summed axis stay sharded."""
+    """The product over the last axis of ``x`` and the first one of ``kernel``.
+
+    Over explicit axes, all other axes stay sharded.
+    """
     specs = explicit_spec(x), explicit_spec(kernel)
-    if specs[0] is None or specs[1] is None:
-        return jnp.dot(x, kernel)
-    return jnp.dot(x, kernel, out_sharding=PartitionSpec(*specs[0][:-1], *specs[1][1:]))
+    spec = None
+    if specs[0] is not None and specs[1] is not None:
+        spec = PartitionSpec(*specs[0][:-1], *specs[1][1:])
+    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), out_sharding=spec)
 
 
 def split_last(x, *sizes: int):
@@ -36,6 +40,16 @@ def whole(x, axis: int):
         return x
     free = [PartitionSpec.UNCONSTRAINED] * x.ndim
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*free[:axis], None, *free[axis + 1 :]))
+
+
+def first(x):
+    """``x[:, 0]``."""
+    spec = explicit_spec(x)
+    if spec is None or spec[1] is None:
+        return x[:, 0]
+    # JAX does not slice explicit shards. The device that has the first element sends it by a sum.
+    index = jax.lax.broadcasted_iota(jnp.int32, (1, x.shape[1], *(1,) * (x.ndim - 2)), 1)
+    return jnp.where(index == 0, x, jnp.zeros_like(x)).sum(1)
 
 
 def following(x, fill):

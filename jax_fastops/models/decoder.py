@@ -360,11 +360,11 @@ def shapes(config: Config) -> dict[str, Any]:
 
 
 def partition_specs(config: Config, *, tensor: str = "tensor") -> dict[str, Any]:
-    """The shardings of the parameters for tensor parallelism.
+    """The shardings of the parameters.
 
-    The features inside of attention (whole heads) and feed-forward are sharded, and the rows of the
-    vocabulary. Set ``config.tensor_parallel``. The axis of the mesh must divide ``kv_heads``,
-    ``intermediate_size`` and ``vocab_size``. Tokens are sharded over their first axis.
+    With ``config.tensor_parallel``, the features inside of attention (whole heads) and feed-forward
+    are sharded, and the rows of the vocabulary. The axis of the mesh must divide ``kv_heads``,
+    ``intermediate_size`` and ``vocab_size``. Otherwise, parameters are replicated.
 
     Args:
       config: a :class:`Config`.
@@ -376,14 +376,15 @@ def partition_specs(config: Config, *, tensor: str = "tensor") -> dict[str, Any]
     Example:
       >>> import jax
       >>> from jax_fastops.models import decoder
-      >>> specs = decoder.partition_specs(decoder.SMALL)
+      >>> specs = decoder.partition_specs(decoder.Config(tensor_parallel=True))
       >>> specs["layers"][0]["up"]["kernel"] == jax.sharding.PartitionSpec(None, "tensor")
       True
     """
 
     def spec(array):
+        sharded = array.sharded if config.tensor_parallel else None
         return PartitionSpec(
-            *(tensor if axis == array.sharded else None for axis in range(len(array.shape)))
+            *(tensor if axis == sharded else None for axis in range(len(array.shape)))
         )
 
     return jax.tree.map(spec, _arrays(config))
