@@ -55,6 +55,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import RESULTS, environment, installed, measure, profile
 from benchmarks.cases import fo
+from benchmarks.jobs import collectives
 from benchmarks.programs import Program
 from benchmarks.report import headline, write
 
@@ -636,16 +637,6 @@ def _short(name: str, most: int = 80) -> str:
 
 # ---- data parallel -------------------------------------------------------------------------------
 
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-
 
 class Parallel(Contender):
     """A step on a mesh: the batch is sharded, parameters and their gradients are replicated."""
@@ -755,24 +746,6 @@ def scaled(
         "throughput": len(many) * one / all_,
         "collectives": collectives(programs[0].compiled.as_text()),
     }
-
-
-def collectives(hlo: str) -> dict[str, dict[str, int]]:
-    """The collectives of a compiled module by kind: their count, and the bytes of their results."""
-    found: dict[str, dict[str, int]] = {}
-    for line in hlo.splitlines():
-        # An asynchronous one is counted at its end: newer versions also list operands at its start.
-        match = re.match(rf"\s*(?:ROOT )?\S+ = (.*?) ({'|'.join(COLLECTIVES)})(?:-done)?\(", line)
-        if match:
-            entry = found.setdefault(match[2], {"count": 0, "bytes": 0})
-            entry["count"] += 1
-            entry["bytes"] += sum(map(_nbytes, re.findall(r"(\w+)\[([\d,]*)\]", match[1])))
-    return found
-
-
-def _nbytes(shape: tuple[str, str]) -> int:
-    bits = int((re.search(r"\d+", shape[0]) or ["8"])[0])  # "pred" has none
-    return bits // 8 * math.prod(int(n) for n in shape[1].split(",") if n)
 
 
 def show_scaling(entry: dict) -> None:

@@ -10,6 +10,10 @@ from the same weights:
 ``plain``  the same model on `jax.nn` and `jax.numpy`
 ``torch``  PyTorch: the same network compiled by Inductor, with scaled_dot_product_attention,
            autocast and fused AdamW, where PyTorch is installed
+
+With `--devices`, the first two run over several devices, which share the axis of the mesh that
+`--axis` names: each has a batch of its own (data), or a part of the same batch's heads, features
+and vocabulary (tensor), or of its sequence (sequence).
 """
 
 import argparse
@@ -33,10 +37,14 @@ def main() -> None:
         {"contender": name, "shape": shape}
         for shape in options.shapes
         for name in options.contenders
-        if name != "torch" or importlib.util.find_spec("torch")
+        if name != "torch" or (options.devices == 1 and importlib.util.find_spec("torch"))
     )
     facts = dict(attention=options.attention, layers=options.layers, remat=options.remat)
-    jobs.run("benchmarks.decoder", options, rows, **facts)
+    what = ""
+    if options.devices > 1:
+        facts |= dict(devices=options.devices, axis=options.axis)
+        what = f"-{options.axis}-{options.devices}"
+    jobs.run("benchmarks.decoder", options, rows, what, **facts)
 
 
 def parse() -> argparse.Namespace:
@@ -47,6 +55,8 @@ def parse() -> argparse.Namespace:
     add("--attention", choices=("cudnn", "softmax"), default="cudnn", help="JAX's")
     add("--layers", type=int, default=8)
     add("--remat", action="store_true", help="JAX recomputes layers in the backward")
+    add("--devices", type=int, default=1)
+    add("--axis", choices=("data", "tensor", "sequence"), default="data")
     return parser.parse_args()
 
 
@@ -60,16 +70,19 @@ def data(shape: str, vocabulary: int):
 
 
 def config_of(options: argparse.Namespace, decoder):
+    tensor = options.devices > 1 and options.axis == "tensor"
+    changes = dict(attention=options.attention, remat=options.remat, tensor_parallel=tensor)
     if options.small:
         attention = "xla" if options.attention == "cudnn" else options.attention
-        return dataclasses.replace(decoder.SMALL, attention=attention, remat=options.remat)
-    return decoder.Config(layers=options.layers, attention=options.attention, remat=options.remat)
+        return dataclasses.replace(decoder.SMALL, **changes | {"attention": attention})
+    return decoder.Config(layers=options.layers, **changes)
 
 
 def jax_row(options: argparse.Namespace, contender: str, shape: str) -> dict:
     import jax
-    import jax.numpy as jnp
+    import numpy as np
     import optax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from benchmarks import installed
 
@@ -78,10 +91,22 @@ def jax_row(options: argparse.Namespace, contender: str, shape: str) -> dict:
     ops = decoder.FASTOPS if contender == "ours" else decoder.PLAIN
     optimizer = optax.adamw(RATE, weight_decay=DECAY)
 
-    @jax.jit
+    mesh = Mesh(np.array(jax.devices()[: options.devices]), (options.axis,))
+    whole, specs = PartitionSpec(), decoder.partition_specs(config)
+
     def start():
         params = decoder.init(jax.random.key(0), config)
         return params, optimizer.init(params)
+
+    kinds = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, spec: spec,
+        jax.eval_shape(start)[1],
+        specs,
+        transform_non_params=lambda _: whole,
+    )
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, kinds))
+    start = jax.jit(start, out_shardings=places)
 
     def update(state, tokens, labels):
         params, inner = state
@@ -91,10 +116,16 @@ def jax_row(options: argparse.Namespace, contender: str, shape: str) -> dict:
 
         value, grads = jax.value_and_grad(loss)(params)
         changes, inner = optimizer.update(grads, inner, params)
-        return (optax.apply_updates(params, changes), inner), value
+        after = optax.apply_updates(params, changes), inner
+        return jax.lax.with_sharding_constraint(after, places), value
 
-    batch = tuple(map(jnp.asarray, data(shape, config.vocab_size)))
-    return jobs.jax_training(options, start, update, [batch])
+    axes = {"data": ("data",), "sequence": (None, "sequence"), "tensor": ()}[options.axis]
+    batch = data(shape, config.vocab_size)
+    if options.axis == "data":  # each device has the batch of one
+        batch = [np.tile(a, (options.devices, 1)) for a in batch]
+    batch = tuple(jax.device_put(a, NamedSharding(mesh, PartitionSpec(*axes))) for a in batch)
+    with jax.set_mesh(mesh):
+        return jobs.jax_training(options, start, update, [batch])
 
 
 def torch_row(options: argparse.Namespace, contender: str, shape: str) -> dict:

@@ -6,6 +6,7 @@ has the memory, the clocks or the errors of another one.
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -149,6 +150,8 @@ def jax_training(
     found |= {"first_loss": float(first), "loss": float(value)}
     if memory := compiled.memory_analysis():
         found["temp_bytes"] = memory.temp_size_in_bytes
+    if between := collectives(compiled.as_text()):
+        found["collectives"] = between
     if options.profile:
         found |= attributed(jax_kernels(step, wait), options.profile)
     return found
@@ -205,6 +208,37 @@ def losses(step: Callable, batches: list, count: int) -> dict:
     """The losses of a training that takes the batches in turn."""
     found = [step(batches[i % len(batches)]) for i in range(count)]
     return {"losses": [round(float(loss), 5) for loss in found]}
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+def collectives(hlo: str) -> dict[str, dict[str, int]]:
+    """The collectives of a compiled module by kind: their count, and the bytes of their results."""
+    found: dict[str, dict[str, int]] = {}
+    for line in hlo.splitlines():
+        # An asynchronous one is counted at its end: newer versions also list operands at its start.
+        match = re.match(rf"\s*(?:ROOT )?\S+ = (.*?) ({'|'.join(COLLECTIVES)})(?:-done)?\(", line)
+        if match:
+            entry = found.setdefault(match[2], {"count": 0, "bytes": 0})
+            entry["count"] += 1
+            entry["bytes"] += sum(map(_nbytes, re.findall(r"(\w+)\[([\d,]*)\]", match[1])))
+    return found
+
+
+def _nbytes(shape: tuple[str, str]) -> int:
+    bits = int((re.search(r"\d+", shape[0]) or ["8"])[0])  # "pred" has none
+    return bits // 8 * math.prod(int(n) for n in shape[1].split(",") if n)
 
 
 # ---- profiles ------------------------------------------------------------------------------------

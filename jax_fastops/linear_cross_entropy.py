@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -64,38 +65,44 @@ def _merge_tokens(x, tokens: int):
     return reshape(x, shape, spec and ((*spec[:1], *spec[tokens:]) if tokens else (None, *spec)))
 
 
-def _split_tokens(x, chunks: int, fill):
-    """``[chunks, t / chunks, ...]``. A chunk has every ``chunks``-th token, so that it is sharded
-    like the tokens. ``fill`` fills up the last tokens."""
-    spec = _spec(x)
-    if missing := -x.shape[0] % chunks:
-        x = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
-    shape = (x.shape[0] // chunks, chunks, *x.shape[1:])
-    return jnp.moveaxis(reshape(x, shape, spec and (spec[0], None, *spec[1:])), 1, 0)
+def _split_tokens(x, chunks: int, fill, axis: int):
+    """``[chunks, ..., t / chunks, ...]``. A chunk has every ``chunks``-th token along the axis, so
+    that it is sharded like the tokens. ``fill`` fills up the last tokens."""
+    spec, (lead, rest) = _spec(x), (x.shape[:axis], x.shape[axis + 1 :])
+    if missing := -x.shape[axis] % chunks:
+        widths = ((0, 0),) * len(lead), ((0, missing),), ((0, 0),) * len(rest)
+        x = jnp.pad(x, sum(widths, ()), constant_values=fill)
+    shape = (*lead, x.shape[axis] // chunks, chunks, *rest)
+    x = reshape(x, shape, spec and (*spec[: axis + 1], None, *spec[axis + 1 :]))
+    return jnp.moveaxis(x, axis + 1, 0)
 
 
 def _parts(x, labels, chunks: int) -> list:
-    x = jnp.where((labels >= 0)[:, None], x, jnp.zeros_like(x))  # 0 times NaN would be NaN
-    return [_split_tokens(x, chunks, 0), _split_tokens(labels, chunks, -1)]
+    x = jnp.where((labels >= 0)[..., None], x, jnp.zeros_like(x))  # 0 times NaN would be NaN
+    axis = labels.ndim - 1
+    return [_split_tokens(x, chunks, 0, axis), _split_tokens(labels, chunks, -1, axis)]
 
 
-def _join_tokens(x, tokens: int):
+def _join_tokens(x, tokens: int, axis: int):
     """Inverts ``_split_tokens``."""
-    x = jnp.moveaxis(x, 0, 1)
-    spec = _spec(x)
-    x = reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]), spec and (spec[0], *spec[2:]))
-    return jax.lax.slice_in_dim(x, 0, tokens)
+    x = jnp.moveaxis(x, 0, axis + 1)
+    spec, (lead, rest) = _spec(x), (x.shape[:axis], x.shape[axis + 2 :])
+    shape = (*lead, x.shape[axis] * x.shape[axis + 1], *rest)
+    x = reshape(x, shape, spec and (*spec[: axis + 1], *spec[axis + 2 :]))
+    return jax.lax.slice_in_dim(x, 0, tokens, axis=axis)
 
 
-def _dot(a, b, axes: tuple[int, int], dtype):
-    """The product of two matrices over these axes. Sharded rows and columns stay sharded."""
-    kept = [spec[1 - axis] for x, axis in zip((a, b), axes, strict=True) if (spec := _spec(x))]
+def _dot(a, b, axes: tuple[Sequence[int], Sequence[int]], dtype):
+    """The product of two arrays over these axes. Other axes that are sharded stay so."""
+    specs = _spec(a), _spec(b)
+    kept = None
+    if specs[0] is not None and specs[1] is not None:
+        pairs = zip(specs, axes, strict=True)
+        kept = PartitionSpec(
+            *(name for spec, over in pairs for i, name in enumerate(spec) if i not in over)
+        )
     return jax.lax.dot_general(
-        a,
-        b,
-        (((axes[0],), (axes[1],)), ((), ())),
-        preferred_element_type=dtype,
-        out_sharding=PartitionSpec(*kept) if len(kept) == 2 else None,
+        a, b, (axes, ((), ())), preferred_element_type=dtype, out_sharding=kept
     )
 
 
@@ -132,7 +139,7 @@ def _losses(raw, offset, labels, options: _Options):
 
 
 def _losses_of_chunk(x, labels, layer: _Layer, options: _Options):
-    raw = _dot(x, layer.table, (1, 1), x.dtype)
+    raw = _dot(x, layer.table, ((x.ndim - 1,), (1,)), x.dtype)
     return _losses(raw, layer.offset, labels, options)
 
 
@@ -155,7 +162,7 @@ def _zeros(like, dtype, *others):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _total(x, table, bias, labels, options: _Options):
-    """The sum of the losses of ``[t, d]`` tokens."""
+    """The sum of the losses of tokens ``[..., d]``."""
     layer = _layer(table, bias, x.dtype, options)
 
     def body(_, part):
@@ -169,19 +176,20 @@ def _total(x, table, bias, labels, options: _Options):
 def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
     """The sum, and its gradients for those of ``x``, ``table`` and ``bias`` that are wanted."""
     wide, chunks = accumulator_dtype(x.dtype), options.chunks
-    layer = _layer(table, bias, x.dtype, options)
+    layer, axis = _layer(table, bias, x.dtype, options), x.ndim - 2
+    tokens = range(x.ndim - 1)
 
     def body(carry, part):
         dtable, dbias = carry
         x, labels = part
-        raw = _dot(x, layer.table, (1, 1), x.dtype)
+        raw = _dot(x, layer.table, ((x.ndim - 1,), (1,)), x.dtype)
         losses, pullback = jax.vjp(lambda raw: _losses(raw, layer.offset, labels, options), raw)
         (draw,) = pullback(jnp.ones_like(losses))
-        dx = _dot(draw, layer.table, (1, 0), x.dtype) if wanted[0] else None
+        dx = _dot(draw, layer.table, ((x.ndim - 1,), (0,)), x.dtype) if wanted[0] else None
         if wanted[1]:
-            dtable = dtable + _dot(draw, x, (0, 0), wide)
+            dtable = dtable + _dot(draw, x, (tokens, tokens), wide)
         if wanted[2]:
-            dbias = dbias + draw.astype(wide).sum(0)
+            dbias = dbias + draw.astype(wide).sum(tokens)
         return (dtable, dbias), (losses.sum(), dx)
 
     parts = _parts(x, labels, chunks)
@@ -191,7 +199,7 @@ def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
     )
     (dtable, dbias), (totals, dx) = _over_chunks(body, start, parts, chunks)
     grads = [
-        None if dx is None else _join_tokens(dx, x.shape[0]),
+        None if dx is None else _join_tokens(dx, x.shape[axis], axis),
         None if dtable is None else jax.lax.slice_in_dim(dtable, 0, table.shape[0]),
         None if dbias is None else jax.lax.slice_in_dim(dbias, 0, table.shape[0]),
     ]
@@ -229,7 +237,7 @@ def _each(x, table, bias, labels, options: _Options):
 
     parts = _parts(x, labels, chunks)
     found = _over_chunks(lambda _, part: (None, losses(*part, layer)), None, parts, chunks)[1]
-    return _join_tokens(found, x.shape[0])
+    return _join_tokens(found, x.shape[-2], x.ndim - 2)
 
 
 # ---- the op --------------------------------------------------------------------------------------
@@ -282,10 +290,11 @@ def linear_cross_entropy(
       until they are scaled, for float16). For ``"none"``, the operands: the backward computes the
       logits again.
 
-    Sharding: over the tokens, with no communication except the sums of the scalar and of the
-    gradients of ``table`` and ``bias``. If the rows of ``table`` are sharded over an explicit mesh
-    axis, the passes take the reference, and XLA reduces over the devices. Over an auto mesh axis
-    the logits are gathered, unless the call is in ``use_implementation("xla")``.
+    Sharding: over all axes of the tokens, with no communication except the sums of the scalar and
+    of the gradients of ``table`` and ``bias``. If the last of several axes has not enough tokens
+    for the chunks, only the first one stays sharded. If the rows of ``table`` are sharded over an
+    explicit mesh axis, the passes take the reference, and XLA reduces over the devices. Over an
+    auto mesh axis the logits are gathered, unless the call is in ``use_implementation("xla")``.
 
     Raises:
       TypeError: an argument is not an array, has a dtype that is not supported, ``labels`` are not
@@ -326,17 +335,19 @@ def linear_cross_entropy(
         name, arrays["labels"], arrays.get("where"), hidden.shape[:-1], classes, of
     )
     shape, tokens = index.shape, index.ndim
-    index, hidden = _merge_tokens(index, tokens), _merge_tokens(hidden, tokens)
+    chunks = _chunks(name, hidden, classes, chunk)
+    # Even chunks of the last dimension of the tokens leave all dimensions sharded.
+    if tokens == 0 or (chunks > 1 and -shape[-1] % chunks > shape[-1] // 8):
+        index, hidden = _merge_tokens(index, tokens), _merge_tokens(hidden, tokens)
     kept = (index >= 0) & (index < classes)
     index = jnp.where(kept, index, -1)
     wide = accumulator_dtype(hidden.dtype)
-    if 0 in (*hidden.shape[:1], classes):
+    if 0 in (*hidden.shape[:-1], classes):
         return jnp.zeros((), wide) if reduction != "none" else jnp.zeros(shape, wide)
-    chunks = _chunks(name, hidden, classes, chunk)
-    static = _Options(chunks, softcap, **options)
+    static = _Options(_of_shards(chunks, hidden), softcap, **options)
     if reduction == "none":
-        losses, kind = _each(hidden, rows, row_bias, index, static), jax.typeof(arrays["labels"])
-        return reshape(losses, shape, explicit_spec(kind.sharding, tokens))
+        losses = _each(hidden, rows, row_bias, index, static)
+        return losses if losses.ndim == tokens else reshape(losses, shape, _spec(arrays["labels"]))
     total = _total(hidden, rows, row_bias, index, static)
     if reduction == "sum":
         return total
@@ -360,19 +371,21 @@ def _check_shapes(name: str, arrays: dict[str, Any]) -> None:
 
 
 def _chunks(name: str, x, classes, chunk) -> int:
-    """The number of chunks. Each device has as many tokens of a chunk as any other."""
-    tokens = x.shape[0]
+    """The number of chunks."""
+    tokens = math.prod(x.shape[:-1])
     if chunk is not None:
         chunk = integer(name, "chunk", chunk)
         if chunk < 1:
             raise ValueError(f"{name}: chunk is {chunk}; it must be at least 1")
     if not isinstance(tokens, int) or not isinstance(classes, int):
         return 1  # a symbolic size
-    chunks = -(-tokens // (chunk or max(1, _CHUNK // (classes * x.dtype.itemsize))))
-    spec = _spec(x)
-    parts = 1 if spec is None else parts_of(spec[0], jax.typeof(x).sharding)
-    while tokens % parts or (-(-tokens // chunks)) % parts:
-        if chunks == 1:
-            break
+    return max(1, -(-tokens // (chunk or max(1, _CHUNK // max(1, classes * x.dtype.itemsize)))))
+
+
+def _of_shards(chunks: int, x) -> int:
+    """As many chunks at most, of which each has as many tokens of a device as of any other."""
+    tokens, spec = x.shape[-2], _spec(x)
+    parts = 1 if spec is None else parts_of(spec[-2], jax.typeof(x).sharding)
+    while chunks > 1 and (tokens % parts or -(-tokens // chunks) % parts):
         chunks -= 1
     return chunks

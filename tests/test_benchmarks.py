@@ -112,6 +112,14 @@ def test_decoder(tmp_path, monkeypatch):
     assert ours["loss"] < ours["first_loss"] < 5
 
 
+@pytest.mark.parametrize("axis", ["data", "tensor", "sequence"])
+def test_decoder_over_devices(tmp_path, monkeypatch, axis):
+    options = f"--shapes 2x16 --devices 2 --axis {axis}"
+    ours, plain = rows_of(decoder, options, tmp_path, monkeypatch)
+    assert ours["first_loss"] == pytest.approx(plain["first_loss"], abs=1e-3)
+    assert ours["collectives"]["all-reduce"]["count"] > 0
+
+
 def test_inference(tmp_path, monkeypatch):
     options = "--shapes 1x16 --attention xla --dtypes float32"
     ours, plain = rows_of(inference, options, tmp_path, monkeypatch)

@@ -883,6 +883,90 @@ def test_shard_map_of_one_batch(what):
     assert found.shape == (device_count(), 2, SEQUENCE, 32)
 
 
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+MESHES = {
+    "tensor": {"data": 4, "tensor": 2},
+    "sequence": {"data": 4, "sequence": 2},
+    "all": {"data": 2, "tensor": 2, "sequence": 2},
+}
+NETWORKS = {
+    "softmax": {},
+    "dropout": dict(dropout=0.2, attention_dropout=0.3),
+    "xla": dict(attention="xla"),
+    "scan-remat": dict(scan=True, remat=True),
+}
+
+
+def reshaped(params: dict, like: dict) -> dict:
+    return jax.tree.map(lambda a, struct: np.reshape(np.asarray(a), struct.shape), params, like)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("over", MESHES)
+def test_mesh(native, over, kind, name):
+    """Only the communication that the layout implies, with shardings only: see the guide."""
+    if device_count() < 8:
+        pytest.skip("needs eight devices")
+    sizes, count, length = MESHES[over], CONFIG.layers, 64
+    tensor, sequence = "tensor" in sizes, "sequence" in sizes
+    plain = dataclasses.replace(CONFIG, vocab_size=48, positions=length, **NETWORKS[name])
+    config = dataclasses.replace(plain, tensor_parallel=tensor)
+    whole = start(plain)
+    params = reshaped(whole, bert.shapes(config, mlm=True))
+    if config.scan:
+        params, whole, count = bert.stack_layers(params), bert.stack_layers(whole), 1
+    specs = bert.partition_specs(config, mlm=True)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 48, (8, length))
+    labels = rng.integers(-20, 48, (8, length))
+    mask = np.arange(length) < rng.integers(1, length, (8, 1))
+    key = KEY if config.dropout else None
+
+    def total(params, tokens, labels, mask, config):
+        hidden, pooled = bert.apply(params, tokens, config, mask=mask, key=key)
+        loss = bert.masked_lm_loss(params, hidden, labels, config)
+        return loss + jnp.mean(pooled * np.arange(32)), hidden
+
+    def run(config, **options):
+        both = jax.value_and_grad(functools.partial(total, config=config), has_aux=True)
+        return jax.jit(both, **options)
+
+    mesh = make_mesh(sizes, KINDS[kind])
+    place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+    dealt = P("data", "sequence" if sequence else None)
+    given = jax.tree.map(place, params, specs), *(place(a, dealt) for a in (tokens, labels, mask))
+    with jax.set_mesh(mesh):
+        forward = jax.jit(lambda *args: total(*args, config)[1]).lower(*given).compile()
+        shardings = None, jax.tree.map(lambda a: a.sharding, given[0])
+        both = run(config, out_shardings=shardings).lower(*given).compile()
+        (value, hidden), grads = both(*given)
+    assert hidden.sharding.is_equivalent_to(NamedSharding(mesh, dealt), 3)
+
+    # The rows of the embeddings, and the outputs of attention and feed-forward. The mask, and keys
+    # and values.
+    wanted = {"all-reduce": tensor * (1 + 2 * count), "all-gather": sequence * (1 + 2 * count)}
+    assert collectives(forward.as_text()) == {kind: n for kind, n in wanted.items() if n}
+    counts = collectives(both.as_text())
+    # Again with remat. The gradient of the table of positions, which is not sharded.
+    gathers = 2 + 2 * count * (1 + config.remat)
+    assert counts.pop("all-gather", 0) == sequence * gathers
+    # The first token, for the pooler, and its gradient.
+    assert counts.pop("collective-permute", 0) <= sequence
+    # In a layer two sums forward and two backward for tensor, and that of the gradients of keys and
+    # values for sequence. Outside, tensor has four.
+    sums = (4 * tensor + sequence) * count + 4 * tensor
+    # The loss and the gradients of parameters are summed over each axis of the tokens. XLA combines
+    # the gradients of parameters that are sharded alike, inside and outside of the scan.
+    combined = (1 + (tensor and sequence)) * (1 + config.scan)
+    assert counts.pop("all-reduce") <= sums + (1 + sequence) * (1 + combined)
+    assert not counts
+    (value_, hidden_), grads_ = run(plain)(whole, tokens, labels, mask)
+    found = value, hidden, reshaped(grads, grads_)
+    assert_close_in_norm(found, (value_, hidden_, grads_), 2e-5)
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 

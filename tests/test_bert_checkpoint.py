@@ -323,6 +323,24 @@ def test_save(tmp_path, name):
         ]
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_separate_heads(native, tmp_path, stacked):
+    """With separate heads, the results are the same, and so is the file."""
+    config, params = bert_checkpoint.load(DATA / "model", dtype="float32")
+    tokens = np.arange(12).reshape(2, 6)
+    wanted = bert.apply(params, tokens, config)
+    split = dataclasses.replace(config, tensor_parallel=True)
+    layers = jax.tree.map(
+        lambda a, like: a.reshape(like.shape), params["layers"], bert.shapes(split)["layers"]
+    )
+    separate = params | {"layers": layers}
+    assert_close(bert.apply(separate, tokens, split), wanted, 1e-6)
+    bert_checkpoint.save(tmp_path, split, bert.stack_layers(separate) if stacked else separate)
+    again, found = bert_checkpoint.load(tmp_path, dtype="float32")
+    assert again == config
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, params))
+
+
 @pytest.mark.parametrize("activation", ["gelu_exact", "gelu", "relu", "silu"])
 def test_saved_config(tmp_path, activation):
     config, params = bert_checkpoint.load(DATA / "unmasked")

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,13 +56,15 @@ def stacked(params: dict) -> dict:
     return params | {"layers": jax.tree.map(lambda *a: np.stack(a), *params["layers"])}
 
 
-def batch(config: decoder.Config = CONFIG, n: int = BATCH) -> dict[str, np.ndarray]:
+def batch(
+    config: decoder.Config = CONFIG, n: int = BATCH, length: int = SEQUENCE
+) -> dict[str, np.ndarray]:
     """Tokens followed by padding. The second sequence is all padding."""
     rng = np.random.default_rng(1)
-    lengths = rng.integers(2, SEQUENCE + 1, n)
-    lengths[:2] = SEQUENCE, 0
-    tokens = rng.integers(0, config.vocab_size, (n, SEQUENCE)).astype(np.int32)
-    return {"tokens": tokens, "mask": np.arange(SEQUENCE) < lengths[:, None]}
+    lengths = rng.integers(2, length + 1, n)
+    lengths[:2] = length, 0
+    tokens = rng.integers(0, config.vocab_size, (n, length)).astype(np.int32)
+    return {"tokens": tokens, "mask": np.arange(length) < lengths[:, None]}
 
 
 def step(config: decoder.Config, ops: decoder.Ops):
@@ -344,71 +347,98 @@ def test_sampling(native):
 
 # ---- several devices -----------------------------------------------------------------------------
 
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+MESHES = {
+    "data": {"data": 8},
+    "tensor": {"data": 4, "tensor": 2},
+    "sequence": {"data": 4, "sequence": 2},
+    "all": {"data": 2, "tensor": 2, "sequence": 2},
+}
 SHARDED = {
     "softmax": {},
-    "xla-biases": dict(attention="xla", qkv_bias=True, output_bias=True),
-    "qwen3": dict(qk_norm=True, tied=True),
+    "xla-biases": dict(
+        attention="xla", qkv_bias=True, output_bias=True, qk_norm=True, tied=True, sliding_window=9
+    ),
     "scan-remat": dict(scan=True, remat=True),
 }
 
 
-def sharded(config: decoder.Config, mesh):
+def run_over(mesh, config: decoder.Config, given: dict) -> tuple[Any, Any]:
+    """Hidden states, and loss and gradients, each with the program's collectives."""
+    axes = [name if name in mesh.axis_names else None for name in ("data", "sequence")]
     specs = decoder.partition_specs(config)
-    params = jax.tree.map(
-        lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), start(config), specs
-    )
-    return params, jax.device_put(batch(n=8)["tokens"], NamedSharding(mesh, P("data")))
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+    params = jax.tree.map(put, start(config), specs)
+    given = {name: put(a, P(*axes)) for name, a in given.items()}
+    tokens = given.pop("tokens")
+    # Gradients are sharded like parameters, as those that an optimizer adds to them.
+    shardings = None, jax.tree.map(lambda a: a.sharding, params)
+
+    def of(fn, **options):
+        program = jax.jit(fn, **options).lower(params, tokens, **given).compile()
+        return program(params, tokens, **given), collectives(program.as_text())
+
+    with jax.set_mesh(mesh):
+        hidden = of(functools.partial(hidden_of, config=config))
+        both = of(step(config, decoder.FASTOPS), out_shardings=shardings)
+    assert hidden[0].sharding.is_equivalent_to(NamedSharding(mesh, P(*axes)), 3)
+    return hidden, both
 
 
 @pytest.mark.jax
 @pytest.mark.parametrize("name", SHARDED)
-def test_tensor_parallel(native, name):
-    """Only the sums that the layout implies, under Auto axes with shardings only."""
-    if (count := device_count()) < 2:
-        pytest.skip("needs two devices")
-    config = dataclasses.replace(CONFIG, tensor_parallel=True, **SHARDED[name])
-    mesh = make_mesh({"data": count // 2, "tensor": 2}, AxisType.Auto)
-    params, tokens = sharded(config, mesh)
-    with jax.set_mesh(mesh):
-        forward = jax.jit(functools.partial(hidden_of, config=config)).lower(params, tokens)
-        forward = forward.compile()
-        # Gradients are sharded like parameters, as those that an optimizer adds to them.
-        shardings = None, jax.tree.map(lambda a: a.sharding, params)
-        both = jax.jit(step(config, decoder.FASTOPS), out_shardings=shardings)
-        both = both.lower(params, tokens).compile()
-        loss, grads = both(params, tokens)
-        hidden = forward(params, tokens)
-    # The rows of the embeddings, and the outputs of attention and feed-forward.
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("over", MESHES)
+def test_mesh(native, over, kind, name):
+    """Only the communication that the layout implies, with shardings only: see the guide."""
+    if device_count() < 8:
+        pytest.skip("needs eight devices")
+    sizes = MESHES[over]
+    tensor, sequence = "tensor" in sizes, "sequence" in sizes
+    config = dataclasses.replace(CONFIG, tensor_parallel=tensor, **SHARDED[name])
+    given = batch(n=8, length=64)
+    del given["mask"]
+    hidden, both = run_over(make_mesh(sizes, KINDS[kind]), config, given)
+
     layers = 1 if config.scan else config.layers
-    assert collectives(forward.as_text()) == {"all-reduce": 1 + 2 * layers}
-    # Forward and backward of a layer, and what the layers share: see the guide.
-    counts = collectives(both.as_text())
-    assert set(counts) == {"all-reduce"}
-    assert counts["all-reduce"] <= 8 + 4 * layers
+    # The rows of the embeddings, and the outputs of attention and feed-forward. Keys and values.
+    wanted = {"all-reduce": tensor * (1 + 2 * layers), "all-gather": sequence * 2 * layers}
+    assert hidden[1] == {kind: count for kind, count in wanted.items() if count}
+    counts = both[1]
+    # Keys and values, again with remat, and the tokens from which the labels are made.
+    shifts = sequence * (kind == "explicit")
+    assert counts.pop("all-gather", 0) == (1 + config.remat) * 2 * layers * sequence + shifts
+    assert counts.pop("collective-permute", 0) == sequence - shifts
+    # In a layer, tensor has two sums forward, one of them again with remat, and two backward, and
+    # sequence has that of the gradients of keys and values. Outside, tensor has four.
+    sums = ((4 + config.remat) * tensor + sequence) * layers + 4 * tensor
+    # The loss and the gradients of parameters are summed over each axis of the tokens. XLA combines
+    # the gradients of parameters that are sharded alike, inside and outside of the scan.
+    combined = (1 + (tensor and sequence)) * (1 + config.scan)
+    assert counts.pop("all-reduce") <= sums + (1 + sequence) * (1 + combined)
+    assert not counts
+    check_mesh(config, given, hidden, both)
+
+
+def check_mesh(config, given, hidden, both):
     plain = dataclasses.replace(config, tensor_parallel=False)
-    assert_close_in_norm(hidden, hidden_of(start(config), batch(n=8)["tokens"], plain), 2e-5)
-    wanted = jax.jit(step(plain, decoder.FASTOPS))(start(config), batch(n=8)["tokens"])
-    assert_close_in_norm((loss, grads), wanted, 2e-5)
+    alone = jax.jit(functools.partial(hidden_of, config=plain))(start(config), **given)
+    wanted = jax.jit(step(plain, decoder.FASTOPS))(start(config), **given)
+    assert_close_in_norm((hidden[0], both[0]), (alone, wanted), 2e-5)
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("name", SHARDED)
-def test_data_parallel(native, name):
-    """The only communication is the sum of gradients and of the loss."""
-    if device_count() < 2:
-        pytest.skip("needs two devices")
-    config = dataclasses.replace(CONFIG, **SHARDED[name])
-    mesh = make_mesh({"data": device_count()}, AxisType.Auto)
-    params = jax.device_put(start(config), NamedSharding(mesh, P()))
-    tokens = jax.device_put(batch(n=8)["tokens"], NamedSharding(mesh, P("data")))
-    with jax.set_mesh(mesh):
-        program = jax.jit(step(config, decoder.FASTOPS)).lower(params, tokens).compile()
-        found = program(params, tokens)
-    counts = collectives(program.as_text())
-    assert set(counts) == {"all-reduce"}
-    assert counts["all-reduce"] <= len(jax.tree.leaves(params)) + 3
-    wanted = jax.jit(step(config, decoder.FASTOPS))(start(config), batch(n=8)["tokens"])
-    assert_close_in_norm(found, wanted, 2e-5)
+@pytest.mark.parametrize("attention", ["softmax", "xla"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_mesh_with_padding(native, kind, attention):
+    """The mask of padding is gathered once, not in each layer."""
+    if device_count() < 8:
+        pytest.skip("needs eight devices")
+    config = dataclasses.replace(CONFIG, tensor_parallel=True, attention=attention)
+    given = batch(n=8, length=64)
+    hidden, both = run_over(make_mesh(MESHES["all"], KINDS[kind]), config, given)
+    assert hidden[1] == {"all-reduce": 1 + 2 * config.layers, "all-gather": 1 + 2 * config.layers}
+    check_mesh(config, given, hidden, both)
 
 
 # ---- errors --------------------------------------------------------------------------------------

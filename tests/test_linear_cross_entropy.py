@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
 from harness.compat import make_mesh, x64
-from harness.numerics import normal
+from harness.numerics import assert_close_in_norm, normal
 from harness.programs import targets_of
 from harness.sharding import mesh_for
 from jax.sharding import AxisType, NamedSharding
@@ -305,24 +305,37 @@ def test_sharding(axis_type, sharded):
     assert found in [["all-reduce"] * n for n in ((1, 2) if sharded == "tokens" else (3,))]
 
 
-def test_tokens_and_classes_are_sharded():
-    if len(jax.devices()) < 4:
-        pytest.skip("needs four devices")
-    mesh = make_mesh({"a": 2, "b": 2}, AxisType.Explicit)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    "tokens, classes", [(P("a"), P("b")), (P("a", "b"), P()), (P("a", "b"), P("c"))]
+)
+def test_several_axes(axis_type, reduction, tokens, classes):
+    """Nothing is gathered if axes of the tokens and the classes are sharded, in two chunks."""
+    if len(jax.devices()) < 8:
+        pytest.skip("needs eight devices")
+    mesh = make_mesh({"a": 2, "b": 2, "c": 2}, axis_type)
+    mode = "native" if classes == P() else "xla"
     x, table, bias, labels, _ = draw((16, 12), 128, np.float32)
-    loss = lambda x, t, b, labels: fo.linear_cross_entropy(x, t, labels, bias=b, chunk=96)  # noqa: E731
-    step = jax.value_and_grad(loss, (0, 1, 2))
+
+    def loss(x, table, bias, labels):
+        options = dict(bias=bias, chunk=96, reduction=reduction)
+        losses = fo.linear_cross_entropy(x, table, labels, **options)
+        return jnp.square(losses).sum(), losses
+
+    step = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
     wanted = jax.jit(step)(x, table, bias, labels)
-    specs = (P("a"), P("b"), P("b"), P("a"))
+    specs = (tokens, classes, classes, tokens)
     given = [
         jax.device_put(array, NamedSharding(mesh, spec))
         for array, spec in zip((x, table, bias, labels), specs, strict=True)
     ]
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), fo.use_implementation(mode):
         compiled = jax.jit(step).lower(*given).compile()
     found = compiled(*given)
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(mine), theirs, rtol=2e-5, atol=1e-6)
+    assert reduction == "mean" or found[0][1].sharding.is_equivalent_to(given[3].sharding, 2)
+    assert found[1][0].sharding.is_equivalent_to(given[0].sharding, 3)
+    assert_close_in_norm(found, wanted, 2e-6)
     assert found[1][1].sharding.is_equivalent_to(given[1].sharding, 2)
     assert not re.search("all-gather|all-to-all|collective-permute", compiled.as_text())
 

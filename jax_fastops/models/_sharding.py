@@ -1,6 +1,7 @@
 """What the types of arrays say about sharding: explicit mesh axes, and axes of ``shard_map``."""
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 
@@ -8,6 +9,55 @@ def explicit_spec(x) -> PartitionSpec | None:
     """The partition spec of an array if its mesh has explicit axes, else ``None``."""
     sharding = jax.typeof(x).sharding
     return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def dot(x, kernel):
+    """The product over the last axis of ``x`` and the first one of ``kernel``.
+
+    Over explicit axes, all other axes stay sharded.
+    """
+    specs = explicit_spec(x), explicit_spec(kernel)
+    spec = None
+    if specs[0] is not None and specs[1] is not None:
+        spec = PartitionSpec(*specs[0][:-1], *specs[1][1:])
+    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), out_sharding=spec)
+
+
+def split_last(x, *sizes: int):
+    """``x`` with its last axis split; over explicit axes, the first part is sharded as it was."""
+    shape, spec = (*x.shape[:-1], *sizes), explicit_spec(x)
+    if spec is not None:
+        spec = PartitionSpec(*spec, *(None,) * (len(sizes) - 1))
+    return jax.lax.reshape(x, shape, out_sharding=spec)
+
+
+def whole(x, axis: int):
+    """``x``, not sharded along an axis. Auto axes must be those of ``jax.set_mesh``."""
+    spec = explicit_spec(x)
+    if spec is not None:
+        return jax.sharding.reshard(x, PartitionSpec(*spec[:axis], None, *spec[axis + 1 :]))
+    if AxisType.Auto not in jax.sharding.get_abstract_mesh().axis_types:
+        return x
+    free = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*free[:axis], None, *free[axis + 1 :]))
+
+
+def first(x):
+    """``x[:, 0]``."""
+    spec = explicit_spec(x)
+    if spec is None or spec[1] is None:
+        return x[:, 0]
+    # JAX does not slice explicit shards. The device that has the first element sends it by a sum.
+    index = jax.lax.broadcasted_iota(jnp.int32, (1, x.shape[1], *(1,) * (x.ndim - 2)), 1)
+    return jnp.where(index == 0, x, jnp.zeros_like(x)).sum(1)
+
+
+def following(x, fill):
+    """The next element along the last axis, and ``fill`` for the last one. Sharded like ``x``."""
+    spec = explicit_spec(x)
+    x = x if spec is None else whole(x, x.ndim - 1)  # JAX does not slice explicit shards
+    x = jnp.pad(x[..., 1:], ((0, 0),) * (x.ndim - 1) + ((0, 1),), constant_values=fill)
+    return x if spec is None else jax.sharding.reshard(x, spec)
 
 
 def varying_with(x, others):

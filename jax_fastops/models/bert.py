@@ -19,6 +19,7 @@ Sources: FasterTransformer v1.0 (NVIDIA DeepLearningExamples), the encoder layer
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -34,7 +35,7 @@ from jax.typing import ArrayLike
 
 import jax_fastops as fo
 from jax_fastops.models._checks import check_choice, check_tree, dtype_name, integer, number
-from jax_fastops.models._sharding import explicit_spec, varying_with
+from jax_fastops.models._sharding import dot, explicit_spec, first, varying_with, whole
 
 __all__ = [
     "BASE",
@@ -49,6 +50,7 @@ __all__ = [
     "encoder_layer",
     "init",
     "masked_lm_logits",
+    "partition_specs",
     "shapes",
     "stack_layers",
     "unstack_layers",
@@ -94,6 +96,10 @@ class Config:
       attention: ``"softmax"``: two products with the softmax of ``ops`` between them. ``"xla"`` or
         ``"cudnn"``: ``jax.nn.dot_product_attention`` with that implementation, which has no
         dropout. cuDNN's needs a GPU and bfloat16 or float16. XLA's takes no float16 on a CPU.
+      tensor_parallel: whether parameters may be sharded as :func:`partition_specs` says. The
+        kernel of queries, keys and values then has the shape ``[E, 3, heads, E / heads]``, and its
+        bias ``[3, heads, E / heads]``, and the passes of the loss are XLA's, which can shard the
+        vocabulary.
       remat: whether the backward recomputes layers. It then keeps the input of each layer, the
         norms' inputs, results and statistics (with dropout, the products before the norms in place
         of the inputs). It recomputes the other intermediate results of feed-forward and attention,
@@ -104,8 +110,8 @@ class Config:
       init_range: the standard deviation of a new network's kernels and embeddings.
 
     Raises:
-      TypeError: a size is not an integer, a rate is not a number, or ``remat`` or ``scan`` is not a
-        boolean.
+      TypeError: a size is not an integer, a rate is not a number, or ``tensor_parallel``, ``remat``
+        or ``scan`` is not a boolean.
       ValueError: a number is out of its range, or a choice is not one of those above.
 
     Example:
@@ -127,6 +133,7 @@ class Config:
     attention_dropout: float = 0.1
     dtype: str = "bfloat16"
     attention: str = "softmax"
+    tensor_parallel: bool = False
     remat: bool = False
     scan: bool = False
     init_range: float = 0.02
@@ -154,7 +161,7 @@ class Config:
             if not 0 <= value < math.inf:
                 raise ValueError(f"bert: {name} is {value}; it must be 0 or more, and finite")
             set_(name, value)
-        for name in ("remat", "scan"):
+        for name in ("tensor_parallel", "remat", "scan"):
             value = getattr(self, name)
             if not isinstance(value, (bool, np.bool_)):
                 raise TypeError(f"bert: {name} is {value!r}; it must be True or False")
@@ -378,9 +385,10 @@ def shapes(
 
       - ``"embeddings"``: the tables ``"word"``, ``"position"``, ``"token_type"``, each
         ``[..., E]``, and ``"norm"``.
-      - ``"layers"``: a list. Each layer has ``"qkv"`` (to ``3 * E``: queries, keys, values),
-        ``"output"`` and ``"output_norm"`` of the attention, and ``"up"`` (to ``F``), ``"down"`` and
-        ``"norm"`` of the feed-forward.
+      - ``"layers"``: a list. Each layer has ``"qkv"`` (to ``3 * E``: queries, keys, values; with
+        ``config.tensor_parallel`` to ``[3, heads, E / heads]``), ``"output"`` and
+        ``"output_norm"`` of the attention, and ``"up"`` (to ``F``), ``"down"`` and ``"norm"`` of
+        the feed-forward.
       - ``"pooler"``: a product.
       - ``"mlm"``, if requested: ``"dense"``, ``"norm"`` and ``"bias": [vocab_size]``.
       - ``"nsp"`` (to 2), ``"classifier"`` (to ``labels``) and ``"qa"`` (to 2), if requested:
@@ -424,8 +432,9 @@ def shapes(
 
 def _layer_shapes(config: Config) -> dict:
     e, f = config.hidden_size, config.intermediate_size
+    heads = (3, config.heads, e // config.heads) if config.tensor_parallel else (3 * e,)
     return {
-        "qkv": _product_shapes(e, 3 * e),
+        "qkv": _product_shapes(e, *heads),
         "output": _product_shapes(e, e),
         "output_norm": _norm_shapes(e),
         "up": _product_shapes(e, f),
@@ -438,12 +447,75 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _product_shapes(n_in: int, n_out: int) -> dict:
-    return {"kernel": _float32(n_in, n_out), "bias": _float32(n_out)}
+def _product_shapes(n_in: int, *n_out: int) -> dict:
+    return {"kernel": _float32(n_in, *n_out), "bias": _float32(*n_out)}
 
 
 def _norm_shapes(n: int) -> dict:
     return {"scale": _float32(n), "bias": _float32(n)}
+
+
+# The axis that tensor parallelism shards, of the parameters whose path ends so.
+_SHARDED = {
+    ("qkv", "kernel"): 2,
+    ("qkv", "bias"): 1,
+    ("output", "kernel"): 0,
+    ("up", "kernel"): 1,
+    ("up", "bias"): 0,
+    ("down", "kernel"): 0,
+    ("embeddings", "word"): 0,
+    ("mlm", "bias"): 0,
+}
+
+
+def partition_specs(
+    config: Config,
+    *,
+    mlm: bool = False,
+    nsp: bool = False,
+    labels: int | None = None,
+    qa: bool = False,
+    tensor: str = "tensor",
+) -> dict[str, Any]:
+    """The shardings of the parameters.
+
+    With ``config.tensor_parallel``, the heads of the attention, the features inside the
+    feed-forward, and the rows of the vocabulary are sharded. The axis of the mesh must divide
+    ``heads``, ``intermediate_size`` and ``vocab_size``. Otherwise, parameters are replicated.
+
+    Args:
+      config: a :class:`Config`.
+      mlm: as in :func:`shapes`, as are ``nsp``, ``labels`` and ``qa``.
+      nsp: whether there is the next-sentence head.
+      labels: the number of labels of the classifier, or ``None``.
+      qa: whether there is the head for question answering.
+      tensor: the name of the mesh axis.
+
+    Returns:
+      A tree of ``jax.sharding.PartitionSpec``, like that of :func:`shapes`; with ``config.scan``
+      like that of stacked layers.
+
+    Example:
+      >>> import jax
+      >>> from jax_fastops.models import bert
+      >>> specs = bert.partition_specs(bert.Config(tensor_parallel=True))
+      >>> specs["layers"][0]["up"]["kernel"] == jax.sharding.PartitionSpec(None, "tensor")
+      True
+    """
+
+    def spec(path, leaf):
+        names = tuple(getattr(step, "key", None) for step in path[-2:])
+        own = [None] * len(leaf.shape)
+        if config.tensor_parallel and names in _SHARDED:
+            own[_SHARDED[names]] = tensor
+        return PartitionSpec(*own)
+
+    wanted = shapes(config, mlm=mlm, nsp=nsp, labels=labels, qa=qa)
+    specs = jax.tree.map_with_path(spec, wanted)
+    if config.scan:
+        layer = specs["layers"][0]
+        specs["layers"] = jax.tree.map(lambda own: PartitionSpec(None, *own), layer)
+    return specs
 
 
 def init(
@@ -495,7 +567,7 @@ def init(
     keys = jax.random.split(key, len(named))
     made = []
     for one, (path, leaf) in zip(keys, named, strict=True):
-        if len(leaf.shape) > 1:
+        if path[-1].key not in ("scale", "bias"):
             made.append(config.init_range * jax.random.normal(one, leaf.shape, leaf.dtype))
         else:
             made.append(jnp.full(leaf.shape, float(path[-1].key == "scale"), leaf.dtype))
@@ -583,8 +655,9 @@ def apply(
       the attention is zero with ``attention="softmax"``, and uniform with ``"xla"``, as in Hugging
       Face's model.
 
-    Sharding: under ``jax.jit`` over the batch, by Auto or Explicit axes, with replicated
-    parameters. The only communication is the all-reduces of the gradients.
+    Sharding: under ``jax.jit`` with Auto or Explicit axes: tokens over the batch and the sequence,
+    and parameters as :func:`partition_specs` says, or replicated. If an Auto axis shards the
+    sequence, the mesh must be that of ``jax.set_mesh``.
 
     Raises:
       TypeError: ``tokens``, ``mask``, ``token_types`` or ``positions`` is not an array of such
@@ -643,8 +716,8 @@ def _take(table, index):
 
 
 def _pool(params: dict, x):
-    first = _wide_product("be,ef->bf", x[:, 0], params["kernel"])
-    return jnp.tanh(first + params["bias"]).astype(x.dtype)
+    y = _wide_product("be,ef->bf", first(x), params["kernel"])
+    return jnp.tanh(y + params["bias"]).astype(x.dtype)
 
 
 def encoder(
@@ -701,6 +774,7 @@ def encoder(
 def _encode(layers, x, config: Config, mask, key, ops: Ops):
     """Applies all layers. Casts their kernels once, so that no backward casts them again."""
     layers = _cast(layers, config.dtype)
+    mask = None if mask is None else whole(mask, 1)
 
     # A layer's result has two users. With fanout each gets its own, and no separate pass adds their
     # cotangents. Not in a scan, which would carry both, nor in a checkpoint, which would keep both.
@@ -804,7 +878,7 @@ def _layer(params: dict, x, config: Config, mask, key, ops: Ops, fanout: bool):
     norm = functools.partial(_add_norm, config=config, ops=ops)
     x = norm(params["output"], params["output_norm"], y, residual, keys[1], fanout=not config.remat)
     x, residual = x if isinstance(x, tuple) else (checkpoint_name(x, _NORM),) * 2
-    y = jnp.dot(x, params["up"]["kernel"])
+    y = dot(x, params["up"]["kernel"])
     y = ops.bias_act(y, params["up"]["bias"], activation=config.activation)
     return norm(params["down"], params["norm"], y, residual, keys[2], fanout=fanout)
 
@@ -820,13 +894,24 @@ def _wide_product(equation: str, x, kernel):
 
 
 def _softmax_attention(params: dict, x, config: Config, mask, key, ops: Ops):
-    qkv = jnp.dot(x, params["kernel"])
-    q, k, v = ops.split_qkv_heads(qkv, params["bias"], num_heads=config.heads)
+    if config.tensor_parallel:
+        q, k, v = (jnp.swapaxes(part, 1, 2) for part in _sharded_heads(params, x))
+    else:
+        qkv = dot(x, params["kernel"])
+        q, k, v = ops.split_qkv_heads(qkv, params["bias"], num_heads=config.heads)
+    k, v = whole(k, 2), whole(v, 2)
     scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
     where = None if mask is None else mask[:, None, None, :]
     drop = _drop_options(key, config.attention_dropout)
     p = ops.softmax(scores, where=where, scale=q.shape[-1] ** -0.5, **drop)
     return ops.merge_heads(jnp.einsum("bhqk,bhkd->bhqd", p, v))
+
+
+def _sharded_heads(params: dict, x):
+    """Queries, keys and values ``[batch, sequence, heads, size]``, of which heads are sharded."""
+    qkv = dot(x, params["kernel"])
+    qkv = qkv + params["bias"].astype(x.dtype)
+    return [jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2)]
 
 
 def _dot_product_attention(params: dict, x, config: Config, mask, key, ops: Ops):
@@ -835,16 +920,21 @@ def _dot_product_attention(params: dict, x, config: Config, mask, key, ops: Ops)
     There is one product, whose result is split into three when the biases are added. XLA would
     merge three products in the forward, but not in the backward, where it adds up three results.
     """
-    qkv, bias = jnp.dot(x, params["kernel"]), params["bias"]
-    if config.attention == "cudnn":
+    if config.tensor_parallel:
+        parts = _sharded_heads(params, x)
+    elif config.attention == "cudnn":
         # cuDNN takes and returns three arrays. Splitting as if there were one head is one pass in
         # each direction, including the bias and its gradient. XLA would concatenate the three
         # cotangents twice.
-        parts = [jnp.squeeze(a, 1) for a in ops.split_qkv_heads(qkv, bias, num_heads=1)]
+        qkv = dot(x, params["kernel"])
+        parts = ops.split_qkv_heads(qkv, params["bias"], num_heads=1)
+        parts = [jnp.squeeze(part, 1) for part in parts]
     else:  # XLA fuses the split into its attention
-        parts = jnp.split(qkv + bias.astype(x.dtype), 3, axis=-1)
+        qkv = dot(x, params["kernel"]) + params["bias"].astype(x.dtype)
+        parts = jnp.split(qkv, 3, axis=-1)
     shape = (*x.shape[:2], config.heads, x.shape[2] // config.heads)
-    q, k, v = (part.reshape(shape) for part in parts)
+    q, k, v = (part if config.tensor_parallel else part.reshape(shape) for part in parts)
+    k, v = whole(k, 1), whole(v, 1)
     if mask is not None:  # cuDNN needs it for every query
         mask = jnp.broadcast_to(mask[:, None, None, :], (x.shape[0], 1, x.shape[1], x.shape[1]))
     kind = cast(Literal["xla", "cudnn"], config.attention)
@@ -854,7 +944,7 @@ def _dot_product_attention(params: dict, x, config: Config, mask, key, ops: Ops)
 
 def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops, fanout: bool):
     """A product, then its bias, dropout, the residual and layer norm."""
-    y = checkpoint_name(jnp.dot(y, product["kernel"]), _SUM)
+    y = checkpoint_name(dot(y, product["kernel"]), _SUM)
     return ops.residual_layer_norm(
         y,
         x,
@@ -953,11 +1043,13 @@ def masked_lm_loss(
     """
     hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
     if positions is not None:
+        hidden = whole(hidden, hidden.ndim - 2)
         hidden = jnp.take_along_axis(hidden, jnp.asarray(positions)[..., None], -2)
     _check_shape("labels", labels, "the positions", hidden.shape[:-1])
     x = _masked_lm_head(params, hidden, config, ops)
     word, bias = params["embeddings"]["word"], params["mlm"]["bias"]
-    return ops.linear_cross_entropy(x, word, labels, bias=bias, where=where)
+    with fo.use_implementation("xla") if config.tensor_parallel else contextlib.nullcontext():
+        return ops.linear_cross_entropy(x, word, labels, bias=bias, where=where)
 
 
 def _masked_lm_head(params: dict, hidden, config: Config, ops: Ops):
@@ -975,7 +1067,7 @@ def _masked_lm_head(params: dict, hidden, config: Config, ops: Ops):
         )
     head = params["mlm"]
     x = jnp.asarray(hidden).astype(config.dtype)
-    x = jnp.dot(x, head["dense"]["kernel"].astype(x.dtype))
+    x = dot(x, head["dense"]["kernel"].astype(x.dtype))
     x = ops.bias_act(x, head["dense"]["bias"], activation=config.activation)
     return ops.layer_norm(x, head["norm"]["scale"], head["norm"]["bias"], eps=config.eps)
 

@@ -314,8 +314,8 @@ def save(
     Args:
       path: the folder. It is created if it does not exist.
       config: the :class:`jax_fastops.models.bert.Config` of the parameters. Fields that are not
-        part of the network (``dtype``, ``attention``, ``remat``, ``scan``) are not written, nor are
-        the fields of a loaded ``config.json`` that a Config has not.
+        part of the network (``dtype``, ``attention``, ``tensor_parallel``, ``remat``, ``scan``) are
+        not written, nor are the fields of a loaded ``config.json`` that a Config has not.
       params: parameters, as from :func:`jax_fastops.models.bert.init`, or stacked. Remove
         ``"pooler"`` if the classifier reads ``hidden``.
       unknown: other tensors to write, by their names, as :func:`load` returns them. The names of
@@ -349,6 +349,12 @@ def save(
     bert._check_model(params, config, bert.FASTOPS)
     labels = _labels(params, label_names)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), bert.unstack_layers(params))
+    for layer in params["layers"]:  # heads are separate if they may be sharded
+        qkv = layer["qkv"]
+        layer["qkv"] = {
+            "kernel": qkv["kernel"].reshape(config.hidden_size, -1),
+            "bias": qkv["bias"].reshape(-1),
+        }
     leaves, unknown = _leaves(params), unknown or {}
     if both := sorted(name for name in unknown if _current(name) in leaves):
         raise ValueError(f"bert: unknown has tensors of the parameters: {', '.join(both)}")

@@ -32,6 +32,7 @@ from jax.typing import ArrayLike
 import jax_fastops as fo
 from jax_fastops.models import bert
 from jax_fastops.models._checks import check_choice, check_tree, dtype_name, integer, number
+from jax_fastops.models._sharding import dot, following, split_last, whole
 
 __all__ = [
     "FASTOPS",
@@ -359,11 +360,11 @@ def shapes(config: Config) -> dict[str, Any]:
 
 
 def partition_specs(config: Config, *, tensor: str = "tensor") -> dict[str, Any]:
-    """The shardings of the parameters for tensor parallelism.
+    """The shardings of the parameters.
 
-    The features inside of attention (whole heads) and feed-forward are sharded, and the rows of the
-    vocabulary. Set ``config.tensor_parallel``. The axis of the mesh must divide ``kv_heads``,
-    ``intermediate_size`` and ``vocab_size``. Tokens are sharded over their first axis.
+    With ``config.tensor_parallel``, the features inside of attention (whole heads) and feed-forward
+    are sharded, and the rows of the vocabulary. The axis of the mesh must divide ``kv_heads``,
+    ``intermediate_size`` and ``vocab_size``. Otherwise, parameters are replicated.
 
     Args:
       config: a :class:`Config`.
@@ -375,14 +376,15 @@ def partition_specs(config: Config, *, tensor: str = "tensor") -> dict[str, Any]
     Example:
       >>> import jax
       >>> from jax_fastops.models import decoder
-      >>> specs = decoder.partition_specs(decoder.SMALL)
+      >>> specs = decoder.partition_specs(decoder.Config(tensor_parallel=True))
       >>> specs["layers"][0]["up"]["kernel"] == jax.sharding.PartitionSpec(None, "tensor")
       True
     """
 
     def spec(array):
+        sharded = array.sharded if config.tensor_parallel else None
         return PartitionSpec(
-            *(tensor if axis == array.sharded else None for axis in range(len(array.shape)))
+            *(tensor if axis == sharded else None for axis in range(len(array.shape)))
         )
 
     return jax.tree.map(spec, _arrays(config))
@@ -521,7 +523,9 @@ def apply(
       An array ``[batch, sequence, hidden_size]`` with the dtype ``config.dtype``; with a cache, a
       pair of it and the new cache. :func:`logits` maps it to the vocabulary.
 
-    Sharding: under ``jax.jit`` with Auto axes: over the batch, and as :func:`partition_specs` says.
+    Sharding: under ``jax.jit`` with Auto or Explicit axes: tokens over the batch and the sequence,
+    and parameters as :func:`partition_specs` says. If an Auto axis shards the sequence, the mesh
+    must be that of ``jax.set_mesh``. A cache takes Auto axes only, which do not shard the sequence.
 
     Raises:
       TypeError: an argument has another type or dtype.
@@ -576,24 +580,24 @@ def _forward(params: dict, tokens, config: Config, positions, mask, cache, ops: 
     attend, cache = _attend(mask, cache, tokens.shape, start, config)
     layer = functools.partial(_layer, config=config, turns=turns, attend=attend, ops=ops)
 
-    def whole(params, x, kept):
+    def whole_layer(params, x, kept):
         branch, x, kept = layer(params, x, None, kept)
         return x + branch, kept
 
     if config.remat:
-        whole = jax.checkpoint(whole, prevent_cse=not config.scan)
+        whole_layer = jax.checkpoint(whole_layer, prevent_cse=not config.scan)
     x = bert._take(params["embeddings"], tokens).astype(config.dtype)
     residual = None
     if config.scan:
         kept = None if cache is None else (cache.keys, cache.values)
         each = params["layers"], kept
-        x, kept = jax.lax.scan(lambda x, each: whole(each[0], x, each[1]), x, each)
+        x, kept = jax.lax.scan(lambda x, each: whole_layer(each[0], x, each[1]), x, each)
     else:
         new: list[Any] = []
         for index, one in enumerate(params["layers"]):
             own = None if cache is None else (cache.keys[index], cache.values[index])
             if config.remat:
-                x, own = whole(one, x, own)
+                x, own = whole_layer(one, x, own)
             else:
                 x, residual, own = layer(one, x, residual, own)
             new.append(own)
@@ -608,6 +612,7 @@ def _forward(params: dict, tokens, config: Config, positions, mask, cache, ops: 
 def _attend(mask, cache, shape, start, config: Config) -> tuple[_Attend, Cache | None]:
     """What new tokens attend to, and the cache with their mask."""
     count = shape[1]
+    mask = None if mask is None else whole(mask, 1)
     if cache is not None:
         new = jnp.ones(shape, bool) if mask is None else mask
         all_ = jax.lax.dynamic_update_slice(cache.mask, new, (0, start))
@@ -632,7 +637,7 @@ def _layer(params: dict, x, residual, kept, *, config: Config, turns, attend: _A
     """
     y, x = _norm(params["input_norm"], x, residual, config, ops)
     y, kept = _attention(params, y, kept, config, turns, attend, ops)
-    y = jnp.dot(y, params["output"]["kernel"])
+    y = dot(y, params["output"]["kernel"])
     y, x = ops.residual_rms_norm(
         y,
         x,
@@ -642,7 +647,7 @@ def _layer(params: dict, x, residual, kept, *, config: Config, turns, attend: _A
         return_sum=True,
     )
     y = ops.gated_act(*_products(params, "gate_up", y))
-    return jnp.dot(y, params["down"]["kernel"]), x, kept
+    return dot(y, params["down"]["kernel"]), x, kept
 
 
 def _norm(params: dict, x, residual, config: Config, ops: Ops) -> tuple:
@@ -656,7 +661,7 @@ def _products(params: dict, name: str, x) -> list:
     """The products of ``x`` with joined kernels, or with each of them."""
     made = []
     for part in [params[name]] if name in params else [params[n] for n in _JOINED[name]]:
-        y = jnp.dot(x, part["kernel"])
+        y = dot(x, part["kernel"])
         made.append(y + part["bias"].astype(y.dtype) if "bias" in part else y)
     return made
 
@@ -672,6 +677,7 @@ def _attention(params: dict, x, kept, config: Config, turns, attend: _Attend, op
         )
         k, v = (k, v) if attend.fresh else kept
     attention = _softmax_attention if attend.where is not None else _dot_product_attention
+    k, v = whole(k, 1), whole(v, 1)
     return attention(q, k, v, config, attend, ops).reshape(*x.shape[:2], -1), kept
 
 
@@ -680,7 +686,7 @@ def _heads(params: dict, x, config: Config, turns, ops: Ops):
     scales = [params[f"{n}_norm"]["scale"] if config.qk_norm else None for n in "qk"]
     if "qkv" in params:
         return ops.split_qkv_heads(
-            jnp.dot(x, params["qkv"]["kernel"]),
+            dot(x, params["qkv"]["kernel"]),
             params["qkv"].get("bias"),
             num_heads=config.heads,
             num_kv_heads=config.kv_heads,
@@ -692,7 +698,7 @@ def _heads(params: dict, x, config: Config, turns, ops: Ops):
         )
     counts = config.heads, config.kv_heads, config.kv_heads
     q, k, v = (
-        part.reshape(*x.shape[:2], count, config.head_dim)
+        split_last(part, count, config.head_dim)
         for part, count in zip(_products(params, "qkv", x), counts, strict=True)
     )
     q, k = (
@@ -848,7 +854,7 @@ def loss(
     if labels is None:
         known = ids.astype(jnp.int32)
         known = known if inside is None else jnp.where(inside, known, -1)
-        labels = jnp.pad(known[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+        labels = following(known, -1)
     labels = _integers("labels", labels)
     _check_shape("labels", labels, ids.shape)
     hidden = apply(params, ids, config, positions=positions, mask=inside, ops=ops)
