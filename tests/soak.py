@@ -15,6 +15,7 @@ that does not end in time prints all stacks and ends the process.
 import argparse
 import collections
 import ctypes
+import dataclasses
 import faulthandler
 import functools
 import gc
@@ -51,7 +52,7 @@ from harness.compat import x64  # noqa: E402
 from harness.numerics import is_float  # noqa: E402
 
 from benchmarks import shapes  # noqa: E402
-from benchmarks.cases import OPS, Case  # noqa: E402
+from benchmarks.cases import OPS, Case, mask_of_keys  # noqa: E402
 
 FACTOR, ULPS = 4, 16
 GROWTH = {"device": 1 << 20, "host": 100 << 20}  # bytes
@@ -69,6 +70,10 @@ class Program:
     def __init__(self, rng, family, largest, inputs):
         op = rng.choice([op for op in DRAWN if op.family == family])
         layout = shapes.draw(rng, op, largest)
+        while op.name == "softmax_dropout" and layout.operands is not mask_of_keys:
+            layout = shapes.draw(rng, op, largest)
+        if op.name == "softmax_dropout":
+            layout = dataclasses.replace(layout, operands=None)  # the op's: with a key
         self.case = Case(op, layout, "cpu", layout.dtypes[0])
         self.diff = self.case.differentiated if is_float(jnp.dtype(self.case.dtype)) else ()
         self.diff = () if op.name in JUMPS else self.diff
