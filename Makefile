@@ -3,6 +3,7 @@
 ## make test-slow   the exhaustive rest
 ## make test-all    both
 ## make sanitize    tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+## make soak-thread  random calls of 8 threads under ThreadSanitizer, on the CPU
 ## make bench       measure every op on the device that JAX has
 ## make docs        build the documentation into build/docs/html
 ## make docs-check  build it, and check its links, examples, commands and numbers
@@ -28,7 +29,7 @@
 ##   WHEEL=dist/NAME.whl    install this wheel and build nothing
 ##   JOBS=2                 test processes (default: the cores, at most 8)
 ##   PYTEST_ARGS='-k vmap'  more arguments for pytest
-##   DEMO_ARGS=--quick      arguments for the demo; likewise BENCH_ARGS for the benchmark
+##   DEMO_ARGS=--quick      arguments for the demo; likewise BENCH_ARGS, SOAK_ARGS
 
 PYTHON ?= python3
 JAX ?= jax
@@ -54,7 +55,7 @@ requirements = $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pypro
   ["project"]["optional-dependencies"]["$(1)"], sep="\n")'
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all sanitize sanitized bench docs docs-check readme format \
+.PHONY: help demo test test-slow test-all sanitize sanitized soak-thread bench docs docs-check readme format \
   lint types wheel release cuda-nvcc clean FORCE
 
 help:
@@ -124,26 +125,38 @@ clean:
 # allocated, which is in XLA; to record that takes a tenth of the time.
 
 SANITIZED := $(CURDIR)/build/sanitized
+SANITIZERS_address := address;undefined
+SANITIZERS_thread := thread
 # Reports go to files: a test that takes the process down takes pytest's captured output with it.
 REPORT := $(CURDIR)/build/sanitizer-report
 library = $(shell $(CXX) -print-file-name=$(1))
 
-sanitized: $(SANITIZED)/.built
+sanitized: $(SANITIZED)-address/.built
 
-$(SANITIZED)/.built: $(VENV)/.package
+$(SANITIZED)-%/.built: $(VENV)/.package
 	isa=$$($(BIN)/python -P -c 'import jax_fastops._cpu as m; print(m.build_info()["isa"])') && \
-	CXX=$(CXX) JAX_FASTOPS_CUDA=OFF JAX_FASTOPS_SANITIZE='address;undefined' JAX_FASTOPS_CPU_ISAS=$$isa \
-	  $(PIP) install --no-deps --upgrade --target $(SANITIZED) \
-	  --config-settings=cmake.build-type=RelWithDebInfo --config-settings=build-dir=build/sanitized-objects .
+	CXX=$(CXX) JAX_FASTOPS_CUDA=OFF JAX_FASTOPS_SANITIZE='$(SANITIZERS_$*)' JAX_FASTOPS_CPU_ISAS=$$isa \
+	  $(PIP) install --no-deps --upgrade --target $(@D) \
+	  --config-settings=cmake.build-type=RelWithDebInfo --config-settings=build-dir=build/sanitized-objects-$* .
 	@touch $@
 
 sanitize: sanitized
 	rm -f $(REPORT).*
-	JAX_FASTOPS_TEST_PLATFORM=cpu PYTHONPATH=$(SANITIZED) \
+	JAX_FASTOPS_TEST_PLATFORM=cpu PYTHONPATH=$(SANITIZED)-address \
 	  ASAN_OPTIONS=detect_leaks=0:malloc_context_size=0:log_path=$(REPORT) \
 	  UBSAN_OPTIONS=print_stacktrace=1:log_path=$(REPORT) \
 	  LD_PRELOAD="$(call library,libasan.so) $(call library,libubsan.so) $(call library,libstdc++.so)" \
 	  $(BIN)/python -m pytest -m "not slow and not jax and not transform" -n $(JOBS) $(NATIVE_TESTS) $(PYTEST_ARGS); \
+	status=$$?; cat $(REPORT).* 2>/dev/null && status=1; exit $$status
+
+# Without random addresses, which ThreadSanitizer of older GCCs does not support.
+soak-thread: $(SANITIZED)-thread/.built
+	rm -f $(REPORT).*
+	JAX_PLATFORMS=cpu PYTHONPATH=$(SANITIZED)-thread \
+	  XLA_FLAGS='--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true' \
+	  TSAN_OPTIONS='suppressions=$(CURDIR)/tests/tsan.supp log_path=$(REPORT)' \
+	  LD_PRELOAD="$(call library,libtsan.so) $(call library,libstdc++.so)" \
+	  setarch -R $(BIN)/python tests/soak.py --largest 4096 $(SOAK_ARGS); \
 	status=$$?; cat $(REPORT).* 2>/dev/null && status=1; exit $$status
 
 # ---- The environment -----------------------------------------------------------------------------

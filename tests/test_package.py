@@ -6,8 +6,10 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import warnings
 
 import jax
@@ -326,3 +328,81 @@ def test_a_platform_without_kernels_takes_the_reference():
         exported = jax.export.export(jax.jit(jax.grad(f)), platforms=["tpu"])(X)
     assert "custom_call" not in exported.mlir_module()
     assert "select" in exported.mlir_module()
+
+
+# What ends early ----------------------------------------------------------------------------------
+
+CACHED = """
+import signal, threading, sys, os
+import jax, jax.numpy as jnp, numpy as np
+import jax_fastops as fo
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+fo.set_implementation("native")
+print("ready", flush=True)
+x = np.linspace(-3, 3, 4 * 64, dtype=np.float32).reshape(4, 64)
+for n in range(int(sys.argv[1])):
+    def loss(x):
+        return jnp.sum(jnp.sin(fo.layer_norm(fo.softmax(x + n, axis=-1)) + fo.relu(x)))
+    value, gradient = jax.jit(jax.value_and_grad(loss))(x)
+    with fo.use_implementation("xla"):
+        want = jax.jit(jax.value_and_grad(loss))(x)
+    np.testing.assert_allclose(value, want[0], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(gradient, want[1], rtol=1e-3, atol=1e-3)
+print("right", flush=True)
+"""
+
+
+@pytest.mark.parametrize("sign", ["SIGKILL", "SIGINT"])
+def test_a_process_that_ends_while_it_compiles_leaves_the_cache_valid(tmp_path, sign):
+    def start(count):
+        return subprocess.Popen(
+            [sys.executable, "-c", CACHED, str(count)],
+            cwd=pathlib.Path(__file__).parent,
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+                "JAX_ENABLE_COMPILATION_CACHE": "true",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    ended = start(1000)
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ended.send_signal(getattr(signal, sign))
+    out, error = ended.communicate(timeout=60)
+    assert ended.returncode != 0 and "right" not in out, error
+    kept = len(list(tmp_path.iterdir()))
+    assert kept >= 3
+    after = start(8)  # more programs than the first process compiled
+    out, error = after.communicate(timeout=300)
+    assert after.returncode == 0 and "right" in out, error
+    assert "cache entry" not in error and len(list(tmp_path.iterdir())) > kept
+
+
+def test_an_interrupted_trace_leaves_the_op_usable(native):
+    @jax.jit
+    def interrupted(x):
+        fo.relu(x)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(X)
+    np.testing.assert_array_equal(jax.jit(fo.relu)(X), np.maximum(X, 0))
+
+
+def test_ops_work_after_memory_ran_out(native):
+    f = jax.jit(lambda x: fo.softmax(x) + fo.layer_norm(x))
+    x = np.linspace(-1, 1, 4 * 15, dtype=np.float32).reshape(4, 15)
+    want = np.asarray(f(x))
+    huge = jax.jit(lambda n: fo.relu(jnp.full((2**24, 2**22), n)).sum() + fo.softmax(x).sum())
+    with pytest.raises((jax.errors.JaxRuntimeError, MemoryError), match=r"(?i)memory|allocat"):
+        jax.block_until_ready(huge(1.0))
+    np.testing.assert_array_equal(f(x), want)
+    jax.clear_caches()
+    np.testing.assert_array_equal(f(x), want)
