@@ -45,7 +45,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 SOURCES := CMakeLists.txt pyproject.toml \
-  $(shell find src cmake jax_fastops -type f ! -path '*/__pycache__/*')
+  $(shell find src third_party cmake jax_fastops -type f ! -path '*/__pycache__/*')
 NATIVE := $(shell find src -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 # Tests of kernels, rather than of the Python around them.
 NATIVE_TESTS := tests/test_relu.py $(wildcard $(addprefix tests/test_,transpose.py heads.py softmax.py norm.py lerp.py bias_act.py gated_act.py cross_entropy.py dropout.py dropout_inside.py window_sum.py batch_norm.py))

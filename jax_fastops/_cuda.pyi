@@ -2,8 +2,8 @@
 
 from typing import Any
 
-def handlers() -> dict[str, dict[str, Any]]:
-    """FFI targets: {name: {stage: capsule}}."""
+def handlers() -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
+    """FFI version -> target -> stage -> capsule."""
 
 def build_info() -> dict[str, Any]:
     """How this module was built, and its kernels' limits."""

@@ -32,21 +32,45 @@ def running_ffi_version() -> tuple[int, int] | None:
     return (int(found[0][1]), int(found[1][1])) if all(found) else None
 
 
-def check_ffi_version(module: str, info: dict) -> None:
-    """Refuse a module built with newer FFI headers than the running jaxlib's.
+def _accepts(name: str, version: tuple[int, int], capsule) -> bool:
+    """Whether jaxlib accepts handlers of an FFI version: a trial with one of them.
 
-    XLA would refuse it, too, but when the backend starts, and the backend would stay unusable. So
-    nothing is registered. XLA supports older headers on a newer jaxlib.
+    XLA does not say which is the oldest version that it accepts. ``jax.ffi.register_ffi_target``
+    would keep the handlers until the backend starts, and a refusal would make it unusable.
     """
-    built, running = tuple(info["ffi_api_version"]), running_ffi_version()
-    if running is None or (built[0] == running[0] and built[1] <= running[1]):
-        return
+    try:
+        register_now = jaxlib.xla_client._xla.register_custom_call_target
+    except AttributeError:
+        return True
+    try:
+        target = f"jax_fastops.{name}.{_version_text(version)}"
+        register_now(target, {"execute": capsule}, "Host", 1)
+    except Exception:
+        return False
+    return True
+
+
+def choose_handlers(name: str, module) -> tuple[tuple[int, int], dict]:
+    """The FFI version and the handlers of a module that this jaxlib accepts, the oldest first.
+
+    XLA accepts older versions than its own, but not for ever, and no newer ones.
+    """
+    built, running = sorted(module.handlers().items()), running_ffi_version()
+    for version, handlers in built:
+        fits = running is None or (version[0] == running[0] and version <= running)
+        if fits and _accepts(name, version, next(iter(handlers.values()))["execute"]):
+            return version, handlers
+    have = " and ".join(_version_text(version) for version, _ in built)
     raise ImportError(
-        f"jax_fastops.{module} was built against jaxlib {info['jaxlib_version']} (XLA FFI "
-        f"{built[0]}.{built[1]}), but the installed jaxlib {jaxlib.__version__} has XLA FFI "
-        f"{running[0]}.{running[1]} and would refuse it. Install jaxlib >= "
-        f"{info['jaxlib_version']}, or rebuild against this one. {_REBUILD}"
+        f"jax_fastops.{name} was built for XLA FFI {have}, and the installed jaxlib "
+        f"{jaxlib.__version__} with XLA FFI {_version_text(running)} refuses it. Install jaxlib >= "
+        f"{module.build_info()['jaxlib_version']} or a newer jax_fastops, or rebuild against this "
+        f"jaxlib. {_REBUILD}"
     )
+
+
+def _version_text(version: tuple[int, int] | None) -> str:
+    return ".".join(map(str, version or ("unknown",)))
 
 
 def _load(name: str):
@@ -76,6 +100,10 @@ def _load(name: str):
 _refused: dict[str, str] = {}
 
 
+# Lowering platform -> (FFI version, handlers) in use. Filled by _modules().
+_handlers: dict[str, tuple[tuple[int, int], dict]] = {}
+
+
 @functools.cache
 def _modules() -> dict:
     """Lowering platform -> loaded module, for the modules that were built and can be used.
@@ -87,7 +115,7 @@ def _modules() -> dict:
         try:
             module = _load(name)
             if module is not None:
-                check_ffi_version(name, module.build_info())
+                _handlers[platform] = choose_handlers(name, module)
         except ImportError as error:
             _refused[platform] = " ".join(str(error).split())
             if platform == "cpu":
@@ -124,8 +152,7 @@ def workspace(kernel: str, *sizes: int) -> int:
 @functools.cache
 def kernels(platform: str) -> frozenset[str]:
     """The kernels registered for a lowering platform (``"cpu"``, ``"cuda"``, ...)."""
-    module = _modules().get(platform)
-    return frozenset(module.handlers()) if module is not None else frozenset()
+    return frozenset(_handlers[platform][1]) if platform in _modules() else frozenset()
 
 
 @functools.cache
@@ -233,7 +260,10 @@ def _covers(architecture: str, capability: str) -> bool:
 def build_info() -> dict:
     """How each platform's module was built. ``None`` if the module is absent."""
     infos = {platform: None for _, platform in _MODULES.values()}
-    return infos | {platform: dict(m.build_info()) for platform, m in _modules().items()}
+    return infos | {
+        platform: {"ffi_api_version": _handlers[platform][0]} | m.build_info()
+        for platform, m in _modules().items()
+    }
 
 
 def register() -> None:
@@ -246,7 +276,7 @@ def register() -> None:
     for ffi_platform, platform in _MODULES.values():
         if platform not in modules:
             continue
-        for kernel, stages in modules[platform].handlers().items():
+        for kernel, stages in _handlers[platform][1].items():
             name = target_name(kernel, platform)
             jax.ffi.register_ffi_target(name, stages, platform=ffi_platform)
             names.add(name)

@@ -3,7 +3,7 @@
 #include <charconv>
 #include <sstream>
 
-namespace jax_fastops {
+namespace jax_fastops::inline xla {
 namespace {
 
 ffi::DataType AccumulatorType(ffi::DataType type) {
@@ -418,4 +418,4 @@ std::string Call::Describe(const Buffer& buffer) const {
   return out.str();
 }
 
-}  // namespace jax_fastops
+}  // namespace jax_fastops::inline xla

@@ -26,7 +26,7 @@
 #include "core/dtype.h"
 #include "xla/ffi/api/ffi.h"
 
-namespace jax_fastops {
+namespace jax_fastops::inline xla {
 
 namespace ffi = ::xla::ffi;
 
@@ -172,6 +172,6 @@ class Call {
   Dim dims_[kMaxDims];
 };
 
-}  // namespace jax_fastops
+}  // namespace jax_fastops::inline xla
 
 #endif  // JAX_FASTOPS_CORE_FFI_CALL_H_

@@ -7,7 +7,7 @@
 #include "core/cpu/parallel.h"
 #include "xla/ffi/api/ffi.h"
 
-namespace jax_fastops {
+namespace jax_fastops::inline xla {
 
 // The calling thread also works, and takes every task that no other thread has started. So Run()
 // waits only for running tasks, never for a place in the pool's queue. It cannot deadlock, even if
@@ -24,6 +24,6 @@ class XlaExecutor final : public cpu::Executor {
   int threads_;
 };
 
-}  // namespace jax_fastops
+}  // namespace jax_fastops::inline xla
 
 #endif  // JAX_FASTOPS_CORE_FFI_EXECUTOR_H_

@@ -10,7 +10,7 @@
 #include <xmmintrin.h>
 #endif
 
-namespace jax_fastops {
+namespace jax_fastops::inline xla {
 namespace {
 
 // The calling thread's rounding mode and treatment of subnormals. Helper threads use the same, so
@@ -94,4 +94,4 @@ void XlaExecutor::Run(int64_t n, Task task, void* context) {
   batch->Wait();
 }
 
-}  // namespace jax_fastops
+}  // namespace jax_fastops::inline xla

@@ -9,6 +9,9 @@
 //
 // The last argument is the function that loads the target's CUDA kernels. XLA calls it in the
 // initialize stage, because nothing can be loaded while a graph is captured.
+//
+// Handlers are compiled once for each version of the FFI. What speaks XLA is therefore in the
+// inline namespace `xla`: the build renames it for the second version, together with XLA's own.
 #ifndef JAX_FASTOPS_CORE_FFI_HANDLER_H_
 #define JAX_FASTOPS_CORE_FFI_HANDLER_H_
 
@@ -21,7 +24,7 @@
 #include "core/ffi/huge_pages.h"
 #endif
 
-namespace jax_fastops {
+namespace jax_fastops::inline xla {
 
 using backend::Queue;
 
@@ -46,8 +49,8 @@ using backend::Queue;
         return ToError(target " (loading kernels)", cuda::load());                                 \
       },                                                                                           \
       ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs()); \
-  static const Registration kRegistration##function(target, kExecute##function,                    \
-                                                    kInitialize##function)
+  static const Registration kRegistration##function(target, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR,  \
+                                                    kExecute##function, kInitialize##function)
 
 #else
 
@@ -57,20 +60,21 @@ XLA_FFI_Error* WithHugePages(XLA_FFI_CallFrame* frame) {
   return kHandler(frame);
 }
 
-#define FASTOPS_HANDLER(target, function, load)                                         \
-  XLA_FFI_DEFINE_HANDLER(                                                               \
-      kExecute##function,                                                               \
-      +[](ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,       \
-          ffi::Dictionary attributes) {                                                 \
-        Call call(target, args, rets, attributes);                                      \
-        XlaExecutor executor(pool);                                                     \
-        return function(call, executor);                                                \
-      },                                                                                \
-      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs()); \
-  static const Registration kRegistration##function(target, WithHugePages<kExecute##function>)
+#define FASTOPS_HANDLER(target, function, load)                                                   \
+  XLA_FFI_DEFINE_HANDLER(                                                                         \
+      kExecute##function,                                                                         \
+      +[](ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,                 \
+          ffi::Dictionary attributes) {                                                           \
+        Call call(target, args, rets, attributes);                                                \
+        XlaExecutor executor(pool);                                                               \
+        return function(call, executor);                                                          \
+      },                                                                                          \
+      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());           \
+  static const Registration kRegistration##function(target, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, \
+                                                    WithHugePages<kExecute##function>)
 
 #endif
 
-}  // namespace jax_fastops
+}  // namespace jax_fastops::inline xla
 
 #endif  // JAX_FASTOPS_CORE_FFI_HANDLER_H_

@@ -4,7 +4,7 @@
 
 #include "xla/ffi/api/c_api.h"
 
-namespace jax_fastops {
+namespace jax_fastops::inline xla {
 
 // Asks the operating system for huge pages for the large results of a call. The allocator returns
 // unmapped memory for every result of 32 MiB or more, because glibc does not keep freed blocks of
@@ -17,6 +17,6 @@ namespace jax_fastops {
 // Nothing happens on systems without pages of 4 KiB and 2 MiB, and on systems other than Linux.
 void AdviseHugePages(const XLA_FFI_CallFrame& frame);
 
-}  // namespace jax_fastops
+}  // namespace jax_fastops::inline xla
 
 #endif  // JAX_FASTOPS_CORE_FFI_HUGE_PAGES_H_

@@ -11,7 +11,7 @@
 #include <unistd.h>
 #endif
 
-namespace jax_fastops {
+namespace jax_fastops::inline xla {
 
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
 
@@ -59,4 +59,4 @@ void AdviseHugePages(const XLA_FFI_CallFrame&) {}
 
 #endif
 
-}  // namespace jax_fastops
+}  // namespace jax_fastops::inline xla

@@ -21,10 +21,13 @@ inline nanobind::object HandlerCapsule(XLA_FFI_Handler* handler) {
   return nanobind::steal(capsule);
 }
 
-// {target: {stage: capsule}}, as jax.ffi.register_ffi_target takes it.
+// {FFI version: {target: {stage: capsule}}}, as jax.ffi.register_ffi_target takes the stages.
 inline nanobind::dict Handlers() {
-  nanobind::dict table;
+  nanobind::dict versions;
   for (const Registration* r = Registration::First(); r != nullptr; r = r->Next()) {
+    const nanobind::tuple version = nanobind::make_tuple(r->ffi_major, r->ffi_minor);
+    if (!versions.contains(version)) versions[version] = nanobind::dict();
+    auto table = nanobind::cast<nanobind::dict>(versions[version]);
     const std::string target = std::string("jax_fastops.") + r->target;
     if (table.contains(target.c_str())) {
       throw std::logic_error("FFI target registered twice: " + target);
@@ -34,14 +37,13 @@ inline nanobind::dict Handlers() {
     if (r->initialize != nullptr) stages["initialize"] = HandlerCapsule(r->initialize);
     table[target.c_str()] = stages;
   }
-  return table;
+  return versions;
 }
 
 // The entries of build_info() that do not depend on the backend.
 inline nanobind::dict CommonBuildInfo() {
   nanobind::dict info;
   info["abi"] = kKernelAbi;
-  info["ffi_api_version"] = nanobind::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   info["jaxlib_version"] = FASTOPS_JAXLIB_VERSION;
 #if defined(__clang__)
   info["compiler"] = "clang " __clang_version__;
@@ -67,7 +69,7 @@ inline int64_t WorkspaceOf(const char* name, int64_t a, int64_t b, int64_t c) {
 
 // The functions of both modules.
 inline void Define(nanobind::module_& m, nanobind::dict (*build_info)()) {
-  m.def("handlers", &Handlers, "FFI targets: {name: {stage: capsule}}.");
+  m.def("handlers", &Handlers, "FFI version -> target -> stage -> capsule.");
   m.def("build_info", build_info, "How this module was built, and its kernels' limits.");
   m.def("workspace", &WorkspaceOf, "The size of a workspace, from three sizes.");
 }

@@ -1,5 +1,6 @@
 // What a native module (`_cpu` or `_cuda`) tells Python: its handlers, the limits of its kernels,
-// and the sizes of workspaces. Families register all of these with a line each in their ffi.cc.
+// and the sizes of workspaces. Families register all of these with a line each in their ffi.cc,
+// once for each version of the FFI that their handlers are compiled for.
 #ifndef JAX_FASTOPS_CORE_FFI_REGISTRY_H_
 #define JAX_FASTOPS_CORE_FFI_REGISTRY_H_
 
@@ -35,12 +36,19 @@ class Listed {
   const T* const next_;
 };
 
-// The handlers of one target. Its name carries no ABI suffix; Python adds it.
+// The handlers of one target for one version of the FFI. Its name carries no ABI suffix; Python
+// adds it.
 struct Registration : Listed<Registration> {
-  Registration(const char* target, XLA_FFI_Handler* execute, XLA_FFI_Handler* initialize = nullptr)
-      : target(target), execute(execute), initialize(initialize) {}
+  Registration(const char* target, int ffi_major, int ffi_minor, XLA_FFI_Handler* execute,
+               XLA_FFI_Handler* initialize = nullptr)
+      : target(target),
+        ffi_major(ffi_major),
+        ffi_minor(ffi_minor),
+        execute(execute),
+        initialize(initialize) {}
 
   const char* const target;
+  const int ffi_major, ffi_minor;
   XLA_FFI_Handler* const execute;
   XLA_FFI_Handler* const initialize;
 };
