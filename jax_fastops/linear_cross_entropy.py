@@ -94,9 +94,8 @@ def _join_tokens(x, tokens: int, axis: int):
 
 def _dot(a, b, axes: tuple[Sequence[int], Sequence[int]], dtype):
     """The product of two arrays over these axes. Other axes that are sharded stay so."""
-    specs = _spec(a), _spec(b)
-    kept = None
-    if specs[0] is not None and specs[1] is not None:
+    specs, kept = [spec for x in (a, b) if (spec := _spec(x)) is not None], None
+    if len(specs) == 2:
         pairs = zip(specs, axes, strict=True)
         kept = PartitionSpec(
             *(name for spec, over in pairs for i, name in enumerate(spec) if i not in over)

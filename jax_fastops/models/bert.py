@@ -456,7 +456,7 @@ def _norm_shapes(n: int) -> dict:
 
 
 # The axis that tensor parallelism shards, of the parameters whose path ends so.
-_SHARDED = {
+_SHARDED: dict[tuple, int] = {
     ("qkv", "kernel"): 2,
     ("qkv", "bias"): 1,
     ("output", "kernel"): 0,
@@ -505,7 +505,7 @@ def partition_specs(
 
     def spec(path, leaf):
         names = tuple(getattr(step, "key", None) for step in path[-2:])
-        own = [None] * len(leaf.shape)
+        own: list[str | None] = [None] * len(leaf.shape)
         if config.tensor_parallel and names in _SHARDED:
             own[_SHARDED[names]] = tensor
         return PartitionSpec(*own)
