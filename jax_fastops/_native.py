@@ -221,7 +221,8 @@ def status() -> dict[str, str]:
         jax.local_devices(backend="cuda")
     except RuntimeError:
         has = "has" if "cuda" in modules else "has no"
-        return found | {"cuda": f"jax has no GPU here, and the package {has} CUDA kernels"}
+        jax_has = "jax has no GPU here (for one, install 'jax[cuda13]')"
+        return found | {"cuda": f"{jax_has}; the package {has} CUDA kernels"}
     if problem := gpu_problem():
         found["cuda"] = f"plain JAX: {problem}"
     return found

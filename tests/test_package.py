@@ -159,7 +159,7 @@ def test_a_gpu_without_kernels_is_said_once_in_one_line(monkeypatch, module, gpu
         assert "\n" not in line
         if says is None:
             assert not said
-            assert ("kernels" == line) == (gpu is not None)
+            assert line == "kernels" if gpu else "jax has no GPU here (for one, install" in line
         else:
             assert len(said) == 1 and re.search(says, str(said[0].message))
             assert re.search(says, line) and "plain JAX" in line
@@ -326,6 +326,7 @@ import jax_fastops as fo
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 fo.set_implementation("native")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background jobs
 print("ready", flush=True)
 x = np.linspace(-3, 3, 4 * 64, dtype=np.float32).reshape(4, 64)
 for n in range(int(sys.argv[1])):
