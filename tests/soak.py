@@ -127,8 +127,9 @@ class Program:
         def one(both):
             inputs, got = both
             want, exact = self.apply(inputs), self.apply(transforms.widen(inputs))
+            terms = max(x.size for x in inputs.args)
             leaves = map(jax.tree.leaves, (got, want, exact))
-            return jnp.stack([_figures(*each) for each in zip(*leaves, strict=True)])
+            return jnp.stack([_figures(*each, terms) for each in zip(*leaves, strict=True)])
 
         return jax.jit(lambda both: jax.lax.map(one, both).max(0))
 
@@ -168,20 +169,25 @@ def _drawn(key, shape, dtype):
     return jax.random.bits(key, shape, np.uint32).astype(dtype) >> (dtype == "int32")
 
 
-def _figures(got, want, exact):
-    """How many elements are wrongly not finite; errors in norm and worst, ours and reference's."""
+def _figures(got, want, exact, terms):
+    """How many elements are wrongly not finite; errors in norm and worst, ours and reference's.
+
+    A lone number may be a sum of random terms that cancel, such as the gradient of `lerp`'s weight.
+    Its error is relative to 1/16 of such a sum's standard deviation, at least.
+    """
     if not is_float(want.dtype):
         return jnp.stack([jnp.float64(0), *[jnp.mean(got != want, dtype=np.float64)] * 2, 0, 0])
     got, want, exact = (x.astype(np.float64) for x in (got, want, exact))
     finite = jnp.isfinite(want)
     same = jnp.where(finite, jnp.isfinite(got), (got == want) | (jnp.isnan(got) & jnp.isnan(want)))
     exact = jnp.where(finite & jnp.isfinite(exact), exact, 0)
-    norm = jnp.sqrt(jnp.mean(exact**2))
-    scale = jnp.maximum(jnp.maximum(jnp.abs(exact), norm), 1e-30)
+    least = math.sqrt(terms) / 16 if exact.size == 1 else 1e-30
+    norm = jnp.maximum(jnp.sqrt(jnp.mean(exact**2)), least)
+    scale = jnp.maximum(jnp.abs(exact), norm)
     errors = []
     for x in (got, want):
         difference = jnp.where(finite & jnp.isfinite(x), jnp.abs(x - exact), 0)
-        total = jnp.sqrt(jnp.mean(difference**2)) / jnp.maximum(norm, 1e-30)
+        total = jnp.sqrt(jnp.mean(difference**2)) / norm
         errors += [total, jnp.max(difference / scale)]
     return jnp.stack([jnp.sum(~same).astype(np.float64), *errors])
 
