@@ -173,7 +173,7 @@ def _figures(got, want, exact, terms):
     """How many elements are wrongly not finite; errors in norm and worst, ours and reference's.
 
     A lone number may be a sum of random terms that cancel, such as the gradient of `lerp`'s weight.
-    Its error is relative to 1/16 of such a sum's standard deviation, at least.
+    Its error is relative to half of such a sum's standard deviation, at least.
     """
     if not is_float(want.dtype):
         return jnp.stack([jnp.float64(0), *[jnp.mean(got != want, dtype=np.float64)] * 2, 0, 0])
@@ -181,7 +181,7 @@ def _figures(got, want, exact, terms):
     finite = jnp.isfinite(want)
     same = jnp.where(finite, jnp.isfinite(got), (got == want) | (jnp.isnan(got) & jnp.isnan(want)))
     exact = jnp.where(finite & jnp.isfinite(exact), exact, 0)
-    least = math.sqrt(terms) / 16 if exact.size == 1 else 1e-30
+    least = math.sqrt(terms) / 2 if exact.size == 1 else 1e-30
     norm = jnp.maximum(jnp.sqrt(jnp.mean(exact**2)), least)
     scale = jnp.maximum(jnp.abs(exact), norm)
     errors = []
