@@ -329,6 +329,8 @@ def test_rates_at_the_ends(mode, dtype):
     with implementation(mode):
         assert_matches(fo.dropout(x, key, 0), x)
         assert_matches(fo.dropout(x, None, 0.0), x)
+        text = jax.jit(lambda x, key: fo.dropout(x, key, 0)).lower(x, key).as_text()
+        assert "return %arg0" in text and "stablehlo" not in text
         for rate in (1, 1 - 2**-20):
             assert_matches(fo.dropout(x, key, rate), np.zeros_like(x))
             y, pullback = jax.vjp(lambda x, rate=rate: fo.dropout(x, key, rate), x)
