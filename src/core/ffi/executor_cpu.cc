@@ -37,12 +37,15 @@ void SetFloatMode(FloatMode) {}
 // after the caller has returned. It then finds no task, and must not read `context`.
 struct Batch {
   Batch(int64_t n, cpu::Executor::Task task, void* context)
-      : n(n), task(task), context(context), mode(GetFloatMode()) {}
+      : n(n), task(task), context(context), mode(GetFloatMode()) {
+    next.store(0, std::memory_order_release);
+  }
 
-  // Takes tasks until none is left.
+  // Takes tasks until none is left. Each thread acquires what the caller wrote before: XLA's pool
+  // does so, too, but ThreadSanitizer does not see it.
   void Work() {
     int64_t mine = 0;
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n; ++mine)
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_acquire)) < n; ++mine)
       task(context, i);
     if (mine == 0) return;
     if (finished.fetch_add(mine, std::memory_order_acq_rel) + mine == n) {
@@ -53,6 +56,7 @@ struct Batch {
   }
 
   void Help() {
+    if (next.load(std::memory_order_acquire) >= n) return;
     const FloatMode own = GetFloatMode();
     SetFloatMode(mode);
     Work();
@@ -71,7 +75,7 @@ struct Batch {
   const cpu::Executor::Task task;
   void* const context;
   const FloatMode mode;
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> next;
   std::atomic<int64_t> finished{0};
   std::mutex mutex;
   std::condition_variable done;
