@@ -81,7 +81,7 @@ def case(reduction, shape, sharded, sharding, **more):
         make_args=drawn(shape),
         make_sharded_args=drawn(sharded),
         dtypes=("float32", "float64"),
-        tolerance=Tolerance(ulps=16.0),
+        tolerance=Tolerance(ulps=16.0, lone=1.0),  # terms of a tangent cancel
         shardings=(sharding,),
         modes=("native",),
         **more,
