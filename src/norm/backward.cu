@@ -23,9 +23,9 @@
 //   same way.
 // - If y has two users, the threads that read dy from a stage first add the second cotangent (dy2)
 //   to it there. The rest of the code needs no change, and no registers are needed for it.
-// - A partial sum belongs to one block or cluster, and its rows are contiguous. The
-//   workers of a block share its partial sum. They add up their contributions at its end, while the
-//   next rows are already being copied.
+// - A partial sum belongs to one block or cluster, and its rows are contiguous. The workers of a
+//   block share its partial sum. They add up their contributions at its end, while the next rows
+//   are already being copied.
 // - Rows that are too long for a cluster are read twice: tiles of a row are reduced separately,
 //   then blocks process columns with the totals.
 // - With dropout, a thread draws the random bits of its columns before it waits for them, and keeps
@@ -83,8 +83,8 @@ __device__ void DropColumns(const Params& p, const T* ds) {
   }
 }
 
-// One kernel for all types. It is launched for addresses that XLA does not choose, and where two
-// stages of a ring do not fit into shared memory.
+// One kernel for all types, because it is rare: it runs if buffers are not aligned, which XLA's
+// are, and where two stages of a ring do not fit into shared memory.
 __global__ void __launch_bounds__(kBlock)
     NormDropBackwardKernel(const __grid_constant__ Params p, DType dtype, const void* ds) {
   switch (dtype) {

@@ -35,8 +35,8 @@ struct Params {
   int64_t partials;   // of all batch entries
   int block_columns;  // columns of a row in each block of a cluster; n without a cluster
   int stages;
-  int slot_bytes;     // elements of one array in a tile
-  int stat_bytes;     // means of a tile; as many for its rstds
+  int slot_bytes;     // for the elements of one array in a tile
+  int stat_bytes;     // for the means of a tile; as many for its rstds
   int stage_bytes;    // of a whole stage
   bool aligned_sums;  // rows of partial sums allow 16-byte stores
   NormDropout dropout;

@@ -10,8 +10,8 @@
 // - A group of threads holds a row: a part of a warp, a warp, a block or a cluster. Each thread
 //   holds up to 128 bytes of it, in the compute type. Saturating the memory of an H100 takes about
 //   20 KB in flight per SM. A few resident groups have more than that, so the loads of one row, the
-//   reductions of another and the stores of a third overlap without software pipelining. This needs
-//   groups that a row fills at least half.
+//   reductions of another and the stores of a third overlap without software pipelining, as long as
+//   a row fills at least half of its group.
 // - Rows that a cluster holds are pipelined nevertheless, because waiting costs more there (see
 //   forward_long.cuh).
 // - The variance is computed from the deviations from the mean, which is cheap because the row is
@@ -210,7 +210,8 @@ __device__ void DropRow(const NormForwardParams& p, int64_t row, T* s) {
   }
 }
 
-// One kernel for all types, because it is only launched for addresses that XLA does not choose.
+// One kernel for all types, because it is rare: XLA aligns its buffers, and norm.py asks for
+// dropout only for rows that have a kernel with it.
 __global__ void __launch_bounds__(kDropThreads)
     NormDropKernel(const NormForwardParams p, DType dtype, char* s) {
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {

@@ -488,9 +488,9 @@ __device__ __forceinline__ void StoreMoments(const NormForwardParams& p, int64_t
   if (p.rstd != nullptr) static_cast<A*>(p.rstd)[row] = rstd;
 }
 
-// Resident blocks per SM, given the bytes of a row that a thread holds in the compute type. A
-// thread gets registers for these bytes and at least as many again for everything else, and some
-// more if rows are shifted, or with dropout.
+// The least number of resident blocks per SM, given the bytes of a row that a thread holds in the
+// compute type. It leaves each thread registers for these bytes, at least as many again for
+// everything else, and some more if rows are shifted, or with dropout.
 template <typename T>
 constexpr int MinBlocks(int block, int held, NormAccess access, bool drops = false) {
   const bool aligned = access != NormAccess::kShifted;

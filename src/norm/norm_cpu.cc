@@ -23,7 +23,7 @@ namespace {
 
 FASTOPS_DEFINE_KERNELS(Kernels, norm_kernels)
 
-// The elements of the rows whose sums are computed together.
+// With dropout: the elements of the rows whose sums are computed before these rows are normalized.
 constexpr int64_t kDropElements = 4096;
 
 int64_t AccumulatorSize(DType dtype) { return dtype == DType::kF64 ? 8 : 4; }

@@ -1,4 +1,4 @@
-// The inner loops of norm.cc.
+// The inner loops of norm_cpu.cc.
 //
 // Forward: a row of one block stays in registers. A longer row is read from memory once, and stays
 // in the caches for the next passes: the mean, the sum of the squared deviations from the mean
@@ -10,9 +10,10 @@
 // through the L2 cache. The first pass computes the two means that dx needs for each row, the
 // second computes dx and adds to the sums.
 //
-// Dropout: the bits of a piece of a row go to a small mask first, in the forward with the sum, in
-// the backward in the second pass. There it processes one row at a time. With two arrays to write,
-// groups of 4 rows took up to 1.6 times as long.
+// Dropout: the random bits of a piece of a row are drawn into a small mask, then used. The forward
+// does this when it computes the sum, the backward in its second pass. With dropout, the backward
+// processes one row at a time: with two arrays to write, groups of 4 rows took up to 1.6 times as
+// long.
 #include "norm/norm_simd.h"
 
 #include "core/cpu/block_math.h"
@@ -22,15 +23,16 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// A sum is first computed per segment of this many blocks, then the segments are added up. If one
-// element dominates a row, a running sum that contains it loses bits with every addition. The
-// segments limit that.
+// The blocks of a segment. The segments of a row are summed separately, and then added up. If one
+// element dominates a row, a running sum that contains it loses bits with every addition. Segments
+// limit the number of these additions.
 constexpr int64_t kSegmentBlocks = 8;
 
-// The forward processes at most kMaxGroup rows together, of about kGroupElements elements in total.
+// The forward processes up to kMaxGroup rows together, but not more than kGroupElements elements,
+// unless a single row has more.
 constexpr int64_t kMaxGroup = 8, kGroupElements = 4096;
 
-// Random bits are drawn for so many elements of a row at a time.
+// The elements of a piece of a row, for dropout.
 constexpr int64_t kDropPiece = 4096;
 constexpr int64_t kDropBytes = kDropPiece / kSeedBlock;
 

@@ -31,8 +31,8 @@ enum class NormAccess {
 };
 inline constexpr int kNormAccesses = 4;
 
-// How NormRowKernel distributes rows: `threads` threads of a block of `block` hold a row, each of
-// them `held` bytes in the compute type.
+// How NormRowKernel distributes rows. A block has `block` threads, `threads` of them hold a row,
+// and each holds up to `held` bytes of it in the compute type (float32; float64 for float64).
 struct NormForwardForm {
   int threads;
   int block;
@@ -41,13 +41,13 @@ struct NormForwardForm {
   bool units;
   bool narrow;  // pairs and elements
   bool shifted;
-  bool drops = false;  // units, with dropout
+  bool drops = false;  // a second kernel for units, with dropout
 };
 
-// From the shortest rows to the longest. Shifting the parameters costs more than single elements,
-// but then threads outside the row cost less. So it serves the longer rows. The last form for
-// shifted rows must hold kNormWorkspace columns and one unit more, because there is no workspace
-// for chunks up to that length.
+// From the shortest rows to the longest. Rows that are not aligned have narrow accesses if they are
+// short, and shifted ones if they are long: a shift costs instructions for the parameters, but
+// moves 16 bytes at a time. The last form for shifted rows must hold kNormWorkspace columns and one
+// unit more, because rows up to that length have no workspace for chunks.
 inline constexpr NormForwardForm kNormForwardForms[] = {
     {4, 128, 64, true, true, false},     {16, 128, 64, true, true, false},
     {32, 128, 64, false, true, false},   {32, 128, 128, true, true, false, true},
@@ -91,17 +91,17 @@ struct NormForwardPlan {
   int form = 0;               // kRow: index in kNormForwardForms
   int threads = 1;            // of a block
   int cluster = 1;            // blocks in a cluster
-  int64_t blocks = 0;         // kLong: if they are resident at once, otherwise as many as are
+  int64_t blocks = 0;         // kLong: the launcher starts only those that are resident at once
   int64_t block_columns = 0;  // kLong: columns of a row in each block of a cluster
   int64_t chunks = 0;         // kChunks: per row
   int64_t shared = 0;         // bytes of dynamic shared memory, for parameters
   bool drops = false;         // kRow: the kernel with dropout; otherwise the sum comes before it
 };
 
-// A plan for `rows` rows of `n` elements of `itemsize` bytes, both at least 1. `alignment`: every
-// row starts at a multiple of so many bytes, a power of two up to 16, and so does every parameter,
-// or of 8 bytes if rows start at 4. `parameters`: how many parameters there are (input bias, scale,
-// bias). Clusters have at most `max_cluster` blocks. `dropout`: of x and the input bias.
+// A plan for `rows` rows of `n` elements of `itemsize` bytes; `rows` and `n` are at least 1.
+// `alignment` is 16 if all rows and parameters start at multiples of 16 bytes, 4 if rows start at
+// multiples of 4 bytes and parameters of 8, and otherwise 1. `parameters`: how many of input bias,
+// scale and bias exist. Clusters have at most `max_cluster` blocks. `dropout`: there is dropout.
 NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, int alignment,
                                 int parameters, int max_cluster, bool dropout);
 
@@ -152,11 +152,11 @@ constexpr NormBackwardForm NormBackwardFormOf(int itemsize, bool aligned, int fo
 constexpr int NormWorkers(int threads) {
   return threads >= kNormBackwardThreads ? 1 : kNormBackwardThreads / (threads < 32 ? 32 : threads);
 }
-// The rows that a thread holds at once: as many as make 64 bytes of an array, at least one.
+// The rows that a thread holds at once: 64 bytes of an array, but at least one row.
 constexpr int NormRepeat(const NormBackwardForm& form, int itemsize) {
   return form.columns * itemsize < 64 ? 64 / (form.columns * itemsize) : 1;
 }
-// The rows of a stage.
+// The rows of a stage of the ring (backward.cu).
 constexpr int NormTile(const NormBackwardForm& form, int itemsize) {
   return NormRepeat(form, itemsize) * (form.threads < 32 ? 32 / form.threads : 1);
 }
@@ -184,11 +184,11 @@ struct NormBackwardPlan {
   int64_t rows = 0;
   int64_t sums = 0;
   int64_t partials = 0;  // of all batch entries
-  // The ring.
-  int block_columns = 0;
+  // The ring. A stage has a slot for each array, and the statistics.
+  int block_columns = 0;  // columns of a row in each block of a cluster
   int stages = 0;
-  int slot_bytes = 0;  // elements of one array in a tile
-  int stat_bytes = 0;  // means of a tile; as many for its rstds
+  int slot_bytes = 0;  // for the elements of one array in a tile
+  int stat_bytes = 0;  // for the means of a tile; as many for its rstds
   int stage_bytes = 0;
   int64_t shared = 0;  // bytes of dynamic shared memory
 };

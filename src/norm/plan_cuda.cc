@@ -51,8 +51,9 @@ NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, int align
     return RowPlan(rows, i, NormAccess::kUnits, true);
   }
 
-  // For 16-bit types the parameters have as many bytes as the row, or more, so from 8192 columns on
-  // they are read once per cluster. In float32 this starts where a block is too small for a row.
+  // The kernel for long rows reads the parameters once per cluster, not once per row. With 16-bit
+  // types, the parameters have as many bytes as a row, or more, so this pays above 8192 columns. In
+  // float32 it starts where a block is too small for a row.
   const int64_t long_columns = kNormLongThreads * kNormLongHeld / compute;
   const int64_t least_long = itemsize == 2 ? 8192 : kNormWorkspace;
   int cluster = 2;
@@ -94,9 +95,9 @@ NormForwardPlan PlanNormForward(int64_t rows, int64_t n, int itemsize, int align
 
 namespace {
 
-// Shared memory for the rings of a block, unless two stages need more. Larger rings are 2 to 6%
-// slower: tiles only wait longer in the ring, and more of them are left to process after the last
-// load.
+// The shared memory for the rings of a block, unless kMinStages stages need more. Larger rings are
+// 2 to 6% slower: tiles only wait longer in the ring, and more of them are left to process after
+// the last load.
 constexpr int64_t kRing = 64 << 10;
 constexpr int64_t kMinStages = 2;
 
