@@ -1,68 +1,170 @@
-"""Checks that the models share; messages begin with the model's name."""
+"""Checks that the models share."""
 
+import dataclasses
+import math
 import numbers
 import operator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def check_choice(model: str, name: str, value, choices: tuple[str, ...]) -> None:
-    """``value`` is one of the choices."""
-    if value not in choices:
-        accepted = ", ".join(map(repr, choices))
-        raise ValueError(f"{model}: {name} is {value!r}; it must be one of {accepted}")
+class Checks(NamedTuple):
+    """Checks whose messages begin with the name of a model."""
 
+    model: str
 
-def integer(model: str, name: str, value, least: int) -> int:
-    """The value as an int of ``least`` or more."""
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{model}: {name} is {value!r}; it must be an integer") from None
-    if value < least:
-        raise ValueError(f"{model}: {name} is {value}; it must be {least} or more")
-    return value
+    # ---- values and configs ----
 
+    def type(self, name: str, value, types, accepted: str) -> None:
+        """``value`` is of one of the types, which ``accepted`` describes."""
+        if not isinstance(value, types):
+            kind = type(value).__name__
+            raise TypeError(f"{self.model}: {name} is of type {kind}; it must be {accepted}")
 
-def number(model: str, name: str, value) -> float:
-    """The value as a float."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        kind = type(value).__name__
-        raise TypeError(f"{model}: {name} is of type {kind}; it must be a Python or NumPy number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{model}: {name} is {value}, which no float can hold") from None
+    def choice(self, name: str, value, choices: tuple[str, ...]) -> None:
+        """``value`` is one of the choices."""
+        if value not in choices:
+            accepted = ", ".join(map(repr, choices))
+            raise ValueError(f"{self.model}: {name} is {value!r}; it must be one of {accepted}")
 
+    def finite(self, **values: float) -> None:
+        """The values are 0 or more, and finite."""
+        for name, value in values.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(
+                    f"{self.model}: {name} is {value}; it must be 0 or more, and finite"
+                )
 
-def dtype_name(model: str, dtype) -> str:
-    """The name of a floating dtype, given by itself or by its name."""
-    try:
-        name = dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
-    except TypeError:
-        name = None
-    if name is None:  # NumPy takes None for float64
-        raise TypeError(f"{model}: dtype is {dtype!r}; it must be a dtype or the name of one")
-    check_choice(model, "dtype", name, _DTYPES)
-    return name
+    def integer(self, name: str, value, least: int) -> int:
+        """The value as an int of ``least`` or more."""
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{self.model}: {name} is {value!r}; it must be an integer") from None
+        if value < least:
+            raise ValueError(f"{self.model}: {name} is {value}; it must be {least} or more")
+        return value
 
-
-def check_tree(model: str, name: str, given, wanted) -> None:
-    """``given`` has the tree and the shapes of ``wanted``."""
-
-    def sizes(tree):
-        return {jax.tree_util.keystr(p): jnp.shape(a) for p, a in jax.tree.leaves_with_path(tree)}
-
-    found, expected = sizes(given), sizes(wanted)
-    for path, shape in expected.items():
-        if path not in found:
-            raise ValueError(f"{model}: {name} has no {path}, which config has, of shape {shape}")
-        if found[path] != shape:
-            raise ValueError(
-                f"{model}: {name}{path} has shape {found[path]}; by config it must be {shape}"
+    def number(self, name: str, value) -> float:
+        """The value as a float."""
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            kind = type(value).__name__
+            raise TypeError(
+                f"{self.model}: {name} is of type {kind}; it must be a Python or NumPy number"
             )
-    if more := sorted(set(found) - set(expected)):
-        raise ValueError(f"{model}: {name} has {more[0]}, which config has not")
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{self.model}: {name} is {value}, which no float can hold") from None
+
+    def boolean(self, name: str, value) -> bool:
+        """The value as a bool."""
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{self.model}: {name} is {value!r}; it must be True or False")
+        return bool(value)
+
+    def dtype(self, dtype) -> str:
+        """The name of a floating dtype, given by itself or by its name."""
+        try:
+            name = dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
+        except TypeError:
+            name = None
+        if name is None:  # NumPy takes None for float64
+            raise TypeError(
+                f"{self.model}: dtype is {dtype!r}; it must be a dtype or the name of one"
+            )
+        self.choice("dtype", name, _DTYPES)
+        return name
+
+    def fields(self, config: Any) -> None:
+        """Gives the fields of a frozen config Python's values, or says which has another type.
+
+        A NumPy number equals Python's, but a NumPy dtype not its name. Integers must be 1 or more.
+        Other fields than those below stay as they are.
+        """
+        for field in dataclasses.fields(config):
+            name, value = field.name, getattr(config, field.name)
+            if name == "dtype":
+                value = self.dtype(value)
+            elif field.type == "int":  # the text of the annotation
+                value = self.integer(name, value, 1)
+            elif field.type == "float":
+                value = self.number(name, value)
+            elif field.type == "bool":
+                value = self.boolean(name, value)
+            object.__setattr__(config, name, value)
+
+    # ---- arguments ----
+
+    def tree(self, name: str, given, wanted) -> None:
+        """``given`` has the tree and the shapes of ``wanted``."""
+
+        def sizes(tree):
+            leaves = jax.tree.leaves_with_path(tree)
+            return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+
+        start, found, expected = f"{self.model}: {name}", sizes(given), sizes(wanted)
+        for path, shape in expected.items():
+            if path not in found:
+                raise ValueError(f"{start} has no {path}, which config has, of shape {shape}")
+            if found[path] != shape:
+                raise ValueError(
+                    f"{start}{path} has shape {found[path]}; by config it must be {shape}"
+                )
+        if more := sorted(set(found) - set(expected)):
+            raise ValueError(f"{start} has {more[0]}, which config has not")
+
+    def shape(self, name: str, value, other: str, shape: tuple[int, ...]) -> None:
+        """``value`` has the shape of another argument."""
+        if value.shape != shape:
+            raise ValueError(
+                f"{self.model}: {name} has shape {value.shape}; it must be {shape}, as {other} has"
+            )
+
+    def features(self, hidden, size: int) -> None:
+        """The last axis of ``hidden`` has ``hidden_size`` elements."""
+        if hidden.shape[-1:] != (size,):
+            raise ValueError(
+                f"{self.model}: hidden has shape {hidden.shape}; its last axis must be "
+                f"hidden_size, {size}"
+            )
+
+    def array(self, name: str, value, kinds: tuple, accepted: str) -> None:
+        """``value`` is an array of one of the kinds of dtypes, which ``accepted`` describes."""
+        dtype = getattr(value, "dtype", None)
+        if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+            found = type(value).__name__ if dtype is None else dtype
+            raise TypeError(
+                f"{self.model}: {name} is of {found}; it must be an array of {accepted}"
+            )
+
+    def integers(self, name: str, value) -> Any:
+        """The value as a JAX array of integers."""
+        self.array(name, value, (jnp.integer,), "integers")
+        return jnp.asarray(value)
+
+    def mask(self, mask, other: str, shape: tuple[int, ...]) -> Any:
+        """The mask as booleans: integers are compared with 0. ``None`` stays."""
+        if mask is None:
+            return None
+        self.array("mask", mask, (jnp.bool_, jnp.integer), "booleans or integers")
+        mask = jnp.asarray(mask)
+        self.shape("mask", mask, other, shape)
+        return mask if mask.dtype == jnp.bool_ else mask != 0
+
+    def positions(self, positions, shape: tuple[int, ...]) -> Any:
+        """The positions of tokens of this shape, or of one sequence for all. ``None`` stays."""
+        if positions is None:
+            return None
+        positions = self.integers("positions", positions)
+        if positions.shape not in (shape, shape[1:]):
+            raise ValueError(
+                f"{self.model}: positions has shape {positions.shape}; it must be {shape[1:]} or "
+                f"{shape}, as tokens has"
+            )
+        return positions

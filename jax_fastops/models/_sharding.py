@@ -11,18 +11,6 @@ def explicit_spec(x) -> PartitionSpec | None:
     return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
-def dot(x, kernel):
-    """The product over the last axis of ``x`` and the first one of ``kernel``.
-
-    Over explicit axes, all other axes stay sharded.
-    """
-    specs = explicit_spec(x), explicit_spec(kernel)
-    spec = None
-    if specs[0] is not None and specs[1] is not None:
-        spec = PartitionSpec(*specs[0][:-1], *specs[1][1:])
-    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), out_sharding=spec)
-
-
 def split_last(x, *sizes: int):
     """``x`` with its last axis split; over explicit axes, the first part is sharded as it was."""
     shape, spec = (*x.shape[:-1], *sizes), explicit_spec(x)

@@ -21,16 +21,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_fastops.models import bert
-from jax_fastops.models._checkpoint import (
-    CONFIG,
-    check_tensors,
-    read_json,
-    read_tensors,
-    write,
-)
-from jax_fastops.models._checks import check_choice
+from jax_fastops.models._checkpoint import CONFIG, check_tensors, read_json, read_tensors, write
+from jax_fastops.models._checks import Checks
 
 __all__ = ["load", "save"]
+
+_CHECK = Checks("bert")
 
 # Fields of a Config, and their names in config.json. The defaults are the same there.
 _FIELDS = {
@@ -264,7 +260,7 @@ def _config_of(given: dict, dtype: str) -> bert.Config:
     if given.get("pruned_heads"):
         raise ValueError(f"bert: {CONFIG} has pruned_heads, which are not supported")
     activation = given.get("hidden_act", "gelu")
-    check_choice("bert", f"hidden_act in {CONFIG}", activation, tuple(_ACTIVATIONS))
+    _CHECK.choice(f"hidden_act in {CONFIG}", activation, tuple(_ACTIVATIONS))
     fields = {own: given[name] for own, name in _FIELDS.items() if name in given}
     return bert.Config(**fields, activation=_ACTIVATIONS[activation], dtype=dtype)
 

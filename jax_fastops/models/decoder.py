@@ -17,22 +17,21 @@ Technical Report"; Su et al., "RoFormer: Enhanced Transformer with Rotary Positi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 import jax_fastops as fo
-from jax_fastops.models import bert
-from jax_fastops.models._checks import check_choice, check_tree, dtype_name, integer, number
-from jax_fastops.models._sharding import dot, following, split_last, whole
+from jax_fastops.models import _parameters, _plain
+from jax_fastops.models._checks import Checks
+from jax_fastops.models._decoder_layers import forward, prepared
+from jax_fastops.models._products import ATTENTIONS, wide_product
+from jax_fastops.models._sharding import following
 
 __all__ = [
     "FASTOPS",
@@ -54,17 +53,7 @@ __all__ = [
     "shapes",
 ]
 
-_ATTENTIONS = ("softmax", "xla", "cudnn")
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "layers",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "intermediate_size",
-)
-_FLAGS = ("tied", "qkv_bias", "output_bias", "qk_norm", "tensor_parallel", "remat", "scan")
+_CHECK = Checks("decoder")
 
 
 class RopeScaling(NamedTuple):
@@ -156,9 +145,7 @@ class Config:
     init_range: float = 0.02
 
     def __post_init__(self) -> None:
-        set_ = functools.partial(object.__setattr__, self)
-        for name in _SIZES:
-            set_(name, integer("decoder", name, getattr(self, name), 1))
+        _CHECK.fields(self)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"decoder: kv_heads is {self.kv_heads}, which does not divide heads, {self.heads}"
@@ -166,24 +153,12 @@ class Config:
         if self.head_dim % 2:
             raise ValueError(f"decoder: head_dim is {self.head_dim}; it must be even")
         if self.sliding_window is not None:
-            set_("sliding_window", integer("decoder", "sliding_window", self.sliding_window, 1))
-        set_("dtype", dtype_name("decoder", self.dtype))
-        check_choice("decoder", "attention", self.attention, _ATTENTIONS)
-        for name in ("rope_theta", "eps", "init_range"):
-            value = number("decoder", name, getattr(self, name))
-            if not 0 <= value < math.inf:
-                raise ValueError(f"decoder: {name} is {value}; it must be 0 or more, and finite")
-            set_(name, value)
-        if not isinstance(self.rope_scaling, (RopeScaling, type(None))):
-            kind = type(self.rope_scaling).__name__
-            raise TypeError(
-                f"decoder: rope_scaling is of type {kind}; it must be a RopeScaling or None"
-            )
-        for name in _FLAGS:
-            value = getattr(self, name)
-            if not isinstance(value, (bool, np.bool_)):
-                raise TypeError(f"decoder: {name} is {value!r}; it must be True or False")
-            set_(name, bool(value))
+            window = _CHECK.integer("sliding_window", self.sliding_window, 1)
+            object.__setattr__(self, "sliding_window", window)
+        _CHECK.choice("attention", self.attention, ATTENTIONS)
+        _CHECK.finite(rope_theta=self.rope_theta, eps=self.eps, init_range=self.init_range)
+        kinds = (RopeScaling, type(None))
+        _CHECK.type("rope_scaling", self.rope_scaling, kinds, "a RopeScaling or None")
 
 
 #: The configuration of Llama 3.2 1B.
@@ -231,37 +206,6 @@ class Ops(NamedTuple):
     linear_cross_entropy: Callable
 
 
-def _plain_rms_norm(x, scale, *, eps: float):
-    """RMS norm in float32 (float64 for float64), rounded once."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    y = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
-    return (y * scale).astype(x.dtype)
-
-
-def _plain_residual_rms_norm(x, residual, scale, *, input_bias=None, eps: float, return_sum: bool):
-    x = residual + (x if input_bias is None else x + input_bias.astype(x.dtype))
-    y = _plain_rms_norm(x, scale, eps=eps)
-    return (y, x) if return_sum else y
-
-
-def _plain_gated_act(gate, up=None, *, activation: str = "silu"):
-    gate, up = jnp.split(gate, 2, axis=-1) if up is None else (gate, up)
-    return getattr(jax.nn, activation)(gate) * up
-
-
-def _plain_split_qkv_heads(
-    qkv, bias=None, *, num_heads: int, num_kv_heads: int, rotary, q_scale, k_scale, eps, layout
-):
-    assert layout == "sequence_first"
-    qkv = qkv if bias is None else qkv + bias.astype(qkv.dtype)
-    d = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
-    heads = qkv.reshape(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, d)
-    q, k, v = jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=-2)
-    q = q if q_scale is None else _plain_rms_norm(q, q_scale, eps=eps)
-    k = k if k_scale is None else _plain_rms_norm(k, k_scale, eps=eps)
-    return _rotated(q, *rotary), _rotated(k, *rotary), v
-
-
 #: The ops of this package.
 FASTOPS = Ops(
     fo.rms_norm,
@@ -273,64 +217,16 @@ FASTOPS = Ops(
 )
 #: The same ops on ``jax.nn`` and ``jax.numpy``.
 PLAIN = Ops(
-    _plain_rms_norm,
-    _plain_residual_rms_norm,
-    _plain_gated_act,
-    _plain_split_qkv_heads,
-    bert.PLAIN.softmax,
-    bert.PLAIN.linear_cross_entropy,
+    _plain.rms_norm,
+    _plain.residual_rms_norm,
+    _plain.gated_act,
+    _plain.split_grouped_heads,
+    _plain.softmax,
+    _plain.linear_cross_entropy,
 )
 
 
 # ---- parameters ----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Array:
-    """The shape of a parameter, and its axis that tensor parallelism shards."""
-
-    shape: tuple[int, ...]
-    sharded: int | None = None
-
-
-def _arrays(config: Config) -> dict[str, Any]:
-    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.heads * d, config.kv_heads * d
-
-    def product(n_in, n_out, sharded, bias=False):
-        made = {"kernel": _Array((n_in, n_out), sharded)}
-        return made | ({"bias": _Array((n_out,), 0 if sharded else None)} if bias else {})
-
-    def norm(n):
-        return {"scale": _Array((n,))}
-
-    layer = {
-        "input_norm": norm(e),
-        "q": product(e, queries, 1, config.qkv_bias),
-        "k": product(e, keys, 1, config.qkv_bias),
-        "v": product(e, keys, 1, config.qkv_bias),
-        "output": product(queries, e, 0, config.output_bias),
-        "norm": norm(e),
-        "gate": product(e, f, 1),
-        "up": product(e, f, 1),
-        "down": product(f, e, 0),
-    }
-    if config.qk_norm:
-        layer |= {"q_norm": norm(d), "k_norm": norm(d)}
-    tables = ("embeddings",) if config.tied else ("embeddings", "head")
-    return {
-        "layers": _stacked(layer, config) if config.scan else [layer] * config.layers,
-        "norm": norm(e),
-        **{name: _Array((config.vocab_size, e), 0) for name in tables},
-    }
-
-
-def _stacked(layer: dict, config: Config) -> dict:
-    def stacked(array):
-        sharded = None if array.sharded is None else array.sharded + 1
-        return _Array((config.layers, *array.shape), sharded)
-
-    return jax.tree.map(stacked, layer)
 
 
 def shapes(config: Config) -> dict[str, Any]:
@@ -356,7 +252,40 @@ def shapes(config: Config) -> dict[str, Any]:
       >>> decoder.shapes(decoder.SMALL)["layers"][0]["k"]["kernel"].shape
       (64, 32)
     """
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), _arrays(config))
+    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.heads * d, config.kv_heads * d
+    norm = _parameters.norm(e, bias=False)
+    layer = {
+        "input_norm": norm,
+        "q": _parameters.product(e, queries, bias=config.qkv_bias),
+        "k": _parameters.product(e, keys, bias=config.qkv_bias),
+        "v": _parameters.product(e, keys, bias=config.qkv_bias),
+        "output": _parameters.product(queries, e, bias=config.output_bias),
+        "norm": norm,
+        "gate": _parameters.product(e, f, bias=False),
+        "up": _parameters.product(e, f, bias=False),
+        "down": _parameters.product(f, e, bias=False),
+    }
+    if config.qk_norm:
+        layer |= {name: _parameters.norm(d, bias=False) for name in ("q_norm", "k_norm")}
+    layers = [layer] * config.layers
+    tables = ("embeddings",) if config.tied else ("embeddings", "head")
+    made = {
+        "layers": _parameters.stacked_shapes(layers) if config.scan else layers,
+        "norm": norm,
+        **{name: _parameters.float32(config.vocab_size, e) for name in tables},
+    }
+    return jax.tree.map(lambda leaf: leaf, made)  # with dictionaries of its own for each layer
+
+
+# The dimensions that tensor parallelism shards, as `_parameters.specs` takes them.
+_SHARDED: dict[tuple, int] = {
+    **{(part, leaf): -1 for part in ("q", "k", "v", "gate", "up") for leaf in ("kernel", "bias")},
+    ("output", "kernel"): -2,
+    ("down", "kernel"): -2,
+    ("embeddings",): -2,
+    ("head",): -2,
+}
 
 
 def partition_specs(config: Config, *, tensor: str = "tensor") -> dict[str, Any]:
@@ -381,13 +310,7 @@ def partition_specs(config: Config, *, tensor: str = "tensor") -> dict[str, Any]
       True
     """
 
-    def spec(array):
-        sharded = array.sharded if config.tensor_parallel else None
-        return PartitionSpec(
-            *(tensor if axis == sharded else None for axis in range(len(array.shape)))
-        )
-
-    return jax.tree.map(spec, _arrays(config))
+    return _parameters.specs(shapes(config), _SHARDED, tensor if config.tensor_parallel else None)
 
 
 def init(key: ArrayLike, config: Config) -> dict[str, Any]:
@@ -409,39 +332,7 @@ def init(key: ArrayLike, config: Config) -> dict[str, Any]:
       >>> decoder.init(jax.random.key(0), decoder.SMALL)["norm"]["scale"].shape
       (64,)
     """
-    named, tree = jax.tree.flatten_with_path(shapes(config))
-    keys = jax.random.split(key, len(named))
-    made = []
-    for one, (path, leaf) in zip(keys, named, strict=True):
-        if path[-1].key in ("scale", "bias"):
-            made.append(jnp.full(leaf.shape, float(path[-1].key == "scale"), leaf.dtype))
-        else:
-            made.append(config.init_range * jax.random.normal(one, leaf.shape, leaf.dtype))
-    return jax.tree.unflatten(tree, made)
-
-
-def _prepared(params: dict, config: Config) -> dict:
-    """Casts the kernels to the dtype of the products, and joins those with the same input."""
-
-    def cast(path, leaf):
-        return leaf.astype(config.dtype) if path[-1].key == "kernel" else leaf
-
-    def prepared(layer):
-        layer = jax.tree.map_with_path(cast, layer)
-        if config.tensor_parallel:
-            return layer
-        for name, parts in _JOINED.items():
-            own = [layer.pop(part) for part in parts]
-            layer[name] = jax.tree.map(lambda *a: jnp.concatenate(a, axis=-1), *own)
-        return layer
-
-    params = jax.tree.map(jnp.asarray, params)  # a tracer is no index of a NumPy array
-    layers = params["layers"]
-    made = prepared(layers) if config.scan else [prepared(layer) for layer in layers]
-    return params | {"layers": made}
-
-
-_JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+    return _parameters.normal(key, shapes(config), config.init_range)
 
 
 # ---- forward -------------------------------------------------------------------------------------
@@ -539,210 +430,16 @@ def apply(
       (1, 3, 64)
     """
     ids, inside = _check(params, tokens, config, mask, ops)
-    at = None if positions is None else _integers("positions", positions)
-    if at is not None and at.shape not in (ids.shape, ids.shape[1:]):
-        raise ValueError(
-            f"decoder: positions has shape {at.shape}; it must be {ids.shape[1:]} or {ids.shape}, "
-            "as tokens has"
-        )
-    if cache is not None and not isinstance(cache, Cache):
-        raise TypeError(f"decoder: cache is of type {type(cache).__name__}; it must be a Cache")
+    at = None if positions is None else jnp.asarray(positions)
+    at = _CHECK.positions(at, ids.shape)
+    _CHECK.type("cache", cache, (Cache, type(None)), "a Cache")
     if cache is not None and cache.mask.shape[0] != ids.shape[0]:
         raise ValueError(
             f"decoder: tokens has shape {ids.shape}, but the cache is for {cache.mask.shape[0]} "
             "sequences"
         )
-    hidden, cache = _forward(_prepared(params, config), ids, config, at, inside, cache, ops)
+    hidden, cache = forward(prepared(params, config), ids, config, at, inside, cache, ops)
     return hidden if cache is None else (hidden, cache)
-
-
-class _Attend(NamedTuple):
-    """What a token attends to: padding (or ``None``), all rules together, and where to write."""
-
-    padding: Any
-    where: Any
-    start: Any
-
-    @property
-    def fresh(self) -> bool:
-        """Whether there are no earlier tokens."""
-        return isinstance(self.start, int) and self.start == 0
-
-
-def _forward(params: dict, tokens, config: Config, positions, mask, cache, ops: Ops):
-    """:func:`apply` with the parameters of ``_prepared``."""
-    start = 0 if cache is None else cache.length
-    count = tokens.shape[1]
-    if positions is None:
-        positions = start + jnp.arange(count)
-    angles = _angles(positions, config)
-    turns = jnp.cos(angles), jnp.sin(angles)
-    attend, cache = _attend(mask, cache, tokens.shape, start, config)
-    layer = functools.partial(_layer, config=config, turns=turns, attend=attend, ops=ops)
-
-    def whole_layer(params, x, kept):
-        branch, x, kept = layer(params, x, None, kept)
-        return x + branch, kept
-
-    if config.remat:
-        whole_layer = jax.checkpoint(whole_layer, prevent_cse=not config.scan)
-    x = bert._take(params["embeddings"], tokens).astype(config.dtype)
-    residual = None
-    if config.scan:
-        kept = None if cache is None else (cache.keys, cache.values)
-        each = params["layers"], kept
-        x, kept = jax.lax.scan(lambda x, each: whole_layer(each[0], x, each[1]), x, each)
-    else:
-        new: list[Any] = []
-        for index, one in enumerate(params["layers"]):
-            own = None if cache is None else (cache.keys[index], cache.values[index])
-            if config.remat:
-                x, own = whole_layer(one, x, own)
-            else:
-                x, residual, own = layer(one, x, residual, own)
-            new.append(own)
-        kept = None if cache is None else tuple(map(list, zip(*new, strict=True)))
-    hidden, _ = _norm(params["norm"], x, residual, config, ops)
-    if cache is None or kept is None:
-        return hidden, None
-    keys, values = kept
-    return hidden, Cache(keys, values, cache.mask, cache.length + jnp.int32(count))
-
-
-def _attend(mask, cache, shape, start, config: Config) -> tuple[_Attend, Cache | None]:
-    """What new tokens attend to, and the cache with their mask."""
-    count = shape[1]
-    mask = None if mask is None else whole(mask, 1)
-    if cache is not None:
-        new = jnp.ones(shape, bool) if mask is None else mask
-        all_ = jax.lax.dynamic_update_slice(cache.mask, new, (0, start))
-        cache = cache._replace(mask=all_)
-    attend = _Attend(mask, None, start)
-    if attend.fresh and config.attention != "softmax":
-        return attend, cache
-    padding = mask if attend.fresh or cache is None else cache.mask
-    query = start + jnp.arange(count)[:, None]
-    key = jnp.arange(count if padding is None else padding.shape[1])
-    where = key <= query
-    if config.sliding_window is not None:
-        where &= key > query - config.sliding_window
-    where = where[None] if padding is None else where & padding[:, None, :]
-    return attend._replace(where=where), cache
-
-
-def _layer(params: dict, x, residual, kept, *, config: Config, turns, attend: _Attend, ops: Ops):
-    """Applies a layer to the sum of ``x`` and ``residual``.
-
-    Returns the two parts of the layer's result, so that the next norm can add them up.
-    """
-    y, x = _norm(params["input_norm"], x, residual, config, ops)
-    y, kept = _attention(params, y, kept, config, turns, attend, ops)
-    y = dot(y, params["output"]["kernel"])
-    y, x = ops.residual_rms_norm(
-        y,
-        x,
-        params["norm"]["scale"],
-        input_bias=params["output"].get("bias"),
-        eps=config.eps,
-        return_sum=True,
-    )
-    y = ops.gated_act(*_products(params, "gate_up", y))
-    return dot(y, params["down"]["kernel"]), x, kept
-
-
-def _norm(params: dict, x, residual, config: Config, ops: Ops) -> tuple:
-    """The RMS norm of the sum, and the sum."""
-    if residual is None:
-        return ops.rms_norm(x, params["scale"], eps=config.eps), x
-    return ops.residual_rms_norm(x, residual, params["scale"], eps=config.eps, return_sum=True)
-
-
-def _products(params: dict, name: str, x) -> list:
-    """The products of ``x`` with joined kernels, or with each of them."""
-    made = []
-    for part in [params[name]] if name in params else [params[n] for n in _JOINED[name]]:
-        y = dot(x, part["kernel"])
-        made.append(y + part["bias"].astype(y.dtype) if "bias" in part else y)
-    return made
-
-
-def _attention(params: dict, x, kept, config: Config, turns, attend: _Attend, ops: Ops):
-    """Attention without its output's product, and the keys and values of the cache."""
-    q, k, v = _heads(params, x, config, turns, ops)
-    if kept is not None:
-        place = (0, attend.start, 0, 0)
-        kept = tuple(
-            jax.lax.dynamic_update_slice(old, new, place)
-            for old, new in zip(kept, (k, v), strict=True)
-        )
-        k, v = (k, v) if attend.fresh else kept
-    attention = _softmax_attention if attend.where is not None else _dot_product_attention
-    k, v = whole(k, 1), whole(v, 1)
-    return attention(q, k, v, config, attend, ops).reshape(*x.shape[:2], -1), kept
-
-
-def _heads(params: dict, x, config: Config, turns, ops: Ops):
-    """Queries, keys and values ``[batch, sequence, heads, head_dim]`` of normalized features."""
-    scales = [params[f"{n}_norm"]["scale"] if config.qk_norm else None for n in "qk"]
-    if "qkv" in params:
-        return ops.split_qkv_heads(
-            dot(x, params["qkv"]["kernel"]),
-            params["qkv"].get("bias"),
-            num_heads=config.heads,
-            num_kv_heads=config.kv_heads,
-            rotary=turns,
-            q_scale=scales[0],
-            k_scale=scales[1],
-            eps=config.eps,
-            layout="sequence_first",
-        )
-    counts = config.heads, config.kv_heads, config.kv_heads
-    q, k, v = (
-        split_last(part, count, config.head_dim)
-        for part, count in zip(_products(params, "qkv", x), counts, strict=True)
-    )
-    q, k = (
-        y if scale is None else ops.rms_norm(y, scale, eps=config.eps)
-        for y, scale in zip((q, k), scales, strict=True)
-    )
-    return _rotated(q, *turns), _rotated(k, *turns), v
-
-
-def _softmax_attention(q, k, v, config: Config, attend: _Attend, ops: Ops):
-    q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_dim)
-    scores = jnp.einsum("bqngd,bknd->bngqk", q, k)
-    p = ops.softmax(scores, where=attend.where[:, None, None], scale=config.head_dim**-0.5)
-    return jnp.einsum("bngqk,bknd->bqngd", p, v)
-
-
-def _dot_product_attention(q, k, v, config: Config, attend: _Attend, ops: Ops):
-    del ops
-    mask, window = attend.padding, config.sliding_window
-    if mask is not None:  # cuDNN needs it for every query
-        shape = (mask.shape[0], 1, q.shape[1], mask.shape[1])
-        mask = jnp.broadcast_to(mask[:, None, None, :], shape)
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation=cast(Literal["xla", "cudnn"], config.attention),
-    )
-
-
-def _angles(positions, config: Config):
-    """The angles ``[..., sequence, head_dim / 2]`` of the rotary embedding."""
-    half = np.arange(0, config.head_dim, 2) / config.head_dim
-    frequencies = config.rope_theta**-half
-    if (scaling := config.rope_scaling) is not None:
-        periods = scaling.original_positions * frequencies / (2 * math.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = np.clip((periods - low) / (high - low), 0, 1)
-        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-    wide = jnp.promote_types(config.dtype, jnp.float32)
-    return positions[..., None].astype(wide) * jnp.asarray(frequencies, wide)
 
 
 def rotary(x: jax.Array, angles: jax.Array) -> jax.Array:
@@ -767,13 +464,7 @@ def rotary(x: jax.Array, angles: jax.Array) -> jax.Array:
       >>> [round(v, 3) + 0.0 for v in y[0, 0].tolist()]
       [0.0, 1.0]
     """
-    return _rotated(x, jnp.cos(angles), jnp.sin(angles))
-
-
-def _rotated(x, cos, sin):
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return _plain.rotated(x, jnp.cos(angles), jnp.sin(angles))
 
 
 # ---- heads ---------------------------------------------------------------------------------------
@@ -800,12 +491,8 @@ def logits(params: dict[str, Any], hidden: jax.Array, config: Config) -> jax.Arr
       >>> decoder.logits(params, jnp.ones((2, 64)), decoder.SMALL).shape
       (2, 128)
     """
-    if hidden.shape[-1:] != (config.hidden_size,):
-        raise ValueError(
-            f"decoder: hidden has shape {hidden.shape}; its last axis must be hidden_size, "
-            f"{config.hidden_size}"
-        )
-    return bert._wide_product("...e,ve->...v", hidden.astype(config.dtype), _head(params))
+    _CHECK.features(hidden, config.hidden_size)
+    return wide_product("...e,ve->...v", hidden.astype(config.dtype), _head(params))
 
 
 def _head(params: dict):
@@ -855,13 +542,11 @@ def loss(
         known = ids.astype(jnp.int32)
         known = known if inside is None else jnp.where(inside, known, -1)
         labels = following(known, -1)
-    labels = _integers("labels", labels)
-    _check_shape("labels", labels, ids.shape)
+    labels = _CHECK.integers("labels", jnp.asarray(labels))
+    _CHECK.shape("labels", labels, "tokens", ids.shape)
     hidden = apply(params, ids, config, positions=positions, mask=inside, ops=ops)
-    if config.tensor_parallel:
-        with fo.use_implementation("xla"):
-            return ops.linear_cross_entropy(hidden, _head(params), labels)
-    return ops.linear_cross_entropy(hidden, _head(params), labels)
+    with fo.use_implementation("xla") if config.tensor_parallel else contextlib.nullcontext():
+        return ops.linear_cross_entropy(hidden, _head(params), labels)
 
 
 # ---- generation ----------------------------------------------------------------------------------
@@ -918,16 +603,16 @@ def generate(
     ids, inside = _check(params, tokens, config, mask, ops)
     if ids.shape[1] == 0:
         raise ValueError(f"decoder: tokens has shape {ids.shape}; it must have 1 token or more")
-    length = integer("decoder", "length", length, 1)
+    length = _CHECK.integer("length", length, 1)
     ends = jnp.asarray([end] if isinstance(end, int) else list(end), jnp.int32)
     fill = ends[0] if ends.size else 0
     if top_k is not None:
-        top_k = min(integer("decoder", "top_k", top_k, 1), config.vocab_size)
+        top_k = min(_CHECK.integer("top_k", top_k, 1), config.vocab_size)
     table = jnp.asarray(_head(params), config.dtype)  # before the loop, as the kernels
-    params = _prepared(params, config)
+    params = prepared(params, config)
 
     def chosen(hidden, step):
-        found = bert._wide_product("be,ve->bv", hidden[:, -1], table)
+        found = wide_product("be,ve->bv", hidden[:, -1], table)
         if key is None:
             return found.argmax(-1).astype(jnp.int32)
         own, scaled = jax.random.fold_in(key, step), found / temperature
@@ -939,7 +624,7 @@ def generate(
 
     def body(state):
         step, token, new, lengths, cache = state
-        hidden, cache = _forward(params, token[:, None], config, None, None, cache, ops)
+        hidden, cache = forward(params, token[:, None], config, None, None, cache, ops)
         ended = jnp.isin(token, ends)
         token = jnp.where(ended, fill, chosen(hidden, step))
         return step + 1, token, new.at[:, step].set(token), lengths + ~ended, cache
@@ -949,7 +634,7 @@ def generate(
         return (step < length) & ~jnp.isin(token, ends).all()
 
     cache = init_cache(config, ids.shape[0], ids.shape[1] + length - 1)
-    hidden, cache = _forward(params, ids, config, None, inside, cache, ops)
+    hidden, cache = forward(params, ids, config, None, inside, cache, ops)
     first = chosen(hidden, 0)
     new = jnp.full((ids.shape[0], length), fill, jnp.int32).at[:, 0].set(first)
     state = (jnp.int32(1), first, new, jnp.ones_like(first), cache)
@@ -962,34 +647,11 @@ def generate(
 
 def _check(params, tokens, config, mask, ops) -> tuple[Any, Any]:
     """Checks the arguments; returns the tokens and the boolean mask."""
-    if not isinstance(config, Config):
-        raise TypeError(f"decoder: config is of type {type(config).__name__}; it must be a Config")
-    if not isinstance(ops, Ops):
-        raise TypeError(
-            f"decoder: ops is of type {type(ops).__name__}; it must be an Ops, such as FASTOPS or "
-            "PLAIN"
-        )
-    check_tree("decoder", "params", params, shapes(config))
-    tokens = _integers("tokens", tokens)
+    _CHECK.type("config", config, Config, "a Config")
+    _CHECK.type("ops", ops, Ops, "an Ops, such as FASTOPS or PLAIN")
+    _CHECK.tree("params", params, shapes(config))
+    tokens = _CHECK.integers("tokens", jnp.asarray(tokens))
     if tokens.ndim != 2:
         raise ValueError(f"decoder: tokens has shape {tokens.shape}; it must be (batch, sequence)")
-    if mask is not None:
-        mask = _integers("mask", mask, booleans=True)
-        _check_shape("mask", mask, tokens.shape)
-        mask = mask if mask.dtype == jnp.bool_ else mask != 0
-    return tokens, mask
-
-
-def _integers(name: str, value, booleans: bool = False) -> Any:
-    value = jnp.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.integer) and not (booleans and value.dtype == jnp.bool_):
-        accepted = "booleans or integers" if booleans else "integers"
-        raise TypeError(f"decoder: {name} is of {value.dtype}; it must be an array of {accepted}")
-    return value
-
-
-def _check_shape(name: str, value, shape) -> None:
-    if value.shape != shape:
-        raise ValueError(
-            f"decoder: {name} has shape {value.shape}; it must be {shape}, as tokens has"
-        )
+    mask = None if mask is None else jnp.asarray(mask)
+    return tokens, _CHECK.mask(mask, "tokens", tokens.shape)

@@ -21,9 +21,12 @@ import numpy as np
 
 from jax_fastops.models import decoder
 from jax_fastops.models._checkpoint import CONFIG, check_tensors, read_json, read_tensors, write
-from jax_fastops.models._checks import check_choice, check_tree
+from jax_fastops.models._checks import Checks
+from jax_fastops.models._parameters import unstack
 
 __all__ = ["load", "save"]
+
+_CHECK = Checks("decoder")
 
 # Fields of a Config, and their names in config.json.
 _FIELDS = {
@@ -144,7 +147,7 @@ def load(
 
 def _config_of(given: dict, dtype: str) -> decoder.Config:
     kind = given.get("model_type")
-    check_choice("decoder", f"model_type in {CONFIG}", kind, tuple(_ARCHITECTURES))
+    _CHECK.choice(f"model_type in {CONFIG}", kind, tuple(_ARCHITECTURES))
     for name, value in _SUPPORTED.items():
         if given.get(name, value) != value:
             raise ValueError(
@@ -175,7 +178,7 @@ def _rope_of(given: dict) -> dict[str, Any]:
     # In files of transformers before 5, the base is an option of its own.
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    check_choice("decoder", f"rope_type in {CONFIG}", kind, ("default", "llama3"))
+    _CHECK.choice(f"rope_type in {CONFIG}", kind, ("default", "llama3"))
     theta = rope.get("rope_theta", given.get("rope_theta", 10000.0))
     if kind == "default":
         return {"rope_theta": theta}
@@ -235,12 +238,10 @@ def save(path: str | os.PathLike[str], config: decoder.Config, params: dict[str,
       ...     sorted(os.listdir(folder))
       ['config.json', 'model.safetensors']
     """
-    check_tree("decoder", "params", params, decoder.shapes(config))
+    _CHECK.tree("params", params, decoder.shapes(config))
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
     if config.scan:
-        layers = params["layers"]
-        split = [jax.tree.map(lambda a, i=i: a[i], layers) for i in range(config.layers)]
-        params = params | {"layers": split}
+        params = params | {"layers": unstack(params["layers"])}
     tensors = {
         _name(path): np.ascontiguousarray(_transposed(path, leaf))
         for path, leaf in jax.tree.leaves_with_path(params)

@@ -29,7 +29,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 import jax_fastops as fo
-from jax_fastops.models._checks import check_choice, check_tree, dtype_name, integer, number
+from jax_fastops.models._checks import Checks
+from jax_fastops.models._parameters import keys_like, norm, product
 from jax_fastops.models._sharding import explicit_spec
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
 _SIZES = {"basic": (3, 3), "bottleneck": (1, 3, 1)}
 _EXPANSION = {"basic": 1, "bottleneck": 4}
 _STEMS = ("imagenet", "small")
+_CHECK = Checks("resnet")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,17 +115,17 @@ class Config:
             ) from None
         # Canonical values: a list is not hashable, and a NumPy dtype does not equal its name.
         set_ = functools.partial(object.__setattr__, self)
-        stages = tuple(integer("resnet", f"stages[{i}]", n, 1) for i, n in enumerate(stages))
+        stages = tuple(_CHECK.integer(f"stages[{i}]", n, 1) for i, n in enumerate(stages))
         set_("stages", stages)
         if not stages:
             raise ValueError("resnet: stages is empty; there must be one stage or more")
         for name, least in dict(width=1, classes=1, channels=1, remat=0).items():
-            set_(name, integer("resnet", name, getattr(self, name), least))
-        check_choice("resnet", "block", self.block, tuple(_SIZES))
-        check_choice("resnet", "stem", self.stem, _STEMS)
-        set_("dtype", dtype_name("resnet", self.dtype))
+            set_(name, _CHECK.integer(name, getattr(self, name), least))
+        _CHECK.choice("block", self.block, tuple(_SIZES))
+        _CHECK.choice("stem", self.stem, _STEMS)
+        set_("dtype", _CHECK.dtype(self.dtype))
         for name in ("eps", "momentum"):
-            set_(name, number("resnet", name, getattr(self, name)))
+            set_(name, _CHECK.number(name, getattr(self, name)))
         if math.isnan(self.eps):
             raise ValueError("resnet: eps is nan; it must be a number")
         if not 0 <= self.momentum <= 1:
@@ -434,11 +436,11 @@ def shapes(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
       >>> params["conv1"]["kernel"].shape
       (3, 3, 1, 16)
     """
-    _check_config(config)
+    _CHECK.type("config", config, Config, "a Config")
     size = 7 if config.stem == "imagenet" else 3
     params: dict = {
-        "conv1": _conv_shapes(size, config.channels, config.width),
-        "bn1": _norm_shapes(config.width),
+        "conv1": product(size, size, config.channels, config.width, bias=False),
+        "bn1": norm(config.width),
     }
     n = config.width
     for stage, blocks in enumerate(config.stages):
@@ -446,20 +448,8 @@ def shapes(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
         for index in range(blocks):
             block, n = _block_shapes(config, n, config.width << stage, _stride(stage, index))
             layer.append(block)
-    params["fc"] = {"kernel": _float32(n, config.classes), "bias": _float32(config.classes)}
+    params["fc"] = product(n, config.classes)
     return params, _statistics_shapes(params)
-
-
-def _float32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def _conv_shapes(size: int, n_in: int, n_out: int) -> dict:
-    return {"kernel": _float32(size, size, n_in, n_out)}
-
-
-def _norm_shapes(n: int) -> dict:
-    return {"scale": _float32(n), "bias": _float32(n)}
 
 
 def _stride(stage: int, index: int) -> int:
@@ -474,10 +464,12 @@ def _block_shapes(config: Config, n_in: int, n_inner: int, stride: int) -> tuple
     n = n_in
     for k, size in enumerate(sizes, 1):
         n_next = n_out if k == len(sizes) else n_inner
-        block[f"conv{k}"], block[f"bn{k}"] = _conv_shapes(size, n, n_next), _norm_shapes(n_next)
+        block[f"conv{k}"] = product(size, size, n, n_next, bias=False)
+        block[f"bn{k}"] = norm(n_next)
         n = n_next
     if stride != 1 or n_in != n_out:
-        block["downsample"] = {"conv": _conv_shapes(1, n_in, n_out), "bn": _norm_shapes(n_out)}
+        conv = product(1, 1, n_in, n_out, bias=False)
+        block["downsample"] = {"conv": conv, "bn": norm(n_out)}
     return block, n_out
 
 
@@ -519,23 +511,21 @@ def init(key: ArrayLike, config: Config) -> tuple[dict[str, Any], dict[str, Any]
     """
     params, statistics = shapes(config)
     last = f"bn{len(_SIZES[config.block])}"
-    named, tree = jax.tree.flatten_with_path(params)
-    keys = jax.random.split(key, len(named))
-    made = []
-    for one, (path, leaf) in zip(keys, named, strict=True):
+
+    def new(path, leaf, key):
         *outer, name = (getattr(entry, "key", None) for entry in path)
         if name == "kernel":
             *window, n_in, n_out = leaf.shape
             variance = 2 / (math.prod(window) * n_out) if window else 1 / n_in
-            made.append(jax.random.normal(one, leaf.shape, leaf.dtype) * math.sqrt(variance))
-        else:
-            ones = name == "scale" and not (config.zero_init and outer[-1] == last)
-            made.append(jnp.full(leaf.shape, float(ones), leaf.dtype))
+            return jax.random.normal(key, leaf.shape, leaf.dtype) * math.sqrt(variance)
+        ones = name == "scale" and not (config.zero_init and outer[-1] == last)
+        return jnp.full(leaf.shape, float(ones), leaf.dtype)
 
     def running(path, leaf):
         return jnp.full(leaf.shape, float(path[-1].key == "var"), leaf.dtype)
 
-    return jax.tree.unflatten(tree, made), jax.tree.map_with_path(running, statistics)
+    params = jax.tree.map_with_path(new, params, keys_like(key, params))
+    return params, jax.tree.map_with_path(running, statistics)
 
 
 # ---- forward -------------------------------------------------------------------------------------
@@ -713,33 +703,17 @@ def _running(momentum: float, old, batch):
     return (momentum * old + (1 - momentum) * batch).astype(old.dtype)
 
 
-# ---- checks --------------------------------------------------------------------------------------
-
-
-def _check_config(config) -> None:
-    if not isinstance(config, Config):
-        raise TypeError(f"resnet: config is of type {type(config).__name__}; it must be a Config")
-
-
 def _check(params, statistics, images, config, batch_norm) -> None:
-    _check_config(config)
-    if not isinstance(batch_norm, BatchNorm):
-        raise TypeError(
-            f"resnet: batch_norm is of type {type(batch_norm).__name__}; it must be a BatchNorm, "
-            "such as FASTOPS or PLAIN"
-        )
-    if not hasattr(images, "dtype") or not jnp.issubdtype(images.dtype, jnp.floating):
-        kind = getattr(images, "dtype", type(images).__name__)
-        raise TypeError(
-            f"resnet: images is of {kind}; it must be an array of a floating dtype (of uint8 "
-            "pixels, subtract the mean and divide by the deviation)"
-        )
+    _CHECK.type("config", config, Config, "a Config")
+    kind = "a BatchNorm, such as FASTOPS or PLAIN"
+    _CHECK.type("batch_norm", batch_norm, BatchNorm, kind)
+    remedy = "(of uint8 pixels, subtract the mean and divide by the deviation)"
+    _CHECK.array("images", images, (jnp.floating,), f"a floating dtype {remedy}")
     if images.ndim != 4 or images.shape[-1] != config.channels:
         raise ValueError(
             f"resnet: images has shape {images.shape}; it must be (n, height, width, "
             f"{config.channels})"
         )
-    for name, given, wanted in zip(
-        ("params", "statistics"), (params, statistics), shapes(config), strict=True
-    ):
-        check_tree("resnet", name, given, wanted)
+    wanted = shapes(config)
+    _CHECK.tree("params", params, wanted[0])
+    _CHECK.tree("statistics", statistics, wanted[1])

@@ -1,0 +1,162 @@
+"""The network of :mod:`jax_fastops.models.bert`: embeddings, encoder layers and pooler."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_fastops.models._parameters import cast_kernels, stack, unstack
+from jax_fastops.models._products import dot, dot_product_attention, take, wide_product
+from jax_fastops.models._sharding import first, varying_with, whole
+
+if TYPE_CHECKING:
+    from jax_fastops.models.bert import Config, Ops
+
+# What the backward of a layer keeps under ``remat``. A kernel's results are kept or recomputed
+# together: with the statistics of a norm, its result and its input are kept, and the product before
+# it is not repeated. If the norm takes the reference, the product is kept instead of the sum.
+_SUM, _NORM = "bert_sum", "bert_norm"
+_KEPT_PRIMITIVES = {f"fastops_{name}_fwd" for name in ("layer_norm", "residual_layer_norm")}
+_KEEP = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.save_only_these_names(_SUM, _NORM),
+    lambda primitive, *_, **__: primitive.name in _KEPT_PRIMITIVES,
+)
+
+
+def embed(params: dict, tokens, config: Config, token_types, positions):
+    """The sum of the three embeddings, computed in float32 and rounded once."""
+    wide = jnp.promote_types(config.dtype, jnp.float32)
+    x = take(params["word"], tokens).astype(wide)
+    table = params["position"]
+    x = x + (table[: tokens.shape[1]] if positions is None else take(table, positions))
+    table = params["token_type"]
+    if token_types is None:
+        x = x + table[0]
+    else:
+        # There are few types. In the gradient of a gather, all tokens would add to the same rows.
+        one_hot = jax.nn.one_hot(token_types, config.token_types, dtype=table.dtype)
+        x = x + jnp.dot(one_hot, table, precision=jax.lax.Precision.HIGHEST)
+    return x.astype(config.dtype)
+
+
+def pool(params: dict, x):
+    y = wide_product("be,ef->bf", first(x), params["kernel"])
+    return jnp.tanh(y + params["bias"]).astype(x.dtype)
+
+
+def encode(layers, x, config: Config, mask, key, ops: Ops):
+    """Applies all layers. Casts their kernels once, so that no backward casts them again."""
+    layers = cast_kernels(layers, config.dtype)
+    mask = None if mask is None else whole(mask, 1)
+
+    # A layer's result has two users. With fanout each gets its own, and no separate pass adds their
+    # cotangents. Not in a scan, which would carry both, nor in a checkpoint, which would keep both.
+    fanout = not (config.scan or config.remat)
+
+    def layer(params, x, key, fanout=False):
+        return apply_layer(params, x, config, mask, key, ops, fanout)
+
+    if config.remat:
+        # XLA does not merge a scan's body with its backward, so no CSE barrier is needed.
+        layer = jax.checkpoint(layer, policy=_KEEP, prevent_cse=not config.scan)
+    keys = None if key is None else jax.random.split(key, config.layers)
+    if config.scan:
+
+        def step(x, each):
+            params, key = each
+            return layer(params, x, key), None
+
+        stacked = layers if isinstance(layers, dict) else stack(layers)
+        # Under jax.shard_map a layer's result varies over the same mesh axes as these.
+        given = [a for a in (*jax.tree.leaves(stacked), mask, keys) if a is not None]
+        return jax.lax.scan(step, varying_with(x, given), (stacked, keys))[0]
+    layers = unstack(layers) if isinstance(layers, dict) else layers
+    for index, params in enumerate(layers):
+        more = {"fanout": True} if fanout and index < config.layers - 1 else {}
+        x = layer(params, x, None if keys is None else keys[index], **more)
+    return x
+
+
+def apply_layer(params: dict, x, config: Config, mask, key, ops: Ops, fanout: bool):
+    """Applies a layer to an array, or to the pair from a layer with ``fanout``."""
+    keys = (None, None, None) if key is None else jax.random.split(key, 3)
+    params = cast_kernels(params, config.dtype)
+    x, residual = x if isinstance(x, tuple) else (x, x)
+    attention = _softmax_attention if config.attention == "softmax" else _fused_attention
+    y = attention(params["qkv"], x, config, mask, keys[0], ops)
+    norm = functools.partial(_add_norm, config=config, ops=ops)
+    x = norm(params["output"], params["output_norm"], y, residual, keys[1], fanout=not config.remat)
+    x, residual = x if isinstance(x, tuple) else (checkpoint_name(x, _NORM),) * 2
+    y = dot(x, params["up"]["kernel"])
+    y = ops.bias_act(y, params["up"]["bias"], activation=config.activation)
+    return norm(params["down"], params["norm"], y, residual, keys[2], fanout=fanout)
+
+
+def _softmax_attention(params: dict, x, config: Config, mask, key, ops: Ops):
+    if config.tensor_parallel:
+        q, k, v = (jnp.swapaxes(part, 1, 2) for part in _sharded_heads(params, x))
+    else:
+        qkv = dot(x, params["kernel"])
+        q, k, v = ops.split_qkv_heads(qkv, params["bias"], num_heads=config.heads)
+    k, v = whole(k, 2), whole(v, 2)
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
+    where = None if mask is None else mask[:, None, None, :]
+    drop = _drop_options(key, config.attention_dropout)
+    p = ops.softmax(scores, where=where, scale=q.shape[-1] ** -0.5, **drop)
+    return ops.merge_heads(jnp.einsum("bhqk,bhkd->bhqd", p, v))
+
+
+def _sharded_heads(params: dict, x):
+    """Queries, keys and values ``[batch, sequence, heads, size]``, of which heads are sharded."""
+    qkv = dot(x, params["kernel"])
+    qkv = qkv + params["bias"].astype(x.dtype)
+    return [jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2)]
+
+
+def _fused_attention(params: dict, x, config: Config, mask, key, ops: Ops):
+    """Attention by ``jax.nn``, which takes the heads in the layout of the product.
+
+    There is one product, whose result is split into three when the biases are added. XLA would
+    merge three products in the forward, but not in the backward, where it adds up three results.
+    """
+    if config.tensor_parallel:
+        parts = _sharded_heads(params, x)
+    elif config.attention == "cudnn":
+        # cuDNN takes and returns three arrays. Splitting as if there were one head is one pass in
+        # each direction, including the bias and its gradient. XLA would concatenate the three
+        # cotangents twice.
+        qkv = dot(x, params["kernel"])
+        parts = ops.split_qkv_heads(qkv, params["bias"], num_heads=1)
+        parts = [jnp.squeeze(part, 1) for part in parts]
+    else:  # XLA fuses the split into its attention
+        qkv = dot(x, params["kernel"]) + params["bias"].astype(x.dtype)
+        parts = jnp.split(qkv, 3, axis=-1)
+    shape = (*x.shape[:2], config.heads, x.shape[2] // config.heads)
+    q, k, v = (part if config.tensor_parallel else part.reshape(shape) for part in parts)
+    k, v = whole(k, 1), whole(v, 1)
+    y = dot_product_attention(q, k, v, mask, config.attention)
+    return y.reshape(x.shape)
+
+
+def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops, fanout: bool):
+    """A product, then its bias, dropout, the residual and layer norm."""
+    y = checkpoint_name(dot(y, product["kernel"]), _SUM)
+    return ops.residual_layer_norm(
+        y,
+        x,
+        norm["scale"],
+        norm["bias"],
+        input_bias=product["bias"],
+        eps=config.eps,
+        fanout=fanout,
+        **_drop_options(key, config.dropout),
+    )
+
+
+def _drop_options(key, rate: float) -> dict[str, Any]:
+    """The options of an op that has dropout. Without dropout, an op need not have these options."""
+    return {} if key is None or rate == 0 else dict(dropout_key=key, dropout_rate=rate)

@@ -1,0 +1,218 @@
+"""The network of :mod:`jax_fastops.models.decoder`: embeddings, layers and the last norm."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastops.models._parameters import cast_kernels
+from jax_fastops.models._plain import rotated
+from jax_fastops.models._products import dot, dot_product_attention, take
+from jax_fastops.models._sharding import split_last, whole
+
+if TYPE_CHECKING:
+    from jax_fastops.models.decoder import Cache, Config, Ops
+
+_JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+
+
+def prepared(params: dict, config: Config) -> dict:
+    """Casts the kernels to the dtype of the products, and joins those with the same input."""
+
+    def joined(layer):
+        layer = cast_kernels(layer, config.dtype)
+        if config.tensor_parallel:
+            return layer
+        for name, parts in _JOINED.items():
+            own = [layer.pop(part) for part in parts]
+            layer[name] = jax.tree.map(lambda *a: jnp.concatenate(a, axis=-1), *own)
+        return layer
+
+    params = jax.tree.map(jnp.asarray, params)  # a tracer is no index of a NumPy array
+    layers = params["layers"]
+    made = joined(layers) if config.scan else [joined(layer) for layer in layers]
+    return params | {"layers": made}
+
+
+class _Attend(NamedTuple):
+    """What a token attends to: padding (or ``None``), all rules together, and where to write."""
+
+    padding: Any
+    where: Any
+    start: Any
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there are no earlier tokens."""
+        return isinstance(self.start, int) and self.start == 0
+
+
+def forward(params: dict, tokens, config: Config, positions, mask, cache, ops: Ops):
+    """``decoder.apply`` with the parameters of :func:`prepared`."""
+    start = 0 if cache is None else cache.length
+    count = tokens.shape[1]
+    if positions is None:
+        positions = start + jnp.arange(count)
+    angles = _angles(positions, config)
+    turns = jnp.cos(angles), jnp.sin(angles)
+    attend, cache = _attend(mask, cache, tokens.shape, start, config)
+    layer = functools.partial(_layer, config=config, turns=turns, attend=attend, ops=ops)
+
+    def whole_layer(params, x, kept):
+        branch, x, kept = layer(params, x, None, kept)
+        return x + branch, kept
+
+    if config.remat:
+        whole_layer = jax.checkpoint(whole_layer, prevent_cse=not config.scan)
+    x = take(params["embeddings"], tokens).astype(config.dtype)
+    residual = None
+    if config.scan:
+        kept = None if cache is None else (cache.keys, cache.values)
+        each = params["layers"], kept
+        x, kept = jax.lax.scan(lambda x, each: whole_layer(each[0], x, each[1]), x, each)
+    else:
+        new: list[Any] = []
+        for index, one in enumerate(params["layers"]):
+            own = None if cache is None else (cache.keys[index], cache.values[index])
+            if config.remat:
+                x, own = whole_layer(one, x, own)
+            else:
+                x, residual, own = layer(one, x, residual, own)
+            new.append(own)
+        kept = None if cache is None else tuple(map(list, zip(*new, strict=True)))
+    hidden, _ = _norm(params["norm"], x, residual, config, ops)
+    if cache is None or kept is None:
+        return hidden, None
+    keys, values = kept
+    return hidden, cache._replace(keys=keys, values=values, length=cache.length + jnp.int32(count))
+
+
+def _attend(mask, cache, shape, start, config: Config) -> tuple[_Attend, Cache | None]:
+    """What new tokens attend to, and the cache with their mask."""
+    count = shape[1]
+    mask = None if mask is None else whole(mask, 1)
+    if cache is not None:
+        new = jnp.ones(shape, bool) if mask is None else mask
+        all_ = jax.lax.dynamic_update_slice(cache.mask, new, (0, start))
+        cache = cache._replace(mask=all_)
+    attend = _Attend(mask, None, start)
+    if attend.fresh and config.attention != "softmax":
+        return attend, cache
+    padding = mask if attend.fresh or cache is None else cache.mask
+    query = start + jnp.arange(count)[:, None]
+    key = jnp.arange(count if padding is None else padding.shape[1])
+    where = key <= query
+    if config.sliding_window is not None:
+        where &= key > query - config.sliding_window
+    where = where[None] if padding is None else where & padding[:, None, :]
+    return attend._replace(where=where), cache
+
+
+def _layer(params: dict, x, residual, kept, *, config: Config, turns, attend: _Attend, ops: Ops):
+    """Applies a layer to the sum of ``x`` and ``residual``.
+
+    Returns the two parts of the layer's result, so that the next norm can add them up.
+    """
+    y, x = _norm(params["input_norm"], x, residual, config, ops)
+    y, kept = _attention(params, y, kept, config, turns, attend, ops)
+    y = dot(y, params["output"]["kernel"])
+    y, x = ops.residual_rms_norm(
+        y,
+        x,
+        params["norm"]["scale"],
+        input_bias=params["output"].get("bias"),
+        eps=config.eps,
+        return_sum=True,
+    )
+    y = ops.gated_act(*_products(params, "gate_up", y))
+    return dot(y, params["down"]["kernel"]), x, kept
+
+
+def _norm(params: dict, x, residual, config: Config, ops: Ops) -> tuple:
+    """The RMS norm of the sum, and the sum."""
+    if residual is None:
+        return ops.rms_norm(x, params["scale"], eps=config.eps), x
+    return ops.residual_rms_norm(x, residual, params["scale"], eps=config.eps, return_sum=True)
+
+
+def _products(params: dict, name: str, x) -> list:
+    """The products of ``x`` with joined kernels, or with each of them."""
+    made = []
+    for part in [params[name]] if name in params else [params[n] for n in _JOINED[name]]:
+        y = dot(x, part["kernel"])
+        made.append(y + part["bias"].astype(y.dtype) if "bias" in part else y)
+    return made
+
+
+def _attention(params: dict, x, kept, config: Config, turns, attend: _Attend, ops: Ops):
+    """Attention without its output's product, and the keys and values of the cache."""
+    q, k, v = _heads(params, x, config, turns, ops)
+    if kept is not None:
+        place = (0, attend.start, 0, 0)
+        kept = tuple(
+            jax.lax.dynamic_update_slice(old, new, place)
+            for old, new in zip(kept, (k, v), strict=True)
+        )
+        k, v = (k, v) if attend.fresh else kept
+    attention = _softmax_attention if attend.where is not None else _fused_attention
+    k, v = whole(k, 1), whole(v, 1)
+    return attention(q, k, v, config, attend, ops).reshape(*x.shape[:2], -1), kept
+
+
+def _heads(params: dict, x, config: Config, turns, ops: Ops):
+    """Queries, keys and values ``[batch, sequence, heads, head_dim]`` of normalized features."""
+    scales = [params[f"{n}_norm"]["scale"] if config.qk_norm else None for n in "qk"]
+    if "qkv" in params:
+        return ops.split_qkv_heads(
+            dot(x, params["qkv"]["kernel"]),
+            params["qkv"].get("bias"),
+            num_heads=config.heads,
+            num_kv_heads=config.kv_heads,
+            rotary=turns,
+            q_scale=scales[0],
+            k_scale=scales[1],
+            eps=config.eps,
+            layout="sequence_first",
+        )
+    counts = config.heads, config.kv_heads, config.kv_heads
+    q, k, v = (
+        split_last(part, count, config.head_dim)
+        for part, count in zip(_products(params, "qkv", x), counts, strict=True)
+    )
+    q, k = (
+        y if scale is None else ops.rms_norm(y, scale, eps=config.eps)
+        for y, scale in zip((q, k), scales, strict=True)
+    )
+    return rotated(q, *turns), rotated(k, *turns), v
+
+
+def _softmax_attention(q, k, v, config: Config, attend: _Attend, ops: Ops):
+    q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_dim)
+    scores = jnp.einsum("bqngd,bknd->bngqk", q, k)
+    p = ops.softmax(scores, where=attend.where[:, None, None], scale=config.head_dim**-0.5)
+    return jnp.einsum("bngqk,bknd->bqngd", p, v)
+
+
+def _fused_attention(q, k, v, config: Config, attend: _Attend, ops: Ops):
+    del ops
+    window = None if config.sliding_window is None else (config.sliding_window - 1, 0)
+    options = dict(is_causal=True, local_window_size=window)
+    return dot_product_attention(q, k, v, attend.padding, config.attention, **options)
+
+
+def _angles(positions, config: Config):
+    """The angles ``[..., sequence, head_dim / 2]`` of the rotary embedding."""
+    half = np.arange(0, config.head_dim, 2) / config.head_dim
+    frequencies = config.rope_theta**-half
+    if (scaling := config.rope_scaling) is not None:
+        periods = scaling.original_positions * frequencies / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = np.clip((periods - low) / (high - low), 0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+    wide = jnp.promote_types(config.dtype, jnp.float32)
+    return positions[..., None].astype(wide) * jnp.asarray(frequencies, wide)

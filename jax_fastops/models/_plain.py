@@ -1,0 +1,165 @@
+"""The ops of the networks in plain JAX, as models usually write them, for ``PLAIN``."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jax_fastops as fo
+from jax_fastops.models._products import wide_product
+from jax_fastops.models._sharding import explicit_spec
+
+#: The activations by their names.
+ACTIVATIONS = {
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+
+
+def split_qkv_heads(qkv, bias=None, *, num_heads: int):
+    if bias is not None:
+        qkv = qkv + bias.astype(qkv.dtype)
+    if num_heads == 1:
+        # The gradient of a split is a concatenation. That of indexing is a sum with zeros.
+        return tuple(part[..., None, :, :] for part in jnp.split(qkv, 3, axis=-1))
+    *lead, features = qkv.shape
+    qkv = qkv.reshape(*lead, 3, num_heads, features // (3 * num_heads))
+    return tuple(jnp.swapaxes(qkv[..., part, :, :], -3, -2) for part in range(3))
+
+
+def merge_heads(x):
+    x = jnp.swapaxes(x, -3, -2)
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def dropout(x, key, rate: float):
+    """Dropout with the masks of this package."""
+    if key is None or rate == 0:
+        return x
+    keep = fo.dropout_mask(key, x.shape, rate)
+    if explicit_spec(x) is not None:
+        keep = jax.sharding.reshard(keep, jax.typeof(x).sharding)
+    # A divisor in bfloat16 would be rounded, which scales every kept element wrongly.
+    kept = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)).astype(x.dtype)
+    return jnp.where(keep, kept, jnp.zeros_like(x))
+
+
+def softmax(
+    x,
+    axis=-1,
+    where=None,
+    *,
+    scale: float = 1.0,
+    dropout_key=None,
+    dropout_rate: float = 0.0,
+    dropout=dropout,
+):
+    y = jax.nn.softmax(x * scale, axis=axis, where=where)
+    return dropout(y, dropout_key, dropout_rate)
+
+
+def residual_layer_norm(
+    x,
+    residual,
+    scale=None,
+    bias=None,
+    *,
+    input_bias=None,
+    dropout_key=None,
+    dropout_rate: float = 0.0,
+    eps: float = 1e-6,
+    return_sum=False,
+    fanout=False,
+    dropout=dropout,
+):
+    if input_bias is not None:
+        x = x + input_bias.astype(x.dtype)
+    x = dropout(x, dropout_key, dropout_rate) + residual
+    y = layer_norm(x, scale, bias, eps=eps, fanout=fanout)
+    return (y, x) if return_sum else y
+
+
+def layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6, fanout=False):
+    """Layer norm in float32 (float64 for float64), rounded once, as models usually write it."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    centred = wide - wide.mean(-1, keepdims=True)
+    y = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
+    y = y if scale is None else y * scale
+    y = (y if bias is None else y + bias).astype(x.dtype)
+    return (y, y) if fanout else y
+
+
+def bias_act(x, bias, *, activation: str = "gelu"):
+    return ACTIVATIONS[activation](x + bias.astype(x.dtype))
+
+
+def linear_cross_entropy(
+    x,
+    table,
+    labels,
+    *,
+    bias=None,
+    where=None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    chunk: int | None = None,
+):
+    """With all logits at once, in float32."""
+    del chunk
+    logits = wide_product("...e,ve->...v", x, table)
+    logits = logits if bias is None else logits + bias
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    kept = (labels >= 0) & (labels < table.shape[0])
+    kept = kept if where is None else kept & where
+    # A masked sum instead of an indexed read, whose gradient would be a scatter.
+    at_label = jnp.arange(table.shape[0]) == labels[..., None]
+    lse = jax.nn.logsumexp(logits, -1)
+    each = lse - jnp.sum(jnp.where(at_label, logits, 0), -1)
+    if label_smoothing:
+        each = (1 - label_smoothing) * each + label_smoothing * (lse - jnp.mean(logits, -1))
+    each = each + z_loss * jnp.square(lse) if z_loss else each
+    each = jnp.where(kept, each, 0)
+    if reduction == "none":
+        return each
+    return jnp.sum(each) / (jnp.maximum(jnp.sum(kept), 1) if reduction == "mean" else 1)
+
+
+def rms_norm(x, scale, *, eps: float):
+    """RMS norm in float32 (float64 for float64), rounded once."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+    return (y * scale).astype(x.dtype)
+
+
+def residual_rms_norm(x, residual, scale, *, input_bias=None, eps: float, return_sum: bool):
+    x = residual + (x if input_bias is None else x + input_bias.astype(x.dtype))
+    y = rms_norm(x, scale, eps=eps)
+    return (y, x) if return_sum else y
+
+
+def gated_act(gate, up=None, *, activation: str = "silu"):
+    gate, up = jnp.split(gate, 2, axis=-1) if up is None else (gate, up)
+    return getattr(jax.nn, activation)(gate) * up
+
+
+def split_grouped_heads(
+    qkv, bias=None, *, num_heads: int, num_kv_heads: int, rotary, q_scale, k_scale, eps, layout
+):
+    assert layout == "sequence_first"
+    qkv = qkv if bias is None else qkv + bias.astype(qkv.dtype)
+    d = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    heads = qkv.reshape(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, d)
+    q, k, v = jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=-2)
+    q = q if q_scale is None else rms_norm(q, q_scale, eps=eps)
+    k = k if k_scale is None else rms_norm(k, k_scale, eps=eps)
+    return rotated(q, *rotary), rotated(k, *rotary), v
+
+
+def rotated(x, cos, sin):
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

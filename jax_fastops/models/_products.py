@@ -1,0 +1,54 @@
+"""Products, gathers and attention of the networks, over sharded axes too."""
+
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jax_fastops.models._sharding import explicit_spec
+
+#: What computes the attention of a network.
+ATTENTIONS = ("softmax", "xla", "cudnn")
+
+
+def dot(x, kernel):
+    """The product over the last axis of ``x`` and the first one of ``kernel``.
+
+    Over explicit axes, all other axes stay sharded.
+    """
+    specs = explicit_spec(x), explicit_spec(kernel)
+    spec = None
+    if specs[0] is not None and specs[1] is not None:
+        spec = PartitionSpec(*specs[0][:-1], *specs[1][1:])
+    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), out_sharding=spec)
+
+
+def wide_product(equation: str, x, kernel):
+    """A product in the dtype of ``x``, whose result has the accumulator dtype."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    kernel = kernel.astype(x.dtype)
+    if jax.default_backend() == "cpu":
+        # XLA widens the operands on a CPU anyway, but jaxlib 0.8 not those of every product.
+        x, kernel = x.astype(wide), kernel.astype(wide)
+    return jnp.einsum(equation, x, kernel, preferred_element_type=wide)
+
+
+def take(table, index):
+    """Rows of a table. Over an explicit mesh, they are sharded like the index."""
+    if index.dtype.itemsize < 4:  # JAX needs an index dtype that can hold the table's length
+        index = index.astype(jnp.int32)
+    spec = explicit_spec(index)
+    if spec is None:
+        return table[index]
+    columns = explicit_spec(table) or (None, None)
+    return table.at[index].get(out_sharding=PartitionSpec(*spec, columns[-1]))
+
+
+def dot_product_attention(q, k, v, padding, implementation: str, **options: Any) -> jax.Array:
+    """Attention by ``jax.nn``, with a mask ``[batch, keys]`` of the tokens, or ``None``."""
+    if padding is not None:  # cuDNN needs it for every query
+        shape = (padding.shape[0], 1, q.shape[1], padding.shape[1])
+        padding = jnp.broadcast_to(padding[:, None, None, :], shape)
+    kind = cast(Literal["xla", "cudnn"], implementation)
+    return jax.nn.dot_product_attention(q, k, v, mask=padding, implementation=kind, **options)
