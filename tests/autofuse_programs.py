@@ -92,6 +92,27 @@ def masked_sum_loss(x, labels):
     return jax.nn.logsumexp(x, -1) - jnp.sum(jnp.where(at_label, x, 0), -1)
 
 
+def z_loss(x, labels, z=0.01):
+    log_sum = jax.nn.logsumexp(x, -1)
+    return log_sum - jnp.take_along_axis(x, labels[..., None], -1)[..., 0] + z * log_sum**2
+
+
+def smoothed_loss(x, labels, share=0.1):
+    x = jax.nn.log_softmax(x)
+    losses = -jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
+    return (1 - share) * losses - share * x.mean(-1)
+
+
+def smoothed_z_loss(x, labels, share=0.1, z=0.01):
+    log_sum = jax.nn.logsumexp(x, -1)
+    losses = (1 - share) * masked_sum_loss(x, labels) + share * (log_sum - x.mean(-1))
+    return losses + z * jnp.square(log_sum)
+
+
+def capped(x, cap=2.0):
+    return cap * jnp.tanh(x / cap)
+
+
 def wide_product(x, table):
     """Of a bfloat16 array and a float32 table, as on a GPU."""
     table = table.astype(x.dtype)
@@ -254,6 +275,41 @@ PROGRAMS = {
             jnp.where(labels < 9, 0, label_loss(wide_product(x, w) + b, labels))
         ),
         (X.astype(jnp.bfloat16), W, BIAS, LABELS),
+        ["linear_cross_entropy"],
+    ),
+    "z-loss": (lambda x, labels: z_loss(capped(x), labels), (X, LABELS), ["cross_entropy"]),
+    "smoothed": (smoothed_loss, (X, LABELS), ["cross_entropy"]),
+    "smoothed z-loss": (smoothed_z_loss, (X, LABELS), ["cross_entropy"]),
+    "loss of one sequence": (label_loss, (X[:1], LABELS[:1]), ["cross_entropy"]),
+    "loss under vmap": (jax.vmap(jax.vmap(label_loss)), (X, LABELS), ["cross_entropy"]),
+    "linear loss of each": (
+        lambda x, w, labels: label_loss(x @ w.T, labels),
+        (X, W, LABELS),
+        ["linear_cross_entropy"],
+    ),
+    "linear loss, weighted": (
+        lambda x, w, labels, weight: jnp.average(masked_sum_loss(x @ w.T, labels), weights=weight),
+        (X, W, LABELS, jnp.abs(X[..., 0])),
+        ["linear_cross_entropy"],
+    ),
+    "linear loss, capped": (
+        lambda x, w, b, labels: jnp.mean(label_loss(capped(x @ w.T + b), labels)),
+        (X, W, BIAS, LABELS),
+        ["linear_cross_entropy"],
+    ),
+    "linear z-loss of one sequence": (
+        lambda x, w, labels: jnp.mean(z_loss((x @ w.T)[None], labels[None])),
+        (X[0], W, LABELS[0]),
+        ["linear_cross_entropy"],
+    ),
+    "linear loss, smoothed": (
+        lambda x, w, labels: jnp.mean(smoothed_loss(x @ w.T, labels)),
+        (X, W, LABELS),
+        ["linear_cross_entropy"],
+    ),
+    "linear loss, smoothed and capped": (
+        lambda x, w, labels: smoothed_z_loss(capped(x @ w.T), labels),
+        (X, W, LABELS),
         ["linear_cross_entropy"],
     ),
     "moments": (by_moments, (X, B, C), ["layer_norm"]),

@@ -15,9 +15,13 @@ from autofuse_programs import (
     W,
     X,
     by_moments,
+    capped,
     label_loss,
     rms,
+    smoothed_loss,
+    smoothed_z_loss,
     softmax,
+    z_loss,
 )
 from harness.compat import JAX_0_8, x64
 from harness.programs import targets_of
@@ -516,17 +520,80 @@ def half(x):
 @pytest.mark.parametrize(
     "f",
     [
+        lambda y: (jnp.sum(y), y[0, 0]),
+        lambda y: masked(y, y > 3),
+        lambda y: (masked(y, y > 3), y[0, 0]),
+        lambda y: jnp.sum(jnp.where(LABELS > 9, y, 1)),
+        lambda y: jnp.sum(y * (LABELS % 3)),
+        lambda y: jnp.sum(y * (LABELS > 9)) / jnp.sum(LABELS > 9),
+        lambda y: jnp.sum(y, 0),
+        lambda y: jnp.max(y),
+        lambda y: jnp.sum(y**2),
+        lambda y: jnp.exp(-y),
+    ],
+)
+def test_linear_losses_of_each_token(f):
+    def g(x, w):
+        return f(label_loss(x @ w.T, LABELS))
+
+    assert names(g, X, W) == LINEAR
+    close(run(fo.autofuse(g), (X, W)), run(g, (X, W)), 1e-4)
+
+
+@pytest.mark.parametrize("form", LOSSES)
+@pytest.mark.parametrize("change", ["cap", "class", "inf", "nan"])
+def test_linear_losses_of_each_token_and_special_values(form, change):
+    """A token with such logits or labels changes no other one, also not if it is left out."""
+    x, bias, labels = X, BIAS, LABELS
+    if change in ("cap", "class"):
+        labels = labels.at[:2].set(NO_CLASS)
+    else:
+        x = x.at[1, 2].set(float(change))
+
+    def f(x, w, bias):
+        logits = x @ w.T + bias
+        losses = LOSSES[form](3 * jnp.tanh(logits / 3) if change == "cap" else logits, labels)
+        kept = jnp.isfinite(losses)
+        return losses, jnp.sum(jnp.where(kept, losses, 0))
+
+    def loss(g):
+        return lambda x, w: g(x, w, bias)[1]
+
+    assert names(f, x, W, bias) == LINEAR
+    want, got = f(x, W, bias), fo.autofuse(f)(x, W, bias)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-5)
+    want, got = (jax.grad(loss(g), (0, 1))(x, W) for g in (f, fo.autofuse(f)))
+    if change in ("cap", "class"):
+        close(got, want, 2e-5)
+
+
+@pytest.mark.parametrize("choice", ["auto", "native"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_losses_of_each_token_by_default(choice, dtype):
+    """The logits are computed twice only if those that are kept would be in a wider dtype."""
+
+    def f(x, w, labels):
+        return label_loss((x @ w.T).astype(jnp.float32), labels)
+
+    x, w = jnp.ones((64, 32), dtype), jnp.ones((1000, 32), dtype)
+    with fo.use_implementation(choice):
+        found = names(f, x, w, jnp.zeros(64, jnp.int32))
+    same = choice == "auto" and dtype == "float32"
+    assert found == (["cross_entropy"] if same else LINEAR)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
         lambda x, w: (lambda z: (jnp.sum(label_loss(z, LABELS)), z.max()))(x @ w.T),
+        lambda x, w: (lambda z: (label_loss(z, LABELS), z.max()))(x @ w.T),
         lambda x, w: (lambda z: (jnp.sum(label_loss(z + BIAS, LABELS)), z))(x @ w.T),
-        lambda x, w: (lambda y: (jnp.sum(y), y[0, 0]))(label_loss(x @ w.T, LABELS)),
-        lambda x, w: (lambda y: (masked(y, y > 3), y[0, 0]))(label_loss(x @ w.T, LABELS)),
-        lambda x, w: (lambda y: masked(y, y > 3))(label_loss(x @ w.T, LABELS)),
-        lambda x, w: jnp.sum(jnp.where(LABELS > 9, label_loss(x @ w.T, LABELS), 1)),
-        lambda x, w: jnp.sum(label_loss(x @ w.T, LABELS) * (LABELS % 3)),
-        lambda x, w: jnp.sum(label_loss(x @ w.T, LABELS), 0),
-        lambda x, w: jnp.max(label_loss(x @ w.T, LABELS)),
-        lambda x, w: jnp.sum(label_loss(x @ w.T, LABELS) ** 2),
-        lambda x, w: jnp.sum(label_loss(9 * jnp.tanh(x @ w.T / 9), LABELS)),
+        lambda x, w: (lambda z: (jnp.sum(label_loss(capped(z), LABELS)), z.max()))(x @ w.T),
+        lambda x, w: (lambda z: (jnp.sum(label_loss(z, LABELS)), z.max()))(capped(x @ w.T)),
+        lambda x, w: jnp.sum(label_loss(9 * jnp.tanh(x @ w.T / 8), LABELS)),
+        lambda x, w: jnp.sum(label_loss(-9 * jnp.tanh(x @ w.T / -9), LABELS)),
+        lambda x, w: jnp.sum(label_loss(9 * jnp.tan(x @ w.T / 9), LABELS)),
+        lambda x, w: jnp.sum(label_loss(capped(x @ w.T) + BIAS, LABELS)),
         lambda x, w: jnp.sum(label_loss(x @ w.T + x[..., :1], LABELS)),
         lambda x, w: jnp.sum(label_loss(x @ w.T + x[0, :, :1], LABELS)),
         lambda x, w: jnp.sum(label_loss((x @ w.T) * 2, LABELS)),
@@ -547,6 +614,57 @@ def test_near_misses_of_linear_losses(f):
     assert LINEAR[0] not in names(f, X, W)
     narrow = "bf16" in str(jax.make_jaxpr(f)(X, W))
     close(run(fo.autofuse(f), (X, W)), run(f, (X, W)), 0.05 if narrow else 1e-4)
+
+
+def log_sum(x):
+    return jax.nn.logsumexp(x, -1)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: label_loss(x, LABELS) + 0.01 * log_sum(x) ** 3,
+        lambda x: label_loss(x, LABELS) + 0.01 * log_sum(x + 1) ** 2,
+        lambda x: label_loss(x, LABELS) + 0.01 * log_sum(x[::-1]) ** 2,
+        lambda x: z_loss(x, LABELS) + 1.0,
+        lambda x: (z_loss(x, LABELS), log_sum(x)),
+        lambda x: 0.9 * label_loss(x, LABELS) + 0.1 * jax.nn.log_softmax(x).mean(-1),
+        lambda x: 0.9 * label_loss(x, LABELS) - 0.1 * jax.nn.log_softmax(x).sum(-1),
+        lambda x: 0.9 * label_loss(x, LABELS) - 0.1 * jax.nn.log_softmax(x).mean(1)[:, :1],
+        lambda x: 0.9 * label_loss(x, LABELS) - 0.1 * jax.nn.log_softmax(x, 1).mean(-1),
+        lambda x: label_loss(x, LABELS) * log_sum(x) ** 2,
+        lambda x: jnp.take_along_axis(x, LABELS[..., None], -1, mode="clip")[..., 0] - log_sum(x),
+        lambda x: log_sum(x)[:, 0] - jnp.take_along_axis(x, LABELS[:, None, :1] % 6, 1)[:, 0, 0],
+        lambda x: log_sum(x[:1]) - jnp.take_along_axis(x[:1], LABELS[:1, :1, None], -1)[..., 0],
+    ],
+)
+def test_near_misses_of_losses(f):
+    close(run(fo.autofuse(f), (X,)), run(f, (X,)), 5e-5)
+
+
+@pytest.mark.parametrize("form", [z_loss, smoothed_loss, smoothed_z_loss])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_losses_with_numbers(form, dtype):
+    """The numbers may be any, and rows may hold infinities or have labels that are no class."""
+    x = X.astype(dtype).at[0, 0, 3].set(jnp.inf).at[0, 1, 3].set(-jnp.inf).at[0, 2].set(jnp.nan)
+    labels = LABELS.at[0, 3:].set(jnp.array([-1, 40, -41])).at[1, 0].set(100)
+    for numbers in ((0.25, 1e-3), (0.9, -2.0)):
+        numbers = numbers[: form.__code__.co_argcount - 2]
+
+        def f(x):
+            return form(x, labels, *numbers)  # noqa: B023
+
+        assert names(f, x) == ["cross_entropy"]
+        want, got = (jax.vjp(g, x) for g in (f, fo.autofuse(f)))
+        eps = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(*map(wide, (got[0], want[0])), rtol=8 * eps, atol=8 * eps)
+        grads = [wide(y[1](jnp.ones_like(want[0]))[0]) for y in (got, want)]
+        usual = np.isfinite(wide(want[0]))
+        np.testing.assert_allclose(*(g[usual] for g in grads), rtol=0, atol=8 * eps)
+
+
+def wide(x):
+    return np.asarray(x, np.float64)
 
 
 @pytest.mark.skipif(JAX_0_8, reason="no product of bfloat16 with a float32 result on the CPU")

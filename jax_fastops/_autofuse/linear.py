@@ -1,4 +1,4 @@
-"""Sums of cross entropy losses whose logits are a product with a table, and perhaps a bias.
+"""Cross entropy losses whose logits are a product with a table, and perhaps a bias and a softcap.
 
 The logits have no other use, so ``linear_cross_entropy`` computes them in chunks.
 """
@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from jax_fastops import _implementation
 from jax_fastops._autofuse.graph import Value
-from jax_fastops._autofuse.match import constant, identity, resolve, with_row
+from jax_fastops._autofuse.match import constant, identity, resolve, terms_of, with_row
+from jax_fastops._signature import accumulator_dtype
 from jax_fastops.linear_cross_entropy import linear_cross_entropy
 
 # ---- what is found in a program ------------------------------------------------------------------
 
 
-class Summed(NamedTuple):
-    """The losses that a value is the sum of, those that count, and the values between."""
+class Losses(NamedTuple):
+    """The losses that a value is or has the sum of, those that count, and the values between."""
 
-    losses: Value
-    where: tuple[Value, bool] | None  # a mask, and whether it is True for losses that count
-    between: tuple[Value, ...]
+    each: Value
+    where: tuple[Value, bool] | None = None  # a mask, and whether it is True for those that count
+    between: tuple[Value, ...] = ()
+
+    @property
+    def reduction(self) -> str:
+        return "sum" if self.between else "none"
 
 
-def summed_at(value: Value) -> Summed | None:
+def summed_at(value: Value) -> Losses | None:
     """The array whose elements a value is the sum of."""
     node = value.node
     if node is None or node.name != "reduce_sum" or value.shape or not value.is_floating:
@@ -37,32 +42,34 @@ def summed_at(value: Value) -> Summed | None:
     if inner.node is None or shown != identity(inner):
         return None
     if inner.node.name != "select_n" or len(inner.node.inputs) != 3:
-        return Summed(inner, None, (value, *passed))
+        return Losses(inner, None, (value, *passed))
     which, *cases = inner.node.inputs
     for keep, (zero, losses) in ((True, cases), (False, cases[::-1])):
         known = constant(zero)
         if known is not None and known == 0 and which.shape == losses.shape:
             source, shown, more = resolve(losses)
             if source.shape == losses.shape and shown == identity(losses):
-                return Summed(source, (which, keep), (value, *passed, inner, *more))
+                return Losses(source, (which, keep), (value, *passed, inner, *more))
     return None
 
 
 class Product(NamedTuple):
-    """Logits as ``x @ table.T + bias``, and the values between."""
+    """Logits as ``x @ table.T + bias``, with or without a softcap, and the values between."""
 
     x: Value
     table: Value
     bias: Value | None
     transposed: bool  # whether the table is ``[d, v]``
+    softcap: float | None
     between: tuple[Value, ...]
 
 
-def product_at(logits: Value) -> Product | str | None:
+def product_at(logits: Value, losses: Losses) -> Product | str | None:
     """The product that logits are, or as text why the op does not compute it."""
-    bias, raw = None, logits
-    if logits.node is not None and logits.node.name == "add":
-        raw, bias = next(with_row(logits), (logits, None))
+    softcap, biased, capped = _softcap(logits)
+    bias, raw = None, biased
+    if biased.node is not None and biased.node.name == "add":
+        raw, bias = next(with_row(biased), (biased, None))
     node = raw.node
     if node is None or node.name != "dot_general" or (bias is not None and not bias.is_floating):
         return None
@@ -78,11 +85,39 @@ def product_at(logits: Value) -> Product | str | None:
         return f"logits in {raw.dtype} of operands in {x.dtype}"
     if not _is_default(node.params["precision"]) or node.params.get("out_sharding") is not None:
         return "the product has a precision or a sharding of its own"
-    # The logits are read and written less, but the table's gradient is wider.
-    if math.prod(x.shape[:-1]) < x.shape[-1] and _implementation.current() == "auto":
-        return "the table is larger than the logits"
-    between = (logits,) if bias is None else (logits, raw)
-    return Product(x, _wide(table), bias, right[0] == 0, between)
+    if _implementation.current() == "auto":
+        # The logits are read and written less, but the table's gradient is wider.
+        if math.prod(x.shape[:-1]) < x.shape[-1]:
+            return "the table is larger than the logits"
+        # The backward computes the logits again, but none of them are in the wider dtype.
+        if losses.reduction == "none" and losses.each.dtype == x.dtype:
+            return "the losses are not summed"
+    return Product(x, _wide(table), bias, right[0] == 0, softcap, (*capped, biased, raw))
+
+
+def _softcap(logits: Value) -> tuple[float | None, Value, tuple[Value, ...]]:
+    """The ``c`` and ``x`` of logits ``c * tanh(x / c)``, and the values between."""
+    outer = _multiple(logits)
+    node = None if outer is None else outer[1].node
+    inner = None if node is None or node.name != "tanh" else _multiple(node.inputs[0])
+    if outer is None or inner is None:
+        return None, logits, ()
+    (cap, _, first), (inverse, x, second) = outer, inner
+    tolerance = 2 * float(jnp.finfo(logits.dtype).eps)
+    if cap <= 0 or abs(cap * inverse - 1) > tolerance:
+        return None, logits, ()
+    return cap, x, (*first, *second)
+
+
+def _multiple(value: Value) -> tuple[float, Value, list[Value]] | None:
+    """A number and the array that a value is the product of, and the values between."""
+    terms = terms_of(value)
+    if terms is None or len(terms) > 1:
+        return None
+    source, shown, passed = resolve(terms[0][1])
+    if source.shape != value.shape or shown != identity(value):
+        return None
+    return terms[0][0], source, [value, *passed, source]
 
 
 def _is_default(precision) -> bool:
@@ -113,58 +148,76 @@ def _wide(table: Value) -> Value:
 # ---- the calls -----------------------------------------------------------------------------------
 
 
-def _parts(leaves) -> tuple:
-    """The operands of the op, the labels and the mask."""
-    x, table, bias = leaves["x"], leaves["table"], leaves.get("bias")
-    table = table.T if leaves["transposed"] else table
+class _Call(NamedTuple):
+    """The operands of the op, and its options."""
+
+    x: Any
+    table: Any
+    bias: Any
+    labels: Any
+    where: Any
+    options: dict[str, Any]
+
+    def losses(self, labels, more=None):
+        """The losses or their sum, where ``more`` is added to the loss of each token."""
+        given = dict(bias=self.bias, where=self.where, **self.options)
+        found = linear_cross_entropy(self.x, self.table, labels, **given)
+        if more is None:
+            return found
+        if self.options["reduction"] == "none":
+            return found + more
+        return found + jnp.sum(more if self.where is None else jnp.where(self.where, more, 0))
+
+    def is_class(self, labels):
+        return (labels >= 0) & (labels < self.table.shape[0])
+
+    def first_logits(self):
+        """The logits of class 0, in the dtype of the losses."""
+        wide = accumulator_dtype(self.x.dtype)
+        row = self.table[0].astype(self.x.dtype).astype(wide)
+        found = (self.x.astype(wide) * row).sum(-1)
+        found = found if self.bias is None else found + self.bias[0].astype(wide)
+        cap = self.options["softcap"]
+        return found if cap is None else cap * jnp.tanh(found / cap)
+
+
+def _call(leaves, options) -> _Call:
+    table = leaves["table"].T if leaves["transposed"] else leaves["table"]
     labels = leaves["labels"]
     labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
-    return x, table, bias, labels, leaves.get("where")
+    options |= {name: leaves[name] for name in ("softcap", "reduction")}
+    return _Call(leaves["x"], table, leaves.get("bias"), labels, leaves.get("where"), options)
 
 
-def _sum(x, table, bias, labels, where):
-    return linear_cross_entropy(x, table, labels, bias=bias, where=where, reduction="sum")
-
-
-def _is_class(labels, table):
-    return (labels >= 0) & (labels < table.shape[0])
-
-
-def _counted(mask, where):
-    return mask if where is None else mask & where
-
-
-def sum_by_label(leaves):
+def linear_by_label(leaves, **options):
     """As by indexing: negative labels count from the end, and those that are no class give NaN."""
-    x, table, bias, labels, where = _parts(leaves)
-    labels = jnp.where(labels < 0, labels + table.shape[0], labels)
-    wrong = jnp.any(_counted(~_is_class(labels, table), where))
-    return _sum(x, table, bias, labels, where) + jnp.where(wrong, jnp.nan, 0)
+    call = _call(leaves, options)
+    labels = jnp.where(call.labels < 0, call.labels + call.table.shape[0], call.labels)
+    return call.losses(labels, jnp.where(call.is_class(labels), 0, jnp.nan))
 
 
-def sum_by_sum(leaves):
+def linear_by_sum(leaves, **options):
     """As by a sum over the classes that are the label: one that is no class takes nothing off.
 
     Its loss is that of class 0, with what that takes off.
     """
-    x, table, bias, labels, where = _parts(leaves)
-    is_class = _is_class(labels, table)
-    total = _sum(x, table, bias, jnp.where(is_class, labels, 0), where)
-    first = (x.astype(total.dtype) * table[0].astype(x.dtype).astype(total.dtype)).sum(-1)
-    first = first if bias is None else first + bias[0].astype(total.dtype)
-    return total + jnp.sum(jnp.where(_counted(~is_class, where), first, 0))
+    call = _call(leaves, options)
+    is_class, share = call.is_class(call.labels), 1 - options.get("label_smoothing", 0.0)
+    more = jnp.where(is_class, 0, share * call.first_logits())
+    return call.losses(jnp.where(is_class, call.labels, 0), more)
 
 
-def sum_of_one_hot(leaves):
+def linear_of_one_hot(leaves, **options):
     """A label that is no class has no loss."""
-    return _sum(*_parts(leaves))
+    call = _call(leaves, options)
+    return call.losses(call.labels)
 
 
-def nan_with_inf(total: Callable) -> Callable:
-    """The same sum, but NaN if it is infinite: an infinite logit gives inf less itself."""
+def nan_with_inf(losses: Callable) -> Callable:
+    """The same, but NaN where it is infinite: an infinite logit gives inf less itself."""
 
-    def call(leaves):
-        found = total(leaves)
+    def call(leaves, **options):
+        found = losses(leaves, **options)
         return found * jnp.where(jnp.isfinite(found), 1, jnp.nan)
 
     return call

@@ -274,7 +274,28 @@ def _meaning(node: Node) -> tuple:
         params = {"along": long.index(params["dimension"]) if params["dimension"] in long else None}
     if node.name == "custom_jvp_call":
         params = {"rule": _derivative_rule(node)}
+    if node.name == "gather" and (along := _picks(node)) is not None:
+        params = {"along": along, "fill": params["fill_value"], "mode": params["mode"]}
     return tuple(sorted((k, str(v)) for k, v in params.items()))
+
+
+def _picks(node: Node) -> int | None:
+    """The dimension along which a gather picks one element for each index, if it does that.
+
+    The other dimensions are those of the indices, in order. One of size 1 may be a slice as well.
+    """
+    x, indices = node.inputs
+    numbers = node.params["dimension_numbers"]
+    index = numbers.start_index_map
+    if len(index) != 1 or index[0] not in x.long or any(n != 1 for n in node.params["slice_sizes"]):
+        return None
+    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    mapped = [(int(i), int(j)) for i, j in pairs if i in x.long]
+    others = [i for i in x.long if i != index[0]]
+    same = mapped == list(zip(others, indices.long, strict=False)) and len(mapped) == len(others)
+    if not same or len(indices.long) != len(others) or indices.shape[-1] != 1:
+        return None
+    return x.long.index(index[0])
 
 
 # By the function, which stays no longer than its user keeps it.
@@ -380,6 +401,14 @@ class Sum:
 
 
 @dataclasses.dataclass(frozen=True)
+class Multiple:
+    """A term of a sum, times a number that may be any: the operand ``free``."""
+
+    free: int
+    formula: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class Product:
     """Factors, each with its map and its exponent."""
 
@@ -399,6 +428,8 @@ def parts(formula) -> list:
     """The formulas that one is made of."""
     if isinstance(formula, Sum):
         return [f for _, f, _ in formula.terms]
+    if isinstance(formula, Multiple):
+        return [formula.formula]
     if isinstance(formula, Product):
         return [f for f, _, _ in formula.factors]
     if isinstance(formula, Apply):
@@ -451,6 +482,8 @@ def _at(formula, n: int):
     if isinstance(formula, Sum):
         terms = tuple((c.at(n), _at(f, n), m) for c, f, m in formula.terms)
         return Sum(terms, tuple(c.at(n) for c in formula.constants), formula.free)
+    if isinstance(formula, Multiple):
+        return Multiple(formula.free, _at(formula.formula, n))
     if isinstance(formula, Product):
         return Product(tuple((_at(f, n), m, e) for f, m, e in formula.factors))
     if isinstance(formula, Apply):
@@ -529,23 +562,28 @@ class Compiler:
 
     def _product(self, value: Value, given) -> tuple[Factor, Any, Map]:
         found: dict[tuple[Any, Map], float] = {}
-        total = Factor(_sign(value))
+        total, free = Factor(_sign(value)), None
         for operand, exponent in given:
             if (known := constant(operand)) is not None:
                 total *= self._number(known) ** exponent
                 continue
             factor, formula, inner = self._compile(operand)
             total *= factor**exponent
+            if isinstance(formula, Leaf) and formula.index in self._free:
+                free = formula.index
+                continue
             outer = compose(operand_map(value, operand), inner)
-            whole = isinstance(formula, Product) and exponent == int(exponent)
-            inside = formula.factors if whole else [(formula, identity(operand), 1.0)]
+            inside = ((formula, None, 1.0),)
+            if isinstance(formula, Product) and exponent == int(exponent):
+                inside = formula.factors
             for f, m, e in inside:
-                key = f, compose(outer, m) if whole else outer
+                key = f, outer if m is None else compose(outer, m)
                 found[key] = found.get(key, 0.0) + e * exponent
         factors = tuple((f, m, e) for (f, m), e in found.items())
+        whole: tuple[Any, Map] = Product(factors), identity(value)
         if len(factors) == 1 and factors[0][2] == 1:
-            return total, factors[0][0], factors[0][1]
-        return total, Product(factors), identity(value)
+            whole = factors[0][:2]
+        return total, whole[0] if free is None else Multiple(free, whole[0]), whole[1]
 
     def _apply(self, value: Value) -> Apply:
         node = value.node
@@ -696,24 +734,23 @@ class Matcher:
             total += items[0][0] * float(known)
             items = items[1:]
         if not items:
-            if left or ratio is None:
-                return
-            if formula.free is not None:
-                eps = total / ratio - formula.constant
-                known = state.free.get(formula.free, eps)
-                if self._near(known, eps):
-                    free = {**state.free, formula.free: eps}
-                    yield State(state.leaves, free, state.inner), ratio
-            elif self._near(total, ratio * formula.constant):
-                yield state, ratio
+            if not left:
+                yield from self._whole_sum(formula, total, ratio, state)
             return
         (factor, value, shown), *rest = items
         if not expand:
             for i, (own, part, place) in enumerate(left):
+                free = part.free if isinstance(part, Multiple) else None
+                part = part if free is None else part.formula
                 for after, r in self._match(part, place, value, shown, state):
                     new = factor * r / own
-                    if math.isfinite(new) and new and (ratio is None or self._near(new, ratio)):
-                        others = left[:i] + left[i + 1 :]
+                    if not math.isfinite(new) or not new:
+                        continue
+                    others = left[:i] + left[i + 1 :]
+                    if free is not None:
+                        after = State(after.leaves, {**after.free, free: new}, after.inner)
+                        yield from self._sum(formula, others, rest, total, ratio, after)
+                    elif ratio is None or self._near(new, ratio):
                         yield from self._sum(formula, others, rest, total, new, after)
         source, inner, passed = resolve(value, narrowing=True)
         terms = terms_of(source)
@@ -723,6 +760,22 @@ class Matcher:
         more = [(factor * f, v, compose(outer, operand_map(source, v))) for f, v in terms]
         inside = state.through((*passed, source))
         yield from self._sum(formula, left, [*more, *rest], total, ratio, inside)
+
+    def _whole_sum(self, formula, total: float, ratio: float | None, state: State) -> Iterator:
+        """The state after all terms. Until here, the free numbers are those of the program."""
+        multiples = {part.free for _, part, _ in formula.terms if isinstance(part, Multiple)}
+        if ratio is None:
+            if not multiples:
+                return
+            ratio = 1.0
+        free = {i: x / ratio if i in multiples else x for i, x in state.free.items()}
+        if formula.free is not None:
+            eps = total / ratio - formula.constant
+            if not self._near(free.setdefault(formula.free, eps), eps):
+                return
+        elif not self._near(total, ratio * formula.constant):
+            return
+        yield State(state.leaves, free, state.inner), ratio
 
     def _product(self, left, items, total, state, expand=False) -> Iterator:
         while items and (known := constant(items[0][0])) is not None:

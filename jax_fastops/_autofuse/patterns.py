@@ -17,7 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fastops._autofuse.graph import Graph
-from jax_fastops._autofuse.linear import nan_with_inf, sum_by_label, sum_by_sum, sum_of_one_hot
+from jax_fastops._autofuse.linear import (
+    linear_by_label,
+    linear_by_sum,
+    linear_of_one_hot,
+    nan_with_inf,
+)
 from jax_fastops._autofuse.match import Compiler, Formula
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
 from jax_fastops.bias_act import ACTIVATIONS, bias_act
@@ -32,7 +37,8 @@ from jax_fastops.softmax import log_softmax, softmax
 _KINDS = {
     **dict.fromkeys(("x", "up", "residual", "start", "end", "weight"), "full"),
     **dict.fromkeys(("scale", "bias", "mean", "var"), "row"),
-    **{"where": "mask", "labels": "labels", "eps": "free"},
+    **{"where": "mask", "labels": "labels"},
+    **dict.fromkeys(("eps", "share", "smooth", "z"), "free"),
 }
 
 
@@ -54,8 +60,8 @@ class Pattern:
     and a row. If ``x`` is a multiple and the call is ``scaled``, it takes the number as ``scale``;
     if it is ``masked``, also a mask as ``where``. If the function has several results, the call
     computes them all. ``fanout`` says whether the op can give its result twice, so that the
-    backward takes two cotangents in place of their sum. ``total`` replaces the sum of losses whose
-    logits are a product.
+    backward takes two cotangents in place of their sum. ``linear`` replaces losses, or their sum,
+    whose logits are a product.
     """
 
     name: str
@@ -68,7 +74,7 @@ class Pattern:
     scaled: bool = False
     masked: bool = False
     fanout: bool = False
-    total: Callable | None = None
+    linear: Callable | None = None
 
     @functools.cached_property
     def kind(self) -> str:
@@ -246,22 +252,28 @@ def _wide(labels):
     return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
 
 
-def losses_by_label(logits, labels, axis=-1):
+def losses_by_label(logits, labels, axis=-1, **options):
     """As by indexing: negative labels count from the end, and those that are no class give NaN."""
     labels, classes = _wide(labels), logits.shape[axis]
     labels = jnp.where(labels < 0, labels + classes, labels)
-    losses = cross_entropy(logits, labels, axis=axis).astype(logits.dtype)
+    losses = cross_entropy(logits, labels, axis=axis, **options).astype(logits.dtype)
     return jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
 
 
-def _losses_by_sum(logits, labels):
+def _losses_by_sum(logits, labels, **options):
     """As by a sum over the classes that are the label: one that is no class takes nothing off."""
     labels = _wide(labels)
     is_class = (labels >= 0) & (labels < logits.shape[-1])
     largest = jnp.argmax(logits, -1).astype(labels.dtype)  # whose loss does not lose digits
-    losses = cross_entropy(logits, jnp.where(is_class, labels, largest)).astype(logits.dtype)
+    losses = cross_entropy(logits, jnp.where(is_class, labels, largest), **options)
     taken = jnp.take_along_axis(logits, largest[..., None], -1)[..., 0]
-    return losses + jnp.where(is_class, 0, taken)
+    share = 1 - options.get("label_smoothing", 0.0)
+    return losses.astype(logits.dtype) + jnp.where(is_class, 0, share * taken)
+
+
+def _losses_of_one_hot(logits, labels, **options):
+    """A label that is no class has no loss."""
+    return cross_entropy(logits, labels, **options).astype(logits.dtype)
 
 
 def _nan_with_inf(losses: Callable) -> Callable:
@@ -270,68 +282,111 @@ def _nan_with_inf(losses: Callable) -> Callable:
     It has inf less itself, or inf times 0.
     """
 
-    def call(logits, labels):
-        found = losses(logits, labels)
-        taken = jnp.take_along_axis(logits, _wide(labels)[..., None], -1)[..., 0]
+    def call(logits, labels, **options):
+        found = losses(logits, labels, **options)
         of = jnp.finfo(logits.dtype)
-        overflows = taken < -float(of.max) * float(of.eps) / 4  # also in a row without
+        if options.get("label_smoothing"):  # it overflows by any class with -inf
+            overflows = jnp.max(logits, -1) <= of.max
+        else:
+            taken = jnp.take_along_axis(logits, _wide(labels)[..., None], -1)[..., 0]
+            overflows = taken < -float(of.max) * float(of.eps) / 4  # also in a row without
         return found * jnp.where(jnp.isfinite(found) | overflows, 1, jnp.nan)
 
     return call
 
 
-def _loss(name: str, function: Callable, losses: Callable, sums: Callable, sign: int) -> None:
-    def signed(x, labels, *, axis):
-        del axis
-        return function(x, labels) if sign > 0 else -function(x, labels)
+def _log_sum(x):
+    return jax.nn.logsumexp(x, axis=-1)
+
+
+def _smoothed(x):
+    """The mean of the losses of all classes."""
+    return _log_sum(x) - jnp.mean(x, -1)
+
+
+def _options(leaves) -> tuple[float, dict[str, float]]:
+    """The options of a loss with smoothing and z-loss, and by how much it is larger."""
+    share, smooth, z = (leaves.get(k, v) for k, v in (("share", 1.0), ("smooth", 0.0), ("z", 0.0)))
+    factor = share + smooth
+    if abs(factor) < 1e-6:
+        raise ValueError("the losses add up to 0")
+    return factor, dict(label_smoothing=smooth / factor, z_loss=z / factor)
+
+
+def _loss(
+    name: str, function: Callable, losses: Callable, linear: Callable, smoothed: Callable | None
+) -> None:
+    """Losses, negative ones, and with a z-loss, with label smoothing, and with both."""
 
     def call(leaves, axis):
         del axis
-        found = losses(leaves["x"], leaves["labels"])
-        return found if sign > 0 else -found
+        factor, options = _options(leaves)
+        return factor * losses(leaves["x"], leaves["labels"], **options)
 
-    def total(leaves, axis):
+    def of_product(leaves, axis):
         del axis
-        return sums(leaves) if sign > 0 else -sums(leaves)
+        factor, options = _options(leaves)
+        return factor * linear(leaves, **options)
 
-    _add(name, signed, "x labels", call, axes="last", total=total)
+    def negative(form: Callable) -> Callable:
+        return lambda leaves, axis: -form(leaves, axis)
 
+    def add(function: Callable, leaves: str, call=call, linear=of_product) -> None:
+        def on_last_axis(x, labels, *numbers, axis):
+            del axis
+            return function(x, labels, *numbers)
 
-for _sign in (1, -1):  # the mean of log-likelihoods is often negated, not these
-    for _form in (
-        lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked_by_optax(x, labels),
-        lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked(x, labels),
-    ):
-        _loss("cross_entropy", _form, losses_by_label, sum_by_label, _sign)
-    for _form in (
-        lambda x, labels: -_picked(jax.nn.log_softmax(x), labels),
-        lambda x, labels: -_picked(_log_softmax(x, axis=-1), labels),
-    ):
-        _losses, _sums = _nan_with_inf(losses_by_label), nan_with_inf(sum_by_label)
-        _loss("cross_entropy", _form, _losses, _sums, _sign)
-    _loss(
-        "cross_entropy",
-        lambda x, labels: jax.nn.logsumexp(x, axis=-1) - _picked_by_sum(x, labels),
-        _losses_by_sum,
-        sum_by_sum,
-        _sign,
-    )
-    _loss(
-        "cross_entropy",
-        lambda x, labels: (
-            jax.nn.logsumexp(x, axis=-1) - jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * x, -1)
+        _add(name, on_last_axis, "x labels " + leaves, call, axes="last", linear=linear)
+
+    add(function, "")
+    # The mean of log-likelihoods is often negated, not these.
+    add(lambda x, labels: -function(x, labels), "", negative(call), negative(of_product))
+    if smoothed is None:
+        return
+    add(lambda x, labels, z: function(x, labels) + z * _log_sum(x) ** 2, "z")
+    add(lambda x, labels, share, s: share * function(x, labels) + s * smoothed(x), "share smooth")
+    add(
+        lambda x, labels, share, s, z: (
+            share * function(x, labels) + s * smoothed(x) + z * _log_sum(x) ** 2
         ),
-        _nan_with_inf(_losses_by_sum),
-        nan_with_inf(sum_by_sum),
-        _sign,
+        "share smooth z",
     )
+
+
+for _form in (
+    lambda x, labels: _log_sum(x) - _picked_by_optax(x, labels),
+    lambda x, labels: _log_sum(x) - _picked(x, labels),
+):
+    _loss("cross_entropy", _form, losses_by_label, linear_by_label, _smoothed)
+for _log_form in (lambda x: jax.nn.log_softmax(x), lambda x: _log_softmax(x, axis=-1)):
     _loss(
-        "cross_entropy of one_hot",
-        lambda x, labels: -jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * jax.nn.log_softmax(x), -1),
-        _nan_with_inf(lambda x, labels: cross_entropy(x, labels).astype(x.dtype)),
-        nan_with_inf(sum_of_one_hot),
-        _sign,
+        "cross_entropy",
+        lambda x, labels, f=_log_form: -_picked(f(x), labels),
+        _nan_with_inf(losses_by_label),
+        nan_with_inf(linear_by_label),
+        lambda x, f=_log_form: -jnp.mean(f(x), -1),
     )
+_loss(
+    "cross_entropy",
+    lambda x, labels: _log_sum(x) - _picked_by_sum(x, labels),
+    _losses_by_sum,
+    linear_by_sum,
+    _smoothed,
+)
+_loss(
+    "cross_entropy",
+    lambda x, labels: _log_sum(x) - jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * x, -1),
+    _nan_with_inf(_losses_by_sum),
+    nan_with_inf(linear_by_sum),
+    None,
+)
+_loss(
+    "cross_entropy of one_hot",
+    lambda x, labels: -jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * jax.nn.log_softmax(x), -1),
+    _nan_with_inf(_losses_of_one_hot),
+    nan_with_inf(linear_of_one_hot),
+    None,
+)
 
 # ---- norms ---------------------------------------------------------------------------------------
 

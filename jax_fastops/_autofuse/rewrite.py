@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from jax_fastops import _compat, _explain, _implementation
 from jax_fastops._autofuse.drops import drop_at
 from jax_fastops._autofuse.graph import Graph, Level, Value
-from jax_fastops._autofuse.linear import Product, product_at, summed_at
+from jax_fastops._autofuse.linear import Losses, Product, product_at, summed_at
 from jax_fastops._autofuse.masks import masked
 from jax_fastops._autofuse.match import (
     FUSIBLE,
@@ -179,8 +179,13 @@ class _Finder:
             return self._dropped_softmax(drop) or self._moved(drop)
         if (move := move_at(value)) is not None:
             return self._moved(move)
-        if (total := self._linear_loss(value)) is not None:
-            return total
+        if (summed := summed_at(value)) is not None:
+            return self._linear(value, self._formula(summed.each), summed)
+        match = self._formula(value)
+        return self._linear(value, match, Losses(value)) or match
+
+    def _formula(self, value: Value) -> Match | None:
+        """The match of the largest formula whose result is this value."""
         if not self._may_be_root(value):
             return None
         source = resolve(value, narrowing=True)[0]
@@ -256,18 +261,16 @@ class _Finder:
         taken = match.inner | {root}
         return Match(pattern, match.before, [root], values, call, taken, level)
 
-    def _linear_loss(self, root: Value) -> Match | None:
-        """The match of a sum of losses whose logits are a product that is used nowhere else."""
-        summed = summed_at(root)
-        match = None if summed is None else self.find(summed.losses)
-        if summed is None or match is None or match.pattern.total is None:
+    def _linear(self, root: Value, match: Match | None, losses: Losses) -> Match | None:
+        """The match of losses or their sum, if the logits are a product with no other use."""
+        if match is None or match.pattern.linear is None:
             return None
         logits, shown, passed = resolve(match.reads[0])
-        product, (read, of_labels) = product_at(logits), match.call.reads
+        product, (read, of_labels) = product_at(logits, losses), match.call.reads
         sizes = tuple(d for d in read.sizes if d != 1)
         if read.order or sizes != logits.sizes or shown != identity(logits):
             return None
-        between = {match.reads[0], logits, *passed, summed.losses, *summed.between}
+        between = {match.reads[0], logits, *passed, losses.each, *losses.between}
         if isinstance(product, Product):
             between.update(product.between)
             nodes = {v.node for v in match.inner | between}
@@ -282,12 +285,14 @@ class _Finder:
         given["labels"] = match.reads[1], dataclasses.replace(of_labels, sizes=x.shape[:-1])
         if bias is not None:
             given["bias"] = bias, _ROW
-        if summed.where is not None:
-            mask, keep = summed.where
+        if losses.where is not None:
+            mask, keep = losses.where
             given["where"] = mask, Read(x.shape[:-1], None, keep)
         values, reads = zip(*given.values(), strict=True)
-        numbers = (("transposed", product.transposed),)
-        call = Call(match.pattern.total, 0, tuple(given), reads, numbers, (), root.dtype)
+        numbers = (*match.call.numbers, ("reduction", losses.reduction))
+        numbers += tuple((name, getattr(product, name)) for name in ("transposed", "softcap"))
+        op, of = match.pattern.linear, (root.shape, root.dtype)
+        call = Call(op, 0, tuple(given), reads, numbers, *of)
         level, program = self._level(root, values), self.programs(call, list(map(_struct, values)))
         if level is None or isinstance(program, str):
             why = (level and program) or _ELSEWHERE
