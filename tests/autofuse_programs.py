@@ -135,6 +135,16 @@ PROGRAMS = {
     "swiglu": (lambda x, y: jax.nn.silu(x) * y, (X, Y), ["silu * up"]),
     "geglu": (lambda x, y: y * jax.nn.gelu(x), (X, Y), ["gelu * up"]),
     "reglu": (lambda x, y: y * jax.nn.relu(x), (X, Y), ["relu * up"]),
+    "swiglu of halves": (
+        lambda x: (lambda gate, up: jax.nn.silu(gate) * up)(*jnp.split(x, 2, -1)),
+        (X,),
+        ["split + silu * up"],
+    ),
+    "geglu of slices": (
+        lambda x: x[..., 20:] * jax.nn.gelu(x[..., :20]),
+        (X,),
+        ["split + gelu * up"],
+    ),
     "softmax": (jax.nn.softmax, (X,), ["softmax"]),
     "softmax of axis 0": (lambda x: jax.nn.softmax(x, 0), (X,), ["softmax"]),
     "softmax by hand": (softmax, (X,), ["softmax"]),

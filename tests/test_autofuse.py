@@ -137,6 +137,23 @@ def test_near_misses(f):
 @pytest.mark.parametrize(
     "f",
     [
+        lambda x: x[..., :20] * jax.nn.silu(x[..., 20:]),
+        lambda x: x[..., ::2] * jax.nn.silu(x[..., 1::2]),
+        lambda x: x[..., 19:39] * jax.nn.silu(x[..., :20]),
+        lambda x: (lambda a, _, b: a * jax.nn.silu(b))(*jnp.split(x, (10, 30), -1)),
+        lambda x: (lambda a, b: a * jax.nn.silu(b))(*jnp.split(x, 2, 1)),
+        lambda x: x[..., :20] * jax.nn.silu((x + 1)[..., 20:]),
+        lambda x: x[..., :20] * jax.nn.silu(x[..., :20]),
+    ],
+)
+def test_other_parts_than_halves(f):
+    assert not any("split" in name for name in names(f, X))
+    close(run(fo.autofuse(f), (X,)), run(f, (X,)), 2e-5)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
         lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 4), (1, 1, 1), "VALID"),
         lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 3), (1, 1, 2), "SAME"),
         lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3, 3), (1, 1, 1), "SAME"),

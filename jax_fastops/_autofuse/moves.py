@@ -131,6 +131,19 @@ def _strides(x: np.ndarray) -> _Strides:
     return x.shape, x.strides, x.__array_interface__["data"][0]
 
 
+def joined(first: Value, second: Value) -> Value | None:
+    """The array whose halves along the last axis two values are."""
+    if first.node is None or first.node.name not in _MOVES:
+        return None
+    source = first.node.inputs[0]
+    if source.shape != (*first.shape[:-1], 2 * first.shape[-1]):
+        return None
+    array = np.empty(source.shape, np.int8)  # never touched
+    found = {_strides(view): v for v, view in _moved(source, array)}
+    halves = [found.get(_strides(half)) for half in np.split(array, 2, -1)]
+    return source if halves == [first, second] else None
+
+
 def _split(value: Value) -> Move | None:
     """The sum with a bias, split into heads: one array, or queries, keys and values."""
     total = value

@@ -168,7 +168,7 @@ def _activation(name: str, function: Callable) -> None:
 
     def gate(leaves, axis):
         del axis
-        return gated_act(leaves["x"], leaves["up"], activation=name)  # type: ignore[arg-type]
+        return gated_act(leaves["x"], leaves.get("up"), activation=name)  # type: ignore[arg-type]
 
     _add(f"{name} * up", gated, "x up", gate)
     if name == "relu":

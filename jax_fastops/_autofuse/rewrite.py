@@ -34,7 +34,7 @@ from jax_fastops._autofuse.match import (
     terms_of,
     with_row,
 )
-from jax_fastops._autofuse.moves import Move, move_at
+from jax_fastops._autofuse.moves import Move, joined, move_at
 from jax_fastops._autofuse.patterns import MAX_RANK, Pattern, by_size, compiled, kind_of
 from jax_fastops._dispatch import Refused, kernels_only
 
@@ -460,7 +460,7 @@ class _Finder:
         x = arrays.get("x")
         rest = {k: v for k, v in arrays.items() if k != "x"}
 
-        def form(before: str, op: Callable, own: dict, more=(), **numbers) -> tuple:
+        def form(before: str, op: Callable, own: dict, more=(), rest=rest, **numbers) -> tuple:
             given = {**own, **rest}
             values = [v for v, _ in given.values()]
             reads = tuple(read for _, read in given.values())
@@ -472,6 +472,10 @@ class _Finder:
         for before, operand, scale, mask in self._absorbed(pattern, axis, x, root, nodes):
             own = {"x": operand} | ({} if mask is None else {"where": mask})
             yield form(before, pattern.call, own, scale=scale)
+        if "up" in rest and [x[1], rest["up"][1]] == [Read(root.shape, root.dtype)] * 2:
+            if (both := joined(x[0], rest["up"][0])) is not None:
+                own = {"x": (both, Read(both.shape, root.dtype))}
+                yield form("split + ", pattern.call, own, rest={})
         node = None if x is None or x[1].order else x[0].node
         if x is not None and node is not None and node.name in ("add", "add_any"):
             a, b = node.inputs
