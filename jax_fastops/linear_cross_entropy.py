@@ -35,8 +35,8 @@ from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, parts_of, reshape
 from jax_fastops.cross_entropy import check_options, cross_entropy, prepared_labels
 
-# Bytes of the logits of a chunk. With fewer tokens in a chunk, adding up the table's gradient costs
-# more: it is read and written once for each chunk.
+# Bytes of the logits of a chunk on a device. With fewer tokens in a chunk, adding up the table's
+# gradient costs more: it is read and written once for each chunk.
 _CHUNK = 2**29
 # Rows of the table are padded to a multiple: cuBLAS needs aligned rows of logits.
 _ALIGNED = 64
@@ -277,7 +277,9 @@ def linear_cross_entropy(
       reduction: ``"mean"`` over the tokens that count (0 if there is none), ``"sum"``, or
         ``"none"``: the loss of each token.
       chunk: the number of tokens whose logits exist at the same time. ``None``: as many as fit
-        512 MiB.
+        512 MiB, of a device if tokens or rows of ``table`` are sharded over explicit mesh axes.
+        Over auto mesh axes the sharding is unknown here, so give the number of all devices
+        together: with fewer tokens on each, adding up the gradient of ``table`` costs more.
 
     Returns:
       A scalar, or with ``reduction="none"`` an array with the shape of ``labels``; float32, or
@@ -334,7 +336,7 @@ def linear_cross_entropy(
         name, arrays["labels"], arrays.get("where"), hidden.shape[:-1], classes, of
     )
     shape, tokens = index.shape, index.ndim
-    chunks = _chunks(name, hidden, classes, chunk)
+    chunks = _chunks(name, hidden, rows, chunk)
     # Even chunks of the last dimension of the tokens leave all dimensions sharded.
     if tokens == 0 or (chunks > 1 and -shape[-1] % chunks > shape[-1] // 8):
         index, hidden = _merge_tokens(index, tokens), _merge_tokens(hidden, tokens)
@@ -369,16 +371,20 @@ def _check_shapes(name: str, arrays: dict[str, Any]) -> None:
         )
 
 
-def _chunks(name: str, x, classes, chunk) -> int:
+def _chunks(name: str, x, table, chunk) -> int:
     """The number of chunks."""
-    tokens = math.prod(x.shape[:-1])
+    tokens, classes = math.prod(x.shape[:-1]), table.shape[0]
     if chunk is not None:
         chunk = integer(name, "chunk", chunk)
         if chunk < 1:
             raise ValueError(f"{name}: chunk is {chunk}; it must be at least 1")
     if not isinstance(tokens, int) or not isinstance(classes, int):
         return 1  # a symbolic size
-    return max(1, -(-tokens // (chunk or max(1, _CHUNK // max(1, classes * x.dtype.itemsize)))))
+    if chunk is None:
+        sharded = (*(_spec(x) or ())[:-1], *(_spec(table) or ())[:1])
+        shards = math.prod(parts_of(axis, jax.typeof(x).sharding) for axis in sharded)
+        chunk = max(1, _CHUNK // max(1, classes * x.dtype.itemsize)) * shards
+    return max(1, -(-tokens // chunk))
 
 
 def _of_shards(chunks: int, x) -> int:

@@ -305,6 +305,26 @@ def test_sharding(axis_type, sharded):
     assert found in [["all-reduce"] * n for n in ((1, 2) if sharded == "tokens" else (3,))]
 
 
+@pytest.mark.parametrize("tokens, classes", [(P("a"), P()), (P(None, "a"), P()), (P(), P("a"))])
+def test_chunks_of_a_device(tokens, classes):
+    """Over explicit axes, the chunks are as large on each device as on one device by itself."""
+    mesh = mesh_for(AxisType.Explicit)
+    shapes = ((16, 4096, 8), tokens), ((2**17, 8), classes), ((16, 4096), tokens)
+    dtypes = jnp.bfloat16, jnp.bfloat16, np.int32
+
+    def length(places):
+        given = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=places(spec))
+            for (shape, spec), dtype in zip(shapes, dtypes, strict=True)
+        ]
+        program = str(jax.make_jaxpr(fo.linear_cross_entropy)(*given))
+        return int(re.search(r"length=(\d+)", program)[1])
+
+    assert length(lambda spec: None) == 32
+    with jax.set_mesh(mesh), fo.use_implementation("xla"):
+        assert length(lambda spec: NamedSharding(mesh, spec)) == 32 // mesh.size
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What the types of arrays say about sharding: explicit mesh axes, and axes of ``shard_map``."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
@@ -46,6 +48,17 @@ def following(x, fill):
     x = x if spec is None else whole(x, x.ndim - 1)  # JAX does not slice explicit shards
     x = jnp.pad(x[..., 1:], ((0, 0),) * (x.ndim - 1) + ((0, 1),), constant_values=fill)
     return x if spec is None else jax.sharding.reshard(x, spec)
+
+
+def tokens_at_once(x, classes: int) -> int | None:
+    """``chunk`` of ``linear_cross_entropy`` over the auto axes of a mesh, which it cannot see.
+
+    So many tokens that each device has logits of 512 MiB, where tokens or classes are sharded.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    devices = math.prod(size for size, kind in axes if kind == AxisType.Auto)
+    return devices * max(1, 2**29 // (classes * x.dtype.itemsize)) if devices > 1 else None
 
 
 def varying_with(x, others):

@@ -34,7 +34,7 @@ from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._bert_layers import apply_layer, embed, encode, pool
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._products import ATTENTIONS, dot, wide_product
-from jax_fastops.models._sharding import whole
+from jax_fastops.models._sharding import tokens_at_once, whole
 
 __all__ = [
     "BASE",
@@ -689,7 +689,8 @@ def masked_lm_loss(
     x = _masked_lm_head(params, hidden, config, ops)
     word, bias = params["embeddings"]["word"], params["mlm"]["bias"]
     with fo.use_implementation("xla") if config.tensor_parallel else contextlib.nullcontext():
-        return ops.linear_cross_entropy(x, word, labels, bias=bias, where=where)
+        chunk = tokens_at_once(x, len(word))
+        return ops.linear_cross_entropy(x, word, labels, bias=bias, where=where, chunk=chunk)
 
 
 def _masked_lm_head(params: dict, hidden, config: Config, ops: Ops):

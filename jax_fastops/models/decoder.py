@@ -31,7 +31,7 @@ from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._decoder_layers import forward, prepared
 from jax_fastops.models._products import ATTENTIONS, wide_product
-from jax_fastops.models._sharding import following
+from jax_fastops.models._sharding import following, tokens_at_once
 
 __all__ = [
     "FASTOPS",
@@ -546,7 +546,9 @@ def loss(
     _CHECK.shape("labels", labels, "tokens", ids.shape)
     hidden = apply(params, ids, config, positions=positions, mask=inside, ops=ops)
     with fo.use_implementation("xla") if config.tensor_parallel else contextlib.nullcontext():
-        return ops.linear_cross_entropy(hidden, _head(params), labels)
+        table = _head(params)
+        chunk = tokens_at_once(hidden, len(table))
+        return ops.linear_cross_entropy(hidden, table, labels, chunk=chunk)
 
 
 # ---- generation ----------------------------------------------------------------------------------
