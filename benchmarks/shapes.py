@@ -161,6 +161,18 @@ def _cross_entropy(rng: Rng, op: Op, elements: int):
     return rows(rng, elements, high=2**18), {}
 
 
+def _linear_cross_entropy(rng: Rng, op: Op, elements: int):
+    """Tokens, and a table with more rows than they have elements."""
+    d = length(rng, 1, max(8, math.isqrt(elements) // 4))
+    tokens = rows(rng, max(1, elements // d), low=1, high=2**11)
+    shape = (*tokens, d)[-rng.choice((2, 3, 3)) :]
+    classes = length(rng, 1, max(8, min(2**17 // d, 2**22 // math.prod(shape[:-1]))))
+    reduction = rng.choice(("sum", "mean", "none"))
+    chunk = rng.choice((None, number(rng, 1, math.prod(shape[:-1]))))
+    options = {"reduction": reduction, "chunk": chunk}
+    return shape, options, {"operands": lambda shape: (shape, (classes, d), shape[:-1])}
+
+
 def _window_sum(rng: Rng, op: Op, elements: int):
     padding = "SAME" if op.name == "window_sum" else "VALID"
     radius, axis = number(rng, 1, 64), rng.choice((0, -1))
@@ -181,6 +193,7 @@ _OF_FAMILY: dict[str, Callable] = {
     "bias_act": _bias_act,
     "gated_act": _gated_act,
     "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
     "dropout": _elementwise,
     "window_sum": _window_sum,
 }

@@ -51,14 +51,30 @@ from harness.case import implementation  # noqa: E402
 from harness.compat import x64  # noqa: E402
 from harness.numerics import is_float  # noqa: E402
 
+import jax_fastops as fo  # noqa: E402
 from benchmarks import shapes  # noqa: E402
-from benchmarks.cases import OPS, Case, mask_of_keys  # noqa: E402
+from benchmarks.cases import OPS, Case, Op, mask_of_keys, plain_cross_entropy  # noqa: E402
 
 FACTOR, ULPS = 4, 16
 GROWTH = {"device": 1 << 20, "host": 100 << 20}  # bytes
 MIN_ROUND = 15.0  # seconds of a round
 STUCK = 240  # seconds that a round may take beyond its time
+# Most of its time are XLA's products, so it has no rows in the benchmark of ops.
+LINEAR = Op(
+    name="linear_cross_entropy",
+    family="linear_cross_entropy",
+    ours=lambda x, table, labels, **options: fo.linear_cross_entropy(
+        x, table, labels % len(table), **options
+    ),
+    reference=lambda x, table, labels: plain_cross_entropy(x @ table.T, labels % len(table)),
+    operands=lambda shape: (shape,),
+    operand_dtypes={2: "int32"},
+    traffic=lambda shapes, itemsize: None,
+    layouts=(),
+    differentiated=(0, 1),
+)
 DRAWN = [op for op in OPS if op.family in shapes._OF_FAMILY and op.name != "relu_from_result"]
+DRAWN.append(LINEAR)
 FAMILIES = sorted({op.family for op in DRAWN})
 # Two roundings of a value near 0 may have different signs, and the gradient of a ReLU jumps there.
 JUMPS = {"batch_norm_relu", "batch_norm_add_relu", "batch_norm_inference"}
