@@ -300,6 +300,7 @@ def _factor(var, scale, eps: float):
 
 def _before_activation(x, mean, var, scale, bias, residual, eps, channels):
     """The input of the activation, in the accumulator dtype."""
+    mean, var = (v.astype(accumulator_dtype(x.dtype)) for v in (mean, var))
     z = (_wide(x) - _along(mean, x, channels)) * _along(_factor(var, scale, eps), x, channels)
     if bias is not None:
         z = z + _along(bias.astype(z.dtype), x, channels)
@@ -307,7 +308,6 @@ def _before_activation(x, mean, var, scale, bias, residual, eps, channels):
 
 
 def _inference_reference(x, mean, var, scale, bias, residual, *, eps, relu, channels=_CHANNELS):
-    mean, var = (v.astype(accumulator_dtype(x.dtype)) for v in (mean, var))
     z = _before_activation(x, mean, var, scale, bias, residual, eps, channels)
     return (jax.nn.relu(z) if relu else z).astype(x.dtype)
 
@@ -342,7 +342,6 @@ def _masked(mask, dy):
 def _inference_save(x, mean, var, scale, bias, residual, *, eps, relu):
     if not relu:
         return ()
-    mean, var = (v.astype(accumulator_dtype(x.dtype)) for v in (mean, var))
     z = _before_activation(x, mean, var, scale, bias, residual, eps, _CHANNELS)
     return (pack(_flat(z) > 0),)
 

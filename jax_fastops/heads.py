@@ -422,10 +422,7 @@ _ROTARY_OP = Op(
 
 
 def _apply(name: str, x, bias, num_heads, parts: int) -> Any:
-    given = {"x" if parts == 1 else "qkv": x} | ({} if bias is None else {"bias": bias})
-    x, *rest = as_arrays(name, **given)
-    bias = rest[0] if rest else None
-    num_heads, head_size, _ = _check(name, x, bias, num_heads, parts)
+    x, bias, num_heads, head_size, _ = _check(name, x, bias, num_heads, parts)
     options: dict[str, Any] = dict(num_heads=num_heads, parts=parts)
     if not is_movable(x.dtype):
         return _split_reference(x, bias, **options)
@@ -466,11 +463,15 @@ def _swap(x):
     return permute(x, (*range(n - 3), n - 2, n - 3, n - 1))
 
 
-def _check(name: str, x, bias, num_heads, parts: int, kv_heads=None) -> tuple[int, int, int]:
-    """Checks the arguments; returns ``num_heads``, the size of a head, and ``num_kv_heads``."""
+def _check(
+    name: str, x, bias, num_heads, parts: int, kv_heads=None
+) -> tuple[Any, Any, int, int, int]:
+    """The checked arguments: the arrays, ``num_heads``, the size of a head, ``num_kv_heads``."""
+    argument = "x" if parts == 1 else "qkv"
+    x, *rest = as_arrays(name, **{argument: x}, **({} if bias is None else {"bias": bias}))
+    bias = rest[0] if rest else None
     num_heads = integer(name, "num_heads", num_heads)
     kv_heads = num_heads if kv_heads is None else integer(name, "num_kv_heads", kv_heads)
-    argument = "x" if parts == 1 else "qkv"
     if x.ndim < 2:
         raise ValueError(
             f"{name}: {argument} has shape {x.shape}; it must have at least 2 dimensions, "
@@ -492,8 +493,9 @@ def _check(name: str, x, bias, num_heads, parts: int, kv_heads=None) -> tuple[in
             f"{name}: num_heads is {num_heads}, and the last axis of {argument}, of shape "
             f"{x.shape}, cannot be divided into {pieces} equal parts"
         )
+    checked = x, bias, num_heads, features // heads, kv_heads
     if bias is None:
-        return num_heads, features // heads, kv_heads
+        return checked
     if bias.shape != (features,):
         raise ValueError(
             f"{name}: bias has shape {bias.shape}; it must be ({features},), the last axis of "
@@ -505,7 +507,7 @@ def _check(name: str, x, bias, num_heads, parts: int, kv_heads=None) -> tuple[in
             f"{name}: bias has dtype {bias.dtype} and {argument} has dtype {x.dtype}; they must be "
             f"the same, or both be among {', '.join(FLOATING)}"
         )
-    return num_heads, features // heads, kv_heads
+    return checked
 
 
 def split_heads(x: ArrayLike, bias: ArrayLike | None = None, *, num_heads: int) -> jax.Array:
@@ -628,10 +630,7 @@ def _scale(name: str, what: str, value, x, head_size: int):
 def _split_rotary(qkv, bias, num_heads, kv_heads, rotary, scales, eps, interleaved, heads_first):
     """``split_qkv_heads`` by the kernels with arithmetic. Grouped heads need no arithmetic."""
     name = "split_qkv_heads"
-    given = {"qkv": qkv} | ({} if bias is None else {"bias": bias})
-    x, *rest = as_arrays(name, **given)
-    bias = rest[0] if rest else None
-    num_heads, size, kv_heads = _check(name, x, bias, num_heads, 3, kv_heads)
+    x, bias, num_heads, size, kv_heads = _check(name, qkv, bias, num_heads, 3, kv_heads)
     floating = str(x.dtype) in FLOATING
     if not floating and (rotary is not None or any(s is not None for s in scales)):
         raise TypeError(

@@ -44,26 +44,22 @@ _Pair = tuple[jax.Array, jax.Array]
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-_FORWARD = Kernel.declare(
-    "norm",
-    "x: ... n, residual?: ... n, input_bias?: n :acc?, scale?: n :acc?, bias?: n :acc? -> "
-    "y: ... n, sum?: ... n, mean?: ... :acc, rstd?: ... :acc, workspace?: ... ceil(n/1024) :acc",
-    rms=np.bool_,
-    eps=np.float64,
-)
-
-
-# The same with dropout: the two numbers of a ``Drop``, and the seeds of the rows.
+# The options of dropout in a kernel: the two numbers of a ``Drop``.
 _DROPOUT = {"threshold": int, "dropout_scale": float}
-_FORWARD_WITH_DROPOUT = Kernel.declare(
-    "norm",
-    "x: ... n, residual?: ... n, input_bias?: n :acc?, scale?: n :acc?, bias?: n :acc?, "
-    "seeds: ... 4 :uint32 -> y: ... n, sum?: ... n, mean?: ... :acc, rstd?: ... :acc, "
-    "workspace?: ... ceil(n/1024) :acc",
-    rms=np.bool_,
-    eps=np.float64,
-    **_DROPOUT,
-)
+
+
+def _forward_kernel(dropout: bool) -> Kernel:
+    """With dropout, the kernel also takes the seeds of the rows."""
+    seeds = ", seeds: ... 4 :uint32" * dropout
+    return Kernel.declare(
+        "norm",
+        f"x: ... n, residual?: ... n, input_bias?: n :acc?, scale?: n :acc?, bias?: n :acc?{seeds} "
+        "-> y: ... n, sum?: ... n, mean?: ... :acc, rstd?: ... :acc, "
+        "workspace?: ... ceil(n/1024) :acc",
+        rms=np.bool_,
+        eps=np.float64,
+        **(_DROPOUT if dropout else {}),
+    )
 
 
 def _backward_kernel(rows: str, dropout: bool) -> Kernel:
@@ -80,6 +76,7 @@ def _backward_kernel(rows: str, dropout: bool) -> Kernel:
     )
 
 
+_FORWARDS = {dropout: _forward_kernel(dropout) for dropout in (False, True)}
 # By whether they have sums, and dropout.
 _BACKWARDS = {
     (sums, dropout): _backward_kernel("r" * sums, dropout)
@@ -100,7 +97,7 @@ def _forward(*args, rms, eps, return_sum, fanout, save=False, **drop):
     def native(*args):
         if drop:
             args = (*args[:-1], _seeds(args[-1], args[0]))
-        found = (_FORWARD_WITH_DROPOUT if drop else _FORWARD)(
+        found = _FORWARDS[bool(drop)](
             *args,
             **drop,
             sum=return_sum or (save and summed),
@@ -278,6 +275,14 @@ def _save(x, residual, input_bias, scale, bias, *key, rms, eps, return_sum, fano
     return (*([s] if summed and not return_sum else []), *statistics)
 
 
+def _projected(d, xhat, rstd, rms: bool):
+    """The derivative of the normalised row along ``d``. It is symmetric."""
+    moved = d - xhat * jnp.mean(d * xhat, axis=-1, keepdims=True)
+    if not rms:
+        moved = moved - jnp.mean(d, axis=-1, keepdims=True)
+    return moved * rstd
+
+
 def _pullback(kept, cts, *, rms, eps, return_sum, fanout, **drop):
     del eps
     kept, key = (kept[:-1], kept[-1:]) if drop else (kept, ())
@@ -285,10 +290,7 @@ def _pullback(kept, cts, *, rms, eps, return_sum, fanout, **drop):
     xhat, rstd = _normalised(s, statistics), statistics[-1][..., None]
     dy = (cts[0] + cts[1] if fanout else cts[0]).astype(xhat.dtype)
     g = dy if scale is None else dy * scale.astype(dy.dtype)
-    dx = g - xhat * jnp.mean(g * xhat, axis=-1, keepdims=True)
-    if not rms:
-        dx = dx - jnp.mean(g, axis=-1, keepdims=True)
-    dx = dx * rstd
+    dx = _projected(g, xhat, rstd, rms)
     if return_sum:
         dx = dx + cts[-1].astype(dx.dtype)
     rows = tuple(range(dx.ndim - 1))
@@ -316,10 +318,7 @@ def _pushforward(kept, tangents, *, rms, eps, return_sum, fanout, **drop):
         ds = total(ds, dresidual)
     else:
         ds = total(dx, dresidual, dinput_bias)
-    dy = ds - xhat * jnp.mean(ds * xhat, axis=-1, keepdims=True)
-    if not rms:
-        dy = dy - jnp.mean(ds, axis=-1, keepdims=True)
-    dy = dy * rstd
+    dy = _projected(ds, xhat, rstd, rms)
     if scale is not None:
         dy = dy * scale.astype(dy.dtype)
     if dscale is not None:
@@ -345,20 +344,14 @@ def _declare(name: str, rms: bool, dropout: bool = False) -> Op:
     def bound(function, **more):
         return functools.partial(function, rms=rms, **more)
 
-    def forward(*args, **options):
-        return _forward(*args, rms=rms, **options)
-
-    def forward_saving(*args, **options):
-        return _forward(*args, rms=rms, save=True, **options)
-
     return Op(
         name + "_dropout" * dropout,
         f"... n, ... n, n, n, n{', 2' * dropout} -> ... n",
         bound(_reference),
-        kernels=(_FORWARD, _BACKWARDS[False, False]),
-        forward=forward,
+        kernels=(_FORWARDS[False], _BACKWARDS[False, False]),
+        forward=bound(_forward),
         save=bound(_save),
-        forward_saving=forward_saving,
+        forward_saving=bound(_forward, save=True),
         residuals=residuals,
         pullback=bound(_pullback),
         pushforward=bound(_pushforward),
@@ -675,19 +668,8 @@ def residual_layer_norm(
       ([-1.342, -0.447, 0.447, 1.342], [1.0, 3.0, 5.0, 7.0])
     """
     fanout = renamed("residual_layer_norm", fanout, fork)
-    return _apply(
-        "residual_layer_norm",
-        x,
-        scale,
-        bias,
-        eps,
-        fanout,
-        residual,
-        input_bias,
-        return_sum,
-        dropout_key,
-        dropout_rate,
-    )
+    more = residual, input_bias, return_sum, dropout_key, dropout_rate
+    return _apply("residual_layer_norm", x, scale, bias, eps, fanout, *more)
 
 
 @overload
@@ -832,23 +814,17 @@ def residual_rms_norm(
 ) -> jax.Array | _Pair | tuple[_Pair, jax.Array]:
     """RMS norm of a sum: ``rms_norm(x + input_bias + residual, scale)``.
 
-    With a dropout rate, the sum is ``residual + dropout(x + input_bias)``; see :func:`dropout`.
-    Rows of 256 to 1024 elements that are whole multiples of 16 bytes need no pass more for it;
-    others, and those of float64, need one.
-
-    The kernel computes the sum in float32 (float64 for float64) and rounds it once to the dtype of
-    ``x``; the reference adds in the dtype of ``x``. The norm is that of the rounded sum.
+    The sum, its dropout and its rounding are those of :func:`residual_layer_norm`.
 
     Args:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
       residual: array with the shape and dtype of ``x``.
       scale: array ``[n]`` of any supported floating dtype, or ``None``.
-      input_bias: array ``[n]`` of any supported floating dtype, or ``None``: the bias of the layer
-        that computed ``x``.
-      dropout_key: a key of ``jax.random`` for the dropout; see :func:`residual_layer_norm`.
-      dropout_rate: the probability that an element of ``x + input_bias`` is dropped.
+      input_bias: as in :func:`residual_layer_norm`.
+      dropout_key: as in :func:`residual_layer_norm`.
+      dropout_rate: as in :func:`residual_layer_norm`.
       eps: a Python or NumPy number, added to the mean square.
-      return_sum: whether to return the sum as well, which pre-norm models need.
+      return_sum: as in :func:`residual_layer_norm`.
       fanout: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
       fork: the former name of ``fanout``. It is deprecated.
 
@@ -863,12 +839,8 @@ def residual_rms_norm(
     Sharding: as :func:`layer_norm`.
 
     Raises:
-      TypeError: an argument is not an array, a dtype is not supported, ``x`` and ``residual``
-        differ in dtype, ``eps`` or ``dropout_rate`` is not a number, or ``dropout_key`` is no key
-        of ``jax.random``.
-      ValueError: ``x`` has no dimension, the shape of ``residual`` is not that of ``x``, the shape
-        of a parameter is not that of the last axis, ``eps`` is NaN, ``dropout_rate`` is not in
-        [0, 1], or ``dropout_key`` is an array of keys.
+      TypeError: as :func:`residual_layer_norm`.
+      ValueError: as :func:`residual_layer_norm`.
 
     Source:
       FasterTransformer, ``add_bias_input_layernorm``, without the mean.
@@ -880,16 +852,5 @@ def residual_rms_norm(
       (2, 4)
     """
     fanout = renamed("residual_rms_norm", fanout, fork)
-    return _apply(
-        "residual_rms_norm",
-        x,
-        scale,
-        None,
-        eps,
-        fanout,
-        residual,
-        input_bias,
-        return_sum,
-        dropout_key,
-        dropout_rate,
-    )
+    more = residual, input_bias, return_sum, dropout_key, dropout_rate
+    return _apply("residual_rms_norm", x, scale, None, eps, fanout, *more)
