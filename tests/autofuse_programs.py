@@ -307,6 +307,14 @@ PROGRAMS = {
         (X, W, BIAS, LABELS),
         ["linear_cross_entropy"],
     ),
+    "linear loss of the next token": (
+        lambda x, w, b, labels: (
+            jnp.sum(jnp.where(labels > 9, label_loss((x @ w.T + b)[:, :-1], labels), 0))
+            / jnp.sum(labels > 9)
+        ),
+        (X, W, BIAS, LABELS[:, 1:]),
+        ["linear_cross_entropy"],
+    ),
     "linear z-loss of one sequence": (
         lambda x, w, labels: jnp.mean(z_loss((x @ w.T)[None], labels[None])),
         (X[0], W, LABELS[0]),

@@ -584,6 +584,20 @@ def test_linear_losses_of_each_token_and_special_values(form, change):
         close(got, want, 2e-5)
 
 
+@pytest.mark.parametrize("part", [np.s_[1:], np.s_[:1], np.s_[1:3, :-1], np.s_[:, 2:5], np.s_[1]])
+def test_linear_losses_of_some_tokens(part):
+    def f(x, w):
+        logits = capped(x @ w.T + BIAS)[part]
+        return smoothed_loss(logits, LABELS[part]), jnp.sum(logits * 0)
+
+    def g(x, w):
+        return f(x, w)[0]
+
+    assert names(g, X, W) == LINEAR
+    assert LINEAR[0] not in names(f, X, W)
+    close(run(fo.autofuse(g), (X, W)), run(g, (X, W)), 1e-4)
+
+
 @pytest.mark.parametrize("choice", ["auto", "native"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_losses_of_each_token_by_default(choice, dtype):
@@ -611,6 +625,11 @@ def test_losses_of_each_token_by_default(choice, dtype):
         lambda x, w: jnp.sum(label_loss(-9 * jnp.tanh(x @ w.T / -9), LABELS)),
         lambda x, w: jnp.sum(label_loss(9 * jnp.tan(x @ w.T / 9), LABELS)),
         lambda x, w: jnp.sum(label_loss(capped(x @ w.T) + BIAS, LABELS)),
+        lambda x, w: jnp.sum(label_loss((x @ w.T)[..., :-1], LABELS)),
+        lambda x, w: jnp.sum(label_loss((x @ w.T)[:, ::2], LABELS[:, ::2])),
+        lambda x, w: (lambda z: (jnp.sum(label_loss(z[:, 1:], LABELS[:, 1:])), z[0]))(x @ w.T),
+        lambda x, w: jnp.sum(label_loss((x @ w.T)[::-1], LABELS)),
+        lambda x, w: jnp.sum(label_loss((x @ w.T)[LABELS[:, 0] % 4], LABELS)),
         lambda x, w: jnp.sum(label_loss(x @ w.T + x[..., :1], LABELS)),
         lambda x, w: jnp.sum(label_loss(x @ w.T + x[0, :, :1], LABELS)),
         lambda x, w: jnp.sum(label_loss((x @ w.T) * 2, LABELS)),

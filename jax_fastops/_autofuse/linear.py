@@ -54,9 +54,10 @@ def summed_at(value: Value) -> Losses | None:
 
 
 class Product(NamedTuple):
-    """Logits as ``x @ table.T + bias``, with or without a softcap, and the values between."""
+    """Logits as ``x[part] @ table.T + bias``, perhaps with a softcap, and the values between."""
 
     x: Value
+    part: tuple[tuple[int, int], ...]  # the range along each dimension
     table: Value
     bias: Value | None
     transposed: bool  # whether the table is ``[d, v]``
@@ -66,7 +67,8 @@ class Product(NamedTuple):
 
 def product_at(logits: Value, losses: Losses) -> Product | str | None:
     """The product that logits are, or as text why the op does not compute it."""
-    softcap, biased, capped = _softcap(logits)
+    part, whole, cut = _part(logits)
+    softcap, biased, capped = _softcap(whole)
     bias, raw = None, biased
     if biased.node is not None and biased.node.name == "add":
         raw, bias = next(with_row(biased), (biased, None))
@@ -92,7 +94,23 @@ def product_at(logits: Value, losses: Losses) -> Product | str | None:
         # The backward computes the logits again, but none of them are in the wider dtype.
         if losses.reduction == "none" and losses.each.dtype == x.dtype:
             return "the losses are not summed"
-    return Product(x, _wide(table), bias, right[0] == 0, softcap, (*capped, biased, raw))
+    part = (*part, (0, x.shape[-1]))
+    between = (*cut, *capped, biased, raw)
+    return Product(x, part, _wide(table), bias, right[0] == 0, softcap, between)
+
+
+def _part(logits: Value) -> tuple[tuple[tuple[int, int], ...], Value, tuple[Value, ...]]:
+    """The ranges of the tokens that have logits, those of all tokens, and the values between."""
+    node, whole = logits.node, tuple((0, n) for n in logits.shape[:-1])
+    if node is None or node.name != "slice" or any(n != 1 for n in node.params["strides"] or ()):
+        return whole, logits, ()
+    before, shown, passed = resolve(node.inputs[0])
+    ends = node.params["start_indices"], node.params["limit_indices"]
+    *part, classes = zip(*ends, strict=True)
+    same = before.shape == node.inputs[0].shape and shown == identity(before)
+    if not same or classes != (0, before.shape[-1]):
+        return whole, logits, ()
+    return tuple(part), before, (logits, *passed, before)
 
 
 def _softcap(logits: Value) -> tuple[float | None, Value, tuple[Value, ...]]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Literal
 
 from jax_fastops import _compat, _explain, _implementation
@@ -106,8 +107,10 @@ class Read:
     dtype: Any = None
     counts: bool | None = None  # whether the elements that are not 0 count, or those that are
     order: tuple[int, ...] = ()  # of the value's long dimensions, if it is another one
+    part: tuple[tuple[int, int], ...] = ()  # the range along each dimension, or all
 
     def __call__(self, x):
+        x = lax.slice(x, *zip(*self.part, strict=True)) if self.part else x
         x = jnp.transpose(jnp.squeeze(x), self.order) if self.order else x
         x = jnp.reshape(x, self.sizes)
         if self.counts is not None:
@@ -280,14 +283,16 @@ class _Finder:
             if product:
                 self.misses.append(Miss("linear_cross_entropy", root, product))
             return None
-        x, table, bias = product[:3]
-        given = {"x": (x, Read(x.shape)), "table": (table, Read(table.shape))}
-        given["labels"] = match.reads[1], dataclasses.replace(of_labels, sizes=x.shape[:-1])
+        x, part, table, bias = product[:4]
+        *tokens, features = (end - start for start, end in part)
+        tokens, of_x = tuple(tokens), Read((*tokens, features), part=part)
+        given = {"x": (x, of_x), "table": (table, Read(table.shape))}
+        given["labels"] = match.reads[1], dataclasses.replace(of_labels, sizes=tokens)
         if bias is not None:
             given["bias"] = bias, _ROW
         if losses.where is not None:
             mask, keep = losses.where
-            given["where"] = mask, Read(x.shape[:-1], None, keep)
+            given["where"] = mask, Read(tokens, None, keep)
         values, reads = zip(*given.values(), strict=True)
         numbers = (*match.call.numbers, ("reduction", losses.reduction))
         numbers += tuple((name, getattr(product, name)) for name in ("transposed", "softcap"))
@@ -472,7 +477,8 @@ class _Finder:
         for before, operand, scale, mask in self._absorbed(pattern, axis, x, root, nodes):
             own = {"x": operand} | ({} if mask is None else {"where": mask})
             yield form(before, pattern.call, own, scale=scale)
-        if "up" in rest and [x[1], rest["up"][1]] == [Read(root.shape, root.dtype)] * 2:
+        plain = Read(root.shape, root.dtype)
+        if x is not None and "up" in rest and x[1] == rest["up"][1] == plain:
             if (both := joined(x[0], rest["up"][0])) is not None:
                 own = {"x": (both, Read(both.shape, root.dtype))}
                 yield form("split + ", pattern.call, own, rest={})
