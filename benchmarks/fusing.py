@@ -331,6 +331,29 @@ def bert_of_models(small: bool):
     return parameters, {"plain": functools.partial(loss, ops=PLAIN), "by hand": by_hand}
 
 
+def decoder_of_models(small: bool):
+    """``models.decoder`` on ``jax.nn``, as the benchmark of the decoder has it."""
+    import dataclasses
+
+    import jax
+
+    from jax_fastops.models import decoder
+
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, layers=LAYERS, heads=HEADS, kv_heads=4)
+    config = decoder.Config(**sizes, intermediate_size=2048)
+    if small:
+        config = dataclasses.replace(decoder.SMALL, dtype="bfloat16")
+    tokens, labels = (a % config.vocab_size for a in _numbers(small))
+
+    def loss(parameters, ops):
+        return decoder.loss(parameters, tokens, config, labels=labels, ops=ops)
+
+    return decoder.init(jax.random.key(0), config), {
+        "plain": functools.partial(loss, ops=decoder.PLAIN),
+        "by hand": functools.partial(loss, ops=decoder.FASTOPS),
+    }
+
+
 def resnet_of_models(small: bool):
     """``models.resnet`` on ``jax.numpy``."""
     import jax
@@ -364,6 +387,7 @@ MODELS = {
     "pre-norm, Haiku": ("haiku", pre_norm_haiku),
     "pre-norm, Equinox": ("equinox", pre_norm_equinox),
     "models.bert": ("jax", bert_of_models),
+    "models.decoder": ("jax", decoder_of_models),
     "models.resnet": ("jax", resnet_of_models),
 }
 

@@ -343,3 +343,18 @@ def test_bert_of_models(dtype):
     found = fo.explain(fo.autofuse(loss))(parameters).calls
     wanted = fo.explain(functools.partial(loss, ops=bert.FASTOPS))(parameters).calls
     assert [call.op for call in found] == [call.op for call in wanted]
+
+
+def test_decoder_of_models():
+    """All that the model by hand has, except that heads are split without rotary embedding."""
+    decoder = pytest.importorskip("jax_fastops.models.decoder")
+    parameters = decoder.init(jax.random.key(0), decoder.SMALL)
+
+    def loss(parameters, ops=decoder.PLAIN):
+        return decoder.loss(parameters, TOKENS, decoder.SMALL, ops=ops)
+
+    check(loss, parameters, norm=5, softmax=2, act=2, loss=1)
+    found = fo.explain(fo.autofuse(loss))(parameters).calls
+    wanted = fo.explain(functools.partial(loss, ops=decoder.FASTOPS))(parameters).calls
+    split = "split_qkv_heads_rotary"
+    assert [call.op for call in found] == [call.op for call in wanted if call.op != split]
