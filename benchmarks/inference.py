@@ -11,6 +11,9 @@ weights:
 ``torch-autotune`` the same with products that are tuned (``mode="max-autotune"``), which compiles
                    for minutes
 
+Parameters are arguments of the JAX program, or with ``--constants`` constants, as they are in
+PyTorch's CUDA graphs: each of the 151 arguments costs the host time in each call.
+
 ``ms`` is the time of a call where many calls are in flight, and ``latency_ms`` that of a call which
 is waited for. ``sample`` has some of the results, to compare the contenders. ``cudnn`` and
 ``softmax`` are the kinds of attention. PyTorch chooses its own kernel.
@@ -18,6 +21,7 @@ is waited for. ``sample`` has some of the results, to compare the contenders. ``
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 
@@ -34,7 +38,8 @@ def main() -> None:
         measure = torch_row if options.one["contender"] in MODES else jax_row
         print(json.dumps(measure(options, **options.one)))
         return
-    jobs.run("benchmarks.inference", options, rows(options))
+    what = "-constants" if options.constants else ""
+    jobs.run("benchmarks.inference", options, rows(options), what)
 
 
 def rows(options: argparse.Namespace):
@@ -54,6 +59,7 @@ def parse() -> argparse.Namespace:
     shapes = ["1x32", "1x128", "8x128", "32x512"]
     add("--shapes", nargs="+", default=shapes, help="batch x length")
     add("--dtypes", nargs="+", default=["bfloat16", "float16"])
+    add("--constants", action="store_true", help="JAX's parameters are constants")
     add("--attention", nargs="+", choices=("cudnn", "softmax", "xla"), default=["cudnn", "softmax"])
     return parser.parse_args()
 
@@ -89,15 +95,19 @@ def jax_row(options, contender: str, shape: str, dtype: str, attention: str) -> 
         params = bert.init(jax.random.key(0), config, mlm=True)
         return jax.tree.map(lambda a: a.astype(dtype) if a.ndim > 1 else a, params)
 
-    @jax.jit
     def forward(params, tokens, inside):
         return bert.apply(params, tokens, config, mask=inside, ops=ops)[0]
 
     params, result = start(), None
+    if options.constants:
+        jax.config.update("jax_use_simplified_jaxpr_constants", False)  # or they are arguments
+        program = jax.jit(functools.partial(forward, params))
+    else:
+        program = functools.partial(jax.jit(forward), params)
 
     def call():
         nonlocal result
-        result = forward(params, tokens, inside)
+        result = program(tokens, inside)
 
     def wait():
         jax.block_until_ready(result)
