@@ -3,14 +3,15 @@
 An op is called on an aligned and on an odd shape, in float32 and bfloat16, forward and gradient.
 The expected values come from the reference in float32, for the same rounded operands. Where no
 kernel runs, the table says "reference". On the CPU that is a failure, because every package has
-CPU kernels.
+CPU kernels. The times are of forward and gradient in float32, on larger arrays on a GPU.
 """
 
 from __future__ import annotations
 
-import statistics
+import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,9 @@ import jax_fastops as fo
 DTYPES = (jnp.float32, jnp.bfloat16)
 # The largest error of an array, relative to its largest element.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1.5e-2}
-RUNS = 7
+RUNS, IN_FLIGHT = 5, 8
+# A GPU is timed with so many times the rows: else the time is that of the host.
+MORE_ROWS = {"cpu": 1, "gpu": 64}
 ROWS = ((256, 1024), (7, 129))
 VECTORS = ((1024,), (129,))
 
@@ -39,6 +42,15 @@ def _labels(x: Any) -> Any:
     return jnp.arange(x.shape[0], dtype=jnp.int32) % x.shape[-1]
 
 
+def _unknown(constant: Any) -> Any:
+    """A constant that XLA does not compute with while it compiles."""
+    return jax.lax.optimization_barrier(jnp.asarray(constant))
+
+
+def _key() -> Any:
+    return jax.random.wrap_key_data(_unknown(np.array([0, 1], np.uint32)))
+
+
 def _calls() -> list[Call]:
     one = tuple((r,) for r in ROWS)
     two = tuple((r, r) for r in ROWS)
@@ -46,7 +58,6 @@ def _calls() -> list[Call]:
     affine = tuple((r, v, v) for r, v in zip(ROWS, VECTORS, strict=True))
     residual = tuple((r, r, v) for r, v in zip(ROWS, VECTORS, strict=True))
     biased = tuple((r, r, v, v) for r, v in zip(ROWS, VECTORS, strict=True))
-    key = jax.random.key(1)
 
     def positive(f):
         return lambda x, mean, var, *rest: f(x, mean, jnp.abs(var) + 0.5, *rest)
@@ -73,7 +84,7 @@ def _calls() -> list[Call]:
         Call("softmax", fo.softmax, one),
         Call(
             "softmax_dropout",
-            lambda x: fo.softmax(x, dropout_key=key, dropout_rate=0.25),
+            lambda x: fo.softmax(x, dropout_key=_key(), dropout_rate=0.25),
             one,
         ),
         Call("log_softmax", fo.log_softmax, one),
@@ -81,12 +92,12 @@ def _calls() -> list[Call]:
         Call("residual_layer_norm", fo.residual_layer_norm, biased),
         Call(
             "residual_layer_norm_dropout",
-            lambda *xs: fo.residual_layer_norm(*xs, dropout_key=key, dropout_rate=0.25),
+            lambda *xs: fo.residual_layer_norm(*xs, dropout_key=_key(), dropout_rate=0.25),
             biased,
         ),
         Call(
             "residual_rms_norm_dropout",
-            lambda *xs: fo.residual_rms_norm(*xs, dropout_key=key, dropout_rate=0.25),
+            lambda *xs: fo.residual_rms_norm(*xs, dropout_key=_key(), dropout_rate=0.25),
             residual,
         ),
         Call("rms_norm", fo.rms_norm, with_vector),
@@ -109,7 +120,7 @@ def _calls() -> list[Call]:
             lambda x, table: fo.linear_cross_entropy(x, table, jnp.arange(x.shape[0]) % 7),
             (((64, 128), (512, 128)), ((7, 33), (65, 33))),
         ),
-        Call("dropout", lambda x: fo.dropout(x, key, 0.25), one),
+        Call("dropout", lambda x: fo.dropout(x, _key(), 0.25), one),
         Call("window_sum", lambda x: fo.window_sum(x, 2), one),
     ]
 
@@ -129,11 +140,21 @@ def _step(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def cotangent(y):
         values = np.cos(np.arange(y.size)).astype(jnp.bfloat16)
-        return values.reshape(y.shape).astype(y.dtype)
+        return _unknown(values.reshape(y.shape).astype(y.dtype))
 
     def step(*args):
         out, pull = jax.vjp(function, *args)
         return out, pull(jax.tree.map(cotangent, out))
+
+    return step
+
+
+def _timed_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with the results as cotangents."""
+
+    def step(*args):
+        out, pull = jax.vjp(function, *args)
+        return out, pull(out)
 
     return step
 
@@ -156,39 +177,59 @@ def error_of(got: Any, expected: Any) -> float:
 
 
 def _time(compiled: Callable[..., Any], args: list[Any]) -> float:
+    """The least seconds of a call, of which several are in flight."""
     taken = []
     for _ in range(RUNS):
         start = time.perf_counter()
-        jax.block_until_ready(compiled(*args))
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        jax.block_until_ready([compiled(*args) for _ in range(IN_FLIGHT)])
+        taken.append((time.perf_counter() - start) / IN_FLIGHT)
+    return min(taken)
 
 
-def _compiled(implementation: str, call: Call, args: list[Any]) -> tuple[Callable[..., Any], bool]:
-    """The compiled call, and whether a kernel is in it."""
+def _compiled(
+    implementation: str, step: Callable[..., Any], args: list[Any]
+) -> tuple[Callable[..., Any], bool]:
+    """The compiled function, and whether a kernel is in it."""
     with fo.use_implementation(implementation):
-        lowered = jax.jit(_step(call.function)).lower(*args)
+        lowered = jax.jit(step).lower(*args)
     return lowered.compile(), "@jax_fastops." in lowered.as_text()
 
 
-def check(call: Call, device: Any) -> tuple[dict[str, float], float, float, bool]:
-    """Each dtype's largest error, the seconds of kernel and plain JAX, whether kernels ran."""
+class Checked(NamedTuple):
+    """What was found of a call: the largest error in each dtype, and whether kernels ran."""
+
+    errors: dict[str, float]
+    kernels: bool
+    timed: list[Callable[..., Any]]  # kernel and reference
+    args: list[Any]
+
+
+def check(call: Call, device: Any) -> Checked | Exception:
+    """Compares kernel and reference, and compiles what is timed."""
+    try:
+        return _check(call, device)
+    except Exception as error:
+        return error
+
+
+def _check(call: Call, device: Any) -> Checked:
     errors = {jnp.dtype(d).name: 0.0 for d in DTYPES}
-    times: list[float] = []
-    kernels = True
+    kernels, step = True, _step(call.function)
     for shapes in call.shapes:
         args = _operands(shapes, device)
-        reference, _ = _compiled("xla", call, args)
+        reference, _ = _compiled("xla", step, args)
         expected = reference(*args)
         for dtype in DTYPES:
             given = [x.astype(dtype) for x in args]
-            kernel, present = _compiled("native", call, given)
+            kernel, present = _compiled("native", step, given)
             kernels &= present
             error = error_of(kernel(*given), expected)
             errors[jnp.dtype(dtype).name] = float(np.maximum(errors[jnp.dtype(dtype).name], error))
-            if not times:
-                times = [_time(kernel, given), _time(reference, args)]
-    return errors, times[0], times[1], kernels
+    more = MORE_ROWS[device.platform]
+    shapes = [(more * s[0], *s[1:]) if len(s) > 1 else s for s in call.shapes[0]]
+    args = _operands(shapes, device)
+    timed = [_compiled(name, _timed_step(call.function), args)[0] for name in ("native", "xla")]
+    return Checked(errors, kernels, timed, args)
 
 
 def _devices() -> list[Any]:
@@ -209,23 +250,26 @@ def main() -> int:
         print("no CPU and no CUDA device: nothing was tested")
         return 1
     for device in devices:
-        print(f"{device.device_kind} ({device.platform}); times: float32, {ROWS[0]}, with gradient")
-        print(f"{'op':<22} {'float32':>8} {'bfloat16':>8}  {'':9} {'kernel':>9} {'JAX':>9} speedup")
-        for call in _calls():
-            try:
-                errors, kernel, plain, present = check(call, device)
-            except Exception as error:
+        rows = (MORE_ROWS[device.platform] * ROWS[0][0], ROWS[0][1])
+        print(f"{device.device_kind} ({device.platform}); times: float32, {rows}, with gradient")
+        print(f"{'op':<27} {'float32':>8} {'bfloat16':>8}  {'':9} {'kernel':>9} {'JAX':>9} speedup")
+        calls = _calls()
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # compilation takes long
+            found = list(pool.map(lambda call: check(call, device), calls))  # noqa: B023
+        for call, checked in zip(calls, found, strict=True):
+            if isinstance(checked, Exception):
                 failed += 1
-                line = next(iter(str(error).splitlines()), "")
-                print(f"{call.op:<22} FAILED: {type(error).__name__}: {line}")
+                line = next(iter(str(checked).splitlines()), "")
+                print(f"{call.op:<27} FAILED: {type(checked).__name__}: {line}")
                 continue
-            ok = all(errors[name] <= TOLERANCE[name] for name in errors)
-            ok &= present or device.platform != "cpu"  # every package has CPU kernels
+            kernel, plain = (_time(compiled, checked.args) for compiled in checked.timed)
+            ok = all(error <= TOLERANCE[name] for name, error in checked.errors.items())
+            ok &= checked.kernels or device.platform != "cpu"  # every package has CPU kernels
             failed += not ok
-            word = "FAILED" if not ok else "ok" if present else "reference"
-            found = " ".join(f"{e:8.1e}" for e in errors.values())
+            word = "FAILED" if not ok else "ok" if checked.kernels else "reference"
+            figures = " ".join(f"{e:8.1e}" for e in checked.errors.values())
             print(
-                f"{call.op:<22} {found}  {word:9} "
+                f"{call.op:<27} {figures}  {word:9} "
                 f"{kernel * 1e6:6.0f} us {plain * 1e6:6.0f} us {plain / kernel:6.2f}x",
                 flush=True,
             )
