@@ -381,10 +381,15 @@ def _chunks(name: str, x, table, chunk) -> int:
     if not isinstance(tokens, int) or not isinstance(classes, int):
         return 1  # a symbolic size
     if chunk is None:
-        sharded = (*(_spec(x) or ())[:-1], *(_spec(table) or ())[:1])
-        shards = math.prod(parts_of(axis, jax.typeof(x).sharding) for axis in sharded)
+        shards = _shards(x, slice(-1)) * _shards(table, slice(1))
         chunk = max(1, _CHUNK // max(1, classes * x.dtype.itemsize)) * shards
     return max(1, -(-tokens // chunk))
+
+
+def _shards(x, dimensions: slice) -> int:
+    """Into how many parts explicit mesh axes divide these dimensions."""
+    spec, sharding = _spec(x), jax.typeof(x).sharding
+    return math.prod(parts_of(axis, sharding) for axis in (spec or ())[dimensions])
 
 
 def _of_shards(chunks: int, x) -> int:

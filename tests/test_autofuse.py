@@ -17,6 +17,8 @@ from autofuse_programs import (
     by_moments,
     capped,
     label_loss,
+    masked_sum_loss,
+    one_hot_loss,
     rms,
     smoothed_loss,
     smoothed_z_loss,
@@ -512,6 +514,24 @@ def test_linear_losses_of_special_values(form, value):
         assert np.isnan(want) == np.isnan(got) or (value == 1e38 and not np.isfinite(got))
 
 
+@pytest.mark.parametrize("reduce", [lambda y: y, jnp.sum, lambda y: masked(y, LABELS > 9)])
+@pytest.mark.parametrize("form", [label_loss, masked_sum_loss, z_loss, smoothed_loss])
+@pytest.mark.parametrize("no_class", [False, True])
+def test_linear_losses_with_a_bias_of_minus_inf(form, reduce, no_class):
+    """Classes without a word may have one. Their losses are infinite, and others are not NaN."""
+    bias = BIAS.at[jnp.array([0, 7, 11])].set(-jnp.inf)
+    labels = LABELS.at[0].set(-100) if no_class else LABELS.at[0, :3].set(jnp.array([0, 7, -39]))
+
+    def f(x, w):
+        return reduce(form(x @ w.T + bias, labels))
+
+    assert names(f, X, W) == LINEAR
+    want, got = f(X, W), fo.autofuse(f)(X, W)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    if np.isfinite(want).all():
+        close(run(fo.autofuse(f), (X, W)), run(f, (X, W)), 2e-5)
+
+
 @pytest.mark.parametrize("form", LOSSES)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_gradients_of_linear_losses(form, dtype):
@@ -676,6 +696,16 @@ def log_sum(x):
 )
 def test_near_misses_of_losses(f):
     close(run(fo.autofuse(f), (X,)), run(f, (X,)), 5e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16])
+def test_labels_in_a_narrow_dtype(dtype):
+    """``one_hot`` counts the classes in the dtype of the labels, where 261 is 5."""
+    x, labels = jnp.tile(X, 8) + jnp.arange(320) / 100, LABELS.astype(dtype)
+    is_loss = "cross_entropy of one_hot" in names(one_hot_loss, x, labels)
+    assert is_loss == (dtype == jnp.int16)
+    for form in (label_loss, masked_sum_loss, one_hot_loss):
+        np.testing.assert_allclose(fo.autofuse(form)(x, labels), form(x, labels), rtol=1e-5)
 
 
 @pytest.mark.parametrize("form", [z_loss, smoothed_loss, smoothed_z_loss])

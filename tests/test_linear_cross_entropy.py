@@ -325,6 +325,17 @@ def test_chunks_of_a_device(tokens, classes):
         assert length(lambda spec: NamedSharding(mesh, spec)) == 32 // mesh.size
 
 
+def test_only_the_table_is_in_the_mesh():
+    """Tokens that were made outside of the mesh have no axes to count the shards of the table."""
+    x, table, _, labels, _ = draw((16,), 128, np.float32)
+    wanted = fo.linear_cross_entropy(x, table, labels)
+    mesh = mesh_for(AxisType.Explicit)
+    table = jax.device_put(table, NamedSharding(mesh, P("a")))
+    with jax.set_mesh(mesh), fo.use_implementation("xla"):
+        got = fo.linear_cross_entropy(x, table, labels)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(

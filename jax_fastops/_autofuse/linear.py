@@ -22,7 +22,10 @@ from jax_fastops.linear_cross_entropy import linear_cross_entropy
 
 
 class Losses(NamedTuple):
-    """The losses that a value is or has the sum of, those that count, and the values between."""
+    """The loss of each token, which of them count, and the values between these and their sum.
+
+    Without such values, the losses are not summed.
+    """
 
     each: Value
     where: tuple[Value, bool] | None = None  # a mask, and whether it is True for those that count
@@ -100,7 +103,7 @@ def product_at(logits: Value, losses: Losses) -> Product | str | None:
 
 
 def _part(logits: Value) -> tuple[tuple[tuple[int, int], ...], Value, tuple[Value, ...]]:
-    """The ranges of the tokens that have logits, those of all tokens, and the values between."""
+    """The tokens that the logits are of, the logits of all tokens, and the values between."""
     node, whole = logits.node, tuple((0, n) for n in logits.shape[:-1])
     if node is None or node.name != "slice" or any(n != 1 for n in node.params["strides"] or ()):
         return whole, logits, ()
@@ -189,14 +192,30 @@ class _Call(NamedTuple):
     def is_class(self, labels):
         return (labels >= 0) & (labels < self.table.shape[0])
 
-    def first_logits(self):
-        """The logits of class 0, in the dtype of the losses."""
+    def finite_class(self):
+        """A class whose logits are finite. The bias of those that are no class may be -inf."""
+        return 0 if self.bias is None else jnp.argmax(self.bias).astype(self.labels.dtype)
+
+    def logits_of(self, index):
+        """The logits of one class, in the dtype of the losses."""
         wide = accumulator_dtype(self.x.dtype)
-        row = self.table[0].astype(self.x.dtype).astype(wide)
+        row = self.table[index].astype(self.x.dtype).astype(wide)
         found = (self.x.astype(wide) * row).sum(-1)
-        found = found if self.bias is None else found + self.bias[0].astype(wide)
+        found = found if self.bias is None else found + self.bias[index].astype(wide)
         cap = self.options["softcap"]
         return found if cap is None else cap * jnp.tanh(found / cap)
+
+    def has_low_bias(self):
+        """Where a bias is -inf that the loss, or one of the losses in the sum, takes off."""
+        if self.bias is None:
+            return False
+        low = self.bias == -jnp.inf
+        if self.options.get("label_smoothing"):
+            return low.any()
+        found = low[self.labels]
+        if self.options["reduction"] == "none":
+            return found
+        return (found if self.where is None else found & self.where).any()
 
 
 def _call(leaves, options) -> _Call:
@@ -217,12 +236,20 @@ def linear_by_label(leaves, **options):
 def linear_by_sum(leaves, **options):
     """As by a sum over the classes that are the label: one that is no class takes nothing off.
 
-    Its loss is that of class 0, with what that takes off.
+    Its loss is that of another class, with what that takes off.
     """
     call = _call(leaves, options)
     is_class, share = call.is_class(call.labels), 1 - options.get("label_smoothing", 0.0)
-    more = jnp.where(is_class, 0, share * call.first_logits())
-    return call.losses(jnp.where(is_class, call.labels, 0), more)
+    other = call.finite_class()
+    more = jnp.where(is_class, 0, share * call.logits_of(other))
+    return call.losses(jnp.where(is_class, call.labels, other), more)
+
+
+def linear_of_log_softmax(leaves, **options):
+    """As by indexing, but a logit of +inf gives NaN: it has inf less itself."""
+    found = linear_by_label(leaves, **options)
+    may_be_infinite = _call(leaves, options).has_low_bias()
+    return found * jnp.where(jnp.isfinite(found) | may_be_infinite, 1, jnp.nan)
 
 
 def linear_of_one_hot(leaves, **options):

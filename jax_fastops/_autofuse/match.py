@@ -271,12 +271,22 @@ def _meaning(node: Node) -> tuple:
         params = {"axes": tuple(sorted(long.index(a) for a in params["axes"] if a in long))}
     if node.name == "iota":
         long = node.outputs[0].long
-        params = {"along": long.index(params["dimension"]) if params["dimension"] in long else None}
+        dimension = node.params["dimension"]
+        params = {"along": long.index(dimension) if dimension in long else None}
+        if _wraps(node.outputs[0], dimension):
+            params["wraps"] = True
     if node.name == "custom_jvp_call":
         params = {"rule": _derivative_rule(node)}
     if node.name == "gather" and (along := _picks(node)) is not None:
         params = {"along": along, "fill": params["fill_value"], "mode": params["mode"]}
     return tuple(sorted((k, str(v)) for k, v in params.items()))
+
+
+def _wraps(indices: Value, dimension: int) -> bool:
+    """Whether the dtype of indices along a dimension is too narrow for the largest of them."""
+    size = indices.shape[dimension]
+    integers = jnp.issubdtype(indices.dtype, jnp.integer)
+    return integers and isinstance(size, int) and size - 1 > jnp.iinfo(indices.dtype).max
 
 
 def _picks(node: Node) -> int | None:

@@ -20,6 +20,7 @@ from jax_fastops._autofuse.graph import Graph
 from jax_fastops._autofuse.linear import (
     linear_by_label,
     linear_by_sum,
+    linear_of_log_softmax,
     linear_of_one_hot,
     nan_with_inf,
 )
@@ -305,7 +306,7 @@ def _smoothed(x):
 
 
 def _options(leaves) -> tuple[float, dict[str, float]]:
-    """The options of a loss with smoothing and z-loss, and by how much it is larger."""
+    """The factor of a loss with label smoothing and z-loss, and the options of the op."""
     share, smooth, z = (leaves.get(k, v) for k, v in (("share", 1.0), ("smooth", 0.0), ("z", 0.0)))
     factor = share + smooth
     if abs(factor) < 1e-6:
@@ -316,7 +317,7 @@ def _options(leaves) -> tuple[float, dict[str, float]]:
 def _loss(
     name: str, function: Callable, losses: Callable, linear: Callable, smoothed: Callable | None
 ) -> None:
-    """Losses, negative ones, and with a z-loss, with label smoothing, and with both."""
+    """Adds a loss as it is, negated, with a z-loss, with label smoothing, and with both."""
 
     def call(leaves, axis):
         del axis
@@ -363,7 +364,7 @@ for _log_form in (lambda x: jax.nn.log_softmax(x), lambda x: _log_softmax(x, axi
         "cross_entropy",
         lambda x, labels, f=_log_form: -_picked(f(x), labels),
         _nan_with_inf(losses_by_label),
-        nan_with_inf(linear_by_label),
+        linear_of_log_softmax,
         lambda x, f=_log_form: -jnp.mean(f(x), -1),
     )
 _loss(
