@@ -375,7 +375,7 @@ _DROPOUT_OPS = {
 def _takes_dropout(x, drop: Drop) -> bool:
     """Whether a kernel takes the norm with its dropout.
 
-    Other rows have faster kernels without dropout, and a pass for it.
+    For other rows, a pass of its own and the faster kernels without dropout take less time.
     """
     n, itemsize = x.shape[-1], x.dtype.itemsize
     if not isinstance(n, int) or itemsize > 4 or drop.threshold == 0:
@@ -614,8 +614,8 @@ def residual_layer_norm(
     """Layer norm of a sum: ``layer_norm(x + input_bias + residual, scale, bias)``.
 
     With a dropout rate, the sum is ``residual + dropout(x + input_bias)``; see :func:`dropout`.
-    Rows of 256 to 1024 elements that are whole multiples of 16 bytes need no pass more for it;
-    others, and those of float64, need one.
+    This takes no further pass over memory for rows of 256 to 1024 elements that are multiples of
+    16 bytes. Other rows, and those of float64, take one more.
 
     The kernel computes the sum in float32 (float64 for float64) and rounds it once to the dtype of
     ``x``; the reference adds in the dtype of ``x``. The norm is that of the rounded sum.

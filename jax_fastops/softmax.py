@@ -358,8 +358,8 @@ def softmax(
 
     Equals ``jax.nn.softmax(scale * x, axis=axis, where=where)``, computed in float32 (float64 for
     float64) and rounded once. With a dropout rate, it equals
-    ``dropout(softmax(x, ...), dropout_key, dropout_rate)`` but for the rounding between them; see
-    :func:`dropout`.
+    ``dropout(softmax(x, ...), dropout_key, dropout_rate)`` without the rounding between the two;
+    see :func:`dropout`.
 
     Args:
       x: array of any shape; float32, bfloat16, float16 or float64.

@@ -51,14 +51,16 @@ def following(x, fill):
 
 
 def tokens_at_once(x, classes: int) -> int | None:
-    """``chunk`` of ``linear_cross_entropy`` over the auto axes of a mesh, which it cannot see.
+    """``chunk`` of ``linear_cross_entropy`` in a mesh with auto axes, whose sharding is not known.
 
     So many tokens that each device has logits of 512 MiB, where tokens or classes are sharded.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Auto not in mesh.axis_types:
+        return None
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    devices = math.prod(size for size, kind in axes if kind == AxisType.Auto)
-    return devices * max(1, 2**29 // (classes * x.dtype.itemsize)) if devices > 1 else None
+    devices = math.prod(size for size, kind in axes if kind != AxisType.Manual)
+    return devices * max(1, 2**29 // (classes * x.dtype.itemsize))
 
 
 def varying_with(x, others):
