@@ -355,6 +355,28 @@ def test_meshes(axis_type):
         close(run(fo.autofuse(loss), args), run(loss, args), 2e-5)
 
 
+def test_a_part_of_what_stays_is_not_replaced():
+    """XLA fuses the bias and the relu of a batch norm that ``"auto"`` leaves to it."""
+
+    def f(x, scale, bias):
+        mean = x.mean((0, 1, 2))
+        centered = x - mean
+        variance = (centered**2).mean((0, 1, 2))
+        return jax.nn.relu(centered * jax.lax.rsqrt(variance + 1e-5) * scale + bias)
+
+    def after(x, bias):
+        return jax.nn.relu(x + bias)
+
+    x = np.ones((4, 4, 4, 8), np.float32)
+    assert names(f, x, x[0, 0, 0], x[0, 0, 0]) == ["batch_norm + relu"]
+    with fo.use_implementation("auto"):
+        report = fo.autofuse.report(f)(x, x[0, 0, 0], x[0, 0, 0])
+        if names(after, x, x[0, 0, 0]) != ["bias + relu"]:
+            pytest.skip("bias and relu stay by themselves, too")
+    assert not report.replaced
+    assert "batch_norm + relu" in [m.pattern for m in report.missed]
+
+
 @pytest.mark.parametrize("mapped", ["vmap", "shard_map"])
 def test_statistics_of_all_devices(mapped):
     """A mean over an axis with a name is over more than the array has."""

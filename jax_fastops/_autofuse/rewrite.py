@@ -175,6 +175,8 @@ class _Finder:
         self.graph, self.dropout, self.thorough = graph, dropout, thorough
         self.misses: list[Miss] = []
         self.programs = _Programs()
+        # Values of patterns with reductions that stay: XLA fuses these, so no other pattern does.
+        self._with_reductions: set[Value] = set()
 
     def find(self, value: Value) -> Match | None:
         """The match of the largest pattern whose result is this value."""
@@ -339,6 +341,9 @@ class _Finder:
             return None
         if not ("transpose" in around or pattern.reductions(len(sizes), axis) <= around):
             return None
+        if value in self._with_reductions and not pattern.reductions(len(sizes), axis):
+            self._matched = True  # here, and maybe elsewhere
+            return None
         formulas = compiled(pattern, len(sizes), axis)
         n = pattern.count(sizes, axis)
         matcher = Matcher(value)
@@ -387,7 +392,7 @@ class _Finder:
                 return None
         leaves = self._leaves(pattern, axis, root, state, logits)
         if leaves is None:
-            self._miss(pattern, root, "an operand has another shape or dtype")
+            self._miss(pattern, root, "an operand has another shape or dtype", 0.99)
             return None
         refused = ""
         for before, results, reads, call in self._forms(pattern, axis, root, leaves, state, nodes):
@@ -400,6 +405,8 @@ class _Finder:
             if not isinstance(program, str):
                 return Match(pattern, before, results, reads, call, inner, level)
             refused = refused or program
+        if pattern.reductions(len(root.sizes), axis):
+            self._with_reductions.update(inner, [root])
         self._miss(pattern, root, refused or "XLA fuses it with its neighbors")
         return None
 
