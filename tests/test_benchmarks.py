@@ -16,6 +16,7 @@ decoder = pytest.importorskip("benchmarks.decoder")
 dispatch = pytest.importorskip("benchmarks.dispatch")
 inference = pytest.importorskip("benchmarks.inference")
 jobs = pytest.importorskip("benchmarks.jobs")
+linear_cross_entropy = pytest.importorskip("benchmarks.linear_cross_entropy")
 pretraining = pytest.importorskip("benchmarks.pretraining")
 shapes = pytest.importorskip("benchmarks.shapes")
 
@@ -125,6 +126,19 @@ def test_inference(tmp_path, monkeypatch):
     ours, plain = rows_of(inference, options, tmp_path, monkeypatch)
     assert ours["ms"] > 0 and plain["latency_ms"] > 0
     assert ours["sample"] == pytest.approx(plain["sample"], abs=1e-3)
+
+
+def test_inference_with_constants(tmp_path, monkeypatch):
+    options = "--shapes 1x16 --attention xla --dtypes float32 --contenders ours"
+    (arguments,) = rows_of(inference, options, tmp_path, monkeypatch)
+    (constants,) = rows_of(inference, f"{options} --constants", tmp_path, monkeypatch)
+    assert constants["sample"] == pytest.approx(arguments["sample"], abs=1e-5)
+
+
+def test_linear_cross_entropy(tmp_path, monkeypatch):
+    ours, plain = rows_of(linear_cross_entropy, "--chunk 32", tmp_path, monkeypatch)
+    assert ours["ms"] > 0 and plain["temp_bytes"] > 0
+    assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-2)
 
 
 def test_profiles_by_kind():
