@@ -1,6 +1,7 @@
 """The installed package: its names, its report, its errors, its choice of implementations."""
 
 import ast
+import contextlib
 import json
 import os
 import pathlib
@@ -362,9 +363,12 @@ def test_a_process_that_ends_while_it_compiles_leaves_the_cache_valid(tmp_path, 
     deadline = time.monotonic() + 120
     while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
-    ended.send_signal(getattr(signal, sign))
-    out, error = ended.communicate(timeout=60)
-    assert ended.returncode != 0 and "right" not in out, error
+    for _ in range(60):  # Python drops an interrupt that comes while it runs a destructor
+        ended.send_signal(getattr(signal, sign))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            out, error = ended.communicate(timeout=1)
+            break
+    assert ended.returncode not in (0, None) and "right" not in out, error
     kept = len(list(tmp_path.iterdir()))
     assert kept >= 3
     after = start(8)  # more programs than the first process compiled
