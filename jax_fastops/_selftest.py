@@ -201,7 +201,7 @@ class Checked(NamedTuple):
     errors: dict[str, float]
     kernels: bool
     timed: list[Callable[..., Any]]  # kernel and reference
-    args: list[Any]
+    shapes: list[tuple[int, ...]]  # of the operands that are timed
 
 
 def check(call: Call, device: Any) -> Checked | Exception:
@@ -227,9 +227,10 @@ def _check(call: Call, device: Any) -> Checked:
             errors[jnp.dtype(dtype).name] = float(np.maximum(errors[jnp.dtype(dtype).name], error))
     more = MORE_ROWS[device.platform]
     shapes = [(more * s[0], *s[1:]) if len(s) > 1 else s for s in call.shapes[0]]
-    args = _operands(shapes, device)
-    timed = [_compiled(name, _timed_step(call.function), args)[0] for name in ("native", "xla")]
-    return Checked(errors, kernels, timed, args)
+    place = jax.sharding.SingleDeviceSharding(device)
+    types = [jax.ShapeDtypeStruct(shape, np.float32, sharding=place) for shape in shapes]
+    timed = [_compiled(name, _timed_step(call.function), types)[0] for name in ("native", "xla")]
+    return Checked(errors, kernels, timed, shapes)
 
 
 def _devices() -> list[Any]:
@@ -262,7 +263,8 @@ def main() -> int:
                 line = next(iter(str(checked).splitlines()), "")
                 print(f"{call.op:<27} FAILED: {type(checked).__name__}: {line}")
                 continue
-            kernel, plain = (_time(compiled, checked.args) for compiled in checked.timed)
+            args = _operands(checked.shapes, device)
+            kernel, plain = (_time(compiled, args) for compiled in checked.timed)
             ok = all(error <= TOLERANCE[name] for name, error in checked.errors.items())
             ok &= checked.kernels or device.platform != "cpu"  # every package has CPU kernels
             failed += not ok
