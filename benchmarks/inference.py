@@ -98,25 +98,15 @@ def jax_row(options, contender: str, shape: str, dtype: str, attention: str) -> 
     def forward(params, tokens, inside):
         return bert.apply(params, tokens, config, mask=inside, ops=ops)[0]
 
-    params, result = start(), None
+    params = start()
     if options.constants:
         jax.config.update("jax_use_simplified_jaxpr_constants", False)  # or they are arguments
         program = jax.jit(functools.partial(forward, params))
     else:
         program = functools.partial(jax.jit(forward), params)
 
-    def call():
-        nonlocal result
-        result = program(tokens, inside)
-
-    def wait():
-        jax.block_until_ready(result)
-
-    found = jobs.steady(call, wait, options.steps)
-    found["latency_ms"] = jobs.latency(call, wait, options.steps)
+    found, result = jobs.jax_calls(options, lambda: program(tokens, inside))
     found["sample"] = result[0, 0, :SAMPLE].astype(jnp.float32).tolist()
-    if options.profile:
-        found |= jobs.attributed(jobs.jax_kernels(call, wait), options.profile)
     return found
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from benchmarks import RESULTS, ROOT
 
@@ -117,6 +118,26 @@ def latency(call: Callable, wait: Callable[[], None], calls: int) -> float:
         wait()
         times.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(times)
+
+
+def jax_calls(options: argparse.Namespace, program: Callable[[], Any]) -> tuple[dict, Any]:
+    """Times of calls of a compiled program, with a profile if it is asked for, and a result."""
+    import jax
+
+    result = None
+
+    def call():
+        nonlocal result
+        result = program()
+
+    def wait():
+        jax.block_until_ready(result)
+
+    found = steady(call, wait, options.steps)
+    found["latency_ms"] = latency(call, wait, options.steps)
+    if options.profile:
+        found |= attributed(jax_kernels(call, wait), options.profile)
+    return found, result
 
 
 # ---- trainings -----------------------------------------------------------------------------------

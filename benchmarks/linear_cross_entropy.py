@@ -61,21 +61,10 @@ def measure(options: argparse.Namespace, contender: str, size: str) -> dict:
 
     loss = ours if contender == "ours" else plain
     step = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(x, table).compile()
-    result = None
-
-    def call():
-        nonlocal result
-        result = step(x, table)
-
-    def wait():
-        jax.block_until_ready(result)
-
-    found = jobs.steady(call, wait, options.steps)
-    found["loss"] = float(result[0])
+    found, (value, _) = jobs.jax_calls(options, lambda: step(x, table))
+    found["loss"] = float(value)
     if memory := step.memory_analysis():
         found["temp_bytes"] = memory.temp_size_in_bytes
-    if options.profile:
-        found |= jobs.attributed(jobs.jax_kernels(call, wait), options.profile)
     return found
 
 
