@@ -9,9 +9,9 @@ programs of the last round stay and no others are compiled, because JAX and XLA 
 each program. Then memory must be flat: after the first of these rounds, the median of the second
 half exceeds that of the first half by at most `GROWTH`.
 
-A call fails if its error is more than `FACTOR` times the reference's and more than `ULPS` epsilons,
-in norm or in the worst element, or if NaN or Inf are at other elements. A round that does not end
-in time prints all stacks and ends the process.
+A call fails if its error is more than `FACTOR` times the reference's and more than `ULPS` epsilons
+in norm or `WORST_ULPS` in the worst element, or if NaN or Inf are at other elements. A round that
+does not end in time prints all stacks and ends the process.
 """
 
 import argparse
@@ -57,7 +57,9 @@ import jax_fastops as fo  # noqa: E402
 from benchmarks import shapes  # noqa: E402
 from benchmarks.cases import OPS, Case, Op, mask_of_keys, plain_cross_entropy  # noqa: E402
 
-FACTOR, ULPS = 4, 16
+# The largest of many elements may have lost bits by cancellation: the gradient of a layer norm of 8
+# elements whose variance is small errs by up to 28 epsilons, the reference by up to 18.
+FACTOR, ULPS, WORST_ULPS = 4, 8, 64
 GROWTH = {"device": 1 << 20, "host": 32 << 20}  # bytes
 MIN_ROUND = 15.0  # seconds of a round
 STUCK = 240  # seconds that a round may take beyond its time
@@ -166,9 +168,10 @@ class Program:
             if is_float(jnp.dtype(self.case.dtype)):
                 eps = max(eps, float(jnp.finfo(self.case.dtype).eps))
             special, norm, worst_one, their_norm, their_worst = found
-            pairs = (norm, FACTOR * their_norm, ULPS / 2), (worst_one, FACTOR * their_worst, ULPS)
-            for mine, limit, ulps in pairs:
-                limit = max(limit, ulps * eps * (4 if self.wide else 1))  # the oracle errs, too
+            pairs = (norm, their_norm, ULPS), (worst_one, their_worst, WORST_ULPS)
+            for mine, theirs, ulps in pairs:
+                ulps *= 4 if self.wide else 1  # the oracle errs, too
+                limit = max(FACTOR * theirs, ulps * eps)
                 worst = max(worst, mine / limit if limit else math.inf * bool(mine) or 0.0)
             if special or not worst <= 1:  # also if it is NaN
                 raise AssertionError(
