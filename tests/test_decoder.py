@@ -441,6 +441,63 @@ def test_mesh_with_padding(native, kind, attention):
     check_mesh(config, given, hidden, both)
 
 
+@pytest.mark.jax
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("over", MESHES)
+def test_generation_over_a_mesh(native, over, kind, name):
+    """The same tokens as on one device; the prompt and each new token communicate alike."""
+    if device_count() < 8:
+        pytest.skip("needs eight devices")
+    mesh, plain = make_mesh(MESHES[over], KINDS[kind]), dataclasses.replace(CONFIG, **SHARDED[name])
+    tensor, sequence = "tensor" in mesh.axis_names, "sequence" in mesh.axis_names
+    config = dataclasses.replace(plain, tensor_parallel=tensor)
+    tokens = batch(n=8, length=16)["tokens"]
+    mask = np.arange(16) >= np.array([0, 2, 4, 1, 0, 0, 3, 5])[:, None]
+    axes = [axis if axis in mesh.axis_names else None for axis in ("data", "sequence")]
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+    params = jax.tree.map(put, start(config), decoder.partition_specs(config))
+    given = dict(tokens=put(tokens, P(*axes)), mask=put(mask, P(*axes)))
+    options = dict(key=jax.random.key(3), temperature=0.5)
+    for more in ({}, options):
+        wanted = generate(start(plain), tokens, plain, length=6, mask=mask, end=7, **more)
+        with jax.set_mesh(mesh):
+            lowered = generate.lower(params, config=config, length=6, end=7, **given, **more)
+            program = lowered.compile()
+            new = program(params, **given, **more)
+        assert new[0].sharding.is_equivalent_to(NamedSharding(mesh, P("data", None)), 2)
+        for got, one in zip(new, wanted, strict=True):
+            np.testing.assert_array_equal(got, one)
+        layers = 1 if config.scan else config.layers
+        # As in `test_mesh`, twice, and whether all sequences have ended. The logits, twice; of the
+        # prompt also its mask and its last hidden states.
+        reduced, gathered = 2 * tensor * (1 + 2 * layers) + 1, 2 * tensor
+        gathered += sequence * (2 * layers + 2)
+        wanted = {"all-reduce": reduced, "all-gather": gathered}
+        assert collectives(program.as_text()) == {k: n for k, n in wanted.items() if n}
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_cache_over_a_mesh(native, kind, scan):
+    """A sharded sequence in parts gives what it gives as a whole on one device."""
+    if device_count() < 8:
+        pytest.skip("needs eight devices")
+    mesh, plain = make_mesh(MESHES["all"], KINDS[kind]), dataclasses.replace(CONFIG, scan=scan)
+    config = dataclasses.replace(plain, tensor_parallel=True)
+    tokens = batch(n=4, length=16)["tokens"]
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+    params = jax.tree.map(put, start(config), decoder.partition_specs(config))
+    run = jax.jit(functools.partial(hidden_of, config=config))
+    cache, found = decoder.init_cache(config, 4, 16), []
+    with jax.set_mesh(mesh):
+        for part in np.split(tokens, 2, axis=1):
+            hidden, cache = run(params, put(part, P("data", "sequence")), cache=cache)
+            found.append(hidden)
+    assert_close_in_norm(np.concatenate(found, 1), hidden_of(start(plain), tokens, plain), 2e-5)
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax_fastops.models._parameters import cast_kernels
 from jax_fastops.models._plain import rotated
 from jax_fastops.models._products import dot, dot_product_attention, take
-from jax_fastops.models._sharding import split_last, whole
+from jax_fastops.models._sharding import explicit_spec, split_last, whole
 
 if TYPE_CHECKING:
     from jax_fastops.models.decoder import Cache, Config, Ops
@@ -60,7 +60,7 @@ def forward(params: dict, tokens, config: Config, positions, mask, cache, ops: O
         positions = start + jnp.arange(count)
     angles = _angles(positions, config)
     turns = jnp.cos(angles), jnp.sin(angles)
-    attend, cache = _attend(mask, cache, tokens.shape, start, config)
+    attend, cache = _attend(mask, cache, tokens, start, config)
     layer = functools.partial(_layer, config=config, turns=turns, attend=attend, ops=ops)
 
     def whole_layer(params, x, kept):
@@ -92,14 +92,13 @@ def forward(params: dict, tokens, config: Config, positions, mask, cache, ops: O
     return hidden, cache._replace(keys=keys, values=values, length=cache.length + jnp.int32(count))
 
 
-def _attend(mask, cache, shape, start, config: Config) -> tuple[_Attend, Cache | None]:
+def _attend(mask, cache, tokens, start, config: Config) -> tuple[_Attend, Cache | None]:
     """What new tokens attend to, and the cache with their mask."""
-    count = shape[1]
+    count = tokens.shape[1]
     mask = None if mask is None else whole(mask, 1)
     if cache is not None:
-        new = jnp.ones(shape, bool) if mask is None else mask
-        all_ = jax.lax.dynamic_update_slice(cache.mask, new, (0, start))
-        cache = cache._replace(mask=all_)
+        new = jnp.ones_like(tokens, bool) if mask is None else mask
+        cache = cache._replace(mask=_written(cache.mask, whole(new, 1), start))
     attend = _Attend(mask, None, start)
     if attend.fresh and config.attention != "softmax":
         return attend, cache
@@ -111,6 +110,13 @@ def _attend(mask, cache, shape, start, config: Config) -> tuple[_Attend, Cache |
         where &= key > query - config.sliding_window
     where = where[None] if padding is None else where & padding[:, None, :]
     return attend._replace(where=where), cache
+
+
+def _written(kept, new, start):
+    """``kept`` with ``new`` from place ``start`` of axis 1; over explicit axes, sharded like it."""
+    spec = explicit_spec(new)
+    kept = kept if spec is None else jax.sharding.reshard(kept, spec)
+    return jax.lax.dynamic_update_slice_in_dim(kept, new, start, axis=1)
 
 
 def _layer(params: dict, x, residual, kept, *, config: Config, turns, attend: _Attend, ops: Ops):
@@ -151,16 +157,12 @@ def _products(params: dict, name: str, x) -> list:
 
 def _attention(params: dict, x, kept, config: Config, turns, attend: _Attend, ops: Ops):
     """Attention without its output's product, and the keys and values of the cache."""
-    q, k, v = _heads(params, x, config, turns, ops)
+    q, *new = _heads(params, x, config, turns, ops)
+    k, v = (whole(part, 1) for part in new)
     if kept is not None:
-        place = (0, attend.start, 0, 0)
-        kept = tuple(
-            jax.lax.dynamic_update_slice(old, new, place)
-            for old, new in zip(kept, (k, v), strict=True)
-        )
+        kept = _written(kept[0], k, attend.start), _written(kept[1], v, attend.start)
         k, v = (k, v) if attend.fresh else kept
     attention = _softmax_attention if attend.where is not None else _fused_attention
-    k, v = whole(k, 1), whole(v, 1)
     return attention(q, k, v, config, attend, ops).reshape(*x.shape[:2], -1), kept
 
 

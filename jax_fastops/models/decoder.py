@@ -31,7 +31,7 @@ from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._decoder_layers import forward, prepared
 from jax_fastops.models._products import ATTENTIONS, wide_product
-from jax_fastops.models._sharding import following, tokens_at_once
+from jax_fastops.models._sharding import following, tokens_at_once, whole
 
 __all__ = [
     "FASTOPS",
@@ -416,7 +416,8 @@ def apply(
 
     Sharding: under ``jax.jit`` with Auto or Explicit axes: tokens over the batch and the sequence,
     and parameters as :func:`partition_specs` says. If an Auto axis shards the sequence, the mesh
-    must be that of ``jax.set_mesh``. A cache takes Auto axes only, which do not shard the sequence.
+    must be that of ``jax.set_mesh``. A cache is sharded over the batch and the heads, as the keys
+    and values are.
 
     Raises:
       TypeError: an argument has another type or dtype.
@@ -589,6 +590,8 @@ def generate(
       of them there are, including the one that ends the sequence. After it, the sequence is filled
       with the first of the tokens ``end``.
 
+    Sharding: as :func:`apply`. The new tokens are sharded over the batch.
+
     Raises:
       TypeError: an argument has another type or dtype.
       ValueError: a shape or the parameters are not those of ``config``, or a number is out of
@@ -614,7 +617,7 @@ def generate(
     params = prepared(params, config)
 
     def chosen(hidden, step):
-        found = wide_product("be,ve->bv", hidden[:, -1], table)
+        found = whole(wide_product("be,ve->bv", hidden[:, -1], table), 1)
         if key is None:
             return found.argmax(-1).astype(jnp.int32)
         own, scaled = jax.random.fold_in(key, step), found / temperature
@@ -629,7 +632,8 @@ def generate(
         hidden, cache = forward(params, token[:, None], config, None, None, cache, ops)
         ended = jnp.isin(token, ends)
         token = jnp.where(ended, fill, chosen(hidden, step))
-        return step + 1, token, new.at[:, step].set(token), lengths + ~ended, cache
+        new = jax.lax.dynamic_update_slice(new, token[:, None], (0, step))
+        return step + 1, token, new, lengths + ~ended, cache
 
     def unfinished(state):
         step, token, *_ = state
@@ -637,8 +641,8 @@ def generate(
 
     cache = init_cache(config, ids.shape[0], ids.shape[1] + length - 1)
     hidden, cache = forward(params, ids, config, None, inside, cache, ops)
-    first = chosen(hidden, 0)
-    new = jnp.full((ids.shape[0], length), fill, jnp.int32).at[:, 0].set(first)
+    first = chosen(whole(hidden, 1), 0)
+    new = jnp.pad(first[:, None], ((0, 0), (0, length - 1)), constant_values=fill)
     state = (jnp.int32(1), first, new, jnp.ones_like(first), cache)
     _, _, new, lengths, _ = jax.lax.while_loop(unfinished, body, state)
     return new, lengths
