@@ -776,16 +776,16 @@ def test_the_report_is_a_table():
 
 def test_equal_layers_are_matched_once(monkeypatch):
     """Each further layer costs one match for each of its patterns."""
-    from jax_fastops._autofuse import rewrite
+    from jax_fastops._autofuse import finding
 
     count = []
 
-    class Counted(rewrite.Matcher):
+    class Counted(finding.Matcher):
         def __init__(self, root):
             count.append(root)
             super().__init__(root)
 
-    monkeypatch.setattr(rewrite, "Matcher", Counted)
+    monkeypatch.setattr(finding, "Matcher", Counted)
 
     def matches(layers):
         def f(x):
@@ -804,14 +804,14 @@ def test_equal_layers_are_matched_once(monkeypatch):
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_rules_are_traced_once(mapped, monkeypatch):
-    from jax_fastops._autofuse import match
+    from jax_fastops._autofuse import meaning
 
     def f(x):
         return jax.nn.relu(jax.nn.relu(jax.nn.relu(x) @ jnp.ones((40, 40))))
 
     f = jax.vmap(f) if mapped else f
     assert names(f, X) == ["relu"] * 3
-    monkeypatch.setattr(match, "_traced_rule", None)
+    monkeypatch.setattr(meaning, "_traced_rule", None)
     assert names(f, X) == ["relu"] * 3
 
 

@@ -17,7 +17,8 @@ from jax.extend import source_info_util
 from jax_fastops import _explain
 from jax_fastops._arguments import array_leaves
 from jax_fastops._autofuse import rewrite
-from jax_fastops._autofuse.match import resolve
+from jax_fastops._autofuse.graph import Value
+from jax_fastops._autofuse.meaning import resolve
 
 source_info_util.register_exclusion(__file__)  # it calls functions of users
 
@@ -320,11 +321,11 @@ def _report(plans: list[rewrite.Plan]) -> FuseReport:
     for plan in plans:
         for match in reversed(plan.matches):
             root = match.root
-            large = [v for v in match.inner if rewrite._size(v) >= rewrite._size(root)]
-            saved = sum(rewrite._size(v) * v.dtype.itemsize for v in large if v is not root)
+            large = [v for v in match.inner if v.size >= root.size]
+            saved = sum(v.size * v.dtype.itemsize for v in large if v is not root)
             found = Replaced(
                 match.before + match.pattern.name,
-                rewrite.line_of(root),
+                root.line,
                 root.shape,
                 str(root.dtype),
                 saved,
@@ -341,9 +342,9 @@ def _report(plans: list[rewrite.Plan]) -> FuseReport:
     return FuseReport(tuple(replaced), tuple(missed))
 
 
-def _place(value) -> tuple[str, str]:
+def _place(value: Value) -> tuple[str, str]:
     """The line of a value, and the operation that makes it."""
     if value.node is None:
         return "", ""
     operands = ", ".join(v.aval.str_short() for v in value.node.inputs)
-    return rewrite.line_of(value), f"{value.node.name}({operands})"
+    return value.line, f"{value.node.name}({operands})"

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops._autofuse.graph import Node, Value
-from jax_fastops._autofuse.match import FOLDED, constant, identity, resolve, terms_of
+from jax_fastops._autofuse.meaning import (
+    UFUNCS,
+    constant,
+    identity,
+    multiple_of,
+    resolve,
+    selections_of,
+)
 from jax_fastops._autofuse.moves import Move
 from jax_fastops.dropout import dropout
 
-_OPERATIONS: dict[str, Callable] = {
-    **{name: f for name, f in FOLDED.items() if isinstance(f, np.ufunc)},
-    "or": np.bitwise_or,
-    "shift_right_logical": np.right_shift,
-}
+_OPERATIONS = UFUNCS | {"or": np.bitwise_or, "shift_right_logical": np.right_shift}
 
 
 def drop_at(value: Value) -> Move | None:
@@ -63,9 +66,9 @@ def _scaled(value: Value) -> Iterator[tuple[float, Value]]:
     """The value, and what it is a multiple of, perhaps computed in a wider dtype."""
     yield 1.0, value
     source, shown, _ = resolve(value, narrowing=True)
-    terms = terms_of(source) or []
-    if len(terms) == 1 and shown == identity(source) and source.shape == value.shape:
-        factor, of = terms[0]
+    multiple = multiple_of(source)
+    if multiple is not None and shown == identity(source) and source.shape == value.shape:
+        factor, of = multiple
         before, shown, _ = resolve(of)
         cast = source is not value and before.dtype == value.dtype and shown == identity(before)
         yield factor, before if cast else of
@@ -73,14 +76,11 @@ def _scaled(value: Value) -> Iterator[tuple[float, Value]]:
 
 def _masked(value: Value) -> tuple[Value, Value, bool] | None:
     """The array, the mask, and whether the mask keeps the elements where it is True."""
+    for which, x, zero, keep in selections_of(value):
+        # A mask of another shape is one draw for all elements.
+        if which.shape == value.shape and constant(zero) == 0:
+            return x, which, keep
     node = value.node
-    if node is not None and node.name == "select_n" and len(node.inputs) == 3:
-        which, *cases = node.inputs
-        if which.shape != value.shape:  # one draw for all elements
-            return None
-        for keep, (zero, x) in ((True, cases), (False, cases[::-1])):
-            if (known := constant(zero)) is not None and known == 0:
-                return x, which, keep
     if node is not None and node.name == "mul":
         for mask, x in (node.inputs, node.inputs[::-1]):
             cast = mask.node

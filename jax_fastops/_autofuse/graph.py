@@ -8,6 +8,7 @@ each level that sees it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
+
+from jax_fastops import _compat
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
@@ -41,6 +44,25 @@ class Value:
         self.is_floating = _is_floating(self.dtype)
         self.long, self.sizes = _long(self.shape)
         self.resolved: dict[bool, tuple] = {}
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether no dimension is symbolic."""
+        return all(isinstance(d, int) for d in self.shape)
+
+    @property
+    def line(self) -> str:
+        """The user's file and line that made it, or called the function that made it."""
+        if self.node is None:
+            return ""
+        line, level = _compat.source_line(self.node.equation), self.node.level
+        while not line and level is not None and level.equation is not None:
+            line, level = _compat.source_line(level.equation), level.parent
+        return line
 
 
 @functools.lru_cache(1024)
@@ -117,6 +139,11 @@ def _scalar(x) -> np.ndarray | None:
 _FLOATS = {"bfloat16"}  # whose kind NumPy does not know
 
 
+def opened(body) -> tuple[Any, Sequence[Any]]:
+    """The program and the constants of a body, which may be a program without any."""
+    return getattr(body, "jaxpr", body), getattr(body, "consts", ())
+
+
 class Graph:
     """A program and all that it calls. ``nodes`` are in the order of evaluation."""
 
@@ -140,15 +167,8 @@ class Graph:
         for index, equation in enumerate(level.jaxpr.eqns):
             inputs = [level.of(a) for a in equation.invars]
             if equation.primitive.name in _CALLS and "jaxpr" in equation.params:
-                inner = equation.params["jaxpr"]
-                called = Level(
-                    getattr(inner, "jaxpr", inner),
-                    inputs,
-                    getattr(inner, "consts", ()),
-                    level,
-                    equation,
-                )
-                level.calls[index] = called
+                inner, constants = opened(equation.params["jaxpr"])
+                called = level.calls[index] = Level(inner, inputs, constants, level, equation)
                 outputs = self._enter(called)
             else:
                 node = Node(equation, inputs, level)

@@ -14,7 +14,14 @@ from jax import lax
 
 from jax_fastops import _implementation
 from jax_fastops._autofuse.graph import Value
-from jax_fastops._autofuse.match import constant, identity, resolve, terms_of, with_row
+from jax_fastops._autofuse.meaning import (
+    constant,
+    identity,
+    multiple_of,
+    resolve,
+    selections_of,
+    with_row,
+)
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops.linear_cross_entropy import linear_cross_entropy
 
@@ -44,16 +51,13 @@ def summed_at(value: Value) -> Losses | None:
     inner, shown, passed = resolve(node.inputs[0])
     if inner.node is None or shown != identity(inner):
         return None
-    if inner.node.name != "select_n" or len(inner.node.inputs) != 3:
-        return Losses(inner, None, (value, *passed))
-    which, *cases = inner.node.inputs
-    for keep, (zero, losses) in ((True, cases), (False, cases[::-1])):
-        known = constant(zero)
-        if known is not None and known == 0 and which.shape == losses.shape:
+    selections = list(selections_of(inner))
+    for which, losses, zero, keep in selections:
+        if constant(zero) == 0 and which.shape == losses.shape:
             source, shown, more = resolve(losses)
             if source.shape == losses.shape and shown == identity(losses):
                 return Losses(source, (which, keep), (value, *passed, inner, *more))
-    return None
+    return None if selections else Losses(inner, None, (value, *passed))
 
 
 class Product(NamedTuple):
@@ -132,13 +136,13 @@ def _softcap(logits: Value) -> tuple[float | None, Value, tuple[Value, ...]]:
 
 def _multiple(value: Value) -> tuple[float, Value, list[Value]] | None:
     """A number and the array that a value is the product of, and the values between."""
-    terms = terms_of(value)
-    if terms is None or len(terms) > 1:
+    multiple = multiple_of(value)
+    if multiple is None:
         return None
-    source, shown, passed = resolve(terms[0][1])
+    source, shown, passed = resolve(multiple[1])
     if source.shape != value.shape or shown != identity(value):
         return None
-    return terms[0][0], source, [value, *passed, source]
+    return multiple[0], source, [value, *passed, source]
 
 
 def _is_default(precision) -> bool:
@@ -218,10 +222,14 @@ class _Call(NamedTuple):
         return (found if self.where is None else found & self.where).any()
 
 
+def wide_labels(labels):
+    """The labels in a dtype that can hold the number of classes."""
+    return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+
+
 def _call(leaves, options) -> _Call:
     table = leaves["table"].T if leaves["transposed"] else leaves["table"]
-    labels = leaves["labels"]
-    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+    labels = wide_labels(leaves["labels"])
     options |= {name: leaves[name] for name in ("softcap", "reduction")}
     return _Call(leaves["x"], table, leaves.get("bias"), labels, leaves.get("where"), options)
 

@@ -6,20 +6,16 @@ elements. So such a mask may become the mask of an op only if each row is known 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops._autofuse.graph import Value
-from jax_fastops._autofuse.match import FOLDED, constant, resolve
+from jax_fastops._autofuse.meaning import UFUNCS, constant, resolve, selections_of
 
 _MOST = 1 << 24  # elements; it takes too long to compute more
-_COMPUTED = {
-    **{name: f for name, f in FOLDED.items() if isinstance(f, np.ufunc)},
-    **{"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert},
-}
+_COMPUTED = UFUNCS | {"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert}
 
 
 def masked(value: Value, axis: int) -> tuple[Value, Value, bool] | None:
@@ -32,12 +28,10 @@ def masked(value: Value, axis: int) -> tuple[Value, Value, bool] | None:
     if node is None:
         return None
     axis = value.long[axis]
-    if node.name == "select_n" and len(node.inputs) == 3:
-        which, *cases = node.inputs
-        for keep, (x, fill) in ((False, cases), (True, cases[::-1])):
-            if (c := constant(fill)) is not None and _is_fill(c, value.dtype):
-                known = _no_row_is_empty(which, axis, keep, None)
-                return (x, *_compared(which, keep)) if known else None
+    for which, x, fill, keep in selections_of(value):
+        if (c := constant(fill)) is not None and _is_fill(c, value.dtype):
+            known = _no_row_is_empty(which, axis, keep, None)
+            return (x, *_compared(which, keep)) if known else None
     if node.name == "add":
         for x, mask in (node.inputs, node.inputs[::-1]):
             same = x.shape == value.shape and len(mask.shape) == len(x.shape)
@@ -55,8 +49,7 @@ def _compared(mask: Value, keep: bool) -> tuple[Value, bool]:
     pairs = zip(mask.long, shown, strict=True)
     in_place = all(i is None or source.long[i] == place for place, i in pairs)
     numbers, zero = node.inputs
-    known = constant(zero)
-    if in_place and numbers.shape == source.shape and known is not None and known == 0:
+    if in_place and numbers.shape == source.shape and constant(zero) == 0:
         return numbers, keep is (node.name == "ne")
     return mask, keep
 
@@ -98,7 +91,7 @@ def _is_added(mask: np.ndarray, dtype) -> bool:
 
 def _name(value: Value) -> tuple | None:
     """Tells arrays apart whose elements are known. ``None`` for another array."""
-    if not all(isinstance(d, int) for d in value.shape) or math.prod(value.shape) > _MOST:
+    if not value.is_static or value.size > _MOST:
         return None
     if value.node is None:
         known = _given(value)

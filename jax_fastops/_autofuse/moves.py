@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_fastops._autofuse.graph import Node, Value
-from jax_fastops._autofuse.match import with_row
+from jax_fastops._autofuse.meaning import with_row
 from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
 from jax_fastops.window_sum import window_sum
 
@@ -36,9 +36,7 @@ class Move(NamedTuple):
 def move_at(value: Value) -> Move | None:
     """The pattern whose result, or one of whose results, is this value."""
     node = value.node
-    if node is None or not value.is_floating or value.aval.weak_type:
-        return None
-    if not all(isinstance(d, int) for d in value.shape):
+    if node is None or not value.is_floating or value.aval.weak_type or not value.is_static:
         return None
     if node.name == "reduce_window_sum":
         return _window(value, node)

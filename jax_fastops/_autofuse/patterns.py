@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fastops._autofuse.formulas import Compiler, Formula
 from jax_fastops._autofuse.graph import Graph
 from jax_fastops._autofuse.linear import (
     linear_by_label,
@@ -23,8 +24,8 @@ from jax_fastops._autofuse.linear import (
     linear_of_log_softmax,
     linear_of_one_hot,
     nan_with_inf,
+    wide_labels,
 )
-from jax_fastops._autofuse.match import Compiler, Formula
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
 from jax_fastops.bias_act import ACTIVATIONS, bias_act
 from jax_fastops.cross_entropy import cross_entropy
@@ -248,14 +249,9 @@ def _picked_by_sum(x, labels):
     return jnp.sum(jnp.where(jnp.arange(x.shape[-1]) == labels[..., None], x, 0), -1)
 
 
-def _wide(labels):
-    """The labels in a dtype that can hold the number of classes."""
-    return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
-
-
 def losses_by_label(logits, labels, axis=-1, **options):
     """As by indexing: negative labels count from the end, and those that are no class give NaN."""
-    labels, classes = _wide(labels), logits.shape[axis]
+    labels, classes = wide_labels(labels), logits.shape[axis]
     labels = jnp.where(labels < 0, labels + classes, labels)
     losses = cross_entropy(logits, labels, axis=axis, **options).astype(logits.dtype)
     return jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
@@ -263,7 +259,7 @@ def losses_by_label(logits, labels, axis=-1, **options):
 
 def _losses_by_sum(logits, labels, **options):
     """As by a sum over the classes that are the label: one that is no class takes nothing off."""
-    labels = _wide(labels)
+    labels = wide_labels(labels)
     is_class = (labels >= 0) & (labels < logits.shape[-1])
     largest = jnp.argmax(logits, -1).astype(labels.dtype)  # whose loss does not lose digits
     losses = cross_entropy(logits, jnp.where(is_class, labels, largest), **options)
@@ -289,7 +285,7 @@ def _nan_with_inf(losses: Callable) -> Callable:
         if options.get("label_smoothing"):  # it overflows by any class with -inf
             overflows = jnp.max(logits, -1) <= of.max
         else:
-            taken = jnp.take_along_axis(logits, _wide(labels)[..., None], -1)[..., 0]
+            taken = jnp.take_along_axis(logits, wide_labels(labels)[..., None], -1)[..., 0]
             overflows = taken < -float(of.max) * float(of.eps) / 4  # also in a row without
         return found * jnp.where(jnp.isfinite(found) | overflows, 1, jnp.nan)
 
@@ -528,5 +524,4 @@ _add(
 @functools.cache
 def by_size() -> list[Pattern]:
     """All patterns, the largest first."""
-
     return sorted(_PATTERNS, key=lambda p: compiled(p, 3, 2)[0].size, reverse=True)
