@@ -12,6 +12,7 @@ from harness import Case, Sharding, Tolerance, checks
 from harness.compat import saved_residuals, x64
 from harness.numerics import any_value, normal
 from harness.programs import outputs_and_gradients, targets_of
+from harness.transforms import widen
 
 import jax_fastops as fo
 
@@ -182,14 +183,23 @@ SHAPES = [
 ]
 
 
-def exact(fn, args, cts):
-    """Results and gradients by the reference in float64, of the first four operands."""
+def of_all(fn, examples, all_cts, all_options):
+    """Results, and gradients of the first four operands, of all examples in one program."""
+
+    def one(args, cts, options):
+        out, pull = jax.vjp(lambda *some: apply(fn, *some, *args[4:], **options), *args[:4])
+        return *out, *pull(cts)
+
+    def each(*given):
+        return [one(*some) for some in zip(*given, all_options, strict=True)]
+
+    return jax.jit(each)(examples, all_cts)
+
+
+def exact(examples, all_cts, all_options):
+    """The same by the reference in float64."""
     with x64(), jax.default_device(jax.devices("cpu")[0]):
-        wide = [jnp.asarray(a, jnp.float64) for a in args]
-        out, pull = jax.vjp(lambda *some: fn(*some, *wide[4:]), *wide[:4])
-        return [
-            np.asarray(a) for a in (*out, *pull(tuple(jnp.asarray(c, jnp.float64) for c in cts)))
-        ]
+        return of_all(reference, *widen((examples, all_cts)), all_options)
 
 
 def error(found, expected):
@@ -213,21 +223,10 @@ def test_values_and_gradients(dtype, interleaved, layout):
         shapes = jax.eval_shape(functools.partial(apply, reference, **o), *args)
         all_cts.append(tuple(normal(rng, y.shape, y.dtype) for y in shapes))
 
-    def run(fn):
-        def one(args, cts, options):
-            out, pull = jax.vjp(lambda *some: apply(fn, *some, *args[4:], **options), *args[:4])
-            return *out, *pull(cts)
-
-        return jax.jit(lambda e, c: [one(*each) for each in zip(e, c, options, strict=True)])(
-            examples, all_cts
-        )
-
-    ours, plain = run(fo.split_qkv_heads), run(reference)
+    ours, plain = (of_all(f, examples, all_cts, options) for f in (fo.split_qkv_heads, reference))
+    wanted = exact(examples, all_cts, options)
     rounding = 4 * float(jnp.finfo(dtype).eps)
-    for shape, o, args, cts, found, other in zip(
-        SHAPES, options, examples, all_cts, ours, plain, strict=True
-    ):
-        expected = exact(functools.partial(apply, reference, **o), args, cts)
+    for shape, found, other, expected in zip(SHAPES, ours, plain, wanted, strict=True):
         for i, (a, b, e) in enumerate(zip(found, other, expected, strict=True)):
             assert a.dtype == b.dtype
             limit = max(2 * error(b, e), rounding)
@@ -279,8 +278,8 @@ def test_sums(sequence):
     cts = tuple(normal(np.random.default_rng(4), y.shape, y.dtype) for y in shapes)
     run = functools.partial(apply, fo.split_qkv_heads, **GROUPED)
     _, pull = jax.vjp(lambda *some: run(*some, *args[4:]), *args[:4])
-    expected = exact(functools.partial(apply, reference, **GROUPED), args, cts)[3:]
-    for a, b in zip(pull(cts), expected, strict=True):
+    (expected,) = exact([args], [cts], [GROUPED])
+    for a, b in zip(pull(cts), expected[3:], strict=True):
         assert error(a, b) < 1e-5
 
 
