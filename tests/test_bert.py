@@ -17,7 +17,15 @@ import pytest
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_close_in_norm, norm_errors
 from harness.programs import equations, targets
-from harness.sharding import collectives, device_count, mesh_for, over_mesh
+from harness.sharding import (
+    KINDS,
+    MESHES,
+    collectives,
+    device_count,
+    mesh_for,
+    over_mesh,
+    over_meshes,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -883,12 +891,6 @@ def test_shard_map_of_one_batch(what):
     assert found.shape == (device_count(), 2, SEQUENCE, 32)
 
 
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-MESHES = {
-    "tensor": {"data": 4, "tensor": 2},
-    "sequence": {"data": 4, "sequence": 2},
-    "all": {"data": 2, "tensor": 2, "sequence": 2},
-}
 NETWORKS = {
     "softmax": {},
     "dropout": dict(dropout=0.2, attention_dropout=0.3),
@@ -902,9 +904,7 @@ def reshaped(params: dict, like: dict) -> dict:
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("over", MESHES)
+@over_meshes(NETWORKS, ("tensor", "sequence", "all"))
 def test_mesh(native, over, kind, name):
     """Only the communication that the layout implies, with shardings only: see the guide."""
     if device_count() < 8:

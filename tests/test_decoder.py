@@ -16,8 +16,8 @@ import pytest
 from harness.compat import make_mesh
 from harness.numerics import assert_close_in_norm
 from harness.programs import targets_of
-from harness.sharding import collectives, device_count
-from jax.sharding import AxisType, NamedSharding
+from harness.sharding import KINDS, MESHES, collectives, device_count, over_meshes
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
@@ -347,13 +347,6 @@ def test_sampling(native):
 
 # ---- several devices -----------------------------------------------------------------------------
 
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-MESHES = {
-    "data": {"data": 8},
-    "tensor": {"data": 4, "tensor": 2},
-    "sequence": {"data": 4, "sequence": 2},
-    "all": {"data": 2, "tensor": 2, "sequence": 2},
-}
 SHARDED = {
     "softmax": {},
     "xla-biases": dict(
@@ -386,9 +379,7 @@ def run_over(mesh, config: decoder.Config, given: dict) -> tuple[Any, Any]:
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("name", SHARDED)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("over", MESHES)
+@over_meshes(SHARDED)
 def test_mesh(native, over, kind, name):
     """Only the communication that the layout implies, with shardings only: see the guide."""
     if device_count() < 8:
@@ -442,9 +433,7 @@ def test_mesh_with_padding(native, kind, attention):
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("name", SHARDED)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("over", MESHES)
+@over_meshes(SHARDED)
 def test_generation_over_a_mesh(native, over, kind, name):
     """The same tokens as on one device; the prompt and each new token communicate alike."""
     if device_count() < 8:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,8 +41,35 @@ COLLECTIVE = re.compile(
     r"|collective-broadcast)(?:-start)?\("
 )
 
+SLOW = pytest.mark.slow
+
 # A layout is a list of shardings, each over the mesh axis of the same position.
 AXES = ("a", "b")
+
+
+# The axes of models, for eight devices.
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+MESHES = {
+    "data": {"data": 8},
+    "tensor": {"data": 4, "tensor": 2},
+    "sequence": {"data": 4, "sequence": 2},
+    "all": {"data": 2, "tensor": 2, "sequence": 2},
+}
+
+
+def over_meshes(networks: Iterable[str], meshes: Iterable[str] = MESHES):
+    """Parametrizes a test by ``over``, ``kind`` and ``name``, a mesh, its axes and a network.
+
+    Quick are the first network over each mesh, and all networks over all axes.
+    """
+    first, *_ = networks
+    return pytest.mark.parametrize(
+        ("over", "kind", "name"),
+        [
+            pytest.param(*case, marks=() if case[0] == "all" or case[2] == first else SLOW)
+            for case in itertools.product(meshes, KINDS, networks)
+        ],
+    )
 
 
 def device_count() -> int:
