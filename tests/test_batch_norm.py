@@ -20,7 +20,7 @@ from harness.compat import make_mesh, saved_residuals, x64
 from harness.numerics import assert_within, normal
 from harness.programs import targets, value_and_gradients
 from harness.properties import settings
-from harness.sharding import assert_layout, collectives, device_count, mesh_for
+from harness.sharding import assert_layout, collectives, device_count, mesh_for, over_kinds
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -905,7 +905,7 @@ SHAPES = {
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+@over_kinds
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_a_sharded_batch_is_one_batch(name, activation, axis_type):

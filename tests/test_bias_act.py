@@ -16,7 +16,7 @@ from harness.compat import make_mesh, saved_residuals, x64
 from harness.numerics import assert_within, normal, stacked, unbroadcast
 from harness.programs import targets_of, value_and_gradients
 from harness.properties import settings
-from harness.sharding import assert_layout, collectives, device_count
+from harness.sharding import KINDS, assert_layout, collectives, device_count
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -622,7 +622,6 @@ def test_a_map_is_one_call(activation):
 
 # Sharding -----------------------------------------------------------------------------------------
 
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 SPREAD = {
     # shapes, their specs, sums in the backward (one per mesh axis)
     "rows": ([(64, 64), (64,)], [P("a"), P()], 1),

@@ -10,7 +10,7 @@ from harness import Case, Sharding, Tolerance, checks, implementation
 from harness.compat import x64
 from harness.numerics import assert_within, normal
 from harness.programs import targets_of
-from harness.sharding import mesh_for
+from harness.sharding import mesh_for, over_kinds
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -304,7 +304,7 @@ def test_what_is_kept(dtype):
 
 
 @pytest.mark.parametrize("mode", ["native", "xla"])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+@over_kinds
 def test_sharded_classes(axis_type, mode):
     """The reference sums over devices. Explicit axes take it; over Auto axes the kernel gathers."""
     mesh = mesh_for(axis_type)

@@ -20,7 +20,7 @@ from harness.compat import make_mesh, saved_residuals, x64
 from harness.numerics import any_value, assert_close, normal, sprinkled
 from harness.programs import outputs_and_gradients, targets_of
 from harness.properties import shapes
-from harness.sharding import assert_collectives, assert_layout, mesh_for
+from harness.sharding import assert_collectives, assert_layout, mesh_for, over_kinds
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -812,7 +812,7 @@ def test_sequences_with_no_even_shards(split, size):
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+@over_kinds
 def test_features_sharded_with_a_bias_in_every_mode(split, axis_type):
     fn, reference, parts = split
     mesh = make_mesh({"a": mesh_for(AxisType.Explicit).size}, axis_type)

@@ -24,7 +24,7 @@ from harness.compat import make_mesh, x64
 from harness.numerics import assert_within, normal, stacked, unbroadcast
 from harness.programs import targets_of
 from harness.properties import settings
-from harness.sharding import assert_layout, collectives, device_count
+from harness.sharding import KINDS, assert_layout, collectives, device_count
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -646,7 +646,6 @@ def mesh_of(axis_type):
     return make_mesh({"a": 2, "b": 4}, axis_type)
 
 
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 SPREAD = {
     # shapes, their specs, the result's spec, sums in the backward (one per gradient and mesh axis)
     "full": ([(16, 24)] * 3, [P("a", "b")] * 3, P("a", "b"), 0),

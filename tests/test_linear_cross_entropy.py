@@ -11,7 +11,7 @@ from harness import Case, Sharding, Tolerance, checks
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_close_in_norm, normal
 from harness.programs import targets_of
-from harness.sharding import mesh_for
+from harness.sharding import mesh_for, over_kinds
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -275,7 +275,7 @@ def test_kernels_and_residuals(native):
         assert memory.temp_size_in_bytes < 3 * table.nbytes + 0.7 * logits
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+@over_kinds
 @pytest.mark.parametrize("sharded", ["tokens", "classes"])
 def test_sharding(axis_type, sharded):
     """Tokens need the sums of results only. Classes are reduced over the devices by XLA."""
@@ -336,7 +336,7 @@ def test_only_the_table_is_in_the_mesh():
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+@over_kinds
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(
     "tokens, classes", [(P("a"), P("b")), (P("a", "b"), P()), (P("a", "b"), P("c"))]

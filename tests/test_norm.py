@@ -24,6 +24,7 @@ from harness.sharding import (
     collectives,
     device_count,
     mesh_for,
+    over_kinds,
     over_mesh,
 )
 from harness.transforms import oracle
@@ -1159,10 +1160,6 @@ def test_gradients_match_differences(name):
 
 # Sharding -----------------------------------------------------------------------------------------
 
-KINDS = pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
-)
-
 
 def reduced_elements(text):
     """The number of elements that the all-reduces of a program sum.
@@ -1179,7 +1176,7 @@ SHARDED = {"batch": P("a"), "sequence": P(None, "a"), "rows of a matrix": P("a")
 
 
 @pytest.mark.jax
-@KINDS
+@over_kinds
 @pytest.mark.parametrize("layout", SHARDED)
 def test_sharded(name, axis_type, layout):
     """One all-reduce for each parameter's gradient, and no other communication."""
@@ -1198,7 +1195,7 @@ def test_sharded(name, axis_type, layout):
 
 
 @pytest.mark.jax
-@KINDS
+@over_kinds
 def test_a_device_has_as_many_sums_as_alone(name, axis_type):
     """Each device writes more than 66 partial sums, and at most 132, the limit of one device."""
     (fn, _), args, cts = example(name, (16, 512, 24))
@@ -1215,7 +1212,7 @@ def test_a_device_has_as_many_sums_as_alone(name, axis_type):
 
 
 @pytest.mark.jax
-@KINDS
+@over_kinds
 def test_what_is_not_summed_is_not_communicated(name, axis_type):
     mesh = mesh_for(axis_type)
     given = ("residual",) * name.startswith("residual")
@@ -1229,7 +1226,7 @@ def test_what_is_not_summed_is_not_communicated(name, axis_type):
 
 
 @pytest.mark.jax
-@KINDS
+@over_kinds
 def test_a_sharded_last_axis(name, axis_type):
     """The result is correct. Over an explicit axis, the reference runs, and it stays sharded."""
     mesh = mesh_for(axis_type)

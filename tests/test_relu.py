@@ -19,8 +19,8 @@ from harness.compat import make_mesh, saved_residuals
 from harness.numerics import normal, specials, sprinkled
 from harness.programs import outputs_and_gradients, targets_of
 from harness.properties import same_shapes
-from harness.sharding import device_count
-from jax.sharding import AxisType, NamedSharding
+from harness.sharding import device_count, over_kinds
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
@@ -412,7 +412,7 @@ def test_export_names_the_kernels(case, native):
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+@over_kinds
 @pytest.mark.parametrize("width", [8, 24])
 def test_shards_finer_than_a_mask_byte(case, native, axis_type, width):
     """The results are right, and have the requested layout, if a mask byte spans two devices."""

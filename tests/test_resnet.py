@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_close_in_norm, norm_errors
-from harness.sharding import collectives, device_count, mesh_for, over_mesh
+from harness.sharding import collectives, device_count, mesh_for, over_kinds, over_mesh
 from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -664,7 +664,7 @@ def norms(config) -> int:
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@over_kinds
 @pytest.mark.parametrize("config", NETS.values(), ids=NETS)
 def test_sharded_batch(native, config, axis_type):
     """The statistics are those of the whole batch. The only communication is all-reduces."""

@@ -31,6 +31,7 @@ from harness.sharding import (
     assert_layout,
     collectives,
     mesh_for,
+    over_kinds,
     over_mesh,
 )
 from harness.transforms import oracle
@@ -1134,11 +1135,6 @@ def test_gradients_match_differences(name):
 
 # Sharding -----------------------------------------------------------------------------------------
 
-KINDS = pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
-)
-
-
 CLOSE = dict(rtol=1e-5, atol=1e-6)
 SHARDED = {
     # specs of x and the mask, shape of the mask for an x of (8, 16, 24, 32), the axis
@@ -1156,7 +1152,7 @@ SHARDED = {
 
 
 @pytest.mark.jax
-@KINDS
+@over_kinds
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -1192,7 +1188,7 @@ def test_sharded(name, axis_type, layout):
 
 
 @pytest.mark.jax
-@KINDS
+@over_kinds
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_a_sharded_axis(name, axis_type, axis, masked):
@@ -1235,7 +1231,7 @@ def test_a_mask_that_would_grow_leaves_the_work_to_xla(name, rows, masking):
 
 
 @pytest.mark.jax
-@KINDS
+@over_kinds
 def test_a_mask_sharded_otherwise_than_x(name, axis_type):
     """With a replicated mask, the result is correct and has the layout of x."""
     mesh = mesh_for(axis_type)

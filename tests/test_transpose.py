@@ -14,7 +14,7 @@ from harness import Case, Sharding, assert_bitwise_equal, assert_matches, checks
 from harness.compat import make_mesh, saved_residuals, x64
 from harness.numerics import any_value, normal
 from harness.properties import shapes
-from harness.sharding import assert_layout, collectives, device_count, spec
+from harness.sharding import assert_layout, collectives, device_count, over_kinds, spec
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -480,7 +480,7 @@ def test_every_dimension_shards_freely(axes, kind):
         assert types == [P(*s, *(None,) * (rank - len(s))) for s in (*out_of, *into)]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+@over_kinds
 def test_two_mesh_axes_follow_their_dimensions(axis_type):
     mesh = make_mesh({"a": 2, "b": devices() // 2}, axis_type)
     x = normal(np.random.default_rng(17), (8, 16, 24), np.float32)

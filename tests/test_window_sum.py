@@ -18,6 +18,7 @@ from harness.sharding import (
     assert_layout,
     collectives,
     mesh_for,
+    over_kinds,
     over_mesh,
 )
 from jax.sharding import AxisType, NamedSharding
@@ -438,13 +439,9 @@ def test_an_export_serves_long_windows_of_any_axis():
 
 # Sharding -----------------------------------------------------------------------------------------
 
-KINDS = pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
-)
-
 
 @pytest.mark.jax
-@KINDS
+@over_kinds
 @pytest.mark.parametrize("padding", ["VALID", "SAME"])
 @pytest.mark.parametrize(("axis", "sharded"), [(-1, 0), (1, 0), (1, 2), (0, 1), (0, 2)])
 def test_sharded(axis_type, padding, axis, sharded):

@@ -47,8 +47,9 @@ SLOW = pytest.mark.slow
 AXES = ("a", "b")
 
 
-# The axes of models, for eight devices.
+# The axes of meshes, and meshes of models, for eight devices.
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+over_kinds = pytest.mark.parametrize("axis_type", KINDS.values(), ids=KINDS)
 MESHES = {
     "data": {"data": 8},
     "tensor": {"data": 4, "tensor": 2},
@@ -455,8 +456,7 @@ def layout_checks(case: Case, layout: Layout) -> Iterator[Check]:
     two = len(layout.shardings) == 2
     # One dimension over two mesh axes is a similar check for every dimension.
     slow = two and layout.shardings[0] == layout.shardings[1] != case.shardings[0]
-    kinds = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-    for kind, axis_type in kinds.items():
+    for kind, axis_type in KINDS.items():
         name = f"sharded/{kind}/{layout.name}"
         value = partial(run_jit, layout, axis_type, False)
         yield check(f"{name}/value", value, detail=two, slow=slow)
