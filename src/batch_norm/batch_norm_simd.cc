@@ -484,7 +484,8 @@ struct BatchNorm {
   }
 
   static void Apply(const BatchNormArrays& arrays, bool relu, const Elements& elements) {
-    WithFlags([&]<bool kStream>() { ApplyTo<kStream>(arrays, relu, elements); }, elements.stream);
+    WithFlags([&]<bool kStream>() { ApplyTo<kStream>(arrays, relu, elements); },
+              kStreams && elements.stream);
   }
 
   template <bool kStream>
@@ -510,7 +511,8 @@ struct BatchNorm {
   }
 
   static void Backward(const BatchNormArrays& arrays, const Elements& elements) {
-    WithFlags([&]<bool kStream>() { BackwardTo<kStream>(arrays, elements); }, elements.stream);
+    WithFlags([&]<bool kStream>() { BackwardTo<kStream>(arrays, elements); },
+              kStreams && elements.stream);
   }
 };
 

@@ -307,7 +307,7 @@ struct Norm {
                       int64_t n, bool stream) {
     WithFlags(
         [&]<bool kLayer, bool kStream>() { ForwardRows<kLayer, kStream>(arrays, eps, rows, n); },
-        kind == NormKind::kLayer, stream);
+        kind == NormKind::kLayer, kStreams && stream);
   }
 
   static void Drop(const NormForwardArrays& arrays, void* sums, int64_t rows, int64_t n) {
@@ -360,8 +360,8 @@ struct Norm {
     }
   };
 
-  // kCount rows, beginning with row `row`.
-  template <bool kLayer, bool kStream, bool kDrops, int kCount>
+  // kCount rows, beginning with row `row`; one row if there is dropout.
+  template <bool kLayer, bool kStream, int kCount>
   static FASTOPS_INLINE void Group(const NormBackwardArrays& arrays, int64_t row, int64_t n,
                                    bool first) {
     const int64_t row_bytes = n * E::kBytes;
@@ -406,10 +406,10 @@ struct Norm {
       g_mean[k] = SumOf(g_total[k]) / static_cast<Scalar>(n);
       gx_mean[k] = SumOf(gx_total[k]) * Read(arrays.rstd, row + k) / static_cast<Scalar>(n);
     }
-    Gradient<kLayer, kStream, kDrops, kCount>(arrays, row, n, first, g_mean, gx_mean);
+    Gradient<kLayer, kStream, kCount>(arrays, row, n, first, g_mean, gx_mean);
   }
 
-  template <bool kLayer, bool kStream, bool kDrops, int kCount>
+  template <bool kLayer, bool kStream, int kCount>
   static FASTOPS_INLINE void Gradient(const NormBackwardArrays& arrays, int64_t row, int64_t n,
                                       bool first, const Scalar* g_mean, const Scalar* gx_mean) {
     const int64_t row_bytes = n * E::kBytes;
@@ -418,11 +418,12 @@ struct Norm {
     const char* dsum =
         arrays.dsum == nullptr ? nullptr : static_cast<const char*>(arrays.dsum) + row * row_bytes;
     char* dx = static_cast<char*>(arrays.dx) + row * row_bytes;
+    [[maybe_unused]] const bool drops = arrays.dropout.seeds != nullptr;
     [[maybe_unused]] char* const dresidual =
         arrays.dresidual == nullptr ? nullptr
                                     : static_cast<char*>(arrays.dresidual) + row * row_bytes;
     [[maybe_unused]] const Pair<A> factor = SetPair<A>(static_cast<Scalar>(arrays.dropout.scale));
-    [[maybe_unused]] uint8_t kept[kDrops ? kCount : 1][kDropBytes];
+    [[maybe_unused]] uint8_t kept[kDropBytes];
     [[maybe_unused]] int64_t piece = 0;  // its first element
     Scalar mean[kCount], rstd[kCount];
     for (int k = 0; k < kCount; ++k) {
@@ -448,12 +449,14 @@ struct Norm {
         if (dsum != nullptr) g = Add(g, LoadElements<E>(extent, dsum + at, count));
         dscale = MulAdd(d, x, dscale);
         dbias = Add(dbias, d);
-        if constexpr (kDrops) {
-          if (dresidual != nullptr) {
-            StoreElements<E, kStream>(extent, dresidual + at, E::Narrow(g), count);
+        if constexpr (kCount == 1) {
+          if (drops) {
+            if (dresidual != nullptr) {
+              StoreElements<E, kStream>(extent, dresidual + at, E::Narrow(g), count);
+            }
+            const uint32_t bits = BitsAt<E>(extent, kept, i - piece, count);
+            g = Select(PairOfBits<A>(bits), Mul(g, factor), SetPair<A>(0));
           }
-          const uint32_t bits = BitsAt<E>(extent, kept[k], i - piece, count);
-          g = Select(PairOfBits<A>(bits), Mul(g, factor), SetPair<A>(0));
         }
         dinput = Add(dinput, g);
         StoreElements<E, kStream>(extent, dx + at, E::Narrow(g), count);
@@ -462,27 +465,29 @@ struct Norm {
       if (arrays.dbias != nullptr) AddTo(extent, arrays.dbias, i, count, first, dbias);
       if (arrays.dinput_bias != nullptr) AddTo(extent, arrays.dinput_bias, i, count, first, dinput);
     };
-    if constexpr (kDrops) {
-      OverPieces(n, [&](int64_t begin, int64_t end) FASTOPS_LAMBDA {
-        piece = begin;
-        for (int k = 0; k < kCount; ++k) DrawPiece(arrays.dropout, row + k, begin, end, kept[k]);
-        OverBlocks<kBlock>(begin, end, block);
-      });
-    } else if constexpr (kStream) {
+    if constexpr (kCount == 1) {
+      if (drops) {
+        OverPieces(n, [&](int64_t begin, int64_t end) FASTOPS_LAMBDA {
+          piece = begin;
+          DrawPiece(arrays.dropout, row, begin, end, kept);
+          OverBlocks<kBlock>(begin, end, block);
+        });
+        return;
+      }
+    }
+    if constexpr (kStream) {
       OverAlignedBlocks<E>(dx, n, block);
     } else {
       OverBlocks<kBlock>(0, n, block);
     }
   }
 
-  template <bool kLayer, bool kStream, bool kDrops>
+  template <bool kLayer, bool kStream>
   static void BackwardRows(const NormBackwardArrays& arrays, int64_t rows, int64_t n) {
+    const int64_t grouped = arrays.dropout.seeds == nullptr ? rows - rows % kRows : 0;
     int64_t r = 0;
-    constexpr int kCount = kDrops ? 1 : kRows;
-    for (; r + kCount <= rows; r += kCount) {
-      Group<kLayer, kStream, kDrops, kCount>(arrays, r, n, r == 0);
-    }
-    for (; r < rows; ++r) Group<kLayer, kStream, kDrops, 1>(arrays, r, n, r == 0);
+    for (; r < grouped; r += kRows) Group<kLayer, kStream, kRows>(arrays, r, n, r == 0);
+    for (; r < rows; ++r) Group<kLayer, kStream, 1>(arrays, r, n, r == 0);
     if constexpr (kStream) StreamFence();
   }
 
@@ -490,11 +495,8 @@ struct Norm {
                        bool stream) {
     // Unless rows are whole cache lines, the rows of a group have different alignments.
     stream = stream && n * E::kBytes % 64 == 0;
-    WithFlags(
-        [&]<bool kLayer, bool kStream, bool kDrops>() {
-          BackwardRows<kLayer, kStream, kDrops>(arrays, rows, n);
-        },
-        kind == NormKind::kLayer, stream, arrays.dropout.seeds != nullptr);
+    WithFlags([&]<bool kLayer, bool kStream>() { BackwardRows<kLayer, kStream>(arrays, rows, n); },
+              kind == NormKind::kLayer, kStreams && stream);
   }
 };
 

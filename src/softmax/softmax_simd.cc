@@ -224,7 +224,7 @@ struct Softmax {
         [&]<bool kMask, bool kLog>() {
           if (n <= kBlock) {
             OneBlockRows<kMask>(call, x, mask, mask_stride, y, rows, n);
-          } else if (call.stream) {
+          } else if (kStreams && call.stream) {
             SomeRows<kMask, kLog, true>(call, x, mask, mask_stride, y, rows, n);
           } else {
             SomeRows<kMask, kLog, false>(call, x, mask, mask_stride, y, rows, n);
@@ -270,7 +270,7 @@ struct Softmax {
         [&]<bool kMask, bool kLog, bool kStream>() {
           FinishPiece<kMask, kLog, kStream>(call, x, mask, y, n, maximum, sum);
         },
-        mask != nullptr, call.log, call.stream);
+        mask != nullptr, call.log, kStreams && call.stream);
   }
 
   // ---- The gradient of a row ----
@@ -394,7 +394,7 @@ struct Softmax {
         [&]<bool kLog, bool kOut>() {
           if (n <= kBlock) {
             OneBlockGradients<kLog, kOut>(call, y, dy, mask, mask_stride, dx, rows, n);
-          } else if (call.stream) {
+          } else if (kStreams && call.stream) {
             GradientsOfRows<kLog, kOut, true>(call, y, dy, mask, mask_stride, dx, rows, n);
           } else {
             GradientsOfRows<kLog, kOut, false>(call, y, dy, mask, mask_stride, dx, rows, n);
@@ -410,7 +410,7 @@ struct Softmax {
           GradientOfRow<kLog, kOut, kStream>(call, y, dy, mask, dx, n, sum);
           if constexpr (kStream) StreamFence();
         },
-        call.log, call.masked, call.stream);
+        call.log, call.masked, kStreams && call.stream);
   }
 
   static void Drop(const SoftmaxDropout& dropout, const uint32_t* seed, const char* x, char* y,

@@ -61,6 +61,10 @@ typedef int16_t I16 __attribute__((vector_size(kVectorBytes)));
 typedef int32_t I32 __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t U32 __attribute__((vector_size(kVectorBytes)));
 
+// Whether rows have a second kernel, with streaming stores. The baseline set, for old machines and
+// for those without such stores, has none: half of its code would be for them.
+constexpr bool kStreams = FASTOPS_ISA_LEVEL > 0;
+
 // Prefetches the cache line `bytes` bytes after p. An address after the end of an array is
 // harmless.
 template <bool kWrite = false>
