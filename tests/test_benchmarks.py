@@ -7,6 +7,7 @@ import random
 import sys
 
 import pytest
+from harness.sharding import SLOW
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -113,7 +114,9 @@ def test_decoder(tmp_path, monkeypatch):
     assert ours["loss"] < ours["first_loss"] < 5
 
 
-@pytest.mark.parametrize("axis", ["data", "tensor", "sequence"])
+@pytest.mark.parametrize(
+    "axis", ["tensor", *(pytest.param(axis, marks=SLOW) for axis in ("data", "sequence"))]
+)
 def test_decoder_over_devices(tmp_path, monkeypatch, axis):
     options = f"--shapes 2x16 --devices 2 --axis {axis}"
     ours, plain = rows_of(decoder, options, tmp_path, monkeypatch)

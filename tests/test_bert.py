@@ -348,8 +348,14 @@ def encoded_one_by_one(ops: bert.Ops):
     return encoded(one_by_one, start(DROPPED)["layers"])
 
 
-@pytest.mark.parametrize("variant", ["plain", "stacked", "scan", "remat"])
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize(
+    ("ops", "variant"),
+    [
+        *(("ours", variant) for variant in ("plain", "stacked", "scan", "remat")),
+        ("plain", "plain"),
+        *(pytest.param("plain", v, marks=SLOW) for v in ("stacked", "scan", "remat")),
+    ],
+)
 def test_encoder(native, variant, ops):
     """The encoder equals its layers one by one, including dropout, in every variant."""
     config = dataclasses.replace(DROPPED, scan=variant == "scan", remat=variant == "remat")

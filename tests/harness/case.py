@@ -132,6 +132,8 @@ class Check:
       every_mode: it also runs in the other modes, not only in the first one.
       detail: it differs from another check only in a detail. It is a quick test only if the case is
         `thorough`.
+      nested: it nests transformations that other checks apply by themselves. It is a quick test
+        only of the case that leads the test.
       slow: it is never a quick test.
       module: the file that it is from.
     """
@@ -142,6 +144,7 @@ class Check:
     every_dtype: bool = True
     every_mode: bool = True
     detail: bool = False
+    nested: bool = False
     slow: bool = False
     module: str = ""
 
@@ -230,7 +233,7 @@ def runs(
     """
     modes = case.modes if check.every_mode else case.modes[:1]
     dtypes = case.dtypes if check.every_dtype else case.dtypes[:1]
-    quick = not check.slow and (case.thorough or not check.detail)
+    quick = not check.slow and (case.thorough or not check.detail) and (leads or not check.nested)
     for mode in modes:
         for dtype in dtypes:
             firsts = (mode == modes[0]) + (dtype == dtypes[0])

@@ -42,6 +42,8 @@ DETAIL = re.compile(
     r"|checkpoint/(everything_saveable|nothing_saveable|loss|eager)"
     r"|scan/(value|inside|jvp)|while/jvp|cond/(value|vmapped)|fori/grad"
 )
+# Transforms that nest others, or bodies of loops (see `Check.nested`).
+NESTED = re.compile("hvp|third|vmap_of_hvp|jac|hessian|grad_of_vmap|scan|while|fori|cond")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -668,4 +670,5 @@ def checks(case: Case) -> Iterator[Check]:
             functools.partial(run, transform),
             basic=transform.basic,
             detail=DETAIL.fullmatch(transform.name) is not None,
+            nested=NESTED.match(transform.name) is not None,
         )
