@@ -356,13 +356,19 @@ SHARDED = {
 }
 
 
+def placed(mesh, config: decoder.Config, given: dict) -> tuple[dict, dict, NamedSharding]:
+    """The parameters, and arrays of tokens, over a mesh, and the sharding of these."""
+    axes = [name if name in mesh.axis_names else None for name in ("data", "sequence")]
+    shardings = jax.tree.map(
+        functools.partial(NamedSharding, mesh), decoder.partition_specs(config)
+    )
+    dealt = NamedSharding(mesh, P(*axes))
+    return jax.device_put(start(config), shardings), jax.device_put(given, dealt), dealt
+
+
 def run_over(mesh, config: decoder.Config, given: dict) -> tuple[Any, Any]:
     """Hidden states, and loss and gradients, each with the program's collectives."""
-    axes = [name if name in mesh.axis_names else None for name in ("data", "sequence")]
-    specs = decoder.partition_specs(config)
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
-    params = jax.tree.map(put, start(config), specs)
-    given = {name: put(a, P(*axes)) for name, a in given.items()}
+    params, given, dealt = placed(mesh, config, given)
     tokens = given.pop("tokens")
     # Gradients are sharded like parameters, as those that an optimizer adds to them.
     shardings = None, jax.tree.map(lambda a: a.sharding, params)
@@ -374,7 +380,7 @@ def run_over(mesh, config: decoder.Config, given: dict) -> tuple[Any, Any]:
     with jax.set_mesh(mesh):
         hidden = of(functools.partial(hidden_of, config=config))
         both = of(step(config, decoder.FASTOPS), out_shardings=shardings)
-    assert hidden[0].sharding.is_equivalent_to(NamedSharding(mesh, P(*axes)), 3)
+    assert hidden[0].sharding.is_equivalent_to(dealt, 3)
     return hidden, both
 
 
@@ -443,10 +449,7 @@ def test_generation_over_a_mesh(native, over, kind, name):
     config = dataclasses.replace(plain, tensor_parallel=tensor)
     tokens = batch(n=8, length=16)["tokens"]
     mask = np.arange(16) >= np.array([0, 2, 4, 1, 0, 0, 3, 5])[:, None]
-    axes = [axis if axis in mesh.axis_names else None for axis in ("data", "sequence")]
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
-    params = jax.tree.map(put, start(config), decoder.partition_specs(config))
-    given = dict(tokens=put(tokens, P(*axes)), mask=put(mask, P(*axes)))
+    params, given, _ = placed(mesh, config, dict(tokens=tokens, mask=mask))
     options = dict(key=jax.random.key(3), temperature=0.5)
     for more in ({}, options):
         wanted = generate(start(plain), tokens, plain, length=6, mask=mask, end=7, **more)
@@ -476,13 +479,12 @@ def test_cache_over_a_mesh(native, kind, scan):
     mesh, plain = make_mesh(MESHES["all"], KINDS[kind]), dataclasses.replace(CONFIG, scan=scan)
     config = dataclasses.replace(plain, tensor_parallel=True)
     tokens = batch(n=4, length=16)["tokens"]
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
-    params = jax.tree.map(put, start(config), decoder.partition_specs(config))
+    params, parts, _ = placed(mesh, config, dict(enumerate(np.split(tokens, 2, axis=1))))
     run = jax.jit(functools.partial(hidden_of, config=config))
     cache, found = decoder.init_cache(config, 4, 16), []
     with jax.set_mesh(mesh):
-        for part in np.split(tokens, 2, axis=1):
-            hidden, cache = run(params, put(part, P("data", "sequence")), cache=cache)
+        for part in parts.values():
+            hidden, cache = run(params, part, cache=cache)
             found.append(hidden)
     assert_close_in_norm(np.concatenate(found, 1), hidden_of(start(plain), tokens, plain), 2e-5)
 
