@@ -9,9 +9,9 @@ programs of the last round stay and no others are compiled, because JAX and XLA 
 each program. Then memory must be flat: after the first of these rounds, the median of the second
 half exceeds that of the first half by at most `GROWTH`.
 
-A call fails if its error is more than `FACTOR` times the reference's and more than `ULPS` epsilons
-in norm or `WORST_ULPS` in the worst element, or if NaN or Inf are at other elements. A round that
-does not end in time prints all stacks and ends the process.
+A call fails if NaN or Inf are at other elements, or if its error exceeds the larger of `FACTOR`
+times the reference's error and a number of epsilons: half of `ULPS` in norm, and `ULPS` in the
+worst element. A round that does not end in time prints all stacks and ends the process.
 """
 
 import argparse
@@ -57,9 +57,10 @@ import jax_fastops as fo  # noqa: E402
 from benchmarks import shapes  # noqa: E402
 from benchmarks.cases import OPS, Case, Op, mask_of_keys, plain_cross_entropy  # noqa: E402
 
-# The largest of many elements may have lost bits by cancellation: the gradient of a layer norm of 8
-# elements whose variance is small errs by up to 28 epsilons, the reference by up to 18.
-FACTOR, ULPS, WORST_ULPS = 4, 8, 64
+# The worst of many elements may have lost bits by cancellation. In float32, the gradient of a layer
+# norm (123, 3, 8) had 28 epsilons in a row of small variance (seeds from 216334868), and the
+# reference has up to 18 in such rows. So `WIDE` times as many count there in 32 bits and more.
+FACTOR, ULPS, WIDE = 4, 16, 4
 GROWTH = {"device": 1 << 20, "host": 32 << 20}  # bytes
 MIN_ROUND = 15.0  # seconds of a round
 STUCK = 240  # seconds that a round may take beyond its time
@@ -168,7 +169,8 @@ class Program:
             if is_float(jnp.dtype(self.case.dtype)):
                 eps = max(eps, float(jnp.finfo(self.case.dtype).eps))
             special, norm, worst_one, their_norm, their_worst = found
-            pairs = (norm, their_norm, ULPS), (worst_one, their_worst, WORST_ULPS)
+            most = ULPS * (WIDE if eps < 1e-4 else 1)
+            pairs = (norm, their_norm, ULPS / 2), (worst_one, their_worst, most)
             for mine, theirs, ulps in pairs:
                 ulps *= 4 if self.wide else 1  # the oracle errs, too
                 limit = max(FACTOR * theirs, ulps * eps)

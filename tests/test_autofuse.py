@@ -921,9 +921,10 @@ def same_results(want, got, program):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol / 10 * scale, err_msg=str(program))
 
 
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_programs_with_a_change(name):
-    check_mutants(name, 4, 0)
+def test_programs_with_a_change(name, count):
+    check_mutants(name, count, 0)
 
 
 @pytest.mark.slow

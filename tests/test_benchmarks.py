@@ -7,7 +7,7 @@ import random
 import sys
 
 import pytest
-from harness.sharding import SLOW
+from harness.case import SLOW
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 

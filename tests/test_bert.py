@@ -14,6 +14,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness.case import SLOW
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_close_in_norm, norm_errors
 from harness.programs import equations, targets
@@ -46,7 +47,6 @@ CONFIG = bert.Config(
     dtype="float32",
 )
 BATCH, SEQUENCE = 8, 12
-SLOW = pytest.mark.slow
 OPS = {"ours": bert.FASTOPS, "plain": bert.PLAIN}
 # Programs with the default generator of random bits take far longer to compile.
 KEY = jax.random.key(3, impl="rbg")

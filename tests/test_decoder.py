@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness.compat import make_mesh
+from harness.compat import make_mesh, x64
 from harness.numerics import assert_close_in_norm
 from harness.programs import targets_of
 from harness.sharding import KINDS, MESHES, collectives, device_count, over_meshes
@@ -305,6 +305,17 @@ def test_greedy(native, ops):
     assert lengths.tolist() == [6] * BATCH
 
 
+def test_generates_with_64_bit_types(native):
+    params, tokens = start(CONFIG), batch()["tokens"]
+    options = dict(length=6, end=(3, 7), key=jax.random.key(2), top_k=5)
+    wanted = generate(params, tokens, CONFIG, **options)
+    with x64():
+        found = generate(params, tokens, CONFIG, **options)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
 def test_one_token(native):
     new, lengths = generate(start(CONFIG), batch()["tokens"], CONFIG, length=1, end=3)
     assert new.shape == (BATCH, 1) and lengths.tolist() == [1] * BATCH
@@ -441,32 +452,44 @@ def test_mesh_with_padding(native, kind, attention):
 @pytest.mark.jax
 @over_meshes(SHARDED)
 def test_generation_over_a_mesh(native, over, kind, name):
-    """The same tokens as on one device; the prompt and each new token communicate alike."""
+    """The same tokens as on one device, and only the communication that the guide states."""
     if device_count() < 8:
         pytest.skip("needs eight devices")
     mesh, plain = make_mesh(MESHES[over], KINDS[kind]), dataclasses.replace(CONFIG, **SHARDED[name])
     tensor, sequence = "tensor" in mesh.axis_names, "sequence" in mesh.axis_names
     config = dataclasses.replace(plain, tensor_parallel=tensor)
-    tokens = batch(n=8, length=16)["tokens"]
-    mask = np.arange(16) >= np.array([0, 2, 4, 1, 0, 0, 3, 5])[:, None]
-    params, given, _ = placed(mesh, config, dict(tokens=tokens, mask=mask))
-    options = dict(key=jax.random.key(3), temperature=0.5)
-    for more in ({}, options):
-        wanted = generate(start(plain), tokens, plain, length=6, mask=mask, end=7, **more)
+    arrays = dict(tokens=batch(n=8, length=16)["tokens"])
+    arrays["mask"] = np.arange(16) >= np.array([0, 2, 4, 1, 0, 0, 3, 5])[:, None]
+    params, given, _ = placed(mesh, config, arrays)
+
+    def run(names, length, **options):
+        """The program's collectives."""
+        wanted = generate(
+            start(plain), config=plain, length=length, **{n: arrays[n] for n in names}, **options
+        )
+        mine = {n: given[n] for n in names}
         with jax.set_mesh(mesh):
-            lowered = generate.lower(params, config=config, length=6, end=7, **given, **more)
+            lowered = generate.lower(params, config=config, length=length, **mine, **options)
             program = lowered.compile()
-            new = program(params, **given, **more)
+            static = ("end", "top_k")
+            new = program(params, **mine, **{n: o for n, o in options.items() if n not in static})
         assert new[0].sharding.is_equivalent_to(NamedSharding(mesh, P("data", None)), 2)
         for got, one in zip(new, wanted, strict=True):
             np.testing.assert_array_equal(got, one)
-        layers = 1 if config.scan else config.layers
-        # As in `test_mesh`, twice, and whether all sequences have ended. The logits, twice; of the
-        # prompt also its mask and its last hidden states.
-        reduced, gathered = 2 * tensor * (1 + 2 * layers) + 1, 2 * tensor
-        gathered += sequence * (2 * layers + 2)
-        wanted = {"all-reduce": reduced, "all-gather": gathered}
-        assert collectives(program.as_text()) == {k: n for k, n in wanted.items() if n}
+        return collectives(program.as_text())
+
+    sampled = dict(key=jax.random.key(3), temperature=0.5)
+    run(["tokens", "mask"], 1, top_k=3, **sampled)
+    # The prompt, and the loop over new tokens: as in `test_mesh`, and the logits.
+    layers = 1 if config.scan else config.layers
+    reduced, gathered = 2 * tensor * (1 + 2 * layers), 2 * tensor + 2 * layers * sequence
+    reduced += sequence  # the last hidden states of the prompt
+    for names, options in ((["tokens"], {}), (["tokens", "mask"], sampled | dict(end=7))):
+        counts = run(names, 6, **options)
+        assert counts.pop("all-reduce", 0) == reduced + ("end" in options)
+        assert counts.pop("all-gather", 0) == gathered + ("mask" in names) * sequence
+        assert counts.pop("collective-permute", 0) == sequence * (kind == "auto")
+        assert not counts
 
 
 @pytest.mark.jax

@@ -25,7 +25,7 @@ import jax_fastops as fo
 
 pytestmark = pytest.mark.usefixtures("native")
 
-# "auto" takes one of the others, and the harness checks it.
+# "auto" takes one of the others, so its tests are slow.
 MODES = ("native", "xla", pytest.param("auto", marks=pytest.mark.slow))
 RATE = 0.3
 

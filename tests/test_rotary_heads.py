@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
+from harness.case import SLOW
 from harness.compat import saved_residuals, x64
 from harness.numerics import any_value, normal
 from harness.programs import outputs_and_gradients, targets_of
-from harness.sharding import SLOW
 from harness.transforms import widen
 
 import jax_fastops as fo

@@ -213,7 +213,10 @@ def with_row(value: Value) -> Iterator[tuple[Value, Value]]:
 
 
 def selections_of(value: Value) -> Iterator[tuple[Value, Value, Value, bool]]:
-    """A mask, each of two arrays with the other one, and whether the mask is True for the first."""
+    """Of a selection between two arrays, for each: the mask, the array, the other one, the sign.
+
+    The sign is whether the mask is True where the array is taken.
+    """
     node = value.node
     if node is not None and node.name == "select_n" and len(node.inputs) == 3:
         which, a, b = node.inputs

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_fastops.models._parameters import cast_kernels, stack, unstack
 from jax_fastops.models._products import dot, dot_product_attention, take, wide_product
-from jax_fastops.models._sharding import first, varying_with, whole
+from jax_fastops.models._sharding import element, varying_with, whole
 
 if TYPE_CHECKING:
     from jax_fastops.models.bert import Config, Ops
@@ -44,7 +44,7 @@ def embed(params: dict, tokens, config: Config, token_types, positions):
 
 
 def pool(params: dict, x):
-    y = wide_product("be,ef->bf", first(x), params["kernel"])
+    y = wide_product("be,ef->bf", element(x, 0), params["kernel"])
     return jnp.tanh(y + params["bias"]).astype(x.dtype)
 
 

@@ -97,8 +97,8 @@ def _attend(mask, cache, tokens, start, config: Config) -> tuple[_Attend, Cache 
     count = tokens.shape[1]
     mask = None if mask is None else whole(mask, 1)
     if cache is not None:
-        new = jnp.ones_like(tokens, bool) if mask is None else mask
-        cache = cache._replace(mask=_written(cache.mask, whole(new, 1), start))
+        new = whole(jnp.ones_like(tokens, bool), 1) if mask is None else mask
+        cache = cache._replace(mask=_written(cache.mask, new, start))
     attend = _Attend(mask, None, start)
     if attend.fresh and config.attention != "softmax":
         return attend, cache
@@ -113,7 +113,10 @@ def _attend(mask, cache, tokens, start, config: Config) -> tuple[_Attend, Cache 
 
 
 def _written(kept, new, start):
-    """``kept`` with ``new`` from place ``start`` of axis 1; over explicit axes, sharded like it."""
+    """``kept`` with ``new`` from place ``start`` of axis 1.
+
+    Over explicit axes, the result is sharded like ``new``.
+    """
     spec = explicit_spec(new)
     kept = kept if spec is None else jax.sharding.reshard(kept, spec)
     return jax.lax.dynamic_update_slice_in_dim(kept, new, start, axis=1)

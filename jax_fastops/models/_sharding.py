@@ -32,14 +32,14 @@ def whole(x, axis: int):
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*free[:axis], None, *free[axis + 1 :]))
 
 
-def first(x):
-    """``x[:, 0]``."""
+def element(x, place: int):
+    """``x[:, place]``."""
     spec = explicit_spec(x)
     if spec is None or spec[1] is None:
-        return x[:, 0]
-    # JAX does not slice explicit shards. The device that has the first element sends it by a sum.
+        return x[:, place]
+    # JAX does not slice explicit shards. The device that has the element sends it by a sum.
     index = jax.lax.broadcasted_iota(jnp.int32, (1, x.shape[1], *(1,) * (x.ndim - 2)), 1)
-    return jnp.where(index == 0, x, jnp.zeros_like(x)).sum(1)
+    return jnp.where(index == place % x.shape[1], x, jnp.zeros_like(x)).sum(1)
 
 
 def following(x, fill):

@@ -31,7 +31,7 @@ from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._decoder_layers import forward, prepared
 from jax_fastops.models._products import ATTENTIONS, wide_product
-from jax_fastops.models._sharding import following, tokens_at_once, whole
+from jax_fastops.models._sharding import element, following, tokens_at_once, whole
 
 __all__ = [
     "FASTOPS",
@@ -617,7 +617,7 @@ def generate(
     params = prepared(params, config)
 
     def chosen(hidden, step):
-        found = whole(wide_product("be,ve->bv", hidden[:, -1], table), 1)
+        found = whole(wide_product("be,ve->bv", element(hidden, -1), table), 1)
         if key is None:
             return found.argmax(-1).astype(jnp.int32)
         own, scaled = jax.random.fold_in(key, step), found / temperature
@@ -632,7 +632,7 @@ def generate(
         hidden, cache = forward(params, token[:, None], config, None, None, cache, ops)
         ended = jnp.isin(token, ends)
         token = jnp.where(ended, fill, chosen(hidden, step))
-        new = jax.lax.dynamic_update_slice(new, token[:, None], (0, step))
+        new = jax.lax.dynamic_update_slice_in_dim(new, token[:, None], step, axis=1)
         return step + 1, token, new, lengths + ~ended, cache
 
     def unfinished(state):
@@ -641,7 +641,7 @@ def generate(
 
     cache = init_cache(config, ids.shape[0], ids.shape[1] + length - 1)
     hidden, cache = forward(params, ids, config, None, inside, cache, ops)
-    first = chosen(whole(hidden, 1), 0)
+    first = chosen(hidden, 0)
     new = jnp.pad(first[:, None], ((0, 0), (0, length - 1)), constant_values=fill)
     state = (jnp.int32(1), first, new, jnp.ones_like(first), cache)
     _, _, new, lengths, _ = jax.lax.while_loop(unfinished, body, state)

@@ -21,6 +21,9 @@ FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 Arrays = tuple[np.ndarray, ...]
 
 
+SLOW = pytest.mark.slow
+
+
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """One way to shard the arguments over a mesh axis.
@@ -133,7 +136,7 @@ class Check:
       detail: it differs from another check only in a detail. It is a quick test only if the case is
         `thorough`.
       nested: it nests transformations that other checks apply by themselves. It is a quick test
-        only of the case that leads the test.
+        only for the first case of a test.
       slow: it is never a quick test.
       module: the file that it is from.
     """
@@ -241,7 +244,7 @@ def runs(
                 continue
             marks = []
             if not (quick and (firsts == 2 or check.basic)):
-                marks.append(pytest.mark.slow)
+                marks.append(SLOW)
             if check.module != "properties":
                 marks.append(pytest.mark.transform)
                 if firsts == 2 and (leads or check.module != "transforms"):

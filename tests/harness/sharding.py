@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from harness.case import (
+    SLOW,
     Case,
     Check,
     Sharding,
@@ -41,13 +42,11 @@ COLLECTIVE = re.compile(
     r"|collective-broadcast)(?:-start)?\("
 )
 
-SLOW = pytest.mark.slow
-
 # A layout is a list of shardings, each over the mesh axis of the same position.
 AXES = ("a", "b")
 
 
-# The axes of meshes, and meshes of models, for eight devices.
+# Kinds of mesh axes; meshes of eight devices for the models.
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 over_kinds = pytest.mark.parametrize("axis_type", KINDS.values(), ids=KINDS)
 MESHES = {

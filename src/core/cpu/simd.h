@@ -61,8 +61,9 @@ typedef int16_t I16 __attribute__((vector_size(kVectorBytes)));
 typedef int32_t I32 __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t U32 __attribute__((vector_size(kVectorBytes)));
 
-// Whether rows have a second kernel, with streaming stores. The baseline set, for old machines and
-// for those without such stores, has none: half of its code would be for them.
+// Whether norms, softmax and batch norm have second kernels, with streaming stores. Not in the
+// baseline set, which is for old machines and for those without such stores: they would be half of
+// its code.
 constexpr bool kStreams = FASTOPS_ISA_LEVEL > 0;
 
 // Prefetches the cache line `bytes` bytes after p. An address after the end of an array is
