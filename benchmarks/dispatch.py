@@ -56,13 +56,6 @@ BATCH = 16  # calls that a process measures before it takes others
 MEMORY = 2**29
 # A tree divides dtypes in this order.
 ORDER = ("bool", "int8", "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-# Choices that an op measured by itself does not show. In a model, XLA recomputes a norm inside the
-# next norms: in BERT's inference the kernel gains, although it loses when measured by itself
-# (docs/dev/log/models.md).
-BY_HAND = {
-    ("residual_layer_norm", "cuda", dtype): {"forward": ["bytes", 2**23, False, True]}
-    for dtype in ("bfloat16", "float16")
-}
 
 
 def main() -> None:
@@ -73,6 +66,7 @@ def main() -> None:
     add("--seed", type=int, default=0)
     add("--largest", type=int, help="elements (default: 2**25 on a GPU, 2**22 on a CPU)")
     add("--rounds", type=int, default=7)
+    add("--all", action="store_true", help="also fit the entries that are set by hand")
     add("--check", action="store_true", help="only check the table, with the next seed")
     add("--checks", type=int, default=100, help="random calls of each family in the check; 0: none")
     add("--table", type=Path, default=TABLE)
@@ -91,6 +85,8 @@ def main() -> None:
         samples = _samples(ops, options)
         everything = json.loads(options.table.read_text())
         device = _device(everything)
+        if options.all:
+            device.pop("by_hand", None)
         fit(samples, device)
         others = [known for known in everything if known["name"] != device["name"]]
         options.table.write_text(text([*others, device]))
@@ -296,7 +292,11 @@ def request(case: Case):
 
 
 def fit(samples: Sequence[Sample], device: dict) -> None:
-    """Puts the trees for the entries of these samples into a device's part of the table."""
+    """Puts the trees for the entries of these samples into a device's part of the table.
+
+    Entries in the device's list "by_hand" stay: their trees were changed after a fit, for example
+    because of what an op costs inside of a model (docs/dev/log).
+    """
     entries: dict[str, list[Sample]] = {}
     for sample in samples:
         if sample.request.limit is None:
@@ -306,9 +306,11 @@ def fit(samples: Sequence[Sample], device: dict) -> None:
         dtypes = sorted({sample.request.dtype for sample in mine}, key=ORDER.index)
         slow = [sum(s.ratio("xla", "jax.nn", use) > 1.03 for s in mine) for use in PHASES]
         print(f"{entry}: {len(mine)} calls, reference slower than jax.nn in {slow}, {pooled}")
+        if entry in device.get("by_hand", ()):
+            print(f"{entry}: set by hand, so not changed (--all changes it)")
+            continue
         for dtype in dtypes:
             trees = {use: _of_dtype(pooled[use], ORDER.index(dtype)) for use in PHASES}
-            trees |= BY_HAND.get((entry, environment.platform_name(), dtype), {})
             device["entries"].setdefault(entry, {})[dtype] = trees
 
 
@@ -344,13 +346,12 @@ def _device(table: list[dict]) -> dict:
     if platform == "cpu":
         name = f"{environment.cpu_model()}, {environment.hardware()['cores']} cores"
     known = [device for device in table if device["platform"] == platform]
-    entries = fo._dispatch.nearest(known, platform)["entries"] if known else {}
-    return {
+    nearest = fo._dispatch.nearest(known, platform) if known else {"entries": {}}
+    return nearest | {
         "platform": platform,
         "name": name,
         "compute_capability": capability,
         "bandwidth": bandwidth,
-        "entries": entries,
     }
 
 

@@ -73,6 +73,20 @@ def test_bounds_are_powers_of_two_where_possible():
     assert dispatch._round(0, 1) == 1
 
 
+def test_a_fit_leaves_what_is_set_by_hand():
+    (op,) = cases.select_ops(["relu"])
+    (case,) = dispatch.calls(op, 1, 0, 2**10)
+    uses = {"forward": 1.0, "grad": 1.0}
+    seconds = {"native": uses, "xla": uses, "jax.nn": uses}
+    samples = [dispatch.Sample(op.name, case.name, dispatch.request(case), seconds)] * 8
+    entry, dtype = samples[0].request.entry, samples[0].request.dtype
+    trees = {dtype: {"forward": True, "grad": True}}
+    dispatch.fit(samples, kept := {"by_hand": [entry], "entries": {entry: trees}})
+    assert kept["entries"] == {entry: trees}
+    dispatch.fit(samples, fitted := {"entries": {entry: dict(trees)}})
+    assert fitted["entries"] == {entry: {dtype: {"forward": False, "grad": False}}}
+
+
 @pytest.mark.parametrize("op", [op for op in cases.OPS if op.fitted], ids=lambda op: op.name)
 def test_random_calls_are_valid(op):
     """Every call can be traced, states its features, and is the same for the same seed."""
