@@ -11,7 +11,7 @@ half exceeds that of the first half by at most `GROWTH`.
 
 A call fails if NaN or Inf are at other elements, or if its error exceeds the larger of `FACTOR`
 times the reference's error and a number of epsilons: half of `ULPS` in norm, and `ULPS` in the
-worst element. A round that does not end in time prints all stacks and ends the process.
+worst element, or in a result of one element. A round that does not end in time prints all stacks and ends the process.
 """
 
 import argparse
@@ -170,7 +170,8 @@ class Program:
                 eps = max(eps, float(jnp.finfo(self.case.dtype).eps))
             special, norm, worst_one, their_norm, their_worst = found
             most = ULPS * (WIDE if eps < 1e-4 else 1)
-            pairs = (norm, their_norm, ULPS / 2), (worst_one, their_worst, most)
+            in_norm = ULPS / 2 if leaf.size > self.inputs else most  # a lone number is its worst
+            pairs = (norm, their_norm, in_norm), (worst_one, their_worst, most)
             for mine, theirs, ulps in pairs:
                 ulps *= 4 if self.wide else 1  # the oracle errs, too
                 limit = max(FACTOR * theirs, ulps * eps)

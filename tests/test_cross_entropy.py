@@ -150,6 +150,15 @@ def test_rows(rows, classes):
     check_values(rng.standard_normal((rows, classes)), labels, jnp.dtype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("classes", [3, 9, 50, 72, 201])
+def test_many_rows(dtype, classes):
+    """So many that a thread of a GPU has several words of a row."""
+    rows = 80_000 // -(-classes * dtype.itemsize // 16)
+    rng = np.random.default_rng(classes)
+    labels = rng.integers(-1, classes + 1, rows).astype(np.int32)
+    check_values(rng.standard_normal((rows, classes)), labels, dtype, **BOTH)
+
+
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=["plain", "smooth"])
 @pytest.mark.parametrize("classes", [7, 1000, 9000])
 def test_hard_values(dtype, classes, options):
@@ -181,7 +190,7 @@ def special_rows(classes):
 
 
 @pytest.mark.parametrize("options", [{}, BOTH], ids=["plain", "both"])
-@pytest.mark.parametrize("classes", [8, 8200])
+@pytest.mark.parametrize("classes", [8, 8200, 2**17])  # the last has several blocks of a GPU
 def test_special_values(dtype, classes, options):
     """NaN and Inf are where optax' formulas have them."""
     x, labels = special_rows(classes)

@@ -11,10 +11,15 @@
 //   all elements are edges.
 // - A row whose label is out of range is not read.
 //
-// There are two kernels each way: one whose rows are parts of a warp, and one for rows of at least
-// kLongRow bytes. float64 takes the first one for every length.
+// There are two kernels each way: one whose rows are parts of a warp, and one for long rows, or
+// few, which have blocks of their own. In the forward, a block is larger if there are at most as
+// many rows as SMs, and a very long row has a cluster of blocks if there are even fewer. float64
+// takes the first kernel for every length.
 #include "cross_entropy/cross_entropy.h"
 
+#include <cooperative_groups.h>
+
+#include "core/cuda/cluster_sum.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
 #include "core/cuda/launch.h"
@@ -34,7 +39,12 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kTogether = 4;            // words that a thread loads together
 constexpr int64_t kLongRow = 16 << 10;  // bytes from which a row has a block
-constexpr int kTile = 8 * kThreads;     // words of a block of the backward of long rows
+constexpr int64_t kFewRow = 1 << 10;    // likewise, if there are at most kFew rows for each SM
+constexpr int64_t kFew = 4;
+constexpr int64_t kMany = 512;       // words for each SM from which a lane has several
+constexpr int kWide = 1024;          // threads of a block if there are as many SMs as rows
+constexpr int kMostBlocks = 8;       // of a cluster
+constexpr int kTile = 8 * kThreads;  // words of a block of the backward of long rows
 
 struct Params {
   int64_t rows, n;
@@ -137,6 +147,13 @@ struct Statistics {
   __device__ __forceinline__ void Raise(A most) {
     sum *= ExpFor<T>(top - Finite(most));  // 0 if there was nothing yet
     top = most;
+  }
+
+  // Adds what is known of another part of the row.
+  __device__ __forceinline__ void Merge(A top_there, A sum_there, A drift_there) {
+    Raise(Max()(top, top_there));
+    sum += sum_there * ExpFor<T>(top_there - Finite(top));
+    drift += drift_there;
   }
 
   // Adds the words `word`, `word` + step, ... and the edges of a thread.
@@ -259,22 +276,25 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
   }
 }
 
-// A block for each row.
-template <typename T>
-__global__ void __launch_bounds__(kThreads, 4) ForwardLong(const __grid_constant__ Params p) {
+// A block of kBlock threads for each row, or a cluster of them.
+template <typename T, int kBlock>
+__global__ void __launch_bounds__(kBlock, 4 * kThreads / kBlock)
+    ForwardLong(const __grid_constant__ Params p) {
   using A = ComputeType<T>;
-  using Group = RowGroup<kThreads>;
+  using Group = RowGroup<kBlock>;
   __shared__ typename Group::Scratch<A, 2> scratch;
-  const int64_t row = blockIdx.x;
+  const int blocks = BlocksOfCluster();
+  const int64_t row = blockIdx.x / blocks;
   const int label = p.labels[row];
   if (IsLeftOut(p, label)) {
-    if (threadIdx.x == 0) StoreLeftOut<T>(p, row);
+    if (BlockOfCluster() == 0 && threadIdx.x == 0) StoreLeftOut<T>(p, row);
     return;
   }
   const bool smooth = p.smoothing != 0;
   const A anchor = smooth ? AnchorOf<T>(p, row) : A(0);
   Statistics<T> mine;
-  mine.Add(Row<T>(p, row), threadIdx.x, kThreads, smooth, anchor);
+  mine.Add(Row<T>(p, row), BlockOfCluster() * kBlock + threadIdx.x, blocks * kBlock, smooth,
+           anchor);
   int phase = 0;
   A most[1] = {mine.top};
   Group::AllReduce(Max(), most, scratch, phase);
@@ -283,7 +303,26 @@ __global__ void __launch_bounds__(kThreads, 4) ForwardLong(const __grid_constant
   Group::AllReduce(Sum(), sums, scratch, phase);
   mine.sum = sums[0];
   mine.drift = sums[1];
-  if (threadIdx.x == 0) StoreLoss<T>(p, row, label, mine, anchor);
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  if constexpr (kBlock == kWide) {
+    __shared__ A of_block[3];
+    const auto cluster = cooperative_groups::this_cluster();
+    if (threadIdx.x == 0) {
+      of_block[0] = mine.top;
+      of_block[1] = mine.sum;
+      of_block[2] = mine.drift;
+    }
+    cluster.sync();
+    if (BlockOfCluster() == 0 && threadIdx.x == 0) {
+      for (int i = 1; i < blocks; ++i) {
+        const A* const there = cluster.map_shared_rank(of_block, i);
+        mine.Merge(there[0], there[1], there[2]);
+      }
+    }
+    cluster.sync();  // the other blocks end after their statistics were read
+  }
+#endif
+  if (BlockOfCluster() == 0 && threadIdx.x == 0) StoreLoss<T>(p, row, label, mine, anchor);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -391,10 +430,11 @@ __global__ void __launch_bounds__(kThreads, 4) BackwardLong(const __grid_constan
 using Kernel = void (*)(Params);
 
 template <typename T>
-Kernel KernelFor(bool backward, bool is_long) {
+Kernel KernelFor(bool backward, bool is_long, bool wide) {
   if constexpr (sizeof(T) < 8) {
     if (backward && is_long) return KernelOf<CrossEntropyFamily, BackwardLong<T>>();
-    if (is_long) return KernelOf<CrossEntropyFamily, ForwardLong<T>>();
+    if (wide) return KernelOf<CrossEntropyFamily, ForwardLong<T, kWide>>();
+    if (is_long) return KernelOf<CrossEntropyFamily, ForwardLong<T, kThreads>>();
   }
   if (backward) return KernelOf<CrossEntropyFamily, BackwardShort<T>>();
   return KernelOf<CrossEntropyFamily, ForwardShort<T>>();
@@ -412,22 +452,39 @@ cudaError_t Run(const CrossEntropyCall& call, bool backward, Params p, cudaStrea
   p.z_loss = call.z_loss;
   p.whole =
       !backward || (reinterpret_cast<uintptr_t>(p.dx) - reinterpret_cast<uintptr_t>(p.x)) % 16 == 0;
+  Device device;
+  if (const cudaError_t error = CurrentDevice(&device); error != cudaSuccess) return error;
   const int64_t row_bytes = call.n * static_cast<int64_t>(DTypeSize(call.dtype));
-  const bool is_long = row_bytes >= kLongRow && call.dtype != DType::kF64;
   const int64_t words = CeilDiv(row_bytes, 16);
+  const bool few = call.rows <= kFew * device.processors && row_bytes >= kFewRow;
+  const bool is_long = (row_bytes >= kLongRow || few) && call.dtype != DType::kF64;
+  const bool wide = is_long && !backward && row_bytes >= kLongRow && call.rows <= device.processors;
   int64_t blocks = call.rows;
+  int cluster = 1;
   if (!is_long) {
-    while (p.log_lanes < 5 && int64_t{1} << p.log_lanes < words) ++p.log_lanes;
+    // Several words for a lane, if that leaves enough threads. The stores of a backward are then
+    // less coalesced, which costs more than it saves in rows of a few words.
+    const bool many = call.rows * words >= kMany * device.processors;
+    const int64_t each = !many ? 1 : backward && words <= 2 * kTogether ? 2 : kTogether;
+    while (p.log_lanes < 5 && each << p.log_lanes < words) ++p.log_lanes;
     blocks = CeilDiv(call.rows, kThreads >> p.log_lanes);
   } else if (backward) {
     p.tiles = FastDivisor64(static_cast<uint64_t>(CeilDiv(words, kTile)));
     blocks *= static_cast<int64_t>(p.tiles.divisor);
+  } else if (wide && device.clusters && words > kTogether * kWide) {
+    // At most three quarters of the SMs, because a cluster's SMs are in one part of the device.
+    while (cluster < kMostBlocks && words > 2 * cluster * kWide &&
+           8 * cluster * call.rows <= 3 * device.processors) {
+      cluster *= 2;
+    }
+    blocks *= cluster;
   }
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
-                               .block = dim3(kThreads)};
+                               .block = dim3(wide ? kWide : kThreads),
+                               .cluster = cluster};
   return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
-    return Launch(KernelFor<T>(backward, is_long), config, stream, p);
+    return Launch(KernelFor<T>(backward, is_long, wide), config, stream, p);
   });
 }
 
