@@ -252,14 +252,19 @@ def _wide(x):
     return x.astype(accumulator_dtype(x.dtype))
 
 
-def _statistics_reference(x, *, channels=_CHANNELS):
-    """Mean and biased variance of each channel, in one pass over differences from an anchor."""
+def _statistics_reference(x, *, channels=_CHANNELS, dtype=None):
+    """Mean and biased variance of each channel, in one pass over differences from an anchor.
+
+    bfloat16 needs no anchor: a deviation is at least 2**-9 of the mean, so the squares, in float32,
+    keep the digits that the result has. ``dtype`` is that of the array before it was widened.
+    """
+    plain = (dtype or x.dtype) == jnp.bfloat16
     x, axes = _wide(x), _others(x, channels)
-    anchor = _anchor(x, axes)
-    centred = x - anchor
+    anchor = None if plain else _anchor(x, axes)
+    centred = x if plain else x - anchor
     shift = jnp.mean(centred, axes)
     var = jnp.maximum(0, jnp.mean(jnp.square(centred), axes) - jnp.square(shift))
-    return jnp.squeeze(anchor, axes) + shift, var
+    return shift if plain else jnp.squeeze(anchor, axes) + shift, var
 
 
 def _anchor(x, axes):
@@ -314,7 +319,7 @@ def _inference_reference(x, mean, var, scale, bias, residual, *, eps, relu, chan
 
 def _reference(x, scale, bias, residual, *, eps, relu, fanout, channels=_CHANNELS):
     wide = _wide(x)  # once: the gradient of each cast is rounded
-    mean, var = _statistics_reference(wide, channels=channels)
+    mean, var = _statistics_reference(wide, channels=channels, dtype=x.dtype)
     z = _before_activation(wide, mean, var, scale, bias, residual, eps, channels)
     y = (jax.nn.relu(z) if relu else z).astype(x.dtype)
     return *_twice_if(fanout, y), mean, var

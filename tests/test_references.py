@@ -20,7 +20,7 @@ pytestmark = pytest.mark.jax
 # XLA makes no kernel for these.
 FREE = ("broadcast_in_dim", "constant", "reshape", "return")
 # Ops of which only sums are counted. The result of `lerp` is exact where the weight is 0 or 1, and
-# the variance of `batch_norm` also where the mean is large.
+# the variance of `batch_norm` in float32 also where the mean is large.
 MORE_EXACT = ("batch_norm", "batch_norm_relu", "batch_norm_add_relu", "lerp")
 # `cross_entropy` has a masked sum in place of a gather. `dropout` has other masks than JAX.
 DIFFERENT = ("cross_entropy", "dropout", "relu_from_result")
@@ -70,6 +70,6 @@ def test_a_reference_is_no_larger_than_plain_jax(op, dtype):
         ):
             message = f"{layout.label}: {mine - theirs} in place of {theirs - mine}"
             assert mine["reduce"] <= theirs["reduce"], message
-            if op.name not in MORE_EXACT:
+            if op.name not in MORE_EXACT or (dtype == "bfloat16" and op.name != "lerp"):
                 assert mine["convert"] <= theirs["convert"], message
                 assert mine.total() <= theirs.total(), message
