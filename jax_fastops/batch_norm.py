@@ -255,8 +255,9 @@ def _wide(x):
 def _statistics_reference(x, *, channels=_CHANNELS, dtype=None):
     """Mean and biased variance of each channel, in one pass over differences from an anchor.
 
-    bfloat16 needs no anchor: a deviation is at least 2**-9 of the mean, so the squares, in float32,
-    keep the digits that the result has. ``dtype`` is that of the array before it was widened.
+    bfloat16 has no anchor, as in Flax: numbers of 8 bits deviate by 2**-9 of their mean or not at
+    all, and where they deviate by so little, the squares in float32 leave the variance an error of
+    1%. ``dtype`` is that of the array before it was widened.
     """
     plain = (dtype or x.dtype) == jnp.bfloat16
     x, axes = _wide(x), _others(x, channels)
