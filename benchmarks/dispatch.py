@@ -85,9 +85,7 @@ def main() -> None:
         samples = _samples(ops, options)
         everything = json.loads(options.table.read_text())
         device = _device(everything)
-        if options.all:
-            device.pop("by_hand", None)
-        fit(samples, device)
+        fit(samples, device, options.all)
         others = [known for known in everything if known["name"] != device["name"]]
         options.table.write_text(text([*others, device]))
     if options.checks:
@@ -291,11 +289,11 @@ def request(case: Case):
 # ---- fitting -------------------------------------------------------------------------------------
 
 
-def fit(samples: Sequence[Sample], device: dict) -> None:
+def fit(samples: Sequence[Sample], device: dict, all_entries: bool = False) -> None:
     """Puts the trees for the entries of these samples into a device's part of the table.
 
-    Entries in the device's list "by_hand" stay: their trees were changed after a fit, for example
-    because of what an op costs inside of a model (docs/dev/log).
+    Entries in the device's list "by_hand" stay, unless all are wanted: their trees were changed
+    after a fit, for example because of what an op costs inside of a model (docs/dev/log).
     """
     entries: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -307,8 +305,10 @@ def fit(samples: Sequence[Sample], device: dict) -> None:
         slow = [sum(s.ratio("xla", "jax.nn", use) > 1.03 for s in mine) for use in PHASES]
         print(f"{entry}: {len(mine)} calls, reference slower than jax.nn in {slow}, {pooled}")
         if entry in device.get("by_hand", ()):
-            print(f"{entry}: set by hand, so not changed (--all changes it)")
-            continue
+            if not all_entries:
+                print(f"{entry}: set by hand, so not changed (--all changes it)")
+                continue
+            device["by_hand"] = [name for name in device["by_hand"] if name != entry]
         for dtype in dtypes:
             trees = {use: _of_dtype(pooled[use], ORDER.index(dtype)) for use in PHASES}
             device["entries"].setdefault(entry, {})[dtype] = trees

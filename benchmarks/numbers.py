@@ -20,6 +20,8 @@ FAMILIES = {
     "batch_norm": "batch_norm (+ add) (+ relu)",
     "transpose": "transpose",
     "window_sum": "window_sum",
+    "cross_entropy": "cross_entropy",
+    "dropout": "dropout",
 }
 
 

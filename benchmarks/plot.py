@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-MOST_BARS = 12
+MOST_BARS = 15
 WIDTH = 7.2  # inches: 691 px, the width of a page of text
 
 

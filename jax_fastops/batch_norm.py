@@ -259,13 +259,13 @@ def _statistics_reference(x, *, channels=_CHANNELS, dtype=None):
     all, and where they deviate by so little, the squares in float32 leave the variance an error of
     1%. ``dtype`` is that of the array before it was widened.
     """
-    plain = (dtype or x.dtype) == jnp.bfloat16
+    dtype = dtype or x.dtype
     x, axes = _wide(x), _others(x, channels)
-    anchor = None if plain else _anchor(x, axes)
-    centred = x if plain else x - anchor
+    anchor = None if dtype == jnp.bfloat16 else _anchor(x, axes)
+    centred = x if anchor is None else x - anchor
     shift = jnp.mean(centred, axes)
     var = jnp.maximum(0, jnp.mean(jnp.square(centred), axes) - jnp.square(shift))
-    return shift if plain else jnp.squeeze(anchor, axes) + shift, var
+    return shift if anchor is None else jnp.squeeze(anchor, axes) + shift, var
 
 
 def _anchor(x, axes):

@@ -83,7 +83,9 @@ def test_a_fit_leaves_what_is_set_by_hand():
     trees = {dtype: {"forward": True, "grad": True}}
     dispatch.fit(samples, kept := {"by_hand": [entry], "entries": {entry: trees}})
     assert kept["entries"] == {entry: trees}
-    dispatch.fit(samples, fitted := {"entries": {entry: dict(trees)}})
+    fitted = {"by_hand": [entry, "lerp"], "entries": {entry: dict(trees)}}
+    dispatch.fit(samples, fitted, True)
+    assert fitted["by_hand"] == ["lerp"]
     assert fitted["entries"] == {entry: {dtype: {"forward": False, "grad": False}}}
 
 
