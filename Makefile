@@ -48,7 +48,7 @@ SOURCES := CMakeLists.txt pyproject.toml \
   $(shell find src third_party cmake jax_fastops -type f ! -path '*/__pycache__/*')
 NATIVE := $(shell find src -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 # Tests of kernels, rather than of the Python around them.
-NATIVE_TESTS := tests/test_relu.py $(wildcard $(addprefix tests/test_,transpose.py heads.py softmax.py norm.py lerp.py bias_act.py gated_act.py cross_entropy.py dropout.py dropout_inside.py window_sum.py batch_norm.py))
+NATIVE_TESTS := tests/test_relu.py $(wildcard $(addprefix tests/test_,transpose.py heads.py rotary_heads.py softmax.py norm.py lerp.py bias_act.py gated_act.py cross_entropy.py dropout.py dropout_inside.py window_sum.py batch_norm.py))
 CONFIG = $(JAX) $(JAX_VERSION) cuda:$(JAX_FASTOPS_CUDA) $(CUDAARCHS) $(WHEEL)
 # The requirements of one of pyproject.toml's extras, a line each.
 requirements = $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))\

@@ -335,7 +335,7 @@ class patch(contextlib.ContextDecorator):
     keys.
 
     Args:
-      only: the names that become ours. Default: all.
+      only: the names to replace. Default: all.
       without: names that do not.
 
     Raises:

@@ -3,10 +3,6 @@
 The forward reads the logits once, and adds up the exponentials while it finds their maximum. The
 backward reads the logits once and writes their gradient: it needs two numbers per row, and neither
 probabilities nor a copy of the logits in float32.
-
-Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Szegedy et al.,
-"Rethinking the Inception architecture" (2015): label smoothing; Chowdhery et al., "PaLM" (2022):
-the z-loss.
 """
 
 from __future__ import annotations
@@ -48,14 +44,14 @@ _BACKWARD = Kernel.declare(
 
 
 def _selected(logits, labels):
-    """The logits in the accumulator dtype, 0 in the rows that are left out, and the other rows."""
+    """The logits in the accumulator dtype, 0 in rows that are left out, and which rows are kept."""
     kept = (labels >= 0) & (labels < logits.shape[-1])
     wide = logits.astype(accumulator_dtype(logits.dtype))
     return jnp.where(kept[..., None], wide, jnp.zeros_like(wide)), kept
 
 
 def _statistics(x):
-    """The maximum of each row, and the logarithm of the sum of the exponentials of ``x - max``.
+    """The maximum of each row, ``x - max``, and the logarithm of the sum of its exponentials.
 
     As in ``jax.nn.logsumexp``, 0 stands for an infinite maximum.
     """
@@ -128,8 +124,9 @@ def cross_entropy(
 ) -> jax.Array:
     """The cross entropy of a softmax with integer labels, for each token.
 
-    Equals ``optax.softmax_cross_entropy_with_integer_labels(logits, labels, axis)``, computed in
-    float32 (float64 for float64). With ``lse = logsumexp(logits)`` the loss of a token is::
+    For labels of a class, the value of
+    ``optax.softmax_cross_entropy_with_integer_labels(logits, labels, axis)``, in float32 (float64
+    for float64). With ``lse = logsumexp(logits)`` the loss of a token is::
 
         (1 - label_smoothing) * (lse - logits[label])
             + label_smoothing * (lse - mean(logits)) + z_loss * lse**2
@@ -138,7 +135,8 @@ def cross_entropy(
       logits: array of any shape; float32, bfloat16, float16 or float64.
       labels: array of any integer dtype, with the shape of ``logits`` without ``axis``. A label
         that is negative, or not below the number of classes, leaves its token out. The loss and
-        the gradient of such a token are 0, whatever its logits are.
+        the gradient of such a token are 0, whatever its logits are. (optax counts negative labels
+        from the end, and gives NaN for other labels that are no class.)
       where: boolean array that broadcasts to the shape of ``labels``. Leaves out the tokens where
         it is False. ``None`` stands for True.
       label_smoothing: the share of the target that is spread evenly over all classes, from 0 to 1.
@@ -165,11 +163,13 @@ def cross_entropy(
       TypeError: ``logits``, ``labels`` or ``where`` is not an array, the dtype of ``logits`` is not
         supported, ``labels`` are not integers, ``where`` is not boolean, ``axis`` is not an
         integer, or an option is not a number.
-      ValueError: the shapes do not fit, ``axis`` is out of range, ``label_smoothing`` is not
-        between 0 and 1, or ``z_loss`` is not finite.
+      ValueError: the shapes do not fit, ``axis`` is out of range, there are 2**31 classes or more,
+        ``label_smoothing`` is not between 0 and 1, or ``z_loss`` is not finite.
 
     Source:
-      Milakov and Gimelshein, "Online normalizer calculation for softmax".
+      Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Szegedy et al.,
+      "Rethinking the Inception architecture" (2015): label smoothing; Chowdhery et al., "PaLM"
+      (2022): the z-loss.
 
     Example:
       >>> import jax.numpy as jnp

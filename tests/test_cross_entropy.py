@@ -152,8 +152,8 @@ def test_rows(rows, classes):
 
 @pytest.mark.parametrize("classes", [3, 9, 50, 72, 201])
 def test_many_rows(dtype, classes):
-    """So many that a thread of a GPU has several words of a row."""
-    rows = 80_000 // -(-classes * dtype.itemsize // 16)
+    """So many that a thread of a GPU has several words of a row: 512 words per SM."""
+    rows = 100_000 // -(-classes * dtype.itemsize // 16)
     rng = np.random.default_rng(classes)
     labels = rng.integers(-1, classes + 1, rows).astype(np.int32)
     check_values(rng.standard_normal((rows, classes)), labels, dtype, **BOTH)

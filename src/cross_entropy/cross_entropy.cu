@@ -11,10 +11,8 @@
 //   all elements are edges.
 // - A row whose label is out of range is not read.
 //
-// There are two kernels each way: one whose rows are parts of a warp, and one for long rows, or
-// few, which have blocks of their own. In the forward, a block is larger if there are at most as
-// many rows as SMs, and a very long row has a cluster of blocks if there are even fewer. float64
-// takes the first kernel for every length.
+// There are two kernels each way: one whose rows are parts of a warp, and one whose rows have
+// blocks of their own (plan_cuda.cc). float64 takes the first one for every row.
 #include "cross_entropy/cross_entropy.h"
 
 #include <cooperative_groups.h>
@@ -25,7 +23,7 @@
 #include "core/cuda/launch.h"
 #include "core/cuda/packed.cuh"
 #include "core/cuda/row_group.cuh"
-#include "core/integer.h"
+#include "cross_entropy/plan.h"
 
 namespace jax_fastops::cuda {
 
@@ -36,15 +34,10 @@ namespace {
 // -------------------------------------------------------------------------------------------------
 // Parts
 
-constexpr int kThreads = 256;
-constexpr int kTogether = 4;            // words that a thread loads together
-constexpr int64_t kLongRow = 16 << 10;  // bytes from which a row has a block
-constexpr int64_t kFewRow = 1 << 10;    // likewise, if there are at most kFew rows for each SM
-constexpr int64_t kFew = 4;
-constexpr int64_t kMany = 512;       // words for each SM from which a lane has several
-constexpr int kWide = 1024;          // threads of a block if there are as many SMs as rows
-constexpr int kMostBlocks = 8;       // of a cluster
-constexpr int kTile = 8 * kThreads;  // words of a block of the backward of long rows
+constexpr int kThreads = kCrossEntropyThreads;
+constexpr int kTogether = kCrossEntropyTogether;
+constexpr int kWide = kCrossEntropyWide;
+constexpr int kTile = kCrossEntropyTile;
 
 struct Params {
   int64_t rows, n;
@@ -156,7 +149,7 @@ struct Statistics {
     drift += drift_there;
   }
 
-  // Adds the words `word`, `word` + step, ... and the edges of a thread.
+  // Adds every `lanes`-th word and edge of the row, from `lane` on.
   __device__ __forceinline__ void Add(const Row<T>& row, int lane, int lanes, bool smooth,
                                       A anchor) {
     for (int word = lane; word < row.words; word += kTogether * lanes) {
@@ -171,7 +164,7 @@ struct Statistics {
   }
 
  private:
-  // Adds kTogether words at most.
+  // Adds up to kTogether words: `word`, `word` + step, ...
   __device__ __forceinline__ void AddWords(const Row<T>& row, int word, int step, bool smooth,
                                            A anchor) {
     constexpr int kSize = Row<T>::kSize;
@@ -303,7 +296,7 @@ __global__ void __launch_bounds__(kBlock, 4 * kThreads / kBlock)
   Group::AllReduce(Sum(), sums, scratch, phase);
   mine.sum = sums[0];
   mine.drift = sums[1];
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // clusters
   if constexpr (kBlock == kWide) {
     __shared__ A of_block[3];
     const auto cluster = cooperative_groups::this_cluster();
@@ -430,11 +423,17 @@ __global__ void __launch_bounds__(kThreads, 4) BackwardLong(const __grid_constan
 using Kernel = void (*)(Params);
 
 template <typename T>
-Kernel KernelFor(bool backward, bool is_long, bool wide) {
+Kernel KernelFor(CrossEntropyKernel kernel, bool backward) {
   if constexpr (sizeof(T) < 8) {
-    if (backward && is_long) return KernelOf<CrossEntropyFamily, BackwardLong<T>>();
-    if (wide) return KernelOf<CrossEntropyFamily, ForwardLong<T, kWide>>();
-    if (is_long) return KernelOf<CrossEntropyFamily, ForwardLong<T, kThreads>>();
+    if (kernel == CrossEntropyKernel::kTiles) {
+      return KernelOf<CrossEntropyFamily, BackwardLong<T>>();
+    }
+    if (kernel == CrossEntropyKernel::kWide) {
+      return KernelOf<CrossEntropyFamily, ForwardLong<T, kWide>>();
+    }
+    if (kernel == CrossEntropyKernel::kBlock) {
+      return KernelOf<CrossEntropyFamily, ForwardLong<T, kThreads>>();
+    }
   }
   if (backward) return KernelOf<CrossEntropyFamily, BackwardShort<T>>();
   return KernelOf<CrossEntropyFamily, ForwardShort<T>>();
@@ -454,37 +453,17 @@ cudaError_t Run(const CrossEntropyCall& call, bool backward, Params p, cudaStrea
       !backward || (reinterpret_cast<uintptr_t>(p.dx) - reinterpret_cast<uintptr_t>(p.x)) % 16 == 0;
   Device device;
   if (const cudaError_t error = CurrentDevice(&device); error != cudaSuccess) return error;
-  const int64_t row_bytes = call.n * static_cast<int64_t>(DTypeSize(call.dtype));
-  const int64_t words = CeilDiv(row_bytes, 16);
-  const bool few = call.rows <= kFew * device.processors && row_bytes >= kFewRow;
-  const bool is_long = (row_bytes >= kLongRow || few) && call.dtype != DType::kF64;
-  const bool wide = is_long && !backward && row_bytes >= kLongRow && call.rows <= device.processors;
-  int64_t blocks = call.rows;
-  int cluster = 1;
-  if (!is_long) {
-    // Several words for a lane, if that leaves enough threads. The stores of a backward are then
-    // less coalesced, which costs more than it saves in rows of a few words.
-    const bool many = call.rows * words >= kMany * device.processors;
-    const int64_t each = !many ? 1 : backward && words <= 2 * kTogether ? 2 : kTogether;
-    while (p.log_lanes < 5 && each << p.log_lanes < words) ++p.log_lanes;
-    blocks = CeilDiv(call.rows, kThreads >> p.log_lanes);
-  } else if (backward) {
-    p.tiles = FastDivisor64(static_cast<uint64_t>(CeilDiv(words, kTile)));
-    blocks *= static_cast<int64_t>(p.tiles.divisor);
-  } else if (wide && device.clusters && words > kTogether * kWide) {
-    // At most three quarters of the SMs, because a cluster's SMs are in one part of the device.
-    while (cluster < kMostBlocks && words > 2 * cluster * kWide &&
-           8 * cluster * call.rows <= 3 * device.processors) {
-      cluster *= 2;
-    }
-    blocks *= cluster;
-  }
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
-                               .block = dim3(wide ? kWide : kThreads),
-                               .cluster = cluster};
+  const CrossEntropyShape shape = {call.rows, call.n, static_cast<int>(DTypeSize(call.dtype)),
+                                   backward};
+  const CrossEntropyPlan plan = PlanCrossEntropy(shape, device.processors, device.clusters);
+  if (plan.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  p.log_lanes = plan.log_lanes;
+  p.tiles = FastDivisor64(static_cast<uint64_t>(plan.tiles));
+  const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(plan.blocks)),
+                               .block = dim3(static_cast<unsigned>(plan.threads)),
+                               .cluster = plan.cluster};
   return ForDType(call.dtype, [&]<typename T>(TypeTag<T>) {
-    return Launch(KernelFor<T>(backward, is_long, wide), config, stream, p);
+    return Launch(KernelFor<T>(plan.kernel, backward), config, stream, p);
   });
 }
 

@@ -1,4 +1,5 @@
-// The kernels of cross_entropy.h for one instruction set. isa.h says what this header may contain.
+// The inner loops of cross_entropy_cpu.cc for one instruction set. isa.h says what this header may
+// contain.
 #ifndef JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_SIMD_H_
 #define JAX_FASTOPS_CROSS_ENTROPY_CROSS_ENTROPY_SIMD_H_
 
