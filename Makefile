@@ -119,7 +119,7 @@ clean:
 #
 # A second copy of the package, with a CPU module that is instrumented, and built for this machine only.
 # It precedes the installed one. The interpreter is not instrumented, so the run-time libraries are loaded
-# ahead of it; the C++ library too, whose exceptions they intercept. Python and XLA keep memory until the
+# before it; the C++ library too, whose exceptions they intercept. Python and XLA keep memory until the
 # process ends, so leaks say nothing. Needs GCC. Tests of what only transforms a program are left out:
 # they change nothing for the kernels, and take most of the time. A report does not say where memory was
 # allocated, which is in XLA; to record that takes a tenth of the time.
