@@ -12,6 +12,7 @@ slower come first.
 
 import argparse
 import collections
+import copy
 import dataclasses
 import fcntl
 import itertools
@@ -346,7 +347,9 @@ def _device(table: list[dict]) -> dict:
     if platform == "cpu":
         name = f"{environment.cpu_model()}, {environment.hardware()['cores']} cores"
     known = [device for device in table if device["platform"] == platform]
-    nearest = fo._dispatch.nearest(known, platform) if known else {"entries": {}}
+    nearest = copy.deepcopy(fo._dispatch.nearest(known, platform)) if known else {"entries": {}}
+    if nearest.get("name") != name:
+        nearest["by_hand"] = []
     return nearest | {
         "platform": platform,
         "name": name,

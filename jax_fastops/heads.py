@@ -162,10 +162,11 @@ def _rotary_forward(x, *arrays, heads: int, kv_heads: int, size: int, **options)
 
 def _rotary_backward(kept, cts, wanted, **options):
     """The gradients by kernel, or by the reference if each example has its own parameters."""
+    count = len(kept)  # the functions below live longer than the arrays
 
     def of(gradients):
         def wanted_gradients(*arrays):
-            found = gradients(arrays[: len(kept)], arrays[len(kept) :], **options)
+            found = gradients(arrays[:count], arrays[count:], **options)
             return tuple(g for g, w in zip(found, wanted, strict=True) if w)
 
         return wanted_gradients

@@ -119,10 +119,11 @@ def _forward(*args, rms, eps, return_sum, fanout, save=False, **drop):
 
 def _backward(kept, cts, wanted, **options):
     """The gradients by kernel, or by the reference if each example has its own scale."""
+    count = len(kept)  # the functions below live longer than the arrays
 
     def of(gradients):
         def wanted_gradients(*arrays):
-            found = gradients(arrays[: len(kept)], arrays[len(kept) :], **options)
+            found = gradients(arrays[:count], arrays[count:], **options)
             return tuple(g for g, w in zip(found, wanted, strict=True) if w)
 
         return wanted_gradients

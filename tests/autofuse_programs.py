@@ -128,6 +128,16 @@ PROGRAMS = {
     "gelu": (jax.nn.gelu, (X,), ["gelu"]),
     "bias + gelu": (lambda x, b: jax.nn.gelu(b + x), (X, B), ["bias + gelu"]),
     "tanh gelu": (tanh_gelu, (X,), ["gelu"]),
+    "gelu of products": (
+        lambda x: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x * x * x))),
+        (X,),
+        ["gelu"],
+    ),
+    "gelu factored": (
+        lambda x: 0.5 * x * (1 + jnp.tanh(0.7978845608 * x * (1 + 0.044715 * x * x))),
+        (X,),
+        ["gelu"],
+    ),
     "exact gelu": (lambda x: jax.nn.gelu(x, approximate=False), (X,), ["gelu_exact"]),
     "erf": (lambda x: x * (1 + jax.lax.erf(x / 2**0.5)) / 2, (X,), ["gelu_exact"]),
     "silu": (jax.nn.silu, (X,), ["silu"]),

@@ -11,7 +11,7 @@ half exceeds that of the first half by at most `GROWTH`.
 
 A call fails if NaN or Inf are at other elements, or if its error exceeds the larger of `FACTOR`
 times the reference's error and a number of epsilons: half of `ULPS` in norm, and `ULPS` in the
-worst element, or in a result of one element. A round that does not end in time prints all stacks
+worst element, or in the norm of one element. A round that does not end in time prints all stacks
 and ends the process.
 """
 
@@ -171,7 +171,7 @@ class Program:
                 eps = max(eps, float(jnp.finfo(self.case.dtype).eps))
             special, norm, worst_one, their_norm, their_worst = found
             most = ULPS * (WIDE if eps < 1e-4 else 1)
-            in_norm = ULPS / 2 if leaf.size > self.inputs else most  # a lone number is its worst
+            in_norm = ULPS / 2 if leaf.size > self.inputs else ULPS
             pairs = (norm, their_norm, in_norm), (worst_one, their_worst, most)
             for mine, theirs, ulps in pairs:
                 ulps *= 4 if self.wide else 1  # the oracle errs, too

@@ -455,6 +455,15 @@ def test_labels_that_are_no_class():
     np.testing.assert_allclose(fo.autofuse(label_loss)(X, labels), label_loss(X, labels), rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "weak"])
+def test_dtypes_of_labels(kind):
+    """Labels that a cast widens are those before the cast."""
+    labels = jnp.full(LABELS.shape, 3) if kind == "weak" else LABELS.astype(kind)
+    assert names(label_loss, X, labels) == ["cross_entropy"]
+    got, want = fo.autofuse(label_loss)(X, labels), label_loss(X, labels)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def picked(x, labels):
     return jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
 

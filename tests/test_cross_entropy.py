@@ -177,7 +177,7 @@ def test_hard_values(dtype, classes, options):
 
 
 def special_rows(classes):
-    x = np.tile(np.float32([1, 2, 3, 4] * (classes // 4)), (9, 1))
+    x = np.tile(np.float32([1, 2, 3, 4] * (classes // 4)), (13, 1))
     x[0] = -np.inf
     x[1, 5] = np.inf
     x[2, 5] = np.nan
@@ -186,7 +186,14 @@ def special_rows(classes):
     x[5] = np.inf
     x[6, 2] = np.inf
     x[7, 3:] = -np.inf
-    return x, np.full(9, 2, np.int32)
+    labels = np.full(13, 2, np.int32)
+    x[9, -3] = np.nan  # and others that are far from the label, maybe in another block
+    x[10, -3] = np.inf
+    x[11, -3] = np.inf
+    labels[11] = classes - 3
+    x[12, :-3] = -np.inf
+    labels[12] = classes - 3
+    return x, labels
 
 
 @pytest.mark.parametrize("options", [{}, BOTH], ids=["plain", "both"])
@@ -195,7 +202,7 @@ def test_special_values(dtype, classes, options):
     """NaN and Inf are where optax' formulas have them."""
     x, labels = special_rows(classes)
     x = x.astype(dtype)
-    g = np.ones(9, wide_of(dtype))
+    g = np.ones(len(labels), wide_of(dtype))
     got = jax.jit(value_and_gradient(fo.cross_entropy, **options))(x, labels, g)
     with fo.use_implementation("xla"):
         want = jax.jit(value_and_gradient(fo.cross_entropy, **options))(x, labels, g)

@@ -1542,3 +1542,14 @@ def test_the_former_name_of_fanout_is_deprecated(name):
     with pytest.warns(DeprecationWarning, match=f"{name}: fork is now called fanout") as warned:
         y, same = getattr(fo, name)(*args, fork=True)
     assert y.shape == same.shape and warned[0].filename == __file__
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_no_tracer_outlives_its_trace(name, native):
+    def loss(x):
+        args = (x, x) if name.startswith("residual") else (x,)
+        return getattr(fo, name)(*args, jnp.ones(8)).sum()
+
+    with jax.checking_leaks():
+        jax.jit(jax.grad(loss)).trace(jnp.ones((2, 8)))
+        jax.jit(jax.vmap(jax.grad(loss))).trace(jnp.ones((3, 2, 8)))

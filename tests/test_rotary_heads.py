@@ -416,3 +416,12 @@ def test_dtypes_without_arithmetic():
 def reference_of_integers(x):
     parts = np.split(x.reshape(2, 4, 4, 8), (2, 3), axis=2)
     return [np.swapaxes(part, 1, 2) for part in parts]
+
+
+def test_no_tracer_outlives_its_trace(native):
+    def loss(qkv, scale):
+        heads = fo.split_qkv_heads(qkv, None, num_heads=2, q_scale=scale, k_scale=scale)
+        return sum(x.sum() for x in heads)
+
+    with jax.checking_leaks():
+        jax.jit(jax.grad(loss, (0, 1))).trace(jnp.ones((1, 16, 24)), jnp.ones(4))

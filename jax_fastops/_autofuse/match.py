@@ -250,11 +250,14 @@ class Matcher:
         (value, shown, exponent), *rest = items
         source, inner, passed = resolve(value)
         outer = compose(shown, inner)
-        for i, (v, m, e) in enumerate(rest):
+        others = []
+        for v, m, e in rest:
             other, n, _ = resolve(v)
             if other is source and compose(m, n) == outer:  # x * x
-                exponent, rest = exponent + e, rest[:i] + rest[i + 1 :]
-                break
+                exponent += e
+            else:
+                others.append((v, m, e))
+        rest = others
         if not expand:
             for i, (part, place, own) in enumerate(left):
                 if own != exponent:
@@ -266,7 +269,9 @@ class Matcher:
                     yield from self._product(others, rest, total * r**exponent, after)
         source, inner, passed = resolve(value, narrowing=True)
         factors = factors_of(source)
-        if factors is None or exponent != int(exponent) or len(rest) > len(left):
+        if factors is None or exponent != int(exponent):
+            return
+        if len(rest) > sum(max(1, abs(own)) for _, _, own in left):
             return
         outer = compose(shown, inner)
         more = [(v, compose(outer, operand_map(source, v)), e * exponent) for v, e in factors]

@@ -123,6 +123,8 @@ def view_of(value: Value, narrowing: bool) -> tuple[Value, Map] | None:
     if node.name == "reshard" and value.aval.sharding.spec == operand.aval.sharding.spec:
         return _same_view(value, operand)  # of jnp.where in a mesh
     if node.name == "convert_element_type":
+        if value.dtype.kind in "iu" and operand.dtype.kind in "iu":
+            return _same_view(value, operand) if np.can_cast(operand.dtype, value.dtype) else None
         if not (value.is_floating and operand.is_floating):
             return None
         wider = value.dtype.itemsize > operand.dtype.itemsize or value.dtype == operand.dtype

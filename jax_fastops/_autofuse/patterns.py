@@ -136,7 +136,10 @@ def _add(name: str, function: Callable, leaves: str, call: Callable, **more: Any
 def _activations() -> dict[str, list[Callable]]:
     return {
         "relu": [jax.nn.relu],
-        "gelu": [ACTIVATIONS["gelu"]],
+        "gelu": [
+            ACTIVATIONS["gelu"],
+            lambda x: 0.5 * x * (1 + jnp.tanh((2 / math.pi) ** 0.5 * x * (1 + 0.044715 * x**2))),
+        ],
         "gelu_exact": [
             lambda x: jax.nn.gelu(x, approximate=False),
             lambda x: x * 0.5 * (1 + lax.erf(x * 0.5**0.5)),

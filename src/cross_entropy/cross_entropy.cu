@@ -36,7 +36,7 @@ namespace {
 
 constexpr int kThreads = kCrossEntropyThreads;
 constexpr int kTogether = kCrossEntropyTogether;
-constexpr int kWide = kCrossEntropyWide;
+constexpr int kWideThreads = kCrossEntropyWide;
 constexpr int kTile = kCrossEntropyTile;
 
 struct Params {
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kBlock, 4 * kThreads / kBlock)
   mine.sum = sums[0];
   mine.drift = sums[1];
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // clusters
-  if constexpr (kBlock == kWide) {
+  if constexpr (kBlock == kWideThreads) {
     __shared__ A of_block[3];
     const auto cluster = cooperative_groups::this_cluster();
     if (threadIdx.x == 0) {
@@ -429,7 +429,7 @@ Kernel KernelFor(CrossEntropyKernel kernel, bool backward) {
       return KernelOf<CrossEntropyFamily, BackwardLong<T>>();
     }
     if (kernel == CrossEntropyKernel::kWide) {
-      return KernelOf<CrossEntropyFamily, ForwardLong<T, kWide>>();
+      return KernelOf<CrossEntropyFamily, ForwardLong<T, kWideThreads>>();
     }
     if (kernel == CrossEntropyKernel::kBlock) {
       return KernelOf<CrossEntropyFamily, ForwardLong<T, kThreads>>();
@@ -437,6 +437,34 @@ Kernel KernelFor(CrossEntropyKernel kernel, bool backward) {
   }
   if (backward) return KernelOf<CrossEntropyFamily, BackwardShort<T>>();
   return KernelOf<CrossEntropyFamily, ForwardShort<T>>();
+}
+
+struct Limits {
+  int processors;
+  int most_blocks;  // of a cluster
+};
+
+// Loads all kernels, and finds out what plans need to know of the current device.
+cudaError_t GetLimits(Limits* limits) {
+  static PerDevice<Limits> known;
+  return known.Get(limits, [](Limits* found) {
+    Device device;
+    cudaError_t error = CurrentDevice(&device);
+    if (error == cudaSuccess) error = LoadKernels<CrossEntropyFamily>();
+    if (error != cudaSuccess) return error;
+    *found = {.processors = device.processors, .most_blocks = 1};
+    const auto kernel = reinterpret_cast<const void*>(
+        KernelFor<float>(CrossEntropyKernel::kWide, /*backward=*/false));
+    for (int size = 2; device.clusters && size <= kCrossEntropyCluster; size *= 2) {
+      const LaunchConfig config = {
+          .grid = dim3(static_cast<unsigned>(size)), .block = dim3(kWideThreads), .cluster = size};
+      int blocks = 0;
+      // A size that the device does not support is not an error.
+      if (ResidentBlocks(kernel, config, &blocks) != cudaSuccess || blocks == 0) break;
+      found->most_blocks = size;
+    }
+    return cudaSuccess;
+  });
 }
 
 // `p` has the buffers of the results.
@@ -451,11 +479,11 @@ cudaError_t Run(const CrossEntropyCall& call, bool backward, Params p, cudaStrea
   p.z_loss = call.z_loss;
   p.whole =
       !backward || (reinterpret_cast<uintptr_t>(p.dx) - reinterpret_cast<uintptr_t>(p.x)) % 16 == 0;
-  Device device;
-  if (const cudaError_t error = CurrentDevice(&device); error != cudaSuccess) return error;
+  Limits limits;
+  if (const cudaError_t error = GetLimits(&limits); error != cudaSuccess) return error;
   const CrossEntropyShape shape = {call.rows, call.n, static_cast<int>(DTypeSize(call.dtype)),
                                    backward};
-  const CrossEntropyPlan plan = PlanCrossEntropy(shape, device.processors, device.clusters);
+  const CrossEntropyPlan plan = PlanCrossEntropy(shape, limits.processors, limits.most_blocks);
   if (plan.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   p.log_lanes = plan.log_lanes;
   p.tiles = FastDivisor64(static_cast<uint64_t>(plan.tiles));
@@ -489,6 +517,9 @@ cudaError_t CrossEntropyBackward(const CrossEntropyCall& call, const void* cotan
   return Run(call, true, p, stream);
 }
 
-cudaError_t LoadCrossEntropyKernels() { return LoadKernels<CrossEntropyFamily>(); }
+cudaError_t LoadCrossEntropyKernels() {
+  Limits limits;
+  return GetLimits(&limits);
+}
 
 }  // namespace jax_fastops::cuda

@@ -8,6 +8,7 @@ namespace jax_fastops {
 
 inline constexpr int kCrossEntropyThreads = 256;  // of a block
 inline constexpr int kCrossEntropyWide = 1024;    // of a block of kWide
+inline constexpr int kCrossEntropyCluster = 8;    // most blocks of a cluster
 inline constexpr int kCrossEntropyTogether = 4;   // words that a thread loads together
 inline constexpr int kCrossEntropyTile = 8 * kCrossEntropyThreads;  // words, of a block of kTiles
 
@@ -33,8 +34,9 @@ struct CrossEntropyPlan {
   int cluster = 1;    // kWide: blocks of a row
 };
 
-// `processors` is the number of SMs; `clusters` says whether a launch may have clusters.
-CrossEntropyPlan PlanCrossEntropy(const CrossEntropyShape& shape, int processors, bool clusters);
+// `processors` is the number of SMs, and `most_blocks` that of the blocks of the largest cluster
+// that the device runs: 1 without clusters, up to kCrossEntropyCluster.
+CrossEntropyPlan PlanCrossEntropy(const CrossEntropyShape& shape, int processors, int most_blocks);
 
 }  // namespace jax_fastops
 

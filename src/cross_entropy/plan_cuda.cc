@@ -8,11 +8,10 @@ constexpr int64_t kLongRow = 16 << 10;  // bytes from which a row has blocks of 
 constexpr int64_t kFewRow = 1 << 10;    // likewise, if there are at most kFew rows for each SM
 constexpr int64_t kFew = 4;
 constexpr int64_t kMany = 512;  // words for each SM from which a lane has several
-constexpr int kMostBlocks = 8;  // of a cluster
 
 }  // namespace
 
-CrossEntropyPlan PlanCrossEntropy(const CrossEntropyShape& shape, int processors, bool clusters) {
+CrossEntropyPlan PlanCrossEntropy(const CrossEntropyShape& shape, int processors, int most_blocks) {
   using enum CrossEntropyKernel;
   const int64_t rows = shape.rows, row_bytes = shape.n * shape.itemsize;
   const int64_t words = CeilDiv(row_bytes, 16);
@@ -37,10 +36,10 @@ CrossEntropyPlan PlanCrossEntropy(const CrossEntropyShape& shape, int processors
   } else {
     plan.kernel = kWide;
     plan.threads = kCrossEntropyWide;
-    const bool cut = clusters && words > kCrossEntropyTogether * kCrossEntropyWide;
+    const bool cut = words > kCrossEntropyTogether * kCrossEntropyWide;
     // At most three quarters of the SMs, because a cluster's SMs are in one part of the device: one
     // H100 takes 12 us for (16, 83888) in bfloat16 with 8 blocks, and 8 us with 4.
-    while (cut && plan.cluster < kMostBlocks && words > 2 * plan.cluster * kCrossEntropyWide &&
+    while (cut && 2 * plan.cluster <= most_blocks && words > 2 * plan.cluster * kCrossEntropyWide &&
            8 * plan.cluster * rows <= 3 * processors) {
       plan.cluster *= 2;
     }

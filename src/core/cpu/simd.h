@@ -30,7 +30,8 @@
 //
 // What the compiler's own notation for vectors expresses is written in it: it becomes the same
 // instructions as intrinsics. The intrinsics of an operation have the same name in each instruction
-// set except for a prefix and a suffix, so overloads on the vector type are made from them by a macro.
+// set except for a prefix and a suffix, so overloads on the vector type are made from them by a
+// macro.
 //
 // This header may define things only in the anonymous namespace, and include only C headers: see
 // isa.h.
