@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax.extend import source_info_util
 
 from jax_fastops import _implementation, _patched
 from jax_fastops._autofuse.patterns import losses_by_label
@@ -214,6 +215,7 @@ _PLACES: dict[str, list[tuple[str, str, Callable]]] = {
     ],
 }
 _local = threading.local()
+source_info_util.register_exclusion(__file__)  # calls stay replaced after the block
 
 # ---- how calls get there -------------------------------------------------------------------------
 

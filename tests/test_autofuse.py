@@ -1,5 +1,7 @@
 """`autofuse`: what is replaced, equal results and gradients, near misses, transformations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -462,6 +464,48 @@ def test_dtypes_of_labels(kind):
     assert names(label_loss, X, labels) == ["cross_entropy"]
     got, want = fo.autofuse(label_loss)(X, labels), label_loss(X, labels)
     np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+PAIRS = {
+    "log_softmax": lambda x, labels: -jax.nn.log_softmax(x)[jnp.arange(len(x)), labels],
+    "logsumexp": lambda x, labels: jax.nn.logsumexp(x, -1) - x[jnp.arange(len(x)), labels],
+    "smoothed": lambda x, labels: (
+        -0.9 * jax.nn.log_softmax(x)[jnp.arange(len(x)), labels]
+        - 0.1 * jax.nn.log_softmax(x).mean(-1)
+    ),
+}
+
+
+@pytest.mark.parametrize("form", PAIRS)
+def test_labels_by_pairs_of_indices(form):
+    x, table, loss = X[0], jax.random.normal(jax.random.key(0), (40, 40)), PAIRS[form]
+    labels = LABELS[0].at[:2].set(jnp.array([-1, -40]))
+    assert names(loss, x, labels) == ["cross_entropy"]
+
+    def linear(x, labels):
+        return loss(x @ table.T, labels).mean()
+
+    assert names(linear, x, labels) == ["linear_cross_entropy"]
+    for f in (lambda x, labels: loss(x, labels).mean(), linear):
+        want, got = (jax.value_and_grad(g)(x, labels) for g in (f, fo.autofuse(f)))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+    # The nearest class, as in XLA. Its gradient is not defined.
+    labels = labels.at[:2].set(jnp.array([40, -41]))
+    np.testing.assert_allclose(fo.autofuse(loss)(x, labels), loss(x, labels), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, labels: -jax.nn.log_softmax(x)[jnp.arange(len(x))[::-1], labels],
+        lambda x, labels: -jax.nn.log_softmax(x)[labels, jnp.arange(len(x))],
+        lambda x, labels: -jax.nn.log_softmax(x)[jnp.arange(len(x)) - 1, labels],
+    ],
+)
+def test_other_pairs_of_indices(f):
+    x, labels = X[0, :, :6], LABELS[0] % 6
+    assert names(f, x, labels) == ["log_softmax"]
+    np.testing.assert_allclose(fo.autofuse(f)(x, labels), f(x, labels), rtol=1e-5)
 
 
 def picked(x, labels):

@@ -364,3 +364,14 @@ def test_labels_of_few_bits():
         want = optax_loss(logits, labels.astype(jnp.int32))
         with fo.patch():
             np.testing.assert_allclose(optax_loss(logits, labels), want, rtol=1e-6)
+
+
+def test_the_line_of_a_call_after_a_block():
+    def loss(x):
+        return jax.nn.softmax(x[:3]).max()
+
+    with fo.patch():
+        pass
+    with fo.use_implementation("native"):
+        (found,) = fo.autofuse.report(loss)(jnp.ones((4, 8))).replaced
+    assert "test_patch.py" in found.where

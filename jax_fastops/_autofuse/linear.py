@@ -227,6 +227,12 @@ def wide_labels(labels):
     return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
 
 
+def nearest_class(labels, classes: int):
+    """Labels as indices: negative ones count from the end, and others become the nearest class."""
+    labels = wide_labels(labels)
+    return jnp.clip(jnp.where(labels < 0, labels + classes, labels), 0, classes - 1)
+
+
 def _call(leaves, options) -> _Call:
     table = leaves["table"].T if leaves["transposed"] else leaves["table"]
     labels = wide_labels(leaves["labels"])
@@ -264,6 +270,16 @@ def linear_of_one_hot(leaves, **options):
     """A label that is no class has no loss."""
     call = _call(leaves, options)
     return call.losses(call.labels)
+
+
+def of_nearest_class(losses: Callable) -> Callable:
+    """The same, but a label that is no class is the nearest one, as by indexing two dimensions."""
+
+    def call(leaves, **options):
+        classes = leaves["table"].shape[int(leaves["transposed"])]
+        return losses({**leaves, "labels": nearest_class(leaves["labels"], classes)}, **options)
+
+    return call
 
 
 def nan_with_inf(losses: Callable) -> Callable:

@@ -143,11 +143,22 @@ def view_of(value: Value, narrowing: bool) -> tuple[Value, Map] | None:
                 return _same_view(value, other)
     if node.name == "select_n" and (known := constant(operand)) is not None:
         return _same_view(value, node.inputs[1 + int(known)])
+    if node.name == "select_n" and _is_negative_iota(operand):  # an index counts from 0
+        return _same_view(value, node.inputs[1])
     if node.name == "gather" and value.sizes == operand.sizes:  # `take` of the only element
         indexed = node.params["dimension_numbers"].start_index_map
         if constant(node.inputs[1]) == 0 and all(operand.shape[d] == 1 for d in indexed):
             return operand, identity(value)
     return None
+
+
+def _is_negative_iota(value: Value) -> bool:
+    """Whether a value is the comparison of an ``iota`` with 0, which is never less."""
+    node = value.node
+    if node is None or node.name != "lt" or constant(node.inputs[1]) != 0:
+        return False
+    numbers = node.inputs[0].node
+    return numbers is not None and numbers.name == "iota" and not _wraps(numbers.outputs[0])
 
 
 def resolve(value: Value, narrowing: bool = False) -> tuple[Value, Map, list[Value]]:
@@ -269,7 +280,7 @@ def _meaning(node: Node) -> tuple:
         long = node.outputs[0].long
         dimension = node.params["dimension"]
         params = {"along": long.index(dimension) if dimension in long else None}
-        if _wraps(node.outputs[0], dimension):
+        if _wraps(node.outputs[0]):
             params["wraps"] = True
     if node.name == "custom_jvp_call":
         params = {"rule": _derivative_rule(node)}
@@ -278,9 +289,10 @@ def _meaning(node: Node) -> tuple:
     return tuple(sorted((k, str(v)) for k, v in params.items()))
 
 
-def _wraps(indices: Value, dimension: int) -> bool:
-    """Whether the dtype of indices along a dimension is too narrow for the largest of them."""
-    size = indices.shape[dimension]
+def _wraps(indices: Value) -> bool:
+    """Whether the dtype of an ``iota`` is too narrow for the largest number."""
+    assert indices.node is not None
+    size = indices.shape[indices.node.params["dimension"]]
     integers = jnp.issubdtype(indices.dtype, jnp.integer)
     return integers and isinstance(size, int) and size - 1 > jnp.iinfo(indices.dtype).max
 

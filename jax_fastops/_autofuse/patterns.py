@@ -24,6 +24,8 @@ from jax_fastops._autofuse.linear import (
     linear_of_log_softmax,
     linear_of_one_hot,
     nan_with_inf,
+    nearest_class,
+    of_nearest_class,
     wide_labels,
 )
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
@@ -244,6 +246,10 @@ def _picked(x, labels):
     return jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
 
 
+def _picked_by_pairs(x, labels):
+    return x[jnp.arange(x.shape[0]), labels] if x.ndim == 2 else _picked(x, labels)
+
+
 def _picked_by_optax(x, labels):
     return jnp.take_along_axis(x, labels[..., None], -1).take(0, axis=-1)
 
@@ -258,6 +264,12 @@ def losses_by_label(logits, labels, axis=-1, **options):
     labels = jnp.where(labels < 0, labels + classes, labels)
     losses = cross_entropy(logits, labels, axis=axis, **options).astype(logits.dtype)
     return jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
+
+
+def _losses_by_pairs(logits, labels, **options):
+    """As by indexing of two dimensions."""
+    labels = nearest_class(labels, logits.shape[-1])
+    return cross_entropy(logits, labels, **options).astype(logits.dtype)
 
 
 def _losses_by_sum(logits, labels, **options):
@@ -366,6 +378,20 @@ for _log_form in (lambda x: jax.nn.log_softmax(x), lambda x: _log_softmax(x, axi
         linear_of_log_softmax,
         lambda x, f=_log_form: -jnp.mean(f(x), -1),
     )
+_loss(
+    "cross_entropy",
+    lambda x, labels: -_picked_by_pairs(jax.nn.log_softmax(x), labels),
+    _nan_with_inf(_losses_by_pairs),
+    of_nearest_class(linear_of_log_softmax),
+    lambda x: -jnp.mean(jax.nn.log_softmax(x), -1),
+)
+_loss(
+    "cross_entropy",
+    lambda x, labels: _log_sum(x) - _picked_by_pairs(x, labels),
+    _losses_by_pairs,
+    of_nearest_class(linear_by_label),
+    _smoothed,
+)
 _loss(
     "cross_entropy",
     lambda x, labels: _log_sum(x) - _picked_by_sum(x, labels),
