@@ -466,7 +466,8 @@ def test_dtypes_of_labels(kind):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-PAIRS = {
+BY_INDEX = {
+    "map": jax.vmap(lambda x, label: -jax.nn.log_softmax(x)[label]),
     "log_softmax": lambda x, labels: -jax.nn.log_softmax(x)[jnp.arange(len(x)), labels],
     "logsumexp": lambda x, labels: jax.nn.logsumexp(x, -1) - x[jnp.arange(len(x)), labels],
     "smoothed": lambda x, labels: (
@@ -476,9 +477,9 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("form", PAIRS)
-def test_labels_by_pairs_of_indices(form):
-    x, table, loss = X[0], jax.random.normal(jax.random.key(0), (40, 40)), PAIRS[form]
+@pytest.mark.parametrize("form", BY_INDEX)
+def test_labels_as_indices(form):
+    x, table, loss = X[0], jax.random.normal(jax.random.key(0), (40, 40)), BY_INDEX[form]
     labels = LABELS[0].at[:2].set(jnp.array([-1, -40]))
     assert names(loss, x, labels) == ["cross_entropy"]
 
@@ -502,7 +503,7 @@ def test_labels_by_pairs_of_indices(form):
         lambda x, labels: -jax.nn.log_softmax(x)[jnp.arange(len(x)) - 1, labels],
     ],
 )
-def test_other_pairs_of_indices(f):
+def test_other_indices(f):
     x, labels = X[0, :, :6], LABELS[0] % 6
     assert names(f, x, labels) == ["log_softmax"]
     np.testing.assert_allclose(fo.autofuse(f)(x, labels), f(x, labels), rtol=1e-5)

@@ -273,7 +273,7 @@ def linear_of_one_hot(leaves, **options):
 
 
 def of_nearest_class(losses: Callable) -> Callable:
-    """The same, but a label that is no class is the nearest one, as by indexing two dimensions."""
+    """The same, but a label that is no class is the nearest one, as by ``x[label]``."""
 
     def call(leaves, **options):
         classes = leaves["table"].shape[int(leaves["transposed"])]

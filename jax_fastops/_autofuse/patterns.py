@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -250,6 +251,13 @@ def _picked_by_pairs(x, labels):
     return x[jnp.arange(x.shape[0]), labels] if x.ndim == 2 else _picked(x, labels)
 
 
+def _picked_by_map(x, labels):
+    pick = operator.getitem
+    for _ in labels.shape:
+        pick = jax.vmap(pick)
+    return pick(x, labels)
+
+
 def _picked_by_optax(x, labels):
     return jnp.take_along_axis(x, labels[..., None], -1).take(0, axis=-1)
 
@@ -266,8 +274,8 @@ def losses_by_label(logits, labels, axis=-1, **options):
     return jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
 
 
-def _losses_by_pairs(logits, labels, **options):
-    """As by indexing of two dimensions."""
+def _losses_by_index(logits, labels, **options):
+    """As by ``x[label]``."""
     labels = nearest_class(labels, logits.shape[-1])
     return cross_entropy(logits, labels, **options).astype(logits.dtype)
 
@@ -378,20 +386,21 @@ for _log_form in (lambda x: jax.nn.log_softmax(x), lambda x: _log_softmax(x, axi
         linear_of_log_softmax,
         lambda x, f=_log_form: -jnp.mean(f(x), -1),
     )
-_loss(
-    "cross_entropy",
-    lambda x, labels: -_picked_by_pairs(jax.nn.log_softmax(x), labels),
-    _nan_with_inf(_losses_by_pairs),
-    of_nearest_class(linear_of_log_softmax),
-    lambda x: -jnp.mean(jax.nn.log_softmax(x), -1),
-)
-_loss(
-    "cross_entropy",
-    lambda x, labels: _log_sum(x) - _picked_by_pairs(x, labels),
-    _losses_by_pairs,
-    of_nearest_class(linear_by_label),
-    _smoothed,
-)
+for _pick in (_picked_by_pairs, _picked_by_map):
+    _loss(
+        "cross_entropy",
+        lambda x, labels, pick=_pick: -pick(jax.nn.log_softmax(x), labels),
+        _nan_with_inf(_losses_by_index),
+        of_nearest_class(linear_of_log_softmax),
+        lambda x: -jnp.mean(jax.nn.log_softmax(x), -1),
+    )
+    _loss(
+        "cross_entropy",
+        lambda x, labels, pick=_pick: _log_sum(x) - pick(x, labels),
+        _losses_by_index,
+        of_nearest_class(linear_by_label),
+        _smoothed,
+    )
 _loss(
     "cross_entropy",
     lambda x, labels: _log_sum(x) - _picked_by_sum(x, labels),
