@@ -153,7 +153,8 @@ def test_rows(rows, classes):
 @pytest.mark.parametrize("classes", [3, 9, 50, 72, 201])
 def test_many_rows(dtype, classes):
     """So many that a thread of a GPU has several words of a row: 512 words per SM."""
-    rows = 100_000 // -(-classes * dtype.itemsize // 16)
+    words = 100_000 if jax.default_backend() == "gpu" else 5_000
+    rows = words // -(-classes * dtype.itemsize // 16)
     rng = np.random.default_rng(classes)
     labels = rng.integers(-1, classes + 1, rows).astype(np.int32)
     check_values(rng.standard_normal((rows, classes)), labels, dtype, **BOTH)
@@ -197,9 +198,11 @@ def special_rows(classes):
 
 
 @pytest.mark.parametrize("options", [{}, BOTH], ids=["plain", "both"])
-@pytest.mark.parametrize("classes", [8, 8200, 2**17])  # the last has several blocks of a GPU
+@pytest.mark.parametrize("classes", [8, 8200, 2**17])
 def test_special_values(dtype, classes, options):
-    """NaN and Inf are where optax' formulas have them."""
+    """NaN and Inf are where optax' formulas have them. The longest rows have several blocks."""
+    if classes == 2**17 and jax.default_backend() != "gpu":
+        pytest.skip("a CPU has no kernel of its own for such rows")
     x, labels = special_rows(classes)
     x = x.astype(dtype)
     g = np.ones(len(labels), wide_of(dtype))
