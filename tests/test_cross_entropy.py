@@ -121,7 +121,8 @@ def check_values(x, labels, dtype, **options):
     z = options.get("z_loss", 0.0)
     top = np.abs(np.where(np.isfinite(wide), wide, 0)).max(-1)
     squared = z * (top + 12) ** 2
-    unit = 16 + 2 * np.abs(np.where(np.isfinite(exact), exact, 0)) + 4 * squared
+    oracle = 4 if x.dtype == np.float64 else 1  # which has no more bits then
+    unit = oracle * (16 + 2 * np.abs(np.where(np.isfinite(exact), exact, 0)) + 4 * squared)
     assert_within(loss, exact, unit, f"loss of {what}", wide_of(dtype))
     # p has the error of its exponent, which is at most 100 where p is not negligible.
     size = (np.abs(g) * (1 + 2 * z * (top + 12)))[..., None]
@@ -217,8 +218,7 @@ def test_special_values(dtype, classes, options):
 @pytest.mark.parametrize("mode", ["native", "xla"])
 def test_tokens_that_are_left_out(dtype, mode):
     """Their loss and gradient are 0, whatever the logits and the cotangent are."""
-    x, _ = special_rows(40)
-    x = x.astype(dtype)
+    x = special_rows(40)[0][:9].astype(dtype)
     labels = np.int32([-1, 40, -(2**31), 2**31 - 1, -1, 41, -100, 2, 2])
     where = np.arange(9) < 7
     g = np.array([np.nan, np.inf] * 4 + [1], wide_of(dtype))
