@@ -463,7 +463,8 @@ class Finder:
         outside = [v for v in inner if v is not root and _used_outside(v, nodes)]
         more = self._other_results(state, formulas[1:], n, outside)
         for v in outside:
-            if v not in more and v.size >= root.size and v.node.name != "iota":
+            counts = v.node is not None and v.node.name == "iota"
+            if v not in more and v.size >= root.size and not counts:
                 self._miss(pattern, v, "the value is used elsewhere")
                 return None
         leaves = self._leaves(pattern, axis, root, state, logits)

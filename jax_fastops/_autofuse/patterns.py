@@ -251,8 +251,8 @@ def _picked_by_pairs(x, labels):
     return x[jnp.arange(x.shape[0]), labels] if x.ndim == 2 else _picked(x, labels)
 
 
-def _picked_by_map(x, labels):
-    pick = operator.getitem
+def _picked_by_map(x, labels) -> Any:
+    pick: Callable = operator.getitem
     for _ in labels.shape:
         pick = jax.vmap(pick)
     return pick(x, labels)
