@@ -346,6 +346,24 @@ def unless_mapped(function, otherwise, positions: Sequence[int]):
     return call
 
 
+def gradients_unless_mapped(native, plain, positions: Sequence[int], kept, cts, wanted, **options):
+    """The wanted gradients by :func:`unless_mapped`, and ``None`` for the others.
+
+    ``native`` and ``plain`` get residuals, cotangents and options; ``positions`` are of residuals.
+    """
+    count = len(kept)  # the functions below live longer than the arrays
+
+    def of(gradients):
+        def wanted_gradients(*arrays):
+            found = gradients(arrays[:count], arrays[count:], **options)
+            return tuple(g for g, w in zip(found, wanted, strict=True) if w)
+
+        return wanted_gradients
+
+    found = iter(unless_mapped(of(native), of(plain), positions)(*kept, *cts))
+    return tuple(next(found) if w else None for w in wanted)
+
+
 def compiled(primitive: Primitive, params: dict):
     """The jitted call of a primitive, for evaluation outside of ``jax.jit``."""
     call = _compiled(primitive, tuple(sorted(params.items(), key=lambda item: item[0])))

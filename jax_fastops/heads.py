@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 from jax_fastops._arguments import FLOATING, as_arrays, epsilon, integer, one_of
 from jax_fastops._broadcast import add, of_rank
 from jax_fastops._dispatch import by_width
-from jax_fastops._kernel import Kernel, shards_of, unless_mapped
+from jax_fastops._kernel import Kernel, gradients_unless_mapped, shards_of, unless_mapped
 from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
@@ -162,22 +162,13 @@ def _rotary_forward(x, *arrays, heads: int, kv_heads: int, size: int, **options)
 
 def _rotary_backward(kept, cts, wanted, **options):
     """The gradients by kernel, or by the reference if each example has its own parameters."""
-    count = len(kept)  # the functions below live longer than the arrays
-
-    def of(gradients):
-        def wanted_gradients(*arrays):
-            found = gradients(arrays[:count], arrays[count:], **options)
-            return tuple(g for g, w in zip(found, wanted, strict=True) if w)
-
-        return wanted_gradients
-
     axis = -2 if options["heads_first"] else -3
     if any(wanted[1:]) and cts[0].shape[axis] < _FEWEST_ROWS:
-        found = iter(of(_rotary_pullback)(*kept, *cts))
-    else:
-        native = of(functools.partial(_rotary_gradients, wanted=wanted))
-        found = iter(unless_mapped(native, of(_rotary_pullback), [1, 2, 3])(*kept, *cts))
-    return tuple(next(found) if w else None for w in wanted)
+        found = _rotary_pullback(kept, cts, **options)
+        return tuple(g if w else None for g, w in zip(found, wanted, strict=True))
+    native = functools.partial(_rotary_gradients, wanted=wanted)
+    own = [1, 2, 3]
+    return gradients_unless_mapped(native, _rotary_pullback, own, kept, cts, wanted, **options)
 
 
 def _rotary_gradients(kept, cts, wanted, *, heads: int, kv_heads: int, size: int, **options):

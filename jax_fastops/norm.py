@@ -30,7 +30,13 @@ from jax_fastops._arguments import (
     same_floating_dtype,
 )
 from jax_fastops._dispatch import row_features
-from jax_fastops._kernel import Kernel, partitions, shards_of, unless_mapped
+from jax_fastops._kernel import (
+    Kernel,
+    gradients_unless_mapped,
+    partitions,
+    shards_of,
+    unless_mapped,
+)
 from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._random import Drop, drop_of, row_seeds
@@ -119,18 +125,9 @@ def _forward(*args, rms, eps, return_sum, fanout, save=False, **drop):
 
 def _backward(kept, cts, wanted, **options):
     """The gradients by kernel, or by the reference if each example has its own scale."""
-    count = len(kept)  # the functions below live longer than the arrays
-
-    def of(gradients):
-        def wanted_gradients(*arrays):
-            found = gradients(arrays[:count], arrays[count:], **options)
-            return tuple(g for g, w in zip(found, wanted, strict=True) if w)
-
-        return wanted_gradients
-
-    native = of(functools.partial(_gradients, wanted=wanted))
-    found = iter(unless_mapped(native, of(_pullback), [1])(*kept, *cts))  # 1: the scale
-    return tuple(next(found) if w else None for w in wanted)
+    native = functools.partial(_gradients, wanted=wanted)
+    scale = [1]
+    return gradients_unless_mapped(native, _pullback, scale, kept, cts, wanted, **options)
 
 
 def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fanout, **drop):

@@ -227,10 +227,14 @@ def wide_labels(labels):
     return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
 
 
+def from_the_end(labels, classes: int):
+    """Labels of a wide dtype, of which negative ones count from the end, as indices do."""
+    return jnp.where(labels < 0, labels + classes, labels)
+
+
 def nearest_class(labels, classes: int):
-    """Labels as indices: negative ones count from the end, and others become the nearest class."""
-    labels = wide_labels(labels)
-    return jnp.clip(jnp.where(labels < 0, labels + classes, labels), 0, classes - 1)
+    """Labels as indices; one that is no class becomes the nearest class."""
+    return jnp.clip(from_the_end(wide_labels(labels), classes), 0, classes - 1)
 
 
 def _call(leaves, options) -> _Call:
@@ -243,7 +247,7 @@ def _call(leaves, options) -> _Call:
 def linear_by_label(leaves, **options):
     """As by indexing: negative labels count from the end, and those that are no class give NaN."""
     call = _call(leaves, options)
-    labels = jnp.where(call.labels < 0, call.labels + call.table.shape[0], call.labels)
+    labels = from_the_end(call.labels, call.table.shape[0])
     return call.losses(labels, jnp.where(call.is_class(labels), 0, jnp.nan))
 
 

@@ -250,14 +250,14 @@ class Matcher:
         (value, shown, exponent), *rest = items
         source, inner, passed = resolve(value)
         outer = compose(shown, inner)
-        others = []
+        unlike = []
         for v, m, e in rest:
             other, n, _ = resolve(v)
             if other is source and compose(m, n) == outer:  # x * x
                 exponent += e
             else:
-                others.append((v, m, e))
-        rest = others
+                unlike.append((v, m, e))
+        rest = unlike
         if not expand:
             for i, (part, place, own) in enumerate(left):
                 if own != exponent:

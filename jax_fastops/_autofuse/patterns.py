@@ -20,6 +20,7 @@ from jax import lax
 from jax_fastops._autofuse.formulas import Compiler, Formula
 from jax_fastops._autofuse.graph import Graph
 from jax_fastops._autofuse.linear import (
+    from_the_end,
     linear_by_label,
     linear_by_sum,
     linear_of_log_softmax,
@@ -247,15 +248,15 @@ def _picked(x, labels):
     return jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
 
 
-def _picked_by_pairs(x, labels):
-    return x[jnp.arange(x.shape[0]), labels] if x.ndim == 2 else _picked(x, labels)
-
-
 def _picked_by_map(x, labels) -> Any:
     pick: Callable = operator.getitem
     for _ in labels.shape:
         pick = jax.vmap(pick)
     return pick(x, labels)
+
+
+def _picked_by_pairs(x, labels):
+    return x[jnp.arange(x.shape[0]), labels] if x.ndim == 2 else _picked_by_map(x, labels)
 
 
 def _picked_by_optax(x, labels):
@@ -268,8 +269,8 @@ def _picked_by_sum(x, labels):
 
 def losses_by_label(logits, labels, axis=-1, **options):
     """As by indexing: negative labels count from the end, and those that are no class give NaN."""
-    labels, classes = wide_labels(labels), logits.shape[axis]
-    labels = jnp.where(labels < 0, labels + classes, labels)
+    classes = logits.shape[axis]
+    labels = from_the_end(wide_labels(labels), classes)
     losses = cross_entropy(logits, labels, axis=axis, **options).astype(logits.dtype)
     return jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
 
