@@ -452,17 +452,11 @@ cudaError_t GetLimits(Limits* limits) {
     cudaError_t error = CurrentDevice(&device);
     if (error == cudaSuccess) error = LoadKernels<CrossEntropyFamily>();
     if (error != cudaSuccess) return error;
-    *found = {.processors = device.processors, .most_blocks = 1};
     const auto kernel = reinterpret_cast<const void*>(
         KernelFor<float>(CrossEntropyKernel::kWide, /*backward=*/false));
-    for (int size = 2; device.clusters && size <= kCrossEntropyCluster; size *= 2) {
-      const LaunchConfig config = {
-          .grid = dim3(static_cast<unsigned>(size)), .block = dim3(kWideThreads), .cluster = size};
-      int blocks = 0;
-      // A size that the device does not support is not an error.
-      if (ResidentBlocks(kernel, config, &blocks) != cudaSuccess || blocks == 0) break;
-      found->most_blocks = size;
-    }
+    found->processors = device.processors;
+    found->most_blocks =
+        LargestCluster(kernel, {.block = dim3(kWideThreads)}, kCrossEntropyCluster);
     return cudaSuccess;
   });
 }

@@ -56,7 +56,7 @@ struct RowsParams {
   int lanes;      // threads of a row: 1 to 32 (a power of two), or the block
   int log_lanes;  // up to 32 lanes
   int groups;     // rows that a block holds at once
-  int units;      // of a row per thread; only for rows that are not aligned
+  int units;      // of a row per thread
 };
 
 struct SpanParams {

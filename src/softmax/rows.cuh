@@ -13,8 +13,9 @@
 // - ColumnsKernel (columns.cuh) reads rows twice that fit nowhere.
 //
 // Rows that do not begin or end on a 16-byte boundary are still accessed in aligned 16-byte units,
-// if all arrays have the same misalignment; only the units at the ends of a row are handled by
-// element.
+// if all arrays have the same misalignment. Only the ends of a row are handled by element:
+// RowsKernel gives each thread at most one of their elements. The other kernels handle the units at
+// the ends in longer code, which costs them little: their rows are long, or in shared memory.
 #ifndef JAX_FASTOPS_SOFTMAX_ROWS_CUH_
 #define JAX_FASTOPS_SOFTMAX_ROWS_CUH_
 
@@ -160,23 +161,6 @@ __device__ __forceinline__ Stretch<T, kBytes> PartOfRow(const Params& p, int64_t
   return part;
 }
 
-// A whole row; empty if `live` is false.
-template <typename T, int kBytes, bool kAligned>
-__device__ __forceinline__ Stretch<T, kBytes, kAligned> WholeRow(const Params& p, int64_t row,
-                                                                 bool live) {
-  constexpr int kSize = Stretch<T, kBytes>::kSize;
-  Stretch<T, kBytes, kAligned> part;
-  const int64_t start = row * p.n;
-  part.before = kAligned ? 0
-                         : static_cast<int>((reinterpret_cast<uintptr_t>(p.a) / sizeof(T) +
-                                             static_cast<uint64_t>(start)) %
-                                            kSize);
-  part.origin = start - part.before;
-  part.n = live ? static_cast<int>(p.n) : 0;
-  part.mask = p.mask;
-  return part;
-}
-
 template <typename T, int kBytes>
 __device__ __forceinline__ int64_t UnitsOfRow(const Params& p, int64_t row) {
   constexpr int kSize = Stretch<T, kBytes>::kSize;
@@ -300,100 +284,109 @@ struct RowThreads {
 
 // -------------------------------------------------------------------------------------------------
 // Rows in registers
-//
-// A thread holds units of kRows rows: `count` of them, or kUnits if the compiler knows that all are
-// used.
 
-template <typename T, int kBytes, int kRows, int kUnits>
-using HeldRows = Held<T, kBytes>[kRows][kUnits];
+// What a thread holds of a row: up to kUnits units, and with kEnd also an element of those before
+// the first unit and after the last.
+template <typename T, int kBytes, int kUnits, bool kEnd>
+struct HeldRow {
+  Held<T, kBytes> units[kUnits];
+  Held<T, sizeof(T)> end[1];
 
-template <typename T, int kBytes, int kRows, int kUnits>
-__device__ __forceinline__ void Forget(HeldRows<T, kBytes, kRows, kUnits>& held) {
+  __device__ __forceinline__ void Forget() {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) held[r][k].Forget();
+    for (int k = 0; k < kUnits; ++k) units[k].Forget();
   }
+};
+
+// Calls run(unit) for `count` units, and for the element at the end. Several arguments are
+// structures of the same form: run(unit of the first, unit of the second).
+template <int kUnits, bool kEnd, typename Run, typename... Rows>
+__device__ __forceinline__ void ForUnits(int count, const Run& run, Rows&... rows) {
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    if (k >= count) break;
+    run(rows.units[k]...);
+  }
+  if constexpr (kEnd) run(rows.end[0]...);
 }
 
-// Applies the mask, whose place in each row is known, to the units of the arrays: excluded elements
-// of `a` become `excluded`, and those of `b` 0. Loads the bytes of four units before it uses the
-// first.
-template <bool kGrad, typename T, int kBytes, bool kAligned, int kRows, int kUnits>
-__device__ __forceinline__ void ExcludeRows(
-    const Params& p, const Stretch<T, kBytes, kAligned> (&part)[kRows], int lane, int lanes,
-    int count, T excluded, Held<T, kBytes> (&a)[kRows][kUnits],
-    Held<T, kBytes> (&b)[kGrad ? kRows : 1][kGrad ? kUnits : 1]) {
+// Applies the mask to a thread's units of a row: excluded elements of `a` become `excluded`, and
+// those of `b` 0. Loads the bytes of four units before it uses the first.
+template <bool kGrad, typename T, int kBytes, bool kAligned, int kUnits>
+__device__ __forceinline__ void ExcludeUnits(const Params& p,
+                                             const Stretch<T, kBytes, kAligned>& part, int lane,
+                                             int lanes, int count, T excluded,
+                                             Held<T, kBytes> (&a)[kUnits],
+                                             Held<T, kBytes> (&b)[kUnits]) {
   constexpr int kBatch = kUnits < 4 ? kUnits : 4;
   [[maybe_unused]] const T zero = FromCompute<T>(0);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int from = 0; from < kUnits; from += kBatch) {
+    if (from >= count) break;
+    typename Stretch<T, kBytes, kAligned>::Keep keep[kBatch];
+    if (p.mask_units) {
 #pragma unroll
-    for (int from = 0; from < kUnits; from += kBatch) {
-      if (from >= count) break;
-      typename Stretch<T, kBytes, kAligned>::Keep keep[kBatch];
-      if (p.mask_units) {
+      for (int k = 0; k < kBatch; ++k) keep[k] = part.LoadMask(lane + (from + k) * lanes);
+    } else {
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) keep[k] = part[r].LoadMask(lane + (from + k) * lanes);
-      } else {
+      for (int k = 0; k < kBatch; ++k) keep[k] = part.GatherMask(p, lane + (from + k) * lanes);
+    }
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-          keep[k] = part[r].GatherMask(p, lane + (from + k) * lanes);
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        a[r][from + k].Exclude(keep[k], excluded);
-        if constexpr (kGrad) b[r][from + k].Exclude(keep[k], zero);
-      }
+    for (int k = 0; k < kBatch; ++k) {
+      a[from + k].Exclude(keep[k], excluded);
+      if constexpr (kGrad) b[from + k].Exclude(keep[k], zero);
     }
   }
 }
 
 // Replaces the elements of the rows by their results, times `gain` (not for log_softmax). Sets
 // `totals` to the sums of the rows.
-template <typename T, int kBytes, int kRows, int kUnits, typename Threads>
+template <typename T, int kBytes, int kUnits, bool kEnd, int kRows, typename Threads>
 __device__ __forceinline__ void ForwardRows(const Params& p, Threads& threads, int count,
-                                            Held<T, kBytes> (&a)[kRows][kUnits],
+                                            HeldRow<T, kBytes, kUnits, kEnd> (&a)[kRows],
                                             ComputeType<T> (&totals)[kRows],
                                             ComputeType<T> gain = 1) {
   using A = ComputeType<T>;
-  constexpr int kSize = Held<T, kBytes>::kSize;
   const A scale = static_cast<A>(p.scale);
   A tops[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     Top<T, kBytes> top(scale);
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      if (k >= count) break;
-      top.Add(a[r][k]);
-    }
+    ForUnits<kUnits, false>(count, [&](const auto& unit) { top.Add(unit); }, a[r]);
     tops[r] = top.Get();
+    if constexpr (kEnd) {
+      Top<T, sizeof(T)> of_end(scale);
+      of_end.Add(a[r].end[0]);
+      tops[r] = fmax(tops[r], of_end.Get());
+    }
   }
   threads.AllReduce(Max(), tops);
-  Forget<T, kBytes>(a);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) a[r].Forget();
   // The exponentials, or for log_softmax the distances from the top element. 16-bit types keep them
   // in addition to the elements, which costs less than computing them again.
-  A values[kRows][kUnits][kSize];
+  struct {
+    A units[kUnits][Held<T, kBytes>::kSize];
+    A end[1][1];
+  } values[kRows];
   Branch(p.log, [&](auto is_log) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       tops[r] = TopElement(tops[r], scale);
       const Normalizer<T> normalize(is_log, scale, tops[r]);
       totals[r] = 0;
-#pragma unroll
-      for (int k = 0; k < kUnits; ++k) {
-        if (k >= count) break;
-        a[r][k].Unpack(values[r][k]);
+      const auto add = [&](const auto& unit, auto& x) {
+        constexpr int kSize = std::remove_reference_t<decltype(unit)>::kSize;
+        unit.Unpack(x);
         A powers[kSize];
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
-          powers[i] = normalize.Power(values[r][k][i]);
-          values[r][k][i] = is_log ? values[r][k][i] - tops[r] : powers[i];
+          powers[i] = normalize.Power(x[i]);
+          x[i] = is_log ? x[i] - tops[r] : powers[i];
         }
         totals[r] += SumOf(powers);
-      }
+      };
+      ForUnits<kUnits, kEnd>(count, add, a[r], values[r]);
     }
   });
   threads.AllReduce(Sum(), totals);
@@ -403,64 +396,40 @@ __device__ __forceinline__ void ForwardRows(const Params& p, Threads& threads, i
     normalize.SetTotal(totals[r]);
     const A factor = p.log ? scale : normalize.last * gain;
     const A offset = p.log ? -normalize.last : A(0);
+    const auto scale_unit = [&](auto& unit, auto& x) {
 #pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      if (k >= count) break;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        values[r][k][i] = MulAdd(values[r][k][i], factor, offset);
-      }
-      a[r][k].Pack(values[r][k]);
-    }
+      for (auto& value : x) value = MulAdd(value, factor, offset);
+      unit.Pack(x);
+    };
+    ForUnits<kUnits, kEnd>(count, scale_unit, a[r], values[r]);
   }
 }
 
 // Replaces y, in `a`, by the gradient. `scale` is that of the op, times what the cotangent lacks.
-template <typename T, int kBytes, int kRows, int kUnits, typename Threads>
+template <typename T, int kBytes, int kUnits, bool kEnd, int kRows, typename Threads>
 __device__ __forceinline__ void BackwardRows(const Params& p, Threads& threads, int count,
-                                             Held<T, kBytes> (&a)[kRows][kUnits],
-                                             Held<T, kBytes> (&b)[kRows][kUnits],
+                                             HeldRow<T, kBytes, kUnits, kEnd> (&a)[kRows],
+                                             HeldRow<T, kBytes, kUnits, kEnd> (&b)[kRows],
                                              ComputeType<T> scale,
                                              ComputeType<T> (&totals)[kRows]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     totals[r] = 0;
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      if (k >= count) break;
-      AddTerms(p.log, a[r][k], b[r][k], p.skip_zeros, totals[r]);
-    }
+    const auto add = [&](const auto& y, const auto& dy) {
+      AddTerms(p.log, y, dy, p.skip_zeros, totals[r]);
+    };
+    ForUnits<kUnits, kEnd>(count, add, a[r], b[r]);
   }
   threads.AllReduce(Sum(), totals);
-  Forget<T, kBytes>(a);
-  Forget<T, kBytes>(b);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) a[r].Forget();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) b[r].Forget();
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const Gradient<T> gradient(p.log, scale, totals[r], p.skip_zeros);
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      if (k >= count) break;
-      ToGradient(gradient, a[r][k], b[r][k]);
-    }
-  }
-}
-
-// Sets the elements of the rows to 0 that dropout does not keep.
-template <typename T, int kBytes, bool kAligned, int kRows, int kUnits>
-__device__ __forceinline__ void DropRows(const Params& p, const PhiloxWords (&seeds)[kRows],
-                                         const Stretch<T, kBytes, kAligned> (&part)[kRows],
-                                         int lane, int lanes, int count,
-                                         Held<T, kBytes> (&a)[kRows][kUnits]) {
-  const KeptLimit limit(p.dropout.largest);
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      if (k >= count) break;
-      uint32_t kept[Held<T, kBytes>::kSize / 2];
-      KeptPairs<kAligned>(seeds[r], part[r].First(lane + k * lanes), limit, kept);
-      KeepOnly<T>(kept, a[r][k].words);
-    }
+    ForUnits<kUnits, kEnd>(
+        count, [&](auto& y, const auto& dy) { ToGradient(gradient, y, dy); }, a[r], b[r]);
   }
 }
 
@@ -473,117 +442,178 @@ __device__ __forceinline__ bool IsUndefined(const Params& p, ComputeType<T> tota
 }
 
 // Several rows per thread take blocks of 128 threads: as many as fit with 80 registers, and
-// with 72. With dropout they have 80, and so has one row of a thread, unless it is ragged.
-constexpr int BlocksPerProcessor(int units, int rows, bool aligned, bool dropout) {
+// with 72. With dropout they have 80, and so has one row of a thread.
+constexpr int BlocksPerProcessor(int units, int rows, bool dropout) {
   if (rows > 1) return dropout ? 6 : 5 + units;
-  return !dropout ? 0 : aligned ? 3 : 2;
+  return dropout ? 3 : 0;
 }
+
+// What a thread does with the elements of a row that are outside whole units.
+enum class Ends {
+  kNone,      // there are none
+  kElements,  // it takes one of them at most, besides its units
+  kTrimmed,   // they are in its units, which begin before the row or end after it
+};
+
+// The place of a row, and the thread's part of it; empty if `live` is false. With kElements, a row
+// has up to 2 * (kSize - 1) elements outside whole units, and at least as many threads.
+template <typename T, Ends kEnds>
+struct RowPart {
+  static constexpr int kSize = Stretch<T, 16>::kSize;
+
+  int64_t start;
+  int n;
+  int head;  // elements before the first unit, with kElements
+  int at;    // index of the element outside units
+  const uint8_t* mask;
+  Stretch<T, 16, kEnds != Ends::kTrimmed> units;
+  Stretch<T, sizeof(T), true> end;
+
+  RowPart() = default;
+  __device__ __forceinline__ RowPart(const Params& p, int64_t row, bool live, int lane)
+      : start(row * p.n), n(live ? static_cast<int>(p.n) : 0), head(0), at(0) {
+    const uint64_t place = reinterpret_cast<uintptr_t>(p.a) / sizeof(T) + start;
+    int before = 0, whole = n;
+    if constexpr (kEnds == Ends::kTrimmed) before = static_cast<int>(place % kSize);
+    if constexpr (kEnds == Ends::kElements) {
+      head = min(n, static_cast<int>(-place % kSize));
+      whole = (n - head) / kSize * kSize;
+      at = lane < head ? lane : whole + lane;
+      end = {start + at, 0, at < n ? 1 : 0, nullptr};
+    }
+    units = {start + head - before, before, whole, nullptr};
+  }
+
+  __device__ __forceinline__ void SetMask(const Params& p, int64_t offset) {
+    mask = p.mask + offset;
+    units.mask = mask + head * p.mask_stride;
+    end.mask = mask + at * p.mask_stride;
+  }
+};
 
 // With kDropout, the result of the forward goes through dropout. The backward has x: it computes
 // the softmax again, and then its gradient from the cotangent after dropout. The factor of elements
 // that are kept goes into the factors of rows.
 template <typename T, bool kGrad, int kUnits, int kRows, bool kAligned, bool kDropout = false>
 __global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads,
-                                  BlocksPerProcessor(kUnits, kRows, kAligned, kDropout))
+                                  BlocksPerProcessor(kUnits, kRows, kDropout))
     RowsKernel(const __grid_constant__ Params p, const __grid_constant__ RowsParams q) {
   using A = ComputeType<T>;
-  using Part = Stretch<T, 16, kAligned>;
-  using H = typename Part::H;
+  // Elements outside units need a thread each. SpanKernel takes shorter rows, but not with dropout.
+  constexpr Ends kEnds = kAligned ? Ends::kNone : kDropout ? Ends::kTrimmed : Ends::kElements;
+  constexpr bool kEnd = kEnds == Ends::kElements;
 
   const int lanes = q.lanes;
   const int group = lanes > 32 ? 0 : threadIdx.x >> q.log_lanes;
   const int lane = lanes > 32 ? threadIdx.x : threadIdx.x & (lanes - 1);
-  const int count = kAligned ? kUnits : q.units;
   constexpr bool kOfX = !kGrad || kDropout;
   const T excluded = Excluded<T, !kOfX>(p.log, p);
   [[maybe_unused]] const T zero = FromCompute<T>(0);
   const int64_t size = p.outer * p.n;
 
-  Part part[kRows];
+  RowPart<T, kEnds> part[kRows];
   int64_t rows[kRows];
-  H a[kRows][kUnits], b[kGrad ? kRows : 1][kGrad ? kUnits : 1];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     rows[r] = (int64_t{blockIdx.x} * kRows + r) * q.groups + group;
     const bool live = rows[r] < p.outer;
     if (!live) rows[r] = 0;
-    part[r] = WholeRow<T, 16, kAligned>(p, rows[r], live);
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      if (k >= count) break;
-      a[r][k] = part[r].Load(p.a, size, lane + k * lanes, excluded);
-      if constexpr (kGrad) b[r][k] = part[r].Load(p.b, size, lane + k * lanes, zero);
-    }
+    part[r] = RowPart<T, kEnds>(p, rows[r], live, lane);
   }
+  HeldRow<T, 16, kUnits, kEnd> a[kRows], b[kRows];  // `b` only with kGrad
+  // Calls run(r, part of row r, index of a unit in the part, units of `a` and `b`).
+  const auto for_units = [&](const auto& run) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k) {
+        run(r, part[r].units, lane + k * lanes, a[r].units[k], b[r].units[k]);
+      }
+      if constexpr (kEnd) run(r, part[r].end, 0, a[r].end[0], b[r].end[0]);
+    }
+  };
+  const auto exclude = [&](T replacement) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      ExcludeUnits<kGrad>(p, part[r].units, lane, lanes, kUnits, replacement, a[r].units,
+                          b[r].units);
+      if constexpr (kEnd) {
+        ExcludeUnits<kGrad>(p, part[r].end, 0, 1, 1, replacement, a[r].end, b[r].end);
+      }
+    }
+  };
+
+  for_units([&](int, const auto& of_row, int unit, auto& x, [[maybe_unused]] auto& dy) {
+    x = of_row.Load(p.a, size, unit, excluded);
+    if constexpr (kGrad) dy = of_row.Load(p.b, size, unit, zero);
+  });
   [[maybe_unused]] PhiloxWords seeds[kRows];
   if constexpr (kDropout) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) seeds[r] = LoadSeed(p.dropout.seeds, rows[r]);
   }
-  if constexpr (!kAligned) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int k = 0; k < kUnits; ++k) {
-        if (k >= count) break;
-        part[r].Trim(lane + k * lanes, a[r][k], excluded);
-        if constexpr (kGrad) part[r].Trim(lane + k * lanes, b[r][k], zero);
-      }
-    }
+  if constexpr (kEnds == Ends::kTrimmed) {
+    for_units([&](int, const auto& of_row, int unit, auto& x, [[maybe_unused]] auto& dy) {
+      of_row.Trim(unit, x, excluded);
+      if constexpr (kGrad) of_row.Trim(unit, dy, zero);
+    });
   }
   if (kOfX && p.zero_scale) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int k = 0; k < kUnits; ++k) {
-        if (k >= count) break;
-        part[r].TimesZero(lane + k * lanes, a[r][k], excluded);
-      }
-    }
+    for_units([&](int, const auto& of_row, int unit, auto& x, auto&) {
+      of_row.TimesZero(unit, x, excluded);
+    });
   }
   if (p.mask != nullptr) {
     p.mask_outer.ToOffsets(rows);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) part[r].mask += rows[r];
-    ExcludeRows<kGrad>(p, part, lane, lanes, count, excluded, a, b);
+    for (int r = 0; r < kRows; ++r) part[r].SetMask(p, rows[r]);
+    exclude(excluded);
   }
-  Forget<T, 16>(a);
-  if constexpr (kGrad) Forget<T, 16>(b);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) a[r].Forget();
+  if constexpr (kGrad) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) b[r].Forget();
+  }
 
   using Threads = RowThreads<A, kRows, kRowThreads / 32>;
   __shared__ typename Threads::Scratch scratch;
   Threads threads{scratch, lanes};
   A totals[kRows];
   const A gain = static_cast<A>(kDropout ? p.dropout.scale : 1);
-  if constexpr (kOfX) ForwardRows(p, threads, count, a, totals, kGrad ? A(1) : gain);
+  if constexpr (kOfX) ForwardRows(p, threads, kUnits, a, totals, kGrad ? A(1) : gain);
   if constexpr (kDropout) {
     bool undefined = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) undefined |= IsUndefined<false, T>(p, totals[r]);
-    if (undefined) ExcludeRows<kGrad>(p, part, lane, lanes, count, zero, a, b);
-    if constexpr (kGrad) {
-      DropRows(p, seeds, part, lane, lanes, count, b);
-    } else {
-      DropRows(p, seeds, part, lane, lanes, count, a);
-    }
+    if (undefined) exclude(zero);
+    const KeptLimit limit(p.dropout.largest);
+    for_units([&](int r, const auto& of_row, int unit, auto& y, [[maybe_unused]] auto& dy) {
+      if (!kAligned && unit >= q.units * lanes) return;
+      uint32_t kept[RowPart<T, kEnds>::kSize / 2];
+      KeptPairs<kAligned>(seeds[r], of_row.First(unit), limit, kept);
+      KeepOnly<T>(kept, (kGrad ? dy : y).words);
+    });
   }
   if constexpr (kGrad) {
     const A scale = p.zero_scale ? A(0) : static_cast<A>(p.scale) * gain;
-    BackwardRows(p, threads, count, a, b, scale, totals);
+    BackwardRows(p, threads, kUnits, a, b, scale, totals);
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if constexpr (!kDropout) {
       if (IsUndefined<kGrad, T>(p, totals[r])) {
-        StoreUndefined<kGrad>(p, part[r], lane, lanes, totals[r]);
+        const int64_t start = part[r].start;
+        StoreUndefined<kGrad>(p, start, part[r].n, part[r].mask, static_cast<T*>(p.out) + start,
+                              lane, lanes, totals[r]);
         continue;
       }
     }
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
-      if (k >= count) break;
-      part[r].Store(p.out, lane + k * lanes, a[r][k]);
+      part[r].units.Store(p.out, lane + k * lanes, a[r].units[k]);
     }
+    if constexpr (kEnd) part[r].end.Store(p.out, 0, a[r].end[0]);
   }
 }
 

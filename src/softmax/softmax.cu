@@ -29,19 +29,11 @@ cudaError_t GetLimits(Limits* limits) {
     found->processors = device.processors;
     // Without the static shared memory of the kernels, and the system's part.
     found->shared_bytes = device.shared_per_block - 2048;
-    found->cluster = 1;
     const auto kernel = reinterpret_cast<const void*>(KernelOf<Softmax, ClusterProbe>());
-    for (int size = 2; device.clusters && size <= kMostCluster; size *= 2) {
-      const LaunchConfig config = {
-          .grid = dim3(static_cast<unsigned>(size)),
-          .block = dim3(kMostBlockThreads),
-          .shared = static_cast<size_t>(std::min(found->shared_bytes, kMostOfShared)),
-          .cluster = size};
-      int blocks = 0;
-      // A size that the device does not support is not an error.
-      if (ResidentBlocks(kernel, config, &blocks) != cudaSuccess || blocks == 0) break;
-      found->cluster = size;
-    }
+    const int shared = std::min(found->shared_bytes, kMostOfShared);
+    found->cluster = LargestCluster(
+        kernel, {.block = dim3(kMostBlockThreads), .shared = static_cast<size_t>(shared)},
+        kMostCluster);
     return cudaSuccess;
   });
 }

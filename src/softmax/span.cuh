@@ -114,30 +114,30 @@ __global__ void __launch_bounds__(kSpanThreads, 6)
   for (int base = 0; base < rows; base += groups) {
     const int row = base + group;
     const bool live = row < rows;
-    Part part[1] = {RowOfSpan(x, live ? row * n : 0, live ? n : 0)};
-    H a[1][kSpanUnits], b[1][kGrad ? kSpanUnits : 1];
+    Part part = RowOfSpan(x, live ? row * n : 0, live ? n : 0);
+    HeldRow<T, 4, kSpanUnits, false> a[1], b[1];  // `b` only with kGrad
     const auto load = [&](const Span<T>& span, int unit, T outside) {
-      if (part[0].First(unit) >= part[0].n) return H::Filled(outside);
-      H held = H::Load(part[0].Address(span.shared, unit));
-      part[0].Trim(unit, held, outside);
+      if (part.First(unit) >= part.n) return H::Filled(outside);
+      H held = H::Load(part.Address(span.shared, unit));
+      part.Trim(unit, held, outside);
       return held;
     };
 #pragma unroll
     for (int k = 0; k < kSpanUnits; ++k) {
       if (k >= q.units) break;
-      a[0][k] = load(x, lane + k * lanes, excluded);
-      if constexpr (kGrad) b[0][k] = load(dy, lane + k * lanes, zero);
+      a[0].units[k] = load(x, lane + k * lanes, excluded);
+      if constexpr (kGrad) b[0].units[k] = load(dy, lane + k * lanes, zero);
     }
     if (!kGrad && p.zero_scale) {
 #pragma unroll
       for (int k = 0; k < kSpanUnits; ++k) {
         if (k >= q.units) break;
-        part[0].TimesZero(lane + k * lanes, a[0][k], excluded);
+        part.TimesZero(lane + k * lanes, a[0].units[k], excluded);
       }
     }
     if (p.mask != nullptr) {
-      part[0].mask = p.mask + p.mask_outer.Offset(first_row + (live ? row : 0));
-      ExcludeRows<kGrad>(p, part, lane, lanes, q.units, excluded, a, b);
+      part.mask = p.mask + p.mask_outer.Offset(first_row + (live ? row : 0));
+      ExcludeUnits<kGrad>(p, part, lane, lanes, q.units, excluded, a[0].units, b[0].units);
     }
 
     Threads threads{scratch, lanes};
@@ -148,14 +148,14 @@ __global__ void __launch_bounds__(kSpanThreads, 6)
       ForwardRows(p, threads, q.units, a, totals);
     }
     if (IsUndefined<kGrad, T>(p, totals[0])) {
-      StoreUndefined<kGrad>(p, first + row * n, part[0].n, part[0].mask, out.shared + row * n, lane,
+      StoreUndefined<kGrad>(p, first + row * n, part.n, part.mask, out.shared + row * n, lane,
                             lanes, totals[0]);
       continue;
     }
 #pragma unroll
     for (int k = 0; k < kSpanUnits; ++k) {
       if (k >= q.units) break;
-      part[0].Store(out.shared, lane + k * lanes, a[0][k]);
+      part.Store(out.shared, lane + k * lanes, a[0].units[k]);
     }
   }
   __syncthreads();

@@ -94,7 +94,8 @@ void CheckRows(const Call& call, const Limits& device, const Plan& plan) {
       FAIL_UNLESS(aligned || plan.kernel == Kernel::kRaggedRows);
       FAIL_UNLESS(plan.threads <= kRowThreads && q.groups * q.lanes == plan.threads);
       FAIL_UNLESS(q.lanes > 32 ? q.groups == 1 : q.lanes == 1 << q.log_lanes);
-      FAIL_UNLESS(q.lanes * held >= units && q.units <= held && q.lanes * q.units >= units);
+      FAIL_UNLESS(q.units <= held && q.lanes * q.units >= (call.dropout ? units : n / size));
+      FAIL_UNLESS(aligned || call.dropout || q.lanes >= std::min<int64_t>(n, 2 * size - 2));
       FAIL_UNLESS(plan.blocks * q.groups * rows >= outer);
       FAIL_UNLESS((plan.blocks - 1) * q.groups * rows < outer);
       break;

@@ -84,6 +84,21 @@ cudaError_t ResidentBlocks(const void* kernel, const LaunchConfig& config, int* 
   return error;
 }
 
+int LargestCluster(const void* kernel, LaunchConfig config, int most) {
+  Device device;
+  int largest = 1;
+  if (CurrentDevice(&device) != cudaSuccess || !device.clusters) return largest;
+  for (int size = 2; size <= most; size *= 2) {
+    config.grid = dim3(static_cast<unsigned>(size));
+    config.cluster = size;
+    int blocks = 0;
+    // A size that the device does not support is not an error.
+    if (ResidentBlocks(kernel, config, &blocks) != cudaSuccess || blocks == 0) break;
+    largest = size;
+  }
+  return largest;
+}
+
 namespace internal {
 
 cudaError_t LoadKernels(const KernelEntry* first) {

@@ -165,6 +165,10 @@ cudaError_t Launch(void (*kernel)(Params...), const LaunchConfig& config, cudaSt
 // if it cannot run one. The grid does not matter.
 cudaError_t ResidentBlocks(const void* kernel, const LaunchConfig& config, int* blocks);
 
+// The most blocks, a power of two up to `most`, that a cluster of such a launch may have on the
+// current device, whose kernels are loaded; 1 if it has no clusters.
+int LargestCluster(const void* kernel, LaunchConfig config, int most);
+
 }  // namespace jax_fastops::cuda
 
 #endif  // JAX_FASTOPS_CORE_CUDA_LAUNCH_H_
