@@ -23,6 +23,7 @@ from jax_fastops.gated_act import gated_act
 from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
 from jax_fastops.lerp import lerp
 from jax_fastops.linear_cross_entropy import linear_cross_entropy
+from jax_fastops.max_pool import max_pool
 from jax_fastops.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from jax_fastops.relu import add_relu, relu
 from jax_fastops.softmax import log_softmax, softmax
@@ -54,6 +55,7 @@ __all__ = [
     "lerp",
     "linear_cross_entropy",
     "log_softmax",
+    "max_pool",
     "merge_heads",
     "patch",
     "relu",

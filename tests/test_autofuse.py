@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from autofuse_programs import (
     BIAS,
+    IMAGES,
     LABELS,
     LOWER,
     PROGRAMS,
@@ -161,7 +162,7 @@ def test_other_parts_than_halves(f):
         lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 4), (1, 1, 1), "VALID"),
         lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 3), (1, 1, 2), "SAME"),
         lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3, 3), (1, 1, 1), "SAME"),
-        lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 3), (1, 1, 1), "SAME"),
+        lambda x: jax.lax.reduce_window(x, jnp.inf, jax.lax.min, (1, 1, 3), (1, 1, 1), "SAME"),
         lambda x: (x + B).reshape(4, 6, 8, 5).transpose(0, 2, 3, 1),
         lambda x: (x + B).reshape(4, 6, 5, 8).transpose(0, 2, 1, 3) @ x[:, None, :5, :8].mT,
         lambda x: x.reshape(4, 8, 3, 10).transpose(0, 2, 1, 3).reshape(4, 8, 30) @ x[:, :3, :30].mT,
@@ -169,6 +170,36 @@ def test_other_parts_than_halves(f):
 )
 def test_other_windows_and_moves(f):
     assert names(f, X) == []
+
+
+@pytest.mark.parametrize(
+    "window, strides", [((1, 3, 3, 1), (1, 2, 2, 1)), ((2, 1, 1, 4), (2, 1, 1, 4))]
+)
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_max_pooling(window, strides, padding):
+    """It is no kernel, but its gradient is faster than XLA's."""
+
+    def f(x):
+        return (
+            jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, padding) ** 2
+        ).sum()
+
+    assert names(f, IMAGES) == ["max_pool"]
+    close(run(jax.grad(fo.autofuse(f)), (IMAGES,)), run(jax.grad(f), (IMAGES,)), 1e-6)
+    with fo.use_implementation("xla"):
+        assert names(f, IMAGES) == []
+
+
+@pytest.mark.parametrize(
+    "window, dilations",
+    [((1, 4, 4, 1), {}), ((1, 1, 1, 1), {}), ((1, 2, 2, 1), {"window_dilation": (1, 2, 2, 1)})],
+)
+def test_other_max_pooling(window, dilations):
+    def f(x):
+        ones = (1, 1, 1, 1)
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, ones, "SAME", **dilations)
+
+    assert names(f, IMAGES) == []
 
 
 def dropped(x, key, rate=0.25):

@@ -6,14 +6,18 @@ a NumPy array.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_fastops import _implementation
 from jax_fastops._autofuse.graph import Node, Value
 from jax_fastops._autofuse.meaning import with_row
+from jax_fastops._dispatch import lowering_platform
 from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
+from jax_fastops.max_pool import max_pool
 from jax_fastops.window_sum import window_sum
 
 
@@ -40,6 +44,8 @@ def move_at(value: Value) -> Move | None:
         return None
     if node.name == "reduce_window_sum":
         return _window(value, node)
+    if node.name == "reduce_window_max":
+        return _pool(value, node)
     if node.name in _MOVES and not _is_used_by(value, _MOVES):  # it belongs to the pattern
         return _merged(value, node) or _split(value)
     return None
@@ -77,6 +83,35 @@ def _window(value: Value, node: Node) -> Move | None:
 
 def _window_sum(leaves, axis):
     return window_sum(leaves["x"], leaves["radius"], axis=axis, padding=leaves["padding"])
+
+
+_MOST_OF_WINDOW = 9  # in larger windows, XLA's search may cost less than the loads
+
+
+def _pool(value: Value, node: Node) -> Move | None:
+    params = node.params
+    dilations = (*params["base_dilation"], *params["window_dilation"])
+    if not _pools() or set(dilations) != {1}:
+        return None
+    if not 1 < math.prod(params["window_dimensions"]) <= _MOST_OF_WINDOW:
+        return None
+    numbers = (
+        ("window", tuple(params["window_dimensions"])),
+        ("strides", tuple(params["window_strides"])),
+        ("padding", tuple(map(tuple, params["padding"]))),
+    )
+    return Move("max_pool", [value], {"x": node.inputs[0]}, _max_pool, 0, numbers)
+
+
+def _pools() -> bool:
+    """Whether a pooling is replaced. On a CPU, XLA's gradient of 3x3 windows is often faster."""
+    implementation = _implementation.current()
+    return implementation == "native" or (implementation == "auto" and lowering_platform() != "cpu")
+
+
+def _max_pool(leaves, axis):
+    del axis
+    return max_pool(leaves["x"], leaves["window"], leaves["strides"], leaves["padding"])
 
 
 # ---- heads ---------------------------------------------------------------------------------------

@@ -24,14 +24,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 import jax_fastops as fo
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._parameters import keys_like, norm, product
-from jax_fastops.models._sharding import explicit_spec
 
 __all__ = [
     "FASTOPS",
@@ -144,6 +141,9 @@ SMALL = Config((1, 1, 1), "basic", width=16, classes=10, channels=1, stem="small
 # ---- max pooling ---------------------------------------------------------------------------------
 
 
+_AROUND = ((0, 0), (1, 1), (1, 1), (0, 0))
+
+
 def plain_max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """The maxima of 3x3 windows at stride 2, ``[n, h, w, c]`` to ``[n, ceil(h/2), ceil(w/2), c]``.
 
@@ -157,17 +157,18 @@ def plain_max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
       >>> resnet.plain_max_pool(jnp.ones((1, 5, 5, 2))).shape
       (1, 3, 3, 2)
     """
-    sign, padding = _sign(scale, x.dtype), ((0, 0), (1, 1), (1, 1), (0, 0))
-    x = _times(sign, x)
-    y = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
-    return _times(sign, y)
+
+    def pool(x):
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), _AROUND)
+
+    if scale is None:
+        return pool(x)
+    sign = jnp.where(scale < 0, -1, 1).astype(x.dtype)
+    return sign * pool(sign * x)
 
 
 def max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-    """:func:`plain_max_pool`, with one byte per maximum for the backward: its place in the window.
-
-    The gradient goes to the same elements as there. If several elements of a window are equal, it
-    goes to the first. In a window with a NaN it goes to an unspecified element.
+    """:func:`plain_max_pool` by :func:`jax_fastops.max_pool`, which keeps a byte per maximum.
 
     Args:
       x: array ``[n, h, w, c]`` of a floating dtype.
@@ -206,89 +207,7 @@ def max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         raise ValueError(
             f"max_pool: scale has shape {scale.shape}; it must be {x.shape[3:]}, axis 3 of x"
         )
-    return _pool(x, _sign(scale, x.dtype))
-
-
-@jax.custom_jvp
-def _pool(x, sign):
-    return _times(sign, functools.reduce(jax.lax.max, _window_elements(_times(sign, x))))
-
-
-@_pool.defjvp
-def _pool_jvp(primals, tangents):
-    (x, sign), (dx, _) = primals, tangents
-    return _pool(x, sign), _elements_at(_places(_times(sign, jax.lax.stop_gradient(x))), dx)
-
-
-def _sign(scale, dtype):
-    return None if scale is None else jnp.where(scale < 0, -1, 1).astype(dtype).reshape(1, 1, 1, -1)
-
-
-def _times(sign, x):
-    return x if sign is None else sign * x
-
-
-def _places(x):
-    """The place of each maximum in its window, 0 to 8, row by row. The first of equal elements."""
-    best, *rest = _window_elements(x)
-    place = jnp.zeros_like(best, jnp.uint8)
-    for k, value in enumerate(rest, 1):
-        stays = best >= value  # False for NaN, as in XLA: the gradient goes to a later element
-        place = jnp.where(stays, place, jnp.uint8(k))
-        best = jnp.where(stays, best, value)
-    return place
-
-
-_NOWHERE = 9
-# The row that an even and an odd row are in their own window, and in the next window.
-_PLACES = (np.array([1, 2]), np.array([_NOWHERE, 0]))
-
-
-def _window_elements(x) -> list:
-    """The nine elements of each window, row by row, as arrays with the result's shape."""
-    n, h, w, c = x.shape
-    high, wide = (h + 1) // 2, (w + 1) // 2
-    outside = jnp.asarray(-jnp.inf, x.dtype)
-    # Two at the end, so that the slices stay within bounds also if there are no windows.
-    x = jax.lax.pad(x, outside, ((0, 0, 0), (1, 2, 0), (1, 2, 0), (0, 0, 0)))
-    return [
-        jax.lax.slice(x, (0, i, j, 0), (n, i + 2 * high, j + 2 * wide, c), (1, 2, 2, 1))
-        for i in range(3)
-        for j in range(3)
-    ]
-
-
-# Under jax.checkpoint, so that a gradient keeps the places and not the masks computed from them.
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def _elements_at(place, x):
-    """The element of each window of ``x`` at the place that :func:`_places` gives.
-
-    The code is written for its transpose, the gradient, in which each element gathers from the
-    windows that contain it. An even row ``2 r`` is only in window ``r``, as its row 1. An odd row
-    ``2 r + 1`` is row 2 of window ``r`` and row 0 of window ``r + 1``. The same holds for columns.
-    So there are four windows to look at. For each, a table indexed by the parities of row and
-    column has the element's place in it. XLA compiles this to one loop with four loads per element.
-    """
-    n, h, w, c = x.shape
-    zero = jnp.zeros((), x.dtype)
-    x = jax.lax.pad(x, zero, ((0, 0, 0), (0, h % 2, 0), (0, w % 2, 0), (0, 0, 0)))
-    # Axes: n, window row, row parity, window column, column parity, c.
-    spec = explicit_spec(x)
-    if spec is not None:
-        spec = PartitionSpec(spec[0], spec[1], None, spec[2], None, spec[3])
-    x = jax.lax.reshape(x, (n, (h + 1) // 2, 2, (w + 1) // 2, 2, c), out_sharding=spec)
-    parts = []
-    for below in (0, 1):
-        for right in (0, 1):
-            of_row, of_column = _PLACES[below], _PLACES[right]
-            wanted = np.minimum(3 * of_row[:, None] + of_column, _NOWHERE).astype(np.uint8)
-            # Beyond the last window, place and table are both _NOWHERE. `back` cuts that part off.
-            shift = ((0, 0, 0), (-below, below, 0), (-right, right, 0), (0, 0, 0))
-            there = jax.lax.pad(place, jnp.uint8(_NOWHERE), shift)[:, :, None, :, None]
-            found = jnp.where(there == wanted[:, None, :, None], x, zero).sum((2, 4))
-            back = ((0, 0, 0), (below, -below, 0), (right, -right, 0), (0, 0, 0))
-            parts.append(jax.lax.pad(found, zero, back))
-    return functools.reduce(jnp.add, parts)
+    return fo.max_pool(x, (1, 3, 3, 1), (1, 2, 2, 1), _AROUND, scale=scale)
 
 
 # ---- batch norms ---------------------------------------------------------------------------------

@@ -1,0 +1,266 @@
+"""``max_pool``: the maxima of windows, with one byte for each that says where it was.
+
+XLA's gradient keeps the operand and searches for the maxima again. This one keeps the place of each
+maximum in its window, and each element gathers from the windows that contain it. It is in plain
+JAX: XLA makes one loop of the forward, and one of the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
+from jax_fastops._views import explicit_spec
+
+_MOST = 255  # elements of a window: places are bytes, and one of them means "nowhere"
+
+
+class _Windows(NamedTuple):
+    """The windows, by axis of the operand."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+
+    @property
+    def pooled(self) -> list[int]:
+        """The axes along which there is something to do."""
+        numbers = enumerate(zip(self.sizes, self.strides, self.padding, strict=True))
+        return [axis for axis, found in numbers if found != (1, 1, (0, 0))]
+
+
+def max_pool(
+    x: ArrayLike,
+    window: Sequence[int],
+    strides: Sequence[int] | None = None,
+    padding: str | Sequence[tuple[int, int]] = "VALID",
+    *,
+    scale: ArrayLike | None = None,
+) -> jax.Array:
+    """The maxima of windows, with one byte per maximum for the backward: its place in the window.
+
+    Equals ``jax.lax.reduce_window`` with ``jax.lax.max``. The gradient goes to the same elements as
+    there. If several elements of a window are equal, it goes to the first. In a window with a NaN
+    it goes to an unspecified element. There is no kernel: XLA compiles it.
+
+    Args:
+      x: array of a floating dtype.
+      window: the size of a window along each axis of ``x``; 1 where it has one element. A window
+        has at most 255 elements.
+      strides: the distance between windows along each axis. ``None`` means 1.
+      padding: ``"VALID"``, ``"SAME"``, or for each axis how many elements of minus infinity come
+        before and after ``x``, numbers from 0.
+      scale: array of a floating dtype that broadcasts against ``x``, and has one element along
+        every axis with windows: the factor by which the result will be multiplied, or ``None``.
+        Where it is negative, the minima are pooled, because the factor turns them into maxima.
+
+    Returns:
+      The maxima, in the dtype of ``x``.
+
+    Residuals:
+      One byte (uint8) per element of the result.
+
+    Sharding: over every axis with windows of one element, without communication. Other axes: as
+    ``jax.lax.slice`` and ``jax.lax.pad`` are.
+
+    Raises:
+      TypeError: ``x`` or ``scale`` is not an array of a floating dtype, or a size, a stride or a
+        padding is not an integer.
+      ValueError: ``window``, ``strides`` or ``padding`` does not have one entry per axis, an entry
+        is out of range, a window has more than 255 elements, or ``scale`` does not broadcast.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> x = jnp.arange(16.0).reshape(4, 4)
+      >>> fo.max_pool(x, (2, 2), (2, 2)).tolist()
+      [[5.0, 7.0], [13.0, 15.0]]
+    """
+    (x,) = as_arrays("max_pool", x=x)
+    (x,) = map(not_weak, same_floating_dtype("max_pool", [x], ["x"]))
+    sizes = _numbers("window", window, x.ndim)
+    strides = (1,) * x.ndim if strides is None else _numbers("strides", strides, x.ndim)
+    if math.prod(sizes) > _MOST:
+        raise ValueError(f"max_pool: window is {sizes}; it must have at most {_MOST} elements")
+    around = _padding(padding, x, sizes, strides)
+    windows = _Windows(sizes, strides, around)
+    return _pool(windows, False, x, None if scale is None else _sign(scale, x, windows))
+
+
+def _numbers(name: str, values: Sequence[int], rank: int) -> tuple[int, ...]:
+    found = tuple(integer("max_pool", f"{name}[{i}]", n) for i, n in enumerate(values))
+    if len(found) != rank or any(n < 1 for n in found):
+        raise ValueError(
+            f"max_pool: {name} is {found}; it must have a number from 1 for each of {rank} axes"
+        )
+    return found
+
+
+def _padding(padding, x, sizes, strides) -> tuple[tuple[int, int], ...]:
+    if isinstance(padding, str):
+        if padding not in ("VALID", "SAME"):
+            raise ValueError(
+                f"max_pool: padding is {padding!r}; it must be 'VALID', 'SAME' or pairs"
+            )
+        # Axes without windows may be symbolic.
+        wide = [i for i, found in enumerate(zip(sizes, strides, strict=True)) if found != (1, 1)]
+        pairs = jax.lax.padtype_to_pads(
+            [x.shape[i] for i in wide],
+            [sizes[i] for i in wide],
+            [strides[i] for i in wide],
+            padding,
+        )
+        known = dict(zip(wide, pairs, strict=True))
+        return tuple(tuple(map(int, known.get(i, (0, 0)))) for i in range(x.ndim))
+    found = tuple(tuple(integer("max_pool", "padding", n) for n in pair) for pair in padding)
+    if len(found) != x.ndim or any(len(pair) != 2 or min(pair) < 0 for pair in found):
+        raise ValueError(
+            f"max_pool: padding is {found}; it must have a pair of numbers from 0 for each of "
+            f"{x.ndim} axes"
+        )
+    return found
+
+
+def _sign(scale, x, windows: _Windows) -> jax.Array:
+    (scale,) = as_arrays("max_pool", scale=scale)
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(f"max_pool: scale has dtype {scale.dtype}; it must be a floating dtype")
+    shape = (1,) * (x.ndim - scale.ndim) + scale.shape
+    alone = (n == 1 or n == m for n, m in zip(shape, x.shape, strict=False))
+    if len(shape) != x.ndim or not all(alone) or any(shape[i] != 1 for i in windows.pooled):
+        raise ValueError(
+            f"max_pool: scale has shape {scale.shape}; it must broadcast against {x.shape}, with "
+            f"one element along axes {windows.pooled}"
+        )
+    return jnp.where(scale < 0, -1, 1).astype(x.dtype).reshape(shape)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _pool(windows: _Windows, differentiated: bool, x, sign):
+    x = _times(sign, x)
+    if differentiated or x.dtype.itemsize == 2:
+        return _times(sign, functools.reduce(jax.lax.max, _elements(windows, x)))
+    # Alone, XLA's operation is as fast for wider types, and faster with channels first.
+    low = jnp.asarray(-jnp.inf, x.dtype)
+    return _times(sign, jax.lax.reduce_window(x, low, jax.lax.max, *windows))
+
+
+@_pool.defjvp
+def _pool_jvp(windows, differentiated, primals, tangents):
+    del differentiated  # now it is: XLA computes the maxima and the places in one loop
+    (x, sign), (dx, _) = primals, tangents
+    place = _places(windows, _times(sign, jax.lax.stop_gradient(x)))
+    # Under jax.checkpoint, so that a gradient keeps the places and not the masks made of them.
+    at = jax.checkpoint(functools.partial(_elements_at, windows), prevent_cse=False)
+    return _pool(windows, True, x, sign), at(place, dx)
+
+
+def _times(sign, x):
+    return x if sign is None else sign * x
+
+
+def _result_shape(windows: _Windows, shape) -> tuple:
+    found = []
+    for n, size, stride, around in zip(shape, *windows, strict=True):
+        if (size, stride, around) == (1, 1, (0, 0)):
+            found.append(n)
+        else:
+            found.append(max(0, (n + sum(around) - size) // stride + 1))
+    return tuple(found)
+
+
+def _elements(windows: _Windows, x) -> list[jax.Array]:
+    """The elements of each window, row by row, as arrays with the result's shape."""
+    shape = _result_shape(windows, x.shape)
+    # As many after the end as slices need, which is at least the padding.
+    around = [
+        (low, stride * count + size - 1 - n - low, 0)
+        for n, count, size, stride, (low, _) in zip(x.shape, shape, *windows, strict=True)
+    ]
+    x = jax.lax.pad(x, jnp.asarray(-jnp.inf, x.dtype), around)
+    found = []
+    for first in itertools.product(*map(range, windows.sizes)):
+        ends = [
+            i + stride * count
+            for i, stride, count in zip(first, windows.strides, shape, strict=True)
+        ]
+        found.append(jax.lax.slice(x, first, ends, windows.strides))
+    return found
+
+
+def _places(windows: _Windows, x) -> jax.Array:
+    """The place of each maximum in its window, row by row. The first of equal elements."""
+    best, *rest = _elements(windows, x)
+    place = jnp.zeros_like(best, jnp.uint8)
+    for k, value in enumerate(rest, 1):
+        stays = best >= value  # False for NaN, as in XLA: the gradient goes to a later element
+        place = jnp.where(stays, place, jnp.uint8(k))
+        best = jnp.where(stays, best, value)
+    return place
+
+
+def _elements_at(windows: _Windows, place, x) -> jax.Array:
+    """The element of each window of ``x`` at the place that :func:`_places` gives.
+
+    The code is written for its transpose, the gradient, in which each element gathers from the
+    windows that contain it. Along an axis, element ``stride * q + m`` is in the windows ``q + e``
+    for few ``e``, at a place that depends on ``m`` and ``e`` alone. With windows of 3 at stride 2,
+    there are two ``e``, so there are four windows to look at in two dimensions. For each, a table
+    indexed by the ``m`` has the element's place in it. XLA compiles this to one loop.
+    """
+    axes, nowhere = windows.pooled, math.prod(windows.sizes)
+    zero = jnp.zeros((), x.dtype)
+    counts = {i: -(-x.shape[i] // windows.strides[i]) for i in axes}
+    more = [counts[i] * windows.strides[i] - n if i in axes else 0 for i, n in enumerate(x.shape)]
+    x = jax.lax.pad(x, zero, [(0, after, 0) for after in more])
+    # Each pooled axis becomes two: q, and m.
+    split: list[Any] = []
+    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    new_spec: list[Any] = []
+    inner = []
+    for i, n in enumerate(x.shape):
+        split += [counts[i], windows.strides[i]] if i in axes else [n]
+        new_spec += [spec[i] if spec else None] + [None] * (i in axes)
+        if i in axes:
+            inner.append(len(split) - 1)
+    x = jax.lax.reshape(x, split, out_sharding=PartitionSpec(*new_spec) if spec else None)
+    parts = []
+    for shifts in itertools.product(*(list(_shifts(windows, i)) for i in axes)):
+        there, back = [(0, 0, 0)] * place.ndim, [(0, 0, 0)] * place.ndim
+        for i, (shift, _) in zip(axes, shifts, strict=True):
+            after = counts[i] + shift - place.shape[i]
+            there[i], back[i] = (-shift, after, 0), (shift, -after, 0)
+        table = _table(windows, [at for _, at in shifts], nowhere)
+        wanted = table.reshape([n if k in inner else 1 for k, n in enumerate(split)])
+        # Beyond the last window, place and table are both `nowhere`. `back` cuts that part off.
+        shifted = jax.lax.pad(place, jnp.uint8(nowhere), there)
+        found = jnp.where(jnp.expand_dims(shifted, inner) == wanted, x, zero).sum(inner)
+        parts.append(jax.lax.pad(found, zero, back))
+    return functools.reduce(jnp.add, parts)
+
+
+def _shifts(windows: _Windows, axis: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Each ``e`` of :func:`_elements_at` along an axis, and the place for each ``m``, or -1."""
+    size, stride, (low, _) = (of[axis] for of in windows)
+    for shift in range(-((size - 1 - low) // stride), (stride - 1 + low) // stride + 1):
+        at = np.arange(stride) + low - stride * shift
+        yield shift, np.where((at >= 0) & (at < size), at, -1)
+
+
+def _table(windows: _Windows, places: Sequence[np.ndarray], nowhere: int) -> np.ndarray:
+    """The place in the window for each ``m`` of all pooled axes, or ``nowhere``."""
+    found, outside = np.zeros((), int), np.zeros((), bool)
+    for axis, at in zip(windows.pooled, places, strict=True):
+        found = found[..., None] * windows.sizes[axis] + at
+        outside = outside[..., None] | (at < 0)
+    return np.where(outside, nowhere, found).astype(np.uint8)
