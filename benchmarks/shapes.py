@@ -176,7 +176,8 @@ def _linear_cross_entropy(rng: Rng, op: Op, elements: int):
 def _window_sum(rng: Rng, op: Op, elements: int):
     padding = "SAME" if op.name == "window_sum" else "VALID"
     radius, axis = number(rng, 1, 64), rng.choice((0, -1))
-    n = length(rng, 2 * radius + 1, max(2 * radius + 1, elements // 8))
+    least = 2 * radius + 1
+    n = max(least, length(rng, least, max(least, elements // 8)))
     other = max(1, elements // n)
     shape = (n, other) if axis == 0 else (other, n)
     return shape, {"radius": radius, "axis": axis, "padding": padding}

@@ -121,14 +121,15 @@ def _padding(padding, x, sizes, strides) -> tuple[tuple[int, int], ...]:
             padding,
         )
         known = dict(zip(wide, pairs, strict=True))
-        return tuple(tuple(map(int, known.get(i, (0, 0)))) for i in range(x.ndim))
-    found = tuple(tuple(integer("max_pool", "padding", n) for n in pair) for pair in padding)
-    if len(found) != x.ndim or any(len(pair) != 2 or min(pair) < 0 for pair in found):
+        found = [known.get(i, (0, 0)) for i in range(x.ndim)]
+        return tuple((int(low), int(high)) for low, high in found)
+    pairs = [tuple(integer("max_pool", "padding", n) for n in pair) for pair in padding]
+    if len(pairs) != x.ndim or any(len(pair) != 2 or min(pair) < 0 for pair in pairs):
         raise ValueError(
-            f"max_pool: padding is {found}; it must have a pair of numbers from 0 for each of "
+            f"max_pool: padding is {padding}; it must have a pair of numbers from 0 for each of "
             f"{x.ndim} axes"
         )
-    return found
+    return tuple((low, high) for low, high in pairs)
 
 
 def _sign(scale, x, windows: _Windows) -> jax.Array:
@@ -251,7 +252,7 @@ def _elements_at(windows: _Windows, place, x) -> jax.Array:
 
 def _shifts(windows: _Windows, axis: int) -> Iterator[tuple[int, np.ndarray]]:
     """Each ``e`` of :func:`_elements_at` along an axis, and the place for each ``m``, or -1."""
-    size, stride, (low, _) = (of[axis] for of in windows)
+    size, stride, (low, _) = windows.sizes[axis], windows.strides[axis], windows.padding[axis]
     for shift in range(-((size - 1 - low) // stride), (stride - 1 + low) // stride + 1):
         at = np.arange(stride) + low - stride * shift
         yield shift, np.where((at >= 0) & (at < size), at, -1)
