@@ -2,8 +2,9 @@
 
 A row of elements has a *seed* of four uint32 words: its position among the rows (the low and the
 high word), and the two words of the key. Blocks of eight elements take the 128 bits of one Philox
-call with the counter ``(block, low, high, 0)``, 16 bits for an element. Seeds are an operand of the
-kernels, because a call that XLA partitions does not know which shard it is.
+call with the counter ``(block, low, high, 0)``, 16 bits for an element. Seeds are an operand of
+kernels that XLA may partition, because such a call does not know which shard it is. In a program
+for one device, the key is enough, and saves the pass that writes the seeds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops._arguments import real_number
+from jax_fastops._kernel import partitions, unless_mapped
 from jax_fastops._views import explicit_spec
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -108,6 +110,32 @@ def drop_of(op: str, key_name: str, key: Any, rate_name: str, rate: object) -> D
         return None
     words = key_words(op, key_name, key)
     return None if rate == 0 else Drop(words, threshold, scale)
+
+
+# The operands and attributes that kernels with dropout have in common: see :func:`seeded`.
+SEEDS = "seeds?: ... 4 :uint32, key?: 2 :uint32"
+NUMBERS = {"threshold": int, "dropout_scale": float}
+
+
+def seeded(native, x, *arrays):
+    """``native(x, *arrays, ...)`` with an operand that gives each row of ``x`` its seed.
+
+    The words of the key are the last array. ``native`` gets them as ``key=`` if rows count from 0,
+    otherwise all seeds as ``seeds=``: in a program that XLA may partition, and under a ``vmap``,
+    where rows of several examples become those of one call.
+    """
+
+    def of_rows(x, *arrays):
+        seeds = row_seeds(arrays[-1], x.shape, jax.typeof(x).sharding)
+        return native(x, *arrays, seeds=seeds)
+
+    if partitions() > 1:
+        return of_rows(x, *arrays)
+
+    def counted(*arrays):
+        return native(*arrays, key=arrays[-1])
+
+    return unless_mapped(counted, of_rows, range(1 + len(arrays)))(x, *arrays)
 
 
 def row_seeds(words, shape, sharding=None) -> jax.Array:

@@ -22,64 +22,67 @@ from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_d
 from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel, unless_mapped
 from jax_fastops._op import Op
-from jax_fastops._random import Drop, drop_of, drop_rate, kept, key_words, row_seeds
+from jax_fastops._random import (
+    NUMBERS,
+    SEEDS,
+    Drop,
+    drop_of,
+    drop_rate,
+    kept,
+    key_words,
+    row_seeds,
+    seeded,
+)
 from jax_fastops._signature import accumulator_dtype
 
 _KERNEL = Kernel.declare(
     "dropout",
-    "x: ... n, seeds: ... 4 :uint32, bias?: n :acc?, residual?: ... n -> y: ... n",
-    threshold=int,
-    scale=float,
+    f"x: ... n, {SEEDS}, bias?: n :acc?, residual?: ... n -> y: ... n",
+    **NUMBERS,
 )
 
 
-def _reference(x, bias, residual, key, *, threshold: int, scale: float):
+def _reference(x, bias, residual, key, *, threshold: int, dropout_scale: float):
     keep = kept(row_seeds(key, x.shape, jax.typeof(x).sharding), x.shape[-1], threshold)
     wide = accumulator_dtype(x.dtype)
     y = x.astype(wide)
     y = y if bias is None else y + bias.astype(wide)
-    y = jnp.where(keep, y * jnp.asarray(scale, wide), jnp.zeros((), wide))
+    y = jnp.where(keep, y * jnp.asarray(dropout_scale, wide), jnp.zeros((), wide))
     return (y if residual is None else y + residual.astype(wide)).astype(x.dtype)
 
 
 def drop_reference(
-    x: Any,
-    key: Any,
-    *,
-    threshold: int,
-    dropout_scale: float,
-    bias: Any = None,
-    residual: Any = None,
+    x: Any, key: Any, *, bias: Any = None, residual: Any = None, **numbers: Any
 ) -> Any:
     """:func:`dropped` in ``jax.numpy``, with the words of a key and a :class:`Drop`'s numbers."""
-    return _reference(x, bias, residual, key, threshold=threshold, scale=dropout_scale)
+    return _reference(x, bias, residual, key, **numbers)
 
 
 def _kernel(x, bias, residual, key, **options):
-    def native(x, bias, residual, key):
-        seeds = row_seeds(key, x.shape, jax.typeof(x).sharding)
-        return _KERNEL(x=x, seeds=seeds, bias=bias, residual=residual, **options).y
+    def native(x, bias, residual, _, **seeds):
+        return _KERNEL(x=x, bias=bias, residual=residual, **seeds, **options).y
 
+    arrays = x, bias, residual, key
     if bias is None:
-        return native(x, bias, residual, key)
+        return seeded(native, *arrays)
     plain = functools.partial(_reference, **options)
-    return unless_mapped(native, plain, [1])(x, bias, residual, key)
+    return unless_mapped(functools.partial(seeded, native), plain, [1])(*arrays)
 
 
-def _sum_of_rows(dx, dy, scale: float):
+def _sum_of_rows(dx, dy, dropout_scale: float):
     """The gradient of the bias: the sum of ``dx`` as it was before it was rounded."""
     wide = accumulator_dtype(dx.dtype)
     rows = tuple(range(dx.ndim - 1))
     if dx.dtype == wide:
         return dx.sum(rows)
     kept = jnp.where(dx != 0, dy.astype(wide), jnp.zeros((), wide))
-    return kept.sum(rows) * jnp.asarray(scale, wide)
+    return kept.sum(rows) * jnp.asarray(dropout_scale, wide)
 
 
 def _pullback(function):
     def gradients(residuals, cts, *_, **options):
         dx = function(cts[0], None, None, residuals[0], **options)
-        return dx, _sum_of_rows(dx, cts[0], options["scale"]), cts[0], None
+        return dx, _sum_of_rows(dx, cts[0], options["dropout_scale"]), cts[0], None
 
     return gradients
 
@@ -137,7 +140,7 @@ def dropped(drop: Drop | None, x: Any, bias: Any = None, residual: Any = None) -
         features=row_features(rows.shape[-1:], x.dtype),
         limit=limit,
         threshold=drop.threshold,
-        scale=drop.scale,
+        dropout_scale=drop.scale,
     )
     return y if x.ndim else jnp.squeeze(y, 0)
 

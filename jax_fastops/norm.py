@@ -39,7 +39,7 @@ from jax_fastops._kernel import (
 )
 from jax_fastops._native import limit
 from jax_fastops._op import Op
-from jax_fastops._random import Drop, drop_of, row_seeds
+from jax_fastops._random import NUMBERS, SEEDS, Drop, drop_of, seeded
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, reshape
 from jax_fastops.dropout import drop_reference, dropped
@@ -50,13 +50,9 @@ _Pair = tuple[jax.Array, jax.Array]
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-# The options of dropout in a kernel: the two numbers of a ``Drop``.
-_DROPOUT = {"threshold": int, "dropout_scale": float}
-
-
 def _forward_kernel(dropout: bool) -> Kernel:
-    """With dropout, the kernel also takes the seeds of the rows."""
-    seeds = ", seeds: ... 4 :uint32" * dropout
+    """With dropout, the kernel also takes what gives rows their seeds."""
+    seeds = f", {SEEDS}" * dropout
     return Kernel.declare(
         "norm",
         f"x: ... n, residual?: ... n, input_bias?: n :acc?, scale?: n :acc?, bias?: n :acc?{seeds} "
@@ -64,13 +60,13 @@ def _forward_kernel(dropout: bool) -> Kernel:
         "workspace?: ... ceil(n/1024) :acc",
         rms=np.bool_,
         eps=np.float64,
-        **(_DROPOUT if dropout else {}),
+        **(NUMBERS if dropout else {}),
     )
 
 
 def _backward_kernel(rows: str, dropout: bool) -> Kernel:
     """``rows`` are the dimensions of the rows that are summed together."""
-    seeds, dresidual = f", seeds: ... {rows} 4 :uint32", f"dresidual?: ... {rows} n, "
+    seeds, dresidual = f", {SEEDS.replace('4', f'{rows} 4')}", f"dresidual?: ... {rows} n, "
     return Kernel.declare(
         "norm_bwd",
         f"dy: ... {rows} n, s: ... {rows} n, mean?: ... {rows} :acc, rstd: ... {rows} :acc, "
@@ -78,7 +74,7 @@ def _backward_kernel(rows: str, dropout: bool) -> Kernel:
         f"dx: ... {rows} n, {dresidual * dropout}"
         "dscale?: ... sums n :acc, dbias?: ... sums n :acc, dinput_bias?: ... sums n :acc",
         rms=np.bool_,
-        **(_DROPOUT if dropout else {}),
+        **(NUMBERS if dropout else {}),
     )
 
 
@@ -91,20 +87,17 @@ _BACKWARDS = {
 }
 
 
-def _seeds(key, x):
-    return row_seeds(key, x.shape, jax.typeof(x).sharding)
-
-
 def _forward(*args, rms, eps, return_sum, fanout, save=False, **drop):
     x, residual, input_bias, *_ = args
     summed = residual is not None or input_bias is not None or bool(drop)
     n = x.shape[-1]
 
-    def native(*args):
-        if drop:
-            args = (*args[:-1], _seeds(args[-1], args[0]))
+    def native(*args, **seeds):
+        if drop and not seeds:
+            return seeded(native, *args)
         found = _FORWARDS[bool(drop)](
-            *args,
+            *args[:5],
+            **seeds,
             **drop,
             sum=return_sum or (save and summed),
             mean=save and not rms,
@@ -130,16 +123,27 @@ def _backward(kept, cts, wanted, **options):
     return gradients_unless_mapped(native, _pullback, scale, kept, cts, wanted, **options)
 
 
-def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fanout, **drop):
+def _gradients(kept, cts, wanted, *, eps, **options):
     del eps
-    kept, key = (kept[:-1], kept[-1]) if drop else (kept, None)
+    if "threshold" not in options:
+        return _kernel_gradients(kept, cts, wanted, {}, **options)
+    count = len(kept) - 1
+
+    def native(*arrays, **seeds):
+        return _kernel_gradients(arrays[:count], arrays[count:-1], wanted, seeds, **options)
+
+    return *seeded(native, *kept[:-1], *cts, kept[-1]), None
+
+
+def _kernel_gradients(kept, cts, wanted, seeds, *, rms, return_sum, fanout, **drop):
     s, scale, *mean, rstd = kept
     _, want_residual, want_input_bias, want_scale, want_bias, *_ = wanted
     summing = bool(want_input_bias or want_scale or want_bias)
     split, join, sums = _groups(cts[0]) if summing else (lambda a: a, lambda a: a, 0)
     dropout: dict[str, Any] = {}
     if drop:
-        dropout = dict(drop, seeds=split(_seeds(key, s)), dresidual=want_residual)
+        seeds = {name: split(x) if name == "seeds" else x for name, x in seeds.items()}
+        dropout = dict(drop, **seeds, dresidual=want_residual)
     found = _BACKWARDS[summing, bool(drop)](
         dy=split(cts[0]),
         s=split(s),
@@ -160,7 +164,7 @@ def _gradients(kept, cts, wanted, *, rms, eps, return_sum, fanout, **drop):
     dx = join(found.dx)
     if not drop:
         return dx, dx, *parameters
-    return dx, None if found.dresidual is None else join(found.dresidual), *parameters, None
+    return dx, None if found.dresidual is None else join(found.dresidual), *parameters
 
 
 def _groups(x) -> tuple[Callable, Callable, int]:

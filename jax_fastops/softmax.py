@@ -33,7 +33,7 @@ from jax_fastops._dispatch import row_features, size_in_bytes
 from jax_fastops._kernel import Kernel, KernelCall, copies_too_much
 from jax_fastops._native import limit
 from jax_fastops._op import Op
-from jax_fastops._random import Drop, drop_of, row_seeds
+from jax_fastops._random import NUMBERS, SEEDS, Drop, drop_of, seeded
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops.dropout import drop_reference, dropped
 
@@ -62,10 +62,9 @@ def _kernel(name: str, inner: int) -> Kernel:
 def _dropout_kernel(name: str, arrays: str, out: str) -> Kernel:
     return Kernel.declare(
         name,
-        f"{arrays}, mask?: ~... m :bool, seeds: ... 4 :uint32 -> {out}: ... n",
+        f"{arrays}, mask?: ~... m :bool, {SEEDS} -> {out}: ... n",
         scale=np.float64,
-        threshold=int,
-        dropout_scale=float,
+        **NUMBERS,
     )
 
 
@@ -103,22 +102,27 @@ def _backward(kept, cts, wanted, *, log: bool, inner: int, **options):
     return call().dx, None
 
 
-def _dropout_call(kernel: Kernel, x, where, key, **given):
-    seeds = row_seeds(key, x.shape, jax.typeof(x).sharding)
-    return kernel.of(x, mask=where, seeds=seeds, **given)
-
-
 def _dropout_forward(x, where, key, **options):
-    call = _dropout_call(_DROPOUT, x, where, key, **options)
-    return _dropout_reference(x, where, key, **options) if copies_too_much(call) else call().y
+    def native(x, where, words, **seeds):
+        call = _DROPOUT.of(x, where, **seeds, **options)
+        if copies_too_much(call):
+            return _dropout_reference(x, where, words, **options)
+        return call().y
+
+    return seeded(native, x, where, key)
 
 
 def _dropout_backward(kept, cts, wanted, **options):
     del wanted
-    call = _dropout_call(_DROPOUT_BWD, *kept, dy=cts[0], **options)
-    if copies_too_much(call):
-        return _dropout_pullback(kept, cts, **options)
-    return call().dx, None, None
+
+    def native(x, dy, where, words, **seeds):
+        call = _DROPOUT_BWD.of(x, dy, where, **seeds, **options)
+        if copies_too_much(call):
+            return _dropout_pullback((x, where, words), (dy,), **options)[0]
+        return call().dx
+
+    x, where, key = kept
+    return seeded(native, x, cts[0], where, key), None, None
 
 
 # ---- references ----------------------------------------------------------------------------------

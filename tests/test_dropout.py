@@ -121,7 +121,7 @@ def test_the_bits_of_the_kernel(n, threshold):
     seeds = np.array(SEEDS, np.uint32)
     bits = np.array([fields(seed, n) for seed in SEEDS])
     x = jnp.ones((len(SEEDS), n), jnp.float32)
-    got = jax.jit(functools.partial(_KERNEL, threshold=threshold, scale=2.0))(x, seeds).y
+    got = jax.jit(functools.partial(_KERNEL, threshold=threshold, dropout_scale=2.0))(x, seeds).y
     assert_matches(got, np.where(bits < threshold, np.float32(2), np.float32(0)))
     plain = _random.kept(jnp.asarray(seeds), n, threshold)
     assert_matches(plain, bits < threshold)

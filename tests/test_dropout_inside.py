@@ -17,7 +17,7 @@ from harness import (
 from harness.compat import make_mesh
 from harness.masks import dropout_mask, masks
 from harness.numerics import normal, raw_key
-from harness.programs import targets_of, value_and_gradient, value_and_gradients
+from harness.programs import targets, targets_of, value_and_gradient, value_and_gradients
 from harness.sharding import device_count
 from jax.sharding import AxisType
 
@@ -471,6 +471,26 @@ def test_only_kernels_run():
     assert names == ["dropout", "dropout", "norm", "norm_bwd"]
     x, bias = np.ones((64, 256), np.float32), np.ones(256, np.float32)
     assert sorted(targets_of(step, x, 2 * x, bias, key)) == ["norm", "norm_bwd"]
+
+
+@ALL
+def test_seeds_are_written_only_where_the_key_is_not_enough(op):
+    """The words of the rows take a pass of their own: see ``_random.seeded``."""
+    x, key = np.ones((64, 256), np.float32), raw_key(0)
+
+    def of_one(x, key):
+        return jax.grad(lambda x: op(x, key, RATE).sum())(x)
+
+    seeds = "u32[64,4]"
+    one = jax.jit(of_one).lower(x, key).compile().as_text()
+    assert targets(one) and seeds not in one
+    mapped = jax.jit(jax.vmap(of_one, (0, None))).lower(np.stack([x, x]), key)
+    assert "u32[2,64,4]" in mapped.compile().as_text()
+    if device_count() > 1:
+        mesh = make_mesh(dict(a=2), AxisType.Auto)
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+        sharded = jax.jit(of_one, in_shardings=(rows, None)).lower(x, key)
+        assert seeds.replace("64", "32") in sharded.compile().as_text()
 
 
 ONES, KEY = np.ones((3, 4), np.float32), jax.random.key(0)

@@ -25,6 +25,38 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
+// The seeds of the rows of an array: four words for each row, or, if positions count from `first`,
+// only the two words of the key.
+struct RowSeeds {
+  const uint32_t* words = nullptr;  // null: none
+  bool counted = false;
+  int64_t first = 0;
+
+  constexpr RowSeeds From(int64_t row) const {
+    if (words == nullptr) return {};
+    return counted ? RowSeeds{words, true, first + row} : RowSeeds{words + row * kSeedWords};
+  }
+
+  // Always inline, for core/cpu/isa.h.
+  __attribute__((always_inline)) constexpr PhiloxWords At(int64_t row) const {
+    if (counted) {
+      const uint64_t position = static_cast<uint64_t>(first + row);
+      return {{static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), words[0],
+               words[1]}};
+    }
+    const uint32_t* const seed = words + row * kSeedWords;
+    return {{seed[0], seed[1], seed[2], seed[3]}};
+  }
+};
+
+// Dropout of rows. Elements whose random bits are at most `largest` are kept and multiplied by
+// `scale`.
+struct RowDropout {
+  RowSeeds seeds;  // no words: no dropout
+  uint32_t largest = 0;
+  double scale = 1;
+};
+
 constexpr PhiloxWords Philox(PhiloxWords counter, uint32_t key0, uint32_t key1) {
   uint32_t c0 = counter.word[0], c1 = counter.word[1], c2 = counter.word[2], c3 = counter.word[3];
   for (int round = 0; round < kPhiloxRounds; ++round) {

@@ -23,7 +23,6 @@
 #include "core/cuda/launch.h"
 #include "core/cuda/unit.cuh"
 #include "core/integer.h"
-#include "core/philox.h"
 #include "dropout/dropout.h"
 
 namespace jax_fastops::cuda {
@@ -39,7 +38,7 @@ constexpr int kMostTaken = UnitsTaken(2);
 // All indices are in the part of the array that one launch takes.
 struct Params {
   const char* x;
-  const uint32_t* seeds;
+  RowSeeds seeds;
   const char* bias;      // null: absent
   const char* residual;  // null: absent
   char* y;
@@ -59,7 +58,7 @@ constexpr int64_t kMostElements = int64_t{1} << 30;
 
 // A bit for each element of a block of random bits: whether it is kept.
 __device__ __forceinline__ uint32_t KeptBlock(const Params& p, uint32_t row, uint32_t block) {
-  const PhiloxWords bits = RandomBits(LoadSeed(p.seeds, row), p.first_block + block);
+  const PhiloxWords bits = RandomBits(p.seeds.At(row), p.first_block + block);
   const KeptLimit limit(p.largest);
   uint32_t kept = 0;  // even elements in the lower half, odd elements in the upper one
 #pragma unroll
@@ -81,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) BlocksKernel(const __grid_constant__
   U units[kUnits];
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) units[u] = U::Load(p.x + skipped + u * 16);
-  const PhiloxWords bits = RandomBits(LoadSeed(p.seeds, row), p.first_block + column / kSeedBlock);
+  const PhiloxWords bits = RandomBits(p.seeds.At(row), p.first_block + column / kSeedBlock);
   const ComputeType<T> scale = static_cast<ComputeType<T>>(p.scale);
   const KeptLimit limit(p.largest);
 #pragma unroll
@@ -211,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant
 }  // namespace
 
 cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int64_t columns,
-                    uint32_t largest, double scale, cudaStream_t stream) {
+                    const RowDropout& dropout, cudaStream_t stream) {
   if (rows == 0 || columns == 0) return cudaSuccess;
   if (CeilDiv(columns, kSeedBlock) > int64_t{1} << 32) return cudaErrorInvalidValue;
   const int64_t itemsize = DTypeSize(dtype);
@@ -229,7 +228,7 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
         const int64_t skipped = (row * columns + column) * itemsize;
         Params params = {
             .x = at(arrays.x, skipped),
-            .seeds = arrays.seeds + row * kSeedWords,
+            .seeds = dropout.seeds.From(row),
             .bias = at(arrays.bias, column * bias_itemsize),
             .residual = at(arrays.residual, skipped),
             .y = static_cast<char*>(arrays.y) + skipped,
@@ -237,8 +236,8 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
             .first_block = static_cast<uint32_t>(column / kSeedBlock),
             .columns = FastDivisor(static_cast<uint32_t>(taken)),
             .row_blocks = FastDivisor(static_cast<uint32_t>(CeilDiv(taken, kSeedBlock))),
-            .largest = largest,
-            .scale = scale,
+            .largest = dropout.largest,
+            .scale = dropout.scale,
             .aligned = false,
             .wide_bias = arrays.wide_bias,
             .bias_units = false,

@@ -1,8 +1,8 @@
 // Dropout, on raw pointers.
 //
-// Arrays are dense, rows x columns. A row has a seed of four words (core/philox.h), which says
-// which of its elements are kept. Empty arrays succeed. Pointers need only the alignment of an
-// element. The output may be x or the residual.
+// Arrays are dense, rows x columns. Which elements of a row are kept, core/philox.h says. Empty
+// arrays succeed. Pointers need only the alignment of an element. The output may be x or the
+// residual.
 #ifndef JAX_FASTOPS_DROPOUT_DROPOUT_H_
 #define JAX_FASTOPS_DROPOUT_DROPOUT_H_
 
@@ -10,12 +10,12 @@
 
 #include "core/backend.h"
 #include "core/dtype.h"
+#include "core/philox.h"
 
 namespace jax_fastops {
 
 struct DropoutArrays {
   const void* x = nullptr;
-  const uint32_t* seeds = nullptr;
   const void* bias = nullptr;      // one element for each column; null: absent
   bool wide_bias = false;          // the bias has the accumulator type
   const void* residual = nullptr;  // null: absent
@@ -26,11 +26,11 @@ struct DropoutArrays {
 
 namespace jax_fastops::FASTOPS_BACKEND {
 
-// y = (x + bias) * scale for the elements whose 16 random bits are at most `largest`, and +0 for
-// the others; then the residual is added. This is a selection. All is computed in the accumulator
-// type, to which `scale` is rounded, and rounded once. `largest` is below 2^16.
+// y = (x + bias) * scale for the elements that are kept, and +0 for the others; then the residual
+// is added. This is a selection. All is computed in the accumulator type, to which `scale` is
+// rounded, and rounded once.
 Status Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int64_t columns,
-               uint32_t largest, double scale, Queue queue);
+               const RowDropout& dropout, Queue queue);
 
 // CUDA only: loads the kernels on the current device.
 Status LoadDropoutKernels();

@@ -4,7 +4,6 @@
 #include "core/cpu/parallel.h"
 #include "core/cpu/pointers.h"
 #include "core/integer.h"
-#include "core/philox.h"
 #include "dropout/dropout.h"
 #include "dropout/dropout_simd.h"
 
@@ -16,7 +15,7 @@ FASTOPS_DEFINE_KERNELS(Kernels, dropout_kernels)
 }  // namespace
 
 void Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int64_t columns,
-             uint32_t largest, double scale, Executor& executor) {
+             const RowDropout& dropout, Executor& executor) {
   if (rows == 0 || columns == 0) return;
   const int64_t size = ItemSize(dtype), pieces = CeilDiv(columns, kDropoutPiece);
   const int64_t bias_size = arrays.wide_bias ? std::max(size, int64_t{4}) : size;
@@ -28,7 +27,7 @@ void Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int64_t col
       const int64_t row = i / pieces, first = i % pieces * kDropoutPiece;
       const int64_t at = (row * columns + first) * size;
       const DropoutPiece piece = {
-          .seed = arrays.seeds + row * kSeedWords,
+          .seed = dropout.seeds.At(row),
           .block = static_cast<uint32_t>(first / kSeedBlock),
           .n = std::min(columns - first, kDropoutPiece),
           .x = static_cast<const char*>(arrays.x) + at,
@@ -36,7 +35,7 @@ void Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int64_t col
           .wide_bias = arrays.wide_bias,
           .residual = static_cast<const char*>(Offset(arrays.residual, at)),
           .y = static_cast<char*>(arrays.y) + at};
-      kernel(piece, largest, scale);
+      kernel(piece, dropout.largest, dropout.scale);
     }
   });
 }

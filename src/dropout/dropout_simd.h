@@ -6,6 +6,7 @@
 
 #include "core/cpu/isa.h"
 #include "core/dtype.h"
+#include "core/philox.h"
 
 namespace jax_fastops::cpu {
 
@@ -14,7 +15,7 @@ inline constexpr int64_t kDropoutPiece = 4096;
 
 // A piece of a row. It begins with a whole block of the row.
 struct DropoutPiece {
-  const uint32_t* seed;
+  PhiloxWords seed;
   uint32_t block;
   int64_t n;
   const char* x;

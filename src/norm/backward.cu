@@ -64,8 +64,7 @@ __device__ void DropColumns(const Params& p, const T* ds) {
     const int64_t first = block * kSeedBlock;
     A sums[kSeedBlock] = {};
     for (int64_t row = rows.begin; row < rows.end && first < p.n; ++row) {
-      const PhiloxWords bits =
-          RandomBits(LoadSeed(p.dropout.seeds, row), static_cast<uint32_t>(block));
+      const PhiloxWords bits = RandomBits(p.dropout.seeds.At(row), static_cast<uint32_t>(block));
 #pragma unroll
       for (int i = 0; i < kSeedBlock; ++i) {
         if (first + i >= p.n) break;
@@ -226,7 +225,7 @@ cudaError_t NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   call.aligned = shape.n * call.itemsize % 16 == 0 &&
                  CommonAlignment({arrays.dy, arrays.s, arrays.dsum, arrays.dy2, arrays.dx,
                                   arrays.dresidual}) == 16;
-  call.dropout = arrays.dropout.seeds != nullptr;
+  call.dropout = arrays.dropout.seeds.words != nullptr;
   call.sums_wanted = sums[0] != nullptr || sums[1] != nullptr || sums[2] != nullptr;
   call.arrays = 2 + (arrays.dsum != nullptr) + (arrays.dy2 != nullptr);
 

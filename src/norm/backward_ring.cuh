@@ -39,7 +39,7 @@ struct Params {
   int stat_bytes;     // for the means of a tile; as many for its rstds
   int stage_bytes;    // of a whole stage
   bool aligned_sums;  // rows of partial sums allow 16-byte stores
-  NormDropout dropout;
+  RowDropout dropout;
   float gain;       // its scale
   void* dresidual;  // only with dropout; null: not stored
 };

@@ -427,8 +427,8 @@ struct Rows {
 #pragma unroll
     for (int k = 0; k < kRepeat; ++k) {
       const int64_t row = min(tile.row + k * L::kRowLanes + row_lane, p.all_rows - 1);
-      kept[k].Draw(LoadSeed(p.dropout.seeds, row), first_column + in_row * kSize,
-                   L::kThreads * kSize, limit);
+      kept[k].Draw(p.dropout.seeds.At(row), first_column + in_row * kSize, L::kThreads * kSize,
+                   limit);
     }
   }
 

@@ -1,4 +1,5 @@
 // Handlers of layer norm and RMS norm. jax_fastops/norm.py declares their buffers.
+#include "core/ffi/dropout.h"
 #include "core/ffi/handler.h"
 #include "norm/norm.h"
 
@@ -13,17 +14,6 @@ NormParameter Parameter(Call& call, const char* name) { return {call.In(name), c
 
 NormKind Kind(Call& call) {
   return call.Attribute<bool>("rms") ? NormKind::kRms : NormKind::kLayer;
-}
-
-NormDropout Dropout(Call& call) {
-  NormDropout dropout;
-  dropout.seeds = static_cast<const uint32_t*>(call.In("seeds?"));
-  if (dropout.seeds == nullptr) return dropout;
-  const int64_t threshold = call.Attribute<int64_t>("threshold");
-  if (threshold < 1 || threshold > 1 << 16) call.Fail("the threshold is not in [1, 65536]");
-  dropout.largest = static_cast<uint32_t>(threshold - 1);
-  dropout.scale = call.Attribute<double>("dropout_scale");
-  return dropout;
 }
 
 ffi::Error Forward(Call& call, Queue queue) {
@@ -41,7 +31,7 @@ ffi::Error Forward(Call& call, Queue queue) {
   arrays.mean = call.Out("mean?");
   arrays.rstd = call.Out("rstd?");
   arrays.workspace = call.Out("workspace?");
-  arrays.dropout = Dropout(call);
+  arrays.dropout = ReadDropout(call);
   const NormKind kind = Kind(call);
   const DType dtype = call.Type();
   const double eps = call.Attribute<double>("eps");
@@ -64,7 +54,7 @@ ffi::Error Backward(Call& call, Queue queue) {
   arrays.dscale = call.Out("dscale?");
   arrays.dbias = call.Out("dbias?");
   arrays.dinput_bias = call.Out("dinput_bias?");
-  arrays.dropout = Dropout(call);
+  arrays.dropout = ReadDropout(call);
   shape.n = call.Size("n");
   shape.rows = call.Batch();
   if (call.Size("sums", 0) > 0) {

@@ -191,7 +191,7 @@ template <typename T>
 __device__ void DropRow(const NormForwardParams& p, int64_t row, T* s) {
   using A = ComputeType<T>;
   const T *x = reinterpret_cast<const T*>(p.x), *residual = reinterpret_cast<const T*>(p.residual);
-  const PhiloxWords seed = LoadSeed(p.dropout.seeds, row);
+  const PhiloxWords seed = p.dropout.seeds.At(row);
   for (int64_t block = threadIdx.x; block * kSeedBlock < p.n; block += kDropThreads) {
     const PhiloxWords bits = RandomBits(seed, static_cast<uint32_t>(block));
 #pragma unroll
@@ -308,11 +308,11 @@ cudaError_t LaunchForward(int alignment, DType dtype, NormForwardParams params,
       parameters += parameter.data != nullptr;
     }
     return PlanNormForward(params.rows, params.n, sizeof(T), alignment, parameters, max_cluster,
-                           params.dropout.seeds != nullptr);
+                           params.dropout.seeds.words != nullptr);
   };
   const int max_cluster = device.clusters ? kNormLongCluster : 1;
   NormForwardPlan plan = plan_for(max_cluster);
-  if (params.dropout.seeds != nullptr && !plan.drops) {
+  if (params.dropout.seeds.words != nullptr && !plan.drops) {
     error = DropFirst(dtype, &params, stream);
     if (error != cudaSuccess) return error;
     plan = plan_for(max_cluster);

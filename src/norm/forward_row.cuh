@@ -54,7 +54,7 @@ struct NormForwardParams {
 
   int64_t block_columns;  // columns of a row in each block of a cluster
 
-  NormDropout dropout;
+  RowDropout dropout;
 };
 
 template <typename A>
@@ -309,7 +309,7 @@ struct Held {
     [[maybe_unused]] KeptUnits<kSize, kUnits> kept;
     [[maybe_unused]] const A gain = static_cast<A>(p.dropout.scale);
     if constexpr (kDrops) {
-      kept.Draw(LoadSeed(p.dropout.seeds, row), static_cast<int>(piece.column), First(1),
+      kept.Draw(p.dropout.seeds.At(row), static_cast<int>(piece.column), First(1),
                 KeptLimit(p.dropout.largest));
     }
     if (!kDrops && !adds) {

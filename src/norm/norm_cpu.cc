@@ -30,10 +30,6 @@ int64_t AccumulatorSize(DType dtype) { return dtype == DType::kF64 ? 8 : 4; }
 
 bool IsLineStart(const void* p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; }
 
-const uint32_t* SeedsFrom(const NormDropout& dropout, int64_t row) {
-  return dropout.seeds == nullptr ? nullptr : dropout.seeds + row * kSeedWords;
-}
-
 // The arrays from a row on.
 
 NormForwardArrays FromRow(const NormForwardArrays& arrays, int64_t row, int64_t row_bytes,
@@ -45,7 +41,7 @@ NormForwardArrays FromRow(const NormForwardArrays& arrays, int64_t row, int64_t 
   from.sum = Offset(arrays.sum, row * row_bytes);
   from.mean = Offset(arrays.mean, row * accumulator);
   from.rstd = Offset(arrays.rstd, row * accumulator);
-  from.dropout.seeds = SeedsFrom(arrays.dropout, row);
+  from.dropout.seeds = arrays.dropout.seeds.From(row);
   return from;
 }
 
@@ -60,7 +56,7 @@ NormBackwardArrays FromRow(const NormBackwardArrays& arrays, int64_t row, int64_
   from.dy2 = Offset(arrays.dy2, row * row_bytes);
   from.dx = Offset(arrays.dx, row * row_bytes);
   from.dresidual = Offset(arrays.dresidual, row * row_bytes);
-  from.dropout.seeds = SeedsFrom(arrays.dropout, row);
+  from.dropout.seeds = arrays.dropout.seeds.From(row);
   return from;
 }
 
@@ -72,7 +68,7 @@ void NormForward(const NormShape& shape, NormKind kind, DType dtype, double eps,
   const int64_t row_bytes = shape.n * ItemSize(dtype);
   const int64_t accumulator = AccumulatorSize(dtype);
   auto* kernel = Kernels().forward[static_cast<int>(dtype)];
-  const bool drops = arrays.dropout.seeds != nullptr;
+  const bool drops = arrays.dropout.seeds.words != nullptr;
   // Without an array for the sum, y holds it before it holds the result.
   const bool stream = ShouldStream(rows * row_bytes) && !(drops && arrays.sum == nullptr);
   const int moved = 2 + Count(arrays.residual, arrays.sum);
@@ -102,7 +98,7 @@ void NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   const int64_t row_bytes = shape.n * ItemSize(dtype);
   const int64_t accumulator = AccumulatorSize(dtype);
   auto* kernel = Kernels().backward[static_cast<int>(dtype)];
-  const bool drops = arrays.dropout.seeds != nullptr;
+  const bool drops = arrays.dropout.seeds.words != nullptr;
   const bool stream = ShouldStream(rows * row_bytes) &&
                       (!drops || (IsLineStart(arrays.dx) && IsLineStart(arrays.dresidual)));
   const int64_t moved = 3 + Count(arrays.dsum, arrays.dy2, arrays.dresidual);

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "core/philox.h"
+
 namespace jax_fastops {
 
 // Row-major arrays [batch, rows, n]. Each row of n elements is normalized independently. Parameter
@@ -30,14 +32,6 @@ struct NormParameter {
   bool wide = false;
 };
 
-// Dropout of x + input_bias. Each row has a seed (core/philox.h). Elements whose random bits are at
-// most `largest` are kept and multiplied by `scale`.
-struct NormDropout {
-  const uint32_t* seeds = nullptr;  // null: no dropout
-  uint32_t largest = 0;
-  double scale = 1;
-};
-
 // y = norm(s) * scale + bias. s is x, or, with a residual, an input bias or dropout,
 // dropout(x + input_bias) + residual, computed in the accumulator type and rounded once to the
 // element type. The statistics are those of the rounded s.
@@ -53,7 +47,7 @@ struct NormForwardArrays {
   void* rstd = nullptr;  // rsqrt(var + eps), or rsqrt(mean(s^2) + eps); null: not stored
   // ceil(n / 1024) elements of the accumulator type per row, if n > kNormWorkspace.
   void* workspace = nullptr;
-  NormDropout dropout;
+  RowDropout dropout;  // of x + input_bias
 };
 
 // With xhat = (s - mean) * rstd (RMS norm: s * rstd) and g = dy * scale, where dy is the sum of dy
@@ -75,7 +69,7 @@ struct NormBackwardArrays {
   void* dscale = nullptr;
   void* dbias = nullptr;
   void* dinput_bias = nullptr;
-  NormDropout dropout;
+  RowDropout dropout;
 };
 
 // The forward of a longer row has a workspace.

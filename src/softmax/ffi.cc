@@ -1,4 +1,5 @@
 // Handlers of softmax and log-softmax. jax_fastops/softmax.py declares their buffers.
+#include "core/ffi/dropout.h"
 #include "core/ffi/handler.h"
 #include "softmax/softmax.h"
 
@@ -70,11 +71,8 @@ SoftmaxArguments ReadWithoutDropout(Call& call, const char* like) {
 
 SoftmaxArguments ReadWithDropout(Call& call) {
   SoftmaxArguments read = Read(call, "x");
-  const int64_t threshold = call.Attribute<int64_t>("threshold");
-  if (threshold < 1 || threshold > 1 << 16) call.Fail("the threshold is not in [1, 65536]");
-  read.dropout = {.seeds = static_cast<const uint32_t*>(call.In("seeds")),
-                  .largest = static_cast<uint32_t>(threshold - 1),
-                  .scale = call.Attribute<double>("dropout_scale")};
+  read.dropout = ReadDropout(call);
+  call.Require(read.dropout.seeds.words != nullptr, "x", "needs seeds or a key");
   read.x = call.In("x");
   read.masked = read.mask.data != nullptr;
   call.Require(read.shape.n <= kSoftmaxDropoutRow, "x", "has rows that are too long");

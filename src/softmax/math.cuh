@@ -31,7 +31,7 @@ struct Params {
   Offsets<kMaxMaskRank> mask_outer;
   Offsets<kMaxMaskRank> mask_inner;
 
-  SoftmaxDropout dropout;  // no seeds: none
+  RowDropout dropout;
 };
 
 // -------------------------------------------------------------------------------------------------

@@ -550,7 +550,7 @@ __global__ void __launch_bounds__(kRows > 1 ? 128 : kRowThreads,
   [[maybe_unused]] PhiloxWords seeds[kRows];
   if constexpr (kDropout) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) seeds[r] = LoadSeed(p.dropout.seeds, rows[r]);
+    for (int r = 0; r < kRows; ++r) seeds[r] = p.dropout.seeds.At(rows[r]);
   }
   if constexpr (kEnds == Ends::kTrimmed) {
     for_units([&](int, const auto& of_row, int unit, auto& x, [[maybe_unused]] auto& dy) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "core/philox.h"
 
 namespace jax_fastops {
 
@@ -43,14 +44,6 @@ struct SoftmaxMask {
 // The longest row whose softmax has a kernel with dropout.
 inline constexpr int64_t kSoftmaxDropoutRow = 4096;
 
-// Dropout of the result. Each row has a seed (core/philox.h). Elements whose random bits are at
-// most `largest` are kept and multiplied by `scale`.
-struct SoftmaxDropout {
-  const uint32_t* seeds = nullptr;
-  uint32_t largest = 0;
-  double scale = 1;
-};
-
 struct SoftmaxArguments {
   SoftmaxShape shape;
   SoftmaxMask mask;
@@ -58,7 +51,7 @@ struct SoftmaxArguments {
   bool log = false;
   double scale = 1;
   bool masked = false;       // backward of softmax: elements with y = 0 take no part
-  SoftmaxDropout dropout;    // no seeds: none
+  RowDropout dropout;        // of the result
   const void* x = nullptr;   // of a forward, and of a backward with dropout
   const void* y = nullptr;   // of a backward without
   const void* dy = nullptr;  // of a backward

@@ -586,16 +586,16 @@ void SoftmaxForward(const SoftmaxArguments& args, Executor& executor) {
   char* y = static_cast<char*>(args.out);
   const int type = static_cast<int>(args.dtype);
   const int64_t itemsize = ItemSize(args.dtype);
-  const SoftmaxDropout& dropout = args.dropout;
-  const bool stream = dropout.seeds == nullptr && ShouldStream(shape.rows() * shape.n * itemsize);
+  const RowDropout& dropout = args.dropout;
+  const bool stream =
+      dropout.seeds.words == nullptr && ShouldStream(shape.rows() * shape.n * itemsize);
   const SoftmaxCall call = {args.scale, args.log, args.mask.data != nullptr, stream};
-  if (dropout.seeds != nullptr) {
+  if (dropout.seeds.words != nullptr) {
     OverDropoutRows(shape, args.mask, shape.n * itemsize, 2, executor,
                     [&](int64_t row, const uint8_t* row_mask, int64_t at) {
                       RowBuffer p;
                       Kernels().rows[type](call, x + at, row_mask, 0, p, 1, shape.n);
-                      Kernels().drop[type](dropout, dropout.seeds + row * kSeedWords, p, y + at,
-                                           shape.n);
+                      Kernels().drop[type](dropout, dropout.seeds.At(row), p, y + at, shape.n);
                     });
     return;
   }
@@ -615,15 +615,14 @@ void SoftmaxBackward(const SoftmaxArguments& args, Executor& executor) {
   char* dx = static_cast<char*>(args.out);
   const int type = static_cast<int>(args.dtype);
   const int64_t itemsize = ItemSize(args.dtype);
-  const SoftmaxDropout& dropout = args.dropout;
-  if (dropout.seeds != nullptr) {
+  const RowDropout& dropout = args.dropout;
+  if (dropout.seeds.words != nullptr) {
     const SoftmaxCall call = {args.scale, false, args.masked, false};
     OverDropoutRows(shape, args.mask, shape.n * itemsize, 3, executor,
                     [&](int64_t row, const uint8_t* row_mask, int64_t at) {
                       RowBuffer p, dp;
                       Kernels().rows[type](call, x + at, row_mask, 0, p, 1, shape.n);
-                      Kernels().drop[type](dropout, dropout.seeds + row * kSeedWords, dy + at, dp,
-                                           shape.n);
+                      Kernels().drop[type](dropout, dropout.seeds.At(row), dy + at, dp, shape.n);
                       Kernels().backward_rows[type](call, p, dp, nullptr, 0, dx + at, 1, shape.n);
                     });
     return;

@@ -413,7 +413,7 @@ struct Softmax {
         call.log, call.masked, kStreams && call.stream);
   }
 
-  static void Drop(const SoftmaxDropout& dropout, const uint32_t* seed, const char* x, char* y,
+  static void Drop(const RowDropout& dropout, const PhiloxWords& seed, const char* x, char* y,
                    int64_t n) {
     uint8_t mask[kSoftmaxDropoutRow / kSeedBlock];
     KeptBits(seed, 0, (n + kSeedBlock - 1) / kSeedBlock, dropout.largest, mask);

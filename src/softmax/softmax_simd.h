@@ -64,7 +64,7 @@ struct SoftmaxKernels {
                               const uint8_t* mask, char* dx, int64_t n, double sum);
 
   // Dropout of n <= kSoftmaxDropoutRow elements of a row that has this seed.
-  using Drop = void(const SoftmaxDropout& dropout, const uint32_t* seed, const char* x, char* y,
+  using Drop = void(const RowDropout& dropout, const PhiloxWords& seed, const char* x, char* y,
                     int64_t n);
 
   // ---- Columns ----

@@ -79,15 +79,15 @@ FASTOPS_INLINE void StoreKept(U64 first, U64 last, uint32_t largest, uint8_t* by
 
 // Stores which elements of `count` blocks of a row are kept: a byte for each block, its first
 // element lowest. Writes up to a multiple of kPhiloxLanes bytes.
-FASTOPS_INLINE void KeptBits(const uint32_t* seed, uint32_t block, int64_t count, uint32_t largest,
-                             uint8_t* bytes) {
+FASTOPS_INLINE void KeptBits(const PhiloxWords& seed, uint32_t block, int64_t count,
+                             uint32_t largest, uint8_t* bytes) {
   const U64 lanes = BlocksOfLanes();
   const U64 m0 = U64{} + kPhiloxMultiplier0, m1 = U64{} + kPhiloxMultiplier1;
   for (int64_t i = 0; i < count; i += kPhiloxLanes) {
     // Only the low halves of lanes count, and the high halves are never cleared.
-    U64 c0 = lanes + (block + static_cast<uint64_t>(i)), c1 = U64{} + seed[0];
-    U64 c2 = U64{} + seed[1], c3 = {};
-    uint32_t key0 = seed[2], key1 = seed[3];
+    U64 c0 = lanes + (block + static_cast<uint64_t>(i)), c1 = U64{} + seed.word[0];
+    U64 c2 = U64{} + seed.word[1], c3 = {};
+    uint32_t key0 = seed.word[2], key1 = seed.word[3];
     for (int round = 0; round < kPhiloxRounds; ++round) {
       const U64 p0 = LowProduct(m0, c0), p1 = LowProduct(m1, c2);
       c0 = p1 >> 32 ^ c1 ^ (U64{} + key0);

@@ -11,13 +11,6 @@
 
 namespace jax_fastops::cuda {
 
-__device__ __forceinline__ PhiloxWords LoadSeed(const uint32_t* seeds, int64_t row) {
-  PhiloxWords seed;
-#pragma unroll
-  for (int i = 0; i < kSeedWords; ++i) seed.word[i] = seeds[row * kSeedWords + i];
-  return seed;
-}
-
 // The largest 16 random bits that are kept, in both halves of a word.
 struct KeptLimit {
   uint32_t low;   // its lower 15 bits, and 2^15

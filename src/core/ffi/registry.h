@@ -14,7 +14,7 @@ namespace jax_fastops {
 // mask's bits) and attributes. Increase it when such a thing changes: it is part of every target's
 // name, so that compiled programs that were stored under an older version do not run against newer
 // kernels. A call whose buffers or attributes the kernel does not know is refused by its handler.
-inline constexpr int kKernelAbi = 3;
+inline constexpr int kKernelAbi = 4;
 
 // A list that consists of its static elements.
 template <typename T>

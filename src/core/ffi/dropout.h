@@ -1,0 +1,28 @@
+// Reads what calls with dropout have in common (core/philox.h): the seeds of the rows or the key,
+// and the attributes `threshold` and `dropout_scale`. jax_fastops/_random.py passes them.
+#ifndef JAX_FASTOPS_CORE_FFI_DROPOUT_H_
+#define JAX_FASTOPS_CORE_FFI_DROPOUT_H_
+
+#include "core/ffi/call.h"
+#include "core/philox.h"
+
+namespace jax_fastops::inline xla {
+
+// Without seeds and a key, there is no dropout.
+inline RowDropout ReadDropout(Call& call) {
+  RowDropout dropout;
+  const void* const seeds = call.In("seeds?");
+  const void* const key = call.In("key?");
+  if (seeds == nullptr && key == nullptr) return dropout;
+  dropout.seeds.counted = seeds == nullptr;
+  dropout.seeds.words = static_cast<const uint32_t*>(seeds == nullptr ? key : seeds);
+  const int64_t threshold = call.Attribute<int64_t>("threshold");
+  if (threshold < 1 || threshold > 1 << 16) call.Fail("the threshold is not in [1, 65536]");
+  dropout.largest = static_cast<uint32_t>(threshold - 1);
+  dropout.scale = call.Attribute<double>("dropout_scale");
+  return dropout;
+}
+
+}  // namespace jax_fastops::inline xla
+
+#endif  // JAX_FASTOPS_CORE_FFI_DROPOUT_H_
