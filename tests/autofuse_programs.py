@@ -61,9 +61,26 @@ def gemma_rms(x, scale):
     return (h * (1 + scale.astype(jnp.float32))).astype(x.dtype)
 
 
+def rms_by_einsum(x, scale):
+    square = jnp.einsum("...d,...d->...", x, x, preferred_element_type=jnp.float32)
+    return x * jax.lax.rsqrt(square[..., None] / x.shape[-1] + 1e-6) * scale
+
+
+def norm_by_vdot(x, scale, bias):
+    centered = x - x.mean()
+    return centered * jax.lax.rsqrt(jnp.vdot(centered, centered) / x.size + 1e-5) * scale + bias
+
+
 def batch_norm(x, scale, bias):
     mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
     return (x - mean) * jax.lax.rsqrt(var + 1e-5) * scale + bias, mean, var
+
+
+def folded_batch_norm(x, scale, bias):
+    """As in Keras."""
+    mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    inverse = jax.lax.rsqrt(var + 1e-3) * scale
+    return x * inverse + (bias - mean * inverse)
 
 
 def softmax(x, axis=-1):
@@ -81,6 +98,10 @@ def label_loss(x, labels):
 
 def one_hot_loss(x, labels):
     return -jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * jax.nn.log_softmax(x), -1)
+
+
+def einsum_loss(x, labels):
+    return -jnp.einsum("...v,...v", jax.nn.one_hot(labels, x.shape[-1]), jax.nn.log_softmax(x))
 
 
 W = jnp.asarray(RNG.standard_normal((50, 40)) / 6, jnp.float32)
@@ -138,6 +159,17 @@ PROGRAMS = {
         (X,),
         ["gelu"],
     ),
+    "gelu by sigmoid": (
+        lambda x: x * jax.nn.sigmoid(1.5957691216 * (x + 0.044715 * x**3)),
+        (X,),
+        ["gelu"],
+    ),
+    "gelu by the normal distribution": (
+        lambda x: x * jax.scipy.stats.norm.cdf(x),
+        (X,),
+        ["gelu_exact"],
+    ),
+    "silu by tanh": (lambda x: x * (0.5 + 0.5 * jnp.tanh(x / 2)), (X,), ["silu"]),
     "exact gelu": (lambda x: jax.nn.gelu(x, approximate=False), (X,), ["gelu_exact"]),
     "erf": (lambda x: x * (1 + jax.lax.erf(x / 2**0.5)) / 2, (X,), ["gelu_exact"]),
     "silu": (jax.nn.silu, (X,), ["silu"]),
@@ -245,6 +277,30 @@ PROGRAMS = {
     ),
     "loss": (label_loss, (X, LABELS), ["cross_entropy"]),
     "one-hot loss": (one_hot_loss, (X, LABELS), ["cross_entropy of one_hot"]),
+    "loss by indices": (
+        lambda x, labels: -jax.nn.log_softmax(x)[jnp.arange(4)[:, None], jnp.arange(6), labels],
+        (X, LABELS),
+        ["cross_entropy"],
+    ),
+    "loss by indices under vmap": (
+        jax.vmap(lambda x, labels: jax.nn.logsumexp(x, -1) - x[jnp.arange(6), labels]),
+        (X, LABELS),
+        ["cross_entropy"],
+    ),
+    "contrastive loss": (
+        lambda x, y: (
+            label_loss(x @ y.T, jnp.arange(6))
+            - jax.nn.log_softmax(y @ x.T)[jnp.arange(6), jnp.arange(6)]
+        ),
+        (X[0], Y[0]),
+        ["linear_cross_entropy", "linear_cross_entropy"],
+    ),
+    "loss by einsum": (einsum_loss, (X, LABELS), ["cross_entropy of one_hot"]),
+    "linear loss by einsum": (
+        lambda x, w, labels: einsum_loss(x @ w.T, labels).mean(),
+        (X, W, LABELS),
+        ["linear_cross_entropy"],
+    ),
     "log-likelihood": (
         lambda x, labels: (
             -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), labels[..., None], axis=-1))
@@ -368,6 +424,24 @@ PROGRAMS = {
         ["add + layer_norm"],
     ),
     "rms": (rms, (X, B), ["rms_norm"]),
+    "rms by einsum": (rms_by_einsum, (X, B), ["rms_norm"]),
+    "rms by einsum in bfloat16": (
+        rms_by_einsum,
+        (X.astype(jnp.bfloat16), B.astype(jnp.bfloat16)),
+        ["rms_norm"],
+    ),
+    "layer norm by vdot": (
+        jax.vmap(jax.vmap(norm_by_vdot, (0, None, None)), (0, None, None)),
+        (X, B, C),
+        ["layer_norm"],
+    ),
+    "rms by the size of an array": (
+        lambda x, s: (
+            x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) / jnp.int32(40) + 1e-6) * s
+        ),
+        (X, B),
+        ["rms_norm"],
+    ),
     "rms of full mean": (rms_of_full_mean, (X, B), ["rms_norm"]),
     "gemma rms": (gemma_rms, (X, B), ["rms_norm"]),
     "residual rms": (lambda x, y, s: rms(x + y, s), (X, Y, B), ["add + rms_norm"]),
@@ -381,6 +455,11 @@ PROGRAMS = {
         ),
         (IMAGES, IMAGES[0, :, 0, 0], IMAGES[1, :, 0, 0]),
         ["batch_norm + relu"],
+    ),
+    "batch norm, silu": (
+        lambda x, s, b: jax.nn.silu(folded_batch_norm(x, s, b)),
+        (IMAGES, IMAGES[0, 0, 0], IMAGES[0, 0, 1]),
+        ["batch_norm", "silu"],
     ),
     "batch norm, add, relu": (
         lambda x, s, b: jax.nn.relu(x + batch_norm(x, s, b)[0]),

@@ -275,13 +275,18 @@ def test_equinox_classifier():
 # Keras and JAX' own libraries ---------------------------------------------------------------------
 
 
-def test_keras():
-    """A transformer's block and a classifier."""
+@pytest.fixture
+def keras():
     if "keras" not in sys.modules:
         os.environ["KERAS_BACKEND"] = "jax"
     keras = pytest.importorskip("keras")
     if keras.backend.backend() != "jax":
         pytest.skip("Keras has another backend")
+    return keras
+
+
+def test_keras(keras):
+    """A transformer's block and a classifier."""
     layers = keras.layers
     x = given = keras.Input((6, 40))
     h = layers.LayerNormalization()(x)
@@ -299,6 +304,30 @@ def test_keras():
 
     parameters = [v.value for v in model.trainable_variables]
     check(loss, parameters, norm=3, softmax=1, act=2, loss=1)
+
+
+def test_keras_resnet(keras):
+    """Each norm takes the residual, the last one too, which comes after many operations."""
+    layers = keras.layers
+
+    def conv(x):
+        return layers.BatchNormalization()(layers.Conv2D(8, 3, padding="same")(x))
+
+    given = keras.Input((8, 8, 3))
+    x = layers.MaxPooling2D(2)(layers.ReLU()(conv(given)))
+    for _ in range(2):
+        x = layers.ReLU()(layers.Add()([x, conv(layers.ReLU()(conv(x)))]))
+    model = keras.Model(given, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+    fixed = [v.value for v in model.non_trainable_variables]
+
+    def loss(parameters):
+        logits, _ = model.stateless_call(parameters, fixed, IMAGES[:, :8, :8], training=True)
+        return label_loss(logits, CLASSES)
+
+    parameters = [v.value for v in model.trainable_variables]
+    check(loss, parameters, 1e-3, norm=5, act=5, loss=1)
+    found = [r.pattern for r in fo.autofuse.report(loss)(parameters).replaced]
+    assert found.count("batch_norm + residual + relu") == 2
 
 
 def test_stax_resnet():

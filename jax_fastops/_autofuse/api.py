@@ -154,7 +154,7 @@ class autofuse(Generic[_P, _T]):
 
     Raises:
       ValueError: both ``dropout`` and ``check`` are set. With ``check``, the results differ by more
-        than their dtypes round, or there are no values yet, under ``jax.jit`` or ``jax.grad``.
+        than rounding explains, or there are no values yet, under ``jax.jit`` or ``jax.grad``.
       Whatever ``fn`` raises.
 
     Example:
@@ -290,9 +290,9 @@ def _checked(fn: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _rounding(plan: rewrite.Plan) -> float:
-    """That of logits, which an op rounds to the dtype of the tokens."""
-    tokens = [m.reads[0] for m in plan.matches if m.pattern.name == "linear_cross_entropy"]
-    return max((float(jnp.finfo(x.dtype).eps) for x in tokens), default=0.0)
+    """That of the narrowest dtype that a replaced pattern has."""
+    values = (v for m in plan.matches for v in (m.root, *m.reads) if v.is_floating)
+    return max((float(jnp.finfo(v.dtype).eps) for v in values), default=0.0)
 
 
 def _compare(path: str, want: np.ndarray, got: np.ndarray, rounding: float) -> None:
@@ -312,7 +312,7 @@ def _compare(path: str, want: np.ndarray, got: np.ndarray, rounding: float) -> N
     if not same or not error <= tolerance * scale:
         raise ValueError(
             f"autofuse: result{path} differs by {error:.3g} where its largest element is "
-            f"{scale:.3g}; rounding in {want.dtype} explains {tolerance * scale:.3g}"
+            f"{scale:.3g}; rounding explains {tolerance * scale:.3g}"
         )
 
 
@@ -321,7 +321,7 @@ def _report(plans: list[rewrite.Plan]) -> FuseReport:
     for plan in plans:
         for match in reversed(plan.matches):
             root = match.root
-            large = [v for v in match.inner if v.size >= root.size]
+            large = [v for v in match.inner if v.size >= root.size and v.places]
             saved = sum(v.size * v.dtype.itemsize for v in large if v is not root)
             found = Replaced(
                 match.before + match.pattern.name,
@@ -346,5 +346,6 @@ def _place(value: Value) -> tuple[str, str]:
     """The line of a value, and the operation that makes it."""
     if value.node is None:
         return "", ""
-    operands = ", ".join(v.aval.str_short() for v in value.node.inputs)
-    return value.line, f"{value.node.name}({operands})"
+    equation = value.node.equation
+    operands = ", ".join(v.aval.str_short() for v in equation.invars)
+    return value.line, f"{equation.primitive.name}({operands})"

@@ -71,7 +71,7 @@ def _operations_before(value: Value) -> tuple[set, tuple]:
     """The operations right before a value, as a formula needs them, and a key of all of them."""
     found: set = set()
     key: list = []
-    for before in _before(value, 80, _IN_NO_PATTERN):
+    for before in _before(value, 120, _IN_NO_PATTERN):
         node = before.node
         key += (before.shape, before.dtype)
         if node is None:
@@ -249,6 +249,20 @@ def _used_outside(value: Value, nodes: set) -> bool:
     return value.is_result or any(u not in nodes and not is_inside(u) for u in value.users)
 
 
+def _is_in(level: Level, value: Value) -> bool:
+    return level in value.places or constant(value) is not None
+
+
+def _in_one_program(root: Value, leaves: dict[int, Bound]) -> dict[int, Bound]:
+    """The leaves by values of the outermost program that has the root and all of them."""
+    bounds = leaves
+    for level in sorted(root.places, key=lambda level: level.depth):
+        bounds = {i: b.where(functools.partial(_is_in, level)) for i, b in leaves.items()}
+        if all(_is_in(level, b.source) for b in bounds.values()):
+            break
+    return bounds
+
+
 _ELSEWHERE = "its operands are in another function"
 _DIFFERS = "the formula differs from here on"
 
@@ -396,6 +410,8 @@ class Finder:
         views = ("broadcast_in_dim", "reshape", "squeeze", "copy", "transpose")
         if value.node is None or value.node.name in views or not value.is_floating:
             return False
+        if not value.places:  # a product that a `dot_general` sums
+            return False
         return value.is_static and not value.aval.weak_type and 0 not in value.shape
 
     def _axes(self, pattern: Pattern, value: Value) -> Sequence[int]:
@@ -502,12 +518,13 @@ class Finder:
         if logits is not None:
             shape, places = (*root.shape, logits[-1]), (*root.long, len(root.shape))
         found: dict[str, Any] = {}
+        bounds = _in_one_program(root, state.leaves)
         for i, name in enumerate(pattern.leaves):
             kind = kind_of(name)
             if kind == "free":
                 found[name] = state.free[i]
                 continue
-            bound = state.leaves[i].where(lambda v: not root.places.keys().isdisjoint(v.places))
+            bound = bounds[i]
             dtype = bound.source.dtype
             if bound.source.is_floating is not (kind in ("full", "row")):
                 return None
@@ -516,7 +533,7 @@ class Finder:
             if kind == "row":
                 read = _reader(bound, [1], None, [0])
             elif kind == "labels":
-                read = _reader(bound, root.shape, None, root.long)
+                read = _reader(bound, root.shape, state.leaves[i].source.dtype, root.long)
             else:
                 read = _reader(bound, shape, root.dtype if kind == "full" else None, places)
             if (kind in ("row", "labels") or name in ("x", "residual")) and None in bound.map:
@@ -556,6 +573,8 @@ class Finder:
             alone = not _used_outside(x[0], nodes)
             if pattern.biased and alone:
                 for one, row in with_row(x[0]):
+                    if "root" in _operations_before(row)[0]:  # of a norm, which is found later
+                        continue
                     yield form("bias + ", pattern.biased, {"a": (one, whole), "b": (row, _ROW)})
             same = all(v.shape == root.shape and v.dtype == root.dtype for v in (a, b))
             relu = pattern.name == "relu"
@@ -625,11 +644,7 @@ class Finder:
 
     def _level(self, call: Call, root: Value, reads: Sequence[Value]) -> Level | str:
         """The outermost program that can have the call, or as text why none takes it."""
-        levels = [
-            level
-            for level in root.places
-            if all(level in v.places or constant(v) is not None for v in reads)
-        ]
+        levels = [level for level in root.places if all(_is_in(level, v) for v in reads)]
         if not levels:
             return _ELSEWHERE
         program = self.programs(call, reads)

@@ -87,6 +87,24 @@ class Node:
         self.meaning: tuple | None = None
 
 
+def _nodes_of(equation, inputs: Sequence[Value], level: Level) -> list[Node]:
+    """The node of an equation. A ``dot_general`` that sums a product is a product and its sum."""
+    node = Node(equation, inputs, level)
+    node.outputs = [Value(v.aval, node) for v in equation.outvars]
+    if equation.primitive.name != "dot_general":
+        return [node]
+    numbers = equation.params["dimension_numbers"]
+    left, right, batch, other = (tuple(d) for pair in numbers for d in pair)
+    ranks = {len(left) + len(batch), *(len(v.shape) for v in inputs)}
+    if len(ranks) > 1 or (left, batch) != (right, other) or batch != tuple(sorted(batch)):
+        return [node]
+    product = Node(equation, inputs, level)
+    product.name, product.params = "mul", {}
+    product.outputs = [Value(inputs[0].aval.update(dtype=node.outputs[0].dtype), product)]
+    node.name, node.params, node.inputs = "reduce_sum", {"axes": left}, product.outputs
+    return [product, node]
+
+
 class Level:
     """A program: the one that was traced, or one that an equation of its ``parent`` calls."""
 
@@ -171,9 +189,9 @@ class Graph:
                 called = level.calls[index] = Level(inner, inputs, constants, level, equation)
                 outputs = self._enter(called)
             else:
-                node = Node(equation, inputs, level)
-                outputs = node.outputs = [Value(v.aval, node) for v in equation.outvars]
-                self.nodes.append(node)
+                nodes = _nodes_of(equation, inputs, level)
+                self.nodes += nodes
+                outputs = nodes[-1].outputs
             for var, value in zip(equation.outvars, outputs, strict=True):
                 level.name(var, value)
         return [level.of(a) for a in level.jaxpr.outvars]

@@ -45,16 +45,28 @@ class Bound:
     seen: tuple[Map, Map, Value] | None = None  # the leaf's map, the value's, and the value
 
     def where(self, is_there: Callable[[Value], bool]) -> Bound:
-        """The same by another view of the array, if that is inside of a function."""
-        if self.seen is None or is_there(self.source):
+        """The same by another array that is inside of a function, if there is one.
+
+        That is another view, or the integers that a cast narrows, which the reader casts.
+        """
+        if is_there(self.source):
             return self
-        place, shown, value = self.seen
-        while value is not self.source:
-            if is_there(value) and (found := _map_of_leaf(place, shown)) is not None:
-                return Bound(value, found)
-            step = view_of(value, False)
-            assert step is not None, value.aval
-            value, shown = step[0], compose(shown, step[1])
+        if self.seen is not None:
+            place, shown, value = self.seen
+            while value is not self.source:
+                if is_there(value) and (found := _map_of_leaf(place, shown)) is not None:
+                    return Bound(value, found)
+                step = view_of(value, False)
+                assert step is not None, value.aval
+                value, shown = step[0], compose(shown, step[1])
+        cast = self.source.node
+        if cast is not None and cast.name == "convert_element_type":
+            (value,), dtype = cast.inputs, self.source.dtype
+            narrows = dtype.itemsize <= value.dtype.itemsize
+            if narrows and {value.dtype.kind, dtype.kind} <= {"i", "u"}:
+                source, inner, _ = resolve(value)
+                seen = tuple(range(len(self.map))), self.map, value
+                return Bound(source, compose(self.map, inner), seen).where(is_there)
         return self
 
 
@@ -143,6 +155,8 @@ class Matcher:
             if found is not None:
                 yield found, 1.0
             return
+        if isinstance(formula, Apply) and formula.name == "select_n":
+            yield from self._selection(formula, place, value, shown, state)
         source, inner, passed = resolve(value, narrowing=True)
         state = state.through((*passed, source))
         order = _order(place, compose(shown, inner), source)
@@ -161,6 +175,15 @@ class Matcher:
             yield from self._apply(formula, source, order, state)
         if before > len(self.seen):
             self.seen, self.stopped = state.inner, source
+
+    def _selection(self, formula, place: Map, value: Value, shown: Map, state: State) -> Iterator:
+        """The same for a selection that is a view, as of labels that count from 0."""
+        while (step := view_of(value, False)) is not None:
+            state = state.through([value])
+            assert value.node is not None
+            if value.node.name == "select_n" and (order := _order(place, shown, value)) is not None:
+                yield from self._apply(formula, value, order, state)
+            value, shown = step[0], compose(shown, step[1])
 
     def _scaled(self, formula, place: Map, value: Value, shown: Map, state: State) -> Iterator:
         """The same, where the value may be a multiple that the program computes."""

@@ -157,7 +157,7 @@ def _is_negative_iota(value: Value) -> bool:
     node = value.node
     if node is None or node.name != "lt" or constant(node.inputs[1]) != 0:
         return False
-    numbers = node.inputs[0].node
+    numbers = resolve(node.inputs[0])[0].node
     return numbers is not None and numbers.name == "iota" and not _wraps(numbers.outputs[0])
 
 

@@ -143,13 +143,19 @@ def _activations() -> dict[str, list[Callable]]:
         "gelu": [
             ACTIVATIONS["gelu"],
             lambda x: 0.5 * x * (1 + jnp.tanh((2 / math.pi) ** 0.5 * x * (1 + 0.044715 * x**2))),
+            lambda x: x * lax.logistic((8 / math.pi) ** 0.5 * (x + 0.044715 * x**3)),
         ],
         "gelu_exact": [
             lambda x: jax.nn.gelu(x, approximate=False),
             lambda x: x * 0.5 * (1 + lax.erf(x * 0.5**0.5)),
             lambda x: x * 0.5 * lax.erfc(-x * 0.5**0.5),
+            lambda x: x * jax.scipy.special.ndtr(x),
         ],
-        "silu": [jax.nn.silu, lambda x: x / (1 + jnp.exp(-x))],
+        "silu": [
+            jax.nn.silu,
+            lambda x: x / (1 + jnp.exp(-x)),
+            lambda x: 0.5 * x * (1 + jnp.tanh(0.5 * x)),
+        ],
     }
 
 
@@ -255,8 +261,14 @@ def _picked_by_map(x, labels) -> Any:
     return pick(x, labels)
 
 
-def _picked_by_pairs(x, labels):
-    return x[jnp.arange(x.shape[0]), labels] if x.ndim == 2 else _picked_by_map(x, labels)
+def _picked_by_index(x, labels):
+    return x[(*jnp.indices(labels.shape, sparse=True), labels)]
+
+
+def _picked_by_map_of_pairs(x, labels) -> Any:
+    if x.ndim < 3:
+        return _picked_by_index(x, labels)
+    return jax.vmap(_picked_by_map_of_pairs)(x, labels)
 
 
 def _picked_by_optax(x, labels):
@@ -387,7 +399,7 @@ for _log_form in (lambda x: jax.nn.log_softmax(x), lambda x: _log_softmax(x, axi
         linear_of_log_softmax,
         lambda x, f=_log_form: -jnp.mean(f(x), -1),
     )
-for _pick in (_picked_by_pairs, _picked_by_map):
+for _pick in (_picked_by_index, _picked_by_map, _picked_by_map_of_pairs):
     _loss(
         "cross_entropy",
         lambda x, labels, pick=_pick: -pick(jax.nn.log_softmax(x), labels),
