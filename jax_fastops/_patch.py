@@ -49,7 +49,7 @@ def _takes(*arrays: Any) -> bool:
 
 
 def _takes_alone(x: Any) -> bool:
-    """The same for an activation. In a traced program, XLA fuses it with its neighbors."""
+    """The same for a function that XLA fuses with its neighbors in a traced program."""
     fused = _implementation.current() == "auto" and isinstance(x, jax.core.Tracer)
     return _takes(x) and not fused
 
@@ -73,10 +73,19 @@ def _activation(name, original, x, *rest):
     return kernel_or(ours, original)(x, *rest) if _takes_alone(x) else original(x, *rest)
 
 
-def _softmax_of(function, original, x, axis=-1, where=None, **rest):
-    if rest or not _takes(x) or getattr(where, "dtype", jnp.bool_) != jnp.bool_:
-        return original(x, axis=axis, where=where, **rest)
-    return kernel_or(function, original)(x, axis=axis, where=where)
+def _softmax(original, x, axis=-1, where=None, **rest):
+    return _softmax_of(softmax, original, _takes(x), x, axis=axis, where=where, **rest)
+
+
+def _log_softmax(original, x, axis=-1, where=None, **rest):
+    """A loss often picks one element of a row, and XLA then stores none."""
+    return _softmax_of(log_softmax, original, _takes_alone(x), x, axis=axis, where=where, **rest)
+
+
+def _softmax_of(ours, original, takes: bool, x, *, where, **rest):
+    if rest.keys() != {"axis"} or getattr(where, "dtype", jnp.bool_) != jnp.bool_:
+        takes = False
+    return (kernel_or(ours, original) if takes else original)(x, where=where, **rest)
 
 
 def _cross_entropy(original, logits, labels, axis=-1, where=None):
@@ -203,8 +212,8 @@ _PLACES: dict[str, list[tuple[str, str, Callable]]] = {
     "relu": [("jax.nn", "relu", _relu)],
     "gelu": [("jax.nn", "gelu", _gelu)],
     "silu": [("jax.nn", "silu", _silu)],
-    "softmax": [("jax.nn", "softmax", functools.partial(_softmax_of, softmax))],
-    "log_softmax": [("jax.nn", "log_softmax", functools.partial(_softmax_of, log_softmax))],
+    "softmax": [("jax.nn", "softmax", _softmax)],
+    "log_softmax": [("jax.nn", "log_softmax", _log_softmax)],
     "cross_entropy": [("optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy)],
     "layer_norm": [*_LINEN_NORMS, ("flax.nnx", "LayerNorm.__call__", _nnx("LayerNorm"))],
     "rms_norm": [*_LINEN_NORMS, ("flax.nnx", "RMSNorm.__call__", _nnx("RMSNorm"))],
@@ -331,10 +340,10 @@ class patch(contextlib.ContextDecorator):
                         :func:`dropout_mask`, which are not Flax's
     =================== =======================================================================
 
-    In a traced program, XLA fuses ``relu``, ``gelu`` and ``silu`` with their neighbors, which one
-    call does not see. With the implementation ``"auto"`` they stay as they are there;
-    :class:`autofuse` sees the neighbors. Layers keep their parameters, statistics and streams of
-    keys.
+    In a traced program, XLA fuses ``relu``, ``gelu``, ``silu`` and ``log_softmax`` with their
+    neighbors, which one call does not see. With the implementation ``"auto"`` they stay as they are
+    there; :class:`autofuse` sees the neighbors. Layers keep their parameters, statistics and
+    streams of keys.
 
     Args:
       only: the names to replace. Default: all.
