@@ -494,12 +494,17 @@ def _inference_gradients(kept, cts, wanted, *, eps, relu):
 
 
 def _features(x, at: int) -> dict[str, int]:
-    """The number of channels, and the bytes of what is contiguous in one (0: channels are last)."""
+    """The number of channels and of elements in one, and the bytes of those that are contiguous.
+
+    The bytes are 0 if channels are last. XLA is slower there, and most of all if a channel has
+    about 1024 to 4096 elements: it does not divide such a sum.
+    """
     after = x.shape[at + 1 :]
-    last = math.prod(after) == 1  # XLA is slower there
-    channels = x.shape[at]
+    last = math.prod(after) == 1
+    channels, count = x.shape[at], math.prod(x.shape[:at]) * math.prod(after)
     return dict(
         channels=channels if isinstance(channels, int) else SYMBOLIC,
+        row_count=count if isinstance(count, int) else SYMBOLIC,
         inner_bytes=0 if last else size_in_bytes(after, x.dtype),
     )
 
