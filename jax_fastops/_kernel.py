@@ -446,9 +446,11 @@ def _lower(platform: str):
         results = lowering(ctx, *operands, **dict(attributes))
         bound = signature.bind([a.shape for a in ctx.avals_in])
         # The partitioner needs sizes that fit 32 bits. With larger ones, and with symbolic ones
-        # (jax.export), the call stays replicated.
+        # (jax.export), the call stays replicated. So does one with an operand that shards do not
+        # divide, in a program that is exported for one device and runs on several.
         sizes = [d for a in (*ctx.avals_in, *ctx.avals_out) for d in a.shape]
-        if all(isinstance(d, int) and d < 1 << 31 for d in sizes):
+        divisible = devices > 1 or not unshared
+        if divisible and all(isinstance(d, int) and d < 1 << 31 for d in sizes):
             attrs = results[0].owner.attributes
             attrs["mhlo.frontend_attributes"] = mlir.ir.DictAttr.get(
                 {"num_batch_dims": mlir.ir.StringAttr.get(str(len(bound.batch)))}

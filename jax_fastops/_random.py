@@ -2,9 +2,9 @@
 
 A row of elements has a *seed* of four uint32 words: its position among the rows (the low and the
 high word), and the two words of the key. Blocks of eight elements take the 128 bits of one Philox
-call with the counter ``(block, low, high, 0)``, 16 bits for an element. Seeds are an operand of
-kernels that XLA may partition, because such a call does not know which shard it is. In a program
-for one device, the key is enough, and saves the pass that writes the seeds.
+call with the counter ``(block, low, high, 0)``, 16 bits for an element. Kernels that XLA may
+partition have the seeds as an operand, because such a call does not know which shard it is. The
+others count the rows themselves, which saves the pass that writes the seeds.
 """
 
 from __future__ import annotations
@@ -112,17 +112,22 @@ def drop_of(op: str, key_name: str, key: Any, rate_name: str, rate: object) -> D
     return None if rate == 0 else Drop(words, threshold, scale)
 
 
-# The operands and attributes that kernels with dropout have in common: see :func:`seeded`.
-SEEDS = "seeds?: ... 4 :uint32, key?: 2 :uint32"
-NUMBERS = {"threshold": int, "dropout_scale": float}
+NUMBERS = {"threshold": int, "dropout_scale": float}  # attributes of kernels with dropout
+
+
+def seed_operands(rows: str = "") -> str:
+    """The operands that :func:`seeded` passes. ``rows`` are dimensions of rows after ``...``."""
+    return f"seeds?: ... {rows} 4 :uint32, key?: 2 :uint32"
 
 
 def seeded(native, x, *arrays):
     """``native(x, *arrays, ...)`` with an operand that gives each row of ``x`` its seed.
 
-    The words of the key are the last array. ``native`` gets them as ``key=`` if rows count from 0,
-    otherwise all seeds as ``seeds=``: in a program that XLA may partition, and under a ``vmap``,
-    where rows of several examples become those of one call.
+    The words of the key are the last array. Where the kernel has the rows of ``x`` and no others,
+    it counts them, and ``native`` gets the words as ``key=``. Otherwise ``native`` gets all seeds,
+    as ``seeds=``: in a program for several devices, and under a ``vmap``, where rows of several
+    examples become those of one call. XLA does not partition a call with ``key``, because shards
+    do not divide this operand.
     """
 
     def of_rows(x, *arrays):

@@ -24,20 +24,20 @@ from jax_fastops._kernel import Kernel, unless_mapped
 from jax_fastops._op import Op
 from jax_fastops._random import (
     NUMBERS,
-    SEEDS,
     Drop,
     drop_of,
     drop_rate,
     kept,
     key_words,
     row_seeds,
+    seed_operands,
     seeded,
 )
 from jax_fastops._signature import accumulator_dtype
 
 _KERNEL = Kernel.declare(
     "dropout",
-    f"x: ... n, {SEEDS}, bias?: n :acc?, residual?: ... n -> y: ... n",
+    f"x: ... n, {seed_operands()}, bias?: n :acc?, residual?: ... n -> y: ... n",
     **NUMBERS,
 )
 

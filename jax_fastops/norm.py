@@ -39,7 +39,7 @@ from jax_fastops._kernel import (
 )
 from jax_fastops._native import limit
 from jax_fastops._op import Op
-from jax_fastops._random import NUMBERS, SEEDS, Drop, drop_of, seeded
+from jax_fastops._random import NUMBERS, Drop, drop_of, seed_operands, seeded
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, reshape
 from jax_fastops.dropout import drop_reference, dropped
@@ -52,7 +52,7 @@ _Pair = tuple[jax.Array, jax.Array]
 
 def _forward_kernel(dropout: bool) -> Kernel:
     """With dropout, the kernel also takes what gives rows their seeds."""
-    seeds = f", {SEEDS}" * dropout
+    seeds = f", {seed_operands()}" * dropout
     return Kernel.declare(
         "norm",
         f"x: ... n, residual?: ... n, input_bias?: n :acc?, scale?: n :acc?, bias?: n :acc?{seeds} "
@@ -66,7 +66,7 @@ def _forward_kernel(dropout: bool) -> Kernel:
 
 def _backward_kernel(rows: str, dropout: bool) -> Kernel:
     """``rows`` are the dimensions of the rows that are summed together."""
-    seeds, dresidual = f", {SEEDS.replace('4', f'{rows} 4')}", f"dresidual?: ... {rows} n, "
+    seeds, dresidual = f", {seed_operands(rows)}", f"dresidual?: ... {rows} n, "
     return Kernel.declare(
         "norm_bwd",
         f"dy: ... {rows} n, s: ... {rows} n, mean?: ... {rows} :acc, rstd: ... {rows} :acc, "
@@ -92,9 +92,7 @@ def _forward(*args, rms, eps, return_sum, fanout, save=False, **drop):
     summed = residual is not None or input_bias is not None or bool(drop)
     n = x.shape[-1]
 
-    def native(*args, **seeds):
-        if drop and not seeds:
-            return seeded(native, *args)
+    def call(*args, **seeds):
         found = _FORWARDS[bool(drop)](
             *args[:5],
             **seeds,
@@ -113,6 +111,7 @@ def _forward(*args, rms, eps, return_sum, fanout, save=False, **drop):
         options = dict(rms=rms, eps=eps, return_sum=return_sum, fanout=fanout, **drop)
         return (*_reference(*args, **options), *(_save(*args, **options) if save else ()))
 
+    native = functools.partial(seeded, call) if drop else call
     return unless_mapped(native, plain, range(2, 5))(*args)
 
 

@@ -33,7 +33,7 @@ from jax_fastops._dispatch import row_features, size_in_bytes
 from jax_fastops._kernel import Kernel, KernelCall, copies_too_much
 from jax_fastops._native import limit
 from jax_fastops._op import Op
-from jax_fastops._random import NUMBERS, SEEDS, Drop, drop_of, seeded
+from jax_fastops._random import NUMBERS, Drop, drop_of, seed_operands, seeded
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops.dropout import drop_reference, dropped
 
@@ -62,7 +62,7 @@ def _kernel(name: str, inner: int) -> Kernel:
 def _dropout_kernel(name: str, arrays: str, out: str) -> Kernel:
     return Kernel.declare(
         name,
-        f"{arrays}, mask?: ~... m :bool, {SEEDS} -> {out}: ... n",
+        f"{arrays}, mask?: ~... m :bool, {seed_operands()} -> {out}: ... n",
         scale=np.float64,
         **NUMBERS,
     )

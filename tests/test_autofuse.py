@@ -622,9 +622,8 @@ def test_labels_as_one_of_three_indices(name):
 
 
 def test_other_indices_of_three():
-    rows = jnp.arange(4)
-
     def f(x, labels):
+        rows = jnp.arange(4)
         return -jax.nn.log_softmax(x)[rows, rows[:, None], labels]
 
     x, labels = X[:, :4, :6], LABELS[:, :4] % 6

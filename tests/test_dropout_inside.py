@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -491,6 +492,26 @@ def test_seeds_are_written_only_where_the_key_is_not_enough(op):
         rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
         sharded = jax.jit(of_one, in_shardings=(rows, None)).lower(x, key)
         assert seeds.replace("64", "32") in sharded.compile().as_text()
+
+
+@ALL
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("shape", [(16, 256), (8, 3, 256)], ids=str)
+def test_a_program_that_is_exported_for_one_device_runs_on_several(op, shape):
+    x, key = normal(np.random.default_rng(0), shape, np.float32), raw_key(0)
+
+    def run(x, key):
+        y, pullback = jax.vjp(lambda x: op(x, key, RATE), x)
+        return y, pullback(x)[0]
+
+    exported = jax.export.export(jax.jit(run), disabled_checks=fo.export_checks())(x, key)
+    rows = jax.sharding.NamedSharding(
+        make_mesh({"a": device_count()}, AxisType.Auto), jax.sharding.PartitionSpec("a")
+    )
+    got = jax.jit(exported.call)(jax.device_put(x, rows), key)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, run(x, key)
+    )
 
 
 ONES, KEY = np.ones((3, 4), np.float32), jax.random.key(0)

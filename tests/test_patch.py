@@ -51,6 +51,16 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.parametrize("f", [relu, gelu, silu, log_softmax])
+def test_a_trace_leaves_to_xla_what_it_fuses(f):
+    x = jnp.ones((1024, 1024))
+    with fo.use_implementation("auto"), fo.patch():
+        assert kernels(f, x) == []
+        assert kernels(softmax, x)
+    with fo.patch():
+        assert kernels(f, x)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name, dtype):

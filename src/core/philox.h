@@ -25,8 +25,8 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// The seeds of the rows of an array: four words for each row, or, if positions count from `first`,
-// only the two words of the key.
+// The seeds of the rows of an array. If `counted`, `words` are the two words of the key, and row i
+// has the position `first` + i. Otherwise there are four words for each row.
 struct RowSeeds {
   const uint32_t* words = nullptr;  // null: none
   bool counted = false;
@@ -55,6 +55,8 @@ struct RowDropout {
   RowSeeds seeds;  // no words: no dropout
   uint32_t largest = 0;
   double scale = 1;
+
+  __attribute__((always_inline)) constexpr bool drops() const { return seeds.words != nullptr; }
 };
 
 constexpr PhiloxWords Philox(PhiloxWords counter, uint32_t key0, uint32_t key1) {

@@ -1,6 +1,6 @@
 // Dropout, on raw pointers.
 //
-// Arrays are dense, rows x columns. Which elements of a row are kept, core/philox.h says. Empty
+// Arrays are dense, rows x columns. core/philox.h defines which elements are kept. Empty
 // arrays succeed. Pointers need only the alignment of an element. The output may be x or the
 // residual.
 #ifndef JAX_FASTOPS_DROPOUT_DROPOUT_H_

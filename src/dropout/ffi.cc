@@ -15,8 +15,7 @@ ffi::Error Forward(Call& call, Queue queue) {
   arrays.y = call.Out("y");
   const DType dtype = call.Type();
   const int64_t rows = call.Batch(), columns = call.Size("n");
-  const RowDropout dropout = ReadDropout(call);
-  call.Require(dropout.seeds.words != nullptr, "x", "needs seeds or a key");
+  const RowDropout dropout = ReadDropout(call, true);
   return call.Run([&] { return backend::Dropout(dtype, arrays, rows, columns, dropout, queue); });
 }
 

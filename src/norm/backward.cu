@@ -225,7 +225,7 @@ cudaError_t NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   call.aligned = shape.n * call.itemsize % 16 == 0 &&
                  CommonAlignment({arrays.dy, arrays.s, arrays.dsum, arrays.dy2, arrays.dx,
                                   arrays.dresidual}) == 16;
-  call.dropout = arrays.dropout.seeds.words != nullptr;
+  call.dropout = arrays.dropout.drops();
   call.sums_wanted = sums[0] != nullptr || sums[1] != nullptr || sums[2] != nullptr;
   call.arrays = 2 + (arrays.dsum != nullptr) + (arrays.dy2 != nullptr);
 

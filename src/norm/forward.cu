@@ -308,11 +308,11 @@ cudaError_t LaunchForward(int alignment, DType dtype, NormForwardParams params,
       parameters += parameter.data != nullptr;
     }
     return PlanNormForward(params.rows, params.n, sizeof(T), alignment, parameters, max_cluster,
-                           params.dropout.seeds.words != nullptr);
+                           params.dropout.drops());
   };
   const int max_cluster = device.clusters ? kNormLongCluster : 1;
   NormForwardPlan plan = plan_for(max_cluster);
-  if (params.dropout.seeds.words != nullptr && !plan.drops) {
+  if (params.dropout.drops() && !plan.drops) {
     error = DropFirst(dtype, &params, stream);
     if (error != cudaSuccess) return error;
     plan = plan_for(max_cluster);

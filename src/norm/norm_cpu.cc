@@ -68,7 +68,7 @@ void NormForward(const NormShape& shape, NormKind kind, DType dtype, double eps,
   const int64_t row_bytes = shape.n * ItemSize(dtype);
   const int64_t accumulator = AccumulatorSize(dtype);
   auto* kernel = Kernels().forward[static_cast<int>(dtype)];
-  const bool drops = arrays.dropout.seeds.words != nullptr;
+  const bool drops = arrays.dropout.drops();
   // Without an array for the sum, y holds it before it holds the result.
   const bool stream = ShouldStream(rows * row_bytes) && !(drops && arrays.sum == nullptr);
   const int moved = 2 + Count(arrays.residual, arrays.sum);
@@ -98,7 +98,7 @@ void NormBackward(const NormShape& shape, NormKind kind, DType dtype,
   const int64_t row_bytes = shape.n * ItemSize(dtype);
   const int64_t accumulator = AccumulatorSize(dtype);
   auto* kernel = Kernels().backward[static_cast<int>(dtype)];
-  const bool drops = arrays.dropout.seeds.words != nullptr;
+  const bool drops = arrays.dropout.drops();
   const bool stream = ShouldStream(rows * row_bytes) &&
                       (!drops || (IsLineStart(arrays.dx) && IsLineStart(arrays.dresidual)));
   const int64_t moved = 3 + Count(arrays.dsum, arrays.dy2, arrays.dresidual);

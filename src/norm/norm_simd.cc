@@ -418,7 +418,7 @@ struct Norm {
     const char* dsum =
         arrays.dsum == nullptr ? nullptr : static_cast<const char*>(arrays.dsum) + row * row_bytes;
     char* dx = static_cast<char*>(arrays.dx) + row * row_bytes;
-    [[maybe_unused]] const bool drops = arrays.dropout.seeds.words != nullptr;
+    [[maybe_unused]] const bool drops = arrays.dropout.drops();
     [[maybe_unused]] char* const dresidual =
         arrays.dresidual == nullptr ? nullptr
                                     : static_cast<char*>(arrays.dresidual) + row * row_bytes;
@@ -484,7 +484,7 @@ struct Norm {
 
   template <bool kLayer, bool kStream>
   static void BackwardRows(const NormBackwardArrays& arrays, int64_t rows, int64_t n) {
-    const int64_t grouped = arrays.dropout.seeds.words == nullptr ? rows - rows % kRows : 0;
+    const int64_t grouped = !arrays.dropout.drops() ? rows - rows % kRows : 0;
     int64_t r = 0;
     for (; r < grouped; r += kRows) Group<kLayer, kStream, kRows>(arrays, r, n, r == 0);
     for (; r < rows; ++r) Group<kLayer, kStream, 1>(arrays, r, n, r == 0);

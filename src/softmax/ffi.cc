@@ -71,8 +71,7 @@ SoftmaxArguments ReadWithoutDropout(Call& call, const char* like) {
 
 SoftmaxArguments ReadWithDropout(Call& call) {
   SoftmaxArguments read = Read(call, "x");
-  read.dropout = ReadDropout(call);
-  call.Require(read.dropout.seeds.words != nullptr, "x", "needs seeds or a key");
+  read.dropout = ReadDropout(call, true);
   read.x = call.In("x");
   read.masked = read.mask.data != nullptr;
   call.Require(read.shape.n <= kSoftmaxDropoutRow, "x", "has rows that are too long");

@@ -28,9 +28,8 @@ inline LaunchConfig ConfigOf(const Plan& plan) {
 template <typename T, bool kGrad, int kUnits, int kRows, bool kAligned>
 cudaError_t LaunchRows(const Plan& plan, const Params& p, cudaStream_t stream) {
   const auto kernel =
-      p.dropout.seeds.words == nullptr
-          ? KernelOf<Softmax, RowsKernel<T, kGrad, kUnits, kRows, kAligned>>()
-          : KernelOf<Softmax, RowsKernel<T, kGrad, kUnits, kRows, kAligned, true>>();
+      !p.dropout.drops() ? KernelOf<Softmax, RowsKernel<T, kGrad, kUnits, kRows, kAligned>>()
+                         : KernelOf<Softmax, RowsKernel<T, kGrad, kUnits, kRows, kAligned, true>>();
   return Launch(kernel, ConfigOf(plan), stream, p, plan.rows);
 }
 

@@ -48,7 +48,7 @@ cudaError_t PlanAndRun(const SoftmaxArguments& call, cudaStream_t stream) {
   Limits limits;
   const cudaError_t error = GetLimits(&limits);
   if (error != cudaSuccess) return error;
-  const bool dropout = call.dropout.seeds.words != nullptr, of_x = !kGrad || dropout;
+  const bool dropout = call.dropout.drops(), of_x = !kGrad || dropout;
   Params p = {};
   p.a = of_x ? call.x : call.y;
   p.b = call.dy;

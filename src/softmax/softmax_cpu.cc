@@ -587,10 +587,9 @@ void SoftmaxForward(const SoftmaxArguments& args, Executor& executor) {
   const int type = static_cast<int>(args.dtype);
   const int64_t itemsize = ItemSize(args.dtype);
   const RowDropout& dropout = args.dropout;
-  const bool stream =
-      dropout.seeds.words == nullptr && ShouldStream(shape.rows() * shape.n * itemsize);
+  const bool stream = !dropout.drops() && ShouldStream(shape.rows() * shape.n * itemsize);
   const SoftmaxCall call = {args.scale, args.log, args.mask.data != nullptr, stream};
-  if (dropout.seeds.words != nullptr) {
+  if (dropout.drops()) {
     OverDropoutRows(shape, args.mask, shape.n * itemsize, 2, executor,
                     [&](int64_t row, const uint8_t* row_mask, int64_t at) {
                       RowBuffer p;
@@ -616,7 +615,7 @@ void SoftmaxBackward(const SoftmaxArguments& args, Executor& executor) {
   const int type = static_cast<int>(args.dtype);
   const int64_t itemsize = ItemSize(args.dtype);
   const RowDropout& dropout = args.dropout;
-  if (dropout.seeds.words != nullptr) {
+  if (dropout.drops()) {
     const SoftmaxCall call = {args.scale, false, args.masked, false};
     OverDropoutRows(shape, args.mask, shape.n * itemsize, 3, executor,
                     [&](int64_t row, const uint8_t* row_mask, int64_t at) {
