@@ -495,6 +495,7 @@ def test_seeds_are_written_only_where_the_key_is_not_enough(op):
 
 
 @ALL
+@pytest.mark.jax
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize("shape", [(16, 256), (8, 3, 256)], ids=str)
 def test_a_program_that_is_exported_for_one_device_runs_on_several(op, shape):
