@@ -104,6 +104,22 @@ def einsum_loss(x, labels):
     return -jnp.einsum("...v,...v", jax.nn.one_hot(labels, x.shape[-1]), jax.nn.log_softmax(x))
 
 
+def shifted_loss(x, labels):
+    x = x - jax.lax.stop_gradient(x.max(-1, keepdims=True))
+    return jnp.log(jnp.exp(x).sum(-1)) - jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
+
+
+def shifted_loss_by_index(x, labels):
+    """With a derivative of the maximum, which is 0."""
+    x = x - x.max(-1, keepdims=True)
+    return jnp.log(jnp.exp(x).sum(-1)) - x[jnp.arange(4)[:, None], jnp.arange(6), labels]
+
+
+def shifted_loss_by_sum(x, labels):
+    x = x - x.max(-1, keepdims=True)
+    return jnp.log(jnp.exp(x).sum(-1)) - (x * jax.nn.one_hot(labels, x.shape[-1])).sum(-1)
+
+
 W = jnp.asarray(RNG.standard_normal((50, 40)) / 6, jnp.float32)
 BIAS = jnp.asarray(RNG.standard_normal(50), jnp.float32)
 
@@ -287,6 +303,18 @@ PROGRAMS = {
         (X, LABELS),
         ["cross_entropy"],
     ),
+    "shifted": (shifted_loss, (X, LABELS), ["cross_entropy"]),
+    "shifted, by indices": (shifted_loss_by_index, (X, LABELS), ["cross_entropy"]),
+    "shifted, by a sum": (
+        lambda x, labels: -shifted_loss_by_sum(x, labels),
+        (X, LABELS),
+        ["cross_entropy"],
+    ),
+    "shifted under vmap": (
+        jax.vmap(jax.vmap(lambda x, i: jnp.log(jnp.exp(x - x.max()).sum()) - (x - x.max())[i])),
+        (X, LABELS),
+        ["cross_entropy"],
+    ),
     "contrastive loss": (
         lambda x, y: (
             label_loss(x @ y.T, jnp.arange(6))
@@ -393,6 +421,25 @@ PROGRAMS = {
     ),
     "linear loss, smoothed and capped": (
         lambda x, w, labels: smoothed_z_loss(capped(x @ w.T), labels),
+        (X, W, LABELS),
+        ["linear_cross_entropy"],
+    ),
+    "linear loss under vmap": (
+        lambda x, w, labels: label_loss(jax.vmap(lambda x: w @ x)(x), labels).mean(),
+        (X[0], W, LABELS[0]),
+        ["linear_cross_entropy"],
+    ),
+    "linear loss of a layer under vmap": (
+        lambda x, w, b, labels: jnp.sum(
+            shifted_loss(jax.vmap(jax.vmap(lambda x: w @ x + b))(x)[:, :-1], labels)
+        ),
+        (X, W, BIAS, LABELS[:, 1:]),
+        ["linear_cross_entropy"],
+    ),
+    "linear loss, moved": (
+        lambda x, w, labels: jnp.mean(
+            label_loss(jnp.moveaxis(jnp.einsum("bld,vd->vbl", x, w), 0, -1), labels)
+        ),
         (X, W, LABELS),
         ["linear_cross_entropy"],
     ),

@@ -23,6 +23,7 @@ from autofuse_programs import (
     masked_sum_loss,
     one_hot_loss,
     rms,
+    shifted_loss_by_sum,
     smoothed_loss,
     smoothed_z_loss,
     softmax,
@@ -150,6 +151,8 @@ def test_near_misses(f):
         lambda x: jax.lax.dot_general(x, x, (((2, 1), (2, 1)), ((0,), (0,)))),
         lambda x: jax.lax.dot_general(x, x, (((2,), (2,)), ((1, 0), (1, 0)))),
         lambda x: jnp.einsum("ab,ba->", x[0, :, :6], x[1, :, :6]),
+        jax.vmap(lambda x: jnp.sin(W @ x[0])),
+        lambda x: (lambda y: (y, jnp.sin(y.T)))(W @ x[0].T),
     ],
 )
 def test_other_products_stay(f):
@@ -585,10 +588,17 @@ def test_arrays_of_two_functions():
     assert names(inside, X, LABELS.astype(jnp.uint32)) == ["cross_entropy"]
 
 
+def less_max(x):
+    return x - x.max(-1, keepdims=True)
+
+
 BY_INDEX = {
     "map": jax.vmap(lambda x, label: -jax.nn.log_softmax(x)[label]),
     "log_softmax": lambda x, labels: -jax.nn.log_softmax(x)[jnp.arange(len(x)), labels],
     "logsumexp": lambda x, labels: jax.nn.logsumexp(x, -1) - x[jnp.arange(len(x)), labels],
+    "shifted": lambda x, labels: (
+        jnp.log(jnp.exp(less_max(x)).sum(-1)) - less_max(x)[jnp.arange(len(x)), labels]
+    ),
     "smoothed": lambda x, labels: (
         -0.9 * jax.nn.log_softmax(x)[jnp.arange(len(x)), labels]
         - 0.1 * jax.nn.log_softmax(x).mean(-1)
@@ -656,6 +666,9 @@ def by_one_hot(x, labels):
 LOSSES = {
     "log_softmax": lambda x, labels: -picked(jax.nn.log_softmax(x), labels),
     "logsumexp": lambda x, labels: jax.nn.logsumexp(x, -1) - picked(x, labels),
+    "shifted": lambda x, labels: (
+        jnp.log(jnp.exp(less_max(x)).sum(-1)) - picked(less_max(x), labels)
+    ),
     "one_hot": lambda x, labels: -by_one_hot(jax.nn.log_softmax(x), labels),
     "product": lambda x, labels: jax.nn.logsumexp(x, -1) - by_one_hot(x, labels),
 }
@@ -667,7 +680,7 @@ def test_losses_of_special_values(form, dtype):
     """Each form has its own NaN and inf in rows with +inf; a masked class has -inf."""
     f, low = LOSSES[form], float(jnp.finfo(dtype).min)
     rows = [[0, 1, np.inf, 2], [np.inf, np.inf, 1, 2], [np.nan, 1, np.inf, 2]]
-    if form in ("log_softmax", "logsumexp"):
+    if form in ("log_softmax", "logsumexp", "shifted"):
         rows += [[0, 1, -np.inf, 2], [-np.inf] * 4, [-low, low, 3, 4]]
     x, labels = jnp.repeat(jnp.array(rows, dtype), 4, 0), jnp.tile(jnp.arange(4), len(rows))
     assert names(f, x, labels) in (["cross_entropy"], ["cross_entropy of one_hot"])
@@ -867,6 +880,15 @@ def test_losses_of_each_token_by_default(choice, dtype):
         lambda x, w: jnp.sum(label_loss(jnp.einsum("abe,ve->bav", x, w), TURNED)),
         lambda x, w: jnp.sum(label_loss(jnp.einsum("abe,ve->vba", x, w).T, LABELS)),
         lambda x, w: jnp.sum(label_loss(jnp.einsum("aeb,ve->abv", x[:, :, :6], w[:, :6]), LABELS)),
+        lambda x, w: (lambda z: (jnp.sum(label_loss(z.transpose(1, 2, 0), LABELS)), z.max()))(
+            jnp.einsum("abe,ve->vab", x, w)
+        ),
+        lambda x, w: (lambda z: (jnp.sum(label_loss(z, LABELS)), z.max()))(
+            jax.vmap(jax.vmap(lambda x: w @ x))(x)
+        ),
+        lambda x, w: jnp.sum(label_loss(jnp.einsum("abe,ve->vab", x, w).T, TURNED)),
+        lambda x, w: jnp.sum(label_loss((w[:40, :6] @ x[0]).T, jnp.arange(40) % 40)),
+        lambda x, w: jnp.sum(shifted_loss_by_sum(x @ w.T, LABELS)),
         lambda x, w: jnp.sum(jax.vmap(lambda x: jnp.sum(label_loss(x @ w.T, LABELS[0])))(x)),
         lambda x, w: linear(label_loss, x.astype(jnp.bfloat16), w, LABELS),
         lambda x, w: jnp.sum(label_loss((x @ w.T).astype(jnp.bfloat16), LABELS)),
@@ -906,6 +928,53 @@ def log_sum(x):
 )
 def test_near_misses_of_losses(f):
     close(run(fo.autofuse(f), (X,)), run(f, (X,)), 5e-5)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jnp.log(jnp.exp(x).sum(-1)) - picked(x, LABELS),  # overflows
+        lambda x: jnp.log(jnp.exp(less_max(x)).sum(-1)) - picked(x, LABELS),
+        lambda x: jnp.log(jnp.exp(x - x.max()).sum(-1)) - picked(x - x.max(), LABELS),
+        lambda x: jnp.log(jnp.exp(less_max(x)).sum(-1)) - picked(less_max(x[::-1]), LABELS),
+        lambda x: (lambda z: jnp.log(jnp.exp(z).sum(-1)) - picked(z, LABELS))(
+            x - x.min(-1, keepdims=True)
+        ),
+        lambda x: (lambda z: jnp.log(jnp.exp(z).sum(-1)) - picked(z, LABELS))(
+            jax.lax.stop_gradient(x) - x.max(-1, keepdims=True)
+        ),
+        lambda x: (lambda z: (jnp.log(jnp.exp(z).sum(-1)) - picked(z, LABELS), z))(less_max(x)),
+        lambda x: jnp.log2(jnp.exp(less_max(x)).sum(-1)) - picked(less_max(x), LABELS),
+        lambda x: (lambda z: jnp.log(jnp.exp(z).sum(1)) - picked(z, LABELS[:, :6] % 6))(
+            x[..., :6] - x[..., :6].max(-1, keepdims=True)
+        ),
+    ],
+)
+def test_near_misses_of_losses_of_shifted_logits(f):
+    assert "cross_entropy" not in names(f, X)
+    close(run(fo.autofuse(f), (X,)), run(f, (X,)), 5e-5)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_labels_that_are_no_class_of_shifted_logits(constant, dtype):
+    """Their loss is that of the largest logit, and its derivative is not that of this loss."""
+
+    def f(x, labels):
+        top = x.max(-1, keepdims=True)
+        z = x - (jax.lax.stop_gradient(top) if constant else top)
+        at_label = jnp.arange(x.shape[-1]) == labels[..., None]
+        return jnp.log(jnp.exp(z).sum(-1)) - jnp.where(at_label, z, 0).sum(-1)
+
+    rows = [[0, 1, 1, 1], [1, 2, 3, 4], [0, 1, -np.inf, 2], [3e4, 1, 0, 1], [np.nan, 1, 2, 3]]
+    x = jnp.repeat(jnp.array([*rows, [0, 1, np.inf, 2]], dtype), 4, 0)
+    labels = jnp.tile(jnp.array([3, -1, 4, -100]), len(x) // 4)
+    assert names(f, x, labels) == ["cross_entropy"]
+    for got, want in zip(*(jax.vjp(g, x, labels) for g in (fo.autofuse(f), f)), strict=True):
+        if callable(want):
+            got, want = (pull(jnp.ones(len(x), dtype))[0] for pull in (got, want))
+        eps = 4 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(wide(got), wide(want), rtol=eps, atol=eps)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16])

@@ -259,6 +259,33 @@ def test_equinox_transformer():
     check(loss, parameters, norm=2, softmax=1, act=1)
 
 
+@NARROW
+def test_equinox_language_model(dtype):
+    """The head is a layer under `vmap`, so its product has the classes first."""
+    eqx = pytest.importorskip("equinox")
+    keys = jax.random.split(jax.random.key(0), 2)
+    parts = eqx.nn.Embedding(50, 40, key=keys[0]), eqx.nn.RMSNorm(40)
+    for use_bias in (False, True):
+        head = eqx.nn.Linear(40, 50, use_bias, key=keys[1])
+        parameters, static = eqx.partition((*parts, head), eqx.is_array)
+
+        def loss(parameters):
+            narrow = jax.tree.map(lambda p: p.astype(dtype), parameters) if dtype else parameters
+            layers = eqx.combine(narrow, static)  # noqa: B023
+
+            def one(x):
+                for layer in layers:
+                    x = jax.vmap(layer)(x)
+                return x
+
+            logits = jax.vmap(one)(TOKENS)[:, :-1].astype(jnp.float32)
+            return label_loss(logits, TOKENS[:, 1:])
+
+        check(loss, parameters, 0.05 if dtype else 1e-4, norm=1, loss=1)
+        found = [r.pattern for r in fo.autofuse.report(loss)(parameters).replaced]
+        assert "linear_cross_entropy" in found
+
+
 def test_equinox_classifier():
     """An MLP with relu, and optax' loss."""
     eqx = pytest.importorskip("equinox")

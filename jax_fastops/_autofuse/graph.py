@@ -105,6 +105,24 @@ def _nodes_of(equation, inputs: Sequence[Value], level: Level) -> list[Node]:
     return [product, node]
 
 
+def _turn(node: Node) -> None:
+    """Makes the transposition of a ``dot_general`` the product of the operands in other order.
+
+    It is that of ``vmap`` of ``w @ x``. The product must have no other use.
+    """
+    product = node.inputs[0].node if node.name == "transpose" else None
+    if product is None or product.name != "dot_general" or node.inputs[0].is_result:
+        return
+    (left, right), batch = product.params["dimension_numbers"]
+    a, b = product.inputs
+    free, rank = len(a.shape) - len(left), len(node.inputs[0].shape)
+    turned = (*range(free, rank), *range(free))
+    moved, alone = tuple(node.params["permutation"]), node.inputs[0].users == [node]
+    if moved == turned and alone and not any(batch):
+        node.name, node.inputs = product.name, [b, a]
+        node.params = {**product.params, "dimension_numbers": ((right, left), batch)}
+
+
 class Level:
     """A program: the one that was traced, or one that an equation of its ``parent`` calls."""
 
@@ -173,6 +191,8 @@ class Graph:
         for value in self.results:
             value.is_result = True
         self._count_users()
+        for node in self.nodes:
+            _turn(node)
 
     def _count_users(self) -> None:
         """Notes which nodes use a value, except those whose own results nobody uses."""

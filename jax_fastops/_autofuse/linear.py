@@ -263,6 +263,11 @@ def linear_by_sum(leaves, **options):
     return call.losses(jnp.where(is_class, call.labels, other), more)
 
 
+def linear_by_sum_of_shifted(leaves, **options):
+    """The same of logits less their maximum, which would take another product."""
+    raise ValueError("a label that is no class has the loss of the largest logit")
+
+
 def linear_of_log_softmax(leaves, **options):
     """As by indexing, but a logit of +inf gives NaN: it has inf less itself."""
     found = linear_by_label(leaves, **options)

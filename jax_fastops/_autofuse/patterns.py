@@ -23,6 +23,7 @@ from jax_fastops._autofuse.linear import (
     from_the_end,
     linear_by_label,
     linear_by_sum,
+    linear_by_sum_of_shifted,
     linear_of_log_softmax,
     linear_of_one_hot,
     nan_with_inf,
@@ -279,6 +280,10 @@ def _picked_by_sum(x, labels):
     return jnp.sum(jnp.where(jnp.arange(x.shape[-1]) == labels[..., None], x, 0), -1)
 
 
+def _picked_by_product(x, labels):
+    return jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * x, -1)
+
+
 def losses_by_label(logits, labels, axis=-1, **options):
     """As by indexing: negative labels count from the end, and those that are no class give NaN."""
     classes = logits.shape[axis]
@@ -293,15 +298,19 @@ def _losses_by_index(logits, labels, **options):
     return cross_entropy(logits, labels, **options).astype(logits.dtype)
 
 
-def _losses_by_sum(logits, labels, **options):
-    """As by a sum over the classes that are the label: one that is no class takes nothing off."""
+def _losses_by_sum(logits, labels, top: Callable | None = None, **options):
+    """As by a sum over the classes that are the label: one that is no class takes nothing off.
+
+    ``top`` is the maximum that was taken off the logits first.
+    """
     labels = wide_labels(labels)
     is_class = (labels >= 0) & (labels < logits.shape[-1])
     largest = jnp.argmax(logits, -1).astype(labels.dtype)  # whose loss does not lose digits
     losses = cross_entropy(logits, jnp.where(is_class, labels, largest), **options)
     taken = jnp.take_along_axis(logits, largest[..., None], -1)[..., 0]
     share = 1 - options.get("label_smoothing", 0.0)
-    return losses.astype(logits.dtype) + jnp.where(is_class, 0, share * taken)
+    more = share * taken if top is None else taken - top(logits, -1)
+    return losses.astype(logits.dtype) + jnp.where(is_class, 0, more)
 
 
 def _losses_of_one_hot(logits, labels, **options):
@@ -386,6 +395,20 @@ def _loss(
     )
 
 
+def _constant_max(x, axis, keepdims=False):
+    return lax.stop_gradient(jnp.max(x, axis, keepdims=keepdims))
+
+
+def _loss_of_shifted(top: Callable, pick: Callable, losses: Callable, linear: Callable) -> None:
+    """Adds a loss of logits less their maximum, whose ``exp`` does not overflow."""
+
+    def function(x, labels):
+        x = x - top(x, -1, keepdims=True)
+        return jnp.log(jnp.sum(jnp.exp(x), -1)) - pick(x, labels)
+
+    _loss("cross_entropy", function, _nan_with_inf(losses), linear, None)
+
+
 for _form in (
     lambda x, labels: _log_sum(x) - _picked_by_optax(x, labels),
     lambda x, labels: _log_sum(x) - _picked(x, labels),
@@ -414,6 +437,13 @@ for _pick in (_picked_by_index, _picked_by_map, _picked_by_map_of_pairs):
         of_nearest_class(linear_by_label),
         _smoothed,
     )
+for _top in (jnp.max, _constant_max):
+    _loss_of_shifted(_top, _picked, losses_by_label, linear_of_log_softmax)
+    for _pick in (_picked_by_index, _picked_by_map, _picked_by_map_of_pairs):
+        _loss_of_shifted(_top, _pick, _losses_by_index, of_nearest_class(linear_of_log_softmax))
+    for _pick in (_picked_by_sum, _picked_by_product):
+        _by_sum = functools.partial(_losses_by_sum, top=_top)
+        _loss_of_shifted(_top, _pick, _by_sum, linear_by_sum_of_shifted)
 _loss(
     "cross_entropy",
     lambda x, labels: _log_sum(x) - _picked_by_sum(x, labels),
@@ -423,14 +453,14 @@ _loss(
 )
 _loss(
     "cross_entropy",
-    lambda x, labels: _log_sum(x) - jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * x, -1),
+    lambda x, labels: _log_sum(x) - _picked_by_product(x, labels),
     _nan_with_inf(_losses_by_sum),
     nan_with_inf(linear_by_sum),
     None,
 )
 _loss(
     "cross_entropy of one_hot",
-    lambda x, labels: -jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * jax.nn.log_softmax(x), -1),
+    lambda x, labels: -_picked_by_product(jax.nn.log_softmax(x), labels),
     _nan_with_inf(_losses_of_one_hot),
     nan_with_inf(linear_of_one_hot),
     None,
