@@ -407,7 +407,7 @@ def test_max_pool(shape, dtype, scale):
         alone = np.array(pools[0](given[0]), np.float32)  # not differentiated
         np.testing.assert_array_equal(alone, wide[0])
         if scale is not None:
-            turned = given[0].at[..., :2].multiply(np.sign(scale) or 1)
+            turned = given[0].at[..., :2].multiply(float(np.sign(scale)) or 1)
             alone[..., :2] *= np.sign(scale) or 1
             np.testing.assert_array_equal(alone, resnet.max_pool(turned).astype(np.float32))
 
