@@ -11,7 +11,7 @@ half exceeds that of the first half by at most `GROWTH`.
 
 A call fails if NaN or Inf are at other elements, or if its error exceeds the larger of `FACTOR`
 times the reference's error and a number of epsilons: half of `ULPS` in norm, and `ULPS` in the
-worst element, or in the norm of one element. A round that does not end in time prints all stacks
+worst element, or in the norm of at most `SUMS` elements. A round that does not end in time prints all stacks
 and ends the process.
 """
 
@@ -62,6 +62,7 @@ from benchmarks.cases import OPS, Case, Op, mask_of_keys, plain_cross_entropy  #
 # norm (123, 3, 8) had 28 epsilons in a row of small variance (seeds from 216334868), and the
 # reference has up to 18 in such rows. So `WIDE` times as many count there in 32 bits and more.
 FACTOR, ULPS, WIDE = 4, 16, 4
+SUMS = 8  # results of at most so many elements may be sums that cancel
 GROWTH = {"device": 1 << 20, "host": 32 << 20}  # bytes
 MIN_ROUND = 15.0  # seconds of a round
 STUCK = 240  # seconds that a round may take beyond its time
@@ -171,7 +172,7 @@ class Program:
                 eps = max(eps, float(jnp.finfo(self.case.dtype).eps))
             special, norm, worst_one, their_norm, their_worst = found
             most = ULPS * (WIDE if eps < 1e-4 else 1)
-            in_norm = ULPS / 2 if leaf.size > self.inputs else ULPS
+            in_norm = ULPS / 2 if leaf.size > SUMS * self.inputs else ULPS
             pairs = (norm, their_norm, in_norm), (worst_one, their_worst, most)
             for mine, theirs, ulps in pairs:
                 ulps *= 4 if self.wide else 1  # the oracle errs, too
@@ -197,8 +198,8 @@ def _drawn(key, shape, dtype):
 def _figures(got, want, exact, terms):
     """How many elements are wrongly not finite; errors in norm and worst, ours and reference's.
 
-    A lone number may be a sum of random terms that cancel, such as the gradient of `lerp`'s weight.
-    Its error is relative to half of such a sum's standard deviation, at least.
+    Few numbers may be sums of random terms that cancel, such as the gradients of `lerp`'s weights.
+    Their error is relative to half of such a sum's standard deviation, at least.
     """
     if not is_float(want.dtype):
         return jnp.stack([jnp.float64(0), *[jnp.mean(got != want, dtype=np.float64)] * 2, 0, 0])
@@ -206,7 +207,7 @@ def _figures(got, want, exact, terms):
     finite = jnp.isfinite(want)
     same = jnp.where(finite, jnp.isfinite(got), (got == want) | (jnp.isnan(got) & jnp.isnan(want)))
     exact = jnp.where(finite & jnp.isfinite(exact), exact, 0)
-    least = math.sqrt(terms) / 2 if exact.size == 1 else 1e-30
+    least = math.sqrt(terms / exact.size) / 2 if 0 < exact.size <= SUMS else 1e-30
     norm = jnp.maximum(jnp.sqrt(jnp.mean(exact**2)), least)
     scale = jnp.maximum(jnp.abs(exact), norm)
     errors = []
