@@ -3,8 +3,9 @@
 A row of elements has a *seed* of four uint32 words: its position among the rows (the low and the
 high word), and the two words of the key. Blocks of eight elements take the 128 bits of one Philox
 call with the counter ``(block, low, high, 0)``, 16 bits for an element. Kernels that XLA may
-partition have the seeds as an operand, because such a call does not know which shard it is. The
-others count the rows themselves, which saves the pass that writes the seeds.
+partition take the seeds as an operand, because such a call does not know which shard it is. So do
+those under a ``vmap``. The others count the rows themselves, which saves the pass that writes the
+seeds.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def seeded(native, x, *arrays):
 
 
 def row_seeds(words, shape, sharding=None) -> jax.Array:
-    """The seeds of the rows of an array of ``shape``, whose last axis is the rows'.
+    """The seeds of the rows of an array of ``shape``. Rows are those of the last axis.
 
     They are sharded as the rows of ``sharding``, if that is part of the array's type.
     """

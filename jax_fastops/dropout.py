@@ -75,8 +75,9 @@ def _sum_of_rows(dx, dy, dropout_scale: float):
     rows = tuple(range(dx.ndim - 1))
     if dx.dtype == wide:
         return dx.sum(rows)
-    kept = jnp.where(dx != 0, dy.astype(wide), jnp.zeros((), wide))
-    return kept.sum(rows) * jnp.asarray(dropout_scale, wide)
+    # The scale is at least 1, so dx is 0 only where the element is dropped, or dy is 0.
+    dy_kept = jnp.where(dx != 0, dy.astype(wide), jnp.zeros((), wide))
+    return dy_kept.sum(rows) * jnp.asarray(dropout_scale, wide)
 
 
 def _pullback(function):
@@ -98,7 +99,7 @@ def _pushforward(function):
     return tangent
 
 
-# Not independent: a mapped axis is no more rows of the same array, because with one key every
+# Not independent: a mapped axis must not become more rows of one array, because with one key every
 # example has the same mask. Only the key is kept.
 _OP = Op(
     "dropout",
@@ -119,8 +120,8 @@ _OP = Op(
 def dropped(drop: Drop | None, x: Any, bias: Any = None, residual: Any = None) -> Any:
     """``residual + dropout(x + bias)``, where the bias and the residual may be absent.
 
-    The array has a dtype of the ops. Without ``drop``, it is returned, and there is neither a bias
-    nor a residual.
+    The array has a dtype of the ops. Without ``drop``, ``x`` is returned; the bias and the residual
+    must then be absent.
     """
     x = not_weak(x)
     if drop is None:
@@ -153,7 +154,7 @@ def dropout(x: ArrayLike, key: ArrayLike | None, rate: float) -> jax.Array:
 
     Under ``jax.vmap``, one key gives every example the same mask, and mapped keys give each its
     own, as with ``jax.random``. In ``jax.shard_map``, the rows of each shard count from 0: give
-    each shard its own key, unless all shall have the same mask.
+    each shard its own key, unless all should have the same mask.
 
     Args:
       x: array of any shape; float32, bfloat16, float16 or float64.
@@ -167,13 +168,15 @@ def dropout(x: ArrayLike, key: ArrayLike | None, rate: float) -> jax.Array:
     Residuals:
       The key. The backward draws the bits again.
 
-    Sharding: over all dimensions but the last, without communication. A sharded last axis is
-      gathered by the kernel. The mask does not depend on the sharding.
+    Sharding: over all dimensions but the last, without communication. A last axis that is sharded
+      over an Auto mesh axis is gathered; over an Explicit one, the call takes the reference. The
+      mask does not depend on the sharding.
 
     Raises:
       TypeError: ``x`` is not an array or number, or has another dtype; ``key`` is no key of
         ``jax.random``; ``rate`` is not a number.
-      ValueError: ``rate`` is not in [0, 1], or ``key`` is an array of keys.
+      ValueError: ``rate`` is not in [0, 1], ``key`` is an array of keys, or ``x`` has 2**32 rows or
+        more along one axis.
 
     Source:
       Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting".
@@ -209,9 +212,10 @@ def dropout_mask(
     that begin at bit ``16 * (i % 2)``, and is kept if they are below
     ``round((1 - rate) * 2**16)``.
 
-    The two words are those of ``jax.random.key_data(key)``. A key of more words is folded: from
-    the first two, each further pair makes the next two, as the first two output words of Philox
-    with the pair (and two zeros) as counter.
+    The two words are those of ``jax.random.key_data(key)``. A key of more words is folded. The
+    first two words are the key of a Philox call, and the next two, with two zeros, its counter; the
+    first two output words replace the key. This is repeated for each further pair. A single last
+    word is paired with 0.
 
     Args:
       key: a key of ``jax.random``, typed or raw.

@@ -737,9 +737,10 @@ def split_qkv_heads(
       in the dtype of the bias. Derivatives with respect to ``rotary`` are computed by XLA.
 
     Sharding: over the leading dimensions and the sequence, without communication except one
-    all-reduce for each parameter's gradient. Sharded features are gathered, because shards of the
-    features are not shards of the heads. Under auto axes, a device needs 32 rows of the sequence or
-    more; otherwise the backward of a parameter gathers the sequence.
+    all-reduce for each parameter's gradient. Shards of the features are not shards of the heads:
+    features sharded over an Auto mesh axis are gathered, and over an Explicit one, the call takes
+    the reference. Under Auto axes, a device needs 32 rows of the sequence or more; otherwise the
+    backward of a parameter gathers the sequence.
 
     Raises:
       TypeError: an argument is not an array, ``num_heads`` or ``num_kv_heads`` is not an integer,

@@ -71,7 +71,8 @@ def max_pool(
       One byte (uint8) per element of the result.
 
     Sharding: over every axis with windows of one element, without communication. Other axes: as
-    ``jax.lax.slice`` and ``jax.lax.pad`` are.
+    ``jax.lax.slice`` and ``jax.lax.pad`` are, which raise a ``ShardingTypeError`` over Explicit
+    mesh axes whose devices do not divide the sizes.
 
     Raises:
       TypeError: ``x`` or ``scale`` is not an array of a floating dtype, or a size, a stride or a

@@ -11,8 +11,8 @@ half exceeds that of the first half by at most `GROWTH`.
 
 A call fails if NaN or Inf are at other elements, or if its error exceeds the larger of `FACTOR`
 times the reference's error and a number of epsilons: half of `ULPS` in norm, and `ULPS` in the
-worst element, or in the norm of at most `SUMS` elements. A round that does not end in time prints all stacks
-and ends the process.
+worst element, or in the norm of at most `SUMS` elements. A round that does not end in time prints
+all stacks and ends the process.
 """
 
 import argparse

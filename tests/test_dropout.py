@@ -21,7 +21,7 @@ from jax_fastops.dropout import _KERNEL
 
 pytestmark = pytest.mark.usefixtures("native")
 
-# "auto" takes one of the others, so its tests are slow.
+# "auto" takes one of the others, so its tests are marked slow.
 MODES = ("native", "xla", pytest.param("auto", marks=pytest.mark.slow))
 RATE = 0.3
 HEAD_ROWS = 32  # from a row of weights of attention to that of the next head

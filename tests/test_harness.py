@@ -2,11 +2,21 @@
 
 import dataclasses
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import Case, Sharding, Tolerance, assert_bitwise_equal, assert_matches, checks, errors
+from harness import (
+    Case,
+    Sharding,
+    Tolerance,
+    assert_bitwise_equal,
+    assert_matches,
+    checks,
+    errors,
+    properties,
+)
 from harness.case import find
 from harness.compat import make_mesh
 from harness.numerics import assert_accurate, normal, specials, sprinkled
@@ -15,6 +25,13 @@ from harness.sharding import collectives, device_count
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 pytestmark = pytest.mark.jax
+
+
+@pytest.fixture(autouse=True)
+def no_smaller_failures(monkeypatch):
+    """Failures are expected, so none is shrunk."""
+    monkeypatch.setattr(properties, "PHASES", (hypothesis.Phase.generate,))
+
 
 needs_devices = pytest.mark.skipif(device_count() < 2, reason="needs two devices")
 SPREAD = (Sharding("batch", (0,), (0,)), Sharding("features", (1,), (1,)))

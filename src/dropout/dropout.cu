@@ -42,10 +42,10 @@ struct Params {
   const char* bias;      // null: absent
   const char* residual;  // null: absent
   char* y;
-  uint32_t count;        // of elements
-  uint32_t first_block;  // of the random bits of a row
+  uint32_t count;        // number of elements
+  uint32_t first_block;  // the first block of random bits in the row
   FastDivisor columns;
-  FastDivisor row_blocks;  // of random bits in a row
+  FastDivisor row_blocks;  // blocks of random bits in a row
   uint32_t largest;
   double scale;
   bool aligned;     // x, the residual and y, to 16 bytes
@@ -53,7 +53,7 @@ struct Params {
   bool bias_units;  // a unit's part of the bias is in one row, and aligned
 };
 
-// The elements of one launch fit 31 bits.
+// A launch has at most so many elements, so 32-bit indices suffice.
 constexpr int64_t kMostElements = int64_t{1} << 30;
 
 // A bit for each element of a block of random bits: whether it is kept.
@@ -113,7 +113,7 @@ __device__ __forceinline__ void LoadBias(const Params& p, uint32_t first,
 }
 
 // Loads a unit, by element if the arrays are not aligned. Elements after the end are not set. It
-// returns words: elements would be taken out of them at once, which waits for the load.
+// returns raw words: the compiler would unpack elements at once, and so wait for the load.
 template <typename U>
 __device__ __forceinline__ uint4 LoadUnit(const Params& p, const char* from, uint32_t first) {
   using T = std::remove_reference_t<decltype(U().elements[0])>;

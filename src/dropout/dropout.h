@@ -27,8 +27,8 @@ struct DropoutArrays {
 namespace jax_fastops::FASTOPS_BACKEND {
 
 // y = (x + bias) * scale for the elements that are kept, and +0 for the others; then the residual
-// is added. This is a selection. All is computed in the accumulator type, to which `scale` is
-// rounded, and rounded once.
+// is added. Dropped elements are selected, never multiplied by 0. All is computed in the
+// accumulator type, to which `scale` is rounded, and rounded once.
 Status Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int64_t columns,
                const RowDropout& dropout, Queue queue);
 

@@ -25,7 +25,7 @@ struct DropoutPiece {
   char* y;
 };
 
-// By DType: dropout.h for a piece.
+// One function for each DType: what dropout.h says, for a piece.
 struct DropoutKernels {
   using Piece = void(const DropoutPiece& piece, uint32_t largest, double scale);
   Piece* piece[kNumDTypes];

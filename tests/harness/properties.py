@@ -21,6 +21,8 @@ from harness.numerics import assert_matches, is_float, normal, sprinkled
 from harness.transforms import kept, oracle
 
 QUICK, MANY = 15, 100
+# What hypothesis does. It does not explain failures: that traces each line of Python.
+PHASES = hypothesis.Phase.generate, hypothesis.Phase.shrink
 
 
 @st.composite
@@ -44,6 +46,7 @@ def settings(examples: int) -> hypothesis.settings:
         deadline=None,
         derandomize=True,
         database=None,
+        phases=PHASES,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
 

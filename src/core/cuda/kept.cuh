@@ -14,7 +14,7 @@ namespace jax_fastops::cuda {
 // The largest 16 random bits that are kept, in both halves of a word.
 struct KeptLimit {
   uint32_t low;   // its lower 15 bits, and 2^15
-  uint32_t high;  // all bits are its bit 15
+  uint32_t high;  // every bit is a copy of its bit 15
 
   explicit __device__ __forceinline__ KeptLimit(uint32_t largest)
       : low((largest | 0x8000u) * 0x10001u), high(largest & 0x8000u ? ~0u : 0u) {}
