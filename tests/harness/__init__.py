@@ -17,7 +17,6 @@ named test:
                    linearize, x64
     sharding.py    meshes in Auto and Explicit mode, shard_map, collectives in the compiled program
     export.py      jax.export
-    cache.py       a second process hits the persistent compilation cache
     recordings.py  models of other libraries in tests/data; test files import it by itself, because
                    it needs safetensors
     process.py     Python code in a new process

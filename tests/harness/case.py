@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -252,11 +251,12 @@ def runs(
             yield mode, dtype, marks
 
 
+DECLARED: list[Case] = []  # the cases of all test files that are imported
+
+
 def checks(*cases: Case) -> pytest.MarkDecorator:
     """Parametrizes a test over every check of the cases; the test calls its argument `check`."""
-    from harness import cache
-
-    file = sys._getframe(1).f_code.co_filename
+    DECLARED.extend(cases)
     found = []
     for case in cases:
         for check in all_checks(case):
@@ -268,15 +268,4 @@ def checks(*cases: Case) -> pytest.MarkDecorator:
                         marks=marks,
                     )
                 )
-    for mode in dict.fromkeys(case.modes[0] for case in cases):
-        group = [case for case in cases if case.modes[0] == mode]
-        found.append(
-            pytest.param(
-                functools.partial(cache.run, file, group, mode),
-                id="-".join(
-                    filter(None, (*(case.name for case in group), mode, "persistent_cache"))
-                ),
-                marks=[pytest.mark.transform, pytest.mark.jax],
-            )
-        )
     return pytest.mark.parametrize("check", found)
