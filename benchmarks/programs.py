@@ -44,14 +44,25 @@ class Program:
         self.compiled  # noqa: B018
 
     @cached_property
-    def compiled(self):
+    def lowered(self):
         def program(*flat):
             return self.function(*flat[: len(self.args)])
 
         program.__name__ = self.name  # the HLO module's name, which a profile shows
         donated = tuple(range(len(self.args), len(self.args) + len(self.outputs)))
         jitted = jax.jit(program, donate_argnums=donated, keep_unused=True)
-        return jitted.lower(*self.args, *self.outputs).compile()
+        return jitted.lower(*self.args, *self.outputs)
+
+    @cached_property
+    def compiled(self):
+        return self.lowered.compile()
+
+    @property
+    def operations(self) -> list[str]:
+        """The lowered operations in order, but for those that take no time."""
+        free = re.compile(r"stablehlo\.(broadcast_in_dim|constant|reshape|return)\b")
+        lines = [line for line in self.lowered.as_text().splitlines() if "stablehlo." in line]
+        return [re.sub(r"[%@][\w#:]+", "", line) for line in lines if not free.search(line)]
 
     @cached_property
     def outputs(self) -> list[jax.Array]:

@@ -5,6 +5,7 @@ import math
 import pathlib
 import random
 import sys
+import types
 
 import pytest
 from harness.case import SLOW
@@ -71,6 +72,16 @@ def test_bounds_are_powers_of_two_where_possible():
     assert dispatch._round(1024, 2048) == 2048
     assert dispatch._round(1025, 1100) == 1100
     assert dispatch._round(0, 1) == 1
+
+
+@pytest.mark.parametrize("name, same", [("gated_act", True), ("lerp", False)])
+def test_the_same_program_is_noticed(name, same):
+    """Two slices in another order of reshapes, and an interpolation that is more exact."""
+    op = dispatch.BY_NAME[name]
+    options = types.SimpleNamespace(largest=2**10, rounds=1, jobs=1, table=None)
+    (reference,) = dispatch.sweep([op], 1, 0, ("xla", "jax.nn"), options)
+    (kernel,) = dispatch.sweep([op], 1, 0, ("native", "jax.nn"), options)
+    assert [*reference.same] == (["forward", "grad"] if same else []) and not kernel.same
 
 
 def test_a_fit_leaves_what_is_set_by_hand():
