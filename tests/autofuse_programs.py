@@ -558,5 +558,4 @@ PROGRAMS = {
         ["bias + split_qkv_heads", "merge_heads"],
     ),
     "lerp": (lambda a, b, w: a + w * (b - a), (X, Y, X * Y), ["lerp"]),
-    "weights": (lambda a, b, w: (1 - w) * a + w * b, (X, Y, X * Y), ["lerp"]),
 }

@@ -1,6 +1,7 @@
 """`patch`: which calls become ours, equal results and gradients, threads, blocks, caches."""
 
 import functools
+import inspect
 import threading
 
 import jax
@@ -385,3 +386,9 @@ def test_the_line_of_a_call_after_a_block():
     with fo.use_implementation("native"):
         (found,) = fo.autofuse.report(loss)(jnp.ones((4, 8))).replaced
     assert "test_patch.py" in found.where
+
+
+def test_sources_are_those_of_the_originals():
+    with fo.patch():
+        pass
+    assert inspect.getsource(jax.nn.softmax).startswith("def softmax(")

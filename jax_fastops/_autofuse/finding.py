@@ -71,15 +71,19 @@ def _operations_before(value: Value) -> tuple[set, tuple]:
     """The operations right before a value, as a formula needs them, and a key of all of them."""
     found: set = set()
     key: list = []
+    places: dict[Value, int] = {}
     for before in _before(value, 120, _IN_NO_PATTERN):
+        places[before] = len(places)
+    for before in places:
         node = before.node
         key += (before.shape, before.dtype)
         if node is None:
             known = before.constant
             key.append(None if known is None else str(known))  # NaN is not NaN
             continue
-        told = node.name in REDUCTIONS or node.name in ("custom_jvp_call", "transpose")
-        key += (node.name, meaning(node) if told else None)
+        key.append(node.name)
+        if node.name not in _IN_NO_PATTERN:
+            key += (meaning(node), *(places.get(v) for v in node.inputs))
         found.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
         if node.name in REDUCTIONS:
             found.add((node.name, meaning(node)))
@@ -279,6 +283,12 @@ class Finder:
 
     def find(self, value: Value) -> Match | None:
         """The match of the largest pattern whose result is this value."""
+        try:
+            return self._find(value)
+        except RecursionError:  # thousands of factors or views, one of the other
+            return None
+
+    def _find(self, value: Value) -> Match | None:
         if self._dropout and (drop := drop_at(value)) is not None:
             return self._dropped_softmax(drop) or self._moved(drop)
         if (move := move_at(value)) is not None:
@@ -441,9 +451,10 @@ class Finder:
         if value in self._with_reductions and not pattern.reductions(len(sizes), axis):
             self._matched = True  # here, and maybe elsewhere
             return None
-        formulas = compiled(pattern, len(sizes), axis)
+        dtype = jnp.float64 if value.dtype == jnp.float64 else jnp.float32
+        formulas = compiled(pattern, len(sizes), axis, dtype, jax.config.jax_enable_x64)
         n = pattern.count(sizes, axis)
-        matcher = Matcher(value)
+        matcher = Matcher()
         state = matcher(formulas[0], n, value)
         if state is None:
             part = len(set(matcher.seen)) / (1 + formulas[0].size)
@@ -505,7 +516,7 @@ class Finder:
         found = []
         for formula in formulas:
             for v in outside:
-                if Matcher(v)(formula, n, v, state):
+                if Matcher()(formula, n, v, state):
                     found.append(v)
                     break
             else:

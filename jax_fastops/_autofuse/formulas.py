@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_fastops._autofuse.graph import Graph, Value
@@ -116,6 +116,23 @@ def _needs(formula) -> frozenset:
     return frozenset(found).union(*map(_needs, _parts(formula)))
 
 
+def _numbers_of(formula) -> Iterator[float]:
+    """The numbers of a formula. A free number is none."""
+    if isinstance(formula, Sum):
+        yield from (c for c, _, _ in formula.terms)
+        yield from formula.constants
+    if isinstance(formula, Apply):
+        yield from (o if isinstance(o, float) else o[2] for o in formula.operands)
+    for part in _parts(formula):
+        yield from _numbers_of(part)
+
+
+def _digits(number: float) -> int:
+    """The binary digits of a number."""
+    numerator = abs(number).as_integer_ratio()[0] if math.isfinite(number) else 0
+    return (numerator // (numerator & -numerator)).bit_length() if numerator else 0
+
+
 def _at(formula, n: int):
     """The formula with numbers in place of factors."""
     if isinstance(formula, Sum):
@@ -142,12 +159,17 @@ class Formula:
         self.kind = formula.name if isinstance(formula, Apply) else type(formula).__name__
         self.needs = _needs(formula)
         self.size = _size_of(formula)
-        self._numbers: dict[int, tuple[float, Any]] = {}
+        self._numbers: dict[int, tuple[float, Any, int]] = {}
 
-    def at(self, n: int) -> tuple[float, Any]:
-        """The factor and the formula for means over ``n`` elements."""
+    def at(self, n: int) -> tuple[float, Any, int]:
+        """The factor and the formula for means over ``n`` elements, and the most digits therein.
+
+        A program has numbers of fewer digits as they are, and rounds others.
+        """
         if n not in self._numbers:
-            self._numbers[n] = self._factor.at(n), _at(self._formula, n)
+            factor, formula = self._factor.at(n), _at(self._formula, n)
+            digits = max(map(_digits, (factor, *_numbers_of(formula))))
+            self._numbers[n] = factor, formula, digits
         return self._numbers[n]
 
 

@@ -128,7 +128,7 @@ def _softcap(logits: Value) -> tuple[float | None, Value, tuple[Value, ...]]:
     if outer is None or inner is None:
         return None, logits, ()
     (cap, _, first), (inverse, x, second) = outer, inner
-    tolerance = 2 * float(jnp.finfo(logits.dtype).eps)
+    tolerance = float(jnp.finfo(logits.dtype).eps) / 2
     if cap <= 0 or abs(cap * inverse - 1) > tolerance:
         return None, logits, ()
     return cap, x, (*first, *second)

@@ -127,15 +127,16 @@ def _unreduced(order: Map, formula: Apply, node: Node) -> Map | None:
 class Matcher:
     """Matches one formula at one value. ``seen`` keeps the furthest that it came."""
 
-    def __init__(self, root: Value):
-        self.tolerance = 2 * float(jnp.finfo(root.dtype).eps)
+    def __init__(self) -> None:
+        self._digits = 0  # of the formula's numbers
+        self._eps = 0.0  # of the narrowest dtype that a number of the program has
         self.seen: tuple[Value, ...] = ()
         self.stopped: Value | None = None
         self._budget = 2000  # steps, so that a strange program costs no more
 
     def __call__(self, formula: Formula, n: int, root: Value, start: State | None = None):
         """The match of a result, with the leaves of another match or any."""
-        ratio, wanted = formula.at(n)
+        ratio, wanted, self._digits = formula.at(n)
         start = State({}, {}, ()) if start is None else start
         for state, found in self._scaled(wanted, identity(root), root, identity(root), start):
             if self._near(found, ratio):
@@ -143,7 +144,23 @@ class Matcher:
         return None
 
     def _near(self, a: float, b: float) -> bool:
-        return a == b or abs(a - b) <= self.tolerance * max(abs(a), abs(b)) < math.inf
+        """Whether two numbers differ by no more than a rounding, if the program rounds any."""
+        rounds = self._digits > 16 or self._eps * 2.0**self._digits > 2
+        tolerance = (0.49 if self._eps > 1e-4 else 2) * self._eps if rounds else 1e-9
+        return a == b or abs(a - b) <= tolerance * max(abs(a), abs(b)) < math.inf
+
+    def _number(self, value: Value) -> float | None:
+        """The number that a value is."""
+        known = constant(value)
+        if known is None:
+            return None
+        self._round(value)
+        return float(known)
+
+    def _round(self, value: Value) -> None:
+        """Notes the dtype of a number, or of its product with an array."""
+        if value.is_floating:
+            self._eps = max(self._eps, float(jnp.finfo(value.dtype).eps))
 
     def _match(self, formula, place: Map, value: Value, shown: Map, state: State) -> Iterator:
         """States, and the number that the formula must be multiplied with to give the value."""
@@ -191,6 +208,7 @@ class Matcher:
         source, inner, passed = resolve(value, narrowing=True)
         if (multiple := multiple_of(source)) is not None:
             factor, operand = multiple
+            self._round(source)
             map_ = compose(compose(shown, inner), operand_map(source, operand))
             inside = state.through((*passed, source))
             for after, r in self._scaled(formula, place, operand, map_, inside):
@@ -212,8 +230,8 @@ class Matcher:
         return state
 
     def _sum(self, formula, left, items, total, ratio, state, expand=False) -> Iterator:
-        while items and (known := constant(items[0][1])) is not None:
-            total += items[0][0] * float(known)
+        while items and (known := self._number(items[0][1])) is not None:
+            total += items[0][0] * known
             items = items[1:]
         if not items:
             if not left:
@@ -238,6 +256,8 @@ class Matcher:
         terms = terms_of(source)
         if terms is None or len(rest) + 1 > len(left) + 1:
             return
+        if len(terms) == 1:
+            self._round(source)
         outer = compose(shown, inner)
         more = [(factor * f, v, compose(outer, operand_map(source, v))) for f, v in terms]
         inside = state.through((*passed, source))
@@ -260,8 +280,8 @@ class Matcher:
         yield State(state.leaves, free, state.inner), ratio
 
     def _product(self, left, items, total, state, expand=False) -> Iterator:
-        while items and (known := constant(items[0][0])) is not None:
-            known, exponent = float(known), items[0][2]
+        while items and (known := self._number(items[0][0])) is not None:
+            exponent = items[0][2]
             if (known <= 0 and exponent != int(exponent)) or (known == 0 and exponent < 0):
                 return
             total *= known**exponent
@@ -328,8 +348,8 @@ class Matcher:
             return
         formula, value = formulas[0], inputs[0]
         if isinstance(formula, float):
-            known = constant(value)
-            if known is not None and self._near(float(known), formula):
+            known = self._number(value)
+            if known is not None and self._near(known, formula):
                 yield from self._operands(formulas[1:], inputs[1:], source, order, state)
             return
         part, place, factor = formula

@@ -110,18 +110,25 @@ _SIZES = (101, 103, 107, 109, 113, 127, 131, 137)  # no constant of a pattern is
 
 
 @functools.cache
-def compiled(pattern: Pattern, rank: int, axis: int) -> list[Formula]:
-    """The formulas of the results, for arrays of up to eight dimensions."""
+def compiled(
+    pattern: Pattern, rank: int, axis: int, dtype: Any = jnp.float32, x64: bool = False
+) -> list[Formula]:
+    """The formulas of the results, for arrays of up to eight dimensions.
+
+    ``dtype`` is float64 for results of that dtype, so that no number is rounded to float32. ``x64``
+    says whether the program was traced with 64-bit types, which indices have then.
+    """
     shape = _SIZES[:rank]
     kinds = {
-        "full": jax.ShapeDtypeStruct(shape, jnp.float32),
-        "row": jax.ShapeDtypeStruct(shape[axis:][:1], jnp.float32),
+        "full": jax.ShapeDtypeStruct(shape, dtype),
+        "row": jax.ShapeDtypeStruct(shape[axis:][:1], dtype),
         "mask": jax.ShapeDtypeStruct(shape, jnp.bool_),
         "labels": jax.ShapeDtypeStruct(shape[:-1], jnp.int32),
-        "free": jax.ShapeDtypeStruct((), jnp.float32),
+        "free": jax.ShapeDtypeStruct((), dtype),
     }
     operands = [kinds[kind_of(leaf)] for leaf in pattern.leaves]
-    traced = jax.make_jaxpr(functools.partial(pattern.function, axis=axis))(*operands)
+    with jax.enable_x64(x64):
+        traced = jax.make_jaxpr(functools.partial(pattern.function, axis=axis))(*operands)
     graph = Graph(traced.jaxpr, traced.consts)
     free = [i for i, leaf in enumerate(pattern.leaves) if kind_of(leaf) == "free"]
     compiler = Compiler(graph, free, pattern.count(shape, axis))
@@ -591,12 +598,6 @@ def _call_lerp(leaves, axis):
 _add(
     "lerp",
     lambda start, end, weight, axis: start + weight * (end - start),
-    "start end weight",
-    _call_lerp,
-)
-_add(
-    "lerp",
-    lambda start, end, weight, axis: (1 - weight) * start + weight * end,
     "start end weight",
     _call_lerp,
 )

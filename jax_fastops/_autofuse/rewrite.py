@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from jax_fastops import _compat, _explain
 from jax_fastops._autofuse.finding import Finder, Match
 from jax_fastops._autofuse.graph import Graph, Level, Value, opened
-from jax_fastops._autofuse.meaning import constant
+from jax_fastops._autofuse.meaning import constant, resolve
 
 
 class Plan:
@@ -26,6 +27,11 @@ class Plan:
         self.misses, self.programs = finder.misses, finder.programs
         self.at: dict[Level, dict[Any, tuple[Match, int]]] = {}
         self._touched: set[Level] = set()
+        for node in graph.nodes:  # in order, because a value depends on those before it
+            for value in node.outputs:
+                constant(value)
+                resolve(value)
+                resolve(value, narrowing=True)
         needed = set(graph.results)
         replaced: set[Value] = set()
         for node in reversed(graph.nodes):
@@ -160,8 +166,10 @@ class _Run:
             else jnp.full(v.shape, constant(v), v.dtype)
             for v in match.reads
         ]
-        with _explain.at(match.root.line):
-            var = match.root.places[self._level]
+        var = match.root.places[self._level]
+        scope = self._level.jaxpr.eqns[self._makers[var]].source_info.name_stack
+        stack = source_info_util.current_name_stack() + scope
+        with _explain.at(match.root.line), source_info_util.set_name_stack(stack):
             twice = match.pattern.fanout and self._needed[var] == 2
             y, *others = self._results(match, given, twice)
         copy = others.pop(0) if twice else None
@@ -242,6 +250,8 @@ def _with_body(equation, name: str, body: Callable):
     """The equation with another body, or as it is if the new one has another type."""
     old = equation.params[name]
     inner, _ = opened(old)
+    if any(hasattr(v.aval, "inner_aval") for v in inner.invars):
+        return equation  # it has a Ref
     closed = hasattr(old, "consts") and hasattr(old, "jaxpr")
     new = jax.make_jaxpr(body)(*[_compat.struct_of(v.aval) for v in inner.invars])
     before, after = (
