@@ -30,6 +30,9 @@ from jax.interpreters import partial_eval
 
 from benchmarks.cases import PHASES, Case
 
+# Lowered operations that move nothing, up to their first operand.
+MOVES = r"(?:stablehlo\.(?:broadcast_in_dim|reshape) |call @\w+\()"
+
 
 @dataclass
 class Program:
@@ -59,10 +62,26 @@ class Program:
 
     @property
     def operations(self) -> list[str]:
-        """The lowered operations in order, but for those that take no time."""
-        free = re.compile(r"stablehlo\.(broadcast_in_dim|constant|reshape|return)\b")
-        lines = [line for line in self.lowered.as_text().splitlines() if "stablehlo." in line]
-        return [re.sub(r"[%@][\w#:]+", "", line) for line in lines if not free.search(line)]
+        """The lowered operations in order with their operands, without those that move nothing.
+
+        The result of a function's call is named by the first argument.
+        """
+        names: dict[str, str] = {}
+        found = []
+        for line in self.lowered.as_text().splitlines():
+            made = re.match(r"\s*(%\w+)(?::\d+)? = ", line)
+            if not made:
+                continue
+            text = re.sub(r"%\w+", lambda name: names.get(name[0], name[0]), line[made.end() :])
+            first = re.match(MOVES + r"([^,) ]+)", text)
+            if first:
+                names[made[1]] = first[1]
+            elif text.startswith("stablehlo.constant"):
+                names[made[1]] = re.sub(r"[ ,()]", "", text)
+            else:
+                names[made[1]] = f"%r{len(found)}"
+                found.append(text)
+        return found
 
     @cached_property
     def outputs(self) -> list[jax.Array]:

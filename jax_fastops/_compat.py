@@ -7,6 +7,7 @@ import weakref
 
 import jax
 import jax.core
+import numpy as np
 
 # Raised if a symbolic size cannot be compared.
 InconclusiveDimensionOperation = (
@@ -65,6 +66,11 @@ def source_line(equation) -> str:
         return source_info_util.summarize(equation.source_info).split(" (")[0]
     except (ImportError, AttributeError, TypeError):
         return ""
+
+
+def x64_is_on() -> bool:
+    """Whether there are 64-bit types now."""
+    return jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
 
 def struct_of(aval) -> jax.ShapeDtypeStruct:

@@ -295,8 +295,8 @@ def _code_that_runs(place: str, f: types.FunctionType) -> types.CodeType:
     )
     made: dict[str, Any] = {}
     exec(text, made)
-    place = {"co_filename": code.co_filename, "co_firstlineno": code.co_firstlineno}
-    return made[f.__name__].__code__.replace(**place)
+    line = {"co_filename": code.co_filename, "co_firstlineno": code.co_firstlineno}
+    return made[f.__name__].__code__.replace(**line)
 
 
 def _install_all() -> None:

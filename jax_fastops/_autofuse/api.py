@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.core
@@ -150,7 +150,8 @@ class autofuse(Generic[_P, _T]):
       dropout: whether dropout with a mask by ``jax.random.bernoulli`` or ``uniform`` becomes
         :func:`dropout` with the same key and rate. Its masks are those of :func:`dropout_mask`, not
         those of ``jax.random``.
-      check: whether each call runs both functions on its arguments and compares the results.
+      check: whether each call runs both functions on its arguments and compares the results. Where
+        they differ, it runs ``fn`` once more, on arguments that differ by a rounding.
 
     Raises:
       ValueError: both ``dropout`` and ``check`` are set. With ``check``, the results differ by more
@@ -230,7 +231,10 @@ def _call(fn: Callable, args: tuple, kwargs: dict, run: Callable) -> Any:
         def is_module(x):
             return isinstance(x, kinds)
 
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_module)
+        def is_whole(x):  # the variables of a state are values
+            return is_module(x) or isinstance(x, nnx.State)
+
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_whole)
         if any(map(is_module, leaves)):
             return _call_with_modules(nnx, fn, leaves, tree, is_module, run)
     return run(fn, args, kwargs)
@@ -271,7 +275,7 @@ def _call_with_modules(nnx, fn: Callable, leaves, tree, is_module, run: Callable
         if after != graph:
             raise ValueError(
                 "autofuse: the function adds a variable to a module, or changes an attribute that "
-                "is none; do that outside"
+                "is not a variable; do that outside"
             )
         return result, new
 
@@ -294,12 +298,17 @@ def _checked(fn: Callable, args: tuple, kwargs: dict) -> Any:
     rounding = max(map(_rounding, plans), default=0.0)
     a, k = copied()
     want = fn(*a, **k)
-    a, k = copied(functools.partial(_rounded, rounding=rounding))
-    other = fn(*a, **k)  # how much a rounding of the arguments changes
-    given = (jax.tree.leaves(tree) for tree in (want, got, other))
-    for (path, _), *found in zip(jax.tree.leaves_with_path(want), *given, strict=True):
-        if _is_array(found[0]):
-            _compare(jax.tree_util.keystr(path), *map(_numbers, found), rounding)
+    if not all(d.error <= d.limit for d in _differences(want, got, rounding)):
+        # How much does a rounding of the arguments change?
+        a, k = copied(functools.partial(_rounded, rounding=rounding))
+        changes = _differences(want, fn(*a, **k), rounding)
+        for d, change in zip(_differences(want, got, rounding), changes, strict=True):
+            limit = max(d.limit, 20 * change.typical)
+            if not d.error <= limit:
+                raise ValueError(
+                    f"autofuse: result{d.path} differs by {d.error:.3g} where its largest element "
+                    f"is {d.scale:.3g}; rounding explains {limit:.3g}"
+                )
     return got
 
 
@@ -308,7 +317,7 @@ def _is_value(x: Any) -> bool:
 
 
 def _rounded(x: Any, rounding: float) -> Any:
-    """An array of which each element has another rounding error, but for masks and the like."""
+    """``x`` with a relative error of an epsilon in each element. Whole numbers stay: masks."""
     if not jnp.issubdtype(x.dtype, jnp.inexact) or bool(jnp.all(jnp.round(x) == x)):
         return x
     eps = max(rounding, float(jnp.finfo(x.dtype).eps))
@@ -327,29 +336,44 @@ def _rounding(plan: rewrite.Plan) -> float:
     return max((float(jnp.finfo(v.dtype).eps) for v in values), default=0.0)
 
 
-def _compare(
-    path: str, want: np.ndarray, got: np.ndarray, other: np.ndarray, rounding: float
-) -> None:
-    """Raises if ``got`` differs from ``want`` by more than rounding explains, as in ``other``."""
+class _Difference(NamedTuple):
+    """How much a result differs, and what rounding explains.
+
+    ``error`` is the largest difference, ``typical`` the root mean square.
+    """
+
+    path: str
+    error: float
+    typical: float
+    scale: float
+    limit: float
+
+
+def _differences(want: Any, got: Any, rounding: float) -> list[_Difference]:
+    """Those of all results that are arrays."""
+    pairs = zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), strict=True)
+    return [
+        _difference(jax.tree_util.keystr(path), _numbers(a), _numbers(b), rounding)
+        for (path, a), b in pairs
+        if _is_array(a)
+    ]
+
+
+def _difference(path: str, want: np.ndarray, got: np.ndarray, rounding: float) -> _Difference:
     if not jnp.issubdtype(want.dtype, jnp.inexact):
-        if not np.array_equal(want, got):
-            raise ValueError(f"autofuse: result{path} differs")
-        return
+        error = float(not np.array_equal(want, got))
+        return _Difference(path, error, error, 1.0, 0.0)
     tolerance = 50 * max(rounding, float(jnp.finfo(want.dtype).eps))
     kind = np.complex128 if np.iscomplexobj(want) else np.float64
-    want, got, other = (x.astype(kind) for x in (want, got, other))
+    want, got = want.astype(kind), got.astype(kind)
     finite = np.isfinite(want)
-    scale = np.max(np.abs(want), where=finite, initial=0.0)
+    scale = float(np.max(np.abs(want), where=finite, initial=0.0))
     same = np.array_equal(np.where(finite, 0, want), np.where(finite, 0, got), equal_nan=True)
     with np.errstate(invalid="ignore"):
-        error = np.max(np.abs(want - got), where=finite, initial=0.0)
-        moved = np.max(np.abs(want - other), where=finite & np.isfinite(other), initial=0.0)
-    limit = max(tolerance * scale, 20 * moved)
-    if not same or not error <= limit:
-        raise ValueError(
-            f"autofuse: result{path} differs by {error:.3g} where its largest element is "
-            f"{scale:.3g}; rounding explains {limit:.3g}"
-        )
+        error = np.where(finite, np.abs(want - got), 0.0)
+    typical = float(np.sqrt(np.mean(error**2, where=np.isfinite(error)))) if error.size else 0.0
+    largest = float(np.max(error, initial=0.0)) if same else np.inf
+    return _Difference(path, largest, typical, scale, tolerance * scale)
 
 
 def _report(plans: list[rewrite.Plan]) -> FuseReport:

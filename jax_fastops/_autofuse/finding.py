@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fastops import _explain, _implementation
+from jax_fastops import _compat, _explain, _implementation
 from jax_fastops._autofuse.drops import drop_at
-from jax_fastops._autofuse.graph import Level, Value
+from jax_fastops._autofuse.graph import Level, Node, Value
 from jax_fastops._autofuse.linear import Losses, Product, product_at, summed_at
 from jax_fastops._autofuse.masks import masked
 from jax_fastops._autofuse.match import Bound, Matcher, State
@@ -67,6 +67,14 @@ def _before(value: Value, limit: int, ends: Container[str] = ()) -> Iterator[Val
             left.extend(fresh)
 
 
+def _is_told(node: Node) -> bool:
+    """Whether the parameters of an operation say what it does: numbers, and no functions."""
+    if node.name == "custom_jvp_call":
+        return True
+    parts = [x for v in node.params.values() for x in (v if isinstance(v, tuple) else (v,))]
+    return not any(callable(x) or hasattr(x, "jaxpr") or hasattr(x, "eqns") for x in parts)
+
+
 def _operations_before(value: Value) -> tuple[set, tuple]:
     """The operations right before a value, as a formula needs them, and a key of all of them."""
     found: set = set()
@@ -83,7 +91,8 @@ def _operations_before(value: Value) -> tuple[set, tuple]:
             continue
         key.append(node.name)
         if node.name not in _IN_NO_PATTERN:
-            key += (meaning(node), *(places.get(v) for v in node.inputs))
+            key += (node.outputs.index(before), *(places.get(v) for v in node.inputs))
+            key.append(meaning(node) if _is_told(node) else None)
         found.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
         if node.name in REDUCTIONS:
             found.add((node.name, meaning(node)))
@@ -286,6 +295,7 @@ class Finder:
         try:
             return self._find(value)
         except RecursionError:  # thousands of factors or views, one of the other
+            self.misses.append(Miss("pattern", value, "the program is too deep"))
             return None
 
     def _find(self, value: Value) -> Match | None:
@@ -306,7 +316,7 @@ class Finder:
         if source.node is None:
             return None
         around, key = _operations_before(source)
-        key = value.shape, value.dtype, *key
+        key = value.shape, value.dtype, _compat.x64_is_on(), *key
         self._tried: list[tuple[float, Miss]] = []
         whole = []
         for pattern, axis in self._candidates(value, source, around, key):
@@ -452,7 +462,7 @@ class Finder:
             self._matched = True  # here, and maybe elsewhere
             return None
         dtype = jnp.float64 if value.dtype == jnp.float64 else jnp.float32
-        formulas = compiled(pattern, len(sizes), axis, dtype, jax.config.jax_enable_x64)
+        formulas = compiled(pattern, len(sizes), axis, dtype, _compat.x64_is_on())
         n = pattern.count(sizes, axis)
         matcher = Matcher()
         state = matcher(formulas[0], n, value)
@@ -658,5 +668,7 @@ class Finder:
         levels = [level for level in root.places if all(_is_in(level, v) for v in reads)]
         if not levels:
             return _ELSEWHERE
+        if not (levels := [level for level in levels if not level.has_ref]):
+            return "its function has a Ref"
         program = self.programs(call, reads)
         return program if isinstance(program, str) else min(levels, key=lambda x: x.depth)

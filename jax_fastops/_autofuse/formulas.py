@@ -117,14 +117,32 @@ def _needs(formula) -> frozenset:
 
 
 def _numbers_of(formula) -> Iterator[float]:
-    """The numbers of a formula. A free number is none."""
+    """The numbers of a formula, without the free ones."""
     if isinstance(formula, Sum):
         yield from (c for c, _, _ in formula.terms)
         yield from formula.constants
     if isinstance(formula, Apply):
         yield from (o if isinstance(o, float) else o[2] for o in formula.operands)
+    if isinstance(formula, Product):  # a program may take a number out of a root
+        roots = [(f, e) for f, _, e in formula.factors if e % 1]
+        yield from (abs(c) ** e for f, e in roots for c in _numbers_of(f) if c)
     for part in _parts(formula):
         yield from _numbers_of(part)
+
+
+def near(a: float, b: float, eps: float) -> bool:
+    """Whether a dtype with this epsilon may have ``a`` in place of ``b``.
+
+    That is a rounding of ``b``, or of ``n`` where ``b`` is ``1 / n``. In float32 and float64,
+    several roundings may be between them.
+    """
+    if a == b or eps < 1e-4:
+        return a == b or abs(a - b) <= 2 * eps * max(abs(a), abs(b)) < math.inf
+    pairs = [(a, b)]
+    if a and b and abs(math.remainder(n := 1 / b, 1)) < 1e-6 * abs(n) < math.inf:
+        pairs.append((1 / a, n))
+    half = 0.501 * eps  # of the last binary digit of a number from 1 to 2
+    return any(abs(x - y) <= half * 2.0 ** (math.frexp(y)[1] - 1) < math.inf for x, y in pairs)
 
 
 def _digits(number: float) -> int:
@@ -162,9 +180,9 @@ class Formula:
         self._numbers: dict[int, tuple[float, Any, int]] = {}
 
     def at(self, n: int) -> tuple[float, Any, int]:
-        """The factor and the formula for means over ``n`` elements, and the most digits therein.
+        """The factor and the formula for means over ``n`` elements, and how many digits it has.
 
-        A program has numbers of fewer digits as they are, and rounds others.
+        These are the binary digits of its longest number. A dtype of fewer digits rounds it.
         """
         if n not in self._numbers:
             factor, formula = self._factor.at(n), _at(self._formula, n)

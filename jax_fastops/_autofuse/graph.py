@@ -140,6 +140,14 @@ class Level:
             value.array = constant if _is_known(constant) else None
             self.name(var, value)
 
+    @functools.cached_property
+    def has_ref(self) -> bool:
+        """Whether the program, or one that calls it, is a function of a Ref."""
+        if self.parent is None:
+            return False
+        variables = (*self.jaxpr.invars, *self.jaxpr.constvars)
+        return self.parent.has_ref or any(map(is_ref, variables))
+
     @property
     def depth(self) -> int:
         return 0 if self.parent is None else self.parent.depth + 1
@@ -155,9 +163,13 @@ class Level:
         return self.values[atom]
 
 
+def is_ref(x) -> bool:
+    return hasattr(getattr(x, "aval", None), "inner_aval")
+
+
 def _is_known(x) -> bool:
     """Whether an array's elements are numbers that can be read: no keys of jax.random."""
-    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+    if isinstance(x, jax.core.Tracer) or is_ref(x) or not getattr(x, "is_fully_addressable", True):
         return False
     return not jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.extended)
 

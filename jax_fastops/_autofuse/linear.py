@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fastops import _implementation
+from jax_fastops._autofuse.formulas import near
 from jax_fastops._autofuse.graph import Value
 from jax_fastops._autofuse.meaning import (
     constant,
@@ -128,8 +129,7 @@ def _softcap(logits: Value) -> tuple[float | None, Value, tuple[Value, ...]]:
     if outer is None or inner is None:
         return None, logits, ()
     (cap, _, first), (inverse, x, second) = outer, inner
-    tolerance = float(jnp.finfo(logits.dtype).eps) / 2
-    if cap <= 0 or abs(cap * inverse - 1) > tolerance:
+    if cap <= 0 or not near(inverse, 1 / cap, float(jnp.finfo(logits.dtype).eps)):
         return None, logits, ()
     return cap, x, (*first, *second)
 

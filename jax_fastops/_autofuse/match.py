@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 
-from jax_fastops._autofuse.formulas import Apply, Formula, Leaf, Multiple, Product, Sum
+from jax_fastops._autofuse.formulas import Apply, Formula, Leaf, Multiple, Product, Sum, near
 from jax_fastops._autofuse.graph import Node, Value
 from jax_fastops._autofuse.meaning import (
     ELEMENTWISE,
@@ -128,8 +129,8 @@ class Matcher:
     """Matches one formula at one value. ``seen`` keeps the furthest that it came."""
 
     def __init__(self) -> None:
-        self._digits = 0  # of the formula's numbers
-        self._eps = 0.0  # of the narrowest dtype that a number of the program has
+        self._digits = 0  # how many the formula has
+        self._eps = 0.0  # that of the narrowest dtype of a number of the program
         self.seen: tuple[Value, ...] = ()
         self.stopped: Value | None = None
         self._budget = 2000  # steps, so that a strange program costs no more
@@ -146,8 +147,7 @@ class Matcher:
     def _near(self, a: float, b: float) -> bool:
         """Whether two numbers differ by no more than a rounding, if the program rounds any."""
         rounds = self._digits > 16 or self._eps * 2.0**self._digits > 2
-        tolerance = (0.49 if self._eps > 1e-4 else 2) * self._eps if rounds else 1e-9
-        return a == b or abs(a - b) <= tolerance * max(abs(a), abs(b)) < math.inf
+        return near(a, b, self._eps if rounds else 5e-10)
 
     def _number(self, value: Value) -> float | None:
         """The number that a value is."""
@@ -208,7 +208,8 @@ class Matcher:
         source, inner, passed = resolve(value, narrowing=True)
         if (multiple := multiple_of(source)) is not None:
             factor, operand = multiple
-            self._round(source)
+            if abs(factor) != 1:
+                self._round(source)
             map_ = compose(compose(shown, inner), operand_map(source, operand))
             inside = state.through((*passed, source))
             for after, r in self._scaled(formula, place, operand, map_, inside):
@@ -250,13 +251,13 @@ class Matcher:
                     if free is not None:
                         after = State(after.leaves, {**after.free, free: new}, after.inner)
                         yield from self._sum(formula, others, rest, total, ratio, after)
-                    elif ratio is None or self._near(new, ratio):
+                    elif ratio is None or self._near(factor * r, ratio * own):
                         yield from self._sum(formula, others, rest, total, new, after)
         source, inner, passed = resolve(value, narrowing=True)
         terms = terms_of(source)
         if terms is None or len(rest) + 1 > len(left) + 1:
             return
-        if len(terms) == 1:
+        if len(terms) == 1 and abs(terms[0][0]) != 1:
             self._round(source)
         outer = compose(shown, inner)
         more = [(factor * f, v, compose(outer, operand_map(source, v))) for f, v in terms]
@@ -349,7 +350,8 @@ class Matcher:
         formula, value = formulas[0], inputs[0]
         if isinstance(formula, float):
             known = self._number(value)
-            if known is not None and self._near(known, formula):
+            is_near = self._near if value.is_floating else operator.eq
+            if known is not None and is_near(known, formula):
                 yield from self._operands(formulas[1:], inputs[1:], source, order, state)
             return
         part, place, factor = formula

@@ -72,7 +72,6 @@ def constant(value: Value) -> Any:
     """The one number that an array consists of, or ``None``."""
     node = value.node
     if node is not None and not value.is_folded:
-        value.is_folded = True
         if node.name == "convert_element_type" or node.name in _FOLDED:
             given = [constant(v) for v in node.inputs]
             whole = node.name == "div" and not value.is_floating  # rounds towards 0
@@ -83,6 +82,7 @@ def constant(value: Value) -> Any:
                     else:
                         found = _FOLDED[node.name](*given)
                 value.constant = np.asarray(found)
+        value.is_folded = True
     return value.constant
 
 

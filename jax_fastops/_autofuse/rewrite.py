@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from jax_fastops import _compat, _explain
 from jax_fastops._autofuse.finding import Finder, Match
-from jax_fastops._autofuse.graph import Graph, Level, Value, opened
+from jax_fastops._autofuse.graph import Graph, Level, Value, is_ref, opened
 from jax_fastops._autofuse.meaning import constant, resolve
 
 
@@ -250,8 +250,8 @@ def _with_body(equation, name: str, body: Callable):
     """The equation with another body, or as it is if the new one has another type."""
     old = equation.params[name]
     inner, _ = opened(old)
-    if any(hasattr(v.aval, "inner_aval") for v in inner.invars):
-        return equation  # it has a Ref
+    if any(map(is_ref, (*inner.invars, *inner.constvars))):
+        return equation
     closed = hasattr(old, "consts") and hasattr(old, "jaxpr")
     new = jax.make_jaxpr(body)(*[_compat.struct_of(v.aval) for v in inner.invars])
     before, after = (
