@@ -4,13 +4,15 @@
 // The bias and the residual are optional. They are branches that all threads take alike.
 //
 // Bound by memory, but not by much: a call of Philox takes about 60 instructions, and gives the
-// bits of eight elements. So there are two kernels:
+// bits of eight elements. So there are three kernels:
 //
 // - One for rows of whole blocks of eight elements, without a bias or a residual. A thread takes a
-//   block, and draws once.
+//   block, and draws once. Not for float64, in which a block is 64 bytes.
 // - One for the others. A thread takes units of 16 bytes of the whole array, so that all accesses
 //   are coalesced, however long the rows are. The threads of a block draw the random bits of its
 //   elements, once for each block of bits, and exchange them in shared memory.
+// - One for small arrays without a bias or a residual. A thread takes an element, and draws its
+//   block of bits: eight times as many calls of Philox, but no thread waits for another.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -52,6 +54,9 @@ struct Params {
   bool wide_bias;   // in the compute type
   bool bias_units;  // a unit's part of the bias is in one row, and aligned
 };
+
+// Up to so many elements a thread takes one: in rows of whole blocks, and in others.
+constexpr int64_t kFew = int64_t{1} << 15, kSmall = 3 * (int64_t{1} << 16);
 
 // A launch has at most so many elements, so 32-bit indices suffice.
 constexpr int64_t kMostElements = int64_t{1} << 30;
@@ -207,6 +212,23 @@ __global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant
   }
 }
 
+// Without a bias or a residual.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) ElementsKernel(const __grid_constant__ Params p) {
+  using A = ComputeType<T>;
+  const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
+  if (index >= p.count) return;
+  const uint32_t row = Divide(index, p.columns), column = index - row * p.columns.divisor;
+  const T x = reinterpret_cast<const T*>(p.x)[index];
+  const PhiloxWords bits = RandomBits(p.seeds.At(row), p.first_block + column / kSeedBlock);
+  const uint32_t lower = column & 2 ? bits.word[1] : bits.word[0];
+  const uint32_t upper = column & 2 ? bits.word[3] : bits.word[2];
+  const uint32_t word = column & 4 ? upper : lower;
+  const bool kept = (column & 1 ? word >> 16 : word & 0xffffu) <= p.largest;
+  const A value = kept ? ToCompute(x) * static_cast<A>(p.scale) : A(0);
+  reinterpret_cast<T*>(p.y)[index] = FromCompute<T>(value);
+}
+
 }  // namespace
 
 cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int64_t columns,
@@ -248,8 +270,12 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
         const bool added = arrays.bias != nullptr || arrays.residual != nullptr;
         int64_t a_block = UnitsTaken(sizeof(T));
         auto kernel = KernelOf<DropoutFamily, UnitsKernel<T>>();
-        if (params.aligned && !added && taken % kSeedBlock == 0) {
-          kernel = KernelOf<DropoutFamily, BlocksKernel<T>>();
+        const bool whole = sizeof(T) < 8 && params.aligned && taken % kSeedBlock == 0;
+        if (!added && count <= (whole ? kFew : kSmall)) {
+          kernel = KernelOf<DropoutFamily, ElementsKernel<T>>();
+          a_block = kThreads;
+        } else if (!added && whole) {
+          if constexpr (sizeof(T) < 8) kernel = KernelOf<DropoutFamily, BlocksKernel<T>>();
           a_block = kThreads * kSeedBlock;
         }
         const LaunchConfig config = {
