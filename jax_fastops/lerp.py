@@ -46,10 +46,11 @@ def _interpolate(start, end, weight):
     wide = accumulator_dtype(start.dtype)
     s, e, w = (x.astype(wide) for x in (start, end, weight))
     d = e - s
-    near = s + w * d
-    y = jnp.where(w < 0.5, near, e - (1 - w) * d)
-    y = jnp.where(w == 0, s, jnp.where(w == 1, e, y))
-    return jnp.where(jnp.isfinite(d), y, near).astype(start.dtype)
+    finite = jnp.isfinite(d)
+    from_start = (w < 0.5) | ~finite
+    near = jnp.where(from_start, s, e)
+    factor = jnp.where(from_start, w, w - 1)
+    return jnp.where(finite & (factor == 0), near, near + factor * d).astype(start.dtype)
 
 
 @functools.partial(_interpolate.defjvp, symbolic_zeros=True)
