@@ -69,6 +69,7 @@ class Op:
     torch: Callable | None = None  # the same for PyTorch's tensors
     # Dtypes of the operands that do not have the dtype of the case, by position.
     operand_dtypes: Mapping[int, str] = field(default_factory=dict)
+    valid: Callable = lambda *operands: operands  # operands that the op takes, from random ones
     differentiated: tuple[int, ...] = (0,)  # positions of the operands that get a gradient
     phases: tuple[str, ...] = PHASES  # only forward if the derivative is the op itself
     exact: bool = False  # only moves elements: results must be equal
@@ -405,14 +406,14 @@ def torch_cross_entropy(logits, labels):
     import torch
 
     flat = logits.reshape(-1, logits.shape[-1]).float()
-    labels = labels.long() % logits.shape[-1]
+    labels = labels.long()
     loss = torch.nn.functional.cross_entropy(flat, labels.flatten(), reduction="none")
     return loss.reshape(labels.shape)
 
 
-def in_range(function: Callable) -> Callable:
-    """``function`` of logits and labels, which are random, brought into range."""
-    return lambda logits, labels: function(logits, labels % logits.shape[-1])
+def in_range(logits, labels):
+    """Logits, and random labels as classes."""
+    return logits, labels % logits.shape[-1]
 
 
 def torch_gated_act(gate, up=None, activation="silu"):
@@ -1047,10 +1048,11 @@ OPS = (
     Op(
         name="cross_entropy",
         family="cross_entropy",
-        ours=in_range(fo.cross_entropy),
-        reference=in_range(plain_cross_entropy),
+        ours=fo.cross_entropy,
+        reference=plain_cross_entropy,
         torch=torch_cross_entropy,
         operands=labelled,
+        valid=in_range,
         operand_dtypes={1: "int32"},
         traffic=rows_to_losses,
         layouts=CLASSES,

@@ -218,6 +218,7 @@ def operands(case: Case) -> Operands:
     """Random operands of ``case``, and cotangents if the case is differentiated."""
     kinds = zip(case.shapes, case.operand_dtypes, strict=True)
     args = [random(i, shape, dtype) for i, (shape, dtype) in enumerate(kinds)]
+    args = list(case.op.valid(*args))
     function = partial(case.op.reference, **case.layout.options)
     return operands_of(function, args, differentiated=case.phases != ("forward",))
 

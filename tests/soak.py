@@ -123,7 +123,7 @@ class Program:
     def draw(self, seed):
         lead = (self.batch,) if self.mapped else ()
         keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 20))
-        args = tuple(_drawn(next(keys), *kind) for kind in self.operands())
+        args = self.case.op.valid(*(_drawn(next(keys), *kind) for kind in self.operands()))
         kinds = [(args[i].shape, args[i].dtype) for i in self.diff]
         tangents = tuple(_drawn(next(keys), *kind) for kind in kinds)
         cotangents = tuple(_drawn(next(keys), (*lead, *s), d) for s, d in self.results)
