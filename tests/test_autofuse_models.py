@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from autofuse_programs import X, Y
+from harness.numerics import of_products
 
 import jax_fastops as fo
 
@@ -41,9 +42,11 @@ def check(loss, parameters, tolerance=1e-4, /, **has):
     assert share >= 0.9, f"{found} of {has}\n{report}"
     want = jax.jit(jax.value_and_grad(loss))(parameters)
     got = jax.jit(jax.value_and_grad(fo.autofuse(loss)))(parameters)
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5 if tolerance < 0.01 else 0.02)
+    np.testing.assert_allclose(
+        got[0], want[0], rtol=of_products(1e-5) if tolerance < 0.01 else 0.02
+    )
     a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t[1])]) for t in (got, want))
-    assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+    assert np.linalg.norm(a - b) <= of_products(tolerance) * np.linalg.norm(b)
 
 
 def label_loss(logits, labels):

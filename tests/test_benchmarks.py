@@ -7,6 +7,7 @@ import random
 import sys
 import types
 
+import jax
 import pytest
 from harness.case import SLOW
 
@@ -145,6 +146,8 @@ def test_decoder(tmp_path, monkeypatch):
     "axis", ["tensor", *(pytest.param(axis, marks=SLOW) for axis in ("data", "sequence"))]
 )
 def test_decoder_over_devices(tmp_path, monkeypatch, axis):
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
     options = f"--shapes 2x16 --devices 2 --axis {axis}"
     ours, plain = rows_of(decoder, options, tmp_path, monkeypatch)
     assert ours["first_loss"] == pytest.approx(plain["first_loss"], abs=1e-3)

@@ -206,6 +206,11 @@ def assert_close_in_norm(got: Any, want: Any, tolerance: float, dtypes: bool = T
         assert value <= tolerance, f"{path} differs by {value:.1e}"
 
 
+def of_products(tolerance: float) -> float:
+    """A tolerance for float32 products, which a GPU rounds to ten bits (TF32) by default."""
+    return tolerance if jax.default_backend() == "cpu" else max(tolerance, 2e-3)
+
+
 def unbroadcast(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """The sum of `x` over the dimensions along which an array of `shape` is broadcast to it."""
     lead = x.ndim - len(shape)
