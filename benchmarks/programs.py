@@ -250,7 +250,7 @@ def _hashed(seed, shape, dtype) -> jax.Array:
     for axis in range(len(shape)):
         step = jnp.uint32(2654435761 + 2 * axis)  # odd, and different for each axis
         place = (place + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)) * step
-    return (place >> 24).astype(dtype)
+    return (place >> max(0, 32 - jnp.iinfo(dtype).bits)).astype(dtype)
 
 
 @dataclass

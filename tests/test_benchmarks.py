@@ -142,12 +142,11 @@ def test_decoder(tmp_path, monkeypatch):
     assert ours["loss"] < ours["first_loss"] < 5
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize(
     "axis", ["tensor", *(pytest.param(axis, marks=SLOW) for axis in ("data", "sequence"))]
 )
 def test_decoder_over_devices(tmp_path, monkeypatch, axis):
-    if jax.device_count() < 2:
-        pytest.skip("needs two devices")
     options = f"--shapes 2x16 --devices 2 --axis {axis}"
     ours, plain = rows_of(decoder, options, tmp_path, monkeypatch)
     assert ours["first_loss"] == pytest.approx(plain["first_loss"], abs=1e-3)

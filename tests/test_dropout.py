@@ -341,17 +341,18 @@ def test_rates_at_the_ends(mode, dtype):
 
 
 # On a GPU, arrays of more than 2**15 elements, or 3 * 2**16, have other kernels.
-N = (1, 2, 3, 7, 8, 9, 15, 16, 31, 33, 64, 127, 1000, 1025, 4095, 4096, 4097, 90_000, 90_001)
+N = (1, 2, 3, 7, 8, 9, 15, 16, 31, 33, 64, 127, 1000, 1025, 4095, 4096, 4097, 100_000, 100_001)
 
 
 def test_lengths(dtype):
     """The kernel has the bits of the reference. Offsets make rows unaligned."""
     rng, key = np.random.default_rng(2), jax.random.key(4)
-    shapes = [(2, 5, 33), (8000, 33), *((3, n) for n in N)]
+    shapes = [(2, 5, 33), (8000, 33), (8000, 8), (1000, 64), *((3, n) for n in N)]
     xs = [normal(rng, shape, dtype) for shape in shapes]
 
     def program(xs):
-        return [fo.dropout(x, key, RATE) for x in (*xs, xs[2 + N.index(4097)][1:], xs[-1][1:])]
+        unaligned = xs[shapes.index((3, 4097))][1:], xs[-1][1:]
+        return [fo.dropout(x, key, RATE) for x in (*xs, *unaligned)]
 
     results = {}
     for mode in ("native", "xla"):
@@ -370,10 +371,11 @@ def test_no_elements(shape):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_special_values(mode, dtype):
+@pytest.mark.parametrize("shape", [(4, 70), (700, 500), (700, 504)])
+def test_special_values(shape, mode, dtype):
     """A selection: what is dropped is 0, and what is kept is the product."""
     special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-3, float(jnp.finfo(dtype).max)]
-    x = np.tile(np.array(special), 40).astype(dtype).reshape(4, -1)
+    x = np.resize(np.array(special), shape).astype(dtype)
     with implementation(mode):
         got = np.asarray(jax.jit(lambda x: fo.dropout(x, jax.random.key(1), RATE))(x))
     want = np.asarray(reference(x, jax.random.key(1)))

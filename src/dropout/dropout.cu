@@ -6,13 +6,13 @@
 // Bound by memory, but not by much: a call of Philox takes about 60 instructions, and gives the
 // bits of eight elements. So there are three kernels:
 //
-// - One for rows of whole blocks of eight elements, without a bias or a residual. A thread takes a
-//   block, and draws once. Not for float64, in which a block is 64 bytes.
-// - One for the others. A thread takes units of 16 bytes of the whole array, so that all accesses
-//   are coalesced, however long the rows are. The threads of a block draw the random bits of its
-//   elements, once for each block of bits, and exchange them in shared memory.
 // - One for small arrays without a bias or a residual. A thread takes an element, and draws its
 //   block of bits: eight times as many calls of Philox, but no thread waits for another.
+// - One for other rows of whole blocks of eight elements, without a bias or a residual. A thread
+//   takes a block, and draws once. Not for float64, in which a block is 64 bytes.
+// - One for everything else. A thread takes units of 16 bytes of the whole array, so that all
+//   accesses are coalesced, however long the rows are. The threads of a block draw the random bits
+//   of its elements, once for each block of bits, and exchange them in shared memory.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -55,7 +55,7 @@ struct Params {
   bool bias_units;  // a unit's part of the bias is in one row, and aligned
 };
 
-// Up to so many elements a thread takes one: in rows of whole blocks, and in others.
+// A small array has at most so many elements: kFew in rows of whole blocks, kSmall in others.
 constexpr int64_t kFew = int64_t{1} << 15, kSmall = 3 * (int64_t{1} << 16);
 
 // A launch has at most so many elements, so 32-bit indices suffice.
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant
   }
 }
 
-// Without a bias or a residual.
+// IsKept would index the four words at run time, and so put them into local memory.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) ElementsKernel(const __grid_constant__ Params p) {
   using A = ComputeType<T>;

@@ -207,7 +207,10 @@ def assert_close_in_norm(got: Any, want: Any, tolerance: float, dtypes: bool = T
 
 
 def of_products(tolerance: float) -> float:
-    """A tolerance for float32 products, which a GPU rounds to ten bits (TF32) by default."""
+    """A tolerance for float32 products, which a GPU rounds to ten bits (TF32) by default.
+
+    For programs whose products must not have a precision; others use `exact_products`.
+    """
     return tolerance if jax.default_backend() == "cpu" else max(tolerance, 2e-3)
 
 
