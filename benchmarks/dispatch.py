@@ -49,8 +49,8 @@ PHASES = {"forward": "forward", "grad": "step"}
 # A gain below this does not count: two runs of the same program can differ by so much.
 MARGIN = 0.02
 LOSS = 8  # how much worse a loss is than a gain of the same size
-LEAST = 4  # calls in a leaf
-DEPTH = 6
+LEAST = 10  # calls in a leaf
+DEPTH = 2
 BATCH = 16  # calls that a process measures before it takes others
 # Bytes of operands that a process has in memory at once. Outputs take about 12 times as much, and a
 # process keeps the most that it ever had.
@@ -144,17 +144,24 @@ def sweep(
     """The samples of random calls: ``count`` of each op, or of each family if `auto` contends.
 
     Of each op, the first ``done`` ones are left out.
+    """
+    tasks = []
+    for op in ops:
+        of_families = "auto" in contenders
+        share = sum(other.family == op.family for other in ops) if of_families else 1
+        total = -(-count // share)
+        starts = range(done.get(op.name, 0), total, BATCH)
+        tasks += [(op.name, at, min(BATCH, total - at)) for at in starts]
+    return _run(tasks, contenders, seed, options)
+
+
+def _run(tasks, contenders: Sequence[str], seed: int, options) -> Iterator[Sample]:
+    """Measures tasks: an op, the number of its first call, and how many calls.
 
     Several processes compile at the same time. While one measures, the others do not use the
     device.
     """
     table = options.table if "auto" in contenders else None
-    tasks = []
-    for op in ops:
-        share = 1 if table is None else sum(other.family == op.family for other in ops)
-        total = -(-count // share)
-        starts = range(done.get(op.name, 0), total, BATCH)
-        tasks += [(op.name, at, min(BATCH, total - at)) for at in starts]
     measured = partial(_measured, contenders, seed, options.largest, options.rounds, table)
     with tempfile.NamedTemporaryFile() as device:
         if options.jobs == 1:
@@ -446,40 +453,60 @@ def text(devices: list[dict]) -> str:
 
 
 def check(ops: Sequence[Op], options) -> None:
-    """Measures `auto` on calls of another seed, prints the worst, and writes all results."""
-    rows = []
-    for sample in sweep(ops, options.checks, options.seed + 1, ("auto", "jax.nn"), options):
-        ratio = {use: sample.ratio("auto", "jax.nn", use) for use in PHASES}
+    """Measures `auto` on calls of another seed, prints the worst, and writes all results.
+
+    Calls in which `auto` is slower, by another program, are compiled and measured again.
+    """
+    percent = 5 if environment.platform_name() == "cpu" else 3
+    contenders, seed = ("auto", "jax.nn"), options.seed + 1
+    rows, tasks, counts = [], [], collections.Counter()
+
+    def slower(row) -> set[str]:
+        return {use for use in PHASES if row[use] > 1 + percent / 100}
+
+    for sample in sweep(ops, options.checks, seed, contenders, options):
         about = {"call": sample.call, "family": BY_NAME[sample.op].family}
-        rows.append(about | ratio | {"same": list(sample.same)})
-    families = {op.family for op in ops}
+        row = about | _ratios(sample) | {"same": list(sample.same)}
+        # Where `auto` has the program of plain JAX, a difference is noise.
+        if slower(row) - {*sample.same}:
+            tasks.append((sample.op, counts[sample.op], 1))
+            row["again"] = {}
+        counts[sample.op] += 1
+        rows.append(row)
+    lost = [row for row in rows if "again" in row]
+    for row, sample in zip(lost, _run(tasks, contenders, seed, options), strict=True):
+        row["again"] = _ratios(sample)
     worst = sorted(rows, key=lambda row: -max(row["forward"], row["grad"]))
     for row in worst[:20]:
         print(f"{row['forward']:.2f} forward, {row['grad']:.2f} step: {row['call']}")
     summary = {}
-    for family in sorted(families):
+    for family in sorted({op.family for op in ops}):
         mine = [row for row in rows if row["family"] == family]
+        again = [row for row in lost if row["family"] == family]
+        twice = [row for row in again if (slower(row) - {*row["same"]}) & slower(row["again"])]
         summary[family] = {
             "calls": len(mine),
             "forward": _mean(1 / row["forward"] for row in mine),
             "step": _mean(1 / row["grad"] for row in mine),
-            "slower by 3%": sum(any(row[use] > 1.03 for use in PHASES) for row in mine),
-            # Those whose program is another one than that of plain JAX. The others are noise.
-            "slower, in another program": sum(
-                any(row[use] > 1.03 and use not in row["same"] for use in PHASES) for row in mine
-            ),
+            f"slower by {percent}%": sum(bool(slower(row)) for row in mine),
+            "slower, in another program": len(again),
+            "slower twice, in another program": len(twice),
         }
         print(family, summary[family])
     results = {
         "hardware": environment.hardware(),
         "versions": environment.versions(),
-        "seed": options.seed + 1,
+        "seed": seed,
         "families": summary,
         "calls": worst,
     }
     path = RESULTS / f"dispatch-{environment.slug(results)}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {path}")
+
+
+def _ratios(sample: Sample) -> dict[str, float]:
+    return {use: sample.ratio("auto", "jax.nn", use) for use in PHASES}
 
 
 def _mean(values) -> float:

@@ -101,6 +101,32 @@ def test_a_fit_leaves_what_is_set_by_hand():
     assert fitted["entries"] == {entry: {dtype: {"forward": False, "grad": False}}}
 
 
+def test_a_check_measures_again_what_is_slower(tmp_path, monkeypatch):
+    def sample(name, forward, step, same=()):
+        seconds = {"auto": {"forward": forward, "grad": step}, "jax.nn": dict(forward=1, grad=1)}
+        return dispatch.Sample("relu", name, None, seconds, same)
+
+    first = [
+        sample("fast", 0.5, 0.8),
+        sample("noisy", 1.5, 1.5, ("forward", "grad")),
+        sample("once", 1.0, 1.2, ("forward",)),
+        sample("twice", 1.3, 1.0),
+    ]
+    second = [sample("once", 1.2, 0.9, ("forward",)), sample("twice", 1.3, 1.0)]
+    monkeypatch.setattr(dispatch, "sweep", lambda *_: first)
+    monkeypatch.setattr(dispatch, "_run", lambda tasks, *_: asked.extend(tasks) or second)
+    monkeypatch.setattr(dispatch, "RESULTS", tmp_path)
+    asked: list = []
+    options = types.SimpleNamespace(checks=4, seed=6)
+    dispatch.check([dispatch.BY_NAME["relu"]], options)
+    assert asked == [("relu", 2, 1), ("relu", 3, 1)]
+    (path,) = tmp_path.iterdir()
+    found = json.loads(path.read_text())
+    assert found["seed"] == 7
+    assert [call["call"] for call in found["calls"]] == ["noisy", "twice", "once", "fast"]
+    assert [*found["families"]["relu"].values()][3:] == [3, 2, 1]
+
+
 @pytest.mark.parametrize("op", [op for op in cases.OPS if op.fitted], ids=lambda op: op.name)
 def test_random_calls_are_valid(op):
     """Every call can be traced, states its features, and is the same for the same seed."""

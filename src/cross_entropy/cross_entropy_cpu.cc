@@ -14,11 +14,14 @@ namespace {
 
 FASTOPS_DEFINE_KERNELS(Kernels, cross_entropy_kernels)
 
+// What is done once for a row takes as long as this many bytes of logits.
+constexpr int64_t kBytesPerRow = 256;
+
 // Calls body(row, first byte of the row, label) for each row. The label is -1 if it is left out.
 template <typename Body>
 void OverRows(const CrossEntropyCall& call, int arrays, Executor& executor, const Body& body) {
   const int64_t row_bytes = call.n * ItemSize(call.dtype);
-  ParallelFor(executor, call.rows, 1, static_cast<double>(arrays * row_bytes),
+  ParallelFor(executor, call.rows, 1, static_cast<double>(arrays * row_bytes + kBytesPerRow),
               [&](int64_t begin, int64_t end) {
                 for (int64_t row = begin; row < end; ++row) {
                   const int64_t label = call.labels[row];

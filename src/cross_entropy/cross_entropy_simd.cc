@@ -70,14 +70,14 @@ struct CrossEntropy {
 
   // sum * exp(from - to), where 0 remains 0. From -inf, the result is 0, or NaN for NaN.
   static FASTOPS_INLINE double Moved(double sum, double from, double to) {
-    if (from == to) return sum;
+    if (from == to || sum == 0) return sum;
     return sum * __builtin_exp(from - (to - to == 0 ? to : 0));
   }
 
   static void Forward(const char* x, int64_t n, int64_t label, bool smooth,
                       CrossEntropyStatistics* found) {
     // Differences from an element of the row add up exactly where the logits are far from 0.
-    const double first = ElementAt(x, 0), anchor = first - first == 0 ? first : 0;
+    const double first = smooth ? ElementAt(x, 0) : 0, anchor = first - first == 0 ? first : 0;
     double top = -kInfinity, sum = 0, drift = 0;
     for (int64_t begin = 0; begin < n; begin += kPiece) {
       const int64_t count = n - begin < kPiece ? n - begin : kPiece;
@@ -101,24 +101,30 @@ struct CrossEntropy {
     const Pair<A> top = SetPair<A>(static_cast<Scalar>(gradient.top));
     const Pair<A> log_sum = SetPair<A>(static_cast<Scalar>(gradient.log_sum));
     const Pair<A> scale = SetPair<A>(static_cast<Scalar>(gradient.scale));
-    const auto block = [&]<bool kStream>(auto extent, int64_t i, int64_t count,
-                                         double less) FASTOPS_LAMBDA {
-      const Pair<A> v = LoadElements<E>(extent, x + i * E::kBytes, count);
-      const Pair<A> p = Exp(Sub(Sub(v, top), log_sum));
-      const Pair<A> d = MulAdd(scale, p, SetPair<A>(static_cast<Scalar>(-less)));
-      StoreElements<E, kStream>(extent, dx + i * E::kBytes, E::Narrow(d), count);
-    };
+    const auto block = [&]<bool kStream>(auto extent, int64_t i, int64_t count, Pair<A> less)
+                           FASTOPS_LAMBDA {
+                             const Pair<A> v = LoadElements<E>(extent, x + i * E::kBytes, count);
+                             const Pair<A> p = Exp(Sub(Sub(v, top), log_sum));
+                             StoreElements<E, kStream>(extent, dx + i * E::kBytes,
+                                                       E::Narrow(MulAdd(scale, p, less)), count);
+                           };
+    const Pair<A> others = SetPair<A>(static_cast<Scalar>(-gradient.all));
+    const Pair<A> at_label = SetPair<A>(static_cast<Scalar>(-(gradient.all + gradient.label_too)));
+    if (n < kBlock) {
+      const PairMask<A> is_label = PairOfBits<A>(uint32_t{1} << label);
+      return block.template operator()<false>(Part(), 0, n, Select(is_label, at_label, others));
+    }
     if (gradient.stream) {
       OverAlignedBlocks<E>(dx, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        block.template operator()<true>(extent, i, count, gradient.all);
+        block.template operator()<true>(extent, i, count, others);
       });
       StreamFence();
     } else {
       OverBlocks<kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
-        block.template operator()<false>(extent, i, count, gradient.all);
+        block.template operator()<false>(extent, i, count, others);
       });
     }
-    block.template operator()<false>(Part(), label, 1, gradient.all + gradient.label_too);
+    block.template operator()<false>(Part(), label, 1, at_label);
   }
 };
 
