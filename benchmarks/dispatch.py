@@ -35,7 +35,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks import RESULTS, ROOT, environment, measure
+from benchmarks import RESULTS, ROOT, environment, measure, report
 from benchmarks.cases import OPS, Case, Op, fo, select_ops
 from benchmarks.programs import operands
 from benchmarks.run import build, precision
@@ -50,7 +50,7 @@ PHASES = {"forward": "forward", "grad": "step"}
 MARGIN = 0.02
 LOSS = 8  # how much worse a loss is than a gain of the same size
 LEAST = 10  # calls in a leaf
-DEPTH = 2
+DEPTH = 2  # levels of a tree: more predict other calls no better (docs/dev/log/common.md)
 BATCH = 16  # calls that a process measures before it takes others
 # Bytes of operands that a process has in memory at once. Outputs take about 12 times as much, and a
 # process keeps the most that it ever had.
@@ -155,7 +155,9 @@ def sweep(
     return _run(tasks, contenders, seed, options)
 
 
-def _run(tasks, contenders: Sequence[str], seed: int, options) -> Iterator[Sample]:
+def _run(
+    tasks: Sequence[tuple[str, int, int]], contenders: Sequence[str], seed: int, options
+) -> Iterator[Sample]:
     """Measures tasks: an op, the number of its first call, and how many calls.
 
     Several processes compile at the same time. While one measures, the others do not use the
@@ -307,6 +309,8 @@ def request(case: Case):
 def fit(samples: Sequence[Sample], device: dict, all_entries: bool = False) -> None:
     """Puts the trees for the entries of these samples into a device's part of the table.
 
+    Dtypes that an entry already has, and that no sample has, get the tree for all dtypes, too.
+
     Entries in the device's list "by_hand" stay, unless all are wanted: their trees were changed
     after a fit, for example because of what an op costs inside of a model (docs/dev/log).
     """
@@ -324,7 +328,7 @@ def fit(samples: Sequence[Sample], device: dict, all_entries: bool = False) -> N
                 print(f"{entry}: set by hand, so not changed (--all changes it)")
                 continue
             device["by_hand"] = [name for name in device["by_hand"] if name != entry]
-        for dtype in dtypes:
+        for dtype in {*dtypes, *device["entries"].get(entry, ())}:
             trees = {use: _of_dtype(pooled[use], ORDER.index(dtype)) for use in PHASES}
             device["entries"].setdefault(entry, {})[dtype] = trees
 
@@ -455,11 +459,12 @@ def text(devices: list[dict]) -> str:
 def check(ops: Sequence[Op], options) -> None:
     """Measures `auto` on calls of another seed, prints the worst, and writes all results.
 
-    Calls in which `auto` is slower, by another program, are compiled and measured again.
+    Calls in which `auto` is slower, by another program, are compiled and measured again, each by
+    itself.
     """
     percent = 5 if environment.platform_name() == "cpu" else 3
     contenders, seed = ("auto", "jax.nn"), options.seed + 1
-    rows, tasks, counts = [], [], collections.Counter()
+    rows, lost, tasks, counts = [], [], [], collections.Counter()
 
     def slower(row) -> set[str]:
         return {use for use in PHASES if row[use] > 1 + percent / 100}
@@ -469,11 +474,10 @@ def check(ops: Sequence[Op], options) -> None:
         row = about | _ratios(sample) | {"same": list(sample.same)}
         # Where `auto` has the program of plain JAX, a difference is noise.
         if slower(row) - {*sample.same}:
+            lost.append(row)
             tasks.append((sample.op, counts[sample.op], 1))
-            row["again"] = {}
         counts[sample.op] += 1
         rows.append(row)
-    lost = [row for row in rows if "again" in row]
     for row, sample in zip(lost, _run(tasks, contenders, seed, options), strict=True):
         row["again"] = _ratios(sample)
     worst = sorted(rows, key=lambda row: -max(row["forward"], row["grad"]))
@@ -501,7 +505,7 @@ def check(ops: Sequence[Op], options) -> None:
         "calls": worst,
     }
     path = RESULTS / f"dispatch-{environment.slug(results)}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    report.write(path, results)
     print(f"wrote {path}")
 
 

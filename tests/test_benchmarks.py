@@ -92,13 +92,14 @@ def test_a_fit_leaves_what_is_set_by_hand():
     seconds = {"native": uses, "xla": uses, "jax.nn": uses}
     samples = [dispatch.Sample(op.name, case.name, dispatch.request(case), seconds)] * 8
     entry, dtype = samples[0].request.entry, samples[0].request.dtype
-    trees = {dtype: {"forward": True, "grad": True}}
+    trees = {name: {"forward": True, "grad": True} for name in (dtype, "float64")}
     dispatch.fit(samples, kept := {"by_hand": [entry], "entries": {entry: trees}})
     assert kept["entries"] == {entry: trees}
     fitted = {"by_hand": [entry, "lerp"], "entries": {entry: dict(trees)}}
     dispatch.fit(samples, fitted, True)
     assert fitted["by_hand"] == ["lerp"]
-    assert fitted["entries"] == {entry: {dtype: {"forward": False, "grad": False}}}
+    never = {"forward": False, "grad": False}
+    assert fitted["entries"] == {entry: {dtype: never, "float64": never}}
 
 
 def test_a_check_measures_again_what_is_slower(tmp_path, monkeypatch):
@@ -113,10 +114,10 @@ def test_a_check_measures_again_what_is_slower(tmp_path, monkeypatch):
         sample("twice", 1.3, 1.0),
     ]
     second = [sample("once", 1.2, 0.9, ("forward",)), sample("twice", 1.3, 1.0)]
+    asked: list = []
     monkeypatch.setattr(dispatch, "sweep", lambda *_: first)
     monkeypatch.setattr(dispatch, "_run", lambda tasks, *_: asked.extend(tasks) or second)
     monkeypatch.setattr(dispatch, "RESULTS", tmp_path)
-    asked: list = []
     options = types.SimpleNamespace(checks=4, seed=6)
     dispatch.check([dispatch.BY_NAME["relu"]], options)
     assert asked == [("relu", 2, 1), ("relu", 3, 1)]
@@ -124,7 +125,9 @@ def test_a_check_measures_again_what_is_slower(tmp_path, monkeypatch):
     found = json.loads(path.read_text())
     assert found["seed"] == 7
     assert [call["call"] for call in found["calls"]] == ["noisy", "twice", "once", "fast"]
-    assert [*found["families"]["relu"].values()][3:] == [3, 2, 1]
+    summary = found["families"]["relu"]
+    assert summary["slower, in another program"] == 2
+    assert summary["slower twice, in another program"] == 1
 
 
 @pytest.mark.parametrize("op", [op for op in cases.OPS if op.fitted], ids=lambda op: op.name)

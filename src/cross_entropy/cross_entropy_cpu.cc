@@ -14,7 +14,7 @@ namespace {
 
 FASTOPS_DEFINE_KERNELS(Kernels, cross_entropy_kernels)
 
-// What is done once for a row takes as long as this many bytes of logits.
+// What is done once for a row takes as long as this many bytes of logits: about 30 ns on an EPYC.
 constexpr int64_t kBytesPerRow = 256;
 
 // Calls body(row, first byte of the row, label) for each row. The label is -1 if it is left out.

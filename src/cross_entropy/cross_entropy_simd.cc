@@ -110,7 +110,7 @@ struct CrossEntropy {
                            };
     const Pair<A> others = SetPair<A>(static_cast<Scalar>(-gradient.all));
     const Pair<A> at_label = SetPair<A>(static_cast<Scalar>(-(gradient.all + gradient.label_too)));
-    if (n < kBlock) {
+    if (n < kBlock) {  // one store in place of two
       const PairMask<A> is_label = PairOfBits<A>(uint32_t{1} << label);
       return block.template operator()<false>(Part(), 0, n, Select(is_label, at_label, others));
     }
