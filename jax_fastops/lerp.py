@@ -29,7 +29,7 @@ from jax_fastops._dispatch import SYMBOLIC
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import broadcast_to
+from jax_fastops._views import broadcast_to, broadcast_type, explicit_spec
 
 _SIGNATURE = "~... *n, ~... *n, ~... *n -> ... *n"
 _OPERANDS = "start: ~... *n, end: ~... *n, weight: ~... *n"
@@ -41,10 +41,18 @@ _LERP_BWD = Kernel.declare(
 )
 
 
+def _alike(*operands):
+    """The operands with the sharding of the result, if types have one: `where` needs it."""
+    result = broadcast_type(operands)
+    if explicit_spec(result.sharding, len(result.shape)) is None:
+        return operands
+    return [broadcast_to(x, result) if x.ndim else x for x in operands]
+
+
 @jax.custom_jvp
 def _interpolate(start, end, weight):
     wide = accumulator_dtype(start.dtype)
-    s, e, w = (x.astype(wide) for x in (start, end, weight))
+    s, e, w = _alike(*(x.astype(wide) for x in (start, end, weight)))
     d = e - s
     finite = jnp.isfinite(d)
     from_start = (w < 0.5) | ~finite

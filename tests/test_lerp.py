@@ -712,9 +712,10 @@ def test_operands_that_are_sharded_differently_are_refused():
 
 
 @pytest.mark.jax
-def test_a_replicated_operand_beside_explicit_shards_gets_a_replicated_gradient():
+@pytest.mark.parametrize("mode", ["native", "xla"])
+def test_a_replicated_operand_beside_explicit_shards_gets_a_replicated_gradient(mode):
     mesh = mesh_of(AxisType.Explicit)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), implementation(mode):
         x = jax.device_put(X[:, :2], NamedSharding(mesh, P("b", None, None)))
         y = jax.device_put(X[:, :2], NamedSharding(mesh, P(None, None, None)))
         grads = jax.jit(jax.grad(lambda *a: (fo.lerp(*a, 0.25) ** 2).sum(), (0, 1)))(x, y)
