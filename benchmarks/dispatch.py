@@ -147,8 +147,7 @@ def sweep(
     """
     tasks = []
     for op in ops:
-        of_families = "auto" in contenders
-        share = sum(other.family == op.family for other in ops) if of_families else 1
+        share = sum(other.family == op.family for other in ops) if "auto" in contenders else 1
         total = -(-count // share)
         starts = range(done.get(op.name, 0), total, BATCH)
         tasks += [(op.name, at, min(BATCH, total - at)) for at in starts]
@@ -320,7 +319,7 @@ def fit(samples: Sequence[Sample], device: dict, all_entries: bool = False) -> N
             entries.setdefault(sample.request.entry, []).append(sample)
     for entry, mine in sorted(entries.items()):
         pooled = {use: _pooled(mine, use) for use in PHASES}
-        dtypes = sorted({sample.request.dtype for sample in mine}, key=ORDER.index)
+        dtypes = {sample.request.dtype for sample in mine} | {*device["entries"].get(entry, ())}
         slow = [sum(s.ratio("xla", "jax.nn", use) > 1.03 for s in mine) for use in PHASES]
         print(f"{entry}: {len(mine)} calls, reference slower than jax.nn in {slow}, {pooled}")
         if entry in device.get("by_hand", ()):
@@ -328,7 +327,7 @@ def fit(samples: Sequence[Sample], device: dict, all_entries: bool = False) -> N
                 print(f"{entry}: set by hand, so not changed (--all changes it)")
                 continue
             device["by_hand"] = [name for name in device["by_hand"] if name != entry]
-        for dtype in {*dtypes, *device["entries"].get(entry, ())}:
+        for dtype in dtypes:
             trees = {use: _of_dtype(pooled[use], ORDER.index(dtype)) for use in PHASES}
             device["entries"].setdefault(entry, {})[dtype] = trees
 
