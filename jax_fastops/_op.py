@@ -328,6 +328,12 @@ class Op:
 
     def _plain_jvp(self, primals, tangents, *, call, levels, which):
         del which
+        decision = self.decide(call.request, _dispatch.lowering_platform())
+        if call.request.implementation == "auto" and not decision.gradient.kernel:
+            # As where the forward takes the reference, too: XLA differentiates that, and the
+            # pullback of this package may be slower.
+            reference = _vmapped(self._function("", call, (), native=False), levels)
+            return _jvp_of(reference, primals, tangents)
         outs, _, tangents_out = self._differentiate(primals, tangents, call, levels)
         return outs, tangents_out
 
@@ -342,7 +348,7 @@ class Op:
             def save(*args):
                 return list(self.save(*call.spread(args), **dict(call.options)))
 
-            dots = _jvp_of(_vmapped(save, levels), primals, tangents)
+            _, dots = _jvp_of(_vmapped(save, levels), primals, tangents)
             saved_dots = [d if f else z for d, z, f in zip(dots, saved_dots, floats, strict=True)]
         return outs + saved, tangents_out + saved_dots
 
@@ -356,7 +362,7 @@ class Op:
         by_reference = any(moving[i] for i in self.data)
         if by_reference or not self._determines_results(call, nonzero):
             reference = _vmapped(self._function("", call, (), native=False), levels)
-            return outs, saved, _jvp_of(reference, primals, tangents)
+            return outs, saved, _jvp_of(reference, primals, tangents)[1]
         kept = [r for r in self._kept(call, primals, outs, saved) if r is not None]
         lin_levels = tuple(
             tuple(
@@ -437,7 +443,7 @@ class Op:
         if all(_is_zero(t) for t in tangents[:n]):
             return []
         function = _vmapped(self._function(kind, call, which, native=False), levels)
-        return [_jvp_of(lambda *kept: function(*kept, *primals[n:]), primals[:n], tangents[:n])]
+        return [_jvp_of(lambda *kept: function(*kept, *primals[n:]), primals[:n], tangents[:n])[1]]
 
     def _plain_transpose(self, cts, *operands, call, levels, which):
         """The rule for ``jax.linear_transpose``.
@@ -711,8 +717,8 @@ def _vmapped(function: Callable, levels) -> Callable:
     return function
 
 
-def _jvp_of(function: Callable, primals, tangents) -> list:
-    """Tangents of ``function`` along the nonzero ``tangents``."""
+def _jvp_of(function: Callable, primals, tangents) -> tuple[list, list]:
+    """Results of ``function``, and their tangents along the nonzero ``tangents``."""
     moving = [not _is_zero(t) for t in tangents]
 
     def partial(*chosen):
@@ -720,9 +726,8 @@ def _jvp_of(function: Callable, primals, tangents) -> list:
         return function(*(next(rest) if m else p for p, m in zip(primals, moving, strict=True)))
 
     chosen = [p for p, m in zip(primals, moving, strict=True) if m]
-    return list(
-        jax.jvp(partial, chosen, [t for t, m in zip(tangents, moving, strict=True) if m])[1]
-    )
+    outs, dots = jax.jvp(partial, chosen, [t for t, m in zip(tangents, moving, strict=True) if m])
+    return list(outs), list(dots)
 
 
 def _add(terms: list[list], like: list) -> list:

@@ -1,5 +1,6 @@
 """A call that takes the reference has no larger a program than the same in `jax.nn`."""
 
+import functools
 import pathlib
 import random
 import re
@@ -10,6 +11,7 @@ import jax
 import pytest
 
 import jax_fastops as fo
+from jax_fastops import _dispatch
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 cases = pytest.importorskip("benchmarks.cases")
@@ -73,3 +75,36 @@ def test_a_reference_is_no_larger_than_plain_jax(op, dtype):
             if op.name not in MORE_EXACT or (dtype == "bfloat16" and op.name != "lerp"):
                 assert mine["convert"] <= theirs["convert"], message
                 assert mine.total() <= theirs.total(), message
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", [op for op in cases.OPS if op.fitted], ids=lambda op: op.name)
+def test_a_gradient_that_takes_the_reference_has_its_program(op, dtype, monkeypatch):
+    """Also where a call that is not differentiated takes the kernel."""
+
+    class Everything(dict):
+        def get(self, key, default=None):
+            return self if key != dtype else {"forward": True, "grad": False}
+
+    monkeypatch.setattr(_dispatch, "trees", lambda platform: Everything())
+    rng = random.Random(op.name)
+    while True:  # until there is a call that the kernel can take, and XLA cannot fuse
+        layout = shapes.draw(rng, op, 2**12)
+        case = cases.Case(op, layout, "cpu", dtype)
+        given = zip(case.shapes, case.operand_dtypes, strict=True)
+        args = [jax.ShapeDtypeStruct(*pair) for pair in given]
+        ours = functools.partial(op.ours, **layout.options)
+        with fo.use_implementation("auto"):
+            (call,) = fo.explain(ours)(*args).calls
+        if call.kernel:
+            break
+    cts = jax.eval_shape(functools.partial(op.reference, **layout.options), *args)
+
+    def gradient(implementation):
+        with fo.use_implementation(implementation):
+            return counts(backward(ours, case.differentiated), cts, *args)
+
+    more = gradient("auto") - gradient("xla")
+    # The angles are one array.
+    allowed = Counter(slice=2, concatenate=1) if "rotary" in op.name else Counter()
+    assert more <= allowed, more
