@@ -6,8 +6,9 @@
 // Bound by memory, but not by much: a call of Philox takes about 60 instructions, and gives the
 // bits of eight elements. So there are three kernels:
 //
-// - One for small arrays without a bias or a residual. A thread takes an element, and draws its
-//   block of bits: eight times as many calls of Philox, but no thread waits for another.
+// - One for small arrays without a bias or a residual. A thread takes one or two elements, and
+//   draws their block of bits: four or eight times as many calls of Philox, but no thread waits for
+//   another.
 // - One for other rows of whole blocks of eight elements, without a bias or a residual. A thread
 //   takes a block, and draws once. Not for float64, in which a block is 64 bytes.
 // - One for everything else. A thread takes units of 16 bytes of the whole array, so that all
@@ -47,7 +48,7 @@ struct Params {
   uint32_t count;        // number of elements
   uint32_t first_block;  // the first block of random bits in the row
   FastDivisor columns;
-  FastDivisor row_blocks;  // blocks of random bits in a row
+  FastDivisor row_parts;  // of a row: what threads of ElementsKernel take, or blocks of bits
   uint32_t largest;
   double scale;
   bool aligned;     // x, the residual and y, to 16 bytes
@@ -55,8 +56,9 @@ struct Params {
   bool bias_units;  // a unit's part of the bias is in one row, and aligned
 };
 
-// A small array has at most so many elements: kFew in rows of whole blocks, kSmall in others.
-constexpr int64_t kFew = int64_t{1} << 15, kSmall = 3 * (int64_t{1} << 16);
+// A small array has at most so many elements: kFew in rows of whole blocks, kSmall in others. From
+// kPairs on, a thread takes two.
+constexpr int64_t kFew = int64_t{1} << 15, kPairs = int64_t{1} << 16, kSmall = 5 * kPairs;
 
 // A launch has at most so many elements, so 32-bit indices suffice.
 constexpr int64_t kMostElements = int64_t{1} << 30;
@@ -144,9 +146,9 @@ __device__ __forceinline__ void KeepInShared(const Params& p, uint32_t begin, ui
   for (uint32_t i = threadIdx.x; i <= kMostTaken / 32; i += kThreads) kept[i] = 0;
   __syncthreads();
   const uint32_t columns = p.columns.divisor, first_row = Divide(begin, p.columns);
-  uint32_t index = first_row * p.row_blocks.divisor + (begin - first_row * columns) / kSeedBlock;
+  uint32_t index = first_row * p.row_parts.divisor + (begin - first_row * columns) / kSeedBlock;
   for (index += threadIdx.x;; index += kThreads) {
-    const uint32_t row = Divide(index, p.row_blocks), block = index - row * p.row_blocks.divisor;
+    const uint32_t row = Divide(index, p.row_parts), block = index - row * p.row_parts.divisor;
     const uint32_t column = block * kSeedBlock, first = row * columns + column;
     if (first >= end) break;
     uint32_t bits = KeptBlock(p, row, block);
@@ -212,21 +214,32 @@ __global__ void __launch_bounds__(kThreads, 5) UnitsKernel(const __grid_constant
   }
 }
 
+// A thread takes kTaken elements of a row, one or two: in one word of random bits.
 // IsKept would index the four words at run time, and so put them into local memory.
-template <typename T>
+template <typename T, int kTaken>
 __global__ void __launch_bounds__(kThreads) ElementsKernel(const __grid_constant__ Params p) {
   using A = ComputeType<T>;
-  const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
-  if (index >= p.count) return;
-  const uint32_t row = Divide(index, p.columns), column = index - row * p.columns.divisor;
-  const T x = reinterpret_cast<const T*>(p.x)[index];
+  const uint32_t columns = p.columns.divisor, part = blockIdx.x * kThreads + threadIdx.x;
+  const uint32_t row = Divide(part, p.row_parts);
+  const uint32_t column = (part - row * p.row_parts.divisor) * kTaken;
+  const uint32_t first = row * columns + column;
+  if (first >= p.count) return;
+  const bool both = kTaken == 2 && column + 1 < columns;
+  const T* const x = reinterpret_cast<const T*>(p.x) + first;
+  T* const y = reinterpret_cast<T*>(p.y) + first;
+  const T x0 = x[0];
+  T x1 = {};
+  if (both) x1 = x[1];
   const PhiloxWords bits = RandomBits(p.seeds.At(row), p.first_block + column / kSeedBlock);
   const uint32_t lower = column & 2 ? bits.word[1] : bits.word[0];
   const uint32_t upper = column & 2 ? bits.word[3] : bits.word[2];
   const uint32_t word = column & 4 ? upper : lower;
-  const bool kept = (column & 1 ? word >> 16 : word & 0xffffu) <= p.largest;
-  const A value = kept ? ToCompute(x) * static_cast<A>(p.scale) : A(0);
-  reinterpret_cast<T*>(p.y)[index] = FromCompute<T>(value);
+  const A scale = static_cast<A>(p.scale);
+  const auto drop = [&](T value, uint32_t half) {
+    return FromCompute<T>(half <= p.largest ? ToCompute(value) * scale : A(0));
+  };
+  y[0] = drop(x0, kTaken == 1 && column & 1 ? word >> 16 : word & 0xffffu);
+  if (both) y[1] = drop(x1, word >> 16);
 }
 
 }  // namespace
@@ -257,7 +270,7 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
             .count = static_cast<uint32_t>(count),
             .first_block = static_cast<uint32_t>(column / kSeedBlock),
             .columns = FastDivisor(static_cast<uint32_t>(taken)),
-            .row_blocks = FastDivisor(static_cast<uint32_t>(CeilDiv(taken, kSeedBlock))),
+            .row_parts = FastDivisor(static_cast<uint32_t>(CeilDiv(taken, kSeedBlock))),
             .largest = dropout.largest,
             .scale = dropout.scale,
             .aligned = false,
@@ -268,18 +281,22 @@ cudaError_t Dropout(DType dtype, const DropoutArrays& arrays, int64_t rows, int6
         params.aligned = CommonAlignment({params.x, params.residual, params.y}) == 16;
         params.bias_units = taken % unit == 0 && CommonAlignment({params.bias}) == 16;
         const bool added = arrays.bias != nullptr || arrays.residual != nullptr;
-        int64_t a_block = UnitsTaken(sizeof(T));
+        int64_t threads = CeilDiv(count, UnitsTaken(sizeof(T))) * kThreads;
         auto kernel = KernelOf<DropoutFamily, UnitsKernel<T>>();
         const bool whole = sizeof(T) < 8 && params.aligned && taken % kSeedBlock == 0;
         if (!added && count <= (whole ? kFew : kSmall)) {
-          kernel = KernelOf<DropoutFamily, ElementsKernel<T>>();
-          a_block = kThreads;
+          const bool pairs = count > kPairs;
+          kernel = pairs ? KernelOf<DropoutFamily, ElementsKernel<T, 2>>()
+                         : KernelOf<DropoutFamily, ElementsKernel<T, 1>>();
+          const int64_t parts = pairs ? CeilDiv(taken, 2) : taken;
+          params.row_parts = FastDivisor(static_cast<uint32_t>(parts));
+          threads = parts * (count / taken);
         } else if (!added && whole) {
           if constexpr (sizeof(T) < 8) kernel = KernelOf<DropoutFamily, BlocksKernel<T>>();
-          a_block = kThreads * kSeedBlock;
+          threads = count / kSeedBlock;
         }
         const LaunchConfig config = {
-            .grid = dim3(static_cast<unsigned>(CeilDiv(count, a_block))),
+            .grid = dim3(static_cast<unsigned>(CeilDiv(threads, kThreads))),
             .block = dim3(kThreads),
         };
         const cudaError_t error = Launch(kernel, config, stream, params);
