@@ -10,6 +10,7 @@ Source: Paddle, ``lerp``, which has kernels for up to six dimensions. This one h
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import jax
@@ -65,16 +66,17 @@ def _interpolate(start, end, weight):
 def _interpolate_jvp(primals, tangents):
     """The derivative of ``start + weight * (end - start)`` in its dtype, as JAX computes it."""
     y = _interpolate(*primals)
-    s, e, w = primals
-    factors = (lambda: 1 - w, lambda: w, lambda: e - s)
-    terms = [
-        factor() * t
-        for factor, t in zip(factors, tangents, strict=True)
-        if not isinstance(t, jax.custom_derivatives.SymbolicZero)
-    ]
-    if not terms:
+    moving = [not isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
+    if not any(moving):
         return y, jnp.zeros_like(y)
-    dy = functools.reduce(jnp.add, terms)
+
+    def plain(*chosen):
+        rest = iter(chosen)
+        s, e, w = (next(rest) if m else x for x, m in zip(primals, moving, strict=True))
+        return s + w * (e - s)
+
+    chosen = (list(itertools.compress(xs, moving)) for xs in (primals, tangents))
+    _, dy = jax.jvp(plain, *chosen)
     return y, match_varying([broadcast_to(dy, jax.typeof(y)), y])[0]
 
 
@@ -130,8 +132,8 @@ def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
     - ``end - (1 - weight) * d`` for any other weight.
 
     It is computed in float32 (float64 for float64) and rounded once. Derivatives of every order are
-    those of ``start + weight * (end - start)``. The kernel computes gradients in float32, too, and
-    the reference in the dtype.
+    those of ``start + weight * (end - start)``. The reference computes them as JAX does, in the
+    dtype. The kernel computes them in float32, and that of ``start`` as ``(1 - weight) * dy``.
 
     Args:
       start: array of any shape, or a number; float32, bfloat16, float16 or float64.
