@@ -372,7 +372,7 @@ def test_nan_and_infinity(dtype):
         want = jax.jit(value_and_gradients(reference))(dy, start, end, weight)
         with implementation("xla"):
             plain = jax.jit(value_and_gradients(fo.lerp))(dy, start, end, weight)
-        # The gradient of start is dy - w * dy in jax.numpy and the reference, and (1 - w) * dy in the
+        # The gradient of start is dy - w * dy in jax.numpy and the reference, (1 - w) * dy in the
         # kernel. They differ if dy is infinite.
         got, want, plain = map(jax.tree.leaves, (got, want, plain))
         same = [True] * 4 if np.isfinite(dy).all() else [True, False, True, True]
