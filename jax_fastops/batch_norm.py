@@ -261,11 +261,34 @@ def _statistics_reference(x, *, channels=_CHANNELS, dtype=None):
     """
     dtype = x.dtype if dtype is None else dtype
     x, axes = _wide(x), _others(x, channels)
-    anchor = None if dtype == jnp.bfloat16 else _anchor(x, axes)
-    centred = x if anchor is None else x - anchor
-    shift = jnp.mean(centred, axes)
+    if dtype != jnp.bfloat16:
+        return _anchored(x, axes)
+    mean = jnp.mean(x, axes)
+    return mean, jnp.maximum(0, jnp.mean(jnp.square(x), axes) - jnp.square(mean))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _anchored(x, axes):
+    return _from_anchor(x, axes)[:2]
+
+
+@_anchored.defjvp
+def _anchored_jvp(axes, primals, tangents):
+    """By deviations from the mean, whose gradient reads no anchor."""
+    (x,), (dx,) = primals, tangents
+    mean, var, lost = _from_anchor(x, axes)
+    centred, dmean = x - jnp.expand_dims(mean, axes), jnp.mean(dx, axes)
+    return (mean, var), (dmean, 2 * (jnp.mean(centred * dx, axes) - lost * dmean))
+
+
+def _from_anchor(x, axes):
+    """Mean, variance, and what the mean lost when it was rounded."""
+    anchor = _anchor(x, axes)
+    centred = x - anchor
+    anchor, shift = jnp.squeeze(anchor, axes), jnp.mean(centred, axes)
     var = jnp.maximum(0, jnp.mean(jnp.square(centred), axes) - jnp.square(shift))
-    return shift if anchor is None else jnp.squeeze(anchor, axes) + shift, var
+    mean = jnp.where(jnp.isfinite(anchor), anchor + shift, anchor)  # not NaN if it is infinite
+    return mean, var, (anchor - mean) + shift
 
 
 def _anchor(x, axes):
@@ -280,8 +303,7 @@ def _anchor(x, axes):
     for axis in reversed(axes):  # the first one, which may be sharded, last
         middle = x.shape[axis] // 2 if isinstance(x.shape[axis], int) else 0
         x = jax.lax.slice_in_dim(x, middle, middle + 1, axis=axis)
-    x = jax.lax.stop_gradient(x)
-    return jnp.where(jnp.isfinite(x), x, 0)
+    return jax.lax.stop_gradient(x)
 
 
 def _statistics_pullback(kept, cts):
