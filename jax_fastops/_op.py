@@ -13,7 +13,7 @@ residuals live between forward and backward. The derivatives of ``_lin`` and ``_
 to the residuals are those of the reference, so derivatives of every order are exact. After partial
 evaluation, a gradient program holds only ``_fwd`` and ``_vjp``.
 
-Where ``auto`` takes the reference with gradients, JAX differentiates the reference instead.
+Where ``auto`` takes the reference for a differentiated call, JAX differentiates that instead.
 
 Under ``vmap``, a mapped axis becomes one more batch dimension if the signature says that the op
 treats examples independently. Otherwise (a mapped parameter, a gradient summed over rows, an op
@@ -332,8 +332,8 @@ class Op:
         del which
         decision = self.decide(call.request, _dispatch.lowering_platform())
         if call.request.implementation == "auto" and not decision.gradient.kernel:
-            # JAX differentiates it, as where the forward takes it, too: XLA may compile the op's
-            # own pullback to slower code.
+            # JAX differentiates the reference, as in a call whose forward takes it. XLA may compile
+            # the op's own pullback to slower code.
             reference = _vmapped(self._function("", call, (), native=False), levels)
             return _jvp_of(reference, primals, tangents)
         outs, _, tangents_out = self._differentiate(primals, tangents, call, levels)

@@ -274,7 +274,7 @@ def _anchored(x, axes):
 
 @_anchored.defjvp
 def _anchored_jvp(axes, primals, tangents):
-    """By deviations from the mean, whose gradient reads no anchor."""
+    """Tangents by deviations from the mean, so that the gradient reads no anchor."""
     (x,), (dx,) = primals, tangents
     mean, var, lost = _from_anchor(x, axes)
     centred, dmean = x - jnp.expand_dims(mean, axes), jnp.mean(dx, axes)
@@ -287,7 +287,7 @@ def _from_anchor(x, axes):
     centred = x - anchor
     anchor, shift = jnp.squeeze(anchor, axes), jnp.mean(centred, axes)
     var = jnp.maximum(0, jnp.mean(jnp.square(centred), axes) - jnp.square(shift))
-    mean = jnp.where(jnp.isfinite(anchor), anchor + shift, anchor)  # not NaN if it is infinite
+    mean = anchor + shift
     return mean, var, (anchor - mean) + shift
 
 
@@ -303,7 +303,8 @@ def _anchor(x, axes):
     for axis in reversed(axes):  # the first one, which may be sharded, last
         middle = x.shape[axis] // 2 if isinstance(x.shape[axis], int) else 0
         x = jax.lax.slice_in_dim(x, middle, middle + 1, axis=axis)
-    return jax.lax.stop_gradient(x)
+    x = jax.lax.stop_gradient(x)
+    return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def _statistics_pullback(kept, cts):

@@ -236,15 +236,14 @@ def _add_bias(x, bias):
 
 
 def _split_reference(x, bias, *, num_heads: int, parts: int, **_):
-    rows = x.shape[:-1]
-    fixed = all(isinstance(n, int) for n in rows)
-    few = bias is not None and fixed and math.prod(rows) < _FEW_TOKENS
     x = _add_bias(x, bias)
     head_size = x.shape[-1] // (parts * num_heads)
     if parts == 1:
         return jnp.swapaxes(split_last(x, (num_heads, head_size)), -3, -2)
     x = split_last(x, (parts, num_heads, head_size))
-    if few:
+    tokens = x.shape[:-3]
+    fixed = all(isinstance(n, int) for n in tokens)
+    if bias is not None and fixed and math.prod(tokens) < _FEW_TOKENS:
         pieces = [jax.lax.index_in_dim(x, i, x.ndim - 3, keepdims=False) for i in range(parts)]
     else:  # the gradient of indexing adds zeros, which turns -0 into +0
         pieces = [jnp.squeeze(p, -3) for p in jax.lax.split(x, (1,) * parts, axis=x.ndim - 3)]

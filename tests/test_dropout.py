@@ -340,14 +340,16 @@ def test_rates_at_the_ends(mode, dtype):
     assert np.all(fo.dropout_mask(key, (5, 9), 0)) and not np.any(fo.dropout_mask(key, (5, 9), 1))
 
 
-# On a GPU, arrays of more than 2**15 elements, or 3 * 2**16, have other kernels.
 N = (1, 2, 3, 7, 8, 9, 15, 16, 31, 33, 64, 127, 1000, 1025, 4095, 4096, 4097, 100_000, 100_001)
+# On a GPU, arrays of more elements have other kernels.
+BOUNDS = (2**15, 2**16, 5 * 2**16)
 
 
 def test_lengths(dtype):
     """The kernel has the bits of the definition. Offsets make rows unaligned."""
     rng, key = np.random.default_rng(2), raw_key(4)
-    shapes = [(2, 5, 33), (8000, 33), (8000, 8), (1000, 64), *((3, n) for n in N)]
+    shapes = [(2, 5, 33), (11_000, 33), (8000, 8), (1000, 64), *((3, n) for n in N)]
+    shapes += [(1, n + more) for n in BOUNDS for more in (-1, 0, 1)] + [(4, 120_001)]
     xs = [normal(rng, shape, dtype) for shape in shapes]
 
     def offset(xs):

@@ -48,7 +48,7 @@ struct Params {
   uint32_t count;        // number of elements
   uint32_t first_block;  // the first block of random bits in the row
   FastDivisor columns;
-  FastDivisor row_parts;  // of a row: what threads of ElementsKernel take, or blocks of bits
+  FastDivisor row_parts;  // parts of a row: what a thread takes (ElementsKernel), or blocks of bits
   uint32_t largest;
   double scale;
   bool aligned;     // x, the residual and y, to 16 bytes
@@ -56,8 +56,8 @@ struct Params {
   bool bias_units;  // a unit's part of the bias is in one row, and aligned
 };
 
-// A small array has at most so many elements: kFew in rows of whole blocks, kSmall in others. From
-// kPairs on, a thread takes two.
+// A small array has at most so many elements: kFew in rows that BlocksKernel takes, kSmall in
+// others. In those, a thread takes two elements if there are more than kPairs.
 constexpr int64_t kFew = int64_t{1} << 15, kPairs = int64_t{1} << 16, kSmall = 5 * kPairs;
 
 // A launch has at most so many elements, so 32-bit indices suffice.
