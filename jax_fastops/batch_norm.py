@@ -252,7 +252,7 @@ def _wide(x):
     return x.astype(accumulator_dtype(x.dtype))
 
 
-def _statistics_reference(x, *, channels=_CHANNELS, dtype=None):
+def _statistics_reference(x, *, channels=_CHANNELS, dtype=None) -> tuple[jax.Array, jax.Array]:
     """Mean and biased variance of each channel, in one pass over differences from an anchor.
 
     bfloat16 has no anchor, as in Flax. The error of the variance grows with the square of mean over

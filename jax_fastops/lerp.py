@@ -56,9 +56,9 @@ def _interpolate(start, end, weight):
     s, e, w = _alike(*(x.astype(wide) for x in (start, end, weight)))
     d = e - s
     finite = jnp.isfinite(d)
-    from_start = (w < 0.5) | ~finite
-    near = jnp.where(from_start, s, e)
-    factor = jnp.where(from_start, w, w - 1)
+    from_end = (w >= 0.5) & finite
+    near = jnp.where(from_end, e, s)
+    factor = jnp.where(from_end, w - 1, w)
     return jnp.where(finite & (factor == 0), near, near + factor * d).astype(start.dtype)
 
 
@@ -75,8 +75,8 @@ def _interpolate_jvp(primals, tangents):
         s, e, w = (next(rest) if m else x for x, m in zip(primals, moving, strict=True))
         return s + w * (e - s)
 
-    chosen = (list(itertools.compress(xs, moving)) for xs in (primals, tangents))
-    _, dy = jax.jvp(plain, *chosen)
+    chosen, dots = (list(itertools.compress(xs, moving)) for xs in (primals, tangents))
+    _, dy = jax.jvp(plain, chosen, dots)
     return y, match_varying([broadcast_to(dy, jax.typeof(y)), y])[0]
 
 
