@@ -335,7 +335,7 @@ class Op:
             # JAX differentiates the reference, as in a call whose forward takes it. XLA may compile
             # the op's own pullback to slower code.
             reference = _vmapped(self._function("", call, (), native=False), levels)
-            return _jvp_of(reference, primals, tangents)
+            return jvp_of(reference, primals, tangents)
         outs, _, tangents_out = self._differentiate(primals, tangents, call, levels)
         return outs, tangents_out
 
@@ -350,7 +350,7 @@ class Op:
             def save(*args):
                 return list(self.save(*call.spread(args), **dict(call.options)))
 
-            _, dots = _jvp_of(_vmapped(save, levels), primals, tangents)
+            _, dots = jvp_of(_vmapped(save, levels), primals, tangents)
             saved_dots = [d if f else z for d, z, f in zip(dots, saved_dots, floats, strict=True)]
         return outs + saved, tangents_out + saved_dots
 
@@ -364,7 +364,7 @@ class Op:
         by_reference = any(moving[i] for i in self.data)
         if by_reference or not self._determines_results(call, nonzero):
             reference = _vmapped(self._function("", call, (), native=False), levels)
-            return outs, saved, _jvp_of(reference, primals, tangents)[1]
+            return outs, saved, jvp_of(reference, primals, tangents)[1]
         kept = [r for r in self._kept(call, primals, outs, saved) if r is not None]
         lin_levels = tuple(
             tuple(
@@ -445,7 +445,7 @@ class Op:
         if all(_is_zero(t) for t in tangents[:n]):
             return []
         function = _vmapped(self._function(kind, call, which, native=False), levels)
-        return [_jvp_of(lambda *kept: function(*kept, *primals[n:]), primals[:n], tangents[:n])[1]]
+        return [jvp_of(lambda *kept: function(*kept, *primals[n:]), primals[:n], tangents[:n])[1]]
 
     def _plain_transpose(self, cts, *operands, call, levels, which):
         """The rule for ``jax.linear_transpose``.
@@ -709,7 +709,8 @@ def _zero_tangent(primal) -> ad.Zero:
 
 
 def _is_zero(tangent) -> bool:
-    return type(tangent) is ad.Zero or getattr(tangent, "dtype", None) == jax.dtypes.float0
+    symbolic = isinstance(tangent, (ad.Zero, jax.custom_derivatives.SymbolicZero))
+    return symbolic or getattr(tangent, "dtype", None) == jax.dtypes.float0
 
 
 def _vmapped(function: Callable, levels) -> Callable:
@@ -719,7 +720,7 @@ def _vmapped(function: Callable, levels) -> Callable:
     return function
 
 
-def _jvp_of(function: Callable, primals, tangents) -> tuple[list, list]:
+def jvp_of(function: Callable, primals, tangents) -> tuple[list, list]:
     """Results of ``function``, and their tangents along the nonzero ``tangents``."""
     moving = [not _is_zero(t) for t in tangents]
 

@@ -261,8 +261,11 @@ def _statistics_reference(x, *, channels=_CHANNELS, dtype=None) -> tuple[jax.Arr
     """
     dtype = x.dtype if dtype is None else dtype
     x, axes = _wide(x), _others(x, channels)
-    if dtype != jnp.bfloat16:
-        return _anchored(x, axes)
+    return _moments(x, axes) if dtype == jnp.bfloat16 else _anchored(x, axes)
+
+
+def _moments(x, axes):
+    """Mean and biased variance, whose digits a mean far from zero costs."""
     mean = jnp.mean(x, axes)
     return mean, jnp.maximum(0, jnp.mean(jnp.square(x), axes) - jnp.square(mean))
 
@@ -282,11 +285,10 @@ def _anchored_jvp(axes, primals, tangents):
 
 
 def _from_anchor(x, axes):
-    """Mean, variance, and what the mean lost when it was rounded."""
+    """Mean, variance, and the rounding error of the mean."""
     anchor = _anchor(x, axes)
-    centred = x - anchor
-    anchor, shift = jnp.squeeze(anchor, axes), jnp.mean(centred, axes)
-    var = jnp.maximum(0, jnp.mean(jnp.square(centred), axes) - jnp.square(shift))
+    shift, var = _moments(x - anchor, axes)
+    anchor = jnp.squeeze(anchor, axes)
     mean = anchor + shift
     return mean, var, (anchor - mean) + shift
 

@@ -16,7 +16,6 @@ Transformer with Rotary Position Embedding".
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, Literal
 
 import jax
@@ -27,7 +26,13 @@ from jax.typing import ArrayLike
 from jax_fastops._arguments import FLOATING, as_arrays, epsilon, integer, one_of
 from jax_fastops._broadcast import add, of_rank
 from jax_fastops._dispatch import by_width
-from jax_fastops._kernel import Kernel, gradients_unless_mapped, shards_of, unless_mapped
+from jax_fastops._kernel import (
+    Kernel,
+    gradients_unless_mapped,
+    shards_of,
+    size_of,
+    unless_mapped,
+)
 from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._signature import accumulator_dtype
@@ -240,10 +245,9 @@ def _split_reference(x, bias, *, num_heads: int, parts: int, **_):
     head_size = x.shape[-1] // (parts * num_heads)
     if parts == 1:
         return jnp.swapaxes(split_last(x, (num_heads, head_size)), -3, -2)
+    few = bias is not None and size_of(x) < _FEW_TOKENS * size_of(bias)
     x = split_last(x, (parts, num_heads, head_size))
-    tokens = x.shape[:-3]
-    fixed = all(isinstance(n, int) for n in tokens)
-    if bias is not None and fixed and math.prod(tokens) < _FEW_TOKENS:
+    if few:
         pieces = [jax.lax.index_in_dim(x, i, x.ndim - 3, keepdims=False) for i in range(parts)]
     else:  # the gradient of indexing adds zeros, which turns -0 into +0
         pieces = [jnp.squeeze(p, -3) for p in jax.lax.split(x, (1,) * parts, axis=x.ndim - 3)]

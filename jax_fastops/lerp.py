@@ -10,7 +10,6 @@ Source: Paddle, ``lerp``, which has kernels for up to six dimensions. This one h
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 
 import jax
@@ -28,7 +27,7 @@ from jax_fastops._broadcast import (
 )
 from jax_fastops._dispatch import SYMBOLIC
 from jax_fastops._kernel import Kernel, match_varying
-from jax_fastops._op import Op
+from jax_fastops._op import Op, jvp_of
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import broadcast_to, broadcast_type, explicit_spec
 
@@ -66,17 +65,7 @@ def _interpolate(start, end, weight):
 def _interpolate_jvp(primals, tangents):
     """The derivative of ``start + weight * (end - start)`` in its dtype, as JAX computes it."""
     y = _interpolate(*primals)
-    moving = [not isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
-    if not any(moving):
-        return y, jnp.zeros_like(y)
-
-    def plain(*chosen):
-        rest = iter(chosen)
-        s, e, w = (next(rest) if m else x for x, m in zip(primals, moving, strict=True))
-        return s + w * (e - s)
-
-    chosen, dots = (list(itertools.compress(xs, moving)) for xs in (primals, tangents))
-    _, dy = jax.jvp(plain, chosen, dots)
+    _, (dy,) = jvp_of(lambda s, e, w: [s + w * (e - s)], primals, tangents)
     return y, match_varying([broadcast_to(dy, jax.typeof(y)), y])[0]
 
 
