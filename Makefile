@@ -2,6 +2,7 @@
 ## make test        the quick tests
 ## make test-slow   the exhaustive rest
 ## make test-all    both
+## make test-settings  tests of the ops under JAX's strict settings of promotion
 ## make sanitize    tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 ## make soak-thread  random calls of 8 threads under ThreadSanitizer, on the CPU
 ## make bench       measure every op on the device that JAX has
@@ -55,8 +56,8 @@ requirements = $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pypro
   ["project"]["optional-dependencies"]["$(1)"], sep="\n")'
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all sanitize sanitized soak-thread bench docs docs-check readme format \
-  lint types wheel release cuda-nvcc clean FORCE
+.PHONY: help demo test test-slow test-all test-settings sanitize sanitized soak-thread bench docs docs-check readme \
+  format lint types wheel release cuda-nvcc clean FORCE
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -69,6 +70,10 @@ test: $(VENV)/.package
 
 test-slow: $(VENV)/.package
 	$(BIN)/python -m pytest -m slow -n $(JOBS) $(PYTEST_ARGS)
+
+test-settings: $(VENV)/.package
+	JAX_FASTOPS_TEST_SETTINGS=strict $(BIN)/python -m pytest -m "(settings or transform) and not slow" \
+	  -n $(JOBS) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.package
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)

@@ -72,5 +72,4 @@ __all__ = [
 ]
 
 _native.register()
-if os.environ.get("JAX_FASTOPS_LOG") == "dispatch":
-    _explain.log_decisions()
+_explain.log(os.environ.get("JAX_FASTOPS_LOG", ""))

@@ -9,6 +9,11 @@ import jax
 import jax.core
 import numpy as np
 
+try:
+    from jax.experimental import jet
+except ImportError:  # experimental
+    jet = None
+
 # Raised if a symbolic size cannot be compared.
 InconclusiveDimensionOperation = (
     getattr(jax.errors, "InconclusiveDimensionOperation", None)
@@ -56,6 +61,28 @@ def partitions(ctx) -> int:
         return axes.num_devices or 1
     sizes = dict(axes.mesh.shape)
     return math.prod(n for name, n in sizes.items() if name not in axes.manual_axes)
+
+
+def set_jet_rule(primitive, function_of) -> None:
+    """Gives a primitive a rule of ``jax.experimental.jet``: the series of ``function_of(params)``."""
+
+    def rule(primals, series, **params):
+        # Inside of rules, no term has the factor of its order.
+        return jet.jet(function_of(params), primals, series, factorial_scaled=False)
+
+    if jet is not None:
+        jet.jet_rules[primitive] = rule
+
+
+def as_one_primitive(function, name: str):
+    """``function``, marked as the evaluation of one primitive.
+
+    Under ``jax_debug_nans``, JAX evaluates a jitted function again, primitive by primitive, to find
+    the one that makes a NaN. Without the mark it would evaluate this function again, too.
+    """
+    function.__name__ = function.__qualname__ = name
+    function._apply_primitive = True
+    return function
 
 
 def source_line(equation) -> str:

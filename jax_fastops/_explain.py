@@ -260,8 +260,15 @@ def _logged(record: _Record) -> str:
     return f"{call}: {both[0]}" + ("" if both[0] == both[1] else f"; with gradients {both[1]}")
 
 
-def log_decisions() -> None:
-    """Logs each decision to the standard error output, while calls are traced."""
+def log(what: str) -> None:
+    """Logs what ``JAX_FASTOPS_LOG`` names to the standard error output.
+
+    ``"dispatch"``: each decision, while calls are traced. An empty text: nothing.
+    """
+    if what not in ("", "dispatch"):
+        raise ValueError(f"JAX_FASTOPS_LOG: it is {what!r}; it must be 'dispatch' or empty")
+    if not what:
+        return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     _log.addHandler(handler)

@@ -131,7 +131,7 @@ class KernelCall:
     attributes: tuple[tuple[str, Any], ...]
 
     def __call__(self):
-        found = kernel_call_p.bind(
+        found = _call_primitive(_context.name or self.kernel.name).bind(
             *match_varying(self.operands),
             kernel=self.kernel.name,
             signature=self.signature,
@@ -267,22 +267,33 @@ def fold(signature: Signature, operands, dims, before: Sequence[int] | None = No
     return folded
 
 
-_lowering = threading.local()
+class _Context(threading.local):
+    """For how many devices this thread lowers a program, and the name of the kernels' calls."""
+
+    devices = 1
+    name = ""
+
+
+_context = _Context()
 
 
 @contextlib.contextmanager
-def partitioned_over(devices: int):
-    """A context that sets over how many devices XLA may partition what is lowered inside."""
-    before, _lowering.devices = getattr(_lowering, "devices", 1), devices
+def lowering_for(devices: int, name: str = ""):
+    """A context for what is lowered inside.
+
+    XLA may partition it over this number of devices. Its calls of kernels have this name.
+    """
+    before = _context.devices, _context.name
+    _context.devices, _context.name = devices, name
     try:
         yield
     finally:
-        _lowering.devices = before
+        _context.devices, _context.name = before
 
 
 def partitions() -> int:
     """The number of devices over which XLA may partition the call that is being lowered."""
-    return getattr(_lowering, "devices", 1)
+    return _context.devices
 
 
 def shards_of(length, axis, sharding, shortest: int) -> int:
@@ -377,26 +388,36 @@ def compiled(primitive: Primitive, params: dict):
 
 @functools.cache
 def _compiled(primitive: Primitive, params: tuple):
-    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+    def call(*operands):
+        return primitive.bind(*operands, **dict(params))
+
+    return jax.jit(_compat.as_one_primitive(call, primitive.name))
 
 
-kernel_call_p = Primitive("fastops_kernel_call")
-kernel_call_p.multiple_results = True
-kernel_call_p.def_impl(lambda *operands, **params: compiled(kernel_call_p, params)(*operands))
+@functools.cache
+def _call_primitive(name: str) -> Primitive:
+    """The primitive of the kernels' calls of this name. XLA and profilers show the name."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *operands, **params: compiled(primitive, params)(*operands))
+    primitive.def_abstract_eval(_abstract_eval)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, _lower(primitive, platform), platform=platform)
+    return primitive
 
 
-@kernel_call_p.def_abstract_eval
 def _abstract_eval(*avals, kernel, signature, attributes, layouts):
     del kernel, attributes, layouts
     return infer_avals(signature, avals)
 
 
-def _batch(operands, dims, *, kernel, signature, attributes, layouts):
+def _batch(primitive, operands, dims, *, kernel, signature, attributes, layouts):
     assert layouts is None, "the batch-first form exists only in lowering rules"
     params = dict(kernel=kernel, signature=signature, attributes=attributes, layouts=None)
     mapped = [d is not None for d in dims]
     if signature.folds(mapped):
-        outs = kernel_call_p.bind(*match_varying(fold(signature, operands, dims)), **params)
+        outs = primitive.bind(*match_varying(fold(signature, operands, dims)), **params)
     else:
         fronts = [
             jnp.moveaxis(x, d, 0) for x, d, m in zip(operands, dims, mapped, strict=True) if m
@@ -405,7 +426,7 @@ def _batch(operands, dims, *, kernel, signature, attributes, layouts):
         def one(examples):
             rest = iter(examples)
             args = [next(rest) if m else x for x, m in zip(operands, mapped, strict=True)]
-            return kernel_call_p.bind(*match_varying(args), **params)
+            return primitive.bind(*match_varying(args), **params)
 
         _, axis, mesh = mapped_axis(operands, dims)
         if axis is None:
@@ -416,10 +437,7 @@ def _batch(operands, dims, *, kernel, signature, attributes, layouts):
     return outs, [0] * len(outs)
 
 
-batching.primitive_batchers[kernel_call_p] = _batch
-
-
-def _lower(platform: str):
+def _lower(primitive: Primitive, platform: str):
     def rule(ctx, *operands, kernel, signature, attributes, layouts):
         devices = _compat.partitions(ctx)
         unshared = any(slot.spread or not slot.batched for slot in signature.operands)
@@ -429,6 +447,7 @@ def _lower(platform: str):
                 bound = signature.bind([x.shape for x in operands])
                 operands = spread_out(signature, operands, devices)
                 return _batch_first(
+                    primitive,
                     *operands,
                     kernel=kernel,
                     signature=signature,
@@ -534,7 +553,7 @@ def copies_too_much(call: KernelCall) -> bool:
 
 
 def _batch_first(
-    *operands, kernel, signature: Signature, attributes, bound: Bound
+    primitive, *operands, kernel, signature: Signature, attributes, bound: Bound
 ) -> list[jax.Array]:
     """The call in its batch-first form, with the transpositions before and after it.
 
@@ -582,7 +601,7 @@ def _batch_first(
     whole = None
     if signature.spreads_alone:
         whole = (1,) * ones + bound.batch + tuple(bound.sizes[name] for name in signature.free)
-    results = kernel_call_p.bind(
+    results = primitive.bind(
         *map(enter, operands, orders[:count], slots[:count]),
         kernel=kernel,
         signature=Signature(tuple(inner[:count]), tuple(inner[count:]), whole),
@@ -599,10 +618,6 @@ def _minor_to_major(order: Sequence[int]) -> tuple[int, ...]:
 
 def _inverse(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argsort(order))
-
-
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(kernel_call_p, _lower(_platform), platform=_platform)
 
 
 def sharding_rule(signature: Signature, avals_in, avals_out, n_batch: int) -> str:

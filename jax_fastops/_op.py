@@ -35,16 +35,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from jax_fastops import _compat, _dispatch, _explain, _implementation, _native, _patched
+from jax_fastops import _compat, _dispatch, _explain, _implementation, _native
 from jax_fastops._kernel import (
     Kernel,
     compiled,
     fold,
     infer_avals,
+    lowering_for,
     match_varying,
-    partitioned_over,
     split_spec,
 )
+from jax_fastops._settings import own_code
 from jax_fastops._signature import Signature, Slot, parse_slots
 from jax_fastops._views import broadcast_to, broadcast_type
 
@@ -220,11 +221,13 @@ class Op:
             fused=fused,
         )
 
+        @own_code()
         def kernel(*args):
             if native is not None:
                 return native(request, *args)
             return self.bind(request, *args, signature=signature, **options)
 
+        @own_code()
         def reference(*args):
             return (otherwise or functools.partial(self.reference, **options))(*args)
 
@@ -595,13 +598,7 @@ class Op:
                 if w
             ]
 
-        function = {"": plain, "_fwd": fwd, "_lin": lin, "_vjp": vjp}[kind]
-
-        def unpatched(*operands):
-            with _patched.off():  # references use jax.nn
-                return function(*operands)
-
-        return unpatched
+        return own_code()({"": plain, "_fwd": fwd, "_lin": lin, "_vjp": vjp}[kind])
 
     def _reference_of(self, kept, which, options):
         """The reference as a function of the operands marked in ``which``, and these operands."""
@@ -652,6 +649,7 @@ class _Stage:
         primitive.def_impl(lambda *xs, **params: compiled(primitive, params)(*xs))
         primitive.def_abstract_eval(self._abstract_eval)
         batching.primitive_batchers[primitive] = self._batch
+        _compat.set_jet_rule(primitive, lambda params: self._function(native=False, **params))
         mlir.register_lowering(primitive, self._lowering(None))
         for platform in ("cpu", "cuda"):
             mlir.register_lowering(primitive, self._lowering(platform), platform=platform)
@@ -689,12 +687,15 @@ class _Stage:
         outs = self.bind(fronts, call, (tuple(mapped), *levels), which)
         return outs, [0] * len(outs)
 
+    def _function(self, *, native: bool, call, levels, which):
+        return _vmapped(self.op._function(self.kind, call, which, native), levels)
+
     def _lowering(self, platform: str | None):
         def rule(ctx, *operands, call, levels, which):
             native = platform is not None and self.op.uses_kernel(self.kind, call, platform)
-            function = self.op._function(self.kind, call, which, native)
-            lowered = mlir.lower_fun(_vmapped(function, levels), multiple_results=True)
-            with partitioned_over(_compat.partitions(ctx)):
+            function = self._function(native=native, call=call, levels=levels, which=which)
+            lowered = mlir.lower_fun(function, multiple_results=True)
+            with lowering_for(_compat.partitions(ctx), self.primitive.name):
                 return lowered(ctx, *operands)
 
         return rule

@@ -33,6 +33,7 @@ from jax_fastops._random import (
     seed_operands,
     seeded,
 )
+from jax_fastops._settings import own_code
 from jax_fastops._signature import accumulator_dtype
 
 _KERNEL = Kernel.declare(
@@ -200,6 +201,7 @@ def _size(size: Any) -> Any:
     return size
 
 
+@own_code()
 def dropout_mask(
     key: ArrayLike, shape: SupportsIndex | Sequence[SupportsIndex], rate: float
 ) -> jax.Array:

@@ -147,7 +147,10 @@ def _sign(scale, x, windows: _Windows) -> jax.Array:
     return jnp.where(scale < 0, -1, 1).astype(x.dtype).reshape(shape)
 
 
+# Jitted, so that an eager call has no array with the -inf of the padding: `jax_debug_infs` would
+# raise an error for it.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _pool(windows: _Windows, differentiated: bool, x, sign):
     x = _times(sign, x)
     if differentiated or x.dtype.itemsize == 2:
@@ -200,6 +203,7 @@ def _elements(windows: _Windows, x) -> list[jax.Array]:
     return found
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _places(windows: _Windows, x) -> jax.Array:
     """The place of each maximum in its window, row by row. The first of equal elements."""
     best, *rest = _elements(windows, x)

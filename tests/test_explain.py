@@ -394,19 +394,28 @@ def test_a_terminal_gets_colors(native, monkeypatch):
     assert "━" in str(found) or "─" in str(found)
 
 
-def test_the_log():
-    code = (
-        "import jax, jax.numpy as jnp, jax_fastops as fo\n"
-        "jax.jit(jax.grad(lambda x: fo.softmax(x)[0]))(jnp.ones(8))\n"
-    )
+def run_with_log(what: str, code: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
-        "JAX_FASTOPS_LOG": "dispatch",
+        "JAX_FASTOPS_LOG": what,
         "JAX_FASTOPS_IMPLEMENTATION": "xla",
         "JAX_PLATFORMS": "cpu",
     }
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment
+    command = [sys.executable, "-P", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_an_unknown_log_is_an_error():
+    done = run_with_log("nonsense", "import jax_fastops")
+    assert done.returncode != 0
+    assert "JAX_FASTOPS_LOG: it is 'nonsense'; it must be 'dispatch' or empty" in done.stderr
+
+
+def test_the_log():
+    done = run_with_log(
+        "dispatch",
+        "import jax, jax.numpy as jnp, jax_fastops as fo\n"
+        "jax.jit(jax.grad(lambda x: fo.softmax(x)[0]))(jnp.ones(8))\n",
     )
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("jax_fastops"))

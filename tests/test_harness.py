@@ -52,7 +52,7 @@ def relu_case(fn, **changes):
 
 
 def scaled(x, scale):
-    return x * scale
+    return x * jax.lax.expand_dims(scale, range(x.ndim - 1))
 
 
 def scaled_case(fn, **changes):

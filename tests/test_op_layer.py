@@ -1,11 +1,15 @@
 """The op layer on toy ops: every order of derivative, levels of vmap, optional operands."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_ops
 from harness.numerics import assert_close
+
+import jax_fastops as fo
 
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("native_in_float64")]
 
@@ -229,3 +233,19 @@ def test_gather_like_ops_take_any_dtype():
 def test_pullback_without_pushforward_is_refused():
     with pytest.raises(ValueError, match="pushforward"):
         toy_ops.Op("toy_half", "... -> ...", jnp.sin, pullback=lambda kept, cts: cts)
+
+
+def test_programs_and_profiles_name_the_op():
+    """XLA names an instruction by the last part of its name stack, and profilers show both."""
+
+    def loss(x):
+        return fo.layer_norm(fo.softmax(x)).sum()
+
+    text = jax.jit(jax.grad(loss)).lower(np.ones((4, 256), np.float32)).as_text(debug_info=True)
+    names = re.findall(r'"\S*/(fastops_\w+)"', text)
+    assert set(names) == {
+        "fastops_softmax_fwd",
+        "fastops_layer_norm_fwd",
+        "fastops_layer_norm_vjp",
+        "fastops_softmax_vjp",
+    }

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_fastops._kernel import (
     fold,
     infer_avals,
-    partitioned_over,
+    lowering_for,
     partitions,
     sharding_rule,
     spread_out,
@@ -226,13 +226,13 @@ def test_copies_are_as_many_as_the_shards_that_the_type_tells():
 
 def test_the_number_of_devices_is_told_inside_of_a_block_alone():
     assert partitions() == 1
-    with partitioned_over(8):
+    with lowering_for(8):
         assert partitions() == 8
-        with partitioned_over(2):
+        with lowering_for(2):
             assert partitions() == 2
         assert partitions() == 8
     assert partitions() == 1
-    with pytest.raises(ZeroDivisionError), partitioned_over(8):
+    with pytest.raises(ZeroDivisionError), lowering_for(8):
         raise ZeroDivisionError
     assert partitions() == 1
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from harness.compat import x64
+from harness.compat import strict, x64
 from harness.numerics import DEFAULT_TOLERANCE, Tolerance, is_float, normal
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -151,13 +152,18 @@ class Check:
     module: str = ""
 
 
-def implementation(mode: str | None) -> contextlib.AbstractContextManager[Any]:
-    """`fo.use_implementation(mode)`; nothing for None."""
-    if mode is None:
-        return contextlib.nullcontext()
+@contextlib.contextmanager
+def implementation(mode: str | None) -> Iterator[None]:
+    """`fo.use_implementation(mode)`; nothing for None. With JAX_FASTOPS_TEST_SETTINGS=strict, also
+    under JAX's strict settings."""
     import jax_fastops as fo
 
-    return fo.use_implementation(mode)
+    with contextlib.ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(fo.use_implementation(mode))
+        if os.environ.get("JAX_FASTOPS_TEST_SETTINGS") == "strict":
+            stack.enter_context(strict())
+        yield
 
 
 def outputs(result: Any) -> tuple[Any, ...]:
@@ -242,6 +248,8 @@ def runs(
             if not firsts:
                 continue
             marks = []
+            if firsts == 2 and check.basic:
+                marks.append(pytest.mark.settings)
             if not (quick and (firsts == 2 or check.basic)):
                 marks.append(SLOW)
             if check.module != "properties":

@@ -26,6 +26,13 @@ def x64(enabled: bool = True):
         yield
 
 
+@contextlib.contextmanager
+def strict():
+    """JAX's settings under which an implicit promotion of ranks or dtypes is an error."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
 def make_mesh(sizes: Mapping[str, int], axis_type: AxisType) -> Mesh:
     """A mesh over the first devices. The axis type is a parameter: JAX's default changed in 0.9."""
     count = int(np.prod(list(sizes.values())))

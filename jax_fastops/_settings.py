@@ -1,0 +1,39 @@
+"""The settings of JAX for this package's own code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from jax_fastops import _patched
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+@contextlib.contextmanager
+def own_code() -> Iterator[None]:
+    """A context, or a decorator, for code that must not depend on how users want theirs checked."""
+    with (
+        _patched.off(),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def fixed(x64: bool = False) -> Iterator[None]:
+    """A context in which a trace is the same under any settings, mesh and ``patch`` of the caller.
+
+    ``x64`` says whether there are 64-bit types. Settings that change no trace stay as they are.
+    """
+    with (
+        own_code(),
+        jax.enable_x64(x64),
+        jax.default_matmul_precision(None),
+        jax.disable_jit(False),
+        jax.sharding.use_abstract_mesh(_NO_MESH),
+    ):
+        yield
