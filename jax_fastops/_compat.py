@@ -64,7 +64,7 @@ def partitions(ctx) -> int:
 
 
 def set_jet_rule(primitive, function_of) -> None:
-    """Gives a primitive a rule of ``jax.experimental.jet``: the series of ``function_of(params)``."""
+    """Gives a primitive a rule of ``jax.experimental.jet``, that of ``function_of(params)``."""
 
     def rule(primals, series, **params):
         # Inside of rules, no term has the factor of its order.
