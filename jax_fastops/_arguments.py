@@ -66,15 +66,20 @@ def _is_weak(x) -> bool:
 
 
 def same_floating_dtype(
-    op: str, arrays: Sequence[jax.Array], names: Sequence[str]
+    op: str, arrays: Sequence[jax.Array], names: Sequence[str], widen: bool = False
 ) -> list[jax.Array]:
     """The arrays in one floating dtype. Weakly typed numbers take the dtype of the others.
 
+    With ``widen``, that is the widest dtype of all.
+
     Raises:
-      TypeError: a dtype is not a supported floating one, or two of them differ.
+      TypeError: a dtype is not a supported floating one, or two of them differ. With ``widen``, two
+        of the same width differ.
     """
     strong = [x for x in arrays if not _is_weak(x)]
     dtype = strong[0].dtype if strong else jnp.result_type(*arrays)
+    if widen and all(str(x.dtype) in FLOATING for x in strong):
+        dtype = max((x.dtype for x in strong), key=lambda d: d.itemsize, default=dtype)
     first = next((n for n, x in zip(names, arrays, strict=True) if not _is_weak(x)), names[0])
     for name, x in zip(names, arrays, strict=True):
         found = dtype if _is_weak(x) and not jnp.iscomplexobj(x) else x.dtype
@@ -83,7 +88,7 @@ def same_floating_dtype(
                 f"{op}: {name} has dtype {found} and shape {x.shape}; the dtype must be one of "
                 f"{', '.join(FLOATING)}"
             )
-        if found != dtype:
+        if found != dtype and not (widen and found.itemsize < dtype.itemsize):
             raise TypeError(
                 f"{op}: {name} has dtype {found}, but {first} has dtype {dtype}; they must be "
                 "the same (use .astype on one of them)"
@@ -136,8 +141,8 @@ def one_of(op: str, name: str, value: object, known: Iterable[str]) -> None:
 def epsilon(op: str, eps: object) -> float:
     """Checks ``eps``, which is added to a variance."""
     eps = real_number(op, "eps", eps)
-    if math.isnan(eps):
-        raise ValueError(f"{op}: eps is {eps!r}; it must be a number")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{op}: eps is {eps!r}; it must be 0 or more, and finite")
     return eps
 
 

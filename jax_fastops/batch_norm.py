@@ -795,7 +795,7 @@ def batch_norm(
         ``axis`` or ``eps`` is not a number.
       ValueError: ``axis`` is out of range, the shape of ``scale`` or ``bias`` is not that of the
         axis, the shape of ``residual`` is not that of ``x``, ``activation`` is not known, or
-        ``eps`` is NaN.
+        ``eps`` is negative or not finite.
 
     Source:
       OneFlow, BatchNorm with ReLU and Add+ReLU.

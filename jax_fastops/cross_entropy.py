@@ -45,7 +45,7 @@ _BACKWARD = Kernel.declare(
 
 def _selected(logits, labels):
     """The logits in the accumulator dtype, 0 in rows that are left out, and which rows are kept."""
-    kept = (labels >= 0) & (labels < logits.shape[-1])
+    kept = labels >= 0
     wide = logits.astype(accumulator_dtype(logits.dtype))
     return jnp.where(kept[..., None], wide, jnp.zeros_like(wide)), kept
 
@@ -81,6 +81,7 @@ def _reference(logits, labels, *, label_smoothing: float, z_loss: float):
     # A masked sum, because XLA fuses it with the other sums. The gradient of a gather is a scatter.
     here = _classes(x) == labels[..., None]
     at_label = jnp.where(here, shifted, jnp.zeros_like(shifted)).sum(-1)
+    at_label = jnp.where(labels < logits.shape[-1], at_label, jnp.nan)
     loss = (1 - label_smoothing) * (log_sum - at_label)
     if label_smoothing:
         loss = loss + label_smoothing * (log_sum - shifted.mean(-1))
@@ -133,10 +134,11 @@ def cross_entropy(
 
     Args:
       logits: array of any shape; float32, bfloat16, float16 or float64.
-      labels: array of any integer dtype, with the shape of ``logits`` without ``axis``. A label
-        that is negative, or not below the number of classes, leaves its token out. The loss and
-        the gradient of such a token are 0, whatever its logits are. (optax counts negative labels
-        from the end, and gives NaN for other labels that are no class.)
+      labels: array of any integer dtype, with the shape of ``logits`` without ``axis``. A negative
+        label leaves its token out: the loss and the gradient are 0, whatever the logits are. (optax
+        counts negative labels from the end.) A label that is not below the number of classes is an
+        error in the data. As in optax, the loss is NaN, and the gradient is that of
+        ``lse - logits[label]`` where no logit is at the label.
       where: boolean array that broadcasts to the shape of ``labels``. Leaves out the tokens where
         it is False. ``None`` stands for True.
       label_smoothing: the share of the target that is spread evenly over all classes, from 0 to 1.
@@ -192,8 +194,9 @@ def cross_entropy(
     where = rest[0] if rest else None
     tokens, of = moved.shape[:-1], f"that of logits without axis {axis}"
     labels = prepared_labels(name, labels, where, tokens, moved.shape[-1], of)
-    if moved.shape[-1] == 0:  # all tokens are left out
-        return moved.sum(-1, dtype=accumulator_dtype(x.dtype))
+    if moved.shape[-1] == 0:  # no label is a class
+        zero = moved.sum(-1, dtype=accumulator_dtype(x.dtype))
+        return jnp.where(labels < 0, zero, jnp.nan)
     limit = None
     if 0 in x.shape:
         limit = "there are no tokens"
@@ -216,7 +219,7 @@ def check_options(name: str, label_smoothing: object, z_loss: object) -> dict[st
 def prepared_labels(
     name: str, labels: Any, where: Any, tokens: tuple[Any, ...], classes: Any, of: str
 ) -> Any:
-    """Checks labels and mask; returns labels in int32 that are -1 for tokens that do not count.
+    """Checks labels and mask; returns labels in int32, negative for tokens that do not count.
 
     ``tokens`` is the shape that the labels must have, and ``of`` says in a message what it is.
     """
@@ -229,10 +232,10 @@ def prepared_labels(
         raise ValueError(f"{name}: labels has shape {labels.shape}; it must be {tokens}, {of}")
     if isinstance(classes, int) and classes >= 2**31:
         raise ValueError(f"{name}: there are {classes} classes; they must be less than 2**31")
-    if labels.dtype.itemsize < 4:
-        labels = labels.astype(jnp.int32)
-    if labels.dtype != jnp.int32:
-        labels = jnp.where((labels >= 0) & (labels < classes), labels.astype(jnp.int32), -1)
+    if labels.dtype.itemsize >= 4 and labels.dtype != jnp.int32:  # what is too large stays so
+        least = -1 if jnp.issubdtype(labels.dtype, jnp.signedinteger) else 0
+        labels = jnp.clip(labels, least, 2**31 - 1)
+    labels = labels.astype(jnp.int32)
     if where is None:
         return labels
     check_mask(name, where, tokens, "labels", "a token")

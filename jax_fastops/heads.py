@@ -759,7 +759,7 @@ def split_qkv_heads(
         ``eps`` is not a number, ``interleaved`` is not a boolean, or the dtypes are not compatible.
       ValueError: ``qkv`` has fewer than two dimensions, ``num_heads + 2 * num_kv_heads`` does not
         divide the last axis, ``num_kv_heads`` does not divide ``num_heads``, an array has another
-        shape, ``eps`` is NaN, or ``layout`` is not one of the names above.
+        shape, ``eps`` is negative or not finite, or ``layout`` is not one of the names above.
 
     Sources:
       FasterTransformer, ``add_QKV_bias``; Su et al., "RoFormer: Enhanced Transformer with Rotary

@@ -29,6 +29,7 @@ from jax_fastops._arguments import (
     real_number,
     same_floating_dtype,
 )
+from jax_fastops._broadcast import of_rank
 from jax_fastops._compat import as_varying, varying_axes
 from jax_fastops._kernel import match_varying
 from jax_fastops._signature import accumulator_dtype
@@ -47,6 +48,7 @@ class _Options(NamedTuple):
     softcap: float | None
     label_smoothing: float
     z_loss: float
+    precision: Any  # of the products
 
 
 # ---- chunks --------------------------------------------------------------------------------------
@@ -92,7 +94,7 @@ def _join_tokens(x, tokens: int, axis: int):
     return jax.lax.slice_in_dim(x, 0, tokens, axis=axis)
 
 
-def _dot(a, b, axes: tuple[Sequence[int], Sequence[int]], dtype):
+def _dot(a, b, axes: tuple[Sequence[int], Sequence[int]], dtype, options: _Options):
     """The product of two arrays over these axes. Other axes that are sharded stay so."""
     specs, kept = [spec for x in (a, b) if (spec := _spec(x)) is not None], None
     if len(specs) == 2:
@@ -101,18 +103,25 @@ def _dot(a, b, axes: tuple[Sequence[int], Sequence[int]], dtype):
             *(name for spec, over in pairs for i, name in enumerate(spec) if i not in over)
         )
     return jax.lax.dot_general(
-        a, b, (axes, ((), ())), preferred_element_type=dtype, out_sharding=kept
+        a,
+        b,
+        (axes, ((), ())),
+        precision=options.precision,
+        preferred_element_type=dtype,
+        out_sharding=kept,
     )
 
 
 class _Layer(NamedTuple):
-    """The table in the dtype of the products, and what is added to each logit."""
+    """The table, and what is added to each logit, both in the dtype of ``x`` or a wider one."""
 
     table: Any
     offset: Any
 
 
-def _layer(table, bias, dtype, options: _Options) -> _Layer:
+def _layer(x, table, bias, options: _Options, wide: bool = False) -> _Layer:
+    acc = accumulator_dtype(x.dtype)
+    dtype = acc if wide else x.dtype
     table = table.astype(dtype)
     bias = None if bias is None else bias.astype(dtype)
     classes, spec = table.shape[0], _spec(table)
@@ -123,13 +132,18 @@ def _layer(table, bias, dtype, options: _Options) -> _Layer:
         return _Layer(table, bias)
     missing = -classes % _ALIGNED
     none = jnp.zeros(classes, dtype) if bias is None else bias
-    offset = jnp.pad(none, (0, missing), constant_values=-jnp.inf)
+    # The products of the padding are 0, so its logits are this number. It is finite because of
+    # jax_debug_infs, unless all classes have a bias of -inf: their loss is NaN.
+    lowest: Any = max(float(jnp.finfo(x.dtype).min), float(jnp.finfo(acc).min) / 2)
+    if bias is not None:
+        lowest = jnp.minimum(jax.lax.stop_gradient(bias).max(), lowest)
+    offset = jnp.pad(none, (0, missing), constant_values=lowest)
     return _Layer(jnp.pad(table, ((0, missing), (0, 0))), offset)
 
 
 def _losses(raw, offset, labels, options: _Options):
     """The loss of each token, from the products."""
-    logits = raw if offset is None else raw + offset
+    logits = raw if offset is None else raw + of_rank(offset, raw.ndim)
     if options.softcap is not None:
         wide = logits.astype(accumulator_dtype(logits.dtype))
         logits = (options.softcap * jnp.tanh(wide / options.softcap)).astype(logits.dtype)
@@ -138,7 +152,7 @@ def _losses(raw, offset, labels, options: _Options):
 
 
 def _losses_of_chunk(x, labels, layer: _Layer, options: _Options):
-    raw = _dot(x, layer.table, ((x.ndim - 1,), (1,)), x.dtype)
+    raw = _dot(x, layer.table, ((x.ndim - 1,), (1,)), x.dtype, options)
     return _losses(raw, layer.offset, labels, options)
 
 
@@ -162,7 +176,7 @@ def _zeros(like, dtype, *others):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _total(x, table, bias, labels, options: _Options):
     """The sum of the losses of tokens ``[..., d]``."""
-    layer = _layer(table, bias, x.dtype, options)
+    layer = _layer(x, table, bias, options)
 
     def body(_, part):
         x, labels = part
@@ -175,18 +189,20 @@ def _total(x, table, bias, labels, options: _Options):
 def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
     """The sum, and its gradients for those of ``x``, ``table`` and ``bias`` that are wanted."""
     wide, chunks = accumulator_dtype(x.dtype), options.chunks
-    layer, axis = _layer(table, bias, x.dtype, options), x.ndim - 2
+    layer, axis = _layer(x, table, bias, options), x.ndim - 2
     tokens = range(x.ndim - 1)
 
     def body(carry, part):
         dtable, dbias = carry
         x, labels = part
-        raw = _dot(x, layer.table, ((x.ndim - 1,), (1,)), x.dtype)
+        raw = _dot(x, layer.table, ((x.ndim - 1,), (1,)), x.dtype, options)
         losses, pullback = jax.vjp(lambda raw: _losses(raw, layer.offset, labels, options), raw)
         (draw,) = pullback(jnp.ones_like(losses))
-        dx = _dot(draw, layer.table, ((x.ndim - 1,), (0,)), x.dtype) if wanted[0] else None
+        dx = None
+        if wanted[0]:
+            dx = _dot(draw, layer.table, ((x.ndim - 1,), (0,)), x.dtype, options)
         if wanted[1]:
-            dtable = dtable + _dot(draw, x, (tokens, tokens), wide)
+            dtable = dtable + _dot(draw, x, (tokens, tokens), wide, options)
         if wanted[2]:
             dbias = dbias + draw.astype(wide).sum(tokens)
         return (dtable, dbias), (losses.sum(), dx)
@@ -225,9 +241,9 @@ def _total_jvp(options, primals, tangents):
 
 def _each(x, table, bias, labels, options: _Options):
     """The loss of each token. A derivative computes the logits again."""
-    wide, chunks = accumulator_dtype(x.dtype), options.chunks
-    # The loop adds up the table's gradient in this dtype.
-    layer = _layer(table.astype(wide), None if bias is None else bias.astype(wide), wide, options)
+    chunks = options.chunks
+    # The loop adds up the table's gradient in the dtype of the layer.
+    layer = _layer(x, table, bias, options, wide=True)
 
     @jax.checkpoint
     def losses(x, labels, layer):
@@ -254,6 +270,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     reduction: Literal["mean", "sum", "none"] = "mean",
     chunk: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """The cross entropy of the logits ``x @ table.T + bias``, which never exist as a whole.
 
@@ -266,8 +283,9 @@ def linear_cross_entropy(
       table: array ``[v, d]`` of a supported dtype, which may be another one: a row for each class,
         such as the embeddings of a vocabulary. It is cast to the dtype of ``x``. Any number of
         classes is fast: rows are padded internally.
-      labels: array ``[...]`` of any integer dtype. A token whose label is negative or at least
-        ``v`` is left out: its loss and its gradient are 0, whatever ``x`` holds there.
+      labels: array ``[...]`` of any integer dtype. A token whose label is negative is left out: its
+        loss and its gradient are 0, whatever ``x`` holds there. A label of ``v`` or more makes the
+        loss NaN; for the gradients, no logit is at the label. See :func:`cross_entropy`.
       bias: array ``[v]`` of a supported dtype, or ``None``.
       where: boolean array that broadcasts to the shape of ``labels``. Leaves out the tokens where
         it is False.
@@ -280,6 +298,9 @@ def linear_cross_entropy(
         512 MiB, of a device if tokens or rows of ``table`` are sharded over explicit mesh axes.
         Over auto mesh axes the sharding is unknown here, so give the number of all devices
         together: with fewer tokens on each, adding up the gradient of ``table`` costs more.
+      precision: of the products, forward and backward, as in ``jnp.matmul``. ``None``: that of
+        ``jax.default_matmul_precision``. By default, float32 products on a GPU are in TF32, which
+        rounds ``x`` and ``table`` to 10 bits, as ``x @ table.T`` does.
 
     Returns:
       A scalar, or with ``reduction="none"`` an array with the shape of ``labels``; float32, or
@@ -300,7 +321,7 @@ def linear_cross_entropy(
     Raises:
       TypeError: an argument is not an array, has a dtype that is not supported, ``labels`` are not
         integers, ``where`` is not boolean, or an option is not a number.
-      ValueError: the shapes do not fit, or an option is out of range.
+      ValueError: the shapes do not fit, an option is out of range, or ``precision`` is not known.
 
     Sources:
       Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al., "Liger
@@ -340,19 +361,17 @@ def linear_cross_entropy(
     # Even chunks of the last dimension of the tokens leave all dimensions sharded.
     if tokens == 0 or (chunks > 1 and -shape[-1] % chunks > shape[-1] // 8):
         index, hidden = _merge_tokens(index, tokens), _merge_tokens(hidden, tokens)
-    kept = (index >= 0) & (index < classes)
-    index = jnp.where(kept, index, -1)
-    wide = accumulator_dtype(hidden.dtype)
-    if 0 in (*hidden.shape[:-1], classes):
-        return jnp.zeros((), wide) if reduction != "none" else jnp.zeros(shape, wide)
-    static = _Options(_of_shards(chunks, hidden), softcap, **options)
+    kept = index >= 0
+    # What is too large is so for the padded table, too.
+    index = jnp.where(index < classes, index, 2**31 - 1)
+    static = _Options(_of_shards(chunks, hidden), softcap, **options, precision=precision)
     if reduction == "none":
         losses = _each(hidden, rows, row_bias, index, static)
         return losses if losses.ndim == tokens else reshape(losses, shape, _spec(arrays["labels"]))
     total = _total(hidden, rows, row_bias, index, static)
     if reduction == "sum":
         return total
-    return total / jnp.maximum(kept.astype(wide).sum(), 1)
+    return total / jnp.maximum(kept.astype(total.dtype).sum(), 1)
 
 
 def _check_shapes(name: str, arrays: dict[str, Any]) -> None:

@@ -102,9 +102,9 @@ def _as(x, dtype) -> jax.Array:
 
 
 def _is_epsilon(value) -> bool:
-    """Whether the ops take this epsilon. Flax also accepts an array or NaN."""
+    """Whether the ops take this epsilon. Flax also accepts an array, NaN and negative numbers."""
     number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
-    return number and value == value
+    return number and 0 <= value < float("inf")
 
 
 def _axes(axes, rank: int) -> tuple[int, ...]:
@@ -481,7 +481,8 @@ class LayerNorm(_flax.LayerNorm):
           x: array with the features in its last axis, or in the axes given to the constructor.
           mask: boolean array that broadcasts to ``x``: the elements that count for the statistics.
           residual: array that is added to ``x`` before the norm, or ``None``. The kernel adds it if
-            it has the shape of ``x`` and the sum has the dtype of the result.
+            it has the shape of ``x`` and the sum has the dtype of the result, such as a float32
+            residual of a bfloat16 ``x`` with ``dtype=None``.
           dropout: a layer that is applied to ``x`` before the residual is added, or ``None``. It
             takes the next key of its own stream.
           return_sum: whether to return the normalized sum ``x + residual``, or ``x``, as well.

@@ -399,7 +399,7 @@ def _apply(
     dropout_rate=0.0,
 ) -> Any:
     given = {"x": x} | ({"residual": residual} if name.startswith("residual") else {})
-    arrays = same_floating_dtype(name, as_arrays(name, **given), list(given))
+    arrays = same_floating_dtype(name, as_arrays(name, **given), list(given), widen=True)
     x, residual = map(not_weak, arrays) if len(arrays) == 2 else (not_weak(arrays[0]), None)
     if x.ndim == 0:
         raise ValueError(f"{name}: x has shape (); it must have at least 1 dimension")
@@ -512,7 +512,7 @@ def layer_norm(
     Raises:
       TypeError: an argument is not an array, a dtype is not supported, or ``eps`` is not a number.
       ValueError: ``x`` has no dimension, the shape of ``scale`` or ``bias`` is not that of the last
-        axis, or ``eps`` is NaN.
+        axis, or ``eps`` is negative or not finite.
 
     Source:
       FasterTransformer, ``add_bias_input_layernorm``.
@@ -619,11 +619,13 @@ def residual_layer_norm(
     16 bytes. Other rows, and those of float64, take one more.
 
     The kernel computes the sum in float32 (float64 for float64) and rounds it once to the dtype of
-    ``x``; the reference adds in the dtype of ``x``. The norm is that of the rounded sum.
+    ``x + residual``; the reference adds in this dtype. The norm is that of the rounded sum. If the
+    dtypes differ, the narrower array is first cast to the wider one, in a pass of its own unless
+    XLA fuses it with what makes the array; input bias and dropout follow in the wider dtype.
 
     Args:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
-      residual: array with the shape and dtype of ``x``.
+      residual: array with the shape of ``x``, of the same dtype, or of a wider or narrower one.
       scale: array ``[n]`` of any supported floating dtype, or ``None``.
       bias: array ``[n]`` of any supported floating dtype, or ``None``.
       input_bias: array ``[n]`` of any supported floating dtype, or ``None``: the bias of the layer
@@ -639,23 +641,23 @@ def residual_layer_norm(
       fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
-      An array with the shape and dtype of ``x``; with ``fanout``, a pair of it. With
+      An array with the shape and dtype of ``x + residual``; with ``fanout``, a pair of it. With
       ``return_sum``, a pair of that and the sum.
 
     Residuals:
       The sum, which is the returned array with ``return_sum``, and the mean and reciprocal standard
       deviation of each row in float32 (float64 for float64); with a dropout rate, also the key.
-      Without one, ``x`` and ``residual`` share one gradient array.
+      Without one, ``x`` and ``residual`` share one gradient array if they have one dtype.
 
     Sharding: as :func:`layer_norm`.
 
     Raises:
-      TypeError: an argument is not an array, a dtype is not supported, ``x`` and ``residual``
-        differ in dtype, ``eps`` or ``dropout_rate`` is not a number, or ``dropout_key`` is no key
-        of ``jax.random``.
+      TypeError: an argument is not an array, a dtype is not supported, one of ``x`` and
+        ``residual`` is float16 and the other bfloat16, ``eps`` or ``dropout_rate`` is not a number,
+        or ``dropout_key`` is no key of ``jax.random``.
       ValueError: ``x`` has no dimension, the shape of ``residual`` is not that of ``x``, the shape
-        of a parameter is not that of the last axis, ``eps`` is NaN, ``dropout_rate`` is not in
-        [0, 1], or ``dropout_key`` is an array of keys.
+        of a parameter is not that of the last axis, ``eps`` is negative or not finite,
+        ``dropout_rate`` is not in [0, 1], or ``dropout_key`` is an array of keys.
 
     Source:
       FasterTransformer, ``add_bias_input_layernorm``.
@@ -719,7 +721,7 @@ def rms_norm(
     Raises:
       TypeError: an argument is not an array, a dtype is not supported, or ``eps`` is not a number.
       ValueError: ``x`` has no dimension, the shape of ``scale`` is not that of the last axis, or
-        ``eps`` is NaN.
+        ``eps`` is negative or not finite.
 
     Source:
       FasterTransformer, ``add_bias_input_layernorm``, without the mean.
@@ -819,7 +821,7 @@ def residual_rms_norm(
 
     Args:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
-      residual: array with the shape and dtype of ``x``.
+      residual: as in :func:`residual_layer_norm`.
       scale: array ``[n]`` of any supported floating dtype, or ``None``.
       input_bias: as in :func:`residual_layer_norm`.
       dropout_key: as in :func:`residual_layer_norm`.
@@ -830,7 +832,7 @@ def residual_rms_norm(
       fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
-      An array with the shape and dtype of ``x``; with ``fanout``, a pair of it. With
+      An array with the shape and dtype of ``x + residual``; with ``fanout``, a pair of it. With
       ``return_sum``, a pair of that and the sum.
 
     Residuals:

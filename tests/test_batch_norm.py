@@ -835,6 +835,7 @@ def test_a_platform_without_kernels_takes_the_reference():
         (((4, 3), (3,), (3,), (3,)), {}, ValueError, r"residual has shape \(3,\); it must have"),
         (((4, 3), (3,), (3,)), dict(activation="gelu"), ValueError, "None or 'relu'"),
         (((4, 3), (3,), (3,)), dict(eps=math.nan), ValueError, "eps is nan"),
+        (((4, 3), (3,), (3,)), dict(eps=-1e-6), ValueError, "eps is -1e-06; it must be 0 or more"),
         (((4, 3), (3,), (3,)), dict(eps="x"), TypeError, "eps is of type str"),
     ],
 )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks, implementation
-from harness.compat import x64
+from harness.compat import strict, x64
 from harness.numerics import assert_within, normal
 from harness.programs import targets_of
 from harness.sharding import mesh_for, over_kinds
@@ -22,22 +22,26 @@ BOTH = {"label_smoothing": 0.1, "z_loss": 0.01}
 
 
 def reference(logits, labels, *, label_smoothing=0.0, z_loss=0.0, axis=-1):
-    """What users write, in the accumulator dtype."""
+    """What users write, in the accumulator dtype. A label that is too large picks NaN."""
     wide = jnp.promote_types(logits.dtype, jnp.float32)
     x = jnp.moveaxis(logits.astype(wide), axis, -1)
-    kept = (labels >= 0) & (labels < x.shape[-1])
-    log_p = jax.nn.log_softmax(jnp.where(kept[..., None], x, 0))
-    picked = jnp.take_along_axis(log_p, jnp.where(kept, labels, 0)[..., None], -1)[..., 0]
-    loss = -(1 - label_smoothing) * picked
+    kept = labels >= 0
+    x = jnp.where(kept[..., None], x, 0)
+    top = jax.lax.stop_gradient(x.max(-1))
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    x = x - top[..., None]
+    lse = jax.nn.logsumexp(x, -1)
+    picked = jnp.take_along_axis(x, jnp.where(kept, labels, 0)[..., None], -1)[..., 0]
+    loss = (1 - label_smoothing) * (lse - picked)
     if label_smoothing:
-        loss -= label_smoothing * log_p.mean(-1)
+        loss += label_smoothing * (lse - x.mean(-1))
     if z_loss:
-        loss += z_loss * jax.nn.logsumexp(jnp.where(kept[..., None], x, 0), -1) ** 2
+        loss += z_loss * (lse + top) ** 2
     return jnp.where(kept, loss, 0)
 
 
 def draws(shape, axis=-1, left_out=True):
-    """Draws logits and labels; the labels of some tokens are out of range."""
+    """Draws logits and labels; some are negative, and some are too large."""
 
     def make(rng, dtype):
         tokens = list(shape)
@@ -219,7 +223,7 @@ def test_special_values(dtype, classes, options):
 def test_tokens_that_are_left_out(dtype, mode):
     """Their loss and gradient are 0, whatever the logits and the cotangent are."""
     x = special_rows(40)[0][:9].astype(dtype)
-    labels = np.int32([-1, 40, -(2**31), 2**31 - 1, -1, 41, -100, 2, 2])
+    labels = np.int32([-1, -2, -(2**31), -40, -1, -41, -100, 2, 40])
     where = np.arange(9) < 7
     g = np.array([np.nan, np.inf] * 4 + [1], wide_of(dtype))
     with fo.use_implementation(mode):
@@ -227,7 +231,35 @@ def test_tokens_that_are_left_out(dtype, mode):
         loss, dx = run(x, labels, g)
         assert not np.asarray(loss).any() and not np.asarray(dx).any()
         run = jax.jit(value_and_gradient(fo.cross_entropy, where=False))
-        assert not np.asarray(run(x, np.abs(labels), g)[1]).any()
+        assert not any(np.asarray(a).any() for a in run(x, ~labels, g))
+
+
+@pytest.mark.parametrize("mode", ["native", "xla"])
+@pytest.mark.parametrize("classes", [3, 40, 5001])
+def test_labels_that_are_too_large(dtype, classes, mode):
+    """The loss is NaN, and the derivatives are finite, as in optax."""
+    optax = pytest.importorskip("optax")
+    theirs = optax.softmax_cross_entropy_with_integer_labels
+    rng = np.random.default_rng(classes)
+    x = rng.standard_normal((6, classes)).astype(dtype)
+    labels = np.int32([0, classes, classes - 1, classes + 1, 2**31 - 1, classes + 63])
+    g = rng.standard_normal(6).astype(wide_of(dtype))
+    with x64(), fo.use_implementation(mode):
+        loss, dx = jax.jit(value_and_gradient(fo.cross_entropy))(x, labels, g)
+        wide = x.astype(np.float64)
+        want, want_dx = jax.jit(value_and_gradient(theirs))(wide, labels, g.astype(np.float64))
+        assert np.isnan(np.asarray(loss)).tolist() == [False, True, False, True, True, True]
+        eps = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(loss, want, rtol=1e-5)
+        np.testing.assert_allclose(np.asarray(dx, np.float64), want_dx, rtol=8 * eps, atol=eps)
+        smooth = fo.cross_entropy(x, labels, label_smoothing=1.0)
+        np.testing.assert_array_equal(np.isnan(smooth), np.isnan(loss))
+        if classes > 3:
+            return
+        more = lambda fn: jax.hessian(lambda x: (g * fn(x, labels)).sum())  # noqa: E731
+        tolerance = dict(rtol=64 * eps, atol=8 * eps)
+        hessian = np.asarray(more(fo.cross_entropy)(x), np.float64)
+        np.testing.assert_allclose(hessian, more(theirs)(wide), **tolerance)
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint16", "int64", "uint32", "uint64"])
@@ -246,6 +278,29 @@ def test_where_broadcasts():
     where = np.array([[True], [False], [True]])
     got = fo.cross_entropy(x, labels, where=where)
     np.testing.assert_array_equal(got, np.where(where, fo.cross_entropy(x, labels), 0))
+
+
+@pytest.mark.settings
+@pytest.mark.parametrize("mode", ["native", "xla"])
+@pytest.mark.parametrize("kind", ["int8", "int32", "uint32"])
+def test_strict_settings(kind, mode):
+    """With a mask of a lower rank, labels of other dtypes, and another axis."""
+    x, labels = draws((3, 4, 9), left_out=False)(np.random.default_rng(4), np.dtype(jnp.bfloat16))
+    labels = labels.astype(kind)
+    where = np.array([True, False, True, True])
+
+    def everything(x):
+        losses = functools.partial(fo.cross_entropy, labels=labels, where=where, **BOTH)
+        gradient = jax.grad(lambda x: jnp.sin(losses(x)).sum())
+        moved = losses(jnp.moveaxis(x, -1, 0), axis=0)
+        mapped = jax.vmap(gradient)(jnp.stack([x, 2 * x]))
+        return losses(x), jax.jvp(gradient, (x,), (x,)), moved, mapped
+
+    with fo.use_implementation(mode):
+        want = jax.jit(everything)(x)
+        with strict():
+            got = jax.jit(everything)(x)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_optax():
@@ -270,10 +325,12 @@ def test_axes(axis):
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4), (2, 0, 3)])
 def test_no_elements(shape):
     x = np.ones(shape, np.float32)
-    labels, g = np.zeros(shape[:-1], np.int32), np.ones(shape[:-1], np.float32)
+    labels = 1 - np.arange(np.prod(shape[:-1], dtype=np.int32)).reshape(shape[:-1])
+    g = np.ones(shape[:-1], np.float32)
     loss, dx = jax.jit(value_and_gradient(fo.cross_entropy, **BOTH))(x, labels, g)
     assert loss.shape == shape[:-1] and dx.shape == shape
-    assert not np.asarray(loss).any()
+    want = np.where(labels < 0, 0, np.nan)  # no label is a class
+    np.testing.assert_array_equal(loss, want)
 
 
 X, Y = np.ones((3, 4), np.float32), np.zeros(3, np.int32)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
-from harness.compat import make_mesh, x64
+from harness.compat import make_mesh, strict, x64
 from harness.numerics import assert_close_in_norm, normal
-from harness.programs import targets_of
+from harness.programs import equations, targets_of
 from harness.sharding import mesh_for, over_kinds
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,9 +27,9 @@ def expected(x, table, bias, labels, where, reduction, label_smoothing=0, z_loss
     """By the logits, in float64."""
     logits = x @ table.T + bias
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-    kept = (labels >= 0) & (labels < table.shape[0]) & where
+    kept = (labels >= 0) & where
     lse = jax.nn.logsumexp(logits, -1)
-    index = jnp.clip(labels, 0, table.shape[0] - 1)[..., None]
+    index = jnp.where(kept, labels, 0)[..., None]  # one that is too large picks NaN
     each = (1 - label_smoothing) * (lse - jnp.take_along_axis(logits, index, -1)[..., 0])
     each = each + label_smoothing * (lse - logits.mean(-1)) + z_loss * lse**2
     each = jnp.where(kept, each, 0)
@@ -44,7 +44,7 @@ def draw(shape, classes, dtype, width=24, seed=0):
         jnp.asarray(rng.standard_normal(size), dtype)
         for size in ((*shape, width), (classes, width), classes)
     )
-    return x, table, bias, rng.integers(-1, classes + 1, shape), rng.random(shape) < 0.8
+    return x, table, bias, rng.integers(-1, classes, shape), rng.random(shape) < 0.8
 
 
 def compare(found, wanted, tolerance):
@@ -56,7 +56,7 @@ def compare(found, wanted, tolerance):
 def drawn(shape):
     def make(rng, dtype):
         given = (normal(rng, size, dtype) for size in ((*shape, 3), (5, 3), (5,)))
-        return *given, rng.integers(-1, 6, shape).astype(np.int32)
+        return *given, rng.integers(-1, 5, shape).astype(np.int32)
 
     return make
 
@@ -146,7 +146,7 @@ def test_large_vocabularies(classes, width):
 def test_tokens_that_are_left_out(reduction):
     """Nothing that they hold is in a gradient."""
     x, table, bias, labels, where = draw((8,), 50, np.float32)
-    labels[3], where[5] = 50, False
+    labels[3], where[5], labels[5] = -1, False, 50
     hidden = x.at[3].set(np.nan).at[5].set(np.inf)
 
     def loss(x, table):
@@ -159,6 +159,38 @@ def test_tokens_that_are_left_out(reduction):
     assert not np.any(found[1][0][np.array([3, 5])])
 
 
+@pytest.mark.parametrize("classes", [50, 1030])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_labels_that_are_too_large(reduction, classes, chunk):
+    """The loss is NaN, and the gradients are finite, as those of optax' loss of the logits.
+
+    The padded table has a row 1030.
+    """
+    x, table, bias, labels, where = draw((8,), classes, np.float32)
+    labels[2:5], where[2:5] = [classes, classes + 57, 2**31 - 1], True
+    keep = np.arange(8) < 2
+
+    def step(fn, where):
+        def loss(x, table, bias):
+            losses = fn(x, table, bias, labels, where, reduction)
+            return losses.sum(), losses
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(x, table, bias)
+
+    def ours(x, table, bias, labels, where, reduction):
+        more = dict(bias=bias, where=where, reduction=reduction, chunk=chunk)
+        return fo.linear_cross_entropy(x, table, labels, **more)
+
+    (_, losses), gradients = step(ours, where)
+    (_, wanted), wanted_gradients = step(expected, where)
+    assert np.isnan(np.asarray(losses)[()] if reduction != "none" else losses[2:5]).all()
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5, atol=1e-6)
+    compare(gradients, wanted_gradients, 2e-5)
+    assert np.any(gradients[0][2])
+    compare(step(ours, keep), step(expected, keep), 2e-5)  # tokens without a class are left out
+
+
 @pytest.mark.parametrize("reduction, value", [("mean", 0), ("sum", 0), ("none", np.zeros(8))])
 def test_no_token_counts(reduction, value):
     x, table, _, labels, _ = draw((8,), 50, np.float32)
@@ -166,6 +198,100 @@ def test_no_token_counts(reduction, value):
     np.testing.assert_array_equal(loss(x, table, labels), value)
     assert not np.any(jax.grad(lambda t: loss(x, t, labels).sum())(table))
     assert np.all(loss(x[:0], table, labels[:0]) == 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_class(reduction):
+    """No label is a class of an empty table."""
+    x, labels = jnp.ones((2, 5)), np.array([0, -1])
+    loss = lambda t: fo.linear_cross_entropy(x, t, labels, reduction=reduction)  # noqa: E731
+    wanted = [np.nan, 0] if reduction == "none" else np.nan
+    np.testing.assert_array_equal(loss(jnp.ones((0, 5))), wanted)
+    assert jax.grad(lambda t: loss(t).sum())(jnp.ones((0, 5))).shape == (0, 5)
+
+
+@pytest.mark.settings
+@pytest.mark.parametrize("mode", ["native", "xla"])
+@pytest.mark.parametrize(
+    "reduction, classes, options", [("mean", 1030, {}), ("none", 1030, {}), ("none", 7, HARD)]
+)
+def test_strict_settings(reduction, classes, options, mode):
+    """With a bias, a mask of a lower rank, and a padded table."""
+    *given, labels, _ = draw((2, 3), classes, "bfloat16", 4)
+    given[1] = given[1].astype(np.float32)
+    options = options | dict(where=np.array([True, True, False]), chunk=4, reduction=reduction)
+
+    def everything(x, table, bias):
+        loss = lambda *args: fo.linear_cross_entropy(*args[:2], labels, bias=args[2], **options)  # noqa: E731
+        gradient = jax.grad(lambda *args: jnp.sin(loss(*args)).sum(), (0, 1, 2))
+        args = x, table, bias
+        mapped = jax.vmap(gradient, (0, None, 0))(jnp.stack([x, x]), table, jnp.stack([bias, bias]))
+        return loss(*args), jax.jvp(gradient, args, args), mapped
+
+    with fo.use_implementation(mode):
+        wanted = jax.jit(everything)(*given)
+        with strict():
+            found = jax.jit(everything)(*given)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_debug_infs(reduction, dtype, chunk):
+    """Operands and results are finite, and so is what an eager call computes between them."""
+    x, table, bias, labels, _ = draw((6,), 1030, dtype, 2)
+
+    def step():
+        loss = lambda x, t, b: fo.linear_cross_entropy(  # noqa: E731
+            x, t, labels, bias=b, z_loss=0.01, chunk=chunk, reduction=reduction
+        ).sum()
+        return jax.value_and_grad(loss, (0, 1, 2))(x, table, bias)
+
+    wanted = step()
+    with jax.debug_infs(True):
+        jax.tree.map(np.testing.assert_array_equal, step(), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("far", [-1.0, -(2.0**14)])
+def test_padding_has_no_probability(dtype, far):
+    """Also if all logits are far below 0."""
+    with x64():
+        x, table = jnp.ones((2, 1), dtype), jnp.full((1030, 1), far, dtype)
+        labels = np.array([0, 1029])
+        loss = lambda t: fo.linear_cross_entropy(x, t, labels)  # noqa: E731
+        value, gradient = jax.value_and_grad(loss)(table)
+    np.testing.assert_allclose(value, np.log(1030), rtol=1e-5)
+    wanted = np.full((1030, 1), 1 / 1030)
+    wanted[labels] -= 0.5
+    np.testing.assert_allclose(np.asarray(gradient, float), wanted, rtol=1e-2)
+
+
+@pytest.mark.parametrize("reduction, count", [("mean", 3), ("none", 4)])
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("given", ["precision", "setting"])
+def test_precision(reduction, count, chunk, given):
+    """All products of a step have it. Losses of tokens compute the logits again."""
+    x, table, _, labels, _ = draw((6,), 40, np.float32)
+    HIGHEST, HIGH = jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH
+
+    def found(precision):
+        more = dict(chunk=chunk, reduction=reduction)
+        if given == "precision":
+            more["precision"] = precision
+        setting = precision if given == "setting" else None
+        loss = lambda x, t: fo.linear_cross_entropy(x, t, labels, **more).sum()  # noqa: E731
+        with jax.default_matmul_precision(setting):
+            step = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(x, table)
+        products = [e for e in equations(step.jaxpr) if e.primitive.name == "dot_general"]
+        return [equation.params["precision"] for equation in products]
+
+    assert found(None) == [None] * count
+    assert found("highest") == [(HIGHEST, HIGHEST)] * count
+    if given == "precision":
+        assert found(HIGH) == [(HIGH, HIGH)] * count
+        assert found((HIGHEST, HIGH)) == [(HIGHEST, HIGH)] * count
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -415,6 +541,7 @@ X, TABLE, LABELS = np.ones((3, 4), np.float32), np.ones((5, 4), np.float32), np.
         ((X, TABLE, LABELS), dict(chunk=0), ValueError, "chunk is 0"),
         ((X, TABLE, LABELS), dict(chunk=1.5), TypeError, "chunk"),
         ((X, TABLE, LABELS), dict(softcap=0), ValueError, "softcap is 0"),
+        ((X, TABLE, LABELS), dict(softcap=np.nan), ValueError, "softcap is nan"),
         ((X, TABLE, LABELS), dict(reduction="max"), ValueError, "reduction is 'max'"),
         ((X, TABLE, LABELS), dict(label_smoothing=2), ValueError, "label_smoothing is 2"),
     ],

@@ -216,9 +216,10 @@ def test_float64(name, native):
         assert_close(trained(mine, run, x, steps=1), trained(theirs, run, x, steps=1), jnp.float32)
 
 
+@pytest.mark.parametrize("epsilon", [np.nan, np.inf, -1e-3])
 @pytest.mark.parametrize("name", LAYERS)
-def test_an_epsilon_of_nan_is_left_to_flax(name, native):
-    theirs, mine = pair(name, epsilon=np.nan)
+def test_an_epsilon_that_no_op_takes_is_left_to_flax(name, epsilon, native):
+    theirs, mine = pair(name, epsilon=epsilon)
     assert_bitwise_equal(mine(draw(1)), theirs(draw(1)))
 
 
@@ -509,13 +510,19 @@ def test_row_norms_with_one_or_the_other(name, mode):
 @pytest.mark.jax
 @pytest.mark.parametrize("name", ROWS)
 def test_residual_is_added_by_the_op(name, native):
-    """The op adds only if the sum has the dtype that is normalized."""
+    """The op adds only if the sum has the dtype that is normalized. ``x`` may be narrower."""
     mine = getattr(ours, name)(8, rngs=nnx.Rngs(0))
     op = {"LayerNorm": "residual_layer_norm", "RMSNorm": "residual_rms_norm"}[name]
-    for dtype, fused in ((jnp.float32, True), (jnp.bfloat16, False)):
-        x = draw(1, dtype=dtype)
-        pure, params, rest = apply_in(mine, lambda layer, x: layer(x, residual=x))
-        assert (op in str(jax.make_jaxpr(pure)(params, rest, x))) == fused
+    F32, BF16 = jnp.float32, jnp.bfloat16
+    for of_x, of_residual, fused in (
+        (F32, F32, True),
+        (BF16, BF16, False),
+        (BF16, F32, True),
+        (F32, BF16, True),
+    ):
+        x, residual = draw(1, dtype=of_x), draw(2, dtype=of_residual)
+        pure, params, rest = apply_in(mine, lambda layer, x, r: layer(x, residual=r))
+        assert (op in str(jax.make_jaxpr(pure)(params, rest, x, residual))) == fused
 
 
 def test_batch_norm_keeps_bits_for_the_relu(native):

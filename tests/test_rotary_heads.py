@@ -391,6 +391,7 @@ ERRORS = [
     (dict(rotary=(np.ones((4, 2)),)), ValueError, "rotary has 1 arrays"),
     (dict(rotary=(np.ones((4, 2)), np.ones((1, 2)))), ValueError, "rotary[1] has shape (1, 2)"),
     (dict(eps=float("nan"), q_scale=np.ones(4)), ValueError, "eps is nan"),
+    (dict(eps=-1.0, q_scale=np.ones(4)), ValueError, "eps is -1.0; it must be 0 or more"),
     (dict(eps="1"), TypeError, "eps is of type str"),
     (dict(interleaved=1), TypeError, "interleaved is 1; it must be True or False"),
     (dict(layout="bhsd"), ValueError, "layout is 'bhsd'; it must be one of 'heads_first'"),

@@ -9,7 +9,7 @@
 // - A row of any length and alignment is a run of aligned words and at most 14 elements before and
 //   after it, the edges, which are read and written by element. If dx has another alignment than x,
 //   all elements are edges.
-// - A row whose label is out of range is not read.
+// - A row whose label is negative is not read.
 //
 // There are two kernels each way: one whose rows are parts of a warp, and one whose rows have
 // blocks of their own (plan_cuda.cc). float64 takes the first one for every row.
@@ -118,10 +118,6 @@ struct Row {
   }
 };
 
-__device__ __forceinline__ bool IsLeftOut(const Params& p, int label) {
-  return label < 0 || label >= p.n;
-}
-
 // -------------------------------------------------------------------------------------------------
 // Forward
 
@@ -213,7 +209,8 @@ __device__ __forceinline__ void StoreLoss(const Params& p, int64_t row, int labe
   using A = ComputeType<T>;
   const A e = static_cast<A>(p.smoothing), z = static_cast<A>(p.z_loss), m = row_of.top;
   const A s = Log(row_of.sum);
-  const A at_label = ToCompute(static_cast<const T*>(p.x)[row * p.n + label]);
+  const A at_label =
+      label < p.n ? ToCompute(static_cast<const T*>(p.x)[row * p.n + label]) : A(NAN);
   A loss = (1 - e) * (s + (m - at_label));
   if (e != 0) loss += e * (s + ((m - anchor) - row_of.drift / static_cast<A>(p.n)));
   if (z != 0) loss += z * (m + s) * (m + s);
@@ -244,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
   const int lanes = 1 << p.log_lanes, lane = threadIdx.x & (lanes - 1);
   const int64_t row = RowOfLanes(p);
   const int label = row < p.rows ? p.labels[row] : -1;
-  const bool live = row < p.rows && !IsLeftOut(p, label), smooth = p.smoothing != 0;
+  const bool live = label >= 0, smooth = p.smoothing != 0;
   Statistics<T> mine;
   A anchor = 0;
   if (live) {
@@ -279,7 +276,7 @@ __global__ void __launch_bounds__(kBlock, 4 * kThreads / kBlock)
   const int blocks = BlocksOfCluster();
   const int64_t row = blockIdx.x / blocks;
   const int label = p.labels[row];
-  if (IsLeftOut(p, label)) {
+  if (label < 0) {
     if (BlockOfCluster() == 0 && threadIdx.x == 0) StoreLeftOut<T>(p, row);
     return;
   }
@@ -321,7 +318,8 @@ __global__ void __launch_bounds__(kBlock, 4 * kThreads / kBlock)
 // -------------------------------------------------------------------------------------------------
 // Backward
 
-// The gradient of a row: scale * exp(x - top - log_sum) - all, less label_too at the label.
+// The gradient of a row: scale * exp(x - top - log_sum) - all, less label_too at the label, if it
+// is a class.
 template <typename T>
 struct Gradient {
   using A = ComputeType<T>;
@@ -333,7 +331,7 @@ struct Gradient {
 
   __device__ __forceinline__ Gradient(const Params& p, int64_t row) {
     label = p.labels[row];
-    left_out = IsLeftOut(p, label);
+    left_out = label < 0;
     const A g = static_cast<const A*>(p.cotangent)[row];
     const A e = static_cast<A>(p.smoothing), z = static_cast<A>(p.z_loss);
     top = static_cast<const A*>(p.top)[row];

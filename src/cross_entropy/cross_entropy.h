@@ -1,6 +1,7 @@
 // Cross entropy with integer labels on raw pointers: `rows` contiguous rows of n logits, and one
-// label for each row. A row whose label is not in [0, n) is left out: its loss and its gradient are
-// 0, and its logits are not read.
+// label for each row. A row whose label is negative is left out: its loss and its gradient are 0,
+// and its logits are not read. For a label of n or more, x[y] is NaN, and does not depend on the
+// logits.
 //
 // With m = max(x), s = log(sum(exp(x - m))), lse = m + s, and the label y, the loss of a row is
 //   (1 - e) * (lse - x[y]) + e * (lse - mean(x)) + z * lse^2
@@ -37,7 +38,7 @@ Status CrossEntropyForward(const CrossEntropyCall& call, void* loss, void* top, 
                            Queue queue);
 
 // dx = g * ((1 + 2 * z * lse) * exp(x - m - s) - e / n), less g * (1 - e) at the label, where g is
-// the row's cotangent.
+// the row's cotangent. No logit is at a label of n or more.
 Status CrossEntropyBackward(const CrossEntropyCall& call, const void* cotangent, const void* top,
                             const void* log_sum, void* dx, Queue queue);
 

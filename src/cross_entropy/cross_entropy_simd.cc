@@ -93,7 +93,8 @@ struct CrossEntropy {
       sum = Moved(sum, top, most) + Moved(piece_sum, piece_top, most);
       top = most;
     }
-    *found = {top, sum, top - anchor - drift / static_cast<double>(n), ElementAt(x, label)};
+    const double at_label = label < n ? ElementAt(x, label) : __builtin_nan("");
+    *found = {top, sum, top - anchor - drift / static_cast<double>(n), at_label};
   }
 
   static void Backward(const CrossEntropyGradient& gradient, const char* x, int64_t n,
@@ -111,7 +112,7 @@ struct CrossEntropy {
     const Pair<A> others = SetPair<A>(static_cast<Scalar>(-gradient.all));
     const Pair<A> at_label = SetPair<A>(static_cast<Scalar>(-(gradient.all + gradient.label_too)));
     if (n < kBlock) {  // one store in place of two
-      const PairMask<A> is_label = PairOfBits<A>(uint32_t{1} << label);
+      const PairMask<A> is_label = PairOfBits<A>(label < n ? uint32_t{1} << label : 0);
       return block.template operator()<false>(Part(), 0, n, Select(is_label, at_label, others));
     }
     if (gradient.stream) {
@@ -124,7 +125,7 @@ struct CrossEntropy {
         block.template operator()<false>(extent, i, count, others);
       });
     }
-    block.template operator()<false>(Part(), label, 1, at_label);
+    if (label < n) block.template operator()<false>(Part(), label, 1, at_label);
   }
 };
 

@@ -15,7 +15,7 @@ struct CrossEntropyStatistics {
   double top;         // the largest element
   double sum;         // of exp(x - top)
   double above_mean;  // top - mean(x), only with smoothing
-  double at_label;    // x[label]
+  double at_label;    // x[label], or NaN
 };
 
 // The gradient of a row is scale * exp(x - top - log_sum) - all, less `label_too` at the label.
@@ -25,7 +25,7 @@ struct CrossEntropyGradient {
   bool stream;  // store with instructions that bypass the caches
 };
 
-// Kernels by DType, for one row of n > 0 elements and a label in [0, n).
+// Kernels by DType, for one row of n > 0 elements and a label that is not negative.
 struct CrossEntropyKernels {
   using Forward = void(const char* x, int64_t n, int64_t label, bool smooth,
                        CrossEntropyStatistics* found);

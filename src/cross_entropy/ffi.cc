@@ -12,7 +12,8 @@ CrossEntropyCall Common(Call& call) {
   found.rows = call.Batch();
   found.n = call.Size("v");
   found.dtype = call.Type();
-  found.smoothing = call.Attribute<double>("label_smoothing");
+  // Without classes there is no logit to read.
+  found.smoothing = found.n > 0 ? call.Attribute<double>("label_smoothing") : 0;
   found.z_loss = call.Attribute<double>("z_loss");
   return found;
 }
