@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from jax_fastops import _implementation, _patched
+from jax_fastops._arguments import epsilon
 from jax_fastops._autofuse.patterns import losses_by_label
 from jax_fastops._dispatch import kernel_or
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
@@ -105,6 +106,10 @@ def _linen_parameters(layer, x, axis: int) -> list | None:
     They are read without a claim on their names, so that the original can still make it.
     """
     if not _takes(x) or layer.is_initializing():
+        return None
+    try:
+        epsilon("patch", layer.epsilon)
+    except (TypeError, ValueError):  # Flax takes arrays and negative numbers, too
         return None
     unbox = sys.modules["flax.core.meta"].unbox
     used = {leaf: getattr(layer, f"use_{leaf}", False) for leaf in ("scale", "bias")}

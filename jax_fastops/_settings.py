@@ -9,8 +9,6 @@ import jax
 
 from jax_fastops import _patched
 
-_NO_MESH = jax.sharding.AbstractMesh((), ())
-
 
 @contextlib.contextmanager
 def own_code() -> Iterator[None]:
@@ -25,15 +23,9 @@ def own_code() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fixed(x64: bool = False) -> Iterator[None]:
-    """A context in which a trace is the same under any settings, mesh and ``patch`` of the caller.
+    """A context in which a trace is the same under any settings and ``patch`` of the caller.
 
     ``x64`` says whether there are 64-bit types. Settings that change no trace stay as they are.
     """
-    with (
-        own_code(),
-        jax.enable_x64(x64),
-        jax.default_matmul_precision(None),
-        jax.disable_jit(False),
-        jax.sharding.use_abstract_mesh(_NO_MESH),
-    ):
+    with own_code(), jax.enable_x64(x64), jax.disable_jit(False):
         yield

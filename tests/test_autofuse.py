@@ -1,6 +1,8 @@
 """`autofuse`: what is replaced, equal results and gradients, near misses, transformations."""
 
+import contextlib
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from autofuse_programs import (
     IMAGES,
     LABELS,
     LOWER,
+    MASK,
     PROGRAMS,
     SCORES,
     B,
@@ -37,6 +40,8 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
+from jax_fastops._autofuse import meaning, patterns
+from jax_fastops._autofuse.finding import Finder
 
 pytestmark = pytest.mark.jax
 
@@ -279,6 +284,50 @@ DROPOUT = {
 }
 
 
+def post_norm(x, key):
+    """The norm's result is used after the dropout and by a branch."""
+    h = by_moments(x, B, C)
+    return by_moments(dropped(h, key) + jnp.sin(h), B, C)
+
+
+def post_norm_of_scaled(x, key):
+    """What the dropout scales is used, too."""
+    scaled = by_moments(x, B, C) / 0.75
+    kept = jnp.where(jax.random.bernoulli(key, 0.75, x.shape), scaled, 0)
+    return by_moments(kept + jnp.sin(scaled), B, C)
+
+
+def result_and_dropout(x, key):
+    y = softmax(x)
+    return y, dropped(y, key)
+
+
+@pytest.mark.parametrize(
+    "f, calls",
+    [
+        (post_norm, ["dropout", "norm", "norm"]),
+        (post_norm_of_scaled, ["dropout", "norm", "norm"]),
+        (result_and_dropout, ["dropout", "softmax"]),
+    ],
+)
+def test_what_is_dropped_and_used_elsewhere_is_computed_once(f, calls):
+    key = jax.random.key(3)
+    fused = fo.autofuse(f, dropout=True)
+    found = targets_of(lambda *a: fused(*a), X, key)
+    assert sorted(found) == sorted(calls)
+    kept = fo.dropout_mask(key, X.shape, 0.25)
+
+    def by_hand(x):
+        if f is result_and_dropout:
+            y = softmax(x)
+            return y, jnp.where(kept, y / 0.75, 0)
+        h = by_moments(x, B, C) / (1 if f is post_norm else 0.75)
+        drops = h / 0.75 if f is post_norm else h
+        return by_moments(jnp.where(kept, drops, 0) + jnp.sin(h), B, C)
+
+    close(run(lambda x: fused(x, key), (X,)), run(by_hand, (X,)), 5e-5)
+
+
 @pytest.mark.parametrize("name", DROPOUT)
 def test_dropout(name):
     f, pattern = DROPOUT[name]
@@ -335,6 +384,26 @@ def test_a_rule_of_its_own_stays():
     norm.defvjp(lambda x: (norm(x), x), lambda x, ct: (5 * x,))
     for f in (relu, norm):
         close(run(fo.autofuse(f), (X,)), run(f, (X,)), 2e-5)
+
+
+@pytest.mark.parametrize("kind", [jax.custom_jvp, jax.custom_vjp])
+def test_a_pattern_in_a_function_with_a_rule_is_replaced_only_without_a_gradient(kind):
+    function = kind(lambda x: rms(x, B))
+    if kind is jax.custom_jvp:
+        function.defjvp(lambda p, t: (rms(*p, B), 3 * t[0]))
+    else:
+        function.defvjp(lambda x: (rms(x, B), None), lambda _, ct: (3 * ct,))
+
+    def f(x):
+        return jnp.sum(jnp.sin(jax.nn.relu(function(x))))
+
+    report = fo.autofuse.report(f)(X)
+    assert [r.pattern for r in report.replaced] == ["relu"]
+    (missed,) = report.missed
+    assert missed.pattern == "rms_norm" and kind.__name__ in missed.reason
+    assert targets_of(lambda x: fo.autofuse(f)(x), X).count("norm") == 1
+    assert "norm" not in targets_of(lambda x: jax.grad(fo.autofuse(f))(x), X)
+    close(jax.value_and_grad(fo.autofuse(f))(X), jax.value_and_grad(f)(X), 2e-5)
 
 
 def test_a_value_that_is_used_elsewhere():
@@ -1032,6 +1101,116 @@ def test_special_values(f, value):
     np.testing.assert_allclose(fo.autofuse(f)(x), f(x), rtol=1e-5, atol=1e-6)
 
 
+# Reports ------------------------------------------------------------------------------------------
+
+
+def left(f, *args):
+    return [(m.pattern, m.reason) for m in fo.autofuse.report(f)(*args).missed]
+
+
+USED = "the value is used elsewhere"
+
+
+def used_bias(x):
+    h = x + B
+    return jax.nn.gelu(h), h
+
+
+def used_sum(x, y):
+    h = x + y
+    return jax.nn.relu(h), h
+
+
+@pytest.mark.parametrize(
+    "f, args, found, missed",
+    [
+        (used_bias, (X,), ["gelu"], ("bias + gelu", USED)),
+        (used_sum, (X, Y), ["relu"], ("add + relu", USED)),
+        (
+            lambda x, y: rms((x + y).astype(jnp.float32), B),
+            (X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16)),
+            ["rms_norm"],
+            ("add + rms_norm", "the sum is bfloat16, the result float32"),
+        ),
+        (
+            lambda x, where: softmax(jnp.where(where, x, -1e9)),
+            (X, MASK),
+            ["softmax"],
+            ("where + softmax", "the mask is not known, or may leave a row empty"),
+        ),
+        (
+            lambda x, w: (lambda z: (label_loss(z, LABELS), z.max()))(x @ w.T),
+            (X, W),
+            ["cross_entropy"],
+            ("linear_cross_entropy", USED),
+        ),
+        (
+            lambda x, y: -(jax.nn.log_softmax(x) * jax.nn.softmax(y)).sum(-1),
+            (X, Y),
+            ["softmax", "log_softmax"],
+            (
+                "cross_entropy of one_hot",
+                "the weights of the classes are no one_hot of integer labels",
+            ),
+        ),
+        (
+            lambda x: x.reshape(4, 6, 5, 8).transpose(0, 2, 1, 3),
+            (X,),
+            [],
+            ("split_heads", "no bias is added before the heads are split"),
+        ),
+        (
+            lambda x: (x + jnp.tile(B, 3)).reshape(4, 6, 3, 5, 8).transpose(2, 0, 3, 1, 4)[0],
+            (jnp.tile(X, 3),),
+            [],
+            ("split_heads", "not all of queries, keys and values are split like this"),
+        ),
+        (
+            lambda x: jnp.where(jax.random.bernoulli(KEY, 0.75, x.shape), x / 0.75, 0),
+            (X,),
+            [],
+            ("dropout", "pass dropout=True; its masks are others"),
+        ),
+    ],
+)
+def test_a_smaller_pattern_hides_no_larger_one(f, args, found, missed):
+    for _ in range(2):  # the second time with what is known
+        assert sorted(names(f, *args)) == sorted(found)
+        assert left(f, *args) == [missed]
+
+
+def test_equal_rows_of_a_report_are_one():
+    def f(x):
+        for i in range(3):
+            x = jnp.sin(dropped(x, jax.random.fold_in(KEY, i)))
+        return x
+
+    report = fo.autofuse.report(f)(X)
+    assert len(report.missed) == 3
+    lines = str(report).splitlines()
+    assert lines[1] == "3 patterns left" and len(lines) == 4 and "dropout (3 times)" in lines[3]
+
+
+@pytest.mark.parametrize(
+    "derived", [jax.grad, jax.value_and_grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))]
+)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_gradient_is_explained(derived, jitted):
+    def f(x):
+        return jnp.sum(jnp.sin(softmax(x)))
+
+    g = derived(jax.jit(f)) if jitted else derived(f)
+    with pytest.warns(UserWarning, match=r"autofuse: nothing is replaced: .*put grad around"):
+        report = fo.autofuse.report(g)(X)
+    assert not report.replaced and report.missed[0].pattern == "derivative"
+    assert "jax.grad(autofuse(f))" in report.missed[0].reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = fo.autofuse.report(lambda x: (g(x), softmax(x[0])))(X)
+        assert len(report.replaced) == 1 and report.missed[0].pattern == "derivative"
+        assert "derivative" not in [m.pattern for m in fo.autofuse.report(f)(X).missed]
+
+
 def test_the_report_is_a_table():
     text = str(fo.autofuse.report(lambda x: jax.nn.gelu(softmax(x)))(X))
     assert "2 patterns replaced" in text and "softmax  float32[4,6,40]" in text
@@ -1079,8 +1258,6 @@ def test_equal_layers_are_matched_once(monkeypatch):
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_rules_are_traced_once(mapped, monkeypatch):
-    from jax_fastops._autofuse import meaning
-
     def f(x):
         return jax.nn.relu(jax.nn.relu(jax.nn.relu(x) @ jnp.ones((40, 40))))
 
@@ -1088,6 +1265,210 @@ def test_rules_are_traced_once(mapped, monkeypatch):
     assert names(f, X) == ["relu"] * 3
     monkeypatch.setattr(meaning, "_traced_rule", None)
     assert names(f, X) == ["relu"] * 3
+
+
+# Axes of size 1 -----------------------------------------------------------------------------------
+
+
+def heads_of(x, bias, heads):
+    y = x + bias
+    return y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads).swapaxes(-3, -2)
+
+
+def one_sequence(x, bias, heads):
+    """Without the batch of size 1."""
+    return (x + bias).reshape(x.shape[1], heads, -1).transpose(1, 0, 2)
+
+
+def queries_keys_values(x, bias, heads):
+    y = (x + bias).reshape(*x.shape[:-1], 3, heads, -1)
+    return tuple(jnp.moveaxis(y, -3, 0).swapaxes(-3, -2))
+
+
+def sliced(x, bias, heads):
+    """As `queries_keys_values`."""
+    parts = jnp.split(x + bias, 3, -1)
+    return tuple(p.reshape(*p.shape[:-1], heads, -1).transpose(0, 2, 1, 3) for p in parts)
+
+
+def merged(x, bias, heads):
+    del bias, heads
+    y = x.swapaxes(1, 2)
+    return y.reshape(*y.shape[:2], -1)
+
+
+def merged_sequence(x, bias, heads):
+    """Without the batch of size 1."""
+    return merged(x, bias, heads)[0]
+
+
+def merged_into_rows(x, bias, heads):
+    del bias, heads
+    return x.transpose(0, 2, 1, 3).reshape(x.shape[2], -1)
+
+
+@pytest.mark.parametrize("batch, length, heads", [(1, 6, 4), (2, 6, 1), (2, 1, 4), (1, 1, 1)])
+@pytest.mark.parametrize("f", [heads_of, queries_keys_values, sliced, merged])
+def test_heads_with_axes_of_size_1(f, batch, length, heads):
+    check_heads(f, batch, length, heads)
+
+
+@pytest.mark.parametrize("f", [one_sequence, merged_sequence, merged_into_rows])
+@pytest.mark.parametrize("length, heads", [(6, 4), (6, 1), (1, 4)])
+def test_heads_of_one_sequence(f, length, heads):
+    check_heads(f, 1, length, heads)
+
+
+def check_heads(f, batch, length, heads):
+    name = {"q": "bias + split_qkv_heads", "s": "bias + split_qkv_heads", "m": "merge_heads"}
+    name = name.get(f.__name__[0], "bias + split_heads")
+    width = 40 * heads * (3 if "qkv" in name else 1)
+    rng = np.random.default_rng(0)
+    shape = (batch, heads, length, 40) if name == "merge_heads" else (batch, length, width)
+    x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal(width), jnp.float32)
+
+    def g(x, bias):
+        return f(x, bias, heads)
+
+    nothing_moves = "qkv" not in name and 1 in (length, heads)
+    assert names(g, x, bias) == ([] if nothing_moves else [name])
+    close(run(fo.autofuse(g), (x, bias)), run(g, (x, bias)), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: (x + B)[:, None],
+        lambda x: (x + B).reshape(1, 4, 6, 40),
+        lambda x: (x[:1] + B).reshape(6, 1, 40),
+        lambda x: (x[:, :1] + B).transpose(1, 0, 2),
+        lambda x: x[:, None, :, :].transpose(0, 3, 1, 2).reshape(4, 240),
+    ],
+)
+def test_other_moves_of_axes_of_size_1(f):
+    assert names(f, X) == []
+    close(run(fo.autofuse(f), (X,)), run(f, (X,)), 1e-6)
+
+
+# Settings -----------------------------------------------------------------------------------------
+
+
+def forget():
+    """Makes the next use of autofuse the first one of the process."""
+    for cached in (patterns.compiled, patterns.by_size, patterns.Pattern.reductions):
+        cached.cache_clear()
+    for pattern in patterns._PATTERNS:
+        for name in ("kind", "needs"):
+            pattern.__dict__.pop(name, None)
+    Finder._known.clear()
+    meaning._rules.clear()
+
+
+def _mesh(kind):
+    types = (getattr(jax.sharding.AxisType, kind),)
+    return jax.make_mesh((1,), ("data",), axis_types=types, devices=jax.devices()[:1])
+
+
+STATES = {
+    "patch": fo.patch,
+    "xla": lambda: fo.use_implementation("xla"),
+    "ranks": lambda: jax.numpy_rank_promotion("raise"),
+    "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
+    "64 bits": x64,
+    "precision": lambda: jax.default_matmul_precision("highest"),
+    "eager": lambda: jax.disable_jit(True),
+    "nans": lambda: jax.debug_nans(True),
+    "leaks": jax.checking_leaks,
+    "mesh": lambda: jax.set_mesh(_mesh("Explicit")),
+    "auto mesh": lambda: jax.set_mesh(_mesh("Auto")),
+}
+SOME = {
+    *("gelu", "exact gelu", "silu", "reglu", "softmax", "masked softmax", "log_softmax", "var"),
+    *("residual rms", "loss", "one-hot loss", "masked sum", "linear loss, masked"),
+}
+
+
+def plain(name):
+    """A program as one that no setting changes, with its operands and patterns."""
+    f, args, found = PROGRAMS[name]
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return jaxpr_as_fun(jax.make_jaxpr(f)(*args)), args, found
+
+
+@pytest.mark.parametrize(
+    "state", [pytest.param(s, marks=[pytest.mark.slow] * (s == "leaks")) for s in STATES]
+)
+def test_the_state_of_the_first_use_does_not_stay(state):
+    """What is traced once for the process is traced without the settings of the caller."""
+    programs = [plain(name) for name in sorted(SOME)]
+    wanted = [found for _, _, found in programs]
+    forget()
+    with STATES[state]():
+        inside = [names(f, *args) for f, args, _ in programs]
+    assert [names(f, *args) for f, args, _ in programs] == wanted
+    if state == "xla":
+        assert not any(inside)
+    else:
+        assert inside == wanted
+
+
+@contextlib.contextmanager
+def both_settings():
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.mark.settings
+def test_our_own_code_takes_each_setting():
+    forget()
+    for name in RUNNABLE:
+        f, args, found = plain(name)
+        with both_settings():
+            assert names(f, *args) == found, name
+            if name in SOME:
+                tolerance = of_products(3e-5) if "linear" in name else 3e-5
+                close(run(fo.autofuse(f), args), run(f, args), tolerance)
+            else:
+                jax.make_jaxpr(lambda *a, f=f: run(fo.autofuse(f), a))(*args)
+
+
+@pytest.mark.settings
+def test_the_function_of_the_user_is_traced_with_the_settings():
+    with both_settings():
+        for f, message in (
+            (lambda x: softmax(x * B), "rank_promotion"),
+            (lambda x: softmax(x * jnp.ones(X.shape, jnp.bfloat16)), "dtype_promotion"),
+        ):
+            for g in (fo.autofuse(f), jax.grad(lambda x, f=f: fo.autofuse(f)(x).sum())):
+                with pytest.raises(Exception, match=message):
+                    g(X)
+
+        @jax.custom_jvp
+        def with_rule(x):
+            return x * 2
+
+        with_rule.defjvp(lambda p, t: (with_rule(*p), t[0] * B))
+        with pytest.raises(ValueError, match="rank_promotion"):
+            jax.grad(fo.autofuse(lambda x: softmax(with_rule(x)).sum()))(X)
+
+
+@pytest.mark.parametrize("setting", [jax.debug_nans, jax.debug_infs])
+def test_a_number_that_is_not_finite_raises_as_without_autofuse(setting):
+    def f(x):
+        return jnp.sum(softmax(x * 2) * (jnp.inf if setting is jax.debug_infs else 1))
+
+    wrong = X.at[0, 0, 0].set(jnp.inf) if setting is jax.debug_nans else X
+    calls = [lambda f: f, jax.jit, lambda f: jax.jit(jax.value_and_grad(f))]
+    with setting(True):
+        for call in calls:
+            for g in (f, fo.autofuse(f)):
+                with pytest.raises(FloatingPointError):
+                    call(g)(wrong)
+        if setting is jax.debug_nans:
+            got = [jax.jit(jax.value_and_grad(fo.autofuse(f)))(X), fo.autofuse(f)(X)]
+    if setting is jax.debug_nans:
+        close(got, [jax.value_and_grad(f)(X), f(X)], 2e-5)
 
 
 # Random programs ----------------------------------------------------------------------------------
@@ -1207,6 +1588,43 @@ def test_programs_with_a_change(name, count):
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_ten_thousand_programs_with_a_change(name, seed):
     check_mutants(name, 10_000 // len(PROGRAMS) // 10 + 1, 1 + seed)
+
+
+@pytest.mark.parametrize("product", [False, True])
+@pytest.mark.parametrize("dtype", ["int32", "uint32"])
+def test_labels_that_are_no_class_in_optax(product, dtype):
+    """The loss is NaN, and its gradient that of a logit that no class has."""
+    loss = pytest.importorskip("optax").softmax_cross_entropy_with_integer_labels
+    numbers = [0, 49, 50, 51, 1000, 2**31 - 1]
+    labels = jnp.array(numbers + ([-1, -50, -51, -1000] if dtype == "int32" else [1] * 4), dtype)
+    x = jax.random.normal(jax.random.key(0), (10, 40 if product else 50))
+
+    def f(x, w):
+        return loss(x @ w.T if product else x, labels)
+
+    assert names(f, x, W) == (LINEAR if product else ["cross_entropy"])
+    want, got = (jax.vjp(g, x, W) for g in (f, fo.autofuse(f)))
+    rounding = of_products(2e-5) if product else 2e-5
+    np.testing.assert_allclose(got[0], want[0], rtol=rounding)
+    close(*(pull(jnp.ones(10)) for _, pull in (got, want)), rounding)
+    assert np.isnan(got[0]).sum() == (6 if dtype == "int32" else 4)
+
+
+@pytest.mark.parametrize("product", [False, True])
+def test_a_masked_sum_with_nan_for_labels_that_are_too_large(product):
+    labels = LABELS.at[0].set(jnp.array([-1, -100, 49, 50, 51, 1000]))
+
+    def f(x, w):
+        logits = x @ w.T if product else x[..., :1] * w[:, 0]
+        here = jnp.arange(50) == labels[..., None]
+        at_label = jnp.where(labels < 50, jnp.where(here, logits, 0).sum(-1), jnp.nan)
+        return jax.nn.logsumexp(logits, -1) - at_label
+
+    assert names(f, X, W) == (LINEAR if product else ["cross_entropy"])
+    want, got = (jax.vjp(g, X, W) for g in (f, fo.autofuse(f)))
+    np.testing.assert_allclose(got[0], want[0], rtol=of_products(2e-5))
+    assert np.isnan(got[0]).sum() == 3
+    close(*(pull(jnp.ones((4, 6))) for _, pull in (got, want)), of_products(2e-5))
 
 
 def test_labels_that_are_no_class_in_a_masked_sum():
@@ -1475,8 +1893,6 @@ def test_long_chains(kind):
     ],
 )
 def test_what_was_traced_before_does_not_matter(other, f):
-    from jax_fastops._autofuse.finding import Finder
-
     Finder._known.clear()
     jaxprs = [jax.make_jaxpr(lambda *x, f=f: fo.autofuse(f)(*x))(X, Y) for f in (other, f)]
     calls = [[e.primitive.name.startswith("fastops") for e in j.jaxpr.eqns] for j in jaxprs]

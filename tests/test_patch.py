@@ -62,6 +62,7 @@ def test_a_trace_leaves_to_xla_what_it_fuses(f):
         assert kernels(f, x)
 
 
+@pytest.mark.settings
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name, dtype):
@@ -223,6 +224,7 @@ def close(got, want, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=str(path))
 
 
+@pytest.mark.settings
 @pytest.mark.parametrize("train", [False, True])
 def test_nnx(train):
     nnx = pytest.importorskip("flax.nnx")
@@ -254,6 +256,7 @@ def test_nnx(train):
     assert any("batch_norm" in kernel for kernel in found)
 
 
+@pytest.mark.settings
 @pytest.mark.parametrize("options", [{}, dict(use_bias=False), dict(epsilon=0.1)])
 def test_linen(options):
     linen = pytest.importorskip("flax.linen")
@@ -282,6 +285,21 @@ def test_linen(options):
     assert found.count("norm") == 2 and masked.count("norm") == 1
     with fo.patch(only="rms_norm"):
         assert targets_of(lambda v: model.apply(v, X), variables).count("norm") == 1
+
+
+@pytest.mark.parametrize("epsilon", [-0.1, jnp.float32(0.1)])
+def test_an_epsilon_that_no_op_takes(epsilon):
+    linen = pytest.importorskip("flax.linen")
+    for layer in (
+        linen.LayerNorm(epsilon=epsilon),
+        linen.BatchNorm(epsilon=epsilon, use_running_average=False),
+    ):
+        x = X.reshape(-1, X.shape[-1])
+        variables = layer.init(jax.random.key(0), x)
+        want = layer.apply(variables, x, mutable=["batch_stats"])
+        with fo.patch():
+            got = layer.apply(variables, x, mutable=["batch_stats"])
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize("average", [False, True])
@@ -367,6 +385,64 @@ def test_dropout(module):
     np.testing.assert_allclose(np.asarray(y)[kept], np.asarray(X / 0.6)[kept], rtol=1e-6)
     assert 0.4 < kept.mean() < 0.8
     assert "dropout" not in targets_of(lambda: run(False))
+
+
+@pytest.mark.settings
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+def test_layers_under_strict_settings(implementation):
+    """What runs without `patch` runs with it, forward and backward."""
+    linen, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+    layers = linen.LayerNorm(), linen.RMSNorm(), linen.BatchNorm(use_running_average=False)
+    own = nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm
+
+    def run():
+        results = []
+        for layer in layers:
+            variables = layer.init(jax.random.key(0), X)
+
+            def loss(variables, layer=layer):
+                return jnp.sum(jnp.sin(layer.apply(variables, X, mutable=["batch_stats"])[0]))
+
+            results.append(jax.jit(jax.value_and_grad(loss))(variables))
+        for kind in own:
+            model = kind(40, rngs=nnx.Rngs(0))
+            value, grads = nnx.value_and_grad(lambda m: jnp.sum(jnp.sin(m(X))))(model)
+            results.append((value, nnx.to_pure_dict(grads)))
+        return results
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        want = run()
+        with fo.patch(), fo.use_implementation(implementation):
+            close(run(), want, 1e-4)
+
+
+def test_a_number_that_is_not_finite_raises_as_without_patch():
+    def f(x):
+        return jnp.sum(softmax(x * 2))
+
+    with jax.debug_nans(True), fo.patch():
+        for call in (lambda f: f, jax.jit, lambda f: jax.jit(jax.value_and_grad(f))):
+            with pytest.raises(FloatingPointError):
+                call(f)(X.at[0, 0].set(jnp.inf))
+        np.testing.assert_allclose(jax.jit(f)(X), len(X), rtol=1e-6)
+        relu(X.at[0, 0].set(-jnp.inf))
+
+
+def test_labels_that_are_no_class():
+    """The loss is NaN, and its gradient that of a logit that no class has."""
+    labels = jnp.array([0, -1, 40, -41, 1000, -40])
+
+    def run():
+        losses, pull = jax.vjp(lambda x: optax_loss(x, labels), X)
+        return losses, pull(jnp.ones(6))[0]
+
+    want = run()
+    with fo.patch():
+        got = run()
+        assert kernels(lambda x: optax_loss(x, labels), X)
+    assert np.isnan(want[0]).sum() == 3
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-6, atol=2e-6)
 
 
 def test_labels_of_few_bits():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
@@ -61,7 +62,7 @@ class Missed:
     """A pattern that :class:`autofuse` leaves as it is.
 
     Attributes:
-      pattern: its name.
+      pattern: its name, or ``"derivative"`` for a function that computes one.
       where: the file and line of the operation that does not fit, or of the result.
       equation: this operation and its operands.
       reason: why the pattern stays.
@@ -87,7 +88,8 @@ class FuseReport:
 
     Attributes:
       replaced: the patterns that ops replace, in the order of the program.
-      missed: the patterns that stay, and those of which a large part was found.
+      missed: the patterns that stay, those of which a large part was found, and those of which a
+        smaller one is replaced.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -115,9 +117,15 @@ class FuseReport:
             _explain.table([header, *rows]) if rows else ""
         )
         if self.missed:
-            missed = [(m.pattern, m.equation, m.where, m.reason) for m in self.missed]
+            alike: dict[tuple, list[Missed]] = {}  # each layer of a model has the same
+            for m in self.missed:
+                alike.setdefault((m.pattern, m.where, m.reason), []).append(m)
+            missed = [
+                (name + (f" ({len(found)} times)" if found[1:] else ""), found[0].equation, *rest)
+                for (name, *rest), found in alike.items()
+            ]
             header = ("pattern", "up to", "where", "why")
-            text += f"{len(missed)} patterns left\n" + _explain.table([header, *missed])
+            text += f"{len(self.missed)} patterns left\n" + _explain.table([header, *missed])
         return text.rstrip()
 
 
@@ -197,7 +205,8 @@ class autofuse(Generic[_P, _T]):
 
         Returns:
           A function of the arguments of ``fn``, where ``jax.ShapeDtypeStruct`` may stand for an
-          array. It returns a :class:`FuseReport`.
+          array. It returns a :class:`FuseReport`, and warns if nothing is replaced because ``fn``
+          computes a derivative.
         """
         fn, drops = (fn._fn, fn._dropout) if isinstance(fn, autofuse) else (fn, False)
 
@@ -380,11 +389,15 @@ def _report(plans: list[rewrite.Plan]) -> FuseReport:
     replaced, missed = [], []
     for plan in plans:
         for match in reversed(plan.matches):
-            root = match.root
+            root, name = match.root, match.before + match.pattern.name
+            if plan.rule:
+                reason = f"the rule of a {plan.rule} runs in a gradient; replaced only without one"
+                missed.append(Missed(name, *_place(root), reason))
+                continue
             large = [v for v in match.inner if v.size >= root.size and v.places]
             saved = sum(v.size * v.dtype.itemsize for v in large if v is not root)
             found = Replaced(
-                match.before + match.pattern.name,
+                name,
                 root.line,
                 root.shape,
                 str(root.dtype),
@@ -396,10 +409,22 @@ def _report(plans: list[rewrite.Plan]) -> FuseReport:
         seen = set()
         for miss in reversed(plan.misses):
             shown = {miss.value, resolve(miss.value, narrowing=True)[0]}
-            if not shown & taken and miss.value not in seen:
-                seen.add(miss.value)
+            key = miss.value, miss.pattern if miss.is_taken else ""
+            if (miss.is_taken or not shown & taken) and key not in seen:
+                seen.add(key)
                 missed.append(Missed(miss.pattern, *_place(miss.value), miss.reason))
+    derivative = next((p.derivative for p in plans if p.derivative is not None), None)
+    if derivative is not None:
+        missed.insert(0, Missed("derivative", *_place(derivative), _PUT_GRAD_AROUND))
+        if not replaced:
+            warnings.warn(f"autofuse: nothing is replaced: {_PUT_GRAD_AROUND}", stacklevel=3)
     return FuseReport(tuple(replaced), tuple(missed))
+
+
+_PUT_GRAD_AROUND = (
+    "the function computes a derivative, in which patterns are not seen; put grad around autofuse: "
+    "jax.grad(autofuse(f))"
+)
 
 
 def _place(value: Value) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from jax_fastops._autofuse.meaning import (
     multiple_of,
     operand_map,
     resolve,
+    selections_of,
     with_row,
 )
 from jax_fastops._autofuse.moves import Move, joined, move_at
@@ -126,6 +127,7 @@ class Miss:
     pattern: str
     value: Value
     reason: str
+    is_taken: bool = False  # whether a smaller pattern is replaced here
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -262,6 +264,15 @@ def _used_outside(value: Value, nodes: set) -> bool:
     return value.is_result or any(u not in nodes and not is_inside(u) for u in value.users)
 
 
+def _leads_only_to(value: Value, end: Value) -> bool:
+    """Whether a value is used for nothing but another one, each value between by one operation."""
+    while value is not end:
+        if value.is_result or len(value.users) != 1:
+            return False
+        value = value.users[0].outputs[0]
+    return True
+
+
 def _is_in(level: Level, value: Value) -> bool:
     return level in value.places or constant(value) is not None
 
@@ -278,6 +289,7 @@ def _in_one_program(root: Value, leaves: dict[int, Bound]) -> dict[int, Bound]:
 
 _ELSEWHERE = "its operands are in another function"
 _DIFFERS = "the formula differs from here on"
+_USED = "the value is used elsewhere"
 
 
 class Finder:
@@ -299,10 +311,14 @@ class Finder:
             return None
 
     def _find(self, value: Value) -> Match | None:
-        if self._dropout and (drop := drop_at(value)) is not None:
-            return self._dropped_softmax(drop) or self._moved(drop)
-        if (move := move_at(value)) is not None:
+        if (self._dropout or self._thorough) and (drop := drop_at(value)) is not None:
+            if self._dropout:
+                return self._dropped_softmax(drop) or self._moved(drop)
+            self.misses.append(Miss("dropout", value, "pass dropout=True; its masks are others"))
+        if isinstance(move := move_at(value), Move):
             return self._moved(move)
+        if move is not None:
+            self.misses.append(Miss("split_heads", value, move))
         if (summed := summed_at(value)) is not None:
             return self._linear(value, self._formula(summed.each), summed)
         match = self._formula(value)
@@ -322,8 +338,11 @@ class Finder:
         for pattern, axis in self._candidates(value, source, around, key):
             self._matched = False
             found = self._at(pattern, axis, value, around)
+            if self._matched and pattern.name == "log_softmax":
+                self._note_weighted(value)
             if found is not None:
                 self._remember(key, [(pattern, axis), *whole], False)
+                self._note_larger(found)
                 return found
             if self._matched:
                 whole.append((pattern, axis))
@@ -331,6 +350,20 @@ class Finder:
             self.misses.append(max(self._tried, key=lambda found: found[0])[1])
         self._remember(key, whole, True)
         return None
+
+    def _note_weighted(self, value: Value) -> None:
+        """Notes a loss of a log_softmax whose weights are an array."""
+        products = (user.outputs[0] for user in value.users if user.name == "mul")
+        if any(user.name == "reduce_sum" for product in products for user in product.users):
+            reason = "the weights of the classes are no one_hot of integer labels"
+            self.misses.append(Miss("cross_entropy of one_hot", value, reason, True))
+
+    def _note_larger(self, match: Match) -> None:
+        """Notes why a larger pattern is not replaced where this one is."""
+        name = match.before + match.pattern.name
+        larger = (miss for part, miss in self._tried if part == 1 and miss.pattern != name)
+        if (miss := next(larger, None)) is not None:
+            self.misses.append(dataclasses.replace(miss, is_taken=True))
 
     _known: ClassVar[dict[tuple, tuple[list[tuple[Pattern, int]], bool]]] = {}
 
@@ -342,9 +375,9 @@ class Finder:
 
     def _candidates(self, value: Value, source: Value, around: set, key: tuple) -> Iterator[tuple]:
         """The patterns to try, with the axis."""
-        known, all_tried = self._known.get(key, ((), False))
+        known, all_tried = self._known.get(key, ([], False))
         if not (self._thorough and all_tried):
-            yield from known
+            yield from [*known[1:], *known[:1]] if self._thorough else known
             if all_tried:
                 return
         kinds = _kinds(source)
@@ -369,7 +402,7 @@ class Finder:
     def _dropped_softmax(self, drop: Move) -> Match | None:
         """The match of a softmax and its dropout, if the softmax is used nowhere else."""
         (root,), (x, key) = drop.results, drop.reads.values()
-        alone = len(x.users) == 1 and key.shape == ()
+        alone = _leads_only_to(x, root) and key.shape == ()
         match = self.find(x) if alone else None
         if match is None or not match.pattern.name.startswith("softmax"):
             return None
@@ -399,10 +432,10 @@ class Finder:
             between.update(product.between)
             nodes = {v.node for v in match.inner | between}
             if any(_used_outside(v, nodes) for v in between - {root}):
-                product = "the value is used elsewhere"
+                product = _USED
         if not isinstance(product, Product):
-            if product:
-                self.misses.append(Miss("linear_cross_entropy", root, product))
+            if product and not losses.between:  # each loss has the reason of the sum
+                self.misses.append(Miss("linear_cross_entropy", root, product, True))
             return None
         x, part, table, bias = product[:4]
         *tokens, features = (end - start for start, end in part)
@@ -421,7 +454,8 @@ class Finder:
         call = Call(op, 0, tuple(given), reads, numbers, *of)
         level = self._level(call, root, values)
         if isinstance(level, str):
-            self.misses.append(Miss("linear_cross_entropy", root, level))
+            if not losses.between:
+                self.misses.append(Miss("linear_cross_entropy", root, level, True))
             return None
         pattern = dataclasses.replace(match.pattern, name="linear_cross_entropy")
         return Match(pattern, "", [root], list(values), call, match.inner | between, level)
@@ -470,7 +504,7 @@ class Finder:
             part = len(set(matcher.seen)) / (1 + formulas[0].size)
             # Sums and products that are nearly a lerp are everywhere.
             if part > 0.7 and formulas[0].size > 5 and pattern.needs:
-                self._miss(pattern, matcher.stopped or value, _DIFFERS, min(part, 0.99))
+                self._miss(pattern.name, matcher.stopped or value, _DIFFERS, min(part, 0.99))
             return None
         self._matched = True
         return self._checked(pattern, axis, value, state, formulas, n, sizes if loss else None)
@@ -483,9 +517,9 @@ class Finder:
                 return found.sizes
         return None
 
-    def _miss(self, pattern: Pattern, value: Value, reason: str, part: float = 1.0) -> None:
+    def _miss(self, name: str, value: Value, reason: str, part: float = 1.0) -> None:
         """Notes how much of a pattern was found. A whole one is not replaced for other reasons."""
-        self._tried.append((part, Miss(pattern.name, value, reason)))
+        self._tried.append((part, Miss(name, value, reason)))
 
     def _checked(
         self, pattern: Pattern, axis: int, root: Value, state: State, formulas, n: int, logits
@@ -494,7 +528,8 @@ class Finder:
         inner = frozenset(state.inner)
         for v in inner:
             if v.is_floating and v.dtype.itemsize < root.dtype.itemsize:
-                self._miss(pattern, v, f"{v.dtype} is narrower than the result's {root.dtype}")
+                reason = f"{v.dtype} is narrower than the result's {root.dtype}"
+                self._miss(pattern.name, v, reason)
                 return None
         nodes = {v.node for v in inner} | {root.node}
         outside = [v for v in inner if v is not root and _used_outside(v, nodes)]
@@ -502,22 +537,25 @@ class Finder:
         for v in outside:
             counts = v.node is not None and v.node.name == "iota"
             if v not in more and v.size >= root.size and not counts:
-                self._miss(pattern, v, "the value is used elsewhere")
+                self._miss(pattern.name, v, _USED)
                 return None
         leaves = self._leaves(pattern, axis, root, state, logits)
         if leaves is None:
-            self._miss(pattern, root, "an operand has another shape or dtype", 0.99)
+            self._miss(pattern.name, root, "an operand has another shape or dtype", 0.99)
             return None
-        refused = ""
+        refused: tuple = ()
         for before, results, reads, call in self._forms(pattern, axis, root, leaves, state, nodes):
             level = self._level(call, root, reads)
             if not isinstance(level, str):
+                if refused:
+                    self._miss(*refused)
                 results = [root, *more, *results]
                 return Match(pattern, before, results, reads, call, inner, level)
-            refused = refused or level
+            refused = refused or (before + pattern.name, root, level)
         if pattern.reductions(len(root.sizes), axis):
             self._with_reductions.update(inner, [root])
-        self._miss(pattern, root, refused or "XLA fuses it with its neighbors")
+        reason = refused[-1] if refused else "XLA fuses it with its neighbors"
+        self._miss(pattern.name, root, reason)
         return None
 
     @staticmethod
@@ -592,14 +630,21 @@ class Finder:
         if x is not None and node is not None and node.name in ("add", "add_any"):
             a, b = node.inputs
             alone = not _used_outside(x[0], nodes)
-            if pattern.biased and alone:
+            if pattern.biased:
                 for one, row in with_row(x[0]):
+                    if not alone:
+                        self._miss("bias + " + pattern.name, x[0], _USED)
+                        continue
                     if "root" in _operations_before(row)[0]:  # of a norm, which is found later
                         continue
                     yield form("bias + ", pattern.biased, {"a": (one, whole), "b": (row, _ROW)})
-            same = all(v.shape == root.shape and v.dtype == root.dtype for v in (a, b))
+            whole_arrays = a.shape == b.shape == root.shape
+            same = whole_arrays and a.dtype == b.dtype == root.dtype
             relu = pattern.name == "relu"
-            if pattern.sum_of and same and (alone or not relu):
+            if pattern.sum_of and whole_arrays and not (same and (alone or not relu)):
+                reason = _USED if same else f"the sum is {a.dtype}, the result {root.dtype}"
+                self._miss("add + " + pattern.name, x[0], reason)
+            elif pattern.sum_of and same:
                 more = [] if relu else [x[0]]
                 for one, other in () if relu else ((a, b), (b, a)):
                     if not _used_outside(one, nodes | {node}):
@@ -617,7 +662,7 @@ class Finder:
         if drop is not None and drop.reads["key"].shape == ():
             x, key = drop.reads.values()
             own, numbers = {"dropout_key": (key, Read(()))}, {"dropout_rate": drop.rate}
-            for inner, row in with_row(x):
+            for inner, row in with_row(x) if _leads_only_to(x, value) else ():
                 biased = {"a": (inner, whole), "input_bias": (row, _ROW), **own}
                 yield "bias + dropout + ", biased, numbers
             yield "dropout + ", {"a": (x, whole), **own}, numbers
@@ -645,6 +690,9 @@ class Finder:
         if pattern.masked and (found := masked(x[0], along)) is not None:
             operand, mask = (view(v, compose(order, operand_map(x[0], v))) for v in found[:2])
             choices.insert(0, ("where + ", operand, read(mask, found[2])))
+        elif pattern.masked and any(constant(v) is not None for *_, v, _ in selections_of(x[0])):
+            reason = "the mask is not known, or may leave a row empty"
+            self._miss("where + " + pattern.name, x[0], reason)
         nodes = nodes | {x[0].node}
         for before, operand, mask in choices:
             multiple = multiple_of(operand.source)

@@ -136,6 +136,8 @@ def near(a: float, b: float, eps: float) -> bool:
     That is a rounding of ``b``, or of ``n`` where ``b`` is ``1 / n``. In float32 and float64,
     several roundings may be between them.
     """
+    if a != a or b != b:
+        return a != a and b != b
     if a == b or eps < 1e-4:
         return a == b or abs(a - b) <= 2 * eps * max(abs(a), abs(b)) < math.inf
     pairs = [(a, b)]

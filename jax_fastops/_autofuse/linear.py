@@ -193,9 +193,6 @@ class _Call(NamedTuple):
             return found + more
         return found + jnp.sum(more if self.where is None else jnp.where(self.where, more, 0))
 
-    def is_class(self, labels):
-        return (labels >= 0) & (labels < self.table.shape[0])
-
     def finite_class(self):
         """A class whose logits are finite. The bias of those that are no class may be -inf."""
         return 0 if self.bias is None else jnp.argmax(self.bias).astype(self.labels.dtype)
@@ -204,7 +201,7 @@ class _Call(NamedTuple):
         """The logits of one class, in the dtype of the losses."""
         wide = accumulator_dtype(self.x.dtype)
         row = self.table[index].astype(self.x.dtype).astype(wide)
-        found = (self.x.astype(wide) * row).sum(-1)
+        found = (self.x.astype(wide) * jnp.broadcast_to(row, self.x.shape)).sum(-1)
         found = found if self.bias is None else found + self.bias[index].astype(wide)
         cap = self.options["softcap"]
         return found if cap is None else cap * jnp.tanh(found / cap)
@@ -228,13 +225,25 @@ def wide_labels(labels):
 
 
 def from_the_end(labels, classes: int):
-    """Labels of a wide dtype, of which negative ones count from the end, as indices do."""
-    return jnp.where(labels < 0, labels + classes, labels)
+    """Labels of which negative ones count from the end, as indices do.
+
+    One that is no class becomes too large: its loss is NaN.
+    """
+    labels = wide_labels(labels)
+    labels = jnp.where(labels < 0, labels + classes, labels)
+    return jnp.where(labels < 0, classes, labels)
 
 
 def nearest_class(labels, classes: int):
     """Labels as indices; one that is no class becomes the nearest class."""
-    return jnp.clip(from_the_end(wide_labels(labels), classes), 0, classes - 1)
+    labels = wide_labels(labels)
+    return jnp.clip(jnp.where(labels < 0, labels + classes, labels), 0, classes - 1)
+
+
+def no_class_as_padding(labels, classes: int):
+    """Labels of which those that are no class are -1, and so have no loss."""
+    labels = wide_labels(labels)
+    return jnp.where((labels >= 0) & (labels < classes), labels.astype(jnp.int32), -1)
 
 
 def _call(leaves, options) -> _Call:
@@ -247,17 +256,19 @@ def _call(leaves, options) -> _Call:
 def linear_by_label(leaves, **options):
     """As by indexing: negative labels count from the end, and those that are no class give NaN."""
     call = _call(leaves, options)
-    labels = from_the_end(call.labels, call.table.shape[0])
-    return call.losses(labels, jnp.where(call.is_class(labels), 0, jnp.nan))
+    return call.losses(from_the_end(call.labels, call.table.shape[0]))
 
 
-def linear_by_sum(leaves, **options):
+def linear_by_sum(leaves, too_large: bool = False, **options):
     """As by a sum over the classes that are the label: one that is no class takes nothing off.
 
-    Its loss is that of another class, with what that takes off.
+    Its loss is that of another class, with what that takes off. If ``too_large``, only a negative
+    label is such one, and a label that is too large gives NaN.
     """
     call = _call(leaves, options)
-    is_class, share = call.is_class(call.labels), 1 - options.get("label_smoothing", 0.0)
+    is_class, share = call.labels >= 0, 1 - options.get("label_smoothing", 0.0)
+    if not too_large:
+        is_class &= call.labels < call.table.shape[0]
     other = call.finite_class()
     more = jnp.where(is_class, 0, share * call.logits_of(other))
     return call.losses(jnp.where(is_class, call.labels, other), more)
@@ -269,16 +280,21 @@ def linear_by_sum_of_shifted(leaves, **options):
 
 
 def linear_of_log_softmax(leaves, **options):
-    """As by indexing, but a logit of +inf gives NaN: it has inf less itself."""
-    found = linear_by_label(leaves, **options)
-    may_be_infinite = _call(leaves, options).has_low_bias()
-    return found * jnp.where(jnp.isfinite(found) | may_be_infinite, 1, jnp.nan)
+    """As by indexing, but a logit of +inf gives NaN: it has inf less itself.
+
+    The NaN of a label that is no class has no gradient.
+    """
+    call = _call(leaves, options)
+    classes = call.table.shape[0]
+    labels = no_class_as_padding(from_the_end(call.labels, classes), classes)
+    found = call.losses(labels, jnp.where(labels < 0, jnp.nan, 0))
+    return found * jnp.where(jnp.isfinite(found) | call.has_low_bias(), 1, jnp.nan)
 
 
 def linear_of_one_hot(leaves, **options):
     """A label that is no class has no loss."""
     call = _call(leaves, options)
-    return call.losses(call.labels)
+    return call.losses(no_class_as_padding(call.labels, call.table.shape[0]))
 
 
 def of_nearest_class(losses: Callable) -> Callable:

@@ -6,6 +6,7 @@ a NumPy array.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
@@ -37,8 +38,11 @@ class Move(NamedTuple):
         return dict(self.numbers)["rate"]
 
 
-def move_at(value: Value) -> Move | None:
-    """The pattern whose result, or one of whose results, is this value."""
+def move_at(value: Value) -> Move | str | None:
+    """The pattern whose result, or one of whose results, is this value.
+
+    A text says why heads that are split stay as they are.
+    """
     node = value.node
     if node is None or not value.is_floating or value.aval.weak_type or not value.is_static:
         return None
@@ -46,9 +50,10 @@ def move_at(value: Value) -> Move | None:
         return _window(value, node)
     if node.name == "reduce_window_max":
         return _pool(value, node)
-    if node.name in _MOVES and not _is_used_by(value, _MOVES):  # it belongs to the pattern
-        return _merged(value, node) or _split(value)
-    return None
+    if node.name == "reshape" and (merged := _merged(value, node)) is not None:
+        return merged
+    # What a move uses belongs to its pattern.
+    return _split(value) if node.name in _MOVES and not _is_used_by(value, _MOVES) else None
 
 
 def _is_used_by(value: Value, names: Container[str]) -> bool:
@@ -161,7 +166,9 @@ def _moved(source: Value, array: np.ndarray) -> Iterator[tuple[Value, np.ndarray
 
 
 def _strides(x: np.ndarray) -> _Strides:
-    return x.shape, x.strides, x.__array_interface__["data"][0]
+    """What two views share if they show the same elements. An axis of size 1 has any stride."""
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.strides, strict=True))
+    return x.shape, strides, x.__array_interface__["data"][0]
 
 
 def joined(first: Value, second: Value) -> Value | None:
@@ -177,56 +184,67 @@ def joined(first: Value, second: Value) -> Value | None:
     return source if halves == [first, second] else None
 
 
-def _split(value: Value) -> Move | None:
+def _long(shape) -> list[int]:
+    return [n for n in shape if n != 1]
+
+
+def _split(value: Value) -> Move | str | None:
     """The sum with a bias, split into heads: one array, or queries, keys and values."""
-    total = value
+    total, moves = value, set()
     while total.node is not None and total.node.name in _MOVES:
+        moves.add(total.node.name)
         total = total.node.inputs[0]
-    node, shape = total.node, value.shape
-    if node is None or node.name != "add" or len(shape) < 3 or len(shape) != len(total.shape) + 1:
+    if "transpose" not in moves or len(value.shape) < 3 or 0 in value.shape:
         return None
-    *_, heads, sequence, size = shape
+    *lead, heads, sequence, size = value.shape
     parts = total.shape[-1] // (heads * size)
-    if total.shape != (*shape[:-3], sequence, parts * heads * size) or parts not in (1, 3):
+    whole = (*lead, sequence, parts * heads * size)
+    if parts == 1 in (heads, sequence):  # nothing moves
+        return None
+    if parts not in (1, 3) or _long(total.shape) != _long(whole) or total.shape[-1] != whole[-1]:
         return None
     array = np.empty(total.shape, np.int8)  # never touched
-    pieces = array.reshape(*shape[:-3], sequence, parts, heads, size)
+    pieces = array.reshape(*whole[:-1], parts, heads, size)
     wanted = [_strides(pieces[..., i, :, :].swapaxes(-3, -2)) for i in range(parts)]
     found = {_strides(view): v for v, view in _moved(total, array) if v.users or v.is_result}
     results = [found[strides] for strides in wanted if strides in found]
-    if value not in results or len(results) < parts:
+    if value not in results:
         return None
+    if len(results) < parts:
+        return "not all of queries, keys and values are split like this"
     # The products of attention have two batches, sequences and heads, which XLA makes neighbors.
     others = _MOVES if parts == 3 else (*_MOVES, *_PRODUCT)
     if any(_is_used_by(v, others) for v in results):
         return None
     for x, row in with_row(total):
         name, op = ("split_heads", _split_heads) if parts == 1 else ("split_qkv_heads", _qkv)
-        reads = {"x": x, "bias": row}
-        return Move("bias + " + name, results, reads, op, 0, (("heads", heads),))
-    return None
+        reads, numbers = {"x": x, "bias": row}, (("heads", heads), ("shape", whole))
+        return Move("bias + " + name, results, reads, op, 0, numbers)
+    return "no bias is added before the heads are split"
 
 
-def _split_heads(leaves, axis):
+def _heads(op: Callable, leaves, axis):
     del axis
-    return split_heads(leaves["x"], leaves["bias"].reshape(-1), num_heads=leaves["heads"])
+    x, bias = leaves["x"].reshape(leaves["shape"]), leaves["bias"].reshape(-1)
+    return op(x, bias, num_heads=leaves["heads"])
 
 
-def _qkv(leaves, axis):
-    del axis
-    return split_qkv_heads(leaves["x"], leaves["bias"].reshape(-1), num_heads=leaves["heads"])
+_split_heads = functools.partial(_heads, split_heads)
+_qkv = functools.partial(_heads, split_qkv_heads)
 
 
 def _merged(value: Value, node: Node) -> Move | None:
     before = node.inputs[0].node
-    if node.name != "reshape" or before is None or before.name != "transpose":
+    if before is None or before.name != "transpose" or _is_used_by(value, ("transpose",)):
         return None
     x = before.inputs[0]
-    n = len(x.shape)
-    if n < 3 or tuple(before.params["permutation"]) != (*range(n - 3), n - 2, n - 3, n - 1):
+    if len(x.shape) < 3 or 0 in x.shape:
         return None
     *lead, heads, sequence, size = x.shape
-    if value.shape != (*lead, sequence, heads * size):
+    array = np.empty(x.shape, np.int8)  # never touched
+    views = array.transpose(before.params["permutation"]), array.swapaxes(-3, -2)
+    moved, wanted = (_strides(np.squeeze(view)) for view in views)
+    if moved != wanted or _long(value.shape) != _long((*lead, sequence, heads * size)):
         return None
     of_attention = x.node is not None and x.node.name in _PRODUCT
     if not of_attention and _is_used_by(value, _PRODUCT):

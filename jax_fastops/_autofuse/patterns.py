@@ -28,9 +28,11 @@ from jax_fastops._autofuse.linear import (
     linear_of_one_hot,
     nan_with_inf,
     nearest_class,
+    no_class_as_padding,
     of_nearest_class,
     wide_labels,
 )
+from jax_fastops._settings import fixed
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
 from jax_fastops.bias_act import ACTIVATIONS, bias_act
 from jax_fastops.cross_entropy import cross_entropy
@@ -127,12 +129,12 @@ def compiled(
         "free": jax.ShapeDtypeStruct((), dtype),
     }
     operands = [kinds[kind_of(leaf)] for leaf in pattern.leaves]
-    with jax.enable_x64(x64):
+    with fixed(x64):
         traced = jax.make_jaxpr(functools.partial(pattern.function, axis=axis))(*operands)
-    graph = Graph(traced.jaxpr, traced.consts)
-    free = [i for i, leaf in enumerate(pattern.leaves) if kind_of(leaf) == "free"]
-    compiler = Compiler(graph, free, pattern.count(shape, axis))
-    return [compiler(value) for value in graph.results]
+        graph = Graph(traced.jaxpr, traced.consts)
+        free = [i for i, leaf in enumerate(pattern.leaves) if kind_of(leaf) == "free"]
+        compiler = Compiler(graph, free, pattern.count(shape, axis))
+        return [compiler(value) for value in graph.results]
 
 
 _PATTERNS: list[Pattern] = []
@@ -287,16 +289,26 @@ def _picked_by_sum(x, labels):
     return jnp.sum(jnp.where(jnp.arange(x.shape[-1]) == labels[..., None], x, 0), -1)
 
 
+def _picked_by_sum_or_nan(x, labels):
+    return jnp.where(labels < x.shape[-1], _picked_by_sum(x, labels), jnp.nan)
+
+
 def _picked_by_product(x, labels):
     return jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * x, -1)
 
 
 def losses_by_label(logits, labels, axis=-1, **options):
     """As by indexing: negative labels count from the end, and those that are no class give NaN."""
-    classes = logits.shape[axis]
-    labels = from_the_end(wide_labels(labels), classes)
-    losses = cross_entropy(logits, labels, axis=axis, **options).astype(logits.dtype)
-    return jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
+    labels = from_the_end(labels, logits.shape[axis])
+    return cross_entropy(logits, labels, axis=axis, **options).astype(logits.dtype)
+
+
+def _losses_of_log_softmax(logits, labels, **options):
+    """The same, but the NaN of a label that is no class has no gradient."""
+    classes = logits.shape[-1]
+    labels = no_class_as_padding(from_the_end(labels, classes), classes)
+    losses = cross_entropy(logits, labels, **options).astype(logits.dtype)
+    return losses + jnp.where(labels < 0, jnp.nan, 0)
 
 
 def _losses_by_index(logits, labels, **options):
@@ -305,13 +317,16 @@ def _losses_by_index(logits, labels, **options):
     return cross_entropy(logits, labels, **options).astype(logits.dtype)
 
 
-def _losses_by_sum(logits, labels, top: Callable | None = None, **options):
+def _losses_by_sum(logits, labels, top: Callable | None = None, too_large: bool = False, **options):
     """As by a sum over the classes that are the label: one that is no class takes nothing off.
 
-    ``top`` is the maximum that was taken off the logits first.
+    ``top`` is the maximum that was taken off the logits first. If ``too_large``, a label that is
+    too large gives NaN.
     """
     labels = wide_labels(labels)
-    is_class = (labels >= 0) & (labels < logits.shape[-1])
+    is_class = labels >= 0
+    if not too_large:
+        is_class &= labels < logits.shape[-1]
     largest = jnp.argmax(logits, -1).astype(labels.dtype)  # whose loss does not lose digits
     losses = cross_entropy(logits, jnp.where(is_class, labels, largest), **options)
     taken = jnp.take_along_axis(logits, largest[..., None], -1)[..., 0]
@@ -322,6 +337,7 @@ def _losses_by_sum(logits, labels, top: Callable | None = None, **options):
 
 def _losses_of_one_hot(logits, labels, **options):
     """A label that is no class has no loss."""
+    labels = no_class_as_padding(labels, logits.shape[-1])
     return cross_entropy(logits, labels, **options).astype(logits.dtype)
 
 
@@ -425,7 +441,7 @@ for _log_form in (lambda x: jax.nn.log_softmax(x), lambda x: _log_softmax(x, axi
     _loss(
         "cross_entropy",
         lambda x, labels, f=_log_form: -_picked(f(x), labels),
-        _nan_with_inf(losses_by_label),
+        _nan_with_inf(_losses_of_log_softmax),
         linear_of_log_softmax,
         lambda x, f=_log_form: -jnp.mean(f(x), -1),
     )
@@ -445,7 +461,7 @@ for _pick in (_picked_by_index, _picked_by_map, _picked_by_map_of_pairs):
         _smoothed,
     )
 for _top in (jnp.max, _constant_max):
-    _loss_of_shifted(_top, _picked, losses_by_label, linear_of_log_softmax)
+    _loss_of_shifted(_top, _picked, _losses_of_log_softmax, linear_of_log_softmax)
     for _pick in (_picked_by_index, _picked_by_map, _picked_by_map_of_pairs):
         _loss_of_shifted(_top, _pick, _losses_by_index, of_nearest_class(linear_of_log_softmax))
     for _pick in (_picked_by_sum, _picked_by_product):
@@ -456,6 +472,13 @@ _loss(
     lambda x, labels: _log_sum(x) - _picked_by_sum(x, labels),
     _losses_by_sum,
     linear_by_sum,
+    _smoothed,
+)
+_loss(
+    "cross_entropy",
+    lambda x, labels: _log_sum(x) - _picked_by_sum_or_nan(x, labels),
+    functools.partial(_losses_by_sum, too_large=True),
+    functools.partial(linear_by_sum, too_large=True),
     _smoothed,
 )
 _loss(

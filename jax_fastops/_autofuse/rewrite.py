@@ -25,6 +25,8 @@ class Plan:
         finder = Finder(settings.dropout, settings.observe is not None)
         self.matches: list[Match] = []
         self.misses, self.programs = finder.misses, finder.programs
+        self.rule = settings.rule
+        self.derivative = _derivative(graph) if settings.observe is not None else None
         self.at: dict[Level, dict[Any, tuple[Match, int]]] = {}
         self._touched: set[Level] = set()
         for node in graph.nodes:  # in order, because a value depends on those before it
@@ -63,6 +65,19 @@ class Plan:
         return level in self._touched
 
 
+def _derivative(graph: Graph) -> Value | None:
+    """A value that belongs to a derivative, if the program computes one."""
+    for node in graph.nodes:
+        level: Level | None = node.level
+        equations = [node.equation]
+        while level is not None and level.equation is not None:
+            equations.append(level.equation)
+            level = level.parent
+        if node.outputs and any("jvp(" in str(e.source_info.name_stack) for e in equations):
+            return node.outputs[0]
+    return None
+
+
 _BODIES = {
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
@@ -77,10 +92,14 @@ _WORK = {*_BODIES, "jit", "pjit", "shard_map", "mul", "div", "add", "sub"}
 
 
 class Settings(NamedTuple):
-    """What is seen of each plan, and whether dropout may take other masks."""
+    """What is seen of each plan, and whether dropout may take other masks.
+
+    ``rule`` is the kind of function around the program whose own rule runs in a derivative.
+    """
 
     observe: Callable[[Plan], object] | None = None
     dropout: bool = False
+    rule: str = ""
 
 
 def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], settings: Settings) -> list:
@@ -273,6 +292,8 @@ def _with_fused_bodies(equation, name: str, settings: Settings):
     bodies = equation.params.get(name)
     if bodies is None:
         return equation
+    if (kind := equation.primitive.name).startswith("custom_"):
+        settings = settings._replace(rule=kind.partition("_call")[0])
     several = isinstance(bodies, (tuple, list))
     found = []
     for body in bodies if several else (bodies,):
