@@ -107,21 +107,25 @@ def outputs(model, given: dict) -> dict[str, torch.Tensor]:
 
 
 def continued(model, given: dict) -> dict[str, torch.Tensor]:
-    """Greedy tokens after prompts that are padded on the left, without an end and with one."""
+    """Greedy tokens after prompts that are padded on the left, without an end and with one.
+
+    Those of ``whole`` come after prompts without padding.
+    """
     prompt = given["input_ids"]
     mask = torch.ones_like(prompt)
     for row in range(1, len(prompt)):
         mask[row, : 2 * row] = 0
     options = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
 
-    def new(**more):
+    def new(mask, **more):
         return model.generate(prompt, attention_mask=mask, **options, **more)[:, prompt.shape[1] :]
 
-    free = new(eos_token_id=None)
+    whole = new(torch.ones_like(mask), eos_token_id=None)
+    free = new(mask, eos_token_id=None)
     end = free[0, NEW // 2]
-    ended = new(eos_token_id=int(end))
+    ended = new(mask, eos_token_id=int(end))
     ended = torch.nn.functional.pad(ended, (0, NEW - ended.shape[1]))
-    return {"mask": mask, "free": free, "end": end, "ended": ended}
+    return {"mask": mask, "whole": whole, "free": free, "end": end, "ended": ended}
 
 
 def build(cls, config: dict, generator) -> torch.nn.Module:

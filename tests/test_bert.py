@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 
 import jax
 import jax.export
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness.case import SLOW
-from harness.compat import make_mesh, x64
+from harness.compat import make_mesh, strict, x64
 from harness.numerics import assert_close_in_norm, norm_errors
 from harness.programs import equations, targets
 from harness.sharding import (
@@ -556,6 +557,27 @@ def test_empty_batch(native):
     assert value == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
 
+@pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("name, count", [("tokens", 41), ("token_types", 2), ("positions", 16)])
+def test_indices_outside_of_the_tables(name, count, ops):
+    """NaN, as in jnp.take. There, a negative index counts from the end."""
+    config = dataclasses.replace(CONFIG, layers=1)
+    given = batch(config, n=2) | {"positions": np.tile(np.arange(SEQUENCE), (2, 1))}
+    del given["mask"]
+    run = jax.jit(functools.partial(step(config, ops), key=None))
+    wanted = run(start(config), given)
+    if name != "token_types":
+        below = run(start(config), given | {name: given[name] - count})
+        np.testing.assert_array_equal(below["hidden"], wanted["hidden"])
+    for index in (count, -count - 1):
+        wrong = given[name].copy()
+        wrong[1, 3] = index
+        found = run(start(config), given | {name: wrong})
+        np.testing.assert_array_equal(found["hidden"][0], wanted["hidden"][0])
+        assert np.isnan(found["hidden"][1]).all() and np.isnan(found["value"])
+        assert np.isnan(found["gradients"]["embeddings"]["norm"]["scale"]).all()
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_narrow_tokens(dtype):
     """The dtype of tokens may be too narrow for the number of rows in the table."""
@@ -675,6 +697,63 @@ def test_dropout_of_probabilities():
     spread = np.std(found, axis=0)
     assert np.min(spread) > 0
     assert np.max(np.abs(np.mean(found, 0) - exact) / spread) < 6 / math.sqrt(4000)
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.settings
+@pytest.mark.parametrize("which", ["native", "xla", "plain"])
+def test_strict_settings(which):
+    """Results are those without the settings."""
+    rates = dict(dropout=0.2, attention_dropout=0.3)
+    config = dataclasses.replace(CONFIG, layers=1, dtype="bfloat16", **rates)
+    given, ops = batch(config), bert.PLAIN if which == "plain" else bert.FASTOPS
+    labels, masked = given["tokens"], given["mask"] & (given["tokens"] % 3 == 0)
+
+    def loss(params, key=None):
+        hidden, pooled = bert.apply(params, config=config, key=key, ops=ops, **given)
+        loss = bert.masked_lm_loss(params, hidden, labels, config, where=masked, ops=ops)
+        logits = bert.masked_lm_logits(params, hidden[:, :2], config, ops=ops)
+        return loss + logits.mean() + pooled.astype(jnp.float32).mean()
+
+    def run():
+        return jax.jit(jax.value_and_grad(loss))(start(config), KEY), jax.jit(loss)(start(config))
+
+    with fo.use_implementation("xla" if which == "xla" else "native"):
+        wanted = run()
+        with strict():
+            jax.tree.map(np.testing.assert_array_equal, run(), wanted)
+
+
+@pytest.mark.settings
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(remat=True, scan=True),
+        dict(tensor_parallel=True),
+        dict(attention="xla"),
+        dict(attention="cudnn"),
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_programs_under_strict_settings(native, without_cudnn, changes):
+    """They are the same programs, also with the defaults of the arguments."""
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", **changes)
+    given = batch(config)
+
+    def total(params, given):
+        return sum(x.astype(jnp.float32).sum() for x in bert.apply(params, config=config, **given))
+
+    def run():
+        both = [given, {"tokens": given["tokens"].astype(np.int8)}]
+        programs = [str(jax.make_jaxpr(jax.grad(total))(start(config), own)) for own in both]
+        # Programs have the addresses of functions.
+        return [re.sub("0x[0-9a-f]+", "", program) for program in programs]
+
+    wanted = run()
+    with strict():
+        assert run() == wanted
 
 
 # ---- residuals -----------------------------------------------------------------------------------

@@ -7,13 +7,14 @@ import collections
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness.compat import make_mesh, x64
+from harness.compat import make_mesh, strict, x64
 from harness.numerics import assert_close_in_norm
 from harness.programs import targets_of
 from harness.sharding import KINDS, MESHES, collectives, device_count, over_meshes
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 from jax_fastops.models import decoder
+from jax_fastops.models._products import take
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -227,6 +229,66 @@ def test_narrow_tokens(dtype):
     assert new.dtype == jnp.int32
 
 
+@pytest.mark.parametrize("ops", [decoder.FASTOPS, decoder.PLAIN], ids=["ours", "plain"])
+def test_tokens_outside_of_the_vocabulary(ops):
+    """As in jnp.take: NaN for one that is too large, and a negative one counts from the end."""
+    params, tokens = start(CONFIG), batch()["tokens"]
+    run = jax.jit(functools.partial(hidden_of, ops=ops))
+    wanted = run(params, tokens)
+    np.testing.assert_array_equal(run(params, tokens - CONFIG.vocab_size), wanted)
+    for token in (CONFIG.vocab_size, -CONFIG.vocab_size - 1):
+        wrong = tokens.copy()
+        wrong[1, 3] = token
+        found = run(params, wrong)
+        assert np.isnan(found[1, 3:]).all()
+        np.testing.assert_array_equal(np.delete(found, 1, axis=0), np.delete(wanted, 1, axis=0))
+        value, grads = jax.jit(step(CONFIG, ops))(params, wrong)
+        assert np.isnan(value) and np.isnan(grads["norm"]["scale"]).all()
+
+
+INDICES = np.array([[0, 3, 4, -1], [-4, -5, 100, 3]], np.int32)
+
+
+def rows_of(table, index):
+    """A table's rows at ``INDICES``, and the gradient of those that there are."""
+
+    def total(table, weights):
+        rows = take(table, index)
+        return jnp.where(jnp.isnan(rows), 0, rows * weights).sum(), rows
+
+    weights = np.arange(INDICES.size, dtype=np.float32).reshape(*INDICES.shape, 1)
+    (_, rows), gradient = jax.value_and_grad(total, has_aux=True)(table, weights)
+    return rows, gradient
+
+
+def check_rows(found):
+    table = np.arange(8, dtype=np.float32).reshape(4, 2)
+    rows = np.full((*INDICES.shape, 2), np.nan, np.float32)
+    gradient = np.zeros_like(table)
+    for place, (at, index) in enumerate(np.ndenumerate(INDICES)):
+        if -4 <= index < 4:
+            rows[at] = table[index]
+            gradient[index] += place
+    np.testing.assert_array_equal(found[0], rows)
+    np.testing.assert_array_equal(found[1], gradient)
+
+
+def test_take():
+    check_rows(jax.jit(rows_of)(jnp.arange(8.0).reshape(4, 2), INDICES))
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("kind", KINDS)
+def test_take_from_a_sharded_table(kind):
+    if device_count() < 8:
+        pytest.skip("needs eight devices")
+    mesh = make_mesh(MESHES["tensor"], KINDS[kind])
+    table = jax.device_put(jnp.arange(8.0).reshape(4, 2), NamedSharding(mesh, P("tensor", None)))
+    index = jax.device_put(INDICES, NamedSharding(mesh, P(None, "data")))
+    with jax.set_mesh(mesh):
+        check_rows(jax.jit(rows_of)(table, index))
+
+
 def test_positions(native):
     tokens = batch()["tokens"]
     wanted = hidden_of(start(CONFIG), tokens)
@@ -259,6 +321,9 @@ def test_labels(native):
     each = -np.take_along_axis(jax.nn.log_softmax(logits), labels[..., None] % 40, -1)[..., 0]
     np.testing.assert_allclose(given_labels, each[labels >= 0].mean(), rtol=1e-5)
     assert decoder.loss(params, tokens, CONFIG, labels=np.full(tokens.shape, -1)) == 0
+    labels[0, 0] = CONFIG.vocab_size
+    for ops in (decoder.FASTOPS, decoder.PLAIN):
+        assert np.isnan(decoder.loss(params, tokens, CONFIG, labels=labels, mask=mask, ops=ops))
 
 
 # ---- cache and generation ------------------------------------------------------------------------
@@ -314,6 +379,117 @@ def test_generates_with_64_bit_types(native):
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
+
+
+def padded(tokens: list, side: str) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as one array, with padding on a side, and its mask."""
+    longest = max(map(len, tokens)) + (side == "both")
+    ids, mask = np.full((2, len(tokens), longest), 7)
+    mask[:] = 0
+    for row, own in enumerate(tokens):
+        begin = {"left": longest - len(own), "right": 0, "both": 1}[side]
+        ids[row, begin : begin + len(own)] = own
+        mask[row, begin : begin + len(own)] = 1
+    return ids.astype(np.int32), mask
+
+
+@pytest.mark.parametrize("ops", [decoder.FASTOPS, decoder.PLAIN], ids=["ours", "plain"])
+@pytest.mark.parametrize("changes", [{}, dict(attention="xla", sliding_window=4, scan=True)])
+def test_padding_on_any_side(native, ops, changes):
+    """Each prompt is continued as without padding."""
+    config = dataclasses.replace(CONFIG, **changes)
+    params, tokens = start(config), batch()["tokens"]
+    prompts = [row[:n] for row, n in zip(tokens, (SEQUENCE, 2, 5, 8), strict=True)]
+    wanted = [generate(params, own[None], config, length=5, ops=ops)[0][0] for own in prompts]
+    sampled = []
+    for side in ("left", "right", "both"):
+        ids, mask = padded(prompts, side)
+        options = dict(length=5, mask=mask, ops=ops)
+        np.testing.assert_array_equal(generate(params, ids, config, **options)[0], wanted)
+        sampled.append(generate(params, ids, config, key=jax.random.key(1), **options)[0])
+    assert (sampled[0] != np.stack(wanted)).any()
+    np.testing.assert_array_equal(sampled[1], sampled[0])
+    np.testing.assert_array_equal(sampled[2], sampled[0])
+    eager, _ = decoder.generate(params, ids, config, **options)
+    np.testing.assert_array_equal(eager, wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "qwen3-window"])
+def test_generates_what_transformers_does(native, name):
+    """Without padding, and with padding on the left and on the right."""
+    pytest.importorskip("safetensors")
+    from harness.recordings import Recordings
+
+    from jax_fastops.models import decoder_checkpoint
+
+    recorded = Recordings("decoder", decoder_checkpoint.load, usual="llama")
+    arrays = recorded.arrays(name)
+    prompt, wanted = arrays["inputs"]["input_ids"], arrays["generated"]
+    config, params = decoder_checkpoint.load(recorded.folder / name, dtype="float32")
+    run = functools.partial(generate, params, config=config, length=wanted["free"].shape[1])
+    np.testing.assert_array_equal(run(prompt)[0], wanted["whole"])
+    np.testing.assert_array_equal(run(prompt, mask=wanted["mask"])[0], wanted["free"])
+    right = [row[inside != 0] for row, inside in zip(prompt, wanted["mask"], strict=True)]
+    ids, mask = padded(right, "right")
+    np.testing.assert_array_equal(run(ids, mask=mask)[0], wanted["free"])
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["concrete", "traced"])
+def test_temperature_of_0(native, traced):
+    """It is greedy, and so are temperatures that are almost 0."""
+    params, tokens = start(CONFIG), batch()["tokens"]
+    wanted, _ = generate(params, tokens, CONFIG, length=4)
+
+    def run(temperature, **options):
+        given = dict(key=jax.random.key(2), **options)
+        if traced:
+            return generate(params, tokens, CONFIG, length=4, temperature=temperature, **given)[0]
+        run = functools.partial(decoder.generate, length=4, temperature=temperature, **given)
+        return jax.jit(run, static_argnums=2)(params, tokens, CONFIG)[0]
+
+    for temperature in (0, 0.0, np.float32(0), jnp.zeros(()), 1e-20, 1e-35, 1e-44):
+        np.testing.assert_array_equal(run(temperature), wanted)
+    np.testing.assert_array_equal(run(0, top_k=5), wanted)
+    assert (run(2) != wanted).any()
+    np.testing.assert_array_equal(run(1), run(None))
+    if traced:  # not checked, and documented
+        for temperature in (-1.0, np.nan):
+            np.testing.assert_array_equal(run(temperature), wanted)
+    else:
+        greedy = functools.partial(decoder.generate, length=4, temperature=0)
+        found, _ = jax.jit(greedy, static_argnums=2)(params, tokens, CONFIG)
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_logits_that_are_equal():
+    """A temperature of 0 takes the first one, as greedy."""
+    params = start(CONFIG) | {"head": np.zeros((CONFIG.vocab_size, CONFIG.hidden_size), np.float32)}
+    options = dict(length=3, key=jax.random.key(0), temperature=0.0)
+    assert (generate(params, TOKENS, CONFIG, **options)[0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "end, same",
+    [
+        (np.int64(3), 3),
+        (np.uint8(3), 3),
+        (np.array(3), 3),
+        (jnp.int32(3), 3),
+        ([3, 7], (3, 7)),
+        (np.array([3, 7]), (3, 7)),
+        (jnp.array([3, 7]), (3, 7)),
+        ((np.int32(3), 7), (3, 7)),
+        (None, ()),
+        ([], ()),
+    ],
+    ids=repr,
+)
+def test_kinds_of_end(end, same):
+    params, tokens = start(CONFIG), batch()["tokens"]
+    wanted = generate(params, tokens, CONFIG, length=8, end=same)
+    run = functools.partial(decoder.generate, config=CONFIG, length=8, end=end)
+    for found, one in zip(jax.jit(run)(params, tokens), wanted, strict=True):
+        np.testing.assert_array_equal(found, one)
 
 
 def test_one_token(native):
@@ -487,7 +663,8 @@ def test_generation_over_a_mesh(native, over, kind, name):
     for names, options in ((["tokens"], {}), (["tokens", "mask"], sampled | dict(end=7))):
         counts = run(names, 6, **options)
         assert counts.pop("all-reduce", 0) == reduced + ("end" in options)
-        assert counts.pop("all-gather", 0) == gathered + ("mask" in names) * sequence
+        # A prompt with a mask is moved to the right, as a whole.
+        assert counts.pop("all-gather", 0) == gathered + 2 * ("mask" in names) * sequence
         assert counts.pop("collective-permute", 0) == sequence * (kind == "auto")
         assert not counts
 
@@ -526,6 +703,7 @@ def test_config_is_static():
     [
         (dict(layers=0), ValueError, "decoder: layers is 0; it must be 1 or more"),
         (dict(heads=2.0), TypeError, "heads is 2.0; it must be an integer"),
+        (dict(heads=True), TypeError, "heads is True; it must be an integer"),
         (dict(kv_heads=3), ValueError, "kv_heads is 3, which does not divide heads, 4"),
         (dict(head_dim=5), ValueError, "head_dim is 5; it must be even"),
         (dict(sliding_window=0), ValueError, "sliding_window is 0; it must be 1 or more"),
@@ -578,6 +756,134 @@ def test_errors(function, changes, error, message):
     given = dict(params=start(CONFIG), tokens=TOKENS, config=CONFIG) | changes
     with pytest.raises(error, match=message):
         function(**given)
+
+
+HOLE, EMPTY = np.array([[1, 1, 1], [1, 0, 1]]), np.array([[0, 1, 1], [0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(config=3), TypeError, "config is of type int"),
+        (dict(params={}), ValueError, "params has no"),
+        (dict(ops=None), TypeError, "ops is of type NoneType; it must be an Ops"),
+        (dict(tokens=TOKENS * 1.0), TypeError, "tokens is of float32"),
+        (dict(tokens=TOKENS[0]), ValueError, r"tokens has shape \(3,\)"),
+        (dict(tokens=TOKENS + 40), ValueError, "tokens has 40; it must be from 0 to 39, below"),
+        (dict(tokens=TOKENS - 41), ValueError, "tokens has -41; it must be from 0 to 39, below"),
+        (dict(length=2.0), TypeError, r"length is 2\.0; it must be an integer"),
+        (dict(length=None), TypeError, "length is None; it must be an integer"),
+        (dict(length=True), TypeError, "length is True; it must be an integer"),
+        (dict(length=-1), ValueError, "length is -1; it must be 1 or more"),
+        (dict(end=2.0), TypeError, r"end is 2\.0; it must be an integer"),
+        (dict(end=False), TypeError, "end is False; it must be an integer"),
+        (dict(end="2"), TypeError, "end is '2'; it must be an integer"),
+        (dict(end=[1, 2.0]), TypeError, r"end is 2\.0; it must be an integer"),
+        (dict(end=np.ones((2, 2), int)), TypeError, r"end is .*; it must be an integer"),
+        (dict(end=-1), ValueError, "end is -1; it must be 0 or more"),
+        (dict(end=(3, 40)), ValueError, "end has 40; it must be from 0 to 39, below"),
+        (dict(key=3), TypeError, "key is int; it must be a random key"),
+        (dict(key=np.zeros(2)), TypeError, "key is float64; it must be a random key"),
+        (dict(key=jax.random.split(jax.random.key(0))), ValueError, r"key has shape \(2,\)"),
+        (dict(sampled=True, temperature=-1), ValueError, r"temperature is -1\.0; it must be 0 or"),
+        (dict(sampled=True, temperature=np.nan), ValueError, "temperature is nan; it must be 0 or"),
+        (dict(sampled=True, temperature=jnp.inf), ValueError, "temperature is inf; it must be 0"),
+        (dict(sampled=True, temperature="1"), TypeError, "temperature is of type str"),
+        (dict(sampled=True, temperature=True), TypeError, "temperature is of type bool"),
+        (dict(sampled=True, temperature=1j), TypeError, "temperature is of type complex"),
+        (dict(sampled=True, temperature=[1.0]), ValueError, r"temperature has shape \(1,\)"),
+        (dict(sampled=True, top_k=2.0), TypeError, r"top_k is 2\.0; it must be an integer"),
+        (dict(sampled=True, top_k=-1), ValueError, "top_k is -1; it must be 1 or more"),
+        (dict(temperature=0.5), ValueError, r"temperature is 0\.5, but key is None"),
+        (dict(temperature=1), ValueError, r"temperature is 1\.0, but key is None"),
+        (dict(top_k=3), ValueError, "top_k is 3, but key is None; sampling needs a key"),
+        (dict(top_k=3, temperature=0), ValueError, "top_k is 3, but key is None"),
+        (dict(mask=TOKENS * 1.0), TypeError, "mask is of float32; it must be an array of boolean"),
+        (dict(mask=TOKENS[:, 1:]), ValueError, r"mask has shape \(2, 2\)"),
+        (dict(mask=HOLE), ValueError, "mask has padding between tokens in row 1"),
+        (dict(mask=HOLE.tolist()), ValueError, "mask has padding between tokens in row 1"),
+        (dict(mask=jnp.asarray(EMPTY)), ValueError, "mask has no token in row 1; each row must"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_errors_of_generate(changes, error, message):
+    given = dict(params=start(CONFIG), tokens=TOKENS, config=CONFIG, length=2) | changes
+    if given.pop("sampled", False):
+        given["key"] = jax.random.key(0)
+    with pytest.raises(error, match=message):
+        decoder.generate(**given)
+
+
+@pytest.mark.parametrize("name, value", [("end", 3), ("length", 2), ("top_k", 2)])
+def test_static_arguments(name, value):
+    """If they are traced, the error names them."""
+    given = dict(params=start(CONFIG), tokens=TOKENS, length=2, key=jax.random.key(0))
+    static = {key: given.pop(key) for key in ("length",) if key != name}
+    run = functools.partial(decoder.generate, config=CONFIG, **static)
+    with pytest.raises(TypeError, match=f"decoder: {name} is .*; it must be an integer"):
+        jax.jit(run)(**given | {name: value})
+
+
+@pytest.mark.parametrize("value", [True, 1j, np.ones(1)], ids=["bool", "complex", "array"])
+def test_kinds_of_traced_temperatures(value):
+    given = dict(params=start(CONFIG), tokens=TOKENS, config=CONFIG, length=2)
+    with pytest.raises((TypeError, ValueError), match="decoder: temperature"):
+        generate(**given, key=jax.random.key(0), temperature=value)
+
+
+def test_traced_masks_are_not_checked():
+    """Tokens do not attend to a hole."""
+    tokens = np.array([[5, 6, 7]], np.int32)
+    mask = np.array([[1, 0, 1]])
+    found, _ = generate(start(CONFIG), tokens, CONFIG, length=3, mask=mask)
+    tokens[0, 1] = 9
+    again, _ = generate(start(CONFIG), tokens, CONFIG, length=3, mask=mask)
+    np.testing.assert_array_equal(found, again)
+    generate(start(CONFIG), tokens, CONFIG, length=3, mask=0 * mask)
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.settings
+@pytest.mark.parametrize("which", ["native", "xla", "plain"])
+def test_strict_settings(which):
+    config = dataclasses.replace(CONFIG, **NETWORKS["biases-window"], dtype="bfloat16")
+    config = dataclasses.replace(config, qk_norm=True)
+    ops = decoder.PLAIN if which == "plain" else decoder.FASTOPS
+    params, given = start(config), batch(config)
+    prompt = dict(tokens=given["tokens"], mask=padded(list(given["tokens"]), "left")[1])
+    options = dict(config=config, length=3, ops=ops, end=(3, 7))
+
+    def run():
+        both = jax.jit(step(config, ops))(params, **given)
+        new = generate(params, **prompt, **options)
+        sampled = dict(key=jax.random.key(1), temperature=0.5, top_k=3)
+        return both, new, generate(params, **prompt, **options, **sampled)
+
+    with fo.use_implementation("xla" if which == "xla" else "native"):
+        wanted = run()
+        with strict():
+            jax.tree.map(np.testing.assert_array_equal, run(), wanted)
+
+
+@pytest.mark.settings
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_programs_under_strict_settings(native, without_cudnn, variant):
+    """They are the same programs."""
+    config = dataclasses.replace(CONFIG, **VARIANTS[variant], qkv_bias=True, dtype="bfloat16")
+    given = batch(config)
+
+    def run():
+        both = jax.make_jaxpr(step(config, decoder.FASTOPS))(start(config), **given)
+        new = jax.make_jaxpr(functools.partial(decoder.generate, config=config, length=2))
+        # Programs have the addresses of functions.
+        programs = str(both), str(new(start(config), **given))
+        return [re.sub("0x[0-9a-f]+", "", program) for program in programs]
+
+    wanted = run()
+    with strict():
+        assert run() == wanted
 
 
 def test_errors_of_logits():

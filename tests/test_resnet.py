@@ -10,7 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness.compat import make_mesh, x64
+from harness.compat import make_mesh, strict, x64
 from harness.numerics import assert_close_in_norm, norm_errors
 from harness.sharding import collectives, device_count, mesh_for, over_kinds, over_mesh
 from jax.extend.core import Literal
@@ -341,6 +341,27 @@ def test_plain_batch_norm(axis, parameters):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     y = resnet.plain_batch_norm_inference(x, *ours[1:], *given, **options)
     np.testing.assert_allclose(y, ours[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.settings
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("which", ["native", "xla", "plain"])
+def test_strict_settings(which, name):
+    """Results are those without the settings."""
+    config = dataclasses.replace(CONFIGS[name], stages=(1, 1), dtype="bfloat16", remat=1)
+    implementation = resnet.PLAIN if which == "plain" else resnet.FASTOPS
+    images, labels = batch(config, n=4, size=16)
+
+    def run():
+        trained = jax.jit(training_step(config, implementation))(*start(config), images, labels)
+        apply = functools.partial(resnet.apply, config=config, train=False)
+        infer = functools.partial(apply, batch_norm=implementation)
+        return trained, jax.jit(infer)(*start(config), images)
+
+    with fo.use_implementation("xla" if which == "xla" else "native"):
+        wanted = run()
+        with strict():
+            jax.tree.map(np.testing.assert_array_equal, run(), wanted)
 
 
 # ---- max pooling ---------------------------------------------------------------------------------

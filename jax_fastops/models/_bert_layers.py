@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_fastops.models._parameters import cast_kernels, stack, unstack
-from jax_fastops.models._products import dot, dot_product_attention, take, wide_product
+from jax_fastops.models._products import (
+    accumulator_dtype,
+    biased,
+    dot,
+    dot_product_attention,
+    take,
+    wide_product,
+)
 from jax_fastops.models._sharding import element, varying_with, whole
 
 if TYPE_CHECKING:
@@ -29,23 +36,24 @@ _KEEP = jax.checkpoint_policies.save_from_both_policies(
 
 def embed(params: dict, tokens, config: Config, token_types, positions):
     """The sum of the three embeddings, computed in float32 and rounded once."""
-    wide = jnp.promote_types(config.dtype, jnp.float32)
-    x = take(params["word"], tokens).astype(wide)
+    x = take(params["word"], tokens).astype(accumulator_dtype(config.dtype))
     table = params["position"]
-    x = x + (table[: tokens.shape[1]] if positions is None else take(table, positions))
+    x = biased(x, table[: tokens.shape[1]] if positions is None else take(table, positions))
     table = params["token_type"]
     if token_types is None:
-        x = x + table[0]
+        x = biased(x, table[0])
     else:
         # There are few types. In the gradient of a gather, all tokens would add to the same rows.
         one_hot = jax.nn.one_hot(token_types, config.token_types, dtype=table.dtype)
-        x = x + jnp.dot(one_hot, table, precision=jax.lax.Precision.HIGHEST)
+        known = (token_types >= 0) & (token_types < config.token_types)
+        one_hot = jnp.where(known[..., None], one_hot, jnp.nan)
+        x = biased(x, jnp.dot(one_hot, table, precision=jax.lax.Precision.HIGHEST))
     return x.astype(config.dtype)
 
 
 def pool(params: dict, x):
     y = wide_product("be,ef->bf", element(x, 0), params["kernel"])
-    return jnp.tanh(y + params["bias"]).astype(x.dtype)
+    return jnp.tanh(biased(y, params["bias"])).astype(x.dtype)
 
 
 def encode(layers, x, config: Config, mask, key, ops: Ops):
@@ -112,8 +120,7 @@ def _softmax_attention(params: dict, x, config: Config, mask, key, ops: Ops):
 
 def _sharded_heads(params: dict, x):
     """Queries, keys and values ``[batch, sequence, heads, size]``, of which heads are sharded."""
-    qkv = dot(x, params["kernel"])
-    qkv = qkv + params["bias"].astype(x.dtype)
+    qkv = biased(dot(x, params["kernel"]), params["bias"])
     return [jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2)]
 
 
@@ -133,7 +140,7 @@ def _fused_attention(params: dict, x, config: Config, mask, key, ops: Ops):
         parts = ops.split_qkv_heads(qkv, params["bias"], num_heads=1)
         parts = [jnp.squeeze(part, 1) for part in parts]
     else:  # XLA fuses the split into its attention
-        qkv = dot(x, params["kernel"]) + params["bias"].astype(x.dtype)
+        qkv = biased(dot(x, params["kernel"]), params["bias"])
         parts = jnp.split(qkv, 3, axis=-1)
     shape = (*x.shape[:2], config.heads, x.shape[2] // config.heads)
     q, k, v = (part if config.tensor_parallel else part.reshape(shape) for part in parts)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -43,6 +44,8 @@ class Checks(NamedTuple):
     def integer(self, name: str, value, least: int) -> int:
         """The value as an int of ``least`` or more."""
         try:
+            if isinstance(value, bool):
+                raise TypeError
             value = operator.index(value)
         except TypeError:
             raise TypeError(f"{self.model}: {name} is {value!r}; it must be an integer") from None
@@ -61,6 +64,17 @@ class Checks(NamedTuple):
             return float(value)
         except OverflowError:
             raise ValueError(f"{self.model}: {name} is {value}, which no float can hold") from None
+
+    def scalar(self, name: str, value) -> Any:
+        """A float that is 0 or more, and finite, or a traced number."""
+        if shape := np.shape(value):
+            raise ValueError(f"{self.model}: {name} has shape {shape}; it must be one number")
+        if isinstance(value, Tracer):
+            self.array(name, value, (jnp.floating, jnp.integer), "floats or integers")
+            return value
+        value = self.number(name, np.asarray(value).item())
+        self.finite(**{name: value})
+        return value
 
     def boolean(self, name: str, value) -> bool:
         """The value as a bool."""
@@ -142,6 +156,20 @@ class Checks(NamedTuple):
             raise TypeError(
                 f"{self.model}: {name} is of {found}; it must be an array of {accepted}"
             )
+
+    def key(self, key) -> None:
+        """``key`` is one random key, or ``None``."""
+        if key is None:
+            return
+        dtype = getattr(key, "dtype", None)
+        typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        if not typed and dtype != jnp.uint32:
+            raise TypeError(
+                f"{self.model}: key is {type(key).__name__ if dtype is None else dtype}; it must "
+                "be a random key, such as jax.random.key(0), or None"
+            )
+        if key.ndim != (0 if typed else 1):
+            raise ValueError(f"{self.model}: key has shape {key.shape}; it must be one random key")
 
     def integers(self, name: str, value) -> Any:
         """The value as a JAX array of integers."""

@@ -12,7 +12,14 @@ import numpy as np
 
 from jax_fastops.models._parameters import cast_kernels
 from jax_fastops.models._plain import rotated
-from jax_fastops.models._products import dot, dot_product_attention, take
+from jax_fastops.models._products import (
+    accumulator_dtype,
+    biased,
+    dot,
+    dot_product_attention,
+    of_rank,
+    take,
+)
 from jax_fastops.models._sharding import explicit_spec, split_last, whole
 
 if TYPE_CHECKING:
@@ -57,7 +64,7 @@ def forward(params: dict, tokens, config: Config, positions, mask, cache, ops: O
     start = 0 if cache is None else cache.length
     count = tokens.shape[1]
     if positions is None:
-        positions = start + jnp.arange(count)
+        positions = start + jnp.arange(count, dtype=jnp.int32)
     angles = _angles(positions, config)
     turns = jnp.cos(angles), jnp.sin(angles)
     attend, cache = _attend(mask, cache, tokens, start, config)
@@ -103,12 +110,12 @@ def _attend(mask, cache, tokens, start, config: Config) -> tuple[_Attend, Cache 
     if attend.fresh and config.attention != "softmax":
         return attend, cache
     padding = mask if attend.fresh or cache is None else cache.mask
-    query = start + jnp.arange(count)[:, None]
-    key = jnp.arange(count if padding is None else padding.shape[1])
+    query = start + jnp.arange(count, dtype=jnp.int32)[:, None]
+    key = jnp.arange(count if padding is None else padding.shape[1], dtype=jnp.int32)[None]
     where = key <= query
     if config.sliding_window is not None:
         where &= key > query - config.sliding_window
-    where = where[None] if padding is None else where & padding[:, None, :]
+    where = where[None] if padding is None else where[None] & padding[:, None, :]
     return attend._replace(where=where), cache
 
 
@@ -154,7 +161,7 @@ def _products(params: dict, name: str, x) -> list:
     made = []
     for part in [params[name]] if name in params else [params[n] for n in _JOINED[name]]:
         y = dot(x, part["kernel"])
-        made.append(y + part["bias"].astype(y.dtype) if "bias" in part else y)
+        made.append(biased(y, part["bias"]) if "bias" in part else y)
     return made
 
 
@@ -219,5 +226,6 @@ def _angles(positions, config: Config):
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         kept = np.clip((periods - low) / (high - low), 0, 1)
         frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-    wide = jnp.promote_types(config.dtype, jnp.float32)
-    return positions[..., None].astype(wide) * jnp.asarray(frequencies, wide)
+    wide = accumulator_dtype(config.dtype)
+    positions = positions[..., None].astype(wide)
+    return positions * of_rank(jnp.asarray(frequencies, wide), positions.ndim)

@@ -1,4 +1,4 @@
-"""The ops of the networks in plain JAX, as models usually write them, for ``PLAIN``."""
+"""The ops of the networks in plain JAX, as a careful user writes them, for ``PLAIN``."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_fastops as fo
-from jax_fastops.models._products import wide_product
+from jax_fastops.models._products import accumulator_dtype, biased, of_rank
 from jax_fastops.models._sharding import explicit_spec
 
 #: The activations by their names.
@@ -18,9 +18,14 @@ ACTIVATIONS = {
 }
 
 
+def _row(vector, x):
+    """A vector over the last axis of ``x``, in its dtype and rank."""
+    return of_rank(vector.astype(x.dtype), x.ndim)
+
+
 def split_qkv_heads(qkv, bias=None, *, num_heads: int):
     if bias is not None:
-        qkv = qkv + bias.astype(qkv.dtype)
+        qkv = qkv + _row(bias, qkv)
     if num_heads == 1:
         # The gradient of a split is a concatenation. That of indexing is a sum with zeros.
         return tuple(part[..., None, :, :] for part in jnp.split(qkv, 3, axis=-1))
@@ -42,7 +47,7 @@ def dropout(x, key, rate: float):
     if explicit_spec(x) is not None:
         keep = jax.sharding.reshard(keep, jax.typeof(x).sharding)
     # A divisor in bfloat16 would be rounded, which scales every kept element wrongly.
-    kept = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)).astype(x.dtype)
+    kept = (x.astype(accumulator_dtype(x.dtype)) / (1 - rate)).astype(x.dtype)
     return jnp.where(keep, kept, jnp.zeros_like(x))
 
 
@@ -75,7 +80,7 @@ def residual_layer_norm(
     dropout=dropout,
 ):
     if input_bias is not None:
-        x = x + input_bias.astype(x.dtype)
+        x = x + _row(input_bias, x)
     x = dropout(x, dropout_key, dropout_rate) + residual
     y = layer_norm(x, scale, bias, eps=eps, fanout=fanout)
     return (y, x) if return_sum else y
@@ -83,16 +88,16 @@ def residual_layer_norm(
 
 def layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6, fanout=False):
     """Layer norm in float32 (float64 for float64), rounded once, as models usually write it."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(accumulator_dtype(x.dtype))
     centred = wide - wide.mean(-1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
-    y = y if scale is None else y * scale
-    y = (y if bias is None else y + bias).astype(x.dtype)
+    y = y if scale is None else y * _row(scale, y)
+    y = (y if bias is None else y + _row(bias, y)).astype(x.dtype)
     return (y, y) if fanout else y
 
 
 def bias_act(x, bias, *, activation: str = "gelu"):
-    return ACTIVATIONS[activation](x + bias.astype(x.dtype))
+    return ACTIVATIONS[activation](x + _row(bias, x))
 
 
 def linear_cross_entropy(
@@ -107,36 +112,42 @@ def linear_cross_entropy(
     softcap: float | None = None,
     reduction: str = "mean",
     chunk: int | None = None,
+    precision=None,
 ):
-    """With all logits at once, in float32."""
+    """All logits at once, in the dtype of ``x``; the losses in float32 (float64 for float64)."""
     del chunk
-    logits = wide_product("...e,ve->...v", x, table)
-    logits = logits if bias is None else logits + bias
+    logits = jnp.einsum("...e,ve->...v", x, table.astype(x.dtype), precision=precision)
+    logits = logits if bias is None else logits + _row(bias, logits)
+    logits = logits.astype(accumulator_dtype(x.dtype))
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-    kept = (labels >= 0) & (labels < table.shape[0])
+    kept = labels >= 0
     kept = kept if where is None else kept & where
+    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
     # A masked sum instead of an indexed read, whose gradient would be a scatter.
-    at_label = jnp.arange(table.shape[0]) == labels[..., None]
+    classes = table.shape[0]
+    at_label = of_rank(jnp.arange(classes, dtype=labels.dtype), logits.ndim) == labels[..., None]
     lse = jax.nn.logsumexp(logits, -1)
-    each = lse - jnp.sum(jnp.where(at_label, logits, 0), -1)
+    picked = jnp.sum(jnp.where(at_label, logits, 0), -1)
+    each = lse - jnp.where(labels < classes, picked, jnp.nan)
     if label_smoothing:
         each = (1 - label_smoothing) * each + label_smoothing * (lse - jnp.mean(logits, -1))
     each = each + z_loss * jnp.square(lse) if z_loss else each
     each = jnp.where(kept, each, 0)
     if reduction == "none":
         return each
-    return jnp.sum(each) / (jnp.maximum(jnp.sum(kept), 1) if reduction == "mean" else 1)
+    count = jnp.maximum(jnp.sum(kept, dtype=each.dtype), 1) if reduction == "mean" else 1
+    return jnp.sum(each) / count
 
 
 def rms_norm(x, scale, *, eps: float):
     """RMS norm in float32 (float64 for float64), rounded once."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(accumulator_dtype(x.dtype))
     y = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
-    return (y * scale).astype(x.dtype)
+    return (y * _row(scale, y)).astype(x.dtype)
 
 
 def residual_rms_norm(x, residual, scale, *, input_bias=None, eps: float, return_sum: bool):
-    x = residual + (x if input_bias is None else x + input_bias.astype(x.dtype))
+    x = residual + (x if input_bias is None else x + _row(input_bias, x))
     y = rms_norm(x, scale, eps=eps)
     return (y, x) if return_sum else y
 
@@ -150,7 +161,7 @@ def split_grouped_heads(
     qkv, bias=None, *, num_heads: int, num_kv_heads: int, rotary, q_scale, k_scale, eps, layout
 ):
     assert layout == "sequence_first"
-    qkv = qkv if bias is None else qkv + bias.astype(qkv.dtype)
+    qkv = qkv if bias is None else qkv + _row(bias, qkv)
     d = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     heads = qkv.reshape(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, d)
     q, k, v = jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=-2)
@@ -160,6 +171,6 @@ def split_grouped_heads(
 
 
 def rotated(x, cos, sin):
-    cos, sin = cos[..., None, :], sin[..., None, :]
+    cos, sin = (of_rank(turn[..., None, :], x.ndim) for turn in (cos, sin))
     a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -1,4 +1,7 @@
-"""Products, gathers and attention of the networks, over sharded axes too."""
+"""Products, biases, gathers and attention of the networks, over sharded axes too.
+
+Nothing relies on JAX's promotion of ranks or dtypes, which users can turn off.
+"""
 
 from typing import Any, Literal, cast
 
@@ -24,9 +27,24 @@ def dot(x, kernel):
     return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), out_sharding=spec)
 
 
+def accumulator_dtype(dtype):
+    """The dtype of sums and statistics of ``dtype`` data."""
+    return jnp.dtype("float64" if jnp.dtype(dtype) == jnp.float64 else "float32")
+
+
+def of_rank(x, rank: int):
+    """``x`` with leading dimensions of size 1 up to the rank ``rank``."""
+    return jax.lax.expand_dims(x, tuple(range(rank - x.ndim))) if x.ndim < rank else x
+
+
+def biased(x, bias):
+    """``x`` plus a bias of its last axes, in the dtype of ``x``."""
+    return x + of_rank(bias.astype(x.dtype), x.ndim)
+
+
 def wide_product(equation: str, x, kernel):
     """A product in the dtype of ``x``, whose result has the accumulator dtype."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = accumulator_dtype(x.dtype)
     kernel = kernel.astype(x.dtype)
     if jax.default_backend() == "cpu":
         # XLA widens the operands on a CPU anyway, but jaxlib 0.8 not those of every product.
@@ -35,14 +53,19 @@ def wide_product(equation: str, x, kernel):
 
 
 def take(table, index):
-    """Rows of a table. Over an explicit mesh, they are sharded like the index."""
+    """Rows of a table, as ``jnp.take``: NaN where the index is too large.
+
+    Over an explicit mesh, they are sharded like the index.
+    """
+    table = jnp.asarray(table)
     if index.dtype.itemsize < 4:  # JAX needs an index dtype that can hold the table's length
         index = index.astype(jnp.int32)
     spec = explicit_spec(index)
     if spec is None:
-        return table[index]
+        return table.at[index].get(mode="fill")
     columns = explicit_spec(table) or (None, None)
-    return table.at[index].get(out_sharding=PartitionSpec(*spec, columns[-1]))
+    spec = PartitionSpec(*spec, columns[-1])
+    return table.at[index].get(mode="fill", out_sharding=spec)
 
 
 def dot_product_attention(q, k, v, padding, implementation: str, **options: Any) -> jax.Array:
@@ -51,4 +74,5 @@ def dot_product_attention(q, k, v, padding, implementation: str, **options: Any)
         shape = (padding.shape[0], 1, q.shape[1], padding.shape[1])
         padding = jnp.broadcast_to(padding[:, None, None, :], shape)
     kind = cast(Literal["xla", "cudnn"], implementation)
-    return jax.nn.dot_product_attention(q, k, v, mask=padding, implementation=kind, **options)
+    with jax.numpy_dtype_promotion("standard"):  # JAX promotes the dtype of the scores
+        return jax.nn.dot_product_attention(q, k, v, mask=padding, implementation=kind, **options)

@@ -33,7 +33,7 @@ import jax_fastops as fo
 from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._bert_layers import apply_layer, embed, encode, pool
 from jax_fastops.models._checks import Checks
-from jax_fastops.models._products import ATTENTIONS, dot, wide_product
+from jax_fastops.models._products import ATTENTIONS, biased, dot, wide_product
 from jax_fastops.models._sharding import tokens_at_once, whole
 
 __all__ = [
@@ -459,12 +459,16 @@ def apply(
     Args:
       params: parameters, as from :func:`init`. The layers are a list, or stacked by
         :func:`stack_layers`.
-      tokens: integers ``[batch, sequence]`` from 0 to ``vocab_size - 1``.
+      tokens: integers ``[batch, sequence]`` from 0 to ``vocab_size - 1``. As in ``jnp.take``, the
+        embedding of a larger one is NaN, and a negative one counts from the end of the vocabulary.
+        NaN at one place makes its whole sequence NaN, also if the place is padding.
       config: the :class:`Config` of the parameters.
       mask: booleans or integers ``[batch, sequence]``: True or 1 for a token, False or 0 for
         padding, which is not attended to. Default: no padding.
-      token_types: integers ``[batch, sequence]``. Default: zeros.
-      positions: integers ``[sequence]`` or ``[batch, sequence]``. Default: counted from 0.
+      token_types: integers ``[batch, sequence]`` from 0 to ``config.token_types - 1``. With
+        others, the embedding is NaN. Default: zeros.
+      positions: integers ``[sequence]`` or ``[batch, sequence]`` from 0 to
+        ``config.positions - 1``. Others are as in ``tokens``. Default: counted from 0.
       key: a JAX random key, for dropout at the rates of ``config``. ``None`` means no dropout, as
         at inference.
       ops: the implementation of the ops: ``FASTOPS``, ``PLAIN``, or another :class:`Ops`.
@@ -636,7 +640,8 @@ def masked_lm_logits(
       (2, 128)
     """
     x = _masked_lm_head(params, hidden, config, ops)
-    return wide_product("...e,ve->...v", x, params["embeddings"]["word"]) + params["mlm"]["bias"]
+    logits = wide_product("...e,ve->...v", x, params["embeddings"]["word"])
+    return biased(logits, params["mlm"]["bias"])
 
 
 def masked_lm_loss(
@@ -656,7 +661,8 @@ def masked_lm_loss(
       hidden: array ``[..., sequence, hidden_size]`` of a floating dtype, such as the result of
         :func:`apply`.
       labels: integers: the token at each position ``[..., sequence]``, or at each of ``positions``.
-        A position whose label is not in the vocabulary, such as -1, does not count.
+        A position with a negative label does not count. With a label of ``vocab_size`` or more, the
+        loss is NaN.
       config: the :class:`Config` of the parameters.
       where: booleans with the shape of ``labels``: which of them count. ``None``: all.
       positions: integers ``[..., n]``: only these positions of each sequence go through the head,
@@ -751,18 +757,8 @@ def _check_layer_arguments(x, config, mask, key):
 
 def _check_key(config, key) -> None:
     """Checks that the key is ``None``, or one that the dropouts of ``config`` can use."""
-    if key is None:
-        return
-    dtype = getattr(key, "dtype", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not typed and dtype != jnp.uint32:
-        raise TypeError(
-            f"bert: key is {type(key).__name__ if dtype is None else dtype}; it must be a random "
-            "key, such as jax.random.key(0), or None"
-        )
-    if key.ndim != (0 if typed else 1):
-        raise ValueError(f"bert: key has shape {key.shape}; it must be one random key")
-    if config.attention_dropout > 0 and config.attention != "softmax":
+    _CHECK.key(key)
+    if key is not None and config.attention_dropout > 0 and config.attention != "softmax":
         raise ValueError(
             f"bert: attention_dropout is {config.attention_dropout}, but attention="
             f"{config.attention!r} has no dropout of probabilities; train with attention_dropout=0 "

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 import jax_fastops as fo
@@ -31,7 +33,7 @@ from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._decoder_layers import forward, prepared
 from jax_fastops.models._products import ATTENTIONS, wide_product
-from jax_fastops.models._sharding import element, following, tokens_at_once, whole
+from jax_fastops.models._sharding import element, explicit_spec, following, tokens_at_once, whole
 
 __all__ = [
     "FASTOPS",
@@ -399,7 +401,9 @@ def apply(
 
     Args:
       params: parameters, as from :func:`init`.
-      tokens: integers ``[batch, sequence]`` from 0 to ``vocab_size - 1``.
+      tokens: integers ``[batch, sequence]`` from 0 to ``vocab_size - 1``. As in ``jnp.take``, the
+        embedding of a larger one is NaN, and a negative one counts from the end of the vocabulary.
+        NaN at one place makes its whole sequence NaN, also if the place is padding.
       config: the :class:`Config` of the parameters.
       positions: integers ``[sequence]`` or ``[batch, sequence]``, for rotary embedding. Default:
         counted from 0, or from the length of the cache. Only their differences matter, so padding
@@ -516,9 +520,9 @@ def loss(
       params: parameters, as from :func:`init`.
       tokens: as in :func:`apply`.
       config: the :class:`Config` of the parameters.
-      labels: integers with the shape of ``tokens``: the token that comes after each one. A label
-        that is not in the vocabulary, such as -1, does not count. Default: the next of ``tokens``,
-        and -1 for the last one and where the next one is padding.
+      labels: integers with the shape of ``tokens``: the token that comes after each one. A negative
+        label does not count. With one of ``vocab_size`` or more, the loss is NaN. Default: the next
+        of ``tokens``, and -1 for the last one and where the next one is padding.
       positions: as in :func:`apply`.
       mask: as in :func:`apply`.
       ops: as in :func:`apply`. The logits of ``FASTOPS`` have the dtype of ``config``, and those of
@@ -561,9 +565,9 @@ def generate(
     config: Config,
     *,
     length: int,
-    end: int | Sequence[int] = (),
+    end: int | Iterable[int] | None = None,
     key: ArrayLike | None = None,
-    temperature: ArrayLike = 1.0,
+    temperature: ArrayLike | None = None,
     top_k: int | None = None,
     mask: ArrayLike | None = None,
     ops: Ops = FASTOPS,
@@ -575,14 +579,22 @@ def generate(
 
     Args:
       params: parameters, as from :func:`init`.
-      tokens: integers ``[batch, sequence]``, the prompts. Shorter prompts are padded on the left.
+      tokens: integers ``[batch, sequence]``, the prompts. Shorter prompts are padded on the left or
+        on the right, with a ``mask``. The continuation is the same. Traced tokens are not checked:
+        after one of ``vocab_size`` or more, the continuation is arbitrary.
       config: the :class:`Config` of the parameters.
       length: the largest number of new tokens.
-      end: the token that ends a sequence, or several such tokens. Default: none.
+      end: the token that ends a sequence, or several such tokens. ``None``: no token.
       key: a JAX random key, to sample. ``None``: the most probable token is taken.
-      temperature: a positive number that divides the logits before a token is sampled.
-      top_k: samples among so many of the most probable tokens. ``None``: among all.
-      mask: booleans or integers ``[batch, sequence]``: False or 0 for padding. Default: no padding.
+      temperature: a number, 0 or more, that divides the logits before a token is sampled. With 0,
+        the most probable token is taken. Another number needs a ``key``. Default: 1. A traced
+        number is not checked: NaN and negative numbers count as 0.
+      top_k: samples among so many of the most probable tokens. It needs a ``key``. ``None``: among
+        all.
+      mask: booleans or integers ``[batch, sequence]``: True or 1 for a token, False or 0 for
+        padding. Default: no padding. The tokens of a prompt must follow each other, and there must
+        be at least one. A traced mask is not checked: tokens do not attend to padding between them,
+        but it counts in their distances; without a token, the continuation is arbitrary.
       ops: as in :func:`apply`.
 
     Returns:
@@ -594,8 +606,9 @@ def generate(
 
     Raises:
       TypeError: an argument has another type or dtype.
-      ValueError: a shape or the parameters are not those of ``config``, or a number is out of
-        range.
+      ValueError: a shape or the parameters are not those of ``config``, a number is out of range,
+        ``temperature`` or ``top_k`` is without a ``key``, a token is not in the vocabulary, or
+        ``mask`` has a prompt without a token or with padding between its tokens.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -608,24 +621,31 @@ def generate(
     ids, inside = _check(params, tokens, config, mask, ops)
     if ids.shape[1] == 0:
         raise ValueError(f"decoder: tokens has shape {ids.shape}; it must have 1 token or more")
+    _check_prompts(tokens, mask, config)
     length = _CHECK.integer("length", length, 1)
-    ends = jnp.asarray([end] if isinstance(end, int) else list(end), jnp.int32)
+    ends = jnp.asarray(_ends(end, config), jnp.int32)
     fill = ends[0] if ends.size else 0
-    if top_k is not None:
-        top_k = min(_CHECK.integer("top_k", top_k, 1), config.vocab_size)
+    key, temperature, top_k = _sampling(key, temperature, top_k, config)
+    if inside is not None:
+        ids, inside = _aligned(ids, inside)
     table = jnp.asarray(_head(params), config.dtype)  # before the loop, as the kernels
     params = prepared(params, config)
 
     def chosen(hidden, step):
         found = whole(wide_product("be,ve->bv", element(hidden, -1), table), 1)
+        best = found.argmax(-1).astype(jnp.int32)
         if key is None:
-            return found.argmax(-1).astype(jnp.int32)
-        own, scaled = jax.random.fold_in(key, step), found / temperature
+            return best
+        heat = jnp.asarray(1 if temperature is None else temperature, found.dtype)
+        own = jax.random.fold_in(key, step)
+        scaled = found / jnp.maximum(heat, 1e-30)  # finite, if logits are below 1e8
         if top_k is None:
-            return jax.random.categorical(own, scaled).astype(jnp.int32)
-        values, index = jax.lax.top_k(scaled, top_k)
-        best = jax.random.categorical(own, values)[:, None]
-        return jnp.take_along_axis(index, best, axis=1)[:, 0].astype(jnp.int32)
+            token = jax.random.categorical(own, scaled)
+        else:
+            values, index = jax.lax.top_k(scaled, top_k)
+            place = jax.random.categorical(own, values)[:, None]
+            token = jnp.take_along_axis(index, place, axis=1)[:, 0]
+        return jnp.where(heat > 0, token.astype(jnp.int32), best)
 
     def body(state):
         step, token, new, lengths, cache = state
@@ -633,7 +653,7 @@ def generate(
         ended = jnp.isin(token, ends)
         token = jnp.where(ended, fill, chosen(hidden, step))
         new = jax.lax.dynamic_update_slice_in_dim(new, token[:, None], step, axis=1)
-        return step + 1, token, new, lengths + ~ended, cache
+        return step + 1, token, new, lengths + (~ended).astype(lengths.dtype), cache
 
     def unfinished(state):
         step, token, *_ = state
@@ -646,6 +666,19 @@ def generate(
     state = (jnp.int32(1), first, new, jnp.ones_like(first), cache)
     _, _, new, lengths, _ = jax.lax.while_loop(unfinished, body, state)
     return new, lengths
+
+
+def _aligned(tokens, mask) -> tuple[Any, Any]:
+    """Prompts and mask with all padding on the left. The mask is whole along the sequence."""
+    mask, spec = whole(mask, 1), explicit_spec(tokens)
+    after = jnp.argmax(mask[:, ::-1], axis=1)[:, None]
+    count = tokens.shape[1]
+    place = whole((jnp.arange(count, dtype=after.dtype)[None] - after) % count, 1)
+    moved = jnp.take_along_axis(whole(tokens, 1), place, axis=1)
+    moved = moved if spec is None else jax.sharding.reshard(moved, spec)
+    # A row that does not move is equal in both. Over auto axes, this shards the result like tokens.
+    tokens = jnp.where(after == 0, tokens, moved)
+    return tokens, jnp.take_along_axis(mask, place, axis=1)
 
 
 # ---- checks --------------------------------------------------------------------------------------
@@ -661,3 +694,61 @@ def _check(params, tokens, config, mask, ops) -> tuple[Any, Any]:
         raise ValueError(f"decoder: tokens has shape {tokens.shape}; it must be (batch, sequence)")
     mask = None if mask is None else jnp.asarray(mask)
     return tokens, _CHECK.mask(mask, "tokens", tokens.shape)
+
+
+def _ends(end, config: Config) -> list[int]:
+    """The tokens that end a sequence."""
+    if isinstance(end, jax.Array) and not isinstance(end, Tracer):
+        end = np.asarray(end)  # in a trace, the elements of a jax.Array are traced
+    try:
+        given = [] if end is None else list(end)
+    except TypeError:
+        given = [end]
+    ends = [_CHECK.integer("end", token, 0) for token in given]
+    _check_vocabulary("end", ends, config)
+    return ends
+
+
+def _check_vocabulary(name: str, tokens, config: Config) -> None:
+    size = config.vocab_size
+    for token in tokens:
+        if not -size <= int(token) < size:  # as `take` counts
+            raise ValueError(
+                f"decoder: {name} has {token}; it must be from 0 to {size - 1}, below vocab_size"
+            )
+
+
+def _sampling(key, temperature, top_k, config: Config) -> tuple[Any, Any, int | None]:
+    """Checks the arguments of sampling, and returns them. There is no key if nothing is drawn."""
+    _CHECK.key(key)
+    if top_k is not None:
+        top_k = min(_CHECK.integer("top_k", top_k, 1), config.vocab_size)
+    if temperature is not None:
+        temperature = _CHECK.scalar("temperature", temperature)
+    greedy = not isinstance(temperature, Tracer) and temperature == 0
+    for name, value in {"top_k": top_k, "temperature": None if greedy else temperature}.items():
+        if key is None and value is not None:
+            raise ValueError(f"decoder: {name} is {value}, but key is None; sampling needs a key")
+    return (None if greedy else key), temperature, top_k
+
+
+def _check_prompts(tokens, mask, config: Config) -> None:
+    """Checks the values of the prompts, if they are concrete."""
+    if (tokens := _concrete(tokens)) is not None and tokens.size:
+        _check_vocabulary("tokens", (tokens.min(), tokens.max()), config)
+    if mask is None or (mask := _concrete(mask)) is None:
+        return
+    inside = np.pad(mask != 0, ((0, 0), (1, 0)))
+    parts = (inside[:, 1:] & ~inside[:, :-1]).sum(axis=1)
+    for row in np.flatnonzero(parts != 1):
+        found = "padding between tokens" if parts[row] else "no token"
+        raise ValueError(
+            f"decoder: mask has {found} in row {row}; each row must have tokens that follow each "
+            "other, with padding only before and after them"
+        )
+
+
+def _concrete(x) -> np.ndarray | None:
+    """The values of an array that is not traced, and not spread over several processes."""
+    traced = any(isinstance(part, Tracer) for part in jax.tree.leaves(x))
+    return None if traced or not getattr(x, "is_fully_addressable", True) else np.asarray(x)

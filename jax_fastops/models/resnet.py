@@ -29,6 +29,7 @@ from jax.typing import ArrayLike
 import jax_fastops as fo
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._parameters import keys_like, norm, product
+from jax_fastops.models._products import accumulator_dtype, biased, of_rank
 
 __all__ = [
     "FASTOPS",
@@ -163,7 +164,7 @@ def plain_max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
 
     if scale is None:
         return pool(x)
-    sign = jnp.where(scale < 0, -1, 1).astype(x.dtype)
+    sign = of_rank(jnp.where(scale < 0, -1, 1).astype(x.dtype), x.ndim)
     return sign * pool(sign * x)
 
 
@@ -271,7 +272,7 @@ def plain_batch_norm(
       >>> mean.tolist(), var.tolist()
       ([2.0], [1.0])
     """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(accumulator_dtype(x.dtype))
     axes = tuple(k for k in range(x.ndim) if k != axis % x.ndim)
     mean, squares = jnp.mean(wide, axes), jnp.mean(jnp.square(wide), axes)
     if axis_name is not None:
@@ -306,12 +307,14 @@ def plain_batch_norm_inference(
       >>> resnet.plain_batch_norm_inference(x, mean, var, None, None, eps=0.0).tolist()
       [[1.0]]
     """
+    wide = x.astype(accumulator_dtype(x.dtype))
 
     def along(values):
-        return values.reshape([-1 if k == axis % x.ndim else 1 for k in range(x.ndim)])
+        shape = [-1 if k == axis % x.ndim else 1 for k in range(x.ndim)]
+        return values.astype(wide.dtype).reshape(shape)
 
-    factor = jax.lax.rsqrt(var + eps)
-    y = (x - along(mean)) * along(factor if scale is None else factor * scale)
+    factor = jax.lax.rsqrt(along(var) + eps)
+    y = (wide - along(mean)) * (factor if scale is None else factor * along(scale))
     y = (y if bias is None else y + along(bias)).astype(x.dtype)
     y = y if residual is None else y + residual
     return jax.nn.relu(y) if activation == "relu" else y
@@ -556,10 +559,10 @@ def apply(
             )
             new[name].append(found)
     x = users
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = accumulator_dtype(x.dtype)
     x = jnp.mean(x, (1, 2), dtype=wide).astype(x.dtype)
-    kernel, bias = params["fc"]["kernel"].astype(x.dtype), params["fc"]["bias"]
-    return jnp.dot(x, kernel, preferred_element_type=wide) + bias, new
+    kernel = params["fc"]["kernel"].astype(x.dtype)
+    return biased(jnp.dot(x, kernel, preferred_element_type=wide), params["fc"]["bias"]), new
 
 
 def _block(users, params: dict, statistics: dict, stride: int, sizes, last_norm, norm, again):
@@ -619,7 +622,8 @@ def _conv_of_made_jvp(make, stride, primals, tangents):
 
 
 def _running(momentum: float, old, batch):
-    return (momentum * old + (1 - momentum) * batch).astype(old.dtype)
+    new = momentum * old.astype(batch.dtype) + (1 - momentum) * batch
+    return new.astype(old.dtype)
 
 
 def _check(params, statistics, images, config, batch_norm) -> None:
