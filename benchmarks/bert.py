@@ -7,7 +7,7 @@ length. There are no embeddings, no head and no optimizer. The phases are:
 ``step``       forward and backward: the gradients of a randomly weighted sum of the last layer's
                outputs with respect to all parameters of the layers and to the input activations.
                At 32 x 512 its matrix products take at least about 13 ms on an H100
-``inference``  only the forward
+``inference``  only the forward, with weights in the dtype of the activations
 ``model``      (with ``--phases model``, and in ``--small``) a whole BERT with its embeddings and
                its head: the gradients of the loss of masked tokens with respect to all parameters
 
@@ -83,6 +83,37 @@ PLAIN = bert.PLAIN._replace(
     softmax=functools.partial(bert.PLAIN.softmax, dropout=dropout_of_jax),
     residual_layer_norm=functools.partial(bert.PLAIN.residual_layer_norm, dropout=dropout_of_jax),
     dropout=dropout_of_jax,
+)
+
+
+def softmax_of_flax(x, where=None, *, scale: float, dropout_key=None, dropout_rate: float = 0.0):
+    """With the mask as Flax' attention has it: the least number in place of other scores."""
+    x = x * scale
+    x = x if where is None else jnp.where(where, x, jnp.finfo(x.dtype).min)
+    return dropout_of_jax(jax.nn.softmax(x), dropout_key, dropout_rate)
+
+
+def norm_of_flax(x, scale, bias, *, eps: float, fanout=False):
+    """As Flax' LayerNorm: the variance from the mean of squares, so that there is one reduction."""
+    wide = x.astype(jnp.float32)
+    mean, squares = wide.mean(-1, keepdims=True), jnp.square(wide).mean(-1, keepdims=True)
+    variance = jnp.maximum(squares - jnp.square(mean), 0)
+    y = ((wide - mean) * (jax.lax.rsqrt(variance + eps) * scale) + bias).astype(x.dtype)
+    return (y, y) if fanout else y
+
+
+def residual_norm_of_flax(
+    x, residual, scale, bias, *, input_bias, dropout_key=None, dropout_rate: float = 0.0, **options
+):
+    x = dropout_of_jax(x + input_bias.astype(x.dtype), dropout_key, dropout_rate)
+    return norm_of_flax(x + residual, scale, bias, **options)
+
+
+#: Another careful user's ops: which of the two forms is faster is measured.
+FLAX = PLAIN._replace(
+    softmax=softmax_of_flax,
+    residual_layer_norm=residual_norm_of_flax,
+    layer_norm=norm_of_flax,
 )
 
 # The ops, and the implementation under which they are compiled.
@@ -302,6 +333,8 @@ class Contender(Chosen):
         config = row.config(setting.config)
         params = parameters(setting.config)
         params = params if row.phase == "model" else params["layers"]
+        if row.phase == "inference":  # a step casts the weights, but not each call of a forward
+            params = jax.tree.map(lambda a: a.astype(row.dtype) if a.ndim > 1 else a, params)
         leaves, tree = jax.tree.flatten(params)
         more = data(row.phase, row.batch, row.length, row.dtype, setting.config)
 

@@ -6,12 +6,14 @@ keys and values, 8192 features in the feed-forward, 8 layers and a vocabulary of
 measured in steady state, as in `benchmarks.pretraining`, each contender in a process of its own,
 from the same weights:
 
-``ours``   `models.decoder` with the ops of this package
-``plain``  the same model on `jax.nn` and `jax.numpy`
-``torch``  PyTorch: the same network compiled by Inductor, with scaled_dot_product_attention,
-           autocast and fused AdamW, where PyTorch is installed
+``ours``          `models.decoder` with the ops of this package
+``plain``         the same model on `jax.nn` and `jax.numpy`. Each kernel has a product of its own:
+                  the gradient of a split would be a concatenation
+``plain-joined``  the same with joined kernels, as ``ours`` has them
+``torch``         PyTorch: the same network compiled by Inductor, with
+                  scaled_dot_product_attention, autocast and fused AdamW, where PyTorch is installed
 
-With `--devices`, the first two run over several devices, which share the axis of the mesh that
+With `--devices`, those of JAX run over several devices, which share the axis of the mesh that
 `--axis` names: each has a batch of its own (data), or a part of the same batch's heads, features
 and vocabulary (tensor), or of its sequence (sequence).
 """
@@ -24,14 +26,15 @@ import json
 from benchmarks import jobs
 
 RATE, DECAY = 1e-4, 0.01
-CONTENDERS = ("ours", "plain", "torch")
+CONTENDERS = ("ours", "plain", "plain-joined", "torch")
 
 
 def main() -> None:
     options = parse()
     if options.one:
-        measure = torch_row if options.one["contender"] == "torch" else jax_row
-        print(json.dumps(measure(options, **options.one)))
+        (row,) = options.one
+        measure = torch_row if row["contender"] == "torch" else jax_row
+        print(json.dumps([measure(options, **row)]))
         return
     rows = (
         {"contender": name, "shape": shape}
@@ -50,7 +53,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = jobs.parser("benchmarks.decoder", __doc__)
     add = parser.add_argument
-    add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    add("--contenders", nargs="+", choices=CONTENDERS, default=["ours", "plain", "torch"])
     add("--shapes", nargs="+", default=["8x2048"], help="batch x length")
     add("--attention", choices=("cudnn", "softmax"), default="cudnn", help="JAX's")
     add("--layers", type=int, default=8)
@@ -88,11 +91,14 @@ def jax_row(options: argparse.Namespace, contender: str, shape: str) -> dict:
 
     decoder = installed("jax_fastops.models.decoder")
     config = config_of(options, decoder)
+    specs = decoder.partition_specs(config)
+    if contender == "plain":
+        config = dataclasses.replace(config, tensor_parallel=True)  # no joined kernels
     ops = decoder.FASTOPS if contender == "ours" else decoder.PLAIN
     optimizer = optax.adamw(RATE, weight_decay=DECAY)
 
     mesh = Mesh(np.array(jax.devices()[: options.devices]), (options.axis,))
-    whole, specs = PartitionSpec(), decoder.partition_specs(config)
+    whole = PartitionSpec()
 
     def start():
         params = decoder.init(jax.random.key(0), config)
@@ -125,7 +131,7 @@ def jax_row(options: argparse.Namespace, contender: str, shape: str) -> dict:
         batch = [np.tile(a, (options.devices, 1)) for a in batch]
     batch = tuple(jax.device_put(a, NamedSharding(mesh, PartitionSpec(*axes))) for a in batch)
     with jax.set_mesh(mesh):
-        return jobs.jax_training(options, start, update, [batch])
+        return jobs.jax_training(options, start, update, [batch])()
 
 
 def torch_row(options: argparse.Namespace, contender: str, shape: str) -> dict:

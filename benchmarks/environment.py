@@ -10,6 +10,11 @@ from pathlib import Path
 
 import jax
 
+from benchmarks import ROOT
+
+DIRTY = "-dirty"  # after a commit: files were changed that decide what is measured
+_CODE = ("src", "jax_fastops", "third_party", "cmake", "CMakeLists.txt", "benchmarks/*.py")
+
 
 def platform_name() -> str:
     """ "cpu", "cuda" or "rocm" (JAX calls the latter two "gpu")."""
@@ -34,13 +39,36 @@ def hardware() -> dict:
 
 
 def versions(*more: str) -> dict:
-    """Versions of Python, JAX, this package, ``more``, and of the CUDA that JAX was built with."""
+    """The commit, versions of Python, JAX, this package, ``more``, and of JAX's CUDA."""
     cuda = re.search(r"cuda (\d+)", jax.devices()[0].client.platform_version)
     return {
+        "commit": commit(),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("jax", "jaxlib", "jax_fastops", "numpy", *more)},
         "cuda": cuda[1] if cuda else None,
     }
+
+
+def commit() -> str | None:
+    """The hash of the checkout's commit, with ``DIRTY`` if its code was changed.
+
+    The variable JAX_FASTOPS_COMMIT stands for it, for a copy without the history. ``None`` if there
+    is neither.
+    """
+    if given := os.environ.get("JAX_FASTOPS_COMMIT"):
+        return given
+    found = git("rev-parse", "HEAD")
+    return found and found + (DIRTY if git("status", "--porcelain", "--", *_CODE) else "")
+
+
+def git(*arguments: str) -> str | None:
+    """What git prints in the checkout; ``None`` if it fails."""
+    command = ["git", "-C", str(ROOT), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return None if done.returncode else done.stdout.strip()
 
 
 def slug(results: dict) -> str:

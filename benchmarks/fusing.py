@@ -18,7 +18,6 @@ import importlib.util
 import json
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks import jobs
 
@@ -28,7 +27,7 @@ WIDTH, HEADS, LAYERS, LENGTH, BATCH, VOCABULARY = 768, 12, 6, 512, 16, 32000
 def main() -> None:
     options = parse()
     if options.one:
-        print(json.dumps(measure(options, **options.one)))
+        print(json.dumps([measure(options, **row) for row in options.one]))
         return
     rows = ({"model": name} for name in options.models if importlib.util.find_spec(MODELS[name][0]))
     jobs.run("benchmarks.fusing", options, rows)
@@ -58,12 +57,7 @@ def measure(options: argparse.Namespace, model: str) -> dict:
             begin = time.perf_counter()
             lowered[name] = jax.jit(step, donate_argnums=0).lower(parameters)
             found[f"{name}_trace_s"] = time.perf_counter() - begin
-    # Compilation takes most of the time. XLA chooses algorithms by their times: those that it chose
-    # for the first program are known to the others, which run nothing at the same time.
-    first, *others = lowered.values()
-    compiled = [first.compile()]
-    with ThreadPoolExecutor() as pool:
-        compiled += pool.map(lambda a: a.compile(), others)
+    compiled = jobs.together([one.compile for one in lowered.values()])
     steps = dict(zip(lowered, compiled, strict=True))
     for name, step in steps.items():
         if memory := step.memory_analysis():
@@ -317,10 +311,9 @@ def bert_of_models(small: bool):
 
     from benchmarks.bert import PLAIN, bert
 
-    config = dataclasses.replace(
-        bert.SMALL if small else bert.BASE, dtype="bfloat16", attention="softmax", dropout=0.0
-    )
-    config = dataclasses.replace(config, attention_dropout=0.0)
+    base = bert.SMALL if small else dataclasses.replace(bert.BASE, vocab_size=30528)  # padded
+    changes = dict(dtype="bfloat16", attention="softmax", dropout=0.0, attention_dropout=0.0)
+    config = dataclasses.replace(base, **changes)
     tokens, labels = (a % config.vocab_size for a in _numbers(small))
     inside = (
         jax.numpy.arange(tokens.shape[1]) < tokens.shape[1] - jax.numpy.arange(len(tokens))[:, None]
@@ -350,12 +343,13 @@ def decoder_of_models(small: bool):
         config = dataclasses.replace(decoder.SMALL, dtype="bfloat16")
     tokens, labels = (a % config.vocab_size for a in _numbers(small))
 
-    def loss(parameters, ops):
+    def loss(parameters, config, ops):
         return decoder.loss(parameters, tokens, config, labels=labels, ops=ops)
 
+    apart = dataclasses.replace(config, tensor_parallel=True)  # plain models join no kernels
     return decoder.init(jax.random.key(0), config), {
-        "plain": functools.partial(loss, ops=decoder.PLAIN),
-        "by hand": functools.partial(loss, ops=decoder.FASTOPS),
+        "plain": functools.partial(loss, config=apart, ops=decoder.PLAIN),
+        "by hand": functools.partial(loss, config=config, ops=decoder.FASTOPS),
     }
 
 

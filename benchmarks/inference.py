@@ -15,8 +15,10 @@ Parameters are arguments of the JAX program, or with ``--constants`` constants, 
 PyTorch's CUDA graphs: each of the 151 arguments costs the host time in each call.
 
 ``ms`` is the time of a call where many calls are in flight, and ``latency_ms`` that of a call which
-is waited for. ``sample`` has some of the results, to compare the contenders. ``cudnn`` and
-``softmax`` are the kinds of attention. PyTorch chooses its own kernel.
+is waited for. At batch 1 the host decides, and processes differ: ``--processes`` takes the medians
+of several. ``calls`` counts the kernels of this package in the program. ``sample`` has some of the
+results, to compare the contenders. ``cudnn`` and ``softmax`` are the kinds of attention. PyTorch
+chooses its own kernel.
 """
 
 import argparse
@@ -35,19 +37,23 @@ SAMPLE = 8
 def main() -> None:
     options = parse()
     if options.one:
-        measure = torch_row if options.one["contender"] in MODES else jax_row
-        print(json.dumps(measure(options, **options.one)))
+        measure = torch_row if options.one[0]["contender"] in MODES else jax_row
+        print(json.dumps([measure(options, **row) for row in options.one]))
         return
+
+    def shared(row):
+        return None if row["contender"] in MODES else (row["dtype"], row["contender"])
+
     what = "-constants" if options.constants else ""
-    jobs.run("benchmarks.inference", options, rows(options), what)
+    jobs.run("benchmarks.inference", options, rows(options), what, shared)
 
 
 def rows(options: argparse.Namespace):
     for dtype in options.dtypes:
-        for shape in options.shapes:
-            for name in options.contenders:
-                if name in MODES and not importlib.util.find_spec("torch"):
-                    continue
+        for name in options.contenders:
+            if name in MODES and not importlib.util.find_spec("torch"):
+                continue
+            for shape in options.shapes:
                 for attention in ["its own"] if name in MODES else options.attention:
                     yield dict(contender=name, shape=shape, dtype=dtype, attention=attention)
 
@@ -106,6 +112,8 @@ def jax_row(options, contender: str, shape: str, dtype: str, attention: str) -> 
         program = functools.partial(jax.jit(forward), params)
 
     found, result = jobs.jax_calls(options, lambda: program(tokens, inside))
+    lowered = jax.jit(forward).lower(params, tokens, inside)
+    found["calls"] = lowered.as_text().count("custom_call @jax_fastops")
     found["sample"] = result[0, 0, :SAMPLE].astype(jnp.float32).tolist()
     return found
 

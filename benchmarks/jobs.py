@@ -1,10 +1,11 @@
 """Whole jobs in steady state, each contender in a process of its own.
 
-`pretraining`, `decoder` and `inference` run themselves once more for each row, so that no contender
-has the memory, the clocks or the errors of another one.
+`pretraining`, `decoder` and `inference` run themselves once more for each row, or for some rows of
+one contender, so that no contender has the memory, the clocks or the errors of another one.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +50,26 @@ def parser(module: str, text: str | None) -> argparse.ArgumentParser:
     add("--steps", type=int, default=30, help="calls of a run")
     add("--small", action="store_true", help="a small model, for a test")
     add("--profile", type=int, default=0, metavar="N", help="time by kind, and the N longest")
-    add("--limit", type=float, metavar="S", help="seconds that a row may take")
+    add("--processes", type=int, default=1, metavar="N", help="of a row; medians count")
+    add("--limit", type=float, metavar="S", help="seconds that a process may take")
+    add("--add", action="store_true", help="keep other rows of the file, if made in the same way")
     add("--out", "--output", type=Path, default=RESULTS, metavar="DIR")
     add("--one", type=json.loads, help=argparse.SUPPRESS)
     return made
 
 
 def run(
-    module: str, options: argparse.Namespace, rows: Iterable[dict], what: str = "", **facts
+    module: str,
+    options: argparse.Namespace,
+    rows: Iterable[dict],
+    what: str = "",
+    shared: Callable[[dict], Any] = lambda row: None,
+    **facts,
 ) -> None:
     """Measures the rows; prints and writes each one when it is known.
 
-    ``what`` is a part of the file's name, if a job has several kinds of results.
+    ``what`` is a part of the file's name, if a job has several kinds of results. Rows in sequence
+    for which ``shared`` gives the same value, but not ``None``, have one process.
     """
     from benchmarks.environment import slug
     from benchmarks.report import write
@@ -68,17 +78,46 @@ def run(
     results = process(["-c", FACTS], options.limit)
     if "error" in results:
         raise SystemExit(results["error"])
+    rows = list(rows)
     results |= {"steps": options.steps, **facts, "rows": []}
     path = options.out / f"{module.rpartition('.')[2]}{what}-{slug(results)}.json"
-    for row in rows:
-        found = process(["-m", module, *sys.argv[1:], "--one", json.dumps(row)], options.limit)
-        results["rows"].append(row | found)
-        print(json.dumps(results["rows"][-1]), flush=True)
-        write(path, results)
+    if options.add and path.exists():
+        results["rows"] = others(path, results, rows)
+    for value, group in itertools.groupby(rows, shared):
+        for some in [list(group)] if value is not None else ([row] for row in group):
+            command = ["-m", module, *sys.argv[1:], "--one", json.dumps(some)]
+            found = [process(command, options.limit) for _ in range(options.processes)]
+            for index, row in enumerate(some):
+                own = [each if "error" in each else each[index] for each in found]
+                results["rows"].append(row | combined(own))
+                print(json.dumps(results["rows"][-1]), flush=True)
+            write(path, results)
     print(f"wrote {path}")
 
 
-def process(arguments: list[str], limit: float | None = None) -> dict:
+def others(path: Path, results: dict, rows: list[dict]) -> list[dict]:
+    """The rows of a file that are not in ``rows``."""
+    old = json.loads(path.read_text())
+    for key in results.keys() - {"hardware", "rows"}:
+        if old.get(key) != results[key]:
+            raise SystemExit(f"--add: {key} of {path} is {old.get(key)}, not {results[key]}")
+    return [r for r in old["rows"] if not any(row.items() <= r.items() for row in rows)]
+
+
+def combined(found: list[dict]) -> dict:
+    """What the processes of a row found: the medians of their times, and the rest of the first."""
+    if failed := [one for one in found if "error" in one]:
+        return failed[0]
+    if len(found) == 1:
+        return found[0]
+    all_ms, all_latency = ([one.get(key) for one in found] for key in ("ms", "latency_ms"))
+    result = found[0] | {"ms": statistics.median(all_ms), "all_ms": all_ms}
+    if None not in all_latency:
+        result |= {"latency_ms": statistics.median(all_latency), "all_latency_ms": all_latency}
+    return result
+
+
+def process(arguments: list[str], limit: float | None = None) -> Any:
     """The JSON in the last line that Python prints."""
     command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), *arguments]
     paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
@@ -140,15 +179,27 @@ def jax_calls(options: argparse.Namespace, program: Callable[[], Any]) -> tuple[
     return found, result
 
 
+def together(compilations: Sequence[Callable[[], Any]]) -> list:
+    """Calls functions that compile at the same time, because that takes most of the time.
+
+    XLA chooses algorithms by their times. Those that it chose for the first program, which is
+    compiled by itself, are known to the others.
+    """
+    first, *others = compilations
+    with ThreadPoolExecutor() as pool:
+        return [first(), *pool.map(lambda compilation: compilation(), others)]
+
+
 # ---- trainings -----------------------------------------------------------------------------------
 
 
 def jax_training(
     options: argparse.Namespace, start: Callable, update: Callable, batches: list, curve: int = 0
-) -> dict:
-    """Steps of ``update(state, *batch)``, which gives the next state and the loss.
+) -> Callable[[], dict]:
+    """Compiles ``update(state, *batch)``, which gives the next state and the loss.
 
-    They are steps of the first batch, or with ``curve`` so many steps that take all in turn.
+    Returns a function that measures steps of the first batch, or with ``curve`` so many steps that
+    take all batches in turn.
     """
     import jax
 
@@ -165,17 +216,20 @@ def jax_training(
     def wait():
         jax.block_until_ready((state, value))
 
-    if curve:
-        return losses(step, batches, curve)
-    found = steady(step, wait, options.steps)
-    found |= {"first_loss": float(first), "loss": float(value)}
-    if memory := compiled.memory_analysis():
-        found["temp_bytes"] = memory.temp_size_in_bytes
-    if between := collectives(compiled.as_text()):
-        found["collectives"] = between
-    if options.profile:
-        found |= attributed(jax_kernels(step, wait), options.profile)
-    return found
+    def measure() -> dict:
+        if curve:
+            return losses(step, batches, curve)
+        found = steady(step, wait, options.steps)
+        found |= {"first_loss": float(first), "loss": float(value)}
+        if memory := compiled.memory_analysis():
+            found["temp_bytes"] = memory.temp_size_in_bytes
+        if between := collectives(compiled.as_text()):
+            found["collectives"] = between
+        if options.profile:
+            found |= attributed(jax_kernels(step, wait), options.profile)
+        return found
+
+    return measure
 
 
 def torch_training(
@@ -186,7 +240,7 @@ def torch_training(
     curve: int = 0,
     rate: Callable[[int], float] | None = None,
 ) -> dict:
-    """The same in PyTorch. ``rate`` gives the learning rate of a step."""
+    """Measures the same in PyTorch. ``rate`` gives the learning rate of a step."""
     import torch
 
     on_cuda = torch.cuda.is_available()
@@ -271,6 +325,13 @@ def kind(name: str) -> str:
         return own[1]
     found = (kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
     return next(found, OTHER)
+
+
+def runs_kernels(row: dict) -> bool:
+    """Whether a kernel of this package runs, as far as the row says."""
+    if "calls" in row or "kinds_ms" not in row:
+        return row.get("calls", 1) > 0
+    return bool(row["kinds_ms"].keys() - {kind for kind, _ in KINDS} - {OTHER})
 
 
 def attributed(kernels: Iterable[tuple[str, float]], longest: int) -> dict:

@@ -2,13 +2,21 @@
 
 import json
 import math
-from functools import cache
+from collections.abc import Iterable
 
 from benchmarks import RESULTS
 
 H100 = "nvidia-h100-80gb-hbm3"
 H200 = "nvidia-h200"
 CPU = "amd-epyc-2-cores"
+# Models of the benchmark of `autofuse` -> what a chart calls them.
+AUTOFUSED = {
+    "post-norm, Flax": "transformer of Flax",
+    "pre-norm, Equinox": "transformer of Equinox",
+    "pre-norm, Haiku": "transformer of Haiku",
+    "decoder, jax.numpy": "decoder in jax.numpy",
+    "ResNet-50, Flax": "ResNet-50 of Flax",
+}
 # Family of ops -> what a chart calls it.
 FAMILIES = {
     "norm": "layer_norm, rms_norm, residual norms",
@@ -25,10 +33,19 @@ FAMILIES = {
 }
 
 
-@cache
+_loaded: dict[str, dict] = {}
+
+
 def load(name: str) -> dict:
     """The results file ``name``, without its suffix."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    if name not in _loaded:
+        _loaded[name] = json.loads((RESULTS / f"{name}.json").read_text())
+    return _loaded[name]
+
+
+def loaded() -> list[str]:
+    """The results files that were read, because a page or the README shows them."""
+    return list(_loaded)
 
 
 def device(results: dict) -> str:
@@ -77,18 +94,49 @@ def speedup(sides: dict, time: str = "median_us") -> float:
     return sides["plain"][time] / sides["ours"][time]
 
 
-def jobs() -> dict[str, float]:
-    """Whole jobs on one H100, bfloat16: label -> speed-up over plain JAX."""
-    # The rows of the first shape.
-    pretraining, decoder = (
-        {row["contender"]: row for row in load(f"{name}-{H100}")["rows"][:3]}
-        for name in ("pretraining", "decoder")
-    )
-    return {
-        "BERT-base pretraining step, 32 x 512": speedup(pretraining, "ms"),
-        "decoder training step, 8 x 2048": speedup(decoder, "ms"),
-        "ResNet-50 training step, 128 images": speedup(load(f"resnet-{H100}")["steps"]),
+def fastest(rows: Iterable[dict], **facts) -> dict[str, dict]:
+    """The fastest row of each contender of a job, of the rows with these facts.
+
+    Names such as ``plain-joined`` are of variants of ``plain``.
+    """
+    found: dict[str, dict] = {}
+    for row in rows:
+        who = row["contender"].split("-")[0]
+        if "ms" in row and facts.items() <= row.items():
+            if who not in found or row["ms"] < found[who]["ms"]:
+                found[who] = row
+    return found
+
+
+def steps() -> dict[str, dict[str, dict]]:
+    """The rows of two whole training steps, by contender."""
+    bert, decoder = (load(f"{name}-{H100}")["rows"] for name in ("pretraining", "decoder"))
+    facts = dict(shape="32x512", positions="all", attention_dropout=0.1)
+    return {"bert": fastest(bert, **facts), "decoder": fastest(decoder, shape="8x2048")}
+
+
+def fused() -> dict[str, dict]:
+    """The rows of models that were written without this package, by model."""
+    return {row["model"]: row for row in load(f"fusing-{H100}")["rows"]}
+
+
+def gains() -> dict[str, tuple[float, float]]:
+    """Training steps on one H100: label -> plain JAX's time and temporary memory over ours."""
+    found = {
+        title: (speedup(rows, "ms"), speedup(rows, "temp_bytes"))
+        for title, rows in zip(("BERT-base", "decoder"), steps().values(), strict=True)
     }
+    resnet = load(f"resnet-{H100}")["steps"]
+    found["ResNet-50"] = speedup(resnet), speedup(resnet, "temp_mib")
+    for model, title in AUTOFUSED.items():
+        found[f"autofuse: {title}"] = fused_gain(fused()[model])
+    return found
+
+
+def fused_gain(row: dict) -> tuple[float, float]:
+    """The time and the temporary memory of a plain model over those with ``autofuse``."""
+    time, memory = (row[f"plain_{unit}"] / row[f"autofuse_{unit}"] for unit in ("ms", "temp_bytes"))
+    return time, memory
 
 
 def numbers() -> dict[str, str]:
@@ -99,7 +147,14 @@ def numbers() -> dict[str, str]:
     )
     kept = relu["results"]["native"]["saved_bytes"]["total"]
     found["relu_bytes"] = f"1/{4 * relu['elements'] // kept}"
-    found["resnet"] = f"{jobs()['ResNet-50 training step, 128 images']:.2f}"
+    found["resnet"] = f"{gains()['ResNet-50'][0]:.2f}"
+    for name, rows in steps().items():
+        found[f"{name}_step"] = f"{speedup(rows, 'ms'):.2f}"
+        for who, row in rows.items():
+            found[f"{name}_{who}_ms"] = f"{row['ms']:.1f}"
+            found[f"{name}_{who}_gb"] = f"{row['temp_bytes'] / 1e9:.1f}"
+    speed, memory = fused_gain(fused()["models.bert"])
+    found |= {"autofuse_bert": f"{speed:.2f}", "autofuse_bert_memory": f"{1 / memory:.2f}"}
     for name, key in (
         ("ours - plain", "loss"),
         ("plain, images moved - plain", "moved"),

@@ -4,12 +4,12 @@
 """
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import RESULTS, ROOT, plot
+from benchmarks import RESULTS, ROOT, ages, plot
+from benchmarks.jobs import runs_kernels
 from benchmarks.numbers import (
     CPU,
     FAMILIES,
@@ -17,14 +17,17 @@ from benchmarks.numbers import (
     H200,
     device,
     family_speedups,
-    jobs,
+    fused,
+    gains,
     load,
+    loaded,
     main_phase,
     mean,
+    numbers,
     slower,
 )
 from benchmarks.report import headline
-from benchmarks.tables import MOVES, job_table, keeps, markdown, table
+from benchmarks.tables import MOVES, by_case, fused_table, job_table, keeps, markdown, table
 
 # The rows that a family's chart shows, by op and label: at most six, common shapes and hard ones.
 SHOWN = {
@@ -131,13 +134,18 @@ CUT = 4.0  # floors: longer bars are cut
 def write(folder: Path) -> None:
     """Write every generated part into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "overview.md").write_text(_figure(overview(folder / "overview"), "Speed-ups"))
-    for name, chart in {"inference": inference, "pretraining": pretraining}.items():
-        figure = _figure(chart(folder / name), f"BERT-base, {name}")
-        (folder / f"{name}-chart.md").write_text(figure)
+    for name, (chart, alt) in {
+        "steps": (steps, "Gains of training steps"),
+        "overview": (overview, "Speed-ups of ops"),
+        "pretraining-chart": (pretraining, "BERT-base, pretraining"),
+        "inference-chart": (inference, "BERT-base, inference"),
+    }.items():
+        (folder / f"{name}.md").write_text(_figure(chart(folder / name), alt))
     for name in ("inference", "pretraining", "decoder"):
         results = load(f"{name}-{H100}")
         (folder / f"{name}.md").write_text(f"{headline(results)}.\n\n{job_table(results)}")
+    text = f"{headline(load(f'fusing-{H100}'))}.\n\n{fused_table(fused())}"
+    (folder / "fusing.md").write_text(text)
     measured = [("", H100, family) for family in FAMILIES]
     on_cpu = [family for family in FAMILIES if (RESULTS / f"{CPU}-{family}.json").exists()]
     measured += [("cpu-", CPU, family) for family in on_cpu]
@@ -154,18 +162,35 @@ def write(folder: Path) -> None:
         "neighbours": f"neighbours-{H100}",
         "accuracy": f"accuracy-{H100}",
     }.items():
-        results = load(file)
+        results = _without_casts(load(file))
         (folder / f"{name}.md").write_text(f"{headline(results)}.\n\n{table(results)}")
     (folder / "ranges.md").write_text(_ranges())
     (folder / "slower.md").write_text(_slower())
     (folder / "batch_norm-layouts.md").write_text(_layouts())
     for platform in ("cuda", "cpu"):
         (folder / f"decisions-{platform}.md").write_text(_decisions(platform))
+    numbers()  # which reads some more
+    (folder / "ages.md").write_text(ages.table(loaded()))
+
+
+def steps(path: Path) -> list[Path]:
+    """The chart of what training steps gain, in time and in memory."""
+    return plot.draw(
+        path,
+        "What does a training step gain over plain JAX, in time and in memory?\n"
+        "One H100, bfloat16. The first three are models on the ops, the others one line, autofuse",
+        [plot.Bars(name, values) for name, values in gains().items()],
+        ["time", "temporary memory"],
+        "plain JAX",
+        "plain JAX over jax_fastops (longer is better)",
+        limit=2.6,
+        unit="x",
+    )
 
 
 def overview(path: Path) -> list[Path]:
-    """The chart of what is gained: a bar for each whole job and each family of ops."""
-    groups = [plot.Bars(name, (value,)) for name, value in jobs().items()]
+    """The chart of the speed-ups of all families of ops."""
+    groups = []
     means = {family: mean(family_speedups(family)) for family in FAMILIES}
     for family in sorted(means, key=means.get, reverse=True):
         forward = " (forward)" if family in ("transpose", "window_sum") else ""
@@ -173,7 +198,7 @@ def overview(path: Path) -> list[Path]:
     return plot.draw(
         path,
         "How much faster than jax.nn is a forward+backward step?\n"
-        "One H100, bfloat16; ops: geometric mean over all benchmarked shapes",
+        "One H100, bfloat16; geometric mean over all benchmarked shapes",
         groups,
         ["jax_fastops"],
         "jax.nn",
@@ -184,7 +209,7 @@ def overview(path: Path) -> list[Path]:
 
 
 def inference(path: Path) -> list[Path]:
-    """The chart of a forward of BERT-base in bfloat16, with the better attention of each side."""
+    """The chart of a forward of BERT-base in bfloat16, where a kernel of this package runs."""
     return _job_chart(
         path,
         f"inference-{H100}",
@@ -205,18 +230,16 @@ def pretraining(path: Path) -> list[Path]:
 
 def _job_chart(path: Path, file: str, question: str, series: list[tuple[str, str]]) -> list[Path]:
     results = load(file)
-    best: dict[tuple[str, str], float] = {}
-    for row in results["rows"]:
-        if row.get("dtype", "bfloat16") == "bfloat16" and "ms" in row:
-            key = row["shape"], row["contender"]
-            best[key] = min(row["ms"], best.get(key, math.inf))
-    groups = [
-        plot.Bars(
-            shape.replace("x", " x "),
-            tuple(best[shape, "plain"] / best[shape, who] for _, who in series),
-        )
-        for shape in dict.fromkeys(shape for shape, _ in best)
-    ]
+    groups = []
+    for (shape, *facts), rows in by_case(results).items():
+        whole = all(who in rows for who in ("plain", *(who for _, who in series)))
+        if not whole or "float16" in facts or not runs_kernels(rows["ours"]):
+            continue
+        label = shape.replace("x", " x ")
+        if "positions" in rows["ours"]:
+            label += ", loss at {} positions, dropout {}".format(*facts)
+        values = tuple(rows["plain"]["ms"] / rows[who]["ms"] for _, who in series)
+        groups.append(plot.Bars(label, values))
     return plot.draw(
         path,
         f"{question}\n{device(results)}, bfloat16, batch x length",
@@ -227,6 +250,17 @@ def _job_chart(path: Path, file: str, question: str, series: list[tuple[str, str
         limit=2.6,
         unit="x",
     )
+
+
+def _without_casts(results: dict) -> dict:
+    """Without the forwards of a network in 16 bits whose calls cast the weights.
+
+    They were measured before results had their commit.
+    """
+    if "network" not in results or "rows" not in results or results["versions"].get("commit"):
+        return results
+    kept = [r for r in results["rows"] if r["phase"] != "inference" or r["dtype"] == "float32"]
+    return results | {"rows": kept}
 
 
 def _family(family: str, results: dict, path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Charts as SVG: one question each, at most 12 bars, drawn for a light and for a dark page."""
+"""Charts as SVG: one question each, at most 16 bars, drawn for a light and for a dark page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-MOST_BARS = 15
+MOST_BARS = 16
 WIDTH = 7.2  # inches: 691 px, the width of a page of text
 
 

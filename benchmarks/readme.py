@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.numbers import numbers
-from benchmarks.pages import overview
+from benchmarks.pages import steps
 
 README = ROOT / "README.md"
 CHART = ROOT / "docs" / "images" / "speedup"
@@ -35,7 +35,7 @@ def main() -> None:
         return
     README.write_text(filled(README.read_text()))
     CHART.parent.mkdir(parents=True, exist_ok=True)
-    overview(CHART)
+    steps(CHART)
 
 
 def filled(text: str) -> str:
@@ -56,7 +56,7 @@ def problems(text: str) -> list[str]:
     prose = re.sub(r"```.*?```", "", MARKED.sub("", text), flags=re.DOTALL)
     wrong += [f"README.md: {m[0]!r} has no marker" for m in UNMARKED.finditer(prose)]
     with tempfile.TemporaryDirectory() as folder:
-        for drawn in overview(Path(folder) / CHART.name):
+        for drawn in steps(Path(folder) / CHART.name):
             committed = CHART.parent / drawn.name
             if not committed.exists() or words(committed) != words(drawn):
                 wrong.append(f"{committed.relative_to(ROOT)} differs from the results")

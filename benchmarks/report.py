@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environment import slug
+from benchmarks.environment import DIRTY, slug
 
 CONTENDERS = ("native", "auto", "jax.nn", "torch", "torch.compile")
 OURS = CONTENDERS[:2]
@@ -72,17 +72,23 @@ def headline(results: dict) -> str:
     """Hardware, versions, the clock, and the copy that sets the floor if there is one."""
     hardware, versions, copy = results["hardware"], results["versions"], results.get("copy")
     torch = f", PyTorch {versions['torch']}" if "torch" in versions else ""
+    commit = f" at {short(versions['commit'])}" if versions.get("commit") else ""
     speed = copy and (
         f"streaming copy {copy['gbs']:.0f} GB/s (from {copy['min_gbs']:.0f} to "
         f"{copy['max_gbs']:.0f}); "
     )
     what = (
         f"{hardware['device']} ({hardware['platform']}, {hardware['cores']} CPU cores), "
-        f"jax {versions['jax']}, jax_fastops {versions['jax_fastops']}{torch}"
+        f"jax {versions['jax']}, jax_fastops {versions['jax_fastops']}{commit}{torch}"
     )
     if "clock" not in results:  # nothing was timed
         return what
     return f"{what}; {speed or ''}{results['clock']} clock, median of {results['rounds']} rounds"
+
+
+def short(commit: str) -> str:
+    """``0123456789`` or ``0123456789-dirty``."""
+    return commit[:10] + (DIRTY if commit.endswith(DIRTY) else "")
 
 
 def errors(results: dict) -> Iterator[str]:

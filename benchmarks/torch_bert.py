@@ -22,7 +22,7 @@ class Layer(nn.Module):
 
     def forward(self, x, mask):
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        rate = self.attention_rate
+        rate = self.attention_rate if self.training else 0.0
         y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate)
         y = self.output(y.transpose(1, 2).flatten(2))
         x = self.output_norm(x + functional.dropout(y, self.rate, self.training))
@@ -31,7 +31,10 @@ class Layer(nn.Module):
 
 
 class Bert(nn.Module):
-    """The encoder is ``encode``, and the mean loss of the masked-word head is ``forward``."""
+    """The encoder is ``encode``, and the mean loss of the masked-word head is ``forward``.
+
+    The head gets the tokens at ``positions`` only, if these are given.
+    """
 
     def __init__(self, config, rate: float = 0.0, attention_rate: float = 0.0):
         super().__init__()
@@ -54,8 +57,11 @@ class Bert(nn.Module):
             x = layer(x, mask)
         return x
 
-    def forward(self, tokens, labels, mask):
-        x = self.head_norm(functional.gelu(self.dense(self.encode(tokens, mask))))
+    def forward(self, tokens, labels, mask, positions=None):
+        x = self.encode(tokens, mask)
+        if positions is not None:
+            x = x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1]))
+        x = self.head_norm(functional.gelu(self.dense(x)))
         logits = functional.linear(x, self.word.weight, self.bias).flatten(0, 1)
         return functional.cross_entropy(logits, labels.flatten(), ignore_index=-1)
 

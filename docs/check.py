@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ from sphinx.util.inventory import InventoryFile
 import jax_fastops.models
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # for the benchmarks; the installed jax_fastops comes first
+
+from benchmarks import ages, numbers, pages  # noqa: E402
+
 SITE = ROOT / "build" / "docs" / "html"
 README = ROOT / "README.md"
 PUBLIC = ("jax_fastops", "jax_fastops.nnx")  # and the modules of jax_fastops.models
@@ -41,6 +46,7 @@ def problems() -> Iterator[str]:
     yield from readme()
     yield from links()
     yield from public_names()
+    yield from results()
     for page in [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sources()]:
         yield from code_blocks(page)
 
@@ -111,6 +117,17 @@ def public_names() -> Iterator[str]:
                 output: list[str] = []
                 if runner.run(test, out=output.append).failed:
                     yield f"{full}: its doctest fails\n{''.join(output)}"
+
+
+def results() -> Iterator[str]:
+    """Results on a page that are older than their kernels are listed, if Git's history is here."""
+    with tempfile.TemporaryDirectory() as folder:
+        pages.write(Path(folder))
+    page = BeautifulSoup((SITE / "benchmarks" / "index.html").read_text(), "html.parser")
+    listed = {tag.text for tag in page.select("td code")}
+    for name, _, changed in ages.older(numbers.loaded()) or ():
+        if name.strip("`") not in listed:
+            yield f"{name}: the kernels changed ({changed}), and benchmarks/index does not list it"
 
 
 def code_blocks(page: Path) -> Iterator[str]:

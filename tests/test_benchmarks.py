@@ -1,27 +1,42 @@
 """Random calls, and the fit of decision trees to them."""
 
+import dataclasses
 import json
 import math
 import pathlib
 import random
+import re
+import subprocess
 import sys
 import types
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from harness.case import SLOW
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+ages = pytest.importorskip("benchmarks.ages")
+bert = pytest.importorskip("benchmarks.bert")
 cases = pytest.importorskip("benchmarks.cases")
 decoder = pytest.importorskip("benchmarks.decoder")
 dispatch = pytest.importorskip("benchmarks.dispatch")
+environment = pytest.importorskip("benchmarks.environment")
 inference = pytest.importorskip("benchmarks.inference")
 jobs = pytest.importorskip("benchmarks.jobs")
 linear_cross_entropy = pytest.importorskip("benchmarks.linear_cross_entropy")
+pages = pytest.importorskip("benchmarks.pages")
 pretraining = pytest.importorskip("benchmarks.pretraining")
+readme = pytest.importorskip("benchmarks.readme")
 shapes = pytest.importorskip("benchmarks.shapes")
+tables = pytest.importorskip("benchmarks.tables")
+
+from benchmarks import RESULTS  # noqa: E402
+from jax_fastops.models import decoder as decoder_model  # noqa: E402
 
 
 def sample(rule, count=200, noise=0.02, seed=0):
@@ -151,22 +166,48 @@ def rows_of(module, options, tmp_path, monkeypatch):
 
 def test_pretraining(tmp_path, monkeypatch):
     """A small model, each contender in a process of its own."""
-    options = "--shapes 2x16 --attention softmax --dropout 0"
-    ours, plain = rows_of(pretraining, options, tmp_path, monkeypatch)
-    assert ours["ms"] > 0 and plain["ms"] > 0
-    assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-3) and ours["loss"] < 5
+    options = "--shapes 2x16 --attention-dropout 0 --dropout 0"
+    rows = rows_of(pretraining, options, tmp_path, monkeypatch)
+    assert [row["positions"] for row in rows] == ["all", "masked"] * 2
+    for ours, plain in zip(rows[:2], rows[2:], strict=True):
+        assert ours["ms"] > 0 and plain["ms"] > 0 and ours["attention"] == "xla"
+        assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-3) and ours["loss"] < 5
+    assert rows[0]["loss"] != pytest.approx(rows[1]["loss"], abs=1e-2)
+
+
+def test_attention_dropout(tmp_path, monkeypatch):
+    """It changes the loss of each contender, also by itself."""
+    options = "--shapes 2x16 --positions all --attention-dropout 0.5 0 --dropout 0"
+    ours, ours_without, plain, without = rows_of(pretraining, options, tmp_path, monkeypatch)
+    assert ours_without["first_loss"] == pytest.approx(without["first_loss"], abs=1e-3)
+    for row in (ours, plain):
+        assert row["attention"] == "softmax"
+        assert abs(row["first_loss"] - without["first_loss"]) > 1e-4
+
+
+def test_masked_positions():
+    """76 of 512 tokens, each of which is no padding, with the labels of the other column."""
+    _, labels, inside, chosen = pretraining.data("3x512", 100, "masked")
+    _, all_labels, *_ = pretraining.data("3x512", 100, "all")
+    assert chosen.shape == labels.shape == (3, 76)
+    assert all(len(set(row)) == 76 for row in chosen.tolist())
+    assert np.take_along_axis(inside, chosen, 1).all()
+    np.testing.assert_array_equal(labels, np.take_along_axis(all_labels, chosen, 1))
 
 
 def test_curves(tmp_path, monkeypatch):
-    options = "--shapes 2x16 --attention softmax --dropout 0 --curves 20"
+    options = "--shapes 2x16 --positions all --attention-dropout 0 --dropout 0 --curves 20"
     ours, plain = rows_of(pretraining, options, tmp_path, monkeypatch)
     assert len(ours["losses"]) == 20 and ours["losses"] == pytest.approx(plain["losses"], abs=1e-3)
     assert ours["losses"][-1] < ours["losses"][0]
 
 
 def test_decoder(tmp_path, monkeypatch):
-    ours, plain = rows_of(decoder, "--shapes 2x16", tmp_path, monkeypatch)
+    options = "--shapes 2x16 --contenders ours plain plain-joined"
+    ours, plain, joined = rows_of(decoder, options, tmp_path, monkeypatch)
     assert ours["ms"] > 0 and plain["ms"] > 0
+    assert joined["first_loss"] == pytest.approx(plain["first_loss"], abs=1e-3)
+    assert plain["temp_bytes"] < joined["temp_bytes"]  # no joined kernels
     assert ours["first_loss"] == pytest.approx(plain["first_loss"], abs=1e-3)
     assert ours["loss"] < ours["first_loss"] < 5
 
@@ -184,8 +225,10 @@ def test_decoder_over_devices(tmp_path, monkeypatch, axis):
 
 def test_inference(tmp_path, monkeypatch):
     options = "--shapes 1x16 --attention xla --dtypes float32"
-    ours, plain = rows_of(inference, options, tmp_path, monkeypatch)
+    ours, plain = rows_of(inference, f"{options} --processes 2", tmp_path, monkeypatch)
     assert ours["ms"] > 0 and plain["latency_ms"] > 0
+    assert len(ours["all_ms"]) == len(ours["all_latency_ms"]) == 2
+    assert plain["calls"] == 0 and not jobs.runs_kernels(plain)
     assert ours["sample"] == pytest.approx(plain["sample"], abs=1e-3)
 
 
@@ -203,6 +246,185 @@ def test_linear_cross_entropy(tmp_path, monkeypatch):
     ours, plain = rows_of(linear_cross_entropy, "--chunk 32", tmp_path, monkeypatch)
     assert ours["ms"] > 0 and plain["temp_bytes"] > 0
     assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-2)
+
+
+def test_rows_are_added(tmp_path, monkeypatch):
+    """To a file that was made in the same way."""
+    options = "--shapes 1x16 --attention xla --dtypes float32 --add --contenders"
+    rows_of(inference, f"{options} plain", tmp_path, monkeypatch)
+    rows = rows_of(inference, f"{options} ours", tmp_path, monkeypatch)
+    assert [row["contender"] for row in rows] == ["plain", "ours"]
+    rows = rows_of(inference, f"{options} plain", tmp_path, monkeypatch)
+    assert [row["contender"] for row in rows] == ["ours", "plain"]
+    with pytest.raises(SystemExit, match=r"steps .* is 1, not 2"):
+        rows_of(inference, f"{options} plain --steps 2", tmp_path, monkeypatch)
+
+
+def test_processes_are_combined():
+    found = [dict(ms=3.0, latency_ms=5.0, calls=2), dict(ms=1.0, latency_ms=9.0, calls=2)]
+    found = jobs.combined([*found, dict(ms=2.0, latency_ms=7.0, calls=2)])
+    assert found["ms"] == 2 and found["all_ms"] == [3, 1, 2] and found["calls"] == 2
+    assert found["latency_ms"] == 7 and found["all_latency_ms"] == [5, 9, 7]
+    assert jobs.combined([found, {"error": "late"}]) == {"error": "late"}
+
+
+@pytest.mark.parametrize("name", ["bert", "decoder"])
+def test_plain_products_are_in_bfloat16(name):
+    """Those of the vocabulary's logits and gradients, too. In float32 they would be slow."""
+    module = {"bert": bert.bert, "decoder": decoder_model}[name]
+    config = dataclasses.replace(module.SMALL, dtype="bfloat16")
+    tokens = jnp.zeros((2, 16), jnp.int32)
+    more = {"mlm": True} if name == "bert" else {}
+    params = module.init(jax.random.key(0), config, **more)
+
+    def loss(params):
+        if name == "decoder":
+            return decoder_model.loss(params, tokens, config, ops=module.PLAIN)
+        hidden, _ = bert.bert.apply(params, tokens, config, ops=bert.PLAIN)
+        return bert.bert.masked_lm_loss(params, hidden, tokens, config, ops=bert.PLAIN)
+
+    params.pop("pooler", None)
+    text = jax.jit(jax.grad(loss)).lower(params).as_text()
+    products = re.findall(r"dot_general .*: \((.*)\) ->", text)
+    assert len(products) > 20 and not any("f32" in operands for operands in products)
+
+
+def test_no_forward_casts_weights():
+    setting = dataclasses.replace(bert.SMALL, config=bert.SMALL.config, shapes=((2, 16),))
+    row = bert.Row("inference", 2, 16, 0.0, "softmax", "bfloat16")
+    program = bert.Contender("plain", row, setting)
+    weights = program.args[: program.parameters]
+    assert {a.dtype for a in weights if a.ndim > 1} == {jnp.dtype("bfloat16")}
+
+
+def test_tables_have_the_fastest_variant():
+    rows = [
+        dict(contender="ours", shape="2x16", ms=2.0, temp_bytes=1e9),
+        dict(contender="plain", shape="2x16", ms=4.0, temp_bytes=3e9),
+        dict(contender="plain-joined", shape="2x16", ms=3.0, temp_bytes=2e9),
+        dict(contender="torch", shape="2x16", error="late"),
+        dict(contender="ours", shape="1x16", ms=1.0, temp_bytes=1e9),
+    ]
+    *_, first, second = tables.job_table({"rows": rows}).splitlines()
+    assert first == "| 1 x 16 | **1.00 ms** | - | - | - | 1.0 / - / - |"
+    assert second == "| 2 x 16 | **2.00 ms** | 3.00 ms | - | 1.50x | 1.0 / 2.0 / - |"
+
+
+def test_a_range_of_processes():
+    row = dict(contender="ours", shape="1x16", dtype="bfloat16", ms=0.4, calls=0)
+    row |= dict(all_ms=[0.3, 0.4, 0.9], latency_ms=1.0, all_latency_ms=[1.0] * 3)
+    last = tables.job_table({"rows": [row]}).splitlines()[-1]
+    assert "| **0.40 ms (0.30 to 0.90)** | - | - | - | 1.00 / - / - | 0 |" in last
+
+
+def test_the_chart_of_inference_leaves_out_programs_without_kernels(tmp_path, monkeypatch):
+    rows = [
+        dict(contender=who, shape=shape, dtype="bfloat16", ms=1.0, calls=count)
+        for shape, calls in (("1x32", 0), ("8x128", 24))
+        for who, count in (("ours", calls), ("plain", 0), ("torch", 0))
+    ]
+    versions = {"jax": "0"}
+    results = {"hardware": {"device": "H"}, "versions": versions, "rows": rows}
+    monkeypatch.setattr(pages, "load", lambda name: results)
+    words = readme.words(pages.inference(tmp_path / "chart")[0])
+    assert "8 x 128" in words and "1 x 32" not in words
+
+
+# ---- ages ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def history(tmp_path, monkeypatch):
+    """A repository with kernels of two families; a function that commits changes of files."""
+    repository, results = tmp_path / "repository", tmp_path / "repository/benchmarks/results"
+    results.mkdir(parents=True)
+    monkeypatch.setattr(environment, "ROOT", repository)
+    monkeypatch.setattr(ages, "RESULTS", results)
+    monkeypatch.delenv("JAX_FASTOPS_COMMIT", raising=False)
+
+    def git(*arguments):
+        return subprocess.run(
+            ["git", "-C", repository, "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+
+    def commit(files):
+        for path, text in files.items():
+            file = repository / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        git("add", ".")
+        git("commit", "-m", "change")
+        return git("rev-parse", "HEAD")
+
+    git("init", "-q")
+    return commit
+
+
+def results_of(commit, device="NVIDIA H100 80GB HBM3"):
+    hardware = {"platform": "cuda", "device": device}
+    return json.dumps({"hardware": hardware, "versions": {"commit": commit} if commit else {}})
+
+
+def test_results_older_than_their_kernels(history):
+    name = "nvidia-h100-80gb-hbm3-norm"
+    file = f"benchmarks/results/{name}.json"
+    first = history({"src/norm/a.cu": "1", "src/relu/a.cu": "1"})
+    history({file: results_of(first)})
+    # The kernels of others, and those of a CPU.
+    history({"src/relu/a.cu": "2", "src/norm/norm_simd.cc": "2", "src/core/cpu/a.h": "2"})
+    assert ages.older([name]) == [] and ages.table([name]) == "None.\n"
+    history({"src/norm/a.cu": "2"})
+    ((shown, made, changed),) = ages.older([name])
+    assert shown == f"`{name}`" and made.startswith(f"`{first[:10]}`, 2") and changed[:1] == "2"
+    second = history({"src/core/cuda/a.h": "1"})
+    history({file: results_of(second)})
+    assert ages.older([name]) == []
+    # With changed files, the commit of the results counts, which may have the changes.
+    history({"src/norm/a.cu": "3", file: results_of(second + environment.DIRTY)})
+    assert ages.older([name]) == []
+    history({"src/norm/a.cu": "4"})
+    assert len(ages.older([name])) == 1
+
+
+def test_results_without_a_commit(history):
+    name = "decoder-nvidia-h100-80gb-hbm3"
+    history({"src/norm/a.cu": "1", f"benchmarks/results/{name}.json": results_of(None)})
+    ((_, made, changed),) = ages.older([name])
+    assert made.startswith("before commits were recorded, 2") and changed == "not since"
+
+
+def test_without_a_history(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.delenv("JAX_FASTOPS_COMMIT", raising=False)
+    assert ages.older(["a"]) is None and "not known" in ages.table(["a"])
+    assert environment.commit() is None
+    monkeypatch.setenv("JAX_FASTOPS_COMMIT", "abc-dirty")
+    assert environment.commit() == "abc-dirty"
+
+
+def test_the_commit_of_results(history):
+    head = history({"src/norm/a.cu": "1", "docs/a.md": "1"})
+    (environment.ROOT / "docs/a.md").write_text("2")
+    (environment.ROOT / "benchmarks/results/a.json").write_text("2")
+    assert environment.commit() == head
+    (environment.ROOT / "src/norm/b.cu").write_text("1")
+    assert environment.commit() == head + environment.DIRTY
+
+
+def test_results_speak_of_files_that_exist():
+    for path in RESULTS.glob("*.json"):
+        results = json.loads(path.read_text())
+        if "device" not in results.get("hardware", {}):
+            continue
+        for pattern in ages.kernels(path.stem, results):
+            if not pattern.startswith(":"):
+                assert list(environment.ROOT.glob(pattern)), (path, pattern)
+
+
+# ---- profiles ------------------------------------------------------------------------------------
 
 
 def test_profiles_by_kind():

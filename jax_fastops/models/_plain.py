@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_fastops as fo
-from jax_fastops.models._products import accumulator_dtype, biased, of_rank
+from jax_fastops.models._products import accumulator_dtype, of_rank
 from jax_fastops.models._sharding import explicit_spec
 
 #: The activations by their names.

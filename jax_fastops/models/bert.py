@@ -667,8 +667,7 @@ def masked_lm_loss(
       where: booleans with the shape of ``labels``: which of them count. ``None``: all.
       positions: integers ``[..., n]``: only these positions of each sequence go through the head,
         which has most of its cost in the vocabulary. ``None``: all positions.
-      ops: as in :func:`apply`. The logits of ``FASTOPS`` have the dtype of ``config``, and those of
-        ``PLAIN`` float32.
+      ops: as in :func:`apply`. The logits have the dtype of ``config``.
 
     Returns:
       A scalar: float32 (float64 if ``config.dtype`` is float64). 0 if no position counts.

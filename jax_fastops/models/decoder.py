@@ -525,8 +525,7 @@ def loss(
         of ``tokens``, and -1 for the last one and where the next one is padding.
       positions: as in :func:`apply`.
       mask: as in :func:`apply`.
-      ops: as in :func:`apply`. The logits of ``FASTOPS`` have the dtype of ``config``, and those of
-        ``PLAIN`` float32.
+      ops: as in :func:`apply`. The logits have the dtype of ``config``.
 
     Returns:
       A scalar: float32 (float64 if ``config.dtype`` is float64). 0 if no label counts.
