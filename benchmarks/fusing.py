@@ -19,7 +19,7 @@ import json
 import statistics
 import time
 
-from benchmarks import jobs
+from benchmarks import installed, jobs
 
 WIDTH, HEADS, LAYERS, LENGTH, BATCH, VOCABULARY = 768, 12, 6, 512, 16, 32000
 
@@ -42,8 +42,7 @@ def parse() -> argparse.Namespace:
 def measure(options: argparse.Namespace, model: str) -> dict:
     import jax
 
-    import jax_fastops as fo
-
+    fo = installed("jax_fastops")
     parameters, contenders = MODELS[model][1](options.small)
     report = fo.autofuse.report(contenders["plain"])(parameters)
     patterns = [r.pattern for r in report.replaced]
@@ -335,8 +334,7 @@ def decoder_of_models(small: bool):
 
     import jax
 
-    from jax_fastops.models import decoder
-
+    decoder = installed("jax_fastops.models.decoder")
     sizes = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, layers=LAYERS, heads=HEADS, kv_heads=4)
     config = decoder.Config(**sizes, intermediate_size=2048)
     if small:
@@ -359,8 +357,7 @@ def resnet_of_models(small: bool):
     import jax.numpy as jnp
     import optax
 
-    from jax_fastops.models import resnet
-
+    resnet = installed("jax_fastops.models.resnet")
     config = resnet.SMALL if small else resnet.RESNET50
     size, batch = (8, 2) if small else (224, 64)
     shape = (batch, size, size, config.channels)

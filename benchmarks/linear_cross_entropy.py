@@ -13,7 +13,7 @@ A size is tokens x features x classes.
 import argparse
 import json
 
-from benchmarks import jobs
+from benchmarks import installed, jobs
 
 FORMS = ("ours", "plain", "sum")
 SIZES = ("16384x768x30522", "8192x4096x131072", "16384x2048x128256")
@@ -46,10 +46,9 @@ def measure(options: argparse.Namespace, contender: str, size: str) -> dict:
     import jax
     import jax.numpy as jnp
 
-    import jax_fastops as fo
     from benchmarks.cases import plain_cross_entropy
-    from jax_fastops.models import decoder
 
+    fo, decoder = installed("jax_fastops"), installed("jax_fastops.models.decoder")
     tokens, features, classes = map(int, size.split("x"))
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (tokens, features), jnp.bfloat16)

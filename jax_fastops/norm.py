@@ -399,7 +399,9 @@ def _apply(
     dropout_rate=0.0,
 ) -> Any:
     given = {"x": x} | ({"residual": residual} if name.startswith("residual") else {})
-    arrays = same_floating_dtype(name, as_arrays(name, **given), list(given), widen=True)
+    found = as_arrays(name, **given)
+    arrays = same_floating_dtype(name, found, list(given), widen=True)
+    mixed = any(a.dtype != b.dtype and not a.weak_type for a, b in zip(found, arrays, strict=True))
     x, residual = map(not_weak, arrays) if len(arrays) == 2 else (not_weak(arrays[0]), None)
     if x.ndim == 0:
         raise ValueError(f"{name}: x has shape (); it must have at least 1 dimension")
@@ -436,7 +438,7 @@ def _apply(
         *key,
         signature=f"{operands} -> {', '.join(results)} | {', '.join(saved)}",
         entry=name,
-        features=row_features(x.shape[-1:], x.dtype),
+        features=row_features(x.shape[-1:], x.dtype) | ({"mixed": mixed} if summed else {}),
         limit="there are no elements" if 0 in x.shape else None,
         **options,
     )
@@ -622,6 +624,7 @@ def residual_layer_norm(
     ``x + residual``; the reference adds in this dtype. The norm is that of the rounded sum. If the
     dtypes differ, the narrower array is first cast to the wider one, in a pass of its own unless
     XLA fuses it with what makes the array; input bias and dropout follow in the wider dtype.
+    ``"auto"`` takes the reference for such a call on a GPU, because XLA fuses the casts.
 
     Args:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.

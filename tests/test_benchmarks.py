@@ -39,6 +39,13 @@ from benchmarks import RESULTS  # noqa: E402
 from jax_fastops.models import decoder as decoder_model  # noqa: E402
 
 
+def test_every_program_takes_the_installed_package():
+    """The source tree, which `python -m` finds first, has no kernels."""
+    folder = pathlib.Path(jobs.__file__).parent
+    lines = [line for file in folder.glob("*.py") for line in file.read_text().splitlines()]
+    assert not [line for line in lines if re.match(r"\s*(import|from) jax_fastops", line)]
+
+
 def sample(rule, count=200, noise=0.02, seed=0):
     """Calls whose kernel gains or loses by 30% as a rule says."""
     rng, found = random.Random(seed), []

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from harness.compat import x64
 from harness.numerics import assert_close_in_norm, norm_errors
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_fastops as fo
 from jax_fastops.models import bert
@@ -365,6 +366,193 @@ def test_interrupted_save(tmp_path, monkeypatch, fails):
     with pytest.raises(OSError, match="disk full"):
         bert_checkpoint.save(tmp_path, dataclasses.replace(config, dropout=0.5), params)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+# Of transformers 4.57.6 and 5.24.0, which agree: of a config.json without these keys.
+DEFAULTS = bert.Config(
+    vocab_size=30522,
+    hidden_size=768,
+    layers=12,
+    heads=12,
+    intermediate_size=3072,
+    positions=512,
+    token_types=2,
+    activation="gelu_exact",
+    eps=1e-12,
+    dropout=0.1,
+    attention_dropout=0.1,
+    init_range=0.02,
+    dtype="float32",
+)
+
+
+def test_defaults():
+    assert bert_checkpoint._config_of({"model_type": "bert"}) == DEFAULTS
+
+
+def test_defaults_of_live_transformers():
+    theirs = pytest.importorskip("transformers").BertConfig()
+    for own, name in bert_checkpoint._FIELDS.items():
+        assert getattr(theirs, name) == getattr(DEFAULTS, own)
+    for name, value in bert_checkpoint._SUPPORTED.items():
+        assert getattr(theirs, name, value) == value  # 5 has no position_embedding_type
+    assert theirs.hidden_act == "gelu"
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("param_dtype", ["bfloat16", jnp.float16])
+def test_param_dtype(tmp_path, param_dtype, stacked):
+    """Each tensor is rounded once, and is saved in the dtype of its parameter."""
+    config, params = bert_checkpoint.load(DATA / "pretraining", param_dtype=param_dtype)
+    _, exact = bert_checkpoint.load(DATA / "pretraining")
+    assert_same(params, jax.tree.map(lambda a: np.asarray(a).astype(param_dtype), exact))
+    assert {a.dtype for a in jax.tree.leaves(params)} == {jnp.dtype(param_dtype)}
+    bert_checkpoint.save(tmp_path, config, bert.stack_layers(params) if stacked else params)
+    saved = safetensors.load_file(tmp_path / "model.safetensors")
+    assert {a.dtype for a in saved.values()} == {jnp.dtype(param_dtype)}
+    assert_same(bert_checkpoint.load(tmp_path, param_dtype=param_dtype)[1], params)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_partition_specs(tmp_path, kind):
+    """By a function of the config. It may know more heads than the checkpoint has."""
+    saved = bert.init(jax.random.key(0), bert.SMALL, mlm=True)
+    bert_checkpoint.save(tmp_path, bert.SMALL, saved)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(getattr(AxisType, kind),) * 2)
+
+    def sharding(config):
+        specs = bert.partition_specs(config, mlm=True, nsp=True, qa=True, labels=2)
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    config, params = bert_checkpoint.load(
+        tmp_path, dtype="float32", tensor_parallel=True, sharding=sharding
+    )
+    shardings = sharding(config)
+    for name in ("nsp", "qa", "classifier"):
+        del shardings[name]
+    assert jax.tree.map(lambda a: a.sharding, params) == shardings
+    assert_same(params, jax.tree.map(lambda a, b: b.reshape(a.shape), params, saved))
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
+        found = jax.jit(bert.apply, static_argnums=2)(params, split, config)
+    assert_close(found, bert.apply(saved, tokens, bert.SMALL), 1e-5)
+
+
+@pytest.mark.settings
+def test_load_under_strict_settings():
+    tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        config, params = bert_checkpoint.load(DATA / "model", param_dtype="bfloat16")
+        found = jax.jit(bert.apply, static_argnums=2)(params, tokens, config)
+    config, params = bert_checkpoint.load(DATA / "model", dtype="float32")
+    assert_close(found, bert.apply(params, tokens, config), 0.02)
+
+
+def test_no_folder():
+    """A name on the Hugging Face Hub is none."""
+    message = "'bert-base-uncased' is no folder; .*huggingface_hub.snapshot_download"
+    with pytest.raises(FileNotFoundError, match=message):
+        bert_checkpoint.load("bert-base-uncased")
+
+
+# ---- a checkpoint like another -------------------------------------------------------------------
+
+
+def content(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def another(folder, name: str, **changes):
+    """Writes a checkpoint with other keys and files. Returns its config.json."""
+    folder.mkdir()
+    changes = {"pad_token_id": 5, "dtype": "bfloat16", "own": [1]} | changes
+    RECORDED.written(folder, RECORDED.tensors(name), name, **changes)
+    (folder / "vocab.txt").write_text("[PAD]")
+    (folder / "README.md").write_text("read me")
+    return content(folder)
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_save_like(tmp_path, name):
+    """The same config.json, new tensors, and copies of the other files."""
+    before = another(tmp_path / "like", name)
+    config, params = bert_checkpoint.load(tmp_path / "like")
+    params = jax.tree.map(lambda a: a + 1, params)
+    bert_checkpoint.save(tmp_path / "made", config, params, like=tmp_path / "like")
+    assert content(tmp_path / "made") == before
+    assert_same(bert_checkpoint.load(tmp_path / "made")[1], params)
+    names = [file.name for file in sorted((tmp_path / "made").iterdir())]
+    assert names == ["config.json", "model.safetensors", "vocab.txt"]
+
+
+def test_save_like_with_changes(tmp_path):
+    """The config's fields are the new ones, and the other keys are kept."""
+    another(tmp_path / "like", "model", hidden_act="gelu_fast")
+    config, params = bert_checkpoint.load(tmp_path / "like")
+    config = dataclasses.replace(config, dropout=0.25)
+    bert_checkpoint.save(tmp_path / "made", config, params, like=tmp_path / "like")
+    assert bert_checkpoint.load(tmp_path / "made")[0] == config
+    written = content(tmp_path / "made")
+    assert written["own"] == [1] and written["pad_token_id"] == 5
+
+
+@pytest.mark.parametrize(
+    "count, names, wanted",
+    [
+        (3, None, ["bad", "fair", "good"]),  # those of the other checkpoint
+        (2, None, ["LABEL_0", "LABEL_1"]),
+        (3, ("a", "b", "c"), ["a", "b", "c"]),
+    ],
+)
+def test_labels_like(tmp_path, count, names, wanted):
+    labels = dict(enumerate(("bad", "fair", "good")))
+    own = {name: label for label, name in labels.items()}
+    another(tmp_path / "like", "sequences", id2label=labels, label2id=own)
+    config, params = bert_checkpoint.load(tmp_path / "like")
+    params["classifier"] = jax.tree.map(lambda a: a[..., :count], params["classifier"])
+    bert_checkpoint.save(
+        tmp_path / "made", config, params, label_names=names, like=tmp_path / "like"
+    )
+    written = content(tmp_path / "made")
+    assert list(written["id2label"].values()) == wanted == list(written["label2id"])
+
+
+def test_new_head_like(tmp_path):
+    """The architecture is that of the parameters."""
+    another(tmp_path / "like", "pretraining", tie_word_embeddings=False)
+    config, params = bert_checkpoint.load(tmp_path / "like")
+    del params["mlm"], params["nsp"]
+    params["classifier"] = bert.init(jax.random.key(0), config, labels=2)["classifier"]
+    bert_checkpoint.save(tmp_path / "made", config, params, like=tmp_path / "like")
+    written = content(tmp_path / "made")
+    assert written["architectures"] == ["BertForSequenceClassification"]
+    assert written["tie_word_embeddings"] is True and written["pad_token_id"] == 5
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(model_type="roberta"), "model_type in config.json is 'roberta'"),
+        (
+            dict(hidden_size=16, max_position_embeddings=9),
+            r"like, .*, has other shapes: hidden_size is 16, .* 32; positions is 9, but in config",
+        ),
+    ],
+)
+def test_save_like_errors(tmp_path, changes, message):
+    another(tmp_path / "like", "model", **changes)
+    config, params = bert_checkpoint.load(DATA / "model")
+    with pytest.raises(ValueError, match=message):
+        bert_checkpoint.save(tmp_path / "made", config, params, like=tmp_path / "like")
+    assert not (tmp_path / "made").exists()
+
+
+def test_padding_of_a_new_model(tmp_path):
+    """The default of transformers, 0, would be a word without a gradient."""
+    bert_checkpoint.save(tmp_path, bert.SMALL, bert.init(jax.random.key(0), bert.SMALL))
+    assert content(tmp_path)["pad_token_id"] is None
 
 
 # ---- errors --------------------------------------------------------------------------------------

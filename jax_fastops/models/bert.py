@@ -76,7 +76,7 @@ class Config:
       dropout: dropout rate of the embeddings and of the outputs of attention and feed-forward.
       attention_dropout: dropout rate of the attention weights.
       dtype: of products and activations: ``"bfloat16"``, ``"float16"``, ``"float32"`` or
-        ``"float64"``. Parameters are float32.
+        ``"float64"``. Parameters may have another dtype.
       attention: ``"softmax"``: two products with the softmax of ``ops`` between them. ``"xla"`` or
         ``"cudnn"``: ``jax.nn.dot_product_attention`` with that implementation, which has no
         dropout. cuDNN's needs a GPU and bfloat16 or float16. XLA's takes no float16 on a CPU.

@@ -2,7 +2,7 @@
 
 ::
 
-    config, params = bert_checkpoint.load("bert-base-uncased")
+    config, params = bert_checkpoint.load("folder/of/bert-base-uncased")
     hidden, pooled = bert.apply(params, tokens, config, mask=mask)
 
 Needs safetensors, and neither ``transformers`` nor PyTorch.
@@ -11,24 +11,39 @@ Needs safetensors, and neither ``transformers`` nor PyTorch.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.sharding import Sharding
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_fastops.models import bert
-from jax_fastops.models._checkpoint import CONFIG, check_tensors, read_json, read_tensors, write
+from jax_fastops.models._checkpoint import (
+    CONFIG,
+    Leaf,
+    Stored,
+    array_of,
+    check_tensors,
+    find_tensors,
+    keys_of,
+    parameter_dtype,
+    read_config,
+    read_params,
+    read_tensor,
+    same_tensors,
+    write,
+    written_like,
+)
 from jax_fastops.models._checks import Checks
 
 __all__ = ["load", "save"]
 
 _CHECK = Checks("bert")
 
-# Fields of a Config, and their names in config.json. The defaults are the same there.
+# Fields of a Config, and their names in config.json. transformers has the same defaults.
 _FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -82,28 +97,20 @@ _REPEATED = {
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-class _Leaf(NamedTuple):
-    """The place of a tensor in the parameters."""
-
-    path: tuple
-    transposed: bool = False  # PyTorch's products are [out, in]
-    third: int | None = None  # 0, 1, 2: queries, keys, values
-
-
-def _leaves(params: dict) -> dict[str, _Leaf]:
+def _leaves(params: dict) -> dict[str, Leaf]:
     """The tensors of parameters (or of their shapes) by their names, without ``"bert."``."""
-    found: dict[str, _Leaf] = {}
+    found: dict[str, Leaf] = {}
 
     def product(name, path, third=None):
-        found[f"{name}.weight"] = _Leaf((*path, "kernel"), True, third)
-        found[f"{name}.bias"] = _Leaf((*path, "bias"), False, third)
+        found[f"{name}.weight"] = Leaf((*path, "kernel"), True, third)
+        found[f"{name}.bias"] = Leaf((*path, "bias"), False, third)
 
     def norm(name, path):
-        found[f"{name}.weight"] = _Leaf((*path, "scale"))
-        found[f"{name}.bias"] = _Leaf((*path, "bias"))
+        found[f"{name}.weight"] = Leaf((*path, "scale"))
+        found[f"{name}.bias"] = Leaf((*path, "bias"))
 
     for table in ("word", "position", "token_type"):
-        found[f"embeddings.{table}_embeddings.weight"] = _Leaf(("embeddings", table))
+        found[f"embeddings.{table}_embeddings.weight"] = Leaf(("embeddings", table))
     norm("embeddings.LayerNorm", ("embeddings", "norm"))
     for index in range(len(params["layers"])):
         prefix, path = f"encoder.layer.{index}", ("layers", index)
@@ -118,49 +125,69 @@ def _leaves(params: dict) -> dict[str, _Leaf]:
     if "mlm" in params:
         product("cls.predictions.transform.dense", ("mlm", "dense"))
         norm("cls.predictions.transform.LayerNorm", ("mlm", "norm"))
-        found["cls.predictions.bias"] = _Leaf(("mlm", "bias"))
+        found["cls.predictions.bias"] = Leaf(("mlm", "bias"))
     for own in ("nsp", "classifier", "qa"):
         if own in params:
             product(_HEADS[own].removesuffix("."), (own,))
     return found
 
 
-def _at(params: Any, leaf: _Leaf) -> Any:
-    for step in leaf.path:
-        params = params[step]
-    return params
-
-
-def _tensor_shape(params: dict, leaf: _Leaf) -> tuple[int, ...]:
-    *lead, last = _at(params, leaf).shape
-    shape = (*lead, last if leaf.third is None else last // 3)
-    return shape[::-1] if leaf.transposed else shape
-
-
 # ---- load ----------------------------------------------------------------------------------------
+
+
+_Shardings: TypeAlias = Sharding | dict[str, Any] | Callable[[bert.Config], Any] | None
 
 
 @overload
 def load(
-    path: str | os.PathLike[str], *, dtype: str = ..., keep_unknown: Literal[False] = False
+    path: str | os.PathLike[str],
+    *,
+    dtype: str = ...,
+    param_dtype: DTypeLike = ...,
+    tensor_parallel: bool = ...,
+    sharding: _Shardings = ...,
+    keep_unknown: Literal[False] = False,
 ) -> tuple[bert.Config, dict[str, Any]]: ...
 
 
 @overload
 def load(
-    path: str | os.PathLike[str], *, dtype: str = ..., keep_unknown: Literal[True]
+    path: str | os.PathLike[str],
+    *,
+    dtype: str = ...,
+    param_dtype: DTypeLike = ...,
+    tensor_parallel: bool = ...,
+    sharding: _Shardings = ...,
+    keep_unknown: Literal[True],
 ) -> tuple[bert.Config, dict[str, Any], dict[str, np.ndarray[Any, Any]]]: ...
 
 
-def load(path: str | os.PathLike[str], *, dtype: str = "bfloat16", keep_unknown: bool = False):
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: str = "bfloat16",
+    param_dtype: DTypeLike = "float32",
+    tensor_parallel: bool = False,
+    sharding: _Shardings = None,
+    keep_unknown: bool = False,
+):
     """Reads the config and the parameters from a folder with a Hugging Face checkpoint.
+
+    Each parameter is put on its devices before the next one is read, as in
+    :func:`jax_fastops.models.decoder_checkpoint.load`.
 
     Args:
       path: a folder with ``config.json`` and ``model.safetensors``, or with the files that
-        ``model.safetensors.index.json`` names. Names of tensors may begin with ``"bert."``, and may
-        be the old ones (``gamma``, ``beta``).
-      dtype: the ``dtype`` of the config, in which the model computes. The parameters are float32,
-        for any dtype of the tensors.
+        ``model.safetensors.index.json`` names. ``huggingface_hub.snapshot_download`` makes one.
+        Names of tensors may begin with ``"bert."``, and may be the old ones (``gamma``, ``beta``).
+      dtype: the ``dtype`` of the config, in which the model computes.
+      param_dtype: the dtype of the parameters, for any dtype of the tensors: ``"float32"``,
+        ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+      tensor_parallel: the ``tensor_parallel`` of the config.
+      sharding: a ``jax.sharding.Sharding`` for all parameters; or a tree of them like the
+        parameters, of which a leaf may stand for all parameters below it, and which may have heads
+        that the checkpoint has not; or a function that returns one of these for the config.
+        Default: all parameters are on JAX's default device.
       keep_unknown: whether to return tensors whose names are not known, such as those of another
         head. Otherwise they are an error. Tensors that are not floating are always an error, and so
         are tensors under the names of a head below that has other shapes.
@@ -183,7 +210,8 @@ def load(path: str | os.PathLike[str], *, dtype: str = "bfloat16", keep_unknown:
       FileNotFoundError: the folder or a file does not exist.
       ValueError: a file is damaged; the model is not a BERT of a supported kind; tensors are
         missing, not known (without ``keep_unknown``), or of another shape or dtype (all are named);
-        or the decoder is not the word embeddings.
+        the decoder is not the word embeddings; ``param_dtype`` is none of those above; or
+        ``sharding`` lacks a parameter.
 
     Example:
       >>> import jax, tempfile
@@ -194,9 +222,9 @@ def load(path: str | os.PathLike[str], *, dtype: str = "bfloat16", keep_unknown:
       >>> config == bert.SMALL
       True
     """
-    path = Path(path)
-    config = _config_of(read_json("bert", path / CONFIG), dtype)
-    given = read_tensors("bert", path, _IGNORED)
+    path, own = Path(path), parameter_dtype("bert", param_dtype)
+    config = _config_of(read_config("bert", path), dtype, tensor_parallel=tensor_parallel)
+    given = find_tensors("bert", path, _IGNORED)
     tensors = _renamed(given)
     repeated = {name: tensors.pop(name) for name in _REPEATED if name in tensors}
     for name, value in repeated.items():  # a file may have either of the two names
@@ -204,32 +232,26 @@ def load(path: str | os.PathLike[str], *, dtype: str = "bfloat16", keep_unknown:
     wanted = _wanted(config, tensors, [*tensors, *repeated])
     leaves = _leaves(wanted)
     others = set(tensors) - set(leaves)
-    unknown = {name: tensor for name, tensor in given.items() if _current(name) in others}
+    unknown = {name: stored for name, stored in given.items() if _current(name) in others}
     if keep_unknown:
         tensors = {name: tensor for name, tensor in tensors.items() if name in leaves}
+    shapes = {keys_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(wanted)}
     check_tensors(
         "bert",
         tensors,
-        {name: _tensor_shape(wanted, leaf) for name, leaf in leaves.items()},
+        {name: leaf.tensor_shape(shapes[leaf.path]) for name, leaf in leaves.items()},
         " (load(..., keep_unknown=True) returns them)",
     )
-    for name, value in repeated.items():
-        if not np.array_equal(value, tensors[_REPEATED[name]]):
+    for name, stored in repeated.items():
+        if not same_tensors("bert", stored, tensors[_REPEATED[name]]):
             raise ValueError(
                 f"bert: tensor {name} differs from {_REPEATED[name]}; they must be the same"
             )
-    parts: dict[tuple, list] = {}
-    for name, leaf in leaves.items():
-        tensor = tensors[name].astype(np.float32)
-        parts.setdefault(leaf.path, []).append(tensor.T if leaf.transposed else tensor)
-
-    def joined(path, leaf):
-        del leaf
-        own = parts.pop(tuple(getattr(step, "key", getattr(step, "idx", None)) for step in path))
-        return jnp.asarray(own[0] if len(own) == 1 else np.concatenate(own, -1))
-
-    params = jax.tree.map_with_path(joined, wanted)
-    return (config, params, unknown) if keep_unknown else (config, params)
+    sharding = sharding(config) if callable(sharding) else sharding
+    params = read_params("bert", tensors, leaves, wanted, own, sharding)
+    if keep_unknown:
+        return config, params, {name: read_tensor("bert", a) for name, a in unknown.items()}
+    return config, params
 
 
 def _wanted(config: bert.Config, tensors: dict, names: list[str]) -> dict:
@@ -238,18 +260,19 @@ def _wanted(config: bert.Config, tensors: dict, names: list[str]) -> dict:
     def has(part):
         return any(name.startswith(part) for name in names)
 
-    classifier = [tensors[n] for n in ("classifier.bias", "classifier.weight") if n in tensors]
+    names_of = ("classifier.bias", "classifier.weight")
+    labels = [(*tensors[name].shape, 1)[0] for name in names_of if name in tensors]
     wanted = bert.shapes(
         config,
         **{own: has(_HEADS[own]) for own in ("mlm", "nsp", "qa")},
-        labels=len(np.atleast_1d(classifier[0])) if classifier else None,
+        labels=labels[0] if labels else None,
     )
     if not has("pooler."):
         del wanted["pooler"]
     return wanted
 
 
-def _config_of(given: dict, dtype: str) -> bert.Config:
+def _config_of(given: dict, dtype: str = "float32", **options: Any) -> bert.Config:
     if given.get("model_type") != "bert":
         raise ValueError(
             f"bert: model_type in {CONFIG} is {given.get('model_type')!r}; it must be 'bert'"
@@ -262,7 +285,7 @@ def _config_of(given: dict, dtype: str) -> bert.Config:
     activation = given.get("hidden_act", "gelu")
     _CHECK.choice(f"hidden_act in {CONFIG}", activation, tuple(_ACTIVATIONS))
     fields = {own: given[name] for own, name in _FIELDS.items() if name in given}
-    return bert.Config(**fields, activation=_ACTIVATIONS[activation], dtype=dtype)
+    return bert.Config(**fields, activation=_ACTIVATIONS[activation], dtype=dtype, **options)
 
 
 def _current(name: str) -> str:
@@ -273,9 +296,9 @@ def _current(name: str) -> str:
     return name
 
 
-def _renamed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _renamed(tensors: dict[str, Stored]) -> dict[str, Stored]:
     """The tensors under their current names."""
-    renamed: dict[str, np.ndarray] = {}
+    renamed: dict[str, Stored] = {}
     twice = []
     for given, tensor in tensors.items():
         name = _current(given)
@@ -299,31 +322,42 @@ def save(
     *,
     unknown: Mapping[str, ArrayLike] | None = None,
     label_names: Sequence[str] | None = None,
+    like: str | os.PathLike[str] | None = None,
 ) -> None:
     """Writes a folder that :func:`load` and ``transformers`` can read.
 
     Tensors have the names of ``transformers.BertModel``, or with heads those of
     ``BertForPreTraining``, ``BertForSequenceClassification`` (a classifier with a pooler),
     ``BertForTokenClassification`` (a classifier without a pooler) or ``BertForQuestionAnswering``.
-    They are float32. Existing files are replaced atomically, after both new files are complete.
+    They have the dtypes of the parameters. Existing files are replaced atomically, after all new
+    files are complete.
+
+    After fine-tuning, ``like`` is the folder that was loaded. Without it, ``transformers`` takes
+    its defaults for what a Config has not. ``pad_token_id`` is ``null`` then, so that no word has a
+    gradient of zero there.
 
     Args:
       path: the folder. It is created if it does not exist.
       config: the :class:`jax_fastops.models.bert.Config` of the parameters. Fields that are not
         part of the network (``dtype``, ``attention``, ``tensor_parallel``, ``remat``, ``scan``) are
-        not written, nor are the fields of a loaded ``config.json`` that a Config has not.
+        not written.
       params: parameters, as from :func:`jax_fastops.models.bert.init`, or stacked. Remove
         ``"pooler"`` if the classifier reads ``hidden``.
       unknown: other tensors to write, by their names, as :func:`load` returns them. The names of
         the encoder then begin with ``"bert."``, as with heads.
       label_names: the names of the classifier's labels, for ``id2label`` in ``config.json``.
-        Default: ``"LABEL_0"`` and so on.
+        Default: those of ``like`` if it has as many, else ``"LABEL_0"`` and so on.
+      like: a folder with a checkpoint of the same shapes. What its ``config.json`` says beyond
+        ``config`` stays, except for the architecture. ``generation_config.json`` and the files of
+        its tokenizer are copied.
 
     Raises:
       ImportError: safetensors is not installed.
+      FileNotFoundError: ``like`` is no folder with a ``config.json``.
       TypeError: ``config`` or ``params`` has another type.
       ValueError: ``params`` are not those of ``config``, ``unknown`` has a name of one of their
-        tensors, or ``label_names`` are not as many as the classifier has labels.
+        tensors, ``label_names`` are not as many as the classifier has labels, or ``like`` is
+        another model, or has other shapes.
 
     Example:
       >>> import jax, numpy as np, os, tempfile
@@ -344,34 +378,37 @@ def save(
     """
     bert._check_model(params, config, bert.FASTOPS)
     labels = _labels(params, label_names)
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), bert.unstack_layers(params))
-    for layer in params["layers"]:  # heads are separate if they may be sharded
-        qkv = layer["qkv"]
-        layer["qkv"] = {
-            "kernel": qkv["kernel"].reshape(config.hidden_size, -1),
-            "bias": qkv["bias"].reshape(-1),
-        }
+    like = None if like is None else Path(like)
+    if like is None:
+        found = _written(config) | {"pad_token_id": None}
+    else:
+        found = written_like(
+            "bert", like, config, _config_of, lambda given: given | _written(config)
+        )
+    if label_names is None and len(found.get("id2label") or ()) == len(labels.get("id2label", ())):
+        labels = {}
+    params = bert.unstack_layers(jax.tree.map(array_of, params))
     leaves, unknown = _leaves(params), unknown or {}
     if both := sorted(name for name in unknown if _current(name) in leaves):
         raise ValueError(f"bert: unknown has tensors of the parameters: {', '.join(both)}")
     tensors = {name: np.asarray(value, order="C") for name, value in unknown.items()}
     prefix = "bert." if unknown or any(head in params for head in _HEADS) else ""
+    arrays = {keys_of(path): array for path, array in jax.tree.leaves_with_path(params)}
     for name, leaf in leaves.items():
-        array = _at(params, leaf)
-        if leaf.third is not None:
-            array = np.split(array, 3, axis=-1)[leaf.third]
-        array = np.ascontiguousarray(array.T if leaf.transposed else array)
+        array = np.ascontiguousarray(leaf.view(arrays[leaf.path]))
         tensors[name if name.startswith(tuple(_HEADS.values())) else prefix + name] = array
-    written = {name: getattr(config, own) for own, name in _FIELDS.items()}
-    written |= {
-        "architectures": [_architecture(params)],
+    found |= {"architectures": [_architecture(params)], "tie_word_embeddings": True, **labels}
+    write("bert", Path(path), found, tensors, like)
+
+
+def _written(config: bert.Config) -> dict[str, Any]:
+    """The content of config.json."""
+    return {
+        **{name: getattr(config, own) for own, name in _FIELDS.items()},
         "model_type": "bert",
         "hidden_act": _ACTIVATION_NAMES[config.activation],
-        "tie_word_embeddings": True,
         **_SUPPORTED,
-        **labels,
     }
-    write("bert", Path(path), written, tensors)
 
 
 def _labels(params: dict, names: Sequence[str] | None) -> dict[str, Any]:

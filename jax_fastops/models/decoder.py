@@ -102,7 +102,7 @@ class Config:
       sliding_window: the number of tokens to which a token attends, including itself. ``None``: all
         tokens up to itself.
       dtype: of products and activations: ``"bfloat16"``, ``"float16"``, ``"float32"`` or
-        ``"float64"``. Parameters are float32.
+        ``"float64"``. Parameters may have another dtype.
       attention: ``"softmax"``: two products with the softmax of ``ops`` between them. ``"xla"`` or
         ``"cudnn"``: ``jax.nn.dot_product_attention`` with that implementation. cuDNN's needs a GPU
         and bfloat16 or float16. With a cache that has tokens, attention is always by softmax.

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder with ``config.json`` and ``model.safetensors``::
 
-    config, params = decoder_checkpoint.load("Llama-3.2-1B")
+    config, params = decoder_checkpoint.load("folder/of/Llama-3.2-1B")
     hidden = decoder.apply(params, tokens, config)
 
 Needs safetensors, and neither ``transformers`` nor PyTorch.
@@ -10,19 +10,33 @@ Needs safetensors, and neither ``transformers`` nor PyTorch.
 
 from __future__ import annotations
 
-import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from jax_fastops.models import decoder
-from jax_fastops.models._checkpoint import CONFIG, check_tensors, read_json, read_tensors, write
+from jax_fastops.models._checkpoint import (
+    CONFIG,
+    Leaf,
+    array_of,
+    check_tensors,
+    find_tensors,
+    keys_of,
+    network,
+    parameter_dtype,
+    read_config,
+    read_params,
+    same_tensors,
+    write,
+    written_like,
+)
 from jax_fastops.models._checks import Checks
-from jax_fastops.models._parameters import unstack
 
 __all__ = ["load", "save"]
 
@@ -41,7 +55,6 @@ _FIELDS = {
     "tied": "tie_word_embeddings",
     "init_range": "initializer_range",
 }
-_REQUIRED = (*tuple(_FIELDS)[:4], "intermediate_size")
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -50,6 +63,47 @@ _ARCHITECTURES = {
 }
 # Options that must have these values. Others mean another network.
 _SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False}
+# What transformers takes for a key that config.json does not have. None for num_key_value_heads is
+# num_attention_heads, and None for head_dim is hidden_size // num_attention_heads.
+_ALL: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "rope_theta": 10000.0,
+}
+_QWEN: dict[str, Any] = _ALL | {
+    "vocab_size": 151936,
+    "num_key_value_heads": 32,
+    "intermediate_size": 22016,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _ALL
+    | {
+        "vocab_size": 32000,
+        "num_key_value_heads": None,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+    },
+    "mistral": _ALL
+    | {
+        "vocab_size": 32000,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
+}
 _NAMES = {
     "embeddings": "model.embed_tokens",
     "norm": "model.norm",
@@ -71,34 +125,53 @@ _LAYER_NAMES = {
 _IGNORED = ("rotary_emb.inv_freq",)  # of old checkpoints
 
 
-def _name(path: tuple) -> str:
-    """The name of the tensor at a path in the parameters with a list of layers."""
-    first, *rest = (step.idx if hasattr(step, "idx") else step.key for step in path)
-    kind = "bias" if rest and rest[-1] == "bias" else "weight"
-    if first != "layers":
-        return f"{_NAMES[first]}.{kind}"
-    return f"model.layers.{rest[0]}.{_LAYER_NAMES[rest[1]]}.{kind}"
-
-
-def _transposed(path: tuple, array: Any) -> Any:
-    """An array or tensor as the other: PyTorch's products are [out, in]."""
-    return array.T if getattr(path[-1], "key", None) == "kernel" else array
+def _leaves(config: decoder.Config) -> dict[str, Leaf]:
+    """The tensors by their names."""
+    found: dict[str, Leaf] = {}
+    for tree_path, leaf in jax.tree.leaves_with_path(decoder.shapes(config)):
+        first, *rest = path = keys_of(tree_path)
+        kind = "bias" if path[-1] == "bias" else "weight"
+        transposed = path[-1] == "kernel"
+        if first != "layers":
+            found[f"{_NAMES[first]}.{kind}"] = Leaf(path, transposed)
+        elif config.scan:
+            for layer in range(leaf.shape[0]):
+                name = f"model.layers.{layer}.{_LAYER_NAMES[rest[0]]}.{kind}"
+                found[name] = Leaf(path, transposed, layer=layer)
+        else:
+            name = f"model.layers.{rest[0]}.{_LAYER_NAMES[rest[1]]}.{kind}"
+            found[name] = Leaf(path, transposed)
+    return found
 
 
 # ---- load ----------------------------------------------------------------------------------------
 
 
 def load(
-    path: str | os.PathLike[str], *, dtype: str = "bfloat16", scan: bool = False
+    path: str | os.PathLike[str],
+    *,
+    dtype: str = "bfloat16",
+    param_dtype: DTypeLike = "float32",
+    scan: bool = False,
+    tensor_parallel: bool = False,
+    sharding: Sharding | dict[str, Any] | Callable[[decoder.Config], Any] | None = None,
 ) -> tuple[decoder.Config, dict[str, Any]]:
     """Reads the config and the parameters from a folder with a Hugging Face checkpoint.
 
+    Each tensor is converted and put on its devices before the next one is read. So the host holds
+    about one tensor in ``param_dtype``, and the pages of one file.
+
     Args:
       path: a folder with ``config.json`` and ``model.safetensors``, or with the files that
-        ``model.safetensors.index.json`` names.
-      dtype: the ``dtype`` of the config, in which the model computes. The parameters are float32,
-        for any dtype of the tensors.
+        ``model.safetensors.index.json`` names. ``huggingface_hub.snapshot_download`` makes one.
+      dtype: the ``dtype`` of the config, in which the model computes.
+      param_dtype: the dtype of the parameters, for any dtype of the tensors: ``"float32"``,
+        ``"bfloat16"``, ``"float16"`` or ``"float64"``.
       scan: the ``scan`` of the config: whether the layers' arrays are stacked.
+      tensor_parallel: the ``tensor_parallel`` of the config.
+      sharding: a ``jax.sharding.Sharding`` for all parameters; or a tree of them like the
+        parameters, of which a leaf may stand for all parameters below it; or a function that
+        returns one of these for the config. Default: all parameters are on JAX's default device.
 
     Returns:
       ``(config, params)`` for :func:`jax_fastops.models.decoder.apply`.
@@ -106,11 +179,13 @@ def load(
     Raises:
       ImportError: safetensors is not installed.
       FileNotFoundError: the folder or a file does not exist.
-      ValueError: a file is damaged; the model is none of the supported ones; or tensors are
-        missing, unknown, or of another shape or dtype (all are named).
+      ValueError: a file is damaged; the model is none of the supported ones; tensors are missing,
+        unknown, or of another shape or dtype (all are named); ``param_dtype`` is none of those
+        above; or ``sharding`` lacks a parameter.
 
     Example:
-      >>> import jax, tempfile
+      >>> import jax, numpy as np, tempfile
+      >>> from jax.sharding import Mesh, NamedSharding
       >>> from jax_fastops.models import decoder, decoder_checkpoint
       >>> params = decoder.init(jax.random.key(0), decoder.SMALL)
       >>> with tempfile.TemporaryDirectory() as folder:
@@ -118,104 +193,147 @@ def load(
       ...     config, params = decoder_checkpoint.load(folder, dtype="float32")
       >>> config == decoder.SMALL
       True
+
+      In bfloat16, over the devices of a mesh:
+
+      >>> mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
+      >>> def sharding(config):
+      ...     specs = decoder.partition_specs(config)
+      ...     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     decoder_checkpoint.save(folder, decoder.SMALL, params)
+      ...     config, params = decoder_checkpoint.load(
+      ...         folder, param_dtype="bfloat16", tensor_parallel=True, sharding=sharding
+      ...     )
+      >>> params["head"].dtype, params["head"].sharding == sharding(config)["head"]
+      (dtype(bfloat16), True)
     """
-    path = Path(path)
-    config = _config_of(read_json("decoder", path / CONFIG), dtype)
-    tensors = read_tensors("decoder", path, _IGNORED)
+    path, own = Path(path), parameter_dtype("decoder", param_dtype)
+    config = _config_of(
+        read_config("decoder", path), dtype, scan=scan, tensor_parallel=tensor_parallel
+    )
+    tensors = find_tensors("decoder", path, _IGNORED)
     tensors = {name: a for name, a in tensors.items() if not name.endswith(_IGNORED)}
-    if config.tied:  # a file may have the embeddings twice
-        table, head = (tensors.get(f"{_NAMES[name]}.weight") for name in ("embeddings", "head"))
-        if head is not None and table is not None and not np.array_equal(head, table):
-            raise ValueError(
-                "decoder: tensor lm_head.weight differs from model.embed_tokens.weight; with "
-                "tie_word_embeddings they must be the same"
-            )
-        tensors.pop("lm_head.weight", None)
-    named, tree = jax.tree.flatten_with_path(decoder.shapes(config))
-    wanted = {
-        _name(path): tuple(_transposed(path, np.empty(leaf.shape, np.bool_)).shape)
-        for path, leaf in named
-    }
-    check_tensors("decoder", tensors, wanted)
-    arrays = [_transposed(path, tensors[_name(path)].astype(np.float32)) for path, _ in named]
-    params = jax.tree.unflatten(tree, arrays)
-    if scan:
-        config = dataclasses.replace(config, scan=True)
-        params["layers"] = jax.tree.map(lambda *a: np.stack(a), *params["layers"])
-    return config, jax.tree.map(jnp.asarray, params)
+    head = tensors.pop("lm_head.weight", None) if config.tied else None
+    wanted, leaves = decoder.shapes(config), _leaves(config)
+    shapes = {keys_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(wanted)}
+    check_tensors(
+        "decoder",
+        tensors,
+        {name: leaf.tensor_shape(shapes[leaf.path]) for name, leaf in leaves.items()},
+    )
+    # With tied embeddings, a file may have them twice.
+    if head is not None and not same_tensors("decoder", head, tensors["model.embed_tokens.weight"]):
+        raise ValueError(
+            "decoder: tensor lm_head.weight differs from model.embed_tokens.weight; with "
+            "tie_word_embeddings they must be the same"
+        )
+    sharding = sharding(config) if callable(sharding) else sharding
+    return config, read_params("decoder", tensors, leaves, wanted, own, sharding)
 
 
-def _config_of(given: dict, dtype: str) -> decoder.Config:
-    kind = given.get("model_type")
+def _config_of(given: dict, dtype: str = "float32", **options: Any) -> decoder.Config:
+    kind: Any = given.get("model_type")
     _CHECK.choice(f"model_type in {CONFIG}", kind, tuple(_ARCHITECTURES))
+    given = _DEFAULTS[kind] | given
     for name, value in _SUPPORTED.items():
         if given.get(name, value) != value:
             raise ValueError(
                 f"decoder: {name} in {CONFIG} is {given[name]!r}; supported is {value!r}"
             )
-    fields = {own: given[name] for own, name in _FIELDS.items() if given.get(name) is not None}
-    if missing := [_FIELDS[own] for own in _REQUIRED if own not in fields]:
+    fields = {own: given[name] for own, name in _FIELDS.items()}
+    derived = ("kv_heads", "head_dim")
+    if missing := [_FIELDS[own] for own in fields if fields[own] is None and own not in derived]:
         raise ValueError(f"decoder: {CONFIG} has no {', '.join(missing)}")
-    defaults = dict(
-        kv_heads=fields["heads"],
-        head_dim=fields["hidden_size"] // fields["heads"],
-        eps=1e-6,
-        tied=False,
-    )
-    bias = bool(given.get("attention_bias", False)) and kind in ("llama", "qwen3")
+    if fields["kv_heads"] is None:
+        fields["kv_heads"] = fields["heads"]
+    if fields["head_dim"] is None:
+        fields["head_dim"] = fields["hidden_size"] // fields["heads"]
+    bias = "attention_bias" in _DEFAULTS[kind] and bool(given["attention_bias"])
     return decoder.Config(
-        **(defaults | fields),
+        **fields,
         **_rope_of(given),
         qkv_bias=bias or kind == "qwen2",
         output_bias=bias,
         qk_norm=kind == "qwen3",
         sliding_window=_window_of(given),
         dtype=dtype,
+        **options,
     )
 
 
 def _rope_of(given: dict) -> dict[str, Any]:
-    # In files of transformers before 5, the base is an option of its own.
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    # In files of transformers before 5, the base is an option of its own. If both are there, 5
+    # takes the former.
+    rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     _CHECK.choice(f"rope_type in {CONFIG}", kind, ("default", "llama3"))
-    theta = rope.get("rope_theta", given.get("rope_theta", 10000.0))
+    rope = {
+        "rope_theta": given["rope_theta"],
+        "original_max_position_embeddings": given["max_position_embeddings"],
+        "partial_rotary_factor": given.get("partial_rotary_factor", 1.0),
+    } | rope
+    if rope["partial_rotary_factor"] != 1:
+        raise ValueError(
+            f"decoder: partial_rotary_factor in {CONFIG} is {rope['partial_rotary_factor']!r}; "
+            "supported is 1.0"
+        )
     if kind == "default":
-        return {"rope_theta": theta}
-    scaling = decoder.RopeScaling(
-        rope["factor"],
-        rope["low_freq_factor"],
-        rope["high_freq_factor"],
-        rope["original_max_position_embeddings"],
+        return {"rope_theta": rope["rope_theta"]}
+    names = (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
     )
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    if missing := [name for name in names if name not in rope]:
+        raise ValueError(f"decoder: rope_parameters in {CONFIG} has no {', '.join(missing)}")
+    scaling = decoder.RopeScaling(*(rope[name] for name in names))
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
 def _window_of(given: dict) -> int | None:
     """The sliding window. All layers must have it, or none."""
     kind, count = given["model_type"], given["num_hidden_layers"]
     if kind == "mistral":
-        return given.get("sliding_window")
-    if kind == "llama" or not given.get("use_sliding_window"):
+        return given["sliding_window"]
+    if kind == "llama" or not given["use_sliding_window"]:
         return None
-    full = given.get("max_window_layers", 28)
+    full = given["max_window_layers"]
     default = ["full_attention" if layer < full else "sliding_attention" for layer in range(count)]
     kinds = set(given.get("layer_types") or default)
+    if more := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise ValueError(
+            f"decoder: layer_types in {CONFIG} has {more[0]!r}; supported are 'full_attention' and "
+            "'sliding_attention'"
+        )
     if len(kinds) > 1:
         raise ValueError(
             f"decoder: by {CONFIG} some layers have a sliding window, and some have none; they "
             "must be alike"
         )
-    return given.get("sliding_window", 4096) if "sliding_attention" in kinds else None
+    return given["sliding_window"] if "sliding_attention" in kinds else None
 
 
 # ---- save ----------------------------------------------------------------------------------------
 
 
-def save(path: str | os.PathLike[str], config: decoder.Config, params: dict[str, Any]) -> None:
+def save(
+    path: str | os.PathLike[str],
+    config: decoder.Config,
+    params: dict[str, Any],
+    *,
+    like: str | os.PathLike[str] | None = None,
+) -> None:
     """Writes a folder that :func:`load` and ``transformers`` can read.
 
-    Tensors are float32. Existing files are replaced atomically, after both new files are complete.
+    Tensors have the dtypes of the parameters. Existing files are replaced atomically, after all new
+    files are complete.
+
+    After fine-tuning, ``like`` is the folder that was loaded. Without it, ``transformers`` takes
+    its defaults for what a Config has not, such as ``max_position_embeddings``. The tokens that
+    begin, end and pad a text are ``null`` then, because the defaults are those of another
+    vocabulary.
 
     Args:
       path: the folder. It is created if it does not exist.
@@ -223,11 +341,14 @@ def save(path: str | os.PathLike[str], config: decoder.Config, params: dict[str,
         part of the network (``dtype``, ``attention``, ``tensor_parallel``, ``remat``, ``scan``) are
         not written.
       params: parameters, as from :func:`jax_fastops.models.decoder.init`.
+      like: a folder with a checkpoint of the same shapes. What its ``config.json`` says beyond
+        ``config`` stays. ``generation_config.json`` and the files of its tokenizer are copied.
 
     Raises:
       ImportError: safetensors is not installed.
-      ValueError: ``params`` are not those of ``config``, or no supported model has these biases and
-        this sliding window together.
+      FileNotFoundError: ``like`` is no folder with a ``config.json``.
+      ValueError: ``params`` are not those of ``config``; no supported model has these biases and
+        this sliding window together; or ``like`` is another model, or has other shapes.
 
     Example:
       >>> import jax, os, tempfile
@@ -239,19 +360,28 @@ def save(path: str | os.PathLike[str], config: decoder.Config, params: dict[str,
       ['config.json', 'model.safetensors']
     """
     _CHECK.tree("params", params, decoder.shapes(config))
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
-    if config.scan:
-        params = params | {"layers": unstack(params["layers"])}
+    like = None if like is None else Path(like)
+    if like is None:
+        written = _written(config, _model_type(config))
+        written |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        if (scaling := config.rope_scaling) is not None:
+            written["max_position_embeddings"] = int(scaling.factor * scaling.original_positions)
+    else:
+        written = written_like(
+            "decoder", like, config, _config_of, lambda given: _over(given, config)
+        )
+    arrays = {keys_of(path): array_of(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     tensors = {
-        _name(path): np.ascontiguousarray(_transposed(path, leaf))
-        for path, leaf in jax.tree.leaves_with_path(params)
+        name: leaf.view(arrays[leaf.path] if leaf.layer is None else arrays[leaf.path][leaf.layer])
+        for name, leaf in _leaves(config).items()
     }
-    write("decoder", Path(path), _written(config), tensors)
+    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    write("decoder", Path(path), written, tensors, like)
 
 
-def _written(config: decoder.Config) -> dict[str, Any]:
+def _written(config: decoder.Config, kind: str) -> dict[str, Any]:
     """The content of config.json, which transformers 4 and 5 understand."""
-    kind, window = _model_type(config), config.sliding_window
+    window = config.sliding_window
     written: dict[str, Any] = {name: getattr(config, own) for own, name in _FIELDS.items()}
     written |= {
         "architectures": [_ARCHITECTURES[kind]],
@@ -259,14 +389,13 @@ def _written(config: decoder.Config) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         **_SUPPORTED,
     }
-    if kind in ("llama", "qwen3"):
+    if "attention_bias" in _DEFAULTS[kind]:
         written["attention_bias"] = config.output_bias
     if kind == "mistral" or window is not None:
         written["sliding_window"] = window
     if kind in ("qwen2", "qwen3"):
         written |= {"use_sliding_window": window is not None, "max_window_layers": 0}
     if (scaling := config.rope_scaling) is not None:
-        written["max_position_embeddings"] = int(scaling.factor * scaling.original_positions)
         written["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": scaling.factor,
@@ -277,15 +406,20 @@ def _written(config: decoder.Config) -> dict[str, Any]:
     return written
 
 
+def _over(given: dict, config: decoder.Config) -> dict[str, Any]:
+    """Another content of config.json, changed to that of ``config``."""
+    replaced = ("rope_parameters", "rope_scaling", "layer_types")
+    kept = {name: value for name, value in given.items() if name not in replaced}
+    return kept | _written(config, given["model_type"])
+
+
 def _model_type(config: decoder.Config) -> str:
-    biases, window = (config.qkv_bias, config.output_bias), config.sliding_window is not None
-    if config.qk_norm and biases[0] == biases[1]:
-        return "qwen3"
-    if not config.qk_norm and biases == (True, False):
-        return "qwen2"
-    if not config.qk_norm and biases[0] == biases[1] and not (window and biases[0]):
-        return "mistral" if window else "llama"
+    """The first model that can have all of the config."""
+    for kind in _ARCHITECTURES:
+        if network(_config_of(_written(config, kind))) == network(config):
+            return kind
     raise ValueError(
-        f"decoder: no supported model has qkv_bias={biases[0]}, output_bias={biases[1]}, "
-        f"qk_norm={config.qk_norm} and sliding_window={config.sliding_window} together"
+        f"decoder: no supported model has qkv_bias={config.qkv_bias}, "
+        f"output_bias={config.output_bias}, qk_norm={config.qk_norm} and "
+        f"sliding_window={config.sliding_window} together"
     )
