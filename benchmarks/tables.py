@@ -1,5 +1,6 @@
 """Results as Markdown tables, which ``benchmarks.pages`` puts into the documentation."""
 
+from benchmarks.jobs import runs_kernels
 from benchmarks.numbers import fastest, speedup
 
 PHASES = (
@@ -190,9 +191,14 @@ def job_table(results: dict) -> str:
             values = [found.get(who, {}).get(key) for who in JOBS]
             texts = ["-" if v is None else f"{v * unit:.{1 if unit < 1 else 2}f}" for v in values]
             cells.append(" / ".join(texts))
-        rows.append(cells + ([str(found["ours"]["calls"])] if kernels else []))
+        rows.append(cells + ([_kernels(found["ours"])] if kernels else []))
     header += [title for title, _ in sums.values()]
     return markdown(header + (["kernels of jax_fastops"] if kernels else []), rows)
+
+
+def _kernels(row: dict) -> str:
+    """The number of calls of kernels, if the row has it or says that there is none."""
+    return str(row.get("calls", "-" if runs_kernels(row) else 0))
 
 
 def _span(row: dict) -> str:

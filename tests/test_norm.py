@@ -1391,8 +1391,16 @@ def test_dropout_of_another_width(op, n, mode):
     with fo.use_implementation(mode):
         found, (dx, *rest) = step(x, residual, bias)
         wanted, (dwide, *wanted_rest) = step(x.astype(np.float32), residual, bias)
-    jax.tree.map(assert_bitwise_equal, (found, rest), (wanted, wanted_rest))
-    assert_bitwise_equal(dx, dwide.astype(jnp.bfloat16))
+
+    def same(got, want):
+        if mode == "native":
+            return assert_bitwise_equal(got, want)
+        eps = float(jnp.finfo(got.dtype).eps)  # XLA may fuse the two programs in different ways
+        got, want = (np.asarray(y, np.float32) for y in (got, want))
+        np.testing.assert_allclose(got, want, rtol=2 * eps, atol=1e-6)
+
+    jax.tree.map(same, (found, rest), (wanted, wanted_rest))
+    same(dx, dwide.astype(jnp.bfloat16))
     kept = fo.dropout_mask(key, x.shape, 0.4)
     total = np.where(kept, (x.astype(np.float32) + bias) / np.float32(0.6), 0) + residual
     np.testing.assert_allclose(found[1], total, rtol=1e-4, atol=1e-5)
