@@ -42,8 +42,9 @@ def table(names: Iterable[str]) -> str:
 def older(names: Iterable[str]) -> list[list[str]] | None:
     """A row for each such file; ``None`` without the whole history.
 
-    A file is older if a later commit changed the kernels that it speaks of, or their Python. What
-    was measured with changed files is as old as the commit of its results.
+    A file is as old as its oldest row. It is older than the kernels if a later commit changed the
+    kernels that it measures, or the Python that decides what is measured. What was measured with
+    changed files is as old as the commit that added it to the results.
     """
     if environment.git("rev-parse", "--is-shallow-repository") != "false":
         return None
@@ -51,36 +52,52 @@ def older(names: Iterable[str]) -> list[list[str]] | None:
     for name in sorted(names):
         file = RESULTS / f"{name}.json"
         results = json.loads(file.read_text())
-        own = _last("HEAD", file)
-        commit = results.get("versions", {}).get("commit")
+        recorded = results.get("versions", {}).get("commit")
+        commits = {row.get("commit", recorded) for row in results.get("rows") or [{}]}
+        commit = None if None in commits else min(commits, key=_age)
         clean = commit and not commit.endswith(environment.DIRTY)
-        since = (clean and _last(commit)) or own or _last("HEAD")
-        changed = since and _last(f"{since[0]}..HEAD", *kernels(name, results))
+        added = [f"-S{commit}"] if commit else []
+        since = (clean and _commits("-1", commit)) or _commits(*added, "--", file)
+        since = since or _commits("-1")  # results that are not committed yet
+        changed = since and _commits("-1", f"{since[-1][0]}..HEAD", "--", *kernels(name, results))
         if commit and not changed:
             continue
-        made = f"`{short(commit)}`" if commit else "before commits were recorded"
-        date = f", {since[1]}" if since else ""
-        rows.append([f"`{name}`", made + date, changed[1] if changed else "not since"])
+        measured = f"`{short(commit)}`" if commit else "before commits were recorded"
+        date = f", {since[-1][1]}" if since else ""
+        change = f"`{short(changed[0][0])}`, {changed[0][1]}" if changed else "not since"
+        rows.append([f"`{name}`", measured + date, change])
     return rows
 
 
 def kernels(name: str, results: dict) -> list[str]:
-    """Git's patterns of the files that results speak of."""
+    """Git's patterns of the files that decide what results measure."""
     slug = environment.slug(results) if "hardware" in results else ""
     job, _, family = name.partition(slug) if slug else (name, "", "")
     modules = JOBS.get(job.split("-")[0], (family.removeprefix("-"),))
-    if not any((ROOT / "jax_fastops" / f"{module}.py").exists() for module in modules):
-        return ["src", "jax_fastops/*.py"]
-    folders = [FOLDERS.get(module, module) for module in modules]
-    paths = [f"src/{folder}" for folder in folders if folder] + ["src/core"]
-    paths += [f"jax_fastops/{module}.py" for module in modules]
+    if any((ROOT / "jax_fastops" / f"{module}.py").exists() for module in modules):
+        folders = [FOLDERS.get(module, module) for module in modules]
+        paths = [f"src/{folder}" for folder in folders if folder] + ["src/core"]
+        paths += [f"jax_fastops/{module}.py" for module in modules]
+    else:
+        paths = ["src", "jax_fastops/*.py"]
+    paths += ["jax_fastops/_*.py", "jax_fastops/auto_table.json"]
     if job:
-        paths += ["jax_fastops/models/_plain.py", "jax_fastops/models/_*_layers.py"]
-    platform = results["hardware"]["platform"] if slug else "cuda"
-    return paths + [f":(exclude){pattern}" for pattern in _OTHERS[platform]]
+        paths.append("jax_fastops/models/*.py")
+    excluded = ["jax_fastops/models/*checkpoint*"]
+    if not job.startswith("fusing"):
+        excluded.append("jax_fastops/_autofuse")
+    if slug:
+        excluded += _OTHERS[results["hardware"]["platform"]]
+    return paths + [f":(exclude){pattern}" for pattern in excluded]
 
 
-def _last(commits: str, *paths) -> tuple[str, str] | None:
-    """The hash and the date of the last of ``commits`` that changed the paths."""
-    found = environment.git("log", "-1", "--format=%H %cs", commits, "--", *map(str, paths))
-    return tuple(found.split()) if found else None  # pyright: ignore[reportReturnType]
+def _age(commit: str) -> int:
+    """The number of commits before a commit, so less for an older one; 0 if it is not known."""
+    count = environment.git("rev-list", "--count", commit.removesuffix(environment.DIRTY))
+    return int(count or 0)
+
+
+def _commits(*arguments) -> list[tuple[str, str]]:
+    """The hashes and dates of the commits that ``git log`` lists, the newest first."""
+    found = environment.git("log", "--format=%H %cs", *map(str, arguments)) or ""
+    return [(line[:40], line[41:]) for line in found.splitlines()]

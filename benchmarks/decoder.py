@@ -13,7 +13,7 @@ from the same weights:
 ``torch``         PyTorch: the same network compiled by Inductor, with
                   scaled_dot_product_attention, autocast and fused AdamW, where PyTorch is installed
 
-With `--devices`, those of JAX run over several devices, which share the axis of the mesh that
+With `--devices`, the JAX contenders run over several devices, which share the axis of the mesh that
 `--axis` names: each has a batch of its own (data), or a part of the same batch's heads, features
 and vocabulary (tensor), or of its sequence (sequence).
 """

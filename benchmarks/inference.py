@@ -71,7 +71,7 @@ def parse() -> argparse.Namespace:
 
 
 def data(shape: str, vocabulary: int):
-    """Tokens, and which of them are no padding."""
+    """Tokens, and which of them are not padding."""
     import numpy as np
 
     batch, length = map(int, shape.split("x"))

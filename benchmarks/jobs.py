@@ -104,17 +104,19 @@ def others(path: Path, results: dict, rows: list[dict]) -> list[dict]:
     return [r for r in old["rows"] if not any(row.items() <= r.items() for row in rows)]
 
 
-def combined(found: list[dict]) -> dict:
-    """What the processes of a row found: the medians of their times, and the rest of the first."""
-    if failed := [one for one in found if "error" in one]:
+def combined(results: list[dict]) -> dict:
+    """One row of several processes: the medians of their times, and the rest of the first."""
+    if failed := [one for one in results if "error" in one]:
         return failed[0]
-    if len(found) == 1:
-        return found[0]
-    all_ms, all_latency = ([one.get(key) for one in found] for key in ("ms", "latency_ms"))
-    result = found[0] | {"ms": statistics.median(all_ms), "all_ms": all_ms}
-    if None not in all_latency:
-        result |= {"latency_ms": statistics.median(all_latency), "all_latency_ms": all_latency}
-    return result
+    if len(results) == 1:
+        return results[0]
+    row = results[0] | {"processes": len(results)}
+    for key in results[0]:
+        times = [one.get(key) for one in results]
+        is_time = key == "ms" or key.endswith("_ms")
+        if is_time and all(isinstance(time, (int, float)) for time in times):
+            row |= {key: statistics.median(times), f"all_{key}": times}
+    return row
 
 
 def process(arguments: list[str], limit: float | None = None) -> Any:
@@ -327,11 +329,13 @@ def kind(name: str) -> str:
     return next(found, OTHER)
 
 
-def runs_kernels(row: dict) -> bool:
-    """Whether a kernel of this package runs, as far as the row says."""
-    if "calls" in row or "kinds_ms" not in row:
-        return row.get("calls", 1) > 0
-    return bool(row["kinds_ms"].keys() - {kind for kind, _ in KINDS} - {OTHER})
+def runs_kernels(row: dict) -> bool | None:
+    """Whether a kernel of this package runs; ``None`` if the row does not say it."""
+    if "calls" in row:
+        return row["calls"] > 0
+    if "kinds_ms" in row:
+        return bool(row["kinds_ms"].keys() - {kind for kind, _ in KINDS} - {OTHER})
+    return None
 
 
 def attributed(kernels: Iterable[tuple[str, float]], longest: int) -> dict:

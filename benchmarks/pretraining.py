@@ -6,8 +6,7 @@ state: the wall clock of many steps without waiting between them. Each contender
 of its own, from the same weights:
 
 ``ours``            `models.bert` with the ops of this package
-``plain``           the same model on `jax.nn` and `jax.random`, with keys of the kind "rbg", whose
-                    bits cost less on a GPU
+``plain``           the same model on `jax.nn` and `jax.random`, with keys of the kind "rbg"
 ``plain-threefry``  the same with keys of the default kind
 ``plain-flax``      ``plain`` with norms and masks as Flax has them
 ``torch``           PyTorch: the same network compiled by Inductor, with
@@ -15,7 +14,7 @@ of its own, from the same weights:
 
 Attention weights are dropped by all contenders at the rate ``--attention-dropout``, or by none. In
 JAX, attention is by softmax between two products if they are dropped, and else by cuDNN. PyTorch
-chooses its own kernel. The loss is at all ``--positions`` that are no padding, or at 15% of the
+chooses its own kernel. The loss is at all ``--positions`` that are not padding, or at 15% of the
 length: 76 masked ones of each 512, which are gathered before the head. The vocabulary is padded to
 a multiple of 64, as careful users do: products with other sizes are slow.
 
@@ -81,7 +80,7 @@ def parse() -> argparse.Namespace:
 
 
 def data(shape: str, vocabulary: int, positions: str, seed: int = 0) -> list:
-    """Tokens, labels, which tokens are no padding, and the positions of labels if not at all."""
+    """Tokens, labels, which tokens are not padding, and the positions of labels if not at all."""
     import numpy as np
 
     batch, length = map(int, shape.split("x"))

@@ -171,7 +171,8 @@ def _tokens(shape: str) -> tuple[int, int]:
 def job_table(results: dict) -> str:
     """A row per case of a whole job: milliseconds of each contender, the fastest in bold.
 
-    Several processes have their range in parentheses.
+    Several processes have their range in parentheses. A table with the number of kernels compares
+    with plain JAX only where a kernel is known to run.
     """
     header = [title for name, title in CASE.items() if name in results["rows"][0]]
     header += [*JOBS.values(), "over plain JAX"]
@@ -185,8 +186,9 @@ def job_table(results: dict) -> str:
         for who in JOBS:
             text = _span(found[who]) if who in found else "-"
             cells.append(f"**{text}**" if who in found and found[who]["ms"] == best else text)
-        both = found.keys() >= {"ours", "plain"}
-        cells.append(f"{speedup(found, 'ms'):.2f}x" if both else "-")
+        compared = found.keys() >= {"ours", "plain"}
+        compared &= not kernels or bool(runs_kernels(found["ours"]))
+        cells.append(f"{speedup(found, 'ms'):.2f}x" if compared else "-")
         for key, (_, unit) in sums.items():
             values = [found.get(who, {}).get(key) for who in JOBS]
             texts = ["-" if v is None else f"{v * unit:.{1 if unit < 1 else 2}f}" for v in values]
@@ -198,14 +200,16 @@ def job_table(results: dict) -> str:
 
 def _kernels(row: dict) -> str:
     """The number of calls of kernels, if the row has it or says that there is none."""
-    return str(row.get("calls", "-" if runs_kernels(row) else 0))
+    return str(row.get("calls", 0 if runs_kernels(row) is False else "-"))
 
 
-def _span(row: dict) -> str:
+def _span(row: dict, key: str = "ms") -> str:
     """``0.37 ms``, or ``0.37 ms (0.34 to 0.49)`` of several processes."""
-    text = f"{row['ms']:.2f} ms"
-    if "all_latency_ms" in row:
-        text += f" ({min(row['all_ms']):.2f} to {max(row['all_ms']):.2f})"
+    text = f"{row[key]:.2f} ms"
+    # Rows without their number of processes have all latencies if there were several.
+    if row.get("processes", 1) > 1 or "all_latency_ms" in row:
+        times = row[f"all_{key}"]
+        text += f" ({min(times):.2f} to {max(times):.2f})"
     return text
 
 
@@ -214,7 +218,7 @@ def fused_table(models: dict[str, dict]) -> str:
     ways = ("plain", "patch", "autofuse", "by hand")
     rows = []
     for model, row in models.items():
-        cells = [f"{row[f'{way}_ms']:.2f} ms" if f"{way}_ms" in row else "-" for way in ways]
+        cells = [_span(row, f"{way}_ms") if f"{way}_ms" in row else "-" for way in ways]
         memory = [row.get(f"{way}_temp_bytes") for way in ways]
         memory = ["-" if n is None else f"{n / 1e9:.1f}" for n in memory]
         rows.append([model, *cells, " / ".join(memory)])

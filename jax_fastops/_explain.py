@@ -261,7 +261,7 @@ def _logged(record: _Record) -> str:
 
 
 def log(what: str) -> None:
-    """Logs what ``JAX_FASTOPS_LOG`` names to the standard error output.
+    """Logs to the standard error output. ``what`` is the value of ``JAX_FASTOPS_LOG``.
 
     ``"dispatch"``: each decision, while calls are traced. An empty text: nothing.
     """

@@ -193,17 +193,17 @@ def cross_entropy(
     moved = x if axis == x.ndim - 1 else jnp.moveaxis(x, axis, -1)
     where = rest[0] if rest else None
     tokens, of = moved.shape[:-1], f"that of logits without axis {axis}"
-    labels = prepared_labels(name, labels, where, tokens, moved.shape[-1], of)
+    classes = prepared_labels(name, labels, where, tokens, moved.shape[-1], of)
     if moved.shape[-1] == 0:  # no label is a class
         zero = moved.sum(-1, dtype=accumulator_dtype(x.dtype))
-        return jnp.where(labels < 0, zero, jnp.nan)
+        return jnp.where(classes < 0, zero, jnp.nan)
     limit = None
     if 0 in x.shape:
         limit = "there are no tokens"
     elif axis != x.ndim - 1:
         limit = "the axis is not the last one"
     features = row_features(moved.shape[-1:], x.dtype)
-    return _OP(moved, labels, features=features, limit=limit, **options)
+    return _OP(moved, classes, features=features, limit=limit, **options)
 
 
 def check_options(name: str, label_smoothing: object, z_loss: object) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def prepared_labels(
         raise ValueError(f"{name}: labels has shape {labels.shape}; it must be {tokens}, {of}")
     if isinstance(classes, int) and classes >= 2**31:
         raise ValueError(f"{name}: there are {classes} classes; they must be less than 2**31")
-    if labels.dtype.itemsize >= 4 and labels.dtype != jnp.int32:  # what is too large stays so
+    if labels.dtype.itemsize >= 4 and labels.dtype != jnp.int32:  # too large ones stay too large
         least = -1 if jnp.issubdtype(labels.dtype, jnp.signedinteger) else 0
         labels = jnp.clip(labels, least, 2**31 - 1)
     labels = labels.astype(jnp.int32)

@@ -133,10 +133,10 @@ def _layer(x, table, bias, options: _Options, wide: bool = False) -> _Layer:
     missing = -classes % _ALIGNED
     none = jnp.zeros(classes, dtype) if bias is None else bias
     # The products of the padding are 0, so its logits are this number. It is finite because of
-    # jax_debug_infs, unless all classes have a bias of -inf: their loss is NaN.
+    # jax_debug_infs, unless the biases of all classes are about as low.
     lowest: Any = max(float(jnp.finfo(x.dtype).min), float(jnp.finfo(acc).min) / 2)
     if bias is not None:
-        lowest = jnp.minimum(jax.lax.stop_gradient(bias).max(), lowest)
+        lowest = jnp.where(jax.lax.stop_gradient(bias).max() > lowest / 2, lowest, -jnp.inf)
     offset = jnp.pad(none, (0, missing), constant_values=lowest)
     return _Layer(jnp.pad(table, ((0, missing), (0, 0))), offset)
 
@@ -362,7 +362,7 @@ def linear_cross_entropy(
     if tokens == 0 or (chunks > 1 and -shape[-1] % chunks > shape[-1] // 8):
         index, hidden = _merge_tokens(index, tokens), _merge_tokens(hidden, tokens)
     kept = index >= 0
-    # What is too large is so for the padded table, too.
+    # A label that is too large must also be too large for the padded table.
     index = jnp.where(index < classes, index, 2**31 - 1)
     static = _Options(_of_shards(chunks, hidden), softcap, **options, precision=precision)
     if reduction == "none":

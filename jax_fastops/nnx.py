@@ -104,7 +104,7 @@ def _as(x, dtype) -> jax.Array:
 def _is_epsilon(value) -> bool:
     """Whether the ops take this epsilon. Flax also accepts an array, NaN and negative numbers."""
     number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
-    return number and 0 <= value < float("inf")
+    return number and 0 <= float(value) < float("inf")
 
 
 def _axes(axes, rank: int) -> tuple[int, ...]:

@@ -624,7 +624,8 @@ def residual_layer_norm(
     ``x + residual``; the reference adds in this dtype. The norm is that of the rounded sum. If the
     dtypes differ, the narrower array is first cast to the wider one, in a pass of its own unless
     XLA fuses it with what makes the array; input bias and dropout follow in the wider dtype.
-    ``"auto"`` takes the reference for such a call on a GPU, because XLA fuses the casts.
+    ``"auto"`` takes the reference for such a call on a GPU, and without a gradient on a CPU,
+    because XLA fuses the casts.
 
     Args:
       x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.

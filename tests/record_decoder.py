@@ -109,7 +109,7 @@ def outputs(model, given: dict) -> dict[str, torch.Tensor]:
 def continued(model, given: dict) -> dict[str, torch.Tensor]:
     """Greedy tokens after prompts that are padded on the left, without an end and with one.
 
-    Those of ``whole`` come after prompts without padding.
+    ``whole`` has the tokens after prompts without padding.
     """
     prompt = given["input_ids"]
     mask = torch.ones_like(prompt)

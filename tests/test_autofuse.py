@@ -1419,7 +1419,6 @@ def both_settings():
         yield
 
 
-@pytest.mark.settings
 def test_our_own_code_takes_each_setting():
     forget()
     for name in RUNNABLE:
@@ -1433,7 +1432,6 @@ def test_our_own_code_takes_each_setting():
                 jax.make_jaxpr(lambda *a, f=f: run(fo.autofuse(f), a))(*args)
 
 
-@pytest.mark.settings
 def test_the_function_of_the_user_is_traced_with_the_settings():
     with both_settings():
         for f, message in (
@@ -1897,6 +1895,22 @@ def test_what_was_traced_before_does_not_matter(other, f):
     jaxprs = [jax.make_jaxpr(lambda *x, f=f: fo.autofuse(f)(*x))(X, Y) for f in (other, f)]
     calls = [[e.primitive.name.startswith("fastops") for e in j.jaxpr.eqns] for j in jaxprs]
     assert not any(calls[0]) and any(calls[1]), jaxprs
+
+
+def test_a_result_more_does_not_change_later_matches():
+    """The smaller pattern, which stays where its inner value is a result, is not tried first."""
+
+    def norm(x, more):
+        deviation = x - x.mean((0, 1))
+        n = deviation * jax.lax.rsqrt((deviation**2).mean((0, 1)) + 1e-5)
+        y = jax.nn.relu(n * C + C)
+        return (y, n) if more else y
+
+    for before in (), (True,):
+        Finder._known.clear()
+        for more in (*before, False):
+            report = fo.autofuse.report(functools.partial(norm, more=more))(X)
+        assert [r.pattern for r in report.replaced] == ["batch_norm + relu"]
 
 
 def test_named_scopes_stay():

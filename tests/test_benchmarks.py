@@ -193,7 +193,7 @@ def test_attention_dropout(tmp_path, monkeypatch):
 
 
 def test_masked_positions():
-    """76 of 512 tokens, each of which is no padding, with the labels of the other column."""
+    """76 of 512 tokens, each of which is not padding, with the labels of the other column."""
     _, labels, inside, chosen = pretraining.data("3x512", 100, "masked")
     _, all_labels, *_ = pretraining.data("3x512", 100, "all")
     assert chosen.shape == labels.shape == (3, 76)
@@ -268,16 +268,29 @@ def test_rows_are_added(tmp_path, monkeypatch):
 
 
 def test_processes_are_combined():
-    found = [dict(ms=3.0, latency_ms=5.0, calls=2), dict(ms=1.0, latency_ms=9.0, calls=2)]
-    found = jobs.combined([*found, dict(ms=2.0, latency_ms=7.0, calls=2)])
-    assert found["ms"] == 2 and found["all_ms"] == [3, 1, 2] and found["calls"] == 2
-    assert found["latency_ms"] == 7 and found["all_latency_ms"] == [5, 9, 7]
-    assert jobs.combined([found, {"error": "late"}]) == {"error": "late"}
+    times = (3.0, 5.0), (1.0, 9.0), (2.0, 7.0)
+    found = [dict(ms=ms, all_ms=[ms] * 3, latency_ms=late, calls=2) for ms, late in times]
+    row = jobs.combined(found)
+    assert row["ms"] == 2 and row["all_ms"] == [3, 1, 2] and row["calls"] == 2
+    assert row["latency_ms"] == 7 and row["all_latency_ms"] == [5, 9, 7] and row["processes"] == 3
+    assert jobs.combined([row, {"error": "late"}]) == {"error": "late"}
+    assert jobs.combined(found[:1]) == found[0]
+
+
+def test_processes_without_one_time_are_combined():
+    """Several contenders in a row, as `fusing` has them, and a loss curve."""
+    found = [dict(plain_ms=t, patch_ms=2 * t, kinds_ms={"copies": t}) for t in (3.0, 1.0, 2.0)]
+    row = jobs.combined(found)
+    assert (row["plain_ms"], row["patch_ms"], row["kinds_ms"]) == (2, 4, {"copies": 3})
+    assert row["all_patch_ms"] == [6, 2, 4]
+    text = tables.fused_table({"a": row})
+    assert "| a | 2.00 ms (1.00 to 3.00) | 4.00 ms (2.00 to 6.00) | - | - |" in text
+    assert jobs.combined([{"losses": [2.0]}] * 2) == {"losses": [2.0], "processes": 2}
 
 
 @pytest.mark.parametrize("name", ["bert", "decoder"])
 def test_plain_products_are_in_bfloat16(name):
-    """Those of the vocabulary's logits and gradients, too. In float32 they would be slow."""
+    """This includes the products of the vocabulary's logits and gradients."""
     module = {"bert": bert.bert, "decoder": decoder_model}[name]
     config = dataclasses.replace(module.SMALL, dtype="bfloat16")
     tokens = jnp.zeros((2, 16), jnp.int32)
@@ -322,6 +335,42 @@ def test_a_range_of_processes():
     row |= dict(all_ms=[0.3, 0.4, 0.9], latency_ms=1.0, all_latency_ms=[1.0] * 3)
     last = tables.job_table({"rows": [row]}).splitlines()[-1]
     assert "| **0.40 ms (0.30 to 0.90)** | - | - | - | 1.00 / - / - | 0 |" in last
+    row = dict(contender="ours", shape="1x16", ms=0.4, all_ms=[0.3, 0.4, 0.9])
+    for processes, text in ((1, "0.40 ms"), (3, "0.40 ms (0.30 to 0.90)")):
+        last = tables.job_table({"rows": [row | {"processes": processes}]}).splitlines()[-1]
+        assert last == f"| 1 x 16 | **{text}** | - | - | - |"
+
+
+def test_only_programs_with_kernels_are_compared():
+    """In a table with the number of kernels. Old rows have a profile in its place, or nothing."""
+    facts = (
+        ("8x128", dict(calls=12), "2.00x", "12"),
+        ("4x128", dict(calls=0), "-", "0"),
+        ("2x128", dict(kinds_ms={"products": 1.0, jobs.OTHER: 1.0}), "-", "0"),
+        ("1x128", {}, "-", "-"),
+    )
+    rows = [
+        dict(contender=who, shape=shape, ms=ms) | fact
+        for shape, fact, *_ in facts
+        for who, ms in (("ours", 1.0), ("plain", 2.0))
+    ]
+    lines = tables.job_table({"rows": rows}).splitlines()[2:]
+    for line, (shape, _, gain, kernels) in zip(lines, reversed(facts), strict=True):
+        text = shape.replace("x", " x ")
+        assert line == f"| {text} | **1.00 ms** | 2.00 ms | - | {gain} | {kernels} |"
+
+
+def test_rows_of_16_bits_that_were_retracted_are_not_shown():
+    rows = [
+        dict(phase=phase, dtype=dtype)
+        for phase in ("step", "inference", "model")
+        for dtype in ("float32", "bfloat16")
+    ]
+    results = {"network": {}, "versions": {"jax": "0"}, "rows": rows}
+    kept = pages._without_retracted(results)["rows"]
+    assert kept == [rows[0], rows[1], rows[2], rows[4]]
+    results["versions"]["commit"] = "0123456789"
+    assert pages._without_retracted(results)["rows"] == rows
 
 
 def test_the_chart_of_inference_leaves_out_programs_without_kernels(tmp_path, monkeypatch):
@@ -370,9 +419,12 @@ def history(tmp_path, monkeypatch):
     return commit
 
 
-def results_of(commit, device="NVIDIA H100 80GB HBM3"):
-    hardware = {"platform": "cuda", "device": device}
-    return json.dumps({"hardware": hardware, "versions": {"commit": commit} if commit else {}})
+def results_of(recorded, **rows):
+    """The text of a file, with a row for each value of a key."""
+    hardware = {"platform": "cuda", "device": "NVIDIA H100 80GB HBM3"}
+    results = {"hardware": hardware, "versions": {"commit": recorded} if recorded else {}}
+    results["rows"] = [{key: value} for key, values in rows.items() for value in values]
+    return json.dumps(results)
 
 
 def test_results_older_than_their_kernels(history):
@@ -383,9 +435,10 @@ def test_results_older_than_their_kernels(history):
     # The kernels of others, and those of a CPU.
     history({"src/relu/a.cu": "2", "src/norm/norm_simd.cc": "2", "src/core/cpu/a.h": "2"})
     assert ages.older([name]) == [] and ages.table([name]) == "None.\n"
-    history({"src/norm/a.cu": "2"})
-    ((shown, made, changed),) = ages.older([name])
-    assert shown == f"`{name}`" and made.startswith(f"`{first[:10]}`, 2") and changed[:1] == "2"
+    changing = history({"src/norm/a.cu": "2"})
+    ((shown, measured, changed),) = ages.older([name])
+    assert shown == f"`{name}`" and measured.startswith(f"`{first[:10]}`, 2")
+    assert changed.startswith(f"`{changing[:10]}`, 2")
     second = history({"src/core/cuda/a.h": "1"})
     history({file: results_of(second)})
     assert ages.older([name]) == []
@@ -399,8 +452,56 @@ def test_results_older_than_their_kernels(history):
 def test_results_without_a_commit(history):
     name = "decoder-nvidia-h100-80gb-hbm3"
     history({"src/norm/a.cu": "1", f"benchmarks/results/{name}.json": results_of(None)})
-    ((_, made, changed),) = ages.older([name])
-    assert made.startswith("before commits were recorded, 2") and changed == "not since"
+    ((_, measured, changed),) = ages.older([name])
+    assert measured.startswith("before commits were recorded, 2") and changed == "not since"
+
+
+JOB = "inference-nvidia-h100-80gb-hbm3"
+
+
+def test_rows_that_are_removed_make_no_results_new(history):
+    """The oldest row counts, also without a commit."""
+    file = f"benchmarks/results/{JOB}.json"
+    first = history({"src/norm/a.cu": "1"})
+    history({file: results_of(None, commit=[None, None])})
+    change = history({"src/norm/a.cu": "2"})
+    for left in ([None], [None, change]):
+        history({file: results_of(None, commit=left)})
+        ((_, measured, changed),) = ages.older([JOB])
+        assert measured.startswith("before commits") and changed.startswith(f"`{change[:10]}`")
+    history({file: results_of(None, commit=[change, first])})
+    ((_, measured, _),) = ages.older([JOB])
+    assert measured.startswith(f"`{first[:10]}`")
+    history({file: results_of(None, commit=[change])})
+    assert ages.older([JOB]) == []
+    # With changed files, the commit that added the first such row counts.
+    dirty = change + environment.DIRTY
+    history({"src/norm/a.cu": "3", file: results_of(None, commit=[dirty, dirty])})
+    assert ages.older([JOB]) == []
+    history({"src/norm/a.cu": "4"})
+    history({file: results_of(None, commit=[dirty])})
+    assert len(ages.older([JOB])) == 1
+
+
+@pytest.mark.parametrize(
+    "path, names",
+    [
+        ("auto_table.json", {"norm", "inference", "fusing"}),
+        ("_op.py", {"norm", "inference", "fusing"}),
+        ("_autofuse/rules.py", {"fusing"}),
+        ("models/bert.py", {"inference", "fusing"}),
+        ("models/bert_checkpoint.py", set()),
+        ("relu.py", {"fusing"}),
+    ],
+)
+def test_python_that_decides_what_is_measured(history, path, names):
+    device = "nvidia-h100-80gb-hbm3"
+    files = dict(norm=f"{device}-norm", inference=JOB, fusing=f"fusing-{device}")
+    first = history({"src/norm/a.cu": "1"})
+    history({f"benchmarks/results/{name}.json": results_of(first) for name in files.values()})
+    history({f"jax_fastops/{path}": "1"})
+    older = {row[0] for row in ages.older(files.values())}
+    assert older == {f"`{files[name]}`" for name in names}
 
 
 def test_without_a_history(monkeypatch, tmp_path):

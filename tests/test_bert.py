@@ -578,6 +578,31 @@ def test_indices_outside_of_the_tables(name, count, ops):
         assert np.isnan(found["gradients"]["embeddings"]["norm"]["scale"]).all()
 
 
+@pytest.mark.parametrize("name, count", [("tokens", 41), ("token_types", 2), ("positions", 16)])
+def test_padding_outside_of_the_tables(name, count):
+    """It changes nothing."""
+    config = dataclasses.replace(CONFIG, layers=1)
+    given = batch(config, n=4) | {"positions": np.tile(np.arange(SEQUENCE), (4, 1))}
+    given = {key: np.delete(array, 1, axis=0) for key, array in given.items()}
+    mask, params = given["mask"], start(config, mlm=False)
+
+    @jax.jit
+    def run(given):
+        def total(params):
+            hidden, pooled = bert.apply(params, config=config, **given)
+            hidden = jnp.where(mask[..., None], hidden, jnp.zeros_like(hidden))
+            return hidden.sum() + pooled.sum(), (hidden, pooled)
+
+        return jax.grad(total, has_aux=True)(params)
+
+    wanted = run(given)
+    for index in (count, -count - 1, 2**31 - 1):
+        wrong = np.where(mask, given[name], index)
+        with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+            found = run(given | {name: wrong})
+        assert_close_in_norm(found, wanted, 1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_narrow_tokens(dtype):
     """The dtype of tokens may be too narrow for the number of rows in the table."""
@@ -702,7 +727,6 @@ def test_dropout_of_probabilities():
 # ---- settings ------------------------------------------------------------------------------------
 
 
-@pytest.mark.settings
 @pytest.mark.parametrize("which", ["native", "xla", "plain"])
 def test_strict_settings(which):
     """Results are those without the settings."""
@@ -726,7 +750,6 @@ def test_strict_settings(which):
             jax.tree.map(np.testing.assert_array_equal, run(), wanted)
 
 
-@pytest.mark.settings
 @pytest.mark.parametrize(
     "changes",
     [

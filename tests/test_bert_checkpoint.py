@@ -368,7 +368,7 @@ def test_interrupted_save(tmp_path, monkeypatch, fails):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-# Of transformers 4.57.6 and 5.24.0, which agree: of a config.json without these keys.
+# The defaults of transformers 4.57.6 and 5.24.0 (they agree) for a config.json without these keys.
 DEFAULTS = bert.Config(
     vocab_size=30522,
     hidden_size=768,
@@ -388,6 +388,10 @@ DEFAULTS = bert.Config(
 
 def test_defaults():
     assert bert_checkpoint._config_of({"model_type": "bert"}) == DEFAULTS
+    null = dict.fromkeys(
+        (*bert_checkpoint._FIELDS.values(), *bert_checkpoint._SUPPORTED, "hidden_act")
+    )
+    assert bert_checkpoint._config_of({"model_type": "bert"} | null) == DEFAULTS
 
 
 def test_defaults_of_live_transformers():
@@ -440,7 +444,6 @@ def test_partition_specs(tmp_path, kind):
     assert_close(found, bert.apply(saved, tokens, bert.SMALL), 1e-5)
 
 
-@pytest.mark.settings
 def test_load_under_strict_settings():
     tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
@@ -476,12 +479,12 @@ def another(folder, name: str, **changes):
 
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_save_like(tmp_path, name):
-    """The same config.json, new tensors, and copies of the other files."""
+    """The same config.json except for the dtype, new tensors, and copies of the other files."""
     before = another(tmp_path / "like", name)
     config, params = bert_checkpoint.load(tmp_path / "like")
     params = jax.tree.map(lambda a: a + 1, params)
     bert_checkpoint.save(tmp_path / "made", config, params, like=tmp_path / "like")
-    assert content(tmp_path / "made") == before
+    assert content(tmp_path / "made") == before | {"dtype": "float32"}
     assert_same(bert_checkpoint.load(tmp_path / "made")[1], params)
     names = [file.name for file in sorted((tmp_path / "made").iterdir())]
     assert names == ["config.json", "model.safetensors", "vocab.txt"]

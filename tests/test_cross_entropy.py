@@ -280,7 +280,6 @@ def test_where_broadcasts():
     np.testing.assert_array_equal(got, np.where(where, fo.cross_entropy(x, labels), 0))
 
 
-@pytest.mark.settings
 @pytest.mark.parametrize("mode", ["native", "xla"])
 @pytest.mark.parametrize("kind", ["int8", "int32", "uint32"])
 def test_strict_settings(kind, mode):

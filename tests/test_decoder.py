@@ -246,6 +246,32 @@ def test_tokens_outside_of_the_vocabulary(ops):
         assert np.isnan(value) and np.isnan(grads["norm"]["scale"]).all()
 
 
+@pytest.mark.parametrize("which", ["ours", "plain", "xla"])
+def test_padding_outside_of_the_vocabulary(which):
+    """It changes nothing, for example with a token that a tokenizer has and a model has not."""
+    config = dataclasses.replace(CONFIG, attention="xla" if which == "xla" else "softmax")
+    ops = decoder.PLAIN if which == "plain" else decoder.FASTOPS
+    params, (tokens, mask) = start(config), batch().values()
+    tokens, mask = np.delete(tokens, 1, axis=0), np.delete(mask, 1, axis=0)
+
+    def run(tokens):
+        hidden = hidden_of(params, tokens, config, mask=mask, ops=ops)
+        given = dict(config=config, length=3, ops=ops)
+        concrete = decoder.generate(params, tokens, mask=mask, **given)
+        new = generate(params, tokens, mask=mask, **given), concrete
+        return hidden[mask], jax.jit(step(config, ops))(params, tokens, mask=mask), new
+
+    wanted = run(np.where(mask, tokens, 0))
+    for token in (CONFIG.vocab_size, -CONFIG.vocab_size - 1, 2**31 - 1):
+        with strict():
+            found = run(np.where(mask, tokens, np.int32(token)))
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    for dtype in ("int8", "uint8"):  # too narrow for the vocabulary
+        wide = dataclasses.replace(config, vocab_size=300)
+        narrow = np.where(mask, tokens, 127).astype(dtype)
+        assert np.isfinite(decoder.loss(start(wide), narrow, wide, mask=mask, ops=ops))
+
+
 INDICES = np.array([[0, 3, 4, -1], [-4, -5, 100, 3]], np.int32)
 
 
@@ -492,6 +518,42 @@ def test_kinds_of_end(end, same):
         np.testing.assert_array_equal(found, one)
 
 
+@pytest.mark.parametrize(
+    "end, same",
+    [
+        (3, 3),
+        (np.int64(3), 3),
+        (np.uint8([3, 7]), (3, 7)),
+        ([7, 3], (7, 3)),
+        (lambda: jnp.array([3, 7]), (3, 7)),
+        (lambda: [jnp.int32(3) + 0, 7], (3, 7)),
+        (-1, ()),
+    ],
+    ids=lambda value: "made" if callable(value) else repr(value),
+)
+def test_traced_ends(end, same):
+    """They are arguments of a program, or made in it."""
+    params, tokens = start(CONFIG), batch()["tokens"]
+    wanted, lengths = generate(params, tokens, CONFIG, length=8, end=same)
+    run = functools.partial(decoder.generate, params, tokens, CONFIG, length=8)
+    with strict():
+        if callable(end):
+            found = jax.jit(lambda: run(end=end()))()
+        else:
+            found = jax.jit(lambda end: run(end=end))(end)
+    np.testing.assert_array_equal(found[1], lengths)
+    for mine, theirs, n in zip(found[0], wanted, lengths.tolist(), strict=True):
+        np.testing.assert_array_equal(mine[:n], theirs[:n])
+
+
+@pytest.mark.parametrize("end", [True, 2.0, np.ones((2, 2), int)], ids=repr)
+def test_wrong_traced_ends(end):
+    with pytest.raises(TypeError, match=r"decoder: end is .*; it must be an"):
+        jax.jit(functools.partial(decoder.generate, config=CONFIG, length=2))(
+            start(CONFIG), TOKENS, end=end
+        )
+
+
 def test_one_token(native):
     new, lengths = generate(start(CONFIG), batch()["tokens"], CONFIG, length=1, end=3)
     assert new.shape == (BATCH, 1) and lengths.tolist() == [1] * BATCH
@@ -623,6 +685,20 @@ def test_mesh_with_padding(native, kind, attention):
     hidden, both = run_over(make_mesh(MESHES["all"], KINDS[kind]), config, given)
     assert hidden[1] == {"all-reduce": 1 + 2 * config.layers, "all-gather": 1 + 2 * config.layers}
     check_mesh(config, given, hidden, both)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("kind", KINDS)
+def test_mask_on_every_device(kind):
+    """Tokens are sharded, and the mask is not."""
+    if device_count() < 8:
+        pytest.skip("needs eight devices")
+    mesh, given = make_mesh(dict(data=2), KINDS[kind]), batch(n=8)
+    wanted = jax.jit(hidden_of)(start(CONFIG), **given)
+    params, mask = jax.device_put((start(CONFIG), given["mask"]), NamedSharding(mesh, P()))
+    tokens = jax.device_put(given["tokens"], NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        assert_close_in_norm(jax.jit(hidden_of)(params, tokens, mask=mask), wanted, 1e-6)
 
 
 @pytest.mark.jax
@@ -758,6 +834,18 @@ def test_errors(function, changes, error, message):
         function(**given)
 
 
+@pytest.mark.parametrize("changes", [{}, dict(attention="xla"), dict(scan=True, qk_norm=True)])
+def test_empty_batch(changes):
+    """Results are empty, and gradients are zeros."""
+    config = dataclasses.replace(CONFIG, **changes)
+    params, tokens = start(config), TOKENS[:0]
+    assert hidden_of(params, tokens, config).shape == (0, 3, CONFIG.hidden_size)
+    value, grads = step(config, decoder.FASTOPS)(params, tokens)
+    assert value == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
+    new, lengths = generate(params, tokens, config, length=4, end=3, mask=tokens)
+    assert new.shape == (0, 4) and lengths.shape == (0,)
+
+
 HOLE, EMPTY = np.array([[1, 1, 1], [1, 0, 1]]), np.array([[0, 1, 1], [0, 0, 0]])
 
 
@@ -770,7 +858,8 @@ HOLE, EMPTY = np.array([[1, 1, 1], [1, 0, 1]]), np.array([[0, 1, 1], [0, 0, 0]])
         (dict(tokens=TOKENS * 1.0), TypeError, "tokens is of float32"),
         (dict(tokens=TOKENS[0]), ValueError, r"tokens has shape \(3,\)"),
         (dict(tokens=TOKENS + 40), ValueError, "tokens has 40; it must be from 0 to 39, below"),
-        (dict(tokens=TOKENS - 41), ValueError, "tokens has -41; it must be from 0 to 39, below"),
+        (dict(tokens=TOKENS - 1), ValueError, "tokens has -1; it must be from 0 to 39, below"),
+        (dict(tokens=TOKENS + 40, mask=TOKENS + 1), ValueError, "tokens has 40; it must be from 0"),
         (dict(length=2.0), TypeError, r"length is 2\.0; it must be an integer"),
         (dict(length=None), TypeError, "length is None; it must be an integer"),
         (dict(length=True), TypeError, "length is True; it must be an integer"),
@@ -814,7 +903,7 @@ def test_errors_of_generate(changes, error, message):
         decoder.generate(**given)
 
 
-@pytest.mark.parametrize("name, value", [("end", 3), ("length", 2), ("top_k", 2)])
+@pytest.mark.parametrize("name, value", [("length", 2), ("top_k", 2)])
 def test_static_arguments(name, value):
     """If they are traced, the error names them."""
     given = dict(params=start(CONFIG), tokens=TOKENS, length=2, key=jax.random.key(0))
@@ -845,7 +934,6 @@ def test_traced_masks_are_not_checked():
 # ---- settings ------------------------------------------------------------------------------------
 
 
-@pytest.mark.settings
 @pytest.mark.parametrize("which", ["native", "xla", "plain"])
 def test_strict_settings(which):
     config = dataclasses.replace(CONFIG, **NETWORKS["biases-window"], dtype="bfloat16")
@@ -867,7 +955,6 @@ def test_strict_settings(which):
             jax.tree.map(np.testing.assert_array_equal, run(), wanted)
 
 
-@pytest.mark.settings
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_programs_under_strict_settings(native, without_cudnn, variant):
     """They are the same programs."""

@@ -251,7 +251,7 @@ def test_transformers_reads_a_new_config(tmp_path, changes):
     assert found.bos_token_id is found.eos_token_id is found.pad_token_id is None
 
 
-# Of transformers 4.57.6 and 5.24.0, which agree: of a config.json without these keys.
+# The defaults of transformers 4.57.6 and 5.24.0 (they agree) for a config.json without these keys.
 COMMON = dict(
     hidden_size=4096,
     layers=32,
@@ -312,6 +312,21 @@ MEANINGS = [
 def test_defaults_of_model_types(given, wanted):
     wanted = decoder.Config(**DEFAULTS[given["model_type"]] | wanted, dtype="float32")
     assert decoder_checkpoint._config_of(given) == wanted
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_null_is_the_default(kind):
+    """Except for keys where it has a meaning, which `MEANINGS` has."""
+    names = {name for defaults in decoder_checkpoint._DEFAULTS.values() for name in defaults}
+    names |= {"rope_scaling", "rope_parameters", "partial_rotary_factor", "layer_types"}
+    names |= {"hidden_act", "mlp_bias"}
+    names -= {"sliding_window", "num_key_value_heads", "head_dim"}
+    given = {"model_type": kind} | dict.fromkeys(names)
+    assert decoder_checkpoint._config_of(given) == decoder_checkpoint._config_of(
+        {"model_type": kind}
+    )
+    rope = {"rope_theta": None, "rope_type": None, "partial_rotary_factor": None}
+    assert decoder_checkpoint._config_of(given | {"rope_parameters": rope}).rope_theta == 10000
 
 
 @pytest.mark.parametrize("given", [given for given, _ in MEANINGS], ids=json.dumps)
@@ -395,6 +410,8 @@ def test_param_dtype(tmp_path, param_dtype, scan):
 
 
 def test_param_dtype_of_float64():
+    with pytest.raises(ValueError, match=r"param_dtype is 'float64', which .* jax_enable_x64"):
+        decoder_checkpoint.load(DATA / "llama", param_dtype="float64")
     with x64():
         _, params = decoder_checkpoint.load(DATA / "llama", param_dtype="float64", scan=True)
         _, wanted = decoder_checkpoint.load(DATA / "llama", scan=True)
@@ -464,7 +481,6 @@ def test_wrong_sharding(sharding):
         decoder_checkpoint.load(DATA / "llama", sharding=sharding)
 
 
-@pytest.mark.settings
 def test_load_under_strict_settings():
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         config, params = decoder_checkpoint.load(DATA / "qwen3", param_dtype="bfloat16", scan=True)
@@ -500,7 +516,6 @@ def test_tied_head_in_the_file(tmp_path):
         (dict(model_type="gpt2"), r"model_type in config\.json is 'gpt2'; it must be one of"),
         (dict(hidden_act="gelu"), "hidden_act .* is 'gelu'; supported is 'silu'"),
         (dict(mlp_bias=True), "mlp_bias .* is True; supported is False"),
-        (dict(vocab_size=None, rms_norm_eps=None), r"config\.json has no vocab_size, rms_norm_eps"),
         (dict(rope_parameters=dict(rope_type="yarn")), "rope_type in .* is 'yarn'"),
         (dict(rope_parameters=dict(type="llama3", factor=2.0)), "has no low_freq_factor, high_f"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor in .* is 0.5; supported is 1.0"),
@@ -568,7 +583,9 @@ FILES = [  # that are copied
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
+    "tekken.json",
     "chat_template.jinja",
+    "additional_chat_templates/rag.jinja",
     "spiece.model",
 ]
 
@@ -576,32 +593,33 @@ FILES = [  # that are copied
 def another(folder, name: str, **changes):
     """Writes a checkpoint with other files. Returns what `load` returns."""
     RECORDED.written(folder, None, name, **MORE | changes)
+    (folder / "additional_chat_templates").mkdir()
     for file in (*FILES, "README.md", "pytorch_model.bin", "model-00001-of-00002.safetensors"):
         (folder / file).write_text(f"content of {file}")
     (folder / "tokenizer_files").mkdir()
     return decoder_checkpoint.load(folder)
 
 
-def content(folder) -> dict:
-    return json.loads((folder / "config.json").read_text())
+def content(folder, file: str = "config.json") -> dict:
+    return json.loads((folder / file).read_text())
 
 
 @pytest.mark.parametrize("place", ["made", "like"])
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_save_like(tmp_path, name, place):
-    """The same config.json, new tensors, and copies of the other files."""
+    """The same config.json except for the dtype, new tensors, and copies of the other files."""
     like, made = tmp_path / "like", tmp_path / place
     like.mkdir()
     config, params = another(like, name)
     before = content(like)
     params = jax.tree.map(lambda a: a + 1, params)
     decoder_checkpoint.save(made, dataclasses.replace(config, remat=True), params, like=like)
-    assert content(made) == before
+    assert content(made) == before | {"dtype": "float32"}
     again, found = decoder_checkpoint.load(made)
     assert again == config and same(found, params)
     if made != like:
         names = {"config.json", "model.safetensors", *FILES}
-        assert {file.name for file in made.iterdir()} == names
+        assert {str(f.relative_to(made)) for f in made.rglob("*") if f.is_file()} == names
     assert all((made / file).read_text() == f"content of {file}" for file in FILES)
 
 
@@ -625,7 +643,49 @@ def test_save_like_with_changes(tmp_path, name, kind, change):
     decoder_checkpoint.save(tmp_path / "made", config, params, like=tmp_path / "like")
     assert decoder_checkpoint.load(tmp_path / "made")[0] == config
     written = content(tmp_path / "made")
-    assert written["model_type"] == kind and {key: written[key] for key in MORE} == MORE
+    assert written["model_type"] == kind
+    assert {key: written[key] for key in MORE} == MORE | {"dtype": "float32"}
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtype_like(tmp_path, name, dtype):
+    """It is that of the tensors, if it is there and all have the same."""
+    like = tmp_path / "like"
+    like.mkdir()
+    given = content(RECORDED.written(like, **{name: "float64"}))
+    given.pop({"dtype": "torch_dtype", "torch_dtype": "dtype"}[name], None)
+    (like / "config.json").write_text(json.dumps(given))
+    config, params = decoder_checkpoint.load(like, param_dtype=dtype)
+    decoder_checkpoint.save(tmp_path / "all", config, params, like=like)
+    assert content(tmp_path / "all") == given | {name: dtype}
+    params["norm"] = jax.tree.map(lambda a: a.astype("float32"), params["norm"])
+    params["head"] = params["head"].astype("bfloat16")
+    decoder_checkpoint.save(tmp_path / "mixed", config, params, like=like)
+    assert content(tmp_path / "mixed") == given
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_save_over_several_files(tmp_path, damaged):
+    """The former index and its files are removed, and no others."""
+    config, params = decoder_checkpoint.load(DATA / "llama")
+    made = tmp_path / "made"
+    made.mkdir()
+    test_several_files(made)
+    if damaged:
+        (made / "model.safetensors.index.json").write_text("{")
+    else:
+        index = content(made, "model.safetensors.index.json")
+        index["weight_map"] |= {"a": "../outside.safetensors", "b": "config.json", "c": "README.md"}
+        (made / "model.safetensors.index.json").write_text(json.dumps(index))
+    outside = tmp_path / "outside.safetensors"
+    for file in (made / "own.safetensors", made / "README.md", outside):
+        file.write_text("own")
+    decoder_checkpoint.save(made, config, params, like=made)
+    former = {"a.safetensors", "b.safetensors"} if damaged else set()
+    names = {"config.json", "model.safetensors", "own.safetensors", "README.md"} | former
+    assert {file.name for file in made.iterdir()} == names and outside.exists()
+    assert same(decoder_checkpoint.load(made)[1], params)
 
 
 @pytest.mark.parametrize(

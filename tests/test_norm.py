@@ -1406,7 +1406,6 @@ def test_dropout_of_another_width(op, n, mode):
     np.testing.assert_allclose(found[1], total, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.settings
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 @pytest.mark.parametrize("mode", ["native", "xla"])
 def test_strict_settings(name, rate, mode):

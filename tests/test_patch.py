@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness.case import implementation
 from harness.programs import targets_of
 from jax.nn import gelu, log_softmax, relu, silu, softmax  # by name, before anything is patched
 
@@ -20,7 +21,7 @@ LABELS = jnp.asarray(RNG.integers(0, 40, 6))
 
 @pytest.fixture(autouse=True)
 def native():
-    with fo.use_implementation("native"):
+    with implementation("native"):
         yield
 
 
@@ -359,8 +360,8 @@ def test_linen_norms_whose_kernel_does_not_take_the_call():
         def run(x):
             return layer.apply(variables, x, mutable=["batch_stats"])  # noqa: B023
 
-        for x, implementation in ((X.astype(jnp.bfloat16), "native"), (X, "xla")):
-            with fo.use_implementation(implementation):
+        for x, mode in ((X.astype(jnp.bfloat16), "native"), (X, "xla")):
+            with fo.use_implementation(mode):
                 want = run(x)
                 with fo.patch():
                     close(run(x), want, 0)
@@ -387,7 +388,6 @@ def test_dropout(module):
     assert "dropout" not in targets_of(lambda: run(False))
 
 
-@pytest.mark.settings
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 def test_layers_under_strict_settings(implementation):
     """What runs without `patch` runs with it, forward and backward."""

@@ -343,7 +343,6 @@ def test_plain_batch_norm(axis, parameters):
     np.testing.assert_allclose(y, ours[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.settings
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("which", ["native", "xla", "plain"])
 def test_strict_settings(which, name):

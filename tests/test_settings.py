@@ -38,7 +38,6 @@ def by(request):
         yield request.param
 
 
-@pytest.mark.settings
 @pytest.mark.parametrize("op", CALLS)
 def test_strict_promotion_changes_nothing(op, by):
     """Values, gradients and second derivatives, also of a function that was traced before."""
@@ -69,7 +68,7 @@ def programs(call, args):
 
 
 @pytest.mark.parametrize("op", CALLS)
-def test_finite_values_pass_the_checks_for_nan_and_infinity(op, native):
+def test_finite_values_pass_the_checks_for_nan_and_infinity(op, by):
     args = operands(CALLS[op])
     for program in programs(CALLS[op], args).values():
         with jax.debug_nans(True), jax.debug_infs(True):
@@ -119,6 +118,20 @@ def test_max_pool_shows_no_infinity_of_its_padding(padding, dtype):
 # jet does not take functions with a custom derivative, such as jax.nn.relu.
 CUSTOM = {"relu", "add_relu", "batch_norm", "batch_norm_statistics", "lerp", "bias_relu"}
 CUSTOM |= {"linear_cross_entropy"}
+
+
+def fails_under_jet(function, args) -> bool:
+    try:
+        jet.jet(function, args, [[np.ones_like(x)] for x in args])
+    except jax.errors.UnexpectedTracerError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("op", sorted(CUSTOM))
+def test_jet_takes_a_custom_derivative_if_it_takes_that_of_jax(op, native):
+    args = operands(CALLS[op])
+    assert fails_under_jet(CALLS[op].function, args) == fails_under_jet(jax.nn.relu, args[:1])
 
 
 @pytest.mark.parametrize("op", [op for op in CALLS if op not in CUSTOM])

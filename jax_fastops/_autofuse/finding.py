@@ -341,7 +341,7 @@ class Finder:
             if self._matched and pattern.name == "log_softmax":
                 self._note_weighted(value)
             if found is not None:
-                self._remember(key, [(pattern, axis), *whole], False)
+                self._remember(key, [*whole, (pattern, axis)], False)
                 self._note_larger(found)
                 return found
             if self._matched:
@@ -359,7 +359,7 @@ class Finder:
             self.misses.append(Miss("cross_entropy of one_hot", value, reason, True))
 
     def _note_larger(self, match: Match) -> None:
-        """Notes why a larger pattern is not replaced where this one is."""
+        """Notes why a larger pattern is not replaced at the result of this match."""
         name = match.before + match.pattern.name
         larger = (miss for part, miss in self._tried if part == 1 and miss.pattern != name)
         if (miss := next(larger, None)) is not None:
@@ -377,7 +377,7 @@ class Finder:
         """The patterns to try, with the axis."""
         known, all_tried = self._known.get(key, ([], False))
         if not (self._thorough and all_tried):
-            yield from [*known[1:], *known[:1]] if self._thorough else known
+            yield from known
             if all_tried:
                 return
         kinds = _kinds(source)

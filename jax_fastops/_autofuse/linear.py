@@ -227,7 +227,7 @@ def wide_labels(labels):
 def from_the_end(labels, classes: int):
     """Labels of which negative ones count from the end, as indices do.
 
-    One that is no class becomes too large: its loss is NaN.
+    A label that is no class becomes too large: its loss is NaN.
     """
     labels = wide_labels(labels)
     labels = jnp.where(labels < 0, labels + classes, labels)
@@ -254,16 +254,16 @@ def _call(leaves, options) -> _Call:
 
 
 def linear_by_label(leaves, **options):
-    """As by indexing: negative labels count from the end, and those that are no class give NaN."""
+    """The losses of labels as indices: negative ones count from the end; no class gives NaN."""
     call = _call(leaves, options)
     return call.losses(from_the_end(call.labels, call.table.shape[0]))
 
 
 def linear_by_sum(leaves, too_large: bool = False, **options):
-    """As by a sum over the classes that are the label: one that is no class takes nothing off.
+    """The losses by ``sum(one_hot(label) * logits)``: a label that is no class subtracts nothing.
 
-    Its loss is that of another class, with what that takes off. If ``too_large``, only a negative
-    label is such one, and a label that is too large gives NaN.
+    Its loss is that of another class plus the logit of that class. If ``too_large``, only a
+    negative label counts as no class, and a label that is too large gives NaN.
     """
     call = _call(leaves, options)
     is_class, share = call.labels >= 0, 1 - options.get("label_smoothing", 0.0)
@@ -280,7 +280,7 @@ def linear_by_sum_of_shifted(leaves, **options):
 
 
 def linear_of_log_softmax(leaves, **options):
-    """As by indexing, but a logit of +inf gives NaN: it has inf less itself.
+    """The losses of labels as indices. A logit of +inf gives NaN, because inf - inf is NaN.
 
     The NaN of a label that is no class has no gradient.
     """

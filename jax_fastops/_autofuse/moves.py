@@ -52,7 +52,7 @@ def move_at(value: Value) -> Move | str | None:
         return _pool(value, node)
     if node.name == "reshape" and (merged := _merged(value, node)) is not None:
         return merged
-    # What a move uses belongs to its pattern.
+    # A value that another move uses belongs to the pattern of that move.
     return _split(value) if node.name in _MOVES and not _is_used_by(value, _MOVES) else None
 
 
@@ -166,7 +166,7 @@ def _moved(source: Value, array: np.ndarray) -> Iterator[tuple[Value, np.ndarray
 
 
 def _strides(x: np.ndarray) -> _Strides:
-    """What two views share if they show the same elements. An axis of size 1 has any stride."""
+    """A key that two views of the same elements share. An axis of size 1 has any stride."""
     strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.strides, strict=True))
     return x.shape, strides, x.__array_interface__["data"][0]
 

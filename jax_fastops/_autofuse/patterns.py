@@ -304,7 +304,7 @@ def losses_by_label(logits, labels, axis=-1, **options):
 
 
 def _losses_of_log_softmax(logits, labels, **options):
-    """The same, but the NaN of a label that is no class has no gradient."""
+    """The losses of `losses_by_label`. A label that is no class gives NaN, without a gradient."""
     classes = logits.shape[-1]
     labels = no_class_as_padding(from_the_end(labels, classes), classes)
     losses = cross_entropy(logits, labels, **options).astype(logits.dtype)

@@ -92,7 +92,7 @@ _WORK = {*_BODIES, "jit", "pjit", "shard_map", "mul", "div", "add", "sub"}
 
 
 class Settings(NamedTuple):
-    """What is seen of each plan, and whether dropout may take other masks.
+    """Options: a function that sees each plan, and whether dropout may take other masks.
 
     ``rule`` is the kind of function around the program whose own rule runs in a derivative.
     """

@@ -25,11 +25,13 @@ DTYPES: dict[str, Any] = {
 _COPIED = (
     "generation_config.json",
     "tokenizer*",
+    "tekken.json",
     "vocab*",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "additional_chat_templates/*",
     "*.model",
 )
 # Fields of a Config that are not part of the network.
@@ -55,12 +57,18 @@ def read_config(model: str, path: Path) -> dict[str, Any]:
 def read_json(model: str, path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except ValueError as error:  # of the syntax or of the encoding
         raise ValueError(f"{model}: {path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{model}: {path} is a JSON {type(found).__name__}; it must be an object")
-    return found
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise ValueError(f"{model}: {path} is a JSON {kind}; it must be an object")
+    return content
+
+
+def without_null(content: dict[str, Any], nullable: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The keys whose value is not ``null``, and those where ``null`` has a meaning."""
+    return {key: a for key, a in content.items() if a is not None or key in nullable}
 
 
 class Stored(NamedTuple):
@@ -76,10 +84,7 @@ def find_tensors(model: str, path: Path, ignored: tuple[str, ...] = ()) -> dict[
     """The tensors of a folder. Names that end with one of ``ignored`` may have any dtype."""
     files = [WEIGHTS]
     if not (path / WEIGHTS).exists() and (path / INDEX).exists():
-        index = read_json(model, path / INDEX)
-        if "weight_map" not in index:
-            raise ValueError(f"{model}: {path / INDEX} has no weight_map")
-        files = sorted(set(index["weight_map"].values()))
+        files = _indexed(model, path / INDEX)
     elif not (path / WEIGHTS).exists():
         raise FileNotFoundError(f"{model}: {path} has neither {WEIGHTS} nor {INDEX}")
     tensors, others = {}, []
@@ -98,6 +103,14 @@ def find_tensors(model: str, path: Path, ignored: tuple[str, ...] = ()) -> dict[
             f"{', '.join(DTYPES)}"
         )
     return tensors
+
+
+def _indexed(model: str, index: Path) -> list[str]:
+    """The files that an index names."""
+    content = read_json(model, index)
+    if not isinstance(content.get("weight_map"), dict):
+        raise ValueError(f"{model}: {index} has no weight_map")
+    return sorted(set(content["weight_map"].values()))
 
 
 @contextlib.contextmanager
@@ -129,19 +142,19 @@ def _blocks(opened: Any, stored: Stored) -> Iterator[tuple[slice, np.ndarray]]:
 def check_tensors(
     model: str,
     tensors: dict[str, Stored],
-    wanted: dict[str, tuple[int, ...]],
+    shapes: dict[str, tuple[int, ...]],
     remedy: str = "",
 ) -> None:
-    """The tensors have the names and shapes of ``wanted``. The remedy is for names not known."""
-    missing = sorted(set(wanted) - set(tensors))
-    unknown = sorted(set(tensors) - set(wanted))
-    shapes = [
+    """The tensors have these names and shapes. The remedy is for names not known."""
+    missing = sorted(set(shapes) - set(tensors))
+    unknown = sorted(set(tensors) - set(shapes))
+    others = [
         f"{name} of {tensors[name].shape}, which by {CONFIG} is {shape}"
-        for name, shape in wanted.items()
+        for name, shape in shapes.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    found = (("missing", missing), (f"not known{remedy}", unknown), ("of another shape", shapes))
-    if wrong := "; ".join(f"{what}: {', '.join(names)}" for what, names in found if names):
+    kinds = (("missing", missing), (f"not known{remedy}", unknown), ("of another shape", others))
+    if wrong := "; ".join(f"{what}: {', '.join(names)}" for what, names in kinds if names):
         raise ValueError(f"{model}: tensors {wrong}")
 
 
@@ -184,22 +197,26 @@ def parameter_dtype(model: str, param_dtype: Any) -> np.dtype:
     """The dtype that the argument ``param_dtype`` means."""
     accepted = [jnp.dtype(dtype).name for dtype in DTYPES.values()]
     try:  # None would be float64
-        found = "" if param_dtype is None else jnp.dtype(param_dtype).name
+        name = "" if param_dtype is None else jnp.dtype(param_dtype).name
     except TypeError:
-        found = ""
-    if found not in accepted:
+        name = ""
+    if name not in accepted:
         raise ValueError(
             f"{model}: param_dtype is {param_dtype!r}; it must be one of "
             f"{', '.join(map(repr, accepted))}"
         )
-    return jnp.empty(0, found).dtype  # without x64, JAX has no float64
+    if jax.dtypes.canonicalize_dtype(name) != name:
+        raise ValueError(
+            f"{model}: param_dtype is {param_dtype!r}, which JAX has only if jax_enable_x64 is True"
+        )
+    return jnp.dtype(name)
 
 
 def read_params(
     model: str,
     tensors: dict[str, Stored],
     leaves: dict[str, Leaf],
-    wanted: Any,
+    tree: Any,
     dtype: np.dtype,
     sharding: Any,
 ) -> Any:
@@ -209,14 +226,14 @@ def read_params(
       model: the name of the model.
       tensors: the tensors, whose shapes are right.
       leaves: their places in the parameters, by the same names.
-      wanted: the tree of the parameters' shapes.
+      tree: the tree of the parameters' shapes.
       dtype: of the parameters.
       sharding: ``None``, a sharding, or a tree of them, of which only a part may be needed.
     """
-    with_paths, tree = jax.tree.flatten_with_path(wanted)
+    with_paths, structure = jax.tree.flatten_with_path(tree)
     shapes = {keys_of(path): leaf.shape for path, leaf in with_paths}
     shardings = {path: _sharding_at(model, sharding, path) for path in shapes}
-    found: dict[tuple, jax.Array] = {}
+    params: dict[tuple, jax.Array] = {}
     unfinished: dict[tuple, tuple[np.ndarray, int]] = {}  # and the number of thirds so far
 
     def take(opened: Any, stored: Stored, leaf: Leaf) -> None:
@@ -230,31 +247,31 @@ def read_params(
             unfinished[path] = array, thirds + 1
             return
         if leaf.layer is None:
-            found[path] = _put(array, shardings[path])
+            params[path] = _put(array, shardings[path])
         else:
-            stack = found.pop(path, None)
+            stack = params.pop(path, None)
             if stack is None:
                 stack = jnp.zeros(shape, dtype, device=shardings[path])
-            found[path] = _with_layer(stack, array, leaf.layer, shardings[path])
+            params[path] = _with_layer(stack, array, leaf.layer, shardings[path])
         # So that arrays do not gather on the host while they wait for their transfer.
-        found[path].block_until_ready()
+        params[path].block_until_ready()
 
     for file in sorted({tensors[name].file for name in leaves}):
         with _opened(model, file) as opened:
             for name, leaf in leaves.items():
                 if tensors[name].file == file:
                     take(opened, tensors[name], leaf)
-    return tree.unflatten([found[path] for path in shapes])
+    return structure.unflatten([params[path] for path in shapes])
 
 
 def _sharding_at(model: str, sharding: Any, path: tuple) -> Sharding | None:
     """The sharding of the parameter at a path: a leaf of the tree on the way to it, or at it."""
-    found = sharding
+    result = sharding
     with contextlib.suppress(KeyError, IndexError, TypeError):
         for step in path:
-            found = found if found is None or isinstance(found, Sharding) else found[step]
-    if found is None or isinstance(found, Sharding):
-        return found
+            result = result if result is None or isinstance(result, Sharding) else result[step]
+    if result is None or isinstance(result, Sharding):
+        return result
     where = "".join(f"[{step!r}]" for step in path)
     raise ValueError(
         f"{model}: sharding has no Sharding of params{where}; it must be a jax.sharding.Sharding, "
@@ -325,13 +342,13 @@ def written_like(
     ]
     if sizes:
         raise ValueError(f"{model}: like, {like}, has other shapes: {'; '.join(sizes)}")
-    found = given if old == new else written(given)
-    if network(read(found)) != new:
+    content = given if old == new else written(given)
+    if network(read(content)) != new:
         raise ValueError(
             f"{model}: like, {like}, is of the model_type {given['model_type']!r}, which cannot "
             f"have config: {config}"
         )
-    return found
+    return content
 
 
 def write(
@@ -343,22 +360,35 @@ def write(
 ) -> None:
     """Writes config and tensors, and copies other files of ``like``.
 
-    Existing files are replaced atomically, after all new files are complete.
+    Existing files are replaced atomically, after all new files are complete. An index of former
+    tensors, and the files that it names, are then removed: some programs read all files.
     """
     save_file = import_safetensors(model).numpy.save_file
     path.mkdir(parents=True, exist_ok=True)
-    found = [] if like is None else [file for pattern in _COPIED for file in like.glob(pattern)]
-    others = {file for file in found if file.is_file()}
-    names = (CONFIG, WEIGHTS, *(file.name for file in others))
-    unfinished = {name: path / f"{name}.{os.getpid()}" for name in names}
+    copied: dict[str, Path] = {}
+    if like is not None:
+        files = [file for pattern in _COPIED for file in like.glob(pattern) if file.is_file()]
+        copied = {str(file.relative_to(like)): file for file in files}
+    unfinished = {name: path / f"{name}.{os.getpid()}" for name in (CONFIG, WEIGHTS, *copied)}
+    dtypes = {tensor.dtype.name for tensor in tensors.values()}
+    if len(dtypes) == 1:
+        config = config | dict.fromkeys(config.keys() & {"dtype", "torch_dtype"}, *dtypes)
+    former: list[str] = []
+    with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one is removed as well
+        former = _indexed(model, path / INDEX)
     try:
         unfinished[CONFIG].write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         # transformers takes no file without this format.
         save_file(tensors, unfinished[WEIGHTS], metadata={"format": "pt"})
-        for file in others:
-            shutil.copyfile(file, unfinished[file.name])
+        for name, file in copied.items():
+            unfinished[name].parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, unfinished[name])
         for name, file in unfinished.items():
             os.replace(file, path / name)
+        (path / INDEX).unlink(missing_ok=True)
+        for name in former:
+            if name != WEIGHTS and name.endswith(".safetensors") and Path(name).name == name:
+                (path / name).unlink(missing_ok=True)
     finally:
         for file in unfinished.values():
             file.unlink(missing_ok=True)

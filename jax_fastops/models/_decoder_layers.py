@@ -173,7 +173,8 @@ def _attention(params: dict, x, kept, config: Config, turns, attend: _Attend, op
         kept = _written(kept[0], k, attend.start), _written(kept[1], v, attend.start)
         k, v = (k, v) if attend.fresh else kept
     attention = _softmax_attention if attend.where is not None else _fused_attention
-    return attention(q, k, v, config, attend, ops).reshape(*x.shape[:2], -1), kept
+    y = attention(q, k, v, config, attend, ops)
+    return y.reshape(*x.shape[:2], config.heads * config.head_dim), kept
 
 
 def _heads(params: dict, x, config: Config, turns, ops: Ops):
@@ -204,7 +205,8 @@ def _heads(params: dict, x, config: Config, turns, ops: Ops):
 
 
 def _softmax_attention(q, k, v, config: Config, attend: _Attend, ops: Ops):
-    q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_dim)
+    groups = config.heads // config.kv_heads
+    q = q.reshape(*q.shape[:2], config.kv_heads, groups, config.head_dim)
     scores = jnp.einsum("bqngd,bknd->bngqk", q, k)
     p = ops.softmax(scores, where=attend.where[:, None, None], scale=config.head_dim**-0.5)
     return jnp.einsum("bngqk,bknd->bqngd", p, v)

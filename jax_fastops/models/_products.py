@@ -52,6 +52,17 @@ def wide_product(equation: str, x, kernel):
     return jnp.einsum(equation, x, kernel, preferred_element_type=wide)
 
 
+def in_table(index, count: int, mask):
+    """The index into a table of so many rows, of which padding has any: not NaN there."""
+    if mask is None or index.shape != mask.shape:
+        return index
+    if index.dtype.itemsize < 4:  # which may be too narrow for the count
+        index = index.astype(jnp.int32)
+    if (spec := explicit_spec(index)) is not None:  # jnp.where takes no other sharding
+        mask = jax.sharding.reshard(mask, spec)
+    return jnp.where(mask, index, index % count)
+
+
 def take(table, index):
     """Rows of a table, as ``jnp.take``: NaN where the index is too large.
 

@@ -33,7 +33,7 @@ import jax_fastops as fo
 from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._bert_layers import apply_layer, embed, encode, pool
 from jax_fastops.models._checks import Checks
-from jax_fastops.models._products import ATTENTIONS, biased, dot, wide_product
+from jax_fastops.models._products import ATTENTIONS, biased, dot, in_table, wide_product
 from jax_fastops.models._sharding import tokens_at_once, whole
 
 __all__ = [
@@ -460,15 +460,16 @@ def apply(
       params: parameters, as from :func:`init`. The layers are a list, or stacked by
         :func:`stack_layers`.
       tokens: integers ``[batch, sequence]`` from 0 to ``vocab_size - 1``. As in ``jnp.take``, the
-        embedding of a larger one is NaN, and a negative one counts from the end of the vocabulary.
-        NaN at one place makes its whole sequence NaN, also if the place is padding.
+        embedding of a larger one is NaN, which makes the whole sequence NaN, and a negative one
+        counts from the end of the vocabulary. Padding may have any integers.
       config: the :class:`Config` of the parameters.
       mask: booleans or integers ``[batch, sequence]``: True or 1 for a token, False or 0 for
         padding, which is not attended to. Default: no padding.
       token_types: integers ``[batch, sequence]`` from 0 to ``config.token_types - 1``. With
-        others, the embedding is NaN. Default: zeros.
+        others, the embedding is NaN. Padding may have any integers. Default: zeros.
       positions: integers ``[sequence]`` or ``[batch, sequence]`` from 0 to
-        ``config.positions - 1``. Others are as in ``tokens``. Default: counted from 0.
+        ``config.positions - 1``. Others are as in ``tokens``; padding may have them only in
+        ``[batch, sequence]``. Default: counted from 0.
       key: a JAX random key, for dropout at the rates of ``config``. ``None`` means no dropout, as
         at inference.
       ops: the implementation of the ops: ``FASTOPS``, ``PLAIN``, or another :class:`Ops`.
@@ -716,7 +717,10 @@ def _masked_lm_head(params: dict, hidden, config: Config, ops: Ops):
 
 
 def _check(params, tokens, config, mask, token_types, positions, key, ops) -> list:
-    """Checks the arguments; returns the four arrays, with a boolean mask. ``None`` stays."""
+    """Checks the arguments; returns the four arrays, with a boolean mask. ``None`` stays.
+
+    Padding has indices that the tables have.
+    """
     _check_model(params, config, ops)
     tokens = _CHECK.integers("tokens", tokens)
     if tokens.ndim != 2 or tokens.shape[1] == 0:  # the pooler reads the first token
@@ -735,6 +739,11 @@ def _check(params, tokens, config, mask, token_types, positions, key, ops) -> li
             f"bert: tokens has shape {shape}, but config has {config.positions} positions"
         )
     _check_key(config, key)
+    tokens = in_table(tokens, config.vocab_size, mask)
+    if token_types is not None:
+        token_types = in_table(token_types, config.token_types, mask)
+    if positions is not None:
+        positions = in_table(positions, config.positions, mask)
     return [tokens, mask, token_types, positions]
 
 

@@ -34,6 +34,7 @@ from jax_fastops.models._checkpoint import (
     read_params,
     read_tensor,
     same_tensors,
+    without_null,
     write,
     written_like,
 )
@@ -182,11 +183,11 @@ def load(
         Names of tensors may begin with ``"bert."``, and may be the old ones (``gamma``, ``beta``).
       dtype: the ``dtype`` of the config, in which the model computes.
       param_dtype: the dtype of the parameters, for any dtype of the tensors: ``"float32"``,
-        ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+        ``"bfloat16"``, ``"float16"``, or with ``jax_enable_x64`` ``"float64"``.
       tensor_parallel: the ``tensor_parallel`` of the config.
       sharding: a ``jax.sharding.Sharding`` for all parameters; or a tree of them like the
         parameters, of which a leaf may stand for all parameters below it, and which may have heads
-        that the checkpoint has not; or a function that returns one of these for the config.
+        that the checkpoint does not have; or a function that returns one of these for the config.
         Default: all parameters are on JAX's default device.
       keep_unknown: whether to return tensors whose names are not known, such as those of another
         head. Otherwise they are an error. Tensors that are not floating are always an error, and so
@@ -277,6 +278,7 @@ def _config_of(given: dict, dtype: str = "float32", **options: Any) -> bert.Conf
         raise ValueError(
             f"bert: model_type in {CONFIG} is {given.get('model_type')!r}; it must be 'bert'"
         )
+    given = without_null(given)
     for name, value in _SUPPORTED.items():
         if given.get(name, value) != value:
             raise ValueError(f"bert: {name} in {CONFIG} is {given[name]!r}; supported is {value!r}")
@@ -330,11 +332,12 @@ def save(
     ``BertForPreTraining``, ``BertForSequenceClassification`` (a classifier with a pooler),
     ``BertForTokenClassification`` (a classifier without a pooler) or ``BertForQuestionAnswering``.
     They have the dtypes of the parameters. Existing files are replaced atomically, after all new
-    files are complete.
+    files are complete. An index of another checkpoint in several files, and these files, are then
+    removed.
 
     After fine-tuning, ``like`` is the folder that was loaded. Without it, ``transformers`` takes
-    its defaults for what a Config has not. ``pad_token_id`` is ``null`` then, so that no word has a
-    gradient of zero there.
+    its defaults for what a Config does not have. ``pad_token_id`` is ``null`` then, so that no word
+    has a gradient of zero there.
 
     Args:
       path: the folder. It is created if it does not exist.
@@ -348,8 +351,8 @@ def save(
       label_names: the names of the classifier's labels, for ``id2label`` in ``config.json``.
         Default: those of ``like`` if it has as many, else ``"LABEL_0"`` and so on.
       like: a folder with a checkpoint of the same shapes. What its ``config.json`` says beyond
-        ``config`` stays, except for the architecture. ``generation_config.json`` and the files of
-        its tokenizer are copied.
+        ``config`` stays, except for the architecture and the dtype of tensors.
+        ``generation_config.json`` and the files of its tokenizer are copied.
 
     Raises:
       ImportError: safetensors is not installed.

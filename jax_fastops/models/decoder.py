@@ -32,7 +32,7 @@ import jax_fastops as fo
 from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._decoder_layers import forward, prepared
-from jax_fastops.models._products import ATTENTIONS, wide_product
+from jax_fastops.models._products import ATTENTIONS, in_table, wide_product
 from jax_fastops.models._sharding import element, explicit_spec, following, tokens_at_once, whole
 
 __all__ = [
@@ -402,15 +402,15 @@ def apply(
     Args:
       params: parameters, as from :func:`init`.
       tokens: integers ``[batch, sequence]`` from 0 to ``vocab_size - 1``. As in ``jnp.take``, the
-        embedding of a larger one is NaN, and a negative one counts from the end of the vocabulary.
-        NaN at one place makes its whole sequence NaN, also if the place is padding.
+        embedding of a larger one is NaN, which makes the whole sequence NaN, and a negative one
+        counts from the end of the vocabulary. Padding may have any integers.
       config: the :class:`Config` of the parameters.
       positions: integers ``[sequence]`` or ``[batch, sequence]``, for rotary embedding. Default:
         counted from 0, or from the length of the cache. Only their differences matter, so padding
         on the left needs no others. Which tokens are earlier is given by their order.
       mask: booleans or integers ``[batch, sequence]``: True or 1 for a token, False or 0 for
         padding, which is not attended to. Default: no padding.
-      cache: a :class:`Cache` with the keys and values of earlier tokens. If it has not room for the
+      cache: a :class:`Cache` with the keys and values of earlier tokens. If it has no room for the
         new ones, the results are undefined.
       ops: the implementation of the ops: ``FASTOPS``, ``PLAIN``, or another :class:`Ops`.
 
@@ -573,17 +573,19 @@ def generate(
 ) -> tuple[jax.Array, jax.Array]:
     """Continues prompts, token by token, in one loop with a cache.
 
-    Under ``jax.jit``, ``config``, ``length``, ``end``, ``top_k`` and ``ops`` are static. The loop
-    stops when every sequence has ended.
+    Under ``jax.jit``, ``config``, ``length``, ``top_k`` and ``ops`` are static. The loop stops when
+    every sequence has ended.
 
     Args:
       params: parameters, as from :func:`init`.
       tokens: integers ``[batch, sequence]``, the prompts. Shorter prompts are padded on the left or
-        on the right, with a ``mask``. The continuation is the same. Traced tokens are not checked:
-        after one of ``vocab_size`` or more, the continuation is arbitrary.
+        on the right, with a ``mask``. The continuation is the same. Padding may have any integers.
+        If tokens or mask are traced, tokens are not checked: after one of ``vocab_size`` or more,
+        the continuation is arbitrary.
       config: the :class:`Config` of the parameters.
       length: the largest number of new tokens.
-      end: the token that ends a sequence, or several such tokens. ``None``: no token.
+      end: the token that ends a sequence, or several such tokens. ``None``: no token. A traced
+        integer is not checked: one outside of the vocabulary ends no sequence.
       key: a JAX random key, to sample. ``None``: the most probable token is taken.
       temperature: a number, 0 or more, that divides the logits before a token is sampled. With 0,
         the most probable token is taken. Another number needs a ``key``. Default: 1. A traced
@@ -622,7 +624,7 @@ def generate(
         raise ValueError(f"decoder: tokens has shape {ids.shape}; it must have 1 token or more")
     _check_prompts(tokens, mask, config)
     length = _CHECK.integer("length", length, 1)
-    ends = jnp.asarray(_ends(end, config), jnp.int32)
+    ends = _ends(end, config)
     fill = ends[0] if ends.size else 0
     key, temperature, top_k = _sampling(key, temperature, top_k, config)
     if inside is not None:
@@ -692,26 +694,33 @@ def _check(params, tokens, config, mask, ops) -> tuple[Any, Any]:
     if tokens.ndim != 2:
         raise ValueError(f"decoder: tokens has shape {tokens.shape}; it must be (batch, sequence)")
     mask = None if mask is None else jnp.asarray(mask)
-    return tokens, _CHECK.mask(mask, "tokens", tokens.shape)
+    mask = _CHECK.mask(mask, "tokens", tokens.shape)
+    return in_table(tokens, config.vocab_size, mask), mask
 
 
-def _ends(end, config: Config) -> list[int]:
-    """The tokens that end a sequence."""
+def _ends(end, config: Config) -> jax.Array:
+    """The tokens that end a sequence, in one dimension."""
     if isinstance(end, jax.Array) and not isinstance(end, Tracer):
         end = np.asarray(end)  # in a trace, the elements of a jax.Array are traced
     try:
         given = [] if end is None else list(end)
     except TypeError:
         given = [end]
-    ends = [_CHECK.integer("end", token, 0) for token in given]
-    _check_vocabulary("end", ends, config)
-    return ends
+    traced = [isinstance(token, Tracer) and jnp.ndim(token) == 0 for token in given]
+    ends = [
+        _CHECK.integers("end", token).astype(jnp.int32)
+        if unknown
+        else _CHECK.integer("end", token, 0)
+        for token, unknown in zip(given, traced, strict=True)
+    ]
+    _check_vocabulary("end", [a for a in ends if not isinstance(a, Tracer)], config)
+    return jnp.asarray(ends, jnp.int32)
 
 
 def _check_vocabulary(name: str, tokens, config: Config) -> None:
     size = config.vocab_size
     for token in tokens:
-        if not -size <= int(token) < size:  # as `take` counts
+        if not 0 <= int(token) < size:
             raise ValueError(
                 f"decoder: {name} has {token}; it must be from 0 to {size - 1}, below vocab_size"
             )
@@ -733,11 +742,14 @@ def _sampling(key, temperature, top_k, config: Config) -> tuple[Any, Any, int | 
 
 def _check_prompts(tokens, mask, config: Config) -> None:
     """Checks the values of the prompts, if they are concrete."""
-    if (tokens := _concrete(tokens)) is not None and tokens.size:
-        _check_vocabulary("tokens", (tokens.min(), tokens.max()), config)
-    if mask is None or (mask := _concrete(mask)) is None:
+    inside = np.array(True) if mask is None else _concrete(mask)
+    if inside is None:
         return
-    inside = np.pad(mask != 0, ((0, 0), (1, 0)))
+    if (tokens := _concrete(tokens)) is not None and (known := tokens[inside != 0]).size:
+        _check_vocabulary("tokens", (known.min(), known.max()), config)
+    if mask is None:
+        return
+    inside = np.pad(inside != 0, ((0, 0), (1, 0)))
     parts = (inside[:, 1:] & ~inside[:, :-1]).sum(axis=1)
     for row in np.flatnonzero(parts != 1):
         found = "padding between tokens" if parts[row] else "no token"

@@ -33,6 +33,7 @@ from jax_fastops.models._checkpoint import (
     read_config,
     read_params,
     same_tensors,
+    without_null,
     write,
     written_like,
 )
@@ -63,8 +64,10 @@ _ARCHITECTURES = {
 }
 # Options that must have these values. Others mean another network.
 _SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False}
-# What transformers takes for a key that config.json does not have. None for num_key_value_heads is
-# num_attention_heads, and None for head_dim is hidden_size // num_attention_heads.
+# Keys whose null is not the default: no window, num_attention_heads, and hidden_size //
+# num_attention_heads.
+_NULLABLE = ("sliding_window", "num_key_value_heads", "head_dim")
+# What transformers takes for a key that config.json does not have.
 _ALL: dict[str, Any] = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -159,14 +162,15 @@ def load(
     """Reads the config and the parameters from a folder with a Hugging Face checkpoint.
 
     Each tensor is converted and put on its devices before the next one is read. So the host holds
-    about one tensor in ``param_dtype``, and the pages of one file.
+    about one tensor in ``param_dtype`` (two if it is sharded over its last axis), and the pages of
+    one file.
 
     Args:
       path: a folder with ``config.json`` and ``model.safetensors``, or with the files that
         ``model.safetensors.index.json`` names. ``huggingface_hub.snapshot_download`` makes one.
       dtype: the ``dtype`` of the config, in which the model computes.
       param_dtype: the dtype of the parameters, for any dtype of the tensors: ``"float32"``,
-        ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+        ``"bfloat16"``, ``"float16"``, or with ``jax_enable_x64`` ``"float64"``.
       scan: the ``scan`` of the config: whether the layers' arrays are stacked.
       tensor_parallel: the ``tensor_parallel`` of the config.
       sharding: a ``jax.sharding.Sharding`` for all parameters; or a tree of them like the
@@ -235,16 +239,13 @@ def load(
 def _config_of(given: dict, dtype: str = "float32", **options: Any) -> decoder.Config:
     kind: Any = given.get("model_type")
     _CHECK.choice(f"model_type in {CONFIG}", kind, tuple(_ARCHITECTURES))
-    given = _DEFAULTS[kind] | given
+    given = _DEFAULTS[kind] | without_null(given, _NULLABLE)
     for name, value in _SUPPORTED.items():
         if given.get(name, value) != value:
             raise ValueError(
                 f"decoder: {name} in {CONFIG} is {given[name]!r}; supported is {value!r}"
             )
     fields = {own: given[name] for own, name in _FIELDS.items()}
-    derived = ("kv_heads", "head_dim")
-    if missing := [_FIELDS[own] for own in fields if fields[own] is None and own not in derived]:
-        raise ValueError(f"decoder: {CONFIG} has no {', '.join(missing)}")
     if fields["kv_heads"] is None:
         fields["kv_heads"] = fields["heads"]
     if fields["head_dim"] is None:
@@ -265,7 +266,7 @@ def _config_of(given: dict, dtype: str = "float32", **options: Any) -> decoder.C
 def _rope_of(given: dict) -> dict[str, Any]:
     # In files of transformers before 5, the base is an option of its own. If both are there, 5
     # takes the former.
-    rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    rope = without_null(given.get("rope_scaling") or given.get("rope_parameters") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
     _CHECK.choice(f"rope_type in {CONFIG}", kind, ("default", "llama3"))
     rope = {
@@ -328,11 +329,12 @@ def save(
     """Writes a folder that :func:`load` and ``transformers`` can read.
 
     Tensors have the dtypes of the parameters. Existing files are replaced atomically, after all new
-    files are complete.
+    files are complete. An index of another checkpoint in several files, and these files, are then
+    removed.
 
     After fine-tuning, ``like`` is the folder that was loaded. Without it, ``transformers`` takes
-    its defaults for what a Config has not, such as ``max_position_embeddings``. The tokens that
-    begin, end and pad a text are ``null`` then, because the defaults are those of another
+    its defaults for what a Config does not have, such as ``max_position_embeddings``. The tokens
+    that begin, end and pad a text are ``null`` then, because the defaults are those of another
     vocabulary.
 
     Args:
@@ -342,7 +344,8 @@ def save(
         not written.
       params: parameters, as from :func:`jax_fastops.models.decoder.init`.
       like: a folder with a checkpoint of the same shapes. What its ``config.json`` says beyond
-        ``config`` stays. ``generation_config.json`` and the files of its tokenizer are copied.
+        ``config`` stays, except for the dtype of tensors. ``generation_config.json`` and the
+        files of its tokenizer are copied.
 
     Raises:
       ImportError: safetensors is not installed.
