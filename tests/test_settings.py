@@ -123,7 +123,7 @@ CUSTOM |= {"linear_cross_entropy"}
 def fails_under_jet(function, args) -> bool:
     try:
         jet.jet(function, args, [[np.ones_like(x)] for x in args])
-    except jax.errors.UnexpectedTracerError:
+    except (jax.errors.UnexpectedTracerError, AttributeError):  # it depends on the version of jax
         return True
     return False
 
