@@ -144,11 +144,6 @@ def fused_gain(row: dict) -> tuple[float, float]:
 def numbers() -> dict[str, str]:
     """Key -> text, for the README's markers and the documentation's substitutions."""
     found = {f"{family}_speedup": f"{mean(family_speedups(family)):.2f}" for family in FAMILIES}
-    relu = next(
-        c for c in load(f"{H100}-relu")["cases"] if c["op"] == "relu" and c["dtype"] == "float32"
-    )
-    kept = relu["results"]["native"]["saved_bytes"]["total"]
-    found["relu_bytes"] = f"1/{4 * relu['elements'] // kept}"
     found["resnet"] = f"{gains()['ResNet-50'][0]:.2f}"
     for who, row in steps()["decoder"].items():
         found[f"decoder_{who}_gb"] = f"{row['temp_bytes'] / 1e9:.1f}"

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_fastops as fo
-from jax_fastops.models._products import accumulator_dtype, of_rank
+from jax_fastops.models._products import accumulator_dtype, biased, of_rank
 from jax_fastops.models._sharding import explicit_spec
 
 #: The activations by their names.
@@ -25,7 +25,7 @@ def _row(vector, x):
 
 def split_qkv_heads(qkv, bias=None, *, num_heads: int):
     if bias is not None:
-        qkv = qkv + _row(bias, qkv)
+        qkv = biased(qkv, bias)
     if num_heads == 1:
         # The gradient of a split is a concatenation. That of indexing is a sum with zeros.
         return tuple(part[..., None, :, :] for part in jnp.split(qkv, 3, axis=-1))
@@ -80,7 +80,7 @@ def residual_layer_norm(
     dropout=dropout,
 ):
     if input_bias is not None:
-        x = x + _row(input_bias, x)
+        x = biased(x, input_bias)
     x = dropout(x, dropout_key, dropout_rate) + residual
     y = layer_norm(x, scale, bias, eps=eps, fanout=fanout)
     return (y, x) if return_sum else y
@@ -92,12 +92,12 @@ def layer_norm(x, scale=None, bias=None, *, eps: float = 1e-6, fanout=False):
     centred = wide - wide.mean(-1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
     y = y if scale is None else y * _row(scale, y)
-    y = (y if bias is None else y + _row(bias, y)).astype(x.dtype)
+    y = (y if bias is None else biased(y, bias)).astype(x.dtype)
     return (y, y) if fanout else y
 
 
 def bias_act(x, bias, *, activation: str = "gelu"):
-    return ACTIVATIONS[activation](x + _row(bias, x))
+    return ACTIVATIONS[activation](biased(x, bias))
 
 
 def linear_cross_entropy(
@@ -117,7 +117,7 @@ def linear_cross_entropy(
     """All logits at once, in the dtype of ``x``; the losses in float32 (float64 for float64)."""
     del chunk
     logits = jnp.einsum("...e,ve->...v", x, table.astype(x.dtype), precision=precision)
-    logits = logits if bias is None else logits + _row(bias, logits)
+    logits = logits if bias is None else biased(logits, bias)
     logits = logits.astype(accumulator_dtype(x.dtype))
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     kept = labels >= 0
@@ -147,7 +147,7 @@ def rms_norm(x, scale, *, eps: float):
 
 
 def residual_rms_norm(x, residual, scale, *, input_bias=None, eps: float, return_sum: bool):
-    x = residual + (x if input_bias is None else x + _row(input_bias, x))
+    x = residual + (x if input_bias is None else biased(x, input_bias))
     y = rms_norm(x, scale, eps=eps)
     return (y, x) if return_sum else y
 
@@ -161,7 +161,7 @@ def split_grouped_heads(
     qkv, bias=None, *, num_heads: int, num_kv_heads: int, rotary, q_scale, k_scale, eps, layout
 ):
     assert layout == "sequence_first"
-    qkv = qkv if bias is None else qkv + _row(bias, qkv)
+    qkv = qkv if bias is None else biased(qkv, bias)
     d = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     heads = qkv.reshape(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, d)
     q, k, v = jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=-2)
