@@ -17,8 +17,9 @@
 ## make cuda-nvcc   install a CUDA compiler from PyPI into the environment, for building
 ## make clean       remove what was built, and the environments
 ##
-## Each target first sets up a virtual environment with the package in it, from Python 3.11 or later,
-## make and a C++ compiler; that is done again if the sources or these variables change:
+## Each target first sets up a virtual environment, from Python 3.11 or later, make and a C++ compiler. The
+## environment has the compiled kernels and takes the Python files from here, so only edits of kernels need
+## a build, which compiles what has changed. These variables choose what is built and installed:
 ##
 ##   PYTHON=python3         the interpreter to make the environment from
 ##   VENV=.venv             the environment
@@ -45,15 +46,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
-SOURCES := CMakeLists.txt pyproject.toml \
-  $(shell find src third_party cmake jax_fastops -type f ! -path '*/__pycache__/*')
 NATIVE := $(shell find src -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-# Tests of kernels, rather than of the Python around them.
-NATIVE_TESTS := tests/test_relu.py $(wildcard $(addprefix tests/test_,transpose.py heads.py rotary_heads.py softmax.py norm.py lerp.py bias_act.py gated_act.py cross_entropy.py dropout.py dropout_inside.py window_sum.py batch_norm.py))
-CONFIG = $(JAX) $(JAX_VERSION) cuda:$(JAX_FASTOPS_CUDA) $(CUDAARCHS) $(WHEEL)
-# The requirements of one of pyproject.toml's extras, a line each.
-requirements = $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))\
-  ["project"]["optional-dependencies"]["$(1)"], sep="\n")'
+# Requirements in pyproject.toml, a line each: of some extras, or of what another table has under these names.
+requirements = $(BIN)/python -c 'import tomllib; table = tomllib.load(open("pyproject.toml", "rb"))\
+  $(or $(2),["project"]["optional-dependencies"]); print(*(r for n in "$(1)".split() for r in table[n]), sep="\n")'
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-all test-settings sanitize sanitized soak-thread bench docs docs-check readme \
@@ -66,32 +62,31 @@ demo: $(VENV)/.package
 	$(BIN)/python demo $(DEMO_ARGS)
 
 test: $(VENV)/.package
-	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not slow" -n $(JOBS) $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.package
-	$(BIN)/python -m pytest -m slow -n $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/pytest -m slow -n $(JOBS) $(PYTEST_ARGS)
 
 test-settings: $(VENV)/.package
-	JAX_FASTOPS_TEST_SETTINGS=strict $(BIN)/python -m pytest -m "(settings or transform) and not slow" \
+	JAX_FASTOPS_TEST_SETTINGS=strict $(BIN)/pytest -m "(settings or transform) and not slow" \
 	  -n $(JOBS) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.package
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(JOBS) $(PYTEST_ARGS)
 
 bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-# -P: the installed package, whose native modules the checkout lacks.
-docs: $(VENV)/.docs
+docs: $(VENV)/.docs $(VENV)/.package
 	rm -rf build/docs/html
-	$(BIN)/python -P -m sphinx -b html -d build/docs/doctrees -W --keep-going docs build/docs/html
+	$(BIN)/sphinx-build -b html -d build/docs/doctrees -W --keep-going docs build/docs/html
 
 docs-check: docs
-	JAX_PLATFORMS=cpu $(BIN)/python -P docs/check.py
-	$(BIN)/python -m benchmarks.readme --check
+	JAX_PLATFORMS=cpu $(BIN)/python docs/check.py
+	$(BIN)/python -m benchmarks readme --check
 
 readme: $(VENV)/.package
-	$(BIN)/python -m benchmarks.readme
+	$(BIN)/python -m benchmarks readme
 
 format: $(VENV)/.tools
 	$(BIN)/ruff check --fix .
@@ -104,7 +99,7 @@ lint: $(VENV)/.tools
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-types: $(VENV)/.docs $(VENV)/.tools
+types: $(VENV)/.docs $(VENV)/.tools $(VENV)/.package
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	cd docs && PATH='$(abspath $(BIN))':"$$PATH" basedpyright --verifytypes jax_fastops --ignoreexternal
 
@@ -119,6 +114,36 @@ cuda-nvcc: $(VENV)/.cuda-nvcc
 
 clean:
 	rm -rf build dist demo/out .venv .venv-jax-*
+
+# ---- The kernels ---------------------------------------------------------------------------------
+#
+# They are compiled in a folder that stays, one for each interpreter and each set of the variables that
+# choose what is built. The wheel that comes of it has the native modules, and a path to the Python files in
+# this folder. The compilers run in an environment of their own, for its jaxlib with the oldest FFI headers.
+
+TAG := $(shell p=$(BIN)/python; [ -x $$p ] || p=$(PYTHON); $$p -c 'import sys; print(sys.implementation.cache_tag)')
+BUILDER := build/builder-$(TAG)
+VARIANT := $(shell echo '$(foreach v,JAX_FASTOPS_CUDA CUDAARCHS JAX_FASTOPS_CPU_ISAS JAX_FASTOPS_WERROR \
+  JAX_FASTOPS_SANITIZE CC CXX CUDACXX CUDAHOSTCXX CXXFLAGS CUDAFLAGS LDFLAGS,$($(v));)' | cksum | cut -d' ' -f1)
+BUILD := build/$(TAG)-$(VARIANT)
+SOURCES := CMakeLists.txt pyproject.toml jax_fastops/_version.py $(shell find src third_party cmake -type f)
+PYTHON_FILES := $(shell find jax_fastops -name '*.py' -o -name '*.json')
+# Builds a wheel into a folder, in which the objects stay. Further arguments are settings of scikit-build-core.
+build_wheel = PATH="$$PATH:$(wildcard $(abspath $(VENV))/lib/python*/site-packages/nvidia/cu*/bin)" \
+  $(BUILDER)/bin/python -c 'from scikit_build_core.build import build_wheel; \
+  build_wheel("$(1)", {"build-dir": "$(1)/objects", $(2), $(3)})'
+
+$(BUILDER)/.ready: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv $(BUILDER)
+	$(call requirements,requires,["build-system"]) > $@.txt
+	$(BUILDER)/bin/python -m pip install cmake ninja -r $@.txt
+	@touch $@
+
+# The stamp has the time of the start, so that sources changed meanwhile count as newer.
+$(BUILD)/.built: $(SOURCES) $(BUILDER)/.ready
+	@mkdir -p $(@D) && rm -f $(@D)/*.whl && touch $@.started
+	$(call build_wheel,$(@D),"wheel.packages": [],"cmake.define.JAX_FASTOPS_EDITABLE": "ON")
+	@mv $@.started $@
 
 # ---- Sanitizers ----------------------------------------------------------------------------------
 #
@@ -138,12 +163,13 @@ library = $(shell $(CXX) -print-file-name=$(1))
 
 sanitized: $(SANITIZED)-address/.built
 
-$(SANITIZED)-%/.built: $(VENV)/.package
-	isa=$$($(BIN)/python -P -c 'import jax_fastops._cpu as m; print(m.build_info()["isa"])') && \
+$(SANITIZED)-%/.built: $(SOURCES) $(PYTHON_FILES) $(BUILDER)/.ready $(VENV)/.package
+	@mkdir -p $(@D) && rm -f $(@D)-objects/*.whl && touch $@.started
+	isa=$$($(BIN)/python -c 'import jax_fastops; print(jax_fastops.info()["modules"]["cpu"]["isa"])') && \
 	CXX=$(CXX) JAX_FASTOPS_CUDA=OFF JAX_FASTOPS_SANITIZE='$(SANITIZERS_$*)' JAX_FASTOPS_CPU_ISAS=$$isa \
-	  $(PIP) install --no-deps --upgrade --target $(@D) \
-	  --config-settings=cmake.build-type=RelWithDebInfo --config-settings=build-dir=build/sanitized-objects-$* .
-	@touch $@
+	  $(call build_wheel,$(@D)-objects,"cmake.build-type": "RelWithDebInfo")
+	$(PIP) install --no-deps --upgrade --target $(@D) $(@D)-objects/*.whl
+	@mv $@.started $@
 
 sanitize: sanitized
 	rm -f $(REPORT).*
@@ -151,7 +177,7 @@ sanitize: sanitized
 	  ASAN_OPTIONS=detect_leaks=0:malloc_context_size=0:log_path=$(REPORT) \
 	  UBSAN_OPTIONS=print_stacktrace=1:log_path=$(REPORT) \
 	  LD_PRELOAD="$(call library,libasan.so) $(call library,libubsan.so) $(call library,libstdc++.so)" \
-	  $(BIN)/python -m pytest -m "not slow and not jax and not transform" -n $(JOBS) $(NATIVE_TESTS) $(PYTEST_ARGS); \
+	  $(BIN)/pytest -m "kernels and not slow and not jax and not transform" -n $(JOBS) $(PYTEST_ARGS); \
 	status=$$?; cat $(REPORT).* 2>/dev/null && status=1; exit $$status
 
 # Without random addresses, which ThreadSanitizer of older GCCs does not support.
@@ -173,17 +199,21 @@ $(BIN)/python:
 
 # Rewritten only if it would change.
 $(VENV)/.config: FORCE | $(BIN)/python
-	@echo '$(CONFIG)' | cmp -s - $@ || echo '$(CONFIG)' > $@
+	@echo '$(JAX) $(JAX_VERSION) $(or $(WHEEL),$(BUILD))' | cmp -s - $@ || \
+	  echo '$(JAX) $(JAX_VERSION) $(or $(WHEEL),$(BUILD))' > $@
 
-# pip would keep an installed version over a wheel of the same version. The stamp has the time of the
-# start, so that sources changed meanwhile count as newer.
-$(VENV)/.package: $(SOURCES) $(WHEEL) $(VENV)/.config | $(BIN)/python
-	@touch $@.started
-	$(if $(WHEEL),$(PIP) uninstall --quiet --yes jax_fastops)
-	$(PIP) install '$(or $(WHEEL),.)[test,demo,bench]' '$(JAX)$(if $(JAX_VERSION),==$(JAX_VERSION))'
-	@mv $@.started $@
+$(VENV)/.requirements: pyproject.toml $(VENV)/.config
+	$(call requirements,test demo bench) > $@.txt
+	$(PIP) install -r $@.txt '$(JAX)$(if $(JAX_VERSION),==$(JAX_VERSION))'
+	@touch $@
 
-$(VENV)/.docs: $(VENV)/.package pyproject.toml
+# RECORD is newer if anything else has installed the package.
+$(VENV)/.package: $(or $(WHEEL),$(BUILD)/.built) $(VENV)/.requirements \
+    $(wildcard $(VENV)/lib/python*/site-packages/jax_fastops-*.dist-info/RECORD)
+	$(PIP) install --quiet --no-deps --force-reinstall $(or $(WHEEL),$(BUILD)/*.whl)
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.requirements
 	$(call requirements,docs) > $@.txt
 	$(PIP) install -r $@.txt
 	@touch $@

@@ -1,6 +1,7 @@
 """Which results are older than the kernels that they measure? Git's history tells."""
 
 import json
+import re
 from collections.abc import Iterable
 
 from benchmarks import RESULTS, ROOT, environment
@@ -17,26 +18,19 @@ JOBS = {
     "resnet": ("batch_norm", "max_pool"),
     "neighbours": ("transpose", "heads"),
 }
-# Module -> the folder of its kernels, if that has another name.
-FOLDERS = {
-    "bias_act": "elementwise",
-    "gated_act": "elementwise",
-    "lerp": "elementwise",
-    "linear_cross_entropy": "cross_entropy",
-    "max_pool": None,
-}
 _OTHERS = {
     "cpu": ("*.cu", "*.cuh", "*_cuda.cc", "src/core/cuda"),
     "cuda": ("*_cpu.*", "*_simd.*", "src/core/cpu"),
 }
-_UNKNOWN = "Git's history is not here, so that the ages of results are not known."
 _HEADER = ["results", "measured at", "last change of the kernels"]
 
 
 def table(names: Iterable[str]) -> str:
     """The results that are older than their kernels, or that do not name their commit."""
     found = older(names)
-    return _UNKNOWN if found is None else markdown(_HEADER, found) if found else "None.\n"
+    if found is None:
+        return "The ages of results are not known without Git's history."
+    return markdown(_HEADER, found) if found else "None.\n"
 
 
 def older(names: Iterable[str]) -> list[list[str]] | None:
@@ -75,20 +69,30 @@ def kernels(name: str, results: dict) -> list[str]:
     job, _, family = name.partition(slug) if slug else (name, "", "")
     modules = JOBS.get(job.split("-")[0], (family.removeprefix("-"),))
     if any((ROOT / "jax_fastops" / f"{module}.py").exists() for module in modules):
-        folders = [FOLDERS.get(module, module) for module in modules]
-        paths = [f"src/{folder}" for folder in folders if folder] + ["src/core"]
+        paths = [f"src/{folder}" for module in modules for folder in folders(module)] + ["src/core"]
         paths += [f"jax_fastops/{module}.py" for module in modules]
     else:
         paths = ["src", "jax_fastops/*.py"]
-    paths += ["jax_fastops/_*.py", "jax_fastops/auto_table.json"]
+    paths.append("jax_fastops/_*.py")
     if job:
         paths.append("jax_fastops/models/*.py")
     excluded = ["jax_fastops/models/*checkpoint*"]
     if not job.startswith("fusing"):
-        excluded.append("jax_fastops/_autofuse")
+        excluded.append("jax_fastops/autofuse")
     if slug:
         excluded += _OTHERS[results["hardware"]["platform"]]
     return paths + [f":(exclude){pattern}" for pattern in excluded]
+
+
+def folders(module: str) -> list[str]:
+    """The folders in ``src/`` with the kernels of a module, or of those that it imports."""
+    if (ROOT / "src" / module).exists():
+        return [module]
+    handlers = ROOT.glob("src/*/ffi.cc")
+    found = [h.parent.name for h in handlers if f'HANDLER("{module}"' in h.read_text()]
+    text = (ROOT / "jax_fastops" / f"{module}.py").read_text()
+    imported = re.findall(r"from jax_fastops\.([a-z]\w*) import", text)
+    return found or [folder for other in imported for folder in folders(other)]
 
 
 def _age(commit: str) -> int:

@@ -19,9 +19,13 @@ _CODE = ("src", "jax_fastops", "third_party", "cmake", "CMakeLists.txt", "benchm
 def platform_name() -> str:
     """ "cpu", "cuda" or "rocm" (JAX calls the latter two "gpu")."""
     device = jax.devices()[0]
-    if device.platform != "gpu":
-        return device.platform
-    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+    gpu = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+    return gpu if device.platform == "gpu" else device.platform
+
+
+def facts(*more: str) -> dict:
+    """How a results file begins: the hardware, and the versions, ``more`` among them."""
+    return {"hardware": hardware(), "versions": versions(*more)}
 
 
 def hardware() -> dict:
@@ -33,7 +37,7 @@ def hardware() -> dict:
         "device_count": len(devices),
         "driver": _driver() if devices[0].platform == "gpu" else None,
         "cpu": cpu_model(),
-        "cores": _cores(),
+        "cores": len(os.sched_getaffinity(0)),  # that this process may use
         "machine": platform.machine(),
     }
 
@@ -99,10 +103,3 @@ def _driver() -> str | None:
     query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     return done.stdout.split("\n")[0].strip() or None
-
-
-def _cores() -> int:
-    """The number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

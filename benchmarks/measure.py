@@ -59,10 +59,9 @@ class Timing:
         return high - low
 
     def as_dict(self) -> dict:
-        return {
-            "median_us": self.median * 1e6,
-            "min_us": self.fastest * 1e6,
-            "spread_us": self.spread * 1e6,
+        seconds = {"median": self.median, "min": self.fastest, "spread": self.spread}
+        found = {f"{name}_us": value * 1e6 for name, value in seconds.items()}
+        return found | {
             "samples": len(self.samples),
             "launches": self.launches,
             "clock": self.clock,
@@ -70,6 +69,12 @@ class Timing:
 
 
 Clock = Callable[[Sequence[Program], int], list[Timing]]
+
+
+def options(add: Callable, rounds: int | None, help: str = "rounds") -> None:
+    """The options of jobs that time programs in turns."""
+    add("--repeats", type=int, default=rounds, metavar="N", help=help)
+    add("--clock", choices=("auto", "profiler", "chain", "wall"), default="auto")
 
 
 def clock(name: str = "auto") -> tuple[str, Clock]:
@@ -107,9 +112,20 @@ def _wall_sample(program: Program) -> float:
 
 def profiled(programs: Sequence[Program], rounds: int) -> list[Timing]:
     """Measure the time of the kernels between one flush of the cache and the next."""
+    turns = _turns(len(programs), rounds)
+    calls = profiled_calls(programs, turns)
+    if len(calls) == len(turns):
+        return _by_program(calls, turns, len(programs))
+    warnings.warn(
+        f"the profile shows {len(calls)} of {len(turns)} calls; timing chains instead", stacklevel=2
+    )
+    return chain(programs, rounds)
+
+
+def profiled_calls(programs: Sequence[Program], turns: Sequence[int]) -> list[list[profile.Kernel]]:
+    """The kernels of each call, in the order of the turns. A profile may lose some."""
     for program in [*programs, flush]:
         jax.block_until_ready(program())
-    turns = _turns(len(programs), rounds)
     mixed = not all(isinstance(program, Program) for program in programs)
 
     def work():
@@ -123,11 +139,8 @@ def profiled(programs: Sequence[Program], rounds: int) -> list[Timing]:
     for _ in range(2):  # the first profile may lose events while its buffers are allocated
         calls = between_flushes(profile.kernels(work))
         if len(calls) == len(turns):
-            return _by_program(calls, turns, len(programs))
-    warnings.warn(
-        f"the profile shows {len(calls)} of {len(turns)} calls; timing chains instead", stacklevel=2
-    )
-    return chain(programs, rounds)
+            break
+    return calls
 
 
 def between_flushes(kernels: Sequence[profile.Kernel]) -> list[list[profile.Kernel]]:
@@ -150,14 +163,11 @@ def _by_program(calls, turns: Sequence[int], count: int) -> list[Timing]:
     grouped: list[list] = [[] for _ in range(count)]
     for index, call in zip(turns, calls, strict=True):
         grouped[index].append(call)
-    return [
-        Timing(
-            tuple(busy(call) * 1e-9 for call in mine),
-            round(statistics.median(len(call) for call in mine)),
-            "profiler",
-        )
-        for mine in grouped
-    ]
+    found = []
+    for mine in grouped:
+        launches = round(statistics.median(map(len, mine)))
+        found.append(Timing(tuple(busy(call) * 1e-9 for call in mine), launches, "profiler"))
+    return found
 
 
 def busy(call) -> float:
@@ -239,41 +249,53 @@ def copy_program() -> Program:
     return Program("copy", lambda x: [x + 1], [jnp.ones(size // 4, jnp.float32)])
 
 
-FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "opt-barrier",
-    "after-all",
-}
+FREE = set("parameter constant tuple get-tuple-element bitcast opt-barrier after-all".split())
 
 
 def launches(program: Program) -> int:
-    """The number of kernels, library calls and copies in the entry computation of a compiled
-    module; 0 for a program of PyTorch.
-    """
-    if not isinstance(program, Program):
-        return 0
+    """The number of kernels, library calls and copies in a compiled module; 0 for PyTorch."""
+    return len(operations(program)) if isinstance(program, Program) else 0
+
+
+def operations(program: Program) -> list[str]:
+    """Opcodes in the entry computation of a module that do work, with what they call."""
     hlo = program.compiled.as_text()
     entry = hlo[hlo.index("\nENTRY ") :].split("\n}")[0]
-    return sum(code not in FREE for code in map(opcode, entry.splitlines()[2:]) if code)
+    found = []
+    for line in entry.splitlines()[2:]:
+        code = opcode(line)
+        if code and code not in FREE:
+            target = re.search(r'custom_call_target="([^"]+)"', line)
+            name = line.split(" = ")[0].split("%")[-1].strip()
+            found.append(f"{code} {target[1] if target else name}")
+    return found
 
 
 def opcode(line: str) -> str | None:
     """The opcode of an instruction in a line of HLO text, or None."""
-    _, equals, rest = line.partition(" = ")
-    if not equals:
-        return None
-    if rest.startswith("("):  # a tuple type, which may have nested parentheses
-        depth, end = 0, 0
-        for end, char in enumerate(rest):  # noqa: B007
-            depth += (char == "(") - (char == ")")
-            if not depth:
-                break
-        rest = rest[end + 1 :]
-    else:
-        rest = rest.partition(" ")[2]
-    match = re.match(r"\s*([\w-]+)\(", rest)
-    return match[1] if match else None
+    found = re.search(r" = .*? ([a-z][\w-]*)\(", line)
+    return found and found[1]
+
+
+TIMES = ("median_us", "spread_us", "min_us", "wall_us")
+
+
+def figures(program: Program, timing: Timing, wall: float) -> dict:
+    """The numbers of a program, with the seconds of a call by the wall clock."""
+    found = timing.as_dict() | {"wall_us": wall * 1e6, "temp_mib": program.temp_bytes / MIB}
+    return found | {"kernels": program.kernels}
+
+
+def show_figures(contenders: dict[str, dict]) -> None:
+    """Prints a line for each contender, and what ``ours`` gains over ``plain``."""
+    columns = ("ms", "spread", "fastest", "wall", "temporary MiB", "launches")
+    print(f"{'':<8}" + "".join(f"{column:>14}" for column in columns))
+    for name, found in contenders.items():
+        times = [found[key] / 1e3 for key in TIMES]
+        numbers = "".join(f"{n:>14.3f}" for n in (*times, found["temp_mib"]))
+        called = ", ".join(f"{n} {kernel}" for kernel, n in found["kernels"].items()) or "none"
+        print(f"{name:<8}{numbers}{found['launches']:>14}   {called}")
+    if contenders.keys() >= {"ours", "plain"}:
+        ours, plain = contenders["ours"], contenders["plain"]
+        speed, memory = (plain[k] / max(ours[k], 1e-9) for k in ("median_us", "temp_mib"))
+        print(f"ours is {speed:.3f} times as fast as plain, with 1/{memory:.3f} of its memory")

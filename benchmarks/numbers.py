@@ -1,10 +1,11 @@
 """The numbers that texts quote, each computed from one file in benchmarks/results."""
 
 import json
-import math
+import re
 from collections.abc import Iterable
+from statistics import geometric_mean
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, ROOT, installed
 
 H100 = "nvidia-h100-80gb-hbm3"
 H200 = "nvidia-h200"
@@ -17,20 +18,19 @@ AUTOFUSED = {
     "decoder, jax.numpy": "decoder in jax.numpy",
     "ResNet-50, Flax": "ResNet-50 of Flax",
 }
-# Family of ops -> what a chart calls it.
-FAMILIES = {
-    "norm": "layer_norm, rms_norm, residual norms",
-    "softmax": "softmax, log_softmax",
-    "heads": "split_heads, split_qkv_heads, merge_heads",
-    "relu": "relu, add_relu",
-    "bias_act": "bias_act",
-    "lerp": "lerp",
-    "batch_norm": "batch_norm (+ add) (+ relu)",
-    "transpose": "transpose",
-    "window_sum": "window_sum",
-    "cross_entropy": "cross_entropy",
-    "dropout": "dropout",
-}
+
+
+def families(slug: str) -> dict[str, str]:
+    """The families of ops that have results of a device, with the titles of their pages."""
+    known = installed("jax_fastops")._registry.families()
+    return {
+        family: title(family) for family in known if (RESULTS / f"{slug}-{family}.json").exists()
+    }
+
+
+def title(family: str) -> str:
+    page = (ROOT / "docs" / "ops" / f"{family}.md").read_text()
+    return re.search(r"^# (.+)", page, re.MULTILINE)[1]
 
 
 _loaded: dict[str, dict] = {}
@@ -82,11 +82,6 @@ def slower(results: dict, margin: float = 0.02) -> list[tuple[dict, str, float, 
         if native > (1 + margin) * theirs:
             found.append((case, main_phase(case), native / theirs, auto / theirs))
     return found
-
-
-def mean(values: list[float]) -> float:
-    """The geometric mean."""
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def speedup(sides: dict, time: str = "median_us") -> float:
@@ -143,24 +138,22 @@ def fused_gain(row: dict) -> tuple[float, float]:
 
 def numbers() -> dict[str, str]:
     """Key -> text, for the README's markers and the documentation's substitutions."""
-    found = {f"{family}_speedup": f"{mean(family_speedups(family)):.2f}" for family in FAMILIES}
+    means = {family: geometric_mean(family_speedups(family)) for family in families(H100)}
+    found = {f"{family}_speedup": f"{mean:.2f}" for family, mean in means.items()}
     found["resnet"] = f"{gains()['ResNet-50'][0]:.2f}"
     for who, row in steps()["decoder"].items():
         found[f"decoder_{who}_gb"] = f"{row['temp_bytes'] / 1e9:.1f}"
     speed, memory = fused_gain(fused()["decoder, jax.numpy"])
     found |= {"autofuse_speedup": f"{speed:.2f}", "autofuse_memory": f"{1 / memory:.2f}"}
+    differences = load(f"resnet-{H100}")["differences"]
     for name, key in (
         ("ours - plain", "loss"),
         ("plain, images moved - plain", "moved"),
         ("plain - plain, float32", "float"),
     ):
-        gap = load(f"resnet-{H100}")["differences"][name]
-        found |= {f"resnet_{key}_most": f"{gap['largest']:.4f}"}
-        found |= {f"resnet_{key}_mean": f"{gap['mean']:.4f}"}
-    for name, key in (
-        ("native, graphs", "graph"),
-        ("native, no graphs", "no_graph"),
-        ("jax.nn, graphs", "xla"),
-    ):
-        found[f"chain_{key}_us"] = f"{load(f'graph-chain-{H100}')[name]['median_us']:.0f}"
+        found[f"resnet_{key}_most"] = f"{differences[name]['largest']:.4f}"
+        found[f"resnet_{key}_mean"] = f"{differences[name]['mean']:.4f}"
+    names = {"graph": "native, graphs", "no_graph": "native, no graphs", "xla": "jax.nn, graphs"}
+    chain = load(f"graph-chain-{H100}")
+    found |= {f"chain_{key}_us": f"{chain[n]['median_us']:.0f}" for key, n in names.items()}
     return found

@@ -3,254 +3,130 @@
 ``docs/conf.py`` calls :func:`write`; pages include the files by name.
 """
 
-import json
+from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 
 import numpy as np
 
-from benchmarks import RESULTS, ROOT, ages, plot
-from benchmarks.jobs import runs_kernels
-from benchmarks.numbers import (
-    CPU,
-    FAMILIES,
-    H100,
-    H200,
-    device,
-    family_speedups,
-    fused,
-    gains,
-    load,
-    loaded,
-    main_phase,
-    mean,
-    numbers,
-    slower,
-)
+from benchmarks import ROOT, ages, numbers, plot
+from benchmarks.cases import fo
+from benchmarks.numbers import CPU, H100, H200, families, load, main_phase, title
+from benchmarks.profile import runs_kernels
 from benchmarks.report import headline
-from benchmarks.tables import MOVES, by_case, fused_table, job_table, keeps, markdown, table
+from benchmarks.tables import MOVES, by_case, fused_table, job_table, markdown, table
 
-# The rows that a family's chart shows, by op and label: at most six, common shapes and hard ones.
-SHOWN = {
-    "relu": [
-        ("relu", "large"),
-        ("relu", "conv NHWC"),
-        ("relu", "odd rows"),
-        ("add_relu", "large"),
-        ("add_relu", "odd rows"),
-    ],
-    "transpose": [
-        ("transpose", "matrix"),
-        ("transpose", "matrices"),
-        ("transpose", "heads"),
-        ("transpose", "NHWC to NCHW"),
-        ("transpose", "reversed"),
-        ("transpose", "odd"),
-    ],
-    "heads": [
-        ("split_heads", "bias"),
-        ("split_qkv_heads", "bias"),
-        ("split_qkv_heads", "no bias"),
-        ("split_qkv_heads_rotary", "norms, heads of 128"),
-        ("merge_heads", "BERT"),
-    ],
-    "softmax": [
-        ("softmax", "mask (B,1,1,L) 512"),
-        ("softmax", "mask (B,1,1,L) 128"),
-        ("softmax", "rows"),
-        ("softmax", "odd rows"),
-        ("softmax", "axis 1"),
-        ("log_softmax", "vocabulary"),
-    ],
-    "norm": [
-        ("layer_norm", "BERT-base"),
-        ("layer_norm", "odd"),
-        ("residual_layer_norm", "BERT-base"),
-        ("residual_layer_norm", "wide"),
-        ("rms_norm", "wide"),
-        ("residual_rms_norm", "wide"),
-    ],
-    "batch_norm": [
-        ("batch_norm", "NHWC 56x56x64"),
-        ("batch_norm", "NCHW 56x56x64"),
-        ("batch_norm_relu", "NHWC 28x28x128"),
-        ("batch_norm_relu", "NHWC 56x56x3"),
-        ("batch_norm_add_relu", "NHWC 7x7x2048"),
-        ("batch_norm_add_relu", "NCHW 7x7x2048"),
-    ],
-    "lerp": [
-        ("lerp", "all alike"),
-        ("lerp", "weight (1,)"),
-        ("lerp", "three planes"),
-        ("lerp", "row, all, column"),
-        ("lerp", "rank 7"),
-        ("lerp", "odd row, all, column"),
-    ],
-    "bias_act": [
-        ("bias_act", "gelu"),
-        ("bias_act", "gelu, odd"),
-        ("bias_act", "gelu_exact"),
-        ("bias_act", "silu"),
-        ("bias_relu", "relu"),
-        ("bias_relu", "relu, odd"),
-    ],
-    "gated_act": [
-        ("gated_act", "two operands"),
-        ("gated_act", "halves"),
-        ("gated_act", "halves, gelu"),
-        ("gated_act", "two operands, odd"),
-        ("gated_act", "halves, odd"),
-    ],
-    "cross_entropy": [
-        ("cross_entropy", "GPT-2"),
-        ("cross_entropy", "BERT"),
-        ("cross_entropy", "Llama 3"),
-        ("cross_entropy", "ImageNet"),
-    ],
-    "dropout": [
-        ("dropout", "rows"),
-        ("dropout", "odd"),
-        ("dropout", "short rows"),
-    ],
-    "window_sum": [
-        ("window_sum", "radius 2"),
-        ("window_sum", "radius 16"),
-        ("window_sum", "radius 256"),
-        ("window_sum", "axis 0, radius 2"),
-        ("window_sum", "axis 0, odd, radius 16"),
-        ("window_sum_valid", "VALID, radius 16"),
-    ],
-}
-TITLES = {
-    "batch_norm_relu": "batch norm + ReLU",
-    "batch_norm_add_relu": "batch norm + add + ReLU",
-    "bias_relu": "bias",
-    "bias_act": "bias",
-    "gated_act": "gated",
-    "window_sum_valid": "window sum",
-}
+TORCH = "compiled PyTorch"
+LEGEND = (
+    "Times, and in parentheses times over the floor (1.00 is the speed of a copy). The fastest is"
+    " bold; `-` was not measured. The residuals are those of the contenders in their order."
+)
 CUT = 4.0  # floors: longer bars are cut
+MOST = 6  # rows of a chart
 
 
 def write(folder: Path) -> None:
     """Write every generated part into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (chart, alt) in {
-        "steps": (steps, "Gains of training steps"),
-        "overview": (overview, "Speed-ups of ops"),
-        "pretraining-chart": (pretraining, "BERT-base, pretraining"),
-        "inference-chart": (inference, "BERT-base, inference"),
-    }.items():
+    inference = partial(job, name="inference", what="a forward", torch=f"{TORCH}, CUDA graphs")
+    pretraining = partial(job, name="pretraining", what="a training step", torch=TORCH)
+    for name, chart, alt in (
+        ("steps", steps, "Gains of training steps"),
+        ("overview", overview, "Speed-ups of ops"),
+        ("pretraining-chart", pretraining, "BERT-base, pretraining"),
+        ("inference-chart", inference, "BERT-base, inference"),
+    ):
         (folder / f"{name}.md").write_text(_figure(chart(folder / name), alt))
+    parts = {}
     for name in ("inference", "pretraining", "decoder"):
         results = load(f"{name}-{H100}")
-        (folder / f"{name}.md").write_text(f"{headline(results)}.\n\n{job_table(results)}")
-    text = f"{headline(load(f'fusing-{H100}'))}.\n\n{fused_table(fused())}"
-    (folder / "fusing.md").write_text(text)
-    measured = [("", H100, family) for family in FAMILIES]
-    on_cpu = [family for family in FAMILIES if (RESULTS / f"{CPU}-{family}.json").exists()]
-    measured += [("cpu-", CPU, family) for family in on_cpu]
-    measured.append(("", H200, "gated_act"))
-    for prefix, name, family in measured:
-        text = _family(family, load(f"{name}-{family}"), folder / f"{prefix}{family}")
-        (folder / f"{prefix}{family}.md").write_text(text)
+        parts[name] = f"{headline(results)}.\n\n{job_table(results)}"
+    parts["fusing"] = f"{headline(load(f'fusing-{H100}'))}.\n\n{fused_table(numbers.fused())}"
+    # A family's results are on its page, and on the page of all ops.
+    for page, prefix, slugs in (("ops", "", (H100, H200)), ("cpu", "cpu-", (CPU,))):
+        found = {family: slug for slug in reversed(slugs) for family in families(slug)}
+        for family, slug in found.items():
+            results = load(f"{slug}-{family}")
+            parts[prefix + family] = _family(family, results, folder / f"{prefix}{family}")
+        sections = (f"## {title(f)}\n\n{parts[prefix + f]}" for f in sorted(found, key=title))
+        parts[f"all-{page}"] = "\n".join(sections)
     for name, file in {
         "bert": f"bert-{H100}",
         "bert-launches": f"bert-kernels-{H100}",
         "bert-devices": f"bert-devices-{H200}",
-        "bert-small": "bert-small-amd-epyc-2-cores",
+        "bert-small": f"bert-small-{CPU}",
         "resnet": f"resnet-{H100}",
         "neighbours": f"neighbours-{H100}",
         "accuracy": f"accuracy-{H100}",
     }.items():
         results = _without_retracted(load(file))
-        (folder / f"{name}.md").write_text(f"{headline(results)}.\n\n{table(results)}")
-    (folder / "ranges.md").write_text(_ranges())
-    (folder / "slower.md").write_text(_slower())
-    (folder / "batch_norm-layouts.md").write_text(_layouts())
-    for platform in ("cuda", "cpu"):
-        (folder / f"decisions-{platform}.md").write_text(_decisions(platform))
-    numbers()  # which reads some more
-    (folder / "ages.md").write_text(ages.table(loaded()))
+        parts[name] = f"{headline(results)}.\n\n{table(results)}"
+    parts |= {"ranges": _ranges(), "slower": _slower(), "batch_norm-layouts": _layouts()}
+    parts |= {f"decisions-{platform}": _decisions(platform) for platform in ("cuda", "cpu")}
+    numbers.numbers()  # which reads some more
+    parts["ages"] = ages.table(numbers.loaded())
+    parts["functions"] = _functions()
+    for name, text in parts.items():
+        (folder / f"{name}.md").write_text(text)
+
+
+def _functions() -> str:
+    """The list of the public functions that have a page of ops."""
+    pages = [page.stem for page in sorted((ROOT / "docs" / "ops").glob("*.md"))]
+    modules = {name: getattr(getattr(fo, name), "__module__", "") for name in fo.__all__}
+    found = [name for page in pages for name in modules if modules[name] == f"jax_fastops.{page}"]
+    head = "```{eval-rst}\n.. currentmodule:: jax_fastops\n\n.. autosummary::\n\n"
+    return head + "".join(f"   {name}\n" for name in found) + "```\n"
 
 
 def steps(path: Path) -> list[Path]:
     """The chart of what training steps gain, in time and in memory."""
-    return plot.draw(
-        path,
+    question = (
         "What does a training step gain over plain JAX, in time and in memory?\n"
         "One H100, bfloat16; the model of Haiku is in float32.\n"
-        "The first three are models on the ops, the others one line, autofuse",
-        [plot.Bars(name, values) for name, values in gains().items()],
-        ["time", "temporary memory"],
-        "plain JAX",
-        "plain JAX over jax_fastops (longer is better)",
-        limit=2.6,
-        unit="x",
+        "The first three are models on the ops, the others one line, autofuse"
     )
+    groups = [plot.Bars(name, values) for name, values in numbers.gains().items()]
+    axis = "plain JAX over jax_fastops (longer is better)"
+    return _gains(path, question, groups, ["time", "temporary memory"], axis=axis)
 
 
 def overview(path: Path) -> list[Path]:
     """The chart of the speed-ups of all families of ops."""
     groups = []
-    means = {family: mean(family_speedups(family)) for family in FAMILIES}
+    means = {family: geometric_mean(numbers.family_speedups(family)) for family in families(H100)}
     for family in sorted(means, key=means.get, reverse=True):
-        forward = " (forward)" if family in ("transpose", "window_sum") else ""
-        groups.append(plot.Bars(f"{FAMILIES[family]}{forward}", (means[family],)))
-    return plot.draw(
-        path,
+        phases = {main_phase(case) for case in load(f"{H100}-{family}")["cases"]}
+        forward = " (forward)" if phases == {"forward"} else ""
+        groups.append(plot.Bars(f"{title(family)}{forward}", (means[family],)))
+    question = (
         "How much faster than jax.nn is a forward+backward step?\n"
-        "One H100, bfloat16; geometric mean over all benchmarked shapes",
-        groups,
-        ["jax_fastops"],
-        "jax.nn",
-        "speed-up over jax.nn (longer is better)",
-        limit=2.6,
-        unit="x",
+        "One H100, bfloat16; geometric mean over all benchmarked shapes"
     )
+    return _gains(path, question, groups, ["jax_fastops"], "jax.nn")
 
 
-def inference(path: Path) -> list[Path]:
-    """The chart of a forward of BERT-base in bfloat16, where a kernel of this package runs."""
-    return _job_chart(
-        path,
-        f"inference-{H100}",
-        "How much faster than plain JAX is a forward of BERT-base?",
-        [("jax_fastops", "ours"), ("compiled PyTorch, CUDA graphs", "torch")],
-    )
-
-
-def pretraining(path: Path) -> list[Path]:
-    """The chart of whole training steps of BERT-base."""
-    return _job_chart(
-        path,
-        f"pretraining-{H100}",
-        "How much faster than plain JAX is a training step of BERT-base?",
-        [("jax_fastops", "ours"), ("compiled PyTorch", "torch")],
-    )
-
-
-def _job_chart(path: Path, file: str, question: str, series: list[tuple[str, str]]) -> list[Path]:
-    results = load(file)
+def job(path: Path, name: str, what: str, torch: str) -> list[Path]:
+    """The chart of a job in bfloat16, of the rows in which a kernel of this package runs."""
+    results = load(f"{name}-{H100}")
     groups = []
     for (shape, *facts), rows in by_case(results).items():
-        whole = all(who in rows for who in ("plain", *(who for _, who in series)))
+        whole = rows.keys() >= {"plain", "ours", "torch"}
         if not whole or "float16" in facts or runs_kernels(rows["ours"]) is False:
             continue
         label = shape.replace("x", " x ")
         if "positions" in rows["ours"]:
             label += ", loss at {} positions, attention dropout {}".format(*facts)
-        values = tuple(rows["plain"]["ms"] / rows[who]["ms"] for _, who in series)
+        values = tuple(rows["plain"]["ms"] / rows[who]["ms"] for who in ("ours", "torch"))
         groups.append(plot.Bars(label, values))
-    return plot.draw(
-        path,
-        f"{question}\n{device(results)}, bfloat16, batch x length",
-        groups,
-        [name for name, _ in series],
-        "plain JAX",
-        "speed-up over plain JAX (longer is better)",
-        limit=2.6,
-        unit="x",
-    )
+    of = f"{numbers.device(results)}, bfloat16, batch x length"
+    question = f"How much faster than plain JAX is {what} of BERT-base?\n{of}"
+    return _gains(path, question, groups, ["jax_fastops", torch])
+
+
+def _gains(path: Path, question: str, groups, series, line: str = "plain JAX", axis: str = ""):
+    axis = axis or f"speed-up over {line} (longer is better)"
+    return plot.draw(path, question, groups, series, line, axis, limit=2.6, unit="x")
 
 
 def _without_retracted(results: dict) -> dict:
@@ -267,10 +143,10 @@ def _without_retracted(results: dict) -> dict:
 
 def _family(family: str, results: dict, path: Path) -> str:
     """A family's chart, and all rows in a table that is folded."""
-    cases = {(c["op"], c["label"]): c for c in results["cases"] if c["dtype"] == "bfloat16"}
-    shown = [cases[key] for key in SHOWN[family] if key in cases]
-    if len(shown) < len(SHOWN[family]) - 1:  # a CPU's benchmark may lack one
-        raise ValueError(f"{family}: rows of the chart are missing in {results['hardware']}")
+    cases = [case for case in results["cases"] if case["dtype"] == "bfloat16"]
+    # Evenly from all rows, so that common shapes and hard ones are there.
+    places = {round(i * (len(cases) - 1) / (MOST - 1)) for i in range(MOST)}
+    shown = [cases[place] for place in sorted(places)]
     steps = any(main_phase(case) == "step" for case in shown)
     of = "forward+backward step" if steps else "forward"
     groups = []
@@ -279,58 +155,37 @@ def _family(family: str, results: dict, path: Path) -> str:
         sides = (case["results"][name]["phases"][phase] for name in ("native", "jax.nn"))
         only = ", forward" if steps and phase == "forward" else ""
         groups.append(plot.Bars(case_label(case) + only, tuple(s["of_floor"] for s in sides)))
-    title = f"How close is a {of} to the speed of memory?\n{device(results)}"
-    charts = plot.draw(
-        path,
-        title,
-        groups,
-        ("kernel", "jax.nn"),
-        "floor: a copy of the same bytes",
-        "time over the floor (shorter is better)",
-        limit=CUT,
-    )
+    question = f"How close is a {of} to the speed of memory?\n{numbers.device(results)}, bfloat16"
+    floor = "floor: a copy of the same bytes", "time over the floor (shorter is better)"
+    charts = plot.draw(path, question, groups, ("kernel", "jax.nn"), *floor, limit=CUT)
     note = f"\n{results['note'][0].upper()}{results['note'][1:]}.\n" if "note" in results else ""
     return (
-        _figure(charts, title.replace("\n", " "))
-        + f"\n:::{{dropdown}} All rows: {results['hardware']['device']}\n{_legend(results)}\n"
+        _figure(charts, question.replace("\n", " "))
+        + f"\n:::{{dropdown}} All rows: {results['hardware']['device']}\n{LEGEND}\n"
         + f"\n{headline(results)}.\n{note}\n{table(results)}:::\n"
     )
-
-
-def _legend(results: dict) -> str:
-    """How to read the table of a results file; see `benchmarks.tables.table`."""
-    floor = "Times over the floor (1.00 is the speed of a copy)"
-    if not keeps(results):
-        return f"{floor}, a column for each implementation. The fastest is bold."
-    if any("torch" in case["results"] for case in results["cases"]):
-        who = "kernel / jax.nn / PyTorch / compiled PyTorch"
-        return f"{floor}: {who}. The fastest is bold; `-` was not measured."
-    return "Times of kernel / jax.nn, and in parentheses times over the floor. The faster is bold."
 
 
 def _ranges() -> str:
     """Speed-ups of each family under `"auto"`: mean, least and most."""
     rows = []
-    for family, name in FAMILIES.items():
-        cells = [name]
-        for dtype in ("bfloat16", "float32"):
-            found = family_speedups(family, dtype)
-            cells.append(_range(found))
-        rows.append([*cells, str(len(found))])
+    for family, name in families(H100).items():
+        found = [numbers.family_speedups(family, dtype) for dtype in ("bfloat16", "float32")]
+        rows.append([name, *map(_range, found), str(len(found[-1]))])
     return markdown(["family", "bfloat16", "float32", "shapes"], rows)
 
 
 def _range(values: list[float]) -> str:
     """``1.95 (0.98 to 3.40)``: mean, least and most."""
-    return f"{mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    return f"{geometric_mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def _slower() -> str:
     """The rows on one H100 where jax.nn is faster than the kernel."""
     rows = []
-    for family in FAMILIES:
-        for case, phase, kernel, auto in slower(load(f"{H100}-{family}")):
-            label = case_label(case)
+    for family in families(H100):
+        for case, phase, kernel, auto in numbers.slower(load(f"{H100}-{family}")):
+            label = f"{case_label(case)}, {case['dtype']}"
             rows.append([label, MOVES[phase], f"{kernel:.2f}", f"{auto:.2f}"])
     return markdown(["row", "phase", "kernel / jax.nn", '`"auto"` / jax.nn'], rows)
 
@@ -354,7 +209,7 @@ def _layouts() -> str:
 def _decisions(platform: str) -> str:
     """When ``"auto"`` takes the kernel: a row per entry of the table and choice."""
     parts = []
-    for known in json.loads((ROOT / "jax_fastops" / "auto_table.json").read_text()):
+    for known in fo._auto.DEVICES:
         if known["platform"] != platform:
             continue
         rows = []
@@ -398,26 +253,13 @@ def _size(count: int) -> str:
 
 
 def case_label(case: dict) -> str:
-    """``layer norm, 32768 x 768, bfloat16``."""
-    options = case.get("options", {})
-    parts = [TITLES.get(case["op"], case["op"].replace("_", " "))]
-    if "activation" in options and case["op"].startswith("bias"):
-        parts[0] += f" + {options['activation']}"
-    parts.append(" x ".join(map(str, case["shapes"][0])))
-    if case["op"] == "lerp":
-        shape = " x ".join(map(str, np.broadcast_shapes(*case["shapes"])))
-        parts[-1:] = [case["label"], shape]
-    if "axes" in options:
-        parts[-1] += " to (" + ", ".join(map(str, options["axes"])) + ")"
-    if options.get("axis", -1) != -1:
-        parts.append(f"axis {options['axis']}")
-    if "radius" in options:
-        parts.append(f"radius {options['radius']}")
-    if case["op"] == "softmax" and len(case["shapes"]) > 1:
-        parts.append("mask")
-    if case["op"].startswith("split") and len(case["shapes"]) > 1:
-        parts.append("bias")
-    return ", ".join([*parts, case["dtype"]])
+    """``layer norm, wide, 16384 x 4096``."""
+    shape = " x ".join(
+        map(
+            str, np.broadcast_shapes(*case["shapes"]) if case["op"] == "lerp" else case["shapes"][0]
+        )
+    )
+    return f"{case['op'].replace('_', ' ')}, {case['label']}, {shape}"
 
 
 def _figure(charts: list[Path], alt: str) -> str:

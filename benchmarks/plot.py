@@ -38,16 +38,7 @@ class Bars:
     values: tuple[float, ...]
 
 
-def draw(
-    path: Path,
-    title: str,
-    groups: Sequence[Bars],
-    series: Sequence[str],
-    line: str,
-    axis: str,
-    limit: float,
-    unit: str = "",
-) -> list[Path]:
+def draw(path: Path, title: str, groups: Sequence[Bars], *args, **options) -> list[Path]:
     """Writes ``<path>-light.svg`` and ``<path>-dark.svg``; returns their paths.
 
     ``series`` names the bars of each group, ``line`` what the vertical line at 1 stands for, and
@@ -55,19 +46,15 @@ def draw(
     """
     if sum(len(group.values) for group in groups) > MOST_BARS:
         raise ValueError(f"{path.name}: more than {MOST_BARS} bars")
-    return [_draw(path, title, groups, series, line, axis, limit, unit, t) for t in THEMES]
+    return [_draw(theme, path, title, groups, *args, **options) for theme in THEMES]
 
 
-def _draw(path, title, groups, series, line, axis, limit, unit, theme: Theme) -> Path:
-    settings = {
+def _draw(theme: Theme, path, title, groups, series, line, axis, limit, unit="") -> Path:
+    colored = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
+    settings = dict.fromkeys(colored, theme.text) | {
         "font.size": 10,
         "svg.fonttype": "none",  # text stays text: small files that can be searched and checked
         "svg.hashsalt": path.name,  # the same file from the same numbers
-        "text.color": theme.text,
-        "axes.labelcolor": theme.text,
-        "xtick.color": theme.text,
-        "ytick.color": theme.text,
-        "axes.edgecolor": theme.text,
     }
     bars = sum(len(group.values) for group in groups)
     with plt.rc_context(settings):
@@ -81,13 +68,8 @@ def _draw(path, title, groups, series, line, axis, limit, unit, theme: Theme) ->
                 row + (index - (len(series) - 1) / 2) * thickness for row in range(len(groups))
             ]
             values = [group.values[index] for group in groups]
-            axes.barh(
-                places,
-                [min(v, end) for v in values],
-                thickness * 0.92,
-                color=colors[index],
-                label=name,
-            )
+            lengths = [min(value, end) for value in values]
+            axes.barh(places, lengths, thickness * 0.92, color=colors[index], label=name)
             for place, value in zip(places, values, strict=True):
                 text = f"{value:.2f}{unit}" if value < 10 else f"{value:.0f}{unit}"
                 after = 1 if 0.7 < value < 1 else min(value, end)  # clear of the line at 1

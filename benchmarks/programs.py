@@ -5,8 +5,6 @@
 ``backward``        the gradients, from the residuals and the cotangents
 ``step``            forward and backward as one program, with an optimization barrier between
 
-For integers, and for an op whose derivative is the op itself, there is only ``forward``.
-
 Three things would falsify the times of such programs. This module avoids them:
 
 - A jitted function that returns one of its inputs, or the same value twice, copies it. Outputs
@@ -18,20 +16,28 @@ Three things would falsify the times of such programs. This module avoids them:
 """
 
 import collections
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from benchmarks.cases import PHASES, Case
+from benchmarks.cases import PHASES, Case, fo
 
 # Lowered operations that move nothing, up to their first operand.
 MOVES = r"(?:stablehlo\.(?:broadcast_in_dim|reshape) |call @\w+\()"
+
+
+def temp_bytes(compiled) -> int | None:
+    """Peak temporary memory of one call, in bytes."""
+    stats = compiled.memory_analysis()
+    return None if stats is None else int(stats.temp_size_in_bytes)
 
 
 @dataclass
@@ -41,6 +47,19 @@ class Program:
     name: str
     function: Callable  # flat arrays in, list of arrays out
     args: list[jax.Array]
+    implementation: str = ""  # that it is compiled under; by default the one in force
+    like: Sequence[Any] | None = None  # the types of the outputs, if they are known
+    shardings: Sequence[Any] | None = None  # of the outputs
+
+    @classmethod
+    def of(cls, name: str, function: Callable, *args, **more) -> "Program":
+        """A program of a function of trees of arrays."""
+        leaves, tree = jax.tree.flatten(args)
+
+        def flat(*leaves):
+            return jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
+
+        return cls(name, flat, leaves, **more)
 
     def compile(self) -> None:
         """Compile now, under the implementation that is in force."""
@@ -53,8 +72,11 @@ class Program:
 
         program.__name__ = self.name  # the HLO module's name, which a profile shows
         donated = tuple(range(len(self.args), len(self.args) + len(self.outputs)))
-        jitted = jax.jit(program, donate_argnums=donated, keep_unused=True)
-        return jitted.lower(*self.args, *self.outputs)
+        placed = {"out_shardings": self.shardings} if self.shardings else {}
+        jitted = jax.jit(program, donate_argnums=donated, keep_unused=True, **placed)
+        chosen = fo.use_implementation(self.implementation or fo.info()["implementation"])
+        with chosen:
+            return jitted.lower(*self.args, *self.outputs)
 
     @cached_property
     def compiled(self):
@@ -68,25 +90,23 @@ class Program:
         """
         names: dict[str, str] = {}
         found = []
-        for line in self.lowered.as_text().splitlines():
-            made = re.match(r"\s*(%\w+)(?::\d+)? = ", line)
-            if not made:
-                continue
-            text = re.sub(r"%\w+", lambda name: names.get(name[0], name[0]), line[made.end() :])
+        for name, text in assignments(self.lowered.as_text(), names):
             first = re.match(MOVES + r"([^,) ]+)", text)
             if first:
-                names[made[1]] = first[1]
+                names[name] = first[1]
             elif text.startswith("stablehlo.constant"):
-                names[made[1]] = re.sub(r"[ ,()]", "", text)
+                names[name] = re.sub(r"[ ,()]", "", text)
             else:
-                names[made[1]] = f"%r{len(found)}"
+                names[name] = f"%r{len(found)}"
                 found.append(text)
         return found
 
     @cached_property
     def outputs(self) -> list[jax.Array]:
-        shapes = jax.eval_shape(self.function, *self.args)
-        return [jnp.zeros(s.shape, s.dtype) for s in shapes]
+        like = self.like or jax.eval_shape(self.function, *self.args)
+        places = self.shardings or [None] * len(like)
+        pairs = zip(like, places, strict=True)
+        return [jnp.zeros(a.shape, a.dtype, device=place) for a, place in pairs]
 
     @property
     def nbytes(self) -> int:
@@ -95,9 +115,7 @@ class Program:
 
     @property
     def temp_bytes(self) -> int | None:
-        """Peak temporary memory of one call, in bytes."""
-        stats = self.compiled.memory_analysis()
-        return None if stats is None else int(stats.temp_size_in_bytes)
+        return temp_bytes(self.compiled)
 
     @property
     def kernels(self) -> dict[str, int]:
@@ -132,7 +150,7 @@ class Source:
     """Where an output of a traced function comes from.
 
     ``kind`` is "computed" (``index`` counts these), "input" or "output" (``index`` is the
-    position of the input, or of the earlier output, that it equals) or "constant".
+    position of the input, or of the earlier output, of which it is a reshape) or "constant".
     """
 
     kind: str
@@ -152,16 +170,33 @@ def distinct(function: Callable, args: Sequence) -> tuple[Callable, list[Source]
 
 
 def _source(jaxpr, position: int, computed: int) -> Source:
-    outvars, var = list(jaxpr.outvars), jaxpr.outvars[position]
+    outvars, var = list(jaxpr.outvars), _viewed(jaxpr, jaxpr.outvars[position])
     if isinstance(var, core.Literal):
         return Source("constant")
-    for kind, candidates in (("input", list(jaxpr.invars)), ("output", outvars[:position])):
+    before = [_viewed(jaxpr, other) for other in outvars[:position]]
+    for kind, candidates in (("input", list(jaxpr.invars)), ("output", before)):
         for index, candidate in enumerate(candidates):
             if candidate is var:
                 return Source(kind, index)
     only = [index == position for index in range(len(outvars))]
     _, used = partial_eval.dce_jaxpr(jaxpr, only, instantiate=False)
     return Source("computed", computed) if any(used) else Source("constant")
+
+
+def _viewed(jaxpr, var):
+    """The array of which a variable is a reshape, which moves nothing; or the variable itself."""
+    for eqn in reversed(jaxpr.eqns):
+        if any(var is out for out in eqn.outvars):
+            if eqn.primitive.name == "reshape":
+                var = eqn.invars[0]
+            elif eqn.primitive.name in ("jit", "pjit"):
+                closed = eqn.params["jaxpr"]
+                inner = getattr(closed, "jaxpr", closed)
+                place = [var is out for out in eqn.outvars].index(True)
+                found = _viewed(inner, inner.outvars[place])
+                same = [found is given for given in inner.invars]
+                var = eqn.invars[same.index(True)] if any(same) else var
+    return var
 
 
 def unrepeated(function: Callable, args: Sequence) -> Callable:
@@ -191,33 +226,38 @@ def first_returned(stablehlo: str) -> list[int]:
     """Positions of the distinct values that a lowered program's main function returns."""
     canonical: dict[str, str] = {}
     known: dict[str, str] = {}
-    for line in stablehlo.partition("@main")[2].splitlines():
-        if found := re.match(r"\s*return (.*?) :", line):
-            values = [_renamed(value, canonical) for value in found[1].split(", ")]
-            return [i for i, value in enumerate(values) if value not in values[:i]]
-        if found := re.match(r"\s*(%\w+)(?::\d+)? = (.*)", line):
-            name, meaning = found[1], _renamed(found[2], canonical)
-            canonical[name] = known.setdefault(meaning, name) if _PURE.match(meaning) else name
-    raise ValueError("a lowered program whose main function returns nothing")
+    main = stablehlo.partition("@main")[2]
+    main, returned, rest = main.partition("\n    return ")
+    if not returned:
+        raise ValueError("a lowered program whose main function returns nothing")
+    for name, meaning in assignments(main, canonical):
+        canonical[name] = known.setdefault(meaning, name) if _PURE.match(meaning) else name
+    values = _renamed(rest.partition(" :")[0], canonical).split(", ")
+    return [i for i, value in enumerate(values) if value not in values[:i]]
 
 
-def _renamed(text: str, canonical: dict[str, str]) -> str:
-    return re.sub(r"%\w+", lambda name: canonical.get(name[0], name[0]), text)
+def assignments(stablehlo: str, names: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """The results and the operations of a program, with other ``names`` for their operands."""
+    for name, text in re.findall(r"^\s*(%\w+)(?::\d+)? = (.*)", stablehlo, re.MULTILINE):
+        yield name, _renamed(text, names)
 
 
-@dataclass(frozen=True)
-class Operands:
-    """The arrays of a case, shared by all of its contenders."""
+def _renamed(text: str, names: dict[str, str]) -> str:
+    return re.sub(r"%\w+", lambda operand: names.get(operand[0], operand[0]), text)
+
+
+class Operands(NamedTuple):
+    """The arrays of a case, shared by all of its contenders, and what the results are."""
 
     args: list[jax.Array]
     cotangents: list[jax.Array]
     results: jax.tree_util.PyTreeDef
+    result_bytes: int
 
 
 def operands(case: Case) -> Operands:
     """Random operands of ``case``, and cotangents if the case is differentiated."""
-    kinds = zip(case.shapes, case.operand_dtypes, strict=True)
-    args = [random(i, shape, dtype) for i, (shape, dtype) in enumerate(kinds)]
+    args = [random(i, x.shape, x.dtype) for i, x in enumerate(case.arguments)]
     args = list(case.op.valid(*args))
     function = partial(case.op.reference, **case.layout.options)
     return operands_of(function, args, differentiated=case.phases != ("forward",))
@@ -228,7 +268,8 @@ def operands_of(function: Callable, args: list[jax.Array], differentiated: bool)
     results, treedef = jax.tree.flatten(jax.eval_shape(function, *args))
     wanted = results if differentiated else []
     cotangents = [random(100 + i, r.shape, r.dtype) for i, r in enumerate(wanted)]
-    return Operands(args, cotangents, treedef)
+    nbytes = sum(math.prod(r.shape) * r.dtype.itemsize for r in results)
+    return Operands(args, cotangents, treedef, nbytes)
 
 
 def random(seed: int, shape, dtype) -> jax.Array:
@@ -261,13 +302,7 @@ class Contender:
     saved: dict[str, int] | None = None  # bytes, see `_saved_bytes`
 
 
-def contender(
-    function: Callable,
-    differentiated: tuple[int, ...],
-    data: Operands,
-    prefix: str,
-    phases: Sequence[str] = PHASES,
-) -> Contender:
+def contender(function, differentiated, data: Operands, prefix: str, phases=PHASES) -> Contender:
     """Compile the programs of ``function``. Their names are ``prefix``, "_" and the phase."""
     pull = _Pullback(function, differentiated, data.results)
     args, cts = data.args, data.cotangents
@@ -327,7 +362,8 @@ class _Pullback:
             first = len(results)
             computed = [_lookup(sources, i, args, saved) for i in range(first, len(sources))]
             leaves = [
-                old if new is None else new for old, new in zip(leaves, computed, strict=True)
+                old if new is None else new.reshape(old.shape)
+                for old, new in zip(leaves, computed, strict=True)
             ]
             return self.gradients(jax.tree.unflatten(treedef, leaves), cts)
 
@@ -362,14 +398,36 @@ def _saved_bytes(sources: list[Source], results: int, args, kept) -> dict[str, i
     """Bytes of distinct arrays that live from forward to backward: in total, and the parts that are
     operands and results, which the caller may hold anyway.
     """
-    inputs = {s.index for s in sources[results:] if s.kind == "input"}
-    repeated = {s.index for s in sources[results:] if s.kind == "output" and s.index < results}
-    own_results = [sources[i] for i in repeated if sources[i].kind == "computed"]
-    result_bytes = sum(kept[s.index].nbytes for s in own_results)
-    input_bytes = sum(args[i].nbytes for i in inputs)
-    own = sum(kept[s.index].nbytes for s in sources[results:] if s.kind == "computed")
-    return {
-        "total": own + input_bytes + result_bytes,
-        "operands": input_bytes,
-        "results": result_bytes,
-    }
+    residuals = sources[results:]
+    inputs = {s.index for s in residuals if s.kind == "input"}
+    repeated = {sources[s.index] for s in residuals if s.kind == "output" and s.index < results}
+
+    def nbytes(found) -> int:
+        return sum(kept[s.index].nbytes for s in found if s.kind == "computed")
+
+    found = {"operands": sum(args[i].nbytes for i in inputs), "results": nbytes(repeated)}
+    return {"total": nbytes(residuals) + sum(found.values()), **found}
+
+
+COLLECTIVES = (
+    "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
+    "|collective-broadcast"
+)
+
+
+def collectives(hlo: str) -> dict[str, dict[str, int]]:
+    """The collectives of a compiled module by kind: their count, and the bytes of their results."""
+    found: dict[str, dict[str, int]] = {}
+    for line in hlo.splitlines():
+        # An asynchronous one is counted at its end: newer versions also list operands at its start.
+        match = re.match(rf"\s*(?:ROOT )?\S+ = (.*?) ({COLLECTIVES})(?:-done)?\(", line)
+        if match:
+            entry = found.setdefault(match[2], {"count": 0, "bytes": 0})
+            entry["count"] += 1
+            entry["bytes"] += sum(map(_nbytes, re.findall(r"(\w+)\[([\d,]*)\]", match[1])))
+    return found
+
+
+def _nbytes(shape: tuple[str, str]) -> int:
+    bits = int((re.search(r"\d+", shape[0]) or ["8"])[0])  # "pred" has none
+    return bits // 8 * math.prod(int(n) for n in shape[1].split(",") if n)

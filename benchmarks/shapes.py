@@ -6,30 +6,20 @@ and the others any number.
 
 import math
 import random
-from collections.abc import Callable
 
-from benchmarks.cases import (
-    DTYPES,
-    INFERENCE,
-    MOVED,
-    SMOOTH,
-    Layout,
-    Op,
-    Shape,
-    mask_of_keys,
-    mask_of_pairs,
-    of_channels,
-    same,
-    with_rotary,
-)
+from benchmarks import cases
+from benchmarks.cases import DTYPES, MOVED, SMOOTH, Layout, Op, Shape
 
 Rng = random.Random
 
 
 def draw(rng: Rng, op: Op, largest: int) -> Layout:
-    """A layout of ``op`` whose main operand has up to about ``largest`` elements."""
+    """A layout of ``op`` whose main operand has up to about ``largest`` elements.
+
+    The function with the name of the family draws it, or the one of element-wise ops.
+    """
     elements = number(rng, 2**10, largest)
-    made = _OF_FAMILY[op.family](rng, op, elements)
+    made = globals().get(f"_{op.family}", _elementwise)(rng, op, elements)
     shape, options = made[:2]
     more = made[2] if len(made) > 2 else {}
     floating = ("float32", "bfloat16") if rng.random() < 0.8 else DTYPES
@@ -76,27 +66,24 @@ def _transpose(rng: Rng, op: Op, elements: int):
 
 
 def _heads(rng: Rng, op: Op, elements: int):
-    parts = 3 if "qkv" in op.name else 1
-    if op.name == "split_qkv_heads_rotary":
-        return _rotary(rng, elements)
-    heads, size = rng.randint(1, 24), rng.choice((32, 40, 48, 64, 64, 80, 96, 128))
-    count = max(1, elements // (parts * heads * size))
-    sequence = min(count, length(rng, 1, 4096))
-    if op.name == "merge_heads":
-        return (max(1, count // sequence), heads, sequence, size), {}
-    without = int(parts == 3 and rng.random() < 0.5)
-    shape = (max(1, count // sequence), sequence, parts * heads * size)
-    return shape, {"num_heads": heads}, {"without": without}
-
-
-def _rotary(rng: Rng, elements: int):
-    keys, size = rng.randint(1, 12), rng.choice((32, 64, 64, 80, 96, 128, 128, 256))
-    heads = 6 * keys  # four of queries for each one of keys and of values
+    rotary, parts = op.name == "split_qkv_heads_rotary", 3 if "qkv" in op.name else 1
+    if rotary:
+        keys, size = rng.randint(1, 12), rng.choice((32, 64, 64, 80, 96, 128, 128, 256))
+        heads = 6 * keys  # four of queries for each one of keys and of values
+    else:
+        heads, size = rng.randint(1, 24), rng.choice((32, 40, 48, 64, 64, 80, 96, 128))
+        heads *= parts
     count = max(1, elements // (heads * size))
     sequence = min(count, length(rng, 1, 4096))
-    shape = (max(1, count // sequence), sequence, heads * size)
-    options = {"num_heads": 4 * keys, "num_kv_heads": keys}
-    return shape, options, {"without": rng.choice((0, 2)), "operands": with_rotary(heads)}
+    batch = max(1, count // sequence)
+    if op.name == "merge_heads":
+        return (batch, heads, sequence, size), {}
+    shape = (batch, sequence, heads * size)
+    if rotary:
+        options = {"num_heads": 4 * keys, "num_kv_heads": keys}
+        return shape, options, {"without": rng.choice((0, 2)), "operands": cases.with_rotary(heads)}
+    without = int(parts == 3 and rng.random() < 0.5)
+    return shape, {"num_heads": heads // parts}, {"without": without}
 
 
 def _softmax(rng: Rng, op: Op, elements: int):
@@ -109,7 +96,7 @@ def _softmax(rng: Rng, op: Op, elements: int):
         return (max(1, elements // (n * inner)), n, inner), {"axis": 1}, {"without": 1}
     heads = rng.choice((1, 4, 8, 12, 16))
     shape = (max(1, elements // (heads * n * n)), heads, n, n)
-    return shape, {}, {"operands": mask_of_keys if kind == "keys" else mask_of_pairs}
+    return shape, {}, {"operands": cases.mask_of_keys if kind == "keys" else cases.mask_of_pairs}
 
 
 def _batch_norm(rng: Rng, op: Op, elements: int):
@@ -121,8 +108,8 @@ def _batch_norm(rng: Rng, op: Op, elements: int):
     if side == 1:
         shape, axis = (n, c), -1
     if op.name == "batch_norm_inference":
-        return shape, INFERENCE | {"axis": axis}, {"operands": of_channels(4, axis)}
-    operands = of_channels(2, axis, residual=op.name == "batch_norm_add_relu")
+        return shape, cases.INFERENCE | {"axis": axis}, {"operands": cases.of_channels(4, axis)}
+    operands = cases.of_channels(2, axis, residual=op.name == "batch_norm_add_relu")
     return shape, {"axis": axis}, {"operands": operands}
 
 
@@ -153,24 +140,12 @@ def _gated_act(rng: Rng, op: Op, elements: int):
     *lead, n = rows(rng, elements)
     options = {"activation": rng.choice(("silu", "gelu"))}
     if rng.random() < 0.5:
-        return (*lead, 2 * n), options, {"operands": same(1)}
+        return (*lead, 2 * n), options, {"without": 1}
     return (*lead, n), options
 
 
 def _cross_entropy(rng: Rng, op: Op, elements: int):
     return rows(rng, elements, high=2**18), {}
-
-
-def _linear_cross_entropy(rng: Rng, op: Op, elements: int):
-    """Tokens, and a table with more rows than they have elements."""
-    d = length(rng, 1, max(8, math.isqrt(elements) // 4))
-    tokens = rows(rng, max(1, elements // d), low=1, high=2**11)
-    shape = (*tokens, d)[-rng.choice((2, 3, 3)) :]
-    classes = length(rng, 1, max(8, min(2**17 // d, 2**22 // math.prod(shape[:-1]))))
-    reduction = rng.choice(("sum", "mean", "none"))
-    chunk = rng.choice((None, number(rng, 1, math.prod(shape[:-1]))))
-    options = {"reduction": reduction, "chunk": chunk}
-    return shape, options, {"operands": lambda shape: (shape, (classes, d), shape[:-1])}
 
 
 def _window_sum(rng: Rng, op: Op, elements: int):
@@ -181,20 +156,3 @@ def _window_sum(rng: Rng, op: Op, elements: int):
     other = max(1, elements // n)
     shape = (n, other) if axis == 0 else (other, n)
     return shape, {"radius": radius, "axis": axis, "padding": padding}
-
-
-_OF_FAMILY: dict[str, Callable] = {
-    "relu": _elementwise,
-    "transpose": _transpose,
-    "heads": _heads,
-    "softmax": _softmax,
-    "norm": _elementwise,
-    "batch_norm": _batch_norm,
-    "lerp": _lerp,
-    "bias_act": _bias_act,
-    "gated_act": _gated_act,
-    "cross_entropy": _cross_entropy,
-    "linear_cross_entropy": _linear_cross_entropy,
-    "dropout": _elementwise,
-    "window_sum": _window_sum,
-}

@@ -1,18 +1,13 @@
 """Results as Markdown tables, which ``benchmarks.pages`` puts into the documentation."""
 
-from benchmarks.jobs import runs_kernels
 from benchmarks.numbers import fastest, speedup
+from benchmarks.profile import runs_kernels
 
-PHASES = (
-    ("forward", "forward"),
-    ("forward that saves", "forward_saving"),
-    ("backward", "backward"),
-    ("forward + backward", "step"),
-)
 MOVES = {"forward": "forward", "backward": "backward", "step": "forward + backward"}
 IMPLEMENTATIONS = {"native": "kernel", "xla": "reference", "auto": '`"auto"`', "without": "no move"}
 CONTENDERS = {
     "native": "kernel",
+    "auto": '`"auto"`',
     "jax.nn": "jax.nn",
     "torch": "PyTorch",
     "torch.compile": "compiled PyTorch",
@@ -36,87 +31,30 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def table(results: dict) -> str:
     """The table of one results file, in the form that fits what was measured."""
-    if "blocks" in results:
-        return markdown(*blocks_table(results))
-    if "rows" in results:
-        return markdown(*network_table(results))
-    if "layers" in results:
-        return markdown(*layers_table(results))
-    if "scaling" in results:
-        return markdown(*scaling_table(results))
-    if "steps" in results:
-        return markdown(*steps_table(results))
-    if "accuracy" in results:
-        return markdown(*accuracy_table(results))
-    compared = any("torch" in case["results"] for case in results["cases"])
-    of_phases = contenders_table if compared else phase_table
-    return markdown(*(of_phases if keeps(results) else multiples_table)(results))
+    return markdown(*next(of_key for key, of_key in OF_KEY.items() if key in results)(results))
 
 
-def keeps(results: dict) -> bool:
-    """Whether a kernel keeps residuals."""
-    entries = (case["results"].get("native") for case in results["cases"])
-    return any(e and e["saved_bytes"] and e["saved_bytes"]["total"] for e in entries)
-
-
-def phase_table(results: dict) -> tuple[list[str], list[list[str]]]:
-    """A row per case, a column per phase: kernel and jax.nn."""
-    header = ["op, shape", "dtype", *(title for title, _ in PHASES), "residuals"]
-    return header, [row(case) for case in results["cases"]]
-
-
-def contenders_table(results: dict) -> tuple[list[str], list[list[str]]]:
-    """A row per case, a column per phase: multiples of the floor of every contender."""
-    names = list(CONTENDERS)
-    header = ["op, shape", "dtype", *MOVES.values()]
-    rows = []
-    for case in results["cases"]:
-        cells = [what(case), case["dtype"]]
-        for key in MOVES:
-            cells.append(" / ".join(multiples(case, key, names)))
-        rows.append(cells)
-    return header, rows
-
-
-def row(case: dict) -> list[str]:
-    ours, xla = case["results"]["native"], case["results"]["jax.nn"]
-    cells = [what(case), case["dtype"]]
-    cells += [phase(ours["phases"][key], xla["phases"][key]) for _, key in PHASES]
-    return [*cells, " / ".join(mib(side["saved_bytes"]["total"]) for side in (ours, xla))]
-
-
-def phase(ours: dict, xla: dict) -> str:
-    """``180 µs (1.03) / 174 µs (0.99)``: kernel and jax.nn, the faster one in bold."""
-    texts = [f"{side['median_us']:.3g} µs ({side['of_floor']:.2f})" for side in (ours, xla)]
-    faster = 0 if ours["median_us"] <= xla["median_us"] else 1
-    texts[faster] = f"**{texts[faster]}**"
-    return " / ".join(texts)
-
-
-def multiples_table(results: dict) -> tuple[list[str], list[list[str]]]:
-    """A row per case and phase, a column per contender, the fastest in bold."""
+def cases_table(results: dict) -> tuple[list[str], list[list[str]]]:
+    """A row per case and phase: µs of each contender, and over the floor, the fastest in bold."""
     measured = {name for case in results["cases"] for name in case["results"]}
     names = [name for name in CONTENDERS if name in measured]
-    several = any(len(case["floor_us"]) > 1 for case in results["cases"])
-    header = ["op, shape", "dtype", *(["phase"] if several else []), "floor"]
     rows = []
     for case in results["cases"]:
+        entries = [case["results"].get(name, {"phases": {}}) for name in names]
         for key, title in MOVES.items():
             if key not in case["floor_us"]:
                 continue
-            cells = [what(case), case["dtype"], *([title] if several else [])]
-            cells.append(f"{case['floor_us'][key]:.3g} µs")
-            rows.append([*cells, *multiples(case, key, names)])
-    return [*header, *(CONTENDERS[name] for name in names)], rows
-
-
-def multiples(case: dict, key: str, names: list[str]) -> list[str]:
-    """``1.03`` for each contender, the times of a phase over the floor; ``-`` was not measured."""
-    entries = [case["results"].get(name) for name in names]
-    times = [e and e["phases"].get(key, {}).get("of_floor") for e in entries]
-    best = min((t for t in times if t), default=None)
-    texts = [f"{t:.2f}" if t else "-" for t in times]
-    return [f"**{s}**" if t and t == best else s for s, t in zip(texts, times, strict=True)]
+            sides = [entry["phases"].get(key) for entry in entries]
+            best = min((side["median_us"] for side in sides if side), default=None)
+            cells = [what(case), case["dtype"], title]
+            for side in sides:
+                text = f"{side['median_us']:.3g} µs ({side['of_floor']:.2f})" if side else "-"
+                cells.append(f"**{text}**" if side and side["median_us"] == best else text)
+            kept = [entry.get("saved_bytes") for entry in entries if key == "backward"]
+            texts = [f"{saved['total'] / 2**20:.3g}" if saved else "-" for saved in kept]
+            rows.append([*cells, " / ".join(texts)])
+    header = ["op, shape", "dtype", "phase", *(CONTENDERS[name] for name in names)]
+    return [*header, "residuals, MiB"], rows
 
 
 def blocks_table(results: dict) -> tuple[list[str], list[list[str]]]:
@@ -138,17 +76,17 @@ def blocks_table(results: dict) -> tuple[list[str], list[list[str]]]:
 
 def network_table(results: dict) -> tuple[list[str], list[list[str]]]:
     """A row per program of a network: times and temporary memory."""
-    header = [results["network"]["name"], "jax_fastops", "plain JAX", "speed-up"]
     rows = []
     for entry in results["rows"]:
         sides = [entry["results"].get(who) for who in ("ours", "plain")]
         cells = [f"{side['median_us'] / 1e3:.2f} ms" if side else "-" for side in sides]
-        speed, memory = "-", [f"{side['temp_mib']:.0f} MiB" if side else "-" for side in sides]
+        memory = [f"{side['temp_mib']:.0f} MiB" if side else "-" for side in sides]
+        speed = f"{speedup(entry['results']):.2f}x" if all(sides) else "-"
         if all(sides):
-            faster = 0 if sides[0]["median_us"] <= sides[1]["median_us"] else 1
+            faster = sides[0]["median_us"] > sides[1]["median_us"]
             cells[faster] = f"**{cells[faster]}**"
-            speed = f"{speedup(entry['results']):.2f}x"
         rows.append([entry["row"], *cells, speed, *memory])
+    header = [results["network"]["name"], "jax_fastops", "plain JAX", "speed-up"]
     return [*header, "temporary memory", "plain JAX's"], rows
 
 
@@ -229,14 +167,13 @@ def layers_table(results: dict) -> tuple[list[str], list[list[str]]]:
     """A row per attention: how many kernels the forward of one layer launches."""
     counts: dict[tuple, dict] = {}
     for entry in results["layers"]:
-        key = (entry["attention"], f"[{entry['batch']}, {entry['length']}]", entry["dtype"])
-        counts.setdefault((*key, entry["weights"]), {})[entry["contender"]] = entry["count"]
-    names = {"ours": "launches, jax_fastops", "plain": "launches, plain JAX"}
-    rows = [
-        [*key, *(str(found[name]) if name in found else "-" for name in names)]
-        for key, found in counts.items()
-    ]
-    return ["attention", "tokens", "dtype", "weights", *names.values()], rows
+        tokens = f"[{entry['batch']}, {entry['length']}]"
+        key = entry["attention"], tokens, entry["dtype"], entry["weights"]
+        counts.setdefault(key, {})[entry["contender"]] = str(entry["count"])
+    sides = ("ours", "plain")
+    rows = [[*key, *(n.get(who, "-") for who in sides)] for key, n in counts.items()]
+    names = ["launches, jax_fastops", "launches, plain JAX"]
+    return ["attention", "tokens", "dtype", "weights", *names], rows
 
 
 def scaling_table(results: dict) -> tuple[list[str], list[list[str]]]:
@@ -255,8 +192,7 @@ def steps_table(results: dict) -> tuple[list[str], list[list[str]]]:
     """A row per implementation of a training step: times, temporary memory, launches."""
     names = {"ours": "jax_fastops", "plain": "plain JAX", "without": "no batch norm"}
     rows = []
-    for key, name in names.items():
-        step = results["steps"][key]
+    for step, name in zip(map(results["steps"].get, names), names.values(), strict=True):
         times = [f"{step[clock] / 1e3:.2f} ms" for clock in ("median_us", "wall_us")]
         rows.append([name, *times, f"{step['temp_mib']:.0f} MiB", str(step["launches"])])
     if "median_us" in (found := results.get("pytorch", {})):
@@ -270,41 +206,30 @@ def accuracy_table(results: dict) -> tuple[list[str], list[list[str]]]:
     header = ["op", "dtype", "data", "results: kernel / jax.nn", "gradients: kernel / jax.nn"]
     rows = []
     for entry in results["accuracy"]:
-        cells = [f"`{entry['op']}`", entry["dtype"], entry["data"].replace("_", " ")]
-        for part in ("results", "gradients"):
-            sides = entry["errors"][part]
-            cells.append(f"{sides['ours']:.2g} / {sides['jax.nn']:.2g}")
-        rows.append(cells)
+        sides = [entry["errors"][part] for part in ("results", "gradients")]
+        errors = [f"{side['ours']:.2g} / {side['jax.nn']:.2g}" for side in sides]
+        rows.append([f"`{entry['op']}`", entry["dtype"], entry["data"].replace("_", " "), *errors])
     return header, rows
+
+
+# The tables of jobs, by a key of their results.
+OF_KEY = {
+    "cases": cases_table,
+    "blocks": blocks_table,
+    "rows": network_table,
+    "layers": layers_table,
+    "scaling": scaling_table,
+    "steps": steps_table,
+    "accuracy": accuracy_table,
+}
 
 
 def what(case: dict) -> str:
     """The op, its operands' shapes and its options."""
     shapes = " ".join(map(_tuple, case["shapes"]))
-    options = case.get("options", {})
-    text = f"`{case['op']}` {shapes}"
-    if "axes" in options:
-        text += f" → {_tuple(options['axes'])}"
-    if "num_heads" in options:
-        text += f", {options['num_heads']} heads"
-    if "num_kv_heads" in options:
-        text += f" and {options['num_kv_heads']} of keys"
-    if "axis" in options:
-        text += f", axis {options['axis']}"
-    if "scale" in options:
-        text += f", scale {options['scale']}"
-    if "radius" in options:
-        text += f", radius {options['radius']}"
-    if "padding" in options:
-        text += f", {options['padding']}"
-    if "activation" in options:
-        text += f", {options['activation']}"
-    return text
+    axes = case.get("options", {}).get("axes")
+    return f"`{case['op']}` {shapes}{f' → {_tuple(axes)}' if axes else ''}, {case['label']}"
 
 
 def _tuple(numbers: list[int]) -> str:
     return f"({', '.join(map(str, numbers))})"
-
-
-def mib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**20:.3g} MiB"

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # for the benchmarks; the installed jax_fastops comes first
 
 from benchmarks import ages, numbers, pages  # noqa: E402
+from benchmarks.__main__ import NAMES  # noqa: E402
 
 SITE = ROOT / "build" / "docs" / "html"
 README = ROOT / "README.md"
@@ -46,6 +47,7 @@ def problems() -> Iterator[str]:
     yield from readme()
     yield from links()
     yield from public_names()
+    yield from families()
     yield from results()
     for page in [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sources()]:
         yield from code_blocks(page)
@@ -66,9 +68,7 @@ def readme() -> Iterator[str]:
         if "://" not in target and not (ROOT / target).exists():
             yield f"README.md: no file {target}"
     code = "\n".join(body for _, _, kind, body in FENCE.findall(text) if kind == "python")
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         yield f"README.md: its Python fails: {done.stderr.strip().splitlines()[-1]}"
 
@@ -119,6 +119,15 @@ def public_names() -> Iterator[str]:
                     yield f"{full}: its doctest fails\n{''.join(output)}"
 
 
+def families() -> Iterator[str]:
+    """Every family of ops has an entry where a person writes what is true of it."""
+    for page in (README, *(ROOT / "docs" / "guides" / f"{n}.md" for n in ("memory", "sharding"))):
+        rows = "\n".join(re.findall(r"^\|.*", page.read_text(), re.MULTILINE))
+        for family, calls in jax_fastops._registry.families().items():
+            if not any(re.search(rf"`{name}\b", rows) for name in calls):
+                yield f"{page.relative_to(ROOT)}: no table has a row for {family}"
+
+
 def results() -> Iterator[str]:
     """Results on a page that are older than their kernels are listed, if Git's history is here."""
     with tempfile.TemporaryDirectory() as folder:
@@ -147,10 +156,9 @@ def command_problem(line: str) -> str | None:
     for target in re.findall(r"\bmake ([a-z][a-z-]*)", line):
         if target not in TARGETS:
             return f"the Makefile has no target {target}"
-    for module in re.findall(r"python3? -m (benchmarks[\w.]*)", line):
-        path = ROOT / module.replace(".", "/")
-        if not path.is_dir() and not path.with_suffix(".py").exists():
-            return f"no module {module}"
+    for job in re.findall(r"python3? -m benchmarks (\w+)", line):
+        if job not in NAMES:
+            return f"no job {job}"
     for program in re.findall(r"python3? ([\w/]+\.py|demo|examples/\w+)", line):
         if not (ROOT / program).exists():
             return f"no file {program}"

@@ -7,7 +7,6 @@ it equals and what it keeps for the backward.
 import os
 
 from jax_fastops import _explain, _native
-from jax_fastops._autofuse.api import FuseReport, Missed, Replaced, autofuse
 from jax_fastops._dispatch import kernel_or
 from jax_fastops._explain import Explanation, OpCall, explain
 from jax_fastops._export import export_checks
@@ -15,6 +14,7 @@ from jax_fastops._implementation import set_implementation, use_implementation
 from jax_fastops._info import info
 from jax_fastops._patch import patch
 from jax_fastops._version import __version__
+from jax_fastops.autofuse import FuseReport, Missed, Replaced, autofuse
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference, batch_norm_statistics
 from jax_fastops.bias_act import bias_act
 from jax_fastops.cross_entropy import cross_entropy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
@@ -189,11 +188,3 @@ def broadcast_shape(op: str, arrays: Sequence[jax.Array], names: Sequence[str]) 
     except ValueError:
         shapes = " and ".join(f"{n} of shape {x.shape}" for n, x in zip(names, arrays, strict=True))
         raise ValueError(f"{op}: Incompatible shapes for broadcasting: {shapes}") from None
-
-
-def renamed(op: str, fanout: bool, fork: bool | None) -> bool:
-    """The value of ``fanout``, which may be given by its former name ``fork``."""
-    if fork is None:
-        return bool(fanout)
-    warnings.warn(f"{op}: fork is now called fanout", DeprecationWarning, stacklevel=3)
-    return bool(fork)

@@ -12,13 +12,13 @@ partial sum for each shard, and XLA adds these up.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jax_fastops._dispatch import row_features
-from jax_fastops._kernel import Kernel, copies_too_much, partitions, shards_of
+from jax_fastops._dispatch import Refused, row_features
+from jax_fastops._kernel import Kernel, partitions, shards_of, without_large_copies
 from jax_fastops._native import limit
 from jax_fastops._views import explicit_spec, reshape
 
@@ -48,25 +48,16 @@ def limit_of(shape) -> str | None:
     return None
 
 
-def call(kernel: Kernel, operands, otherwise: Callable, **given) -> tuple:
-    """The results of a forward kernel, or ``otherwise()`` if it cannot take the operands."""
-    shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-    if limit_of(shape) or copies_too_much(run := kernel.of(*operands, **given)):
-        return otherwise()
+def call(kernel: Kernel, operands, **given) -> tuple:
+    """The results of a forward kernel."""
+    _refuse_beyond_limits(jnp.broadcast_shapes(*(x.shape for x in operands)))
+    run = without_large_copies(kernel.of(*operands, **given))
     return tuple(y for y in run() if y is not None)
 
 
-def pullback_of(reference: Callable, operands, cts, wanted) -> tuple:
-    """Gradients in ``jax.numpy``. ``None`` for those that are not wanted."""
-
-    def function(*chosen):
-        rest = iter(chosen)
-        full = [next(rest) if w else x for x, w in zip(operands, wanted, strict=True)]
-        return reference(*full)
-
-    chosen = [x for x, w in zip(operands, wanted, strict=True) if w]
-    grads = iter(jax.vjp(function, *chosen)[1](*cts))
-    return tuple(next(grads) if w else None for w in wanted)
+def _refuse_beyond_limits(shape) -> None:
+    if (reason := limit_of(shape)) is not None:
+        raise Refused(reason)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,20 +79,12 @@ class _Dimension:
         return 2 if self.shards > 1 else 1
 
 
-def pull_back(
-    kernel: Kernel,
-    dy,
-    operands: dict,
-    targets: dict,
-    otherwise: Callable,
-    **attributes,
-) -> tuple:
+def pull_back(kernel: Kernel, dy, operands: dict, targets: dict, **attributes) -> tuple:
     """Gradients by a kernel, from the cotangent and ``operands`` of its rank, by name.
 
     The dimensions of the kernel's buffers are chosen here. An operand ``mask`` has a byte for every
     8 elements of the last dimension. ``targets`` maps the name of each gradient to the type of the
-    operand whose gradient it is, or to ``None`` if it is not wanted. ``otherwise`` computes the
-    gradients if the kernel cannot.
+    operand whose gradient it is, or to ``None`` if it is not wanted.
     """
     bits = "mask" in operands
     wanted = {key: t for key, t in targets.items() if t is not None}
@@ -110,7 +93,7 @@ def pull_back(
     spec = explicit_spec(kind, dy.ndim)
     symbolic = not all(isinstance(d, int) for d in dy.shape)
     if symbolic and (cut or spec is not None):
-        return otherwise()
+        raise Refused("a size is symbolic in a program for several devices")
 
     dims = []
     for d, size in enumerate(dy.shape):
@@ -120,9 +103,7 @@ def pull_back(
         if summed and not row and (cut or spec is not None):
             shards = shards_of(size, spec and spec[d], kind, 1)
         dims.append(_Dimension(d, size, summed or row, shards))
-    rank = sum(dim.rank for dim in dims)
-    if limit_of(dy.shape) or rank > limit("broadcast_rank"):
-        return otherwise()
+    _refuse_beyond_limits([size for dim in dims for size in (dim.size,) * dim.rank])
 
     def slot(own: Sequence[str]) -> str:
         return " ".join(["...", *(dim.words(word) for dim, word in zip(dims, own, strict=True))])
@@ -146,10 +127,7 @@ def pull_back(
         parts[largest.index] = f"ceil(r{largest.index}/{_WORKSPACE})"
         slots["workspace"] = slot(parts)
     views = {key: _view(x, dims) for key, x in {"dy": dy, **operands}.items()}
-    run = kernel.with_dimensions(**slots).of(**views, **attributes)
-    if copies_too_much(run):
-        return otherwise()
-    found = run()
+    found = without_large_copies(kernel.with_dimensions(**slots).of(**views, **attributes))()
     return tuple(
         None if t is None else _back(getattr(found, key), t, dims) for key, t in targets.items()
     )

@@ -1,23 +1,23 @@
 """One decision for each call of an op: kernel or reference.
 
 :func:`decide` is the only place that knows the policy. A family states facts: the class of the
-shapes, a limit of its kernel, why XLA needs no pass of its own.
+shapes, a limit of its kernel, why XLA needs no pass of its own. When a primitive of the call is
+lowered, the op layer asks again. It then knows what ``vmap`` maps and over how many devices the
+program runs, and a kernel may refuse that (:class:`Refused`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Sequence
-from importlib import resources
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
-from jax_fastops import _native
+from jax_fastops import _auto, _native
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -46,9 +46,10 @@ class Decision(NamedTuple):
 class Request:
     """What the decision depends on.
 
-    ``entry`` and ``dtype`` name decision trees in the measured table, and ``features`` are what
-    these ask for: numbers by name, among them ``bytes`` of the largest array. ``limit`` says why
-    the kernel cannot take the call. ``fused`` says why XLA needs no pass over memory for it.
+    ``entry`` and ``dtype`` name conditions in the table (:mod:`jax_fastops._auto`), and
+    ``features`` are what these ask for: numbers by name, among them ``bytes`` of the largest array.
+    ``limit`` says why the kernel cannot take the call. ``fused`` says why XLA needs no pass over
+    memory for it. ``record`` is the session and the number of a call that is explained.
     """
 
     implementation: str
@@ -57,13 +58,17 @@ class Request:
     features: tuple[tuple[str, int], ...]
     limit: str | None = None
     fused: str | None = None
+    record: tuple[int, int] | None = None
 
     @property
     def known(self) -> dict[str, int]:
-        """The features by name, and what follows from them: the number of rows."""
+        """The features by name, and what follows from them: the number of rows, and the work of
+        windows, which is 0 for the radius 1."""
         found = dict(self.features)
         if row := found.get("row_bytes"):
             found["row_count"] = found["bytes"] // row if row < SYMBOLIC else SYMBOLIC
+        if radius := found.get("radius"):
+            found["work"] = min(found["bytes"] * (radius - 1), SYMBOLIC)
         return found
 
     def mapped(self, n) -> Request:
@@ -99,7 +104,7 @@ def decide(kernels: frozenset[str], request: Request, platform: str) -> Decision
     return Decision(_measured(found["forward"], features), _measured(found["grad"], features))
 
 
-def _measured(tree: Tree, features: dict[str, int]) -> Choice:
+def _measured(tree: _auto.Tree, features: dict[str, int]) -> Choice:
     """Follows a tree. The reason names the conditions on the way."""
     way = []
     while not isinstance(tree, bool):
@@ -168,23 +173,9 @@ def refused(reason: str) -> Decision:
     return _both(False, reason)
 
 
-# True for the kernel, or (feature, bound, tree if it is less, tree if not).
-Tree = bool | list
-
-
-@functools.cache
-def table() -> list[dict]:
-    """The measured devices. ``["entries"][entry][dtype][use]`` is a tree.
-
-    ``use`` is ``"forward"`` (not differentiated) or ``"grad"`` (forward and backward together).
-    ``python -m benchmarks.dispatch`` writes the file.
-    """
-    return json.loads(resources.files("jax_fastops").joinpath("auto_table.json").read_text())
-
-
 def trees(platform: str) -> dict:
     """The trees of the device that is nearest to this process' device."""
-    devices = [device for device in table() if device["platform"] == platform]
+    devices = [device for device in _auto.DEVICES if device["platform"] == platform]
     return nearest(devices, platform)["entries"] if devices else {}
 
 

@@ -2,7 +2,8 @@
 
 While a function is explained, its operands pass through an identity primitive. Its derivative rule
 notes that the call is differentiated. Its equations in the traced program tell how often the call
-runs: a function under ``jit`` is traced once, and a ``scan`` repeats its body.
+runs: a function under ``jit`` is traced once, and a ``scan`` repeats its body. For the call's own
+primitives in this program, the lowering's decision is asked for.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import jax
 import jaxlib
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
+from jax.sharding import AxisType, get_abstract_mesh
 
 from jax_fastops._arguments import array_leaves
-from jax_fastops._dispatch import Decision
+from jax_fastops._dispatch import Choice, Decision, lowering_platform
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _MODELS = os.path.join(_HERE, "models")
@@ -50,7 +52,8 @@ class OpCall:
     Attributes:
       op: the name of the op.
       operands: dtype and shape of each operand; inside of ``jax.vmap``, those of one example.
-      kernel: whether the call takes the kernel.
+      kernel: whether the call takes the kernel, in forward and backward if the function
+        differentiates it.
       reason: why it does, or why not.
       where: the file and line of the call.
       differentiated: whether the function differentiates the call.
@@ -186,7 +189,9 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
                 program = jax.make_jaxpr(traced)(*operands)
         finally:
             del _sessions[number]
-        _count(program.jaxpr, records, 1, False)
+        found = _Program(records, number, max(map(_devices, [get_abstract_mesh(), *operands])))
+        found.walk(program.jaxpr, 1, False)
+        found.decide()
         return Explanation(tuple(r.result() for r in records if r.calls))
 
     return explained
@@ -205,10 +210,12 @@ class _Record:
     differentiated: bool = False
     recomputed: bool = False
     calls: int = 0
+    lowered: list[Choice] = dataclasses.field(default_factory=list)  # of its primitives
 
     def result(self) -> OpCall:
         assert self.decision is not None
         choice = self.decision.gradient if self.differentiated else self.decision.forward
+        choice = min(self.lowered, default=choice, key=lambda choice: choice.kernel)
         return OpCall(
             op=self.op,
             operands=self.operands,
@@ -221,19 +228,23 @@ class _Record:
         )
 
 
-def observe(op: str, args: Sequence) -> tuple[Sequence, Callable]:
-    """The operands of a call, marked if the call is explained, and what to tell the decision to."""
+def observe(op: str, args: Sequence) -> tuple[Sequence, tuple[int, int] | None, Callable]:
+    """The operands of a call, marked if it is explained; its session and number there; and what to
+    tell the decision to."""
     number = _session.value
     records = _sessions.get(number)
     logged = _log.isEnabledFor(logging.INFO)
     made = getattr(_place, "decisions", None)
     if records is None and not logged:
-        return args, _ignore if made is None else lambda decision, function: made.append(decision)
+        ignore = _ignore if made is None else lambda decision, function: made.append(decision)
+        return args, None, ignore
     given = [x for x in args if x is not None]
     record = _Record(op, tuple(jax.typeof(x).str_short() for x in given), _where())
+    named = None
     if records is not None:
+        named = number, len(records)
         records.append(record)
-        marked = iter(_mark.bind(*given, session=number, index=len(records) - 1))
+        marked = iter(_mark.bind(*given, session=number, index=named[1]))
         args = [None if x is None else next(marked) for x in args]
 
     def decided(decision: Decision, function: Callable) -> None:
@@ -246,7 +257,7 @@ def observe(op: str, args: Sequence) -> tuple[Sequence, Callable]:
         if logged:
             _log.info("%s", _logged(record))
 
-    return args, decided
+    return args, named, decided
 
 
 def _ignore(decision: Decision, function: Callable) -> None:
@@ -258,6 +269,11 @@ def _logged(record: _Record) -> str:
     call = f"{record.op}({', '.join(record.operands)}) at {record.where}"
     both = [f"{'kernel' if c.kernel else 'reference'}: {c.reason}" for c in record.decision]
     return f"{call}: {both[0]}" + ("" if both[0] == both[1] else f"; with gradients {both[1]}")
+
+
+def log_refusal(primitive: str, choice: Choice) -> None:
+    """Logs that a primitive takes the reference, although its call takes the kernel."""
+    _log.info("%s: reference: %s", primitive, choice.reason)
 
 
 def log(what: str) -> None:
@@ -352,21 +368,66 @@ ad.primitive_jvps[_mark] = _mark_jvp
 batching.primitive_batchers[_mark] = lambda xs, dims, **params: (_mark.bind(*xs, **params), dims)
 
 
-def _count(jaxpr, records: list[_Record], times: int, again: bool) -> None:
-    """Counts the runs of each call. ``again``: inside of what ``jax.checkpoint`` repeats."""
-    for equation in jaxpr.eqns:
-        if equation.primitive is _mark:
-            record = records[equation.params["index"]]
-            record.recomputed |= again
-            record.calls += 0 if again else times
-            continue
-        repeats = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-        inner_again = again or bool(equation.params.get("differentiated"))
-        for value in equation.params.values():
-            for part in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(part, "jaxpr", part)
-                if hasattr(inner, "eqns"):
-                    _count(inner, records, times * repeats, inner_again)
+# What lowers each primitive of an op.
+stages: dict[Primitive, Any] = {}
+
+
+@dataclasses.dataclass
+class _Program:
+    """What a walk through a traced program finds."""
+
+    records: list[_Record]
+    session: int
+    devices: int = 1  # over which the program may be partitioned
+    calls: dict[int, Any] = dataclasses.field(default_factory=dict)  # of primitives of ops
+
+    def walk(self, jaxpr, times: int, again: bool) -> None:
+        """Counts the runs of each call. ``again``: inside of what ``jax.checkpoint`` repeats."""
+        for equation in jaxpr.eqns:
+            if equation.primitive is _mark:
+                record = self.records[equation.params["index"]]
+                record.recomputed |= again
+                record.calls += 0 if again else times
+                continue
+            if equation.primitive in stages:
+                self.calls[id(equation)] = equation
+                continue
+            repeats = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+            inner_again = again or bool(equation.params.get("differentiated"))
+            for value in equation.params.values():
+                for part in value if isinstance(value, (tuple, list)) else (value,):
+                    self.devices = max(self.devices, _devices(part))
+                    inner = getattr(part, "jaxpr", part)
+                    if hasattr(inner, "eqns"):
+                        self.walk(inner, times * repeats, inner_again)
+
+    def decide(self) -> None:
+        """Asks for the decisions of lowering."""
+        platform, known = lowering_platform(), {}
+        for equation in self.calls.values():
+            call = equation.params["call"]
+            session, index = call.request.record or (0, 0)
+            if session != self.session:
+                continue
+            avals = tuple(x.aval for x in equation.invars)
+            mesh = equation.ctx.cur_abstract_mesh
+            devices = self.devices
+            if AxisType.Manual in mesh.axis_types:
+                pairs = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+                devices = math.prod(n for n, kind in pairs if kind != AxisType.Manual)
+            params = dict(equation.params, call=call.without_record())
+            key = equation.primitive, avals, devices, *params.values()
+            if key not in known:
+                with equation.ctx.manager:
+                    stage = stages[equation.primitive]
+                    known[key] = stage.explained(avals, platform, devices, **params)
+            self.records[index].lowered.append(known[key])
+
+
+def _devices(value) -> int:
+    """The number of devices of a sharding, a mesh, or an array that has a sharding."""
+    value = getattr(value, "sharding", value)
+    return math.prod(getattr(getattr(value, "mesh", value), "axis_sizes", ()))
 
 
 # ---- text ----------------------------------------------------------------------------------------

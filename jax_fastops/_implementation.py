@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from typing import Literal
 
 import jax
@@ -63,8 +62,7 @@ class use_implementation:
     """Chooses the implementation of ops in a ``with`` block, for the current thread.
 
     Args:
-      implementation: as in :func:`set_implementation`, which sets the choice of the process. As a
-        plain call, without ``with``, this class does the same. That is deprecated.
+      implementation: as in :func:`set_implementation`, which sets the choice of the process.
 
     Raises:
       ValueError: the name is none of the three.
@@ -78,13 +76,10 @@ class use_implementation:
     """
 
     def __init__(self, implementation: Literal["auto", "native", "xla"]):
-        self._entered = True  # only a checked choice may become that of the process
         self._value = _checked(implementation, "use_implementation")
-        self._entered = False
         self._blocks = threading.local()  # the `with` statements that this object is in
 
     def __enter__(self) -> use_implementation:
-        self._entered = True
         block = _context(self._value)
         block.__enter__()
         self._blocks.__dict__.setdefault("entered", []).append(block)
@@ -92,9 +87,3 @@ class use_implementation:
 
     def __exit__(self, *exc_info: object) -> None:
         self._blocks.entered.pop().__exit__(*exc_info)
-
-    def __del__(self) -> None:
-        if not self._entered:  # a plain call
-            set_implementation(self._value)
-            message = "use_implementation without 'with' is deprecated; call set_implementation"
-            warnings.warn(message, DeprecationWarning, stacklevel=2)

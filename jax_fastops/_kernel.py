@@ -37,6 +37,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fastops import _compat, _native
+from jax_fastops._dispatch import Refused
 from jax_fastops._signature import Bound, Dim, Signature, Slot
 from jax_fastops._views import explicit_spec, parts_of
 
@@ -315,6 +316,18 @@ def shards_of(length, axis, sharding, shortest: int) -> int:
     return known * max(fits)
 
 
+def groups_of(lead, spec: tuple | None, sharding) -> tuple:
+    """Leading dimensions for groups of the indices of ``lead``, which are summed by group.
+
+    In a program for one device, there are none, for one group. In a program that XLA may partition,
+    the dimensions stay, so that their shards stay whole, and the last of them becomes the number of
+    its shards. ``spec`` and ``sharding`` are of an array that begins with these dimensions.
+    """
+    if not lead or (spec is None and partitions() == 1):
+        return ()
+    return (*lead[:-1], shards_of(lead[-1], spec and spec[len(lead) - 1], sharding, 1))
+
+
 def mapped_axis(operands, dims) -> tuple[Any, Any, Any]:
     """The size of a mapped axis; its mesh axis and mesh if the sharding is part of the type."""
     found = [(x, d) for x, d in zip(operands, dims, strict=True) if d is not None]
@@ -331,48 +344,6 @@ def with_leading_axis(x, axis, mesh):
     """``x`` with its first dimension sharded over a mesh axis, or over none."""
     own = explicit_spec(jax.typeof(x).sharding, x.ndim) or (None,) * x.ndim
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(axis, *own[1:])))
-
-
-def unless_mapped(function, otherwise, positions: Sequence[int]):
-    """``function``, replaced by ``otherwise`` under a ``vmap`` that maps one of ``positions``.
-
-    Used for kernels with parameters that all rows share. If each example has its own parameters,
-    the kernel needs one call per example, and the reference needs no loop.
-    """
-
-    @jax.custom_batching.custom_vmap
-    def call(*arrays):
-        return function(*arrays)
-
-    @call.def_vmap
-    def _(axis_size, mapped, *arrays):
-        del axis_size
-        axes = [0 if m else None for m in mapped]
-        outer = jax.vmap(otherwise, in_axes=axes)
-        if not any(mapped[i] for i in positions):  # an outer vmap may map them
-            outer = unless_mapped(jax.vmap(function, in_axes=axes), outer, positions)
-        outs = outer(*arrays)
-        return outs, jax.tree.map(lambda _: True, outs)
-
-    return call
-
-
-def gradients_unless_mapped(native, plain, positions: Sequence[int], kept, cts, wanted, **options):
-    """The wanted gradients by :func:`unless_mapped`, and ``None`` for the others.
-
-    ``native`` and ``plain`` get residuals, cotangents and options; ``positions`` are of residuals.
-    """
-    count = len(kept)  # the functions below live longer than the arrays
-
-    def of(gradients):
-        def wanted_gradients(*arrays):
-            found = gradients(arrays[:count], arrays[count:], **options)
-            return tuple(g for g, w in zip(found, wanted, strict=True) if w)
-
-        return wanted_gradients
-
-    found = iter(unless_mapped(of(native), of(plain), positions)(*kept, *cts))
-    return tuple(next(found) if w else None for w in wanted)
 
 
 def compiled(primitive: Primitive, params: dict):
@@ -528,19 +499,18 @@ def spread_shape(signature: Signature, operands, index: int, devices: int):
     return tuple(shape), None if own_spec is None else tuple(spec)
 
 
-def copies_too_much(call: KernelCall) -> bool:
-    """Whether an operand's copies would take more than half of the size of the largest buffer.
+def without_large_copies(call: KernelCall) -> KernelCall:
+    """The call. Refuses it if an operand's copies take more than half of the largest buffer's size.
 
     In a program for several devices with auto mesh axes, an operand has a copy for each device
     along every dimension in which it is broadcast (see ``spread_out``). The reference needs none.
-    With symbolic sizes the answer is yes.
     """
     devices, signature, operands = partitions(), call.signature, call.operands
     if devices == 1 or not any(slot.spread for slot in signature.operands):
-        return False
+        return call
     shapes = [x.shape for x in operands]
     if not all(isinstance(d, int) for shape in shapes for d in shape):
-        return True
+        raise Refused("several devices may need copies of an operand of symbolic size")
     buffers = signature.infer(shapes, [x.dtype for x in operands])
     buffers += [(x.shape, x.dtype) for x in operands]
     largest = max(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
@@ -548,8 +518,8 @@ def copies_too_much(call: KernelCall) -> bool:
         if slot.spread:
             shape, _ = spread_shape(signature, operands, i, devices)
             if shape != x.shape and 2 * math.prod(shape) * x.dtype.itemsize > largest:
-                return True
-    return False
+                raise Refused(f"{devices} devices would need large copies of an operand")
+    return call
 
 
 def _batch_first(

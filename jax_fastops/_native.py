@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import pathlib
 import re
+import sys
 import warnings
 
 import jax
 import jaxlib
 
+from jax_fastops._version import __version__
+
+# The kernels that this code calls: kKernelAbi of src/core/ffi/registry.h.
+_ABI = 4
+
 # Module name -> (platform name of the FFI, platform name of lowering rules).
 _MODULES = {"_cpu": ("cpu", "cpu"), "_cuda": ("CUDA", "cuda")}
 
+_HERE = pathlib.Path(__file__).parent
 _REBUILD = (
     "Reinstall the package for this environment: 'pip install --force-reinstall --no-deps .' in a "
     "checkout, or 'pip install --force-reinstall --no-deps --no-binary jax_fastops jax_fastops'."
@@ -76,24 +84,58 @@ def _version_text(version: tuple[int, int] | None) -> str:
 def _load(name: str):
     """The native module, or None if an optional module was not built."""
     full_name = f"jax_fastops.{name}"
-    try:
-        present = importlib.util.find_spec(full_name) is not None
-    except (ImportError, ValueError):
-        present = False
-    if not present:
+    if name == "_cpu" and not _is_present(full_name):
+        _add_installed_folder()
+    if not _is_present(full_name):
         if name == "_cuda":
             return None
         raise ImportError(
             f"{full_name}, the native module with the CPU kernels, is missing: the package was not "
-            f"built, or a source checkout shadows the installed one. {_REBUILD}"
+            f"built. {_REBUILD}"
         )
     try:
-        return importlib.import_module(full_name)
+        module = importlib.import_module(full_name)
     except ImportError as error:
         raise ImportError(
             f"{full_name} is there but cannot be loaded ({error}): it is damaged, or built for "
             f"another Python or system. {_REBUILD}"
         ) from error
+    if module.build_info()["abi"] != _ABI:
+        raise ImportError(
+            f"{module.__file__} has kernel ABI {module.build_info()['abi']}, and the Python files "
+            f"in {_HERE} need {_ABI}. {_REBUILD}"
+        )
+    return module
+
+
+def _is_present(full_name: str) -> bool:
+    try:
+        return importlib.util.find_spec(full_name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _add_installed_folder() -> None:
+    """Lets this package find the native modules of the installed one.
+
+    The Python files of a checkout have no native modules next to them, and precede the installed
+    package in a Python that is started there. ``make`` installs native modules only.
+
+    Python files and kernels of one version may still be of different commits. What keeps a program
+    that a compilation cache stored from running on kernels that it does not fit is enough here,
+    too: the ABI, and handlers that refuse buffers and attributes that they do not know.
+    """
+    try:
+        installed = importlib.metadata.distribution("jax_fastops")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    folder = str(installed.locate_file("jax_fastops"))
+    if installed.version != __version__:
+        raise ImportError(
+            f"{_HERE}, of version {__version__}, has no native modules, and those in {folder} are "
+            f"of version {installed.version}. {_REBUILD}"
+        )
+    sys.modules["jax_fastops"].__path__.append(folder)
 
 
 # Lowering platform -> why its module is there but not used. Filled by _modules().
@@ -132,8 +174,7 @@ def target_name(kernel: str, platform: str) -> str:
     It carries the kernel ABI's version, because compilation caches on disk store the name: a
     program cached by an older version must not find a kernel that takes other buffers.
     """
-    module = _modules().get(platform) or _modules()["cpu"]
-    return f"{kernel}.v{module.build_info()['abi']}"
+    return f"{kernel}.v{_ABI}"
 
 
 @functools.cache

@@ -45,6 +45,7 @@ from jax_fastops._kernel import (
     match_varying,
     split_spec,
 )
+from jax_fastops._registry import Example, register
 from jax_fastops._settings import own_code
 from jax_fastops._signature import Signature, Slot, parse_slots
 from jax_fastops._views import broadcast_to, broadcast_type
@@ -77,6 +78,9 @@ class Call:
     def __repr__(self) -> str:
         sides = (", ".join(map(str, side)) for side in (self.args, self.outs, self.saved))
         return "'{} -> {} | {}' {}".format(*sides, self.request.implementation)
+
+    def without_record(self) -> Call:
+        return dataclasses.replace(self, request=dataclasses.replace(self.request, record=None))
 
     def spread(self, args: Sequence) -> list:
         """One entry per operand: ``None`` for an absent one."""
@@ -120,9 +124,14 @@ class Op:
         has statistics over the batch, a mapped axis never becomes one more batch dimension.
       data: the places of operands that are seldom differentiated. The derivative along one of them
         is that of the reference, and so are all others in the same call.
+      shared: the names and places of operands that all rows share. A call takes the reference if
+        ``vmap`` maps one of them: the kernel would need one call per example.
       dtype_class: the name of a dtype in the ``auto`` table, for ops to which only its width
         matters.
       kernels: every kernel that the above use. A platform that lacks one takes the reference.
+      family: the name of the module that has the op. Default: the name of the op.
+      example: a call for the selftest. Selftest, benchmarks and documentation have the families
+        whose ops have one.
     """
 
     def __init__(
@@ -143,7 +152,10 @@ class Op:
         batch: Callable | None = None,
         independent: bool = True,
         data: Sequence[int] = (),
+        shared: dict[str, int] | None = None,
         dtype_class: Callable = str,
+        family: str | None = None,
+        example: Example | None = None,
     ):
         if (pullback is None) != (pushforward is None):
             raise ValueError(f"{name}: 'pullback' and 'pushforward' are given together or not")
@@ -164,6 +176,7 @@ class Op:
         self.batch = batch
         self.independent = independent
         self.data = tuple(data)
+        self.shared = shared or {}
         self.dtype_class = dtype_class
         self._needs = frozenset(k.name for k in self.kernels)
         self._plain = _Stage(self, "")
@@ -178,6 +191,8 @@ class Op:
         ad.primitive_transposes[self._lin.primitive] = self._lin_transpose
         ad.primitive_transposes[self._vjp.primitive] = self._vjp_transpose
         _OPS[name] = self
+        if example:
+            register(family or name, name, example)
 
     # -- calling ---------------------------------------------------------------------------------
 
@@ -232,7 +247,8 @@ class Op:
             return (otherwise or functools.partial(self.reference, **options))(*args)
 
         decision = self.decide(request, _dispatch.lowering_platform())
-        args, decided = _explain.observe(self.name, args)
+        args, record, decided = _explain.observe(self.name, args)
+        request = dataclasses.replace(request, record=record)
         # Under "native" the program may be lowered for another platform, which has kernels.
         if decision.kernel or (request.implementation == "native" and limit is None):
             try:
@@ -626,8 +642,8 @@ class Op:
         grads = iter(jax.vjp(function, *chosen)[1](list(cts)))
         return [next(grads) if w else None for w in which]
 
-    def uses_kernel(self, kind: str, call: Call, platform: str) -> bool:
-        """Whether a primitive is lowered to its kernel on a platform."""
+    def choose(self, kind: str, call: Call, levels, which, platform: str) -> _dispatch.Choice:
+        """Kernel or reference for a primitive, unless the kernel refuses the operands."""
         functions = {
             "": self.forward,
             "_fwd": self.forward_saving,
@@ -636,7 +652,24 @@ class Op:
         }
         decision = self.decide(call.request, platform)
         choice = decision.gradient if kind else decision.forward
-        return choice.kernel and functions[kind] is not None
+        if not choice.kernel:
+            return choice
+        if functions[kind] is None:
+            return _dispatch.Choice(False, "no kernel computes this derivative")
+        places = self._places(kind, call, which)
+        mapped = {p for flags in levels for p, f in zip(places, flags, strict=False) if f}
+        for name, place in self.shared.items():
+            if place in mapped:
+                return _dispatch.Choice(False, f"each mapped example has its own {name}")
+        return choice
+
+    def _places(self, kind: str, call: Call, which) -> list[int | None]:
+        """Which operand of the op each operand of a primitive is, or is the tangent of."""
+        if kind in ("", "_fwd"):
+            return call.given(range(len(call.args)))
+        kept = {i: place for place, i in self._kept_args(call).items()}
+        places = [kept.get(i) for i in range(self._n_residuals(call))]
+        return places + [p for p, w in enumerate(which) if w and kind == "_lin"]
 
 
 class _Stage:
@@ -649,6 +682,7 @@ class _Stage:
         primitive.def_impl(lambda *xs, **params: compiled(primitive, params)(*xs))
         primitive.def_abstract_eval(self._abstract_eval)
         batching.primitive_batchers[primitive] = self._batch
+        _explain.stages[primitive] = self
         _compat.set_jet_rule(primitive, lambda params: self._function(native=False, **params))
         mlir.register_lowering(primitive, self._lowering(None))
         for platform in ("cpu", "cuda"):
@@ -691,14 +725,39 @@ class _Stage:
         return _vmapped(self.op._function(self.kind, call, which, native), levels)
 
     def _lowering(self, platform: str | None):
-        def rule(ctx, *operands, call, levels, which):
-            native = platform is not None and self.op.uses_kernel(self.kind, call, platform)
-            function = self._function(native=native, call=call, levels=levels, which=which)
-            lowered = mlir.lower_fun(function, multiple_results=True)
+        def rule(ctx, *operands, **params):
+            def lowered(function):
+                return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
             with lowering_for(_compat.partitions(ctx), self.primitive.name):
-                return lowered(ctx, *operands)
+                found, choice = self.decided(lowered, platform, **params)
+            if platform and choice not in self.op.decide(params["call"].request, platform):
+                _explain.log_refusal(self.primitive.name, choice)
+            return found
 
         return rule
+
+    def explained(self, avals, platform: str, devices: int, **params) -> _dispatch.Choice:
+        """The choice for operands of these types, in a program for this number of devices."""
+        with lowering_for(devices):
+            return self.decided(lambda f: jax.eval_shape(f, *avals), platform, **params)[1]
+
+    def decided(
+        self, evaluate: Callable, platform: str | None, *, call, levels, which
+    ) -> tuple[Any, _dispatch.Choice]:
+        """``evaluate`` of the function that the primitive takes, and the choice of this function.
+
+        A kernel refuses operands when it is traced. What it refuses depends on the number of
+        devices, which :func:`lowering_for` says.
+        """
+        function = functools.partial(self._function, call=call, levels=levels, which=which)
+        choice = self.op.choose(self.kind, call, levels, which, platform or "")
+        if choice.kernel:
+            try:
+                return evaluate(function(native=True)), choice
+            except _dispatch.Refused as refusal:
+                choice = _dispatch.Choice(False, str(refusal))
+        return evaluate(function(native=False)), choice
 
 
 def _as_list(outs) -> list:

@@ -26,8 +26,8 @@ from jax.extend import source_info_util
 
 from jax_fastops import _implementation, _patched
 from jax_fastops._arguments import epsilon
-from jax_fastops._autofuse.patterns import losses_by_label
 from jax_fastops._dispatch import kernel_or
+from jax_fastops.autofuse._losses import losses_by_label
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
 from jax_fastops.bias_act import bias_act
 from jax_fastops.dropout import dropout

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops._arguments import real_number
-from jax_fastops._kernel import partitions, unless_mapped
+from jax_fastops._kernel import partitions
 from jax_fastops._views import explicit_spec
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -138,10 +138,17 @@ def seeded(native, x, *arrays):
     if partitions() > 1:
         return of_rows(x, *arrays)
 
+    @jax.custom_batching.custom_vmap
     def counted(*arrays):
         return native(*arrays, key=arrays[-1])
 
-    return unless_mapped(counted, of_rows, range(1 + len(arrays)))(x, *arrays)
+    @counted.def_vmap
+    def _(axis_size, mapped, *arrays):
+        del axis_size
+        outs = jax.vmap(of_rows, in_axes=[0 if m else None for m in mapped])(*arrays)
+        return outs, jax.tree.map(lambda _: True, outs)
+
+    return counted(x, *arrays)
 
 
 def row_seeds(words, shape, sharding=None) -> jax.Array:

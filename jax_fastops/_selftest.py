@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_fastops as fo
+from jax_fastops._registry import Example, constant, families
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 # The largest error of an array, relative to its largest element.
@@ -26,110 +27,6 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1.5e-2}
 RUNS, IN_FLIGHT = 5, 8
 # A GPU is timed with so many times the rows: else the time is that of the host.
 MORE_ROWS = {"cpu": 1, "gpu": 64}
-ROWS = ((256, 1024), (7, 129))
-VECTORS = ((1024,), (129,))
-
-
-class Call(NamedTuple):
-    """One op: its function of arrays, and the operands' shapes, aligned and odd."""
-
-    op: str
-    function: Callable[..., Any]
-    shapes: tuple[tuple[tuple[int, ...], ...], ...]
-
-
-def _labels(x: Any) -> Any:
-    return jnp.arange(x.shape[0], dtype=jnp.int32) % x.shape[-1]
-
-
-def _unknown(constant: Any) -> Any:
-    """A constant that XLA does not compute with while it compiles."""
-    return jax.lax.optimization_barrier(jnp.asarray(constant))
-
-
-def _key() -> Any:
-    return jax.random.wrap_key_data(_unknown(np.array([0, 1], np.uint32)))
-
-
-def _calls() -> list[Call]:
-    one = tuple((r,) for r in ROWS)
-    two = tuple((r, r) for r in ROWS)
-    with_vector = tuple(zip(ROWS, VECTORS, strict=True))
-    affine = tuple((r, v, v) for r, v in zip(ROWS, VECTORS, strict=True))
-    residual = tuple((r, r, v) for r, v in zip(ROWS, VECTORS, strict=True))
-    biased = tuple((r, r, v, v) for r, v in zip(ROWS, VECTORS, strict=True))
-
-    def positive(f):
-        return lambda x, mean, var, *rest: f(x, mean, jnp.abs(var) + 0.5, *rest)
-
-    return [
-        Call("relu", fo.relu, one),
-        Call("add_relu", fo.add_relu, two),
-        Call("transpose", fo.transpose, one),
-        Call("split_heads", lambda x, b: fo.split_heads(x, b, num_heads=3), _heads(1)),
-        Call("split_qkv_heads", lambda x, b: fo.split_qkv_heads(x, b, num_heads=3), _heads(3)),
-        Call(
-            "split_qkv_heads_rotary",
-            lambda x, scale: fo.split_qkv_heads(
-                x,
-                num_heads=4,
-                num_kv_heads=2,
-                rotary=jnp.outer(jnp.arange(x.shape[-2], dtype=jnp.float32), jnp.ones(2)),
-                q_scale=scale,
-                k_scale=scale,
-            ),
-            (((2, 64, 512), (64,)), ((1, 7, 40), (5,))),
-        ),
-        Call("merge_heads", fo.merge_heads, (((2, 3, 64, 64),), ((1, 3, 7, 5),))),
-        Call("softmax", fo.softmax, one),
-        Call(
-            "softmax_dropout",
-            lambda x: fo.softmax(x, dropout_key=_key(), dropout_rate=0.25),
-            one,
-        ),
-        Call("log_softmax", fo.log_softmax, one),
-        Call("layer_norm", fo.layer_norm, affine),
-        Call("residual_layer_norm", fo.residual_layer_norm, biased),
-        Call(
-            "residual_layer_norm_dropout",
-            lambda *xs: fo.residual_layer_norm(*xs, dropout_key=_key(), dropout_rate=0.25),
-            biased,
-        ),
-        Call(
-            "residual_rms_norm_dropout",
-            lambda *xs: fo.residual_rms_norm(*xs, dropout_key=_key(), dropout_rate=0.25),
-            residual,
-        ),
-        Call("rms_norm", fo.rms_norm, with_vector),
-        Call("residual_rms_norm", fo.residual_rms_norm, residual),
-        Call("batch_norm", fo.batch_norm, affine),
-        Call("batch_norm_statistics", fo.batch_norm_statistics, one),
-        Call(
-            "batch_norm_inference",
-            positive(fo.batch_norm_inference),
-            tuple((r, v, v, v, v) for r, v in zip(ROWS, VECTORS, strict=True)),
-        ),
-        Call("lerp", lambda a, b: fo.lerp(a, b, 0.25), two),
-        Call("bias_act", fo.bias_act, with_vector),
-        Call("bias_relu", lambda x, b: fo.bias_act(x, b, activation="relu"), with_vector),
-        Call("gated_act", fo.gated_act, two),
-        Call("gated_act_halves", fo.gated_act, (((256, 1024),), ((7, 130),))),
-        Call("cross_entropy", lambda x: fo.cross_entropy(x, _labels(x)), one),
-        Call(
-            "linear_cross_entropy",
-            lambda x, table: fo.linear_cross_entropy(x, table, jnp.arange(x.shape[0]) % 7),
-            (((64, 128), (512, 128)), ((7, 33), (65, 33))),
-        ),
-        Call("dropout", lambda x: fo.dropout(x, _key(), 0.25), one),
-        Call("window_sum", lambda x: fo.window_sum(x, 2), one),
-    ]
-
-
-def _heads(parts: int):
-    return (
-        ((2, 64, parts * 192), (parts * 192,)),
-        ((1, 7, parts * 15), (parts * 15,)),
-    )
 
 
 def _step(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +37,7 @@ def _step(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def cotangent(y):
         values = np.cos(np.arange(y.size)).astype(jnp.bfloat16)
-        return _unknown(values.reshape(y.shape).astype(y.dtype))
+        return constant(values.reshape(y.shape).astype(y.dtype))
 
     def step(*args):
         out, pull = jax.vjp(function, *args)
@@ -204,7 +101,7 @@ class Checked(NamedTuple):
     shapes: list[tuple[int, ...]]  # of the operands that are timed
 
 
-def check(call: Call, device: Any) -> Checked | Exception:
+def check(call: Example, device: Any) -> Checked | Exception:
     """Compares kernel and reference, and compiles what is timed."""
     try:
         return _check(call, device)
@@ -212,7 +109,7 @@ def check(call: Call, device: Any) -> Checked | Exception:
         return error
 
 
-def _check(call: Call, device: Any) -> Checked:
+def _check(call: Example, device: Any) -> Checked:
     errors = {jnp.dtype(d).name: 0.0 for d in DTYPES}
     kernels, step = True, _step(call.function)
     for shapes in call.shapes:
@@ -250,28 +147,27 @@ def main() -> int:
     if not devices:
         print("no CPU and no CUDA device: nothing was tested")
         return 1
+    calls = {name: call for family in families().values() for name, call in family.items()}
     for device in devices:
-        rows = (MORE_ROWS[device.platform] * ROWS[0][0], ROWS[0][1])
-        print(f"{device.device_kind} ({device.platform}); times: float32, {rows}, with gradient")
+        print(f"{device.device_kind} ({device.platform}); times: float32, with gradient")
         print(f"{'op':<27} {'float32':>8} {'bfloat16':>8}  {'':9} {'kernel':>9} {'JAX':>9} speedup")
-        calls = _calls()
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # compilation takes long
-            found = list(pool.map(lambda call: check(call, device), calls))  # noqa: B023
-        for call, checked in zip(calls, found, strict=True):
+            found = list(pool.map(lambda call: check(call, device), calls.values()))  # noqa: B023
+        for name, checked in zip(calls, found, strict=True):
             if isinstance(checked, Exception):
                 failed += 1
                 line = next(iter(str(checked).splitlines()), "")
-                print(f"{call.op:<27} FAILED: {type(checked).__name__}: {line}")
+                print(f"{name:<27} FAILED: {type(checked).__name__}: {line}")
                 continue
             args = _operands(checked.shapes, device)
             kernel, plain = (_time(compiled, args) for compiled in checked.timed)
-            ok = all(error <= TOLERANCE[name] for name, error in checked.errors.items())
+            ok = all(error <= TOLERANCE[dtype] for dtype, error in checked.errors.items())
             ok &= checked.kernels or device.platform != "cpu"  # every package has CPU kernels
             failed += not ok
             word = "FAILED" if not ok else "ok" if checked.kernels else "reference"
             figures = " ".join(f"{e:8.1e}" for e in checked.errors.values())
             print(
-                f"{call.op:<27} {figures}  {word:9} "
+                f"{name:<27} {figures}  {word:9} "
                 f"{kernel * 1e6:6.0f} us {plain * 1e6:6.0f} us {plain / kernel:6.2f}x",
                 flush=True,
             )

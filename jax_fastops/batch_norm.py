@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +28,16 @@ from jax_fastops._arguments import (
     integer,
     not_weak,
     parameter,
-    renamed,
     same_floating_dtype,
 )
 from jax_fastops._bits import pack, select
 from jax_fastops._dispatch import SYMBOLIC, Refused, size_in_bytes
-from jax_fastops._kernel import Kernel, partitions, shards_of
+from jax_fastops._kernel import Kernel, groups_of
 from jax_fastops._native import workspace
 from jax_fastops._op import Op
+from jax_fastops._registry import example
 from jax_fastops._signature import accumulator_dtype
+from jax_fastops._types import Flag, fans_out
 from jax_fastops._views import broadcast_to, broadcast_type, explicit_spec, parts_of, reshape
 
 # An op sees an array as [..., o, c, i]: "..." is the batch, which may be sharded; c, the channels.
@@ -94,10 +95,8 @@ _GRADIENT_KERNEL = _declare(
 class _Groups:
     """The kernels' view of an array ``[..., o, c, i]``: groups, each with its own sums.
 
-    In a program for one device, the batch is one group. In a program that XLA may partition, the
-    last dimension of the batch is split into as many groups as it may have shards, so that no shard
-    moves. One all-reduce then merges the groups' sums. Under ``vmap``, each example whose mask is
-    not a whole number of bytes is a group.
+    One all-reduce merges the groups' sums. Under ``vmap``, each example whose mask is not a whole
+    number of bytes is a group.
     """
 
     def __init__(self, x, mask: bool = False):
@@ -106,13 +105,8 @@ class _Groups:
         self.spec = explicit_spec(kind, x.ndim)
         self.mesh = kind.mesh
         self.dtype = accumulator_dtype(x.dtype)
-        if mask and o * c * i % 8:
-            self.lead = tuple(lead)
-        elif not lead or (self.spec is None and partitions() == 1):
-            self.lead = ()
-        else:
-            axis = self.spec and self.spec[-4]
-            self.lead = (*lead[:-1], shards_of(lead[-1], axis, kind, 1))
+        padded = mask and o * c * i % 8
+        self.lead = tuple(lead) if padded else groups_of(lead, self.spec, kind)
 
     def call(self, kernel: Kernel, arrays: dict, values: dict, **given):
         """The results of a kernel. ``values`` are those of channels, repeated for every group."""
@@ -519,18 +513,19 @@ def _inference_gradients(kept, cts, wanted, *, eps, relu):
 
 
 def _features(x, at: int) -> dict[str, int]:
-    """The number of channels and of elements in one, and the bytes of those that are contiguous.
+    """The number of elements of a channel, and the bytes of those that are contiguous.
 
     The bytes are 0 if channels are last. XLA is slower there, and most of all if a channel has
     about 1024 to 4096 elements: it does not divide such a sum.
     """
     after = x.shape[at + 1 :]
     last = math.prod(after) == 1
-    channels, count = x.shape[at], math.prod(x.shape[:at]) * math.prod(after)
+    count = math.prod(x.shape[:at]) * math.prod(after)
+    count = count if isinstance(count, int) else SYMBOLIC
     return dict(
-        channels=channels if isinstance(channels, int) else SYMBOLIC,
-        row_count=count if isinstance(count, int) else SYMBOLIC,
+        row_count=count,
         inner_bytes=0 if last else size_in_bytes(after, x.dtype),
+        undivided=last and 1024 <= count < 4096,
     )
 
 
@@ -541,6 +536,8 @@ _STATISTICS = Op(
     "batch_norm_statistics",
     f"{_X} -> {_STATISTICS_OUT}",
     _statistics_reference,
+    family="batch_norm",
+    example=example(lambda x: batch_norm_statistics(x), "... n"),
     kernels=(_STATISTICS_KERNEL,),
     forward=_statistics,
     forward_saving=_statistics,
@@ -554,6 +551,7 @@ _TRAINING = Op(
     "batch_norm",
     f"{_TRAINING_IN} -> {_X}, {_STATISTICS_OUT}",
     _reference,
+    example=example(lambda *arrays: batch_norm(*arrays), "... n, n, n"),
     kernels=(
         _FORWARD_KERNEL,
         _STATISTICS_KERNEL,
@@ -576,6 +574,11 @@ _INFERENCE = Op(
     "batch_norm_inference",
     f"{_X}, c, c, c, c, {_X} -> {_X}",
     _inference_reference,
+    family="batch_norm",
+    example=example(
+        lambda x, mean, var, *rest: batch_norm_inference(x, mean, jnp.abs(var) + 0.5, *rest),
+        "... n, n, n, n, n",
+    ),
     kernels=(_APPLY_KERNEL, _SUMS_KERNEL),
     forward=_inference_forward,
     save=_inference_save,
@@ -696,45 +699,7 @@ def _check(
     return x, residual, at, options, values
 
 
-@overload
-def batch_norm(
-    x: ArrayLike,
-    scale: ArrayLike | None,
-    bias: ArrayLike | None,
-    *,
-    axis: int = ...,
-    eps: float = ...,
-    activation: Literal["relu"] | None = ...,
-    residual: ArrayLike | None = ...,
-    axis_name: Hashable | tuple[Hashable, ...] | None = ...,
-    fanout: Literal[False] = ...,
-) -> tuple[jax.Array, jax.Array, jax.Array]: ...
-@overload
-def batch_norm(
-    x: ArrayLike,
-    scale: ArrayLike | None,
-    bias: ArrayLike | None,
-    *,
-    axis: int = ...,
-    eps: float = ...,
-    activation: Literal["relu"] | None = ...,
-    residual: ArrayLike | None = ...,
-    axis_name: Hashable | tuple[Hashable, ...] | None = ...,
-    fanout: Literal[True],
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]: ...
-@overload
-def batch_norm(
-    x: ArrayLike,
-    scale: ArrayLike | None,
-    bias: ArrayLike | None,
-    *,
-    axis: int = ...,
-    eps: float = ...,
-    activation: Literal["relu"] | None = ...,
-    residual: ArrayLike | None = ...,
-    axis_name: Hashable | tuple[Hashable, ...] | None = ...,
-    fanout: bool,
-) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array, jax.Array]: ...
+@fans_out(tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array])
 def batch_norm(
     x: ArrayLike,
     scale: ArrayLike | None,
@@ -745,9 +710,8 @@ def batch_norm(
     activation: Literal["relu"] | None = None,
     residual: ArrayLike | None = None,
     axis_name: Hashable | tuple[Hashable, ...] | None = None,
-    fanout: bool = False,
-    fork: bool | None = None,
-) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    fanout: Flag = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Batch norm with the statistics of this batch, as in training; optionally add and ReLU.
 
     ``y = activation((x - mean) * rsqrt(var + eps) * scale + bias + residual)``, with the mean and
@@ -772,7 +736,6 @@ def batch_norm(
         the convolution and the shortcut of a residual network's next block. The backward then adds
         the two cotangents as it reads them, and rounds the sum as JAX does. Two users of one ``y``
         would cost a separate pass over three arrays.
-      fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
       ``(y, mean, var)``: an array with the shape and dtype of ``x``, and the batch's mean and
@@ -814,14 +777,14 @@ def batch_norm(
     x, residual, at, options, values = _check(
         "batch_norm", x, axis, eps, activation, residual, parameters
     )
-    fanout = renamed("batch_norm", fanout, fork)
     if axis_name is None:
-        *ys, mean, var = _call(_TRAINING, x, at, values, residual, fanout=fanout, **options)
+        *ys, mean, var = _call(_TRAINING, x, at, values, residual, fanout=bool(fanout), **options)
     else:
         mean, var = _statistics_of(x, at, axis_name)
         y = _call(_INFERENCE, x, at, [mean, var, *values], residual, **options)
         ys = _twice_if(fanout, y)
-    return tuple(ys) if fanout else ys[0], mean, var
+    y: Any = tuple(ys) if fanout else ys[0]
+    return y, mean, var
 
 
 def batch_norm_statistics(

@@ -26,6 +26,7 @@ from jax_fastops._arguments import (
 from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
+from jax_fastops._registry import example
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec
 
@@ -105,6 +106,7 @@ _OP = Op(
     "cross_entropy",
     "... v, ... -> ... :acc | ... :acc, ... :acc",
     _reference,
+    example=example(lambda x: cross_entropy(x, jnp.arange(len(x)) % x.shape[-1]), "... n"),
     kernels=(_FORWARD, _BACKWARD),
     forward=lambda *args, **options: _FORWARD(*args, **options).loss,
     save=_save,

@@ -9,7 +9,6 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011): Phi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
@@ -20,7 +19,7 @@ from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
 from jax_fastops._dispatch import row_features
-from jax_fastops._kernel import Kernel, unless_mapped
+from jax_fastops._kernel import Kernel
 from jax_fastops._op import Op
 from jax_fastops._random import (
     NUMBERS,
@@ -33,6 +32,7 @@ from jax_fastops._random import (
     seed_operands,
     seeded,
 )
+from jax_fastops._registry import example, example_key
 from jax_fastops._settings import own_code
 from jax_fastops._signature import accumulator_dtype
 
@@ -63,11 +63,7 @@ def _kernel(x, bias, residual, key, **options):
     def native(x, bias, residual, _, **seeds):
         return _KERNEL(x=x, bias=bias, residual=residual, **seeds, **options).y
 
-    arrays = x, bias, residual, key
-    if bias is None:
-        return seeded(native, *arrays)
-    plain = functools.partial(_reference, **options)
-    return unless_mapped(functools.partial(seeded, native), plain, [1])(*arrays)
+    return seeded(native, x, bias, residual, key)
 
 
 def _sum_of_rows(dx, dy, dropout_scale: float):
@@ -106,6 +102,7 @@ _OP = Op(
     "dropout",
     "... n, n, ... n, 2 -> ... n",
     _reference,
+    example=example(lambda x: dropout(x, example_key(), 0.25), "... n"),
     kernels=(_KERNEL,),
     forward=_kernel,
     forward_saving=_kernel,
@@ -115,6 +112,7 @@ _OP = Op(
     backward=_pullback(_kernel),
     tangent=_pushforward(_kernel),
     independent=False,
+    shared={"bias": 1},
 )
 
 

@@ -9,18 +9,17 @@ Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_fastops._activations import ACTIVATIONS, Activation, documented
 from jax_fastops._arguments import as_arrays, not_weak, one_of, same_floating_dtype
 from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
+from jax_fastops._registry import example
 from jax_fastops._views import split_last
-from jax_fastops.bias_act import ACTIVATIONS
 
 _OPERANDS = "both?: ... 2 *n, gate?: ... *n, up?: ... *n"
 _FORWARD = Kernel.declare("gated_act", f"{_OPERANDS} -> y: ... *n", activation=str)
@@ -57,6 +56,10 @@ def _declare(signature: str, *names: str) -> Op:
         "gated_act" if len(names) == 2 else "gated_act_halves",
         signature,
         _reference,
+        family="gated_act",
+        example=example(
+            lambda *gates: gated_act(*gates), ", ".join(["... n"] * len(names)), n=(1024, 130)
+        ),
         kernels=(_FORWARD, _BACKWARD),
         forward=forward,
         forward_saving=forward,
@@ -68,11 +71,9 @@ _PAIR = _declare("... *n, ... *n -> ... *n", "gate", "up")
 _HALVES = _declare("... 2 *n -> ... *n", "both")
 
 
+@documented
 def gated_act(
-    gate: ArrayLike,
-    up: ArrayLike | None = None,
-    *,
-    activation: Literal["gelu", "gelu_exact", "silu", "relu"] = "silu",
+    gate: ArrayLike, up: ArrayLike | None = None, *, activation: Activation = "silu"
 ) -> jax.Array:
     """A gated activation: ``act(gate) * up``, as in SwiGLU and GeGLU.
 
@@ -83,8 +84,9 @@ def gated_act(
       gate: array of any shape; float32, bfloat16, float16 or float64.
       up: array with the shape and dtype of ``gate``. ``None``: ``gate`` has both operands, the
         first half of its last axis is the gate and the second half the other operand.
-      activation: ``"silu"``, ``"gelu"`` (``jax.nn.gelu``, the tanh approximation),
-        ``"gelu_exact"`` (by erf) or ``"relu"``.
+      activation: the name of a function:
+
+        {activations}
 
     Returns:
       An array with the shape and dtype of ``up``; without it, ``[..., n]`` for a gate

@@ -25,16 +25,11 @@ from jax.typing import ArrayLike
 
 from jax_fastops._arguments import FLOATING, as_arrays, epsilon, integer, one_of
 from jax_fastops._broadcast import add, of_rank
-from jax_fastops._dispatch import by_width
-from jax_fastops._kernel import (
-    Kernel,
-    gradients_unless_mapped,
-    shards_of,
-    size_of,
-    unless_mapped,
-)
+from jax_fastops._dispatch import Refused, by_width
+from jax_fastops._kernel import Kernel, shards_of, size_of
 from jax_fastops._native import limit
 from jax_fastops._op import Op
+from jax_fastops._registry import example, register
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, merge_last, reshape, split_last
 from jax_fastops.transpose import is_movable, permute
@@ -110,13 +105,8 @@ _ROTARY_BACK = {
 
 
 def _split(x, bias, *, num_heads: int, parts: int, **_):
-    head_size = x.shape[-1] // (parts * num_heads)
-
-    def split(x, bias):
-        several = parts > 1
-        return tuple(_SPLIT(x, bias, k=several, v=several, h=num_heads, d=head_size)[:parts])
-
-    return unless_mapped(split, lambda x, bias: split(_add_bias(x, bias), None), [1])(x, bias)
+    head_size, several = x.shape[-1] // (parts * num_heads), parts > 1
+    return tuple(_SPLIT(x, bias, k=several, v=several, h=num_heads, d=head_size)[:parts])
 
 
 def _merge(kept, cts, wanted, *, num_heads: int, parts: int):
@@ -125,7 +115,7 @@ def _merge(kept, cts, wanted, *, num_heads: int, parts: int):
     sequence, head_size = cts[0].shape[-2:]
     features = parts * num_heads * head_size
     if not wanted[0]:
-        return None, _sum_rows(_merge_reference(cts))
+        raise Refused("only the gradient of the bias is needed, a sum")
     if not wanted[1] or sequence < _FEWEST_ROWS:
         dx = _MERGE(*cts, f=features).x
         return dx, _sum_rows(dx) if wanted[1] else None
@@ -159,31 +149,16 @@ def _ungrouped(x):
 
 
 def _rotary_forward(x, *arrays, heads: int, kv_heads: int, size: int, **options):
-    def native(*arrays):
-        kernel = _ROTARY[options["heads_first"]]
-        return tuple(kernel(*arrays, h=heads, n=kv_heads, d=size, **options))
-
-    plain = functools.partial(
-        _rotary_reference, heads=heads, kv_heads=kv_heads, size=size, **options
-    )
-    return unless_mapped(native, plain, [1, 2, 3])(x, *arrays)
+    kernel = _ROTARY[options["heads_first"]]
+    return tuple(kernel(x, *arrays, h=heads, n=kv_heads, d=size, **options))
 
 
-def _rotary_backward(kept, cts, wanted, **options):
-    """The gradients by kernel, or by the reference if each example has its own parameters."""
-    axis = -2 if options["heads_first"] else -3
-    if any(wanted[1:]) and cts[0].shape[axis] < _FEWEST_ROWS:
-        found = _rotary_pullback(kept, cts, **options)
-        return tuple(g if w else None for g, w in zip(found, wanted, strict=True))
-    native = functools.partial(_rotary_gradients, wanted=wanted)
-    own = [1, 2, 3]
-    return gradients_unless_mapped(native, _rotary_pullback, own, kept, cts, wanted, **options)
-
-
-def _rotary_gradients(kept, cts, wanted, *, heads: int, kv_heads: int, size: int, **options):
+def _rotary_backward(kept, cts, wanted, *, heads: int, kv_heads: int, size: int, **options):
     x, bias, q_scale, k_scale, turns = kept
     first = options["heads_first"]
     axis = -2 if first else -3
+    if any(wanted[1:]) and cts[0].shape[axis] < _FEWEST_ROWS:
+        raise Refused(f"gradients of parameters are sums over fewer than {_FEWEST_ROWS} positions")
     want_bias, *want_scales = wanted[1:4]
     # Heads share the sum of their scale's gradient, unless a bias has sums, too.
     per_sum = 1 if want_bias else limit("rotary_heads_per_sum")
@@ -379,12 +354,21 @@ def _rotary_pushforward(kept, tangents, **options):
 # ---- ops -----------------------------------------------------------------------------------------
 
 
+_SIZES = {"b": (2, 1), "s": (64, 7)}
+
+
 def _declare(name: str, parts: int) -> Op:
     results = ", ".join(["... h *s d"] * parts)
     return Op(
         name,
         f"... *s f, f -> {results}",
         _split_reference,
+        family="heads",
+        example=example(
+            lambda x, bias: globals()[name](x, bias, num_heads=3),
+            "b s f, f",
+            **_SIZES | {"f": (192 * parts, 15 * parts)},
+        ),
         kernels=(_SPLIT, _MERGE),
         forward=_split,
         forward_saving=_split,
@@ -394,6 +378,7 @@ def _declare(name: str, parts: int) -> Op:
         backward=_merge,
         tangent=lambda kept, tangents, **options: _split(*tangents, **options),
         dtype_class=by_width,
+        shared={"bias": 1},
     )
 
 
@@ -409,10 +394,18 @@ def _rotary_residuals(args, outs, saved):
     return args
 
 
+def _rotary_example(x, scale):
+    angles = jnp.outer(jnp.arange(x.shape[-2], dtype=jnp.float32), jnp.ones(2))
+    scales = dict(q_scale=scale, k_scale=scale)
+    return split_qkv_heads(x, num_heads=4, num_kv_heads=2, rotary=angles, **scales)
+
+
 _ROTARY_OP = Op(
     "split_qkv_heads_rotary",
     "... *s f, f, d, d, ~... *s r -> ... h *s d, ... n *s d, ... n *s d",
     _rotary_reference,
+    family="heads",
+    example=example(_rotary_example, "b s f, d", **_SIZES, f=(512, 40), d=(64, 5)),
     kernels=(_ROTARY[True], _ROTARY_BACK[True, False]),
     forward=_rotary_forward,
     forward_saving=_rotary_forward,
@@ -422,7 +415,13 @@ _ROTARY_OP = Op(
     backward=_rotary_backward,
     data=(4,),
     dtype_class=by_width,
+    shared={"bias": 1, "q_scale": 2, "k_scale": 3},
 )
+
+
+# A view of a transposition.
+_MERGED = example(lambda x: merge_heads(x), "b h s d", **_SIZES, h=(3, 3), d=(64, 5))
+register("heads", "merge_heads", _MERGED)
 
 
 def _apply(name: str, x, bias, num_heads, parts: int) -> Any:

@@ -23,11 +23,11 @@ from jax_fastops._broadcast import (
     limit_of,
     of_rank,
     pull_back,
-    pullback_of,
 )
 from jax_fastops._dispatch import SYMBOLIC
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op, jvp_of
+from jax_fastops._registry import example
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import broadcast_to, broadcast_type, explicit_spec
 
@@ -74,8 +74,7 @@ def _reference(start, end, weight):
 
 
 def _forward(start, end, weight):
-    operands = (start, end, weight)
-    return call(_LERP, operands, lambda: (_interpolate(*operands),))
+    return call(_LERP, (start, end, weight))
 
 
 def _backward(kept, cts, wanted):
@@ -86,7 +85,6 @@ def _backward(kept, cts, wanted):
         cts[0],
         dict(zip(names, kept, strict=True)),
         dict(zip(("dstart", "dend", "dweight"), types, strict=True)),
-        lambda: pullback_of(_interpolate, kept, cts, wanted),
     )
 
 
@@ -94,6 +92,7 @@ _lerp = Op(
     "lerp",
     _SIGNATURE,
     _reference,
+    example=example(lambda a, b: lerp(a, b, 0.25), "... n, ... n"),
     kernels=(_LERP, _LERP_BWD),
     forward=_forward,
     forward_saving=_forward,

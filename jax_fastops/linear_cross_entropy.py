@@ -32,6 +32,7 @@ from jax_fastops._arguments import (
 from jax_fastops._broadcast import of_rank
 from jax_fastops._compat import as_varying, varying_axes
 from jax_fastops._kernel import match_varying
+from jax_fastops._registry import example, register
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import explicit_spec, parts_of, reshape
 from jax_fastops.cross_entropy import check_options, cross_entropy, prepared_labels
@@ -41,6 +42,16 @@ from jax_fastops.cross_entropy import check_options, cross_entropy, prepared_lab
 _CHUNK = 2**29
 # Rows of the table are padded to a multiple: cuBLAS needs aligned rows of logits.
 _ALIGNED = 64
+
+
+_EXAMPLE = example(
+    lambda x, table: linear_cross_entropy(x, table, jnp.arange(len(x)) % 7),
+    "t d, v d",
+    t=(64, 7),
+    d=(128, 33),
+    v=(512, 65),
+)
+register("linear_cross_entropy", "linear_cross_entropy", _EXAMPLE)
 
 
 class _Options(NamedTuple):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,26 +26,18 @@ from jax_fastops._arguments import (
     epsilon,
     not_weak,
     parameter,
-    renamed,
     same_floating_dtype,
 )
 from jax_fastops._dispatch import row_features
-from jax_fastops._kernel import (
-    Kernel,
-    gradients_unless_mapped,
-    partitions,
-    shards_of,
-    unless_mapped,
-)
+from jax_fastops._kernel import Kernel, groups_of, shards_of
 from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._random import NUMBERS, Drop, drop_of, seed_operands, seeded
+from jax_fastops._registry import example, example_key
 from jax_fastops._signature import accumulator_dtype
+from jax_fastops._types import Flag, fans_out, sums_and_fans_out
 from jax_fastops._views import explicit_spec, reshape
 from jax_fastops.dropout import drop_reference, dropped
-
-_Pair = tuple[jax.Array, jax.Array]
-
 
 # ---- kernels -------------------------------------------------------------------------------------
 
@@ -107,22 +99,10 @@ def _forward(*args, rms, eps, return_sum, fanout, save=False, **drop):
         results = (found.y,) * (1 + fanout) + (found.sum, found.mean, found.rstd)
         return tuple(y for y in results if y is not None)
 
-    def plain(*args):
-        options = dict(rms=rms, eps=eps, return_sum=return_sum, fanout=fanout, **drop)
-        return (*_reference(*args, **options), *(_save(*args, **options) if save else ()))
-
-    native = functools.partial(seeded, call) if drop else call
-    return unless_mapped(native, plain, range(2, 5))(*args)
+    return seeded(call, *args) if drop else call(*args)
 
 
-def _backward(kept, cts, wanted, **options):
-    """The gradients by kernel, or by the reference if each example has its own scale."""
-    native = functools.partial(_gradients, wanted=wanted)
-    scale = [1]
-    return gradients_unless_mapped(native, _pullback, scale, kept, cts, wanted, **options)
-
-
-def _gradients(kept, cts, wanted, *, eps, **options):
+def _backward(kept, cts, wanted, *, eps, **options):
     del eps
     if "threshold" not in options:
         return _kernel_gradients(kept, cts, wanted, {}, **options)
@@ -167,27 +147,20 @@ def _kernel_gradients(kept, cts, wanted, seeds, *, rms, return_sum, fanout, **dr
 
 
 def _groups(x) -> tuple[Callable, Callable, int]:
-    """The view ``[..., r, n]`` of the rows of ``x`` for the backward kernel.
+    """The view ``[..., r, n]`` of the rows of ``x`` for the backward kernel, in groups of rows.
 
     Returns a function that reshapes arrays, or values of each row, into the view, one that reshapes
-    arrays back, and the number of partial sums for each index of ``...``. In a program for one
-    device, all rows are one group. In a program that XLA may partition, the leading dimensions
-    stay, so that their shards stay whole, and the last of them is split into as many groups as it
-    may have shards.
+    arrays back, and the number of partial sums for each index of ``...``.
     """
     shape = x.shape if x.ndim > 1 else (1, *x.shape)
     spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
     spec = spec if spec is None or x.ndim > 1 else (None, *spec)
-    lead, n = shape[:-1], shape[-1]
-    if spec is None and partitions() == 1:
-        groups: tuple = (math.prod(lead),)
-    else:
-        kind = jax.typeof(x).sharding
-        shards = shards_of(lead[-1], spec and spec[-2], kind, 1)
-        groups = (*lead[:-1], shards, lead[-1] // shards)
+    (*lead, n), kind = shape, jax.typeof(x).sharding
+    groups = groups_of(lead, spec, kind)
     # The groups on one device, if auto mesh axes shard them over as many devices as they can.
-    apart = math.prod(groups[:-1])
-    apart //= shards_of(apart, spec and _mesh_axes(spec[:-1]), jax.typeof(x).sharding, 1)
+    apart = math.prod(groups)
+    apart //= shards_of(apart, spec and _mesh_axes(spec[:-1]), kind, 1)
+    groups = (*groups, lead[-1] // groups[-1] if groups else math.prod(lead))
 
     def split(a):
         own = a.shape[x.ndim - 1 :]
@@ -345,10 +318,18 @@ def _declare(name: str, rms: bool, dropout: bool = False) -> Op:
     def bound(function, **more):
         return functools.partial(function, rms=rms, **more)
 
+    operands = "... n" + ", ... n" * name.startswith("residual") + ", n" * (1 if rms else 2)
+
+    def call(*arrays):
+        drops = dict(dropout_key=example_key(), dropout_rate=0.25) if dropout else {}
+        return globals()[name](*arrays, **drops)
+
     return Op(
         name + "_dropout" * dropout,
         f"... n, ... n, n, n, n{', 2' * dropout} -> ... n",
         bound(_reference),
+        family="norm",
+        example=example(call, operands),
         kernels=(_FORWARDS[False], _BACKWARDS[False, False]),
         forward=bound(_forward),
         save=bound(_save),
@@ -358,6 +339,7 @@ def _declare(name: str, rms: bool, dropout: bool = False) -> Op:
         pushforward=bound(_pushforward),
         backward=bound(_backward),
         independent=not dropout,  # as dropout's own op
+        shared={"input_bias": 2, "scale": 3, "bias": 4},
     )
 
 
@@ -447,42 +429,15 @@ def _apply(
     return (y, found[-1]) if return_sum else y
 
 
-@overload
-def layer_norm(
-    x: ArrayLike,
-    scale: ArrayLike | None = ...,
-    bias: ArrayLike | None = ...,
-    *,
-    eps: float = ...,
-    fanout: Literal[False] = ...,
-) -> jax.Array: ...
-@overload
-def layer_norm(
-    x: ArrayLike,
-    scale: ArrayLike | None = ...,
-    bias: ArrayLike | None = ...,
-    *,
-    eps: float = ...,
-    fanout: Literal[True],
-) -> _Pair: ...
-@overload
-def layer_norm(
-    x: ArrayLike,
-    scale: ArrayLike | None = ...,
-    bias: ArrayLike | None = ...,
-    *,
-    eps: float = ...,
-    fanout: bool,
-) -> jax.Array | _Pair: ...
+@fans_out(tuple[jax.Array, jax.Array])
 def layer_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     *,
     eps: float = 1e-6,
-    fanout: bool = False,
-    fork: bool | None = None,
-) -> jax.Array | _Pair:
+    fanout: Flag = False,
+) -> jax.Array:
     """Layer norm over the last axis: ``(x - mean) * rsqrt(var + eps) * scale + bias``.
 
     ``mean`` and ``var`` are those of each row. The variance is the mean squared deviation (biased).
@@ -497,7 +452,6 @@ def layer_norm(
         as the next product and the next residual of a post-norm transformer. The backward then adds
         the two cotangents as it reads them, and rounds the sum as JAX does. Two users of one result
         would cost a separate pass over three arrays.
-      fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
       An array with the shape and dtype of ``x``; with ``fanout``, a pair of it.
@@ -526,80 +480,10 @@ def layer_norm(
       >>> [round(v, 3) for v in y[0].tolist()]
       [-1.342, -0.447, 0.447, 1.342]
     """
-    fanout = renamed("layer_norm", fanout, fork)
     return _apply("layer_norm", x, scale, bias, eps, fanout)
 
 
-@overload
-def residual_layer_norm(
-    x: ArrayLike,
-    residual: ArrayLike,
-    scale: ArrayLike | None = ...,
-    bias: ArrayLike | None = ...,
-    *,
-    input_bias: ArrayLike | None = ...,
-    dropout_key: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    eps: float = ...,
-    return_sum: Literal[False] = ...,
-    fanout: Literal[False] = ...,
-) -> jax.Array: ...
-@overload
-def residual_layer_norm(
-    x: ArrayLike,
-    residual: ArrayLike,
-    scale: ArrayLike | None = ...,
-    bias: ArrayLike | None = ...,
-    *,
-    input_bias: ArrayLike | None = ...,
-    dropout_key: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    eps: float = ...,
-    return_sum: Literal[False] = ...,
-    fanout: Literal[True],
-) -> _Pair: ...
-@overload
-def residual_layer_norm(
-    x: ArrayLike,
-    residual: ArrayLike,
-    scale: ArrayLike | None = ...,
-    bias: ArrayLike | None = ...,
-    *,
-    input_bias: ArrayLike | None = ...,
-    dropout_key: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    eps: float = ...,
-    return_sum: Literal[True],
-    fanout: Literal[False] = ...,
-) -> _Pair: ...
-@overload
-def residual_layer_norm(
-    x: ArrayLike,
-    residual: ArrayLike,
-    scale: ArrayLike | None = ...,
-    bias: ArrayLike | None = ...,
-    *,
-    input_bias: ArrayLike | None = ...,
-    dropout_key: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    eps: float = ...,
-    return_sum: Literal[True],
-    fanout: Literal[True],
-) -> tuple[_Pair, jax.Array]: ...
-@overload
-def residual_layer_norm(
-    x: ArrayLike,
-    residual: ArrayLike,
-    scale: ArrayLike | None = ...,
-    bias: ArrayLike | None = ...,
-    *,
-    input_bias: ArrayLike | None = ...,
-    dropout_key: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    eps: float = ...,
-    return_sum: bool = ...,
-    fanout: bool = ...,
-) -> jax.Array | _Pair | tuple[_Pair, jax.Array]: ...
+@sums_and_fans_out
 def residual_layer_norm(
     x: ArrayLike,
     residual: ArrayLike,
@@ -610,10 +494,9 @@ def residual_layer_norm(
     dropout_key: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     eps: float = 1e-6,
-    return_sum: bool = False,
-    fanout: bool = False,
-    fork: bool | None = None,
-) -> jax.Array | _Pair | tuple[_Pair, jax.Array]:
+    return_sum: Flag = False,
+    fanout: Flag = False,
+) -> jax.Array:
     """Layer norm of a sum: ``layer_norm(x + input_bias + residual, scale, bias)``.
 
     With a dropout rate, the sum is ``residual + dropout(x + input_bias)``; see :func:`dropout`.
@@ -642,7 +525,6 @@ def residual_layer_norm(
       eps: a Python or NumPy number, added to the variance.
       return_sum: whether to return the sum as well, which pre-norm models need.
       fanout: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
-      fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
       An array with the shape and dtype of ``x + residual``; with ``fanout``, a pair of it. With
@@ -674,35 +556,18 @@ def residual_layer_norm(
       >>> [round(v, 3) for v in y[0].tolist()], total[0].tolist()
       ([-1.342, -0.447, 0.447, 1.342], [1.0, 3.0, 5.0, 7.0])
     """
-    fanout = renamed("residual_layer_norm", fanout, fork)
     more = residual, input_bias, return_sum, dropout_key, dropout_rate
     return _apply("residual_layer_norm", x, scale, bias, eps, fanout, *more)
 
 
-@overload
-def rms_norm(
-    x: ArrayLike,
-    scale: ArrayLike | None = ...,
-    *,
-    eps: float = ...,
-    fanout: Literal[False] = ...,
-) -> jax.Array: ...
-@overload
-def rms_norm(
-    x: ArrayLike, scale: ArrayLike | None = ..., *, eps: float = ..., fanout: Literal[True]
-) -> _Pair: ...
-@overload
-def rms_norm(
-    x: ArrayLike, scale: ArrayLike | None = ..., *, eps: float = ..., fanout: bool
-) -> jax.Array | _Pair: ...
+@fans_out(tuple[jax.Array, jax.Array])
 def rms_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
     *,
     eps: float = 1e-6,
-    fanout: bool = False,
-    fork: bool | None = None,
-) -> jax.Array | _Pair:
+    fanout: Flag = False,
+) -> jax.Array:
     """RMS norm over the last axis: ``x * rsqrt(mean(x**2) + eps) * scale``.
 
     It is computed in float32 (float64 for float64) and rounded once.
@@ -712,7 +577,6 @@ def rms_norm(
       scale: array ``[n]`` of any supported floating dtype, or ``None``.
       eps: a Python or NumPy number, added to the mean square.
       fanout: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
-      fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
       An array with the shape and dtype of ``x``; with ``fanout``, a pair of it.
@@ -737,75 +601,10 @@ def rms_norm(
       >>> [round(v, 3) for v in y[0].tolist()]
       [0.849, 1.131]
     """
-    fanout = renamed("rms_norm", fanout, fork)
     return _apply("rms_norm", x, scale, None, eps, fanout)
 
 
-@overload
-def residual_rms_norm(
-    x: ArrayLike,
-    residual: ArrayLike,
-    scale: ArrayLike | None = ...,
-    *,
-    input_bias: ArrayLike | None = ...,
-    dropout_key: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    eps: float = ...,
-    return_sum: Literal[False] = ...,
-    fanout: Literal[False] = ...,
-) -> jax.Array: ...
-@overload
-def residual_rms_norm(
-    x: ArrayLike,
-    residual: ArrayLike,
-    scale: ArrayLike | None = ...,
-    *,
-    input_bias: ArrayLike | None = ...,
-    dropout_key: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    eps: float = ...,
-    return_sum: Literal[False] = ...,
-    fanout: Literal[True],
-) -> _Pair: ...
-@overload
-def residual_rms_norm(
-    x: ArrayLike,
-    residual: ArrayLike,
-    scale: ArrayLike | None = ...,
-    *,
-    input_bias: ArrayLike | None = ...,
-    dropout_key: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    eps: float = ...,
-    return_sum: Literal[True],
-    fanout: Literal[False] = ...,
-) -> _Pair: ...
-@overload
-def residual_rms_norm(
-    x: ArrayLike,
-    residual: ArrayLike,
-    scale: ArrayLike | None = ...,
-    *,
-    input_bias: ArrayLike | None = ...,
-    dropout_key: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    eps: float = ...,
-    return_sum: Literal[True],
-    fanout: Literal[True],
-) -> tuple[_Pair, jax.Array]: ...
-@overload
-def residual_rms_norm(
-    x: ArrayLike,
-    residual: ArrayLike,
-    scale: ArrayLike | None = ...,
-    *,
-    input_bias: ArrayLike | None = ...,
-    dropout_key: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    eps: float = ...,
-    return_sum: bool = ...,
-    fanout: bool = ...,
-) -> jax.Array | _Pair | tuple[_Pair, jax.Array]: ...
+@sums_and_fans_out
 def residual_rms_norm(
     x: ArrayLike,
     residual: ArrayLike,
@@ -815,10 +614,9 @@ def residual_rms_norm(
     dropout_key: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     eps: float = 1e-6,
-    return_sum: bool = False,
-    fanout: bool = False,
-    fork: bool | None = None,
-) -> jax.Array | _Pair | tuple[_Pair, jax.Array]:
+    return_sum: Flag = False,
+    fanout: Flag = False,
+) -> jax.Array:
     """RMS norm of a sum: ``rms_norm(x + input_bias + residual, scale)``.
 
     The sum, its dropout and its rounding are those of :func:`residual_layer_norm`.
@@ -833,7 +631,6 @@ def residual_rms_norm(
       eps: a Python or NumPy number, added to the mean square.
       return_sum: as in :func:`residual_layer_norm`.
       fanout: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
-      fork: the former name of ``fanout``. It is deprecated.
 
     Returns:
       An array with the shape and dtype of ``x + residual``; with ``fanout``, a pair of it. With
@@ -858,6 +655,5 @@ def residual_rms_norm(
       >>> fo.residual_rms_norm(jnp.ones((2, 4)), jnp.ones((2, 4))).shape
       (2, 4)
     """
-    fanout = renamed("residual_rms_norm", fanout, fork)
     more = residual, input_bias, return_sum, dropout_key, dropout_rate
     return _apply("residual_rms_norm", x, scale, None, eps, fanout, *more)

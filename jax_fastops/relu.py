@@ -25,6 +25,7 @@ from jax_fastops._bits import pack, select
 from jax_fastops._dispatch import Refused
 from jax_fastops._kernel import Kernel
 from jax_fastops._op import Op
+from jax_fastops._registry import example
 from jax_fastops._views import broadcast_to, broadcast_type, mask_view, reshape
 
 _MASK = "... ceil(n/8) :uint8"
@@ -41,6 +42,7 @@ _relu = Op(
     "relu",
     f"... n -> ... n | {_MASK}",
     jax.nn.relu,
+    example=example(lambda x: relu(x), "... n"),
     kernels=(_RELU, _SELECT),
     forward=lambda x: _RELU(x).y,
     save=lambda x: (pack(x > 0),),
@@ -62,6 +64,8 @@ _add_relu = Op(
     "add_relu",
     f"... n, ... n -> ... n | {_MASK}",
     lambda x, y: jax.nn.relu(x + y),
+    family="relu",
+    example=example(lambda x, y: add_relu(x, y), "... n, ... n"),
     kernels=(_ADD_RELU, _SELECT),
     forward=lambda x, y: _ADD_RELU(x, y).z,
     save=lambda x, y: (pack(x + y > 0),),

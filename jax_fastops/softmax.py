@@ -30,10 +30,11 @@ from jax_fastops._arguments import (
     same_floating_dtype,
 )
 from jax_fastops._dispatch import row_features, size_in_bytes
-from jax_fastops._kernel import Kernel, KernelCall, copies_too_much
+from jax_fastops._kernel import Kernel, without_large_copies
 from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._random import NUMBERS, Drop, drop_of, seed_operands, seeded
+from jax_fastops._registry import example, example_key
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops.dropout import drop_reference, dropped
 
@@ -80,34 +81,25 @@ def _features(x, axes: tuple[int, ...], masked: bool) -> dict[str, int]:
     return dict(row_features(row, x.dtype), inner_bytes=inner, masked=masked)
 
 
-def _call(name: str, x, inner: int, **given) -> KernelCall:
+def _call(name: str, x, inner: int, **given):
     n = x.shape[-1 - inner]
     workspace = not isinstance(n, int) or n > limit("softmax_workspace")
-    return _kernel(name, inner).of(x, workspace=workspace, **given)
+    return without_large_copies(_kernel(name, inner).of(x, workspace=workspace, **given))()
 
 
 def _forward(x, where, *, scale: float, log: bool, inner: int):
-    call = _call("softmax", x, inner, mask=where, scale=scale, log=log)
-    if copies_too_much(call):
-        return _reference(x, where, scale=scale, log=log, inner=inner)
-    return call().y
+    return _call("softmax", x, inner, mask=where, scale=scale, log=log).y
 
 
 def _backward(kept, cts, wanted, *, log: bool, inner: int, **options):
     del wanted
     y, where = kept if log else (*kept, None)
-    call = _call("softmax_bwd", y, inner, dy=cts[0], mask=where, log=log, **options)
-    if copies_too_much(call):
-        return _pullback(kept, cts, log=log, inner=inner, **options)
-    return call().dx, None
+    return _call("softmax_bwd", y, inner, dy=cts[0], mask=where, log=log, **options).dx, None
 
 
 def _dropout_forward(x, where, key, **options):
-    def native(x, where, words, **seeds):
-        call = _DROPOUT.of(x, where, **seeds, **options)
-        if copies_too_much(call):
-            return _dropout_reference(x, where, words, **options)
-        return call().y
+    def native(x, where, _, **seeds):
+        return without_large_copies(_DROPOUT.of(x, where, **seeds, **options))().y
 
     return seeded(native, x, where, key)
 
@@ -115,11 +107,8 @@ def _dropout_forward(x, where, key, **options):
 def _dropout_backward(kept, cts, wanted, **options):
     del wanted
 
-    def native(x, dy, where, words, **seeds):
-        call = _DROPOUT_BWD.of(x, dy, where, **seeds, **options)
-        if copies_too_much(call):
-            return _dropout_pullback((x, where, words), (dy,), **options)[0]
-        return call().dx
+    def native(x, dy, where, _, **seeds):
+        return without_large_copies(_DROPOUT_BWD.of(x, dy, where, **seeds, **options))().dx
 
     x, where, key = kept
     return seeded(native, x, cts[0], where, key), None, None
@@ -211,6 +200,8 @@ def _declare(name: str, log: bool) -> Op:
         name,
         "... n, ~... m -> ... n",
         functools.partial(_reference, log=log),
+        family="softmax",
+        example=example(lambda x: globals()[name](x), "... n"),
         kernels=(_kernel("softmax", 0), _kernel("softmax_bwd", 0)),
         forward=forward,
         forward_saving=forward,
@@ -229,6 +220,8 @@ _DROPOUT_OP = Op(
     "softmax_dropout",
     "... n, ~... m, 2 -> ... n",
     _dropout_reference,
+    family="softmax",
+    example=example(lambda x: softmax(x, dropout_key=example_key(), dropout_rate=0.25), "... n"),
     kernels=(_DROPOUT, _DROPOUT_BWD),
     forward=_dropout_forward,
     forward_saving=_dropout_forward,

@@ -24,6 +24,7 @@ from jax_fastops._arguments import as_arrays
 from jax_fastops._dispatch import by_width, size_in_bytes
 from jax_fastops._kernel import Kernel
 from jax_fastops._op import Op
+from jax_fastops._registry import example
 
 # Dtypes with several elements in a byte.
 _PACKED = ("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn")
@@ -72,6 +73,7 @@ _transpose = Op(
     "transpose",
     "... *m *n -> ... *n *m",
     lambda x, axes: jnp.transpose(x, axes),
+    example=example(lambda x: transpose(x), "... n"),
     kernels=(_kernel((1, 0)),),
     forward=_move,
     forward_saving=_move,

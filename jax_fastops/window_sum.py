@@ -25,6 +25,7 @@ from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel
 from jax_fastops._native import limit
 from jax_fastops._op import Op
+from jax_fastops._registry import example
 from jax_fastops._signature import accumulator_dtype
 
 PADDINGS = ("VALID", "SAME")
@@ -77,6 +78,7 @@ _window_sum = Op(
     "window_sum",
     "... n -> ... n",
     _reference,
+    example=example(lambda x: window_sum(x, 2), "... n"),
     kernels=(_kernel(0, "n"),),
     forward=_sums,
     forward_saving=_sums,

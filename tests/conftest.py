@@ -1,5 +1,4 @@
-"""Prepares the process before JAX is imported: it sets the platform, makes eight CPU devices, and
-makes sure that the installed `jax_fastops` is tested.
+"""Prepares the process before JAX is imported: it sets the platform and makes eight CPU devices.
 
 `JAX_FASTOPS_TEST_PLATFORM=cpu|cuda` chooses the platform. Without it, tests run on JAX's default.
 """
@@ -44,10 +43,7 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Several test processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# The native modules exist only in the installed package. The source folder next to this one must
-# not shadow it (`python -m pytest` puts the current folder first on the path), but `harness` must
-# be found. Helper processes inherit neither, so they are started in this folder.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != CHECKOUT]
+# For `harness`. Helper processes do not inherit the path: they are started in this folder.
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))
 

@@ -34,7 +34,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TESTS)]
-sys.path.append(str(TESTS.parent))  # after the installed package
+sys.path.append(str(TESTS.parent))
 
 if __name__ == "__main__":  # before JAX starts
     GRAPHS = (
@@ -56,7 +56,7 @@ from harness.numerics import is_float  # noqa: E402
 
 import jax_fastops as fo  # noqa: E402
 from benchmarks import shapes  # noqa: E402
-from benchmarks.cases import OPS, Case, Op, mask_of_keys, plain_cross_entropy  # noqa: E402
+from benchmarks.cases import OPS, Case, Op, mask_and_key, mask_of_keys, plain_cross_entropy  # noqa: E402
 
 # The worst of many elements may have lost bits by cancellation. In float32, the gradient of a layer
 # norm (123, 3, 8) had 28 epsilons in a row of small variance (seeds from 216334868), and the
@@ -69,18 +69,29 @@ STUCK = 240  # seconds that a round may take beyond its time
 # Most of its time are XLA's products, so it has no rows in the benchmark of ops.
 LINEAR = Op(
     name="linear_cross_entropy",
-    family="linear_cross_entropy",
     ours=fo.linear_cross_entropy,
     reference=lambda x, table, labels: plain_cross_entropy(x @ table.T, labels),
-    operands=lambda shape: (shape,),
+    operands="x, x, ...:int32",
     valid=lambda x, table, labels: (x, table, labels % table.shape[-2]),
-    operand_dtypes={2: "int32"},
-    traffic=lambda shapes, itemsize: None,
     layouts=(),
-    differentiated=(0, 1),
 )
-DRAWN = [op for op in OPS if op.family in shapes._OF_FAMILY and op.name != "relu_from_result"]
+DRAWN = [op for op in OPS if op.name != "relu_from_result"]
 DRAWN.append(LINEAR)
+
+
+def _linear_cross_entropy(rng, op, elements):
+    """Tokens, and a table with more rows than they have elements."""
+    d = shapes.length(rng, 1, max(8, math.isqrt(elements) // 4))
+    tokens = shapes.rows(rng, max(1, elements // d), low=1, high=2**11)
+    shape = (*tokens, d)[-rng.choice((2, 3, 3)) :]
+    classes = shapes.length(rng, 1, max(8, min(2**17 // d, 2**22 // math.prod(shape[:-1]))))
+    reduction = rng.choice(("sum", "mean", "none"))
+    chunk = rng.choice((None, shapes.number(rng, 1, math.prod(shape[:-1]))))
+    options = {"reduction": reduction, "chunk": chunk}
+    return shape, options, {"operands": lambda shape: (shape, (classes, d), shape[:-1])}
+
+
+shapes._linear_cross_entropy = _linear_cross_entropy
 FAMILIES = sorted({op.family for op in DRAWN})
 # Two roundings of a value near 0 may have different signs, and the gradient of a ReLU jumps there.
 JUMPS = {"batch_norm_relu", "batch_norm_add_relu", "batch_norm_inference"}
@@ -95,7 +106,7 @@ class Program:
         while op.name == "softmax_dropout" and layout.operands is not mask_of_keys:
             layout = shapes.draw(rng, op, largest)
         if op.name == "softmax_dropout":
-            layout = dataclasses.replace(layout, operands=None)  # the op's: with a key
+            layout = dataclasses.replace(layout, operands=mask_and_key)
         self.case = Case(op, layout, "cpu", layout.dtypes[0])
         self.diff = self.case.differentiated if is_float(jnp.dtype(self.case.dtype)) else ()
         self.diff = () if op.name in JUMPS else self.diff

@@ -2,6 +2,10 @@
 
 import contextlib
 import functools
+import importlib
+import inspect
+import pickle
+import pydoc
 import warnings
 
 import jax
@@ -40,8 +44,8 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops._autofuse import meaning, patterns
-from jax_fastops._autofuse.finding import Finder
+from jax_fastops.autofuse import RULES, Rule, _pattern, _patterns, _value
+from jax_fastops.autofuse._pattern_rule import PatternRule
 
 pytestmark = pytest.mark.jax
 
@@ -1230,16 +1234,16 @@ def test_the_report_of_a_sum_of_products():
 
 def test_equal_layers_are_matched_once(monkeypatch):
     """Each further layer costs one match for each of its patterns."""
-    from jax_fastops._autofuse import finding
+    from jax_fastops.autofuse import _pattern_rule
 
     count = []
 
-    class Counted(finding.Matcher):
+    class Counted(_pattern_rule.Matcher):
         def __init__(self):
             count.append(self)
             super().__init__()
 
-    monkeypatch.setattr(finding, "Matcher", Counted)
+    monkeypatch.setattr(_pattern_rule, "Matcher", Counted)
 
     def matches(layers):
         def f(x):
@@ -1263,7 +1267,7 @@ def test_rules_are_traced_once(mapped, monkeypatch):
 
     f = jax.vmap(f) if mapped else f
     assert names(f, X) == ["relu"] * 3
-    monkeypatch.setattr(meaning, "_traced_rule", None)
+    monkeypatch.setattr(_value, "_traced_rule", None)
     assert names(f, X) == ["relu"] * 3
 
 
@@ -1356,13 +1360,11 @@ def test_other_moves_of_axes_of_size_1(f):
 
 def forget():
     """Makes the next use of autofuse the first one of the process."""
-    for cached in (patterns.compiled, patterns.by_size, patterns.Pattern.reductions):
+    reductions = _pattern.Pattern.reductions
+    for cached in (_pattern._traced, _pattern.compiled, _patterns.by_size, reductions):
         cached.cache_clear()
-    for pattern in patterns._PATTERNS:
-        for name in ("kind", "needs"):
-            pattern.__dict__.pop(name, None)
-    Finder._known.clear()
-    meaning._rules.clear()
+    PatternRule.known.clear()
+    _value._rules.clear()
 
 
 def _mesh(kind):
@@ -1891,7 +1893,7 @@ def test_long_chains(kind):
     ],
 )
 def test_what_was_traced_before_does_not_matter(other, f):
-    Finder._known.clear()
+    PatternRule.known.clear()
     jaxprs = [jax.make_jaxpr(lambda *x, f=f: fo.autofuse(f)(*x))(X, Y) for f in (other, f)]
     calls = [[e.primitive.name.startswith("fastops") for e in j.jaxpr.eqns] for j in jaxprs]
     assert not any(calls[0]) and any(calls[1]), jaxprs
@@ -1907,7 +1909,7 @@ def test_a_result_more_does_not_change_later_matches():
         return (y, n) if more else y
 
     for before in (), (True,):
-        Finder._known.clear()
+        PatternRule.known.clear()
         for more in (*before, False):
             report = fo.autofuse.report(functools.partial(norm, more=more))(X)
         assert [r.pattern for r in report.replaced] == ["batch_norm + relu"]
@@ -1920,3 +1922,45 @@ def test_named_scopes_stay():
 
     jaxpr = jax.make_jaxpr(lambda x: fo.autofuse(f)(x))(X).jaxpr
     assert {str(e.source_info.name_stack) for e in jaxpr.eqns} == {"encoder"}
+
+
+# The package -------------------------------------------------------------------------------------
+
+
+def test_the_package_and_the_function_have_one_name():
+    """As for each op, the attribute is the function, and the module is where rules are imported."""
+    package = importlib.import_module("jax_fastops.autofuse")
+    importlib.import_module("jax_fastops.autofuse._rule")
+    assert fo.autofuse is package.autofuse and inspect.isclass(fo.autofuse)
+    assert inspect.ismodule(package) and all(hasattr(package, name) for name in package.__all__)
+    assert "Traces ``fn``" in pydoc.render_doc(fo.autofuse)
+    report = fo.autofuse.report(softmax)(X)
+    for x in (fo.autofuse, report):
+        assert pickle.loads(pickle.dumps(x)) == x
+
+
+def _absolute(x):
+    return fo.relu(x) + fo.relu(-x)
+
+
+class AbsoluteRule(Rule):
+    def match(self, value):
+        if value.node.name != "abs":
+            return None
+        if value.shape == (1,):
+            return self.miss("abs", value, "it is small")
+        return self.rewrite("abs", _absolute, [value], {"x": value.node.inputs[0]})
+
+
+def test_a_rule_of_a_user():
+    def f(x):
+        return softmax(jnp.abs(x) * 2) + jnp.abs(x[0, 0, :1])
+
+    RULES.insert(0, AbsoluteRule)
+    try:
+        assert names(f, X) == ["abs", "scale + softmax"]
+        assert left(f, X) == [("abs", "it is small")]
+        close(run(fo.autofuse(f), (X,)), run(f, (X,)), 2e-5)
+    finally:
+        RULES.remove(AbsoluteRule)
+    assert names(f, X) == ["scale + softmax"]

@@ -15,6 +15,7 @@ from harness.numerics import assert_close_in_norm, norm_errors
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_fastops as fo
+from jax_fastops._activations import ACTIVATIONS
 from jax_fastops.models import bert
 
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -342,7 +343,7 @@ def test_separate_heads(native, tmp_path, stacked):
     assert jax.tree.all(jax.tree.map(np.array_equal, found, params))
 
 
-@pytest.mark.parametrize("activation", ["gelu_exact", "gelu", "relu", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_saved_config(tmp_path, activation):
     config, params = bert_checkpoint.load(DATA / "unmasked")
     config = dataclasses.replace(
@@ -620,7 +621,10 @@ def test_decoder_of_its_own(tmp_path, part):
         (dict(is_decoder=True), "is_decoder in config.json is True; supported is False"),
         (dict(add_cross_attention=True), "add_cross_attention in config.json is True"),
         (dict(pruned_heads={"0": [1]}), "config.json has pruned_heads"),
-        (dict(hidden_act="tanh"), "hidden_act in config.json is 'tanh'; it must be one of 'gelu'"),
+        (
+            dict(hidden_act="tanh"),
+            "hidden_act in config.json is 'tanh'; it must be one of 'gelu_new'",
+        ),
         (dict(num_attention_heads=5), "heads is 5, which does not divide hidden_size, 24"),
     ],
 )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import Case, Sharding, Tolerance, checks, implementation
+from harness import Case, Sharding, Tolerance, checks
 from harness.compat import strict, x64
 from harness.numerics import assert_within, normal
 from harness.programs import targets_of
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("native")]
 
 BOTH = {"label_smoothing": 0.1, "z_loss": 0.01}
 
@@ -53,6 +53,12 @@ def draws(shape, axis=-1, left_out=True):
     return make
 
 
+def kept(logits, labels):
+    """The logits, the labels, and two numbers for each token."""
+    tokens = (labels.dtype, labels.size), *[(wide_of(logits.dtype), labels.size)] * 2
+    return (logits.dtype, logits.size), *tokens
+
+
 def case(name, shape, sharded=None, axis=-1, **more):
     options = {k: more.pop(k) for k in ("label_smoothing", "z_loss") if k in more} | {"axis": axis}
     if sharded is not None:
@@ -63,6 +69,9 @@ def case(name, shape, sharded=None, axis=-1, **more):
         reference=functools.partial(reference, **options),
         make_args=draws(shape, axis),
         tolerance=Tolerance(ulps=16.0),
+        kernels=("cross_entropy", "cross_entropy_bwd") if axis == -1 else (),
+        maps=((0, 1),),
+        kept=kept if axis == -1 and len(shape) > 1 else None,
         **more,
     )
 
@@ -73,6 +82,7 @@ PLAIN = case(
     (8, 16, 5),
     shardings=(Sharding("batch", (0, 0), (0,)), Sharding("sequence", (1, 1), (1,))),
     symbolic=("b, v", "b"),
+    empty="b",
 )
 basic = functools.partial(case, basic_only=True, modes=("native",))
 REGULARIZED = basic("regularized", (2, 3, 33), **BOTH)
@@ -368,16 +378,6 @@ def test_kernels_that_run():
     assert not targets_of(functools.partial(fo.cross_entropy, axis=0), x, labels[[0] * 9])
 
 
-def test_what_is_kept(dtype):
-    """The logits, the labels, and two numbers for each token."""
-    x, labels = draws((5, 3, 40))(np.random.default_rng(2), dtype)
-    fn = functools.partial(fo.cross_entropy, where=labels > 3, **BOTH)
-    leaves = jax.tree.leaves(jax.vjp(lambda x: fn(x, labels), x)[1])
-    kept = sorted((str(leaf.dtype), leaf.shape) for leaf in leaves)
-    tokens = [("int32", (5, 3))] + [(str(wide_of(dtype)), (5, 3))] * 2
-    assert kept == sorted([(str(dtype), x.shape), *tokens])
-
-
 @pytest.mark.parametrize("mode", ["native", "xla"])
 @over_kinds
 def test_sharded_classes(axis_type, mode):
@@ -396,48 +396,6 @@ def test_sharded_classes(axis_type, mode):
     gathers = mode == "native" and axis_type == AxisType.Auto
     assert ("all-gather" in text) == gathers
     assert ("jax_fastops.cross_entropy" in text) == gathers
-
-
-def test_implementations_agree(dtype):
-    x, labels = draws((40, 240))(np.random.default_rng(6), dtype)
-    g = np.ones(40, wide_of(dtype))
-    results = []
-    for mode in ("native", "auto", "xla"):
-        with implementation(mode):
-            results.append(jax.jit(value_and_gradient(fo.cross_entropy, **BOTH))(x, labels, g))
-    eps = float(jnp.finfo(dtype).eps)
-    for other in results[:2]:
-        for mine, theirs in zip(other, results[2], strict=True):
-            mine, theirs = (np.asarray(a, np.float64) for a in (mine, theirs))
-            np.testing.assert_allclose(mine, theirs, rtol=8 * eps, atol=64 * 1e-7)
-
-
-def test_second_derivatives_and_vmap():
-    x, labels = draws((3, 6))(np.random.default_rng(7), np.float32)
-
-    def total(fn):
-        return lambda x, labels: (fn(x, labels, **BOTH) ** 2).sum()
-
-    for transform in (jax.hessian, lambda f: jax.vmap(jax.grad(f), (0, None))):
-        stack = np.stack([x, 2 * x])
-        args = (x, labels) if transform is jax.hessian else (stack, labels)
-        got, want = (transform(total(fn))(*args) for fn in (fo.cross_entropy, reference))
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_a_step_with_remat_in_a_scan():
-    x, labels = draws((6, 3, 8))(np.random.default_rng(8), np.float32)
-
-    def loss(w, fn):
-        def body(total, pair):
-            return total + jax.checkpoint(fn)(pair[0] * w, pair[1]).sum(), None
-
-        return jax.lax.scan(body, 0.0, (x, labels))[0]
-
-    got, want = (
-        jax.jit(jax.grad(loss), static_argnums=1)(1.5, f) for f in (fo.cross_entropy, reference)
-    )
-    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["native", "xla"])

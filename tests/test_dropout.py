@@ -11,7 +11,6 @@ from harness import Case, Sharding, assert_matches, checks, implementation
 from harness.compat import make_mesh
 from harness.masks import dropout_mask, masks, philox
 from harness.numerics import normal, raw_key
-from harness.programs import targets_of
 from harness.sharding import device_count
 from jax.sharding import AxisType
 
@@ -19,7 +18,7 @@ import jax_fastops as fo
 from jax_fastops import _random
 from jax_fastops.dropout import _KERNEL
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("native")]
 
 # "auto" takes one of the others, so its tests are marked slow.
 MODES = ("native", "xla", pytest.param("auto", marks=pytest.mark.slow))
@@ -48,6 +47,9 @@ def case(name, shape, sharded=None, **more):
         make_args=draws(shape),
         linear=(0,),
         exact=True,
+        kernels=("dropout", "dropout"),
+        only_kernels=True,
+        kept=lambda x, key: [(key.dtype, 2)],
         **more,
     )
 
@@ -368,14 +370,6 @@ def test_lengths(dtype):
         assert_matches(y, np.where(masks(key, x.shape, RATE), scaled, np.zeros_like(x)))
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
-def test_no_elements(shape):
-    x, key = np.ones(shape, np.float32), jax.random.key(0)
-    y, pullback = jax.vjp(lambda x: fo.dropout(x, key, RATE), x)
-    assert_matches([y, *pullback(y)], [x, x])
-    assert fo.dropout_mask(key, shape, RATE).shape == shape
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(4, 70), (700, 500), (700, 504)])
 def test_special_values(shape, mode, dtype):
@@ -389,23 +383,6 @@ def test_special_values(shape, mode, dtype):
     np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
     keep = np.asarray(fo.dropout_mask(jax.random.key(1), x.shape, RATE))
     assert not np.any(got[~keep]) and not np.any(np.signbit(got[~keep]))
-
-
-def test_only_the_kernel_runs_and_only_the_key_is_kept():
-    x, key = np.ones((64, 96), np.float32), raw_key(0)
-    f = lambda x, key: fo.dropout(x, key, RATE)  # noqa: E731
-    run = lambda dy, x, key: jax.vjp(f, x, key)[1](dy)[0]  # noqa: E731
-    for fn, args in ((f, (x, key)), (run, (x, x, key))):
-        assert targets_of(fn, *args) == ["dropout"]
-    kept = jax.tree.leaves(jax.vjp(lambda x: f(x, key), x)[1])
-    assert sum(leaf.size for leaf in kept) == 2
-
-
-def test_a_platform_without_kernels_takes_the_reference():
-    exported = jax.export.export(
-        jax.jit(functools.partial(fo.dropout, rate=0.5)), platforms=["tpu"]
-    )(np.ones((4, 8), np.float32), raw_key(0))
-    assert "custom_call" not in exported.mlir_module()
 
 
 ONES, KEY = np.ones((3, 4), np.float32), jax.random.key(0)

@@ -24,7 +24,7 @@ from jax.sharding import AxisType
 
 import jax_fastops as fo
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("native")]
 
 # "auto" takes one of the others, so its tests are slow.
 MODES = ("native", "xla", pytest.param("auto", marks=pytest.mark.slow))

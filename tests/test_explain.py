@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_fastops as fo
-from jax_fastops import _dispatch, _explain, _native
+from jax_fastops import _auto, _dispatch, _explain, _native, _op
 
 X = jax.ShapeDtypeStruct((1024, 64), np.dtype("float32"))
 
@@ -245,10 +245,125 @@ CALLS = {
 }
 
 
+def rows(n, *shape):
+    return X.update(shape=(*shape, n))
+
+
+# Calls that a kernel may refuse when they are transformed, and the reasons.
+OWN = "each mapped example has its own"
+COPIES = "8 devices would need large copies of an operand"
+REFUSED = {
+    "layer_norm": (fo.layer_norm, [X, rows(64), rows(64)], {f"{OWN} scale", f"{OWN} bias"}),
+    "residual_layer_norm": (
+        lambda x, r, b: fo.residual_layer_norm(x, r, input_bias=b, return_sum=True, fanout=True)[1],
+        [X, X, rows(64)],
+        {f"{OWN} input_bias"},
+    ),
+    "residual_rms_norm_dropout": (
+        lambda x, scale: fo.residual_rms_norm(
+            x, x, scale, dropout_key=jax.random.key(0), dropout_rate=0.5
+        ),
+        [rows(256, 32), rows(256)],
+        {f"{OWN} scale"},
+    ),
+    "dropout": (
+        lambda x, bias: fo.residual_rms_norm(
+            x, x, input_bias=bias, dropout_key=jax.random.key(0), dropout_rate=0.5
+        ),
+        [X, rows(64)],
+        {f"{OWN} bias"},
+    ),
+    "split_qkv_heads": (
+        lambda x, bias: fo.split_qkv_heads(x, bias, num_heads=2)[0],
+        [rows(96, 8), rows(96)],
+        {f"{OWN} bias"},
+    ),
+    "split_qkv_heads_rotary": (
+        lambda x, bias, scale: fo.split_qkv_heads(
+            x, bias, num_heads=4, num_kv_heads=1, q_scale=scale, k_scale=scale
+        )[0],
+        [rows(96, 8, 2), rows(96), rows(16)],
+        {f"{OWN} bias", f"{OWN} q_scale"}
+        | {"gradients of parameters are sums over fewer than 3 positions"},
+    ),
+    "lerp": (fo.lerp, [rows(4096, 8), rows(4096, 8), rows(4096)], {COPIES}),
+    "bias_act": (fo.bias_act, [rows(4096, 8), rows(4096)], {COPIES}),
+    "bias_relu": (
+        functools.partial(fo.bias_act, activation="relu"),
+        [rows(4096, 8), rows(4096)],
+        {COPIES},
+    ),
+    "softmax": (
+        lambda x, y: fo.softmax(x * y, where=y > 0),
+        [rows(4096, 8, 2), rows(4096)],
+        {COPIES},
+    ),
+}
+
+
+def transformed(fn, args):
+    """The function and its operands under each transformation, by name."""
+    floating = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def value(*xs):
+        ys = jax.tree.leaves(fn(*xs))
+        return sum(y.astype(jnp.float32).sum() for y in ys), ys
+
+    step = jax.value_and_grad(value, floating, has_aux=True)
+    yield "plain", fn, args
+    yield "step", step, args
+    yield "tangent", lambda *xs: jax.jvp(lambda x: fn(x, *xs[1:]), xs[:1], xs[:1]), args
+    for mapped in dict.fromkeys([tuple(range(len(args))), *((i,) for i in floating)]):
+        axes = [0 if i in mapped else None for i in range(len(args))]
+        stacked = [
+            x if a is None else x.update(shape=(3, *x.shape))
+            for x, a in zip(args, axes, strict=True)
+        ]
+        yield f"plain, mapped {mapped}", jax.vmap(fn, axes), stacked
+        yield f"step, mapped {mapped}", jax.vmap(step, axes), stacked
+    mesh = jax.make_mesh((jax.device_count(),), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.NamedSharding(mesh, jax.P())
+    sharded = [args[0].update(sharding=jax.NamedSharding(mesh, jax.P("i")))]
+    sharded += [x.update(sharding=whole) for x in args[1:]]
+    yield "plain, sharded", fn, sharded
+    yield "step, sharded", step, sharded
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("call", [*CALLS, *(f"{name}, refused" for name in REFUSED)])
+def test_every_explanation_is_what_is_lowered(call, native, monkeypatch):
+    name, _, refused = call.partition(", ")
+    fn, args, reasons = REFUSED[name] if refused else (*CALLS[name], None)
+    noted = []
+    decided = _op._Stage.decided
+
+    def note(stage, *args, **params):
+        found, choice = decided(stage, *args, **params)
+        noted.append((stage.kind, choice))
+        return found, choice
+
+    monkeypatch.setattr(_op._Stage, "decided", note)
+    seen = set()
+    for how, function, operands in transformed(fn, args):
+        noted.clear()
+        calls = fo.explain(function)(*operands).calls
+        explained = set(noted)
+        noted.clear()
+        text = jax.jit(function).lower(*operands).as_text()
+        assert explained == set(noted), how
+        kernels = [choice.kernel for _, choice in noted]
+        assert any(kernels) == ("jax_fastops." in text), how
+        assert all(kernels) == all(call.kernel for call in calls), how
+        if how != "tangent":  # few ops have kernels for tangents
+            seen |= {choice.reason for _, choice in noted if not choice.kernel}
+    if refused and jax.device_count() == 8:
+        assert seen == reasons
+
+
 @pytest.mark.parametrize("entry", CALLS)
 def test_calls_have_the_features_that_the_table_asks_for(entry, monkeypatch):
     asked = {"bytes"}
-    for device in _dispatch.table():
+    for device in _auto.DEVICES:
         for uses in device["entries"].get(entry, {}).values():
             asked |= known_features(uses["forward"]) | known_features(uses["grad"])
     seen = []
@@ -261,8 +376,25 @@ def test_calls_have_the_features_that_the_table_asks_for(entry, monkeypatch):
     assert asked <= request.known.keys()
 
 
+def test_conditions():
+    small, flag = _auto.size < 8, _auto.aligned
+    for value in (7, 8):
+        for aligned in (0, 1):
+            features = {"bytes": value, "aligned": aligned}
+            for condition, expected in [
+                (small & flag, value < 8 and aligned),
+                (small | flag, value < 8 or aligned),
+                (~small, value >= 8),
+                (flag.then(small, ~small), (value < 8) == bool(aligned)),
+            ]:
+                assert _dispatch._measured(condition.tree, features).kernel == bool(expected)
+    assert ((small | flag) & ~small).comparisons == 3
+    with pytest.raises(ValueError, match="relu: a condition has more than 3 comparisons"):
+        _auto._entries([("relu", "all", _auto.NEVER, (small | flag) & (small | flag))])
+
+
 def test_the_table_has_no_other_entries():
-    for device in _dispatch.table():
+    for device in _auto.DEVICES:
         assert set(device["entries"]) <= set(CALLS)
 
 
@@ -421,6 +553,21 @@ def test_the_log():
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("jax_fastops"))
     call = "jax_fastops.dispatch: softmax(float32[8]) at <string>:2"
     assert line == f"{call}: reference: the implementation is 'xla'"
+
+
+def test_the_log_has_what_the_lowering_refuses(native, caplog):
+    _explain._log.setLevel("INFO")
+    try:
+        x = jnp.ones((2, 3, 8))
+        jax.jit(jax.vmap(fo.layer_norm)).lower(x, x[:, 0])
+        assert [r.message for r in caplog.records][1:] == [
+            "fastops_layer_norm: reference: each mapped example has its own scale"
+        ]
+        caplog.clear()
+        jax.jit(jax.vmap(fo.layer_norm, (0, None))).lower(x, x[0, 0])
+        assert len(caplog.records) == 1
+    finally:
+        _explain._log.setLevel("WARNING")
 
 
 @pytest.mark.jax

@@ -1,9 +1,11 @@
 """The harness finds faults: ops with deliberate bugs fail the right checks."""
 
 import dataclasses
+import functools
 
 import hypothesis
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,6 +25,8 @@ from harness.numerics import assert_accurate, normal, specials, sprinkled
 from harness.properties import same_shapes
 from harness.sharding import collectives, device_count
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_fastops as fo
 
 pytestmark = pytest.mark.jax
 
@@ -72,12 +76,12 @@ def caught(case, *names, match=None, error=AssertionError, dtype=None):
     """Every named check fails."""
     for name in names:
         with pytest.raises(error, match=match):
-            find(case, name, dtype=dtype)()
+            find(case, name, case.modes[0], dtype)()
 
 
 def passes(case, *names):
     for name in names:
-        find(case, name)()
+        find(case, name, case.modes[0])()
 
 
 def on_the_host(fn):
@@ -97,17 +101,16 @@ def on_the_host(fn):
 # Derivatives
 
 
-def test_gradient_summed_over_the_examples():
-    """A batching rule that adds up the per-example gradients of an unmapped parameter."""
+def with_summed_gradient(rule):
+    """``x * scale``, whose gradient of ``scale`` is batched by ``rule(size, total over all)``."""
 
     @jax.custom_batching.custom_vmap
     def scale_gradient(ct, x):
         return jnp.sum(ct * x, 0)
 
     @scale_gradient.def_vmap
-    def rule(size, mapped, ct, x):
-        total = jnp.sum(ct * x, tuple(range(ct.ndim - 1)))
-        return jnp.broadcast_to(total, (size, *total.shape)), True
+    def batched(size, mapped, ct, x):
+        return rule(size, jnp.sum(ct * x, tuple(range(ct.ndim - 1))))
 
     @jax.custom_vjp
     def op(x, scale):
@@ -116,29 +119,23 @@ def test_gradient_summed_over_the_examples():
     op.defvjp(
         lambda x, s: (x * s, (x, s)), lambda kept, ct: (ct * kept[1], scale_gradient(ct, kept[0]))
     )
-    case = scaled_case(op)
+    return op
+
+
+def test_gradient_summed_over_the_examples():
+    """A batching rule that adds up the per-example gradients of an unmapped parameter."""
+
+    def rule(size, total):
+        return jnp.broadcast_to(total, (size, *total.shape)), True
+
+    case = scaled_case(with_summed_gradient(rule))
     passes(case, "value", "vjp", "grad", "vjp/x1")
     caught(case, "vmap_of_vjp/all", "vmap_of_vjp/x0", "vmap_of_grad/x0", match="relative error")
 
 
 def test_gradient_summed_once_for_the_stack():
     """A batching rule that gives the sum as the unbatched gradient of a parameter."""
-
-    @jax.custom_batching.custom_vmap
-    def scale_gradient(ct, x):
-        return jnp.sum(ct * x, 0)
-
-    @scale_gradient.def_vmap
-    def rule(size, mapped, ct, x):
-        return jnp.sum(ct * x, tuple(range(ct.ndim - 1))), False
-
-    @jax.custom_vjp
-    def op(x, scale):
-        return x * scale
-
-    op.defvjp(
-        lambda x, s: (x * s, (x, s)), lambda kept, ct: (ct * kept[1], scale_gradient(ct, kept[0]))
-    )
+    op = with_summed_gradient(lambda size, total: (total, False))
     caught(scaled_case(op), "vmap_of_vjp/x0", "vmap_of_grad/x0")
 
 
@@ -462,6 +459,183 @@ def test_symbolic_size_taken_for_a_number():
     )
     passes(case, "export")
     caught(case, "export/symbolic", error=Exception)
+
+
+# Kernels, and what a backward keeps
+
+
+def kernel_case(fn, **changes):
+    """An op that is said to be `fo.relu`."""
+    options = dict(
+        kernels=("relu", "relu_bwd"),
+        only_kernels=True,
+        maps=((0,),),
+        kept=lambda x: [(np.uint8, x.size // 8)],
+        symbolic=("b, n",),
+        sizes=({"b": 3, "n": 40},),
+        modes=("native",),
+        shapes=None,
+    )
+    return relu_case(fn, **(options | changes))
+
+
+KERNEL_CHECKS = ("kernels", "kernels/nothing_else", "kernels/vmap/x0", "kept", "views", "empty")
+KERNEL_CHECKS += ("modes", "repeated_runs", "linear_pullback", "no_leaks")
+EXPORTS = ("export/platforms", "export/other_platform")
+
+
+def test_a_kernel_passes():
+    passes(kernel_case(fo.relu), *KERNEL_CHECKS, *EXPORTS)
+
+
+def test_the_reference_in_place_of_the_kernel():
+    case = kernel_case(jax.nn.relu)
+    caught(case, "kernels", "kernels/vmap/x0", "export/platforms")
+    caught(kernel_case(jax.nn.relu, kernels=("relu",)), "sharded/auto/batch/value", match="run")
+
+
+def test_the_kernel_whatever_is_set():
+    def op(x):
+        with fo.use_implementation("native"):
+            return fo.relu(x)
+
+    caught(kernel_case(op), "kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.export, "export", functools.partial(exported_for_this_platform))
+        caught(kernel_case(op), "export/other_platform")
+
+
+EXPORT = jax.export.export
+
+
+def exported_for_this_platform(fn, platforms=None, **options):
+    return EXPORT(fn, **options)
+
+
+def test_an_operation_beside_the_kernel():
+    caught(kernel_case(lambda x: fo.relu(x * 2)), "kernels/nothing_else", match="XLA runs")
+
+
+def test_a_map_that_is_a_loop():
+    def op(x):
+        return jax.custom_batching.sequential_vmap(fo.relu)(x)
+
+    @jax.custom_vjp
+    def looped(x):
+        return op(x)
+
+    looped.defvjp(lambda x: (op(x), x), lambda x, ct: jax.vjp(fo.relu, x)[1](ct))
+    caught(kernel_case(looped), "kernels/vmap/x0")
+
+
+def test_too_much_is_kept():
+    """The operand in place of a mask."""
+
+    @jax.custom_vjp
+    def op(x):
+        return jax.nn.relu(x)
+
+    op.defvjp(lambda x: (jax.nn.relu(x), x), lambda x, ct: (jnp.where(x > 0, ct, 0),))
+    caught(kernel_case(op), "kept")
+
+
+def test_another_result_at_another_address():
+    """A kernel that reads its operand from the start of the buffer that a slice is in."""
+    seen = []
+
+    def op(x):
+        seen.append(x)
+        return jax.nn.relu(x + (len(seen) > 2))
+
+    caught(kernel_case(op), "views", match="bits")
+
+
+def test_two_runs_differ():
+    calls = []
+
+    def count(x):
+        calls.append(x)
+        return np.maximum(x, 0) + np.float32(len(calls) > 1)
+
+    case = kernel_case(on_the_host(count), differentiable=())
+    caught(case, "repeated_runs", match="bits")
+
+
+def test_a_reference_that_differs_from_plain_jax():
+    def op(x):
+        with fo.use_implementation("native"):
+            native = fo.relu(x)
+        return jnp.where("fastops" in str(jax.make_jaxpr(fo.relu)(x)), native, native + 1)
+
+    passes(kernel_case(op), "value")
+    caught(kernel_case(op), "modes", match="bits")
+
+
+def test_no_elements_have_another_dtype():
+    case = kernel_case(lambda x: jax.nn.relu(x) if x.size else jnp.zeros(x.shape, int))
+    caught(case, "empty", error=ValueError)
+
+
+def test_a_pullback_that_is_not_linear():
+    @jax.custom_vjp
+    def op(x):
+        return jax.nn.relu(x)
+
+    op.defvjp(lambda x: (jax.nn.relu(x), None), lambda _, ct: (ct * ct,))
+    caught(kernel_case(op), "linear_pullback")
+
+
+def test_a_derivative_of_twice_the_size():
+    @jax.custom_jvp
+    def op(x):
+        return jnp.sin(x)
+
+    op.defjvp(lambda p, t: (op(*p), 2 * jnp.cos(p[0]) * t[0]))
+    passes(relu_case(jnp.sin), "differences")
+    caught(relu_case(op), "differences")
+
+
+def test_a_tracer_that_outlives_its_trace():
+    seen = []
+
+    def op(x):
+        seen.append(x)
+        return jax.nn.relu(x)
+
+    caught(kernel_case(op), "no_leaks", error=Exception, match="[Ll]eaked")
+
+
+def test_an_export_whose_kernels_need_the_size_of_the_example():
+    """A size that is right only for the example."""
+
+    def op(x):
+        return jax.nn.relu(x) + jnp.asarray(x.shape[0] // 2 - 4, x.dtype)
+
+    case = kernel_case(op, kernels=())
+    passes(case, "value", "export")
+    caught(case, "export/symbolic", match="result of")
+
+
+def test_second_derivative_of_examples_lost():
+    @jax.custom_jvp
+    def op(x, scale):
+        return x * scale * scale
+
+    def rule(primals, tangents):
+        (x, s), (dx, ds) = primals, tangents
+        return op(x, s), dx * s * s + 2 * ds * jax.lax.stop_gradient(x * s)
+
+    op.defjvp(rule)
+    case = scaled_case(op, reference=lambda x, s: x * s * s)
+    passes(case, "vmap_of_grad/x0", "vmap_of_vjp/x0/one")
+    caught(case, "grad_of_vmap_of_grad/x0", "grad_of_vmap_of_grad/all", match="relative error")
+
+
+def test_maps_of_linear_functions():
+    """Batching and transposition rules that are right without each other."""
+    case = scaled_case(with_summed_gradient(lambda size, total: (total, False)))
+    names = ("vmap_of_vjp/x0/one", "vmap_of_vmap_of_grad/first", "vmap_of_vmap_of_grad/others")
+    caught(case, *names, error=(AssertionError, ValueError))
 
 
 # A correct op passes

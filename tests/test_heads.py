@@ -16,7 +16,7 @@ from harness import (
     sharding,
 )
 from harness.case import outputs
-from harness.compat import make_mesh, saved_residuals, x64
+from harness.compat import make_mesh, x64
 from harness.numerics import any_value, assert_close, normal, sprinkled
 from harness.programs import outputs_and_gradients, targets_of
 from harness.properties import shapes
@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import jax_fastops as fo
 from jax_fastops.heads import _group_rows
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("native")]
 
 
 def add(x, bias):
@@ -82,6 +82,8 @@ def split_shapes(unit):
 BIAS_SUM = Tolerance(ulps=4.0)
 
 SPLIT = Case(
+    kernels=("transpose", "transpose"),
+    kept=lambda *args: [],
     name="split_heads",
     fn=lambda x: fo.split_heads(x, num_heads=8),
     reference=lambda x: reference_split(x, num_heads=8),
@@ -101,6 +103,8 @@ SPLIT = Case(
 )
 
 SPLIT_BIAS = Case(
+    kernels=("split_heads", "merge_heads"),
+    kept=lambda *args: [],
     name="split_heads_bias",
     fn=lambda x, b: fo.split_heads(x, b, num_heads=2),
     reference=lambda x, b: reference_split(x, b, num_heads=2),
@@ -119,6 +123,8 @@ SPLIT_BIAS = Case(
 )
 
 QKV = Case(
+    kernels=("split_heads", "merge_heads"),
+    kept=lambda *args: [],
     name="split_qkv_heads",
     fn=lambda x: fo.split_qkv_heads(x, num_heads=2),
     reference=lambda x: reference_split_qkv(x, num_heads=2),
@@ -132,6 +138,8 @@ QKV = Case(
 )
 
 QKV_BIAS = Case(
+    kernels=("split_heads", "merge_heads"),
+    kept=lambda *args: [],
     name="split_qkv_heads_bias",
     fn=lambda x, b: fo.split_qkv_heads(x, b, num_heads=2),
     reference=lambda x, b: reference_split_qkv(x, b, num_heads=2),
@@ -160,6 +168,8 @@ QKV_FLOAT32_BIAS = Case(
 )
 
 MERGE = Case(
+    kernels=("transpose", "transpose"),
+    kept=lambda *args: [],
     name="merge_heads",
     fn=fo.merge_heads,
     reference=reference_merge,
@@ -211,7 +221,7 @@ MERGE_NUMBERS = Case(
     basic_only=True,
 )
 
-CASES = (SPLIT, SPLIT_BIAS, QKV, QKV_BIAS, QKV_FLOAT32_BIAS, MERGE)
+CASES = (QKV_BIAS, SPLIT, SPLIT_BIAS, QKV, QKV_FLOAT32_BIAS, MERGE)
 NUMBERS = (SPLIT_NUMBERS, QKV_NUMBERS, MERGE_NUMBERS)
 
 
@@ -385,24 +395,6 @@ def pull(fn):
     return lambda args, cts: outputs_and_gradients(fn)(args, cts)[1]
 
 
-def test_one_kernel_each_way(split):
-    fn, _, parts = split
-    (x, bias), cts = example(np.random.default_rng(4), parts, (2,), 6, 2, 4, np.float32)
-    fn = functools.partial(fn, num_heads=2)
-    moves = ["transpose"] if parts == 1 else None
-    assert targets_of(fn, x, bias) == ["split_heads"]
-    assert targets_of(pull(fn), (x, bias), cts) == ["merge_heads"]
-    assert targets_of(fn, x) == (moves or ["split_heads"])
-    assert targets_of(pull(fn), (x,), cts) == (moves or ["merge_heads"])
-
-
-def test_merge_is_one_kernel_each_way():
-    x = np.ones((2, 3, 4, 5), np.float32)
-    assert targets_of(fo.merge_heads, x) == ["transpose"]
-    dy = (np.ones((2, 4, 15), np.float32),)
-    assert targets_of(pull(fo.merge_heads), (x,), dy) == ["transpose"]
-
-
 def test_nothing_to_move_is_no_kernel():
     x = np.ones((2, 5, 6), np.float32)
     assert not targets_of(lambda x: fo.split_heads(x, num_heads=1), x)
@@ -425,118 +417,10 @@ def test_the_gradient_of_one_argument_computes_that_one(split):
     np.testing.assert_allclose(jax.jit(of_bias)(bias, cts)[0], everything[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-def test_nothing_is_kept(split, jitted):
-    fn, _, parts = split
-    (x, bias), _ = example(np.random.default_rng(6), parts, (2,), 6, 2, 4, np.float32)
-    fn = functools.partial(fn, num_heads=2)
-    for args in ((x,), (x, bias), (x.astype(jnp.bfloat16), bias)):
-        assert not jax.tree.leaves(jax.vjp(jax.jit(fn) if jitted else fn, *args)[1])
-    merge = jax.jit(fo.merge_heads) if jitted else fo.merge_heads
-    assert not jax.tree.leaves(jax.vjp(merge, np.ones((2, 3, 4, 5), np.float32))[1])
-
-
-def test_nothing_is_kept_in_a_model():
-    x, w = np.ones((2, 4, 3), np.float32), np.ones((3, 24), np.float32)
-    bias = np.ones(24, np.float32)
-
-    def loss(w, bias):
-        return sum(part.sum() for part in fo.split_qkv_heads(x @ w, bias, num_heads=2))
-
-    lines = saved_residuals(loss, w, bias).splitlines()
-    assert not [line for line in lines if "argument" not in line and "constant" not in line], lines
-
-
 # Derivatives and vmap -----------------------------------------------------------------------------
 
 
-def loss(fn):
-    def total(x, bias):
-        terms = outputs(fn(x, bias, num_heads=2))
-        return sum(jnp.sum(jnp.sin(y * (i + 1.5))) for i, y in enumerate(terms))
-
-    return total
-
-
 CLOSE = dict(rtol=1e-10, atol=1e-10)
-TRANSFORMS = {
-    "bias gradients per example": lambda f: jax.vmap(jax.grad(loss(f), (0, 1)), (0, None)),
-    "bias gradients alone per example": lambda f: jax.vmap(jax.grad(loss(f), 1), (0, None)),
-    "bias gradients per example, axis elsewhere": lambda f: jax.vmap(
-        jax.grad(loss(f), (0, 1)), (1, None), (1, -1)
-    ),
-    "hessian per example": lambda f: jax.vmap(jax.hessian(loss(f), (0, 1)), (0, None)),
-    "gradient of the sum over examples": lambda f: jax.grad(
-        lambda x, b: jnp.sum(jax.vmap(loss(f), (0, None))(x, b) ** 2), (0, 1)
-    ),
-    "bias mapped, x not": lambda f: (
-        lambda x, b: jax.vmap(jax.value_and_grad(loss(f), (0, 1)), (None, 0))(
-            x, jnp.stack([b, 2 * b, -b])
-        )
-    ),
-    "both mapped": lambda f: (
-        lambda x, b: jax.vmap(jax.value_and_grad(loss(f), (0, 1)), (2, 1))(
-            jnp.stack([x, -x], 2), jnp.stack([b, 2 * b], 1)
-        )
-    ),
-    "nested, x outside and bias inside": lambda f: (
-        lambda x, b: jax.vmap(jax.vmap(jax.grad(loss(f), (0, 1)), (None, 0)), (0, None))(
-            x, jnp.stack([b, 2 * b, -b])
-        )
-    ),
-    "nested, bias outside and x inside": lambda f: (
-        lambda x, b: jax.vmap(jax.vmap(jax.grad(loss(f), (0, 1)), (1, None)), (None, 0))(
-            x, jnp.stack([b, 2 * b, -b])
-        )
-    ),
-    "gradient of gradients per example": lambda f: jax.grad(
-        lambda x, b: sum(
-            jnp.sum(jnp.sin(g)) for g in jax.vmap(jax.grad(loss(f), (0, 1)), (0, None))(x, b)
-        ),
-        (0, 1),
-    ),
-    "jvp along x": lambda f: (
-        lambda x, b: jax.jvp(lambda x: f(x, b, num_heads=2), (x,), (jnp.cos(x),))
-    ),
-    "jvp along the bias": lambda f: (
-        lambda x, b: jax.jvp(lambda b: f(x, b, num_heads=2), (b,), (jnp.cos(b),))
-    ),
-    "jvp along both": lambda f: (
-        lambda x, b: jax.jvp(lambda x, b: f(x, b, num_heads=2), (x, b), (jnp.cos(x), jnp.sin(b)))
-    ),
-    "jvp along the bias per example": lambda f: (
-        lambda x, b: jax.vmap(
-            lambda x, t: jax.jvp(lambda b: f(x, b, num_heads=2), (b,), (t,)), (0, 0)
-        )(x, jnp.stack([b, -b]))
-    ),
-    "second order along the bias": lambda f: (
-        lambda x, b: jax.jvp(jax.grad(loss(f), (0, 1)), (x, b), (jnp.zeros_like(x), jnp.cos(b)))
-    ),
-    "reverse over forward along the bias": lambda f: jax.grad(
-        lambda x, b: jax.jvp(lambda b: loss(f)(x, b), (b,), (jnp.cos(b),))[1], (0, 1)
-    ),
-    "linearized along the bias, transposed": lambda f: (
-        lambda x, b: jax.linear_transpose(jax.linearize(lambda b: f(x, b, num_heads=2), b)[1], b)(
-            f(x, b, num_heads=2)
-        )
-    ),
-    "third order": lambda f: jax.grad(
-        lambda x, b: jnp.sum(
-            jnp.sin(jax.grad(lambda b: jnp.sum(jax.grad(loss(f), 0)(x, b) ** 2))(b))
-        ),
-        (0, 1),
-    ),
-}
-
-
-@pytest.mark.parametrize("transform", list(TRANSFORMS.values()), ids=TRANSFORMS)
-def test_derivatives(split, transform):
-    fn, reference, parts = split
-    with x64():
-        rng = np.random.default_rng(7)
-        args, _ = example(rng, parts, (2,), 3, 2, 2, np.float64)
-        got, want = (jax.jit(transform(f))(*args) for f in (fn, reference))
-        assert_close(got, want, **CLOSE)
 
 
 def test_bias_gradients_per_example_are_not_their_sum(split):
@@ -947,15 +831,6 @@ def test_implementations_agree(split, dtype):
     else:  # XLA's order of additions depends on the program around a sum
         eps = float(jnp.finfo(dtype).eps)
         assert_close(results["xla"][1][1], np.asarray(of_jax), rtol=4 * eps, atol=64 * eps)
-
-
-@pytest.mark.parametrize("platform", ["tpu"])
-def test_a_platform_without_kernels_takes_the_reference(split, platform):
-    fn, _, parts = split
-    args, cts = example(np.random.default_rng(18), parts, (2,), 6, 2, 4, np.float32)
-    run = jax.jit(outputs_and_gradients(functools.partial(fn, num_heads=2)))
-    exported = jax.export.export(run, platforms=[platform])(args, cts)
-    assert "custom_call" not in exported.mlir_module()
 
 
 def test_a_bias_alone_is_summed_in_float32(split):

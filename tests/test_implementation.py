@@ -1,8 +1,6 @@
 """The choice of the implementation: the setter, the context manager, the measured table."""
 
-import gc
 import threading
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -53,26 +51,11 @@ def test_threads_in_blocks_leave_the_choice_of_the_process_alone():
     assert current() == "auto"
 
 
-def test_a_plain_call_of_use_implementation_is_deprecated_and_works():
-    fo.set_implementation("auto")
-    with pytest.warns(DeprecationWarning, match="call set_implementation") as warned:
-        fo.use_implementation("native")
-        gc.collect()
-    assert warned[0].filename == __file__
-    assert current() == "native"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with fo.use_implementation("xla"):
-            pass
-        gc.collect()
-
-
 @pytest.mark.parametrize("choose", [fo.set_implementation, fo.use_implementation])
 def test_an_unknown_implementation_changes_nothing(choose):
     fo.set_implementation("native")
     with pytest.raises(ValueError, match="implementation is 'fast'; it must be one of"):
         choose("fast")
-    gc.collect()
     assert current() == "native"
 
 

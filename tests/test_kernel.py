@@ -139,12 +139,14 @@ def test_a_handler_checks_buffers(kernel, results, operands, buffers, message):
         run(kernel, results, *operands, buffers=buffers)
 
 
-def test_a_handler_needs_its_attributes():
+def test_a_handler_needs_and_knows_its_attributes():
     result = [((2, 12), F32)]
     with pytest.raises(Exception, match="the attribute 'buffers' is needed"):
         run("relu", result, X)
     with pytest.raises(Exception, match="the attribute 'rms' is needed"):
         run("norm", result, X, buffers=NAMED)
+    with pytest.raises(Exception, match="relu: knows 1 of the call's 2 attributes"):
+        run("relu", result, X, buffers=NAMED, negative_slope=0.1)
 
 
 def test_a_long_row_needs_a_workspace():

@@ -28,12 +28,20 @@ MODELS = sorted((PACKAGE / "models").glob("*.py"))
 
 @pytest.fixture
 def copy_of_package(tmp_path):
-    """A copy of the installed package and its metadata, first on a child's path."""
-    target = tmp_path / "jax_fastops"
+    """A copy of the package and its native modules, as it is installed, first on a child's path."""
+    target = tmp_path / "site" / "jax_fastops"
     shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns("__pycache__"))
-    for metadata in PACKAGE.parent.glob("jax_fastops-*.dist-info"):
-        shutil.copytree(metadata, tmp_path / metadata.name)
+    for module in _native._modules().values():
+        shutil.copy(module.__file__, target)
+    write_metadata(target.parent, fo.__version__)
     return target
+
+
+def write_metadata(folder, version):
+    info = folder / f"jax_fastops-{version}.dist-info"
+    info.mkdir()
+    lines = ["Metadata-Version: 2.1", "Name: jax_fastops", f"Version: {version}", ""]
+    (info / "METADATA").write_text("\n".join(lines))
 
 
 USE_JAX_AFTERWARDS = """
@@ -80,6 +88,65 @@ def test_a_missing_cpu_module_says_what_to_do(copy_of_package):
     assert "1 jax_fastops: plain JAX runs everywhere: jax_fastops._cpu" in done.stdout, done.stderr
     assert "is missing" in done.stdout and "Reinstall" in done.stdout
     assert "backend works: 3.0 cpu" in done.stdout
+
+
+@pytest.fixture
+def checkout(copy_of_package, tmp_path):
+    """The Python files, without native modules next to them."""
+    shutil.copytree(
+        copy_of_package, tmp_path / "jax_fastops", ignore=shutil.ignore_patterns("*.so")
+    )
+    return tmp_path / "jax_fastops"
+
+
+def run_in_checkout(checkout, site):
+    where = "\nimport sys; print(fo.__file__, fo.info()['ops']['relu']['cpu'])"
+    where += "\nprint(getattr(sys.modules.get('jax_fastops._cpu'), '__file__', None))"
+    return run(USE_JAX_AFTERWARDS + where, PYTHONPATH=f"{checkout.parent}{os.pathsep}{site}")
+
+
+@pytest.mark.parametrize("installed", ["package", "kernels"])
+def test_a_checkout_takes_the_installed_kernels(checkout, copy_of_package, installed):
+    """As after ``pip install .``, and with the native modules only, which ``make`` installs."""
+    if installed == "kernels":
+        for file in copy_of_package.rglob("*.py"):
+            file.unlink()
+    done = run_in_checkout(checkout, copy_of_package.parent)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "0", done.stdout + done.stderr
+    assert lines[-2:] == [
+        f"{checkout / '__init__.py'} native",
+        str(native_file(copy_of_package, "_cpu")),
+    ]
+
+
+def test_a_checkout_without_an_installed_package_says_what_to_do(checkout, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(  # hides the package that is tested
+        "import importlib.metadata as m\n"
+        "def distribution(name): raise m.PackageNotFoundError(name)\n"
+        "m.distribution = distribution"
+    )
+    done = run_in_checkout(checkout, tmp_path)
+    assert "jax_fastops._cpu" in done.stdout and "is missing" in done.stdout, done.stderr
+    assert "'pip install --force-reinstall --no-deps .'" in done.stdout
+    assert "xla\nNone" in done.stdout
+
+
+def test_a_checkout_refuses_the_kernels_of_another_version(checkout, copy_of_package):
+    shutil.rmtree(next(copy_of_package.parent.glob("*.dist-info")))
+    write_metadata(copy_of_package.parent, "0.0.1")
+    done = run_in_checkout(checkout, copy_of_package.parent)
+    assert f"{checkout}, of version {fo.__version__}, has no native modules" in done.stdout
+    assert f"those in {copy_of_package} are of version 0.0.1" in done.stdout, done.stderr
+    assert "Reinstall" in done.stdout and "xla\nNone" in done.stdout
+
+
+def test_kernels_of_another_abi_are_refused(checkout, copy_of_package):
+    file, abi = checkout / "_native.py", _native._ABI
+    file.write_text(file.read_text().replace(f"_ABI = {abi}", f"_ABI = {abi + 1}"))
+    done = run_in_checkout(checkout, copy_of_package.parent)
+    assert f"has kernel ABI {abi}, and the Python files in {checkout} need {abi + 1}" in done.stdout
+    assert "Reinstall" in done.stdout and f"{checkout / '__init__.py'} xla" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["_cpu", "_cuda"])
@@ -400,3 +467,17 @@ def test_ops_work_after_memory_ran_out(native):
     np.testing.assert_array_equal(f(x), want)
     jax.clear_caches()
     np.testing.assert_array_equal(f(x), want)
+
+
+def test_models_have_no_circle_of_imports():
+    """Imports for type checkers count, too."""
+    needs = {}
+    for file in MODELS:
+        found = [node for node in ast.walk(ast.parse(file.read_text())) if hasattr(node, "names")]
+        names = {f"{getattr(node, 'module', '')}.{a.name}" for node in found for a in node.names}
+        parts = {part for name in names if ".models" in name for part in name.split(".")}
+        needs[file.stem] = parts & {other.stem for other in MODELS}
+    assert needs["bert"] >= {"_bert_layers", "_plain"}
+    while leaves := {name for name, others in needs.items() if not others}:
+        needs = {name: others - leaves for name, others in needs.items() if name not in leaves}
+    assert not needs

@@ -20,7 +20,7 @@ def test_plans(test, tmp_path):
     A fault ends the program with the shape for which it occurs.
     """
     family = CHECKOUT / "src" / test.stem.removesuffix("_plan_test")
-    sources = [test, *family.glob("plan*.cc"), *(CHECKOUT / "src" / "core").glob("*.cc")]
+    sources = [test, *{*family.glob("plan*.cc"), *(CHECKOUT / "src" / "core").glob("*.cc")}]
     program = tmp_path / test.stem
     subprocess.run(
         [

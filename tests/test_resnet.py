@@ -327,9 +327,7 @@ def test_plain_batch_norm(axis, parameters):
     for mine, other in zip(resnet.PLAIN[:3], resnet.FASTOPS[:3], strict=True):
         mine, other = (list(inspect.signature(f).parameters.values()) for f in (mine, other))
         assert [(p.name, p.kind, p.default) for p in mine] == [
-            (p.name, p.kind, p.default)
-            for p in other
-            if p.name != "fork"  # a former name
+            (p.name, p.kind, p.default) for p in other
         ]
     rng = np.random.default_rng(0)
     x, residual = rng.standard_normal((2, 4, 6, 5, 3), np.float32)

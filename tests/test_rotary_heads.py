@@ -12,12 +12,12 @@ from harness import Case, Sharding, Tolerance, checks
 from harness.case import SLOW
 from harness.compat import saved_residuals, x64
 from harness.numerics import any_value, normal
-from harness.programs import outputs_and_gradients, targets_of
+from harness.programs import targets_of
 from harness.transforms import widen
 
 import jax_fastops as fo
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("native")]
 
 EPS = 1e-5
 
@@ -105,6 +105,7 @@ SHARDED = dict(gradient_all_reduces=3)
 TOLERANCE = Tolerance(ulps=32.0)
 
 EVERYTHING = Case(
+    kernels=("rotary_heads", "rotary_heads_bwd"),
     name="split_qkv_heads_norm_rotary",
     fn=functools.partial(apply, fo.split_qkv_heads, **GROUPED),
     reference=functools.partial(apply, reference, **GROUPED),
@@ -146,6 +147,7 @@ ROTARY = Case(
 
 # Only moves elements, of any dtype by the reference.
 MOVES = Case(
+    kernels=("rotary_heads", "rotary_heads_bwd"),
     name="split_qkv_heads_grouped",
     fn=lambda x: fo.split_qkv_heads(x, **GROUPED),
     reference=lambda x: reference(x, **GROUPED),
@@ -294,18 +296,6 @@ def test_sums(sequence):
 # Kernels and residuals ----------------------------------------------------------------------------
 
 
-def test_one_kernel_each_way():
-    args = example(np.random.default_rng(6), (2,), 32, 2, 1, 8, 4, np.float32)
-    fn = functools.partial(apply, fo.split_qkv_heads, **GROUPED)
-    assert targets_of(fn, *args) == ["rotary_heads"]
-    cts = tuple(np.asarray(y) for y in fn(*args))
-
-    def pull(some, cts):
-        return outputs_and_gradients(lambda *some: fn(*some, *args[4:]))(some, cts)[1]
-
-    assert targets_of(pull, args[:4], cts) == ["rotary_heads_bwd"]
-
-
 def test_other_calls_are_as_before():
     x = np.ones((2, 32, 24), np.float32)
     assert targets_of(lambda x: fo.split_qkv_heads(x, num_heads=2), x) == ["split_heads"]
@@ -417,12 +407,3 @@ def test_dtypes_without_arithmetic():
 def reference_of_integers(x):
     parts = np.split(x.reshape(2, 4, 4, 8), (2, 3), axis=2)
     return [np.swapaxes(part, 1, 2) for part in parts]
-
-
-def test_no_tracer_outlives_its_trace(native):
-    def loss(qkv, scale):
-        heads = fo.split_qkv_heads(qkv, None, num_heads=2, q_scale=scale, k_scale=scale)
-        return sum(x.sum() for x in heads)
-
-    with jax.checking_leaks():
-        jax.jit(jax.grad(loss, (0, 1))).trace(jnp.ones((1, 16, 24)), jnp.ones(4))

@@ -10,24 +10,27 @@ from harness.process import TESTS
 
 import jax_fastops as fo
 from jax_fastops import _selftest
+from jax_fastops._registry import families
 
 
-def test_the_selftest_has_every_op():
-    ops = {name for name in fo.info()["ops"] if not name.startswith("toy_")}  # those of tests
-    assert {c.op for c in _selftest._calls()} >= ops
+def test_every_op_has_an_example():
+    """The selftest calls it."""
+    examples = {name for family in families().values() for name in family}
+    assert {name for name in fo.info()["ops"] if not name.startswith("toy_")} <= examples
+
+
+def test_a_family_is_a_module():
+    folder = TESTS.parent / "jax_fastops"
+    assert [name for name in families() if not (folder / f"{name}.py").exists()] == []
 
 
 def test_a_right_kernel_passes_and_a_wrong_one_fails(monkeypatch, capsys):
-    calls = [c for c in _selftest._calls() if c.op == "relu"]
-    monkeypatch.setattr(_selftest, "_calls", lambda: calls)
+    monkeypatch.setattr(_selftest, "families", lambda: {"relu": {"relu": call}})
     monkeypatch.setattr(_selftest, "_devices", lambda: jax.local_devices(backend="cpu")[:1])
+    call = families()["relu"]["relu"]
     assert _selftest.main() == 0
     assert "no failures" in capsys.readouterr().out
-
-    def wrong(x):
-        return fo.relu(x) + jnp.nan
-
-    monkeypatch.setattr(_selftest, "_calls", lambda: [calls[0]._replace(function=wrong)])
+    call = call._replace(function=lambda x: fo.relu(x) + jnp.nan)
     assert _selftest.main() == 1
     assert "FAILED" in capsys.readouterr().out
 

@@ -8,11 +8,11 @@ from harness.compat import strict
 from jax.experimental import jet
 
 import jax_fastops as fo
-from jax_fastops import _selftest
+from jax_fastops._registry import families
 
 pytestmark = pytest.mark.jax
 
-CALLS = {call.op: call for call in _selftest._calls()}
+CALLS = {name: call for calls in families().values() for name, call in calls.items()}
 
 
 def operands(call, dtype=np.float32) -> list[np.ndarray]:

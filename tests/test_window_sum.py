@@ -10,23 +10,20 @@ import jax.test_util
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
-from harness.compat import saved_residuals, x64
+from harness.case import VARIANT
 from harness.numerics import normal
-from harness.programs import targets, targets_of, value_and_gradient
+from harness.programs import targets, value_and_gradient
 from harness.sharding import (
-    assert_collectives,
-    assert_layout,
     collectives,
     mesh_for,
-    over_kinds,
     over_mesh,
 )
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("native")]
 
 
 def reference(x, radius, *, axis=-1, padding="VALID"):
@@ -71,6 +68,10 @@ def case(name, shape, radius, sharded=None, axis=-1, padding="VALID", **more):
         make_args=draw(shape),
         linear=(0,),
         tolerance=Tolerance(ulps=4.0),
+        kernels=("window_sum", "window_sum") if radius else (),
+        only_kernels=True,
+        maps=((0,),),
+        kept=lambda x: [],
         **make_sharded,
         **more,
     )
@@ -86,6 +87,8 @@ SAME = case(
     modes=("native",),
     shardings=(Sharding("batch", (0,), (0,)),),
     symbolic=("b, n",),
+    sizes=({"b": 9, "n": 1000},),
+    quick=VARIANT,
 )
 VALID_MIDDLE = case(
     "valid_middle",
@@ -105,6 +108,8 @@ VALID = case(
     (16, 9),
     shardings=(Sharding("batch", (0,), (0,)),),
     symbolic=("b, n",),
+    empty="b",
+    quick=f"{VARIANT}|differences",
 )
 SAME_FIRST = case(
     "same_first",
@@ -115,6 +120,7 @@ SAME_FIRST = case(
     padding="SAME",
     shardings=(Sharding("first", (1,), (1,)), Sharding("second", (2,), (2,))),
     symbolic=("n, b, i",),
+    quick=VARIANT,
 )
 basic = functools.partial(case, basic_only=True, modes=("native",))
 WIDE = basic("wide", (2, 41), 15, dtypes=("bfloat16",))
@@ -124,14 +130,8 @@ COPY = basic("copy", (3, 5), 0, dtypes=("float32",))
 VECTOR = basic("vector", (33,), 3, dtypes=("float64",))
 
 
-@checks(VALID_MIDDLE, WIDE, WIDE_AXIS, BEYOND, COPY, VECTOR)
+@checks(VALID_MIDDLE, SAME, VALID, SAME_FIRST, WIDE, WIDE_AXIS, BEYOND, COPY, VECTOR)
 def test_harness(check):
-    check()
-
-
-@pytest.mark.slow
-@checks(SAME, VALID, SAME_FIRST)
-def test_harness_of_variants(check):
     check()
 
 
@@ -239,16 +239,6 @@ def test_any_shape(dtype, seed):
     check_shapes(dtype, examples)
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (3, 0, 4)])
-@pytest.mark.parametrize("axis", [0, -1])
-def test_no_elements(shape, axis):
-    x = jnp.zeros(shape)
-    y, dx = value_and_gradient(lambda x: fo.window_sum(x, 2, axis=axis, padding="SAME"))(x, x)
-    assert y.shape == dx.shape == shape
-    if shape[axis] >= 5:
-        assert fo.window_sum(x, 2, axis=axis).size == 0
-
-
 def test_radius_0_changes_nothing(dtype):
     x = normal(np.random.default_rng(2), (3, 5), dtype)
     for padding in ("VALID", "SAME"):
@@ -329,69 +319,10 @@ def test_sums_of_two_bytes_are_rounded_once():
         assert y.max() == want > 256
 
 
-def test_offsets_change_nothing(dtype):
-    """Rows at any alignment in memory."""
-    rng = np.random.default_rng(5)
-    x = whole(rng, (9, 1000 + 9), dtype)
-    run = jax.jit(lambda x: [fo.window_sum(x[i, i : i + 1000], 5) for i in range(9)])
-    for i, y in enumerate(run(x)):
-        want = exact(x[i, i : i + 1000], 5, -1, "VALID").astype(dtype)
-        np.testing.assert_array_equal(np.asarray(y), want)
-
-
-def test_gradients_match_differences():
-    with x64(True):
-        x = normal(np.random.default_rng(6), (3, 12, 2), np.float64)
-        for padding in ("VALID", "SAME"):
-            fn = functools.partial(fo.window_sum, radius=2, axis=1, padding=padding)
-            jax.test_util.check_grads(fn, (x,), order=2, modes=["fwd", "rev"])
-
-
 # Programs -----------------------------------------------------------------------------------------
 
 
 X = normal(np.random.default_rng(7), (2, 9, 4, 8), np.float32)
-
-
-@pytest.mark.parametrize("axis", [-1, 1])
-@pytest.mark.parametrize("padding", ["VALID", "SAME"])
-def test_one_kernel_each_way(axis, padding):
-    fn = functools.partial(fo.window_sum, radius=2, axis=axis, padding=padding)
-    dy = np.asarray(fn(X))
-    assert targets_of(fn, X) == ["window_sum"]
-    assert targets_of(value_and_gradient(fn), X, dy) == ["window_sum"] * 2
-    assert targets_of(lambda x, dx: jax.jvp(fn, (x,), (dx,))[1], X, X) == ["window_sum"]
-    assert targets_of(lambda dy: jax.linear_transpose(fn, X)(dy), dy) == ["window_sum"]
-    assert targets_of(jax.vmap(fn, 2), X) == ["window_sum"]
-    with fo.use_implementation("xla"):
-        assert not targets_of(value_and_gradient(fn), X, dy)
-
-
-@pytest.mark.parametrize("padding", ["VALID", "SAME"])
-def test_nothing_is_kept(dtype, padding):
-    x = normal(np.random.default_rng(8), (5, 9), dtype)
-    fn = functools.partial(fo.window_sum, radius=2, padding=padding)
-    assert not jax.tree.leaves(jax.vjp(fn, x)[1])
-    assert not jax.tree.leaves(jax.vjp(jax.jit(fn), x)[1])
-    assert not saved_residuals(fn, x).strip()
-
-
-def test_implementations_agree(dtype):
-    x = whole(np.random.default_rng(9), (4, 50, 3), dtype)
-    results = {}
-    for mode in ("native", "auto", "xla"):
-        with fo.use_implementation(mode):
-            fn = functools.partial(fo.window_sum, radius=7, axis=1)
-            results[mode] = jax.jit(value_and_gradient(fn))(x, x[:, :36])
-    for mode in ("native", "auto"):
-        for mine, theirs in zip(results[mode], results["xla"], strict=True):
-            np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
-
-
-def test_a_platform_without_kernels_takes_the_reference():
-    fn = value_and_gradient(functools.partial(fo.window_sum, radius=1, padding="SAME"))
-    exported = jax.export.export(jax.jit(fn), platforms=["tpu"])(X, X)
-    assert "custom_call" not in exported.mlir_module()
 
 
 @pytest.mark.jax
@@ -441,27 +372,6 @@ def test_an_export_serves_long_windows_of_any_axis():
 
 
 @pytest.mark.jax
-@over_kinds
-@pytest.mark.parametrize("padding", ["VALID", "SAME"])
-@pytest.mark.parametrize(("axis", "sharded"), [(-1, 0), (1, 0), (1, 2), (0, 1), (0, 2)])
-def test_sharded(axis_type, padding, axis, sharded):
-    """Sharding every dimension except `axis` needs no communication."""
-    x = normal(np.random.default_rng(12), (16, 24, 16), np.float32)
-    fn = lambda x: reference(x, 3, axis=axis, padding=padding)  # noqa: E731
-    dy = np.asarray(fn(x))
-    want = jax.jit(value_and_gradient(fn))(x, dy)
-    spec = P(*(("a" if d == sharded else None) for d in range(3)))
-    mine = lambda x: fo.window_sum(x, 3, axis=axis, padding=padding)  # noqa: E731
-    mesh = mesh_for(axis_type)
-    got, text = over_mesh(mesh, value_and_gradient(mine), (x, dy), spec)
-    for result, right in zip(got, want, strict=True):
-        np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-5)
-        assert_layout("a result", result, NamedSharding(mesh, spec))
-    assert_collectives(text, 0)
-    assert targets(text) == ["window_sum"] * 2
-
-
-@pytest.mark.jax
 def test_a_sharded_axis():
     """`axis` is gathered over an auto mesh axis."""
     x = normal(np.random.default_rng(13), (6, 128), np.float32)
@@ -478,58 +388,30 @@ ARRAY = np.ones((3, 5), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("x", "radius", "options", "error", "message"),
     [
-        (lambda: fo.window_sum(None, 1), TypeError, "window_sum: x is None; it must be"),
-        (lambda: fo.window_sum([1.0], 1), TypeError, "window_sum: x is of type list"),
-        (
-            lambda: fo.window_sum(np.ones(5, int), 1),
-            TypeError,
-            r"x has dtype int.* and shape \(5,\)",
-        ),
-        (
-            lambda: fo.window_sum(ARRAY, 1.0),
-            TypeError,
-            "radius is 1.0; it must be a Python integer",
-        ),
-        (lambda: fo.window_sum(ARRAY, None), TypeError, "radius is None; it must be a Python"),
-        (lambda: fo.window_sum(ARRAY, -1), ValueError, "radius is -1; it must be 0 or more"),
-        (
-            lambda: fo.window_sum(ARRAY, 1, axis=0.5),
-            TypeError,
-            "axis is 0.5; it must be an integer",
-        ),
-        (lambda: fo.window_sum(ARRAY, 1, axis=None), TypeError, "axis is None; it must be an int"),
-        (
-            lambda: fo.window_sum(ARRAY, 1, axis=2),
-            ValueError,
-            r"axis is 2, out of range for x of sh",
-        ),
-        (lambda: fo.window_sum(ARRAY, 1, axis=-3), ValueError, "it must be from -2 to 1"),
-        (lambda: fo.window_sum(np.float32(1), 1), ValueError, r"x of shape \(\) has no axis"),
-        (
-            lambda: fo.window_sum(ARRAY, 3),
-            ValueError,
-            "a window has 7 elements .* has 5; padding 'S",
-        ),
-        (
-            lambda: fo.window_sum(ARRAY, 2, axis=0),
-            ValueError,
-            r"axis 0 of x of shape \(3, 5\) has 3",
-        ),
-        (
-            lambda: fo.window_sum(ARRAY, 1, padding="full"),
-            ValueError,
-            "padding is 'full'; it must be one of 'VALID', 'SAME'",
-        ),
-        (lambda: fo.window_sum(ARRAY, 1, padding=None), ValueError, "padding is None; it must be"),
-        (
-            lambda: jax.jit(fo.window_sum)(ARRAY, 1),
-            TypeError,
-            "radius is .*; it must be a Python integer",
-        ),
+        (None, 1, {}, TypeError, "window_sum: x is None; it must be"),
+        ([1.0], 1, {}, TypeError, "window_sum: x is of type list"),
+        (np.ones(5, int), 1, {}, TypeError, r"x has dtype int.* and shape \(5,\)"),
+        (ARRAY, 1.0, {}, TypeError, "radius is 1.0; it must be a Python integer"),
+        (ARRAY, None, {}, TypeError, "radius is None; it must be a Python"),
+        (ARRAY, -1, {}, ValueError, "radius is -1; it must be 0 or more"),
+        (ARRAY, 1, {"axis": 0.5}, TypeError, "axis is 0.5; it must be an integer"),
+        (ARRAY, 1, {"axis": None}, TypeError, "axis is None; it must be an int"),
+        (ARRAY, 1, {"axis": 2}, ValueError, r"axis is 2, out of range for x of sh"),
+        (ARRAY, 1, {"axis": -3}, ValueError, "it must be from -2 to 1"),
+        (np.float32(1), 1, {}, ValueError, r"x of shape \(\) has no axis"),
+        (ARRAY, 3, {}, ValueError, "a window has 7 elements .* has 5; padding 'S"),
+        (ARRAY, 2, {"axis": 0}, ValueError, r"axis 0 of x of shape \(3, 5\) has 3"),
+        (ARRAY, 1, {"padding": "full"}, ValueError, "'full'; it must be one of 'VALID', 'SAME'"),
+        (ARRAY, 1, {"padding": None}, ValueError, "padding is None; it must be"),
     ],
 )
-def test_errors(call, error, message):
+def test_errors(x, radius, options, error, message):
     with pytest.raises(error, match=message):
-        call()
+        fo.window_sum(x, radius, **options)
+
+
+def test_a_traced_radius_is_refused():
+    with pytest.raises(TypeError, match=r"radius is .*; it must be a Python integer"):
+        jax.jit(fo.window_sum)(ARRAY, 1)

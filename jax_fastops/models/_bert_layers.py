@@ -1,16 +1,21 @@
-"""The network of :mod:`jax_fastops.models.bert`: embeddings, encoder layers and pooler."""
+"""The network of :mod:`jax_fastops.models.bert`: its sizes, ops, embeddings, layers and pooler."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_fastops.bias_act import ACTIVATIONS
+from jax_fastops.models._checks import Checks
 from jax_fastops.models._parameters import cast_kernels, stack, unstack
 from jax_fastops.models._products import (
+    ATTENTIONS,
     accumulator_dtype,
     biased,
     dot,
@@ -20,8 +25,120 @@ from jax_fastops.models._products import (
 )
 from jax_fastops.models._sharding import element, varying_with, whole
 
-if TYPE_CHECKING:
-    from jax_fastops.models.bert import Config, Ops
+_CHECK = Checks("bert")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The hyperparameters of a BERT. Hashable, for a static argument of ``jax.jit``.
+
+    Attributes:
+      vocab_size: the number of words.
+      hidden_size: the number of features of a token.
+      layers: the number of encoder layers.
+      heads: the number of attention heads, which divides ``hidden_size``.
+      intermediate_size: the number of features inside the feed-forward.
+      positions: the longest sequence.
+      token_types: the number of token types, such as first and second sentence.
+      activation: of the feed-forward: ``"gelu_exact"`` (by erf; Hugging Face's ``"gelu"``),
+        ``"gelu"`` (by tanh; Hugging Face's ``"gelu_new"``), or another one of
+        :func:`~jax_fastops.bias_act`.
+      eps: added to variances.
+      dropout: dropout rate of the embeddings and of the outputs of attention and feed-forward.
+      attention_dropout: dropout rate of the attention weights.
+      dtype: of products and activations: ``"bfloat16"``, ``"float16"``, ``"float32"`` or
+        ``"float64"``. Parameters may have another dtype.
+      attention: ``"softmax"``: two products with the softmax of ``ops`` between them. ``"xla"`` or
+        ``"cudnn"``: ``jax.nn.dot_product_attention`` with that implementation, which has no
+        dropout. cuDNN's needs a GPU and bfloat16 or float16. XLA's takes no float16 on a CPU.
+      tensor_parallel: whether parameters may be sharded as :func:`partition_specs` says. The
+        kernel of queries, keys and values then has the shape ``[E, 3, heads, E / heads]``, and its
+        bias ``[3, heads, E / heads]``, and the passes of the loss are XLA's, which can shard the
+        vocabulary.
+      remat: whether the backward recomputes layers. It then keeps the input of each layer, the
+        norms' inputs, results and statistics (with dropout, the products before the norms in place
+        of the inputs). It recomputes the other intermediate results of feed-forward and attention,
+        but not the two products before the norms. On a CPU, XLA undoes this unless the layers are
+        a ``scan``.
+      scan: whether the layers are one ``jax.lax.scan``. The program's size and compilation time
+        then do not grow with ``layers``.
+      init_range: the standard deviation of a new network's kernels and embeddings.
+
+    Raises:
+      TypeError: a size is not an integer, a rate is not a number, or ``tensor_parallel``, ``remat``
+        or ``scan`` is not a boolean.
+      ValueError: a number is out of its range, or a choice is not one of those above.
+
+    Example:
+      >>> from jax_fastops.models import bert
+      >>> bert.Config(hidden_size=1024, heads=16, layers=24).positions
+      512
+    """
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    layers: int = 12
+    heads: int = 12
+    intermediate_size: int = 3072
+    positions: int = 512
+    token_types: int = 2
+    activation: str = "gelu_exact"
+    eps: float = 1e-12
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    dtype: str = "bfloat16"
+    attention: str = "softmax"
+    tensor_parallel: bool = False
+    remat: bool = False
+    scan: bool = False
+    init_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        _CHECK.fields(self)
+        if self.hidden_size % self.heads:
+            raise ValueError(
+                f"bert: heads is {self.heads}, which does not divide hidden_size, "
+                f"{self.hidden_size}"
+            )
+        _CHECK.choice("activation", self.activation, tuple(ACTIVATIONS))
+        _CHECK.choice("attention", self.attention, ATTENTIONS)
+        for name in ("dropout", "attention_dropout"):
+            rate = getattr(self, name)
+            if not 0 <= rate < 1:
+                raise ValueError(f"bert: {name} is {rate}; it must be from 0 to less than 1")
+        _CHECK.finite(eps=self.eps, init_range=self.init_range)
+
+
+class Ops(NamedTuple):
+    """The functions in which two implementations of the model differ.
+
+    Attributes:
+      split_qkv_heads: like :func:`jax_fastops.split_qkv_heads`. It is called with one head for
+        cuDNN's attention, which takes another layout of the heads.
+      merge_heads: like :func:`jax_fastops.merge_heads`.
+      softmax: like :func:`jax_fastops.softmax`.
+      residual_layer_norm: like :func:`jax_fastops.residual_layer_norm`.
+      layer_norm: like :func:`jax_fastops.layer_norm`.
+      bias_act: like :func:`jax_fastops.bias_act`.
+      dropout: like :func:`jax_fastops.dropout`.
+      linear_cross_entropy: like :func:`jax_fastops.linear_cross_entropy`.
+
+    Example:
+      >>> from jax_fastops.models import bert
+      >>> mixed = bert.FASTOPS._replace(softmax=bert.PLAIN.softmax)
+      >>> isinstance(mixed, bert.Ops)
+      True
+    """
+
+    split_qkv_heads: Callable
+    merge_heads: Callable
+    softmax: Callable
+    residual_layer_norm: Callable
+    layer_norm: Callable
+    bias_act: Callable
+    dropout: Callable
+    linear_cross_entropy: Callable
+
 
 # What the backward of a layer keeps under ``remat``. A kernel's results are kept or recomputed
 # together: with the statistics of a norm, its result and its input are kept, and the product before

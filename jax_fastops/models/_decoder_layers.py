@@ -1,18 +1,22 @@
-"""The network of :mod:`jax_fastops.models.decoder`: embeddings, layers and the last norm."""
+"""The network of :mod:`jax_fastops.models.decoder`: its sizes, ops, layers and cache."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fastops.models._checks import Checks
 from jax_fastops.models._parameters import cast_kernels
 from jax_fastops.models._plain import rotated
 from jax_fastops.models._products import (
+    ATTENTIONS,
     accumulator_dtype,
     biased,
     dot,
@@ -22,10 +26,162 @@ from jax_fastops.models._products import (
 )
 from jax_fastops.models._sharding import explicit_spec, split_last, whole
 
-if TYPE_CHECKING:
-    from jax_fastops.models.decoder import Cache, Config, Ops
+_CHECK = Checks("decoder")
 
 _JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+
+
+class RopeScaling(NamedTuple):
+    """The change of rotary frequencies in Llama 3, for sequences longer than those of pretraining.
+
+    Attributes:
+      factor: by which low frequencies are divided.
+      low_freq_factor: a frequency with fewer periods than this in ``original_positions`` is low.
+      high_freq_factor: a frequency with more periods than this stays. Between the two, frequencies
+        are interpolated.
+      original_positions: the longest sequence of the pretraining.
+
+    Example:
+      >>> from jax_fastops.models import decoder
+      >>> decoder.LLAMA_1B.rope_scaling.factor
+      32.0
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The hyperparameters of a decoder. Hashable, for a static argument of ``jax.jit``.
+
+    Attributes:
+      vocab_size: the number of tokens in the vocabulary.
+      hidden_size: the number of features of a token.
+      layers: the number of layers.
+      heads: the number of query heads.
+      kv_heads: the number of heads of keys and values, which divides ``heads``.
+      head_dim: the number of features of a head, an even number.
+      intermediate_size: the number of features inside the feed-forward.
+      rope_theta: the base of the rotary frequencies.
+      rope_scaling: a :class:`RopeScaling`, or ``None``.
+      eps: added to mean squares.
+      tied: whether the head is the table of the embeddings.
+      qkv_bias: whether queries, keys and values have biases, as in Qwen2.
+      output_bias: whether the output of the attention has a bias.
+      qk_norm: whether queries and keys go through an RMS norm of each head, as in Qwen3.
+      sliding_window: the number of tokens to which a token attends, including itself. ``None``: all
+        tokens up to itself.
+      dtype: of products and activations: ``"bfloat16"``, ``"float16"``, ``"float32"`` or
+        ``"float64"``. Parameters may have another dtype.
+      attention: ``"softmax"``: two products with the softmax of ``ops`` between them. ``"xla"`` or
+        ``"cudnn"``: ``jax.nn.dot_product_attention`` with that implementation. cuDNN's needs a GPU
+        and bfloat16 or float16. With a cache that has tokens, attention is always by softmax.
+      tensor_parallel: whether parameters may be sharded as :func:`partition_specs` says. If not,
+        products with the same input are one product. If so, they stay separate, and the passes of
+        the loss are XLA's, which can shard the vocabulary.
+      remat: whether the backward recomputes layers. It then keeps only the input of each layer.
+      scan: whether the layers are one ``jax.lax.scan``. The program's size and compilation time
+        then do not grow with ``layers``, and ``params["layers"]`` has stacked arrays.
+      init_range: the standard deviation of a new network's kernels and embeddings.
+
+    Raises:
+      TypeError: a value has another type.
+      ValueError: a number is out of its range, or a choice is not one of those above.
+
+    Example:
+      >>> from jax_fastops.models import decoder
+      >>> decoder.Config(heads=16, kv_heads=4).hidden_size
+      2048
+    """
+
+    vocab_size: int = 128256
+    hidden_size: int = 2048
+    layers: int = 16
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 64
+    intermediate_size: int = 8192
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    eps: float = 1e-5
+    tied: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    dtype: str = "bfloat16"
+    attention: str = "softmax"
+    tensor_parallel: bool = False
+    remat: bool = False
+    scan: bool = False
+    init_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        _CHECK.fields(self)
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"decoder: kv_heads is {self.kv_heads}, which does not divide heads, {self.heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"decoder: head_dim is {self.head_dim}; it must be even")
+        if self.sliding_window is not None:
+            window = _CHECK.integer("sliding_window", self.sliding_window, 1)
+            object.__setattr__(self, "sliding_window", window)
+        _CHECK.choice("attention", self.attention, ATTENTIONS)
+        _CHECK.finite(rope_theta=self.rope_theta, eps=self.eps, init_range=self.init_range)
+        kinds = (RopeScaling, type(None))
+        _CHECK.type("rope_scaling", self.rope_scaling, kinds, "a RopeScaling or None")
+
+
+class Ops(NamedTuple):
+    """The functions in which two implementations of the model differ.
+
+    Attributes:
+      rms_norm: like :func:`jax_fastops.rms_norm`.
+      residual_rms_norm: like :func:`jax_fastops.residual_rms_norm`.
+      gated_act: like :func:`jax_fastops.gated_act`.
+      split_qkv_heads: like :func:`jax_fastops.split_qkv_heads`.
+      softmax: like :func:`jax_fastops.softmax`.
+      linear_cross_entropy: like :func:`jax_fastops.linear_cross_entropy`.
+
+    Example:
+      >>> from jax_fastops.models import decoder
+      >>> mixed = decoder.FASTOPS._replace(softmax=decoder.PLAIN.softmax)
+      >>> isinstance(mixed, decoder.Ops)
+      True
+    """
+
+    rms_norm: Callable
+    residual_rms_norm: Callable
+    gated_act: Callable
+    split_qkv_heads: Callable
+    softmax: Callable
+    linear_cross_entropy: Callable
+
+
+class Cache(NamedTuple):
+    """The keys and values of past tokens, from :func:`init_cache`. A pytree.
+
+    Attributes:
+      keys: an array ``[batch, capacity, kv_heads, head_dim]`` for each layer: a list, or stacked
+        with ``config.scan``. They are after the rotary embedding.
+      values: the same for values.
+      mask: booleans ``[batch, capacity]``: which are tokens, and not padding.
+      length: the number of tokens so far, including padding.
+
+    Example:
+      >>> from jax_fastops.models import decoder
+      >>> decoder.init_cache(decoder.SMALL, batch=2, capacity=8).keys[0].shape
+      (2, 8, 2, 16)
+    """
+
+    keys: Any
+    values: Any
+    mask: Any
+    length: Any
 
 
 def prepared(params: dict, config: Config) -> dict:

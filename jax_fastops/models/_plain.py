@@ -1,21 +1,12 @@
 """The ops of the networks in plain JAX, as a careful user writes them, for ``PLAIN``."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 import jax_fastops as fo
+from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models._products import accumulator_dtype, biased, of_rank
 from jax_fastops.models._sharding import explicit_spec
-
-#: The activations by their names.
-ACTIVATIONS = {
-    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-}
 
 
 def _row(vector, x):
@@ -154,7 +145,7 @@ def residual_rms_norm(x, residual, scale, *, input_bias=None, eps: float, return
 
 def gated_act(gate, up=None, *, activation: str = "silu"):
     gate, up = jnp.split(gate, 2, axis=-1) if up is None else (gate, up)
-    return getattr(jax.nn, activation)(gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def split_grouped_heads(

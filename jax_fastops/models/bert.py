@@ -20,9 +20,7 @@ Sources: FasterTransformer v1.0 (NVIDIA DeepLearningExamples), the encoder layer
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +29,9 @@ from jax.typing import ArrayLike
 
 import jax_fastops as fo
 from jax_fastops.models import _parameters, _plain
-from jax_fastops.models._bert_layers import apply_layer, embed, encode, pool
+from jax_fastops.models._bert_layers import Config, Ops, apply_layer, embed, encode, pool
 from jax_fastops.models._checks import Checks
-from jax_fastops.models._products import ATTENTIONS, biased, dot, in_table, wide_product
+from jax_fastops.models._products import biased, dot, in_table, wide_product
 from jax_fastops.models._sharding import tokens_at_once, whole
 
 __all__ = [
@@ -58,86 +56,6 @@ __all__ = [
 _CHECK = Checks("bert")
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The hyperparameters of a BERT. Hashable, for a static argument of ``jax.jit``.
-
-    Attributes:
-      vocab_size: the number of words.
-      hidden_size: the number of features of a token.
-      layers: the number of encoder layers.
-      heads: the number of attention heads, which divides ``hidden_size``.
-      intermediate_size: the number of features inside the feed-forward.
-      positions: the longest sequence.
-      token_types: the number of token types, such as first and second sentence.
-      activation: of the feed-forward: ``"gelu_exact"`` (by erf; Hugging Face's ``"gelu"``),
-        ``"gelu"`` (by tanh; Hugging Face's ``"gelu_new"``), ``"relu"`` or ``"silu"``.
-      eps: added to variances.
-      dropout: dropout rate of the embeddings and of the outputs of attention and feed-forward.
-      attention_dropout: dropout rate of the attention weights.
-      dtype: of products and activations: ``"bfloat16"``, ``"float16"``, ``"float32"`` or
-        ``"float64"``. Parameters may have another dtype.
-      attention: ``"softmax"``: two products with the softmax of ``ops`` between them. ``"xla"`` or
-        ``"cudnn"``: ``jax.nn.dot_product_attention`` with that implementation, which has no
-        dropout. cuDNN's needs a GPU and bfloat16 or float16. XLA's takes no float16 on a CPU.
-      tensor_parallel: whether parameters may be sharded as :func:`partition_specs` says. The
-        kernel of queries, keys and values then has the shape ``[E, 3, heads, E / heads]``, and its
-        bias ``[3, heads, E / heads]``, and the passes of the loss are XLA's, which can shard the
-        vocabulary.
-      remat: whether the backward recomputes layers. It then keeps the input of each layer, the
-        norms' inputs, results and statistics (with dropout, the products before the norms in place
-        of the inputs). It recomputes the other intermediate results of feed-forward and attention,
-        but not the two products before the norms. On a CPU, XLA undoes this unless the layers are
-        a ``scan``.
-      scan: whether the layers are one ``jax.lax.scan``. The program's size and compilation time
-        then do not grow with ``layers``.
-      init_range: the standard deviation of a new network's kernels and embeddings.
-
-    Raises:
-      TypeError: a size is not an integer, a rate is not a number, or ``tensor_parallel``, ``remat``
-        or ``scan`` is not a boolean.
-      ValueError: a number is out of its range, or a choice is not one of those above.
-
-    Example:
-      >>> from jax_fastops.models import bert
-      >>> bert.Config(hidden_size=1024, heads=16, layers=24).positions
-      512
-    """
-
-    vocab_size: int = 30522
-    hidden_size: int = 768
-    layers: int = 12
-    heads: int = 12
-    intermediate_size: int = 3072
-    positions: int = 512
-    token_types: int = 2
-    activation: str = "gelu_exact"
-    eps: float = 1e-12
-    dropout: float = 0.1
-    attention_dropout: float = 0.1
-    dtype: str = "bfloat16"
-    attention: str = "softmax"
-    tensor_parallel: bool = False
-    remat: bool = False
-    scan: bool = False
-    init_range: float = 0.02
-
-    def __post_init__(self) -> None:
-        _CHECK.fields(self)
-        if self.hidden_size % self.heads:
-            raise ValueError(
-                f"bert: heads is {self.heads}, which does not divide hidden_size, "
-                f"{self.hidden_size}"
-            )
-        _CHECK.choice("activation", self.activation, tuple(_plain.ACTIVATIONS))
-        _CHECK.choice("attention", self.attention, ATTENTIONS)
-        for name in ("dropout", "attention_dropout"):
-            rate = getattr(self, name)
-            if not 0 <= rate < 1:
-                raise ValueError(f"bert: {name} is {rate}; it must be from 0 to less than 1")
-        _CHECK.finite(eps=self.eps, init_range=self.init_range)
-
-
 #: BERT-base.
 BASE = Config()
 #: BERT-large.
@@ -157,37 +75,6 @@ SMALL = Config(
 
 
 # ---- ops -----------------------------------------------------------------------------------------
-
-
-class Ops(NamedTuple):
-    """The functions in which two implementations of the model differ.
-
-    Attributes:
-      split_qkv_heads: like :func:`jax_fastops.split_qkv_heads`. It is called with one head for
-        cuDNN's attention, which takes another layout of the heads.
-      merge_heads: like :func:`jax_fastops.merge_heads`.
-      softmax: like :func:`jax_fastops.softmax`.
-      residual_layer_norm: like :func:`jax_fastops.residual_layer_norm`.
-      layer_norm: like :func:`jax_fastops.layer_norm`.
-      bias_act: like :func:`jax_fastops.bias_act`.
-      dropout: like :func:`jax_fastops.dropout`.
-      linear_cross_entropy: like :func:`jax_fastops.linear_cross_entropy`.
-
-    Example:
-      >>> from jax_fastops.models import bert
-      >>> mixed = bert.FASTOPS._replace(softmax=bert.PLAIN.softmax)
-      >>> isinstance(mixed, bert.Ops)
-      True
-    """
-
-    split_qkv_heads: Callable
-    merge_heads: Callable
-    softmax: Callable
-    residual_layer_norm: Callable
-    layer_norm: Callable
-    bias_act: Callable
-    dropout: Callable
-    linear_cross_entropy: Callable
 
 
 #: The ops of this package.

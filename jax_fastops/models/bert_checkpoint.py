@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models import bert
 from jax_fastops.models._checkpoint import (
     CONFIG,
@@ -58,17 +59,14 @@ _FIELDS = {
     "attention_dropout": "attention_probs_dropout_prob",
     "init_range": "initializer_range",
 }
-_ACTIVATIONS = {
-    "gelu": "gelu_exact",
+# Hugging Face's names, where they differ, and the names that it has for the same function.
+_ACTIVATION_NAMES = {"gelu_exact": "gelu", "gelu": "gelu_new"}
+_ACTIVATIONS = {_ACTIVATION_NAMES.get(name, name): name for name in ACTIVATIONS} | {
     "gelu_python": "gelu_exact",
-    "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",
     "gelu_fast": "gelu",
-    "relu": "relu",
-    "silu": "silu",
     "swish": "silu",
 }
-_ACTIVATION_NAMES = {"gelu_exact": "gelu", "gelu": "gelu_new", "relu": "relu", "silu": "silu"}
 # Options that must have these values. Others mean another network.
 _SUPPORTED: dict[str, Any] = {
     "position_embedding_type": "absolute",
@@ -409,7 +407,7 @@ def _written(config: bert.Config) -> dict[str, Any]:
     return {
         **{name: getattr(config, own) for own, name in _FIELDS.items()},
         "model_type": "bert",
-        "hidden_act": _ACTIVATION_NAMES[config.activation],
+        "hidden_act": _ACTIVATION_NAMES.get(config.activation, config.activation),
         **_SUPPORTED,
     }
 

@@ -1,7 +1,7 @@
 // Cross entropy with integer labels on raw pointers: `rows` contiguous rows of n logits, and one
 // label for each row. A row whose label is negative is left out: its loss and its gradient are 0,
-// and its logits are not read. For a label of n or more, x[y] is NaN, and does not depend on the
-// logits.
+// and do not depend on its logits. For a label of n or more, x[y] is NaN, and does not depend on
+// the logits.
 //
 // With m = max(x), s = log(sum(exp(x - m))), lse = m + s, and the label y, the loss of a row is
 //   (1 - e) * (lse - x[y]) + e * (lse - mean(x)) + z * lse^2
@@ -29,18 +29,26 @@ struct CrossEntropyCall {
   const int32_t* labels;
 };
 
+struct CrossEntropyForwardCall : CrossEntropyCall {
+  void* loss;
+  // These get m and s, or are both null. A row that is left out has zeros there.
+  void *top, *log_sum;
+};
+
+struct CrossEntropyBackwardCall : CrossEntropyCall {
+  const void *cotangent, *top, *log_sum;
+  void* dx;
+};
+
 }  // namespace jax_fastops
 
 namespace jax_fastops::FASTOPS_BACKEND {
 
-// `top` and `log_sum`, which get m and s, may both be null. A row that is left out has zeros there.
-Status CrossEntropyForward(const CrossEntropyCall& call, void* loss, void* top, void* log_sum,
-                           Queue queue);
+Status CrossEntropyForward(const CrossEntropyForwardCall& call, Queue queue);
 
 // dx = g * ((1 + 2 * z * lse) * exp(x - m - s) - e / n), less g * (1 - e) at the label, where g is
 // the row's cotangent. No logit is at a label of n or more.
-Status CrossEntropyBackward(const CrossEntropyCall& call, const void* cotangent, const void* top,
-                            const void* log_sum, void* dx, Queue queue);
+Status CrossEntropyBackward(const CrossEntropyBackwardCall& call, Queue queue);
 
 // CUDA only: loads the kernels on the current device.
 Status LoadCrossEntropyKernels();

@@ -31,14 +31,13 @@ void OverRows(const CrossEntropyCall& call, int arrays, Executor& executor, cons
 
 }  // namespace
 
-void CrossEntropyForward(const CrossEntropyCall& call, void* loss_data, void* top_data,
-                         void* log_sum_data, Executor& executor) {
+void CrossEntropyForward(const CrossEntropyForwardCall& call, Executor& executor) {
   auto* kernel = Kernels().forward[static_cast<int>(call.dtype)];
   const char* const x = static_cast<const char*>(call.logits);
   const double e = call.smoothing, z = call.z_loss;
   WithAccumulator(call.dtype, [&]<typename Scalar>() {
-    Scalar *loss = static_cast<Scalar*>(loss_data), *top = static_cast<Scalar*>(top_data);
-    Scalar* const log_sum = static_cast<Scalar*>(log_sum_data);
+    Scalar *loss = static_cast<Scalar*>(call.loss), *top = static_cast<Scalar*>(call.top);
+    Scalar* const log_sum = static_cast<Scalar*>(call.log_sum);
     OverRows(call, 1, executor, [&](int64_t row, int64_t at, int64_t label) {
       double found = 0, s = 0;
       CrossEntropyStatistics stats = {};
@@ -58,19 +57,17 @@ void CrossEntropyForward(const CrossEntropyCall& call, void* loss_data, void* to
   });
 }
 
-void CrossEntropyBackward(const CrossEntropyCall& call, const void* cotangent_data,
-                          const void* top_data, const void* log_sum_data, void* dx_data,
-                          Executor& executor) {
+void CrossEntropyBackward(const CrossEntropyBackwardCall& call, Executor& executor) {
   auto* kernel = Kernels().backward[static_cast<int>(call.dtype)];
   const char* const x = static_cast<const char*>(call.logits);
-  char* const dx = static_cast<char*>(dx_data);
+  char* const dx = static_cast<char*>(call.dx);
   const int64_t row_bytes = call.n * ItemSize(call.dtype);
   const bool stream = ShouldStream(call.rows * row_bytes);
   const double e = call.smoothing, z = call.z_loss;
   WithAccumulator(call.dtype, [&]<typename Scalar>() {
-    const Scalar* const cotangent = static_cast<const Scalar*>(cotangent_data);
-    const Scalar* const top = static_cast<const Scalar*>(top_data);
-    const Scalar* const log_sum = static_cast<const Scalar*>(log_sum_data);
+    const Scalar* const cotangent = static_cast<const Scalar*>(call.cotangent);
+    const Scalar* const top = static_cast<const Scalar*>(call.top);
+    const Scalar* const log_sum = static_cast<const Scalar*>(call.log_sum);
     OverRows(call, 2, executor, [&](int64_t row, int64_t at, int64_t label) {
       if (label < 0) {
         std::memset(dx + at, 0, static_cast<size_t>(row_bytes));

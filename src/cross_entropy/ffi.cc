@@ -5,34 +5,33 @@
 namespace jax_fastops {
 namespace {
 
-CrossEntropyCall Common(Call& call) {
-  CrossEntropyCall found;
-  found.logits = call.In("logits");
-  found.labels = static_cast<const int32_t*>(call.In("labels"));
-  found.rows = call.Batch();
-  found.n = call.Size("v");
-  found.dtype = call.Type();
-  // Without classes there is no logit to read.
-  found.smoothing = found.n > 0 ? call.Attribute<double>("label_smoothing") : 0;
-  found.z_loss = call.Attribute<double>("z_loss");
-  return found;
+void FillCommon(Call& call, CrossEntropyCall* c) {
+  using C = CrossEntropyCall;
+  call.Fill(c, "logits", &C::logits, "labels", &C::labels);
+  c->rows = call.Batch();
+  c->n = call.Size("v");
+  c->dtype = call.Type();
+  const double smoothing = call.Attribute<double>("label_smoothing");
+  c->smoothing = c->n > 0 ? smoothing : 0;  // without classes there is no logit to read
+  c->z_loss = call.Attribute<double>("z_loss");
 }
 
 ffi::Error Forward(Call& call, Queue queue) {
-  const CrossEntropyCall c = Common(call);
-  void *const loss = call.Out("loss"), *const top = call.Out("top?");
-  void* const log_sum = call.Out("log_sum?");
-  call.Require((top == nullptr) == (log_sum == nullptr), "loss", "needs top and log_sum, or none");
-  return call.Run([&] { return backend::CrossEntropyForward(c, loss, top, log_sum, queue); });
+  using C = CrossEntropyForwardCall;
+  C c;
+  FillCommon(call, &c);
+  call.Fill(&c, "loss", &C::loss, "top?", &C::top, "log_sum?", &C::log_sum);
+  call.Require((c.top == nullptr) == (c.log_sum == nullptr), "loss",
+               "needs top and log_sum, or none");
+  return call.Run([&] { return backend::CrossEntropyForward(c, queue); });
 }
 
 ffi::Error Backward(Call& call, Queue queue) {
-  const CrossEntropyCall c = Common(call);
-  const void *const cotangent = call.In("dloss"), *const top = call.In("top");
-  const void* const log_sum = call.In("log_sum");
-  void* const dx = call.Out("dlogits");
-  return call.Run(
-      [&] { return backend::CrossEntropyBackward(c, cotangent, top, log_sum, dx, queue); });
+  using C = CrossEntropyBackwardCall;
+  C c;
+  FillCommon(call, &c);
+  call.Fill(&c, "dloss", &C::cotangent, "top", &C::top, "log_sum", &C::log_sum, "dlogits", &C::dx);
+  return call.Run([&] { return backend::CrossEntropyBackward(c, queue); });
 }
 
 FASTOPS_HANDLER("cross_entropy", Forward, LoadCrossEntropyKernels);

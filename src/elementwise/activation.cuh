@@ -1,37 +1,31 @@
-// The activations gelu, gelu_exact and silu, and their derivatives, of one element.
+// The operations of core/activation.h on one element on a GPU.
 //
-// A kernel that calls them is bound by memory only if an element costs few instructions: an H100
-// has about 40 issue slots in the time in which it reads and writes an element of 16 bits, and
+// A kernel that calls the formulas is bound by memory only if an element costs few instructions: an
+// H100 has about 40 issue slots in the time in which it reads and writes an element of 16 bits, and
 // twice as many for a float32. The functions of CUDA's math library are too slow. tanh.approx is
 // fast, but loses the negative tail, where the result is small but its relative error still counts.
 // So:
 //
-// - Everything is computed from a = min(|s|, limit); at the limit the tail has vanished. Only one
-//   power of two, e = 2^t with t <= 0, gets small. Nothing overflows, almost equal numbers are
-//   subtracted only where y' has its zero, and huge or infinite s need no separate code.
 // - One ex2.approx and one rcp.approx per element, no branch.
-// - An error dt of t is a relative error dt ln 2 of e. For float, the rounding error of t is
-//   computed and corrected in e, and the reciprocal is refined. Types of 16 bits do not need this;
-//   their code is exact only to 2^-16.
-// - e is held as 2^kShift e: a subnormal e would lose bits that the result, which is larger, needs.
+// - An error dt of t is a relative error dt ln 2 of 2^t. For float, the rounding error of t is
+//   computed and corrected in the power, and the reciprocal is refined. Types of 16 bits do not
+//   need this; their code is exact only to 2^-16.
+// - A tail e is held as 2^kShift e: a subnormal e would lose bits that the result, which is larger,
+//   needs.
 //
-// With a = |s|:
-//   gelu, silu:  y = s * sigmoid(v), v = s for silu, v = s (c0 + c1 s^2) for gelu's tanh form
-//                e = exp(-|v|), r = 1 / (1 + e): sigmoid is r for s >= 0, e r for s < 0
-//                y' = sigmoid + e r^2 s v'
-//   gelu_exact:  y = s Phi(s), Phi(-a) = exp(-a^2 / 2) g(a), Phi(a) = 1 - Phi(-a)
-//                y' = Phi + s exp(-s^2 / 2) / sqrt(2 pi)
-// g(a) = erfcx(a / sqrt 2) / 2 falls like 1 / a. It is q times a polynomial of q = 1 / (1 + c a),
-// fitted for the smallest relative error over the a that matter.
+// gelu_exact, with a = |s|: y = s Phi(s), Phi(-a) = exp(-a^2 / 2) g(a), Phi(a) = 1 - Phi(-a), y' =
+// Phi + s exp(-s^2 / 2) / sqrt(2 pi). g(a) = erfcx(a / sqrt 2) / 2 falls like 1 / a. It is q times
+// a polynomial of q = 1 / (1 + c a), fitted for the smallest relative error over the a that matter.
 //
-// As in jax.nn, NaN gives NaN. y(-inf) is NaN, because it is an infinity times 0, and so is y' at
-// infinities: the code adds s - s there. For float64 there is time for the math library.
+// For float64 there is time for the math library.
 #ifndef JAX_FASTOPS_ELEMENTWISE_ACTIVATION_CUH_
 #define JAX_FASTOPS_ELEMENTWISE_ACTIVATION_CUH_
 
 #include <type_traits>
 
+#include "core/activation.h"
 #include "core/cuda/packed.cuh"
+#include "core/cuda/relu_of.cuh"
 
 namespace jax_fastops::cuda {
 namespace activation {
@@ -89,94 +83,11 @@ __device__ __forceinline__ double Magnitude(double s, double limit) {
   return a > limit ? limit : a;
 }
 
-// s * sigmoid(v), given e = 2^kShift exp(-|v|).
-template <typename T>
-__device__ __forceinline__ ComputeType<T> LogisticValue(ComputeType<T> s, ComputeType<T> e) {
-  using A = ComputeType<T>;
-  const A y = s * Reciprocal<T>(A(1) + e * kUnshift<T>);
-  return s < A(0) ? y * e * kUnshift<T> : y;
-}
-
-// The derivative of s * sigmoid(v). `slope` is a v'(a).
-template <typename T>
-__device__ __forceinline__ ComputeType<T> LogisticDerivative(ComputeType<T> s, ComputeType<T> e,
-                                                             ComputeType<T> slope) {
-  using A = ComputeType<T>;
-  const A r = Reciprocal<T>(A(1) + e * kUnshift<T>);
-  const A below = e * r;
-  const A bend = below * r * slope;
-  return s < A(0) ? (below - bend) * kUnshift<T> : r + bend * kUnshift<T>;
-}
-
 }  // namespace activation
 
-// s * sigmoid(2 sqrt(2 / pi) (s + 0.044715 s^3)), which is jax.nn.gelu's form with tanh.
-struct Gelu {
-  template <typename T>
-  static __device__ __forceinline__ ComputeType<T> Value(ComputeType<T> s) {
-    const ComputeType<T> a = activation::Magnitude(s, kLimit<T>);
-    return activation::LogisticValue<T>(s, Exp<T>(a, a * a));
-  }
-
-  template <typename T>
-  static __device__ __forceinline__ ComputeType<T> Derivative(ComputeType<T> s) {
-    using A = ComputeType<T>;
-    const A a = activation::Magnitude(s, kLimit<T>);
-    const A a2 = a * a;
-    return activation::LogisticDerivative<T>(s, Exp<T>(a, a2),
-                                             a * (A(3 * kCubic) * a2 + A(kLinear))) +
-           (s - s);
-  }
-
- private:
-  static constexpr double kLinear = 1.5957691216057308;  // 2 sqrt(2 / pi)
-  static constexpr double kCubic = kLinear * 0.044715;
-  template <typename T>
-  static constexpr ComputeType<T> kLimit = sizeof(T) == 8 ? 24 : 16;
-
-  template <typename T>
-  static __device__ __forceinline__ ComputeType<T> Exp(ComputeType<T> a, ComputeType<T> a2) {
-    if constexpr (sizeof(T) == 8) {
-      return exp(-a * (kCubic * a2 + kLinear));
-    } else {
-      constexpr activation::Constant c0(-kLinear * activation::kLog2E);
-      constexpr activation::Constant c1(-kCubic * activation::kLog2E);
-      return activation::PowerOfTwo<T>(a, fmaf(a2, c1.high, c0.high), a * c0.low);
-    }
-  }
-};
-
-// s * sigmoid(s).
-struct Silu {
-  template <typename T>
-  static __device__ __forceinline__ ComputeType<T> Value(ComputeType<T> s) {
-    return activation::LogisticValue<T>(s, Exp<T>(activation::Magnitude(s, kLimit<T>)));
-  }
-
-  template <typename T>
-  static __device__ __forceinline__ ComputeType<T> Derivative(ComputeType<T> s) {
-    const ComputeType<T> a = activation::Magnitude(s, kLimit<T>);
-    return activation::LogisticDerivative<T>(s, Exp<T>(a), a) + (s - s);
-  }
-
- private:
-  template <typename T>
-  static constexpr ComputeType<T> kLimit = sizeof(T) == 8 ? 760 : 120;
-
-  template <typename T>
-  static __device__ __forceinline__ ComputeType<T> Exp(ComputeType<T> a) {
-    if constexpr (sizeof(T) == 8) {
-      return exp(-a);
-    } else {
-      constexpr activation::Constant c(-activation::kLog2E);
-      return activation::PowerOfTwo<T>(a, c.high, a * c.low);
-    }
-  }
-};
-
 // s * Phi(s), which is jax.nn.gelu's form with erf.
-struct GeluExact {
-  template <typename T>
+template <typename T>
+struct GeluByErf {
   static __device__ __forceinline__ ComputeType<T> Value(ComputeType<T> s) {
     if constexpr (sizeof(T) == 8) {
       return 0.5 * s * erfc(-s * kSqrtHalf);
@@ -184,20 +95,19 @@ struct GeluExact {
       const float below = Below(s);
       return s * (s < 0.0f ? below : 1.0f - below);
     } else {
-      const Normal n = NormalOf<T>(s);
+      const Normal n = NormalOf(s);
       const float below = s * n.below * activation::kUnshift<T>;
       const float above = s * (1.0f - n.below * activation::kUnshift<T>);
       return s < 0.0f ? below : above;
     }
   }
 
-  template <typename T>
   static __device__ __forceinline__ ComputeType<T> Derivative(ComputeType<T> s) {
     if constexpr (sizeof(T) == 8) {
       const double t = s < -40.0 ? -40.0 : s > 40.0 ? 40.0 : s;
       return 0.5 * erfc(-t * kSqrtHalf) + t * (kDensity * exp(-0.5 * (t * t))) + (s - s);
     } else {
-      const Normal n = NormalOf<T>(s);
+      const Normal n = NormalOf(s);
       const float below = fmaf(n.a * n.e, -static_cast<float>(kDensity), n.below);
       const float far = below * activation::kUnshift<T>;
       return (s < 0.0f ? far : 1.0f - far) + (s - s);
@@ -214,7 +124,6 @@ struct GeluExact {
     float below;  // 2^kShift Phi(-a)
   };
 
-  template <typename T>
   static __device__ __forceinline__ Normal NormalOf(float s) {
     constexpr activation::Constant c(-0.5 * activation::kLog2E);
     Normal n;
@@ -222,7 +131,7 @@ struct GeluExact {
     const float a2 = n.a * n.a;
     const float lost = fmaf(n.a, n.a, -a2);
     n.e = activation::PowerOfTwo<T>(a2, c.high, fmaf(a2, c.low, lost * c.high));
-    n.below = n.e * Scaled<T>(n.a);
+    n.below = n.e * Scaled(n.a);
     return n;
   }
 
@@ -230,7 +139,6 @@ struct GeluExact {
   // next to which an error of Phi would be visible. 2^-kShift is a factor of the polynomial's
   // coefficients. The product is subnormal only if y almost is, and then has enough bits.
   static __device__ __forceinline__ float Below(float s) {
-    using T = __nv_bfloat16;
     constexpr float c = -0.5 * activation::kLog2E, unit = activation::kUnshift<T>;
     const float a = activation::Magnitude(s, 16.0f);
     const float e = activation::PowerOfTwo<T>(a * a, c, 0.0f);
@@ -243,7 +151,6 @@ struct GeluExact {
   }
 
   // g(a).
-  template <typename T>
   static __device__ __forceinline__ float Scaled(float a) {
     if constexpr (std::is_same_v<T, __half>) {  // a <= 6.5: 2^-19
       const float q = activation::Reciprocal<T>(fmaf(a, 0.3f, 1.0f));
@@ -279,6 +186,59 @@ struct GeluExact {
     }
   }
 };
+
+template <typename T>
+struct ActivationMath {
+  using Vec = ComputeType<T>;
+  using GeluExact = GeluByErf<T>;
+
+  static __device__ __forceinline__ Vec Set(double x) { return static_cast<Vec>(x); }
+  static __device__ __forceinline__ Vec Add(Vec a, Vec b) { return a + b; }
+  static __device__ __forceinline__ Vec Sub(Vec a, Vec b) { return a - b; }
+  static __device__ __forceinline__ Vec Mul(Vec a, Vec b) { return a * b; }
+  static __device__ __forceinline__ Vec MulAdd(Vec a, Vec b, Vec c) { return a * b + c; }
+  static __device__ __forceinline__ bool Less(Vec a, Vec b) { return a < b; }
+  static __device__ __forceinline__ Vec Select(bool m, Vec a, Vec b) { return m ? a : b; }
+
+  static __device__ __forceinline__ Vec Reciprocal(Vec x) { return activation::Reciprocal<T>(x); }
+  static __device__ __forceinline__ Vec Scaled(Vec x) {
+    return x * (Vec(1) / activation::kUnshift<T>);
+  }
+  static __device__ __forceinline__ Vec Unscaled(Vec x) { return x * activation::kUnshift<T>; }
+  static __device__ __forceinline__ Vec PositivePart(Vec s) { return ReluOf(s); }
+
+  template <typename F>
+  static __device__ __forceinline__ Vec Magnitude(Vec s) {
+    return activation::Magnitude(s, sizeof(T) == 8 ? 760 : 120);
+  }
+
+  template <typename F>
+  static __device__ __forceinline__ Vec Tail(Vec a) {
+    if constexpr (sizeof(T) == 8) {
+      return exp(-a * (F::kCubic * (a * a) + F::kLinear));
+    } else {
+      constexpr activation::Constant c0(-F::kLinear * activation::kLog2E);
+      constexpr activation::Constant c1(-F::kCubic * activation::kLog2E);
+      const float factor = F::kCubic == 0 ? c0.high : fmaf(a * a, c1.high, c0.high);
+      return activation::PowerOfTwo<T>(a, factor, a * c0.low);
+    }
+  }
+};
+
+// Calls visit with an activation as a std::integral_constant. With a default, what visit sets need
+// not be kept through the switch: else bias_act's backward spills 32 bytes in place of 16.
+template <typename Visit>
+__device__ __forceinline__ void ForActivation(Activation activation, const Visit& visit) {
+  switch (activation) {
+#define FASTOPS_CASE(name, Formula) \
+  case Activation::k##Formula:      \
+    return visit(std::integral_constant<Activation, Activation::k##Formula>());
+    FASTOPS_ACTIVATIONS(FASTOPS_CASE)
+#undef FASTOPS_CASE
+    default:
+      return visit(std::integral_constant<Activation, Activation::kRelu>());
+  }
+}
 
 }  // namespace jax_fastops::cuda
 

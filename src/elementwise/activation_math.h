@@ -1,14 +1,12 @@
-// The activations of bias_act and their derivatives, as vectors of the accumulator type, for the
-// instruction set for which a *_simd.cc file is compiled. As in simd_math.h, everything is in the
-// anonymous namespace.
-//
-// No step computes a difference of two nearly equal numbers, or Inf * 0 for a finite x. So the
-// error is a few ulp of the result, also far down the negative tails. At the infinities the results
-// are those of jax.nn. They are NaN if jax.nn multiplies an infinity by 0.
+// The operations of core/activation.h on vectors of the accumulator type, and the kernels of all
+// activations, for the instruction set for which a *_simd.cc file is compiled. As in simd_math.h,
+// everything is in the anonymous namespace.
 #ifndef JAX_FASTOPS_ELEMENTWISE_ACTIVATION_MATH_H_
 #define JAX_FASTOPS_ELEMENTWISE_ACTIVATION_MATH_H_
 
+#include "core/activation.h"
 #include "core/cpu/block_math.h"
+#include "elementwise/bias_act_simd.h"
 
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
@@ -17,57 +15,6 @@ template <typename A>
 FASTOPS_INLINE typename A::Vec Absolute(typename A::Vec x) {
   return A::Max(A::Sub(A::Set(0), x), x);  // NaN stays NaN
 }
-
-// 1 / (1 + exp(-x)).
-template <typename A>
-struct Sigmoid {
-  using Vec = typename A::Vec;
-  Vec value;
-  Vec slope;  // value * (1 - value)
-
-  explicit FASTOPS_INLINE Sigmoid(Vec x) {
-    using C = ExpOf<typename A::Scalar>;
-    const Vec zero = A::Set(0), one = A::Set(1);
-    const Vec e = ExpInRange<A>(A::Max(A::Set(C::kLow), A::Min(A::Sub(zero, x), x)), nullptr);
-    const Vec large = A::Div(one, A::Add(one, e));
-    const Vec small = A::Mul(e, large);
-    value = A::Select(A::Less(x, zero), small, large);
-    slope = A::Mul(small, large);
-  }
-};
-
-// x * sigmoid(x)
-template <typename A>
-struct Silu {
-  using Vec = typename A::Vec;
-  static FASTOPS_INLINE Vec Value(Vec x) { return A::Mul(x, Sigmoid<A>(x).value); }
-  static FASTOPS_INLINE Vec Derivative(Vec x) {
-    const Sigmoid<A> s(x);
-    return A::MulAdd(x, s.slope, s.value);
-  }
-};
-
-// x * (1 + tanh(u)) / 2 = x * sigmoid(2u) with 2u = x * (kLinear + kCubic * x^2)
-template <typename A>
-struct Gelu {
-  using Vec = typename A::Vec;
-  using Scalar = typename A::Scalar;
-  static constexpr Scalar kLinear = static_cast<Scalar>(1.5957691216057307117597842397375L);
-  static constexpr Scalar kCubic = static_cast<Scalar>(0.07135481627260024877633875227986L);
-  static FASTOPS_INLINE Vec Value(Vec x) {
-    const Vec u = A::Mul(x, A::MulAdd(A::Mul(x, x), A::Set(kCubic), A::Set(kLinear)));
-    return A::Mul(x, Sigmoid<A>(u).value);
-  }
-  // Outside of +-30 the derivative is 0 or 1 in float and double, so x^2 can be clamped.
-  static FASTOPS_INLINE Vec Derivative(Vec x) {
-    const Vec v = A::Max(A::Set(-30), A::Min(A::Set(30), x));
-    const Vec square = A::Mul(v, v);
-    const Sigmoid<A> s(A::Mul(v, A::MulAdd(square, A::Set(kCubic), A::Set(kLinear))));
-    const Vec slope = A::MulAdd(square, A::Set(3 * kCubic), A::Set(kLinear));
-    const Vec d = A::MulAdd(A::Mul(v, slope), s.slope, s.value);
-    return A::Add(d, A::Sub(x, x));  // NaN at the infinities
-  }
-};
 
 // The normal distribution. Its upper tail, above t >= 0, is exp(-t^2 / 2) * ratio(t). The ratio is
 // 1/2 at 0 and falls only as 1/t. (t + k) * ratio(t) is a polynomial of v = (t - k) / (t + k) = 1 -
@@ -122,7 +69,7 @@ struct TailOf<double> {
 
 // x * Phi(x)
 template <typename A>
-struct GeluExact {
+struct GeluByErf {
   using Vec = typename A::Vec;
   using Scalar = typename A::Scalar;
   using C = TailOf<Scalar>;
@@ -184,6 +131,63 @@ struct GeluExact {
     return A::Add(all, A::Sub(x, x));  // NaN at the infinities
   }
 };
+
+template <typename A>
+struct ActivationMath : A {
+  using Vec = typename A::Vec;
+  using Scalar = typename A::Scalar;
+  using GeluExact = GeluByErf<A>;
+
+  static FASTOPS_INLINE Vec Reciprocal(Vec x) { return A::Div(A::Set(1), x); }
+  static FASTOPS_INLINE Vec Scaled(Vec x) { return x; }
+  static FASTOPS_INLINE Vec Unscaled(Vec x) { return x; }
+
+  // The a with a (kLinear + kCubic a^2) = v, by Newton's method. Tail is 0 there if exp(-v) is.
+  template <typename F>
+  static constexpr double Solve(double v) {
+    double a = v / F::kLinear;
+    for (int i = 0; i < 32; ++i) {
+      const double cubic = F::kCubic * a * a;
+      a -= (a * (F::kLinear + cubic) - v) / (F::kLinear + 3 * cubic);
+    }
+    return a;
+  }
+
+  template <typename F>
+  static FASTOPS_INLINE Vec Magnitude(Vec s) {
+    constexpr auto limit = static_cast<Scalar>(Solve<F>(-ExpOf<Scalar>::kLow));
+    return A::Min(A::Set(limit), Absolute<A>(s));
+  }
+
+  template <typename F>
+  static FASTOPS_INLINE Vec Tail(Vec a) {
+    Vec factor = A::Set(static_cast<Scalar>(-F::kLinear));
+    if constexpr (F::kCubic != 0) {
+      factor = A::MulAdd(A::Mul(a, a), A::Set(static_cast<Scalar>(-F::kCubic)), factor);
+    }
+    return ExpInRange<A>(A::Mul(a, factor), nullptr);
+  }
+
+  static FASTOPS_INLINE Vec PositivePart(Vec s) {
+    const Vec zero = A::Set(0);
+    // NaN is not equal to itself, so it is kept.
+    return A::Select(A::Less(zero, s), s, A::Select(A::Equal(s, s), zero, s));
+  }
+};
+
+// The functions Op<E, activation>::Forward and Backward of all activations and element types E.
+template <template <typename, Activation> class Op>
+constexpr BiasActKernels EachActivation() {
+#define FASTOPS_BY_DTYPE(Formula, name)                                            \
+  {Op<E32, Activation::k##Formula>::name, Op<EBF16, Activation::k##Formula>::name, \
+   Op<EF16, Activation::k##Formula>::name, Op<E64, Activation::k##Formula>::name},
+#define FASTOPS_FORWARD(name, Formula) FASTOPS_BY_DTYPE(Formula, Forward)
+#define FASTOPS_BACKWARD(name, Formula) FASTOPS_BY_DTYPE(Formula, Backward)
+  return {{FASTOPS_ACTIVATIONS(FASTOPS_FORWARD)}, {FASTOPS_ACTIVATIONS(FASTOPS_BACKWARD)}};
+#undef FASTOPS_BACKWARD
+#undef FASTOPS_FORWARD
+#undef FASTOPS_BY_DTYPE
+}
 
 }  // namespace
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

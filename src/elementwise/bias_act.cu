@@ -26,17 +26,18 @@ using BiasKinds = std::integer_sequence<int, KindsOf(kPlain, kPlain), KindsOf(kP
                                         KindsOf(kPlain, kRow)>;
 using BiasRowsKinds = std::integer_sequence<int, KindsOf(kPlain, kColumn), KindsOf(kPlain, kRow)>;
 
-template <typename Act>
+template <Activation kActivation>
 struct BiasActOf {
   template <typename T>
   static __device__ __forceinline__ ComputeType<T> Value(const ComputeType<T> (&x)[2]) {
-    return Act::template Value<T>(x[0] + x[1]);
+    return FormulaOf<kActivation, ActivationMath<T>>::Value(x[0] + x[1]);
   }
 
   template <typename T>
   static __device__ __forceinline__ void Gradients(ComputeType<T> dy, const ComputeType<T> (&x)[2],
                                                    ComputeType<T> (&g)[2]) {
-    g[0] = g[1] = dy * Act::template Derivative<T>(x[0] + x[1]);
+    using M = ActivationMath<T>;
+    g[0] = g[1] = Pull<M, FormulaOf<kActivation, M>>(x[0] + x[1], dy);
   }
 };
 
@@ -61,14 +62,7 @@ struct BiasAct {
 
   template <typename Visit>
   __device__ __forceinline__ void Choose(const Visit& visit) const {
-    switch (activation) {
-      case Activation::kGelu:
-        return visit(BiasActOf<Gelu>());
-      case Activation::kGeluExact:
-        return visit(BiasActOf<GeluExact>());
-      default:
-        return visit(BiasActOf<Silu>());
-    }
+    ForActivation(activation, [&](auto known) { visit(BiasActOf<known.value>()); });
   }
 
   static void Needed(const bool*, bool* needed) { needed[0] = needed[1] = true; }

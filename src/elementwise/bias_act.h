@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/activation.h"
 #include "core/backend.h"
 #include "core/dtype.h"
 #include "elementwise/broadcast.h"

@@ -7,11 +7,12 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-template <typename E, template <typename> class Activation>
+template <typename E, Activation kActivation>
 struct BiasAct {
   using A = typename E::A;
+  using M = ActivationMath<A>;
   using Vec = typename A::Vec;
-  using F = Activation<A>;
+  using F = FormulaOf<kActivation, M>;
 
   static void Forward(int64_t n, const BlockArray* in, const BlockArray* out) {
     const BlockArray x = in[0], bias = in[1], y = out[0];
@@ -28,23 +29,17 @@ struct BiasAct {
     OverBlocks<E::kBlock>(0, n, [&](auto extent, int64_t i, int64_t count) FASTOPS_LAMBDA {
       const Pair<A> s =
           Add(LoadBlockAhead<E>(extent, x, i, count), LoadBlockAhead<E>(extent, bias, i, count));
-      const Pair<A> g = Mul(LoadBlockAhead<E>(extent, dy, i, count),
-                            Each<A>([](Vec v) FASTOPS_LAMBDA { return F::Derivative(v); }, s));
+      const Pair<A> g = Each<A>([](Vec s, Vec dy) FASTOPS_LAMBDA { return Pull<M, F>(s, dy); }, s,
+                                LoadBlockAhead<E>(extent, dy, i, count));
       StoreBlock<E>(extent, dx, i, count, g);
       StoreBlock<E>(extent, dbias, i, count, g);
     });
   }
 };
 
+// Keeps one bit per element.
 template <typename E>
-using BiasGelu = BiasAct<E, Gelu>;
-template <typename E>
-using BiasGeluExact = BiasAct<E, GeluExact>;
-template <typename E>
-using BiasSilu = BiasAct<E, Silu>;
-
-template <typename E>
-struct BiasRelu {
+struct BiasAct<E, Activation::kRelu> {
   using A = typename E::A;
   using Vec = typename A::Vec;
 
@@ -75,10 +70,6 @@ struct BiasRelu {
 }  // namespace
 
 extern const BiasActKernels bias_act_kernels;
-const BiasActKernels bias_act_kernels = {
-    {FASTOPS_EACH_DTYPE(BiasGelu, Forward), FASTOPS_EACH_DTYPE(BiasGeluExact, Forward),
-     FASTOPS_EACH_DTYPE(BiasSilu, Forward), FASTOPS_EACH_DTYPE(BiasRelu, Forward)},
-    {FASTOPS_EACH_DTYPE(BiasGelu, Backward), FASTOPS_EACH_DTYPE(BiasGeluExact, Backward),
-     FASTOPS_EACH_DTYPE(BiasSilu, Backward), FASTOPS_EACH_DTYPE(BiasRelu, Backward)}};
+constinit const BiasActKernels bias_act_kernels = EachActivation<BiasAct>();
 
 }  // namespace jax_fastops::cpu::FASTOPS_ISA

@@ -3,11 +3,10 @@
 #ifndef JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_SIMD_H_
 #define JAX_FASTOPS_ELEMENTWISE_BIAS_ACT_SIMD_H_
 
+#include "core/activation.h"
 #include "elementwise/blocks_simd.h"
 
 namespace jax_fastops::cpu {
-
-inline constexpr int kNumActivations = 4;
 
 // Kernels by Activation and DType. The comments give the inputs; the outputs.
 struct BiasActKernels {

@@ -6,13 +6,6 @@
 
 namespace jax_fastops {
 
-enum class Activation : uint8_t {
-  kGelu = 0,       // jax.nn.gelu's default, by tanh
-  kGeluExact = 1,  // by erf
-  kSilu = 2,
-  kRelu = 3,  // keeps one bit per element
-};
-
 inline constexpr int kMaxElementwiseOperands = 3;
 
 struct Operand {

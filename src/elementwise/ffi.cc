@@ -125,15 +125,9 @@ ffi::Error LerpBackward(Call& call, Queue queue) {
 // ---- bias_act ----------------------------------------------------------------------------------
 
 Activation ReadActivation(Call& call) {
-  constexpr std::pair<std::string_view, Activation> kNames[] = {
-      {"gelu", Activation::kGelu},
-      {"gelu_exact", Activation::kGeluExact},
-      {"silu", Activation::kSilu},
-      {"relu", Activation::kRelu},
-  };
   const auto name = call.Attribute<std::string_view>("activation");
-  for (const auto& [known, activation] : kNames) {
-    if (name == known) return activation;
+  for (int i = 0; i < kNumActivations; ++i) {
+    if (name == kActivationNames[i]) return static_cast<Activation>(i);
   }
   call.Fail("does not know the activation '" + std::string(name) + "'");
   return Activation::kGelu;

@@ -8,13 +8,11 @@
 // threads, and costs nothing next to the memory accesses.
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "core/alignment.h"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/relu_of.cuh"
 #include "core/cuda/unit.cuh"
 #include "core/integer.h"
 #include "elementwise/activation.cuh"
@@ -34,38 +32,6 @@ struct Params {
   int64_t gap = 0;  // bytes between the rows of operands and gradients
   Activation activation = Activation::kSilu;
 };
-
-struct Relu {
-  template <typename T>
-  static __device__ __forceinline__ ComputeType<T> Value(ComputeType<T> s) {
-    return ReluOf(s);
-  }
-};
-
-// The gradient of the activation's argument `s`, from the gradient `g` of its value.
-template <typename F, typename T>
-__device__ __forceinline__ ComputeType<T> Pull(ComputeType<T> s, ComputeType<T> g) {
-  if constexpr (std::is_same_v<F, Relu>) {
-    return s > ComputeType<T>(0) ? g : ComputeType<T>(0);
-  } else {
-    return g * F::template Derivative<T>(s);
-  }
-}
-
-// Calls visit with the activation's type.
-template <typename Visit>
-__device__ __forceinline__ void ForActivation(Activation activation, const Visit& visit) {
-  switch (activation) {
-    case Activation::kGelu:
-      return visit(Gelu());
-    case Activation::kGeluExact:
-      return visit(GeluExact());
-    case Activation::kSilu:
-      return visit(Silu());
-    case Activation::kRelu:
-      return visit(Relu());
-  }
-}
 
 // How many units a thread has in flight.
 constexpr int UnitsPerThread(int64_t bytes) { return bytes == 16 ? 2 : 8; }
@@ -89,17 +55,18 @@ __global__ void __launch_bounds__(kThreads) GatedActKernel(const Params p) {
     if constexpr (kBackward) dy[u] = U::Load(p.dy + result[u]);
   }
   ForActivation(p.activation, [&](auto activation) {
-    using F = decltype(activation);
+    using M = ActivationMath<T>;
+    using F = FormulaOf<activation.value, M>;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       if (first + u * kThreads >= p.units) break;
 #pragma unroll
       for (int i = 0; i < U::kSize; ++i) {
         const A s = ToCompute(gate[u].elements[i]), other = ToCompute(up[u].elements[i]);
-        const A value = F::template Value<T>(s);
+        const A value = F::Value(s);
         if constexpr (kBackward) {
           const A g = ToCompute(dy[u].elements[i]);
-          gate[u].elements[i] = FromCompute<T>(Pull<F, T>(s, g * other));
+          gate[u].elements[i] = FromCompute<T>(Pull<M, F>(s, g * other));
           up[u].elements[i] = FromCompute<T>(g * value);
         } else {
           gate[u].elements[i] = FromCompute<T>(value * other);

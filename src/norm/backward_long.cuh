@@ -11,8 +11,8 @@
 #include <cstring>
 #include <iterator>
 
+#include "core/cuda/group.cuh"
 #include "core/cuda/packed.cuh"
-#include "core/cuda/row_group.cuh"
 #include "norm/backward_ring.cuh"
 #include "norm/plan.h"
 

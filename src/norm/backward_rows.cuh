@@ -8,9 +8,9 @@
 #include <type_traits>
 
 #include "core/cuda/cluster_sum.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
 #include "core/cuda/packed.cuh"
-#include "core/cuda/row_group.cuh"
 #include "core/cuda/unit.cuh"
 #include "norm/backward_ring.cuh"
 #include "norm/plan.h"

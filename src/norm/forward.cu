@@ -33,8 +33,8 @@
 
 #include "core/alignment.h"
 #include "core/cuda/dispatch.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/row_group.cuh"
 #include "core/integer.h"
 #include "norm/forward_long.cuh"
 #include "norm/forward_row.cuh"

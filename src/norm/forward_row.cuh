@@ -14,9 +14,9 @@
 #include <cstring>
 #include <type_traits>
 
+#include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
 #include "core/cuda/packed.cuh"
-#include "core/cuda/row_group.cuh"
 #include "core/cuda/shifted.cuh"
 #include "core/cuda/unit.cuh"
 #include "norm/plan.h"

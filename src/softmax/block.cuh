@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "core/cuda/async_copy.cuh"
-#include "core/cuda/row_group.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/unit.cuh"
 #include "softmax/math.cuh"
 #include "softmax/plan.h"
@@ -21,7 +21,7 @@ namespace jax_fastops::cuda::softmax {
 // Begins the copies of a thread's units into shared memory.
 template <typename T>
 __device__ __forceinline__ void CopyUnits(const Stretch<T, 16>& part, const void* array, T outside,
-                                          Held<T, 16>* to) {
+                                          Vec<T, 16>* to) {
   const int units = part.units(), threads = blockDim.x;
 #pragma unroll 4
   for (int u = threadIdx.x; u < units; u += threads) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void CopyUnits(const Stretch<T, 16>& part, const void
 // copies.
 template <typename T, bool kGrad>
 __device__ __forceinline__ void FirstPass(const Params& p, const Stretch<T, 16>& part,
-                                          Held<T, 16>* a, Held<T, 16>* b, Top<T, 16>& top,
+                                          Vec<T, 16>* a, Vec<T, 16>* b, Top<T, 16>& top,
                                           ComputeType<T>& total) {
   using Part = Stretch<T, 16>;
   using H = typename Part::H;

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "core/cuda/row_group.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/unit.cuh"
 #include "core/fast_divide.h"
 #include "softmax/math.cuh"
@@ -16,7 +16,7 @@ namespace jax_fastops::cuda::softmax {
 // A thread's part of one column of units: every `lanes`-th index of n, starting at `first`.
 template <typename T, bool kGrad, int kBytes>
 struct Column {
-  using H = Held<T, kBytes>;
+  using H = Vec<T, kBytes>;
   using Keep = Unit<uint8_t, H::kSize>;
 
   const Params& p;
@@ -79,7 +79,7 @@ struct Column {
 template <typename T, int kBytes>
 struct ColumnTops {
   using A = ComputeType<T>;
-  using H = Held<T, kBytes>;
+  using H = Vec<T, kBytes>;
   static constexpr int kSize = H::kSize;
 
   A values[kSize];
@@ -127,10 +127,10 @@ struct ColumnTops {
 
 // Adds the terms of each element of a unit to its sum.
 template <typename T, int kBytes>
-__device__ __forceinline__ void AddColumnTerms(bool log, const Held<T, kBytes>& y,
-                                               const Held<T, kBytes>& dy, bool skip_zeros,
-                                               ComputeType<T> (&totals)[Held<T, kBytes>::kSize]) {
-  constexpr int kSize = Held<T, kBytes>::kSize;
+__device__ __forceinline__ void AddColumnTerms(bool log, const Vec<T, kBytes>& y,
+                                               const Vec<T, kBytes>& dy, bool skip_zeros,
+                                               ComputeType<T> (&totals)[Vec<T, kBytes>::kSize]) {
+  constexpr int kSize = Vec<T, kBytes>::kSize;
   Branch(log, [&](auto is_log) {
     ComputeType<T> ys[kSize], dys[kSize];
     y.Unpack(ys);
@@ -146,10 +146,10 @@ __device__ __forceinline__ void AddColumnTerms(bool log, const Held<T, kBytes>& 
 // `factors` are Normalizer::last or Gradient::sum of each element, and tops(i) its top element.
 template <bool kGrad, typename T, int kBytes, typename Tops>
 __device__ __forceinline__ void ToColumnResults(
-    const Params& p, bool log, bool kept, const ComputeType<T> (&factors)[Held<T, kBytes>::kSize],
-    const Tops& tops, Held<T, kBytes>& a, [[maybe_unused]] const Held<T, kBytes>& b) {
+    const Params& p, bool log, bool kept, const ComputeType<T> (&factors)[Vec<T, kBytes>::kSize],
+    const Tops& tops, Vec<T, kBytes>& a, [[maybe_unused]] const Vec<T, kBytes>& b) {
   using A = ComputeType<T>;
-  constexpr int kSize = Held<T, kBytes>::kSize;
+  constexpr int kSize = Vec<T, kBytes>::kSize;
   const A scale = static_cast<A>(p.scale);
   Branch(log, [&](auto is_log) {
     A as[kSize];

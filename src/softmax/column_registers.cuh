@@ -17,7 +17,7 @@
 #include <cstdint>
 
 #include "core/cuda/async_copy.cuh"
-#include "core/cuda/row_group.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/unit.cuh"
 #include "core/fast_divide.h"
 #include "softmax/column.cuh"

@@ -26,7 +26,7 @@ namespace jax_fastops::cuda::softmax {
 template <typename T, bool kGrad, bool kLog, int kBytes>
 struct ColumnPasses {
   using A = ComputeType<T>;
-  using H = Held<T, kBytes>;
+  using H = Vec<T, kBytes>;
   using Part = Column<T, kGrad, kBytes>;
   static constexpr int kThreads = ColumnThreads(kGrad);
   static constexpr int kSize = H::kSize;
@@ -85,7 +85,7 @@ struct ColumnPasses {
   __device__ __forceinline__ void Raise(int i, A to) {
     if (to > tops[i]) {
       // While the maximum is -inf, nothing is subtracted, and the sum is 0 or NaN.
-      if (totals[i] != 0) totals[i] *= ExpOf((tops[i] - to) * fabs(scale));
+      if (totals[i] != 0) totals[i] *= Exp((tops[i] - to) * fabs(scale));
       tops[i] = to;
     }
   }
@@ -208,7 +208,7 @@ struct ColumnPasses {
         A total = partial[q.columns * kSize + i];
         if constexpr (!kGrad) {
           Raise(i, partial[i]);
-          if (total != 0) total *= ExpOf((partial[i] - tops[i]) * fabs(scale));
+          if (total != 0) total *= Exp((partial[i] - tops[i]) * fabs(scale));
         }
         totals[i] += total;
       }

@@ -14,7 +14,7 @@
 #include <cstdint>
 
 #include "core/cuda/async_copy.cuh"
-#include "core/cuda/row_group.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/unit.cuh"
 #include "softmax/math.cuh"
 #include "softmax/plan.h"

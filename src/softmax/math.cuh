@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/cuda/math.cuh"
 #include "core/cuda/offsets.cuh"
-#include "core/cuda/packed.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "softmax/shape.h"
 
 namespace jax_fastops::cuda::softmax {
@@ -35,161 +35,17 @@ struct Params {
 };
 
 // -------------------------------------------------------------------------------------------------
-// Units in registers
-
-// A unit in a thread's registers. 16-bit elements stay packed, two to a register, between the
-// passes over them. As an array of elements they would take one register each.
-template <typename T, int kBytes>
-struct Held {
-  using A = ComputeType<T>;
-  using U = Unit<T, kBytes>;
-  using W = std::conditional_t<kBytes == 2, uint16_t, uint32_t>;
-  static constexpr int kSize = U::kSize;
-  static constexpr int kWords = kBytes / sizeof(W);
-  static constexpr bool kPairs = sizeof(T) == 2 && kBytes > 2;
-
-  W words[kWords];
-
-  Held() = default;
-  explicit __device__ __forceinline__ Held(const U& unit) { memcpy(words, unit.elements, kBytes); }
-
-  template <CacheHint kHint = CacheHint::kDefault>
-  static __device__ __forceinline__ Held Load(const void* p) {
-    return Held(U::template Load<kHint>(p));
-  }
-  template <CacheHint kHint = CacheHint::kDefault>
-  __device__ __forceinline__ void Store(void* p) const {
-    Get().template Store<kHint>(p);
-  }
-
-  __device__ __forceinline__ U Get() const {
-    U unit;
-    memcpy(unit.elements, words, kBytes);
-    return unit;
-  }
-
-  static __device__ __forceinline__ Held Filled(T value) {
-    U unit;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) unit.elements[i] = value;
-    return Held(unit);
-  }
-
-  __device__ __forceinline__ void Unpack(A (&values)[kSize]) const {
-    if constexpr (kPairs && std::is_same_v<T, __nv_bfloat16>) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        values[2 * i] = __uint_as_float(words[i] << 16);
-        values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-      }
-    } else if constexpr (kPairs) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        const float2 both = __half22float2(Pair(i));
-        values[2 * i] = both.x;
-        values[2 * i + 1] = both.y;
-      }
-    } else {
-      const U unit = Get();
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) values[i] = ToCompute(unit.elements[i]);
-    }
-  }
-
-  __device__ __forceinline__ void Pack(const A (&values)[kSize]) {
-    if constexpr (kPairs) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        PairOf<T> pair;
-        if constexpr (std::is_same_v<T, __half>) {
-          pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
-        } else {
-          pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
-        }
-        memcpy(words + i, &pair, 4);
-      }
-    } else {
-      U unit;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) unit.elements[i] = FromCompute<T>(values[i]);
-      memcpy(words, unit.elements, kBytes);
-    }
-  }
-
-  __device__ __forceinline__ PairOf<T> Pair(int i) const {
-    PairOf<T> pair;
-    memcpy(&pair, words + i, 4);
-    return pair;
-  }
-
-  // Call between passes. It keeps the compiler from holding the unpacked values for the next pass.
-  __device__ __forceinline__ void Forget() {
-    if constexpr (kPairs) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(words[i]));
-    }
-  }
-
-  // Replaces by `excluded` the elements whose mask byte (0 or 1) is 0.
-  __device__ __forceinline__ void Exclude(const Unit<uint8_t, kSize>& keep, T excluded) {
-    if constexpr (kPairs && kSize % 4 == 0) {
-      const uint32_t pair = Filled(excluded).words[0];
-#pragma unroll
-      for (int i = 0; i < kWords; i += 2) {
-        uint32_t bytes;
-        memcpy(&bytes, keep.elements + 2 * i, 4);
-        bytes *= 0xff;
-        const uint32_t low = __byte_perm(bytes, 0, 0x1100), high = __byte_perm(bytes, 0, 0x3322);
-        words[i] = (words[i] & low) | (pair & ~low);
-        words[i + 1] = (words[i + 1] & high) | (pair & ~high);
-      }
-    } else {
-      U unit = Get();
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (keep.elements[i] == 0) unit.elements[i] = excluded;
-      }
-      memcpy(words, unit.elements, kBytes);
-    }
-  }
-
-  // Replaces x by x * 0, which is NaN if x is infinite or NaN. Elements for which `inside` is false
-  // become `excluded`.
-  template <typename Inside>
-  __device__ __forceinline__ void TimesZero(const Inside& inside, T excluded) {
-    U unit = Get();
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const T zero = FromCompute<T>(ToCompute(unit.elements[i]) * A(0));
-      unit.elements[i] = inside(i) ? zero : excluded;
-    }
-    memcpy(words, unit.elements, kBytes);
-  }
-};
-
-// -------------------------------------------------------------------------------------------------
 // Rows
-
-inline constexpr float kLog2E = 1.4426950408889634f;
-
-// 2^d; subnormal results become 0.
-__device__ __forceinline__ float PowerOfTwo(float d) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(d));
-  return power;
-}
 
 __device__ __forceinline__ float MulAdd(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double MulAdd(double a, double b, double c) { return fma(a, b, c); }
-__device__ __forceinline__ float ExpOf(float d) { return expf(d); }
-__device__ __forceinline__ double ExpOf(double d) { return exp(d); }
 
 // Finds the element for which scale * x is largest: the largest element, or the smallest if the
 // scale is negative. 16-bit types compare two elements at once.
 template <typename T, int kBytes>
 struct Top {
   using A = ComputeType<T>;
-  using H = Held<T, kBytes>;
+  using H = Vec<T, kBytes>;
 
   A value = -A(INFINITY);
   PairOf<std::conditional_t<sizeof(T) == 2, T, __half>> pair;
@@ -247,16 +103,7 @@ __device__ __forceinline__ A PartTopElement(A top, A scale) {
 // the scale is taken without its sign.
 template <typename A>
 __device__ __forceinline__ A Corrected(A total, A from, A to, A scale) {
-  return from == -A(INFINITY) ? total : total * ExpOf((from - to) * fabs(scale));
-}
-
-// 1 / x for a sum of exponentials of a 16-bit type, which is NaN or far from 0 and infinity. The
-// result is accurate to about one unit in the last place and takes a tenth of the instructions of a
-// division.
-__device__ __forceinline__ float Reciprocal(float x) {
-  float reciprocal;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
-  return reciprocal;
+  return from == -A(INFINITY) ? total : total * Exp((from - to) * fabs(scale));
 }
 
 // The forward of one row, given its top element and its sum. The top element is subtracted first,
@@ -293,8 +140,8 @@ struct Normalizer {
   // The exponential of an element, the term of the sum.
   __device__ __forceinline__ A Power(A x) const {
     const A d = x - top;
-    if constexpr (!kHalf) return ExpOf(d * scale);
-    return log ? PowerOfTwo(d * scale * kLog2E) : PowerOfTwo(fmaf(d, scale * kLog2E, 64.0f));
+    if constexpr (!kHalf) return Exp(d * scale);
+    return log ? Exp2(d * scale * kLog2E) : Exp2(fmaf(d, scale * kLog2E, 64.0f));
   }
   __device__ __forceinline__ A operator()(A x) const {
     return log ? MulAdd(x - top, scale, -last) : Power(x) * last;
@@ -326,9 +173,9 @@ struct Gradient {
   __device__ __forceinline__ A operator()(A y, A dy) const {
     if (log) {
       if constexpr (sizeof(T) == 2) {
-        return scale * fmaf(-PowerOfTwo(fmaf(y, kLog2E, 32.0f)), sum, dy);
+        return scale * fmaf(-Exp2(fmaf(y, kLog2E, 32.0f)), sum, dy);
       }
-      return scale * MulAdd(-ExpOf(y), sum, dy);
+      return scale * MulAdd(-Exp(y), sum, dy);
     }
     return skip_zeros && y == A(0) ? A(0) : y * MulAdd(dy, scale, -sum);
   }
@@ -378,10 +225,10 @@ __device__ __forceinline__ A SumOf(A (&values)[kSize]) {
 }
 
 template <typename T, int kBytes>
-__device__ __forceinline__ void AddTerms(bool log, const Held<T, kBytes>& y,
-                                         const Held<T, kBytes>& dy, bool skip_zeros,
+__device__ __forceinline__ void AddTerms(bool log, const Vec<T, kBytes>& y,
+                                         const Vec<T, kBytes>& dy, bool skip_zeros,
                                          ComputeType<T>& sum) {
-  constexpr int kSize = Held<T, kBytes>::kSize;
+  constexpr int kSize = Vec<T, kBytes>::kSize;
   Branch(log, [&](auto is_log) {
     ComputeType<T> ys[kSize], dys[kSize];
     y.Unpack(ys);
@@ -394,9 +241,9 @@ __device__ __forceinline__ void AddTerms(bool log, const Held<T, kBytes>& y,
 
 // Replaces y by the gradient.
 template <typename T, int kBytes>
-__device__ __forceinline__ void ToGradient(const Gradient<T>& gradient, Held<T, kBytes>& y,
-                                           const Held<T, kBytes>& dy) {
-  constexpr int kSize = Held<T, kBytes>::kSize;
+__device__ __forceinline__ void ToGradient(const Gradient<T>& gradient, Vec<T, kBytes>& y,
+                                           const Vec<T, kBytes>& dy) {
+  constexpr int kSize = Vec<T, kBytes>::kSize;
   Branch(gradient.log, [&](auto is_log) {
     Gradient<T> of_op = gradient;
     of_op.log = is_log;
@@ -415,9 +262,9 @@ template <typename T>
 inline constexpr bool kKeepsPowers = sizeof(T) >= 4;
 
 template <typename T, int kBytes>
-__device__ __forceinline__ void AddPowers(const Normalizer<T>& normalize, Held<T, kBytes>& x,
+__device__ __forceinline__ void AddPowers(const Normalizer<T>& normalize, Vec<T, kBytes>& x,
                                           ComputeType<T>& total) {
-  constexpr int kSize = Held<T, kBytes>::kSize;
+  constexpr int kSize = Vec<T, kBytes>::kSize;
   Branch(normalize.log, [&](auto is_log) {
     const Normalizer<T> of_op(is_log, normalize.scale, normalize.top);
     ComputeType<T> xs[kSize];
@@ -431,8 +278,8 @@ __device__ __forceinline__ void AddPowers(const Normalizer<T>& normalize, Held<T
 
 // Replaces x, or its exponential, by the result.
 template <bool kPowers, typename T, int kBytes>
-__device__ __forceinline__ void ToResult(const Normalizer<T>& normalize, Held<T, kBytes>& x) {
-  constexpr int kSize = Held<T, kBytes>::kSize;
+__device__ __forceinline__ void ToResult(const Normalizer<T>& normalize, Vec<T, kBytes>& x) {
+  constexpr int kSize = Vec<T, kBytes>::kSize;
   Branch(normalize.log, [&](auto is_log) {
     Normalizer<T> of_op = normalize;
     of_op.log = is_log;

@@ -25,8 +25,8 @@
 #include <type_traits>
 
 #include "core/cuda/async_copy.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
-#include "core/cuda/row_group.cuh"
 #include "core/cuda/unit.cuh"
 #include "softmax/math.cuh"
 #include "softmax/plan.h"
@@ -41,7 +41,7 @@ namespace jax_fastops::cuda::softmax {
 template <typename T, int kBytes, bool kAligned = false>
 struct Stretch {
   using U = Unit<T, kBytes>;
-  using H = Held<T, kBytes>;
+  using H = Vec<T, kBytes>;
   using Keep = Unit<uint8_t, U::kSize>;
   static constexpr int kSize = U::kSize;
 
@@ -289,8 +289,8 @@ struct RowThreads {
 // the first unit and after the last.
 template <typename T, int kBytes, int kUnits, bool kEnd>
 struct HeldRow {
-  Held<T, kBytes> units[kUnits];
-  Held<T, sizeof(T)> end[1];
+  Vec<T, kBytes> units[kUnits];
+  Vec<T, sizeof(T)> end[1];
 
   __device__ __forceinline__ void Forget() {
 #pragma unroll
@@ -316,8 +316,8 @@ template <bool kGrad, typename T, int kBytes, bool kAligned, int kUnits>
 __device__ __forceinline__ void ExcludeUnits(const Params& p,
                                              const Stretch<T, kBytes, kAligned>& part, int lane,
                                              int lanes, int count, T excluded,
-                                             Held<T, kBytes> (&a)[kUnits],
-                                             Held<T, kBytes> (&b)[kUnits]) {
+                                             Vec<T, kBytes> (&a)[kUnits],
+                                             Vec<T, kBytes> (&b)[kUnits]) {
   constexpr int kBatch = kUnits < 4 ? kUnits : 4;
   [[maybe_unused]] const T zero = FromCompute<T>(0);
 #pragma unroll
@@ -366,7 +366,7 @@ __device__ __forceinline__ void ForwardRows(const Params& p, Threads& threads, i
   // The exponentials, or for log_softmax the distances from the top element. 16-bit types keep them
   // in addition to the elements, which costs less than computing them again.
   struct {
-    A units[kUnits][Held<T, kBytes>::kSize];
+    A units[kUnits][Vec<T, kBytes>::kSize];
     A end[1][1];
   } values[kRows];
   Branch(p.log, [&](auto is_log) {

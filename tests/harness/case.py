@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,6 +23,16 @@ Arrays = tuple[np.ndarray, ...]
 
 
 SLOW = pytest.mark.slow
+
+# Patterns for `Case.quick`: what depends on the kernels of a case, and derivatives and maps, too.
+VARIANT = (
+    r"kernels|kept|modes|empty|repeated_runs|views|linear_pullback|no_leaks|export/symbolic"
+    r"|sharded/\w+/\w+/v|shard_map/\w+/vjp_inside"
+)
+NESTED_VARIANT = (
+    rf"{VARIANT}|differences|grad_of_vmap|vmap_of_.*/one|vmap_of_vmap|linearize/vmap/|vjp/transpose"
+    r"|third/|checkpoint/scan"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +80,25 @@ class Case:
         maps. False if that does not hold for mapped parameters and for their per-example gradients,
         where there is one call for each example.
       symbolic: for each argument the symbolic shape for `jax.export`, or None if the op takes fixed
-        sizes only.
+        sizes only. Arrays without elements also have these shapes.
+      empty: the letters of `symbolic` that may be 0. Default: all.
+      sizes: sizes of the letters of `symbolic`. An exported program is called with arrays of these
+        sizes, and repeated calls have the same bits.
+      kernels: the kernels of a program with the values and all gradients. The first one runs
+        without gradients, too.
+      kernels_in_shards: they run on every device, whatever is sharded.
+      only_kernels: the gradients need nothing but the kernels.
+      maps: sets of arguments. A map over those of a set has the same calls.
+      one_user: the function whose first result is the first two results of `fn`, for two users.
+      kept: takes the arguments, and returns the dtype and the size of each array that a backward
+        pass keeps.
       shapes: a hypothesis strategy that draws one shape per argument (see properties.py).
       modes: the implementations under test. In the quick tests, the first one runs every check and
         the others run the basic checks. None does not set the implementation.
       thorough: the quick tests leave out no detail (see `Check`). Takes about a minute on one core.
-      basic_only: only the basic checks run, for a case that differs from another one only in shapes
-        or dtypes.
+      basic_only: only the basic checks run, and those of the kernels, for a case that differs from
+        another one only in shapes or dtypes.
+      quick: a pattern of the names of the checks that are quick tests, in place of the above.
     """
 
     name: str
@@ -91,10 +114,19 @@ class Case:
     shardings: tuple[Sharding, ...] = ()
     shards_under_vmap: bool = True
     symbolic: tuple[str, ...] | None = None
+    empty: str | None = None
+    sizes: tuple[dict[str, int], ...] = ()
+    kernels: tuple[str, ...] = ()
+    kernels_in_shards: bool = True
+    only_kernels: bool = False
+    maps: tuple[tuple[int, ...], ...] = ()
+    one_user: Callable[..., Any] | None = None
+    kept: Callable[..., Iterable[tuple[Any, int]]] | None = None
     shapes: Any = None
     modes: tuple[str | None, ...] = ("native", "auto")
     thorough: bool = False
     basic_only: bool = False
+    quick: str = ""
 
     def __repr__(self) -> str:
         return f"Case({self.name})"
@@ -113,6 +145,17 @@ class Case:
         if self.differentiable is not None:
             return self.differentiable
         return tuple(i for i, arg in enumerate(self.example) if is_float(arg.dtype))
+
+    @property
+    def letters(self) -> list[str]:
+        """The letters of the symbolic shapes, in the order in which they occur."""
+        return list(dict.fromkeys(re.findall("[a-z]+", " ".join(self.symbolic or ()))))
+
+    def sized(self, rng: np.random.Generator, dtype: Any, sizes: dict[str, int]) -> Arrays:
+        """Arguments with these sizes of the letters of `symbolic`, and values of the example's."""
+        shapes = [eval(f"({shape},)", {}, sizes) if shape else () for shape in self.symbolic]
+        examples = self.make_args(rng, dtype)
+        return tuple(resized(rng, *pair) for pair in zip(shapes, examples, strict=True))
 
     def subsets(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Named sets of arguments: each one, then all."""
@@ -138,6 +181,7 @@ class Check:
       nested: it nests transformations that other checks apply by themselves. It is a quick test
         only for the first case of a test.
       slow: it is never a quick test.
+      jax: it depends on the version of JAX for every case.
       module: the file that it is from.
     """
 
@@ -149,6 +193,7 @@ class Check:
     detail: bool = False
     nested: bool = False
     slow: bool = False
+    jax: bool = False
     module: str = ""
 
 
@@ -164,6 +209,11 @@ def implementation(mode: str | None) -> Iterator[None]:
         if os.environ.get("JAX_FASTOPS_TEST_SETTINGS") == "strict":
             stack.enter_context(strict())
         yield
+
+
+def resized(rng: np.random.Generator, shape: tuple[int, ...], example: np.ndarray) -> np.ndarray:
+    """Values of the example, in another shape."""
+    return rng.choice(example.reshape(-1), size=shape).astype(example.dtype)
 
 
 def outputs(result: Any) -> tuple[Any, ...]:
@@ -209,18 +259,29 @@ def like(rng: np.random.Generator, args: Iterable[Any]) -> Arrays:
     return tuple(normal(rng, arg.shape, arg.dtype) for arg in args)
 
 
+def draw(case: Case, dtype: Any, name: str, sizes: dict[str, int] | None = None):
+    """Arguments, with these sizes if given, and cotangents."""
+    rng = case.rng(name)
+    args = case.make_args(rng, dtype) if sizes is None else case.sized(rng, dtype, sizes)
+    return args, like_outputs(case, rng, args)
+
+
 def all_checks(case: Case) -> list[Check]:
     """Every check that applies to a case."""
-    from harness import export, properties, sharding, transforms
+    from harness import export, kernels, properties, sharding, transforms
 
     found = [
-        dataclasses.replace(check, module=module.__name__.removeprefix("harness."))
-        for module in (transforms, sharding, export, properties)
+        dataclasses.replace(
+            check,
+            module=module.__name__.removeprefix("harness."),
+            jax=check.jax or module in (sharding, export),
+        )
+        for module in (transforms, sharding, export, properties, kernels)
         for check in module.checks(case)
     ]
     names = [check.name for check in found]
     assert len(set(names)) == len(names), f"{case}: two checks have one name"
-    return [check for check in found if check.basic or not case.basic_only]
+    return [c for c in found if c.basic or c.module == "kernels" or not case.basic_only]
 
 
 def find(
@@ -242,20 +303,23 @@ def runs(
     modes = case.modes if check.every_mode else case.modes[:1]
     dtypes = case.dtypes if check.every_dtype else case.dtypes[:1]
     quick = not check.slow and (case.thorough or not check.detail) and (leads or not check.nested)
+    if case.quick:
+        quick = re.match(case.quick, check.name) is not None
     for mode in modes:
         for dtype in dtypes:
             firsts = (mode == modes[0]) + (dtype == dtypes[0])
             if not firsts:
                 continue
             marks = []
-            if firsts == 2 and check.basic:
+            if firsts == 2 and check.basic and check.module != "kernels":
                 marks.append(pytest.mark.settings)
             if not (quick and (firsts == 2 or check.basic)):
                 marks.append(SLOW)
-            if check.module != "properties":
+            transforms = check.module not in ("properties", "kernels")
+            if transforms:
                 marks.append(pytest.mark.transform)
-                if firsts == 2 and (leads or check.module != "transforms"):
-                    marks.append(pytest.mark.jax)
+            if firsts == 2 and (check.jax or (transforms and leads)):
+                marks.append(pytest.mark.jax)
             yield mode, dtype, marks
 
 

@@ -1,6 +1,8 @@
 """Checks of `jax.export`: a program is serialized, deserialized, and called."""
 
+import collections
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,21 +11,14 @@ import jax.export
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from harness.case import Case, Check, implementation, like_outputs, of, outputs, take
+import jax_fastops as fo
+from harness.case import Case, Check, draw, implementation, of, outputs, take
 from harness.compat import x64
 from harness.numerics import assert_matches
 from harness.sharding import Layout, assert_collectives, layout_program, mesh_for, unsharded
 from harness.transforms import kept, oracle
 
 PLATFORMS = ("cpu", "cuda")
-
-
-def disabled_checks() -> list[Any]:
-    try:
-        import jax_fastops as fo
-    except ImportError:  # the harness' own tests use ops that need none
-        return []
-    return fo.export_checks()
 
 
 def program(fn, case: Case, count: int):
@@ -49,12 +44,6 @@ def expected(case: Case, values, count: int):
     return jax.jit(reference)(*values), None if case.exact else oracle(reference, *values)
 
 
-def draw(case: Case, dtype: Any, name: str):
-    rng = case.rng(name)
-    args = case.make_args(rng, dtype)
-    return args, like_outputs(case, rng, args)
-
-
 def run_export(platforms: tuple[str, ...] | None, case: Case, mode: str | None, dtype: Any) -> None:
     args, cotangents = draw(case, dtype, "export")
     values, count = (*args, *cotangents), len(args)
@@ -63,12 +52,33 @@ def run_export(platforms: tuple[str, ...] | None, case: Case, mode: str | None, 
             exported = jax.export.export(
                 jax.jit(program(case.fn, case, count)),
                 platforms=platforms,
-                disabled_checks=disabled_checks(),
+                disabled_checks=fo.export_checks(),
             )(*values)
         assert exported.platforms == (platforms or (jax.default_backend().replace("gpu", "cuda"),))
+        if case.kernels and mode == "native":
+            assert_named(exported, case.kernels)
         got = reexport(exported).call(*values)
         want, exact = expected(case, values, count)
     assert_matches(got, want, exact, case.tolerance)
+
+
+def assert_named(exported: jax.export.Exported, kernels: tuple[str, ...]) -> None:
+    """The program calls the kernels of each of its platforms that was built."""
+    modules = fo.info()["modules"]
+    built = sum(bool(modules[platform]) for platform in exported.platforms)
+    found = collections.Counter(re.findall(r"@jax_fastops\.(\w+?)\.v", exported.mlir_module()))
+    assert found == {name: built * count for name, count in collections.Counter(kernels).items()}
+
+
+def run_other_platform(case: Case, mode: str | None, dtype: Any) -> None:
+    """A platform without kernels takes the reference."""
+    args, cotangents = draw(case, dtype, "export")
+    run = jax.jit(program(case.fn, case, len(args)))
+    with x64(dtype == np.float64), implementation(mode):
+        exported = jax.export.export(run, platforms=["tpu"], disabled_checks=fo.export_checks())(
+            *args, *cotangents
+        )
+    assert "custom_call @jax_fastops" not in exported.mlir_module()
 
 
 def run_export_with_gradient(case: Case, mode: str | None, dtype: Any) -> None:
@@ -77,7 +87,9 @@ def run_export_with_gradient(case: Case, mode: str | None, dtype: Any) -> None:
     values, count = (*args, *cotangents), len(args)
     with x64(dtype == np.float64):
         with implementation(mode):
-            exported = jax.export.export(jax.jit(case.fn), disabled_checks=disabled_checks())(*args)
+            exported = jax.export.export(jax.jit(case.fn), disabled_checks=fo.export_checks())(
+                *args
+            )
             back = reexport(exported, vjp_order=1)
         got = jax.jit(program(back.call, case, count))(*values)
         want, exact = expected(case, values, count)
@@ -99,11 +111,15 @@ def run_symbolic(case: Case, mode: str | None, dtype: Any) -> None:
         outs = jax.eval_shape(lambda *a: of(case.reference, a, ())(), *symbols)
         with implementation(mode):
             exported = jax.export.export(
-                jax.jit(program(case.fn, case, count)), disabled_checks=disabled_checks()
+                jax.jit(program(case.fn, case, count)), disabled_checks=fo.export_checks()
             )(*symbols, *outs)
-        got = reexport(exported).call(*values)
-        want, exact = expected(case, values, count)
-    assert_matches(got, want, exact, case.tolerance)
+        back = reexport(exported)
+        ones = dict.fromkeys(case.letters, 1)
+        for sizes in (None, ones, *case.sizes):
+            args, cotangents = draw(case, dtype, "export", sizes)
+            values = (*args, *cotangents)
+            want, exact = expected(case, values, count)
+            assert_matches(back.call(*values), want, exact, case.tolerance, f"result of {sizes}")
 
 
 def run_sharded(case: Case, mode: str | None, dtype: Any) -> None:
@@ -118,7 +134,7 @@ def run_sharded(case: Case, mode: str | None, dtype: Any) -> None:
         ]
         with implementation(mode):
             exported = jax.export.export(
-                jax.jit(forward.make(case.fn)), disabled_checks=disabled_checks()
+                jax.jit(forward.make(case.fn)), disabled_checks=fo.export_checks()
             )(*placed)
         compiled = jax.jit(reexport(exported).call).lower(*placed).compile()
         got = compiled(*placed)
@@ -130,6 +146,7 @@ def run_sharded(case: Case, mode: str | None, dtype: Any) -> None:
 def checks(case: Case) -> Iterator[Check]:
     yield Check("export", functools.partial(run_export, None))
     yield Check("export/platforms", functools.partial(run_export, PLATFORMS))
+    yield Check("export/other_platform", run_other_platform, every_dtype=False, every_mode=False)
     if case.diff:
         yield Check("export/vjp", run_export_with_gradient)
     if case.symbolic:

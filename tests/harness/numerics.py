@@ -183,7 +183,9 @@ def assert_close(got: Any, want: Any, rtol: float, atol: float) -> None:
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-        np.testing.assert_allclose(mine, theirs, rtol=rtol, atol=atol)
+        np.testing.assert_allclose(
+            *(np.asarray(x, np.float64) for x in (mine, theirs)), rtol=rtol, atol=atol
+        )
 
 
 def norm_errors(got: Any, want: Any) -> dict[str, float]:

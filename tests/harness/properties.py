@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from hypothesis import strategies as st
 
-from harness.case import Case, Check, implementation, like_outputs, of, outputs, take
+from harness.case import Case, Check, implementation, like_outputs, of, outputs, resized, take
 from harness.compat import x64
 from harness.numerics import assert_matches, is_float, normal, sprinkled
 from harness.transforms import kept, oracle
@@ -81,7 +81,7 @@ def run(special: bool, examples: int, case: Case, mode: str | None, dtype: Any) 
     def check(drawn, seed):
         rng = np.random.default_rng(seed)
         args = tuple(
-            fill(rng, shape, arg.dtype) if is_float(arg.dtype) else _like(rng, shape, arg)
+            fill(rng, shape, arg.dtype) if is_float(arg.dtype) else resized(rng, shape, arg)
             for shape, arg in zip(drawn, template, strict=True)
         )
         tangents = tuple(fill(rng, arg.shape, arg.dtype) for arg in take(args, case.diff))
@@ -97,11 +97,6 @@ def run(special: bool, examples: int, case: Case, mode: str | None, dtype: Any) 
     template = case.make_args(case.rng("template"), dtype)
     with x64(dtype == np.float64):
         check()
-
-
-def _like(rng: np.random.Generator, shape: tuple[int, ...], template: np.ndarray) -> np.ndarray:
-    """Values of an argument that is not floating: drawn from those of the example."""
-    return rng.choice(template.reshape(-1), size=shape).astype(template.dtype)
 
 
 def checks(case: Case) -> Iterator[Check]:

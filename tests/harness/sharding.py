@@ -35,6 +35,7 @@ from harness.case import (
 )
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_matches
+from harness.programs import targets
 from harness.transforms import oracle
 
 COLLECTIVE = re.compile(
@@ -226,6 +227,7 @@ def compare(
     plain: Program | None = None,
     compiled: bool = True,
     context: bool = True,
+    kernels: Iterable[str] = (),
 ) -> None:
     """Runs a program over the mesh and compares it with the unsharded reference.
 
@@ -239,6 +241,7 @@ def compare(
       plain: the program for the unsharded reference. Default: the same.
       compiled: under `jax.jit`, where collectives are counted; otherwise operation by operation.
       context: the mesh is set as the current one, which Auto mode does not need.
+      kernels: run on each device.
     """
     want, exact = unsharded(case, plain or program, key, not case.exact or all_reduces > 0)
     types: list[Any] = []
@@ -270,7 +273,9 @@ def compare(
         tolerance = dataclasses.replace(tolerance, ulps=max(tolerance.ulps, 8.0))
     assert_matches(jax.tree.map(np.asarray, got), want, exact, tolerance)
     if compiled:
-        assert_collectives(executable.as_text(), all_reduces, len(mesh.axis_names))
+        text = executable.as_text()
+        assert_collectives(text, all_reduces, len(mesh.axis_names))
+        assert set(kernels) <= set(targets(text)), f"{kernels} do not run"
 
 
 def assert_layout(name: str, result: jax.Array, sharding: NamedSharding) -> None:
@@ -303,6 +308,13 @@ def layout_program(layout: Layout, backward: bool, case: Case, dtype: Any) -> Pr
     return forward_program(args, in_specs, layout.outputs(outs))
 
 
+def kernels_of(case: Case, mode: str | None, layout: Layout, backward: bool) -> tuple[str, ...]:
+    """The kernels that run on each device; not known where the forward sums over devices."""
+    if mode != "native" or not case.kernels_in_shards or layout.all_reduces(backward=False):
+        return ()
+    return case.kernels[1:] if backward and case.diff else case.kernels[:1]
+
+
 def run_jit(layout, axis_type, backward, case, mode, dtype, compiled=True) -> None:
     """The op with arguments that are sharded over the mesh."""
     axes = len(layout.shardings)
@@ -317,6 +329,7 @@ def run_jit(layout, axis_type, backward, case, mode, dtype, compiled=True) -> No
         layout.all_reduces(backward),
         compiled=compiled,
         context=axis_type == AxisType.Explicit or axes == 2,
+        kernels=kernels_of(case, mode, layout, backward),
     )
 
 
@@ -344,6 +357,7 @@ def run_shard_map(layout, direction, case, mode, dtype) -> None:
         layout.all_reduces(direction != "value"),
         wrap=wrap or over_mesh(program),
         plain=forward if direction == "value" else backward,
+        kernels=kernels_of(case, mode, layout, direction != "value"),
     )
 
 

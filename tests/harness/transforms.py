@@ -37,14 +37,17 @@ BATCH = 3
 # Transforms that differ from another one only in a detail (see `Check.detail`).
 DETAIL = re.compile(
     r"vmap/.*/(negative|nested)|vmap_of_jvp/.*|vmap_of_vjp/(.*/last|one_example)|vmap_of_grad/.*"
-    r"|grad_of_vmap/x\d|jvp/x\d|jit_inside|repeated|constants|linearize/.*|vmap_of_hvp/.*|hvp_of_vmap|hessian"
+    r"|grad_of_vmap/x\d|jvp/x\d|jit_inside|repeated|constants|linearize/(vmap|transpose)|vmap_of_hvp/.*|hvp_of_vmap|hessian"
     r"|hvp/forward_over_forward|third/reverse_over_forward_over_forward"
     r"|checkpoint/(everything_saveable|nothing_saveable|loss|eager)"
     r"|scan/(value|inside|jvp)|while/jvp|cond/(value|vmapped)|fori/grad"
 )
 # Transforms that nest others (see `Check.nested`). hvp/forward_over_reverse and scan/grad also do,
 # but they are quick tests of every case.
-NESTED = re.compile(r"hvp/reverse_.*|third/.*|jac.*|grad_of_vmap/.*|cond/grad|checkpoint/hvp")
+NESTED = re.compile(
+    r"hvp/reverse_.*|third/.*|jac.*|grad_of_vmap/.*|grad_of_vmap_of_grad/.*|vmap_of_vjp/.*/one"
+    r"|vmap_of_vmap_of_grad/.*|linearize/vmap/.*|vjp/transpose|cond/grad|checkpoint/(hvp|scan)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +191,10 @@ def dot(a: tuple[Any, ...], b: tuple[Any, ...]) -> jax.Array:
 # First order
 
 
+def several(x):
+    return jnp.stack([x, 2 * x, -x])
+
+
 def value(fn, inputs):
     return outputs(fn(*inputs.args))
 
@@ -219,7 +226,7 @@ def linearize(fn, inputs):
 
 def linearize_vmap(fn, inputs):
     _, tangent_map = jax.linearize(of(fn, inputs.args, inputs.diff), *inputs.primals)
-    return jax.vmap(tangent_map)(*(jnp.stack([t, 2 * t, -t]) for t in inputs.tangents))
+    return jax.vmap(tangent_map)(*map(several, inputs.tangents))
 
 
 def linearize_transpose(fn, inputs):
@@ -354,7 +361,61 @@ def hvp_of_vmap(fn, inputs, mapped):
     return jax.jvp(first, inputs.primals, inputs.primals)
 
 
+def vmap_of_one_vjp(fn, inputs, mapped):
+    """The gradient of the last differentiable argument only, for each example."""
+    return jax.vmap(jax.grad(loss(fn), inputs.diff[-1]), in_axes(inputs, mapped))(*inputs.args)
+
+
+def grad_of_vmap_of_grad(fn, inputs, mapped):
+    """Gradients of a function of the gradients of each example."""
+    each = jax.vmap(jax.grad(loss(fn), inputs.diff), in_axes(inputs, mapped))
+
+    def total(*primals):
+        found = each(*put(inputs.args, inputs.diff, primals))
+        return functools.reduce(jnp.add, (jnp.sum(g * g) for g in found))
+
+    return gradient(total, inputs)(*inputs.primals)
+
+
+def vmap_of_vmap_of_grad(fn, inputs, mapped, outer):
+    """One map over some arguments in another map over the others."""
+    axes = in_axes(inputs, mapped)
+    inner = jax.vmap(
+        jax.grad(loss(fn), inputs.diff), [None if i in outer else x for i, x in enumerate(axes)]
+    )
+    return jax.vmap(inner, [x if i in outer else None for i, x in enumerate(axes)])(*inputs.args)
+
+
+def linearize_vmap_some(fn, inputs, which):
+    """The tangents of one argument are mapped and the others are not; and the transposed map."""
+    _, tangent_map = jax.linearize(of(fn, inputs.args, inputs.diff), *inputs.primals)
+    many = jax.vmap(tangent_map, [0 if k == which else None for k in range(len(inputs.diff))])
+    tangents = put(inputs.tangents, [which], [several(inputs.tangents[which])])
+    cotangents = tuple(map(several, inputs.cotangents))
+    return many(*tangents), jax.linear_transpose(many, *tangents)(cotangents)
+
+
+def vjp_transpose(fn, inputs):
+    """The pullback, mapped and transposed."""
+    pullback = jax.vjp(of(fn, inputs.args, inputs.diff), *inputs.primals)[1]
+    cotangents = tuple(map(several, inputs.cotangents))
+    mapped = jax.vmap(pullback)
+    return jax.linear_transpose(mapped, cotangents)(mapped(cotangents))
+
+
 # Remat, control flow, donation
+
+
+def checkpoint_in_scan(fn, inputs):
+    """Gradients of a scan over a function that is computed again."""
+    step = jax.checkpoint(loss_of(fn, inputs))
+
+    def total(*primals):
+        return jax.lax.scan(lambda c, _: (c + step(*primals), None), 0 * step(*primals), length=2)[
+            0
+        ]
+
+    return gradient(total, inputs)(*inputs.primals)
 
 
 def checkpoint(fn, inputs, policy, transform):
@@ -555,7 +616,16 @@ def transforms(case: Case) -> Iterator[Transform]:
         yield Transform(
             f"grad_of_vmap/{name}", partial(grad_of_vmap, mapped=first), mapped=first, plain=False
         )
+        again = partial(grad_of_vmap_of_grad, mapped=first)
+        yield Transform(f"grad_of_vmap_of_grad/{name}", again, mapped=first, plain=False)
+        if len(diff) > 1:
+            one = partial(vmap_of_one_vjp, mapped=first)
+            yield Transform(f"vmap_of_vjp/{name}/one", one, mapped=first, plain=False)
     if len(everything) > 1:
+        every = tuple((i, 0) for i in everything)
+        for name, outer in (("first", (0,)), ("others", everything[1:])) if diff else ():
+            nested = partial(vmap_of_vmap_of_grad, mapped=every, outer=outer)
+            yield Transform(f"vmap_of_vmap_of_grad/{name}", nested, mapped=every, plain=False)
         mixed = tuple((i, 0 if i % 2 == 0 else -1) for i in everything)
         yield Transform("vmap/all/mixed", partial(vmap, mapped=mixed), mapped=mixed)
     first = tuple((i, 0) for i in everything)
@@ -593,6 +663,10 @@ def differentiable_transforms(case: Case) -> Iterator[Transform]:
     yield Transform("linearize", linearize)
     yield Transform("linearize/vmap", linearize_vmap)
     yield Transform("linearize/transpose", linearize_transpose)
+    yield Transform("vjp/transpose", vjp_transpose, plain=False)
+    if count > 1:
+        for k, i in enumerate(case.diff):
+            yield Transform(f"linearize/vmap/x{i}", partial(linearize_vmap_some, which=k))
 
     second = {
         "forward_over_reverse": forward_over_reverse,
@@ -622,6 +696,7 @@ def differentiable_transforms(case: Case) -> Iterator[Transform]:
     remat = partial(checkpoint, policy=None, transform=forward_over_reverse)
     yield Transform("checkpoint/hvp", remat, plain=False)
     yield Transform("checkpoint/loss", checkpoint_around_loss, plain=False)
+    yield Transform("checkpoint/scan", checkpoint_in_scan, plain=False)
     yield Transform(
         "checkpoint/eager", partial(checkpoint, policy=None, transform=vjp), compiled=False
     )

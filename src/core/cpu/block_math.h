@@ -9,10 +9,6 @@
 namespace jax_fastops::cpu::FASTOPS_ISA {
 namespace {
 
-// The former name of some members of A.
-template <typename A>
-using More = A;
-
 // ---- The arrays of a block ----------------------------------------------------------------------
 
 template <typename E>

@@ -28,6 +28,13 @@ __device__ __forceinline__ int BlocksOfCluster() {
   return static_cast<int>(blocks);
 }
 
+// This cluster's index in the launch.
+__device__ __forceinline__ uint32_t ClusterIndex() {
+  uint32_t index = blockIdx.x;
+  if constexpr (kHopper) asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+
 // In shared memory, at the same address in every block. kMost is the most values that are summed at
 // once; a block has kWarps warps, and a cluster up to kMaxBlocks blocks. Every thread gets the same
 // sums, bit for bit, and the same in every run. kMayBeAlone: a launch may have no clusters.

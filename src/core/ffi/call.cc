@@ -407,6 +407,10 @@ void Call::Finish() {
   for (int b = 0; b < buffers_count_ && !failed_; ++b) {
     if (!buffers_[b].read) Fail("does not know the buffer " + Describe(buffers_[b]));
   }
+  if (attributes_read_ < attributes_.size()) {
+    Fail("knows " + std::to_string(attributes_read_) + " of the call's " +
+         std::to_string(attributes_.size()) + " attributes");
+  }
 }
 
 // "x f32[2,3]"

@@ -64,6 +64,17 @@ class Call {
   const void* In(std::string_view name) { return Find(name, false).data; }
   void* Out(std::string_view name) { return Find(name, true).data; }
   bool Has(std::string_view name) const { return IndexOf(name) >= 0; }
+  // Sets pointers of a struct to buffers: call.Fill(&s, "x", &S::x, "y", &S::y). Pointers to const
+  // get operands, the others results.
+  template <typename Struct, typename Base, typename T, typename... Rest>
+  void Fill(Struct* to, std::string_view name, T* Base::* member, const Rest&... rest) {
+    if constexpr (std::is_const_v<T>) {
+      to->*member = static_cast<T*>(In(name));
+    } else {
+      to->*member = static_cast<T*>(Out(name));
+    }
+    if constexpr (sizeof...(rest) > 0) Fill(to, rest...);
+  }
   // Whether a present buffer has the accumulator type where the first operand's is narrower. Any
   // other type is an error.
   bool Wide(std::string_view name);
@@ -84,6 +95,7 @@ class Call {
 
   template <typename T>
   T Attribute(const char* name) {
+    ++attributes_read_;
     const auto value = attributes_.get<T>(name);
     if (value.has_error()) Fail(std::string("the attribute '") + name + "' is needed");
     return value.has_error() ? T{} : *value;
@@ -162,6 +174,7 @@ class Call {
   const ffi::Dictionary& attributes_;
   std::string_view text_;
   bool batch_first_ = false, failed_ = false;
+  size_t attributes_read_ = 0;
   int buffers_count_ = 0, names_count_ = 0, dims_count_ = 0;
   int rank_ = 0, stars_ = 0, pad_ = 0;  // of `...`; dimensions with a star; 1 if shapes end in 1
   int64_t batch_ = 1;

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/activation.h"
 #include "core/ffi/registry.h"
 
 #ifndef FASTOPS_JAXLIB_VERSION
@@ -57,6 +58,9 @@ inline nanobind::dict CommonBuildInfo() {
     limits[limit->name] = limit->value;
   }
   info["limits"] = limits;
+  nanobind::list activations;
+  for (const char* name : kActivationNames) activations.append(name);
+  info["activations"] = activations;
   return info;
 }
 

@@ -1,0 +1,395 @@
+"""``autofuse``: what users call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
+
+from jax_fastops import _explain
+from jax_fastops._arguments import array_leaves
+from jax_fastops.autofuse._evaluate import Plan, Settings, fused
+from jax_fastops.autofuse._rule import why
+from jax_fastops.autofuse._value import Value
+
+source_info_util.register_exclusion(__file__)  # it calls functions of users
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """A pattern that :class:`autofuse` replaces.
+
+    Attributes:
+      pattern: its name, with ``"add + "`` or ``"bias + "`` if the op takes the sum before it too.
+      where: the file and line of its last operation.
+      shape: the shape of its result.
+      dtype: the dtype of its result.
+      why: why the call takes the kernel.
+      saves: the bytes of the arrays between its operations, at least as large as its result. XLA
+        fuses some of them, so this is the most that the op does not write.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> with fo.use_implementation("native"):
+      ...     report = fo.autofuse.report(jax.nn.softmax)(jnp.ones((2, 8)))
+      >>> report.replaced[0].pattern, report.replaced[0].shape
+      ('softmax', (2, 8))
+    """
+
+    pattern: str
+    where: str
+    shape: tuple[int, ...]
+    dtype: str
+    saves: int
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Missed:
+    """A pattern that :class:`autofuse` leaves as it is.
+
+    Attributes:
+      pattern: its name, or ``"derivative"`` for a function that computes one.
+      where: the file and line of the operation that does not fit, or of the result.
+      equation: this operation and its operands.
+      reason: why the pattern stays.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> with fo.use_implementation("xla"):
+      ...     report = fo.autofuse.report(jax.nn.softmax)(jnp.ones((2, 8)))
+      >>> report.missed[0].pattern, report.missed[0].reason
+      ('softmax', "the implementation is 'xla'")
+    """
+
+    pattern: str
+    where: str
+    equation: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseReport:
+    """What :class:`autofuse` does with a function. Its text is a table.
+
+    Attributes:
+      replaced: the patterns that ops replace, in the order of the program.
+      missed: the patterns that stay, also those that are there in large part, and those of which
+        a part is replaced by a smaller pattern.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> len(fo.autofuse.report(jnp.sin)(jnp.ones(2)).replaced)
+      0
+    """
+
+    replaced: tuple[Replaced, ...]
+    missed: tuple[Missed, ...]
+
+    def __str__(self) -> str:
+        rows = [("pattern", "result", "saves", "where", "why")]
+        for r in self.replaced:
+            result = f"{r.dtype}[{','.join(map(str, r.shape))}]"
+            rows.append((r.pattern, result, _explain.size(r.saves), r.where, r.why))
+        text = f"{len(self.replaced)} patterns replaced\n"
+        text += _explain.table(rows) if self.replaced else ""
+        if self.missed:
+            alike: dict[tuple, list[Missed]] = {}  # each layer of a model has the same
+            for m in self.missed:
+                alike.setdefault((m.pattern, m.where, m.reason), []).append(m)
+            rows = [("pattern", "up to", "where", "why")]
+            for (name, *rest), group in alike.items():
+                name += f" ({len(group)} times)" if group[1:] else ""
+                rows.append((name, group[0].equation, *rest))
+            text += f"{len(self.missed)} patterns left\n" + _explain.table(rows)
+        return text.rstrip()
+
+
+class autofuse(Generic[_P, _T]):
+    """``fn`` with our ops in place of the patterns that they compute.
+
+    Traces ``fn`` and looks for what our ops compute, written by hand or by a library: activations
+    with a bias or a gate before them, relu of a sum, softmax and log_softmax, layer norm, RMS norm
+    and batch norm with what stands next to them, cross entropy with integer labels, also with the
+    product that makes its logits, interpolation, sums over windows, a bias and its attention heads.
+    A pattern is replaced where the call takes the kernel (see :func:`kernel_or`) and the result,
+    its dtype and its derivatives are the same but for rounding. All else stays as it is. It looks
+    into ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions
+    with a derivative rule of their own, which keep the rule.
+
+    A mask by ``jnp.where`` or a sum becomes the mask of :func:`softmax` if its elements are known
+    when the function is traced, and each row has one that counts, as in a causal mask. Masked
+    elements must be -inf or at most -1e9 (in float16, half of the lowest number), and the logits
+    far above. If padding has set every logit of a row that counts to that number, too, the function
+    gives the masked elements weight, and the op does not; ``check=True`` raises an error for such
+    arguments. In a row with NaN, masked elements are then 0.
+
+    The function is traced whenever it is called, so put ``jax.jit`` around it. Put ``jax.grad``
+    around it too: ``jax.grad(autofuse(loss))``. It does not see the patterns in a derivative.
+    Modules of ``flax.nnx`` may be arguments, and are updated as without it.
+
+    Args:
+      fn: a function of arrays.
+      dropout: whether dropout with a mask by ``jax.random.bernoulli`` or ``uniform`` becomes
+        :func:`dropout` with the same key and rate. Its masks are those of :func:`dropout_mask`, not
+        those of ``jax.random``.
+      check: whether each call runs both functions on its arguments and compares the results. Where
+        they differ, it runs ``fn`` once more, on arguments that differ by a rounding.
+
+    Raises:
+      ValueError: both ``dropout`` and ``check`` are set. With ``check``, the results differ by more
+        than rounding explains, or there are no values yet, under ``jax.jit`` or ``jax.grad``.
+      Whatever ``fn`` raises.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_fastops as fo
+      >>> def attention(x):
+      ...     e = jnp.exp(x - x.max(-1, keepdims=True))
+      ...     return e / e.sum(-1, keepdims=True)
+      >>> with fo.use_implementation("native"):
+      ...     y = jax.jit(fo.autofuse(attention))(jnp.zeros((1, 4)))
+      ...     print(fo.autofuse.report(attention)(jnp.zeros((2, 4))).replaced[0].pattern)
+      softmax
+      >>> y.tolist()
+      [[0.25, 0.25, 0.25, 0.25]]
+    """
+
+    def __init__(self, fn: Callable[_P, _T], *, dropout: bool = False, check: bool = False):
+        if check and dropout:
+            raise ValueError(
+                "autofuse: dropout=True changes masks, so check=True finds differences"
+            )
+        functools.update_wrapper(self, fn)
+        self._fn, self._check, self._dropout = fn, check, bool(dropout)
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        settings = Settings(dropout=self._dropout)
+        run = _checked if self._check else functools.partial(_traced, settings=settings)
+        return _call(self._fn, args, kwargs, run)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    @staticmethod
+    def report(fn: Callable[..., Any]) -> Callable[..., FuseReport]:
+        """Shows what :class:`autofuse` does with a function. Runs nothing.
+
+        Args:
+          fn: a function of arrays, or the :class:`autofuse` of one, with its options.
+
+        Returns:
+          A function of the arguments of ``fn``, where ``jax.ShapeDtypeStruct`` may stand for an
+          array. It returns a :class:`FuseReport`, and warns if nothing is replaced because ``fn``
+          computes a derivative.
+        """
+        fn, drops = (fn._fn, fn._dropout) if isinstance(fn, autofuse) else (fn, False)
+
+        @functools.wraps(fn)
+        def reported(*args: Any, **kwargs: Any) -> FuseReport:
+            plans: list[Plan] = []
+            operands, with_arrays = array_leaves(args, kwargs, _is_array)
+
+            def run(*arrays):
+                a, k = with_arrays(arrays)
+                settings = Settings(plans.append, drops)
+                results = _call(fn, a, k, functools.partial(_traced, settings=settings))
+                return list(filter(_is_array, jax.tree.leaves(results)))
+
+            jax.eval_shape(run, *operands)
+            return _report(plans)
+
+        return reported
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def _call(fn: Callable, args: tuple, kwargs: dict, run: Callable) -> Any:
+    """``run`` of a function that changes no argument: Flax' modules are given as their states."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return run(fn, args, kwargs)
+    kinds = getattr(nnx, "Pytree", nnx.Module), nnx.Variable  # also optimizers and keys
+    whole = (*kinds, nnx.State)  # the variables of a state are values
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, whole))
+    is_module = [isinstance(x, kinds) for x in leaves]
+    modules = tuple(x for x, here in zip(leaves, is_module, strict=True) if here)
+    others = [x for x, here in zip(leaves, is_module, strict=True) if not here]
+    if not modules:
+        return run(fn, args, kwargs)
+    graph, state = nnx.split(modules)
+
+    def pure(state, others):
+        merged = nnx.merge(graph, state)
+        sources = iter(others), iter(merged)
+        args, kwargs = jax.tree.unflatten(tree, [next(sources[here]) for here in is_module])
+        result = fn(*args, **kwargs)
+        after, new = nnx.split(merged)
+        if after != graph:
+            raise ValueError(
+                "autofuse: the function adds a variable to a module, or changes an attribute that "
+                "is not a variable; do that outside"
+            )
+        return result, new
+
+    result, state = run(pure, (state, others), {})
+    nnx.update(modules, state)
+    return result
+
+
+def _traced(fn: Callable, args: tuple, kwargs: dict, settings: Settings) -> Any:
+    operands, with_arrays = array_leaves(args, kwargs, _is_array)
+    rest: list[Any] = []
+
+    def traced(*arrays):
+        a, k = with_arrays(arrays)
+        results, out = jax.tree.flatten(fn(*a, **k))
+        is_array = [_is_array(x) for x in results]
+        others = [None if a else x for a, x in zip(is_array, results, strict=True)]
+        rest[:] = [out, others, is_array]
+        return list(filter(_is_array, results))
+
+    program = jax.make_jaxpr(traced)(*operands)
+    arrays = iter(fused(program.jaxpr, program.consts, operands, settings))
+    out, others, is_array = rest
+    results = [next(arrays) if a else x for a, x in zip(is_array, others, strict=True)]
+    return jax.tree.unflatten(out, results)
+
+
+# ---- the check -----------------------------------------------------------------------------------
+
+
+def _checked(fn: Callable, args: tuple, kwargs: dict) -> Any:
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        raise ValueError("autofuse: check=True needs values: call it outside of jit and grad")
+    plans: list[Plan] = []
+
+    def run(call: Callable, change: Callable = lambda x: x) -> Any:
+        def copy(x):  # because the function may donate it
+            return change(x.copy()) if isinstance(x, (jax.Array, np.ndarray)) else x
+
+        return call(*jax.tree.map(copy, (args, kwargs)))
+
+    def plain(args, kwargs):
+        return fn(*args, **kwargs)
+
+    got = run(lambda a, k: _traced(fn, a, k, Settings(plans.append)))
+    # Results are rounded as by the narrowest dtype that a replaced pattern has.
+    values = (v for p in plans for r in p.rewrites for v in (r.root, *r.reads) if v.is_floating)
+    rounding = max((float(jnp.finfo(v.dtype).eps) for v in values), default=0.0)
+    want = run(plain)
+    differences = _differences(want, got, rounding)
+    if all(error <= limit for _, error, _, _, limit in differences):
+        return got
+    # How much does a rounding of the arguments change?
+    rounded = functools.partial(_rounded, rounding=rounding)
+    changes = _differences(want, run(plain, rounded), rounding)
+    pairs = zip(differences, changes, strict=True)
+    for (path, error, _, scale, limit), (_, _, typical, _, _) in pairs:
+        limit = max(limit, 20 * typical)
+        if not error <= limit:
+            raise ValueError(
+                f"autofuse: result{path} differs by {error:.3g} where its largest element is "
+                f"{scale:.3g}; rounding explains {limit:.3g}"
+            )
+    return got
+
+
+def _rounded(x: Any, rounding: float) -> Any:
+    """``x`` with a relative error of an epsilon in each element. Whole numbers stay: masks."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or bool(jnp.all(jnp.round(x) == x)):
+        return x
+    eps = max(rounding, float(jnp.finfo(x.dtype).eps))
+    signs = np.random.default_rng(0).choice([-eps, eps], x.shape)
+    return (x * (1 + signs)).astype(x.dtype)
+
+
+def _differences(want: Any, got: Any, rounding: float) -> list[tuple]:
+    """For each array of the results: its path, errors, its scale, and what rounding explains."""
+    pairs = zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), strict=True)
+    return [
+        (jax.tree_util.keystr(path), *_difference(a, b, rounding))
+        for (path, a), b in pairs
+        if _is_array(a)
+    ]
+
+
+def _difference(want: Any, got: Any, rounding: float) -> tuple[float, float, float, float]:
+    if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+        want, got = jax.random.key_data(want), jax.random.key_data(got)
+    if not jnp.issubdtype(want.dtype, jnp.inexact):
+        error = float(not np.array_equal(want, got))
+        return error, error, 1.0, 0.0
+    tolerance = 50 * max(rounding, float(jnp.finfo(want.dtype).eps))
+    wide = np.complex128 if jnp.iscomplexobj(want) else np.float64
+    want, got = np.asarray(want).astype(wide), np.asarray(got).astype(wide)
+    finite = np.isfinite(want)
+    scale = float(np.max(np.abs(want), where=finite, initial=0.0))
+    same = np.array_equal(np.where(finite, 0, want), np.where(finite, 0, got), equal_nan=True)
+    with np.errstate(invalid="ignore"):
+        error = np.where(finite, np.abs(want - got), 0.0)
+    typical = float(np.sqrt(np.mean(error**2, where=np.isfinite(error)))) if error.size else 0.0
+    largest = float(np.max(error, initial=0.0)) if same else np.inf
+    return largest, typical, scale, tolerance * scale
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+_PUT_GRAD_AROUND = (
+    "the function computes a derivative, in which patterns are not seen; put grad around autofuse: "
+    "jax.grad(autofuse(f))"
+)
+
+
+def _report(plans: list[Plan]) -> FuseReport:
+    replaced, missed = [], []
+    for plan in plans:
+        for rewrite in reversed(plan.rewrites):
+            root = rewrite.root
+            if plan.rule:
+                reason = f"the rule of a {plan.rule} runs in a gradient; replaced only without one"
+                missed.append(_missed(rewrite.name, root, reason))
+                continue
+            large = (v for v in rewrite.inner if v.size >= root.size and v.places)
+            saves = sum(v.size * v.dtype.itemsize for v in large if v is not root)
+            reason, dtype = why(rewrite.call), str(root.dtype)
+            replaced.append(Replaced(rewrite.name, root.line, root.shape, dtype, saves, reason))
+        taken = {v for rewrite in plan.rewrites for v in (*rewrite.inner, rewrite.root)}
+        seen = set()
+        for miss in reversed(plan.search.misses):
+            shown = {miss.value, miss.value.source(narrowing=True)[0]}
+            key = miss.value, miss.name if miss.is_part else ""
+            if (miss.is_part or not shown & taken) and key not in seen:
+                seen.add(key)
+                missed.append(_missed(miss.name, miss.value, miss.reason))
+    derivative = next((p.derivative for p in plans if p.derivative is not None), None)
+    if derivative is not None:
+        missed.insert(0, _missed("derivative", derivative, _PUT_GRAD_AROUND))
+        if not replaced:
+            warnings.warn(f"autofuse: nothing is replaced: {_PUT_GRAD_AROUND}", stacklevel=3)
+    return FuseReport(tuple(replaced), tuple(missed))
+
+
+def _missed(name: str, value: Value, reason: str) -> Missed:
+    if value.node is None:
+        return Missed(name, "", "", reason)
+    equation = value.node.equation
+    operands = ", ".join(v.aval.str_short() for v in equation.invars)
+    return Missed(name, value.line, f"{equation.primitive.name}({operands})", reason)

@@ -1,0 +1,158 @@
+"""Attention heads, and halves of an array.
+
+What a chain of reshapes, transpositions and slices does is known from the strides that it gives to
+a NumPy array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+
+import numpy as np
+
+from jax_fastops.autofuse._rule import ROW, Read, Rewrite, Rule
+from jax_fastops.autofuse._value import Node, Value
+from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
+
+
+def _slice(params, x):
+    steps = params["strides"] or (1,) * x.ndim
+    return x[tuple(map(slice, params["start_indices"], params["limit_indices"], steps))]
+
+
+def _reshape(params, x):
+    y = x.reshape(params["new_sizes"])
+    if not np.may_share_memory(x, y):
+        raise AttributeError("it would copy")
+    return y
+
+
+_MOVES: dict[str, Callable] = {
+    "transpose": lambda params, x: x.transpose(params["permutation"]),
+    "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
+    "reshape": _reshape,
+    "slice": _slice,
+    "split": lambda params, x: np.split(x, np.cumsum(params["sizes"])[:-1], axis=params["axis"]),
+    "unstack": lambda params, x: list(np.moveaxis(x, params["axis"], 0)),  # of jax 0.12
+}
+# It may take its operand transposed, if only one of its dimensions is a batch.
+_PRODUCT = ("dot_general",)
+
+
+class HeadsRule(Rule):
+    """``split_heads``, ``split_qkv_heads`` and ``merge_heads``."""
+
+    def match(self, value: Value) -> Rewrite | None:
+        node = value.node
+        if node is None or node.name not in _MOVES or not value.is_plain or 0 in value.shape:
+            return None
+        if node.name == "reshape" and (x := _merged(value, node)) is not None:
+            return self.rewrite("merge_heads", merge_heads, [value], {"x": x})
+        # A value that another move uses belongs to the pattern of that move.
+        return None if _is_used_by(value, _MOVES) else self._split(value)
+
+    def _split(self, value: Value) -> Rewrite | None:
+        """The sum with a bias, split into heads: one array, or queries, keys and values."""
+        total, moves = value, set()
+        while total.node is not None and total.node.name in _MOVES:
+            moves.add(total.node.name)
+            total = total.node.inputs[0]
+        if "transpose" not in moves or len(value.shape) < 3:
+            return None
+        *lead, heads, sequence, size = value.shape
+        parts = total.shape[-1] // (heads * size)
+        whole = (*lead, sequence, parts * heads * size)
+        if parts == 1 in (heads, sequence):  # nothing moves
+            return None
+        if (
+            parts not in (1, 3)
+            or _long(total.shape) != _long(whole)
+            or total.shape[-1] != whole[-1]
+        ):
+            return None
+        array = np.empty(total.shape, np.int8)  # never touched
+        split = array.reshape(*whole[:-1], parts, heads, size)
+        views = {_strides(y): v for v, y in _views(total, array) if v.users or v.is_result}
+        strides = [_strides(split[..., i, :, :].swapaxes(-3, -2)) for i in range(parts)]
+        results = [views[key] for key in strides if key in views]
+        if value not in results:
+            return None
+        if len(results) < parts:
+            reason = "not all of queries, keys and values are split like this"
+            return self.miss("split_heads", value, reason)
+        # Attention's products have two batches, sequences and heads: XLA makes them neighbors.
+        others = _MOVES if parts == 3 else (*_MOVES, *_PRODUCT)
+        if any(_is_used_by(v, others) for v in results):
+            return None
+        for x, row in total.with_row():
+            name, op = ("x", split_heads) if parts == 1 else ("qkv", split_qkv_heads)
+            reads = {name: (x, Read(whole)), "bias": (row, ROW)}
+            return self.rewrite(f"bias + {op.__name__}", op, results, reads, num_heads=heads)
+        return self.miss("split_heads", value, "no bias is added before the heads are split")
+
+
+def _merged(value: Value, node: Node) -> Value | None:
+    """The heads that a reshape merges."""
+    before = node.inputs[0].node
+    if before is None or before.name != "transpose" or _is_used_by(value, ("transpose",)):
+        return None
+    x = before.inputs[0]
+    if len(x.shape) < 3:
+        return None
+    *lead, heads, sequence, size = x.shape
+    array = np.empty(x.shape, np.int8)  # never touched
+    views = array.transpose(before.params["permutation"]), array.swapaxes(-3, -2)
+    moved, merged = (_strides(np.squeeze(view)) for view in views)
+    if moved != merged or _long(value.shape) != _long((*lead, sequence, heads * size)):
+        return None
+    of_attention = x.node is not None and x.node.name in _PRODUCT
+    return x if of_attention or not _is_used_by(value, _PRODUCT) else None
+
+
+def _is_used_by(value: Value, names: Container[str]) -> bool:
+    return any(user.name in names for user in _users(value))
+
+
+def _users(value: Value) -> Iterator[Node]:
+    """Users of the value, looking through a transpose that feeds only dot products."""
+    for user in value.users:
+        after = user.outputs[0]
+        products = not after.is_result and all(u.name in _PRODUCT for u in after.users)
+        yield from after.users if user.name == "transpose" and products else [user]
+
+
+def _views(source: Value, array: np.ndarray) -> Iterator[tuple[Value, np.ndarray]]:
+    """The values that moves make of a value, and the views of its array."""
+    yield source, array
+    for node in source.users:
+        if node.name in _MOVES and node.inputs[0] is source:
+            try:
+                views = _MOVES[node.name](node.params, array)
+            except (AttributeError, ValueError):
+                continue
+            views = views if isinstance(views, list) else [views]
+            for value, view in zip(node.outputs, views, strict=True):
+                yield from _views(value, view)
+
+
+def _strides(x: np.ndarray) -> tuple:
+    """A key that two views of the same elements share. An axis of size 1 has any stride."""
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.strides, strict=True))
+    return x.shape, strides, x.__array_interface__["data"][0]
+
+
+def joined(first: Value, second: Value) -> Value | None:
+    """The array whose halves along the last axis are these two values."""
+    if first.node is None or first.node.name not in _MOVES:
+        return None
+    source = first.node.inputs[0]
+    if source.shape != (*first.shape[:-1], 2 * first.shape[-1]):
+        return None
+    array = np.empty(source.shape, np.int8)  # never touched
+    values = {_strides(view): v for v, view in _views(source, array)}
+    halves = [values.get(_strides(half)) for half in np.split(array, 2, -1)]
+    return source if halves == [first, second] else None
+
+
+def _long(shape) -> list[int]:
+    return [n for n in shape if n != 1]

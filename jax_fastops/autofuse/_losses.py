@@ -1,0 +1,334 @@
+"""The forms of cross entropy with integer labels, and the calls that replace them.
+
+A form is a function of the logits and labels. What it does with a label that is no class, and with
+an infinite logit, is its own. So each form has a function that gives its losses by an op. This
+function takes ``_Logits``, or the ``_Product`` that makes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fastops._signature import accumulator_dtype
+from jax_fastops.autofuse._pattern import add
+from jax_fastops.cross_entropy import cross_entropy
+from jax_fastops.linear_cross_entropy import linear_cross_entropy
+
+# ---- labels --------------------------------------------------------------------------------------
+
+
+def _wide(labels):
+    """The labels in a dtype that can hold the number of classes."""
+    return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+
+
+def _wrapped(labels, classes: int):
+    """Semantics of ``logits[label]``: negative labels wrap; out-of-range labels are too large.
+
+    The loss of a label that is too large is NaN.
+    """
+    labels = jnp.where(labels < 0, labels + classes, labels)
+    return jnp.where(labels < 0, classes, labels)
+
+
+def _nearest(labels, classes: int):
+    """Semantics of ``x[label]``: negative labels wrap; others are the nearest class."""
+    return jnp.clip(jnp.where(labels < 0, labels + classes, labels), 0, classes - 1)
+
+
+def _padding(labels, classes: int):
+    """The labels, with -1 for out-of-range labels, which so have no loss."""
+    return jnp.where((labels >= 0) & (labels < classes), labels.astype(jnp.int32), -1)
+
+
+# ---- losses by an op -----------------------------------------------------------------------------
+
+
+class _Logits(NamedTuple):
+    """The operands of ``cross_entropy``, and its options."""
+
+    labels: Any
+    classes: int
+    options: dict[str, Any]
+    x: Any
+
+    def losses(self, labels, more=None):
+        """The losses, where ``more`` is added to the loss of each token."""
+        losses = cross_entropy(self.x, labels, **self.options).astype(self.x.dtype)
+        return losses if more is None else losses + more
+
+    def some_class(self):
+        """The class of the largest logit, whose loss does not lose digits."""
+        return jnp.argmax(self.x, -1).astype(self.labels.dtype)
+
+    def logits_of(self, index):
+        return _picked(self.x, index)
+
+    def overflows(self):
+        """Where the loss of finite logits, or of one that is -inf, is infinite."""
+        of = jnp.finfo(self.x.dtype)
+        if self.options["label_smoothing"]:  # it overflows by any class with -inf
+            return jnp.max(self.x, -1) <= of.max
+        low = -float(of.max) * float(of.eps) / 4  # also in a row without an infinity
+        return self.logits_of(self.labels) < low
+
+
+class _Product(NamedTuple):
+    """The operands of ``linear_cross_entropy``, and its options."""
+
+    labels: Any
+    classes: int
+    options: dict[str, Any]
+    x: Any
+    table: Any
+    bias: Any
+    where: Any
+
+    def losses(self, labels, more=None):
+        """The losses or their sum, where ``more`` is added to the loss of each token."""
+        options = dict(bias=self.bias, where=self.where, **self.options)
+        losses = linear_cross_entropy(self.x, self.table, labels, **options)
+        if more is not None and self.options["reduction"] == "sum":
+            more = jnp.sum(more if self.where is None else jnp.where(self.where, more, 0))
+        return losses if more is None else losses + more
+
+    def some_class(self):
+        """A class whose logits are finite: the bias of classes without a word may be -inf."""
+        return 0 if self.bias is None else jnp.argmax(self.bias).astype(self.labels.dtype)
+
+    def logits_of(self, index):
+        """The logits of one class, in the dtype of the losses."""
+        wide = accumulator_dtype(self.x.dtype)
+        row = self.table[index].astype(self.x.dtype).astype(wide)
+        logits = (self.x.astype(wide) * jnp.broadcast_to(row, self.x.shape)).sum(-1)
+        logits = logits if self.bias is None else logits + self.bias[index].astype(wide)
+        cap = self.options["softcap"]
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def overflows(self):
+        """Where a bias of -inf makes the loss, or one of the losses in the sum, infinite."""
+        if self.bias is None:
+            return False
+        low = self.bias == -jnp.inf
+        if self.options["label_smoothing"]:
+            return low.any()
+        low = low[self.labels]
+        if self.options["reduction"] == "none":
+            return low
+        return (low if self.where is None else low & self.where).any()
+
+
+_Operands = _Logits | _Product
+
+
+def _by_label(of: _Operands):
+    """Semantics of ``logits[label]``: negative labels wrap; out-of-range labels give NaN."""
+    return of.losses(_wrapped(of.labels, of.classes))
+
+
+def _of_log_softmax(of: _Operands):
+    """Semantics of ``log_softmax(logits)[label]``. A logit of +inf gives NaN, because of inf - inf.
+
+    The NaN of a label that is no class has no gradient.
+    """
+    labels = _padding(_wrapped(of.labels, of.classes), of.classes)
+    losses = of.losses(labels, jnp.where(labels < 0, jnp.nan, 0))
+    return losses * jnp.where(jnp.isfinite(losses) | of.overflows(), 1, jnp.nan)
+
+
+def _by_sum(of: _Operands, top: Callable | None = None, too_large: bool = False):
+    """Semantics of ``sum(one_hot(label) * logits)``: an out-of-range label subtracts nothing.
+
+    It is computed as the loss of some class plus the logit of that class. ``top`` is the maximum
+    that the program subtracts from the logits first. With ``too_large``, a label that is too large
+    gives NaN.
+    """
+    if top is not None and isinstance(of, _Product):  # the maxima need a second matrix product
+        raise ValueError("a label that is no class has the loss of the largest logit")
+    is_class = of.labels >= 0
+    if not too_large:
+        is_class &= of.labels < of.classes
+    other = of.some_class()
+    more = of.logits_of(other)
+    more = (1 - of.options["label_smoothing"]) * more if top is None else more - top(of.x, -1)
+    return of.losses(jnp.where(is_class, of.labels, other), jnp.where(is_class, 0, more))
+
+
+def _of_one_hot(of: _Operands):
+    """Semantics of ``sum(one_hot(label) * log_softmax(logits))``: no class has no loss."""
+    return of.losses(_padding(of.labels, of.classes))
+
+
+def _nearest_class(losses: Callable) -> Callable:
+    """Wraps ``losses``: clips labels into range, like ``x[label]``."""
+
+    return lambda of: losses(of._replace(labels=_nearest(of.labels, of.classes)))
+
+
+def _nan_with_inf(losses: Callable) -> Callable:
+    """Wraps ``losses``: a row with +inf gives NaN, as inf - inf or 0 * inf, with its gradient."""
+
+    def call(of: _Operands):
+        plain = losses(of)
+        overflows = isinstance(of, _Logits) and of.overflows()
+        return plain * jnp.where(jnp.isfinite(plain) | overflows, 1, jnp.nan)
+
+    return call
+
+
+def losses_by_label(logits, labels, axis: int = -1):
+    """The losses of optax: negative labels wrap; out-of-range labels give NaN."""
+    labels = _wrapped(_wide(labels), logits.shape[axis])
+    return cross_entropy(logits, labels, axis=axis).astype(logits.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossCall:
+    """The call that replaces a form, with label smoothing and z-loss as numbers of the program."""
+
+    losses: Callable[[_Operands], Any]
+    sign: int = 1
+
+    def __call__(self, x, labels, **numbers):
+        factor, options = self._options(**numbers)
+        return factor * self.losses(_Logits(_wide(labels), x.shape[-1], options, x))
+
+    def of_product(self, x, table, labels, bias=None, where=None, *, transposed, **options):
+        """The losses, or their sum, of logits ``x @ table.T + bias``."""
+        factor, options = self._options(**options)
+        table = table.T if transposed else table
+        operands = _wide(labels), table.shape[0], options, x, table, bias, where
+        return factor * self.losses(_Product(*operands))
+
+    def _options(self, share=1.0, smooth=0.0, z=0.0, **options) -> tuple[float, dict[str, Any]]:
+        """The factor of the losses, and the options of the op."""
+        factor = share + smooth
+        if abs(factor) < 1e-6:
+            raise ValueError("the losses add up to 0")
+        numbers = dict(label_smoothing=smooth / factor, z_loss=z / factor)
+        return self.sign * factor, numbers | options
+
+
+# ---- forms ---------------------------------------------------------------------------------------
+
+
+def _picked(x, labels):
+    return jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
+
+
+def _mapped(x, labels) -> Any:
+    pick: Callable = operator.getitem
+    for _ in labels.shape:
+        pick = jax.vmap(pick)
+    return pick(x, labels)
+
+
+def _indexed(x, labels):
+    return x[(*jnp.indices(labels.shape, sparse=True), labels)]
+
+
+def _indexed_under_maps(x, labels) -> Any:
+    return _indexed(x, labels) if x.ndim < 3 else jax.vmap(_indexed_under_maps)(x, labels)
+
+
+def _summed(x, labels):
+    return jnp.sum(jnp.where(jnp.arange(x.shape[-1]) == labels[..., None], x, 0), -1)
+
+
+def _multiplied(x, labels):
+    return jnp.sum(jax.nn.one_hot(labels, x.shape[-1]) * x, -1)
+
+
+def _log_sum(x):
+    return jax.nn.logsumexp(x, axis=-1)
+
+
+def _log_softmax(x):
+    x = x - jnp.max(x, -1, keepdims=True)
+    return x - jnp.log(jnp.sum(jnp.exp(x), -1, keepdims=True))
+
+
+def _constant_max(x, axis, keepdims=False):
+    return lax.stop_gradient(jnp.max(x, axis, keepdims=keepdims))
+
+
+def _loss(
+    form: Callable, losses: Callable, smoothed: Callable | None = None, name: str = "cross_entropy"
+) -> None:
+    """Adds a form as it is and negated, with a z-loss, with label smoothing, and with both.
+
+    ``smoothed`` is the mean of the losses of all classes, as the program writes it.
+    """
+
+    def add_form(function: Callable, leaves: str = "", sign: int = 1) -> None:
+        on_last_axis = lambda *operands, axis: function(*operands)  # noqa: E731
+        add(name, on_last_axis, f"x labels {leaves}", LossCall(losses, sign), axes="last")
+
+    add_form(form)
+    # Programs often negate the mean rather than each log-likelihood.
+    add_form(lambda x, labels: -form(x, labels), sign=-1)
+    if smoothed is None:
+        return
+    add_form(lambda x, labels, z: form(x, labels) + z * _log_sum(x) ** 2, "z")
+    add_form(lambda x, labels, share, s: share * form(x, labels) + s * smoothed(x), "share smooth")
+    add_form(
+        lambda x, labels, share, s, z: (
+            share * form(x, labels) + s * smoothed(x) + z * _log_sum(x) ** 2
+        ),
+        "share smooth z",
+    )
+
+
+def _loss_of_logsumexp(pick: Callable, losses: Callable, smoothed: bool = True) -> None:
+    mean = (lambda x: _log_sum(x) - jnp.mean(x, -1)) if smoothed else None
+    _loss(lambda x, labels: _log_sum(x) - pick(x, labels), losses, mean)
+
+
+def _loss_of_log_softmax(function: Callable, pick: Callable, losses: Callable) -> None:
+    mean = lambda x: -jnp.mean(function(x), -1)  # noqa: E731
+    _loss(lambda x, labels: -pick(function(x), labels), losses, mean)
+
+
+def _loss_of_shifted(top: Callable, pick: Callable, losses: Callable) -> None:
+    """Adds a loss of logits less their maximum, whose ``exp`` does not overflow."""
+
+    def form(x, labels):
+        x = x - top(x, -1, keepdims=True)
+        return jnp.log(jnp.sum(jnp.exp(x), -1)) - pick(x, labels)
+
+    _loss(form, losses)
+
+
+_BY_INDEX = (_indexed, _mapped, _indexed_under_maps)
+_loss_of_logsumexp(lambda x, i: jnp.take_along_axis(x, i[..., None], -1).take(0, -1), _by_label)
+_loss_of_logsumexp(_picked, _by_label)
+for _function in (jax.nn.log_softmax, _log_softmax):
+    _loss_of_log_softmax(_function, _picked, _of_log_softmax)
+for _pick in _BY_INDEX:
+    _loss_of_log_softmax(jax.nn.log_softmax, _pick, _nearest_class(_of_log_softmax))
+    _loss_of_logsumexp(_pick, _nearest_class(_by_label))
+for _top in (jnp.max, _constant_max):
+    _loss_of_shifted(_top, _picked, _of_log_softmax)
+    for _pick in _BY_INDEX:
+        _loss_of_shifted(_top, _pick, _nearest_class(_of_log_softmax))
+    for _pick in (_summed, _multiplied):
+        _loss_of_shifted(_top, _pick, _nan_with_inf(functools.partial(_by_sum, top=_top)))
+_loss_of_logsumexp(_summed, _by_sum)
+_loss_of_logsumexp(
+    lambda x, labels: jnp.where(labels < x.shape[-1], _summed(x, labels), jnp.nan),
+    functools.partial(_by_sum, too_large=True),
+)
+_loss_of_logsumexp(_multiplied, _nan_with_inf(_by_sum), smoothed=False)
+_loss(
+    lambda x, labels: -_multiplied(jax.nn.log_softmax(x), labels),
+    _nan_with_inf(_of_one_hot),
+    name="cross_entropy of one_hot",
+)

@@ -1,0 +1,354 @@
+"""Matches the formula of a pattern with the values of a program.
+
+Formulas are compared modulo what does not change a result beyond rounding: the order and grouping
+of sums and products, divisions and powers as exponents, constant factors, dimensions of size 1,
+broadcasts, transpositions, and casts to a wider dtype between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import re
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+
+from jax_fastops.autofuse._graph import Level
+from jax_fastops.autofuse._pattern import Apply, Formula, Leaf, Multiple, Product, Sum, near
+from jax_fastops.autofuse._value import ELEMENTWISE, REDUCTIONS, Map, Node, Value, View, compose
+
+_COMMUTATIVE = {"max", "min", "eq", "ne", "and", "or"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """The array that a leaf stands for, and the map to it from the leaf's dimensions.
+
+    ``place`` is the map of the leaf in the formula, and ``seen`` the view that the program has.
+    """
+
+    source: Value
+    map: Map
+    place: Map = ()
+    seen: View | None = None
+
+    def where(self, level: Level) -> Bound:
+        """Rebinds to an equal array that is in a program, if there is one.
+
+        This is a view of it, or the integers before a narrowing cast, which the reader casts.
+        """
+        if self.source.is_in(level):
+            return self
+        seen = self.seen
+        while seen is not None and seen.value is not self.source:
+            if seen.value.is_in(level) and (map_ := _map_of_leaf(self.place, seen.map)) is not None:
+                return Bound(seen.value, map_)
+            step = seen.value.view(False)
+            assert step is not None, seen.value.aval
+            seen = View(step[0], compose(seen.map, step[1]))
+        cast = self.source.node
+        if cast is not None and cast.name == "convert_element_type":
+            (value,), dtype = cast.inputs, self.source.dtype
+            narrows = dtype.itemsize <= value.dtype.itemsize
+            if narrows and {value.dtype.kind, dtype.kind} <= {"i", "u"}:
+                seen = View(value, self.map)
+                source, _ = seen.source()
+                return Bound(*source, tuple(range(len(self.map))), seen).where(level)
+        return self
+
+
+def _map_of_leaf(place: Map, shown: Map) -> Map | None:
+    """From the dimensions of a leaf to those of a value, by two maps from the same dimensions."""
+    pairs: dict[int, int | None] = {}
+    for own, there in zip(place, shown, strict=True):
+        if own is None:
+            if there is not None:
+                return None
+        elif pairs.setdefault(own, there) != there:
+            return None
+    return tuple([pairs[i] for i in range(len(pairs))])
+
+
+@dataclasses.dataclass(slots=True)
+class State:
+    """A part of a match: the leaves, the free numbers, and the values that it goes through."""
+
+    leaves: dict[int, Bound]
+    free: dict[int, float]
+    inner: tuple[Value, ...]
+
+    def through(self, values: Sequence[Value]) -> State:
+        return State(self.leaves, self.free, (*self.inner, *values))
+
+
+def _order(place: Map, shown: View) -> Map | None:
+    """From the dimensions of a formula to those of a value, whose order a program may change."""
+    if place == shown.map:
+        return shown.value.identity
+    if len(place) != len(shown.map):
+        return None
+    both = list(zip(place, shown.map, strict=True))
+    pairs = dict(both)
+    if any(pairs[a] != b or (a is None) != (b is None) for a, b in both):
+        return None
+    pairs.pop(None, None)
+    order = tuple([pairs.get(i) for i in range(len(pairs))])
+    return order if set(order) == set(shown.value.identity) else None
+
+
+def _unreduced(order: Map, formula: Apply, node: Node) -> Map | None:
+    """The order of the operand of a reduction, if the axes correspond."""
+    operand = node.inputs[0]
+    if node.meaning == formula.params and order == node.outputs[0].identity:
+        return operand.identity
+    axes, own = (
+        tuple(map(int, re.findall("[0-9]+", p[0][1]))) for p in (formula.params, node.meaning)
+    )
+    others = [i for i in operand.identity if i not in axes]
+    if len(axes) != len(own) or len(others) != len(order):
+        return None
+    rest = [i for i in operand.identity if i not in own]
+    pairs = dict(zip((*axes, *others), (*own, *(rest[i] for i in order)), strict=True))
+    return tuple([pairs[i] for i in range(len(pairs))])
+
+
+class Matcher:
+    """Matches one formula at one value. ``seen`` records the longest partial match, for reports."""
+
+    def __init__(self) -> None:
+        self._digits = 0  # of the formula
+        self._eps = 0.0  # of the narrowest dtype of a number of the program
+        self.seen: tuple[Value, ...] = ()
+        self.stopped: Value | None = None
+        self._budget = 2000  # steps, so that a strange program costs no more
+
+    def __call__(self, formula: Formula, root: Value, start: State | None = None) -> State | None:
+        """The match of a result, with the leaves of another match or any."""
+        self._digits = formula.digits
+        start = State({}, {}, ()) if start is None else start
+        for state, ratio in self._scaled(formula.formula, root.identity, root.seen, start):
+            if self._near(ratio, formula.factor):
+                return state
+        return None
+
+    def _near(self, a: float, b: float) -> bool:
+        """Whether two numbers differ by no more than a rounding, if the program rounds any."""
+        rounds = self._digits > 16 or self._eps * 2.0**self._digits > 2
+        return near(a, b, self._eps if rounds else 5e-10)
+
+    def _number(self, value: Value) -> float | None:
+        if value.number is None:
+            return None
+        self._round(value)
+        return float(value.number)
+
+    def _round(self, value: Value) -> None:
+        """Notes the dtype of a number, or of its product with an array."""
+        if value.is_floating:
+            self._eps = max(self._eps, float(jnp.finfo(value.dtype).eps))
+
+    def _match(self, formula, place: Map, view: View, state: State) -> Iterator:
+        """States, and the number that the formula must be multiplied with to give the value."""
+        self._budget -= 1
+        if self._budget < 0:
+            return
+        if isinstance(formula, Leaf):
+            if (bound := self._bind(formula, place, view, state)) is not None:
+                yield bound, 1.0
+            return
+        if isinstance(formula, Apply) and formula.name == "select_n":
+            yield from self._selection(formula, place, view, state)
+        source, passed = view.source(narrowing=True)
+        state, value, order = state.through(passed), source.value, _order(place, source)
+        if order is None or value.node is None:
+            return
+        before = len(state.inner)
+        if isinstance(formula, Sum):
+            if value.terms is not None:
+                items = [(1.0, View(value, order))]
+                yield from self._sum(formula, formula.terms, items, 0.0, None, state, True)
+        elif isinstance(formula, Product):
+            if value.factors is not None:
+                items = [(View(value, order), 1.0)]
+                yield from self._product(formula.factors, items, 1.0, state, True)
+        else:
+            yield from self._apply(formula, value.node, View(value, order), state)
+        if before > len(self.seen):
+            self.seen, self.stopped = state.inner, value
+
+    def _selection(self, formula, place: Map, view: View, state: State) -> Iterator:
+        """Matches a select hidden behind views, such as labels that count from 0."""
+        while (step := view.value.view(False)) is not None:
+            value, node = view.value, view.value.node
+            state = state.through([value])
+            assert node is not None
+            if node.name == "select_n" and (order := _order(place, view)) is not None:
+                yield from self._apply(formula, node, View(value, order), state)
+            view = View(step[0], compose(view.map, step[1]))
+
+    def _scaled(self, formula, place: Map, view: View, state: State) -> Iterator:
+        """As `_match`, where the value may also be a multiple that the program computes."""
+        yield from self._match(formula, place, view, state)
+        source, passed = view.source(narrowing=True)
+        if (multiple := source.value.multiple) is not None:
+            factor, operand = multiple
+            if abs(factor) != 1:
+                self._round(source.value)
+            inside = state.through(passed)
+            for after, r in self._scaled(formula, place, source.of(operand), inside):
+                yield after, r * factor
+
+    def _bind(self, leaf: Leaf, place: Map, view: View, state: State) -> State | None:
+        source, passed = view.source()
+        mapped = _map_of_leaf(place, source.map)
+        if mapped is None:
+            return None
+        known = state.leaves.get(leaf.index)
+        if known is None:
+            bound = Bound(source.value, mapped, place, view)
+            return State({**state.leaves, leaf.index: bound}, state.free, state.inner)
+        if known.map != mapped or not _equal(known.source, source.value):
+            return None
+        return state if known.source is source.value else state.through(passed)
+
+    def _sum(self, formula, left: tuple, items, total, ratio, state, expand=False) -> Iterator:
+        """Matches the terms that are ``left`` with ``items``, which are factors and views.
+
+        ``total`` is the sum of the program's numbers, and ``ratio`` is the factor of its terms.
+        With ``expand``, the first item is the whole sum.
+        """
+        while items and (known := self._number(items[0][1].value)) is not None:
+            total += items[0][0] * known
+            items = items[1:]
+        if not items:
+            if not left:
+                yield from self._whole_sum(formula, total, ratio, state)
+            return
+        (factor, view), *rest = items
+        for i, (own, part, place) in enumerate(left[: 0 if expand else None]):
+            free = part.free if isinstance(part, Multiple) else None
+            part = part if free is None else part.formula
+            others = left[:i] + left[i + 1 :]
+            for after, r in self._match(part, place, view, state):
+                new = factor * r / own
+                if not math.isfinite(new) or not new:
+                    continue
+                if free is not None:
+                    after = State(after.leaves, {**after.free, free: new}, after.inner)
+                    yield from self._sum(formula, others, rest, total, ratio, after)
+                elif ratio is None or self._near(factor * r, ratio * own):
+                    yield from self._sum(formula, others, rest, total, new, after)
+        source, passed = view.source(narrowing=True)
+        terms = source.value.terms
+        if terms is None or len(rest) > len(left):
+            return
+        if len(terms) == 1 and abs(terms[0][0]) != 1:
+            self._round(source.value)
+        items = [*((factor * f, source.of(v)) for f, v in terms), *rest]
+        yield from self._sum(formula, left, items, total, ratio, state.through(passed))
+
+    def _whole_sum(self, formula, total: float, ratio: float | None, state: State) -> Iterator:
+        """The state after all terms. Until here, the free numbers are those of the program."""
+        multiples = {part.free for _, part, _ in formula.terms if isinstance(part, Multiple)}
+        if ratio is None:
+            if not multiples:
+                return
+            ratio = 1.0
+        free = {i: x / ratio if i in multiples else x for i, x in state.free.items()}
+        if formula.free is not None:
+            eps = total / ratio - formula.constant
+            if not self._near(free.setdefault(formula.free, eps), eps):
+                return
+        elif not self._near(total, ratio * formula.constant):
+            return
+        yield State(state.leaves, free, state.inner), ratio
+
+    def _product(self, left: tuple, items, total, state, expand=False) -> Iterator:
+        """Matches the factors that are ``left`` with ``items``, which are views and exponents."""
+        while items and (known := self._number(items[0][0].value)) is not None:
+            exponent = items[0][1]
+            if (known <= 0 and exponent != int(exponent)) or (known == 0 and exponent < 0):
+                return
+            total *= known**exponent
+            items = items[1:]
+        if not items:
+            if not left:
+                yield state, total
+            return
+        view, exponent = items[0]
+        source, rest = view.source()[0], []
+        for item in items[1:]:
+            if item[0].source()[0] == source:  # x * x
+                exponent += item[1]
+            else:
+                rest.append(item)
+        for i, (part, place, own) in enumerate(left[: 0 if expand else None]):
+            if own != exponent:
+                continue
+            for after, r in self._match(part, place, view, state):
+                if r > 0 or exponent == int(exponent):
+                    others = left[:i] + left[i + 1 :]
+                    yield from self._product(others, rest, total * r**exponent, after)
+        source, passed = view.source(narrowing=True)
+        factors = source.value.factors
+        if factors is None or exponent != int(exponent):
+            return
+        if len(rest) > sum(max(1, abs(own)) for _, _, own in left):
+            return
+        items = [*((source.of(v), e * exponent) for v, e in factors), *rest]
+        total *= source.value.sign**exponent
+        yield from self._product(left, items, total, state.through(passed))
+
+    def _apply(self, formula: Apply, node: Node, view: View, state: State) -> Iterator:
+        if node.name != formula.name or len(node.inputs) != len(formula.operands):
+            return
+        if node.name in REDUCTIONS:
+            order = _unreduced(view.map, formula, node)
+            if order is None:
+                return
+            view = View(view.value, order)
+        elif node.meaning != formula.params:
+            return
+        elif node.name not in ELEMENTWISE and view.map != view.value.identity:
+            return
+        for inputs in (node.inputs, node.inputs[::-1])[: 1 + (node.name in _COMMUTATIVE)]:
+            for after in self._operands(formula.operands, inputs, node, view, state):
+                yield after, 1.0
+
+    def _operands(self, formulas, inputs, node: Node, view: View, state: State) -> Iterator:
+        if not formulas:
+            yield state
+            return
+        formula, value = formulas[0], inputs[0]
+        if isinstance(formula, float):
+            known = self._number(value)
+            is_near = self._near if value.is_floating else operator.eq
+            if known is not None and is_near(known, formula):
+                yield from self._operands(formulas[1:], inputs[1:], node, view, state)
+            return
+        part, place, factor = formula
+        if node.name in ELEMENTWISE:
+            shown = view.of(value)
+        else:
+            shown = View(value, view.map) if node.name in REDUCTIONS else value.seen
+        for after, r in self._scaled(part, place, shown, state):
+            if self._near(r, factor):
+                yield from self._operands(formulas[1:], inputs[1:], node, view, after)
+
+
+def _equal(a: Value, b: Value, depth: int = 8) -> bool:
+    """Whether two values are computed alike."""
+    if a is b:
+        return True
+    if a.number is not None or b.number is not None:
+        return a.aval == b.aval and a.number is not None and bool(a.number == b.number)
+    x, y = a.node, b.node
+    if x is None or y is None or not depth or x.name != y.name or x.equation.effects:
+        return False
+    return (
+        (a.aval, x.outputs.index(a), len(x.inputs)) == (b.aval, y.outputs.index(b), len(y.inputs))
+        and str(x.params) == str(y.params)
+        and all(_equal(v, w, depth - 1) for v, w in zip(x.inputs, y.inputs, strict=True))
+    )

@@ -1,0 +1,393 @@
+"""The rule of the patterns: finds the largest one whose result is a value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from jax_fastops import _compat, _implementation
+from jax_fastops.autofuse._dropout import drop_at
+from jax_fastops.autofuse._heads import joined
+from jax_fastops.autofuse._masks import masked
+from jax_fastops.autofuse._match import Matcher, State
+from jax_fastops.autofuse._pattern import KINDS, MAX_RANK, Pattern, compiled
+from jax_fastops.autofuse._patterns import by_size
+from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule
+from jax_fastops.autofuse._value import FUSIBLE, REDUCTIONS, USED, Node, Value, View
+
+# ---- which patterns can be at a value ------------------------------------------------------------
+
+
+_KINDS = {
+    **dict.fromkeys(("add", "add_any", "sub"), "Sum"),
+    **dict.fromkeys(("mul", "div"), "Product"),
+}
+
+
+def _kinds(value: Value) -> set[str]:
+    """The kinds of formulas that a value may be the result of."""
+    if value.node is None:
+        return set()
+    if value.node.name == "neg":
+        return {"Sum", "Product"} | _kinds(value.node.inputs[0].source(narrowing=True)[0])
+    return {_KINDS.get(value.node.name, value.node.name)}
+
+
+_IN_NO_PATTERN = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "custom_vjp_call"}
+
+
+def _before(value: Value, limit: int, ends: Container[str] = ()) -> Iterator[Value]:
+    """A value and those that it is computed from, the nearest first."""
+    seen, left = {value}, deque([value])
+    while left and len(seen) < limit:
+        value = left.popleft()
+        yield value
+        if value.node is not None and value.node.name not in ends:
+            fresh = [v for v in value.node.inputs if v not in seen]
+            seen.update(fresh)
+            left.extend(fresh)
+
+
+def _has_plain_params(node: Node) -> bool:
+    """Whether the parameters of an operation are numbers, and no functions."""
+    if node.name == "custom_jvp_call":
+        return True
+    parts = [x for v in node.params.values() for x in (v if isinstance(v, tuple) else (v,))]
+    return not any(callable(x) or hasattr(x, "jaxpr") or hasattr(x, "eqns") for x in parts)
+
+
+def _operations_before(value: Value) -> tuple[set, tuple]:
+    """The operations right before a value, as a formula needs them, and a key of all of them."""
+    operations: set = set()
+    key: list = []
+    places: dict[Value, int] = {}
+    for before in _before(value, 120, _IN_NO_PATTERN):
+        places[before] = len(places)
+    for before in places:
+        node = before.node
+        key += (before.shape, before.dtype)
+        if node is None:
+            key.append(str(before.number))  # NaN is not NaN
+            continue
+        key.append(node.name)
+        if node.name not in _IN_NO_PATTERN:
+            key += (node.outputs.index(before), *(places.get(v) for v in node.inputs))
+            key.append(node.meaning if _has_plain_params(node) else None)
+        operations.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
+        if node.name in REDUCTIONS:
+            operations.add((node.name, node.meaning))
+    return operations, tuple(key)
+
+
+# ---- what a pattern reads ------------------------------------------------------------------------
+
+_Operands = dict[str, tuple[Value, Read]]
+
+
+def _reader(view: View, shape: Sequence[int], dtype, places: Sequence[int], counts=None):
+    """The value to read for a leaf, and what makes an array of this shape of it.
+
+    ``places`` are the dimensions of the leaf in the array. A broadcast dimension keeps size 1.
+    """
+    own = tuple([i for i in view.map if i is not None])
+    sizes = [1] * len(shape)
+    for place, i in zip(places, view.map, strict=True):
+        sizes[place] = 1 if i is None else view.value.sizes[i]
+    order = () if own == view.value.identity else own
+    return view.value, Read(tuple(sizes), dtype, counts, order)
+
+
+# ---- the rule ------------------------------------------------------------------------------------
+
+
+class PatternRule(Rule):
+    """The largest pattern, with what its op takes before the operand."""
+
+    # What matches after which operations, and whether all patterns were tried.
+    known: ClassVar[dict[tuple, tuple[list[tuple[Pattern, int]], bool]]] = {}
+
+    def __init__(self, search):
+        super().__init__(search)
+        self._tried: list[tuple[float, Miss]] = []  # with the share of the pattern
+        # Interior values of rejected reduction patterns. XLA fuses them; no other pattern may
+        # claim them.
+        self._with_reductions: set[Value] = set()
+
+    def match(self, value: Value) -> Rewrite | None:
+        source = value.source(narrowing=True)[0]
+        views = ("broadcast_in_dim", "reshape", "squeeze", "copy", "transpose")
+        if value.node is None or value.node.name in views or source.node is None:
+            return None
+        # A value without a place is the product that a `dot_general` sums.
+        is_array = value.is_floating and value.is_plain and 0 not in value.shape
+        if not value.places or not is_array:
+            return None
+        around, key = _operations_before(source)
+        key = value.shape, value.dtype, _compat.x64_is_on(), *key
+        self._tried, whole, match = [], [], None
+        for pattern, axis in self._candidates(value, source, around, key):
+            is_whole, match = self._at(pattern, axis, value, around)
+            if is_whole:
+                whole.append((pattern, axis))
+                if pattern.name == "log_softmax":
+                    self._note_weights(value)
+            if match is not None:
+                break
+        if len(self.known) > 10_000:
+            self.known.clear()
+        self.known[key] = whole, match is None
+        if match is not None:
+            larger = (m for part, m in self._tried if part == 1 and m.name != match.name)
+            if (miss := next(larger, None)) is not None:
+                self.search.misses.append(dataclasses.replace(miss, is_part=True))
+        elif self._tried:
+            self.search.misses.append(max(self._tried, key=lambda tried: tried[0])[1])
+        return match
+
+    def _candidates(self, value: Value, source: Value, around: set, key: tuple) -> Iterator[tuple]:
+        """The patterns to try, with the axis."""
+        known, all_tried = self.known.get(key, ([], False))
+        if not (self.search.thorough and all_tried):
+            yield from known
+            if all_tried:
+                return
+        kinds = _kinds(source)
+        for pattern, kind, needs in by_size():
+            if kind in kinds and needs <= around:
+                for axis in self._axes(pattern, value):
+                    yield pattern, axis
+
+    @staticmethod
+    def _axes(pattern: Pattern, value: Value) -> Sequence[int]:
+        """Axes, as numbers of long dimensions. The axes of a loss are dimensions of its logits."""
+        rank = len(value.long)
+        if rank < 2 and "batch_norm" in pattern.name:
+            return []
+        if pattern.axes == "none":
+            return [rank - 1] if rank else []
+        if "labels" in pattern.leaves:
+            return [rank]
+        if pattern.axes == "each":
+            return range(rank)
+        return [rank - 1] if value.long and value.long[-1] == len(value.shape) - 1 else []
+
+    def _note(self, name: str, value: Value, reason: str, part: float = 1.0) -> None:
+        """Notes why a pattern stays. ``part`` is the share of it that the program has."""
+        self._tried.append((part, Miss(name, value, reason)))
+
+    def _note_weights(self, value: Value) -> None:
+        """Notes a loss of a log_softmax whose weights are an array."""
+        products = (user.outputs[0] for user in value.users if user.name == "mul")
+        if any(user.name == "reduce_sum" for product in products for user in product.users):
+            reason = "the weights of the classes are no one_hot of integer labels"
+            self.miss("cross_entropy of one_hot", value, reason, True)
+
+    def _at(
+        self, pattern: Pattern, axis: int, value: Value, around: set
+    ) -> tuple[bool, Rewrite | None]:
+        """Whether the whole pattern is at a value, and the rewrite if it is possible."""
+        loss = "labels" in pattern.leaves
+        sizes: tuple | None = value.sizes
+        if loss:  # the sizes of the logits
+            before = (v for v in _before(value, 40) if v.sizes[:-1] == value.sizes)
+            sizes = next((v.sizes for v in before if len(v.long) == len(value.long) + 1), None)
+        if sizes is None or len(sizes) > MAX_RANK:
+            return False, None
+        reductions = pattern.reductions(len(sizes), axis)
+        if not ("transpose" in around or reductions <= around):
+            return False, None
+        if value in self._with_reductions and not reductions:
+            return True, None  # here, and maybe elsewhere
+        dtype = jnp.float64 if value.dtype == jnp.float64 else jnp.float32
+        n, x64 = pattern.count(sizes, axis), _compat.x64_is_on()
+        first, *others = compiled(pattern, len(sizes), axis, n, dtype, x64)
+        matcher = Matcher()
+        state = matcher(first, value)
+        if state is None:
+            part = len(set(matcher.seen)) / (1 + first.size)
+            # Sums and products that are nearly a lerp are everywhere.
+            if part > 0.7 and first.size > 5 and first.needs:
+                reason = "the formula differs from here on"
+                self._note(pattern.name, matcher.stopped or value, reason, min(part, 0.99))
+            return False, None
+        return True, self._checked(pattern, axis, value, state, others, sizes if loss else None)
+
+    def _checked(
+        self, pattern: Pattern, axis: int, root: Value, state: State, others, logits
+    ) -> Rewrite | None:
+        """The rewrite, if nothing else needs what it replaces and the kernel takes the call."""
+        inner = frozenset(state.inner)
+        for v in inner:
+            if v.is_floating and v.dtype.itemsize < root.dtype.itemsize:
+                reason = f"{v.dtype} is narrower than the result's {root.dtype}"
+                return self._note(pattern.name, v, reason)
+        nodes = {v.node for v in inner} | {root.node}
+        outside = [v for v in inner if v is not root and v.is_used_outside(nodes)]
+        more = [  # other results, such as the mean and the variance, if they are used
+            next((v for v in outside if Matcher()(formula, v, state)), Value(None))
+            for formula in others
+        ]
+        for v in outside:
+            counts = v.node is not None and v.node.name == "iota"
+            if v not in more and v.size >= root.size and not counts:
+                return self._note(pattern.name, v, USED)
+        leaves = self._leaves(pattern, root, state, logits)
+        if leaves is None:
+            return self._note(pattern.name, root, "an operand has another shape or dtype", 0.99)
+        operands, numbers = leaves
+        if pattern.axes == "each":
+            numbers["axis"] = root.long[axis]
+        refused: tuple | None = None
+        for before, op, reads, results, options in self._forms(
+            pattern, axis, root, operands, nodes
+        ):
+            name, results = before + pattern.name, [root, *more, *results]
+            rewrite = self.search.rewrite(
+                name, op, results, reads, numbers | options, inner, pattern.fanout
+            )
+            if isinstance(rewrite, Rewrite):
+                if refused is not None:
+                    self._note(*refused)
+                return rewrite
+            refused = refused or (name, root, rewrite)
+        if pattern.reductions(len(root.sizes), axis):
+            self._with_reductions.update(inner, [root])
+        reason = "XLA fuses it with its neighbors" if refused is None else refused[-1]
+        return self._note(pattern.name, root, reason)
+
+    @staticmethod
+    def _leaves(
+        pattern: Pattern, root: Value, state: State, logits
+    ) -> tuple[_Operands, dict[str, Any]] | None:
+        """For each leaf the value to read and what to do with it, and the free numbers."""
+        shape, places = root.shape, root.long
+        if logits is not None:
+            shape, places = (*root.shape, logits[-1]), (*root.long, len(root.shape))
+        operands, numbers, bounds = {}, {}, state.leaves
+        for level in sorted(root.places, key=lambda level: level.depth):
+            # The outermost program that has the root and all operands.
+            bounds = {i: bound.where(level) for i, bound in state.leaves.items()}
+            if all(bound.source.is_in(level) for bound in bounds.values()):
+                break
+        for i, name in enumerate(pattern.leaves):
+            kind = KINDS[name]
+            if kind == "free":
+                numbers[name] = state.free[i]
+                continue
+            view = View(bounds[i].source, bounds[i].map)
+            dtype = view.value.dtype
+            if view.value.is_floating is not (kind in ("full", "row")):
+                return None
+            if kind == "full" and dtype != root.dtype and dtype.itemsize >= root.dtype.itemsize:
+                return None
+            if (kind in ("row", "labels") or name in ("x", "residual")) and None in view.map:
+                return None
+            if kind == "row":
+                read = _reader(view, [1], None, [0])
+            elif kind == "labels":
+                read = _reader(view, root.shape, state.leaves[i].source.dtype, root.long)
+            else:
+                read = _reader(view, shape, root.dtype if kind == "full" else None, places)
+            operands[name] = read
+        return operands, numbers
+
+    # ---- what an op takes before its operand
+
+    def _forms(
+        self, pattern: Pattern, axis: int, root: Value, operands: _Operands, nodes
+    ) -> Iterator[tuple]:
+        """The calls to try, the one that replaces most first.
+
+        Each has what the name begins with, the op, its operands, further results, and options.
+        """
+        plain = Read(root.shape, root.dtype)
+        x, rest = operands.get("x"), {k: read for k, read in operands.items() if k != "x"}
+        if x is not None:
+            for before, own, options in self._absorbed(pattern, axis, x, root, nodes):
+                yield before, pattern.call, own | rest, [], options
+            if "up" in rest and x[1] == rest["up"][1] == plain:
+                if (both := joined(x[0], rest["up"][0])) is not None:
+                    operand = {"x": (both, Read(both.shape, root.dtype))}
+                    yield "split + ", pattern.call, operand, [], {}
+            node = None if x[1].order else x[0].node
+            if node is not None and node.name in ("add", "add_any"):
+                yield from self._of_sum(pattern, x[0], root, rest, nodes)
+        if pattern.axes == "none" and x is not None and not rest:
+            # An activation. XLA fuses it with its neighbors, so that a kernel adds a pass.
+            near = (node.name for node in (x[0].node, *root.users) if node is not None)
+            if _implementation.current() == "auto" and not FUSIBLE.isdisjoint(near):
+                return
+        yield "", pattern.call, operands, [], {}
+
+    def _of_sum(
+        self, pattern: Pattern, total: Value, root: Value, rest: _Operands, nodes
+    ) -> Iterator[tuple]:
+        """The calls that take the operands of a sum."""
+        assert total.node is not None
+        a, b = total.node.inputs
+        only = not total.is_used_outside(nodes)
+        for one, row in total.with_row() if pattern.biased else ():
+            if not only:
+                self._note("bias + " + pattern.name, total, USED)
+            elif "root" not in _operations_before(row)[0]:  # of a norm, which comes later
+                operands = {"x": (one, Read(root.shape)), "bias": (row, ROW)}
+                yield "bias + ", pattern.biased, operands, [], {}
+        op = pattern.sum_of or pattern.residual
+        if op is None or not a.shape == b.shape == root.shape:
+            return
+        same = a.dtype == b.dtype == root.dtype
+        if not same or (pattern.sum_of and not only):
+            reason = USED if same else f"the sum is {a.dtype}, the result {root.dtype}"
+            self._note("add + " + pattern.name, total, reason)
+            return
+        more = [] if pattern.sum_of else [total]
+        for one, other in ((a, b), (b, a)) if pattern.residual else ():
+            if not one.is_used_outside(nodes | {total.node}):
+                for before, own, options in self._before_sum(one):
+                    yield f"{before}add + ", op, {**own, "residual": other, **rest}, more, options
+        yield "add + ", op, {"x": a, "residual": b, **rest}, more, {}
+
+    def _before_sum(self, value: Value) -> Iterator[tuple[str, dict, dict]]:
+        """What a norm takes with an array that it adds to the residual: a dropout and a bias."""
+        drop = drop_at(value) if self.search.dropout else None
+        if drop is not None and drop.key.shape == ():
+            key, options = {"dropout_key": drop.key}, {"dropout_rate": drop.rate}
+            for inner, row in drop.x.with_row() if drop.x.leads_only_to(value) else ():
+                yield "bias + dropout + ", {"x": inner, "input_bias": (row, ROW), **key}, options
+            yield "dropout + ", {"x": drop.x, **key}, options
+        for inner, row in value.with_row():
+            yield "bias + ", {"x": inner, "input_bias": (row, ROW)}, {}
+
+    def _absorbed(self, pattern: Pattern, axis: int, x, root: Value, nodes) -> Iterator[tuple]:
+        """What a softmax takes with its operand: a factor and a mask, most first."""
+        if not pattern.scaled or x[0].is_used_outside(nodes):
+            return
+
+        def read(view: View, counts: bool | None = None) -> tuple[Value, Read]:
+            return _reader(view, root.shape, None, root.long, counts)
+
+        def fits(view: View) -> bool:
+            return None not in view.map and view.value.dtype == root.dtype
+
+        seen = View(x[0], x[1].order or root.identity)
+        choices: list[tuple] = [("", seen, {})]
+        if pattern.masked and (mask := masked(x[0], seen.map[axis])) is not None:
+            operand, which = (seen.of(v).source()[0] for v in mask[:2])
+            choices.insert(0, ("where + ", operand, {"where": read(which, mask[2])}))
+        elif pattern.masked and any(v.number is not None for *_, v, _ in x[0].selections()):
+            reason = "the mask is not known, or may leave a row empty"
+            self._note("where + " + pattern.name, x[0], reason)
+        nodes = nodes | {x[0].node}
+        for before, operand, where in choices:
+            multiple = operand.value.multiple
+            if multiple is not None and multiple[0] > 0:
+                inner = operand.of(multiple[1]).source()[0]
+                if fits(inner) and not operand.value.is_used_outside(nodes):
+                    options = {"scale": multiple[0]}
+                    yield "scale + " + before, {"x": read(inner), **where}, options
+            if where and fits(operand):
+                yield before, {"x": read(operand), **where}, {}

@@ -1,0 +1,261 @@
+"""What a rule is: it recognizes a computation in a program, and gives the call that replaces it.
+
+A rule is a class with ``match(value) -> Rewrite | None``. ``Search`` asks the rules at each value
+of a program, and traces each call to see whether it takes the kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fastops import _explain, _implementation
+from jax_fastops._dispatch import Refused, kernels_only
+from jax_fastops.autofuse._graph import Level
+from jax_fastops.autofuse._value import Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """How a call makes its operand from a value of the program.
+
+    Attributes:
+      sizes: the shape of the operand.
+      dtype: its dtype, or ``None`` for that of the value.
+      counts: for a mask of numbers, whether the elements that are not 0 count, or those that are.
+      order: the order of the value's long dimensions, if the operand has another one.
+      part: the range along each dimension of the value, or nothing for the whole value.
+    """
+
+    sizes: tuple[int, ...]
+    dtype: Any = None
+    counts: bool | None = None
+    order: tuple[int, ...] = ()
+    part: tuple[tuple[int, int], ...] = ()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = lax.slice(x, *zip(*self.part, strict=True)) if self.part else x
+        x = jnp.transpose(jnp.squeeze(x), self.order) if self.order else x
+        x = jnp.reshape(x, self.sizes)
+        if self.counts is not None:
+            x = x if x.dtype == bool else x != 0
+            return x if self.counts else ~x
+        return x if self.dtype is None or x.dtype == self.dtype else x.astype(self.dtype)
+
+
+ROW = Read((-1,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of an op, with its operands and options by name. Equal calls do the same."""
+
+    op: Callable[..., Any]
+    names: tuple[str, ...]
+    reads: tuple[Read, ...]
+    options: tuple[tuple[str, Any], ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __call__(self, *values: Any, fanout: bool = False) -> tuple[Any, ...]:
+        """All results. With ``fanout``, the first one is there twice."""
+        operands = [read(x) for read, x in zip(self.reads, values, strict=True)]
+        options = dict(self.options) | ({"fanout": True} if fanout else {})
+        results = self.op(**dict(zip(self.names, operands, strict=True)), **options)
+        results = results if isinstance(results, tuple) else (results,)
+        if fanout and isinstance(results[0], tuple):  # the op gives a pair and its other results
+            results = (*results[0], *results[1:])
+        same = [y.reshape(self.shape).astype(self.dtype) for y in results[: 1 + fanout]]
+        return *same, *results[1 + fanout :]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rewrite:
+    """A part of a program, and the call that replaces it.
+
+    A rule makes it by :meth:`Rule.rewrite`. ``reads`` are the values that the call reads, ``inner``
+    those that it computes, and ``level`` is the function that will have the call.
+    """
+
+    name: str
+    results: Sequence[Value]
+    reads: Sequence[Value]
+    call: Call
+    inner: frozenset[Value]
+    level: Level
+    fanout: bool = False
+
+    @property
+    def root(self) -> Value:
+        """The first result."""
+        return self.results[0]
+
+    @property
+    def operands(self) -> dict[str, tuple[Value, Read]]:
+        """The operands of the call by name, as :meth:`Rule.rewrite` takes them."""
+        pairs = zip(self.reads, self.call.reads, strict=True)
+        return dict(zip(self.call.names, pairs, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Miss:
+    """A computation that stays, and why. ``is_part`` says whether a part of it is replaced."""
+
+    name: str
+    value: Value
+    reason: str
+    is_part: bool = False
+
+
+Reads = Mapping[str, Value | tuple[Value, Read]]
+
+
+class Rule:
+    """Recognizes one kind of computation. A search makes one instance of each rule.
+
+    A rule is asked at each floating value that is needed, from the results of a program back.
+    ``self.search`` has the user's option ``dropout``, and gives the matches of other rules.
+    """
+
+    def __init__(self, search: Search):
+        self.search = search
+
+    def match(self, value: Value) -> Rewrite | None:
+        """The rewrite whose first result, or one of whose results, is this value."""
+        raise NotImplementedError
+
+    def rewrite(
+        self, name: str, op: Callable, results: Sequence[Value], reads: Reads, **options: Any
+    ) -> Rewrite | None:
+        """The rewrite by a call of an op, or ``None`` with a miss if the call takes no kernel.
+
+        Args:
+          name: what the report calls it.
+          op: a function of the operands and options, as keywords. A function of a module, so that
+            equal calls are traced once.
+          results: the values that the call computes, in the order of its results.
+          reads: the value of each operand, perhaps with the ``Read`` that makes the operand of it.
+          options: other arguments of the op.
+        """
+        rewrite = self.search.rewrite(name, op, results, reads, options)
+        return self.miss(name, results[0], rewrite) if isinstance(rewrite, str) else rewrite
+
+    def miss(self, name: str, value: Value, reason: str, is_part: bool = False) -> None:
+        """Notes for the report why a computation stays."""
+        self.search.misses.append(Miss(name, value, reason, is_part))
+
+
+class Search:
+    """The search of one program. A thorough one also notes what is only nearly a match."""
+
+    def __init__(self, rules: Sequence[type[Rule]], dropout: bool, thorough: bool):
+        self.dropout: bool = dropout
+        self.thorough: bool = thorough
+        self.misses: list[Miss] = []
+        self._programs: dict[tuple, Any] = {}
+        self._rules = {rule: rule(self) for rule in rules}
+        self._matches: dict[tuple[type[Rule], Value], Rewrite | None] = {}
+
+    def find(self, value: Value) -> Rewrite | None:
+        """The match of the first rule that has one at this value."""
+        if value.node is None or not value.is_floating:
+            return None
+        try:
+            for rule in self._rules:
+                if (match := self.match(rule, value)) is not None:
+                    return match
+        except RecursionError:  # thousands of factors or views, one of the other
+            self.misses.append(Miss("pattern", value, "the program is too deep"))
+        return None
+
+    def match(self, rule: type[Rule], value: Value) -> Rewrite | None:
+        """The match of one rule, which is asked once for each value."""
+        key = rule, value
+        if key not in self._matches:
+            self._matches[key] = self._rules[rule].match(value)
+        return self._matches[key]
+
+    def rewrite(
+        self, name: str, op: Callable, results: Sequence[Value], reads: Reads,
+        options: dict[str, Any], inner: frozenset[Value] | None = None, fanout: bool = False,
+    ) -> Rewrite | str:  # fmt: skip
+        """As :meth:`Rule.rewrite`, or as text why no call replaces the results.
+
+        ``inner`` are the values that the call computes, if these are more than the results.
+        ``fanout`` says whether the op has this option.
+        """
+        pairs = [v if isinstance(v, tuple) else (v, Read(v.shape)) for v in reads.values()]
+        values, how, root = [v for v, _ in pairs], tuple(read for _, read in pairs), results[0]
+        call = Call(op, tuple(reads), how, tuple(options.items()), root.shape, root.dtype)
+        levels = [level for level in root.places if all(v.is_in(level) for v in values)]
+        if not levels:
+            return "its operands are in another function"
+        if not (levels := [level for level in levels if not level.has_ref]):
+            return "its function has a Ref"
+        program = self.program(call, values)
+        if isinstance(program, str):
+            return program
+        level = min(levels, key=lambda level: level.depth)
+        inner = frozenset(results) if inner is None else inner
+        return Rewrite(name, results, values, call, inner, level, fanout)
+
+    def program(self, call: Call, values: Sequence[Value], fanout: bool = False) -> Any:
+        """The program of a call of such values, or as text why the kernel does not take it.
+
+        It is traced once, however many parts of the program it replaces.
+        """
+        types = tuple(_struct(v) for v in values)
+        key = call, types, fanout
+        if key not in self._programs:
+            self._programs[key] = _trace(call, types, fanout)
+        return self._programs[key]
+
+
+# ---- the programs of calls -----------------------------------------------------------------------
+
+
+def _struct(value: Value) -> jax.ShapeDtypeStruct:
+    sharding = getattr(value.aval, "sharding", None)
+    explicit = sharding is not None and any(s is not None for s in sharding.spec)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding if explicit else None)
+
+
+@functools.lru_cache(1024)
+def _jitted(call: Call, fanout: bool):
+    """The call with a cache of its programs, whose key has the implementation in force."""
+    return jax.jit(functools.partial(call, fanout=fanout))
+
+
+@functools.lru_cache(1024)
+def _reasons(call: Call, implementation: str) -> list[str]:
+    """Why the kernel takes a call, filled in when the call is traced."""
+    del call, implementation
+    return []
+
+
+def why(call: Call) -> str:
+    """Why the kernel takes a call."""
+    return "; ".join(_reasons(call, _implementation.current()))
+
+
+def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
+    try:
+        with kernels_only(True), _explain.decisions() as decisions:
+            traced = _jitted(call, fanout).trace(*types).jaxpr
+    except Refused as refused:
+        return str(refused) or "XLA is as fast"
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return str(error).partition("\n")[0]
+    if decisions:
+        choices = [d.forward if d.forward.kernel else d.gradient for d in decisions]
+        reasons = dict.fromkeys(choice.reason for choice in choices if choice.kernel)
+        _reasons(call, _implementation.current())[:] = reasons
+    result = traced.out_avals[0]
+    same = result.shape == call.shape and result.dtype == call.dtype
+    return traced if same else "the result has another type"

@@ -1,0 +1,487 @@
+"""The values of a traced program, and what their equations compute, however they are written.
+
+A value may be a number, a view of another one, a sum, or a product. A map gives, for each dimension
+of one array, the dimension of another one, or ``None`` if that one is broadcast along it. Maps
+index only the dimensions of size > 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jax_fastops import _compat, _patched
+
+if TYPE_CHECKING:
+    from jax_fastops.autofuse._graph import Level
+
+Map = tuple[Any, ...]  # of int | None
+
+# What operations compute, in NumPy, of their parameters and operands.
+COMPUTED: dict[str, Callable[..., Any]] = {
+    name: lambda params, *x, function=function: function(*x)
+    for name, function in {
+        **dict(add=np.add, sub=np.subtract, mul=np.multiply, div=np.divide, neg=np.negative),
+        **dict(max=np.maximum, min=np.minimum, sqrt=np.sqrt, lt=np.less, le=np.less_equal),
+        **dict(gt=np.greater, ge=np.greater_equal, eq=np.equal, ne=np.not_equal),
+        **{"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert},
+        **dict(shift_right_logical=np.right_shift),
+    }.items()
+} | {
+    "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
+    "select_n": lambda params, which, *cases: np.choose(which, cases),
+}
+# They give the number that they take, if their operand is one.
+_MOVED = {"broadcast_in_dim", "reshape", "squeeze", "copy", "stop_gradient", "pvary", "pcast"}
+REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
+ELEMENTWISE = {
+    *("exp", "log", "tanh", "erf", "erfc", "logistic", "max", "min", "abs", "is_finite", "sign"),
+    *("select_n", "stop_gradient", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"),
+}
+# XLA fuses these with each other.
+FUSIBLE = ELEMENTWISE | {
+    *("add", "add_any", "sub", "mul", "div", "neg", "square", "sqrt", "rsqrt", "integer_pow"),
+    *("pow", "convert_element_type", "broadcast_in_dim", "clamp", "sin", "cos", "log1p", "expm1"),
+}
+# They do not change the values.
+_IGNORED_PARAMS = {
+    *("accuracy", "sharding", "out_sharding", "weak_type", "new_dtype"),
+    *("indices_are_sorted", "unique_indices"),
+}
+USED = "the value is used elsewhere"
+_IDENTITIES = [tuple(range(n)) for n in range(100)]
+
+
+def compose(outer: Map, inner: Map) -> Map:
+    if inner is _IDENTITIES[len(inner)]:
+        return outer
+    return tuple([None if i is None else inner[i] for i in outer])
+
+
+class Value:
+    """A result of an equation, an operand of the program, or a constant.
+
+    A value is one array of the program, whatever its variables are: in a jitted function it has
+    another variable than outside.
+
+    Attributes:
+      node: the equation that makes it, if one does.
+      shape: its shape.
+      dtype: its dtype.
+      users: the equations that use it.
+      is_result: whether it is a result of the program.
+      long: the dimensions whose size is not 1.
+      sizes: the sizes of these dimensions.
+    """
+
+    def __init__(self, aval: Any, node: Node | None = None, number: np.ndarray | None = None):
+        self.aval: Any = aval
+        self.node: Node | None = node
+        self.array: Any = None  # if it is known when the program is traced
+        self.places: dict[Level, Any] = {}
+        self.users: list[Node] = []
+        self.is_result: bool = False
+        self.shape: tuple[Any, ...] = getattr(aval, "shape", ())
+        self.dtype: Any = getattr(aval, "dtype", None)
+        self.is_floating: bool = _is_floating(self.dtype)
+        self.long: tuple[int, ...] = _long(self.shape)
+        self.sizes: tuple[Any, ...] = tuple([self.shape[i] for i in self.long])
+        self.identity: Map = _IDENTITIES[len(self.long)]
+        self._sources: dict[bool, tuple[Value, Map, list[Value]]] = {}
+        if node is None:
+            self.number = number
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether no dimension is symbolic."""
+        return all(isinstance(d, int) for d in self.shape)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its shape is static, and its dtype is not that of a Python number."""
+        return self.is_static and not self.aval.weak_type
+
+    @property
+    def line(self) -> str:
+        """The user's file and line of its equation, or of the call of the function that has it."""
+        if self.node is None:
+            return ""
+        equations = (self.node.equation, *(level.equation for level in self.node.level.chain()))
+        return next(filter(None, map(_compat.source_line, equations)), "")
+
+    # ---- numbers and views
+
+    @functools.cached_property
+    def number(self) -> Any:
+        """The one number of which the array consists, or ``None``."""
+        node = self.node
+        if node is None or (node.name not in COMPUTED and node.name not in _MOVED):
+            return None
+        if node.name == "div" and not self.is_floating:  # rounds towards 0
+            return None
+        given = [v.number for v in node.inputs]
+        if not given or any(x is None for x in given):
+            return None
+        if node.name in _MOVED:
+            return given[0]
+        with np.errstate(all="ignore"):
+            return np.asarray(COMPUTED[node.name](node.params, *given))
+
+    def source(self, narrowing: bool = False) -> tuple[Value, Map, list[Value]]:
+        """The array of which this is a view, the map to it, and the values from this one to it.
+
+        With ``narrowing``, a cast to a narrower dtype is a view, too.
+        """
+        if narrowing not in self._sources:
+            if (step := self.view(narrowing)) is None:
+                self._sources[narrowing] = self, self.identity, [self]
+            else:
+                source, inner, passed = step[0].source(narrowing)
+                self._sources[narrowing] = source, compose(step[1], inner), [self, *passed]
+        return self._sources[narrowing]
+
+    def whole_source(self) -> tuple[Value, list[Value]] | None:
+        """The source and the values up to it, if shape and order of dimensions are equal."""
+        source, shown, passed = self.source()
+        same = source.shape == self.shape and shown == self.identity
+        return (source, passed) if same else None
+
+    def view(self, narrowing: bool) -> tuple[Value, Map] | None:
+        """The operand that has the same elements, and the map to it."""
+        node = self.node
+        if node is None or not node.inputs:
+            return None
+        operand, name = node.inputs[0], node.name
+        if name == "broadcast_in_dim":
+            place = {d: i for i, d in enumerate(node.params["broadcast_dimensions"])}
+            index = {d: i for i, d in enumerate(operand.long)}
+            return operand, tuple(index.get(place[d]) if d in place else None for d in self.long)
+        if name == "transpose":
+            order = node.params["permutation"]
+            return operand, tuple(operand.long.index(order[d]) for d in self.long)
+        other = self._viewed(node, operand, narrowing)
+        return None if other is None or self.sizes != other.sizes else (other, self.identity)
+
+    def _viewed(self, node: Node, operand: Value, narrowing: bool) -> Value | None:
+        """The operand that has the same elements, if it has the same long dimensions."""
+        name = node.name
+        if name in ("squeeze", "expand_dims", "slice", "copy", "copy_p", "pvary", "pcast"):
+            return operand
+        if name == "reshape":
+            return operand if node.params.get("dimensions") is None else None
+        if name == "reshard":  # of jnp.where in a mesh
+            return operand if self.aval.sharding.spec == operand.aval.sharding.spec else None
+        if name == "convert_element_type":
+            if self.dtype.kind in "iu" and operand.dtype.kind in "iu":
+                return operand if np.can_cast(operand.dtype, self.dtype) else None
+            same = self.is_floating and operand.is_floating
+            narrower = self.dtype.itemsize < operand.dtype.itemsize
+            wider = self.dtype.itemsize > operand.dtype.itemsize or self.dtype == operand.dtype
+            return operand if same and (wider or (narrowing and narrower)) else None
+        unit = {"sub": 0, "div": 1}.get(name)
+        if unit is not None and node.inputs[1].number == unit:
+            return operand
+        neutral = {"max": -np.inf, "and": True, "or": False}.get(name)
+        if neutral is not None and (name == "max" or self.dtype == bool):
+            for number, other in (node.inputs, node.inputs[::-1]):
+                if number.number is not None and number.number == neutral:
+                    return other
+        if name == "select_n":
+            if operand.number is not None:
+                return node.inputs[1 + int(operand.number)]
+            return node.inputs[1] if _is_negative_iota(operand) else None  # an index counts from 0
+        if name == "gather":  # `take` of the only element
+            indexed = node.params["dimension_numbers"].start_index_map
+            if node.inputs[1].number == 0 and all(operand.shape[d] == 1 for d in indexed):
+                return operand
+        return None
+
+    def map_to(self, operand: Value) -> Map:
+        """From the dimensions of this element-wise result to those of an operand."""
+        if len(operand.shape) != len(self.shape):  # a scalar
+            return (None,) * len(self.long)
+        if operand.long == self.long:
+            return self.identity
+        index = {d: i for i, d in enumerate(operand.long)}
+        return tuple([index.get(d) for d in self.long])
+
+    @property
+    def seen(self) -> View:
+        """The value as it is."""
+        return View(self, self.identity)
+
+    # ---- sums, products, and selections
+
+    @property
+    def terms(self) -> list[tuple[float, Value]] | None:
+        """The summands of a sum, or the array of a multiple, with their factors."""
+        node = self.node
+        if node is None:
+            return None
+        if node.name in ("add", "add_any", "sub"):
+            a, b = node.inputs
+            return [(1.0, a), (-1.0 if node.name == "sub" else 1.0, b)]
+        if node.name == "neg":
+            return [(-1.0, node.inputs[0])]
+        if node.name in ("mul", "div") and self.is_floating:
+            a, b = node.inputs
+            if (k := b.number) is not None and k:
+                return [(float(k) if node.name == "mul" else 1 / float(k), a)]
+            if node.name == "mul" and (k := a.number) is not None:
+                return [(float(k), b)]
+        return None
+
+    @property
+    def multiple(self) -> tuple[float, Value] | None:
+        """The number and the array, if this is their product."""
+        terms = self.terms
+        return terms[0] if terms is not None and len(terms) == 1 else None
+
+    @property
+    def factors(self) -> list[tuple[Value, float]] | None:
+        """The factors of a product with their exponents."""
+        node = self.node
+        if node is None or not self.is_floating:
+            return None
+        exponent = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "neg": 1.0}.get(node.name)
+        if node.name == "integer_pow":
+            exponent = float(node.params["y"])
+        if node.name == "pow" and (k := node.inputs[1].number) is not None:
+            exponent = float(k)
+        if exponent is not None:
+            return [(node.inputs[0], exponent)]
+        if node.name in ("mul", "div"):
+            a, b = node.inputs
+            return [(a, 1.0), (b, 1.0 if node.name == "mul" else -1.0)]
+        return None
+
+    @property
+    def sign(self) -> float:
+        """The sign of the product of the factors."""
+        return -1.0 if self.node is not None and self.node.name == "neg" else 1.0
+
+    def with_row(self) -> Iterator[tuple[Value, Value]]:
+        """The array and the row along the last axis, if this is their sum."""
+        node = self.node
+        if node is not None and node.name in ("add", "add_any") and self.shape[-1:] != (1,):
+            for x, bias in (node.inputs, node.inputs[::-1]):
+                row, inner, _ = bias.source()
+                last = (None,) * (len(self.long) - 1) + (0,)
+                shown = compose(self.map_to(bias), inner)
+                if shown == last and (x.shape, x.dtype) == (self.shape, self.dtype):
+                    yield x, row
+
+    def selections(self) -> Iterator[tuple[Value, Value, Value, bool]]:
+        """For each array of a selection: the mask, the array, the other array, and a sign.
+
+        The sign is True if the selection takes the array where the mask is True.
+        """
+        node = self.node
+        if node is not None and node.name == "select_n" and len(node.inputs) == 3:
+            which, a, b = node.inputs
+            yield which, a, b, False
+            yield which, b, a, True
+
+    # ---- uses
+
+    def is_in(self, level: Level) -> bool:
+        """Whether a program has the value, or can make it because it is a number."""
+        return level in self.places or self.number is not None
+
+    def is_used_outside(self, nodes: set[Any]) -> bool:
+        """Whether other nodes use the value, or a view of it."""
+
+        def is_inside(user: Node) -> bool:
+            shown = user.outputs[0]
+            view = len(user.outputs) == 1 and self in shown.source()[2]
+            return view and shown is not self and not shown.is_used_outside(nodes)
+
+        return self.is_result or any(u not in nodes and not is_inside(u) for u in self.users)
+
+    def leads_only_to(self, end: Value) -> bool:
+        """Whether the value has no use but another one, through operations of one user each."""
+        value = self
+        while value is not end:
+            if value.is_result or len(value.users) != 1:
+                return False
+            value = value.users[0].outputs[0]
+        return True
+
+
+@functools.lru_cache(1024)
+def _is_floating(dtype) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+@functools.lru_cache(1024)
+def _long(shape: tuple) -> tuple[int, ...]:
+    return tuple(i for i, d in enumerate(shape) if not (isinstance(d, int) and d == 1))
+
+
+def _is_negative_iota(value: Value) -> bool:
+    """Whether a value is the comparison of an ``iota`` with 0, which is never less."""
+    node = value.node
+    if node is None or node.name != "lt" or node.inputs[1].number != 0:
+        return False
+    numbers = node.inputs[0].source()[0].node
+    return numbers is not None and numbers.name == "iota" and not _wraps(numbers.outputs[0])
+
+
+class View(NamedTuple):
+    """An array as it is seen: the map gives the dimension of ``value`` for each dimension seen."""
+
+    value: Value
+    map: Map
+
+    def source(self, narrowing: bool = False) -> tuple[View, list[Value]]:
+        """The view of the array that is seen, and the values up to it."""
+        source, inner, passed = self.value.source(narrowing)
+        return View(source, compose(self.map, inner)), passed
+
+    def of(self, operand: Value) -> View:
+        """The view of an operand of an element-wise operation."""
+        return View(operand, compose(self.map, self.value.map_to(operand)))
+
+
+class Node:
+    """An equation that is no call of a jitted function.
+
+    Attributes:
+      name: the name of its primitive.
+      params: the parameters of its primitive.
+      inputs: the values that it reads.
+      outputs: the values that it makes.
+      equation: the equation.
+    """
+
+    def __init__(self, equation: Any, inputs: Sequence[Value], level: Level):
+        self.equation: Any = equation
+        self.inputs: Sequence[Value] = inputs
+        self.level: Level = level
+        self.name: str = equation.primitive.name
+        self.params: dict[str, Any] = equation.params
+        self.outputs: list[Value] = []
+
+    @functools.cached_property
+    def meaning(self) -> tuple[Any, ...]:
+        """The parameters, without those that depend on sizes."""
+        params = {k: v for k, v in self.params.items() if k not in _IGNORED_PARAMS}
+        if self.name in REDUCTIONS:
+            long = self.inputs[0].long
+            params = {"axes": tuple(sorted(long.index(a) for a in params["axes"] if a in long))}
+        if self.name == "iota":
+            long = self.outputs[0].long
+            dimension = self.params["dimension"]
+            params = {"along": long.index(dimension) if dimension in long else None}
+            if _wraps(self.outputs[0]):
+                params["wraps"] = True
+        if self.name == "custom_jvp_call":
+            params = {"rule": _derivative_rule(self)}
+        if self.name == "gather" and (along := _picks(self)) is not None:
+            params = {"along": along, "fill": params["fill_value"], "mode": params["mode"]}
+        return tuple(sorted((k, str(v)) for k, v in params.items()))
+
+
+def _wraps(indices: Value) -> bool:
+    """Whether the dtype of an ``iota`` is too narrow for the largest number."""
+    assert indices.node is not None
+    size = indices.shape[indices.node.params["dimension"]]
+    integers = jnp.issubdtype(indices.dtype, jnp.integer)
+    return integers and isinstance(size, int) and size - 1 > jnp.iinfo(indices.dtype).max
+
+
+def _picks(node: Node) -> int | None:
+    """The dimension along which a gather picks one element for each index, or ``None``.
+
+    The other dimensions are those of the indices, in order. A dimension of size 1 may be a slice.
+    """
+    x, indices = node.inputs
+    numbers = node.params["dimension_numbers"]
+    index = numbers.start_index_map
+    if len(index) != 1 or index[0] not in x.long or any(n != 1 for n in node.params["slice_sizes"]):
+        return None
+    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    mapped = [(int(i), int(j)) for i, j in pairs if i in x.long]
+    others = [i for i in x.long if i != index[0]]
+    same = mapped == list(zip(others, indices.long, strict=False)) and len(mapped) == len(others)
+    if not same or len(indices.long) != len(others) or indices.shape[-1] != 1:
+        return None
+    return x.long.index(index[0])
+
+
+# ---- derivative rules ----------------------------------------------------------------------------
+
+# By the function, weakly: the cache keeps no function of the user alive.
+_rules: weakref.WeakKeyDictionary[Callable, dict[tuple, str]] = weakref.WeakKeyDictionary()
+
+
+def _derivative_rule(node: Node) -> str:
+    """The value and derivative of a function with its own rule, as text without shapes."""
+    given = _compat.derivative_rule(node.equation)
+    if given is None:
+        return _traced_rule(node)
+    known = _rules.setdefault(given[0], {})
+    key = *given[1:], *((v.shape, v.dtype) for v in node.inputs), _compat.x64_is_on()
+    if (text := known.get(key)) is None:
+        text = _traced_rule(node)
+        if not text.startswith("unknown"):  # under other settings it may be one of ours
+            known[key] = text
+    return text
+
+
+def _traced_rule(node: Node) -> str:
+    def call(*args):
+        bound = node.equation.primitive.get_bind_params(node.params)
+        subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
+        return node.equation.primitive.bind(*subfuns, *args, **params)
+
+    x = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in node.inputs]
+    try:
+        # JAX keeps this trace for the user's gradient: it is under the user's checks of promotion.
+        with _patched.off(), jax.disable_jit(False):
+            return _text(jax.make_jaxpr(lambda x, t: jax.jvp(call, x, t))(x, x).jaxpr)
+    except Exception:  # whatever the rule raises, it is not one of ours
+        return f"unknown {id(node)}"
+
+
+def _text(jaxpr) -> str:
+    """A program without shapes. A broadcast number counts as the number: `vmap` broadcasts it."""
+    names = {v: f"operand {i}" for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+    numbers, lines = set(), []
+
+    def name(atom):
+        return str(np.asarray(atom.val).tolist()) if isinstance(atom, Literal) else names[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [name(x) for x in equation.invars]
+        outs = equation.outvars
+        names |= {v: f"result {i} of {len(lines)}" for i, v in enumerate(outs)}
+        first = equation.invars[0] if equation.invars else None
+        if equation.primitive.name == "broadcast_in_dim" and (
+            isinstance(first, Literal) or first in numbers
+        ):
+            names[outs[0]] = operands[0]
+            numbers.add(outs[0])
+        else:
+            lines.append((_without_shapes(str(equation)), operands))
+    return str((lines, [name(v) for v in jaxpr.outvars]))
+
+
+def _without_shapes(text: str) -> str:
+    """The text without shapes, meshes and line breaks, whose positions depend on shapes."""
+    text = re.sub(r"ctx_mesh=\w*Mesh\(([^()]|\([^()]*\))*\)", "", text)
+    text = re.sub(r"\b[a-z]+[0-9]*\[[0-9,]*\]|\([0-9, ]*\)", "", text)
+    return re.sub(r"[\s;]+", " ", text)

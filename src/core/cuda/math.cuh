@@ -1,0 +1,33 @@
+// Functions of the special function unit, and those that exist for float and double.
+#ifndef JAX_FASTOPS_CORE_CUDA_MATH_CUH_
+#define JAX_FASTOPS_CORE_CUDA_MATH_CUH_
+
+#include <cmath>
+
+namespace jax_fastops::cuda {
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+// 2^x. Subnormal results become 0.
+__device__ __forceinline__ float Exp2(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+// 1 / x, accurate to about one unit in the last place, with a tenth of the instructions of a
+// division. Subnormal results become 0.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
+}
+
+__device__ __forceinline__ float Exp(float x) { return expf(x); }
+__device__ __forceinline__ double Exp(double x) { return exp(x); }
+__device__ __forceinline__ float Log(float x) { return logf(x); }
+__device__ __forceinline__ double Log(double x) { return log(x); }
+
+}  // namespace jax_fastops::cuda
+
+#endif  // JAX_FASTOPS_CORE_CUDA_MATH_CUH_

@@ -1,0 +1,69 @@
+// Property test of the plans of kernels over rows: every row has lanes, the lanes of a row are
+// those that its kernel accepts, and no lane is idle that the plan could have left out.
+#include "core/plan_rows.h"
+
+#include <cstdint>
+
+#include "core/integer.h"
+#include "property.h"
+
+namespace jax_fastops {
+namespace {
+
+#define CHECK_PLAN(condition)                                                                      \
+  CHECK(condition,                                                                                 \
+        "%lld rows of %lld elements, %d bytes, reduces %d, %d SMs, cluster %d: short %d, %d "      \
+        "lanes, %d threads, %d blocks of a row, %d rows of a block, %lld blocks",                  \
+        (long long)shape.rows, (long long)shape.n, shape.itemsize, (int)shape.reduces, processors, \
+        max_cluster, (int)plan.is_short, 1 << plan.log_lanes, plan.threads, plan.blocks_of_row,    \
+        plan.rows_of_block, (long long)plan.blocks)
+
+void CheckPlan(const RowsShape& shape, int processors, int max_cluster) {
+  const RowsPlan plan = PlanRows(shape, processors, max_cluster);
+  const int64_t bytes = shape.n * shape.itemsize, words = CeilDiv(bytes, 16);
+  const int64_t lanes = int64_t{1} << plan.log_lanes;
+  CHECK_PLAN(plan.log_lanes >= 0 && plan.blocks >= 1 && plan.blocks_of_row >= 1);
+  CHECK_PLAN(plan.threads >= 32 && plan.threads <= kMaxRowThreads);
+  CHECK_PLAN((plan.threads & (plan.threads - 1)) == 0);
+  CHECK_PLAN(lanes <= 32 || lanes == plan.threads);
+  if (plan.is_short) {
+    CHECK_PLAN(lanes <= 32 && plan.threads == kShortRowThreads && plan.blocks_of_row == 1);
+    CHECK_PLAN(MayBeShort(shape.reduces, shape.itemsize));
+    CHECK_PLAN(bytes % 16 != 0 && lanes < 2 * shape.n);
+    CHECK_PLAN(plan.rows_of_block >= 1 && plan.rows_of_block * lanes <= kShortRowThreads);
+    CHECK_PLAN(plan.rows_of_block * bytes + 32 <= 48 << 10);  // shared memory
+    CHECK_PLAN(plan.blocks == CeilDiv(shape.rows, plan.rows_of_block));
+    return;
+  }
+  if (lanes <= 32) {
+    CHECK_PLAN(plan.blocks_of_row == 1 && lanes < 2 * words);
+    CHECK_PLAN(plan.blocks == CeilDiv(shape.rows, plan.threads / lanes));
+    CHECK_PLAN(lanes == 32 || words <= lanes * 2 * kRowWords);
+    return;
+  }
+  CHECK_PLAN(plan.blocks == shape.rows * plan.blocks_of_row && lanes <= words);
+  if (shape.reduces) {
+    CHECK_PLAN(plan.blocks_of_row <= max_cluster);
+    CHECK_PLAN(plan.blocks_of_row == 1 || plan.blocks <= processors);
+  } else {
+    // No block is without a chunk, and none has more than two.
+    CHECK_PLAN((plan.blocks_of_row - 1) * lanes * kRowWords < words);
+    CHECK_PLAN(plan.blocks_of_row * lanes * kRowWords * 2 >= words);
+  }
+}
+
+}  // namespace
+}  // namespace jax_fastops
+
+int main() {
+  using namespace jax_fastops;
+  Random random(1);
+  for (int i = 0; i < kShapes; ++i) {
+    RowsShape shape;
+    shape.itemsize = 2 << random.Below(3);
+    shape.rows = random.Size(random.Coin() ? 256 : int64_t{1} << 31);
+    shape.n = random.Size(int64_t{1} << 30);
+    shape.reduces = random.Coin();
+    CheckPlan(shape, static_cast<int>(random.Size(200)), 1 << random.Below(4));
+  }
+}
