@@ -14,6 +14,7 @@ from jax_fastops._implementation import set_implementation, use_implementation
 from jax_fastops._info import info
 from jax_fastops._patch import patch
 from jax_fastops._version import __version__
+from jax_fastops.attention import attention, qkv_attention
 from jax_fastops.autofuse import FuseReport, Missed, Replaced, autofuse
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference, batch_norm_statistics
 from jax_fastops.bias_act import bias_act
@@ -38,6 +39,7 @@ __all__ = [
     "Replaced",
     "__version__",
     "add_relu",
+    "attention",
     "autofuse",
     "batch_norm",
     "batch_norm_inference",
@@ -58,6 +60,7 @@ __all__ = [
     "max_pool",
     "merge_heads",
     "patch",
+    "qkv_attention",
     "relu",
     "residual_layer_norm",
     "residual_rms_norm",

@@ -232,7 +232,7 @@ _DROPOUT_OP = Op(
 )
 
 
-def _apply(name: str, x, axis, where, scale, drop: Drop | None = None) -> Any:
+def softmax_of(name: str, x, axis, where, scale, drop: Drop | None = None) -> Any:
     given = {"x": x} | ({} if where is None else {"where": where})
     x, *rest = as_arrays(name, **given)
     (x,) = map(not_weak, same_floating_dtype(name, [x], ["x"]))
@@ -407,7 +407,7 @@ def softmax(
       [[0.5, 0.5, 0.0]]
     """
     drop = drop_of("softmax", "dropout_key", dropout_key, "dropout_rate", dropout_rate)
-    return _apply("softmax", x, axis, where, scale, drop)
+    return softmax_of("softmax", x, axis, where, scale, drop)
 
 
 def log_softmax(
@@ -455,4 +455,4 @@ def log_softmax(
       >>> jnp.exp(fo.log_softmax(jnp.array([1.0, 1.0]))).tolist()
       [0.5, 0.5]
     """
-    return _apply("log_softmax", x, axis, where, scale)
+    return softmax_of("log_softmax", x, axis, where, scale)

@@ -303,6 +303,15 @@ def test_linear_cross_entropy(tmp_path):
     assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-2)
 
 
+def test_attention(tmp_path):
+    rows = rows_of("attention", "--dtype float32", tmp_path)
+    assert {(row["contender"], row["kind"]) for row in rows} >= {
+        ("ours", "dropout"),
+        ("plain", "causal"),
+    }
+    assert all(row["ms"] > 0 for row in rows)
+
+
 def test_accuracy(tmp_path, monkeypatch):
     monkeypatch.setattr(accuracy, "DTYPES", ("bfloat16",))
     monkeypatch.setattr(accuracy, "DATA", {"ordinary": lambda x: x})

@@ -1,0 +1,114 @@
+"""How long does attention take?
+
+Forward and backward of the sum of random results, in one program, in steady state, each row in a
+process of its own:
+
+``ours``    ``attention``
+``plain``   ``jax.nn.dot_product_attention``, with dropout written by hand where there is any
+``cudnn``   the same by cuDNN, on a GPU, without dropout
+``torch``   PyTorch's ``scaled_dot_product_attention``, compiled, with its own dropout
+
+A size is batch x length x heads x size of a head.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.cases import DROP_RATE, fo, functional
+from benchmarks.processes import jax_calls, timed, torch_wait
+from benchmarks.programs import temp_bytes
+
+FORMS = ("ours", "plain", "cudnn", "torch")
+SIZES = ("32x512x12x64", "64x128x12x64", "8x2048x32x64", "4x4096x64x128")
+KINDS = ("plain", "causal", "lengths", "dropout")
+
+
+def options(add) -> None:
+    add("--contenders", nargs="+", choices=FORMS, default=["ours", "plain"])
+    add("--sizes", nargs="+", default=SIZES, help="for a CPU, for example 4x128x12x64")
+    add("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    add("--dtype", default="bfloat16")
+
+
+def rows(options):
+    sizes = ("2x16x2x8",) if options.small else options.sizes
+    return [
+        dict(contender=name, size=size, kind=kind)
+        for size in sizes
+        for kind in options.kinds
+        for name in options.contenders
+        if (name, kind) != ("cudnn", "dropout")
+    ]
+
+
+def facts(options) -> dict:
+    return dict(dtype=options.dtype, dropout_rate=DROP_RATE)
+
+
+def lengths_of(batch: int, length: int) -> np.ndarray:
+    """Uniform from half to all."""
+    return np.random.default_rng(0).integers(length // 2, length + 1, batch).astype(np.int32)
+
+
+def measure(options, contender: str, size: str, kind: str) -> dict:
+    batch, length, heads, width = map(int, size.split("x"))
+    lengths = lengths_of(batch, length) if kind == "lengths" else None
+    if contender == "torch":
+        return _of_torch(options, (batch, heads, length, width), kind, lengths)
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = (
+        jax.random.normal(key, (batch, length, heads, width), options.dtype) for key in keys[:3]
+    )
+    given: dict = {"is_causal": kind == "causal"}
+    if lengths is not None:
+        given["key_value_seq_lengths"] = lengths
+
+    def attend(q, k, v, key):
+        if contender == "ours":
+            drop = dict(dropout_key=key, dropout_rate=DROP_RATE) if kind == "dropout" else {}
+            return fo.attention(q, k, v, **given, **drop)
+        if kind == "dropout":
+            return _dropped(q, k, v, key)
+        implementation = "cudnn" if contender == "cudnn" else "xla"
+        return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **given)
+
+    def loss(q, k, v, key):
+        return attend(q, k, v, key).astype(jnp.float32).sum()
+
+    step = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, keys[3]).compile()
+    found, _ = jax_calls(options, lambda: step(q, k, v, keys[3]))
+    return found | {"temp_bytes": temp_bytes(step)}
+
+
+def _dropped(q, k, v, key):
+    """Attention with dropout as it is written in plain JAX."""
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(scores * q.shape[-1] ** -0.5).astype(q.dtype)
+    keep = jax.random.bernoulli(key, 1 - DROP_RATE, weights.shape)
+    weights = jnp.where(keep, weights / (1 - DROP_RATE), jnp.zeros((), q.dtype))
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def _of_torch(options, shape, kind: str, lengths) -> dict:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made = dict(device=device, dtype=getattr(torch, options.dtype), requires_grad=True)
+    q, k, v = (torch.randn(shape, **made) for _ in range(3))
+    mask = None
+    if lengths is not None:
+        keys = torch.arange(shape[2], device=device)
+        mask = (keys < torch.tensor(lengths, device=device)[:, None])[:, None, None, :]
+    given = dict(attn_mask=mask, is_causal=kind == "causal")
+    given["dropout_p"] = DROP_RATE if kind == "dropout" else 0.0
+
+    def attend(q, k, v):
+        return functional().scaled_dot_product_attention(q, k, v, **given).float().sum()
+
+    compiled = torch.compile(attend)
+
+    def call():
+        torch.autograd.grad(compiled(q, k, v), (q, k, v))
+
+    return timed(options, call, torch_wait(), torch=True)
