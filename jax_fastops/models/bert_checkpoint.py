@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
 
-import jax
 import numpy as np
 from jax.sharding import Sharding
 from jax.typing import ArrayLike, DTypeLike
@@ -23,21 +22,24 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models import bert
 from jax_fastops.models._checkpoint import (
-    CONFIG,
     Leaf,
-    Stored,
-    array_of,
+    check_supported,
     check_tensors,
-    find_tensors,
-    keys_of,
+    leaves_of,
     parameter_dtype,
-    read_config,
     read_params,
+    tensors_of,
+    without_null,
+    written_like,
+)
+from jax_fastops.models._checkpoint_files import (
+    CONFIG,
+    Stored,
+    find_tensors,
+    read_config,
     read_tensor,
     same_tensors,
-    without_null,
     write,
-    written_like,
 )
 from jax_fastops.models._checks import Checks
 
@@ -74,13 +76,32 @@ _SUPPORTED: dict[str, Any] = {
     "add_cross_attention": False,
 }
 
-_PRODUCTS = {
-    "attention.output.dense": "output",
-    "intermediate.dense": "up",
-    "output.dense": "down",
+_MODULES = {
+    "embeddings": {
+        "word": "embeddings.word_embeddings",
+        "position": "embeddings.position_embeddings",
+        "token_type": "embeddings.token_type_embeddings",
+        "norm": "embeddings.LayerNorm",
+    },
+    "layers": {
+        "qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
+        "output": "attention.output.dense",
+        "output_norm": "attention.output.LayerNorm",
+        "up": "intermediate.dense",
+        "down": "output.dense",
+        "norm": "output.LayerNorm",
+    },
+    "pooler": "pooler.dense",
+    "mlm": {
+        "dense": "cls.predictions.transform.dense",
+        "norm": "cls.predictions.transform.LayerNorm",
+        "bias": "cls.predictions",
+    },
+    "nsp": "cls.seq_relationship",
+    "classifier": "classifier",
+    "qa": "qa_outputs",
 }
-_NORMS = {"attention.output.LayerNorm": "output_norm", "output.LayerNorm": "norm"}
-# The heads. All except "mlm" are a product.
+# What the names of a head's tensors begin with.
 _HEADS = {
     "mlm": "cls.predictions.",
     "nsp": "cls.seq_relationship.",
@@ -98,37 +119,7 @@ _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNor
 
 def _leaves(params: dict) -> dict[str, Leaf]:
     """The tensors of parameters (or of their shapes) by their names, without ``"bert."``."""
-    found: dict[str, Leaf] = {}
-
-    def product(name, path, third=None):
-        found[f"{name}.weight"] = Leaf((*path, "kernel"), True, third)
-        found[f"{name}.bias"] = Leaf((*path, "bias"), False, third)
-
-    def norm(name, path):
-        found[f"{name}.weight"] = Leaf((*path, "scale"))
-        found[f"{name}.bias"] = Leaf((*path, "bias"))
-
-    for table in ("word", "position", "token_type"):
-        found[f"embeddings.{table}_embeddings.weight"] = Leaf(("embeddings", table))
-    norm("embeddings.LayerNorm", ("embeddings", "norm"))
-    for index in range(len(params["layers"])):
-        prefix, path = f"encoder.layer.{index}", ("layers", index)
-        for third, part in enumerate(("query", "key", "value")):
-            product(f"{prefix}.attention.self.{part}", (*path, "qkv"), third)
-        for name, own in _PRODUCTS.items():
-            product(f"{prefix}.{name}", (*path, own))
-        for name, own in _NORMS.items():
-            norm(f"{prefix}.{name}", (*path, own))
-    if "pooler" in params:
-        product("pooler.dense", ("pooler",))
-    if "mlm" in params:
-        product("cls.predictions.transform.dense", ("mlm", "dense"))
-        norm("cls.predictions.transform.LayerNorm", ("mlm", "norm"))
-        found["cls.predictions.bias"] = Leaf(("mlm", "bias"))
-    for own in ("nsp", "classifier", "qa"):
-        if own in params:
-            product(_HEADS[own].removesuffix("."), (own,))
-    return found
+    return leaves_of(params, _MODULES, "encoder.layer")
 
 
 # ---- load ----------------------------------------------------------------------------------------
@@ -234,13 +225,8 @@ def load(
     unknown = {name: stored for name, stored in given.items() if _current(name) in others}
     if keep_unknown:
         tensors = {name: tensor for name, tensor in tensors.items() if name in leaves}
-    shapes = {keys_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(wanted)}
-    check_tensors(
-        "bert",
-        tensors,
-        {name: leaf.tensor_shape(shapes[leaf.path]) for name, leaf in leaves.items()},
-        " (load(..., keep_unknown=True) returns them)",
-    )
+    remedy = " (load(..., keep_unknown=True) returns them)"
+    check_tensors("bert", tensors, leaves, wanted, remedy)
     for name, stored in repeated.items():
         if not same_tensors("bert", stored, tensors[_REPEATED[name]]):
             raise ValueError(
@@ -277,9 +263,7 @@ def _config_of(given: dict, dtype: str = "float32", **options: Any) -> bert.Conf
             f"bert: model_type in {CONFIG} is {given.get('model_type')!r}; it must be 'bert'"
         )
     given = without_null(given)
-    for name, value in _SUPPORTED.items():
-        if given.get(name, value) != value:
-            raise ValueError(f"bert: {name} in {CONFIG} is {given[name]!r}; supported is {value!r}")
+    check_supported("bert", given, _SUPPORTED)
     if given.get("pruned_heads"):
         raise ValueError(f"bert: {CONFIG} has pruned_heads, which are not supported")
     activation = given.get("hidden_act", "gelu")
@@ -388,16 +372,13 @@ def save(
         )
     if label_names is None and len(found.get("id2label") or ()) == len(labels.get("id2label", ())):
         labels = {}
-    params = bert.unstack_layers(jax.tree.map(array_of, params))
     leaves, unknown = _leaves(params), unknown or {}
     if both := sorted(name for name in unknown if _current(name) in leaves):
         raise ValueError(f"bert: unknown has tensors of the parameters: {', '.join(both)}")
     tensors = {name: np.asarray(value, order="C") for name, value in unknown.items()}
     prefix = "bert." if unknown or any(head in params for head in _HEADS) else ""
-    arrays = {keys_of(path): array for path, array in jax.tree.leaves_with_path(params)}
-    for name, leaf in leaves.items():
-        array = np.ascontiguousarray(leaf.view(arrays[leaf.path]))
-        tensors[name if name.startswith(tuple(_HEADS.values())) else prefix + name] = array
+    for name, tensor in tensors_of(params, leaves).items():
+        tensors[name if name.startswith(tuple(_HEADS.values())) else prefix + name] = tensor
     found |= {"architectures": [_architecture(params)], "tie_word_embeddings": True, **labels}
     write("bert", Path(path), found, tensors, like)
 

@@ -15,27 +15,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jax_fastops.models import decoder
 from jax_fastops.models._checkpoint import (
-    CONFIG,
     Leaf,
-    array_of,
+    check_supported,
     check_tensors,
-    find_tensors,
-    keys_of,
+    leaves_of,
     network,
     parameter_dtype,
-    read_config,
     read_params,
-    same_tensors,
+    tensors_of,
     without_null,
-    write,
     written_like,
+)
+from jax_fastops.models._checkpoint_files import (
+    CONFIG,
+    find_tensors,
+    read_config,
+    same_tensors,
+    write,
 )
 from jax_fastops.models._checks import Checks
 
@@ -56,6 +57,13 @@ _FIELDS = {
     "tied": "tie_word_embeddings",
     "init_range": "initializer_range",
 }
+# The names of a RopeScaling's fields, in their order.
+_ROPE_SCALING = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -107,44 +115,30 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
 }
-_NAMES = {
+_MODULES = {
     "embeddings": "model.embed_tokens",
+    "layers": {
+        "input_norm": "input_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "output": "self_attn.o_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "norm": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    },
     "norm": "model.norm",
     "head": "lm_head",
-}
-_LAYER_NAMES = {
-    "input_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "output": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
 }
 _IGNORED = ("rotary_emb.inv_freq",)  # of old checkpoints
 
 
 def _leaves(config: decoder.Config) -> dict[str, Leaf]:
     """The tensors by their names."""
-    found: dict[str, Leaf] = {}
-    for tree_path, leaf in jax.tree.leaves_with_path(decoder.shapes(config)):
-        first, *rest = path = keys_of(tree_path)
-        kind = "bias" if path[-1] == "bias" else "weight"
-        transposed = path[-1] == "kernel"
-        if first != "layers":
-            found[f"{_NAMES[first]}.{kind}"] = Leaf(path, transposed)
-        elif config.scan:
-            for layer in range(leaf.shape[0]):
-                name = f"model.layers.{layer}.{_LAYER_NAMES[rest[0]]}.{kind}"
-                found[name] = Leaf(path, transposed, layer=layer)
-        else:
-            name = f"model.layers.{rest[0]}.{_LAYER_NAMES[rest[1]]}.{kind}"
-            found[name] = Leaf(path, transposed)
-    return found
+    return leaves_of(decoder.shapes(config), _MODULES, "model.layers")
 
 
 # ---- load ----------------------------------------------------------------------------------------
@@ -220,12 +214,7 @@ def load(
     tensors = {name: a for name, a in tensors.items() if not name.endswith(_IGNORED)}
     head = tensors.pop("lm_head.weight", None) if config.tied else None
     wanted, leaves = decoder.shapes(config), _leaves(config)
-    shapes = {keys_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(wanted)}
-    check_tensors(
-        "decoder",
-        tensors,
-        {name: leaf.tensor_shape(shapes[leaf.path]) for name, leaf in leaves.items()},
-    )
+    check_tensors("decoder", tensors, leaves, wanted)
     # With tied embeddings, a file may have them twice.
     if head is not None and not same_tensors("decoder", head, tensors["model.embed_tokens.weight"]):
         raise ValueError(
@@ -240,11 +229,7 @@ def _config_of(given: dict, dtype: str = "float32", **options: Any) -> decoder.C
     kind: Any = given.get("model_type")
     _CHECK.choice(f"model_type in {CONFIG}", kind, tuple(_ARCHITECTURES))
     given = _DEFAULTS[kind] | without_null(given, _NULLABLE)
-    for name, value in _SUPPORTED.items():
-        if given.get(name, value) != value:
-            raise ValueError(
-                f"decoder: {name} in {CONFIG} is {given[name]!r}; supported is {value!r}"
-            )
+    check_supported("decoder", given, _SUPPORTED)
     fields = {own: given[name] for own, name in _FIELDS.items()}
     if fields["kv_heads"] is None:
         fields["kv_heads"] = fields["heads"]
@@ -274,22 +259,12 @@ def _rope_of(given: dict) -> dict[str, Any]:
         "original_max_position_embeddings": given["max_position_embeddings"],
         "partial_rotary_factor": given.get("partial_rotary_factor", 1.0),
     } | rope
-    if rope["partial_rotary_factor"] != 1:
-        raise ValueError(
-            f"decoder: partial_rotary_factor in {CONFIG} is {rope['partial_rotary_factor']!r}; "
-            "supported is 1.0"
-        )
+    check_supported("decoder", rope, {"partial_rotary_factor": 1.0})
     if kind == "default":
         return {"rope_theta": rope["rope_theta"]}
-    names = (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    )
-    if missing := [name for name in names if name not in rope]:
+    if missing := [name for name in _ROPE_SCALING if name not in rope]:
         raise ValueError(f"decoder: rope_parameters in {CONFIG} has no {', '.join(missing)}")
-    scaling = decoder.RopeScaling(*(rope[name] for name in names))
+    scaling = decoder.RopeScaling(*(rope[name] for name in _ROPE_SCALING))
     return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
@@ -373,13 +348,7 @@ def save(
         written = written_like(
             "decoder", like, config, _config_of, lambda given: _over(given, config)
         )
-    arrays = {keys_of(path): array_of(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
-    tensors = {
-        name: leaf.view(arrays[leaf.path] if leaf.layer is None else arrays[leaf.path][leaf.layer])
-        for name, leaf in _leaves(config).items()
-    }
-    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    write("decoder", Path(path), written, tensors, like)
+    write("decoder", Path(path), written, tensors_of(params, _leaves(config)), like)
 
 
 def _written(config: decoder.Config, kind: str) -> dict[str, Any]:
@@ -399,13 +368,8 @@ def _written(config: decoder.Config, kind: str) -> dict[str, Any]:
     if kind in ("qwen2", "qwen3"):
         written |= {"use_sliding_window": window is not None, "max_window_layers": 0}
     if (scaling := config.rope_scaling) is not None:
-        written["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_positions,
-        }
+        values = dict(zip(_ROPE_SCALING, scaling, strict=True))
+        written["rope_scaling"] = {"rope_type": "llama3", **values}
     return written
 
 
