@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,19 @@ from jax_fastops.models._checkpoint_files import (
     read_config,
 )
 
+# Fields of a Config that all models have, and their names in config.json.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "init_range": "initializer_range",
+}
 # Fields of a Config that are not part of the network.
 _OWN = ("dtype", "attention", "tensor_parallel", "remat", "scan")
 
-
-# ---- parameters ----------------------------------------------------------------------------------
+Shardings: TypeAlias = Sharding | dict[str, Any] | Callable[[Any], Any] | None
 
 
 class Leaf(NamedTuple):
@@ -90,10 +98,7 @@ def leaves_of(tree: Any, modules: dict[str, Any], layer_module: str) -> dict[str
 def check_tensors(
     model: str, tensors: dict[str, Stored], leaves: dict[str, Leaf], tree: Any, remedy: str = ""
 ) -> None:
-    """The tensors have the names of the leaves, and shapes that fit to those of the tree.
-
-    The remedy is for names not known.
-    """
+    """The tensors have the names and shapes of the leaves. The remedy is for names not known."""
     own = {keys_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
     shapes = {name: leaf.tensor_shape(own[leaf.path]) for name, leaf in leaves.items()}
     missing = sorted(set(shapes) - set(tensors))
@@ -135,15 +140,10 @@ def read_params(
     dtype: np.dtype,
     sharding: Any,
 ) -> Any:
-    """Reads tensors, one after another, and puts each on its devices before the next.
+    """Reads tensors of the right shapes, and puts each on its devices before the next one.
 
-    Args:
-      model: the name of the model.
-      tensors: the tensors, whose shapes are right.
-      leaves: their places in the parameters, by the same names.
-      tree: the tree of the parameters' shapes.
-      dtype: of the parameters.
-      sharding: ``None``, a sharding, or a tree of them, of which only a part may be needed.
+    ``tree`` has the shapes of the parameters. ``sharding`` is ``None``, a sharding, or a tree of
+    them, of which only a part may be needed.
     """
     with_paths, structure = jax.tree.flatten_with_path(tree)
     shapes = {keys_of(path): leaf.shape for path, leaf in with_paths}
@@ -237,9 +237,6 @@ def tensors_of(params: Any, leaves: dict[str, Leaf]) -> dict[str, np.ndarray]:
         array = array if leaf.layer is None else array[leaf.layer]
         tensors[name] = np.ascontiguousarray(leaf.view(array))
     return tensors
-
-
-# ---- configs -------------------------------------------------------------------------------------
 
 
 def check_supported(model: str, content: dict[str, Any], supported: dict[str, Any]) -> None:

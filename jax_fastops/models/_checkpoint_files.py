@@ -71,7 +71,7 @@ class Stored(NamedTuple):
 
 
 def find_tensors(model: str, path: Path, ignored: tuple[str, ...] = ()) -> dict[str, Stored]:
-    """The tensors of a folder. Names that end with one of ``ignored`` may have any dtype."""
+    """The tensors of a folder, except those whose names end with one of ``ignored``."""
     files = [WEIGHTS]
     if not (path / WEIGHTS).exists() and (path / INDEX).exists():
         files = _indexed(model, path / INDEX)
@@ -80,12 +80,12 @@ def find_tensors(model: str, path: Path, ignored: tuple[str, ...] = ()) -> dict[
     tensors, others = {}, []
     for file in files:
         with opened_file(model, path / file) as opened:
-            for name in opened.keys():
+            for name in (name for name in opened.keys() if not name.endswith(ignored)):
                 tensor = opened.get_slice(name)
                 dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
                 if dtype in DTYPES:
                     tensors[name] = Stored(path / file, name, dtype, shape)
-                elif not name.endswith(ignored):
+                else:
                     others.append(f"{name} ({dtype})")
     if others:
         raise ValueError(

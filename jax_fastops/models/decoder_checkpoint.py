@@ -11,16 +11,16 @@ Needs safetensors, and neither ``transformers`` nor PyTorch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jax_fastops.models import decoder
 from jax_fastops.models._checkpoint import (
+    FIELDS,
     Leaf,
+    Shardings,
     check_supported,
     check_tensors,
     leaves_of,
@@ -45,25 +45,14 @@ __all__ = ["load", "save"]
 _CHECK = Checks("decoder")
 
 # Fields of a Config, and their names in config.json.
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
+_FIELDS = FIELDS | {
     "kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
-    "intermediate_size": "intermediate_size",
     "eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
-    "init_range": "initializer_range",
 }
 # The names of a RopeScaling's fields, in their order.
-_ROPE_SCALING = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -77,10 +66,14 @@ _SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False}
 _NULLABLE = ("sliding_window", "num_key_value_heads", "head_dim")
 # What transformers takes for a key that config.json does not have.
 _ALL: dict[str, Any] = {
+    "vocab_size": 32000,
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
+    "num_key_value_heads": None,
     "head_dim": None,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
@@ -96,17 +89,9 @@ _QWEN: dict[str, Any] = _ALL | {
     "max_window_layers": 28,
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _ALL
-    | {
-        "vocab_size": 32000,
-        "num_key_value_heads": None,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 2048,
-        "attention_bias": False,
-    },
+    "llama": _ALL | {"attention_bias": False},
     "mistral": _ALL
     | {
-        "vocab_size": 32000,
         "num_key_value_heads": 8,
         "intermediate_size": 14336,
         "max_position_embeddings": 131072,
@@ -141,9 +126,6 @@ def _leaves(config: decoder.Config) -> dict[str, Leaf]:
     return leaves_of(decoder.shapes(config), _MODULES, "model.layers")
 
 
-# ---- load ----------------------------------------------------------------------------------------
-
-
 def load(
     path: str | os.PathLike[str],
     *,
@@ -151,7 +133,7 @@ def load(
     param_dtype: DTypeLike = "float32",
     scan: bool = False,
     tensor_parallel: bool = False,
-    sharding: Sharding | dict[str, Any] | Callable[[decoder.Config], Any] | None = None,
+    sharding: Shardings = None,
 ) -> tuple[decoder.Config, dict[str, Any]]:
     """Reads the config and the parameters from a folder with a Hugging Face checkpoint.
 
@@ -175,15 +157,12 @@ def load(
       ``(config, params)`` for :func:`jax_fastops.models.decoder.apply`.
 
     Raises:
-      ImportError: safetensors is not installed.
-      FileNotFoundError: the folder or a file does not exist.
       ValueError: a file is damaged; the model is none of the supported ones; tensors are missing,
         unknown, or of another shape or dtype (all are named); ``param_dtype`` is none of those
         above; or ``sharding`` lacks a parameter.
 
     Example:
-      >>> import jax, numpy as np, tempfile
-      >>> from jax.sharding import Mesh, NamedSharding
+      >>> import jax, tempfile
       >>> from jax_fastops.models import decoder, decoder_checkpoint
       >>> params = decoder.init(jax.random.key(0), decoder.SMALL)
       >>> with tempfile.TemporaryDirectory() as folder:
@@ -191,30 +170,14 @@ def load(
       ...     config, params = decoder_checkpoint.load(folder, dtype="float32")
       >>> config == decoder.SMALL
       True
-
-      In bfloat16, over the devices of a mesh:
-
-      >>> mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
-      >>> def sharding(config):
-      ...     specs = decoder.partition_specs(config)
-      ...     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     decoder_checkpoint.save(folder, decoder.SMALL, params)
-      ...     config, params = decoder_checkpoint.load(
-      ...         folder, param_dtype="bfloat16", tensor_parallel=True, sharding=sharding
-      ...     )
-      >>> params["head"].dtype, params["head"].sharding == sharding(config)["head"]
-      (dtype(bfloat16), True)
     """
     path, own = Path(path), parameter_dtype("decoder", param_dtype)
-    config = _config_of(
-        read_config("decoder", path), dtype, scan=scan, tensor_parallel=tensor_parallel
-    )
+    given = read_config("decoder", path)
+    config = _config_of(given, dtype, scan=scan, tensor_parallel=tensor_parallel)
     tensors = find_tensors("decoder", path, _IGNORED)
-    tensors = {name: a for name, a in tensors.items() if not name.endswith(_IGNORED)}
     head = tensors.pop("lm_head.weight", None) if config.tied else None
-    wanted, leaves = decoder.shapes(config), _leaves(config)
-    check_tensors("decoder", tensors, leaves, wanted)
+    expected, leaves = decoder.shapes(config), _leaves(config)
+    check_tensors("decoder", tensors, leaves, expected)
     # With tied embeddings, a file may have them twice.
     if head is not None and not same_tensors("decoder", head, tensors["model.embed_tokens.weight"]):
         raise ValueError(
@@ -222,7 +185,7 @@ def load(
             "tie_word_embeddings they must be the same"
         )
     sharding = sharding(config) if callable(sharding) else sharding
-    return config, read_params("decoder", tensors, leaves, wanted, own, sharding)
+    return config, read_params("decoder", tensors, leaves, expected, own, sharding)
 
 
 def _config_of(given: dict, dtype: str = "float32", **options: Any) -> decoder.Config:
@@ -262,9 +225,9 @@ def _rope_of(given: dict) -> dict[str, Any]:
     check_supported("decoder", rope, {"partial_rotary_factor": 1.0})
     if kind == "default":
         return {"rope_theta": rope["rope_theta"]}
-    if missing := [name for name in _ROPE_SCALING if name not in rope]:
+    if missing := [name for name in _SCALING if name not in rope]:
         raise ValueError(f"decoder: rope_parameters in {CONFIG} has no {', '.join(missing)}")
-    scaling = decoder.RopeScaling(*(rope[name] for name in _ROPE_SCALING))
+    scaling = decoder.RopeScaling(*(rope[name] for name in _SCALING))
     return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
@@ -289,9 +252,6 @@ def _window_of(given: dict) -> int | None:
             "must be alike"
         )
     return given["sliding_window"] if "sliding_attention" in kinds else None
-
-
-# ---- save ----------------------------------------------------------------------------------------
 
 
 def save(
@@ -323,8 +283,6 @@ def save(
         files of its tokenizer are copied.
 
     Raises:
-      ImportError: safetensors is not installed.
-      FileNotFoundError: ``like`` is no folder with a ``config.json``.
       ValueError: ``params`` are not those of ``config``; no supported model has these biases and
         this sliding window together; or ``like`` is another model, or has other shapes.
 
@@ -368,7 +326,7 @@ def _written(config: decoder.Config, kind: str) -> dict[str, Any]:
     if kind in ("qwen2", "qwen3"):
         written |= {"use_sliding_window": window is not None, "max_window_layers": 0}
     if (scaling := config.rope_scaling) is not None:
-        values = dict(zip(_ROPE_SCALING, scaling, strict=True))
+        values = dict(zip(_SCALING, scaling, strict=True))
         written["rope_scaling"] = {"rope_type": "llama3", **values}
     return written
 
@@ -376,8 +334,8 @@ def _written(config: decoder.Config, kind: str) -> dict[str, Any]:
 def _over(given: dict, config: decoder.Config) -> dict[str, Any]:
     """Another content of config.json, changed to that of ``config``."""
     replaced = ("rope_parameters", "rope_scaling", "layer_types")
-    kept = {name: value for name, value in given.items() if name not in replaced}
-    return kept | _written(config, given["model_type"])
+    same = {name: value for name, value in given.items() if name not in replaced}
+    return same | _written(config, given["model_type"])
 
 
 def _model_type(config: decoder.Config) -> str:
