@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import jax
 from bs4 import BeautifulSoup
 from sphinx.util.inventory import InventoryFile
 
@@ -104,13 +105,16 @@ def public_names() -> Iterator[str]:
     modules = [*PUBLIC, *(f"jax_fastops.models.{n}" for n in models if not n.startswith("_"))]
     for module_name in modules:
         module = importlib.import_module(module_name)
+        globs: dict = {}
+        if module_name.startswith("jax_fastops.models."):  # the modules name these imports once
+            globs = {"jax": jax, "jnp": jax.numpy, module_name.rpartition(".")[2]: module}
         for name in (name for name in module.__all__ if not name.startswith("__")):
             full, entry = f"{module_name}.{name}", getattr(module, name)
             if full not in documented:
                 yield f"{full}: no page has an entry for it"
             if not callable(entry):
                 continue
-            tests = finder.find(entry, full, globs={})
+            tests = finder.find(entry, full, globs=globs)
             if not any(test.examples for test in tests):
                 yield f"{full}: its docstring has no doctest"
             for test in tests:

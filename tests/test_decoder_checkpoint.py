@@ -20,7 +20,7 @@ safetensors = pytest.importorskip("safetensors.numpy")
 
 from harness.recordings import Recordings  # noqa: E402
 
-from jax_fastops.models import _checkpoint, decoder_checkpoint  # noqa: E402
+from jax_fastops.models import _checkpoint_files, decoder_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 RECORDED = Recordings("decoder", decoder_checkpoint.load, usual="llama")
@@ -427,7 +427,7 @@ def test_wrong_param_dtype(param_dtype):
 
 def test_tensors_of_many_blocks(tmp_path, monkeypatch):
     """Large tensors are converted in blocks of rows."""
-    monkeypatch.setattr(_checkpoint, "_BLOCK", 50)
+    monkeypatch.setattr(_checkpoint_files, "_BLOCK", 50)
     test_save(tmp_path, "qwen3", True)
     test_tied_head_in_the_file(tmp_path)
 
@@ -719,7 +719,7 @@ def test_failed_copy(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError("disk full")
 
-    monkeypatch.setattr(_checkpoint.shutil, "copyfile", fail)
+    monkeypatch.setattr(_checkpoint_files.shutil, "copyfile", fail)
     with pytest.raises(OSError, match="disk full"):
         decoder_checkpoint.save(tmp_path / "made", config, params, like=tmp_path / "like")
     assert {file.name: file.read_bytes() for file in (tmp_path / "made").iterdir()} == before

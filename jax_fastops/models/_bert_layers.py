@@ -64,13 +64,7 @@ class Config:
         then do not grow with ``layers``.
       init_range: the standard deviation of a new network's kernels and embeddings.
 
-    Raises:
-      TypeError: a size is not an integer, a rate is not a number, or ``tensor_parallel``, ``remat``
-        or ``scan`` is not a boolean.
-      ValueError: a number is out of its range, or a choice is not one of those above.
-
     Example:
-      >>> from jax_fastops.models import bert
       >>> bert.Config(hidden_size=1024, heads=16, layers=24).positions
       512
     """
@@ -112,19 +106,10 @@ class Config:
 class Ops(NamedTuple):
     """The functions in which two implementations of the model differ.
 
-    Attributes:
-      split_qkv_heads: like :func:`jax_fastops.split_qkv_heads`. It is called with one head for
-        cuDNN's attention, which takes another layout of the heads.
-      merge_heads: like :func:`jax_fastops.merge_heads`.
-      softmax: like :func:`jax_fastops.softmax`.
-      residual_layer_norm: like :func:`jax_fastops.residual_layer_norm`.
-      layer_norm: like :func:`jax_fastops.layer_norm`.
-      bias_act: like :func:`jax_fastops.bias_act`.
-      dropout: like :func:`jax_fastops.dropout`.
-      linear_cross_entropy: like :func:`jax_fastops.linear_cross_entropy`.
+    Each has the arguments and the results of the function of this name in ``jax_fastops``.
+    ``split_qkv_heads`` is called with one head for cuDNN's attention, which takes another layout.
 
     Example:
-      >>> from jax_fastops.models import bert
       >>> mixed = bert.FASTOPS._replace(softmax=bert.PLAIN.softmax)
       >>> isinstance(mixed, bert.Ops)
       True

@@ -1,170 +1,41 @@
-"""Files of Hugging Face's checkpoints, for all models; messages begin with the model's name."""
+"""Parameters and configs from and to Hugging Face's checkpoints.
+
+Messages begin with the model's name.
+"""
 
 import contextlib
 import dataclasses
-import json
-import os
-import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-DTYPES: dict[str, Any] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": jnp.bfloat16,
-}
-# What `like` has for users of transformers, next to the config and the weights.
-_COPIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "tekken.json",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "*.model",
+from jax_fastops.models._checkpoint_files import (
+    CONFIG,
+    DTYPES,
+    Stored,
+    blocks,
+    opened_file,
+    read_config,
 )
+
+# Fields of a Config that all models have, and their names in config.json.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "init_range": "initializer_range",
+}
 # Fields of a Config that are not part of the network.
 _OWN = ("dtype", "attention", "tensor_parallel", "remat", "scan")
-_BLOCK = 2**24  # elements that are converted at once
 
-
-# ---- load ----------------------------------------------------------------------------------------
-
-
-def read_config(model: str, path: Path) -> dict[str, Any]:
-    """The content of config.json in a folder."""
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{model}: {str(path)!r} is no folder; it must be one with {CONFIG} and {WEIGHTS}. "
-            "huggingface_hub.snapshot_download(name) downloads a model and returns its folder"
-        )
-    if not (path / CONFIG).exists():
-        raise FileNotFoundError(f"{model}: {path} has no {CONFIG}")
-    return read_json(model, path / CONFIG)
-
-
-def read_json(model: str, path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:  # of the syntax or of the encoding
-        raise ValueError(f"{model}: {path} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise ValueError(f"{model}: {path} is a JSON {kind}; it must be an object")
-    return content
-
-
-def without_null(content: dict[str, Any], nullable: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The keys whose value is not ``null``, and those where ``null`` has a meaning."""
-    return {key: a for key, a in content.items() if a is not None or key in nullable}
-
-
-class Stored(NamedTuple):
-    """A tensor in a file."""
-
-    file: Path
-    name: str
-    dtype: str  # one of DTYPES
-    shape: tuple[int, ...]
-
-
-def find_tensors(model: str, path: Path, ignored: tuple[str, ...] = ()) -> dict[str, Stored]:
-    """The tensors of a folder. Names that end with one of ``ignored`` may have any dtype."""
-    files = [WEIGHTS]
-    if not (path / WEIGHTS).exists() and (path / INDEX).exists():
-        files = _indexed(model, path / INDEX)
-    elif not (path / WEIGHTS).exists():
-        raise FileNotFoundError(f"{model}: {path} has neither {WEIGHTS} nor {INDEX}")
-    tensors, others = {}, []
-    for file in files:
-        with _opened(model, path / file) as opened:
-            for name in opened.keys():
-                tensor = opened.get_slice(name)
-                dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
-                if dtype in DTYPES:
-                    tensors[name] = Stored(path / file, name, dtype, shape)
-                elif not name.endswith(ignored):
-                    others.append(f"{name} ({dtype})")
-    if others:
-        raise ValueError(
-            f"{model}: tensors of no supported dtype: {', '.join(sorted(others))}; they must be of "
-            f"{', '.join(DTYPES)}"
-        )
-    return tensors
-
-
-def _indexed(model: str, index: Path) -> list[str]:
-    """The files that an index names."""
-    content = read_json(model, index)
-    if not isinstance(content.get("weight_map"), dict):
-        raise ValueError(f"{model}: {index} has no weight_map")
-    return sorted(set(content["weight_map"].values()))
-
-
-@contextlib.contextmanager
-def _opened(model: str, file: Path) -> Generator[Any]:
-    """A file of tensors, which is mapped to memory and checked."""
-    safetensors = import_safetensors(model)
-    try:
-        with safetensors.safe_open(file, framework="numpy") as opened:
-            yield opened
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{model}: {file} cannot be read: {error}") from error
-
-
-def read_tensor(model: str, stored: Stored) -> np.ndarray:
-    """The whole tensor, in its dtype."""
-    with _opened(model, stored.file) as opened:
-        return opened.get_tensor(stored.name)
-
-
-def _blocks(opened: Any, stored: Stored) -> Iterator[tuple[slice, np.ndarray]]:
-    """The rows of a tensor, some at a time."""
-    tensor, (count, *rest) = opened.get_slice(stored.name), stored.shape
-    step = max(1, _BLOCK // max(1, int(np.prod(rest))))
-    for start in range(0, count, step):
-        rows = slice(start, min(start + step, count))
-        yield rows, tensor[rows]
-
-
-def check_tensors(
-    model: str,
-    tensors: dict[str, Stored],
-    shapes: dict[str, tuple[int, ...]],
-    remedy: str = "",
-) -> None:
-    """The tensors have these names and shapes. The remedy is for names not known."""
-    missing = sorted(set(shapes) - set(tensors))
-    unknown = sorted(set(tensors) - set(shapes))
-    others = [
-        f"{name} of {tensors[name].shape}, which by {CONFIG} is {shape}"
-        for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    kinds = (("missing", missing), (f"not known{remedy}", unknown), ("of another shape", others))
-    if wrong := "; ".join(f"{what}: {', '.join(names)}" for what, names in kinds if names):
-        raise ValueError(f"{model}: tensors {wrong}")
-
-
-def same_tensors(model: str, a: Stored, b: Stored) -> bool:
-    """Whether two tensors of a rank of 1 or more have the same values."""
-    if a.shape != b.shape:
-        return False
-    with _opened(model, a.file) as first, _opened(model, b.file) as second:
-        pairs = zip(_blocks(first, a), _blocks(second, b), strict=True)
-        return all(np.array_equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
+Shardings: TypeAlias = Sharding | dict[str, Any] | Callable[[Any], Any] | None
 
 
 class Leaf(NamedTuple):
@@ -191,6 +62,55 @@ class Leaf(NamedTuple):
 def keys_of(path: tuple) -> tuple:
     """The keys of a path of ``jax.tree``: names and indices."""
     return tuple(step.idx if hasattr(step, "idx") else step.key for step in path)
+
+
+def leaves_of(tree: Any, modules: dict[str, Any], layer_module: str) -> dict[str, Leaf]:
+    """The tensors of parameters by their names.
+
+    Args:
+      tree: the parameters, or their shapes. The layers are a list, or stacked.
+      modules: PyTorch's module of each product, norm and table, in a tree like the parameters. One
+        layer stands for all. Three modules have the thirds of one product.
+      layer_module: the module of all layers, which are its modules ``0``, ``1`` and so on.
+    """
+    leaves: dict[str, Leaf] = {}
+    for tree_path, leaf in jax.tree.leaves_with_path(tree):
+        path = keys_of(tree_path)
+        own: Any = modules
+        for name in (key for key in path if isinstance(key, str)):
+            own = own[name] if isinstance(own, dict) else own
+        own = (own,) if isinstance(own, str) else own
+        if path[0] != "layers":
+            prefixes: dict[int | None, str] = {None: ""}
+        elif isinstance(path[1], int):
+            prefixes = {None: f"{layer_module}.{path[1]}."}
+        else:
+            prefixes = {layer: f"{layer_module}.{layer}." for layer in range(leaf.shape[0])}
+        kind = "bias" if path[-1] == "bias" else "weight"
+        for layer, prefix in prefixes.items():
+            for index, name in enumerate(own):
+                third = index if len(own) == 3 else None
+                tensor = f"{prefix}{name}.{kind}"
+                leaves[tensor] = Leaf(path, path[-1] == "kernel", third, layer)
+    return leaves
+
+
+def check_tensors(
+    model: str, tensors: dict[str, Stored], leaves: dict[str, Leaf], tree: Any, remedy: str = ""
+) -> None:
+    """The tensors have the names and shapes of the leaves. The remedy is for names not known."""
+    own = {keys_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
+    shapes = {name: leaf.tensor_shape(own[leaf.path]) for name, leaf in leaves.items()}
+    missing = sorted(set(shapes) - set(tensors))
+    unknown = sorted(set(tensors) - set(shapes))
+    others = [
+        f"{name} of {tensors[name].shape}, which by {CONFIG} is {shape}"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    kinds = (("missing", missing), (f"not known{remedy}", unknown), ("of another shape", others))
+    if wrong := "; ".join(f"{what}: {', '.join(names)}" for what, names in kinds if names):
+        raise ValueError(f"{model}: tensors {wrong}")
 
 
 def parameter_dtype(model: str, param_dtype: Any) -> np.dtype:
@@ -220,15 +140,10 @@ def read_params(
     dtype: np.dtype,
     sharding: Any,
 ) -> Any:
-    """Reads tensors, one after another, and puts each on its devices before the next.
+    """Reads tensors of the right shapes, and puts each on its devices before the next one.
 
-    Args:
-      model: the name of the model.
-      tensors: the tensors, whose shapes are right.
-      leaves: their places in the parameters, by the same names.
-      tree: the tree of the parameters' shapes.
-      dtype: of the parameters.
-      sharding: ``None``, a sharding, or a tree of them, of which only a part may be needed.
+    ``tree`` has the shapes of the parameters. ``sharding`` is ``None``, a sharding, or a tree of
+    them, of which only a part may be needed.
     """
     with_paths, structure = jax.tree.flatten_with_path(tree)
     shapes = {keys_of(path): leaf.shape for path, leaf in with_paths}
@@ -241,7 +156,7 @@ def read_params(
         own = shape if leaf.layer is None else shape[1:]
         array, thirds = unfinished.pop(path, None) or (np.empty(own, dtype), 0)
         part = leaf.view(array)
-        for rows, block in _blocks(opened, stored):
+        for rows, block in blocks(opened, stored):
             part[rows] = block
         if leaf.third is not None and thirds < 2:
             unfinished[path] = array, thirds + 1
@@ -257,7 +172,7 @@ def read_params(
         params[path].block_until_ready()
 
     for file in sorted({tensors[name].file for name in leaves}):
-        with _opened(model, file) as opened:
+        with opened_file(model, file) as opened:
             for name, leaf in leaves.items():
                 if tensors[name].file == file:
                     take(opened, tensors[name], leaf)
@@ -306,14 +221,36 @@ def _updated(stack, own, layer):
     return jax.lax.bitcast_convert_type(updated, stack.dtype)
 
 
-# ---- save ----------------------------------------------------------------------------------------
-
-
-def array_of(leaf: Any) -> np.ndarray:
+def _array_of(leaf: Any) -> np.ndarray:
     """A parameter on the host, in its dtype if files may have it, else in float32."""
     array = np.asarray(leaf)
     known = any(array.dtype == dtype for dtype in DTYPES.values())
     return array if known else array.astype(np.float32)
+
+
+def tensors_of(params: Any, leaves: dict[str, Leaf]) -> dict[str, np.ndarray]:
+    """The tensors of parameters."""
+    arrays = {keys_of(path): _array_of(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+    tensors = {}
+    for name, leaf in leaves.items():
+        array = arrays[leaf.path]
+        array = array if leaf.layer is None else array[leaf.layer]
+        tensors[name] = np.ascontiguousarray(leaf.view(array))
+    return tensors
+
+
+def check_supported(model: str, content: dict[str, Any], supported: dict[str, Any]) -> None:
+    """Options that ``content`` has are the supported ones."""
+    for name, value in supported.items():
+        if content.get(name, value) != value:
+            raise ValueError(
+                f"{model}: {name} in {CONFIG} is {content[name]!r}; supported is {value!r}"
+            )
+
+
+def without_null(content: dict[str, Any], nullable: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The keys whose value is not ``null``, and those where ``null`` has a meaning."""
+    return {key: a for key, a in content.items() if a is not None or key in nullable}
 
 
 def network(config: Any) -> Any:
@@ -349,59 +286,3 @@ def written_like(
             f"have config: {config}"
         )
     return content
-
-
-def write(
-    model: str,
-    path: Path,
-    config: dict[str, Any],
-    tensors: dict[str, np.ndarray],
-    like: Path | None = None,
-) -> None:
-    """Writes config and tensors, and copies other files of ``like``.
-
-    Existing files are replaced atomically, after all new files are complete. An index of former
-    tensors, and the files that it names, are then removed: some programs read all files.
-    """
-    save_file = import_safetensors(model).numpy.save_file
-    path.mkdir(parents=True, exist_ok=True)
-    copied: dict[str, Path] = {}
-    if like is not None:
-        files = [file for pattern in _COPIED for file in like.glob(pattern) if file.is_file()]
-        copied = {str(file.relative_to(like)): file for file in files}
-    unfinished = {name: path / f"{name}.{os.getpid()}" for name in (CONFIG, WEIGHTS, *copied)}
-    dtypes = {tensor.dtype.name for tensor in tensors.values()}
-    if len(dtypes) == 1:
-        config = config | dict.fromkeys(config.keys() & {"dtype", "torch_dtype"}, *dtypes)
-    former: list[str] = []
-    with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one is removed as well
-        former = _indexed(model, path / INDEX)
-    try:
-        unfinished[CONFIG].write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        # transformers takes no file without this format.
-        save_file(tensors, unfinished[WEIGHTS], metadata={"format": "pt"})
-        for name, file in copied.items():
-            unfinished[name].parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, unfinished[name])
-        for name, file in unfinished.items():
-            os.replace(file, path / name)
-        (path / INDEX).unlink(missing_ok=True)
-        for name in former:
-            if name != WEIGHTS and name.endswith(".safetensors") and Path(name).name == name:
-                (path / name).unlink(missing_ok=True)
-    finally:
-        for file in unfinished.values():
-            file.unlink(missing_ok=True)
-
-
-def import_safetensors(model: str):
-    """The package safetensors, or an error that says how to install it."""
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            f"jax_fastops.models.{model}_checkpoint needs safetensors, which cannot be imported "
-            f"({error}); install it with: pip install 'jax_fastops[bert]'"
-        ) from error
-    return safetensors

@@ -19,8 +19,6 @@ class Checks(NamedTuple):
 
     model: str
 
-    # ---- values and configs ----
-
     def type(self, name: str, value, types, accepted: str) -> None:
         """``value`` is of one of the types, which ``accepted`` describes."""
         if not isinstance(value, types):
@@ -113,24 +111,22 @@ class Checks(NamedTuple):
                 value = self.boolean(name, value)
             object.__setattr__(config, name, value)
 
-    # ---- arguments ----
-
-    def tree(self, name: str, given, wanted) -> None:
-        """``given`` has the tree and the shapes of ``wanted``."""
+    def tree(self, name: str, given, expected) -> None:
+        """``given`` has the tree and the shapes of ``expected``."""
 
         def sizes(tree):
             leaves = jax.tree.leaves_with_path(tree)
             return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
 
-        start, found, expected = f"{self.model}: {name}", sizes(given), sizes(wanted)
+        start, given, expected = f"{self.model}: {name}", sizes(given), sizes(expected)
         for path, shape in expected.items():
-            if path not in found:
+            if path not in given:
                 raise ValueError(f"{start} has no {path}, which config has, of shape {shape}")
-            if found[path] != shape:
+            if given[path] != shape:
                 raise ValueError(
-                    f"{start}{path} has shape {found[path]}; by config it must be {shape}"
+                    f"{start}{path} has shape {given[path]}; by config it must be {shape}"
                 )
-        if more := sorted(set(found) - set(expected)):
+        if more := sorted(set(given) - set(expected)):
             raise ValueError(f"{start} has {more[0]}, which config has not")
 
     def shape(self, name: str, value, other: str, shape: tuple[int, ...]) -> None:
@@ -152,10 +148,8 @@ class Checks(NamedTuple):
         """``value`` is an array of one of the kinds of dtypes, which ``accepted`` describes."""
         dtype = getattr(value, "dtype", None)
         if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
-            found = type(value).__name__ if dtype is None else dtype
-            raise TypeError(
-                f"{self.model}: {name} is of {found}; it must be an array of {accepted}"
-            )
+            kind = type(value).__name__ if dtype is None else dtype
+            raise TypeError(f"{self.model}: {name} is of {kind}; it must be an array of {accepted}")
 
     def key(self, key) -> None:
         """``key`` is one random key, or ``None``."""

@@ -42,7 +42,6 @@ class RopeScaling(NamedTuple):
       original_positions: the longest sequence of the pretraining.
 
     Example:
-      >>> from jax_fastops.models import decoder
       >>> decoder.LLAMA_1B.rope_scaling.factor
       32.0
     """
@@ -87,12 +86,7 @@ class Config:
         then do not grow with ``layers``, and ``params["layers"]`` has stacked arrays.
       init_range: the standard deviation of a new network's kernels and embeddings.
 
-    Raises:
-      TypeError: a value has another type.
-      ValueError: a number is out of its range, or a choice is not one of those above.
-
     Example:
-      >>> from jax_fastops.models import decoder
       >>> decoder.Config(heads=16, kv_heads=4).hidden_size
       2048
     """
@@ -139,16 +133,9 @@ class Config:
 class Ops(NamedTuple):
     """The functions in which two implementations of the model differ.
 
-    Attributes:
-      rms_norm: like :func:`jax_fastops.rms_norm`.
-      residual_rms_norm: like :func:`jax_fastops.residual_rms_norm`.
-      gated_act: like :func:`jax_fastops.gated_act`.
-      split_qkv_heads: like :func:`jax_fastops.split_qkv_heads`.
-      softmax: like :func:`jax_fastops.softmax`.
-      linear_cross_entropy: like :func:`jax_fastops.linear_cross_entropy`.
+    Each has the arguments and the results of the function of this name in ``jax_fastops``.
 
     Example:
-      >>> from jax_fastops.models import decoder
       >>> mixed = decoder.FASTOPS._replace(softmax=decoder.PLAIN.softmax)
       >>> isinstance(mixed, decoder.Ops)
       True
@@ -173,7 +160,6 @@ class Cache(NamedTuple):
       length: the number of tokens so far, including padding.
 
     Example:
-      >>> from jax_fastops.models import decoder
       >>> decoder.init_cache(decoder.SMALL, batch=2, capacity=8).keys[0].shape
       (2, 8, 2, 16)
     """
@@ -182,6 +168,29 @@ class Cache(NamedTuple):
     values: Any
     mask: Any
     length: Any
+
+
+def init_cache(config: Config, batch: int, capacity: int) -> Cache:
+    """An empty cache for ``batch`` sequences of at most ``capacity`` tokens.
+
+    Example:
+      >>> config = decoder.SMALL
+      >>> params = decoder.init(jax.random.key(0), config)
+      >>> cache = decoder.init_cache(config, batch=1, capacity=8)
+      >>> hidden, cache = decoder.apply(params, jnp.array([[1, 2, 3]]), config, cache=cache)
+      >>> hidden, cache = decoder.apply(params, jnp.array([[4]]), config, cache=cache)
+      >>> int(cache.length)
+      4
+    """
+    shape = (batch, capacity, config.kv_heads, config.head_dim)
+
+    def zeros():
+        if config.scan:
+            return jnp.zeros((config.layers, *shape), config.dtype)
+        return [jnp.zeros(shape, config.dtype) for _ in range(config.layers)]
+
+    # A length that is known to be 0 lets the first call attend to its own tokens only.
+    return Cache(zeros(), zeros(), jnp.zeros((batch, capacity), bool), 0)
 
 
 def prepared(params: dict, config: Config) -> dict:
@@ -198,8 +207,8 @@ def prepared(params: dict, config: Config) -> dict:
 
     params = jax.tree.map(jnp.asarray, params)  # a tracer is no index of a NumPy array
     layers = params["layers"]
-    made = joined(layers) if config.scan else [joined(layer) for layer in layers]
-    return params | {"layers": made}
+    layers = joined(layers) if config.scan else [joined(layer) for layer in layers]
+    return params | {"layers": layers}
 
 
 class _Attend(NamedTuple):
@@ -226,18 +235,18 @@ def forward(params: dict, tokens, config: Config, positions, mask, cache, ops: O
     attend, cache = _attend(mask, cache, tokens, start, config)
     layer = functools.partial(_layer, config=config, turns=turns, attend=attend, ops=ops)
 
-    def whole_layer(params, x, kept):
-        branch, x, kept = layer(params, x, None, kept)
-        return x + branch, kept
+    def whole_layer(params, x, cached):
+        branch, x, cached = layer(params, x, None, cached)
+        return x + branch, cached
 
     if config.remat:
         whole_layer = jax.checkpoint(whole_layer, prevent_cse=not config.scan)
     x = take(params["embeddings"], tokens).astype(config.dtype)
     residual = None
     if config.scan:
-        kept = None if cache is None else (cache.keys, cache.values)
-        each = params["layers"], kept
-        x, kept = jax.lax.scan(lambda x, each: whole_layer(each[0], x, each[1]), x, each)
+        cached = None if cache is None else (cache.keys, cache.values)
+        each = params["layers"], cached
+        x, cached = jax.lax.scan(lambda x, each: whole_layer(each[0], x, each[1]), x, each)
     else:
         new: list[Any] = []
         for index, one in enumerate(params["layers"]):
@@ -247,11 +256,11 @@ def forward(params: dict, tokens, config: Config, positions, mask, cache, ops: O
             else:
                 x, residual, own = layer(one, x, residual, own)
             new.append(own)
-        kept = None if cache is None else tuple(map(list, zip(*new, strict=True)))
+        cached = None if cache is None else tuple(map(list, zip(*new, strict=True)))
     hidden, _ = _norm(params["norm"], x, residual, config, ops)
-    if cache is None or kept is None:
+    if cache is None or cached is None:
         return hidden, None
-    keys, values = kept
+    keys, values = cached
     return hidden, cache._replace(keys=keys, values=values, length=cache.length + jnp.int32(count))
 
 
@@ -275,23 +284,20 @@ def _attend(mask, cache, tokens, start, config: Config) -> tuple[_Attend, Cache 
     return attend._replace(where=where), cache
 
 
-def _written(kept, new, start):
-    """``kept`` with ``new`` from place ``start`` of axis 1.
-
-    Over explicit axes, the result is sharded like ``new``.
-    """
+def _written(cached, new, start):
+    """``cached`` with ``new`` from ``start`` of axis 1. Explicit axes are sharded as in ``new``."""
     spec = explicit_spec(new)
-    kept = kept if spec is None else jax.sharding.reshard(kept, spec)
-    return jax.lax.dynamic_update_slice_in_dim(kept, new, start, axis=1)
+    cached = cached if spec is None else jax.sharding.reshard(cached, spec)
+    return jax.lax.dynamic_update_slice_in_dim(cached, new, start, axis=1)
 
 
-def _layer(params: dict, x, residual, kept, *, config: Config, turns, attend: _Attend, ops: Ops):
+def _layer(params: dict, x, residual, cached, *, config: Config, turns, attend: _Attend, ops: Ops):
     """Applies a layer to the sum of ``x`` and ``residual``.
 
     Returns the two parts of the layer's result, so that the next norm can add them up.
     """
     y, x = _norm(params["input_norm"], x, residual, config, ops)
-    y, kept = _attention(params, y, kept, config, turns, attend, ops)
+    y, cached = _attention(params, y, cached, config, turns, attend, ops)
     y = dot(y, params["output"]["kernel"])
     y, x = ops.residual_rms_norm(
         y,
@@ -302,7 +308,7 @@ def _layer(params: dict, x, residual, kept, *, config: Config, turns, attend: _A
         return_sum=True,
     )
     y = ops.gated_act(*_products(params, "gate_up", y))
-    return dot(y, params["down"]["kernel"]), x, kept
+    return dot(y, params["down"]["kernel"]), x, cached
 
 
 def _norm(params: dict, x, residual, config: Config, ops: Ops) -> tuple:
@@ -314,23 +320,23 @@ def _norm(params: dict, x, residual, config: Config, ops: Ops) -> tuple:
 
 def _products(params: dict, name: str, x) -> list:
     """The products of ``x`` with joined kernels, or with each of them."""
-    made = []
+    products = []
     for part in [params[name]] if name in params else [params[n] for n in _JOINED[name]]:
         y = dot(x, part["kernel"])
-        made.append(biased(y, part["bias"]) if "bias" in part else y)
-    return made
+        products.append(biased(y, part["bias"]) if "bias" in part else y)
+    return products
 
 
-def _attention(params: dict, x, kept, config: Config, turns, attend: _Attend, ops: Ops):
+def _attention(params: dict, x, cached, config: Config, turns, attend: _Attend, ops: Ops):
     """Attention without its output's product, and the keys and values of the cache."""
     q, *new = _heads(params, x, config, turns, ops)
     k, v = (whole(part, 1) for part in new)
-    if kept is not None:
-        kept = _written(kept[0], k, attend.start), _written(kept[1], v, attend.start)
-        k, v = (k, v) if attend.fresh else kept
+    if cached is not None:
+        cached = _written(cached[0], k, attend.start), _written(cached[1], v, attend.start)
+        k, v = (k, v) if attend.fresh else cached
     attention = _softmax_attention if attend.where is not None else _fused_attention
     y = attention(q, k, v, config, attend, ops)
-    return y.reshape(*x.shape[:2], config.heads * config.head_dim), kept
+    return y.reshape(*x.shape[:2], config.heads * config.head_dim), cached
 
 
 def _heads(params: dict, x, config: Config, turns, ops: Ops):
@@ -382,8 +388,8 @@ def _angles(positions, config: Config):
     if (scaling := config.rope_scaling) is not None:
         periods = scaling.original_positions * frequencies / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = np.clip((periods - low) / (high - low), 0, 1)
-        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+        same = np.clip((periods - low) / (high - low), 0, 1)
+        frequencies = frequencies * (same + (1 - same) / scaling.factor)
     wide = accumulator_dtype(config.dtype)
     positions = positions[..., None].astype(wide)
     return positions * of_rank(jnp.asarray(frequencies, wide), positions.ndim)

@@ -14,8 +14,8 @@ def float32(*shape: int) -> jax.ShapeDtypeStruct:
 
 def product(n_in: int, *n_out: int, bias: bool = True) -> dict[str, Any]:
     """The parameters of a product."""
-    made = {"kernel": float32(n_in, *n_out)}
-    return made | ({"bias": float32(*n_out)} if bias else {})
+    kernel = {"kernel": float32(n_in, *n_out)}
+    return kernel | ({"bias": float32(*n_out)} if bias else {})
 
 
 def norm(n: int, bias: bool = True) -> dict[str, Any]:

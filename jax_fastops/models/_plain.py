@@ -1,5 +1,10 @@
 """The ops of the networks in plain JAX, as a careful user writes them, for ``PLAIN``."""
 
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -37,9 +42,9 @@ def dropout(x, key, rate: float):
     keep = fo.dropout_mask(key, x.shape, rate)
     if explicit_spec(x) is not None:
         keep = jax.sharding.reshard(keep, jax.typeof(x).sharding)
-    # A divisor in bfloat16 would be rounded, which scales every kept element wrongly.
-    kept = (x.astype(accumulator_dtype(x.dtype)) / (1 - rate)).astype(x.dtype)
-    return jnp.where(keep, kept, jnp.zeros_like(x))
+    # A divisor in bfloat16 would be rounded, which scales every element wrongly.
+    scaled = (x.astype(accumulator_dtype(x.dtype)) / (1 - rate)).astype(x.dtype)
+    return jnp.where(keep, scaled, jnp.zeros_like(x))
 
 
 def softmax(
@@ -111,8 +116,8 @@ def linear_cross_entropy(
     logits = logits if bias is None else biased(logits, bias)
     logits = logits.astype(accumulator_dtype(x.dtype))
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-    kept = labels >= 0
-    kept = kept if where is None else kept & where
+    counted = labels >= 0
+    counted = counted if where is None else counted & where
     labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
     # A masked sum instead of an indexed read, whose gradient would be a scatter.
     classes = table.shape[0]
@@ -123,10 +128,10 @@ def linear_cross_entropy(
     if label_smoothing:
         each = (1 - label_smoothing) * each + label_smoothing * (lse - jnp.mean(logits, -1))
     each = each + z_loss * jnp.square(lse) if z_loss else each
-    each = jnp.where(kept, each, 0)
+    each = jnp.where(counted, each, 0)
     if reduction == "none":
         return each
-    count = jnp.maximum(jnp.sum(kept, dtype=each.dtype), 1) if reduction == "mean" else 1
+    count = jnp.maximum(jnp.sum(counted, dtype=each.dtype), 1) if reduction == "mean" else 1
     return jnp.sum(each) / count
 
 
@@ -165,3 +170,99 @@ def rotated(x, cos, sin):
     cos, sin = (of_rank(turn[..., None, :], x.ndim) for turn in (cos, sin))
     a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def plain_batch_norm(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    axis: int = -1,
+    eps: float = 1e-5,
+    activation: Literal["relu"] | None = None,
+    residual: jax.Array | None = None,
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
+    fanout: bool = False,
+) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    """:func:`jax_fastops.batch_norm` as it is usually written in ``jax.numpy``.
+
+    The statistics are float32 (float64 for float64). The variance is ``mean(x**2) - mean(x)**2``,
+    as in Flax: one pass over ``x``, whose difference cancels if the mean is far larger than the
+    deviation. The result is rounded to the dtype of ``x``; then residual and ReLU follow.
+
+    Arguments and results are those of :func:`jax_fastops.batch_norm`. They are not checked.
+
+    Example:
+      >>> y, mean, var = resnet.plain_batch_norm(jnp.array([[1.0], [3.0]]), None, None)
+      >>> mean.tolist(), var.tolist()
+      ([2.0], [1.0])
+    """
+    wide = x.astype(accumulator_dtype(x.dtype))
+    axes = tuple(k for k in range(x.ndim) if k != axis % x.ndim)
+    mean, squares = jnp.mean(wide, axes), jnp.mean(jnp.square(wide), axes)
+    if axis_name is not None:
+        mean, squares = jax.lax.pmean((mean, squares), axis_name)
+    var = jnp.maximum(squares - jnp.square(mean), 0.0)
+    y = plain_batch_norm_inference(
+        x, mean, var, scale, bias, axis=axis, eps=eps, activation=activation, residual=residual
+    )
+    return (y, y) if fanout else y, mean, var
+
+
+def plain_batch_norm_inference(
+    x: jax.Array,
+    mean: jax.Array,
+    var: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    axis: int = -1,
+    eps: float = 1e-5,
+    activation: Literal["relu"] | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """:func:`jax_fastops.batch_norm_inference` as it is usually written in ``jax.numpy``.
+
+    Arguments and result are those of that function. They are not checked.
+
+    Example:
+      >>> x, mean, var = jnp.array([[3.0]]), jnp.array([1.0]), jnp.array([4.0])
+      >>> resnet.plain_batch_norm_inference(x, mean, var, None, None, eps=0.0).tolist()
+      [[1.0]]
+    """
+    wide = x.astype(accumulator_dtype(x.dtype))
+
+    def along(values):
+        shape = [-1 if k == axis % x.ndim else 1 for k in range(x.ndim)]
+        return values.astype(wide.dtype).reshape(shape)
+
+    factor = jax.lax.rsqrt(along(var) + eps)
+    y = (wide - along(mean)) * (factor if scale is None else factor * along(scale))
+    y = (y if bias is None else y + along(bias)).astype(x.dtype)
+    y = y if residual is None else y + residual
+    return jax.nn.relu(y) if activation == "relu" else y
+
+
+# Sizes, strides and padding of the windows of ResNet's max pooling.
+IMAGE_WINDOWS = (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0))
+
+
+def plain_max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """The maxima of 3x3 windows at stride 2, ``[n, h, w, c]`` to ``[n, ceil(h/2), ceil(w/2), c]``.
+
+    The padding is one row or column of minus infinity on each side. The gradient is XLA's
+    select-and-scatter, which keeps ``x`` and searches for the maxima again. Arguments are those of
+    :func:`jax_fastops.models.resnet.max_pool`, and are not checked.
+
+    Example:
+      >>> resnet.plain_max_pool(jnp.ones((1, 5, 5, 2))).shape
+      (1, 3, 3, 2)
+    """
+
+    def pool(x):
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, *IMAGE_WINDOWS)
+
+    if scale is None:
+        return pool(x)
+    sign = of_rank(jnp.where(scale < 0, -1, 1).astype(x.dtype), x.ndim)
+    return sign * pool(sign * x)

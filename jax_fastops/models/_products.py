@@ -1,15 +1,17 @@
-"""Products, biases, gathers and attention of the networks, over sharded axes too.
+"""Products, biases, gathers, attention and loss of the networks, over sharded axes too.
 
 Nothing relies on JAX's promotion of ranks or dtypes, which users can turn off.
 """
 
+import contextlib
 from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_fastops.models._sharding import explicit_spec
+import jax_fastops as fo
+from jax_fastops.models._sharding import explicit_spec, tokens_at_once
 
 #: What computes the attention of a network.
 ATTENTIONS = ("softmax", "xla", "cudnn")
@@ -53,8 +55,8 @@ def wide_product(equation: str, x, kernel):
 
 
 def in_table(index, count: int, mask):
-    """The index into a table of so many rows, of which padding has any: not NaN there."""
-    if mask is None or index.shape != mask.shape:
+    """The index into a table of so many rows, or ``None``. Padding gets the index of any row."""
+    if index is None or mask is None or index.shape != mask.shape:
         return index
     if index.dtype.itemsize < 4:  # which may be too narrow for the count
         index = index.astype(jnp.int32)
@@ -87,3 +89,11 @@ def dot_product_attention(q, k, v, padding, implementation: str, **options: Any)
     kind = cast(Literal["xla", "cudnn"], implementation)
     with jax.numpy_dtype_promotion("standard"):  # JAX promotes the dtype of the scores
         return jax.nn.dot_product_attention(q, k, v, mask=padding, implementation=kind, **options)
+
+
+def vocabulary_loss(x, table, labels, config, ops, **options: Any) -> jax.Array:
+    """The mean cross entropy of the logits ``x @ table.T``, whose classes may be sharded."""
+    # With tensor parallelism, XLA's passes: they can shard the vocabulary.
+    with fo.use_implementation("xla") if config.tensor_parallel else contextlib.nullcontext():
+        chunk = tokens_at_once(x, len(table))
+        return ops.linear_cross_entropy(x, table, labels, chunk=chunk, **options)

@@ -3,23 +3,23 @@
 ``init`` makes parameters, a pytree of arrays. ``apply`` maps tokens to hidden states. A layer has
 six matrix products and six fused ops: the split into heads with its bias, softmax with scale, mask
 and dropout, the merge of heads, two layer norms with bias, dropout and residual, and the activation
-with bias. The
-functions that compute these ops are an argument, so that a training on ``jax_fastops`` and one in
-plain JAX differ in nothing else::
+with bias. The functions that compute these ops are an argument, so that a training on
+``jax_fastops`` and one in plain JAX differ in nothing else::
 
     config = bert.BASE
     params = bert.init(jax.random.key(0), config)
     hidden, pooled = bert.apply(params, tokens, config, mask=tokens != 0)
 
+An argument of another type or dtype raises ``TypeError``, another shape or value ``ValueError``.
+The examples need ``import jax, jax.numpy as jnp`` and ``from jax_fastops.models import bert``.
 :mod:`jax_fastops.models.bert_checkpoint` reads and writes Hugging Face's checkpoints.
 
-Sources: FasterTransformer v1.0 (NVIDIA DeepLearningExamples), the encoder layer; Devlin et al.,
-"BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding".
+Sources: ``BertEncoderTransformer`` of FasterTransformer v1.0 (NVIDIA DeepLearningExamples); Devlin
+et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding".
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import jax
@@ -31,8 +31,8 @@ import jax_fastops as fo
 from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._bert_layers import Config, Ops, apply_layer, embed, encode, pool
 from jax_fastops.models._checks import Checks
-from jax_fastops.models._products import biased, dot, in_table, wide_product
-from jax_fastops.models._sharding import tokens_at_once, whole
+from jax_fastops.models._products import biased, dot, in_table, vocabulary_loss, wide_product
+from jax_fastops.models._sharding import whole
 
 __all__ = [
     "BASE",
@@ -74,34 +74,10 @@ SMALL = Config(
 )
 
 
-# ---- ops -----------------------------------------------------------------------------------------
-
-
 #: The ops of this package.
-FASTOPS = Ops(
-    fo.split_qkv_heads,
-    fo.merge_heads,
-    fo.softmax,
-    fo.residual_layer_norm,
-    fo.layer_norm,
-    fo.bias_act,
-    fo.dropout,
-    fo.linear_cross_entropy,
-)
+FASTOPS = Ops(*(getattr(fo, name) for name in Ops._fields))
 #: The same ops on ``jax.nn`` and ``jax.numpy``, with the same dropout masks.
-PLAIN = Ops(
-    _plain.split_qkv_heads,
-    _plain.merge_heads,
-    _plain.softmax,
-    _plain.residual_layer_norm,
-    _plain.layer_norm,
-    _plain.bias_act,
-    _plain.dropout,
-    _plain.linear_cross_entropy,
-)
-
-
-# ---- parameters ----------------------------------------------------------------------------------
+PLAIN = Ops(*(getattr(_plain, name) for name in Ops._fields))
 
 
 def shapes(
@@ -117,8 +93,7 @@ def shapes(
     Args:
       config: a :class:`Config`.
       mlm: whether to include the head of :func:`masked_lm_logits`.
-      nsp: whether to include the next-sentence head, ``{"kernel": [E, 2], "bias": [2]}``. Its
-        logits are ``pooled @ kernel + bias``.
+      nsp: whether to include the next-sentence head, with logits ``pooled @ kernel + bias``.
       labels: the number of labels of the classifier, or ``None`` for no classifier. Its logits are
         ``pooled @ kernel + bias`` for sequences, and ``hidden @ kernel + bias`` for tokens.
       qa: whether to include the head for question answering. ``hidden @ kernel + bias`` are two
@@ -140,13 +115,7 @@ def shapes(
       - ``"nsp"`` (to 2), ``"classifier"`` (to ``labels``) and ``"qa"`` (to 2), if requested:
         products.
 
-    Raises:
-      TypeError: ``labels`` is neither an integer nor ``None``.
-      ValueError: ``labels`` is less than 1.
-
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import bert
       >>> bert.shapes(bert.SMALL)["embeddings"]["word"].shape
       (128, 128)
     """
@@ -211,36 +180,26 @@ def partition_specs(
     qa: bool = False,
     tensor: str = "tensor",
 ) -> dict[str, Any]:
-    """The shardings of the parameters.
+    """The shardings of the parameters: a tree of ``jax.sharding.PartitionSpec``.
 
+    It is like that of :func:`shapes`; with ``config.scan`` like that of stacked layers.
     With ``config.tensor_parallel``, the heads of the attention, the features inside the
     feed-forward, and the rows of the vocabulary are sharded. The axis of the mesh must divide
     ``heads``, ``intermediate_size`` and ``vocab_size``. Otherwise, parameters are replicated.
 
     Args:
-      config: a :class:`Config`.
-      mlm: as in :func:`shapes`, as are ``nsp``, ``labels`` and ``qa``.
-      nsp: whether there is the next-sentence head.
-      labels: the number of labels of the classifier, or ``None``.
-      qa: whether there is the head for question answering.
+      config, mlm, nsp, labels, qa: as in :func:`shapes`.
       tensor: the name of the mesh axis.
 
-    Returns:
-      A tree of ``jax.sharding.PartitionSpec``, like that of :func:`shapes`; with ``config.scan``
-      like that of stacked layers.
-
     Example:
-      >>> import jax
-      >>> from jax_fastops.models import bert
       >>> specs = bert.partition_specs(bert.Config(tensor_parallel=True))
       >>> specs["layers"][0]["up"]["kernel"] == jax.sharding.PartitionSpec(None, "tensor")
       True
     """
-
-    wanted = shapes(config, mlm=mlm, nsp=nsp, labels=labels, qa=qa)
+    expected = shapes(config, mlm=mlm, nsp=nsp, labels=labels, qa=qa)
     if config.scan:
-        wanted["layers"] = _parameters.stacked_shapes(wanted["layers"])
-    return _parameters.specs(wanted, _SHARDED, tensor if config.tensor_parallel else None)
+        expected["layers"] = _parameters.stacked_shapes(expected["layers"])
+    return _parameters.specs(expected, _SHARDED, tensor if config.tensor_parallel else None)
 
 
 def init(
@@ -259,52 +218,24 @@ def init(
 
     Args:
       key: a JAX random key.
-      config: a :class:`Config`.
-      mlm: whether to include the head of :func:`masked_lm_logits`.
-      nsp: whether to include the next-sentence head.
-      labels: the number of labels of the classifier, or ``None`` for no classifier.
-      qa: whether to include the head for question answering.
-
-    Returns:
-      Arrays with the shapes that :func:`shapes` gives.
-
-    Raises:
-      TypeError: ``labels`` is neither an integer nor ``None``.
-      ValueError: ``labels`` is less than 1.
+      config, mlm, nsp, labels, qa: as in :func:`shapes`, which gives the shapes of the result.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import bert
       >>> params = bert.init(jax.random.key(0), bert.SMALL)
       >>> params["layers"][0]["up"]["kernel"].shape
       (128, 512)
-
-      The logits of a classifier of sequences:
-
-      >>> params = bert.init(jax.random.key(0), bert.SMALL, labels=3)
-      >>> _, pooled = bert.apply(params, jnp.array([[1, 2, 3, 0]]), bert.SMALL)
-      >>> logits = pooled @ params["classifier"]["kernel"] + params["classifier"]["bias"]
-      >>> logits.shape
-      (1, 3)
     """
-    wanted = shapes(config, mlm=mlm, nsp=nsp, labels=labels, qa=qa)
-    return _parameters.normal(key, wanted, config.init_range)
+    expected = shapes(config, mlm=mlm, nsp=nsp, labels=labels, qa=qa)
+    return _parameters.normal(key, expected, config.init_range)
 
 
 def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
     """Stacks the layers into one tree, whose arrays have a leading axis over the layers.
 
     A ``scan`` over layers reads this form directly. It copies a list of layers in every step.
-
-    Args:
-      params: parameters, as from :func:`init`. If their layers are stacked, they are returned.
-
-    Returns:
-      The parameters with stacked layers.
+    Parameters with stacked layers are returned as they are.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import bert
       >>> params = bert.stack_layers(bert.init(jax.random.key(0), bert.SMALL))
       >>> params["layers"]["up"]["kernel"].shape
       (2, 128, 512)
@@ -317,17 +248,12 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
     """Turns stacked layers into a list: the inverse of :func:`stack_layers`.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import bert
       >>> params = bert.stack_layers(bert.init(jax.random.key(0), bert.SMALL))
       >>> len(bert.unstack_layers(params)["layers"])
       2
     """
     layers = params["layers"]
     return params | {"layers": _parameters.unstack(layers)} if isinstance(layers, dict) else params
-
-
-# ---- forward -------------------------------------------------------------------------------------
 
 
 def apply(
@@ -358,7 +284,7 @@ def apply(
         ``config.positions - 1``. Others are as in ``tokens``; padding may have them only in
         ``[batch, sequence]``. Default: counted from 0.
       key: a JAX random key, for dropout at the rates of ``config``. ``None`` means no dropout, as
-        at inference.
+        at inference. With a key, ``attention_dropout`` must be 0 unless ``attention="softmax"``.
       ops: the implementation of the ops: ``FASTOPS``, ``PLAIN``, or another :class:`Ops`.
 
     Returns:
@@ -372,15 +298,7 @@ def apply(
     and parameters as :func:`partition_specs` says, or replicated. If an Auto axis shards the
     sequence, the mesh must be that of ``jax.set_mesh``.
 
-    Raises:
-      TypeError: ``tokens``, ``mask``, ``token_types`` or ``positions`` is not an array of such
-        numbers, ``key`` is not a random key, or ``params``, ``config`` or ``ops`` has another type.
-      ValueError: a shape or the parameters are not those of ``config``, or ``config`` has a dropout
-        of attention weights and ``attention`` has none.
-
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import bert
       >>> params = bert.init(jax.random.key(0), bert.SMALL)
       >>> hidden, pooled = bert.apply(params, jnp.array([[1, 2, 3, 0]]), bert.SMALL)
       >>> hidden.shape, pooled.shape
@@ -410,7 +328,7 @@ def encoder(
     key: ArrayLike | None = None,
     ops: Ops = FASTOPS,
 ) -> jax.Array:
-    """Applies all encoder layers.
+    """Applies all encoder layers. The result has the shape and dtype of ``x``.
 
     This is the part of :func:`apply` between the embeddings' dropout and the pooler. The same
     ``key`` draws other masks than in :func:`apply`, which splits it for the embeddings first.
@@ -419,24 +337,9 @@ def encoder(
       layers: the parameters' ``"layers"``: a list, or stacked by :func:`stack_layers`.
       x: array ``[batch, sequence, hidden_size]`` with the dtype ``config.dtype``.
       config: a :class:`Config`.
-      mask: booleans or integers ``[batch, sequence]``, as in :func:`apply`.
-      key: a JAX random key, for dropout, or ``None``.
-      ops: as in :func:`apply`.
-
-    Returns:
-      An array with the shape and dtype of ``x``.
-
-    Sharding: as :func:`apply`.
-
-    Raises:
-      TypeError: ``x`` has another dtype, ``mask`` is not an array of booleans or integers, ``key``
-        is not a random key, or ``layers``, ``config`` or ``ops`` has another type.
-      ValueError: a shape or the parameters are not those of ``config``, or ``config`` has a dropout
-        of attention weights and ``attention`` has none.
+      mask, key, ops: as in :func:`apply`, as is the sharding.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import bert
       >>> params = bert.init(jax.random.key(0), bert.SMALL)
       >>> bert.encoder(params["layers"], jnp.ones((2, 4, 128)), bert.SMALL).shape
       (2, 4, 128)
@@ -462,27 +365,10 @@ def encoder_layer(
 
     Args:
       params: one of the parameters' ``"layers"``.
-      x: array ``[batch, sequence, hidden_size]`` with the dtype ``config.dtype``.
       config: a :class:`Config`. ``remat`` and ``scan`` have no effect here.
-      mask: booleans or integers ``[batch, sequence]``, as in :func:`apply`.
-      key: a JAX random key, for dropout, or ``None``.
-      ops: as in :func:`apply`.
-
-    Returns:
-      An array with the shape and dtype of ``x``.
-
-    Raises:
-      TypeError: ``x`` has another dtype, ``mask`` is not an array of booleans or integers, ``key``
-        is not a random key, or ``params``, ``config`` or ``ops`` has another type.
-      ValueError: a shape or the parameters are not those of ``config``, or ``config`` has a dropout
-        of attention weights and ``attention`` has none.
-
-    Source:
-      FasterTransformer, ``BertEncoderTransformer``.
+      x, mask, key, ops: as in :func:`encoder`, as is the result.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import bert
       >>> params = bert.init(jax.random.key(0), bert.SMALL)
       >>> bert.encoder_layer(params["layers"][0], jnp.ones((2, 4, 128)), bert.SMALL).shape
       (2, 4, 128)
@@ -508,21 +394,12 @@ def masked_lm_logits(
       hidden: array ``[..., hidden_size]`` of a floating dtype, such as the result of :func:`apply`.
         Select the masked tokens first if only those count: the result has ``vocab_size`` numbers
         for each token.
-      config: the :class:`Config` of the parameters.
-      ops: as in :func:`apply`.
+      config, ops: as in :func:`apply`.
 
     Returns:
       Logits ``[..., vocab_size]`` in float32 (float64 if ``config.dtype`` is float64).
 
-    Raises:
-      TypeError: ``hidden`` is not an array of a floating dtype, or ``params``, ``config`` or
-        ``ops`` has another type.
-      ValueError: ``hidden`` has another last axis, ``params`` has no ``"mlm"``, or the parameters
-        are not those of ``config``.
-
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import bert
       >>> params = bert.init(jax.random.key(0), bert.SMALL, mlm=True)
       >>> bert.masked_lm_logits(params, jnp.ones((2, 128)), bert.SMALL).shape
       (2, 128)
@@ -551,23 +428,15 @@ def masked_lm_loss(
       labels: integers: the token at each position ``[..., sequence]``, or at each of ``positions``.
         A position with a negative label does not count. With a label of ``vocab_size`` or more, the
         loss is NaN.
-      config: the :class:`Config` of the parameters.
       where: booleans with the shape of ``labels``: which of them count. ``None``: all.
       positions: integers ``[..., n]``: only these positions of each sequence go through the head,
         which has most of its cost in the vocabulary. ``None``: all positions.
-      ops: as in :func:`apply`. The logits have the dtype of ``config``.
+      config, ops: as in :func:`apply`. The logits have the dtype of ``config``.
 
     Returns:
       A scalar: float32 (float64 if ``config.dtype`` is float64). 0 if no position counts.
 
-    Raises:
-      TypeError: an argument has another type or dtype.
-      ValueError: ``hidden`` has another last axis, ``labels`` has another shape, ``params`` has no
-        ``"mlm"``, or the parameters are not those of ``config``.
-
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import bert
       >>> params = bert.init(jax.random.key(0), bert.SMALL, mlm=True)
       >>> hidden, labels = jnp.ones((2, 8, 128)), jnp.array([[7], [3]])
       >>> loss = bert.masked_lm_loss(params, hidden, labels, bert.SMALL, positions=[[0], [5]])
@@ -581,9 +450,7 @@ def masked_lm_loss(
     _CHECK.shape("labels", labels, "the positions", hidden.shape[:-1])
     x = _masked_lm_head(params, hidden, config, ops)
     word, bias = params["embeddings"]["word"], params["mlm"]["bias"]
-    with fo.use_implementation("xla") if config.tensor_parallel else contextlib.nullcontext():
-        chunk = tokens_at_once(x, len(word))
-        return ops.linear_cross_entropy(x, word, labels, bias=bias, where=where, chunk=chunk)
+    return vocabulary_loss(x, word, labels, config, ops, bias=bias, where=where)
 
 
 def _masked_lm_head(params: dict, hidden, config: Config, ops: Ops):
@@ -598,9 +465,6 @@ def _masked_lm_head(params: dict, hidden, config: Config, ops: Ops):
     x = dot(x, head["dense"]["kernel"].astype(x.dtype))
     x = ops.bias_act(x, head["dense"]["bias"], activation=config.activation)
     return ops.layer_norm(x, head["norm"]["scale"], head["norm"]["bias"], eps=config.eps)
-
-
-# ---- checks --------------------------------------------------------------------------------------
 
 
 def _check(params, tokens, config, mask, token_types, positions, key, ops) -> list:
@@ -626,12 +490,12 @@ def _check(params, tokens, config, mask, token_types, positions, key, ops) -> li
             f"bert: tokens has shape {shape}, but config has {config.positions} positions"
         )
     _check_key(config, key)
-    tokens = in_table(tokens, config.vocab_size, mask)
-    if token_types is not None:
-        token_types = in_table(token_types, config.token_types, mask)
-    if positions is not None:
-        positions = in_table(positions, config.positions, mask)
-    return [tokens, mask, token_types, positions]
+    return [
+        in_table(tokens, config.vocab_size, mask),
+        mask,
+        in_table(token_types, config.token_types, mask),
+        in_table(positions, config.positions, mask),
+    ]
 
 
 def _check_layer_arguments(x, config, mask, key):
@@ -670,11 +534,11 @@ def _check_model(params, config, ops) -> None:
     _check_types(config, ops)
     _CHECK.type("params", params, dict, "a dict")
     heads = {name: name in params for name in ("mlm", "nsp", "qa")}
-    wanted = shapes(config, **heads, labels=_label_count(params))
+    expected = shapes(config, **heads, labels=_label_count(params))
     if "pooler" not in params:
-        del wanted["pooler"]
-    wanted["layers"] = _stacked_like(params.get("layers"), wanted["layers"])
-    _CHECK.tree("params", params, wanted)
+        del expected["pooler"]
+    expected["layers"] = _stacked_like(params.get("layers"), expected["layers"])
+    _CHECK.tree("params", params, expected)
 
 
 def _label_count(params) -> int | None:
@@ -685,6 +549,6 @@ def _label_count(params) -> int | None:
     return (1, *jnp.shape(arrays[0]))[-1] if arrays else 1  # _CHECK.tree names what is missing
 
 
-def _stacked_like(layers, wanted: list):
+def _stacked_like(layers, expected: list):
     """The expected shapes of the layers, stacked if ``layers`` are."""
-    return _parameters.stacked_shapes(wanted) if isinstance(layers, dict) else wanted
+    return _parameters.stacked_shapes(expected) if isinstance(layers, dict) else expected

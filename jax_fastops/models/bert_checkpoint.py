@@ -11,33 +11,35 @@ Needs safetensors, and neither ``transformers`` nor PyTorch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, overload
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_fastops.bias_act import ACTIVATIONS
 from jax_fastops.models import bert
 from jax_fastops.models._checkpoint import (
-    CONFIG,
-    Leaf,
-    Stored,
-    array_of,
+    FIELDS,
+    Shardings,
+    check_supported,
     check_tensors,
-    find_tensors,
-    keys_of,
+    leaves_of,
     parameter_dtype,
-    read_config,
     read_params,
+    tensors_of,
+    without_null,
+    written_like,
+)
+from jax_fastops.models._checkpoint_files import (
+    CONFIG,
+    Stored,
+    find_tensors,
+    read_config,
     read_tensor,
     same_tensors,
-    without_null,
     write,
-    written_like,
 )
 from jax_fastops.models._checks import Checks
 
@@ -46,18 +48,12 @@ __all__ = ["load", "save"]
 _CHECK = Checks("bert")
 
 # Fields of a Config, and their names in config.json. transformers has the same defaults.
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "intermediate_size": "intermediate_size",
+_FIELDS = FIELDS | {
     "positions": "max_position_embeddings",
     "token_types": "type_vocab_size",
     "eps": "layer_norm_eps",
     "dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob",
-    "init_range": "initializer_range",
 }
 # Hugging Face's names, where they differ, and the names that it has for the same function.
 _ACTIVATION_NAMES = {"gelu_exact": "gelu", "gelu": "gelu_new"}
@@ -74,19 +70,36 @@ _SUPPORTED: dict[str, Any] = {
     "add_cross_attention": False,
 }
 
-_PRODUCTS = {
-    "attention.output.dense": "output",
-    "intermediate.dense": "up",
-    "output.dense": "down",
+_LAYER_MODULE = "encoder.layer"
+# The names of tensors, without ``"bert."``.
+_MODULES = {
+    "embeddings": {
+        "word": "embeddings.word_embeddings",
+        "position": "embeddings.position_embeddings",
+        "token_type": "embeddings.token_type_embeddings",
+        "norm": "embeddings.LayerNorm",
+    },
+    "layers": {
+        "qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
+        "output": "attention.output.dense",
+        "output_norm": "attention.output.LayerNorm",
+        "up": "intermediate.dense",
+        "down": "output.dense",
+        "norm": "output.LayerNorm",
+    },
+    "pooler": "pooler.dense",
+    "mlm": {
+        "dense": "cls.predictions.transform.dense",
+        "norm": "cls.predictions.transform.LayerNorm",
+        "bias": "cls.predictions",
+    },
+    "nsp": "cls.seq_relationship",
+    "classifier": "classifier",
+    "qa": "qa_outputs",
 }
-_NORMS = {"attention.output.LayerNorm": "output_norm", "output.LayerNorm": "norm"}
-# The heads. All except "mlm" are a product.
-_HEADS = {
-    "mlm": "cls.predictions.",
-    "nsp": "cls.seq_relationship.",
-    "classifier": "classifier.",
-    "qa": "qa_outputs.",
-}
+# What the names of a head's tensors begin with.
+_HEADS = {head: f"{_MODULES[head]}." for head in ("nsp", "classifier", "qa")}
+_HEADS["mlm"] = "cls.predictions."
 # Buffers of old checkpoints that only count from 0; then second copies of embeddings and bias.
 _IGNORED = ("embeddings.position_ids", "embeddings.token_type_ids")
 _REPEATED = {
@@ -96,47 +109,6 @@ _REPEATED = {
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def _leaves(params: dict) -> dict[str, Leaf]:
-    """The tensors of parameters (or of their shapes) by their names, without ``"bert."``."""
-    found: dict[str, Leaf] = {}
-
-    def product(name, path, third=None):
-        found[f"{name}.weight"] = Leaf((*path, "kernel"), True, third)
-        found[f"{name}.bias"] = Leaf((*path, "bias"), False, third)
-
-    def norm(name, path):
-        found[f"{name}.weight"] = Leaf((*path, "scale"))
-        found[f"{name}.bias"] = Leaf((*path, "bias"))
-
-    for table in ("word", "position", "token_type"):
-        found[f"embeddings.{table}_embeddings.weight"] = Leaf(("embeddings", table))
-    norm("embeddings.LayerNorm", ("embeddings", "norm"))
-    for index in range(len(params["layers"])):
-        prefix, path = f"encoder.layer.{index}", ("layers", index)
-        for third, part in enumerate(("query", "key", "value")):
-            product(f"{prefix}.attention.self.{part}", (*path, "qkv"), third)
-        for name, own in _PRODUCTS.items():
-            product(f"{prefix}.{name}", (*path, own))
-        for name, own in _NORMS.items():
-            norm(f"{prefix}.{name}", (*path, own))
-    if "pooler" in params:
-        product("pooler.dense", ("pooler",))
-    if "mlm" in params:
-        product("cls.predictions.transform.dense", ("mlm", "dense"))
-        norm("cls.predictions.transform.LayerNorm", ("mlm", "norm"))
-        found["cls.predictions.bias"] = Leaf(("mlm", "bias"))
-    for own in ("nsp", "classifier", "qa"):
-        if own in params:
-            product(_HEADS[own].removesuffix("."), (own,))
-    return found
-
-
-# ---- load ----------------------------------------------------------------------------------------
-
-
-_Shardings: TypeAlias = Sharding | dict[str, Any] | Callable[[bert.Config], Any] | None
-
-
 @overload
 def load(
     path: str | os.PathLike[str],
@@ -144,7 +116,7 @@ def load(
     dtype: str = ...,
     param_dtype: DTypeLike = ...,
     tensor_parallel: bool = ...,
-    sharding: _Shardings = ...,
+    sharding: Shardings = ...,
     keep_unknown: Literal[False] = False,
 ) -> tuple[bert.Config, dict[str, Any]]: ...
 
@@ -156,7 +128,7 @@ def load(
     dtype: str = ...,
     param_dtype: DTypeLike = ...,
     tensor_parallel: bool = ...,
-    sharding: _Shardings = ...,
+    sharding: Shardings = ...,
     keep_unknown: Literal[True],
 ) -> tuple[bert.Config, dict[str, Any], dict[str, np.ndarray[Any, Any]]]: ...
 
@@ -167,26 +139,18 @@ def load(
     dtype: str = "bfloat16",
     param_dtype: DTypeLike = "float32",
     tensor_parallel: bool = False,
-    sharding: _Shardings = None,
+    sharding: Shardings = None,
     keep_unknown: bool = False,
 ):
     """Reads the config and the parameters from a folder with a Hugging Face checkpoint.
 
-    Each parameter is put on its devices before the next one is read, as in
-    :func:`jax_fastops.models.decoder_checkpoint.load`.
+    Each parameter is put on its devices before the next one is read.
 
     Args:
-      path: a folder with ``config.json`` and ``model.safetensors``, or with the files that
-        ``model.safetensors.index.json`` names. ``huggingface_hub.snapshot_download`` makes one.
-        Names of tensors may begin with ``"bert."``, and may be the old ones (``gamma``, ``beta``).
-      dtype: the ``dtype`` of the config, in which the model computes.
-      param_dtype: the dtype of the parameters, for any dtype of the tensors: ``"float32"``,
-        ``"bfloat16"``, ``"float16"``, or with ``jax_enable_x64`` ``"float64"``.
-      tensor_parallel: the ``tensor_parallel`` of the config.
-      sharding: a ``jax.sharding.Sharding`` for all parameters; or a tree of them like the
-        parameters, of which a leaf may stand for all parameters below it, and which may have heads
-        that the checkpoint does not have; or a function that returns one of these for the config.
-        Default: all parameters are on JAX's default device.
+      path, dtype, param_dtype, tensor_parallel: as in
+        :func:`jax_fastops.models.decoder_checkpoint.load`. Names of tensors may begin with
+        ``"bert."``, and may be the old ones (``gamma``, ``beta``).
+      sharding: as there. A tree may have heads that the checkpoint does not have.
       keep_unknown: whether to return tensors whose names are not known, such as those of another
         head. Otherwise they are an error. Tensors that are not floating are always an error, and so
         are tensors under the names of a head below that has other shapes.
@@ -205,12 +169,7 @@ def load(
       takes it.
 
     Raises:
-      ImportError: safetensors is not installed.
-      FileNotFoundError: the folder or a file does not exist.
-      ValueError: a file is damaged; the model is not a BERT of a supported kind; tensors are
-        missing, not known (without ``keep_unknown``), or of another shape or dtype (all are named);
-        the decoder is not the word embeddings; ``param_dtype`` is none of those above; or
-        ``sharding`` lacks a parameter.
+      ValueError: as there, or the decoder of the masked words is not the word embeddings.
 
     Example:
       >>> import jax, tempfile
@@ -228,32 +187,27 @@ def load(
     repeated = {name: tensors.pop(name) for name in _REPEATED if name in tensors}
     for name, value in repeated.items():  # a file may have either of the two names
         tensors.setdefault(_REPEATED[name], value)
-    wanted = _wanted(config, tensors, [*tensors, *repeated])
-    leaves = _leaves(wanted)
-    others = set(tensors) - set(leaves)
-    unknown = {name: stored for name, stored in given.items() if _current(name) in others}
+    expected = _expected_shapes(config, tensors, [*tensors, *repeated])
+    leaves = leaves_of(expected, _MODULES, _LAYER_MODULE)
+    known = {*leaves, *_REPEATED}
+    unknown = {name: stored for name, stored in given.items() if _current(name) not in known}
     if keep_unknown:
         tensors = {name: tensor for name, tensor in tensors.items() if name in leaves}
-    shapes = {keys_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(wanted)}
-    check_tensors(
-        "bert",
-        tensors,
-        {name: leaf.tensor_shape(shapes[leaf.path]) for name, leaf in leaves.items()},
-        " (load(..., keep_unknown=True) returns them)",
-    )
+    remedy = " (load(..., keep_unknown=True) returns them)"
+    check_tensors("bert", tensors, leaves, expected, remedy)
     for name, stored in repeated.items():
         if not same_tensors("bert", stored, tensors[_REPEATED[name]]):
             raise ValueError(
                 f"bert: tensor {name} differs from {_REPEATED[name]}; they must be the same"
             )
     sharding = sharding(config) if callable(sharding) else sharding
-    params = read_params("bert", tensors, leaves, wanted, own, sharding)
+    params = read_params("bert", tensors, leaves, expected, own, sharding)
     if keep_unknown:
         return config, params, {name: read_tensor("bert", a) for name, a in unknown.items()}
     return config, params
 
 
-def _wanted(config: bert.Config, tensors: dict, names: list[str]) -> dict:
+def _expected_shapes(config: bert.Config, tensors: dict, names: list[str]) -> dict:
     """The shapes of the parameters, with the heads and the pooler if they are in the file."""
 
     def has(part):
@@ -261,14 +215,14 @@ def _wanted(config: bert.Config, tensors: dict, names: list[str]) -> dict:
 
     names_of = ("classifier.bias", "classifier.weight")
     labels = [(*tensors[name].shape, 1)[0] for name in names_of if name in tensors]
-    wanted = bert.shapes(
+    expected = bert.shapes(
         config,
         **{own: has(_HEADS[own]) for own in ("mlm", "nsp", "qa")},
         labels=labels[0] if labels else None,
     )
     if not has("pooler."):
-        del wanted["pooler"]
-    return wanted
+        del expected["pooler"]
+    return expected
 
 
 def _config_of(given: dict, dtype: str = "float32", **options: Any) -> bert.Config:
@@ -277,9 +231,7 @@ def _config_of(given: dict, dtype: str = "float32", **options: Any) -> bert.Conf
             f"bert: model_type in {CONFIG} is {given.get('model_type')!r}; it must be 'bert'"
         )
     given = without_null(given)
-    for name, value in _SUPPORTED.items():
-        if given.get(name, value) != value:
-            raise ValueError(f"bert: {name} in {CONFIG} is {given[name]!r}; supported is {value!r}")
+    check_supported("bert", given, _SUPPORTED)
     if given.get("pruned_heads"):
         raise ValueError(f"bert: {CONFIG} has pruned_heads, which are not supported")
     activation = given.get("hidden_act", "gelu")
@@ -302,17 +254,12 @@ def _renamed(tensors: dict[str, Stored]) -> dict[str, Stored]:
     twice = []
     for given, tensor in tensors.items():
         name = _current(given)
-        if name in _IGNORED:
-            continue
         if name in renamed:
             twice.append(name)
         renamed[name] = tensor
     if twice:
         raise ValueError(f"bert: tensors under two names: {', '.join(sorted(twice))}")
     return renamed
-
-
-# ---- save ----------------------------------------------------------------------------------------
 
 
 def save(
@@ -329,77 +276,53 @@ def save(
     Tensors have the names of ``transformers.BertModel``, or with heads those of
     ``BertForPreTraining``, ``BertForSequenceClassification`` (a classifier with a pooler),
     ``BertForTokenClassification`` (a classifier without a pooler) or ``BertForQuestionAnswering``.
-    They have the dtypes of the parameters. Existing files are replaced atomically, after all new
-    files are complete. An index of another checkpoint in several files, and these files, are then
-    removed.
-
-    After fine-tuning, ``like`` is the folder that was loaded. Without it, ``transformers`` takes
-    its defaults for what a Config does not have. ``pad_token_id`` is ``null`` then, so that no word
-    has a gradient of zero there.
+    Dtypes, existing files and ``like`` are as in
+    :func:`jax_fastops.models.decoder_checkpoint.save`. Without ``like``, ``pad_token_id`` is
+    ``null``, so that no word has a gradient of zero in ``transformers``.
 
     Args:
-      path: the folder. It is created if it does not exist.
-      config: the :class:`jax_fastops.models.bert.Config` of the parameters. Fields that are not
-        part of the network (``dtype``, ``attention``, ``tensor_parallel``, ``remat``, ``scan``) are
-        not written.
+      path, config: as in :func:`jax_fastops.models.decoder_checkpoint.save`.
       params: parameters, as from :func:`jax_fastops.models.bert.init`, or stacked. Remove
         ``"pooler"`` if the classifier reads ``hidden``.
       unknown: other tensors to write, by their names, as :func:`load` returns them. The names of
         the encoder then begin with ``"bert."``, as with heads.
       label_names: the names of the classifier's labels, for ``id2label`` in ``config.json``.
         Default: those of ``like`` if it has as many, else ``"LABEL_0"`` and so on.
-      like: a folder with a checkpoint of the same shapes. What its ``config.json`` says beyond
-        ``config`` stays, except for the architecture and the dtype of tensors.
-        ``generation_config.json`` and the files of its tokenizer are copied.
+      like: as there. The architecture is that of ``params``.
 
     Raises:
-      ImportError: safetensors is not installed.
-      FileNotFoundError: ``like`` is no folder with a ``config.json``.
-      TypeError: ``config`` or ``params`` has another type.
-      ValueError: ``params`` are not those of ``config``, ``unknown`` has a name of one of their
-        tensors, ``label_names`` are not as many as the classifier has labels, or ``like`` is
-        another model, or has other shapes.
+      ValueError: as there, or ``unknown`` has a name of one of the parameters' tensors, or
+        ``label_names`` are not as many as the classifier has labels.
 
     Example:
-      >>> import jax, numpy as np, os, tempfile
+      >>> import jax, os, tempfile
       >>> from jax_fastops.models import bert, bert_checkpoint
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     bert_checkpoint.save(folder, bert.SMALL, bert.init(jax.random.key(0), bert.SMALL))
       ...     sorted(os.listdir(folder))
       ['config.json', 'model.safetensors']
-
-      A tensor that is not known:
-
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     params = bert.init(jax.random.key(0), bert.SMALL)
-      ...     bert_checkpoint.save(folder, bert.SMALL, params, unknown={"scorer.bias": np.ones(1)})
-      ...     config, params, unknown = bert_checkpoint.load(folder, keep_unknown=True)
-      >>> list(unknown)
-      ['scorer.bias']
     """
     bert._check_model(params, config, bert.FASTOPS)
     labels = _labels(params, label_names)
     like = None if like is None else Path(like)
     if like is None:
-        found = _written(config) | {"pad_token_id": None}
+        content = _written(config) | {"pad_token_id": None}
     else:
-        found = written_like(
+        content = written_like(
             "bert", like, config, _config_of, lambda given: given | _written(config)
         )
-    if label_names is None and len(found.get("id2label") or ()) == len(labels.get("id2label", ())):
+    former = content.get("id2label") or ()
+    if label_names is None and len(former) == len(labels.get("id2label", ())):
         labels = {}
-    params = bert.unstack_layers(jax.tree.map(array_of, params))
-    leaves, unknown = _leaves(params), unknown or {}
+    leaves, unknown = leaves_of(params, _MODULES, _LAYER_MODULE), unknown or {}
     if both := sorted(name for name in unknown if _current(name) in leaves):
         raise ValueError(f"bert: unknown has tensors of the parameters: {', '.join(both)}")
     tensors = {name: np.asarray(value, order="C") for name, value in unknown.items()}
     prefix = "bert." if unknown or any(head in params for head in _HEADS) else ""
-    arrays = {keys_of(path): array for path, array in jax.tree.leaves_with_path(params)}
-    for name, leaf in leaves.items():
-        array = np.ascontiguousarray(leaf.view(arrays[leaf.path]))
-        tensors[name if name.startswith(tuple(_HEADS.values())) else prefix + name] = array
-    found |= {"architectures": [_architecture(params)], "tie_word_embeddings": True, **labels}
-    write("bert", Path(path), found, tensors, like)
+    for name, tensor in tensors_of(params, leaves).items():
+        tensors[name if name.startswith(tuple(_HEADS.values())) else prefix + name] = tensor
+    content |= {"architectures": [_architecture(params)], "tie_word_embeddings": True, **labels}
+    write("bert", Path(path), content, tensors, like)
 
 
 def _written(config: bert.Config) -> dict[str, Any]:
@@ -417,8 +340,8 @@ def _labels(params: dict, names: Sequence[str] | None) -> dict[str, Any]:
     count = len(params["classifier"]["bias"]) if "classifier" in params else 0
     if names is not None and len(names) != count:
         raise ValueError(f"bert: label_names has {len(names)} names, but params has {count} labels")
-    found = dict(enumerate(names or (f"LABEL_{label}" for label in range(count))))
-    pairs = {"id2label": found, "label2id": {name: label for label, name in found.items()}}
+    labels = dict(enumerate(names or (f"LABEL_{label}" for label in range(count))))
+    pairs = {"id2label": labels, "label2id": {name: label for label, name in labels.items()}}
     return pairs if count else {}
 
 

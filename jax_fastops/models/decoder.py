@@ -9,6 +9,8 @@ functions that compute these ops are an argument, as in :mod:`jax_fastops.models
     params = decoder.init(jax.random.key(0), config)
     loss, gradients = jax.value_and_grad(decoder.loss)(params, tokens, config)
 
+An argument of another type or dtype raises ``TypeError``, another shape or value ``ValueError``.
+The examples need ``import jax, jax.numpy as jnp`` and ``from jax_fastops.models import decoder``.
 :mod:`jax_fastops.models.decoder_checkpoint` reads and writes Hugging Face's checkpoints.
 
 Sources: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models"; Yang et al., "Qwen3
@@ -17,17 +19,15 @@ Technical Report"; Su et al., "RoFormer: Enhanced Transformer with Rotary Positi
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 import jax_fastops as fo
+from jax_fastops.models import _decoder_generation as _generation
 from jax_fastops.models import _parameters, _plain
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._decoder_layers import (
@@ -36,10 +36,11 @@ from jax_fastops.models._decoder_layers import (
     Ops,
     RopeScaling,
     forward,
+    init_cache,
     prepared,
 )
-from jax_fastops.models._products import in_table, wide_product
-from jax_fastops.models._sharding import element, explicit_spec, following, tokens_at_once, whole
+from jax_fastops.models._products import in_table, vocabulary_loss, wide_product
+from jax_fastops.models._sharding import following
 
 __all__ = [
     "FASTOPS",
@@ -80,37 +81,16 @@ SMALL = Config(
 )
 
 
-# ---- ops -----------------------------------------------------------------------------------------
-
-
 #: The ops of this package.
-FASTOPS = Ops(
-    fo.rms_norm,
-    fo.residual_rms_norm,
-    fo.gated_act,
-    fo.split_qkv_heads,
-    fo.softmax,
-    fo.linear_cross_entropy,
-)
+FASTOPS = Ops(*(getattr(fo, name) for name in Ops._fields))
 #: The same ops on ``jax.nn`` and ``jax.numpy``.
-PLAIN = Ops(
-    _plain.rms_norm,
-    _plain.residual_rms_norm,
-    _plain.gated_act,
-    _plain.split_grouped_heads,
-    _plain.softmax,
-    _plain.linear_cross_entropy,
+PLAIN = Ops(*(getattr(_plain, name) for name in Ops._fields))._replace(
+    split_qkv_heads=_plain.split_grouped_heads
 )
-
-
-# ---- parameters ----------------------------------------------------------------------------------
 
 
 def shapes(config: Config) -> dict[str, Any]:
     """The shapes and dtypes of the parameters, as ``jax.ShapeDtypeStruct``.
-
-    Args:
-      config: a :class:`Config`.
 
     Returns:
       A tree of dictionaries. ``E`` is ``hidden_size``, ``F`` is ``intermediate_size``, ``D`` is
@@ -125,7 +105,6 @@ def shapes(config: Config) -> dict[str, Any]:
         ``"down"``; with ``config.qk_norm`` also ``"q_norm"`` and ``"k_norm"``, of ``D``.
 
     Example:
-      >>> from jax_fastops.models import decoder
       >>> decoder.shapes(decoder.SMALL)["layers"][0]["k"]["kernel"].shape
       (64, 32)
     """
@@ -147,12 +126,12 @@ def shapes(config: Config) -> dict[str, Any]:
         layer |= {name: _parameters.norm(d, bias=False) for name in ("q_norm", "k_norm")}
     layers = [layer] * config.layers
     tables = ("embeddings",) if config.tied else ("embeddings", "head")
-    made = {
+    params = {
         "layers": _parameters.stacked_shapes(layers) if config.scan else layers,
         "norm": norm,
         **{name: _parameters.float32(config.vocab_size, e) for name in tables},
     }
-    return jax.tree.map(lambda leaf: leaf, made)  # with dictionaries of its own for each layer
+    return jax.tree.map(lambda leaf: leaf, params)  # with dictionaries of its own for each layer
 
 
 # The dimensions that tensor parallelism shards, as `_parameters.specs` takes them.
@@ -166,7 +145,7 @@ _SHARDED: dict[tuple, int] = {
 
 
 def partition_specs(config: Config, *, tensor: str = "tensor") -> dict[str, Any]:
-    """The shardings of the parameters.
+    """The shardings of the parameters: a tree like that of :func:`shapes`, of ``PartitionSpec``.
 
     With ``config.tensor_parallel``, the features inside of attention (whole heads) and feed-forward
     are sharded, and the rows of the vocabulary. The axis of the mesh must divide ``kv_heads``,
@@ -176,68 +155,25 @@ def partition_specs(config: Config, *, tensor: str = "tensor") -> dict[str, Any]
       config: a :class:`Config`.
       tensor: the name of the mesh axis.
 
-    Returns:
-      A tree like that of :func:`shapes`, of ``jax.sharding.PartitionSpec``.
-
     Example:
-      >>> import jax
-      >>> from jax_fastops.models import decoder
       >>> specs = decoder.partition_specs(decoder.Config(tensor_parallel=True))
       >>> specs["layers"][0]["up"]["kernel"] == jax.sharding.PartitionSpec(None, "tensor")
       True
     """
-
     return _parameters.specs(shapes(config), _SHARDED, tensor if config.tensor_parallel else None)
 
 
 def init(key: ArrayLike, config: Config) -> dict[str, Any]:
-    """Initializes the parameters of a network.
+    """Initializes parameters with the shapes that :func:`shapes` gives, from a JAX random key.
 
     Kernels and embeddings are normal with the standard deviation ``config.init_range``. Scales of
     norms are one, and biases are zero.
 
-    Args:
-      key: a JAX random key.
-      config: a :class:`Config`.
-
-    Returns:
-      Arrays with the shapes that :func:`shapes` gives.
-
     Example:
-      >>> import jax
-      >>> from jax_fastops.models import decoder
       >>> decoder.init(jax.random.key(0), decoder.SMALL)["norm"]["scale"].shape
       (64,)
     """
     return _parameters.normal(key, shapes(config), config.init_range)
-
-
-# ---- forward -------------------------------------------------------------------------------------
-
-
-def init_cache(config: Config, batch: int, capacity: int) -> Cache:
-    """An empty cache for ``batch`` sequences of at most ``capacity`` tokens.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import decoder
-      >>> config = decoder.SMALL
-      >>> params = decoder.init(jax.random.key(0), config)
-      >>> cache = decoder.init_cache(config, batch=1, capacity=8)
-      >>> hidden, cache = decoder.apply(params, jnp.array([[1, 2, 3]]), config, cache=cache)
-      >>> hidden, cache = decoder.apply(params, jnp.array([[4]]), config, cache=cache)
-      >>> int(cache.length)
-      4
-    """
-    shape = (batch, capacity, config.kv_heads, config.head_dim)
-
-    def made():
-        if config.scan:
-            return jnp.zeros((config.layers, *shape), config.dtype)
-        return [jnp.zeros(shape, config.dtype) for _ in range(config.layers)]
-
-    # A length that is known to be 0 lets the first call attend to its own tokens only.
-    return Cache(made(), made(), jnp.zeros((batch, capacity), bool), 0)
 
 
 def apply(
@@ -276,13 +212,7 @@ def apply(
     must be that of ``jax.set_mesh``. A cache is sharded over the batch and the heads, as the keys
     and values are.
 
-    Raises:
-      TypeError: an argument has another type or dtype.
-      ValueError: a shape or the parameters are not those of ``config``.
-
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import decoder
       >>> params = decoder.init(jax.random.key(0), decoder.SMALL)
       >>> decoder.apply(params, jnp.array([[1, 2, 3]]), decoder.SMALL).shape
       (1, 3, 64)
@@ -303,21 +233,13 @@ def apply(
 def rotary(x: jax.Array, angles: jax.Array) -> jax.Array:
     """Rotary embedding: rotates pairs of features, one from each half of a head, by angles.
 
-    It is computed in float32 (float64 for float64) and rounded once.
+    It is computed in float32 (float64 for float64) and rounded once, to the dtype of ``x``.
 
     Args:
       x: array ``[..., sequence, heads, d]``.
       angles: array ``[..., sequence, d / 2]``: positions times frequencies.
 
-    Returns:
-      An array with the shape and dtype of ``x``.
-
-    Source:
-      Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding".
-
     Example:
-      >>> import jax.numpy as jnp
-      >>> from jax_fastops.models import decoder
       >>> y = decoder.rotary(jnp.array([[[1.0, 0.0]]]), jnp.array([[jnp.pi / 2]]))
       >>> [round(v, 3) + 0.0 for v in y[0, 0].tolist()]
       [0.0, 1.0]
@@ -325,26 +247,17 @@ def rotary(x: jax.Array, angles: jax.Array) -> jax.Array:
     return _plain.rotated(x, jnp.cos(angles), jnp.sin(angles))
 
 
-# ---- heads ---------------------------------------------------------------------------------------
-
-
 def logits(params: dict[str, Any], hidden: jax.Array, config: Config) -> jax.Array:
     """The logits of the vocabulary.
 
     Args:
-      params: parameters, as from :func:`init`.
+      params, config: as in :func:`apply`.
       hidden: array ``[..., hidden_size]``, such as the result of :func:`apply`.
-      config: the :class:`Config` of the parameters.
 
     Returns:
       Logits ``[..., vocab_size]`` in float32 (float64 if ``config.dtype`` is float64).
 
-    Raises:
-      ValueError: ``hidden`` has another last axis.
-
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import decoder
       >>> params = decoder.init(jax.random.key(0), decoder.SMALL)
       >>> decoder.logits(params, jnp.ones((2, 64)), decoder.SMALL).shape
       (2, 128)
@@ -370,26 +283,16 @@ def loss(
     """The mean cross entropy of the next token, without the logits of all tokens at once.
 
     Args:
-      params: parameters, as from :func:`init`.
-      tokens: as in :func:`apply`.
-      config: the :class:`Config` of the parameters.
+      params, tokens, config, positions, mask: as in :func:`apply`.
       labels: integers with the shape of ``tokens``: the token that comes after each one. A negative
         label does not count. With one of ``vocab_size`` or more, the loss is NaN. Default: the next
         of ``tokens``, and -1 for the last one and where the next one is padding.
-      positions: as in :func:`apply`.
-      mask: as in :func:`apply`.
       ops: as in :func:`apply`. The logits have the dtype of ``config``.
 
     Returns:
       A scalar: float32 (float64 if ``config.dtype`` is float64). 0 if no label counts.
 
-    Raises:
-      TypeError: an argument has another type or dtype.
-      ValueError: a shape or the parameters are not those of ``config``.
-
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import decoder
       >>> params = decoder.init(jax.random.key(0), decoder.SMALL)
       >>> decoder.loss(params, jnp.array([[1, 2, 3]]), decoder.SMALL).shape
       ()
@@ -402,13 +305,7 @@ def loss(
     labels = _CHECK.integers("labels", jnp.asarray(labels))
     _CHECK.shape("labels", labels, "tokens", ids.shape)
     hidden = apply(params, ids, config, positions=positions, mask=inside, ops=ops)
-    with fo.use_implementation("xla") if config.tensor_parallel else contextlib.nullcontext():
-        table = _head(params)
-        chunk = tokens_at_once(hidden, len(table))
-        return ops.linear_cross_entropy(hidden, table, labels, chunk=chunk)
-
-
-# ---- generation ----------------------------------------------------------------------------------
+    return vocabulary_loss(hidden, _head(params), labels, config, ops)
 
 
 def generate(
@@ -430,12 +327,11 @@ def generate(
     every sequence has ended.
 
     Args:
-      params: parameters, as from :func:`init`.
+      params, config, ops: as in :func:`apply`.
       tokens: integers ``[batch, sequence]``, the prompts. Shorter prompts are padded on the left or
         on the right, with a ``mask``. The continuation is the same. Padding may have any integers.
         If tokens or mask are traced, tokens are not checked: after one of ``vocab_size`` or more,
         the continuation is arbitrary.
-      config: the :class:`Config` of the parameters.
       length: the largest number of new tokens.
       end: the token that ends a sequence, or several such tokens. ``None``: no token. A traced
         integer is not checked: one outside of the vocabulary ends no sequence.
@@ -449,7 +345,6 @@ def generate(
         padding. Default: no padding. The tokens of a prompt must follow each other, and there must
         be at least one. A traced mask is not checked: tokens do not attend to padding between them,
         but it counts in their distances; without a token, the continuation is arbitrary.
-      ops: as in :func:`apply`.
 
     Returns:
       ``(tokens, lengths)``: integers ``[batch, length]``, the new tokens, and ``[batch]``, how many
@@ -458,15 +353,7 @@ def generate(
 
     Sharding: as :func:`apply`. The new tokens are sharded over the batch.
 
-    Raises:
-      TypeError: an argument has another type or dtype.
-      ValueError: a shape or the parameters are not those of ``config``, a number is out of range,
-        ``temperature`` or ``top_k`` is without a ``key``, a token is not in the vocabulary, or
-        ``mask`` has a prompt without a token or with padding between its tokens.
-
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import decoder
       >>> params = decoder.init(jax.random.key(0), decoder.SMALL)
       >>> new, lengths = decoder.generate(params, jnp.array([[1, 2]]), decoder.SMALL, length=5)
       >>> new.shape, lengths.tolist()
@@ -475,67 +362,9 @@ def generate(
     ids, inside = _check(params, tokens, config, mask, ops)
     if ids.shape[1] == 0:
         raise ValueError(f"decoder: tokens has shape {ids.shape}; it must have 1 token or more")
-    _check_prompts(tokens, mask, config)
-    length = _CHECK.integer("length", length, 1)
-    ends = _ends(end, config)
-    fill = ends[0] if ends.size else 0
-    key, temperature, top_k = _sampling(key, temperature, top_k, config)
-    if inside is not None:
-        ids, inside = _aligned(ids, inside)
-    table = jnp.asarray(_head(params), config.dtype)  # before the loop, as the kernels
-    params = prepared(params, config)
-
-    def chosen(hidden, step):
-        found = whole(wide_product("be,ve->bv", element(hidden, -1), table), 1)
-        best = found.argmax(-1).astype(jnp.int32)
-        if key is None:
-            return best
-        heat = jnp.asarray(1 if temperature is None else temperature, found.dtype)
-        own = jax.random.fold_in(key, step)
-        scaled = found / jnp.maximum(heat, 1e-30)  # finite, if logits are below 1e8
-        if top_k is None:
-            token = jax.random.categorical(own, scaled)
-        else:
-            values, index = jax.lax.top_k(scaled, top_k)
-            place = jax.random.categorical(own, values)[:, None]
-            token = jnp.take_along_axis(index, place, axis=1)[:, 0]
-        return jnp.where(heat > 0, token.astype(jnp.int32), best)
-
-    def body(state):
-        step, token, new, lengths, cache = state
-        hidden, cache = forward(params, token[:, None], config, None, None, cache, ops)
-        ended = jnp.isin(token, ends)
-        token = jnp.where(ended, fill, chosen(hidden, step))
-        new = jax.lax.dynamic_update_slice_in_dim(new, token[:, None], step, axis=1)
-        return step + 1, token, new, lengths + (~ended).astype(lengths.dtype), cache
-
-    def unfinished(state):
-        step, token, *_ = state
-        return (step < length) & ~jnp.isin(token, ends).all()
-
-    cache = init_cache(config, ids.shape[0], ids.shape[1] + length - 1)
-    hidden, cache = forward(params, ids, config, None, inside, cache, ops)
-    first = chosen(hidden, 0)
-    new = jnp.pad(first[:, None], ((0, 0), (0, length - 1)), constant_values=fill)
-    state = (jnp.int32(1), first, new, jnp.ones_like(first), cache)
-    _, _, new, lengths, _ = jax.lax.while_loop(unfinished, body, state)
-    return new, lengths
-
-
-def _aligned(tokens, mask) -> tuple[Any, Any]:
-    """Prompts and mask with all padding on the left. The mask is whole along the sequence."""
-    mask, spec = whole(mask, 1), explicit_spec(tokens)
-    after = jnp.argmax(mask[:, ::-1], axis=1)[:, None]
-    count = tokens.shape[1]
-    place = whole((jnp.arange(count, dtype=after.dtype)[None] - after) % count, 1)
-    moved = jnp.take_along_axis(whole(tokens, 1), place, axis=1)
-    moved = moved if spec is None else jax.sharding.reshard(moved, spec)
-    # A row that does not move is equal in both. Over auto axes, this shards the result like tokens.
-    tokens = jnp.where(after == 0, tokens, moved)
-    return tokens, jnp.take_along_axis(mask, place, axis=1)
-
-
-# ---- checks --------------------------------------------------------------------------------------
+    _generation.check_prompts(tokens, mask, config)
+    plan = _generation.checked_plan(length, end, key, temperature, top_k, config)
+    return _generation.continued(params, _head(params), ids, inside, config, plan, ops)
 
 
 def _check(params, tokens, config, mask, ops) -> tuple[Any, Any]:
@@ -549,70 +378,3 @@ def _check(params, tokens, config, mask, ops) -> tuple[Any, Any]:
     mask = None if mask is None else jnp.asarray(mask)
     mask = _CHECK.mask(mask, "tokens", tokens.shape)
     return in_table(tokens, config.vocab_size, mask), mask
-
-
-def _ends(end, config: Config) -> jax.Array:
-    """The tokens that end a sequence, in one dimension."""
-    if isinstance(end, jax.Array) and not isinstance(end, Tracer):
-        end = np.asarray(end)  # in a trace, the elements of a jax.Array are traced
-    try:
-        given = [] if end is None else list(end)
-    except TypeError:
-        given = [end]
-    traced = [isinstance(token, Tracer) and jnp.ndim(token) == 0 for token in given]
-    ends = [
-        _CHECK.integers("end", token).astype(jnp.int32)
-        if unknown
-        else _CHECK.integer("end", token, 0)
-        for token, unknown in zip(given, traced, strict=True)
-    ]
-    _check_vocabulary("end", [a for a in ends if not isinstance(a, Tracer)], config)
-    return jnp.asarray(ends, jnp.int32)
-
-
-def _check_vocabulary(name: str, tokens, config: Config) -> None:
-    size = config.vocab_size
-    for token in tokens:
-        if not 0 <= int(token) < size:
-            raise ValueError(
-                f"decoder: {name} has {token}; it must be from 0 to {size - 1}, below vocab_size"
-            )
-
-
-def _sampling(key, temperature, top_k, config: Config) -> tuple[Any, Any, int | None]:
-    """Checks the arguments of sampling, and returns them. There is no key if nothing is drawn."""
-    _CHECK.key(key)
-    if top_k is not None:
-        top_k = min(_CHECK.integer("top_k", top_k, 1), config.vocab_size)
-    if temperature is not None:
-        temperature = _CHECK.scalar("temperature", temperature)
-    greedy = not isinstance(temperature, Tracer) and temperature == 0
-    for name, value in {"top_k": top_k, "temperature": None if greedy else temperature}.items():
-        if key is None and value is not None:
-            raise ValueError(f"decoder: {name} is {value}, but key is None; sampling needs a key")
-    return (None if greedy else key), temperature, top_k
-
-
-def _check_prompts(tokens, mask, config: Config) -> None:
-    """Checks the values of the prompts, if they are concrete."""
-    inside = np.array(True) if mask is None else _concrete(mask)
-    if inside is None:
-        return
-    if (tokens := _concrete(tokens)) is not None and (known := tokens[inside != 0]).size:
-        _check_vocabulary("tokens", (known.min(), known.max()), config)
-    if mask is None:
-        return
-    inside = np.pad(inside != 0, ((0, 0), (1, 0)))
-    parts = (inside[:, 1:] & ~inside[:, :-1]).sum(axis=1)
-    for row in np.flatnonzero(parts != 1):
-        found = "padding between tokens" if parts[row] else "no token"
-        raise ValueError(
-            f"decoder: mask has {found} in row {row}; each row must have tokens that follow each "
-            "other, with padding only before and after them"
-        )
-
-
-def _concrete(x) -> np.ndarray | None:
-    """The values of an array that is not traced, and not spread over several processes."""
-    traced = any(isinstance(part, Tracer) for part in jax.tree.leaves(x))
-    return None if traced or not getattr(x, "is_fully_addressable", True) else np.asarray(x)

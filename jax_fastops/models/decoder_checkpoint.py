@@ -11,31 +11,32 @@ Needs safetensors, and neither ``transformers`` nor PyTorch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jax_fastops.models import decoder
 from jax_fastops.models._checkpoint import (
-    CONFIG,
+    FIELDS,
     Leaf,
-    array_of,
+    Shardings,
+    check_supported,
     check_tensors,
-    find_tensors,
-    keys_of,
+    leaves_of,
     network,
     parameter_dtype,
-    read_config,
     read_params,
-    same_tensors,
+    tensors_of,
     without_null,
-    write,
     written_like,
+)
+from jax_fastops.models._checkpoint_files import (
+    CONFIG,
+    find_tensors,
+    read_config,
+    same_tensors,
+    write,
 )
 from jax_fastops.models._checks import Checks
 
@@ -44,18 +45,14 @@ __all__ = ["load", "save"]
 _CHECK = Checks("decoder")
 
 # Fields of a Config, and their names in config.json.
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
+_FIELDS = FIELDS | {
     "kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
-    "intermediate_size": "intermediate_size",
     "eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
-    "init_range": "initializer_range",
 }
+# The names of a RopeScaling's fields, in their order.
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -69,10 +66,14 @@ _SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False}
 _NULLABLE = ("sliding_window", "num_key_value_heads", "head_dim")
 # What transformers takes for a key that config.json does not have.
 _ALL: dict[str, Any] = {
+    "vocab_size": 32000,
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
+    "num_key_value_heads": None,
     "head_dim": None,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
@@ -88,17 +89,9 @@ _QWEN: dict[str, Any] = _ALL | {
     "max_window_layers": 28,
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _ALL
-    | {
-        "vocab_size": 32000,
-        "num_key_value_heads": None,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 2048,
-        "attention_bias": False,
-    },
+    "llama": _ALL | {"attention_bias": False},
     "mistral": _ALL
     | {
-        "vocab_size": 32000,
         "num_key_value_heads": 8,
         "intermediate_size": 14336,
         "max_position_embeddings": 131072,
@@ -107,47 +100,30 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
 }
-_NAMES = {
+_MODULES = {
     "embeddings": "model.embed_tokens",
+    "layers": {
+        "input_norm": "input_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "output": "self_attn.o_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "norm": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    },
     "norm": "model.norm",
     "head": "lm_head",
-}
-_LAYER_NAMES = {
-    "input_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "output": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
 }
 _IGNORED = ("rotary_emb.inv_freq",)  # of old checkpoints
 
 
 def _leaves(config: decoder.Config) -> dict[str, Leaf]:
     """The tensors by their names."""
-    found: dict[str, Leaf] = {}
-    for tree_path, leaf in jax.tree.leaves_with_path(decoder.shapes(config)):
-        first, *rest = path = keys_of(tree_path)
-        kind = "bias" if path[-1] == "bias" else "weight"
-        transposed = path[-1] == "kernel"
-        if first != "layers":
-            found[f"{_NAMES[first]}.{kind}"] = Leaf(path, transposed)
-        elif config.scan:
-            for layer in range(leaf.shape[0]):
-                name = f"model.layers.{layer}.{_LAYER_NAMES[rest[0]]}.{kind}"
-                found[name] = Leaf(path, transposed, layer=layer)
-        else:
-            name = f"model.layers.{rest[0]}.{_LAYER_NAMES[rest[1]]}.{kind}"
-            found[name] = Leaf(path, transposed)
-    return found
-
-
-# ---- load ----------------------------------------------------------------------------------------
+    return leaves_of(decoder.shapes(config), _MODULES, "model.layers")
 
 
 def load(
@@ -157,7 +133,7 @@ def load(
     param_dtype: DTypeLike = "float32",
     scan: bool = False,
     tensor_parallel: bool = False,
-    sharding: Sharding | dict[str, Any] | Callable[[decoder.Config], Any] | None = None,
+    sharding: Shardings = None,
 ) -> tuple[decoder.Config, dict[str, Any]]:
     """Reads the config and the parameters from a folder with a Hugging Face checkpoint.
 
@@ -181,15 +157,12 @@ def load(
       ``(config, params)`` for :func:`jax_fastops.models.decoder.apply`.
 
     Raises:
-      ImportError: safetensors is not installed.
-      FileNotFoundError: the folder or a file does not exist.
       ValueError: a file is damaged; the model is none of the supported ones; tensors are missing,
         unknown, or of another shape or dtype (all are named); ``param_dtype`` is none of those
         above; or ``sharding`` lacks a parameter.
 
     Example:
-      >>> import jax, numpy as np, tempfile
-      >>> from jax.sharding import Mesh, NamedSharding
+      >>> import jax, tempfile
       >>> from jax_fastops.models import decoder, decoder_checkpoint
       >>> params = decoder.init(jax.random.key(0), decoder.SMALL)
       >>> with tempfile.TemporaryDirectory() as folder:
@@ -197,35 +170,14 @@ def load(
       ...     config, params = decoder_checkpoint.load(folder, dtype="float32")
       >>> config == decoder.SMALL
       True
-
-      In bfloat16, over the devices of a mesh:
-
-      >>> mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
-      >>> def sharding(config):
-      ...     specs = decoder.partition_specs(config)
-      ...     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     decoder_checkpoint.save(folder, decoder.SMALL, params)
-      ...     config, params = decoder_checkpoint.load(
-      ...         folder, param_dtype="bfloat16", tensor_parallel=True, sharding=sharding
-      ...     )
-      >>> params["head"].dtype, params["head"].sharding == sharding(config)["head"]
-      (dtype(bfloat16), True)
     """
     path, own = Path(path), parameter_dtype("decoder", param_dtype)
-    config = _config_of(
-        read_config("decoder", path), dtype, scan=scan, tensor_parallel=tensor_parallel
-    )
+    given = read_config("decoder", path)
+    config = _config_of(given, dtype, scan=scan, tensor_parallel=tensor_parallel)
     tensors = find_tensors("decoder", path, _IGNORED)
-    tensors = {name: a for name, a in tensors.items() if not name.endswith(_IGNORED)}
     head = tensors.pop("lm_head.weight", None) if config.tied else None
-    wanted, leaves = decoder.shapes(config), _leaves(config)
-    shapes = {keys_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(wanted)}
-    check_tensors(
-        "decoder",
-        tensors,
-        {name: leaf.tensor_shape(shapes[leaf.path]) for name, leaf in leaves.items()},
-    )
+    expected, leaves = decoder.shapes(config), _leaves(config)
+    check_tensors("decoder", tensors, leaves, expected)
     # With tied embeddings, a file may have them twice.
     if head is not None and not same_tensors("decoder", head, tensors["model.embed_tokens.weight"]):
         raise ValueError(
@@ -233,18 +185,14 @@ def load(
             "tie_word_embeddings they must be the same"
         )
     sharding = sharding(config) if callable(sharding) else sharding
-    return config, read_params("decoder", tensors, leaves, wanted, own, sharding)
+    return config, read_params("decoder", tensors, leaves, expected, own, sharding)
 
 
 def _config_of(given: dict, dtype: str = "float32", **options: Any) -> decoder.Config:
     kind: Any = given.get("model_type")
     _CHECK.choice(f"model_type in {CONFIG}", kind, tuple(_ARCHITECTURES))
     given = _DEFAULTS[kind] | without_null(given, _NULLABLE)
-    for name, value in _SUPPORTED.items():
-        if given.get(name, value) != value:
-            raise ValueError(
-                f"decoder: {name} in {CONFIG} is {given[name]!r}; supported is {value!r}"
-            )
+    check_supported("decoder", given, _SUPPORTED)
     fields = {own: given[name] for own, name in _FIELDS.items()}
     if fields["kv_heads"] is None:
         fields["kv_heads"] = fields["heads"]
@@ -274,22 +222,12 @@ def _rope_of(given: dict) -> dict[str, Any]:
         "original_max_position_embeddings": given["max_position_embeddings"],
         "partial_rotary_factor": given.get("partial_rotary_factor", 1.0),
     } | rope
-    if rope["partial_rotary_factor"] != 1:
-        raise ValueError(
-            f"decoder: partial_rotary_factor in {CONFIG} is {rope['partial_rotary_factor']!r}; "
-            "supported is 1.0"
-        )
+    check_supported("decoder", rope, {"partial_rotary_factor": 1.0})
     if kind == "default":
         return {"rope_theta": rope["rope_theta"]}
-    names = (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    )
-    if missing := [name for name in names if name not in rope]:
+    if missing := [name for name in _SCALING if name not in rope]:
         raise ValueError(f"decoder: rope_parameters in {CONFIG} has no {', '.join(missing)}")
-    scaling = decoder.RopeScaling(*(rope[name] for name in names))
+    scaling = decoder.RopeScaling(*(rope[name] for name in _SCALING))
     return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
@@ -314,9 +252,6 @@ def _window_of(given: dict) -> int | None:
             "must be alike"
         )
     return given["sliding_window"] if "sliding_attention" in kinds else None
-
-
-# ---- save ----------------------------------------------------------------------------------------
 
 
 def save(
@@ -348,8 +283,6 @@ def save(
         files of its tokenizer are copied.
 
     Raises:
-      ImportError: safetensors is not installed.
-      FileNotFoundError: ``like`` is no folder with a ``config.json``.
       ValueError: ``params`` are not those of ``config``; no supported model has these biases and
         this sliding window together; or ``like`` is another model, or has other shapes.
 
@@ -373,13 +306,7 @@ def save(
         written = written_like(
             "decoder", like, config, _config_of, lambda given: _over(given, config)
         )
-    arrays = {keys_of(path): array_of(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
-    tensors = {
-        name: leaf.view(arrays[leaf.path] if leaf.layer is None else arrays[leaf.path][leaf.layer])
-        for name, leaf in _leaves(config).items()
-    }
-    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    write("decoder", Path(path), written, tensors, like)
+    write("decoder", Path(path), written, tensors_of(params, _leaves(config)), like)
 
 
 def _written(config: decoder.Config, kind: str) -> dict[str, Any]:
@@ -399,21 +326,16 @@ def _written(config: decoder.Config, kind: str) -> dict[str, Any]:
     if kind in ("qwen2", "qwen3"):
         written |= {"use_sliding_window": window is not None, "max_window_layers": 0}
     if (scaling := config.rope_scaling) is not None:
-        written["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_positions,
-        }
+        values = dict(zip(_SCALING, scaling, strict=True))
+        written["rope_scaling"] = {"rope_type": "llama3", **values}
     return written
 
 
 def _over(given: dict, config: decoder.Config) -> dict[str, Any]:
     """Another content of config.json, changed to that of ``config``."""
     replaced = ("rope_parameters", "rope_scaling", "layer_types")
-    kept = {name: value for name, value in given.items() if name not in replaced}
-    return kept | _written(config, given["model_type"])
+    same = {name: value for name, value in given.items() if name not in replaced}
+    return same | _written(config, given["model_type"])
 
 
 def _model_type(config: decoder.Config) -> str:

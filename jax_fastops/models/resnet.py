@@ -10,6 +10,9 @@ differ in nothing else::
     params, statistics = resnet.init(jax.random.key(0), config)
     logits, statistics = resnet.apply(params, statistics, images, config, train=True)
 
+An argument of another type or dtype raises ``TypeError``, another shape or value ``ValueError``.
+The examples need ``import jax, jax.numpy as jnp`` and ``from jax_fastops.models import resnet``.
+
 The network is that of He et al., "Deep Residual Learning for Image Recognition", with the stride of
 a bottleneck in its 3x3 convolution ("v1.5"). Names and paddings are torchvision's.
 """
@@ -20,7 +23,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +32,13 @@ from jax.typing import ArrayLike
 import jax_fastops as fo
 from jax_fastops.models._checks import Checks
 from jax_fastops.models._parameters import keys_like, norm, product
-from jax_fastops.models._products import accumulator_dtype, biased, of_rank
+from jax_fastops.models._plain import (
+    IMAGE_WINDOWS,
+    plain_batch_norm,
+    plain_batch_norm_inference,
+    plain_max_pool,
+)
+from jax_fastops.models._products import accumulator_dtype, biased
 
 __all__ = [
     "FASTOPS",
@@ -51,7 +60,6 @@ __all__ = [
 # The window sizes of a block's convolutions. The first 3x3 convolution has the block's stride.
 _SIZES = {"basic": (3, 3), "bottleneck": (1, 3, 1)}
 _EXPANSION = {"basic": 1, "bottleneck": 4}
-_STEMS = ("imagenet", "small")
 _CHECK = Checks("resnet")
 
 
@@ -80,14 +88,7 @@ class Config:
         many. A number larger than that of the blocks means all blocks. Without ``BatchNorm.again``
         it has no effect.
 
-    Raises:
-      TypeError: a count is not an integer, ``stages`` is not a sequence, ``dtype`` is not a dtype,
-        or ``momentum`` or ``eps`` is not a number.
-      ValueError: a count is not positive, ``remat`` is negative, a choice is not one of those
-        above, ``momentum`` is not from 0 to 1, or ``eps`` is NaN.
-
     Example:
-      >>> from jax_fastops.models import resnet
       >>> resnet.Config((3, 4, 6, 3), "bottleneck").dtype
       'bfloat16'
     """
@@ -120,7 +121,7 @@ class Config:
         for name, least in dict(width=1, classes=1, channels=1, remat=0).items():
             set_(name, _CHECK.integer(name, getattr(self, name), least))
         _CHECK.choice("block", self.block, tuple(_SIZES))
-        _CHECK.choice("stem", self.stem, _STEMS)
+        _CHECK.choice("stem", self.stem, ("imagenet", "small"))
         set_("dtype", _CHECK.dtype(self.dtype))
         for name in ("eps", "momentum"):
             set_(name, _CHECK.number(name, getattr(self, name)))
@@ -139,37 +140,8 @@ RESNET50 = Config((3, 4, 6, 3), "bottleneck", remat=2)
 SMALL = Config((1, 1, 1), "basic", width=16, classes=10, channels=1, stem="small", dtype="float32")
 
 
-# ---- max pooling ---------------------------------------------------------------------------------
-
-
-_AROUND = ((0, 0), (1, 1), (1, 1), (0, 0))
-
-
-def plain_max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-    """The maxima of 3x3 windows at stride 2, ``[n, h, w, c]`` to ``[n, ceil(h/2), ceil(w/2), c]``.
-
-    The padding is one row or column of minus infinity on each side. The gradient is XLA's
-    select-and-scatter, which keeps ``x`` and searches for the maxima again. Arguments are those of
-    :func:`max_pool`, and are not checked.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jax_fastops.models import resnet
-      >>> resnet.plain_max_pool(jnp.ones((1, 5, 5, 2))).shape
-      (1, 3, 3, 2)
-    """
-
-    def pool(x):
-        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), _AROUND)
-
-    if scale is None:
-        return pool(x)
-    sign = of_rank(jnp.where(scale < 0, -1, 1).astype(x.dtype), x.ndim)
-    return sign * pool(sign * x)
-
-
 def max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-    """:func:`plain_max_pool` by :func:`jax_fastops.max_pool`, which keeps a byte per maximum.
+    """:func:`plain_max_pool` by :func:`jax_fastops.max_pool`, which keeps one byte per maximum.
 
     Args:
       x: array ``[n, h, w, c]`` of a floating dtype.
@@ -177,20 +149,7 @@ def max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         multiplies the result. Where it is negative, the minima are pooled, because the factor turns
         them into maxima.
 
-    Returns:
-      The maxima, ``[n, ceil(h/2), ceil(w/2), c]``, in the dtype of ``x``.
-
-    Residuals:
-      One byte (uint8) per element of the result.
-
-    Raises:
-      TypeError: ``x`` or ``scale`` does not have a floating dtype.
-      ValueError: ``x`` does not have four dimensions, or ``scale`` does not have one element per
-        channel.
-
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import resnet
       >>> x = jnp.arange(16.0).reshape(1, 4, 4, 1)
       >>> resnet.max_pool(x)[0, :, :, 0].tolist()
       [[5.0, 7.0], [13.0, 15.0]]
@@ -208,10 +167,7 @@ def max_pool(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         raise ValueError(
             f"max_pool: scale has shape {scale.shape}; it must be {x.shape[3:]}, axis 3 of x"
         )
-    return fo.max_pool(x, (1, 3, 3, 1), (1, 2, 2, 1), _AROUND, scale=scale)
-
-
-# ---- batch norms ---------------------------------------------------------------------------------
+    return fo.max_pool(x, *IMAGE_WINDOWS, scale=scale)
 
 
 class BatchNorm(NamedTuple):
@@ -233,7 +189,6 @@ class BatchNorm(NamedTuple):
         instead of the first.
 
     Example:
-      >>> from jax_fastops.models import resnet
       >>> resnet.PLAIN.again is None
       True
     """
@@ -243,81 +198,6 @@ class BatchNorm(NamedTuple):
     max_pool: Callable = plain_max_pool
     again: Callable | None = None
     statistics: Callable | None = None
-
-
-def plain_batch_norm(
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    *,
-    axis: int = -1,
-    eps: float = 1e-5,
-    activation: Literal["relu"] | None = None,
-    residual: jax.Array | None = None,
-    axis_name: Hashable | tuple[Hashable, ...] | None = None,
-    fanout: bool = False,
-) -> tuple[jax.Array | tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
-    """:func:`jax_fastops.batch_norm` as it is usually written in ``jax.numpy``.
-
-    The statistics are float32 (float64 for float64). The variance is ``mean(x**2) - mean(x)**2``,
-    as in Flax: one pass over ``x``, whose difference cancels if the mean is far larger than the
-    deviation. The result is rounded to the dtype of ``x``; then residual and ReLU follow.
-
-    Arguments and results are those of :func:`jax_fastops.batch_norm`. They are not checked.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jax_fastops.models import resnet
-      >>> y, mean, var = resnet.plain_batch_norm(jnp.array([[1.0], [3.0]]), None, None)
-      >>> mean.tolist(), var.tolist()
-      ([2.0], [1.0])
-    """
-    wide = x.astype(accumulator_dtype(x.dtype))
-    axes = tuple(k for k in range(x.ndim) if k != axis % x.ndim)
-    mean, squares = jnp.mean(wide, axes), jnp.mean(jnp.square(wide), axes)
-    if axis_name is not None:
-        mean, squares = jax.lax.pmean((mean, squares), axis_name)
-    var = jnp.maximum(squares - jnp.square(mean), 0.0)
-    y = plain_batch_norm_inference(
-        x, mean, var, scale, bias, axis=axis, eps=eps, activation=activation, residual=residual
-    )
-    return (y, y) if fanout else y, mean, var
-
-
-def plain_batch_norm_inference(
-    x: jax.Array,
-    mean: jax.Array,
-    var: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    *,
-    axis: int = -1,
-    eps: float = 1e-5,
-    activation: Literal["relu"] | None = None,
-    residual: jax.Array | None = None,
-) -> jax.Array:
-    """:func:`jax_fastops.batch_norm_inference` as it is usually written in ``jax.numpy``.
-
-    Arguments and result are those of that function. They are not checked.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jax_fastops.models import resnet
-      >>> x, mean, var = jnp.array([[3.0]]), jnp.array([1.0]), jnp.array([4.0])
-      >>> resnet.plain_batch_norm_inference(x, mean, var, None, None, eps=0.0).tolist()
-      [[1.0]]
-    """
-    wide = x.astype(accumulator_dtype(x.dtype))
-
-    def along(values):
-        shape = [-1 if k == axis % x.ndim else 1 for k in range(x.ndim)]
-        return values.astype(wide.dtype).reshape(shape)
-
-    factor = jax.lax.rsqrt(along(var) + eps)
-    y = (wide - along(mean)) * (factor if scale is None else factor * along(scale))
-    y = (y if bias is None else y + along(bias)).astype(x.dtype)
-    y = y if residual is None else y + residual
-    return jax.nn.relu(y) if activation == "relu" else y
 
 
 #: The batch norms of this package, and :func:`max_pool`.
@@ -332,14 +212,8 @@ FASTOPS = BatchNorm(
 PLAIN = BatchNorm(plain_batch_norm, plain_batch_norm_inference)
 
 
-# ---- parameters ----------------------------------------------------------------------------------
-
-
 def shapes(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """The shapes and dtypes of parameters and running statistics, as ``jax.ShapeDtypeStruct``.
-
-    Args:
-      config: a :class:`Config`.
 
     Returns:
       ``(params, statistics)``. ``params`` has ``"conv1"`` and ``"bn1"`` of the stem, a list of
@@ -349,11 +223,7 @@ def shapes(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
       [c], "bias": [c]}``, and ``"fc"`` is ``{"kernel": [in, classes], "bias": [classes]}``.
       ``statistics`` has only the batch norms, each ``{"mean": [c], "var": [c]}``. All are float32.
 
-    Raises:
-      TypeError: ``config`` has another type.
-
     Example:
-      >>> from jax_fastops.models import resnet
       >>> params, statistics = resnet.shapes(resnet.SMALL)
       >>> params["conv1"]["kernel"].shape
       (3, 3, 1, 16)
@@ -408,25 +278,14 @@ def _statistics_shapes(params: Any) -> Any:
 
 
 def init(key: ArrayLike, config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Initializes parameters and running statistics.
+    """Initializes parameters and running statistics, from a JAX random key.
 
-    Convolutions are normal with variance ``2 / (height * width * out)`` (He et al., 2015, by
-    outputs). The kernel of ``"fc"`` is normal with variance ``1 / in``. Scales and running
-    variances are one (see also ``Config.zero_init``), and everything else is zero.
-
-    Args:
-      key: a JAX random key.
-      config: a :class:`Config`.
-
-    Returns:
-      ``(params, statistics)``, arrays with the shapes that :func:`shapes` gives.
-
-    Raises:
-      TypeError: ``config`` has another type.
+    They have the shapes that :func:`shapes` gives. Convolutions are normal with variance
+    ``2 / (height * width * out)`` (He et al., 2015, by outputs). The kernel of ``"fc"`` is normal
+    with variance ``1 / in``. Scales and running variances are one (see also ``Config.zero_init``),
+    and everything else is zero.
 
     Example:
-      >>> import jax
-      >>> from jax_fastops.models import resnet
       >>> params, statistics = resnet.init(jax.random.key(0), resnet.SMALL)
       >>> params["fc"]["kernel"].shape
       (64, 10)
@@ -448,9 +307,6 @@ def init(key: ArrayLike, config: Config) -> tuple[dict[str, Any], dict[str, Any]
 
     params = jax.tree.map_with_path(new, params, keys_like(key, params))
     return params, jax.tree.map_with_path(running, statistics)
-
-
-# ---- forward -------------------------------------------------------------------------------------
 
 
 def apply(
@@ -486,15 +342,7 @@ def apply(
     Sharding: under ``jax.jit`` over the images' first axis, with replicated parameters and
     statistics. The statistics are those of the whole batch.
 
-    Raises:
-      TypeError: ``images`` is not an array of a floating dtype, or ``batch_norm`` or ``config`` has
-        another type.
-      ValueError: ``images`` has another shape, or parameters or statistics are not those of
-        ``config``.
-
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_fastops.models import resnet
       >>> params, statistics = resnet.init(jax.random.key(0), resnet.SMALL)
       >>> images = jnp.ones((2, 8, 8, 1))
       >>> logits, _ = resnet.apply(params, statistics, images, resnet.SMALL, train=False)
@@ -504,8 +352,11 @@ def apply(
     _check(params, statistics, images, config, batch_norm)
 
     def updated(running, mean, var):
-        batch = jax.lax.stop_gradient({"mean": mean, "var": var})
-        return jax.tree.map(functools.partial(_running, config.momentum), running, batch)
+        def new(old, batch):
+            average = config.momentum * old.astype(batch.dtype) + (1 - config.momentum) * batch
+            return average.astype(old.dtype)
+
+        return jax.tree.map(new, running, jax.lax.stop_gradient({"mean": mean, "var": var}))
 
     def norm(x, params, statistics, residual=None, activation="relu", fanout=False):
         options = dict(eps=config.eps, residual=residual, activation=activation)
@@ -521,16 +372,16 @@ def apply(
 
     def norm_and_pool(x, params, running):
         if batch_norm.statistics is None:
-            y, found, _ = norm(x, params, running)
-            return batch_norm.max_pool(y), found
-        mean, var, found = running["mean"], running["var"], running
+            y, running, _ = norm(x, params, running)
+            return batch_norm.max_pool(y), running
+        mean, var = running["mean"], running["var"]
         if train:
             mean, var = batch_norm.statistics(x, axis_name=axis_name)
-            found = updated(running, mean, var)
+            running = updated(running, mean, var)
         scale, bias = params["scale"], params["bias"]
         x = batch_norm.max_pool(x, scale)
         options = dict(eps=config.eps, activation="relu")
-        return batch_norm.inference(x, mean, var, scale, bias, **options), found
+        return batch_norm.inference(x, mean, var, scale, bias, **options), running
 
     new = {}
     x = jnp.asarray(images).astype(config.dtype)
@@ -548,7 +399,7 @@ def apply(
         name = f"layer{stage + 1}"
         new[name] = []
         for index, block in enumerate(zip(params[name], statistics[name], strict=True)):
-            users, found = _block(
+            users, block_statistics = _block(
                 users,
                 *block,
                 _stride(stage, index),
@@ -557,7 +408,7 @@ def apply(
                 norm,
                 again if sum(config.stages[:stage]) + index < config.remat else None,
             )
-            new[name].append(found)
+            new[name].append(block_statistics)
     x = users
     wide = accumulator_dtype(x.dtype)
     x = jnp.mean(x, (1, 2), dtype=wide).astype(x.dtype)
@@ -570,19 +421,19 @@ def _block(users, params: dict, statistics: dict, stride: int, sizes, last_norm,
     new = {}
     x, shortcut = users
     if "downsample" in params:
-        given, running = params["downsample"], statistics["downsample"]["bn"]
-        shortcut = _conv(shortcut, given["conv"], stride)
-        shortcut, found, _ = norm(shortcut, given["bn"], running, activation=None)
-        new["downsample"] = {"bn": found}
+        own, running = params["downsample"], statistics["downsample"]["bn"]
+        shortcut = _conv(shortcut, own["conv"], stride)
+        shortcut, running, _ = norm(shortcut, own["bn"], running, activation=None)
+        new["downsample"] = {"bn": running}
     strides = [stride if k == sizes.index(3) else 1 for k in range(len(sizes))]
     x = _conv(x, params["conv1"], strides[0])
     for k in range(1, len(sizes)):
-        bn, behind = f"bn{k}", (params[f"conv{k + 1}"], strides[k])
+        bn, next_conv = f"bn{k}", (params[f"conv{k + 1}"], strides[k])
         x, new[bn], made_of = norm(x, params[bn], statistics[bn])
         if again is None:
-            x = _conv(x, *behind)
+            x = _conv(x, *next_conv)
         else:
-            x = _conv_of_made(again, x, *behind, made_of)
+            x = _conv_of_made(again, x, *next_conv, made_of)
     bn = f"bn{len(sizes)}"
     x, new[bn], _ = last_norm(x, params[bn], statistics[bn], shortcut)
     return x, new
@@ -621,11 +472,6 @@ def _conv_of_made_jvp(make, stride, primals, tangents):
     return _conv_of_made(make, x, params, stride, made_of), dy
 
 
-def _running(momentum: float, old, batch):
-    new = momentum * old.astype(batch.dtype) + (1 - momentum) * batch
-    return new.astype(old.dtype)
-
-
 def _check(params, statistics, images, config, batch_norm) -> None:
     _CHECK.type("config", config, Config, "a Config")
     kind = "a BatchNorm, such as FASTOPS or PLAIN"
@@ -637,6 +483,6 @@ def _check(params, statistics, images, config, batch_norm) -> None:
             f"resnet: images has shape {images.shape}; it must be (n, height, width, "
             f"{config.channels})"
         )
-    wanted = shapes(config)
-    _CHECK.tree("params", params, wanted[0])
-    _CHECK.tree("statistics", statistics, wanted[1])
+    expected = shapes(config)
+    _CHECK.tree("params", params, expected[0])
+    _CHECK.tree("statistics", statistics, expected[1])
