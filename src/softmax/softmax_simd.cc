@@ -543,7 +543,7 @@ struct Softmax {
     for (int64_t j = 0; j < columns; ++j) {
       bad += !(sums[j] < kInfinity && maxima[j] > MinusInfinity());
     }
-    // LogOf returns a number for an improper sum too. So improper sums are marked with 0.
+    // Log returns a number for an improper sum too. So improper sums are marked with 0.
     for (int64_t j = 0; j < columns && bad > 0; ++j) {
       if (!(sums[j] < kInfinity && maxima[j] > MinusInfinity())) sums[j] = 0;
     }
@@ -552,7 +552,7 @@ struct Softmax {
       char* p = static_cast<char*>(sums_data);
       OverBlocks<kBlock>(0, columns, [&](auto extent, int64_t j, int64_t count) FASTOPS_LAMBDA {
         const Pair<A> sum = LoadElements<S>(extent, p + j * S::kBytes, count);
-        const Pair<A> log = Select(NotZero(sum), LogOf(sum), SetPair<A>(nan));
+        const Pair<A> log = Select(NotZero(sum), Log(sum), SetPair<A>(nan));
         StoreElements<S, false>(extent, p + j * S::kBytes, log, count);
       });
     } else {

@@ -77,7 +77,7 @@ FASTOPS_INLINE typename A::Vec ExpInRange(typename A::Vec x, const typename A::V
 // ulp for float, 1.03 ulp for double, 0.98 ulp for both without FMA, and 0.77 ulp for subnormal
 // results.
 template <typename A>
-FASTOPS_INLINE typename A::Vec ExpVector(typename A::Vec x) {
+FASTOPS_INLINE typename A::Vec Exp(typename A::Vec x) {
   using C = ExpOf<typename A::Scalar>;
   return ExpInRange<A>(A::Min(A::Set(C::kHigh), A::Max(A::Set(C::kLow), x)), nullptr);
 }
@@ -170,11 +170,11 @@ FASTOPS_INLINE Pair<A> MulAdd(Pair<A> a, Pair<A> b, Pair<A> c) {
 }
 template <typename A>
 FASTOPS_INLINE Pair<A> Exp(Pair<A> x) {
-  return {{ExpVector<A>(x.part[0]), ExpVector<A>(x.part[1])}};
+  return {{Exp<A>(x.part[0]), Exp<A>(x.part[1])}};
 }
 // Scalar, because it is called rarely.
 template <typename A>
-FASTOPS_INLINE Pair<A> LogOf(Pair<A> x) {
+FASTOPS_INLINE Pair<A> Log(Pair<A> x) {
   typename A::Scalar values[2 * A::kLanes];
   StorePair<A>(values, x);
   for (int i = 0; i < 2 * A::kLanes; ++i) values[i] = Log(values[i]);
