@@ -195,7 +195,6 @@ class LossCall:
     """The call that replaces a form, with label smoothing and z-loss as numbers of the program."""
 
     losses: Callable[[_Operands], Any]
-    sign: int = 1
 
     def __call__(self, x, labels, **numbers):
         factor, options = self._options(**numbers)
@@ -208,13 +207,12 @@ class LossCall:
         operands = _wide(labels), table.shape[0], options, x, table, bias, where
         return factor * self.losses(_Product(*operands))
 
-    def _options(self, share=1.0, smooth=0.0, z=0.0, **options) -> tuple[float, dict[str, Any]]:
+    def _options(self, share, smooth, z, **options) -> tuple[float, dict[str, Any]]:
         """The factor of the losses, and the options of the op."""
         factor = share + smooth
         if abs(factor) < 1e-6:
             raise ValueError("the losses add up to 0")
-        numbers = dict(label_smoothing=smooth / factor, z_loss=z / factor)
-        return self.sign * factor, numbers | options
+        return factor, dict(label_smoothing=smooth / factor, z_loss=z / factor, **options)
 
 
 # ---- forms ---------------------------------------------------------------------------------------
@@ -268,23 +266,17 @@ def _loss(
     ``smoothed`` is the mean of the losses of all classes, as the program writes it.
     """
 
-    def add_form(function: Callable, leaves: str = "", sign: int = 1) -> None:
-        on_last_axis = lambda *operands, axis: function(*operands)  # noqa: E731
-        add(name, on_last_axis, f"x labels {leaves}", LossCall(losses, sign), axes="last")
+    def function(x, labels, share, smooth, z, axis):
+        y = share * form(x, labels)
+        return y if smoothed is None else y + smooth * smoothed(x) + z * _log_sum(x) ** 2
 
-    add_form(form)
-    # Programs often negate the mean rather than each log-likelihood.
-    add_form(lambda x, labels: -form(x, labels), sign=-1)
-    if smoothed is None:
-        return
-    add_form(lambda x, labels, z: form(x, labels) + z * _log_sum(x) ** 2, "z")
-    add_form(lambda x, labels, share, s: share * form(x, labels) + s * smoothed(x), "share smooth")
-    add_form(
-        lambda x, labels, share, s, z: (
-            share * form(x, labels) + s * smoothed(x) + z * _log_sum(x) ** 2
-        ),
-        "share smooth z",
-    )
+    plain = dict(share=1.0, smooth=0.0, z=0.0)
+    variants = [plain, plain | dict(share=-1.0)]  # programs often negate the mean, not each loss
+    if smoothed is not None:
+        variants += [dict(share=1.0, smooth=0.0), dict(z=0.0), {}]
+    for fixed in variants:
+        leaves = "x labels share smooth z"
+        add(name, function, leaves, LossCall(losses), fixed=fixed, axes="last")
 
 
 def _loss_of_logsumexp(pick: Callable, losses: Callable, smoothed: bool = True) -> None:

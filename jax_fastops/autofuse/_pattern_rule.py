@@ -276,7 +276,8 @@ class PatternRule(Rule):
         for i, name in enumerate(pattern.leaves):
             kind = KINDS[name]
             if kind == "free":
-                numbers[name] = state.free[i]
+                numbers[name] = pattern.fixed.get(name, state.free.get(i))
+            if kind == "free" or name in pattern.fixed:
                 continue
             view = View(bounds[i].source, bounds[i].map)
             dtype = view.value.dtype
