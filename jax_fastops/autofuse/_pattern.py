@@ -275,7 +275,7 @@ class Compiler:
         return Formula(factor, formula, digits, kind, frozenset(_needs(formula)), size)
 
     def _number(self, value: Value) -> float | None:
-        if (source := value.source()[0]) in self._fixed:
+        if (source := value.source().value) in self._fixed:
             return self._fixed[source]
         known = value.number
         return known if known is None else float(self._n if known == self._traced else known)
@@ -285,8 +285,8 @@ class Compiler:
         if value in self._leaves:
             return 1.0, (Leaf(self._leaves[value]), value.identity)
         if (step := value.view(True)) is not None:
-            return self._seen(View(*step))
-        if value.node is not None and value.node.name in ("add", "add_any", "sub"):
+            return self._seen(step)
+        if value.node.name in ("add", "add_any", "sub"):
             return self._sum(value)
         if (factors := value.factors) is not None:
             return self._product(value, factors)
@@ -347,7 +347,6 @@ class Compiler:
 
     def _apply(self, value: Value) -> Apply:
         node = value.node
-        assert node is not None, value.aval
         operands: list[Any] = []
         for operand in node.inputs:
             if (known := self._number(operand)) is not None:

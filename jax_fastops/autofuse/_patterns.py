@@ -72,7 +72,7 @@ def _softmax(x, axis):
     return e / jnp.sum(e, axis, keepdims=True)
 
 
-def _log_softmax(x, axis):
+def log_softmax_by_hand(x, axis):
     x = x - jnp.max(x, axis, keepdims=True)
     return x - jnp.log(jnp.sum(jnp.exp(x), axis, keepdims=True))
 
@@ -94,7 +94,7 @@ add(
 )
 for _form in (
     lambda x, axis: jax.nn.log_softmax(x, axis),
-    _log_softmax,
+    log_softmax_by_hand,
     lambda x, axis: x - jax.nn.logsumexp(x, axis, keepdims=True),
 ):
     add("log_softmax", _form, "x", log_softmax, axes="each", scaled=True)
@@ -179,13 +179,21 @@ def _channel_norm(form: str | None, order: str, activation: str | None) -> None:
         y = jax.nn.relu(y) if activation else y
         return (y, mean, var) if form else y
 
+    name = "batch_norm" if form else "batch_norm_inference"
     op = batch_norm if form else batch_norm_inference
     call = functools.partial(op, scale=None, bias=None, activation=activation)
     leaves = f"x {'' if form else 'mean var'} scale bias residual eps"
     for fixed in _absences("scale", "bias", "residual"):
-        parts = op.__name__, None if "residual" in fixed else "residual", activation
-        name = " + ".join(filter(None, parts))
-        add(name, function, leaves, call, fixed=fixed, axes="each", fanout=form is not None)
+        parts = name, None if "residual" in fixed else "residual", activation
+        add(
+            " + ".join(filter(None, parts)),
+            function,
+            leaves,
+            call,
+            fixed=fixed,
+            axes="each",
+            fanout=form is not None,
+        )
 
 
 for _activation_after in ("relu", None):
@@ -207,8 +215,6 @@ add(
 def by_size() -> list[tuple[Pattern, str, frozenset[str]]]:
     """All patterns, the largest first, with what is at the top and the operations for any axis."""
     patterns = sorted(PATTERNS, key=lambda p: compiled(p, 3, 2)[0].size, reverse=True)
-    formulas = (compiled(pattern, 3, 2)[0] for pattern in patterns)
-    return [
-        (pattern, formula.kind, frozenset(n for n in formula.needs if isinstance(n, str)))
-        for pattern, formula in zip(patterns, formulas, strict=True)
-    ]
+    tops = [compiled(pattern, 3, 2)[0] for pattern in patterns]
+    names = (frozenset(n for n in top.needs if isinstance(n, str)) for top in tops)
+    return list(zip(patterns, (top.kind for top in tops), names, strict=True))
