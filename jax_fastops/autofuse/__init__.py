@@ -7,9 +7,9 @@ a :class:`Pattern` is a function in plain JAX.
 """
 
 from jax_fastops.autofuse._api import FuseReport, Missed, Replaced, autofuse
+from jax_fastops.autofuse._evaluate import RULES
 from jax_fastops.autofuse._pattern import PATTERNS, Pattern
 from jax_fastops.autofuse._rule import Call, Read, Rewrite, Rule, Search
-from jax_fastops.autofuse._rules import RULES
 from jax_fastops.autofuse._value import Node, Value
 
 __all__ = [

@@ -19,7 +19,7 @@ from jax_fastops import _explain
 from jax_fastops._arguments import array_leaves
 from jax_fastops.autofuse._evaluate import Plan, Settings, fused
 from jax_fastops.autofuse._rule import why
-from jax_fastops.autofuse._value import Value
+from jax_fastops.autofuse._value import NO_EQUATION, Value
 
 source_info_util.register_exclusion(__file__)  # it calls functions of users
 
@@ -367,14 +367,14 @@ def _report(plans: list[Plan]) -> FuseReport:
                 reason = f"the rule of a {plan.rule} runs in a gradient; replaced only without one"
                 missed.append(_missed(rewrite.name, root, reason))
                 continue
-            large = (v for v in rewrite.inner if v.size >= root.size and v.places)
+            large = (v for v in rewrite.inner if v.size >= root.size and v.is_array)
             saves = sum(v.size * v.dtype.itemsize for v in large if v is not root)
             reason, dtype = why(rewrite.call), str(root.dtype)
             replaced.append(Replaced(rewrite.name, root.line, root.shape, dtype, saves, reason))
         taken = {v for rewrite in plan.rewrites for v in (*rewrite.inner, rewrite.root)}
         seen = set()
         for miss in reversed(plan.search.misses):
-            shown = {miss.value, miss.value.source(narrowing=True)[0]}
+            shown = {miss.value, miss.value.source(narrowing=True).value}
             key = miss.value, miss.name if miss.is_part else ""
             if (miss.is_part or not shown & taken) and key not in seen:
                 seen.add(key)
@@ -388,7 +388,7 @@ def _report(plans: list[Plan]) -> FuseReport:
 
 
 def _missed(name: str, value: Value, reason: str) -> Missed:
-    if value.node is None:
+    if value.node is NO_EQUATION:
         return Missed(name, "", "", reason)
     equation = value.node.equation
     operands = ", ".join(v.aval.str_short() for v in equation.invars)

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fastops.autofuse._numpy import ELEMENTWISE
 from jax_fastops.autofuse._rule import Rewrite, Rule
-from jax_fastops.autofuse._value import COMPUTED, Value
+from jax_fastops.autofuse._value import Value
 from jax_fastops.dropout import dropout
 from jax_fastops.softmax import softmax
 
-_BITCAST = {"bitcast_convert_type": lambda params, x: x.view(params["new_dtype"])}
+# From random bits to a number.
+_STEPS = ELEMENTWISE | {"bitcast_convert_type": lambda params, x: x.view(params["new_dtype"])}
 
 
 class DropoutRule(Rule):
@@ -62,7 +64,7 @@ class Drop(NamedTuple):
 def drop_at(value: Value) -> Drop | None:
     """The dropout whose result is this value."""
     node = value.node
-    if node is None or node.name not in ("select_n", "mul", "div") or not value.is_floating:
+    if node.name not in ("select_n", "mul", "div") or not value.is_floating:
         return None
     for scale, masked in _scaled(value):
         if (selected := _masked(masked)) is None:
@@ -86,13 +88,12 @@ def drop_at(value: Value) -> Drop | None:
 def _scaled(value: Value) -> Iterator[tuple[float, Value]]:
     """The value, and what it is a multiple of, perhaps computed in a wider dtype."""
     yield 1.0, value
-    source, shown, _ = value.source(narrowing=True)
-    multiple = source.multiple
-    if multiple is not None and shown == source.identity and source.shape == value.shape:
+    source = value.whole_source(narrowing=True)
+    if source is not None and (multiple := source.value.multiple) is not None:
         factor, of = multiple
-        before, shown, _ = of.source()
-        cast = source is not value and before.dtype == value.dtype and shown == before.identity
-        yield factor, before if cast else of
+        before = of.source()
+        cast = source.value is not value and before.value.dtype == value.dtype and before.is_whole
+        yield factor, before.value if cast else of
 
 
 def _masked(value: Value) -> tuple[Value, Value, bool] | None:
@@ -102,10 +103,10 @@ def _masked(value: Value) -> tuple[Value, Value, bool] | None:
         if mask.shape == value.shape and zero.number == 0:
             return x, mask, keep
     node = value.node
-    if node is not None and node.name == "mul":
+    if node.name == "mul":
         for mask, x in (node.inputs, node.inputs[::-1]):
             cast = mask.node
-            if cast is not None and cast.name == "convert_element_type":
+            if cast.name == "convert_element_type":
                 if cast.inputs[0].dtype == bool and mask.shape == value.shape:
                     return x, cast.inputs[0], True
     return None
@@ -114,7 +115,7 @@ def _masked(value: Value) -> tuple[Value, Value, bool] | None:
 def _probability(mask: Value) -> tuple[Value, float] | None:
     """The key of a random mask, and the probability that an element is True."""
     node = mask.node
-    if node is None or node.name not in ("lt", "le", "gt", "ge"):
+    if node.name not in ("lt", "le", "gt", "ge"):
         return None
     for below, (drawn, limit) in ((True, node.inputs), (False, node.inputs[::-1])):
         if (number := limit.number) is not None and drawn.shape == mask.shape:
@@ -126,21 +127,20 @@ def _probability(mask: Value) -> tuple[Value, float] | None:
 
 def _uniform(value: Value) -> Value | None:
     """The key of numbers that are uniform in [0, 1)."""
-    source, chain = value.source()[0], []
-    while source.node is not None and source.node.name != "random_bits":
+    source, chain = value.source().value, []
+    while source.node.name != "random_bits":
         chain.append(source.node)
         varying = [v for v in source.node.inputs if v.number is None]
         if len(varying) != 1 or varying[0].shape != value.shape or len(chain) > 12:
             return None
-        source = varying[0].source()[0]
+        source = varying[0].source().value
     node = source.node
-    if node is None or node.params["bit_width"] != 32 or source.shape != value.shape:
+    if node.params["bit_width"] != 32 or source.shape != value.shape:
+        return None
+    if any(step.name not in _STEPS for step in chain):
         return None
     bits = np.array([0, 1 << 31, (1 << 32) - 1], np.uint32)
-    try:
-        for step in reversed(chain):
-            operands = (bits if v.number is None else v.number for v in step.inputs)
-            bits = (COMPUTED | _BITCAST)[step.name](step.params, *operands)
-    except KeyError:
-        return None
+    for step in reversed(chain):
+        operands = (bits if v.number is None else v.number for v in step.inputs)
+        bits = _STEPS[step.name](step.params, *operands)
     return node.inputs[0] if np.allclose(bits, [0, 0.5, 1], atol=1e-6) else None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +13,17 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from jax_fastops import _compat, _explain
-from jax_fastops.autofuse._graph import Graph, Level, is_ref, opened
-from jax_fastops.autofuse._rule import Rewrite, Search
-from jax_fastops.autofuse._rules import RULES
-from jax_fastops.autofuse._value import Value
+from jax_fastops.autofuse._dropout import DropoutRule
+from jax_fastops.autofuse._graph import Graph, is_ref, opened
+from jax_fastops.autofuse._heads import HeadsRule
+from jax_fastops.autofuse._linear import LinearLossRule
+from jax_fastops.autofuse._pattern_rule import PatternRule
+from jax_fastops.autofuse._rule import Rewrite, Rule, Search, visible
+from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
+from jax_fastops.autofuse._windows import WindowRule
+
+# In the order in which a search asks them.
+RULES: list[type[Rule]] = [DropoutRule, WindowRule, HeadsRule, LinearLossRule, PatternRule]
 
 
 class Plan:
@@ -26,43 +32,51 @@ class Plan:
     def __init__(self, graph: Graph, settings: Settings):
         self.search = Search(RULES, settings.dropout, settings.observe is not None)
         self.rewrites: list[Rewrite] = []
+        self.replaced: dict[Value, Rewrite] = {}
         self.rule = settings.rule
         self.derivative = _derivative(graph) if settings.observe is not None else None
-        self.at: dict[Level, dict[Any, Rewrite]] = {}
-        self.touched: set[Level] = set()
         for node in graph.nodes:  # in order, because a value depends on those before it
             for value in node.outputs:
                 _ = value.number, value.source(), value.source(narrowing=True)
         needed = set(graph.results)
-        replaced: set[Value] = set()
         for node in reversed(graph.nodes):
-            plain = bool(node.equation.effects)
+            stays = bool(node.equation.effects)
             for value in node.outputs:
-                if value not in needed or value in replaced:
+                if value not in needed or value in self.replaced:
                     continue
                 rewrite = self.search.find(value)
                 if rewrite is None:
-                    plain = True
+                    stays = True
                     continue
-                self._take(rewrite)
-                replaced.update(rewrite.results)
+                self.rewrites.append(rewrite)
+                self.replaced.update(dict.fromkeys(rewrite.results, rewrite))
                 needed.update(rewrite.reads)
-            if plain:
+            if stays:
                 needed.update(node.inputs)
+        self.reads = {v for rewrite in self.rewrites for v in rewrite.reads}
 
-    def _take(self, rewrite: Rewrite) -> None:
-        self.rewrites.append(rewrite)
-        level = rewrite.level
-        replaced = {v.places[level]: rewrite for v in rewrite.results if level in v.places}
-        self.at.setdefault(level, {}).update(replaced)
-        self.touched.update(level.chain())
+    def steps(self, steps: Sequence[Node]) -> Iterator[Node]:
+        """The steps, where functions in which something is replaced are a part of the program."""
+        for step in steps:
+            if self._is_changed(step):
+                yield from self.steps(step.body)
+            else:
+                yield step
+
+    def _is_changed(self, call: Node) -> bool:
+        """Whether a call computes what is replaced or read, or has bodies, in which this may be."""
+        inner = {v for step in call.body for v in step.outputs}
+        return (
+            not inner.isdisjoint(self.replaced)
+            or not self.reads.isdisjoint(inner.difference(call.outputs))
+            or any(_has_bodies(step) or self._is_changed(step) for step in call.body)
+        )
 
 
 def _derivative(graph: Graph) -> Value | None:
     """A value that belongs to a derivative, if the program computes one."""
     for node in graph.nodes:
-        calls = (level.equation for level in node.level.chain() if level.parent is not None)
-        stacks = (str(e.source_info.name_stack) for e in (node.equation, *calls))
+        stacks = (str(e.source_info.name_stack) for e in (node.equation, *node.callers))
         if node.outputs and any("jvp(" in stack for stack in stacks):
             return node.outputs[0]
     return None
@@ -74,9 +88,14 @@ _BODIES = {
     "cond": ("branches",),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), ("call_jaxpr",)),
     "custom_vjp_call_jaxpr": ("fun_jaxpr",),
+    **dict.fromkeys(("jit", "pjit", "shard_map"), ("jaxpr",)),
 }
 # A body without any of these is not worth a look.
-_WORK = {*_BODIES, "jit", "pjit", "shard_map", "mul", "div", "add", "sub"}
+_WORK = {*_BODIES, "mul", "div", "add", "sub"}
+
+
+def _has_bodies(step: Node) -> bool:
+    return step.equation.primitive.name in _BODIES and not step.body
 
 
 class Settings(NamedTuple):
@@ -96,94 +115,81 @@ def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], settings: Settin
     plan = Plan(graph, settings)
     if settings.observe is not None:
         settings.observe(plan)
-    return _Run(plan, graph.top, args, settings).results()
+    return _Run(plan, graph, jaxpr, args, settings).results()
 
 
 class _Run:
-    """The evaluation of one level."""
+    """The evaluation of a program."""
 
-    def __init__(self, plan: Plan, level: Level, args: Sequence[Any], settings: Settings):
-        self._plan, self._level, self._settings = plan, level, settings
-        jaxpr = level.jaxpr
-        self._values = dict(zip(jaxpr.invars, args, strict=True))
-        self._values.update(zip(jaxpr.constvars, level.constants, strict=True))
-        self._replaced = plan.at.get(level, {})
-        self._makers = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
-        self._failed: set[Rewrite] = set()
-        self._copies: dict[Any, Any] = {}  # of results that the op gives twice
+    def __init__(self, plan: Plan, graph: Graph, jaxpr, args: Sequence[Any], settings: Settings):
+        self._plan, self._graph, self._jaxpr, self._settings = plan, graph, jaxpr, settings
+        self._arrays = graph.constants | dict(zip(graph.operands, args, strict=True))
+        self._steps: dict[Value, Node] = {}  # that makes a value
+        self._copies: dict[Value, Any] = {}  # of results that the op gives twice
 
     def results(self) -> list:
-        for index in self._order():
-            equation = self._level.jaxpr.eqns[index]
-            needed = [v for v in equation.outvars if v in self._needed]
-            for var in needed:
-                if var in self._replaced:
-                    self._compute(var)
-            if equation.effects or any(v not in self._replaced for v in needed):
-                self._evaluate(index)
-        return [self._read(a) for a in self._level.jaxpr.outvars]
+        replaced = self._plan.replaced
+        for step in self._order():
+            needed = [v for v in step.outputs if v in self._needed]
+            for value in needed:
+                if value in replaced:
+                    self._compute(value)
+            if step.equation.effects or any(v not in replaced for v in needed):
+                self._evaluate(step)
+        return [self._read(v) for v in self._graph.results]
 
-    def _order(self) -> list[int]:
-        """The equations that are needed."""
-        results = [a for a in self._level.jaxpr.outvars if not isinstance(a, Literal)]
-        needed = self._needed = Counter(results)
+    def _order(self) -> list[Node]:
+        """The steps that are needed."""
+        needed = self._needed = Counter(self._graph.results)
         counted = set()
         order = []
-        for index, equation in reversed(list(enumerate(self._level.jaxpr.eqns))):
-            needed_here = [v for v in equation.outvars if v in needed]
-            if not needed_here and not equation.effects:
+        steps = list(self._plan.steps(self._graph.steps))
+        for step in steps:
+            for value in step.outputs:  # a function may return an operand
+                self._steps.setdefault(value, step)
+        for step in reversed(steps):
+            needed_here = [v for v in step.outputs if v in needed]
+            if not needed_here and not step.equation.effects:
                 continue
-            order.append(index)
-            for var in needed_here:
-                rewrite = self._replaced.get(var)
+            order.append(step)
+            for value in needed_here:
+                rewrite = self._plan.replaced.get(value)
                 if rewrite is not None and rewrite not in counted:
                     counted.add(rewrite)
-                    needed.update(
-                        v.places[self._level] for v in rewrite.reads if self._level in v.places
-                    )
-            if equation.effects or any(v not in self._replaced for v in needed_here):
-                needed.update(a for a in equation.invars if not isinstance(a, Literal))
+                    needed.update(rewrite.reads)
+            if step.equation.effects or any(v not in self._plan.replaced for v in needed_here):
+                needed.update(step.operands)
         return order[::-1]
 
-    def _read(self, atom):
-        if isinstance(atom, Literal):
-            return atom.val
-        self._compute(atom)
-        value = self._values[atom]
-        if atom in self._copies:
-            self._values[atom] = self._copies.pop(atom)
-        return value
+    def _read(self, value: Value):
+        self._compute(value)
+        array = self._arrays[value]
+        if value in self._copies:
+            self._arrays[value] = self._copies.pop(value)
+        return array
 
-    def _compute(self, var) -> None:
-        if var not in self._values:
-            rewrite = self._replaced.get(var)
-            if rewrite is None or rewrite in self._failed or not self._call(rewrite):
-                self._evaluate(self._makers[var])
+    def _compute(self, value: Value) -> None:
+        if value not in self._arrays:
+            if (rewrite := self._plan.replaced.get(value)) is None:
+                self._evaluate(self._steps[value])
+            else:
+                self._call(rewrite)
 
-    def _call(self, rewrite: Rewrite) -> bool:
-        given = [
-            self._read(v.places[self._level])
-            if self._level in v.places
-            else jnp.full(v.shape, v.number, v.dtype)
-            for v in rewrite.reads
+    def _call(self, rewrite: Rewrite) -> None:
+        numbers = [v.number if v in self._graph.constants else None for v in rewrite.reads]
+        given = [  # a literal may be a Python number
+            self._read(v) if number is None else jnp.full(v.shape, number, v.dtype)
+            for v, number in zip(rewrite.reads, numbers, strict=True)
         ]
-        var = rewrite.root.places[self._level]
-        scope = self._level.jaxpr.eqns[self._makers[var]].source_info.name_stack
-        stack = source_info_util.current_name_stack() + scope
-        with _explain.at(rewrite.root.line), source_info_util.set_name_stack(stack):
-            twice = rewrite.fanout and self._needed[var] == 2
+        root = rewrite.root
+        with _explain.at(root.line), _scope(self._steps[root]):
+            twice = rewrite.fanout and self._needed[root] == 2
             y, *others = self._results(rewrite, given, twice)
-        copy = others.pop(0) if twice else None
-        if _visible(jax.typeof(y)) != _visible(rewrite.root.aval):
-            self._failed.add(rewrite)
-            return False
         if twice:
-            self._copies[var] = copy
+            self._copies[root] = others.pop(0)
         for value, result in zip(rewrite.results, (y, *others), strict=False):
-            var = value.places.get(self._level)
-            if var is not None and var in self._replaced:
-                self._values[var] = result.reshape(value.shape).astype(value.dtype)
-        return True
+            if value.node is not NO_EQUATION:
+                self._arrays[value] = result.reshape(value.shape).astype(value.dtype)
 
     def _results(self, rewrite: Rewrite, given: Sequence[Any], twice: bool) -> Sequence[Any]:
         """The results of a call, by its traced program if that is for just these types."""
@@ -193,38 +199,28 @@ class _Run:
             return rewrite.call(*given, fanout=twice)
         return jax.core.eval_jaxpr(program.jaxpr, program.consts, *given)
 
-    def _evaluate(self, index: int) -> None:
-        level = self._level
-        equation = level.jaxpr.eqns[index]
-        args = [self._read(a) for a in equation.invars]
-        if index in level.calls:
-            inner = level.calls[index]
-            if inner in self._plan.touched or _has_bodies(inner.jaxpr):
-                run = functools.partial(_Run, self._plan, inner, settings=self._settings)
-                equation = _with_body(equation, "jaxpr", lambda *a: run(a).results())
-        elif equation.primitive.name == "shard_map":
-            self._store(equation, _sharded(equation, args, self._settings))
-            return
-        elif equation.primitive.name in _BODIES:
-            for name in _BODIES[equation.primitive.name]:
-                equation = _with_fused_bodies(equation, name, self._settings)
-        self._store(level.jaxpr.eqns[index], _bind(level.jaxpr, equation, args))
-
-    def _store(self, equation, results) -> None:
-        for var, result in zip(equation.outvars, results, strict=True):
-            if var not in self._replaced or self._replaced[var] in self._failed:
-                self._values[var] = result
+    def _evaluate(self, step: Node) -> None:
+        args = [self._read(v) for v in step.operands]
+        equation = step.equation
+        with _scope(step, own=False):
+            if equation.primitive.name == "shard_map":
+                results = _sharded(equation, args, self._settings)
             else:
-                self._values.setdefault(var, result)
+                if _has_bodies(step):
+                    equation = _with_fused_bodies(equation, self._settings)
+                results = _bind(self._jaxpr, equation, args)
+        for value, result in zip(step.outputs, results, strict=True):
+            if value not in self._plan.replaced:
+                self._arrays[value] = result
 
 
-def _has_bodies(jaxpr) -> bool:
-    return any(
-        e.primitive.name in _BODIES
-        or e.primitive.name == "shard_map"
-        or (e.primitive.name in ("jit", "pjit") and _has_bodies(e.params["jaxpr"].jaxpr))
-        for e in jaxpr.eqns
-    )
+def _scope(step: Node, own: bool = True):
+    """A context with the names of the scopes of a step. ``_bind`` adds its own ones."""
+    equations = (*reversed(step.callers), *([step.equation] if own else []))
+    stack = source_info_util.current_name_stack()
+    for equation in equations:
+        stack += equation.source_info.name_stack
+    return source_info_util.set_name_stack(stack)
 
 
 def _bind(jaxpr, equation, args) -> list:
@@ -237,44 +233,34 @@ def _bind(jaxpr, equation, args) -> list:
     return jax.core.eval_jaxpr(one, [], *variables.values())
 
 
-def _with_body(equation, name: str, body: Callable):
-    """The equation with another body, or as it is if the new one has another type."""
-    old = equation.params[name]
-    inner, _ = opened(old)
-    if any(map(is_ref, (*inner.invars, *inner.constvars))):
-        return equation
-    closed = hasattr(old, "consts") and hasattr(old, "jaxpr")
-    new = jax.make_jaxpr(body)(*[_compat.struct_of(v.aval) for v in inner.invars])
-    before, after = (
-        [(_visible(v.aval), v.aval.weak_type) for v in j.outvars] for j in (inner, new.jaxpr)
-    )
-    if before != after or (not closed and new.consts):
-        return equation
-    params = {**equation.params, name: new if closed else new.jaxpr}
-    return equation.replace(params=params)
-
-
-def _visible(aval) -> tuple:
-    """What a user can see of a type."""
-    spec = getattr(getattr(aval, "sharding", None), "spec", None)
-    return getattr(aval, "shape", ()), getattr(aval, "dtype", None), spec
-
-
-def _with_fused_bodies(equation, name: str, settings: Settings):
-    if (bodies := equation.params.get(name)) is None:
-        return equation
+def _with_fused_bodies(equation, settings: Settings):
+    """The equation with calls of ops in its bodies. A body stays if its type would change."""
     if (kind := equation.primitive.name).startswith("custom_"):
         settings = settings._replace(rule=kind.partition("_call")[0])
 
-    def new_body(body):
-        if not any(e.primitive.name in _WORK for e in opened(body)[0].eqns):
+    def fused_body(body):
+        jaxpr, _ = opened(body)
+        has_ref = any(map(is_ref, (*jaxpr.invars, *jaxpr.constvars)))
+        if has_ref or not any(e.primitive.name in _WORK for e in jaxpr.eqns):
             return body
-        one = equation.replace(params={name: body})
-        return _with_body(one, name, _fused_body(body, settings)).params[name]
+        types = [_compat.struct_of(v.aval) for v in jaxpr.invars]
+        new = jax.make_jaxpr(_fused_body(body, settings))(*types)
+        before, after = (
+            [(visible(v.aval), v.aval.weak_type) for v in j.outvars] for j in (jaxpr, new.jaxpr)
+        )
+        closed = hasattr(body, "consts") and hasattr(body, "jaxpr")
+        if before != after or (new.consts and not closed):
+            return body
+        return new if closed else new.jaxpr
 
-    several = isinstance(bodies, (tuple, list))
-    new = type(bodies)(map(new_body, bodies)) if several else new_body(bodies)
-    return equation.replace(params={**equation.params, name: new})
+    params = dict(equation.params)
+    for name in _BODIES[kind]:
+        bodies = params.get(name)
+        if isinstance(bodies, (tuple, list)):
+            params[name] = type(bodies)(map(fused_body, bodies))
+        elif bodies is not None:
+            params[name] = fused_body(bodies)
+    return equation.replace(params=params)
 
 
 def _fused_body(body, settings: Settings) -> Callable[..., list]:

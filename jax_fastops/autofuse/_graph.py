@@ -1,13 +1,8 @@
-"""The values of a traced program as one graph, through the calls of jitted functions.
-
-A value has a variable in each ``Level`` that sees it: in the program, and in the functions that the
-program calls.
-"""
+"""The values of a traced program as one graph, through the calls of jitted functions."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,9 +16,21 @@ from jax_fastops.autofuse._value import Node, Value
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
 
-def _nodes_of(equation, inputs: Sequence[Value], level: Level) -> list[Node]:
+def _is_call(equation) -> bool:
+    """Whether an equation does nothing but call a function, which may be a part of the program."""
+    params = equation.params
+    if equation.primitive.name not in _CALLS or "jaxpr" not in params:
+        return False
+    if any(map(is_ref, equation.invars)) or params.get("compiler_options_kvs"):
+        return False
+    names = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+    options = (x for name in names for x in params.get(name, ()))
+    return all(x is None or type(x).__name__ == "UnspecifiedValue" for x in options)
+
+
+def _nodes_of(equation, inputs: Sequence[Value], callers: tuple[Any, ...]) -> list[Node]:
     """The node of an equation. A ``dot_general`` that sums a product is a product and its sum."""
-    node = Node(equation, inputs, level)
+    node = Node(equation, inputs, callers)
     node.outputs = [Value(v.aval, node) for v in equation.outvars]
     if equation.primitive.name != "dot_general":
         return [node]
@@ -32,20 +39,23 @@ def _nodes_of(equation, inputs: Sequence[Value], level: Level) -> list[Node]:
     ranks = {len(left) + len(batch), *(len(v.shape) for v in inputs)}
     if len(ranks) > 1 or (left, batch) != (right, other) or batch != tuple(sorted(batch)):
         return [node]
-    product = Node(equation, inputs, level)
+    product = Node(equation, inputs, callers)
     product.name, product.params = "mul", {}
     product.outputs = [Value(inputs[0].aval.update(dtype=node.outputs[0].dtype), product)]
+    product.outputs[0].is_array = False
     node.name, node.params, node.inputs = "reduce_sum", {"axes": left}, product.outputs
     return [product, node]
 
 
-def _turn(node: Node) -> None:
+def _swap_operands(node: Node) -> None:
     """Makes the transposition of a ``dot_general`` the product of the swapped operands.
 
     ``vmap`` of ``w @ x`` has such a transposition. The product must have no other use.
     """
-    product = node.inputs[0].node if node.name == "transpose" else None
-    if product is None or product.name != "dot_general" or node.inputs[0].is_result:
+    if node.name != "transpose" or node.inputs[0].is_result:
+        return
+    product = node.inputs[0].node
+    if product.name != "dot_general":
         return
     (left, right), batch = product.params["dimension_numbers"]
     a, b = product.inputs
@@ -55,53 +65,6 @@ def _turn(node: Node) -> None:
     if moved == turned and only and not any(batch):
         node.name, node.inputs = product.name, [b, a]
         node.params = {**product.params, "dimension_numbers": ((right, left), batch)}
-
-
-class Level:
-    """A program: the one that was traced, or one that an equation of its ``parent`` calls."""
-
-    def __init__(
-        self, jaxpr: Any, operands: Sequence[Value], constants: Sequence[Any],
-        parent: Level | None = None, equation: Any = None,
-    ):  # fmt: skip
-        self.jaxpr: Any = jaxpr
-        self.constants: Sequence[Any] = constants
-        self.parent: Level | None = parent
-        self.equation: Any = equation
-        self.calls: dict[int, Level] = {}  # by the index of the equation
-        self.values: dict[Any, Value] = {}
-        for var, value in zip(jaxpr.invars, operands, strict=True):
-            self.name(var, value)
-        for var, constant in zip(jaxpr.constvars, constants, strict=True):
-            value = Value(var.aval, number=_scalar(constant))
-            value.array = constant if _is_known(constant) else None
-            self.name(var, value)
-
-    def chain(self) -> Iterator[Level]:
-        """The program, the one that calls it, and so on."""
-        yield self
-        if self.parent is not None:
-            yield from self.parent.chain()
-
-    @functools.cached_property
-    def has_ref(self) -> bool:
-        """Whether the program, or one that calls it, is a function of a Ref."""
-        called = (level.jaxpr for level in self.chain() if level.parent is not None)
-        return any(is_ref(v) for jaxpr in called for v in (*jaxpr.invars, *jaxpr.constvars))
-
-    @property
-    def depth(self) -> int:
-        return len(list(self.chain()))
-
-    def name(self, var: Any, value: Value) -> None:
-        self.values[var] = value
-        if type(var).__name__ != "DropVar":
-            value.places.setdefault(self, var)
-
-    def of(self, atom: Any) -> Value:
-        if isinstance(atom, Literal):
-            return Value(atom.aval, number=_scalar(atom.val))
-        return self.values[atom]
 
 
 def is_ref(x) -> bool:
@@ -132,37 +95,62 @@ def opened(body) -> tuple[Any, Sequence[Any]]:
 
 
 class Graph:
-    """A program and all that it calls. ``nodes`` are in the order of evaluation."""
+    """A program and all that it calls.
+
+    Attributes:
+      nodes: the nodes in the order of evaluation, without calls of functions.
+      steps: the nodes of the program itself, with calls.
+      operands: the values of the arguments.
+      results: the values that the program returns.
+      constants: the arrays of the values that are known.
+    """
 
     def __init__(self, jaxpr, constants: Sequence[Any] = ()):
         self.nodes: list[Node] = []
+        self.constants: dict[Value, Any] = {}
         self.operands = [Value(v.aval) for v in jaxpr.invars]
-        self.top = Level(jaxpr, self.operands, constants)
-        self.results = self._enter(self.top)
+        self.steps, self.results = self._enter(jaxpr, self.operands, constants, ())
         for value in self.results:
             value.is_result = True
-        self._count_users()
-        for node in self.nodes:
-            _turn(node)
-
-    def _count_users(self) -> None:
-        """Notes the nodes that use a value, except nodes whose own results have no use."""
+        # A node whose own results have no use does not count.
         for node in reversed(self.nodes):
             if node.equation.effects or any(v.is_result or v.users for v in node.outputs):
                 for value in node.inputs:
                     value.users.append(node)
+        for node in self.nodes:
+            _swap_operands(node)
 
-    def _enter(self, level: Level) -> list[Value]:
-        for index, equation in enumerate(level.jaxpr.eqns):
-            inputs = [level.of(a) for a in equation.invars]
-            if equation.primitive.name in _CALLS and "jaxpr" in equation.params:
-                inner, constants = opened(equation.params["jaxpr"])
-                called = level.calls[index] = Level(inner, inputs, constants, level, equation)
-                outputs = self._enter(called)
+    def _constant(self, aval, x) -> Value:
+        value = Value(aval, number=_scalar(x))
+        value.array = x if _is_known(x) else None
+        self.constants[value] = x
+        return value
+
+    def _enter(
+        self, jaxpr, operands: Sequence[Value], constants: Sequence[Any], callers: tuple[Any, ...]
+    ) -> tuple[list[Node], list[Value]]:
+        """The steps and the results of a program, or of a function that it calls."""
+        values = dict(zip(jaxpr.invars, operands, strict=True))
+        for var, constant in zip(jaxpr.constvars, constants, strict=True):
+            values[var] = self._constant(var.aval, constant)
+
+        def of(atom) -> Value:
+            return (
+                self._constant(atom.aval, atom.val) if isinstance(atom, Literal) else values[atom]
+            )
+
+        steps = []
+        for equation in jaxpr.eqns:
+            inputs = [of(a) for a in equation.invars]
+            if _is_call(equation):
+                step = Node(equation, inputs, callers)
+                function, inner_constants = opened(equation.params["jaxpr"])
+                inside = (equation, *callers)
+                step.body, step.outputs = self._enter(function, inputs, inner_constants, inside)
             else:
-                nodes = _nodes_of(equation, inputs, level)
+                nodes = _nodes_of(equation, inputs, callers)
                 self.nodes += nodes
-                outputs = nodes[-1].outputs
-            for var, value in zip(equation.outvars, outputs, strict=True):
-                level.name(var, value)
-        return [level.of(a) for a in level.jaxpr.outvars]
+                step = nodes[-1]
+            values.update(zip(equation.outvars, step.outputs, strict=True))
+            steps.append(step)
+        return steps, [of(a) for a in jaxpr.outvars]

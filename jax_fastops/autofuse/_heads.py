@@ -6,35 +6,15 @@ a NumPy array.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 
 import numpy as np
 
+from jax_fastops.autofuse._numpy import MOVES
 from jax_fastops.autofuse._rule import ROW, Read, Rewrite, Rule
 from jax_fastops.autofuse._value import Node, Value
 from jax_fastops.heads import merge_heads, split_heads, split_qkv_heads
 
-
-def _slice(params, x):
-    steps = params["strides"] or (1,) * x.ndim
-    return x[tuple(map(slice, params["start_indices"], params["limit_indices"], steps))]
-
-
-def _reshape(params, x):
-    y = x.reshape(params["new_sizes"])
-    if not np.may_share_memory(x, y):
-        raise AttributeError("it would copy")
-    return y
-
-
-_MOVES: dict[str, Callable] = {
-    "transpose": lambda params, x: x.transpose(params["permutation"]),
-    "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
-    "reshape": _reshape,
-    "slice": _slice,
-    "split": lambda params, x: np.split(x, np.cumsum(params["sizes"])[:-1], axis=params["axis"]),
-    "unstack": lambda params, x: list(np.moveaxis(x, params["axis"], 0)),  # of jax 0.12
-}
 # It may take its operand transposed, if only one of its dimensions is a batch.
 _PRODUCT = ("dot_general",)
 
@@ -44,17 +24,17 @@ class HeadsRule(Rule):
 
     def match(self, value: Value) -> Rewrite | None:
         node = value.node
-        if node is None or node.name not in _MOVES or not value.is_plain or 0 in value.shape:
+        if node.name not in MOVES or not value.is_plain or 0 in value.shape:
             return None
         if node.name == "reshape" and (x := _merged(value, node)) is not None:
             return self.rewrite("merge_heads", merge_heads, [value], {"x": x})
         # A value that another move uses belongs to the pattern of that move.
-        return None if _is_used_by(value, _MOVES) else self._split(value)
+        return None if _is_used_by(value, MOVES) else self._split(value)
 
     def _split(self, value: Value) -> Rewrite | None:
         """The sum with a bias, split into heads: one array, or queries, keys and values."""
         total, moves = value, set()
-        while total.node is not None and total.node.name in _MOVES:
+        while total.node.name in MOVES:
             moves.add(total.node.name)
             total = total.node.inputs[0]
         if "transpose" not in moves or len(value.shape) < 3:
@@ -81,7 +61,7 @@ class HeadsRule(Rule):
             reason = "not all of queries, keys and values are split like this"
             return self.miss("split_heads", value, reason)
         # Attention's products have two batches, sequences and heads: XLA makes them neighbors.
-        others = _MOVES if parts == 3 else (*_MOVES, *_PRODUCT)
+        others = MOVES if parts == 3 else (*MOVES, *_PRODUCT)
         if any(_is_used_by(v, others) for v in results):
             return None
         for x, row in total.with_row():
@@ -94,7 +74,7 @@ class HeadsRule(Rule):
 def _merged(value: Value, node: Node) -> Value | None:
     """The heads that a reshape merges."""
     before = node.inputs[0].node
-    if before is None or before.name != "transpose" or _is_used_by(value, ("transpose",)):
+    if before.name != "transpose" or _is_used_by(value, ("transpose",)):
         return None
     x = before.inputs[0]
     if len(x.shape) < 3:
@@ -105,7 +85,7 @@ def _merged(value: Value, node: Node) -> Value | None:
     moved, merged = (_strides(np.squeeze(view)) for view in views)
     if moved != merged or _long(value.shape) != _long((*lead, sequence, heads * size)):
         return None
-    of_attention = x.node is not None and x.node.name in _PRODUCT
+    of_attention = x.node.name in _PRODUCT
     return x if of_attention or not _is_used_by(value, _PRODUCT) else None
 
 
@@ -125,14 +105,12 @@ def _views(source: Value, array: np.ndarray) -> Iterator[tuple[Value, np.ndarray
     """The values that moves make of a value, and the views of its array."""
     yield source, array
     for node in source.users:
-        if node.name in _MOVES and node.inputs[0] is source:
-            try:
-                views = _MOVES[node.name](node.params, array)
-            except (AttributeError, ValueError):
-                continue
+        if node.name in MOVES and node.inputs[0] is source:
+            views = MOVES[node.name](node.params, array)
             views = views if isinstance(views, list) else [views]
             for value, view in zip(node.outputs, views, strict=True):
-                yield from _views(value, view)
+                if np.may_share_memory(view, array):
+                    yield from _views(value, view)
 
 
 def _strides(x: np.ndarray) -> tuple:
@@ -143,7 +121,7 @@ def _strides(x: np.ndarray) -> tuple:
 
 def joined(first: Value, second: Value) -> Value | None:
     """The array whose halves along the last axis are these two values."""
-    if first.node is None or first.node.name not in _MOVES:
+    if first.node.name not in MOVES:
         return None
     source = first.node.inputs[0]
     if source.shape != (*first.shape[:-1], 2 * first.shape[-1]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,84 +17,78 @@ from jax_fastops.autofuse._losses import LossCall
 from jax_fastops.autofuse._pattern import near
 from jax_fastops.autofuse._pattern_rule import PatternRule
 from jax_fastops.autofuse._rule import ROW, Read, Rewrite, Rule
-from jax_fastops.autofuse._value import USED, Value
+from jax_fastops.autofuse._value import USED, Value, values_between
 
 
 class LinearLossRule(Rule):
     """``linear_cross_entropy``, of losses or of their sum."""
 
     def match(self, value: Value) -> Rewrite | None:
-        losses = _summed(value) or Losses(value)
-        match = self.search.match(PatternRule, losses.each)
+        losses, where = _summed(value) or (value, None)
+        match = self.search.match(PatternRule, losses)
         if match is None or not isinstance(match.call.op, LossCall):
             return None
-        (x, read), (labels, of_labels) = match.operands.values()
-        logits, shown, passed = x.source()
-        sizes = tuple(d for d in read.sizes if d != 1)
-        if read.order or sizes != logits.sizes or shown != logits.identity:
+        (x, read), (labels, read_labels) = match.operands.values()
+        logits, sizes = x.source(), tuple(d for d in read.sizes if d != 1)
+        if read.order or sizes != logits.value.sizes or not logits.is_whole:
             return None
-        product = _product(logits, losses)
-        between = {x, logits, *passed, losses.each, *losses.between}
+        product = _product(logits.value, losses.dtype if losses is value else None)
         if isinstance(product, Product):
-            between.update(product.between)
+            between = {losses, *logits.passed} | values_between(logits.value, product.ends)
+            between |= values_between(value, {losses} if where is None else {losses, where[0]})
             nodes = {v.node for v in match.inner | between}
             if any(v.is_used_outside(nodes) for v in between - {value}):
                 product = USED
-        if isinstance(product, Product):
-            *tokens, features = (end - start for start, end in product.part)
-            reads = {
-                "x": (product.x, Read((*tokens, features), part=product.part)),
-                "table": product.table,
-                "labels": (labels, dataclasses.replace(of_labels, sizes=tuple(tokens))),
-            }
-            if product.bias is not None:
-                reads["bias"] = product.bias, ROW
-            if losses.where is not None:
-                mask, keep = losses.where
-                reads["where"] = mask, Read(tuple(tokens), None, keep)
-            options = dict(match.call.options) | {
-                "transposed": product.transposed,
-                "softcap": product.softcap,
-                "reduction": "sum" if losses.between else "none",
-            }
-            op, name = match.call.op.of_product, "linear_cross_entropy"
-            product = self.search.rewrite(name, op, [value], reads, options, match.inner | between)
-            if isinstance(product, Rewrite):
-                return product
-        if product and not losses.between:  # each loss has the reason of the sum
+            else:
+                *tokens, features = (end - start for start, end in product.part)
+                reads = {
+                    "x": (product.x, Read((*tokens, features), part=product.part)),
+                    "table": product.table,
+                    "labels": (labels, dataclasses.replace(read_labels, sizes=tuple(tokens))),
+                }
+                if product.bias is not None:
+                    reads["bias"] = product.bias, ROW
+                if where is not None:
+                    reads["where"] = where[0], Read(tuple(tokens), None, where[1])
+                options = dict(match.call.options) | {
+                    "transposed": product.transposed,
+                    "softcap": product.softcap,
+                    "reduction": "none" if losses is value else "sum",
+                }
+                op, inner = match.call.op.of_product, match.inner | between
+                name = "linear_cross_entropy"
+                product = self.search.rewrite(name, op, [value], reads, options, inner)
+        if isinstance(product, Rewrite):
+            return product
+        if product and losses is value:  # each loss has the reason of the sum
             self.miss("linear_cross_entropy", value, product, True)
         return None
 
 
-class Losses(NamedTuple):
-    """The loss of each token, which of them count, and the values between these and their sum.
+def _summed(value: Value) -> tuple[Value, tuple[Value, bool] | None] | None:
+    """The array that a value is the sum of. If some of its elements count, the mask and its sign.
 
-    If there are no such values, the losses are not summed.
+    The sign is True if the mask is True for those that count.
     """
-
-    each: Value
-    where: tuple[Value, bool] | None = None  # a mask, and whether it is True for those that count
-    between: tuple[Value, ...] = ()
-
-
-def _summed(value: Value) -> Losses | None:
-    """The array whose elements a value is the sum of."""
     node = value.node
-    if node is None or node.name != "reduce_sum" or value.shape:
+    if node.name != "reduce_sum" or value.shape:
         return None
-    inner, shown, passed = node.inputs[0].source()
-    if inner.node is None or shown != inner.identity:
+    inner = node.inputs[0].source()
+    if not inner.is_whole:
         return None
-    selections = list(inner.selections())
+    selections = list(inner.value.selections())
     for mask, losses, zero, keep in selections:
         whole = losses.whole_source() if zero.number == 0 else None
         if whole is not None and mask.shape == losses.shape:
-            return Losses(whole[0], (mask, keep), (value, *passed, inner, *whole[1]))
-    return None if selections else Losses(inner, None, (value, *passed))
+            return whole.value, (mask, keep)
+    return None if selections else (inner.value, None)
 
 
 class Product(NamedTuple):
-    """Logits as ``x[part] @ table.T + bias``, perhaps with a softcap, and the values between."""
+    """Logits as ``x[part] @ table.T + bias``, perhaps with a softcap.
+
+    ``ends`` are the operands of the program's product and its bias.
+    """
 
     x: Value
     part: tuple[tuple[int, int], ...]  # the range along each dimension
@@ -102,18 +96,21 @@ class Product(NamedTuple):
     bias: Value | None
     transposed: bool  # whether the table is ``[d, v]``
     softcap: float | None
-    between: tuple[Value, ...]
+    ends: set[Value]
 
 
-def _product(logits: Value, losses: Losses) -> Product | str | None:
-    """The product that gives the logits, or as text why the op does not compute it."""
-    part, whole, cut = _part(logits)
-    softcap, biased, capped = _softcap(whole)
+def _product(logits: Value, dtype: Any) -> Product | str | None:
+    """The product that gives the logits, or as text why the op does not compute it.
+
+    ``dtype`` is that of the losses if they are not summed.
+    """
+    part, whole = _part(logits)
+    softcap, biased = _softcap(whole)
     bias, raw = None, biased
-    if biased.node is not None and biased.node.name == "add":
+    if biased.node.name == "add":
         raw, bias = next(biased.with_row(), (biased, None))
     node = raw.node
-    if node is None or node.name != "dot_general" or (bias is not None and not bias.is_floating):
+    if node.name != "dot_general" or (bias is not None and not bias.is_floating):
         return None
     (left, right), batch = node.params["dimension_numbers"]
     a, b = node.inputs
@@ -134,53 +131,48 @@ def _product(logits: Value, losses: Losses) -> Product | str | None:
         if math.prod(x.shape[:-1]) < x.shape[-1]:
             return "the table is larger than the logits"
         # The backward computes the logits again, but none of them are in the wider dtype.
-        if not losses.between and losses.each.dtype == x.dtype:
+        if dtype is not None and dtype == x.dtype:
             return "the losses are not summed"
     part = (*part, (0, x.shape[-1]))
-    between = (*cut, *capped, biased, raw)
-    return Product(x, part, _before_narrowing(table), bias, right[0] == 0, softcap, between)
+    ends = {a, b} if bias is None else {a, b, bias}
+    return Product(x, part, _before_narrowing(table), bias, right[0] == 0, softcap, ends)
 
 
-def _part(logits: Value) -> tuple[tuple[tuple[int, int], ...], Value, tuple[Value, ...]]:
-    """The tokens that have these logits, the logits of all tokens, and the values between."""
-    node, whole = logits.node, tuple((0, n) for n in logits.shape[:-1])
-    if node is None or node.name != "slice" or any(n != 1 for n in node.params["strides"] or ()):
-        return whole, logits, ()
-    ends = node.params["start_indices"], node.params["limit_indices"]
-    *part, classes = zip(*ends, strict=True)
-    before = node.inputs[0].whole_source()
-    if before is None or classes != (0, before[0].shape[-1]):
-        return whole, logits, ()
-    return tuple(part), before[0], (logits, *before[1], before[0])
+def _part(logits: Value) -> tuple[tuple[tuple[int, int], ...], Value]:
+    """The tokens that have these logits, and the logits of all tokens."""
+    node, all_tokens = logits.node, tuple((0, n) for n in logits.shape[:-1])
+    if node.name == "slice" and set(node.params["strides"] or ()) <= {1}:
+        ends = node.params["start_indices"], node.params["limit_indices"]
+        *part, classes = zip(*ends, strict=True)
+        before = node.inputs[0].whole_source()
+        if before is not None and classes == (0, before.value.shape[-1]):
+            return tuple(part), before.value
+    return all_tokens, logits
 
 
-def _softcap(logits: Value) -> tuple[float | None, Value, tuple[Value, ...]]:
-    """The ``c`` and ``x`` of logits ``c * tanh(x / c)``, and the values between."""
-    outer = _multiple(logits)
-    node = None if outer is None else outer[1].node
-    inner = None if node is None or node.name != "tanh" else _multiple(node.inputs[0])
-    if outer is None or inner is None:
-        return None, logits, ()
-    (cap, _, first), (inverse, x, second) = outer, inner
-    if cap <= 0 or not near(inverse, 1 / cap, float(jnp.finfo(logits.dtype).eps)):
-        return None, logits, ()
-    return cap, x, (*first, *second)
+def _softcap(logits: Value) -> tuple[float | None, Value]:
+    """The ``c`` and ``x`` of logits ``c * tanh(x / c)``."""
+    cap, outer = _multiple(logits)
+    if outer.node.name == "tanh" and cap > 0:
+        inverse, x = _multiple(outer.node.inputs[0])
+        if near(inverse, 1 / cap, float(jnp.finfo(logits.dtype).eps)):
+            return cap, x
+    return None, logits
 
 
-def _multiple(value: Value) -> tuple[float, Value, list[Value]] | None:
-    """The number and the array whose product a value is, and the values between."""
-    if (multiple := value.multiple) is None or multiple[1].shape != value.shape:
-        return None
-    whole = multiple[1].whole_source()
-    return None if whole is None else (multiple[0], whole[0], [value, *whole[1], whole[0]])
+def _multiple(value: Value) -> tuple[float, Value]:
+    """The number and the array whose product a value is."""
+    if (multiple := value.multiple) is not None and multiple[1].shape == value.shape:
+        if (whole := multiple[1].whole_source()) is not None:
+            return multiple[0], whole.value
+    return 1.0, value
 
 
 def _before_cast(value: Value) -> Value:
     """The floating array of which a cast makes this one, or this one."""
     node = value.node
-    if node is None or node.name != "convert_element_type" or not node.inputs[0].is_floating:
-        return value
-    return node.inputs[0]
+    cast = node.name == "convert_element_type" and node.inputs[0].is_floating
+    return node.inputs[0] if cast else value
 
 
 def _before_widening(value: Value) -> Value:

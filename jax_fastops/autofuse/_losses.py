@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax import lax
 
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops.autofuse._pattern import add
+from jax_fastops.autofuse._patterns import log_softmax_by_hand
 from jax_fastops.cross_entropy import cross_entropy
 from jax_fastops.linear_cross_entropy import linear_cross_entropy
 
@@ -52,13 +53,18 @@ def _padding(labels, classes: int):
 # ---- losses by an op -----------------------------------------------------------------------------
 
 
-class _Logits(NamedTuple):
-    """The operands of ``cross_entropy``, and its options."""
+@dataclasses.dataclass(frozen=True)
+class _Common:
+    """The labels, the number of classes, the options of the op, and its first operand."""
 
     labels: Any
     classes: int
     options: dict[str, Any]
     x: Any
+
+
+class _Logits(_Common):
+    """The operands of ``cross_entropy``."""
 
     def losses(self, labels, more=None):
         """The losses, where ``more`` is added to the loss of each token."""
@@ -81,13 +87,10 @@ class _Logits(NamedTuple):
         return self.logits_of(self.labels) < low
 
 
-class _Product(NamedTuple):
-    """The operands of ``linear_cross_entropy``, and its options."""
+@dataclasses.dataclass(frozen=True)
+class _Product(_Common):
+    """The operands of ``linear_cross_entropy``."""
 
-    labels: Any
-    classes: int
-    options: dict[str, Any]
-    x: Any
     table: Any
     bias: Any
     where: Any
@@ -129,6 +132,11 @@ class _Product(NamedTuple):
 _Operands = _Logits | _Product
 
 
+def _nan_if_infinite(losses, overflows):
+    """NaN, also as the gradient, in place of losses that are infinite and do not overflow."""
+    return losses * jnp.where(jnp.isfinite(losses) | overflows, 1, jnp.nan)
+
+
 def _by_label(of: _Operands):
     """Semantics of ``logits[label]``: negative labels wrap; out-of-range labels give NaN."""
     return of.losses(_wrapped(of.labels, of.classes))
@@ -141,7 +149,7 @@ def _of_log_softmax(of: _Operands):
     """
     labels = _padding(_wrapped(of.labels, of.classes), of.classes)
     losses = of.losses(labels, jnp.where(labels < 0, jnp.nan, 0))
-    return losses * jnp.where(jnp.isfinite(losses) | of.overflows(), 1, jnp.nan)
+    return _nan_if_infinite(losses, of.overflows())
 
 
 def _by_sum(of: _Operands, top: Callable | None = None, too_large: bool = False):
@@ -169,19 +177,12 @@ def _of_one_hot(of: _Operands):
 
 def _nearest_class(losses: Callable) -> Callable:
     """Wraps ``losses``: clips labels into range, like ``x[label]``."""
-
-    return lambda of: losses(of._replace(labels=_nearest(of.labels, of.classes)))
+    return lambda of: losses(dataclasses.replace(of, labels=_nearest(of.labels, of.classes)))
 
 
 def _nan_with_inf(losses: Callable) -> Callable:
     """Wraps ``losses``: a row with +inf gives NaN, as inf - inf or 0 * inf, with its gradient."""
-
-    def call(of: _Operands):
-        plain = losses(of)
-        overflows = isinstance(of, _Logits) and of.overflows()
-        return plain * jnp.where(jnp.isfinite(plain) | overflows, 1, jnp.nan)
-
-    return call
+    return lambda of: _nan_if_infinite(losses(of), isinstance(of, _Logits) and of.overflows())
 
 
 def losses_by_label(logits, labels, axis: int = -1):
@@ -195,7 +196,6 @@ class LossCall:
     """The call that replaces a form, with label smoothing and z-loss as numbers of the program."""
 
     losses: Callable[[_Operands], Any]
-    sign: int = 1
 
     def __call__(self, x, labels, **numbers):
         factor, options = self._options(**numbers)
@@ -208,13 +208,12 @@ class LossCall:
         operands = _wide(labels), table.shape[0], options, x, table, bias, where
         return factor * self.losses(_Product(*operands))
 
-    def _options(self, share=1.0, smooth=0.0, z=0.0, **options) -> tuple[float, dict[str, Any]]:
+    def _options(self, share, smooth, z, **options) -> tuple[float, dict[str, Any]]:
         """The factor of the losses, and the options of the op."""
         factor = share + smooth
         if abs(factor) < 1e-6:
             raise ValueError("the losses add up to 0")
-        numbers = dict(label_smoothing=smooth / factor, z_loss=z / factor)
-        return self.sign * factor, numbers | options
+        return factor, dict(label_smoothing=smooth / factor, z_loss=z / factor, **options)
 
 
 # ---- forms ---------------------------------------------------------------------------------------
@@ -251,11 +250,6 @@ def _log_sum(x):
     return jax.nn.logsumexp(x, axis=-1)
 
 
-def _log_softmax(x):
-    x = x - jnp.max(x, -1, keepdims=True)
-    return x - jnp.log(jnp.sum(jnp.exp(x), -1, keepdims=True))
-
-
 def _constant_max(x, axis, keepdims=False):
     return lax.stop_gradient(jnp.max(x, axis, keepdims=keepdims))
 
@@ -268,23 +262,17 @@ def _loss(
     ``smoothed`` is the mean of the losses of all classes, as the program writes it.
     """
 
-    def add_form(function: Callable, leaves: str = "", sign: int = 1) -> None:
-        on_last_axis = lambda *operands, axis: function(*operands)  # noqa: E731
-        add(name, on_last_axis, f"x labels {leaves}", LossCall(losses, sign), axes="last")
+    def function(x, labels, share, smooth, z, axis):
+        y = share * form(x, labels)
+        return y if smoothed is None else y + smooth * smoothed(x) + z * _log_sum(x) ** 2
 
-    add_form(form)
-    # Programs often negate the mean rather than each log-likelihood.
-    add_form(lambda x, labels: -form(x, labels), sign=-1)
-    if smoothed is None:
-        return
-    add_form(lambda x, labels, z: form(x, labels) + z * _log_sum(x) ** 2, "z")
-    add_form(lambda x, labels, share, s: share * form(x, labels) + s * smoothed(x), "share smooth")
-    add_form(
-        lambda x, labels, share, s, z: (
-            share * form(x, labels) + s * smoothed(x) + z * _log_sum(x) ** 2
-        ),
-        "share smooth z",
-    )
+    plain = dict(share=1.0, smooth=0.0, z=0.0)
+    variants = [plain, plain | dict(share=-1.0)]  # programs often negate the mean, not each loss
+    if smoothed is not None:
+        variants += [dict(share=1.0, smooth=0.0), dict(z=0.0), {}]
+    for fixed in variants:
+        leaves = "x labels share smooth z"
+        add(name, function, leaves, LossCall(losses), fixed=fixed, axes="last")
 
 
 def _loss_of_logsumexp(pick: Callable, losses: Callable, smoothed: bool = True) -> None:
@@ -310,7 +298,7 @@ def _loss_of_shifted(top: Callable, pick: Callable, losses: Callable) -> None:
 _BY_INDEX = (_indexed, _mapped, _indexed_under_maps)
 _loss_of_logsumexp(lambda x, i: jnp.take_along_axis(x, i[..., None], -1).take(0, -1), _by_label)
 _loss_of_logsumexp(_picked, _by_label)
-for _function in (jax.nn.log_softmax, _log_softmax):
+for _function in (jax.nn.log_softmax, functools.partial(log_softmax_by_hand, axis=-1)):
     _loss_of_log_softmax(_function, _picked, _of_log_softmax)
 for _pick in _BY_INDEX:
     _loss_of_log_softmax(jax.nn.log_softmax, _pick, _nearest_class(_of_log_softmax))

@@ -11,7 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastops.autofuse._value import COMPUTED, Value
+from jax_fastops.autofuse._numpy import ARRAYS
+from jax_fastops.autofuse._value import NO_EQUATION, Value
 
 _MAX_SIZE = 1 << 24  # it takes too long to compute more elements
 
@@ -23,8 +24,6 @@ def masked(value: Value, axis: int) -> tuple[Value, Value, bool] | None:
     number of a long dimension.
     """
     node = value.node
-    if node is None:
-        return None
     axis = value.long[axis]
     for which, x, fill, keep in value.selections():
         if fill.number is not None and _is_fill(fill.number, value.dtype):
@@ -42,7 +41,7 @@ def _compared(mask: Value, keep: bool) -> tuple[Value, bool]:
     """If the mask is ``x != 0`` (jnp.where adds this), ``x``."""
     source, shown, _ = mask.source()
     node = source.node
-    if node is None or node.name not in ("ne", "eq") or len(source.shape) != len(mask.shape):
+    if node.name not in ("ne", "eq") or len(source.shape) != len(mask.shape):
         return mask, keep
     pairs = zip(mask.long, shown, strict=True)
     in_place = all(i is None or source.long[i] == place for place, i in pairs)
@@ -87,11 +86,11 @@ def _name(value: Value) -> tuple | None:
     if not value.is_static or value.size > _MAX_SIZE:
         return None
     node = value.node
-    if node is None:
+    if node is NO_EQUATION:
         known = value.number if value.array is None else np.asarray(value.array)
         return None if known is None else (known.shape, str(known.dtype), hash(known.tobytes()))
     names = [_name(v) for v in node.inputs]
-    if (node.name not in COMPUTED and node.name not in _MOVED) or None in names:
+    if node.name not in ARRAYS or None in names:
         return None
     return node.name, str(node.params), value.shape, *names
 
@@ -99,34 +98,9 @@ def _name(value: Value) -> tuple | None:
 def _elements(value: Value) -> Any:
     """The elements of an array that has a name."""
     node = value.node
-    if node is None:
+    if node is NO_EQUATION:
         known = value.number if value.array is None else value.array
         return np.broadcast_to(np.asarray(known), value.shape)
-    operands = [_elements(v) for v in node.inputs]
-    if node.name in _MOVED:
-        return _MOVED[node.name](node.params, value, *operands)
+    operands = map(_elements, node.inputs)
     with np.errstate(all="ignore"):
-        return COMPUTED[node.name](node.params, *operands).astype(value.dtype, copy=False)
-
-
-def _iota(params, value):
-    along = params["dimension"]
-    shape = [d if i == along else 1 for i, d in enumerate(value.shape)]
-    return np.broadcast_to(np.arange(value.shape[along]).reshape(shape), value.shape)
-
-
-def _broadcast(params, value, x):
-    shape = [1] * len(value.shape)
-    for place, size in zip(params["broadcast_dimensions"], x.shape, strict=True):
-        shape[place] = size
-    return np.broadcast_to(x.reshape(shape), value.shape)
-
-
-_MOVED = {
-    "iota": _iota,
-    "broadcast_in_dim": _broadcast,
-    **dict.fromkeys(
-        ("reshape", "squeeze", "expand_dims", "copy"),
-        lambda params, value, x: x.reshape(value.shape),
-    ),
-}
+        return ARRAYS[node.name](node.params, *operands).astype(value.dtype, copy=False)

@@ -15,67 +15,28 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
-from jax_fastops.autofuse._graph import Level
 from jax_fastops.autofuse._pattern import Apply, Formula, Leaf, Multiple, Product, Sum, near
-from jax_fastops.autofuse._value import ELEMENTWISE, REDUCTIONS, Map, Node, Value, View, compose
+from jax_fastops.autofuse._value import ELEMENTWISE, NO_EQUATION, REDUCTIONS, Map, Node, Value, View
 
 _COMMUTATIVE = {"max", "min", "eq", "ne", "and", "or"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """The array that a leaf stands for, and the map to it from the leaf's dimensions.
-
-    ``place`` is the map of the leaf in the formula, and ``seen`` the view that the program has.
-    """
-
-    source: Value
-    map: Map
-    place: Map = ()
-    seen: View | None = None
-
-    def where(self, level: Level) -> Bound:
-        """Rebinds to an equal array that is in a program, if there is one.
-
-        This is a view of it, or the integers before a narrowing cast, which the reader casts.
-        """
-        if self.source.is_in(level):
-            return self
-        seen = self.seen
-        while seen is not None and seen.value is not self.source:
-            if seen.value.is_in(level) and (map_ := _map_of_leaf(self.place, seen.map)) is not None:
-                return Bound(seen.value, map_)
-            step = seen.value.view(False)
-            assert step is not None, seen.value.aval
-            seen = View(step[0], compose(seen.map, step[1]))
-        cast = self.source.node
-        if cast is not None and cast.name == "convert_element_type":
-            (value,), dtype = cast.inputs, self.source.dtype
-            narrows = dtype.itemsize <= value.dtype.itemsize
-            if narrows and {value.dtype.kind, dtype.kind} <= {"i", "u"}:
-                seen = View(value, self.map)
-                source, _ = seen.source()
-                return Bound(*source, tuple(range(len(self.map))), seen).where(level)
-        return self
-
-
-def _map_of_leaf(place: Map, shown: Map) -> Map | None:
-    """From the dimensions of a leaf to those of a value, by two maps from the same dimensions."""
+def _map_between(first: Map, second: Map) -> Map | None:
+    """From the dimensions of one array to those of another, by maps from the same dimensions."""
     pairs: dict[int, int | None] = {}
-    for own, there in zip(place, shown, strict=True):
-        if own is None:
-            if there is not None:
-                return None
-        elif pairs.setdefault(own, there) != there:
+    if len(first) != len(second):
+        return None
+    for i, j in zip(first, second, strict=True):
+        if (i is None and j is not None) or (i is not None and pairs.setdefault(i, j) != j):
             return None
-    return tuple([pairs[i] for i in range(len(pairs))])
+    return tuple([pairs.get(i) for i in range(len(pairs))])
 
 
 @dataclasses.dataclass(slots=True)
 class State:
     """A part of a match: the leaves, the free numbers, and the values that it goes through."""
 
-    leaves: dict[int, Bound]
+    leaves: dict[int, View]  # the arrays that leaves stand for, as these see them
     free: dict[int, float]
     inner: tuple[Value, ...]
 
@@ -87,15 +48,8 @@ def _order(place: Map, shown: View) -> Map | None:
     """From the dimensions of a formula to those of a value, whose order a program may change."""
     if place == shown.map:
         return shown.value.identity
-    if len(place) != len(shown.map):
-        return None
-    both = list(zip(place, shown.map, strict=True))
-    pairs = dict(both)
-    if any(pairs[a] != b or (a is None) != (b is None) for a, b in both):
-        return None
-    pairs.pop(None, None)
-    order = tuple([pairs.get(i) for i in range(len(pairs))])
-    return order if set(order) == set(shown.value.identity) else None
+    order = _map_between(place, shown.map)
+    return order if order is not None and set(order) == set(shown.value.identity) else None
 
 
 def _unreduced(order: Map, formula: Apply, node: Node) -> Map | None:
@@ -160,9 +114,9 @@ class Matcher:
             return
         if isinstance(formula, Apply) and formula.name == "select_n":
             yield from self._selection(formula, place, view, state)
-        source, passed = view.source(narrowing=True)
-        state, value, order = state.through(passed), source.value, _order(place, source)
-        if order is None or value.node is None:
+        source = view.source(narrowing=True)
+        state, value, order = state.through(source.passed), source.value, _order(place, source)
+        if order is None:
             return
         before = len(state.inner)
         if isinstance(formula, Sum):
@@ -180,38 +134,37 @@ class Matcher:
 
     def _selection(self, formula, place: Map, view: View, state: State) -> Iterator:
         """Matches a select hidden behind views, such as labels that count from 0."""
-        while (step := view.value.view(False)) is not None:
+        while (step := view.step()) is not None:
             value, node = view.value, view.value.node
             state = state.through([value])
-            assert node is not None
             if node.name == "select_n" and (order := _order(place, view)) is not None:
                 yield from self._apply(formula, node, View(value, order), state)
-            view = View(step[0], compose(view.map, step[1]))
+            view = step
 
     def _scaled(self, formula, place: Map, view: View, state: State) -> Iterator:
         """As `_match`, where the value may also be a multiple that the program computes."""
         yield from self._match(formula, place, view, state)
-        source, passed = view.source(narrowing=True)
+        source = view.source(narrowing=True)
         if (multiple := source.value.multiple) is not None:
             factor, operand = multiple
             if abs(factor) != 1:
                 self._round(source.value)
-            inside = state.through(passed)
+            inside = state.through(source.passed)
             for after, r in self._scaled(formula, place, source.of(operand), inside):
                 yield after, r * factor
 
     def _bind(self, leaf: Leaf, place: Map, view: View, state: State) -> State | None:
-        source, passed = view.source()
-        mapped = _map_of_leaf(place, source.map)
+        source = view.source()
+        mapped = _map_between(place, source.map)
         if mapped is None:
             return None
         known = state.leaves.get(leaf.index)
         if known is None:
-            bound = Bound(source.value, mapped, place, view)
+            bound = View(source.value, mapped)
             return State({**state.leaves, leaf.index: bound}, state.free, state.inner)
-        if known.map != mapped or not _equal(known.source, source.value):
+        if known.map != mapped or not _equal(known.value, source.value):
             return None
-        return state if known.source is source.value else state.through(passed)
+        return state if known.value is source.value else state.through(source.passed)
 
     def _sum(self, formula, left: tuple, items, total, ratio, state, expand=False) -> Iterator:
         """Matches the terms that are ``left`` with ``items``, which are factors and views.
@@ -240,14 +193,14 @@ class Matcher:
                     yield from self._sum(formula, others, rest, total, ratio, after)
                 elif ratio is None or self._near(factor * r, ratio * own):
                     yield from self._sum(formula, others, rest, total, new, after)
-        source, passed = view.source(narrowing=True)
+        source = view.source(narrowing=True)
         terms = source.value.terms
         if terms is None or len(rest) > len(left):
             return
         if len(terms) == 1 and abs(terms[0][0]) != 1:
             self._round(source.value)
         items = [*((factor * f, source.of(v)) for f, v in terms), *rest]
-        yield from self._sum(formula, left, items, total, ratio, state.through(passed))
+        yield from self._sum(formula, left, items, total, ratio, state.through(source.passed))
 
     def _whole_sum(self, formula, total: float, ratio: float | None, state: State) -> Iterator:
         """The state after all terms. Until here, the free numbers are those of the program."""
@@ -278,9 +231,9 @@ class Matcher:
                 yield state, total
             return
         view, exponent = items[0]
-        source, rest = view.source()[0], []
+        source, rest = view.source(), []
         for item in items[1:]:
-            if item[0].source()[0] == source:  # x * x
+            if item[0].source()[:2] == source[:2]:  # x * x
                 exponent += item[1]
             else:
                 rest.append(item)
@@ -291,7 +244,7 @@ class Matcher:
                 if r > 0 or exponent == int(exponent):
                     others = left[:i] + left[i + 1 :]
                     yield from self._product(others, rest, total * r**exponent, after)
-        source, passed = view.source(narrowing=True)
+        source = view.source(narrowing=True)
         factors = source.value.factors
         if factors is None or exponent != int(exponent):
             return
@@ -299,7 +252,7 @@ class Matcher:
             return
         items = [*((source.of(v), e * exponent) for v, e in factors), *rest]
         total *= source.value.sign**exponent
-        yield from self._product(left, items, total, state.through(passed))
+        yield from self._product(left, items, total, state.through(source.passed))
 
     def _apply(self, formula: Apply, node: Node, view: View, state: State) -> Iterator:
         if node.name != formula.name or len(node.inputs) != len(formula.operands):
@@ -345,7 +298,7 @@ def _equal(a: Value, b: Value, depth: int = 8) -> bool:
     if a.number is not None or b.number is not None:
         return a.aval == b.aval and a.number is not None and bool(a.number == b.number)
     x, y = a.node, b.node
-    if x is None or y is None or not depth or x.name != y.name or x.equation.effects:
+    if NO_EQUATION in (x, y) or not depth or x.name != y.name or x.equation.effects:
         return False
     return (
         (a.aval, x.outputs.index(a), len(x.inputs)) == (b.aval, y.outputs.index(b), len(y.inputs))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +38,8 @@ class Pattern:
         the call computes them all.
       leaves: the names of the operands, which say what each of them is (``KINDS``).
       call: an op of the leaves as keywords, and of ``axis`` if ``axes`` is ``"each"``.
+      fixed: leaves that are numbers. So one function is several patterns: without a bias, which is
+        0, or with one. The call takes the free ones of them.
       axes: the axes to try: ``"last"``, ``"each"``, or ``"none"`` if the pattern has no axis.
       sum_of: the op if ``x`` is the sum of two arrays ``x`` and ``residual``.
       residual: as ``sum_of``, but it also returns the sum, and may take a dropout of ``x`` and a
@@ -53,6 +55,7 @@ class Pattern:
     function: Callable[..., Any]
     leaves: tuple[str, ...]
     call: Callable[..., Any]
+    fixed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     axes: str = "none"
     sum_of: Callable[..., Any] | None = None
     residual: Callable[..., Any] | None = None
@@ -79,9 +82,9 @@ _SIZES = (101, 103, 107, 109, 113, 127, 131, 137)  # no constant of a pattern is
 
 @functools.lru_cache(64)  # more graphs would cost Python's garbage collector time
 def _traced(
-    pattern: Pattern, rank: int, axis: int, dtype: Any, x64: bool
-) -> tuple[Graph, int, bool]:
-    """The graph, how many elements its means are over, and whether it has any."""
+    function: Callable, leaves: tuple[str, ...], rank: int, axis: int, dtype: Any, x64: bool
+) -> Graph:
+    """The graph of the function of a pattern."""
     shape = _SIZES[:rank]
     kinds = {
         "full": jax.ShapeDtypeStruct(shape, dtype),
@@ -90,11 +93,10 @@ def _traced(
         "labels": jax.ShapeDtypeStruct(shape[:-1], jnp.int32),
         "free": jax.ShapeDtypeStruct((), dtype),
     }
-    operands = [kinds[KINDS[leaf]] for leaf in pattern.leaves]
+    operands = [kinds[KINDS[leaf]] for leaf in leaves]
     with fixed(x64):
-        traced = jax.make_jaxpr(functools.partial(pattern.function, axis=axis))(*operands)
-    graph, n = Graph(traced.jaxpr, traced.consts), pattern.count(shape, axis)
-    return graph, n, any(v.number == n for node in graph.nodes for v in node.inputs)
+        traced = jax.make_jaxpr(functools.partial(function, axis=axis))(*operands)
+    return Graph(traced.jaxpr, traced.consts)
 
 
 @functools.cache
@@ -107,12 +109,12 @@ def compiled(
     that no number is rounded to float32. ``x64`` says whether the program was traced with 64-bit
     types, which indices have then.
     """
-    graph, traced, has_means = _traced(pattern, rank, axis, dtype, x64)
-    if n and not has_means:
-        return compiled(pattern, rank, axis, 0, dtype, x64)
-    free = [i for i, leaf in enumerate(pattern.leaves) if KINDS[leaf] == "free"]
+    graph = _traced(pattern.function, pattern.leaves, rank, axis, dtype, x64)
+    traced = pattern.count(_SIZES[:rank], axis)
+    if n and not any(v.number == traced for node in graph.nodes for v in node.inputs):
+        return compiled(pattern, rank, axis, 0, dtype, x64)  # it has no means
     with fixed(x64):  # derivative rules are traced
-        return [Compiler(graph, free, traced, n or traced)(value) for value in graph.results]
+        return [Compiler(graph, pattern, traced, n or traced)(value) for value in graph.results]
 
 
 PATTERNS: list[Pattern] = []
@@ -257,9 +259,12 @@ class Compiler:
     In the trace, the number of these elements is ``traced``.
     """
 
-    def __init__(self, graph: Graph, free: Sequence[int], traced: int, n: int):
+    def __init__(self, graph: Graph, pattern: Pattern, traced: int, n: int):
         self._leaves = {v: i for i, v in enumerate(graph.operands)}
-        self._free, self._traced, self._n = set(free), traced, n
+        self._free = {i for i, leaf in enumerate(pattern.leaves) if KINDS[leaf] == "free"}
+        named = zip(graph.operands, pattern.leaves, strict=True)
+        self._fixed = {v: pattern.fixed[leaf] for v, leaf in named if leaf in pattern.fixed}
+        self._traced, self._n = traced, n
 
     def __call__(self, value: Value) -> Formula:
         """The formula of a result."""
@@ -270,6 +275,8 @@ class Compiler:
         return Formula(factor, formula, digits, kind, frozenset(_needs(formula)), size)
 
     def _number(self, value: Value) -> float | None:
+        if (source := value.source().value) in self._fixed:
+            return self._fixed[source]
         known = value.number
         return known if known is None else float(self._n if known == self._traced else known)
 
@@ -278,9 +285,9 @@ class Compiler:
         if value in self._leaves:
             return 1.0, (Leaf(self._leaves[value]), value.identity)
         if (step := value.view(True)) is not None:
-            return self._seen(View(*step))
-        if value.node is not None and value.node.name in ("add", "add_any", "sub"):
-            return 1.0, (self._sum(value), value.identity)
+            return self._seen(step)
+        if value.node.name in ("add", "add_any", "sub"):
+            return self._sum(value)
         if (factors := value.factors) is not None:
             return self._product(value, factors)
         return 1.0, (self._apply(value), value.identity)
@@ -292,7 +299,7 @@ class Compiler:
     def _is_free(self, formula) -> bool:
         return isinstance(formula, Leaf) and formula.index in self._free
 
-    def _sum(self, value: Value) -> Sum:
+    def _sum(self, value: Value) -> tuple[float, tuple[Any, Map]]:
         terms: list[tuple[float, Any, Map]] = []
         constants: list[float] = []
         free = None
@@ -302,6 +309,8 @@ class Compiler:
                 continue
             factor, (formula, outer) = self._seen(value.seen.of(operand))
             factor *= sign
+            if not factor:
+                continue
             if self._is_free(formula):
                 free = formula.index
             elif isinstance(formula, Sum) and formula.free is None:
@@ -309,7 +318,9 @@ class Compiler:
                 terms += [(factor * f, t, compose(outer, m)) for f, t, m in formula.terms]
             else:
                 terms.append((factor, formula, outer))
-        return Sum(tuple(terms), tuple(constants), free)
+        if len(terms) == 1 and free is None and not any(constants):
+            return terms[0][0], terms[0][1:]
+        return 1.0, (Sum(tuple(terms), tuple(constants), free), value.identity)
 
     def _product(self, value: Value, given) -> tuple[float, tuple[Any, Map]]:
         exponents: dict[tuple[Any, Map], float] = {}
@@ -336,7 +347,6 @@ class Compiler:
 
     def _apply(self, value: Value) -> Apply:
         node = value.node
-        assert node is not None, value.aval
         operands: list[Any] = []
         for operand in node.inputs:
             if (known := self._number(operand)) is not None:

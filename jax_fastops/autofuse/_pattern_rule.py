@@ -17,7 +17,7 @@ from jax_fastops.autofuse._match import Matcher, State
 from jax_fastops.autofuse._pattern import KINDS, MAX_RANK, Pattern, compiled
 from jax_fastops.autofuse._patterns import by_size
 from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule
-from jax_fastops.autofuse._value import FUSIBLE, REDUCTIONS, USED, Node, Value, View
+from jax_fastops.autofuse._value import FUSIBLE, NO_EQUATION, REDUCTIONS, USED, Node, Value, View
 
 # ---- which patterns can be at a value ------------------------------------------------------------
 
@@ -30,10 +30,8 @@ _KINDS = {
 
 def _kinds(value: Value) -> set[str]:
     """The kinds of formulas that a value may be the result of."""
-    if value.node is None:
-        return set()
     if value.node.name == "neg":
-        return {"Sum", "Product"} | _kinds(value.node.inputs[0].source(narrowing=True)[0])
+        return {"Sum", "Product"} | _kinds(value.node.inputs[0].source(narrowing=True).value)
     return {_KINDS.get(value.node.name, value.node.name)}
 
 
@@ -46,7 +44,7 @@ def _before(value: Value, limit: int, ends: Container[str] = ()) -> Iterator[Val
     while left and len(seen) < limit:
         value = left.popleft()
         yield value
-        if value.node is not None and value.node.name not in ends:
+        if value.node.name not in ends:
             fresh = [v for v in value.node.inputs if v not in seen]
             seen.update(fresh)
             left.extend(fresh)
@@ -70,7 +68,7 @@ def _operations_before(value: Value) -> tuple[set, tuple]:
     for before in places:
         node = before.node
         key += (before.shape, before.dtype)
-        if node is None:
+        if node is NO_EQUATION:
             key.append(str(before.number))  # NaN is not NaN
             continue
         key.append(node.name)
@@ -88,7 +86,7 @@ def _operations_before(value: Value) -> tuple[set, tuple]:
 _Operands = dict[str, tuple[Value, Read]]
 
 
-def _reader(view: View, shape: Sequence[int], dtype, places: Sequence[int], counts=None):
+def _reader(view: View, shape: Sequence[int], places: Sequence[int], dtype=None, counts=None):
     """The value to read for a leaf, and what makes an array of this shape of it.
 
     ``places`` are the dimensions of the leaf in the array. A broadcast dimension keeps size 1.
@@ -118,13 +116,11 @@ class PatternRule(Rule):
         self._with_reductions: set[Value] = set()
 
     def match(self, value: Value) -> Rewrite | None:
-        source = value.source(narrowing=True)[0]
+        source = value.source(narrowing=True).value
         views = ("broadcast_in_dim", "reshape", "squeeze", "copy", "transpose")
-        if value.node is None or value.node.name in views or source.node is None:
+        if value.node.name in views or NO_EQUATION in (value.node, source.node):
             return None
-        # A value without a place is the product that a `dot_general` sums.
-        is_array = value.is_floating and value.is_plain and 0 not in value.shape
-        if not value.places or not is_array:
+        if not (value.is_array and value.is_floating and value.is_plain) or 0 in value.shape:
             return None
         around, key = _operations_before(source)
         key = value.shape, value.dtype, _compat.x64_is_on(), *key
@@ -232,7 +228,7 @@ class PatternRule(Rule):
             for formula in others
         ]
         for v in outside:
-            counts = v.node is not None and v.node.name == "iota"
+            counts = v.node.name == "iota"
             if v not in more and v.size >= root.size and not counts:
                 return self._note(pattern.name, v, USED)
         leaves = self._leaves(pattern, root, state, logits)
@@ -267,18 +263,15 @@ class PatternRule(Rule):
         shape, places = root.shape, root.long
         if logits is not None:
             shape, places = (*root.shape, logits[-1]), (*root.long, len(root.shape))
-        operands, numbers, bounds = {}, {}, state.leaves
-        for level in sorted(root.places, key=lambda level: level.depth):
-            # The outermost program that has the root and all operands.
-            bounds = {i: bound.where(level) for i, bound in state.leaves.items()}
-            if all(bound.source.is_in(level) for bound in bounds.values()):
-                break
+        sizes = {"row": ([1], [0]), "labels": (root.shape, root.long)}
+        operands, numbers = {}, {}
         for i, name in enumerate(pattern.leaves):
             kind = KINDS[name]
             if kind == "free":
-                numbers[name] = state.free[i]
+                numbers[name] = pattern.fixed.get(name, state.free.get(i))
+            if kind == "free" or name in pattern.fixed:
                 continue
-            view = View(bounds[i].source, bounds[i].map)
+            view = state.leaves[i]
             dtype = view.value.dtype
             if view.value.is_floating is not (kind in ("full", "row")):
                 return None
@@ -286,13 +279,8 @@ class PatternRule(Rule):
                 return None
             if (kind in ("row", "labels") or name in ("x", "residual")) and None in view.map:
                 return None
-            if kind == "row":
-                read = _reader(view, [1], None, [0])
-            elif kind == "labels":
-                read = _reader(view, root.shape, state.leaves[i].source.dtype, root.long)
-            else:
-                read = _reader(view, shape, root.dtype if kind == "full" else None, places)
-            operands[name] = read
+            dtype = root.dtype if kind == "full" else None
+            operands[name] = _reader(view, *sizes.get(kind, (shape, places)), dtype)
         return operands, numbers
 
     # ---- what an op takes before its operand
@@ -313,12 +301,11 @@ class PatternRule(Rule):
                 if (both := joined(x[0], rest["up"][0])) is not None:
                     operand = {"x": (both, Read(both.shape, root.dtype))}
                     yield "split + ", pattern.call, operand, [], {}
-            node = None if x[1].order else x[0].node
-            if node is not None and node.name in ("add", "add_any"):
+            if x[0].node.name in ("add", "add_any") and not x[1].order:
                 yield from self._of_sum(pattern, x[0], root, rest, nodes)
         if pattern.axes == "none" and x is not None and not rest:
             # An activation. XLA fuses it with its neighbors, so that a kernel adds a pass.
-            near = (node.name for node in (x[0].node, *root.users) if node is not None)
+            near = (node.name for node in (x[0].node, *root.users))
             if _implementation.current() == "auto" and not FUSIBLE.isdisjoint(near):
                 return
         yield "", pattern.call, operands, [], {}
@@ -327,7 +314,6 @@ class PatternRule(Rule):
         self, pattern: Pattern, total: Value, root: Value, rest: _Operands, nodes
     ) -> Iterator[tuple]:
         """The calls that take the operands of a sum."""
-        assert total.node is not None
         a, b = total.node.inputs
         only = not total.is_used_outside(nodes)
         for one, row in total.with_row() if pattern.biased else ():
@@ -368,7 +354,7 @@ class PatternRule(Rule):
             return
 
         def read(view: View, counts: bool | None = None) -> tuple[Value, Read]:
-            return _reader(view, root.shape, None, root.long, counts)
+            return _reader(view, root.shape, root.long, None, counts)
 
         def fits(view: View) -> bool:
             return None not in view.map and view.value.dtype == root.dtype
@@ -376,7 +362,7 @@ class PatternRule(Rule):
         seen = View(x[0], x[1].order or root.identity)
         choices: list[tuple] = [("", seen, {})]
         if pattern.masked and (mask := masked(x[0], seen.map[axis])) is not None:
-            operand, which = (seen.of(v).source()[0] for v in mask[:2])
+            operand, which = (seen.of(v).source() for v in mask[:2])
             choices.insert(0, ("where + ", operand, {"where": read(which, mask[2])}))
         elif pattern.masked and any(v.number is not None for *_, v, _ in x[0].selections()):
             reason = "the mask is not known, or may leave a row empty"
@@ -385,7 +371,7 @@ class PatternRule(Rule):
         for before, operand, where in choices:
             multiple = operand.value.multiple
             if multiple is not None and multiple[0] > 0:
-                inner = operand.of(multiple[1]).source()[0]
+                inner = operand.of(multiple[1]).source()
                 if fits(inner) and not operand.value.is_used_outside(nodes):
                     options = {"scale": multiple[0]}
                     yield "scale + " + before, {"x": read(inner), **where}, options

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -47,13 +48,16 @@ def _activation(name: Any, function: Callable) -> None:
     def gate(x, up=None):
         return gated_act(x, up, activation=name)
 
-    add(f"{name} * up", lambda x, up, axis: function(x) * up, "x up", gate)
+    def gated(x, up, axis):
+        return function(x) * up
+
+    add(f"{name} * up", gated, "x up", gate)
     biased = functools.partial(bias_act, activation=name)
     if name == "relu":
         call, more = relu, dict(sum_of=lambda x, residual: add_relu(x, residual))
     else:
         call, more = functools.partial(biased, bias=None), {}
-    add(name, lambda x, axis: function(x), "x", call, biased=biased, **more)
+    add(name, gated, "x up", call, fixed={"up": 1.0}, biased=biased, **more)
 
 
 for _name, _functions in _ACTIVATIONS.items():
@@ -68,7 +72,7 @@ def _softmax(x, axis):
     return e / jnp.sum(e, axis, keepdims=True)
 
 
-def _log_softmax(x, axis):
+def log_softmax_by_hand(x, axis):
     x = x - jnp.max(x, axis, keepdims=True)
     return x - jnp.log(jnp.sum(jnp.exp(x), axis, keepdims=True))
 
@@ -90,7 +94,7 @@ add(
 )
 for _form in (
     lambda x, axis: jax.nn.log_softmax(x, axis),
-    _log_softmax,
+    log_softmax_by_hand,
     lambda x, axis: x - jax.nn.logsumexp(x, axis, keepdims=True),
 ):
     add("log_softmax", _form, "x", log_softmax, axes="each", scaled=True)
@@ -107,11 +111,11 @@ def _moments(x, axes, form: str):
     return mean, jnp.maximum(var, 0.0) if form.endswith("positive") else var
 
 
-def _affine(x, mean, inverse, scale, bias, form: str):
+def _affine(x, mean, inverse, scale, bias, order: str):
     """``(x - mean) * inverse * scale + bias``, or with the brackets multiplied out."""
-    inverse = inverse if scale is None else inverse * scale
-    y = x * inverse - mean * inverse if form == "out" else (x - mean) * inverse
-    return y if bias is None else y + bias
+    inverse = inverse * scale
+    y = x * inverse - mean * inverse if order == "out" else (x - mean) * inverse
+    return y + bias
 
 
 def _others(x, axis: int) -> tuple[int, ...]:
@@ -122,77 +126,80 @@ def _along(v, x, axis: int):
     return jnp.expand_dims(v, _others(x, axis))
 
 
-_PARAMETERS = (("scale", "bias"), ("scale",), ("bias",), ())
+def _absences(*names: str) -> Iterator[dict[str, float]]:
+    """For each subset of operands, the numbers that have no effect in place of them."""
+    neutral = {"scale": 1.0, "bias": 0.0, "residual": 0.0}
+    for count in range(len(names) + 1):
+        for absent in itertools.combinations(names, count):
+            yield {name: neutral[name] for name in absent}
 
 
-def _layer_norm(form: str, order: str, parameters: tuple[str, ...]) -> None:
-    def function(x, *rest, axis):
-        *given, eps = rest
-        rows = {name: _along(v, x, axis) for name, v in zip(parameters, given, strict=True)}
+def _layer_norm(form: str, order: str) -> None:
+    def function(x, scale, bias, eps, axis):
         mean, var = _moments(x, -1, form)
-        return _affine(x, mean, lax.rsqrt(var + eps), rows.get("scale"), rows.get("bias"), order)
+        rows = _along(scale, x, axis), _along(bias, x, axis)
+        return _affine(x, mean, lax.rsqrt(var + eps), *rows, order)
 
-    _row_norm("layer_norm", function, parameters, layer_norm, residual_layer_norm)
+    _row_norm("layer_norm", function, ("scale", "bias"), layer_norm, residual_layer_norm)
 
 
-def _rms_norm(wide: bool, parameters: tuple[str, ...]) -> None:
-    def function(x, *rest, axis):
+def _rms_norm(wide: bool) -> None:
+    def function(x, scale, eps, axis):
         mean = jnp.mean(x * x, -1, keepdims=True)
-        y = x * lax.rsqrt((jnp.broadcast_to(mean, x.shape) if wide else mean) + rest[-1])
-        return y * _along(rest[0], x, axis) if parameters else y
+        mean = jnp.broadcast_to(mean, x.shape) if wide else mean
+        return x * lax.rsqrt(mean + eps) * _along(scale, x, axis)
 
-    _row_norm("rms_norm", function, parameters, rms_norm, residual_rms_norm)
-
-
-def _row_norm(name: str, function: Callable, parameters, call: Callable, residual: Callable):
-    residual = functools.partial(residual, return_sum=True)
-    leaves = " ".join(("x", *parameters, "eps"))
-    add(name, function, leaves, call, axes="last", residual=residual, fanout=True)
+    _row_norm("rms_norm", function, ("scale",), rms_norm, residual_rms_norm)
 
 
-for _parameters in _PARAMETERS:
-    for _form in ("two", "fast", "fast positive", "two positive"):
-        for _order in ("in", "out"):
-            _layer_norm(_form, _order, _parameters)
-for _parameters in (("scale",), ()):
-    for _wide in (False, True):  # Haiku broadcasts the mean
-        _rms_norm(_wide, _parameters)
-
-
-def _channel_norm(
-    form: str | None, order: str, parameters: tuple[str, ...], after: tuple[str, ...]
+def _row_norm(
+    name: str, function: Callable, parameters: tuple[str, ...], call: Callable, residual: Callable
 ) -> None:
+    more = dict(axes="last", residual=functools.partial(residual, return_sum=True), fanout=True)
+    for fixed in _absences(*parameters):
+        add(name, function, " ".join(("x", *parameters, "eps")), call, fixed=fixed, **more)
+
+
+_FORMS = ("two", "fast", "fast positive")
+for _form in (*_FORMS, "two positive"):
+    for _order in ("in", "out"):
+        _layer_norm(_form, _order)
+for _wide in (False, True):  # Haiku broadcasts the mean
+    _rms_norm(_wide)
+
+
+def _channel_norm(form: str | None, order: str, activation: str | None) -> None:
     """Batch norm, with the statistics of the batch or (no form) given ones."""
-    statistics = () if form else ("mean", "var")
 
     def function(x, *rest, axis):
-        *given, eps = rest
-        named = dict(zip((*statistics, *parameters, *after), given, strict=False))
-        rows = {n: _along(v, x, axis) for n, v in named.items() if n != "residual"}
-        if form:
-            mean, var = _moments(x, _others(x, axis), form)
-        else:
-            mean, var = rows["mean"], rows["var"]
-        y = _affine(x, mean, lax.rsqrt(var + eps), rows.get("scale"), rows.get("bias"), order)
-        y = y + named["residual"] if "residual" in after else y
-        y = jax.nn.relu(y) if "relu" in after else y
+        *rows, residual, eps = rest
+        *given, scale, bias = (_along(v, x, axis) for v in rows)
+        mean, var = _moments(x, _others(x, axis), form) if form else given
+        y = _affine(x, mean, lax.rsqrt(var + eps), scale, bias, order) + residual
+        y = jax.nn.relu(y) if activation else y
         return (y, mean, var) if form else y
 
-    activation = "relu" if "relu" in after else None
-    call = functools.partial(
-        batch_norm if form else batch_norm_inference, scale=None, bias=None, activation=activation
-    )
-    residual = ("residual",) if "residual" in after else ()
-    leaves = " ".join(("x", *statistics, *parameters, *residual, "eps"))
-    name = " + ".join(("batch_norm" if form else "batch_norm_inference", *after))
-    add(name, function, leaves, call, axes="each", fanout=form is not None)
+    name = "batch_norm" if form else "batch_norm_inference"
+    op = batch_norm if form else batch_norm_inference
+    call = functools.partial(op, scale=None, bias=None, activation=activation)
+    leaves = f"x {'' if form else 'mean var'} scale bias residual eps"
+    for fixed in _absences("scale", "bias", "residual"):
+        parts = name, None if "residual" in fixed else "residual", activation
+        add(
+            " + ".join(filter(None, parts)),
+            function,
+            leaves,
+            call,
+            fixed=fixed,
+            axes="each",
+            fanout=form is not None,
+        )
 
 
-for _after in (("residual", "relu"), ("relu",), ("residual",), ()):
-    for _parameters in _PARAMETERS:
-        for _moments_ in ("two", "fast", "fast positive", None):
-            for _order in ("in", "out"):
-                _channel_norm(_moments_, _order, _parameters, _after)
+for _activation_after in ("relu", None):
+    for _form in (*_FORMS, None):
+        for _order in ("in", "out"):
+            _channel_norm(_form, _order, _activation_after)
 
 # ---- interpolation -------------------------------------------------------------------------------
 
@@ -208,8 +215,6 @@ add(
 def by_size() -> list[tuple[Pattern, str, frozenset[str]]]:
     """All patterns, the largest first, with what is at the top and the operations for any axis."""
     patterns = sorted(PATTERNS, key=lambda p: compiled(p, 3, 2)[0].size, reverse=True)
-    formulas = (compiled(pattern, 3, 2)[0] for pattern in patterns)
-    return [
-        (pattern, formula.kind, frozenset(n for n in formula.needs if isinstance(n, str)))
-        for pattern, formula in zip(patterns, formulas, strict=True)
-    ]
+    tops = [compiled(pattern, 3, 2)[0] for pattern in patterns]
+    names = (frozenset(n for n in top.needs if isinstance(n, str)) for top in tops)
+    return list(zip(patterns, (top.kind for top in tops), names, strict=True))

@@ -17,8 +17,7 @@ from jax import lax
 
 from jax_fastops import _explain, _implementation
 from jax_fastops._dispatch import Refused, kernels_only
-from jax_fastops.autofuse._graph import Level
-from jax_fastops.autofuse._value import Value
+from jax_fastops.autofuse._value import NO_EQUATION, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Rewrite:
     """A part of a program, and the call that replaces it.
 
     A rule makes it by :meth:`Rule.rewrite`. ``reads`` are the values that the call reads, ``inner``
-    those that it computes, and ``level`` is the function that will have the call.
+    those that it computes.
     """
 
     name: str
@@ -88,7 +87,6 @@ class Rewrite:
     reads: Sequence[Value]
     call: Call
     inner: frozenset[Value]
-    level: Level
     fanout: bool = False
 
     @property
@@ -164,7 +162,7 @@ class Search:
 
     def find(self, value: Value) -> Rewrite | None:
         """The match of the first rule that has one at this value."""
-        if value.node is None or not value.is_floating:
+        if value.node is NO_EQUATION or not value.is_floating:
             return None
         try:
             for rule in self._rules:
@@ -193,17 +191,15 @@ class Search:
         pairs = [v if isinstance(v, tuple) else (v, Read(v.shape)) for v in reads.values()]
         values, how, root = [v for v, _ in pairs], tuple(read for _, read in pairs), results[0]
         call = Call(op, tuple(reads), how, tuple(options.items()), root.shape, root.dtype)
-        levels = [level for level in root.places if all(v.is_in(level) for v in values)]
-        if not levels:
-            return "its operands are in another function"
-        if not (levels := [level for level in levels if not level.has_ref]):
-            return "its function has a Ref"
+        if not all(v.is_array for v in values):
+            return "the program has no array of a product that it sums"
         program = self.program(call, values)
         if isinstance(program, str):
             return program
-        level = min(levels, key=lambda level: level.depth)
+        if visible(program.out_avals[0]) != visible(root.aval):
+            return "the result has another type"
         inner = frozenset(results) if inner is None else inner
-        return Rewrite(name, results, values, call, inner, level, fanout)
+        return Rewrite(name, results, values, call, inner, fanout)
 
     def program(self, call: Call, values: Sequence[Value], fanout: bool = False) -> Any:
         """The program of a call of such values, or as text why the kernel does not take it.
@@ -215,6 +211,12 @@ class Search:
         if key not in self._programs:
             self._programs[key] = _trace(call, types, fanout)
         return self._programs[key]
+
+
+def visible(aval) -> tuple:
+    """What a user can see of a type."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    return getattr(aval, "shape", ()), getattr(aval, "dtype", None), spec
 
 
 # ---- the programs of calls -----------------------------------------------------------------------
@@ -256,6 +258,4 @@ def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
         choices = [d.forward if d.forward.kernel else d.gradient for d in decisions]
         reasons = dict.fromkeys(choice.reason for choice in choices if choice.kernel)
         _reasons(call, _implementation.current())[:] = reasons
-    result = traced.out_avals[0]
-    same = result.shape == call.shape and result.dtype == call.dtype
-    return traced if same else "the result has another type"
+    return traced

@@ -12,7 +12,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,26 +20,10 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jax_fastops import _compat, _patched
-
-if TYPE_CHECKING:
-    from jax_fastops.autofuse._graph import Level
+from jax_fastops.autofuse import _numpy
 
 Map = tuple[Any, ...]  # of int | None
 
-# What operations compute, in NumPy, of their parameters and operands.
-COMPUTED: dict[str, Callable[..., Any]] = {
-    name: lambda params, *x, function=function: function(*x)
-    for name, function in {
-        **dict(add=np.add, sub=np.subtract, mul=np.multiply, div=np.divide, neg=np.negative),
-        **dict(max=np.maximum, min=np.minimum, sqrt=np.sqrt, lt=np.less, le=np.less_equal),
-        **dict(gt=np.greater, ge=np.greater_equal, eq=np.equal, ne=np.not_equal),
-        **{"and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert},
-        **dict(shift_right_logical=np.right_shift),
-    }.items()
-} | {
-    "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
-    "select_n": lambda params, which, *cases: np.choose(which, cases),
-}
 # They give the number that they take, if their operand is one.
 _MOVED = {"broadcast_in_dim", "reshape", "squeeze", "copy", "stop_gradient", "pvary", "pcast"}
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
@@ -70,24 +54,24 @@ def compose(outer: Map, inner: Map) -> Map:
 class Value:
     """A result of an equation, an operand of the program, or a constant.
 
-    A value is one array of the program, whatever its variables are: in a jitted function it has
-    another variable than outside.
+    A value is one array of the program. It has one variable in each function that sees it.
 
     Attributes:
-      node: the equation that makes it, if one does.
+      node: the equation that makes it, or ``NO_EQUATION``.
       shape: its shape.
       dtype: its dtype.
       users: the equations that use it.
       is_result: whether it is a result of the program.
+      is_array: whether the program has it. It has no product that a ``dot_general`` sums.
       long: the dimensions whose size is not 1.
       sizes: the sizes of these dimensions.
     """
 
     def __init__(self, aval: Any, node: Node | None = None, number: np.ndarray | None = None):
         self.aval: Any = aval
-        self.node: Node | None = node
+        self.node: Node = NO_EQUATION if node is None else node
         self.array: Any = None  # if it is known when the program is traced
-        self.places: dict[Level, Any] = {}
+        self.is_array: bool = True
         self.users: list[Node] = []
         self.is_result: bool = False
         self.shape: tuple[Any, ...] = getattr(aval, "shape", ())
@@ -96,7 +80,7 @@ class Value:
         self.long: tuple[int, ...] = _long(self.shape)
         self.sizes: tuple[Any, ...] = tuple([self.shape[i] for i in self.long])
         self.identity: Map = _IDENTITIES[len(self.long)]
-        self._sources: dict[bool, tuple[Value, Map, list[Value]]] = {}
+        self._sources: dict[bool, View] = {}
         if node is None:
             self.number = number
 
@@ -117,9 +101,7 @@ class Value:
     @property
     def line(self) -> str:
         """The user's file and line of its equation, or of the call of the function that has it."""
-        if self.node is None:
-            return ""
-        equations = (self.node.equation, *(level.equation for level in self.node.level.chain()))
+        equations = self.node.equation, *self.node.callers
         return next(filter(None, map(_compat.source_line, equations)), "")
 
     # ---- numbers and views
@@ -128,7 +110,7 @@ class Value:
     def number(self) -> Any:
         """The one number of which the array consists, or ``None``."""
         node = self.node
-        if node is None or (node.name not in COMPUTED and node.name not in _MOVED):
+        if node.name not in _numpy.ELEMENTWISE and node.name not in _MOVED:
             return None
         if node.name == "div" and not self.is_floating:  # rounds towards 0
             return None
@@ -138,42 +120,42 @@ class Value:
         if node.name in _MOVED:
             return given[0]
         with np.errstate(all="ignore"):
-            return np.asarray(COMPUTED[node.name](node.params, *given))
+            return np.asarray(_numpy.ELEMENTWISE[node.name](node.params, *given))
 
-    def source(self, narrowing: bool = False) -> tuple[Value, Map, list[Value]]:
-        """The array of which this is a view, the map to it, and the values from this one to it.
+    def source(self, narrowing: bool = False) -> View:
+        """The array of which this is a view.
 
         With ``narrowing``, a cast to a narrower dtype is a view, too.
         """
         if narrowing not in self._sources:
-            if (step := self.view(narrowing)) is None:
-                self._sources[narrowing] = self, self.identity, [self]
-            else:
-                source, inner, passed = step[0].source(narrowing)
-                self._sources[narrowing] = source, compose(step[1], inner), [self, *passed]
+            step = self.view(narrowing)
+            source = View(self, self.identity) if step is None else step.source(narrowing)
+            self._sources[narrowing] = View(source.value, source.map, (self, *source.passed))
         return self._sources[narrowing]
 
-    def whole_source(self) -> tuple[Value, list[Value]] | None:
-        """The source and the values up to it, if shape and order of dimensions are equal."""
-        source, shown, passed = self.source()
-        same = source.shape == self.shape and shown == self.identity
-        return (source, passed) if same else None
+    def whole_source(self, narrowing: bool = False) -> View | None:
+        """The source, if shape and order of dimensions are equal."""
+        source = self.source(narrowing)
+        return source if source.is_whole and source.value.shape == self.shape else None
 
-    def view(self, narrowing: bool) -> tuple[Value, Map] | None:
-        """The operand that has the same elements, and the map to it."""
+    def view(self, narrowing: bool) -> View | None:
+        """The operand that has the same elements."""
         node = self.node
-        if node is None or not node.inputs:
+        if not node.inputs:
             return None
         operand, name = node.inputs[0], node.name
         if name == "broadcast_in_dim":
             place = {d: i for i, d in enumerate(node.params["broadcast_dimensions"])}
             index = {d: i for i, d in enumerate(operand.long)}
-            return operand, tuple(index.get(place[d]) if d in place else None for d in self.long)
+            map_ = tuple(index.get(place[d]) if d in place else None for d in self.long)
+            return View(operand, map_)
         if name == "transpose":
             order = node.params["permutation"]
-            return operand, tuple(operand.long.index(order[d]) for d in self.long)
+            return View(operand, tuple(operand.long.index(order[d]) for d in self.long))
         other = self._viewed(node, operand, narrowing)
-        return None if other is None or self.sizes != other.sizes else (other, self.identity)
+        if other is None or self.sizes != other.sizes:
+            return None
+        return View(other, self.identity)
 
     def _viewed(self, node: Node, operand: Value, narrowing: bool) -> Value | None:
         """The operand that has the same elements, if it has the same long dimensions."""
@@ -229,8 +211,6 @@ class Value:
     def terms(self) -> list[tuple[float, Value]] | None:
         """The summands of a sum, or the array of a multiple, with their factors."""
         node = self.node
-        if node is None:
-            return None
         if node.name in ("add", "add_any", "sub"):
             a, b = node.inputs
             return [(1.0, a), (-1.0 if node.name == "sub" else 1.0, b)]
@@ -254,7 +234,7 @@ class Value:
     def factors(self) -> list[tuple[Value, float]] | None:
         """The factors of a product with their exponents."""
         node = self.node
-        if node is None or not self.is_floating:
+        if not self.is_floating:
             return None
         exponent = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "neg": 1.0}.get(node.name)
         if node.name == "integer_pow":
@@ -271,18 +251,17 @@ class Value:
     @property
     def sign(self) -> float:
         """The sign of the product of the factors."""
-        return -1.0 if self.node is not None and self.node.name == "neg" else 1.0
+        return -1.0 if self.node.name == "neg" else 1.0
 
     def with_row(self) -> Iterator[tuple[Value, Value]]:
         """The array and the row along the last axis, if this is their sum."""
         node = self.node
-        if node is not None and node.name in ("add", "add_any") and self.shape[-1:] != (1,):
+        if node.name in ("add", "add_any") and self.shape[-1:] != (1,):
             for x, bias in (node.inputs, node.inputs[::-1]):
-                row, inner, _ = bias.source()
+                row = self.seen.of(bias).source()
                 last = (None,) * (len(self.long) - 1) + (0,)
-                shown = compose(self.map_to(bias), inner)
-                if shown == last and (x.shape, x.dtype) == (self.shape, self.dtype):
-                    yield x, row
+                if row.map == last and (x.shape, x.dtype) == (self.shape, self.dtype):
+                    yield x, row.value
 
     def selections(self) -> Iterator[tuple[Value, Value, Value, bool]]:
         """For each array of a selection: the mask, the array, the other array, and a sign.
@@ -290,23 +269,19 @@ class Value:
         The sign is True if the selection takes the array where the mask is True.
         """
         node = self.node
-        if node is not None and node.name == "select_n" and len(node.inputs) == 3:
+        if node.name == "select_n" and len(node.inputs) == 3:
             which, a, b = node.inputs
             yield which, a, b, False
             yield which, b, a, True
 
     # ---- uses
 
-    def is_in(self, level: Level) -> bool:
-        """Whether a program has the value, or can make it because it is a number."""
-        return level in self.places or self.number is not None
-
     def is_used_outside(self, nodes: set[Any]) -> bool:
         """Whether other nodes use the value, or a view of it."""
 
         def is_inside(user: Node) -> bool:
             shown = user.outputs[0]
-            view = len(user.outputs) == 1 and self in shown.source()[2]
+            view = len(user.outputs) == 1 and self in shown.source().passed
             return view and shown is not self and not shown.is_used_outside(nodes)
 
         return self.is_result or any(u not in nodes and not is_inside(u) for u in self.users)
@@ -319,6 +294,19 @@ class Value:
                 return False
             value = value.users[0].outputs[0]
         return True
+
+
+def values_between(root: Value, ends: set[Value]) -> set[Value]:
+    """A value and those that it is computed from, up to the ends and without numbers."""
+    inner: set[Value] = set()
+    left = [root]
+    while left:
+        value = left.pop()
+        is_end = not ends.isdisjoint((value, value.source().value)) or value.number is not None
+        if not is_end and value not in inner:
+            inner.add(value)
+            left += value.node.inputs
+    return inner
 
 
 @functools.lru_cache(1024)
@@ -334,22 +322,36 @@ def _long(shape: tuple) -> tuple[int, ...]:
 def _is_negative_iota(value: Value) -> bool:
     """Whether a value is the comparison of an ``iota`` with 0, which is never less."""
     node = value.node
-    if node is None or node.name != "lt" or node.inputs[1].number != 0:
+    if node.name != "lt" or node.inputs[1].number != 0:
         return False
-    numbers = node.inputs[0].source()[0].node
-    return numbers is not None and numbers.name == "iota" and not _wraps(numbers.outputs[0])
+    numbers = node.inputs[0].source().value.node
+    return numbers.name == "iota" and not _wraps(numbers.outputs[0])
 
 
 class View(NamedTuple):
-    """An array as it is seen: the map gives the dimension of ``value`` for each dimension seen."""
+    """An array as it is seen: the map gives the dimension of ``value`` for each dimension seen.
+
+    ``passed`` are the values from the one that is seen to ``value``, if this is its source.
+    """
 
     value: Value
     map: Map
+    passed: tuple[Value, ...] = ()
 
-    def source(self, narrowing: bool = False) -> tuple[View, list[Value]]:
-        """The view of the array that is seen, and the values up to it."""
-        source, inner, passed = self.value.source(narrowing)
-        return View(source, compose(self.map, inner)), passed
+    @property
+    def is_whole(self) -> bool:
+        """Whether the array is seen in its own order, and not broadcast."""
+        return self.map == self.value.identity
+
+    def source(self, narrowing: bool = False) -> View:
+        """The view of the array of which the value is a view."""
+        source = self.value.source(narrowing)
+        return View(source.value, compose(self.map, source.map), source.passed)
+
+    def step(self) -> View | None:
+        """The view of the operand that has the same elements as the value."""
+        step = self.value.view(False)
+        return None if step is None else View(step.value, compose(self.map, step.map))
 
     def of(self, operand: Value) -> View:
         """The view of an operand of an element-wise operation."""
@@ -357,22 +359,26 @@ class View(NamedTuple):
 
 
 class Node:
-    """An equation that is no call of a jitted function.
+    """An equation of a program, as what it computes is written best.
 
     Attributes:
       name: the name of its primitive.
       params: the parameters of its primitive.
       inputs: the values that it reads.
       outputs: the values that it makes.
-      equation: the equation.
+      equation: the equation in the program, with these ``operands``.
+      callers: the calls of functions that it is in, the innermost first.
+      body: the nodes of the jitted function that it calls.
     """
 
-    def __init__(self, equation: Any, inputs: Sequence[Value], level: Level):
+    def __init__(self, equation: Any, inputs: Sequence[Value], callers: tuple[Any, ...]):
         self.equation: Any = equation
         self.inputs: Sequence[Value] = inputs
-        self.level: Level = level
-        self.name: str = equation.primitive.name
-        self.params: dict[str, Any] = equation.params
+        self.operands: Sequence[Value] = inputs
+        self.body: Sequence[Node] = ()
+        self.callers: tuple[Any, ...] = callers
+        self.name: str = "" if equation is None else equation.primitive.name
+        self.params: dict[str, Any] = {} if equation is None else equation.params
         self.outputs: list[Value] = []
 
     @functools.cached_property
@@ -395,9 +401,11 @@ class Node:
         return tuple(sorted((k, str(v)) for k, v in params.items()))
 
 
+NO_EQUATION = Node(None, (), ())  # of an operand of the program, or a constant
+
+
 def _wraps(indices: Value) -> bool:
     """Whether the dtype of an ``iota`` is too narrow for the largest number."""
-    assert indices.node is not None
     size = indices.shape[indices.node.params["dimension"]]
     integers = jnp.issubdtype(indices.dtype, jnp.integer)
     return integers and isinstance(size, int) and size - 1 > jnp.iinfo(indices.dtype).max

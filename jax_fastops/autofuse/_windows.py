@@ -19,7 +19,7 @@ class WindowRule(Rule):
 
     def match(self, value: Value) -> Rewrite | None:
         node = value.node
-        if node is None or not node.name.startswith("reduce_window_") or not value.is_plain:
+        if not node.name.startswith("reduce_window_") or not value.is_plain:
             return None
         window, strides, padding, *dilations = (
             tuple(node.params[name])
