@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import jax
 from bs4 import BeautifulSoup
 from sphinx.util.inventory import InventoryFile
 
@@ -100,6 +101,7 @@ def public_names() -> Iterator[str]:
     kinds = ("py:function", "py:class", "py:data")
     documented = {name for kind in kinds for name in inventory.data.get(kind, ())}
     finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(verbose=False)
+    imports = {"jax": jax, "jnp": jax.numpy, "fo": jax_fastops}
     models = (name for _, name, _ in pkgutil.iter_modules(jax_fastops.models.__path__))
     modules = [*PUBLIC, *(f"jax_fastops.models.{n}" for n in models if not n.startswith("_"))]
     for module_name in modules:
@@ -110,7 +112,7 @@ def public_names() -> Iterator[str]:
                 yield f"{full}: no page has an entry for it"
             if not callable(entry):
                 continue
-            tests = finder.find(entry, full, globs={})
+            tests = finder.find(entry, full, globs=imports)
             if not any(test.examples for test in tests):
                 yield f"{full}: its docstring has no doctest"
             for test in tests:

@@ -1,7 +1,11 @@
 """Fused, memory-bound operations for JAX: native kernels, called through XLA's FFI.
 
 The functions look and differentiate like those of ``jax.nn``. The docstring of each one says what
-it equals and what it keeps for the backward.
+it equals and what it keeps for the backward. Its example runs after these imports::
+
+    import jax
+    import jax.numpy as jnp
+    import jax_fastops as fo
 """
 
 import os

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax_fastops._dispatch import Refused, row_features
 from jax_fastops._kernel import Kernel, partitions, shards_of, without_large_copies
 from jax_fastops._native import limit
-from jax_fastops._views import explicit_spec, reshape
+from jax_fastops._views import explicit_spec, reshape, spec_of
 
 _WORKSPACE = 8  # elements per element of workspace
 
@@ -141,7 +141,7 @@ def _view(x, dims: Sequence[_Dimension]):
     """``x`` with the dimensions that may be sharded split."""
     if all(d.shards == 1 for d in dims):
         return x
-    own = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    own = spec_of(x)
     shape, spec = [], []
     for d, size in zip(dims, x.shape, strict=True):
         axis = own[d.index] if own else None
@@ -161,7 +161,7 @@ def _back(g, target, dims: Sequence[_Dimension]):
             summed.append(at)
         at += d.rank
     g = g.sum(tuple(summed)) if summed else g
-    own = explicit_spec(jax.typeof(g).sharding, g.ndim)
+    own = spec_of(g)
     if g.shape != target.shape:
         spec, at = [], 0
         for d in dims:
@@ -169,7 +169,7 @@ def _back(g, target, dims: Sequence[_Dimension]):
             at += 2 if d.shards > 1 and target.shape[d.index] == d.size else 1
         g = reshape(g, target.shape, own and tuple(spec))
     due = explicit_spec(target.sharding, g.ndim)
-    if due is not None and explicit_spec(jax.typeof(g).sharding, g.ndim) != due:
+    if due is not None and spec_of(g) != due:
         g = jax.sharding.reshard(g, target.sharding)
     return g
 

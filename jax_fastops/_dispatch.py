@@ -146,8 +146,6 @@ def kernel_or(fn: Callable[_P, _T], otherwise: Callable[_P, _T]) -> Callable[_P,
       Whatever the two functions raise.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> softmax = fo.kernel_or(fo.softmax, jax.nn.softmax)
       >>> softmax(jnp.zeros(2)).tolist()
       [0.5, 0.5]

@@ -63,8 +63,6 @@ class OpCall:
         differentiated, or if ``jax.checkpoint`` computes it again.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> call = fo.explain(lambda x: fo.softmax(x))(jnp.ones((2, 8))).calls[0]
       >>> call.op, call.operands, call.differentiated
       ('softmax', ('float32[2,8]',), False)
@@ -94,8 +92,6 @@ class Explanation:
       calls: the calls of ops in the order in which they were traced.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> with fo.use_implementation("xla"):
       ...     found = fo.explain(lambda x: fo.relu(fo.softmax(x)))(jnp.ones((2, 8)))
       >>> [(call.op, call.kernel) for call in found.calls]
@@ -162,8 +158,6 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
       Whatever ``fn`` raises while it is traced.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
       >>> with fo.use_implementation("native"):
       ...     found = fo.explain(jax.grad(lambda x: fo.relu(x).sum()))(x)

@@ -19,8 +19,6 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
       A list of checks, for the kernels of every native module that was built.
 
     Example:
-      >>> import jax, jax.export, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x = jnp.ones((4, 8))
       >>> exported = jax.export.export(jax.jit(fo.relu), disabled_checks=fo.export_checks())(x)
       >>> exported.call(x).shape

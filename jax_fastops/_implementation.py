@@ -49,7 +49,6 @@ def set_implementation(implementation: Literal["auto", "native", "xla"]) -> None
       ValueError: the name is none of the three.
 
     Example:
-      >>> import jax_fastops as fo
       >>> fo.set_implementation("native")
       >>> fo.info()["implementation"]
       'native'
@@ -68,8 +67,6 @@ class use_implementation:
       ValueError: the name is none of the three.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> with fo.use_implementation("native"):
       ...     print(fo.info()["implementation"], fo.relu(jnp.array([-1.0, 1.0])).tolist())
       native [0.0, 1.0]

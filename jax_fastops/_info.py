@@ -27,7 +27,6 @@ def info() -> dict[str, Any]:
       - ``"ops"``: for each op and platform, ``"native"`` if it has kernels, otherwise ``"xla"``.
 
     Example:
-      >>> import jax_fastops as fo
       >>> fo.info()["ops"]["relu"]["cpu"]
       'native'
     """

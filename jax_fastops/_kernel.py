@@ -39,7 +39,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_fastops import _compat, _native
 from jax_fastops._dispatch import Refused
 from jax_fastops._signature import Bound, Dim, Signature, Slot
-from jax_fastops._views import explicit_spec, parts_of
+from jax_fastops._views import explicit_spec, parts_of, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +261,7 @@ def fold(signature: Signature, operands, dims, before: Sequence[int] | None = No
             if axis is None:
                 x = jnp.broadcast_to(x, shape)
             else:  # sharded like the mapped operands, or its gradient would have another type
-                own = explicit_spec(jax.typeof(x).sharding, x.ndim) or (None,) * x.ndim
+                own = spec_of(x) or (None,) * x.ndim
                 spec = PartitionSpec(*own[:at], axis, *own[at + 1 :])
                 x = jnp.broadcast_to(x, shape, out_sharding=NamedSharding(mesh, spec))
         folded.append(x)
@@ -342,7 +342,7 @@ def mapped_axis(operands, dims) -> tuple[Any, Any, Any]:
 
 def with_leading_axis(x, axis, mesh):
     """``x`` with its first dimension sharded over a mesh axis, or over none."""
-    own = explicit_spec(jax.typeof(x).sharding, x.ndim) or (None,) * x.ndim
+    own = spec_of(x) or (None,) * x.ndim
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(axis, *own[1:])))
 
 

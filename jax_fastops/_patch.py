@@ -359,9 +359,7 @@ class patch(contextlib.ContextDecorator):
       ValueError: a name is not known.
 
     Example:
-      >>> import jax, jax.numpy as jnp
       >>> from jax.nn import softmax
-      >>> import jax_fastops as fo
       >>> with fo.patch(), fo.use_implementation("native"):
       ...     print("softmax" in str(jax.make_jaxpr(softmax)(jnp.ones(8))))
       True

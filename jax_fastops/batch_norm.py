@@ -5,8 +5,6 @@ from shifted sums, and again to normalize it. The backward reads the input and t
 sums per channel, and again for the gradient. A GPU's second pass reads from memory only the part
 that did not stay on the chip. The residuals are the input, the statistics, and one bit per element
 for the ReLU.
-
-Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import (
@@ -38,7 +35,15 @@ from jax_fastops._op import Op
 from jax_fastops._registry import example
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._types import Flag, fans_out
-from jax_fastops._views import broadcast_to, broadcast_type, explicit_spec, parts_of, reshape
+from jax_fastops._views import (
+    broadcast,
+    broadcast_to,
+    broadcast_type,
+    merge,
+    parts_of,
+    reshape,
+    spec_of,
+)
 
 # An op sees an array as [..., o, c, i]: "..." is the batch, which may be sharded; c, the channels.
 _X = "... o c i"
@@ -101,18 +106,16 @@ class _Groups:
 
     def __init__(self, x, mask: bool = False):
         *lead, o, c, i = self.shape = x.shape
-        kind = jax.typeof(x).sharding
-        self.spec = explicit_spec(kind, x.ndim)
-        self.mesh = kind.mesh
+        self.sharding, self.spec = jax.typeof(x).sharding, spec_of(x)
         self.dtype = accumulator_dtype(x.dtype)
         padded = mask and o * c * i % 8
-        self.lead = tuple(lead) if padded else groups_of(lead, self.spec, kind)
+        self.lead = tuple(lead) if padded else groups_of(lead, self.spec, self.sharding)
 
     def call(self, kernel: Kernel, arrays: dict, values: dict, **given):
         """The results of a kernel. ``values`` are those of channels, repeated for every group."""
         *_, c, i = self.shape
         operands = {name: None if x is None else self.split(x) for name, x in arrays.items()}
-        operands |= {name: None if v is None else self.spread(v) for name, v in values.items()}
+        operands |= {name: None if v is None else self.repeat(v) for name, v in values.items()}
         if "w" in kernel.sizes:
             row = c * i
             n = math.prod(self.shape) // math.prod(self.lead)
@@ -136,17 +139,13 @@ class _Groups:
         n = math.prod(mask.shape) // math.prod(lead)
         return reshape(mask, (*lead, n), self.spec and (*self.spec[:-3], None))
 
-    def spread(self, values):
+    def repeat(self, values):
         """Values per channel, repeated for every group."""
         values = values.astype(self.dtype)
         if not self.lead:
             return values
-        shape = (*self.lead, *values.shape)
         spec = self._spec_of_lead(*(None for _ in values.shape))
-        if spec is None:
-            return jnp.broadcast_to(values, shape)
-        sharding = NamedSharding(self.mesh, PartitionSpec(*spec))
-        return jnp.broadcast_to(values, shape, out_sharding=sharding)
+        return broadcast(values, (*self.lead, *values.shape), self.sharding, spec)
 
     def average(self, values):
         """The average over groups."""
@@ -161,9 +160,9 @@ class _Groups:
         count = math.prod(rows)
         # Every device gets every group's values from a sum: the only all-reduce.
         mine = jnp.eye(count, dtype=bool).reshape(count, *rows, 1, 1)
-        alone = jnp.broadcast_to(both[None], (count, *both.shape))
-        alone = jax.lax.select(broadcast_to(mine, jax.typeof(alone)), alone, jnp.zeros_like(alone))
-        return _merged(alone.sum(tuple(range(1, 1 + len(rows)))))
+        parts = jnp.broadcast_to(both[None], (count, *both.shape))
+        parts = jax.lax.select(broadcast_to(mine, jax.typeof(parts)), parts, jnp.zeros_like(parts))
+        return _merged(parts.sum(tuple(range(1, 1 + len(rows)))))
 
 
 def _merged(both):
@@ -174,14 +173,14 @@ def _merged(both):
 
 def _statistics(x):
     groups = _Groups(x)
-    found = groups.call(_STATISTICS_KERNEL, dict(x=x), {})
-    return groups.merge(found.mean, found.var)
+    result = groups.call(_STATISTICS_KERNEL, dict(x=x), {})
+    return groups.merge(result.mean, result.var)
 
 
 def _normalise(x, statistics, scale, bias, residual, *, eps, relu, save):
     """Result, statistics and mask. ``statistics=None`` means those of ``x``, which is one group."""
     groups = _Groups(x, relu)
-    found = groups.call(
+    result = groups.call(
         _FORWARD_KERNEL if statistics is None else _APPLY_KERNEL,
         dict(x=x, residual=residual),
         dict(scale=scale, bias=bias) | dict(zip(("mean", "var"), statistics or (), strict=False)),
@@ -189,16 +188,16 @@ def _normalise(x, statistics, scale, bias, residual, *, eps, relu, save):
         eps=eps,
         relu=relu,
     )
-    mean, var = statistics or (found.mean, found.var)
-    masks = () if found.mask is None else (groups.join_mask(found.mask),)
-    return groups.join(found.y), mean, var, *masks
+    mean, var = statistics or (result.mean, result.var)
+    masks = () if result.mask is None else (groups.join_mask(result.mask),)
+    return groups.join(result.y), mean, var, *masks
 
 
 def _sums(x, dys, mask, mean, var, scale, eps, given_statistics=False, dresidual=False):
     """The averages of g and of ``g * (x - mean)``; with given statistics dx; g if requested."""
     groups = _Groups(x, mask is not None)
     dy, *dy2 = dys
-    found = groups.call(
+    result = groups.call(
         _SUMS_KERNEL,
         dict(x=x, dy=dy, dy2=dy2[0] if dy2 else None, mask=mask),
         dict(mean=mean) | (dict(var=var, scale=scale) if given_statistics else {}),
@@ -206,22 +205,15 @@ def _sums(x, dys, mask, mean, var, scale, eps, given_statistics=False, dresidual
         dresidual=dresidual,
         eps=eps,
     )
-    grads = (g for g in (found.dx, found.dresidual) if g is not None)
-    return groups.average(found.sums), *map(groups.join, grads)
+    grads = (g for g in (result.dx, result.dresidual) if g is not None)
+    return groups.average(result.sums), *map(groups.join, grads)
 
 
-def _backward(x, dy, mask, *, eps, **values):
+def _gradient(kernel: Kernel, x, dy, mask, *, eps, **values):
+    """dx, and the averages if the kernel computes these, too."""
     groups = _Groups(x, mask is not None)
-    return groups.join(
-        groups.call(_BACKWARD_KERNEL, dict(x=x, dy=dy, mask=mask), values, eps=eps).dx
-    )
-
-
-def _gradient(x, dy, mask, *, eps, **values):
-    """The averages and dx of one group, by one kernel."""
-    groups = _Groups(x, mask is not None)
-    found = groups.call(_GRADIENT_KERNEL, dict(x=x, dy=dy, mask=mask), values, eps=eps)
-    return found.sums, groups.join(found.dx)
+    result = groups.call(kernel, dict(x=x, dy=dy, mask=mask), values, eps=eps)
+    return groups.join(result.dx), getattr(result, "sums", None)
 
 
 # ---- references ----------------------------------------------------------------------------------
@@ -249,9 +241,9 @@ def _wide(x):
 def _statistics_reference(x, *, channels=_CHANNELS, dtype=None) -> tuple[jax.Array, jax.Array]:
     """Mean and biased variance of each channel, in one pass over differences from an anchor.
 
-    bfloat16 has no anchor, as in Flax. The error of the variance grows with the square of mean over
-    deviation: it is 1% at 400, which is the most unless few elements of a channel differ from the
-    others, and no digit is left at 4000. ``dtype`` is that of the array before it was widened.
+    For bfloat16, the variance is E[x**2] - E[x]**2, as in Flax. Its relative error grows with the
+    square of mean over deviation: it is 1% at 400 and total at 4000. ``dtype`` is that of the array
+    before it was widened.
     """
     dtype = x.dtype if dtype is None else dtype
     x, axes = _wide(x), _others(x, channels)
@@ -259,7 +251,7 @@ def _statistics_reference(x, *, channels=_CHANNELS, dtype=None) -> tuple[jax.Arr
 
 
 def _moments(x, axes):
-    """Mean and biased variance, whose digits a mean far from zero costs."""
+    """Mean and biased variance in one pass. Loses precision if the mean is far from 0."""
     mean = jnp.mean(x, axes)
     return mean, jnp.maximum(0, jnp.mean(jnp.square(x), axes) - jnp.square(mean))
 
@@ -288,12 +280,11 @@ def _from_anchor(x, axes):
 
 
 def _anchor(x, axes):
-    """A value of each channel: differences from it are as small as the deviation.
+    """One element of each channel, which is subtracted so that E[x**2] - E[x]**2 does not cancel.
 
-    It is an element, which XLA reads in the same pass. If devices share the axes, which only an
-    explicit mesh tells, it is the mean.
+    XLA reads it in the same pass. Where an explicit mesh shards the axes, it is the mean.
     """
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    spec = spec_of(x)
     if 0 in x.shape or (spec is not None and any(spec[axis] is not None for axis in axes)):
         return jax.lax.stop_gradient(jnp.mean(x, axes, keepdims=True))
     for axis in reversed(axes):  # the first one, which may be sharded, last
@@ -351,17 +342,14 @@ def _twice_if(fanout: bool, y) -> tuple:
 
 def _flat(x):
     """Reshapes ``[..., o, c, i]`` to ``[..., n]``, the order of the mask's bits."""
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
-    shape = (*x.shape[:-3], math.prod(x.shape[-3:]))
-    return reshape(x, shape, spec and (*spec[:-3], None))
+    return merge(x, x.ndim - 3, 3)
 
 
 def _masked(mask, dy):
     """The cotangent before the activation, in the accumulator's dtype."""
     if mask is None:
         return _wide(dy)
-    spec = explicit_spec(jax.typeof(dy).sharding, dy.ndim)
-    return _wide(reshape(select(mask, _flat(dy)), dy.shape, spec))
+    return _wide(reshape(select(mask, _flat(dy)), dy.shape, spec_of(dy)))
 
 
 def _inference_save(x, mean, var, scale, bias, residual, *, eps, relu):
@@ -478,33 +466,33 @@ def _inference_forward(x, mean, var, scale, bias, residual, *, eps, relu, save=F
     return y, *mask
 
 
-def _gradients(kept, cts, wanted, *, eps, relu, fanout):
+def _gradients(kept, cts, needs_grad, *, eps, relu, fanout):
     x, scale, mask, mean, var = _parts(kept, relu)
     *dys, dmean, dvar = cts
-    if not any(wanted[:-1]):
+    if not any(needs_grad[:-1]):
         return None, None, None, _masked(mask, sum(dys[1:], dys[0])).astype(x.dtype)
     n = _count(x, _CHANNELS)
     values = dict(mean=mean, var=var, scale=scale, dmean=dmean / n, dvar=dvar / n)
     # If several results need g, the first pass writes it and the second pass reads it.
-    write = (fanout and (wanted[0] or wanted[-1])) or (relu and wanted[-1])
-    if wanted[0] and not write and not _Groups(x, relu).lead:
+    write = (fanout and (needs_grad[0] or needs_grad[-1])) or (relu and needs_grad[-1])
+    if needs_grad[0] and not write and not _Groups(x, relu).lead:
         # One group. The sums of several groups must be merged before dx is computed.
-        sums, dx = _gradient(x, dys[0], mask, eps=eps, **values)
+        dx, sums = _gradient(_GRADIENT_KERNEL, x, dys[0], mask, eps=eps, **values)
         return dx, *_parameter_gradients(sums, n, var, eps), dys[0]
     sums, *g = _sums(x, dys, mask, mean, var, scale, eps, dresidual=write)
     dy, mask = (g[0], None) if write else (dys[0], mask)
     gradients = _parameter_gradients(sums, n, var, eps)
     dx = None
-    if wanted[0]:
-        dx = _backward(x, dy, mask, eps=eps, sums=sums, **values)
+    if needs_grad[0]:
+        dx, _ = _gradient(_BACKWARD_KERNEL, x, dy, mask, eps=eps, sums=sums, **values)
     return dx, *gradients, dy
 
 
-def _inference_gradients(kept, cts, wanted, *, eps, relu):
+def _inference_gradients(kept, cts, needs_grad, *, eps, relu):
     x, scale, mask, mean, var = _parts(kept, relu)
-    if not any(wanted[:-1]):
+    if not any(needs_grad[:-1]):
         return *(None,) * 5, _masked(mask, *cts).astype(x.dtype)
-    split = wanted[-1] and relu
+    split = needs_grad[-1] and relu
     sums, dx, *masked = _sums(
         x, cts, mask, mean, var, scale, eps, given_statistics=True, dresidual=split
     )
@@ -599,7 +587,7 @@ def _view(x, at: int, relu: bool) -> tuple[tuple, tuple | None] | None:
     ``...`` is the array's first dimension, or the part of it whose indices have whole bytes of
     mask, or nothing. The result is ``None`` if explicit mesh axes have shards that the view cuts.
     """
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    spec = spec_of(x)
     first, c, inner = x.shape[0], x.shape[at], math.prod(x.shape[at + 1 :])
     between = math.prod(x.shape[1:at])
     rest = between * c * inner
@@ -764,8 +752,6 @@ def batch_norm(
       OneFlow, BatchNorm with ReLU and Add+ReLU.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x = jnp.array([[1.0, 10.0], [3.0, 30.0]])
       >>> y, mean, var = fo.batch_norm(x, jnp.ones(2), jnp.zeros(2), activation="relu")
       >>> mean.tolist(), var.tolist()
@@ -816,8 +802,6 @@ def batch_norm_statistics(
       OneFlow, BatchNorm with ReLU and Add+ReLU.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> mean, var = fo.batch_norm_statistics(jnp.array([[1.0, 10.0], [3.0, 30.0]]))
       >>> mean.tolist(), var.tolist()
       ([2.0, 20.0], [1.0, 100.0])
@@ -886,8 +870,6 @@ def batch_norm_inference(
       OneFlow, BatchNorm with ReLU and Add+ReLU.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x = jnp.array([[1.0, 10.0], [3.0, 30.0]])
       >>> mean, var = jnp.array([2.0, 20.0]), jnp.array([1.0, 100.0])
       >>> y = fo.batch_norm_inference(x, mean, var, None, None)

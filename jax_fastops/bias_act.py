@@ -2,8 +2,6 @@
 
 The backward reads the cotangent, ``x`` and the bias once, and sums the bias gradient on the chip
 while it writes the gradient of ``x``. For relu it reads one bit per element instead of ``x``.
-
-Source: FasterTransformer, ``add_bias_act``.
 """
 
 from __future__ import annotations
@@ -238,8 +236,6 @@ def bias_act(x: ArrayLike, bias: ArrayLike | None, *, activation: Activation = "
       FasterTransformer, ``add_bias_act``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.bias_act(jnp.array([[-2.0, 1.0]]), jnp.array([0.5, 0.5]), activation="relu").tolist()
       [[0.0, 1.5]]
     """

@@ -176,8 +176,6 @@ def cross_entropy(
       (2022): the z-loss.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> logits = jnp.array([[0.0, 0.0], [0.0, 50.0], [7.0, 7.0]])
       >>> fo.cross_entropy(logits, jnp.array([1, 0, -1])).round().tolist()
       [1.0, 50.0, 0.0]

@@ -181,8 +181,6 @@ def dropout(x: ArrayLike, key: ArrayLike | None, rate: float) -> jax.Array:
       Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting".
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.dropout(jnp.ones(8), jax.random.key(0), 0.5).tolist()
       [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
@@ -231,8 +229,6 @@ def dropout_mask(
       ValueError: ``rate`` is not in [0, 1], a size is negative, or ``key`` is an array of keys.
 
     Example:
-      >>> import jax
-      >>> import jax_fastops as fo
       >>> fo.dropout_mask(jax.random.key(0), (8,), 0.5).tolist()
       [False, True, False, False, False, False, False, False]
     """

@@ -3,8 +3,6 @@
 The backward reads the cotangent and both operands once, and writes both gradients. The operands may
 be the halves of one array, as one matrix product makes them. Then the kernels read and write the
 halves in place: nothing is sliced or concatenated.
-
-Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 """
 
 from __future__ import annotations
@@ -104,11 +102,9 @@ def gated_act(
         axis of ``gate`` cannot be halved.
 
     Source:
-      Shazeer, "GLU Variants Improve Transformer".
+      Shazeer, "GLU Variants Improve Transformer" (2020).
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.gated_act(jnp.array([-1.0, 2.0]), jnp.array([3.0, 4.0]), activation="relu").tolist()
       [0.0, 8.0]
       >>> fo.gated_act(jnp.array([-1.0, 2.0, 3.0, 4.0]), activation="relu").tolist()

@@ -8,9 +8,6 @@ merging are transpositions.
 Grouped heads, norms of queries and keys, and rotary embedding have a second pair of kernels, which
 do all of it in one pass. Rotations and norms are computed in the accumulator dtype, and results are
 rounded once.
-
-Sources: FasterTransformer, ``add_QKV_bias`` and ``transpose``; Su et al., "RoFormer: Enhanced
-Transformer with Rotary Position Embedding".
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._registry import example, register
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import explicit_spec, merge_last, reshape, split_last
+from jax_fastops._views import explicit_spec, merge, merge_last, spec_of, split, split_last
 from jax_fastops.transpose import is_movable, permute
 
 # The approximate number of rows in one partial sum of the bias gradient. Fewer rows mean more
@@ -120,9 +117,9 @@ def _merge(kept, cts, wanted, *, num_heads: int, parts: int):
         dx = _MERGE(*cts, f=features).x
         return dx, _sum_rows(dx) if wanted[1] else None
     rows = _rows_of_sums(cts[0], -2)
-    grouped = (_grouped(ct, -2, rows) for ct in cts)
+    grouped = (_grouped(ct, ct.ndim - 2, rows) for ct in cts)
     dx, sums = _MERGE_AND_SUM(*grouped, f=features, p=-(-rows // _SUM_ROWS))
-    return _ungrouped(dx), sums.sum(tuple(range(sums.ndim - 1)))
+    return merge(dx, dx.ndim - 3), sums.sum(tuple(range(sums.ndim - 1)))
 
 
 def _rows_of_sums(ct, axis: int) -> int:
@@ -135,17 +132,7 @@ def _rows_of_sums(ct, axis: int) -> int:
 
 def _grouped(x, axis: int, rows: int):
     """The sequence as two dimensions: groups, and the rows of a group."""
-    axis += x.ndim
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
-    shape = (*x.shape[:axis], x.shape[axis] // rows, rows, *x.shape[axis + 1 :])
-    return reshape(x, shape, spec and (*spec[: axis + 1], None, *spec[axis + 1 :]))
-
-
-def _ungrouped(x):
-    """Features with the groups of a sequence as one dimension."""
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
-    shape = (*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
-    return reshape(x, shape, spec and (*spec[:-2], spec[-1]))
+    return split(x, axis, (x.shape[axis] // rows, rows))
 
 
 def _rotary_forward(x, *arrays, heads: int, kv_heads: int, size: int, **options):
@@ -166,8 +153,8 @@ def _rotary_backward(kept, cts, wanted, *, heads: int, kv_heads: int, size: int,
     sums = {}
     if summing := bool(want_bias or any(want_scales)):
         rows = _rows_of_sums(cts[0], axis)
-        cts = [_grouped(ct, axis, rows) for ct in cts]
-        x, turns = (None if a is None else _grouped(a, -2, rows) for a in (x, turns))
+        cts = [_grouped(ct, ct.ndim + axis, rows) for ct in cts]
+        x, turns = (None if a is None else _grouped(a, a.ndim - 2, rows) for a in (x, turns))
         run = _SUM_ROWS if want_bias else _SUM_ROWS // 2  # the sums of scales are small
         sums = dict(p=-(-rows // run), m=(q_sums + k_sums) * size)
         sums |= dict(bias_sums=want_bias, scale_sums=any(want_scales))
@@ -194,7 +181,7 @@ def _rotary_backward(kept, cts, wanted, *, heads: int, kv_heads: int, size: int,
             split_last(part, (part.shape[-1] // size, size)).sum(tuple(range(part.ndim)))
             for part in parts
         )
-    dx = _ungrouped(found.dx) if summing else found.dx
+    dx = merge(found.dx, found.dx.ndim - 3) if summing else found.dx
     return dx, dbias, dq, dk, None
 
 
@@ -453,7 +440,7 @@ def _limit(x, bias) -> str | None:
 
 
 def _features_sharded(x) -> bool:
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    spec = spec_of(x)
     return spec is not None and spec[-1] is not None
 
 
@@ -549,8 +536,6 @@ def split_heads(x: ArrayLike, bias: ArrayLike | None = None, *, num_heads: int) 
       FasterTransformer, ``add_QKV_bias``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.split_heads(jnp.ones((2, 5, 12)), jnp.zeros(12), num_heads=3).shape
       (2, 3, 5, 4)
     """
@@ -765,8 +750,6 @@ def split_qkv_heads(
       Position Embedding".
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> q, k, v = fo.split_qkv_heads(jnp.ones((2, 5, 36)), num_heads=3)
       >>> q.shape, k.shape, v.shape
       ((2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 4))
@@ -823,8 +806,6 @@ def merge_heads(x: ArrayLike) -> jax.Array:
       FasterTransformer, ``transpose``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.merge_heads(jnp.ones((2, 3, 5, 4))).shape
       (2, 5, 12)
     """

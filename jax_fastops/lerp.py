@@ -3,8 +3,6 @@
 The forward kernel reads each operand in its own shape and writes the result. The backward kernel
 reads the cotangent and the operands once and writes all gradients. It sums the gradients of
 broadcast operands on the chip, in the same pass.
-
-Source: Paddle, ``lerp``, which has kernels for up to six dimensions. This one has no such limit.
 """
 
 from __future__ import annotations
@@ -147,8 +145,6 @@ def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
       Paddle, ``lerp``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.lerp(jnp.zeros((2, 1)), jnp.array([4.0, 8.0]), 0.25).tolist()
       [[1.0, 2.0], [1.0, 2.0]]
     """

@@ -3,9 +3,6 @@
 It goes over the tokens in chunks. For each chunk there is one product, the two passes of
 ``cross_entropy``, and the two products of the gradients. So the forward of a differentiated sum or
 mean makes the gradients already, and the backward only scales them. No product is repeated.
-
-Sources: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024); Hsu et al.,
-"Liger Kernel" (2024).
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from jax_fastops._compat import as_varying, varying_axes
 from jax_fastops._kernel import match_varying
 from jax_fastops._registry import example, register
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import explicit_spec, parts_of, reshape
+from jax_fastops._views import merge, parts_of, reshape, spec_of, split
 from jax_fastops.cross_entropy import check_options, cross_entropy, prepared_labels
 
 # Bytes of the logits of a chunk on a device. With fewer tokens in a chunk, adding up the table's
@@ -65,29 +62,13 @@ class _Options(NamedTuple):
 # ---- chunks --------------------------------------------------------------------------------------
 
 
-def _spec(x) -> tuple | None:
-    return explicit_spec(jax.typeof(x).sharding, x.ndim)
-
-
-def _merge_tokens(x, tokens: int):
-    """Merges the first ``tokens`` dimensions."""
-    spec, shape = _spec(x), (math.prod(x.shape[:tokens]), *x.shape[tokens:])
-    if spec is not None and any(axis is not None for axis in spec[1:tokens]):
-        outer = PartitionSpec(spec[0], *(None,) * (tokens - 1), *spec[tokens:])
-        x = jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=outer))
-    return reshape(x, shape, spec and ((*spec[:1], *spec[tokens:]) if tokens else (None, *spec)))
-
-
 def _split_tokens(x, chunks: int, fill, axis: int):
     """``[chunks, ..., t / chunks, ...]``. A chunk has every ``chunks``-th token along the axis, so
     that it is sharded like the tokens. ``fill`` fills up the last tokens."""
-    spec, (lead, rest) = _spec(x), (x.shape[:axis], x.shape[axis + 1 :])
     if missing := -x.shape[axis] % chunks:
-        widths = ((0, 0),) * len(lead), ((0, missing),), ((0, 0),) * len(rest)
-        x = jnp.pad(x, sum(widths, ()), constant_values=fill)
-    shape = (*lead, x.shape[axis] // chunks, chunks, *rest)
-    x = reshape(x, shape, spec and (*spec[: axis + 1], None, *spec[axis + 1 :]))
-    return jnp.moveaxis(x, axis + 1, 0)
+        widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+        x = jnp.pad(x, widths, constant_values=fill)
+    return jnp.moveaxis(split(x, axis, (x.shape[axis] // chunks, chunks)), axis + 1, 0)
 
 
 def _parts(x, labels, chunks: int) -> list:
@@ -98,16 +79,12 @@ def _parts(x, labels, chunks: int) -> list:
 
 def _join_tokens(x, tokens: int, axis: int):
     """Inverts ``_split_tokens``."""
-    x = jnp.moveaxis(x, 0, axis + 1)
-    spec, (lead, rest) = _spec(x), (x.shape[:axis], x.shape[axis + 2 :])
-    shape = (*lead, x.shape[axis] * x.shape[axis + 1], *rest)
-    x = reshape(x, shape, spec and (*spec[: axis + 1], *spec[axis + 2 :]))
-    return jax.lax.slice_in_dim(x, 0, tokens, axis=axis)
+    return jax.lax.slice_in_dim(merge(jnp.moveaxis(x, 0, axis + 1), axis), 0, tokens, axis=axis)
 
 
 def _dot(a, b, axes: tuple[Sequence[int], Sequence[int]], dtype, options: _Options):
     """The product of two arrays over these axes. Other axes that are sharded stay so."""
-    specs, kept = [spec for x in (a, b) if (spec := _spec(x)) is not None], None
+    specs, kept = [spec for x in (a, b) if (spec := spec_of(x)) is not None], None
     if len(specs) == 2:
         pairs = zip(specs, axes, strict=True)
         kept = PartitionSpec(
@@ -135,7 +112,7 @@ def _layer(x, table, bias, options: _Options, wide: bool = False) -> _Layer:
     dtype = acc if wide else x.dtype
     table = table.astype(dtype)
     bias = None if bias is None else bias.astype(dtype)
-    classes, spec = table.shape[0], _spec(table)
+    classes, spec = table.shape[0], spec_of(table)
     fixed = isinstance(classes, int) and (spec is None or spec[0] is None)
     # The mean of the logits for label smoothing, and the softcap, take no padding.
     plain = options.softcap is None and not options.label_smoothing
@@ -335,12 +312,10 @@ def linear_cross_entropy(
       ValueError: the shapes do not fit, an option is out of range, or ``precision`` is not known.
 
     Sources:
-      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al., "Liger
-      Kernel".
+      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024); Hsu et al.,
+      "Liger Kernel" (2024).
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x, table = jnp.eye(3) * 20, jnp.eye(4, 3)
       >>> print(f"{fo.linear_cross_entropy(x, table, jnp.array([0, 1, 0])):.2f}")
       6.67
@@ -371,14 +346,16 @@ def linear_cross_entropy(
     chunks = _chunks(name, hidden, rows, chunk)
     # Even chunks of the last dimension of the tokens leave all dimensions sharded.
     if tokens == 0 or (chunks > 1 and -shape[-1] % chunks > shape[-1] // 8):
-        index, hidden = _merge_tokens(index, tokens), _merge_tokens(hidden, tokens)
+        index, hidden = merge(index, 0, tokens), merge(hidden, 0, tokens)
     kept = index >= 0
     # A label that is too large must also be too large for the padded table.
     index = jnp.where(index < classes, index, 2**31 - 1)
     static = _Options(_of_shards(chunks, hidden), softcap, **options, precision=precision)
     if reduction == "none":
         losses = _each(hidden, rows, row_bias, index, static)
-        return losses if losses.ndim == tokens else reshape(losses, shape, _spec(arrays["labels"]))
+        return (
+            losses if losses.ndim == tokens else reshape(losses, shape, spec_of(arrays["labels"]))
+        )
     total = _total(hidden, rows, row_bias, index, static)
     if reduction == "sum":
         return total
@@ -418,13 +395,13 @@ def _chunks(name: str, x, table, chunk) -> int:
 
 def _shards(x, dimensions: slice) -> int:
     """Into how many parts explicit mesh axes divide these dimensions."""
-    spec, sharding = _spec(x), jax.typeof(x).sharding
+    spec, sharding = spec_of(x), jax.typeof(x).sharding
     return math.prod(parts_of(axis, sharding) for axis in (spec or ())[dimensions])
 
 
 def _of_shards(chunks: int, x) -> int:
     """As many chunks at most, of which each has as many tokens of a device as of any other."""
-    tokens, spec = x.shape[-2], _spec(x)
+    tokens, spec = x.shape[-2], spec_of(x)
     parts = 1 if spec is None else parts_of(spec[-2], jax.typeof(x).sharding)
     while chunks > 1 and (tokens % parts or -(-tokens // chunks) % parts):
         chunks -= 1

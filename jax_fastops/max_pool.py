@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
-from jax_fastops._views import explicit_spec
+from jax_fastops._views import spec_of
 
 _MOST = 255  # elements of a window: places are bytes, and one of them means "nowhere"
 
@@ -81,8 +81,6 @@ def max_pool(
         is out of range, a window has more than 255 elements, or ``scale`` does not broadcast.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x = jnp.arange(16.0).reshape(4, 4)
       >>> fo.max_pool(x, (2, 2), (2, 2)).tolist()
       [[5.0, 7.0], [13.0, 15.0]]
@@ -231,7 +229,7 @@ def _elements_at(windows: _Windows, place, x) -> jax.Array:
     x = jax.lax.pad(x, zero, [(0, after, 0) for after in more])
     # Each pooled axis becomes two: q, and m.
     split: list[Any] = []
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    spec = spec_of(x)
     new_spec: list[Any] = []
     inner = []
     for i, n in enumerate(x.shape):

@@ -178,7 +178,6 @@ class BatchNorm(_flax.BatchNorm):
       ValueError: ``activation`` is not known.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from jax_fastops import nnx as fo_nnx
       >>> norm = fo_nnx.BatchNorm(8, activation="relu", rngs=nnx.Rngs(0))
@@ -295,7 +294,6 @@ class Dropout(_flax.Dropout):
     :class:`LayerNorm` and :class:`RMSNorm` take the layer as ``dropout=``.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from jax_fastops import nnx as fo_nnx
       >>> dropout = fo_nnx.Dropout(0.5, rngs=nnx.Rngs(0))
@@ -336,8 +334,8 @@ def _next_key(layer, x, deterministic: bool | None = None, rngs: Any = None):
     return rngs if isinstance(rngs, jax.Array) else rngs()
 
 
-def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, drop):
-    """Calls a layer over the last axis. ``name`` is the name of the op."""
+def _row_norm(layer, flax_call, x, mask, residual, return_sum: bool, drop):
+    """Calls a layer over the last axis."""
     x = x if hasattr(x, "shape") else jnp.asarray(x)  # Flax takes a list
     activation = getattr(layer, "activation", None)
     key, rate = None, 0.0
@@ -358,7 +356,10 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, 
         given = _row_operands(layer, x) if mask is None else None
     y: Any = None
     if given is not None:
-        function: Any = _ROW_OPS[name][summand is not None]
+        norms = layer_norm, residual_layer_norm
+        if isinstance(layer, _flax.RMSNorm):
+            norms = rms_norm, residual_rms_norm
+        function: Any = norms[summand is not None]
         arrays = [a for a in (given.x, summand) if a is not None] + given.parameters
         with_sum = return_sum and summand is not None
         options: dict[str, Any] = {"return_sum": True} if with_sum else {}
@@ -377,12 +378,6 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, 
     return (y, x) if return_sum else y
 
 
-_ROW_OPS = {
-    "layer_norm": (layer_norm, residual_layer_norm),
-    "rms_norm": (rms_norm, residual_rms_norm),
-}
-
-
 def _row_operands(layer, x) -> _Operands | None:
     """The operands for the op, or ``None`` if Flax's code runs."""
     rank = np.ndim(x)
@@ -398,7 +393,63 @@ def _row_operands(layer, x) -> _Operands | None:
     return _operands(layer, x, [], parameters)
 
 
-class LayerNorm(_flax.LayerNorm):
+class _RowNorm:
+    """A call of a norm over the last axis."""
+
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        mask: ArrayLike | None = ...,
+        *,
+        residual: ArrayLike | None = ...,
+        dropout: Dropout | None = ...,
+        return_sum: Literal[False] = ...,
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        mask: ArrayLike | None = ...,
+        *,
+        residual: ArrayLike | None = ...,
+        dropout: Dropout | None = ...,
+        return_sum: Literal[True],
+    ) -> tuple[jax.Array, jax.Array]: ...
+    def __call__(
+        self,
+        x: ArrayLike,
+        mask: ArrayLike | None = None,
+        *,
+        residual: ArrayLike | None = None,
+        dropout: Dropout | None = None,
+        return_sum: bool = False,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Normalizes ``x``, or ``x + residual``.
+
+        Args:
+          x: array with the features in its last axis, or in the axes given to the constructor.
+          mask: boolean array that broadcasts to ``x``: the elements that count for the statistics.
+          residual: array that is added to ``x`` before the norm, or ``None``. The kernel adds it if
+            it has the shape of ``x`` and the sum has the dtype of the result, such as a float32
+            residual of a bfloat16 ``x`` with ``dtype=None``.
+          dropout: a layer that is applied to ``x`` before the residual is added, or ``None``. It
+            takes the next key of its own stream.
+          return_sum: whether to return the normalized sum ``x + residual``, or ``x``, as well.
+
+        Returns:
+          An array with the shape of the sum and the dtype of Flax's layer: ``dtype`` if given,
+          otherwise the promoted dtype of ``x`` and the parameters. With ``return_sum``, a pair of
+          that and the sum, which has the dtype of ``x + residual``.
+
+        Raises:
+          TypeError: the shapes of ``x``, ``residual`` and ``num_features`` are not compatible.
+        """
+        call = super().__call__  # type: ignore[misc]
+        return _row_norm(self, call, x, mask, residual, return_sum, dropout)
+
+
+class LayerNorm(_RowNorm, _flax.LayerNorm):
     """``flax.nnx.LayerNorm`` on :func:`jax_fastops.layer_norm`, fused with a residual.
 
     ``activation((s - mean) * rsqrt(var + epsilon) * scale + bias)`` where ``s = x + residual``. The
@@ -430,7 +481,6 @@ class LayerNorm(_flax.LayerNorm):
       ValueError: ``activation`` is not known.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from jax_fastops import nnx as fo_nnx
       >>> norm = fo_nnx.LayerNorm(8, rngs=nnx.Rngs(0))
@@ -446,60 +496,8 @@ class LayerNorm(_flax.LayerNorm):
         super().__init__(num_features, **kwargs)
         self.activation = _checked("LayerNorm", activation)
 
-    @overload
-    def __call__(
-        self,
-        x: ArrayLike,
-        *,
-        mask: ArrayLike | None = ...,
-        residual: ArrayLike | None = ...,
-        dropout: Dropout | None = ...,
-        return_sum: Literal[False] = ...,
-    ) -> jax.Array: ...
-    @overload
-    def __call__(
-        self,
-        x: ArrayLike,
-        *,
-        mask: ArrayLike | None = ...,
-        residual: ArrayLike | None = ...,
-        dropout: Dropout | None = ...,
-        return_sum: Literal[True],
-    ) -> tuple[jax.Array, jax.Array]: ...
-    def __call__(
-        self,
-        x: ArrayLike,
-        *,
-        mask: ArrayLike | None = None,
-        residual: ArrayLike | None = None,
-        dropout: Dropout | None = None,
-        return_sum: bool = False,
-    ) -> jax.Array | tuple[jax.Array, jax.Array]:
-        """Normalizes ``x``, or ``x + residual``.
 
-        Args:
-          x: array with the features in its last axis, or in the axes given to the constructor.
-          mask: boolean array that broadcasts to ``x``: the elements that count for the statistics.
-          residual: array that is added to ``x`` before the norm, or ``None``. The kernel adds it if
-            it has the shape of ``x`` and the sum has the dtype of the result, such as a float32
-            residual of a bfloat16 ``x`` with ``dtype=None``.
-          dropout: a layer that is applied to ``x`` before the residual is added, or ``None``. It
-            takes the next key of its own stream.
-          return_sum: whether to return the normalized sum ``x + residual``, or ``x``, as well.
-
-        Returns:
-          An array with the shape of the sum and the dtype of Flax's layer: ``dtype`` if given,
-          otherwise the promoted dtype of ``x`` and the parameters. With ``return_sum``, a pair of
-          that and the sum, which has the dtype of ``x + residual``.
-
-        Raises:
-          TypeError: the shapes of ``x``, ``residual`` and ``num_features`` are not compatible.
-        """
-        call = super().__call__
-        return _row_norm(self, call, "layer_norm", x, mask, residual, return_sum, dropout)
-
-
-class RMSNorm(_flax.RMSNorm):
+class RMSNorm(_RowNorm, _flax.RMSNorm):
     """``flax.nnx.RMSNorm`` on :func:`jax_fastops.rms_norm`, fused with a residual.
 
     ``activation(s * rsqrt(mean(s**2) + epsilon) * scale)`` where ``s = x + residual``.
@@ -519,7 +517,6 @@ class RMSNorm(_flax.RMSNorm):
       per element for the ReLU.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from jax_fastops import nnx as fo_nnx
       >>> fo_nnx.RMSNorm(8, rngs=nnx.Rngs(0))(jnp.ones((4, 8))).shape
@@ -533,39 +530,6 @@ class RMSNorm(_flax.RMSNorm):
         super().__init__(num_features, **kwargs)
         self.activation = _checked("RMSNorm", activation)
 
-    @overload
-    def __call__(
-        self,
-        x: ArrayLike,
-        mask: ArrayLike | None = ...,
-        *,
-        residual: ArrayLike | None = ...,
-        dropout: Dropout | None = ...,
-        return_sum: Literal[False] = ...,
-    ) -> jax.Array: ...
-    @overload
-    def __call__(
-        self,
-        x: ArrayLike,
-        mask: ArrayLike | None = ...,
-        *,
-        residual: ArrayLike | None = ...,
-        dropout: Dropout | None = ...,
-        return_sum: Literal[True],
-    ) -> tuple[jax.Array, jax.Array]: ...
-    def __call__(
-        self,
-        x: ArrayLike,
-        mask: ArrayLike | None = None,
-        *,
-        residual: ArrayLike | None = None,
-        dropout: Dropout | None = None,
-        return_sum: bool = False,
-    ) -> jax.Array | tuple[jax.Array, jax.Array]:
-        """Normalizes ``x``, or ``x + residual``; see :class:`LayerNorm`."""
-        call = super().__call__
-        return _row_norm(self, call, "rms_norm", x, mask, residual, return_sum, dropout)
-
 
 def in_place_of(
     name: str, layer: Any, flax_call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any
@@ -576,5 +540,4 @@ def in_place_of(
     if name == "Dropout":
         return _dropout(layer, flax_call, x, *args, **kwargs)
     mask = args[0] if args else kwargs.get("mask")
-    op = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}[name]
-    return _row_norm(layer, flax_call, op, x, mask, None, False, None)
+    return _row_norm(layer, flax_call, x, mask, None, False, None)

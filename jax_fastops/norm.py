@@ -5,8 +5,6 @@ while its mean, variance and results are computed. Dropout of the input is part 
 rows of common lengths, and comes before it for others. The backward reads the cotangent and the
 input once, and sums the parameters' gradients in the same pass: it accumulates groups of rows into
 partial sums on the chip, and XLA adds these up.
-
-Source: FasterTransformer, ``add_bias_input_layernorm``.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from jax_fastops._random import NUMBERS, Drop, drop_of, seed_operands, seeded
 from jax_fastops._registry import example, example_key
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._types import Flag, fans_out, sums_and_fans_out
-from jax_fastops._views import explicit_spec, reshape
+from jax_fastops._views import reshape, spec_of
 from jax_fastops.dropout import drop_reference, dropped
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -153,7 +151,7 @@ def _groups(x) -> tuple[Callable, Callable, int]:
     arrays back, and the number of partial sums for each index of ``...``.
     """
     shape = x.shape if x.ndim > 1 else (1, *x.shape)
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    spec = spec_of(x)
     spec = spec if spec is None or x.ndim > 1 else (None, *spec)
     (*lead, n), kind = shape, jax.typeof(x).sharding
     groups = groups_of(lead, spec, kind)
@@ -474,8 +472,6 @@ def layer_norm(
       FasterTransformer, ``add_bias_input_layernorm``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> y = fo.layer_norm(jnp.array([[1.0, 3.0, 5.0, 7.0]]), jnp.ones(4), jnp.zeros(4))
       >>> [round(v, 3) for v in y[0].tolist()]
       [-1.342, -0.447, 0.447, 1.342]
@@ -549,8 +545,6 @@ def residual_layer_norm(
       FasterTransformer, ``add_bias_input_layernorm``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x, residual = jnp.ones((2, 4)), jnp.array([[0.0, 2.0, 4.0, 6.0]] * 2)
       >>> y, total = fo.residual_layer_norm(x, residual, return_sum=True)
       >>> [round(v, 3) for v in y[0].tolist()], total[0].tolist()
@@ -595,8 +589,6 @@ def rms_norm(
       FasterTransformer, ``add_bias_input_layernorm``, without the mean.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> y = fo.rms_norm(jnp.array([[3.0, 4.0]]), jnp.ones(2))
       >>> [round(v, 3) for v in y[0].tolist()]
       [0.849, 1.131]
@@ -650,8 +642,6 @@ def residual_rms_norm(
       FasterTransformer, ``add_bias_input_layernorm``, without the mean.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.residual_rms_norm(jnp.ones((2, 4)), jnp.ones((2, 4))).shape
       (2, 4)
     """

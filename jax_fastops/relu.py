@@ -3,8 +3,6 @@
 The forward writes ``x > 0`` as a bitmask with eight elements in a byte. The backward selects the
 cotangent by the mask. The mask takes ``1/32`` (float32) or ``1/16`` (bfloat16) of the bytes of
 ``x``, and the backward moves a third fewer bytes than one that reads ``x`` or the output.
-
-Source: OneFlow, "How to implement an efficient BatchNorm+ReLU": the bitmask ReLU.
 """
 
 from __future__ import annotations
@@ -109,11 +107,9 @@ def relu(x: ArrayLike) -> jax.Array:
       TypeError: ``x`` is not an array or number, or has another dtype.
 
     Source:
-      OneFlow, bitmask ReLU.
+      OneFlow, "How to implement an efficient BatchNorm+ReLU": the bitmask ReLU.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.relu(jnp.array([-1.0, 0.0, 2.0])).tolist()
       [0.0, 0.0, 2.0]
       >>> jax.grad(lambda x: fo.relu(x).sum())(jnp.array([-1.0, 0.0, 2.0])).tolist()
@@ -151,8 +147,6 @@ def add_relu(x: ArrayLike, y: ArrayLike) -> jax.Array:
       OneFlow, BatchNorm + Add + ReLU.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.add_relu(jnp.array([-1.0, 3.0]), jnp.array([0.5, -1.0])).tolist()
       [0.0, 2.0]
     """

@@ -2,8 +2,6 @@
 
 Every dimension is independent of the others, so the op shards over all of them. An axis that
 ``vmap`` maps becomes one more dimension of the permutation, wherever it is.
-
-Source: OneFlow, "How to implement a permute / transpose operator".
 """
 
 from __future__ import annotations
@@ -162,11 +160,9 @@ def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> jax.Array:
       ValueError: an axis is out of bounds.
 
     Source:
-      OneFlow, permute.
+      OneFlow, "How to implement a permute / transpose operator".
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.transpose(jnp.array([[1, 2, 3], [4, 5, 6]])).tolist()
       [[1, 4], [2, 5], [3, 6]]
     """

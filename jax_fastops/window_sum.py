@@ -5,8 +5,6 @@ transpose of a window sum is a window sum with the complementary padding. Its ti
 the window, because neighboring windows share partial sums. The kernel only adds, and never
 subtracts. So the error of a sum does not depend on its position, and a NaN reaches only the windows
 that contain it.
-
-Source: CMU 10-414 notes, window sum.
 """
 
 from __future__ import annotations
@@ -129,8 +127,6 @@ def window_sum(
       CMU 10-414 notes, window sum.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.window_sum(jnp.array([1.0, 2.0, 3.0, 4.0]), radius=1).tolist()
       [6.0, 9.0]
       >>> fo.window_sum(jnp.array([1.0, 2.0, 3.0, 4.0]), radius=1, padding="SAME").tolist()
