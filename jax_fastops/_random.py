@@ -3,9 +3,8 @@
 A row of elements has a *seed* of four uint32 words: its position among the rows (the low and the
 high word), and the two words of the key. Blocks of eight elements take the 128 bits of one Philox
 call with the counter ``(block, low, high, 0)``, 16 bits for an element. Kernels that XLA may
-partition take the seeds as an operand, because such a call does not know which shard it is. So do
-those under a ``vmap``. The others count the rows themselves, which saves the pass that writes the
-seeds.
+partition, or under a ``vmap``, take the seeds as an operand, because such a call does not know
+which rows it has. The others count the rows, which saves the pass that writes the seeds.
 """
 
 from __future__ import annotations
@@ -59,10 +58,6 @@ def key_words(op: str, name: str, key: Any) -> jax.Array:
 
     The words of ``jax.random.key_data``, if these are two. More words are folded, by Philox with
     the first two as key and the next two as counter.
-
-    Raises:
-      TypeError: it is no key.
-      ValueError: it is an array of keys.
     """
     accepted = "it must be a key of jax.random, of shape () (typed) or (words,) (raw uint32)"
     dtype = getattr(key, "dtype", None)
@@ -101,11 +96,7 @@ class Drop(NamedTuple):
 
 
 def drop_of(op: str, key_name: str, key: Any, rate_name: str, rate: object) -> Drop | None:
-    """The dropout with these arguments, or ``None`` for the rate 0, which needs no key.
-
-    Raises:
-      TypeError, ValueError: as :func:`key_words` and :func:`drop_rate`.
-    """
+    """The dropout with these arguments, or ``None`` for the rate 0, which needs no key."""
     threshold, scale = drop_rate(op, rate_name, rate)
     if key is None and rate == 0:
         return None

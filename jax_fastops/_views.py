@@ -18,12 +18,10 @@ from jax.sharding import AxisType, PartitionSpec
 def mask_view(shape, sharding=None) -> tuple[tuple, tuple | None] | None:
     """The view ``(..., n)`` in which an array of ``shape`` gets its mask, and the view's spec.
 
-    ``n`` is 8 if the last axis, or the product of some trailing axes, is a multiple of 8. The mask
-    then has one byte for eight elements. The first axis is never merged, so that a sharded batch
-    stays local. Otherwise each row of ``n`` elements pads its last mask byte.
-
-    ``sharding`` is the array's sharding if it is part of the type (explicit mesh axes). The view is
-    then one that cuts no shard, and the result is ``None`` if there is no such view.
+    ``n`` is 8 if the last axis, or the product of some trailing axes, is a multiple of 8. Otherwise
+    each row of ``n`` elements pads its last mask byte. The first axis is never merged, so that a
+    sharded batch stays local. With a ``sharding`` of explicit mesh axes, the view cuts no shard;
+    the result is ``None`` if there is no such view.
     """
     spec = explicit_spec(sharding, len(shape))
     for view, merged in _candidates(shape):

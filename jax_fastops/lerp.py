@@ -15,13 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, broadcast_shape, not_weak, same_floating_dtype
-from jax_fastops._broadcast import (
-    call,
-    features_of,
-    limit_of,
-    of_rank,
-    pull_back,
-)
+from jax_fastops._broadcast import backward_of, call, features_of, limit_of, of_rank
 from jax_fastops._dispatch import SYMBOLIC
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op, jvp_of
@@ -67,34 +61,14 @@ def _interpolate_jvp(primals, tangents):
     return y, match_varying([broadcast_to(dy, jax.typeof(y)), y])[0]
 
 
-def _reference(start, end, weight):
-    return _interpolate(start, end, weight)
-
-
-def _forward(start, end, weight):
-    return call(_LERP, (start, end, weight))
-
-
-def _backward(kept, cts, wanted):
-    names = ("start", "end", "weight")
-    types = [jax.typeof(x) if w else None for x, w in zip(kept, wanted, strict=True)]
-    return pull_back(
-        _LERP_BWD,
-        cts[0],
-        dict(zip(names, kept, strict=True)),
-        dict(zip(("dstart", "dend", "dweight"), types, strict=True)),
-    )
-
-
 _lerp = Op(
     "lerp",
     _SIGNATURE,
-    _reference,
+    _interpolate,
     example=example(lambda a, b: lerp(a, b, 0.25), "... n, ... n"),
     kernels=(_LERP, _LERP_BWD),
-    forward=_forward,
-    forward_saving=_forward,
-    backward=_backward,
+    forward=functools.partial(call, _LERP),
+    backward=backward_of(_LERP_BWD, "start", "end", "weight"),
 )
 
 
@@ -129,8 +103,7 @@ def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
     Returns:
       An array with the shape to which the three broadcast, and their dtype.
 
-    Residuals:
-      The three operands, each in its own shape.
+    Residuals: the three operands, each in its own shape.
 
     Sharding: over every dimension. The only communication is one all-reduce for each gradient that
     is summed over a sharded dimension. In a program for several devices with auto mesh axes, a
@@ -141,8 +114,7 @@ def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
       TypeError: an argument is not an array or number, or the dtypes are not one supported dtype.
       ValueError: the shapes do not broadcast.
 
-    Source:
-      Paddle, ``lerp``.
+    Source: Paddle, ``lerp``.
 
     Example:
       >>> fo.lerp(jnp.zeros((2, 1)), jnp.array([4.0, 8.0]), 0.25).tolist()

@@ -1,8 +1,8 @@
 """``linear_cross_entropy``: the loss of ``x @ table.T + bias``, without all logits at once.
 
-It goes over the tokens in chunks. For each chunk there is one product, the two passes of
-``cross_entropy``, and the two products of the gradients. So the forward of a differentiated sum or
-mean makes the gradients already, and the backward only scales them. No product is repeated.
+For each chunk of the tokens there is one product, the two passes of ``cross_entropy``, and the two
+products of the gradients. So the forward of a differentiated sum or mean computes the gradients,
+and the backward only scales them. No product is repeated.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def _total(x, table, bias, labels, options: _Options):
     return _over_chunks(body, None, parts, options.chunks)[1].sum()
 
 
-def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
-    """The sum, and its gradients for those of ``x``, ``table`` and ``bias`` that are wanted."""
+def _total_and_gradients(x, table, bias, labels, options: _Options, needs_grad):
+    """The sum, and its gradients of those of ``x``, ``table`` and ``bias`` that need one."""
     wide, chunks = accumulator_dtype(x.dtype), options.chunks
     layer, axis = _layer(x, table, bias, options), x.ndim - 2
     tokens = range(x.ndim - 1)
@@ -187,18 +187,18 @@ def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
         losses, pullback = jax.vjp(lambda raw: _losses(raw, layer.offset, labels, options), raw)
         (draw,) = pullback(jnp.ones_like(losses))
         dx = None
-        if wanted[0]:
+        if needs_grad[0]:
             dx = _dot(draw, layer.table, ((x.ndim - 1,), (0,)), x.dtype, options)
-        if wanted[1]:
+        if needs_grad[1]:
             dtable = dtable + _dot(draw, x, (tokens, tokens), wide, options)
-        if wanted[2]:
+        if needs_grad[2]:
             dbias = dbias + draw.astype(wide).sum(tokens)
         return (dtable, dbias), (losses.sum(), dx)
 
     parts = _parts(x, labels, chunks)
     start = (
-        _zeros(layer.table, wide, x, labels) if wanted[1] else None,
-        _zeros(layer.offset, wide, x, labels, table) if wanted[2] else None,
+        _zeros(layer.table, wide, x, labels) if needs_grad[1] else None,
+        _zeros(layer.offset, wide, x, labels, table) if needs_grad[2] else None,
     )
     (dtable, dbias), (totals, dx) = _over_chunks(body, start, parts, chunks)
     grads = [
@@ -216,9 +216,9 @@ def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
 @functools.partial(_total.defjvp, symbolic_zeros=True)
 def _total_jvp(options, primals, tangents):
     moving = [None if isinstance(t, SymbolicZero) else t for t in tangents[:3]]
-    wanted = [t is not None for t in moving]
+    needs_grad = [t is not None for t in moving]
     x, table, bias, labels = primals
-    total, grads = _total_and_gradients(x, table, bias, labels, options, wanted)
+    total, grads = _total_and_gradients(x, table, bias, labels, options, needs_grad)
     terms = [
         (g.astype(total.dtype) * t.astype(total.dtype)).sum()
         for g, t in zip(grads, moving, strict=True)
@@ -268,52 +268,43 @@ def linear_cross_entropy(
 
     Args:
       x: array ``[..., d]``, the tokens; float32, bfloat16, float16 or float64.
-      table: array ``[v, d]`` of a supported dtype, which may be another one: a row for each class,
-        such as the embeddings of a vocabulary. It is cast to the dtype of ``x``. Any number of
-        classes is fast: rows are padded internally.
-      labels: array ``[...]`` of any integer dtype. A token whose label is negative is left out: its
-        loss and its gradient are 0, whatever ``x`` holds there. A label of ``v`` or more makes the
-        loss NaN; for the gradients, no logit is at the label. See :func:`cross_entropy`.
+      table: array ``[v, d]`` of a supported dtype: a row for each class, such as the embeddings of
+        a vocabulary. It is cast to the dtype of ``x``, and padded to a fast number of classes.
+      labels: array ``[...]`` of any integer dtype, as in :func:`cross_entropy`: a negative label
+        leaves its token out, and one of ``v`` or more makes the loss NaN.
       bias: array ``[v]`` of a supported dtype, or ``None``.
       where: boolean array that broadcasts to the shape of ``labels``. Leaves out the tokens where
         it is False.
-      label_smoothing: as in :func:`cross_entropy`.
-      z_loss: as in :func:`cross_entropy`.
+      label_smoothing, z_loss: as in :func:`cross_entropy`.
       softcap: logits become ``softcap * tanh(logits / softcap)``. Positive. ``None``: they do not.
       reduction: ``"mean"`` over the tokens that count (0 if there is none), ``"sum"``, or
         ``"none"``: the loss of each token.
       chunk: the number of tokens whose logits exist at the same time. ``None``: as many as fit
         512 MiB, of a device if tokens or rows of ``table`` are sharded over explicit mesh axes.
-        Over auto mesh axes the sharding is unknown here, so give the number of all devices
-        together: with fewer tokens on each, adding up the gradient of ``table`` costs more.
+        Over auto mesh axes the sharding is unknown, so give the number of all devices together.
       precision: of the products, forward and backward, as in ``jnp.matmul``. ``None``: that of
-        ``jax.default_matmul_precision``. By default, float32 products on a GPU are in TF32, which
-        rounds ``x`` and ``table`` to 10 bits, as ``x @ table.T`` does.
+        ``jax.default_matmul_precision``.
 
     Returns:
       A scalar, or with ``reduction="none"`` an array with the shape of ``labels``; float32, or
       float64 for float64.
 
-    Residuals:
-      For a mean or a sum, the gradients: the forward computes them, and the backward scales them.
-      The gradients of ``table`` and ``bias`` are added up in float32 and have their dtype (float32
-      until they are scaled, for float16). For ``"none"``, the operands: the backward computes the
-      logits again.
+    Residuals: for a mean or a sum, the gradients, those of ``table`` and ``bias`` summed in
+    float32: the forward computes them, and the backward scales them. For ``"none"``, the operands:
+    the backward computes the logits again.
 
     Sharding: over all axes of the tokens, with no communication except the sums of the scalar and
     of the gradients of ``table`` and ``bias``. If the last of several axes has not enough tokens
-    for the chunks, only the first one stays sharded. If the rows of ``table`` are sharded over an
-    explicit mesh axis, the passes take the reference, and XLA reduces over the devices. Over an
-    auto mesh axis the logits are gathered, unless the call is in ``use_implementation("xla")``.
+    for the chunks, only the first one stays sharded. Sharded rows of ``table``: as the classes of
+    :func:`cross_entropy`.
 
     Raises:
       TypeError: an argument is not an array, has a dtype that is not supported, ``labels`` are not
         integers, ``where`` is not boolean, or an option is not a number.
       ValueError: the shapes do not fit, an option is out of range, or ``precision`` is not known.
 
-    Sources:
-      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024); Hsu et al.,
-      "Liger Kernel" (2024).
+    Sources: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024); Hsu et
+    al., "Liger Kernel" (2024).
 
     Example:
       >>> x, table = jnp.eye(3) * 20, jnp.eye(4, 3)
@@ -321,10 +312,8 @@ def linear_cross_entropy(
       6.67
     """
     name = "linear_cross_entropy"
-    given: dict[str, Any] = {"x": x, "table": table, "labels": labels}
-    given |= {
-        key: value for key, value in dict(bias=bias, where=where).items() if value is not None
-    }
+    optional = {key: v for key, v in dict(bias=bias, where=where).items() if v is not None}
+    given: dict[str, Any] = dict(x=x, table=table, labels=labels, **optional)
     arrays: dict[str, Any] = dict(zip(given, as_arrays(name, **given), strict=True))
     for key in ("x", "table", "bias"):
         if key in arrays:
@@ -400,7 +389,7 @@ def _shards(x, dimensions: slice) -> int:
 
 
 def _of_shards(chunks: int, x) -> int:
-    """As many chunks at most, of which each has as many tokens of a device as of any other."""
+    """The largest number of chunks up to ``chunks`` that splits each device's tokens evenly."""
     tokens, spec = x.shape[-2], spec_of(x)
     parts = 1 if spec is None else parts_of(spec[-2], jax.typeof(x).sharding)
     while chunks > 1 and (tokens % parts or -(-tokens // chunks) % parts):

@@ -10,13 +10,16 @@ two programs:
 * otherwise, and always under ``"xla"``, Flax's own code, with bitwise equal results. The residual
   is then added, and the activation applied, in ``jax.numpy``.
 
+The ops take float32, bfloat16, float16 and float64, and no calls in which promotion widens the
+input: bfloat16 with ``dtype=None`` and float32 parameters gives float32, as in Flax. Set
+``dtype=jnp.bfloat16`` to compute on bfloat16 arrays.
+
 ``Dropout`` always has the masks of :func:`jax_fastops.dropout_mask`, which are not Flax's.
 
 The ops differ from Flax's code only by rounding. They compute the variance from the deviations from
-the mean, whatever ``use_fast_variance`` says. (Flax's fast variance, ``mean(x**2) - mean(x)**2``,
-loses digits if the mean is large.) Everything between the input and the result is in float32
-(float64 for float64), and is rounded once. The ops cast what Flax casts before it computes: with
-``dtype=jnp.bfloat16``, the parameters, and the running statistics at inference.
+the mean, whatever ``use_fast_variance`` says, in float32 (float64 for float64), and round once. The
+ops cast what Flax casts before it computes: with ``dtype=jnp.bfloat16``, the parameters, and the
+running statistics at inference.
 
 Needs Flax: ``pip install 'jax_fastops[nnx]'``.
 """
@@ -24,7 +27,6 @@ Needs Flax: ``pip install 'jax_fastops[nnx]'``.
 from __future__ import annotations
 
 import inspect
-import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
@@ -44,6 +46,7 @@ from jax_fastops import (
     residual_rms_norm,
     rms_norm,
 )
+from jax_fastops._arguments import FLOATING, is_epsilon
 
 try:
     from flax import nnx as _flax
@@ -55,9 +58,6 @@ except ImportError as _error:
     ) from _error
 
 __all__ = ["BatchNorm", "Dropout", "LayerNorm", "RMSNorm"]
-
-_ACTIVATIONS = (None, "relu")
-_DTYPES = {"float32", "bfloat16", "float16", "float64"}  # of the ops
 
 
 # ---- when the kernels take a call ----------------------------------------------------------------
@@ -87,7 +87,7 @@ def _operands(layer, x, statistics, parameters) -> _Operands | None:
     dtype = jnp.dtype(canonicalize_dtype(x, *parameters, dtype=layer.dtype))
     own = jnp.result_type(x)
     wide = jnp.promote_types(own, dtype)
-    if not {str(d) for d in (given, own, dtype, wide)} <= _DTYPES:
+    if not {str(d) for d in (given, own, dtype, wide)} <= set(FLOATING):
         return None
     if wide.itemsize > given.itemsize:
         # XLA widens as it reads. A kernel would need the wider array in memory.
@@ -99,12 +99,6 @@ def _operands(layer, x, statistics, parameters) -> _Operands | None:
 def _as(x, dtype) -> jax.Array:
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     return x if x.dtype == dtype else x.astype(dtype)
-
-
-def _is_epsilon(value) -> bool:
-    """Whether the ops take this epsilon. Flax also accepts an array, NaN and negative numbers."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
-    return number and 0 <= float(value) < float("inf")
 
 
 def _axes(axes, rank: int) -> tuple[int, ...]:
@@ -121,7 +115,7 @@ def _variable(variable):
 
 
 def _checked(layer: str, activation):
-    if activation not in _ACTIVATIONS:
+    if activation not in (None, "relu"):
         raise ValueError(f"{layer}: activation is {activation!r}; it must be None or 'relu'")
     return activation
 
@@ -155,23 +149,15 @@ class BatchNorm(_flax.BatchNorm):
     Args:
       num_features: the size of the feature axis.
       activation: ``None`` or ``"relu"``, applied last.
-      **kwargs: all other arguments of ``flax.nnx.BatchNorm``, with its defaults:
-        ``use_running_average``, ``axis``, ``momentum``, ``epsilon``, ``dtype``, ``param_dtype``,
-        ``use_bias``, ``use_scale``, ``bias_init``, ``scale_init``, ``axis_name``,
-        ``axis_index_groups``, ``use_fast_variance``, ``rngs``, and those of newer versions.
+      **kwargs: all other arguments of ``flax.nnx.BatchNorm``, with its defaults.
 
     Variables: ``scale``, ``bias`` (``nnx.Param``), ``mean``, ``var`` (``nnx.BatchStat``), each
-    ``[num_features]``, as in Flax's layer: the state of either loads into the other.
+    ``[num_features]``, as in Flax's layer.
 
-    The kernels take calls with one feature axis, no ``mask`` and no ``axis_index_groups``, in
-    float32, bfloat16, float16 and float64. All other calls, and those for which ``"auto"`` chooses
-    the reference, run Flax's code. So do calls in which promotion widens the input: bfloat16 with
-    ``dtype=None`` and float32 variables gives float32, as in Flax. Set ``dtype=jnp.bfloat16`` to
-    compute on bfloat16 arrays.
+    Calls with several feature axes, a ``mask`` or ``axis_index_groups`` run Flax's code.
 
-    Residuals:
-      Those of :func:`jax_fastops.batch_norm` in training, and of
-      :func:`jax_fastops.batch_norm_inference` at inference.
+    Residuals: those of :func:`jax_fastops.batch_norm` in training, and of
+    :func:`jax_fastops.batch_norm_inference` at inference.
 
     Raises:
       TypeError: as Flax's constructor.
@@ -206,16 +192,14 @@ class BatchNorm(_flax.BatchNorm):
         Args:
           x: array with the features at ``axis``.
           use_running_average: whether to normalize with the running statistics, as at inference,
-            instead of those of ``x``. ``None`` takes the setting of the constructor, ``train()`` or
-            ``eval()``.
+            instead of those of ``x``. ``None``: the setting of the layer.
           mask: boolean array that broadcasts to ``x``: the elements that count for the statistics.
           residual: array that is added before the activation, or ``None``. The kernel adds it if it
             has the shape of ``x`` and its dtype does not widen the result.
 
         Returns:
-          An array with the shape of ``x`` and the dtype of Flax's layer: ``dtype`` if given,
-          otherwise the promoted dtype of ``x`` and the variables. A residual with a wider dtype
-          widens the result, as ``+`` does.
+          An array with the shape of ``x`` and the dtype of Flax's layer. A residual with a wider
+          dtype widens the result, as ``+`` does.
 
         Raises:
           ValueError: neither the call nor the layer says whether to use the running statistics; or
@@ -265,7 +249,7 @@ def _batch_operands(layer, x, average) -> _Operands | None:
     """The operands for the op, or ``None`` if Flax's code runs."""
     axes = _axes(layer.axis, x.ndim)
     across = not average and layer.axis_name is not None
-    if len(axes) != 1 or not _is_epsilon(layer.epsilon):
+    if len(axes) != 1 or not is_epsilon(layer.epsilon):
         return None
     if not 0 <= axes[0] < x.ndim or (across and layer.axis_index_groups is not None):
         return None
@@ -286,10 +270,9 @@ def _update(layer, variable, value) -> None:
 class Dropout(_flax.Dropout):
     """``flax.nnx.Dropout`` on :func:`jax_fastops.dropout`, which keeps no mask for the backward.
 
-    It has the constructor, the streams of keys and ``train()``/``eval()`` of Flax's layer. Which
-    elements are dropped is :func:`jax_fastops.dropout_mask`'s definition for the same key, on every
-    platform and with every implementation. With ``broadcast_dims``, and for arrays of other dtypes
-    than float32, bfloat16, float16 and float64, it is Flax's code, with Flax's masks.
+    It has the constructor, the streams of keys and ``train()``/``eval()`` of Flax's layer, and the
+    masks of :func:`jax_fastops.dropout_mask`. With ``broadcast_dims``, and for other dtypes than
+    float32, bfloat16, float16 and float64, it is Flax's code, with Flax's masks.
 
     :class:`LayerNorm` and :class:`RMSNorm` take the layer as ``dropout=``.
 
@@ -328,7 +311,7 @@ def _next_key(layer, x, deterministic: bool | None = None, rngs: Any = None):
     known = isinstance(rngs, (_flax.Rngs, _flax.RngStream, jax.Array))
     if deterministic or deterministic is None or layer.broadcast_dims or not known:
         return None
-    if not 0 < layer.rate < 1 or str(jnp.result_type(x)) not in _DTYPES:
+    if not 0 < layer.rate < 1 or str(jnp.result_type(x)) not in FLOATING:
         return None
     rngs = rngs[layer.rng_collection] if isinstance(rngs, _flax.Rngs) else rngs
     return rngs if isinstance(rngs, jax.Array) else rngs()
@@ -381,7 +364,7 @@ def _row_norm(layer, flax_call, x, mask, residual, return_sum: bool, drop):
 def _row_operands(layer, x) -> _Operands | None:
     """The operands for the op, or ``None`` if Flax's code runs."""
     rank = np.ndim(x)
-    if rank == 0 or layer.axis_name is not None or not _is_epsilon(layer.epsilon):
+    if rank == 0 or layer.axis_name is not None or not is_epsilon(layer.epsilon):
         return None
     if not all(_axes(a, rank) == (rank - 1,) for a in (layer.reduction_axes, layer.feature_axes)):
         return None
@@ -398,14 +381,8 @@ class _RowNorm:
 
     @overload
     def __call__(
-        self,
-        x: ArrayLike,
-        mask: ArrayLike | None = ...,
-        *,
-        residual: ArrayLike | None = ...,
-        dropout: Dropout | None = ...,
-        return_sum: Literal[False] = ...,
-    ) -> jax.Array: ...
+        self, *args: Any, return_sum: Literal[True], **kwargs: Any
+    ) -> tuple[jax.Array, jax.Array]: ...
     @overload
     def __call__(
         self,
@@ -414,8 +391,8 @@ class _RowNorm:
         *,
         residual: ArrayLike | None = ...,
         dropout: Dropout | None = ...,
-        return_sum: Literal[True],
-    ) -> tuple[jax.Array, jax.Array]: ...
+        return_sum: Literal[False] = ...,
+    ) -> jax.Array: ...
     def __call__(
         self,
         x: ArrayLike,
@@ -438,9 +415,8 @@ class _RowNorm:
           return_sum: whether to return the normalized sum ``x + residual``, or ``x``, as well.
 
         Returns:
-          An array with the shape of the sum and the dtype of Flax's layer: ``dtype`` if given,
-          otherwise the promoted dtype of ``x`` and the parameters. With ``return_sum``, a pair of
-          that and the sum, which has the dtype of ``x + residual``.
+          An array with the shape of the sum and the dtype of Flax's layer. With ``return_sum``, a
+          pair of that and the sum, which has the dtype of ``x + residual``.
 
         Raises:
           TypeError: the shapes of ``x``, ``residual`` and ``num_features`` are not compatible.
@@ -458,23 +434,15 @@ class LayerNorm(_RowNorm, _flax.LayerNorm):
     Args:
       num_features: the size of the feature axis.
       activation: ``None`` or ``"relu"``, applied last.
-      **kwargs: all other arguments of ``flax.nnx.LayerNorm``, with its defaults: ``epsilon``,
-        ``dtype``, ``param_dtype``, ``use_bias``, ``use_scale``, ``bias_init``, ``scale_init``,
-        ``reduction_axes``, ``feature_axes``, ``axis_name``, ``axis_index_groups``,
-        ``use_fast_variance``, ``rngs``, and those of newer versions.
+      **kwargs: all other arguments of ``flax.nnx.LayerNorm``, with its defaults.
 
-    Variables: ``scale`` and ``bias`` (``nnx.Param``), each ``[num_features]``, as in Flax's layer:
-    the state of either loads into the other.
+    Variables: ``scale`` and ``bias`` (``nnx.Param``), each ``[num_features]``, as in Flax's layer.
 
-    The kernels take calls that reduce over the last axis, which is also the feature axis, with no
-    ``mask`` and no ``axis_name``, in float32, bfloat16, float16 and float64. All other calls, and
-    those for which ``"auto"`` chooses the reference, run Flax's code. So do calls in which
-    promotion widens the input: bfloat16 with ``dtype=None`` and float32 parameters gives float32,
-    as in Flax. Set ``dtype=jnp.bfloat16`` to compute on bfloat16 arrays.
+    Calls that reduce over other axes than the last one, or have other feature axes, a ``mask`` or
+    an ``axis_name``, run Flax's code.
 
-    Residuals:
-      Those of :func:`jax_fastops.layer_norm` or :func:`jax_fastops.residual_layer_norm`, and one
-      bit per element for the ReLU.
+    Residuals: those of :func:`jax_fastops.layer_norm` or :func:`jax_fastops.residual_layer_norm`,
+    and one bit per element for the ReLU.
 
     Raises:
       TypeError: as Flax's constructor.
@@ -505,16 +473,14 @@ class RMSNorm(_RowNorm, _flax.RMSNorm):
     Args:
       num_features: the size of the feature axis.
       activation: ``None`` or ``"relu"``, applied last.
-      **kwargs: all other arguments of ``flax.nnx.RMSNorm``, with its defaults: those of
-        :class:`LayerNorm` except ``use_bias`` and ``bias_init``.
+      **kwargs: all other arguments of ``flax.nnx.RMSNorm``, with its defaults.
 
     Variables: ``scale`` (``nnx.Param``), ``[num_features]``, as in Flax's layer.
 
-    The kernels take the same calls as for :class:`LayerNorm`, and the errors are the same.
+    The ops take the same calls as for :class:`LayerNorm`, and the errors are the same.
 
-    Residuals:
-      Those of :func:`jax_fastops.rms_norm` or :func:`jax_fastops.residual_rms_norm`, and one bit
-      per element for the ReLU.
+    Residuals: those of :func:`jax_fastops.rms_norm` or :func:`jax_fastops.residual_rms_norm`, and
+    one bit per element for the ReLU.
 
     Example:
       >>> from flax import nnx
