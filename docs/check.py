@@ -101,20 +101,19 @@ def public_names() -> Iterator[str]:
     kinds = ("py:function", "py:class", "py:data")
     documented = {name for kind in kinds for name in inventory.data.get(kind, ())}
     finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(verbose=False)
+    imports = {"jax": jax, "jnp": jax.numpy, "fo": jax_fastops}
     models = (name for _, name, _ in pkgutil.iter_modules(jax_fastops.models.__path__))
     modules = [*PUBLIC, *(f"jax_fastops.models.{n}" for n in models if not n.startswith("_"))]
     for module_name in modules:
         module = importlib.import_module(module_name)
-        globs: dict = {}
-        if module_name.startswith("jax_fastops.models."):  # the modules name these imports once
-            globs = {"jax": jax, "jnp": jax.numpy, module_name.rpartition(".")[2]: module}
+        imports[module_name.rpartition(".")[2]] = module
         for name in (name for name in module.__all__ if not name.startswith("__")):
             full, entry = f"{module_name}.{name}", getattr(module, name)
             if full not in documented:
                 yield f"{full}: no page has an entry for it"
             if not callable(entry):
                 continue
-            tests = finder.find(entry, full, globs=globs)
+            tests = finder.find(entry, full, globs=imports)
             if not any(test.examples for test in tests):
                 yield f"{full}: its docstring has no doctest"
             for test in tests:

@@ -50,7 +50,6 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-napoleon_custom_sections = [("Residuals", "notes_style"), ("Source", "notes_style")]
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

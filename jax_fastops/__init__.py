@@ -1,7 +1,11 @@
 """Fused, memory-bound operations for JAX: native kernels, called through XLA's FFI.
 
 The functions look and differentiate like those of ``jax.nn``. The docstring of each one says what
-it equals and what it keeps for the backward.
+it equals and what it keeps for the backward. Its example runs after these imports::
+
+    import jax
+    import jax.numpy as jnp
+    import jax_fastops as fo
 """
 
 import os
@@ -9,9 +13,8 @@ import os
 from jax_fastops import _explain, _native
 from jax_fastops._dispatch import kernel_or
 from jax_fastops._explain import Explanation, OpCall, explain
-from jax_fastops._export import export_checks
 from jax_fastops._implementation import set_implementation, use_implementation
-from jax_fastops._info import info
+from jax_fastops._info import export_checks, info
 from jax_fastops._patch import patch
 from jax_fastops._version import __version__
 from jax_fastops.attention import attention, qkv_attention

@@ -41,15 +41,23 @@ def array_leaves(
 ) -> tuple[list, Callable[[Iterable], Any]]:
     """The arrays in the arguments of a call, and what puts others in their places."""
     leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    flags = [is_array(leaf) for leaf in leaves]
 
     def with_arrays(arrays: Iterable) -> Any:
-        given = list(leaves)
-        for i, array in zip(places, arrays, strict=True):
-            given[i] = array
-        return jax.tree.unflatten(tree, given)
+        return jax.tree.unflatten(tree, placed(arrays, flags, leaves))
 
-    return [leaves[i] for i in places], with_arrays
+    return selected(leaves, flags), with_arrays
+
+
+def selected(values: Iterable, flags: Iterable) -> list:
+    """The values whose flag is true."""
+    return [value for value, flag in zip(values, flags, strict=True) if flag]
+
+
+def placed(values: Iterable, flags: Sequence, others: Iterable | None = None) -> list:
+    """The values in the places of the true flags, and ``others`` or ``None`` in the others."""
+    rest, others = iter(values), [None] * len(flags) if others is None else others
+    return [next(rest) if flag else x for flag, x in zip(flags, others, strict=True)]
 
 
 def _is_array_like(value) -> bool:
@@ -69,11 +77,7 @@ def same_floating_dtype(
 ) -> list[jax.Array]:
     """The arrays in one floating dtype. Weakly typed numbers take the dtype of the others.
 
-    With ``widen``, that is the widest dtype of all.
-
-    Raises:
-      TypeError: a dtype is not a supported floating one, or two of them differ. With ``widen``, two
-        of the same width differ.
+    With ``widen``, that is the widest dtype of all. Raises ``TypeError`` if there is no such dtype.
     """
     strong = [x for x in arrays if not _is_weak(x)]
     dtype = strong[0].dtype if strong else jnp.result_type(*arrays)
@@ -145,6 +149,14 @@ def epsilon(op: str, eps: object) -> float:
     return eps
 
 
+def is_epsilon(eps: object) -> bool:
+    """Whether the ops take this epsilon. Flax also takes an array, NaN and negative numbers."""
+    try:
+        return epsilon("", eps) >= 0
+    except (TypeError, ValueError):
+        return False
+
+
 def parameter(
     op: str, name: str, value: ArrayLike | None, x: jax.Array, axis: int, what: str
 ) -> jax.Array:
@@ -163,6 +175,14 @@ def parameter(
     return value if value.dtype == x.dtype else value.astype(accumulator_dtype(x.dtype))
 
 
+def broadcasts(shape: Sequence, result: Sequence) -> bool:
+    """Whether ``shape`` broadcasts to ``result``."""
+    try:
+        return jnp.broadcast_shapes(shape, result) == result
+    except ValueError:
+        return False
+
+
 def check_mask(op: str, where: jax.Array, shape: tuple[int, ...], of: str, counts: str) -> None:
     """Checks that ``where`` is boolean and broadcasts to ``shape``, which is that of ``of``."""
     if where.dtype != jnp.bool_:
@@ -170,11 +190,7 @@ def check_mask(op: str, where: jax.Array, shape: tuple[int, ...], of: str, count
             f"{op}: where has dtype {where.dtype} and shape {where.shape}; it must be boolean "
             f"(True where {counts} counts)"
         )
-    try:
-        fits = jnp.broadcast_shapes(where.shape, shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
+    if not broadcasts(where.shape, shape):
         raise ValueError(
             f"{op}: where has shape {where.shape}, which does not broadcast to the shape {shape} "
             f"of {of}"

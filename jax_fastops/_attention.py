@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_fastops._dispatch import lowering_platform
 from jax_fastops._random import Drop
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import explicit_spec, parts_of, reshape
+from jax_fastops._views import merge, split
 from jax_fastops.softmax import softmax_of
 
 _PRESETS = {
@@ -107,31 +107,16 @@ def by_softmax(
         scores, scale = scores * scale + bias.astype(scores.dtype), 1.0
     weights = softmax_of("softmax", scores, -1, where, scale, drop).astype(value.dtype)
     y = jnp.einsum(f"{of_scores},{of_key}->{of_query}", weights, value)
-    y = y if heads == "n" else _merge_heads(y, axis)
+    y = y if heads == "n" else merge(y, axis)
     if not residual:
         return y, None
     scores = jax.lax.stop_gradient(scores)
     sums = jax.nn.logsumexp(scores * scale, axis=-1, where=where).astype(y.dtype)
-    sums = sums if heads == "n" else _merge_heads(sums, 1)
+    sums = sums if heads == "n" else merge(sums, 1)
     return y, jnp.swapaxes(sums, 1, 2)
 
 
 def _split_heads(x, axis: int, kv_heads: int):
     """The heads of queries at ``axis`` as heads of keys, and the queries of each."""
     sizes = (1, 1) if x.shape[axis] == 1 else (kv_heads, x.shape[axis] // kv_heads)
-    kind = jax.typeof(x).sharding
-    spec = explicit_spec(kind, x.ndim)
-    shape = (*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
-    if spec is not None:
-        before, mine, after = spec[:axis], spec[axis], spec[axis + 1 :]
-        if sizes[0] % parts_of(mine, kind):
-            mine = None
-            x = jax.sharding.reshard(x, jax.sharding.PartitionSpec(*before, None, *after))
-        spec = (*before, mine, None, *after)
-    return reshape(x, shape, spec)
-
-
-def _merge_heads(x, axis: int):
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
-    shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-    return reshape(x, shape, spec and (*spec[: axis + 1], *spec[axis + 2 :]))
+    return split(x, axis, sizes)

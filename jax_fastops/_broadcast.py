@@ -3,16 +3,17 @@
 Kernels read each operand in its own shape. The kernel that computes a gradient also sums it to the
 shape of its operand.
 
-The signature of a kernel with sums is made for each call, because it says which dimensions are
-summed. A dimension without a sum has a star, so it may be sharded. A dimension with a sum must stay
-whole, unless it is split in two: the shards, and the elements of a shard. Then the kernel writes a
-partial sum for each shard, and XLA adds these up.
+The signature of a kernel with sums depends on the call: it says which dimensions are summed. Others
+have a star, so they may be sharded. A dimension with a sum must stay whole, unless it is split in
+two: the shards, and the elements of a shard. Then the kernel writes a partial sum for each shard,
+and XLA adds these up.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax_fastops._dispatch import Refused, row_features
 from jax_fastops._kernel import Kernel, partitions, shards_of, without_large_copies
 from jax_fastops._native import limit
-from jax_fastops._views import explicit_spec, reshape
+from jax_fastops._views import explicit_spec, reshape, spec_of
 
 _WORKSPACE = 8  # elements per element of workspace
 
@@ -48,7 +49,7 @@ def limit_of(shape) -> str | None:
     return None
 
 
-def call(kernel: Kernel, operands, **given) -> tuple:
+def call(kernel: Kernel, *operands, **given) -> tuple:
     """The results of a forward kernel."""
     _refuse_beyond_limits(jnp.broadcast_shapes(*(x.shape for x in operands)))
     run = without_large_copies(kernel.of(*operands, **given))
@@ -84,10 +85,10 @@ def pull_back(kernel: Kernel, dy, operands: dict, targets: dict, **attributes) -
 
     The dimensions of the kernel's buffers are chosen here. An operand ``mask`` has a byte for every
     8 elements of the last dimension. ``targets`` maps the name of each gradient to the type of the
-    operand whose gradient it is, or to ``None`` if it is not wanted.
+    operand whose gradient it is, or to ``None`` if it is not needed.
     """
     bits = "mask" in operands
-    wanted = {key: t for key, t in targets.items() if t is not None}
+    needed = {key: t for key, t in targets.items() if t is not None}
     cut = partitions() > 1
     kind = jax.typeof(dy).sharding
     spec = explicit_spec(kind, dy.ndim)
@@ -98,7 +99,7 @@ def pull_back(kernel: Kernel, dy, operands: dict, targets: dict, **attributes) -
     dims = []
     for d, size in enumerate(dy.shape):
         row = bits and d == dy.ndim - 1
-        summed = any(t.shape[d] != size for t in wanted.values())
+        summed = any(t.shape[d] != size for t in needed.values())
         shards = 1
         if summed and not row and (cut or spec is not None):
             shards = shards_of(size, spec and spec[d], kind, 1)
@@ -118,19 +119,31 @@ def pull_back(kernel: Kernel, dy, operands: dict, targets: dict, **attributes) -
     for key, x in operands.items():
         mask = [*rows[:-1], f"ceil({rows[-1]}/8)"]
         slots[key] = slot(mask) if bits else f"~{slot(own(x.shape))}"
-    for key, t in wanted.items():
+    for key, t in needed.items():
         partial = any(d.shards > 1 and t.shape[d.index] != d.size for d in dims)
         slots[key] = f"{slot(own(t.shape))} :{'acc' if partial else t.dtype}"
-    if any(t.shape != dy.shape for t in wanted.values()):
+    if any(t.shape != dy.shape for t in needed.values()):
         largest = max((d for d in dims if d.whole), key=lambda d: _within(d))
         parts = list(rows)
         parts[largest.index] = f"ceil(r{largest.index}/{_WORKSPACE})"
         slots["workspace"] = slot(parts)
     views = {key: _view(x, dims) for key, x in {"dy": dy, **operands}.items()}
-    found = without_large_copies(kernel.with_dimensions(**slots).of(**views, **attributes))()
+    result = without_large_copies(kernel.with_dimensions(**slots).of(**views, **attributes))()
     return tuple(
-        None if t is None else _back(getattr(found, key), t, dims) for key, t in targets.items()
+        None if t is None else _back(getattr(result, key), t, dims) for key, t in targets.items()
     )
+
+
+def backward_of(kernel: Kernel, *names: str):
+    """The ``backward`` of an op whose residuals are its operands, by their names in the kernel."""
+
+    def backward(residuals, cts, needs_grad, **attributes):
+        types = [jax.typeof(x) if n else None for x, n in zip(residuals, needs_grad, strict=True)]
+        targets = {f"d{name}": t for name, t in zip(names, types, strict=True)}
+        operands = dict(zip(names, residuals, strict=True))
+        return pull_back(kernel, cts[0], operands, targets, **attributes)
+
+    return backward
 
 
 def _within(dim: _Dimension) -> int:
@@ -141,10 +154,10 @@ def _view(x, dims: Sequence[_Dimension]):
     """``x`` with the dimensions that may be sharded split."""
     if all(d.shards == 1 for d in dims):
         return x
-    own = explicit_spec(jax.typeof(x).sharding, x.ndim)
-    shape, spec = [], []
-    for d, size in zip(dims, x.shape, strict=True):
-        axis = own[d.index] if own else None
+    own = spec_of(x)
+    shape: list[Any] = []
+    spec: list[Any] = []
+    for d, size, axis in zip(dims, x.shape, own or (None,) * x.ndim, strict=True):
         if d.shards == 1:
             shape, spec = [*shape, size], [*spec, axis]
         else:
@@ -155,21 +168,19 @@ def _view(x, dims: Sequence[_Dimension]):
 
 def _back(g, target, dims: Sequence[_Dimension]):
     """A gradient with the shape and sharding of ``target``, from its partial sums."""
-    at, summed = 0, []
+    own, at = spec_of(g), 0
+    summed: list[int] = []
+    spec: list[Any] = []
     for d in dims:
-        if d.shards > 1 and target.shape[d.index] != d.size:
-            summed.append(at)
+        partial = d.shards > 1 and target.shape[d.index] != d.size
+        summed += [at] * partial
+        spec.append(own[at + partial] if own else None)
         at += d.rank
     g = g.sum(tuple(summed)) if summed else g
-    own = explicit_spec(jax.typeof(g).sharding, g.ndim)
     if g.shape != target.shape:
-        spec, at = [], 0
-        for d in dims:
-            spec.append(own[at] if own else None)
-            at += 2 if d.shards > 1 and target.shape[d.index] == d.size else 1
         g = reshape(g, target.shape, own and tuple(spec))
     due = explicit_spec(target.sharding, g.ndim)
-    if due is not None and explicit_spec(jax.typeof(g).sharding, g.ndim) != due:
+    if due is not None and spec_of(g) != due:
         g = jax.sharding.reshard(g, target.sharding)
     return g
 

@@ -8,6 +8,7 @@ import weakref
 import jax
 import jax.core
 import numpy as np
+from jax.extend import source_info_util
 
 try:
     from jax.experimental import jet
@@ -88,8 +89,6 @@ def as_one_primitive(function, name: str):
 def source_line(equation) -> str:
     """The user's file and line that made an equation, or an empty text."""
     try:
-        from jax.extend import source_info_util
-
         return source_info_util.summarize(equation.source_info).split(" (")[0]
     except (ImportError, AttributeError, TypeError):
         return ""

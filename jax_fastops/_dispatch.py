@@ -1,9 +1,9 @@
 """One decision for each call of an op: kernel or reference.
 
 :func:`decide` is the only place that knows the policy. A family states facts: the class of the
-shapes, a limit of its kernel, why XLA needs no pass of its own. When a primitive of the call is
-lowered, the op layer asks again. It then knows what ``vmap`` maps and over how many devices the
-program runs, and a kernel may refuse that (:class:`Refused`).
+shapes, a limit of its kernel, why XLA needs no pass of its own. The op layer asks again when it
+lowers a primitive of the call, where it knows what ``vmap`` maps and over how many devices the
+program runs. A kernel may refuse that (:class:`Refused`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Decision(NamedTuple):
 class Request:
     """What the decision depends on.
 
-    ``entry`` and ``dtype`` name conditions in the table (:mod:`jax_fastops._auto`), and
-    ``features`` are what these ask for: numbers by name, among them ``bytes`` of the largest array.
-    ``limit`` says why the kernel cannot take the call. ``fused`` says why XLA needs no pass over
-    memory for it. ``record`` is the session and the number of a call that is explained.
+    ``entry`` and ``dtype`` name conditions in the table (:mod:`jax_fastops._auto`), which ask for
+    ``features``, among them ``bytes`` of the largest array. ``limit`` says why the kernel cannot
+    take the call, ``fused`` why XLA needs no pass over memory for it. ``record`` is the session and
+    the number of a call that is explained.
     """
 
     implementation: str
@@ -84,18 +84,18 @@ SYMBOLIC = 1 << 50  # stands for a number that depends on a symbolic size
 def decide(kernels: frozenset[str], request: Request, platform: str) -> Decision:
     """Decides a request for a lowering platform. ``kernels`` are those that the op needs."""
     if request.implementation == "xla":
-        return _both(False, "the implementation is 'xla'")
+        return refused("the implementation is 'xla'")
     if request.limit is not None:
-        return _both(False, request.limit)
+        return refused(request.limit)
     if not kernels or not kernels <= _native.kernels(platform):
         _native.runs_here(platform)  # says once why a GPU has no kernels
-        return _both(False, f"no kernel was built for {platform}")
+        return refused(f"no kernel was built for {platform}")
     if not _native.runs_here(platform):
-        return _both(False, "the kernels were built for other devices or a later driver")
+        return refused("the kernels were built for other devices or a later driver")
     if request.implementation == "native":
-        return _both(True, "the implementation is 'native'")
+        return Decision(*[Choice(True, "the implementation is 'native'")] * 2)
     if request.fused is not None:
-        return _both(False, request.fused)
+        return refused(request.fused)
     found = trees(platform).get(request.entry, {}).get(request.dtype)
     if found is None:
         unknown = f"{request.entry} in {request.dtype} was not measured on this platform"
@@ -146,8 +146,6 @@ def kernel_or(fn: Callable[_P, _T], otherwise: Callable[_P, _T]) -> Callable[_P,
       Whatever the two functions raise.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> softmax = fo.kernel_or(fo.softmax, jax.nn.softmax)
       >>> softmax(jnp.zeros(2)).tolist()
       [0.5, 0.5]
@@ -164,13 +162,9 @@ def kernel_or(fn: Callable[_P, _T], otherwise: Callable[_P, _T]) -> Callable[_P,
     return chosen
 
 
-def _both(kernel: bool, reason: str) -> Decision:
-    return Decision(Choice(kernel, reason), Choice(kernel, reason))
-
-
 def refused(reason: str) -> Decision:
     """The decision for a call that the kernel cannot take."""
-    return _both(False, reason)
+    return Decision(Choice(False, reason), Choice(False, reason))
 
 
 def trees(platform: str) -> dict:

@@ -1,9 +1,8 @@
 """``explain``: which calls of a function take the kernel, and why.
 
 While a function is explained, its operands pass through an identity primitive. Its derivative rule
-notes that the call is differentiated. Its equations in the traced program tell how often the call
-runs: a function under ``jit`` is traced once, and a ``scan`` repeats its body. For the call's own
-primitives in this program, the lowering's decision is asked for.
+notes that the call is differentiated, and its equations in the traced program tell how often the
+call runs. For the call's own primitives in this program, the lowering's decision is asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import AxisType, get_abstract_mesh
 
-from jax_fastops._arguments import array_leaves
+from jax_fastops._arguments import array_leaves, placed, selected
 from jax_fastops._dispatch import Choice, Decision, lowering_platform
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -40,7 +39,13 @@ _session = jax.make_user_context(0)
 _numbers = itertools.count(1)
 _sessions: dict[int, list[_Record]] = {}
 
-_place = threading.local()
+
+class _Thread(threading.local):
+    decisions: list[Decision] | None = None  # where they are noted
+    where = ""  # the place that is shown, if not that of the call
+
+
+_thread = _Thread()
 _log = logging.getLogger("jax_fastops.dispatch")
 _log.setLevel(logging.WARNING)  # whatever the level of the root logger is
 
@@ -57,14 +62,12 @@ class OpCall:
       reason: why it does, or why not.
       where: the file and line of the call.
       differentiated: whether the function differentiates the call.
-      calls: how often it runs. The body of a ``while`` loop counts once, and each branch of a
-        ``cond``.
+      calls: how often it runs. The body of a ``while`` loop and each branch of a ``cond`` count
+        once.
       kept: the bytes of the arrays that one run keeps for the backward: 0 if it is not
         differentiated, or if ``jax.checkpoint`` computes it again.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> call = fo.explain(lambda x: fo.softmax(x))(jnp.ones((2, 8))).calls[0]
       >>> call.op, call.operands, call.differentiated
       ('softmax', ('float32[2,8]',), False)
@@ -94,8 +97,6 @@ class Explanation:
       calls: the calls of ops in the order in which they were traced.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> with fo.use_implementation("xla"):
       ...     found = fo.explain(lambda x: fo.relu(fo.softmax(x)))(jnp.ones((2, 8)))
       >>> [(call.op, call.kernel) for call in found.calls]
@@ -155,15 +156,12 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
 
     Returns:
       A function of the arguments of ``fn``, where ``jax.ShapeDtypeStruct`` may stand for an array.
-      It returns an :class:`Explanation`: its ``calls``, each with its choice, the reason, the
-      source line and the bytes kept for the backward, and the total ``kept``.
+      It returns an :class:`Explanation`.
 
     Raises:
       Whatever ``fn`` raises while it is traced.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
       >>> with fo.use_implementation("native"):
       ...     found = fo.explain(jax.grad(lambda x: fo.relu(x).sum()))(x)
@@ -234,18 +232,17 @@ def observe(op: str, args: Sequence) -> tuple[Sequence, tuple[int, int] | None, 
     number = _session.value
     records = _sessions.get(number)
     logged = _log.isEnabledFor(logging.INFO)
-    made = getattr(_place, "decisions", None)
+    made = _thread.decisions
     if records is None and not logged:
-        ignore = _ignore if made is None else lambda decision, function: made.append(decision)
-        return args, None, ignore
-    given = [x for x in args if x is not None]
+        return args, None, lambda decision, _: made is None or made.append(decision)
+    flags = [x is not None for x in args]
+    given = selected(args, flags)
     record = _Record(op, tuple(jax.typeof(x).str_short() for x in given), _where())
     named = None
     if records is not None:
         named = number, len(records)
         records.append(record)
-        marked = iter(_mark.bind(*given, session=number, index=named[1]))
-        args = [None if x is None else next(marked) for x in args]
+        args = placed(_mark.bind(*given, session=number, index=named[1]), flags)
 
     def decided(decision: Decision, function: Callable) -> None:
         record.decision = decision
@@ -258,10 +255,6 @@ def observe(op: str, args: Sequence) -> tuple[Sequence, tuple[int, int] | None, 
             _log.info("%s", _logged(record))
 
     return args, named, decided
-
-
-def _ignore(decision: Decision, function: Callable) -> None:
-    del decision, function
 
 
 def _logged(record: _Record) -> str:
@@ -277,10 +270,7 @@ def log_refusal(primitive: str, choice: Choice) -> None:
 
 
 def log(what: str) -> None:
-    """Logs to the standard error output. ``what`` is the value of ``JAX_FASTOPS_LOG``.
-
-    ``"dispatch"``: each decision, while calls are traced. An empty text: nothing.
-    """
+    """Logs each decision to the standard error output, if ``what`` is ``"dispatch"``."""
     if what not in ("", "dispatch"):
         raise ValueError(f"JAX_FASTOPS_LOG: it is {what!r}; it must be 'dispatch' or empty")
     if not what:
@@ -293,23 +283,14 @@ def log(what: str) -> None:
 
 def _kept(function: Callable, args: Sequence) -> int:
     """The bytes of what the derivative of a function keeps."""
-    places = [i for i, x in enumerate(args) if x is not None]
+    flags = [x is not None for x in args]
 
     def keeps(*given):
-        def chosen(*given):
-            full: list[Any] = [None] * len(args)
-            for i, x in zip(places, given, strict=True):
-                full[i] = x
-            return function(*full)
+        return jax.tree.leaves(jax.vjp(lambda *given: function(*placed(given, flags)), *given)[1])
 
-        return jax.tree.leaves(jax.vjp(chosen, *given)[1])
-
-    kept = jax.eval_shape(keeps, *(args[i] for i in places))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in kept if _is_fixed(x.shape))
-
-
-def _is_fixed(shape) -> bool:
-    return all(isinstance(d, int) for d in shape)
+    kept = jax.eval_shape(keeps, *selected(args, flags))
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in kept]
+    return sum(size for size in sizes if isinstance(size, int))  # not symbolic
 
 
 def is_on() -> bool:
@@ -318,29 +299,29 @@ def is_on() -> bool:
 
 
 @contextlib.contextmanager
+def _in_thread(name: str, value: Any):
+    before = getattr(_thread, name)
+    setattr(_thread, name, value)
+    try:
+        yield value
+    finally:
+        setattr(_thread, name, before)
+
+
 def decisions():
-    """Gives a list of the decisions that are made in this block."""
-    before, _place.decisions = getattr(_place, "decisions", None), []
-    try:
-        yield _place.decisions
-    finally:
-        _place.decisions = before
+    """A context that gives a list of the decisions that are made in it."""
+    return _in_thread("decisions", [])
 
 
-@contextlib.contextmanager
 def at(where: str):
-    """Calls of ops in this block are shown as at this place."""
-    before, _place.where = getattr(_place, "where", ""), where
-    try:
-        yield
-    finally:
-        _place.where = before
+    """A context in which calls of ops are shown as at this place."""
+    return _in_thread("where", where)
 
 
 def _where() -> str:
     """File and line of the call: the innermost frame outside of JAX and of the op layer."""
-    if where := getattr(_place, "where", ""):
-        return where
+    if _thread.where:
+        return _thread.where
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -9,15 +9,14 @@ from typing import Literal
 import jax
 
 from jax_fastops import _compat
+from jax_fastops._arguments import one_of
 
 IMPLEMENTATIONS = ("auto", "native", "xla")
 _VARIABLE = "JAX_FASTOPS_IMPLEMENTATION"
 
 
 def _checked(value: str, source: str) -> str:
-    if value not in IMPLEMENTATIONS:
-        known = ", ".join(repr(i) for i in IMPLEMENTATIONS)
-        raise ValueError(f"{source}: implementation is {value!r}; it must be one of {known}")
+    one_of(source, "implementation", value, IMPLEMENTATIONS)
     return value
 
 
@@ -35,8 +34,7 @@ def set_implementation(implementation: Literal["auto", "native", "xla"]) -> None
     """Chooses the implementation of ops for the process: ``"auto"``, ``"native"`` or ``"xla"``.
 
     A :func:`use_implementation` block overrides it in its thread. The environment variable
-    ``JAX_FASTOPS_IMPLEMENTATION`` sets the initial choice. Functions under ``jax.jit`` are traced
-    again when the choice changes.
+    ``JAX_FASTOPS_IMPLEMENTATION`` sets the initial choice.
 
     Args:
       implementation: ``"native"`` takes the kernel wherever there is one that supports the call,
@@ -49,7 +47,6 @@ def set_implementation(implementation: Literal["auto", "native", "xla"]) -> None
       ValueError: the name is none of the three.
 
     Example:
-      >>> import jax_fastops as fo
       >>> fo.set_implementation("native")
       >>> fo.info()["implementation"]
       'native'
@@ -68,8 +65,6 @@ class use_implementation:
       ValueError: the name is none of the three.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> with fo.use_implementation("native"):
       ...     print(fo.info()["implementation"], fo.relu(jnp.array([-1.0, 1.0])).tolist())
       native [0.0, 1.0]

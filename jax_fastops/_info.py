@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.export
 import jaxlib
 
 from jax_fastops import _implementation, _native
@@ -27,7 +28,6 @@ def info() -> dict[str, Any]:
       - ``"ops"``: for each op and platform, ``"native"`` if it has kernels, otherwise ``"xla"``.
 
     Example:
-      >>> import jax_fastops as fo
       >>> fo.info()["ops"]["relu"]["cpu"]
       'native'
     """
@@ -42,6 +42,25 @@ def info() -> dict[str, Any]:
             for name, op in sorted(ops().items())
         },
     }
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """The checks to pass as ``disabled_checks`` to ``jax.export.export``, one for each kernel.
+
+    ``jax.export`` refuses custom calls whose stability it does not know. The name of each kernel
+    carries the version of its interface, so an exported program never finds another kernel. Run
+    ``import jax_fastops`` before you call a deserialized program.
+
+    Returns:
+      A list of checks, for the kernels of every native module that was built.
+
+    Example:
+      >>> x = jnp.ones((4, 8))
+      >>> exported = jax.export.export(jax.jit(fo.relu), disabled_checks=fo.export_checks())(x)
+      >>> exported.call(x).shape
+      (4, 8)
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in _native.targets()]
 
 
 def describe() -> str:

@@ -10,12 +10,11 @@ rules:
   on local shapes. So are dimensions with a star in the signature. XLA gathers every other dimension
   before the call.
 
-XLA partitions a custom call over leading dimensions only. A call with stars that may be partitioned
-is therefore emitted in its *batch-first form*: a transposition of the logical shape moves the
-dimensions with a star after ``...``, and the layouts that the call requests for its buffers keep
-every dimension in its place in memory. On a GPU, XLA turns these transpositions into bitcasts. On a
-CPU it may copy, so a call that runs on a single device is emitted unchanged. The attribute
-``batch_first`` tells a handler which form it gets.
+XLA partitions a custom call over leading dimensions only. In a program for several devices, a call
+with stars is therefore emitted in its *batch-first form*: a transposition of the logical shape
+moves the dimensions with a star after ``...``, and the layouts of the call's buffers keep every
+dimension in its place in memory. XLA turns these transpositions into bitcasts on a GPU, but may
+copy on a CPU. The attribute ``batch_first`` tells a handler which form it gets.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jax_fastops import _compat, _native
+from jax_fastops._arguments import placed
 from jax_fastops._dispatch import Refused
 from jax_fastops._signature import Bound, Dim, Signature, Slot
-from jax_fastops._views import explicit_spec, parts_of
+from jax_fastops._views import broadcast, explicit_spec, parts_of, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A native kernel: its name, and its operands, results and attributes by name.
+    """A native kernel: its name without the ABI suffix, and its buffers and attributes by name.
 
-    ``name`` is the target's name without the ABI suffix, the same on every platform. The handler
-    gets the signature of each call as text, without the absent buffers, and checks the buffers
-    against it. So nothing but this declaration lists them.
+    The handler gets the signature of each call as text, without the absent buffers, and checks the
+    buffers against it. So only this declaration lists them.
 
     Calling the kernel emits the custom call. Every keyword is a name in the declaration:
 
@@ -94,12 +93,12 @@ class Kernel:
         """The call with these arguments, which is not emitted yet."""
         given |= zip((slot.name for slot in self.signature.operands), arrays, strict=False)
         operands = {slot.name: given.pop(slot.name, None) for slot in self.signature.operands}
-        wanted = {s.name: given.pop(s.name, not s.optional) for s in self.signature.results}
+        requested = {s.name: given.pop(s.name, not s.optional) for s in self.signature.results}
         attributes = {name: convert(given.pop(name)) for name, convert in self.attributes}
         if unknown := given.keys() - self.sizes:
             raise TypeError(f"{self.name} has no {', '.join(sorted(unknown))}")
         present = {name for name, x in operands.items() if x is not None}
-        signature = self.signature.of(present | {name for name, x in wanted.items() if x}, given)
+        signature = self.signature.of(present | {name for name, x in requested.items() if x}, given)
         chosen = tuple(operands[slot.name] for slot in signature.operands)
         for slot, x in zip(signature.operands, chosen, strict=True):
             if not slot.accepts(x.dtype, chosen[0].dtype):
@@ -156,8 +155,7 @@ def match_varying(operands):
 def infer_avals(signature: Signature, avals) -> list:
     """The results' avals, with shardings and varying axes derived from the operands' avals."""
     results = signature.infer([a.shape for a in avals], [a.dtype for a in avals])
-    batch_spec = _batch_spec(signature, avals)
-    free = {name: _free_axis(signature, avals, name) for name in signature.free}
+    batch_spec, free = _shardings(signature, avals)
     weak = all(a.weak_type for a in avals)
     kind = kind_of(avals)
     out = []
@@ -178,44 +176,25 @@ def kind_of(avals):
     return next((s for s in shardings if not s.mesh.empty), shardings[0])
 
 
-def _batch_spec(signature: Signature, avals) -> tuple:
-    """The sharding of ``...``, merged over the operands as ``jnp.add`` merges its operands'.
+def _shardings(signature: Signature, avals) -> tuple[tuple, dict[str, Any]]:
+    """The mesh axes of ``...`` and of each dimension with a star, as ``jnp.add`` merges them.
 
-    An operand with ``~...`` does not count, unless all operands have ``~...``.
+    An operand with ``~...`` does not count, unless all operands have ``~...``. Then only those of
+    its dimensions count that are not broadcast.
     """
-    pairs = list(zip(signature.operands, avals, strict=True))
-    if not signature.spreads_alone:
-        specs = [split_spec(slot, a)[0] for slot, a in pairs if slot.batched and not slot.spread]
-    else:
-        batch = signature.bind([a.shape for a in avals]).batch
-        specs = [
-            tuple(
-                axis if size == whole else None
-                for axis, size, whole in zip(split_spec(slot, a)[0], a.shape, batch, strict=False)
-            )
-            for slot, a in pairs
-            if slot.spread
-        ]
-    return tuple(_merged(signature, axes) for axes in zip(*specs, strict=True))
-
-
-def _free_axis(signature: Signature, avals, name: str):
-    """The sharding of a dimension with a star, merged over the operands."""
-    alone = signature.spreads_alone
-    whole = signature.bind([a.shape for a in avals]).sizes[name] if alone else None
-    return _merged(
-        signature,
-        [
-            axis
-            for slot, aval in zip(signature.operands, avals, strict=True)
-            for i, (dim, axis) in enumerate(
-                zip(slot.dims, split_spec(slot, aval)[1], strict=True), -len(slot.dims)
-            )
-            if dim.free
-            and dim.name == name
-            and (aval.shape[i] == whole if alone else not slot.spread)
-        ],
-    )
+    bound, only = signature.bind([a.shape for a in avals]), signature.only_broadcast
+    batch: list[list] = [[] for _ in bound.batch]
+    free: dict[str, list] = {name: [] for name in signature.free}
+    for slot, aval in zip(signature.operands, avals, strict=True):
+        if slot.batched and (only or not slot.broadcast):
+            n_batch, (lead, own) = len(bound.batch), split_spec(slot, aval)
+            for axes, axis, size, whole in zip(batch, lead, aval.shape, bound.batch, strict=False):
+                axes += [axis] * (size == whole)
+            for dim, axis, size in zip(slot.dims, own, aval.shape[n_batch:], strict=True):
+                if dim.free and size == bound.sizes[dim.name]:
+                    free[dim.name].append(axis)
+    merged = {name: _merged(signature, axes) for name, axes in free.items()}
+    return tuple(_merged(signature, axes) for axes in batch), merged
 
 
 def _merged(signature: Signature, axes):
@@ -238,14 +217,13 @@ def split_spec(slot: Slot, aval) -> tuple[tuple, tuple]:
 
 
 def fold(signature: Signature, operands, dims, before: Sequence[int] | None = None) -> list:
-    """Operands with the mapped axis as their first batch dimension.
+    """Operands with the mapped axis as their first batch dimension, if :meth:`Signature.folds`.
 
-    Requires :meth:`Signature.folds`. An unmapped ``...`` operand is broadcast, because all of them
-    must have the same leading dimensions. One with ``~...`` is broadcast only if a result has its
-    shape: otherwise that result would be a sum over the mapped axis, instead of one per index.
-    ``before`` is the number of dimensions of each operand that stay before the mapped one.
+    An unmapped operand with ``...`` is broadcast. One with ``~...`` is broadcast only if a result
+    has its shape: otherwise that result would be a sum over the mapped axis, instead of one per
+    index. ``before`` is the number of dimensions of each operand that stay before the mapped one.
     """
-    size, axis, mesh = mapped_axis(operands, dims)
+    size, axis, kind = mapped_axis(operands, dims)
     shaping = {slot.like for slot in signature.results}
     folded = []
     for i, (slot, x, d, at) in enumerate(
@@ -253,17 +231,15 @@ def fold(signature: Signature, operands, dims, before: Sequence[int] | None = No
     ):
         if d is not None:
             x = jnp.moveaxis(x, d, at)
-        elif slot.spread and i not in shaping:
+        elif slot.broadcast and i not in shaping:
             x = jnp.expand_dims(x, at)
         elif slot.batched:
             x = jnp.expand_dims(x, at)
-            shape = (*x.shape[:at], size, *x.shape[at + 1 :])
-            if axis is None:
-                x = jnp.broadcast_to(x, shape)
-            else:  # sharded like the mapped operands, or its gradient would have another type
-                own = explicit_spec(jax.typeof(x).sharding, x.ndim) or (None,) * x.ndim
-                spec = PartitionSpec(*own[:at], axis, *own[at + 1 :])
-                x = jnp.broadcast_to(x, shape, out_sharding=NamedSharding(mesh, spec))
+            shape, spec = (*x.shape[:at], size, *x.shape[at + 1 :]), None
+            if axis is not None:  # sharded like the mapped operands, as its gradient will be
+                own = spec_of(x) or (None,) * x.ndim
+                spec = (*own[:at], axis, *own[at + 1 :])
+            x = broadcast(x, shape, kind, spec)
         folded.append(x)
     return folded
 
@@ -301,14 +277,13 @@ def shards_of(length, axis, sharding, shortest: int) -> int:
     """The number of equal shards into which a dimension is cut, or may be cut.
 
     ``axis`` is the dimension's entry in the partition spec, if that is part of the type. With Auto
-    mesh axes the sharding is unknown while tracing: there may be as many shards as devices. If the
-    rows are split into that many groups, every shard stays whole. The number is limited such that
-    no shard of Auto axes is shorter than ``shortest``.
+    mesh axes the sharding is unknown while tracing: there may be as many shards as devices, as far
+    as none is shorter than ``shortest``.
     """
     mesh = sharding.mesh
     known = parts_of(axis, sharding)
-    told = not mesh.empty and AxisType.Explicit in mesh.axis_types
-    if (told and AxisType.Auto not in mesh.axis_types) or not isinstance(length, int):
+    explicit = not mesh.empty and AxisType.Explicit in mesh.axis_types
+    if (explicit and AxisType.Auto not in mesh.axis_types) or not isinstance(length, int):
         return known
     rest = length // known
     most = math.gcd(rest, partitions())
@@ -329,21 +304,20 @@ def groups_of(lead, spec: tuple | None, sharding) -> tuple:
 
 
 def mapped_axis(operands, dims) -> tuple[Any, Any, Any]:
-    """The size of a mapped axis; its mesh axis and mesh if the sharding is part of the type."""
-    found = [(x, d) for x, d in zip(operands, dims, strict=True) if d is not None]
-    for x, d in found:
-        sharding = jax.typeof(x).sharding
-        spec = explicit_spec(sharding, x.ndim)
+    """The size of a mapped axis; its mesh axis and a sharding if that is part of the type."""
+    pairs = [(x, d) for x, d in zip(operands, dims, strict=True) if d is not None]
+    for x, d in pairs:
+        spec = spec_of(x)
         if spec is not None and spec[d] is not None:
-            return x.shape[d], spec[d], sharding.mesh
-    x, d = found[0]
+            return x.shape[d], spec[d], jax.typeof(x).sharding
+    x, d = pairs[0]
     return x.shape[d], None, None
 
 
-def with_leading_axis(x, axis, mesh):
+def _with_leading_axis(x, axis, kind):
     """``x`` with its first dimension sharded over a mesh axis, or over none."""
-    own = explicit_spec(jax.typeof(x).sharding, x.ndim) or (None,) * x.ndim
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(axis, *own[1:])))
+    own = spec_of(x) or (None,) * x.ndim
+    return jax.sharding.reshard(x, kind.update(spec=PartitionSpec(axis, *own[1:])))
 
 
 def compiled(primitive: Primitive, params: dict):
@@ -371,16 +345,11 @@ def _call_primitive(name: str) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(lambda *operands, **params: compiled(primitive, params)(*operands))
-    primitive.def_abstract_eval(_abstract_eval)
+    primitive.def_abstract_eval(lambda *avals, signature, **_: infer_avals(signature, avals))
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     for platform in ("cpu", "cuda"):
         mlir.register_lowering(primitive, _lower(primitive, platform), platform=platform)
     return primitive
-
-
-def _abstract_eval(*avals, kernel, signature, attributes, layouts):
-    del kernel, attributes, layouts
-    return infer_avals(signature, avals)
 
 
 def _batch(primitive, operands, dims, *, kernel, signature, attributes, layouts):
@@ -395,36 +364,29 @@ def _batch(primitive, operands, dims, *, kernel, signature, attributes, layouts)
         ]
 
         def one(examples):
-            rest = iter(examples)
-            args = [next(rest) if m else x for x, m in zip(operands, mapped, strict=True)]
+            args = placed(examples, mapped, operands)
             return primitive.bind(*match_varying(args), **params)
 
-        _, axis, mesh = mapped_axis(operands, dims)
+        _, axis, kind = mapped_axis(operands, dims)
         if axis is None:
             outs = jax.lax.map(one, fronts)
         else:  # a loop runs only over whole axes
-            outs = jax.lax.map(one, [with_leading_axis(x, None, mesh) for x in fronts])
-            outs = [with_leading_axis(y, axis, mesh) for y in outs]
+            outs = jax.lax.map(one, [_with_leading_axis(x, None, kind) for x in fronts])
+            outs = [_with_leading_axis(y, axis, kind) for y in outs]
     return outs, [0] * len(outs)
 
 
 def _lower(primitive: Primitive, platform: str):
     def rule(ctx, *operands, kernel, signature, attributes, layouts):
         devices = _compat.partitions(ctx)
-        unshared = any(slot.spread or not slot.batched for slot in signature.operands)
+        unshared = any(slot.broadcast or not slot.batched for slot in signature.operands)
         if (signature.free or unshared) and devices > 1 and layouts is None:
 
             def form(*operands):
                 bound = signature.bind([x.shape for x in operands])
-                operands = spread_out(signature, operands, devices)
-                return _batch_first(
-                    primitive,
-                    *operands,
-                    kernel=kernel,
-                    signature=signature,
-                    attributes=attributes,
-                    bound=bound,
-                )
+                operands = with_copies(signature, operands, devices)
+                params = dict(kernel=kernel, signature=signature, attributes=attributes)
+                return _batch_first(primitive, *operands, **params, bound=bound)
 
             return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
         if signature.free:
@@ -452,7 +414,7 @@ def _lower(primitive: Primitive, platform: str):
     return rule
 
 
-def spread_out(signature: Signature, operands, devices: int) -> list[jax.Array]:
+def with_copies(signature: Signature, operands, devices: int) -> list[jax.Array]:
     """Operands with one copy per shard along the dimensions in which they are broadcast.
 
     XLA partitions all operands of a call in the same way, and would pad a dimension of size 1 with
@@ -461,18 +423,14 @@ def spread_out(signature: Signature, operands, devices: int) -> list[jax.Array]:
     spread = list(operands)
     kind = kind_of([jax.typeof(x) for x in operands])
     for i, slot in enumerate(signature.operands):
-        if slot.spread:
-            shape, spec = spread_shape(signature, operands, i, devices)
-            x = operands[i]
-            if spec is None:
-                spread[i] = jnp.broadcast_to(x, shape)
-            elif shape != x.shape:
-                sharding = kind.update(spec=PartitionSpec(*spec))
-                spread[i] = jnp.broadcast_to(x, shape, out_sharding=sharding)
+        if slot.broadcast:
+            shape, spec = shape_of_copies(signature, operands, i, devices)
+            if spec is None or shape != operands[i].shape:
+                spread[i] = broadcast(operands[i], shape, kind, spec)
     return spread
 
 
-def spread_shape(signature: Signature, operands, index: int, devices: int):
+def shape_of_copies(signature: Signature, operands, index: int, devices: int):
     """The shape of an operand with ``~...`` in a program for ``devices`` devices.
 
     Also returns its partition spec, or ``None`` if that is not part of the type.
@@ -480,7 +438,7 @@ def spread_shape(signature: Signature, operands, index: int, devices: int):
     slot, aval = signature.operands[index], jax.typeof(operands[index])
     avals = [jax.typeof(x) for x in operands]
     bound = signature.bind([a.shape for a in avals])
-    batch_axes = _batch_spec(signature, avals)
+    batch_axes, free_axes = _shardings(signature, avals)
     n_batch = len(bound.batch)
     kind = kind_of(avals)
     own_spec = explicit_spec(aval.sharding, aval.ndim)
@@ -491,7 +449,7 @@ def spread_shape(signature: Signature, operands, index: int, devices: int):
         whole = size if dim and not dim.free else bound.sizes[dim.name] if dim else bound.batch[d]
         axis = own_spec[d] if own_spec else None
         if size != whole:
-            found = _free_axis(signature, avals, dim.name) if dim else batch_axes[d]
+            found = free_axes[dim.name] if dim else batch_axes[d]
             axis = found if own_spec else None
             size = parts_of(found, kind) if known else devices
         shape.append(size)
@@ -503,10 +461,10 @@ def without_large_copies(call: KernelCall) -> KernelCall:
     """The call. Refuses it if an operand's copies take more than half of the largest buffer's size.
 
     In a program for several devices with auto mesh axes, an operand has a copy for each device
-    along every dimension in which it is broadcast (see ``spread_out``). The reference needs none.
+    along every dimension in which it is broadcast (see ``with_copies``). The reference needs none.
     """
     devices, signature, operands = partitions(), call.signature, call.operands
-    if devices == 1 or not any(slot.spread for slot in signature.operands):
+    if devices == 1 or not any(slot.broadcast for slot in signature.operands):
         return call
     shapes = [x.shape for x in operands]
     if not all(isinstance(d, int) for shape in shapes for d in shape):
@@ -515,16 +473,14 @@ def without_large_copies(call: KernelCall) -> KernelCall:
     buffers += [(x.shape, x.dtype) for x in operands]
     largest = max(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
     for i, (slot, x) in enumerate(zip(signature.operands, operands, strict=True)):
-        if slot.spread:
-            shape, _ = spread_shape(signature, operands, i, devices)
+        if slot.broadcast:
+            shape, _ = shape_of_copies(signature, operands, i, devices)
             if shape != x.shape and 2 * math.prod(shape) * x.dtype.itemsize > largest:
                 raise Refused(f"{devices} devices would need large copies of an operand")
     return call
 
 
-def _batch_first(
-    primitive, *operands, kernel, signature: Signature, attributes, bound: Bound
-) -> list[jax.Array]:
+def _batch_first(primitive, *operands, kernel, signature: Signature, attributes, bound: Bound):
     """The call in its batch-first form, with the transpositions before and after it.
 
     ``bound`` is the signature bound to the shapes that operands had before they got copies.
@@ -569,7 +525,7 @@ def _batch_first(
         return jax.lax.transpose(jax.lax.squeeze(y, (y.ndim - 1,)) if padded else y, _inverse(o))
 
     whole = None
-    if signature.spreads_alone:
+    if signature.only_broadcast:
         whole = (1,) * ones + bound.batch + tuple(bound.sizes[name] for name in signature.free)
     results = primitive.bind(
         *map(enter, operands, orders[:count], slots[:count]),
@@ -613,7 +569,7 @@ def sharding_rule(signature: Signature, avals_in, avals_out, n_batch: int) -> st
         (signature.operands, signature.results), sides, avals, strict=True
     ):
         for slot, keys, aval in zip(slots, side, types, strict=True):
-            if not slot.spread:
+            if not slot.broadcast:
                 known.update(zip(keys, aval.shape, strict=True))
     factors: dict[Any, int] = {}
     for side, types in zip(sides, avals, strict=True):

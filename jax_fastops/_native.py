@@ -119,11 +119,9 @@ def _add_installed_folder() -> None:
     """Lets this package find the native modules of the installed one.
 
     The Python files of a checkout have no native modules next to them, and precede the installed
-    package in a Python that is started there. ``make`` installs native modules only.
-
-    Python files and kernels of one version may still be of different commits. What keeps a program
-    that a compilation cache stored from running on kernels that it does not fit is enough here,
-    too: the ABI, and handlers that refuse buffers and attributes that they do not know.
+    package in a Python that is started there. Files and kernels of one version may still be of
+    different commits: the ABI, and handlers that refuse unknown buffers and attributes, protect
+    from that, as they do for programs in a compilation cache.
     """
     try:
         installed = importlib.metadata.distribution("jax_fastops")

@@ -9,17 +9,15 @@ the backward. Each op has four primitives:
 * ``_vjp``, the backward, linear in the cotangents. Its transpose emits ``_lin``.
 
 ``_lin`` and ``_vjp`` take the declared residuals and nothing else of the forward, so only the
-residuals live between forward and backward. The derivatives of ``_lin`` and ``_vjp`` with respect
-to the residuals are those of the reference, so derivatives of every order are exact. After partial
-evaluation, a gradient program holds only ``_fwd`` and ``_vjp``.
-
-Where ``auto`` takes the reference for a differentiated call, JAX differentiates that instead.
+residuals live between forward and backward. Their derivatives with respect to the residuals are
+those of the reference, so derivatives of every order are exact. A gradient program holds only
+``_fwd`` and ``_vjp``. Where ``auto`` takes the reference for a differentiated call, JAX
+differentiates that instead.
 
 Under ``vmap``, a mapped axis becomes one more batch dimension if the signature says that the op
-treats examples independently. Otherwise (a mapped parameter, a gradient summed over rows, an op
-with statistics over the batch) the primitive records the axis as a *level*: its meaning is
-``jax.vmap`` of the unmapped primitive. Every result of a level has the level's axis first. So no
-rule has to guess an output's batch dimension, and per-example gradients are never summed.
+treats examples independently. Otherwise the primitive records the axis as a *level*: its meaning is
+``jax.vmap`` of the unmapped primitive, and every result has the level's axis first. So no rule has
+to guess an output's batch dimension, and per-example gradients are never summed.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from jax_fastops import _compat, _dispatch, _explain, _implementation, _native
+from jax_fastops._arguments import placed, selected
 from jax_fastops._kernel import (
     Kernel,
     compiled,
@@ -82,28 +81,27 @@ class Call:
     def without_record(self) -> Call:
         return dataclasses.replace(self, request=dataclasses.replace(self.request, record=None))
 
-    def spread(self, args: Sequence) -> list:
+    def by_operand(self, given: Sequence) -> list:
         """One entry per operand: ``None`` for an absent one."""
-        rest = iter(args)
-        return [next(rest) if p else None for p in self.present]
+        return placed(given, self.present)
 
     def given(self, everything: Sequence) -> list:
         """The entries of ``everything`` (one per operand) whose operand was given."""
-        return [x for x, p in zip(everything, self.present, strict=True) if p]
+        return selected(everything, self.present)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Op:
     """Declares an op. Functions take arrays in the signature's order, then options by keyword.
 
     Args:
       name: the name in jaxprs, and the default one in the ``auto`` table.
-      signature: ``"operands -> results | saved"`` (see :mod:`jax_fastops._signature`). After ``|``
-        come the values that the forward kernel saves in addition to its results. A call may give
-        its own signature, if that depends on shapes or options.
+      signature: ``"operands -> results | saved"`` (see :mod:`jax_fastops._signature`), where the
+        forward kernel saves the last ones in addition to its results. A call may give its own.
       reference: the op in ``jax.numpy``. Returns one array or a tuple.
       forward: the op by kernel, without saved values. Returns the same results.
       save: the saved values in ``jax.numpy``, as a tuple, from the operands.
-      forward_saving: results and saved values by kernel, in one flat tuple.
+      forward_saving: results and saved values by kernel, in one flat tuple. Default: ``forward``.
       residuals: ``(args, results, saved) -> tuple``: selects what the backward keeps. It is also
         applied to slots, so it may only select. Default: the operands. To have a gradient, an
         operand with ``~...`` must be among the residuals: its gradient has its shape.
@@ -111,78 +109,58 @@ class Op:
         Default: the pullback of the reference. The residuals must then begin with all operands.
       pushforward: ``(residuals, tangents) -> tuple`` of result tangents in ``jax.numpy``, with
         ``None`` for an operand that has no tangent. Given together with ``pullback``.
-      backward: the pullback by kernels, ``(residuals, cotangents, wanted) -> tuple``, one gradient
-        per operand. An entry whose ``wanted`` is False is ignored. Partial sums of parameter
-        gradients are summed here. They may have the accumulator dtype; the op casts them.
+      backward: the pullback by kernels, ``(residuals, cotangents, needs_grad) -> tuple``, one
+        gradient per operand. An entry whose ``needs_grad`` is False is ignored. Partial sums of
+        parameter gradients are summed here. They may have the accumulator dtype; the op casts them.
       tangent: the pushforward by kernels. Default: that of the reference.
       batch: for an op of one operand and one result that keeps nothing: how it takes a mapped axis
-        at any position, so that ``vmap`` moves no data. ``batch(options, operand=i)`` gives the
-        signature and options of the op that maps an operand with the axis at ``i`` to a result with
-        the axis first. ``batch(options, result=i)`` gives those of the op that maps an operand with
-        the axis first to a result with the axis at ``i``.
-      independent: whether the op treats every index of ``...`` independently. If not, because it
-        has statistics over the batch, a mapped axis never becomes one more batch dimension.
-      data: the places of operands that are seldom differentiated. The derivative along one of them
-        is that of the reference, and so are all others in the same call.
+        at any position, so that ``vmap`` moves no data. ``batch(call, operand=i)`` is the call that
+        takes the axis at ``i`` of the operand and gives it first, ``batch(call, result=i)`` the one
+        that takes it first and gives it at ``i`` of the result.
+      independent: whether the op treats every index of ``...`` independently. If not, a mapped axis
+        never becomes one more batch dimension.
+      data: the places of operands that are seldom differentiated. A derivative along one of them
+        is that of the reference.
       shared: the names and places of operands that all rows share. A call takes the reference if
         ``vmap`` maps one of them: the kernel would need one call per example.
       dtype_class: the name of a dtype in the ``auto`` table, for ops to which only its width
         matters.
       kernels: every kernel that the above use. A platform that lacks one takes the reference.
       family: the name of the module that has the op. Default: the name of the op.
-      example: a call for the selftest. Selftest, benchmarks and documentation have the families
-        whose ops have one.
+      example: a call for the registry of families (:mod:`jax_fastops._registry`).
     """
 
-    def __init__(
-        self,
-        name: str,
-        signature: str,
-        reference: Callable[..., Any],
-        *,
-        kernels: Sequence[Kernel] = (),
-        forward: Callable | None = None,
-        save: Callable | None = None,
-        forward_saving: Callable | None = None,
-        residuals: Callable | None = None,
-        pullback: Callable | None = None,
-        pushforward: Callable | None = None,
-        backward: Callable | None = None,
-        tangent: Callable | None = None,
-        batch: Callable | None = None,
-        independent: bool = True,
-        data: Sequence[int] = (),
-        shared: dict[str, int] | None = None,
-        dtype_class: Callable = str,
-        family: str | None = None,
-        example: Example | None = None,
-    ):
-        if (pullback is None) != (pushforward is None):
-            raise ValueError(f"{name}: 'pullback' and 'pushforward' are given together or not")
-        self.name = name
-        self.signature = signature
-        batched = [slot for slot in parse_slots(signature.partition("->")[0]) if slot.batched]
-        self._broadcasts = bool(batched) and all(slot.spread for slot in batched)
-        self.reference = reference
-        self.kernels = tuple(kernels)
-        self.forward = forward
-        self.save = save or (lambda *args, **options: ())
-        self.forward_saving = forward_saving
-        self.residuals = residuals or (lambda args, outs, saved: tuple(args))
-        self.pullback = pullback
-        self.pushforward = pushforward
-        self.backward = backward
-        self.tangent = tangent
-        self.batch = batch
-        self.independent = independent
-        self.data = tuple(data)
-        self.shared = shared or {}
-        self.dtype_class = dtype_class
+    name: str
+    signature: str
+    reference: Callable[..., Any]
+    _: dataclasses.KW_ONLY
+    kernels: Sequence[Kernel] = ()
+    forward: Callable | None = None
+    save: Callable = lambda *args, **options: ()
+    forward_saving: Callable | None = None
+    residuals: Callable = lambda args, outs, saved: args
+    pullback: Callable | None = None
+    pushforward: Callable | None = None
+    backward: Callable | None = None
+    tangent: Callable | None = None
+    batch: Callable | None = None
+    independent: bool = True
+    data: Sequence[int] = ()
+    shared: dict[str, int] = dataclasses.field(default_factory=dict)
+    dtype_class: Callable = str
+    family: str | None = None
+    example: Example | None = None
+
+    def __post_init__(self):
+        if (self.pullback is None) != (self.pushforward is None):
+            raise ValueError(f"{self.name}: 'pullback' and 'pushforward' are given together or not")
+        self.forward_saving = self.forward_saving or self.forward
+        operands = parse_slots(self.signature.partition("->")[0])
+        batched = [slot for slot in operands if slot.batched]
+        self._broadcasts = bool(batched) and all(slot.broadcast for slot in batched)
         self._needs = frozenset(k.name for k in self.kernels)
-        self._plain = _Stage(self, "")
-        self._fwd = _Stage(self, "_fwd")
-        self._lin = _Stage(self, "_lin")
-        self._vjp = _Stage(self, "_vjp")
+        stages = [_Stage(self, kind) for kind in ("", "_fwd", "_lin", "_vjp")]
+        self._plain, self._fwd, self._lin, self._vjp = stages
         ad.primitive_jvps[self._plain.primitive] = self._plain_jvp
         ad.primitive_jvps[self._fwd.primitive] = self._fwd_jvp
         ad.primitive_jvps[self._lin.primitive] = self._lin_jvp
@@ -190,9 +168,9 @@ class Op:
         ad.primitive_transposes[self._plain.primitive] = self._plain_transpose
         ad.primitive_transposes[self._lin.primitive] = self._lin_transpose
         ad.primitive_transposes[self._vjp.primitive] = self._vjp_transpose
-        _OPS[name] = self
-        if example:
-            register(family or name, name, example)
+        _OPS[self.name] = self
+        if self.example:
+            register(self.family or self.name, self.name, self.example)
 
     # -- calling ---------------------------------------------------------------------------------
 
@@ -216,11 +194,10 @@ class Op:
           entry: the name in the ``auto`` table. Default: the op's name.
           features: what its decision trees may ask for in addition to ``bytes``.
           limit: why the kernel cannot take this call, if it cannot.
-          fused: why XLA needs no pass over memory for this call, if so. ``auto`` then takes the
+          fused: why XLA needs no pass over memory for this call, so that ``auto`` takes the
             reference.
-          native: how the kernel takes the operands, if in another view than the reference:
-            ``native(request, *args)``, which calls :meth:`bind`. It raises :class:`Refused` if no
-            view is possible.
+          native: ``native(request, *args)`` calls :meth:`bind` with the operands in the kernel's
+            view of them, or raises :class:`Refused`. Default: as they are.
           otherwise: what runs in place of the kernel. Default: the reference.
           options: those of the op's functions.
         """
@@ -252,9 +229,9 @@ class Op:
         # Under "native" the program may be lowered for another platform, which has kernels.
         if decision.kernel or (request.implementation == "native" and limit is None):
             try:
-                found = kernel(*args)
+                result = kernel(*args)
                 decided(decision, kernel)
-                return found
+                return result
             except _dispatch.Refused as refusal:
                 decision = _dispatch.refused(str(refusal))
         decided(decision, reference)
@@ -265,11 +242,7 @@ class Op:
     def bind(
         self, request: _dispatch.Request, *args: Any, signature: str | None = None, **options: Any
     ) -> Any:
-        """Emits the op's primitive, for a call that may take the kernel.
-
-        Raises:
-          Refused: the kernel needs a dimension whole that is sharded over an explicit mesh axis.
-        """
+        """Emits the op's primitive, for a call that may take the kernel, or raises ``Refused``."""
         call, own_dims_sharded = self._describe(args, signature or self.signature, options, request)
         if own_dims_sharded:  # XLA can keep them sharded
             raise _dispatch.Refused("an explicit mesh axis shards a dimension that must be whole")
@@ -293,31 +266,26 @@ class Op:
 
     def _describe(self, args, text: str, options: dict, request) -> tuple[Call, bool]:
         left, _, right = text.partition("->")
-        results, _, kept = right.partition("|")
-        present = tuple(x is not None for x in args)
-        slots = parse_slots(left)
+        results, saved = map(parse_slots, right.partition("|")[::2])
+        slots, present = parse_slots(left), tuple(x is not None for x in args)
         avals = [jax.typeof(x) for x in args if x is not None]
-        given = tuple(s for s, p in zip(slots, present, strict=True) if p)
-        both = Signature(given, parse_slots(results) + parse_slots(kept))
-        inferred = both.infer([a.shape for a in avals], [a.dtype for a in avals])
-        bound = both.bind([a.shape for a in avals])
+        shapes, dtypes = [a.shape for a in avals], [a.dtype for a in avals]
+        given = selected(slots, present)
+        both = Signature(tuple(given), results + saved)
         concrete = [
             dataclasses.replace(s, dtype=str(d))
-            for s, (_, d) in zip(both.results, inferred, strict=True)
+            for s, (_, d) in zip(both.results, both.infer(shapes, dtypes), strict=True)
         ]
-        dtypes = iter(avals)
-        slots = tuple(
-            dataclasses.replace(s, dtype=str(next(dtypes).dtype) if p else None)
-            for s, p in zip(slots, present, strict=True)
-        )
-        n_outs = len(parse_slots(results))
         call = Call(
-            args=slots,
-            outs=tuple(concrete[:n_outs]),
-            saved=tuple(concrete[n_outs:]),
+            args=tuple(
+                dataclasses.replace(s, dtype=str(d) if d is not None else None)
+                for s, d in zip(slots, placed(dtypes, present), strict=True)
+            ),
+            outs=tuple(concrete[: len(results)]),
+            saved=tuple(concrete[len(results) :]),
             present=present,
             options=tuple(sorted(options.items())),
-            sizes=tuple(sorted(bound.sizes.items())),
+            sizes=tuple(sorted(both.bind(shapes).sizes.items())),
             request=request,
         )
         sharded = any(
@@ -327,12 +295,14 @@ class Op:
         )
         return call, sharded
 
-    def _kept(self, call: Call, args, outs, saved) -> list:
-        """The residuals, with ``None`` for an absent operand. Also used for slots and flags."""
-        return list(self.residuals(tuple(call.spread(args)), tuple(outs), tuple(saved)))
+    def _residuals_of(self, call: Call, args, outs, saved) -> list:
+        """The residuals among values, places or flags, without absent operands."""
+        every = self.residuals(tuple(call.by_operand(args)), tuple(outs), tuple(saved))
+        return [x for x in every if x is not None]
 
     def _residual_slots(self, call: Call) -> list[Slot | None]:
-        return self._kept(call, call.given(call.args), call.outs, call.saved)
+        args = call.by_operand(call.given(call.args))
+        return list(self.residuals(tuple(args), call.outs, call.saved))
 
     def _n_residuals(self, call: Call) -> int:
         return sum(s is not None for s in self._residual_slots(call))
@@ -341,9 +311,9 @@ class Op:
         n = self._n_residuals(call)
         return list(operands[:n]), list(operands[n:])
 
-    def _spread_residuals(self, call: Call, residuals) -> list:
-        rest = iter(residuals)
-        return [None if s is None else next(rest) for s in self._residual_slots(call)]
+    def _with_absent(self, call: Call, residuals) -> list:
+        """The residuals, with ``None`` for an absent operand."""
+        return placed(residuals, [s is not None for s in self._residual_slots(call)])
 
     # -- derivatives -----------------------------------------------------------------------------
 
@@ -367,7 +337,7 @@ class Op:
         if self.pullback is not None and any(floats):
 
             def save(*args):
-                return list(self.save(*call.spread(args), **dict(call.options)))
+                return list(self.save(*call.by_operand(args), **dict(call.options)))
 
             _, dots = jvp_of(_vmapped(save, levels), primals, tangents)
             saved_dots = [d if f else z for d, z, f in zip(dots, saved_dots, floats, strict=True)]
@@ -379,24 +349,19 @@ class Op:
         nonzero = [not _is_zero(t) for t in tangents]
         if not any(nonzero):
             return outs, saved, [_zero_tangent(y) for y in outs]
-        moving = call.spread(nonzero)
+        moving = call.by_operand(nonzero)
         by_reference = any(moving[i] for i in self.data)
         if by_reference or not self._determines_results(call, nonzero):
             reference = _vmapped(self._function("", call, (), native=False), levels)
             return outs, saved, jvp_of(reference, primals, tangents)[1]
-        kept = [r for r in self._kept(call, primals, outs, saved) if r is not None]
+        residuals = self._residuals_of(call, primals, outs, saved)
+        results = [True] * len(outs), [True] * len(saved)
         lin_levels = tuple(
-            tuple(
-                f
-                for f in self._kept(call, flags, [True] * len(outs), [True] * len(saved))
-                if f is not None
-            )
-            + tuple(f for f, n in zip(flags, nonzero, strict=True) if n)
+            (*self._residuals_of(call, flags, *results), *selected(flags, nonzero))
             for flags in levels
         )
-        which = tuple(bool(w) for w in call.spread(nonzero))
-        moving = [t for t, n in zip(tangents, nonzero, strict=True) if n]
-        return outs, saved, self._lin.bind([*kept, *moving], call, lin_levels, which)
+        operands = [*residuals, *selected(tangents, nonzero)]
+        return outs, saved, self._lin.bind(operands, call, lin_levels, tuple(map(bool, moving)))
 
     def _determines_results(self, call: Call, moving) -> bool:
         """Whether the residuals and the tangents of those operands determine the results' shapes.
@@ -404,20 +369,20 @@ class Op:
         The tangent of a bias does not. The derivative along a bias is that of the reference.
         """
         operands = [s for s in self._residual_slots(call) if s is not None]
-        operands += [s for s, m in zip(call.given(call.args), moving, strict=True) if m]
-        tells = any(s.batched and not s.spread for s in operands)
         args = call.given(call.args)
-        if all(s.spread for s in args if s.batched):  # together they determine it
-            kept = self._kept_args(call)
-            tells = tells or all(p in kept for p, s in enumerate(call.args) if s.spread)
-        return tells or not any(s.batched for s in call.outs)
+        operands += selected(args, moving)
+        known = any(s.batched and not s.broadcast for s in operands)
+        if all(s.broadcast for s in args if s.batched):  # together they determine it
+            residuals = self._residual_places(call)
+            known = known or all(p in residuals for p, s in enumerate(call.args) if s.broadcast)
+        return known or not any(s.batched for s in call.outs)
 
-    def _kept_args(self, call: Call) -> dict[int, int]:
+    def _residual_places(self, call: Call) -> dict[int, int]:
         """The operands that are kept, and their places among the residuals."""
         positions = call.given(range(len(call.args)))
-        kept = self._kept(call, positions, ["result"] * len(call.outs), ["saved"] * len(call.saved))
-        kept = [p for p in kept if p is not None]
-        return {p: i for i, p in enumerate(kept) if isinstance(p, int)}
+        others = ["result"] * len(call.outs), ["saved"] * len(call.saved)
+        residuals = self._residuals_of(call, positions, *others)
+        return {p: i for i, p in enumerate(residuals) if isinstance(p, int)}
 
     def _lin_jvp(self, primals, tangents, *, call, levels, which):
         out = self._lin.bind(primals, call, levels, which)
@@ -426,13 +391,10 @@ class Op:
         moving = [not _is_zero(t) for t in tangents[n:]]
         terms = []
         if any(moving):
-            still = iter(moving)
-            fewer = tuple(w and next(still) for w in which)
-            keep = [True] * n + moving
-            dots = [t for t, m in zip(tangents[n:], moving, strict=True) if m]
-            terms.append(
-                self._lin.bind([*primals[:n], *dots], call, _select_levels(levels, keep), fewer)
-            )
+            # Without the tangents that are zero, which `_lin` would read.
+            operands = [*primals[:n], *selected(tangents[n:], moving)]
+            fewer = tuple(tuple(selected(f, [True] * n + moving)) for f in levels)
+            terms.append(self._lin.bind(operands, call, fewer, tuple(placed(moving, which, which))))
         terms += self._residual_term("_lin", primals, tangents, call, levels, which)
         return out, _add(terms, out)
 
@@ -442,8 +404,7 @@ class Op:
         Instantiates symbolic zeros if the others do not determine the results' shapes.
         """
         tangents = list(tangents)
-        still = iter(not _is_zero(t) for t in tangents[n:])
-        moving = call.given([w and next(still) for w in which])
+        moving = call.given(placed([not _is_zero(t) for t in tangents[n:]], which, which))
         if any(moving) and not self._determines_results(call, moving):
             tangents[n:] = [ad.instantiate_zeros(t) for t in tangents[n:]]
         return tangents
@@ -464,7 +425,8 @@ class Op:
         if all(_is_zero(t) for t in tangents[:n]):
             return []
         function = _vmapped(self._function(kind, call, which, native=False), levels)
-        return [jvp_of(lambda *kept: function(*kept, *primals[n:]), primals[:n], tangents[:n])[1]]
+        fixed = primals[n:]
+        return [jvp_of(lambda *xs: function(*xs, *fixed), primals[:n], tangents[:n])[1]]
 
     def _plain_transpose(self, cts, *operands, call, levels, which):
         """The rule for ``jax.linear_transpose``.
@@ -474,108 +436,80 @@ class Op:
         del which
         undefined = [ad.is_undefined_primal(x) for x in operands]
         given = [i for i, p in enumerate(call.present) if p]
-        places = [given.index(p) for p in self._kept_args(call)]
+        places = [given.index(p) for p in self._residual_places(call)]
         if len(places) < self._n_residuals(call) or any(undefined[i] for i in places):
             raise NotImplementedError(f"{self.name} is not linear, and cannot be transposed")
         cts = [ad.instantiate_zeros(ct) for ct in cts]
-        wanted = tuple(bool(u) for u in call.spread(undefined))
+        needs_grad = tuple(bool(u) for u in call.by_operand(undefined))
         vjp_levels = tuple(tuple(flags[i] for i in places) + (True,) * len(cts) for flags in levels)
-        kept = [operands[i] for i in places]
-        grads = iter(self._vjp.bind([*kept, *cts], call, vjp_levels, wanted))
-        return [
-            _sum_unmapped(next(grads), [level[i] for level in levels]) if u else None
-            for i, u in enumerate(undefined)
-        ]
+        residuals = [operands[i] for i in places]
+        grads = self._vjp.bind([*residuals, *cts], call, vjp_levels, needs_grad)
+        return _in_shapes_of(operands, placed(grads, undefined), levels)
 
     def _lin_transpose(self, cts, *operands, call, levels, which):
-        kept, tangents = self._split(call, operands)
+        residuals, tangents = self._split(call, operands)
         undefined = [ad.is_undefined_primal(t) for t in tangents]
-        rest = iter(undefined)
-        wanted = tuple(w and next(rest) for w in which)
-        kept = self._as_large_as_tangents(call, kept, tangents, which)
+        needs_grad = tuple(placed(undefined, which, which))
+        residuals = self._as_large_as_tangents(call, residuals, tangents, which)
         cts = [ad.instantiate_zeros(ct) for ct in cts]
-        vjp_levels = tuple(flags[: len(kept)] + (True,) * len(cts) for flags in levels)
-        grads = iter(self._vjp.bind([*kept, *cts], call, vjp_levels, wanted))
-        flags = [[level[len(kept) + i] for level in levels] for i in range(len(tangents))]
-        summed = [
-            _fit(_sum_unmapped(next(grads), f), t.aval) if ad.is_undefined_primal(t) else None
-            for t, f in zip(tangents, flags, strict=True)
-        ]
-        return [None] * len(kept) + summed
+        vjp_levels = tuple(flags[: len(residuals)] + (True,) * len(cts) for flags in levels)
+        grads = self._vjp.bind([*residuals, *cts], call, vjp_levels, needs_grad)
+        grads = [None] * len(residuals) + placed(grads, undefined)
+        return _in_shapes_of(operands, grads, levels)
 
-    def _as_large_as_tangents(self, call: Call, kept, tangents, which) -> list:
+    def _as_large_as_tangents(self, call: Call, residuals, tangents, which) -> list:
         """Expands residuals whose gradients have their shape to the shape of the tangents.
 
         If ``vmap`` folded a mapped axis into ``...``, a tangent may have it and its operand not.
         """
-        kept, rest, places = list(kept), iter(tangents), self._kept_args(call)
-        for p, slot in enumerate(call.args):
-            tangent = next(rest) if which[p] else None
-            if slot.spread and p in places and ad.is_undefined_primal(tangent):
-                x, aval = kept[places[p]], tangent.aval
+        residuals, places = list(residuals), self._residual_places(call)
+        for p, (slot, tangent) in enumerate(zip(call.args, placed(tangents, which), strict=True)):
+            if slot.broadcast and p in places and ad.is_undefined_primal(tangent):
+                x, aval = residuals[places[p]], tangent.aval
                 n = min(x.ndim, aval.ndim)  # the ranks differ if there are levels
                 shape = (
                     *x.shape[: x.ndim - n],
                     *jnp.broadcast_shapes(x.shape[x.ndim - n :], aval.shape[aval.ndim - n :]),
                 )
                 if shape == aval.shape:
-                    kept[places[p]] = _fit(x, aval)
+                    residuals[places[p]] = _fit(x, aval)
                 elif shape != x.shape:
-                    kept[places[p]] = jnp.broadcast_to(x, shape)
-        return kept
+                    residuals[places[p]] = jnp.broadcast_to(x, shape)
+        return residuals
 
     def _vjp_transpose(self, cts, *operands, call, levels, which):
-        kept, out_cts = self._split(call, operands)
+        residuals, _ = self._split(call, operands)
         cts = self._determining(call, which, cts, 0)
-        nonzero = iter([not _is_zero(ct) for ct in cts])
-        fewer = tuple(w and next(nonzero) for w in which)
-        tangents = [ct for ct in cts if not _is_zero(ct)]
-        lin_levels = tuple(flags[: len(kept)] + (True,) * len(tangents) for flags in levels)
-        outs = self._lin.bind([*kept, *tangents], call, lin_levels, fewer)
-        summed = [
-            _fit(_sum_unmapped(y, [level[len(kept) + i] for level in levels]), ct.aval)
-            if ad.is_undefined_primal(ct)
-            else None
-            for i, (y, ct) in enumerate(zip(outs, out_cts, strict=True))
-        ]
-        return [None] * len(kept) + summed
-
-    def batched_call(self, call: Call, **where) -> Call:
-        """The call that takes a mapped axis at a position of its operand or result."""
-        text, options = self.batch(dict(call.options), **where)
-        left, _, right = text.partition("->")
-        (operand,), (result,) = parse_slots(left), parse_slots(right)
-        return dataclasses.replace(
-            call,
-            args=(dataclasses.replace(operand, dtype=call.args[0].dtype),),
-            outs=(dataclasses.replace(result, dtype=call.outs[0].dtype),),
-            options=tuple(sorted(options.items())),
-            sizes=(),
-        )
+        moving = [not _is_zero(ct) for ct in cts]
+        tangents = selected(cts, moving)
+        lin_levels = tuple(flags[: len(residuals)] + (True,) * len(tangents) for flags in levels)
+        which = tuple(placed(moving, which, which))
+        outs = self._lin.bind([*residuals, *tangents], call, lin_levels, which)
+        return _in_shapes_of(operands, [None] * len(residuals) + list(outs), levels)
 
     # -- evaluation ------------------------------------------------------------------------------
 
     def stage_signature(self, kind: str, call: Call, which: tuple[bool, ...]) -> Signature:
         """The signature of one of the four primitives."""
         args = tuple(call.given(call.args))
-        kept = tuple(s for s in self._residual_slots(call) if s is not None)
+        residuals = tuple(s for s in self._residual_slots(call) if s is not None)
         chosen = [p for p, w in enumerate(which or call.present) if w]
 
         def gradients() -> tuple[Slot, ...]:
-            places = self._kept_args(call)
+            places = self._residual_places(call)
             return tuple(
-                dataclasses.replace(call.args[p], spread=False, like=places[p])
-                if call.args[p].spread and p in places
+                dataclasses.replace(call.args[p], broadcast=False, like=places[p])
+                if call.args[p].broadcast and p in places
                 else call.args[p]
                 for p in chosen
             )
 
-        signature = {
-            "": lambda: Signature(args, call.outs),
-            "_fwd": lambda: Signature(args, call.outs + call.saved),
-            "_lin": lambda: Signature(kept + tuple(call.args[p] for p in chosen), call.outs),
-            "_vjp": lambda: Signature(kept + call.outs, gradients()),
-        }[kind]()
+        if kind == "_vjp":
+            signature = Signature(residuals + call.outs, gradients())
+        elif kind == "_lin":
+            signature = Signature(residuals + tuple(call.args[p] for p in chosen), call.outs)
+        else:
+            signature = Signature(args, call.outs + call.saved * (kind == "_fwd"))
         return signature.with_sizes(dict(call.sizes))
 
     def _function(self, kind: str, call: Call, which, native: bool) -> Callable:
@@ -584,30 +518,29 @@ class Op:
 
         def plain(*args):
             function = self.forward if native else self.reference
-            return _as_list(function(*call.spread(args), **options))
+            return _as_list(function(*call.by_operand(args), **options))
 
         def fwd(*args):
-            args = call.spread(args)
+            args = call.by_operand(args)
             if native:
                 return _as_list(self.forward_saving(*args, **options))
             return _as_list(self.reference(*args, **options)) + list(self.save(*args, **options))
 
         def lin(*operands):
-            kept, tangents = self._split(call, operands)
-            kept, rest = self._spread_residuals(call, kept), iter(tangents)
-            spread = [next(rest) if w else None for w in which]
+            residuals, tangents = self._split(call, operands)
+            residuals, tangents = self._with_absent(call, residuals), placed(tangents, which)
             function = self.tangent if native else (self.pushforward or self._reference_jvp)
-            return _as_list(function(kept, spread, **options))
+            return _as_list(function(residuals, tangents, **options))
 
         def vjp(*operands):
-            kept, cts = self._split(call, operands)
-            kept = self._spread_residuals(call, kept)
+            residuals, cts = self._split(call, operands)
+            residuals = self._with_absent(call, residuals)
             if native:
-                grads = self.backward(kept, cts, which, **options)
+                grads = self.backward(residuals, cts, which, **options)
             elif self.pullback is not None:
-                grads = self.pullback(kept, cts, **options)
+                grads = self.pullback(residuals, cts, **options)
             else:
-                grads = self._reference_vjp(kept, cts, which, **options)
+                grads = self._reference_vjp(residuals, cts, which, **options)
             return [
                 g.astype(slot.dtype)  # sums have the accumulator dtype
                 for g, slot, w in zip(grads, call.args, which, strict=True)
@@ -616,31 +549,28 @@ class Op:
 
         return own_code()({"": plain, "_fwd": fwd, "_lin": lin, "_vjp": vjp}[kind])
 
-    def _reference_of(self, kept, which, options):
+    def _reference_of(self, residuals, which, options):
         """The reference as a function of the operands marked in ``which``, and these operands."""
-        args = list(kept[: len(which)])
+        args = residuals[: len(which)]
 
         def function(*chosen):
-            rest = iter(chosen)
-            full = [next(rest) if w else x for x, w in zip(args, which, strict=True)]
-            return _as_list(self.reference(*full, **options))
+            return _as_list(self.reference(*placed(chosen, which, args), **options))
 
-        return function, [x for x, w in zip(args, which, strict=True) if w]
+        return function, selected(args, which)
 
-    def _reference_jvp(self, kept, tangents, **options):
+    def _reference_jvp(self, residuals, tangents, **options):
         which = [t is not None for t in tangents]
-        function, chosen = self._reference_of(kept, which, options)
-        moving = [t for t in tangents if t is not None]
+        function, chosen = self._reference_of(residuals, which, options)
+        moving = selected(tangents, which)
         for i, pair in enumerate(zip(chosen, moving, strict=True)):
             if pair[0].shape != pair[1].shape:  # only one of them has a mapped axis
                 whole = broadcast_type(pair)
                 chosen[i], moving[i] = (broadcast_to(x, whole) for x in pair)
         return jax.jvp(function, chosen, moving)[1]
 
-    def _reference_vjp(self, kept, cts, which, **options):
-        function, chosen = self._reference_of(kept, which, options)
-        grads = iter(jax.vjp(function, *chosen)[1](list(cts)))
-        return [next(grads) if w else None for w in which]
+    def _reference_vjp(self, residuals, cts, which, **options):
+        function, chosen = self._reference_of(residuals, which, options)
+        return placed(jax.vjp(function, *chosen)[1](list(cts)), which)
 
     def choose(self, kind: str, call: Call, levels, which, platform: str) -> _dispatch.Choice:
         """Kernel or reference for a primitive, unless the kernel refuses the operands."""
@@ -667,8 +597,8 @@ class Op:
         """Which operand of the op each operand of a primitive is, or is the tangent of."""
         if kind in ("", "_fwd"):
             return call.given(range(len(call.args)))
-        kept = {i: place for place, i in self._kept_args(call).items()}
-        places = [kept.get(i) for i in range(self._n_residuals(call))]
+        residuals = {i: place for place, i in self._residual_places(call).items()}
+        places = [residuals.get(i) for i in range(self._n_residuals(call))]
         return places + [p for p, w in enumerate(which) if w and kind == "_lin"]
 
 
@@ -707,7 +637,7 @@ class _Stage:
         if self.op.batch is not None:
             (at,) = dims
             where = {"result": at} if self.kind == "_vjp" else {"operand": at}
-            outs = self.bind(operands, self.op.batched_call(call, **where), levels, which)
+            outs = self.bind(operands, self.op.batch(call, **where), levels, which)
             return outs, [0] * len(outs)
         mapped = [d is not None for d in dims]
         signature = self.op.stage_signature(self.kind, call, which)
@@ -730,10 +660,10 @@ class _Stage:
                 return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
             with lowering_for(_compat.partitions(ctx), self.primitive.name):
-                found, choice = self.decided(lowered, platform, **params)
+                result, choice = self.decided(lowered, platform, **params)
             if platform and choice not in self.op.decide(params["call"].request, platform):
                 _explain.log_refusal(self.primitive.name, choice)
-            return found
+            return result
 
         return rule
 
@@ -785,11 +715,9 @@ def jvp_of(function: Callable, primals, tangents) -> tuple[list, list]:
     moving = [not _is_zero(t) for t in tangents]
 
     def partial(*chosen):
-        rest = iter(chosen)
-        return function(*(next(rest) if m else p for p, m in zip(primals, moving, strict=True)))
+        return function(*placed(chosen, moving, primals))
 
-    chosen = [p for p, m in zip(primals, moving, strict=True) if m]
-    outs, dots = jax.jvp(partial, chosen, [t for t, m in zip(tangents, moving, strict=True) if m])
+    outs, dots = jax.jvp(partial, selected(primals, moving), selected(tangents, moving))
     return list(outs), list(dots)
 
 
@@ -814,14 +742,16 @@ def _fit(x, aval):
     return broadcast_to(x.sum(summed, keepdims=True) if summed else x, aval)
 
 
-def _sum_unmapped(x, flags):
-    """Sums over the level axes that the primal operand does not have."""
-    axes = tuple(i for i, f in enumerate(flags) if not f)
-    return x.sum(axes) if axes else x
+def _in_shapes_of(operands, values, levels) -> list:
+    """The (co)tangents of undefined operands, summed to their shapes, and ``None`` for others."""
 
+    def fit(i, x, value):
+        # Levels that the operand does not have lead in the value.
+        axes = tuple(level for level, flags in enumerate(levels) if not flags[i])
+        return _fit(value.sum(axes) if axes else value, x.aval)
 
-def _select_levels(levels, keep):
-    return tuple(tuple(f for f, k in zip(flags, keep, strict=True) if k) for flags in levels)
+    pairs = enumerate(zip(operands, values, strict=True))
+    return [fit(i, x, v) if ad.is_undefined_primal(x) else None for i, (x, v) in pairs]
 
 
 def _per_operand(levels, operands) -> list[tuple[bool, ...]]:

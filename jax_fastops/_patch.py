@@ -1,10 +1,10 @@
 """``patch``: functions of ``jax.nn``, Flax and optax are ours in a block.
 
-A function may have been imported by name long before, so it is not enough to replace the attribute
-of its module. What is replaced is what a call of the function runs: the code of a Python function
-(also of one under ``jax.jit``, which is traced again), the class of a function with a derivative
-rule (``jax.custom_jvp``), and the method of a class. The replacement asks for the context of its
-thread, and runs the original outside of ``patch``. It is installed once and stays.
+A function may have been imported by name long before, so what is replaced is what a call of it
+runs: the code of a Python function (also of one under ``jax.jit``, which is traced again), the
+class of a function with a derivative rule (``jax.custom_jvp``), and the method of a class. The
+replacement asks for the context of its thread, and runs the original outside of ``patch``. It is
+installed once and stays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from jax_fastops import _implementation, _patched
-from jax_fastops._arguments import epsilon
+from jax_fastops._arguments import FLOATING, is_epsilon
 from jax_fastops._dispatch import kernel_or
 from jax_fastops.autofuse._losses import losses_by_label
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
@@ -35,8 +35,6 @@ from jax_fastops.norm import layer_norm, rms_norm
 from jax_fastops.relu import relu
 from jax_fastops.softmax import log_softmax, softmax
 
-_DTYPES = {"float32", "bfloat16", "float16", "float64"}
-
 # ---- what runs in place of each function ---------------------------------------------------------
 # Each takes the original and the arguments of the call.
 
@@ -44,34 +42,28 @@ _DTYPES = {"float32", "bfloat16", "float16", "float64"}
 def _takes(*arrays: Any) -> bool:
     """Whether these are arrays for which the results of the ops have the same dtype."""
     return all(
-        isinstance(x, jax.Array) and x.ndim and str(x.dtype) in _DTYPES and not x.weak_type
+        isinstance(x, jax.Array) and x.ndim and str(x.dtype) in FLOATING and not x.weak_type
         for x in arrays
     )
 
 
-def _takes_alone(x: Any) -> bool:
+def _takes_traced(x: Any) -> bool:
     """The same for a function that XLA fuses with its neighbors in a traced program."""
     fused = _implementation.current() == "auto" and isinstance(x, jax.core.Tracer)
     return _takes(x) and not fused
 
 
-def _relu(original, x):
-    return kernel_or(relu, original)(x) if _takes_alone(x) else original(x)
+def _element_wise(ours, original, x, *rest):
+    return (kernel_or(ours, original) if _takes_traced(x) else original)(x, *rest)
+
+
+def _activation(name: str):
+    return lambda x, *_: bias_act(x, None, activation=name)
 
 
 def _gelu(original, x, approximate=True):
-    return _activation("gelu" if approximate else "gelu_exact", original, x, approximate)
-
-
-def _silu(original, x):
-    return _activation("silu", original, x)
-
-
-def _activation(name, original, x, *rest):
-    def ours(x, *_):
-        return bias_act(x, None, activation=name)
-
-    return kernel_or(ours, original)(x, *rest) if _takes_alone(x) else original(x, *rest)
+    ours = _activation("gelu" if approximate else "gelu_exact")
+    return _element_wise(ours, original, x, approximate)
 
 
 def _softmax(original, x, axis=-1, where=None, **rest):
@@ -80,7 +72,7 @@ def _softmax(original, x, axis=-1, where=None, **rest):
 
 def _log_softmax(original, x, axis=-1, where=None, **rest):
     """A loss often picks one element of a row, and XLA then stores none."""
-    return _softmax_of(log_softmax, original, _takes_alone(x), x, axis=axis, where=where, **rest)
+    return _softmax_of(log_softmax, original, _takes_traced(x), x, axis=axis, where=where, **rest)
 
 
 def _softmax_of(ours, original, takes: bool, x, *, where, **rest):
@@ -105,11 +97,7 @@ def _linen_parameters(layer, x, axis: int) -> list | None:
 
     They are read without a claim on their names, so that the original can still make it.
     """
-    if not _takes(x) or layer.is_initializing():
-        return None
-    try:
-        epsilon("patch", layer.epsilon)
-    except (TypeError, ValueError):  # Flax takes arrays and negative numbers, too
+    if not _takes(x) or layer.is_initializing() or not is_epsilon(layer.epsilon):
         return None
     unbox = sys.modules["flax.core.meta"].unbox
     used = {leaf: getattr(layer, f"use_{leaf}", False) for leaf in ("scale", "bias")}
@@ -214,9 +202,9 @@ _LINEN_NORMS = [
 ]
 # By name: the module, the place in it, and what runs. A module is patched once it is imported.
 _PLACES: dict[str, list[tuple[str, str, Callable]]] = {
-    "relu": [("jax.nn", "relu", _relu)],
+    "relu": [("jax.nn", "relu", functools.partial(_element_wise, relu))],
     "gelu": [("jax.nn", "gelu", _gelu)],
-    "silu": [("jax.nn", "silu", _silu)],
+    "silu": [("jax.nn", "silu", functools.partial(_element_wise, _activation("silu")))],
     "softmax": [("jax.nn", "softmax", _softmax)],
     "log_softmax": [("jax.nn", "log_softmax", _log_softmax)],
     "cross_entropy": [("optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy)],
@@ -298,10 +286,10 @@ def _code_that_runs(place: str, f: types.FunctionType) -> types.CodeType:
         "  from jax_fastops._patch import _run\n"
         f"  return _run({', '.join(given)})\n"
     )
-    made: dict[str, Any] = {}
-    exec(text, made)
+    namespace: dict[str, Any] = {}
+    exec(text, namespace)
     line = {"co_filename": code.co_filename, "co_firstlineno": code.co_firstlineno}
-    return made[f.__name__].__code__.replace(**line)
+    return namespace[f.__name__].__code__.replace(**line)
 
 
 def _install_all() -> None:
@@ -347,9 +335,8 @@ class patch(contextlib.ContextDecorator):
     =================== =======================================================================
 
     In a traced program, XLA fuses ``relu``, ``gelu``, ``silu`` and ``log_softmax`` with their
-    neighbors, which one call does not see. With the implementation ``"auto"`` they stay as they are
-    there; :class:`autofuse` sees the neighbors. Layers keep their parameters, statistics and
-    streams of keys.
+    neighbors. With the implementation ``"auto"`` they stay as they are there; :class:`autofuse`
+    sees the neighbors. Layers keep their parameters, statistics and streams of keys.
 
     Args:
       only: the names to replace. Default: all.
@@ -359,9 +346,7 @@ class patch(contextlib.ContextDecorator):
       ValueError: a name is not known.
 
     Example:
-      >>> import jax, jax.numpy as jnp
       >>> from jax.nn import softmax
-      >>> import jax_fastops as fo
       >>> with fo.patch(), fo.use_implementation("native"):
       ...     print("softmax" in str(jax.make_jaxpr(softmax)(jnp.ones(8))))
       True

@@ -3,9 +3,8 @@
 A row of elements has a *seed* of four uint32 words: its position among the rows (the low and the
 high word), and the two words of the key. Blocks of eight elements take the 128 bits of one Philox
 call with the counter ``(block, low, high, 0)``, 16 bits for an element. Kernels that XLA may
-partition take the seeds as an operand, because such a call does not know which shard it is. So do
-those under a ``vmap``. The others count the rows themselves, which saves the pass that writes the
-seeds.
+partition, or under a ``vmap``, take the seeds as an operand, because such a call does not know
+which rows it has. The others count the rows, which saves the pass that writes the seeds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 
 from jax_fastops._arguments import real_number
 from jax_fastops._kernel import partitions
-from jax_fastops._views import explicit_spec
+from jax_fastops._views import broadcast, explicit_spec, spec_of
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -59,10 +58,6 @@ def key_words(op: str, name: str, key: Any) -> jax.Array:
 
     The words of ``jax.random.key_data``, if these are two. More words are folded, by Philox with
     the first two as key and the next two as counter.
-
-    Raises:
-      TypeError: it is no key.
-      ValueError: it is an array of keys.
     """
     accepted = "it must be a key of jax.random, of shape () (typed) or (words,) (raw uint32)"
     dtype = getattr(key, "dtype", None)
@@ -101,11 +96,7 @@ class Drop(NamedTuple):
 
 
 def drop_of(op: str, key_name: str, key: Any, rate_name: str, rate: object) -> Drop | None:
-    """The dropout with these arguments, or ``None`` for the rate 0, which needs no key.
-
-    Raises:
-      TypeError, ValueError: as :func:`key_words` and :func:`drop_rate`.
-    """
+    """The dropout with these arguments, or ``None`` for the rate 0, which needs no key."""
     threshold, scale = drop_rate(op, rate_name, rate)
     if key is None and rate == 0:
         return None
@@ -159,27 +150,23 @@ def row_seeds(words, shape, sharding=None) -> jax.Array:
     rows = tuple(shape[:-1])
     spec = explicit_spec(sharding, len(shape))
 
-    def spread(x, like, axes):
-        if spec is None:
-            return jnp.broadcast_to(x, like)
-        axes = jax.sharding.PartitionSpec(*axes)
-        return jnp.broadcast_to(x, like, out_sharding=sharding.update(spec=axes))
-
     count = math.prod(rows) if all(isinstance(d, int) for d in rows) else None
     if any(isinstance(d, int) and d >= 1 << 32 for d in rows):
         raise ValueError(f"an array of shape {tuple(shape)} has 2**32 rows or more along one axis")
     indices = [
-        spread(
+        broadcast(
             jnp.arange(size, dtype=jnp.uint32).reshape(-1, *(1,) * (len(rows) - 1 - d)),
             rows,
-            () if spec is None else spec[:-1],
+            sharding,
+            spec and spec[:-1],
         )
         for d, size in enumerate(rows)
     ]
     position = position_of(indices, rows, wide=count is None or count > 1 << 32)
     parts = [*position, words[0], words[1]]
-    whole = () if spec is None else (*spec[:-1], None)
-    return jnp.concatenate([spread(_u32(part)[..., None], (*rows, 1), whole) for part in parts], -1)
+    whole = spec and (*spec[:-1], None)
+    parts = [broadcast(_u32(part)[..., None], (*rows, 1), sharding, whole) for part in parts]
+    return jnp.concatenate(parts, -1)
 
 
 def position_of(indices, sizes, wide: bool = True) -> tuple[jax.Array, jax.Array]:
@@ -207,7 +194,7 @@ def kept(seeds, n, threshold: int) -> jax.Array:
     words = philox((blocks, low, high, 0), key)
     halves = [half for word in words for half in (word & _u32(0xFFFF), word >> 16)]
     bits = jnp.stack(halves, -1)
-    kind, spec = jax.typeof(bits).sharding, explicit_spec(jax.typeof(bits).sharding, bits.ndim)
+    kind, spec = jax.typeof(bits).sharding, spec_of(bits)
     if spec is not None:  # by name, because there may be no mesh in the context
         kind = kind.update(spec=jax.sharding.PartitionSpec(*spec[:-1]))
     shape = (*bits.shape[:-2], bits.shape[-2] * 8)

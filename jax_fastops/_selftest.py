@@ -29,15 +29,8 @@ RUNS, IN_FLIGHT = 5, 8
 MORE_ROWS = {"cpu": 1, "gpu": 64}
 
 
-def _step(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The result and the gradients, for cotangents that bfloat16 holds exactly.
-
-    They are constants: XLA may leave out a traced rounding in one program and keep it in another.
-    """
-
-    def cotangent(y):
-        values = np.cos(np.arange(y.size)).astype(jnp.bfloat16)
-        return constant(values.reshape(y.shape).astype(y.dtype))
+def _step(function: Callable[..., Any], cotangent: Callable = lambda y: y) -> Callable[..., Any]:
+    """The result and the gradients, for a cotangent that depends on the result."""
 
     def step(*args):
         out, pull = jax.vjp(function, *args)
@@ -46,21 +39,20 @@ def _step(function: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _timed_step(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, with the results as cotangents."""
+def _exact(y):
+    """A cotangent that bfloat16 holds exactly.
 
-    def step(*args):
-        out, pull = jax.vjp(function, *args)
-        return out, pull(out)
-
-    return step
+    It is constant: XLA may leave out a traced rounding in one program and keep it in another.
+    """
+    values = np.cos(np.arange(y.size)).astype(jnp.bfloat16)
+    return constant(values.reshape(y.shape).astype(y.dtype))
 
 
 def _operands(shapes: Iterable[tuple[int, ...]], device: Any) -> list[Any]:
     """Operands that bfloat16 holds exactly."""
     rng = np.random.default_rng(0)
-    made = [rng.standard_normal(s).astype(jnp.bfloat16).astype(np.float32) for s in shapes]
-    return [jax.device_put(x, device) for x in made]
+    operands = [rng.standard_normal(s).astype(jnp.bfloat16).astype(np.float32) for s in shapes]
+    return [jax.device_put(x, device) for x in operands]
 
 
 def error_of(got: Any, expected: Any) -> float:
@@ -83,9 +75,7 @@ def _time(compiled: Callable[..., Any], args: list[Any]) -> float:
     return min(taken)
 
 
-def _compiled(
-    implementation: str, step: Callable[..., Any], args: list[Any]
-) -> tuple[Callable[..., Any], bool]:
+def _compiled(implementation: str, step: Callable[..., Any], args: list[Any]):
     """The compiled function, and whether a kernel is in it."""
     with fo.use_implementation(implementation):
         lowered = jax.jit(step).lower(*args)
@@ -111,7 +101,7 @@ def check(call: Example, device: Any) -> Checked | Exception:
 
 def _check(call: Example, device: Any) -> Checked:
     errors = {jnp.dtype(d).name: 0.0 for d in DTYPES}
-    kernels, step = True, _step(call.function)
+    kernels, step = True, _step(call.function, _exact)
     for shapes in call.shapes:
         args = _operands(shapes, device)
         reference, _ = _compiled("xla", step, args)
@@ -126,7 +116,7 @@ def _check(call: Example, device: Any) -> Checked:
     shapes = [(more * s[0], *s[1:]) if len(s) > 1 else s for s in call.shapes[0]]
     place = jax.sharding.SingleDeviceSharding(device)
     types = [jax.ShapeDtypeStruct(shape, np.float32, sharding=place) for shape in shapes]
-    timed = [_compiled(name, _timed_step(call.function), types)[0] for name in ("native", "xla")]
+    timed = [_compiled(name, _step(call.function), types)[0] for name in ("native", "xla")]
     return Checked(errors, kernels, timed, shapes)
 
 

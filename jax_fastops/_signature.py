@@ -23,10 +23,6 @@ In the declaration of a kernel, every operand and result has a name, directly fo
 ``"x: ... n, scale?: n :acc? -> y: ... n, rstd?: ... :acc"``. One whose name ends in a question mark
 is optional. Operands have a dtype in the same notation, which a call must match. ``:acc?`` is the
 dtype of the first operand or its accumulator.
-
-The string determines the shapes and dtypes of results (:meth:`Signature.infer`), whether a mapped
-axis can be folded into ``...`` (:meth:`Signature.folds`), how many leading dimensions of a call are
-batch dimensions, and the Shardy rule of the call (:mod:`jax_fastops._kernel`).
 """
 
 from __future__ import annotations
@@ -117,7 +113,7 @@ class Slot:
     batched: bool
     dims: tuple[Dim, ...]
     dtype: str | int | None = None
-    spread: bool = False  # with "~...": broadcast along batch dimensions of size 1
+    broadcast: bool = False  # with "~...": broadcast along batch dimensions of size 1
     like: int | None = None  # the operand with "~..." whose shape and sharding a result has
     name: str | None = None
     optional: bool = False
@@ -127,12 +123,12 @@ class Slot:
         name = _SLOT_NAME.match(text)
         dims, _, dtype = text[name.end() if name else 0 :].partition(":")
         words = dims.split()
-        spread = bool(words) and words[0] == "~..."
-        batched = spread or (bool(words) and words[0] == "...")
+        broadcast = bool(words) and words[0] == "~..."
+        batched = broadcast or (bool(words) and words[0] == "...")
         rule: str | int | None = dtype.strip() or None
         if isinstance(rule, str) and rule.isdigit():
             rule = int(rule)
-        slot = cls(batched, tuple(Dim.parse(w) for w in words[batched:]), rule, spread)
+        slot = cls(batched, tuple(Dim.parse(w) for w in words[batched:]), rule, broadcast)
         return dataclasses.replace(slot, name=name[1], optional=bool(name[2])) if name else slot
 
     @property
@@ -147,7 +143,7 @@ class Slot:
 
     def __str__(self) -> str:
         lead = [f"{self.name}{'?' * self.optional}:"] if self.name else []
-        lead += ["~..." if self.spread else "..."] if self.batched else []
+        lead += ["~..." if self.broadcast else "..."] if self.batched else []
         words = lead + [str(d) for d in self.dims]
         return " ".join(words + ([f":{self.dtype}"] if self.dtype is not None else []))
 
@@ -197,7 +193,7 @@ class Signature:
             raise ValueError(f"the slots of '{self}' with '...' have different names with a star")
         if any(s.free for s in self.operands + self.results if not s.batched):
             raise ValueError(f"a slot of '{self}' has a name with a star but no '...'")
-        if any(s.spread and s.like is None for s in self.results):
+        if any(s.broadcast and s.like is None for s in self.results):
             raise ValueError(f"a result of '{self}' has '~...'")
 
     @property
@@ -215,19 +211,19 @@ class Signature:
             raise ValueError(f"'{self}' takes {len(self.operands)} operands, got {len(shapes)}")
         batch: tuple | None = self.batch
         sizes: dict[str, Any] = {}
-        if batch is None and self.spreads_alone:
+        if batch is None and self.only_broadcast:
             batch, sizes = self._broadcast(shapes)
         for slot, shape in zip(self.operands, shapes, strict=True):
             n_batch = len(shape) - len(slot.dims)
             if n_batch < 0 or (n_batch and not slot.batched):
                 raise ValueError(f"shape {tuple(shape)} does not fit '{slot}' of '{self}'")
-            if slot.batched and not slot.spread:
+            if slot.batched and not slot.broadcast:
                 head = tuple(shape[:n_batch])
                 if batch is not None and head != batch:
                     raise ValueError(f"leading dimensions {head} and {batch} differ in '{self}'")
                 batch = head
             for dim, size in zip(slot.dims, shape[n_batch:], strict=True):
-                if dim.plain and not (slot.spread and dim.free):
+                if dim.plain and not (slot.broadcast and dim.free):
                     if sizes.setdefault(dim.name, size) != size:
                         other = sizes[dim.name]
                         raise ValueError(
@@ -236,28 +232,28 @@ class Signature:
         # Derived sizes are checked now that all names are known.
         for slot, shape in zip(self.operands, shapes, strict=True):
             n_batch = len(shape) - len(slot.dims)
-            if slot.spread and n_batch != len(batch or ()):
+            if slot.broadcast and n_batch != len(batch or ()):
                 raise ValueError(
                     f"shape {tuple(shape)} does not have the rank of '...' in '{self}'"
                 )
             for dim, size in zip(slot.dims, shape[n_batch:], strict=True):
-                known = sizes.keys() >= set(dim.names) and not (slot.spread and dim.free)
+                known = sizes.keys() >= set(dim.names) and not (slot.broadcast and dim.free)
                 if known and dim.resolve(sizes) != size:
                     raise ValueError(f"dimension '{dim}' of '{self}' cannot be {size}")
         return Bound(batch or (), sizes)
 
     @property
-    def spreads_alone(self) -> bool:
+    def only_broadcast(self) -> bool:
         """Whether ``...`` is the shape to which the operands with ``~...`` broadcast."""
         batched = [slot for slot in self.operands if slot.batched]
-        return bool(batched) and all(slot.spread for slot in batched)
+        return bool(batched) and all(slot.broadcast for slot in batched)
 
     def _broadcast(self, shapes: Sequence[Sequence]) -> tuple[tuple, dict[str, Any]]:
         """The batch shape and the starred sizes of operands that all have ``~...``."""
         heads, stars = [], {name: [] for name in self.free}
         for slot, shape in zip(self.operands, shapes, strict=True):
             n_batch = len(shape) - len(slot.dims)
-            if slot.spread and n_batch >= 0:
+            if slot.broadcast and n_batch >= 0:
                 heads.append(tuple(shape[:n_batch]))
                 for dim, size in zip(slot.dims, shape[n_batch:], strict=True):
                     if dim.free:
@@ -312,18 +308,18 @@ class Signature:
         """The same signature with names that no operand determines replaced by their sizes."""
         known = {d.name for s in self.operands for d in s.dims if d.plain}
 
+        def fixed(dim: Dim) -> Dim:
+            if known.issuperset(dim.names):
+                return dim
+            if dim.free:
+                raise ValueError(f"no operand has the dimension '{dim}'")
+            return Dim(None, size=dim.resolve(sizes))
+
         def fix(slot: Slot) -> Slot:
-            dims = tuple(d if known.issuperset(d.names) else _fixed(d, sizes) for d in slot.dims)
-            return dataclasses.replace(slot, dims=dims)
+            return dataclasses.replace(slot, dims=tuple(map(fixed, slot.dims)))
 
         operands, results = tuple(map(fix, self.operands)), tuple(map(fix, self.results))
         return dataclasses.replace(self, operands=operands, results=results)
-
-
-def _fixed(dim: Dim, sizes: dict[str, Any]) -> Dim:
-    if dim.free:
-        raise ValueError(f"no operand has the dimension '{dim}'")
-    return Dim(None, size=dim.resolve(sizes))
 
 
 def _dtype(slot: Slot, dtypes: Sequence) -> np.dtype:

@@ -1,7 +1,6 @@
-"""Types of public functions whose result depends on a flag, without a signature for each value.
+"""Types of public functions whose result depends on a flag.
 
-For type checkers, a flag of such a function is ``Literal[False]``. A decorator adds the results for
-``True``. It has no effect at run time.
+For type checkers, a flag is ``Literal[False]``, and a decorator adds the results for ``True``.
 """
 
 from __future__ import annotations

@@ -18,12 +18,10 @@ from jax.sharding import AxisType, PartitionSpec
 def mask_view(shape, sharding=None) -> tuple[tuple, tuple | None] | None:
     """The view ``(..., n)`` in which an array of ``shape`` gets its mask, and the view's spec.
 
-    ``n`` is 8 if the last axis, or the product of some trailing axes, is a multiple of 8. The mask
-    then has one byte for eight elements. The first axis is never merged, so that a sharded batch
-    stays local. Otherwise each row of ``n`` elements pads its last mask byte.
-
-    ``sharding`` is the array's sharding if it is part of the type (explicit mesh axes). The view is
-    then one that cuts no shard, and the result is ``None`` if there is no such view.
+    ``n`` is 8 if the last axis, or the product of some trailing axes, is a multiple of 8. Otherwise
+    each row of ``n`` elements pads its last mask byte. The first axis is never merged, so that a
+    sharded batch stays local. With a ``sharding`` of explicit mesh axes, the view cuts no shard;
+    the result is ``None`` if there is no such view.
     """
     spec = explicit_spec(sharding, len(shape))
     for view, merged in _candidates(shape):
@@ -84,35 +82,56 @@ def reshape(x, shape, spec: tuple | None):
     return jax.lax.reshape(x, shape, out_sharding=PartitionSpec(*spec))
 
 
-def split_last(x, sizes: tuple[int, ...]):
-    """``x`` with its last dimension split into dimensions of these ``sizes``.
+def spec_of(x) -> tuple | None:
+    """The partition spec of an array if its sharding is part of its type, else None."""
+    return explicit_spec(jax.typeof(x).sharding, x.ndim)
 
-    If the sharding is part of the type, the first new dimension takes that of the last dimension.
-    If it cannot be sharded so, the last dimension is gathered first.
+
+def split(x, axis: int, sizes: tuple[int, ...]):
+    """``x`` with the dimension ``axis``, counted from 0, split into dimensions of these ``sizes``.
+
+    If the sharding is part of the type, the first new dimension takes that of the old one. If it
+    cannot be sharded so, the old one is gathered first.
     """
-    kind = jax.typeof(x).sharding
-    spec = explicit_spec(kind, x.ndim)
-    shape = (*x.shape[:-1], *sizes)
+    kind, spec = jax.typeof(x).sharding, spec_of(x)
+    shape = (*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
     if spec is None:
         return jax.lax.reshape(x, shape)
-    *lead, last = spec
-    if sizes[0] % parts_of(last, kind):
-        x, last = jax.sharding.reshard(x, kind.update(spec=PartitionSpec(*lead, None))), None
-    return reshape(x, shape, (*lead, last, *(None,) * (len(sizes) - 1)))
+    before, (own, *after) = spec[:axis], spec[axis:]
+    if sizes[0] % parts_of(own, kind):
+        own = None
+        x = jax.sharding.reshard(x, kind.update(spec=PartitionSpec(*before, own, *after)))
+    return reshape(x, shape, (*before, own, *(None,) * (len(sizes) - 1), *after))
+
+
+def merge(x, axis: int, count: int = 2):
+    """``x`` with ``count`` dimensions from ``axis`` on merged: the inverse of :func:`split`."""
+    end, spec = axis + count, spec_of(x)
+    shape = (*x.shape[:axis], math.prod(x.shape[axis:end]), *x.shape[end:])
+    if spec is None:
+        return jax.lax.reshape(x, shape)
+    if any(spec[axis + 1 : end]):
+        outer = PartitionSpec(*spec[: axis + 1], *(None,) * (count - 1), *spec[end:])
+        x = jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=outer))
+    own = spec[axis] if count else None
+    return reshape(x, shape, (*spec[:axis], own, *spec[end:]))
+
+
+def split_last(x, sizes: tuple[int, ...]):
+    """:func:`split` of the last dimension."""
+    return split(x, x.ndim - 1, sizes)
 
 
 def merge_last(x, count: int = 2):
-    """``x`` with its last ``count`` dimensions merged: the inverse of ``split_last``."""
-    kind = jax.typeof(x).sharding
-    spec = explicit_spec(kind, x.ndim)
-    lead = x.ndim - count
-    shape = (*x.shape[:lead], math.prod(x.shape[lead:]))
+    """:func:`merge` of the last ``count`` dimensions."""
+    return merge(x, x.ndim - count, count)
+
+
+def broadcast(x, shape, kind, spec: tuple | None):
+    """``x`` broadcast to a shape. ``spec`` is the result's, on the mesh of a sharding ``kind``."""
     if spec is None:
-        return jax.lax.reshape(x, shape)
-    if any(axis is not None for axis in spec[lead + 1 :]):
-        outer = (*spec[: lead + 1], *(None,) * (count - 1))
-        x = jax.sharding.reshard(x, kind.update(spec=PartitionSpec(*outer)))
-    return reshape(x, shape, spec[: lead + 1])
+        return jnp.broadcast_to(x, shape)
+    return jnp.broadcast_to(x, shape, out_sharding=kind.update(spec=PartitionSpec(*spec)))
 
 
 def broadcast_type(arrays):

@@ -109,9 +109,8 @@ def attention(
       logarithms, ``[B, T, N]`` in the same dtype, before dropout. They are -inf for a query without
       keys, and have no gradient, as in ``jax.nn``.
 
-    Residuals:
-      Queries, keys, values and the weights. With dropout, the scores and the key in place of the
-      weights before dropout. So memory grows with ``T * S``.
+    Residuals: queries, keys, values and the weights. With dropout, the scores and the key in place
+    of the weights before dropout. So memory grows with ``T * S``.
 
     Sharding: over batch and heads, without communication except for the gradient of what is
     broadcast. Over the sequence as XLA does for ``jax.nn``.
@@ -123,12 +122,9 @@ def attention(
       ValueError: shapes do not fit, an option is out of range, or one array of segments is given
         for queries and keys of different lengths.
 
-    Source:
-      FasterTransformer, the BERT encoder layer; ``jax.nn.dot_product_attention``.
+    Source: FasterTransformer, the BERT encoder layer; ``jax.nn.dot_product_attention``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> q = k = jnp.zeros((1, 3, 1, 2))
       >>> v = jnp.arange(6.0).reshape(1, 3, 1, 2)
       >>> fo.attention(q, k, v, segment_ids=jnp.array([[1, 1, 2]]))[0, :, 0].tolist()
@@ -224,9 +220,8 @@ def qkv_attention(
     Returns:
       An array ``[B, L, num_heads * H]`` of the dtype of ``qkv``; with ``return_residual`` a pair.
 
-    Residuals:
-      As :func:`attention`. One pass splits ``qkv`` and adds the bias, and one pass of the backward
-      merges the three cotangents and sums the gradient of the bias.
+    Residuals: as :func:`attention`. One pass splits ``qkv`` and adds the bias, and one pass of the
+    backward merges the three cotangents and sums the gradient of the bias.
 
     Sharding: over the batch without communication. Features ``[B, L, F]`` that are sharded are
     gathered; heads of ``[B, L, 3, num_heads, H]`` stay sharded.
@@ -235,12 +230,9 @@ def qkv_attention(
       TypeError, ValueError: as :func:`attention`; also if ``num_heads`` or ``num_kv_heads`` is not
         an integer, or does not fit the shape of ``qkv``.
 
-    Source:
-      FasterTransformer, the BERT encoder layer.
+    Source: FasterTransformer, the BERT encoder layer.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.qkv_attention(jnp.ones((2, 5, 36)), jnp.zeros(36), num_heads=3).shape
       (2, 5, 12)
     """

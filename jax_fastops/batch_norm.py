@@ -1,12 +1,8 @@
 """Batch norm, with the residual and the ReLU that often follow it.
 
-In training, each direction takes two passes. The forward reads the input to compute the statistics,
-from shifted sums, and again to normalize it. The backward reads the input and the cotangent for two
-sums per channel, and again for the gradient. A GPU's second pass reads from memory only the part
-that did not stay on the chip. The residuals are the input, the statistics, and one bit per element
-for the ReLU.
-
-Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
+In training, each direction takes two passes over the input: one for two sums per channel, and one
+for the result. A GPU's second pass reads from memory only the part that did not stay on the chip.
+The residuals are the input, the statistics, and one bit per element for the ReLU.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import (
@@ -38,7 +33,15 @@ from jax_fastops._op import Op
 from jax_fastops._registry import example
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._types import Flag, fans_out
-from jax_fastops._views import broadcast_to, broadcast_type, explicit_spec, parts_of, reshape
+from jax_fastops._views import (
+    broadcast,
+    broadcast_to,
+    broadcast_type,
+    merge,
+    parts_of,
+    reshape,
+    spec_of,
+)
 
 # An op sees an array as [..., o, c, i]: "..." is the batch, which may be sharded; c, the channels.
 _X = "... o c i"
@@ -93,26 +96,23 @@ _GRADIENT_KERNEL = _declare(
 
 
 class _Groups:
-    """The kernels' view of an array ``[..., o, c, i]``: groups, each with its own sums.
+    """The kernels' view of an array ``[..., o, c, i]``: groups, whose sums one all-reduce merges.
 
-    One all-reduce merges the groups' sums. Under ``vmap``, each example whose mask is not a whole
-    number of bytes is a group.
+    Under ``vmap``, each example whose mask is not a whole number of bytes is a group.
     """
 
     def __init__(self, x, mask: bool = False):
         *lead, o, c, i = self.shape = x.shape
-        kind = jax.typeof(x).sharding
-        self.spec = explicit_spec(kind, x.ndim)
-        self.mesh = kind.mesh
+        self.sharding, self.spec = jax.typeof(x).sharding, spec_of(x)
         self.dtype = accumulator_dtype(x.dtype)
         padded = mask and o * c * i % 8
-        self.lead = tuple(lead) if padded else groups_of(lead, self.spec, kind)
+        self.lead = tuple(lead) if padded else groups_of(lead, self.spec, self.sharding)
 
     def call(self, kernel: Kernel, arrays: dict, values: dict, **given):
         """The results of a kernel. ``values`` are those of channels, repeated for every group."""
         *_, c, i = self.shape
         operands = {name: None if x is None else self.split(x) for name, x in arrays.items()}
-        operands |= {name: None if v is None else self.spread(v) for name, v in values.items()}
+        operands |= {name: None if v is None else self.repeat(v) for name, v in values.items()}
         if "w" in kernel.sizes:
             row = c * i
             n = math.prod(self.shape) // math.prod(self.lead)
@@ -136,17 +136,13 @@ class _Groups:
         n = math.prod(mask.shape) // math.prod(lead)
         return reshape(mask, (*lead, n), self.spec and (*self.spec[:-3], None))
 
-    def spread(self, values):
+    def repeat(self, values):
         """Values per channel, repeated for every group."""
         values = values.astype(self.dtype)
         if not self.lead:
             return values
-        shape = (*self.lead, *values.shape)
         spec = self._spec_of_lead(*(None for _ in values.shape))
-        if spec is None:
-            return jnp.broadcast_to(values, shape)
-        sharding = NamedSharding(self.mesh, PartitionSpec(*spec))
-        return jnp.broadcast_to(values, shape, out_sharding=sharding)
+        return broadcast(values, (*self.lead, *values.shape), self.sharding, spec)
 
     def average(self, values):
         """The average over groups."""
@@ -161,9 +157,9 @@ class _Groups:
         count = math.prod(rows)
         # Every device gets every group's values from a sum: the only all-reduce.
         mine = jnp.eye(count, dtype=bool).reshape(count, *rows, 1, 1)
-        alone = jnp.broadcast_to(both[None], (count, *both.shape))
-        alone = jax.lax.select(broadcast_to(mine, jax.typeof(alone)), alone, jnp.zeros_like(alone))
-        return _merged(alone.sum(tuple(range(1, 1 + len(rows)))))
+        parts = jnp.broadcast_to(both[None], (count, *both.shape))
+        parts = jax.lax.select(broadcast_to(mine, jax.typeof(parts)), parts, jnp.zeros_like(parts))
+        return _merged(parts.sum(tuple(range(1, 1 + len(rows)))))
 
 
 def _merged(both):
@@ -174,14 +170,14 @@ def _merged(both):
 
 def _statistics(x):
     groups = _Groups(x)
-    found = groups.call(_STATISTICS_KERNEL, dict(x=x), {})
-    return groups.merge(found.mean, found.var)
+    result = groups.call(_STATISTICS_KERNEL, dict(x=x), {})
+    return groups.merge(result.mean, result.var)
 
 
 def _normalise(x, statistics, scale, bias, residual, *, eps, relu, save):
     """Result, statistics and mask. ``statistics=None`` means those of ``x``, which is one group."""
     groups = _Groups(x, relu)
-    found = groups.call(
+    result = groups.call(
         _FORWARD_KERNEL if statistics is None else _APPLY_KERNEL,
         dict(x=x, residual=residual),
         dict(scale=scale, bias=bias) | dict(zip(("mean", "var"), statistics or (), strict=False)),
@@ -189,16 +185,16 @@ def _normalise(x, statistics, scale, bias, residual, *, eps, relu, save):
         eps=eps,
         relu=relu,
     )
-    mean, var = statistics or (found.mean, found.var)
-    masks = () if found.mask is None else (groups.join_mask(found.mask),)
-    return groups.join(found.y), mean, var, *masks
+    mean, var = statistics or (result.mean, result.var)
+    masks = () if result.mask is None else (groups.join_mask(result.mask),)
+    return groups.join(result.y), mean, var, *masks
 
 
 def _sums(x, dys, mask, mean, var, scale, eps, given_statistics=False, dresidual=False):
     """The averages of g and of ``g * (x - mean)``; with given statistics dx; g if requested."""
     groups = _Groups(x, mask is not None)
     dy, *dy2 = dys
-    found = groups.call(
+    result = groups.call(
         _SUMS_KERNEL,
         dict(x=x, dy=dy, dy2=dy2[0] if dy2 else None, mask=mask),
         dict(mean=mean) | (dict(var=var, scale=scale) if given_statistics else {}),
@@ -206,22 +202,15 @@ def _sums(x, dys, mask, mean, var, scale, eps, given_statistics=False, dresidual
         dresidual=dresidual,
         eps=eps,
     )
-    grads = (g for g in (found.dx, found.dresidual) if g is not None)
-    return groups.average(found.sums), *map(groups.join, grads)
+    grads = (g for g in (result.dx, result.dresidual) if g is not None)
+    return groups.average(result.sums), *map(groups.join, grads)
 
 
-def _backward(x, dy, mask, *, eps, **values):
+def _gradient(kernel: Kernel, x, dy, mask, *, eps, **values):
+    """dx, and the averages if the kernel computes these, too."""
     groups = _Groups(x, mask is not None)
-    return groups.join(
-        groups.call(_BACKWARD_KERNEL, dict(x=x, dy=dy, mask=mask), values, eps=eps).dx
-    )
-
-
-def _gradient(x, dy, mask, *, eps, **values):
-    """The averages and dx of one group, by one kernel."""
-    groups = _Groups(x, mask is not None)
-    found = groups.call(_GRADIENT_KERNEL, dict(x=x, dy=dy, mask=mask), values, eps=eps)
-    return found.sums, groups.join(found.dx)
+    result = groups.call(kernel, dict(x=x, dy=dy, mask=mask), values, eps=eps)
+    return groups.join(result.dx), getattr(result, "sums", None)
 
 
 # ---- references ----------------------------------------------------------------------------------
@@ -249,9 +238,9 @@ def _wide(x):
 def _statistics_reference(x, *, channels=_CHANNELS, dtype=None) -> tuple[jax.Array, jax.Array]:
     """Mean and biased variance of each channel, in one pass over differences from an anchor.
 
-    bfloat16 has no anchor, as in Flax. The error of the variance grows with the square of mean over
-    deviation: it is 1% at 400, which is the most unless few elements of a channel differ from the
-    others, and no digit is left at 4000. ``dtype`` is that of the array before it was widened.
+    For bfloat16, the variance is E[x**2] - E[x]**2, as in Flax. Its relative error grows with the
+    square of mean over deviation: it is 1% at 400 and total at 4000. ``dtype`` is that of the array
+    before it was widened.
     """
     dtype = x.dtype if dtype is None else dtype
     x, axes = _wide(x), _others(x, channels)
@@ -259,7 +248,7 @@ def _statistics_reference(x, *, channels=_CHANNELS, dtype=None) -> tuple[jax.Arr
 
 
 def _moments(x, axes):
-    """Mean and biased variance, whose digits a mean far from zero costs."""
+    """Mean and biased variance in one pass. Loses precision if the mean is far from 0."""
     mean = jnp.mean(x, axes)
     return mean, jnp.maximum(0, jnp.mean(jnp.square(x), axes) - jnp.square(mean))
 
@@ -288,12 +277,11 @@ def _from_anchor(x, axes):
 
 
 def _anchor(x, axes):
-    """A value of each channel: differences from it are as small as the deviation.
+    """One element of each channel, which is subtracted so that E[x**2] - E[x]**2 does not cancel.
 
-    It is an element, which XLA reads in the same pass. If devices share the axes, which only an
-    explicit mesh tells, it is the mean.
+    XLA reads it in the same pass. Where an explicit mesh shards the axes, it is the mean.
     """
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    spec = spec_of(x)
     if 0 in x.shape or (spec is not None and any(spec[axis] is not None for axis in axes)):
         return jax.lax.stop_gradient(jnp.mean(x, axes, keepdims=True))
     for axis in reversed(axes):  # the first one, which may be sharded, last
@@ -303,14 +291,14 @@ def _anchor(x, axes):
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def _statistics_pullback(kept, cts):
-    x, mean = kept
+def _statistics_pullback(residuals, cts):
+    x, mean = residuals
     dmean, dvar = (_along(ct / _count(x, _CHANNELS), x) for ct in cts)
     return ((dmean + 2 * dvar * (_wide(x) - _along(mean, x))).astype(x.dtype),)
 
 
-def _statistics_pushforward(kept, tangents):
-    (x, mean), (dx,) = kept, map(_wide, tangents)
+def _statistics_pushforward(residuals, tangents):
+    (x, mean), (dx,) = residuals, map(_wide, tangents)
     axes = _others(x, _CHANNELS)
     dmean = jnp.mean(dx, axes)
     centred = _wide(x) - _along(mean, x)
@@ -351,17 +339,14 @@ def _twice_if(fanout: bool, y) -> tuple:
 
 def _flat(x):
     """Reshapes ``[..., o, c, i]`` to ``[..., n]``, the order of the mask's bits."""
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
-    shape = (*x.shape[:-3], math.prod(x.shape[-3:]))
-    return reshape(x, shape, spec and (*spec[:-3], None))
+    return merge(x, x.ndim - 3, 3)
 
 
 def _masked(mask, dy):
     """The cotangent before the activation, in the accumulator's dtype."""
     if mask is None:
         return _wide(dy)
-    spec = explicit_spec(jax.typeof(dy).sharding, dy.ndim)
-    return _wide(reshape(select(mask, _flat(dy)), dy.shape, spec))
+    return _wide(reshape(select(mask, _flat(dy)), dy.shape, spec_of(dy)))
 
 
 def _inference_save(x, mean, var, scale, bias, residual, *, eps, relu):
@@ -377,9 +362,9 @@ def _save(x, scale, bias, residual, *, eps, relu, fanout):
     return _inference_save(x, *_statistics_reference(x), scale, bias, residual, eps=eps, relu=relu)
 
 
-def _parts(kept, relu: bool):
+def _parts(residuals, relu: bool):
     """x, scale, mask, mean and var from the training op's residuals."""
-    x, scale, *mask, mean, var = kept
+    x, scale, *mask, mean, var = residuals
     return x, scale, mask[0] if relu else None, mean, var
 
 
@@ -390,8 +375,8 @@ def _sums_reference(x, dy, mask, mean):
     return g, centred, jnp.stack([jnp.mean(g, axes), jnp.mean(g * centred, axes)])
 
 
-def _pullback(kept, cts, *, eps, relu, fanout):
-    x, scale, mask, mean, var = _parts(kept, relu)
+def _pullback(residuals, cts, *, eps, relu, fanout):
+    x, scale, mask, mean, var = _parts(residuals, relu)
     *dys, dmean, dvar = cts
     dy = sum(dys[1:], dys[0])
     g, centred, sums = _sums_reference(x, dy, mask, mean)
@@ -406,21 +391,21 @@ def _parameter_gradients(sums, n, var, eps):
     return sums[1] * n * jax.lax.rsqrt(var + eps), sums[0] * n
 
 
-def _pushforward(kept, tangents, *, eps, relu, fanout):
-    x, scale, mask, mean, var = _parts(kept, relu)
+def _pushforward(residuals, tangents, *, eps, relu, fanout):
+    x, scale, mask, mean, var = _parts(residuals, relu)
     dx, *rest = tangents
     if dx is None:
         dmean, dvar = jnp.zeros_like(mean), jnp.zeros_like(var)
     else:
         dmean, dvar = _statistics_pushforward((x, mean), (dx,))
-    kept = (x, scale, *([] if mask is None else [mask]), mean, var)
+    residuals = (x, scale, *([] if mask is None else [mask]), mean, var)
     moving = (dx, dmean, dvar, *rest)
-    dy = _inference_pushforward(kept, moving, eps=eps, relu=relu)
+    dy = _inference_pushforward(residuals, moving, eps=eps, relu=relu)
     return *_twice_if(fanout, dy), dmean, dvar
 
 
-def _inference_pullback(kept, cts, *, eps, relu):
-    x, scale, mask, mean, var = _parts(kept, relu)
+def _inference_pullback(residuals, cts, *, eps, relu):
+    x, scale, mask, mean, var = _parts(residuals, relu)
     g, _, sums = _sums_reference(x, cts[0], mask, mean)
     factor = _factor(var.astype(g.dtype), scale, eps)
     dx = (g * _along(factor, x)).astype(x.dtype)
@@ -436,8 +421,8 @@ def _inference_sums(sums, n, var, scale, eps):
     return -factor * dbias, -0.5 * sums[1] * n * factor / (var + eps), dscale, dbias
 
 
-def _inference_pushforward(kept, tangents, *, eps, relu):
-    x, scale, mask, mean, var = _parts(kept, relu)
+def _inference_pushforward(residuals, tangents, *, eps, relu):
+    x, scale, mask, mean, var = _parts(residuals, relu)
     dx, dmean, dvar, dscale, dbias, dresidual = tangents
     wide = accumulator_dtype(x.dtype)
     along = lambda values: _along(values.astype(wide), x)  # noqa: E731
@@ -478,33 +463,33 @@ def _inference_forward(x, mean, var, scale, bias, residual, *, eps, relu, save=F
     return y, *mask
 
 
-def _gradients(kept, cts, wanted, *, eps, relu, fanout):
-    x, scale, mask, mean, var = _parts(kept, relu)
+def _gradients(residuals, cts, needs_grad, *, eps, relu, fanout):
+    x, scale, mask, mean, var = _parts(residuals, relu)
     *dys, dmean, dvar = cts
-    if not any(wanted[:-1]):
+    if not any(needs_grad[:-1]):
         return None, None, None, _masked(mask, sum(dys[1:], dys[0])).astype(x.dtype)
     n = _count(x, _CHANNELS)
     values = dict(mean=mean, var=var, scale=scale, dmean=dmean / n, dvar=dvar / n)
     # If several results need g, the first pass writes it and the second pass reads it.
-    write = (fanout and (wanted[0] or wanted[-1])) or (relu and wanted[-1])
-    if wanted[0] and not write and not _Groups(x, relu).lead:
+    write = (fanout and (needs_grad[0] or needs_grad[-1])) or (relu and needs_grad[-1])
+    if needs_grad[0] and not write and not _Groups(x, relu).lead:
         # One group. The sums of several groups must be merged before dx is computed.
-        sums, dx = _gradient(x, dys[0], mask, eps=eps, **values)
+        dx, sums = _gradient(_GRADIENT_KERNEL, x, dys[0], mask, eps=eps, **values)
         return dx, *_parameter_gradients(sums, n, var, eps), dys[0]
     sums, *g = _sums(x, dys, mask, mean, var, scale, eps, dresidual=write)
     dy, mask = (g[0], None) if write else (dys[0], mask)
     gradients = _parameter_gradients(sums, n, var, eps)
     dx = None
-    if wanted[0]:
-        dx = _backward(x, dy, mask, eps=eps, sums=sums, **values)
+    if needs_grad[0]:
+        dx, _ = _gradient(_BACKWARD_KERNEL, x, dy, mask, eps=eps, sums=sums, **values)
     return dx, *gradients, dy
 
 
-def _inference_gradients(kept, cts, wanted, *, eps, relu):
-    x, scale, mask, mean, var = _parts(kept, relu)
-    if not any(wanted[:-1]):
+def _inference_gradients(residuals, cts, needs_grad, *, eps, relu):
+    x, scale, mask, mean, var = _parts(residuals, relu)
+    if not any(needs_grad[:-1]):
         return *(None,) * 5, _masked(mask, *cts).astype(x.dtype)
-    split = wanted[-1] and relu
+    split = needs_grad[-1] and relu
     sums, dx, *masked = _sums(
         x, cts, mask, mean, var, scale, eps, given_statistics=True, dresidual=split
     )
@@ -515,8 +500,7 @@ def _inference_gradients(kept, cts, wanted, *, eps, relu):
 def _features(x, at: int) -> dict[str, int]:
     """The number of elements of a channel, and the bytes of those that are contiguous.
 
-    The bytes are 0 if channels are last. XLA is slower there, and most of all if a channel has
-    about 1024 to 4096 elements: it does not divide such a sum.
+    The bytes are 0 if channels are last. There XLA does not divide a sum of 1024 to 4096 elements.
     """
     after = x.shape[at + 1 :]
     last = math.prod(after) == 1
@@ -540,7 +524,6 @@ _STATISTICS = Op(
     example=example(lambda x: batch_norm_statistics(x), "... n"),
     kernels=(_STATISTICS_KERNEL,),
     forward=_statistics,
-    forward_saving=_statistics,
     residuals=lambda args, outs, saved: (*args, outs[0]),
     pullback=_statistics_pullback,
     pushforward=_statistics_pushforward,
@@ -593,27 +576,28 @@ _INFERENCE = Op(
 # ---- public functions ----------------------------------------------------------------------------
 
 
-def _view(x, at: int, relu: bool) -> tuple[tuple, tuple | None] | None:
+def _view(x, at: int, relu: bool) -> tuple[tuple, tuple | None]:
     """The view ``[..., o, c, i]`` in which an array gets its mask, and the view's spec.
 
     ``...`` is the array's first dimension, or the part of it whose indices have whole bytes of
-    mask, or nothing. The result is ``None`` if explicit mesh axes have shards that the view cuts.
+    mask, or nothing.
     """
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    cuts = Refused("an explicit mesh axis has shards that the view cuts")
+    spec = spec_of(x)
     first, c, inner = x.shape[0], x.shape[at], math.prod(x.shape[at + 1 :])
     between = math.prod(x.shape[1:at])
     rest = between * c * inner
     together = 8 // math.gcd(rest, 8) if relu and at > 0 and isinstance(rest, int) else 1
     if spec is not None and any(axis is not None for axis in spec[1:]):
-        return None
+        raise cuts
     if at == 0 or (together > 1 and (not isinstance(first, int) or first % together)):
         if spec is not None and spec[0] is not None:
-            return None
+            raise cuts
         o = first * between if at else 1
         return (o, c, inner), spec and (None,) * 3
     groups = first // together
     if spec is not None and groups % parts_of(spec[0], jax.typeof(x).sharding):
-        return None
+        raise cuts
     return (groups, together * between, c, inner), spec and (spec[0], None, None, None)
 
 
@@ -645,10 +629,7 @@ def _limit(x, at: int) -> str | None:
 
 def _in_view(op: Op, at: int, options: dict, request, x, *rest) -> Any:
     """Calls the kernels on a view ``[..., o, c, i]``."""
-    viewed = _view(x, at, options.get("relu", False))
-    if viewed is None:
-        raise Refused("an explicit mesh axis has shards that the view cuts")
-    shape, spec = viewed
+    shape, spec = _view(x, at, options.get("relu", False))
     own = None if spec is None else tuple(jax.typeof(x).sharding.spec)
     rest = list(rest)
     if op is not _STATISTICS and rest[-1] is not None:
@@ -658,18 +639,11 @@ def _in_view(op: Op, at: int, options: dict, request, x, *rest) -> Any:
         signature = f"{_TRAINING_IN} -> {_X}, {_X}, {_STATISTICS_OUT}"
     if options.get("relu"):
         signature = f"{signature} | {_MASK}"
-    found = op.bind(request, reshape(x, shape, spec), *rest, signature=signature, **options)
-    if op is _STATISTICS:
-        return found
-    if op is _INFERENCE:
-        return reshape(found, x.shape, own)
-    *ys, mean, var = found
-    return *(reshape(y, x.shape, own) for y in ys), mean, var
+    results = op.bind(request, reshape(x, shape, spec), *rest, signature=signature, **options)
+    return jax.tree.map(lambda y: reshape(y, x.shape, own) if y.shape == shape else y, results)
 
 
-def _check(
-    op: str, x: Any, axis, eps, activation, residual, parameters: dict[str, Any]
-) -> tuple[Any, Any, int, dict[str, Any], list[Any]]:
+def _check(op: str, x: Any, axis, eps, activation, residual, parameters: dict[str, Any]):
     """The checked arguments: x, residual, the channel axis, options, and the parameters."""
     given = {"x": x} | ({} if residual is None else {"residual": residual})
     arrays = same_floating_dtype(op, as_arrays(op, **given), list(given))
@@ -720,38 +694,31 @@ def batch_norm(
     the mean is far larger than the deviation.
 
     Args:
-      x: array of float32, bfloat16, float16 or float64, with one dimension or more. The kernels
-        take the channels as the last axis (NHWC, or 2-d) or as any other axis (NCHW).
-      scale: array ``[c]`` of any supported floating dtype, or ``None``.
-      bias: array ``[c]`` of any supported floating dtype, or ``None``.
+      x: array of float32, bfloat16, float16 or float64, with one dimension or more.
+      scale, bias: arrays ``[c]`` of any supported floating dtype, or ``None``.
       axis: the axis of the channels.
       eps: a Python or NumPy number, added to the variance.
       activation: ``None`` or ``"relu"``.
       residual: array with the shape and dtype of ``x``, added before the activation, or ``None``.
       axis_name: name of a mapped axis (of ``jax.shard_map`` or ``jax.vmap``), or a tuple of names,
         over which the batch is distributed. The statistics are then those of all parts together,
-        computed with one ``psum``. The gradient of ``x`` is then a sum of two terms, each rounded
-        to its dtype, as in plain JAX.
-      fanout: whether to return ``y`` twice, as ``(y, y)``: the same array for two users, such as
-        the convolution and the shortcut of a residual network's next block. The backward then adds
-        the two cotangents as it reads them, and rounds the sum as JAX does. Two users of one ``y``
-        would cost a separate pass over three arrays.
+        computed with one ``psum``.
+      fanout: whether to return ``y`` twice, as ``(y, y)``, such as for the convolution and the
+        shortcut of a residual network's next block; see :func:`layer_norm`.
 
     Returns:
       ``(y, mean, var)``: an array with the shape and dtype of ``x``, and the batch's mean and
       biased variance, ``[c]`` in float32 (float64 for float64). All three can be differentiated.
       With ``fanout``, the result is ``((y, y), mean, var)``.
 
-    Residuals:
-      ``x``, ``scale``, ``mean``, ``var``, and with ``"relu"`` one bit per element. Neither ``y``
-      nor the activation's input is kept.
+    Residuals: ``x``, ``scale``, ``mean``, ``var``, and with ``"relu"`` one bit per element. Neither
+    ``y`` nor the activation's input is kept.
 
     Sharding: under ``jax.jit``, over the first axis. The statistics are those of the whole batch:
     one small all-reduce (two numbers per channel and device) for them, and one for the gradients.
-    Other sharded axes are gathered over auto mesh axes, and take the reference over explicit ones.
-    The same holds for a first axis if a shard's mask is not a whole number of bytes. Over explicit
-    axes the result is sharded as ``x`` or ``x + residual``. ``jax.vmap`` gives each example its own
-    statistics.
+    Other sharded axes, and a first axis of which a shard's mask is not a whole number of bytes, are
+    gathered over auto mesh axes, and take the reference over explicit ones. ``jax.vmap`` gives each
+    example its own statistics.
 
     Raises:
       TypeError: an argument is not an array, a dtype is not supported or not that of ``x``, or
@@ -760,12 +727,9 @@ def batch_norm(
         axis, the shape of ``residual`` is not that of ``x``, ``activation`` is not known, or
         ``eps`` is negative or not finite.
 
-    Source:
-      OneFlow, BatchNorm with ReLU and Add+ReLU.
+    Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x = jnp.array([[1.0, 10.0], [3.0, 30.0]])
       >>> y, mean, var = fo.batch_norm(x, jnp.ones(2), jnp.zeros(2), activation="relu")
       >>> mean.tolist(), var.tolist()
@@ -803,8 +767,7 @@ def batch_norm_statistics(
     Returns:
       ``(mean, var)``, each ``[c]`` in float32 (float64 for float64). Both can be differentiated.
 
-    Residuals:
-      ``x`` and ``mean``.
+    Residuals: ``x`` and ``mean``.
 
     Sharding: as :func:`batch_norm`, with one all-reduce in the forward.
 
@@ -812,12 +775,9 @@ def batch_norm_statistics(
       TypeError: ``x`` is not an array, its dtype is not supported, or ``axis`` is not an integer.
       ValueError: ``axis`` is out of range.
 
-    Source:
-      OneFlow, BatchNorm with ReLU and Add+ReLU.
+    Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> mean, var = fo.batch_norm_statistics(jnp.array([[1.0, 10.0], [3.0, 30.0]]))
       >>> mean.tolist(), var.tolist()
       ([2.0, 20.0], [1.0, 100.0])
@@ -859,10 +819,8 @@ def batch_norm_inference(
 
     Args:
       x: array of float32, bfloat16, float16 or float64, with one dimension or more.
-      mean: array ``[c]`` of any supported floating dtype.
-      var: array ``[c]`` of any supported floating dtype.
-      scale: array ``[c]`` of any supported floating dtype, or ``None``.
-      bias: array ``[c]`` of any supported floating dtype, or ``None``.
+      mean, var: arrays ``[c]`` of any supported floating dtype.
+      scale, bias: arrays ``[c]`` of any supported floating dtype, or ``None``.
       axis: the axis of the channels.
       eps: a Python or NumPy number, added to ``var``.
       activation: ``None`` or ``"relu"``.
@@ -872,8 +830,7 @@ def batch_norm_inference(
       An array with the shape and dtype of ``x``. It can be differentiated with respect to all
       arrays.
 
-    Residuals:
-      ``x``, ``scale``, ``mean``, ``var``, and with ``"relu"`` one bit per element.
+    Residuals: ``x``, ``scale``, ``mean``, ``var``, and with ``"relu"`` one bit per element.
 
     Sharding: as :func:`batch_norm`. The only communication is an all-reduce of the gradients of
     statistics and parameters.
@@ -882,12 +839,9 @@ def batch_norm_inference(
       TypeError: as :func:`batch_norm`.
       ValueError: as :func:`batch_norm`, also for ``mean`` and ``var``.
 
-    Source:
-      OneFlow, BatchNorm with ReLU and Add+ReLU.
+    Source: OneFlow, BatchNorm with ReLU and Add+ReLU.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x = jnp.array([[1.0, 10.0], [3.0, 30.0]])
       >>> mean, var = jnp.array([2.0, 20.0]), jnp.array([1.0, 100.0])
       >>> y = fo.batch_norm_inference(x, mean, var, None, None)

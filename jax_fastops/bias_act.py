@@ -1,9 +1,7 @@
 """``bias_act``: an activation of ``x + bias``, in one pass forward and one backward.
 
-The backward reads the cotangent, ``x`` and the bias once, and sums the bias gradient on the chip
-while it writes the gradient of ``x``. For relu it reads one bit per element instead of ``x``.
-
-Source: FasterTransformer, ``add_bias_act``.
+The backward reads the cotangent, ``x`` (for relu one bit per element) and the bias once, and sums
+the bias gradient on the chip while it writes the gradient of ``x``.
 """
 
 from __future__ import annotations
@@ -16,16 +14,16 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_fastops._activations import ACTIVATIONS, Activation, documented
-from jax_fastops._arguments import as_arrays, is_integer, not_weak, one_of, same_floating_dtype
-from jax_fastops._bits import pack, select
-from jax_fastops._broadcast import (
-    add,
-    call,
-    features_of,
-    limit_of,
-    of_rank,
-    pull_back,
+from jax_fastops._arguments import (
+    as_arrays,
+    broadcasts,
+    is_integer,
+    not_weak,
+    one_of,
+    same_floating_dtype,
 )
+from jax_fastops._bits import pack, select
+from jax_fastops._broadcast import add, backward_of, call, features_of, limit_of, of_rank, pull_back
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op
 from jax_fastops._registry import example
@@ -62,50 +60,26 @@ def _reference(x, bias, *, activation: str):
     return ACTIVATIONS[activation](add(x, bias))
 
 
-def _forward(x, bias, *, activation: str):
-    return call(_BIAS_ACT, (x, bias), activation=activation)
-
-
-def _backward(kept, cts, wanted, *, activation: str):
-    types = [jax.typeof(x) if w else None for x, w in zip(kept, wanted, strict=True)]
-    return pull_back(
-        _BIAS_ACT_BWD,
-        cts[0],
-        dict(zip(("x", "bias"), kept, strict=True)),
-        dict(dx=types[0], dbias=types[1]),
-        activation=activation,
-    )
-
-
 _bias_act = Op(
     "bias_act",
     "~... *n, ~... *n -> ... *n",
     _reference,
     example=example(lambda x, bias: bias_act(x, bias), "... n, n"),
     kernels=(_BIAS_ACT, _BIAS_ACT_BWD),
-    forward=_forward,
-    forward_saving=_forward,
-    backward=_backward,
+    forward=functools.partial(call, _BIAS_ACT),
+    backward=backward_of(_BIAS_ACT_BWD, "x", "bias"),
 )
 
 
 # ---- relu: rows with a mask ----------------------------------------------------------------------
 
 
-def _relu_reference(x, bias, **_):
-    return _reference(x, bias, activation="relu")
-
-
-def _relu_save(x, bias, **_):
-    return (pack(add(x, bias) > 0),)
-
-
 def _relu_forward(x, bias, *, save=False, **_):
-    return call(_BIAS_RELU, (x, bias), activation="relu", mask=save)
+    return call(_BIAS_RELU, x, bias, activation="relu", mask=save)
 
 
-def _relu_pullback(kept, cts, **_):
-    mask, bias = kept
+def _relu_pullback(residuals, cts, **_):
+    mask, bias = residuals
     dx = select(mask, *cts)
     wide = dx.astype(accumulator_dtype(dx.dtype))
     pairs = enumerate(zip(dx.shape, bias.shape, strict=True))
@@ -113,35 +87,29 @@ def _relu_pullback(kept, cts, **_):
     return dx, wide.sum(summed, keepdims=True)
 
 
-def _relu_pushforward(kept, tangents, *, row, dtype, **_):
+def _relu_pushforward(residuals, tangents, *, row, dtype, **_):
     dx, dbias = tangents
     if dbias is not None:
         dbias = jnp.broadcast_to(dbias, (*dbias.shape[:-1], row))
     total = dx if dbias is None else dbias if dx is None else add(dx, dbias)
-    return select(kept[0], total.astype(dtype))
+    return select(residuals[0], total.astype(dtype))
 
 
-def _relu_backward(kept, cts, wanted, **_):
-    (mask, bias), (dy,) = kept, cts
-    return pull_back(
-        _BIAS_RELU_BWD,
-        dy,
-        dict(mask=mask),
-        dict(
-            dx=jax.typeof(dy) if wanted[0] else None, dbias=jax.typeof(bias) if wanted[1] else None
-        ),
-    )
+def _relu_backward(residuals, cts, needs_grad, **_):
+    (mask, bias), (dy,) = residuals, cts
+    types = [jax.typeof(x) if n else None for x, n in zip((dy, bias), needs_grad, strict=True)]
+    return pull_back(_BIAS_RELU_BWD, dy, dict(mask=mask), dict(dx=types[0], dbias=types[1]))
 
 
 _bias_relu = Op(
     "bias_relu",
     f"... n, ~... m -> ... n | {_MASK}",
-    _relu_reference,
+    lambda x, bias, **_: _reference(x, bias, activation="relu"),
     family="bias_act",
     example=example(lambda x, bias: bias_act(x, bias, activation="relu"), "... n, n"),
     kernels=(_BIAS_RELU, _BIAS_RELU_BWD),
     forward=_relu_forward,
-    save=_relu_save,
+    save=lambda x, bias, **_: (pack(add(x, bias) > 0),),
     forward_saving=functools.partial(_relu_forward, save=True),
     # The bias is kept only for its shape, which is that of its gradient.
     residuals=lambda args, outs, saved: (saved[0], args[1]),
@@ -186,11 +154,7 @@ def _check(x, bias, activation) -> list[jax.Array]:
             same_floating_dtype("bias_act", [a], [name])[0]
             for a, name in zip(arrays, names, strict=True)
         )
-    try:
-        fits = jnp.broadcast_shapes(bias.shape, x.shape) == x.shape
-    except ValueError:
-        fits = False
-    if not fits:
+    if not broadcasts(bias.shape, x.shape):
         raise ValueError(
             f"bias_act: bias has shape {bias.shape}, which does not broadcast to the shape "
             f"{x.shape} of x"
@@ -219,27 +183,21 @@ def bias_act(x: ArrayLike, bias: ArrayLike | None, *, activation: Activation = "
     Returns:
       An array with the shape and the (floating) dtype of ``x``.
 
-    Residuals:
-      ``x`` and the bias. For relu, one bit per element (uint8), and the bias for its shape. A
-      bias with the shape and dtype of ``x`` is not kept then.
+    Residuals: ``x`` and the bias. For relu, one bit per element (uint8), and the bias for its
+    shape. A bias with the shape and dtype of ``x`` is not kept then.
 
-    Sharding: over every dimension. The only communication is one all-reduce of the bias gradient,
-    if it is summed over a sharded dimension. In a program for several devices with auto mesh axes,
-    the bias gets a copy for each of them along the dimensions in which it is broadcast. If
-    these are more than half as large as ``x``, the call takes the reference. With relu, a shard of
-    the last axis must be a multiple of 8 elements. Otherwise the axis is gathered over an auto mesh
-    axis, and the call takes the reference over an explicit one.
+    Sharding: over every dimension, as :func:`lerp`, with one all-reduce of the bias gradient if it
+    is summed over a sharded dimension. With relu, a shard of the last axis must be a multiple of 8
+    elements. Otherwise the axis is gathered over an auto mesh axis, and the call takes the
+    reference over an explicit one.
 
     Raises:
       TypeError: an argument is not an array or number, or a dtype is not supported.
       ValueError: the activation is not known, or the bias does not broadcast to the shape of ``x``.
 
-    Source:
-      FasterTransformer, ``add_bias_act``.
+    Source: FasterTransformer, ``add_bias_act``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.bias_act(jnp.array([[-2.0, 1.0]]), jnp.array([0.5, 0.5]), activation="relu").tolist()
       [[0.0, 1.5]]
     """

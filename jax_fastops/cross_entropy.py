@@ -91,17 +91,6 @@ def _reference(logits, labels, *, label_smoothing: float, z_loss: float):
     return jnp.where(kept, loss, jnp.zeros_like(loss))
 
 
-def _save(logits, labels, **_):
-    top, _, log_sum = _statistics(_selected(logits, labels)[0])
-    return top, log_sum
-
-
-def _backward(kept, cts, wanted, **options):
-    del wanted
-    logits, labels, top, log_sum = kept
-    return _BACKWARD(logits, labels, top, log_sum, cts[0], **options).dlogits, None
-
-
 _OP = Op(
     "cross_entropy",
     "... v, ... -> ... :acc | ... :acc, ... :acc",
@@ -109,10 +98,13 @@ _OP = Op(
     example=example(lambda x: cross_entropy(x, jnp.arange(len(x)) % x.shape[-1]), "... n"),
     kernels=(_FORWARD, _BACKWARD),
     forward=lambda *args, **options: _FORWARD(*args, **options).loss,
-    save=_save,
+    save=lambda logits, labels, **_: _statistics(_selected(logits, labels)[0])[::2],
     forward_saving=lambda *args, **options: _FORWARD(*args, top=True, log_sum=True, **options),
     residuals=lambda args, outs, saved: (*args, *saved),
-    backward=_backward,
+    backward=lambda residuals, cts, needs_grad, **options: (
+        _BACKWARD(*residuals, cts[0], **options).dlogits,
+        None,
+    ),
 )
 
 
@@ -138,13 +130,12 @@ def cross_entropy(
       logits: array of any shape; float32, bfloat16, float16 or float64.
       labels: array of any integer dtype, with the shape of ``logits`` without ``axis``. A negative
         label leaves its token out: the loss and the gradient are 0, whatever the logits are. (optax
-        counts negative labels from the end.) A label that is not below the number of classes is an
-        error in the data. As in optax, the loss is NaN, and the gradient is that of
-        ``lse - logits[label]`` where no logit is at the label.
+        counts negative labels from the end.) If a label is not below the number of classes, the
+        loss is NaN, as in optax, and for the gradient no logit is at the label.
       where: boolean array that broadcasts to the shape of ``labels``. Leaves out the tokens where
         it is False. ``None`` stands for True.
-      label_smoothing: the share of the target that is spread evenly over all classes, from 0 to 1.
-        A Python or NumPy number; static, as ``z_loss``: another value compiles another program.
+      label_smoothing: the share of the target that all classes get evenly, from 0 to 1. A Python or
+        NumPy number; static, as ``z_loss``.
       z_loss: the factor of the square of ``lse``, which keeps the logits near a common scale.
       axis: the axis of the classes. The kernel takes the last one, and any other takes the
         reference.
@@ -153,15 +144,12 @@ def cross_entropy(
       The loss of each token: an array with the shape of ``labels``; float32, or float64 for
       float64. Divide its sum by the number of tokens that count to get the mean.
 
-    Residuals:
-      The logits, the labels (int32), and two float32 numbers (float64 for float64) per token: the
-      maximum of its logits, and the logarithm of the sum of exponentials. Their sum is the
-      logsumexp. Kept apart, they are exact for logits far from 0.
+    Residuals: the logits, the labels (int32), and two float32 numbers (float64 for float64) per
+    token: the maximum of its logits, and the logarithm of the sum of exponentials.
 
     Sharding: over every dimension except ``axis``, without communication. If ``axis`` is sharded
     over an explicit mesh axis, the call takes the reference, and XLA reduces over the devices. Over
-    an auto mesh axis, the kernel's logits are gathered: choose the reference for it,
-    ``use_implementation("xla")``.
+    an auto mesh axis, the kernel's logits are gathered, unless you choose the reference.
 
     Raises:
       TypeError: ``logits``, ``labels`` or ``where`` is not an array, the dtype of ``logits`` is not
@@ -170,14 +158,11 @@ def cross_entropy(
       ValueError: the shapes do not fit, ``axis`` is out of range, there are 2**31 classes or more,
         ``label_smoothing`` is not between 0 and 1, or ``z_loss`` is not finite.
 
-    Source:
-      Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Szegedy et al.,
-      "Rethinking the Inception architecture" (2015): label smoothing; Chowdhery et al., "PaLM"
-      (2022): the z-loss.
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Szegedy et
+    al., "Rethinking the Inception architecture" (2015): label smoothing; Chowdhery et al., "PaLM"
+    (2022): the z-loss.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> logits = jnp.array([[0.0, 0.0], [0.0, 50.0], [7.0, 7.0]])
       >>> fo.cross_entropy(logits, jnp.array([1, 0, -1])).round().tolist()
       [1.0, 50.0, 0.0]

@@ -105,7 +105,6 @@ _OP = Op(
     example=example(lambda x: dropout(x, example_key(), 0.25), "... n"),
     kernels=(_KERNEL,),
     forward=_kernel,
-    forward_saving=_kernel,
     residuals=lambda args, outs, saved: (args[3],),
     pullback=_pullback(_reference),
     pushforward=_pushforward(_reference),
@@ -158,18 +157,16 @@ def dropout(x: ArrayLike, key: ArrayLike | None, rate: float) -> jax.Array:
     Args:
       x: array of any shape; float32, bfloat16, float16 or float64.
       key: a key of ``jax.random``, typed or raw. May be ``None`` if the rate is 0.
-      rate: the probability that an element is dropped, a number in [0, 1] that is static in the
-        program. With 0 the result is ``x``, and with 1 it is zeros.
+      rate: the probability that an element is dropped, a static number in [0, 1].
 
     Returns:
       An array with the shape and dtype of ``x``.
 
-    Residuals:
-      The key. The backward draws the bits again.
+    Residuals: the key. The backward draws the bits again.
 
-    Sharding: over all dimensions but the last, without communication. A last axis that is sharded
-      over an Auto mesh axis is gathered; over an Explicit one, the call takes the reference. The
-      mask does not depend on the sharding.
+    Sharding: over all dimensions except the last, without communication. A last axis that is
+    sharded over an auto mesh axis is gathered; over an explicit one, the call takes the reference.
+    The mask does not depend on the sharding.
 
     Raises:
       TypeError: ``x`` is not an array or number, or has another dtype; ``key`` is no key of
@@ -177,12 +174,9 @@ def dropout(x: ArrayLike, key: ArrayLike | None, rate: float) -> jax.Array:
       ValueError: ``rate`` is not in [0, 1], ``key`` is an array of keys, or ``x`` has 2**32 rows or
         more along one axis.
 
-    Source:
-      Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting".
+    Source: Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting".
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.dropout(jnp.ones(8), jax.random.key(0), 0.5).tolist()
       [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
@@ -231,8 +225,6 @@ def dropout_mask(
       ValueError: ``rate`` is not in [0, 1], a size is negative, or ``key`` is an array of keys.
 
     Example:
-      >>> import jax
-      >>> import jax_fastops as fo
       >>> fo.dropout_mask(jax.random.key(0), (8,), 0.5).tolist()
       [False, True, False, False, False, False, False, False]
     """

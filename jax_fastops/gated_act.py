@@ -3,8 +3,6 @@
 The backward reads the cotangent and both operands once, and writes both gradients. The operands may
 be the halves of one array, as one matrix product makes them. Then the kernels read and write the
 halves in place: nothing is sliced or concatenated.
-
-Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 """
 
 from __future__ import annotations
@@ -30,13 +28,12 @@ _BACKWARD = Kernel.declare(
 )
 
 
-def _halves(both):
-    # Not by indexing, and not along an axis of length 2: XLA's gradient is slower then.
-    return jnp.split(both.reshape(*both.shape[:-2], 2 * both.shape[-1]), 2, -1)
-
-
 def _reference(*operands, activation: str):
-    gate, up = operands if len(operands) == 2 else _halves(*operands)
+    if len(operands) == 1:
+        # Not by indexing, and not along an axis of length 2: XLA's gradient is slower then.
+        (both,) = operands
+        operands = jnp.split(both.reshape(*both.shape[:-2], 2 * both.shape[-1]), 2, -1)
+    gate, up = operands
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -46,11 +43,11 @@ def _declare(signature: str, *names: str) -> Op:
     def forward(*operands, activation):
         return (_FORWARD(**dict(zip(names, operands, strict=True)), activation=activation).y,)
 
-    def backward(kept, cts, wanted, *, activation):
-        gradients = {f"d{name}": w for name, w in zip(names, wanted, strict=True)}
-        operands = dict(zip(names, kept, strict=True))
-        found = _BACKWARD(dy=cts[0], **operands, **gradients, activation=activation)
-        return tuple(getattr(found, name) for name in gradients)
+    def backward(residuals, cts, needs_grad, *, activation):
+        gradients = {f"d{name}": w for name, w in zip(names, needs_grad, strict=True)}
+        operands = dict(zip(names, residuals, strict=True))
+        result = _BACKWARD(dy=cts[0], **operands, **gradients, activation=activation)
+        return tuple(getattr(result, name) for name in gradients)
 
     return Op(
         "gated_act" if len(names) == 2 else "gated_act_halves",
@@ -62,7 +59,6 @@ def _declare(signature: str, *names: str) -> Op:
         ),
         kernels=(_FORWARD, _BACKWARD),
         forward=forward,
-        forward_saving=forward,
         backward=backward,
     )
 
@@ -92,8 +88,7 @@ def gated_act(
       An array with the shape and dtype of ``up``; without it, ``[..., n]`` for a gate
       ``[..., 2 * n]``.
 
-    Residuals:
-      The operands.
+    Residuals: the operands.
 
     Sharding: two operands over every dimension, the halves of one array over all but the last. No
     communication. A sharded last axis of halves is gathered.
@@ -103,12 +98,9 @@ def gated_act(
       ValueError: the activation is not known, the shapes differ, or there is no ``up`` and the last
         axis of ``gate`` cannot be halved.
 
-    Source:
-      Shazeer, "GLU Variants Improve Transformer".
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.gated_act(jnp.array([-1.0, 2.0]), jnp.array([3.0, 4.0]), activation="relu").tolist()
       [0.0, 8.0]
       >>> fo.gated_act(jnp.array([-1.0, 2.0, 3.0, 4.0]), activation="relu").tolist()

@@ -1,16 +1,10 @@
 """``split_heads``, ``split_qkv_heads`` and ``merge_heads``: between features and attention heads.
 
 The kernel adds the bias while it moves the elements, and sums the bias gradient while it moves
-the cotangents back. Each pass reads and writes every element once. The kernel makes partial sums
-over groups of rows in the accumulator dtype, and XLA adds them up. Without a bias, splitting and
-merging are transpositions.
-
-Grouped heads, norms of queries and keys, and rotary embedding have a second pair of kernels, which
-do all of it in one pass. Rotations and norms are computed in the accumulator dtype, and results are
-rounded once.
-
-Sources: FasterTransformer, ``add_QKV_bias`` and ``transpose``; Su et al., "RoFormer: Enhanced
-Transformer with Rotary Position Embedding".
+the cotangents back, in partial sums over groups of rows, which XLA adds up. Each pass reads and
+writes every element once. Without a bias, splitting and merging are transpositions. Grouped heads,
+norms of queries and keys, and rotary embedding have a second pair of kernels, which do all of it in
+one pass.
 """
 
 from __future__ import annotations
@@ -23,7 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_fastops._arguments import FLOATING, as_arrays, epsilon, integer, one_of
+from jax_fastops._arguments import (
+    FLOATING,
+    as_arrays,
+    broadcasts,
+    epsilon,
+    integer,
+    one_of,
+    placed,
+    selected,
+)
 from jax_fastops._broadcast import add, of_rank
 from jax_fastops._dispatch import Refused, by_width
 from jax_fastops._kernel import Kernel, shards_of, size_of
@@ -31,7 +34,7 @@ from jax_fastops._native import limit
 from jax_fastops._op import Op
 from jax_fastops._registry import example, register
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import explicit_spec, merge_last, reshape, split_last
+from jax_fastops._views import explicit_spec, merge, merge_last, spec_of, split, split_last
 from jax_fastops.transpose import is_movable, permute
 
 # The approximate number of rows in one partial sum of the bias gradient. Fewer rows mean more
@@ -109,20 +112,20 @@ def _split(x, bias, *, num_heads: int, parts: int, **_):
     return tuple(_SPLIT(x, bias, k=several, v=several, h=num_heads, d=head_size)[:parts])
 
 
-def _merge(kept, cts, wanted, *, num_heads: int, parts: int):
+def _merge(residuals, cts, needs_grad, *, num_heads: int, parts: int):
     """The gradients of x and of the bias, in one pass over the cotangents."""
-    del kept
+    del residuals
     sequence, head_size = cts[0].shape[-2:]
     features = parts * num_heads * head_size
-    if not wanted[0]:
+    if not needs_grad[0]:
         raise Refused("only the gradient of the bias is needed, a sum")
-    if not wanted[1] or sequence < _FEWEST_ROWS:
+    if not needs_grad[1] or sequence < _FEWEST_ROWS:
         dx = _MERGE(*cts, f=features).x
-        return dx, _sum_rows(dx) if wanted[1] else None
+        return dx, _sum_rows(dx) if needs_grad[1] else None
     rows = _rows_of_sums(cts[0], -2)
-    grouped = (_grouped(ct, -2, rows) for ct in cts)
+    grouped = (_grouped(ct, ct.ndim - 2, rows) for ct in cts)
     dx, sums = _MERGE_AND_SUM(*grouped, f=features, p=-(-rows // _SUM_ROWS))
-    return _ungrouped(dx), sums.sum(tuple(range(sums.ndim - 1)))
+    return merge(dx, dx.ndim - 3), sums.sum(tuple(range(sums.ndim - 1)))
 
 
 def _rows_of_sums(ct, axis: int) -> int:
@@ -135,17 +138,7 @@ def _rows_of_sums(ct, axis: int) -> int:
 
 def _grouped(x, axis: int, rows: int):
     """The sequence as two dimensions: groups, and the rows of a group."""
-    axis += x.ndim
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
-    shape = (*x.shape[:axis], x.shape[axis] // rows, rows, *x.shape[axis + 1 :])
-    return reshape(x, shape, spec and (*spec[: axis + 1], None, *spec[axis + 1 :]))
-
-
-def _ungrouped(x):
-    """Features with the groups of a sequence as one dimension."""
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
-    shape = (*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
-    return reshape(x, shape, spec and (*spec[:-2], spec[-1]))
+    return split(x, axis, (x.shape[axis] // rows, rows))
 
 
 def _rotary_forward(x, *arrays, heads: int, kv_heads: int, size: int, **options):
@@ -153,48 +146,37 @@ def _rotary_forward(x, *arrays, heads: int, kv_heads: int, size: int, **options)
     return tuple(kernel(x, *arrays, h=heads, n=kv_heads, d=size, **options))
 
 
-def _rotary_backward(kept, cts, wanted, *, heads: int, kv_heads: int, size: int, **options):
-    x, bias, q_scale, k_scale, turns = kept
+def _rotary_backward(residuals, cts, needs_grad, *, heads, kv_heads, size, **options):
+    x, bias, q_scale, k_scale, turns = residuals
     first = options["heads_first"]
     axis = -2 if first else -3
-    if any(wanted[1:]) and cts[0].shape[axis] < _FEWEST_ROWS:
+    if any(needs_grad[1:]) and cts[0].shape[axis] < _FEWEST_ROWS:
         raise Refused(f"gradients of parameters are sums over fewer than {_FEWEST_ROWS} positions")
-    want_bias, *want_scales = wanted[1:4]
+    needs_bias, *needs_scales = needs_grad[1:4]
     # Heads share the sum of their scale's gradient, unless a bias has sums, too.
-    per_sum = 1 if want_bias else limit("rotary_heads_per_sum")
+    per_sum = 1 if needs_bias else limit("rotary_heads_per_sum")
     q_sums, k_sums = (-(-n // per_sum) for n in (heads, kv_heads))
-    sums = {}
-    if summing := bool(want_bias or any(want_scales)):
+    sizes: dict[str, Any] = dict(h=heads, n=kv_heads, d=size, f=(heads + 2 * kv_heads) * size)
+    if summing := bool(needs_bias or any(needs_scales)):
         rows = _rows_of_sums(cts[0], axis)
-        cts = [_grouped(ct, axis, rows) for ct in cts]
-        x, turns = (None if a is None else _grouped(a, -2, rows) for a in (x, turns))
-        run = _SUM_ROWS if want_bias else _SUM_ROWS // 2  # the sums of scales are small
-        sums = dict(p=-(-rows // run), m=(q_sums + k_sums) * size)
-        sums |= dict(bias_sums=want_bias, scale_sums=any(want_scales))
-    found = _ROTARY_BACK[first, summing](
-        *cts,
-        x=x,
-        bias=bias,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        turns=turns,
-        h=heads,
-        n=kv_heads,
-        d=size,
-        f=(heads + 2 * kv_heads) * size,
-        **sums,
-        **options,
-    )
+        cts = [_grouped(ct, ct.ndim + axis, rows) for ct in cts]
+        x, turns = (None if a is None else _grouped(a, a.ndim - 2, rows) for a in (x, turns))
+        run = _SUM_ROWS if needs_bias else _SUM_ROWS // 2  # the sums of scales are small
+        sizes |= dict(p=-(-rows // run), m=(q_sums + k_sums) * size)
+        sizes |= dict(bias_sums=needs_bias, scale_sums=any(needs_scales))
+    parameters = bias, q_scale, k_scale
+    kernel = _ROTARY_BACK[first, summing]
+    result = kernel(*cts, x, *parameters, turns, **sizes, **options)
     dbias = dq = dk = None
-    if want_bias:
-        dbias = found.bias_sums.sum(tuple(range(found.bias_sums.ndim - 1)))
-    if any(want_scales):
-        parts = jnp.split(found.scale_sums, (q_sums * size,), axis=-1)
+    if needs_bias:
+        dbias = result.bias_sums.sum(tuple(range(result.bias_sums.ndim - 1)))
+    if any(needs_scales):
+        parts = jnp.split(result.scale_sums, (q_sums * size,), axis=-1)
         dq, dk = (
             split_last(part, (part.shape[-1] // size, size)).sum(tuple(range(part.ndim)))
             for part in parts
         )
-    dx = _ungrouped(found.dx) if summing else found.dx
+    dx = merge(result.dx, result.dx.ndim - 3) if summing else result.dx
     return dx, dbias, dq, dk, None
 
 
@@ -229,11 +211,6 @@ def _split_reference(x, bias, *, num_heads: int, parts: int, **_):
     return tuple(jnp.swapaxes(piece, -3, -2) for piece in pieces)
 
 
-def _merge_reference(cts):
-    merged = jnp.stack([jnp.swapaxes(ct, -3, -2) for ct in cts], axis=-3)
-    return merge_last(merged, 3)
-
-
 def _sum_rows(dx):
     """The bias gradient, in the accumulator dtype.
 
@@ -242,9 +219,9 @@ def _sum_rows(dx):
     return dx.astype(accumulator_dtype(dx.dtype)).sum(tuple(range(dx.ndim - 1)))
 
 
-def _pullback(kept, cts, **_):
-    del kept
-    dx = _merge_reference(cts)
+def _pullback(residuals, cts, **_):
+    del residuals
+    dx = merge_last(jnp.stack([jnp.swapaxes(ct, -3, -2) for ct in cts], axis=-3), 3)
     return dx, _sum_rows(dx) if jnp.issubdtype(dx.dtype, jnp.inexact) else None
 
 
@@ -287,19 +264,7 @@ def _rotary_reference(*args, **options):
 
 
 def _split_and_rotate(
-    x,
-    bias,
-    q_scale,
-    k_scale,
-    cos,
-    sin,
-    *,
-    heads: int,
-    kv_heads: int,
-    size: int,
-    interleaved: bool,
-    heads_first: bool,
-    eps: float,
+    x, bias, q_scale, k_scale, cos, sin, *, heads, kv_heads, size, interleaved, heads_first, eps
 ):
     wide = _in_wide(x)
     wide = wide if bias is None else wide + bias.astype(wide.dtype)
@@ -318,14 +283,14 @@ def _split_and_rotate(
     return tuple(results)
 
 
-def _rotary_pullback(kept, cts, **options):
-    x, *_, turns = kept
+def _rotary_pullback(residuals, cts, **options):
+    x, *_, turns = residuals
     if x is not None:
 
         def of(*args):
             return _rotary_reference(*args, turns, **options)
 
-        return *jax.vjp(of, *kept[:4])[1](tuple(cts)), None
+        return *jax.vjp(of, *residuals[:4])[1](tuple(cts)), None
     parts = [ct if not options["heads_first"] else jnp.swapaxes(ct, -3, -2) for ct in cts]
     if turns is not None:
         parts = [_in_wide(part) for part in parts]
@@ -336,19 +301,16 @@ def _rotary_pullback(kept, cts, **options):
     return wide.astype(cts[0].dtype), dbias, None, None, None
 
 
-def _rotary_pushforward(kept, tangents, **options):
-    x, *_, turns = kept
+def _rotary_pushforward(residuals, tangents, **options):
+    x, *_, turns = residuals
     if x is None:  # linear
         return _rotary_reference(*tangents[:4], turns, **options)
     moving = [t is not None for t in tangents[:4]]
 
     def of(*chosen):
-        rest = iter(chosen)
-        args = [next(rest) if m else a for a, m in zip(kept[:4], moving, strict=True)]
-        return _rotary_reference(*args, turns, **options)
+        return _rotary_reference(*placed(chosen, moving, residuals[:4]), turns, **options)
 
-    primals = [a for a, m in zip(kept[:4], moving, strict=True) if m]
-    return jax.jvp(of, primals, [t for t in tangents[:4] if t is not None])[1]
+    return jax.jvp(of, selected(residuals[:4], moving), selected(tangents[:4], moving))[1]
 
 
 # ---- ops -----------------------------------------------------------------------------------------
@@ -371,12 +333,11 @@ def _declare(name: str, parts: int) -> Op:
         ),
         kernels=(_SPLIT, _MERGE),
         forward=_split,
-        forward_saving=_split,
         residuals=lambda args, outs, saved: (),
         pullback=_pullback,
-        pushforward=lambda kept, tangents, **options: _split_reference(*tangents, **options),
+        pushforward=lambda residuals, tangents, **options: _split_reference(*tangents, **options),
         backward=_merge,
-        tangent=lambda kept, tangents, **options: _split(*tangents, **options),
+        tangent=lambda residuals, tangents, **options: _split(*tangents, **options),
         dtype_class=by_width,
         shared={"bias": 1},
     )
@@ -408,7 +369,6 @@ _ROTARY_OP = Op(
     example=example(_rotary_example, "b s f, d", **_SIZES, f=(512, 40), d=(64, 5)),
     kernels=(_ROTARY[True], _ROTARY_BACK[True, False]),
     forward=_rotary_forward,
-    forward_saving=_rotary_forward,
     residuals=_rotary_residuals,
     pullback=_rotary_pullback,
     pushforward=_rotary_pushforward,
@@ -429,7 +389,7 @@ def _apply(name: str, x, bias, num_heads, parts: int) -> Any:
     options: dict[str, Any] = dict(num_heads=num_heads, parts=parts)
     if not is_movable(x.dtype):
         return _split_reference(x, bias, **options)
-    if parts == 1 and (bias is None or _features_sharded(x)):
+    if parts == 1 and (bias is None or (spec_of(x) or (None,))[-1] is not None):
         # XLA adds the bias, and a transposition remains.
         return _swap(split_last(_add_bias(x, bias), (num_heads, head_size)))
     if bias is not None and bias.dtype != x.dtype:
@@ -452,23 +412,13 @@ def _limit(x, bias) -> str | None:
     return None
 
 
-def _features_sharded(x) -> bool:
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
-    return spec is not None and spec[-1] is not None
-
-
 def _swap(x):
-    """Exchanges the sequence and the heads.
-
-    No matrix product of attention can absorb this: it would need two separate batch dimensions.
-    """
+    """Exchanges the sequence and the heads, which no matrix product of attention can absorb."""
     n = x.ndim
     return permute(x, (*range(n - 3), n - 2, n - 3, n - 1))
 
 
-def _check(
-    name: str, x, bias, num_heads, parts: int, kv_heads=None
-) -> tuple[Any, Any, int, int, int]:
+def _check(name: str, x, bias, num_heads, parts: int, kv_heads=None):
     """The checked arguments: the arrays, ``num_heads``, the size of a head, ``num_kv_heads``."""
     argument = "x" if parts == 1 else "qkv"
     x, *rest = as_arrays(name, **{argument: x}, **({} if bias is None else {"bias": bias}))
@@ -520,24 +470,21 @@ def split_heads(x: ArrayLike, bias: ArrayLike | None = None, *, num_heads: int) 
 
     Args:
       x: array ``[..., S, H*D]`` of any dtype, with any number of leading dimensions.
-      bias: array ``[H*D]``, or ``None``. It has the dtype of ``x``, or both are floating-point. The
-        sum is then computed in float32 (float64 for float64), and rounded once to the dtype of
-        ``x``.
+      bias: array ``[H*D]``, or ``None``. It has the dtype of ``x``, or both are floating-point and
+        the sum is rounded once from float32 (float64 for float64) to the dtype of ``x``.
       num_heads: ``H``, which divides the last axis of ``x``.
 
     Returns:
       An array ``[..., H, S, D]`` with the dtype of ``x``.
 
-    Residuals:
-      None. The backward moves the cotangent back and sums the bias gradient in the same pass, in
-      float32 (float64 for float64). The reference sums it as JAX does, in the dtype of the bias.
+    Residuals: none. The kernel sums the bias gradient in float32 (float64 for float64), the
+    reference in the dtype of the bias.
 
     Sharding: over the leading dimensions and the sequence, and without a bias over the heads if the
     number of devices divides ``num_heads``. There is no communication except an all-reduce of the
-    bias gradient. With a bias and features sharded over an explicit mesh axis, XLA adds the bias
-    and the kernel moves the sum. Over an auto mesh axis the features are gathered, so add such a
-    bias before the call. Under auto axes, a device needs 32 rows of the sequence or more; otherwise
-    the backward of a bias gathers the sequence.
+    bias gradient. With a bias, features that are sharded over an auto mesh axis are gathered; over
+    an explicit one, XLA adds the bias and the kernel moves the sum. Under auto axes, a device needs
+    32 rows of the sequence or more; otherwise the backward of a bias gathers the sequence.
 
     Raises:
       TypeError: ``x`` or ``bias`` is not an array, ``num_heads`` is not an integer, or the dtypes
@@ -545,19 +492,13 @@ def split_heads(x: ArrayLike, bias: ArrayLike | None = None, *, num_heads: int) 
       ValueError: ``x`` has fewer than two dimensions, ``num_heads`` does not divide the last axis,
         or ``bias`` has another shape.
 
-    Source:
-      FasterTransformer, ``add_QKV_bias``.
+    Source: FasterTransformer, ``add_QKV_bias``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.split_heads(jnp.ones((2, 5, 12)), jnp.zeros(12), num_heads=3).shape
       (2, 3, 5, 4)
     """
     return _apply("split_heads", x, bias, num_heads, 1)
-
-
-_LAYOUTS = ("heads_first", "sequence_first")
 
 
 def _angles(name: str, rotary, x, head_size: int) -> tuple:
@@ -579,11 +520,7 @@ def _angles(name: str, rotary, x, head_size: int) -> tuple:
                 f"be one of {', '.join(FLOATING)}"
             )
         lead = (*x.shape[:-1], array.shape[-1] if array.ndim else 0)
-        try:
-            fits = array.ndim >= 2 and jnp.broadcast_shapes(array.shape, lead) == lead
-        except ValueError:
-            fits = False
-        if not fits:
+        if array.ndim < 2 or not broadcasts(array.shape, lead):
             raise ValueError(
                 f"{name}: {what} has shape {array.shape}; it must have 2 dimensions or more, and "
                 f"broadcast to {x.shape[:-1]} and the number of rotated pairs"
@@ -707,17 +644,13 @@ def split_qkv_heads(
     """Splits a fused projection into queries, keys and values, ready for attention.
 
     Adds the bias, splits ``[..., S, (H + 2*K)*D]`` into heads, applies an RMS norm to each head of
-    queries and keys, and rotates queries and keys by the angles of the rotary embedding. One kernel
-    writes all three results in one pass. All of it is computed in float32 (float64 for float64),
-    and rounded once.
-
-    With ``num_heads`` and a bias only, it equals ``jnp.moveaxis((qkv + bias).reshape(..., S, 3, H,
-    D), (-3, -2), (0, -3))`` unpacked.
+    queries and keys, and rotates queries and keys by the angles of the rotary embedding. All of it
+    is computed in one pass, in float32 (float64 for float64), and rounded once. Without them, it
+    equals ``jnp.moveaxis((qkv + bias).reshape(..., S, 3, H, D), (-3, -2), (0, -3))`` unpacked.
 
     Args:
-      qkv: array ``[..., S, (H + 2*K)*D]``, with any number of leading dimensions: queries, then
-        keys, then values. Of any dtype without ``rotary``, ``q_scale`` and ``k_scale``, and of
-        float32, bfloat16, float16 or float64 with them.
+      qkv: array ``[..., S, (H + 2*K)*D]`` of queries, keys and values; of any dtype, but float32,
+        bfloat16, float16 or float64 with ``rotary``, ``q_scale`` or ``k_scale``.
       bias: array ``[(H + 2*K)*D]``, or ``None``. It has the dtype of ``qkv``, or both are
         floating-point.
       num_heads: ``H``, the number of heads of queries.
@@ -726,11 +659,9 @@ def split_qkv_heads(
       rotary: angles ``[..., S, R]``, that is, positions times frequencies, or a pair of arrays of
         that shape, of cosines and sines. ``R`` pairs of elements of each head of queries and keys
         are rotated; ``2*R`` is at most ``D``, and other elements stay. The shape has two dimensions
-        or more, and broadcasts to the leading dimensions and the sequence of ``qkv``. With a pair,
-        a program computes cosines and sines once for all layers. ``None``: no rotation.
-      q_scale: array ``[D]``: queries become ``q * rsqrt(mean(q**2) + eps) * q_scale``, with the
-        mean over a head. ``None``: no norm.
-      k_scale: the same for keys.
+        or more, and broadcasts to the leading dimensions and the sequence of ``qkv``.
+      q_scale, k_scale: arrays ``[D]``: queries become ``q * rsqrt(mean(q**2) + eps) * q_scale``,
+        with the mean over a head, and so do keys. ``None``: no norm.
       eps: a Python or NumPy number, added to the mean square.
       interleaved: whether the pairs are the elements ``2*i`` and ``2*i + 1`` of a head, as in
         GPT-J. If not, they are ``i`` and ``i + R``, as in Llama.
@@ -740,18 +671,12 @@ def split_qkv_heads(
     Returns:
       Queries, keys and values with the dtype of ``qkv``, with ``H``, ``K`` and ``K`` heads.
 
-    Residuals:
-      Without a norm, the cosines and sines; nothing without rotation. With a norm, also ``qkv`` and
-      the parameters: the backward computes the statistics again. The backward merges the three
-      cotangents and sums the gradients of the parameters in the same pass, in float32 (float64 for
-      float64). The reference of a call with a bias and nothing more sums its gradient as JAX does,
-      in the dtype of the bias. Derivatives with respect to ``rotary`` are computed by XLA.
+    Residuals: without a norm, the cosines and sines; nothing without rotation. With a norm, also
+    ``qkv`` and the parameters: the backward computes the statistics again. Gradients of parameters
+    are summed as in :func:`split_heads`. XLA computes derivatives with respect to ``rotary``.
 
-    Sharding: over the leading dimensions and the sequence, without communication except one
-    all-reduce for each parameter's gradient. Shards of the features are not shards of the heads:
-    features sharded over an Auto mesh axis are gathered, and over an Explicit one, the call takes
-    the reference. Under Auto axes, a device needs 32 rows of the sequence or more; otherwise the
-    backward of a parameter gathers the sequence.
+    Sharding: as :func:`split_heads`, but never over the features, whose shards are not shards of
+    the heads: over an explicit mesh axis, the call takes the reference.
 
     Raises:
       TypeError: an argument is not an array, ``num_heads`` or ``num_kv_heads`` is not an integer,
@@ -760,13 +685,10 @@ def split_qkv_heads(
         divide the last axis, ``num_kv_heads`` does not divide ``num_heads``, an array has another
         shape, ``eps`` is negative or not finite, or ``layout`` is not one of the names above.
 
-    Sources:
-      FasterTransformer, ``add_QKV_bias``; Su et al., "RoFormer: Enhanced Transformer with Rotary
-      Position Embedding".
+    Sources: FasterTransformer, ``add_QKV_bias``; Su et al., "RoFormer: Enhanced Transformer with
+    Rotary Position Embedding".
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> q, k, v = fo.split_qkv_heads(jnp.ones((2, 5, 36)), num_heads=3)
       >>> q.shape, k.shape, v.shape
       ((2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 4))
@@ -780,7 +702,7 @@ def split_qkv_heads(
       >>> q.shape, k.shape, v.shape
       ((2, 5, 4, 4), (2, 5, 2, 4), (2, 5, 2, 4))
     """
-    one_of("split_qkv_heads", "layout", layout, _LAYOUTS)
+    one_of("split_qkv_heads", "layout", layout, ("heads_first", "sequence_first"))
     if not isinstance(interleaved, (bool, np.bool_)):
         raise TypeError(
             f"split_qkv_heads: interleaved is {interleaved!r}; it must be True or False"
@@ -809,8 +731,7 @@ def merge_heads(x: ArrayLike) -> jax.Array:
     Returns:
       An array ``[..., S, H*D]`` with the dtype of ``x``.
 
-    Residuals:
-      None.
+    Residuals: none.
 
     Sharding: over every dimension except ``D``, without communication. Sharded heads become sharded
     features.
@@ -819,12 +740,9 @@ def merge_heads(x: ArrayLike) -> jax.Array:
       TypeError: ``x`` is not an array.
       ValueError: ``x`` has fewer than three dimensions.
 
-    Source:
-      FasterTransformer, ``transpose``.
+    Source: FasterTransformer, ``transpose``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.merge_heads(jnp.ones((2, 3, 5, 4))).shape
       (2, 5, 12)
     """

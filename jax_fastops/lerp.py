@@ -3,8 +3,6 @@
 The forward kernel reads each operand in its own shape and writes the result. The backward kernel
 reads the cotangent and the operands once and writes all gradients. It sums the gradients of
 broadcast operands on the chip, in the same pass.
-
-Source: Paddle, ``lerp``, which has kernels for up to six dimensions. This one has no such limit.
 """
 
 from __future__ import annotations
@@ -17,13 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, broadcast_shape, not_weak, same_floating_dtype
-from jax_fastops._broadcast import (
-    call,
-    features_of,
-    limit_of,
-    of_rank,
-    pull_back,
-)
+from jax_fastops._broadcast import backward_of, call, features_of, limit_of, of_rank
 from jax_fastops._dispatch import SYMBOLIC
 from jax_fastops._kernel import Kernel, match_varying
 from jax_fastops._op import Op, jvp_of
@@ -69,34 +61,14 @@ def _interpolate_jvp(primals, tangents):
     return y, match_varying([broadcast_to(dy, jax.typeof(y)), y])[0]
 
 
-def _reference(start, end, weight):
-    return _interpolate(start, end, weight)
-
-
-def _forward(start, end, weight):
-    return call(_LERP, (start, end, weight))
-
-
-def _backward(kept, cts, wanted):
-    names = ("start", "end", "weight")
-    types = [jax.typeof(x) if w else None for x, w in zip(kept, wanted, strict=True)]
-    return pull_back(
-        _LERP_BWD,
-        cts[0],
-        dict(zip(names, kept, strict=True)),
-        dict(zip(("dstart", "dend", "dweight"), types, strict=True)),
-    )
-
-
 _lerp = Op(
     "lerp",
     _SIGNATURE,
-    _reference,
+    _interpolate,
     example=example(lambda a, b: lerp(a, b, 0.25), "... n, ... n"),
     kernels=(_LERP, _LERP_BWD),
-    forward=_forward,
-    forward_saving=_forward,
-    backward=_backward,
+    forward=functools.partial(call, _LERP),
+    backward=backward_of(_LERP_BWD, "start", "end", "weight"),
 )
 
 
@@ -131,8 +103,7 @@ def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
     Returns:
       An array with the shape to which the three broadcast, and their dtype.
 
-    Residuals:
-      The three operands, each in its own shape.
+    Residuals: the three operands, each in its own shape.
 
     Sharding: over every dimension. The only communication is one all-reduce for each gradient that
     is summed over a sharded dimension. In a program for several devices with auto mesh axes, a
@@ -143,12 +114,9 @@ def lerp(start: ArrayLike, end: ArrayLike, weight: ArrayLike) -> jax.Array:
       TypeError: an argument is not an array or number, or the dtypes are not one supported dtype.
       ValueError: the shapes do not broadcast.
 
-    Source:
-      Paddle, ``lerp``.
+    Source: Paddle, ``lerp``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.lerp(jnp.zeros((2, 1)), jnp.array([4.0, 8.0]), 0.25).tolist()
       [[1.0, 2.0], [1.0, 2.0]]
     """

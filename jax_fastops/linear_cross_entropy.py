@@ -1,11 +1,8 @@
 """``linear_cross_entropy``: the loss of ``x @ table.T + bias``, without all logits at once.
 
-It goes over the tokens in chunks. For each chunk there is one product, the two passes of
-``cross_entropy``, and the two products of the gradients. So the forward of a differentiated sum or
-mean makes the gradients already, and the backward only scales them. No product is repeated.
-
-Sources: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024); Hsu et al.,
-"Liger Kernel" (2024).
+For each chunk of the tokens there is one product, the two passes of ``cross_entropy``, and the two
+products of the gradients. So the forward of a differentiated sum or mean computes the gradients,
+and the backward only scales them. No product is repeated.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from jax_fastops._compat import as_varying, varying_axes
 from jax_fastops._kernel import match_varying
 from jax_fastops._registry import example, register
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import explicit_spec, parts_of, reshape
+from jax_fastops._views import merge, parts_of, reshape, spec_of, split
 from jax_fastops.cross_entropy import check_options, cross_entropy, prepared_labels
 
 # Bytes of the logits of a chunk on a device. With fewer tokens in a chunk, adding up the table's
@@ -65,29 +62,13 @@ class _Options(NamedTuple):
 # ---- chunks --------------------------------------------------------------------------------------
 
 
-def _spec(x) -> tuple | None:
-    return explicit_spec(jax.typeof(x).sharding, x.ndim)
-
-
-def _merge_tokens(x, tokens: int):
-    """Merges the first ``tokens`` dimensions."""
-    spec, shape = _spec(x), (math.prod(x.shape[:tokens]), *x.shape[tokens:])
-    if spec is not None and any(axis is not None for axis in spec[1:tokens]):
-        outer = PartitionSpec(spec[0], *(None,) * (tokens - 1), *spec[tokens:])
-        x = jax.sharding.reshard(x, jax.typeof(x).sharding.update(spec=outer))
-    return reshape(x, shape, spec and ((*spec[:1], *spec[tokens:]) if tokens else (None, *spec)))
-
-
 def _split_tokens(x, chunks: int, fill, axis: int):
     """``[chunks, ..., t / chunks, ...]``. A chunk has every ``chunks``-th token along the axis, so
     that it is sharded like the tokens. ``fill`` fills up the last tokens."""
-    spec, (lead, rest) = _spec(x), (x.shape[:axis], x.shape[axis + 1 :])
     if missing := -x.shape[axis] % chunks:
-        widths = ((0, 0),) * len(lead), ((0, missing),), ((0, 0),) * len(rest)
-        x = jnp.pad(x, sum(widths, ()), constant_values=fill)
-    shape = (*lead, x.shape[axis] // chunks, chunks, *rest)
-    x = reshape(x, shape, spec and (*spec[: axis + 1], None, *spec[axis + 1 :]))
-    return jnp.moveaxis(x, axis + 1, 0)
+        widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+        x = jnp.pad(x, widths, constant_values=fill)
+    return jnp.moveaxis(split(x, axis, (x.shape[axis] // chunks, chunks)), axis + 1, 0)
 
 
 def _parts(x, labels, chunks: int) -> list:
@@ -98,16 +79,12 @@ def _parts(x, labels, chunks: int) -> list:
 
 def _join_tokens(x, tokens: int, axis: int):
     """Inverts ``_split_tokens``."""
-    x = jnp.moveaxis(x, 0, axis + 1)
-    spec, (lead, rest) = _spec(x), (x.shape[:axis], x.shape[axis + 2 :])
-    shape = (*lead, x.shape[axis] * x.shape[axis + 1], *rest)
-    x = reshape(x, shape, spec and (*spec[: axis + 1], *spec[axis + 2 :]))
-    return jax.lax.slice_in_dim(x, 0, tokens, axis=axis)
+    return jax.lax.slice_in_dim(merge(jnp.moveaxis(x, 0, axis + 1), axis), 0, tokens, axis=axis)
 
 
 def _dot(a, b, axes: tuple[Sequence[int], Sequence[int]], dtype, options: _Options):
     """The product of two arrays over these axes. Other axes that are sharded stay so."""
-    specs, kept = [spec for x in (a, b) if (spec := _spec(x)) is not None], None
+    specs, kept = [spec for x in (a, b) if (spec := spec_of(x)) is not None], None
     if len(specs) == 2:
         pairs = zip(specs, axes, strict=True)
         kept = PartitionSpec(
@@ -135,7 +112,7 @@ def _layer(x, table, bias, options: _Options, wide: bool = False) -> _Layer:
     dtype = acc if wide else x.dtype
     table = table.astype(dtype)
     bias = None if bias is None else bias.astype(dtype)
-    classes, spec = table.shape[0], _spec(table)
+    classes, spec = table.shape[0], spec_of(table)
     fixed = isinstance(classes, int) and (spec is None or spec[0] is None)
     # The mean of the logits for label smoothing, and the softcap, take no padding.
     plain = options.softcap is None and not options.label_smoothing
@@ -197,8 +174,8 @@ def _total(x, table, bias, labels, options: _Options):
     return _over_chunks(body, None, parts, options.chunks)[1].sum()
 
 
-def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
-    """The sum, and its gradients for those of ``x``, ``table`` and ``bias`` that are wanted."""
+def _total_and_gradients(x, table, bias, labels, options: _Options, needs_grad):
+    """The sum, and its gradients of those of ``x``, ``table`` and ``bias`` that need one."""
     wide, chunks = accumulator_dtype(x.dtype), options.chunks
     layer, axis = _layer(x, table, bias, options), x.ndim - 2
     tokens = range(x.ndim - 1)
@@ -210,18 +187,18 @@ def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
         losses, pullback = jax.vjp(lambda raw: _losses(raw, layer.offset, labels, options), raw)
         (draw,) = pullback(jnp.ones_like(losses))
         dx = None
-        if wanted[0]:
+        if needs_grad[0]:
             dx = _dot(draw, layer.table, ((x.ndim - 1,), (0,)), x.dtype, options)
-        if wanted[1]:
+        if needs_grad[1]:
             dtable = dtable + _dot(draw, x, (tokens, tokens), wide, options)
-        if wanted[2]:
+        if needs_grad[2]:
             dbias = dbias + draw.astype(wide).sum(tokens)
         return (dtable, dbias), (losses.sum(), dx)
 
     parts = _parts(x, labels, chunks)
     start = (
-        _zeros(layer.table, wide, x, labels) if wanted[1] else None,
-        _zeros(layer.offset, wide, x, labels, table) if wanted[2] else None,
+        _zeros(layer.table, wide, x, labels) if needs_grad[1] else None,
+        _zeros(layer.offset, wide, x, labels, table) if needs_grad[2] else None,
     )
     (dtable, dbias), (totals, dx) = _over_chunks(body, start, parts, chunks)
     grads = [
@@ -239,9 +216,9 @@ def _total_and_gradients(x, table, bias, labels, options: _Options, wanted):
 @functools.partial(_total.defjvp, symbolic_zeros=True)
 def _total_jvp(options, primals, tangents):
     moving = [None if isinstance(t, SymbolicZero) else t for t in tangents[:3]]
-    wanted = [t is not None for t in moving]
+    needs_grad = [t is not None for t in moving]
     x, table, bias, labels = primals
-    total, grads = _total_and_gradients(x, table, bias, labels, options, wanted)
+    total, grads = _total_and_gradients(x, table, bias, labels, options, needs_grad)
     terms = [
         (g.astype(total.dtype) * t.astype(total.dtype)).sum()
         for g, t in zip(grads, moving, strict=True)
@@ -291,65 +268,52 @@ def linear_cross_entropy(
 
     Args:
       x: array ``[..., d]``, the tokens; float32, bfloat16, float16 or float64.
-      table: array ``[v, d]`` of a supported dtype, which may be another one: a row for each class,
-        such as the embeddings of a vocabulary. It is cast to the dtype of ``x``. Any number of
-        classes is fast: rows are padded internally.
-      labels: array ``[...]`` of any integer dtype. A token whose label is negative is left out: its
-        loss and its gradient are 0, whatever ``x`` holds there. A label of ``v`` or more makes the
-        loss NaN; for the gradients, no logit is at the label. See :func:`cross_entropy`.
+      table: array ``[v, d]`` of a supported dtype: a row for each class, such as the embeddings of
+        a vocabulary. It is cast to the dtype of ``x``, and padded to a fast number of classes.
+      labels: array ``[...]`` of any integer dtype, as in :func:`cross_entropy`: a negative label
+        leaves its token out, and one of ``v`` or more makes the loss NaN.
       bias: array ``[v]`` of a supported dtype, or ``None``.
       where: boolean array that broadcasts to the shape of ``labels``. Leaves out the tokens where
         it is False.
-      label_smoothing: as in :func:`cross_entropy`.
-      z_loss: as in :func:`cross_entropy`.
+      label_smoothing, z_loss: as in :func:`cross_entropy`.
       softcap: logits become ``softcap * tanh(logits / softcap)``. Positive. ``None``: they do not.
       reduction: ``"mean"`` over the tokens that count (0 if there is none), ``"sum"``, or
         ``"none"``: the loss of each token.
       chunk: the number of tokens whose logits exist at the same time. ``None``: as many as fit
         512 MiB, of a device if tokens or rows of ``table`` are sharded over explicit mesh axes.
-        Over auto mesh axes the sharding is unknown here, so give the number of all devices
-        together: with fewer tokens on each, adding up the gradient of ``table`` costs more.
+        Over auto mesh axes the sharding is unknown, so give the number of all devices together.
       precision: of the products, forward and backward, as in ``jnp.matmul``. ``None``: that of
-        ``jax.default_matmul_precision``. By default, float32 products on a GPU are in TF32, which
-        rounds ``x`` and ``table`` to 10 bits, as ``x @ table.T`` does.
+        ``jax.default_matmul_precision``.
 
     Returns:
       A scalar, or with ``reduction="none"`` an array with the shape of ``labels``; float32, or
       float64 for float64.
 
-    Residuals:
-      For a mean or a sum, the gradients: the forward computes them, and the backward scales them.
-      The gradients of ``table`` and ``bias`` are added up in float32 and have their dtype (float32
-      until they are scaled, for float16). For ``"none"``, the operands: the backward computes the
-      logits again.
+    Residuals: for a mean or a sum, the gradients, those of ``table`` and ``bias`` summed in
+    float32: the forward computes them, and the backward scales them. For ``"none"``, the operands:
+    the backward computes the logits again.
 
     Sharding: over all axes of the tokens, with no communication except the sums of the scalar and
     of the gradients of ``table`` and ``bias``. If the last of several axes has not enough tokens
-    for the chunks, only the first one stays sharded. If the rows of ``table`` are sharded over an
-    explicit mesh axis, the passes take the reference, and XLA reduces over the devices. Over an
-    auto mesh axis the logits are gathered, unless the call is in ``use_implementation("xla")``.
+    for the chunks, only the first one stays sharded. Sharded rows of ``table``: as the classes of
+    :func:`cross_entropy`.
 
     Raises:
       TypeError: an argument is not an array, has a dtype that is not supported, ``labels`` are not
         integers, ``where`` is not boolean, or an option is not a number.
       ValueError: the shapes do not fit, an option is out of range, or ``precision`` is not known.
 
-    Sources:
-      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al., "Liger
-      Kernel".
+    Sources: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024); Hsu et
+    al., "Liger Kernel" (2024).
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x, table = jnp.eye(3) * 20, jnp.eye(4, 3)
       >>> print(f"{fo.linear_cross_entropy(x, table, jnp.array([0, 1, 0])):.2f}")
       6.67
     """
     name = "linear_cross_entropy"
-    given: dict[str, Any] = {"x": x, "table": table, "labels": labels}
-    given |= {
-        key: value for key, value in dict(bias=bias, where=where).items() if value is not None
-    }
+    optional = {key: v for key, v in dict(bias=bias, where=where).items() if v is not None}
+    given: dict[str, Any] = dict(x=x, table=table, labels=labels, **optional)
     arrays: dict[str, Any] = dict(zip(given, as_arrays(name, **given), strict=True))
     for key in ("x", "table", "bias"):
         if key in arrays:
@@ -371,14 +335,16 @@ def linear_cross_entropy(
     chunks = _chunks(name, hidden, rows, chunk)
     # Even chunks of the last dimension of the tokens leave all dimensions sharded.
     if tokens == 0 or (chunks > 1 and -shape[-1] % chunks > shape[-1] // 8):
-        index, hidden = _merge_tokens(index, tokens), _merge_tokens(hidden, tokens)
+        index, hidden = merge(index, 0, tokens), merge(hidden, 0, tokens)
     kept = index >= 0
     # A label that is too large must also be too large for the padded table.
     index = jnp.where(index < classes, index, 2**31 - 1)
     static = _Options(_of_shards(chunks, hidden), softcap, **options, precision=precision)
     if reduction == "none":
         losses = _each(hidden, rows, row_bias, index, static)
-        return losses if losses.ndim == tokens else reshape(losses, shape, _spec(arrays["labels"]))
+        return (
+            losses if losses.ndim == tokens else reshape(losses, shape, spec_of(arrays["labels"]))
+        )
     total = _total(hidden, rows, row_bias, index, static)
     if reduction == "sum":
         return total
@@ -418,13 +384,13 @@ def _chunks(name: str, x, table, chunk) -> int:
 
 def _shards(x, dimensions: slice) -> int:
     """Into how many parts explicit mesh axes divide these dimensions."""
-    spec, sharding = _spec(x), jax.typeof(x).sharding
+    spec, sharding = spec_of(x), jax.typeof(x).sharding
     return math.prod(parts_of(axis, sharding) for axis in (spec or ())[dimensions])
 
 
 def _of_shards(chunks: int, x) -> int:
-    """As many chunks at most, of which each has as many tokens of a device as of any other."""
-    tokens, spec = x.shape[-2], _spec(x)
+    """The largest number of chunks up to ``chunks`` that splits each device's tokens evenly."""
+    tokens, spec = x.shape[-2], spec_of(x)
     parts = 1 if spec is None else parts_of(spec[-2], jax.typeof(x).sharding)
     while chunks > 1 and (tokens % parts or -(-tokens // chunks) % parts):
         chunks -= 1

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
-from jax_fastops._views import explicit_spec
+from jax_fastops._views import spec_of
 
 _MOST = 255  # elements of a window: places are bytes, and one of them means "nowhere"
 
@@ -49,9 +49,9 @@ def max_pool(
 ) -> jax.Array:
     """The maxima of windows, with one byte per maximum for the backward: its place in the window.
 
-    Equals ``jax.lax.reduce_window`` with ``jax.lax.max``. The gradient goes to the same elements as
-    there. If several elements of a window are equal, it goes to the first. In a window with a NaN
-    it goes to an unspecified element. There is no kernel: XLA compiles it.
+    Equals ``jax.lax.reduce_window`` with ``jax.lax.max``, also in the gradient: of equal elements
+    of a window, it goes to the first, and in a window with a NaN to an unspecified element. There
+    is no kernel: XLA compiles it.
 
     Args:
       x: array of a floating dtype.
@@ -67,12 +67,10 @@ def max_pool(
     Returns:
       The maxima, in the dtype of ``x``.
 
-    Residuals:
-      One byte (uint8) per element of the result.
+    Residuals: one byte (uint8) per element of the result.
 
-    Sharding: over every axis with windows of one element, without communication. Other axes: as
-    ``jax.lax.slice`` and ``jax.lax.pad`` are, which raise a ``ShardingTypeError`` over Explicit
-    mesh axes whose devices do not divide the sizes.
+    Sharding: over every axis with windows of one element, without communication. Other axes are
+    sharded as ``jax.lax.slice`` and ``jax.lax.pad`` do it.
 
     Raises:
       TypeError: ``x`` or ``scale`` is not an array of a floating dtype, or a size, a stride or a
@@ -81,8 +79,6 @@ def max_pool(
         is out of range, a window has more than 255 elements, or ``scale`` does not broadcast.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x = jnp.arange(16.0).reshape(4, 4)
       >>> fo.max_pool(x, (2, 2), (2, 2)).tolist()
       [[5.0, 7.0], [13.0, 15.0]]
@@ -174,19 +170,12 @@ def _times(sign, x):
     return x if sign is None else sign * x
 
 
-def _result_shape(windows: _Windows, shape) -> tuple:
-    found = []
-    for n, size, stride, around in zip(shape, *windows, strict=True):
-        if (size, stride, around) == (1, 1, (0, 0)):
-            found.append(n)
-        else:
-            found.append(max(0, (n + sum(around) - size) // stride + 1))
-    return tuple(found)
-
-
 def _elements(windows: _Windows, x) -> list[jax.Array]:
     """The elements of each window, row by row, as arrays with the result's shape."""
-    shape = _result_shape(windows, x.shape)
+    shape = [  # a size of an axis without windows may be symbolic
+        max(0, (n + sum(around) - size) // stride + 1) if axis in windows.pooled else n
+        for axis, (n, size, stride, around) in enumerate(zip(x.shape, *windows, strict=True))
+    ]
     # As many after the end as slices need, which is at least the padding.
     around = [
         (low, stride * count + size - 1 - n - low, 0)
@@ -220,9 +209,8 @@ def _elements_at(windows: _Windows, place, x) -> jax.Array:
 
     The code is written for its transpose, the gradient, in which each element gathers from the
     windows that contain it. Along an axis, element ``stride * q + m`` is in the windows ``q + e``
-    for few ``e``, at a place that depends on ``m`` and ``e`` alone. With windows of 3 at stride 2,
-    there are two ``e``, so there are four windows to look at in two dimensions. For each, a table
-    indexed by the ``m`` has the element's place in it. XLA compiles this to one loop.
+    for few ``e``, at a place that depends only on ``m`` and ``e``: a table indexed by the ``m`` has
+    it for each ``e``. XLA compiles this to one loop.
     """
     axes, nowhere = windows.pooled, math.prod(windows.sizes)
     zero = jnp.zeros((), x.dtype)
@@ -231,7 +219,7 @@ def _elements_at(windows: _Windows, place, x) -> jax.Array:
     x = jax.lax.pad(x, zero, [(0, after, 0) for after in more])
     # Each pooled axis becomes two: q, and m.
     split: list[Any] = []
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    spec = spec_of(x)
     new_spec: list[Any] = []
     inner = []
     for i, n in enumerate(x.shape):

@@ -1,4 +1,5 @@
-"""Layers for Flax NNX on the kernels: ``BatchNorm``, ``LayerNorm``, ``RMSNorm`` and ``Dropout``.
+"""Layers for Flax NNX on the kernels: ``BatchNorm``, ``LayerNorm``, ``RMSNorm`` and ``Dropout``, and
+``dot_product_attention`` for Flax's layer of attention.
 
 The classes are subclasses of Flax's. They have the constructor arguments, variables, metadata,
 checkpoints and ``train()``/``eval()`` of the installed version of Flax. They add ``activation=`` to
@@ -10,13 +11,16 @@ two programs:
 * otherwise, and always under ``"xla"``, Flax's own code, with bitwise equal results. The residual
   is then added, and the activation applied, in ``jax.numpy``.
 
+The ops take float32, bfloat16, float16 and float64, and no calls in which promotion widens the
+input: bfloat16 with ``dtype=None`` and float32 parameters gives float32, as in Flax. Set
+``dtype=jnp.bfloat16`` to compute on bfloat16 arrays.
+
 ``Dropout`` always has the masks of :func:`jax_fastops.dropout_mask`, which are not Flax's.
 
 The ops differ from Flax's code only by rounding. They compute the variance from the deviations from
-the mean, whatever ``use_fast_variance`` says. (Flax's fast variance, ``mean(x**2) - mean(x)**2``,
-loses digits if the mean is large.) Everything between the input and the result is in float32
-(float64 for float64), and is rounded once. The ops cast what Flax casts before it computes: with
-``dtype=jnp.bfloat16``, the parameters, and the running statistics at inference.
+the mean, whatever ``use_fast_variance`` says, in float32 (float64 for float64), and round once. The
+ops cast what Flax casts before it computes: with ``dtype=jnp.bfloat16``, the parameters, and the
+running statistics at inference.
 
 Needs Flax: ``pip install 'jax_fastops[nnx]'``.
 """
@@ -24,7 +28,6 @@ Needs Flax: ``pip install 'jax_fastops[nnx]'``.
 from __future__ import annotations
 
 import inspect
-import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
@@ -34,6 +37,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_fastops import (
+    attention,
     batch_norm,
     batch_norm_inference,
     dropout,
@@ -44,20 +48,18 @@ from jax_fastops import (
     residual_rms_norm,
     rms_norm,
 )
+from jax_fastops._arguments import FLOATING, is_epsilon
 
 try:
     from flax import nnx as _flax
-    from flax.nnx.nn.dtypes import canonicalize_dtype
+    from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 except ImportError as _error:
     raise ImportError(
         "jax_fastops.nnx needs Flax, which cannot be imported "
         f"({_error}); install it with: pip install 'jax_fastops[nnx]'"
     ) from _error
 
-__all__ = ["BatchNorm", "Dropout", "LayerNorm", "RMSNorm"]
-
-_ACTIVATIONS = (None, "relu")
-_DTYPES = {"float32", "bfloat16", "float16", "float64"}  # of the ops
+__all__ = ["BatchNorm", "Dropout", "LayerNorm", "RMSNorm", "dot_product_attention"]
 
 
 # ---- when the kernels take a call ----------------------------------------------------------------
@@ -87,7 +89,7 @@ def _operands(layer, x, statistics, parameters) -> _Operands | None:
     dtype = jnp.dtype(canonicalize_dtype(x, *parameters, dtype=layer.dtype))
     own = jnp.result_type(x)
     wide = jnp.promote_types(own, dtype)
-    if not {str(d) for d in (given, own, dtype, wide)} <= _DTYPES:
+    if not {str(d) for d in (given, own, dtype, wide)} <= set(FLOATING):
         return None
     if wide.itemsize > given.itemsize:
         # XLA widens as it reads. A kernel would need the wider array in memory.
@@ -99,12 +101,6 @@ def _operands(layer, x, statistics, parameters) -> _Operands | None:
 def _as(x, dtype) -> jax.Array:
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     return x if x.dtype == dtype else x.astype(dtype)
-
-
-def _is_epsilon(value) -> bool:
-    """Whether the ops take this epsilon. Flax also accepts an array, NaN and negative numbers."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
-    return number and 0 <= float(value) < float("inf")
 
 
 def _axes(axes, rank: int) -> tuple[int, ...]:
@@ -121,7 +117,7 @@ def _variable(variable):
 
 
 def _checked(layer: str, activation):
-    if activation not in _ACTIVATIONS:
+    if activation not in (None, "relu"):
         raise ValueError(f"{layer}: activation is {activation!r}; it must be None or 'relu'")
     return activation
 
@@ -155,30 +151,21 @@ class BatchNorm(_flax.BatchNorm):
     Args:
       num_features: the size of the feature axis.
       activation: ``None`` or ``"relu"``, applied last.
-      **kwargs: all other arguments of ``flax.nnx.BatchNorm``, with its defaults:
-        ``use_running_average``, ``axis``, ``momentum``, ``epsilon``, ``dtype``, ``param_dtype``,
-        ``use_bias``, ``use_scale``, ``bias_init``, ``scale_init``, ``axis_name``,
-        ``axis_index_groups``, ``use_fast_variance``, ``rngs``, and those of newer versions.
+      **kwargs: all other arguments of ``flax.nnx.BatchNorm``, with its defaults.
 
     Variables: ``scale``, ``bias`` (``nnx.Param``), ``mean``, ``var`` (``nnx.BatchStat``), each
-    ``[num_features]``, as in Flax's layer: the state of either loads into the other.
+    ``[num_features]``, as in Flax's layer.
 
-    The kernels take calls with one feature axis, no ``mask`` and no ``axis_index_groups``, in
-    float32, bfloat16, float16 and float64. All other calls, and those for which ``"auto"`` chooses
-    the reference, run Flax's code. So do calls in which promotion widens the input: bfloat16 with
-    ``dtype=None`` and float32 variables gives float32, as in Flax. Set ``dtype=jnp.bfloat16`` to
-    compute on bfloat16 arrays.
+    Calls with several feature axes, a ``mask`` or ``axis_index_groups`` run Flax's code.
 
-    Residuals:
-      Those of :func:`jax_fastops.batch_norm` in training, and of
-      :func:`jax_fastops.batch_norm_inference` at inference.
+    Residuals: those of :func:`jax_fastops.batch_norm` in training, and of
+    :func:`jax_fastops.batch_norm_inference` at inference.
 
     Raises:
       TypeError: as Flax's constructor.
       ValueError: ``activation`` is not known.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from jax_fastops import nnx as fo_nnx
       >>> norm = fo_nnx.BatchNorm(8, activation="relu", rngs=nnx.Rngs(0))
@@ -207,16 +194,14 @@ class BatchNorm(_flax.BatchNorm):
         Args:
           x: array with the features at ``axis``.
           use_running_average: whether to normalize with the running statistics, as at inference,
-            instead of those of ``x``. ``None`` takes the setting of the constructor, ``train()`` or
-            ``eval()``.
+            instead of those of ``x``. ``None``: the setting of the layer.
           mask: boolean array that broadcasts to ``x``: the elements that count for the statistics.
           residual: array that is added before the activation, or ``None``. The kernel adds it if it
             has the shape of ``x`` and its dtype does not widen the result.
 
         Returns:
-          An array with the shape of ``x`` and the dtype of Flax's layer: ``dtype`` if given,
-          otherwise the promoted dtype of ``x`` and the variables. A residual with a wider dtype
-          widens the result, as ``+`` does.
+          An array with the shape of ``x`` and the dtype of Flax's layer. A residual with a wider
+          dtype widens the result, as ``+`` does.
 
         Raises:
           ValueError: neither the call nor the layer says whether to use the running statistics; or
@@ -266,7 +251,7 @@ def _batch_operands(layer, x, average) -> _Operands | None:
     """The operands for the op, or ``None`` if Flax's code runs."""
     axes = _axes(layer.axis, x.ndim)
     across = not average and layer.axis_name is not None
-    if len(axes) != 1 or not _is_epsilon(layer.epsilon):
+    if len(axes) != 1 or not is_epsilon(layer.epsilon):
         return None
     if not 0 <= axes[0] < x.ndim or (across and layer.axis_index_groups is not None):
         return None
@@ -287,15 +272,13 @@ def _update(layer, variable, value) -> None:
 class Dropout(_flax.Dropout):
     """``flax.nnx.Dropout`` on :func:`jax_fastops.dropout`, which keeps no mask for the backward.
 
-    It has the constructor, the streams of keys and ``train()``/``eval()`` of Flax's layer. Which
-    elements are dropped is :func:`jax_fastops.dropout_mask`'s definition for the same key, on every
-    platform and with every implementation. With ``broadcast_dims``, and for arrays of other dtypes
-    than float32, bfloat16, float16 and float64, it is Flax's code, with Flax's masks.
+    It has the constructor, the streams of keys and ``train()``/``eval()`` of Flax's layer, and the
+    masks of :func:`jax_fastops.dropout_mask`. With ``broadcast_dims``, and for other dtypes than
+    float32, bfloat16, float16 and float64, it is Flax's code, with Flax's masks.
 
     :class:`LayerNorm` and :class:`RMSNorm` take the layer as ``dropout=``.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from jax_fastops import nnx as fo_nnx
       >>> dropout = fo_nnx.Dropout(0.5, rngs=nnx.Rngs(0))
@@ -330,14 +313,14 @@ def _next_key(layer, x, deterministic: bool | None = None, rngs: Any = None):
     known = isinstance(rngs, (_flax.Rngs, _flax.RngStream, jax.Array))
     if deterministic or deterministic is None or layer.broadcast_dims or not known:
         return None
-    if not 0 < layer.rate < 1 or str(jnp.result_type(x)) not in _DTYPES:
+    if not 0 < layer.rate < 1 or str(jnp.result_type(x)) not in FLOATING:
         return None
     rngs = rngs[layer.rng_collection] if isinstance(rngs, _flax.Rngs) else rngs
     return rngs if isinstance(rngs, jax.Array) else rngs()
 
 
-def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, drop):
-    """Calls a layer over the last axis. ``name`` is the name of the op."""
+def _row_norm(layer, flax_call, x, mask, residual, return_sum: bool, drop):
+    """Calls a layer over the last axis."""
     x = x if hasattr(x, "shape") else jnp.asarray(x)  # Flax takes a list
     activation = getattr(layer, "activation", None)
     key, rate = None, 0.0
@@ -358,7 +341,10 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, 
         given = _row_operands(layer, x) if mask is None else None
     y: Any = None
     if given is not None:
-        function: Any = _ROW_OPS[name][summand is not None]
+        norms = layer_norm, residual_layer_norm
+        if isinstance(layer, _flax.RMSNorm):
+            norms = rms_norm, residual_rms_norm
+        function: Any = norms[summand is not None]
         arrays = [a for a in (given.x, summand) if a is not None] + given.parameters
         with_sum = return_sum and summand is not None
         options: dict[str, Any] = {"return_sum": True} if with_sum else {}
@@ -377,16 +363,10 @@ def _row_norm(layer, flax_call, name: str, x, mask, residual, return_sum: bool, 
     return (y, x) if return_sum else y
 
 
-_ROW_OPS = {
-    "layer_norm": (layer_norm, residual_layer_norm),
-    "rms_norm": (rms_norm, residual_rms_norm),
-}
-
-
 def _row_operands(layer, x) -> _Operands | None:
     """The operands for the op, or ``None`` if Flax's code runs."""
     rank = np.ndim(x)
-    if rank == 0 or layer.axis_name is not None or not _is_epsilon(layer.epsilon):
+    if rank == 0 or layer.axis_name is not None or not is_epsilon(layer.epsilon):
         return None
     if not all(_axes(a, rank) == (rank - 1,) for a in (layer.reduction_axes, layer.feature_axes)):
         return None
@@ -398,79 +378,28 @@ def _row_operands(layer, x) -> _Operands | None:
     return _operands(layer, x, [], parameters)
 
 
-class LayerNorm(_flax.LayerNorm):
-    """``flax.nnx.LayerNorm`` on :func:`jax_fastops.layer_norm`, fused with a residual.
+class _RowNorm:
+    """A call of a norm over the last axis."""
 
-    ``activation((s - mean) * rsqrt(var + epsilon) * scale + bias)`` where ``s = x + residual``. The
-    residual is added before the norm. (:class:`BatchNorm` adds it after the norm.)
-
-    Args:
-      num_features: the size of the feature axis.
-      activation: ``None`` or ``"relu"``, applied last.
-      **kwargs: all other arguments of ``flax.nnx.LayerNorm``, with its defaults: ``epsilon``,
-        ``dtype``, ``param_dtype``, ``use_bias``, ``use_scale``, ``bias_init``, ``scale_init``,
-        ``reduction_axes``, ``feature_axes``, ``axis_name``, ``axis_index_groups``,
-        ``use_fast_variance``, ``rngs``, and those of newer versions.
-
-    Variables: ``scale`` and ``bias`` (``nnx.Param``), each ``[num_features]``, as in Flax's layer:
-    the state of either loads into the other.
-
-    The kernels take calls that reduce over the last axis, which is also the feature axis, with no
-    ``mask`` and no ``axis_name``, in float32, bfloat16, float16 and float64. All other calls, and
-    those for which ``"auto"`` chooses the reference, run Flax's code. So do calls in which
-    promotion widens the input: bfloat16 with ``dtype=None`` and float32 parameters gives float32,
-    as in Flax. Set ``dtype=jnp.bfloat16`` to compute on bfloat16 arrays.
-
-    Residuals:
-      Those of :func:`jax_fastops.layer_norm` or :func:`jax_fastops.residual_layer_norm`, and one
-      bit per element for the ReLU.
-
-    Raises:
-      TypeError: as Flax's constructor.
-      ValueError: ``activation`` is not known.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from flax import nnx
-      >>> from jax_fastops import nnx as fo_nnx
-      >>> norm = fo_nnx.LayerNorm(8, rngs=nnx.Rngs(0))
-      >>> y, total = norm(jnp.ones((4, 8)), residual=jnp.ones((4, 8)), return_sum=True)
-      >>> y.shape, float(total[0, 0])
-      ((4, 8), 2.0)
-    """
-
-    @_signature_of(_flax.LayerNorm.__init__)
-    def __init__(
-        self, num_features: int, *, activation: Literal["relu"] | None = None, **kwargs: Any
-    ):
-        super().__init__(num_features, **kwargs)
-        self.activation = _checked("LayerNorm", activation)
-
+    @overload
+    def __call__(
+        self, *args: Any, return_sum: Literal[True], **kwargs: Any
+    ) -> tuple[jax.Array, jax.Array]: ...
     @overload
     def __call__(
         self,
         x: ArrayLike,
-        *,
         mask: ArrayLike | None = ...,
+        *,
         residual: ArrayLike | None = ...,
         dropout: Dropout | None = ...,
         return_sum: Literal[False] = ...,
     ) -> jax.Array: ...
-    @overload
     def __call__(
         self,
         x: ArrayLike,
-        *,
-        mask: ArrayLike | None = ...,
-        residual: ArrayLike | None = ...,
-        dropout: Dropout | None = ...,
-        return_sum: Literal[True],
-    ) -> tuple[jax.Array, jax.Array]: ...
-    def __call__(
-        self,
-        x: ArrayLike,
-        *,
         mask: ArrayLike | None = None,
+        *,
         residual: ArrayLike | None = None,
         dropout: Dropout | None = None,
         return_sum: bool = False,
@@ -488,18 +417,57 @@ class LayerNorm(_flax.LayerNorm):
           return_sum: whether to return the normalized sum ``x + residual``, or ``x``, as well.
 
         Returns:
-          An array with the shape of the sum and the dtype of Flax's layer: ``dtype`` if given,
-          otherwise the promoted dtype of ``x`` and the parameters. With ``return_sum``, a pair of
-          that and the sum, which has the dtype of ``x + residual``.
+          An array with the shape of the sum and the dtype of Flax's layer. With ``return_sum``, a
+          pair of that and the sum, which has the dtype of ``x + residual``.
 
         Raises:
           TypeError: the shapes of ``x``, ``residual`` and ``num_features`` are not compatible.
         """
-        call = super().__call__
-        return _row_norm(self, call, "layer_norm", x, mask, residual, return_sum, dropout)
+        call = super().__call__  # type: ignore[misc]
+        return _row_norm(self, call, x, mask, residual, return_sum, dropout)
 
 
-class RMSNorm(_flax.RMSNorm):
+class LayerNorm(_RowNorm, _flax.LayerNorm):
+    """``flax.nnx.LayerNorm`` on :func:`jax_fastops.layer_norm`, fused with a residual.
+
+    ``activation((s - mean) * rsqrt(var + epsilon) * scale + bias)`` where ``s = x + residual``. The
+    residual is added before the norm. (:class:`BatchNorm` adds it after the norm.)
+
+    Args:
+      num_features: the size of the feature axis.
+      activation: ``None`` or ``"relu"``, applied last.
+      **kwargs: all other arguments of ``flax.nnx.LayerNorm``, with its defaults.
+
+    Variables: ``scale`` and ``bias`` (``nnx.Param``), each ``[num_features]``, as in Flax's layer.
+
+    Calls that reduce over other axes than the last one, or have other feature axes, a ``mask`` or
+    an ``axis_name``, run Flax's code.
+
+    Residuals: those of :func:`jax_fastops.layer_norm` or :func:`jax_fastops.residual_layer_norm`,
+    and one bit per element for the ReLU.
+
+    Raises:
+      TypeError: as Flax's constructor.
+      ValueError: ``activation`` is not known.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jax_fastops import nnx as fo_nnx
+      >>> norm = fo_nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+      >>> y, total = norm(jnp.ones((4, 8)), residual=jnp.ones((4, 8)), return_sum=True)
+      >>> y.shape, float(total[0, 0])
+      ((4, 8), 2.0)
+    """
+
+    @_signature_of(_flax.LayerNorm.__init__)
+    def __init__(
+        self, num_features: int, *, activation: Literal["relu"] | None = None, **kwargs: Any
+    ):
+        super().__init__(num_features, **kwargs)
+        self.activation = _checked("LayerNorm", activation)
+
+
+class RMSNorm(_RowNorm, _flax.RMSNorm):
     """``flax.nnx.RMSNorm`` on :func:`jax_fastops.rms_norm`, fused with a residual.
 
     ``activation(s * rsqrt(mean(s**2) + epsilon) * scale)`` where ``s = x + residual``.
@@ -507,19 +475,16 @@ class RMSNorm(_flax.RMSNorm):
     Args:
       num_features: the size of the feature axis.
       activation: ``None`` or ``"relu"``, applied last.
-      **kwargs: all other arguments of ``flax.nnx.RMSNorm``, with its defaults: those of
-        :class:`LayerNorm` except ``use_bias`` and ``bias_init``.
+      **kwargs: all other arguments of ``flax.nnx.RMSNorm``, with its defaults.
 
     Variables: ``scale`` (``nnx.Param``), ``[num_features]``, as in Flax's layer.
 
-    The kernels take the same calls as for :class:`LayerNorm`, and the errors are the same.
+    The ops take the same calls as for :class:`LayerNorm`, and the errors are the same.
 
-    Residuals:
-      Those of :func:`jax_fastops.rms_norm` or :func:`jax_fastops.residual_rms_norm`, and one bit
-      per element for the ReLU.
+    Residuals: those of :func:`jax_fastops.rms_norm` or :func:`jax_fastops.residual_rms_norm`, and
+    one bit per element for the ReLU.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from jax_fastops import nnx as fo_nnx
       >>> fo_nnx.RMSNorm(8, rngs=nnx.Rngs(0))(jnp.ones((4, 8))).shape
@@ -533,39 +498,6 @@ class RMSNorm(_flax.RMSNorm):
         super().__init__(num_features, **kwargs)
         self.activation = _checked("RMSNorm", activation)
 
-    @overload
-    def __call__(
-        self,
-        x: ArrayLike,
-        mask: ArrayLike | None = ...,
-        *,
-        residual: ArrayLike | None = ...,
-        dropout: Dropout | None = ...,
-        return_sum: Literal[False] = ...,
-    ) -> jax.Array: ...
-    @overload
-    def __call__(
-        self,
-        x: ArrayLike,
-        mask: ArrayLike | None = ...,
-        *,
-        residual: ArrayLike | None = ...,
-        dropout: Dropout | None = ...,
-        return_sum: Literal[True],
-    ) -> tuple[jax.Array, jax.Array]: ...
-    def __call__(
-        self,
-        x: ArrayLike,
-        mask: ArrayLike | None = None,
-        *,
-        residual: ArrayLike | None = None,
-        dropout: Dropout | None = None,
-        return_sum: bool = False,
-    ) -> jax.Array | tuple[jax.Array, jax.Array]:
-        """Normalizes ``x``, or ``x + residual``; see :class:`LayerNorm`."""
-        call = super().__call__
-        return _row_norm(self, call, "rms_norm", x, mask, residual, return_sum, dropout)
-
 
 def in_place_of(
     name: str, layer: Any, flax_call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any
@@ -576,5 +508,97 @@ def in_place_of(
     if name == "Dropout":
         return _dropout(layer, flax_call, x, *args, **kwargs)
     mask = args[0] if args else kwargs.get("mask")
-    op = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}[name]
-    return _row_norm(layer, flax_call, op, x, mask, None, False, None)
+    return _row_norm(layer, flax_call, x, mask, None, False, None)
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    **rest: Any,
+) -> jax.Array:
+    """:func:`jax_fastops.attention` as the ``attention_fn`` of ``flax.nnx.MultiHeadAttention``.
+
+    Takes the arguments of ``flax.nnx.dot_product_attention``. Dropout draws a mask for each head and
+    example, which is Flax's ``broadcast_dropout=False``.
+
+    Flax's own function runs where this one cannot do the same: with ``broadcast_dropout`` or a
+    precision together with dropout, where the weights are kept (``sow_weights``), and where heads of
+    values have another size than those of keys.
+
+    Args:
+      query: array ``[..., T, N, H]``.
+      key: array ``[..., S, K, H]``.
+      value: array ``[..., S, K, H]``.
+      bias: array that broadcasts to ``[..., N, T, S]``, or ``None``.
+      mask: array that broadcasts to ``[..., N, T, S]``: not 0 where a query may attend to a key.
+      broadcast_dropout: whether all examples and heads have the same mask of dropout.
+      dropout_rng: the key of the dropout.
+      dropout_rate: the probability that a weight is dropped.
+      deterministic: whether nothing is dropped.
+      dtype: of the computation. Default: that of the operands.
+      precision: as in Flax, it holds with dropout only.
+      module: the layer that keeps the weights, or ``None``.
+      rest: ``is_causal`` and ``promote_dtype``, if the installed version of Flax has them.
+
+    Returns:
+      An array with the shape of ``query``.
+
+    Raises:
+      TypeError, ValueError: as :func:`jax_fastops.attention`, or as Flax.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jax_fastops.nnx import dot_product_attention
+      >>> layer = nnx.MultiHeadAttention(
+      ...     2, 8, decode=False, attention_fn=dot_product_attention, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((3, 5, 8))).shape
+      (3, 5, 8)
+    """
+    drops = dropout_rate > 0 and not deterministic
+    own_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if module is not None or not own_size or (drops and (broadcast_dropout or precision)):
+        return _flax.dot_product_attention(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            broadcast_dropout,
+            dropout_rng,
+            dropout_rate,
+            deterministic,
+            dtype,
+            precision,
+            module,
+            **rest,
+        )
+    promote = rest.get("promote_dtype", promote_dtype)
+    query, key, value = promote((query, key, value), dtype=dtype)
+    batch = query.shape[:-3]
+
+    def flat(x):
+        """With one dimension of the batch."""
+        lead = jnp.broadcast_shapes(x.shape[:-3], (1,) * len(batch))
+        lead = batch if any(size != 1 for size in lead) else lead
+        return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+
+    more = [None if x is None else flat(x) for x in (bias, mask)]
+    y = attention(
+        *(x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)),
+        more[0],
+        None if more[1] is None else more[1].astype(bool),
+        is_causal=rest.get("is_causal", False),
+        dropout_key=dropout_rng if drops else None,
+        dropout_rate=dropout_rate if drops else 0.0,
+    )
+    return y.reshape(query.shape)

@@ -1,12 +1,10 @@
 """Layer norm and RMS norm over the last axis, optionally of a sum with a residual and a bias.
 
 One kernel reads the input (and the residual) once and writes the result. A row stays on the chip
-while its mean, variance and results are computed. Dropout of the input is part of the kernel for
-rows of common lengths, and comes before it for others. The backward reads the cotangent and the
-input once, and sums the parameters' gradients in the same pass: it accumulates groups of rows into
-partial sums on the chip, and XLA adds these up.
-
-Source: FasterTransformer, ``add_bias_input_layernorm``.
+while its mean, variance and results are computed. The backward reads the cotangent and the input
+once, and sums the parameters' gradients in the same pass: it accumulates groups of rows into
+partial sums on the chip, and XLA adds these up. Dropout of the input is part of the kernels for
+rows of common lengths, and comes before them for others.
 """
 
 from __future__ import annotations
@@ -21,13 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_fastops._arguments import (
-    as_arrays,
-    epsilon,
-    not_weak,
-    parameter,
-    same_floating_dtype,
-)
+from jax_fastops._arguments import as_arrays, epsilon, not_weak, parameter, same_floating_dtype
 from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel, groups_of, shards_of
 from jax_fastops._native import limit
@@ -36,7 +28,7 @@ from jax_fastops._random import NUMBERS, Drop, drop_of, seed_operands, seeded
 from jax_fastops._registry import example, example_key
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._types import Flag, fans_out, sums_and_fans_out
-from jax_fastops._views import explicit_spec, reshape
+from jax_fastops._views import reshape, spec_of
 from jax_fastops.dropout import drop_reference, dropped
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -85,7 +77,7 @@ def _forward(*args, rms, eps, return_sum, fanout, save=False, **drop):
     n = x.shape[-1]
 
     def call(*args, **seeds):
-        found = _FORWARDS[bool(drop)](
+        result = _FORWARDS[bool(drop)](
             *args[:5],
             **seeds,
             **drop,
@@ -96,34 +88,34 @@ def _forward(*args, rms, eps, return_sum, fanout, save=False, **drop):
             rms=rms,
             eps=eps,
         )
-        results = (found.y,) * (1 + fanout) + (found.sum, found.mean, found.rstd)
+        results = (result.y,) * (1 + fanout) + (result.sum, result.mean, result.rstd)
         return tuple(y for y in results if y is not None)
 
     return seeded(call, *args) if drop else call(*args)
 
 
-def _backward(kept, cts, wanted, *, eps, **options):
+def _backward(residuals, cts, needs_grad, *, eps, **options):
     del eps
     if "threshold" not in options:
-        return _kernel_gradients(kept, cts, wanted, {}, **options)
-    count = len(kept) - 1
+        return _kernel_gradients(residuals, cts, needs_grad, {}, **options)
+    count = len(residuals) - 1
 
     def native(*arrays, **seeds):
-        return _kernel_gradients(arrays[:count], arrays[count:-1], wanted, seeds, **options)
+        return _kernel_gradients(arrays[:count], arrays[count:-1], needs_grad, seeds, **options)
 
-    return *seeded(native, *kept[:-1], *cts, kept[-1]), None
+    return *seeded(native, *residuals[:-1], *cts, residuals[-1]), None
 
 
-def _kernel_gradients(kept, cts, wanted, seeds, *, rms, return_sum, fanout, **drop):
-    s, scale, *mean, rstd = kept
-    _, want_residual, want_input_bias, want_scale, want_bias, *_ = wanted
-    summing = bool(want_input_bias or want_scale or want_bias)
+def _kernel_gradients(residuals, cts, needs_grad, seeds, *, rms, return_sum, fanout, **drop):
+    s, scale, *mean, rstd = residuals
+    _, needs_residual, needs_input_bias, needs_scale, needs_bias, *_ = needs_grad
+    summing = bool(needs_input_bias or needs_scale or needs_bias)
     split, join, sums = _groups(cts[0]) if summing else (lambda a: a, lambda a: a, 0)
     dropout: dict[str, Any] = {}
     if drop:
         seeds = {name: split(x) if name == "seeds" else x for name, x in seeds.items()}
-        dropout = dict(drop, **seeds, dresidual=want_residual)
-    found = _BACKWARDS[summing, bool(drop)](
+        dropout = dict(drop, **seeds, dresidual=needs_residual)
+    result = _BACKWARDS[summing, bool(drop)](
         dy=split(cts[0]),
         s=split(s),
         mean=split(mean[0]) if mean else None,
@@ -131,19 +123,19 @@ def _kernel_gradients(kept, cts, wanted, seeds, *, rms, return_sum, fanout, **dr
         scale=scale,
         dsum=split(cts[-1]) if return_sum else None,
         dy2=split(cts[1]) if fanout else None,
-        dscale=want_scale,
-        dbias=want_bias,
-        dinput_bias=want_input_bias,
+        dscale=needs_scale,
+        dbias=needs_bias,
+        dinput_bias=needs_input_bias,
         sums=sums,
         rms=rms,
         **dropout,
     )
-    partial = found.dinput_bias, found.dscale, found.dbias
+    partial = result.dinput_bias, result.dscale, result.dbias
     parameters = (None if g is None else g.sum(tuple(range(g.ndim - 1))) for g in partial)
-    dx = join(found.dx)
+    dx = join(result.dx)
     if not drop:
         return dx, dx, *parameters
-    return dx, None if found.dresidual is None else join(found.dresidual), *parameters
+    return dx, None if result.dresidual is None else join(result.dresidual), *parameters
 
 
 def _groups(x) -> tuple[Callable, Callable, int]:
@@ -153,7 +145,7 @@ def _groups(x) -> tuple[Callable, Callable, int]:
     arrays back, and the number of partial sums for each index of ``...``.
     """
     shape = x.shape if x.ndim > 1 else (1, *x.shape)
-    spec = explicit_spec(jax.typeof(x).sharding, x.ndim)
+    spec = spec_of(x)
     spec = spec if spec is None or x.ndim > 1 else (None, *spec)
     (*lead, n), kind = shape, jax.typeof(x).sharding
     groups = groups_of(lead, spec, kind)
@@ -257,10 +249,10 @@ def _projected(d, xhat, rstd, rms: bool):
     return moved * rstd
 
 
-def _pullback(kept, cts, *, rms, eps, return_sum, fanout, **drop):
+def _pullback(residuals, cts, *, rms, eps, return_sum, fanout, **drop):
     del eps
-    kept, key = (kept[:-1], kept[-1:]) if drop else (kept, ())
-    s, scale, *statistics = kept
+    residuals, key = (residuals[:-1], residuals[-1:]) if drop else (residuals, ())
+    s, scale, *statistics = residuals
     xhat, rstd = _normalised(s, statistics), statistics[-1][..., None]
     dy = (cts[0] + cts[1] if fanout else cts[0]).astype(xhat.dtype)
     g = dy if scale is None else dy * scale.astype(dy.dtype)
@@ -272,14 +264,14 @@ def _pullback(kept, cts, *, rms, eps, return_sum, fanout, **drop):
     if drop:
         dx = drop_reference(dx, *key, **drop)
         rounded = dx.astype(s.dtype)
-    found = rounded, dresidual, dx.sum(rows), (dy * xhat).sum(rows), dy.sum(rows)
-    return *found, *(None for _ in key)
+    result = rounded, dresidual, dx.sum(rows), (dy * xhat).sum(rows), dy.sum(rows)
+    return *result, *(None for _ in key)
 
 
-def _pushforward(kept, tangents, *, rms, eps, return_sum, fanout, **drop):
+def _pushforward(residuals, tangents, *, rms, eps, return_sum, fanout, **drop):
     del eps
-    kept, key = (kept[:-1], kept[-1:]) if drop else (kept, ())
-    s, scale, *statistics = kept
+    residuals, key = (residuals[:-1], residuals[-1:]) if drop else (residuals, ())
+    s, scale, *statistics = residuals
     dx, dresidual, dinput_bias, dscale, dbias, *_ = tangents
     xhat, rstd = _normalised(s, statistics), statistics[-1][..., None]
 
@@ -356,10 +348,7 @@ _DROPOUT_OPS = {
 
 
 def _takes_dropout(x, drop: Drop) -> bool:
-    """Whether a kernel takes the norm with its dropout.
-
-    For other rows, a pass of its own and the faster kernels without dropout take less time.
-    """
+    """Whether a kernel takes the norm with its dropout. Otherwise two passes are faster."""
     n, itemsize = x.shape[-1], x.dtype.itemsize
     if not isinstance(n, int) or itemsize > 4 or drop.threshold == 0:
         return False
@@ -367,23 +356,12 @@ def _takes_dropout(x, drop: Drop) -> bool:
     return whole and limit("norm_dropout_least") <= n <= limit("norm_dropout_most")
 
 
-def _apply(
-    name: str,
-    x,
-    scale,
-    bias,
-    eps,
-    fanout,
-    residual=None,
-    input_bias=None,
-    return_sum=False,
-    dropout_key=None,
-    dropout_rate=0.0,
-) -> Any:
+def _apply(name: str, x, scale, bias, eps, fanout, more=(None, None, False, None, 0.0)) -> Any:
+    residual, input_bias, return_sum, dropout_key, dropout_rate = more
     given = {"x": x} | ({"residual": residual} if name.startswith("residual") else {})
-    found = as_arrays(name, **given)
-    arrays = same_floating_dtype(name, found, list(given), widen=True)
-    mixed = any(a.dtype != b.dtype and not a.weak_type for a, b in zip(found, arrays, strict=True))
+    result = as_arrays(name, **given)
+    arrays = same_floating_dtype(name, result, list(given), widen=True)
+    mixed = any(a.dtype != b.dtype and not a.weak_type for a, b in zip(result, arrays, strict=True))
     x, residual = map(not_weak, arrays) if len(arrays) == 2 else (not_weak(arrays[0]), None)
     if x.ndim == 0:
         raise ValueError(f"{name}: x has shape (); it must have at least 1 dimension")
@@ -413,7 +391,7 @@ def _apply(
     if drop is not None:
         options |= dict(threshold=drop.threshold, dropout_scale=drop.scale)
     operands = "... n, ... n, n, n, n" + ", 2" * len(key)
-    found = op(
+    result = op(
         x,
         residual,
         *parameters,
@@ -424,9 +402,9 @@ def _apply(
         limit="there are no elements" if 0 in x.shape else None,
         **options,
     )
-    found = found if isinstance(found, tuple) else (found,)
-    y = found[:2] if fanout else found[0]
-    return (y, found[-1]) if return_sum else y
+    result = result if isinstance(result, tuple) else (result,)
+    y = result[:2] if fanout else result[0]
+    return (y, result[-1]) if return_sum else y
 
 
 @fans_out(tuple[jax.Array, jax.Array])
@@ -440,13 +418,12 @@ def layer_norm(
 ) -> jax.Array:
     """Layer norm over the last axis: ``(x - mean) * rsqrt(var + eps) * scale + bias``.
 
-    ``mean`` and ``var`` are those of each row. The variance is the mean squared deviation (biased).
-    Everything up to the result is in float32 (float64 for float64), and the result is rounded once.
+    The variance is the mean squared deviation (biased). Everything is computed in float32 (float64
+    for float64), and the result is rounded once.
 
     Args:
-      x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
-      scale: array ``[n]`` of any supported floating dtype, or ``None``.
-      bias: array ``[n]`` of any supported floating dtype, or ``None``.
+      x: array ``[..., n]`` of float32, bfloat16, float16 or float64.
+      scale, bias: arrays ``[n]`` of any supported floating dtype, or ``None``.
       eps: a Python or NumPy number, added to the variance.
       fanout: whether to return the result twice, as ``(y, y)``: the same array for two users, such
         as the next product and the next residual of a post-norm transformer. The backward then adds
@@ -456,10 +433,8 @@ def layer_norm(
     Returns:
       An array with the shape and dtype of ``x``; with ``fanout``, a pair of it.
 
-    Residuals:
-      ``x``, and the mean and reciprocal standard deviation of each row in float32 (float64 for
-      float64). The backward sums the gradients of ``scale`` and ``bias`` in that precision, in the
-      pass that computes the gradient of ``x``.
+    Residuals: ``x``, and the mean and reciprocal standard deviation of each row in float32 (float64
+    for float64).
 
     Sharding: over the leading dimensions. The only communication is an all-reduce of each
     parameter's gradient. A sharded last axis is gathered over an auto mesh axis, and takes the
@@ -470,12 +445,9 @@ def layer_norm(
       ValueError: ``x`` has no dimension, the shape of ``scale`` or ``bias`` is not that of the last
         axis, or ``eps`` is negative or not finite.
 
-    Source:
-      FasterTransformer, ``add_bias_input_layernorm``.
+    Source: FasterTransformer, ``add_bias_input_layernorm``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> y = fo.layer_norm(jnp.array([[1.0, 3.0, 5.0, 7.0]]), jnp.ones(4), jnp.zeros(4))
       >>> [round(v, 3) for v in y[0].tolist()]
       [-1.342, -0.447, 0.447, 1.342]
@@ -500,28 +472,21 @@ def residual_layer_norm(
     """Layer norm of a sum: ``layer_norm(x + input_bias + residual, scale, bias)``.
 
     With a dropout rate, the sum is ``residual + dropout(x + input_bias)``; see :func:`dropout`.
-    This takes no further pass over memory for rows of 256 to 1024 elements that are multiples of
-    16 bytes. Other rows, and those of float64, take one more.
+    Rows of 256 to 1024 elements that are multiples of 16 bytes take no further pass over memory.
 
     The kernel computes the sum in float32 (float64 for float64) and rounds it once to the dtype of
     ``x + residual``; the reference adds in this dtype. The norm is that of the rounded sum. If the
-    dtypes differ, the narrower array is first cast to the wider one, in a pass of its own unless
-    XLA fuses it with what makes the array; input bias and dropout follow in the wider dtype.
-    ``"auto"`` takes the reference for such a call on a GPU, and without a gradient on a CPU,
-    because XLA fuses the casts.
+    dtypes differ, the narrower array is first cast to the wider one. Where XLA fuses the cast,
+    ``"auto"`` takes the reference.
 
     Args:
-      x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
+      x: array ``[..., n]`` of float32, bfloat16, float16 or float64.
       residual: array with the shape of ``x``, of the same dtype, or of a wider or narrower one.
-      scale: array ``[n]`` of any supported floating dtype, or ``None``.
-      bias: array ``[n]`` of any supported floating dtype, or ``None``.
-      input_bias: array ``[n]`` of any supported floating dtype, or ``None``: the bias of the layer
-        that computed ``x``.
-      dropout_key: a key of ``jax.random`` for the dropout, typed or raw. May be ``None`` if the
-        rate is 0.
+      scale, bias, input_bias: arrays ``[n]`` of any supported floating dtype, or ``None``. The
+        last one is the bias of the layer that computed ``x``.
+      dropout_key: a key of ``jax.random``, typed or raw. May be ``None`` if the rate is 0.
       dropout_rate: the probability that an element of ``x + input_bias`` is dropped, a static
-        number in [0, 1]. :func:`dropout_mask` defines which. With 0, the program is that without
-        dropout.
+        number in [0, 1]. :func:`dropout_mask` defines which.
       eps: a Python or NumPy number, added to the variance.
       return_sum: whether to return the sum as well, which pre-norm models need.
       fanout: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
@@ -530,10 +495,9 @@ def residual_layer_norm(
       An array with the shape and dtype of ``x + residual``; with ``fanout``, a pair of it. With
       ``return_sum``, a pair of that and the sum.
 
-    Residuals:
-      The sum, which is the returned array with ``return_sum``, and the mean and reciprocal standard
-      deviation of each row in float32 (float64 for float64); with a dropout rate, also the key.
-      Without one, ``x`` and ``residual`` share one gradient array if they have one dtype.
+    Residuals: the sum, which is the returned array with ``return_sum``, and the mean and reciprocal
+    standard deviation of each row in float32 (float64 for float64); with a dropout rate, also the
+    key.
 
     Sharding: as :func:`layer_norm`.
 
@@ -545,19 +509,16 @@ def residual_layer_norm(
         of a parameter is not that of the last axis, ``eps`` is negative or not finite,
         ``dropout_rate`` is not in [0, 1], or ``dropout_key`` is an array of keys.
 
-    Source:
-      FasterTransformer, ``add_bias_input_layernorm``.
+    Source: FasterTransformer, ``add_bias_input_layernorm``.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x, residual = jnp.ones((2, 4)), jnp.array([[0.0, 2.0, 4.0, 6.0]] * 2)
       >>> y, total = fo.residual_layer_norm(x, residual, return_sum=True)
       >>> [round(v, 3) for v in y[0].tolist()], total[0].tolist()
       ([-1.342, -0.447, 0.447, 1.342], [1.0, 3.0, 5.0, 7.0])
     """
     more = residual, input_bias, return_sum, dropout_key, dropout_rate
-    return _apply("residual_layer_norm", x, scale, bias, eps, fanout, *more)
+    return _apply("residual_layer_norm", x, scale, bias, eps, fanout, more)
 
 
 @fans_out(tuple[jax.Array, jax.Array])
@@ -573,7 +534,7 @@ def rms_norm(
     It is computed in float32 (float64 for float64) and rounded once.
 
     Args:
-      x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
+      x: array ``[..., n]`` of float32, bfloat16, float16 or float64.
       scale: array ``[n]`` of any supported floating dtype, or ``None``.
       eps: a Python or NumPy number, added to the mean square.
       fanout: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
@@ -581,8 +542,8 @@ def rms_norm(
     Returns:
       An array with the shape and dtype of ``x``; with ``fanout``, a pair of it.
 
-    Residuals:
-      ``x``, and the reciprocal root mean square of each row in float32 (float64 for float64).
+    Residuals: ``x``, and the reciprocal root mean square of each row in float32 (float64 for
+    float64).
 
     Sharding: as :func:`layer_norm`.
 
@@ -591,12 +552,9 @@ def rms_norm(
       ValueError: ``x`` has no dimension, the shape of ``scale`` is not that of the last axis, or
         ``eps`` is negative or not finite.
 
-    Source:
-      FasterTransformer, ``add_bias_input_layernorm``, without the mean.
+    Source: FasterTransformer, ``add_bias_input_layernorm``, without the mean.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> y = fo.rms_norm(jnp.array([[3.0, 4.0]]), jnp.ones(2))
       >>> [round(v, 3) for v in y[0].tolist()]
       [0.849, 1.131]
@@ -622,23 +580,18 @@ def residual_rms_norm(
     The sum, its dropout and its rounding are those of :func:`residual_layer_norm`.
 
     Args:
-      x: array ``[..., n]`` of float32, bfloat16, float16 or float64, with any leading dimensions.
-      residual: as in :func:`residual_layer_norm`.
-      scale: array ``[n]`` of any supported floating dtype, or ``None``.
-      input_bias: as in :func:`residual_layer_norm`.
-      dropout_key: as in :func:`residual_layer_norm`.
-      dropout_rate: as in :func:`residual_layer_norm`.
+      x: array ``[..., n]`` of float32, bfloat16, float16 or float64.
+      residual: array with the shape of ``x``; see :func:`residual_layer_norm`.
+      scale, input_bias: arrays ``[n]`` of any supported floating dtype, or ``None``.
       eps: a Python or NumPy number, added to the mean square.
-      return_sum: as in :func:`residual_layer_norm`.
-      fanout: whether to return the result twice, as ``(y, y)``; see :func:`layer_norm`.
+      dropout_key, dropout_rate, return_sum, fanout: as in :func:`residual_layer_norm`.
 
     Returns:
       An array with the shape and dtype of ``x + residual``; with ``fanout``, a pair of it. With
       ``return_sum``, a pair of that and the sum.
 
-    Residuals:
-      The sum, which is the returned array with ``return_sum``, and the reciprocal root mean square
-      of each row in float32 (float64 for float64); with a dropout rate, also the key.
+    Residuals: the sum, and the reciprocal root mean square of each row in float32 (float64 for
+    float64); with a dropout rate, also the key.
 
     Sharding: as :func:`layer_norm`.
 
@@ -646,14 +599,11 @@ def residual_rms_norm(
       TypeError: as :func:`residual_layer_norm`.
       ValueError: as :func:`residual_layer_norm`.
 
-    Source:
-      FasterTransformer, ``add_bias_input_layernorm``, without the mean.
+    Source: FasterTransformer, ``add_bias_input_layernorm``, without the mean.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.residual_rms_norm(jnp.ones((2, 4)), jnp.ones((2, 4))).shape
       (2, 4)
     """
     more = residual, input_bias, return_sum, dropout_key, dropout_rate
-    return _apply("residual_rms_norm", x, scale, None, eps, fanout, *more)
+    return _apply("residual_rms_norm", x, scale, None, eps, fanout, more)

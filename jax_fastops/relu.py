@@ -3,8 +3,6 @@
 The forward writes ``x > 0`` as a bitmask with eight elements in a byte. The backward selects the
 cotangent by the mask. The mask takes ``1/32`` (float32) or ``1/16`` (bfloat16) of the bytes of
 ``x``, and the backward moves a third fewer bytes than one that reads ``x`` or the output.
-
-Source: OneFlow, "How to implement an efficient BatchNorm+ReLU": the bitmask ReLU.
 """
 
 from __future__ import annotations
@@ -15,12 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_fastops._arguments import (
-    as_arrays,
-    broadcast_shape,
-    is_integer,
-    same_floating_dtype,
-)
+from jax_fastops._arguments import as_arrays, broadcast_shape, is_integer, same_floating_dtype
 from jax_fastops._bits import pack, select
 from jax_fastops._dispatch import Refused
 from jax_fastops._kernel import Kernel
@@ -38,44 +31,33 @@ def _select(mask, dy):
     return _SELECT(dy=dy, mask=mask).dx
 
 
-_relu = Op(
-    "relu",
-    f"... n -> ... n | {_MASK}",
-    jax.nn.relu,
-    example=example(lambda x: relu(x), "... n"),
-    kernels=(_RELU, _SELECT),
-    forward=lambda x: _RELU(x).y,
-    save=lambda x: (pack(x > 0),),
-    forward_saving=lambda x: _RELU(x, mask=True),
-    residuals=lambda args, outs, saved: saved,
-    pullback=lambda kept, cts: (select(*kept, *cts),),
-    pushforward=lambda kept, tangents: select(*kept, *tangents),
-    backward=lambda kept, cts, wanted: (_select(*kept, *cts),),
-    tangent=lambda kept, tangents: _select(*kept, *tangents),
-)
+def _declare(name: str, kernel: Kernel, operands: str, function) -> Op:
+    """The op of the sum of these operands."""
+    count = len(operands.split(","))
+
+    def total(arrays):
+        return functools.reduce(jnp.add, [x for x in arrays if x is not None])
+
+    return Op(
+        name,
+        f"{operands} -> ... n | {_MASK}",
+        lambda *xs: jax.nn.relu(total(xs)),
+        family="relu",
+        example=example(function, operands),
+        kernels=(kernel, _SELECT),
+        forward=lambda *xs: kernel(*xs)[0],
+        save=lambda *xs: (pack(total(xs) > 0),),
+        forward_saving=lambda *xs: kernel(*xs, mask=True),
+        residuals=lambda args, outs, saved: saved,
+        pullback=lambda residuals, cts: (select(*residuals, *cts),) * count,
+        pushforward=lambda residuals, tangents: select(residuals[0], total(tangents)),
+        backward=lambda residuals, cts, needs_grad: (_select(*residuals, *cts),) * count,
+        tangent=lambda residuals, tangents: _select(residuals[0], total(tangents)),
+    )
 
 
-def _sum_of_given(tangents):
-    """The sum of the tangents that are present."""
-    return functools.reduce(jnp.add, [t for t in tangents if t is not None])
-
-
-_add_relu = Op(
-    "add_relu",
-    f"... n, ... n -> ... n | {_MASK}",
-    lambda x, y: jax.nn.relu(x + y),
-    family="relu",
-    example=example(lambda x, y: add_relu(x, y), "... n, ... n"),
-    kernels=(_ADD_RELU, _SELECT),
-    forward=lambda x, y: _ADD_RELU(x, y).z,
-    save=lambda x, y: (pack(x + y > 0),),
-    forward_saving=lambda x, y: _ADD_RELU(x, y, mask=True),
-    residuals=lambda args, outs, saved: saved,
-    pullback=lambda kept, cts: (select(*kept, *cts),) * 2,
-    pushforward=lambda kept, tangents: select(kept[0], _sum_of_given(tangents)),
-    backward=lambda kept, cts, wanted: (_select(*kept, *cts),) * 2,
-    tangent=lambda kept, tangents: _select(kept[0], _sum_of_given(tangents)),
-)
+_relu = _declare("relu", _RELU, "... n", lambda x: relu(x))
+_add_relu = _declare("add_relu", _ADD_RELU, "... n, ... n", lambda x, y: add_relu(x, y))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
@@ -101,19 +83,15 @@ def relu(x: ArrayLike) -> jax.Array:
     Returns:
       An array with the shape and dtype of ``x``.
 
-    Residuals:
-      One bit per element: a uint8 mask of ``ceil(n / 8)`` bytes for a last axis of ``n`` elements.
-      Trailing axes are merged into ``n`` where that needs less padding.
+    Residuals: one bit per element: a uint8 mask of ``ceil(n / 8)`` bytes for a last axis of ``n``
+    elements. Trailing axes are merged into ``n`` where that needs less padding.
 
     Raises:
       TypeError: ``x`` is not an array or number, or has another dtype.
 
-    Source:
-      OneFlow, bitmask ReLU.
+    Source: OneFlow, "How to implement an efficient BatchNorm+ReLU": the bitmask ReLU.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.relu(jnp.array([-1.0, 0.0, 2.0])).tolist()
       [0.0, 0.0, 2.0]
       >>> jax.grad(lambda x: fo.relu(x).sum())(jnp.array([-1.0, 0.0, 2.0])).tolist()
@@ -140,19 +118,15 @@ def add_relu(x: ArrayLike, y: ArrayLike) -> jax.Array:
     Returns:
       An array with the broadcast shape and the dtype of ``x``.
 
-    Residuals:
-      One bit per element of the result (uint8), for both gradients.
+    Residuals: one bit per element of the result (uint8), for both gradients.
 
     Raises:
       TypeError: an argument is not an array or number, or the dtypes are not one supported dtype.
       ValueError: the shapes do not broadcast.
 
-    Source:
-      OneFlow, BatchNorm + Add + ReLU.
+    Source: OneFlow, BatchNorm + Add + ReLU.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.add_relu(jnp.array([-1.0, 3.0]), jnp.array([0.5, -1.0])).tolist()
       [0.0, 2.0]
     """

@@ -376,12 +376,11 @@ def softmax(
     Returns:
       An array with the shape and dtype of ``x``.
 
-    Residuals:
-      The result. With dropout, ``x``, ``where`` and the key, from which the backward computes the
-      result again; or the result before dropout and the key, if no kernel takes both (float64,
-      other axes than the last one, rows of more than 4096 elements, and of up to 512 bytes that are
-      no multiple of 16). With ``where``, the gradient of an element whose result is 0 is 0, even if
-      the cotangent is infinite or NaN.
+    Residuals: the result. With dropout, ``x``, ``where`` and the key, from which the backward
+    computes the result again; or the result before dropout and the key, if no kernel takes both
+    (float64, other axes than the last one, rows of more than 4096 elements, and of up to 512 bytes
+    that are no multiple of 16). With ``where``, the gradient of an element whose result is 0 is 0,
+    even if the cotangent is infinite or NaN.
 
     Sharding: over every dimension except ``axis``, without communication. A sharded ``axis`` is
     gathered over an auto mesh axis, and takes the reference over an explicit one. In a program for
@@ -396,12 +395,9 @@ def softmax(
       ValueError: ``axis`` is out of range, ``where`` does not broadcast to the shape of ``x``,
         ``dropout_rate`` is not in [0, 1], or ``dropout_key`` is an array of keys.
 
-    Source:
-      FasterTransformer, ``softmax``; OneFlow, softmax.
+    Source: FasterTransformer, ``softmax``; OneFlow, softmax.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> x = jnp.array([[0.0, 0.0, 5.0]])
       >>> fo.softmax(x, where=jnp.array([True, True, False])).tolist()
       [[0.5, 0.5, 0.0]]
@@ -435,9 +431,8 @@ def log_softmax(
     Returns:
       An array with the shape and dtype of ``x``.
 
-    Residuals:
-      The result, and ``where``, if given, in its own shape. A masked -inf cannot be told from a
-      -inf in ``x``.
+    Residuals: the result, and ``where``, if given, in its own shape. A masked -inf cannot be told
+    from a -inf in ``x``.
 
     Sharding: as :func:`softmax`.
 
@@ -446,12 +441,9 @@ def log_softmax(
         boolean, ``axis`` is not an integer, or ``scale`` is not a number.
       ValueError: ``axis`` is out of range, or ``where`` does not broadcast to the shape of ``x``.
 
-    Source:
-      OneFlow, softmax.
+    Source: OneFlow, softmax.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> jnp.exp(fo.log_softmax(jnp.array([1.0, 1.0]))).tolist()
       [0.5, 0.5]
     """

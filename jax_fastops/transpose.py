@@ -2,12 +2,11 @@
 
 Every dimension is independent of the others, so the op shards over all of them. An axis that
 ``vmap`` maps becomes one more dimension of the permutation, wherever it is.
-
-Source: OneFlow, "How to implement a permute / transpose operator".
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -23,8 +22,9 @@ from jax.typing import ArrayLike
 from jax_fastops._arguments import as_arrays
 from jax_fastops._dispatch import by_width, size_in_bytes
 from jax_fastops._kernel import Kernel
-from jax_fastops._op import Op
+from jax_fastops._op import Call, Op
 from jax_fastops._registry import example
+from jax_fastops._signature import Signature
 
 # Dtypes with several elements in a byte.
 _PACKED = ("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn")
@@ -33,15 +33,10 @@ _PACKED = ("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 @functools.cache
 def _signature(axes: tuple[int, ...]) -> str:
     """The signature of the transposition by ``axes``; leading axes that stay are ``...``."""
-    lead = _leading(axes)
+    lead = next((i for i, axis in enumerate(axes) if axis != i), len(axes))
     names = [f"*d{i}" for i in range(len(axes))]
     left, right = " ".join(names[lead:]), " ".join(names[i] for i in axes[lead:])
     return f"... {left} -> ... {right}"
-
-
-def _leading(axes: tuple[int, ...]) -> int:
-    """The number of leading dimensions that stay in place."""
-    return next((i for i, axis in enumerate(axes) if axis != i), len(axes))
 
 
 @functools.cache
@@ -58,15 +53,19 @@ def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argsort(axes))
 
 
-def _batch(options: dict, *, operand: int | None = None, result: int | None = None):
+def _batch(call: Call, *, operand: int | None = None, result: int | None = None) -> Call:
     """The transposition with a mapped axis at the given position, and first on the other side."""
-    axes = options["axes"]
+    axes = dict(call.options)["axes"]
     if operand is not None:
         wider = (operand, *(axis + (axis >= operand) for axis in axes))
     else:
         wider = tuple(axis + 1 for axis in axes)
         wider = (*wider[:result], 0, *wider[result:])
-    return _signature(wider), {"axes": wider}
+    slots = Signature.parse(_signature(wider))
+    args = [dataclasses.replace(s, dtype=call.args[0].dtype) for s in slots.operands]
+    outs = [dataclasses.replace(s, dtype=call.outs[0].dtype) for s in slots.results]
+    options = (("axes", wider),)
+    return dataclasses.replace(call, args=tuple(args), outs=tuple(outs), options=options, sizes=())
 
 
 _transpose = Op(
@@ -76,12 +75,11 @@ _transpose = Op(
     example=example(lambda x: transpose(x), "... n"),
     kernels=(_kernel((1, 0)),),
     forward=_move,
-    forward_saving=_move,
     residuals=lambda args, outs, saved: (),
-    pullback=lambda kept, cts, axes: (jnp.transpose(cts[0], _inverse(axes)),),
-    pushforward=lambda kept, tangents, axes: jnp.transpose(tangents[0], axes),
-    backward=lambda kept, cts, wanted, axes: (_move(cts[0], _inverse(axes)),),
-    tangent=lambda kept, tangents, axes: _move(tangents[0], axes),
+    pullback=lambda residuals, cts, axes: (jnp.transpose(cts[0], _inverse(axes)),),
+    pushforward=lambda residuals, tangents, axes: jnp.transpose(tangents[0], axes),
+    backward=lambda residuals, cts, needs_grad, axes: (_move(cts[0], _inverse(axes)),),
+    tangent=lambda residuals, tangents, axes: _move(tangents[0], axes),
     batch=_batch,
     dtype_class=by_width,
 )
@@ -148,11 +146,9 @@ def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> jax.Array:
         ``range(x.ndim)``, in which negative numbers count from the end. Default: reversed.
 
     Returns:
-      An array with the dtype and the bits of ``x``. If no dimension longer than 1 changes its
-      place, no data is moved.
+      An array with the dtype and the bits of ``x``.
 
-    Residuals:
-      None. The gradient is the inverse transposition, by the same kernel.
+    Residuals: none. The gradient is the inverse transposition, by the same kernel.
 
     Sharding: over every dimension, without communication. The mesh axes follow their dimensions.
 
@@ -161,12 +157,9 @@ def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> jax.Array:
         permutation (an axis is repeated or missing).
       ValueError: an axis is out of bounds.
 
-    Source:
-      OneFlow, permute.
+    Source: OneFlow, "How to implement a permute / transpose operator".
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.transpose(jnp.array([[1, 2, 3], [4, 5, 6]])).tolist()
       [[1, 4], [2, 5], [3, 6]]
     """

@@ -1,12 +1,9 @@
 """``window_sum``: sums over a window that slides along an axis.
 
-One kernel computes the op, its gradient and its tangent. It accepts any zero padding, and the
-transpose of a window sum is a window sum with the complementary padding. Its time grows little with
-the window, because neighboring windows share partial sums. The kernel only adds, and never
-subtracts. So the error of a sum does not depend on its position, and a NaN reaches only the windows
-that contain it.
-
-Source: CMU 10-414 notes, window sum.
+One kernel computes the op, its gradient and its tangent: the transpose of a window sum is a window
+sum with the complementary padding. Its time grows little with the window, because neighboring
+windows share partial sums. The kernel never subtracts. So the error of a sum does not depend on its
+position, and a NaN reaches only the windows that contain it.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_fastops import _compat
-from jax_fastops._arguments import as_arrays, integer, not_weak, same_floating_dtype
+from jax_fastops._arguments import as_arrays, integer, not_weak, one_of, same_floating_dtype
 from jax_fastops._dispatch import row_features
 from jax_fastops._kernel import Kernel
 from jax_fastops._native import limit
@@ -81,12 +78,11 @@ _window_sum = Op(
     example=example(lambda x: window_sum(x, 2), "... n"),
     kernels=(_kernel(0, "n"),),
     forward=_sums,
-    forward_saving=_sums,
     residuals=lambda args, outs, saved: (),
-    pullback=lambda kept, cts, **options: _transposed(_reference, cts, **options),
-    pushforward=lambda kept, tangents, **options: _reference(*tangents, **options),
-    backward=lambda kept, cts, wanted, **options: _transposed(_sums, cts, **options),
-    tangent=lambda kept, tangents, **options: _sums(*tangents, **options),
+    pullback=lambda residuals, cts, **options: _transposed(_reference, cts, **options),
+    pushforward=lambda residuals, tangents, **options: _reference(*tangents, **options),
+    backward=lambda residuals, cts, needs_grad, **options: _transposed(_sums, cts, **options),
+    tangent=lambda residuals, tangents, **options: _sums(*tangents, **options),
 )
 
 
@@ -100,8 +96,7 @@ def window_sum(
 
     Args:
       x: array of one dimension or more; float32, bfloat16, float16 or float64.
-      radius: the number of neighbors on either side; a Python integer of 0 or more. It is static:
-        another radius compiles another program.
+      radius: the number of neighbors on either side; a static Python integer of 0 or more.
       axis: the axis that the window slides along.
       padding: ``"VALID"`` gives the windows that lie within ``x``. ``"SAME"`` gives a window around
         each element, with zeros outside of ``x``.
@@ -110,14 +105,11 @@ def window_sum(
       An array with the dtype and shape of ``x``. With ``"VALID"``, an axis of ``n`` elements
       becomes one of ``n - 2 * radius``.
 
-    Residuals:
-      None. The gradient of an element is the sum over the windows that contain it, by the same
-      kernel.
+    Residuals: none. The gradient of an element is the sum over the windows that contain it, by the
+    same kernel.
 
     Sharding: over every dimension except ``axis``, without communication. A sharded ``axis`` is
-    gathered over an auto mesh axis, and takes the reference over an explicit one. The reference is
-    also used with ``"VALID"`` and a symbolic size of ``axis`` (``jax.export``) that is not known to
-    hold a window.
+    gathered over an auto mesh axis, and takes the reference over an explicit one.
 
     Raises:
       TypeError: ``x`` is not an array, its dtype is not supported, or ``radius`` or ``axis`` is not
@@ -125,12 +117,9 @@ def window_sum(
       ValueError: ``radius`` is negative, ``axis`` is out of range, ``padding`` is not known, or a
         window is longer than the axis and ``padding`` is ``"VALID"``.
 
-    Source:
-      CMU 10-414 notes, window sum.
+    Source: CMU 10-414 notes, window sum.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> fo.window_sum(jnp.array([1.0, 2.0, 3.0, 4.0]), radius=1).tolist()
       [6.0, 9.0]
       >>> fo.window_sum(jnp.array([1.0, 2.0, 3.0, 4.0]), radius=1, padding="SAME").tolist()
@@ -140,7 +129,7 @@ def window_sum(
     (x,) = map(not_weak, same_floating_dtype("window_sum", [x], ["x"]))
     radius = _check_radius(radius)
     axis = _check_axis(x, axis)
-    _check_padding(padding)
+    one_of("window_sum", "padding", padding, PADDINGS)
     if radius == 0:
         return x
     n, same = x.shape[axis], padding == "SAME"
@@ -204,9 +193,3 @@ def _check_axis(x, axis) -> int:
             f"{-x.ndim} to {x.ndim - 1}"
         )
     return found % x.ndim
-
-
-def _check_padding(padding) -> None:
-    if not isinstance(padding, str) or padding not in PADDINGS:
-        known = ", ".join(map(repr, PADDINGS))
-        raise ValueError(f"window_sum: padding is {padding!r}; it must be one of {known}")

@@ -469,3 +469,56 @@ def test_errors_of_a_projection(shape, options, error, text):
     with pytest.raises(error, match=text) as raised:
         fo.qkv_attention(np.zeros(shape, np.float32), **options)
     assert str(raised.value).startswith("qkv_attention: ")
+
+
+# ---- Flax ----------------------------------------------------------------------------------------
+
+
+def layers(**options):
+    """Two layers of Flax with the same parameters: its own function, and ours."""
+    nnx = pytest.importorskip("flax.nnx")
+    ours = pytest.importorskip("jax_fastops.nnx").dot_product_attention
+    made = dict(num_heads=2, in_features=8, decode=False, **options)
+    return [
+        nnx.MultiHeadAttention(**made, **more, rngs=nnx.Rngs(0))
+        for more in ({}, {"attention_fn": ours})
+    ]
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 5, 8)], ids=str)
+@pytest.mark.parametrize("mask", [None, "keys", "pairs"])
+def test_layer_of_flax(shape, mask):
+    """The results are those of Flax, with any number of dimensions of the batch."""
+    x = jnp.asarray(np.random.default_rng(11).standard_normal(shape), jnp.float32)
+    if mask is not None:
+        lead = shape[:-2] if mask == "pairs" else (1,) * len(shape[:-2])
+        size = (*lead, 1, 5 if mask == "pairs" else 1, 5)
+        mask = np.random.default_rng(12).random(size) < 0.7
+        mask[..., 0] = True
+    found, wanted = (layer(x, mask=mask) for layer in layers())
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_layer_of_flax_with_dropout():
+    """Without `broadcast_dropout`, every head and example has its own mask; with it, Flax runs."""
+    nnx = pytest.importorskip("flax.nnx")
+    from jax_fastops.nnx import dot_product_attention
+
+    q = jnp.ones((4, 6, 3, 8))
+    key, drop = jax.random.key(5), dict(dropout_rate=0.5)
+    found = dot_product_attention(q, q, q, broadcast_dropout=False, dropout_rng=key, **drop)
+    np.testing.assert_array_equal(found, fo.attention(q, q, q, dropout_key=key, **drop))
+    shared = [
+        fn(q, q, q, dropout_rng=key, **drop)
+        for fn in (dot_product_attention, nnx.dot_product_attention)
+    ]
+    np.testing.assert_array_equal(*shared)
+    quiet = dot_product_attention(q, q, q, dropout_rng=key, deterministic=True, **drop)
+    np.testing.assert_allclose(quiet, 1, rtol=1e-6)
+
+
+def test_layer_of_flax_keeps_its_weights():
+    nnx = pytest.importorskip("flax.nnx")
+    _, layer = layers()
+    layer(jnp.ones((2, 5, 8)), sow_weights=True)
+    assert jax.tree.leaves(nnx.state(layer, nnx.Intermediate))

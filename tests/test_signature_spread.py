@@ -16,9 +16,9 @@ from jax_fastops._kernel import (
     infer_avals,
     lowering_for,
     partitions,
+    shape_of_copies,
     sharding_rule,
-    spread_out,
-    spread_shape,
+    with_copies,
 )
 from jax_fastops._op import Op
 from jax_fastops._signature import Signature
@@ -40,9 +40,9 @@ def infer(text, *shapes):
 def test_it_is_read_and_written():
     signature = Signature.parse(MASKED)
     x, mask = signature.operands
-    assert mask.spread and mask.batched and not x.spread and x.batched
+    assert mask.broadcast and mask.batched and not x.broadcast and x.batched
     assert [d.name for d in mask.dims] == ["m"]
-    assert not signature.results[0].spread
+    assert not signature.results[0].broadcast
     for text in (MASKED, INNER, "... n, ~... ceil(n/8) :uint8 -> ... n"):
         parsed = Signature.parse(text)
         assert str(parsed) == text
@@ -188,9 +188,9 @@ def test_copies_are_made_for_every_device_where_nothing_tells_the_shards():
         ((16, 6, 5), (16, 6, 5)),
     ):
         where = jnp.arange(np.prod(mask)).reshape(mask)
-        shape, spec = spread_shape(signature, [x, where], 1, 8)
+        shape, spec = shape_of_copies(signature, [x, where], 1, 8)
         assert shape == expected and spec is None
-        first, second = spread_out(signature, [x, where], 8)
+        first, second = with_copies(signature, [x, where], 8)
         assert first is x and second.shape == expected
         np.testing.assert_array_equal(second, np.broadcast_to(where, expected))
 
@@ -198,10 +198,10 @@ def test_copies_are_made_for_every_device_where_nothing_tells_the_shards():
 def test_copies_along_dimensions_with_a_star():
     signature = Signature.parse(INNER)
     x = jnp.zeros((16, 5, 6))
-    shape, spec = spread_shape(signature, [x, jnp.zeros((1, 5, 1), bool)], 1, 8)
+    shape, spec = shape_of_copies(signature, [x, jnp.zeros((1, 5, 1), bool)], 1, 8)
     assert shape == (8, 5, 8) and spec is None
     # Rows are not partitioned, so there are no copies along them.
-    assert spread_shape(signature, [x, jnp.zeros((16, 1, 6), bool)], 1, 8)[0] == (16, 1, 6)
+    assert shape_of_copies(signature, [x, jnp.zeros((16, 1, 6), bool)], 1, 8)[0] == (16, 1, 6)
 
 
 def test_copies_are_as_many_as_the_shards_that_the_type_tells():
@@ -214,14 +214,14 @@ def test_copies_are_as_many_as_the_shards_that_the_type_tells():
         put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
         x = put(jnp.zeros((16, 24, 5)), P("a", "b", None))
         mask = put(jnp.zeros((1, 1, 5), bool), P(None, None, None))
-        shape, spec = spread_shape(signature, [x, mask], 1, count)
+        shape, spec = shape_of_copies(signature, [x, mask], 1, count)
         assert shape == (2, count // 2, 5) and spec == ("a", "b", None)
         mask = put(jnp.zeros((16, 1, 5), bool), P("a", None, None))
-        shape, spec = spread_shape(signature, [x, mask], 1, count)
+        shape, spec = shape_of_copies(signature, [x, mask], 1, count)
         assert shape == (16, count // 2, 5) and spec == ("a", "b", None)
         x = put(jnp.zeros((16, 24, 5)), P(None, None, None))
         mask = put(jnp.zeros((1, 1, 5), bool), P(None, None, None))
-        assert spread_shape(signature, [x, mask], 1, count)[0] == (1, 1, 5)
+        assert shape_of_copies(signature, [x, mask], 1, count)[0] == (1, 1, 5)
 
 
 def test_the_number_of_devices_is_told_inside_of_a_block_alone():
@@ -356,7 +356,7 @@ def test_the_batch_shape_can_be_told():
 def test_they_get_copies_of_each_others_dimensions():
     signature = Signature.parse(BOTH)
     x, y = jnp.arange(16.0)[:, None], jnp.arange(24.0)[None]
-    first, second = spread_out(signature, [x, y], 8)
+    first, second = with_copies(signature, [x, y], 8)
     assert first.shape == (16, 8) and second.shape == (8, 24)
     np.testing.assert_array_equal(first, np.broadcast_to(x, (16, 8)))
     np.testing.assert_array_equal(second, np.broadcast_to(y, (8, 24)))
