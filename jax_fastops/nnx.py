@@ -1,7 +1,6 @@
-"""Layers for Flax NNX on the kernels: ``BatchNorm``, ``LayerNorm``, ``RMSNorm`` and ``Dropout``, and
-``dot_product_attention`` for Flax's layer of attention.
+"""Layers for Flax NNX on the kernels: ``BatchNorm``, ``LayerNorm``, ``RMSNorm`` and ``Dropout``.
 
-The classes are subclasses of Flax's. They have the constructor arguments, variables, metadata,
+``dot_product_attention`` is for Flax's layer of attention. The classes are subclasses of Flax's. They have the constructor arguments, variables, metadata,
 checkpoints and ``train()``/``eval()`` of the installed version of Flax. They add ``activation=`` to
 the constructor, and ``residual=`` and (row norms) ``return_sum=`` to the call. A call runs one of
 two programs:
@@ -528,12 +527,12 @@ def dot_product_attention(
 ) -> jax.Array:
     """:func:`jax_fastops.attention` as the ``attention_fn`` of ``flax.nnx.MultiHeadAttention``.
 
-    Takes the arguments of ``flax.nnx.dot_product_attention``. Dropout draws a mask for each head and
-    example, which is Flax's ``broadcast_dropout=False``.
+    Takes the arguments of ``flax.nnx.dot_product_attention``. Dropout draws a mask for each head
+    and example, which is Flax's ``broadcast_dropout=False``.
 
     Flax's own function runs where this one cannot do the same: with ``broadcast_dropout`` or a
-    precision together with dropout, where the weights are kept (``sow_weights``), and where heads of
-    values have another size than those of keys.
+    precision together with dropout, where the weights are kept (``sow_weights``), and where heads
+    of values have another size than those of keys.
 
     Args:
       query: array ``[..., T, N, H]``.
