@@ -319,7 +319,8 @@ def _attend(
             raise TypeError(f"{op}: {name} is {flag!r}; it must be True or False")
     if max_segments is not None and integer(op, "max_segments", max_segments) < 1:
         raise ValueError(f"{op}: max_segments is {max_segments}; it must be at least 1")
-    size = heads[0].shape[-1]
+    query, key, value = heads
+    size = query.shape[-1]
     scale = (
         1 / math.sqrt(max(size, 1))
         if scale is None
@@ -336,7 +337,9 @@ def _attend(
     )
     bias = _broadcastable(op, "bias", bias, sizes, FLOATING)
     return by_softmax(
-        *heads,
+        query,
+        key,
+        value,
         bias,
         masks.merged(queries, keys),
         scale=scale,

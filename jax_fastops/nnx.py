@@ -1,6 +1,8 @@
 """Layers for Flax NNX on the kernels: ``BatchNorm``, ``LayerNorm``, ``RMSNorm`` and ``Dropout``.
 
-``dot_product_attention`` is for Flax's layer of attention. The classes are subclasses of Flax's. They have the constructor arguments, variables, metadata,
+``dot_product_attention`` is for Flax's layer of attention.
+
+The classes are subclasses of Flax's. They have the constructor arguments, variables, metadata,
 checkpoints and ``train()``/``eval()`` of the installed version of Flax. They add ``activation=`` to
 the constructor, and ``residual=`` and (row norms) ``return_sum=`` to the call. A call runs one of
 two programs:
@@ -591,11 +593,13 @@ def dot_product_attention(
         lead = batch if any(size != 1 for size in lead) else lead
         return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
 
-    more = [None if x is None else flat(x) for x in (bias, mask)]
+    heads = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
     y = attention(
-        *(x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)),
-        more[0],
-        None if more[1] is None else more[1].astype(bool),
+        heads[0],
+        heads[1],
+        heads[2],
+        None if bias is None else flat(bias),
+        None if mask is None else flat(mask).astype(bool),
         is_causal=rest.get("is_causal", False),
         dropout_key=dropout_rng if drops else None,
         dropout_rate=dropout_rate if drops else 0.0,
