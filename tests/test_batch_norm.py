@@ -486,21 +486,6 @@ def test_many_rows_together(shape, kind):
         check_shape(shape, -1, jnp.dtype(kind))
 
 
-def test_many_rows_together_by_example(native):
-    """The rows of an example follow directly after those of the previous example."""
-    x, cotangent = (jax.random.normal(jax.random.key(k), (3, 1500, 24)) for k in range(2))
-    scale, bias = jnp.linspace(0.5, 2, 24), jnp.linspace(-1, 1, 24)
-
-    def gradients(x, cotangent):
-        y, vjp = jax.vjp(lambda *a: fo.batch_norm(*a, activation="relu")[0], x, scale, bias)
-        return y, *vjp(cotangent)
-
-    mapped = jax.jit(jax.vmap(gradients))(x, cotangent)
-    single = [jax.jit(gradients)(*one) for one in zip(x, cotangent, strict=True)]
-    for found, wanted in zip(mapped, zip(*single, strict=True), strict=True):
-        np.testing.assert_allclose(found, jnp.stack(wanted), rtol=1e-5, atol=1e-5)
-
-
 def any_shapes(examples, kind):
     @settings(examples)
     @hypothesis.given(
@@ -948,13 +933,3 @@ def test_derivatives_of_statistics_far_from_zero(mode, limit):
     for mine, exact in zip(*found, strict=True):
         error = np.linalg.norm(np.asarray(mine, np.float64) - np.asarray(exact, np.float64))
         assert error <= limit * np.linalg.norm(exact)
-
-
-@pytest.mark.parametrize("mode", [*MODES, "xla"])
-def test_ranks_are_not_promoted(mode):
-    """Users can set ``jax_numpy_rank_promotion`` to ``"raise"``."""
-    args = draws((4, 2, 8), residual=True)(np.random.default_rng(28), np.float32)
-    cts = (args[0], *args[1:3])
-    with jax.numpy_rank_promotion("raise"), implementation(mode):
-        jax.block_until_ready(jax.jit(value_and_gradients(op, activation="relu"))(cts, *args))
-        jax.block_until_ready(jax.jit(jax.jacrev(lambda x: fo.batch_norm_statistics(x)))(args[0]))

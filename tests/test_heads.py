@@ -509,23 +509,6 @@ def test_random_keys_and_small_integers():
     assert np.array_equal(np.asarray(fo.merge_heads(small)).astype(np.int8), x.astype(np.int8))
 
 
-def test_numpy_arrays_and_weak_types(split):
-    fn, reference, _ = split
-    x = np.arange(36, dtype=np.float32).reshape(1, 3, 12)
-    bias = np.arange(12, dtype=np.float32)
-    for result in outputs(fn(x, bias, num_heads=2)):
-        assert isinstance(result, jax.Array) and result.dtype == np.float32
-    weak = jnp.broadcast_to(jnp.asarray(2.0), (1, 3, 12))
-    assert weak.weak_type
-    for args in ((weak,), (weak, bias), (weak, weak[0, 0])):
-        for mode in MODES:
-            with fo.use_implementation(mode):
-                got = outputs(fn(*args, num_heads=2))
-            for mine, theirs in zip(got, outputs(reference(*args, num_heads=2)), strict=True):
-                assert mine.dtype == theirs.dtype
-                np.testing.assert_array_equal(mine, theirs)
-
-
 @pytest.mark.parametrize("heads", [np.int64(2), np.uint8(2), True])
 def test_number_of_heads_of_any_integer_type(split, heads):
     fn, reference, _ = split
@@ -672,27 +655,6 @@ def test_sharded_sequences(split, axis_type, rows):
 @pytest.mark.parametrize("rows", GATHERED)
 def test_sequences_whose_groups_lie_on_several_devices(split, rows):
     split_over_sequence(split, AxisType.Auto, rows)
-
-
-@pytest.mark.jax
-@pytest.mark.parametrize("size", [2, 3])
-def test_sequences_with_no_even_shards(split, size):
-    """With an auto mesh axis, the devices may not divide the sequence."""
-    fn, _, parts = split
-    mesh = make_mesh({"a": mesh_for(AxisType.Explicit).size}, AxisType.Auto)
-    args, cts = example(np.random.default_rng(15), parts, (2,), 8 * size + 1, 2, 3, np.float32)
-    run = outputs_and_gradients(functools.partial(fn, num_heads=2))
-    where = NamedSharding(mesh, P(None, "a"))
-
-    def constrained(args, cts):
-        x = jax.lax.with_sharding_constraint(args[0] * 2, where)
-        return run((x, args[1]), cts)
-
-    outs, (dx, db) = jax.jit(constrained)(args, cts)
-    reference = SPLITS["split_heads" if parts == 1 else "split_qkv_heads"][1]
-    assert_matches(outs, outputs(reference(args[0] * 2, args[1], num_heads=2)))
-    assert_bitwise_equal(dx, merged(cts))
-    assert_sum(db, cts, np.float32)
 
 
 @pytest.mark.jax

@@ -221,27 +221,6 @@ def test_more_than_two_gibibytes(shape):
         assert np.array_equal(got[along], want[along])
 
 
-def test_views_that_begin_anywhere():
-    """Slices of a larger buffer: XLA may pass a pointer into the middle of it."""
-    x = bits(np.random.default_rng(7), (5, 37, 41), np.uint8)
-
-    def run(x, start):
-        slices = [x[i : i + 2] for i in range(4)]
-        slices.append(jax.lax.dynamic_slice_in_dim(x, start, 3))
-        moved = [fo.transpose(s, (2, 0, 1)) for s in slices]
-        into = jax.lax.dynamic_update_slice_in_dim(
-            jnp.zeros((9, 41, 37), x.dtype), fo.transpose(x[1:4], (0, 2, 1)), start, 0
-        )
-        return moved, into
-
-    moved, into = jax.jit(run)(x, 1)
-    for i, result in enumerate(moved[:4]):
-        assert_same_bytes(result, x[i : i + 2].transpose(2, 0, 1), f"slice {i}")
-    assert_same_bytes(moved[4], x[1:4].transpose(2, 0, 1), "dynamic slice")
-    assert_same_bytes(np.asarray(into)[1:4], x[1:4].transpose(0, 2, 1), "into the middle")
-    assert not np.asarray(into)[4:].any() and not np.asarray(into)[:1].any()
-
-
 # The compiled program -----------------------------------------------------------------------------
 
 OPCODE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(", re.MULTILINE)
@@ -493,15 +472,6 @@ def test_explicit_type_is_that_of_jnp(axes):
                 jax.eval_shape(lambda x, f=f: f(x, axes), x) for f in (fo.transpose, jnp.transpose)
             )
             assert got.shape == want.shape and got.sharding == want.sharding
-
-
-def test_a_dimension_that_the_devices_do_not_divide():
-    """With an auto mesh axis, XLA may choose uneven shards of the result."""
-    mesh = make_mesh({"a": devices()}, AxisType.Auto)
-    x = normal(np.random.default_rng(18), (8, 9, 5), np.float32)
-    placed = jax.device_put(x, NamedSharding(mesh, P("a")))
-    y = jax.jit(lambda x: fo.transpose(x * 2, (2, 1, 0)))(placed)
-    assert_bitwise_equal(y, (x * 2).transpose(2, 1, 0))
 
 
 # Dtypes -------------------------------------------------------------------------------------------

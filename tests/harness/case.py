@@ -26,8 +26,9 @@ SLOW = pytest.mark.slow
 
 # Patterns for `Case.quick`: what depends on the kernels of a case, and derivatives and maps, too.
 VARIANT = (
-    r"kernels|kept|modes|empty|repeated_runs|views|linear_pullback|no_leaks|export/symbolic"
-    r"|sharded/\w+/\w+/v|shard_map/\w+/vjp_inside"
+    r"kernels|kept|modes|empty|examples|special|repeated_runs|views|linear_pullback|no_leaks"
+    r"|export/symbolic"
+    r"|sharded/\w+/\w+/[vw]|shard_map/\w+/vjp_inside"
 )
 NESTED_VARIANT = (
     rf"{VARIANT}|differences|grad_of_vmap|vmap_of_.*/one|vmap_of_vmap|linearize/vmap/|vjp/transpose"
@@ -48,6 +49,7 @@ class Sharding:
       gradient_all_reduces: how many more the gradients need (one per summed parameter).
       shard_map: whether the op computes the same on a shard as on the whole array. Only then is it
         compared in `shard_map`.
+      whole: the op needs the whole dimension, so its kernel cannot have it sharded.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Sharding:
     forward_all_reduces: int = 0
     gradient_all_reduces: int = 0
     shard_map: bool = True
+    whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
