@@ -12,7 +12,14 @@ import pytest
 from harness import Case, Sharding, Tolerance, checks
 from harness.case import VARIANT
 from harness.numerics import normal
-from harness.programs import value_and_gradient
+from harness.programs import targets, value_and_gradient
+from harness.sharding import (
+    collectives,
+    mesh_for,
+    over_mesh,
+)
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 
@@ -74,11 +81,11 @@ SAME = case(
     "same",
     (3, 7),
     2,
-    (16, 8),
+    (16, 7),
     padding="SAME",
     dtypes=("float32", "bfloat16"),
     modes=("native",),
-    shardings=(Sharding("batch", (0,), (0,)), Sharding("row", (1,), (1,), whole=True)),
+    shardings=(Sharding("batch", (0,), (0,)),),
     symbolic=("b, n",),
     sizes=({"b": 9, "n": 1000},),
     quick=VARIANT,
@@ -362,6 +369,17 @@ def test_an_export_serves_long_windows_of_any_axis():
 
 
 # Sharding -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.jax
+def test_a_sharded_axis():
+    """`axis` is gathered over an auto mesh axis."""
+    x = normal(np.random.default_rng(13), (6, 128), np.float32)
+    fn = lambda x: fo.window_sum(x, 3, padding="SAME")  # noqa: E731
+    want = reference(x, 3, padding="SAME")
+    got, text = over_mesh(mesh_for(AxisType.Auto), fn, (x,), P(None, "a"))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert targets(text) == ["window_sum"] and collectives(text)
 
 
 # Errors -------------------------------------------------------------------------------------------
