@@ -14,7 +14,7 @@ import jax.test_util
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, assert_bitwise_equal, assert_matches, checks
-from harness.case import implementation
+from harness.case import find, implementation
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_close, assert_within, normal
 from harness.programs import targets, value_and_gradients
@@ -302,6 +302,24 @@ def test_harness_of_variants_in_full(check):
 )
 def test_harness_of_variants(check):
     check()
+
+
+OPTIONS = [*itertools.product((-1, 1), (None, "relu"), (False, True))]
+
+
+@pytest.mark.parametrize("axis, activation, residual", OPTIONS)
+@pytest.mark.parametrize("check", ["kernels", "kept", "two_users"])
+def test_every_choice_of_options(check, axis, activation, residual):
+    options = dict(axis=axis, activation=activation, residual=residual, dtypes=("bfloat16",))
+    find(case("options", (4, 8, 8), fanout=check == "two_users", **options), check, "native")()
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("mode", ["auto", "xla"])
+@pytest.mark.parametrize("exported", [ADD_RELU, INFERENCE], ids=str)
+def test_one_export_serves_every_batch(exported, mode):
+    """The harness has the exports of the kernels."""
+    find(exported, "export/symbolic", mode)()
 
 
 # Values -------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from harness import (
 from harness.case import NESTED_VARIANT, VARIANT
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_within, normal, stacked, unbroadcast
+from harness.programs import equations
 from harness.properties import broadcast_shapes, of_any
 from harness.sharding import assert_layout, device_count
 from jax.sharding import AxisType, NamedSharding
@@ -422,15 +423,25 @@ AXES = [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, None), (0, Non
 
 
 @pytest.mark.jax
-def test_a_map_copies_nothing():
-    """An operand that is not mapped gets a dimension of size 1."""
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_a_map_copies_nothing(axes):
+    """An operand that is not mapped gets a dimension of size 1, also in the gradient of others.
+
+    It is copied for its own gradient, of which there is one for each example.
+    """
     args = draws((2, 1), (1, 4), (2, 4))(np.random.default_rng(11), np.float32)
-    for axes in AXES:
-        stacks = [a if d is None else stacked(a) for a, d in zip(args, axes, strict=True)]
-        run = jax.jit(jax.vmap(fo.lerp, axes))
-        (op,) = [e for e in run.trace(*stacks).jaxpr.eqns if "fastops_lerp" in str(e.primitive)]
+    stacks = [a if d is None else stacked(a) for a, d in zip(args, axes, strict=True)]
+    mapped = tuple(i for i, d in enumerate(axes) if d is not None)
+
+    def gradients(*args):
+        return value_and_gradients(fo.lerp, mapped)(jnp.ones((2, 4)), *args)[1]
+
+    for fn, name in ((fo.lerp, "fastops_lerp"), (gradients, "fastops_lerp_vjp")):
+        jaxpr = jax.jit(jax.vmap(fn, axes)).trace(*stacks).jaxpr
+        (op,) = [e for e in equations(jaxpr) if str(e.primitive) == name]
         assert op.params["levels"] == ()
-        assert [v.aval.size for v in op.invars] == [np.size(s) for s in stacks]
+        sizes = [v.aval.size for v in op.invars]
+        assert sizes[:3] == [np.size(s) for s in stacks]
 
 
 # Sharding -----------------------------------------------------------------------------------------
