@@ -1,5 +1,6 @@
 """`split_heads`, `split_qkv_heads`, `merge_heads`: transformations, bias sums, dtypes, errors."""
 
+import dataclasses
 import functools
 
 import jax
@@ -81,94 +82,97 @@ def split_shapes(unit):
 
 BIAS_SUM = Tolerance(ulps=4.0)
 
-SPLIT = Case(
-    kernels=("transpose", "transpose"),
-    kept=lambda *args: [],
-    name="split_heads",
-    fn=lambda x: fo.split_heads(x, num_heads=8),
-    reference=lambda x: reference_split(x, num_heads=8),
-    dtypes=("float32", "bfloat16"),  # the kernel only moves bytes
-    make_args=draws((2, 3, 16)),
-    make_sharded_args=draws((8, 16, 64)),
-    linear=(0,),
-    exact=True,
-    shardings=(
+
+def case(name, op, sizes, sharded=None, shardings=(), bias_dtype=None, kernels=(), **more):
+    """A case of a split into heads, with a bias if there are sizes of two arguments."""
+    num_heads = more.pop("num_heads", 2)
+    if sharded is not None:
+        more["make_sharded_args"] = draws(*sharded)
+    if kernels:
+        more["kept"] = lambda *args: []
+    if len(sizes) > 1:
+        more |= {"tolerance": BIAS_SUM, "shards_under_vmap": False} | more
+    elif "exact" not in more:
+        more["exact"] = True
+    reference = {fo.split_heads: reference_split, fo.split_qkv_heads: reference_split_qkv}[op]
+    return Case(
+        name=name,
+        fn=lambda *args: op(*args, num_heads=num_heads),
+        reference=lambda *args: reference(*args, num_heads=num_heads),
+        make_args=draws(*sizes, dtypes=(None, bias_dtype)),
+        kernels=kernels,
+        shardings=tuple(shardings),
+        **({"linear": tuple(range(len(sizes)))} | more),
+    )
+
+
+MOVED, SUMMED = ("transpose", "transpose"), ("split_heads", "merge_heads")
+ONE_SUM = dict(gradient_all_reduces=1)
+SPLIT = case(
+    "split_heads",
+    fo.split_heads,
+    [(2, 3, 16)],
+    [(8, 16, 64)],
+    [
         Sharding("batch", (0,), (0,)),
         Sharding("sequence", (1,), (2,)),
         # Not in `shard_map`: a shard has fewer heads than `num_heads`.
         Sharding("heads", (2,), (1,), shard_map=False),
-    ),
+    ],
+    num_heads=8,
+    kernels=MOVED,
+    dtypes=("float32", "bfloat16"),  # the kernel only moves bytes
     symbolic=("b, s, 16",),
     shapes=split_shapes(8),
 )
-
-SPLIT_BIAS = Case(
-    kernels=("split_heads", "merge_heads"),
-    kept=lambda *args: [],
-    name="split_heads_bias",
-    fn=lambda x, b: fo.split_heads(x, b, num_heads=2),
-    reference=lambda x, b: reference_split(x, b, num_heads=2),
+SPLIT_BIAS = case(
+    "split_heads_bias",
+    fo.split_heads,
+    [(2, 3, 8), (8,)],
+    [(8, 512, 8), (8,)],
+    [
+        Sharding("batch", (0, None), (0,), **ONE_SUM),
+        Sharding("sequence", (1, None), (2,), **ONE_SUM),
+    ],
+    kernels=SUMMED,
     dtypes=("float32", "bfloat16"),
     modes=("native",),
-    make_args=draws((2, 3, 8), (8,)),
-    make_sharded_args=draws((8, 512, 8), (8,)),
-    linear=(0, 1),
-    tolerance=BIAS_SUM,
-    shardings=(
-        Sharding("batch", (0, None), (0,), gradient_all_reduces=1),
-        Sharding("sequence", (1, None), (2,), gradient_all_reduces=1),
-    ),
-    shards_under_vmap=False,
     symbolic=("b, 3, 8", "8"),
 )
-
-QKV = Case(
-    kernels=("split_heads", "merge_heads"),
-    kept=lambda *args: [],
-    name="split_qkv_heads",
-    fn=lambda x: fo.split_qkv_heads(x, num_heads=2),
-    reference=lambda x: reference_split_qkv(x, num_heads=2),
-    make_args=draws((2, 3, 12)),
-    make_sharded_args=draws((8, 16, 24)),
+QKV = case(
+    "split_qkv_heads",
+    fo.split_qkv_heads,
+    [(2, 3, 12)],
+    [(8, 16, 24)],
+    [Sharding("sequence", (1,), (2, 2, 2))],
+    kernels=SUMMED,
     dtypes=("bfloat16", "float32"),
-    linear=(0,),
-    exact=True,
-    shardings=(Sharding("sequence", (1,), (2, 2, 2)),),
     shapes=split_shapes(6),
 )
-
-QKV_BIAS = Case(
-    kernels=("split_heads", "merge_heads"),
-    kept=lambda *args: [],
-    name="split_qkv_heads_bias",
-    fn=lambda x, b: fo.split_qkv_heads(x, b, num_heads=2),
-    reference=lambda x, b: reference_split_qkv(x, b, num_heads=2),
+QKV_BIAS = case(
+    "split_qkv_heads_bias",
+    fo.split_qkv_heads,
+    [(2, 3, 12), (12,)],
+    [(8, 512, 12), (12,)],
+    [
+        Sharding("batch", (0, None), (0, 0, 0), **ONE_SUM),
+        Sharding("sequence", (1, None), (2, 2, 2), **ONE_SUM),
+    ],
+    kernels=SUMMED,
     modes=("native",),
-    make_args=draws((2, 3, 12), (12,)),
-    make_sharded_args=draws((8, 512, 12), (12,)),
-    linear=(0, 1),
-    tolerance=BIAS_SUM,
-    shardings=(
-        Sharding("batch", (0, None), (0, 0, 0), gradient_all_reduces=1),
-        Sharding("sequence", (1, None), (2, 2, 2), gradient_all_reduces=1),
-    ),
-    shards_under_vmap=False,
 )
-
 # Parameters are often float32 while the data has half precision.
-QKV_FLOAT32_BIAS = Case(
-    name="split_qkv_heads_float32_bias",
-    fn=QKV_BIAS.fn,
-    reference=QKV_BIAS.reference,
-    make_args=draws((2, 3, 12), (12,), dtypes=(None, np.float32)),
+QKV_FLOAT32_BIAS = case(
+    "split_qkv_heads_float32_bias",
+    fo.split_qkv_heads,
+    [(2, 3, 12), (12,)],
+    bias_dtype=np.float32,
     dtypes=("bfloat16", "float16"),
-    linear=(0, 1),
-    tolerance=BIAS_SUM,
     basic_only=True,
 )
 
 MERGE = Case(
-    kernels=("transpose", "transpose"),
+    kernels=MOVED,
     kept=lambda *args: [],
     name="merge_heads",
     fn=fo.merge_heads,
@@ -190,39 +194,25 @@ MERGE = Case(
 
 # The kernel moves elements of any dtype. XLA adds a bias that is not floating-point.
 NO_FLOATS = ("int32", "bool", "complex64", "int8")
-SPLIT_NUMBERS = Case(
-    name="split_heads_numbers",
-    fn=SPLIT_BIAS.fn,
-    reference=SPLIT_BIAS.reference,
-    make_args=draws((2, 3, 8), (8,)),
-    dtypes=NO_FLOATS,
-    exact=True,
-    basic_only=True,
-)
-QKV_NUMBERS = Case(
-    name="split_qkv_heads_numbers",
-    fn=lambda x, b: (fo.split_qkv_heads(x, b, num_heads=2), fo.split_qkv_heads(x, num_heads=2)),
-    reference=lambda x, b: (
-        reference_split_qkv(x, b, num_heads=2),
-        reference_split_qkv(x, num_heads=2),
-    ),
-    make_args=draws((2, 3, 12), (12,)),
-    dtypes=NO_FLOATS,
-    exact=True,
-    basic_only=True,
-)
-MERGE_NUMBERS = Case(
+numbers = functools.partial(case, dtypes=NO_FLOATS, exact=True, basic_only=True, linear=())
+SPLIT_NUMBERS = numbers("split_heads_numbers", fo.split_heads, [(2, 3, 8), (8,)])
+QKV_NUMBERS = numbers("split_qkv_heads_numbers", fo.split_qkv_heads, [(2, 3, 12), (12,)])
+QKV_MOVED = numbers("split_qkv_heads_moved", fo.split_qkv_heads, [(2, 3, 12)])
+MERGE_NUMBERS = dataclasses.replace(
+    MERGE,
     name="merge_heads_numbers",
-    fn=fo.merge_heads,
-    reference=reference_merge,
-    make_args=draws((2, 4, 3, 2)),
     dtypes=(*NO_FLOATS, "float8_e4m3fn"),
-    exact=True,
+    modes=("native", "auto"),
+    linear=(),
     basic_only=True,
+    kernels=(),
+    kept=None,
+    shapes=None,
+    symbolic=None,
 )
 
 CASES = (QKV_BIAS, SPLIT, SPLIT_BIAS, QKV, QKV_FLOAT32_BIAS, MERGE)
-NUMBERS = (SPLIT_NUMBERS, QKV_NUMBERS, MERGE_NUMBERS)
+NUMBERS = (SPLIT_NUMBERS, QKV_NUMBERS, QKV_MOVED, MERGE_NUMBERS)
 
 
 @checks(*CASES, *NUMBERS)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
-from harness.compat import make_mesh, strict, x64
+from harness.compat import make_mesh, x64
 from harness.numerics import assert_close, assert_close_in_norm, normal
-from harness.programs import equations, targets_of
+from harness.programs import assert_strict, equations, targets_of
 from harness.sharding import mesh_for, over_kinds
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -229,10 +229,7 @@ def test_strict_settings(reduction, classes, options, mode):
         return loss(*args), jax.jvp(gradient, args, args), mapped
 
     with fo.use_implementation(mode):
-        wanted = jax.jit(everything)(*given)
-        with strict():
-            found = jax.jit(everything)(*given)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        assert_strict(everything, *given)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

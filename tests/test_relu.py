@@ -1,5 +1,7 @@
 """`relu` and `add_relu`: transformations, shapes, bits, residuals, errors."""
 
+import functools
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -41,58 +43,47 @@ def spread(count, *names):
     return tuple(Sharding(name, (dim,) * count, (dim,)) for dim, name in enumerate(names))
 
 
-RELU = Case(
-    name="relu",
-    kernels=("relu", "relu_bwd"),
-    kept=lambda *args: [(np.uint8, 6)],
-    fn=fo.relu,
-    reference=jax.nn.relu,
-    make_args=draws((3, 16)),
-    make_sharded_args=draws((8, 8, 64)),
-    exact=True,
-    shardings=spread(1, "batch", "sequence", "features"),
+def case_of(name, fn, reference, shape, sharded, dims=("batch",), **more):
+    count = 2 if fn is fo.add_relu else 1
+    return Case(
+        name=name,
+        kernels=(fn.__name__, "relu_bwd"),
+        kept=lambda *args: [(np.uint8, 6)],
+        fn=fn,
+        reference=reference,
+        make_args=draws(*[shape] * count),
+        make_sharded_args=draws(*[sharded] * count),
+        exact=True,
+        shardings=spread(count, *dims),
+        **more,
+    )
+
+
+relu_case = functools.partial(case_of, fn=fo.relu, reference=jax.nn.relu)
+EVERY = ("batch", "sequence", "features")
+RELU = relu_case(
+    "relu",
+    shape=(3, 16),
+    sharded=(8, 8, 64),
+    dims=EVERY,
     symbolic=("b, 16",),
     shapes=same_shapes(1),
 )
-
 # The last axis is not a multiple of eight, so the mask packs the last two axes merged.
-RELU_MERGED = Case(
-    name="relu_merged",
-    kernels=("relu", "relu_bwd"),
-    kept=lambda *args: [(np.uint8, 6)],
-    fn=fo.relu,
-    reference=jax.nn.relu,
-    make_args=draws((2, 4, 6)),
-    make_sharded_args=draws((8, 4, 6)),
-    dtypes=("float32", "bfloat16"),
-    exact=True,
-    shardings=spread(1, "batch"),
+RELU_MERGED = relu_case(
+    "relu_merged", shape=(2, 4, 6), sharded=(8, 4, 6), dtypes=("float32", "bfloat16")
 )
-
 # No product of trailing axes is a multiple of eight, so the last mask byte is padded.
-RELU_PADDED = Case(
-    name="relu_padded",
-    kernels=("relu", "relu_bwd"),
-    kept=lambda *args: [(np.uint8, 6)],
-    fn=fo.relu,
-    reference=jax.nn.relu,
-    make_args=draws((3, 11)),
-    make_sharded_args=draws((8, 11)),
-    dtypes=("float32", "bfloat16"),
-    exact=True,
-    shardings=spread(1, "batch"),
+RELU_PADDED = relu_case(
+    "relu_padded", shape=(3, 11), sharded=(8, 11), dtypes=("float32", "bfloat16")
 )
-
-ADD_RELU = Case(
-    name="add_relu",
-    kernels=("add_relu", "relu_bwd"),
-    kept=lambda *args: [(np.uint8, 6)],
-    fn=fo.add_relu,
-    reference=reference_add_relu,
-    make_args=draws((3, 16), (3, 16)),
-    make_sharded_args=draws((8, 8, 64), (8, 8, 64)),
-    exact=True,
-    shardings=spread(2, "batch", "sequence", "features"),
+ADD_RELU = case_of(
+    "add_relu",
+    fo.add_relu,
+    reference_add_relu,
+    (3, 16),
+    (8, 8, 64),
+    EVERY,
     symbolic=("b, 16", "b, 16"),
     shapes=same_shapes(2),
     thorough=True,
