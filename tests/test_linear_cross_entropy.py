@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
 from harness.compat import make_mesh, x64
-from harness.numerics import assert_close, assert_close_in_norm, normal
+from harness.numerics import assert_close_in_norm, normal
 from harness.programs import assert_strict, equations, targets_of
 from harness.sharding import mesh_for, over_kinds
 from jax.sharding import AxisType, NamedSharding
@@ -368,21 +368,6 @@ def test_derivatives(reduction, classes):
         np.testing.assert_allclose(twice(loss), twice(plain), rtol=1e-8, atol=1e-12)
 
 
-def test_transformations():
-    x, table, _, labels, _ = draw((6, 9), 40, np.float32)
-    loss = functools.partial(loss_of, reduction="sum")
-    each = jnp.stack([jax.grad(loss)(table, a, b) for a, b in zip(x, labels, strict=True)])
-    found = jax.vmap(jax.grad(loss), (None, 0, 0))(table, x, labels)
-    np.testing.assert_allclose(found, each, rtol=1e-5, atol=1e-5)
-    whole = jax.jit(jax.grad(jax.checkpoint(loss)))(table, x, labels)
-    np.testing.assert_allclose(whole, each.sum(0), rtol=1e-5, atol=1e-5)
-
-    def total(table):
-        return jax.lax.scan(lambda c, a: (c + loss(table, *a), None), 0.0, (x, labels))[0]
-
-    np.testing.assert_allclose(jax.jit(jax.grad(total))(table), each.sum(0), rtol=1e-5, atol=1e-5)
-
-
 def test_kernels_and_residuals(native):
     """Passes of cross_entropy, and no residual of the size of the logits."""
     x, table, bias, labels, _ = draw((64,), 2000, np.float32)
@@ -492,22 +477,6 @@ def test_several_axes(axis_type, reduction, tokens, classes):
     assert_close_in_norm(found, wanted, 2e-6)
     assert found[1][1].sharding.is_equivalent_to(given[1].sharding, 2)
     assert not re.search("all-gather|all-to-all|collective-permute", compiled.as_text())
-
-
-def test_shard_map():
-    mesh = mesh_for(AxisType.Auto)
-    x, table, _, labels, _ = draw((16, 12), 128, np.float32)
-
-    def local(x, table, labels):
-        return jax.lax.psum(loss_of(table, x, labels, reduction="sum"), "a")
-
-    specs = (P("a"), P(), P("a"))
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
-    found = jax.jit(jax.value_and_grad(mapped, (0, 1)))(x, table, labels)
-    wanted = jax.value_and_grad(
-        lambda x, table: loss_of(table, x, labels, reduction="sum"), (0, 1)
-    )(x, table)
-    assert_close(found, wanted, rtol=2e-5, atol=1e-5)
 
 
 X, TABLE, LABELS = np.ones((3, 4), np.float32), np.ones((5, 4), np.float32), np.zeros(3, int)

@@ -589,17 +589,6 @@ def test_refused_arrays(bad):
 # Implementations ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", WIDTHS)
-def test_implementations_agree(dtype):
-    x = bits(np.random.default_rng(20), (5, 6, 7), dtype)
-    for name in ("native", "auto", "xla"):
-        with fo.use_implementation(name), x64(x.dtype.itemsize >= 8):
-            fn = jax.jit(lambda x: fo.transpose(x, (2, 0, 1)))
-            assert_same_bytes(fn(x), x.transpose(2, 0, 1), name)
-            if name != "auto":
-                assert ("@jax_fastops." in fn.lower(x).as_text()) == (name == "native")
-
-
 @pytest.mark.jax
 @pytest.mark.parametrize("mapped", [0, 1, 2])
 @pytest.mark.parametrize("spread", [0, 1, 2])
