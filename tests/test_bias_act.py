@@ -16,6 +16,7 @@ from harness.numerics import assert_close, assert_within, normal, unbroadcast
 from harness.programs import value_and_gradients
 from harness.properties import broadcast_shapes, of_any
 from harness.sharding import device_count
+from harness.transforms import of_many
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -207,19 +208,9 @@ def check_shapes(activation, dtype, examples, bias_dtype=None):
         args = draws(shape, bias, bias_dtype)(rng, dtype)
         values.append((normal(rng, shape, dtype), *args))
 
-    def program(fn):
-        return jax.jit(
-            lambda values: [value_and_gradients(fn, activation=activation)(*v) for v in values]
-        )
-
-    results = program(fo.bias_act)(values)
-    with x64(), jax.default_device(jax.devices("cpu")[0]):
-        exact = jax.tree.map(
-            np.asarray, program(reference)(jax.tree.map(lambda a: a.astype(np.float64), values))
-        )
-    for (shape, bias), (dy, x, b), (y, (dx, db)), (ey, (edx, edb)) in zip(
-        examples, values, results, exact, strict=True
-    ):
+    both = (value_and_gradients(f, activation=activation) for f in (fo.bias_act, reference))
+    for (dy, x, b), (y, (dx, db)), (ey, (edx, edb)) in of_many(*both, values):
+        shape, bias = x.shape, b.shape
         what = f"{activation} of {dtype}{shape} with a bias {bias}"
         assert y.dtype == dx.dtype == dtype and y.shape == dx.shape == shape, what
         assert db.dtype == b.dtype and db.shape == bias, what

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness import Case, Sharding, assert_matches, checks, implementation
 from harness.compat import make_mesh
-from harness.masks import dropout_mask, masks, philox
+from harness.masks import dropout_mask, looped_rounds, masks, philox
 from harness.numerics import normal, raw_key
 from harness.sharding import device_count
 from jax.sharding import AxisType
@@ -104,6 +104,8 @@ def fields(seed, n):
 @pytest.mark.parametrize("counter, key, expected", KNOWN)
 def test_philox_of_the_tests(counter, key, expected):
     assert " ".join(f"{word:08x}" for word in philox(counter, key)) == expected
+    looped = looped_rounds(*(list(map(jnp.uint32, words)) for words in (counter, key)))
+    assert " ".join(f"{int(word):08x}" for word in looped) == expected
 
 
 # Rows beyond 32 bits, keys with high bits, and the known answer of zeros.

@@ -17,18 +17,26 @@ from harness import (
 )
 from harness.compat import make_mesh
 from harness.masks import dropout_mask, masks
+from harness.masks import looped_rounds as looped
 from harness.numerics import normal, raw_key
 from harness.programs import targets, targets_of, value_and_gradient, value_and_gradients
 from harness.sharding import device_count
 from jax.sharding import AxisType
 
 import jax_fastops as fo
+from jax_fastops import _random
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("native")]
 
 # "auto" takes one of the others, so its tests are slow.
 MODES = ("native", "xla", pytest.param("auto", marks=pytest.mark.slow))
 RATE = 0.3
+
+
+@pytest.fixture(autouse=True)
+def looped_rounds(monkeypatch):
+    """The masks of these ops are those of `fo.dropout`, whose tests have XLA's own program."""
+    monkeypatch.setattr(_random, "_rounds", looped)
 
 
 def plain_dropout(x, key):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, assert_matches, checks
-from harness.compat import x64
 from harness.numerics import assert_within, normal
 from harness.programs import value_and_gradients
 from harness.properties import broadcast_shapes, of_any
+from harness.transforms import of_many
 from hypothesis import strategies as st
 
 import jax_fastops as fo
@@ -112,20 +112,12 @@ def check_shapes(activation, dtype, examples):
         if shape:
             values.append(draws(shape, (*shape[:-1], 2 * shape[-1]))(rng, dtype))
 
-    def program(fn):
-        run = value_and_gradients(fn, activation=activation)
-        return jax.jit(lambda values: [run(*v) for v in values])
-
-    results = program(fo.gated_act)(values)
-    with x64(), jax.default_device(jax.devices("cpu")[0]):
-        wide = jax.tree.map(lambda a: a.astype(np.float64), values)
-        exact = jax.tree.map(np.asarray, program(reference)(wide))
+    both = (value_and_gradients(f, activation=activation) for f in (fo.gated_act, reference))
     on_gpu = jax.devices()[0].platform == "gpu"
     coarse = 2.0**11 if (activation, dtype) == ("gelu_exact", jnp.bfloat16) and on_gpu else 16
-    for given, got, want in zip(wide, results, exact, strict=True):
+    for given, got, want in of_many(*both, values):
         what = f"{activation} of {dtype}{[a.shape for a in given]}"
-        size = [1 + max(float(np.abs(a).max(initial=0)) for a in given)] * 3
-        unit = math.prod(size)
+        unit = (1 + max(float(np.abs(a).astype(float).max(initial=0)) for a in given)) ** 3
         for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert mine.dtype == dtype and mine.shape == theirs.shape, what
             assert_within(mine, theirs, coarse * unit * np.ones(theirs.shape), what)

@@ -135,6 +135,13 @@ def oracle(fn: Callable[..., Any], *inputs: Any) -> Any:
         return jax.tree.map(np.asarray, fast(*widen(inputs)))
 
 
+def of_many(fn: Callable[..., Any], reference: Callable[..., Any], values: list[Any]) -> Any:
+    """Each of `values`, with the results of `fn`, all in one program, and those in float64."""
+    results, exact = (lambda values, f=f: [f(*v) for v in values] for f in (fn, reference))
+    got = jax.tree.map(np.asarray, jax.jit(results)(values))
+    return zip(values, got, oracle(exact, values), strict=True)
+
+
 def run(transform: Transform, case: Case, mode: str | None, dtype: Any) -> None:
     inputs = make_inputs(case, transform, dtype)
     with x64(dtype == np.float64):
