@@ -15,6 +15,7 @@ from harness import (
     checks,
     implementation,
 )
+from harness.case import FLOAT_DTYPES, SLOW, VARIANT
 from harness.compat import make_mesh
 from harness.masks import dropout_mask, masks
 from harness.masks import looped_rounds as looped
@@ -92,7 +93,11 @@ SOFTMAX = softmax_case(
     ),
     symbolic=("b, h, q, k", "b, 1, 1, k", "2"),
 )
-ODD = softmax_case("odd", (2, 2, 3, 5), (2, 1, 1, 5), (8, 8, 16, 12), (8, 1, 1, 12))
+# The other cases differ from the first of each test in the kernels that they take.
+OTHER_KERNELS = rf"{VARIANT}|value$|types|jvp$|vjp$|vmap_of_vjp/all|hvp/forward_over_reverse"
+ODD = softmax_case(
+    "odd", (2, 2, 3, 5), (2, 1, 1, 5), (8, 8, 16, 12), (8, 1, 1, 12), quick=OTHER_KERNELS
+)
 LONG = softmax_case("long", (2, 1001), (1, 1001), basic_only=True, modes=("native",))
 AXIS = softmax_case(
     "axis", (2, 4, 9), (1, 4, 1), options=dict(axis=1), basic_only=True, modes=("native", "xla")
@@ -154,7 +159,7 @@ HARD = {
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("columns", [64, 301, 512])
 @pytest.mark.parametrize("name", HARD)
-@pytest.mark.parametrize("narrow", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("narrow", ["float32", "bfloat16", pytest.param("float16", marks=SLOW)])
 def test_hard_rows(name, columns, mask, narrow):
     """Rows whose sums are not finite."""
     what, rng, key = HARD[name], np.random.default_rng(1), jax.random.key(3)
@@ -262,6 +267,7 @@ INSIDE = norm_case(
         Sharding("batch", (0, 0, None, None, None), (0,), gradient_all_reduces=2, shard_map=False),
     ),
     symbolic=("a, b, 264", "a, b, 264", "264", "264", "2"),
+    quick=OTHER_KERNELS,
 )
 INSIDE_RMS = norm_case(
     "inside rms",
@@ -320,8 +326,19 @@ def test_sums_of_any_length(wide, dtype):
             )
 
 
+NORMED = [(37, 256), (3, 5, 300), (256,), (130, 768), (9, 1, 1024)]
+
+
 @pytest.mark.parametrize("odd", [False, True])
-@pytest.mark.parametrize("shape", [(256,), (37, 256), (3, 5, 300), (130, 768), (9, 1, 1024)])
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [  # the kernels of float16 are those of bfloat16, and float64 has no vectors of its own
+        pytest.param(shape, kind, marks=[SLOW] * (i > 0 and kind in ("float16", "float64")))
+        for i, shape in enumerate(NORMED)
+        for kind in FLOAT_DTYPES
+    ],
+    indirect=["dtype"],
+)
 @pytest.mark.parametrize("op", ["residual_layer_norm", "residual_rms_norm"])
 def test_norm_with_dropout_inside(op, shape, odd, dtype, monkeypatch):
     """Values and all gradients are those of dropout, then norm; also for rows at any address."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
+from harness.case import SLOW
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_close_in_norm, normal
 from harness.programs import assert_strict, equations, targets_of
@@ -107,10 +108,19 @@ def test_transforms(check, native):
     check()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+# In float16 and float64, quick tests have all options at the same time.
+@pytest.mark.parametrize(
+    "dtype, chunk, options",
+    [
+        pytest.param(
+            dtype, chunk, options, marks=[SLOW] * (not options and dtype in ("float16", "float64"))
+        )
+        for dtype in TOLERANCE
+        for chunk, options in [(None, {}), (7, {}), (7, HARD)]
+    ],
+)
 @pytest.mark.parametrize("classes", [1, 7, 1030])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("chunk, options", [(None, {}), (7, {}), (7, HARD)])
 def test_values_and_gradients(dtype, classes, reduction, chunk, options):
     with x64():
         *given, labels, where = draw((3, 11), classes, dtype)

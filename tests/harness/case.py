@@ -183,6 +183,8 @@ class Check:
         `thorough`.
       nested: it nests transformations that other checks apply by themselves. It is a quick test
         only for the first case of a test.
+      mapped: it maps examples, in the same way for every dtype. If it is basic, it is a quick test
+        in every mode, but only in the first dtype.
       slow: it is never a quick test.
       jax: it depends on the version of JAX for every case.
       module: the file that it is from.
@@ -195,6 +197,7 @@ class Check:
     every_mode: bool = True
     detail: bool = False
     nested: bool = False
+    mapped: bool = False
     slow: bool = False
     jax: bool = False
     module: str = ""
@@ -301,7 +304,8 @@ def runs(
     """The modes and dtypes in which a check runs, and its marks there.
 
     Every mode occurs with the first dtype, and every dtype with the first mode. Other versions of
-    jax run the transforms of the case that ``leads``, and shards and exports of every case.
+    jax run the transforms of the case that ``leads``, and shards and exports of every case. Checks
+    of the kernels in float16 are slow if there is bfloat16, which has elements of the same size.
     """
     modes = case.modes if check.every_mode else case.modes[:1]
     dtypes = case.dtypes if check.every_dtype else case.dtypes[:1]
@@ -313,10 +317,13 @@ def runs(
             firsts = (mode == modes[0]) + (dtype == dtypes[0])
             if not firsts:
                 continue
+            basic = check.basic and (not check.mapped or dtype == dtypes[0])
+            if check.module == "kernels" and dtype == "float16" and "bfloat16" in dtypes:
+                basic = False
             marks = []
             if firsts == 2 and check.basic and check.module != "kernels":
                 marks.append(pytest.mark.settings)
-            if not (quick and (firsts == 2 or check.basic)):
+            if not (quick and (firsts == 2 or basic)):
                 marks.append(SLOW)
             transforms = check.module not in ("properties", "kernels")
             if transforms:

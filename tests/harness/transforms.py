@@ -752,6 +752,7 @@ def checks(case: Case) -> Iterator[Check]:
             transform.name,
             functools.partial(run, transform),
             basic=transform.basic,
+            mapped=bool(transform.mapped),
             detail=DETAIL.fullmatch(transform.name) is not None,
             nested=NESTED.fullmatch(transform.name) is not None,
         )
