@@ -15,7 +15,7 @@ from harness import (
     checks,
     implementation,
 )
-from harness.case import FLOAT_DTYPES, SLOW, VARIANT
+from harness.case import FLOAT_DTYPES, OTHER_FORM, SLOW
 from harness.compat import make_mesh
 from harness.masks import dropout_mask, masks
 from harness.masks import looped_rounds as looped
@@ -94,9 +94,8 @@ SOFTMAX = softmax_case(
     symbolic=("b, h, q, k", "b, 1, 1, k", "2"),
 )
 # The other cases differ from the first of each test in the kernels that they take.
-OTHER_KERNELS = rf"{VARIANT}|value$|types|jvp$|vjp$|vmap_of_vjp/all|hvp/forward_over_reverse"
 ODD = softmax_case(
-    "odd", (2, 2, 3, 5), (2, 1, 1, 5), (8, 8, 16, 12), (8, 1, 1, 12), quick=OTHER_KERNELS
+    "odd", (2, 2, 3, 5), (2, 1, 1, 5), (8, 8, 16, 12), (8, 1, 1, 12), quick=OTHER_FORM
 )
 LONG = softmax_case("long", (2, 1001), (1, 1001), basic_only=True, modes=("native",))
 AXIS = softmax_case(
@@ -267,7 +266,7 @@ INSIDE = norm_case(
         Sharding("batch", (0, 0, None, None, None), (0,), gradient_all_reduces=2, shard_map=False),
     ),
     symbolic=("a, b, 264", "a, b, 264", "264", "264", "2"),
-    quick=OTHER_KERNELS,
+    quick=OTHER_FORM,
 )
 INSIDE_RMS = norm_case(
     "inside rms",

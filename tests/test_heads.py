@@ -578,30 +578,6 @@ def test_heads_that_the_devices_do_not_divide_are_gathered(heads):
         assert_bitwise_equal(gradients[0], reference_merge(cts[0]))
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (P("a", None, None, None), P("a", None, None)),
-        (P(None, "a", None, None), P(None, None, "a")),
-        (P(None, None, "a", None), P(None, "a", None)),
-        (P(None, None, None, "a"), P(None, None, None)),
-    ],
-    ids=str,
-)
-def test_explicit_types_of_merge_heads(given, expected):
-    mesh = mesh_for(AxisType.Explicit)
-    rng = np.random.default_rng(13)
-    x, ct = normal(rng, (8, 16, 24, 8), np.float32), normal(rng, (8, 24, 128), np.float32)
-    (outs, gradients), types, text = over_mesh(
-        mesh, fo.merge_heads, (x,), (given,), (ct,), expected
-    )
-    assert types == [expected, given]
-    assert_bitwise_equal(outs[0], reference_merge(x))
-    assert_bitwise_equal(gradients[0], reference_split(ct, num_heads=16))
-    if given[3] is None:
-        assert_collectives(text, 0)
-
-
 # With explicit mesh axes, groups of rows are chosen to fit the shards. With auto mesh axes, the
 # shards are not known while tracing: each device gets whole groups, or all rows are gathered.
 SHARDS = [("Explicit", rows) for rows in (1, 3, 17, 64, 67, 96, 128)]

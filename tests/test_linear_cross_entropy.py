@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
-from harness.case import SLOW
+from harness.case import OTHER_FORM, SLOW
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_close_in_norm, normal
 from harness.programs import assert_strict, equations, targets_of
@@ -99,7 +99,8 @@ MEAN = case(
     symbolic=("b, d", "v, d", "v", "b"),
     empty="",
 )
-NONE = case("none", (2, 2), (16, 2), Sharding("tokens", TOKENS, (0,), gradient_all_reduces=2))
+BY_TOKENS = Sharding("tokens", TOKENS, (0,), gradient_all_reduces=2)
+NONE = case("none", (2, 2), (16, 2), BY_TOKENS, quick=rf"{OTHER_FORM}|scan/grad|checkpoint/default")
 SUM = case("sum", (2, 2), (16, 2), Sharding("tokens", TOKENS, (None,), 1), basic_only=True, **HARD)
 
 

@@ -425,23 +425,23 @@ def test_rows_that_are_no_rows(name):
     check_shapes(name, jnp.dtype(np.float32), shapes)
 
 
+LARGE = [((3, n), 1, (1, n)) for n in (131072, 262144, 262145)]
+LARGE += [((1, n), 1, (1, n)) for n in (1 << 20, (1 << 22) + 1, (1 << 24) + 3)]
+# More rows than the blocks of a GPU hold at a time, each at another offset in a vector.
+LARGE += [((5, 1048577), 1, (5, 1)), ((7, 2097153), 1, (7, 1))]
+LARGE += [
+    ((30011, 1000), 1, (1000,)),
+    ((7, 2048, 1025), 1, (7, 2048, 1)),
+    ((1 << 20, 17), 1, (17,)),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [131072, 262144, 262145, 1 << 20, (1 << 22) + 1, (1 << 24) + 3])
+@pytest.mark.parametrize("shape, axis, mask", LARGE, ids=str)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_very_long(name, kind, n, masked):
-    rows = 3 if n < 1 << 20 else 1
-    mask = (1, n) if masked else None
-    check_shapes(name, jnp.dtype(kind), [((rows, n), 1, mask)], scale=0.8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "shape"), [("float32", (5, 1048577)), ("bfloat16", (7, 2097153))])
-@pytest.mark.parametrize("masked", [False, True])
-def test_very_long_rows_one_after_the_other(name, kind, shape, masked):
-    """More rows than the blocks of a GPU hold at a time, each at another offset in a vector."""
-    mask = (shape[0], 1) if masked else None
-    check_shapes(name, jnp.dtype(kind), [(shape, 1, mask)], scale=0.8)
+def test_large_arrays(name, kind, shape, axis, mask, masked):
+    check_shapes(name, jnp.dtype(kind), [(shape, axis, mask if masked else None)], scale=0.8)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
@@ -455,15 +455,6 @@ def test_long_rows_one_after_the_other(name, kind):
         alone = jax.jit(value_and_gradient(op))(x, dy)
         for mine, theirs in zip(got, alone, strict=True):
             assert_bitwise_equal(mine, theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_many_elements(name, kind):
-    """Arrays of more than ten million elements."""
-    check_shapes(name, jnp.dtype(kind), [((30011, 1000), 1, (1000,))])
-    check_shapes(name, jnp.dtype(kind), [((7, 2048, 1025), 1, None)])
-    check_shapes(name, jnp.dtype(kind), [((1 << 20, 17), 1, None)])
 
 
 # Masks --------------------------------------------------------------------------------------------

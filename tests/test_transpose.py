@@ -295,31 +295,15 @@ def with_axis(rng, shape, at, size=3):
 @pytest.mark.jax
 @pytest.mark.parametrize(("axes", "shape"), BATCHED, ids=str)
 def test_vmap_moves_nothing_more(axes, shape):
-    """The kernel reads the mapped axis at any position."""
+    """The kernel reads the mapped axis at any position, of the operand and of the cotangent."""
     rng = np.random.default_rng(9)
-    fn = lambda x: fo.transpose(x, axes)  # noqa: E731
+    fn, plain = (lambda x, f=f: f(x, axes) for f in (fo.transpose, jnp.transpose))
     for at in range(-len(shape) - 1, len(shape) + 1):
-        x = with_axis(rng, shape, at)
-        mapped = jax.vmap(fn, at)
-        assert work(mapped, x) == ONE_KERNEL, f"in_axes={at}"
-        want = jax.vmap(lambda x: jnp.transpose(x, axes), at)(x)
-        assert_bitwise_equal(jax.jit(mapped)(x), want)
-
-
-@pytest.mark.jax
-@pytest.mark.parametrize(("axes", "shape"), BATCHED, ids=str)
-def test_vmap_of_a_gradient_moves_nothing_more(axes, shape):
-    rng = np.random.default_rng(10)
-    fn = lambda x: fo.transpose(x, axes)  # noqa: E731
-    reference = lambda x: jnp.transpose(x, axes)  # noqa: E731
-    result = tuple(shape[i] for i in axes)
-    for at in range(len(shape) + 1):
-        x, ct = with_axis(rng, shape, -at), with_axis(rng, result, at)
-        mapped = jax.vmap(pull(fn), (len(shape) - at, at))
-        x = with_axis(rng, shape, len(shape) - at)
-        assert work(mapped, x, ct) == ONE_KERNEL, f"the cotangent has the axis at {at}"
-        want = jax.vmap(pull(reference), (len(shape) - at, at))(x, ct)
-        assert_bitwise_equal(jax.jit(mapped)(x, ct), want)
+        x, ct = with_axis(rng, shape, at), with_axis(rng, [shape[i] for i in axes], -at - 1)
+        for of, given in ((lambda f: f, (x,)), (pull, (x, ct))):
+            run, want = (jax.vmap(of(f), (at, -at - 1)[: len(given)]) for f in (fn, plain))
+            assert work(run, *given) == ONE_KERNEL, f"in_axes={at}"
+            assert_bitwise_equal(jax.jit(run)(*given), want(*given))
 
 
 @pytest.mark.jax

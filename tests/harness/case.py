@@ -30,6 +30,8 @@ VARIANT = (
     r"|export/symbolic"
     r"|sharded/\w+/\w+/[vw]|shard_map/\w+/vjp_inside"
 )
+# Also first and second derivatives, and maps of gradients: for another form of the same function.
+OTHER_FORM = rf"{VARIANT}|value$|types|jvp$|vjp$|vmap_of_vjp/all|hvp/forward_over_reverse"
 NESTED_VARIANT = (
     rf"{VARIANT}|differences|grad_of_vmap|vmap_of_.*/one|vmap_of_vmap|linearize/vmap/|vjp/transpose"
     r"|third/|checkpoint/scan"

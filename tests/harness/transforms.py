@@ -37,7 +37,8 @@ BATCH = 3
 # Transforms that differ from another one only in a detail (see `Check.detail`).
 DETAIL = re.compile(
     r"vmap/.*/(negative|nested)|vmap_of_jvp/.*|vmap_of_vjp/(.*/last|one_example)|vmap_of_grad/.*"
-    r"|grad_of_vmap/x\d|jvp/x\d|jit_inside|repeated|constants|linearize/(vmap|transpose)|vmap_of_hvp/.*|hvp_of_vmap|hessian"
+    r"|grad_of_vmap/x\d|grad_of_vmap_of_grad/x[2-9]|vmap_of_vjp/x[2-9]/one|jvp/x\d|jit_inside"
+    r"|repeated|constants|linearize/(vmap|transpose)|vmap_of_hvp/.*|hvp_of_vmap|hessian"
     r"|hvp/forward_over_forward|third/reverse_over_forward_over_forward"
     r"|checkpoint/(everything_saveable|nothing_saveable|loss|eager)"
     r"|scan/(value|inside|jvp)|while/jvp|cond/(value|vmapped)|fori/grad"
