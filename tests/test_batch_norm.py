@@ -14,7 +14,7 @@ import jax.test_util
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, assert_bitwise_equal, assert_matches, checks
-from harness.case import implementation
+from harness.case import find, implementation
 from harness.compat import make_mesh, x64
 from harness.numerics import assert_close, assert_within, normal
 from harness.programs import targets, value_and_gradients
@@ -304,6 +304,24 @@ def test_harness_of_variants(check):
     check()
 
 
+OPTIONS = [*itertools.product((-1, 1), (None, "relu"), (False, True))]
+
+
+@pytest.mark.parametrize("axis, activation, residual", OPTIONS)
+@pytest.mark.parametrize("check", ["kernels", "kept", "two_users"])
+def test_every_choice_of_options(check, axis, activation, residual):
+    options = dict(axis=axis, activation=activation, residual=residual, dtypes=("bfloat16",))
+    find(case("options", (4, 8, 8), fanout=check == "two_users", **options), check, "native")()
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("mode", ["auto", "xla"])
+@pytest.mark.parametrize("exported", [ADD_RELU, INFERENCE], ids=str)
+def test_one_export_serves_every_batch(exported, mode):
+    """The harness has the exports of the kernels."""
+    find(exported, "export/symbolic", mode)()
+
+
 # Values -------------------------------------------------------------------------------------------
 
 
@@ -486,21 +504,6 @@ def test_many_rows_together(shape, kind):
         check_shape(shape, -1, jnp.dtype(kind))
 
 
-def test_many_rows_together_by_example(native):
-    """The rows of an example follow directly after those of the previous example."""
-    x, cotangent = (jax.random.normal(jax.random.key(k), (3, 1500, 24)) for k in range(2))
-    scale, bias = jnp.linspace(0.5, 2, 24), jnp.linspace(-1, 1, 24)
-
-    def gradients(x, cotangent):
-        y, vjp = jax.vjp(lambda *a: fo.batch_norm(*a, activation="relu")[0], x, scale, bias)
-        return y, *vjp(cotangent)
-
-    mapped = jax.jit(jax.vmap(gradients))(x, cotangent)
-    single = [jax.jit(gradients)(*one) for one in zip(x, cotangent, strict=True)]
-    for found, wanted in zip(mapped, zip(*single, strict=True), strict=True):
-        np.testing.assert_allclose(found, jnp.stack(wanted), rtol=1e-5, atol=1e-5)
-
-
 def any_shapes(examples, kind):
     @settings(examples)
     @hypothesis.given(
@@ -632,17 +635,6 @@ def test_no_elements(shape, axis):
     assert got[1][0].shape == shape
 
 
-def test_parameters_of_another_dtype():
-    rng = np.random.default_rng(6)
-    x, scale, bias = draws((16, 8), parameters="float32")(rng, jnp.bfloat16)
-    y, mean, var = op(x, scale, bias)
-    assert (y.dtype, mean.dtype, var.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
-    grads = jax.grad(lambda *args: op(*args)[0].astype(np.float32).sum(), (0, 1, 2))(x, scale, bias)
-    assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32, jnp.float32]
-    narrow = op(x, scale.astype(jnp.bfloat16), None)[0]
-    assert narrow.dtype == jnp.bfloat16
-
-
 @pytest.mark.parametrize("kind, var, eps", [("bfloat16", 0.004, 0.003), ("float16", 0.0, 1e-8)])
 def test_the_gradient_of_a_narrow_variance_is_rounded_once(kind, var, eps):
     """In 16 bits, ``var + eps`` would round eps or lose it, and a variance of 0 would divide."""
@@ -709,25 +701,6 @@ def test_two_users_of_what_only_parameters_are_wanted_of():
     assert "f32[512]" not in call.partition("custom-call(")[0]
 
 
-@pytest.mark.jax
-def test_two_users_by_vmap_over_an_axis_name():
-    rng = np.random.default_rng(20)
-    x, scale, bias = draws((24, 8))(rng, np.float32)
-
-    def each(x):
-        y, same, mean, var = fanned(x, scale, bias, activation="relu", axis_name="i")
-        return jnp.sin(y).sum() + (same * jnp.arange(8)).sum() + mean.sum() + var.sum()
-
-    def whole(x):
-        y, mean, var = reference(x, scale, bias, activation="relu")
-        return jnp.sin(y).sum() + (y * jnp.arange(8)).sum() + 3 * (mean.sum() + var.sum())
-
-    def parts(x):
-        return jax.vmap(each, axis_name="i")(x.reshape(3, 8, 8)).sum()
-
-    np.testing.assert_allclose(jax.grad(parts)(x), jax.grad(whole)(x), rtol=2e-4, atol=2e-4)
-
-
 # Kernels and residuals ----------------------------------------------------------------------------
 
 
@@ -770,28 +743,6 @@ def test_errors_of_dtypes():
 
 
 # vmap and sharding --------------------------------------------------------------------------------
-
-
-@pytest.mark.jax
-@pytest.mark.parametrize("axes", [(0, None, None), (1, 0, None), (None, 0, 0), (2, 1, 0)], ids=str)
-@pytest.mark.parametrize("shape", [(8, 4, 8), (6, 3)], ids=str)
-def test_a_map_has_statistics_of_each_example(axes, shape):
-    rng = np.random.default_rng(13)
-    single = draws(shape)(rng, np.float32)
-    args = [
-        a if ax is None else np.stack([a, -2 * a + 1, a * a], min(ax, a.ndim))
-        for a, ax in zip(single, axes, strict=True)
-    ]
-    axes = tuple(None if ax is None else min(ax, a.ndim - 1) for a, ax in zip(args, axes, strict=1))
-
-    def run(fn):
-        def each(*args):
-            out, pullback = jax.vjp(functools.partial(fn, activation="relu"), *args)
-            return out, pullback(jax.tree.map(jnp.cos, out))
-
-        return jax.jit(jax.vmap(each, axes))(*args)
-
-    assert_close(run(op), run(reference), rtol=2e-4, atol=2e-4)
 
 
 def spread(mesh, args, spec):
@@ -885,24 +836,27 @@ def test_a_batch_spread_by_shard_map(activation, check_vma):
 
 @pytest.mark.jax
 @pytest.mark.parametrize("activation", [None, "relu"])
-def test_a_batch_spread_by_vmap(activation):
-    """With `axis_name`, the examples of a map are one batch."""
+@pytest.mark.parametrize("by", [op, fanned])
+def test_a_batch_spread_by_vmap(by, activation):
+    """With `axis_name`, the examples of a map are one batch, also of two users of its result."""
     rng = np.random.default_rng(16)
     x, scale, bias, residual = draws((24, 8), residual=True)(rng, np.float32)
 
     def loss(fn, x, scale, bias, residual, **options):
-        y, mean, var = fn(x, scale, bias, residual, activation=activation, **options)
-        return (jnp.sin(y) * jnp.arange(8)).sum() + mean.sum() + (var * jnp.arange(8)).sum()
+        *ys, mean, var = fn(x, scale, bias, residual, activation=activation, **options)
+        users = (jnp.sin(ys[0]) * jnp.arange(8)).sum() + jnp.square(ys[-1]).sum()
+        return users + mean.sum() + (var * jnp.arange(8)).sum()
 
     def parts(x, scale, bias, residual):
-        each = functools.partial(loss, op, axis_name="i")
+        each = functools.partial(loss, by, axis_name="i")
         split = lambda a: a.reshape(3, 8, 8)  # noqa: E731
         run = jax.vmap(each, (0, None, None, 0), axis_name="i")
         return run(split(x), scale, bias, split(residual)).sum()
 
     def whole(*args):
         y, mean, var = reference(*args, activation=activation)
-        return (jnp.sin(y) * jnp.arange(8)).sum() + 3 * (mean.sum() + (var * jnp.arange(8)).sum())
+        users = (jnp.sin(y) * jnp.arange(8)).sum() + jnp.square(y).sum()
+        return users + 3 * (mean.sum() + (var * jnp.arange(8)).sum())
 
     args = (x, scale, bias, residual)
     got = jax.jit(jax.value_and_grad(parts, (0, 1, 2, 3)))(*args)
@@ -948,13 +902,3 @@ def test_derivatives_of_statistics_far_from_zero(mode, limit):
     for mine, exact in zip(*found, strict=True):
         error = np.linalg.norm(np.asarray(mine, np.float64) - np.asarray(exact, np.float64))
         assert error <= limit * np.linalg.norm(exact)
-
-
-@pytest.mark.parametrize("mode", [*MODES, "xla"])
-def test_ranks_are_not_promoted(mode):
-    """Users can set ``jax_numpy_rank_promotion`` to ``"raise"``."""
-    args = draws((4, 2, 8), residual=True)(np.random.default_rng(28), np.float32)
-    cts = (args[0], *args[1:3])
-    with jax.numpy_rank_promotion("raise"), implementation(mode):
-        jax.block_until_ready(jax.jit(value_and_gradients(op, activation="relu"))(cts, *args))
-        jax.block_until_ready(jax.jit(jax.jacrev(lambda x: fo.batch_norm_statistics(x)))(args[0]))

@@ -17,6 +17,7 @@ from harness import (
     assert_matches,
     checks,
     errors,
+    kernels,
     properties,
 )
 from harness.case import find
@@ -388,6 +389,35 @@ def test_more_sums_than_declared():
     caught(scaled_case(scaled, shardings=none), "sharded/auto/batch/vjp", match="communicates")
 
 
+ROW = (Sharding("row", (1,), (1,), whole=True),)
+
+
+@needs_devices
+def test_a_whole_dimension():
+    """The reference sums over explicit shards. A gather, or another result, is found."""
+    case = dataclasses.replace(softmax_case(jax.nn.softmax), shardings=ROW)
+    passes(case, "sharded/explicit/row/whole", "sharded/auto/row/whole")
+
+    def gathered(x):
+        whole = jax.lax.with_sharding_constraint(x, over_all_devices())
+        return jax.nn.softmax(whole)
+
+    case = dataclasses.replace(case, fn=gathered)
+    caught(case, "sharded/explicit/row/whole", error=Exception)
+
+
+@needs_devices
+def test_uneven_shards_that_are_cut_off():
+    """An op that is right only if the devices divide the rows."""
+
+    def op(x):
+        there = jax.lax.with_sharding_constraint(x, over_all_devices("a"))
+        return jax.nn.relu(there) * (x.shape[0] % device_count() == 0)
+
+    case = relu_case(op, make_args=lambda rng, dtype: (normal(rng, (3, 5), dtype),))
+    caught(case, "sharded/auto/uneven")
+
+
 @needs_devices
 def test_lost_varying_axes():
     """If the result's type does not say that it varies, a wrong `out_specs` is accepted."""
@@ -480,7 +510,8 @@ def kernel_case(fn, **changes):
 
 
 KERNEL_CHECKS = ("kernels", "kernels/nothing_else", "kernels/vmap/x0", "kept", "views", "empty")
-KERNEL_CHECKS += ("modes", "repeated_runs", "linear_pullback", "no_leaks")
+KERNEL_CHECKS += ("modes", "repeated_runs", "linear_pullback", "no_leaks", "examples", "special")
+KERNEL_CHECKS += ("strict_settings", "operands")
 EXPORTS = ("export/platforms", "export/other_platform")
 
 
@@ -548,6 +579,77 @@ def test_another_result_at_another_address():
         return jax.nn.relu(x + (len(seen) > 2))
 
     caught(kernel_case(op), "views", match="bits")
+
+
+def test_a_copy_of_the_result_is_kept():
+    """The derivative of exp needs its result, which need not be an array of its own."""
+
+    @jax.custom_vjp
+    def op(x):
+        return jnp.exp(x)
+
+    op.defvjp(lambda x: (jnp.exp(x), jnp.copy(jnp.exp(x))), lambda y, ct: (ct * y,))
+    caught(kernel_case(op, kept=lambda x: [(x.dtype, x.size)]), "kept", match="a copy")
+
+
+def test_a_result_reaches_beyond_its_array():
+    """The elements after a result change, too, if it is written into the middle of an array."""
+    case = kernel_case(lambda x: jax.nn.relu(x))
+
+    def beyond(x, start):
+        larger = AMID(x, start)
+        return larger.at[-1:].add(1) if larger.ndim else larger
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "amid", beyond)
+        caught(case, "views", match="dynamic slice")
+
+
+AMID = kernels.amid
+
+
+def test_examples_of_a_map_touch_each_other():
+    @jax.custom_batching.custom_vmap
+    def op(x):
+        return jax.nn.relu(x)
+
+    op.def_vmap(lambda size, mapped, x: (jax.nn.relu(x) + 0 * x.sum(), True))
+
+    @jax.custom_vjp
+    def outer(x):
+        return op(x)
+
+    outer.defvjp(lambda x: (op(x), x), lambda x, ct: (jnp.where(x > 0, ct, 0),))
+    case = kernel_case(outer)
+    passes(case, "vmap/all/first")
+    caught(case, "examples", match="beside NaN")
+
+
+def test_nan_lost_in_one_of_two_operands():
+    def op(x, y):
+        return jnp.maximum(jnp.nan_to_num(x), 0) * y
+
+    case = kernel_case(
+        op,
+        reference=lambda x, y: jax.nn.relu(x) * y,
+        make_args=lambda rng, dtype: (normal(rng, (3, 8), dtype), normal(rng, (3, 8), dtype)),
+        symbolic=("b, n", "b, n"),
+        exact=False,
+        shardings=(),
+    )
+    caught(case, "special", match="array 0")
+
+
+def test_an_implicit_promotion():
+    case = kernel_case(lambda x: jax.nn.relu(x) * jnp.ones(x.shape[-1:], x.dtype))
+    caught(case, "strict_settings", match="rank_promotion", error=ValueError)
+
+
+def test_a_weak_type_decides():
+    def op(x):
+        return jax.nn.relu(x) + jnp.asarray(getattr(x, "weak_type", False), x.dtype)
+
+    caught(kernel_case(op), "operands", match="bits")
 
 
 def test_two_runs_differ():

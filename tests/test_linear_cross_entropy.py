@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, Sharding, Tolerance, checks
-from harness.compat import make_mesh, strict, x64
-from harness.numerics import assert_close, assert_close_in_norm, normal
-from harness.programs import equations, targets_of
+from harness.case import OTHER_FORM, SLOW
+from harness.compat import make_mesh, x64
+from harness.numerics import assert_close_in_norm, normal
+from harness.programs import assert_strict, equations, targets_of
 from harness.sharding import mesh_for, over_kinds
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -98,7 +99,8 @@ MEAN = case(
     symbolic=("b, d", "v, d", "v", "b"),
     empty="",
 )
-NONE = case("none", (2, 2), (16, 2), Sharding("tokens", TOKENS, (0,), gradient_all_reduces=2))
+BY_TOKENS = Sharding("tokens", TOKENS, (0,), gradient_all_reduces=2)
+NONE = case("none", (2, 2), (16, 2), BY_TOKENS, quick=rf"{OTHER_FORM}|scan/grad|checkpoint/default")
 SUM = case("sum", (2, 2), (16, 2), Sharding("tokens", TOKENS, (None,), 1), basic_only=True, **HARD)
 
 
@@ -107,10 +109,19 @@ def test_transforms(check, native):
     check()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+# In float16 and float64, quick tests have all options at the same time.
+@pytest.mark.parametrize(
+    "dtype, chunk, options",
+    [
+        pytest.param(
+            dtype, chunk, options, marks=[SLOW] * (not options and dtype in ("float16", "float64"))
+        )
+        for dtype in TOLERANCE
+        for chunk, options in [(None, {}), (7, {}), (7, HARD)]
+    ],
+)
 @pytest.mark.parametrize("classes", [1, 7, 1030])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("chunk, options", [(None, {}), (7, {}), (7, HARD)])
 def test_values_and_gradients(dtype, classes, reduction, chunk, options):
     with x64():
         *given, labels, where = draw((3, 11), classes, dtype)
@@ -229,10 +240,7 @@ def test_strict_settings(reduction, classes, options, mode):
         return loss(*args), jax.jvp(gradient, args, args), mapped
 
     with fo.use_implementation(mode):
-        wanted = jax.jit(everything)(*given)
-        with strict():
-            found = jax.jit(everything)(*given)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        assert_strict(everything, *given)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -371,21 +379,6 @@ def test_derivatives(reduction, classes):
         np.testing.assert_allclose(twice(loss), twice(plain), rtol=1e-8, atol=1e-12)
 
 
-def test_transformations():
-    x, table, _, labels, _ = draw((6, 9), 40, np.float32)
-    loss = functools.partial(loss_of, reduction="sum")
-    each = jnp.stack([jax.grad(loss)(table, a, b) for a, b in zip(x, labels, strict=True)])
-    found = jax.vmap(jax.grad(loss), (None, 0, 0))(table, x, labels)
-    np.testing.assert_allclose(found, each, rtol=1e-5, atol=1e-5)
-    whole = jax.jit(jax.grad(jax.checkpoint(loss)))(table, x, labels)
-    np.testing.assert_allclose(whole, each.sum(0), rtol=1e-5, atol=1e-5)
-
-    def total(table):
-        return jax.lax.scan(lambda c, a: (c + loss(table, *a), None), 0.0, (x, labels))[0]
-
-    np.testing.assert_allclose(jax.jit(jax.grad(total))(table), each.sum(0), rtol=1e-5, atol=1e-5)
-
-
 def test_kernels_and_residuals(native):
     """Passes of cross_entropy, and no residual of the size of the logits."""
     x, table, bias, labels, _ = draw((64,), 2000, np.float32)
@@ -495,22 +488,6 @@ def test_several_axes(axis_type, reduction, tokens, classes):
     assert_close_in_norm(found, wanted, 2e-6)
     assert found[1][1].sharding.is_equivalent_to(given[1].sharding, 2)
     assert not re.search("all-gather|all-to-all|collective-permute", compiled.as_text())
-
-
-def test_shard_map():
-    mesh = mesh_for(AxisType.Auto)
-    x, table, _, labels, _ = draw((16, 12), 128, np.float32)
-
-    def local(x, table, labels):
-        return jax.lax.psum(loss_of(table, x, labels, reduction="sum"), "a")
-
-    specs = (P("a"), P(), P("a"))
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
-    found = jax.jit(jax.value_and_grad(mapped, (0, 1)))(x, table, labels)
-    wanted = jax.value_and_grad(
-        lambda x, table: loss_of(table, x, labels, reduction="sum"), (0, 1)
-    )(x, table)
-    assert_close(found, wanted, rtol=2e-5, atol=1e-5)
 
 
 X, TABLE, LABELS = np.ones((3, 4), np.float32), np.ones((5, 4), np.float32), np.zeros(3, int)

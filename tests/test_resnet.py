@@ -10,8 +10,9 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness.compat import make_mesh, strict, x64
+from harness.compat import make_mesh, x64
 from harness.numerics import assert_close_in_norm, norm_errors
+from harness.programs import assert_strict
 from harness.sharding import collectives, device_count, mesh_for, over_kinds, over_mesh
 from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding
@@ -344,21 +345,17 @@ def test_plain_batch_norm(axis, parameters):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("which", ["native", "xla", "plain"])
 def test_strict_settings(which, name):
-    """Results are those without the settings."""
     config = dataclasses.replace(CONFIGS[name], stages=(1, 1), dtype="bfloat16", remat=1)
     implementation = resnet.PLAIN if which == "plain" else resnet.FASTOPS
     images, labels = batch(config, n=4, size=16)
 
-    def run():
-        trained = jax.jit(training_step(config, implementation))(*start(config), images, labels)
-        apply = functools.partial(resnet.apply, config=config, train=False)
-        infer = functools.partial(apply, batch_norm=implementation)
-        return trained, jax.jit(infer)(*start(config), images)
+    def run(params, statistics, images, labels):
+        given, options = (params, statistics, images), dict(batch_norm=implementation)
+        trained = training_step(config, implementation)(*given, labels)
+        return trained, resnet.apply(*given, config, train=False, **options)
 
     with fo.use_implementation("xla" if which == "xla" else "native"):
-        wanted = run()
-        with strict():
-            jax.tree.map(np.testing.assert_array_equal, run(), wanted)
+        assert_strict(run, *start(config), images, labels)
 
 
 # ---- max pooling ---------------------------------------------------------------------------------

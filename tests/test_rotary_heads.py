@@ -267,19 +267,6 @@ def test_each_part_by_itself(present):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-def test_gradients_of_angles():
-    """The derivative along the angles is that of the reference."""
-    x, *_, cos, sin = example(np.random.default_rng(2), (2,), 5, 2, 1, 8, 4, np.float32)
-
-    def total(fn, cos, sin):
-        return sum(jnp.sin(y).sum() for y in fn(x, rotary=(cos, sin), **GROUPED))
-
-    found = jax.grad(functools.partial(total, fo.split_qkv_heads), (0, 1))(cos, sin)
-    expected = jax.grad(functools.partial(total, reference), (0, 1))(cos, sin)
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("sequence", [1, 2, 3, 31, 64, 97, 128, 190, 257])
 def test_sums(sequence):
     """The parameters' gradients of every division of the sequence into groups."""

@@ -17,7 +17,7 @@ named test:
                    linearize, x64
     sharding.py    meshes in Auto and Explicit mode, shard_map, collectives in the compiled program
     export.py      jax.export
-    kernels.py     the kernels that run, what a backward pass keeps, and bits of the results
+    kernels.py     the kernels that run, what a backward pass keeps, special values, and bits
     recordings.py  models of other libraries in tests/data; test files import it by itself, because
                    it needs safetensors
     process.py     Python code in a new process

@@ -26,9 +26,12 @@ SLOW = pytest.mark.slow
 
 # Patterns for `Case.quick`: what depends on the kernels of a case, and derivatives and maps, too.
 VARIANT = (
-    r"kernels|kept|modes|empty|repeated_runs|views|linear_pullback|no_leaks|export/symbolic"
-    r"|sharded/\w+/\w+/v|shard_map/\w+/vjp_inside"
+    r"kernels|kept|modes|empty|examples|special|repeated_runs|views|linear_pullback|no_leaks"
+    r"|export/symbolic"
+    r"|sharded/\w+/\w+/[vw]|shard_map/\w+/vjp_inside"
 )
+# Also first and second derivatives, and maps of gradients: for another form of the same function.
+OTHER_FORM = rf"{VARIANT}|value$|types|jvp$|vjp$|vmap_of_vjp/all|hvp/forward_over_reverse"
 NESTED_VARIANT = (
     rf"{VARIANT}|differences|grad_of_vmap|vmap_of_.*/one|vmap_of_vmap|linearize/vmap/|vjp/transpose"
     r"|third/|checkpoint/scan"
@@ -48,6 +51,7 @@ class Sharding:
       gradient_all_reduces: how many more the gradients need (one per summed parameter).
       shard_map: whether the op computes the same on a shard as on the whole array. Only then is it
         compared in `shard_map`.
+      whole: the op needs the whole dimension, so its kernel cannot have it sharded.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Sharding:
     forward_all_reduces: int = 0
     gradient_all_reduces: int = 0
     shard_map: bool = True
+    whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,6 +185,8 @@ class Check:
         `thorough`.
       nested: it nests transformations that other checks apply by themselves. It is a quick test
         only for the first case of a test.
+      mapped: it maps examples, in the same way for every dtype. If it is basic, it is a quick test
+        in every mode, but only in the first dtype.
       slow: it is never a quick test.
       jax: it depends on the version of JAX for every case.
       module: the file that it is from.
@@ -192,6 +199,7 @@ class Check:
     every_mode: bool = True
     detail: bool = False
     nested: bool = False
+    mapped: bool = False
     slow: bool = False
     jax: bool = False
     module: str = ""
@@ -298,7 +306,8 @@ def runs(
     """The modes and dtypes in which a check runs, and its marks there.
 
     Every mode occurs with the first dtype, and every dtype with the first mode. Other versions of
-    jax run the transforms of the case that ``leads``, and shards and exports of every case.
+    jax run the transforms of the case that ``leads``, and shards and exports of every case. Checks
+    of the kernels in float16 are slow if there is bfloat16, which has elements of the same size.
     """
     modes = case.modes if check.every_mode else case.modes[:1]
     dtypes = case.dtypes if check.every_dtype else case.dtypes[:1]
@@ -310,10 +319,13 @@ def runs(
             firsts = (mode == modes[0]) + (dtype == dtypes[0])
             if not firsts:
                 continue
+            basic = check.basic and (not check.mapped or dtype == dtypes[0])
+            if check.module == "kernels" and dtype == "float16" and "bfloat16" in dtypes:
+                basic = False
             marks = []
             if firsts == 2 and check.basic and check.module != "kernels":
                 marks.append(pytest.mark.settings)
-            if not (quick and (firsts == 2 or check.basic)):
+            if not (quick and (firsts == 2 or basic)):
                 marks.append(SLOW)
             transforms = check.module not in ("properties", "kernels")
             if transforms:

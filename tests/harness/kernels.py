@@ -5,6 +5,7 @@ What a program calls is checked for a case that names its `kernels`.
 
 import collections
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,9 +18,15 @@ import numpy as np
 from harness.case import Case, Check, draw, float_outputs, implementation, of, outputs, put, take
 from harness.compat import saved_residuals, x64
 from harness.export import program
-from harness.numerics import assert_matches, is_float
-from harness.programs import targets
-from harness.transforms import Transform, run, value, vjp
+from harness.numerics import (
+    assert_bitwise_equal,
+    assert_close,
+    assert_matches,
+    is_float,
+    special_rows,
+)
+from harness.programs import assert_strict, targets
+from harness.transforms import Transform, kept, run, value, vjp
 
 # XLA makes no kernel for these.
 FREE = {"parameter", "custom-call", "get-tuple-element", "tuple", "bitcast"}
@@ -65,8 +72,48 @@ def maps(subset: tuple[int, ...], case: Case, mode: str | None, dtype: Any) -> N
     assert targets(text) == sorted(case.kernels) and " while(" not in text
 
 
+def examples(case: Case, mode: str | None, dtype: Any) -> None:
+    """A map has the results of a loop, and NaN of one example is in no other one.
+
+    Arguments that are not mapped have a gradient for each example.
+    """
+    subset, count = max(case.maps, key=len), 4
+    sizes = next(iter(case.sizes[::-1]), None)
+    draws = [draw(case, dtype, f"examples{i}", sizes) for i in range(count)]
+    args = draws[0][0]
+    drawn = [(*put(args, subset, take(own, subset)), *cts) for own, cts in draws]
+    stacked = [i in subset or i >= len(args) for i in range(len(drawn[0]))]
+    values = [
+        np.stack(parts) if own else parts[0]
+        for parts, own in zip(zip(*drawn, strict=True), stacked, strict=True)
+    ]
+    spoiled = [
+        np.where(np.arange(count).reshape(-1, *[1] * (v.ndim - 1)) == 2, v.dtype.type(np.nan), v)
+        if own and is_float(v.dtype)
+        else v
+        for v, own in zip(values, stacked, strict=True)
+    ]
+    one = program(case.fn, case, len(args))
+    with x64(dtype == np.float64), implementation(mode):
+        single = jax.jit(one)
+        mapped = jax.jit(jax.vmap(one, [0 if own else None for own in stacked]))
+        got, others = (jax.tree.map(np.asarray, mapped(*given)) for given in (values, spoiled))
+        for i, given in enumerate(drawn):
+            want = jax.tree.map(np.asarray, single(*given))
+            found, again = (jax.tree.map(lambda y, i=i: y[i], ys) for ys in (got, others))
+            for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+                limit = 16 * float(jnp.finfo(theirs.dtype).eps) if is_float(theirs.dtype) else 0
+                scale = np.abs(theirs.astype(np.float64)).max(initial=0)
+                assert_close(mine, theirs, rtol=limit, atol=limit * float(np.nan_to_num(scale)))
+            if i != 2:
+                assert_matches(again, found, where=f"example {i} beside NaN")
+
+
 def keeps(case: Case, mode: str | None, dtype: Any) -> None:
-    """A backward pass keeps what the case says, with and without `jit`, and in a model."""
+    """A backward pass keeps what the case says, with and without `jit`, and in a model.
+
+    A result that it keeps is the array that the caller gets, not a copy.
+    """
     args = case.make_args(case.rng("kept"), dtype)
     wanted = sorted((jnp.dtype(kind).name, int(size)) for kind, size in case.kept(*args))
     fn, primals = of(case.fn, args, case.diff), take(args, case.diff)
@@ -74,6 +121,12 @@ def keeps(case: Case, mode: str | None, dtype: Any) -> None:
         for function in (fn, jax.jit(fn)):
             leaves = jax.tree.leaves(jax.vjp(function, *primals)[1])
             assert sorted((leaf.dtype.name, leaf.size) for leaf in leaves) == wanted
+        results, pullback = jax.vjp(fn, *primals)
+        leaves = [leaf for leaf in jax.tree.leaves(pullback) if isinstance(leaf, jax.Array)]
+        for y, leaf in itertools.product(results, leaves if case.kernels else ()):
+            if leaf.size > 1 and (leaf.shape, leaf.dtype) == (y.shape, y.dtype):
+                same = leaf.unsafe_buffer_pointer() == y.unsafe_buffer_pointer()
+                assert same or not np.array_equal(leaf, y), "a copy of a result is kept"
 
         def model(w):
             return sum(jnp.sum(y) for y in float_outputs(case.fn(args[0] * w, *args[1:])))
@@ -144,10 +197,6 @@ def dynamic(x: Any) -> Any:
 VIEWS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Callable[[Any, Any], Any]]] = {
     "slice": (lambda a: np.pad(a, (1, 2)), lambda b, a: b[(slice(1, -2),) * b.ndim]),
     "dynamic slice": (lambda a: np.pad(a, (1, 2)), lambda b, a: dynamic(b)),
-    "at any address": (
-        lambda a: np.concatenate([np.zeros(7, a.dtype), a.reshape(-1)]),
-        lambda b, a: b[7:].reshape(a.shape),
-    ),
     "reversal": (lambda a: a[::-1] if a.ndim else a, lambda b, a: b[::-1] if a.ndim else b),
     "transposition": (lambda a: a.T, lambda b, a: b.T),
     "strides": (
@@ -155,26 +204,43 @@ VIEWS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Callable[[Any, Any], 
         lambda b, a: b[..., ::2] if a.ndim else b,
     ),
 }
+for offset in (1, 3, 7):
+    VIEWS[f"from element {offset} on"] = (
+        lambda a, n=offset: np.concatenate([np.zeros(n, a.dtype), a.reshape(-1)]),
+        lambda b, a, n=offset: b[n:].reshape(a.shape),
+    )
+INTO = "dynamic slice"  # the results of this view are written into larger arrays
+
+
+def amid(x: Any, start: Any) -> Any:
+    """A larger array that has ``x`` from ``start`` on. A kernel may write into the middle of it."""
+    if not x.ndim:
+        return x
+    larger = jnp.zeros((x.shape[0] + 3, *x.shape[1:]), x.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(larger, x, start, 0)
 
 
 def views(case: Case, mode: str | None, dtype: Any) -> None:
-    """Operands that are parts of larger arrays have the bits of copies."""
+    """Operands and results that are parts of larger arrays have the bits of copies."""
     args, cotangents = draw(case, dtype, "views", next(iter(case.sizes[::-1]), None))
     values = (*args, *cotangents)
     both = program(case.fn, case, len(args))
 
-    def every(values, buffers):
+    def every(values, buffers, start):
         shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
-        found = [both(*values)]
-        for (_, view), given in zip(VIEWS.values(), buffers, strict=True):
-            found.append(both(*map(view, given, shapes)))
+        found = {"": both(*values)}
+        for name, given in buffers.items():
+            found[name] = both(*map(VIEWS[name][1], given, shapes))
+        found[INTO] = jax.tree.map(lambda y: amid(y, start), found[INTO])
         return found
 
-    buffers = [tuple(map(make, values)) for make, _ in VIEWS.values()]
+    buffers = {name: tuple(map(make, values)) for name, (make, _) in VIEWS.items()}
     with x64(dtype == np.float64), implementation(mode):
-        want, *found = jax.tree.map(np.asarray, jax.jit(every)(values, buffers))
-    for name, got in zip(VIEWS, found, strict=True):
-        assert_matches(got, want, where=name)
+        found = jax.tree.map(np.asarray, jax.jit(every)(values, buffers, np.int32(1)))
+    want = found.pop("")
+    larger = jax.tree.map(lambda y: np.pad(y, [(1, 2), *[(0, 0)] * y.ndim][: y.ndim]), want)
+    for name, got in found.items():
+        assert_matches(got, larger if name == INTO else want, where=name)
 
 
 def empty(case: Case, mode: str | None, dtype: Any) -> None:
@@ -188,6 +254,86 @@ def empty(case: Case, mode: str | None, dtype: Any) -> None:
                 got = jax.jit(program(case.fn, case, len(args)))(*values)
             want = jax.jit(program(case.reference, case, len(args)))(*values)
         assert_matches(got, want, want, where=f"result without {letter}")
+
+
+def special(case: Case, mode: str | None, dtype: Any) -> None:
+    """NaN and infinities of any operand are where the reference has them, and all else is close.
+
+    Each array in turn has rows of special values. A gradient may be NaN where another order of
+    the same steps gives an infinity.
+    """
+    sizes = dict.fromkeys(case.letters, 16 if len(case.letters) < 3 else 4)
+    sizes[case.letters[-1]] = 32
+    args, cotangents = draw(case, dtype, "special", sizes)
+    values, rng = (*args, *cotangents), case.rng("special")
+    changed = {i: v for i, v in enumerate(values) if is_float(v.dtype)}
+    given = [put(values, [i], [special_rows(rng, v.shape, v.dtype)]) for i, v in changed.items()]
+    plain = jax.jit(kept(program, case.reference, case, len(args)))
+    with x64(dtype == np.float64):
+        want = [jax.tree.map(np.asarray, plain(*g)) for g in given]
+        for other in {mode, mode and "xla"} if dtype == case.dtypes[0] else {mode}:
+            with implementation(other):
+                run = jax.jit(program(case.fn, case, len(args)))
+                got = [jax.tree.map(np.asarray, run(*g)) for g in given]
+            for i, *pair in zip(changed, got, want, strict=True):
+                where = f"special values in array {i}, {other}"
+                if case.exact:
+                    assert_matches(*pair, where=where)
+                else:
+                    assert_alike(*pair, len(cotangents), dtype, where)
+
+
+def assert_alike(got: Any, want: Any, count: int, dtype: Any, where: str) -> None:
+    """The first ``count`` results have the same NaN and infinities, the others the same finite
+    values."""
+    limit = 64 * float(jnp.finfo(dtype).eps)
+    for k, pair in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)):
+        mine, theirs = (a.astype(np.float64) for a in pair)
+        finite, what = np.isfinite(theirs), f"result {k} for {where}"
+        np.testing.assert_array_equal(np.isfinite(mine), finite, err_msg=what)
+        if k < count:
+            np.testing.assert_array_equal(mine[~finite], theirs[~finite], err_msg=what)
+        mine, theirs = mine[finite], theirs[finite]
+        size = np.abs(theirs).max(initial=1)
+        np.testing.assert_allclose(mine, theirs, rtol=limit, atol=limit * size, err_msg=what)
+
+
+def strict_settings(case: Case, mode: str | None, dtype: Any) -> None:
+    """JAX's strict settings of promotion change no program, of derivatives and of maps."""
+    args, cotangents = draw(case, dtype, "strict")
+    count, primals = len(args), take(args, case.diff)
+
+    def everything(*values):
+        own, cts = values[:count], values[count:]
+        first = program(case.fn, case, count)
+        of_primals = lambda *p: gradients(case, put(own, case.diff, p), cts)  # noqa: E731
+        second = jax.jvp(of_primals, primals, primals) if case.diff else ()
+        return first(*values), second, jax.vmap(first)(*(jnp.stack([v, v]) for v in values))
+
+    for other in ("native", "xla"):
+        with x64(dtype == np.float64), implementation(other):
+            assert_strict(everything, *args, *cotangents)
+
+
+def operands(case: Case, mode: str | None, dtype: Any) -> None:
+    """Weakly typed operands have the bits and dtypes of others, and float64 those of float32."""
+    args = case.make_args(case.rng("operands"), dtype)
+    replaced = [i for i, a in enumerate(args) if a.dtype == np.float32]
+    weak, strong, wide = (
+        put(args, replaced, map(make, take(args, replaced)))
+        for make in (
+            lambda a: jnp.broadcast_to(jnp.asarray(0.5), a.shape),
+            lambda a: np.full(a.shape, 0.5, np.float32),
+            lambda a: a.astype(np.float64),
+        )
+    )
+    for other in ("native", "auto", "xla"):
+        with implementation(other):
+            for got, want in ((weak, strong), (wide, args)):
+                got, want = case.fn(*got), case.fn(*want)
+                assert all(isinstance(y, jax.Array) for y in outputs(got))
+                assert not any(y.weak_type for y in outputs(want))
+                jax.tree.map(assert_bitwise_equal, got, want)
 
 
 def linear_pullback(case: Case, mode: str | None, dtype: Any) -> None:
@@ -242,6 +388,8 @@ def checks(case: Case) -> Iterator[Check]:
             yield once(f"kernels/vmap/{name}", functools.partial(maps, subset), jax=True)
         if not short:
             yield Check("views", views, basic=True, every_mode=False)
+            if case.maps:
+                yield Check("examples", examples, every_mode=False)
     if case.kept is not None:
         yield Check("kept", keeps, basic=True, every_mode=False, every_dtype=not short)
     modes = tuple(mode for mode in ("auto", "xla") if mode not in case.modes)
@@ -255,6 +403,13 @@ def checks(case: Case) -> Iterator[Check]:
         yield Check("two_users", two_users, every_mode=False, jax=True)
     if case.letters and case.empty != "":
         yield once("empty", empty)
+    if case.letters and case.kept and case.empty != "":
+        yield Check("special", special, basic=True, every_mode=False)
+    of_kernels = case.kernels or case.kept
+    if of_kernels and case.diff and (not short or len({a.dtype for a in case.example}) > 1):
+        yield once("strict_settings", strict_settings)
+    if case.dtypes[0] == "float32" and not short:
+        yield once("operands", operands)
     if case.diff and not short:
         if case.kernels:
             yield Check("linear_pullback", linear_pullback, basic=True, every_mode=False)

@@ -273,3 +273,26 @@ def sprinkled(
     values = normal(rng, shape, dtype)
     chosen = rng.choice(specials(dtype), size=values.shape)
     return np.where(rng.random(values.shape) < share, chosen, values)
+
+
+def special_rows(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Rows of normal values in which one, two or all are special; each row in turn has others."""
+    values = normal(rng, shape, np.float64)
+    if not values.size:
+        return values.astype(dtype)
+    rows, (inf, nan), info = (
+        values.reshape(-1, values.shape[-1] if values.ndim else 1),
+        (np.inf, np.nan),
+        jnp.finfo(dtype),
+    )
+    half, last = rows.shape[1] // 2, rows.shape[1] - 1
+    kinds = [{half: nan}, {last: nan}, {half: inf}, {last: -inf}, {0: inf, last: -inf}]
+    kinds += [{half: 1e3}, {half: 0.0}, {0: inf, last: inf}, {0: inf, last: nan}]
+    whole = [inf, -inf, nan, 0.0, -0.0, 2.0, float(info.smallest_normal)]
+    for i, row in enumerate(rows):
+        kind = i % (len(kinds) + len(whole))
+        if kind < len(kinds):
+            row[list(kinds[kind])] = list(kinds[kind].values())
+        else:
+            row[:] = whole[kind - len(kinds)]
+    return values.astype(dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from harness.case import outputs
+from harness.compat import strict
 
 
 def targets(text: str) -> list[str]:
@@ -48,6 +49,18 @@ def value_and_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
         return out, pullback(cotangent)[0]
 
     return run
+
+
+def assert_strict(fn: Callable[..., Any], *args: Any) -> None:
+    """JAX's strict settings of promotion change nothing in the program of ``fn``."""
+
+    def program() -> str:
+        # Programs have the addresses of functions.
+        return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(lambda *args: fn(*args))(*args)))
+
+    want = program()
+    with strict():
+        assert program() == want
 
 
 def residuals(fn: Callable[..., Any], *args: Any) -> list[tuple[str, tuple[int, ...]]]:

@@ -39,6 +39,32 @@ def shapes(
     return tuple(shape)
 
 
+@st.composite
+def broadcast_shapes(draw: Any, count: int) -> tuple[tuple[int, ...], ...]:
+    """A shape, and `count` that broadcast to it, of at most its rank."""
+    rank = draw(st.integers(0, 8))
+    size = st.one_of(st.integers(1, 4), st.sampled_from([1, 5, 8, 9, 16, 33]))
+    shape = [draw(size) for _ in range(rank)]
+    while np.prod(shape, dtype=int) > 4000:
+        shape[int(np.argmax(shape))] //= 2
+    found = [tuple(shape)]
+    for _ in range(count):
+        own = [n if draw(st.booleans()) else 1 for n in shape]
+        found.append(tuple(own[draw(st.integers(0, rank)) :]))
+    return tuple(found)
+
+
+def of_any(examples: int, strategy: st.SearchStrategy[Any], check: Any, **options: Any) -> None:
+    """Calls `check(drawn, **options)` with lists of eight, and with drawn options."""
+
+    @settings(examples)
+    @hypothesis.given(st.lists(strategy, min_size=8, max_size=8), st.fixed_dictionaries(options))
+    def each(drawn: Any, given: Any) -> None:
+        check(drawn, **given)
+
+    each()
+
+
 def settings(examples: int) -> hypothesis.settings:
     """A number of examples, the same in every run. There is no deadline: each one is compiled."""
     return hypothesis.settings(

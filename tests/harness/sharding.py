@@ -361,6 +361,44 @@ def run_shard_map(layout, direction, case, mode, dtype) -> None:
     )
 
 
+def run_whole(sharding, axis_type, case, mode, dtype) -> None:
+    """The op needs a whole dimension. Over auto axes it is gathered. Over explicit ones, the
+    reference computes what is sharded, and sums over the devices."""
+    mesh = mesh_for(axis_type)
+    layout = Layout((sharding,))
+    program = layout_program(layout, bool(case.diff), case, dtype)
+    want, exact = unsharded(case, program, (layout.name, bool(case.diff)), with_oracle=True)
+    with x64(dtype == np.float64), implementation(mode):
+        got, text = over_mesh(mesh, program.make(case.fn), program.args, program.specs)
+    assert_matches(jax.tree.map(np.asarray, got), want, exact, case.tolerance)
+    if axis_type == AxisType.Explicit:
+        for k, (result, where) in enumerate(zip(got, program.results, strict=True)):
+            assert_layout(f"result {k}", result, NamedSharding(mesh, where))
+        assert set(collectives(text)) <= {"all-reduce"} and not targets(text)
+    elif case.kernels and mode == "native":
+        assert targets(text) == sorted(case.kernels)
+
+
+def run_uneven(case, mode, dtype) -> None:
+    """The devices of an auto axis do not divide the first operand's dimensions."""
+    mesh = mesh_for(AxisType.Auto)
+    args = case.make_args(case.rng("uneven"), dtype)
+    cotangents = like_outputs(case, case.rng("uneven"), args)
+    ranks = [a.ndim for a in (*args, *cotangents)]
+    program = backward_program(case, args, cotangents, ranks, ranks)
+
+    def everywhere(*values):
+        x, *rest = values
+        places = [NamedSharding(mesh, spec(x.ndim, [dim])) for dim in range(x.ndim)]
+        run = program.make(case.fn)
+        return [run(jax.lax.with_sharding_constraint(x, place), *rest) for place in places]
+
+    want, exact = unsharded(case, program, "uneven", with_oracle=True)
+    with x64(dtype == np.float64), implementation(mode):
+        for got in jax.jit(everywhere)(*program.args):
+            assert_matches(jax.tree.map(np.asarray, got), want, exact, case.tolerance)
+
+
 def wrong_specs(case, mode, program, over_mesh) -> None:
     """A result that varies over the mesh must not be accepted as one that does not."""
     with x64(program.args[0].dtype == np.float64), implementation(mode):
@@ -452,11 +490,12 @@ def run_vmap(subset, kind, backward, case, mode, dtype) -> None:
 
 def layouts(case: Case) -> Iterator[Layout]:
     """Each sharding on one mesh axis, each pair on two, and each single one on two."""
-    for sharding in case.shardings:
+    free = [sharding for sharding in case.shardings if not sharding.whole]
+    for sharding in free:
         yield Layout((sharding,))
-    for pair in itertools.combinations(case.shardings, 2):
+    for pair in itertools.combinations(free, 2):
         yield Layout(pair)
-    for sharding in case.shardings:
+    for sharding in free:
         yield Layout((sharding, sharding))
 
 
@@ -490,6 +529,13 @@ def checks(case: Case) -> Iterator[Check]:
     partial = functools.partial
     for layout in layouts(case):
         yield from layout_checks(case, layout)
+    for sharding in case.shardings:
+        if sharding.whole:
+            for kind, axis_type in KINDS.items():
+                run = partial(run_whole, sharding, axis_type)
+                yield check(f"sharded/{kind}/{sharding.name}/whole", run)
+    if case.shardings and case.diff:
+        yield check("sharded/auto/uneven", run_uneven)
     for name, subset in case.subsets():
         everything = len(subset) == len(case.example)
         for backward in (False, True) if case.diff else (False,):

@@ -37,7 +37,8 @@ BATCH = 3
 # Transforms that differ from another one only in a detail (see `Check.detail`).
 DETAIL = re.compile(
     r"vmap/.*/(negative|nested)|vmap_of_jvp/.*|vmap_of_vjp/(.*/last|one_example)|vmap_of_grad/.*"
-    r"|grad_of_vmap/x\d|jvp/x\d|jit_inside|repeated|constants|linearize/(vmap|transpose)|vmap_of_hvp/.*|hvp_of_vmap|hessian"
+    r"|grad_of_vmap/x\d|grad_of_vmap_of_grad/x[2-9]|vmap_of_vjp/x[2-9]/one|jvp/x\d|jit_inside"
+    r"|repeated|constants|linearize/(vmap|transpose)|vmap_of_hvp/.*|hvp_of_vmap|hessian"
     r"|hvp/forward_over_forward|third/reverse_over_forward_over_forward"
     r"|checkpoint/(everything_saveable|nothing_saveable|loss|eager)"
     r"|scan/(value|inside|jvp)|while/jvp|cond/(value|vmapped)|fori/grad"
@@ -133,6 +134,13 @@ def oracle(fn: Callable[..., Any], *inputs: Any) -> Any:
     with x64(), jax.default_device(jax.devices("cpu")[0]):
         fast = jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
         return jax.tree.map(np.asarray, fast(*widen(inputs)))
+
+
+def of_many(fn: Callable[..., Any], reference: Callable[..., Any], values: list[Any]) -> Any:
+    """Each of `values`, with the results of `fn`, all in one program, and those in float64."""
+    results, exact = (lambda values, f=f: [f(*v) for v in values] for f in (fn, reference))
+    got = jax.tree.map(np.asarray, jax.jit(results)(values))
+    return zip(values, got, oracle(exact, values), strict=True)
 
 
 def run(transform: Transform, case: Case, mode: str | None, dtype: Any) -> None:
@@ -745,6 +753,7 @@ def checks(case: Case) -> Iterator[Check]:
             transform.name,
             functools.partial(run, transform),
             basic=transform.basic,
+            mapped=bool(transform.mapped),
             detail=DETAIL.fullmatch(transform.name) is not None,
             nested=NESTED.fullmatch(transform.name) is not None,
         )
