@@ -44,7 +44,7 @@ class Masks(NamedTuple):
             parts.append(column <= row)
         if self.window is not None:
             before, after = self.window
-            parts.append((column >= row - before) & (column <= row + after))
+            parts.append((row - column <= before) & (column - row <= after))
         if self.key_lengths is not None:
             parts.append(column < self.key_lengths[:, None, None, None])
         if self.query_lengths is not None:
@@ -110,10 +110,18 @@ def by_softmax(
     y = y if heads == "n" else merge(y, axis)
     if not residual:
         return y, None
-    scores = jax.lax.stop_gradient(scores)
-    sums = jax.nn.logsumexp(scores * scale, axis=-1, where=where).astype(y.dtype)
+    sums = _log_sums(jax.lax.stop_gradient(scores) * scale, where).astype(y.dtype)
     sums = sums if heads == "n" else merge(sums, 1)
     return y, jnp.swapaxes(sums, 1, 2)
+
+
+def _log_sums(scores, where) -> jax.Array:
+    """The logarithms of the sums of exponentials: -inf without an element that counts."""
+    if where is None:
+        return jax.nn.logsumexp(scores, axis=-1)
+    lowest = jnp.asarray(0.5 * jnp.finfo(scores.dtype).min, scores.dtype)  # no -inf - -inf
+    sums = jax.nn.logsumexp(jnp.where(where, scores, lowest), axis=-1)
+    return jnp.where(where.any(-1), sums, -jnp.inf)
 
 
 def _split_heads(x, axis: int, kv_heads: int):

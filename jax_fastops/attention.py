@@ -74,7 +74,7 @@ def attention(
     for float64), and the weights are rounded to the dtype of ``value`` before the second product.
 
     A query that may attend to no key gives 0, and has zero gradients. (``jax.nn`` gives the mean of
-    all values there.)
+    all values there, except after ``query_seq_lengths``, where it gives 0, too.)
 
     Args:
       query: array ``[B, T, N, H]`` or ``[T, N, H]``; float32, bfloat16, float16 or float64.
@@ -87,14 +87,15 @@ def attention(
         key.
       scale: a Python or NumPy number. Default: ``1 / sqrt(H)``.
       is_causal: whether a query attends only to keys up to its own position.
-      query_seq_lengths: int32 array ``[B]``: queries from there on are padding.
-      key_value_seq_lengths: int32 array ``[B]``: keys from there on are padding.
+      query_seq_lengths: integer array ``[B]``: queries from there on are padding. Without a batch,
+        a number; likewise the next argument.
+      key_value_seq_lengths: integer array ``[B]``: keys from there on are padding.
       local_window_size: the number of keys before and after the position of a query to which it
         attends, a number for both or a pair.
       return_residual: whether to also return the logarithms of the sums of exponentials.
       segment_ids: integer array ``[B, L]`` for rows that have several sequences: a query attends to
         keys with its own id. 0 or a negative id is padding. A pair of arrays ``[B, T]`` and
-        ``[B, S]`` gives queries and keys different ids.
+        ``[B, S]`` gives queries and keys different ids. Without a batch, without ``B``.
       max_segments: a bound on the number of segments in a row, static. It may be used to choose a
         kernel, and never changes the result.
       dropout_key: a key of ``jax.random`` for the dropout of the weights, typed or raw. May be
@@ -109,11 +110,14 @@ def attention(
       logarithms, ``[B, T, N]`` in the same dtype, before dropout. They are -inf for a query without
       keys, and have no gradient, as in ``jax.nn``.
 
-    Residuals: queries, keys, values and the weights. With dropout, the scores and the key in place
-    of the weights before dropout. So memory grows with ``T * S``.
+    Residuals: the heads, the result of the softmax in float32 (float64 for float64), and for 16-bit
+    dtypes the rounded weights. With dropout: the heads, the scores in float32, the dropped weights
+    and the key. So memory grows with ``T * S``.
 
     Sharding: over batch and heads, without communication except for the gradient of what is
-    broadcast. Over the sequence as XLA does for ``jax.nn``.
+    broadcast. Under Explicit axes, heads of queries are gathered if the mesh does not divide the
+    heads of keys. The length is sharded as XLA and ``jax.nn`` do: under Explicit axes, queries and
+    keys may not be sharded over the same axis.
 
     Raises:
       TypeError: an argument is not an array, a dtype is not supported or the dtypes of queries,
@@ -197,8 +201,8 @@ def qkv_attention(
 
     Args:
       qkv: array ``[B, L, (num_heads + 2 * num_kv_heads) * H]``, queries, then keys, then values, or
-        ``[B, L, 3, num_heads, H]``, whose heads may be sharded; float32, bfloat16, float16 or
-        float64.
+        ``[B, L, 3, num_heads, H]`` without ``num_kv_heads``, whose heads may be sharded; float32,
+        bfloat16, float16 or float64.
       qkv_bias: array with the shape of ``qkv`` without the first two dimensions, or ``None``.
       num_heads: the number of heads of queries.
       num_kv_heads: the number of heads of keys and of values, which divides ``num_heads``. Default:
@@ -207,11 +211,11 @@ def qkv_attention(
       mask: boolean array that broadcasts to ``[B, num_heads, L, L]``.
       scale: a Python or NumPy number. Default: ``1 / sqrt(H)``.
       is_causal: whether a query attends only to keys up to its own position.
-      query_seq_lengths: int32 array ``[B]``.
-      key_value_seq_lengths: int32 array ``[B]``.
+      query_seq_lengths: integer array ``[B]``.
+      key_value_seq_lengths: integer array ``[B]``.
       local_window_size: a number or a pair.
       return_residual: whether to also return the logarithms of the sums ``[B, L, num_heads]``.
-      segment_ids: integer array ``[B, L]``.
+      segment_ids: integer array ``[B, L]``, or a pair.
       max_segments: a static number.
       dropout_key: a key of ``jax.random``.
       dropout_rate: a static number in [0, 1].
@@ -247,14 +251,18 @@ def qkv_attention(
         raise ValueError(
             f"{op}: qkv has shape {qkv.shape}; it must be [batch, length, features], of which "
             f"num_heads + 2 * num_kv_heads = {parts} divides the features, or [batch, length, 3, "
-            f"num_heads, size]"
+            "num_heads, size], with as many heads of keys as of queries"
         )
     if qkv_bias is not None:
         (qkv_bias,) = as_arrays(op, qkv_bias=qkv_bias)
-        if qkv_bias.shape != qkv.shape[2:] or str(qkv_bias.dtype) not in FLOATING:
+        if str(qkv_bias.dtype) not in FLOATING:
+            raise TypeError(
+                f"{op}: qkv_bias has dtype {qkv_bias.dtype} and shape {qkv_bias.shape}; the dtype "
+                f"must be one of {', '.join(FLOATING)}"
+            )
+        if qkv_bias.shape != qkv.shape[2:]:
             raise ValueError(
-                f"{op}: qkv_bias has shape {qkv_bias.shape} and dtype {qkv_bias.dtype}; it must "
-                f"have the shape {qkv.shape[2:]} and a floating dtype"
+                f"{op}: qkv_bias has shape {qkv_bias.shape}; it must be {qkv.shape[2:]}"
             )
     sizes = (qkv.shape[0], num_heads, qkv.shape[1], qkv.shape[1])
     options: dict[str, Any] = dict(
@@ -285,6 +293,8 @@ def qkv_attention(
         y = merge_last(y)
     return (y, sums) if return_residual else y
 
+
+_LARGEST = 2**31 - 1
 
 # ---- checks --------------------------------------------------------------------------------------
 
@@ -382,10 +392,12 @@ def _window(op: str, size) -> tuple[int, int] | None:
     pair = size if isinstance(size, (tuple, list)) else (size, size)
     if len(pair) != 2:
         raise ValueError(f"{op}: local_window_size is {size!r}; it must be a number or a pair")
+    if any(isinstance(each, (bool, np.bool_)) for each in pair):
+        raise TypeError(f"{op}: local_window_size is {size!r}; it must be an integer or a pair")
     before, after = (integer(op, "local_window_size", each) for each in pair)
     if before < 0 or after < 0:
         raise ValueError(f"{op}: local_window_size is {size!r}; it must not be negative")
-    return before, after
+    return min(before, _LARGEST), min(after, _LARGEST)
 
 
 def _integers(op: str, name: str, value, shape: tuple) -> jax.Array:
@@ -400,7 +412,12 @@ def _integers(op: str, name: str, value, shape: tuple) -> jax.Array:
 
 
 def _lengths(op: str, name: str, value, batch) -> jax.Array | None:
-    return None if value is None else _integers(op, name, value, (batch,)).astype(jnp.int32)
+    if value is None:
+        return None
+    lengths = _integers(op, name, value, (batch,))
+    if jnp.iinfo(lengths.dtype).max > _LARGEST:
+        lengths = jnp.minimum(lengths, jnp.asarray(_LARGEST, lengths.dtype))
+    return lengths.astype(jnp.int32)
 
 
 def _segments(op: str, value, batch, queries, keys) -> tuple[jax.Array, jax.Array] | None:
@@ -415,7 +432,10 @@ def _segments(op: str, value, batch, queries, keys) -> tuple[jax.Array, jax.Arra
         ids = _integers(op, "segment_ids", value, (batch, queries))
         return ids, ids
     if len(value) != 2:
-        raise ValueError(f"{op}: segment_ids has {len(value)} arrays; it must have one or two")
+        raise ValueError(
+            f"{op}: segment_ids is a sequence of length {len(value)}; it must be an array or a "
+            "pair of arrays"
+        )
     first, second = (
         _integers(op, "segment_ids", ids, (batch, size))
         for ids, size in zip(value, (queries, keys), strict=True)

@@ -500,7 +500,8 @@ def _inference_gradients(residuals, cts, needs_grad, *, eps, relu):
 def _features(x, at: int) -> dict[str, int]:
     """The number of elements of a channel, and the bytes of those that are contiguous.
 
-    The bytes are 0 if channels are last. There XLA does not divide a sum of 1024 to 4096 elements.
+    The bytes are 0 if channels are last. XLA is slower there, and most of all if a channel has
+    about 1024 to 4096 elements: it does not divide such a sum.
     """
     after = x.shape[at + 1 :]
     last = math.prod(after) == 1
@@ -576,28 +577,30 @@ _INFERENCE = Op(
 # ---- public functions ----------------------------------------------------------------------------
 
 
+_CUTS = "an explicit mesh axis has shards that the view cuts"
+
+
 def _view(x, at: int, relu: bool) -> tuple[tuple, tuple | None]:
     """The view ``[..., o, c, i]`` in which an array gets its mask, and the view's spec.
 
     ``...`` is the array's first dimension, or the part of it whose indices have whole bytes of
     mask, or nothing.
     """
-    cuts = Refused("an explicit mesh axis has shards that the view cuts")
     spec = spec_of(x)
     first, c, inner = x.shape[0], x.shape[at], math.prod(x.shape[at + 1 :])
     between = math.prod(x.shape[1:at])
     rest = between * c * inner
     together = 8 // math.gcd(rest, 8) if relu and at > 0 and isinstance(rest, int) else 1
     if spec is not None and any(axis is not None for axis in spec[1:]):
-        raise cuts
+        raise Refused(_CUTS)
     if at == 0 or (together > 1 and (not isinstance(first, int) or first % together)):
         if spec is not None and spec[0] is not None:
-            raise cuts
+            raise Refused(_CUTS)
         o = first * between if at else 1
         return (o, c, inner), spec and (None,) * 3
     groups = first // together
     if spec is not None and groups % parts_of(spec[0], jax.typeof(x).sharding):
-        raise cuts
+        raise Refused(_CUTS)
     return (groups, together * between, c, inner), spec and (spec[0], None, None, None)
 
 

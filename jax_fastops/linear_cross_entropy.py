@@ -290,8 +290,8 @@ def linear_cross_entropy(
       float64 for float64.
 
     Residuals: for a mean or a sum, the gradients, those of ``table`` and ``bias`` summed in
-    float32: the forward computes them, and the backward scales them. For ``"none"``, the operands:
-    the backward computes the logits again.
+    float32: the forward computes them, and the backward scales them (for float16, they are float32
+    until then). For ``"none"``, the operands: the backward computes the logits again.
 
     Sharding: over all axes of the tokens, with no communication except the sums of the scalar and
     of the gradients of ``table`` and ``bias``. If the last of several axes has not enough tokens

@@ -29,6 +29,7 @@ Needs Flax: ``pip install 'jax_fastops[nnx]'``.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
@@ -384,7 +385,13 @@ class _RowNorm:
 
     @overload
     def __call__(
-        self, *args: Any, return_sum: Literal[True], **kwargs: Any
+        self,
+        x: ArrayLike,
+        mask: ArrayLike | None = ...,
+        *,
+        residual: ArrayLike | None = ...,
+        dropout: Dropout | None = ...,
+        return_sum: Literal[True],
     ) -> tuple[jax.Array, jax.Array]: ...
     @overload
     def __call__(
@@ -534,13 +541,14 @@ def dot_product_attention(
 
     Flax's own function runs where this one cannot do the same: with ``broadcast_dropout`` or a
     precision together with dropout, where the weights are kept (``sow_weights``), and where heads
-    of values have another size than those of keys.
+    of values have another size than those of keys. A query that may attend to no key gives 0, where
+    Flax gives the mean of all values.
 
     Args:
       query: array ``[..., T, N, H]``.
       key: array ``[..., S, K, H]``.
       value: array ``[..., S, K, H]``.
-      bias: array that broadcasts to ``[..., N, T, S]``, or ``None``.
+      bias: floating-point array that broadcasts to ``[..., N, T, S]``, or ``None``.
       mask: array that broadcasts to ``[..., N, T, S]``: not 0 where a query may attend to a key.
       broadcast_dropout: whether all examples and heads have the same mask of dropout.
       dropout_rng: the key of the dropout.
@@ -591,9 +599,9 @@ def dot_product_attention(
         """With one dimension of the batch."""
         lead = jnp.broadcast_shapes(x.shape[:-3], (1,) * len(batch))
         lead = batch if any(size != 1 for size in lead) else lead
-        return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+        return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(math.prod(lead), *x.shape[-3:])
 
-    heads = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+    heads = [x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)]
     y = attention(
         heads[0],
         heads[1],

@@ -356,8 +356,20 @@ def _takes_dropout(x, drop: Drop) -> bool:
     return whole and limit("norm_dropout_least") <= n <= limit("norm_dropout_most")
 
 
-def _apply(name: str, x, scale, bias, eps, fanout, more=(None, None, False, None, 0.0)) -> Any:
-    residual, input_bias, return_sum, dropout_key, dropout_rate = more
+def _apply(
+    name: str,
+    x,
+    scale,
+    bias,
+    eps,
+    fanout,
+    *,
+    residual=None,
+    input_bias=None,
+    return_sum=False,
+    dropout_key=None,
+    dropout_rate=0.0,
+) -> Any:
     given = {"x": x} | ({"residual": residual} if name.startswith("residual") else {})
     result = as_arrays(name, **given)
     arrays = same_floating_dtype(name, result, list(given), widen=True)
@@ -517,8 +529,19 @@ def residual_layer_norm(
       >>> [round(v, 3) for v in y[0].tolist()], total[0].tolist()
       ([-1.342, -0.447, 0.447, 1.342], [1.0, 3.0, 5.0, 7.0])
     """
-    more = residual, input_bias, return_sum, dropout_key, dropout_rate
-    return _apply("residual_layer_norm", x, scale, bias, eps, fanout, more)
+    return _apply(
+        "residual_layer_norm",
+        x,
+        scale,
+        bias,
+        eps,
+        fanout,
+        residual=residual,
+        input_bias=input_bias,
+        return_sum=return_sum,
+        dropout_key=dropout_key,
+        dropout_rate=dropout_rate,
+    )
 
 
 @fans_out(tuple[jax.Array, jax.Array])
@@ -605,5 +628,16 @@ def residual_rms_norm(
       >>> fo.residual_rms_norm(jnp.ones((2, 4)), jnp.ones((2, 4))).shape
       (2, 4)
     """
-    more = residual, input_bias, return_sum, dropout_key, dropout_rate
-    return _apply("residual_rms_norm", x, scale, None, eps, fanout, more)
+    return _apply(
+        "residual_rms_norm",
+        x,
+        scale,
+        None,
+        eps,
+        fanout,
+        residual=residual,
+        input_bias=input_bias,
+        return_sum=return_sum,
+        dropout_key=dropout_key,
+        dropout_rate=dropout_rate,
+    )

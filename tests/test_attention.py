@@ -124,9 +124,9 @@ def test_transforms(check):
 # ---- values and gradients ------------------------------------------------------------------------
 
 
-def assert_near(found, wanted, bound):
-    """In norm, also of gradients that are 0."""
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def assert_near(result, exact, bound):
+    """Compares norms. Gradients may be 0."""
+    for mine, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(exact), strict=True):
         mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
         assert np.linalg.norm(mine - theirs) <= bound * (np.linalg.norm(theirs) + 0.1)
 
@@ -177,7 +177,7 @@ BOUND = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 @pytest.mark.parametrize("dtype, kind", [*MASKS, ("float64", "all"), ("float16", "all")])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_masks(shape, kind, dtype):
-    """Also rows without any key, which are 0. Gradients of the bias have its shape."""
+    """A row without any key gives 0. The gradient of the bias has the shape of the bias."""
     batch, heads, kv_heads, queries, keys, size = shape
     options, allowed = masks(batch, heads, queries, keys)[kind]
     with x64():
@@ -278,6 +278,50 @@ def test_hidden_keys_have_no_gradient():
         assert np.isfinite(gradient).all()
     for gradient in gradients[1:3]:
         np.testing.assert_array_equal(gradient[:, 3], 0)
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**40, (2**31 - 1, 2**31 - 1)])
+def test_a_window_larger_than_any_row(size):
+    q = jnp.asarray(np.random.default_rng(13).standard_normal((1, 5, 2, 4)), jnp.float32)
+    result = fo.attention(q, q, q, local_window_size=size)
+    np.testing.assert_allclose(result, fo.attention(q, q, q), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int32"])
+def test_dtypes_of_lengths_and_segments(dtype):
+    """A length beyond the row means the whole row."""
+    q = jnp.asarray(np.random.default_rng(14).standard_normal((2, 5, 2, 4)), jnp.float32)
+    most = np.iinfo(dtype).max
+    result = fo.attention(q, q, q, key_value_seq_lengths=np.array([3, most], dtype))
+    expected = fo.attention(q, q, q, key_value_seq_lengths=np.array([3, 5]))
+    np.testing.assert_array_equal(result, expected)
+    ids = np.array([[1, 1, most, most, 0]] * 2, dtype)
+    result = fo.attention(q, q, q, segment_ids=ids)
+    expected = fo.attention(q, q, q, segment_ids=np.array([[1, 1, 2, 2, 0]] * 2))
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_a_residual_without_a_key():
+    """The sum is -inf, and nothing before it is NaN."""
+    q = jnp.ones((1, 3, 4, 2))
+    with fo.use_implementation("native"), jax.debug_nans(True):
+        _, sums = fo.attention(
+            q, q[:, :, :2], q[:, :, :2], key_value_seq_lengths=np.array([0]), return_residual=True
+        )
+    np.testing.assert_array_equal(sums, -np.inf)
+
+
+def test_heads_that_the_mesh_does_not_divide():
+    """Two heads of keys over eight devices, with 16 heads of queries."""
+    mesh = mesh_for(AxisType.Explicit)
+    rng = np.random.default_rng(15)
+    q = jnp.asarray(rng.standard_normal((1, 4, 2 * mesh.size, 2)), jnp.float32)
+    k = jnp.asarray(rng.standard_normal((1, 4, 2, 2)), jnp.float32)
+    expected = fo.attention(q, k, k)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(q, NamedSharding(mesh, P(None, None, "a")))
+        result = jax.jit(fo.attention)(sharded, k, k)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 # ---- dropout -------------------------------------------------------------------------------------
@@ -440,7 +484,8 @@ Q = np.zeros((2, 3, 4, 8), np.float32)
         ((Q, Q, Q), dict(key_value_seq_lengths=np.ones(3, int)), ValueError, "key_value_seq"),
         ((Q, Q, Q), dict(query_seq_lengths=np.ones(2)), TypeError, "query_seq_lengths has"),
         ((Q, Q, Q), dict(segment_ids=np.ones((2, 4), int)), ValueError, "segment_ids has shape"),
-        ((Q, Q, Q), dict(segment_ids=(np.ones((2, 3), int),)), ValueError, "one or two"),
+        ((Q, Q, Q), dict(segment_ids=(np.ones((2, 3), int),)), ValueError, "a pair of arrays"),
+        ((Q, Q, Q), dict(local_window_size=True), TypeError, "local_window_size is True"),
         ((Q, Q[:, :2], Q[:, :2]), dict(segment_ids=Q[..., 0, 0]), ValueError, "give a pair"),
         ((Q, Q, Q), dict(max_segments=0), ValueError, "max_segments is 0"),
         ((Q, Q, Q), dict(dropout_rate=0.1), TypeError, "dropout_key is None"),
@@ -462,6 +507,13 @@ def test_errors(args, options, error, text):
         ((2, 3, 24), dict(num_heads=4, num_kv_heads=3), ValueError, "must divide"),
         ((2, 3, 24), dict(num_heads=4.0), TypeError, "num_heads is 4.0"),
         ((2, 3, 24), dict(num_heads=4, qkv_bias=np.zeros(8)), ValueError, "qkv_bias has shape"),
+        (
+            (2, 3, 24),
+            dict(num_heads=2, qkv_bias=np.zeros(24, int)),
+            TypeError,
+            "qkv_bias has dtype",
+        ),
+        ((2, 3, 3, 2, 8), dict(num_heads=2, num_kv_heads=1), ValueError, "as many heads of keys"),
         ((2, 3, 24), dict(num_heads=4, mask=np.zeros(4, bool)), ValueError, "mask has shape"),
     ],
 )
@@ -485,7 +537,7 @@ def layers(**options):
     ]
 
 
-@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 5, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 5, 8), (0, 5, 8)], ids=str)
 @pytest.mark.parametrize("mask", [None, "keys", "pairs"])
 def test_layer_of_flax(shape, mask):
     """The results are those of Flax, with any number of dimensions of the batch."""
@@ -494,7 +546,7 @@ def test_layer_of_flax(shape, mask):
         lead = shape[:-2] if mask == "pairs" else (1,) * len(shape[:-2])
         size = (*lead, 1, 5 if mask == "pairs" else 1, 5)
         mask = np.random.default_rng(12).random(size) < 0.7
-        mask[..., 0] = True
+        mask[..., :1] = True
     found, wanted = (layer(x, mask=mask) for layer in layers())
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 

@@ -420,6 +420,57 @@ def test_a_value_that_is_used_elsewhere():
     assert __file__.rsplit("/", 1)[-1] in report.missed[0].where
 
 
+def _normalized(x, axis, scale):
+    mean = x.mean(axis, keepdims=axis == -1)
+    var = ((x - mean) ** 2).mean(axis, keepdims=axis == -1)
+    return (x - mean) * jax.lax.rsqrt(var + 1e-5) * scale(mean), mean, var
+
+
+def _scaled_by_its_sum(x):
+    total = x + x[::-1]
+    return _normalized(total, -1, lambda mean: total[0])[0], total
+
+
+def _scaled_through_a_ref(x):
+    ref = jax.new_ref(jnp.ones(x.shape[1]))
+
+    def scale(mean):
+        ref[...] = mean
+        return ref[...]
+
+    return _normalized(x, 0, scale)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        _scaled_by_its_sum,
+        lambda x: _normalized(x, 0, lambda mean: 1 + mean),
+        pytest.param(
+            _scaled_through_a_ref,
+            marks=pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="a later jax has it"),
+        ),
+    ],
+)
+def test_an_operand_that_depends_on_a_result(f):
+    """The op cannot have it as an operand."""
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((8, 16)), jnp.float32)
+    report = fo.autofuse.report(f)(x)
+    assert "an operand depends on another result" in {m.reason for m in report.missed}
+    close(jax.jit(fo.autofuse(f))(x), jax.jit(f)(x), 2e-5)
+
+
+def test_a_jitted_function_in_which_nothing_is_replaced_stays():
+    """Its bodies are looked into."""
+
+    @jax.jit
+    def block(x):
+        return jax.lax.fori_loop(0, 3, lambda i, z: jax.nn.relu(z) * 2, x) + 1
+
+    program = jax.make_jaxpr(fo.autofuse(lambda x: block(block(x) + 1)))(X)
+    assert [e.params.get("name") for e in program.eqns].count("block") == 2
+
+
 @pytest.mark.parametrize("fill", [-jnp.inf, -1e30, -1e9, -1e4, 0.0])
 @pytest.mark.parametrize("rows", [0, 1])
 def test_masks_that_are_known(fill, rows):

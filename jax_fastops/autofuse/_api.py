@@ -41,8 +41,6 @@ class Replaced:
         fuses some of them, so this is the most that the op does not write.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> with fo.use_implementation("native"):
       ...     report = fo.autofuse.report(jax.nn.softmax)(jnp.ones((2, 8)))
       >>> report.replaced[0].pattern, report.replaced[0].shape
@@ -68,8 +66,6 @@ class Missed:
       reason: why the pattern stays.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> with fo.use_implementation("xla"):
       ...     report = fo.autofuse.report(jax.nn.softmax)(jnp.ones((2, 8)))
       >>> report.missed[0].pattern, report.missed[0].reason
@@ -92,8 +88,6 @@ class FuseReport:
         a part is replaced by a smaller pattern.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> len(fo.autofuse.report(jnp.sin)(jnp.ones(2)).replaced)
       0
     """
@@ -157,8 +151,6 @@ class autofuse(Generic[_P, _T]):
       Whatever ``fn`` raises.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_fastops as fo
       >>> def attention(x):
       ...     e = jnp.exp(x - x.max(-1, keepdims=True))
       ...     return e / e.sum(-1, keepdims=True)

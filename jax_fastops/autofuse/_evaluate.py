@@ -18,7 +18,7 @@ from jax_fastops.autofuse._graph import Graph, is_ref, opened
 from jax_fastops.autofuse._heads import HeadsRule
 from jax_fastops.autofuse._linear import LinearLossRule
 from jax_fastops.autofuse._pattern_rule import PatternRule
-from jax_fastops.autofuse._rule import Rewrite, Rule, Search, visible
+from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, visible
 from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
 from jax_fastops.autofuse._windows import WindowRule
 
@@ -35,6 +35,7 @@ class Plan:
         self.replaced: dict[Value, Rewrite] = {}
         self.rule = settings.rule
         self.derivative = _derivative(graph) if settings.observe is not None else None
+        self._nodes = graph.nodes
         for node in graph.nodes:  # in order, because a value depends on those before it
             for value in node.outputs:
                 _ = value.number, value.source(), value.source(narrowing=True)
@@ -45,7 +46,7 @@ class Plan:
                 if value not in needed or value in self.replaced:
                     continue
                 rewrite = self.search.find(value)
-                if rewrite is None:
+                if rewrite is None or self._reads_own_result(rewrite):
                     stays = True
                     continue
                 self.rewrites.append(rewrite)
@@ -54,6 +55,23 @@ class Plan:
             if stays:
                 needed.update(node.inputs)
         self.reads = {v for rewrite in self.rewrites for v in rewrite.reads}
+
+    def _reads_own_result(self, rewrite: Rewrite) -> bool:
+        """Whether an operand of the call depends on a result of it, which is then a miss."""
+        root, *others = rewrite.results
+        depends, effects = set(others), False
+        for node in self._nodes if others else ():
+            if root in node.outputs:  # operands come before it
+                break
+            is_inner = rewrite.inner.issuperset(node.outputs) and node.outputs
+            affected = effects and node.equation.effects
+            if affected or (not is_inner and not depends.isdisjoint(node.inputs)):
+                depends.update(node.outputs)
+                effects = effects or bool(node.equation.effects)
+        if depends.isdisjoint(rewrite.reads):
+            return False
+        self.search.misses.append(Miss(rewrite.name, root, "an operand depends on another result"))
+        return True
 
     def steps(self, steps: Sequence[Node]) -> Iterator[Node]:
         """The steps, where functions in which something is replaced are a part of the program."""
@@ -64,12 +82,13 @@ class Plan:
                 yield step
 
     def _is_changed(self, call: Node) -> bool:
-        """Whether a call computes what is replaced or read, or has bodies, in which this may be."""
+        """Whether a function computes what is replaced, or what a call of an op reads."""
         inner = {v for step in call.body for v in step.outputs}
+        read_inside = not self.reads.isdisjoint(inner.difference(call.outputs))
         return (
-            not inner.isdisjoint(self.replaced)
-            or not self.reads.isdisjoint(inner.difference(call.outputs))
-            or any(_has_bodies(step) or self._is_changed(step) for step in call.body)
+            read_inside
+            or not inner.isdisjoint(self.replaced)
+            or any(self._is_changed(step) for step in call.body)
         )
 
 
@@ -95,7 +114,10 @@ _WORK = {*_BODIES, "mul", "div", "add", "sub"}
 
 
 def _has_bodies(step: Node) -> bool:
-    return step.equation.primitive.name in _BODIES and not step.body
+    """Whether there are bodies in which something may be replaced."""
+    if step.body:
+        return any(map(_has_bodies, step.body))
+    return step.equation.primitive.name in _BODIES
 
 
 class Settings(NamedTuple):

@@ -71,7 +71,7 @@ class Stored(NamedTuple):
 
 
 def find_tensors(model: str, path: Path, ignored: tuple[str, ...] = ()) -> dict[str, Stored]:
-    """The tensors of a folder, except those whose names end with one of ``ignored``."""
+    """The tensors of a folder, except those named in ``ignored``, with any prefix."""
     files = [WEIGHTS]
     if not (path / WEIGHTS).exists() and (path / INDEX).exists():
         files = _indexed(model, path / INDEX)
@@ -80,7 +80,9 @@ def find_tensors(model: str, path: Path, ignored: tuple[str, ...] = ()) -> dict[
     tensors, others = {}, []
     for file in files:
         with opened_file(model, path / file) as opened:
-            for name in (name for name in opened.keys() if not name.endswith(ignored)):
+            for name in opened.keys():
+                if f".{name}".endswith(tuple(f".{other}" for other in ignored)):
+                    continue
                 tensor = opened.get_slice(name)
                 dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
                 if dtype in DTYPES:

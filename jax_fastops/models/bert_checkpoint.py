@@ -5,7 +5,9 @@
     config, params = bert_checkpoint.load("folder/of/bert-base-uncased")
     hidden, pooled = bert.apply(params, tokens, config, mask=mask)
 
-Needs safetensors, and neither ``transformers`` nor PyTorch.
+Needs safetensors, and neither ``transformers`` nor PyTorch. Without it, the functions raise
+``ImportError``; without the folder or a file of it, ``FileNotFoundError``; and for a configuration
+or parameters of another type, ``TypeError``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ A checkpoint is a folder with ``config.json`` and ``model.safetensors``::
     config, params = decoder_checkpoint.load("folder/of/Llama-3.2-1B")
     hidden = decoder.apply(params, tokens, config)
 
-Needs safetensors, and neither ``transformers`` nor PyTorch.
+Needs safetensors, and neither ``transformers`` nor PyTorch. Without it, the functions raise
+``ImportError``; without the folder or a file of it, ``FileNotFoundError``; and for a configuration
+or parameters of another type, ``TypeError``.
 """
 
 from __future__ import annotations
