@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
@@ -50,7 +51,6 @@ from jax_fastops import (
     residual_rms_norm,
     rms_norm,
 )
-from jax_fastops._arguments import FLOATING, is_epsilon
 
 try:
     from flax import nnx as _flax
@@ -63,8 +63,16 @@ except ImportError as _error:
 
 __all__ = ["BatchNorm", "Dropout", "LayerNorm", "RMSNorm", "dot_product_attention"]
 
+_DTYPES = {"float32", "bfloat16", "float16", "float64"}  # of the ops
+
 
 # ---- when the kernels take a call ----------------------------------------------------------------
+
+
+def _is_epsilon(value) -> bool:
+    """Whether the ops take this epsilon. Flax also takes an array, NaN and negative numbers."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+    return number and 0 <= float(value) < float("inf")
 
 
 class _Operands(NamedTuple):
@@ -91,7 +99,7 @@ def _operands(layer, x, statistics, parameters) -> _Operands | None:
     dtype = jnp.dtype(canonicalize_dtype(x, *parameters, dtype=layer.dtype))
     own = jnp.result_type(x)
     wide = jnp.promote_types(own, dtype)
-    if not {str(d) for d in (given, own, dtype, wide)} <= set(FLOATING):
+    if not {str(d) for d in (given, own, dtype, wide)} <= _DTYPES:
         return None
     if wide.itemsize > given.itemsize:
         # XLA widens as it reads. A kernel would need the wider array in memory.
@@ -253,7 +261,7 @@ def _batch_operands(layer, x, average) -> _Operands | None:
     """The operands for the op, or ``None`` if Flax's code runs."""
     axes = _axes(layer.axis, x.ndim)
     across = not average and layer.axis_name is not None
-    if len(axes) != 1 or not is_epsilon(layer.epsilon):
+    if len(axes) != 1 or not _is_epsilon(layer.epsilon):
         return None
     if not 0 <= axes[0] < x.ndim or (across and layer.axis_index_groups is not None):
         return None
@@ -315,7 +323,7 @@ def _next_key(layer, x, deterministic: bool | None = None, rngs: Any = None):
     known = isinstance(rngs, (_flax.Rngs, _flax.RngStream, jax.Array))
     if deterministic or deterministic is None or layer.broadcast_dims or not known:
         return None
-    if not 0 < layer.rate < 1 or str(jnp.result_type(x)) not in FLOATING:
+    if not 0 < layer.rate < 1 or str(jnp.result_type(x)) not in _DTYPES:
         return None
     rngs = rngs[layer.rng_collection] if isinstance(rngs, _flax.Rngs) else rngs
     return rngs if isinstance(rngs, jax.Array) else rngs()
@@ -368,7 +376,7 @@ def _row_norm(layer, flax_call, x, mask, residual, return_sum: bool, drop):
 def _row_operands(layer, x) -> _Operands | None:
     """The operands for the op, or ``None`` if Flax's code runs."""
     rank = np.ndim(x)
-    if rank == 0 or layer.axis_name is not None or not is_epsilon(layer.epsilon):
+    if rank == 0 or layer.axis_name is not None or not _is_epsilon(layer.epsilon):
         return None
     if not all(_axes(a, rank) == (rank - 1,) for a in (layer.reduction_axes, layer.feature_axes)):
         return None
