@@ -47,8 +47,6 @@ import jax_fastops as fo
 from jax_fastops.autofuse import RULES, Rule, _pattern, _patterns, _value
 from jax_fastops.autofuse._pattern_rule import PatternRule
 
-pytestmark = pytest.mark.jax
-
 
 @pytest.fixture(autouse=True)
 def native():
@@ -89,6 +87,7 @@ def run(f, args, compiled=True):
 RUNNABLE = [name for name in PROGRAMS if not (JAX_0_8 and name == "linear loss in bfloat16")]
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_programs(name):
     f, args, patterns = PROGRAMS[name]
@@ -224,6 +223,7 @@ def test_other_windows_and_moves(f):
     assert names(f, X) == []
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(
     "window, strides", [((1, 3, 3, 1), (1, 2, 2, 1)), ((2, 1, 1, 4), (2, 1, 1, 4))]
 )
@@ -332,6 +332,7 @@ def test_what_is_dropped_and_used_elsewhere_is_computed_once(f, calls):
     close(run(lambda x: fused(x, key), (X,)), run(by_hand, (X,)), 5e-5)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("name", DROPOUT)
 def test_dropout(name):
     f, pattern = DROPOUT[name]
@@ -374,6 +375,7 @@ def test_dropout_that_scales_in_a_wider_dtype():
     assert names(fo.autofuse(f, dropout=True), X, key) == ["dropout"]
 
 
+@pytest.mark.jax
 def test_a_rule_of_its_own_stays():
     @jax.custom_jvp
     def relu(x):
@@ -390,6 +392,7 @@ def test_a_rule_of_its_own_stays():
         close(run(fo.autofuse(f), (X,)), run(f, (X,)), 2e-5)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("kind", [jax.custom_jvp, jax.custom_vjp])
 def test_a_pattern_in_a_function_with_a_rule_is_replaced_only_without_a_gradient(kind):
     function = kind(lambda x: rms(x, B))
@@ -441,6 +444,7 @@ def _scaled_through_a_ref(x):
     return _normalized(x, 0, scale)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(
     "f",
     [
@@ -460,6 +464,7 @@ def test_an_operand_that_depends_on_a_result(f):
     close(jax.jit(fo.autofuse(f))(x), jax.jit(f)(x), 2e-5)
 
 
+@pytest.mark.jax
 def test_a_jitted_function_in_which_nothing_is_replaced_stays():
     """Its bodies are looked into."""
 
@@ -514,6 +519,7 @@ WRAPPERS = {
 FUNCTIONS = {"softmax": softmax, "gelu": jax.nn.gelu, "rms": lambda x: rms(x, B[: x.shape[-1]])}
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_inside_and_outside(wrap, name):
@@ -526,6 +532,7 @@ def test_inside_and_outside(wrap, name):
     assert not forward or targets_of(lambda x: wrap(fo.autofuse(f))(x), X)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("wrap", ["jit", "checkpoint", "scan", "cond"])
 def test_bodies_are_replaced(wrap):
     programs = {
@@ -538,6 +545,7 @@ def test_bodies_are_replaced(wrap):
     assert targets_of(lambda x: fo.autofuse(programs[wrap])(x), X) == ["softmax"]
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_meshes(axis_type):
     if len(jax.devices()) < 4:
@@ -584,6 +592,7 @@ def test_a_part_of_what_stays_is_not_replaced():
     assert "batch_norm + relu" in [m.pattern for m in report.missed]
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("mapped", ["vmap", "shard_map"])
 def test_statistics_of_all_devices(mapped):
     """A mean over an axis with a name is over more than the array has."""
@@ -620,6 +629,7 @@ def test_what_is_not_an_array_passes():
     assert not fo.autofuse.report(lambda x: None)(X).replaced
 
 
+@pytest.mark.jax
 def test_effects_are_kept(capfd):
     def f(x):
         jax.debug.print("sum {}", jnp.sum(x * x) * 0)
@@ -884,6 +894,7 @@ def test_linear_losses_with_a_bias_of_minus_inf(form, reduce, no_class):
         close(run(fo.autofuse(f), (X, W)), run(f, (X, W)), of_products(2e-5))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("form", LOSSES)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_gradients_of_linear_losses(form, dtype):
@@ -1362,6 +1373,7 @@ def merged_into_rows(x, bias, heads):
     return x.transpose(0, 2, 1, 3).reshape(x.shape[2], -1)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("batch, length, heads", [(1, 6, 4), (2, 6, 1), (2, 1, 4), (1, 1, 1)])
 @pytest.mark.parametrize("f", [heads_of, queries_keys_values, sliced, merged])
 def test_heads_with_axes_of_size_1(f, batch, length, heads):
@@ -1449,6 +1461,7 @@ def plain(name):
         return jaxpr_as_fun(jax.make_jaxpr(f)(*args)), args, found
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(
     "state", [pytest.param(s, marks=[pytest.mark.slow] * (s == "leaks")) for s in STATES]
 )

@@ -29,8 +29,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_fastops as fo
 
-pytestmark = pytest.mark.jax
-
 
 @pytest.fixture(autouse=True)
 def no_smaller_failures(monkeypatch):
