@@ -232,7 +232,10 @@ _DROPOUT_OP = Op(
 )
 
 
-def softmax_of(name: str, x, axis, where, scale, drop: Drop | None = None) -> Any:
+def softmax_of(
+    name: str, x: Any, axis: Any, where: Any, scale: Any, drop: Drop | None = None
+) -> Any:
+    """Checks the arguments of ``softmax`` or ``log_softmax``, and computes it."""
     given = {"x": x} | ({} if where is None else {"where": where})
     x, *rest = as_arrays(name, **given)
     (x,) = map(not_weak, same_floating_dtype(name, [x], ["x"]))
