@@ -28,13 +28,14 @@ from jax_fastops._arguments import (
 )
 from jax_fastops._attention import Masks, by_softmax
 from jax_fastops._broadcast import add, of_rank
-from jax_fastops._random import Drop, drop_of
+from jax_fastops._random import drop_of
 from jax_fastops._registry import example, register
 from jax_fastops._settings import own_code
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import merge_last
 from jax_fastops.heads import merge_heads, split_qkv_heads
 
+_LARGEST = 2**31 - 1  # of int32
 _SIZES = {"b": (4, 2), "t": (128, 9), "m": (4, 3), "h": (64, 5)}
 register(
     "attention",
@@ -167,7 +168,8 @@ def attention(
         return_residual=return_residual,
         segment_ids=segment_ids,
         max_segments=max_segments,
-        drop=drop_of(op, "dropout_key", dropout_key, "dropout_rate", dropout_rate),
+        dropout_key=dropout_key,
+        dropout_rate=dropout_rate,
         deterministic=deterministic,
     )
     results = [x if batched or x is None else jnp.squeeze(x, 0) for x in (y, sums)]
@@ -274,7 +276,8 @@ def qkv_attention(
         return_residual=return_residual,
         segment_ids=segment_ids,
         max_segments=max_segments,
-        drop=drop_of(op, "dropout_key", dropout_key, "dropout_rate", dropout_rate),
+        dropout_key=dropout_key,
+        dropout_rate=dropout_rate,
         deterministic=deterministic,
     )
     if packed:
@@ -293,8 +296,6 @@ def qkv_attention(
         y = merge_last(y)
     return (y, sums) if return_residual else y
 
-
-_LARGEST = 2**31 - 1
 
 # ---- checks --------------------------------------------------------------------------------------
 
@@ -315,7 +316,8 @@ def _attend(
     return_residual,
     segment_ids,
     max_segments,
-    drop: Drop | None,
+    dropout_key,
+    dropout_rate,
     deterministic,
     layout: str = "btnh",
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -353,7 +355,7 @@ def _attend(
         bias,
         masks.merged(queries, keys),
         scale=scale,
-        drop=drop,
+        drop=drop_of(op, "dropout_key", dropout_key, "dropout_rate", dropout_rate),
         layout=layout,
         residual=bool(return_residual),
     )

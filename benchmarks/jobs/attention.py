@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cases import DROP_RATE, fo, functional
+from benchmarks.cases import DROP_RATE, fo, functional, plain_dropout
 from benchmarks.processes import jax_calls, timed, torch_wait
 from benchmarks.programs import temp_bytes
 
@@ -85,9 +85,7 @@ def _dropped(q, k, v, key):
     """Attention with dropout as it is written in plain JAX."""
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(scores * q.shape[-1] ** -0.5).astype(q.dtype)
-    keep = jax.random.bernoulli(key, 1 - DROP_RATE, weights.shape)
-    weights = jnp.where(keep, weights / (1 - DROP_RATE), jnp.zeros((), q.dtype))
-    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+    return jnp.einsum("bnts,bsnh->btnh", plain_dropout(weights, key), v)
 
 
 def _of_torch(options, shape, kind: str, lengths) -> dict:

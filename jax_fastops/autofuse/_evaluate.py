@@ -36,6 +36,7 @@ class Plan:
         self.rule = settings.rule
         self.derivative = _derivative(graph) if settings.observe is not None else None
         self._nodes = graph.nodes
+        self._positions = {node: i for i, node in enumerate(graph.nodes)}
         for node in graph.nodes:  # in order, because a value depends on those before it
             for value in node.outputs:
                 _ = value.number, value.source(), value.source(narrowing=True)
@@ -59,10 +60,12 @@ class Plan:
     def _reads_own_result(self, rewrite: Rewrite) -> bool:
         """Whether an operand of the call depends on a result of it, which is then a miss."""
         root, *others = rewrite.results
+        if not others:
+            return False
         depends, effects = set(others), False
-        for node in self._nodes if others else ():
-            if root in node.outputs:  # operands come before it
-                break
+        # What depends on the others comes after them, and operands come before the root.
+        first = min(self._positions.get(v.node, 0) for v in others)
+        for node in self._nodes[first : self._positions[root.node]]:
             is_inner = rewrite.inner.issuperset(node.outputs) and node.outputs
             affected = effects and node.equation.effects
             if affected or (not is_inner and not depends.isdisjoint(node.inputs)):
