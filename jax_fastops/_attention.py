@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
-from jax_fastops._dispatch import lowering_platform
-from jax_fastops._random import Drop
+from jax_fastops import _cudnn
+from jax_fastops._dispatch import Refused, Request, lowering_platform, size_in_bytes
+from jax_fastops._op import Op
+from jax_fastops._random import Drop, kept, row_seeds
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import merge, split
 from jax_fastops.softmax import softmax_of
@@ -76,11 +78,12 @@ def by_softmax(
     where: Any,
     *,
     scale: float,
-    drop: Drop | None,
+    drop: Drop | None = None,
+    keep: Any = None,
     layout: str = "btnh",
     residual: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The result of attention in ``layout``, and the logarithms of the sums ``[b, t, n]``.
+    """The result of attention in ``layout``, and the logarithms of the sums ``[b, n, t]``.
 
     Args:
       query: array in ``layout``.
@@ -90,6 +93,7 @@ def by_softmax(
       where: which scores count: likewise.
       scale: of the scores.
       drop: the dropout of the weights.
+      keep: in its place, an array ``[b, n, t, s]`` by which weights are multiplied.
       layout: ``"btnh"`` or ``"bnth"``.
       residual: whether the logarithms of the sums are needed.
     """
@@ -105,14 +109,16 @@ def by_softmax(
     scores = _scores(query, key, f"{of_query},{of_key}->{of_scores}")
     if bias is not None:
         scores, scale = scores * scale + bias.astype(scores.dtype), 1.0
-    weights = softmax_of("softmax", scores, -1, where, scale, drop).astype(value.dtype)
+    weights = softmax_of("softmax", scores, -1, where, scale, drop)
+    if keep is not None:
+        weights = weights * (keep if heads == "n" else _split_heads(keep, 1, kv_heads))
+    weights = weights.astype(value.dtype)
     y = jnp.einsum(f"{of_scores},{of_key}->{of_query}", weights, value)
     y = y if heads == "n" else merge(y, axis)
     if not residual:
         return y, None
-    sums = _log_sums(jax.lax.stop_gradient(scores) * scale, where).astype(y.dtype)
-    sums = sums if heads == "n" else merge(sums, 1)
-    return y, jnp.swapaxes(sums, 1, 2)
+    sums = _log_sums(jax.lax.stop_gradient(scores) * scale, where)
+    return y, sums if heads == "n" else merge(sums, 1)
 
 
 def _log_sums(scores, where) -> jax.Array:
@@ -128,3 +134,394 @@ def _split_heads(x, axis: int, kv_heads: int):
     """The heads of queries at ``axis`` as heads of keys, and the queries of each."""
     sizes = (1, 1) if x.shape[axis] == 1 else (kv_heads, x.shape[axis] // kv_heads)
     return split(x, axis, sizes)
+
+
+# ---- the op: attention by cuDNN ------------------------------------------------------------------
+# Heads are in groups: queries [..., t, k, g, h], keys and values [..., s, k, h]; or all of them in
+# one array [..., t, 3, k, h]. What masks have in common with scores: [..., k, g, t, s].
+
+_LOWEST = -1e30  # of a bias in place of a mask: finite, so that a row without keys has no NaN
+
+
+def _masks(mask, q_lengths, kv_lengths, q_ids, kv_ids, causal: bool, window) -> Masks:
+    """The masks of an example, from the operands of the op without other leading dimensions."""
+
+    def whole(lengths):
+        return None if lengths is None else lengths[..., 0]
+
+    ids = None if q_ids is None else (q_ids[:, 0], kv_ids[:, 0])
+    if mask is not None:
+        mask = _merged_heads(mask)
+    return Masks(mask, causal, window, whole(q_lengths), whole(kv_lengths), ids)
+
+
+def _merged_heads(x):
+    """``[b, k, g, t, s]`` with one dimension of heads, as large as needed."""
+    if x.shape[1] == 1 and x.shape[2] > 1:
+        return x[:, 0]
+    return merge(x, 1)
+
+
+def _over_leading(function):
+    """``function`` of operands with one leading dimension, for any number of them."""
+
+    def mapped(query, *rest, rank: int):
+        if query.ndim == rank:
+            return function(query, *rest)
+        size = query.shape[0]
+        axes = [None if x is None or x.shape[0] != size else 0 for x in rest]
+        rest = [x if x is None or a == 0 else x[0] for x, a in zip(rest, axes, strict=True)]
+        inner = functools.partial(mapped, rank=rank)
+        return jax.vmap(inner, in_axes=(0, *axes))(query, *rest)
+
+    return functools.partial(mapped, rank=5)
+
+
+def _parts(query, key, value):
+    """Queries, keys and values with one dimension of heads, and the heads of keys."""
+    if key is None:
+        k = query.shape[-2]
+        return *(query[:, :, i] for i in range(3)), k
+    return merge(query, 2), key, value, key.shape[-2]
+
+
+def _reference(
+    query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, words, **options
+):
+    """The op by a softmax, with the masks of cuDNN's dropout where cuDNN takes such calls."""
+    keep = None
+    if words is not None:
+        masks = (mask, q_lengths, kv_lengths, q_ids, kv_ids)
+        keep = _kept_weights(query, key, value, bias, *masks, words, **options)
+
+    def example(query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, keep):
+        q, k, v, kv_heads = _parts(query, key, value)
+        masks = _masks(
+            mask, q_lengths, kv_lengths, q_ids, kv_ids, options["causal"], options["window"]
+        )
+        y, sums = by_softmax(
+            q,
+            k,
+            v,
+            None if bias is None else _merged_heads(bias),
+            masks.merged(q.shape[1], k.shape[1]),
+            scale=options["scale"],
+            keep=None if keep is None else _merged_heads(keep) * options["dropout_scale"],
+            residual=True,
+        )
+        sizes = (kv_heads, q.shape[2] // kv_heads)
+        return split(y, 2, sizes), split(cast("jax.Array", sums), 1, sizes)
+
+    return _over_leading(example)(
+        query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, keep
+    )
+
+
+class _View(NamedTuple):
+    """A call as cuDNN sees it."""
+
+    bias: Any
+    q_lengths: Any
+    kv_lengths: Any
+    options: _cudnn.Options
+    some: Any  # which queries [..., k, g, t] have a key, or None: lengths tell it
+
+
+def _view(
+    query, key, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, *, causal, window, scale,
+    dropout_scale, deterministic, threshold,
+) -> _View:  # fmt: skip
+    del threshold
+    packed = key is None
+    queries = query.shape[-4]
+    keys = queries if packed else key.shape[-3]
+    before, after = window or (-1, -1)
+    after = 0 if causal else after
+    # A row of a band may have no keys, unless nothing else takes keys away.
+    band = before < 0 or (queries <= keys and mask is q_ids is kv_lengths is None)
+    inside = mask is not None or q_ids is not None or not band
+    some = None
+    if inside:
+        if mask is not None and q_ids is None and band and mask.shape[-4:-1] == (1, 1, 1):
+            # A mask of keys: an example without any has no queries, and cuDNN skips the last keys.
+            mask = jnp.broadcast_to(mask, (*mask.shape[:-1], keys))
+            flat = mask[..., 0, 0, 0, :]
+            end = jnp.where(flat, jnp.arange(1, keys + 1, dtype=jnp.int32), 0).max(-1)[..., None]
+            kv_lengths = end if kv_lengths is None else jnp.minimum(end, kv_lengths)
+            part = mask
+            if after >= 0:
+                some = _some(mask, causal, window, q_lengths, kv_lengths, queries, keys)
+        else:
+            if q_ids is not None:
+                mine, other = q_ids[..., None, :, None], kv_ids[..., None, None, :]
+                same = (mine == other) & (mine > 0)
+                mask = same if mask is None else mask & same
+            some = _some(mask, causal, window, q_lengths, kv_lengths, queries, keys)
+            part = mask
+            if not band:
+                rows = Masks(causal=causal, window=window).merged(queries, keys)
+                part = rows[0][(None,) * (query.ndim - 4)] if part is None else part & rows[0]
+                part = part if part.ndim == query.ndim + 1 else part[None]
+        part = jnp.broadcast_to(part, (*part.shape[:-1], keys))
+        wide = (bias is not None and bias.dtype != query.dtype) or query.dtype == jnp.float16
+        dtype = jnp.float32 if wide else query.dtype
+        base = jnp.zeros((), dtype) if bias is None else bias.astype(dtype)
+        bias = jnp.where(part, base, jnp.asarray(_LOWEST, dtype))
+    if bias is not None:
+        bias = _of_cudnn(bias, query, key, keys)
+    if not band:
+        before = after = -1
+    rate = 1 - 1 / dropout_scale
+    options = _cudnn.Options(scale, before, after, rate, deterministic)
+    return _View(bias, q_lengths, kv_lengths, options, some)
+
+
+def _some(mask, causal, window, q_lengths, kv_lengths, queries, keys):
+    """Which queries have a key, ``[..., k, g, t]`` broadcast."""
+
+    row = jnp.arange(queries, dtype=jnp.int32)[:, None]
+    column = jnp.arange(keys, dtype=jnp.int32)
+    parts = [] if mask is None else [mask]
+    if causal:
+        parts.append(column <= row)
+    if window is not None:
+        parts.append((row - column <= window[0]) & (column - row <= window[1]))
+    if kv_lengths is not None:
+        parts.append(column < kv_lengths[..., None, None, None])
+    if q_lengths is not None:
+        parts.append(row < q_lengths[..., None, None, None])
+    return functools.reduce(operator.and_, parts).any(-1)
+
+
+def _of_cudnn(bias, query, key, keys: int):
+    """The bias in a shape that cuDNN takes: all heads or one, the whole batch or one."""
+    k, g = (query.shape[-2], 1) if key is None else query.shape[-3:-1]
+    lead, (heads, groups, rows, _) = bias.shape[:-4], bias.shape[-4:]
+    if (heads, groups) not in ((1, 1), (k, g)):
+        heads, groups = k, g
+    if any(size != 1 for size in lead):
+        lead = query.shape[:-4]
+    return jnp.broadcast_to(bias, (*lead, heads, groups, rows, keys))
+
+
+def _select_rows(some, y):
+    """``y`` ``[..., t, k, g, h]``, and 0 in the rows of queries without a key."""
+    if some is None:
+        return y
+    return jnp.where(jnp.moveaxis(some, -1, -3)[..., None], y, jnp.zeros_like(y))
+
+
+def _forward(*args, gradient: bool, **options):
+    query, key, value, *masks, words = args
+    view = _view(query, key, *masks, **options)
+    y, stats = _cudnn.forward(
+        query,
+        key,
+        value,
+        view.bias,
+        view.q_lengths,
+        view.kv_lengths,
+        words,
+        view.options,
+        gradient,
+    )
+    return _select_rows(view.some, y), stats
+
+
+def _backward(residuals, cts, needs_grad, **options):
+    *args, y, stats = residuals
+    query, key, value, *masks, words = args
+    if needs_grad[3]:
+        raise Refused("cuDNN computes no gradient of a bias here")
+    view = _view(query, key, *masks, **options)
+    dy = _select_rows(view.some, cts[0])
+    grads = _cudnn.backward(
+        query,
+        key,
+        value,
+        view.bias,
+        view.q_lengths,
+        view.kv_lengths,
+        words,
+        y,
+        stats,
+        dy,
+        view.options,
+    )
+    return *grads, *[None] * (len(args) - len(grads))
+
+
+def _operands(packed: bool) -> str:
+    heads = "... t 3 *k h" if packed else "... t *k g h"
+    s = "t" if packed else "s"
+    small = f"~... *k, ~... *k, ~... *k t, ~... *k {s}, 2"
+    return f"{heads}, ... s *k h, ... s *k h, ~... *k a b c, ~... *k d e f, {small}"
+
+
+def _signature(packed: bool) -> str:
+    g = "1" if packed else "g"
+    return f"{_operands(packed)} -> ... t *k {g} h, ... *k {g} t :acc"
+
+
+_NAMES = {False: "attention", True: "attention_dropout"}
+
+
+def _declare(dropout: bool) -> Op:
+    return Op(
+        _NAMES[dropout],
+        _signature(packed=False),
+        _reference,
+        family="attention",
+        kernels=(_cudnn.FORWARD, _cudnn.BACKWARD),
+        forward=functools.partial(_forward, gradient=False),
+        forward_saving=functools.partial(_forward, gradient=True),
+        residuals=lambda args, outs, saved: (*args, *outs),
+        backward=_backward,
+        data=range(4, 10),
+        independent=not dropout,
+    )
+
+
+_OPS = {dropout: _declare(dropout) for dropout in (False, True)}
+
+
+# ---- the dropout's masks for derivatives that no kernel computes ---------------------------------
+
+
+def _kept_by_cudnn(
+    query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, words, **options
+):
+    del value
+    view = _view(query, key, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, **options)
+    found = _cudnn.keep(query, key, view.bias, view.q_lengths, view.kv_lengths, words, view.options)
+    return found.astype(query.dtype)
+
+
+def _kept_by_philox(query, key, *masks, threshold, **options):
+    del options
+    packed = key is None
+    k, g = (query.shape[-2], 1) if packed else query.shape[-3:-1]
+    queries, keys = query.shape[-4], (query if packed else key).shape[-4 if packed else -3]
+    seeds = row_seeds(masks[-1], (*query.shape[:-4], k, g, queries, keys))
+    return kept(seeds, keys, threshold).astype(query.dtype)
+
+
+_KEEP = Op(
+    "attention_keep",
+    f"{_operands(packed=False)} -> ... *k g t s",
+    _kept_by_philox,
+    family="attention",
+    kernels=(_cudnn.FORWARD, _cudnn.BACKWARD),
+    forward=_kept_by_cudnn,
+    data=range(10),
+    independent=False,
+)
+
+
+def _kept_weights(query, key, *rest, **options):
+    """Which weights ``[..., k, g, t, s]`` the dropout of a call keeps, as numbers."""
+    arrays = [None if x is None else jax.lax.stop_gradient(x) for x in (query, key, *rest)]
+    packed = key is None
+    signature = f"{_operands(packed)} -> ... *k {'1 t t' if packed else 'g t s'}"
+    request = Request("native", "attention", str(query.dtype), (("bytes", 0),))
+    return _KEEP.bind(request, *arrays, signature=signature, **options)
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+class Attend(NamedTuple):
+    """What a call of attention is, but for its heads."""
+
+    scale: float
+    bias: Any
+    masks: Masks
+    drop: Drop | None
+    deterministic: bool
+    residual: bool  # whether the logarithms of the sums are needed
+
+    def by_softmax(self, query, key, value, layout: str = "btnh"):
+        queries, keys = (x.shape[layout.index("t")] for x in (query, key))
+        return by_softmax(
+            query,
+            key,
+            value,
+            self.bias,
+            self.masks.merged(queries, keys),
+            scale=self.scale,
+            drop=self.drop,
+            layout=layout,
+            residual=self.residual,
+        )
+
+    def __call__(self, query, key=None, value=None, *, size: int, view=None, otherwise=None):
+        """The result, and the logarithms of the sums ``[b, n, t]``.
+
+        The result is ``[b, t, n, h]``, and ``[b, t, n * h]`` for an array of all heads.
+
+        Args:
+          query: ``[b, t, n, h]``; or an array of all heads, without ``key`` and ``value``.
+          key: ``[b, s, k, h]``.
+          value: likewise.
+          size: that of a head.
+          view: ``view(query)`` is the array of all heads as ``[b, t, 3, k, h]`` and two ``None``,
+            or queries, keys and values.
+          otherwise: ``otherwise(self, query)`` computes both from the array of all heads, without
+            cuDNN.
+        """
+        masks, drop = self.masks, self.drop
+        op = _OPS[drop is not None]
+        options = dict(
+            causal=masks.causal,
+            window=masks.window,
+            scale=self.scale,
+            threshold=2**16 if drop is None else drop.threshold,
+            dropout_scale=1.0 if drop is None else drop.scale,
+            deterministic=self.deterministic,
+        )
+
+        def native(request, query, key, value, bias, mask, *rest):
+            whole = view is not None
+            if view is not None:
+                query, key, value = view(query)
+            packed = key is None
+            kv_heads = query.shape[3] if packed else key.shape[2]
+            if not packed:
+                query = split(query, 2, (kv_heads, query.shape[2] // kv_heads))
+            bias, mask = (x if x is None else _split_heads(x, 1, kv_heads) for x in (bias, mask))
+            *small, words = rest
+            small = [x if x is None else x[:, None] for x in small]
+            operands = (query, key, value, bias, mask, *small, words)
+            y, sums = op.bind(request, *operands, signature=_signature(packed), **options)
+            return merge(y, 2, 2 + whole), merge(sums, 1)
+
+        def reference(query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, words):
+            segments = None if q_ids is None else (q_ids, kv_ids)
+            given = masks._replace(
+                mask=mask, query_lengths=q_lengths, key_lengths=kv_lengths, segments=segments
+            )
+            dropped = None if drop is None else drop._replace(words=words)
+            call = self._replace(bias=bias, masks=given, drop=dropped)
+            if otherwise is not None:
+                return otherwise(call, query)
+            return call.by_softmax(query, key, value)
+
+        limit = _cudnn.limit(query, size, self.bias)
+        if drop is not None and drop.threshold == 0:
+            limit = "every weight is dropped"
+        return op(
+            query,
+            key,
+            value,
+            self.bias,
+            masks.mask,
+            masks.query_lengths,
+            masks.key_lengths,
+            *(masks.segments or (None, None)),
+            None if drop is None else drop.words,
+            entry="attention",
+            features={"row_bytes": size_in_bytes((query.shape[1],), query.dtype)},
+            limit=limit,
+            native=native,
+            otherwise=reference,
+        )

@@ -96,6 +96,7 @@ def _entries(table: list[tuple[str, str, Condition, Condition]]) -> dict[str, Ru
 _CUDA = _entries([
     ("add_relu", "half float64", NEVER, size >= 8 * MB),
     ("add_relu", "float32", NEVER, size >= 16 * MB),
+    ("attention", "half", ALWAYS, ALWAYS),
     ("batch_norm", "half", undivided | (size >= 5 * MB) & (inner_bytes < 128),
      undivided | (size >= 5 * MB) & (inner_bytes < 128)),
     ("batch_norm", "float32", (size >= 16 * MB) & (inner_bytes < 256),

@@ -10,6 +10,7 @@ import pathlib
 import re
 import sys
 import warnings
+from typing import Any
 
 import jax
 import jaxlib
@@ -186,6 +187,18 @@ def workspace(kernel: str, *sizes: int) -> int:
     """The elements of a kernel's workspace, as its sources compute them."""
     module = _modules().get("cpu")
     return module.workspace(kernel, *sizes) if module is not None else 0
+
+
+def attention_plan(**problem: Any) -> tuple[int, str] | None:
+    """The workspace of cuDNN's plan for attention on this process' GPU, and why there is no plan.
+
+    ``None`` in a process without a GPU: programs are compiled for other machines.
+    """
+    try:
+        device = jax.local_devices(backend="cuda")[0].local_hardware_id
+    except RuntimeError:
+        return None
+    return _modules()["cuda"].attention_plan(device=device, **problem)
 
 
 @functools.cache

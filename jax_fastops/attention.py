@@ -26,13 +26,13 @@ from jax_fastops._arguments import (
     real_number,
     same_floating_dtype,
 )
-from jax_fastops._attention import Masks, by_softmax
+from jax_fastops._attention import Attend, Masks
 from jax_fastops._broadcast import add, of_rank
 from jax_fastops._random import drop_of
 from jax_fastops._registry import example, register
 from jax_fastops._settings import own_code
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import merge_last
+from jax_fastops._views import merge_last, split
 from jax_fastops.heads import merge_heads, split_qkv_heads
 
 _LARGEST = 2**31 - 1  # of int32
@@ -154,9 +154,9 @@ def attention(
     _check_heads(op, query.shape[-2], key.shape[-2])
     query, key, value = (of_rank(x, 4) for x in (query, key, value))
     sizes = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    y, sums = _attend(
+    call = _checked(
         op,
-        (query, key, value),
+        query.shape[-1],
         sizes,
         bias,
         mask,
@@ -172,6 +172,8 @@ def attention(
         dropout_rate=dropout_rate,
         deterministic=deterministic,
     )
+    y, sums = call(query, key, value, size=query.shape[-1])
+    sums = _residual(call, sums, sizes, y.dtype) if return_residual else None
     results = [x if batched or x is None else jnp.squeeze(x, 0) for x in (y, sums)]
     return tuple(results) if return_residual else results[0]
 
@@ -280,30 +282,51 @@ def qkv_attention(
         dropout_rate=dropout_rate,
         deterministic=deterministic,
     )
-    if packed:
-        heads = split_qkv_heads(qkv, qkv_bias, num_heads=num_heads, num_kv_heads=kv_heads)
-        y, sums = _attend(op, heads, sizes, bias, mask, layout="bnth", **options)
-        y = merge_heads(y)
-    else:
-        with own_code():
-            if qkv_bias is not None:
-                wide = (
-                    qkv_bias.dtype if qkv_bias.dtype == qkv.dtype else accumulator_dtype(qkv.dtype)
-                )
-                qkv = add(qkv, of_rank(qkv_bias.astype(wide), qkv.ndim))
-            heads = [jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2)]
-        y, sums = _attend(op, heads, sizes, bias, mask, **options)
-        y = merge_last(y)
+    size = qkv.shape[-1] // (parts if packed else 1)
+    call = _checked(op, size, sizes, bias, mask, **options)
+
+    def biased(qkv):
+        if qkv_bias is None:
+            return qkv
+        wide = qkv_bias.dtype if qkv_bias.dtype == qkv.dtype else accumulator_dtype(qkv.dtype)
+        return add(qkv, of_rank(qkv_bias.astype(wide), qkv.ndim))
+
+    def view(qkv):
+        qkv = biased(qkv)
+        if num_heads == kv_heads:
+            return (split(qkv, 2, (3, num_heads, size)) if packed else qkv), None, None
+        heads = split(qkv, 2, (parts, size))
+        return jnp.split(heads, (num_heads, num_heads + kv_heads), axis=2)
+
+    def by_softmax(call, qkv):
+        if packed:
+            heads = split_qkv_heads(qkv, qkv_bias, num_heads=num_heads, num_kv_heads=kv_heads)
+            y, sums = call.by_softmax(*heads, layout="bnth")
+            return merge_heads(y), sums
+        heads = (jnp.squeeze(part, 2) for part in jnp.split(biased(qkv), 3, axis=2))
+        y, sums = call.by_softmax(*heads)
+        return merge_last(y), sums
+
+    y, sums = call(qkv, size=size, view=view, otherwise=by_softmax)
+    sums = _residual(call, sums, sizes, y.dtype) if return_residual else None
     return (y, sums) if return_residual else y
 
 
 # ---- checks --------------------------------------------------------------------------------------
 
 
+def _residual(call: Attend, sums, sizes: tuple, dtype) -> jax.Array:
+    """The logarithms of the sums ``[batch, queries, heads]``, -inf for a query without keys."""
+    where = call.masks.merged(*sizes[2:])
+    if where is not None:
+        sums = jnp.where(where.any(-1), sums, -jnp.inf)
+    return jnp.swapaxes(sums, 1, 2).astype(dtype)
+
+
 @own_code()
-def _attend(
+def _checked(
     op: str,
-    heads: Sequence[jax.Array],
+    size: int,
     sizes: tuple,
     bias,
     mask,
@@ -319,9 +342,8 @@ def _attend(
     dropout_key,
     dropout_rate,
     deterministic,
-    layout: str = "btnh",
-) -> tuple[jax.Array, jax.Array | None]:
-    """Checks what does not depend on the layout, then computes.
+) -> Attend:
+    """Checks all arguments but the heads.
 
     ``sizes`` are batch, heads, queries and keys. They say what masks must broadcast to.
     """
@@ -331,8 +353,6 @@ def _attend(
             raise TypeError(f"{op}: {name} is {flag!r}; it must be True or False")
     if max_segments is not None and integer(op, "max_segments", max_segments) < 1:
         raise ValueError(f"{op}: max_segments is {max_segments}; it must be at least 1")
-    query, key, value = heads
-    size = query.shape[-1]
     scale = (
         1 / math.sqrt(max(size, 1))
         if scale is None
@@ -347,17 +367,13 @@ def _attend(
         key_lengths=_lengths(op, "key_value_seq_lengths", key_value_seq_lengths, batch),
         segments=_segments(op, segment_ids, batch, queries, keys),
     )
-    bias = _broadcastable(op, "bias", bias, sizes, FLOATING)
-    return by_softmax(
-        query,
-        key,
-        value,
-        bias,
-        masks.merged(queries, keys),
-        scale=scale,
-        drop=drop_of(op, "dropout_key", dropout_key, "dropout_rate", dropout_rate),
-        layout=layout,
-        residual=bool(return_residual),
+    return Attend(
+        scale,
+        _broadcastable(op, "bias", bias, sizes, FLOATING),
+        masks,
+        drop_of(op, "dropout_key", dropout_key, "dropout_rate", dropout_rate),
+        bool(deterministic),
+        bool(return_residual),
     )
 
 

@@ -1,0 +1,293 @@
+"""Attention by cuDNN: its kernels, and what they take.
+
+cuDNN computes attention without an array of scores, forward and backward. The kernels read queries,
+keys and values from one array or from three, and write their gradients likewise. Names of
+dimensions: ``t`` queries, ``s`` keys, ``k`` heads of keys, ``g`` heads of queries for each of them,
+``h`` the size of a head.
+
+The masks of cuDNN's dropout depend on its seed and on the shapes of a call. :func:`keep` reads them
+from a call whose weights are all equal, so that derivatives that no kernel computes take the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastops import _native
+from jax_fastops._dispatch import Refused
+from jax_fastops._kernel import Kernel, partitions, without_large_copies
+from jax_fastops._random import row_seeds
+
+_ATTRIBUTES = dict(before=np.int64, after=np.int64, scale=np.float64, rate=np.float64)
+_OPERANDS = (
+    "bias?: ~... *k a b s :acc?, q_lengths?: ... *k :int32, kv_lengths?: ... *k :int32, "
+    "seeds?: ... *k g 4 :uint32"
+)
+_Y, _STATS, _WORKSPACE = "... t *k g h", "... *k g t :acc", "... *k w :uint8"
+_HEADS = "query: ... t *k g h, key?: ... s *k h, value?: ... s *k h"
+
+FORWARD = Kernel.declare(
+    "attention",
+    f"{_HEADS}, {_OPERANDS} -> y: {_Y}, stats: {_STATS}, workspace: {_WORKSPACE}",
+    **_ATTRIBUTES,
+)
+BACKWARD = Kernel.declare(
+    "attention_bwd",
+    f"{_HEADS}, {_OPERANDS}, y: {_Y}, stats: {_STATS}, dy: {_Y} -> dquery: ... t *k g h, "
+    f"dkey?: ... s *k h, dvalue?: ... s *k h, workspace: {_WORKSPACE}",
+    **_ATTRIBUTES,
+    deterministic=np.bool_,
+)
+
+
+@functools.cache
+def _packed(kernel: Kernel) -> Kernel:
+    """The kernel for queries, keys and values in one array."""
+    whole, y = "... t p=3 *k h", "... t *k g=1 h"
+    slots = dict(
+        query=whole,
+        bias="~... *k a b t",
+        q_lengths="... *k",
+        kv_lengths="... *k",
+        seeds="... *k g=1 4",
+        y=y,
+        dy=y,
+        stats="... *k g=1 t",
+        dquery=whole,
+        workspace="... *k w",
+    )
+    names = {s.name for s in kernel.signature.operands + kernel.signature.results}
+    return kernel.with_dimensions(**{n: slot for n, slot in slots.items() if n in names})
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a call of attention is, but for its arrays.
+
+    ``before`` and ``after`` are the numbers of keys before and after the position of a query that
+    count, -1 for all. ``rate`` is that of the dropout.
+    """
+
+    scale: float
+    before: int = -1
+    after: int = -1
+    rate: float = 0.0
+    deterministic: bool = False
+
+
+def limit(query, size: int, bias) -> str | None:
+    """Why cuDNN cannot take heads of a size, in an array like ``query``."""
+    if str(query.dtype) not in ("bfloat16", "float16"):
+        return f"cuDNN takes bfloat16 and float16, not {query.dtype}"
+    if bias is not None and str(bias.dtype) not in (str(query.dtype), "float32"):
+        return f"cuDNN takes no bias of {bias.dtype} here"
+    if not all(isinstance(d, int) for d in query.shape) or 0 in query.shape:
+        return "a size is symbolic or 0"
+    if size % 8 or size > 256:
+        return f"cuDNN takes heads of a multiple of 8 up to 256, not of {size}"
+    return None
+
+
+def _sizes(query, key) -> dict[str, Any]:
+    """The sizes of the problem that the kernel sees on one device."""
+    if key is None:
+        t, _, k, h = query.shape[-4:]
+        g, s, lead = 1, t, query.shape[:-4]
+    else:
+        t, k, g, h = query.shape[-4:]
+        s, lead = key.shape[-3], query.shape[:-4]
+    return dict(batch=int(np.prod(lead)), heads=k * g, kv_heads=k, queries=t, keys=s, size=h)
+
+
+def _workspace(query, key, bias, lengths: bool, options: Options, gradient: bool) -> int:
+    """Bytes of workspace for an example and a head of keys, in calls of both directions.
+
+    Raises ``Refused`` if cuDNN has no plan for the forward, or with ``gradient`` for one of both.
+    """
+    sizes = _sizes(query, key)
+    heads, t, s, h = (sizes[name] for name in ("heads", "queries", "keys", "size"))
+    groups = heads // sizes["kv_heads"]
+    rows, columns = -(-t // 128) * 128, -(-s // 128) * 128
+    # A gradient of the queries and a sum for each row in float32, and each head's gradients of keys
+    # and values where heads share them.
+    most = groups * rows * (4 * h + 8) + (groups > 1) * 4 * groups * columns * h + 1024
+    if options.deterministic:
+        most += groups * rows * columns * 2
+    most = most if gradient else 1024
+    shape = (0, 0, 0)
+    if bias is not None:
+        *lead, k, g, b, _ = bias.shape
+        shape = (int(np.prod(lead)), k * g, b)
+    cells = sizes["batch"] * sizes["kv_heads"]
+    for backward in (False, True)[: 1 + gradient]:
+        found = _native.attention_plan(
+            dtype=str(query.dtype),
+            **sizes,
+            packed=key is None,
+            bias_batch=shape[0],
+            bias_heads=shape[1],
+            bias_rows=shape[2],
+            wide_bias=bias is not None and bias.dtype != query.dtype,
+            lengths=lengths,
+            backward=backward,
+            **dataclasses.asdict(options),
+        )
+        if found is None:  # no device: the plan is found where the program runs
+            continue
+        needed, problem = found
+        if problem:
+            raise Refused(problem)
+        most = max(most, -(-needed // cells))
+    return -(-most // 256) * 256
+
+
+def _arrays(query, key, value, bias, q_lengths, kv_lengths) -> dict:
+    """The operands that the kernels of both directions have in common, but for the seeds."""
+    k = query.shape[-2] if key is None else key.shape[-2]
+
+    def full(lengths):
+        if lengths is None:
+            return None
+        return jnp.broadcast_to(lengths, (*query.shape[:-4], k)).astype(jnp.int32)
+
+    return dict(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        q_lengths=full(q_lengths),
+        kv_lengths=full(kv_lengths),
+    )
+
+
+def _numbers(arrays: dict, options: Options, gradient: bool) -> dict:
+    """The attributes that the kernels of both directions have in common, and the workspace."""
+    query, key, bias = (arrays[name] for name in ("query", "key", "bias"))
+    lengths = arrays["q_lengths"] is not None or arrays["kv_lengths"] is not None
+    return dict(
+        before=options.before,
+        after=options.after,
+        scale=options.scale,
+        rate=options.rate,
+        w=_workspace(query, key, bias, lengths, options, gradient),
+    )
+
+
+def _seeds(words, query, packed: bool):
+    """A seed for each head of queries."""
+    if words is None:
+        return None
+    if partitions() > 1:
+        # The masks of cuDNN depend on what a device has, which XLA may choose anew backward.
+        raise Refused("cuDNN's dropout needs a program for one device, or shard_map")
+    k, groups = (query.shape[-2], 1) if packed else query.shape[-3:-1]
+    return row_seeds(words, (*query.shape[:-4], k, groups, 1))
+
+
+def _of_same_key(run):
+    """``run(seeds, *arrays)``, under ``vmap`` as one call if each example has its seeds.
+
+    Otherwise there is one call per example: the masks of a call depend on its shape, and examples
+    of one key have the same masks.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def one(seeds, *arrays):
+        return run(seeds, *arrays)
+
+    @one.def_vmap
+    def _(axis_size, mapped, seeds, *arrays):
+        del axis_size
+        axes = [0 if m else None for m in mapped]
+        if mapped[0]:
+            outs = _of_same_key(jax.vmap(run, in_axes=axes))(seeds, *arrays)
+        else:
+            moving = [x for x, m in zip(arrays, mapped[1:], strict=True) if m]
+
+            def example(moving):
+                rest = iter(moving)
+                chosen = [next(rest) if m else x for x, m in zip(arrays, mapped[1:], strict=True)]
+                return one(seeds, *chosen)
+
+            outs = jax.lax.map(example, moving)
+        return outs, jax.tree.map(lambda _: True, outs)
+
+    return one
+
+
+def _emit(kernel: Kernel, seeds, arrays: dict, numbers: dict) -> tuple:
+    """The results of a call, but for the workspace. ``arrays`` and ``seeds`` are its operands."""
+    if arrays["key"] is None:
+        kernel = _packed(kernel)
+        arrays = {n: x for n, x in arrays.items() if n not in ("key", "value")}
+    names = [name for name, x in arrays.items() if x is not None]
+
+    def run(seeds, *values):
+        call = kernel.of(**dict(zip(names, values, strict=True)), seeds=seeds, **numbers)
+        results = without_large_copies(call)()._asdict()
+        return tuple(results[name] for name in results if name != "workspace")
+
+    values = [arrays[name] for name in names]
+    return run(None, *values) if seeds is None else _of_same_key(run)(seeds, *values)
+
+
+def forward(query, key, value, bias, q_lengths, kv_lengths, words, options: Options, gradient):
+    """The result ``[..., t, k, g, h]`` and its logarithms of sums ``[..., k, g, t]``.
+
+    ``query`` may be an array ``[..., t, 3, k, h]`` of all three, with ``None`` for the others.
+    Lengths are ``[..., 1]``. ``gradient`` says whether :func:`backward` may follow.
+    """
+    seeds = _seeds(words, query, key is None)
+    arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths)
+    # With dropout, either both directions take cuDNN or none: no other code has its masks.
+    numbers = _numbers(arrays, options, gradient or seeds is not None)
+    return _emit(FORWARD, seeds, arrays, numbers)
+
+
+def backward(
+    query, key, value, bias, q_lengths, kv_lengths, words, y, stats, dy, options: Options
+) -> tuple:
+    """The gradients of the arrays, one or three."""
+    seeds = _seeds(words, query, key is None)
+    arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths)
+    numbers = _numbers(arrays, options, True) | dict(deterministic=options.deterministic)
+    if key is not None:
+        numbers |= dict(dkey=True, dvalue=True)
+    return _emit(BACKWARD, seeds, arrays | dict(y=y, stats=stats, dy=dy), numbers)
+
+
+def keep(query, key, bias, q_lengths, kv_lengths, words, options: Options):
+    """Which weights ``[..., k, g, t, s]`` the dropout of a call keeps, of those that count.
+
+    Queries and bias are 0, so that the weights of a row are equal, and the values are rows of
+    identity matrices: a result is not 0 where its weight is kept.
+    """
+    bias = None if bias is None else jnp.zeros_like(bias)
+    size = query.shape[-1]
+    if key is None:
+        length, k = query.shape[-4], query.shape[-2]
+        rows = jnp.zeros_like(query)
+    else:
+        length, k = key.shape[-3], key.shape[-2]
+        rows = jnp.zeros_like(key)
+    lead = query.shape[:-4]
+    options = dataclasses.replace(options, scale=1.0)
+    parts = []
+    for first in range(0, length, size):
+        identity = jnp.arange(length)[:, None] == first + jnp.arange(size)
+        value = jnp.broadcast_to(identity[:, None].astype(query.dtype), (*lead, length, k, size))
+        if key is None:
+            x = rows.at[..., 2, :, :].set(value)
+            y, _ = forward(x, None, None, bias, q_lengths, kv_lengths, words, options, True)
+        else:
+            zeros = jnp.zeros_like(query)
+            y, _ = forward(zeros, rows, value, bias, q_lengths, kv_lengths, words, options, True)
+        parts.append(y != 0)
+    kept = jnp.concatenate(parts, -1)[..., :length]
+    return jnp.moveaxis(kept, -4, -2)

@@ -1,0 +1,86 @@
+// Attention by cuDNN: a graph of two products with a softmax between them, which cuDNN compiles to
+// one kernel forward and a few backward. No array of scores is written to memory.
+#ifndef JAX_FASTOPS_ATTENTION_ATTENTION_H_
+#define JAX_FASTOPS_ATTENTION_ATTENTION_H_
+
+#include <cuda_runtime_api.h>
+
+#include <compare>
+#include <cstdint>
+#include <string>
+
+#include "core/dtype.h"
+
+namespace jax_fastops::cuda {
+
+// The distances between heads and rows of heads in an array, in elements. Elements of a row are
+// adjacent.
+struct AttentionStrides {
+  int64_t batch, head, row;
+  auto operator<=>(const AttentionStrides&) const = default;
+};
+
+// What a plan of cuDNN depends on.
+struct AttentionProblem {
+  DType dtype = DType::kBF16;  // or kF16
+  bool backward = false;
+  int64_t batch, heads, kv_heads, queries, keys, size;
+  // Of queries, keys, values and the result. Gradients have those of their arrays.
+  AttentionStrides q, k, v, y;
+  // A bias has a size of 1 where it is broadcast. 0: there is none.
+  int64_t bias_batch = 0, bias_heads = 0, bias_rows = 0;
+  AttentionStrides bias = {};
+  bool wide_bias = false;  // float32
+  bool lengths = false;
+  // The keys before and after the position of a query that it may attend to. -1: all.
+  int64_t before = -1, after = -1;
+  double scale = 1;
+  double rate = 0;             // of the dropout
+  bool deterministic = false;  // the backward
+  auto operator<=>(const AttentionProblem&) const = default;
+
+  // The strides of whole arrays; with `packed`, of the parts of [batch, length, 3, heads, size].
+  void SetStrides(bool packed);
+  // Those of a whole array of the bias' sizes.
+  void SetBiasStrides() { bias = {bias_heads * bias_rows * keys, bias_rows * keys, keys}; }
+};
+
+// Null: absent. Gradients are null forward.
+struct AttentionBuffers {
+  const void *q, *k, *v, *bias = nullptr;
+  // [batch, copies], of which the first copy counts. Values are clamped.
+  const int32_t *q_lengths = nullptr, *kv_lengths = nullptr;
+  int64_t copies = 1;
+  const uint32_t* seeds = nullptr;  // pairs for each head
+  const void* dy = nullptr;
+  void *dq = nullptr, *dk = nullptr, *dv = nullptr;
+  void* y;      // an operand backward
+  void* stats;  // likewise: logarithms of sums of exponentials, float32 [batch, heads, queries]
+  char* workspace;
+  int64_t workspace_bytes;
+};
+
+// The version of the cuDNN library that this process has loaded, 0 without one.
+int64_t CudnnVersion();
+
+// Finds a plan for the current device, once for each problem. Sets the bytes of workspace that it
+// takes. Returns why there is none, or an empty string.
+std::string PlanAttention(const AttentionProblem& problem, int64_t* workspace_bytes);
+
+// Enqueues the plan, which was found before. May be captured into a CUDA graph.
+std::string RunAttention(const AttentionProblem& problem, const AttentionBuffers& buffers,
+                         cudaStream_t stream);
+
+// The bytes of workspace before that of cuDNN: lengths, a seed and an offset.
+constexpr int64_t PreparedBytes(int64_t batch) { return (batch * 8 + 16 + 255) / 256 * 256; }
+
+// Writes two compact lists of lengths and, with seeds, one seed that depends on all of them, and an
+// offset of 0: int32 [2, batch], int64 [2].
+cudaError_t PrepareAttention(const AttentionProblem& problem, const AttentionBuffers& buffers,
+                             cudaStream_t stream);
+
+cudaError_t LoadAttentionKernels();
+
+}  // namespace jax_fastops::cuda
+
+#endif  // JAX_FASTOPS_ATTENTION_ATTENTION_H_

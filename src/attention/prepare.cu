@@ -1,0 +1,76 @@
+// What cuDNN reads from memory: lengths without gaps, and one seed for all of its dropout.
+#include <algorithm>
+
+#include "attention/attention.h"
+#include "core/cuda/launch.h"
+#include "core/philox.h"
+
+namespace jax_fastops::cuda {
+struct AttentionFamily;
+namespace {
+
+constexpr int kThreads = 256;
+
+struct Params {
+  const int32_t *q_lengths, *kv_lengths;  // null: whole
+  int64_t batch, copies, queries, keys;
+  const uint32_t* seeds;
+  int64_t seed_count;
+  int32_t* lengths;
+  unsigned long long* seed;
+};
+
+__device__ int32_t LengthOf(const int32_t* lengths, int64_t at, int64_t whole) {
+  if (lengths == nullptr) return static_cast<int32_t>(whole);
+  return static_cast<int32_t>(min(max(int64_t{lengths[at]}, int64_t{0}), whole));
+}
+
+// One block.
+__global__ void __launch_bounds__(kThreads) PrepareKernel(const __grid_constant__ Params p) {
+  for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) {
+    const int32_t keys = LengthOf(p.kv_lengths, b * p.copies, p.keys);
+    // A query without keys gives 0, as a query after the length does.
+    p.lengths[b] = keys == 0 ? 0 : LengthOf(p.q_lengths, b * p.copies, p.queries);
+    p.lengths[p.batch + b] = keys;
+  }
+  if (p.seeds == nullptr) return;
+  // A sum of random words, which depend on the seed and the position of each head.
+  __shared__ unsigned long long total;
+  if (threadIdx.x == 0) total = 0;
+  __syncthreads();
+  unsigned long long sum = 0;
+  for (int64_t i = threadIdx.x; i < p.seed_count; i += kThreads) {
+    const PhiloxWords drawn =
+        Philox({{static_cast<uint32_t>(i), static_cast<uint32_t>(i >> 32), 0, 1}}, p.seeds[2 * i],
+               p.seeds[2 * i + 1]);
+    sum += static_cast<unsigned long long>(drawn.word[0]) << 32 | drawn.word[1];
+  }
+  atomicAdd(&total, sum);  // integers: the same sum in every order
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    p.seed[0] = total;
+    p.seed[1] = 0;
+  }
+}
+
+}  // namespace
+
+cudaError_t PrepareAttention(const AttentionProblem& problem, const AttentionBuffers& buffers,
+                             cudaStream_t stream) {
+  Params p;
+  p.q_lengths = buffers.q_lengths;
+  p.kv_lengths = buffers.kv_lengths;
+  p.batch = problem.batch;
+  p.copies = buffers.copies;
+  p.queries = problem.queries;
+  p.keys = problem.keys;
+  p.seeds = buffers.seeds;
+  p.seed_count = problem.batch * problem.heads;
+  p.lengths = reinterpret_cast<int32_t*>(buffers.workspace);
+  p.seed = reinterpret_cast<unsigned long long*>(buffers.workspace + problem.batch * 8);
+  return Launch(KernelOf<AttentionFamily, PrepareKernel>(), {.block = dim3(kThreads)}, stream, p);
+}
+
+cudaError_t LoadAttentionKernels() { return LoadKernels<AttentionFamily>(); }
+
+}  // namespace jax_fastops::cuda
