@@ -23,7 +23,7 @@
 #include "batch_norm/units.cuh"
 #include "core/cuda/async_copy.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/packed.cuh"
+#include "core/cuda/unit.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 

@@ -4,8 +4,8 @@
 // compiler adds that test to each.
 #include "elementwise/finish.h"
 
-#include "core/cuda/packed.cuh"
 #include "core/cuda/partial_sums.cuh"
+#include "core/cuda/unit.cuh"
 
 namespace jax_fastops::cuda {
 namespace {

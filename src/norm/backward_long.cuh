@@ -13,8 +13,8 @@
 #include <iterator>
 
 #include "core/cuda/group.cuh"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/partial_sums.cuh"
+#include "core/cuda/unit.cuh"
 #include "norm/backward_ring.cuh"
 #include "norm/plan.h"
 
