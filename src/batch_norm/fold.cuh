@@ -1,18 +1,17 @@
 // Reductions of batch norm. The sums of the threads are added to one entry per slot of the block,
-// and a second kernel adds these entries to channels. Each channel has a pair of sums of type `V`.
-// The order of additions depends only on the shape and the device.
+// and a second kernel (core/cuda/partial_sums.cuh) adds these entries to channels. Each channel has
+// a pair of sums of type `V`. The order of additions depends only on the shape and the device.
 #ifndef JAX_FASTOPS_BATCH_NORM_FOLD_CUH_
 #define JAX_FASTOPS_BATCH_NORM_FOLD_CUH_
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/units.cuh"
 #include "core/cuda/bitmask.cuh"
-#include "core/cuda/dependent.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/partial_sums.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -137,12 +136,9 @@ __device__ __forceinline__ void Fold(const Geometry& g, const Place& place,
   }
 }
 
-inline constexpr int kMaxLogFinishThreads = 10;
-inline constexpr int kMaxFinishThreads = 1 << kMaxLogFinishThreads;
-
-// Parameters of the second kernel. A block of it handles 1 << log_width channels, and 1 <<
-// log_share threads share the parts of each channel. The entries of a channel enumerate its parts
-// as if each of its runs touched `tiles` tiles; entries without a part are skipped.
+// What adds the entries of blocks to channels, in sets that are the groups. The entries of a
+// channel enumerate its parts as if each of its runs touched `tiles` tiles; entries without a part
+// are skipped.
 struct Finish {
   Geometry geometry;
   const void* workspace;
@@ -151,77 +147,27 @@ struct Finish {
   void* out[2];
   int64_t out_stride;  // distance between groups
   double n;            // elements of a channel
-  int32_t log_width;
-  int32_t log_share;
-  uint32_t group_blocks;
   uint32_t tiles;
   uint32_t entries;
-
-  int threads() const { return 1 << (log_width + log_share); }
 };
 
-template <typename V>
-struct FinishBuffer {
-  V warps[2][kMaxFinishThreads / kWarpSize * (kUnit + 1)];
-};
-
-// Adds `values` over the threads that share a channel. All threads of the block must call it.
-// Returns the channel (within the block) whose sums this thread holds, or -1 if it holds none.
-template <typename V>
-__device__ __forceinline__ int SumChannels(const Finish& f, V (&values)[2],
-                                           FinishBuffer<V>& buffer) {
-  if (f.log_share == 0) return threadIdx.x;
-  const int width = 1 << f.log_width, log_warps = f.log_width + f.log_share - 5;
-  const int thread = threadIdx.x, lane = thread % kWarpSize;
-  const auto sum = [&](int from, int to) {
-    for (int step = from; step >= to; step /= 2) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) values[i] += __shfl_xor_sync(kFullWarp, values[i], step);
-    }
-  };
-  sum(kWarpSize / 2, width);
-  if (lane < width) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      buffer.warps[i][thread / kWarpSize * (width + 1) + lane] = values[i];
-    }
-  }
-  __syncthreads();
-  // One thread for each warp's sum of each channel.
-  const int channel = thread >> log_warps, warp = thread & ((1 << log_warps) - 1);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    values[i] = channel < width ? buffer.warps[i][warp * (width + 1) + channel] : V(0);
-  }
-  sum((1 << log_warps) / 2, 1);
-  return channel < width && warp == 0 ? channel : -1;
-}
-
-// Locates the parts of a channel in a plane of the workspace.
+// Locates the parts of a channel in a group's workspace. `A` is the accumulator type.
+template <typename A, typename V>
 class ChannelParts {
  public:
-  __device__ __forceinline__ ChannelParts(const Finish& f, int64_t channel)
-      : f_(f), channel_(channel), stride_(f.geometry.tiles * f.geometry.slots) {
+  __device__ __forceinline__ ChannelParts(const Finish& f, int64_t group, int64_t channel)
+      : f_(f),
+        workspace_(reinterpret_cast<const V*>(static_cast<const A*>(f.workspace) +
+                                              group * f.workspace_size)),
+        channel_(channel),
+        plane_(f.geometry.plane()),
+        stride_(f.geometry.tiles * f.geometry.slots) {
     first_ = IndexOf(0, 0);
   }
 
-  // The indices of kSize entries, `step` apart. The index is -1 if an entry has no part.
-  template <int kSize>
-  __device__ __forceinline__ void Get(uint32_t entry, uint32_t step, uint32_t entries,
-                                      int64_t (&indices)[kSize]) const {
-    if (f_.tiles == 1 && f_.geometry.repeats == 1) {
-#pragma unroll
-      for (int k = 0; k < kSize; ++k) indices[k] = first_ + (entry + k * step) * stride_;
-    } else {
-#pragma unroll
-      for (int k = 0; k < kSize; ++k) indices[k] = Get(entry + k * step);
-    }
-#pragma unroll
-    for (int k = 0; k < kSize; ++k) indices[k] = entry + k * step < entries ? indices[k] : -1;
-  }
-
- private:
-  __device__ __forceinline__ int64_t Get(uint32_t entry) const {
+  // The index of an entry in a plane of the workspace, or -1 if it has no part.
+  __device__ __forceinline__ int64_t At(uint32_t entry) const {
+    if (f_.tiles == 1 && f_.geometry.repeats == 1) return first_ + entry * stride_;
     const Geometry& g = f_.geometry;
     const uint32_t parts = g.parts, of_run = entry / parts;
     const uint32_t repeat = g.repeats == 1 ? 0 : of_run / f_.tiles;
@@ -229,6 +175,12 @@ class ChannelParts {
     return index < 0 ? index : index + (entry - of_run * parts) * stride_;
   }
 
+  __device__ __forceinline__ void Load(int64_t index, V (&values)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) values[i] = __ldcg(workspace_ + i * plane_ + index);
+  }
+
+ private:
   // The index of the first part of a tile: the `nth` of the tiles of a repeat. All tiles of a run,
   // except the one in which it begins, begin inside the run, so it has slot 0 there.
   __device__ __forceinline__ int64_t IndexOf(int repeat, uint32_t nth) const {
@@ -250,56 +202,30 @@ class ChannelParts {
   }
 
   const Finish& f_;
-  int64_t channel_, stride_, first_;
+  const V* workspace_;
+  int64_t channel_, plane_, stride_, first_;
 };
 
-// Calls write(group, channel, sums) for every channel. `A` is the accumulator type. The kernel is
-// latency-bound, so each thread issues its loads together, usually all of them. It is a dependent
-// of the kernel that wrote the workspace.
-template <typename A, typename V, typename Write>
-__device__ __forceinline__ void FinishChannels(const Finish& f, const Write& write) {
-  constexpr int kBatch = 4;
-  __shared__ FinishBuffer<V> buffer;
+// The second kernel's sums (core/cuda/partial_sums.cuh). Subclasses write them.
+template <typename A, typename V>
+struct ChannelSums {
+  using Value = V;
+  static constexpr int kValues = 2;
+  static constexpr int kPlans = 1;
 
-  LetDependentsStart();
-  const Geometry& g = f.geometry;
-  const uint32_t share = 1u << f.log_share, in_share = threadIdx.x >> f.log_width;
-  const int64_t group = blockIdx.x / f.group_blocks;
-  const int64_t first = int64_t{blockIdx.x % f.group_blocks} << f.log_width;
-  const int64_t channel = first | (threadIdx.x & ((1u << f.log_width) - 1));
-  const V* const workspace =
-      reinterpret_cast<const V*>(static_cast<const A*>(f.workspace) + group * f.workspace_size);
-  const int64_t plane = g.plane();
-  const uint32_t entries = channel < g.channels ? f.entries : 0;
-  const ChannelParts parts(f, channel);
-  AwaitPredecessors();
-  V sums[2] = {};
-  for (uint32_t entry = in_share; entry < entries; entry += kBatch * share) {
-    int64_t indices[kBatch];
-    parts.Get(entry, share, entries, indices);
-    Pair<V> batch[kBatch];
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      if (indices[k] < 0) continue;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) batch[k].value[i] = workspace[i * plane + indices[k]];
-    }
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) sums[i] += batch[k].value[i];
-    }
+  Finish f;
+
+  __device__ __forceinline__ ChannelParts<A, V> TermsOf(int64_t group, int64_t channel) const {
+    return {f, group, channel};
   }
-  const int summed = SumChannels(f, sums, buffer);
-  if (summed >= 0 && first + summed < g.channels) write(group, first + summed, sums);
-}
+};
 
 // -------------------------------------------------------------------------------------------------
 // Host
 
-// Sets everything except x and the outputs. Returns false if the number of blocks overflows.
-inline bool MakeFinish(const BatchNormShape& shape, const Geometry& g, const void* workspace,
-                       int64_t workspace_size, Finish* finish, unsigned* blocks) {
+// Sets everything except x and the outputs.
+inline void MakeFinish(const BatchNormShape& shape, const Geometry& g, const void* workspace,
+                       int64_t workspace_size, Finish* finish) {
   finish->geometry = g;
   finish->workspace = workspace;
   finish->workspace_size = workspace_size;
@@ -308,48 +234,29 @@ inline bool MakeFinish(const BatchNormShape& shape, const Geometry& g, const voi
   const int64_t entries = g.repeats * tiles * g.parts;
   finish->tiles = static_cast<uint32_t>(tiles);
   finish->entries = static_cast<uint32_t>(entries);  // not many more than there are blocks
-  // Each thread has about two entries, if the block can have that many threads. A block handles 8
-  // channels, whose floats are one memory sector, but only one channel if there are very many
-  // entries. It has at least two warps.
-  int log_width = entries > 4096 ? 0 : 3;
-  while (log_width > 0 && shape.channels <= int64_t{1} << (log_width - 1)) --log_width;
-  int log_share = 0;
-  while (log_share < kMaxLogFinishThreads - log_width && int64_t{2} << log_share < entries) {
-    ++log_share;
-  }
-  log_width = std::max(log_width, 6 - log_share);
-  finish->log_width = log_width;
-  finish->log_share = log_share;
-  const int64_t width = int64_t{1} << log_width;
-  const int64_t group_blocks = (shape.channels + width - 1) / width;
-  finish->group_blocks = static_cast<uint32_t>(group_blocks);
-  if (group_blocks * shape.groups > std::numeric_limits<int32_t>::max()) return false;
-  *blocks = static_cast<unsigned>(group_blocks * shape.groups);
-  return true;
 }
 
 // Launches a kernel that writes partial sums to the workspace, of whose blocks an SM runs
-// `resident` at once, and one that finishes them. The caller sets everything in `params` except the
-// geometry, and x and the outputs in `finish`. The workspace has room for `pairs` pairs per group.
-template <typename Params>
+// `resident` at once, and the one that finishes `sums`. The caller sets everything in `params`
+// except the geometry, and x and the outputs in `sums`. The workspace has room for `pairs` pairs
+// per group.
+template <typename Params, typename Sums>
 cudaError_t LaunchSums(const BatchNormShape& shape, void (*sum)(Params), int resident,
-                       void (*finish_kernel)(Finish), void* workspace, int64_t workspace_size,
-                       int64_t pairs, Params* params, Finish* finish, cudaStream_t stream) {
+                       void* workspace, int64_t workspace_size, int64_t pairs, Params* params,
+                       Sums sums, cudaStream_t stream) {
   Device device;
   cudaError_t error = CurrentDevice(&device);
   if (error != cudaSuccess) return error;
   Geometry& geometry = params->geometry;
-  unsigned blocks;
-  if (!MakeGeometry(shape, {int64_t{device.processors} * resident, 3, pairs}, &geometry) ||
-      !MakeFinish(shape, geometry, workspace, workspace_size, finish, &blocks)) {
+  if (!MakeGeometry(shape, {int64_t{device.processors} * resident, 3, pairs}, &geometry)) {
     return cudaErrorInvalidConfiguration;
   }
+  MakeFinish(shape, geometry, workspace, workspace_size, &sums.f);
   error = Launch(sum, {.grid = dim3(BlocksOf(shape, geometry)), .block = dim3(kThreads)}, stream,
                  *params);
   if (error != cudaSuccess) return error;
-  const dim3 threads(static_cast<unsigned>(finish->threads()));
-  return Launch(finish_kernel, {.grid = dim3(blocks), .block = threads, .dependent = true}, stream,
-                *finish);
+  return FinishSums<BatchNormKernels>(sums, shape.groups, {{shape.channels, sums.f.entries}},
+                                      stream);
 }
 
 }  // namespace jax_fastops::cuda::batch_norm

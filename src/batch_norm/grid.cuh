@@ -23,7 +23,7 @@
 #include "batch_norm/units.cuh"
 #include "core/cuda/async_copy.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/packed.cuh"
+#include "core/cuda/unit.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -36,6 +36,13 @@ struct ResidentConfig {
   static constexpr int kLogFinish = kLogFinish_;
 };
 
+// How the first blocks of the grid finish the channels. A block has 1 << log_width of a group.
+struct FinishBlocks {
+  int32_t log_width;
+  uint32_t of_group;
+  uint32_t all;
+};
+
 // Parameters of a cooperative kernel that do not depend on its direction.
 struct GridParams {
   Finish finish;
@@ -44,7 +51,7 @@ struct GridParams {
   bool plain;          // FoldPlain applies
   int64_t mask_bytes;  // of a group
   int32_t slots;       // of a thread's ring
-  uint32_t finish_blocks;
+  FinishBlocks finish_blocks;
 
   __host__ __device__ const Geometry& geometry() const { return finish.geometry; }
 };
@@ -127,96 +134,65 @@ __device__ __forceinline__ void FoldPlain(const Geometry& g, const Place& place,
   for (int k = 0; k < 2; ++k) workspace[k * g.plane() + at] = sums[k];
 }
 
-// Finishes this block's channels, as Finish assigns them. It calls write(index, sums) for each one,
-// with its index in `out` and its pair of sums. All threads of the block must call it. `plain` says
-// that FoldPlain wrote the sums. `A` is the accumulator type; `buffer` is in shared memory.
+// The parts of a channel that FoldPlain has written: each block has one, at the channel's index.
+template <typename V>
+struct PlainParts {
+  const V* first;
+  int64_t plane;
+  int stride;
+
+  __device__ __forceinline__ int At(uint32_t part) const { return static_cast<int>(part) * stride; }
+  __device__ __forceinline__ void Load(int at, V (&values)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) values[i] = __ldcg(first + i * plane + at);
+  }
+};
+
+// Finishes this block's channels. It calls write(index, sums) for each one, with its index in `out`
+// and its pair of sums. All threads of the block must call it. `plain` says that FoldPlain wrote
+// the sums. `A` is the accumulator type; `buffer` is in shared memory.
 template <typename A, typename V, typename Write>
-__device__ __forceinline__ void FinishResident(const Finish& f, bool plain, V* buffer,
-                                               const Write& write) {
-  constexpr int kWarps = kThreads / kWarpSize;
+__device__ __forceinline__ void FinishResident(const Finish& f, const FinishBlocks& blocks,
+                                               bool plain, V* buffer, const Write& write) {
   const Geometry& g = f.geometry;
-  const uint32_t width = 1u << f.log_width;
-  const uint32_t share = 1u << f.log_share, in_share = threadIdx.x >> f.log_width;
-  const uint32_t group = blockIdx.x / f.group_blocks;
-  const int64_t first = int64_t{blockIdx.x - group * f.group_blocks} << f.log_width;
-  const int64_t channel = first + (threadIdx.x & (width - 1));
-  const V* const workspace =
-      reinterpret_cast<const V*>(static_cast<const A*>(f.workspace) + group * f.workspace_size);
-  const int64_t plane = g.plane();
+  const int log_width = blocks.log_width, log_share = kMaxLogWidth - log_width;
+  const uint32_t in_share = threadIdx.x >> log_width;
+  const uint32_t group = blockIdx.x / blocks.of_group;
+  const int64_t first = int64_t{blockIdx.x - group * blocks.of_group} << log_width;
+  const int64_t channel = first + (threadIdx.x & ((1u << log_width) - 1));
   const uint32_t entries = channel < g.channels ? f.entries : 0;
   V sums[2] = {};
-  // Issue the loads of a batch together. Usually a batch is all of a thread's loads.
-  const auto add = [&](auto batch_size, const auto& index) {
-    constexpr int kBatch = decltype(batch_size)::value;
-    Pair<V> batch[kBatch];
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const auto at = index(k);
-      if (at < 0) continue;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) batch[k].value[i] = __ldcg(workspace + i * plane + at);
-    }
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) sums[i] += batch[k].value[i];
-    }
-  };
-  if (plain) {  // a channel is in one tile, and in one slot of it
-    constexpr int kBatch = 6;
-    const uint32_t stride = static_cast<uint32_t>(g.tiles) * g.slots;
-    const uint32_t in_part = static_cast<uint32_t>(channel);
-    for (uint32_t entry = in_share; entry < entries; entry += kBatch * share) {
-      add(std::integral_constant<int, kBatch>(), [&](int k) {
-        const uint32_t here = entry + k * share;
-        return here < entries ? static_cast<int>(here * stride + in_part) : -1;
-      });
-    }
+  if (plain) {
+    const V* const workspace =
+        reinterpret_cast<const V*>(static_cast<const A*>(f.workspace) + group * f.workspace_size);
+    const PlainParts<V> parts = {workspace + channel, g.plane(),
+                                 static_cast<int>(g.tiles) * g.slots};
+    AddTerms<6>(parts, in_share, 1u << log_share, entries, sums);
   } else {
-    constexpr int kBatch = 4;
-    const ChannelParts parts(f, channel);
-    for (uint32_t entry = in_share; entry < entries; entry += kBatch * share) {
-      int64_t indices[kBatch];
-      parts.Get(entry, share, entries, indices);
-      add(std::integral_constant<int, kBatch>(), [&](int k) { return indices[k]; });
-    }
+    AddTerms<4>(ChannelParts<A, V>(f, group, channel), in_share, 1u << log_share, entries, sums);
   }
-  for (uint32_t step = kWarpSize / 2; step >= width; step /= 2) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) sums[i] += __shfl_xor_sync(kFullWarp, sums[i], step);
+  const SumsOwner owner = CombineShares(log_width, log_share, sums, buffer);
+  if (owner.writer == 0 && owner.result >= 0 && first + owner.result < g.channels) {
+    write(group * f.out_stride + first + owner.result, sums);
   }
-  const uint32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  if (lane < width) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) buffer[(i * kWarps + warp) * kWarpSize + lane] = sums[i];
-  }
-  __syncthreads();
-  if (threadIdx.x >= width || channel >= g.channels) return;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    sums[i] = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sums[i] += buffer[(i * kWarps + w) * kWarpSize + lane];
-  }
-  write(group * f.out_stride + channel, sums);
 }
 
 // When all blocks' sums are in the workspace, the first blocks finish the channels, and then all
 // blocks wait for them. `counter` must be set to 0 before the grid barrier. All threads of the grid
 // must call it. `meanwhile()` is called before the wait.
 template <typename A, typename V, typename Write, typename Meanwhile>
-__device__ __forceinline__ void FinishGrid(const Finish& f, uint32_t finish_blocks, bool plain,
+__device__ __forceinline__ void FinishGrid(const Finish& f, const FinishBlocks& blocks, bool plain,
                                            V* buffer, uint32_t* counter, const Write& write,
                                            const Meanwhile& meanwhile) {
   cooperative_groups::this_grid().sync();
-  if (blockIdx.x < finish_blocks) {
-    FinishResident<A>(f, plain, buffer, write);
+  if (blockIdx.x < blocks.all) {
+    FinishResident<A>(f, blocks, plain, buffer, write);
     __syncthreads();
     if (threadIdx.x == 0) CountRelease(counter);
   }
   meanwhile();
   if (threadIdx.x == 0) {
-    while (ReadAcquire(counter) < finish_blocks) {
+    while (ReadAcquire(counter) < blocks.all) {
     }
   }
   __syncthreads();
@@ -258,7 +234,7 @@ inline bool MakeResidentGeometry(const BatchNormShape& shape, int64_t blocks, in
 // How the blocks of a kernel divide a shape, and how much each of them keeps on the chip.
 struct GridPlan {
   Finish finish;  // all but the arrays
-  uint32_t finish_blocks;
+  FinishBlocks finish_blocks;
   bool plain;     // FoldPlain applies
   int32_t slots;  // of a thread's ring
   unsigned blocks;
@@ -277,12 +253,8 @@ bool MakeGridPlan(const BatchNormShape& shape, const ResidentDevice& device, int
                   GridPlan* plan) {
   const int64_t blocks = int64_t{device.processors} * Config::kBlocks;
   Geometry g;
-  unsigned ignored;
-  Finish& f = plan->finish;
-  if (!MakeResidentGeometry(shape, blocks, pairs - 1, &g) ||
-      !MakeFinish(shape, g, nullptr, workspace_size, &f, &ignored)) {
-    return false;
-  }
+  if (!MakeResidentGeometry(shape, blocks, pairs - 1, &g)) return false;
+  MakeFinish(shape, g, nullptr, workspace_size, &plan->finish);
   plan->blocks = BlocksOf(shape, g);
 
   // Finish as few channels per block as the number of blocks allows, but at least 1 << kLogFinish
@@ -290,14 +262,13 @@ bool MakeGridPlan(const BatchNormShape& shape, const ResidentDevice& device, int
   const auto group_blocks = [&](int log_width) {
     return (shape.channels + (int64_t{1} << log_width) - 1) >> log_width;
   };
-  f.log_width = 0;
-  while (f.log_width < Config::kLogFinish && shape.channels >> (f.log_width + 1) > 0) ++f.log_width;
-  while (group_blocks(f.log_width) * shape.groups > plan->blocks) {
-    if (++f.log_width > kMinLogWidth) return false;
+  int log_width = 0;
+  while (log_width < Config::kLogFinish && shape.channels >> (log_width + 1) > 0) ++log_width;
+  while (group_blocks(log_width) * shape.groups > plan->blocks) {
+    if (++log_width > kMinLogWidth) return false;
   }
-  f.log_share = kMaxLogWidth - f.log_width;
-  f.group_blocks = static_cast<uint32_t>(group_blocks(f.log_width));
-  plan->finish_blocks = static_cast<uint32_t>(f.group_blocks * shape.groups);
+  plan->finish_blocks = {log_width, static_cast<uint32_t>(group_blocks(log_width)),
+                         static_cast<uint32_t>(group_blocks(log_width) * shape.groups)};
 
   const int64_t turns = TurnsOf(g), longest = CeilDiv(turns, g.parts);
   const int64_t most = (device.shared_bytes - fold) / slot_bytes;

@@ -16,8 +16,8 @@
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/grid.cuh"
 #include "batch_norm/units.cuh"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/relu_of.cuh"
+#include "core/cuda/unit.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 

@@ -18,7 +18,7 @@
 #include "core/cuda/dependent.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/packed.cuh"
+#include "core/cuda/unit.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -104,9 +104,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
 
 // `A` is the accumulator type. Only double has a base that is not 0.
 template <typename A>
-__global__ void __launch_bounds__(kMaxFinishThreads)
-    FinishStatisticsKernel(const __grid_constant__ Finish f) {
-  FinishChannels<A, double>(f, [&](int64_t group, int64_t channel, const double (&sums)[2]) {
+struct MomentSums : ChannelSums<A, double> {
+  __device__ __forceinline__ void Write(int64_t group, int64_t channel, const double (&sums)[2],
+                                        int writer, int) const {
+    if (writer != 0) return;
+    const Finish& f = this->f;
     const Geometry& g = f.geometry;
     double base = 0;
     if constexpr (sizeof(A) == 8) {
@@ -116,8 +118,8 @@ __global__ void __launch_bounds__(kMaxFinishThreads)
     const double mean = sums[0] / f.n, var = sums[1] / f.n - mean * mean;
     static_cast<A*>(f.out[0])[at] = static_cast<A>(base + mean);
     static_cast<A*>(f.out[1])[at] = static_cast<A>(var < 0 ? 0 : var);
-  });
-}
+  }
+};
 
 }  // namespace
 
@@ -128,11 +130,6 @@ cudaError_t BatchNormStatistics(const BatchNormShape& shape, DType dtype,
   params.x = arrays.x;
   params.workspace = arrays.workspace;
   params.workspace_size = arrays.workspace_size;
-  Finish finish;
-  finish.x = arrays.x;
-  finish.out[0] = arrays.mean;
-  finish.out[1] = arrays.var;
-  finish.out_stride = shape.channels;
   const bool aligned = AreGroupsAligned(shape, DTypeSize(dtype), arrays.x);
   return ForDType(dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
@@ -140,10 +137,14 @@ cudaError_t BatchNormStatistics(const BatchNormShape& shape, DType dtype,
     constexpr bool kAligned = sizeof(T) < 8;  // double has only the kernel for any address
     const auto sum = aligned ? KernelOf<BatchNormKernels, StatisticsKernel<T, kAligned>>()
                              : KernelOf<BatchNormKernels, StatisticsKernel<T, false>>();
-    return LaunchSums(
-        shape, sum, kBlocksPerProcessor<T>, KernelOf<BatchNormKernels, FinishStatisticsKernel<A>>(),
-        arrays.workspace, arrays.workspace_size,
-        arrays.workspace_size * sizeof(A) / (2 * sizeof(double)), &params, &finish, stream);
+    MomentSums<A> sums;
+    sums.f.x = arrays.x;
+    sums.f.out[0] = arrays.mean;
+    sums.f.out[1] = arrays.var;
+    sums.f.out_stride = shape.channels;
+    return LaunchSums(shape, sum, kBlocksPerProcessor<T>, arrays.workspace, arrays.workspace_size,
+                      arrays.workspace_size * sizeof(A) / (2 * sizeof(double)), &params, sums,
+                      stream);
   });
 }
 

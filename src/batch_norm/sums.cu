@@ -12,7 +12,7 @@
 #include "core/cuda/dependent.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/packed.cuh"
+#include "core/cuda/unit.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -112,14 +112,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
 }
 
 template <typename A>
-__global__ void __launch_bounds__(kMaxFinishThreads)
-    FinishSumsKernel(const __grid_constant__ Finish f) {
-  FinishChannels<A, A>(f, [&](int64_t group, int64_t channel, const A(&sums)[2]) {
-    A* const out = static_cast<A*>(f.out[0]) + group * f.out_stride + channel;
-    out[0] = sums[0] / static_cast<A>(f.n);
-    out[f.geometry.channels] = sums[1] / static_cast<A>(f.n);
-  });
-}
+struct GradientSums : ChannelSums<A, A> {
+  __device__ __forceinline__ void Write(int64_t group, int64_t channel, const A (&sums)[2],
+                                        int writer, int) const {
+    if (writer != 0) return;
+    A* const out = static_cast<A*>(this->f.out[0]) + group * this->f.out_stride + channel;
+    out[0] = sums[0] / static_cast<A>(this->f.n);
+    out[this->f.geometry.channels] = sums[1] / static_cast<A>(this->f.n);
+  }
+};
 
 }  // namespace
 
@@ -143,14 +144,13 @@ cudaError_t BatchNormSums(const BatchNormShape& shape, DType dtype, double eps,
                     : KernelOf<BatchNormKernels, SumsKernel<T, true, false, false>>();
       }
     }
-    Finish finish;
-    finish.x = nullptr;
-    finish.out[0] = arrays.sums;
-    finish.out[1] = nullptr;
-    finish.out_stride = 2 * shape.channels;
-    return LaunchSums(shape, sum, kBlocksPerProcessor<T>,
-                      KernelOf<BatchNormKernels, FinishSumsKernel<A>>(), arrays.workspace,
-                      arrays.workspace_size, arrays.workspace_size / 2, &params, &finish, stream);
+    GradientSums<A> sums;
+    sums.f.x = nullptr;
+    sums.f.out[0] = arrays.sums;
+    sums.f.out[1] = nullptr;
+    sums.f.out_stride = 2 * shape.channels;
+    return LaunchSums(shape, sum, kBlocksPerProcessor<T>, arrays.workspace, arrays.workspace_size,
+                      arrays.workspace_size / 2, &params, sums, stream);
   });
 }
 

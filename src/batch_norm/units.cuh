@@ -12,8 +12,8 @@
 
 #include "batch_norm/geometry.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/relu_of.cuh"
+#include "core/cuda/unit.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 
@@ -48,8 +48,8 @@ template <typename T, bool kAligned>
 __device__ __forceinline__ UnitBits<T> LoadUnit(const T* p) {
   UnitBits<T> unit;
   if constexpr (kAligned && sizeof(T) == 2) {
-    const Packed128<T> packed = LoadPacked<CacheHint::kNoAllocate>(p);
-    memcpy(&unit.words[0], packed.payload, 16);
+    const Unit<T> word = LoadWord<CacheHint::kNoAllocate>(p);
+    memcpy(&unit.words[0], word.elements, 16);
   } else if constexpr (kAligned) {
 #pragma unroll
     for (int w = 0; w < unit.kWords; ++w) {
@@ -215,10 +215,10 @@ class UnitChannels {
     const A* const p = parameter + base_;
     if (vector_) {
 #pragma unroll
-      for (int i = 0; i < kUnit; i += Packed128<A>::kSize) {
-        const Packed128<A> packed = LoadPacked(p + channel_ + i);
+      for (int i = 0; i < kUnit; i += Unit<A>::kSize) {
+        const Unit<A> word = LoadWord(p + channel_ + i);
 #pragma unroll
-        for (int k = 0; k < packed.kSize; ++k) values[i + k] = packed[k];
+        for (int k = 0; k < word.kSize; ++k) values[i + k] = word[k];
       }
     } else {
       Gather([&](int64_t channel) { return p[channel]; }, values);

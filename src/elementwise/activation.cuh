@@ -24,8 +24,8 @@
 #include <type_traits>
 
 #include "core/activation.h"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/relu_of.cuh"
+#include "core/cuda/unit.cuh"
 
 namespace jax_fastops::cuda {
 namespace activation {

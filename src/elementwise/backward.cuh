@@ -796,7 +796,7 @@ class BackwardLauncher {
                                  .block = dim3(kBoxThreads),
                                  .shared = shared};
     error = cuda::Launch(chosen, config, stream, p);
-    return error == cudaSuccess ? unfinished.Launch<T>(stream) : error;
+    return error == cudaSuccess ? unfinished.Launch(kDTypeOf<T>, stream) : error;
   }
 
   static void Copy(const BroadcastShape& shape, const int* dims, int rank, int array, int* own_rank,

@@ -28,9 +28,9 @@
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/offsets.cuh"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/relu_tiles.cuh"
 #include "core/cuda/shifted.cuh"
+#include "core/cuda/unit.cuh"
 #include "core/dtype.h"
 #include "core/integer.h"
 #include "elementwise/broadcast.h"
@@ -78,11 +78,11 @@ struct BiasIndex : Offsets<kMaxBroadcastRank> {
 // The bias of 16 bytes of x, in its own type P.
 template <typename T, typename P>
 struct BiasUnit {
-  static constexpr int kSize = Packed128<T>::kSize;
+  static constexpr int kSize = Unit<T>::kSize;
   static constexpr int kPieces = kSize * sizeof(P) / 16;  // 2 for float and 8 elements of 16 bits
   static constexpr int kPieceSize = kSize / kPieces;
 
-  Packed128<P> pieces[kPieces];
+  Unit<P> pieces[kPieces];
 
   __device__ __forceinline__ P& operator[](int i) { return pieces[i / kPieceSize][i % kPieceSize]; }
 };
@@ -116,7 +116,7 @@ __device__ __forceinline__ void LoadBiases(const BiasIndex& index, const void* b
       for (int k = 0; k < kCount; ++k) {
 #pragma unroll
         for (int i = 0; i < units[k].kPieces; ++i) {
-          units[k].pieces[i] = LoadPacked(p + at[k] + i * units[k].kPieceSize);
+          units[k].pieces[i] = LoadWord(p + at[k] + i * units[k].kPieceSize);
         }
       }
     }
@@ -174,13 +174,13 @@ __device__ __forceinline__ P Biased(T x, P bias) {
 // Replaces the elements by the result. Returns bits: bit i is set if the sum of element i is
 // greater than zero.
 template <typename T, typename P>
-__device__ __forceinline__ uint32_t BiasReluInPlace(Packed128<T>& x, BiasUnit<T, P>& bias) {
+__device__ __forceinline__ uint32_t BiasReluInPlace(Unit<T>& x, BiasUnit<T, P>& bias) {
   if constexpr (std::is_same_v<T, P>) {
     x = SumOf(x, bias.pieces[0]);
     return ReluInPlace(x);
   } else {
     using Pair = PairOf<T>;
-    Packed128<Pair> pairs;
+    Unit<Pair> pairs;
     uint32_t bits = 0;
 #pragma unroll
     for (int i = 0; i < x.kSize; i += 2) {
@@ -216,7 +216,7 @@ template <typename T, typename P, Reach kReach>
 struct Biases {
   using One = P;
   using Sum = P;
-  using Unit = BiasUnit<T, P>;
+  using Values = BiasUnit<T, P>;
   static constexpr bool kSame = sizeof(P) == sizeof(T);
   static constexpr int kStep = kReach == Reach::kUnit ? (kSame ? 4 : 2)
                                : !kSame               ? 1
@@ -229,10 +229,11 @@ struct Biases {
     return __ldg(static_cast<const P*>(p.bias) + p.index.Offset(element));
   }
   static __device__ __forceinline__ P Add(T x, P bias) { return Biased(x, bias); }
-  __device__ __forceinline__ void Load(int64_t first, int64_t stride, Unit (&units)[kStep]) const {
+  __device__ __forceinline__ void Load(int64_t first, int64_t stride,
+                                       Values (&units)[kStep]) const {
     LoadBiases<kReach>(p.index, p.bias, first, stride, units);
   }
-  static __device__ __forceinline__ uint32_t ReluInPlace(Packed128<T>& x, Unit& bias) {
+  static __device__ __forceinline__ uint32_t ReluInPlace(Unit<T>& x, Values& bias) {
     return BiasReluInPlace(x, bias);
   }
 };

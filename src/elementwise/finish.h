@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "core/dtype.h"
 #include "elementwise/broadcast.h"
 #include "elementwise/plan.h"
 
@@ -24,22 +25,16 @@ struct FinishSum {
   int rank_a, rank_b;
   int64_t size_a[kMaxBroadcastRank], size_b[kMaxBroadcastRank];
   int64_t stride_a[kMaxBroadcastRank], stride_b[kMaxBroadcastRank];
-  bool small;  // less than 2^31 partial sums
-  int width;   // elements of the gradient that a block sums: 1, 32 or 256
 
-  int64_t elements() const { return kept[0] * kept[1] * kept[2]; }
+  int64_t results() const { return kept[0] * kept[1] * kept[2]; }
   int64_t terms() const { return added[0] * added[1] * added[2]; }
-};
-
-struct FinishParams {
-  FinishSum sum[kMaxSums];
 };
 
 // The sums of one pass that the second kernel finishes.
 class SumsToFinish {
  public:
-  // Adds a sum. The caller fills in everything except `small` and `width`.
-  FinishSum& Add() { return params_.sum[count_++]; }
+  // Adds a sum, which the caller fills in.
+  FinishSum& Add() { return sum_[count_++]; }
 
   // Adds a sum over the planes of partial sums [planes][sizes][inner]. `strides` are the gradient's
   // strides along `sizes`.
@@ -65,12 +60,11 @@ class SumsToFinish {
     }
   }
 
-  // Adds up the sums of an op whose elements have the type T.
-  template <typename T>
-  cudaError_t Launch(cudaStream_t stream);
+  // Adds up the sums of an op whose elements have the type `dtype`.
+  cudaError_t Launch(DType dtype, cudaStream_t stream) const;
 
  private:
-  FinishParams params_{};
+  FinishSum sum_[kMaxSums] = {};
   int count_ = 0;
 };
 

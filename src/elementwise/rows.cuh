@@ -547,7 +547,7 @@ class RowsLauncher {
     const LaunchConfig config = {.grid = dim3(static_cast<unsigned>(blocks)),
                                  .block = dim3(static_cast<unsigned>(threads))};
     *error = cuda::Launch(chosen, config, stream, p);
-    if (*error == cudaSuccess) *error = unfinished.Launch<T>(stream);
+    if (*error == cudaSuccess) *error = unfinished.Launch(kDTypeOf<T>, stream);
     return true;
   }
 

@@ -35,7 +35,6 @@
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/unit.cuh"
 #include "heads/plan.h"
 

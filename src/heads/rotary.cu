@@ -31,7 +31,6 @@
 #include "core/cuda/divide.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/offsets.cuh"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/unit.cuh"
 #include "core/integer.h"
 

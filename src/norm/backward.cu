@@ -145,7 +145,8 @@ cudaError_t LaunchLong(const Params& p, const NormBackwardPlan& plan, cudaStream
   cudaError_t error =
       launch(KernelOf<NormBackwardKernels, LongSumsKernel<T>>(), p.all_rows * plan.tiles);
   if (error != cudaSuccess) return error;
-  error = launch(KernelOf<NormBackwardKernels, LongTotalsKernel<T>>(), p.all_rows);
+  const LongTotals<T> totals = {static_cast<T*>(p.dx), p.n, plan.tiles, p.arrays[kMean] != nullptr};
+  error = FinishSums<NormBackwardKernels>(totals, 1, {{p.all_rows, plan.tiles}}, stream);
   if (error != cudaSuccess) return error;
   return launch(KernelOf<NormBackwardKernels, LongRowsKernel<T>>(), plan.blocks);
 }

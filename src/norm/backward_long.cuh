@@ -1,9 +1,10 @@
 // The backward of layer norm and RMS norm for rows that no block or cluster can hold.
 //
-// Each row is divided into tiles. A first kernel reduces each tile of a row. A second one adds up
-// the sums of the tiles for each row. In the third, a block processes the rows of one tile and one
-// partial sum. The tile's sums, and later the row's totals, are two values of the accumulator's
-// type. They are stored in the place of the tile's dx until that is written.
+// Each row is divided into tiles. A first kernel reduces each tile of a row. A second one
+// (core/cuda/partial_sums.cuh) adds up the sums of the tiles for each row. In the third, a block
+// processes the rows of one tile and one partial sum. The tile's sums, and later the row's totals,
+// are two values of the accumulator's type. They are stored in the place of the tile's dx until
+// that is written.
 #ifndef JAX_FASTOPS_NORM_BACKWARD_LONG_CUH_
 #define JAX_FASTOPS_NORM_BACKWARD_LONG_CUH_
 
@@ -12,7 +13,8 @@
 #include <iterator>
 
 #include "core/cuda/group.cuh"
-#include "core/cuda/packed.cuh"
+#include "core/cuda/partial_sums.cuh"
+#include "core/cuda/unit.cuh"
 #include "norm/backward_ring.cuh"
 #include "norm/plan.h"
 
@@ -116,29 +118,41 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) < 8 ? 4 : 1)
   }
 }
 
+// Adds up the sums of the tiles of a row, and stores the row's means in the place of each of them.
 template <typename T>
-__global__ void __launch_bounds__(kBlock)
-    LongTotalsKernel(const __grid_constant__ Params p, int64_t tiles) {
-  using A = ComputeType<T>;
-  using Group = RowGroup<kBlock>;
-  __shared__ typename Group::template Scratch<A, 2> scratch;
-  int phase = 0;
-  for (int64_t row = blockIdx.x; row < p.all_rows; row += gridDim.x) {
-    T* dx = static_cast<T*>(p.dx) + row * p.n;
-    A totals[2] = {}, values[2];
-    for (int64_t tile = threadIdx.x; tile < tiles; tile += kBlock) {
-      LoadSums(dx + TileOf(tile, tiles, p.n).begin, values);
-      totals[0] += values[0];
-      totals[1] += values[1];
+struct LongTotals {
+  using Value = ComputeType<T>;
+  static constexpr int kValues = 2;
+  static constexpr int kPlans = 1;
+
+  T* dx;
+  int64_t n, tiles;
+  bool centered;
+
+  struct Terms {
+    const T* row;
+    int64_t n, tiles;
+
+    __device__ __forceinline__ int64_t At(uint32_t tile) const {
+      return TileOf(tile, tiles, n).begin;
     }
-    Group::AllReduce(Sum(), totals, scratch, phase);
-    totals[0] = p.arrays[kMean] != nullptr ? totals[0] / A(p.n) : A(0);
-    totals[1] /= A(p.n);
-    for (int64_t tile = threadIdx.x; tile < tiles; tile += kBlock) {
-      StoreSums(dx + TileOf(tile, tiles, p.n).begin, totals);
+    __device__ __forceinline__ void Load(int64_t column, Value (&values)[2]) const {
+      LoadSums(row + column, values);
+    }
+  };
+
+  __device__ __forceinline__ Terms TermsOf(int64_t, int64_t row) const {
+    return {dx + row * n, n, tiles};
+  }
+
+  __device__ __forceinline__ void Write(int64_t, int64_t row, const Value (&sums)[2], int writer,
+                                        int writers) const {
+    const Value means[2] = {centered ? sums[0] / Value(n) : Value(0), sums[1] / Value(n)};
+    for (int64_t tile = writer; tile < tiles; tile += writers) {
+      StoreSums(dx + row * n + TileOf(tile, tiles, n).begin, means);
     }
   }
-}
+};
 
 template <typename T>
 __global__ void __launch_bounds__(kBlock, sizeof(T) < 8 ? 2 : 1)

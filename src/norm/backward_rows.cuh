@@ -10,7 +10,6 @@
 #include "core/cuda/cluster_sum.cuh"
 #include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/unit.cuh"
 #include "norm/backward_ring.cuh"
 #include "norm/plan.h"

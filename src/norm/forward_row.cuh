@@ -16,7 +16,6 @@
 
 #include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/shifted.cuh"
 #include "core/cuda/unit.cuh"
 #include "norm/plan.h"

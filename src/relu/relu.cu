@@ -13,8 +13,8 @@
 #include "core/cuda/bitmask.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/relu_tiles.cuh"
+#include "core/cuda/unit.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -38,13 +38,13 @@ template <typename T>
 struct NoAddends {
   struct One {};
   using Sum = T;
-  using Unit = One;
+  using Values = One;
   static constexpr int kStep = kReluTogether;
 
   __device__ __forceinline__ One Load(int64_t) const { return {}; }
   static __device__ __forceinline__ T Add(T x, One) { return x; }
-  __device__ __forceinline__ void Load(int64_t, int64_t, Unit (&)[kStep]) const {}
-  static __device__ __forceinline__ uint32_t ReluInPlace(Packed128<T>& x, Unit) {
+  __device__ __forceinline__ void Load(int64_t, int64_t, Values (&)[kStep]) const {}
+  static __device__ __forceinline__ uint32_t ReluInPlace(Unit<T>& x, Values) {
     return cuda::ReluInPlace(x);
   }
 };
@@ -53,18 +53,19 @@ template <typename T>
 struct OtherArray {
   using One = T;
   using Sum = T;
-  using Unit = Packed128<T>;
+  using Values = Unit<T>;
   static constexpr int kStep = kReluTogether;
 
   const T* y;
 
   __device__ __forceinline__ T Load(int64_t element) const { return y[element]; }
   static __device__ __forceinline__ T Add(T x, T addend) { return SumOf(x, addend); }
-  __device__ __forceinline__ void Load(int64_t first, int64_t stride, Unit (&units)[kStep]) const {
+  __device__ __forceinline__ void Load(int64_t first, int64_t stride,
+                                       Values (&units)[kStep]) const {
 #pragma unroll
-    for (int k = 0; k < kStep; ++k) units[k] = LoadPacked(y + first + k * stride);
+    for (int k = 0; k < kStep; ++k) units[k] = LoadWord(y + first + k * stride);
   }
-  static __device__ __forceinline__ uint32_t ReluInPlace(Packed128<T>& x, const Unit& addends) {
+  static __device__ __forceinline__ uint32_t ReluInPlace(Unit<T>& x, const Values& addends) {
     x = SumOf(x, addends);
     return cuda::ReluInPlace(x);
   }
@@ -82,9 +83,9 @@ __device__ __forceinline__ auto AddendsOf(const ReluParams& p) {
 // Clears the elements whose bit is not set. This is a selection, not a product, because an element
 // may be infinite or NaN.
 template <typename U>
-__device__ __forceinline__ Packed128<U> Select(uint32_t bits, Packed128<U> x) {
+__device__ __forceinline__ Unit<U> Select(uint32_t bits, Unit<U> x) {
   if constexpr (sizeof(U) == 2) {
-    Packed128<uint32_t> pairs = Reinterpret<uint32_t>(x);
+    Unit<uint32_t> pairs = Reinterpret<uint32_t>(x);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (!(bits & 1u << 2 * i)) pairs[i] &= 0xffff0000u;
@@ -123,7 +124,7 @@ __device__ __forceinline__ void BackwardChunk(const ReluParams& p, int64_t begin
 
 template <typename U, bool kRagged>
 __device__ __forceinline__ void BackwardTile(const ReluParams& p, int64_t begin) {
-  constexpr int kField = Packed128<U>::kSize;
+  constexpr int kField = Unit<U>::kSize;
   constexpr int kLoads = 32 / kField;
   constexpr int kStride = kField * kWarpSize;
   static_assert(kReluWords<U> * kLoads == kReluTogether);
@@ -141,9 +142,9 @@ __device__ __forceinline__ void BackwardTile(const ReluParams& p, int64_t begin)
       words[i] = mask[i * kWarpSize + WordOfLane<kField>(lane)];
     }
   }
-  Packed128<U> values[kReluTogether];
+  Unit<U> values[kReluTogether];
 #pragma unroll
-  for (int k = 0; k < kReluTogether; ++k) values[k] = LoadPacked(dy + k * kStride);
+  for (int k = 0; k < kReluTogether; ++k) values[k] = LoadWord(dy + k * kStride);
 #pragma unroll
   for (int i = 0; i < kReluWords<U>; ++i) {
     if constexpr (kRagged) {
@@ -157,7 +158,7 @@ __device__ __forceinline__ void BackwardTile(const ReluParams& p, int64_t begin)
 #pragma unroll
   for (int k = 0; k < kReluTogether; ++k) {
     const uint32_t bits = words[k / kLoads] >> k % kLoads * kField;
-    StorePacked(dx + k * kStride, Select(bits, values[k]));
+    StoreWord(dx + k * kStride, Select(bits, values[k]));
   }
 }
 

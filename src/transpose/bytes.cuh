@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "core/cuda/divide.cuh"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/shifted.cuh"
+#include "core/cuda/unit.cuh"
 
 namespace jax_fastops::cuda::transpose {
 

@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/cuda/packed.cuh"
 #include "core/cuda/shifted.cuh"
+#include "core/cuda/unit.cuh"
 #include "window_sum/plan.h"
 
 namespace jax_fastops::cuda::window_sum {

@@ -22,7 +22,6 @@
 #include <cstring>
 
 #include "core/cuda/divide.cuh"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/unit.cuh"
 #include "window_sum/arrays.cuh"
 #include "window_sum/plan.h"

@@ -12,7 +12,6 @@
 
 #include <cstdint>
 
-#include "core/cuda/packed.cuh"
 #include "core/cuda/unit.cuh"
 #include "core/integer.h"
 #include "window_sum/arrays.cuh"

@@ -1,10 +1,12 @@
-// Property test of the plans of kernels over rows: every row has lanes, the lanes of a row are
-// those that its kernel accepts, and no lane is idle that the plan could have left out.
+// Property tests of the core's plans. Kernels over rows: every row has lanes, the lanes of a row
+// are those that its kernel accepts, and no lane is idle that the plan could have left out. Partial
+// sums: a block has threads, and room for the sums of its warps.
 #include "core/plan_rows.h"
 
 #include <cstdint>
 
 #include "core/integer.h"
+#include "core/plan_sums.h"
 #include "property.h"
 
 namespace jax_fastops {
@@ -52,6 +54,26 @@ void CheckPlan(const RowsShape& shape, int processors, int max_cluster) {
   }
 }
 
+#define CHECK_SUMS(condition)                                                     \
+  CHECK(condition, "%lld results of %lld terms: width 2^%d, share 2^%d, wide %d", \
+        (long long)results, (long long)terms, plan.log_width, plan.log_share, widens)
+
+void CheckSums(int64_t results, int64_t terms, bool widens) {
+  SumsPlan plan = PlanSums(results, terms);
+  if (widens) Widen(&plan, kMaxLogSumsThreads);
+  const int64_t width = int64_t{1} << plan.log_width, share = int64_t{1} << plan.log_share;
+  const int64_t threads = width * share;
+  CHECK_SUMS(plan.results == results && plan.terms == terms);
+  CHECK_SUMS(threads >= 64 && threads <= kMaxSumsThreads && threads == 1 << plan.log_threads());
+  CHECK_SUMS(plan.blocks() * width >= results && (plan.blocks() - 1) * width < results);
+  CHECK_SUMS(share == 1 || width <= 32);
+  // The kernel's shared memory, where it is used.
+  CHECK_SUMS(share == 1 || threads / 32 * (width + 1) <= kMaxSumsThreads / 32 * 9);
+  if (widens) return;
+  CHECK_SUMS(share == 1 || share < terms);  // each thread has a term
+  CHECK_SUMS(threads <= 256 || results * share <= 1 << 20);
+}
+
 }  // namespace
 }  // namespace jax_fastops
 
@@ -65,5 +87,8 @@ int main() {
     shape.n = random.Size(int64_t{1} << 30);
     shape.reduces = random.Coin();
     CheckPlan(shape, static_cast<int>(random.Size(200)), 1 << random.Below(4));
+  }
+  for (int i = 0; i < kShapes; ++i) {
+    CheckSums(random.Size(int64_t{1} << 40), random.Size(0x7fffffff), random.Coin());
   }
 }

@@ -5,6 +5,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "core/dtype.h"
 
 namespace jax_fastops::cuda {
@@ -13,6 +15,13 @@ template <typename T>
 struct TypeTag {
   using Type = T;
 };
+
+// The other way.
+template <typename T>
+inline constexpr DType kDTypeOf = std::is_same_v<T, float>           ? DType::kF32
+                                  : std::is_same_v<T, __nv_bfloat16> ? DType::kBF16
+                                  : std::is_same_v<T, __half>        ? DType::kF16
+                                                                     : DType::kF64;
 
 // Returns visit(TypeTag<T>()), where T is the C++ type of `dtype`:
 //   return ForDType(dtype, [&](auto tag) {

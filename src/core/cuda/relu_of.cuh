@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "core/cuda/packed.cuh"
+#include "core/cuda/unit.cuh"
 
 namespace jax_fastops::cuda {
 
@@ -43,11 +43,11 @@ __device__ __forceinline__ T SumOf(T x, T y) {
 
 // The same for 16 bytes. 16-bit elements are processed in pairs, two per register.
 template <typename T>
-__device__ __forceinline__ Packed128<T> SumOf(Packed128<T> x, const Packed128<T>& y) {
+__device__ __forceinline__ Unit<T> SumOf(Unit<T> x, const Unit<T>& y) {
   if constexpr (sizeof(T) == 2) {
     using Pair = PairOf<T>;
-    Packed128<Pair> pairs = Reinterpret<Pair>(x);
-    const Packed128<Pair> addends = Reinterpret<Pair>(y);
+    Unit<Pair> pairs = Reinterpret<Pair>(x);
+    const Unit<Pair> addends = Reinterpret<Pair>(y);
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = __hadd2_rn(pairs[i], addends[i]);
     return Reinterpret<T>(pairs);
@@ -61,11 +61,11 @@ __device__ __forceinline__ Packed128<T> SumOf(Packed128<T> x, const Packed128<T>
 // Replaces the elements by their ReLU. Bit i of the result is set if element i was greater than
 // zero.
 template <typename T>
-__device__ __forceinline__ uint32_t ReluInPlace(Packed128<T>& x) {
+__device__ __forceinline__ uint32_t ReluInPlace(Unit<T>& x) {
   uint32_t bits = 0;
   if constexpr (sizeof(T) == 2) {
     using Pair = PairOf<T>;
-    Packed128<Pair> pairs = Reinterpret<Pair>(x);
+    Unit<Pair> pairs = Reinterpret<Pair>(x);
     const Pair zero = Broadcast(FromCompute<T>(0));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

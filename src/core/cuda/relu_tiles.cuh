@@ -4,15 +4,15 @@
 //   struct Addends {
 //     using One = ...;                 // of one element
 //     using Sum = ...;                 // the type of x + addend
-//     using Unit = ...;                // of 16 bytes of x
+//     using Values = ...;              // of 16 bytes of x
 //     static constexpr int kStep = ...;  // units whose addends are loaded together: 1 to 8
 //     __device__ One Load(int64_t element) const;
 //     static __device__ Sum Add(T x, One addend);
 //     // The addends of kStep units that begin with element `first`, `stride` elements apart.
-//     __device__ void Load(int64_t first, int64_t stride, Unit (&units)[kStep]) const;
+//     __device__ void Load(int64_t first, int64_t stride, Values (&units)[kStep]) const;
 //     // Replaces the elements by the result. Bit i of the value is set if element i of the sum is
 //     // greater than zero.
-//     static __device__ uint32_t ReluInPlace(Packed128<T>& x, Unit& addends);
+//     static __device__ uint32_t ReluInPlace(Unit<T>& x, Values& addends);
 //   };
 //
 // - A warp takes a tile of 1024 contiguous elements (2048 for 16-bit types). It loads 16 bytes per
@@ -39,8 +39,8 @@
 
 #include "core/cuda/bitmask.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/packed.cuh"
 #include "core/cuda/relu_of.cuh"
+#include "core/cuda/unit.cuh"
 #include "core/integer.h"
 
 namespace jax_fastops::cuda {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void ReluForwardChunk(const ReluMask& mask, const Add
 template <typename T>
 __device__ __forceinline__ void StoreReluMask(const ReluMask& mask, int64_t begin,
                                               uint32_t (&words)[kReluWords<T>], uint32_t beyond) {
-  constexpr int kField = Packed128<T>::kSize;
+  constexpr int kField = Unit<T>::kSize;
   const int lane = threadIdx.x % kWarpSize;
   if (!mask.ragged) {
     uint32_t* to = reinterpret_cast<uint32_t*>(mask.data + begin / 8);
@@ -148,7 +148,7 @@ __device__ __forceinline__ void StoreReluMask(const ReluMask& mask, int64_t begi
 template <typename T, typename Addends>
 __device__ __forceinline__ void ReluForwardTile(const ReluMask& mask, const Addends& addends,
                                                 const T* x, T* z, int64_t size, int64_t begin) {
-  constexpr int kField = Packed128<T>::kSize;
+  constexpr int kField = Unit<T>::kSize;
   constexpr int kLoads = 32 / kField;  // per mask word
   constexpr int kStride = kField * kWarpSize;
   constexpr int kStep = Addends::kStep;
@@ -168,20 +168,20 @@ __device__ __forceinline__ void ReluForwardTile(const ReluMask& mask, const Adde
     }
   }
 
-  Packed128<T> values[kReluTogether];
+  Unit<T> values[kReluTogether];
 #pragma unroll
-  for (int k = 0; k < kReluTogether; ++k) values[k] = LoadPacked(x + first + k * kStride);
+  for (int k = 0; k < kReluTogether; ++k) values[k] = LoadWord(x + first + k * kStride);
   uint32_t words[kReluWords<T>] = {};
 #pragma unroll
   for (int step = 0; step < kReluTogether; step += kStep) {
-    typename Addends::Unit units[kStep];
+    typename Addends::Values units[kStep];
     addends.Load(first + step * kStride, kStride, units);
 #pragma unroll
     for (int i = 0; i < kStep; ++i) {
       const int k = step + i;
       const uint32_t bits = Addends::ReluInPlace(values[k], units[i]);
       words[k / kLoads] |= bits << k % kLoads * kField;
-      StorePacked(z + first + k * kStride, values[k]);
+      StoreWord(z + first + k * kStride, values[k]);
     }
   }
   if (mask.data == nullptr) return;

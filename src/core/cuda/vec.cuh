@@ -6,7 +6,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "core/cuda/packed.cuh"
 #include "core/cuda/unit.cuh"
 
 namespace jax_fastops::cuda {
@@ -40,9 +39,7 @@ struct Vec {
   // Stores 16 bytes by one instruction. The compiler may split other stores.
   __device__ __forceinline__ void StoreWord(T* p) const {
     static_assert(kBytes == 16);
-    Packed128<T> packed;
-    memcpy(packed.payload, words, kBytes);
-    StorePacked(p, packed);
+    cuda::StoreWord(p, Get());
   }
 
   __device__ __forceinline__ U Get() const {
