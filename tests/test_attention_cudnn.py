@@ -436,7 +436,7 @@ def test_what_cudnn_does_not_take(cuda_programs):
     q = jnp.ones((2, 16, 4, 8), jnp.bfloat16)
     for x in (q.astype(jnp.float32), q[..., :5], q[:, :0]):
         assert calls(fo.attention, x, x, x) == [0, 0]
-    with fo.set_implementation("xla"):
+    with fo.use_implementation("xla"):
         assert calls(fo.attention, q, q, q) == [0, 0]
     # The gradient of a bias is that of the reference, which computes the forward again.
     bias = jnp.ones((1, 4, 16, 16), jnp.bfloat16)
