@@ -15,6 +15,7 @@
 ## make wheel       build a wheel into dist/
 ## make release     build sdist and wheel, audit them, and test the wheel in a fresh environment
 ## make cuda-nvcc   install a CUDA compiler from PyPI into the environment, for building
+## make cudnn       install cuDNN into the environment, whose headers the CUDA module needs for attention
 ## make clean       remove what was built, and the environments
 ##
 ## Each target first sets up a virtual environment, from Python 3.11 or later, make and a C++ compiler. The
@@ -53,7 +54,7 @@ requirements = $(BIN)/python -c 'import tomllib; table = tomllib.load(open("pypr
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-all test-settings sanitize sanitized soak-thread bench docs docs-check readme \
-  format lint types wheel release cuda-nvcc clean FORCE
+  format lint types wheel release cuda-nvcc cudnn clean FORCE
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -112,6 +113,8 @@ release: $(VENV)/.release
 
 cuda-nvcc: $(VENV)/.cuda-nvcc
 
+cudnn: $(VENV)/.cudnn
+
 clean:
 	rm -rf build dist demo/out .venv .venv-jax-*
 
@@ -129,7 +132,8 @@ BUILD := build/$(TAG)-$(VARIANT)
 SOURCES := CMakeLists.txt pyproject.toml jax_fastops/_version.py $(shell find src third_party cmake -type f)
 PYTHON_FILES := $(shell find jax_fastops -name '*.py' -o -name '*.json')
 # Builds a wheel into a folder, in which the objects stay. Further arguments are settings of scikit-build-core.
-build_wheel = PATH="$$PATH:$(wildcard $(abspath $(VENV))/lib/python*/site-packages/nvidia/cu*/bin)" \
+build_wheel = JAX_FASTOPS_CUDNN_INCLUDE="$${JAX_FASTOPS_CUDNN_INCLUDE-$(wildcard \
+  $(abspath $(VENV))/lib/python*/site-packages/nvidia/cudnn/include)}" PATH="$$PATH:$(wildcard $(abspath $(VENV))/lib/python*/site-packages/nvidia/cu*/bin)" \
   $(BUILDER)/bin/python -c 'from scikit_build_core.build import build_wheel; \
   build_wheel("$(1)", {"build-dir": "$(1)/objects", $(2), $(3)})'
 
@@ -231,4 +235,10 @@ $(VENV)/.release: pyproject.toml | $(BIN)/python
 $(VENV)/.cuda-nvcc: pyproject.toml | $(BIN)/python
 	$(call requirements,cuda-build) > $@.txt
 	$(PIP) install -r $@.txt
+	@touch $@
+
+# Without its requirements, which are for those who run it.
+$(VENV)/.cudnn: pyproject.toml | $(BIN)/python
+	$(call requirements,cudnn) > $@.txt
+	$(PIP) install --no-deps -r $@.txt
 	@touch $@

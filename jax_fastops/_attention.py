@@ -260,8 +260,8 @@ def _view(
             part = mask
             if not band:
                 rows = Masks(causal=causal, window=window).merged(queries, keys)
-                part = rows[0][(None,) * (query.ndim - 4)] if part is None else part & rows[0]
-                part = part if part.ndim == query.ndim + 1 else part[None]
+                rows = jnp.reshape(rows, (1,) * (query.ndim - 2) + (queries, keys))
+                part = rows if part is None else part & rows
         part = jnp.broadcast_to(part, (*part.shape[:-1], keys))
         wide = (bias is not None and bias.dtype != query.dtype) or query.dtype == jnp.float16
         dtype = jnp.float32 if wide else query.dtype
@@ -335,6 +335,8 @@ def _backward(residuals, cts, needs_grad, **options):
         raise Refused("cuDNN computes no gradient of a bias here")
     view = _view(query, key, *masks, **options)
     dy = _select_rows(view.some, cts[0])
+    if view.some is not None:  # weights of 0, whatever cuDNN made of such a row
+        stats = jnp.where(view.some, stats, jnp.zeros_like(stats))
     grads = _cudnn.backward(
         query,
         key,

@@ -46,24 +46,25 @@ BACKWARD = Kernel.declare(
 )
 
 
+_WHOLE = dict(
+    query="... t p=3 *k h",
+    bias="~... *k a b t",
+    q_lengths="... *k",
+    kv_lengths="... *k",
+    seeds="... *k g=1 4",
+    y="... t *k g=1 h",
+    dy="... t *k g=1 h",
+    stats="... *k g=1 t",
+    dquery="... t p=3 *k h",
+    workspace="... *k w",
+)
+
+
 @functools.cache
-def _packed(kernel: Kernel) -> Kernel:
-    """The kernel for queries, keys and values in one array."""
-    whole, y = "... t p=3 *k h", "... t *k g=1 h"
-    slots = dict(
-        query=whole,
-        bias="~... *k a b t",
-        q_lengths="... *k",
-        kv_lengths="... *k",
-        seeds="... *k g=1 4",
-        y=y,
-        dy=y,
-        stats="... *k g=1 t",
-        dquery=whole,
-        workspace="... *k w",
-    )
-    names = {s.name for s in kernel.signature.operands + kernel.signature.results}
-    return kernel.with_dimensions(**{n: slot for n, slot in slots.items() if n in names})
+def _of_whole(kernel: Kernel, operands: frozenset[str]) -> Kernel:
+    """The kernel with these operands, and queries, keys and values in one array."""
+    names = operands | {slot.name for slot in kernel.signature.results}
+    return kernel.with_dimensions(**{name: d for name, d in _WHOLE.items() if name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,19 +121,19 @@ def _workspace(query, key, bias, lengths: bool, options: Options, gradient: bool
     if options.deterministic:
         most += groups * rows * columns * 2
     most = most if gradient else 1024
-    shape = (0, 0, 0)
+    batch, bias_heads, bias_rows = 0, 0, 0
     if bias is not None:
-        *lead, k, g, b, _ = bias.shape
-        shape = (int(np.prod(lead)), k * g, b)
+        *lead, k, g, bias_rows, _ = bias.shape
+        batch, bias_heads = int(np.prod(lead)), k * g
     cells = sizes["batch"] * sizes["kv_heads"]
     for backward in (False, True)[: 1 + gradient]:
         found = _native.attention_plan(
             dtype=str(query.dtype),
             **sizes,
             packed=key is None,
-            bias_batch=shape[0],
-            bias_heads=shape[1],
-            bias_rows=shape[2],
+            bias_batch=batch,
+            bias_heads=bias_heads,
+            bias_rows=t if bias_rows and backward else bias_rows,
             wide_bias=bias is not None and bias.dtype != query.dtype,
             lengths=lengths,
             backward=backward,
@@ -223,13 +224,14 @@ def _of_same_key(run):
 
 def _emit(kernel: Kernel, seeds, arrays: dict, numbers: dict) -> tuple:
     """The results of a call, but for the workspace. ``arrays`` and ``seeds`` are its operands."""
-    if arrays["key"] is None:
-        kernel = _packed(kernel)
-        arrays = {n: x for n, x in arrays.items() if n not in ("key", "value")}
     names = [name for name, x in arrays.items() if x is not None]
+    if arrays["key"] is None:
+        own = ["seeds"] if seeds is not None else []
+        kernel = _of_whole(kernel, frozenset(names + own))
 
     def run(seeds, *values):
-        call = kernel.of(**dict(zip(names, values, strict=True)), seeds=seeds, **numbers)
+        given = dict(zip(names, values, strict=True)) | numbers
+        call = kernel.of(**given if seeds is None else given | dict(seeds=seeds))
         results = without_large_copies(call)()._asdict()
         return tuple(results[name] for name in results if name != "workspace")
 
@@ -256,6 +258,9 @@ def backward(
     """The gradients of the arrays, one or three."""
     seeds = _seeds(words, query, key is None)
     arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths)
+    if bias is not None:  # cuDNN 9.19 computes wrong gradients with one row for all queries
+        rows = query.shape[-4]
+        arrays["bias"] = jnp.broadcast_to(bias, (*bias.shape[:-2], rows, bias.shape[-1]))
     numbers = _numbers(arrays, options, True) | dict(deterministic=options.deterministic)
     if key is not None:
         numbers |= dict(dkey=True, dvalue=True)

@@ -77,18 +77,14 @@ class Kernel:
         return kernel
 
     def with_dimensions(self, **slots: str) -> Kernel:
-        """The kernel with just these buffers, and with these dimensions (and dtypes) for them.
-
-        A buffer that is optional stays so.
-        """
+        """The kernel with just these buffers, and with these dimensions (and dtypes) for them."""
 
         def chosen(side):
             for slot in side:
                 if slot.name in slots:
                     own = Slot.parse(slots[slot.name])
                     dtype = slot.dtype if own.dtype is None else own.dtype
-                    own = dataclasses.replace(own, name=slot.name, dtype=dtype)
-                    yield dataclasses.replace(own, optional=slot.optional)
+                    yield dataclasses.replace(own, name=slot.name, dtype=dtype)
 
         both = (tuple(chosen(s)) for s in (self.signature.operands, self.signature.results))
         return dataclasses.replace(self, signature=Signature(*both))

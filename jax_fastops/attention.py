@@ -1,7 +1,8 @@
 """``attention`` and ``qkv_attention``: dot-product attention with masks, segments and dropout.
 
-A softmax kernel runs between two products. It applies scale, mask and dropout as it reads and
-writes, and the backward draws the bits of dropout again from the key.
+On a GPU, cuDNN computes bfloat16 and float16. Elsewhere a softmax kernel runs between two products.
+It applies scale, mask and dropout as it reads and writes, and the backward draws the bits of
+dropout again from the key.
 
 Sources: FasterTransformer, the BERT encoder layer; Vaswani et al., "Attention Is All You Need".
 """
@@ -101,19 +102,22 @@ def attention(
         kernel, and never changes the result.
       dropout_key: a key of ``jax.random`` for the dropout of the weights, typed or raw. May be
         ``None`` if the rate is 0.
-      dropout_rate: the probability that a weight is dropped, a static number in [0, 1]. Which
-        weights are dropped is :func:`~jax_fastops.dropout_mask`'s definition for the shape
-        ``[B, N, T, S]``. Each head and example has its own mask.
-      deterministic: whether the gradient must have the same bits in every run.
+      dropout_rate: the probability that a weight is dropped, a static number in [0, 1]. Each head
+        and example has its own mask. Which weights are dropped is
+        :func:`~jax_fastops.dropout_mask`'s definition for the shape ``[B, N, T, S]``; with cuDNN it
+        depends on the shape of the call, the GPU and the version of cuDNN.
+      deterministic: whether the gradient must have the same bits in every run. With cuDNN, this
+        takes memory that grows with ``T * S``.
 
     Returns:
       An array with the shape and dtype of ``query``. With ``return_residual``, a pair of it and the
       logarithms, ``[B, T, N]`` in the same dtype, before dropout. They are -inf for a query without
       keys, and have no gradient, as in ``jax.nn``.
 
-    Residuals: the heads, the result of the softmax in float32 (float64 for float64), and for 16-bit
-    dtypes the rounded weights. With dropout: the heads, the scores in float32, the dropped weights
-    and the key. So memory grows with ``T * S``.
+    Residuals: with cuDNN, the operands, the result and the logarithms of the sums in float32.
+    Otherwise the heads, the result of the softmax in float32 (float64 for float64), and for 16-bit
+    dtypes the rounded weights; with dropout the heads, the scores in float32, the dropped weights
+    and the key. There, memory grows with ``T * S``.
 
     Sharding: over batch and heads, without communication except for the gradient of what is
     broadcast. Under Explicit axes, heads of queries are gathered if the mesh does not divide the
@@ -228,8 +232,9 @@ def qkv_attention(
     Returns:
       An array ``[B, L, num_heads * H]`` of the dtype of ``qkv``; with ``return_residual`` a pair.
 
-    Residuals: as :func:`attention`. One pass splits ``qkv`` and adds the bias, and one pass of the
-    backward merges the three cotangents and sums the gradient of the bias.
+    Residuals: as :func:`attention`. cuDNN reads ``qkv`` in place, and writes its gradient as one
+    array. Otherwise one pass splits ``qkv`` and adds the bias, and one pass of the backward merges
+    the three cotangents and sums the gradient of the bias.
 
     Sharding: over the batch without communication. Features ``[B, L, F]`` that are sharded are
     gathered; heads of ``[B, L, 3, num_heads, H]`` stay sharded.

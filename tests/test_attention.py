@@ -95,6 +95,19 @@ GROUPED = case(
     ),
     basic_only=True,
 )
+# Heads that cuDNN takes.
+EIGHT = case(
+    "attention_of_8",
+    functools.partial(fo.attention, is_causal=True),
+    lambda q, k, v: expected(q, k, v, allowed=causal(q.shape[1], k.shape[1])),
+    [(2, 3, 2, 8), (2, 4, 2, 8), (2, 4, 2, 8)],
+    [(8, 3, 8, 8), (8, 4, 8, 8), (8, 4, 8, 8)],
+    shardings=(
+        Sharding("batch", (0, 0, 0), (0,)),
+        Sharding("heads", (2, 2, 2), (2,)),
+    ),
+    basic_only=jax.default_backend() != "gpu",
+)
 PACKED = case(
     "qkv_attention",
     functools.partial(fo.qkv_attention, num_heads=2),
@@ -116,7 +129,7 @@ PARTS = case(
 )
 
 
-@checks(PLAIN, GROUPED, PACKED, PARTS)
+@checks(PLAIN, GROUPED, EIGHT, PACKED, PARTS)
 def test_transforms(check):
     check()
 

@@ -47,7 +47,7 @@ def errors(found, wanted):
     ]
 
 
-def check(query, key, value, bias=None, allowed=True, weight=1.0, bound=0.06, **options):
+def check(query, key, value, bias=None, allowed=True, weight=1.0, bound=0.1, **options):
     """Value and gradients, of both implementations of the op, and a cotangent that differs."""
     rng = np.random.default_rng(7)
     dy = jnp.asarray(normal(rng, query.shape, query.dtype))

@@ -79,6 +79,10 @@ constexpr int64_t PreparedBytes(int64_t batch) { return (batch * 8 + 16 + 255) /
 cudaError_t PrepareAttention(const AttentionProblem& problem, const AttentionBuffers& buffers,
                              cudaStream_t stream);
 
+// Sets the rows of queries to 0 that are after the lengths which PrepareAttention wrote.
+cudaError_t ZeroRows(const AttentionProblem& problem, const AttentionBuffers& buffers,
+                     cudaStream_t stream);
+
 cudaError_t LoadAttentionKernels();
 
 }  // namespace jax_fastops::cuda

@@ -299,7 +299,12 @@ std::string RunAttention(const AttentionProblem& problem, const AttentionBuffers
       arrays[kDv] = b.dv;
     }
     fe::error_t error = plan.graph->execute(handle.get(), arrays, b.workspace + prepared);
-    return error.is_good() ? "" : "cuDNN: " + error.get_message();
+    if (error.is_bad()) return "cuDNN: " + error.get_message();
+    if (problem.lengths && !problem.backward) {
+      const cudaError_t zeroed = ZeroRows(problem, b, stream);
+      if (zeroed != cudaSuccess) return cudaGetErrorString(zeroed);
+    }
+    return "";
   } catch (const std::exception& error) {
     return std::string("cuDNN: ") + error.what();
   }

@@ -1,4 +1,5 @@
-// What cuDNN reads from memory: lengths without gaps, and one seed for all of its dropout.
+// What cuDNN reads from memory: lengths without gaps, and one seed for all of its dropout. And rows
+// that it does not write.
 #include <algorithm>
 
 #include "attention/attention.h"
@@ -53,7 +54,46 @@ __global__ void __launch_bounds__(kThreads) PrepareKernel(const __grid_constant_
   }
 }
 
+constexpr int kRowsZeroed = 16;  // by a block
+
+struct ZeroParams {
+  uint4* y;
+  const int32_t* lengths;
+  int64_t rows, row_units;  // of 16 bytes
+};
+
+// Rows of queries after the length of an example. cuDNN does not write them.
+__global__ void __launch_bounds__(kThreads) ZeroKernel(const __grid_constant__ ZeroParams p) {
+  const int64_t first = max(int64_t{blockIdx.x} * kRowsZeroed, int64_t{p.lengths[blockIdx.y]});
+  const int64_t end = min((int64_t{blockIdx.x} + 1) * kRowsZeroed, p.rows);
+  uint4* const y = p.y + blockIdx.y * p.rows * p.row_units;
+  for (int64_t i = first * p.row_units + threadIdx.x; i < end * p.row_units; i += kThreads) {
+    y[i] = uint4{0, 0, 0, 0};
+  }
+}
+
 }  // namespace
+
+cudaError_t ZeroRows(const AttentionProblem& problem, const AttentionBuffers& buffers,
+                     cudaStream_t stream) {
+  ZeroParams p;
+  p.y = static_cast<uint4*>(buffers.y);
+  p.rows = problem.queries;
+  p.row_units = problem.heads * problem.size / 8;
+  const int64_t blocks = (p.rows + kRowsZeroed - 1) / kRowsZeroed;
+  // An axis of a grid other than the first one has at most 65535 blocks.
+  constexpr int64_t kMost = 65535;
+  for (int64_t b = 0; b < problem.batch; b += kMost) {
+    p.lengths = reinterpret_cast<const int32_t*>(buffers.workspace) + b;
+    const dim3 grid(static_cast<unsigned>(blocks),
+                    static_cast<unsigned>(std::min(kMost, problem.batch - b)));
+    const cudaError_t error = Launch(KernelOf<AttentionFamily, ZeroKernel>(),
+                                     {.grid = grid, .block = dim3(kThreads)}, stream, p);
+    if (error != cudaSuccess) return error;
+    p.y += kMost * p.rows * p.row_units;
+  }
+  return cudaSuccess;
+}
 
 cudaError_t PrepareAttention(const AttentionProblem& problem, const AttentionBuffers& buffers,
                              cudaStream_t stream) {
