@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import os
 import re
 import signal
@@ -23,8 +24,11 @@ from harness.sharding import collectives, device_count
 import jax_fastops as fo
 from jax_fastops.models import bert, decoder
 
-for needed in ("matplotlib", "optax", "orbax.checkpoint", "rich", "sklearn"):
+for needed in ("matplotlib", "optax", "orbax.checkpoint", "rich"):
     pytest.importorskip(needed)
+# Its import takes seconds, also of a test process that runs no test of this file.
+if importlib.util.find_spec("sklearn") is None:
+    pytest.skip("needs sklearn", allow_module_level=True)
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 TINY = dataclasses.replace(bert.SMALL, hidden_size=32, heads=2, intermediate_size=64, layers=1)

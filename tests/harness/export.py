@@ -41,7 +41,8 @@ def reexport(exported: jax.export.Exported, **kwargs: Any) -> jax.export.Exporte
 def expected(case: Case, values, count: int):
     """The results of the reference, and of the oracle if the op is not exact."""
     reference = kept(program, case.reference, case, count)
-    return jax.jit(reference)(*values), None if case.exact else oracle(reference, *values)
+    exact = None if case.exact else oracle(reference, *values, case=case, name=count)
+    return jax.jit(reference)(*values), exact
 
 
 def run_export(platforms: tuple[str, ...] | None, case: Case, mode: str | None, dtype: Any) -> None:

@@ -203,11 +203,13 @@ def shard_map(mesh: Mesh, program: Program) -> Callable[[Callable[..., Any]], Ca
 
 def unsharded(case: Case, program: Program, key: Any, with_oracle: bool) -> tuple[Any, Any]:
     """The results of the reference on one device, and of the oracle. Many checks share them."""
-    key = (case, program.args[0].dtype, with_oracle, key)
+    name, key = key, (case, program.args[0].dtype, with_oracle, key)
     if key not in _unsharded:
+        fn, exact = program.make(case.reference), None
         with x64(program.args[0].dtype == np.float64):
-            want = jax.jit(program.make(case.reference))(*program.args)
-        exact = oracle(program.make(case.reference), *program.args) if with_oracle else None
+            want = jax.jit(fn)(*program.args)
+        if with_oracle:
+            exact = oracle(fn, *program.args, case=case, name=name)
         _unsharded[key] = jax.tree.map(np.asarray, want), exact
     return _unsharded[key]
 

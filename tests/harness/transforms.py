@@ -8,6 +8,9 @@ float64 oracle.
 
 import dataclasses
 import functools
+import hashlib
+import os
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from harness.case import (
+    DECLARED,
     Arrays,
     Case,
     Check,
@@ -31,6 +35,7 @@ from harness.case import (
 )
 from harness.compat import x64
 from harness.numerics import assert_bitwise_equal, assert_matches, is_float, normal
+from harness.process import TESTS
 
 BATCH = 3
 
@@ -129,11 +134,32 @@ def kept(make: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     return make(*args)
 
 
-def oracle(fn: Callable[..., Any], *inputs: Any) -> Any:
-    """`fn(*inputs)` in float64 on the CPU, not optimized: compilation is most of a test's time."""
-    with x64(), jax.default_device(jax.devices("cpu")[0]):
-        fast = jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
-        return jax.tree.map(np.asarray, fast(*widen(inputs)))
+def oracle(fn: Callable[..., Any], *inputs: Any, case: Case | None = None, name: Any = "") -> Any:
+    """`fn(*inputs)` in float64 on the CPU, not optimized: compilation is most of a test's time.
+
+    CI runs a check of a declared case several times, for example on other versions of JAX. The
+    folder JAX_FASTOPS_TEST_ORACLES keeps the results for it, under the check's name.
+    """
+
+    def compute():
+        with x64(), jax.default_device(jax.devices("cpu")[0]):
+            fast = jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
+            return jax.tree.map(np.asarray, fast(*widen(inputs)))
+
+    folder = os.environ.get("JAX_FASTOPS_TEST_ORACLES")
+    if not folder or case not in DECLARED:
+        return compute()
+    test, *_ = os.environ["PYTEST_CURRENT_TEST"].split("[")
+    key = hashlib.sha256(repr((test, case.name, name)).encode())
+    for value in map(np.asarray, jax.tree.leaves(inputs)):
+        key.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    file = TESTS.parent / folder / key.hexdigest()
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_bytes(pickle.dumps(compute()))
+        part.rename(file)
+    return pickle.loads(file.read_bytes())
 
 
 def of_many(fn: Callable[..., Any], reference: Callable[..., Any], values: list[Any]) -> Any:
@@ -158,7 +184,7 @@ def run(transform: Transform, case: Case, mode: str | None, dtype: Any) -> None:
         # In float64, the oracle itself has an error.
         ulps = 64.0 if dtype == np.float64 else 8.0
         tolerance = dataclasses.replace(tolerance, ulps=max(tolerance.ulps, ulps))
-    exact = oracle(reference, inputs)
+    exact = oracle(reference, inputs, case=case, name=transform.name)
     assert_matches(got, want, exact, tolerance)
 
 
