@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from benchmarks import installed
 
 fo = installed("jax_fastops")
-_bert, _decoder = (installed(f"jax_fastops.models.{n}").PLAIN for n in ("bert", "decoder"))
+_plain = installed("jax_fastops.models._plain")
 _resnet = installed("jax_fastops.models.resnet")
 
 Shape = tuple[int, ...]
@@ -201,7 +201,7 @@ def ours_residual_layer_norm(x, residual, input_bias, scale, bias, key=None):
 def plain_residual_layer_norm(x, residual, input_bias, scale, bias, key=None):
     x = x + input_bias.astype(x.dtype)
     x = x if key is None else plain_dropout(x, key)
-    return _bert.layer_norm(x + residual, scale, bias)
+    return _plain.layer_norm(x + residual, scale, bias)
 
 
 def torch_residual_layer_norm(x, residual, input_bias, scale, bias):
@@ -209,7 +209,7 @@ def torch_residual_layer_norm(x, residual, input_bias, scale, bias):
 
 
 def plain_residual_rms_norm(x, residual, scale):
-    return _decoder.residual_rms_norm(x, residual, scale, eps=1e-6, return_sum=False)
+    return _plain.residual_rms_norm(x, residual, scale, eps=1e-6, return_sum=False)
 
 
 def torch_residual_rms_norm(x, residual, scale):
@@ -569,7 +569,7 @@ OPS = (
         "split_qkv_heads",
         "x, n",
         (Layout("bias", **QKV), Layout("no bias", **QKV, without=1)),
-        reference=_bert.split_qkv_heads,
+        reference=_plain.split_qkv_heads,
     ),
     op(
         "split_qkv_heads_rotary",
@@ -580,7 +580,7 @@ OPS = (
             for size in (64, 128)
         ),
         ours=with_angles(fo.split_qkv_heads),
-        reference=with_angles(_decoder.split_qkv_heads),
+        reference=with_angles(_plain.split_grouped_heads),
         kernel_of="split_qkv_heads",
         data=(1, 2),
         unread=1 / 6,  # the features of values
@@ -589,14 +589,14 @@ OPS = (
         "merge_heads",
         "x",
         (Layout("BERT", (32, 12, 512, 64), (2, 12, 512, 64), MOVED),),
-        reference=_bert.merge_heads,
+        reference=_plain.merge_heads,
         kernel_of="transpose",
         **MOVE,
     ),
     op("softmax", "x, n:bool", SOFTMAXES),
     op("softmax_dropout", "x, n:bool, 2:uint32", DROPPED, "softmax", torch=None, **OTHER_MASKS),
     op("log_softmax", "x, n:bool", tuple(x for x in SOFTMAXES if x.label in VOCABULARY)),
-    op("layer_norm", f"x, {AFFINE}", NORMS, reference=_bert.layer_norm),
+    op("layer_norm", f"x, {AFFINE}", NORMS, reference=_plain.layer_norm),
     op("residual_layer_norm", f"x, x, n:float32, {AFFINE}", NORMS),
     op(
         "residual_layer_norm_dropout",
@@ -607,7 +607,7 @@ OPS = (
         torch=None,
         **OTHER_MASKS,
     ),
-    op("rms_norm", "x, n:float32", NORMS, reference=partial(_decoder.rms_norm, eps=1e-6)),
+    op("rms_norm", "x, n:float32", NORMS, reference=partial(_plain.rms_norm, eps=1e-6)),
     op("residual_rms_norm", "x, x, n:float32", (NORMS[2],)),
     *(
         op(
@@ -637,16 +637,16 @@ OPS = (
         fuses=True,
     ),
     op("lerp", "x, x, x", LERPS, **MAY_FUSE),
-    op("bias_act", "x, n", _activations(SMOOTH), reference=_bert.bias_act, **MAY_FUSE),
+    op("bias_act", "x, n", _activations(SMOOTH), reference=_plain.bias_act, **MAY_FUSE),
     op(
         "bias_relu",
         "x, n",
         _activations(("relu",)),
         "bias_act",
-        reference=_bert.bias_act,
+        reference=_plain.bias_act,
         **MAY_FUSE,
     ),
-    op("gated_act", "x, x", GATES, reference=_decoder.gated_act, **MAY_FUSE),
+    op("gated_act", "x, x", GATES, reference=_plain.gated_act, **MAY_FUSE),
     op(
         "cross_entropy",
         "x, ...:int32",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from benchmarks import installed
 
-bert = installed("jax_fastops.models.bert")
+bert, _plain = (installed(f"jax_fastops.models.{name}") for name in ("bert", "_plain"))
 
 
 def dropout_of_jax(x, key, rate: float):
@@ -19,8 +19,14 @@ def dropout_of_jax(x, key, rate: float):
     return jnp.where(keep, kept, jnp.zeros_like(x))
 
 
+def _with(softmax) -> dict:
+    """The functions of attention with a softmax."""
+    names = "attention", "qkv_attention"
+    return {n: functools.partial(getattr(bert.PLAIN, n), softmax=softmax) for n in names}
+
+
 PLAIN = bert.PLAIN._replace(
-    softmax=functools.partial(bert.PLAIN.softmax, dropout=dropout_of_jax),
+    **_with(functools.partial(_plain.softmax, dropout=dropout_of_jax)),
     residual_layer_norm=functools.partial(bert.PLAIN.residual_layer_norm, dropout=dropout_of_jax),
     dropout=dropout_of_jax,
 )
@@ -51,4 +57,4 @@ def residual_norm_of_flax(
 
 #: Another careful user's ops: which of the two forms is faster is measured.
 _NORMS = dict(layer_norm=norm_of_flax, residual_layer_norm=residual_norm_of_flax)
-FLAX = PLAIN._replace(softmax=softmax_of_flax, **_NORMS)
+FLAX = PLAIN._replace(**_with(softmax_of_flax), **_NORMS)

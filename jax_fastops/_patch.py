@@ -26,7 +26,8 @@ from jax.extend import source_info_util
 
 from jax_fastops import _implementation, _patched
 from jax_fastops._arguments import FLOATING, is_epsilon
-from jax_fastops._dispatch import kernel_or
+from jax_fastops._dispatch import Refused, kernel_or
+from jax_fastops.attention import attention
 from jax_fastops.autofuse._losses import losses_by_label
 from jax_fastops.batch_norm import batch_norm, batch_norm_inference
 from jax_fastops.bias_act import bias_act
@@ -90,6 +91,45 @@ def _cross_entropy(original, logits, labels, axis=-1, where=None):
         return losses_by_label(logits, jnp.asarray(labels), axis)
 
     return kernel_or(ours, functools.partial(original, axis=axis))(logits, labels)
+
+
+def _attention(original, *args, **kwargs):
+    def ours(query, key, value, *masks, implementation, **options):
+        if implementation is not None or not _takes(query, key, value):
+            raise Refused
+        return attention(query, key, value, *masks, **options)
+
+    return _attention_or(ours, original)(*args, **kwargs)
+
+
+def _flax_attention(original, *args, **kwargs):
+    """Flax adds options from version to version."""
+
+    def ours(*args, **kwargs):
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        in_place_of = importlib.import_module("jax_fastops.nnx").attention_in_place_of
+        y = None if given["precision"] is not None else in_place_of(**given)
+        if y is None:
+            raise Refused
+        return y
+
+    return _attention_or(ours, original)(*args, **kwargs)
+
+
+def _attention_or(ours: Callable, original: Callable) -> Callable:
+    """Ours where the op takes the arguments and its kernel, else the original.
+
+    The softmax in the original is ours if that is active.
+    """
+
+    def taken(*args, **kwargs):
+        try:
+            with _patched.off():
+                return ours(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise Refused from error
+
+    return kernel_or(taken, original)
 
 
 def _linen_parameters(layer, x, axis: int) -> list | None:
@@ -207,6 +247,11 @@ _PLACES: dict[str, list[tuple[str, str, Callable]]] = {
     "silu": [("jax.nn", "silu", functools.partial(_element_wise, _activation("silu")))],
     "softmax": [("jax.nn", "softmax", _softmax)],
     "log_softmax": [("jax.nn", "log_softmax", _log_softmax)],
+    "attention": [
+        ("jax.nn", "dot_product_attention", _attention),
+        ("flax.linen", "dot_product_attention", _flax_attention),
+        ("flax.nnx", "dot_product_attention", _flax_attention),
+    ],
     "cross_entropy": [("optax", "softmax_cross_entropy_with_integer_labels", _cross_entropy)],
     "layer_norm": [*_LINEN_NORMS, ("flax.nnx", "LayerNorm.__call__", _nnx("LayerNorm"))],
     "rms_norm": [*_LINEN_NORMS, ("flax.nnx", "RMSNorm.__call__", _nnx("RMSNorm"))],
@@ -216,6 +261,8 @@ _PLACES: dict[str, list[tuple[str, str, Callable]]] = {
         ("flax.nnx", "Dropout.__call__", _nnx("Dropout")),
     ],
 }
+# These ask which names are active, or run an original in which they stay active.
+_ASK = (_linen_statistics, _linen_norm, _attention, _flax_attention)
 _local = threading.local()
 source_info_util.register_exclusion(__file__)  # calls stay replaced after the block
 
@@ -231,7 +278,7 @@ def _run(place: str, *args: Any, **kwargs: Any) -> Any:
     active = _patched.names.value
     if names.isdisjoint(active):
         return original(*args, **kwargs)
-    if ours in (_linen_statistics, _linen_norm):  # they ask which name is active
+    if ours in _ASK:
         return ours(original, *args, **kwargs)
     with _patched.off():
         return ours(original, *args, **kwargs)
@@ -326,6 +373,8 @@ class patch(contextlib.ContextDecorator):
     ``"silu"``          ``jax.nn.silu``, and so ``swish``
     ``"softmax"``       ``jax.nn.softmax``
     ``"log_softmax"``   ``jax.nn.log_softmax``
+    ``"attention"``     ``dot_product_attention`` of ``jax.nn``, ``flax.nnx`` and ``flax.linen``;
+                        dropout has other masks than Flax's, and a query without keys gives 0
     ``"cross_entropy"`` ``optax.softmax_cross_entropy_with_integer_labels``
     ``"layer_norm"``    ``LayerNorm`` of ``flax.nnx`` and ``flax.linen``
     ``"rms_norm"``      ``RMSNorm`` of ``flax.nnx`` and ``flax.linen``

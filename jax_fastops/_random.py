@@ -18,6 +18,7 @@ import numpy as np
 
 from jax_fastops._arguments import real_number
 from jax_fastops._kernel import partitions
+from jax_fastops._settings import own_code
 from jax_fastops._views import broadcast, explicit_spec, spec_of
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -95,6 +96,7 @@ class Drop(NamedTuple):
     scale: float
 
 
+@own_code()
 def drop_of(op: str, key_name: str, key: Any, rate_name: str, rate: object) -> Drop | None:
     """The dropout with these arguments, or ``None`` for the rate 0, which needs no key."""
     threshold, scale = drop_rate(op, rate_name, rate)

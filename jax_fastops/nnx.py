@@ -581,26 +581,54 @@ def dot_product_attention(
       >>> layer(jnp.ones((3, 5, 8))).shape
       (3, 5, 8)
     """
+    given = (
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        broadcast_dropout,
+        dropout_rng,
+        dropout_rate,
+        deterministic,
+        dtype,
+        precision,
+        module,
+    )
+    y = attention_in_place_of(*given, **rest)
+    return _flax.dot_product_attention(*given, **rest) if y is None else y
+
+
+def attention_in_place_of(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    broadcast_dropout,
+    dropout_rng,
+    dropout_rate,
+    deterministic,
+    dtype,
+    precision,
+    module,
+    *,
+    is_causal=False,
+    promote_dtype=promote_dtype,
+    **rest: Any,
+) -> jax.Array | None:
+    """The result of a function of Flax, or ``None`` if the op cannot do the same.
+
+    ``rest`` are further options of ``flax.linen``, which must not be set.
+    """
     drops = dropout_rate > 0 and not deterministic
     own_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    if module is not None or not own_size or (drops and (broadcast_dropout or precision)):
-        return _flax.dot_product_attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            broadcast_dropout,
-            dropout_rng,
-            dropout_rate,
-            deterministic,
-            dtype,
-            precision,
-            module,
-            **rest,
-        )
-    promote = rest.get("promote_dtype", promote_dtype)
-    query, key, value = promote((query, key, value), dtype=dtype)
+    flax_only = (
+        module is not None or (drops and (broadcast_dropout or precision)) or any(rest.values())
+    )
+    if flax_only or not own_size:
+        return None
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
     batch = query.shape[:-3]
 
     def flat(x):
@@ -616,7 +644,7 @@ def dot_product_attention(
         heads[2],
         None if bias is None else flat(bias),
         None if mask is None else flat(mask).astype(bool),
-        is_causal=rest.get("is_causal", False),
+        is_causal=is_causal,
         dropout_key=dropout_rng if drops else None,
         dropout_rate=dropout_rate if drops else 0.0,
     )

@@ -31,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
-from jax_fastops.models import bert
+from jax_fastops.models import _plain, bert
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -163,7 +163,7 @@ def layer_program(config, ops, key=None, backward=False):
 @pytest.mark.jax
 @pytest.mark.parametrize("attention", ["softmax", "xla", "cudnn"])
 def test_layer_is_fused(native, without_cudnn, attention):
-    """A layer calls six ops (three or four with jax.nn's attention) and six products."""
+    """A layer calls four ops (three with XLA's attention) and six products."""
     config = dataclasses.replace(CONFIG, attention=attention)
     calls = []
 
@@ -179,11 +179,10 @@ def test_layer_is_fused(native, without_cudnn, attention):
     traced = function.trace(*args)
     norm = ("residual_layer_norm", ["eps", "fanout", "input_bias"])
     around = [norm, ("bias_act", ["activation"]), norm]
-    split = ("split_qkv_heads", ["num_heads"])
     inside = {
-        "softmax": [split, ("softmax", ["scale", "where"]), ("merge_heads", [])],
+        "softmax": [("qkv_attention", ["mask", "num_heads"])],
         "xla": [],
-        "cudnn": [split],
+        "cudnn": [("split_qkv_heads", ["num_heads"])],
     }
     assert calls == inside[attention] + around
     names = collections.Counter(e.primitive.name for e in equations(traced.jaxpr.jaxpr))
@@ -207,9 +206,11 @@ def test_backward_is_fused(native, without_cudnn, attention):
     assert found["softmax"] == found["softmax_bwd"] == (attention == "softmax")
     assert found["bias_act"] == found["bias_act_bwd"] == 1
     assert found["split_heads"] == 1
-    # One call merges the gradients of q, k and v. Its second result sums the bias gradient.
+    # One call merges the gradients of q, k and v. For cuDNN's attention, where it splits the biased
+    # product, its second result sums the bias gradient.
     merges = [line for line in program.splitlines() if '"jax_fastops.merge_heads' in line]
-    assert len(merges) == 1 and merges[0].split(" custom-call(")[0].count("f32[") == 2
+    results = 1 + (attention == "cudnn")
+    assert len(merges) == 1 and merges[0].split(" custom-call(")[0].count("f32[") == results
 
 
 @pytest.mark.jax
@@ -381,28 +382,23 @@ def test_implementations_agree():
 @pytest.mark.jax
 def test_plain_ops():
     """They have the signatures and the results of the functions of FASTOPS."""
-    for name, mine, other in zip(bert.Ops._fields, bert.PLAIN, bert.FASTOPS, strict=True):
-        mine, other = (
-            [
-                (p.name, p.kind, p.default)
-                for p in inspect.signature(function).parameters.values()
-                if p.name != "dropout"  # for benchmarks
-            ]
-            for function in (mine, other)
-        )
-        if name == "split_qkv_heads":  # the other options are for decoders
-            other = other[: len(mine)]
-        assert mine == other
+    for functions in zip(bert.PLAIN, bert.FASTOPS, strict=True):
+        mine, other = (inspect.signature(function).parameters for function in functions)
+        for name in mine.keys() - {"dropout", "softmax"}:  # for benchmarks
+            assert mine[name].default == other[name].default
     rng = np.random.default_rng(0)
     x, residual = rng.standard_normal((2, 3, 5, 24), np.float32)
     scale, bias, input_bias = rng.standard_normal((3, 24), np.float32)
     where = rng.random((5, 24)) < 0.7
+    heads, grouped = x.reshape(3, 5, 6, 4), residual[..., :12].reshape(3, 5, 3, 4)
+    drop = dict(dropout_key=KEY, dropout_rate=0.3)
     labels = rng.integers(-1, 6, (3, 5))
     calls = [
-        ("split_qkv_heads", (x,), dict(num_heads=2)),
         ("split_qkv_heads", (x, bias), dict(num_heads=1)),
-        ("merge_heads", (x,), {}),
-        ("softmax", (x,), dict(where=where, scale=0.3, axis=-2)),
+        ("qkv_attention", (x,), dict(num_heads=2, mask=where[:, :5], **drop)),
+        ("qkv_attention", (x.reshape(3, 5, 3, 2, 4),), dict(num_heads=2)),
+        ("attention", (heads, grouped, grouped), dict(mask=where[:, :5][None, None], **drop)),
+        ("attention", (heads, heads, heads), dict(is_causal=True, local_window_size=(2, 0))),
         (
             "residual_layer_norm",
             (x, residual, scale, bias),
@@ -665,7 +661,9 @@ def test_places_of_dropout():
 
     spy = bert.PLAIN._replace(
         residual_layer_norm=residual_layer_norm,
-        softmax=functools.partial(bert.PLAIN.softmax, dropout=dropout),
+        qkv_attention=functools.partial(
+            bert.PLAIN.qkv_attention, softmax=functools.partial(_plain.softmax, dropout=dropout)
+        ),
         dropout=dropout,
     )
     params = jax.tree.map(lambda a: a, start(config))  # new dicts
@@ -705,11 +703,11 @@ def test_dropout_of_probabilities():
     }
     outputs = []
 
-    def merge_heads(y):
-        outputs.append(y)
-        return bert.PLAIN.merge_heads(y)
+    def qkv_attention(*args, **options):
+        outputs.append(bert.PLAIN.qkv_attention(*args, **options))
+        return outputs[-1]
 
-    spy = spy._replace(merge_heads=merge_heads)
+    spy = spy._replace(qkv_attention=qkv_attention)
 
     def attention(key):
         outputs.clear()

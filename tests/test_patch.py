@@ -113,6 +113,7 @@ def test_functions(name, dtype):
         lambda: optax_loss(X.at[:, ::3].set(jnp.inf)),
         lambda: optax_loss(X.at[:, ::3].set(-jnp.inf)),
         lambda: optax_loss(X, where=X > -9),
+        lambda: jax.nn.dot_product_attention(X, X, X),
     ],
 )
 def test_every_call_gives_what_the_original_gives(f):
@@ -132,6 +133,9 @@ def test_every_call_gives_what_the_original_gives(f):
         lambda: softmax(X[0, 0]),
         lambda: softmax(X, where=LABELS[:, None]),
         lambda: silu(LABELS),
+        lambda: jax.nn.dot_product_attention(QUERY, QUERY, QUERY, mask=QUERY),
+        lambda: jax.nn.dot_product_attention(QUERY, QUERY, QUERY, implementation="other"),
+        lambda: jax.nn.dot_product_attention(QUERY, QUERY[:1], QUERY[:1]),
     ],
 )
 def test_errors_are_those_of_the_original(f):
@@ -215,14 +219,151 @@ def test_errors(argument):
         fo.patch(**{argument: ["tanh"]})
 
 
-# Flax ---------------------------------------------------------------------------------------------
-
-
 def close(got, want, tolerance=2e-5):
     got, want = jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(want)
     for (path, a), (other, b) in zip(got, want, strict=True):
         assert path == other and a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=str(path))
+
+
+# Attention: the cases of test_nn.py of JAX --------------------------------------------------------
+
+
+def normal(*shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), dtype)
+
+
+def agree(call, *args, tolerance, kernels=("softmax",)):
+    """Results and gradients of a call of `jax.nn` or Flax in and outside of a block."""
+
+    def run(*args):
+        y, pullback = jax.vjp(call, *args)
+        return y, pullback(jax.tree.map(lambda a: jnp.cos(a).astype(a.dtype), y))
+
+    want = run(*args)
+    with fo.patch(only="attention"):
+        close(run(*args), want, tolerance)
+        assert tuple(targets_of(call, *args)) == kernels
+
+
+MODES = {
+    "none": {},
+    "causal": dict(is_causal=True),
+    "bias": dict(bias=normal(1, 4, 32, 32)),
+    "custom": dict(mask=np.tri(32, dtype=bool)[None, None]),
+    "pairs": dict(mask=np.random.default_rng(0).random((2, 1, 32, 32)) < 0.9),
+    "window": dict(local_window_size=3),
+    "causal window": dict(local_window_size=(3, 2), is_causal=True),
+    "left window": dict(local_window_size=(3, 0)),
+    "padding": dict(query_seq_lengths=np.int32([16, 8]), key_value_seq_lengths=np.int32([8, 16])),
+    "scale": dict(scale=0.5),
+    "residual": dict(return_residual=True),
+}
+MODES["causal padding"] = MODES["causal"] | MODES["padding"]
+MODES["custom padding"] = MODES["custom"] | MODES["padding"]
+MODES["bias causal"] = MODES["bias"] | MODES["causal"]
+
+
+@pytest.mark.settings
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_attention(groups, mode, dtype):
+    q, k, v = (normal(2, 32, n, 8, dtype=dtype) for n in (4, 4 // groups, 4 // groups))
+    options = {
+        k: v if isinstance(v, (int, float, tuple)) else jnp.asarray(v)
+        for k, v in MODES[mode].items()
+    }
+    eps = float(jnp.finfo(dtype).eps)
+    agree(lambda *args: jax.nn.dot_product_attention(*args, **options), q, k, v, tolerance=16 * eps)
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_attention_with_a_gradient_of_the_bias(batch, mapped):
+    """Also without a batch, under `vmap`."""
+    x, bias, mask = normal(batch, 32, 4, 8), normal(batch, 4, 32, 32), jnp.ones((1, 1, 32), bool)
+
+    def attention(x, bias):
+        return jax.nn.dot_product_attention(x, x, x, bias, mask)
+
+    agree(jax.vmap(attention) if mapped else attention, x, bias, tolerance=1e-5)
+
+
+QUERY = normal(2, 8, 2, 4)
+
+
+def of_flax(module, **options):
+    name = "dot_product_attention"
+    return lambda q, k, v: getattr(pytest.importorskip(module), name)(q, k, v, **options)
+
+
+EINSUMS = dict(qk_attn_weights_einsum=jnp.einsum, attn_weights_value_einsum=jnp.einsum)
+
+
+@pytest.mark.parametrize(
+    "call, kernels",
+    [
+        (of_flax("flax.linen"), ["softmax"]),
+        (of_flax("flax.linen.attention", mask=np.tri(8)), ["softmax"]),
+        (of_flax("flax.linen", bias=normal(2, 1, 1, 8), dtype="bfloat16"), ["softmax"]),
+        (of_flax("flax.linen", dropout_rate=0.5, deterministic=True), ["softmax"]),
+        (of_flax("flax.linen", dropout_rate=0.5, dropout_rng=jax.random.key(0)), []),
+        (of_flax("flax.linen", precision="highest"), []),
+        (of_flax("flax.linen", einsum_dot_general=jax.lax.dot_general), []),
+        (of_flax("flax.linen", **EINSUMS), []),
+        (of_flax("flax.linen", force_fp32_for_softmax=True), []),
+        (of_flax("flax.nnx"), ["softmax"]),
+        (of_flax("flax.nnx.nn.attention", mask=np.tri(8), is_causal=True), ["softmax"]),
+        (of_flax("flax.nnx", dropout_rate=0.5, deterministic=True), ["softmax"]),
+        (of_flax("flax.nnx", dropout_rate=0.5, dropout_rng=jax.random.key(0)), []),
+        (of_flax("jax.nn", implementation="xla"), []),
+        (of_flax("jax.nn", scale=jnp.float32(2)), []),
+        (of_flax("jax.nn", bias=jnp.ones((1, 1, 8, 8), int)), []),
+    ],
+)
+def test_attention_of_options(call, kernels):
+    """Options that ours does not have are left to the original."""
+    want = call(QUERY, QUERY, QUERY)
+    with fo.patch(only="attention"):
+        got = call(QUERY, QUERY, QUERY)
+        assert targets_of(lambda q: call(q, q, q), QUERY) == kernels
+    close(got, want, 2e-2 if got.dtype == jnp.bfloat16 else 2e-6)
+    if kernels == []:
+        with fo.patch():  # the softmax in it is ours, unless its options keep it in another form
+            close(call(QUERY, QUERY, QUERY), want)
+
+
+@pytest.mark.parametrize("module", ["flax.nnx", "flax.linen"])
+def test_attention_with_dropout(module):
+    """Each head has its own mask, that of `attention`."""
+    drop = dict(dropout_rng=jax.random.key(0), dropout_rate=0.5, broadcast_dropout=False)
+    with fo.patch():
+        y = of_flax(module, **drop)(QUERY, QUERY, QUERY)
+    options = dict(dropout_key=drop["dropout_rng"], dropout_rate=0.5)
+    np.testing.assert_array_equal(y, fo.attention(QUERY, QUERY, QUERY, **options))
+
+
+def test_attention_in_layers():
+    linen, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+    x, layer = normal(3, 8, 16), linen.MultiHeadDotProductAttention(2)
+    variables = layer.init(jax.random.key(0), x)
+    agree(lambda x: layer.apply(variables, x), x, tolerance=1e-5)
+    agree(nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0)), x, tolerance=1e-5)
+    with fo.patch():  # weights that are kept
+        run = functools.partial(layer.apply, variables, sow_weights=True, mutable="intermediates")
+        assert jax.tree.leaves(run(x)[1])
+
+
+def test_attention_without_a_key():
+    """The only other difference from `jax.nn`: 0 in place of the mean of all values."""
+    mask = jnp.zeros((1, 1, 8, 8), bool)
+    with fo.patch():
+        y = jax.nn.dot_product_attention(QUERY, QUERY, QUERY, mask=mask)
+    np.testing.assert_array_equal(y, 0)
+
+
+# Flax ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.settings

@@ -19,11 +19,11 @@ from jax_fastops.models._products import (
     accumulator_dtype,
     biased,
     dot,
-    dot_product_attention,
+    jax_attention,
     take,
     wide_product,
 )
-from jax_fastops.models._sharding import element, varying_with, whole
+from jax_fastops.models._sharding import element, is_sharded, split_last, varying_with, whole
 
 _CHECK = Checks("bert")
 
@@ -48,9 +48,9 @@ class Config:
       attention_dropout: dropout rate of the attention weights.
       dtype: of products and activations: ``"bfloat16"``, ``"float16"``, ``"float32"`` or
         ``"float64"``. Parameters may have another dtype.
-      attention: ``"softmax"``: two products with the softmax of ``ops`` between them. ``"xla"`` or
-        ``"cudnn"``: ``jax.nn.dot_product_attention`` with that implementation, which has no
-        dropout. cuDNN's needs a GPU and bfloat16 or float16. XLA's takes no float16 on a CPU.
+      attention: ``"softmax"``: the attention of ``ops``. ``"xla"`` or ``"cudnn"``:
+        ``jax.nn.dot_product_attention`` with that implementation, which has no dropout. cuDNN's
+        needs a GPU and bfloat16 or float16. XLA's takes no float16 on a CPU.
       tensor_parallel: whether parameters may be sharded as :func:`partition_specs` says. The
         kernel of queries, keys and values then has the shape ``[E, 3, heads, E / heads]``, and its
         bias ``[3, heads, E / heads]``, and the passes of the loss are XLA's, which can shard the
@@ -107,17 +107,18 @@ class Ops(NamedTuple):
     """The functions in which two implementations of the model differ.
 
     Each has the arguments and the results of the function of this name in ``jax_fastops``.
-    ``split_qkv_heads`` is called with one head for cuDNN's attention, which takes another layout.
+    ``qkv_attention`` takes the packed result of a product. ``attention`` is for a sequence that is
+    sharded over Explicit axes, and ``split_qkv_heads``, with one head, for it and JAX's cuDNN.
 
     Example:
-      >>> mixed = bert.FASTOPS._replace(softmax=bert.PLAIN.softmax)
+      >>> mixed = bert.FASTOPS._replace(layer_norm=bert.PLAIN.layer_norm)
       >>> isinstance(mixed, bert.Ops)
       True
     """
 
+    qkv_attention: Callable
+    attention: Callable
     split_qkv_heads: Callable
-    merge_heads: Callable
-    softmax: Callable
     residual_layer_norm: Callable
     layer_norm: Callable
     bias_act: Callable
@@ -196,8 +197,7 @@ def apply_layer(params: dict, x, config: Config, mask, key, ops: Ops, fanout: bo
     keys = (None, None, None) if key is None else jax.random.split(key, 3)
     params = cast_kernels(params, config.dtype)
     x, residual = x if isinstance(x, tuple) else (x, x)
-    attention = _softmax_attention if config.attention == "softmax" else _fused_attention
-    y = attention(params["qkv"], x, config, mask, keys[0], ops)
+    y = _attention(params["qkv"], x, config, mask, keys[0], ops)
     norm = functools.partial(_add_norm, config=config, ops=ops)
     x = norm(params["output"], params["output_norm"], y, residual, keys[1], fanout=not config.remat)
     x, residual = x if isinstance(x, tuple) else (checkpoint_name(x, _NORM),) * 2
@@ -206,49 +206,32 @@ def apply_layer(params: dict, x, config: Config, mask, key, ops: Ops, fanout: bo
     return norm(params["down"], params["norm"], y, residual, keys[2], fanout=fanout)
 
 
-def _softmax_attention(params: dict, x, config: Config, mask, key, ops: Ops):
-    if config.tensor_parallel:
-        q, k, v = (jnp.swapaxes(part, 1, 2) for part in _sharded_heads(params, x))
-    else:
-        qkv = dot(x, params["kernel"])
-        q, k, v = ops.split_qkv_heads(qkv, params["bias"], num_heads=config.heads)
-    k, v = whole(k, 2), whole(v, 2)
-    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
-    where = None if mask is None else mask[:, None, None, :]
-    drop = _drop_options(key, config.attention_dropout)
-    p = ops.softmax(scores, where=where, scale=q.shape[-1] ** -0.5, **drop)
-    return ops.merge_heads(jnp.einsum("bhqk,bhkd->bhqd", p, v))
+def _attention(params: dict, x, config: Config, mask, key, ops: Ops):
+    """Attention without its output's product.
 
-
-def _sharded_heads(params: dict, x):
-    """Queries, keys and values ``[batch, sequence, heads, size]``, of which heads are sharded."""
-    qkv = biased(dot(x, params["kernel"]), params["bias"])
-    return [jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2)]
-
-
-def _fused_attention(params: dict, x, config: Config, mask, key, ops: Ops):
-    """Attention by ``jax.nn``, which takes the heads in the layout of the product.
-
-    There is one product, whose result is split into three when the biases are added. XLA would
-    merge three products in the forward, but not in the backward, where it adds up three results.
+    There is one product, to which XLA adds the bias. Three products would be merged by XLA in the
+    forward, but not in the backward, where it adds up three results.
     """
-    if config.tensor_parallel:
-        parts = _sharded_heads(params, x)
-    elif config.attention == "cudnn":
-        # cuDNN takes and returns three arrays. Splitting as if there were one head is one pass in
-        # each direction, including the bias and its gradient. XLA would concatenate the three
-        # cotangents twice.
-        qkv = dot(x, params["kernel"])
+    where = None if mask is None else mask[:, None, None, :]
+    own = config.attention == "softmax"
+    drop = _drop_options(key, config.attention_dropout)
+    qkv = dot(x, params["kernel"])
+    if own and not is_sharded(x, 1):
+        qkv = biased(qkv, params["bias"])
+        return ops.qkv_attention(qkv, num_heads=config.heads, mask=where, **drop)
+    head_size = config.hidden_size // config.heads
+    if config.tensor_parallel or config.attention == "xla":  # XLA fuses the split
+        qkv = biased(qkv, params["bias"])
+        qkv = qkv if config.tensor_parallel else split_last(qkv, 3, config.heads, head_size)
+        parts = [jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2)]
+    else:
+        # Splitting as if there were one head is one pass in each direction, including the bias and
+        # its gradient. XLA would concatenate the three cotangents twice.
         parts = ops.split_qkv_heads(qkv, params["bias"], num_heads=1)
-        parts = [jnp.squeeze(part, 1) for part in parts]
-    else:  # XLA fuses the split into its attention
-        qkv = biased(dot(x, params["kernel"]), params["bias"])
-        parts = jnp.split(qkv, 3, axis=-1)
-    shape = (*x.shape[:2], config.heads, x.shape[2] // config.heads)
-    q, k, v = (part if config.tensor_parallel else part.reshape(shape) for part in parts)
-    k, v = whole(k, 1), whole(v, 1)
-    y = dot_product_attention(q, k, v, mask, config.attention)
-    return y.reshape(x.shape)
+        parts = [split_last(jnp.squeeze(part, 1), config.heads, head_size) for part in parts]
+    q, k, v = parts
+    attention = ops.attention if own else jax_attention(config.attention)
+    return attention(q, whole(k, 1), whole(v, 1), mask=where, **drop).reshape(x.shape)
 
 
 def _add_norm(product: dict, norm: dict, y, x, key, *, config: Config, ops: Ops, fanout: bool):

@@ -20,7 +20,7 @@ from jax_fastops.models._products import (
     accumulator_dtype,
     biased,
     dot,
-    dot_product_attention,
+    jax_attention,
     of_rank,
     take,
 )
@@ -75,9 +75,9 @@ class Config:
         tokens up to itself.
       dtype: of products and activations: ``"bfloat16"``, ``"float16"``, ``"float32"`` or
         ``"float64"``. Parameters may have another dtype.
-      attention: ``"softmax"``: two products with the softmax of ``ops`` between them. ``"xla"`` or
-        ``"cudnn"``: ``jax.nn.dot_product_attention`` with that implementation. cuDNN's needs a GPU
-        and bfloat16 or float16. With a cache that has tokens, attention is always by softmax.
+      attention: ``"softmax"``: the attention of ``ops``. ``"xla"`` or ``"cudnn"``:
+        ``jax.nn.dot_product_attention`` with that implementation. cuDNN's needs a GPU and bfloat16
+        or float16. With a cache that has tokens, it is always the attention of ``ops``.
       tensor_parallel: whether parameters may be sharded as :func:`partition_specs` says. If not,
         products with the same input are one product. If so, they stay separate, and the passes of
         the loss are XLA's, which can shard the vocabulary.
@@ -136,7 +136,7 @@ class Ops(NamedTuple):
     Each has the arguments and the results of the function of this name in ``jax_fastops``.
 
     Example:
-      >>> mixed = decoder.FASTOPS._replace(softmax=decoder.PLAIN.softmax)
+      >>> mixed = decoder.FASTOPS._replace(attention=decoder.PLAIN.attention)
       >>> isinstance(mixed, decoder.Ops)
       True
     """
@@ -145,7 +145,7 @@ class Ops(NamedTuple):
     residual_rms_norm: Callable
     gated_act: Callable
     split_qkv_heads: Callable
-    softmax: Callable
+    attention: Callable
     linear_cross_entropy: Callable
 
 
@@ -212,10 +212,10 @@ def prepared(params: dict, config: Config) -> dict:
 
 
 class _Attend(NamedTuple):
-    """What a token attends to: padding (or ``None``), all rules together, and where to write."""
+    """What a token attends to: a mask and other options of ``attention``; and where to write."""
 
-    padding: Any
-    where: Any
+    mask: Any
+    rules: dict[str, Any]
     start: Any
 
     @property
@@ -271,17 +271,21 @@ def _attend(mask, cache, tokens, start, config: Config) -> tuple[_Attend, Cache 
     if cache is not None:
         new = whole(jnp.ones_like(tokens, bool), 1) if mask is None else mask
         cache = cache._replace(mask=_written(cache.mask, new, start))
-    attend = _Attend(mask, None, start)
-    if attend.fresh and config.attention != "softmax":
+    window = config.sliding_window
+    attend = _Attend(
+        mask=None if mask is None else mask[:, None, None, :],
+        rules=dict(is_causal=True, local_window_size=None if window is None else (window - 1, 0)),
+        start=start,
+    )
+    if attend.fresh:
         return attend, cache
-    padding = mask if attend.fresh or cache is None else cache.mask
     query = start + jnp.arange(count, dtype=jnp.int32)[:, None]
-    key = jnp.arange(count if padding is None else padding.shape[1], dtype=jnp.int32)[None]
+    key = jnp.arange(cache.mask.shape[1], dtype=jnp.int32)[None]
     where = key <= query
-    if config.sliding_window is not None:
-        where &= key > query - config.sliding_window
-    where = where[None] if padding is None else where[None] & padding[:, None, :]
-    return attend._replace(where=where), cache
+    if window is not None:
+        where &= key > query - window
+    where = where[None] & cache.mask[:, None, :]
+    return _Attend(where[:, None], {}, start), cache
 
 
 def _written(cached, new, start):
@@ -334,8 +338,9 @@ def _attention(params: dict, x, cached, config: Config, turns, attend: _Attend, 
     if cached is not None:
         cached = _written(cached[0], k, attend.start), _written(cached[1], v, attend.start)
         k, v = (k, v) if attend.fresh else cached
-    attention = _softmax_attention if attend.where is not None else _fused_attention
-    y = attention(q, k, v, config, attend, ops)
+    own = config.attention == "softmax" or not attend.fresh
+    attention = ops.attention if own else jax_attention(config.attention)
+    y = attention(q, k, v, mask=attend.mask, **attend.rules)
     return y.reshape(*x.shape[:2], config.heads * config.head_dim), cached
 
 
@@ -364,21 +369,6 @@ def _heads(params: dict, x, config: Config, turns, ops: Ops):
         for y, scale in zip((q, k), scales, strict=True)
     )
     return rotated(q, *turns), rotated(k, *turns), v
-
-
-def _softmax_attention(q, k, v, config: Config, attend: _Attend, ops: Ops):
-    groups = config.heads // config.kv_heads
-    q = q.reshape(*q.shape[:2], config.kv_heads, groups, config.head_dim)
-    scores = jnp.einsum("bqngd,bknd->bngqk", q, k)
-    p = ops.softmax(scores, where=attend.where[:, None, None], scale=config.head_dim**-0.5)
-    return jnp.einsum("bngqk,bknd->bqngd", p, v)
-
-
-def _fused_attention(q, k, v, config: Config, attend: _Attend, ops: Ops):
-    del ops
-    window = None if config.sliding_window is None else (config.sliding_window - 1, 0)
-    options = dict(is_causal=True, local_window_size=window)
-    return dot_product_attention(q, k, v, attend.padding, config.attention, **options)
 
 
 def _angles(positions, config: Config):

@@ -61,6 +61,58 @@ def softmax(
     return dropout(y, dropout_key, dropout_rate)
 
 
+def qkv_attention(
+    qkv, *, num_heads: int, mask=None, dropout_key=None, dropout_rate: float = 0.0, softmax=softmax
+):
+    """Heads before the sequence, as models usually write it."""
+    if qkv.ndim == 3:
+        q, k, v = split_qkv_heads(qkv, num_heads=num_heads)
+    else:
+        q, k, v = (jnp.swapaxes(part[:, :, 0], 1, 2) for part in jnp.split(qkv, 3, axis=2))
+    p = softmax(
+        jnp.einsum("bhqd,bhkd->bhqk", q, k),
+        where=mask,
+        scale=q.shape[-1] ** -0.5,
+        dropout_key=dropout_key,
+        dropout_rate=dropout_rate,
+    )
+    return merge_heads(jnp.einsum("bhqk,bhkd->bhqd", p, v))
+
+
+def attention(
+    query,
+    key,
+    value,
+    *,
+    mask=None,
+    is_causal=False,
+    local_window_size=None,
+    dropout_key=None,
+    dropout_rate: float = 0.0,
+    softmax=softmax,
+):
+    """The mask is the same for all heads. A window needs ``is_causal``."""
+    kv_heads, size = key.shape[2:]
+    grouped = query.reshape(*query.shape[:2], kv_heads, query.shape[2] // kv_heads, size)
+    scores = jnp.einsum("bqngd,bknd->bngqk", grouped, key)
+    where = None if mask is None else mask[:, :, None]
+    if is_causal:
+        at, other = (jnp.arange(n, dtype=jnp.int32) for n in scores.shape[3:])
+        causal = other[None] <= at[:, None]
+        if local_window_size is not None:
+            causal &= other[None] >= at[:, None] - local_window_size[0]
+        causal = of_rank(causal, 5)
+        where = causal if where is None else where & causal
+    p = softmax(
+        scores,
+        where=where,
+        scale=size**-0.5,
+        dropout_key=dropout_key,
+        dropout_rate=dropout_rate,
+    )
+    return jnp.einsum("bngqk,bknd->bqngd", p, value).reshape(query.shape)
+
+
 def residual_layer_norm(
     x,
     residual,

@@ -4,6 +4,7 @@ Nothing relies on JAX's promotion of ranks or dtypes, which users can turn off.
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import jax
@@ -81,14 +82,17 @@ def take(table, index):
     return table.at[index].get(mode="fill", out_sharding=spec)
 
 
-def dot_product_attention(q, k, v, padding, implementation: str, **options: Any) -> jax.Array:
-    """Attention by ``jax.nn``, with a mask ``[batch, keys]`` of the tokens, or ``None``."""
-    if padding is not None:  # cuDNN needs it for every query
-        shape = (padding.shape[0], 1, q.shape[1], padding.shape[1])
-        padding = jnp.broadcast_to(padding[:, None, None, :], shape)
-    kind = cast(Literal["xla", "cudnn"], implementation)
-    with jax.numpy_dtype_promotion("standard"):  # JAX promotes the dtype of the scores
-        return jax.nn.dot_product_attention(q, k, v, mask=padding, implementation=kind, **options)
+def jax_attention(implementation: str) -> Callable[..., jax.Array]:
+    """``jax.nn.dot_product_attention`` with an implementation."""
+
+    def attention(q, k, v, *, mask=None, **options: Any) -> jax.Array:
+        if mask is not None:  # cuDNN needs it for every query
+            mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
+        kind = cast(Literal["xla", "cudnn"], implementation)
+        with jax.numpy_dtype_promotion("standard"):  # JAX promotes the dtype of the scores
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=kind, **options)
+
+    return attention
 
 
 def vocabulary_loss(x, table, labels, config, ops, **options: Any) -> jax.Array:

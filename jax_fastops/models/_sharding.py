@@ -13,6 +13,12 @@ def explicit_spec(x) -> PartitionSpec | None:
     return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
+def is_sharded(x, axis: int) -> bool:
+    """Whether an explicit mesh axis shards this axis."""
+    spec = explicit_spec(x)
+    return spec is not None and spec[axis] is not None
+
+
 def split_last(x, *sizes: int):
     """``x`` with its last axis split; over explicit axes, the first part is sharded as it was."""
     shape, spec = (*x.shape[:-1], *sizes), explicit_spec(x)

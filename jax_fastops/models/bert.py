@@ -1,10 +1,10 @@
 """BERT in plain functions: embeddings, post-norm encoder layers, a pooler, the masked-word head.
 
 ``init`` makes parameters, a pytree of arrays. ``apply`` maps tokens to hidden states. A layer has
-six matrix products and six fused ops: the split into heads with its bias, softmax with scale, mask
-and dropout, the merge of heads, two layer norms with bias, dropout and residual, and the activation
-with bias. The functions that compute these ops are an argument, so that a training on
-``jax_fastops`` and one in plain JAX differ in nothing else::
+four matrix products and four fused ops: attention with mask and dropout, which reads the packed
+result of a product, two layer norms with bias, dropout and residual, and the activation with bias.
+The functions that compute these ops are an argument, so that a training on ``jax_fastops`` and one
+in plain JAX differ in nothing else::
 
     config = bert.BASE
     params = bert.init(jax.random.key(0), config)
