@@ -141,13 +141,16 @@ class autofuse(Generic[_P, _T]):
       fn: a function of arrays.
       dropout: whether dropout with a mask by ``jax.random.bernoulli`` or ``uniform`` becomes
         :func:`dropout` with the same key and rate. Its masks are those of :func:`dropout_mask`, not
-        those of ``jax.random``.
+        those of ``jax.random``. With ``"independent"``, this also holds for the dropout of an
+        attention whose mask is shared by batch or heads, as in Flax: each head and example then has
+        its own mask.
       check: whether each call runs both functions on its arguments and compares the results. Where
         they differ, it runs ``fn`` once more, on arguments that differ by a rounding.
 
     Raises:
-      ValueError: both ``dropout`` and ``check`` are set. With ``check``, the results differ by more
-        than rounding explains, or there are no values yet, under ``jax.jit`` or ``jax.grad``.
+      ValueError: both ``dropout`` and ``check`` are set, or ``dropout`` is another string. With
+        ``check``, the results differ by more than rounding explains, or there are no values yet,
+        under ``jax.jit`` or ``jax.grad``.
       Whatever ``fn`` raises.
 
     Example:
@@ -162,13 +165,17 @@ class autofuse(Generic[_P, _T]):
       [[0.25, 0.25, 0.25, 0.25]]
     """
 
-    def __init__(self, fn: Callable[_P, _T], *, dropout: bool = False, check: bool = False):
+    def __init__(self, fn: Callable[_P, _T], *, dropout: bool | str = False, check: bool = False):
         if check and dropout:
             raise ValueError(
                 "autofuse: dropout=True changes masks, so check=True finds differences"
             )
+        if isinstance(dropout, str) and dropout != "independent":
+            raise ValueError(
+                f"autofuse: dropout is {dropout!r}; it must be True, False or 'independent'"
+            )
         functools.update_wrapper(self, fn)
-        self._fn, self._check, self._dropout = fn, check, bool(dropout)
+        self._fn, self._check, self._dropout = fn, check, dropout
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         settings = Settings(dropout=self._dropout)
@@ -361,7 +368,8 @@ def _report(plans: list[Plan]) -> FuseReport:
                 continue
             large = (v for v in rewrite.inner if v.size >= root.size and v.is_array)
             saves = sum(v.size * v.dtype.itemsize for v in large if v is not root)
-            reason, dtype = why(rewrite.call), str(root.dtype)
+            reason = "; ".join(filter(None, (rewrite.note, why(rewrite.call))))
+            dtype = str(root.dtype)
             replaced.append(Replaced(rewrite.name, root.line, root.shape, dtype, saves, reason))
         taken = {v for rewrite in plan.rewrites for v in (*rewrite.inner, rewrite.root)}
         seen = set()
