@@ -115,10 +115,10 @@ MASKS = {
     "added select": (lambda s: jnp.where(LOWER, 0, -jnp.inf) + s, CAUSAL),
     "added constant": (lambda s: s + np.where(LOWER, 0, -1e9).astype(np.float32), CAUSAL),
     "before the scale": (lambda s: jnp.where(LOWER, s, -1e10) / math.sqrt(H), CAUSAL),
-    "softmax's": (lambda s: jnp.where(LOWER & (ROW - COLUMN < 9), s, -1e9), CAUSAL),
+    "two bands": (lambda s: jnp.where(LOWER & (ROW - COLUMN < 9), s, -1e9), CAUSAL),
     "window": (_window, CAUSAL | {"local_window_size": (2, 0)}),
-    "abs": (
-        lambda s: jnp.where(abs(jnp.arange(T)[:, None] - jnp.arange(T)) <= 2, s, -1e9),
+    "both sides": (
+        lambda s: jnp.where(abs(ROW - COLUMN) <= 2, s, -1e9),
         {"local_window_size": (2, 2)},
     ),
     "after": (lambda s: jnp.where(COLUMN <= ROW + 1, s, -1e9), {"local_window_size": (T, 1)}),
@@ -183,6 +183,11 @@ def test_a_large_causal_mask(calls):
 
 def _hand(q, k, v, change=lambda s: s):
     return jax.nn.softmax(change(q @ k.swapaxes(-1, -2) / math.sqrt(H))) @ v
+
+
+def _masked_softmax(q, k, v):
+    s = jnp.einsum("btnh,bsnh->bnts", q, k)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s, where=LOWER), v)
 
 
 def _heads_first(q, k, v):
@@ -271,6 +276,7 @@ FORMS = {
     ),
     "other length": (lambda q, k, v: of()(q[:, :3], k, v), (KEY, V), {"query": (B, 3, N, H)}),
     "one query": (lambda q, k, v: of()(q[:, :1], k, v), (KEY, V), {"query": (B, 1, N, H)}),
+    "softmax's mask": (_masked_softmax, (KEY, V), ALL | CAUSAL),
     "vmap": (_vmapped, (KEY, V), ALL | CAUSAL),
     "grouped": (_grouped, FEW, ALL | HALF),
     "gemma": (_gemma, FEW, ALL | HALF | CAUSAL),

@@ -118,20 +118,22 @@ class autofuse(Generic[_P, _T]):
     """``fn`` with our ops in place of the patterns that they compute.
 
     Traces ``fn`` and looks for what our ops compute, written by hand or by a library: activations
-    with a bias or a gate before them, relu of a sum, softmax and log_softmax, layer norm, RMS norm
-    and batch norm with what stands next to them, cross entropy with integer labels, also with the
-    product that makes its logits, interpolation, sums over windows, a bias and its attention heads.
-    A pattern is replaced where the call takes the kernel (see :func:`kernel_or`) and the result,
-    its dtype and its derivatives are the same but for rounding. All else stays as it is. It looks
-    into ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions
-    with a derivative rule of their own, which keep the rule.
+    with a bias or a gate before them, relu of a sum, attention, softmax and log_softmax, layer
+    norm, RMS norm and batch norm with what stands next to them, cross entropy with integer labels,
+    also with the product that makes its logits, interpolation, sums over windows, a bias and its
+    attention heads. A pattern is replaced where the call takes the kernel (see :func:`kernel_or`)
+    and the result, its dtype and its derivatives are the same but for rounding. All else stays as
+    it is. It looks into ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map``
+    and functions with a derivative rule of their own, which keep the rule.
 
-    A mask by ``jnp.where`` or a sum becomes the mask of :func:`softmax` if its elements are known
-    when the function is traced, and each row has one that counts, as in a causal mask. Masked
-    elements must be -inf or at most -1e9 (in float16, half of the lowest number), and the logits
-    far above. If padding has set every logit of a row that counts to that number, too, the function
-    gives the masked elements weight, and the op does not; ``check=True`` raises an error for such
-    arguments. In a row with NaN, masked elements are then 0.
+    A mask by ``jnp.where`` or a sum becomes a mask of :func:`attention`. A query that may attend to
+    no key then gives 0; the report tells where a mask might leave one. It becomes the mask of
+    :func:`softmax` if its elements are known when the function is traced, and each row has one that
+    counts, as in a causal mask. Masked elements must be -inf or at most -1e9 (in float16, half of
+    the lowest number), and the logits far above. If padding has set every logit of a row that
+    counts to that number, too, the function gives the masked elements weight, and the op does not;
+    ``check=True`` raises an error for such arguments. In a row with NaN, masked elements are then
+    0.
 
     The function is traced whenever it is called, so put ``jax.jit`` around it. Put ``jax.grad``
     around it too: ``jax.grad(autofuse(loss))``. It does not see the patterns in a derivative.

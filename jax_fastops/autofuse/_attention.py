@@ -155,7 +155,7 @@ class _Letters(NamedTuple):
         row = form.row if form.row in rows else max(rows, key=known, default=None)
         groups = sorted((i for i in rows if i != row), key=place.__getitem__)
         shared = [i for i in own if form.key.size(i) != sizes[i]]
-        if shared and groups:
+        if len(shared) > 1 or (shared and groups):
             raise _Near(form.key.value, "heads are shared in two ways")
         after = row is not None and own and place[own[-1]] > place[row]
         heads = shared or (own[-1:] if len(own) > 1 or after else [])
@@ -302,14 +302,17 @@ class _Form:
             return False
         (view, keep), *others = self.masks
         along = view.map[self.column]
-        known = not others and self.row is None and along is not None
-        return not (known and no_row_is_empty(view.value, along, keep, None))
+        if others or self.row is not None or along is None:
+            return True
+        return not no_row_is_empty(view.value, view.value.long[along], keep, None)
 
 
 def _form(node: Node, at: int) -> _Form | None:
     """The attention of which a product is the last step, with the weights as operand ``at``."""
     weights, values = node.inputs[at], node.inputs[1 - at]
-    if weights.dtype != values.dtype or (second := _letters_of_product(node, at)) is None:
+    if weights.dtype != values.dtype or not weights.is_static:
+        return None
+    if (second := _letters_of_product(node, at)) is None:
         return None
     column, of_values, result = second
     view = weights.source(narrowing=True)
@@ -416,8 +419,10 @@ def _logits(view: View, column: int) -> tuple[View, list[tuple[View, bool]], Any
     return None
 
 
-def _scores(view: View, scale: float = 1.0) -> Iterator[_Scores]:
+def _scores(view: View, scale: float = 1.0, depth: int = 12) -> Iterator[_Scores]:
     """What a view may be as scores: a product with a scale, with masks and biases."""
+    if not depth:  # a sum of sums has many
+        return
     view = view.source(narrowing=True)
     value, node = view.value, view.value.node
     if None in view.map or len(view.map) != len(value.long):
@@ -426,7 +431,7 @@ def _scores(view: View, scale: float = 1.0) -> Iterator[_Scores]:
         yield _Scores(view, scale, view.passed)
 
     def before(x: Value, factor: float = 1.0) -> Iterator[_Scores]:
-        for found in _scores(view.of(x), scale * factor):
+        for found in _scores(view.of(x), scale * factor, depth - 1):
             yield found._replace(inner=(*view.passed, *found.inner))
 
     if (terms := value.terms) is not None and len(terms) == 1:

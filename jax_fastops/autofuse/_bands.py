@@ -120,16 +120,6 @@ def _compared(view: View, column: int, keep: bool) -> Band | None:
     a, b = (source.of(v) for v in node.inputs)
     above = (node.name in ("gt", "ge")) is keep  # whether the difference is at least a number
     strict = (node.name in ("gt", "lt")) is keep
-    size = a.source().value.node
-    if size.name == "abs" and not above and (limit := _positions(b)) is not None:
-        inner = a.source()
-        one = _distance(_positions(inner.of(size.inputs[0])), column)
-        if one is None or limit[0]:
-            return None
-        row, sign, shift = one
-        limit = limit[1] - strict
-        ends = sorted((sign * (-limit - shift), sign * (limit - shift)))
-        return Band(row, *ends) if limit >= 0 else None
     first, second = _positions(a), _positions(b)
     if first is None or second is None:
         return None

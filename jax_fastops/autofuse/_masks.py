@@ -89,9 +89,13 @@ def name_of(value: Value) -> tuple | None:
     if node is NO_EQUATION:
         known = value.number if value.array is None else np.asarray(value.array)
         return None if known is None else (known.shape, str(known.dtype), hash(known.tobytes()))
-    names = [name_of(v) for v in node.inputs]
-    if node.name not in ARRAYS or None in names:
+    if node.name not in ARRAYS:
         return None
+    names: list[tuple] = []
+    for operand in node.inputs:
+        if (name := name_of(operand)) is None:  # the others may be large sums of sums
+            return None
+        names.append(name)
     return node.name, str(node.params), value.shape, *names
 
 
