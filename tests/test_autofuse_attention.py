@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness.compat import JAX_0_8
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 from jax_fastops.autofuse import _attention, _rule
@@ -24,6 +27,7 @@ LOWER = np.tril(np.ones((T, T), bool))
 ROW, COLUMN = np.arange(T)[:, None], np.arange(T)
 DROPS = jax.random.key(5)
 CAUSAL = {"is_causal": True}
+NO_WIDE_PRODUCT = "jaxlib 0.8 has no product of bfloat16 with a float32 result on the CPU"
 
 
 @pytest.fixture(autouse=True)
@@ -321,6 +325,7 @@ def _cast_after(q, k, v):
 
 
 @pytest.mark.parametrize("f", [of(), _wide, _cast_after, _linen, FORMS["jax.nn"][0]])
+@pytest.mark.skipif(JAX_0_8, reason=NO_WIDE_PRODUCT)
 def test_narrow_dtypes(f, calls):
     check(f, *(x.astype(jnp.bfloat16) for x in (Q, KEY, V)), tolerance=0.03)
     assert calls[0]["query"] == Q.shape
@@ -501,6 +506,8 @@ def test_what_stays(name):
     assert not any("attention" in r.pattern for r in found.replaced), found
     told = [m.reason for m in found.missed if m.pattern == "attention"]
     assert (not told) if reason is None else any(reason in each for each in told), found
+    if JAX_0_8 and name == "wide result":
+        pytest.skip(NO_WIDE_PRODUCT)
     got, want = (jax.tree.leaves(g(Q, KEY, V)) for g in (fo.autofuse(f), f))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=0.02 if "bfloat16" in str(found) else 1e-5)
@@ -569,3 +576,37 @@ def test_no_heads_are_moved_around_attention():
     rng = np.random.default_rng(0)
     shapes = (B, T, 3 * N * H), (3 * N * H,), (N * H, 5)
     check(f, *(jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes))
+
+
+def test_other_products_tell_nothing():
+    def f(x, w):
+        h = jnp.where(_keep(x), x / 0.75, 0)
+        return h @ w + jax.nn.softmax(h) @ w, h
+
+    found = report(f, Q, jnp.ones((H, H)), dropout=True)
+    assert not any(m.pattern == "attention" for m in found.missed), found
+
+
+def test_a_product_that_is_broadcast_before_its_cast():
+    def f(q, k, v):
+        y = jnp.einsum("bnts,bsnh->bnth", *(jax.nn.softmax(_scores_of(q, k)), v))
+        return jnp.broadcast_to(y[None], (3, *y.shape)).astype(jnp.bfloat16)
+
+    assert [r.pattern for r in report(f, Q, KEY, V).replaced] == ["attention"]
+    fo.autofuse(f)(Q, KEY, V)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(None, None, None, "x")])
+def test_explicit_shardings(spec):
+    """A call that would merge a sharded dimension stays, and its softmax is replaced."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x = [jax.device_put(jnp.stack([x, x]), NamedSharding(mesh, spec)) for x in (Q, KEY, V)]
+        f = jax.vmap(of())
+        (found,) = report(f, *x).replaced
+        assert found.pattern == ("scale + softmax" if spec == P(None, "x") else "attention")
+        got, want = jax.jit(fo.autofuse(f))(*x), jax.jit(f)(*x)
+        assert jax.typeof(got) == jax.typeof(want)
+        np.testing.assert_allclose(got, want, atol=1e-5)

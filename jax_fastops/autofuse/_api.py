@@ -36,7 +36,7 @@ class Replaced:
       where: the file and line of its last operation.
       shape: the shape of its result.
       dtype: the dtype of its result.
-      why: why the call takes the kernel.
+      why: why the call takes the kernel, after a note if the op gives another result somewhere.
       saves: the bytes of the arrays between its operations, at least as large as its result. XLA
         fuses some of them, so this is the most that the op does not write.
 

@@ -40,7 +40,7 @@ class AttentionRule(Rule):
         cast = value.node.name == "convert_element_type"  # of a product in a wider dtype
         if product.node.name != "dot_general" or not (value is product or cast):
             return None
-        if not value.is_plain or 0 in value.shape:
+        if not value.is_plain or 0 in value.shape or None in root.map:
             return None
         for weights in (0, 1):
             try:
@@ -318,11 +318,10 @@ def _form(node: Node, at: int) -> _Form | None:
     view = weights.source(narrowing=True)
     inner = view.passed
     drop = drop_at(view.value, shared=True)
+    dropped = view.value
     if drop is not None:
-        dropped, value = view.value, drop.x
-        if not value.leads_only_to(dropped) or drop.key.shape != ():
-            raise _Near(dropped, "the dropout has another use, or several keys")
-        while value is not dropped:
+        value = drop.x
+        while value is not dropped and len(value.users) == 1 and not value.is_result:
             inner = (*inner, value)
             value = value.users[0].outputs[0]
         mask = View(drop.mask.value, compose(view.map, drop.mask.map))
@@ -337,6 +336,8 @@ def _form(node: Node, at: int) -> _Form | None:
             continue
         if scores.near is not None:
             raise _Near(*scores.near)
+        if drop is not None and drop.key.shape != ():
+            raise _Near(dropped, "its dropout has several keys")
         query, key, value = operands
         _check(scores.product.value.node, value)
         _check(node, value)

@@ -29,7 +29,8 @@ def cases(view: View) -> tuple[View, Any, Any] | None:
     view = view.source(narrowing=True)
     node = view.value.node
     varying = [v for v in node.inputs if v.number is None]
-    if node.name in _numpy.ELEMENTWISE and len(varying) == 1:
+    is_known = node.name in _numpy.ELEMENTWISE and (node.name != "div" or view.value.is_floating)
+    if is_known and len(varying) == 1:
         if (found := cases(view.of(varying[0]))) is not None:
             mask, *numbers = found
             given = ([n if v is varying[0] else v.number for v in node.inputs] for n in numbers)

@@ -253,7 +253,11 @@ def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
             traced = _jitted(call, fanout).trace(*types).jaxpr
     except Refused as refused:
         return str(refused) or "XLA is as fast"
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:
+        known = TypeError, ValueError, NotImplementedError
+        # The error for shardings that do not fit has no public name.
+        if not isinstance(error, known) and type(error).__name__ != "ShardingTypeError":
+            raise
         return str(error).partition("\n")[0]
     if decisions:
         choices = [d.forward if d.forward.kernel else d.gradient for d in decisions]
