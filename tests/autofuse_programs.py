@@ -273,7 +273,7 @@ PROGRAMS = {
     "causal attention": (
         lambda q: jax.nn.dot_product_attention(q, q, q, is_causal=True),
         (SCORES.transpose(0, 2, 1, 3),),
-        ["scale + where + softmax"],
+        ["attention"],
     ),
     "mask of the data": (
         lambda x, where: jax.nn.softmax(jnp.where(where, x, -1e9)),

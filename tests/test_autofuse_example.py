@@ -13,9 +13,9 @@ pytestmark = pytest.mark.jax
 
 
 PATTERNS = {
-    "gpt": {"layer_norm": 5, "softmax": 2, "gelu": 2, "linear_cross_entropy": 1},
+    "gpt": {"layer_norm": 5, "attention": 2, "gelu": 2, "linear_cross_entropy": 1},
     "resnet": {"batch_norm": 6, r"batch_norm \+ relu": 3, "linear_cross_entropy": 1},
-    "transformer": {"layer_norm": 4, "softmax": 2, "gelu": 2, "linear_cross_entropy": 1},
+    "transformer": {"layer_norm": 4, "attention": 2, "gelu": 2, "linear_cross_entropy": 1},
 }
 
 

@@ -18,7 +18,7 @@ from harness.numerics import of_products
 import jax_fastops as fo
 
 pytestmark = pytest.mark.jax
-KINDS = {"norm": "norm", "softmax": "softmax", "loss": "cross_entropy", "act": "relu|gelu|silu"}
+KINDS = {"norm": "norm", "attention": "attention", "loss": "cross_entropy", "act": "relu|gelu|silu"}
 RNG = np.random.default_rng(0)
 IMAGES = jnp.asarray(RNG.standard_normal((4, 16, 16, 3)), jnp.float32)
 CLASSES = jnp.asarray(RNG.integers(0, 10, 4))
@@ -81,7 +81,7 @@ def test_linen_transformer(dtype):
     def loss(variables):
         return jnp.sum(model.apply(variables, x) * Y)
 
-    check(loss, variables, 0.05 if dtype else 1e-4, norm=5, softmax=2, act=2)
+    check(loss, variables, 0.05 if dtype else 1e-4, norm=5, attention=2, act=2)
 
 
 def test_linen_decoder():
@@ -114,7 +114,7 @@ def test_linen_decoder():
         weights = tokens[:, 1:] > 0
         return jnp.sum(losses * weights) / weights.sum()
 
-    check(loss, variables, norm=5, softmax=2, act=2, loss=1)
+    check(loss, variables, norm=5, attention=2, act=2, loss=1)
 
 
 @NARROW
@@ -165,7 +165,7 @@ def test_nnx_transformer():
             x = block(x)
         return jnp.sum(x * Y)
 
-    check(loss, state, norm=4, softmax=2, act=2)
+    check(loss, state, norm=4, attention=2, act=2)
 
 
 def test_nnx_modules_are_updated():
@@ -214,7 +214,7 @@ def test_haiku_transformer():
 
     model = hk.without_apply_rng(hk.transform(net))
     parameters = model.init(jax.random.key(0), X)
-    check(lambda p: jnp.sum(model.apply(p, X) ** 3 * Y), parameters, norm=5, softmax=2, act=2)
+    check(lambda p: jnp.sum(model.apply(p, X) ** 3 * Y), parameters, norm=5, attention=2, act=2)
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
@@ -259,7 +259,7 @@ def test_equinox_transformer():
 
         return jnp.sum(jax.vmap(one)(X) ** 2)
 
-    check(loss, parameters, norm=2, softmax=1, act=1)
+    check(loss, parameters, norm=2, attention=1, act=1)
 
 
 @NARROW
@@ -333,7 +333,7 @@ def test_keras(keras):
         return losses(CLASSES, logits)
 
     parameters = [v.value for v in model.trainable_variables]
-    check(loss, parameters, norm=3, softmax=1, act=2, loss=1)
+    check(loss, parameters, norm=3, attention=1, act=2, loss=1)
 
 
 def test_keras_resnet(keras):
@@ -398,10 +398,12 @@ def test_bert_of_models(dtype):
         hidden, _ = bert.apply(parameters, TOKENS, config, mask=mask, ops=ops)
         return bert.masked_lm_loss(parameters, hidden, TOKENS, config, where=mask, ops=ops)
 
-    check(loss, parameters, 0.05 if dtype == "bfloat16" else 1e-4, norm=6, softmax=2, act=3, loss=1)
+    tolerance = 0.05 if dtype == "bfloat16" else 1e-4
+    check(loss, parameters, tolerance, norm=6, attention=2, act=3, loss=1)
     found = fo.explain(fo.autofuse(loss))(parameters).calls
     wanted = fo.explain(functools.partial(loss, ops=bert.FASTOPS))(parameters).calls
-    assert [call.op for call in found] == [call.op for call in wanted]
+    moves = "split_qkv_heads", "transpose"  # attention reads and writes heads in their order
+    assert [call.op for call in found] == [c.op for c in wanted if c.op not in moves]
 
 
 def test_decoder_of_models():
@@ -412,7 +414,7 @@ def test_decoder_of_models():
     def loss(parameters, ops=decoder.PLAIN):
         return decoder.loss(parameters, TOKENS, decoder.SMALL, ops=ops)
 
-    check(loss, parameters, norm=5, softmax=2, act=2, loss=1)
+    check(loss, parameters, norm=5, attention=2, act=2, loss=1)
     found = fo.explain(fo.autofuse(loss))(parameters).calls
     wanted = fo.explain(functools.partial(loss, ops=decoder.FASTOPS))(parameters).calls
     split = "split_qkv_heads_rotary"

@@ -36,7 +36,7 @@ class Replaced:
       where: the file and line of its last operation.
       shape: the shape of its result.
       dtype: the dtype of its result.
-      why: why the call takes the kernel.
+      why: why the call takes the kernel, after a note if the op gives another result somewhere.
       saves: the bytes of the arrays between its operations, at least as large as its result. XLA
         fuses some of them, so this is the most that the op does not write.
 
@@ -118,20 +118,22 @@ class autofuse(Generic[_P, _T]):
     """``fn`` with our ops in place of the patterns that they compute.
 
     Traces ``fn`` and looks for what our ops compute, written by hand or by a library: activations
-    with a bias or a gate before them, relu of a sum, softmax and log_softmax, layer norm, RMS norm
-    and batch norm with what stands next to them, cross entropy with integer labels, also with the
-    product that makes its logits, interpolation, sums over windows, a bias and its attention heads.
-    A pattern is replaced where the call takes the kernel (see :func:`kernel_or`) and the result,
-    its dtype and its derivatives are the same but for rounding. All else stays as it is. It looks
-    into ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions
-    with a derivative rule of their own, which keep the rule.
+    with a bias or a gate before them, relu of a sum, attention, softmax and log_softmax, layer
+    norm, RMS norm and batch norm with what stands next to them, cross entropy with integer labels,
+    also with the product that makes its logits, interpolation, sums over windows, a bias and its
+    attention heads. A pattern is replaced where the call takes the kernel (see :func:`kernel_or`)
+    and the result, its dtype and its derivatives are the same but for rounding. All else stays as
+    it is. It looks into ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map``
+    and functions with a derivative rule of their own, which keep the rule.
 
-    A mask by ``jnp.where`` or a sum becomes the mask of :func:`softmax` if its elements are known
-    when the function is traced, and each row has one that counts, as in a causal mask. Masked
-    elements must be -inf or at most -1e9 (in float16, half of the lowest number), and the logits
-    far above. If padding has set every logit of a row that counts to that number, too, the function
-    gives the masked elements weight, and the op does not; ``check=True`` raises an error for such
-    arguments. In a row with NaN, masked elements are then 0.
+    A mask by ``jnp.where`` or a sum becomes a mask of :func:`attention`. A query that may attend to
+    no key then gives 0; the report tells where a mask might leave one. It becomes the mask of
+    :func:`softmax` if its elements are known when the function is traced, and each row has one that
+    counts, as in a causal mask. Masked elements must be -inf or at most -1e9 (in float16, half of
+    the lowest number), and the logits far above. If padding has set every logit of a row that
+    counts to that number, too, the function gives the masked elements weight, and the op does not;
+    ``check=True`` raises an error for such arguments. In a row with NaN, masked elements are then
+    0.
 
     The function is traced whenever it is called, so put ``jax.jit`` around it. Put ``jax.grad``
     around it too: ``jax.grad(autofuse(loss))``. It does not see the patterns in a derivative.
@@ -141,13 +143,16 @@ class autofuse(Generic[_P, _T]):
       fn: a function of arrays.
       dropout: whether dropout with a mask by ``jax.random.bernoulli`` or ``uniform`` becomes
         :func:`dropout` with the same key and rate. Its masks are those of :func:`dropout_mask`, not
-        those of ``jax.random``.
+        those of ``jax.random``. With ``"independent"``, this also holds for the dropout of an
+        attention whose mask is shared by batch or heads, as in Flax: each head and example then has
+        its own mask.
       check: whether each call runs both functions on its arguments and compares the results. Where
         they differ, it runs ``fn`` once more, on arguments that differ by a rounding.
 
     Raises:
-      ValueError: both ``dropout`` and ``check`` are set. With ``check``, the results differ by more
-        than rounding explains, or there are no values yet, under ``jax.jit`` or ``jax.grad``.
+      ValueError: both ``dropout`` and ``check`` are set, or ``dropout`` is another string. With
+        ``check``, the results differ by more than rounding explains, or there are no values yet,
+        under ``jax.jit`` or ``jax.grad``.
       Whatever ``fn`` raises.
 
     Example:
@@ -162,13 +167,17 @@ class autofuse(Generic[_P, _T]):
       [[0.25, 0.25, 0.25, 0.25]]
     """
 
-    def __init__(self, fn: Callable[_P, _T], *, dropout: bool = False, check: bool = False):
+    def __init__(self, fn: Callable[_P, _T], *, dropout: bool | str = False, check: bool = False):
         if check and dropout:
             raise ValueError(
                 "autofuse: dropout=True changes masks, so check=True finds differences"
             )
+        if isinstance(dropout, str) and dropout != "independent":
+            raise ValueError(
+                f"autofuse: dropout is {dropout!r}; it must be True, False or 'independent'"
+            )
         functools.update_wrapper(self, fn)
-        self._fn, self._check, self._dropout = fn, check, bool(dropout)
+        self._fn, self._check, self._dropout = fn, check, dropout
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         settings = Settings(dropout=self._dropout)
@@ -361,7 +370,8 @@ def _report(plans: list[Plan]) -> FuseReport:
                 continue
             large = (v for v in rewrite.inner if v.size >= root.size and v.is_array)
             saves = sum(v.size * v.dtype.itemsize for v in large if v is not root)
-            reason, dtype = why(rewrite.call), str(root.dtype)
+            reason = "; ".join(filter(None, (rewrite.note, why(rewrite.call))))
+            dtype = str(root.dtype)
             replaced.append(Replaced(rewrite.name, root.line, root.shape, dtype, saves, reason))
         taken = {v for rewrite in plan.rewrites for v in (*rewrite.inner, rewrite.root)}
         seen = set()

@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_fastops.autofuse._numpy import ELEMENTWISE
 from jax_fastops.autofuse._rule import Rewrite, Rule
-from jax_fastops.autofuse._value import Value
+from jax_fastops.autofuse._value import Value, View
 from jax_fastops.dropout import dropout
 from jax_fastops.softmax import softmax
 
@@ -54,34 +54,36 @@ def _dropout(x, key, rate):
 
 
 class Drop(NamedTuple):
-    """A dropout in a program."""
+    """A dropout in a program. ``mask`` is the random mask, as the result sees it."""
 
     x: Value
     key: Value
     rate: float
+    mask: View
 
 
-def drop_at(value: Value) -> Drop | None:
-    """The dropout whose result is this value."""
+def drop_at(value: Value, shared: bool = False) -> Drop | None:
+    """The dropout whose result is this value. With ``shared``, its mask may be broadcast."""
     node = value.node
     if node.name not in ("select_n", "mul", "div") or not value.is_floating:
         return None
     for scale, masked in _scaled(value):
-        if (selected := _masked(masked)) is None:
-            continue
-        x, mask, keep = selected
-        if mask.is_result or len(mask.users) != 1:  # other users would have another mask
+        for factor, x, mask, keep in _masked(masked):
+            if mask.value.shape != value.shape and not shared:
+                continue  # one draw for several elements
+            if not mask.value.leads_only_to(masked):
+                return None  # other users would have another mask
+            if (drawn := _probability(mask.value)) is None:
+                return None
+            key, probability = drawn
+            probability = probability if keep else 1 - probability
+            for own, inner in _scaled(x):
+                fits = inner.shape == value.shape and inner.dtype == value.dtype
+                limit = 2 * float(jnp.finfo(value.dtype).eps) + 1e-6
+                total = scale * factor * own * probability
+                if fits and 0 < probability < 1 and abs(total - 1) < limit:
+                    return Drop(inner, key, 1 - probability, mask)
             return None
-        if (drawn := _probability(mask)) is None:
-            return None
-        key, probability = drawn
-        probability = probability if keep else 1 - probability
-        for factor, inner in _scaled(x):
-            fits = inner.shape == value.shape and inner.dtype == value.dtype
-            limit = 2 * float(jnp.finfo(value.dtype).eps) + 1e-6
-            if fits and 0 < probability < 1 and abs(scale * factor * probability - 1) < limit:
-                return Drop(inner, key, 1 - probability)
-        return None
     return None
 
 
@@ -96,20 +98,20 @@ def _scaled(value: Value) -> Iterator[tuple[float, Value]]:
         yield factor, before.value if cast else of
 
 
-def _masked(value: Value) -> tuple[Value, Value, bool] | None:
-    """The array, the mask, and whether the mask keeps the elements where it is True."""
+def _masked(value: Value) -> Iterator[tuple[float, Value, View, bool]]:
+    """A factor, the array, the mask, and whether this keeps the elements where it is True."""
     for mask, x, zero, keep in value.selections():
-        # A mask of another shape is one draw for all elements.
-        if mask.shape == value.shape and zero.number == 0:
-            return x, mask, keep
+        if zero.number == 0:
+            yield 1.0, x, value.seen.of(mask).source(), keep
     node = value.node
     if node.name == "mul":
         for mask, x in (node.inputs, node.inputs[::-1]):
-            cast = mask.node
-            if cast.name == "convert_element_type":
-                if cast.inputs[0].dtype == bool and mask.shape == value.shape:
-                    return x, cast.inputs[0], True
-    return None
+            view = value.seen.of(mask).source()
+            for factor, numbers in _scaled(view.value):
+                cast = view.of(numbers).source()
+                before = cast.value.node.inputs[:1]
+                if cast.value.node.name == "convert_element_type" and before[0].dtype == bool:
+                    yield factor, x, cast.of(before[0]).source(), True
 
 
 def _probability(mask: Value) -> tuple[Value, float] | None:

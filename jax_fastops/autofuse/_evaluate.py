@@ -13,6 +13,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from jax_fastops import _compat, _explain
+from jax_fastops.autofuse._attention import AttentionRule
 from jax_fastops.autofuse._dropout import DropoutRule
 from jax_fastops.autofuse._graph import Graph, is_ref, opened
 from jax_fastops.autofuse._heads import HeadsRule
@@ -23,7 +24,9 @@ from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
 from jax_fastops.autofuse._windows import WindowRule
 
 # In the order in which a search asks them.
-RULES: list[type[Rule]] = [DropoutRule, WindowRule, HeadsRule, LinearLossRule, PatternRule]
+RULES: list[type[Rule]] = [
+    *(AttentionRule, DropoutRule, WindowRule, HeadsRule, LinearLossRule, PatternRule)
+]
 
 
 class Plan:
@@ -130,7 +133,7 @@ class Settings(NamedTuple):
     """
 
     observe: Callable[[Plan], object] | None = None
-    dropout: bool = False
+    dropout: bool | str = False
     rule: str = ""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterator
 
 import numpy as np
 
+from jax_fastops.autofuse._attention import AttentionRule
 from jax_fastops.autofuse._numpy import MOVES
 from jax_fastops.autofuse._rule import ROW, Read, Rewrite, Rule
 from jax_fastops.autofuse._value import Node, Value
@@ -27,6 +28,8 @@ class HeadsRule(Rule):
         if node.name not in MOVES or not value.is_plain or 0 in value.shape:
             return None
         if node.name == "reshape" and (x := _merged(value, node)) is not None:
+            if self.search.match(AttentionRule, x) is not None:  # its op has the heads merged
+                return None
             return self.rewrite("merge_heads", merge_heads, [value], {"x": x})
         # A value that another move uses belongs to the pattern of that move.
         return None if _is_used_by(value, MOVES) else self._split(value)

@@ -26,13 +26,13 @@ def masked(value: Value, axis: int) -> tuple[Value, Value, bool] | None:
     node = value.node
     axis = value.long[axis]
     for which, x, fill, keep in value.selections():
-        if fill.number is not None and _is_fill(fill.number, value.dtype):
-            known = _no_row_is_empty(which, axis, keep, None)
+        if fill.number is not None and is_fill(fill.number, value.dtype):
+            known = no_row_is_empty(which, axis, keep, None)
             return (x, *_compared(which, keep)) if known else None
     if node.name == "add":
         for x, mask in (node.inputs, node.inputs[::-1]):
             same = x.shape == value.shape and len(mask.shape) == len(x.shape)
-            if same and _no_row_is_empty(mask, axis, False, value.dtype):
+            if same and no_row_is_empty(mask, axis, False, value.dtype):
                 return x, mask, False
     return None
 
@@ -51,7 +51,7 @@ def _compared(mask: Value, keep: bool) -> tuple[Value, bool]:
     return mask, keep
 
 
-def _is_fill(number, dtype):
+def is_fill(number, dtype):
     """Whether a number is far below all logits."""
     return np.float64(number) <= max(-1e9, float(jnp.finfo(dtype).min) / 2)
 
@@ -59,7 +59,7 @@ def _is_fill(number, dtype):
 _known: dict[tuple, bool] = {}
 
 
-def _no_row_is_empty(mask: Value, axis: int, keep: bool, added_to) -> bool:
+def no_row_is_empty(mask: Value, axis: int, keep: bool, added_to) -> bool:
     """Whether each row is known to have an element that counts.
 
     A mask that is added to logits of a dtype has no elements but 0 and large negative numbers.
@@ -68,20 +68,20 @@ def _no_row_is_empty(mask: Value, axis: int, keep: bool, added_to) -> bool:
         return False
     source, shown, _ = mask.source()
     along = shown[mask.long.index(axis)]
-    if (name := _name(source)) is None:
+    if (name := name_of(source)) is None:
         return False
     key = name, along, keep, added_to
     if key not in _known:
-        elements = _elements(source)
+        elements = elements_of(source)
         wide = elements.astype(np.float64) if added_to is not None else 0.0
         counts = np.reshape(elements != 0, source.sizes) == keep
         counts = counts if along is None else counts.any(along)
-        is_mask = (wide == 0) | (added_to is not None and _is_fill(wide, added_to))
+        is_mask = (wide == 0) | (added_to is not None and is_fill(wide, added_to))
         _known[key] = bool(counts.all() and np.all(is_mask))
     return _known[key]
 
 
-def _name(value: Value) -> tuple | None:
+def name_of(value: Value) -> tuple | None:
     """A name of an array whose elements are known, the same for equal ones."""
     if not value.is_static or value.size > _MAX_SIZE:
         return None
@@ -89,18 +89,22 @@ def _name(value: Value) -> tuple | None:
     if node is NO_EQUATION:
         known = value.number if value.array is None else np.asarray(value.array)
         return None if known is None else (known.shape, str(known.dtype), hash(known.tobytes()))
-    names = [_name(v) for v in node.inputs]
-    if node.name not in ARRAYS or None in names:
+    if node.name not in ARRAYS:
         return None
+    names: list[tuple] = []
+    for operand in node.inputs:
+        if (name := name_of(operand)) is None:  # the others may be large sums of sums
+            return None
+        names.append(name)
     return node.name, str(node.params), value.shape, *names
 
 
-def _elements(value: Value) -> Any:
+def elements_of(value: Value) -> Any:
     """The elements of an array that has a name."""
     node = value.node
     if node is NO_EQUATION:
         known = value.number if value.array is None else value.array
         return np.broadcast_to(np.asarray(known), value.shape)
-    operands = map(_elements, node.inputs)
+    operands = map(elements_of, node.inputs)
     with np.errstate(all="ignore"):
         return ARRAYS[node.name](node.params, *operands).astype(value.dtype, copy=False)

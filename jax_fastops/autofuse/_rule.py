@@ -79,7 +79,7 @@ class Rewrite:
     """A part of a program, and the call that replaces it.
 
     A rule makes it by :meth:`Rule.rewrite`. ``reads`` are the values that the call reads, ``inner``
-    those that it computes.
+    those that it computes. ``note`` is what the report says of the result.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Rewrite:
     call: Call
     inner: frozenset[Value]
     fanout: bool = False
+    note: str = ""
 
     @property
     def root(self) -> Value:
@@ -152,8 +153,8 @@ class Rule:
 class Search:
     """The search of one program. A thorough one also notes what is only nearly a match."""
 
-    def __init__(self, rules: Sequence[type[Rule]], dropout: bool, thorough: bool):
-        self.dropout: bool = dropout
+    def __init__(self, rules: Sequence[type[Rule]], dropout: bool | str, thorough: bool):
+        self.dropout: bool | str = dropout
         self.thorough: bool = thorough
         self.misses: list[Miss] = []
         self._programs: dict[tuple, Any] = {}
@@ -252,7 +253,11 @@ def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
             traced = _jitted(call, fanout).trace(*types).jaxpr
     except Refused as refused:
         return str(refused) or "XLA is as fast"
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:
+        known = TypeError, ValueError, NotImplementedError
+        # The error for shardings that do not fit has no public name.
+        if not isinstance(error, known) and type(error).__name__ != "ShardingTypeError":
+            raise
         return str(error).partition("\n")[0]
     if decisions:
         choices = [d.forward if d.forward.kernel else d.gradient for d in decisions]

@@ -325,7 +325,7 @@ def _is_negative_iota(value: Value) -> bool:
     if node.name != "lt" or node.inputs[1].number != 0:
         return False
     numbers = node.inputs[0].source().value.node
-    return numbers.name == "iota" and not _wraps(numbers.outputs[0])
+    return numbers.name == "iota" and not iota_wraps(numbers.outputs[0])
 
 
 class View(NamedTuple):
@@ -392,7 +392,7 @@ class Node:
             long = self.outputs[0].long
             dimension = self.params["dimension"]
             params = {"along": long.index(dimension) if dimension in long else None}
-            if _wraps(self.outputs[0]):
+            if iota_wraps(self.outputs[0]):
                 params["wraps"] = True
         if self.name == "custom_jvp_call":
             params = {"rule": _derivative_rule(self)}
@@ -404,7 +404,7 @@ class Node:
 NO_EQUATION = Node(None, (), ())  # of an operand of the program, or a constant
 
 
-def _wraps(indices: Value) -> bool:
+def iota_wraps(indices: Value) -> bool:
     """Whether the dtype of an ``iota`` is too narrow for the largest number."""
     size = indices.shape[indices.node.params["dimension"]]
     integers = jnp.issubdtype(indices.dtype, jnp.integer)
