@@ -290,7 +290,8 @@ def _some(mask, causal, window, q_lengths, kv_lengths, queries, keys):
         parts.append(column < kv_lengths[..., None, None, None])
     if q_lengths is not None:
         parts.append(row < q_lengths[..., None, None, None])
-    return functools.reduce(operator.and_, parts).any(-1)
+    found = functools.reduce(operator.and_, parts).any(-1)
+    return jnp.reshape(found, (1,) * max(3 - found.ndim, 0) + found.shape)
 
 
 def _of_cudnn(bias, query, key, keys: int):

@@ -90,6 +90,8 @@ def limit(query, size: int, bias) -> str | None:
         return f"cuDNN takes no bias of {bias.dtype} here"
     if not all(isinstance(d, int) for d in query.shape) or 0 in query.shape:
         return "a size is symbolic or 0"
+    if query.shape[1] == 1:
+        return "there is one query, whose weights are few"
     if size % 8 or size > 256:
         return f"cuDNN takes heads of a multiple of 8 up to 256, not of {size}"
     return None

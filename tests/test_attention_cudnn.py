@@ -47,7 +47,7 @@ def errors(found, wanted):
     ]
 
 
-def check(query, key, value, bias=None, allowed=True, weight=1.0, bound=0.1, **options):
+def check(query, key, value, bias=None, allowed=True, weight=1.0, bound=0.15, **options):
     """Value and gradients, of both implementations of the op, and a cotangent that differs."""
     rng = np.random.default_rng(7)
     dy = jnp.asarray(normal(rng, query.shape, query.dtype))
@@ -72,7 +72,7 @@ def check(query, key, value, bias=None, allowed=True, weight=1.0, bound=0.1, **o
 SHAPES = {
     "plain": ((2, 128, 4, 64), None),
     "short": ((3, 5, 2, 8), None),
-    "one query": ((2, 1, 4, 64), (2, 33, 4, 64)),
+    "two queries": ((2, 2, 4, 64), (2, 33, 4, 64)),
     "odd": ((2, 77, 3, 40), (2, 131, 3, 40)),
     "grouped": ((2, 65, 6, 64), (2, 96, 2, 64)),
     "one head of keys": ((2, 65, 4, 64), (2, 96, 1, 64)),
@@ -434,7 +434,7 @@ def test_programs(cuda_programs, kind):
 
 def test_what_cudnn_does_not_take(cuda_programs):
     q = jnp.ones((2, 16, 4, 8), jnp.bfloat16)
-    for x in (q.astype(jnp.float32), q[..., :5], q[:, :0]):
+    for x in (q.astype(jnp.float32), q[..., :5], q[:, :0], q[:, :1]):
         assert calls(fo.attention, x, x, x) == [0, 0]
     with fo.use_implementation("xla"):
         assert calls(fo.attention, q, q, q) == [0, 0]

@@ -79,7 +79,8 @@ constexpr int64_t PreparedBytes(int64_t batch) { return (batch * 8 + 16 + 255) /
 cudaError_t PrepareAttention(const AttentionProblem& problem, const AttentionBuffers& buffers,
                              cudaStream_t stream);
 
-// Sets the rows of queries to 0 that are after the lengths which PrepareAttention wrote.
+// Sets the rows of results to 0 that are after the lengths which PrepareAttention wrote. cuDNN does
+// not write all of them.
 cudaError_t ZeroRows(const AttentionProblem& problem, const AttentionBuffers& buffers,
                      cudaStream_t stream);
 

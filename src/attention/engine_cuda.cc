@@ -300,7 +300,7 @@ std::string RunAttention(const AttentionProblem& problem, const AttentionBuffers
     }
     fe::error_t error = plan.graph->execute(handle.get(), arrays, b.workspace + prepared);
     if (error.is_bad()) return "cuDNN: " + error.get_message();
-    if (problem.lengths && !problem.backward) {
+    if (problem.lengths) {
       const cudaError_t zeroed = ZeroRows(problem, b, stream);
       if (zeroed != cudaSuccess) return cudaGetErrorString(zeroed);
     }

@@ -57,18 +57,32 @@ __global__ void __launch_bounds__(kThreads) PrepareKernel(const __grid_constant_
 constexpr int kRowsZeroed = 16;  // by a block
 
 struct ZeroParams {
-  uint4* y;
-  const int32_t* lengths;
-  int64_t rows, row_units;  // of 16 bytes
+  // Rows of 16-byte units, such as all heads of a position, and the lengths of the examples.
+  struct Array {
+    uint4* data;
+    const int32_t* lengths;
+    int64_t rows, row_units, row_stride, batch_stride;
+  };
+  Array arrays[3];
+  float* stats;  // [batch, heads, rows] of the first array, or null
+  int64_t heads;
 };
 
-// Rows of queries after the length of an example. cuDNN does not write them.
 __global__ void __launch_bounds__(kThreads) ZeroKernel(const __grid_constant__ ZeroParams p) {
-  const int64_t first = max(int64_t{blockIdx.x} * kRowsZeroed, int64_t{p.lengths[blockIdx.y]});
-  const int64_t end = min((int64_t{blockIdx.x} + 1) * kRowsZeroed, p.rows);
-  uint4* const y = p.y + blockIdx.y * p.rows * p.row_units;
-  for (int64_t i = first * p.row_units + threadIdx.x; i < end * p.row_units; i += kThreads) {
-    y[i] = uint4{0, 0, 0, 0};
+  const ZeroParams::Array& array = p.arrays[blockIdx.z];
+  const int64_t begin = int64_t{blockIdx.x} * kRowsZeroed;
+  const int64_t first = max(begin, int64_t{array.lengths[blockIdx.y]});
+  const int64_t count = min(begin + kRowsZeroed, array.rows) - first;
+  if (count <= 0) return;
+  uint4* const data = array.data + blockIdx.y * array.batch_stride + first * array.row_stride;
+  for (int64_t i = threadIdx.x; i < count * array.row_units; i += kThreads) {
+    const int64_t row = i / array.row_units;
+    data[row * array.row_stride + i - row * array.row_units] = uint4{0, 0, 0, 0};
+  }
+  if (p.stats == nullptr) return;
+  float* const stats = p.stats + blockIdx.y * p.heads * array.rows + first;
+  for (int64_t i = threadIdx.x; i < count * p.heads; i += kThreads) {
+    stats[i / count * array.rows + i % count] = 0;
   }
 }
 
@@ -76,21 +90,40 @@ __global__ void __launch_bounds__(kThreads) ZeroKernel(const __grid_constant__ Z
 
 cudaError_t ZeroRows(const AttentionProblem& problem, const AttentionBuffers& buffers,
                      cudaStream_t stream) {
-  ZeroParams p;
-  p.y = static_cast<uint4*>(buffers.y);
-  p.rows = problem.queries;
-  p.row_units = problem.heads * problem.size / 8;
-  const int64_t blocks = (p.rows + kRowsZeroed - 1) / kRowsZeroed;
+  const auto array = [&](void* data, int64_t rows, int64_t heads, const AttentionStrides& strides,
+                         const int32_t* lengths) {
+    return ZeroParams::Array{static_cast<uint4*>(data), lengths,         rows,
+                             heads * problem.size / 8,  strides.row / 8, strides.batch / 8};
+  };
+  const auto* const lengths = reinterpret_cast<const int32_t*>(buffers.workspace);
+  const int32_t* const kv_lengths = lengths + problem.batch;
+  ZeroParams p = {};
+  p.heads = problem.heads;
+  int64_t rows = problem.queries;
+  unsigned count = 1;
+  if (problem.backward) {
+    p.arrays[0] = array(buffers.dq, problem.queries, problem.heads, problem.q, lengths);
+    p.arrays[1] = array(buffers.dk, problem.keys, problem.kv_heads, problem.k, kv_lengths);
+    p.arrays[2] = array(buffers.dv, problem.keys, problem.kv_heads, problem.v, kv_lengths);
+    rows = std::max(rows, problem.keys);
+    count = 3;
+  } else {
+    p.arrays[0] = array(buffers.y, problem.queries, problem.heads, problem.y, lengths);
+    p.stats = static_cast<float*>(buffers.stats);
+  }
+  const auto blocks = static_cast<unsigned>((rows + kRowsZeroed - 1) / kRowsZeroed);
   // An axis of a grid other than the first one has at most 65535 blocks.
   constexpr int64_t kMost = 65535;
   for (int64_t b = 0; b < problem.batch; b += kMost) {
-    p.lengths = reinterpret_cast<const int32_t*>(buffers.workspace) + b;
-    const dim3 grid(static_cast<unsigned>(blocks),
-                    static_cast<unsigned>(std::min(kMost, problem.batch - b)));
+    const dim3 grid(blocks, static_cast<unsigned>(std::min(kMost, problem.batch - b)), count);
     const cudaError_t error = Launch(KernelOf<AttentionFamily, ZeroKernel>(),
                                      {.grid = grid, .block = dim3(kThreads)}, stream, p);
     if (error != cudaSuccess) return error;
-    p.y += kMost * p.rows * p.row_units;
+    for (ZeroParams::Array& each : p.arrays) {
+      each.data += kMost * each.batch_stride;
+      each.lengths += kMost;
+    }
+    if (p.stats != nullptr) p.stats += kMost * problem.heads * problem.queries;
   }
   return cudaSuccess;
 }
