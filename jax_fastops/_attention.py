@@ -527,4 +527,5 @@ class Attend(NamedTuple):
             limit=limit,
             native=native,
             otherwise=reference,
+            composed=True,
         )

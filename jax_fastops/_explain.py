@@ -244,11 +244,12 @@ def observe(op: str, args: Sequence) -> tuple[Sequence, tuple[int, int] | None, 
         records.append(record)
         args = placed(_mark.bind(*given, session=number, index=named[1]), flags)
 
-    def decided(decision: Decision, function: Callable) -> None:
+    def decided(decision: Decision, function: Callable | None) -> None:
+        """``function`` computes the call, or is ``None`` if its own calls tell what they keep."""
         record.decision = decision
         if made is not None:
             made.append(decision)
-        if records is not None:
+        if records is not None and function is not None:
             with _session(0):
                 record.kept = _kept(function, args)
         if logged:

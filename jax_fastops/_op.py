@@ -184,6 +184,7 @@ class Op:
         fused: str | None = None,
         native: Callable | None = None,
         otherwise: Callable | None = None,
+        composed: bool = False,
         **options: Any,
     ) -> Any:
         """Runs the op on arrays. ``None`` stands for an optional operand that is absent.
@@ -199,6 +200,7 @@ class Op:
           native: ``native(request, *args)`` calls :meth:`bind` with the operands in the kernel's
             view of them, or raises :class:`Refused`. Default: as they are.
           otherwise: what runs in place of the kernel. Default: the reference.
+          composed: whether that calls ops, which may take kernels of their own.
           options: those of the op's functions.
         """
         given = [x for x in args if x is not None]
@@ -223,7 +225,10 @@ class Op:
         def reference(*args):
             return (otherwise or functools.partial(self.reference, **options))(*args)
 
-        decision = self.decide(request, _dispatch.lowering_platform())
+        platform = _dispatch.lowering_platform()
+        decision = self.decide(request, platform)
+        if composed and not self.supports(platform):
+            return reference(*args)  # whose calls decide
         args, record, decided = _explain.observe(self.name, args)
         request = dataclasses.replace(request, record=record)
         # Under "native" the program may be lowered for another platform, which has kernels.
@@ -234,8 +239,8 @@ class Op:
                 return result
             except _dispatch.Refused as refusal:
                 decision = _dispatch.refused(str(refusal))
-        decided(decision, reference)
-        if _dispatch.kernels_only.value:
+        decided(decision, None if composed else reference)
+        if _dispatch.kernels_only.value and not composed:
             raise _dispatch.Refused(decision.gradient.reason)
         return reference(*args)
 

@@ -30,7 +30,7 @@ from jax_fastops._arguments import (
 from jax_fastops._attention import Attend, Masks
 from jax_fastops._broadcast import add, of_rank
 from jax_fastops._random import drop_of
-from jax_fastops._registry import example, register
+from jax_fastops._registry import example, example_key, register
 from jax_fastops._settings import own_code
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._views import merge_last, split
@@ -38,11 +38,23 @@ from jax_fastops.heads import merge_heads, split_qkv_heads
 
 _LARGEST = 2**31 - 1  # of int32
 _SIZES = {"b": (4, 2), "t": (128, 9), "m": (4, 3), "h": (64, 5)}
-register(
-    "attention",
-    "attention",
-    example(lambda q, k, v: attention(q, k, v), "b t m h, b t m h, b t m h", **_SIZES),
-)
+
+
+def _dropped(query, key, value):
+    """With a rate at which no weight of an example is dropped: engines have other masks."""
+    return attention(query, key, value, dropout_key=example_key(), dropout_rate=1e-9)
+
+
+def _dropped_tangent(query, key, value):
+    return jax.jvp(lambda x: _dropped(x, key, value), (query,), (query,))[1]
+
+
+for _name, _function in {
+    "attention": lambda q, k, v: attention(q, k, v),
+    "attention_dropout": _dropped,
+    "attention_keep": _dropped_tangent,
+}.items():
+    register("attention", _name, example(_function, "b t m h, b t m h, b t m h", **_SIZES))
 register(
     "attention",
     "qkv_attention",
