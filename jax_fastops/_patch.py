@@ -107,7 +107,7 @@ def _flax_attention(original, *args, **kwargs):
 
     def ours(*args, **kwargs):
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        in_place_of = importlib.import_module("jax_fastops.nnx").attention_in_place_of
+        in_place_of = importlib.import_module("jax_fastops.nnx")._attention_in_place_of
         y = None if given["precision"] is not None else in_place_of(**given)
         if y is None:
             raise Refused

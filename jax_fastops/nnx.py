@@ -595,11 +595,11 @@ def dot_product_attention(
         precision,
         module,
     )
-    y = attention_in_place_of(*given, **rest)
+    y = _attention_in_place_of(*given, **rest)
     return _flax.dot_product_attention(*given, **rest) if y is None else y
 
 
-def attention_in_place_of(
+def _attention_in_place_of(
     query,
     key,
     value,

@@ -277,7 +277,7 @@ def _attend(mask, cache, tokens, start, config: Config) -> tuple[_Attend, Cache 
         rules=dict(is_causal=True, local_window_size=None if window is None else (window - 1, 0)),
         start=start,
     )
-    if attend.fresh:
+    if attend.fresh or cache is None:
         return attend, cache
     query = start + jnp.arange(count, dtype=jnp.int32)[:, None]
     key = jnp.arange(cache.mask.shape[1], dtype=jnp.int32)[None]
