@@ -31,8 +31,11 @@ if(cudnn_include AND frontend_include)
     list(APPEND FASTOPS_CUDNN_VERSION ${CMAKE_MATCH_1})
   endforeach()
   list(JOIN FASTOPS_CUDNN_VERSION "." FASTOPS_CUDNN_VERSION)
+endif()
+if(FASTOPS_CUDNN_VERSION MATCHES "^9\\.")
   message(STATUS "Attention by cuDNN: headers ${FASTOPS_CUDNN_VERSION} in ${cudnn_include}")
 else()
-  message(STATUS "No attention by cuDNN: needs the headers of nvidia-cudnn-cu13 (cudnn.h: ${cudnn_include}) and "
-    "nvidia-cudnn-frontend (cudnn_frontend.h: ${frontend_include})")
+  set(FASTOPS_CUDNN_VERSION "")
+  message(STATUS "No attention by cuDNN: needs the headers of cuDNN 9 (nvidia-cudnn-cu13: ${cudnn_include}) and "
+    "cudnn-frontend (nvidia-cudnn-frontend: ${frontend_include})")
 endif()

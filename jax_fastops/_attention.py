@@ -224,7 +224,7 @@ class _View(NamedTuple):
     q_lengths: Any
     kv_lengths: Any
     options: _cudnn.Options
-    some: Any  # which queries [..., k, g, t] have a key, or None: lengths tell it
+    has_keys: Any  # which queries [..., k, g, t] have a key, or None: lengths tell it
 
 
 def _view(
@@ -236,12 +236,13 @@ def _view(
     queries = query.shape[-4]
     keys = queries if packed else key.shape[-3]
     before, after = window or (-1, -1)
-    after = 0 if causal else after
+    before = -1 if before >= queries - 1 else before
+    after = 0 if causal else -1 if after >= keys - 1 else after
     # A row of a band may have no keys, unless nothing else takes keys away.
     band = before < 0 or (queries <= keys and mask is q_ids is kv_lengths is None)
-    inside = mask is not None or q_ids is not None or not band
-    some = None
-    if inside:
+    needs_bias = mask is not None or q_ids is not None or not band
+    has_keys = None
+    if needs_bias:
         if mask is not None and q_ids is None and band and mask.shape[-4:-1] == (1, 1, 1):
             # A mask of keys: an example without any has no queries, and cuDNN skips the last keys.
             mask = jnp.broadcast_to(mask, (*mask.shape[:-1], keys))
@@ -250,13 +251,13 @@ def _view(
             kv_lengths = end if kv_lengths is None else jnp.minimum(end, kv_lengths)
             part = mask
             if after >= 0:
-                some = _some(mask, causal, window, q_lengths, kv_lengths, queries, keys)
+                has_keys = _has_keys(mask, causal, window, q_lengths, kv_lengths, queries, keys)
         else:
             if q_ids is not None:
                 mine, other = q_ids[..., None, :, None], kv_ids[..., None, None, :]
                 same = (mine == other) & (mine > 0)
                 mask = same if mask is None else mask & same
-            some = _some(mask, causal, window, q_lengths, kv_lengths, queries, keys)
+            has_keys = _has_keys(mask, causal, window, q_lengths, kv_lengths, queries, keys)
             part = mask
             if not band:
                 rows = Masks(causal=causal, window=window).merged(queries, keys)
@@ -273,10 +274,10 @@ def _view(
         before = after = -1
     rate = 1 - 1 / dropout_scale
     options = _cudnn.Options(scale, before, after, rate, deterministic)
-    return _View(bias, q_lengths, kv_lengths, options, some)
+    return _View(bias, q_lengths, kv_lengths, options, has_keys)
 
 
-def _some(mask, causal, window, q_lengths, kv_lengths, queries, keys):
+def _has_keys(mask, causal, window, q_lengths, kv_lengths, queries, keys):
     """Which queries have a key, ``[..., k, g, t]`` broadcast."""
 
     row = jnp.arange(queries, dtype=jnp.int32)[:, None]
@@ -305,11 +306,11 @@ def _of_cudnn(bias, query, key, keys: int):
     return jnp.broadcast_to(bias, (*lead, heads, groups, rows, keys))
 
 
-def _select_rows(some, y):
+def _select_rows(has_keys, y):
     """``y`` ``[..., t, k, g, h]``, and 0 in the rows of queries without a key."""
-    if some is None:
+    if has_keys is None:
         return y
-    return jnp.where(jnp.moveaxis(some, -1, -3)[..., None], y, jnp.zeros_like(y))
+    return jnp.where(jnp.moveaxis(has_keys, -1, -3)[..., None], y, jnp.zeros_like(y))
 
 
 def _forward(*args, gradient: bool, **options):
@@ -326,7 +327,7 @@ def _forward(*args, gradient: bool, **options):
         view.options,
         gradient,
     )
-    return _select_rows(view.some, y), stats
+    return _select_rows(view.has_keys, y), stats
 
 
 def _backward(residuals, cts, needs_grad, **options):
@@ -335,9 +336,9 @@ def _backward(residuals, cts, needs_grad, **options):
     if needs_grad[3]:
         raise Refused("cuDNN computes no gradient of a bias here")
     view = _view(query, key, *masks, **options)
-    dy = _select_rows(view.some, cts[0])
-    if view.some is not None:  # weights of 0, whatever cuDNN made of such a row
-        stats = jnp.where(view.some, stats, jnp.zeros_like(stats))
+    dy = _select_rows(view.has_keys, cts[0])
+    if view.has_keys is not None:  # weights of 0, whatever cuDNN made of such a row
+        stats = jnp.where(view.has_keys, stats, jnp.zeros_like(stats))
     grads = _cudnn.backward(
         query,
         key,
@@ -434,7 +435,7 @@ def _kept_weights(query, key, *rest, **options):
 
 
 class Attend(NamedTuple):
-    """What a call of attention is, but for its heads."""
+    """The arguments of a call of attention, without its heads."""
 
     scale: float
     bias: Any
@@ -473,6 +474,8 @@ class Attend(NamedTuple):
             cuDNN.
         """
         masks, drop = self.masks, self.drop
+        if drop is not None and drop.scale == 1.0:  # a rate that rounds to 0
+            drop = None
         op = _OPS[drop is not None]
         options = dict(
             causal=masks.causal,
@@ -509,7 +512,7 @@ class Attend(NamedTuple):
                 return otherwise(call, query)
             return call.by_softmax(query, key, value)
 
-        limit = _cudnn.limit(query, size, self.bias)
+        limit = _cudnn.limit(query, key, size, self.bias, self.scale)
         if drop is not None and drop.threshold == 0:
             limit = "every weight is dropped"
         return op(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -69,7 +70,7 @@ def _of_whole(kernel: Kernel, operands: frozenset[str]) -> Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a call of attention is, but for its arrays.
+    """The options of a call.
 
     ``before`` and ``after`` are the numbers of keys before and after the position of a query that
     count, -1 for all. ``rate`` is that of the dropout.
@@ -82,18 +83,21 @@ class Options:
     deterministic: bool = False
 
 
-def limit(query, size: int, bias) -> str | None:
-    """Why cuDNN cannot take heads of a size, in an array like ``query``."""
+def limit(query, key, size: int, bias, scale: float) -> str | None:
+    """Why cuDNN cannot take heads of a size, in arrays like ``query`` and ``key``."""
     if str(query.dtype) not in ("bfloat16", "float16"):
         return f"cuDNN takes bfloat16 and float16, not {query.dtype}"
     if bias is not None and str(bias.dtype) not in (str(query.dtype), "float32"):
         return f"cuDNN takes no bias of {bias.dtype} here"
-    if not all(isinstance(d, int) for d in query.shape) or 0 in query.shape:
+    sizes = query.shape if key is None else query.shape + key.shape
+    if not all(isinstance(d, int) for d in sizes) or 0 in sizes:
         return "a size is symbolic or 0"
     if query.shape[1] == 1:
         return "there is one query, whose weights are few"
     if size % 8 or size > 256:
         return f"cuDNN takes heads of a multiple of 8 up to 256, not of {size}"
+    if not 0 < scale < math.inf:
+        return f"the scale is {scale}"
     return None
 
 
@@ -105,31 +109,32 @@ def _sizes(query, key) -> dict[str, Any]:
     else:
         t, k, g, h = query.shape[-4:]
         s, lead = key.shape[-3], query.shape[:-4]
-    return dict(batch=int(np.prod(lead)), heads=k * g, kv_heads=k, queries=t, keys=s, size=h)
+    return dict(batch=math.prod(lead), heads=k * g, kv_heads=k, queries=t, keys=s, size=h)
 
 
-def _workspace(query, key, bias, lengths: bool, options: Options, gradient: bool) -> int:
-    """Bytes of workspace for an example and a head of keys, in calls of both directions.
+def _workspace(query, key, bias, lengths: bool, options: Options, directions) -> int:
+    """Bytes of workspace for an example and a head of keys.
 
-    Raises ``Refused`` if cuDNN has no plan for the forward, or with ``gradient`` for one of both.
+    ``directions`` are those for which there must be a plan: ``False`` forward, ``True`` backward.
+    Raises ``Refused`` if there is none.
     """
     sizes = _sizes(query, key)
     heads, t, s, h = (sizes[name] for name in ("heads", "queries", "keys", "size"))
     groups = heads // sizes["kv_heads"]
-    rows, columns = -(-t // 128) * 128, -(-s // 128) * 128
-    # A gradient of the queries and a sum for each row in float32, and each head's gradients of keys
-    # and values where heads share them.
-    most = groups * rows * (4 * h + 8) + (groups > 1) * 4 * groups * columns * h + 1024
-    if options.deterministic:
-        most += groups * rows * columns * 2
-    most = most if gradient else 1024
+    cell = 4096
+    if True in directions:
+        # A gradient of the queries and a sum for each row in float32, and each head's gradients of
+        # keys and values where heads share them.
+        rows, columns = -(-t // 128) * 128, -(-s // 128) * 128
+        cell += groups * rows * (4 * h + 8) + (groups > 1) * 4 * groups * columns * h
+        if options.deterministic:
+            cell += groups * rows * columns * 2
     batch, bias_heads, bias_rows = 0, 0, 0
     if bias is not None:
         *lead, k, g, bias_rows, _ = bias.shape
-        batch, bias_heads = int(np.prod(lead)), k * g
-    cells = sizes["batch"] * sizes["kv_heads"]
-    for backward in (False, True)[: 1 + gradient]:
-        found = _native.attention_plan(
+        batch, bias_heads = math.prod(lead), k * g
+    for backward in directions:
+        plan = _native.attention_plan(
             dtype=str(query.dtype),
             **sizes,
             packed=key is None,
@@ -141,17 +146,17 @@ def _workspace(query, key, bias, lengths: bool, options: Options, gradient: bool
             backward=backward,
             **dataclasses.asdict(options),
         )
-        if found is None:  # no device: the plan is found where the program runs
+        if plan is None:  # no device: the plan is found where the program runs
             continue
-        needed, problem = found
+        needed, problem = plan
         if problem:
             raise Refused(problem)
-        most = max(most, -(-needed // cells))
-    return -(-most // 256) * 256
+        cell = max(cell, -(-needed // (sizes["batch"] * sizes["kv_heads"])))
+    return -(-cell // 256) * 256
 
 
 def _arrays(query, key, value, bias, q_lengths, kv_lengths) -> dict:
-    """The operands that the kernels of both directions have in common, but for the seeds."""
+    """The operands that both kernels have, without the seeds."""
     k = query.shape[-2] if key is None else key.shape[-2]
 
     def full(lengths):
@@ -169,8 +174,8 @@ def _arrays(query, key, value, bias, q_lengths, kv_lengths) -> dict:
     )
 
 
-def _numbers(arrays: dict, options: Options, gradient: bool) -> dict:
-    """The attributes that the kernels of both directions have in common, and the workspace."""
+def _numbers(arrays: dict, options: Options, directions) -> dict:
+    """The attributes that both kernels have, and the size of the workspace."""
     query, key, bias = (arrays[name] for name in ("query", "key", "bias"))
     lengths = arrays["q_lengths"] is not None or arrays["kv_lengths"] is not None
     return dict(
@@ -178,7 +183,7 @@ def _numbers(arrays: dict, options: Options, gradient: bool) -> dict:
         after=options.after,
         scale=options.scale,
         rate=options.rate,
-        w=_workspace(query, key, bias, lengths, options, gradient),
+        w=_workspace(query, key, bias, lengths, options, directions),
     )
 
 
@@ -193,11 +198,12 @@ def _seeds(words, query, packed: bool):
     return row_seeds(words, (*query.shape[:-4], k, groups, 1))
 
 
-def _of_same_key(run):
+def _of_same_key(run, bias: int | None):
     """``run(seeds, *arrays)``, under ``vmap`` as one call if each example has its seeds.
 
     Otherwise there is one call per example: the masks of a call depend on its shape, and examples
-    of one key have the same masks.
+    of one key have the same masks. ``bias`` is the place of the bias among the arrays, the first of
+    which are the queries.
     """
 
     @jax.custom_batching.custom_vmap
@@ -206,10 +212,15 @@ def _of_same_key(run):
 
     @one.def_vmap
     def _(axis_size, mapped, seeds, *arrays):
-        del axis_size
-        axes = [0 if m else None for m in mapped]
         if mapped[0]:
-            outs = _of_same_key(jax.vmap(run, in_axes=axes))(seeds, *arrays)
+            arrays = [
+                x if m else jnp.broadcast_to(x, (axis_size, *x.shape))
+                for x, m in zip(arrays, mapped[1:], strict=True)
+            ]
+            if bias is not None:  # the whole batch of examples, or cuDNN cannot take it
+                shape = (*arrays[0].shape[:-4], *arrays[bias].shape[-4:])
+                arrays[bias] = jnp.broadcast_to(arrays[bias], shape)
+            outs = _of_same_key(jax.vmap(run), bias)(seeds, *arrays)
         else:
             moving = [x for x, m in zip(arrays, mapped[1:], strict=True) if m]
 
@@ -225,7 +236,7 @@ def _of_same_key(run):
 
 
 def _emit(kernel: Kernel, seeds, arrays: dict, numbers: dict) -> tuple:
-    """The results of a call, but for the workspace. ``arrays`` and ``seeds`` are its operands."""
+    """The results of a call, without the workspace. ``arrays`` and ``seeds`` are its operands."""
     names = [name for name, x in arrays.items() if x is not None]
     if arrays["key"] is None:
         own = ["seeds"] if seeds is not None else []
@@ -238,7 +249,10 @@ def _emit(kernel: Kernel, seeds, arrays: dict, numbers: dict) -> tuple:
         return tuple(results[name] for name in results if name != "workspace")
 
     values = [arrays[name] for name in names]
-    return run(None, *values) if seeds is None else _of_same_key(run)(seeds, *values)
+    if seeds is None:
+        return run(None, *values)
+    bias = names.index("bias") if "bias" in names else None
+    return _of_same_key(run, bias)(seeds, *values)
 
 
 def forward(query, key, value, bias, q_lengths, kv_lengths, words, options: Options, gradient):
@@ -250,7 +264,8 @@ def forward(query, key, value, bias, q_lengths, kv_lengths, words, options: Opti
     seeds = _seeds(words, query, key is None)
     arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths)
     # With dropout, either both directions take cuDNN or none: no other code has its masks.
-    numbers = _numbers(arrays, options, gradient or seeds is not None)
+    both = gradient or seeds is not None
+    numbers = _numbers(arrays, options, (False, True) if both else (False,))
     return _emit(FORWARD, seeds, arrays, numbers)
 
 
@@ -260,10 +275,11 @@ def backward(
     """The gradients of the arrays, one or three."""
     seeds = _seeds(words, query, key is None)
     arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths)
+    numbers = _numbers(arrays, options, (True,) if seeds is None else (False, True))
+    numbers |= dict(deterministic=options.deterministic)
     if bias is not None:  # cuDNN 9.19 computes wrong gradients with one row for all queries
         rows = query.shape[-4]
         arrays["bias"] = jnp.broadcast_to(bias, (*bias.shape[:-2], rows, bias.shape[-1]))
-    numbers = _numbers(arrays, options, True) | dict(deterministic=options.deterministic)
     if key is not None:
         numbers |= dict(dkey=True, dvalue=True)
     return _emit(BACKWARD, seeds, arrays | dict(y=y, stats=stats, dy=dy), numbers)

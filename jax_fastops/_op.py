@@ -227,7 +227,7 @@ class Op:
 
         platform = _dispatch.lowering_platform()
         decision = self.decide(request, platform)
-        if composed and not self.supports(platform):
+        if composed and not self.supports(platform) and request.implementation != "native":
             return reference(*args)  # whose calls decide
         args, record, decided = _explain.observe(self.name, args)
         request = dataclasses.replace(request, record=record)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -304,12 +305,14 @@ def test_dropout(shape, masked):
 
 
 @on_gpu
-def test_masks_of_mapped_keys():
+@pytest.mark.parametrize("masked", [False, True])
+def test_masks_of_mapped_keys(masked):
     query, key, value = heads((2, 64, 4, 64))
     many = jax.random.split(jax.random.key(0), 3)
+    mask = np.arange(64) < np.array([64, 40])[:, None, None, None] if masked else None
 
     def loss(q, drop_key):
-        return fo.attention(q, key, value, dropout_key=drop_key, dropout_rate=0.25)
+        return fo.attention(q, key, value, mask=mask, dropout_key=drop_key, dropout_rate=0.25)
 
     mapped = jax.jit(jax.vmap(loss, (None, 0)))(query, many)
     assert len({np.asarray(x).tobytes() for x in mapped}) == 3
@@ -432,10 +435,45 @@ def test_programs(cuda_programs, kind):
     assert calls(mapped, q[None], kv[None], kv[None]) == [1, 1]
 
 
+def test_programs_for_other_machines(cuda_programs, monkeypatch):
+    """Under "native", a process without a GPU lowers cuDNN's calls."""
+    monkeypatch.setattr(_dispatch, "lowering_platform", lambda: "cpu")
+    q = jnp.ones((2, 16, 4, 8), jnp.bfloat16)
+    assert calls(fo.attention, q, q, q) == [0, 0]
+    with fo.use_implementation("native"):
+        assert calls(fo.attention, q, q, q) == [1, 0]
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 1, 16), (1, 4, 16, 16), (16, 16)])
+def test_mapped_keys_and_a_mask(cuda_programs, shape):
+    """cuDNN takes the bias of one example for all, or of the whole batch."""
+    q, many = jnp.ones((4, 16, 4, 8), jnp.bfloat16), jax.random.split(jax.random.key(0), 3)
+    mask = jnp.ones(shape, bool)
+
+    def attend(q, drop_key, mask):
+        return fo.attention(q, q, q, mask=mask, dropout_key=drop_key, dropout_rate=0.5)
+
+    for axes in ((None, 0, None), (0, 0, None), (None, 0, 0)):
+        queries, _, masks = (
+            x if a is None else jnp.stack([x] * 3) for x, a in zip((q, q, mask), axes, strict=True)
+        )
+        mapped = jax.vmap(jax.grad(lambda *a: attend(*a).sum()), axes)
+        text = jax.jit(mapped).trace(queries, many, masks).lower(lowering_platforms=("cuda",))
+        calls_of = re.findall(r"@jax_fastops\.attention(?:_bwd)?\.v.*", text.as_text())
+        assert len(calls_of) == 2
+        for call in calls_of:
+            operands = re.search(r": \((.*)\) ->", call)[1].split(", ")
+            assert operands[3].startswith("tensor<3x4x"), operands
+
+
 def test_what_cudnn_does_not_take(cuda_programs):
     q = jnp.ones((2, 16, 4, 8), jnp.bfloat16)
     for x in (q.astype(jnp.float32), q[..., :5], q[:, :0], q[:, :1]):
         assert calls(fo.attention, x, x, x) == [0, 0]
+    assert calls(fo.attention, q, q[:, :0], q[:, :0]) == [0, 0]
+    for scale in (0.0, -1.0, float("nan")):
+        attend = functools.partial(fo.attention, scale=scale)
+        assert calls(attend, q, q, q) == [0, 0]
     with fo.use_implementation("xla"):
         assert calls(fo.attention, q, q, q) == [0, 0]
     # The gradient of a bias is that of the reference, which computes the forward again.

@@ -25,7 +25,7 @@ struct AttentionProblem {
   DType dtype = DType::kBF16;  // or kF16
   bool backward = false;
   int64_t batch, heads, kv_heads, queries, keys, size;
-  // Of queries, keys, values and the result. Gradients have those of their arrays.
+  // The strides of queries, keys, values and the result. A gradient has the strides of its array.
   AttentionStrides q, k, v, y;
   // A bias has a size of 1 where it is broadcast. 0: there is none.
   int64_t bias_batch = 0, bias_heads = 0, bias_rows = 0;
@@ -39,9 +39,10 @@ struct AttentionProblem {
   bool deterministic = false;  // the backward
   auto operator<=>(const AttentionProblem&) const = default;
 
-  // The strides of whole arrays; with `packed`, of the parts of [batch, length, 3, heads, size].
+  // Sets the strides of contiguous arrays; with `packed`, of the parts of [batch, length, 3, heads,
+  // size].
   void SetStrides(bool packed);
-  // Those of a whole array of the bias' sizes.
+  // Sets the strides of a contiguous bias.
   void SetBiasStrides() { bias = {bias_heads * bias_rows * keys, bias_rows * keys, keys}; }
 };
 
@@ -59,9 +60,6 @@ struct AttentionBuffers {
   char* workspace;
   int64_t workspace_bytes;
 };
-
-// The version of the cuDNN library that this process has loaded, 0 without one.
-int64_t CudnnVersion();
 
 // Finds a plan for the current device, once for each problem. Sets the bytes of workspace that it
 // takes. Returns why there is none, or an empty string.

@@ -238,15 +238,15 @@ void AttentionProblem::SetStrides(bool packed) {
   y = of(queries, heads * size);
 }
 
-int64_t CudnnVersion() {
-  return HasCudnn() ? static_cast<int64_t>(fe::detail::get_backend_version()) : 0;
-}
-
 std::string PlanAttention(const AttentionProblem& problem, int64_t* workspace_bytes) {
   *workspace_bytes = 0;
   if (!HasCudnn()) return "cuDNN is not loaded";
   try {
     const Handle handle;
+    // Another one is kept for calls that run meanwhile: it could not be created in a capture.
+    {
+      const Handle other;
+    }
     const Plan& plan = PlanOf(problem, handle);
     *workspace_bytes = PreparedBytes(problem.batch) + plan.workspace_bytes;
     return plan.problem;
@@ -263,11 +263,7 @@ std::string RunAttention(const AttentionProblem& problem, const AttentionBuffers
     const Plan& plan = PlanOf(problem, handle);
     if (!plan.problem.empty()) return plan.problem;
     const int64_t prepared = PreparedBytes(problem.batch);
-    if (prepared + plan.workspace_bytes > b.workspace_bytes) {
-      return "the workspace has " + std::to_string(b.workspace_bytes) +
-             " bytes, and the plan of cuDNN takes " +
-             std::to_string(prepared + plan.workspace_bytes);
-    }
+    if (prepared + plan.workspace_bytes > b.workspace_bytes) return "the workspace is too small";
     if (problem.lengths || problem.rate > 0) {
       const cudaError_t error = PrepareAttention(problem, b, stream);
       if (error != cudaSuccess) return cudaGetErrorString(error);

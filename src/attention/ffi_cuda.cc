@@ -27,8 +27,8 @@ void ReadBias(Call& call, AttentionProblem* p, AttentionBuffers* b) {
   const bool all = heads.size == p->kv_heads && groups == whole;
   call.Require(all || groups == 1, "bias", "must have all heads or one");
   call.Require(rows == 1 || rows == p->queries, "bias", "must have all queries or one");
-  call.Require(batch == 1 || batch == p->batch, "bias", "must have the whole batch or one");
-  p->bias_batch = batch;
+  // Copies for the devices of a program are equal.
+  p->bias_batch = batch == p->batch ? batch : 1;
   p->bias_heads = all ? p->heads : 1;
   p->bias_rows = rows;
   const int64_t head = rows * p->keys;
@@ -106,7 +106,12 @@ ffi::Error Initialize(ffi::RemainingArgs args, ffi::RemainingRets rets,
     return ToError("attention", error);
   }
   int64_t bytes;
-  return Reported(cuda::PlanAttention(given.problem, &bytes));
+  std::string problem = cuda::PlanAttention(given.problem, &bytes);
+  if (problem.empty() && bytes > given.buffers.workspace_bytes) {
+    problem = "the plan of cuDNN takes a workspace of " + std::to_string(bytes) +
+              " bytes, and the program has " + std::to_string(given.buffers.workspace_bytes);
+  }
+  return Reported(problem);
 }
 
 #define FASTOPS_ATTENTION(target, name, backward)                                                  \

@@ -1,5 +1,5 @@
-// What cuDNN reads from memory: lengths without gaps, and one seed for all of its dropout. And rows
-// that it does not write.
+// What cuDNN reads from memory: lengths without gaps, and one seed for all of its dropout. It also
+// sets rows to 0 that cuDNN does not write.
 #include <algorithm>
 
 #include "attention/attention.h"
@@ -113,17 +113,17 @@ cudaError_t ZeroRows(const AttentionProblem& problem, const AttentionBuffers& bu
   }
   const auto blocks = static_cast<unsigned>((rows + kRowsZeroed - 1) / kRowsZeroed);
   // An axis of a grid other than the first one has at most 65535 blocks.
-  constexpr int64_t kMost = 65535;
-  for (int64_t b = 0; b < problem.batch; b += kMost) {
-    const dim3 grid(blocks, static_cast<unsigned>(std::min(kMost, problem.batch - b)), count);
+  constexpr int64_t kMaxBlocks = 65535;
+  for (int64_t b = 0; b < problem.batch; b += kMaxBlocks) {
+    const dim3 grid(blocks, static_cast<unsigned>(std::min(kMaxBlocks, problem.batch - b)), count);
     const cudaError_t error = Launch(KernelOf<AttentionFamily, ZeroKernel>(),
                                      {.grid = grid, .block = dim3(kThreads)}, stream, p);
     if (error != cudaSuccess) return error;
     for (ZeroParams::Array& each : p.arrays) {
-      each.data += kMost * each.batch_stride;
-      each.lengths += kMost;
+      each.data += kMaxBlocks * each.batch_stride;
+      each.lengths += kMaxBlocks;
     }
-    if (p.stats != nullptr) p.stats += kMost * problem.heads * problem.queries;
+    if (p.stats != nullptr) p.stats += kMaxBlocks * problem.heads * problem.queries;
   }
   return cudaSuccess;
 }
