@@ -112,17 +112,18 @@ def _sizes(query, key) -> dict[str, Any]:
     return dict(batch=math.prod(lead), heads=k * g, kv_heads=k, queries=t, keys=s, size=h)
 
 
-def _workspace(query, key, bias, lengths: bool, options: Options, directions) -> int:
-    """Bytes of workspace for an example and a head of keys.
+def _workspace(
+    query, key, bias, lengths: bool, options: Options, backward: bool, both: bool
+) -> int:
+    """Bytes of workspace for an example and a head of keys, in a call of one direction.
 
-    ``directions`` are those for which there must be a plan: ``False`` forward, ``True`` backward.
-    Raises ``Refused`` if there is none.
+    Raises ``Refused`` if there is no plan for it, or with ``both`` for one of the two directions.
     """
     sizes = _sizes(query, key)
     heads, t, s, h = (sizes[name] for name in ("heads", "queries", "keys", "size"))
     groups = heads // sizes["kv_heads"]
     cell = 4096
-    if True in directions:
+    if backward:
         # A gradient of the queries and a sum for each row in float32, and each head's gradients of
         # keys and values where heads share them.
         rows, columns = -(-t // 128) * 128, -(-s // 128) * 128
@@ -133,17 +134,17 @@ def _workspace(query, key, bias, lengths: bool, options: Options, directions) ->
     if bias is not None:
         *lead, k, g, bias_rows, _ = bias.shape
         batch, bias_heads = math.prod(lead), k * g
-    for backward in directions:
+    for direction in (False, True) if both else (backward,):
         plan = _native.attention_plan(
             dtype=str(query.dtype),
             **sizes,
             packed=key is None,
             bias_batch=batch,
             bias_heads=bias_heads,
-            bias_rows=t if bias_rows and backward else bias_rows,
+            bias_rows=t if bias_rows and direction else bias_rows,
             wide_bias=bias is not None and bias.dtype != query.dtype,
             lengths=lengths,
-            backward=backward,
+            backward=direction,
             **dataclasses.asdict(options),
         )
         if plan is None:  # no device: the plan is found where the program runs
@@ -151,7 +152,8 @@ def _workspace(query, key, bias, lengths: bool, options: Options, directions) ->
         needed, problem = plan
         if problem:
             raise Refused(problem)
-        cell = max(cell, -(-needed // (sizes["batch"] * sizes["kv_heads"])))
+        if direction == backward:
+            cell = max(cell, -(-needed // (sizes["batch"] * sizes["kv_heads"])))
     return -(-cell // 256) * 256
 
 
@@ -174,7 +176,7 @@ def _arrays(query, key, value, bias, q_lengths, kv_lengths) -> dict:
     )
 
 
-def _numbers(arrays: dict, options: Options, directions) -> dict:
+def _numbers(arrays: dict, options: Options, backward: bool, both: bool) -> dict:
     """The attributes that both kernels have, and the size of the workspace."""
     query, key, bias = (arrays[name] for name in ("query", "key", "bias"))
     lengths = arrays["q_lengths"] is not None or arrays["kv_lengths"] is not None
@@ -183,7 +185,7 @@ def _numbers(arrays: dict, options: Options, directions) -> dict:
         after=options.after,
         scale=options.scale,
         rate=options.rate,
-        w=_workspace(query, key, bias, lengths, options, directions),
+        w=_workspace(query, key, bias, lengths, options, backward, both),
     )
 
 
@@ -264,8 +266,7 @@ def forward(query, key, value, bias, q_lengths, kv_lengths, words, options: Opti
     seeds = _seeds(words, query, key is None)
     arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths)
     # With dropout, either both directions take cuDNN or none: no other code has its masks.
-    both = gradient or seeds is not None
-    numbers = _numbers(arrays, options, (False, True) if both else (False,))
+    numbers = _numbers(arrays, options, False, gradient or seeds is not None)
     return _emit(FORWARD, seeds, arrays, numbers)
 
 
@@ -275,7 +276,7 @@ def backward(
     """The gradients of the arrays, one or three."""
     seeds = _seeds(words, query, key is None)
     arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths)
-    numbers = _numbers(arrays, options, (True,) if seeds is None else (False, True))
+    numbers = _numbers(arrays, options, True, seeds is not None)
     numbers |= dict(deterministic=options.deterministic)
     if bias is not None:  # cuDNN 9.19 computes wrong gradients with one row for all queries
         rows = query.shape[-4]

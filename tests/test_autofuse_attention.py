@@ -468,6 +468,10 @@ NEAR = {
     "fill 0": (of(lambda s: jnp.where(LOWER, s, 0)), "the mask gives 0"),
     "fill -100": (of(lambda s: jnp.where(LOWER, s, -100)), "the mask gives -100"),
     "scaled fill": (of(lambda s: jnp.where(LOWER, s, -1e9) * 0.01), "the mask gives -1e+09"),
+    "raised": (
+        of(lambda s: jnp.where(LOWER, s, -1e9) + jnp.where(LOWER, 0.0, 1e9)),
+        "1e+09 is added to scores",
+    ),
     "softcap": (of(lambda s: 30 * jnp.tanh(s / 30)), "softcap"),
     "sizes": (lambda q, k, v: of()(q, k, v[..., :4]), "another size"),
     "precision": (

@@ -26,6 +26,8 @@ from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, compiled
 from jax_fastops.autofuse._rule import Read, Rewrite, Rule
 from jax_fastops.autofuse._value import USED, Map, Node, Value, View, compose
 
+_LARGEST_BIAS = 1e4  # a larger number could make up for that of a mask
+
 
 class _Near(Exception):
     """Why something that is nearly attention stays: a value and the reason."""
@@ -261,6 +263,8 @@ class _Form:
             for zero, fill, keep in ((on, off, True), (off, on, False)):
                 if zero == 0 and is_fill(fill, self.logits):
                     return self.add_mask(mask, keep)
+            if max(off, on) >= _LARGEST_BIAS:
+                raise _Near(view.value, f"{max(off, on):g} is added to scores, which may be hidden")
         if not self._take(added_band(view, self.column, factor, self.logits)):
             self.biases.append((view.source(), factor))
 
