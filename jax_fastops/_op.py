@@ -227,12 +227,13 @@ class Op:
 
         platform = _dispatch.lowering_platform()
         decision = self.decide(request, platform)
-        if composed and not self.supports(platform) and request.implementation != "native":
+        # Under "native" the program may be lowered for another platform, which has kernels.
+        elsewhere = request.implementation == "native" and limit is None
+        if composed and not self.supports(platform) and not elsewhere:
             return reference(*args)  # whose calls decide
         args, record, decided = _explain.observe(self.name, args)
         request = dataclasses.replace(request, record=record)
-        # Under "native" the program may be lowered for another platform, which has kernels.
-        if decision.kernel or (request.implementation == "native" and limit is None):
+        if decision.kernel or elsewhere:
             try:
                 result = kernel(*args)
                 decided(decision, kernel)
