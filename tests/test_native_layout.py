@@ -25,7 +25,8 @@ def family_of(path) -> str:
 def speaks_ffi(path) -> bool:
     """Whether a file belongs to the handlers, by its name."""
     within = path.relative_to(SRC).as_posix()
-    return within.startswith("core/ffi/") or path.name == "ffi.cc"
+    own = path.name in ("ffi.cc", "ffi_cuda.cc", "module_cuda.cc")
+    return within.startswith("core/ffi/") or own
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(SRC).as_posix())

@@ -1,6 +1,6 @@
 // What a native module (`_cpu` or `_cuda`) tells Python: its handlers, the limits of its kernels,
-// and the sizes of workspaces. Families register all of these with a line each in their ffi.cc,
-// once for each version of the FFI that their handlers are compiled for.
+// the sizes of workspaces, and functions of a family. Families register all of these with a line
+// each in their ffi.cc, once for each version of the FFI that their handlers are compiled for.
 #ifndef JAX_FASTOPS_CORE_FFI_REGISTRY_H_
 #define JAX_FASTOPS_CORE_FFI_REGISTRY_H_
 
@@ -69,6 +69,15 @@ struct WorkspaceSize : Listed<WorkspaceSize> {
 
   const char* const name;
   const Function function;
+};
+
+// Functions that a family adds to the Python module, a nanobind::module_:
+//   static const ModulePart kPart(&Define);
+struct ModulePart : Listed<ModulePart> {
+  using Define = void (*)(void* module);
+  explicit ModulePart(Define define) : define(define) {}
+
+  const Define define;
 };
 
 }  // namespace jax_fastops
