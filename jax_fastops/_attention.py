@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastops import _cudnn
-from jax_fastops._dispatch import Refused, Request, lowering_platform, size_in_bytes
+from jax_fastops._dispatch import Refused, Request, lowering_platform
 from jax_fastops._op import Op
 from jax_fastops._random import Drop, kept, row_seeds
 from jax_fastops._signature import accumulator_dtype
@@ -38,7 +38,11 @@ class Masks(NamedTuple):
     segments: tuple[Any, Any] | None = None  # ids of queries [b, t] and of keys [b, s]
 
     def merged(self, queries: Any, keys: Any) -> jax.Array | None:
-        """One boolean mask of rank 4, in the smallest shape, or ``None``."""
+        """One boolean mask in the smallest shape, or ``None``.
+
+        It has rank 4. With heads in groups, ``[..., k, g, t, s]``, lengths are ``[..., 1]`` and
+        segments ``[..., 1, t]``.
+        """
         row = jax.lax.broadcasted_iota(jnp.int32, (1, 1, queries, 1), 2)
         column = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, keys), 3)
         parts = []
@@ -48,12 +52,12 @@ class Masks(NamedTuple):
             before, after = self.window
             parts.append((row - column <= before) & (column - row <= after))
         if self.key_lengths is not None:
-            parts.append(column < self.key_lengths[:, None, None, None])
+            parts.append(column < self.key_lengths[..., None, None, None])
         if self.query_lengths is not None:
-            parts.append(row < self.query_lengths[:, None, None, None])
+            parts.append(row < self.query_lengths[..., None, None, None])
         if self.segments is not None:
             mine, other = self.segments
-            mine, other = mine[:, None, :, None], other[:, None, None, :]
+            mine, other = mine[..., None, :, None], other[..., None, None, :]
             parts.append((mine == other) & (mine > 0))
         if self.mask is not None:
             parts.append(self.mask)
@@ -220,9 +224,7 @@ def _reference(
 class _View(NamedTuple):
     """A call as cuDNN sees it."""
 
-    bias: Any
-    q_lengths: Any
-    kv_lengths: Any
+    masks: tuple[Any, Any, Any]  # the bias, the lengths of queries and of keys
     options: _cudnn.Options
     has_keys: Any  # which queries [..., k, g, t] have a key, or None: lengths tell it
 
@@ -232,38 +234,32 @@ def _view(
     dropout_scale, deterministic, threshold,
 ) -> _View:  # fmt: skip
     del threshold
-    packed = key is None
-    queries = query.shape[-4]
-    keys = queries if packed else key.shape[-3]
+    sizes = _cudnn.sizes(query, key)
+    queries, keys = sizes.queries, sizes.keys
     before, after = window or (-1, -1)
     before = -1 if before >= queries - 1 else before
     after = 0 if causal else -1 if after >= keys - 1 else after
     # A row of a band may have no keys, unless nothing else takes keys away.
     band = before < 0 or (queries <= keys and mask is q_ids is kv_lengths is None)
-    needs_bias = mask is not None or q_ids is not None or not band
+    segments = None if q_ids is None else (q_ids, kv_ids)
+    masks = Masks(mask, causal, window, q_lengths, kv_lengths, segments)
     has_keys = None
-    if needs_bias:
-        if mask is not None and q_ids is None and band and mask.shape[-4:-1] == (1, 1, 1):
-            # A mask of keys: an example without any has no queries, and cuDNN skips the last keys.
+    if mask is not None or segments is not None or not band:
+        of_keys = segments is None and band and mask.shape[-4:-1] == (1, 1, 1)
+        if of_keys:
+            # An example without any key has no queries, and cuDNN skips the last keys.
             mask = jnp.broadcast_to(mask, (*mask.shape[:-1], keys))
             flat = mask[..., 0, 0, 0, :]
             end = jnp.where(flat, jnp.arange(1, keys + 1, dtype=jnp.int32), 0).max(-1)[..., None]
             kv_lengths = end if kv_lengths is None else jnp.minimum(end, kv_lengths)
-            part = mask
-            if after >= 0:
-                has_keys = _has_keys(mask, causal, window, q_lengths, kv_lengths, queries, keys)
-        else:
-            if q_ids is not None:
-                mine, other = q_ids[..., None, :, None], kv_ids[..., None, None, :]
-                same = (mine == other) & (mine > 0)
-                mask = same if mask is None else mask & same
-            has_keys = _has_keys(mask, causal, window, q_lengths, kv_lengths, queries, keys)
-            part = mask
-            if not band:
-                rows = Masks(causal=causal, window=window).merged(queries, keys)
-                rows = jnp.reshape(rows, (1,) * (query.ndim - 2) + (queries, keys))
-                part = rows if part is None else part & rows
-        part = jnp.broadcast_to(part, (*part.shape[:-1], keys))
+        if not of_keys or after >= 0:
+            has_keys = masks.merged(queries, keys).any(-1)
+        hidden = masks._replace(query_lengths=None, key_lengths=None)
+        if band:
+            hidden = hidden._replace(causal=False, window=None)
+        part = hidden.merged(queries, keys)
+        lead = (1,) * (query.ndim - part.ndim)
+        part = jnp.broadcast_to(part, (*lead, *part.shape[:-1], keys))
         wide = (bias is not None and bias.dtype != query.dtype) or query.dtype == jnp.float16
         dtype = jnp.float32 if wide else query.dtype
         base = jnp.zeros((), dtype) if bias is None else bias.astype(dtype)
@@ -274,30 +270,13 @@ def _view(
         before = after = -1
     rate = 1 - 1 / dropout_scale
     options = _cudnn.Options(scale, before, after, rate, deterministic)
-    return _View(bias, q_lengths, kv_lengths, options, has_keys)
-
-
-def _has_keys(mask, causal, window, q_lengths, kv_lengths, queries, keys):
-    """Which queries have a key, ``[..., k, g, t]`` broadcast."""
-
-    row = jnp.arange(queries, dtype=jnp.int32)[:, None]
-    column = jnp.arange(keys, dtype=jnp.int32)
-    parts = [] if mask is None else [mask]
-    if causal:
-        parts.append(column <= row)
-    if window is not None:
-        parts.append((row - column <= window[0]) & (column - row <= window[1]))
-    if kv_lengths is not None:
-        parts.append(column < kv_lengths[..., None, None, None])
-    if q_lengths is not None:
-        parts.append(row < q_lengths[..., None, None, None])
-    found = functools.reduce(operator.and_, parts).any(-1)
-    return jnp.reshape(found, (1,) * max(3 - found.ndim, 0) + found.shape)
+    return _View((bias, q_lengths, kv_lengths), options, has_keys)
 
 
 def _of_cudnn(bias, query, key, keys: int):
     """The bias in a shape that cuDNN takes: all heads or one, the whole batch or one."""
-    k, g = (query.shape[-2], 1) if key is None else query.shape[-3:-1]
+    sizes = _cudnn.sizes(query, key)
+    k, g = sizes.kv_heads, sizes.groups
     lead, (heads, groups, rows, _) = bias.shape[:-4], bias.shape[-4:]
     if (heads, groups) not in ((1, 1), (k, g)):
         heads, groups = k, g
@@ -316,17 +295,7 @@ def _select_rows(has_keys, y):
 def _forward(*args, gradient: bool, **options):
     query, key, value, *masks, words = args
     view = _view(query, key, *masks, **options)
-    y, stats = _cudnn.forward(
-        query,
-        key,
-        value,
-        view.bias,
-        view.q_lengths,
-        view.kv_lengths,
-        words,
-        view.options,
-        gradient,
-    )
+    y, stats = _cudnn.forward(query, key, value, *view.masks, words, view.options, gradient)
     return _select_rows(view.has_keys, y), stats
 
 
@@ -339,19 +308,7 @@ def _backward(residuals, cts, needs_grad, **options):
     dy = _select_rows(view.has_keys, cts[0])
     if view.has_keys is not None:  # weights of 0, whatever cuDNN made of such a row
         stats = jnp.where(view.has_keys, stats, jnp.zeros_like(stats))
-    grads = _cudnn.backward(
-        query,
-        key,
-        value,
-        view.bias,
-        view.q_lengths,
-        view.kv_lengths,
-        words,
-        y,
-        stats,
-        dy,
-        view.options,
-    )
+    grads = _cudnn.backward(query, key, value, *view.masks, words, y, stats, dy, view.options)
     return *grads, *[None] * (len(args) - len(grads))
 
 
@@ -367,12 +324,9 @@ def _signature(packed: bool) -> str:
     return f"{_operands(packed)} -> ... t *k {g} h, ... *k {g} t :acc"
 
 
-_NAMES = {False: "attention", True: "attention_dropout"}
-
-
 def _declare(dropout: bool) -> Op:
     return Op(
-        _NAMES[dropout],
+        "attention_dropout" if dropout else "attention",
         _signature(packed=False),
         _reference,
         family="attention",
@@ -397,17 +351,16 @@ def _kept_by_cudnn(
 ):
     del value
     view = _view(query, key, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, **options)
-    found = _cudnn.keep(query, key, view.bias, view.q_lengths, view.kv_lengths, words, view.options)
+    found = _cudnn.keep(query, key, *view.masks, words, view.options)
     return found.astype(query.dtype)
 
 
 def _kept_by_philox(query, key, *masks, threshold, **options):
     del options
-    packed = key is None
-    k, g = (query.shape[-2], 1) if packed else query.shape[-3:-1]
-    queries, keys = query.shape[-4], (query if packed else key).shape[-4 if packed else -3]
-    seeds = row_seeds(masks[-1], (*query.shape[:-4], k, g, queries, keys))
-    return kept(seeds, keys, threshold).astype(query.dtype)
+    sizes = _cudnn.sizes(query, key)
+    rows = (sizes.kv_heads, sizes.groups, sizes.queries)
+    seeds = row_seeds(masks[-1], (*query.shape[:-4], *rows, sizes.keys))
+    return kept(seeds, sizes.keys, threshold).astype(query.dtype)
 
 
 _KEEP = Op(
@@ -526,7 +479,6 @@ class Attend(NamedTuple):
             *(masks.segments or (None, None)),
             None if drop is None else drop.words,
             entry="attention",
-            features={"row_bytes": size_in_bytes((query.shape[1],), query.dtype)},
             limit=limit,
             native=native,
             otherwise=reference,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,15 +101,30 @@ def limit(query, key, size: int, bias, scale: float) -> str | None:
     return None
 
 
-def _sizes(query, key) -> dict[str, Any]:
+class Sizes(NamedTuple):
     """The sizes of the problem that the kernel sees on one device."""
+
+    batch: Any
+    heads: Any
+    kv_heads: Any
+    queries: Any
+    keys: Any
+    size: Any
+
+    @property
+    def groups(self) -> Any:
+        """Heads of queries for each head of keys."""
+        return self.heads // self.kv_heads
+
+
+def sizes(query, key) -> Sizes:
+    """Those of queries, and of keys or ``None`` if all heads are in one array."""
+    batch = math.prod(query.shape[:-4])
     if key is None:
         t, _, k, h = query.shape[-4:]
-        g, s, lead = 1, t, query.shape[:-4]
-    else:
-        t, k, g, h = query.shape[-4:]
-        s, lead = key.shape[-3], query.shape[:-4]
-    return dict(batch=math.prod(lead), heads=k * g, kv_heads=k, queries=t, keys=s, size=h)
+        return Sizes(batch, k, k, t, t, h)
+    t, k, g, h = query.shape[-4:]
+    return Sizes(batch, k * g, k, t, key.shape[-3], h)
 
 
 def _workspace(
@@ -119,9 +134,8 @@ def _workspace(
 
     Raises ``Refused`` if there is no plan for it, or with ``both`` for one of the two directions.
     """
-    sizes = _sizes(query, key)
-    heads, t, s, h = (sizes[name] for name in ("heads", "queries", "keys", "size"))
-    groups = heads // sizes["kv_heads"]
+    problem = sizes(query, key)
+    t, s, h, groups = problem.queries, problem.keys, problem.size, problem.groups
     cell = 4096
     if backward:
         # A gradient of the queries and a sum for each row in float32, and each head's gradients of
@@ -137,7 +151,7 @@ def _workspace(
     for direction in (False, True) if both else (backward,):
         plan = _native.attention_plan(
             dtype=str(query.dtype),
-            **sizes,
+            **problem._asdict(),
             packed=key is None,
             bias_batch=batch,
             bias_heads=bias_heads,
@@ -149,11 +163,11 @@ def _workspace(
         )
         if plan is None:  # no device: the plan is found where the program runs
             continue
-        needed, problem = plan
-        if problem:
-            raise Refused(problem)
+        needed, refusal = plan
+        if refusal:
+            raise Refused(refusal)
         if direction == backward:
-            cell = max(cell, -(-needed // (sizes["batch"] * sizes["kv_heads"])))
+            cell = max(cell, -(-needed // (problem.batch * problem.kv_heads)))
     return -(-cell // 256) * 256
 
 
@@ -189,15 +203,15 @@ def _numbers(arrays: dict, options: Options, backward: bool, both: bool) -> dict
     )
 
 
-def _seeds(words, query, packed: bool):
+def _seeds(words, query, key):
     """A seed for each head of queries."""
     if words is None:
         return None
     if partitions() > 1:
         # The masks of cuDNN depend on what a device has, which XLA may choose anew backward.
         raise Refused("cuDNN's dropout needs a program for one device, or shard_map")
-    k, groups = (query.shape[-2], 1) if packed else query.shape[-3:-1]
-    return row_seeds(words, (*query.shape[:-4], k, groups, 1))
+    problem = sizes(query, key)
+    return row_seeds(words, (*query.shape[:-4], problem.kv_heads, problem.groups, 1))
 
 
 def _of_same_key(run, bias: int | None):
@@ -263,7 +277,7 @@ def forward(query, key, value, bias, q_lengths, kv_lengths, words, options: Opti
     ``query`` may be an array ``[..., t, 3, k, h]`` of all three, with ``None`` for the others.
     Lengths are ``[..., 1]``. ``gradient`` says whether :func:`backward` may follow.
     """
-    seeds = _seeds(words, query, key is None)
+    seeds = _seeds(words, query, key)
     arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths)
     # With dropout, either both directions take cuDNN or none: no other code has its masks.
     numbers = _numbers(arrays, options, False, gradient or seeds is not None)
@@ -274,7 +288,7 @@ def backward(
     query, key, value, bias, q_lengths, kv_lengths, words, y, stats, dy, options: Options
 ) -> tuple:
     """The gradients of the arrays, one or three."""
-    seeds = _seeds(words, query, key is None)
+    seeds = _seeds(words, query, key)
     arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths)
     numbers = _numbers(arrays, options, True, seeds is not None)
     numbers |= dict(deterministic=options.deterministic)
@@ -293,13 +307,9 @@ def keep(query, key, bias, q_lengths, kv_lengths, words, options: Options):
     identity matrices: a result is not 0 where its weight is kept.
     """
     bias = None if bias is None else jnp.zeros_like(bias)
-    size = query.shape[-1]
-    if key is None:
-        length, k = query.shape[-4], query.shape[-2]
-        rows = jnp.zeros_like(query)
-    else:
-        length, k = key.shape[-3], key.shape[-2]
-        rows = jnp.zeros_like(key)
+    problem = sizes(query, key)
+    length, k, size = problem.keys, problem.kv_heads, problem.size
+    rows = jnp.zeros_like(query if key is None else key)
     lead = query.shape[:-4]
     options = dataclasses.replace(options, scale=1.0)
     parts = []

@@ -316,7 +316,7 @@ def test_masks_of_mapped_keys(masked):
 
     mapped = jax.jit(jax.vmap(loss, (None, 0)))(query, many)
     assert len({np.asarray(x).tobytes() for x in mapped}) == 3
-    # One key: every example has the same mask, as if it were alone.
+    # With one key, every example has the mask of a call for this example only.
     queries = jnp.stack([query, query + 1])
     alone = [jax.jit(loss)(q, many[0]) for q in queries]
     together = jax.jit(jax.vmap(loss, (0, None)))(queries, many[0])
