@@ -18,7 +18,7 @@ struct Params {
   const uint32_t* seeds;
   int64_t seed_count;
   int32_t* lengths;
-  unsigned long long* seed;
+  uint32_t* seed;  // and the offset, each of 64 bits
 };
 
 __device__ int32_t LengthOf(const int32_t* lengths, int64_t at, int64_t whole) {
@@ -35,23 +35,23 @@ __global__ void __launch_bounds__(kThreads) PrepareKernel(const __grid_constant_
     p.lengths[p.batch + b] = keys;
   }
   if (p.seeds == nullptr) return;
-  // A sum of random words, which depend on the seed and the position of each head.
-  __shared__ unsigned long long total;
-  if (threadIdx.x == 0) total = 0;
+  // Sums of random words, which depend on the seed and the position of each head. Two sums of 32
+  // bits: an addition of 64 bits to shared memory takes several times as long.
+  __shared__ uint32_t total[2];
+  if (threadIdx.x < 2) total[threadIdx.x] = 0;
   __syncthreads();
-  unsigned long long sum = 0;
+  uint32_t sum[2] = {0, 0};
   for (int64_t i = threadIdx.x; i < p.seed_count; i += kThreads) {
     const PhiloxWords drawn =
         Philox({{static_cast<uint32_t>(i), static_cast<uint32_t>(i >> 32), 0, 1}}, p.seeds[2 * i],
                p.seeds[2 * i + 1]);
-    sum += static_cast<unsigned long long>(drawn.word[0]) << 32 | drawn.word[1];
+    for (int word = 0; word < 2; ++word) sum[word] += drawn.word[word];
   }
-  atomicAdd(&total, sum);  // integers: the same sum in every order
+  // Integers: the same sums in every order.
+  for (int word = 0; word < 2; ++word) atomicAdd(&total[word], sum[word]);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    p.seed[0] = total;
-    p.seed[1] = 0;
-  }
+  if (threadIdx.x < 2) p.seed[threadIdx.x] = total[threadIdx.x];
+  if (threadIdx.x == 2) p.seed[2] = p.seed[3] = 0;  // the offset
 }
 
 constexpr int kRowsZeroed = 16;  // by a block
@@ -140,7 +140,7 @@ cudaError_t PrepareAttention(const AttentionProblem& problem, const AttentionBuf
   p.seeds = buffers.seeds;
   p.seed_count = problem.batch * problem.heads;
   p.lengths = reinterpret_cast<int32_t*>(buffers.workspace);
-  p.seed = reinterpret_cast<unsigned long long*>(buffers.workspace + problem.batch * 8);
+  p.seed = reinterpret_cast<uint32_t*>(buffers.workspace + problem.batch * 8);
   return Launch(KernelOf<AttentionFamily, PrepareKernel>(), {.block = dim3(kThreads)}, stream, p);
 }
 
