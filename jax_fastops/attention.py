@@ -368,7 +368,8 @@ def _checked(
     for name, flag in flags.items():
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(f"{op}: {name} is {flag!r}; it must be True or False")
-    if max_segments is not None and integer(op, "max_segments", max_segments) < 1:
+    most = 0 if max_segments is None else integer(op, "max_segments", max_segments)
+    if max_segments is not None and most < 1:
         raise ValueError(f"{op}: max_segments is {max_segments}; it must be at least 1")
     scale = (
         1 / math.sqrt(max(size, 1))
@@ -376,13 +377,14 @@ def _checked(
         else real_number(op, "scale", scale, " (multiply query by an array instead)")
     )
     batch, _, queries, keys = sizes
+    segments = _segments(op, segment_ids, batch, queries, keys)
     masks = Masks(
         mask=_broadcastable(op, "mask", mask, sizes, ("bool",)),
         causal=bool(is_causal),
         window=_window(op, local_window_size),
         query_lengths=_lengths(op, "query_seq_lengths", query_seq_lengths, batch),
         key_lengths=_lengths(op, "key_value_seq_lengths", key_value_seq_lengths, batch),
-        segments=_segments(op, segment_ids, batch, queries, keys),
+        segments=segments,
     )
     return Attend(
         scale,
@@ -390,6 +392,7 @@ def _checked(
         masks,
         drop_of(op, "dropout_key", dropout_key, "dropout_rate", dropout_rate),
         bool(deterministic),
+        most if segments is not None and segments[0] is segments[1] else 0,
         bool(return_residual),
     )
 

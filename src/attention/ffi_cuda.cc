@@ -61,7 +61,12 @@ Given Read(Call& call, bool backward) {
   ReadBias(call, &p, &b);
   b.q_lengths = static_cast<const int32_t*>(call.In("q_lengths?"));
   b.kv_lengths = static_cast<const int32_t*>(call.In("kv_lengths?"));
-  p.lengths = b.q_lengths != nullptr || b.kv_lengths != nullptr;
+  if (call.Has("starts?")) {
+    p.segments = call.Size("m");
+    b.starts = static_cast<const int32_t*>(call.In("starts?"));
+    b.counts = static_cast<const int32_t*>(call.In("counts?"));
+  }
+  p.lengths = b.q_lengths != nullptr || b.kv_lengths != nullptr || p.segments > 0;
   b.copies = p.kv_heads;
   b.seeds = static_cast<const uint32_t*>(call.In("seeds?"));
   p.before = call.Attribute<int64_t>("before");
