@@ -549,6 +549,7 @@ class Attend(NamedTuple):
             *(masks.segments or (None, None)),
             None if drop is None else drop.words,
             entry="attention",
+            features={"keys": query.shape[1] if key is None else key.shape[1]},
             limit=limit,
             native=native,
             otherwise=reference,
