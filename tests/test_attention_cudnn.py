@@ -19,14 +19,9 @@ from jax_fastops import _attention, _dispatch, _native
 
 HERE = jax.default_backend() == "gpu" and "jax_fastops.attention" in _native.kernels("cuda")
 on_gpu = pytest.mark.skipif(not HERE, reason="needs a GPU and a build with cuDNN")
+# Under "auto", calls with few keys take no cuDNN.
+pytestmark = pytest.mark.usefixtures("native")
 DROP = dict(dropout_key=jax.random.key(3), dropout_rate=0.25)
-
-
-@pytest.fixture(autouse=True)
-def native():
-    """Under "auto", calls with few keys are faster without cuDNN."""
-    with fo.use_implementation("native"):
-        yield
 
 
 def heads(shape, kv_shape=None, dtype=jnp.bfloat16, seed=0):
