@@ -121,7 +121,8 @@ class autofuse(Generic[_P, _T]):
     with a bias or a gate before them, relu of a sum, attention, softmax and log_softmax, layer
     norm, RMS norm and batch norm with what stands next to them, cross entropy with integer labels,
     also with the product that makes its logits, interpolation, sums over windows, a bias and its
-    attention heads. A pattern is replaced where the call takes the kernel (see :func:`kernel_or`)
+    attention heads. Rows of a table that is cast to a narrower dtype are cast in place of the
+    table: the result is the same, and the gradient is summed in the wider dtype. A pattern is replaced where the call takes the kernel (see :func:`kernel_or`)
     and the result, its dtype and its derivatives are the same but for rounding. All else stays as
     it is. It looks into ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map``
     and functions with a derivative rule of their own, which keep the rule.
