@@ -94,6 +94,8 @@ FORMS = {
     "slice before a bias": lambda x, w: label_loss(
         (x @ w)[..., 3:WORDS] + BIAS[3:WORDS], LABELS % 7
     ).mean(),
+    "scale": lambda x, w: label_loss(x @ w / 3, LABELS).mean(),
+    "scale with a bias": lambda x, w: of_rows(capped(words(0.7 * (x @ w) + BIAS)), LABELS).mean(),
     "precision": lambda x, w: label_loss(
         jnp.matmul(x, w, precision="highest"), LABELS
     ).mean(),
@@ -104,6 +106,9 @@ NARROW = {
     "cast of turned rows": lambda x, w: label_loss(wide(x @ w.T.astype(BF16)), LABELS).mean(),
     "words in float32": lambda x, w: of_rows(
         words(wide(x @ w.astype(BF16)), jnp.finfo(jnp.float32).min), LABELS
+    ).mean(),
+    "scale of columns": lambda x, w: label_loss(
+        wide(x @ w.astype(BF16) * 24**-0.5), LABELS
     ).mean(),
     "wide product": lambda x, w: of_rows(
         jnp.matmul(x, w.astype(BF16), preferred_element_type=jnp.float32), LABELS
@@ -182,7 +187,9 @@ def both(f, *others):
     [
         (both(lambda z: of_rows(z, LABELS).mean(), jnp.max), "the value is used elsewhere"),
         (both(lambda z: of_rows(words(z), LABELS).mean(), jnp.max), "the value is used elsewhere"),
-        (lambda x, w: label_loss(x @ w * 0.5, LABELS).mean(), "mul is between"),
+        (lambda x, w: label_loss(x @ w * jnp.exp(w[0, 0]), LABELS).mean(), "mul is between"),
+        (lambda x, w: label_loss((x @ w + BIAS) * 0.5, LABELS).mean(), "add is between"),
+        (lambda x, w: label_loss(words(x @ w) * 0.5, LABELS).mean(), "select_n is between"),
         (lambda x, w: label_loss(jnp.sin(flat(x @ w)).reshape(24, -1), flat(LABELS)), None),
         (lambda x, w: label_loss(jnp.sin(x @ w), LABELS), "sin is between"),
         (lambda x, w: label_loss(words(capped(x @ w)), LABELS), "a softcap is before"),

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_fastops import _implementation
+from jax_fastops._signature import accumulator_dtype
 from jax_fastops.autofuse._losses import LossCall
 from jax_fastops.autofuse._numpy import MOVES
 from jax_fastops.autofuse._pattern import near
@@ -30,11 +31,13 @@ class LinearLossRule(Rule):
     def match(self, value: Value) -> Rewrite | None:
         for losses in _losses_of(value):
             match = self.search.match(PatternRule, losses.each)
-            if match is not None and isinstance(match.call.op, LossCall):
-                return self._of_losses(value, losses, match)
+            if match is not None and isinstance(call := match.call.op, LossCall):
+                return self._of_losses(value, losses, match, call)
         return None
 
-    def _of_losses(self, value: Value, losses: _Losses, match: Rewrite) -> Rewrite | None:
+    def _of_losses(
+        self, value: Value, losses: _Losses, match: Rewrite, call: LossCall
+    ) -> Rewrite | None:
         (x, read), labels = match.operands.values()
         logits, sizes = x.source(), tuple(d for d in read.sizes if d != 1)
         rewrite: Any = None
@@ -59,7 +62,7 @@ class LinearLossRule(Rule):
                 }
                 if losses.where is not None:
                     reads["where"] = losses.where, Read(tokens, None, losses.counts)
-                op = ProductCall(match.call.op, losses.factor, product.fill)
+                op = ProductCall(call, losses.factor, product.scale, product.fill)
                 options = dict(match.call.options) | product.options
                 options["reduction"] = "none" if losses.each is value else "sum"
                 inner = match.inner | between
@@ -75,14 +78,19 @@ class LinearLossRule(Rule):
 class ProductCall:
     """The call that replaces losses, or ``factor`` times their sum, of logits that are a product.
 
-    ``fill`` is the logit of each class whose element of ``classes`` is False.
+    The product is ``scale`` times as large. ``fill`` is the logit of each class whose element of
+    ``classes`` is False.
     """
 
     losses: LossCall
     factor: float
+    scale: float
     fill: float
 
     def __call__(self, x, table, labels, bias=None, where=None, classes=None, **options):
+        if self.scale != 1:
+            wide = x.astype(accumulator_dtype(x.dtype))
+            x = (wide * self.scale).astype(x.dtype)
         if classes is not None:
             # The products of the others are 0, so that their logit is this number, and a label
             # among them has no gradient.
@@ -163,6 +171,7 @@ class Product:
       x: the tokens, before the range ``part`` along each dimension is read.
       part: these ranges, or nothing for all tokens.
       reads: the table, and the bias and the mask of the classes if there are any.
+      scale: a factor of the product.
       fill: the logits of the classes that the mask leaves out.
       options: options of the op.
       ends: the operands of the program's product and of what follows it.
@@ -171,6 +180,7 @@ class Product:
     x: Value
     part: tuple[tuple[int, int], ...]
     reads: dict[str, tuple[Value, Read]]
+    scale: float
     fill: float
     options: dict[str, Any]
     ends: set[Value]
@@ -228,10 +238,13 @@ class _Path:
 def _product(logits: Value, losses: _Losses, is_sum: bool) -> Product | str | None:
     """The product that gives the logits, or as text why the op does not compute it."""
     path = _Path(logits)
-    softcap, fill = None, 0.0
+    softcap, scale, fill = None, 1.0, 0.0
     rows: dict[str, tuple[Value, Read]] = {}
     while (value := path.value).node.name != "dot_general":
         cap, before = _softcap(value)
+        factor, unscaled = _multiple(value)
+        if scale != 1:  # only the product may be before it
+            return _between(value)
         if cap is not None:
             if softcap is not None or rows:
                 return "a softcap is before a bias, a mask or another softcap"
@@ -244,6 +257,8 @@ def _product(logits: Value, losses: _Losses, is_sum: bool) -> Product | str | No
             if row is None or not row.is_floating:
                 return _between(value)
             rows["bias"] = path.row(row)
+        elif unscaled is not value:
+            scale, before = factor, unscaled
         else:
             return _between(value)
         path.to(before)
@@ -257,6 +272,8 @@ def _product(logits: Value, losses: _Losses, is_sum: bool) -> Product | str | No
         return "the operands of the product have two dtypes"
     if value.dtype != x.dtype and not (x.dtype == jnp.bfloat16 and value.dtype == jnp.float32):
         return f"logits in {value.dtype} of operands in {x.dtype}"
+    if scale != 1 and x.dtype == jnp.float16:
+        return "a scaled token may overflow"
     if value.node.params.get("out_sharding") is not None:
         return "the product has a sharding of its own"
     if _implementation.current() == "auto":
@@ -279,7 +296,7 @@ def _product(logits: Value, losses: _Losses, is_sum: bool) -> Product | str | No
         "softcap": softcap,
         "precision": value.node.params["precision"],
     }
-    return Product(x, part, {"table": (table, read), **rows}, fill, options, ends)
+    return Product(x, part, {"table": (table, read), **rows}, scale, fill, options, ends)
 
 
 def _between(value: Value) -> str | None:
