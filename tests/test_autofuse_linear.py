@@ -21,7 +21,7 @@ WORDS = 120  # the other classes are padding
 X = jnp.asarray(RNG.standard_normal((4, 6, WIDTH)), jnp.float32)
 W = jnp.asarray(RNG.standard_normal((WIDTH, CLASSES)) / 4, jnp.float32)
 BIAS = jnp.asarray(RNG.standard_normal(CLASSES), jnp.float32)
-LABELS = jnp.asarray(RNG.integers(0, WORDS, (4, 6)))
+LABELS = jnp.asarray(RNG.integers(1, WORDS, (4, 6)))
 WEIGHTS = jnp.asarray(RNG.random((4, 6)), jnp.float32)
 LINEAR = ["linear_cross_entropy"]
 BF16 = jnp.bfloat16
@@ -86,6 +86,10 @@ FORMS = {
         words(x @ w + BIAS, jnp.finfo(jnp.float32).min), LABELS
     ).mean(),
     "words of reshaped logits": lambda x, w: of_rows(words(x @ w.T), LABELS).mean(),
+    "padding of reshaped logits": lambda x, w: of_rows(
+        jnp.where(jnp.arange(CLASSES) >= WORDS, -1e30, x @ w), LABELS
+    ).mean(),
+    "slice of words": lambda x, w: label_loss(words(x @ w + BIAS)[..., 1:-1], LABELS - 1).mean(),
     "capped words": lambda x, w: label_loss(capped(words(x @ w)), LABELS).mean(),
     "slice of the classes": lambda x, w: label_loss((x @ w)[..., :WORDS], LABELS).mean(),
     "slice with a bias": lambda x, w: smoothed_loss(
@@ -178,6 +182,10 @@ def test_labels_of_masked_classes():
         close(got, want, of_products(3e-5))
 
 
+def strided(x, axis):
+    return jax.lax.slice_in_dim(x, 0, None, 2, axis)
+
+
 def both(f, *others):
     return lambda x, w: (lambda z: (f(z), *(g(z) for g in others)))(x @ w)
 
@@ -206,8 +214,9 @@ def both(f, *others):
             None,
         ),
         (lambda x, w: label_loss(flat(x @ w, (CLASSES,))[2:], flat(LABELS)[2:]), "reshape is"),
-        (lambda x, w: label_loss(flat(x @ w, (CLASSES,))[::2], flat(LABELS)[::2]), "slice is"),
-        (lambda x, w: label_loss((x @ w)[..., ::2], LABELS // 2), "slice is between"),
+        (lambda x, w: label_loss(strided(x @ w, 0), LABELS[::2]), "slice is between"),
+        (lambda x, w: label_loss(strided(x @ w, 2), LABELS // 2), "slice is between"),
+        (lambda x, w: label_loss((x @ w)[LABELS[0, :2] % 4], LABELS[:2]), "gather is"),
         (lambda x, w: label_loss((x @ w).swapaxes(0, 1), LABELS.T), "the logits are transposed"),
         (lambda x, w: label_loss((x @ w).reshape(4, 6 * 3, -1), jnp.tile(LABELS, 3) % 43), None),
         (

@@ -19,7 +19,7 @@ from jax_fastops.autofuse._losses import LossCall
 from jax_fastops.autofuse._numpy import MOVES
 from jax_fastops.autofuse._pattern import near
 from jax_fastops.autofuse._pattern_rule import PatternRule
-from jax_fastops.autofuse._rule import ROW, Read, Rewrite, Rule
+from jax_fastops.autofuse._rule import Read, Rewrite, Rule
 from jax_fastops.autofuse._value import FUSIBLE, USED, Value, values_between
 
 _NAME = "linear_cross_entropy"
@@ -32,46 +32,43 @@ class LinearLossRule(Rule):
         for losses in _losses_of(value):
             match = self.search.match(PatternRule, losses.each)
             if match is not None and isinstance(call := match.call.op, LossCall):
-                return self._of_losses(value, losses, match, call)
+                rewrite = self._of_losses(value, losses, match, call)
+                if isinstance(rewrite, Rewrite):
+                    return rewrite
+                if rewrite and losses.each is value:  # each loss has the reason of the sum
+                    self.miss(_NAME, value, rewrite, True)
+                return None
         return None
 
     def _of_losses(
         self, value: Value, losses: _Losses, match: Rewrite, call: LossCall
-    ) -> Rewrite | None:
+    ) -> Rewrite | str | None:
+        """The rewrite of losses that match, or as text why there is none."""
         (x, read), labels = match.operands.values()
         logits, sizes = x.source(), tuple(d for d in read.sizes if d != 1)
-        rewrite: Any = None
-        product: Any = None
-        if not read.order and sizes == logits.value.sizes and logits.is_whole:
-            rewrite = product = _product(logits.value, losses, losses.each is not value)
-        elif _follows_product(logits.value):
-            rewrite = "the logits are transposed"
-        if isinstance(product, Product):
-            ends = {losses.each} if losses.where is None else {losses.each, losses.where}
-            between = {losses.each, *logits.passed} | values_between(value, ends)
-            between |= values_between(logits.value, product.ends)
-            nodes = {v.node for v in match.inner | between}
-            rewrite = USED
-            if not any(v.is_used_outside(nodes) for v in between - {value}):
-                tokens = losses.each.shape
-                features = product.x.shape[-1]
-                reads = {
-                    "x": (product.x, Read((*tokens, features), part=product.part)),
-                    **product.reads,
-                    "labels": labels,
-                }
-                if losses.where is not None:
-                    reads["where"] = losses.where, Read(tokens, None, losses.counts)
-                op = ProductCall(call, losses.factor, product.scale, product.fill)
-                options = dict(match.call.options) | product.options
-                options["reduction"] = "none" if losses.each is value else "sum"
-                inner = match.inner | between
-                rewrite = self.search.rewrite(_NAME, op, [value], reads, options, inner)
-        if isinstance(rewrite, Rewrite):
-            return rewrite
-        if rewrite and losses.each is value:  # each loss has the reason of the sum
-            self.miss(_NAME, value, rewrite, True)
-        return None
+        if read.order or sizes != logits.value.sizes or not logits.is_whole:
+            return "the logits are transposed" if _follows_product(logits.value) else None
+        product = _product(logits.value, losses, losses.each is not value)
+        if not isinstance(product, Product):
+            return product
+        ends = {losses.each} if losses.where is None else {losses.each, losses.where}
+        between = {losses.each, *logits.passed} | values_between(value, ends)
+        between |= values_between(logits.value, product.ends)
+        nodes = {v.node for v in match.inner | between}
+        if any(v.is_used_outside(nodes) for v in between - {value}):
+            return USED
+        tokens, features = losses.each.shape, product.x.shape[-1]
+        reads = {
+            "x": (product.x, Read((*tokens, features), part=product.part)),
+            **product.reads,
+            "labels": labels,
+        }
+        if losses.where is not None:
+            reads["where"] = losses.where, Read(tokens, None, losses.counts)
+        options = dict(match.call.options) | product.options
+        options["reduction"] = "none" if losses.each is value else "sum"
+        op = ProductCall(call, losses.factor, product.scale, product.fill)
+        return self.search.rewrite(_NAME, op, [value], reads, options, match.inner | between)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +122,6 @@ def _losses_of(value: Value) -> Iterator[_Losses]:
 
     Between the sums may be factors and reshapes.
     """
-    found = _Losses(value)
     if value.node.name == "reduce_sum" and not value.shape:
         found = _Losses(value.node.inputs[0])
         while True:
@@ -227,12 +223,12 @@ class _Path:
             return before
         return None
 
-    def row(self, row: Value) -> tuple[Value, Read]:
+    def row(self, row: Value, counts: bool | None = None) -> tuple[Value, Read]:
         """An element for each class of the value, as the call reads it: of those with logits."""
         start, stop = self.classes
-        if stop - start == self.value.shape[-1]:
-            return row, ROW
-        return row, Read((-1,), part=tuple((0, 1) if n == 1 else (start, stop) for n in row.shape))
+        part = tuple((0, 1) if n == 1 else (start, stop) for n in row.shape)
+        is_whole = stop - start == self.value.shape[-1]
+        return row, Read((-1,), counts=counts, part=() if is_whole else part)
 
 
 def _product(logits: Value, losses: _Losses, is_sum: bool) -> Product | str | None:
@@ -250,8 +246,8 @@ def _product(logits: Value, losses: _Losses, is_sum: bool) -> Product | str | No
                 return "a softcap is before a bias, a mask or another softcap"
             softcap = cap
         elif (masked := _masked_classes(value)) is not None and not rows:
-            row, fill, before = masked
-            rows["classes"] = path.row(row)
+            row, keep, fill, before = masked
+            rows["classes"] = path.row(row, keep)
         elif value.node.name == "add" and "bias" not in rows:
             before, row = next(value.with_row(), (value, None))
             if row is None or not row.is_floating:
@@ -314,7 +310,7 @@ def _follows_product(value: Value) -> bool:
         before = left.pop()
         if before.node.name == "dot_general":
             return True
-        if before.node.name in FUSIBLE or before.node.name in MOVES:
+        if before.node.name in FUSIBLE | {*MOVES, "gather"}:
             inputs = before.node.inputs
             left += [
                 v for v in inputs if v.is_floating and v.size >= value.size and v.number is None
@@ -322,13 +318,13 @@ def _follows_product(value: Value) -> bool:
     return False
 
 
-def _masked_classes(value: Value) -> tuple[Value, float, Value] | None:
-    """The mask of the classes, the logit of those that it leaves out, and the logits before."""
+def _masked_classes(value: Value) -> tuple[Value, bool, float, Value] | None:
+    """The mask of the classes, its sign, the logit of those left out, and the logits before."""
     for mask, logits, fill, keep in value.selections():
         row = value.seen.of(mask).source()
         last = (None,) * (len(value.long) - 1) + (0,)
-        if keep and row.map == last and fill.number is not None and fill.number < math.inf:
-            return row.value, float(fill.number), logits
+        if row.map == last and fill.number is not None and fill.number < math.inf:
+            return row.value, keep, float(fill.number), logits
     return None
 
 
