@@ -22,6 +22,7 @@ X = jnp.asarray(RNG.standard_normal((4, 6, WIDTH)), jnp.float32)
 W = jnp.asarray(RNG.standard_normal((WIDTH, CLASSES)) / 4, jnp.float32)
 BIAS = jnp.asarray(RNG.standard_normal(CLASSES), jnp.float32)
 LABELS = jnp.asarray(RNG.integers(1, WORDS, (4, 6)))
+TURNED = LABELS.T  # jaxlib 0.8.0 folds a transposed constant to wrong numbers
 WEIGHTS = jnp.asarray(RNG.random((4, 6)), jnp.float32)
 LINEAR = ["linear_cross_entropy"]
 BF16 = jnp.bfloat16
@@ -217,7 +218,7 @@ def both(f, *others):
         (lambda x, w: label_loss(strided(x @ w, 0), LABELS[::2]), "slice is between"),
         (lambda x, w: label_loss(strided(x @ w, 2), LABELS // 2), "slice is between"),
         (lambda x, w: label_loss((x @ w)[LABELS[0, :2] % 4], LABELS[:2]), "gather is"),
-        (lambda x, w: label_loss((x @ w).swapaxes(0, 1), LABELS.T), "the logits are transposed"),
+        (lambda x, w: label_loss((x @ w).swapaxes(0, 1), TURNED), "the logits are transposed"),
         (lambda x, w: label_loss((x @ w).reshape(4, 6 * 3, -1), jnp.tile(LABELS, 3) % 43), None),
         (
             lambda x, w: label_loss(jnp.einsum("abd,adv->abv", x, jnp.stack([w] * 4)), LABELS),

@@ -31,13 +31,16 @@ class LinearLossRule(Rule):
     def match(self, value: Value) -> Rewrite | None:
         for losses in _losses_of(value):
             match = self.search.match(PatternRule, losses.each)
-            if match is not None and isinstance(call := match.call.op, LossCall):
-                rewrite = self._of_losses(value, losses, match, call)
-                if isinstance(rewrite, Rewrite):
-                    return rewrite
-                if rewrite and losses.each is value:  # each loss has the reason of the sum
-                    self.miss(_NAME, value, rewrite, True)
+            if match is None:
+                continue
+            if not isinstance(call := match.call.op, LossCall):
                 return None
+            rewrite = self._of_losses(value, losses, match, call)
+            if isinstance(rewrite, Rewrite):
+                return rewrite
+            if rewrite and losses.each is value:  # each loss has the reason of the sum
+                self.miss(_NAME, value, rewrite, True)
+            return None
         return None
 
     def _of_losses(
