@@ -15,6 +15,7 @@ from jax.extend.core import Literal
 from jax_fastops import _compat, _explain
 from jax_fastops.autofuse._attention import AttentionRule
 from jax_fastops.autofuse._dropout import DropoutRule
+from jax_fastops.autofuse._embedding import EmbeddingRule
 from jax_fastops.autofuse._graph import Graph, is_ref, opened
 from jax_fastops.autofuse._heads import HeadsRule
 from jax_fastops.autofuse._linear import LinearLossRule
@@ -25,7 +26,8 @@ from jax_fastops.autofuse._windows import WindowRule
 
 # In the order in which a search asks them.
 RULES: list[type[Rule]] = [
-    *(AttentionRule, DropoutRule, WindowRule, HeadsRule, LinearLossRule, PatternRule)
+    *(AttentionRule, DropoutRule, WindowRule, HeadsRule, EmbeddingRule),
+    *(LinearLossRule, PatternRule),
 ]
 
 
@@ -116,7 +118,7 @@ _BODIES = {
     **dict.fromkeys(("jit", "pjit", "shard_map"), ("jaxpr",)),
 }
 # A body without any of these is not worth a look.
-_WORK = {*_BODIES, "mul", "div", "add", "sub"}
+_WORK = {*_BODIES, "mul", "div", "add", "sub", "gather"}
 
 
 def _has_bodies(step: Node) -> bool:

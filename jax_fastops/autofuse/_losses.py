@@ -110,7 +110,8 @@ class _Product(_Common):
     def logits_of(self, index):
         """The logits of one class, in the dtype of the losses."""
         wide = accumulator_dtype(self.x.dtype)
-        row = self.table[index].astype(self.x.dtype).astype(wide)
+        row = self.table[:, index] if self.options["class_axis"] else self.table[index]
+        row = row.astype(self.x.dtype).astype(wide)
         logits = (self.x.astype(wide) * jnp.broadcast_to(row, self.x.shape)).sum(-1)
         logits = logits if self.bias is None else logits + self.bias[index].astype(wide)
         cap = self.options["softcap"]
@@ -201,11 +202,11 @@ class LossCall:
         factor, options = self._options(**numbers)
         return factor * self.losses(_Logits(_wide(labels), x.shape[-1], options, x))
 
-    def of_product(self, x, table, labels, bias=None, where=None, *, transposed, **options):
-        """The losses, or their sum, of logits ``x @ table.T + bias``."""
+    def of_product(self, x, table, labels, bias=None, where=None, **options):
+        """The losses, or their sum, of logits ``x @ table.T + bias`` (``class_axis=0``)."""
         factor, options = self._options(**options)
-        table = table.T if transposed else table
-        operands = _wide(labels), table.shape[0], options, x, table, bias, where
+        classes = table.shape[options["class_axis"]]
+        operands = _wide(labels), classes, options, x, table, bias, where
         return factor * self.losses(_Product(*operands))
 
     def _options(self, share, smooth, z, **options) -> tuple[float, dict[str, Any]]:
