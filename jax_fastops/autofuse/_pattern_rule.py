@@ -17,7 +17,16 @@ from jax_fastops.autofuse._match import Matcher, State
 from jax_fastops.autofuse._pattern import KINDS, MAX_RANK, Pattern, compiled
 from jax_fastops.autofuse._patterns import by_size
 from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule
-from jax_fastops.autofuse._value import FUSIBLE, NO_EQUATION, REDUCTIONS, USED, Node, Value, View
+from jax_fastops.autofuse._value import (
+    FUSIBLE,
+    NO_EQUATION,
+    REDUCTIONS,
+    USED,
+    Node,
+    Value,
+    View,
+    reductions,
+)
 
 # ---- which patterns can be at a value ------------------------------------------------------------
 
@@ -77,7 +86,8 @@ def _operations_before(value: Value) -> tuple[set, tuple]:
             key.append(node.meaning if _has_plain_params(node) else None)
         operations.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
         if node.name in REDUCTIONS:
-            operations.add((node.name, node.meaning))
+            axes = (found.axes for found in reductions(node))
+            operations.update((node.name, (("axes", str(a)),)) for a in axes)
     return operations, tuple(key)
 
 
