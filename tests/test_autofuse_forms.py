@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autofuse_programs import IMAGES, B, X, Y, mean_of, rms
+from autofuse_programs import IMAGES, RNG, B, X, Y, mean_of, rms
 
 import jax_fastops as fo
 
@@ -202,6 +202,18 @@ def test_other_variances(square):
     check(f, (X,), [])
 
 
+@pytest.mark.parametrize("scale", [lambda v: v, lambda v: jnp.sin(v)])
+def test_a_scale_that_is_computed_from_the_variance(scale):
+    """The op gives the variance, so it cannot have what depends on it as an operand."""
+
+    def f(x):
+        mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+        inverse = jax.lax.rsqrt(var + 1e-5)
+        return (x - mean) * (inverse * scale(inverse)), mean, var
+
+    check(f, (IMAGES,), [])
+
+
 # RMS norms ----------------------------------------------------------------------------------------
 
 
@@ -295,6 +307,26 @@ def test_near_misses_of_activations(f):
     check(f, (X,), [])
 
 
+@pytest.mark.parametrize("bias", [None, SHIFT])
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.silu])
+def test_an_activation_of_a_convolution_stays(activation, bias):
+    """XLA fuses it into the convolution, or with what follows."""
+
+    def f(x, w):
+        y = jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return activation(y if bias is None else y + bias) @ w[0, 0]
+
+    args = IMAGES, jnp.ones((3, 3, 8, 8))
+    name = activation.__name__
+    assert name in fo.autofuse.report(f)(*args).replaced[0].pattern
+    with fo.use_implementation("auto"):
+        report = fo.autofuse.report(f)(*args)
+    reason = "XLA fuses it with its neighbors"
+    assert not report.replaced and (name, reason) in [(m.pattern, m.reason) for m in report.missed]
+
+
 # Heads --------------------------------------------------------------------------------------------
 
 
@@ -334,3 +366,144 @@ def test_queries_keys_and_values_of_flat_tokens():
         return tuple(jnp.sin(p.reshape(4, 6, 5, 8).transpose(0, 2, 1, 3)) for p in parts)
 
     check(f, (jnp.tile(X.reshape(24, 40), 3), jnp.tile(B, 3)), ["bias + split_qkv_heads"])
+
+
+# Heads that are merged into the batch -------------------------------------------------------------
+
+
+T, N, H = 6, 5, 8
+MASK = jnp.ones((4, T), bool).at[1, 4:].set(False)
+LOWER = np.tril(np.ones((T, T), bool))
+BIAS = jnp.asarray(RNG.standard_normal((1, N, T, T)), jnp.float32)
+
+
+def split(x, order=(0, 2, 1, 3)):
+    x = x.reshape(-1, T, N, H).transpose(order)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def merge(y):
+    return y.reshape(-1, N, T, H).swapaxes(1, 2).reshape(-1, T, N * H)
+
+
+def attend(x, y, change=lambda s: s, split=split):
+    q, k, v = split(x), split(y), split(x * y)
+    weights = jax.nn.softmax(change(q @ k.swapaxes(1, 2) * H**-0.5))
+    return merge(weights @ v)
+
+
+def apart(change):
+    """A change of scores as ``[batch, heads, length, length]``."""
+    return lambda s: change(s.reshape(-1, N, T, T)).reshape(s.shape)
+
+
+MERGED = {
+    "plain": lambda s: s,
+    "causal": lambda s: jnp.where(LOWER, s, -1e9),
+    "repeated mask": lambda s: jnp.where(jnp.repeat(MASK, N, 0)[:, None], s, -1e9),
+    "mask": apart(lambda s: jnp.where(MASK[:, None, None], s, -1e9)),
+    "bias": apart(lambda s: s + BIAS),
+    "bias and causal": lambda s: jnp.where(LOWER, apart(lambda s: s + BIAS)(s), -1e9),
+    "merged bias": lambda s: s + jnp.tile(BIAS[0], (4, 1, 1)),
+}
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", MERGED)
+def test_attention_with_merged_heads(name):
+    """The op has batch and heads apart, so it reads and writes heads in their place."""
+    check(lambda x, y: attend(x, y, MERGED[name]), (X, Y), ["attention"])
+    f = fo.autofuse(lambda x, y: attend(x, y, MERGED[name]))
+    (call,) = fo.explain(f)(X, Y).calls
+    assert call.operands[0] == "float32[4,5,6,6]"  # of the softmax
+
+
+def test_softmax_of_merged_heads():
+    """Only the products are of merged arrays."""
+
+    def f(x, y):
+        q, k, v = split(x), split(y), split(x * y)
+        scores = jnp.einsum("ath,ash->ats", q, k).reshape(4, N, T, T)
+        weights = jax.nn.softmax(jnp.where(MASK[:, None, None], scores, -1e30))
+        return merge(jnp.einsum("ats,ash->ath", weights.reshape(4 * N, T, T), v))
+
+    check(f, (X, Y), ["attention"])
+
+
+def test_grouped_heads_that_are_merged():
+    def repeated(x):
+        x = x.reshape(4, T, 2, 4, 5)[:, :, :, 0]
+        return jnp.repeat(x, 4, 2).transpose(0, 2, 1, 3).reshape(32, T, 5)
+
+    def f(x, y):
+        q = x.reshape(4, T, 8, 5).transpose(0, 2, 1, 3).reshape(32, T, 5)
+        y = jax.nn.softmax(q @ repeated(y).swapaxes(1, 2)) @ repeated(y * y)
+        return y.reshape(4, 8, T, 5).swapaxes(1, 2).reshape(4, T, 40)
+
+    check(f, (X, Y), ["attention"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        MERGED["plain"],
+        lambda s: jnp.where(jnp.tile(MASK, (N, 1))[:, None], s, -1e9),
+        lambda s: (s.reshape(N, 4, T, T) + BIAS[0][:, None]).reshape(s.shape),
+        lambda s: (s.reshape(4, N, T, T) + BIAS).reshape(s.shape),  # of the wrong heads
+        lambda s: s + jnp.tile(BIAS[0], (4, 1, 1)),
+    ],
+)
+def test_heads_before_the_batch(change):
+    """Whatever is replaced, the values are those of the program."""
+
+    def f(x, y):
+        return attend(x, y, change, lambda x: split(x, (2, 0, 1, 3)))
+
+    found = [r.pattern for r in fo.autofuse.report(f)(X, Y).replaced]
+    assert "attention" in found or "softmax" in found
+    check(f, (X, Y), found)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda q, k, v: (
+            jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v.reshape(4, N, T, H)[::-1].reshape(v.shape)
+        ),
+        lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v[::-1],
+        lambda q, k, v: (
+            jax.nn.softmax((q @ k.swapaxes(1, 2)).reshape(N, 4, T, T), 0).reshape(20, T, T) @ v
+        ),
+        lambda q, k, v: (
+            jax.nn.softmax((q @ k.mT).reshape(4, N, T, T).swapaxes(2, 3)).reshape(20, T, T) @ v
+        ),
+        lambda q, k, v: jax.nn.softmax((q @ k.mT).reshape(4, N * T, T)).reshape(20, T, T) @ v,
+        lambda q, k, v: (
+            jax.nn.softmax((q @ k.mT).reshape(5, 4, T, T).swapaxes(0, 1).reshape(20, T, T)) @ v
+        ),
+    ],
+)
+def test_other_merged_heads(f):
+    def g(x, y):
+        return merge(f(split(x), split(y), split(x * y)))
+
+    found = [r.pattern for r in fo.autofuse.report(g)(X, Y).replaced]
+    check(g, (X, Y), found)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 6, 5, 8), (4, 6, 1, 40), (4, 1, 5, 8), (2, 5, 5, 5), (4, 4, 4, 4)]
+)
+def test_merged_heads_of_other_sizes(sizes):
+    b, t, n, h = sizes
+    x, y = jax.random.normal(jax.random.key(1), (2, b, t, n * h))
+
+    def f(x, y):
+        q, k, v = (
+            z.reshape(b, t, n, h).transpose(0, 2, 1, 3).reshape(b * n, t, h) for z in (x, y, x * y)
+        )
+        w = jax.nn.softmax(jnp.einsum("ath,ash->ats", q, k))
+        return jnp.einsum("ats,ash->ath", w, v).reshape(b, n, t, h).swapaxes(1, 2).reshape(x.shape)
+
+    found = [r.pattern for r in fo.autofuse.report(f)(x, y).replaced]
+    check(f, (x, y), found)

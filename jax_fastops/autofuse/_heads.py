@@ -29,11 +29,20 @@ class HeadsRule(Rule):
         if node.name not in MOVES or not value.is_plain or 0 in value.shape:
             return None
         if node.name == "reshape" and (x := _merged(value, node)) is not None:
-            if self.search.match(AttentionRule, x) is not None:  # its op has the heads merged
+            if self._is_of_attention(x):
                 return None
             return self.rewrite("merge_heads", merge_heads, [value], {"x": x})
         # A value that another move uses belongs to the pattern of that move.
         return None if _is_used_by(value, MOVES) else self._split(value)
+
+    def _is_of_attention(self, x: Value) -> bool:
+        """Whether an array is the result of attention, whose op has the heads merged."""
+        if self.search.match(AttentionRule, x) is not None:
+            return True
+        if x.node.name != "reshape":
+            return False
+        match = self.search.match(AttentionRule, x.node.inputs[0])
+        return match is not None and bool(dict(match.call.options)["heads"])
 
     def _split(self, value: Value) -> Rewrite | None:
         """The sum with a bias, split into heads: one array, or queries, keys and values."""

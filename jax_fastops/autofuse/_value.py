@@ -413,6 +413,12 @@ class Node:
         self.params: dict[str, Any] = {} if equation is None else equation.params
         self.outputs: list[Value] = []
 
+    @property
+    def is_of_derivative(self) -> bool:
+        """Whether a derivative inside of the program has the equation."""
+        equations = [e for e in (self.equation, *self.callers) if e is not None]
+        return any("jvp(" in str(e.source_info.name_stack) for e in equations)
+
     @functools.cached_property
     def meaning(self) -> tuple[Any, ...]:
         """The parameters, without those that depend on sizes."""
