@@ -71,9 +71,8 @@ class Plan:
         # What depends on the others comes after them, and operands come before the root.
         first = min(self._positions.get(v.node, 0) for v in others)
         for node in self._nodes[first : self._positions[root.node]]:
-            is_inner = rewrite.inner.issuperset(node.outputs) and node.outputs
             affected = effects and node.equation.effects
-            if affected or (not is_inner and not depends.isdisjoint(node.inputs)):
+            if affected or not depends.isdisjoint(node.inputs):
                 depends.update(node.outputs)
                 effects = effects or bool(node.equation.effects)
         if depends.isdisjoint(rewrite.reads):
@@ -103,8 +102,7 @@ class Plan:
 def _derivative(graph: Graph) -> Value | None:
     """A value that belongs to a derivative, if the program computes one."""
     for node in graph.nodes:
-        stacks = (str(e.source_info.name_stack) for e in (node.equation, *node.callers))
-        if node.outputs and any("jvp(" in stack for stack in stacks):
+        if node.outputs and node.is_of_derivative:
             return node.outputs[0]
     return None
 
