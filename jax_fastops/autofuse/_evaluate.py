@@ -18,6 +18,7 @@ from jax_fastops.autofuse._dropout import DropoutRule
 from jax_fastops.autofuse._graph import Graph, is_ref, opened
 from jax_fastops.autofuse._heads import HeadsRule
 from jax_fastops.autofuse._linear import LinearLossRule
+from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern_rule import PatternRule
 from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, visible
 from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
@@ -25,7 +26,8 @@ from jax_fastops.autofuse._windows import WindowRule
 
 # In the order in which a search asks them.
 RULES: list[type[Rule]] = [
-    *(AttentionRule, DropoutRule, WindowRule, HeadsRule, LinearLossRule, PatternRule)
+    *(AttentionRule, DropoutRule, WindowRule, HeadsRule),
+    *(LinearLossRule, OneHotLossRule, PatternRule),
 ]
 
 

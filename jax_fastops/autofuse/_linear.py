@@ -14,6 +14,7 @@ from jax import lax
 
 from jax_fastops import _implementation
 from jax_fastops.autofuse._losses import LossCall
+from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern import near
 from jax_fastops.autofuse._pattern_rule import PatternRule
 from jax_fastops.autofuse._rule import ROW, Read, Rewrite, Rule
@@ -25,14 +26,21 @@ class LinearLossRule(Rule):
 
     def match(self, value: Value) -> Rewrite | None:
         losses, where = _summed(value) or (value, None)
-        match = self.search.match(PatternRule, losses)
+        rules = OneHotLossRule, PatternRule
+        match = next(filter(None, (self.search.match(rule, losses) for rule in rules)), None)
         if match is None or not isinstance(match.call.op, LossCall):
             return None
-        (x, read), (labels, read_labels) = match.operands.values()
+        (x, read), (labels, read_labels), *factors = match.operands.values()
+        numbers = dict(match.call.options)
+        summed = numbers.pop("summed", ())
+        part = len(summed) not in (0, len(read.sizes) - 1)
+        if factors or part or read_labels.sizes != read.sizes[:-1]:
+            return None
+        each = losses is value and not summed
         logits, sizes = x.source(), tuple(d for d in read.sizes if d != 1)
         if read.order or sizes != logits.value.sizes or not logits.is_whole:
             return None
-        product = _product(logits.value, losses.dtype if losses is value else None)
+        product = _product(logits.value, losses.dtype if each else None)
         if isinstance(product, Product):
             between = {losses, *logits.passed} | values_between(logits.value, product.ends)
             between |= values_between(value, {losses} if where is None else {losses, where[0]})
@@ -50,17 +58,17 @@ class LinearLossRule(Rule):
                     reads["bias"] = product.bias, ROW
                 if where is not None:
                     reads["where"] = where[0], Read(tuple(tokens), None, where[1])
-                options = dict(match.call.options) | {
+                options = numbers | {
                     "transposed": product.transposed,
                     "softcap": product.softcap,
-                    "reduction": "none" if losses is value else "sum",
+                    "reduction": "none" if each else "sum",
                 }
                 op, inner = match.call.op.of_product, match.inner | between
                 name = "linear_cross_entropy"
                 product = self.search.rewrite(name, op, [value], reads, options, inner)
         if isinstance(product, Rewrite):
             return product
-        if product and losses is value:  # each loss has the reason of the sum
+        if product and each:  # each loss has the reason of the sum
             self.miss("linear_cross_entropy", value, product, True)
         return None
 
