@@ -365,7 +365,7 @@ def _report(plans: list[Plan]) -> FuseReport:
         for rewrite in reversed(plan.rewrites):
             root = rewrite.root
             if plan.rule:
-                reason = f"the rule of a {plan.rule} runs in a gradient; replaced only without one"
+                reason = f"the rule of {plan.rule} runs in a gradient; replaced only without one"
                 missed.append(_missed(rewrite.name, root, reason))
                 continue
             large = (v for v in rewrite.inner if v.size >= root.size and v.is_array)
@@ -380,7 +380,9 @@ def _report(plans: list[Plan]) -> FuseReport:
             key = miss.value, miss.name if miss.is_part else ""
             if (miss.is_part or not shown & taken) and key not in seen:
                 seen.add(key)
-                missed.append(_missed(miss.name, miss.value, miss.reason))
+                hidden = f"the rule of {plan.rule} hides it in a gradient"
+                reason = hidden if plan.rule else miss.reason
+                missed.append(_missed(miss.name, miss.value, reason))
     derivative = next((p.derivative for p in plans if p.derivative is not None), None)
     if derivative is not None:
         missed.insert(0, _missed("derivative", derivative, _PUT_GRAD_AROUND))

@@ -131,7 +131,8 @@ def _has_bodies(step: Node) -> bool:
 class Settings(NamedTuple):
     """Options: a function that sees each plan, and whether dropout may take other masks.
 
-    ``rule`` is the kind of function around the program whose own rule runs in a derivative.
+    ``rule`` is the kind and name of the function around the program whose own rule runs in a
+    derivative.
     """
 
     observe: Callable[[Plan], object] | None = None
@@ -266,7 +267,8 @@ def _bind(jaxpr, equation, args) -> list:
 def _with_fused_bodies(equation, settings: Settings):
     """The equation with calls of ops in its bodies. A body stays if its type would change."""
     if (kind := equation.primitive.name).startswith("custom_"):
-        settings = settings._replace(rule=kind.partition("_call")[0])
+        name = opened(equation.params[_BODIES[kind][0]])[0].debug_info.func_name
+        settings = settings._replace(rule=f"{kind.partition('_call')[0]} {name}")
 
     def fused_body(body):
         jaxpr, _ = opened(body)

@@ -182,37 +182,32 @@ class _ClassSum:
             return self._two(view.of(node.inputs[0]))
         if node.name not in ELEMENTWISE or (node.name == "div" and not view.value.is_floating):
             return None
-        operands = []
-        for operand in node.inputs:
-            if (two := self._two(view.of(operand))) is None:
-                return None
-            operands.append(two)
-        results = []
+        operands = [self._two(view.of(v)) for v in node.inputs]
+        if None in operands:
+            return None
         with np.errstate(all="ignore"):
-            for given in zip(*operands, strict=True):
-                if node.name == "select_n":
-                    results.append(given[1 + int(given[0])])
-                else:
-                    arrays = map(np.asarray, given)
-                    results.append(np.asarray(ELEMENTWISE[node.name](node.params, *arrays)))
-        return results[0], results[1]
+            off, on = (
+                ELEMENTWISE[node.name](node.params, *map(np.asarray, given))
+                for given in zip(*operands, strict=True)
+            )
+        return off, on
 
     # ---- the product
 
     def _product(self, view: View, here: bool, depth: int = 0) -> _Product:
         """The value of an array at the labels, or elsewhere."""
-        source = view.source(narrowing=True)
-        value, view = source.value, View(source.value, source.map)
-        if depth > _MAX_DEPTH or len(view.map) != len(self.sizes):
+        if depth > _MAX_DEPTH:
             raise _Stays
         if (two := self._two(view)) is not None:
             return _Product(float(two[here]))
-        if view.map[self.axis] is None:
-            return _Product(factors=(("weight", view, None),))
-        product = self._of_operands(view, here, depth + 1)
+        source = view.source()
+        if source.map[self.axis] is None:
+            return _Product(factors=(("weight", View(source.value, source.map), None),))
+        source = view.source(narrowing=True)  # the op rounds later than the program
+        product = self._of_operands(View(source.value, source.map), here, depth + 1)
         if product.log_p is None:
             return product
-        passed = (*source.passed, value, *product.passed)
+        passed = (*source.passed, source.value, *product.passed)
         return dataclasses.replace(product, passed=passed)
 
     def _of_operands(self, view: View, here: bool, depth: int) -> _Product:
@@ -278,7 +273,7 @@ def _match(pattern: Pattern, axis: int, value: Value, x: View | None = None) -> 
 
 def _log_softmax(view: View, axis: int) -> tuple[View, State] | None:
     """The logits, as those see them who see a log_softmax along a dimension, and the match."""
-    if sorted(i for i in view.map if i is not None) != list(view.value.identity):
+    if None in view.map or sorted(view.map) != list(view.value.identity):
         return None
     for pattern in PATTERNS:
         if pattern.name == "log_softmax":
