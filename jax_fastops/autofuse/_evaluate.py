@@ -19,6 +19,7 @@ from jax_fastops.autofuse._embedding import EmbeddingRule
 from jax_fastops.autofuse._graph import Graph, is_ref, opened
 from jax_fastops.autofuse._heads import HeadsRule
 from jax_fastops.autofuse._linear import LinearLossRule
+from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern_rule import PatternRule
 from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, visible
 from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
@@ -27,7 +28,7 @@ from jax_fastops.autofuse._windows import WindowRule
 # In the order in which a search asks them.
 RULES: list[type[Rule]] = [
     *(AttentionRule, DropoutRule, WindowRule, HeadsRule, EmbeddingRule),
-    *(LinearLossRule, PatternRule),
+    *(LinearLossRule, OneHotLossRule, PatternRule),
 ]
 
 
@@ -129,7 +130,8 @@ def _has_bodies(step: Node) -> bool:
 class Settings(NamedTuple):
     """Options: a function that sees each plan, and whether dropout may take other masks.
 
-    ``rule`` is the kind of function around the program whose own rule runs in a derivative.
+    ``rule`` is the kind and name of the function around the program whose own rule runs in a
+    derivative.
     """
 
     observe: Callable[[Plan], object] | None = None
@@ -264,7 +266,8 @@ def _bind(jaxpr, equation, args) -> list:
 def _with_fused_bodies(equation, settings: Settings):
     """The equation with calls of ops in its bodies. A body stays if its type would change."""
     if (kind := equation.primitive.name).startswith("custom_"):
-        settings = settings._replace(rule=kind.partition("_call")[0])
+        name = opened(equation.params[_BODIES[kind][0]])[0].debug_info.func_name
+        settings = settings._replace(rule=f"{kind.partition('_call')[0]} {name}")
 
     def fused_body(body):
         jaxpr, _ = opened(body)

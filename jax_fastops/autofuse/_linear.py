@@ -17,6 +17,7 @@ from jax_fastops import _implementation
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops.autofuse._losses import LossCall
 from jax_fastops.autofuse._numpy import MOVES
+from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern import near
 from jax_fastops.autofuse._pattern_rule import PatternRule
 from jax_fastops.autofuse._rule import Read, Rewrite, Rule
@@ -30,7 +31,8 @@ class LinearLossRule(Rule):
 
     def match(self, value: Value) -> Rewrite | None:
         for losses in _losses_of(value):
-            match = self.search.match(PatternRule, losses.each)
+            found = (self.search.match(r, losses.each) for r in (OneHotLossRule, PatternRule))
+            match = next(filter(None, found), None)
             if match is None:
                 continue
             if not isinstance(call := match.call.op, LossCall):
@@ -47,11 +49,17 @@ class LinearLossRule(Rule):
         self, value: Value, losses: _Losses, match: Rewrite, call: LossCall
     ) -> Rewrite | str | None:
         """The rewrite of losses that match, or as text why there is none."""
-        (x, read), labels = match.operands.values()
+        (x, read), (labels, read_labels), *factors = match.operands.values()
+        numbers = dict(match.call.options)
+        summed = numbers.pop("summed", ())
+        some = len(summed) not in (0, len(read.sizes) - 1)
+        if factors or some or read_labels.sizes != read.sizes[:-1]:
+            return None
+        is_sum = losses.each is not value or bool(summed)
         logits, sizes = x.source(), tuple(d for d in read.sizes if d != 1)
         if read.order or sizes != logits.value.sizes or not logits.is_whole:
             return "the logits are transposed" if _follows_product(logits.value) else None
-        product = _product(logits.value, losses, losses.each is not value)
+        product = _product(logits.value, losses, is_sum)
         if not isinstance(product, Product):
             return product
         ends = {losses.each} if losses.where is None else {losses.each, losses.where}
@@ -60,16 +68,17 @@ class LinearLossRule(Rule):
         nodes = {v.node for v in match.inner | between}
         if any(v.is_used_outside(nodes) for v in between - {value}):
             return USED
-        tokens, features = losses.each.shape, product.x.shape[-1]
+        tokens = read_labels.sizes if summed else losses.each.shape
+        features = product.x.shape[-1]
         reads = {
             "x": (product.x, Read((*tokens, features), part=product.part)),
             **product.reads,
-            "labels": labels,
+            "labels": (labels, dataclasses.replace(read_labels, sizes=tokens)),
         }
         if losses.where is not None:
             reads["where"] = losses.where, Read(tokens, None, losses.counts)
-        options = dict(match.call.options) | product.options
-        options["reduction"] = "none" if losses.each is value else "sum"
+        options = numbers | product.options
+        options["reduction"] = "sum" if is_sum else "none"
         op = ProductCall(call, losses.factor, product.scale, product.fill)
         return self.search.rewrite(_NAME, op, [value], reads, options, match.inner | between)
 

@@ -151,8 +151,6 @@ class PatternRule(Rule):
             is_whole, match = self._at(pattern, axis, value, around)
             if is_whole:
                 whole.append((pattern, axis))
-                if pattern.name == "log_softmax":
-                    self._note_weights(value)
             if match is not None:
                 break
         if len(self.known) > 10_000:
@@ -196,13 +194,6 @@ class PatternRule(Rule):
     def _note(self, name: str, value: Value, reason: str, part: float = 1.0) -> None:
         """Notes why a pattern stays. ``part`` is the share of it that the program has."""
         self._tried.append((part, Miss(name, value, reason)))
-
-    def _note_weights(self, value: Value) -> None:
-        """Notes a loss of a log_softmax whose weights are an array."""
-        products = (user.outputs[0] for user in value.users if user.name == "mul")
-        if any(user.name == "reduce_sum" for product in products for user in product.users):
-            reason = "the weights of the classes are no one_hot of integer labels"
-            self.miss("cross_entropy of one_hot", value, reason, True)
 
     def _at(
         self, pattern: Pattern, axis: int, value: Value, around: set
@@ -302,7 +293,8 @@ class PatternRule(Rule):
                 return None
             if (kind in ("row", "labels") or name in ("x", "residual")) and None in view.map:
                 return None
-            dtype = root.dtype if kind == "full" else None
+            # The op computes losses of narrow logits in the wider dtype.
+            dtype = root.dtype if kind == "full" and logits is None else None
             operands[name] = _reader(view, *sizes.get(kind, (shape, places)), dtype)
         return operands, numbers
 

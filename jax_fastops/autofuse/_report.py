@@ -173,7 +173,7 @@ def report_of(
         for rewrite in reversed(plan.rewrites):
             root = rewrite.root
             if plan.rule:
-                reason = f"the rule of a {plan.rule} runs in a gradient; replaced only without one"
+                reason = f"the rule of {plan.rule} runs in a gradient; replaced only without one"
                 missed.append(_missed(rewrite.name, root, reason))
                 continue
             large = (v for v in rewrite.inner if v.size >= root.size and v.is_array)
@@ -190,7 +190,9 @@ def report_of(
                 continue  # it has other patterns, which may be nearly these
             if (miss.is_part or not shown & taken) and key not in seen:
                 seen.add(key)
-                missed.append(_missed(miss.name, miss.value, miss.reason))
+                hidden = f"the rule of {plan.rule} hides it in a gradient"
+                reason = hidden if plan.rule else miss.reason
+                missed.append(_missed(miss.name, miss.value, reason))
     derivative = next((p.derivative for p in plans if p.derivative is not None), None)
     if derivative is not None:
         reason = _PUT_GRAD_AROUND + _would_replace(function, report)
