@@ -167,7 +167,14 @@ class autofuse(Generic[_P, _T]):
       [[0.25, 0.25, 0.25, 0.25]]
     """
 
-    def __init__(self, fn: Callable[_P, _T], *, dropout: bool | str = False, check: bool = False):
+    def __init__(
+        self,
+        fn: Callable[_P, _T],
+        *,
+        tune: bool = False,
+        dropout: bool | str = False,
+        check: bool = False,
+    ):
         if check and dropout:
             raise ValueError(
                 "autofuse: dropout=True changes masks, so check=True finds differences"
@@ -177,11 +184,11 @@ class autofuse(Generic[_P, _T]):
                 f"autofuse: dropout is {dropout!r}; it must be True, False or 'independent'"
             )
         functools.update_wrapper(self, fn)
-        self._fn, self._check, self._dropout = fn, check, dropout
+        self._fn, self._check, self._dropout, self._tune = fn, check, dropout, tune
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        settings = Settings(dropout=self._dropout)
-        run = _checked if self._check else functools.partial(_traced, settings=settings)
+        settings = Settings(dropout=self._dropout, tune=self._tune)
+        run = functools.partial(_checked if self._check else _traced, settings=settings)
         return _call(self._fn, args, kwargs, run)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -199,7 +206,9 @@ class autofuse(Generic[_P, _T]):
           array. It returns a :class:`FuseReport`, and warns if nothing is replaced because ``fn``
           computes a derivative.
         """
-        fn, drops = (fn._fn, fn._dropout) if isinstance(fn, autofuse) else (fn, False)
+        settings = Settings()
+        if isinstance(fn, autofuse):
+            fn, settings = fn._fn, Settings(dropout=fn._dropout, tune=fn._tune)
 
         @functools.wraps(fn)
         def reported(*args: Any, **kwargs: Any) -> FuseReport:
@@ -208,8 +217,8 @@ class autofuse(Generic[_P, _T]):
 
             def run(*arrays):
                 a, k = with_arrays(arrays)
-                settings = Settings(plans.append, drops)
-                results = _call(fn, a, k, functools.partial(_traced, settings=settings))
+                seen = settings._replace(observe=plans.append)
+                results = _call(fn, a, k, functools.partial(_traced, settings=seen))
                 return list(filter(_is_array, jax.tree.leaves(results)))
 
             jax.eval_shape(run, *operands)
@@ -277,7 +286,7 @@ def _traced(fn: Callable, args: tuple, kwargs: dict, settings: Settings) -> Any:
 # ---- the check -----------------------------------------------------------------------------------
 
 
-def _checked(fn: Callable, args: tuple, kwargs: dict) -> Any:
+def _checked(fn: Callable, args: tuple, kwargs: dict, settings: Settings) -> Any:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
         raise ValueError("autofuse: check=True needs values: call it outside of jit and grad")
     plans: list[Plan] = []
@@ -291,7 +300,8 @@ def _checked(fn: Callable, args: tuple, kwargs: dict) -> Any:
     def plain(args, kwargs):
         return fn(*args, **kwargs)
 
-    got = run(lambda a, k: _traced(fn, a, k, Settings(plans.append)))
+    settings = settings._replace(observe=plans.append)
+    got = run(lambda a, k: _traced(fn, a, k, settings))
     # Results are rounded as by the narrowest dtype that a replaced pattern has.
     values = (v for p in plans for r in p.rewrites for v in (r.root, *r.reads) if v.is_floating)
     rounding = max((float(jnp.finfo(v.dtype).eps) for v in values), default=0.0)
@@ -370,7 +380,9 @@ def _report(plans: list[Plan]) -> FuseReport:
                 continue
             large = (v for v in rewrite.inner if v.size >= root.size and v.is_array)
             saves = sum(v.size * v.dtype.itemsize for v in large if v is not root)
-            reason = "; ".join(filter(None, (rewrite.note, why(rewrite.call))))
+            verdict = plan.verdicts.get(rewrite)
+            reason = why(rewrite.call) if verdict is None else verdict.reason
+            reason = "; ".join(filter(None, (rewrite.note, reason)))
             dtype = str(root.dtype)
             replaced.append(Replaced(rewrite.name, root.line, root.shape, dtype, saves, reason))
         taken = {v for rewrite in plan.rewrites for v in (*rewrite.inner, rewrite.root)}
