@@ -94,7 +94,7 @@ _CASTS = {"convert_element_type"}
 
 
 def _size(value: Value) -> int:
-    if value.number is not None or not value.is_static:
+    if value.number is not None:
         return 0
     return value.size * getattr(value.dtype, "itemsize", 8)
 
@@ -229,8 +229,8 @@ class _Model:
 
 def _is_same(node: Node) -> bool:
     """Whether the result is the operand in another shape."""
-    sizes = {_size(v) for v in (*node.inputs, *node.outputs)}
-    return node.name in _SAME and len(node.inputs) == 1 and len(sizes) == 1
+    same = node.name in _SAME and len(node.inputs) == 1
+    return same and _size(node.inputs[0]) == _size(node.outputs[0])
 
 
 def _row(v: Value) -> int:

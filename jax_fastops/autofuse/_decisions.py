@@ -12,7 +12,9 @@ The rule, for a phase (a forward without a gradient, or a step):
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import tempfile
@@ -22,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
 
 from jax_fastops import _native
 from jax_fastops._dispatch import lowering_platform
@@ -80,10 +81,11 @@ def verdicts(
         known = _measured([r for r in found if not _tune.is_sharded(r)], tune, platform,
                           lambda rewrite: program(rewrite, taken))  # fmt: skip
     result: dict[Rewrite, Verdict] = {}
+    by_key: dict[str, Verdict | None] = {}
     for region in found:
-        times, source = known.get(region, ({}, ""))
-        verdict = _verdict(region, times, source, platform)
-        if verdict is not None:
+        if region.key not in by_key:
+            by_key[region.key] = _verdict(region, *known.get(region, ({}, "")), platform)
+        if (verdict := by_key[region.key]) is not None:
             result |= dict.fromkeys(region.rewrites, verdict)
     return result
 
@@ -126,9 +128,7 @@ def _measured(
     found: Sequence[Region], tune: bool, platform: str, program: Callable[[Rewrite], Any]
 ) -> dict[Region, tuple[Measured, str]]:
     """The times of regions, and where they are from. Equal regions are measured once."""
-    device = _native.device(platform)[0] or jax.local_devices()[0].device_kind
-    about = json.dumps([_FORMAT, platform, device, jax.__version__, jaxlib.__version__,
-                        __version__, _native.target_name("", platform)])  # fmt: skip
+    about = _about(platform)
     keys = {r: hashlib.sha256(f"{about}\n{r.key}".encode()).hexdigest() for r in found}
     with _lock:
         new: dict[str, Region] = {}
@@ -146,6 +146,14 @@ def _measured(
                 if times:
                     _write(key, times, str(new[key]))
         return {r: _known[key, tune] for r, key in keys.items()}
+
+
+@functools.cache
+def _about(platform: str) -> str:
+    """The device and the versions that times depend on."""
+    kernels = _native.target_name("", platform)  # with the version of their interface
+    versions = jax.__version__, importlib.metadata.version("jaxlib"), __version__, kernels
+    return json.dumps([_FORMAT, platform, _native.device(platform)[0], *versions])
 
 
 def directory() -> Path:

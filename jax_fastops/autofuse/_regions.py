@@ -106,7 +106,7 @@ class Region:
         names |= {v: f"v{i}" for i, v in enumerate(own)}
 
         def named(v: Value) -> str:
-            return str(v.number) + _type(v) if v not in names else names[v]
+            return names[v] if v in names else str(v.number) + _type(v)
 
         lines = [f"{_type(v)} {d}" for v, d in zip(self.inputs, self.differentiable, strict=True)]
         for node in self.nodes:
@@ -145,9 +145,9 @@ class Region:
         ``program`` gives the traced program of a call. Operands of walls have a name, so that a
         policy of ``jax.checkpoint`` can keep them.
         """
-        nodes, _ = self.needed(program is not None)
+        nodes, calls = self.needed(program is not None)
         maker = {v: node for node in self.nodes for v in node.outputs}
-        replaced = self.replaced if program is not None else {}
+        replaced = {v: call for call in calls for v in call.results}
 
         def run(*args: jax.Array) -> list[jax.Array]:
             arrays: dict[Value, Any] = dict(zip(self.inputs, args, strict=True))
@@ -162,8 +162,8 @@ class Region:
                 return arrays[value]
 
             def call(rewrite: Rewrite) -> None:
-                given = [read(v, True) for v in rewrite.reads]
-                traced = program(rewrite)
+                assert program is not None
+                traced, given = program(rewrite), [read(v, True) for v in rewrite.reads]
                 results = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *given)
                 for value, y in zip(rewrite.results, results, strict=False):
                     if value.node is not NO_EQUATION:
@@ -201,16 +201,30 @@ KEPT = "fastops_region"  # the name of what a wall reads
 
 
 def _type(v: Value) -> str:
-    return f"{v.dtype}{list(v.shape)}{'*' * bool(getattr(v.aval, 'weak_type', False))}"
+    weak = "*" if getattr(v.aval, "weak_type", False) else ""
+    return f"{_name(v.dtype)}{v.shape}{weak}{spec_of(v) or ''}"
+
+
+def spec_of(v: Value) -> Any:
+    """How a type says that an array is spread over devices, or ``None``."""
+    spec = getattr(getattr(v.aval, "sharding", None), "spec", ())
+    return spec if any(axis is not None for axis in spec) else None
+
+
+_name = functools.lru_cache(256)(str)  # of a dtype
 
 
 def _equation_text(equation) -> str:
-    params = sorted(equation.params.items())
-    return equation.primitive.name + "".join(f" {k}={_text(v)}" for k, v in params)
+    params = [f"{k}={_text(v)}" for k, v in sorted(equation.params.items())]
+    return " ".join((equation.primitive.name, *params))
 
 
 def _text(x: Any) -> str:
     """What describes a parameter, without addresses and names of variables."""
+    if x is None or type(x) in (bool, int, str, float):
+        return str(x)
+    if isinstance(x, np.dtype):
+        return _name(x)
     if isinstance(x, (tuple, list)):
         return f"({' '.join(map(_text, x))})"
     if isinstance(x, dict):

@@ -24,7 +24,7 @@ from jax_fastops import _compat
 from jax_fastops._arguments import placed, selected
 from jax_fastops._settings import own_code
 from jax_fastops.autofuse._cost import traffic
-from jax_fastops.autofuse._regions import KEPT, LOCAL, Region
+from jax_fastops.autofuse._regions import KEPT, LOCAL, Region, spec_of
 from jax_fastops.autofuse._rule import Rewrite
 from jax_fastops.autofuse._value import REDUCTIONS
 
@@ -60,8 +60,7 @@ def why_not() -> str:
 def is_sharded(region: Region) -> bool:
     """Whether a type of a region says that a dimension is spread over devices."""
     values = (*region.inputs, *(v for node in region.nodes for v in node.outputs))
-    shardings = (getattr(v.aval, "sharding", None) for v in values)
-    return any(s is not None and any(axis is not None for axis in s.spec) for s in shardings)
+    return any(spec_of(v) is not None for v in values)
 
 
 def measure(regions: Sequence[Region], program: Callable[[Rewrite], Any]) -> list[dict[str, Times]]:
@@ -86,12 +85,10 @@ def _measured(regions, program, x64: bool) -> list[dict[str, Times]]:
             }
             for region in regions
         ]
-        found = []
-        for region, forms in zip(regions, compiled, strict=True):
-            runs = {form: future.result() for form, future in forms.items()}
-            with _settings(x64):
-                found.append(_timed(region, runs))
-    return found
+        programs = [{f: future.result() for f, future in forms.items()} for forms in compiled]
+    # Not before all are compiled: XLA tries variants of kernels on the device.
+    with _settings(x64):
+        return [_timed(region, runs) for region, runs in zip(regions, programs, strict=True)]
 
 
 @contextlib.contextmanager
