@@ -123,8 +123,10 @@ class autofuse(Generic[_P, _T]):
     also with the product that makes its logits, interpolation, sums over windows, a bias and its
     attention heads. A pattern is replaced where the call takes the kernel (see :func:`kernel_or`)
     and the result, its dtype and its derivatives are the same but for rounding. All else stays as
-    it is. It looks into ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map``
-    and functions with a derivative rule of their own, which keep the rule.
+    it is. What is next to a pattern counts, too: on a GPU, a call that would move more bytes than
+    XLA's fusions stays, and with ``tune=True``, both forms are measured in place. It looks into
+    ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions with a
+    derivative rule of their own, which keep the rule.
 
     A mask by ``jnp.where`` or a sum becomes a mask of :func:`attention`. A query that may attend to
     no key then gives 0; the report tells where a mask might leave one. It becomes the mask of
@@ -141,6 +143,12 @@ class autofuse(Generic[_P, _T]):
 
     Args:
       fn: a function of arrays.
+      tune: whether a trace measures what it does not know yet. Patterns and the element-wise
+        operations next to them are compiled with and without the ops, and timed on the default
+        device, forward and with gradients. The times are kept in files in the folder
+        ``JAX_FASTOPS_CACHE`` (default: ``~/.cache/jax_fastops``), which later functions read, with
+        ``tune`` or without. Nothing is measured or read in a program of several processes, nor in
+        one of several devices outside of ``jax.shard_map``.
       dropout: whether dropout with a mask by ``jax.random.bernoulli`` or ``uniform`` becomes
         :func:`dropout` with the same key and rate. Its masks are those of :func:`dropout_mask`, not
         those of ``jax.random``. With ``"independent"``, this also holds for the dropout of an
