@@ -352,11 +352,23 @@ def test_a_choice_does_not_hold_for_mapped_calls_or_other_platforms(cache, times
         f = functools.partial(fo.layer_norm, scale=None, bias=None)
         assert calls(lambda x: f(x), BLOCK[0]) == 0
         assert calls(jax.vmap(f), BLOCK[0]) == 1
-    tuned = jax.jit(fo.autofuse(block, tune=True))
-    exported = jax.export.export(
-        tuned, platforms=["cpu"], disabled_checks=fo.export_checks()
-    )(*BLOCK)  # fmt: skip
-    np.testing.assert_allclose(exported.call(*BLOCK), block(*BLOCK), rtol=0, atol=1e-4)
+
+
+def test_export(cache, times):
+    """A region with a symbolic size is not timed. A program for another platform is."""
+
+    def exported(x, *platforms):
+        tuned = jax.jit(fo.autofuse(block, tune=True))
+        export = jax.export.export(tuned, platforms=platforms, disabled_checks=fo.export_checks())
+        return export(x, *BLOCK[1:])
+
+    (size,) = jax.export.symbolic_shape("n")
+    programs = [exported(jax.ShapeDtypeStruct((size, 16, 32), F32), "cpu")]
+    assert not times["timed"]
+    programs += exported(BLOCK[0], "cpu", "cuda"), exported(BLOCK[0], "cpu")
+    assert times["timed"] == ["layer_norm"]
+    for program in programs:
+        np.testing.assert_allclose(program.call(*BLOCK), block(*BLOCK), rtol=0, atol=1e-4)
 
 
 def test_regions_of_bodies_are_decided(cache, times):

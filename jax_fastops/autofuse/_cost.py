@@ -8,7 +8,7 @@ of a fusion is written, and read by each fusion that needs it. So a program is a
 * Passes that read the same array and do not depend on each other are one, except that a sum over
   columns is a pass of its own.
 * A pass that reads an array and the reductions of its rows is one with the pass of the reductions,
-  if the rows are short. Otherwise it reads the array again.
+  if the rows are short, in a forward. Otherwise it reads the array again.
 * A call of an op reads its operands once, and writes its results. What is next to it is a pass.
 
 The backward is modeled by the equations that JAX would make: one for each operand that has a
@@ -257,22 +257,18 @@ def _summed(node: Node, operand: Value) -> str:
 
 
 def _bytes(steps: Sequence[_Step], given: set[_Array], results: set[_Array]) -> int:
-    maker = {array: step for step in steps for array in step.writes}
     in_memory = given | results
     for step in steps:
         if step.kind == "wall":
             in_memory.update((*step.reads, *step.writes))
         elif step.kind != "cheap":
             in_memory.update(step.writes)
-    below: dict[_Array, set[_Array]] = {}
-
-    def sources(array: _Array) -> set[_Array]:
-        if array in in_memory or array not in maker:
-            return {array} if array in in_memory else set()
-        if array not in below:
-            below[array] = set().union(*map(sources, maker[array].reads))
-        return below[array]
-
+    # For each array, those in memory that it is computed from.
+    sources: dict[_Array, set[_Array]] = {a: {a} for a in in_memory}
+    for step in steps:
+        reads = set[_Array]().union(*(sources.get(a, set()) for a in step.reads))
+        for array in step.writes:
+            sources.setdefault(array, reads)
     large = max((a.size for a in in_memory), default=0) // 8
     depth: dict[_Array, int] = dict.fromkeys(given, 0)
     passes: list[_Pass] = []
@@ -286,7 +282,7 @@ def _bytes(steps: Sequence[_Step], given: set[_Array], results: set[_Array]) -> 
         writes = [a for a in step.writes if a in in_memory and a not in given]
         if not writes:
             continue
-        reads = set().union(*map(sources, step.reads))
+        reads = set[_Array]().union(*(sources.get(a, set()) for a in step.reads))
         after = 1 + max((depth.get(a, 0) for a in reads), default=0)
         own = _Pass(step.kind, after, step.backward, reads, writes, set())
         joined = next((p for p in passes if _is_one(p, own, large, depth)), None)
@@ -316,6 +312,6 @@ def _is_one(done: _Pass, new: _Pass, large: int, depth: dict[_Array, int]) -> bo
         return False
     if done.depth == new.depth:
         return True
-    short = max(a.row for a in same) <= _SHORT_ROW
+    short = not new.backward and max(a.row for a in same) <= _SHORT_ROW
     ready = all(a in done.writes or depth.get(a, 0) < done.depth for a in new.reads)
     return short and ready and not done.sums.isdisjoint(new.reads)

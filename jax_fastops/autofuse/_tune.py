@@ -22,6 +22,7 @@ from jax.sharding import AxisType
 
 from jax_fastops import _compat
 from jax_fastops._arguments import placed, selected
+from jax_fastops._dispatch import lowering_platform
 from jax_fastops._settings import own_code
 from jax_fastops.autofuse._cost import traffic
 from jax_fastops.autofuse._regions import KEPT, LOCAL, Region, spec_of
@@ -29,8 +30,9 @@ from jax_fastops.autofuse._rule import Rewrite
 from jax_fastops.autofuse._value import REDUCTIONS
 
 PHASES = "forward", "step"
-_SMALL = 8 << 20  # bytes that make a run long enough, as against its launch
-_COPIES = 8  # most of a region in one program
+# A program has so many copies of a region that they move this many bytes. A launch takes longer
+# than a small region.
+_COPIES, _MOVED = 8, {"cpu": 8 << 20, "cuda": 128 << 20}
 _BATCH, _BUDGET = 2e-3, 0.04  # seconds of a batch of runs, and of all runs of a form
 
 
@@ -110,33 +112,30 @@ def _settings(x64: bool):
 def _compiled(region: Region, phase: str, fused: bool, program, x64: bool) -> Any:
     """The compiled program of one form, or the exception that says why there is none."""
     function = region.function(program if fused else None)
-    copies = _copies(region, phase)
     try:
         with _settings(x64):
             if phase == "step":
                 function = _step(region, function)
-            types = _types(region, phase)
-            return jax.jit(_chained(function)).lower([types] * copies).compile()
+            function = _chained(function, _copies(region, phase))
+            return jax.jit(function).lower(*_types(region, phase)).compile()
     except Exception as error:  # whatever does not compile is not chosen
         return error
 
 
 def _copies(region: Region, phase: str) -> int:
-    """How many copies of a region are one program. One launch of a small one takes longer than
-    it runs."""
     size = max(1, traffic(region, False, phase == "step"))
-    return max(1, min(_COPIES, _SMALL // size))
+    return max(1, min(_COPIES, _MOVED.get(lowering_platform(), 0) // size))
 
 
-def _chained(function: Callable) -> Callable:
-    """The function for several lists of arguments, each after the one before."""
+def _chained(function: Callable, copies: int) -> Callable:
+    """A function that runs another one several times, each after the one before."""
 
-    def run(lists):
+    def run(*args):
         results: list[Any] = []
-        for arguments in lists:
+        for _ in range(copies):
             if results:
-                arguments, results[-1] = lax.optimization_barrier((arguments, results[-1]))
-            results.append(function(*arguments))
+                args, results[-1] = lax.optimization_barrier((args, results[-1]))
+            results.append(function(*args))
         return results
 
     return run
@@ -241,13 +240,13 @@ def _timed(region: Region, runs: dict[tuple[str, bool], Any]) -> dict[str, Times
         if any(isinstance(run, Exception) for run in both):
             continue
         try:
-            copies = _copies(region, phase)
-            inputs = [_inputs(region, phase, rng) for _ in range(copies)]
-            seconds = seconds_of([functools.partial(run, inputs) for run in both])
-            found[phase] = Times(*(s / copies for s in seconds))
-        except Exception as error:  # it does not fit into memory
-            runs[phase, False] = error
-        inputs = []
+            inputs = _inputs(region, phase, rng)
+            seconds = seconds_of([functools.partial(run, *inputs) for run in both])
+            found[phase] = Times(*(s / _copies(region, phase) for s in seconds))
+        except Exception:  # it does not fit into memory
+            continue
+        finally:
+            inputs = []
     return found
 
 
