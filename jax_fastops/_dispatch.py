@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jax_fastops import _auto, _native
+from jax_fastops._implementation import Chosen
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -52,7 +53,7 @@ class Request:
     the number of a call that is explained.
     """
 
-    implementation: str
+    implementation: str | Chosen
     entry: str
     dtype: str
     features: tuple[tuple[str, int], ...]
@@ -72,10 +73,11 @@ class Request:
         return found
 
     def mapped(self, n) -> Request:
-        """The request of ``n`` such calls at once."""
+        """The request of ``n`` such calls at once. A choice for one of them does not hold."""
         features = dict(self.features)
         features["bytes"] = features["bytes"] * n if isinstance(n, int) else SYMBOLIC
-        return dataclasses.replace(self, features=tuple(features.items()))
+        own = "auto" if isinstance(self.implementation, Chosen) else self.implementation
+        return dataclasses.replace(self, features=tuple(features.items()), implementation=own)
 
 
 SYMBOLIC = 1 << 50  # stands for a number that depends on a symbolic size
@@ -94,6 +96,18 @@ def decide(kernels: frozenset[str], request: Request, platform: str) -> Decision
         return refused("the kernels were built for other devices or a later driver")
     if request.implementation == "native":
         return Decision(*[Choice(True, "the implementation is 'native'")] * 2)
+    table = _by_table(request, platform)
+    chosen = request.implementation
+    if not isinstance(chosen, Chosen) or chosen.platform != platform:
+        return table
+    pairs = zip((chosen.forward, chosen.step), table, strict=True)
+    return Decision(*(other if c is None else Choice(c, REGION) for c, other in pairs))
+
+
+REGION = "the decision for its region"
+
+
+def _by_table(request: Request, platform: str) -> Decision:
     if request.fused is not None:
         return refused(request.fused)
     found = trees(platform).get(request.entry, {}).get(request.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -13,6 +13,18 @@ from jax_fastops._arguments import one_of
 
 IMPLEMENTATIONS = ("auto", "native", "xla")
 _VARIABLE = "JAX_FASTOPS_IMPLEMENTATION"
+
+
+class Chosen(NamedTuple):
+    """A choice for the calls of a region of a program, on one platform.
+
+    ``forward`` is for a call without a gradient, ``step`` for forward and backward together:
+    whether it takes the kernel, or ``None`` if the table decides, as under ``"auto"``.
+    """
+
+    platform: str
+    forward: bool | None
+    step: bool | None
 
 
 def _checked(value: str, source: str) -> str:
@@ -25,9 +37,15 @@ def _checked(value: str, source: str) -> str:
 _context = jax.make_user_context(_checked(os.environ.get(_VARIABLE, "auto"), _VARIABLE))
 
 
-def current() -> str:
-    """The implementation in force in this thread: ``"auto"``, ``"native"`` or ``"xla"``."""
+def current() -> str | Chosen:
+    """The implementation in force in this thread: ``"auto"``, ``"native"``, ``"xla"``, or what
+    ``autofuse`` chose."""
     return _context.value
+
+
+def use_chosen(chosen: str | Chosen):
+    """A context for an implementation or a choice."""
+    return _context(chosen)
 
 
 def set_implementation(implementation: Literal["auto", "native", "xla"]) -> None:

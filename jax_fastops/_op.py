@@ -326,7 +326,7 @@ class Op:
     def _plain_jvp(self, primals, tangents, *, call, levels, which):
         del which
         decision = self.decide(call.request, _dispatch.lowering_platform())
-        if call.request.implementation == "auto" and not decision.gradient.kernel:
+        if call.request.implementation != "native" and not decision.gradient.kernel:
             # JAX differentiates the reference, as in a call whose forward takes it. XLA may compile
             # the op's own pullback to slower code.
             reference = _vmapped(self._function("", call, (), native=False), levels)

@@ -33,8 +33,10 @@ class autofuse(Generic[_P, _T]):
     attention heads. Rows of a table that is cast to a narrower dtype are cast in place of the
     table: the rows are the same, and the gradient is summed in the wider dtype. A pattern is
     replaced where the call takes the kernel (see :func:`kernel_or`) and the result, its dtype and
-    its derivatives are the same but for rounding. All else stays as it is. It looks into ``jit``,
-    ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions with a
+    its derivatives are the same but for rounding. All else stays as it is. What is next to a
+    pattern counts, too: on a GPU, a call that would move more bytes than XLA's fusions stays, and
+    with ``tune=True``, both forms are measured in place. It looks into ``jit``, ``scan``,
+    ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions with a
     derivative rule of their own, which keep the rule.
 
     A mask by ``jnp.where`` or a sum becomes a mask of :func:`attention`. A query that may attend to
@@ -52,6 +54,12 @@ class autofuse(Generic[_P, _T]):
 
     Args:
       fn: a function of arrays.
+      tune: whether a trace measures what it does not know yet. Patterns and the element-wise
+        operations next to them are compiled with and without the ops, and timed on the default
+        device, forward and with gradients. The times are kept in files in the folder
+        ``JAX_FASTOPS_CACHE`` (default: ``~/.cache/jax_fastops``), which later functions read, with
+        ``tune`` or without. Nothing is measured or read in a program of several processes, nor in
+        one of several devices outside of ``jax.shard_map``.
       dropout: whether dropout with a mask by ``jax.random.bernoulli`` or ``uniform`` becomes
         :func:`dropout` with the same key and rate. Its masks are those of :func:`dropout_mask`, not
         those of ``jax.random``. With ``"independent"``, this also holds for the dropout of an
@@ -78,7 +86,14 @@ class autofuse(Generic[_P, _T]):
       [[0.25, 0.25, 0.25, 0.25]]
     """
 
-    def __init__(self, fn: Callable[_P, _T], *, dropout: bool | str = False, check: bool = False):
+    def __init__(
+        self,
+        fn: Callable[_P, _T],
+        *,
+        tune: bool = False,
+        dropout: bool | str = False,
+        check: bool = False,
+    ):
         if check and dropout:
             raise ValueError(
                 "autofuse: dropout=True changes masks, so check=True finds differences"
@@ -88,11 +103,11 @@ class autofuse(Generic[_P, _T]):
                 f"autofuse: dropout is {dropout!r}; it must be True, False or 'independent'"
             )
         functools.update_wrapper(self, fn)
-        self._fn, self._check, self._dropout = fn, check, dropout
+        self._fn, self._check, self._dropout, self._tune = fn, check, dropout, tune
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        settings = Settings(dropout=self._dropout)
-        run = _checked if self._check else functools.partial(_traced, settings=settings)
+        settings = Settings(dropout=self._dropout, tune=self._tune)
+        run = functools.partial(_checked if self._check else _traced, settings=settings)
         return _call(self._fn, args, kwargs, run)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -110,7 +125,9 @@ class autofuse(Generic[_P, _T]):
           array. It returns a :class:`FuseReport`, and warns if nothing is replaced because ``fn``
           computes a derivative.
         """
-        fn, drops = (fn._fn, fn._dropout) if isinstance(fn, autofuse) else (fn, False)
+        settings = Settings()
+        if isinstance(fn, autofuse):
+            fn, settings = fn._fn, Settings(dropout=fn._dropout, tune=fn._tune)
 
         @functools.wraps(fn)
         def reported(*args: Any, **kwargs: Any) -> FuseReport:
@@ -119,8 +136,8 @@ class autofuse(Generic[_P, _T]):
 
             def run(*arrays):
                 a, k = with_arrays(arrays)
-                settings = Settings(plans.append, drops)
-                results = _call(fn, a, k, functools.partial(_traced, settings=settings))
+                seen = settings._replace(observe=plans.append)
+                results = _call(fn, a, k, functools.partial(_traced, settings=seen))
                 return list(filter(_is_array, jax.tree.leaves(results)))
 
             jax.eval_shape(run, *operands)
@@ -192,7 +209,7 @@ def _traced(fn: Callable, args: tuple, kwargs: dict, settings: Settings) -> Any:
 # ---- the check -----------------------------------------------------------------------------------
 
 
-def _checked(fn: Callable, args: tuple, kwargs: dict) -> Any:
+def _checked(fn: Callable, args: tuple, kwargs: dict, settings: Settings) -> Any:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
         raise ValueError("autofuse: check=True needs values: call it outside of jit and grad")
     plans: list[Plan] = []
@@ -206,7 +223,8 @@ def _checked(fn: Callable, args: tuple, kwargs: dict) -> Any:
     def plain(args, kwargs):
         return fn(*args, **kwargs)
 
-    got = run(lambda a, k: _traced(fn, a, k, Settings(plans.append)))
+    settings = settings._replace(observe=plans.append)
+    got = run(lambda a, k: _traced(fn, a, k, settings))
     # Results are rounded as by the narrowest dtype that a replaced pattern has.
     values = (v for p in plans for r in p.rewrites for v in (r.root, *r.reads) if v.is_floating)
     rounding = max((float(jnp.finfo(v.dtype).eps) for v in values), default=0.0)

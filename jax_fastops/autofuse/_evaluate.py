@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
-from jax_fastops import _compat, _explain
+from jax_fastops import _compat, _explain, _implementation
 from jax_fastops.autofuse._attention import AttentionRule
+from jax_fastops.autofuse._decisions import Verdict, verdicts
 from jax_fastops.autofuse._dropout import DropoutRule
 from jax_fastops.autofuse._embedding import EmbeddingRule
 from jax_fastops.autofuse._graph import Graph, is_ref, opened
@@ -21,7 +22,7 @@ from jax_fastops.autofuse._heads import HeadsRule
 from jax_fastops.autofuse._linear import LinearLossRule
 from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern_rule import PatternRule
-from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, visible
+from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, takes_kernel, visible
 from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
 from jax_fastops.autofuse._windows import WindowRule
 
@@ -35,7 +36,7 @@ RULES: list[type[Rule]] = [
 class Plan:
     """What is replaced in a program."""
 
-    def __init__(self, graph: Graph, settings: Settings):
+    def __init__(self, graph: Graph, settings: Settings, template: Any = None):
         self.search = Search(RULES, settings.dropout, settings.observe is not None)
         self.rewrites: list[Rewrite] = []
         self.replaced: dict[Value, Rewrite] = {}
@@ -61,7 +62,30 @@ class Plan:
                 needed.update(rewrite.reads)
             if stays:
                 needed.update(node.inputs)
+        self.verdicts: dict[Rewrite, Verdict] = {}
+        if self.rewrites and _implementation.current() == "auto":
+            self._decide(graph, template, settings.tune)
         self.reads = {v for rewrite in self.rewrites for v in rewrite.reads}
+
+    def _decide(self, graph: Graph, template: Any, tune: bool) -> None:
+        """Decides on the matches by their regions, and leaves those that take no kernel."""
+
+        def program(rewrite: Rewrite, chosen: Any) -> Any:
+            return self.search.program(rewrite.call, rewrite.reads, chosen=chosen)
+
+        self.verdicts = verdicts(graph, template, self.rewrites, program, tune)
+        for rewrite, (chosen, reason) in self.verdicts.items():
+            choices = zip((chosen.forward, chosen.step), takes_kernel(rewrite.call), strict=True)
+            if not any(table if choice is None else choice for choice, table in choices):
+                self.search.misses.append(Miss(rewrite.name, rewrite.root, reason))
+                self.rewrites.remove(rewrite)
+                for value in rewrite.results:
+                    self.replaced.pop(value, None)
+
+    def chosen(self, rewrite: Rewrite) -> Any:
+        """What the region of a match takes, or ``None`` if the table decides."""
+        verdict = self.verdicts.get(rewrite)
+        return None if verdict is None else verdict.chosen
 
     def _reads_own_result(self, rewrite: Rewrite) -> bool:
         """Whether an operand of the call depends on a result of it, which is then a miss."""
@@ -128,7 +152,8 @@ def _has_bodies(step: Node) -> bool:
 
 
 class Settings(NamedTuple):
-    """Options: a function that sees each plan, and whether dropout may take other masks.
+    """Options: a function that sees each plan, whether dropout may take other masks, and whether
+    regions are timed.
 
     ``rule`` is the kind and name of the function around the program whose own rule runs in a
     derivative.
@@ -136,13 +161,14 @@ class Settings(NamedTuple):
 
     observe: Callable[[Plan], object] | None = None
     dropout: bool | str = False
+    tune: bool = False
     rule: str = ""
 
 
 def fused(jaxpr, constants: Sequence[Any], args: Sequence[Any], settings: Settings) -> list:
     """The results of a program, with the calls of ops in place of patterns."""
     graph = Graph(jaxpr, constants)
-    plan = Plan(graph, settings)
+    plan = Plan(graph, settings, jaxpr)
     if settings.observe is not None:
         settings.observe(plan)
     return _Run(plan, graph, jaxpr, args, settings).results()
@@ -223,10 +249,12 @@ class _Run:
 
     def _results(self, rewrite: Rewrite, given: Sequence[Any], twice: bool) -> Sequence[Any]:
         """The results of a call, by its traced program if that is for just these types."""
-        program = self._plan.search.program(rewrite.call, rewrite.reads, twice)
+        chosen = self._plan.chosen(rewrite)
+        program = self._plan.search.program(rewrite.call, rewrite.reads, twice, chosen)
         types = [jax.typeof(x) for x in given]
         if isinstance(program, str) or program.in_avals != types or _explain.is_on():
-            return rewrite.call(*given, fanout=twice)
+            with _implementation.use_chosen(chosen or _implementation.current()):
+                return rewrite.call(*given, fanout=twice)
         return jax.core.eval_jaxpr(program.jaxpr, program.consts, *given)
 
     def _evaluate(self, step: Node) -> None:

@@ -178,7 +178,9 @@ def report_of(
                 continue
             large = (v for v in rewrite.inner if v.size >= root.size and v.is_array)
             saves = sum(v.size * v.dtype.itemsize for v in large if v is not root)
-            reason = "; ".join(filter(None, (rewrite.note, why(rewrite.call))))
+            verdict = plan.verdicts.get(rewrite)
+            reason = why(rewrite.call) if verdict is None else verdict.reason
+            reason = "; ".join(filter(None, (rewrite.note, reason)))
             dtype = str(root.dtype)
             replaced.append(Replaced(rewrite.name, root.line, root.shape, dtype, saves, reason))
         taken = {v for rewrite in plan.rewrites for v in (*rewrite.inner, rewrite.root)}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fastops import _explain, _implementation
-from jax_fastops._dispatch import Refused, kernels_only
+from jax_fastops._dispatch import Decision, Refused, kernels_only
 from jax_fastops.autofuse._value import NO_EQUATION, Value
 
 
@@ -202,15 +202,20 @@ class Search:
         inner = frozenset(results) if inner is None else inner
         return Rewrite(name, results, values, call, inner, fanout)
 
-    def program(self, call: Call, values: Sequence[Value], fanout: bool = False) -> Any:
+    def program(
+        self, call: Call, values: Sequence[Value], fanout: bool = False,
+        chosen: _implementation.Chosen | None = None,
+    ) -> Any:  # fmt: skip
         """The program of a call of such values, or as text why the kernel does not take it.
 
-        It is traced once, however many parts of the program it replaces.
+        It is traced once, however many parts of the program it replaces. ``chosen`` is what its
+        region takes, if it was decided.
         """
         types = tuple(_struct(v) for v in values)
-        key = call, types, fanout
+        key = call, types, fanout, chosen
         if key not in self._programs:
-            self._programs[key] = _trace(call, types, fanout)
+            with _implementation.use_chosen(chosen or _implementation.current()):
+                self._programs[key] = _trace(call, types, fanout)
         return self._programs[key]
 
 
@@ -236,15 +241,25 @@ def _jitted(call: Call, fanout: bool):
 
 
 @functools.lru_cache(1024)
-def _reasons(call: Call, implementation: str) -> list[str]:
-    """Why the kernel takes a call, filled in when the call is traced."""
+def _decisions(call: Call, implementation: Any) -> list[Decision]:
+    """The decisions for a call, filled in when the call is traced."""
     del call, implementation
     return []
 
 
 def why(call: Call) -> str:
     """Why the kernel takes a call."""
-    return "; ".join(_reasons(call, _implementation.current()))
+    decisions = _decisions(call, _implementation.current())
+    choices = [d.forward if d.forward.kernel else d.gradient for d in decisions]
+    return "; ".join(dict.fromkeys(choice.reason for choice in choices if choice.kernel))
+
+
+def takes_kernel(call: Call) -> tuple[bool, bool]:
+    """Whether a call takes a kernel without a gradient, and in a step."""
+    decisions = _decisions(call, _implementation.current())
+    phases = zip(*decisions, strict=True) if decisions else ((), ())
+    forward, step = (not phase or any(choice.kernel for choice in phase) for phase in phases)
+    return forward, step
 
 
 def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
@@ -260,7 +275,5 @@ def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
             raise
         return str(error).partition("\n")[0]
     if decisions:
-        choices = [d.forward if d.forward.kernel else d.gradient for d in decisions]
-        reasons = dict.fromkeys(choice.reason for choice in choices if choice.kernel)
-        _reasons(call, _implementation.current())[:] = reasons
+        _decisions(call, _implementation.current())[:] = decisions
     return traced

@@ -1,0 +1,190 @@
+"""Decides for each region whether its calls take the kernel, and keeps what was measured.
+
+The rule, for a phase (a forward without a gradient, or a step):
+
+1. If the region was measured, now or before, the kernel is taken if its time is at most 0.98 of
+   the plain one.
+2. Else, on a GPU, the reference is taken if the model of bytes (``_cost.py``) speaks against the
+   calls.
+3. Else the table decides for each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_fastops import _native
+from jax_fastops._dispatch import lowering_platform
+from jax_fastops._implementation import Chosen
+from jax_fastops._version import __version__
+from jax_fastops.autofuse import _cost, _tune
+from jax_fastops.autofuse._graph import Graph
+from jax_fastops.autofuse._regions import Region, regions
+from jax_fastops.autofuse._rule import Rewrite
+from jax_fastops.autofuse._tune import PHASES, Times
+
+_GAIN = 0.98  # the most that the kernel may take of the plain time
+_FORMAT = 1  # of a file
+
+
+class Verdict(NamedTuple):
+    """What is chosen for a region, and why."""
+
+    chosen: Chosen
+    reason: str
+
+
+Measured = dict[str, Times]  # by phase
+
+# What this process has decided by. A file that appears later changes no program of it.
+_known: dict[tuple[str, bool], tuple[Measured, str]] = {}
+_lock = threading.Lock()
+
+
+def clear() -> None:
+    """Forgets what this process has measured or read."""
+    _known.clear()
+
+
+def verdicts(
+    graph: Graph,
+    template: Any,
+    rewrites: Sequence[Rewrite],
+    program: Callable[[Rewrite, Chosen], Any],
+    tune: bool,
+) -> dict[Rewrite, Verdict]:
+    """The verdict for each match that is in a region of which more is known than by the table.
+
+    ``program`` gives the traced program of a call under a choice.
+    """
+    platform = lowering_platform()
+    reason = _tune.why_not()
+    stored = not reason and (tune or directory().is_dir())
+    if not stored and platform != "cuda":
+        return {}
+    taken = Chosen(platform, True, True)
+    found = regions(graph, rewrites, template)
+    known: dict[Region, tuple[Measured, str]] = {}
+    if stored:
+        known = _measured([r for r in found if not _tune.is_sharded(r)], tune, platform,
+                          lambda rewrite: program(rewrite, taken))  # fmt: skip
+    result: dict[Rewrite, Verdict] = {}
+    by_key: dict[str, Verdict | None] = {}
+    for region in found:
+        if region.key not in by_key:
+            by_key[region.key] = _verdict(region, *known.get(region, ({}, "")), platform)
+        if (verdict := by_key[region.key]) is not None:
+            result |= dict.fromkeys(region.rewrites, verdict)
+    return result
+
+
+def _verdict(region: Region, times: Measured, source: str, platform: str) -> Verdict | None:
+    choices: list[bool | None] = []
+    texts = []
+    for phase in PHASES:
+        if phase in times:
+            plain, kernel = times[phase]
+            choices.append(kernel <= _GAIN * plain)
+            texts.append(f"{phase} {_seconds(kernel)} by kernel, {_seconds(plain)} plain")
+        elif platform == "cuda":
+            step = phase == "step"
+            speaks_against = not _cost.saves(region, step)
+            choices.append(False if speaks_against else None)
+            if speaks_against:
+                texts.append(f"{phase} moves {_moved(region, step)}")
+        else:
+            choices.append(None)
+    if choices == [None, None]:
+        return None
+    where = f"{source}: " if source else "by the model, "
+    return Verdict(Chosen(platform, *choices), f"region {region}, {where}{'; '.join(texts)}")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
+
+def _moved(region: Region, step: bool) -> str:
+    fused, plain = (_cost.traffic(region, form, step) / 1e6 for form in (True, False))
+    return f"{fused:.3g} MB by kernel, {plain:.3g} MB plain"
+
+
+# ---- what was measured ---------------------------------------------------------------------------
+
+
+def _measured(
+    found: Sequence[Region], tune: bool, platform: str, program: Callable[[Rewrite], Any]
+) -> dict[Region, tuple[Measured, str]]:
+    """The times of regions, and where they are from. Equal regions are measured once."""
+    about = _about(platform)
+    keys = {r: hashlib.sha256(f"{about}\n{r.key}".encode()).hexdigest() for r in found}
+    with _lock:
+        new: dict[str, Region] = {}
+        for region, key in keys.items():
+            if (key, tune) in _known:
+                continue
+            times = _known.get((key, True), _known.get((key, False), ({}, "")))[0] or _read(key)
+            if times or not tune:
+                _known[key, tune] = times, "cached"
+            else:
+                new[key] = region
+        if new:
+            for key, times in zip(new, _tune.measure(list(new.values()), program), strict=True):
+                _known[key, True] = times, "measured"
+                if times:
+                    _write(key, times, str(new[key]))
+        return {r: _known[key, tune] for r, key in keys.items()}
+
+
+@functools.cache
+def _about(platform: str) -> str:
+    """The device and the versions that times depend on."""
+    kernels = _native.target_name("", platform)  # with the version of their interface
+    versions = jax.__version__, importlib.metadata.version("jaxlib"), __version__, kernels
+    return json.dumps([_FORMAT, platform, _native.device(platform)[0], *versions])
+
+
+def directory() -> Path:
+    """The folder of the cache."""
+    chosen = os.environ.get("JAX_FASTOPS_CACHE")
+    if chosen:
+        return Path(chosen)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "jax_fastops"
+
+
+def _read(key: str) -> Measured:
+    """The times in a file of the cache, or nothing if it has none."""
+    try:
+        data = json.loads((directory() / f"{key}.json").read_text())
+        times = {phase: Times(*map(float, data[phase])) for phase in PHASES if phase in data}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+    return times if all(0 < s < float("inf") for t in times.values() for s in t) else {}
+
+
+def _write(key: str, times: Measured, name: str) -> None:
+    """Keeps times for other processes, if the folder can be written."""
+    with contextlib.suppress(OSError):
+        folder = directory()
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, path = tempfile.mkstemp(dir=folder, suffix=".part")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({"region": name, **times}, file)
+            os.replace(path, folder / f"{key}.json")
+        except OSError:
+            os.unlink(path)
+            raise
