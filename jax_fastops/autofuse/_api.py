@@ -143,7 +143,7 @@ class autofuse(Generic[_P, _T]):
             jax.eval_shape(run, *operands)
 
             def other(f: Callable) -> FuseReport:
-                return autofuse.report(autofuse(f, dropout=drops))(*args, **kwargs)
+                return autofuse.report(autofuse(f, dropout=settings.dropout))(*args, **kwargs)
 
             return report_of(plans, fn, other)
 
