@@ -1208,7 +1208,7 @@ def e3nn_network(tiny, dtype):
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, positions, senders, receivers):
-            x = e3nn.flax.Linear(hidden)(x)
+            x = e3nn.flax.Linear(hidden, force_irreps_out=True)(x)
             relative = positions[receivers] - positions[senders]
             harmonics = e3nn.spherical_harmonics([1, 2], relative, True)
             messages = e3nn.concatenate(
@@ -1227,7 +1227,7 @@ def e3nn_network(tiny, dtype):
             y = e3nn.scatter_sum(messages, dst=receivers, output_size=len(positions)) / 4
             y = e3nn.flax.Linear(f"{hidden} + 16x0e")(y)
             y = e3nn.scalar_activation(y, [jax.nn.gelu] + [None] * (len(y.irreps) - 1))
-            return e3nn.flax.Linear(hidden)(y) + x
+            return e3nn.flax.Linear(hidden, force_irreps_out=True)(y) + x
 
     class Net(nn.Module):
         @nn.compact
