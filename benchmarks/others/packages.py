@@ -440,7 +440,7 @@ def _equinox_with_state(model, state, batch, dtype):
 
     def forward(params, state, images, labels):
         model = eqx.nn.inference_mode(eqx.combine(cast(params, dtype), static))
-        logits, _ = jax.vmap(model, **axes)(images.astype(dtype), state)
+        logits, _ = jax.vmap(model, **axes)(images.astype(dtype), cast(state, dtype))
         return jax.nn.softmax(logits)
 
     return Program(params, batch, loss, forward, state)
@@ -553,9 +553,9 @@ def equinox_cnn(tiny, dtype):
 
         def __call__(self, x, state):
             for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-                x, state = norm(convolution(x), state)
+                x, state = norm(convolution(x.astype(convolution.weight.dtype)), state)
                 x = jax.nn.relu(x)
-            return self.linear(x.mean((1, 2))), state
+            return self.linear(x.mean((1, 2)).astype(self.linear.weight.dtype)), state
 
     model, state = eqx.nn.make_with_state(Model)(jax.random.key(0))
     return _equinox_with_state(model, state, (images, labels), dtype)
