@@ -440,7 +440,7 @@ def _equinox_with_state(model, state, batch, dtype):
 
     def forward(params, state, images, labels):
         model = eqx.nn.inference_mode(eqx.combine(cast(params, dtype), static))
-        logits, _ = jax.vmap(model, **axes)(images.astype(dtype), state)
+        logits, _ = jax.vmap(model, **axes)(images.astype(dtype), cast(state, dtype))
         return jax.nn.softmax(logits)
 
     return Program(params, batch, loss, forward, state)
@@ -553,9 +553,9 @@ def equinox_cnn(tiny, dtype):
 
         def __call__(self, x, state):
             for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-                x, state = norm(convolution(x), state)
+                x, state = norm(convolution(x.astype(convolution.weight.dtype)), state)
                 x = jax.nn.relu(x)
-            return self.linear(x.mean((1, 2))), state
+            return self.linear(x.mean((1, 2)).astype(self.linear.weight.dtype)), state
 
     model, state = eqx.nn.make_with_state(Model)(jax.random.key(0))
     return _equinox_with_state(model, state, (images, labels), dtype)
@@ -1208,7 +1208,7 @@ def e3nn_network(tiny, dtype):
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, positions, senders, receivers):
-            x = e3nn.flax.Linear(hidden)(x)
+            x = e3nn.flax.Linear(hidden, force_irreps_out=True)(x)
             relative = positions[receivers] - positions[senders]
             harmonics = e3nn.spherical_harmonics([1, 2], relative, True)
             messages = e3nn.concatenate(
@@ -1227,7 +1227,7 @@ def e3nn_network(tiny, dtype):
             y = e3nn.scatter_sum(messages, dst=receivers, output_size=len(positions)) / 4
             y = e3nn.flax.Linear(f"{hidden} + 16x0e")(y)
             y = e3nn.scalar_activation(y, [jax.nn.gelu] + [None] * (len(y.irreps) - 1))
-            return e3nn.flax.Linear(hidden)(y) + x
+            return e3nn.flax.Linear(hidden, force_irreps_out=True)(y) + x
 
     class Net(nn.Module):
         @nn.compact
