@@ -85,14 +85,25 @@ def _join_tokens(x, tokens: int, axis: int):
     return jax.lax.slice_in_dim(merge(jnp.moveaxis(x, 0, axis + 1), axis), 0, tokens, axis=axis)
 
 
+def _mesh_axes(name) -> tuple:
+    """The mesh axes that an entry of a partition spec names."""
+    return name if isinstance(name, tuple) else (name,) if name is not None else ()
+
+
 def _dot(a, b, axes: tuple[Sequence[int], Sequence[int]], dtype, options: _Options):
-    """The product of two arrays over these axes. Other axes that are sharded stay so."""
+    """The product of two arrays over these axes. Other axes that are sharded stay so.
+
+    If axes of both arrays are sharded over a mesh axis, only that of the first one stays so.
+    """
     specs, kept = [spec for x in (a, b) if (spec := spec_of(x)) is not None], None
     if len(specs) == 2:
-        pairs = zip(specs, axes, strict=True)
-        kept = PartitionSpec(
-            *(name for spec, over in pairs for i, name in enumerate(spec) if i not in over)
+        first, second = (
+            [name for i, name in enumerate(spec) if i not in over]
+            for spec, over in zip(specs, axes, strict=True)
         )
+        used = {axis for name in first for axis in _mesh_axes(name)}
+        second = [None if used.intersection(_mesh_axes(name)) else name for name in second]
+        kept = PartitionSpec(*first, *second)
     return jax.lax.dot_general(
         a,
         b,

@@ -486,6 +486,34 @@ def test_only_the_table_is_in_the_mesh():
 
 @over_kinds
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("class_axis", [0, 1])
+def test_features_of_the_table_are_sharded_as_tokens(axis_type, class_axis, reduction):
+    """The table is gathered, and its gradient is sharded as it is."""
+    mesh = mesh_for(axis_type)
+    x, table, _, labels, _ = draw((16, 12), 128, np.float32)
+    table = turned(table, class_axis)
+
+    def loss(x, table):
+        options = dict(chunk=96, class_axis=class_axis, reduction=reduction)
+        return jnp.square(fo.linear_cross_entropy(x, table, labels, **options)).sum()
+
+    step = jax.value_and_grad(loss, (0, 1))
+    wanted = step(x, table)
+    specs = P("a"), P("a", None) if class_axis else P(None, "a")
+    given = [
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip((x, table), specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        labels = jax.device_put(labels, NamedSharding(mesh, P("a")))
+        found = jax.jit(step)(*given)
+    assert_close_in_norm(found, wanted, 2e-6)
+    if axis_type == AxisType.Explicit:
+        assert found[1][1].sharding.is_equivalent_to(given[1].sharding, 2)
+
+
+@over_kinds
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(
     "tokens, classes", [(P("a"), P("b")), (P("a", "b"), P()), (P("a", "b"), P("c"))]
 )
