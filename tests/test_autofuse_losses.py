@@ -358,6 +358,21 @@ def test_a_narrow_dtype_of_labels():
     check(f, x)
 
 
+def test_labels_that_int32_does_not_hold():
+    """They are no class, also where a cast to int32 would make one of them."""
+    with x64():
+        labels = np.asarray(LABELS, np.int64)
+        labels[0] = 2**32 + 3, 2**40, -(2**32), 2**31, -(2**31), 2**63 - 1
+        labels = jnp.asarray(labels)
+
+        def f(x):
+            y = ruled(by_logsumexp, factored)(x, onehot(labels, V), np.float32(1e-2))[0]
+            return y + FORMS["z-loss"](x, onehot(labels, V), None)
+
+        assert report(f, X) == ([NAME] * 2, [])
+        check(f, X)
+
+
 def test_one_label_for_several_rows():
     def f(x):
         return -jnp.sum(onehot(LABELS[0], V) * log_p(x) * WEIGHTS[..., None], -1)

@@ -21,6 +21,7 @@ from jax import lax
 
 from jax_fastops import _compat, _patched
 from jax_fastops.autofuse._graph import Graph, opened
+from jax_fastops.autofuse._losses import padding, wide
 from jax_fastops.autofuse._match import Matcher, State
 from jax_fastops.autofuse._one_hot import NAME, OneHot, read_of
 from jax_fastops.autofuse._pattern import MAX_RANK, Pattern, compiled
@@ -144,7 +145,12 @@ class RuledLossRule(Rule):
         dtypes = {v.dtype for v in (x, y, *node.outputs)}
         if not usual or len(dtypes) > 1 or not x.is_floating or 0 in x.shape or x.shape[-1] == 1:
             return None
-        if any(v.shape for v in z) or len(x.long) > MAX_RANK or not _is_known(node):
+        if (
+            node.params.get("symbolic_zeros")
+            or any(v.shape for v in z)
+            or len(x.long) > MAX_RANK
+            or not _is_known(node)
+        ):
             return None
         one_hot = OneHot([y.seen], y.sizes)
         two, labels = one_hot.two(y.seen), one_hot.labels
@@ -174,9 +180,9 @@ class RuledLossRule(Rule):
 
 def ruled_losses(x, labels, *, smooth: float, z: float, count: int):
     """The losses, and with ``count=2`` the z-losses."""
-    labels = jnp.broadcast_to(labels.astype(jnp.int32), x.shape[:-1])
     classes = x.shape[-1]
-    labels = jnp.where((labels >= 0) & (labels < classes), labels, classes)
+    labels = padding(wide(jnp.broadcast_to(labels, x.shape[:-1])), classes)
+    labels = jnp.where(labels < 0, classes, labels)
     return _ruled(x, labels, smooth, z)[:count]
 
 
