@@ -23,13 +23,14 @@ from jax_fastops.autofuse._linear import LinearLossRule
 from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern_rule import PatternRule
 from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, takes_kernel, visible
+from jax_fastops.autofuse._ruled_loss import RuledLossRule
 from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
 from jax_fastops.autofuse._windows import WindowRule
 
 # In the order in which a search asks them.
 RULES: list[type[Rule]] = [
     *(AttentionRule, DropoutRule, WindowRule, HeadsRule, EmbeddingRule),
-    *(LinearLossRule, OneHotLossRule, PatternRule),
+    *(RuledLossRule, LinearLossRule, OneHotLossRule, PatternRule),
 ]
 
 

@@ -26,7 +26,7 @@ from jax_fastops.linear_cross_entropy import linear_cross_entropy
 # ---- labels --------------------------------------------------------------------------------------
 
 
-def _wide(labels):
+def wide(labels):
     """The labels in a dtype that can hold the number of classes."""
     return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
 
@@ -45,7 +45,7 @@ def _nearest(labels, classes: int):
     return jnp.clip(jnp.where(labels < 0, labels + classes, labels), 0, classes - 1)
 
 
-def _padding(labels, classes: int):
+def padding(labels, classes: int):
     """The labels, with -1 for out-of-range labels, which so have no loss."""
     return jnp.where((labels >= 0) & (labels < classes), labels.astype(jnp.int32), -1)
 
@@ -148,7 +148,7 @@ def _of_log_softmax(of: _Operands):
 
     The NaN of a label that is no class has no gradient.
     """
-    labels = _padding(_wrapped(of.labels, of.classes), of.classes)
+    labels = padding(_wrapped(of.labels, of.classes), of.classes)
     losses = of.losses(labels, jnp.where(labels < 0, jnp.nan, 0))
     return _nan_if_infinite(losses, of.overflows())
 
@@ -179,7 +179,7 @@ def _of_one_hot(of: _Operands):
     """
     smooth = of.options["label_smoothing"]
     if not smooth and not of.options["z_loss"]:
-        losses = of.losses(_padding(of.labels, of.classes))
+        losses = of.losses(padding(of.labels, of.classes))
     elif isinstance(of, _Product):
         raise ValueError("a label that is no class has a loss of all classes or a z-loss")
     else:
@@ -201,7 +201,7 @@ def _nan_with_inf(losses: Callable) -> Callable:
 
 def losses_by_label(logits, labels, axis: int = -1):
     """The losses of optax: negative labels wrap; out-of-range labels give NaN."""
-    labels = _wrapped(_wide(labels), logits.shape[axis])
+    labels = _wrapped(wide(labels), logits.shape[axis])
     return cross_entropy(logits, labels, axis=axis).astype(logits.dtype)
 
 
@@ -219,7 +219,7 @@ class LossCall:
         factor, options = self._options(share, smooth, z)
         if labels.shape != x.shape[:-1]:  # some rows of logits have one label
             labels = jnp.broadcast_to(labels, x.shape[:-1])
-        losses = factor * self.losses(_Logits(_wide(labels), x.shape[-1], options, x))
+        losses = factor * self.losses(_Logits(wide(labels), x.shape[-1], options, x))
         for name, array in reversed(factors.items()):
             if name.startswith("mask"):
                 losses = jnp.where(array, losses, 0)
@@ -232,7 +232,7 @@ class LossCall:
         """The losses, or their sum, of logits ``x @ table.T + bias`` (``class_axis=0``)."""
         factor, options = self._options(**options)
         classes = table.shape[options["class_axis"]]
-        operands = _wide(labels), classes, options, x, table, bias, where
+        operands = wide(labels), classes, options, x, table, bias, where
         return factor * self.losses(_Product(*operands))
 
     def _options(self, share, smooth, z, **options) -> tuple[float, dict[str, Any]]:

@@ -74,66 +74,20 @@ class _Product:
         return _Product(1 / self.number, None, factors)
 
 
-class _ClassSum:
-    """A sum over classes, and perhaps tokens, of a product with log probabilities.
-
-    The dimensions of all views are those of what is summed.
+class OneHot:
+    """The one-hot array in some arrays of the same dimensions, which are those of all views.
 
     Attributes:
-      labels: those of the one-hot array in the product, if there is one.
-      here: the number in the product at the labels.
-      elsewhere: the number in the product at all other classes.
-      log_p: the log probabilities in the product.
-      factors: see ``_Product``.
-      passed: the values from the product to the log probabilities.
-      tokens: the dimensions without the one of the classes.
-      summed: the places of those of them that are summed, too.
+      sizes: the sizes of the dimensions.
+      labels: the labels of the one-hot array, if there is one.
+      axis: the dimension of the classes.
     """
 
-    def __init__(self, total: Value):
-        operand = total.node.inputs[0]
-        reduced = total.node.params["axes"]
-        raveled: list[Value] = []
-        views, self.sizes = [operand.seen], operand.sizes
-        axes = {operand.long.index(i) for i in reduced if i in operand.long}
-        if (unraveled := _unraveled(operand)) is not None:
-            views, raveled = unraveled, [operand, *operand.node.inputs]
-            self.sizes, axes = views[0].value.sizes, set(views[0].map)
-        if not operand.is_plain or 0 in operand.shape or len(self.sizes) > MAX_RANK:
-            raise _Stays
+    def __init__(self, views: Sequence[View], sizes: Sequence[int]):
+        self.sizes = sizes
         self._numbers: dict[tuple, Any] = {}
         self.labels = next((x for v in views if (x := self._find(v)) is not None), None)
-        if self.labels is not None:
-            self.axis = self.labels.axis
-        elif len(axes) == 1:  # the mean of log probabilities
-            (self.axis,) = axes
-        else:
-            raise _Stays
-        if self.axis not in axes:
-            raise _Stays
-        self.tokens = tuple(i for i in range(len(self.sizes)) if i != self.axis)
-        self.summed = tuple(i for i, place in enumerate(self.tokens) if place in axes)
-        here, elsewhere = (self._product_of(views, at) for at in (True, False))
-        self.here, self.elsewhere = here.number, elsewhere.number
-        parts = [p for p in (here, elsewhere) if p.number]
-        same = {(p.log_p, p.factors) for p in parts}
-        if len(same) != 1 or parts[0].log_p is None:
-            raise _Stays
-        self.log_p: View = parts[0].log_p
-        self.factors = parts[0].factors
-        self.passed = (*here.passed, *elsewhere.passed, *raveled)
-
-    def in_order(self, view: View, places: Sequence[int]) -> View:
-        """A view of what is summed, as one of these dimensions of it."""
-        return View(view.value, tuple(view.map[i] for i in places))
-
-    def _product_of(self, views: list[View], here: bool) -> _Product:
-        product = _Product()
-        for view in views:
-            product = product * self._product(view, here)
-        return product
-
-    # ---- the one-hot array
+        self.axis = len(sizes) - 1 if self.labels is None else self.labels.axis
 
     def _find(self, view: View) -> _Labels | None:
         """The labels of the one-hot array before a value."""
@@ -162,7 +116,7 @@ class _ClassSum:
                 return _Labels(View(shown.value, shown.map), axis)
         return None
 
-    def _two(self, view: View) -> tuple[Any, Any] | None:
+    def two(self, view: View) -> tuple[Any, Any] | None:
         """The numbers elsewhere and at the labels, if an array is computed from these only."""
         view = view.source()
         value, key = view.value, view[:2]
@@ -179,10 +133,10 @@ class _ClassSum:
             is_equal = node.name == "eq"
             return np.bool_(not is_equal), np.bool_(is_equal)
         if node.name == "stop_gradient":
-            return self._two(view.of(node.inputs[0]))
+            return self.two(view.of(node.inputs[0]))
         if node.name not in ELEMENTWISE or (node.name == "div" and not view.value.is_floating):
             return None
-        operands = [self._two(view.of(v)) for v in node.inputs]
+        operands = [self.two(view.of(v)) for v in node.inputs]
         if None in operands:
             return None
         with np.errstate(all="ignore"):
@@ -192,13 +146,65 @@ class _ClassSum:
             )
         return off, on
 
-    # ---- the product
+
+class _ClassSum(OneHot):
+    """A sum over classes, and perhaps tokens, of a product with log probabilities.
+
+    The dimensions of all views are those of what is summed.
+
+    Attributes:
+      here: the number in the product at the labels.
+      elsewhere: the number in the product at all other classes.
+      log_p: the log probabilities in the product.
+      factors: see ``_Product``.
+      passed: the values from the product to the log probabilities.
+      tokens: the dimensions without the one of the classes.
+      summed: the places of those of them that are summed, too.
+    """
+
+    def __init__(self, total: Value):
+        operand = total.node.inputs[0]
+        reduced = total.node.params["axes"]
+        raveled: list[Value] = []
+        views, sizes = [operand.seen], operand.sizes
+        axes = {operand.long.index(i) for i in reduced if i in operand.long}
+        if (unraveled := _unraveled(operand)) is not None:
+            views, raveled = unraveled, [operand, *operand.node.inputs]
+            sizes, axes = views[0].value.sizes, set(views[0].map)
+        if not operand.is_plain or 0 in operand.shape or len(sizes) > MAX_RANK:
+            raise _Stays
+        super().__init__(views, sizes)
+        if self.labels is None and len(axes) == 1:  # the mean of log probabilities
+            (self.axis,) = axes
+        if self.axis not in axes or (self.labels is None and len(axes) > 1):
+            raise _Stays
+        self.tokens = tuple(i for i in range(len(self.sizes)) if i != self.axis)
+        self.summed = tuple(i for i, place in enumerate(self.tokens) if place in axes)
+        here, elsewhere = (self._product_of(views, at) for at in (True, False))
+        self.here, self.elsewhere = here.number, elsewhere.number
+        parts = [p for p in (here, elsewhere) if p.number]
+        same = {(p.log_p, p.factors) for p in parts}
+        if len(same) != 1 or parts[0].log_p is None:
+            raise _Stays
+        self.log_p: View = parts[0].log_p
+        self.factors = parts[0].factors
+        self.passed = (*here.passed, *elsewhere.passed, *raveled)
+
+    def in_order(self, view: View, places: Sequence[int]) -> View:
+        """A view of what is summed, as one of these dimensions of it."""
+        return View(view.value, tuple(view.map[i] for i in places))
+
+    def _product_of(self, views: list[View], here: bool) -> _Product:
+        product = _Product()
+        for view in views:
+            product = product * self._product(view, here)
+        return product
 
     def _product(self, view: View, here: bool, depth: int = 0) -> _Product:
         """The value of an array at the labels, or elsewhere."""
         if depth > _MAX_DEPTH:
             raise _Stays
-        if (two := self._two(view)) is not None:
+        if (two := self.two(view)) is not None:
             return _Product(float(two[here]))
         source = view.source()
         if source.map[self.axis] is None:
@@ -219,7 +225,7 @@ class _ClassSum:
             return _Product(-1.0) * self._product(inputs[0], here, depth)
         if node.name == "select_n" and len(inputs) == 3:
             which, *cases = inputs
-            if (two := self._two(which)) is not None:
+            if (two := self.two(which)) is not None:
                 return self._product(cases[int(two[here])], here, depth)
             mask = which.source()
             for keep, (case, other) in enumerate((cases, cases[::-1])):
@@ -284,7 +290,7 @@ def _log_softmax(view: View, axis: int) -> tuple[View, State] | None:
     return None
 
 
-def _read(view: View, sizes: Sequence[int]) -> tuple[Value, Read]:
+def read_of(view: View, sizes: Sequence[int]) -> tuple[Value, Read]:
     """The value to read for an operand, whose sizes are 1 where the view is broadcast."""
     own = tuple(i for i in view.map if i is not None)
     sizes = tuple(1 if i is None else n for i, n in zip(view.map, sizes, strict=True))
@@ -355,9 +361,9 @@ class OneHotLossRule(Rule):
             return USED
         first = one_hot[0]
         sizes = [first.sizes[i] for i in (*first.tokens, first.axis)]
-        reads = {"x": _read(x, sizes), "labels": _read(label, sizes[:-1])}
+        reads = {"x": read_of(x, sizes), "labels": read_of(label, sizes[:-1])}
         for name, view, sign in first.factors:
-            operand, read = _read(first.in_order(view, first.tokens), sizes[:-1])
+            operand, read = read_of(first.in_order(view, first.tokens), sizes[:-1])
             reads[f"{name}_{len(reads)}"] = operand, dataclasses.replace(read, counts=sign)
         options: dict[str, Any] = {
             "share": -sum(factor * (s.here - s.elsewhere) for factor, s in sums),
