@@ -390,7 +390,8 @@ def _report(plans: list[Plan]) -> FuseReport:
             saves = sum(v.size * v.dtype.itemsize for v in large if v is not root)
             verdict = plan.verdicts.get(rewrite)
             reason = why(rewrite.call) if verdict is None else verdict.reason
-            reason = "; ".join(filter(None, (rewrite.note, reason)))
+            untimed = plan.why_not_tuned and f"not measured: {plan.why_not_tuned}"
+            reason = "; ".join(filter(None, (rewrite.note, reason, untimed)))
             dtype = str(root.dtype)
             replaced.append(Replaced(rewrite.name, root.line, root.shape, dtype, saves, reason))
         taken = {v for rewrite in plan.rewrites for v in (*rewrite.inner, rewrite.root)}
