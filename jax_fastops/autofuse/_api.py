@@ -388,10 +388,15 @@ def _report(plans: list[Plan]) -> FuseReport:
                 continue
             large = (v for v in rewrite.inner if v.size >= root.size and v.is_array)
             saves = sum(v.size * v.dtype.itemsize for v in large if v is not root)
+            reasons = [rewrite.note]
             verdict = plan.verdicts.get(rewrite)
-            reason = why(rewrite.call) if verdict is None else verdict.reason
-            untimed = plan.why_not_tuned and f"not measured: {plan.why_not_tuned}"
-            reason = "; ".join(filter(None, (rewrite.note, reason, untimed)))
+            if verdict is not None:
+                reasons.append(verdict.reason)
+            if verdict is None or None in verdict.chosen:  # the table decides on a phase
+                reasons.append(why(rewrite.call))
+            if plan.why_not_tuned:
+                reasons.append(f"not measured: {plan.why_not_tuned}")
+            reason = "; ".join(filter(None, reasons))
             dtype = str(root.dtype)
             replaced.append(Replaced(rewrite.name, root.line, root.shape, dtype, saves, reason))
         taken = {v for rewrite in plan.rewrites for v in (*rewrite.inner, rewrite.root)}
