@@ -40,6 +40,8 @@ if on_cpu and UNOPTIMIZED not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += f" {UNOPTIMIZED}"
 # Lines of source in the programs that JAX lowers, which no test reads, take a tenth of the time.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# Decisions that autofuse measured on this machine would change programs of tests.
+os.environ["JAX_FASTOPS_CACHE"] = os.devnull
 # Several test processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

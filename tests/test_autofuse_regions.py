@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness.compat import make_mesh
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 from jax_fastops import _implementation
@@ -402,8 +405,34 @@ def test_nothing_is_tuned_where_programs_must_be_equal(
     monkeypatch.setattr(jax, "local_device_count", lambda: devices)
     monkeypatch.setattr(_decisions, "_read", lambda key: pytest.fail("the cache is read"))
     with fo.use_implementation("auto"):
-        assert calls(fo.autofuse(block, tune=True), *BLOCK) == 1
+        tuned = fo.autofuse(block, tune=True)
+        assert calls(tuned, *BLOCK) == 1
+        assert "not measured: " in fo.autofuse.report(tuned)(*BLOCK).replaced[0].why
     assert not times["timed"]
+
+
+def test_shards_are_timed(tmp_path, monkeypatch, times):
+    """Inside of ``shard_map`` the program has the shapes of one device."""
+    if jax.local_device_count() < 2:
+        pytest.skip("needs 2 devices")
+    monkeypatch.setenv("JAX_FASTOPS_CACHE", str(tmp_path))
+    _decisions.clear()
+    times["forward"] = Times(1.0, 2.0)
+    mesh = make_mesh({"data": 2}, AxisType.Auto)
+    spec = P("data"), P(), P(), P()
+    for f, inside in ((block, True), (lambda *args: 2 * block(*args), False)):
+        mapped = jax.shard_map(
+            fo.autofuse(f, tune=True) if inside else f,
+            mesh=mesh, in_specs=spec, out_specs=P("data"),
+        )  # fmt: skip
+        mapped = mapped if inside else fo.autofuse(mapped, tune=True)
+        with fo.use_implementation("auto"), jax.set_mesh(mesh):
+            assert calls(mapped, *BLOCK) == 0
+            gradients = jax.jit(jax.grad(loss_of(mapped)))(*BLOCK)
+        want = jax.grad(loss_of(f))(*BLOCK)
+        np.testing.assert_allclose(gradients, want, rtol=0, atol=1e-3)
+    assert times["timed"] == ["layer_norm"]  # both have the same region
+    _decisions.clear()
 
 
 def test_implementations_are_stronger_than_regions(cache, times):

@@ -77,20 +77,14 @@ def saves(region: Region, step: bool) -> bool:
     return fused <= 1.02 * plain
 
 
-def _large(region: Region) -> int:
-    values = [v for node in region.nodes for v in node.outputs]
-    return max(map(_size, (*values, *region.inputs)), default=0) // 8
-
-
 def _has_neighbors(region: Region) -> bool:
     """Whether there is work next to a match, on arrays that are not small."""
-    large = _large(region)
-    work = (n for n in region.nodes if n not in region.inner and n.name not in VIEWS - _CASTS)
-    sizes = (max(map(_size, (*n.operands, *n.outputs)), default=0) for n in work)
+    values = (*region.inputs, *(v for node in region.nodes for v in node.outputs))
+    large = max(map(_size, values)) // 8
+    next_to = (node for node in region.nodes if node not in region.inner)
+    work = (n for n in next_to if n.name not in VIEWS or n.name == "convert_element_type")
+    sizes = (max(map(_size, (*n.operands, *n.outputs))) for n in work)
     return len(region.rewrites) > 1 or any(size > large for size in sizes)
-
-
-_CASTS = {"convert_element_type"}
 
 
 def _size(value: Value) -> int:
@@ -291,7 +285,6 @@ def _bytes(steps: Sequence[_Step], given: set[_Array], results: set[_Array]) -> 
         else:
             joined.reads |= reads
             joined.writes += writes
-            joined.kind = "row" if "row" in (joined.kind, own.kind) else joined.kind
         if step.kind == "row":
             joined.sums.update(writes)
         depth.update(dict.fromkeys(writes, joined.depth))
@@ -306,9 +299,9 @@ def _bytes(steps: Sequence[_Step], given: set[_Array], results: set[_Array]) -> 
 def _is_one(done: _Pass, new: _Pass, large: int, depth: dict[_Array, int]) -> bool:
     """Whether two passes are one."""
     same = {a for a in done.reads & new.reads if a.size > large}
-    if not same or done.backward != new.backward or done.kind != new.kind == "column":
+    if not same or done.backward != new.backward:
         return False
-    if done.kind == "column" != new.kind:
+    if (done.kind == "column") != (new.kind == "column"):
         return False
     if done.depth == new.depth:
         return True

@@ -24,6 +24,7 @@ from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern_rule import PatternRule
 from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, takes_kernel, visible
 from jax_fastops.autofuse._ruled_loss import RuledLossRule
+from jax_fastops.autofuse._tune import why_not
 from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
 from jax_fastops.autofuse._windows import WindowRule
 
@@ -64,6 +65,7 @@ class Plan:
             if stays:
                 needed.update(node.inputs)
         self.verdicts: dict[Rewrite, Verdict] = {}
+        self.why_not_tuned = why_not() if settings.tune else ""
         if self.rewrites and _implementation.current() == "auto":
             self._decide(graph, template, settings.tune)
         self.reads = {v for rewrite in self.rewrites for v in rewrite.reads}

@@ -8,11 +8,11 @@ import inspect
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jax_fastops import _explain
 from jax_fastops.autofuse._evaluate import Plan
-from jax_fastops.autofuse._rule import why
+from jax_fastops.autofuse._rule import Rewrite, why
 from jax_fastops.autofuse._value import NO_EQUATION, Value
 
 
@@ -178,9 +178,7 @@ def report_of(
                 continue
             large = (v for v in rewrite.inner if v.size >= root.size and v.is_array)
             saves = sum(v.size * v.dtype.itemsize for v in large if v is not root)
-            verdict = plan.verdicts.get(rewrite)
-            reason = why(rewrite.call) if verdict is None else verdict.reason
-            reason = "; ".join(filter(None, (rewrite.note, reason)))
+            reason = "; ".join(filter(None, _reasons(plan, rewrite)))
             dtype = str(root.dtype)
             replaced.append(Replaced(rewrite.name, root.line, root.shape, dtype, saves, reason))
         taken = {v for rewrite in plan.rewrites for v in (*rewrite.inner, rewrite.root)}
@@ -202,6 +200,18 @@ def report_of(
         if not replaced:
             warnings.warn(f"autofuse: nothing is replaced: {reason}", stacklevel=3)
     return FuseReport(tuple(replaced), tuple(missed))
+
+
+def _reasons(plan: Plan, rewrite: Rewrite) -> Iterator[str]:
+    """Why a match is replaced."""
+    yield rewrite.note
+    verdict = plan.verdicts.get(rewrite)
+    if verdict is not None:
+        yield verdict.reason
+    if verdict is None or None in verdict.chosen:  # the table decides on a phase
+        yield why(rewrite.call)
+    if plan.why_not_tuned:
+        yield f"not measured: {plan.why_not_tuned}"
 
 
 def _would_replace(function: Callable, report: Callable[[Callable], FuseReport]) -> str:

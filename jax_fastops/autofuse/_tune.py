@@ -116,8 +116,8 @@ def _compiled(region: Region, phase: str, fused: bool, program, x64: bool) -> An
         with _settings(x64):
             if phase == "step":
                 function = _step(region, function)
-            function = _chained(function, _copies(region, phase))
-            return jax.jit(function).lower(*_types(region, phase)).compile()
+            lists = [_types(region, phase)] * _copies(region, phase)
+            return jax.jit(_chained(function)).lower(lists).compile()
     except Exception as error:  # whatever does not compile is not chosen
         return error
 
@@ -127,15 +127,18 @@ def _copies(region: Region, phase: str) -> int:
     return max(1, min(_COPIES, _MOVED.get(lowering_platform(), 0) // size))
 
 
-def _chained(function: Callable, copies: int) -> Callable:
-    """A function that runs another one several times, each after the one before."""
+def _chained(function: Callable) -> Callable:
+    """The function for several lists of arguments, each after the one before.
 
-    def run(*args):
+    The lists have arrays of their own. XLA would compute equal copies only once.
+    """
+
+    def run(lists):
         results: list[Any] = []
-        for _ in range(copies):
+        for arguments in lists:
             if results:
-                args, results[-1] = lax.optimization_barrier((args, results[-1]))
-            results.append(function(*args))
+                arguments, results[-1] = lax.optimization_barrier((arguments, results[-1]))
+            results.append(function(*arguments))
         return results
 
     return run
@@ -240,9 +243,9 @@ def _timed(region: Region, runs: dict[tuple[str, bool], Any]) -> dict[str, Times
         if any(isinstance(run, Exception) for run in both):
             continue
         try:
-            inputs = _inputs(region, phase, rng)
-            seconds = seconds_of([functools.partial(run, *inputs) for run in both])
-            found[phase] = Times(*(s / _copies(region, phase) for s in seconds))
+            inputs = [_inputs(region, phase, rng) for _ in range(_copies(region, phase))]
+            seconds = seconds_of([functools.partial(run, inputs) for run in both])
+            found[phase] = Times(*(s / len(inputs) for s in seconds))
         except Exception:  # it does not fit into memory
             continue
         finally:
