@@ -22,7 +22,7 @@ from jax_fastops.autofuse._heads import HeadsRule
 from jax_fastops.autofuse._linear import LinearLossRule
 from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern_rule import PatternRule
-from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, takes_kernel, visible
+from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, calls_op, takes_kernel, visible
 from jax_fastops.autofuse._ruled_loss import RuledLossRule
 from jax_fastops.autofuse._tune import why_not
 from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
@@ -76,7 +76,8 @@ class Plan:
         def program(rewrite: Rewrite, chosen: Any) -> Any:
             return self.search.program(rewrite.call, rewrite.reads, chosen=chosen)
 
-        self.verdicts = verdicts(graph, template, self.rewrites, program, tune)
+        of_ops = [rewrite for rewrite in self.rewrites if calls_op(rewrite.call)]
+        self.verdicts = verdicts(graph, template, of_ops, program, tune)
         for rewrite, (chosen, reason) in self.verdicts.items():
             choices = zip((chosen.forward, chosen.step), takes_kernel(rewrite.call), strict=True)
             if not any(table if choice is None else choice for choice, table in choices):
