@@ -204,9 +204,10 @@ def measure(names: Sequence[str], options: Any) -> Iterator[dict]:
         return list(prepared.items())
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
+        builds = {name: pool.submit(Prepared, name, options) for name in names}
         for name in names:
             with errors(name):
-                prepared[name] = one = Prepared(name, options)
+                prepared[name] = one = builds[name].result()
                 rows[name] = one.row
                 for who, fuse in fuses(one.program, False).items():
                     one.lower(who, fuse, pool)
