@@ -159,16 +159,18 @@ def _two(view: View, depth: int = 8) -> tuple[View, Any, Any] | None:
 
 def _probability(mask: Value) -> tuple[Value, float] | str | None:
     """The key of a random mask, and the probability that an element is True or 1."""
-    node, compared = mask.node, mask.node.inputs
+    node = mask.node
     if node.name == "floor":  # of the sum of a random number and the probability
         node = node.inputs[0].source().value.node
-        compared = node.inputs if node.name == "add" else ()
-    for drawn, limit in (compared, compared[::-1]) if compared else ():
+        if node.name != "add":
+            return None
+    first, second = node.inputs
+    for drawn, limit in ((first, second), (second, first)):
         if drawn.shape != mask.shape or (key := _uniform(drawn)) is None:
             continue
         if limit.number is None:
             return "its rate is not known when the function is traced"
-        is_below = (node.name in ("lt", "le")) is (drawn is compared[0])
+        is_below = (node.name in ("lt", "le")) is (drawn is first)
         number = float(limit.number)
         return key, number if is_below or node.name == "add" else 1 - number
     return None

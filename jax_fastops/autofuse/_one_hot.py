@@ -336,7 +336,7 @@ class OneHotLossRule(Rule):
                 sums.append((factor, _ClassSum(value)))
             else:
                 rest.append((factor, value))
-        one_hot = [s for _, s in sums if s.labels is not None]
+        one_hot = [(s, s.labels) for _, s in sums if s.labels is not None]
         if not one_hot or (len(terms) > 1 and any(s.summed or s.factors for _, s in sums)):
             return None
         logits: set[View] = set()
@@ -345,7 +345,7 @@ class OneHotLossRule(Rule):
                 return None
             logits.add(s.in_order(found[0], (*s.tokens, s.axis)))
             inner += (*s.passed, *found[1].inner)
-        labels = {s.in_order(s.labels.view, s.tokens) for s in one_hot}
+        labels = {s.in_order(found.view, s.tokens) for s, found in one_hot}
         if len(logits) > 1 or len(labels) > 1:
             return None
         (x,), (label,) = logits, labels
@@ -359,7 +359,7 @@ class OneHotLossRule(Rule):
         nodes = {v.node for v in (*inner, root)}
         if any(v.is_used_outside(nodes) and v.size >= root.size for v in inner if v is not root):
             return USED
-        first = one_hot[0]
+        first, _ = one_hot[0]
         sizes = [first.sizes[i] for i in (*first.tokens, first.axis)]
         reads = {"x": read_of(x, sizes), "labels": read_of(label, sizes[:-1])}
         for name, view, sign in first.factors:

@@ -1,11 +1,11 @@
 """Losses by one-hot arrays in a ``custom_vjp``, whose own rule runs in a gradient.
 
-Libraries write such a function of logits, targets and the factor of a z-loss, as its rule keeps
-less than JAX would. The op can replace it only with this rule. So the values of the function, and
-those and the gradient of its rule, are compared with formulas, for any targets and any factor. The
-rule is the gradient of ``cross_entropy`` where the targets add up to 1, except for two things: it
-ignores the cotangent of the z-loss, and what it gives for targets without a label. The call that
-replaces it does the same.
+Libraries write such a function of logits, targets and the factor of a z-loss, because its rule
+keeps less than JAX would. The op may replace it only if the gradient is that of the rule. So this
+module compares the results of the function, and the results and the gradient of its rule, with
+formulas, for any targets and any factor. Where the targets add up to 1, the rule is the gradient of
+``cross_entropy``, with two exceptions: it ignores the cotangent of the z-loss, and it adds up the
+targets to 1 where a label is no class. The call that replaces the function does the same.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -137,7 +138,8 @@ class RuledLossRule(Rule):
 
     def match(self, value: Value) -> Rewrite | None:
         node = value.node
-        if node.name != "custom_vjp_call" or not 2 <= len(node.inputs) <= 3:
+        counts = len(node.inputs) in (2, 3) and len(node.outputs) in (1, 2)
+        if node.name != "custom_vjp_call" or not counts:
             return None
         x, y, *z = node.inputs
         shapes = {v.shape for v in node.outputs}
@@ -183,16 +185,17 @@ def ruled_losses(x, labels, *, smooth: float, z: float, count: int):
     classes = x.shape[-1]
     labels = padding(wide(jnp.broadcast_to(labels, x.shape[:-1])), classes)
     labels = jnp.where(labels < 0, classes, labels)
-    return _ruled(x, labels, smooth, z)[:count]
+    results: Any = _ruled(x, labels, smooth, z)
+    return results[:count]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _ruled(x, labels, smooth: float, z: float):
+def _ruled(x, labels, smooth: float, z: float) -> Any:
     return _forward(x, labels, smooth, z)[0]
 
 
 def _forward(x, labels, smooth: float, z: float):
-    options = dict(label_smoothing=smooth, z_loss=z)
+    options: dict[str, Any] = dict(label_smoothing=smooth, z_loss=z)
     # The gradient of the rule has no logit at a label that is no class, as this one.
     losses, pullback = jax.vjp(lambda x: cross_entropy(x, labels, **options), x)
     losses = lax.cond(
