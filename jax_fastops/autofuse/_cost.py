@@ -26,8 +26,8 @@ from jax_fastops.autofuse._value import REDUCTIONS, Node, Value
 
 _SHORT_ROW = 8192  # elements up to which XLA holds a row in one block
 _SAME = VIEWS - {"convert_element_type", "bitcast_convert_type", "rev", "slice"}
-_PARTS = {"concatenate", "pad"}  # they have operands that are smaller than the result
-_LINEAR = VIEWS | {"add", "add_any", "sub", "neg", "reduce_sum", "transpose", "concatenate", "pad"}
+_PARTS = {"concatenate", "pad", "split"}  # of larger arrays: no broadcasts
+_LINEAR = VIEWS | _PARTS | {"add", "add_any", "sub", "neg", "reduce_sum", "transpose"}
 
 
 @dataclasses.dataclass(eq=False)
