@@ -77,7 +77,7 @@ def kernels(name: str, results: dict) -> list[str]:
     if job:
         paths.append("jax_fastops/models/*.py")
     excluded = ["jax_fastops/models/*checkpoint*"]
-    if not job.startswith("fusing"):
+    if not job.startswith(("fusing", "others")):
         excluded.append("jax_fastops/autofuse")
     if slug:
         excluded += _OTHERS[results["hardware"]["platform"]]

@@ -9,12 +9,21 @@ from statistics import geometric_mean
 
 import numpy as np
 
-from benchmarks import ROOT, ages, numbers, plot
+from benchmarks import RESULTS, ROOT, ages, numbers, plot
 from benchmarks.cases import fo
 from benchmarks.numbers import CPU, H100, H200, families, load, main_phase, title
 from benchmarks.profile import runs_kernels
 from benchmarks.report import headline
-from benchmarks.tables import MOVES, by_case, fused_table, job_table, markdown, table
+from benchmarks.tables import (
+    MOVES,
+    by_case,
+    fused_table,
+    job_table,
+    markdown,
+    others_summary,
+    others_table,
+    table,
+)
 
 TORCH = "compiled PyTorch"
 LEGEND = (
@@ -42,6 +51,7 @@ def write(folder: Path) -> None:
         results = load(f"{name}-{H100}")
         parts[name] = f"{headline(results)}.\n\n{job_table(results)}"
     parts["fusing"] = f"{headline(load(f'fusing-{H100}'))}.\n\n{fused_table(numbers.fused())}"
+    parts["others"] = _others()
     # A family's results are on its page, and on the page of all ops.
     for page, prefix, slugs in (("ops", "", (H100, H200)), ("cpu", "cpu-", (CPU,))):
         found = {family: slug for slug in reversed(slugs) for family in families(slug)}
@@ -68,6 +78,18 @@ def write(folder: Path) -> None:
     parts["functions"] = _functions()
     for name, text in parts.items():
         (folder / f"{name}.md").write_text(text)
+
+
+def _others() -> str:
+    """The gains in programs that others wrote, of each device that has been measured."""
+    files = [
+        f"others-{slug}" for slug in (H100, H200) if (RESULTS / f"others-{slug}.json").exists()
+    ]
+    found = (
+        f"{headline(results)}.\n\n{others_summary(results)}\n{others_table(results)}"
+        for results in map(load, files)
+    )
+    return "\n".join(found) or "No device has been measured yet.\n"
 
 
 def _functions() -> str:

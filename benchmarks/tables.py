@@ -1,5 +1,8 @@
 """Results as Markdown tables, which ``benchmarks.pages`` puts into the documentation."""
 
+import statistics
+from statistics import geometric_mean
+
 from benchmarks.numbers import fastest, speedup
 from benchmarks.profile import runs_kernels
 
@@ -20,6 +23,7 @@ CASE = {
     "positions": "positions of the loss",
     "attention_dropout": "attention dropout",
 }
+OTHERS = {"autofuse": "`autofuse`", "tune": "`autofuse(tune=True)`"}
 JOBS = {"ours": "jax_fastops", "plain": "plain JAX", "torch": "compiled PyTorch"}
 
 
@@ -161,6 +165,67 @@ def fused_table(models: dict[str, dict]) -> str:
         memory = ["-" if n is None else f"{n / 1e9:.1f}" for n in memory]
         rows.append([model, *cells, " / ".join(memory)])
     return markdown(["model", *ways, "temporary memory, GB"], rows)
+
+
+def others_table(results: dict) -> str:
+    """A row per program that others wrote: gains of forward and step, memory and kernels."""
+    rows = results["rows"]
+    ways = [way for way in ("autofuse", "tune") if any(f"{way}_step_ms" in row for row in rows)]
+    body = []
+    for row in rows:
+        if "error" in row:
+            body.append([row["program"], *["-"] * (4 + 4 * len(ways))])
+            continue
+        cells = [row["program"]]
+        for phase in ("forward", "step"):
+            cells.append(f"{statistics.mean(row[f'plain_{phase}_ms']):.2f} ms")
+            for way in ways:
+                equal = row[f"{way}_{phase}_equal"]
+                cells.append(
+                    "equal" if equal else " / ".join(f"{g:.2f}" for g in gains(row, way, phase))
+                )
+        for phase in ("forward", "step"):
+            sides = [row[f"{way}_{phase}_temp_bytes"] for way in ("plain", *ways)]
+            cells.append(" / ".join(f"{n / 1e9:.2f}" for n in sides))
+        for way in ways:
+            kernels = row[f"{way}_step_kernels"]
+            cells.append(", ".join(f"{count} {name}" for name, count in kernels.items()) or "-")
+        body.append(cells)
+    header = ["program"]
+    for phase in ("forward", "step"):
+        header += [f"{phase}, plain", *(f"{phase}, gain of {OTHERS[way]}" for way in ways)]
+    header += [f"temporary memory of a {phase}, GB" for phase in ("forward", "step")]
+    return markdown([*header, *(f"kernels in a step, {OTHERS[way]}" for way in ways)], body)
+
+
+def others_summary(results: dict) -> str:
+    """Geometric means of the gains, and the losses, of the programs that others wrote."""
+    header = ["phase", "contender", "programs with a kernel", "gain", "others", "gain", "losses"]
+    body = []
+    for phase in ("forward", "step"):
+        for way in ("autofuse", "tune"):
+            rows = [row for row in results["rows"] if f"{way}_{phase}_ms" in row]
+            if not rows:
+                continue
+            cells = [phase, OTHERS[way]]
+            for equal in (False, True):
+                some = [row for row in rows if row[f"{way}_{phase}_equal"] == equal]
+                every = [gain for row in some for gain in gains(row, way, phase)]
+                cells += [str(len(some)), f"{geometric_mean(every):.3f}" if every else "-"]
+            lost = [row["program"] for row in rows if loses(row, way, phase)]
+            body.append([*cells, ", ".join(lost) or "none"])
+    return markdown(header, body)
+
+
+def gains(row: dict, way: str, phase: str) -> list[float]:
+    """The time of the plain program over that of another one, in each measurement."""
+    pairs = zip(row[f"plain_{phase}_ms"], row[f"{way}_{phase}_ms"], strict=True)
+    return [plain / ours for plain, ours in pairs]
+
+
+def loses(row: dict, way: str, phase: str) -> bool:
+    """Whether a program with a kernel is more than 3% slower in each measurement."""
+    return not row[f"{way}_{phase}_equal"] and max(gains(row, way, phase)) < 1 / 1.03
 
 
 def layers_table(results: dict) -> tuple[list[str], list[list[str]]]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jax_fastops import _cudnn
 from jax_fastops._dispatch import Refused, Request, lowering_platform
+from jax_fastops._kernel import partitions
 from jax_fastops._op import Op
 from jax_fastops._random import Drop, kept, row_seeds
 from jax_fastops._signature import accumulator_dtype
@@ -224,21 +225,18 @@ def _reference(
 class _View(NamedTuple):
     """A call as cuDNN sees it."""
 
-    masks: tuple[Any, Any, Any]  # the bias, the lengths of queries and of keys
+    masks: tuple[Any, Any, Any, Any]  # bias, lengths of queries and of keys, segments
     options: _cudnn.Options
     has_keys: Any  # which queries [..., k, g, t] have a key, or None: lengths tell it
 
 
 def _view(
     query, key, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, *, causal, window, scale,
-    dropout_scale, deterministic, threshold,
+    dropout_scale, deterministic,
 ) -> _View:  # fmt: skip
-    del threshold
     sizes = _cudnn.sizes(query, key)
     queries, keys = sizes.queries, sizes.keys
-    before, after = window or (-1, -1)
-    before = -1 if before >= queries - 1 else before
-    after = 0 if causal else -1 if after >= keys - 1 else after
+    before, after = _band(queries, keys, causal, window)
     # A row of a band may have no keys, unless nothing else takes keys away.
     band = before < 0 or (queries <= keys and mask is q_ids is kv_lengths is None)
     segments = None if q_ids is None else (q_ids, kv_ids)
@@ -270,7 +268,59 @@ def _view(
         before = after = -1
     rate = 1 - 1 / dropout_scale
     options = _cudnn.Options(scale, before, after, rate, deterministic)
-    return _View((bias, q_lengths, kv_lengths), options, has_keys)
+    return _View((bias, q_lengths, kv_lengths, None), options, has_keys)
+
+
+def _band(queries: int, keys: int, causal: bool, window) -> tuple[int, int]:
+    """The keys before and after the position of a query that count, -1 for all."""
+    before, after = window or (-1, -1)
+    before = -1 if before >= queries - 1 else before
+    return before, 0 if causal else -1 if after >= keys - 1 else after
+
+
+def _packed_view(query, key, ids, segments, *, causal, window, scale, dropout_scale, deterministic):
+    """The segments of a row as sequences, and whether they are.
+
+    Each must be in one piece, and there may not be more of them than ``segments``. ``ids`` are
+    ``[..., t]``.
+    """
+    sizes = _cudnn.sizes(query, key)
+    inside = ids > 0
+    before_it = jnp.concatenate([jnp.zeros_like(ids[..., :1]), ids[..., :-1]], -1)
+    begins = inside & (ids != before_it)
+    number = jnp.cumsum(begins, -1, dtype=jnp.int32)  # of the run of equal ids, from 1
+    own = number[..., None, :] == 1 + jnp.arange(segments)[:, None]
+    counts = (own & inside[..., None, :]).sum(-1, dtype=jnp.int32)
+    first = own & begins[..., None, :]
+    starts = jnp.where(first, jnp.arange(sizes.queries, dtype=jnp.int32), 0).sum(-1)
+    found = jnp.where(first, ids[..., None, :], 0).sum(-1)
+    equal = (found[..., :, None] == found[..., None, :]) & (found[..., None] > 0)
+    again = equal & (jnp.arange(segments)[:, None] != jnp.arange(segments))
+    fits = ~(again.any() | (number[..., -1] > segments).any())
+    band = _band(sizes.queries, sizes.keys, causal, window)
+    options = _cudnn.Options(scale, *band, 1 - 1 / dropout_scale, deterministic)
+    masks = (None, None, None, _cudnn.Segments(starts, counts))
+    return _View(masks, options, inside[..., None, None, :]), fits
+
+
+def _by_view(run, query, key, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, **options):
+    """``run(view)`` of the call. Its segments are sequences if they can be, which is data."""
+    segments = options.pop("segments")
+    del options["threshold"]
+
+    def masked():
+        masks = (bias, mask, q_lengths, kv_lengths, q_ids, kv_ids)
+        return run(_view(query, key, *masks, **options))
+
+    # In a program for several devices, whether all segments can be is known to none of them.
+    only_ids = bias is mask is q_lengths is kv_lengths is None
+    if not segments or not only_ids or partitions() > 1:
+        return masked()
+    try:
+        view, fits = _packed_view(query, key, q_ids[..., 0, :], segments, **options)
+        return jax.lax.cond(fits, lambda: run(view), masked)
+    except Refused:
+        return masked()
 
 
 def _of_cudnn(bias, query, key, keys: int):
@@ -294,9 +344,12 @@ def _select_rows(has_keys, y):
 
 def _forward(*args, gradient: bool, **options):
     query, key, value, *masks, words = args
-    view = _view(query, key, *masks, **options)
-    y, stats = _cudnn.forward(query, key, value, *view.masks, words, view.options, gradient)
-    return _select_rows(view.has_keys, y), stats
+
+    def run(view):
+        y, stats = _cudnn.forward(query, key, value, *view.masks, words, view.options, gradient)
+        return _select_rows(view.has_keys, y), stats
+
+    return _by_view(run, query, key, *masks, **options)
 
 
 def _backward(residuals, cts, needs_grad, **options):
@@ -304,11 +357,23 @@ def _backward(residuals, cts, needs_grad, **options):
     query, key, value, *masks, words = args
     if needs_grad[3]:
         raise Refused("cuDNN computes no gradient of a bias here")
-    view = _view(query, key, *masks, **options)
-    dy = _select_rows(view.has_keys, cts[0])
-    if view.has_keys is not None:  # weights of 0, whatever cuDNN made of such a row
-        stats = jnp.where(view.has_keys, stats, jnp.zeros_like(stats))
-    grads = _cudnn.backward(query, key, value, *view.masks, words, y, stats, dy, view.options)
+
+    def run(view):
+        has_keys, dy, logs = view.has_keys, cts[0], stats
+        segments = view.masks[-1]
+        if segments is None:
+            dy = _select_rows(has_keys, dy)
+            if has_keys is not None:  # weights of 0, whatever cuDNN made of such a row
+                logs = jnp.where(has_keys, logs, jnp.zeros_like(logs))
+        grads = _cudnn.backward(query, key, value, *view.masks, words, y, logs, dy, view.options)
+        if segments is not None:  # cuDNN does not write rows that are in none
+            rows = has_keys[..., 0, 0, :]
+            rows = [rows.reshape(*rows.shape, *[1] * (g.ndim - rows.ndim)) for g in grads]
+            pairs = zip(rows, grads, strict=True)
+            grads = [jnp.where(row, g, jnp.zeros_like(g)) for row, g in pairs]
+        return tuple(grads)
+
+    grads = _by_view(run, query, key, *masks, **options)
     return *grads, *[None] * (len(args) - len(grads))
 
 
@@ -350,9 +415,12 @@ def _kept_by_cudnn(
     query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, words, **options
 ):
     del value
-    view = _view(query, key, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, **options)
-    found = _cudnn.keep(query, key, *view.masks, words, view.options)
-    return found.astype(query.dtype)
+    masks = (bias, mask, q_lengths, kv_lengths, q_ids, kv_ids)
+
+    def run(view):
+        return _cudnn.keep(query, key, *view.masks, words, view.options)
+
+    return _by_view(run, query, key, *masks, **options).astype(query.dtype)
 
 
 def _kept_by_philox(query, key, *masks, threshold, **options):
@@ -395,6 +463,7 @@ class Attend(NamedTuple):
     masks: Masks
     drop: Drop | None
     deterministic: bool
+    segments: int  # the most in a row, or 0 where cuDNN takes none
     residual: bool  # whether the logarithms of the sums are needed
 
     def by_softmax(self, query, key, value, layout: str = "btnh"):
@@ -437,6 +506,7 @@ class Attend(NamedTuple):
             threshold=2**16 if drop is None else drop.threshold,
             dropout_scale=1.0 if drop is None else drop.scale,
             deterministic=self.deterministic,
+            segments=self.segments,
         )
 
         def native(request, query, key, value, bias, mask, *rest):
@@ -479,6 +549,7 @@ class Attend(NamedTuple):
             *(masks.segments or (None, None)),
             None if drop is None else drop.words,
             entry="attention",
+            features={"keys": query.shape[1] if key is None else key.shape[1]},
             limit=limit,
             native=native,
             otherwise=reference,

@@ -67,7 +67,7 @@ class Feature:
 
 size, work = Feature("bytes"), Feature("work")
 row_bytes, row_count, inner_bytes = map(Feature, ("row_bytes", "row_count", "inner_bytes"))
-head_bytes, groups, radius = map(Feature, ("head_bytes", "groups", "radius"))
+head_bytes, groups, radius, keys = map(Feature, ("head_bytes", "groups", "radius", "keys"))
 inner, ends = inner_bytes >= 1, Feature("ends") >= 1
 aligned, mixed, masked, broadcast, bias, norm, rows, across, undivided = (
     Feature(name) >= 1
@@ -96,7 +96,7 @@ def _entries(table: list[tuple[str, str, Condition, Condition]]) -> dict[str, Ru
 _CUDA = _entries([
     ("add_relu", "half float64", NEVER, size >= 8 * MB),
     ("add_relu", "float32", NEVER, size >= 16 * MB),
-    ("attention", "half", ALWAYS, ALWAYS),
+    ("attention", "half", keys >= 64, keys >= 64),
     ("batch_norm", "half", undivided | (size >= 5 * MB) & (inner_bytes < 128),
      undivided | (size >= 5 * MB) & (inner_bytes < 128)),
     ("batch_norm", "float32", (size >= 16 * MB) & (inner_bytes < 256),

@@ -30,6 +30,7 @@ def attention_plan(
     bias_rows: int,
     wide_bias: bool,
     lengths: bool,
+    segments: int,
     backward: bool,
     scale: float,
     before: int,

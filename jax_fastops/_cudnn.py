@@ -28,7 +28,7 @@ from jax_fastops._random import row_seeds
 _ATTRIBUTES = dict(before=np.int64, after=np.int64, scale=np.float64, rate=np.float64)
 _OPERANDS = (
     "bias?: ~... *k a b s :acc?, q_lengths?: ... *k :int32, kv_lengths?: ... *k :int32, "
-    "seeds?: ... *k g 4 :uint32"
+    "starts?: ... *k m :int32, counts?: ... *k m :int32, seeds?: ... *k g 4 :uint32"
 )
 _Y, _STATS, _WORKSPACE = "... t *k g h", "... *k g t :acc", "... *k w :uint8"
 _HEADS = "query: ... t *k g h, key?: ... s *k h, value?: ... s *k h"
@@ -52,6 +52,8 @@ _WHOLE = dict(
     bias="~... *k a b t",
     q_lengths="... *k",
     kv_lengths="... *k",
+    starts="... *k m",
+    counts="... *k m",
     seeds="... *k g=1 4",
     y="... t *k g=1 h",
     dy="... t *k g=1 h",
@@ -101,6 +103,13 @@ def limit(query, key, size: int, bias, scale: float) -> str | None:
     return None
 
 
+class Segments(NamedTuple):
+    """Sequences of one row, for each of which cuDNN computes attention: ``[..., m]``."""
+
+    starts: Any
+    counts: Any
+
+
 class Sizes(NamedTuple):
     """The sizes of the problem that the kernel sees on one device."""
 
@@ -128,7 +137,7 @@ def sizes(query, key) -> Sizes:
 
 
 def _workspace(
-    query, key, bias, lengths: bool, options: Options, backward: bool, both: bool
+    query, key, bias, lengths: bool, segments: int, options: Options, backward: bool, both: bool
 ) -> int:
     """Bytes of workspace for an example and a head of keys, in a call of one direction.
 
@@ -136,11 +145,11 @@ def _workspace(
     """
     problem = sizes(query, key)
     t, s, h, groups = problem.queries, problem.keys, problem.size, problem.groups
-    cell = 4096
+    cell = 4096 + 48 * segments
     if backward:
         # A gradient of the queries and a sum for each row in float32, and each head's gradients of
         # keys and values where heads share them.
-        rows, columns = -(-t // 128) * 128, -(-s // 128) * 128
+        rows, columns = (-(-n // 128) * 128 + 128 * segments for n in (t, s))
         cell += groups * rows * (4 * h + 8) + (groups > 1) * 4 * groups * columns * h
         if options.deterministic:
             cell += groups * rows * columns * 2
@@ -158,10 +167,13 @@ def _workspace(
             bias_rows=t if bias_rows and direction else bias_rows,
             wide_bias=bias is not None and bias.dtype != query.dtype,
             lengths=lengths,
+            segments=segments,
             backward=direction,
             **dataclasses.asdict(options),
         )
         if plan is None:  # no device: the plan is found where the program runs
+            if segments:
+                raise Refused("there is no device that tells whether cuDNN takes segments")
             continue
         needed, refusal = plan
         if refusal:
@@ -171,14 +183,21 @@ def _workspace(
     return -(-cell // 256) * 256
 
 
-def _arrays(query, key, value, bias, q_lengths, kv_lengths) -> dict:
+def _arrays(query, key, value, bias, q_lengths, kv_lengths, segments: Segments | None) -> dict:
     """The operands that both kernels have, without the seeds."""
     k = query.shape[-2] if key is None else key.shape[-2]
+
+    lead = query.shape[:-4]
 
     def full(lengths):
         if lengths is None:
             return None
-        return jnp.broadcast_to(lengths, (*query.shape[:-4], k)).astype(jnp.int32)
+        return jnp.broadcast_to(lengths, (*lead, k)).astype(jnp.int32)
+
+    def of_heads(x):
+        return jnp.broadcast_to(x[..., None, :], (*lead, k, x.shape[-1])).astype(jnp.int32)
+
+    starts, counts = (None, None) if segments is None else map(of_heads, segments)
 
     return dict(
         query=query,
@@ -187,6 +206,8 @@ def _arrays(query, key, value, bias, q_lengths, kv_lengths) -> dict:
         bias=bias,
         q_lengths=full(q_lengths),
         kv_lengths=full(kv_lengths),
+        starts=starts,
+        counts=counts,
     )
 
 
@@ -194,12 +215,13 @@ def _numbers(arrays: dict, options: Options, backward: bool, both: bool) -> dict
     """The attributes that both kernels have, and the size of the workspace."""
     query, key, bias = (arrays[name] for name in ("query", "key", "bias"))
     lengths = arrays["q_lengths"] is not None or arrays["kv_lengths"] is not None
+    segments = 0 if arrays["starts"] is None else arrays["starts"].shape[-1]
     return dict(
         before=options.before,
         after=options.after,
         scale=options.scale,
         rate=options.rate,
-        w=_workspace(query, key, bias, lengths, options, backward, both),
+        w=_workspace(query, key, bias, lengths, segments, options, backward, both),
     )
 
 
@@ -271,26 +293,36 @@ def _emit(kernel: Kernel, seeds, arrays: dict, numbers: dict) -> tuple:
     return _of_same_key(run, bias)(seeds, *values)
 
 
-def forward(query, key, value, bias, q_lengths, kv_lengths, words, options: Options, gradient):
+def forward(
+    query, key, value, bias, q_lengths, kv_lengths, segments, words, options: Options, gradient
+):
     """The result ``[..., t, k, g, h]`` and its logarithms of sums ``[..., k, g, t]``.
 
     ``query`` may be an array ``[..., t, 3, k, h]`` of all three, with ``None`` for the others.
-    Lengths are ``[..., 1]``. ``gradient`` says whether :func:`backward` may follow.
+    Lengths are ``[..., 1]``. With ``segments``, rows that are in none are not written, and ``bias``
+    and lengths must be ``None``; likewise in :func:`backward`. ``gradient`` says whether that may
+    follow.
     """
     seeds = _seeds(words, query, key)
-    arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths)
+    arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths, segments)
     # With dropout, either both directions take cuDNN or none: no other code has its masks.
     numbers = _numbers(arrays, options, False, gradient or seeds is not None)
-    return _emit(FORWARD, seeds, arrays, numbers)
+    y, stats = _emit(FORWARD, seeds, arrays, numbers)
+    if segments is not None:  # the kernel has written [..., t, k, g]
+        *lead, t, k, g, _ = y.shape
+        stats = jnp.moveaxis(stats.reshape(*lead, t, k, g), -3, -1)
+    return y, stats
 
 
 def backward(
-    query, key, value, bias, q_lengths, kv_lengths, words, y, stats, dy, options: Options
+    query, key, value, bias, q_lengths, kv_lengths, segments, words, y, stats, dy, options: Options
 ) -> tuple:
     """The gradients of the arrays, one or three."""
     seeds = _seeds(words, query, key)
-    arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths)
+    arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths, segments)
     numbers = _numbers(arrays, options, True, seeds is not None)
+    if segments is not None:  # as the kernel reads them
+        stats = jnp.moveaxis(stats, -1, -3).reshape(stats.shape)
     numbers |= dict(deterministic=options.deterministic)
     if bias is not None:  # cuDNN 9.19 computes wrong gradients with one row for all queries
         rows = query.shape[-4]
@@ -300,13 +332,13 @@ def backward(
     return _emit(BACKWARD, seeds, arrays | dict(y=y, stats=stats, dy=dy), numbers)
 
 
-def keep(query, key, bias, q_lengths, kv_lengths, words, options: Options):
+def keep(query, key, bias, q_lengths, kv_lengths, segments, words, options: Options):
     """Which weights ``[..., k, g, t, s]`` the dropout of a call keeps, of those that count.
 
     Queries and bias are 0, so that the weights of a row are equal, and the values are rows of
     identity matrices: a result is not 0 where its weight is kept.
     """
-    bias = None if bias is None else jnp.zeros_like(bias)
+    masks = (None if bias is None else jnp.zeros_like(bias), q_lengths, kv_lengths, segments)
     problem = sizes(query, key)
     length, k, size = problem.keys, problem.kv_heads, problem.size
     rows = jnp.zeros_like(query if key is None else key)
@@ -318,10 +350,10 @@ def keep(query, key, bias, q_lengths, kv_lengths, words, options: Options):
         value = jnp.broadcast_to(identity[:, None].astype(query.dtype), (*lead, length, k, size))
         if key is None:
             x = rows.at[..., 2, :, :].set(value)
-            y, _ = forward(x, None, None, bias, q_lengths, kv_lengths, words, options, True)
+            y, _ = forward(x, None, None, *masks, words, options, True)
         else:
             zeros = jnp.zeros_like(query)
-            y, _ = forward(zeros, rows, value, bias, q_lengths, kv_lengths, words, options, True)
+            y, _ = forward(zeros, rows, value, *masks, words, options, True)
         parts.append(y != 0)
     kept = jnp.concatenate(parts, -1)[..., :length]
     return jnp.moveaxis(kept, -4, -2)

@@ -110,8 +110,9 @@ def attention(
       segment_ids: integer array ``[B, L]`` for rows that have several sequences: a query attends to
         keys with its own id. 0 or a negative id is padding. A pair of arrays ``[B, T]`` and
         ``[B, S]`` gives queries and keys different ids. Without a batch, without ``B``.
-      max_segments: a bound on the number of segments in a row, static. It may be used to choose a
-        kernel, and never changes the result.
+      max_segments: a bound on the number of segments in a row, static. It never changes the result.
+        With one array of ``segment_ids``, each of which is in one piece of a row, cuDNN computes
+        every segment by itself, which takes less time in long rows.
       dropout_key: a key of ``jax.random`` for the dropout of the weights, typed or raw. May be
         ``None`` if the rate is 0.
       dropout_rate: the probability that a weight is dropped, a static number in [0, 1]. Each head
@@ -368,7 +369,8 @@ def _checked(
     for name, flag in flags.items():
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(f"{op}: {name} is {flag!r}; it must be True or False")
-    if max_segments is not None and integer(op, "max_segments", max_segments) < 1:
+    most = 0 if max_segments is None else integer(op, "max_segments", max_segments)
+    if max_segments is not None and most < 1:
         raise ValueError(f"{op}: max_segments is {max_segments}; it must be at least 1")
     scale = (
         1 / math.sqrt(max(size, 1))
@@ -376,13 +378,14 @@ def _checked(
         else real_number(op, "scale", scale, " (multiply query by an array instead)")
     )
     batch, _, queries, keys = sizes
+    segments = _segments(op, segment_ids, batch, queries, keys)
     masks = Masks(
         mask=_broadcastable(op, "mask", mask, sizes, ("bool",)),
         causal=bool(is_causal),
         window=_window(op, local_window_size),
         query_lengths=_lengths(op, "query_seq_lengths", query_seq_lengths, batch),
         key_lengths=_lengths(op, "key_value_seq_lengths", key_value_seq_lengths, batch),
-        segments=_segments(op, segment_ids, batch, queries, keys),
+        segments=segments,
     )
     return Attend(
         scale,
@@ -390,6 +393,7 @@ def _checked(
         masks,
         drop_of(op, "dropout_key", dropout_key, "dropout_rate", dropout_rate),
         bool(deterministic),
+        most if segments is not None and segments[0] is segments[1] else 0,
         bool(return_residual),
     )
 

@@ -7,6 +7,7 @@ probabilities nor a copy of the logits in float32.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -76,14 +77,16 @@ def _classes(x):
     )
 
 
-def _reference(logits, labels, *, label_smoothing: float, z_loss: float):
+def _reference(logits, labels, *, label_smoothing: float, z_loss: float, any_label: bool):
     x, kept = _selected(logits, labels)
     top, shifted, log_sum = _statistics(x)
     # A masked sum, because XLA fuses it with the other sums. The gradient of a gather is a scatter.
     here = _classes(x) == labels[..., None]
     at_label = jnp.where(here, shifted, jnp.zeros_like(shifted)).sum(-1)
-    at_label = jnp.where(labels < logits.shape[-1], at_label, jnp.nan)
-    loss = (1 - label_smoothing) * (log_sum - at_label)
+    is_class = labels < logits.shape[-1]
+    loss = log_sum - (at_label if any_label else jnp.where(is_class, at_label, jnp.nan))
+    loss = jnp.where(is_class, loss, jnp.zeros_like(loss)) if any_label else loss
+    loss = (1 - label_smoothing) * loss
     if label_smoothing:
         loss = loss + label_smoothing * (log_sum - shifted.mean(-1))
     if z_loss:
@@ -91,18 +94,51 @@ def _reference(logits, labels, *, label_smoothing: float, z_loss: float):
     return jnp.where(kept, loss, jnp.zeros_like(loss))
 
 
+def _save(logits, labels, **_):
+    return _statistics(_selected(logits, labels)[0])[::2]
+
+
+def _pullback(logits, labels, top, log_sum, dloss, **options):
+    (dlogits,) = jax.vjp(lambda x: _reference(x, labels, **options), logits)[1](dloss)
+    return dlogits
+
+
+def _if_classes(kernel, otherwise):
+    """The kernel, or with ``any_label`` something else if not all labels are classes.
+
+    The kernel has no loss for them.
+    """
+
+    def call(logits, labels, *rest, any_label, **options):
+        native = functools.partial(kernel, **options)
+        if not any_label:
+            return native(logits, labels, *rest)
+        reference = functools.partial(otherwise, any_label=True, **options)
+        all_classes = jnp.all(labels < logits.shape[-1])
+        return jax.lax.cond(all_classes, native, reference, logits, labels, *rest)
+
+    return call
+
+
+_loss = _if_classes(lambda *args, **options: _FORWARD(*args, **options).loss, _reference)
+_loss_and_saved = _if_classes(
+    lambda *args, **options: tuple(_FORWARD(*args, top=True, log_sum=True, **options)),
+    lambda *args, **options: (_reference(*args, **options), *_save(*args)),
+)
+_dlogits = _if_classes(lambda *args, **options: _BACKWARD(*args, **options).dlogits, _pullback)
+
 _OP = Op(
     "cross_entropy",
     "... v, ... -> ... :acc | ... :acc, ... :acc",
     _reference,
     example=example(lambda x: cross_entropy(x, jnp.arange(len(x)) % x.shape[-1]), "... n"),
     kernels=(_FORWARD, _BACKWARD),
-    forward=lambda *args, **options: _FORWARD(*args, **options).loss,
-    save=lambda logits, labels, **_: _statistics(_selected(logits, labels)[0])[::2],
-    forward_saving=lambda *args, **options: _FORWARD(*args, top=True, log_sum=True, **options),
+    forward=_loss,
+    save=_save,
+    forward_saving=_loss_and_saved,
     residuals=lambda args, outs, saved: (*args, *saved),
     backward=lambda residuals, cts, needs_grad, **options: (
-        _BACKWARD(*residuals, cts[0], **options).dlogits,
+        _dlogits(*residuals, cts[0], **options),
         None,
     ),
 )
@@ -190,7 +226,23 @@ def cross_entropy(
     elif axis != x.ndim - 1:
         limit = "the axis is not the last one"
     features = row_features(moved.shape[-1:], x.dtype)
-    return _OP(moved, classes, features=features, limit=limit, **options)
+    return _OP(moved, classes, features=features, limit=limit, any_label=False, **options)
+
+
+def cross_entropy_of_one_hot(
+    logits: Any, labels: Any, *, label_smoothing: float, z_loss: float
+) -> Any:
+    """:func:`cross_entropy` as programs compute it with one-hot arrays, for ``autofuse``.
+
+    A label that is no class, also a negative one, has the smoothed loss of all classes and the
+    z-loss. ``labels`` have at least 32 bits.
+    """
+    name, classes = "cross_entropy", logits.shape[-1]
+    options = check_options(name, label_smoothing, z_loss)
+    labels = jnp.where(labels < 0, classes, labels)
+    labels = prepared_labels(name, labels, None, logits.shape[:-1], classes, "that of the tokens")
+    features = row_features(logits.shape[-1:], logits.dtype)
+    return _OP(logits, labels, features=features, any_label=True, **options)
 
 
 def check_options(name: str, label_smoothing: object, z_loss: object) -> dict[str, Any]:

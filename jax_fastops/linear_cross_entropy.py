@@ -37,7 +37,9 @@ from jax_fastops.cross_entropy import check_options, cross_entropy, prepared_lab
 # Bytes of the logits of a chunk on a device. With fewer tokens in a chunk, adding up the table's
 # gradient costs more: it is read and written once for each chunk.
 _CHUNK = 2**29
-# Rows of the table are padded to a multiple: cuBLAS needs aligned rows of logits.
+# The logits of a chunk may also have this many times the bytes of the table's gradient in float32.
+_GRADIENTS = 0.0
+# The classes are padded to a multiple: cuBLAS needs aligned rows of logits.
 _ALIGNED = 64
 
 
@@ -57,6 +59,7 @@ class _Options(NamedTuple):
     label_smoothing: float
     z_loss: float
     precision: Any  # of the products
+    class_axis: int  # of the table
 
 
 # ---- chunks --------------------------------------------------------------------------------------
@@ -82,14 +85,25 @@ def _join_tokens(x, tokens: int, axis: int):
     return jax.lax.slice_in_dim(merge(jnp.moveaxis(x, 0, axis + 1), axis), 0, tokens, axis=axis)
 
 
+def _mesh_axes(name) -> tuple:
+    """The mesh axes that an entry of a partition spec names."""
+    return name if isinstance(name, tuple) else (name,) if name is not None else ()
+
+
 def _dot(a, b, axes: tuple[Sequence[int], Sequence[int]], dtype, options: _Options):
-    """The product of two arrays over these axes. Other axes that are sharded stay so."""
+    """The product of two arrays over these axes. Other axes that are sharded stay so.
+
+    If axes of both arrays are sharded over a mesh axis, only that of the first one stays so.
+    """
     specs, kept = [spec for x in (a, b) if (spec := spec_of(x)) is not None], None
     if len(specs) == 2:
-        pairs = zip(specs, axes, strict=True)
-        kept = PartitionSpec(
-            *(name for spec, over in pairs for i, name in enumerate(spec) if i not in over)
+        first, second = (
+            [name for i, name in enumerate(spec) if i not in over]
+            for spec, over in zip(specs, axes, strict=True)
         )
+        used = {axis for name in first for axis in _mesh_axes(name)}
+        second = [None if used.intersection(_mesh_axes(name)) else name for name in second]
+        kept = PartitionSpec(*first, *second)
     return jax.lax.dot_general(
         a,
         b,
@@ -101,7 +115,10 @@ def _dot(a, b, axes: tuple[Sequence[int], Sequence[int]], dtype, options: _Optio
 
 
 class _Layer(NamedTuple):
-    """The table, and what is added to each logit, both in the dtype of ``x`` or a wider one."""
+    """The table, and what is added to each logit, both in the dtype of ``x`` or a wider one.
+
+    The table has the axes that the caller gave it: XLA's products read either axis.
+    """
 
     table: Any
     offset: Any
@@ -112,8 +129,9 @@ def _layer(x, table, bias, options: _Options, wide: bool = False) -> _Layer:
     dtype = acc if wide else x.dtype
     table = table.astype(dtype)
     bias = None if bias is None else bias.astype(dtype)
-    classes, spec = table.shape[0], spec_of(table)
-    fixed = isinstance(classes, int) and (spec is None or spec[0] is None)
+    axis, spec = options.class_axis, spec_of(table)
+    classes = table.shape[axis]
+    fixed = isinstance(classes, int) and (spec is None or spec[axis] is None)
     # The mean of the logits for label smoothing, and the softcap, take no padding.
     plain = options.softcap is None and not options.label_smoothing
     if not fixed or not plain or classes < 16 * _ALIGNED or classes % _ALIGNED == 0:
@@ -126,7 +144,13 @@ def _layer(x, table, bias, options: _Options, wide: bool = False) -> _Layer:
     if bias is not None:
         lowest = jnp.where(jax.lax.stop_gradient(bias).max() > lowest / 2, lowest, -jnp.inf)
     offset = jnp.pad(none, (0, missing), constant_values=lowest)
-    return _Layer(jnp.pad(table, ((0, missing), (0, 0))), offset)
+    widths = [(0, missing if i == axis else 0) for i in range(2)]
+    return _Layer(jnp.pad(table, widths), offset)
+
+
+def _products(x, layer: _Layer, options: _Options):
+    """The product of each token with each class."""
+    return _dot(x, layer.table, ((x.ndim - 1,), (1 - options.class_axis,)), x.dtype, options)
 
 
 def _losses(raw, offset, labels, options: _Options):
@@ -140,7 +164,7 @@ def _losses(raw, offset, labels, options: _Options):
 
 
 def _losses_of_chunk(x, labels, layer: _Layer, options: _Options):
-    raw = _dot(x, layer.table, ((x.ndim - 1,), (1,)), x.dtype, options)
+    raw = _products(x, layer, options)
     return _losses(raw, layer.offset, labels, options)
 
 
@@ -178,19 +202,22 @@ def _total_and_gradients(x, table, bias, labels, options: _Options, needs_grad):
     """The sum, and its gradients of those of ``x``, ``table`` and ``bias`` that need one."""
     wide, chunks = accumulator_dtype(x.dtype), options.chunks
     layer, axis = _layer(x, table, bias, options), x.ndim - 2
+    class_axis = options.class_axis
+    classes = table.shape[class_axis]
     tokens = range(x.ndim - 1)
 
     def body(carry, part):
         dtable, dbias = carry
         x, labels = part
-        raw = _dot(x, layer.table, ((x.ndim - 1,), (1,)), x.dtype, options)
+        raw = _products(x, layer, options)
         losses, pullback = jax.vjp(lambda raw: _losses(raw, layer.offset, labels, options), raw)
         (draw,) = pullback(jnp.ones_like(losses))
         dx = None
         if needs_grad[0]:
-            dx = _dot(draw, layer.table, ((x.ndim - 1,), (0,)), x.dtype, options)
+            dx = _dot(draw, layer.table, ((x.ndim - 1,), (class_axis,)), x.dtype, options)
         if needs_grad[1]:
-            dtable = dtable + _dot(draw, x, (tokens, tokens), wide, options)
+            pair = (x, draw) if class_axis else (draw, x)  # so that no axes are exchanged
+            dtable = dtable + _dot(*pair, (tokens, tokens), wide, options)
         if needs_grad[2]:
             dbias = dbias + draw.astype(wide).sum(tokens)
         return (dtable, dbias), (losses.sum(), dx)
@@ -203,8 +230,8 @@ def _total_and_gradients(x, table, bias, labels, options: _Options, needs_grad):
     (dtable, dbias), (totals, dx) = _over_chunks(body, start, parts, chunks)
     grads = [
         None if dx is None else _join_tokens(dx, x.shape[axis], axis),
-        None if dtable is None else jax.lax.slice_in_dim(dtable, 0, table.shape[0]),
-        None if dbias is None else jax.lax.slice_in_dim(dbias, 0, table.shape[0]),
+        None if dtable is None else jax.lax.slice_in_dim(dtable, 0, classes, axis=class_axis),
+        None if dbias is None else jax.lax.slice_in_dim(dbias, 0, classes),
     ]
     return totals.sum(), [
         # Before the cotangent of a mean divides it, a sum over tokens may be too large for float16.
@@ -258,6 +285,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     reduction: Literal["mean", "sum", "none"] = "mean",
     chunk: int | None = None,
+    class_axis: Literal[0, 1] = 0,
     precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """The cross entropy of the logits ``x @ table.T + bias``, which never exist as a whole.
@@ -269,7 +297,9 @@ def linear_cross_entropy(
     Args:
       x: array ``[..., d]``, the tokens; float32, bfloat16, float16 or float64.
       table: array ``[v, d]`` of a supported dtype: a row for each class, such as the embeddings of
-        a vocabulary. It is cast to the dtype of ``x``, and padded to a fast number of classes.
+        a vocabulary. With ``class_axis=1``, array ``[d, v]``, such as the kernel of a layer. It is
+        cast to the dtype of ``x``, and padded to a fast number of classes. It is not transposed,
+        and its gradient has the same axes.
       labels: array ``[...]`` of any integer dtype, as in :func:`cross_entropy`: a negative label
         leaves its token out, and one of ``v`` or more makes the loss NaN.
       bias: array ``[v]`` of a supported dtype, or ``None``.
@@ -280,8 +310,9 @@ def linear_cross_entropy(
       reduction: ``"mean"`` over the tokens that count (0 if there is none), ``"sum"``, or
         ``"none"``: the loss of each token.
       chunk: the number of tokens whose logits exist at the same time. ``None``: as many as fit
-        512 MiB, of a device if tokens or rows of ``table`` are sharded over explicit mesh axes.
+        512 MiB, of a device if tokens or classes of ``table`` are sharded over explicit mesh axes.
         Over auto mesh axes the sharding is unknown, so give the number of all devices together.
+      class_axis: the axis of ``table`` that has the classes.
       precision: of the products, forward and backward, as in ``jnp.matmul``. ``None``: that of
         ``jax.default_matmul_precision``.
 
@@ -295,7 +326,7 @@ def linear_cross_entropy(
 
     Sharding: over all axes of the tokens, with no communication except the sums of the scalar and
     of the gradients of ``table`` and ``bias``. If the last of several axes has not enough tokens
-    for the chunks, only the first one stays sharded. Sharded rows of ``table``: as the classes of
+    for the chunks, only the first one stays sharded. Sharded classes of ``table``: as those of
     :func:`cross_entropy`.
 
     Raises:
@@ -318,7 +349,10 @@ def linear_cross_entropy(
     for key in ("x", "table", "bias"):
         if key in arrays:
             (arrays[key],) = map(not_weak, same_floating_dtype(name, [arrays[key]], [key]))
-    _check_shapes(name, arrays)
+    axis = integer(name, "class_axis", class_axis)
+    if axis not in (0, 1):
+        raise ValueError(f"{name}: class_axis is {class_axis}; it must be 0 or 1")
+    _check_shapes(name, arrays, axis)
     options = check_options(name, label_smoothing, z_loss)
     if softcap is not None:
         softcap = real_number(name, "softcap", softcap)
@@ -326,50 +360,53 @@ def linear_cross_entropy(
             raise ValueError(f"{name}: softcap is {softcap}; it must be positive and finite")
     one_of(name, "reduction", reduction, ("mean", "sum", "none"))
     arrays = dict(zip(arrays, match_varying(list(arrays.values())), strict=True))
-    hidden, rows, row_bias = arrays["x"], arrays["table"], arrays.get("bias")
-    classes, of = rows.shape[0], "that of x without its last axis"
+    hidden, matrix, row_bias = arrays["x"], arrays["table"], arrays.get("bias")
+    classes, of = matrix.shape[axis], "that of x without its last axis"
     index = prepared_labels(
         name, arrays["labels"], arrays.get("where"), hidden.shape[:-1], classes, of
     )
     shape, tokens = index.shape, index.ndim
-    chunks = _chunks(name, hidden, rows, chunk)
+    chunks = _chunks(name, hidden, matrix, chunk, axis)
     # Even chunks of the last dimension of the tokens leave all dimensions sharded.
     if tokens == 0 or (chunks > 1 and -shape[-1] % chunks > shape[-1] // 8):
         index, hidden = merge(index, 0, tokens), merge(hidden, 0, tokens)
     kept = index >= 0
     # A label that is too large must also be too large for the padded table.
     index = jnp.where(index < classes, index, 2**31 - 1)
-    static = _Options(_of_shards(chunks, hidden), softcap, **options, precision=precision)
+    chunks = _of_shards(chunks, hidden)
+    static = _Options(chunks, softcap, **options, precision=precision, class_axis=axis)
     if reduction == "none":
-        losses = _each(hidden, rows, row_bias, index, static)
+        losses = _each(hidden, matrix, row_bias, index, static)
         return (
             losses if losses.ndim == tokens else reshape(losses, shape, spec_of(arrays["labels"]))
         )
-    total = _total(hidden, rows, row_bias, index, static)
+    total = _total(hidden, matrix, row_bias, index, static)
     if reduction == "sum":
         return total
     return total / jnp.maximum(kept.astype(total.dtype).sum(), 1)
 
 
-def _check_shapes(name: str, arrays: dict[str, Any]) -> None:
+def _check_shapes(name: str, arrays: dict[str, Any], class_axis: int) -> None:
     x, table, bias = arrays["x"], arrays["table"], arrays.get("bias")
     if x.ndim < 1:
         raise ValueError(f"{name}: x has shape {x.shape}; it must be [..., d]")
-    if table.ndim != 2 or table.shape[1] != x.shape[-1]:
+    if table.ndim != 2 or table.shape[1 - class_axis] != x.shape[-1]:
+        axes = "[d, v]" if class_axis else "[v, d]"
         raise ValueError(
-            f"{name}: table has shape {table.shape}; it must be [v, d], where d = {x.shape[-1]} is "
+            f"{name}: table has shape {table.shape}; it must be {axes}, where d = {x.shape[-1]} is "
             "the last axis of x"
         )
-    if bias is not None and bias.shape != table.shape[:1]:
+    classes = table.shape[class_axis]
+    if bias is not None and bias.shape != (classes,):
         raise ValueError(
-            f"{name}: bias has shape {bias.shape}; it must be {table.shape[:1]}, a number for each "
-            "row of table"
+            f"{name}: bias has shape {bias.shape}; it must be {(classes,)}, a number for each "
+            "class of table"
         )
 
 
-def _chunks(name: str, x, table, chunk) -> int:
+def _chunks(name: str, x, table, chunk, class_axis: int) -> int:
     """The number of chunks."""
-    tokens, classes = math.prod(x.shape[:-1]), table.shape[0]
+    tokens, classes = math.prod(x.shape[:-1]), table.shape[class_axis]
     if chunk is not None:
         chunk = integer(name, "chunk", chunk)
         if chunk < 1:
@@ -377,8 +414,11 @@ def _chunks(name: str, x, table, chunk) -> int:
     if not isinstance(tokens, int) or not isinstance(classes, int):
         return 1  # a symbolic size
     if chunk is None:
-        shards = _shards(x, slice(-1)) * _shards(table, slice(1))
+        shards = _shards(x, slice(-1)) * _shards(table, slice(class_axis, class_axis + 1))
         chunk = max(1, _CHUNK // max(1, classes * x.dtype.itemsize)) * shards
+        if _GRADIENTS and isinstance(x.shape[-1], int):
+            wide = accumulator_dtype(x.dtype).itemsize
+            chunk = max(chunk, int(_GRADIENTS * x.shape[-1] * wide / x.dtype.itemsize) * shards)
     return max(1, -(-tokens // chunk))
 
 

@@ -356,8 +356,20 @@ PROGRAMS = {
         (X, LABELS),
         ["cross_entropy"],
     ),
-    "one-hot likelihood": (
-        lambda x, labels: jnp.mean(-one_hot_loss(x, labels)),
+    "one-hot likelihood, weighted": (
+        lambda x, labels: jnp.sum(
+            jnp.where(labels[..., None] == jnp.arange(40), 1.0, 0.0)
+            * jnp.where(LABELS[..., None] > 9, jax.nn.log_softmax(x) * X[..., :1], 0)
+        ),
+        (X, LABELS),
+        ["cross_entropy of one_hot"],
+    ),
+    "one-hot loss, smoothed, with z-loss": (
+        lambda x, labels: (
+            one_hot_loss(x, labels) * 0.9
+            - 0.1 * jax.nn.log_softmax(x).mean(-1)
+            + 0.01 * jax.nn.logsumexp(x, -1) ** 2
+        ),
         (X, LABELS),
         ["cross_entropy of one_hot"],
     ),

@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 from harness.compat import x64
 from harness.numerics import normal
+from harness.sharding import collectives, device_count, mesh_for, over_kinds, over_mesh
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 from jax_fastops import _attention, _dispatch, _native
 
 HERE = jax.default_backend() == "gpu" and "jax_fastops.attention" in _native.kernels("cuda")
 on_gpu = pytest.mark.skipif(not HERE, reason="needs a GPU and a build with cuDNN")
+# Under "auto", calls with few keys take no cuDNN.
+pytestmark = pytest.mark.usefixtures("native")
 DROP = dict(dropout_key=jax.random.key(3), dropout_rate=0.25)
 
 
@@ -185,6 +190,94 @@ def test_segments(ids):
     check(query, key, value, allowed=allowed, segment_ids=ids)
 
 
+# Segments that are sequences, and segments that are not, of which the last are more than 3.
+PACKED = np.array([[1] * 40 + [2] * 30 + [3] * 58, [0] * 5 + [7] * 100 + [0] * 3 + [4] * 20])
+IDS = {
+    "packed": PACKED,
+    "one": np.ones((2, 128), int),
+    "padding only": np.array([[0] * 128, [-1] * 60 + [9] * 68]),
+    "again": np.array([[1, 1, 2, 1] * 32, PACKED[0]]),
+    "padding in the middle": np.array([[1] * 64 + [0] + [1] * 63, PACKED[1]]),
+    "four": np.array([[1] * 30 + [2] * 30 + [3] * 40 + [4] * 28, PACKED[1]]),
+}
+FORMS = {
+    "plain": {},
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=(17, 5)),
+    "deterministic": dict(deterministic=True, is_causal=True),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", IDS)
+def test_segments_as_sequences(name, form):
+    ids, options = IDS[name], FORMS[form]
+    row, column = np.arange(128)[:, None], np.arange(128)
+    allowed = (ids[:, None, :, None] == ids[:, None, None, :]) & (ids > 0)[:, None, :, None]
+    if "is_causal" in options:
+        allowed &= column <= row
+    if form == "window":
+        allowed &= (row - column <= 17) & (column - row <= 5)
+    for kv_heads in (4, 2):
+        arrays = heads((2, 128, 4, 64), (2, 128, kv_heads, 64))
+        more = dict(segment_ids=ids, max_segments=3) | options
+        check(*arrays, allowed=allowed, **more)
+    query, key, value = heads((2, 128, 4, 64))
+    qkv = jnp.stack([query, key, value], 2)
+
+    def loss(function):
+        return lambda *a: (function(*a, **more).astype(jnp.float32) ** 2).sum()
+
+    in_one = functools.partial(fo.qkv_attention, num_heads=4)
+    found = jax.jit(jax.grad(loss(in_one)))(qkv)
+    wanted = jax.jit(jax.grad(loss(fo.attention), (0, 1, 2)))(query, key, value)
+    np.testing.assert_allclose(
+        *(np.asarray(x, np.float32) for x in (found, jnp.stack(wanted, 2))), atol=0.05, rtol=0.05
+    )
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["packed", "again"])
+def test_dropout_of_segments(name):
+    """All derivatives have one mask, whether segments are sequences or not."""
+    ids = IDS[name]
+    arrays = heads((2, 128, 4, 64))
+    allowed = (ids[:, None, :, None] == ids[:, None, None, :]) & (ids > 0)[:, None, :, None]
+    options = DROP | dict(segment_ids=ids, max_segments=3)
+    kept = np.asarray(dropped_weights((2, 128, 4, 64), **options)) & allowed
+    assert abs(kept.sum() / np.broadcast_to(allowed, kept.shape).sum() - 0.75) < 0.02
+    check(*arrays, weight=kept / 0.75, allowed=allowed, **options)
+
+    def loss(attend, q, k, v, **more):
+        return (attend(q, k, v, **more) ** 2).sum()
+
+    ours = functools.partial(loss, fo.attention, **options)
+    plain = functools.partial(loss, expected, weight=kept / 0.75, allowed=allowed)
+    tangents = heads((2, 128, 4, 64), seed=4)
+    found = jax.jit(lambda *a: jax.jvp(jax.grad(ours, (0, 1, 2)), a[:3], a[3:]))(*arrays, *tangents)
+    wanted = in_float64(
+        lambda *a: jax.jvp(jax.grad(plain, (0, 1, 2)), a[:3], a[3:]), *arrays, *tangents
+    )
+    found, wanted = jax.tree.leaves(found), jax.tree.leaves(wanted)
+    assert max(errors(found, wanted)) < 0.2, errors(found, wanted)
+
+
+@on_gpu
+def test_mapped_segments():
+    arrays = heads((2, 128, 4, 64))
+    ids = np.stack([IDS["packed"], IDS["again"]])
+
+    def grads(ids, q, k, v):
+        attend = functools.partial(fo.attention, segment_ids=ids, max_segments=3)
+        return jax.grad(lambda *a: (attend(*a) ** 2).sum(), (0, 1, 2))(q, k, v)
+
+    found = jax.jit(jax.vmap(grads, (0, None, None, None)))(ids, *arrays)
+    for i in range(2):
+        wanted = jax.jit(grads)(ids[i], *arrays)
+        assert max(errors([x[i] for x in found], map(np.asarray, wanted))) < 0.1
+
+
 @on_gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
@@ -267,7 +360,7 @@ def dropped_weights(shape, kv_shape=None, **options):
         value = jnp.arange(length)[:, None] == first + jnp.arange(size)
         value = jnp.broadcast_to(value[:, None], kv_shape).astype(jnp.bfloat16)
         parts.append(fo.attention(query, key, value, **options))
-    return np.asarray(jnp.moveaxis(jnp.concatenate(parts, -1)[..., :length], 1, 2)) != 0
+    return jnp.moveaxis(jnp.concatenate(parts, -1)[..., :length], 1, 2) != 0
 
 
 @on_gpu
@@ -281,7 +374,7 @@ def test_dropout(shape, masked):
     query, key, value = heads(*shape)
     mask = drawn_mask((query.shape[0], 1, 1, key.shape[1]), 0.8) if masked else None
     options = DROP | ({} if mask is None else dict(mask=np.ones_like(mask)))
-    kept = dropped_weights(*shape, **options)
+    kept = np.asarray(dropped_weights(*shape, **options))
     assert abs(kept.mean() - 0.75) < 0.02
     allowed = True if mask is None else mask
     options = DROP | ({} if mask is None else dict(mask=mask))
@@ -301,7 +394,7 @@ def test_dropout(shape, masked):
         found = jax.jit(transform(ours))(*arrays, *tangents)
         wanted = in_float64(transform(plain), *arrays, *tangents)
         found, wanted = jax.tree.leaves(found), jax.tree.leaves(wanted)
-        assert max(errors(found, wanted)) < 0.2, errors(found, wanted)
+        assert max(errors(found, wanted)) < 0.25, errors(found, wanted)
 
 
 @on_gpu
@@ -338,21 +431,31 @@ def test_masks_of_mapped_keys(masked):
 
 
 @on_gpu
-def test_statistics_of_masks():
-    kept = dropped_weights((8, 512, 12, 64), **DROP)
-    total = kept.size
-    assert abs(kept.mean() - 0.75) < 5 * (0.75 * 0.25 / total) ** 0.5
-    x = (kept - 0.75) / (0.75 * 0.25) ** 0.5
-    other = dropped_weights((8, 512, 12, 64), dropout_key=jax.random.key(4), dropout_rate=0.25)
-    pairs = {
-        "keys": x[..., 1:] * x[..., :-1],
-        "queries": x[..., 1:, :] * x[..., :-1, :],
-        "heads": x[:, 1:] * x[:, :-1],
-        "examples": x[1:] * x[:-1],
-        "other key": x * (other - 0.75) / (0.75 * 0.25) ** 0.5,
-    }
-    found = {name: abs(p.mean()) * p.size**0.5 for name, p in pairs.items()}
-    assert max(found.values()) < 6, found
+@pytest.mark.parametrize("calls", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_statistics_of_masks(calls):
+    """Sums over all weights, in units of their standard deviation. 40 calls draw 10^9."""
+    shape = (8, 512, 12, 64)
+
+    @jax.jit
+    def sums(key, other):
+        x, y = (
+            (dropped_weights(shape, dropout_key=k, dropout_rate=0.25) - 0.75) / (0.75 * 0.25) ** 0.5
+            for k in (key, other)
+        )
+        return {
+            "rate": x.sum(),
+            "keys": (x[..., 1:] * x[..., :-1]).sum(),
+            "queries": (x[..., 1:, :] * x[..., :-1, :]).sum(),
+            "heads": (x[:, 1:] * x[:, :-1]).sum(),
+            "examples": (x[1:] * x[:-1]).sum(),
+            "other key": (x * y).sum(),
+        }
+
+    keys = jax.random.split(jax.random.key(5), calls + 1)
+    found = [sums(a, b) for a, b in itertools.pairwise(keys)]
+    total = calls * 8 * 12 * 512 * 512
+    scores = {name: abs(sum(float(f[name]) for f in found)) / total**0.5 for name in found[0]}
+    assert max(scores.values()) < 6, scores
 
 
 # ---- programs ------------------------------------------------------------------------------------
@@ -413,6 +516,44 @@ KINDS = {
 }
 
 
+@on_gpu
+@over_kinds
+@pytest.mark.parametrize("over", ["batch", "heads"])
+@pytest.mark.parametrize("options", ["causal", "lengths", "mask", "packed"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_sharded(axis_type, over, options, whole):
+    """Without communication, and with the values of one device."""
+    mesh, count = mesh_for(axis_type), device_count()
+    shape = (2 * count, 128, 2 * count, 64)
+    arrays = heads(shape)
+    arrays = (jnp.stack(arrays, 2),) if whole else arrays
+    dy = jnp.asarray(normal(np.random.default_rng(7), shape, jnp.bfloat16))
+    ids, lengths = np.tile(PACKED, (count, 1)), np.tile([128, 50], count)
+    given = {
+        "causal": dict(is_causal=True),
+        "lengths": dict(key_value_seq_lengths=lengths),
+        "mask": dict(mask=np.arange(128) < lengths[:, None, None, None]),
+        "packed": dict(segment_ids=ids, max_segments=3),
+    }[options]
+    attend = functools.partial(fo.qkv_attention, num_heads=2 * count) if whole else fo.attention
+
+    def run(dy, *arrays):
+        y, pull = jax.vjp(functools.partial(attend, **given), *arrays)
+        dy = dy.reshape(y.shape) if axis_type == AxisType.Auto else dy
+        return y, *pull(dy)
+
+    dim = 0 if over == "batch" else arrays[0].ndim - 2
+    spec = P(*[None] * dim, "a")
+    of_result = P("a") if over == "batch" else P(None, None, "a")
+    flat = dy.reshape(*shape[:2], -1) if whole else dy
+    specs = [of_result, *[spec] * len(arrays)]
+    found, compiled = over_mesh(mesh, run, (flat, *arrays), specs)
+    assert "jax_fastops.attention" in compiled and not collectives(compiled)
+    wanted = jax.jit(run)(flat, *arrays)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs(cuda_programs, kind):
     q = jnp.ones((2, 16, 4, 8), jnp.bfloat16)
@@ -435,13 +576,58 @@ def test_programs(cuda_programs, kind):
     assert calls(mapped, q[None], kv[None], kv[None]) == [1, 1]
 
 
+@pytest.mark.parametrize("dropout", [False, True])
+def test_programs_of_segments(cuda_programs, monkeypatch, dropout):
+    """Both kernels are there: which one runs depends on the ids."""
+    plans: list[dict] = []
+
+    def plan(**problem):
+        plans.append(problem)
+        return (1 << 20, "")
+
+    q = jnp.ones((2, 16, 4, 8), jnp.bfloat16)
+    ids = jnp.ones((2, 16), int)
+
+    def attend(q, segment_ids=ids, **more):
+        more = dict(max_segments=3) | more | (DROP if dropout else {})
+        return fo.attention(q, q, q, segment_ids=segment_ids, **more).sum()
+
+    # Without a device, nothing tells whether cuDNN takes them.
+    monkeypatch.setattr(_native, "attention_plan", lambda **problem: None)
+    assert calls(jax.grad(attend), q) == [1, 1]
+    monkeypatch.setattr(_native, "attention_plan", plan)
+    assert calls(attend, q) == [2, 0]
+    assert calls(jax.grad(attend), q) == [2, 2]
+    assert {p["segments"] for p in plans} == {0, 3}
+    assert calls(jax.vmap(jax.grad(attend)), q[None]) == [2, 2]
+    for more in (
+        dict(max_segments=None),
+        dict(segment_ids=(ids, ids + 1)),
+        dict(mask=jnp.ones((16, 16), bool)),
+        dict(bias=jnp.ones((16, 16))),
+        dict(key_value_seq_lengths=jnp.array([3, 4])),
+    ):
+        assert calls(functools.partial(attend, **more), q) == [1, 0]
+    monkeypatch.setattr(
+        _native, "attention_plan", lambda **p: (0, "too old" if p["segments"] else "")
+    )
+    assert calls(jax.grad(attend), q) == [1, 1]
+
+
 def test_programs_for_other_machines(cuda_programs, monkeypatch):
     """Under "native", a process without a GPU lowers cuDNN's calls."""
     monkeypatch.setattr(_dispatch, "lowering_platform", lambda: "cpu")
-    q = jnp.ones((2, 16, 4, 8), jnp.bfloat16)
-    assert calls(fo.attention, q, q, q) == [0, 0]
-    with fo.use_implementation("native"):
+    q = jnp.ones((2, 64, 4, 8), jnp.bfloat16)
+    with fo.use_implementation("auto"):
+        assert calls(fo.attention, q, q, q) == [0, 0]
+    assert calls(fo.attention, q, q, q) == [1, 0]
+
+
+def test_few_keys(cuda_programs):
+    q = jnp.ones((3, 64, 4, 8), jnp.bfloat16)
+    with fo.use_implementation("auto"):
         assert calls(fo.attention, q, q, q) == [1, 0]
+        assert calls(fo.attention, q, q[:, :63], q[:, :63]) == [0, 0]
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 1, 16), (1, 4, 16, 16), (16, 16)])

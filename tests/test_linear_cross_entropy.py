@@ -54,33 +54,40 @@ def compare(found, wanted, tolerance):
         assert error <= tolerance * (np.abs(theirs).max() + 0.1)
 
 
-def drawn(shape):
+def turned(table, class_axis):
+    """A table ``[v, d]`` with the classes along this axis, or the inverse."""
+    return table.T if class_axis else table
+
+
+def drawn(shape, class_axis):
     def make(rng, dtype):
-        given = (normal(rng, size, dtype) for size in ((*shape, 3), (5, 3), (5,)))
+        sizes = (*shape, 3), (3, 5) if class_axis else (5, 3), (5,)
+        given = (normal(rng, size, dtype) for size in sizes)
         return *given, rng.integers(-1, 5, shape).astype(np.int32)
 
     return make
 
 
-def case(reduction, shape, sharded, sharding, **more):
+def case(reduction, shape, sharded, sharding, class_axis=0, **more):
     """Two chunks. Where bias and softcap are not fused, 16-bit logits are rounded more often than
     those of the reference: for them see TOLERANCE."""
     options = {key: more.pop(key) for key in HARD if key in more}
 
     def ours(x, table, bias, labels):
         chunk = 8 if x.shape[0] == sharded[0] else 2
-        more = dict(bias=bias, reduction=reduction, chunk=chunk, **options)
+        more = dict(bias=bias, reduction=reduction, chunk=chunk, class_axis=class_axis, **options)
         return fo.linear_cross_entropy(x, table, labels, **more)
 
     def reference(x, table, bias, labels):
-        return expected(x, table, bias, labels, True, reduction, **options)
+        rows = turned(table, class_axis)
+        return expected(x, rows, bias, labels, True, reduction, **options)
 
     return Case(
-        name=reduction,
+        name=f"{reduction} of columns" if class_axis else reduction,
         fn=ours,
         reference=reference,
-        make_args=drawn(shape),
-        make_sharded_args=drawn(sharded),
+        make_args=drawn(shape, class_axis),
+        make_sharded_args=drawn(sharded, class_axis),
         dtypes=("float32", "float64"),
         tolerance=Tolerance(ulps=16.0, lone=1.0),  # terms of a tangent cancel
         shardings=(sharding,),
@@ -90,21 +97,22 @@ def case(reduction, shape, sharded, sharding, **more):
 
 
 TOKENS = (0, None, None, 0)
-MEAN = case(
-    "mean",
-    (3,),
-    (16,),
-    # The losses and their number; the gradients of table and bias.
-    Sharding("tokens", TOKENS, (None,), 2, gradient_all_reduces=2, shard_map=False),
-    symbolic=("b, d", "v, d", "v", "b"),
-    empty="",
-)
+# The losses and their number; the gradients of table and bias.
+SUMS = Sharding("tokens", TOKENS, (None,), 2, gradient_all_reduces=2, shard_map=False)
 BY_TOKENS = Sharding("tokens", TOKENS, (0,), gradient_all_reduces=2)
-NONE = case("none", (2, 2), (16, 2), BY_TOKENS, quick=rf"{OTHER_FORM}|scan/grad|checkpoint/default")
-SUM = case("sum", (2, 2), (16, 2), Sharding("tokens", TOKENS, (None,), 1), basic_only=True, **HARD)
+BY_SUM = Sharding("tokens", TOKENS, (None,), 1)
+SOME = rf"{OTHER_FORM}|scan/grad|checkpoint/default"
+MEAN = case("mean", (3,), (16,), SUMS, symbolic=("b, d", "v, d", "v", "b"), empty="")
+NONE = case("none", (2, 2), (16, 2), BY_TOKENS, quick=SOME)
+SUM = case("sum", (2, 2), (16, 2), BY_SUM, basic_only=True, **HARD)
+COLUMNS = [
+    case("mean", (3,), (16,), SUMS, 1, symbolic=("b, d", "d, v", "v", "b"), empty="", quick=SOME),
+    case("none", (2, 2), (16, 2), BY_TOKENS, 1, quick=SOME),
+    case("sum", (2, 2), (16, 2), BY_SUM, 1, basic_only=True, quick="vjp", **HARD),
+]
 
 
-@checks(MEAN, NONE, SUM)
+@checks(MEAN, NONE, SUM, *COLUMNS)
 def test_transforms(check, native):
     check()
 
@@ -123,16 +131,21 @@ def test_transforms(check, native):
 @pytest.mark.parametrize("classes", [1, 7, 1030])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_values_and_gradients(dtype, classes, reduction, chunk, options):
+    """In chunks, the table has the classes along its last axis."""
+    class_axis = 0 if chunk is None else 1
     with x64():
         *given, labels, where = draw((3, 11), classes, dtype)
+        given[1] = turned(given[1], class_axis)
         weights = 1.0 + np.arange(11) if reduction == "none" else 1.0
 
         def ours(x, table, bias):
-            more = dict(where=where, reduction=reduction, chunk=chunk, **options)
-            return (fo.linear_cross_entropy(x, table, labels, bias=bias, **more) * weights).sum()
+            more = dict(where=where, reduction=reduction, chunk=chunk, class_axis=class_axis)
+            more |= dict(bias=bias, **options)
+            return (fo.linear_cross_entropy(x, table, labels, **more) * weights).sum()
 
         def theirs(x, table, bias):
-            found = expected(x, table, bias, labels, where, reduction, **options)
+            rows = turned(table, class_axis)
+            found = expected(x, rows, bias, labels, where, reduction, **options)
             return (found * weights).sum()
 
         found = jax.jit(jax.value_and_grad(ours, (0, 1, 2)))(*given)
@@ -152,6 +165,22 @@ def test_large_vocabularies(classes, width):
         theirs = functools.partial(expected, labels=labels, where=True, reduction="mean")
         wanted = jax.value_and_grad(theirs, (0, 1, 2))(*wide)
         compare(found, wanted, 2e-5)
+
+
+@pytest.mark.parametrize("class_axis", [0, 1])
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("classes", [4096, 4099])
+def test_the_table_is_not_transposed(class_axis, platform, classes):
+    """Neither the table nor its gradient, also if it is padded."""
+    x, table, bias, labels, _ = draw((4, 16), classes, "bfloat16")
+    table = turned(table.astype(np.float32), class_axis)
+    loss = lambda *args: fo.linear_cross_entropy(*args, labels, bias=bias, class_axis=class_axis)  # noqa: E731
+    for fn in (loss, jax.value_and_grad(loss, (0, 1))):
+        with fo.use_implementation("xla"):
+            lowered = jax.jit(fn).trace(x, table).lower(lowering_platforms=(platform,))
+        found = re.findall(r"stablehlo.transpose .*-> tensor<([0-9x]+)x", lowered.as_text())
+        sizes = [np.prod([int(n) for n in shape.split("x")]) for shape in found]
+        assert all(size < table.size for size in sizes)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -395,20 +424,20 @@ def test_kernels_and_residuals(native):
 
 
 @over_kinds
-@pytest.mark.parametrize("sharded", ["tokens", "classes"])
-def test_sharding(axis_type, sharded):
+@pytest.mark.parametrize("sharded, class_axis", [("tokens", 0), ("classes", 0), ("classes", 1)])
+def test_sharding(axis_type, sharded, class_axis):
     """Tokens need the sums of results only. Classes are reduced over the devices by XLA."""
     mesh = mesh_for(axis_type)
     x, table, bias, labels, _ = draw((16, 12), 128, np.float32)
-    loss = lambda x, t, b, labels: fo.linear_cross_entropy(x, t, labels, bias=b, chunk=48)  # noqa: E731
+    table, options = turned(table, class_axis), dict(chunk=48, class_axis=class_axis)
+    loss = lambda x, t, b, labels: fo.linear_cross_entropy(x, t, labels, bias=b, **options)  # noqa: E731
     step = jax.value_and_grad(loss, (0, 1, 2))
     wanted = jax.jit(step)(x, table, bias, labels)
     tokens, classes = (P("a"), P()) if sharded == "tokens" else (P(), P("a"))
+    specs = tokens, P(None, *classes) if class_axis else classes, classes, tokens
     given = [
         jax.device_put(a, NamedSharding(mesh, spec))
-        for a, spec in zip(
-            (x, table, bias, labels), (tokens, classes, classes, tokens), strict=True
-        )
+        for a, spec in zip((x, table, bias, labels), specs, strict=True)
     ]
     mode = "xla" if sharded == "classes" else "auto"
     with jax.set_mesh(mesh), fo.use_implementation(mode):
@@ -453,6 +482,34 @@ def test_only_the_table_is_in_the_mesh():
     with jax.set_mesh(mesh), fo.use_implementation("xla"):
         got = fo.linear_cross_entropy(x, table, labels)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+@over_kinds
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("class_axis", [0, 1])
+def test_features_of_the_table_are_sharded_as_tokens(axis_type, class_axis, reduction):
+    """The table is gathered, and its gradient is sharded as it is."""
+    mesh = mesh_for(axis_type)
+    x, table, _, labels, _ = draw((16, 12), 128, np.float32)
+    table = turned(table, class_axis)
+
+    def loss(x, table):
+        options = dict(chunk=96, class_axis=class_axis, reduction=reduction)
+        return jnp.square(fo.linear_cross_entropy(x, table, labels, **options)).sum()
+
+    step = jax.value_and_grad(loss, (0, 1))
+    wanted = step(x, table)
+    specs = P("a"), P("a", None) if class_axis else P(None, "a")
+    given = [
+        jax.device_put(array, NamedSharding(mesh, spec))
+        for array, spec in zip((x, table), specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        labels = jax.device_put(labels, NamedSharding(mesh, P("a")))
+        found = jax.jit(step)(*given)
+    assert_close_in_norm(found, wanted, 2e-6)
+    if axis_type == AxisType.Explicit:
+        assert found[1][1].sharding.is_equivalent_to(given[1].sharding, 2)
 
 
 @over_kinds
@@ -506,6 +563,13 @@ X, TABLE, LABELS = np.ones((3, 4), np.float32), np.ones((5, 4), np.float32), np.
             r"table has shape \(5, 3\); it must be \[v, d\]",
         ),
         ((X, TABLE, LABELS[1:]), {}, ValueError, r"labels has shape \(2,\); it must be \(3,\)"),
+        (
+            (X, TABLE, LABELS),
+            dict(class_axis=1),
+            ValueError,
+            r"table has shape \(5, 4\); it must be \[d, v\]",
+        ),
+        ((X, TABLE.T, LABELS), dict(class_axis=2), ValueError, "class_axis is 2"),
         ((X[0, 0], TABLE, LABELS), {}, ValueError, "x has shape"),
         (
             (X, TABLE, LABELS),

@@ -3,13 +3,20 @@
 Forward and backward of the sum of random results, in one program, in steady state, each row in a
 process of its own:
 
-``ours``    ``attention``
-``plain``   ``jax.nn.dot_product_attention``, with dropout written by hand where there is any
-``cudnn``   the same by cuDNN, on a GPU, without dropout
-``torch``   PyTorch's ``scaled_dot_product_attention``, compiled, with its own dropout
+``ours``      ``attention``
+``softmax``   ``attention`` without cuDNN: a softmax between two products
+``plain``     ``jax.nn.dot_product_attention``, with dropout written by hand where there is any
+``hand``      two products and a softmax in float32, written by hand in plain JAX
+``autofuse``  ``hand`` through ``autofuse``
+``cudnn``     ``jax.nn.dot_product_attention`` by cuDNN, on a GPU, without dropout and segments
+``torch``     PyTorch's ``scaled_dot_product_attention``, compiled, with its own dropout
 
-A size is batch x length x heads x size of a head.
+A size is batch x length x heads x size of a head. In "window", a query attends to itself and to
+the keys of the quarter of the length before it. In "segments", each row has four causal segments.
 """
+
+import contextlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +26,17 @@ from benchmarks.cases import DROP_RATE, fo, functional, plain_dropout
 from benchmarks.processes import jax_calls, timed, torch_wait
 from benchmarks.programs import temp_bytes
 
-FORMS = ("ours", "plain", "cudnn", "torch")
+FORMS = ("ours", "softmax", "plain", "hand", "autofuse", "cudnn", "torch")
 SIZES = ("32x512x12x64", "64x128x12x64", "8x2048x32x64", "4x4096x64x128")
 KINDS = ("plain", "causal", "lengths", "dropout")
+MORE = ("window", "segments")
+SEGMENTS = 4
 
 
 def options(add) -> None:
     add("--contenders", nargs="+", choices=FORMS, default=["ours", "plain"])
     add("--sizes", nargs="+", default=SIZES, help="for a CPU, for example 4x128x12x64")
-    add("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    add("--kinds", nargs="+", choices=KINDS + MORE, default=KINDS)
     add("--dtype", default="bfloat16")
 
 
@@ -38,8 +47,13 @@ def rows(options):
         for size in sizes
         for kind in options.kinds
         for name in options.contenders
-        if (name, kind) != ("cudnn", "dropout")
+        if (name, kind) not in (("cudnn", "dropout"), ("cudnn", "segments"))
+        and not (name == "torch" and kind in MORE)
     ]
+
+
+def shared(row: dict):
+    return row["contender"] != "torch" and (row["size"], row["kind"])
 
 
 def facts(options) -> dict:
@@ -51,6 +65,13 @@ def lengths_of(batch: int, length: int) -> np.ndarray:
     return np.random.default_rng(0).integers(length // 2, length + 1, batch).astype(np.int32)
 
 
+def segments_of(batch: int, length: int) -> np.ndarray:
+    """Rows of ids, in which segments end at random positions."""
+    rng = np.random.default_rng(0)
+    ends = np.stack([rng.choice(length - 1, SEGMENTS - 1, replace=False) for _ in range(batch)])
+    return 1 + (np.arange(length) > np.sort(ends)[..., None]).sum(1).astype(np.int32)
+
+
 def measure(options, contender: str, size: str, kind: str) -> dict:
     batch, length, heads, width = map(int, size.split("x"))
     lengths = lengths_of(batch, length) if kind == "lengths" else None
@@ -60,32 +81,62 @@ def measure(options, contender: str, size: str, kind: str) -> dict:
     q, k, v = (
         jax.random.normal(key, (batch, length, heads, width), options.dtype) for key in keys[:3]
     )
-    given: dict = {"is_causal": kind == "causal"}
+    before = length // 4
+    given: dict = {"is_causal": kind in ("causal", "segments")}
     if lengths is not None:
         given["key_value_seq_lengths"] = lengths
+    if kind == "window":
+        given["local_window_size"] = (before, 0)
+    ids = segments_of(batch, length) if kind == "segments" else None
+    drop = dict(dropout_key=keys[3], dropout_rate=DROP_RATE) if kind == "dropout" else {}
+
+    def by_hand(q, k, v, key):
+        row, column = jnp.arange(length)[:, None], jnp.arange(length)
+        masks = {
+            "causal": column <= row,
+            "window": (column <= row) & (row - column <= before),
+            "lengths": None if lengths is None else column < lengths[:, None, None, None],
+            "segments": None
+            if ids is None
+            else (ids[:, None, :, None] == ids[:, None, None, :]) & (column <= row),
+        }
+        return _by_hand(q, k, v, masks.get(kind), key if drop else None)
 
     def attend(q, k, v, key):
-        if contender == "ours":
-            drop = dict(dropout_key=key, dropout_rate=DROP_RATE) if kind == "dropout" else {}
-            return fo.attention(q, k, v, **given, **drop)
-        if kind == "dropout":
-            return _dropped(q, k, v, key)
+        if contender in ("hand", "autofuse") or (contender == "plain" and drop):
+            return by_hand(q, k, v, key)
+        if contender in ("ours", "softmax"):
+            more = {} if ids is None else dict(segment_ids=ids, max_segments=SEGMENTS)
+            return fo.attention(q, k, v, **given, **more, **(drop and drop | {"dropout_key": key}))
         implementation = "cudnn" if contender == "cudnn" else "xla"
+        if ids is not None:
+            given["mask"] = ids[:, None, :, None] == ids[:, None, None, :]
         return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **given)
+
+    if contender == "autofuse":
+        attend = fo.autofuse(attend, dropout=True)
+    without = contextlib.nullcontext()
+    if contender == "softmax":
+        without = mock.patch.object(fo._cudnn, "limit", lambda *args: "not measured")
 
     def loss(q, k, v, key):
         return attend(q, k, v, key).astype(jnp.float32).sum()
 
-    step = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, keys[3]).compile()
+    with without:
+        step = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, keys[3]).compile()
     found, _ = jax_calls(options, lambda: step(q, k, v, keys[3]))
     return found | {"temp_bytes": temp_bytes(step)}
 
 
-def _dropped(q, k, v, key):
-    """Attention with dropout as it is written in plain JAX."""
+def _by_hand(q, k, v, mask, key):
+    """Attention as it is written in plain JAX."""
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(scores * q.shape[-1] ** -0.5).astype(q.dtype)
-    return jnp.einsum("bnts,bsnh->btnh", plain_dropout(weights, key), v)
+    scores = scores * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = jnp.where(mask, scores, -1e30)
+    weights = jax.nn.softmax(scores).astype(q.dtype)
+    weights = weights if key is None else plain_dropout(weights, key)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
 
 def _of_torch(options, shape, kind: str, lengths) -> dict:

@@ -7,6 +7,7 @@ of its own, from the same weights:
 
 ``ours``            `models.bert` with the ops of this package
 ``plain``           the same model on `jax.nn` and `jax.random`, with keys of the kind "rbg"
+``autofuse``        ``plain`` through ``autofuse``, with dropout
 ``plain-threefry``  the same with keys of the default kind
 ``plain-flax``      ``plain`` with norms and masks as Flax has them
 ``torch``           PyTorch: the same network compiled by Inductor, with
@@ -30,11 +31,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.cases import fo
 from benchmarks.plain import FLAX, PLAIN, bert
 from benchmarks.processes import adamw, jax_training, together, torch_training
 
 RATE, DECAY = 1e-4, 0.01
-CONTENDERS = ("ours", "plain", "plain-threefry", "plain-flax", "moved", "torch")
+CONTENDERS = ("ours", "plain", "autofuse", "plain-threefry", "plain-flax", "moved", "torch")
 MASKED = 0.15  # of the length
 VOCABULARY = 30528  # 30522, padded
 BATCHES = 8  # of a loss curve
@@ -111,6 +113,8 @@ def jax_row(options, contender: str, shape: str, positions: str, attention_dropo
         hidden, _ = bert.apply(params, tokens, config, mask=inside, key=key, ops=ops)
         return bert.masked_lm_loss(params, hidden, labels, config, positions=chosen, ops=ops)
 
+    if contender == "autofuse":
+        loss = fo.autofuse(loss, dropout=True)
     warm_up = optax.linear_schedule(0.0, RATE, options.curves // 10)
     begin, update = adamw(warm_up if options.curves else RATE, DECAY, loss)
 

@@ -6,9 +6,10 @@ a :class:`Rule` recognizes a computation at a :class:`Value` of a program, and r
 a :class:`Pattern` is a function in plain JAX.
 """
 
-from jax_fastops.autofuse._api import FuseReport, Missed, Replaced, autofuse
+from jax_fastops.autofuse._api import autofuse
 from jax_fastops.autofuse._evaluate import RULES
 from jax_fastops.autofuse._pattern import PATTERNS, Pattern
+from jax_fastops.autofuse._report import FuseReport, Missed, Replaced
 from jax_fastops.autofuse._rule import Call, Read, Rewrite, Rule, Search
 from jax_fastops.autofuse._value import Node, Value
 

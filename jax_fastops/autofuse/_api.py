@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -15,103 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-from jax_fastops import _explain
 from jax_fastops._arguments import array_leaves
 from jax_fastops.autofuse._evaluate import Plan, Settings, fused
-from jax_fastops.autofuse._rule import why
-from jax_fastops.autofuse._value import NO_EQUATION, Value
+from jax_fastops.autofuse._report import FuseReport, report_of
 
 source_info_util.register_exclusion(__file__)  # it calls functions of users
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Replaced:
-    """A pattern that :class:`autofuse` replaces.
-
-    Attributes:
-      pattern: its name, with ``"add + "`` or ``"bias + "`` if the op takes the sum before it too.
-      where: the file and line of its last operation.
-      shape: the shape of its result.
-      dtype: the dtype of its result.
-      why: why the call takes the kernel, after a note if the op gives another result somewhere.
-      saves: the bytes of the arrays between its operations, at least as large as its result. XLA
-        fuses some of them, so this is the most that the op does not write.
-
-    Example:
-      >>> with fo.use_implementation("native"):
-      ...     report = fo.autofuse.report(jax.nn.softmax)(jnp.ones((2, 8)))
-      >>> report.replaced[0].pattern, report.replaced[0].shape
-      ('softmax', (2, 8))
-    """
-
-    pattern: str
-    where: str
-    shape: tuple[int, ...]
-    dtype: str
-    saves: int
-    why: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Missed:
-    """A pattern that :class:`autofuse` leaves as it is.
-
-    Attributes:
-      pattern: its name, or ``"derivative"`` for a function that computes one.
-      where: the file and line of the operation that does not fit, or of the result.
-      equation: this operation and its operands.
-      reason: why the pattern stays.
-
-    Example:
-      >>> with fo.use_implementation("xla"):
-      ...     report = fo.autofuse.report(jax.nn.softmax)(jnp.ones((2, 8)))
-      >>> report.missed[0].pattern, report.missed[0].reason
-      ('softmax', "the implementation is 'xla'")
-    """
-
-    pattern: str
-    where: str
-    equation: str
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class FuseReport:
-    """What :class:`autofuse` does with a function. Its text is a table.
-
-    Attributes:
-      replaced: the patterns that ops replace, in the order of the program.
-      missed: the patterns that stay, also those that are there in large part, and those of which
-        a part is replaced by a smaller pattern.
-
-    Example:
-      >>> len(fo.autofuse.report(jnp.sin)(jnp.ones(2)).replaced)
-      0
-    """
-
-    replaced: tuple[Replaced, ...]
-    missed: tuple[Missed, ...]
-
-    def __str__(self) -> str:
-        rows = [("pattern", "result", "saves", "where", "why")]
-        for r in self.replaced:
-            result = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-            rows.append((r.pattern, result, _explain.size(r.saves), r.where, r.why))
-        text = f"{len(self.replaced)} patterns replaced\n"
-        text += _explain.table(rows) if self.replaced else ""
-        if self.missed:
-            alike: dict[tuple, list[Missed]] = {}  # each layer of a model has the same
-            for m in self.missed:
-                alike.setdefault((m.pattern, m.where, m.reason), []).append(m)
-            rows = [("pattern", "up to", "where", "why")]
-            for (name, *rest), group in alike.items():
-                name += f" ({len(group)} times)" if group[1:] else ""
-                rows.append((name, group[0].equation, *rest))
-            text += f"{len(self.missed)} patterns left\n" + _explain.table(rows)
-        return text.rstrip()
 
 
 class autofuse(Generic[_P, _T]):
@@ -121,11 +30,13 @@ class autofuse(Generic[_P, _T]):
     with a bias or a gate before them, relu of a sum, attention, softmax and log_softmax, layer
     norm, RMS norm and batch norm with what stands next to them, cross entropy with integer labels,
     also with the product that makes its logits, interpolation, sums over windows, a bias and its
-    attention heads. A pattern is replaced where the call takes the kernel (see :func:`kernel_or`)
-    and the result, its dtype and its derivatives are the same but for rounding. All else stays as
-    it is. What is next to a pattern counts, too: on a GPU, a call that would move more bytes than
-    XLA's fusions stays, and with ``tune=True``, both forms are measured in place. It looks into
-    ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions with a
+    attention heads. Rows of a table that is cast to a narrower dtype are cast in place of the
+    table: the rows are the same, and the gradient is summed in the wider dtype. A pattern is
+    replaced where the call takes the kernel (see :func:`kernel_or`) and the result, its dtype and
+    its derivatives are the same but for rounding. All else stays as it is. What is next to a
+    pattern counts, too: on a GPU, a call that would move more bytes than XLA's fusions stays, and
+    with ``tune=True``, both forms are measured in place. It looks into ``jit``, ``scan``,
+    ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and functions with a
     derivative rule of their own, which keep the rule.
 
     A mask by ``jnp.where`` or a sum becomes a mask of :func:`attention`. A query that may attend to
@@ -230,7 +141,11 @@ class autofuse(Generic[_P, _T]):
                 return list(filter(_is_array, jax.tree.leaves(results)))
 
             jax.eval_shape(run, *operands)
-            return _report(plans)
+
+            def other(f: Callable) -> FuseReport:
+                return autofuse.report(autofuse(f, dropout=settings.dropout))(*args, **kwargs)
+
+            return report_of(plans, fn, other)
 
         return reported
 
@@ -367,57 +282,3 @@ def _difference(want: Any, got: Any, rounding: float) -> tuple[float, float, flo
     typical = float(np.sqrt(np.mean(error**2, where=np.isfinite(error)))) if error.size else 0.0
     largest = float(np.max(error, initial=0.0)) if same else np.inf
     return largest, typical, scale, tolerance * scale
-
-
-# ---- the report ----------------------------------------------------------------------------------
-
-_PUT_GRAD_AROUND = (
-    "the function computes a derivative, in which patterns are not seen; put grad around autofuse: "
-    "jax.grad(autofuse(f))"
-)
-
-
-def _report(plans: list[Plan]) -> FuseReport:
-    replaced, missed = [], []
-    for plan in plans:
-        for rewrite in reversed(plan.rewrites):
-            root = rewrite.root
-            if plan.rule:
-                reason = f"the rule of a {plan.rule} runs in a gradient; replaced only without one"
-                missed.append(_missed(rewrite.name, root, reason))
-                continue
-            large = (v for v in rewrite.inner if v.size >= root.size and v.is_array)
-            saves = sum(v.size * v.dtype.itemsize for v in large if v is not root)
-            reasons = [rewrite.note]
-            verdict = plan.verdicts.get(rewrite)
-            if verdict is not None:
-                reasons.append(verdict.reason)
-            if verdict is None or None in verdict.chosen:  # the table decides on a phase
-                reasons.append(why(rewrite.call))
-            if plan.why_not_tuned:
-                reasons.append(f"not measured: {plan.why_not_tuned}")
-            reason = "; ".join(filter(None, reasons))
-            dtype = str(root.dtype)
-            replaced.append(Replaced(rewrite.name, root.line, root.shape, dtype, saves, reason))
-        taken = {v for rewrite in plan.rewrites for v in (*rewrite.inner, rewrite.root)}
-        seen = set()
-        for miss in reversed(plan.search.misses):
-            shown = {miss.value, miss.value.source(narrowing=True).value}
-            key = miss.value, miss.name if miss.is_part else ""
-            if (miss.is_part or not shown & taken) and key not in seen:
-                seen.add(key)
-                missed.append(_missed(miss.name, miss.value, miss.reason))
-    derivative = next((p.derivative for p in plans if p.derivative is not None), None)
-    if derivative is not None:
-        missed.insert(0, _missed("derivative", derivative, _PUT_GRAD_AROUND))
-        if not replaced:
-            warnings.warn(f"autofuse: nothing is replaced: {_PUT_GRAD_AROUND}", stacklevel=3)
-    return FuseReport(tuple(replaced), tuple(missed))
-
-
-def _missed(name: str, value: Value, reason: str) -> Missed:
-    if value.node is NO_EQUATION:
-        return Missed(name, "", "", reason)
-    equation = value.node.equation
-    operands = ", ".join(v.aval.str_short() for v in equation.invars)
-    return Missed(name, value.line, f"{equation.primitive.name}({operands})", reason)

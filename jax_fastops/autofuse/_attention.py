@@ -8,6 +8,7 @@ query is a key or a value; several letters of queries are positions and heads th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -84,7 +85,7 @@ class AttentionRule(Rule):
             reads[f"mask{i}"] = letters.read(view, "mask", counts=keep)
         for i, (view, _) in enumerate(form.biases):
             reads[f"bias{i}"] = letters.read(view, "mask")
-        name, options = "attention", letters.options(compose(root.map, form.result))
+        name, options = "attention", letters.options(form.result_of(root.map))
         if drop is not None:
             name = "attention + dropout"
             reads["dropout_key"] = drop.key, Read(())
@@ -181,7 +182,12 @@ class _Letters(NamedTuple):
             count = math.prod(self._sizes(heads)) if role == "query" else self.kv_heads
             ends = self._sizes([at])[0], count, self.sizes[self.features]
             sizes = (math.prod(self._sizes(batch)), *ends)
-        places = tuple(view.map[i] for i in order if i is not None and view.map[i] is not None)
+        shown = [(i, view.map[i]) for i in order if i is not None and view.map[i] is not None]
+        pairs = itertools.pairwise(shown)
+        joined = [i for (i, place), (j, other) in pairs if place == other and j == i + 1]
+        places = tuple(dict.fromkeys(place for _, place in shown))
+        if len(places) + len(joined) < len(shown):
+            raise _Near(view.value, "batch and heads are merged in another order")
         turned = () if places == view.value.identity else places
         return view.value, Read(sizes, dtype, counts, turned)
 
@@ -205,6 +211,12 @@ class _Operand(NamedTuple):
     value: Value
     map: Map
     factor: float = 1.0
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each dimension is that of one letter."""
+        places = [place for place in self.map if place is not None]
+        return len(places) == len(set(places))
 
     def size(self, letter: int) -> int:
         place = self.map[letter]
@@ -231,7 +243,7 @@ class _Form:
     query: _Operand
     key: _Operand
     value: _Operand
-    result: Map  # the letters of the second product
+    result: Map  # the letters of the second product, where a merged one is the first of its two
     inner: tuple[Value, ...]
     scale: float
     drop: Drop | None
@@ -241,6 +253,12 @@ class _Form:
     row: int | None = None  # the letter of the queries in the band
     low: float = -math.inf
     high: float = math.inf
+    merged: int | None = None  # a letter that is one dimension of products with the next one
+
+    def result_of(self, map_: Map) -> Map:
+        """The letters of a view of the result."""
+        letters = compose(map_, self.result)
+        return tuple(j for i in letters for j in ((i, i + 1) if i == self.merged else (i,)))
 
     @property
     def features(self) -> int:
@@ -318,9 +336,87 @@ def _form(node: Node, at: int) -> _Form | None:
         return None
     if (second := _letters_of_product(node, at)) is None:
         return None
-    column, of_values, result = second
-    view = weights.source(narrowing=True)
+    letters = _Values(*second, weights.sizes, weights.identity)
+    for given in filter(None, (_with_heads(letters, values), letters)):
+        if (form := _form_of(node, weights, values, given)) is not None:
+            return form
+    return None
+
+
+class _Values(NamedTuple):
+    """The second product: letters and dimensions."""
+
+    column: int
+    map: Map  # of the values
+    result: Map  # the letters of the product's dimensions
+    sizes: tuple[int, ...]  # of the letters
+    weights: Map
+    merged: int | None = None
+
+
+def _with_heads(letters: _Values, values: Value) -> _Values | None:
+    """The letters with heads and batch apart, if a reshape before the product merges them."""
+    view = _before(View(values, letters.map), values.dtype, False)[-1]
+    node, sizes = view.value.node, view.value.sizes
+    if node.name != "reshape":
+        return None
+    own = node.inputs[0].sizes
+    at = next((i for i, (m, n) in enumerate(zip(own, sizes, strict=False)) if m != n), len(own))
+    if len(own) != len(sizes) + 1 or at not in letters.map[:-1] or own[at + 2 :] != sizes[at + 1 :]:
+        return None
+    letter = letters.map.index(at)
+    if letter == letters.column or view.map[letter] != at:
+        return None
+
+    def twice(map_: Map) -> Map:
+        return (*map_[: letter + 1], *map_[letter:])
+
+    return _Values(
+        column=letters.column + (letters.column > letter),
+        map=twice(letters.map),
+        result=tuple(i + (i > letter) for i in letters.result),
+        sizes=(*letters.sizes[:letter], *own[at : at + 2], *letters.sizes[letter + 1 :]),
+        weights=twice(letters.weights),
+        merged=letter,
+    )
+
+
+def _reshaped(view: View) -> View | None:
+    """The operand of a reshape that merges two dimensions, or makes two of one.
+
+    A dimension that stands for two letters is that of both of them, one after the other.
+    """
+    node, sizes = view.value.node, view.value.sizes
+    if node.name != "reshape":
+        return None
+    own, map_ = node.inputs[0].sizes, list(view.map)
+    wide, narrow = (own, sizes) if len(own) > len(sizes) else (sizes, own)
+    at = next(
+        (i for i, (m, n) in enumerate(zip(wide, narrow, strict=False)) if m != n), len(narrow)
+    )
+    merged = (*wide[:at], math.prod(wide[at : at + 2]), *wide[at + 2 :])
+    if len(wide) != len(narrow) + 1 or merged != narrow:
+        return None
+    if wide is own:  # it merges them
+        places = [i for i, place in enumerate(map_) if place == at]
+        if len(places) != 2:
+            return None
+        map_ = [p if p is None or p <= at else p + 1 for p in map_]
+        map_[places[1]] = at + 1
+    else:
+        if at not in map_ or map_[map_.index(at) + 1 :][:1] != [at + 1]:
+            return None
+        map_ = [p if p is None or p <= at else p - 1 for p in map_]
+    return View(node.inputs[0], tuple(map_))
+
+
+def _form_of(node: Node, weights: Value, values: Value, given: _Values) -> _Form | None:
+    column = given.column
+    view = View(weights, given.weights).source(narrowing=True)
     inner = view.passed
+    if (step := _reshaped(view)) is not None:
+        view = step.source(narrowing=True)
+        inner = (*inner, *view.passed)
     drop = drop_at(view.value, shared=True)
     dropped = view.value
     if drop is not None:
@@ -336,7 +432,7 @@ def _form(node: Node, at: int) -> _Form | None:
         return None
     logits, masks, between = found
     for scores in _scores(logits):
-        if (operands := _operands(scores.product, column, values, of_values)) is None:
+        if (operands := _operands(scores.product, column, values, given.map)) is None:
             continue
         if scores.near is not None:
             raise _Near(*scores.near)
@@ -345,10 +441,18 @@ def _form(node: Node, at: int) -> _Form | None:
         query, key, value = operands
         _check(scores.product.value.node, value)
         _check(node, value)
-        scale = scores.scale * query.factor * key.factor
-        inner = (*inner, *between, *scores.inner)
         form = _Form(
-            weights.sizes, column, query, key, value, result, inner, scale, drop, logits.value.dtype
+            given.sizes,
+            column,
+            query,
+            key,
+            value,
+            given.result,
+            (*inner, *between, *scores.inner),
+            scores.scale * query.factor * key.factor,
+            drop,
+            logits.value.dtype,
+            merged=given.merged,
         )
         for mask, keep in (*masks, *scores.masks):
             form.add_mask(mask, keep)
@@ -409,7 +513,7 @@ def _logits(view: View, column: int) -> tuple[View, list[tuple[View, bool]], Any
     value, axis = view.value, view.map[column]
     if value.node.name not in ("div", "mul", "exp", "select_n") or len(value.long) > MAX_RANK:
         return None
-    if axis is None or len(view.map) != len(value.long) or not value.is_floating:
+    if axis is None or set(view.map) != set(value.identity) or not value.is_floating:
         return None
     dtype = jnp.float64 if value.dtype == jnp.float64 else jnp.float32
     for pattern in PATTERNS:
@@ -430,8 +534,11 @@ def _scores(view: View, scale: float = 1.0, depth: int = 12) -> Iterator[_Scores
         return
     view = view.source(narrowing=True)
     value, node = view.value, view.value.node
-    if None in view.map or len(view.map) != len(value.long):
+    if None in view.map or set(view.map) != set(value.identity):
         return
+    if (step := _reshaped(view)) is not None:
+        for found in _scores(step, scale, depth - 1):
+            yield found._replace(inner=(*view.passed, *found.inner))
     if node.name == "dot_general":
         yield _Scores(view, scale, view.passed)
 
@@ -488,13 +595,13 @@ def _operands(
     queries = [
         x
         for x in _before(query, dtype, True)
-        if all(i == column or x.map[i] is not None for i in range(letters))
+        if x.is_apart and all(i == column or x.map[i] is not None for i in range(letters))
     ]
     own = _before(View(values, of_values), dtype, False)
     for one in reversed(_before(key, dtype, True)):
         for other in reversed(own):
             same = all(one.size(i) == other.size(i) for i in range(letters))
-            if same and one.map[column] is not None:
+            if one.is_apart and other.is_apart and same and one.map[column] is not None:
                 if not queries:
                     return None
                 if one.size(letters) != other.size(letters):
@@ -523,8 +630,8 @@ def _before(view: View, dtype: Any, scaled: bool) -> list[_Operand]:
         elif multiple is not None:
             factor *= multiple[0]
             view = view.of(multiple[1])
-        elif (repeated := _repeated(view)) is not None:
-            view = repeated
+        elif (before := _reshaped(view) or _repeated(view)) is not None:
+            view = before
         else:
             break
     if not found and first.dtype.itemsize < dtype.itemsize:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_fastops.autofuse._numpy import ELEMENTWISE
-from jax_fastops.autofuse._rule import Rewrite, Rule
+from jax_fastops.autofuse._rule import Rewrite, Rule, Search
 from jax_fastops.autofuse._value import Value, View
 from jax_fastops.dropout import dropout
 from jax_fastops.softmax import softmax
@@ -23,15 +23,24 @@ _STEPS = ELEMENTWISE | {"bitcast_convert_type": lambda params, x: x.view(params[
 class DropoutRule(Rule):
     """``dropout``, and ``softmax`` with dropout, if the user allows other masks."""
 
+    def __init__(self, search: Search):
+        super().__init__(search)
+        self._noted: set[Value] = set()  # masks of dropouts that stay
+
     def match(self, value: Value) -> Rewrite | None:
-        if not (self.search.dropout or self.search.thorough) or (drop := drop_at(value)) is None:
+        if not (self.search.dropout or self.search.thorough):
             return None
-        if not self.search.dropout:
-            return self.miss("dropout", value, "pass dropout=True; its masks are others")
-        reads = {"x": drop.x, "key": drop.key}
-        return self._of_softmax(value, drop) or self.rewrite(
-            "dropout", _dropout, [value], reads, rate=drop.rate
-        )
+        mask, drop = _examined(value)
+        if mask is None or drop is None or mask in self._noted:  # of a part of what stays
+            return None
+        if isinstance(drop, Drop) and self.search.dropout:
+            reads = {"x": drop.x, "key": drop.key}
+            return self._of_softmax(value, drop) or self.rewrite(
+                "dropout", _dropout, [value], reads, rate=drop.rate
+            )
+        self._noted.add(mask)
+        reason = drop if isinstance(drop, str) else "pass dropout=True; its masks are others"
+        return self.miss("dropout", value, reason)
 
     def _of_softmax(self, value: Value, drop: Drop) -> Rewrite | None:
         """The softmax and its dropout, if the softmax has no other use."""
@@ -64,27 +73,37 @@ class Drop(NamedTuple):
 
 def drop_at(value: Value, shared: bool = False) -> Drop | None:
     """The dropout whose result is this value. With ``shared``, its mask may be broadcast."""
+    _, drop = _examined(value, shared)
+    return drop if isinstance(drop, Drop) else None
+
+
+def _examined(value: Value, shared: bool = False) -> tuple[Value | None, Drop | str | None]:
+    """The mask of a dropout, and the dropout or as text why the op is none."""
     node = value.node
     if node.name not in ("select_n", "mul", "div") or not value.is_floating:
-        return None
+        return None, None
     for scale, masked in _scaled(value):
         for factor, x, mask, keep in _masked(masked):
-            if mask.value.shape != value.shape and not shared:
-                continue  # one draw for several elements
-            if not mask.value.leads_only_to(masked):
-                return None  # other users would have another mask
             if (drawn := _probability(mask.value)) is None:
-                return None
+                continue
+            if isinstance(drawn, str):
+                return mask.value, drawn
+            if mask.value.shape != value.shape and not shared:
+                return mask.value, "one number of its mask is for several elements; XLA fuses it"
+            if not mask.value.leads_only_to(masked):
+                return mask.value, "the mask is used elsewhere"  # which would have another mask
             key, probability = drawn
             probability = probability if keep else 1 - probability
+            reason = f"its factor is not 1 / {probability:.6g}, the inverse of what it keeps"
             for own, inner in _scaled(x):
-                fits = inner.shape == value.shape and inner.dtype == value.dtype
                 limit = 2 * float(jnp.finfo(value.dtype).eps) + 1e-6
                 total = scale * factor * own * probability
-                if fits and 0 < probability < 1 and abs(total - 1) < limit:
-                    return Drop(inner, key, 1 - probability, mask)
-            return None
-    return None
+                if 0 < probability < 1 and abs(total - 1) < limit:
+                    if (inner.shape, inner.dtype) == (value.shape, value.dtype):
+                        return mask.value, Drop(inner, key, 1 - probability, mask)
+                    reason = "its array is cast or broadcast between the factor and the mask"
+            return mask.value, reason
+    return None, None
 
 
 def _scaled(value: Value) -> Iterator[tuple[float, Value]]:
@@ -100,30 +119,58 @@ def _scaled(value: Value) -> Iterator[tuple[float, Value]]:
 
 def _masked(value: Value) -> Iterator[tuple[float, Value, View, bool]]:
     """A factor, the array, the mask, and whether this keeps the elements where it is True."""
-    for mask, x, zero, keep in value.selections():
-        if zero.number == 0:
-            yield 1.0, x, value.seen.of(mask).source(), keep
-    node = value.node
-    if node.name == "mul":
-        for mask, x in (node.inputs, node.inputs[::-1]):
-            view = value.seen.of(mask).source()
-            for factor, numbers in _scaled(view.value):
-                cast = view.of(numbers).source()
-                before = cast.value.node.inputs[:1]
-                if cast.value.node.name == "convert_element_type" and before[0].dtype == bool:
-                    yield factor, x, cast.of(before[0]).source(), True
+    for which, x, zero, sign in value.selections():
+        if zero.number == 0 and (two := _two(value.seen.of(which))) is not None:
+            mask, *numbers = two
+            if numbers[0] != numbers[1]:
+                yield 1.0, x, mask, bool(numbers[1]) is sign
+    if value.node.name == "mul":
+        for numbers, x in (value.node.inputs, value.node.inputs[::-1]):
+            if (two := _two(value.seen.of(numbers))) is not None:
+                mask, off, on = two
+                if (off == 0) != (on == 0):
+                    yield float(on if on else off), x, mask, bool(on)
 
 
-def _probability(mask: Value) -> tuple[Value, float] | None:
-    """The key of a random mask, and the probability that an element is True."""
-    node = mask.node
-    if node.name not in ("lt", "le", "gt", "ge"):
+def _two(view: View, depth: int = 8) -> tuple[View, Any, Any] | None:
+    """The mask that an array is computed from, and its two numbers, where the mask is False first.
+
+    The rest are numbers.
+    """
+    view = view.source()
+    value, node = view.value, view.value.node
+    view = View(value, view.map)
+    if node.name in ("lt", "le", "gt", "ge"):
+        return view, np.bool_(False), np.bool_(True)
+    if node.name == "floor":  # of a number from 0 to 2
+        return view, np.zeros((), value.dtype), np.ones((), value.dtype)
+    varying = [v for v in node.inputs if v.number is None]
+    if node.name not in ELEMENTWISE or len(varying) != 1 or not depth:
         return None
-    for below, (drawn, limit) in ((True, node.inputs), (False, node.inputs[::-1])):
-        if (number := limit.number) is not None and drawn.shape == mask.shape:
-            key = _uniform(drawn)
-            below = below is (node.name in ("lt", "le"))
-            return None if key is None else (key, float(number) if below else 1 - float(number))
+    if (before := _two(view.of(varying[0]), depth - 1)) is None:
+        return None
+    results = []
+    with np.errstate(all="ignore"):
+        for number in before[1:]:
+            given = [np.asarray(number if v.number is None else v.number) for v in node.inputs]
+            results.append(ELEMENTWISE[node.name](node.params, *given))
+    return before[0], results[0], results[1]
+
+
+def _probability(mask: Value) -> tuple[Value, float] | str | None:
+    """The key of a random mask, and the probability that an element is True or 1."""
+    node, compared = mask.node, mask.node.inputs
+    if node.name == "floor":  # of the sum of a random number and the probability
+        node = node.inputs[0].source().value.node
+        compared = node.inputs if node.name == "add" else ()
+    for drawn, limit in (compared, compared[::-1]) if compared else ():
+        if drawn.shape != mask.shape or (key := _uniform(drawn)) is None:
+            continue
+        if limit.number is None:
+            return "its rate is not known when the function is traced"
+        is_below = (node.name in ("lt", "le")) is (drawn is compared[0])
+        number = float(limit.number)
+        return key, number if is_below or node.name == "add" else 1 - number
     return None
 
 

@@ -17,17 +17,21 @@ from jax_fastops.autofuse import _tune
 from jax_fastops.autofuse._attention import AttentionRule
 from jax_fastops.autofuse._decisions import Verdict, verdicts
 from jax_fastops.autofuse._dropout import DropoutRule
+from jax_fastops.autofuse._embedding import EmbeddingRule
 from jax_fastops.autofuse._graph import Graph, is_ref, opened
 from jax_fastops.autofuse._heads import HeadsRule
 from jax_fastops.autofuse._linear import LinearLossRule
+from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern_rule import PatternRule
-from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, takes_kernel, visible
+from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, calls_op, takes_kernel, visible
+from jax_fastops.autofuse._ruled_loss import RuledLossRule
 from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
 from jax_fastops.autofuse._windows import WindowRule
 
 # In the order in which a search asks them.
 RULES: list[type[Rule]] = [
-    *(AttentionRule, DropoutRule, WindowRule, HeadsRule, LinearLossRule, PatternRule)
+    *(AttentionRule, DropoutRule, WindowRule, HeadsRule, EmbeddingRule),
+    *(RuledLossRule, LinearLossRule, OneHotLossRule, PatternRule),
 ]
 
 
@@ -72,7 +76,8 @@ class Plan:
         def program(rewrite: Rewrite, chosen: Any) -> Any:
             return self.search.program(rewrite.call, rewrite.reads, chosen=chosen)
 
-        self.verdicts = verdicts(graph, template, self.rewrites, program, tune)
+        of_ops = [rewrite for rewrite in self.rewrites if calls_op(rewrite.call)]
+        self.verdicts = verdicts(graph, template, of_ops, program, tune)
         for rewrite, (chosen, reason) in self.verdicts.items():
             choices = zip((chosen.forward, chosen.step), takes_kernel(rewrite.call), strict=True)
             if not any(table if choice is None else choice for choice, table in choices):
@@ -95,9 +100,8 @@ class Plan:
         # What depends on the others comes after them, and operands come before the root.
         first = min(self._positions.get(v.node, 0) for v in others)
         for node in self._nodes[first : self._positions[root.node]]:
-            is_inner = rewrite.inner.issuperset(node.outputs) and node.outputs
             affected = effects and node.equation.effects
-            if affected or (not is_inner and not depends.isdisjoint(node.inputs)):
+            if affected or not depends.isdisjoint(node.inputs):
                 depends.update(node.outputs)
                 effects = effects or bool(node.equation.effects)
         if depends.isdisjoint(rewrite.reads):
@@ -127,8 +131,7 @@ class Plan:
 def _derivative(graph: Graph) -> Value | None:
     """A value that belongs to a derivative, if the program computes one."""
     for node in graph.nodes:
-        stacks = (str(e.source_info.name_stack) for e in (node.equation, *node.callers))
-        if node.outputs and any("jvp(" in stack for stack in stacks):
+        if node.outputs and node.is_of_derivative:
             return node.outputs[0]
     return None
 
@@ -142,7 +145,7 @@ _BODIES = {
     **dict.fromkeys(("jit", "pjit", "shard_map"), ("jaxpr",)),
 }
 # A body without any of these is not worth a look.
-_WORK = {*_BODIES, "mul", "div", "add", "sub"}
+_WORK = {*_BODIES, "mul", "div", "add", "sub", "gather"}
 
 
 def _has_bodies(step: Node) -> bool:
@@ -156,7 +159,8 @@ class Settings(NamedTuple):
     """Options: a function that sees each plan, whether dropout may take other masks, and whether
     regions are timed.
 
-    ``rule`` is the kind of function around the program whose own rule runs in a derivative.
+    ``rule`` is the kind and name of the function around the program whose own rule runs in a
+    derivative.
     """
 
     observe: Callable[[Plan], object] | None = None
@@ -294,7 +298,8 @@ def _bind(jaxpr, equation, args) -> list:
 def _with_fused_bodies(equation, settings: Settings):
     """The equation with calls of ops in its bodies. A body stays if its type would change."""
     if (kind := equation.primitive.name).startswith("custom_"):
-        settings = settings._replace(rule=kind.partition("_call")[0])
+        name = opened(equation.params[_BODIES[kind][0]])[0].debug_info.func_name
+        settings = settings._replace(rule=f"{kind.partition('_call')[0]} {name}")
 
     def fused_body(body):
         jaxpr, _ = opened(body)

@@ -28,23 +28,37 @@ def _is_call(equation) -> bool:
     return all(x is None or type(x).__name__ == "UnspecifiedValue" for x in options)
 
 
-def _nodes_of(equation, inputs: Sequence[Value], callers: tuple[Any, ...]) -> list[Node]:
-    """The node of an equation. A ``dot_general`` that sums a product is a product and its sum."""
-    node = Node(equation, inputs, callers)
-    node.outputs = [Value(v.aval, node) for v in equation.outvars]
-    if equation.primitive.name != "dot_general":
-        return [node]
-    numbers = equation.params["dimension_numbers"]
+def _nodes_of(step: Node) -> list[Node]:
+    """What an equation computes, as nodes.
+
+    A ``dot_general`` that sums a product is a product and its sum. A ``psum`` over axes that
+    ``vmap`` maps is a sum of each operand.
+    """
+    if step.name == "psum" and all(isinstance(axis, int) for axis in step.params["axes"]):
+        return _sums(step) if step.params["axis_index_groups"] is None else [step]
+    if step.name != "dot_general":
+        return [step]
+    numbers = step.params["dimension_numbers"]
     left, right, batch, other = (tuple(d) for pair in numbers for d in pair)
-    ranks = {len(left) + len(batch), *(len(v.shape) for v in inputs)}
+    ranks = {len(left) + len(batch), *(len(v.shape) for v in step.inputs)}
     if len(ranks) > 1 or (left, batch) != (right, other) or batch != tuple(sorted(batch)):
-        return [node]
-    product = Node(equation, inputs, callers)
+        return [step]
+    product = Node(step.equation, step.inputs, step.callers)
     product.name, product.params = "mul", {}
-    product.outputs = [Value(inputs[0].aval.update(dtype=node.outputs[0].dtype), product)]
+    product.outputs = [Value(step.inputs[0].aval.update(dtype=step.outputs[0].dtype), product)]
     product.outputs[0].is_array = False
-    node.name, node.params, node.inputs = "reduce_sum", {"axes": left}, product.outputs
-    return [product, node]
+    step.name, step.params, step.inputs = "reduce_sum", {"axes": left}, product.outputs
+    return [product, step]
+
+
+def _sums(step: Node) -> list[Node]:
+    nodes = []
+    for x, value in zip(step.inputs, step.outputs, strict=True):
+        value.node = node = Node(step.equation, [x], step.callers)
+        node.name, node.params = "reduce_sum", {"axes": step.params["axes"]}
+        node.outputs = [value]
+        nodes.append(node)
+    return nodes
 
 
 def _swap_operands(node: Node) -> None:
@@ -148,9 +162,9 @@ class Graph:
                 inside = (equation, *callers)
                 step.body, step.outputs = self._enter(function, inputs, inner_constants, inside)
             else:
-                nodes = _nodes_of(equation, inputs, callers)
-                self.nodes += nodes
-                step = nodes[-1]
+                step = Node(equation, inputs, callers)
+                step.outputs = [Value(v.aval, step) for v in equation.outvars]
+                self.nodes += _nodes_of(step)
             values.update(zip(equation.outvars, step.outputs, strict=True))
             steps.append(step)
         return steps, [of(a) for a in jaxpr.outvars]

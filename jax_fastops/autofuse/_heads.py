@@ -6,6 +6,7 @@ a NumPy array.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator
 
 import numpy as np
@@ -28,11 +29,20 @@ class HeadsRule(Rule):
         if node.name not in MOVES or not value.is_plain or 0 in value.shape:
             return None
         if node.name == "reshape" and (x := _merged(value, node)) is not None:
-            if self.search.match(AttentionRule, x) is not None:  # its op has the heads merged
+            if self._is_of_attention(x):
                 return None
             return self.rewrite("merge_heads", merge_heads, [value], {"x": x})
         # A value that another move uses belongs to the pattern of that move.
         return None if _is_used_by(value, MOVES) else self._split(value)
+
+    def _is_of_attention(self, x: Value) -> bool:
+        """Whether an array is the result of attention, whose op has the heads merged."""
+        if self.search.match(AttentionRule, x) is not None:
+            return True
+        if x.node.name != "reshape":
+            return False
+        match = self.search.match(AttentionRule, x.node.inputs[0])
+        return match is not None and bool(dict(match.call.options)["heads"])
 
     def _split(self, value: Value) -> Rewrite | None:
         """The sum with a bias, split into heads: one array, or queries, keys and values."""
@@ -47,11 +57,7 @@ class HeadsRule(Rule):
         whole = (*lead, sequence, parts * heads * size)
         if parts == 1 in (heads, sequence):  # nothing moves
             return None
-        if (
-            parts not in (1, 3)
-            or _long(total.shape) != _long(whole)
-            or total.shape[-1] != whole[-1]
-        ):
+        if parts not in (1, 3) or not _has_rows_of(total, whole):
             return None
         array = np.empty(total.shape, np.int8)  # never touched
         split = array.reshape(*whole[:-1], parts, heads, size)
@@ -86,7 +92,7 @@ def _merged(value: Value, node: Node) -> Value | None:
     array = np.empty(x.shape, np.int8)  # never touched
     views = array.transpose(before.params["permutation"]), array.swapaxes(-3, -2)
     moved, merged = (_strides(np.squeeze(view)) for view in views)
-    if moved != merged or _long(value.shape) != _long((*lead, sequence, heads * size)):
+    if moved != merged or not _has_rows_of(value, (*lead, sequence, heads * size)):
         return None
     of_attention = x.node.name in _PRODUCT
     return x if of_attention or not _is_used_by(value, _PRODUCT) else None
@@ -135,5 +141,6 @@ def joined(first: Value, second: Value) -> Value | None:
     return source if halves == [first, second] else None
 
 
-def _long(shape) -> list[int]:
-    return [n for n in shape if n != 1]
+def _has_rows_of(value: Value, shape: tuple[int, ...]) -> bool:
+    """Whether a value has the rows of an array of this shape. Batches may be one dimension."""
+    return value.shape[-1:] == shape[-1:] and value.size == math.prod(shape)

@@ -1,153 +1,343 @@
 """Cross entropy losses whose logits are a product with a table, and perhaps a bias and a softcap.
 
-The logits have no other use, so ``linear_cross_entropy`` computes them in chunks.
+The logits have no other use, so ``linear_cross_entropy`` computes them in chunks. It reads the
+table as it is stored, before casts and transpositions of the program.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from jax_fastops import _implementation
+from jax_fastops._signature import accumulator_dtype
 from jax_fastops.autofuse._losses import LossCall
+from jax_fastops.autofuse._numpy import MOVES
+from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern import near
 from jax_fastops.autofuse._pattern_rule import PatternRule
-from jax_fastops.autofuse._rule import ROW, Read, Rewrite, Rule
-from jax_fastops.autofuse._value import USED, Value, values_between
+from jax_fastops.autofuse._rule import Read, Rewrite, Rule
+from jax_fastops.autofuse._value import FUSIBLE, USED, Value, values_between
+
+_NAME = "linear_cross_entropy"
 
 
 class LinearLossRule(Rule):
     """``linear_cross_entropy``, of losses or of their sum."""
 
     def match(self, value: Value) -> Rewrite | None:
-        losses, where = _summed(value) or (value, None)
-        match = self.search.match(PatternRule, losses)
-        if match is None or not isinstance(match.call.op, LossCall):
+        for losses in _losses_of(value):
+            found = (self.search.match(r, losses.each) for r in (OneHotLossRule, PatternRule))
+            match = next(filter(None, found), None)
+            if match is None:
+                continue
+            if not isinstance(call := match.call.op, LossCall):
+                return None
+            rewrite = self._of_losses(value, losses, match, call)
+            if isinstance(rewrite, Rewrite):
+                return rewrite
+            if rewrite and losses.each is value:  # each loss has the reason of the sum
+                self.miss(_NAME, value, rewrite, True)
             return None
-        (x, read), (labels, read_labels) = match.operands.values()
+        return None
+
+    def _of_losses(
+        self, value: Value, losses: _Losses, match: Rewrite, call: LossCall
+    ) -> Rewrite | str | None:
+        """The rewrite of losses that match, or as text why there is none."""
+        (x, read), (labels, read_labels), *factors = match.operands.values()
+        numbers = dict(match.call.options)
+        summed = numbers.pop("summed", ())
+        some = len(summed) not in (0, len(read.sizes) - 1)
+        if factors or some or read_labels.sizes != read.sizes[:-1]:
+            return None
+        is_sum = losses.each is not value or bool(summed)
         logits, sizes = x.source(), tuple(d for d in read.sizes if d != 1)
         if read.order or sizes != logits.value.sizes or not logits.is_whole:
-            return None
-        product = _product(logits.value, losses.dtype if losses is value else None)
-        if isinstance(product, Product):
-            between = {losses, *logits.passed} | values_between(logits.value, product.ends)
-            between |= values_between(value, {losses} if where is None else {losses, where[0]})
-            nodes = {v.node for v in match.inner | between}
-            if any(v.is_used_outside(nodes) for v in between - {value}):
-                product = USED
-            else:
-                *tokens, features = (end - start for start, end in product.part)
-                reads = {
-                    "x": (product.x, Read((*tokens, features), part=product.part)),
-                    "table": product.table,
-                    "labels": (labels, dataclasses.replace(read_labels, sizes=tuple(tokens))),
-                }
-                if product.bias is not None:
-                    reads["bias"] = product.bias, ROW
-                if where is not None:
-                    reads["where"] = where[0], Read(tuple(tokens), None, where[1])
-                options = dict(match.call.options) | {
-                    "transposed": product.transposed,
-                    "softcap": product.softcap,
-                    "reduction": "none" if losses is value else "sum",
-                }
-                op, inner = match.call.op.of_product, match.inner | between
-                name = "linear_cross_entropy"
-                product = self.search.rewrite(name, op, [value], reads, options, inner)
-        if isinstance(product, Rewrite):
+            return "the logits are transposed" if _follows_product(logits.value) else None
+        product = _product(logits.value, losses, is_sum)
+        if not isinstance(product, Product):
             return product
-        if product and losses is value:  # each loss has the reason of the sum
-            self.miss("linear_cross_entropy", value, product, True)
-        return None
+        ends = {losses.each} if losses.where is None else {losses.each, losses.where}
+        between = {losses.each, *logits.passed} | values_between(value, ends)
+        between |= values_between(logits.value, product.ends)
+        nodes = {v.node for v in match.inner | between}
+        if any(v.is_used_outside(nodes) for v in between - {value}):
+            return USED
+        tokens = read_labels.sizes if summed else losses.each.shape
+        features = product.x.shape[-1]
+        reads = {
+            "x": (product.x, Read((*tokens, features), part=product.part)),
+            **product.reads,
+            "labels": (labels, dataclasses.replace(read_labels, sizes=tokens)),
+        }
+        if losses.where is not None:
+            reads["where"] = losses.where, Read(tokens, None, losses.counts)
+        options = numbers | product.options
+        options["reduction"] = "sum" if is_sum else "none"
+        op = ProductCall(call, losses.factor, product.scale, product.fill)
+        return self.search.rewrite(_NAME, op, [value], reads, options, match.inner | between)
 
 
-def _summed(value: Value) -> tuple[Value, tuple[Value, bool] | None] | None:
-    """The array that a value is the sum of. If some of its elements count, the mask and its sign.
+@dataclasses.dataclass(frozen=True)
+class ProductCall:
+    """The call that replaces losses, or ``factor`` times their sum, of logits that are a product.
 
-    The sign is True if the mask is True for those that count.
+    The product is ``scale`` times as large. ``fill`` is the logit of each class whose element of
+    ``classes`` is False.
     """
-    node = value.node
-    if node.name != "reduce_sum" or value.shape:
-        return None
-    inner = node.inputs[0].source()
-    if not inner.is_whole:
-        return None
-    selections = list(inner.value.selections())
-    for mask, losses, zero, keep in selections:
-        whole = losses.whole_source() if zero.number == 0 else None
-        if whole is not None and mask.shape == losses.shape:
-            return whole.value, (mask, keep)
-    return None if selections else (inner.value, None)
+
+    losses: LossCall
+    factor: float
+    scale: float
+    fill: float
+
+    def __call__(self, x, table, labels, bias=None, where=None, classes=None, **options):
+        if self.scale != 1:
+            wide = x.astype(accumulator_dtype(x.dtype))
+            x = (wide * self.scale).astype(x.dtype)
+        if classes is not None:
+            # The products of the others are 0, so that their logit is this number, and a label
+            # among them has no gradient.
+            kept = jnp.expand_dims(classes, 1 - options["class_axis"])
+            table = jnp.where(jnp.broadcast_to(kept, table.shape), table, jnp.zeros_like(table))
+            bias = jnp.zeros(classes.shape, x.dtype) if bias is None else bias
+            narrow = min(x.dtype, bias.dtype, key=lambda dtype: float(jnp.finfo(dtype).max))
+            lowest = -math.inf if self.fill == -math.inf else float(jnp.finfo(narrow).min)
+            bias = jnp.where(classes, bias, jnp.full_like(bias, max(self.fill, lowest)))
+        losses = self.losses.of_product(x, table, labels, bias, where, **options)
+        return losses if self.factor == 1 else self.factor * losses
 
 
-class Product(NamedTuple):
-    """Logits as ``x[part] @ table.T + bias``, perhaps with a softcap.
+# ---- the losses ----------------------------------------------------------------------------------
 
-    ``ends`` are the operands of the program's product and its bias.
+
+@dataclasses.dataclass(frozen=True)
+class _Losses:
+    """The losses that a value is, or that it is ``factor`` times the sum of.
+
+    If some of them count, ``counts`` says whether those do for which ``where`` is True.
+    """
+
+    each: Value
+    factor: float = 1.0
+    where: Value | None = None
+    counts: bool = True
+
+
+def _losses_of(value: Value) -> Iterator[_Losses]:
+    """What may be the losses in a value: what it sums in one or several steps, and itself.
+
+    Between the sums may be factors and reshapes.
+    """
+    if value.node.name == "reduce_sum" and not value.shape:
+        found = _Losses(value.node.inputs[0])
+        while True:
+            each = found.each
+            if (whole := each.whole_source()) is None:
+                break
+            if whole.value is not each:
+                found = dataclasses.replace(found, each=whole.value)
+                continue
+            yield found
+            masked = _masked(each) if found.where is None else None
+            if masked is not None:
+                found = dataclasses.replace(masked, factor=found.factor)
+            elif (multiple := each.multiple) is not None and multiple[1].shape == each.shape:
+                found = dataclasses.replace(
+                    found, each=multiple[1], factor=found.factor * multiple[0]
+                )
+            elif each.node.name == "reshape" or (
+                each.node.name == "reduce_sum" and found.where is None
+            ):
+                found = dataclasses.replace(found, each=each.node.inputs[0])
+            else:
+                break
+    yield _Losses(value)
+
+
+def _masked(value: Value) -> _Losses | None:
+    """The losses that a value has where a mask selects them. It is 0 elsewhere."""
+    for mask, losses, zero, keep in value.selections():
+        if zero.number == 0 and mask.shape == losses.shape:
+            return _Losses(losses, 1.0, mask, keep)
+    return None
+
+
+# ---- the product ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Logits that are a product, as operands and options of the call.
+
+    Attributes:
+      x: the tokens, before the range ``part`` along each dimension is read.
+      part: these ranges, or nothing for all tokens.
+      reads: the table, and the bias and the mask of the classes if there are any.
+      scale: a factor of the product.
+      fill: the logits of the classes that the mask leaves out.
+      options: options of the op.
+      ends: the operands of the program's product and of what follows it.
     """
 
     x: Value
-    part: tuple[tuple[int, int], ...]  # the range along each dimension
-    table: Value
-    bias: Value | None
-    transposed: bool  # whether the table is ``[d, v]``
-    softcap: float | None
+    part: tuple[tuple[int, int], ...]
+    reads: dict[str, tuple[Value, Read]]
+    scale: float
+    fill: float
+    options: dict[str, Any]
     ends: set[Value]
 
 
-def _product(logits: Value, dtype: Any) -> Product | str | None:
-    """The product that gives the logits, or as text why the op does not compute it.
+class _Path:
+    """The way from the logits of a loss back to their product.
 
-    ``dtype`` is that of the losses if they are not summed.
+    Attributes:
+      value: the value that was reached. Its last dimension are classes.
+      part: the range of the tokens that have logits along each other dimension, if not all have.
+      classes: the range of the classes that have logits.
     """
-    part, whole = _part(logits)
-    softcap, biased = _softcap(whole)
-    bias, raw = None, biased
-    if biased.node.name == "add":
-        raw, bias = next(biased.with_row(), (biased, None))
-    node = raw.node
-    if node.name != "dot_general" or (bias is not None and not bias.is_floating):
+
+    def __init__(self, logits: Value):
+        self.part: tuple[tuple[int, int], ...] = ()
+        self.classes = (0, logits.shape[-1])
+        self.to(logits)
+
+    def to(self, value: Value) -> None:
+        """Goes on to an operand of the value, and past its casts, reshapes and slices."""
+        self.value = value
+        while (before := self._before()) is not None:
+            self.value = before
+
+    def _before(self) -> Value | None:
+        value, node = self.value, self.value.node
+        if (whole := value.whole_source()) is not None and whole.value is not value:
+            return whole.value
+        if node.name in ("reshape", "squeeze", "broadcast_in_dim"):
+            before = node.inputs[0]
+            tokens = before.size == value.size and before.shape[-1:] == value.shape[-1:]
+            return before if tokens and not self.part else None
+        if node.name == "slice" and set(node.params["strides"] or ()) <= {1}:
+            before = node.inputs[0]
+            ends = zip(node.params["start_indices"], node.params["limit_indices"], strict=True)
+            *part, classes = (range(*end) for end in ends)
+            if self.part:
+                part = [r[slice(*own)] for r, own in zip(part, self.part, strict=True)]
+            classes = classes[slice(*self.classes)]
+            all_tokens = [range(n) for n in before.shape[:-1]]
+            self.part = () if part == all_tokens else tuple((r.start, r.stop) for r in part)
+            self.classes = classes.start, classes.stop
+            return before
         return None
-    (left, right), batch = node.params["dimension_numbers"]
-    a, b = node.inputs
+
+    def row(self, row: Value, counts: bool | None = None) -> tuple[Value, Read]:
+        """An element for each class of the value, as the call reads it: of those with logits."""
+        start, stop = self.classes
+        part = tuple((0, 1) if n == 1 else (start, stop) for n in row.shape)
+        is_whole = stop - start == self.value.shape[-1]
+        return row, Read((-1,), counts=counts, part=() if is_whole else part)
+
+
+def _product(logits: Value, losses: _Losses, is_sum: bool) -> Product | str | None:
+    """The product that gives the logits, or as text why the op does not compute it."""
+    path = _Path(logits)
+    softcap, scale, fill = None, 1.0, 0.0
+    rows: dict[str, tuple[Value, Read]] = {}
+    while (value := path.value).node.name != "dot_general":
+        cap, before = _softcap(value)
+        factor, unscaled = _multiple(value)
+        if scale != 1:  # only the product may be before it
+            return _between(value)
+        if cap is not None:
+            if softcap is not None or rows:
+                return "a softcap is before a bias, a mask or another softcap"
+            softcap = cap
+        elif (masked := _masked_classes(value)) is not None and not rows:
+            row, keep, fill, before = masked
+            rows["classes"] = path.row(row, keep)
+        elif value.node.name == "add" and "bias" not in rows:
+            before, row = next(value.with_row(), (value, None))
+            if row is None or not row.is_floating:
+                return _between(value)
+            rows["bias"] = path.row(row)
+        elif unscaled is not value:
+            scale, before = factor, unscaled
+        else:
+            return _between(value)
+        path.to(before)
+    (left, right), batch = value.node.params["dimension_numbers"]
+    a, b = value.node.inputs
     if any(batch) or tuple(left) != (len(a.shape) - 1,) or len(right) != 1 or len(b.shape) != 2:
-        return None
+        return "the product is none of tokens [..., d] with a table of two dimensions"
     x, table = _before_widening(a), _before_widening(b)
     x, table = (x, table) if x.dtype == table.dtype else (a, b)
     if x.dtype != table.dtype or not x.is_floating:
         return "the operands of the product have two dtypes"
-    if raw.dtype != x.dtype and not (x.dtype == jnp.bfloat16 and raw.dtype == jnp.float32):
-        return f"logits in {raw.dtype} of operands in {x.dtype}"
-    precision = node.params["precision"]
-    precisions = set(precision if isinstance(precision, tuple) else (precision,))
-    if precisions - {None, lax.Precision.DEFAULT} or node.params.get("out_sharding") is not None:
-        return "the product has a precision or a sharding of its own"
+    if value.dtype != x.dtype and not (x.dtype == jnp.bfloat16 and value.dtype == jnp.float32):
+        return f"logits in {value.dtype} of operands in {x.dtype}"
+    if scale != 1 and x.dtype == jnp.float16:
+        return "a scaled token may overflow"
+    if value.node.params.get("out_sharding") is not None:
+        return "the product has a sharding of its own"
     if _implementation.current() == "auto":
         # The logits are read and written less, but the table's gradient is wider.
         if math.prod(x.shape[:-1]) < x.shape[-1]:
             return "the table is larger than the logits"
         # The backward computes the logits again, but none of them are in the wider dtype.
-        if dtype is not None and dtype == x.dtype:
+        if not is_sum and losses.each.dtype == x.dtype:
             return "the losses are not summed"
-    part = (*part, (0, x.shape[-1]))
-    ends = {a, b} if bias is None else {a, b, bias}
-    return Product(x, part, _before_narrowing(table), bias, right[0] == 0, softcap, ends)
+    part = (*path.part, (0, x.shape[-1])) if path.part else ()
+    ends = {a, b, *(row for row, _ in rows.values())}
+    table, class_axis = _stored(table, 1 - right[0])
+    read = Read(table.shape)
+    if path.classes != (0, table.shape[class_axis]):
+        ranges = [(0, n) for n in table.shape]
+        ranges[class_axis] = path.classes
+        read = Read(tuple(stop - start for start, stop in ranges), part=tuple(ranges))
+    options = {
+        "class_axis": class_axis,
+        "softcap": softcap,
+        "precision": value.node.params["precision"],
+    }
+    return Product(x, part, {"table": (table, read), **rows}, scale, fill, options, ends)
 
 
-def _part(logits: Value) -> tuple[tuple[tuple[int, int], ...], Value]:
-    """The tokens that have these logits, and the logits of all tokens."""
-    node, all_tokens = logits.node, tuple((0, n) for n in logits.shape[:-1])
-    if node.name == "slice" and set(node.params["strides"] or ()) <= {1}:
-        ends = node.params["start_indices"], node.params["limit_indices"]
-        *part, classes = zip(*ends, strict=True)
-        before = node.inputs[0].whole_source()
-        if before is not None and classes == (0, before.value.shape[-1]):
-            return tuple(part), before.value
-    return all_tokens, logits
+def _between(value: Value) -> str | None:
+    """Why logits are no product, if a product is a few operations before."""
+    if not _follows_product(value):
+        return None
+    return f"{value.node.name} is between the product and the loss"
+
+
+def _follows_product(value: Value) -> bool:
+    left = [value]
+    for _ in range(10):
+        if not left:
+            return False
+        before = left.pop()
+        if before.node.name == "dot_general":
+            return True
+        if before.node.name in FUSIBLE | {*MOVES, "gather"}:
+            inputs = before.node.inputs
+            left += [
+                v for v in inputs if v.is_floating and v.size >= value.size and v.number is None
+            ]
+    return False
+
+
+def _masked_classes(value: Value) -> tuple[Value, bool, float, Value] | None:
+    """The mask of the classes, its sign, the logit of those left out, and the logits before."""
+    for mask, logits, fill, keep in value.selections():
+        row = value.seen.of(mask).source()
+        last = (None,) * (len(value.long) - 1) + (0,)
+        if row.map == last and fill.number is not None and fill.number < math.inf:
+            return row.value, keep, float(fill.number), logits
+    return None
 
 
 def _softcap(logits: Value) -> tuple[float | None, Value]:
@@ -181,7 +371,16 @@ def _before_widening(value: Value) -> Value:
     return _before_widening(before) if before.dtype.itemsize < value.dtype.itemsize else value
 
 
-def _before_narrowing(table: Value) -> Value:
-    """The table before a cast to a narrower dtype, which the op makes itself."""
-    before = _before_cast(table)
-    return before if before.dtype.itemsize > table.dtype.itemsize else table
+def _stored(table: Value, class_axis: int) -> tuple[Value, int]:
+    """The table before transpositions and a cast to a narrower dtype, and the axis of its classes.
+
+    The op makes the cast itself.
+    """
+    while True:
+        before = _before_cast(table)
+        if table.node.name == "transpose":
+            table, class_axis = table.node.inputs[0], 1 - class_axis
+        elif before.dtype.itemsize > table.dtype.itemsize:
+            table = before
+        else:
+            return table, class_axis

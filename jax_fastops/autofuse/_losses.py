@@ -20,13 +20,13 @@ from jax import lax
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops.autofuse._pattern import add
 from jax_fastops.autofuse._patterns import log_softmax_by_hand
-from jax_fastops.cross_entropy import cross_entropy
+from jax_fastops.cross_entropy import cross_entropy, cross_entropy_of_one_hot
 from jax_fastops.linear_cross_entropy import linear_cross_entropy
 
 # ---- labels --------------------------------------------------------------------------------------
 
 
-def _wide(labels):
+def wide(labels):
     """The labels in a dtype that can hold the number of classes."""
     return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
 
@@ -45,7 +45,7 @@ def _nearest(labels, classes: int):
     return jnp.clip(jnp.where(labels < 0, labels + classes, labels), 0, classes - 1)
 
 
-def _padding(labels, classes: int):
+def padding(labels, classes: int):
     """The labels, with -1 for out-of-range labels, which so have no loss."""
     return jnp.where((labels >= 0) & (labels < classes), labels.astype(jnp.int32), -1)
 
@@ -68,7 +68,7 @@ class _Logits(_Common):
 
     def losses(self, labels, more=None):
         """The losses, where ``more`` is added to the loss of each token."""
-        losses = cross_entropy(self.x, labels, **self.options).astype(self.x.dtype)
+        losses = cross_entropy(self.x, labels, **self.options)
         return losses if more is None else losses + more
 
     def some_class(self):
@@ -76,11 +76,11 @@ class _Logits(_Common):
         return jnp.argmax(self.x, -1).astype(self.labels.dtype)
 
     def logits_of(self, index):
-        return _picked(self.x, index)
+        return _picked(self.x, index).astype(accumulator_dtype(self.x.dtype))
 
     def overflows(self):
         """Where the loss of finite logits, or of one that is -inf, is infinite."""
-        of = jnp.finfo(self.x.dtype)
+        of = jnp.finfo(accumulator_dtype(self.x.dtype))
         if self.options["label_smoothing"]:  # it overflows by any class with -inf
             return jnp.max(self.x, -1) <= of.max
         low = -float(of.max) * float(of.eps) / 4  # also in a row without an infinity
@@ -110,7 +110,8 @@ class _Product(_Common):
     def logits_of(self, index):
         """The logits of one class, in the dtype of the losses."""
         wide = accumulator_dtype(self.x.dtype)
-        row = self.table[index].astype(self.x.dtype).astype(wide)
+        row = self.table[:, index] if self.options["class_axis"] else self.table[index]
+        row = row.astype(self.x.dtype).astype(wide)
         logits = (self.x.astype(wide) * jnp.broadcast_to(row, self.x.shape)).sum(-1)
         logits = logits if self.bias is None else logits + self.bias[index].astype(wide)
         cap = self.options["softcap"]
@@ -147,7 +148,7 @@ def _of_log_softmax(of: _Operands):
 
     The NaN of a label that is no class has no gradient.
     """
-    labels = _padding(_wrapped(of.labels, of.classes), of.classes)
+    labels = padding(_wrapped(of.labels, of.classes), of.classes)
     losses = of.losses(labels, jnp.where(labels < 0, jnp.nan, 0))
     return _nan_if_infinite(losses, of.overflows())
 
@@ -171,8 +172,21 @@ def _by_sum(of: _Operands, top: Callable | None = None, too_large: bool = False)
 
 
 def _of_one_hot(of: _Operands):
-    """Semantics of ``sum(one_hot(label) * log_softmax(logits))``: no class has no loss."""
-    return of.losses(_padding(of.labels, of.classes))
+    """Semantics of ``sum(one_hot(label) * log_softmax(logits))``: no class has no loss.
+
+    But it has a z-loss, and the loss of all classes that label smoothing adds. A row with +inf
+    gives NaN, with its gradient.
+    """
+    smooth = of.options["label_smoothing"]
+    if not smooth and not of.options["z_loss"]:
+        losses = of.losses(padding(of.labels, of.classes))
+    elif isinstance(of, _Product):
+        raise ValueError("a label that is no class has a loss of all classes or a z-loss")
+    else:
+        losses = cross_entropy_of_one_hot(of.x, of.labels, **of.options)
+    # With label smoothing, a row with +inf has NaN, and the test would read all logits.
+    is_product = isinstance(of, _Product)
+    return losses if smooth else _nan_if_infinite(losses, not is_product and of.overflows())
 
 
 def _nearest_class(losses: Callable) -> Callable:
@@ -187,31 +201,44 @@ def _nan_with_inf(losses: Callable) -> Callable:
 
 def losses_by_label(logits, labels, axis: int = -1):
     """The losses of optax: negative labels wrap; out-of-range labels give NaN."""
-    labels = _wrapped(_wide(labels), logits.shape[axis])
+    labels = _wrapped(wide(labels), logits.shape[axis])
     return cross_entropy(logits, labels, axis=axis).astype(logits.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class LossCall:
-    """The call that replaces a form, with label smoothing and z-loss as numbers of the program."""
+    """The call that replaces a form, with label smoothing and z-loss as numbers of the program.
+
+    The losses may be summed along some dimensions. Before, they are multiplied or divided by
+    arrays, or masked, in the order of ``factors`` from the last to the first.
+    """
 
     losses: Callable[[_Operands], Any]
 
-    def __call__(self, x, labels, **numbers):
-        factor, options = self._options(**numbers)
-        return factor * self.losses(_Logits(_wide(labels), x.shape[-1], options, x))
+    def __call__(self, x, labels, *, share, smooth, z, summed=(), **factors):
+        factor, options = self._options(share, smooth, z)
+        if labels.shape != x.shape[:-1]:  # some rows of logits have one label
+            labels = jnp.broadcast_to(labels, x.shape[:-1])
+        losses = factor * self.losses(_Logits(wide(labels), x.shape[-1], options, x))
+        for name, array in reversed(factors.items()):
+            if name.startswith("mask"):
+                losses = jnp.where(array, losses, 0)
+            else:
+                array = array.astype(losses.dtype)
+                losses = losses * array if name.startswith("weight") else losses / array
+        return losses.sum(summed) if summed else losses
 
-    def of_product(self, x, table, labels, bias=None, where=None, *, transposed, **options):
-        """The losses, or their sum, of logits ``x @ table.T + bias``."""
+    def of_product(self, x, table, labels, bias=None, where=None, **options):
+        """The losses, or their sum, of logits ``x @ table.T + bias`` (``class_axis=0``)."""
         factor, options = self._options(**options)
-        table = table.T if transposed else table
-        operands = _wide(labels), table.shape[0], options, x, table, bias, where
+        classes = table.shape[options["class_axis"]]
+        operands = wide(labels), classes, options, x, table, bias, where
         return factor * self.losses(_Product(*operands))
 
     def _options(self, share, smooth, z, **options) -> tuple[float, dict[str, Any]]:
         """The factor of the losses, and the options of the op."""
         factor = share + smooth
-        if abs(factor) < 1e-6:
+        if abs(factor) <= 1e-6 * (abs(share) + abs(smooth)):
             raise ValueError("the losses add up to 0")
         return factor, dict(label_smoothing=smooth / factor, z_loss=z / factor, **options)
 
@@ -254,9 +281,7 @@ def _constant_max(x, axis, keepdims=False):
     return lax.stop_gradient(jnp.max(x, axis, keepdims=keepdims))
 
 
-def _loss(
-    form: Callable, losses: Callable, smoothed: Callable | None = None, name: str = "cross_entropy"
-) -> None:
+def _loss(form: Callable, losses: Callable, smoothed: Callable | None = None) -> None:
     """Adds a form as it is and negated, with a z-loss, with label smoothing, and with both.
 
     ``smoothed`` is the mean of the losses of all classes, as the program writes it.
@@ -272,7 +297,7 @@ def _loss(
         variants += [dict(share=1.0, smooth=0.0), dict(z=0.0), {}]
     for fixed in variants:
         leaves = "x labels share smooth z"
-        add(name, function, leaves, LossCall(losses), fixed=fixed, axes="last")
+        add("cross_entropy", function, leaves, LossCall(losses), fixed=fixed, axes="last")
 
 
 def _loss_of_logsumexp(pick: Callable, losses: Callable, smoothed: bool = True) -> None:
@@ -315,8 +340,4 @@ _loss_of_logsumexp(
     functools.partial(_by_sum, too_large=True),
 )
 _loss_of_logsumexp(_multiplied, _nan_with_inf(_by_sum), smoothed=False)
-_loss(
-    lambda x, labels: -_multiplied(jax.nn.log_softmax(x), labels),
-    _nan_with_inf(_of_one_hot),
-    name="cross_entropy of one_hot",
-)
+OF_ONE_HOT = LossCall(_of_one_hot)

@@ -16,7 +16,17 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 
 from jax_fastops.autofuse._pattern import Apply, Formula, Leaf, Multiple, Product, Sum, near
-from jax_fastops.autofuse._value import ELEMENTWISE, NO_EQUATION, REDUCTIONS, Map, Node, Value, View
+from jax_fastops.autofuse._value import (
+    ELEMENTWISE,
+    REDUCTIONS,
+    Map,
+    Node,
+    Reduction,
+    Value,
+    View,
+    equal,
+    reductions,
+)
 
 _COMMUTATIVE = {"max", "min", "eq", "ne", "and", "or"}
 
@@ -52,19 +62,14 @@ def _order(place: Map, shown: View) -> Map | None:
     return order if order is not None and set(order) == set(shown.value.identity) else None
 
 
-def _unreduced(order: Map, formula: Apply, node: Node) -> Map | None:
+def _unreduced(order: Map, formula: Apply, found: Reduction) -> Map | None:
     """The order of the operand of a reduction, if the axes correspond."""
-    operand = node.inputs[0]
-    if node.meaning == formula.params and order == node.outputs[0].identity:
-        return operand.identity
-    axes, own = (
-        tuple(map(int, re.findall("[0-9]+", p[0][1]))) for p in (formula.params, node.meaning)
-    )
-    others = [i for i in operand.identity if i not in axes]
-    if len(axes) != len(own) or len(others) != len(order):
+    axes = tuple(map(int, re.findall("[0-9]+", formula.params[0][1])))
+    others = [i for i in found.operand.identity if i not in axes]
+    if len(axes) != len(found.axes) or len(others) != len(order):
         return None
-    rest = [i for i in operand.identity if i not in own]
-    pairs = dict(zip((*axes, *others), (*own, *(rest[i] for i in order)), strict=True))
+    own = *found.axes, *(found.rest[i] for i in order)
+    pairs = dict(zip((*axes, *others), own, strict=True))
     return tuple([pairs[i] for i in range(len(pairs))])
 
 
@@ -162,7 +167,7 @@ class Matcher:
         if known is None:
             bound = View(source.value, mapped)
             return State({**state.leaves, leaf.index: bound}, state.free, state.inner)
-        if known.map != mapped or not _equal(known.value, source.value):
+        if known.map != mapped or not equal(known.value, source.value):
             return None
         return state if known.value is source.value else state.through(source.passed)
 
@@ -233,8 +238,11 @@ class Matcher:
         view, exponent = items[0]
         source, rest = view.source(), []
         for item in items[1:]:
-            if item[0].source()[:2] == source[:2]:  # x * x
+            other = item[0].source()
+            if other.map == source.map and equal(other.value, source.value):  # x * x
                 exponent += item[1]
+                if other.value is not source.value:
+                    state = state.through(other.passed)
             else:
                 rest.append(item)
         for i, (part, place, own) in enumerate(left[: 0 if expand else None]):
@@ -258,17 +266,29 @@ class Matcher:
         if node.name != formula.name or len(node.inputs) != len(formula.operands):
             return
         if node.name in REDUCTIONS:
-            order = _unreduced(view.map, formula, node)
-            if order is None:
-                return
-            view = View(view.value, order)
-        elif node.meaning != formula.params:
+            yield from self._reduced(formula, node, view, state)
             return
-        elif node.name not in ELEMENTWISE and view.map != view.value.identity:
+        if node.meaning != formula.params:
+            return
+        if node.name not in ELEMENTWISE and view.map != view.value.identity:
             return
         for inputs in (node.inputs, node.inputs[::-1])[: 1 + (node.name in _COMMUTATIVE)]:
             for after in self._operands(formula.operands, inputs, node, view, state):
                 yield after, 1.0
+
+    def _reduced(self, formula: Apply, node: Node, view: View, state: State) -> Iterator:
+        """Matches a reduction, perhaps in several steps."""
+        ((part, place, factor),) = formula.operands
+        for found in reductions(node):
+            if (order := _unreduced(view.map, formula, found)) is None:
+                continue
+            for value in found.passed:
+                if value.multiple is not None:
+                    self._round(value)
+            operand, inside = View(found.operand, order), state.through(found.passed)
+            for after, r in self._scaled(part, place, operand, inside):
+                if self._near(r, factor):
+                    yield after, found.factor
 
     def _operands(self, formulas, inputs, node: Node, view: View, state: State) -> Iterator:
         if not formulas:
@@ -282,26 +302,7 @@ class Matcher:
                 yield from self._operands(formulas[1:], inputs[1:], node, view, state)
             return
         part, place, factor = formula
-        if node.name in ELEMENTWISE:
-            shown = view.of(value)
-        else:
-            shown = View(value, view.map) if node.name in REDUCTIONS else value.seen
+        shown = view.of(value) if node.name in ELEMENTWISE else value.seen
         for after, r in self._scaled(part, place, shown, state):
             if self._near(r, factor):
                 yield from self._operands(formulas[1:], inputs[1:], node, view, after)
-
-
-def _equal(a: Value, b: Value, depth: int = 8) -> bool:
-    """Whether two values are computed alike."""
-    if a is b:
-        return True
-    if a.number is not None or b.number is not None:
-        return a.aval == b.aval and a.number is not None and bool(a.number == b.number)
-    x, y = a.node, b.node
-    if NO_EQUATION in (x, y) or not depth or x.name != y.name or x.equation.effects:
-        return False
-    return (
-        (a.aval, x.outputs.index(a), len(x.inputs)) == (b.aval, y.outputs.index(b), len(y.inputs))
-        and str(x.params) == str(y.params)
-        and all(_equal(v, w, depth - 1) for v, w in zip(x.inputs, y.inputs, strict=True))
-    )

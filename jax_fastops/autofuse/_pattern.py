@@ -22,7 +22,7 @@ from jax_fastops.autofuse._value import ELEMENTWISE, REDUCTIONS, Map, Value, Vie
 KINDS = {
     **dict.fromkeys(("x", "up", "residual", "start", "end", "weight"), "full"),
     **dict.fromkeys(("scale", "bias", "mean", "var"), "row"),
-    **{"where": "mask", "labels": "labels"},
+    **{"where": "mask", "labels": "labels", "tokens": "tokens"},
     **dict.fromkeys(("eps", "share", "smooth", "z"), "free"),
 }
 MAX_RANK = 8
@@ -91,6 +91,7 @@ def _traced(
         "row": jax.ShapeDtypeStruct(shape[axis:][:1], dtype),
         "mask": jax.ShapeDtypeStruct(shape, jnp.bool_),
         "labels": jax.ShapeDtypeStruct(shape[:-1], jnp.int32),
+        "tokens": jax.ShapeDtypeStruct(shape[:-1], dtype),
         "free": jax.ShapeDtypeStruct((), dtype),
     }
     operands = [kinds[KINDS[leaf]] for leaf in leaves]

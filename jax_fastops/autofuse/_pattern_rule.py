@@ -14,10 +14,19 @@ from jax_fastops.autofuse._dropout import drop_at
 from jax_fastops.autofuse._heads import joined
 from jax_fastops.autofuse._masks import masked
 from jax_fastops.autofuse._match import Matcher, State
-from jax_fastops.autofuse._pattern import KINDS, MAX_RANK, Pattern, compiled
+from jax_fastops.autofuse._pattern import KINDS, MAX_RANK, Formula, Pattern, compiled
 from jax_fastops.autofuse._patterns import by_size
 from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule
-from jax_fastops.autofuse._value import FUSIBLE, NO_EQUATION, REDUCTIONS, USED, Node, Value, View
+from jax_fastops.autofuse._value import (
+    FUSIBLE,
+    NO_EQUATION,
+    REDUCTIONS,
+    USED,
+    Node,
+    Value,
+    View,
+    reductions,
+)
 
 # ---- which patterns can be at a value ------------------------------------------------------------
 
@@ -77,8 +86,15 @@ def _operations_before(value: Value) -> tuple[set, tuple]:
             key.append(node.meaning if _has_plain_params(node) else None)
         operations.add("root" if node.name in ("rsqrt", "sqrt", "pow") else node.name)
         if node.name in REDUCTIONS:
-            operations.add((node.name, node.meaning))
+            axes = (found.axes for found in reductions(node))
+            operations.update((node.name, (("axes", str(a)),)) for a in axes)
     return operations, tuple(key)
+
+
+def _has_operations(formula: Formula, values: Sequence[Value]) -> bool:
+    """Whether values have the operations of a formula that are no sums, products and roots."""
+    needs = {name for name in formula.needs if isinstance(name, str)} - {"root"}
+    return bool(needs) and needs <= {v.node.name for v in values}
 
 
 # ---- what a pattern reads ------------------------------------------------------------------------
@@ -97,6 +113,12 @@ def _reader(view: View, shape: Sequence[int], places: Sequence[int], dtype=None,
         sizes[place] = 1 if i is None else view.value.sizes[i]
     order = () if own == view.value.identity else own
     return view.value, Read(tuple(sizes), dtype, counts, order)
+
+
+def _is_of_convolution(x: Value) -> bool:
+    """Whether an array is a convolution, perhaps with a bias, which computes activations, too."""
+    arrays = [x, *(one for one, _ in x.with_row())]
+    return any(v.source(True).value.node.name == "conv_general_dilated" for v in arrays)
 
 
 # ---- the rule ------------------------------------------------------------------------------------
@@ -129,8 +151,6 @@ class PatternRule(Rule):
             is_whole, match = self._at(pattern, axis, value, around)
             if is_whole:
                 whole.append((pattern, axis))
-                if pattern.name == "log_softmax":
-                    self._note_weights(value)
             if match is not None:
                 break
         if len(self.known) > 10_000:
@@ -175,13 +195,6 @@ class PatternRule(Rule):
         """Notes why a pattern stays. ``part`` is the share of it that the program has."""
         self._tried.append((part, Miss(name, value, reason)))
 
-    def _note_weights(self, value: Value) -> None:
-        """Notes a loss of a log_softmax whose weights are an array."""
-        products = (user.outputs[0] for user in value.users if user.name == "mul")
-        if any(user.name == "reduce_sum" for product in products for user in product.users):
-            reason = "the weights of the classes are no one_hot of integer labels"
-            self.miss("cross_entropy of one_hot", value, reason, True)
-
     def _at(
         self, pattern: Pattern, axis: int, value: Value, around: set
     ) -> tuple[bool, Rewrite | None]:
@@ -206,9 +219,10 @@ class PatternRule(Rule):
         if state is None:
             part = len(set(matcher.seen)) / (1 + first.size)
             # Sums and products that are nearly a lerp are everywhere.
-            if part > 0.7 and first.size > 5 and first.needs:
-                reason = "the formula differs from here on"
-                self._note(pattern.name, matcher.stopped or value, reason, min(part, 0.99))
+            if part > 0.7 and first.size > 5 and _has_operations(first, matcher.seen):
+                stopped = matcher.stopped
+                at = value if stopped is None or stopped.node is NO_EQUATION else stopped
+                self._note(pattern.name, at, "the formula differs from here on", min(part, 0.99))
             return False, None
         return True, self._checked(pattern, axis, value, state, others, sizes if loss else None)
 
@@ -279,7 +293,8 @@ class PatternRule(Rule):
                 return None
             if (kind in ("row", "labels") or name in ("x", "residual")) and None in view.map:
                 return None
-            dtype = root.dtype if kind == "full" else None
+            # The op computes losses of narrow logits in the wider dtype.
+            dtype = root.dtype if kind == "full" and logits is None else None
             operands[name] = _reader(view, *sizes.get(kind, (shape, places)), dtype)
         return operands, numbers
 
@@ -294,6 +309,10 @@ class PatternRule(Rule):
         """
         plain = Read(root.shape, root.dtype)
         x, rest = operands.get("x"), {k: read for k, read in operands.items() if k != "x"}
+        is_activation = pattern.axes == "none" and x is not None and not rest
+        by_neighbors = is_activation and _implementation.current() == "auto"
+        if by_neighbors and _is_of_convolution(x[0]):
+            return
         if x is not None:
             for before, own, options in self._absorbed(pattern, axis, x, root, nodes):
                 yield before, pattern.call, own | rest, [], options
@@ -303,10 +322,9 @@ class PatternRule(Rule):
                     yield "split + ", pattern.call, operand, [], {}
             if x[0].node.name in ("add", "add_any") and not x[1].order:
                 yield from self._of_sum(pattern, x[0], root, rest, nodes)
-        if pattern.axes == "none" and x is not None and not rest:
-            # An activation. XLA fuses it with its neighbors, so that a kernel adds a pass.
+        if by_neighbors:  # XLA fuses an activation with its neighbors, so that a kernel adds a pass
             near = (node.name for node in (x[0].node, *root.users))
-            if _implementation.current() == "auto" and not FUSIBLE.isdisjoint(near):
+            if not FUSIBLE.isdisjoint(near):
                 return
         yield "", pattern.call, operands, [], {}
 

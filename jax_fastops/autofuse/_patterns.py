@@ -41,6 +41,8 @@ _ACTIVATIONS: dict[str, list[Callable]] = {
         lambda x: x / (1 + jnp.exp(-x)),
         lambda x: 0.5 * x * (1 + jnp.tanh(0.5 * x)),
     ],
+    "quick_gelu": [ACTIVATIONS["quick_gelu"]],
+    "mish": [jax.nn.mish],
 }
 
 
@@ -161,7 +163,7 @@ def _row_norm(
 
 
 _FORMS = ("two", "fast", "fast positive")
-for _form in (*_FORMS, "two positive"):
+for _form in _FORMS:
     for _order in ("in", "out"):
         _layer_norm(_form, _order)
 for _wide in (False, True):  # Haiku broadcasts the mean

@@ -254,6 +254,11 @@ def why(call: Call) -> str:
     return "; ".join(dict.fromkeys(choice.reason for choice in choices if choice.kernel))
 
 
+def calls_op(call: Call) -> bool:
+    """Whether a call calls an op. If not, it moves operations of the program."""
+    return bool(_decisions(call, _implementation.current()))
+
+
 def takes_kernel(call: Call) -> tuple[bool, bool]:
     """Whether a call takes a kernel without a gradient, and in a step."""
     decisions = _decisions(call, _implementation.current())

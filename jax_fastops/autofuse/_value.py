@@ -181,6 +181,9 @@ class Value:
             for number, other in (node.inputs, node.inputs[::-1]):
                 if number.number is not None and number.number == neutral:
                     return other
+                # The derivative of a mean of squares is 0 where it is 0.
+                if name == "max" and number.number == 0 and _is_never_negative(other):
+                    return other
         if name == "select_n":
             if operand.number is not None:
                 return node.inputs[1 + int(operand.number)]
@@ -328,6 +331,35 @@ def _is_negative_iota(value: Value) -> bool:
     return numbers.name == "iota" and not iota_wraps(numbers.outputs[0])
 
 
+def equal(a: Value, b: Value, depth: int = 8) -> bool:
+    """Whether two values are computed alike."""
+    if a is b:
+        return True
+    if a.number is not None or b.number is not None:
+        return a.aval == b.aval and a.number is not None and bool(a.number == b.number)
+    x, y = a.node, b.node
+    if NO_EQUATION in (x, y) or not depth or x.name != y.name or x.equation.effects:
+        return False
+    return (
+        (a.aval, x.outputs.index(a), len(x.inputs)) == (b.aval, y.outputs.index(b), len(y.inputs))
+        and str(x.params) == str(y.params)
+        and all(equal(v, w, depth - 1) for v, w in zip(x.inputs, y.inputs, strict=True))
+    )
+
+
+def _is_never_negative(value: Value) -> bool:
+    """Whether a value is a mean of squares, or NaN."""
+    value = value.source(narrowing=True).value
+    node = value.node
+    if (multiple := value.multiple) is not None:
+        return multiple[0] > 0 and _is_never_negative(multiple[1])
+    if node.name == "reduce_sum":
+        return _is_never_negative(node.inputs[0])
+    if node.name == "mul":
+        return equal(*node.inputs)
+    return node.name == "square" or (node.name == "integer_pow" and node.params["y"] % 2 == 0)
+
+
 class View(NamedTuple):
     """An array as it is seen: the map gives the dimension of ``value`` for each dimension seen.
 
@@ -381,13 +413,18 @@ class Node:
         self.params: dict[str, Any] = {} if equation is None else equation.params
         self.outputs: list[Value] = []
 
+    @property
+    def is_of_derivative(self) -> bool:
+        """Whether a derivative inside of the program has the equation."""
+        equations = [e for e in (self.equation, *self.callers) if e is not None]
+        return any("jvp(" in str(e.source_info.name_stack) for e in equations)
+
     @functools.cached_property
     def meaning(self) -> tuple[Any, ...]:
         """The parameters, without those that depend on sizes."""
         params = {k: v for k, v in self.params.items() if k not in _IGNORED_PARAMS}
         if self.name in REDUCTIONS:
-            long = self.inputs[0].long
-            params = {"axes": tuple(sorted(long.index(a) for a in params["axes"] if a in long))}
+            params = {"axes": _reduction(self).axes}
         if self.name == "iota":
             long = self.outputs[0].long
             dimension = self.params["dimension"]
@@ -402,6 +439,54 @@ class Node:
 
 
 NO_EQUATION = Node(None, (), ())  # of an operand of the program, or a constant
+
+
+class Reduction(NamedTuple):
+    """A reduction, perhaps in several steps, as ``factor`` times one of ``operand``.
+
+    Attributes:
+      axes: the dimensions of the operand that are reduced.
+      rest: the dimensions of the operand that the result has, in its order.
+      passed: the values between the result and the operand.
+    """
+
+    operand: Value
+    axes: tuple[int, ...]
+    rest: tuple[int, ...]
+    factor: float = 1.0
+    passed: tuple[Value, ...] = ()
+
+
+def reductions(node: Node) -> Iterator[Reduction]:
+    """What a node reduces: its operand, then those of the sums that it adds up, as a mean of means.
+
+    The dimensions are numbers of long dimensions.
+    """
+    found = _reduction(node)
+    yield found
+    while node.name == "reduce_sum":
+        operand, axes, rest, factor, passed = found
+        view = operand.seen.source(narrowing=True)
+        passed += view.passed
+        while (multiple := view.value.multiple) is not None:
+            factor *= multiple[0]
+            view = view.of(multiple[1]).source(narrowing=True)
+            passed += view.passed
+        before = view.value.node
+        if before.name != node.name or set(view.map) != set(view.value.identity):
+            return
+        inner = _reduction(before)
+        place = [inner.rest[i] for i in view.map]
+        axes = tuple(sorted((*inner.axes, *(place[i] for i in axes))))
+        found = Reduction(inner.operand, axes, tuple(place[i] for i in rest), factor, passed)
+        yield found
+
+
+def _reduction(node: Node) -> Reduction:
+    operand = node.inputs[0]
+    long = operand.long
+    axes = tuple(sorted(long.index(a) for a in node.params["axes"] if a in long))
+    return Reduction(operand, axes, tuple(i for i in operand.identity if i not in axes))
 
 
 def iota_wraps(indices: Value) -> bool:

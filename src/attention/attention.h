@@ -32,6 +32,9 @@ struct AttentionProblem {
   AttentionStrides bias = {};
   bool wide_bias = false;  // float32
   bool lengths = false;
+  // The most segments of an example. With it, a row of each array has several sequences, which are
+  // found by offsets, and `lengths` is true. 0: an example is one sequence.
+  int64_t segments = 0;
   // The keys before and after the position of a query that it may attend to. -1: all.
   int64_t before = -1, after = -1;
   double scale = 1;
@@ -39,6 +42,8 @@ struct AttentionProblem {
   bool deterministic = false;  // the backward
   auto operator<=>(const AttentionProblem&) const = default;
 
+  // What cuDNN takes for an example.
+  int64_t sequences() const { return segments > 0 ? batch * segments : batch; }
   // Sets the strides of contiguous arrays; with `packed`, of the parts of [batch, length, 3, heads,
   // size].
   void SetStrides(bool packed);
@@ -52,11 +57,15 @@ struct AttentionBuffers {
   // [batch, copies], of which the first copy counts. Values are clamped.
   const int32_t *q_lengths = nullptr, *kv_lengths = nullptr;
   int64_t copies = 1;
+  // [batch, copies, segments], likewise.
+  const int32_t *starts = nullptr, *counts = nullptr;
   const uint32_t* seeds = nullptr;  // pairs for each head
   const void* dy = nullptr;
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;
-  void* y;      // an operand backward
-  void* stats;  // likewise: logarithms of sums of exponentials, float32 [batch, heads, queries]
+  void* y;  // an operand backward
+  // Likewise: logarithms of sums of exponentials, float32 [batch, heads, queries]; with segments
+  // [batch, queries, heads].
+  void* stats;
   char* workspace;
   int64_t workspace_bytes;
 };
@@ -69,11 +78,16 @@ std::string PlanAttention(const AttentionProblem& problem, int64_t* workspace_by
 std::string RunAttention(const AttentionProblem& problem, const AttentionBuffers& buffers,
                          cudaStream_t stream);
 
-// The bytes of workspace before that of cuDNN: lengths, a seed and an offset.
-constexpr int64_t PreparedBytes(int64_t batch) { return (batch * 8 + 16 + 255) / 256 * 256; }
+// What PrepareAttention writes to the begin of the workspace.
+struct Prepared {
+  int32_t *q_lengths, *kv_lengths;  // [sequences]
+  uint32_t* seed;                   // a seed of 64 bits, and an offset of 0
+  int64_t* offsets[4];  // of queries, keys, the result and statistics: [sequences + 1], in elements
+  int64_t bytes;
+};
+Prepared PreparedAt(const AttentionProblem& problem, char* workspace);
 
-// Writes two compact lists of lengths and, with seeds, one seed that depends on all of them, and an
-// offset of 0: int32 [2, batch], int64 [2].
+// Writes compact lengths, offsets with segments, and with seeds one seed that depends on all.
 cudaError_t PrepareAttention(const AttentionProblem& problem, const AttentionBuffers& buffers,
                              cudaStream_t stream);
 

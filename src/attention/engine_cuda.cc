@@ -41,7 +41,11 @@ enum Id : int64_t {
   kQLengths,
   kKvLengths,
   kSeed,
-  kOffset
+  kOffset,
+  kQOffsets,
+  kKvOffsets,
+  kYOffsets,
+  kStatsOffsets,
 };
 
 // Loads nothing that is not loaded, so that there is one cuDNN in a process.
@@ -120,6 +124,10 @@ class Builder {
       fe::graph::SDPA_backward_attributes options;
       SetCommon(&options);
       options.set_deterministic_algorithm(p_.deterministic);
+      if (p_.segments > 0) {  // so that workspace does not grow with the number of segments
+        options.set_max_total_seq_len_q(p_.batch * p_.queries);
+        options.set_max_total_seq_len_kv(p_.batch * p_.keys);
+      }
       const Tensor y = Array("y", kY, p_.heads, p_.queries, p_.y);
       const Tensor dy = Array("dy", kDy, p_.heads, p_.queries, p_.y);
       const auto [dq, dk, dv] = graph_->sdpa_backward(q, k, v, y, dy, Stats(), options);
@@ -135,8 +143,9 @@ class Builder {
       stats->set_output(true)
           .set_uid(kStats)
           .set_data_type(fe::DataType_t::FLOAT)
-          .set_dim({p_.batch, p_.heads, p_.queries, 1})
-          .set_stride({p_.heads * p_.queries, p_.queries, 1, 1});
+          .set_dim(StatsSizes())
+          .set_stride(StatsStrides());
+      if (p_.segments > 0) stats->set_ragged_offset(Offsets("stats_offsets", kStatsOffsets));
     }
     return graph_;
   }
@@ -153,8 +162,8 @@ class Builder {
     }
     if (p_.lengths) {
       options->set_padding_mask(true)
-          .set_seq_len_q(Numbers("q_lengths", kQLengths, p_.batch, fe::DataType_t::INT32))
-          .set_seq_len_kv(Numbers("kv_lengths", kKvLengths, p_.batch, fe::DataType_t::INT32));
+          .set_seq_len_q(Numbers("q_lengths", kQLengths, p_.sequences(), fe::DataType_t::INT32))
+          .set_seq_len_kv(Numbers("kv_lengths", kKvLengths, p_.sequences(), fe::DataType_t::INT32));
     }
     if (p_.before >= 0 || p_.after >= 0) {
       options->set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT);
@@ -177,7 +186,10 @@ class Builder {
                               .set_stride(std::move(strides)));
   }
   Tensor Array(const char* name, Id id, int64_t heads, int64_t rows, const AttentionStrides& s) {
-    return New(name, id, {p_.batch, heads, rows, p_.size}, {s.batch, s.head, s.row, 1});
+    const Tensor tensor =
+        New(name, id, {p_.sequences(), heads, rows, p_.size}, {s.batch, s.head, s.row, 1});
+    SetOffsets(tensor, id);
+    return tensor;
   }
   Tensor Numbers(const char* name, Id id, int64_t count, fe::DataType_t type) {
     Tensor tensor = New(name, id, {count, 1, 1, 1}, {1, 1, 1, 1});
@@ -185,21 +197,44 @@ class Builder {
     return tensor;
   }
   Tensor Stats() {
-    Tensor stats = New("stats", kStats, {p_.batch, p_.heads, p_.queries, 1},
-                       {p_.heads * p_.queries, p_.queries, 1, 1});
+    Tensor stats = New("stats", kStats, StatsSizes(), StatsStrides());
     stats->set_data_type(fe::DataType_t::FLOAT);
+    if (p_.segments > 0) stats->set_ragged_offset(Offsets("stats_offsets", kStatsOffsets));
     return stats;
+  }
+  std::vector<int64_t> StatsSizes() const { return {p_.sequences(), p_.heads, p_.queries, 1}; }
+  std::vector<int64_t> StatsStrides() const {
+    const int64_t example = p_.heads * p_.queries;
+    if (p_.segments > 0) return {example, 1, p_.heads, 1};
+    return {example, p_.queries, 1, 1};
+  }
+  // Where the sequences of an array begin. Each list is one tensor of the graph.
+  Tensor Offsets(const char* name, Id id) {
+    Tensor& offsets = offsets_[id];
+    if (offsets == nullptr) {
+      offsets = Numbers(name, id, p_.sequences() + 1, fe::DataType_t::INT64);
+    }
+    return offsets;
+  }
+  void SetOffsets(const Tensor& tensor, Id id) {
+    if (p_.segments == 0) return;
+    const bool is_query = id == kQ || id == kDq, is_result = id == kY || id == kDy;
+    tensor->set_ragged_offset(is_query    ? Offsets("q_offsets", kQOffsets)
+                              : is_result ? Offsets("y_offsets", kYOffsets)
+                                          : Offsets("kv_offsets", kKvOffsets));
   }
   void SetResult(const Tensor& tensor, Id id, int64_t heads, int64_t rows,
                  const AttentionStrides& s) {
     tensor->set_output(true)
         .set_uid(id)
-        .set_dim({p_.batch, heads, rows, p_.size})
+        .set_dim({p_.sequences(), heads, rows, p_.size})
         .set_stride({s.batch, s.head, s.row, 1});
+    SetOffsets(tensor, id);
   }
 
   const AttentionProblem& p_;
   std::shared_ptr<fe::graph::Graph> graph_;
+  std::map<Id, Tensor> offsets_;
 };
 
 Plan FindPlan(const AttentionProblem& problem, cudnnHandle_t handle) {
@@ -248,7 +283,7 @@ std::string PlanAttention(const AttentionProblem& problem, int64_t* workspace_by
       const Handle other;
     }
     const Plan& plan = PlanOf(problem, handle);
-    *workspace_bytes = PreparedBytes(problem.batch) + plan.workspace_bytes;
+    *workspace_bytes = PreparedAt(problem, nullptr).bytes + plan.workspace_bytes;
     return plan.problem;
   } catch (const std::exception& error) {
     return std::string("cuDNN: ") + error.what();
@@ -262,8 +297,9 @@ std::string RunAttention(const AttentionProblem& problem, const AttentionBuffers
     const Handle handle;
     const Plan& plan = PlanOf(problem, handle);
     if (!plan.problem.empty()) return plan.problem;
-    const int64_t prepared = PreparedBytes(problem.batch);
-    if (prepared + plan.workspace_bytes > b.workspace_bytes) return "the workspace is too small";
+    const Prepared prepared = PreparedAt(problem, b.workspace);
+    if (prepared.bytes + plan.workspace_bytes > b.workspace_bytes)
+      return "the workspace is too small";
     if (problem.lengths || problem.rate > 0) {
       const cudaError_t error = PrepareAttention(problem, b, stream);
       if (error != cudaSuccess) return cudaGetErrorString(error);
@@ -271,7 +307,6 @@ std::string RunAttention(const AttentionProblem& problem, const AttentionBuffers
     if (fe::detail::set_stream(handle.get(), stream) != CUDNN_STATUS_SUCCESS) {
       return "cuDNN does not take the stream";
     }
-    char* const seed = b.workspace + problem.batch * 8;
     std::unordered_map<int64_t, void*> arrays = {
         {kQ, const_cast<void*>(b.q)},
         {kK, const_cast<void*>(b.k)},
@@ -281,12 +316,15 @@ std::string RunAttention(const AttentionProblem& problem, const AttentionBuffers
     };
     if (problem.bias_batch > 0) arrays[kBias] = const_cast<void*>(b.bias);
     if (problem.lengths) {
-      arrays[kQLengths] = b.workspace;
-      arrays[kKvLengths] = b.workspace + problem.batch * 4;
+      arrays[kQLengths] = prepared.q_lengths;
+      arrays[kKvLengths] = prepared.kv_lengths;
+    }
+    for (int i = 0; problem.segments > 0 && i < 4; ++i) {
+      arrays[kQOffsets + i] = prepared.offsets[i];
     }
     if (problem.rate > 0) {
-      arrays[kSeed] = seed;
-      arrays[kOffset] = seed + 8;
+      arrays[kSeed] = prepared.seed;
+      arrays[kOffset] = prepared.seed + 2;
     }
     if (problem.backward) {
       arrays[kDy] = const_cast<void*>(b.dy);
@@ -294,9 +332,9 @@ std::string RunAttention(const AttentionProblem& problem, const AttentionBuffers
       arrays[kDk] = b.dk;
       arrays[kDv] = b.dv;
     }
-    fe::error_t error = plan.graph->execute(handle.get(), arrays, b.workspace + prepared);
+    fe::error_t error = plan.graph->execute(handle.get(), arrays, b.workspace + prepared.bytes);
     if (error.is_bad()) return "cuDNN: " + error.get_message();
-    if (problem.lengths) {
+    if (problem.lengths && problem.segments == 0) {
       const cudaError_t zeroed = ZeroRows(problem, b, stream);
       if (zeroed != cudaSuccess) return cudaGetErrorString(zeroed);
     }

@@ -61,7 +61,12 @@ Given Read(Call& call, bool backward) {
   ReadBias(call, &p, &b);
   b.q_lengths = static_cast<const int32_t*>(call.In("q_lengths?"));
   b.kv_lengths = static_cast<const int32_t*>(call.In("kv_lengths?"));
-  p.lengths = b.q_lengths != nullptr || b.kv_lengths != nullptr;
+  if (call.Has("starts?")) {
+    p.segments = call.Size("m");
+    b.starts = static_cast<const int32_t*>(call.In("starts?"));
+    b.counts = static_cast<const int32_t*>(call.In("counts?"));
+  }
+  p.lengths = b.q_lengths != nullptr || b.kv_lengths != nullptr || p.segments > 0;
   b.copies = p.kv_heads;
   b.seeds = static_cast<const uint32_t*>(call.In("seeds?"));
   p.before = call.Attribute<int64_t>("before");
@@ -86,14 +91,14 @@ Given Read(Call& call, bool backward) {
   return given;
 }
 
-template <bool kBackward>
-ffi::Error Execute(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                   ffi::Dictionary attributes) {
-  Call call("attention", args, rets, attributes);
-  const Given given = Read(call, kBackward);
+ffi::Error Run(Call& call, cudaStream_t stream, bool backward) {
+  const Given given = Read(call, backward);
   if (const ffi::Error error = call.Run([] {}); error.failure()) return error;
   return Reported(cuda::RunAttention(given.problem, given.buffers, stream));
 }
+
+ffi::Error Forward(Call& call, cudaStream_t stream) { return Run(call, stream, false); }
+ffi::Error Backward(Call& call, cudaStream_t stream) { return Run(call, stream, true); }
 
 // Finds the plan and loads kernels, which is impossible while a graph is captured.
 template <bool kBackward>
@@ -114,22 +119,8 @@ ffi::Error Initialize(ffi::RemainingArgs args, ffi::RemainingRets rets,
   return Reported(problem);
 }
 
-#define FASTOPS_ATTENTION(target, name, backward)                                                  \
-  XLA_FFI_DEFINE_HANDLER(kExecute##name, Execute<backward>,                                        \
-                         ffi::Ffi::Bind()                                                          \
-                             .Ctx<ffi::PlatformStream<cudaStream_t>>()                             \
-                             .RemainingArgs()                                                      \
-                             .RemainingRets()                                                      \
-                             .Attrs(),                                                             \
-                         {ffi::Traits::kCmdBufferCompatible});                                     \
-  XLA_FFI_DEFINE_HANDLER(                                                                          \
-      kInitialize##name, Initialize<backward>,                                                     \
-      ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs()); \
-  const Registration kRegistration##name(target, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR,             \
-                                         kExecute##name, kInitialize##name)
-
-FASTOPS_ATTENTION("attention", Forward, false);
-FASTOPS_ATTENTION("attention_bwd", Backward, true);
+FASTOPS_CUDA_HANDLER("attention", Forward, Initialize<false>);
+FASTOPS_CUDA_HANDLER("attention_bwd", Backward, Initialize<true>);
 
 }  // namespace
 }  // namespace jax_fastops::inline xla

@@ -19,8 +19,9 @@ std::pair<int64_t, std::string> Plan(int device, const std::string& dtype, int64
                                      int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys,
                                      int64_t size, bool packed, int64_t bias_batch,
                                      int64_t bias_heads, int64_t bias_rows, bool wide_bias,
-                                     bool lengths, bool backward, double scale, int64_t before,
-                                     int64_t after, double rate, bool deterministic) {
+                                     bool lengths, int64_t segments, bool backward, double scale,
+                                     int64_t before, int64_t after, double rate,
+                                     bool deterministic) {
   cuda::AttentionProblem p;
   p.dtype = dtype == "float16" ? DType::kF16 : DType::kBF16;
   p.backward = backward;
@@ -36,7 +37,8 @@ std::pair<int64_t, std::string> Plan(int device, const std::string& dtype, int64
   p.bias_rows = bias_rows;
   p.SetBiasStrides();
   p.wide_bias = wide_bias;
-  p.lengths = lengths;
+  p.lengths = lengths || segments > 0;
+  p.segments = segments;
   p.before = before;
   p.after = after;
   p.scale = scale;
@@ -57,9 +59,9 @@ void Define(void* module) {
       "attention_plan", &Plan, nb::kw_only(), nb::arg("device"), nb::arg("dtype"), nb::arg("batch"),
       nb::arg("heads"), nb::arg("kv_heads"), nb::arg("queries"), nb::arg("keys"), nb::arg("size"),
       nb::arg("packed"), nb::arg("bias_batch"), nb::arg("bias_heads"), nb::arg("bias_rows"),
-      nb::arg("wide_bias"), nb::arg("lengths"), nb::arg("backward"), nb::arg("scale"),
-      nb::arg("before"), nb::arg("after"), nb::arg("rate"), nb::arg("deterministic"),
-      nb::call_guard<nb::gil_scoped_release>(),
+      nb::arg("wide_bias"), nb::arg("lengths"), nb::arg("segments"), nb::arg("backward"),
+      nb::arg("scale"), nb::arg("before"), nb::arg("after"), nb::arg("rate"),
+      nb::arg("deterministic"), nb::call_guard<nb::gil_scoped_release>(),
       "The bytes of workspace of cuDNN's plan for attention, and why there is no plan.");
 }
 

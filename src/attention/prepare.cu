@@ -17,8 +17,10 @@ struct Params {
   int64_t batch, copies, queries, keys;
   const uint32_t* seeds;
   int64_t seed_count;
-  int32_t* lengths;
-  unsigned long long* seed;
+  const int32_t *starts, *counts;
+  int64_t segments, sequences;
+  int64_t batch_stride[4], row_stride[4];  // of the offsets
+  Prepared out;
 };
 
 __device__ int32_t LengthOf(const int32_t* lengths, int64_t at, int64_t whole) {
@@ -28,30 +30,43 @@ __device__ int32_t LengthOf(const int32_t* lengths, int64_t at, int64_t whole) {
 
 // One block.
 __global__ void __launch_bounds__(kThreads) PrepareKernel(const __grid_constant__ Params p) {
-  for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) {
-    const int32_t keys = LengthOf(p.kv_lengths, b * p.copies, p.keys);
-    // A query without keys gives 0, as a query after the length does.
-    p.lengths[b] = keys == 0 ? 0 : LengthOf(p.q_lengths, b * p.copies, p.queries);
-    p.lengths[p.batch + b] = keys;
+  if (p.segments > 0) {
+    for (int64_t i = threadIdx.x; i <= p.sequences; i += kThreads) {
+      const int64_t b = i / p.segments, at = b * p.copies * p.segments + i % p.segments;
+      const bool is_end = i == p.sequences;
+      const int64_t start = is_end ? 0 : LengthOf(p.starts, at, p.queries);
+      for (int k = 0; k < 4; ++k) {
+        p.out.offsets[k][i] = b * p.batch_stride[k] + start * p.row_stride[k];
+      }
+      if (!is_end) {
+        p.out.q_lengths[i] = p.out.kv_lengths[i] = LengthOf(p.counts, at, p.queries - start);
+      }
+    }
+  } else {
+    for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) {
+      const int32_t keys = LengthOf(p.kv_lengths, b * p.copies, p.keys);
+      // A query without keys gives 0, as a query after the length does.
+      p.out.q_lengths[b] = keys == 0 ? 0 : LengthOf(p.q_lengths, b * p.copies, p.queries);
+      p.out.kv_lengths[b] = keys;
+    }
   }
   if (p.seeds == nullptr) return;
-  // A sum of random words, which depend on the seed and the position of each head.
-  __shared__ unsigned long long total;
-  if (threadIdx.x == 0) total = 0;
+  // Sums of random words, which depend on the seed and the position of each head. Two sums of 32
+  // bits: an addition of 64 bits to shared memory takes several times as long.
+  __shared__ uint32_t total[2];
+  if (threadIdx.x < 2) total[threadIdx.x] = 0;
   __syncthreads();
-  unsigned long long sum = 0;
+  uint32_t sum[2] = {0, 0};
   for (int64_t i = threadIdx.x; i < p.seed_count; i += kThreads) {
     const PhiloxWords drawn =
         Philox({{static_cast<uint32_t>(i), static_cast<uint32_t>(i >> 32), 0, 1}}, p.seeds[2 * i],
                p.seeds[2 * i + 1]);
-    sum += static_cast<unsigned long long>(drawn.word[0]) << 32 | drawn.word[1];
+    for (int word = 0; word < 2; ++word) sum[word] += drawn.word[word];
   }
-  atomicAdd(&total, sum);  // integers: the same sum in every order
+  // Integers: the same sums in every order.
+  for (int word = 0; word < 2; ++word) atomicAdd(&total[word], sum[word]);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    p.seed[0] = total;
-    p.seed[1] = 0;
-  }
+  if (threadIdx.x < 4) p.out.seed[threadIdx.x] = threadIdx.x < 2 ? total[threadIdx.x] : 0;
 }
 
 constexpr int kRowsZeroed = 16;  // by a block
@@ -88,6 +103,21 @@ __global__ void __launch_bounds__(kThreads) ZeroKernel(const __grid_constant__ Z
 
 }  // namespace
 
+Prepared PreparedAt(const AttentionProblem& problem, char* workspace) {
+  const int64_t count = problem.sequences();
+  Prepared at;
+  at.seed = reinterpret_cast<uint32_t*>(workspace);
+  char* next = workspace + 16;
+  for (int64_t*& offsets : at.offsets) {
+    offsets = reinterpret_cast<int64_t*>(next);
+    if (problem.segments > 0) next += (count + 1) * sizeof(int64_t);
+  }
+  at.q_lengths = reinterpret_cast<int32_t*>(next);
+  at.kv_lengths = at.q_lengths + count;
+  at.bytes = (next - workspace + 2 * count * int64_t{sizeof(int32_t)} + 255) / 256 * 256;
+  return at;
+}
+
 cudaError_t ZeroRows(const AttentionProblem& problem, const AttentionBuffers& buffers,
                      cudaStream_t stream) {
   const auto array = [&](void* data, int64_t rows, int64_t heads, const AttentionStrides& strides,
@@ -95,8 +125,8 @@ cudaError_t ZeroRows(const AttentionProblem& problem, const AttentionBuffers& bu
     return ZeroParams::Array{static_cast<uint4*>(data), lengths,         rows,
                              heads * problem.size / 8,  strides.row / 8, strides.batch / 8};
   };
-  const auto* const lengths = reinterpret_cast<const int32_t*>(buffers.workspace);
-  const int32_t* const kv_lengths = lengths + problem.batch;
+  const Prepared prepared = PreparedAt(problem, buffers.workspace);
+  const int32_t *const lengths = prepared.q_lengths, *const kv_lengths = prepared.kv_lengths;
   ZeroParams p = {};
   p.heads = problem.heads;
   int64_t rows = problem.queries;
@@ -139,8 +169,17 @@ cudaError_t PrepareAttention(const AttentionProblem& problem, const AttentionBuf
   p.keys = problem.keys;
   p.seeds = buffers.seeds;
   p.seed_count = problem.batch * problem.heads;
-  p.lengths = reinterpret_cast<int32_t*>(buffers.workspace);
-  p.seed = reinterpret_cast<unsigned long long*>(buffers.workspace + problem.batch * 8);
+  p.starts = buffers.starts;
+  p.counts = buffers.counts;
+  p.segments = problem.segments;
+  p.sequences = problem.sequences();
+  const AttentionStrides stats = {problem.queries * problem.heads, 1, problem.heads};
+  const AttentionStrides* const strides[] = {&problem.q, &problem.k, &problem.y, &stats};
+  for (int i = 0; i < 4; ++i) {
+    p.batch_stride[i] = strides[i]->batch;
+    p.row_stride[i] = strides[i]->row;
+  }
+  p.out = PreparedAt(problem, buffers.workspace);
   return Launch(KernelOf<AttentionFamily, PrepareKernel>(), {.block = dim3(kThreads)}, stream, p);
 }
 

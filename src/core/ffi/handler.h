@@ -30,7 +30,8 @@ using backend::Queue;
 
 #ifdef FASTOPS_CUDA
 
-#define FASTOPS_HANDLER(target, function, load)                                                    \
+// `initialize` is a function of the buffers and attributes that XLA calls before `function`.
+#define FASTOPS_CUDA_HANDLER(target, function, initialize)                                         \
   XLA_FFI_DEFINE_HANDLER(kExecute##function,                                                       \
                          +[](cudaStream_t stream, ffi::RemainingArgs args,                         \
                              ffi::RemainingRets rets, ffi::Dictionary attributes) {                \
@@ -44,13 +45,16 @@ using backend::Queue;
                              .Attrs(),                                                             \
                          {ffi::Traits::kCmdBufferCompatible});                                     \
   XLA_FFI_DEFINE_HANDLER(                                                                          \
-      kInitialize##function,                                                                       \
-      +[](ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {                               \
-        return ToError(target " (loading kernels)", cuda::load());                                 \
-      },                                                                                           \
+      kInitialize##function, initialize,                                                           \
       ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs()); \
   static const Registration kRegistration##function(target, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR,  \
                                                     kExecute##function, kInitialize##function)
+
+#define FASTOPS_HANDLER(target, function, load)                                        \
+  FASTOPS_CUDA_HANDLER(                                                                \
+      target, function, +[](ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) { \
+        return ToError(target " (loading kernels)", cuda::load());                     \
+      })
 
 #else
 

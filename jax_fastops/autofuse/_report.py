@@ -1,0 +1,238 @@
+"""The report of :func:`autofuse`: what it replaces, and what it leaves and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import inspect
+import textwrap
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from jax_fastops import _explain
+from jax_fastops.autofuse._evaluate import Plan
+from jax_fastops.autofuse._rule import Rewrite, why
+from jax_fastops.autofuse._value import NO_EQUATION, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """A pattern that :class:`autofuse` replaces.
+
+    Attributes:
+      pattern: its name, with ``"add + "`` or ``"bias + "`` if the op takes the sum before it too.
+      where: the file and line of its last operation.
+      shape: the shape of its result.
+      dtype: the dtype of its result.
+      why: why the call takes the kernel, after a note if the op gives another result somewhere.
+      saves: the bytes of the arrays between its operations, at least as large as its result. XLA
+        fuses some of them, so this is the most that the op does not write.
+
+    Example:
+      >>> with fo.use_implementation("native"):
+      ...     report = fo.autofuse.report(jax.nn.softmax)(jnp.ones((2, 8)))
+      >>> report.replaced[0].pattern, report.replaced[0].shape
+      ('softmax', (2, 8))
+    """
+
+    pattern: str
+    where: str
+    shape: tuple[int, ...]
+    dtype: str
+    saves: int
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Missed:
+    """A pattern that :class:`autofuse` leaves as it is.
+
+    Attributes:
+      pattern: its name, or ``"derivative"`` for a function that computes one.
+      where: the file and line of the operation that does not fit, or of the result.
+      equation: this operation and its operands.
+      reason: why the pattern stays.
+
+    Example:
+      >>> with fo.use_implementation("xla"):
+      ...     report = fo.autofuse.report(jax.nn.softmax)(jnp.ones((2, 8)))
+      >>> report.missed[0].pattern, report.missed[0].reason
+      ('softmax', "the implementation is 'xla'")
+    """
+
+    pattern: str
+    where: str
+    equation: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseReport:
+    """What :class:`autofuse` does with a function. Its text is a table.
+
+    Attributes:
+      replaced: the patterns that ops replace, in the order of the program.
+      missed: the patterns that stay, also those that are there in large part, and those of which
+        a part is replaced by a smaller pattern.
+
+    Example:
+      >>> len(fo.autofuse.report(jnp.sin)(jnp.ones(2)).replaced)
+      0
+    """
+
+    replaced: tuple[Replaced, ...]
+    missed: tuple[Missed, ...]
+
+    def __str__(self) -> str:
+        parts = ((title, _text(rows)) for title, rows in self._tables())
+        return "\n".join(filter(None, (part for both in parts for part in both)))
+
+    def _repr_html_(self) -> str:
+        """The tables, in a notebook."""
+        return "".join(f"<p>{title}</p>{_html(rows)}" for title, rows in self._tables())
+
+    def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
+        """The titles and rows of the tables. The first row has the names of columns."""
+        rows = [("pattern", "result", "saves", "where", "why")]
+        for r in self.replaced:
+            result = f"{r.dtype}[{','.join(map(str, r.shape))}]"
+            rows.append((r.pattern, result, _explain.size(r.saves), r.where, r.why))
+        tables = [(f"{len(self.replaced)} patterns replaced", rows if self.replaced else [])]
+        if self.missed:
+            alike: dict[tuple, list[Missed]] = {}  # each layer of a model has the same
+            for m in self.missed:
+                alike.setdefault((m.pattern, m.where, m.reason), []).append(m)
+            rows = [("pattern", "up to", "where", "why")]
+            for (name, *rest), group in alike.items():
+                name += f" ({len(group)} times)" if group[1:] else ""
+                rows.append((name, group[0].equation, *rest))
+            tables.append((f"{len(self.missed)} patterns left", rows))
+        return tables
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+_WIDTH = 100
+# Of a column that must be narrower than its text. The last one takes what is left.
+_WIDTHS = {"pattern": 24, "result": 20, "saves": 8, "up to": 22, "where": 24}
+
+
+def _text(rows: Sequence[tuple[str, ...]]) -> str:
+    """A table of at most 100 columns. Long cells have several lines, and paths lose their start."""
+    if not rows:
+        return ""
+    *names, last = rows[0]
+    longest = [max(len(row[i]) for row in rows) for i in range(len(names))]
+    widths = [min(n, _WIDTHS[name]) for n, name in zip(longest, names, strict=True)]
+    # What other columns do not need goes to those that need more, but the last one is wide enough.
+    for i, n in enumerate(longest):
+        free = _WIDTH - sum(widths) - 2 * len(widths) - max(len(last), 30)
+        widths[i] = min(n, widths[i] + max(0, free))
+    widths.append(_WIDTH - sum(widths) - 2 * len(widths))
+    lines = []
+    for row in rows:
+        cells = []
+        for name, cell, width in zip(rows[0], row, widths, strict=True):
+            if name == "where" and len(cell) > width:
+                cell = "..." + cell[3 - width :]
+            if name == "up to" and len(cell) > width:  # an operation and its operands
+                start = cell[: width - 4].rpartition(", ")[0]
+                cell = f"{start}, ...)" if start else f"{cell.partition('(')[0]}(...)"
+            cells.append(textwrap.wrap(cell, width) or [""])
+        for i in range(max(map(len, cells))):
+            line = (c[i] if i < len(c) else "" for c in cells)
+            padded = (x.ljust(width) for x, width in zip(line, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _html(rows: Sequence[tuple[str, ...]]) -> str:
+    lines = []
+    for row in rows:
+        kind = "td" if lines else "th"
+        cells = (f'<{kind} style="text-align:left">{html.escape(c)}</{kind}>' for c in row)
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table>{''.join(lines)}</table>" if rows else ""
+
+
+# ---- what plans say ------------------------------------------------------------------------------
+
+_PUT_GRAD_AROUND = (
+    "the function computes a derivative, in which patterns are not seen; put grad around autofuse: "
+    "jax.grad(autofuse(f))"
+)
+
+
+def report_of(
+    plans: list[Plan], function: Callable, report: Callable[[Callable], FuseReport]
+) -> FuseReport:
+    """The report of the plans of a function. ``report`` gives that of another function."""
+    replaced, missed = [], []
+    for plan in plans:
+        for rewrite in reversed(plan.rewrites):
+            root = rewrite.root
+            if plan.rule:
+                reason = f"the rule of {plan.rule} runs in a gradient; replaced only without one"
+                missed.append(_missed(rewrite.name, root, reason))
+                continue
+            large = (v for v in rewrite.inner if v.size >= root.size and v.is_array)
+            saves = sum(v.size * v.dtype.itemsize for v in large if v is not root)
+            reason = "; ".join(filter(None, _reasons(plan, rewrite)))
+            dtype = str(root.dtype)
+            replaced.append(Replaced(rewrite.name, root.line, root.shape, dtype, saves, reason))
+        taken = {v for rewrite in plan.rewrites for v in (*rewrite.inner, rewrite.root)}
+        seen = set()
+        for miss in reversed(plan.search.misses):
+            shown = {miss.value, miss.value.source(narrowing=True).value}
+            key = miss.value, miss.name if miss.is_part else ""
+            if plan.derivative is not None and miss.value.node.is_of_derivative:
+                continue  # it has other patterns, which may be nearly these
+            if (miss.is_part or not shown & taken) and key not in seen:
+                seen.add(key)
+                hidden = f"the rule of {plan.rule} hides it in a gradient"
+                reason = hidden if plan.rule else miss.reason
+                missed.append(_missed(miss.name, miss.value, reason))
+    derivative = next((p.derivative for p in plans if p.derivative is not None), None)
+    if derivative is not None:
+        reason = _PUT_GRAD_AROUND + _would_replace(function, report)
+        missed.insert(0, _missed("derivative", derivative, reason))
+        if not replaced:
+            warnings.warn(f"autofuse: nothing is replaced: {reason}", stacklevel=3)
+    return FuseReport(tuple(replaced), tuple(missed))
+
+
+def _reasons(plan: Plan, rewrite: Rewrite) -> Iterator[str]:
+    """Why a match is replaced."""
+    yield rewrite.note
+    verdict = plan.verdicts.get(rewrite)
+    if verdict is not None:
+        yield verdict.reason
+    if verdict is None or None in verdict.chosen:  # the table decides on a phase
+        yield why(rewrite.call)
+    if plan.why_not_tuned:
+        yield f"not measured: {plan.why_not_tuned}"
+
+
+def _would_replace(function: Callable, report: Callable[[Callable], FuseReport]) -> str:
+    """What would be replaced in the function that, for example, ``jax.grad`` differentiates."""
+    inner = inspect.unwrap(function)
+    if inner is function:
+        return ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = report(inner)
+    except Exception:  # whatever the function raises: it may take other arguments
+        return ""
+    counts = Counter(r.pattern for r in found.replaced)
+    names = (name + f" ({n} times)" * (n > 1) for name, n in counts.items())
+    return f". This would replace {', '.join(names)}" if counts else ""
+
+
+def _missed(name: str, value: Value, reason: str) -> Missed:
+    if value.node is NO_EQUATION:
+        return Missed(name, "", "", reason)
+    equation = value.node.equation
+    operands = ", ".join(v.aval.str_short() for v in equation.invars)
+    return Missed(name, value.line, f"{equation.primitive.name}({operands})", reason)
