@@ -26,8 +26,9 @@ from jax_fastops.autofuse._value import REDUCTIONS, Node, Value
 
 _SHORT_ROW = 8192  # elements up to which XLA holds a row in one block
 _SAME = VIEWS - {"convert_element_type", "bitcast_convert_type", "rev", "slice"}
-_PARTS = {"concatenate", "pad"}  # they have operands that are smaller than the result
-_LINEAR = VIEWS | {"add", "add_any", "sub", "neg", "reduce_sum", "transpose", "concatenate", "pad"}
+_NOT_MODELED = PRODUCTS | {"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_jvp_call"}
+_PARTS = {"concatenate", "pad", "split"}  # of larger arrays: no broadcasts
+_LINEAR = VIEWS | _PARTS | {"add", "add_any", "sub", "neg", "reduce_sum", "transpose"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,9 +67,11 @@ def saves(region: Region, step: bool) -> bool:
 
     They must save bytes. If the table measured just this call, because nothing is next to it that
     XLA would fuse, they may also take as many; but no element-wise forward, which XLA can fuse
-    with a product. Where a match has products, the op keeps no whole arrays, and the table decides.
+    with a product. Where a match has products, the op keeps no whole arrays, and the table decides,
+    as it does on a match with a function that has a rule of its own.
     """
-    if any(n.equation.primitive.name in PRODUCTS and not is_local(n) for n in region.inner):
+    names = {node.equation.primitive.name for node in region.inner if not is_local(node)}
+    if not names.isdisjoint(_NOT_MODELED):
         return True
     plain, fused = (traffic(region, form, step) for form in (False, True))
     simple = {"transpose", *REDUCTIONS}.isdisjoint(node.name for node in region.inner)

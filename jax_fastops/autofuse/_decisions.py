@@ -108,7 +108,7 @@ def _verdict(region: Region, times: Measured, source: str, platform: str) -> Ver
             choices.append(None)
     if choices == [None, None]:
         return None
-    where = f"{source}: " if source else "by the model, "
+    where = f"{source}: " if times else "by the model, "
     return Verdict(Chosen(platform, *choices), f"region {region}, {where}{'; '.join(texts)}")
 
 

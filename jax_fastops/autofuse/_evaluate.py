@@ -13,6 +13,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from jax_fastops import _compat, _explain, _implementation
+from jax_fastops.autofuse import _tune
 from jax_fastops.autofuse._attention import AttentionRule
 from jax_fastops.autofuse._decisions import Verdict, verdicts
 from jax_fastops.autofuse._dropout import DropoutRule
@@ -24,7 +25,6 @@ from jax_fastops.autofuse._one_hot import OneHotLossRule
 from jax_fastops.autofuse._pattern_rule import PatternRule
 from jax_fastops.autofuse._rule import Miss, Rewrite, Rule, Search, calls_op, takes_kernel, visible
 from jax_fastops.autofuse._ruled_loss import RuledLossRule
-from jax_fastops.autofuse._tune import why_not
 from jax_fastops.autofuse._value import NO_EQUATION, Node, Value
 from jax_fastops.autofuse._windows import WindowRule
 
@@ -65,7 +65,7 @@ class Plan:
             if stays:
                 needed.update(node.inputs)
         self.verdicts: dict[Rewrite, Verdict] = {}
-        self.why_not_tuned = why_not() if settings.tune else ""
+        self.why_not_tuned = _tune.why_not() if settings.tune else ""
         if self.rewrites and _implementation.current() == "auto":
             self._decide(graph, template, settings.tune)
         self.reads = {v for rewrite in self.rewrites for v in rewrite.reads}

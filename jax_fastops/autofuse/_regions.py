@@ -35,7 +35,8 @@ VIEWS = {
 LOCAL = FUSIBLE.union(
     REDUCTIONS,
     VIEWS,
-    ("transpose", "concatenate", "pad", "iota", "reduce_prod", "argmax", "argmin", "name"),
+    ("transpose", "concatenate", "split", "pad", "iota", "reduce_prod", "argmax", "argmin"),
+    ("reduce_precision", "name"),
     ("exp2", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "erf_inv", "cbrt"),
     ("round", "floor", "ceil", "rem", "nextafter", "xor", "population_count"),
     ("shift_left", "shift_right_logical", "shift_right_arithmetic"),
