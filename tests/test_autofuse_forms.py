@@ -460,7 +460,7 @@ def test_heads_before_the_batch(change):
         return attend(x, y, change, lambda x: split(x, (2, 0, 1, 3)))
 
     found = [r.pattern for r in fo.autofuse.report(f)(X, Y).replaced]
-    assert "attention" in found or "softmax" in found
+    assert any("attention" in name or "softmax" in name for name in found)
     check(f, (X, Y), found)
 
 

@@ -163,7 +163,9 @@ class PatternRule(Rule):
             if (miss := next(larger, None)) is not None:
                 self.search.misses.append(dataclasses.replace(miss, is_part=True))
         elif self._tried:
-            self.search.misses.append(max(self._tried, key=lambda tried: tried[0])[1])
+            part, miss = max(self._tried, key=lambda tried: tried[0])
+            is_view = value.view(True) is not None  # of a value that may match
+            self.search.misses.append(dataclasses.replace(miss, is_part=part == 1 and not is_view))
         return match
 
     def _candidates(self, value: Value, source: Value, around: set, key: tuple) -> Iterator[tuple]:
@@ -193,9 +195,11 @@ class PatternRule(Rule):
             return range(rank)
         return [rank - 1] if value.long and value.long[-1] == len(value.shape) - 1 else []
 
-    def _note(self, name: str, value: Value, reason: str, part: float = 1.0) -> None:
+    def _note(
+        self, name: str, value: Value, reason: str, part: float = 1.0, seen: Sequence[Value] = ()
+    ) -> None:
         """Notes why a pattern stays. ``part`` is the share of it that the program has."""
-        self._tried.append((part, Miss(name, value, reason)))
+        self._tried.append((part, Miss(name, value, reason, seen=frozenset(seen))))
 
     def _note_weights(self, value: Value) -> None:
         """Notes a loss of a log_softmax whose weights are an array."""
@@ -231,7 +235,8 @@ class PatternRule(Rule):
             if part > 0.7 and first.size > 5 and _has_operations(first, matcher.seen):
                 stopped = matcher.stopped
                 at = value if stopped is None or stopped.node is NO_EQUATION else stopped
-                self._note(pattern.name, at, "the formula differs from here on", min(part, 0.99))
+                reason = "the formula differs from here on"
+                self._note(pattern.name, at, reason, min(part, 0.99), matcher.seen)
             return False, None
         return True, self._checked(pattern, axis, value, state, others, sizes if loss else None)
 
