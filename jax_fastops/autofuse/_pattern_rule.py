@@ -322,9 +322,9 @@ class PatternRule(Rule):
         """
         plain = Read(root.shape, root.dtype)
         x, rest = operands.get("x"), {k: read for k, read in operands.items() if k != "x"}
-        is_activation = pattern.axes == "none" and x is not None and not rest
+        is_activation = pattern.axes == "none" and not rest
         by_neighbors = is_activation and _implementation.current() == "auto"
-        if by_neighbors and _is_of_convolution(x[0]):
+        if x is not None and by_neighbors and _is_of_convolution(x[0]):
             return
         if x is not None:
             for before, own, options in self._absorbed(pattern, axis, x, root, nodes):
@@ -335,7 +335,7 @@ class PatternRule(Rule):
                     yield "split + ", pattern.call, operand, [], {}
             if x[0].node.name in ("add", "add_any") and not x[1].order:
                 yield from self._of_sum(pattern, x[0], root, rest, nodes)
-        if by_neighbors:  # XLA fuses an activation with its neighbors, so that a kernel adds a pass
+        if x is not None and by_neighbors:  # XLA fuses it, so that a kernel adds a pass
             near = (node.name for node in (x[0].node, *root.users))
             if not FUSIBLE.isdisjoint(near):
                 return

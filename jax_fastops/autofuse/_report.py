@@ -94,7 +94,7 @@ class FuseReport:
 
     def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
         """The titles and rows of the tables. The first row has the names of columns."""
-        rows = [("pattern", "result", "saves", "where", "why")]
+        rows: list[tuple[str, ...]] = [("pattern", "result", "saves", "where", "why")]
         for r in self.replaced:
             result = f"{r.dtype}[{','.join(map(str, r.shape))}]"
             rows.append((r.pattern, result, _explain.size(r.saves), r.where, r.why))
