@@ -177,6 +177,34 @@ def test_no_false_misses_in_optimizers(name):
     assert not report.replaced and not report.missed
 
 
+def narrow_norm(x):
+    return by_moments(x.astype(jnp.float32), B, C).astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "f, x, found",
+    [
+        (lambda x: rms(x, B) + C, X, ["rms_norm"]),  # no layer norm
+        (lambda x: narrow_norm(x) * Y, X.astype(jnp.bfloat16), ["layer_norm"]),
+    ],
+)
+def test_no_false_misses_around_what_is_replaced(f, x, found):
+    report = fo.autofuse.report(f)(x)
+    assert [r.pattern for r in report.replaced] == found and not report.missed
+
+
+def test_a_smaller_pattern_of_the_same_name():
+    """As in T5: the scale is float32, and so is the result."""
+
+    def f(x):
+        return B * rms(x.astype(jnp.float32), 1.0).astype(jnp.bfloat16)
+
+    report = fo.autofuse.report(f)(X.astype(jnp.bfloat16))
+    assert [(r.pattern, r.dtype) for r in report.replaced] == [("rms_norm", "bfloat16")]
+    (missed,) = report.missed
+    assert missed.pattern == "rms_norm" and "narrower than the result's float32" in missed.reason
+
+
 @pytest.mark.parametrize(
     "f, pattern",
     [

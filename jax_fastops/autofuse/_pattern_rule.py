@@ -161,7 +161,9 @@ class PatternRule(Rule):
             if (miss := next(larger, None)) is not None:
                 self.search.misses.append(dataclasses.replace(miss, is_part=True))
         elif self._tried:
-            self.search.misses.append(max(self._tried, key=lambda tried: tried[0])[1])
+            part, miss = max(self._tried, key=lambda tried: tried[0])
+            is_view = value.view(True) is not None  # of a value that may match
+            self.search.misses.append(dataclasses.replace(miss, is_part=part == 1 and not is_view))
         return match
 
     def _candidates(self, value: Value, source: Value, around: set, key: tuple) -> Iterator[tuple]:
@@ -191,9 +193,11 @@ class PatternRule(Rule):
             return range(rank)
         return [rank - 1] if value.long and value.long[-1] == len(value.shape) - 1 else []
 
-    def _note(self, name: str, value: Value, reason: str, part: float = 1.0) -> None:
+    def _note(
+        self, name: str, value: Value, reason: str, part: float = 1.0, seen: Sequence[Value] = ()
+    ) -> None:
         """Notes why a pattern stays. ``part`` is the share of it that the program has."""
-        self._tried.append((part, Miss(name, value, reason)))
+        self._tried.append((part, Miss(name, value, reason, seen=frozenset(seen))))
 
     def _at(
         self, pattern: Pattern, axis: int, value: Value, around: set
@@ -222,7 +226,8 @@ class PatternRule(Rule):
             if part > 0.7 and first.size > 5 and _has_operations(first, matcher.seen):
                 stopped = matcher.stopped
                 at = value if stopped is None or stopped.node is NO_EQUATION else stopped
-                self._note(pattern.name, at, "the formula differs from here on", min(part, 0.99))
+                reason = "the formula differs from here on"
+                self._note(pattern.name, at, reason, min(part, 0.99), matcher.seen)
             return False, None
         return True, self._checked(pattern, axis, value, state, others, sizes if loss else None)
 
@@ -309,9 +314,9 @@ class PatternRule(Rule):
         """
         plain = Read(root.shape, root.dtype)
         x, rest = operands.get("x"), {k: read for k, read in operands.items() if k != "x"}
-        is_activation = pattern.axes == "none" and x is not None and not rest
+        is_activation = pattern.axes == "none" and not rest
         by_neighbors = is_activation and _implementation.current() == "auto"
-        if by_neighbors and _is_of_convolution(x[0]):
+        if x is not None and by_neighbors and _is_of_convolution(x[0]):
             return
         if x is not None:
             for before, own, options in self._absorbed(pattern, axis, x, root, nodes):
@@ -322,7 +327,7 @@ class PatternRule(Rule):
                     yield "split + ", pattern.call, operand, [], {}
             if x[0].node.name in ("add", "add_any") and not x[1].order:
                 yield from self._of_sum(pattern, x[0], root, rest, nodes)
-        if by_neighbors:  # XLA fuses an activation with its neighbors, so that a kernel adds a pass
+        if x is not None and by_neighbors:  # XLA fuses it, so that a kernel adds a pass
             near = (node.name for node in (x[0].node, *root.users))
             if not FUSIBLE.isdisjoint(near):
                 return

@@ -94,7 +94,7 @@ class FuseReport:
 
     def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
         """The titles and rows of the tables. The first row has the names of columns."""
-        rows = [("pattern", "result", "saves", "where", "why")]
+        rows: list[tuple[str, ...]] = [("pattern", "result", "saves", "where", "why")]
         for r in self.replaced:
             result = f"{r.dtype}[{','.join(map(str, r.shape))}]"
             rows.append((r.pattern, result, _explain.size(r.saves), r.where, r.why))
@@ -184,7 +184,7 @@ def report_of(
         taken = {v for rewrite in plan.rewrites for v in (*rewrite.inner, rewrite.root)}
         seen = set()
         for miss in reversed(plan.search.misses):
-            shown = {miss.value, miss.value.source(narrowing=True).value}
+            shown = {miss.value, miss.value.source(narrowing=True).value, *miss.seen}
             key = miss.value, miss.name if miss.is_part else ""
             if plan.derivative is not None and miss.value.node.is_of_derivative:
                 continue  # it has other patterns, which may be nearly these

@@ -104,12 +104,17 @@ class Rewrite:
 
 @dataclasses.dataclass(frozen=True)
 class Miss:
-    """A computation that stays, and why. ``is_part`` says whether a part of it is replaced."""
+    """A computation that stays, and why.
+
+    ``is_part`` says whether a part of it is replaced. If one of the values ``seen`` is replaced,
+    it does not count.
+    """
 
     name: str
     value: Value
     reason: str
     is_part: bool = False
+    seen: frozenset[Value] = frozenset()
 
 
 Reads = Mapping[str, Value | tuple[Value, Read]]

@@ -356,7 +356,8 @@ def _is_never_negative(value: Value) -> bool:
     if node.name == "reduce_sum":
         return _is_never_negative(node.inputs[0])
     if node.name == "mul":
-        return equal(*node.inputs)
+        a, b = node.inputs
+        return equal(a, b)
     return node.name == "square" or (node.name == "integer_pow" and node.params["y"] % 2 == 0)
 
 
