@@ -2,11 +2,15 @@
 
 The rule, for a phase (a forward without a gradient, or a step):
 
-1. If the region was measured, now or before, the kernel is taken if its time is at most 0.98 of
-   the plain one.
+1. If the region was measured, now or before, and the times of both forms differ by more than 2%,
+   the faster one is taken.
 2. Else, on a GPU, the reference is taken if the model of bytes (``_cost.py``) speaks against the
    calls.
 3. Else the table decides for each call.
+
+A call that stands for products, such as ``linear_cross_entropy``, is another algorithm than the
+program's. If it loses in a step, it is left in the forward, too: its reference is slower than the
+program.
 """
 
 from __future__ import annotations
@@ -31,11 +35,11 @@ from jax_fastops._implementation import Chosen
 from jax_fastops._version import __version__
 from jax_fastops.autofuse import _cost, _tune
 from jax_fastops.autofuse._graph import Graph
-from jax_fastops.autofuse._regions import Region, regions
+from jax_fastops.autofuse._regions import Region, has_products, regions
 from jax_fastops.autofuse._rule import Rewrite
 from jax_fastops.autofuse._tune import PHASES, Times
 
-_GAIN = 0.98  # the most that the kernel may take of the plain time
+_SAME = 0.02  # a difference that two measurements of one program may have
 _FORMAT = 1  # of a file
 
 
@@ -94,18 +98,18 @@ def _verdict(region: Region, times: Measured, source: str, platform: str) -> Ver
     choices: list[bool | None] = []
     texts = []
     for phase in PHASES:
+        choice = None
         if phase in times:
             plain, kernel = times[phase]
-            choices.append(kernel <= _GAIN * plain)
             texts.append(f"{phase} {_seconds(kernel)} by kernel, {_seconds(plain)} plain")
-        elif platform == "cuda":
-            step = phase == "step"
-            speaks_against = not _cost.saves(region, step)
-            choices.append(False if speaks_against else None)
-            if speaks_against:
-                texts.append(f"{phase} moves {_moved(region, step)}")
-        else:
-            choices.append(None)
+            if abs(kernel - plain) > _SAME * plain:
+                choice = kernel < plain
+        if choice is None and platform == "cuda" and not _cost.saves(region, phase == "step"):
+            choice = False
+            texts.append(f"{phase} moves {_moved(region, phase == 'step')}")
+        choices.append(choice)
+    if choices[1] is False and any(map(has_products, region.inner)):
+        choices[0] = False
     if choices == [None, None]:
         return None
     where = f"{source}: " if times else "by the model, "

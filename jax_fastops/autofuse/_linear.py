@@ -288,8 +288,7 @@ def _product(logits: Value, losses: _Losses, is_sum: bool) -> Product | str | No
         # The logits are read and written less, but the table's gradient is wider.
         if math.prod(x.shape[:-1]) < x.shape[-1]:
             return "the table is larger than the logits"
-        # The backward computes the logits again, but none of them are in the wider dtype.
-        if not is_sum and losses.each.dtype == x.dtype:
+        if not is_sum:  # the backward would compute the logits again
             return "the losses are not summed"
     part = (*path.part, (0, x.shape[-1])) if path.part else ()
     ends = {a, b, *(row for row, _ in rows.values())}

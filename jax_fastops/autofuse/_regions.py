@@ -52,6 +52,11 @@ def _is_sum_of_products(node: Node) -> bool:
     return node.equation.primitive.name == "dot_general" and node.name != "dot_general"
 
 
+def has_products(node: Node) -> bool:
+    """Whether an equation is a product, or may have products in its body."""
+    return node.equation.primitive.name in PRODUCTS and not _is_sum_of_products(node)
+
+
 def is_local(node: Node) -> bool:
     """Whether XLA fuses an equation with its neighbors."""
     return _is_sum_of_products(node) or _is_local(node.equation)
@@ -293,16 +298,10 @@ class _Regions:
                     self._owners.setdefault(node, []).append(rewrite)
         self._taken: set[Node] = set()
 
-    def _has_products(self, rewrite: Rewrite) -> bool:
-        return any(
-            node.equation.primitive.name in PRODUCTS and not _is_sum_of_products(node)
-            for node in self._inner[rewrite]
-        )
-
     def found(self) -> Iterator[Region]:
         gradients = differentiable(self._graph)
         done: set[Rewrite] = set()
-        whole = [r for r in self._inner if self._has_products(r)]
+        whole = [r for r in self._inner if any(map(has_products, self._inner[r]))]
         walled = set(whole)
         for rewrite in [*whole, *self._inner]:
             if rewrite in done:
