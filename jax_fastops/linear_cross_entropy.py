@@ -37,8 +37,6 @@ from jax_fastops.cross_entropy import check_options, cross_entropy, prepared_lab
 # Bytes of the logits of a chunk on a device. With fewer tokens in a chunk, adding up the table's
 # gradient costs more: it is read and written once for each chunk.
 _CHUNK = 2**29
-# The logits of a chunk may also have this many times the bytes of the table's gradient in float32.
-_GRADIENTS = 0.0
 # The classes are padded to a multiple: cuBLAS needs aligned rows of logits.
 _ALIGNED = 64
 
@@ -416,9 +414,6 @@ def _chunks(name: str, x, table, chunk, class_axis: int) -> int:
     if chunk is None:
         shards = _shards(x, slice(-1)) * _shards(table, slice(class_axis, class_axis + 1))
         chunk = max(1, _CHUNK // max(1, classes * x.dtype.itemsize)) * shards
-        if _GRADIENTS and isinstance(x.shape[-1], int):
-            wide = accumulator_dtype(x.dtype).itemsize
-            chunk = max(chunk, int(_GRADIENTS * x.shape[-1] * wide / x.dtype.itemsize) * shards)
     return max(1, -(-tokens // chunk))
 
 
