@@ -3,14 +3,17 @@
 Where something is replaced nevertheless, values and gradients must be those of the program.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autofuse_programs import PROGRAMS
+from autofuse_programs import IMAGES, PROGRAMS, X, Y
 from harness.compat import JAX_0_8
 from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
+from test_autofuse_forms import MERGED, SCALE, SHIFT, STATISTICS, attend
 
 import jax_fastops as fo
 from jax_fastops.autofuse import PATTERNS
@@ -35,8 +38,21 @@ def _flat(f, *args):
         return jax.make_jaxpr(f)(*args)
 
 
-def _of_program(name):
-    f, args, _ = PROGRAMS[name]
+# jaxlib 0.8 has no product of bfloat16 with a float32 result on the CPU.
+_PROGRAMS = {
+    name: program[:2]
+    for name, program in PROGRAMS.items()
+    if not (JAX_0_8 and name == "linear loss in bfloat16")
+}
+_PROGRAMS |= {name: (f, (IMAGES, SCALE, SHIFT)) for name, (f, _) in STATISTICS.items()}
+_PROGRAMS |= {
+    f"merged heads, {name}": (functools.partial(attend, change=change), (X, Y))
+    for name, change in MERGED.items()
+}
+
+
+def _of_program(rng):
+    f, args = list(_PROGRAMS.values())[rng.integers(len(_PROGRAMS))]
     return _flat(f, *args), args
 
 
@@ -315,16 +331,12 @@ def _check(program, args, rng) -> bool:
     return True
 
 
-# jaxlib 0.8 has no product of bfloat16 with a float32 result on the CPU.
-_RUNNABLE = [name for name in PROGRAMS if not (JAX_0_8 and name == "linear loss in bfloat16")]
-
-
 def _check_many(seed, count):
     """Changes ``count`` programs, half of them patterns."""
     rng = np.random.default_rng(seed)
     for _ in range(count // 8):
         if rng.random() < 0.5:
-            program, args = _of_program(_RUNNABLE[rng.integers(len(_RUNNABLE))])
+            program, args = _of_program(rng)
         else:
             program, args = _of_pattern(PATTERNS[rng.integers(len(PATTERNS))], rng)
         for _ in range(8):

@@ -2,6 +2,7 @@
 
 import html.parser
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from autofuse_programs import B, C, W, X, Y, by_moments, label_loss, rms
 
 import jax_fastops as fo
+from jax_fastops._registry import families
 from jax_fastops.autofuse import FuseReport, Missed, Replaced
 
 
@@ -115,6 +117,14 @@ def test_a_step_with_a_derivative_inside():
         (missed,) = fo.autofuse.report(jax.jit(step))(X, W).missed
     assert missed.pattern == "derivative" and "would" not in missed.reason
     assert len(warned) == 1
+
+
+def test_the_documentation_says_which_ops_have_a_pattern():
+    guide = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "adoption.md"
+    text = guide.read_text()
+    text = text[text.index("### What autofuse replaces") : text.index("## Limits")]
+    names = {name for calls in families().values() for name in calls if hasattr(fo, name)}
+    assert len(names) > 20 and not {name for name in names if f"`{name}`" not in text}
 
 
 # What is nearly nothing ---------------------------------------------------------------------------
