@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks import RESULTS, ROOT, ages, numbers, plot
 from benchmarks.cases import fo
 from benchmarks.numbers import CPU, H100, H200, families, load, main_phase, title
+from benchmarks.others import PACKAGES, WORKLOADS
 from benchmarks.profile import runs_kernels
 from benchmarks.report import headline
 from benchmarks.tables import (
@@ -86,7 +87,8 @@ def _others() -> str:
         f"others-{slug}" for slug in (H100, H200) if (RESULTS / f"others-{slug}.json").exists()
     ]
     found = (
-        f"{headline(results)}.\n\n{others_summary(results)}\n{others_table(results)}"
+        f"{headline(results)}. {len(results['rows'])} of {len(PACKAGES) + len(WORKLOADS)} programs "
+        f"were measured.\n\n{others_summary(results)}\n{others_table(results)}"
         for results in map(load, files)
     )
     return "\n".join(found) or "No device has been measured yet.\n"

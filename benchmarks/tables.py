@@ -199,12 +199,14 @@ def others_table(results: dict) -> str:
 
 
 def others_summary(results: dict) -> str:
-    """Geometric means of the gains, and the losses, of the programs that others wrote."""
+    """Geometric means of the gains, the losses and the errors of the programs that others wrote."""
     header = ["phase", "contender", "programs with a kernel", "gain", "others", "gain", "losses"]
+    failed = [row["program"] for row in results["rows"] if "error" in row]
     body = []
     for phase in ("forward", "step"):
         for way in ("autofuse", "tune"):
             rows = [row for row in results["rows"] if f"{way}_{phase}_ms" in row]
+            rows = [row for row in rows if "error" not in row]
             if not rows:
                 continue
             cells = [phase, OTHERS[way]]
@@ -213,8 +215,8 @@ def others_summary(results: dict) -> str:
                 every = [gain for row in some for gain in gains(row, way, phase)]
                 cells += [str(len(some)), f"{geometric_mean(every):.3f}" if every else "-"]
             lost = [row["program"] for row in rows if loses(row, way, phase)]
-            body.append([*cells, ", ".join(lost) or "none"])
-    return markdown(header, body)
+            body.append([*cells, ", ".join(lost) or "none", ", ".join(failed) or "none"])
+    return markdown([*header, "errors"], body)
 
 
 def gains(row: dict, way: str, phase: str) -> list[float]:

@@ -201,6 +201,9 @@ def _reference(
 
     def example(query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, keep):
         q, k, v, kv_heads = _parts(query, key, value)
+        if keep is not None:
+            wide = accumulator_dtype(q.dtype)
+            keep = _merged_heads(keep).astype(wide) * options["dropout_scale"]
         masks = _masks(
             mask, q_lengths, kv_lengths, q_ids, kv_ids, options["causal"], options["window"]
         )
@@ -211,7 +214,7 @@ def _reference(
             None if bias is None else _merged_heads(bias),
             masks.merged(q.shape[1], k.shape[1]),
             scale=options["scale"],
-            keep=None if keep is None else _merged_heads(keep) * options["dropout_scale"],
+            keep=keep,
             residual=True,
         )
         sizes = (kv_heads, q.shape[2] // kv_heads)
@@ -305,7 +308,8 @@ def _packed_view(query, key, ids, segments, *, causal, window, scale, dropout_sc
 
 def _by_view(run, query, key, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, **options):
     """``run(view)`` of the call. Its segments are sequences if they can be, which is data."""
-    segments = options.pop("segments")
+    # There are no more segments than positions.
+    segments = min(options.pop("segments"), _cudnn.sizes(query, key).queries)
     del options["threshold"]
 
     def masked():
@@ -318,9 +322,21 @@ def _by_view(run, query, key, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, 
         return masked()
     try:
         view, fits = _packed_view(query, key, q_ids[..., 0, :], segments, **options)
-        return jax.lax.cond(fits, lambda: run(view), masked)
+        return jax.lax.cond(_of_all(fits), lambda: run(view), masked)
     except Refused:
         return masked()
+
+
+@jax.custom_batching.custom_vmap
+def _of_all(fits):
+    """Whether this holds for all examples: one choice, so that ``cond`` stays a branch."""
+    return fits
+
+
+@_of_all.def_vmap
+def _(axis_size, mapped, fits):
+    del axis_size, mapped
+    return _of_all(fits.all()), False
 
 
 def _of_cudnn(bias, query, key, keys: int):
@@ -347,6 +363,8 @@ def _forward(*args, gradient: bool, **options):
 
     def run(view):
         y, stats = _cudnn.forward(query, key, value, *view.masks, words, view.options, gradient)
+        if view.masks[-1] is not None:  # cuDNN does not write the rows that are in no segment
+            stats = jnp.where(view.has_keys, stats, jnp.zeros_like(stats))
         return _select_rows(view.has_keys, y), stats
 
     return _by_view(run, query, key, *masks, **options)

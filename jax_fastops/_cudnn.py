@@ -30,22 +30,28 @@ _OPERANDS = (
     "bias?: ~... *k a b s :acc?, q_lengths?: ... *k :int32, kv_lengths?: ... *k :int32, "
     "starts?: ... *k m :int32, counts?: ... *k m :int32, seeds?: ... *k g 4 :uint32"
 )
-_Y, _STATS, _WORKSPACE = "... t *k g h", "... *k g t :acc", "... *k w :uint8"
+_Y, _WORKSPACE = "... t *k g h", "... *k w :uint8"
 _HEADS = "query: ... t *k g h, key?: ... s *k h, value?: ... s *k h"
 
-FORWARD = Kernel.declare(
-    "attention",
-    f"{_HEADS}, {_OPERANDS} -> y: {_Y}, stats: {_STATS}, workspace: {_WORKSPACE}",
-    **_ATTRIBUTES,
-)
-BACKWARD = Kernel.declare(
-    "attention_bwd",
-    f"{_HEADS}, {_OPERANDS}, y: {_Y}, stats: {_STATS}, dy: {_Y} -> dquery: ... t *k g h, "
-    f"dkey?: ... s *k h, dvalue?: ... s *k h, workspace: {_WORKSPACE}",
-    **_ATTRIBUTES,
-    deterministic=np.bool_,
-)
 
+def _kernels(stats: str) -> tuple[Kernel, Kernel]:
+    forward = Kernel.declare(
+        "attention",
+        f"{_HEADS}, {_OPERANDS} -> y: {_Y}, stats: {stats}, workspace: {_WORKSPACE}",
+        **_ATTRIBUTES,
+    )
+    backward = Kernel.declare(
+        "attention_bwd",
+        f"{_HEADS}, {_OPERANDS}, y: {_Y}, stats: {stats}, dy: {_Y} -> dquery: ... t *k g h, "
+        f"dkey?: ... s *k h, dvalue?: ... s *k h, workspace: {_WORKSPACE}",
+        **_ATTRIBUTES,
+        deterministic=np.bool_,
+    )
+    return forward, backward
+
+
+FORWARD, BACKWARD = _kernels("... *k g t :acc")
+_OF_SEQUENCES = dict(zip((FORWARD, BACKWARD), _kernels("... t *k g :acc"), strict=True))
 
 _WHOLE = dict(
     query="... t p=3 *k h",
@@ -67,7 +73,8 @@ _WHOLE = dict(
 def _of_whole(kernel: Kernel, operands: frozenset[str]) -> Kernel:
     """The kernel with these operands, and queries, keys and values in one array."""
     names = operands | {slot.name for slot in kernel.signature.results}
-    return kernel.with_dimensions(**{name: d for name, d in _WHOLE.items() if name in names})
+    whole = _WHOLE | ({"stats": "... t *k g=1"} if "starts" in operands else {})
+    return kernel.with_dimensions(**{name: d for name, d in whole.items() if name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,14 +152,14 @@ def _workspace(
     """
     problem = sizes(query, key)
     t, s, h, groups = problem.queries, problem.keys, problem.size, problem.groups
-    cell = 4096 + 48 * segments
-    if backward:
-        # A gradient of the queries and a sum for each row in float32, and each head's gradients of
-        # keys and values where heads share them.
-        rows, columns = (-(-n // 128) * 128 + 128 * segments for n in (t, s))
-        cell += groups * rows * (4 * h + 8) + (groups > 1) * 4 * groups * columns * h
-        if options.deterministic:
-            cell += groups * rows * columns * 2
+    least = 4096 + 48 * segments
+    # A gradient of the queries and a sum for each row in float32, and each head's gradients of
+    # keys and values where heads share them.
+    rows, columns = (-(-n // 128) * 128 + 128 * segments for n in (t, s))
+    backwards = least + groups * rows * (4 * h + 8) + (groups > 1) * 4 * groups * columns * h
+    if options.deterministic:
+        backwards += groups * rows * columns * 2
+    cell = backwards if backward else least
     batch, bias_heads, bias_rows = 0, 0, 0
     if bias is not None:
         *lead, k, g, bias_rows, _ = bias.shape
@@ -178,8 +185,11 @@ def _workspace(
         needed, refusal = plan
         if refusal:
             raise Refused(refusal)
+        needed = -(-needed // (problem.batch * problem.kv_heads))
+        if segments and needed > 8 * backwards:
+            raise Refused("cuDNN's workspace grows with the number of segments here")
         if direction == backward:
-            cell = max(cell, -(-needed // (problem.batch * problem.kv_heads)))
+            cell = max(cell, needed)
     return -(-cell // 256) * 256
 
 
@@ -276,6 +286,8 @@ def _of_same_key(run, bias: int | None):
 def _emit(kernel: Kernel, seeds, arrays: dict, numbers: dict) -> tuple:
     """The results of a call, without the workspace. ``arrays`` and ``seeds`` are its operands."""
     names = [name for name, x in arrays.items() if x is not None]
+    if arrays["starts"] is not None:
+        kernel = _OF_SEQUENCES[kernel]
     if arrays["key"] is None:
         own = ["seeds"] if seeds is not None else []
         kernel = _of_whole(kernel, frozenset(names + own))
@@ -305,13 +317,12 @@ def forward(
     """
     seeds = _seeds(words, query, key)
     arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths, segments)
-    # With dropout, either both directions take cuDNN or none: no other code has its masks.
-    numbers = _numbers(arrays, options, False, gradient or seeds is not None)
+    # With dropout, either both directions take cuDNN or none: no other code has its masks. With
+    # segments, either both have them or none.
+    both = gradient or seeds is not None or segments is not None
+    numbers = _numbers(arrays, options, False, both)
     y, stats = _emit(FORWARD, seeds, arrays, numbers)
-    if segments is not None:  # the kernel has written [..., t, k, g]
-        *lead, t, k, g, _ = y.shape
-        stats = jnp.moveaxis(stats.reshape(*lead, t, k, g), -3, -1)
-    return y, stats
+    return y, stats if segments is None else jnp.moveaxis(stats, -3, -1)
 
 
 def backward(
@@ -320,9 +331,8 @@ def backward(
     """The gradients of the arrays, one or three."""
     seeds = _seeds(words, query, key)
     arrays = _arrays(query, key, value, bias, q_lengths, kv_lengths, segments)
-    numbers = _numbers(arrays, options, True, seeds is not None)
-    if segments is not None:  # as the kernel reads them
-        stats = jnp.moveaxis(stats, -1, -3).reshape(stats.shape)
+    numbers = _numbers(arrays, options, True, seeds is not None or segments is not None)
+    stats = stats if segments is None else jnp.moveaxis(stats, -1, -3)
     numbers |= dict(deterministic=options.deterministic)
     if bias is not None:  # cuDNN 9.19 computes wrong gradients with one row for all queries
         rows = query.shape[-4]

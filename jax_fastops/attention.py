@@ -110,9 +110,10 @@ def attention(
       segment_ids: integer array ``[B, L]`` for rows that have several sequences: a query attends to
         keys with its own id. 0 or a negative id is padding. A pair of arrays ``[B, T]`` and
         ``[B, S]`` gives queries and keys different ids. Without a batch, without ``B``.
-      max_segments: a bound on the number of segments in a row, static. It never changes the result.
-        With one array of ``segment_ids``, each of which is in one piece of a row, cuDNN computes
-        every segment by itself, which takes less time in long rows.
+      max_segments: a bound on the number of segments in a row, static. It changes no result except
+        for rounding and, with dropout, which weights are dropped. If ``segment_ids`` is one array,
+        each id is in one piece of its row, and there is no other mask, bias or length, cuDNN
+        computes each segment separately. This takes less time in long rows, and more memory.
       dropout_key: a key of ``jax.random`` for the dropout of the weights, typed or raw. May be
         ``None`` if the rate is 0.
       dropout_rate: the probability that a weight is dropped, a static number in [0, 1]. Each head

@@ -17,6 +17,7 @@ and ``--add`` goes on with what is missing in the file.
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import inspect
 import json
@@ -24,6 +25,7 @@ import os
 import random
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import environment
 from benchmarks.cases import fo
 from benchmarks.others import PACKAGES, WORKLOADS
 from benchmarks.others.program import BUILD, Program
@@ -115,6 +118,23 @@ def fuses(program: Program, tune: bool) -> dict[str, Callable]:
     return found
 
 
+@contextlib.contextmanager
+def _cache(contender: str) -> Iterator[None]:
+    """A cache of measurements that only this contender reads."""
+    decisions = importlib.import_module("jax_fastops.autofuse._decisions")
+    folder = os.path.join(tempfile.gettempdir(), f"fastops-others-{os.getpid()}-{contender}")
+    before = os.environ.get("JAX_FASTOPS_CACHE")
+    os.environ["JAX_FASTOPS_CACHE"] = folder
+    decisions.clear()
+    try:
+        yield
+    finally:
+        decisions.clear()
+        os.environ.pop("JAX_FASTOPS_CACHE")
+        if before is not None:
+            os.environ["JAX_FASTOPS_CACHE"] = before
+
+
 def can_tune() -> bool:
     return "tune" in inspect.signature(fo.autofuse.__init__).parameters
 
@@ -123,7 +143,7 @@ class Prepared:
     """The compiled forwards and steps of a program."""
 
     def __init__(self, name: str, options: Any):
-        self.row: dict[str, Any] = {"program": name}
+        self.row: dict[str, Any] = {"program": name, "commit": environment.commit()}
         self.compiled: dict[str, dict[str, Any]] = {phase: {} for phase in PHASES}
         self.futures: list[tuple[str, str, Future]] = []
         dtype = jnp.float32 if options.tiny else jnp.dtype(options.dtype).type
@@ -131,8 +151,8 @@ class Prepared:
         self.program = built(name, options.tiny, dtype)
         self.row["build_s"] = time.perf_counter() - begin
 
-    def lower(self, name: str, fuse: Callable, pool: ThreadPoolExecutor) -> None:
-        """Traces both phases of a contender, and begins to compile them."""
+    def lower(self, name: str, fuse: Callable, pool: ThreadPoolExecutor, wait=False) -> None:
+        """Traces both phases of a contender, and begins to compile them, or compiles each."""
         inputs, batch = _like(self.program.inputs), _like(self.program.batch)
         for phase in PHASES:
             function = getattr(self.program, "evaluation" if phase == "forward" else phase)(fuse)
@@ -143,6 +163,8 @@ class Prepared:
             traced = jax.jit(function, donate_argnums=donated).trace(*args)
             self.row[f"{name}_{phase}_trace_s"] = time.perf_counter() - begin
             self.futures.append((name, phase, pool.submit(traced.lower().compile)))
+            if wait:
+                self.wait()
 
     def wait(self) -> None:
         """Waits for the compilations, and keeps what the compiled programs say of themselves."""
@@ -210,7 +232,8 @@ def measure(names: Sequence[str], options: Any) -> Iterator[dict]:
                 prepared[name] = one = builds[name].result()
                 rows[name] = one.row
                 for who, fuse in fuses(one.program, False).items():
-                    one.lower(who, fuse, pool)
+                    with _cache(who):
+                        one.lower(who, fuse, pool)
         for name, one in each():
             with errors(name):
                 one.wait()
@@ -218,9 +241,9 @@ def measure(names: Sequence[str], options: Any) -> Iterator[dict]:
         for name, one in each() if tune else ():
             with errors(name):
                 begin = time.perf_counter()
-                one.lower("tune", fuses(one.program, True)["tune"], pool)
+                with _cache("tune"):
+                    one.lower("tune", fuses(one.program, True)["tune"], pool, wait=True)
                 one.row["tune_s"] = time.perf_counter() - begin
-                one.wait()
     for _ in range(2):
         for name, one in each():
             with errors(name):
