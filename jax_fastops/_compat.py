@@ -102,13 +102,14 @@ def x64_is_on() -> bool:
 def struct_of(aval) -> jax.ShapeDtypeStruct:
     """What stands for an argument of this type in a trace."""
     more = {"weak_type": aval.weak_type}
-    sharding = getattr(aval, "sharding", None)
-    if sharding is not None and any(s is not None for s in sharding.spec):
-        more["sharding"] = sharding
     if getattr(aval, "vma", None):
         more["vma"] = aval.vma
     elif getattr(aval, "manual_axis_type", None):
         more["manual_axis_type"] = aval.manual_axis_type
+    varies = len(more) > 1  # over axes of the mesh that the sharding has
+    sharding = getattr(aval, "sharding", None)
+    if sharding is not None and (varies or any(s is not None for s in sharding.spec)):
+        more["sharding"] = sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **more)
 
 

@@ -1,10 +1,16 @@
 """`autofuse`: more forms of norms, activations and heads, and what is nearly one of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from autofuse_programs import IMAGES, RNG, B, X, Y, mean_of, rms
+from harness.compat import make_mesh
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_fastops as fo
 
@@ -505,3 +511,71 @@ def test_merged_heads_of_other_sizes(sizes):
 
     found = [r.pattern for r in fo.autofuse.report(f)(x, y).replaced]
     check(f, (x, y), found)
+
+
+# What a transposition in a reshape hides ----------------------------------------------------------
+
+
+def column_major(x, shape):
+    return jax.lax.reshape(x, shape, dimensions=tuple(range(x.ndim))[::-1])
+
+
+def one_hot_in_columns(x):
+    targets = jax.nn.one_hot(jnp.arange(x.shape[-1]) % 5, x.shape[-1])
+    return -jnp.sum(targets.ravel(order="F") * jax.nn.log_softmax(x).ravel())
+
+
+def logits_in_another_order(x):
+    logits = jax.lax.reshape(x @ x[0].T, (36, 6), dimensions=(1, 0, 2))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(36) % 6).sum()
+
+
+def mask_in_another_order(x):
+    mask = column_major(jnp.tril(jnp.ones((6, 6), bool)), (6, 6))
+    scores = jnp.where(mask, x @ x.mT / 3, -jnp.inf)
+    return jax.nn.softmax(scores) @ x
+
+
+def scores_in_another_order(x):
+    scores = jax.lax.reshape(
+        jnp.einsum("bnth,bnsh->bnts", x, x), (36, 6, 6), dimensions=(1, 0, 2, 3)
+    )
+    return jax.nn.softmax(scores) @ x.reshape(36, 6, 8)
+
+
+@pytest.mark.parametrize(
+    "f, shape",
+    [
+        (one_hot_in_columns, (8, 8)),
+        (logits_in_another_order, (6, 6, 6)),
+        (mask_in_another_order, (6, 6, 6)),
+        (scores_in_another_order, (6, 6, 6, 8)),
+    ],
+)
+def test_a_reshape_that_transposes(f, shape):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+    found = [r.pattern for r in fo.autofuse.report(f)(x).replaced]
+    check(f, (x,), found)
+
+
+# Bodies in shard_map ------------------------------------------------------------------------------
+
+BODIES = {
+    "relu": jax.nn.relu,
+    "scan": lambda x: jax.lax.scan(lambda c, _: (jax.nn.gelu(c), None), x, None, length=2)[0],
+    "cond": lambda x: jax.lax.cond(x.shape[0] > 1, jax.nn.softmax, lambda x: x, x),
+    "checkpoint": jax.checkpoint(lambda x: jax.nn.gelu(x) * x),
+}
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_in_shard_map(name, outside):
+    mesh, body = make_mesh({"a": 2}, AxisType.Auto), BODIES[name]
+    over = functools.partial(jax.shard_map, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    f = fo.autofuse(over(body)) if outside else over(fo.autofuse(body))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
+    np.testing.assert_allclose(jax.jit(f)(x), body(x), atol=1e-6)
+    gradient = jax.jit(jax.grad(lambda x: f(x).sum()))(x)
+    np.testing.assert_allclose(gradient, jax.grad(lambda x: body(x).sum())(x), atol=1e-5)

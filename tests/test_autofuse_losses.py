@@ -533,11 +533,17 @@ OTHER_CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", [*OTHER_RULES, *OTHER_CALLS, "another value"])
+def clipped(x, y, z):
+    return by_logsumexp(x, y, jnp.minimum(1.0 * z, 0.5))
+
+
+def doubled(x, y, z):
+    return tuple(2 * v for v in by_logsumexp(x, y, z))
+
+
+@pytest.mark.parametrize("name", [*OTHER_RULES, *OTHER_CALLS, "doubled", "clipped"])
 def test_a_rule_hides_a_loss(name):
-    value = by_logsumexp
-    if name == "another value":
-        value = lambda x, y, z: tuple(2 * v for v in by_logsumexp(x, y, z))  # noqa: E731
+    value = {"doubled": doubled, "clipped": clipped}.get(name, by_logsumexp)
     loss = ruled(value, OTHER_RULES.get(name, factored))
     targets, z, reason = OTHER_CALLS.get(name, (lambda i: onehot(i, V), 1e-2, None))
 
@@ -666,3 +672,23 @@ def test_a_broadcast_dropout_of_flax():
             return layer.apply({}, x, rngs={"dropout": KEY})  # noqa: B023
 
         assert report(f, X, dropout=True) == ([] if missed else ["dropout"], missed)
+
+
+def test_a_rule_without_a_factor():
+    """One number in the place of the factor is not the argument of the function."""
+
+    @jax.custom_vjp
+    def loss(x, y):
+        return by_logsumexp(x, y, 0.375)[0]
+
+    def forward(x, y):
+        return loss(x, y), (jax.nn.softmax(x), y, jax.nn.logsumexp(x, -1, keepdims=True))
+
+    def backward(kept, ct):
+        p, y, lse = kept
+        return factored(p, y, 0.375, lse, ct, None), None
+
+    loss.defvjp(forward, backward)
+    f = lambda x: jnp.sum(WEIGHTS * loss(x, onehot(LABELS, V)))  # noqa: E731
+    assert NAME not in report(f, X)[0]
+    check(f, X)

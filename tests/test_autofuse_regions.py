@@ -327,6 +327,20 @@ def calls(f, *args):
     return jax.jit(f).lower(*args).as_text().count("custom_call @jax_fastops")
 
 
+def test_a_folder_that_cannot_be_read(cache, monkeypatch):
+    monkeypatch.setenv("JAX_FASTOPS_CACHE", "/" + "a" * 5000)
+    assert calls(fo.autofuse(jax.nn.softmax), jnp.ones((64, 128))) >= 0
+
+
+def test_a_folder_that_appears_changes_nothing(cache, times, monkeypatch):
+    monkeypatch.setenv("JAX_FASTOPS_CACHE", str(cache / "new"))
+    times["forward"] = Times(1.0, 2.0)
+    for _ in range(2):
+        assert calls(fo.autofuse(block), *BLOCK) == 1
+        assert calls(fo.autofuse(block, tune=True), *BLOCK) == 0
+    assert (cache / "new").is_dir() and times["timed"] == ["layer_norm"]
+
+
 def test_equal_times_decide_nothing(cache, times):
     by_table = calls(fo.autofuse(block), *BLOCK), calls(fo.autofuse(loss_of(block)), *BLOCK)
     times["forward"] = times["step"] = Times(1.0, 1.01)

@@ -21,6 +21,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform as host
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -60,6 +61,13 @@ _lock = threading.Lock()
 def clear() -> None:
     """Forgets what this process has measured or read."""
     _known.clear()
+    _was_there.cache_clear()
+
+
+@functools.cache
+def _was_there(folder: Path) -> bool:
+    """Whether the folder was there when this process first asked."""
+    return os.path.isdir(folder)
 
 
 def verdicts(
@@ -75,7 +83,7 @@ def verdicts(
     """
     platform = lowering_platform()
     reason = _tune.why_not()
-    stored = not reason and (tune or directory().is_dir())
+    stored = not reason and (tune or _was_there(directory()))
     if not stored and platform != "cuda":
         return {}
     taken = Chosen(platform, True, True)
@@ -157,7 +165,10 @@ def _about(platform: str) -> str:
     """The device and the versions that times depend on."""
     kernels = _native.target_name("", platform)  # with the version of their interface
     versions = jax.__version__, importlib.metadata.version("jaxlib"), __version__, kernels
-    return json.dumps([_FORMAT, platform, _native.device(platform)[0], *versions])
+    device = _native.device(platform)[0]
+    if platform == "cpu":  # all of them have one name
+        device = host.node()
+    return json.dumps([_FORMAT, platform, device, *versions])
 
 
 def directory() -> Path:

@@ -69,7 +69,11 @@ class _Logits(_Common):
     def losses(self, labels, more=None):
         """The losses, where ``more`` is added to the loss of each token."""
         losses = cross_entropy(self.x, labels, **self.options)
-        return losses if more is None else losses + more
+        return losses if more is None else self.plus(losses, more)
+
+    def plus(self, losses, more):
+        """The losses, and ``more`` for each token."""
+        return losses + more
 
     def some_class(self):
         """The class of the largest logit, whose loss does not lose digits."""
@@ -99,9 +103,13 @@ class _Product(_Common):
         """The losses or their sum, where ``more`` is added to the loss of each token."""
         options = dict(bias=self.bias, where=self.where, **self.options)
         losses = linear_cross_entropy(self.x, self.table, labels, **options)
-        if more is not None and self.options["reduction"] == "sum":
+        return losses if more is None else self.plus(losses, more)
+
+    def plus(self, losses, more):
+        """The losses or their sum, and ``more`` for each token."""
+        if self.options["reduction"] == "sum":
             more = jnp.sum(more if self.where is None else jnp.where(self.where, more, 0))
-        return losses if more is None else losses + more
+        return losses + more
 
     def some_class(self):
         """A class whose logits are finite: the bias of classes without a word may be -inf."""
@@ -149,8 +157,8 @@ def _of_log_softmax(of: _Operands):
     The NaN of a label that is no class has no gradient.
     """
     labels = padding(_wrapped(of.labels, of.classes), of.classes)
-    losses = of.losses(labels, jnp.where(labels < 0, jnp.nan, 0))
-    return _nan_if_infinite(losses, of.overflows())
+    losses = _nan_if_infinite(of.losses(labels), of.overflows())
+    return of.plus(losses, jnp.where(labels < 0, jnp.nan, 0))
 
 
 def _by_sum(of: _Operands, top: Callable | None = None, too_large: bool = False):
@@ -175,7 +183,7 @@ def _of_one_hot(of: _Operands):
     """Semantics of ``sum(one_hot(label) * log_softmax(logits))``: no class has no loss.
 
     But it has a z-loss, and the loss of all classes that label smoothing adds. A row with +inf
-    gives NaN, with its gradient.
+    gives NaN, with its gradient; with label smoothing, only the gradient of the +inf is NaN.
     """
     smooth = of.options["label_smoothing"]
     if not smooth and not of.options["z_loss"]:

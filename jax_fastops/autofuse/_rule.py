@@ -239,34 +239,40 @@ def _struct(value: Value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding if explicit else None)
 
 
-@functools.lru_cache(1024)
-def _jitted(call: Call, fanout: bool):
-    """The call with a cache of its programs, whose key has the implementation in force."""
-    return jax.jit(functools.partial(call, fanout=fanout))
+class _Jitted:
+    """A call with a cache of its programs, whose key has the implementation in force.
+
+    ``decisions`` has those of each implementation under which the call was traced.
+    """
+
+    def __init__(self, call: Call, fanout: bool):
+        self.function: Any = jax.jit(functools.partial(call, fanout=fanout))
+        self.decisions: dict[Any, list[Decision]] = {}
 
 
-@functools.lru_cache(1024)
-def _decisions(call: Call, implementation: Any) -> list[Decision]:
-    """The decisions for a call, filled in when the call is traced."""
-    del call, implementation
-    return []
+_jitted = functools.lru_cache(1024)(_Jitted)
+
+
+def _decisions(call: Call) -> list[Decision]:
+    """The decisions for a call that was traced under the implementation in force."""
+    return _jitted(call, False).decisions.get(_implementation.current(), [])
 
 
 def why(call: Call) -> str:
     """Why the kernel takes a call."""
-    decisions = _decisions(call, _implementation.current())
+    decisions = _decisions(call)
     choices = [d.forward if d.forward.kernel else d.gradient for d in decisions]
     return "; ".join(dict.fromkeys(choice.reason for choice in choices if choice.kernel))
 
 
 def calls_op(call: Call) -> bool:
     """Whether a call calls an op. If not, it moves operations of the program."""
-    return bool(_decisions(call, _implementation.current()))
+    return bool(_decisions(call))
 
 
 def takes_kernel(call: Call) -> tuple[bool, bool]:
     """Whether a call takes a kernel without a gradient, and in a step."""
-    decisions = _decisions(call, _implementation.current())
+    decisions = _decisions(call)
     phases = zip(*decisions, strict=True) if decisions else ((), ())
     forward, step = (not phase or any(choice.kernel for choice in phase) for phase in phases)
     return forward, step
@@ -275,7 +281,7 @@ def takes_kernel(call: Call) -> tuple[bool, bool]:
 def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
     try:
         with kernels_only(True), _explain.decisions() as decisions:
-            traced = _jitted(call, fanout).trace(*types).jaxpr
+            traced = _jitted(call, fanout).function.trace(*types).jaxpr
     except Refused as refused:
         return str(refused) or "XLA is as fast"
     except Exception as error:
@@ -285,5 +291,5 @@ def _trace(call: Call, types: Sequence[Any], fanout: bool) -> Any:
             raise
         return str(error).partition("\n")[0]
     if decisions:
-        _decisions(call, _implementation.current())[:] = decisions
+        _jitted(call, fanout).decisions[_implementation.current()] = list(decisions)
     return traced

@@ -32,7 +32,8 @@ from jax_fastops.cross_entropy import cross_entropy, cross_entropy_of_one_hot
 
 # ---- what the function and its rule compute ------------------------------------------------------
 
-_Z = 0.375  # any factor of the z-loss: the function has it as an argument
+# Any factor of the z-loss: the function has it as an argument, of which it computes only products.
+_Z = 0.375
 
 
 def _shifted(x):
@@ -95,13 +96,33 @@ def _is_known(node: Node) -> bool:
         with _patched.off():
             traced = jax.make_jaxpr(plain)(*operands)
             rule = jax.make_jaxpr(differentiated)(tuple(operands), cotangents)
+            factors = [Graph(t.jaxpr, t.consts).operands[2] for t in (traced, rule)]
             graphs = [_graph(t, len(operands)) for t in (traced, rule)]
     except Exception:  # whatever the rule raises, it is not this one
+        return False
+    if not all(map(_is_factor, factors)):
         return False
     count = len(node.outputs)
     return _computes(graphs[0], _RESULTS[:count]) and _computes(
         graphs[1], [*_RESULTS[:count], _GRADIENTS]
     )
+
+
+def _is_factor(z: Value) -> bool:
+    """Whether all that is computed from a number, up to the first array, are products with it."""
+    left = [z]
+    while left:
+        value = left.pop()
+        if value.is_result:
+            return False
+        for node in value.users:
+            if node.name in ("convert_element_type", "broadcast_in_dim", "reshape", "copy"):
+                left += node.outputs
+            elif node.name != "mul":
+                return False
+            elif any(v.number is not None for v in node.inputs):
+                left += node.outputs
+    return True
 
 
 def _graph(traced: Any, count: int) -> Graph:
@@ -138,10 +159,10 @@ class RuledLossRule(Rule):
 
     def match(self, value: Value) -> Rewrite | None:
         node = value.node
-        counts = len(node.inputs) in (2, 3) and len(node.outputs) in (1, 2)
+        counts = len(node.inputs) == 3 and len(node.outputs) in (1, 2)
         if node.name != "custom_vjp_call" or not counts:
             return None
-        x, y, *z = node.inputs
+        x, y, z = node.inputs
         shapes = {v.shape for v in node.outputs}
         usual = x.is_plain and x.shape == y.shape and shapes == {x.shape[:-1]}
         dtypes = {v.dtype for v in (x, y, *node.outputs)}
@@ -149,17 +170,16 @@ class RuledLossRule(Rule):
             return None
         if (
             node.params.get("symbolic_zeros")
-            or any(v.shape for v in z)
+            or z.shape
             or len(x.long) > MAX_RANK
             or not _is_known(node)
         ):
             return None
         one_hot = OneHot([y.seen], y.sizes)
         two, labels = one_hot.two(y.seen), one_hot.labels
-        factors = [v.number for v in z]
         if labels is None or two is None or labels.axis != len(y.sizes) - 1:
             return self.miss(NAME, value, "the targets are no one_hot of integer labels")
-        if None in factors:
+        if z.number is None:
             return self.miss(NAME, value, "the factor of the z-loss is not known")
         elsewhere, at_label = map(float, two)
         if abs(at_label + (x.shape[-1] - 1) * elsewhere - 1) > 1e-5:
@@ -171,7 +191,7 @@ class RuledLossRule(Rule):
         }
         options = {
             "smooth": elsewhere * x.shape[-1],
-            "z": float(factors[0]) if factors else 0.0,
+            "z": float(z.number),
             "count": len(node.outputs),
         }
         return self.rewrite(NAME, ruled_losses, node.outputs, reads, **options)

@@ -412,6 +412,8 @@ class Node:
         self.callers: tuple[Any, ...] = callers
         self.name: str = "" if equation is None else equation.primitive.name
         self.params: dict[str, Any] = {} if equation is None else equation.params
+        if self.name == "reshape" and self.params.get("dimensions") is not None:
+            self.name = "reshape of a transposition"  # no rule knows it
         self.outputs: list[Value] = []
 
     @property
