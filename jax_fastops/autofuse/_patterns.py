@@ -23,26 +23,21 @@ from jax_fastops.softmax import log_softmax, softmax
 
 # ---- activations ---------------------------------------------------------------------------------
 
-_ACTIVATIONS: dict[str, list[Callable]] = {
-    "relu": [jax.nn.relu],
+# Other forms of an activation than its function.
+_OTHER_FORMS: dict[str, list[Callable]] = {
     "gelu": [
-        ACTIVATIONS["gelu"],
         lambda x: 0.5 * x * (1 + jnp.tanh((2 / math.pi) ** 0.5 * x * (1 + 0.044715 * x**2))),
         lambda x: x * lax.logistic((8 / math.pi) ** 0.5 * (x + 0.044715 * x**3)),
     ],
     "gelu_exact": [
-        lambda x: jax.nn.gelu(x, approximate=False),
         lambda x: x * 0.5 * (1 + lax.erf(x * 0.5**0.5)),
         lambda x: x * 0.5 * lax.erfc(-x * 0.5**0.5),
         lambda x: x * jax.scipy.special.ndtr(x),
     ],
     "silu": [
-        jax.nn.silu,
         lambda x: x / (1 + jnp.exp(-x)),
         lambda x: 0.5 * x * (1 + jnp.tanh(0.5 * x)),
     ],
-    "quick_gelu": [ACTIVATIONS["quick_gelu"]],
-    "mish": [jax.nn.mish],
 }
 
 
@@ -62,8 +57,8 @@ def _activation(name: Any, function: Callable) -> None:
     add(name, gated, "x up", call, fixed={"up": 1.0}, biased=biased, **more)
 
 
-for _name, _functions in _ACTIVATIONS.items():
-    for _function in _functions:
+for _name in ACTIVATIONS:
+    for _function in (ACTIVATIONS[_name], *_OTHER_FORMS.get(_name, ())):
         _activation(_name, _function)
 
 # ---- softmax -------------------------------------------------------------------------------------
