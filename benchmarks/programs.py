@@ -40,6 +40,12 @@ def temp_bytes(compiled) -> int | None:
     return None if stats is None else int(stats.temp_size_in_bytes)
 
 
+def kernels(compiled) -> dict[str, int]:
+    """How often a compiled program calls each kernel of this package."""
+    found = re.findall(r'custom_call_target="jax_fastops\.(\w+)\.v\d+', compiled.as_text())
+    return dict(sorted(collections.Counter(found).items()))
+
+
 @dataclass
 class Program:
     """A compiled program with its arguments. A call overwrites the outputs of the last one."""
@@ -120,8 +126,7 @@ class Program:
     @property
     def kernels(self) -> dict[str, int]:
         """How often the compiled program calls each kernel of this package."""
-        found = re.findall(r'custom_call_target="jax_fastops\.(\w+)\.v\d+', self.compiled.as_text())
-        return dict(sorted(collections.Counter(found).items()))
+        return kernels(self.compiled)
 
     def __call__(self) -> list[jax.Array]:
         self.outputs = self.compiled(*self.args, *self.outputs)

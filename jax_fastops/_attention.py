@@ -355,7 +355,11 @@ def _select_rows(has_keys, y):
     """``y`` ``[..., t, k, g, h]``, and 0 in the rows of queries without a key."""
     if has_keys is None:
         return y
-    return jnp.where(jnp.moveaxis(has_keys, -1, -3)[..., None], y, jnp.zeros_like(y))
+    return _or_zero(jnp.moveaxis(has_keys, -1, -3)[..., None], y)
+
+
+def _or_zero(kept, x):
+    return jnp.where(kept, x, jnp.zeros_like(x))
 
 
 def _forward(*args, gradient: bool, **options):
@@ -364,7 +368,7 @@ def _forward(*args, gradient: bool, **options):
     def run(view):
         y, stats = _cudnn.forward(query, key, value, *view.masks, words, view.options, gradient)
         if view.masks[-1] is not None:  # cuDNN does not write the rows that are in no segment
-            stats = jnp.where(view.has_keys, stats, jnp.zeros_like(stats))
+            stats = _or_zero(view.has_keys, stats)
         return _select_rows(view.has_keys, y), stats
 
     return _by_view(run, query, key, *masks, **options)
@@ -382,13 +386,11 @@ def _backward(residuals, cts, needs_grad, **options):
         if segments is None:
             dy = _select_rows(has_keys, dy)
             if has_keys is not None:  # weights of 0, whatever cuDNN made of such a row
-                logs = jnp.where(has_keys, logs, jnp.zeros_like(logs))
+                logs = _or_zero(has_keys, logs)
         grads = _cudnn.backward(query, key, value, *view.masks, words, y, logs, dy, view.options)
         if segments is not None:  # cuDNN does not write rows that are in none
             rows = has_keys[..., 0, 0, :]
-            rows = [rows.reshape(*rows.shape, *[1] * (g.ndim - rows.ndim)) for g in grads]
-            pairs = zip(rows, grads, strict=True)
-            grads = [jnp.where(row, g, jnp.zeros_like(g)) for row, g in pairs]
+            grads = [_or_zero(jnp.expand_dims(rows, range(rows.ndim, g.ndim)), g) for g in grads]
         return tuple(grads)
 
     grads = _by_view(run, query, key, *masks, **options)

@@ -9,6 +9,7 @@ import jax
 import jax.core
 import numpy as np
 from jax.extend import source_info_util
+from jax.sharding import PartitionSpec
 
 try:
     from jax.experimental import jet
@@ -99,6 +100,12 @@ def x64_is_on() -> bool:
     return jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
 
+def sharded_spec(aval) -> PartitionSpec | None:
+    """How a type says that dimensions are spread over devices, or ``None``."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", ())
+    return spec if any(axis is not None for axis in spec) else None
+
+
 def struct_of(aval) -> jax.ShapeDtypeStruct:
     """What stands for an argument of this type in a trace."""
     more = {"weak_type": aval.weak_type}
@@ -108,7 +115,7 @@ def struct_of(aval) -> jax.ShapeDtypeStruct:
         more["manual_axis_type"] = aval.manual_axis_type
     varies = len(more) > 1  # over axes of the mesh that the sharding has
     sharding = getattr(aval, "sharding", None)
-    if sharding is not None and (varies or any(s is not None for s in sharding.spec)):
+    if sharding is not None and (varies or sharded_spec(aval) is not None):
         more["sharding"] = sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **more)
 

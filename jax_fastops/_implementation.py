@@ -43,9 +43,9 @@ def current() -> str | Chosen:
     return _context.value
 
 
-def use_chosen(chosen: str | Chosen):
-    """A context for an implementation or a choice."""
-    return _context(chosen)
+def use_chosen(chosen: Chosen | None):
+    """A context for a choice, or with ``None`` for the implementation in force."""
+    return _context(chosen or current())
 
 
 def set_implementation(implementation: Literal["auto", "native", "xla"]) -> None:

@@ -69,10 +69,15 @@ def _view_spec(shape, spec, view, lead, sharding) -> tuple | None:
     return (*spec[:lead], axis, None) if view[lead] % parts == 0 else None
 
 
+def mesh_axes(*entries) -> tuple:
+    """The mesh axes in these entries of a partition spec."""
+    names = (e if isinstance(e, tuple) else (e,) for e in entries if e is not None)
+    return tuple(axis for entry in names for axis in entry)
+
+
 def parts_of(axis, sharding) -> int:
     """The number of devices over which an entry of a partition spec shards a dimension."""
-    names = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    return math.prod(sharding.mesh.shape[name] for name in names)
+    return math.prod(sharding.mesh.shape[name] for name in mesh_axes(axis))
 
 
 def reshape(x, shape, spec: tuple | None):

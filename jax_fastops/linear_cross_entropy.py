@@ -31,7 +31,7 @@ from jax_fastops._compat import as_varying, varying_axes
 from jax_fastops._kernel import match_varying
 from jax_fastops._registry import example, register
 from jax_fastops._signature import accumulator_dtype
-from jax_fastops._views import merge, parts_of, reshape, spec_of, split
+from jax_fastops._views import merge, mesh_axes, parts_of, reshape, spec_of, split
 from jax_fastops.cross_entropy import check_options, cross_entropy, prepared_labels
 
 # Bytes of the logits of a chunk on a device. With fewer tokens in a chunk, adding up the table's
@@ -83,11 +83,6 @@ def _join_tokens(x, tokens: int, axis: int):
     return jax.lax.slice_in_dim(merge(jnp.moveaxis(x, 0, axis + 1), axis), 0, tokens, axis=axis)
 
 
-def _mesh_axes(name) -> tuple:
-    """The mesh axes that an entry of a partition spec names."""
-    return name if isinstance(name, tuple) else (name,) if name is not None else ()
-
-
 def _dot(a, b, axes: tuple[Sequence[int], Sequence[int]], dtype, options: _Options):
     """The product of two arrays over these axes. Other axes that are sharded stay so.
 
@@ -99,8 +94,8 @@ def _dot(a, b, axes: tuple[Sequence[int], Sequence[int]], dtype, options: _Optio
             [name for i, name in enumerate(spec) if i not in over]
             for spec, over in zip(specs, axes, strict=True)
         )
-        used = {axis for name in first for axis in _mesh_axes(name)}
-        second = [None if used.intersection(_mesh_axes(name)) else name for name in second]
+        used = set(mesh_axes(*first))
+        second = [None if used.intersection(mesh_axes(name)) else name for name in second]
         kept = PartitionSpec(*first, *second)
     return jax.lax.dot_general(
         a,

@@ -28,7 +28,7 @@ from jax_fastops._random import NUMBERS, Drop, drop_of, seed_operands, seeded
 from jax_fastops._registry import example, example_key
 from jax_fastops._signature import accumulator_dtype
 from jax_fastops._types import Flag, fans_out, sums_and_fans_out
-from jax_fastops._views import reshape, spec_of
+from jax_fastops._views import mesh_axes, reshape, spec_of
 from jax_fastops.dropout import drop_reference, dropped
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def _groups(x) -> tuple[Callable, Callable, int]:
     groups = groups_of(lead, spec, kind)
     # The groups on one device, if auto mesh axes shard them over as many devices as they can.
     apart = math.prod(groups)
-    apart //= shards_of(apart, spec and _mesh_axes(spec[:-1]), kind, 1)
+    apart //= shards_of(apart, spec and mesh_axes(*spec[:-1]), kind, 1)
     groups = (*groups, lead[-1] // groups[-1] if groups else math.prod(lead))
 
     def split(a):
@@ -164,12 +164,6 @@ def _groups(x) -> tuple[Callable, Callable, int]:
         return reshape(a, x.shape, spec if x.ndim > 1 else spec and spec[1:])
 
     return split, join, _number_of_sums(apart, groups[-1], n, x.dtype.itemsize)
-
-
-def _mesh_axes(spec) -> tuple:
-    """The mesh axes in these entries of a partition spec."""
-    entries = (e if isinstance(e, tuple) else (e,) for e in spec if e is not None)
-    return tuple(axis for entry in entries for axis in entry)
 
 
 def _number_of_sums(groups: int, rows: int, n: int, itemsize: int) -> int:

@@ -19,11 +19,9 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import inspect
 import json
 import os
 import random
-import re
 import statistics
 import tempfile
 import time
@@ -39,12 +37,11 @@ from benchmarks import environment
 from benchmarks.cases import fo
 from benchmarks.others import PACKAGES, WORKLOADS
 from benchmarks.others.program import BUILD, Program
-from benchmarks.programs import temp_bytes
+from benchmarks.programs import kernels, temp_bytes
 from benchmarks.report import Results
 
 NAMES = [*PACKAGES, *WORKLOADS]
 PHASES = ("forward", "step")
-KERNEL = re.compile(r'custom_call_target="jax_fastops\.(\w+?)(?:\.v\d+)?"')
 
 
 def options(add) -> None:
@@ -135,10 +132,6 @@ def _cache(contender: str) -> Iterator[None]:
             os.environ["JAX_FASTOPS_CACHE"] = before
 
 
-def can_tune() -> bool:
-    return "tune" in inspect.signature(fo.autofuse.__init__).parameters
-
-
 class Prepared:
     """The compiled forwards and steps of a program."""
 
@@ -172,11 +165,8 @@ class Prepared:
             compiled = self.compiled[phase][name] = future.result()
             self.row[f"{name}_{phase}_temp_bytes"] = temp_bytes(compiled)
             if name != "plain":
-                kernels = KERNEL.findall(compiled.as_text())
-                self.row[f"{name}_{phase}_kernels"] = {
-                    k: kernels.count(k) for k in sorted({*kernels})
-                }
-                self.row[f"{name}_{phase}_equal"] = not kernels
+                self.row[f"{name}_{phase}_kernels"] = found = kernels(compiled)
+                self.row[f"{name}_{phase}_equal"] = not found
         self.futures = []
 
     def place(self) -> None:
@@ -210,7 +200,6 @@ def measure(names: Sequence[str], options: Any) -> Iterator[dict]:
     """The rows of some programs, which are compiled at the same time, and measured in turn."""
     rows: dict[str, dict] = {name: {"program": name} for name in names}
     prepared: dict[str, Prepared] = {}
-    tune = options.tune and can_tune()
 
     @contextlib.contextmanager
     def errors(name):
@@ -238,7 +227,7 @@ def measure(names: Sequence[str], options: Any) -> Iterator[dict]:
             with errors(name):
                 one.wait()
         # Tuning measures, so nothing else may run.
-        for name, one in each() if tune else ():
+        for name, one in each() if options.tune else ():
             with errors(name):
                 begin = time.perf_counter()
                 with _cache("tune"):
@@ -312,7 +301,7 @@ def check(name: str, implementation: str, dtype: Any = jnp.float32) -> dict:
 def difference(want: Any, have: Any) -> float:
     """The largest difference of two trees, for each array over its norm, in shares of it.
 
-    A gradient that is 0 but for rounding counts relative to the largest one.
+    The difference of an array that has only rounding errors is divided by the largest norm.
     """
     pairs = zip(jax.tree.leaves(want), jax.tree.leaves(have), strict=True)
     floats = ((a, b) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.floating))

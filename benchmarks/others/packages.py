@@ -34,6 +34,18 @@ def _transformers(cls, config, dtype):
     return model, filled(init, jax.random.key(0))
 
 
+def _next_token_loss(model):
+    """That of `run_clm_flax.py`, of a model of transformers."""
+    from flax.training.common_utils import onehot
+
+    def loss(params, numbers):
+        logits = model(numbers, params=params, train=True, dropout_rng=jax.random.key(0))[0]
+        labels = onehot(numbers[..., 1:], logits.shape[-1])
+        return optax.softmax_cross_entropy(logits[..., :-1, :], labels).mean()
+
+    return loss
+
+
 @program("transformers BERT")
 def bert(tiny, dtype):
     import transformers
@@ -64,7 +76,6 @@ def bert(tiny, dtype):
 @program("transformers GPT-2")
 def gpt2(tiny, dtype):
     import transformers
-    from flax.training.common_utils import onehot
 
     size = dict(n_layer=1, n_embd=64, n_head=2, vocab_size=200)
     off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -72,12 +83,7 @@ def gpt2(tiny, dtype):
     model, params = _transformers(transformers.FlaxGPT2LMHeadModel, config, dtype)
     numbers = tokens((2, 16) if tiny else (8, 1024), config.vocab_size)
 
-    def loss(params, numbers):
-        logits = model(numbers, params=params, train=True, dropout_rng=jax.random.key(0))[0]
-        labels = onehot(numbers[..., 1:], logits.shape[-1])
-        return optax.softmax_cross_entropy(logits[..., :-1, :], labels).mean()
-
-    return Program(params, (numbers,), loss)
+    return Program(params, (numbers,), _next_token_loss(model))
 
 
 @program("transformers T5")
@@ -137,7 +143,6 @@ def bart(tiny, dtype):
 @program("transformers Llama")
 def llama(tiny, dtype):
     import transformers
-    from flax.training.common_utils import onehot
 
     small = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=200)
     large = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, vocab_size=32000)
@@ -147,12 +152,7 @@ def llama(tiny, dtype):
     model, params = _transformers(transformers.FlaxLlamaForCausalLM, config, dtype)
     numbers = tokens((2, 16) if tiny else (4, 2048), config.vocab_size)
 
-    def loss(params, numbers):
-        logits = model(numbers, params=params, train=True, dropout_rng=jax.random.key(0))[0]
-        labels = onehot(numbers[..., 1:], logits.shape[-1])
-        return optax.softmax_cross_entropy(logits[..., :-1, :], labels).mean()
-
-    return Program(params, (numbers,), loss)
+    return Program(params, (numbers,), _next_token_loss(model))
 
 
 @program("transformers ViT")

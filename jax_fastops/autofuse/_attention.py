@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fastops import _compat
 from jax_fastops._settings import own_code
 from jax_fastops.attention import attention
 from jax_fastops.autofuse._bands import Band, added_band, band, cases, parts
 from jax_fastops.autofuse._dropout import Drop, drop_at
 from jax_fastops.autofuse._masks import is_fill, no_row_is_empty
 from jax_fastops.autofuse._match import Matcher
-from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, compiled
+from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, formulas
 from jax_fastops.autofuse._rule import Read, Rewrite, Rule
 from jax_fastops.autofuse._value import USED, Map, Node, Value, View, compose
 
@@ -515,12 +514,11 @@ def _logits(view: View, column: int) -> tuple[View, list[tuple[View, bool]], Any
         return None
     if axis is None or set(view.map) != set(value.identity) or not value.is_floating:
         return None
-    dtype = jnp.float64 if value.dtype == jnp.float64 else jnp.float32
     for pattern in PATTERNS:
         if not pattern.name.startswith("softmax"):
             continue
         n = pattern.count(value.sizes, axis)
-        first, *_ = compiled(pattern, len(value.long), axis, n, dtype, _compat.x64_is_on())
+        first, *_ = formulas(pattern, value.dtype, len(value.long), axis, n)
         if (state := Matcher()(first, value)) is not None:
             leaves = (state.leaves[i] for i in range(len(pattern.leaves)))
             logits, *masks = (View(x.value, compose(view.map, x.map)) for x in leaves)

@@ -257,7 +257,7 @@ class _Run:
         program = self._plan.search.program(rewrite.call, rewrite.reads, twice, chosen)
         types = [jax.typeof(x) for x in given]
         if isinstance(program, str) or program.in_avals != types or _explain.is_on():
-            with _implementation.use_chosen(chosen or _implementation.current()):
+            with _implementation.use_chosen(chosen):
                 return rewrite.call(*given, fanout=twice)
         return jax.core.eval_jaxpr(program.jaxpr, program.consts, *given)
 

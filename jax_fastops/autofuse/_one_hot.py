@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastops import _compat
 from jax_fastops.autofuse._losses import OF_ONE_HOT
 from jax_fastops.autofuse._masks import elements_of, name_of
 from jax_fastops.autofuse._match import Matcher, State
 from jax_fastops.autofuse._numpy import ELEMENTWISE
-from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, Pattern, compiled
+from jax_fastops.autofuse._pattern import MAX_RANK, PATTERNS, Pattern, formulas
 from jax_fastops.autofuse._rule import Read, Rewrite, Rule, Search
 from jax_fastops.autofuse._value import USED, Value, View, compose, values_between
 
@@ -272,8 +271,7 @@ def _terms(value: Value) -> Iterator[tuple[float, Value, tuple[Value, ...]]]:
 def _match(pattern: Pattern, axis: int, value: Value, x: View | None = None) -> State | None:
     """The match of a pattern along a dimension of its operand, which may be known."""
     rank = len(value.long) if x is None else len(x.map)
-    dtype = jnp.float64 if value.dtype == jnp.float64 else jnp.float32
-    (formula,) = compiled(pattern, rank, axis, 0, dtype, _compat.x64_is_on())
+    (formula,) = formulas(pattern, value.dtype, rank, axis)
     return Matcher()(formula, value, State({} if x is None else {0: x}, {}, ()))
 
 

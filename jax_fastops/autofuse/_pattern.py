@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_fastops import _compat
 from jax_fastops._settings import fixed
 from jax_fastops.autofuse._graph import Graph
 from jax_fastops.autofuse._value import ELEMENTWISE, REDUCTIONS, Map, Value, View, compose
@@ -116,6 +117,12 @@ def compiled(
         return compiled(pattern, rank, axis, 0, dtype, x64)  # it has no means
     with fixed(x64):  # derivative rules are traced
         return [Compiler(graph, pattern, traced, n or traced)(value) for value in graph.results]
+
+
+def formulas(pattern: Pattern, dtype: Any, rank: int, axis: int, n: int = 0) -> list[Formula]:
+    """:func:`compiled` for results of a dtype in the program that is searched."""
+    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    return compiled(pattern, rank, axis, n, wide, _compat.x64_is_on())
 
 
 PATTERNS: list[Pattern] = []

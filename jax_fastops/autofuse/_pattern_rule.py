@@ -7,14 +7,12 @@ from collections import deque
 from collections.abc import Container, Iterator, Sequence
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-
 from jax_fastops import _compat, _implementation
 from jax_fastops.autofuse._dropout import drop_at
 from jax_fastops.autofuse._heads import joined
 from jax_fastops.autofuse._masks import masked
 from jax_fastops.autofuse._match import Matcher, State
-from jax_fastops.autofuse._pattern import KINDS, MAX_RANK, Formula, Pattern, compiled
+from jax_fastops.autofuse._pattern import KINDS, MAX_RANK, Formula, Pattern, formulas
 from jax_fastops.autofuse._patterns import by_size
 from jax_fastops.autofuse._rule import ROW, Miss, Read, Rewrite, Rule
 from jax_fastops.autofuse._value import (
@@ -215,9 +213,8 @@ class PatternRule(Rule):
             return False, None
         if value in self._with_reductions and not reductions:
             return True, None  # here, and maybe elsewhere
-        dtype = jnp.float64 if value.dtype == jnp.float64 else jnp.float32
-        n, x64 = pattern.count(sizes, axis), _compat.x64_is_on()
-        first, *others = compiled(pattern, len(sizes), axis, n, dtype, x64)
+        n = pattern.count(sizes, axis)
+        first, *others = formulas(pattern, value.dtype, len(sizes), axis, n)
         matcher = Matcher()
         state = matcher(first, value)
         if state is None:

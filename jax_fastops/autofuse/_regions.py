@@ -24,6 +24,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
+from jax_fastops import _compat
 from jax_fastops.autofuse._graph import Graph, opened
 from jax_fastops.autofuse._rule import Rewrite
 from jax_fastops.autofuse._value import FUSIBLE, NO_EQUATION, REDUCTIONS, Node, Value
@@ -208,13 +209,7 @@ KEPT = "fastops_region"  # the name of what a wall reads
 
 def _type(v: Value) -> str:
     weak = "*" if getattr(v.aval, "weak_type", False) else ""
-    return f"{_name(v.dtype)}{v.shape}{weak}{spec_of(v) or ''}"
-
-
-def spec_of(v: Value) -> Any:
-    """How a type says that an array is spread over devices, or ``None``."""
-    spec = getattr(getattr(v.aval, "sharding", None), "spec", ())
-    return spec if any(axis is not None for axis in spec) else None
+    return f"{_name(v.dtype)}{v.shape}{weak}{_compat.sharded_spec(v.aval) or ''}"
 
 
 _name = functools.lru_cache(256)(str)  # of a dtype

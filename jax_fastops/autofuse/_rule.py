@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fastops import _explain, _implementation
+from jax_fastops import _compat, _explain, _implementation
 from jax_fastops._dispatch import Decision, Refused, kernels_only
 from jax_fastops.autofuse._value import NO_EQUATION, Value
 
@@ -219,7 +219,7 @@ class Search:
         types = tuple(_struct(v) for v in values)
         key = call, types, fanout, chosen
         if key not in self._programs:
-            with _implementation.use_chosen(chosen or _implementation.current()):
+            with _implementation.use_chosen(chosen):
                 self._programs[key] = _trace(call, types, fanout)
         return self._programs[key]
 
@@ -234,9 +234,9 @@ def visible(aval) -> tuple:
 
 
 def _struct(value: Value) -> jax.ShapeDtypeStruct:
-    sharding = getattr(value.aval, "sharding", None)
-    explicit = sharding is not None and any(s is not None for s in sharding.spec)
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding if explicit else None)
+    explicit = _compat.sharded_spec(value.aval) is not None
+    sharding = value.aval.sharding if explicit else None
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
 
 
 class _Jitted:

@@ -25,7 +25,7 @@ from jax_fastops.autofuse._graph import Graph, opened
 from jax_fastops.autofuse._losses import padding, wide
 from jax_fastops.autofuse._match import Matcher, State
 from jax_fastops.autofuse._one_hot import NAME, OneHot, read_of
-from jax_fastops.autofuse._pattern import MAX_RANK, Pattern, compiled
+from jax_fastops.autofuse._pattern import MAX_RANK, Pattern, formulas
 from jax_fastops.autofuse._rule import Rewrite, Rule
 from jax_fastops.autofuse._value import Node, Value, View
 from jax_fastops.cross_entropy import cross_entropy, cross_entropy_of_one_hot
@@ -97,7 +97,7 @@ def _is_known(node: Node) -> bool:
             traced = jax.make_jaxpr(plain)(*operands)
             rule = jax.make_jaxpr(differentiated)(tuple(operands), cotangents)
             factors = [Graph(t.jaxpr, t.consts).operands[2] for t in (traced, rule)]
-            graphs = [_graph(t, len(operands)) for t in (traced, rule)]
+            graphs = [_with_factor(t) for t in (traced, rule)]
     except Exception:  # whatever the rule raises, it is not this one
         return False
     if not all(map(_is_factor, factors)):
@@ -125,15 +125,15 @@ def _is_factor(z: Value) -> bool:
     return True
 
 
-def _graph(traced: Any, count: int) -> Graph:
-    """The graph of a traced function, where the third of its operands is a number."""
+def _with_factor(traced: Any) -> Graph:
+    """The graph of a traced function of which the third operand is ``_Z``."""
+    x, y, z, *rest = (_compat.struct_of(v.aval) for v in traced.jaxpr.invars)
 
-    def with_number(*args):
-        z = [np.asarray(_Z, v.aval.dtype) for v in traced.jaxpr.invars[2:count]]
-        return jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *args[:2], *z, *args[2:])
+    def with_number(x, y, *rest):
+        number = np.asarray(_Z, z.dtype)
+        return jax.core.eval_jaxpr(traced.jaxpr, traced.consts, x, y, number, *rest)
 
-    types = [_compat.struct_of(v.aval) for v in traced.jaxpr.invars]
-    numbered = jax.make_jaxpr(with_number)(*types[:2], *types[count:])
+    numbered = jax.make_jaxpr(with_number)(x, y, *rest)
     return Graph(numbered.jaxpr, numbered.consts)
 
 
@@ -141,12 +141,11 @@ def _computes(graph: Graph, expected: Sequence[Sequence[Pattern]]) -> bool:
     """Whether each result is that of one of its patterns."""
     leaves = {i: v.seen for i, v in enumerate(graph.operands[:3])}
     x = graph.operands[0]
-    dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     rank = len(x.long)
 
     def is_one_of(patterns, value):
         for pattern in patterns:
-            (formula,) = compiled(pattern, rank, rank - 1, 0, dtype, _compat.x64_is_on())
+            (formula,) = formulas(pattern, x.dtype, rank, rank - 1)
             if Matcher()(formula, value, State(leaves, {}, ())) is not None:
                 return True
         return False

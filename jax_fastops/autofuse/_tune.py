@@ -25,7 +25,7 @@ from jax_fastops._arguments import placed, selected
 from jax_fastops._dispatch import lowering_platform
 from jax_fastops._settings import own_code
 from jax_fastops.autofuse._cost import traffic
-from jax_fastops.autofuse._regions import KEPT, LOCAL, Region, spec_of
+from jax_fastops.autofuse._regions import KEPT, LOCAL, Region
 from jax_fastops.autofuse._rule import Rewrite
 from jax_fastops.autofuse._value import REDUCTIONS
 
@@ -62,7 +62,7 @@ def why_not() -> str:
 def is_sharded(region: Region) -> bool:
     """Whether a type of a region says that a dimension is spread over devices."""
     values = (*region.inputs, *(v for node in region.nodes for v in node.outputs))
-    return any(spec_of(v) is not None for v in values)
+    return any(_compat.sharded_spec(v.aval) is not None for v in values)
 
 
 def measure(regions: Sequence[Region], program: Callable[[Rewrite], Any]) -> list[dict[str, Times]]:
