@@ -18,7 +18,7 @@ struct Params {
   const uint32_t* seeds;
   int64_t seed_count;
   const int32_t *starts, *counts;
-  int64_t segments, sequences;
+  int64_t segments;
   int64_t batch_stride[4], row_stride[4];  // of the offsets
   Prepared out;
 };
@@ -31,9 +31,10 @@ __device__ int32_t LengthOf(const int32_t* lengths, int64_t at, int64_t whole) {
 // One block.
 __global__ void __launch_bounds__(kThreads) PrepareKernel(const __grid_constant__ Params p) {
   if (p.segments > 0) {
-    for (int64_t i = threadIdx.x; i <= p.sequences; i += kThreads) {
+    const int64_t sequences = p.batch * p.segments;
+    for (int64_t i = threadIdx.x; i <= sequences; i += kThreads) {
       const int64_t b = i / p.segments, at = b * p.copies * p.segments + i % p.segments;
-      const bool is_end = i == p.sequences;
+      const bool is_end = i == sequences;
       const int64_t start = is_end ? 0 : LengthOf(p.starts, at, p.queries);
       for (int k = 0; k < 4; ++k) {
         p.out.offsets[k][i] = b * p.batch_stride[k] + start * p.row_stride[k];
@@ -172,7 +173,6 @@ cudaError_t PrepareAttention(const AttentionProblem& problem, const AttentionBuf
   p.starts = buffers.starts;
   p.counts = buffers.counts;
   p.segments = problem.segments;
-  p.sequences = problem.sequences();
   const AttentionStrides stats = {problem.queries * problem.heads, 1, problem.heads};
   const AttentionStrides* const strides[] = {&problem.q, &problem.k, &problem.y, &stats};
   for (int i = 0; i < 4; ++i) {
