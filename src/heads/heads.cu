@@ -34,6 +34,7 @@
 #include "core/alignment.h"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/unit.cuh"
 #include "heads/plan.h"
@@ -42,8 +43,6 @@ namespace jax_fastops::cuda {
 namespace {
 
 struct Heads;  // the family of the kernels
-
-constexpr int kWarpSize = 32;
 
 struct HeadsArrays {
   char* x;  // read by a split, written by a merge

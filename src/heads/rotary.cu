@@ -29,6 +29,7 @@
 #include "core/alignment.h"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/offsets.cuh"
 #include "core/cuda/unit.cuh"
@@ -39,7 +40,7 @@ namespace {
 
 struct Rotary;  // the family of the kernels
 
-constexpr int kWarpSize = 32, kWarps = 8;
+constexpr int kWarps = 8;
 
 // How rows and heads are divided. A block takes a chunk of heads for a run of rows. Row `i` of run
 // `r` of group `g` is g * group_rows + r * run_rows + i.

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "core/cuda/cluster_sum.cuh"
+#include "core/cuda/group.cuh"
 #include "core/cuda/unit.cuh"
 #include "norm/forward_row.cuh"
 #include "norm/plan.h"

@@ -21,17 +21,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/cuda/group.cuh"
+
 namespace jax_fastops::cuda {
-
-constexpr int kWarpSize = 32;
-constexpr unsigned kFullWarp = 0xffffffffu;
-
-// The warp's index in its block. The shuffle tells the compiler that the value is the same in all
-// lanes. Branches on it leave the warp converged, and the compiler need not handle divergence in
-// the shuffles that follow.
-__device__ __forceinline__ int WarpIndex() {
-  return __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);
-}
 
 // Elements covered by the 32 mask words of a warp.
 constexpr int kMaskTile = 32 * kWarpSize;

@@ -70,10 +70,7 @@ __device__ __forceinline__ SumsOwner CombineShares(int log_width, int log_share,
   if (log_share == 0) return {thread, 0, 1};
   const int width = 1 << log_width, log_warps = log_width + log_share - 5;
   const int warps = 1 << log_warps, row = width + 1;  // no bank conflicts
-  for (int step = 16; step >= width; step /= 2) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) values[i] += __shfl_xor_sync(0xffffffffu, values[i], step);
-  }
+  Butterfly(Sum(), values, 32, width);
   if (lane < width) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
