@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/attention.h"
+#include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
 #include "core/philox.h"
 
@@ -52,11 +53,9 @@ __global__ void __launch_bounds__(kThreads) PrepareKernel(const __grid_constant_
     }
   }
   if (p.seeds == nullptr) return;
-  // Sums of random words, which depend on the seed and the position of each head. Two sums of 32
-  // bits: an addition of 64 bits to shared memory takes several times as long.
-  __shared__ uint32_t total[2];
-  if (threadIdx.x < 2) total[threadIdx.x] = 0;
-  __syncthreads();
+  // Sums of random words, which depend on the seed and the position of each head.
+  using Block = RowGroup<kThreads>;
+  __shared__ Block::Scratch<uint32_t, 2> scratch;
   uint32_t sum[2] = {0, 0};
   for (int64_t i = threadIdx.x; i < p.seed_count; i += kThreads) {
     const PhiloxWords drawn =
@@ -64,10 +63,9 @@ __global__ void __launch_bounds__(kThreads) PrepareKernel(const __grid_constant_
                p.seeds[2 * i + 1]);
     for (int word = 0; word < 2; ++word) sum[word] += drawn.word[word];
   }
-  // Integers: the same sums in every order.
-  for (int word = 0; word < 2; ++word) atomicAdd(&total[word], sum[word]);
-  __syncthreads();
-  if (threadIdx.x < 4) p.out.seed[threadIdx.x] = threadIdx.x < 2 ? total[threadIdx.x] : 0;
+  int phase = 0;
+  Block::AllReduce(Sum(), sum, scratch, phase);
+  if (threadIdx.x < 4) p.out.seed[threadIdx.x] = threadIdx.x < 2 ? sum[threadIdx.x] : 0;
 }
 
 constexpr int kRowsZeroed = 16;  // by a block

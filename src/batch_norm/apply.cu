@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
         channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
         channels.LoadOr(static_cast<const A*>(p.arrays.bias), A(0), bias);
 #pragma unroll
-        for (int i = 0; i < kUnit; ++i) factor[i] = InverseRoot(factor[i] + eps) * scale[i];
+        for (int i = 0; i < kUnit; ++i) factor[i] = FastReciprocalRoot(factor[i] + eps) * scale[i];
       },
       [&](const Loaded& loaded, int64_t element) {
         StoreUnit<T, kAligned>(y + element, apply(loaded, element, kUnit));

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
           var[i] += eps;
-          a[i] = InverseRoot(var[i]) * scale[i];
+          a[i] = FastReciprocalRoot(var[i]) * scale[i];
         }
         channels.Load(sums + g.channels, b);
         channels.Load(sums, c);

@@ -84,8 +84,7 @@ __device__ __forceinline__ void StorePairs(T* p, const UnitBits<T>& unit) {
     const bool odd = threadIdx.x & 1;
     const uint4 mine = odd ? unit.words[1] : unit.words[0];
     const uint4 given = odd ? unit.words[0] : unit.words[1];
-    const auto exchange = [](uint32_t word) { return __shfl_xor_sync(kFullWarp, word, 1); };
-    const uint4 got = {exchange(given.x), exchange(given.y), exchange(given.z), exchange(given.w)};
+    const uint4 got = Exchange(given, 1);
     uint4* const first = reinterpret_cast<uint4*>(odd ? p - kUnit : p) + odd;
     __stcs(first, odd ? got : mine);
     __stcs(first + 2, odd ? mine : got);

@@ -66,8 +66,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
                             : static_cast<uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes;
   const UnitChannels channels(g, place, share, p.aligned_parameters);
   // Whether all lanes of the warp have the same number of units.
-  const bool together =
-      kWords == 2 && __all_sync(kFullWarp, share.count == __shfl_sync(kFullWarp, share.count, 0));
+  const bool together = kWords == 2 && IsSameInWarp(share.count);
 
   // First pass: the sums.
   FoldBuffer<double>& buffer = *reinterpret_cast<FoldBuffer<double>*>(shared);
@@ -218,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     channels.Load(static_cast<const A*>(p.arrays.var), factor);
     const A eps = static_cast<A>(p.eps);
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) factor[i] = InverseRoot(factor[i] + eps) * scale[i];
+    for (int i = 0; i < kUnit; ++i) factor[i] = FastReciprocalRoot(factor[i] + eps) * scale[i];
   };
   const auto put_kept = [&] {
 #pragma unroll

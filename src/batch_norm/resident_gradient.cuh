@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
       kMask ? static_cast<const uint8_t*>(p.arrays.mask) + place.group * p.mask_bytes : nullptr;
   const UnitChannels channels(g, place, share, p.aligned_parameters);
   // Whether all lanes of the warp have the same number of units.
-  const bool together =
-      kWords == 2 && __all_sync(kFullWarp, share.count == __shfl_sync(kFullWarp, share.count, 0));
+  const bool together = kWords == 2 && IsSameInWarp(share.count);
 
   FoldBuffer<A>& buffer = *reinterpret_cast<FoldBuffer<A>*>(shared);
   uint4* const first_slot = shared + kFoldBytes<A> / sizeof(uint4);
@@ -235,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, Config::kBlocks)
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) {
       var[i] += eps;
-      a[i] *= InverseRoot(var[i]);
+      a[i] *= FastReciprocalRoot(var[i]);
     }
     channels.LoadOr(static_cast<const A*>(p.arrays.dvar), A(0), more);
 #pragma unroll

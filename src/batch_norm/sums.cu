@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<T>)
           channels.LoadOr(static_cast<const A*>(p.arrays.scale), A(1), scale);
 #pragma unroll
           for (int i = 0; i < kUnit; ++i)
-            factor[kDx ? i : 0] = InverseRoot(var[i] + eps) * scale[i];
+            factor[kDx ? i : 0] = FastReciprocalRoot(var[i] + eps) * scale[i];
         }
       },
       [&](const Loaded& loaded, int64_t element) {

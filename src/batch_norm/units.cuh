@@ -12,6 +12,7 @@
 
 #include "batch_norm/geometry.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/math.cuh"
 #include "core/cuda/relu_of.cuh"
 #include "core/cuda/unit.cuh"
 
@@ -263,9 +264,6 @@ class UnitChannels {
   int left_, inner_;  // elements of the first channel's run, and of later runs
   bool vector_;
 };
-
-__device__ __forceinline__ float InverseRoot(float x) { return rsqrtf(x); }
-__device__ __forceinline__ double InverseRoot(double x) { return rsqrt(x); }
 
 // A byte of the mask. Without a mask all bits are set.
 __device__ __forceinline__ uint32_t MaskByte(const uint8_t* mask, int64_t element) {

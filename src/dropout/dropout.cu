@@ -20,6 +20,7 @@
 #include <type_traits>
 
 #include "core/alignment.h"
+#include "core/cuda/bitmask.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/divide.cuh"
 #include "core/cuda/kept.cuh"
@@ -143,22 +144,19 @@ __device__ __forceinline__ uint4 LoadUnit(const Params& p, const char* from, uin
 // Sets a bit for each element from `begin` to `end` that is kept. All threads of a block call it.
 __device__ __forceinline__ void KeepInShared(const Params& p, uint32_t begin, uint32_t end,
                                              uint32_t (&kept)[kMostTaken / 32 + 1]) {
-  for (uint32_t i = threadIdx.x; i <= kMostTaken / 32; i += kThreads) kept[i] = 0;
-  __syncthreads();
-  const uint32_t columns = p.columns.divisor, first_row = Divide(begin, p.columns);
-  uint32_t index = first_row * p.row_parts.divisor + (begin - first_row * columns) / kSeedBlock;
-  for (index += threadIdx.x;; index += kThreads) {
-    const uint32_t row = Divide(index, p.row_parts), block = index - row * p.row_parts.divisor;
-    const uint32_t column = block * kSeedBlock, first = row * columns + column;
-    if (first >= end) break;
-    uint32_t bits = KeptBlock(p, row, block);
-    if (columns - column < kSeedBlock) bits &= (1u << (columns - column)) - 1;
-    if (first < begin) bits >>= begin - first;
-    const uint32_t at = max(first, begin) - begin;
-    atomicOr(&kept[at / 32], bits << at % 32);
-    if (at % 32 > 32 - kSeedBlock) atomicOr(&kept[at / 32 + 1], bits >> (32 - at % 32));
-  }
-  __syncthreads();
+  SetBits<kThreads>(kept, [&](const auto& set) {
+    const uint32_t columns = p.columns.divisor, first_row = Divide(begin, p.columns);
+    uint32_t index = first_row * p.row_parts.divisor + (begin - first_row * columns) / kSeedBlock;
+    for (index += threadIdx.x;; index += kThreads) {
+      const uint32_t row = Divide(index, p.row_parts), block = index - row * p.row_parts.divisor;
+      const uint32_t column = block * kSeedBlock, first = row * columns + column;
+      if (first >= end) break;
+      uint32_t bits = KeptBlock(p, row, block);
+      if (columns - column < kSeedBlock) bits &= (1u << (columns - column)) - 1;
+      if (first < begin) bits >>= begin - first;
+      set(max(first, begin) - begin, bits);
+    }
+  });
 }
 
 template <typename T>

@@ -31,7 +31,9 @@
 #include "core/cuda/divide.cuh"
 #include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/math.cuh"
 #include "core/cuda/offsets.cuh"
+#include "core/cuda/partial_sums.cuh"
 #include "core/cuda/unit.cuh"
 #include "core/integer.h"
 
@@ -180,17 +182,9 @@ struct Lane {
 // The sum over the lanes of a group, in each of them.
 template <typename A>
 __device__ __forceinline__ A GroupSum(A sum, int log_lanes) {
-  for (int i = log_lanes; i-- > 0;) sum += __shfl_xor_sync(0xffffffffu, sum, 1 << i);
-  return sum;
-}
-
-template <typename A>
-__device__ __forceinline__ A ReciprocalRoot(A x) {
-  if constexpr (sizeof(A) == 8) {
-    return 1 / sqrt(x);
-  } else {
-    return rsqrtf(x);
-  }
+  A sums[1] = {sum};
+  Butterfly(Sum(), sums, 1 << log_lanes);
+  return sums[0];
 }
 
 // What a block works on, and the thread's place in it.
@@ -326,7 +320,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
         for (int e = 0; e < L::kElements; ++e) squares += v[e] * v[e];
         squares = GroupSum(squares, t.log_lanes) * static_cast<A>(t.inverse_size);
         if (scale != nullptr) {
-          const A rstd = ReciprocalRoot<A>(squares + static_cast<A>(t.eps));
+          const A rstd = FastReciprocalRoot(squares + static_cast<A>(t.eps));
 #pragma unroll
           for (int e = 0; e < L::kElements; ++e) v[e] = v[e] * rstd * factor[e];
         }
@@ -346,21 +340,16 @@ template <typename L, typename A, int kElements>
 __device__ __forceinline__ void StoreSums(const L& lane, A* shared, const A (&sums)[kElements],
                                           A* to) {
   const int warp = threadIdx.x / kWarpSize, in_warp = threadIdx.x % kWarpSize;
-  __syncthreads();  // the previous sums have been read
 #pragma unroll
   for (int e = 0; e < kElements; ++e) {
     shared[(warp * kElements + e) * kWarpSize + in_warp] = sums[e];
   }
-  __syncthreads();
-#pragma unroll
-  for (int e = 0; e < kElements; ++e) {
-    const int at = lane.At(e / L::kUnit);
-    if (e % kWarps != warp || at >= lane.t.head_size || to == nullptr) continue;
-    A sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += shared[(w * kElements + e) * kWarpSize + in_warp];
-    to[at + e % L::kUnit] = sum;
-  }
+  constexpr int kWidth = kElements * kWarpSize;
+  AddParts<kWarps * kWarpSize, true>(shared, kWarps, kWidth, kWidth, [&](int i, A sum) {
+    // The thread's own lane, since a block is a whole number of warps.
+    const int e = i / kWarpSize, at = lane.At(e / L::kUnit);
+    if (at < lane.t.head_size && to != nullptr) to[at + e % L::kUnit] = sum;
+  });
 }
 
 // Heads that share a sum are a slot: t.per_lane heads of one part. A chunk has a slot for each
@@ -432,7 +421,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kPairs > 1 ? 1 : 2)
         squares = GroupSum(squares, t.log_lanes) * static_cast<A>(t.inverse_size);
         // An absent head adds nothing to the sum that it shares, also if eps is 0.
         const bool present = own.own < own.heads;
-        const A rstd = present ? ReciprocalRoot<A>(squares + static_cast<A>(t.eps)) : A(0);
+        const A rstd = present ? FastReciprocalRoot(squares + static_cast<A>(t.eps)) : A(0);
         A products = 0;
         if (scale != nullptr) {
           A factor[kElements];

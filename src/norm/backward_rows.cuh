@@ -9,6 +9,7 @@
 
 #include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
+#include "core/cuda/partial_sums.cuh"
 #include "core/cuda/unit.cuh"
 #include "norm/backward_ring.cuh"
 #include "norm/plan.h"
@@ -76,28 +77,21 @@ __device__ __forceinline__ void AddUpAndWriteSums(typename L::A (&totals)[L::kUn
     A* buffer = buffers + phase * L::kWorkers * kWidth;
 #pragma unroll
     for (int j = 0; j < kExchangeUnits; ++j) {
+      if constexpr (kThreads < kWarpSize) {
+        Butterfly(Sum(), totals[first + j], kWarpSize, kThreads);
+      }
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        A total = totals[first + j][i];
-#pragma unroll
-        for (int lanes = kThreads; lanes < kWarpSize; lanes *= 2) {
-          total += __shfl_xor_sync(0xffffffffu, total, lanes);
-        }
         if (in_worker < kThreads) {
-          buffer[worker * kWidth + (j * kThreads + in_worker) * kSize + i] = total;
+          buffer[worker * kWidth + (j * kThreads + in_worker) * kSize + i] = totals[first + j][i];
         }
       }
     }
-    __syncthreads();  // after it, the other buffer is free too
-#pragma unroll
-    for (int at = threadIdx.x; at < kWidth; at += kBlock) {
+    // After its barrier, the other buffer is free too.
+    AddParts<kBlock>(buffer, L::kWorkers, kWidth, kWidth, [&](int at, A sum) {
       const int column = first * kSize * kThreads + at;
-      if (column >= columns) continue;
-      A sum = buffer[at];
-#pragma unroll
-      for (int w = 1; w < L::kWorkers; ++w) sum += buffer[w * kWidth + at];
-      sums[column] = sum;
-    }
+      if (column < columns) sums[column] = sum;
+    });
     phase ^= 1;
   }
 }
@@ -237,7 +231,7 @@ struct Rows {
       shared.scratch.Begin();
     } else {
       Barrier::PublishInit();
-      __syncthreads();
+      RowGroup<kBlock>::Sync();
     }
   }
 

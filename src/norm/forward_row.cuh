@@ -16,6 +16,7 @@
 
 #include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
+#include "core/cuda/math.cuh"
 #include "core/cuda/shifted.cuh"
 #include "core/cuda/unit.cuh"
 #include "norm/plan.h"
@@ -470,15 +471,6 @@ struct Held {
     }
   }
 };
-
-// rsqrtf with one Newton step, since its error may reach two units in the last place. The step is
-// skipped where its terms would not be normal numbers.
-__device__ __forceinline__ float ReciprocalRoot(float x) {
-  const float root = rsqrtf(x);
-  const float step = 0.5f * root * fmaf(-(x * root), root, 1.0f);
-  return x > 1e-30f && x < 1e30f ? root + step : root;
-}
-__device__ __forceinline__ double ReciprocalRoot(double x) { return 1.0 / sqrt(x); }
 
 template <typename A>
 __device__ __forceinline__ void StoreMoments(const NormForwardParams& p, int64_t row, A mean,

@@ -69,6 +69,26 @@ __device__ __forceinline__ int LaneOfWord(int word) {
   return word % kField * kGroup + word / kField;
 }
 
+// Whether element 32 * row + lane of 1024 has its bit set, if lane w has the bits of elements 32 *
+// w
+// ... 32 * w + 31 in `word`.
+__device__ __forceinline__ bool BitOfRow(uint32_t word, int row) {
+  return __shfl_sync(kFullWarp, word, row) >> threadIdx.x % kWarpSize & 1;
+}
+
+// Sets bits in shared memory: all threads of the block call it, and each of them calls draw(set);
+// set(at, bits) sets the bits from `at` on, at most 8.
+template <int kThreads, int kWords, typename Draw>
+__device__ __forceinline__ void SetBits(uint32_t (&words)[kWords], const Draw& draw) {
+  for (uint32_t i = threadIdx.x; i < kWords; i += kThreads) words[i] = 0;
+  __syncthreads();
+  draw([&](uint32_t at, uint32_t bits) {
+    atomicOr(&words[at / 32], bits << at % 32);
+    if (at % 32 > 24) atomicOr(&words[at / 32 + 1], bits >> (32 - at % 32));
+  });
+  __syncthreads();
+}
+
 // The shape of a ragged mask, with the reciprocals that find a byte's row without a division.
 //
 // A warp handles at most 1024 elements at once, hence at most 1024 mask bytes. Rows and bytes are
@@ -205,6 +225,15 @@ __device__ __forceinline__ uint32_t LoadMaskWord(const MaskLayout& layout, const
   }
   for (byte += kAhead; position < end; ++byte) consume(mask[byte]);
   return word;
+}
+
+// The fields of 1024 elements from `begin` on, as TransposeFields gives them for a flat mask.
+template <int kField>
+__device__ __forceinline__ uint32_t LoadMaskFields(const MaskLayout& layout, const uint8_t* mask,
+                                                   int64_t mask_bytes, int64_t begin) {
+  const uint32_t word = LoadMaskWord(layout, mask, mask_bytes, begin, kMaskTile);
+  return TransposeFields<kField>(
+      __shfl_sync(kFullWarp, word, WordOfLane<kField>(threadIdx.x % kWarpSize)));
 }
 
 }  // namespace jax_fastops::cuda

@@ -81,6 +81,84 @@ __device__ __forceinline__ void Butterfly(Op op, A (&values)[kCount], int width,
   }
 }
 
+// The value of lane `lane`, and of the lane whose index differs by an exclusive or with `mask`. V
+// has a multiple of 4 bytes. All lanes of the warp call these.
+template <typename V>
+__device__ __forceinline__ V FromLane(const V& value, int lane) {
+  uint32_t words[sizeof(V) / 4];
+  memcpy(words, &value, sizeof(V));
+#pragma unroll
+  for (uint32_t& word : words) word = __shfl_sync(kFullWarp, word, lane);
+  V other;
+  memcpy(&other, words, sizeof(V));
+  return other;
+}
+template <typename V>
+__device__ __forceinline__ V Exchange(const V& value, int mask) {
+  uint32_t words[sizeof(V) / 4];
+  memcpy(words, &value, sizeof(V));
+#pragma unroll
+  for (uint32_t& word : words) word = __shfl_xor_sync(kFullWarp, word, mask);
+  V other;
+  memcpy(&other, words, sizeof(V));
+  return other;
+}
+
+// Whether all lanes of the warp have the same value, and whether `condition` holds in all of them.
+template <typename V>
+__device__ __forceinline__ bool IsSameInWarp(V value) {
+  return __all_sync(kFullWarp, value == __shfl_sync(kFullWarp, value, 0));
+}
+__device__ __forceinline__ bool HoldsInWarp(bool condition) {
+  return __all_sync(kFullWarp, condition);
+}
+
+// Replaces `before` by its sum over the lanes of a group before this one, and `after` by its sum
+// over those after it. A group has `lanes` lanes, `step` apart; this one has index `rank`.
+template <typename A, int kCount>
+__device__ __forceinline__ void SumOthers(A (&before)[kCount], A (&after)[kCount], int rank,
+                                          int lanes, int step = 1) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const A from_before = __shfl_up_sync(kFullWarp, before[i], step);
+    const A from_after = __shfl_down_sync(kFullWarp, after[i], step);
+    before[i] = rank > 0 ? from_before : A(0);
+    after[i] = rank + 1 < lanes ? from_after : A(0);
+  }
+  for (int apart = 1; apart < lanes; apart *= 2) {
+    const bool has_before = rank >= apart, has_after = rank + apart < lanes;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const A from_before = __shfl_up_sync(kFullWarp, before[i], apart * step);
+      const A from_after = __shfl_down_sync(kFullWarp, after[i], apart * step);
+      if (has_before) before[i] += from_before;
+      if (has_after) after[i] += from_after;
+    }
+  }
+}
+
+// Reduces each value over `threads` neighboring threads of a block of kWarps warps; both are powers
+// of two. `scratch` is in shared memory, and used once.
+template <typename Op, typename A, int kCount, int kWarps>
+__device__ __forceinline__ void ReduceNeighbors(Op op, A (&values)[kCount], int threads,
+                                                A (&scratch)[kCount][kWarps]) {
+  Butterfly(op, values, min(threads, kWarpSize));
+  if (threads <= kWarpSize) return;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, warps = threads / kWarpSize;
+  if (threadIdx.x % kWarpSize == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) scratch[i][warp] = values[i];
+  }
+  __syncthreads();
+  const int other = (warp & ~(warps - 1)) | (threadIdx.x & (warps - 1));
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = scratch[i][other];
+  Butterfly(op, values, warps);
+}
+
+// Keeps the warps of a block close together, for what they find in caches. No barrier to rely on.
+__device__ __forceinline__ void KeepWarpsTogether() { __syncthreads(); }
+
 // The lanes of a row: `lanes` of each block, a power of two up to 32 or the size of the block, and
 // all blocks of the cluster if the launch has clusters. kValues are reduced at once.
 template <typename A, int kValues>
