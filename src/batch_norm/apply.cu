@@ -12,7 +12,7 @@
 #include "core/cuda/dependent.cuh"
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda {
 

@@ -6,7 +6,7 @@
 #include "batch_norm/fold.cuh"
 #include "batch_norm/geometry.cuh"
 #include "batch_norm/units.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 

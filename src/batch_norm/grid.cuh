@@ -23,7 +23,7 @@
 #include "batch_norm/units.cuh"
 #include "core/cuda/async_copy.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 

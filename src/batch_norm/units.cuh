@@ -14,7 +14,7 @@
 #include "core/cuda/launch.h"
 #include "core/cuda/math.cuh"
 #include "core/cuda/relu_of.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda::batch_norm {
 

@@ -25,7 +25,7 @@
 #include "core/cuda/divide.cuh"
 #include "core/cuda/kept.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "core/integer.h"
 #include "dropout/dropout.h"
 

@@ -37,7 +37,7 @@
 #include "core/cuda/group.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/partial_sums.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "heads/plan.h"
 
 namespace jax_fastops::cuda {

@@ -34,7 +34,7 @@
 #include "core/cuda/math.cuh"
 #include "core/cuda/offsets.cuh"
 #include "core/cuda/partial_sums.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "core/integer.h"
 
 namespace jax_fastops::cuda {

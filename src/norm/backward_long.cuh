@@ -14,7 +14,7 @@
 
 #include "core/cuda/group.cuh"
 #include "core/cuda/partial_sums.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "norm/backward_ring.cuh"
 #include "norm/plan.h"
 

@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "core/cuda/async_copy.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "norm/plan.h"
 #include "norm/shape.h"
 

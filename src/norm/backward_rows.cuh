@@ -10,7 +10,7 @@
 #include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
 #include "core/cuda/partial_sums.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "norm/backward_ring.cuh"
 #include "norm/plan.h"
 

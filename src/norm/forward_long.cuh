@@ -12,7 +12,7 @@
 #include <type_traits>
 
 #include "core/cuda/group.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "norm/forward_row.cuh"
 #include "norm/plan.h"
 

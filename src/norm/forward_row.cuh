@@ -17,8 +17,7 @@
 #include "core/cuda/group.cuh"
 #include "core/cuda/kept.cuh"
 #include "core/cuda/math.cuh"
-#include "core/cuda/shifted.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "norm/plan.h"
 #include "norm/shape.h"
 

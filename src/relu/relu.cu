@@ -14,7 +14,7 @@
 #include "core/cuda/dispatch.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/relu_tiles.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda {
 

@@ -6,8 +6,7 @@
 #include <cstring>
 
 #include "core/cuda/divide.cuh"
-#include "core/cuda/shifted.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace jax_fastops::cuda::transpose {
 

@@ -24,7 +24,7 @@
 
 #include "core/cuda/divide.cuh"
 #include "core/cuda/group.cuh"
-#include "core/cuda/unit.cuh"
+#include "core/cuda/vec.cuh"
 #include "window_sum/arrays.cuh"
 #include "window_sum/plan.h"
 
